@@ -15,7 +15,7 @@ pub struct Request {
     pub task: Task,
     /// Token ids of the encoder input: of the source text to generate from, or of the text to embed or to
     /// fill. Empty for models without an encoder.
-    pub source: Arc<[u32]>,
+    pub encoder_input: Arc<[u32]>,
     /// Token ids of the prompt; of an encoder-decoder model, the decoder's prompt. At least one for
     /// [`Task::Generate`].
     pub prompt: Arc<[u32]>,
@@ -49,7 +49,7 @@ pub enum Task {
     /// One vector for the encoder input.
     Embed(Pooling),
     /// The `top` most likely tokens at each of the positions `at` of the encoder input. Positions ascend.
-    Fill { at: Arc<[u32]>, top: u8 },
+    FillMask { positions: Arc<[u32]>, top_k: u8 },
 }
 
 /// How the hidden states of a text become one vector.
@@ -99,9 +99,9 @@ pub enum TokenEvent {
     /// The vector of the encoder input, not normalized ([`Task::Embed`]).
     Embedding(Vec<f32>),
     /// The most likely token at one of the requested positions, in their order ([`Task::Fill`]).
-    Filled(Token),
+    MaskFilled(Token),
     /// The end-of-sequence or stop token that ends the sequence: generated, but not part of the text.
-    Last(Token),
+    EndToken(Token),
     /// The sequence ended regularly.
     Finished(FinishReason),
     /// The sequence ended with an error.
@@ -125,7 +125,7 @@ impl Request {
         Request {
             id: id.into(),
             task: Task::Generate,
-            source: Arc::default(),
+            encoder_input: Arc::default(),
             prompt: prompt.into(),
             max_tokens,
             ignore_eos: false,
@@ -141,8 +141,8 @@ impl Request {
     }
 
     /// Returns the number of input tokens: encoder input plus prompt.
-    pub fn given_tokens(&self) -> usize {
-        self.source.len() + self.prompt.len()
+    pub fn input_tokens(&self) -> usize {
+        self.encoder_input.len() + self.prompt.len()
     }
 
     /// Returns the time at which the request times out, if it has a limit.
@@ -214,13 +214,13 @@ pub enum RequestError {
     TimedOut { limit_s: u64 },
     /// 503: the server shut down before the response was complete.
     #[error("the server shut down before the response was complete")]
-    CutOff,
+    Interrupted,
     /// 503: the server is shutting down.
     #[error("the server is shutting down and accepts no new requests")]
     Draining,
     /// 500: the engine stopped running.
     #[error("the engine is not running; this is a bug")]
-    EngineGone,
+    EngineStopped,
     /// 500: the device failed while the request was in flight.
     #[error("the device failed while the request was in flight: {0}")]
     DeviceFailed(String),

@@ -14,7 +14,7 @@ use tracing_subscriber::EnvFilter;
 #[derive(Debug)]
 pub struct Metric {
     pub name: &'static str,
-    pub kind: Kind,
+    pub kind: MetricKind,
     /// Unit, for the documentation.
     pub unit: &'static str,
     pub help: &'static str,
@@ -24,25 +24,25 @@ pub struct Metric {
 
 /// Type of a metric; a histogram has the upper bounds of its buckets.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Kind {
+pub enum MetricKind {
     Counter,
     Gauge,
     Histogram(&'static [f64]),
 }
 
-impl Kind {
+impl MetricKind {
     /// The type's name in the Prometheus exposition format.
     pub fn as_str(self) -> &'static str {
         match self {
-            Kind::Counter => "counter",
-            Kind::Gauge => "gauge",
-            Kind::Histogram(_) => "histogram",
+            MetricKind::Counter => "counter",
+            MetricKind::Gauge => "gauge",
+            MetricKind::Histogram(_) => "histogram",
         }
     }
 }
 
 impl Metric {
-    const fn new(name: &'static str, kind: Kind, unit: &'static str, help: &'static str) -> Metric {
+    const fn new(name: &'static str, kind: MetricKind, unit: &'static str, help: &'static str) -> Metric {
         Metric { name, kind, unit, help, labels: &[] }
     }
 
@@ -53,24 +53,28 @@ impl Metric {
 
     /// Returns the handle of a counter without labels, for frequent use.
     pub fn counter(&self) -> metrics::Counter {
-        debug_assert!(self.kind == Kind::Counter && self.labels.is_empty(), "{}", self.name);
+        debug_assert!(self.kind == MetricKind::Counter && self.labels.is_empty(), "{}", self.name);
         metrics::counter!(self.name)
     }
 
     /// Returns the handle of a gauge without labels, for frequent use.
     pub fn gauge(&self) -> metrics::Gauge {
-        debug_assert!(self.kind == Kind::Gauge && self.labels.is_empty(), "{}", self.name);
+        debug_assert!(self.kind == MetricKind::Gauge && self.labels.is_empty(), "{}", self.name);
         metrics::gauge!(self.name)
     }
 
     /// Returns the handle of a histogram without labels, for frequent use.
     pub fn histogram(&self) -> metrics::Histogram {
-        self.histogram_of([])
+        self.histogram_with([])
     }
 
     /// Returns the handle of a histogram with these label values, in the table's order.
-    pub fn histogram_of<const N: usize>(&self, values: [&str; N]) -> metrics::Histogram {
-        debug_assert!(matches!(self.kind, Kind::Histogram(_)) && self.labels.len() == N, "{}", self.name);
+    pub fn histogram_with<const N: usize>(&self, values: [&str; N]) -> metrics::Histogram {
+        debug_assert!(
+            matches!(self.kind, MetricKind::Histogram(_)) && self.labels.len() == N,
+            "{}",
+            self.name
+        );
         metrics::histogram!(self.name, &self.label_pairs(&values))
     }
 
@@ -81,7 +85,7 @@ impl Metric {
 
     /// Adds 1 to the counter with these label values, in the table's order.
     pub fn count<const N: usize>(&self, values: [&str; N]) {
-        debug_assert!(self.kind == Kind::Counter && self.labels.len() == N, "{}", self.name);
+        debug_assert!(self.kind == MetricKind::Counter && self.labels.len() == N, "{}", self.name);
         metrics::counter!(self.name, &self.label_pairs(&values)).increment(1);
     }
 
@@ -101,14 +105,14 @@ impl Metric {
 
     fn describe(&self) {
         match self.kind {
-            Kind::Counter => metrics::describe_counter!(self.name, self.help),
-            Kind::Gauge => metrics::describe_gauge!(self.name, self.help),
-            Kind::Histogram(_) => metrics::describe_histogram!(self.name, self.help),
+            MetricKind::Counter => metrics::describe_counter!(self.name, self.help),
+            MetricKind::Gauge => metrics::describe_gauge!(self.name, self.help),
+            MetricKind::Histogram(_) => metrics::describe_histogram!(self.name, self.help),
         }
     }
 
     /// Creates the series with known label values, so that they are exported as 0 instead of being absent.
-    fn touch(&self) {
+    fn init_series(&self) {
         let known: Vec<Vec<(&str, String)>> = match self.labels {
             [] => vec![Vec::new()],
             [(_, values)] => values.iter().map(|value| self.label_pairs(&[value])).collect(),
@@ -116,40 +120,40 @@ impl Metric {
         };
         for labels in &known {
             match self.kind {
-                Kind::Counter => metrics::counter!(self.name, labels).increment(0),
-                Kind::Gauge => metrics::gauge!(self.name, labels).set(0.0),
-                Kind::Histogram(_) => drop(metrics::histogram!(self.name, labels)),
+                MetricKind::Counter => metrics::counter!(self.name, labels).increment(0),
+                MetricKind::Gauge => metrics::gauge!(self.name, labels).set(0.0),
+                MetricKind::Histogram(_) => drop(metrics::histogram!(self.name, labels)),
             }
         }
     }
 }
 
-use Kind::{Counter, Gauge};
+use MetricKind::{Counter, Gauge};
 
 // Bucket bounds of vLLM, extended downwards, because small models generate tokens within microseconds.
-const FIRST_TOKEN_S: &[f64] = &[
+const FIRST_TOKEN_BUCKETS_S: &[f64] = &[
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
     2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 ];
-const BETWEEN_TOKENS_S: &[f64] = &[
+const INTER_TOKEN_BUCKETS_S: &[f64] = &[
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
     0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 ];
-const REQUEST_S: &[f64] = &[
+const REQUEST_BUCKETS_S: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0,
     15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 ];
-const STEP_S: &[f64] = &[
+const STEP_BUCKETS_S: &[f64] = &[
     0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05,
     0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0,
 ];
-const PHASE_S: &[f64] = &[
+const PHASE_BUCKETS_S: &[f64] = &[
     0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25,
     0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 ];
-const REQUEST_TOKENS: &[f64] =
+const REQUEST_TOKEN_BUCKETS: &[f64] =
     &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6];
-const STEP_TOKENS: &[f64] =
+const STEP_TOKEN_BUCKETS: &[f64] =
     &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];
 
 pub static BUILD_INFO: Metric =
@@ -228,87 +232,87 @@ pub static CLIENTS_GONE: Metric = Metric::new(
 );
 pub static TIME_TO_FIRST_TOKEN: Metric = Metric::new(
     "mainstem_time_to_first_token_seconds",
-    Kind::Histogram(FIRST_TOKEN_S),
+    MetricKind::Histogram(FIRST_TOKEN_BUCKETS_S),
     "seconds",
     "Time from accepting a request to its first generated token.",
 );
 pub static INTER_TOKEN_LATENCY: Metric = Metric::new(
     "mainstem_inter_token_latency_seconds",
-    Kind::Histogram(BETWEEN_TOKENS_S),
+    MetricKind::Histogram(INTER_TOKEN_BUCKETS_S),
     "seconds",
     "Time between successive generated tokens of a request.",
 );
 pub static E2E_LATENCY: Metric = Metric::new(
     "mainstem_e2e_request_latency_seconds",
-    Kind::Histogram(REQUEST_S),
+    MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
     "Time from accepting a request to its end.",
 );
 pub static QUEUE_TIME: Metric = Metric::new(
     "mainstem_request_queue_time_seconds",
-    Kind::Histogram(REQUEST_S),
+    MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
     "Time from accepting a request to the step with its first prompt chunk, encoder input or text.",
 );
 pub static PREFILL_TIME: Metric = Metric::new(
     "mainstem_request_prefill_time_seconds",
-    Kind::Histogram(REQUEST_S),
+    MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
     "Time from the step with a request's first prompt chunk, encoder input or text to its first generated token, or \
      to the result for the text.",
 );
 pub static DECODE_TIME: Metric = Metric::new(
     "mainstem_request_decode_time_seconds",
-    Kind::Histogram(REQUEST_S),
+    MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
     "Time from a request's first generated token to its last. Not recorded for encoder-only models.",
 );
 pub static INFERENCE_TIME: Metric = Metric::new(
     "mainstem_request_inference_time_seconds",
-    Kind::Histogram(REQUEST_S),
+    MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
     "Time from the step with a request's first prompt chunk, encoder input or text to its last generated token, or \
      to the result for the text.",
 );
 pub static TIME_PER_OUTPUT_TOKEN: Metric = Metric::new(
     "mainstem_request_time_per_output_token_seconds",
-    Kind::Histogram(BETWEEN_TOKENS_S),
+    MetricKind::Histogram(INTER_TOKEN_BUCKETS_S),
     "seconds",
     "Decode time of a request divided by its generated tokens after the first.",
 );
 pub static REQUEST_PROMPT_TOKENS: Metric = Metric::new(
     "mainstem_request_prompt_tokens",
-    Kind::Histogram(REQUEST_TOKENS),
+    MetricKind::Histogram(REQUEST_TOKEN_BUCKETS),
     "tokens",
     "Prompt length of a request, or total length of the texts of a request to an encoder-only model.",
 );
 pub static REQUEST_GENERATION_TOKENS: Metric = Metric::new(
     "mainstem_request_generation_tokens",
-    Kind::Histogram(REQUEST_TOKENS),
+    MetricKind::Histogram(REQUEST_TOKEN_BUCKETS),
     "tokens",
     "Generated tokens of a request; 0 for encoder-only models.",
 );
 pub static ITERATION_TOKENS: Metric = Metric::new(
     "mainstem_iteration_tokens",
-    Kind::Histogram(STEP_TOKENS),
+    MetricKind::Histogram(STEP_TOKEN_BUCKETS),
     "tokens",
     "Tokens per step: decoded tokens and those of prompt chunks, encoder inputs and texts.",
 );
 pub static STEP_ROWS: Metric = Metric::new(
     "mainstem_step_rows",
-    Kind::Histogram(STEP_TOKENS),
+    MetricKind::Histogram(STEP_TOKEN_BUCKETS),
     "rows",
     "Rows per step, including holes between slots.",
 );
 pub static STEP_SECONDS: Metric = Metric::new(
     "mainstem_step_seconds",
-    Kind::Histogram(STEP_S),
+    MetricKind::Histogram(STEP_BUCKETS_S),
     "seconds",
     "Time from sending a step to the device to its results.",
 );
 pub static STEP_PHASES: Metric = Metric::new(
     "mainstem_step_phase_seconds",
-    Kind::Histogram(PHASE_S),
+    MetricKind::Histogram(PHASE_BUCKETS_S),
     "seconds",
     "Time of a step by phase. On the control thread: plan is from the previous results, or the end of an idle period, \
      to sending the step; deliver is sending the previous step's events and processing this step's results. On the \
@@ -317,7 +321,7 @@ pub static STEP_PHASES: Metric = Metric::new(
 .labelled(&[("phase", &["plan", "forward", "sample", "deliver"])]);
 pub static STEP_SLOTS: Metric = Metric::new(
     "mainstem_step_slots",
-    Kind::Histogram(STEP_TOKENS),
+    MetricKind::Histogram(STEP_TOKEN_BUCKETS),
     "slots",
     "Slots whose sequence takes part in a step.",
 );
@@ -397,7 +401,7 @@ fn install_recorder(model: Option<&str>) -> PrometheusHandle {
     let recorder = recorder(model);
     let handle = recorder.handle();
     metrics::set_global_recorder(recorder).expect("no other recorder is installed; anything else is a bug");
-    introduce();
+    register_metrics();
     handle
 }
 
@@ -408,7 +412,7 @@ pub(crate) fn recorder(model: Option<&str>) -> PrometheusRecorder {
         builder = builder.add_global_label("model_name", model).add_global_label("engine", "0");
     }
     for metric in METRICS {
-        if let Kind::Histogram(buckets) = metric.kind {
+        if let MetricKind::Histogram(buckets) = metric.kind {
             let name = Matcher::Full(metric.name.to_string());
             builder = builder.set_buckets_for_metric(name, buckets).expect("buckets are not empty");
         }
@@ -417,10 +421,10 @@ pub(crate) fn recorder(model: Option<&str>) -> PrometheusRecorder {
 }
 
 /// Describes all metrics to the recorder and creates their known series.
-fn introduce() {
+fn register_metrics() {
     for metric in METRICS {
         metric.describe();
-        metric.touch();
+        metric.init_series();
     }
     metrics::gauge!(BUILD_INFO.name, &BUILD_INFO.label_pairs(&[env!("CARGO_PKG_VERSION")])).set(1.0);
 }
@@ -447,7 +451,7 @@ pub fn documentation() -> String {
     }
     page += "\n## Buckets\n\n";
     for metric in METRICS {
-        if let Kind::Histogram(buckets) = metric.kind {
+        if let MetricKind::Histogram(buckets) = metric.kind {
             let edges: Vec<_> = buckets.iter().map(f64::to_string).collect();
             page += &format!("- `{}`: {}\n", metric.name, edges.join(", "));
         }
@@ -486,7 +490,7 @@ mod tests {
             assert_eq!(metric.name.ends_with("_total"), metric.kind == Counter, "{}", metric.name);
             assert_eq!(metric.name.ends_with("_seconds"), metric.unit == "seconds", "{}", metric.name);
             assert!(metric.help.ends_with('.'), "{}", metric.name);
-            if let Kind::Histogram(buckets) = metric.kind {
+            if let MetricKind::Histogram(buckets) = metric.kind {
                 assert!(buckets.is_sorted_by(|a, b| a < b), "{}", metric.name);
             }
         }
@@ -528,8 +532,8 @@ mod tests {
         let recorder = recorder(Some("a \"model\""));
         let handle = recorder.handle();
         metrics::with_local_recorder(&recorder, || {
-            introduce();
-            STEP_PHASES.histogram_of(["plan"]).record(2e-5);
+            register_metrics();
+            STEP_PHASES.histogram_with(["plan"]).record(2e-5);
         });
         let text = handle.render();
         for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {

@@ -14,7 +14,7 @@ pub struct Sample {
     /// Number of prompt tokens: as reported by the server, else as planned.
     pub prompt_len: u32,
     /// Number of output tokens requested.
-    pub output_len_asked: u32,
+    pub requested_output_len: u32,
     /// Number of output tokens received: by token ids if the server sends them, else from its usage, else one
     /// per event with text.
     pub output_len: u32,
@@ -129,7 +129,7 @@ impl fmt::Display for FailureKind {
 
 impl FailureKind {
     /// Creates a failure of this kind with `message`, truncated to 200 characters.
-    pub fn saying(self, message: impl fmt::Display) -> Failure {
+    pub fn with_message(self, message: impl fmt::Display) -> Failure {
         Failure { kind: self, message: message.to_string().chars().take(200).collect() }
     }
 }

@@ -59,7 +59,7 @@ pub fn report(requests: usize) -> RunReport {
 }
 
 /// Returns a distribution in which every value is `ms`.
-pub fn always(ms: f64) -> Option<Distribution> {
+pub fn constant_distribution(ms: f64) -> Option<Distribution> {
     let stats = Stats { mean: ms, median: ms, std: 0.0, p90: ms, p95: ms, p99: ms, max: ms };
     Some(Distribution { stats, histogram: vec![] })
 }
@@ -71,7 +71,7 @@ pub fn sample(index: usize, scheduled: f64, first: f64, last: f64) -> Sample {
         index,
         model: 0,
         prompt_len: 1,
-        output_len_asked: 2,
+        requested_output_len: 2,
         output_len: 2,
         scheduled,
         sent: scheduled,

@@ -3,7 +3,7 @@
 //! Invariant: each kind of model has what its endpoints need, and every token id is in the vocabulary.
 
 use crate::config::ModelConfig;
-use crate::formats::{FoundPooling, Unserved};
+use crate::formats::{PoolingConfig, UnsupportedSetting};
 use crate::model::spec::Kind;
 use crate::model::{ModelSource, ModelSpec};
 use crate::request::Pooling;
@@ -11,130 +11,137 @@ use anyhow::{Context, Result, ensure};
 
 /// Prompting defaults, by kind of model.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Conventions {
+pub enum PromptingDefaults {
     /// A decoder-only model: continues a prompt.
     Decoder,
     /// An encoder-only model: computes embeddings, or fills masks.
-    Encoder(EncoderConventions),
+    Encoder(EncoderOnlyPrompting),
     /// An encoder-decoder model: generates from an encoder input.
-    EncoderDecoder(DecoderConventions),
+    EncoderDecoder(EncoderDecoderPrompting),
 }
 
 /// Defaults of an encoder-only model.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EncoderConventions {
+pub struct EncoderOnlyPrompting {
     /// Length of the embedding vectors.
     pub dimensions: usize,
     /// Default pooling method. Requests that rely on it are refused if the model's files specify one that is
     /// not supported.
-    pub pooling: FoundPooling,
+    pub pooling: PoolingConfig,
     /// Whether embeddings are L2-normalized by default.
     pub normalize: bool,
     /// Text preprocessing that the model's files specify and that is not supported.
-    pub unserved: Vec<Unserved>,
+    pub unsupported: Vec<UnsupportedSetting>,
     /// Candidate names of the mask token; the first that the tokenizer knows is used.
-    pub masks: Vec<String>,
+    pub mask_tokens: Vec<String>,
     /// The name of the padding token, if the model's files specify it.
-    pub pad: Option<String>,
+    pub pad_token: Option<String>,
 }
 
 /// Defaults of an encoder-decoder model.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DecoderConventions {
+pub struct EncoderDecoderPrompting {
     /// The decoder start token.
-    pub start: u32,
+    pub start_token: u32,
     /// The forced BOS token, which follows the start token unless a request says otherwise.
     pub forced_bos: Option<u32>,
     /// Names of special tokens, which are not language codes.
-    pub roles: Vec<String>,
+    pub special_tokens: Vec<String>,
 }
 
 /// Names of the mask token if the tokenizer's configuration specifies none.
-const USUAL_MASKS: [&str; 2] = ["[MASK]", "<mask>"];
+const DEFAULT_MASK_TOKENS: [&str; 2] = ["[MASK]", "<mask>"];
 
-const MASK: &str = "mask_token";
-const PAD: &str = "pad_token";
+const MASK_KEY: &str = "mask_token";
+const PAD_KEY: &str = "pad_token";
 
-impl Conventions {
+impl PromptingDefaults {
     /// Determines the defaults of an opened model. Errors name the file and the key that would help.
-    pub fn of(source: &ModelSource, config: &ModelConfig) -> Result<Conventions> {
+    pub fn from_model(source: &ModelSource, config: &ModelConfig) -> Result<PromptingDefaults> {
         Ok(match source.spec.kind {
-            Kind::Decoder => Conventions::Decoder,
-            Kind::Encoder => Conventions::Encoder(encoder(source, config)),
-            Kind::EncoderDecoder => Conventions::EncoderDecoder(decoder(source)?),
+            Kind::Decoder => PromptingDefaults::Decoder,
+            Kind::Encoder => PromptingDefaults::Encoder(encoder_only_defaults(source, config)),
+            Kind::EncoderDecoder => PromptingDefaults::EncoderDecoder(encoder_decoder_defaults(source)?),
         })
     }
 
     /// Returns a warning about embedding settings in the model's files that are not supported, and what
     /// happens instead; `None` if all are supported.
-    pub fn caution(source: &ModelSource, config: &ModelConfig) -> Option<String> {
+    pub fn embedding_warning(source: &ModelSource, config: &ModelConfig) -> Option<String> {
         let instead = match config.pooling {
             Some(pooling) => format!("model.pooling overrides it: texts are pooled by {}", pooling.name()),
             None => "embeddings are refused unless a request or model.pooling (--pooling) specifies the pooling method"
                 .to_owned(),
         };
         let pooling = match &source.sentence.as_ref()?.pooling {
-            FoundPooling::Unserved(unserved) => Some(format!("{unserved}; {instead}")),
-            FoundPooling::Served(_) => None,
+            PoolingConfig::Unsupported(unserved) => Some(format!("{unserved}; {instead}")),
+            PoolingConfig::Supported(_) => None,
         };
-        let texts = unserved_of_texts(source).into_iter().map(|unserved| unserved.to_string());
+        let texts = unsupported_text_settings(source).into_iter().map(|unserved| unserved.to_string());
         let warnings: Vec<String> = pooling.into_iter().chain(texts).collect();
         (!warnings.is_empty()).then(|| warnings.join("; "))
     }
 
     /// Returns the kind of model, in words.
-    pub fn name(&self) -> &'static str {
+    pub fn kind_name(&self) -> &'static str {
         match self {
-            Conventions::Decoder => "a decoder",
-            Conventions::Encoder(_) => "an encoder",
-            Conventions::EncoderDecoder(_) => "an encoder-decoder",
+            PromptingDefaults::Decoder => "a decoder",
+            PromptingDefaults::Encoder(_) => "an encoder",
+            PromptingDefaults::EncoderDecoder(_) => "an encoder-decoder",
         }
     }
 }
 
 /// Defaults of an encoder-only model.
-fn encoder(source: &ModelSource, config: &ModelConfig) -> EncoderConventions {
+fn encoder_only_defaults(source: &ModelSource, config: &ModelConfig) -> EncoderOnlyPrompting {
     let files = source.sentence.as_ref();
     let pooling = match (config.pooling, files.map(|files| &files.pooling)) {
-        (Some(pooling), _) => FoundPooling::Served(pooling),
+        (Some(pooling), _) => PoolingConfig::Supported(pooling),
         (None, Some(pooling)) => pooling.clone(),
-        (None, None) => FoundPooling::Served(Pooling::Mean),
+        (None, None) => PoolingConfig::Supported(Pooling::Mean),
     };
     let special_token = |key: &str| source.chat.special_tokens.get(key).cloned();
-    EncoderConventions {
+    EncoderOnlyPrompting {
         dimensions: source.spec.hidden,
         pooling,
         normalize: config.normalize.or(files.map(|files| files.normalize)).unwrap_or(true),
-        unserved: unserved_of_texts(source),
-        masks: special_token(MASK).into_iter().chain(USUAL_MASKS.map(str::to_owned)).collect(),
-        pad: special_token(PAD),
+        unsupported: unsupported_text_settings(source),
+        mask_tokens: special_token(MASK_KEY)
+            .into_iter()
+            .chain(DEFAULT_MASK_TOKENS.map(str::to_owned))
+            .collect(),
+        pad_token: special_token(PAD_KEY),
     }
 }
 
 /// Text preprocessing that the model's files specify and that is not supported.
-fn unserved_of_texts(source: &ModelSource) -> Vec<Unserved> {
-    let texts = source.sentence.as_ref().and_then(|files| files.texts.as_ref());
-    texts.map(|texts| texts.unserved(source.spec.context)).unwrap_or_default()
+fn unsupported_text_settings(source: &ModelSource) -> Vec<UnsupportedSetting> {
+    let texts = source.sentence.as_ref().and_then(|files| files.preprocessing.as_ref());
+    texts.map(|texts| texts.unsupported(source.spec.context)).unwrap_or_default()
 }
 
 /// Defaults of an encoder-decoder model.
-fn decoder(source: &ModelSource) -> Result<DecoderConventions> {
+fn encoder_decoder_defaults(source: &ModelSource) -> Result<EncoderDecoderPrompting> {
     let path = source.path.display();
-    let start = source.opening.start.with_context(|| {
+    let start = source.decoder_start.start.with_context(|| {
         format!(
             "{path}: the decoder start token is unknown: generation_config.json or config.json needs the key \
              'decoder_start_token_id'"
         )
     })?;
     for (key, id) in
-        [("decoder_start_token_id", Some(start)), ("forced_bos_token_id", source.opening.forced_bos)]
+        [("decoder_start_token_id", Some(start)), ("forced_bos_token_id", source.decoder_start.forced_bos)]
     {
         let vocab = source.spec.vocab;
         let is_known = id.is_none_or(|id| (id as usize) < vocab);
         ensure!(is_known, "{path}: {key} {} is not in the vocabulary of {vocab}", id.unwrap_or_default());
     }
     let special_tokens = source.chat.special_tokens.values().cloned().collect();
-    Ok(DecoderConventions { start, forced_bos: source.opening.forced_bos, roles: special_tokens })
+    Ok(EncoderDecoderPrompting {
+        start_token: start,
+        forced_bos: source.decoder_start.forced_bos,
+        special_tokens,
+    })
 }
 
 /// Returns the API endpoints that serve a model.
@@ -157,7 +164,7 @@ mod tests {
     use std::path::Path;
 
     /// Opens a family's fixture with additional `files`, and with `settings` of the configuration.
-    fn opened(
+    fn open_fixture(
         family: &str,
         files: &[(&str, Value)],
         settings: &[(&'static str, &str)],
@@ -175,25 +182,32 @@ mod tests {
         Ok((source, Config::load(None, flags)?.model))
     }
 
-    fn of(family: &str, files: &[(&str, Value)], settings: &[(&'static str, &str)]) -> Result<Conventions> {
-        let (source, config) = opened(family, files, settings)?;
-        Conventions::of(&source, &config)
+    fn defaults_of(
+        family: &str,
+        files: &[(&str, Value)],
+        settings: &[(&'static str, &str)],
+    ) -> Result<PromptingDefaults> {
+        let (source, config) = open_fixture(family, files, settings)?;
+        PromptingDefaults::from_model(&source, &config)
     }
 
-    fn caution_of(files: &[(&str, Value)], settings: &[(&'static str, &str)]) -> Option<String> {
-        let (source, config) = opened("bert_gamma", files, settings).unwrap();
-        Conventions::caution(&source, &config)
+    fn warning_of(files: &[(&str, Value)], settings: &[(&'static str, &str)]) -> Option<String> {
+        let (source, config) = open_fixture("bert_gamma", files, settings).unwrap();
+        PromptingDefaults::embedding_warning(&source, &config)
     }
 
-    fn encoder_of(files: &[(&str, Value)], settings: &[(&'static str, &str)]) -> Result<EncoderConventions> {
-        match of("bert_gamma", files, settings)? {
-            Conventions::Encoder(conventions) => Ok(conventions),
+    fn encoder_defaults_of(
+        files: &[(&str, Value)],
+        settings: &[(&'static str, &str)],
+    ) -> Result<EncoderOnlyPrompting> {
+        match defaults_of("bert_gamma", files, settings)? {
+            PromptingDefaults::Encoder(conventions) => Ok(conventions),
             other => panic!("{other:?}"),
         }
     }
 
     /// The sentence-transformers files that specify a pooling mode, and `more` modules.
-    fn sentence(mode: &str, more: &[&str]) -> [(&'static str, Value); 2] {
+    fn sentence_files(mode: &str, more: &[&str]) -> [(&'static str, Value); 2] {
         let module = |class: &str| {
             let path = if class == "Pooling" { "1_Pooling" } else { "" };
             json!({"path": path, "type": format!("sentence_transformers.models.{class}")})
@@ -205,68 +219,76 @@ mod tests {
     }
 
     #[test]
-    fn vectors_are_made_as_the_configuration_says_else_the_files_else_by_the_mean() {
+    fn pooling_is_from_the_configuration_else_the_files_else_mean() {
         use Pooling::{Cls, Last, Mean};
-        let (bare, unit) = (sentence("cls_token", &[]), sentence("cls_token", &["Normalize"]));
+        let (bare, unit) = (sentence_files("cls_token", &[]), sentence_files("cls_token", &["Normalize"]));
         for (files, settings, pooling, normalize) in [
             (&[][..], &[][..], Mean, true),
             (&bare[..], &[], Cls, false),
             (&unit[..], &[], Cls, true),
             (&unit[..], &[("model.pooling", "last"), ("model.normalize", "no")], Last, false),
             (&bare[..], &[("model.normalize", "yes")], Cls, true),
-            (&sentence("max_tokens", &[])[..], &[("model.pooling", "mean")], Mean, false),
+            (&sentence_files("max_tokens", &[])[..], &[("model.pooling", "mean")], Mean, false),
         ] {
-            let found = encoder_of(files, settings).unwrap();
-            let pooling = FoundPooling::Served(pooling);
+            let found = encoder_defaults_of(files, settings).unwrap();
+            let pooling = PoolingConfig::Supported(pooling);
             assert_eq!((found.pooling, found.normalize, found.dimensions), (pooling, normalize, 32));
         }
     }
 
     #[test]
-    fn what_is_not_served_is_kept_and_said_at_the_start() {
-        let [max, dense] = [sentence("max_tokens", &[]), sentence("cls_token", &["Dense", "Normalize"])];
+    fn unsupported_pooling_is_kept_and_warned_about() {
+        let [max, dense] =
+            [sentence_files("max_tokens", &[]), sentence_files("cls_token", &["Dense", "Normalize"])];
         let mode = "1_Pooling/config.json: the pooling mode is max_tokens";
         for (files, named) in [(&max, mode), (&dense, "modules.json: modules of type Dense")] {
-            let found = encoder_of(files, &[]).unwrap();
-            let FoundPooling::Unserved(unserved) = found.pooling else { panic!("{named} is served") };
+            let found = encoder_defaults_of(files, &[]).unwrap();
+            let PoolingConfig::Unsupported(unserved) = found.pooling else { panic!("{named} is served") };
             assert!(unserved.to_string().contains(named), "{unserved}");
-            let warning = caution_of(files, &[]).expect("there is a warning");
+            let warning = warning_of(files, &[]).expect("there is a warning");
             assert!(warning.contains(named) && warning.contains("--pooling"), "{warning}");
-            let warning = caution_of(files, &[("model.pooling", "mean")]).expect("there is a warning");
+            let warning = warning_of(files, &[("model.pooling", "mean")]).expect("there is a warning");
             assert!(warning.contains(named) && warning.contains("by mean"), "{warning}");
         }
-        let overridden = encoder_of(&dense, &[("model.pooling", "mean")]).unwrap();
-        assert_eq!((overridden.pooling, overridden.normalize), (FoundPooling::Served(Pooling::Mean), true));
-        assert_eq!(caution_of(&sentence("cls_token", &[]), &[]), None);
+        let overridden = encoder_defaults_of(&dense, &[("model.pooling", "mean")]).unwrap();
+        assert_eq!(
+            (overridden.pooling, overridden.normalize),
+            (PoolingConfig::Supported(Pooling::Mean), true)
+        );
+        assert_eq!(warning_of(&sentence_files("cls_token", &[]), &[]), None);
     }
 
     /// The fixture's context is 40 tokens.
     #[test]
-    fn texts_that_would_be_cut_or_changed_elsewhere_are_told_and_served() {
-        let [list, pooling] = sentence("cls_token", &[]);
+    fn unsupported_text_settings_are_warned_about() {
+        let [list, pooling] = sentence_files("cls_token", &[]);
         let texts = ("sentence_bert_config.json", json!({"max_seq_length": 39, "do_lower_case": true}));
         let files = [list, pooling, texts];
-        let found = encoder_of(&files, &[]).unwrap();
-        assert_eq!((found.unserved.len(), found.pooling), (2, FoundPooling::Served(Pooling::Cls)));
-        let warning = caution_of(&files, &[]).expect("there is a warning");
+        let found = encoder_defaults_of(&files, &[]).unwrap();
+        assert_eq!((found.unsupported.len(), found.pooling), (2, PoolingConfig::Supported(Pooling::Cls)));
+        let warning = warning_of(&files, &[]).expect("there is a warning");
         for part in ["do_lower_case is true", "max_seq_length is 39", "up to 40 tokens"] {
             assert!(warning.contains(part), "{warning}");
         }
     }
 
     #[test]
-    fn a_mask_is_what_the_tokenizer_says_before_what_is_usual() {
+    fn the_tokenizers_mask_token_comes_before_the_defaults() {
         let named = [("tokenizer_config.json", json!({"mask_token": {"content": "<m>"}}))];
-        assert_eq!(encoder_of(&named, &[]).unwrap().masks, ["<m>", "[MASK]", "<mask>"]);
-        assert_eq!(encoder_of(&[], &[]).unwrap().masks, ["[MASK]", "<mask>"]);
+        assert_eq!(encoder_defaults_of(&named, &[]).unwrap().mask_tokens, ["<m>", "[MASK]", "<mask>"]);
+        assert_eq!(encoder_defaults_of(&[], &[]).unwrap().mask_tokens, ["[MASK]", "<mask>"]);
     }
 
     #[test]
-    fn a_decoder_needs_a_token_to_begin_with() {
+    fn an_encoder_decoder_needs_a_start_token() {
         let settings = |value: Value| [("generation_config.json", value)];
-        let decoder = |files: &[(&str, Value)]| of("m2m100", files, &[]);
+        let decoder = |files: &[(&str, Value)]| defaults_of("m2m100", files, &[]);
         let start = |start, forced_bos| {
-            Conventions::EncoderDecoder(DecoderConventions { start, forced_bos, roles: vec![] })
+            PromptingDefaults::EncoderDecoder(EncoderDecoderPrompting {
+                start_token: start,
+                forced_bos,
+                special_tokens: vec![],
+            })
         };
         assert_eq!(decoder(&[]).unwrap(), start(2, None));
         assert_eq!(decoder(&settings(json!({"forced_bos_token_id": 6}))).unwrap(), start(2, Some(6)));

@@ -5,11 +5,11 @@
 //! it, nothing is allocated. A device thread that was abandoned while it ran something finds its mailbox
 //! closed when it resumes, drops its executor, and exits.
 
-use super::group::hub::{Hub, Place};
-use super::group::mailbox::{Duty, Mailbox, Order, Parcel, Seat};
+use super::group::hub::{DeviceId, GroupState};
+use super::group::mailbox::{Assignment, Command, Mailbox, Role, StepMessage};
 use crate::model::executor::{Executor, ExecutorReport};
 use anyhow::{Context as _, Result, anyhow};
-use mainstem_kernels::{Aborted, Collective, DeviceError, Flow, StepBatch, StepLimits, StepOutput};
+use mainstem_kernels::{Aborted, Collective, DeviceError, HandoffPorts, StepBatch, StepLimits, StepOutput};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,68 +31,68 @@ impl Step {
 
 /// The result of a step. If it failed, the output is undefined. The batch may be an earlier step's; it is
 /// returned for reuse.
-pub struct Ran {
+pub struct StepResult {
     pub step: Box<Step>,
     pub result: Result<(), DeviceError>,
 }
 
 /// Builds an executor from scratch, for the tensor-parallel rank that the collective specifies. Called on the
 /// device's thread, once per (re)build.
-pub type Factory = Box<dyn FnMut(Box<dyn Collective>) -> Result<Box<dyn Executor>> + Send>;
+pub type ExecutorFactory = Box<dyn FnMut(Box<dyn Collective>) -> Result<Box<dyn Executor>> + Send>;
 
 /// A factory shared by the successive threads of a device.
-pub(super) type SharedFactory = Arc<Mutex<Factory>>;
+pub(super) type SharedExecutorFactory = Arc<Mutex<ExecutorFactory>>;
 
 /// The state of a device's thread.
 pub(super) struct Device {
-    place: Place,
-    hub: Arc<Hub>,
+    id: DeviceId,
+    group: Arc<GroupState>,
     mailbox: Arc<Mailbox>,
-    factory: SharedFactory,
-    held: Option<Held>,
+    factory: SharedExecutorFactory,
+    built: Option<BuiltExecutor>,
     /// Output buffer of the steps. Ranks that do not return results write it too, and nobody reads it.
     output: StepOutput,
 }
 
 /// The executor and its assignment, from one build to the next.
-struct Held {
-    seat: Seat,
+struct BuiltExecutor {
+    assignment: Assignment,
     executor: Box<dyn Executor>,
     /// Number that the next step must have; `None` right after a build.
     next_step: Option<u64>,
 }
 
 /// Why a step failed.
-enum Failure {
+enum StepFailure {
     Fault(DeviceError),
     Panic(Box<dyn Any + Send>),
 }
 
 /// Drop guard that reports, however the thread ends, that it is exiting.
-struct Ending(Arc<Hub>, Place);
+struct ExitingGuard(Arc<GroupState>, DeviceId);
 
-impl Drop for Ending {
+impl Drop for ExitingGuard {
     fn drop(&mut self) {
-        self.0.ends(self.1);
+        self.0.report_exiting(self.1);
     }
 }
 
 /// Drop guard that reports that the thread has dropped its executor and is about to exit.
-struct Leaving(Arc<Hub>, Place);
+struct ExitedGuard(Arc<GroupState>, DeviceId);
 
-impl Drop for Leaving {
+impl Drop for ExitedGuard {
     fn drop(&mut self) {
-        self.0.left(self.1);
+        self.0.report_exited(self.1);
     }
 }
 
 impl Device {
     /// Starts the thread of a device; the executor is built on a later command.
     pub(super) fn spawn(
-        id: Place,
-        group: Arc<Hub>,
+        id: DeviceId,
+        group: Arc<GroupState>,
         mailbox: Arc<Mailbox>,
-        factory: SharedFactory,
+        factory: SharedExecutorFactory,
     ) -> std::io::Result<JoinHandle<()>> {
         // Thread names are limited to 15 bytes.
         let name = format!("dev {}", group.name(id));
@@ -101,42 +101,42 @@ impl Device {
             // Drop order: the exit must be reported before the executor is dropped, because the other ranks
             // of the stage notice that and must not report it first; and until the executor is dropped, the
             // thread may still hang.
-            let _leaving = Leaving(group.clone(), id);
-            let mut device = Device { place: id, hub: group.clone(), mailbox, factory, held: None, output };
-            let _ending = Ending(group, id);
+            let _leaving = ExitedGuard(group.clone(), id);
+            let mut device = Device { id, group: group.clone(), mailbox, factory, built: None, output };
+            let _ending = ExitingGuard(group, id);
             device.serve();
         })
     }
 
     /// Runs commands until the mailbox is closed.
     fn serve(&mut self) {
-        while let Some(command) = self.mailbox.take() {
+        while let Some(command) = self.mailbox.receive() {
             match command {
-                Order::Clear => {
-                    self.clear();
-                    self.hub.cleared(self.place);
+                Command::Clear => {
+                    self.drop_executor();
+                    self.group.report_cleared(self.id);
                 }
-                Order::Build(assignment, collective) => {
+                Command::Build(assignment, collective) => {
                     let build = assignment.build;
                     let result = self.build(assignment, collective);
-                    self.hub.built(self.place, build, result);
+                    self.group.report_built(self.id, build, result);
                 }
-                Order::Run(message) => self.run(message),
+                Command::Run(message) => self.run(message),
             }
         }
-        self.clear();
+        self.drop_executor();
     }
 
     /// Drops the executor.
-    fn clear(&mut self) {
-        let old = self.held.take();
+    fn drop_executor(&mut self) {
+        let old = self.built.take();
         let _ = catch_unwind(AssertUnwindSafe(|| drop(old)));
     }
 
     /// Builds the executor.
-    fn build(&mut self, assignment: Seat, collective: Box<dyn Collective>) -> Result<ExecutorReport> {
+    fn build(&mut self, assignment: Assignment, collective: Box<dyn Collective>) -> Result<ExecutorReport> {
         // The old executor is dropped first: two do not fit into memory.
-        self.clear();
+        self.drop_executor();
         let built = catch_unwind(AssertUnwindSafe(|| {
             let mut factory = self.factory.lock().unwrap_or_else(PoisonError::into_inner);
             factory(collective)
@@ -144,75 +144,79 @@ impl Device {
         let executor = built
             .unwrap_or_else(|panic| match panic.is::<Aborted>() {
                 true => Err(Aborted.into()),
-                false => Err(anyhow!("{}", said(&*panic))),
+                false => Err(anyhow!("{}", panic_message(&*panic))),
             })
-            .with_context(|| format!("building the device {}", self.hub.name(self.place)))?;
+            .with_context(|| format!("building the device {}", self.group.name(self.id)))?;
         let report = executor.report();
-        self.held = Some(Held { seat: assignment, executor, next_step: None });
+        self.built = Some(BuiltExecutor { assignment, executor, next_step: None });
         Ok(report)
     }
 
     /// Runs a step, if it belongs to the current build, and reports the result.
-    fn run(&mut self, message: Parcel) {
-        let Some(built) = self.held.as_mut().filter(|built| built.wants(&message)) else { return };
+    fn run(&mut self, message: StepMessage) {
+        let Some(built) = self.built.as_mut().filter(|built| built.accepts(&message)) else { return };
         let (build, number) = (message.build, message.batch.step);
         let ran = built.run(&message, &mut self.output);
-        let answers = matches!(built.seat.duty, Duty::Answer);
+        let answers = matches!(built.assignment.role, Role::ReturnResults);
         // The batch must be released before the step completes, so that it can be reused.
         drop(message);
         match ran {
-            Err(failure) => self.fail(build, number, failure),
-            Ok(()) if answers => self.hub.answer(build, number, &mut self.output),
+            Err(failure) => self.report_fault(build, number, failure),
+            Ok(()) if answers => self.group.report_result(build, number, &mut self.output),
             Ok(()) => {}
         }
     }
 
     /// Reports a failure before anything is dropped: the other ranks notice that this one is gone, and must
     /// not report it first.
-    fn fail(&mut self, build: u64, number: u64, failure: Failure) {
+    fn report_fault(&mut self, build: u64, number: u64, failure: StepFailure) {
         let fault = match &failure {
-            Failure::Fault(fault) => fault.clone(),
-            Failure::Panic(panic) if panic.is::<Aborted>() => DeviceError::Fault(Aborted.to_string()),
-            Failure::Panic(panic) => DeviceError::Fault(said(&**panic)),
+            StepFailure::Fault(fault) => fault.clone(),
+            StepFailure::Panic(panic) if panic.is::<Aborted>() => DeviceError::Fault(Aborted.to_string()),
+            StepFailure::Panic(panic) => DeviceError::Fault(panic_message(&**panic)),
         };
-        self.hub.failed(self.place, build, number, fault);
+        self.group.report_fault(self.id, build, number, fault);
     }
 }
 
-impl Held {
+impl BuiltExecutor {
     /// Whether a step belongs to the current build and was not aborted.
-    fn wants(&self, message: &Parcel) -> bool {
-        message.build == self.seat.build && !self.seat.abort.is_aborted()
+    fn accepts(&self, message: &StepMessage) -> bool {
+        message.build == self.assignment.build && !self.assignment.abort.is_aborted()
     }
 
-    fn run(&mut self, message: &Parcel, output: &mut StepOutput) -> Result<(), Failure> {
+    fn run(&mut self, message: &StepMessage, output: &mut StepOutput) -> Result<(), StepFailure> {
         let (number, expected) = (message.batch.step, self.next_step.replace(message.batch.step + 1));
-        let Held { seat: assignment, executor, .. } = self;
+        let BuiltExecutor { assignment, executor, .. } = self;
         let ran = catch_unwind(AssertUnwindSafe(|| {
             assert!(
                 expected.is_none_or(|next| next == number),
                 "steps are numbered consecutively; anything else is a bug"
             );
-            let to = match &mut assignment.duty {
-                Duty::HandOn(link) => Some(link.room()),
-                Duty::Answer | Duty::Nothing => None,
+            let to = match &mut assignment.role {
+                Role::HandOver(link) => Some(link.buffer()),
+                Role::ReturnResults | Role::Nothing => None,
             };
-            executor.run(&message.batch, Flow { from: message.carried.as_deref(), to }, output)?;
-            match &mut assignment.duty {
-                Duty::HandOn(link) if !assignment.abort.is_aborted() => link.hand_on(&message.batch),
-                Duty::HandOn(_) | Duty::Answer | Duty::Nothing => {}
+            executor.run(
+                &message.batch,
+                HandoffPorts { input: message.handoff.as_deref(), output: to },
+                output,
+            )?;
+            match &mut assignment.role {
+                Role::HandOver(link) if !assignment.abort.is_aborted() => link.send(&message.batch),
+                Role::HandOver(_) | Role::ReturnResults | Role::Nothing => {}
             }
             Ok(())
         }));
         match ran {
-            Ok(result) => result.map_err(Failure::Fault),
-            Err(panic) => Err(Failure::Panic(panic)),
+            Ok(result) => result.map_err(StepFailure::Fault),
+            Err(panic) => Err(StepFailure::Panic(panic)),
         }
     }
 }
 
 /// Returns the message of a panic.
-fn said(panic: &(dyn Any + Send)) -> String {
+fn panic_message(panic: &(dyn Any + Send)) -> String {
     panic
         .downcast_ref::<String>()
         .cloned()
@@ -226,10 +230,10 @@ mod tests {
     use mainstem_kernels::Abort;
 
     /// An executor that does nothing.
-    struct Idle;
+    struct NoopExecutor;
 
-    impl Executor for Idle {
-        fn run(&mut self, _: &StepBatch, _: Flow<'_>, _: &mut StepOutput) -> Result<(), DeviceError> {
+    impl Executor for NoopExecutor {
+        fn run(&mut self, _: &StepBatch, _: HandoffPorts<'_>, _: &mut StepOutput) -> Result<(), DeviceError> {
             Ok(())
         }
 
@@ -239,25 +243,25 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_in_the_numbers_is_a_fault() {
-        let assignment = Seat { build: 1, abort: Abort::new(), duty: Duty::Nothing };
-        let mut built = Held { seat: assignment, executor: Box::new(Idle), next_step: None };
+    fn a_gap_in_the_step_numbers_is_a_fault() {
+        let assignment = Assignment { build: 1, abort: Abort::new(), role: Role::Nothing };
+        let mut built = BuiltExecutor { assignment, executor: Box::new(NoopExecutor), next_step: None };
         let mut output = StepOutput::default();
         for (step, fits) in [(7, true), (8, true), (10, false), (11, true), (12, true), (12, false)] {
             let batch = Arc::new(StepBatch { step, ..StepBatch::default() });
-            let ran = built.run(&Parcel { build: 1, batch, carried: None }, &mut output);
+            let ran = built.run(&StepMessage { build: 1, batch, handoff: None }, &mut output);
             assert_eq!(ran.is_ok(), fits, "step {step}");
         }
     }
 
     #[test]
-    fn what_is_left_of_an_epoch_that_is_over_is_not_run() {
+    fn steps_of_other_or_aborted_builds_are_not_run() {
         let abort = Abort::new();
-        let assignment = Seat { build: 2, abort: abort.clone(), duty: Duty::Nothing };
-        let built = Held { seat: assignment, executor: Box::new(Idle), next_step: None };
-        let message = |build| Parcel { build, batch: Arc::default(), carried: None };
-        assert_eq!([1, 2, 3].map(|build| built.wants(&message(build))), [false, true, false]);
+        let assignment = Assignment { build: 2, abort: abort.clone(), role: Role::Nothing };
+        let built = BuiltExecutor { assignment, executor: Box::new(NoopExecutor), next_step: None };
+        let message = |build| StepMessage { build, batch: Arc::default(), handoff: None };
+        assert_eq!([1, 2, 3].map(|build| built.accepts(&message(build))), [false, true, false]);
         abort.abort();
-        assert!(!built.wants(&message(2)));
+        assert!(!built.accepts(&message(2)));
     }
 }

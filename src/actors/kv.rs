@@ -6,9 +6,9 @@
 //! pages that a step in flight refers to are reused by later steps only, which every device runs after that
 //! step.
 
-use super::sequence::Key;
+use super::sequence::SequenceKey;
 use super::stream::EventSender;
-use crate::memory::{Lease, PagePool, SlotMap, divided};
+use crate::memory::{Lease, PagePool, SlotMap, split_slots};
 use crate::telemetry;
 use actix::{Actor, Context, Handler, Message, MessageResult, ResponseFuture};
 use mainstem_kernels::batch::{Page, Slot};
@@ -26,30 +26,30 @@ pub struct Reserve {
     /// Positions of the sequence itself.
     pub positions: usize,
     /// Encoder positions that cross-attention reads.
-    pub source: usize,
+    pub encoder_positions: usize,
     pub client: EventSender,
 }
 
 /// Notifies the manager that leases were dropped elsewhere, so that waiting reservations are retried.
 #[derive(Message)]
 #[rtype(result = "()")]
-pub struct Returned;
+pub struct PagesReturned;
 
 /// The changes of a lane's sequences since its last iteration. The reply is the slot plan of its next step.
 #[derive(Message, Default)]
-#[rtype(result = "Plan")]
-pub struct Turn {
+#[rtype(result = "SlotPlan")]
+pub struct IterationUpdate {
     pub lane: usize,
     /// Sequences that ended, to be removed from their slots.
-    pub finished: Vec<Key>,
+    pub finished: Vec<SequenceKey>,
     /// New sequences that need slots.
-    pub joins: Vec<Join>,
+    pub joins: Vec<JoiningSequence>,
 }
 
 /// A new sequence that needs a slot, with its pages.
 #[derive(Debug)]
-pub struct Join {
-    pub key: Key,
+pub struct JoiningSequence {
+    pub key: SequenceKey,
     /// Pages of the sequence's own positions.
     pub own: Vec<Page>,
     /// Pages of its encoder positions.
@@ -58,9 +58,9 @@ pub struct Join {
 
 /// The slot assignment of a lane for its next step, and the changes that the devices must apply to get there.
 #[derive(Debug, Default)]
-pub struct Plan {
+pub struct SlotPlan {
     /// Occupied slots and their sequences, by slot. With the shuffle on, they fill `window`.
-    pub slots: Vec<(Slot, Key)>,
+    pub slots: Vec<(Slot, SequenceKey)>,
     /// The range from the lowest to the highest occupied slot.
     pub window: Range<Slot>,
     pub moves: Vec<SlotMove>,
@@ -71,116 +71,116 @@ pub struct Plan {
 /// Frees all slots of a lane, because the lane restarts without sequences.
 #[derive(Message)]
 #[rtype(result = "()")]
-pub struct Reset {
+pub struct ResetLane {
     pub lane: usize,
 }
 
 /// Queries (occupied slots, used pages); for tests and diagnostics.
 #[derive(Message)]
 #[rtype(result = "(usize, usize)")]
-pub struct Held;
+pub struct GetUsage;
 
 /// The KV manager actor.
-pub struct Kv {
+pub struct KvManager {
     /// The slot map of each lane.
-    lanes: Vec<SlotMap<Key>>,
+    lanes: Vec<SlotMap<SequenceKey>>,
     pages: PagePool,
     /// Reservations that wait for pages, in the order of requests.
-    short: VecDeque<(Reserve, oneshot::Sender<Option<Lease>>)>,
+    waiting: VecDeque<(Reserve, oneshot::Sender<Option<Lease>>)>,
     slots_live: Gauge,
     pages_used: Gauge,
 }
 
-impl Actor for Kv {
-    type Context = Context<Kv>;
+impl Actor for KvManager {
+    type Context = Context<KvManager>;
 }
 
-impl Handler<Reserve> for Kv {
+impl Handler<Reserve> for KvManager {
     type Result = ResponseFuture<Option<Lease>>;
 
     fn handle(&mut self, msg: Reserve, _: &mut Self::Context) -> Self::Result {
         let (tx, rx) = oneshot::channel();
-        self.short.push_back((msg, tx));
-        self.serve_short();
+        self.waiting.push_back((msg, tx));
+        self.grant_waiting();
         Box::pin(async { rx.await.unwrap_or_default() })
     }
 }
 
-impl Handler<Returned> for Kv {
+impl Handler<PagesReturned> for KvManager {
     type Result = ();
 
-    fn handle(&mut self, _: Returned, _: &mut Self::Context) {
-        self.serve_short();
+    fn handle(&mut self, _: PagesReturned, _: &mut Self::Context) {
+        self.grant_waiting();
     }
 }
 
-impl Handler<Turn> for Kv {
-    type Result = MessageResult<Turn>;
+impl Handler<IterationUpdate> for KvManager {
+    type Result = MessageResult<IterationUpdate>;
 
-    fn handle(&mut self, update: Turn, _: &mut Self::Context) -> Self::Result {
-        let plan = self.turn(update);
-        self.serve_short();
-        self.slots_live.set(self.live() as f64);
+    fn handle(&mut self, update: IterationUpdate, _: &mut Self::Context) -> Self::Result {
+        let plan = self.update_slots(update);
+        self.grant_waiting();
+        self.slots_live.set(self.occupied_slots() as f64);
         // A model without a KV cache has no pages.
         self.pages_used.set(self.pages.used() as f64 / self.pages.total().max(1) as f64);
         MessageResult(plan)
     }
 }
 
-impl Handler<Reset> for Kv {
+impl Handler<ResetLane> for KvManager {
     type Result = ();
 
-    fn handle(&mut self, Reset { lane }: Reset, _: &mut Self::Context) {
+    fn handle(&mut self, ResetLane { lane }: ResetLane, _: &mut Self::Context) {
         let slots = &mut self.lanes[lane];
         for slot in slots.window() {
             if slots.get(slot).is_some() {
                 slots.leave(slot);
             }
         }
-        self.serve_short();
+        self.grant_waiting();
     }
 }
 
-impl Handler<Held> for Kv {
-    type Result = MessageResult<Held>;
+impl Handler<GetUsage> for KvManager {
+    type Result = MessageResult<GetUsage>;
 
-    fn handle(&mut self, _: Held, _: &mut Self::Context) -> Self::Result {
+    fn handle(&mut self, _: GetUsage, _: &mut Self::Context) -> Self::Result {
         self.lanes.iter().for_each(SlotMap::check);
         self.pages.check();
-        MessageResult((self.live(), self.pages.used()))
+        MessageResult((self.occupied_slots(), self.pages.used()))
     }
 }
 
-impl Kv {
+impl KvManager {
     /// Creates a manager of `slots` slots, split among `lanes` lanes, and of the pages of `pages`, all free.
-    pub fn new(slots: usize, lanes: usize, shuffle: bool, pages: PagePool) -> Kv {
-        Kv {
-            lanes: divided(slots, lanes).map(|slots| SlotMap::new(slots, shuffle)).collect(),
+    pub fn new(slots: usize, lanes: usize, shuffle: bool, pages: PagePool) -> KvManager {
+        KvManager {
+            lanes: split_slots(slots, lanes).map(|slots| SlotMap::new(slots, shuffle)).collect(),
             pages,
-            short: VecDeque::new(),
+            waiting: VecDeque::new(),
             slots_live: telemetry::SLOTS_LIVE.gauge(),
             pages_used: telemetry::KV_CACHE_USAGE.gauge(),
         }
     }
 
     /// Returns the number of occupied slots in all lanes.
-    fn live(&self) -> usize {
-        self.lanes.iter().map(SlotMap::live).sum()
+    fn occupied_slots(&self) -> usize {
+        self.lanes.iter().map(SlotMap::occupied_slots).sum()
     }
 
     /// Frees the slots of finished sequences, assigns slots to new ones (holes first), and lets the shuffle
     /// close the remaining holes.
-    fn turn(&mut self, update: Turn) -> Plan {
-        let (mut plan, slots) = (Plan::default(), &mut self.lanes[update.lane]);
+    fn update_slots(&mut self, update: IterationUpdate) -> SlotPlan {
+        let (mut plan, slots) = (SlotPlan::default(), &mut self.lanes[update.lane]);
         for key in update.finished {
             let slot = slots.slot_of(key).expect("a finished sequence holds a slot; anything else is a bug");
             slots.leave(slot);
         }
-        for Join { key, .. } in &update.joins {
+        for JoiningSequence { key, .. } in &update.joins {
             slots.join(*key).expect("prefill starts no sequence in a full lane; anything else is a bug");
         }
         slots.compact(&mut plan.moves);
-        for Join { key, own, cross } in update.joins {
+        for JoiningSequence { key, own, cross } in update.joins {
             let slot = slots.slot_of(key).expect("the sequence was assigned a slot above");
             for (table, pages) in [(KvTable::Own, own), (KvTable::Cross, cross)] {
                 let entry = |(index, page)| TableUpdate { slot, table, index, page };
@@ -194,13 +194,14 @@ impl Kv {
 
     /// Grants pages to waiting reservations in order, until one does not fit. Reservations of disconnected
     /// clients are dropped, wherever they are in the queue.
-    fn serve_short(&mut self) {
-        self.short.retain(|(request, _)| !request.client.is_closed());
-        while let Some((request, _)) = self.short.front() {
-            let Some(lease) = self.pages.reserve_with_source(request.positions, request.source) else {
+    fn grant_waiting(&mut self) {
+        self.waiting.retain(|(request, _)| !request.client.is_closed());
+        while let Some((request, _)) = self.waiting.front() {
+            let Some(lease) = self.pages.reserve_with_encoder(request.positions, request.encoder_positions)
+            else {
                 return;
             };
-            if let Some((_, reply)) = self.short.pop_front() {
+            if let Some((_, reply)) = self.waiting.pop_front() {
                 let _ = reply.send(Some(lease));
             }
         }
@@ -209,8 +210,8 @@ impl Kv {
 
 #[cfg(test)]
 mod tests {
-    use super::super::stream::{TokenStream, channel};
-    use super::super::testing::within;
+    use super::super::stream::{TokenStream, event_channel};
+    use super::super::testing::with_timeout;
     use super::*;
     use actix::Addr;
     use mainstem_kernels::random::philox;
@@ -218,36 +219,42 @@ mod tests {
 
     const PAGE: usize = 32;
 
-    fn kv(slots: usize, pages: usize, shuffle: bool) -> Kv {
-        Kv::new(slots, 1, shuffle, PagePool::new(pages + 1, PAGE))
+    fn kv(slots: usize, pages: usize, shuffle: bool) -> KvManager {
+        KvManager::new(slots, 1, shuffle, PagePool::new(pages + 1, PAGE))
     }
 
     /// Requests `pages` pages; returns the future reply and the requesting client.
-    fn reserve(kv: &Addr<Kv>, pages: usize) -> (impl Future<Output = Option<Lease>> + use<>, TokenStream) {
-        let (client, stream) = channel();
-        let reply = kv.send(Reserve { positions: pages * PAGE, source: 0, client });
-        (async { within(reply).await.expect("kv replies") }, stream)
+    fn reserve(
+        kv: &Addr<KvManager>,
+        pages: usize,
+    ) -> (impl Future<Output = Option<Lease>> + use<>, TokenStream) {
+        let (client, stream) = event_channel();
+        let reply = kv.send(Reserve { positions: pages * PAGE, encoder_positions: 0, client });
+        (async { with_timeout(reply).await.expect("kv replies") }, stream)
     }
 
-    async fn lease(kv: &Addr<Kv>, pages: usize) -> Lease {
+    async fn lease(kv: &Addr<KvManager>, pages: usize) -> Lease {
         let (reply, _client) = reserve(kv, pages);
         reply.await.expect("there are enough pages")
     }
 
-    async fn held(kv: &Addr<Kv>) -> (usize, usize) {
-        within(kv.send(Held)).await.expect("kv replies")
+    async fn usage(kv: &Addr<KvManager>) -> (usize, usize) {
+        with_timeout(kv.send(GetUsage)).await.expect("kv replies")
     }
 
-    fn keys(keys: impl IntoIterator<Item = u64>) -> Vec<Key> {
-        keys.into_iter().map(Key).collect()
+    fn keys(keys: impl IntoIterator<Item = u64>) -> Vec<SequenceKey> {
+        keys.into_iter().map(SequenceKey).collect()
     }
 
-    fn turn(finished: impl IntoIterator<Item = u64>, joins: impl IntoIterator<Item = u64>) -> Turn {
+    fn update(
+        finished: impl IntoIterator<Item = u64>,
+        joins: impl IntoIterator<Item = u64>,
+    ) -> IterationUpdate {
         let join = |key| {
             let [own @ .., cross] = pages(key);
-            Join { key: Key(key), own: own.to_vec(), cross: vec![cross] }
+            JoiningSequence { key: SequenceKey(key), own: own.to_vec(), cross: vec![cross] }
         };
-        Turn { lane: 0, finished: keys(finished), joins: joins.into_iter().map(join).collect() }
+        IterationUpdate { lane: 0, finished: keys(finished), joins: joins.into_iter().map(join).collect() }
     }
 
     /// Page numbers that identify their sequence: two of its own, one of its encoder input.
@@ -256,23 +263,24 @@ mod tests {
     }
 
     #[derive(Clone, Copy, Debug)]
-    enum Word {
-        Turn,
-        Returned,
+    enum AnyMessage {
+        Update,
+        PagesReturned,
         Reserve,
         Reset,
     }
 
-    const WORDS: [Word; 4] = [Word::Turn, Word::Returned, Word::Reserve, Word::Reset];
+    const ALL_MESSAGES: [AnyMessage; 4] =
+        [AnyMessage::Update, AnyMessage::PagesReturned, AnyMessage::Reserve, AnyMessage::Reset];
 
     /// Sends any message that the manager accepts. A reservation's client is returned, because dropping it
     /// would have an effect of its own.
-    async fn say(kv: &Addr<Kv>, message: Word) -> Option<TokenStream> {
+    async fn send_any(kv: &Addr<KvManager>, message: AnyMessage) -> Option<TokenStream> {
         match message {
-            Word::Turn => _ = within(kv.send(Turn::default())).await,
-            Word::Returned => kv.do_send(Returned),
-            Word::Reset => kv.do_send(Reset { lane: 0 }),
-            Word::Reserve => {
+            AnyMessage::Update => _ = with_timeout(kv.send(IterationUpdate::default())).await,
+            AnyMessage::PagesReturned => kv.do_send(PagesReturned),
+            AnyMessage::Reset => kv.do_send(ResetLane { lane: 0 }),
+            AnyMessage::Reserve => {
                 let (reply, client) = reserve(kv, 1);
                 actix::spawn(reply);
                 return Some(client);
@@ -282,72 +290,76 @@ mod tests {
     }
 
     #[actix::test]
-    async fn who_asked_first_is_served_first_even_where_a_later_wish_would_fit() {
+    async fn reservations_are_granted_in_order_even_if_a_later_one_would_fit() {
         let kv = kv(4, 4, true).start();
         let first = lease(&kv, 2).await;
         let (big, _big) = reserve(&kv, 3);
         let (small, _small) = reserve(&kv, 1);
-        assert_eq!(held(&kv).await, (0, 2), "the small request would fit, but waits behind the big one");
+        assert_eq!(usage(&kv).await, (0, 2), "the small request would fit, but waits behind the big one");
         drop(first);
-        kv.do_send(Returned);
+        kv.do_send(PagesReturned);
         let leases =
             [big.await, small.await].map(|lease| lease.expect("there are enough pages").pages().len());
         assert_eq!(leases, [3, 1]);
     }
 
     #[actix::test]
-    async fn whatever_kv_hears_serves_those_who_wait_for_pages() {
-        for message in WORDS {
+    async fn every_message_grants_waiting_reservations() {
+        for message in ALL_MESSAGES {
             let kv = kv(1, 2, true).start();
             let all = lease(&kv, 2).await;
             let (waiting, _client) = reserve(&kv, 1);
-            assert_eq!(held(&kv).await, (0, 2), "{message:?}");
+            assert_eq!(usage(&kv).await, (0, 2), "{message:?}");
             drop(all);
-            let _asking = say(&kv, message).await;
+            let _asking = send_any(&kv, message).await;
             assert!(waiting.await.is_some(), "{message:?}");
         }
     }
 
     #[actix::test]
-    async fn whatever_kv_hears_sends_those_away_who_hung_up_wherever_they_stand() {
-        for message in WORDS {
+    async fn every_message_drops_reservations_of_disconnected_clients() {
+        for message in ALL_MESSAGES {
             let kv = kv(1, 2, true).start();
             let all = lease(&kv, 2).await;
             let (head, _client) = reserve(&kv, 2);
             let (behind, leaving) = reserve(&kv, 1);
-            assert_eq!(held(&kv).await, (0, 2), "{message:?}");
+            assert_eq!(usage(&kv).await, (0, 2), "{message:?}");
             drop(leaving);
-            let _asking = say(&kv, message).await;
+            let _asking = send_any(&kv, message).await;
             assert!(behind.await.is_none(), "{message:?}");
             drop(all);
-            kv.do_send(Returned);
+            kv.do_send(PagesReturned);
             assert!(head.await.is_some(), "{message:?}: the first request keeps waiting");
         }
     }
 
     #[actix::test]
-    async fn a_sequence_waits_for_the_pages_of_its_source_too() {
+    async fn a_sequence_waits_for_its_encoder_pages_too() {
         let kv = kv(1, 3, true).start();
         let first = lease(&kv, 1).await;
-        let (client, _stream) = channel();
-        let request = Reserve { positions: PAGE + 1, source: PAGE, client };
+        let (client, _stream) = event_channel();
+        let request = Reserve { positions: PAGE + 1, encoder_positions: PAGE, client };
         let waiting = kv.send(request);
-        assert_eq!(held(&kv).await, (0, 1), "its own two pages are free, the encoder's page is not");
+        assert_eq!(usage(&kv).await, (0, 1), "its own two pages are free, the encoder's page is not");
         drop(first);
-        kv.do_send(Returned);
-        let lease = within(waiting).await.expect("kv replies").expect("its client is connected");
-        assert_eq!((lease.own().len(), lease.cross().len()), (2, 1));
+        kv.do_send(PagesReturned);
+        let lease = with_timeout(waiting).await.expect("kv replies").expect("its client is connected");
+        assert_eq!((lease.own_count().len(), lease.cross().len()), (2, 1));
     }
 
     #[actix::test]
-    async fn a_model_that_keeps_nothing_takes_sequences_in_without_pages() {
+    async fn a_model_without_a_kv_cache_needs_no_pages() {
         let recorder = telemetry::recorder(None);
         let kv = metrics::with_local_recorder(&recorder, || kv(2, 0, true)).start();
         let lease = lease(&kv, 0).await;
-        let nothing = Join { key: Key(1), own: lease.own().to_vec(), cross: lease.cross().to_vec() };
-        let turn = Turn { joins: vec![nothing], ..Turn::default() };
-        let plan = within(kv.send(turn)).await.expect("kv replies");
-        assert_eq!((plan.slots, plan.tables), (vec![(0, Key(1))], vec![]));
+        let nothing = JoiningSequence {
+            key: SequenceKey(1),
+            own: lease.own_count().to_vec(),
+            cross: lease.cross().to_vec(),
+        };
+        let turn = IterationUpdate { joins: vec![nothing], ..IterationUpdate::default() };
+        let plan = with_timeout(kv.send(turn)).await.expect("kv replies");
+        assert_eq!((plan.slots, plan.tables), (vec![(0, SequenceKey(1))], vec![]));
         let rendered = recorder.handle().render();
         let usage = rendered.lines().find(|line| line.starts_with(telemetry::KV_CACHE_USAGE.name));
         assert!(usage.is_some_and(|line| line.ends_with(" 0")), "{rendered}");
@@ -357,38 +369,38 @@ mod tests {
     async fn a_reset_frees_every_slot_and_no_page() {
         let kv = kv(3, 6, true).start();
         let lease = lease(&kv, 2).await;
-        within(kv.send(turn([], [1, 2, 3]))).await.expect("kv replies");
-        assert_eq!(held(&kv).await, (3, 2));
-        kv.do_send(Reset { lane: 0 });
-        assert_eq!(held(&kv).await, (0, 2), "pages stay with their leases");
-        let plan = within(kv.send(turn([], [4, 5, 6]))).await.expect("kv replies");
+        with_timeout(kv.send(update([], [1, 2, 3]))).await.expect("kv replies");
+        assert_eq!(usage(&kv).await, (3, 2));
+        kv.do_send(ResetLane { lane: 0 });
+        assert_eq!(usage(&kv).await, (0, 2), "pages stay with their leases");
+        let plan = with_timeout(kv.send(update([], [4, 5, 6]))).await.expect("kv replies");
         assert_eq!((plan.slots.len(), plan.window), (3, 0..3));
         drop(lease);
-        assert_eq!(held(&kv).await, (3, 0));
+        assert_eq!(usage(&kv).await, (3, 0));
     }
 
     #[actix::test]
-    async fn a_reset_concerns_its_lane_alone() {
-        let kv = Kv::new(5, 2, true, PagePool::new(2, PAGE)).start();
-        let of_lane = |lane, turn: Turn| kv.send(Turn { lane, ..turn });
-        within(of_lane(0, turn([], [1, 2, 3]))).await.expect("kv replies");
-        let plan = within(of_lane(1, turn([], [4, 5]))).await.expect("kv replies");
-        assert_eq!((plan.slots, plan.window), (vec![(3, Key(4)), (4, Key(5))], 3..5));
-        kv.do_send(Reset { lane: 0 });
-        assert_eq!(held(&kv).await.0, 2);
-        let plan = within(of_lane(1, turn([4], []))).await.expect("kv replies");
-        assert_eq!((plan.slots, plan.window), (vec![(4, Key(5))], 4..5));
-        let plan = within(of_lane(0, turn([], [6]))).await.expect("kv replies");
-        assert_eq!((plan.slots, plan.window), (vec![(0, Key(6))], 0..1));
+    async fn a_reset_affects_its_lane_only() {
+        let kv = KvManager::new(5, 2, true, PagePool::new(2, PAGE)).start();
+        let of_lane = |lane, turn: IterationUpdate| kv.send(IterationUpdate { lane, ..turn });
+        with_timeout(of_lane(0, update([], [1, 2, 3]))).await.expect("kv replies");
+        let plan = with_timeout(of_lane(1, update([], [4, 5]))).await.expect("kv replies");
+        assert_eq!((plan.slots, plan.window), (vec![(3, SequenceKey(4)), (4, SequenceKey(5))], 3..5));
+        kv.do_send(ResetLane { lane: 0 });
+        assert_eq!(usage(&kv).await.0, 2);
+        let plan = with_timeout(of_lane(1, update([4], []))).await.expect("kv replies");
+        assert_eq!((plan.slots, plan.window), (vec![(4, SequenceKey(5))], 4..5));
+        let plan = with_timeout(of_lane(0, update([], [6]))).await.expect("kv replies");
+        assert_eq!((plan.slots, plan.window), (vec![(0, SequenceKey(6))], 0..1));
     }
 
     #[test]
-    fn those_who_join_fill_the_holes_so_that_nobody_has_to_move() {
+    fn new_sequences_fill_holes_so_that_no_sequence_moves() {
         let mut kv = kv(5, 1, true);
-        kv.turn(turn([], [1, 2, 3, 4, 5]));
-        let plan = kv.turn(turn([2, 4], [6, 7]));
+        kv.update_slots(update([], [1, 2, 3, 4, 5]));
+        let plan = kv.update_slots(update([2, 4], [6, 7]));
         assert_eq!((plan.moves.len(), plan.window), (0, 0..5));
-        let holders = [(0, 1), (1, 6), (2, 3), (3, 7), (4, 5)].map(|(slot, key)| (slot, Key(key)));
+        let holders = [(0, 1), (1, 6), (2, 3), (3, 7), (4, 5)].map(|(slot, key)| (slot, SequenceKey(key)));
         assert_eq!(plan.slots, holders);
         let slots: Vec<Slot> = plan.tables.iter().map(|entry| entry.slot).collect();
         assert_eq!(slots, [1, 1, 1, 3, 3, 3]);
@@ -400,7 +412,7 @@ mod tests {
 
     /// Asserts what holds for every plan: the slots are the lane's and contiguous under the shuffle, and each
     /// sequence finds its pages in its slot's tables once moves and then updates are applied.
-    fn check(plan: &Plan, own: &Range<Slot>, live: &[u64], tables: &mut Tables, shuffle: bool) {
+    fn check_plan(plan: &SlotPlan, own: &Range<Slot>, live: &[u64], tables: &mut Tables, shuffle: bool) {
         for m in &plan.moves {
             assert!(own.contains(&m.from) && own.contains(&m.to), "{m:?} leaves {own:?}");
             tables[m.to as usize] = tables[m.from as usize];
@@ -428,10 +440,10 @@ mod tests {
     }
 
     /// A lane's slots and its running sequences.
-    struct Population {
+    struct LaneState {
         own: Range<Slot>,
         /// Each sequence's slot, as the last plan gave it.
-        live: BTreeMap<u64, Slot>,
+        running: BTreeMap<u64, Slot>,
     }
 
     /// Random updates of every kind and lane, from empty to full lanes.
@@ -449,28 +461,28 @@ mod tests {
             (12, 4, true),
             (3, 4, true),
         ] {
-            let mut kv = Kv::new(slots, lanes, shuffle, PagePool::new(2, PAGE));
+            let mut kv = KvManager::new(slots, lanes, shuffle, PagePool::new(2, PAGE));
             let (mut tables, mut next_key, mut moves) = (vec![[0; 3]; slots], 1, 0);
-            let of = |own| Population { own, live: BTreeMap::new() };
-            let mut all: Vec<Population> = divided(slots, lanes).map(of).collect();
+            let of = |own| LaneState { own, running: BTreeMap::new() };
+            let mut all: Vec<LaneState> = split_slots(slots, lanes).map(of).collect();
             for round in 0..400 * lanes as u32 {
                 let dice = philox([round, 0, 0, 0], [slots as u32, lanes as u32]);
                 let lane = dice[2] as usize % lanes;
-                let Population { own, live } = &mut all[lane];
+                let LaneState { own, running: live } = &mut all[lane];
                 let leaves = |key: &&u64| (dice[0] >> (**key % 31)).is_multiple_of(3);
                 let gone: Vec<u64> = live.keys().filter(leaves).copied().collect();
                 live.retain(|key, _| !gone.contains(key));
                 let joins = u64::from(dice[1]) % (own.len() - live.len() + 1) as u64;
                 let joined = next_key..next_key + joins;
                 next_key += joins;
-                let plan = kv.turn(Turn { lane, ..turn(gone, joined.clone()) });
+                let plan = kv.update_slots(IterationUpdate { lane, ..update(gone, joined.clone()) });
                 live.extend(joined.map(|key| (key, 0)));
                 let keys: Vec<u64> = live.keys().copied().collect();
-                check(&plan, own, &keys, &mut tables, shuffle);
+                check_plan(&plan, own, &keys, &mut tables, shuffle);
                 live.extend(plan.slots.iter().map(|(slot, key)| (key.0, *slot)));
                 moves += plan.moves.len();
                 // Updates of one lane must not affect the pages of any other.
-                for (key, slot) in all.iter().flat_map(|lane| &lane.live) {
+                for (key, slot) in all.iter().flat_map(|lane| &lane.running) {
                     assert_eq!(tables[*slot as usize], pages(*key), "sequence {key}, round {round}");
                 }
             }

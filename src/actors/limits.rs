@@ -17,14 +17,14 @@ pub struct IntakeLimits {
     /// Maximum positions of a sequence, prompt and generated tokens.
     pub context: usize,
     /// Maximum tokens of the encoder input; 0 without an encoder.
-    pub source_context: usize,
+    pub encoder_context: usize,
     pub vocab: usize,
     /// Maximum number of most likely tokens reported per token.
     pub top_logprobs: usize,
     /// Maximum logit biases of a sequence, including its stop tokens and the model's end-of-sequence tokens.
     pub biases: usize,
     /// Number of the model's end-of-sequence tokens.
-    pub eos: usize,
+    pub eos_count: usize,
     /// KV pages that can be leased, without the null page.
     pub pages: usize,
     pub page_positions: usize,
@@ -39,13 +39,13 @@ impl IntakeLimits {
     /// Checks a request; returns the first error.
     pub fn check(&self, request: &Request) -> Result<(), RequestError> {
         self.check_task(&request.task)?;
-        self.check_source(request)?;
+        self.check_encoder_input(request)?;
         match &request.task {
             Task::Generate => self.check_generation(request),
-            Task::Embed(_) => check_lone(request),
-            Task::Fill { at: positions, top: top_k } => {
-                check_lone(request)?;
-                self.check_places(positions, *top_k, request.source.len())
+            Task::Embed(_) => check_encoder_only(request),
+            Task::FillMask { positions, top_k } => {
+                check_encoder_only(request)?;
+                self.check_fill_positions(positions, *top_k, request.encoder_input.len())
             }
         }
     }
@@ -56,8 +56,8 @@ impl IntakeLimits {
         let why = match task {
             Task::Generate if is_encoder => "is an encoder-only model and cannot generate",
             Task::Embed(_) if !is_encoder => "is a generative model and computes no embeddings",
-            Task::Fill { .. } if !is_encoder => "is a generative model and fills no masks",
-            Task::Fill { .. } if !self.has_head => "has no output head to fill a mask with",
+            Task::FillMask { .. } if !is_encoder => "is a generative model and fills no masks",
+            Task::FillMask { .. } if !self.has_head => "has no output head to fill a mask with",
             _ => return Ok(()),
         };
         let endpoints = self.endpoints.join(" and ");
@@ -65,12 +65,12 @@ impl IntakeLimits {
     }
 
     /// Checks the encoder input.
-    fn check_source(&self, request: &Request) -> Result<(), RequestError> {
+    fn check_encoder_input(&self, request: &Request) -> Result<(), RequestError> {
         let (param, what) = match request.task {
             Task::Generate => ("prompt", "encoder input"),
-            Task::Embed(_) | Task::Fill { .. } => ("input", "input"),
+            Task::Embed(_) | Task::FillMask { .. } => ("input", "input"),
         };
-        let (tokens, limit) = (request.source.len(), self.source_context);
+        let (tokens, limit) = (request.encoder_input.len(), self.encoder_context);
         if self.kind == Kind::Decoder {
             let message = || invalid(param, "the model has no encoder and takes no encoder input".to_owned());
             return if tokens == 0 { Ok(()) } else { Err(message()) };
@@ -82,7 +82,7 @@ impl IntakeLimits {
             let message = format!("the {what} has {tokens} tokens, more than the model's limit of {limit}");
             return Err(invalid(param, message));
         }
-        self.check_ids(param, &request.source)
+        self.check_ids(param, &request.encoder_input)
     }
 
     /// Checks that all ids are in the vocabulary.
@@ -100,21 +100,21 @@ impl IntakeLimits {
     fn check_generation(&self, request: &Request) -> Result<(), RequestError> {
         decoding::validate(&request.sampling).map_err(|(param, message)| invalid(param, message))?;
         if request.prompt.is_empty() {
-            let prompt = self.prompt_name();
+            let prompt = self.prompt_param();
             return Err(invalid(prompt, format!("the {prompt} has no tokens")));
         }
-        self.check_ids(self.prompt_name(), &request.prompt)?;
-        self.check_ends_and_biases(request)?;
+        self.check_ids(self.prompt_param(), &request.prompt)?;
+        self.check_stop_tokens_and_biases(request)?;
         if request.logprobs.is_some_and(|n| usize::from(n) > self.top_logprobs) {
             let message = format!("logprobs can be at most {}", self.top_logprobs);
             return Err(invalid("logprobs", message));
         }
-        self.check_room(request)
+        self.check_capacity(request)
     }
 
     /// The name of the parameter that holds the decoder's prompt; of an encoder-decoder model, `prompt` is
     /// the encoder input.
-    fn prompt_name(&self) -> &'static str {
+    fn prompt_param(&self) -> &'static str {
         match self.kind {
             Kind::EncoderDecoder => "decoder_prompt",
             Kind::Decoder | Kind::Encoder => "prompt",
@@ -123,9 +123,9 @@ impl IntakeLimits {
 
     /// Checks that prompt and generated tokens fit into the context, and that these and the encoder input fit
     /// into the pages.
-    fn check_room(&self, request: &Request) -> Result<(), RequestError> {
+    fn check_capacity(&self, request: &Request) -> Result<(), RequestError> {
         let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens as usize);
-        let prompt = self.prompt_name();
+        let prompt = self.prompt_param();
         let what = match self.kind {
             Kind::EncoderDecoder => "prompt (the encoder input), decoder_prompt and max_tokens",
             Kind::Decoder | Kind::Encoder => "prompt and max_tokens",
@@ -138,7 +138,7 @@ impl IntakeLimits {
         }
         let pages_with = |answer: usize| {
             let pages_for = |positions: usize| positions.div_ceil(self.page_positions);
-            pages_for(prompt_tokens + answer) + pages_for(request.source.len())
+            pages_for(prompt_tokens + answer) + pages_for(request.encoder_input.len())
         };
         let (needed, pages) = (pages_with(max_tokens), self.pages);
         if needed <= pages {
@@ -146,14 +146,14 @@ impl IntakeLimits {
         }
         let param = match pages_with(max_tokens.min(1)) <= pages {
             true => "max_tokens",
-            false if request.source.len() >= prompt_tokens => "prompt",
+            false if request.encoder_input.len() >= prompt_tokens => "prompt",
             false => prompt,
         };
         Err(RequestError::TooLarge { param, what, needed, pages })
     }
 
     /// Checks `min_tokens`, stop tokens and logit biases.
-    fn check_ends_and_biases(&self, request: &Request) -> Result<(), RequestError> {
+    fn check_stop_tokens_and_biases(&self, request: &Request) -> Result<(), RequestError> {
         let Request { max_tokens, min_tokens, stop_ids, logit_bias, .. } = request;
         let (vocab, limit) = (self.vocab, self.biases);
         if min_tokens > max_tokens {
@@ -164,7 +164,7 @@ impl IntakeLimits {
             let message = format!("stop token id {id} is not in the vocabulary of {vocab}");
             return Err(invalid("stop_token_ids", message));
         }
-        let eos = if request.ignore_eos { 0 } else { self.eos };
+        let eos = if request.ignore_eos { 0 } else { self.eos_count };
         let ends = stop_ids.len() + eos;
         if ends > limit {
             let message = format!("at most {limit} tokens can end the sequence, not {ends}");
@@ -182,7 +182,7 @@ impl IntakeLimits {
 
     /// Checks the positions to fill, in an input of `tokens` tokens, and the number of tokens to return for
     /// each.
-    fn check_places(&self, at: &[u32], top: u8, tokens: usize) -> Result<(), RequestError> {
+    fn check_fill_positions(&self, at: &[u32], top: u8, tokens: usize) -> Result<(), RequestError> {
         let Some(last) = at.last() else {
             return Err(invalid("input", "the input has no mask to fill".to_owned()));
         };
@@ -204,7 +204,7 @@ impl IntakeLimits {
 }
 
 /// Checks that a request to an encoder-only model has no decoder prompt.
-fn check_lone(request: &Request) -> Result<(), RequestError> {
+fn check_encoder_only(request: &Request) -> Result<(), RequestError> {
     match request.prompt.is_empty() {
         true => Ok(()),
         false => Err(invalid("prompt", "an encoder-only model takes no prompt beside its input".to_owned())),
@@ -243,11 +243,11 @@ mod tests {
             slots: 1,
             max_waiting: 0,
             context: 64,
-            source_context: if kind == Kind::Decoder { 0 } else { 40 },
+            encoder_context: if kind == Kind::Decoder { 0 } else { 40 },
             vocab: 10,
             top_logprobs: 5,
             biases: 4,
-            eos: 1,
+            eos_count: 1,
             pages: if kind == Kind::Encoder { 0 } else { 3 },
             page_positions: 32,
             kind,
@@ -257,16 +257,16 @@ mod tests {
     }
 
     fn translate(source: usize, prompt: usize, max_tokens: u32) -> Request {
-        Request { source: vec![3; source].into(), ..request(prompt, max_tokens) }
+        Request { encoder_input: vec![3; source].into(), ..request(prompt, max_tokens) }
     }
 
     fn embed(source: &[u32]) -> Request {
         let task = Task::Embed(Pooling::Mean);
-        Request { task, source: source.into(), prompt: [].into(), max_tokens: 0, ..request(0, 0) }
+        Request { task, encoder_input: source.into(), prompt: [].into(), max_tokens: 0, ..request(0, 0) }
     }
 
     fn fill(source: &[u32], at: &[u32], top: u8) -> Request {
-        Request { task: Task::Fill { at: at.into(), top }, ..embed(source) }
+        Request { task: Task::FillMask { positions: at.into(), top_k: top }, ..embed(source) }
     }
 
     /// Asserts that the request is refused because of the parameter `param`, in a message with all of
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_does_its_own_tasks_and_names_them_for_the_others() {
+    fn each_kind_supports_its_own_tasks_and_errors_name_them() {
         use Kind::{Decoder, Encoder, EncoderDecoder};
         let served = ["/v1/here and /v1/there"];
         let tasks = [
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_is_where_an_encoder_reads_it_within_its_limit() {
+    fn encoder_input_needs_an_encoder_and_is_limited() {
         let (decoder, both, encoder) =
             (limits(Kind::Decoder), limits(Kind::EncoderDecoder), limits(Kind::Encoder));
         refuses(&decoder, &translate(1, 4, 4), "prompt", &["no encoder input"]);
@@ -318,13 +318,13 @@ mod tests {
         assert_eq!(encoder.check(&embed(&[9; 40])), Ok(()));
         refuses(&encoder, &embed(&[9; 41]), "input", &["41", "40"]);
         refuses(&encoder, &embed(&[1, 10]), "input", &["10"]);
-        let stranger = Request { source: [12].into(), ..translate(1, 4, 4) };
+        let stranger = Request { encoder_input: [12].into(), ..translate(1, 4, 4) };
         refuses(&both, &stranger, "prompt", &["12"]);
         refuses(&encoder, &Request { prompt: [1].into(), ..embed(&[1]) }, "prompt", &["no prompt"]);
     }
 
     #[test]
-    fn prompt_and_answer_share_the_context_and_the_source_has_pages_of_its_own() {
+    fn prompt_and_answer_share_the_context_and_the_encoder_input_has_its_own_pages() {
         let both = limits(Kind::EncoderDecoder);
         assert_eq!(
             both.check(&translate(32, 60, 4)),
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn places_to_fill_are_places_of_the_input() {
+    fn fill_positions_are_within_the_input() {
         let encoder = limits(Kind::Encoder);
         assert_eq!(encoder.check(&fill(&[1, 2, 3], &[0, 2], 1)), Ok(()));
         for (at, words) in [(&[][..], "no mask"), (&[1, 1], "ascend"), (&[2, 1], "ascend"), (&[0, 3], "3")] {

@@ -10,11 +10,11 @@ use metrics::{Counter, Histogram};
 use std::time::{Duration, Instant};
 
 /// Metric handles and phase clock of one decode loop.
-pub struct Meters {
+pub struct LoopMetrics {
     /// When the current phase began.
-    since: Instant,
+    phase_start: Instant,
     /// Time spent sending events since the last step completed.
-    delivering: Duration,
+    delivery_time: Duration,
     plan: Histogram,
     forward: Histogram,
     sample: Histogram,
@@ -46,20 +46,20 @@ pub struct StepSize {
 
 /// Times in a sequence's life that its metrics are computed from.
 #[derive(Clone, Copy, Debug)]
-pub struct Moments {
+pub struct SequenceTimes {
     /// When its first chunk was scheduled.
     pub scheduled: Instant,
     /// When its first token was generated; equals `scheduled` until then.
     pub first_token: Instant,
 }
 
-impl Meters {
+impl LoopMetrics {
     /// Creates the handles and starts the clock.
-    pub fn new() -> Meters {
-        let phase = |name| telemetry::STEP_PHASES.histogram_of([name]);
-        Meters {
-            since: Instant::now(),
-            delivering: Duration::ZERO,
+    pub fn new() -> LoopMetrics {
+        let phase = |name| telemetry::STEP_PHASES.histogram_with([name]);
+        LoopMetrics {
+            phase_start: Instant::now(),
+            delivery_time: Duration::ZERO,
             plan: phase("plan"),
             forward: phase("forward"),
             sample: phase("sample"),
@@ -81,44 +81,44 @@ impl Meters {
     }
 
     /// Restarts the clock: the time before was spent waiting for work and belongs to no step.
-    pub fn woke(&mut self) {
-        self.since = Instant::now();
+    pub fn restart_clock(&mut self) {
+        self.phase_start = Instant::now();
     }
 
     /// Ends the planning phase: the step was sent. Returns the time.
-    pub fn sent(&mut self) -> Instant {
+    pub fn record_sent(&mut self) -> Instant {
         let plan = self.lap();
         self.plan.record(plan.as_secs_f64());
-        self.since
+        self.phase_start
     }
 
     /// Ends a delivery phase: the events of the previous step were sent while this one runs.
-    pub fn delivered(&mut self) {
+    pub fn record_delivery(&mut self) {
         let delivering = self.lap();
-        self.delivering += delivering;
+        self.delivery_time += delivering;
     }
 
     /// Records a completed step that was sent at `sent`. Returns the time.
-    pub fn ran(&mut self, sent: Instant, times: StepTimes, size: StepSize) -> Instant {
+    pub fn record_completed(&mut self, sent: Instant, times: StepTimes, size: StepSize) -> Instant {
         self.lap();
-        self.step_seconds.record((self.since - sent).as_secs_f64());
+        self.step_seconds.record((self.phase_start - sent).as_secs_f64());
         self.forward.record(times.forward.as_secs_f64());
         self.sample.record(times.sample.as_secs_f64());
         self.step_rows.record(size.rows as f64);
         self.step_slots.record(size.slots as f64);
         self.step_tokens.record((size.rows - size.holes) as f64);
-        self.since
+        self.phase_start
     }
 
     /// Ends the delivery phase: the results of the step were processed.
-    pub fn settled(&mut self) {
+    pub fn record_processed(&mut self) {
         let settling = self.lap();
-        let delivering = std::mem::take(&mut self.delivering);
+        let delivering = std::mem::take(&mut self.delivery_time);
         self.deliver.record((delivering + settling).as_secs_f64());
     }
 
     /// Records a shuffle of `moves` moves, if there are any.
-    pub fn moved(&self, moves: usize) {
+    pub fn record_moves(&self, moves: usize) {
         if moves > 0 {
             self.shuffles.increment(1);
             self.moves.increment(moves as u64);
@@ -126,27 +126,27 @@ impl Meters {
     }
 
     /// Records that the first chunk of a request that arrived at `arrived` was scheduled.
-    pub fn scheduled(&self, arrived: Instant) -> Moments {
+    pub fn record_scheduled(&self, arrived: Instant) -> SequenceTimes {
         let now = Instant::now();
         self.queue.record((now - arrived).as_secs_f64());
-        Moments { scheduled: now, first_token: now }
+        SequenceTimes { scheduled: now, first_token: now }
     }
 
     /// Counts a generated token that is sent to a client.
-    pub fn token(&self) {
+    pub fn count_generated(&self) {
         self.generated.increment(1);
     }
 
     /// Records a sequence's first token, or its only output, produced at `now`, and its `prompt_tokens` input
     /// tokens.
-    pub fn first_answer(&self, moments: &mut Moments, prompt_tokens: usize, now: Instant) {
+    pub fn record_first_output(&self, moments: &mut SequenceTimes, prompt_tokens: usize, now: Instant) {
         moments.first_token = now;
         self.prompts.increment(prompt_tokens as u64);
         self.prefill.record((now - moments.scheduled).as_secs_f64());
     }
 
     /// Records the end of a sequence with `generated` tokens, the last of them produced at `now`.
-    pub fn over(&self, moments: Moments, generated: u32, now: Instant) {
+    pub fn record_finished(&self, moments: SequenceTimes, generated: u32, now: Instant) {
         let decode = (now - moments.first_token).as_secs_f64();
         self.inference.record((now - moments.scheduled).as_secs_f64());
         if generated > 0 {
@@ -160,7 +160,7 @@ impl Meters {
     /// Returns the time since the current phase began, and starts the next phase.
     fn lap(&mut self) -> Duration {
         let now = Instant::now();
-        now - std::mem::replace(&mut self.since, now)
+        now - std::mem::replace(&mut self.phase_start, now)
     }
 }
 
@@ -175,22 +175,22 @@ mod tests {
     }
 
     #[test]
-    fn phases_of_the_control_thread_share_out_its_time_and_waiting_is_none() {
+    fn phases_of_the_control_thread_do_not_overlap_and_exclude_waiting() {
         let recorder = telemetry::recorder(None);
         let handle = recorder.handle();
         let began = Instant::now();
         let waited = metrics::with_local_recorder(&recorder, || {
-            let mut meters = Meters::new();
+            let mut meters = LoopMetrics::new();
             // As if the loop had waited for work for an hour.
-            meters.since -= Duration::from_secs(3600);
-            meters.woke();
+            meters.phase_start -= Duration::from_secs(3600);
+            meters.restart_clock();
             let times = StepTimes { forward: Duration::from_secs(2), sample: Duration::from_secs(1) };
-            let sent = meters.sent();
-            meters.delivered();
+            let sent = meters.record_sent();
+            meters.record_delivery();
             // As if the device had taken an hour.
-            meters.since -= Duration::from_secs(3600);
-            let ran = meters.ran(sent, times, StepSize { rows: 9, holes: 2, slots: 5 });
-            meters.settled();
+            meters.phase_start -= Duration::from_secs(3600);
+            let ran = meters.record_completed(sent, times, StepSize { rows: 9, holes: 2, slots: 5 });
+            meters.record_processed();
             ran - sent
         });
         let all = began.elapsed().as_secs_f64();
@@ -211,20 +211,20 @@ mod tests {
     }
 
     #[test]
-    fn times_of_a_request_are_parts_of_its_whole() {
+    fn request_times_add_up() {
         let recorder = telemetry::recorder(None);
         let handle = recorder.handle();
         metrics::with_local_recorder(&recorder, || {
-            let meters = Meters::new();
+            let meters = LoopMetrics::new();
             let scheduled = Instant::now();
             let at = |seconds| scheduled + Duration::from_secs(seconds);
             for (generated, last) in [(5, 11), (1, 3), (0, 3)] {
-                let mut moments = Moments { scheduled, first_token: scheduled };
-                meters.first_answer(&mut moments, 5, at(3));
-                meters.over(moments, generated, at(last));
+                let mut moments = SequenceTimes { scheduled, first_token: scheduled };
+                meters.record_first_output(&mut moments, 5, at(3));
+                meters.record_finished(moments, generated, at(last));
             }
             for moves in [0, 3, 0, 1] {
-                meters.moved(moves);
+                meters.record_moves(moves);
             }
         });
         let text = handle.render();

@@ -37,7 +37,7 @@ mod testing;
 
 pub use crate::formats::SamplingDefaults;
 pub use crate::model::spec::Kind;
-pub use conventions::{Conventions, DecoderConventions, EncoderConventions};
+pub use conventions::{EncoderDecoderPrompting, EncoderOnlyPrompting, PromptingDefaults};
 pub use engine::{Engine, EngineSetup, ModelInfo};
 pub use status::Status;
 pub use stream::{EventSender, IntakeHandle, Submit, TokenStream};

@@ -11,11 +11,11 @@ use std::time::Instant;
 
 /// Identifies a sequence within the engine. Keys ascend in the order of admission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Key(pub u64);
+pub struct SequenceKey(pub u64);
 
 /// An admitted request.
 pub struct Sequence {
-    pub key: Key,
+    pub key: SequenceKey,
     pub request: Request,
     /// Sender of the sequence's events; closed when the client is gone.
     pub events: EventSender,
@@ -31,16 +31,16 @@ impl Sequence {
     pub fn positions(&self) -> usize {
         match self.request.task {
             Task::Generate => self.request.prompt.len() + self.request.max_tokens as usize,
-            Task::Embed(_) | Task::Fill { .. } => 0,
+            Task::Embed(_) | Task::FillMask { .. } => 0,
         }
     }
 
     /// Returns the number of encoder positions whose keys and values stay cached until the sequence ends:
     /// cross-attention reads them for each token.
-    pub fn source_positions(&self) -> usize {
+    pub fn encoder_positions(&self) -> usize {
         match self.request.task {
-            Task::Generate => self.request.source.len(),
-            Task::Embed(_) | Task::Fill { .. } => 0,
+            Task::Generate => self.request.encoder_input.len(),
+            Task::Embed(_) | Task::FillMask { .. } => 0,
         }
     }
 }

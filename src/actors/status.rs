@@ -18,27 +18,27 @@ pub struct Status {
     stopping: AtomicBool,
     failed: AtomicBool,
     /// How long a lane with work may go without a heartbeat.
-    quiet: Duration,
+    allowed_silence: Duration,
     /// Milliseconds after `started` when the devices being rebuilt should be back; `NOT_REBUILDING` while
     /// they are available.
-    back_ms: AtomicU64,
+    rebuild_deadline_ms: AtomicU64,
     /// Milliseconds after `started` when the engine last went from no work to some, or the devices last came
     /// back.
-    came_ms: AtomicU64,
-    lanes: Vec<Lane>,
+    clock_start_ms: AtomicU64,
+    lanes: Vec<LaneStatus>,
 }
 
 /// The status of a lane.
 #[derive(Default)]
-struct Lane {
+struct LaneStatus {
     /// Milliseconds after `started` of the lane's last heartbeat.
-    beat_ms: AtomicU64,
+    heartbeat_ms: AtomicU64,
     /// Whether the lane has sequences, so that heartbeats are expected.
-    works: AtomicBool,
+    has_work: AtomicBool,
 }
 
 /// Value of `rebuild_deadline_ms` while the devices are available.
-const NOT_AWAY: u64 = u64::MAX;
+const NOT_REBUILDING: u64 = u64::MAX;
 
 impl Status {
     /// Creates the status of an idle engine with `lanes` lanes. `allowed_silence` is how long a lane with
@@ -51,44 +51,44 @@ impl Status {
             draining: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
             failed: AtomicBool::new(false),
-            quiet: allowed_silence,
-            back_ms: AtomicU64::new(NOT_AWAY),
-            came_ms: AtomicU64::new(0),
-            lanes: (0..lanes).map(|_| Lane::default()).collect(),
+            allowed_silence,
+            rebuild_deadline_ms: AtomicU64::new(NOT_REBUILDING),
+            clock_start_ms: AtomicU64::new(0),
+            lanes: (0..lanes).map(|_| LaneStatus::default()).collect(),
         }
     }
 
     /// Records a heartbeat of a lane with work: its decode loop started an iteration or processed a step.
-    pub fn beat(&self, lane: usize) {
+    pub fn heartbeat(&self, lane: usize) {
         let lane = &self.lanes[lane];
-        lane.beat_ms.store(self.now_ms(), Ordering::Relaxed);
-        lane.works.store(true, Ordering::Relaxed);
+        lane.heartbeat_ms.store(self.now_ms(), Ordering::Relaxed);
+        lane.has_work.store(true, Ordering::Relaxed);
     }
 
     /// Records that a lane has no work, so that no heartbeats are expected.
-    pub fn rest(&self, lane: usize) {
+    pub fn idle(&self, lane: usize) {
         let lane = &self.lanes[lane];
-        lane.beat_ms.store(self.now_ms(), Ordering::Relaxed);
-        lane.works.store(false, Ordering::Relaxed);
+        lane.heartbeat_ms.store(self.now_ms(), Ordering::Relaxed);
+        lane.has_work.store(false, Ordering::Relaxed);
     }
 
     /// Records that the devices are being rebuilt, which may take `time`. While they are unavailable, further
     /// calls do not extend the first deadline: a retry does not excuse the failed attempt.
-    pub fn away_for(&self, time: Duration) {
+    pub fn start_rebuild(&self, time: Duration) {
         let (back, relaxed) = (self.now_ms() + time.as_millis() as u64, Ordering::Relaxed);
-        let _ = self.back_ms.compare_exchange(NOT_AWAY, back, relaxed, relaxed);
+        let _ = self.rebuild_deadline_ms.compare_exchange(NOT_REBUILDING, back, relaxed, relaxed);
     }
 
     /// Records that the devices are available again. The stall clock restarts.
-    pub fn back(&self) {
-        self.came_ms.store(self.now_ms(), Ordering::SeqCst);
-        self.back_ms.store(NOT_AWAY, Ordering::SeqCst);
+    pub fn finish_rebuild(&self) {
+        self.clock_start_ms.store(self.now_ms(), Ordering::SeqCst);
+        self.rebuild_deadline_ms.store(NOT_REBUILDING, Ordering::SeqCst);
     }
 
     /// Sets intake's counts. Going from no work to some restarts the stall clock.
-    pub fn count(&self, waiting: usize, running: usize) {
+    pub fn set_counts(&self, waiting: usize, running: usize) {
         if self.pending() == 0 && waiting + running > 0 {
-            self.came_ms.store(self.now_ms(), Ordering::Relaxed);
+            self.clock_start_ms.store(self.now_ms(), Ordering::Relaxed);
         }
         self.waiting.store(waiting, Ordering::Relaxed);
         self.running.store(running, Ordering::Relaxed);
@@ -98,18 +98,18 @@ impl Status {
     /// since the oldest heartbeat among the lanes with work, or since the latest heartbeat if no lane has
     /// work. While the devices are being rebuilt, the time since they should have been back.
     pub fn stalled_for(&self) -> Duration {
-        let back = self.back_ms.load(Ordering::Relaxed);
-        if back != NOT_AWAY {
+        let back = self.rebuild_deadline_ms.load(Ordering::Relaxed);
+        if back != NOT_REBUILDING {
             return self.started.elapsed().saturating_sub(Duration::from_millis(back));
         }
         if self.pending() == 0 {
             return Duration::ZERO;
         }
-        let beat = |lane: &Lane| lane.beat_ms.load(Ordering::Relaxed);
-        let working = self.lanes.iter().filter(|lane| lane.works.load(Ordering::Relaxed)).map(beat).min();
+        let beat = |lane: &LaneStatus| lane.heartbeat_ms.load(Ordering::Relaxed);
+        let working = self.lanes.iter().filter(|lane| lane.has_work.load(Ordering::Relaxed)).map(beat).min();
         let last = working.or_else(|| self.lanes.iter().map(beat).max()).unwrap_or(0);
-        let since = Duration::from_millis(last.max(self.came_ms.load(Ordering::Relaxed)));
-        self.started.elapsed().saturating_sub(since).saturating_sub(self.quiet)
+        let since = Duration::from_millis(last.max(self.clock_start_ms.load(Ordering::Relaxed)));
+        self.started.elapsed().saturating_sub(since).saturating_sub(self.allowed_silence)
     }
 
     fn now_ms(&self) -> u64 {
@@ -127,7 +127,7 @@ impl Status {
     }
 
     /// Marks the engine as stopping: what ends from now on is intended.
-    pub fn stop(&self) {
+    pub fn set_stopping(&self) {
         self.stopping.store(true, Ordering::Relaxed);
     }
 
@@ -137,7 +137,7 @@ impl Status {
     }
 
     /// Marks the engine as permanently failed.
-    pub fn fail(&self) {
+    pub fn set_failed(&self) {
         self.failed.store(true, Ordering::Relaxed);
     }
 
@@ -151,80 +151,80 @@ impl Status {
 mod tests {
     use super::*;
 
-    fn old_by(status: &mut Status, age: Duration) {
+    fn age_by(status: &mut Status, age: Duration) {
         status.started -= age;
     }
 
     #[test]
-    fn silence_counts_only_while_somebody_waits_for_an_end_of_it() {
+    fn silence_counts_only_while_requests_are_in_flight() {
         let mut status = Status::new(Duration::ZERO, 1);
-        old_by(&mut status, Duration::from_secs(100));
+        age_by(&mut status, Duration::from_secs(100));
         assert_eq!(status.stalled_for(), Duration::ZERO);
-        status.count(0, 1);
+        status.set_counts(0, 1);
         assert!(status.stalled_for() < Duration::from_secs(50), "the work is new");
-        old_by(&mut status, Duration::from_secs(100));
-        status.count(2, 1);
+        age_by(&mut status, Duration::from_secs(100));
+        status.set_counts(2, 1);
         assert!(status.stalled_for() >= Duration::from_secs(99), "more work does not reset the clock");
-        status.beat(0);
+        status.heartbeat(0);
         assert!(status.stalled_for() < Duration::from_secs(50));
     }
 
     #[test]
-    fn a_lane_with_work_that_does_not_turn_is_noticed_whatever_the_others_do() {
+    fn a_stalled_lane_is_noticed_whatever_the_others_do() {
         let mut status = Status::new(Duration::ZERO, 3);
-        status.count(0, 2);
-        status.beat(0);
-        status.beat(1);
-        old_by(&mut status, Duration::from_secs(100));
-        status.beat(0);
+        status.set_counts(0, 2);
+        status.heartbeat(0);
+        status.heartbeat(1);
+        age_by(&mut status, Duration::from_secs(100));
+        status.heartbeat(0);
         assert!(status.stalled_for() >= Duration::from_secs(99), "the second lane is stalled");
-        status.rest(1);
+        status.idle(1);
         assert!(status.stalled_for() < Duration::from_secs(50), "the second lane has no work");
-        old_by(&mut status, Duration::from_secs(100));
-        status.rest(0);
+        age_by(&mut status, Duration::from_secs(100));
+        status.idle(0);
         assert!(
             status.stalled_for() < Duration::from_secs(50),
             "queued requests wait for the next iteration"
         );
-        old_by(&mut status, Duration::from_secs(100));
+        age_by(&mut status, Duration::from_secs(100));
         assert!(status.stalled_for() >= Duration::from_secs(99), "but no lane iterates");
     }
 
     /// The rebuild has its deadline whether requests are in flight or not.
     #[test]
-    fn devices_that_are_built_again_have_their_time_for_it() {
+    fn a_rebuild_has_a_deadline() {
         let mut status = Status::new(Duration::ZERO, 1);
-        status.count(0, 1);
-        status.beat(0);
-        status.away_for(Duration::from_secs(60));
-        old_by(&mut status, Duration::from_secs(50));
+        status.set_counts(0, 1);
+        status.heartbeat(0);
+        status.start_rebuild(Duration::from_secs(60));
+        age_by(&mut status, Duration::from_secs(50));
         assert_eq!(status.stalled_for(), Duration::ZERO);
-        status.beat(0);
-        old_by(&mut status, Duration::from_secs(50));
+        status.heartbeat(0);
+        age_by(&mut status, Duration::from_secs(50));
         assert!(
             status.stalled_for() >= Duration::from_secs(39),
             "a heartbeat does not extend the rebuild deadline"
         );
-        status.away_for(Duration::from_secs(60));
+        status.start_rebuild(Duration::from_secs(60));
         assert!(status.stalled_for() >= Duration::from_secs(39), "nor does another attempt");
-        status.back();
+        status.finish_rebuild();
         assert!(
             status.stalled_for() < Duration::from_secs(10),
             "a step that waited for the devices starts now"
         );
-        old_by(&mut status, Duration::from_secs(50));
+        age_by(&mut status, Duration::from_secs(50));
         assert!(status.stalled_for() >= Duration::from_secs(49), "but it has to complete in time");
-        status.away_for(Duration::from_secs(60));
+        status.start_rebuild(Duration::from_secs(60));
         assert_eq!(status.stalled_for(), Duration::ZERO, "the next rebuild has its own deadline");
     }
 
     #[test]
-    fn what_may_take_its_time_is_no_silence() {
+    fn allowed_silence_is_not_a_stall() {
         let mut status = Status::new(Duration::from_secs(60), 1);
-        status.count(0, 1);
-        old_by(&mut status, Duration::from_secs(50));
+        status.set_counts(0, 1);
+        age_by(&mut status, Duration::from_secs(50));
         assert_eq!(status.stalled_for(), Duration::ZERO);
-        old_by(&mut status, Duration::from_secs(50));
+        age_by(&mut status, Duration::from_secs(50));
         assert!(status.stalled_for() >= Duration::from_secs(39));
     }
 }

@@ -15,17 +15,17 @@ use tokio::sync::mpsc;
 #[rtype(result = "Result<Vec<TokenStream>, RequestError>")]
 pub struct Submit {
     pub requests: Vec<Request>,
-    pub standing: Standing,
+    pub kind: SubmitKind,
 }
 
 /// Whether a group is new or continues an accepted one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum SubmitKind {
     /// All of a client's requests, or the first part of them.
     New,
     /// A later part of requests whose first part was accepted. It replaces sequences that have finished, so
     /// it is accepted even if the queue is full or the server is draining.
-    Continued,
+    Continuation,
 }
 
 /// The server's handle to the engine: submits requests to intake.
@@ -36,25 +36,28 @@ impl IntakeHandle {
     /// Submits a new group of at least one request. Returns each request's event stream, in order, or the
     /// reason why the group is refused.
     pub async fn submit(&self, requests: Vec<Request>) -> Result<Vec<TokenStream>, RequestError> {
-        self.send(requests, Standing::New).await
+        self.send(requests, SubmitKind::New).await
     }
 
     /// Submits a later part of an accepted group, with at most as many requests as have finished. A full
     /// queue or a draining server does not refuse it.
-    pub async fn go_on(&self, requests: Vec<Request>) -> Result<Vec<TokenStream>, RequestError> {
-        self.send(requests, Standing::Continued).await
+    pub async fn submit_continuation(
+        &self,
+        requests: Vec<Request>,
+    ) -> Result<Vec<TokenStream>, RequestError> {
+        self.send(requests, SubmitKind::Continuation).await
     }
 
-    async fn send(&self, requests: Vec<Request>, kind: Standing) -> Result<Vec<TokenStream>, RequestError> {
+    async fn send(&self, requests: Vec<Request>, kind: SubmitKind) -> Result<Vec<TokenStream>, RequestError> {
         assert!(!requests.is_empty(), "a group has at least one request; anything else is a bug");
-        self.0.send(Submit { requests, standing: kind }).await.unwrap_or(Err(RequestError::EngineGone))
+        self.0.send(Submit { requests, kind }).await.unwrap_or(Err(RequestError::EngineStopped))
     }
 }
 
 /// The receiving end of an event channel, held by the reply stream.
 pub struct TokenStream {
     events: mpsc::UnboundedReceiver<(Instant, TokenEvent)>,
-    made_at: Instant,
+    produced_at: Instant,
 }
 
 impl TokenStream {
@@ -62,14 +65,14 @@ impl TokenStream {
     /// one.
     pub async fn next(&mut self) -> Option<TokenEvent> {
         let (produced_at, event) = self.events.recv().await?;
-        self.made_at = produced_at;
+        self.produced_at = produced_at;
         Some(event)
     }
 
     /// Polls for the next event; the async form is [`TokenStream::next`].
     pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<TokenEvent>> {
         let event = ready!(self.events.poll_recv(cx)).map(|(produced_at, event)| {
-            self.made_at = produced_at;
+            self.produced_at = produced_at;
             event
         });
         Poll::Ready(event)
@@ -81,8 +84,8 @@ impl TokenStream {
     }
 
     /// Returns when the last received event was produced.
-    pub fn made_at(&self) -> Instant {
-        self.made_at
+    pub fn produced_at(&self) -> Instant {
+        self.produced_at
     }
 }
 
@@ -97,17 +100,17 @@ pub struct EventSender {
 
 impl EventSender {
     /// Sets the time after which the channel counts as closed.
-    pub fn until(self, deadline: Option<Instant>) -> EventSender {
+    pub fn with_deadline(self, deadline: Option<Instant>) -> EventSender {
         EventSender { deadline, ..self }
     }
 
     /// Sends an event produced now. The event is dropped if the receiver is gone.
     pub fn send(&self, event: TokenEvent) {
-        self.send_made(event, Instant::now());
+        self.send_produced_at(event, Instant::now());
     }
 
     /// Sends an event produced at `produced_at`.
-    pub fn send_made(&self, event: TokenEvent, produced_at: Instant) {
+    pub fn send_produced_at(&self, event: TokenEvent, produced_at: Instant) {
         let _ = self.events.send((produced_at, event));
     }
 
@@ -118,7 +121,7 @@ impl EventSender {
 }
 
 /// Creates an event channel.
-pub fn channel() -> (EventSender, TokenStream) {
+pub fn event_channel() -> (EventSender, TokenStream) {
     let (tx, events) = mpsc::unbounded_channel();
-    (EventSender { events: tx, deadline: None }, TokenStream { events, made_at: Instant::now() })
+    (EventSender { events: tx, deadline: None }, TokenStream { events, produced_at: Instant::now() })
 }

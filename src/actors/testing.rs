@@ -1,11 +1,11 @@
 //! Helpers shared by the actors' tests: a recording actor, requests, sequences and a timeout.
 
-use super::intake::{Permit, Released};
-use super::sequence::{Key, Sequence};
-use super::stream::{TokenStream, channel};
+use super::intake::{Permit, PermitReleased};
+use super::sequence::{Sequence, SequenceKey};
+use super::stream::{TokenStream, event_channel};
 use crate::request::Request;
 use actix::{Actor, Context, Handler, Message, Recipient};
-use mainstem_kernels::{Share, StepLimits};
+use mainstem_kernels::{Fraction, StepLimits};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -15,31 +15,31 @@ pub const LIMITS: StepLimits = StepLimits {
     rows: 4,
     logit_rows: 1,
     positions: 9,
-    source_positions: 0,
+    encoder_positions: 0,
     page_positions: 32,
     top_logprobs: 0,
-    biases: 0,
+    logit_biases: 0,
     vocab: 9,
     hidden: 0,
-    attended: Share::ALL,
+    attended_fraction: Fraction::ONE,
 };
 
 /// Timeout of everything that a test waits for; exceeding it means that something hangs.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Returns the future's output, and fails the test on a timeout.
-pub async fn within<F: Future>(future: F) -> F::Output {
-    tokio::time::timeout(PATIENCE, future).await.expect("the future completes within the timeout")
+pub async fn with_timeout<F: Future>(future: F) -> F::Output {
+    tokio::time::timeout(TIMEOUT, future).await.expect("the future completes within the timeout")
 }
 
 /// An actor that forwards every message it receives to the test.
-struct Ear<M>(UnboundedSender<M>);
+struct Recorder<M>(UnboundedSender<M>);
 
-impl<M: Unpin + 'static> Actor for Ear<M> {
-    type Context = Context<Ear<M>>;
+impl<M: Unpin + 'static> Actor for Recorder<M> {
+    type Context = Context<Recorder<M>>;
 }
 
-impl<M: Message<Result = ()> + Unpin + 'static> Handler<M> for Ear<M> {
+impl<M: Message<Result = ()> + Unpin + 'static> Handler<M> for Recorder<M> {
     type Result = ();
 
     fn handle(&mut self, message: M, _: &mut Self::Context) {
@@ -48,14 +48,14 @@ impl<M: Message<Result = ()> + Unpin + 'static> Handler<M> for Ear<M> {
 }
 
 /// Starts a recording actor; returns its address, and the channel of the messages it receives.
-pub fn ear<M: Message<Result = ()> + Unpin + Send + 'static>() -> (Recipient<M>, UnboundedReceiver<M>) {
+pub fn recorder<M: Message<Result = ()> + Unpin + Send + 'static>() -> (Recipient<M>, UnboundedReceiver<M>) {
     let (sender, messages) = unbounded_channel();
-    (Ear(sender).start().recipient(), messages)
+    (Recorder(sender).start().recipient(), messages)
 }
 
 /// Returns the next recorded message.
-pub async fn next<M>(messages: &mut UnboundedReceiver<M>) -> M {
-    within(messages.recv()).await.expect("the recording actor is running")
+pub async fn next_message<M>(messages: &mut UnboundedReceiver<M>) -> M {
+    with_timeout(messages.recv()).await.expect("the recording actor is running")
 }
 
 /// A greedy request of `prompt` prompt tokens that ignores end-of-sequence tokens.
@@ -64,8 +64,12 @@ pub fn request(prompt: usize, max_tokens: u32) -> Request {
 }
 
 /// An admitted sequence without pages, and its client's stream. The permit is returned to `intake`.
-pub fn sequence(key: u64, request: Request, intake: Recipient<Released>) -> (Box<Sequence>, TokenStream) {
-    let (events, stream) = channel();
-    let (key, permit, arrived) = (Key(key), Permit::new(intake), Instant::now());
+pub fn sequence(
+    key: u64,
+    request: Request,
+    intake: Recipient<PermitReleased>,
+) -> (Box<Sequence>, TokenStream) {
+    let (events, stream) = event_channel();
+    let (key, permit, arrived) = (SequenceKey(key), Permit::new(intake), Instant::now());
     (Box::new(Sequence { key, request, events, permit, lease: None, arrived }), stream)
 }

@@ -7,15 +7,15 @@ use std::borrow::Cow;
 /// Escapes all control characters but line feed and tab, so that a terminal shows escape sequences instead of
 /// interpreting them.
 pub fn visible(text: &str) -> Cow<'_, str> {
-    spelled_out(text, |c| c.is_control() && c != '\n' && c != '\t')
+    escape_where(text, |c| c.is_control() && c != '\n' && c != '\t')
 }
 
 /// Escapes all control characters, including line feed and tab, so that the text stays on one line.
 pub fn one_line(text: &str) -> Cow<'_, str> {
-    spelled_out(text, char::is_control)
+    escape_where(text, char::is_control)
 }
 
-fn spelled_out(text: &str, is_control: fn(char) -> bool) -> Cow<'_, str> {
+fn escape_where(text: &str, is_control: fn(char) -> bool) -> Cow<'_, str> {
     if !text.contains(is_control) {
         return Cow::Borrowed(text);
     }

@@ -23,7 +23,7 @@ pub mod plan;
 
 pub mod quantize;
 
-use crate::config::{ConfigError, Source};
+use crate::config::{ConfigError, ConfigSource};
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
 use std::io::{ErrorKind, Write};
@@ -100,7 +100,7 @@ pub fn run() -> ExitCode {
 fn exit_code(error: &anyhow::Error) -> ExitCode {
     eprintln!("error: {}", escape::visible(&format!("{error:#}")));
     let config = error.downcast_ref::<ConfigError>();
-    let is_usage = config.is_some_and(|error| error.origin == Source::CommandLine);
+    let is_usage = config.is_some_and(|error| error.origin == ConfigSource::CommandLine);
     ExitCode::from(if is_usage { USAGE } else { FAILURE })
 }
 

@@ -6,7 +6,7 @@
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags, ServerFlags};
 use super::{spinner, start};
 use crate::config::{Config, Overrides};
-use crate::server::{Ending, Place, ServeParts};
+use crate::server::{BoundServer, ServeParts, ShutdownOutcome};
 use crate::telemetry;
 use actix_web::rt::{self, System};
 use anyhow::{Context, Result, bail};
@@ -62,7 +62,7 @@ impl ServeArgs {
 /// Serves with the given arguments until a signal ends the process.
 pub fn run(args: ServeArgs) -> Result<()> {
     let (file, flags) = args.layers();
-    let config = Config::of_process(file.as_deref(), flags)?;
+    let config = Config::from_process(file.as_deref(), flags)?;
     telemetry::start_log(&config.log, || spinner::Stderr);
     System::new().block_on(serve(config))
 }
@@ -70,7 +70,7 @@ pub fn run(args: ServeArgs) -> Result<()> {
 /// Starts the engine and serves it until a signal ends the process.
 async fn serve(config: Config) -> Result<()> {
     let mut stops = stop_signals()?;
-    let place = Place::take(config.server.clone())?;
+    let place = BoundServer::bind(config.server.clone())?;
     let loading = async {
         let prepared = start::prepare(&config).await?;
         // Before the engine starts, so that metrics recorded while loading are kept.
@@ -86,10 +86,12 @@ async fn serve(config: Config) -> Result<()> {
     let ending = server.run(stops, config.scheduler.drain_timeout).await?;
     match ending {
         // Stopping waits for the device, which is idle.
-        Ending::Drained => engine.stop(),
+        ShutdownOutcome::Drained => engine.stop(),
         // The device may never complete its step; the process exits without it.
-        Ending::TimedOut => bail!("requests in flight were cut off: scheduler.drain_timeout has elapsed"),
-        Ending::Cut => bail!("requests in flight were cut off by a second signal"),
+        ShutdownOutcome::TimedOut => {
+            bail!("requests in flight were cut off: scheduler.drain_timeout has elapsed")
+        }
+        ShutdownOutcome::Aborted => bail!("requests in flight were cut off by a second signal"),
     }
     Ok(())
 }
@@ -117,13 +119,14 @@ fn stop_signals() -> Result<UnboundedReceiver<()>> {
 mod tests {
     use super::*;
     use crate::config::{
-        DeviceKind, Experts, KvSize, Lanes, LogFormat, Policy, SamplingDefaultsFrom, TlsFiles, spelled,
+        DeviceKind, ExpertPlacement, KvSize, LaneCount, LogFormat, Policy, SamplingDefaultsSource, TlsFiles,
+        format_groups,
     };
-    use crate::model::weights::Weights;
+    use crate::model::weights::WeightRules;
     use crate::request::Pooling;
     use clap::Parser;
     use mainstem_kernels::cpu::Isa;
-    use mainstem_kernels::{Inputs, QuantType};
+    use mainstem_kernels::{ActivationPrecision, QuantType};
     use std::time::Duration;
 
     #[derive(Parser)]
@@ -157,7 +160,7 @@ mod tests {
         assert_eq!(model.spec, Some("my.toml".into()));
         assert_eq!((model.pooling, model.normalize), (Some(Pooling::Cls), Some(false)));
         assert_eq!(model.chat_template, Some("my.jinja".into()));
-        assert_eq!(model.sampling_defaults, SamplingDefaultsFrom::Neutral);
+        assert_eq!(model.sampling_defaults, SamplingDefaultsSource::Neutral);
         let server = config.server;
         assert_eq!((server.host.as_str(), server.port, server.workers), ("0.0.0.0", 81, 3));
         assert_eq!(server.api_keys.0, ["a", "b"]);
@@ -179,18 +182,24 @@ mod tests {
         let scheduler = config.scheduler;
         assert_eq!((scheduler.slots, scheduler.max_waiting, scheduler.token_budget), (4, 5, 66));
         assert_eq!(scheduler.policy, Policy::Window { window: Duration::from_secs(7) });
-        assert_eq!((scheduler.shuffle, scheduler.lanes), (false, Lanes::Number(3)));
+        assert_eq!((scheduler.shuffle, scheduler.lanes), (false, LaneCount::Number(3)));
         let kv = config.kv;
-        assert_eq!((kv.ty, kv.size, kv.page_positions), (QuantType::BF16, KvSize::Tokens(99), 64));
-        assert_eq!((kv.max_context, kv.attended.of(100)), (Some(10), 50));
-        assert_eq!(config.model.weights, Weights::parse("head=q6,q4").unwrap());
+        assert_eq!((kv.ty, kv.size, kv.page_size), (QuantType::BF16, KvSize::Tokens(99), 64));
+        assert_eq!((kv.max_context, kv.sparse_attention.floor_of(100)), (Some(10), 50));
+        assert_eq!(config.model.weights, WeightRules::parse("head=q6,q4").unwrap());
         let device = config.device;
-        assert_eq!((device.threads, device.isa, device.inputs), (11, Isa::Portable, Inputs::Plain));
+        assert_eq!(
+            (device.threads, device.isa, device.activation_precision),
+            (11, Isa::Portable, ActivationPrecision::F32)
+        );
         let (step, row) = (Duration::from_millis(20), Duration::from_micros(100));
         assert!(device.devices().all(|device| device.kind == DeviceKind::Fake { step, row }));
-        assert_eq!(spelled(&device.groups), "fake:0&fake:1;fake:2");
+        assert_eq!(format_groups(&device.groups), "fake:0&fake:1;fake:2");
         assert_eq!((device.layers, device.shares), (vec![2, 1], vec![vec![3, 1], vec![1]]));
-        assert_eq!((device.experts, device.step_timeout), (Experts::Expert, Some(Duration::from_secs(9))));
+        assert_eq!(
+            (device.experts, device.step_timeout),
+            (ExpertPlacement::Expert, Some(Duration::from_secs(9)))
+        );
     }
 
     #[test]

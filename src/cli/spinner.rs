@@ -12,10 +12,10 @@ use std::time::Duration;
 const TICK: Duration = Duration::from_millis(100);
 
 /// The spinner that is shown, if any.
-static TURNING: Mutex<Option<ProgressBar>> = Mutex::new(None);
+static ACTIVE: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
-fn turning() -> MutexGuard<'static, Option<ProgressBar>> {
-    TURNING.lock().unwrap_or_else(PoisonError::into_inner)
+fn active_spinner() -> MutexGuard<'static, Option<ProgressBar>> {
+    ACTIVE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A spinner that is shown until it is dropped. Only one is shown at a time.
@@ -24,23 +24,24 @@ pub struct Spinner(ProgressBar);
 impl Spinner {
     /// Shows a spinner with `message`.
     pub fn start(message: &'static str) -> Spinner {
-        Spinner::turn(message, style("{spinner} {msg}"))
+        Spinner::show(message, style("{spinner} {msg}"))
     }
 
     /// Shows a spinner with `message` and the progress so far. If stderr is not a terminal, the log reports
     /// the progress instead.
-    pub fn measured(message: &'static str, progress: Arc<Progress>) -> Spinner {
+    pub fn with_progress(message: &'static str, progress: Arc<Progress>) -> Spinner {
         if io::stderr().is_terminal() {
-            progress.show();
+            progress.disable_log();
         }
-        let so_far =
-            move |_: &ProgressState, out: &mut dyn std::fmt::Write| _ = out.write_str(&told(&progress));
-        Spinner::turn(message, style("{spinner} {msg}{so_far}").with_key("so_far", so_far))
+        let so_far = move |_: &ProgressState, out: &mut dyn std::fmt::Write| {
+            _ = out.write_str(&progress_text(&progress))
+        };
+        Spinner::show(message, style("{spinner} {msg}{so_far}").with_key("so_far", so_far))
     }
 
-    fn turn(message: &'static str, style: ProgressStyle) -> Spinner {
+    fn show(message: &'static str, style: ProgressStyle) -> Spinner {
         let spinner = ProgressBar::new_spinner().with_style(style).with_message(message);
-        *turning() = Some(spinner.clone());
+        *active_spinner() = Some(spinner.clone());
         spinner.tick();
         spinner.enable_steady_tick(TICK);
         Spinner(spinner)
@@ -52,8 +53,8 @@ fn style(template: &str) -> ProgressStyle {
 }
 
 /// Formats the progress; empty while the total is unknown.
-fn told(progress: &Progress) -> String {
-    match progress.so_far() {
+fn progress_text(progress: &Progress) -> String {
+    match progress.done_and_total() {
         (_, 0) => String::new(),
         (done, total) => format!(": {} of {}, {} %", HumanBytes(done), HumanBytes(total), done * 100 / total),
     }
@@ -61,7 +62,7 @@ fn told(progress: &Progress) -> String {
 
 impl Drop for Spinner {
     fn drop(&mut self) {
-        *turning() = None;
+        *active_spinner() = None;
         self.0.finish_and_clear();
     }
 }
@@ -71,7 +72,7 @@ pub struct Stderr;
 
 impl Write for Stderr {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match &*turning() {
+        match &*active_spinner() {
             Some(spinner) => spinner.suspend(|| io::stderr().write(bytes)),
             None => io::stderr().write(bytes),
         }
@@ -89,9 +90,9 @@ mod tests {
     #[test]
     fn progress_is_shown_once_a_total_is_known() {
         let progress = Progress::default();
-        assert_eq!(told(&progress), "");
-        progress.expect(4096);
+        assert_eq!(progress_text(&progress), "");
+        progress.add_total(4096);
         progress.advance(1024).unwrap();
-        assert_eq!(told(&progress), ": 1.00 KiB of 4.00 KiB, 25 %");
+        assert_eq!(progress_text(&progress), ": 1.00 KiB of 4.00 KiB, 25 %");
     }
 }

@@ -7,7 +7,7 @@ use crate::model::ModelSource;
 use crate::text::Tokenizer;
 
 /// Returns the tokens that are neither special nor end tokens; all tokens if there are none.
-pub fn ordinary(source: &ModelSource, tokenizer: &Tokenizer) -> Vec<u32> {
+pub fn ordinary_tokens(source: &ModelSource, tokenizer: &Tokenizer) -> Vec<u32> {
     let is_ordinary = |id: &u32| !tokenizer.is_special(*id) && !source.eos.contains(id);
     let ids = 0..source.spec.vocab as u32;
     or_else(ids.clone().filter(is_ordinary).collect(), || ids.collect())
@@ -15,8 +15,8 @@ pub fn ordinary(source: &ModelSource, tokenizer: &Tokenizer) -> Vec<u32> {
 
 /// Returns the ordinary tokens that are a space followed by ASCII letters; if there are none, those of
 /// letters only; if there are none either, all ordinary tokens.
-pub fn words(source: &ModelSource, tokenizer: &Tokenizer) -> Vec<u32> {
-    let ordinary = ordinary(source, tokenizer);
+pub fn word_tokens(source: &ModelSource, tokenizer: &Tokenizer) -> Vec<u32> {
+    let ordinary = ordinary_tokens(source, tokenizer);
     let chosen = |is_chosen: fn(&[u8]) -> bool| -> Vec<u32> {
         ordinary.iter().copied().filter(|id| is_chosen(tokenizer.token_bytes(*id))).collect()
     };
@@ -44,7 +44,7 @@ mod tests {
     #[test]
     fn words_are_letters_after_a_space_and_not_end_tokens() {
         let (source, tokenizer) = open(&ModelRef::Demo, None).unwrap();
-        let words = words(&source, &tokenizer);
+        let words = word_tokens(&source, &tokenizer);
         assert!(words.len() > 20, "{}", words.len());
         for id in words {
             let text = tokenizer.token_text(id);
@@ -57,7 +57,7 @@ mod tests {
     #[test]
     fn without_words_there_are_letters() {
         let (source, _) = open(&ModelRef::Demo, None).unwrap();
-        let letters = words(&source, &Tokenizer::bytes(256).unwrap());
+        let letters = word_tokens(&source, &Tokenizer::bytes(256).unwrap());
         assert_eq!(letters, (65..=90).chain(97..=122).collect::<Vec<u32>>());
     }
 }

@@ -19,12 +19,12 @@ pub fn deprecated<'a>() -> impl Iterator<Item = &'a str> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::layers::Settings;
+    use super::super::layers::LayeredSettings;
     use super::*;
 
     #[test]
     fn deprecated_spellings_set_existing_keys() {
-        let settings = Settings::new();
+        let settings = LayeredSettings::new();
         for spelling in deprecated() {
             assert!(settings.keys().any(|key| key == resolve(spelling)), "{spelling}");
             assert!(settings.keys().all(|key| key != spelling), "{spelling}");

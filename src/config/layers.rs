@@ -16,7 +16,7 @@ use toml::de::{DeTable, DeValue, ValueDeserializer};
 
 /// The source of a value. Later variants override earlier ones.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Source {
+pub enum ConfigSource {
     Defaults,
     /// A file, at a line (from 1), or as a whole if `line` is `None`.
     File {
@@ -28,14 +28,14 @@ pub enum Source {
     CommandLine,
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for ConfigSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Source::Defaults => write!(f, "defaults"),
-            Source::File { path, line: None } => write!(f, "{}", path.display()),
-            Source::File { path, line: Some(line) } => write!(f, "{}:{line}", path.display()),
-            Source::Environment(variable) => write!(f, "environment variable {variable}"),
-            Source::CommandLine => write!(f, "command line"),
+            ConfigSource::Defaults => write!(f, "defaults"),
+            ConfigSource::File { path, line: None } => write!(f, "{}", path.display()),
+            ConfigSource::File { path, line: Some(line) } => write!(f, "{}:{line}", path.display()),
+            ConfigSource::Environment(variable) => write!(f, "environment variable {variable}"),
+            ConfigSource::CommandLine => write!(f, "command line"),
         }
     }
 }
@@ -44,7 +44,7 @@ impl fmt::Display for Source {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{origin}: {message}")]
 pub struct ConfigError {
-    pub origin: Source,
+    pub origin: ConfigSource,
     pub message: String,
 }
 
@@ -76,10 +76,10 @@ impl Overrides {
 const PREFIX: &str = "MAINSTEM_";
 
 /// Environment variable that names the configuration file if no flag does.
-pub const CONFIG_VARIABLE: &str = "MAINSTEM_CONFIG";
+pub const CONFIG_FILE_VARIABLE: &str = "MAINSTEM_CONFIG";
 
 /// Returns the environment variable that sets `key`: `MAINSTEM_SERVER_PORT` for `server.port`.
-pub fn variable(key: &str) -> String {
+pub fn variable_name(key: &str) -> String {
     format!("{PREFIX}{}", key.replace('.', "_").to_uppercase())
 }
 
@@ -96,14 +96,14 @@ pub(super) fn process_environment() -> Environment {
 const SECRETS: [&str; 1] = ["server.api_keys"];
 
 /// All keys with their defaults, and the values that layers set over them.
-pub(super) struct Settings {
+pub(super) struct LayeredSettings {
     defaults: BTreeMap<String, Value>,
     set: BTreeMap<String, SetValue>,
 }
 
 /// A value that a layer sets.
 struct SetValue {
-    origin: Source,
+    origin: ConfigSource,
     /// The key as written: the key itself or a deprecated spelling of it.
     spelling: String,
     value: Value,
@@ -117,15 +117,15 @@ impl SetValue {
     }
 }
 
-impl Settings {
+impl LayeredSettings {
     /// Settings with the defaults only.
-    pub fn new() -> Settings {
-        let entries = read(DEFAULTS).expect("the defaults are valid TOML; anything else is a bug");
+    pub fn new() -> LayeredSettings {
+        let entries = parse_toml(DEFAULTS).expect("the defaults are valid TOML; anything else is a bug");
         let keys = entries.into_iter().filter_map(|(_, entry)| match entry {
-            Said::Key(key, value) => Some((key, value)),
-            Said::Section(_) | Said::Bare(_) => None,
+            TomlEntry::Key(key, value) => Some((key, value)),
+            TomlEntry::Section(_) | TomlEntry::Bare(_) => None,
         });
-        Settings { defaults: keys.collect(), set: BTreeMap::new() }
+        LayeredSettings { defaults: keys.collect(), set: BTreeMap::new() }
     }
 
     /// Replaces general defaults by those of the subcommand.
@@ -140,7 +140,7 @@ impl Settings {
     /// Adds the layer of the file at `path`.
     pub fn add_file(&mut self, path: &Path) -> Result<(), ConfigError> {
         let text = std::fs::read_to_string(path).map_err(|e| ConfigError {
-            origin: Source::File { path: path.to_path_buf(), line: None },
+            origin: ConfigSource::File { path: path.to_path_buf(), line: None },
             message: e.to_string(),
         })?;
         self.add_text(path, &text)
@@ -148,17 +148,18 @@ impl Settings {
 
     /// Adds the layer of a file at `path` that contains `text`.
     pub fn add_text(&mut self, path: &Path, text: &str) -> Result<(), ConfigError> {
-        let at = |line| Source::File { path: path.to_path_buf(), line: Some(line) };
-        let entries = read(text).map_err(|(line, message)| ConfigError { origin: at(line), message })?;
+        let at = |line| ConfigSource::File { path: path.to_path_buf(), line: Some(line) };
+        let entries =
+            parse_toml(text).map_err(|(line, message)| ConfigError { origin: at(line), message })?;
         for (line, entry) in entries {
             match entry {
-                Said::Key(key, value) => self.set(&key, at(line), value)?,
-                Said::Section(name) => self.know_section(&name, at(line))?,
-                Said::Bare(name) if self.sections().any(|section| section == name) => {
+                TomlEntry::Key(key, value) => self.set(&key, at(line), value)?,
+                TomlEntry::Section(name) => self.check_section(&name, at(line))?,
+                TomlEntry::Bare(name) if self.sections().any(|section| section == name) => {
                     let message = format!("'{name}' is a section; its keys belong under [{name}]");
                     return Err(ConfigError { origin: at(line), message });
                 }
-                Said::Bare(name) => return Err(self.unknown_key(&name, at(line))),
+                TomlEntry::Bare(name) => return Err(self.unknown_key(&name, at(line))),
             }
         }
         Ok(())
@@ -167,11 +168,11 @@ impl Settings {
     /// Adds the layer of environment variables.
     pub fn add_environment(&mut self, environment: Environment) -> Result<(), ConfigError> {
         for (name, text) in environment {
-            let key = self.key_of(&name).ok_or_else(|| self.unknown_variable(&name))?;
-            let origin = Source::Environment(name);
+            let key = self.key_of_variable(&name).ok_or_else(|| self.unknown_variable(&name))?;
+            let origin = ConfigSource::Environment(name);
             match text.into_string() {
                 Ok(text) => {
-                    let value = value_of(text, &self.defaults[aliases::resolve(&key)]);
+                    let value = parse_variable(text, &self.defaults[aliases::resolve(&key)]);
                     self.set(&key, origin, value)?;
                 }
                 Err(_) => {
@@ -183,19 +184,19 @@ impl Settings {
     }
 
     /// Returns the key, or its deprecated spelling, that the environment variable `name` sets.
-    fn key_of(&self, name: &str) -> Option<String> {
+    fn key_of_variable(&self, name: &str) -> Option<String> {
         let mut spellings = self.defaults.keys().map(String::as_str).chain(aliases::deprecated());
-        spellings.find(|spelling| variable(spelling) == name).map(str::to_string)
+        spellings.find(|spelling| variable_name(spelling) == name).map(str::to_string)
     }
 
     /// Adds the layer of command-line flags.
     pub fn add_flags(&mut self, flags: Overrides) -> Result<(), ConfigError> {
-        flags.flags.into_iter().try_for_each(|(key, value)| self.set(key, Source::CommandLine, value))
+        flags.flags.into_iter().try_for_each(|(key, value)| self.set(key, ConfigSource::CommandLine, value))
     }
 
     /// Sets the key that `spelling` names. Fails for an unknown key, and if the same layer already sets the
     /// key to a different value under another spelling.
-    fn set(&mut self, spelling: &str, origin: Source, value: Value) -> Result<(), ConfigError> {
+    fn set(&mut self, spelling: &str, origin: ConfigSource, value: Value) -> Result<(), ConfigError> {
         let key = aliases::resolve(spelling);
         if !self.defaults.contains_key(key) {
             return Err(self.unknown_key(spelling, origin));
@@ -218,35 +219,35 @@ impl Settings {
 
     /// Returns the value of `key`, parsed by `parse`. An error of `parse` becomes one at the value's source.
     pub fn get<T>(&self, key: &str, parse: impl Fn(&Value) -> Result<T, String>) -> Result<T, ConfigError> {
-        parse(self.find(key).1).map_err(|reason| self.fault(key, &reason))
+        parse(self.find(key).1).map_err(|reason| self.error_for(key, &reason))
     }
 
     /// Returns the source of `key`'s value.
-    pub fn source(&self, key: &str) -> Source {
+    pub fn source(&self, key: &str) -> ConfigSource {
         self.find(key).0
     }
 
     /// Returns an error about the value of `key`, with its source and, unless it is secret, the value.
-    pub fn fault(&self, key: &str, reason: &str) -> ConfigError {
+    pub fn error_for(&self, key: &str, reason: &str) -> ConfigError {
         let (origin, value) = self.find(key);
         let shown = if SECRETS.contains(&key) { "(hidden)".to_string() } else { value.to_string() };
         let spelling = self.set.get(key).map_or(key, |set| &set.spelling);
         ConfigError { origin, message: format!("{spelling} = {shown}: {reason}") }
     }
 
-    fn find(&self, key: &str) -> (Source, &Value) {
+    fn find(&self, key: &str) -> (ConfigSource, &Value) {
         match (self.set.get(key), self.defaults.get(key)) {
             (Some(set), _) => (set.origin.clone(), &set.value),
-            (None, Some(value)) => (Source::Defaults, value),
+            (None, Some(value)) => (ConfigSource::Defaults, value),
             (None, None) => panic!("'{key}' is not in the defaults; this is a bug"),
         }
     }
 
     fn sections(&self) -> impl Iterator<Item = &str> {
-        self.defaults.keys().map(|key| split(key).0)
+        self.defaults.keys().map(|key| split_key(key).0)
     }
 
-    fn know_section(&self, name: &str, origin: Source) -> Result<(), ConfigError> {
+    fn check_section(&self, name: &str, origin: ConfigSource) -> Result<(), ConfigError> {
         if self.sections().any(|section| section == name) {
             return Ok(());
         }
@@ -256,16 +257,17 @@ impl Settings {
         Err(ConfigError { origin, message })
     }
 
-    fn unknown_key(&self, key: &str, origin: Source) -> ConfigError {
+    fn unknown_key(&self, key: &str, origin: ConfigSource) -> ConfigError {
         let nearest = nearest(key, self.defaults.keys().map(String::as_str));
         ConfigError { origin, message: format!("there is no key '{key}'; the nearest is '{nearest}'") }
     }
 
     fn unknown_variable(&self, name: &str) -> ConfigError {
         let key = name[PREFIX.len()..].to_lowercase().replacen('_', ".", 1);
-        let nearest = variable(nearest(&key, self.defaults.keys().map(String::as_str).chain(["config"])));
+        let nearest =
+            variable_name(nearest(&key, self.defaults.keys().map(String::as_str).chain(["config"])));
         let message = format!("there is no such setting; the nearest is {nearest}");
-        ConfigError { origin: Source::Environment(name.to_string()), message }
+        ConfigError { origin: ConfigSource::Environment(name.to_string()), message }
     }
 
     /// All keys.
@@ -276,7 +278,7 @@ impl Settings {
 }
 
 /// An entry of a TOML text.
-enum Said {
+enum TomlEntry {
     /// A section header, by name.
     Section(String),
     /// A key, as `section.name`, with its value.
@@ -287,7 +289,7 @@ enum Said {
 
 /// Parses a TOML text into its entries with their line numbers (from 1), in order. An error has its line
 /// number too; its message never quotes the text, which may contain secrets.
-fn read(text: &str) -> Result<Vec<(usize, Said)>, (usize, String)> {
+fn parse_toml(text: &str) -> Result<Vec<(usize, TomlEntry)>, (usize, String)> {
     let line_at = |offset: usize| 1 + text.bytes().take(offset).filter(|byte| *byte == b'\n').count();
     let document = DeTable::parse(text)
         .map_err(|e| (line_at(e.span().map_or(0, |span| span.start)), e.message().to_string()))?;
@@ -296,16 +298,16 @@ fn read(text: &str) -> Result<Vec<(usize, Said)>, (usize, String)> {
         let line = line_at(section.span().start);
         let section = section.into_inner();
         let DeValue::Table(keys) = value.into_inner() else {
-            all.push((line, Said::Bare(section.into_owned())));
+            all.push((line, TomlEntry::Bare(section.into_owned())));
             continue;
         };
-        all.push((line, Said::Section(section.to_string())));
+        all.push((line, TomlEntry::Section(section.to_string())));
         for (name, value) in keys {
             let line = line_at(name.span().start);
             let key = format!("{section}.{}", name.into_inner());
             let value = Value::deserialize(ValueDeserializer::from(value))
                 .map_err(|_| (line, format!("{key}: the number is too large")))?;
-            all.push((line, Said::Key(key, value)));
+            all.push((line, TomlEntry::Key(key, value)));
         }
     }
     all.sort_by_key(|(line, _)| *line);
@@ -315,7 +317,7 @@ fn read(text: &str) -> Result<Vec<(usize, Said)>, (usize, String)> {
 /// Parses an environment variable by the type of its key's default: a string is taken as is, a list may be in
 /// TOML's syntax or comma-separated, and anything else is in TOML's syntax. Text that does not parse stays a
 /// string, which the key's own parser then rejects.
-fn value_of(text: String, default: &Value) -> Value {
+fn parse_variable(text: String, default: &Value) -> Value {
     let trimmed = text.trim();
     match default {
         Value::String(_) => Value::String(text),
@@ -327,7 +329,7 @@ fn value_of(text: String, default: &Value) -> Value {
 }
 
 /// Splits `section.name` into its two parts.
-fn split(key: &str) -> (&str, &str) {
+fn split_key(key: &str) -> (&str, &str) {
     key.split_once('.').unwrap_or(("", key))
 }
 
@@ -336,9 +338,9 @@ fn split(key: &str) -> (&str, &str) {
 fn nearest<'a>(word: &str, keys: impl Iterator<Item = &'a str>) -> &'a str {
     let undotted = word.replace('.', "_");
     let cost = |key: &str| {
-        let name = split(key).1;
+        let name = split_key(key).1;
         let whole = levenshtein(word, key).min(levenshtein(&undotted, name));
-        whole.min(1 + levenshtein(split(word).1, name))
+        whole.min(1 + levenshtein(split_key(word).1, name))
     };
     keys.min_by_key(|key| cost(key)).expect("there are keys")
 }
@@ -348,7 +350,7 @@ mod tests {
     use super::*;
 
     fn error_of(toml: &str) -> String {
-        Settings::new().add_text(Path::new("some.toml"), toml).unwrap_err().to_string()
+        LayeredSettings::new().add_text(Path::new("some.toml"), toml).unwrap_err().to_string()
     }
 
     fn environment(variables: &[(&str, &str)]) -> Environment {
@@ -399,7 +401,7 @@ mod tests {
 
     #[test]
     fn a_secret_is_hidden_wherever_it_stands() {
-        let mut settings = Settings::new();
+        let mut settings = LayeredSettings::new();
         settings.add_text(Path::new("f"), "[server]\napi_keys = \"secret\"").unwrap();
         let error = settings.get("server.api_keys", |_| Err::<(), _>("no".to_string())).unwrap_err();
         assert_eq!(error.to_string(), "f:2: server.api_keys = (hidden): no");
@@ -414,8 +416,8 @@ mod tests {
             ("MAINSTEM_CONFG", "MAINSTEM_CONFIG"),
             ("MAINSTEM_", "MAINSTEM_"),
         ] {
-            let error = Settings::new().add_environment(environment(&[(name, "x")])).unwrap_err();
-            assert_eq!(error.origin, Source::Environment(name.into()));
+            let error = LayeredSettings::new().add_environment(environment(&[(name, "x")])).unwrap_err();
+            assert_eq!(error.origin, ConfigSource::Environment(name.into()));
             assert!(error.message.contains(&format!("the nearest is {nearest}")), "{error}");
         }
     }
@@ -423,9 +425,9 @@ mod tests {
     #[test]
     fn no_two_keys_share_a_variable() {
         let mut variables: Vec<_> =
-            Settings::new().keys().chain(aliases::deprecated()).map(variable).collect();
+            LayeredSettings::new().keys().chain(aliases::deprecated()).map(variable_name).collect();
         let keys = variables.len();
-        variables.push(CONFIG_VARIABLE.into());
+        variables.push(CONFIG_FILE_VARIABLE.into());
         variables.sort();
         variables.dedup();
         assert_eq!(variables.len(), keys + 1);
@@ -433,7 +435,7 @@ mod tests {
 
     #[test]
     fn variables_are_parsed_by_the_type_of_their_key() {
-        let mut settings = Settings::new();
+        let mut settings = LayeredSettings::new();
         // A value of the wrong type in a file does not change how the variable over it is parsed.
         settings.add_text(Path::new("f"), "[server]\nport = \"x\"").unwrap();
         let variables = environment(&[
@@ -450,13 +452,13 @@ mod tests {
         assert_eq!(value("model.served_name"), Value::from("7"));
         assert_eq!(value("server.api_keys"), Value::from(vec!["a", "b"]));
         assert_eq!(value("server.cors_origins"), Value::from(vec!["https://a.b"]));
-        let fault = settings.fault("server.workers", "no").to_string();
+        let fault = settings.error_for("server.workers", "no").to_string();
         assert_eq!(fault, "environment variable MAINSTEM_SERVER_WORKERS: server.workers = \"many\": no");
     }
 
     #[test]
     fn later_layers_override_earlier_ones_and_are_the_source() {
-        let mut settings = Settings::new();
+        let mut settings = LayeredSettings::new();
         let text = "[server]\nport = 1\nworkers = 1\nhost = \"a\"\n";
         settings.add_text(Path::new("some.toml"), text).unwrap();
         settings
@@ -470,10 +472,10 @@ mod tests {
             ["port", "workers", "host", "retry_after"].map(|name| settings.find(&format!("server.{name}")));
         let values: Vec<_> = found.iter().map(|(_, value)| value.to_string()).collect();
         assert_eq!(values, ["3", "2", "\"a\"", "\"1s\""]);
-        assert_eq!(found[0].0, Source::CommandLine);
-        assert_eq!(found[1].0, Source::Environment("MAINSTEM_SERVER_WORKERS".into()));
-        assert_eq!(found[2].0, Source::File { path: "some.toml".into(), line: Some(4) });
-        assert_eq!(found[3].0, Source::Defaults);
+        assert_eq!(found[0].0, ConfigSource::CommandLine);
+        assert_eq!(found[1].0, ConfigSource::Environment("MAINSTEM_SERVER_WORKERS".into()));
+        assert_eq!(found[2].0, ConfigSource::File { path: "some.toml".into(), line: Some(4) });
+        assert_eq!(found[3].0, ConfigSource::Defaults);
         assert!(found.windows(2).all(|pair| pair[0].0 > pair[1].0), "sources have the layers' order");
     }
 }

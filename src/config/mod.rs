@@ -12,19 +12,21 @@ mod layers;
 mod reference;
 mod values;
 
-pub use devices::{DeviceName, Groups, spelled};
-pub use layers::{ConfigError, Overrides, Source};
+pub use devices::{DeviceName, Groups, format_groups};
+pub use layers::{ConfigError, ConfigSource, Overrides};
 pub use reference::reference;
 
-use crate::model::weights::Weights;
+use crate::model::weights::WeightRules;
 use crate::request::Pooling;
-use layers::{CONFIG_VARIABLE, Environment, Settings, variable};
+use layers::{CONFIG_FILE_VARIABLE, Environment, LayeredSettings, variable_name};
 use mainstem_kernels::cpu::Isa;
-use mainstem_kernels::{Inputs, QuantType, Share};
+use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use values::{duration, integer, log_level, one_of, some_duration, some_text, text, whole_seconds};
+use values::{
+    duration, integer, log_level, non_empty_string, non_zero_duration, one_of, string, whole_seconds,
+};
 
 /// Text of `config/mainstem.toml`: every key with its default and a comment.
 pub const DEFAULTS: &str = include_str!("../../config/mainstem.toml");
@@ -50,9 +52,9 @@ pub struct ModelConfig {
     pub spec: Option<PathBuf>,
     /// Chat template file; `None` uses the model's own.
     pub chat_template: Option<PathBuf>,
-    pub sampling_defaults: SamplingDefaultsFrom,
+    pub sampling_defaults: SamplingDefaultsSource,
     /// Number formats in which matrices are loaded.
-    pub weights: Weights,
+    pub weights: WeightRules,
     /// Model name in the API; empty for the model's own.
     pub served_name: String,
     /// How an encoder's token states are pooled into one embedding; `None` follows the model's files.
@@ -63,7 +65,7 @@ pub struct ModelConfig {
 
 /// Source of default sampling parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SamplingDefaultsFrom {
+pub enum SamplingDefaultsSource {
     /// The model's generation_config.json.
     Model,
     /// Temperature 1, without truncation.
@@ -116,20 +118,20 @@ impl fmt::Debug for ApiKeys {
 pub struct KeyFile {
     pub path: PathBuf,
     /// Source of the path.
-    origin: Source,
+    origin: ConfigSource,
 }
 
 impl ServerConfig {
     /// Returns all API keys, including the current ones of the key file. If the file cannot be read or has no
     /// key, the error has the source of its path.
-    pub fn keys(&self) -> Result<ApiKeys, ConfigError> {
+    pub fn load_api_keys(&self) -> Result<ApiKeys, ConfigError> {
         let mut keys = self.api_keys.0.clone();
         if let Some(KeyFile { path, origin }) = &self.api_key_file {
             let fault = |reason| {
                 let message = format!("{API_KEY_FILE} = {:?}: {reason}", path.display().to_string());
                 ConfigError { origin: origin.clone(), message }
             };
-            keys.extend(values::keys_in(path).map_err(fault)?);
+            keys.extend(values::read_api_key_file(path).map_err(fault)?);
         }
         Ok(ApiKeys(keys))
     }
@@ -157,16 +159,16 @@ pub struct SchedulerConfig {
     pub policy: Policy,
     /// Whether holes between slots are closed.
     pub shuffle: bool,
-    pub lanes: Lanes,
+    pub lanes: LaneCount,
     /// How long requests in flight may take to finish at shutdown.
     pub drain_timeout: Duration,
 }
 
 /// The number of lanes. A lane is a range of slots whose micro-batch has one step in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lanes {
+pub enum LaneCount {
     /// One lane per stage.
-    ByStages,
+    PerStage,
     /// A fixed number; at least 1.
     Number(usize),
 }
@@ -199,12 +201,12 @@ pub struct KvConfig {
     /// Data type of cached keys and values.
     pub ty: QuantType,
     /// Tokens per page; a multiple of [`PAGE_UNIT`].
-    pub page_positions: usize,
+    pub page_size: usize,
     pub size: KvSize,
     /// Maximum sequence length in tokens; `None` is the model's own limit.
     pub max_context: Option<usize>,
     /// Fraction of cached values attended to per generated token.
-    pub attended: Share,
+    pub sparse_attention: Fraction,
 }
 
 /// Unit of the KV page size, in tokens: page sizes are multiples of it.
@@ -217,7 +219,7 @@ pub enum KvSize {
     Tokens(usize),
     Bytes(u64),
     /// Room for a sequence of full context length in every slot, if memory allows.
-    Fitting,
+    Auto,
 }
 
 /// Options of the devices.
@@ -230,14 +232,14 @@ pub struct DeviceConfig {
     pub layers: Vec<usize>,
     /// Relative share of its stage per rank, at least 1; if empty, all shares are equal.
     pub shares: Vec<Vec<u32>>,
-    pub experts: Experts,
+    pub experts: ExpertPlacement,
     /// Maximum time of a step; `None` is unlimited.
     pub step_timeout: Option<Duration>,
     /// Compute threads per device; at least 1.
     pub threads: usize,
     pub isa: Isa,
     /// Activation precision in GEMMs with quantized or bf16 weights.
-    pub inputs: Inputs,
+    pub activation_precision: ActivationPrecision,
 }
 
 impl DeviceConfig {
@@ -247,7 +249,7 @@ impl DeviceConfig {
     }
 
     /// Returns the relative shares of a stage's ranks.
-    pub fn shares_of(&self, stage: usize) -> Vec<u32> {
+    pub fn stage_shares(&self, stage: usize) -> Vec<u32> {
         self.shares.get(stage).cloned().unwrap_or_else(|| vec![1; self.groups[stage].len()])
     }
 
@@ -257,14 +259,14 @@ impl DeviceConfig {
     }
 
     /// Whether layers and shares are the defaults.
-    pub fn is_left_open(&self) -> bool {
+    pub fn has_default_split(&self) -> bool {
         self.layers.is_empty() && self.shares.iter().flatten().all(|share| *share == 1)
     }
 }
 
 /// How the ranks of a stage split a mixture of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Experts {
+pub enum ExpertPlacement {
     /// Each rank has a part of every expert.
     Column,
     /// Each rank has some of the experts.
@@ -323,22 +325,22 @@ impl Config {
     /// Loads the configuration from the defaults (those of `flags` replace the general ones), `file` if
     /// given, and the flags. The environment is ignored.
     pub fn load(file: Option<&Path>, flags: Overrides) -> Result<Config, ConfigError> {
-        Config::layered(file, Environment::new(), flags)
+        Config::from_layers(file, Environment::new(), flags)
     }
 
     /// Loads the configuration like [`Config::load`], with the process's environment between file and flags.
     /// If `file` is `None`, the variable `MAINSTEM_CONFIG` may name the file.
-    pub fn of_process(file: Option<&Path>, flags: Overrides) -> Result<Config, ConfigError> {
-        Config::layered(file, layers::process_environment(), flags)
+    pub fn from_process(file: Option<&Path>, flags: Overrides) -> Result<Config, ConfigError> {
+        Config::from_layers(file, layers::process_environment(), flags)
     }
 
-    fn layered(
+    fn from_layers(
         file: Option<&Path>,
         mut environment: Environment,
         flags: Overrides,
     ) -> Result<Config, ConfigError> {
-        let named = environment.remove(CONFIG_VARIABLE).filter(|path| !path.is_empty());
-        let mut settings = Settings::new();
+        let named = environment.remove(CONFIG_FILE_VARIABLE).filter(|path| !path.is_empty());
+        let mut settings = LayeredSettings::new();
         settings.add_defaults(&flags);
         if let Some(path) = file.or(named.as_deref().map(Path::new)) {
             settings.add_file(path)?;
@@ -349,7 +351,7 @@ impl Config {
     }
 }
 
-impl Settings {
+impl LayeredSettings {
     fn config(&self) -> Result<Config, ConfigError> {
         Ok(Config {
             model: self.model()?,
@@ -363,17 +365,18 @@ impl Settings {
     }
 
     fn model(&self) -> Result<ModelConfig, ConfigError> {
-        let sources = [("model", SamplingDefaultsFrom::Model), ("neutral", SamplingDefaultsFrom::Neutral)];
+        let sources =
+            [("model", SamplingDefaultsSource::Model), ("neutral", SamplingDefaultsSource::Neutral)];
         let poolings = Pooling::ALL.map(|pooling| (pooling.name(), Some(pooling)));
         let poolings = [&[("auto", None)], &poolings[..]].concat();
         let normalize = [("auto", None), ("yes", Some(true)), ("no", Some(false))];
         Ok(ModelConfig {
-            path: self.get("model.path", text)?,
+            path: self.get("model.path", string)?,
             spec: self.get("model.spec", values::path)?,
             chat_template: self.get("model.chat_template", values::path)?,
             sampling_defaults: self.get("model.sampling_defaults", |v| one_of(v, &sources))?,
-            weights: self.get("model.weights", |v| Weights::parse(&text(v)?))?,
-            served_name: self.get("model.served_name", text)?,
+            weights: self.get("model.weights", |v| WeightRules::parse(&string(v)?))?,
+            served_name: self.get("model.served_name", string)?,
             pooling: self.get("model.pooling", |v| one_of(v, &poolings))?,
             normalize: self.get("model.normalize", |v| one_of(v, &normalize))?,
         })
@@ -382,16 +385,16 @@ impl Settings {
     fn server(&self) -> Result<ServerConfig, ConfigError> {
         let request_timeout = self.get("server.request_timeout", duration)?;
         Ok(ServerConfig {
-            host: self.get("server.host", some_text)?,
+            host: self.get("server.host", non_empty_string)?,
             port: self.get("server.port", |v| integer(v, 0, u16::MAX.into()))? as u16,
             workers: self.get("server.workers", |v| integer(v, 1, 1024))?,
             body_limit_bytes: self.get("server.body_limit", |v| values::size(v, 1024))? as usize,
             keep_alive: self.get("server.keep_alive", duration)?,
-            stream_comment_interval: self.get("server.stream_comment_interval", some_duration)?,
-            stalled_after: self.get("server.stalled_after", some_duration)?,
+            stream_comment_interval: self.get("server.stream_comment_interval", non_zero_duration)?,
+            stalled_after: self.get("server.stalled_after", non_zero_duration)?,
             retry_after: self.get("server.retry_after", whole_seconds)?,
             request_timeout: (!request_timeout.is_zero()).then_some(request_timeout),
-            api_keys: ApiKeys(self.get("server.api_keys", |v| values::texts(v, values::api_key))?),
+            api_keys: ApiKeys(self.get("server.api_keys", |v| values::strings(v, values::api_key))?),
             api_key_file: self
                 .get(API_KEY_FILE, values::path)?
                 .map(|path| KeyFile { path, origin: self.source(API_KEY_FILE) }),
@@ -404,15 +407,15 @@ impl Settings {
         let (cert, key) = ("server.tls_cert", "server.tls_key");
         match (self.get(cert, values::path)?, self.get(key, values::path)?) {
             (Some(cert), Some(key)) => Ok(Some(TlsFiles { cert, key })),
-            (Some(_), None) => Err(self.fault(cert, "requires server.tls_key")),
-            (None, Some(_)) => Err(self.fault(key, "requires server.tls_cert")),
+            (Some(_), None) => Err(self.error_for(cert, "requires server.tls_key")),
+            (None, Some(_)) => Err(self.error_for(key, "requires server.tls_cert")),
             (None, None) => Ok(None),
         }
     }
 
     fn scheduler(&self) -> Result<SchedulerConfig, ConfigError> {
         let (slots, token_budget) = self.slots_and_token_budget()?;
-        let window = self.get("scheduler.window", some_duration)?;
+        let window = self.get("scheduler.window", non_zero_duration)?;
         let policies = [
             ("fused", Policy::Fused),
             ("window", Policy::Window { window }),
@@ -439,21 +442,21 @@ impl Settings {
             return Ok((slots, budget));
         }
         Err(if self.source(slots_key) > self.source(budget_key) {
-            self.fault(slots_key, &format!("must be less than {budget_key}, which is {budget}"))
+            self.error_for(slots_key, &format!("must be less than {budget_key}, which is {budget}"))
         } else {
-            self.fault(budget_key, &format!("must be more than {slots_key}, which is {slots}"))
+            self.error_for(budget_key, &format!("must be more than {slots_key}, which is {slots}"))
         })
     }
 
     fn kv(&self) -> Result<KvConfig, ConfigError> {
-        let types: Vec<_> = QuantType::cache_names().collect();
+        let types: Vec<_> = QuantType::kv_cache_names().collect();
         let max_context = self.get("kv.max_context", |v| integer(v, 0, 1 << 32))?;
         Ok(KvConfig {
             ty: self.get("kv.type", |v| one_of(v, &types))?,
-            page_positions: self.get("kv.page_size", values::page_positions)?,
+            page_size: self.get("kv.page_size", values::page_size)?,
             size: self.get("kv.size", values::kv_size)?,
             max_context: (max_context > 0).then_some(max_context),
-            attended: self.get("kv.sparse_attention", values::share)?,
+            sparse_attention: self.get("kv.sparse_attention", values::fraction)?,
         })
     }
 
@@ -462,19 +465,19 @@ impl Settings {
         let row = self.get("device.fake_row", duration)?;
         let kinds = [DeviceKind::Cpu, DeviceKind::Reference, DeviceKind::Fake { step, row }];
         let kind = self.get("device.kind", |v| one_of(v, &kinds.map(|kind| (kind.name(), kind))))?;
-        let groups = self.get("device.groups", |v| devices::groups(v, kind, &kinds))?;
+        let groups = self.get("device.groups", |v| devices::parse_groups(v, kind, &kinds))?;
         let isas = Isa::ALL.map(|isa| (isa.name(), isa));
-        let inputs = [("fast", Inputs::Coded), ("f32", Inputs::Plain)];
+        let inputs = [("fast", ActivationPrecision::Int8), ("f32", ActivationPrecision::F32)];
         let threads = self.get("device.threads", |v| integer(v, 0, 4096))?;
         let step_timeout = self.get("device.step_timeout", duration)?;
         Ok(DeviceConfig {
-            layers: self.get("device.layers", |v| devices::layers(v, &groups))?,
-            shares: self.get("device.shares", |v| devices::shares(v, &groups))?,
+            layers: self.get("device.layers", |v| devices::parse_layers(v, &groups))?,
+            shares: self.get("device.shares", |v| devices::parse_shares(v, &groups))?,
             experts: self.get("device.experts", |v| one_of(v, &devices::EXPERTS))?,
             step_timeout: (!step_timeout.is_zero()).then_some(step_timeout),
-            threads: if threads == 0 { cores_each(&groups) } else { threads },
+            threads: if threads == 0 { cores_per_device(&groups) } else { threads },
             isa: self.get("device.isa", |v| one_of(v, &isas))?,
-            inputs: self.get("device.activations", |v| one_of(v, &inputs))?,
+            activation_precision: self.get("device.activations", |v| one_of(v, &inputs))?,
             groups,
         })
     }
@@ -496,17 +499,17 @@ impl Settings {
 }
 
 /// Parses a duration in the configuration's syntax, such as `250ms`.
-pub fn duration_of(text: &str) -> Result<Duration, String> {
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
     duration(&text.into())
 }
 
 /// Parses a number of bytes in the configuration's syntax, such as `4MiB`.
-pub fn bytes_of(text: &str) -> Result<u64, String> {
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
     values::size(&text.into(), 1)
 }
 
 /// Returns the cores per CPU device when they are divided evenly; at least 1.
-fn cores_each(groups: &Groups) -> usize {
+fn cores_per_device(groups: &Groups) -> usize {
     let computing = groups.iter().flatten().filter(|device| device.kind == DeviceKind::Cpu).count();
     (cores() / computing.max(1)).max(1)
 }
@@ -520,14 +523,14 @@ mod tests {
     use super::*;
     use std::ffi::OsString;
 
-    fn config_of(toml: &str) -> Result<Config, ConfigError> {
-        let mut settings = Settings::new();
+    fn parse_config(toml: &str) -> Result<Config, ConfigError> {
+        let mut settings = LayeredSettings::new();
         settings.add_text(Path::new("some.toml"), toml)?;
         settings.config()
     }
 
     fn error_of(toml: &str) -> String {
-        config_of(toml).unwrap_err().to_string()
+        parse_config(toml).unwrap_err().to_string()
     }
 
     fn defaults() -> Config {
@@ -542,7 +545,7 @@ mod tests {
 
     fn with_variable(name: &str, text: &str) -> Result<Config, ConfigError> {
         let environment = [(name.to_string(), OsString::from(text))].into();
-        Config::layered(None, environment, Overrides::default())
+        Config::from_layers(None, environment, Overrides::default())
     }
 
     /// A temporary file, removed on drop.
@@ -573,8 +576,8 @@ mod tests {
                 path: "".into(),
                 spec: None,
                 chat_template: None,
-                sampling_defaults: SamplingDefaultsFrom::Model,
-                weights: Weights::default(),
+                sampling_defaults: SamplingDefaultsSource::Model,
+                weights: WeightRules::default(),
                 served_name: "".into(),
                 pooling: None,
                 normalize: None,
@@ -600,25 +603,25 @@ mod tests {
                 token_budget: 512,
                 policy: Policy::Fused,
                 shuffle: true,
-                lanes: Lanes::ByStages,
+                lanes: LaneCount::PerStage,
                 drain_timeout: Duration::from_secs(30),
             },
             kv: KvConfig {
                 ty: QuantType::F16,
-                page_positions: 32,
-                size: KvSize::Fitting,
+                page_size: 32,
+                size: KvSize::Auto,
                 max_context: None,
-                attended: Share::ALL,
+                sparse_attention: Fraction::ONE,
             },
             device: DeviceConfig {
                 groups: vec![vec![DeviceName { kind: DeviceKind::Cpu, number: 0 }]],
                 layers: vec![],
                 shares: vec![],
-                experts: Experts::Column,
+                experts: ExpertPlacement::Column,
                 step_timeout: None,
                 threads: cores(),
                 isa: Isa::Auto,
-                inputs: Inputs::Coded,
+                activation_precision: ActivationPrecision::Int8,
             },
             hub: HubSettings { cache: None, endpoint: None },
             log: LogConfig { format: LogFormat::Text, level: "info,actix_server=warn".into() },
@@ -630,7 +633,7 @@ mod tests {
     /// name.
     #[test]
     fn every_key_of_the_file_is_read() {
-        let settings = Settings::new();
+        let settings = LayeredSettings::new();
         for key in settings.keys() {
             let (section, name) = key.split_once('.').unwrap();
             let error = error_of(&format!("[{section}]\n{name} = 1.5"));
@@ -644,17 +647,17 @@ mod tests {
     #[test]
     fn every_key_can_be_a_variable() {
         let table: toml::Table = DEFAULTS.parse().unwrap();
-        for key in Settings::new().keys() {
+        for key in LayeredSettings::new().keys() {
             let (section, name) = key.split_once('.').unwrap();
             let default = &table[section][name];
             let text = default.as_str().map_or_else(|| default.to_string(), str::to_string);
-            assert_eq!(with_variable(&variable(key), &text).unwrap(), defaults(), "{key} = {text}");
+            assert_eq!(with_variable(&variable_name(key), &text).unwrap(), defaults(), "{key} = {text}");
         }
     }
 
     #[test]
     fn a_section_whose_keys_are_all_commented_out_changes_nothing() {
-        assert_eq!(config_of("[server]\n# port = 1\n[kv]\n").unwrap(), defaults());
+        assert_eq!(parse_config("[server]\n# port = 1\n[kv]\n").unwrap(), defaults());
     }
 
     #[test]
@@ -706,7 +709,7 @@ mod tests {
 
     #[test]
     fn values_are_read_with_their_units() {
-        let config = config_of(
+        let config = parse_config(
             "[scheduler]\npolicy = \"window\"\nwindow = \"1.5s\"\n[kv]\nsize = \"2GiB\"\nmax_context = 9\n\
              [server]\nrequest_timeout = \"0s\"\ncors_origins = [\"https://a.b:1\", \"tauri://localhost\"]\n\
              tls_cert = \"c\"\ntls_key = \"k\"\n[hub]\nendpoint = \"http://hub\"\n\
@@ -722,18 +725,18 @@ mod tests {
         let (step, row) = (Duration::from_millis(20), Duration::from_micros(150));
         assert_eq!(config.device.groups[0][0].kind, DeviceKind::Fake { step, row });
         let [auto, two, three] = ["\"auto\"", "2", "\"3\""]
-            .map(|lanes| config_of(&format!("[scheduler]\nlanes = {lanes}")).unwrap().scheduler.lanes);
-        assert_eq!((auto, two, three), (Lanes::ByStages, Lanes::Number(2), Lanes::Number(3)));
+            .map(|lanes| parse_config(&format!("[scheduler]\nlanes = {lanes}")).unwrap().scheduler.lanes);
+        assert_eq!((auto, two, three), (LaneCount::PerStage, LaneCount::Number(2), LaneCount::Number(3)));
         let groups =
-            config_of("[device]\ngroups = \"0;1\"\nthreads = 0\nstep_timeout = \"60s\"").unwrap().device;
+            parse_config("[device]\ngroups = \"0;1\"\nthreads = 0\nstep_timeout = \"60s\"").unwrap().device;
         let minute = Some(Duration::from_secs(60));
         assert_eq!((groups.threads, groups.step_timeout), ((cores() / 2).max(1), minute));
-        let nanos = config_of("[device]\nkind = \"fake\"\nfake_step = \"7 ns\"").unwrap().device.groups;
+        let nanos = parse_config("[device]\nkind = \"fake\"\nfake_step = \"7 ns\"").unwrap().device.groups;
         assert_eq!(nanos[0][0].kind, DeviceKind::Fake { step: Duration::from_nanos(7), row: Duration::ZERO });
-        assert_eq!(config_of("[kv]\nsize = \"4096 tokens\"").unwrap().kv.size, KvSize::Tokens(4096));
-        let few = config_of("[kv]\nsparse_attention = 0.1\ntype = \"q4\"").unwrap().kv;
+        assert_eq!(parse_config("[kv]\nsize = \"4096 tokens\"").unwrap().kv.size, KvSize::Tokens(4096));
+        let few = parse_config("[kv]\nsparse_attention = 0.1\ntype = \"q4\"").unwrap().kv;
         assert_eq!(
-            (few.attended.of(20), few.ty),
+            (few.sparse_attention.floor_of(20), few.ty),
             (2, QuantType::G4_B64),
             "not q4_b32t1a, which is q4 of weights"
         );
@@ -742,22 +745,23 @@ mod tests {
     /// Deprecated names set the same value, whichever layer uses which name.
     #[test]
     fn deprecated_names_are_accepted() {
-        let page = |config: Result<Config, ConfigError>| config.unwrap().kv.page_positions;
-        assert_eq!(page(config_of("[kv]\npage_positions = 64")), 64);
-        assert_eq!(page(config_of("[kv]\npage_positions = 64\npage_size = 64")), 64);
+        let page = |config: Result<Config, ConfigError>| config.unwrap().kv.page_size;
+        assert_eq!(page(parse_config("[kv]\npage_positions = 64")), 64);
+        assert_eq!(page(parse_config("[kv]\npage_positions = 64\npage_size = 64")), 64);
         assert_eq!(page(with_variable("MAINSTEM_KV_PAGE_POSITIONS", "96")), 96);
         assert_eq!(page(with_flag("kv.page_positions", 128)), 128);
-        let attended = |config: Result<Config, ConfigError>| config.unwrap().kv.attended.of(100);
-        assert_eq!(attended(config_of("[kv]\nattended_share = 0.25")), 25);
+        let attended =
+            |config: Result<Config, ConfigError>| config.unwrap().kv.sparse_attention.floor_of(100);
+        assert_eq!(attended(parse_config("[kv]\nattended_share = 0.25")), 25);
         assert_eq!(attended(with_variable("MAINSTEM_KV_ATTENDED_SHARE", "0.5")), 50);
 
         let file = Scratch::new("deprecated", "[kv]\npage_size = 64");
         let environment = [("MAINSTEM_KV_PAGE_POSITIONS".to_string(), OsString::from("96"))].into();
-        assert_eq!(page(Config::layered(Some(&file.0), environment, Overrides::default())), 96);
+        assert_eq!(page(Config::from_layers(Some(&file.0), environment, Overrides::default())), 96);
         let mut flags = Overrides::default();
         flags.set("kv.page_size", Some(128));
         let environment = [("MAINSTEM_KV_PAGE_POSITIONS".to_string(), OsString::from("96"))].into();
-        assert_eq!(page(Config::layered(Some(&file.0), environment, flags)), 128);
+        assert_eq!(page(Config::from_layers(Some(&file.0), environment, flags)), 128);
     }
 
     #[test]
@@ -770,8 +774,8 @@ mod tests {
         let environment = [("ATTENDED_SHARE", "0.5"), ("SPARSE_ATTENTION", "0.25")];
         let environment =
             environment.map(|(name, text)| (format!("MAINSTEM_KV_{name}"), OsString::from(text)));
-        let error = Config::layered(None, environment.into(), Overrides::default()).unwrap_err();
-        assert_eq!(error.origin, Source::Environment("MAINSTEM_KV_SPARSE_ATTENTION".into()));
+        let error = Config::from_layers(None, environment.into(), Overrides::default()).unwrap_err();
+        assert_eq!(error.origin, ConfigSource::Environment("MAINSTEM_KV_SPARSE_ATTENTION".into()));
         assert!(error.message.contains("use kv.sparse_attention only"), "{error}");
     }
 
@@ -780,7 +784,7 @@ mod tests {
     fn the_later_of_two_contradicting_keys_is_reported() {
         let error = with_flag("scheduler.slots", 512).unwrap_err();
         let message = "scheduler.slots = 512: must be less than scheduler.token_budget, which is 512";
-        assert_eq!((error.origin, error.message.as_str()), (Source::CommandLine, message));
+        assert_eq!((error.origin, error.message.as_str()), (ConfigSource::CommandLine, message));
         let message = "scheduler.token_budget = 7: must be more than scheduler.slots, which is 8";
         assert_eq!(error_of("[scheduler]\nslots = 8\ntoken_budget = 7"), format!("some.toml:3: {message}"));
     }
@@ -789,8 +793,9 @@ mod tests {
     fn keys_come_from_list_file_and_variable() {
         let file = Scratch::new("keys", "# Ours\nfirst\r\n\n  second#2  \n");
         let name = file.name();
-        let config = config_of(&format!("[server]\napi_keys = [\"zero\"]\napi_key_file = '{name}'")).unwrap();
-        let keys = config.server.keys().unwrap();
+        let config =
+            parse_config(&format!("[server]\napi_keys = [\"zero\"]\napi_key_file = '{name}'")).unwrap();
+        let keys = config.server.load_api_keys().unwrap();
         assert_eq!(keys.0, ["zero", "first", "second#2"]);
         assert_eq!(format!("{keys:?}"), "ApiKeys(3)");
         for text in ["a, b", "[\"a\", \"b\"]"] {
@@ -808,21 +813,21 @@ mod tests {
             assert!(!error.contains("secret") && !error.contains("cret"), "{error}");
         }
         let error = with_flag("server.api_keys", vec![""]).unwrap_err();
-        assert_eq!(error.origin, Source::CommandLine);
+        assert_eq!(error.origin, ConfigSource::CommandLine);
         for (name, text, reason) in [
             ("none", "# no key\n\n", "the file contains no API key"),
             ("space", "#\nsecret key # Ann", "line 2: an API key must"),
         ] {
             let file = Scratch::new(name, text);
             let config = with_flag("server.api_key_file", file.name()).unwrap();
-            let error = config.server.keys().unwrap_err();
-            assert_eq!(error.origin, Source::CommandLine);
+            let error = config.server.load_api_keys().unwrap_err();
+            assert_eq!(error.origin, ConfigSource::CommandLine);
             let error = error.to_string();
             assert!(error.contains(&file.name()) && error.contains(reason), "{error}");
             assert!(!error.contains("secret"), "{error}");
         }
-        let config = config_of("[server]\napi_key_file = \"/no/such/keys\"").unwrap();
-        let error = config.server.keys().unwrap_err().to_string();
+        let config = parse_config("[server]\napi_key_file = \"/no/such/keys\"").unwrap();
+        let error = config.server.load_api_keys().unwrap_err().to_string();
         assert!(
             error.starts_with("some.toml:2: server.api_key_file = \"/no/such/keys\": No such file"),
             "{error}"
@@ -837,14 +842,14 @@ mod tests {
         own.set_default("log.level", "warn");
         let file = Scratch::new("own", "[scheduler]\nslots = 3");
         let environment = [("MAINSTEM_LOG_LEVEL".to_string(), OsString::from("debug"))].into();
-        let layered = Config::layered(Some(&file.0), environment, own.clone()).unwrap();
+        let layered = Config::from_layers(Some(&file.0), environment, own.clone()).unwrap();
         assert_eq!((layered.scheduler.slots, layered.log.level.as_str()), (3, "debug"));
         own.set("scheduler.slots", Some(2));
         let flags = Config::load(None, own.clone()).unwrap();
         assert_eq!((flags.scheduler.slots, flags.log.level.as_str()), (2, "warn"));
         own = Overrides::default();
         own.set_default("scheduler.slots", 1 << 20);
-        assert_eq!(Config::load(None, own).unwrap_err().origin, Source::Defaults);
+        assert_eq!(Config::load(None, own).unwrap_err().origin, ConfigSource::Defaults);
     }
 
     #[test]
@@ -852,8 +857,8 @@ mod tests {
         let (one, two) =
             (Scratch::new("one", "[server]\nport = 1"), Scratch::new("two", "[server]\nport = 2"));
         let port = |file, variable: &str| {
-            let environment = [(CONFIG_VARIABLE.to_string(), OsString::from(variable))].into();
-            Config::layered(file, environment, Overrides::default()).unwrap().server.port
+            let environment = [(CONFIG_FILE_VARIABLE.to_string(), OsString::from(variable))].into();
+            Config::from_layers(file, environment, Overrides::default()).unwrap().server.port
         };
         assert_eq!(port(None, &one.name()), 1);
         assert_eq!(port(Some(two.0.as_path()), &one.name()), 2);

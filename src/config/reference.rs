@@ -2,10 +2,10 @@
 //!
 //! Invariant: a key's description is its comment in that file, unchanged.
 
-use super::{DEFAULTS, variable};
+use super::{DEFAULTS, variable_name};
 
 /// A key of the file of defaults.
-struct Key {
+struct KeyDoc {
     /// Name with its section.
     name: String,
     /// Default value in TOML syntax.
@@ -18,14 +18,14 @@ struct Key {
 pub fn reference(flag: impl Fn(&str) -> Option<String>) -> String {
     let mut page = String::new();
     let mut section = String::new();
-    for Key { name, default, meaning } in keys() {
+    for KeyDoc { name, default, meaning } in keys() {
         let (its_section, _) = name.split_once('.').expect("a key has a section; anything else is a bug");
         if its_section != section {
             section = its_section.to_string();
             page += &format!("\n### [{section}]\n\n{TABLE_HEAD}");
         }
         let flag = flag(&name).map(|flag| format!("`{flag}`")).unwrap_or_default();
-        let variable = variable(&name);
+        let variable = variable_name(&name);
         page += &format!("| `{name}` | `{default}` | {meaning} | {flag} | `{variable}` |\n");
     }
     page
@@ -34,7 +34,7 @@ pub fn reference(flag: impl Fn(&str) -> Option<String>) -> String {
 const TABLE_HEAD: &str = "| key | default | meaning | flag | environment variable |\n|---|---|---|---|---|\n";
 
 /// Returns the keys in file order.
-fn keys() -> Vec<Key> {
+fn keys() -> Vec<KeyDoc> {
     let mut keys = Vec::new();
     let (mut section, mut comment) = ("", Vec::new());
     for line in DEFAULTS.lines() {
@@ -43,7 +43,7 @@ fn keys() -> Vec<Key> {
         } else if let Some((name, default)) = line.split_once(" = ") {
             let meaning = std::mem::take(&mut comment).join(" ");
             let name = format!("{section}.{name}");
-            keys.push(Key { name, default: default.to_string(), meaning });
+            keys.push(KeyDoc { name, default: default.to_string(), meaning });
         } else {
             comment.clear();
             section = line.trim_matches(['[', ']']).trim();
@@ -58,7 +58,7 @@ mod tests {
 
     #[test]
     fn every_key_has_a_comment_that_fits_a_table() {
-        for Key { name, meaning, .. } in keys() {
+        for KeyDoc { name, meaning, .. } in keys() {
             assert!(meaning.ends_with('.') && meaning.len() > 10, "{name}: {meaning}");
             assert!(!meaning.contains('|') && !meaning.contains("  "), "{name}: {meaning}");
         }
@@ -68,6 +68,6 @@ mod tests {
     fn the_keys_are_those_of_the_file() {
         let mut names: Vec<_> = keys().into_iter().map(|key| key.name).collect();
         names.sort();
-        assert!(names.iter().map(String::as_str).eq(super::super::layers::Settings::new().keys()));
+        assert!(names.iter().map(String::as_str).eq(super::super::layers::LayeredSettings::new().keys()));
     }
 }

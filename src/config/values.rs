@@ -3,28 +3,28 @@
 //!
 //! Invariant: an error message about a secret never contains it.
 
-use super::{KvSize, Lanes, PAGE_UNIT};
-use mainstem_kernels::Share;
+use super::{KvSize, LaneCount, PAGE_UNIT};
+use mainstem_kernels::Fraction;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use toml::Value;
 use tracing_subscriber::EnvFilter;
 
-pub(super) fn text(value: &Value) -> Result<String, String> {
+pub(super) fn string(value: &Value) -> Result<String, String> {
     value.as_str().map(str::to_string).ok_or_else(|| "expected a string".to_string())
 }
 
-pub(super) fn some_text(value: &Value) -> Result<String, String> {
-    text(value).and_then(|s| if s.is_empty() { Err("must not be empty".to_string()) } else { Ok(s) })
+pub(super) fn non_empty_string(value: &Value) -> Result<String, String> {
+    string(value).and_then(|s| if s.is_empty() { Err("must not be empty".to_string()) } else { Ok(s) })
 }
 
 /// Parses the path of a file or folder; "" is `None`.
 pub(super) fn path(value: &Value) -> Result<Option<PathBuf>, String> {
-    text(value).map(|path| (!path.is_empty()).then(|| path.into()))
+    string(value).map(|path| (!path.is_empty()).then(|| path.into()))
 }
 
 /// Parses a list of strings, each of which `check` must accept.
-pub(super) fn texts(value: &Value, check: fn(&str) -> Result<(), String>) -> Result<Vec<String>, String> {
+pub(super) fn strings(value: &Value, check: fn(&str) -> Result<(), String>) -> Result<Vec<String>, String> {
     let expected = || "expected a list of strings".to_string();
     let mut texts = Vec::new();
     for item in value.as_array().ok_or_else(expected)? {
@@ -46,7 +46,7 @@ pub(super) fn api_key(key: &str) -> Result<(), String> {
 
 /// Reads the API keys of a file, one per line; lines that start with `#` are comments. A file without keys is
 /// an error, because an empty list of keys would admit every client.
-pub(super) fn keys_in(file: &Path) -> Result<Vec<String>, String> {
+pub(super) fn read_api_key_file(file: &Path) -> Result<Vec<String>, String> {
     let text = std::fs::read_to_string(file).map_err(|e| e.to_string())?;
     let mut keys = Vec::new();
     for (index, line) in text.lines().map(str::trim).enumerate() {
@@ -60,7 +60,7 @@ pub(super) fn keys_in(file: &Path) -> Result<Vec<String>, String> {
 
 /// Parses a list of origins as browsers send them, or "*" alone.
 pub(super) fn origins(value: &Value) -> Result<Vec<String>, String> {
-    let origins = texts(value, origin)?;
+    let origins = strings(value, origin)?;
     if origins.len() > 1 && origins.iter().any(|origin| origin == "*") {
         return Err("\"*\" allows every origin and must be the only entry".to_string());
     }
@@ -80,7 +80,7 @@ fn origin(origin: &str) -> Result<(), String> {
 
 /// Parses an HTTP or HTTPS URL; "" is `None`.
 pub(super) fn url(value: &Value) -> Result<Option<String>, String> {
-    let url = text(value)?;
+    let url = string(value)?;
     let host = url.strip_prefix("https://").or(url.strip_prefix("http://"));
     match host.map(str::is_empty) {
         None if url.is_empty() => Ok(None),
@@ -132,12 +132,12 @@ pub(super) fn duration(value: &Value) -> Result<Duration, String> {
     Ok(Duration::from_secs_f64(number * seconds))
 }
 
-pub(super) fn some_duration(value: &Value) -> Result<Duration, String> {
+pub(super) fn non_zero_duration(value: &Value) -> Result<Duration, String> {
     duration(value).and_then(|d| if d.is_zero() { Err("must not be zero".to_string()) } else { Ok(d) })
 }
 
 pub(super) fn whole_seconds(value: &Value) -> Result<Duration, String> {
-    let duration = some_duration(value)?;
+    let duration = non_zero_duration(value)?;
     if duration.subsec_nanos() > 0 { Err("must be whole seconds".to_string()) } else { Ok(duration) }
 }
 
@@ -169,21 +169,21 @@ pub(super) fn size(value: &Value, min: u64) -> Result<u64, String> {
     if size < min { Err(format!("must be at least {min} bytes")) } else { Ok(size) }
 }
 
-pub(super) fn lanes(value: &Value) -> Result<Lanes, String> {
+pub(super) fn lanes(value: &Value) -> Result<LaneCount, String> {
     let number = match value {
-        Value::String(word) if word == "auto" => return Ok(Lanes::ByStages),
+        Value::String(word) if word == "auto" => return Ok(LaneCount::PerStage),
         // Flags give numbers as strings.
         Value::String(text) => text.parse().map_or_else(|_| value.clone(), Value::Integer),
         _ => value.clone(),
     };
-    let lanes = integer(&number, 1, 1 << 16).map(Lanes::Number);
+    let lanes = integer(&number, 1, 1 << 16).map(LaneCount::Number);
     lanes.map_err(|reason| format!("{reason}, or be \"auto\"").replace("number, or be", "number, or"))
 }
 
 pub(super) fn kv_size(value: &Value) -> Result<KvSize, String> {
     let text = value.as_str().ok_or("expected \"auto\", \"65536 tokens\" or \"2GiB\"")?;
     if text == "auto" {
-        return Ok(KvSize::Fitting);
+        return Ok(KvSize::Auto);
     }
     if let Some(number) = text.strip_suffix("tokens") {
         let tokens = number.trim().parse().ok().filter(|tokens| (1..=1usize << 40).contains(tokens));
@@ -192,7 +192,7 @@ pub(super) fn kv_size(value: &Value) -> Result<KvSize, String> {
     size(value, 1).map(KvSize::Bytes)
 }
 
-pub(super) fn page_positions(value: &Value) -> Result<usize, String> {
+pub(super) fn page_size(value: &Value) -> Result<usize, String> {
     let positions = integer(value, PAGE_UNIT as i64, 1 << 24)?;
     if positions % PAGE_UNIT != 0 {
         return Err(format!("must be a multiple of {PAGE_UNIT}"));
@@ -201,12 +201,12 @@ pub(super) fn page_positions(value: &Value) -> Result<usize, String> {
 }
 
 /// Parses a fraction greater than 0 and at most 1.
-pub(super) fn share(value: &Value) -> Result<Share, String> {
+pub(super) fn fraction(value: &Value) -> Result<Fraction, String> {
     let number = value.as_float().or_else(|| value.as_integer().map(|whole| whole as f64));
-    number.and_then(Share::new).ok_or_else(|| "must be more than 0 and at most 1".to_string())
+    number.and_then(Fraction::new).ok_or_else(|| "must be more than 0 and at most 1".to_string())
 }
 
 pub(super) fn log_level(value: &Value) -> Result<String, String> {
-    let level = some_text(value)?;
+    let level = non_empty_string(value)?;
     EnvFilter::try_new(&level).map(|_| level).map_err(|e| e.to_string())
 }

@@ -12,11 +12,11 @@ use crate::request::{FinishReason, Request};
 ///
 /// An end-of-sequence or stop token is not part of the text; the last token of a sequence of maximum length
 /// is.
-pub fn finish(token: u32, request: &Request, eos: &[u32], generated: u32) -> Option<FinishReason> {
+pub fn finish_reason(token: u32, request: &Request, eos: &[u32], generated: u32) -> Option<FinishReason> {
     if request.max_tokens == 0 {
         return Some(FinishReason::Length);
     }
-    if active(request, eos).contains(&token) {
+    if active_eos(request, eos).contains(&token) {
         return Some(FinishReason::Stop);
     }
     if request.stop_ids.contains(&token) {
@@ -27,18 +27,18 @@ pub fn finish(token: u32, request: &Request, eos: &[u32], generated: u32) -> Opt
 
 /// Returns the biases for the logits of the token after `generated` ones: the request's own, and before
 /// `min_tokens` a ban (negative infinity) on every token that would end the sequence.
-pub fn biases<'a>(
+pub fn logit_biases<'a>(
     request: &'a Request,
     eos: &'a [u32],
     generated: u32,
 ) -> impl Iterator<Item = (u32, f32)> + 'a {
-    let ends = active(request, eos).iter().chain(&*request.stop_ids);
+    let ends = active_eos(request, eos).iter().chain(&*request.stop_ids);
     let banned = ends.filter(move |_| generated < request.min_tokens).map(|id| (*id, f32::NEG_INFINITY));
     request.logit_bias.iter().copied().chain(banned)
 }
 
 /// Returns the end-of-sequence tokens that apply to the request.
-fn active<'a>(request: &Request, eos: &'a [u32]) -> &'a [u32] {
+fn active_eos<'a>(request: &Request, eos: &'a [u32]) -> &'a [u32] {
     if request.ignore_eos { &[] } else { eos }
 }
 
@@ -76,27 +76,27 @@ mod tests {
             (2, false, 1, 0, Some(Length)),
         ];
         for (token, ignore_eos, generated, max_tokens, expected) in cases {
-            let reason = finish(token, &request(max_tokens, ignore_eos), EOS, generated);
+            let reason = finish_reason(token, &request(max_tokens, ignore_eos), EOS, generated);
             assert_eq!(
                 reason, expected,
                 "token {token}, {generated} of {max_tokens}, ignore_eos {ignore_eos}"
             );
         }
-        assert_eq!(finish(2, &request(3, false), &[], 1), None);
+        assert_eq!(finish_reason(2, &request(3, false), &[], 1), None);
     }
 
     /// Before `min_tokens`, exactly the tokens that would end the sequence are banned; from then on none is.
     #[test]
-    fn what_would_end_a_sequence_too_soon_is_forbidden() {
+    fn tokens_that_would_end_a_sequence_too_soon_are_banned() {
         for ignore_eos in [false, true] {
             let logit_bias = [(4, 1.5), (2, -3.0)].into();
             let request = Request { min_tokens: 2, logit_bias, ..request(5, ignore_eos) };
             for generated in 0..4 {
-                let all: Vec<(u32, f32)> = biases(&request, EOS, generated).collect();
+                let all: Vec<(u32, f32)> = logit_biases(&request, EOS, generated).collect();
                 assert_eq!(all[..2], *request.logit_bias);
                 for token in 0..12 {
                     let is_forbidden = all[2..].contains(&(token, f32::NEG_INFINITY));
-                    let would_end = finish(token, &request, EOS, generated + 1).is_some();
+                    let would_end = finish_reason(token, &request, EOS, generated + 1).is_some();
                     assert_eq!(is_forbidden, generated < 2 && would_end, "{token} after {generated}");
                 }
             }

@@ -15,7 +15,7 @@ pub mod pooling;
 #[cfg(test)]
 mod tests;
 
-pub use finish::{biases, finish};
-pub use mainstem_kernels::reference::{LogProbs, draw, logprobs};
+pub use finish::{finish_reason, logit_biases};
+pub use mainstem_kernels::reference::{LogProbs, logprobs, sample};
 pub use pooling::pool;
-pub use sampling::{compile, validate};
+pub use sampling::{sample_row, validate};

@@ -4,7 +4,7 @@
 //! value.
 
 use crate::request::Sampling;
-use mainstem_kernels::{SampleMode, SampleRow};
+use mainstem_kernels::{SampleMode, SamplingParams};
 
 /// Checks the parameters. The error is the name of the first invalid one, and a message with its value and
 /// bounds.
@@ -25,9 +25,9 @@ pub fn validate(sampling: &Sampling) -> Result<(), (&'static str, String)> {
 /// Returns the row that samples the token at `position` of its sequence. `logprobs` is the number of most
 /// likely tokens to report, as in [`Request`](crate::request::Request). The caller adds the biases to the
 /// batch and sets their range.
-pub fn compile(sampling: &Sampling, position: u32, logprobs: Option<u8>) -> SampleRow {
-    SampleRow {
-        mode: SampleMode::Draw,
+pub fn sample_row(sampling: &Sampling, position: u32, logprobs: Option<u8>) -> SamplingParams {
+    SamplingParams {
+        mode: SampleMode::Sample,
         position,
         seed: sampling.seed,
         temperature: sampling.temperature,
@@ -79,8 +79,8 @@ mod tests {
     #[test]
     fn every_field_reaches_the_row() {
         let sampling = Sampling { temperature: 0.75, top_k: 40, top_p: 0.9, min_p: 0.05, seed: u64::MAX - 1 };
-        let expected = SampleRow {
-            mode: SampleMode::Draw,
+        let expected = SamplingParams {
+            mode: SampleMode::Sample,
             position: 17,
             seed: u64::MAX - 1,
             temperature: 0.75,
@@ -92,9 +92,9 @@ mod tests {
             logprob: true,
             top_logprobs: 5,
         };
-        assert_eq!(compile(&sampling, 17, Some(5)), expected);
-        assert_eq!(compile(&sampling, 17, Some(0)), SampleRow { top_logprobs: 0, ..expected });
-        let silent = SampleRow { logprob: false, top_logprobs: 0, ..expected };
-        assert_eq!(compile(&sampling, 17, None), silent);
+        assert_eq!(sample_row(&sampling, 17, Some(5)), expected);
+        assert_eq!(sample_row(&sampling, 17, Some(0)), SamplingParams { top_logprobs: 0, ..expected });
+        let silent = SamplingParams { logprob: false, top_logprobs: 0, ..expected };
+        assert_eq!(sample_row(&sampling, 17, None), silent);
     }
 }

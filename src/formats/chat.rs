@@ -26,8 +26,8 @@ const DEFAULT_TEMPLATE: &str = "default";
 
 /// Input of a chat template; all empty for a model without chat settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ChatFiles {
-    pub template: Option<ChatSource>,
+pub struct ChatConfig {
+    pub template: Option<ChatTemplateSource>,
     /// Special tokens by role (`bos_token`, `eos_token`, `pad_token`, ...), which is how templates refer to
     /// them: from `tokenizer_config.json`, and from `special_tokens_map.json` where that has none.
     pub special_tokens: BTreeMap<String, String>,
@@ -35,23 +35,23 @@ pub struct ChatFiles {
 
 /// The source text of a chat template.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ChatSource {
+pub struct ChatTemplateSource {
     /// The file, and the key within it if it is JSON, for error messages.
     pub origin: String,
     pub text: String,
 }
 
-impl ChatFiles {
+impl ChatConfig {
     /// Reads a model folder. The template comes from `chat_template.jinja`, else from
     /// `tokenizer_config.json`, else from `chat_template.json`.
-    pub fn from_folder(folder: &Folder) -> Result<ChatFiles> {
+    pub fn from_folder(folder: &Folder) -> Result<ChatConfig> {
         let settings = HubConfig::read_if_present(folder, TOKENIZER_CONFIG)?;
         let older = HubConfig::read_if_present(folder, SPECIAL_TOKENS)?;
         let special_tokens = special_tokens(older.iter().chain(&settings))?;
         let alone = folder.read_text(TEMPLATE_FILE)?;
         let template = match (alone, settings) {
             (Some(text), _) => {
-                Some(ChatSource { origin: folder.file(TEMPLATE_FILE).display().to_string(), text })
+                Some(ChatTemplateSource { origin: folder.file(TEMPLATE_FILE).display().to_string(), text })
             }
             (None, Some(settings)) if settings.get(TEMPLATE).is_some() => template(&settings)?,
             (None, _) => match HubConfig::read_if_present(folder, TEMPLATE_JSON)? {
@@ -59,24 +59,24 @@ impl ChatFiles {
                 None => None,
             },
         };
-        Ok(ChatFiles { template, special_tokens })
+        Ok(ChatConfig { template, special_tokens })
     }
 }
 
 /// Returns the template in `settings`: a string, or the default one of a list of named templates.
-fn template(settings: &HubConfig) -> Result<Option<ChatSource>> {
+fn template(settings: &HubConfig) -> Result<Option<ChatTemplateSource>> {
     let text = match settings.get(TEMPLATE) {
         Some(Value::Array(named)) => {
             let Some(default) = named.iter().find(|one| one["name"] == DEFAULT_TEMPLATE) else {
                 return Ok(None);
             };
-            let missing = || settings.wrong(TEMPLATE, "the default template has no text in 'template'");
+            let missing = || settings.key_error(TEMPLATE, "the default template has no text in 'template'");
             Some(default["template"].as_str().ok_or_else(missing)?)
         }
         _ => settings.opt_str(TEMPLATE)?,
     };
     let origin = || format!("{}: key '{TEMPLATE}'", settings.file().display());
-    Ok(text.map(|text| ChatSource { origin: origin(), text: text.to_owned() }))
+    Ok(text.map(|text| ChatTemplateSource { origin: origin(), text: text.to_owned() }))
 }
 
 /// Collects every key that ends in `_token` and holds a token's name; later sources override earlier ones.
@@ -102,10 +102,10 @@ mod tests {
     use serde_json::json;
 
     /// Reads a folder with these files, given as (name, content).
-    fn read(files: &[(&str, &str)]) -> Result<ChatFiles> {
+    fn read(files: &[(&str, &str)]) -> Result<ChatConfig> {
         let scratch = Scratch::new();
         files.iter().for_each(|(name, content)| _ = scratch.write(name, content.as_bytes()));
-        let mut chat = ChatFiles::from_folder(&Folder::disk(scratch.path()))?;
+        let mut chat = ChatConfig::from_folder(&Folder::disk(scratch.path()))?;
         // Paths are compared relative to the scratch folder.
         if let Some(source) = &mut chat.template {
             let folder = format!("{}/", scratch.path().display());
@@ -152,7 +152,7 @@ mod tests {
         let chat = read(&[(TOKENIZER_CONFIG, &settings.to_string())]).unwrap();
         let expected = [("bos_token", "<s>"), ("eos_token", "</s>"), ("image_token", "<image>")];
         assert!(chat.special_tokens.iter().map(|(part, name)| (part.as_str(), name.as_str())).eq(expected));
-        assert_eq!(read(&[]).unwrap(), ChatFiles::default());
+        assert_eq!(read(&[]).unwrap(), ChatConfig::default());
     }
 
     #[test]
@@ -192,7 +192,7 @@ mod tests {
         }
         let scratch = Scratch::new();
         let path = scratch.write(TEMPLATE_FILE, b"\xff");
-        let error = format!("{:#}", ChatFiles::from_folder(&Folder::disk(scratch.path())).unwrap_err());
+        let error = format!("{:#}", ChatConfig::from_folder(&Folder::disk(scratch.path())).unwrap_err());
         assert!(error.starts_with(path.to_str().unwrap()), "{error}");
     }
 }

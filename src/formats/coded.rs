@@ -27,23 +27,23 @@ const TENSORS_KEY: &str = "mainstem.tensors";
 const VERSION: &str = "1";
 
 /// The safetensors type of packed tensors.
-pub(super) const BYTES: &str = "U8";
+pub(super) const U8_DTYPE: &str = "U8";
 
 /// Metadata of a packed tensor.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Coded {
+pub(super) struct PackedTensor {
     #[serde(rename = "type")]
     ty: String,
     /// Shape of the elements, outermost dimension first.
     pub(super) shape: Vec<usize>,
     /// Whether the bytes are those of matrices (N, K), although the shape is (K, N).
     #[serde(rename = "turned", default, skip_serializing_if = "std::ops::Not::not")]
-    pub(super) turned: bool,
+    pub(super) transposed: bool,
 }
 
 /// Parses the packed tensors listed in a header's metadata; empty if there are none.
-pub(super) fn of_metadata(metadata: &Metadata) -> Result<BTreeMap<String, Coded>> {
+pub(super) fn parse_metadata(metadata: &Metadata) -> Result<BTreeMap<String, PackedTensor>> {
     let (version, tensors) = match (&metadata.version, &metadata.tensors) {
         (None, None) => return Ok(BTreeMap::new()),
         (None, Some(_)) => bail!("key '{VERSION_KEY}': it is missing, but '{TENSORS_KEY}' is present"),
@@ -54,26 +54,26 @@ pub(super) fn of_metadata(metadata: &Metadata) -> Result<BTreeMap<String, Coded>
         "key '{VERSION_KEY}': version \"{version}\" is not supported (supported: \"{VERSION}\")"
     );
     let text = tensors.as_ref().with_context(|| format!("key '{TENSORS_KEY}': it is missing"))?;
-    let coded: ByTensor<Coded> =
+    let coded: ByTensor<PackedTensor> =
         serde_json::from_str(text).with_context(|| format!("key '{TENSORS_KEY}'"))?;
     Ok(coded.tensors)
 }
 
 /// Returns the header metadata of a file with these tensors.
-pub(super) fn metadata<'a>(tensors: impl IntoIterator<Item = &'a SavedTensor>) -> Value {
-    let coded = tensors.into_iter().filter(|tensor| tensor.is_coded());
+pub(super) fn build_metadata<'a>(tensors: impl IntoIterator<Item = &'a SavedTensor>) -> Value {
+    let coded = tensors.into_iter().filter(|tensor| tensor.is_packed());
     let coded: Map<String, Value> =
-        coded.map(|tensor| (tensor.name.clone(), json!(Coded::of(tensor)))).collect();
+        coded.map(|tensor| (tensor.name.clone(), json!(PackedTensor::from_saved(tensor)))).collect();
     match coded.is_empty() {
         true => json!({ "format": "pt" }),
         false => json!({ "format": "pt", VERSION_KEY: VERSION, TENSORS_KEY: json!(coded).to_string() }),
     }
 }
 
-impl Coded {
-    fn of(tensor: &SavedTensor) -> Coded {
+impl PackedTensor {
+    fn from_saved(tensor: &SavedTensor) -> PackedTensor {
         let (ty, shape) = (tensor.ty.name().to_owned(), tensor.shape.clone());
-        Coded { ty, shape, turned: tensor.turned }
+        PackedTensor { ty, shape, transposed: tensor.transposed }
     }
 
     /// Checks a stored tensor's type, shape and size of `held` bytes against the metadata, and returns its
@@ -83,16 +83,16 @@ impl Coded {
             let known = QuantType::all().map(QuantType::name).collect::<Vec<_>>().join(", ");
             bail!("unknown number format '{}' (known: {known})", self.ty);
         };
-        let expected = stored_shape(ty, &self.shape, self.turned)?;
+        let expected = stored_shape(ty, &self.shape, self.transposed)?;
         ensure!(
-            dtype == BYTES && shape == expected,
-            "shape {:?} of {ty}{} needs {BYTES} {expected:?}, but it is {dtype} {shape:?}",
+            dtype == U8_DTYPE && shape == expected,
+            "shape {:?} of {ty}{} needs {U8_DTYPE} {expected:?}, but it is {dtype} {shape:?}",
             self.shape,
-            if self.turned { " transposed" } else { "" }
+            if self.transposed { " transposed" } else { "" }
         );
         let needed =
             elements(&expected).with_context(|| format!("shape {expected:?} is too large to count"))?;
-        ensure!(needed == held, "{BYTES} {expected:?} needs {needed} bytes, but it has {held}");
+        ensure!(needed == held, "{U8_DTYPE} {expected:?} needs {needed} bytes, but it has {held}");
         Ok(ty)
     }
 }
@@ -114,8 +114,8 @@ pub(super) fn stored_shape(ty: QuantType, shape: &[usize], transposed: bool) -> 
 mod tests {
     use super::*;
 
-    fn coded(ty: &str, shape: &[usize], turned: bool) -> Coded {
-        Coded { ty: ty.to_owned(), shape: shape.to_vec(), turned }
+    fn coded(ty: &str, shape: &[usize], turned: bool) -> PackedTensor {
+        PackedTensor { ty: ty.to_owned(), shape: shape.to_vec(), transposed: turned }
     }
 
     #[test]
@@ -155,7 +155,7 @@ mod tests {
         let tensors = r#"{"a":{"type":"q4_0","shape":[1,32]}}"#;
         let of = |value: Value| {
             let metadata: Metadata = serde_json::from_value(value).map_err(|error| error.to_string())?;
-            of_metadata(&metadata).map_err(|error| format!("{error:#}"))
+            parse_metadata(&metadata).map_err(|error| format!("{error:#}"))
         };
         assert!(of(json!({})).unwrap().is_empty() && of(json!({"format": [{}]})).unwrap().is_empty());
         assert_eq!(of(json!({VERSION_KEY: "1", TENSORS_KEY: tensors})).unwrap()["a"].shape, [1, 32]);

@@ -18,7 +18,7 @@ const FORCED_BOS: &str = "forced_bos_token_id";
 
 /// Keys of generation_config.json that do not affect which tokens are generated: bookkeeping, how to compute,
 /// speculative decoding, additional outputs. Keys that begin with '_' do not either.
-const WITHOUT_SAY: [&str; 24] = [
+const IGNORED_KEYS: [&str; 24] = [
     "assistant_confidence_threshold",
     "assistant_early_exit",
     "assistant_lookbehind",
@@ -46,7 +46,7 @@ const WITHOUT_SAY: [&str; 24] = [
 ];
 
 /// Supported keys of generation_config.json.
-const SERVED: [&str; 8] = [
+const SUPPORTED_KEYS: [&str; 8] = [
     "bos_token_id",
     "decoder_start_token_id",
     "do_sample",
@@ -67,13 +67,13 @@ pub struct HubConfig {
     prefix: String,
     entries: Map<String, Value>,
     /// The file's own names of keys, where they differ.
-    names: Arc<BTreeMap<String, String>>,
+    file_keys: Arc<BTreeMap<String, String>>,
 }
 
 impl HubConfig {
     /// Reads the `config.json` of a model folder.
     pub fn from_folder(folder: &Folder) -> Result<HubConfig> {
-        HubConfig::parse(folder.file(CONFIG), &folder.read_needed(CONFIG)?)
+        HubConfig::parse(folder.file(CONFIG), &folder.read_required(CONFIG)?)
     }
 
     /// Reads the JSON object in a file of a model folder, or returns `None` if the file does not exist.
@@ -83,17 +83,17 @@ impl HubConfig {
 
     fn parse(file: PathBuf, content: &[u8]) -> Result<HubConfig> {
         let entries = serde_json::from_slice(content).with_context(|| file.display().to_string())?;
-        Ok(HubConfig { file, prefix: String::new(), entries, names: Arc::default() })
+        Ok(HubConfig { file, prefix: String::new(), entries, file_keys: Arc::default() })
     }
 
     /// Creates settings from entries that come from another file; `file` names it in error messages.
     pub fn from_entries(file: &Path, entries: Map<String, Value>) -> HubConfig {
-        HubConfig { file: file.to_owned(), prefix: String::new(), entries, names: Arc::default() }
+        HubConfig { file: file.to_owned(), prefix: String::new(), entries, file_keys: Arc::default() }
     }
 
     /// Adds the file's own names of keys, used in error messages. Nested keys are written with dots.
-    pub fn with_names(self, names: BTreeMap<String, String>) -> HubConfig {
-        HubConfig { names: Arc::new(names), ..self }
+    pub fn with_file_keys(self, names: BTreeMap<String, String>) -> HubConfig {
+        HubConfig { file_keys: Arc::new(names), ..self }
     }
 
     /// Returns the file's path, for error messages.
@@ -136,13 +136,13 @@ impl HubConfig {
     pub fn section(&self, key: &str) -> Result<Option<HubConfig>> {
         let Some(entries) = self.typed(key, "an object", Value::as_object)? else { return Ok(None) };
         let prefix = format!("{}{key}.", self.prefix);
-        let (entries, names) = (entries.clone(), self.names.clone());
-        Ok(Some(HubConfig { file: self.file.clone(), prefix, entries, names }))
+        let (entries, names) = (entries.clone(), self.file_keys.clone());
+        Ok(Some(HubConfig { file: self.file.clone(), prefix, entries, file_keys: names }))
     }
 
     /// Returns a non-negative integer.
     pub fn usize(&self, key: &str) -> Result<usize> {
-        self.present(key, self.opt_usize(key)?)
+        self.require(key, self.opt_usize(key)?)
     }
 
     pub fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
@@ -154,7 +154,7 @@ impl HubConfig {
     }
 
     pub fn f64(&self, key: &str) -> Result<f64> {
-        self.present(key, self.opt_f64(key)?)
+        self.require(key, self.opt_f64(key)?)
     }
 
     pub fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
@@ -163,7 +163,7 @@ impl HubConfig {
 
     /// Returns a number rounded to F32. Fails if it is out of the range of F32.
     pub fn f32(&self, key: &str) -> Result<f32> {
-        self.present(key, self.opt_f32(key)?)
+        self.require(key, self.opt_f32(key)?)
     }
 
     pub fn opt_f32(&self, key: &str) -> Result<Option<f32>> {
@@ -172,7 +172,7 @@ impl HubConfig {
     }
 
     pub fn bool(&self, key: &str) -> Result<bool> {
-        self.present(key, self.opt_bool(key)?)
+        self.require(key, self.opt_bool(key)?)
     }
 
     pub fn opt_bool(&self, key: &str) -> Result<Option<bool>> {
@@ -180,7 +180,7 @@ impl HubConfig {
     }
 
     pub fn str(&self, key: &str) -> Result<&str> {
-        self.present(key, self.opt_str(key)?)
+        self.require(key, self.opt_str(key)?)
     }
 
     pub fn opt_str(&self, key: &str) -> Result<Option<&str>> {
@@ -204,22 +204,23 @@ impl HubConfig {
 
     /// Returns the file's name of a key, whether it is present or not, including the keys of enclosing
     /// objects.
-    pub fn name_of(&self, key: &str) -> String {
+    pub fn file_key(&self, key: &str) -> String {
         let key = format!("{}{key}", self.prefix);
-        self.names.get(&key).cloned().unwrap_or(key)
+        self.file_keys.get(&key).cloned().unwrap_or(key)
     }
 
     /// Returns the keys of the file that a key's value comes from, in the file's own naming, each once.
-    pub fn givers_of(&self, key: &str) -> Vec<String> {
+    pub fn source_keys(&self, key: &str) -> Vec<String> {
         let members = self.get(key).and_then(Value::as_object).into_iter().flat_map(Map::keys);
-        let named = members.filter_map(|member| self.names.get(&format!("{}{key}.{member}", self.prefix)));
+        let named =
+            members.filter_map(|member| self.file_keys.get(&format!("{}{key}.{member}", self.prefix)));
         let named: BTreeSet<&String> = named.collect();
-        if named.is_empty() { vec![self.name_of(key)] } else { named.into_iter().cloned().collect() }
+        if named.is_empty() { vec![self.file_key(key)] } else { named.into_iter().cloned().collect() }
     }
 
     /// Returns an error about a key's value, for conditions beyond its type.
-    pub fn wrong(&self, key: &str, reason: impl std::fmt::Display) -> anyhow::Error {
-        anyhow!("{}: key '{}': {reason}", self.file.display(), self.name_of(key))
+    pub fn key_error(&self, key: &str, reason: impl std::fmt::Display) -> anyhow::Error {
+        anyhow!("{}: key '{}': {reason}", self.file.display(), self.file_key(key))
     }
 
     pub(super) fn typed<'a, T>(
@@ -231,17 +232,17 @@ impl HubConfig {
         let Some(value) = self.get(key) else { return Ok(None) };
         match read(value) {
             Some(read) => Ok(Some(read)),
-            None => Err(self.wrong(key, format_args!("{value} is not {kind}"))),
+            None => Err(self.key_error(key, format_args!("{value} is not {kind}"))),
         }
     }
 
-    pub(super) fn present<T>(&self, key: &str, value: Option<T>) -> Result<T> {
-        value.ok_or_else(|| self.wrong(key, "it is missing"))
+    pub(super) fn require<T>(&self, key: &str, value: Option<T>) -> Result<T> {
+        value.ok_or_else(|| self.key_error(key, "it is missing"))
     }
 
     /// Returns `value` if it satisfies `fits` or is absent, otherwise an error that says it is not in
     /// `range`.
-    pub(super) fn fitting<T: Copy + std::fmt::Display>(
+    pub(super) fn check_range<T: Copy + std::fmt::Display>(
         &self,
         key: &str,
         value: Option<T>,
@@ -249,22 +250,22 @@ impl HubConfig {
         fits: impl Fn(T) -> bool,
     ) -> Result<Option<T>> {
         match value {
-            Some(x) if !fits(x) => Err(self.wrong(key, format_args!("{x} is not {range}"))),
+            Some(x) if !fits(x) => Err(self.key_error(key, format_args!("{x} is not {range}"))),
             value => Ok(value),
         }
     }
 
-    pub(super) fn positive(&self, key: &str) -> Result<Option<f64>> {
-        self.fitting(key, self.opt_f64(key)?, "a positive number", |x| x > 0.0)
+    pub(super) fn opt_positive(&self, key: &str) -> Result<Option<f64>> {
+        self.check_range(key, self.opt_f64(key)?, "a positive number", |x| x > 0.0)
     }
 
-    pub(super) fn positives(&self, key: &str) -> Result<Option<Vec<f64>>> {
+    pub(super) fn opt_positive_list(&self, key: &str) -> Result<Option<Vec<f64>>> {
         let positive = |value: &Value| value.as_f64().filter(|x| *x > 0.0);
         self.typed(key, "a list of positive numbers", |list| list.as_array()?.iter().map(positive).collect())
     }
 
-    pub(super) fn needed_positive(&self, key: &str) -> Result<f64> {
-        self.present(key, self.positive(key)?)
+    pub(super) fn required_positive(&self, key: &str) -> Result<f64> {
+        self.require(key, self.opt_positive(key)?)
     }
 }
 
@@ -277,12 +278,12 @@ pub struct GenerationConfig {
     pub do_sample: Option<bool>,
     pub sampling: SamplingDefaults,
     /// Unsupported settings that would change the output, with their values.
-    pub unserved: Map<String, Value>,
+    pub unsupported: Map<String, Value>,
 }
 
 /// Tokens that the decoder of an encoder-decoder model starts with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DecoderOpening {
+pub struct DecoderStart {
     /// Decoder start token; BOS if none is configured.
     pub start: Option<u32>,
     /// Forced BOS token, which follows the start token, such as the target language.
@@ -314,25 +315,25 @@ impl GenerationConfig {
             return Ok(GenerationConfig { eos, bos, ..Default::default() });
         };
         let (do_sample, sampling) = (own.opt_bool("do_sample")?, SamplingDefaults::read(own)?);
-        let unserved = own.entries.iter().filter(|(key, value)| is_unserved(key, value));
+        let unserved = own.entries.iter().filter(|(key, value)| is_unsupported(key, value));
         let unserved = unserved.map(|(key, value)| (key.clone(), value.clone())).collect();
-        Ok(GenerationConfig { eos, bos, do_sample, sampling, unserved })
+        Ok(GenerationConfig { eos, bos, do_sample, sampling, unsupported: unserved })
     }
 
     /// Marks the settings of encoder-decoder models as supported, for such a model.
-    pub fn behind_an_encoder(mut self) -> GenerationConfig {
-        self.unserved.remove(FORCED_BOS);
+    pub fn for_encoder_decoder(mut self) -> GenerationConfig {
+        self.unsupported.remove(FORCED_BOS);
         self
     }
 }
 
-impl DecoderOpening {
+impl DecoderStart {
     /// Reads the start tokens of an encoder-decoder model, from the files that
     /// [`GenerationConfig::from_folder`] reads.
-    pub fn from_folder(folder: &Folder, config: &HubConfig) -> Result<DecoderOpening> {
+    pub fn from_folder(folder: &Folder, config: &HubConfig) -> Result<DecoderStart> {
         let own = HubConfig::read_if_present(folder, GENERATION_CONFIG)?;
         let first = |key: &str| Ok::<_, anyhow::Error>(ids(own.as_ref(), config, key)?.first().copied());
-        Ok(DecoderOpening {
+        Ok(DecoderStart {
             start: first("decoder_start_token_id")?.or(first("bos_token_id")?),
             // If generation_config.json exists but has no such key, no token is forced.
             forced_bos: own.as_ref().unwrap_or(config).opt_u32(FORCED_BOS)?,
@@ -348,7 +349,7 @@ fn ids(own: Option<&HubConfig>, config: &HubConfig, key: &str) -> Result<Vec<u32
 
 /// Whether a setting of generation_config.json is unsupported and would change the output. Unknown keys
 /// count.
-fn is_unserved(key: &str, value: &Value) -> bool {
+fn is_unsupported(key: &str, value: &Value) -> bool {
     let is_neutral = match value {
         Value::Null => true,
         Value::Bool(on) => !on,
@@ -357,7 +358,7 @@ fn is_unserved(key: &str, value: &Value) -> bool {
         Value::Array(list) => list.is_empty(),
         Value::Object(entries) => entries.is_empty(),
     };
-    let has_say = !key.starts_with('_') && !WITHOUT_SAY.contains(&key) && !SERVED.contains(&key);
+    let has_say = !key.starts_with('_') && !IGNORED_KEYS.contains(&key) && !SUPPORTED_KEYS.contains(&key);
     has_say && !is_neutral
 }
 
@@ -381,7 +382,7 @@ fn neutral_number(key: &str) -> f64 {
 impl SamplingDefaults {
     fn read(settings: &HubConfig) -> Result<SamplingDefaults> {
         let number = |key: &str, range: &str, fits: fn(f32) -> bool| {
-            settings.fitting(key, settings.opt_f32(key)?, range, fits)
+            settings.check_range(key, settings.opt_f32(key)?, range, fits)
         };
         Ok(SamplingDefaults {
             temperature: number("temperature", "a number of 0 or more", |x| x >= 0.0)?,
@@ -458,7 +459,7 @@ mod tests {
     fn a_files_own_names_for_keys_are_those_it_is_blamed_by() {
         let names = [("n", "x.count"), ("gone", "x.gone"), ("inner.a", "x.a"), ("inner.b", "x.b")];
         let names = names.map(|(key, name)| (key.to_owned(), name.to_owned()));
-        let c = config(r#"{"n":-1,"plain":2,"inner":{"a":true,"c":1}}"#).with_names(names.into());
+        let c = config(r#"{"n":-1,"plain":2,"inner":{"a":true,"c":1}}"#).with_file_keys(names.into());
         let inner = c.section("inner").unwrap().unwrap();
         for (result, named) in [
             (c.usize("n").map(drop), "key 'x.count': -1"),
@@ -472,7 +473,7 @@ mod tests {
         }
         // For a nested object, only keys that are present count.
         assert_eq!(
-            [c.givers_of("inner"), c.givers_of("n"), c.givers_of("plain")],
+            [c.source_keys("inner"), c.source_keys("n"), c.source_keys("plain")],
             [["x.a"], ["x.count"], ["plain"]]
         );
     }
@@ -481,8 +482,8 @@ mod tests {
         GenerationConfig::from_folder(&folder_with(own).folder(), &config(config_text))
     }
 
-    fn opening(own: Option<&str>, config_text: &str) -> Result<DecoderOpening> {
-        DecoderOpening::from_folder(&folder_with(own).folder(), &config(config_text))
+    fn decoder_start(own: Option<&str>, config_text: &str) -> Result<DecoderStart> {
+        DecoderStart::from_folder(&folder_with(own).folder(), &config(config_text))
     }
 
     fn folder_with(own: Option<&str>) -> Scratch {
@@ -539,22 +540,22 @@ mod tests {
             (Some(r#"{"bos_token_id":5}"#), "{}", Some(5), None),
             (None, "{}", None, None),
         ] {
-            let found = opening(own, config).unwrap();
-            assert_eq!(found, DecoderOpening { start, forced_bos }, "{own:?} {config}");
+            let found = decoder_start(own, config).unwrap();
+            assert_eq!(found, DecoderStart { start, forced_bos }, "{own:?} {config}");
         }
         // Decoder-only models may have any value there.
         for (own, key) in [
             (r#"{"decoder_start_token_id":-1}"#, "'decoder_start_token_id'"),
             (r#"{"forced_bos_token_id":[1]}"#, "'forced_bos_token_id': [1]"),
         ] {
-            let error = format!("{:#}", opening(Some(own), model).unwrap_err());
+            let error = format!("{:#}", decoder_start(Some(own), model).unwrap_err());
             assert!(error.contains(key) && error.contains(GENERATION_CONFIG), "{error}");
             assert!(generation(Some(own), model).is_ok(), "{own}");
         }
         let wishes = r#"{"decoder_start_token_id":3,"forced_bos_token_id":8,"num_beams":4}"#;
         let plain = generation(Some(wishes), "{}").unwrap();
-        assert!(plain.unserved.keys().eq(["forced_bos_token_id", "num_beams"]));
-        assert!(plain.behind_an_encoder().unserved.keys().eq(["num_beams"]));
+        assert!(plain.unsupported.keys().eq(["forced_bos_token_id", "num_beams"]));
+        assert!(plain.for_encoder_decoder().unsupported.keys().eq(["num_beams"]));
     }
 
     /// `do_sample` alone sets no defaults.
@@ -566,12 +567,12 @@ mod tests {
         let given = generation(Some(r#"{"do_sample":false,"temperature":0}"#), "{}").unwrap().sampling;
         assert_eq!(given, SamplingDefaults { temperature: Some(0.0), ..Default::default() });
         let all = generation(Some(r#"{"top_k":-1}"#), "{}").unwrap();
-        assert_eq!((all.sampling.top_k, all.unserved.len()), (Some(0), 0));
+        assert_eq!((all.sampling.top_k, all.unsupported.len()), (Some(0), 0));
     }
 
     #[test]
     fn what_would_change_the_answers_and_is_not_served_is_kept() {
-        let unserved = |own: &str| Value::Object(generation(Some(own), "{}").unwrap().unserved);
+        let unserved = |own: &str| Value::Object(generation(Some(own), "{}").unwrap().unsupported);
         let neutral = r#"{
             "_from_model_config": true, "transformers_version": "5.0", "use_cache": true, "pad_token_id": 3,
             "bos_token_id": 1, "eos_token_id": [2, 3], "do_sample": true, "temperature": 0.7, "top_p": 0.95,

@@ -100,7 +100,7 @@ impl Folder {
     }
 
     /// Returns a file's content. Fails if the file does not exist.
-    pub fn read_needed(&self, name: &str) -> Result<Cow<'static, [u8]>> {
+    pub fn read_required(&self, name: &str) -> Result<Cow<'static, [u8]>> {
         match self.read(name)? {
             Some(content) => Ok(content),
             None => bail!("{}: no such file", self.file(name).display()),
@@ -119,7 +119,7 @@ impl Folder {
         match self {
             Folder::Disk(path) => Ok(FileBytes::Mapped(Arc::new(MappedFile::open(&path.join(name))?))),
             Folder::Embedded(_) | Folder::Memory(_) => {
-                Ok(FileBytes::Held { path: self.file(name), bytes: self.read_needed(name)? })
+                Ok(FileBytes::InMemory { path: self.file(name), bytes: self.read_required(name)? })
             }
         }
     }
@@ -148,7 +148,7 @@ impl fmt::Debug for EmbeddedFolder {
 pub(super) enum FileBytes {
     Mapped(Arc<MappedFile>),
     /// Embedded in the program, or in memory.
-    Held {
+    InMemory {
         path: PathBuf,
         bytes: Cow<'static, [u8]>,
     },
@@ -159,7 +159,7 @@ impl FileBytes {
     pub(super) fn path(&self) -> &Path {
         match self {
             FileBytes::Mapped(file) => file.path(),
-            FileBytes::Held { path, .. } => path,
+            FileBytes::InMemory { path, .. } => path,
         }
     }
 
@@ -167,15 +167,15 @@ impl FileBytes {
     pub(super) fn bytes(&self) -> &[u8] {
         match self {
             FileBytes::Mapped(file) => file.bytes(),
-            FileBytes::Held { bytes, .. } => bytes,
+            FileBytes::InMemory { bytes, .. } => bytes,
         }
     }
 
     /// Releases the memory of these bytes, if they can be read again from disk.
-    pub(super) fn let_go(&self, bytes: Range<usize>) {
+    pub(super) fn release(&self, bytes: Range<usize>) {
         match self {
-            FileBytes::Mapped(file) => file.let_go(bytes),
-            FileBytes::Held { .. } => {}
+            FileBytes::Mapped(file) => file.release(bytes),
+            FileBytes::InMemory { .. } => {}
         }
     }
 }
@@ -227,7 +227,7 @@ mod tests {
         scratch.write("b", b"\xff");
         for folder in [Folder::disk(scratch.path()), Folder::Embedded(&FILES), memory()] {
             let refusals = [
-                (folder.read_needed("c").map(drop), "c"),
+                (folder.read_required("c").map(drop), "c"),
                 (folder.open("c").map(drop), "c"),
                 (folder.read_text("b").map(drop), "b"),
             ];

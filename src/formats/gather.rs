@@ -10,39 +10,39 @@ use super::elements;
 pub(super) struct Gather {
     /// Distance between consecutive indices of each dimension, in stored elements.
     pub(super) strides: Vec<usize>,
-    pub(super) stored: Stored,
+    pub(super) stored: StoredElement,
 }
 
 /// The encoding of a stored element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stored {
+pub(super) enum StoredElement {
     /// In the output type, with this many bytes.
-    Itself(usize),
+    Unchanged(usize),
     /// As F64, which is rounded to the nearest F32.
-    Double,
+    F64,
 }
 
-impl Stored {
+impl StoredElement {
     /// Bytes of one stored element.
     fn stored_bytes(self) -> usize {
         match self {
-            Stored::Itself(bytes) => bytes,
-            Stored::Double => size_of::<f64>(),
+            StoredElement::Unchanged(bytes) => bytes,
+            StoredElement::F64 => size_of::<f64>(),
         }
     }
 
     /// Bytes of one output element.
-    fn wanted_bytes(self) -> usize {
+    fn output_bytes(self) -> usize {
         match self {
-            Stored::Itself(bytes) => bytes,
-            Stored::Double => size_of::<f32>(),
+            StoredElement::Unchanged(bytes) => bytes,
+            StoredElement::F64 => size_of::<f32>(),
         }
     }
 
-    fn push(self, number: &[u8], out: &mut Vec<u8>) {
+    fn append_to(self, number: &[u8], out: &mut Vec<u8>) {
         match self {
-            Stored::Itself(_) => out.extend_from_slice(number),
-            Stored::Double => {
+            StoredElement::Unchanged(_) => out.extend_from_slice(number),
+            StoredElement::F64 => {
                 let bytes = number.try_into().expect("an F64 has eight bytes; this is a bug");
                 out.extend_from_slice(&(f64::from_le_bytes(bytes) as f32).to_le_bytes());
             }
@@ -53,25 +53,25 @@ impl Stored {
 impl Gather {
     /// Bytes of all elements of `shape` in the output type.
     pub(super) fn bytes_len(&self, shape: &[usize]) -> usize {
-        count(shape) * self.stored.wanted_bytes()
+        element_count(shape) * self.stored.output_bytes()
     }
 
     /// Returns the elements of a tensor of shape `shape` stored in `stored`, row-major.
-    pub(super) fn numbers(&self, stored: &[u8], shape: &[usize]) -> Vec<u8> {
+    pub(super) fn gather(&self, stored: &[u8], shape: &[usize]) -> Vec<u8> {
         let width = self.stored.stored_bytes();
         let mut out = Vec::with_capacity(self.bytes_len(shape));
         let mut index = vec![0; shape.len()];
         let mut at = 0;
-        for _ in 0..count(shape) {
-            self.stored.push(&stored[at * width..][..width], &mut out);
-            at = self.next(&mut index, at, shape);
+        for _ in 0..element_count(shape) {
+            self.stored.append_to(&stored[at * width..][..width], &mut out);
+            at = self.advance(&mut index, at, shape);
         }
         out
     }
 
     /// Increments `index`, last dimension fastest, and returns the position of the next element, given the
     /// current position `at`.
-    fn next(&self, index: &mut [usize], mut at: usize, shape: &[usize]) -> usize {
+    fn advance(&self, index: &mut [usize], mut at: usize, shape: &[usize]) -> usize {
         for ((i, &size), &stride) in index.iter_mut().zip(shape).zip(&self.strides).rev() {
             if *i + 1 < size {
                 *i += 1;
@@ -84,7 +84,7 @@ impl Gather {
     }
 }
 
-fn count(shape: &[usize]) -> usize {
+fn element_count(shape: &[usize]) -> usize {
     elements(shape).expect("the element count was checked when the tensor was parsed; this is a bug")
 }
 
@@ -104,8 +104,8 @@ mod tests {
             (vec![2, 0], vec![1, 1]),
             (vec![], vec![]),
         ] {
-            let gather = Gather { strides: strides.clone(), stored: Stored::Itself(2) };
-            let picked = gather.numbers(&stored, &shape);
+            let gather = Gather { strides: strides.clone(), stored: StoredElement::Unchanged(2) };
+            let picked = gather.gather(&stored, &shape);
             let total: usize = shape.iter().product();
             assert_eq!(picked.len(), gather.bytes_len(&shape));
             for flat in 0..total {
@@ -124,10 +124,10 @@ mod tests {
     fn doubles_become_the_nearest_floats() {
         let doubles = [1.5, -0.1, 1e300, f64::MIN_POSITIVE, std::f64::consts::PI];
         let stored: Vec<u8> = doubles.iter().flat_map(|x| x.to_le_bytes()).collect();
-        let gather = Gather { strides: vec![1], stored: Stored::Double };
+        let gather = Gather { strides: vec![1], stored: StoredElement::F64 };
         let floats = [1.5f32, -0.1, f32::INFINITY, 0.0, std::f32::consts::PI];
         let expected: Vec<u8> = floats.iter().flat_map(|x| x.to_le_bytes()).collect();
-        assert_eq!(gather.numbers(&stored, &[5]), expected);
+        assert_eq!(gather.gather(&stored, &[5]), expected);
         assert_eq!(gather.bytes_len(&[5]), 20);
     }
 }

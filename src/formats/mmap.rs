@@ -45,7 +45,7 @@ impl MappedFile {
 
     /// Releases the memory of these bytes. Later reads fetch them again from disk or from the page cache.
     #[cfg(unix)]
-    pub fn let_go(&self, bytes: Range<usize>) {
+    pub fn release(&self, bytes: Range<usize>) {
         // SAFETY: the mapping is read-only and backed by a file, so dropped pages are read again unchanged.
         let advised =
             unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, bytes.start, bytes.len()) };
@@ -70,7 +70,7 @@ mod tests {
         let file = MappedFile::open(&folder.write("file", &content)).unwrap();
         for range in [0..content.len(), 5000..5001, 299_999..300_000, 7..7] {
             assert!(file.bytes() == content);
-            file.let_go(range);
+            file.release(range);
         }
         assert!(file.bytes() == content);
     }

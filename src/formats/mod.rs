@@ -32,23 +32,23 @@ mod safetensors;
 
 pub mod save;
 
-pub use chat::{ChatFiles, ChatSource};
-pub use config::{DecoderOpening, GenerationConfig, HubConfig, SamplingDefaults};
+pub use chat::{ChatConfig, ChatTemplateSource};
+pub use config::{DecoderStart, GenerationConfig, HubConfig, SamplingDefaults};
 pub(crate) use folder::is_plain_name;
 pub use folder::{EmbeddedFolder, Folder, MemoryFolder};
 pub use gguf::Gguf;
 pub use llama2c::{Llama2cHeader, Llama2cVersion};
 pub use pickle::is_pytorch;
 pub use rope::{RopeConfig, RopeKeys, RopeScaling};
-pub use sentence::{FoundPooling, SentenceFiles, TextSettings, Unserved};
+pub use sentence::{PoolingConfig, SentenceConfig, TextPreprocessing, UnsupportedSetting};
 
 use anyhow::{Result, bail, ensure};
 use folder::FileBytes;
 use gather::Gather;
-use groups::Groups;
+use groups::QuantGroups;
 use mainstem_kernels::QuantType;
-use scaled::Scaled;
-use sharded::Naming;
+use scaled::Fp8Layout;
+use sharded::FolderFormat;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -63,14 +63,14 @@ pub struct Checkpoint {
 }
 
 /// Formats with fixed file names in a model folder, in order of preference.
-const FOLDER_KINDS: [Naming; 2] = [safetensors::FILES, pickle::FILES];
+const FOLDER_FORMATS: [FolderFormat; 2] = [safetensors::FOLDER_FORMAT, pickle::FOLDER_FORMAT];
 
 /// Tensors of a checkpoint, by name.
-type Tensors = BTreeMap<String, Entry>;
+type Tensors = BTreeMap<String, TensorEntry>;
 
 /// A tensor's type, shape and location.
 #[derive(Debug)]
-struct Entry {
+struct TensorEntry {
     dtype: Dtype,
     shape: Vec<usize>,
     file: usize,
@@ -84,20 +84,20 @@ enum Layout {
     /// Row-major, without gaps.
     Dense,
     /// Row-major and transposed: matrices of shape (K, N) stored as (N, K).
-    Turned,
+    Transposed,
     /// Elements to be picked by strides, or converted to another type.
     Gathered(Gather),
     /// Signed bytes with one scale per group, stored in the tensor's own bytes.
-    Grouped(Groups),
+    Grouped(QuantGroups),
     /// 8-bit floats whose scales are a separate tensor.
-    Scaled(Scaled),
+    Fp8(Fp8Layout),
 }
 
-impl Entry {
+impl TensorEntry {
     /// Returns the entry with its file indices shifted by `files`, for appending to another checkpoint.
-    fn behind(mut self, files: usize) -> Entry {
+    fn with_file_offset(mut self, files: usize) -> TensorEntry {
         self.file += files;
-        if let Layout::Scaled(Scaled { scales: Some((file, ..)), .. }) = &mut self.layout {
+        if let Layout::Fp8(Fp8Layout { scales: Some((file, ..)), .. }) = &mut self.layout {
             *file += files;
         }
         self
@@ -106,10 +106,10 @@ impl Entry {
     /// Bytes of the elements as [`TensorView::bytes`] returns them.
     fn bytes_len(&self) -> usize {
         match &self.layout {
-            Layout::Dense | Layout::Turned => self.bytes.len(),
+            Layout::Dense | Layout::Transposed => self.bytes.len(),
             Layout::Gathered(gather) => gather.bytes_len(&self.shape),
-            Layout::Grouped(groups) => groups.wanted_bytes(self.bytes.len()),
-            Layout::Scaled(scaled) => scaled.wanted_bytes(self.bytes.len()),
+            Layout::Grouped(groups) => groups.output_bytes(self.bytes.len()),
+            Layout::Fp8(scaled) => scaled.output_bytes(self.bytes.len()),
         }
     }
 }
@@ -120,14 +120,14 @@ pub enum Dtype {
     Known(QuantType),
     /// A type without compute support, by its name in the file. Such a tensor may be in a file as long as
     /// nothing reads it; its bytes lie inside the file, but are not checked against its shape.
-    Foreign(String),
+    Unsupported(String),
 }
 
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Dtype::Known(ty) => ty.fmt(f),
-            Dtype::Foreign(name) => f.write_str(name),
+            Dtype::Unsupported(name) => f.write_str(name),
         }
     }
 }
@@ -141,8 +141,8 @@ pub struct TensorView<'a> {
     pub shape: &'a [usize],
     /// The file that holds the tensor, for error messages.
     pub file: &'a Path,
-    entry: &'a Entry,
-    stored: &'a [u8],
+    entry: &'a TensorEntry,
+    stored_bytes: &'a [u8],
     /// The bytes of a separate scale tensor; empty if there is none.
     scales: &'a [u8],
 }
@@ -163,31 +163,31 @@ impl Checkpoint {
             let end =
                 bytes.filter(|end| *end <= held).expect("every tensor lies inside its buffer; this is a bug");
             let (dtype, bytes) = (Dtype::Known(ty), begin..end);
-            (name, Entry { dtype, shape, file: 0, bytes, layout: Layout::Dense })
+            (name, TensorEntry { dtype, shape, file: 0, bytes, layout: Layout::Dense })
         };
         let tensors = tensors.into_iter().map(entry).collect();
-        let file = FileBytes::Held { path: path.to_owned(), bytes: Cow::Owned(buffer) };
+        let file = FileBytes::InMemory { path: path.to_owned(), bytes: Cow::Owned(buffer) };
         Checkpoint { files: vec![file], tensors }
     }
 
     /// Whether the folder has weights that [`Checkpoint::open_folder`] can open.
     pub fn is_in_folder(folder: &Folder) -> bool {
-        FOLDER_KINDS.iter().any(|kind| kind.is_in(folder))
+        FOLDER_FORMATS.iter().any(|kind| kind.is_present_in(folder))
     }
 
     /// Opens a folder's weights: safetensors if present, otherwise a PyTorch checkpoint.
     pub fn open_folder(folder: &Folder) -> Result<Checkpoint> {
-        for kind in &FOLDER_KINDS {
+        for kind in &FOLDER_FORMATS {
             if let Some(mut checkpoint) = kind.open(folder)? {
                 // F8_E4M3 tensors of PyTorch checkpoints are rejected: how they store their scales is
                 // unknown.
-                if kind.single == safetensors::FILES.single {
-                    checkpoint.settle_scales(folder)?;
+                if kind.single == safetensors::FOLDER_FORMAT.single {
+                    checkpoint.attach_fp8_scales(folder)?;
                 }
                 return Ok(checkpoint);
             }
         }
-        let names = FOLDER_KINDS.map(|kind| format!("{} or {}", kind.single, kind.index)).join(", ");
+        let names = FOLDER_FORMATS.map(|kind| format!("{} or {}", kind.single, kind.index)).join(", ");
         bail!("{}: no weights found (looked for {names})", folder.path().display())
     }
 
@@ -197,9 +197,9 @@ impl Checkpoint {
     }
 
     /// Releases the memory of a tensor's bytes, for use after the tensor has been copied elsewhere.
-    pub fn let_go(&self, name: &str) {
+    pub fn release(&self, name: &str) {
         if let Some(entry) = self.tensors.get(name) {
-            self.files[entry.file].let_go(entry.bytes.clone());
+            self.files[entry.file].release(entry.bytes.clone());
         }
     }
 
@@ -219,21 +219,21 @@ impl Checkpoint {
     }
 
     /// Removes a tensor: for one that is not a weight and has already been read.
-    pub fn forget(&mut self, name: &str) {
+    pub fn remove(&mut self, name: &str) {
         self.tensors.remove(name);
     }
 
     /// Total bytes of all tensors, as [`TensorView::bytes`] returns them.
     pub fn total_bytes(&self) -> usize {
-        self.tensors.values().map(Entry::bytes_len).sum()
+        self.tensors.values().map(TensorEntry::bytes_len).sum()
     }
 
     /// Adds the tensors of another checkpoint. Fails if a name occurs in both.
-    fn join(&mut self, other: Checkpoint) -> Result<()> {
+    fn merge(&mut self, other: Checkpoint) -> Result<()> {
         let first = self.files.len();
         self.files.extend(other.files);
         for (name, entry) in other.tensors {
-            let entry = entry.behind(first);
+            let entry = entry.with_file_offset(first);
             let file = self.files[entry.file].path();
             ensure!(
                 !self.tensors.contains_key(&name),
@@ -245,11 +245,11 @@ impl Checkpoint {
         Ok(())
     }
 
-    fn view<'a>(&'a self, name: &'a str, entry: &'a Entry) -> TensorView<'a> {
+    fn view<'a>(&'a self, name: &'a str, entry: &'a TensorEntry) -> TensorView<'a> {
         let file = &self.files[entry.file];
         let stored = &file.bytes()[entry.bytes.clone()];
         let scales = match &entry.layout {
-            Layout::Scaled(Scaled { scales: Some((file, bytes, _)), .. }) => {
+            Layout::Fp8(Fp8Layout { scales: Some((file, bytes, _)), .. }) => {
                 &self.files[*file].bytes()[bytes.clone()]
             }
             _ => &[],
@@ -260,7 +260,7 @@ impl Checkpoint {
             shape: &entry.shape,
             file: file.path(),
             entry,
-            stored,
+            stored_bytes: stored,
             scales,
         }
     }
@@ -271,16 +271,16 @@ impl<'a> TensorView<'a> {
     /// are stored that way; otherwise every call makes a new copy.
     pub fn bytes(&self) -> Cow<'a, [u8]> {
         match &self.entry.layout {
-            Layout::Dense | Layout::Turned => Cow::Borrowed(self.stored),
-            Layout::Gathered(gather) => Cow::Owned(gather.numbers(self.stored, self.shape)),
-            Layout::Grouped(groups) => Cow::Owned(groups.numbers(self.stored)),
-            Layout::Scaled(scaled) => Cow::Owned(scaled.numbers(self.stored, self.scales)),
+            Layout::Dense | Layout::Transposed => Cow::Borrowed(self.stored_bytes),
+            Layout::Gathered(gather) => Cow::Owned(gather.gather(self.stored_bytes, self.shape)),
+            Layout::Grouped(groups) => Cow::Owned(groups.dequantize(self.stored_bytes)),
+            Layout::Fp8(scaled) => Cow::Owned(scaled.dequantize(self.stored_bytes, self.scales)),
         }
     }
 
     /// Whether the bytes are those of matrices (N, K), although the shape is (K, N).
-    pub fn is_turned(&self) -> bool {
-        matches!(self.entry.layout, Layout::Turned)
+    pub fn is_transposed(&self) -> bool {
+        matches!(self.entry.layout, Layout::Transposed)
     }
 
     /// Length of [`TensorView::bytes`], computed without reading the file.
@@ -289,26 +289,26 @@ impl<'a> TensorView<'a> {
     }
 
     /// Name of the data type in the file.
-    pub fn stored_name(&self) -> &'a str {
+    pub fn stored_type_name(&self) -> &'a str {
         match (&self.entry.layout, self.dtype) {
-            (Layout::Scaled(_), _) => scaled::NAME,
+            (Layout::Fp8(_), _) => scaled::TYPE_NAME,
             (_, Dtype::Known(ty)) => ty.name(),
-            (_, Dtype::Foreign(name)) => name,
+            (_, Dtype::Unsupported(name)) => name,
         }
     }
 
     /// Returns the number format to load the tensor in by default: the stored one, or BF16 for F8_E4M3, which has
     /// a fraction of only 3 bits.
-    pub fn usual_type(&self) -> Result<QuantType> {
+    pub fn default_load_type(&self) -> Result<QuantType> {
         match self.entry.layout {
-            Layout::Scaled(_) => Ok(QuantType::BF16),
+            Layout::Fp8(_) => Ok(QuantType::BF16),
             _ => self.quant_type(),
         }
     }
 
     /// Number of bytes the tensor occupies in the file, without separate scales.
     pub fn stored_len(&self) -> usize {
-        self.stored.len()
+        self.stored_bytes.len()
     }
 
     /// Returns the number format. Fails, naming the file, the tensor and the type, if there is no compute
@@ -316,7 +316,7 @@ impl<'a> TensorView<'a> {
     pub fn quant_type(&self) -> Result<QuantType> {
         match self.dtype {
             Dtype::Known(ty) => Ok(*ty),
-            Dtype::Foreign(name) => bail!(
+            Dtype::Unsupported(name) => bail!(
                 "{}: tensor '{}': its dtype {name} is not supported yet (supported: {}, and F8_E4M3 in safetensors)",
                 self.file.display(),
                 self.name,

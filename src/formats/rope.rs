@@ -84,17 +84,17 @@ impl RopeConfig {
     /// Reads a model's RoPE settings: `rope_theta` with `rope_scaling`, or `rope_parameters`, which holds
     /// both.
     pub fn from_config(config: &HubConfig) -> Result<RopeConfig> {
-        let outer_theta = config.positive("rope_theta")?.unwrap_or(ROPE_THETA);
+        let outer_theta = config.opt_positive("rope_theta")?.unwrap_or(ROPE_THETA);
         let read = |key| {
             let Some(section) = config.section(key)? else { return Ok(None) };
-            let theta = section.positive("rope_theta")?.unwrap_or(outer_theta);
+            let theta = section.opt_positive("rope_theta")?.unwrap_or(outer_theta);
             anyhow::Ok(Some(RopeConfig { theta, scaling: RopeScaling::from_section(&section, config)? }))
         };
         let [old, new] = SECTIONS;
         match (read(old)?, read(new)?) {
             (None, None) => Ok(RopeConfig { theta: outer_theta, scaling: RopeScaling::None }),
             (Some(old), Some(new)) if old != new => {
-                Err(config.wrong("rope_parameters", "it contradicts rope_scaling"))
+                Err(config.key_error("rope_parameters", "it contradicts rope_scaling"))
             }
             (Some(rope), _) | (_, Some(rope)) => Ok(rope),
         }
@@ -105,13 +105,13 @@ impl RopeConfig {
         let mut keys = RopeKeys::default();
         for name in SECTIONS {
             let Some(section) = config.section(name)? else { continue };
-            keys.scaling.extend(config.givers_of(name));
+            keys.scaling.extend(config.source_keys(name));
             if section.get("rope_theta").is_some() {
-                keys.theta.push(section.name_of("rope_theta"));
+                keys.theta.push(section.file_key("rope_theta"));
             }
         }
         if keys.theta.is_empty() && config.get("rope_theta").is_some() {
-            keys.theta.push(config.name_of("rope_theta"));
+            keys.theta.push(config.file_key("rope_theta"));
         }
         Ok(keys)
     }
@@ -120,79 +120,77 @@ impl RopeConfig {
 impl RopeScaling {
     /// Parses the scaling section `section` of `config`.
     pub fn from_section(section: &HubConfig, config: &HubConfig) -> Result<RopeScaling> {
-        only_known_keys(section)?;
+        check_known_keys(section)?;
         let key = if section.get("rope_type").is_some() { "rope_type" } else { "type" };
         let kind = section.opt_str(key)?.unwrap_or("default");
-        if let Some(factors) = section.positives("factors")? {
+        if let Some(factors) = section.opt_positive_list("factors")? {
             return match kind {
                 "default" => Ok(RopeScaling::Factors(factors)),
-                _ => {
-                    Err(section
-                        .wrong("factors", format_args!("they cannot be combined with scaling '{kind}'")))
-                }
+                _ => Err(section
+                    .key_error("factors", format_args!("they cannot be combined with scaling '{kind}'"))),
             };
         }
         match kind {
             "default" => Ok(RopeScaling::None),
-            "linear" => Ok(RopeScaling::Linear { factor: section.needed_positive("factor")? }),
+            "linear" => Ok(RopeScaling::Linear { factor: section.required_positive("factor")? }),
             "dynamic" => {
                 let context = positive_context(config, "max_position_embeddings")?;
-                Ok(RopeScaling::Dynamic { factor: section.needed_positive("factor")?, context })
+                Ok(RopeScaling::Dynamic { factor: section.required_positive("factor")?, context })
             }
             "llama3" => RopeScaling::llama3(section),
             "yarn" => RopeScaling::yarn(section, config),
             "longrope" | "su" => RopeScaling::long_rope(section, config),
             other => {
                 let known = "default, linear, dynamic, llama3, yarn, longrope";
-                Err(section.wrong(key, format_args!("'{other}' is not supported (supported: {known})")))
+                Err(section.key_error(key, format_args!("'{other}' is not supported (supported: {known})")))
             }
         }
     }
 
     fn llama3(section: &HubConfig) -> Result<RopeScaling> {
-        let low_freq_factor = section.needed_positive("low_freq_factor")?;
-        let high_freq_factor = section.needed_positive("high_freq_factor")?;
+        let low_freq_factor = section.required_positive("low_freq_factor")?;
+        let high_freq_factor = section.required_positive("high_freq_factor")?;
         if high_freq_factor <= low_freq_factor {
-            return Err(section.wrong("high_freq_factor", "it must be greater than low_freq_factor"));
+            return Err(section.key_error("high_freq_factor", "it must be greater than low_freq_factor"));
         }
         let original_context = positive_context(section, "original_max_position_embeddings")?;
-        let factor = section.needed_positive("factor")?;
+        let factor = section.required_positive("factor")?;
         Ok(RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context })
     }
 
     fn yarn(section: &HubConfig, config: &HubConfig) -> Result<RopeScaling> {
         let original_context = original_context(section, config)?;
-        let factor = stretch(section, config, original_context)?;
-        let given = section.positive("attention_factor")?;
-        let (scale, scale_all) = (section.positive("mscale")?, section.positive("mscale_all_dim")?);
+        let factor = extension_factor(section, config, original_context)?;
+        let given = section.opt_positive("attention_factor")?;
+        let (scale, scale_all) = (section.opt_positive("mscale")?, section.opt_positive("mscale_all_dim")?);
         let scaled = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
         let attention_factor = given.unwrap_or_else(|| match (scale, scale_all) {
             (Some(scale), Some(all)) => scaled(scale) / scaled(all),
             _ => scaled(1.0),
         });
-        let beta_fast = section.positive("beta_fast")?.unwrap_or(YARN_BETAS.0);
-        let beta_slow = section.positive("beta_slow")?.unwrap_or(YARN_BETAS.1);
+        let beta_fast = section.opt_positive("beta_fast")?.unwrap_or(YARN_BETAS.0);
+        let beta_slow = section.opt_positive("beta_slow")?.unwrap_or(YARN_BETAS.1);
         let truncate = section.opt_bool("truncate")?.unwrap_or(true);
         Ok(RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate })
     }
 
     fn long_rope(section: &HubConfig, config: &HubConfig) -> Result<RopeScaling> {
         let original_context = original_context(section, config)?;
-        let factor = stretch(section, config, original_context)?;
+        let factor = extension_factor(section, config, original_context)?;
         let by_length = || match factor <= 1.0 || original_context == 1 {
             true => 1.0,
             false => (1.0 + factor.ln() / (original_context as f64).ln()).sqrt(),
         };
-        let attention_factor = section.positive("attention_factor")?.unwrap_or_else(by_length);
+        let attention_factor = section.opt_positive("attention_factor")?.unwrap_or_else(by_length);
         let [short, long] = ["short_factor", "long_factor"].map(|key| {
-            let missing = || section.wrong(key, "it is missing");
-            section.positives(key)?.ok_or_else(missing)
+            let missing = || section.key_error(key, "it is missing");
+            section.opt_positive_list(key)?.ok_or_else(missing)
         });
         Ok(RopeScaling::LongRope { short: short?, long: long?, original_context, attention_factor })
     }
 
     /// Returns key and length of every list with one factor per pair.
-    pub fn by_pair(&self) -> Vec<(&'static str, usize)> {
+    pub fn per_pair_factors(&self) -> Vec<(&'static str, usize)> {
         match self {
             RopeScaling::LongRope { short, long, .. } => {
                 vec![("short_factor", short.len()), ("long_factor", long.len())]
@@ -252,7 +250,7 @@ fn largest(factors: &[f64]) -> f64 {
     factors.iter().copied().fold(f64::NEG_INFINITY, f64::max)
 }
 
-fn only_known_keys(section: &HubConfig) -> Result<()> {
+fn check_known_keys(section: &HubConfig) -> Result<()> {
     const KNOWN: [&str; 19] = [
         "finetuned",
         "type",
@@ -275,7 +273,7 @@ fn only_known_keys(section: &HubConfig) -> Result<()> {
         "max_position_embeddings",
     ];
     match section.keys().find(|key| !KNOWN.contains(key)) {
-        Some(unknown) => Err(section.wrong(unknown, "this RoPE setting is not supported")),
+        Some(unknown) => Err(section.key_error(unknown, "this RoPE setting is not supported")),
         None => Ok(()),
     }
 }
@@ -291,8 +289,8 @@ fn original_context(section: &HubConfig, config: &HubConfig) -> Result<usize> {
 
 /// Returns the context extension factor: as given, or else the model's context divided by the training
 /// context.
-fn stretch(section: &HubConfig, config: &HubConfig, original_context: usize) -> Result<f64> {
-    match section.positive("factor")? {
+fn extension_factor(section: &HubConfig, config: &HubConfig, original_context: usize) -> Result<f64> {
+    match section.opt_positive("factor")? {
         Some(factor) => Ok(factor),
         None => Ok(positive_context(config, "max_position_embeddings")? as f64 / original_context as f64),
     }
@@ -300,7 +298,7 @@ fn stretch(section: &HubConfig, config: &HubConfig, original_context: usize) -> 
 
 fn positive_context(settings: &HubConfig, key: &str) -> Result<usize> {
     match settings.usize(key)? {
-        0 => Err(settings.wrong(key, "it must be greater than 0")),
+        0 => Err(settings.key_error(key, "it must be greater than 0")),
         context => Ok(context),
     }
 }

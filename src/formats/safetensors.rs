@@ -5,10 +5,10 @@
 //! Invariant: the tensors of an accepted file tile its data section: without overlaps, gaps, or bytes after
 //! the last tensor.
 
-use super::coded::{self, Coded};
+use super::coded::{self, PackedTensor};
 use super::folder::Folder;
-use super::sharded::{ByTensor, Naming};
-use super::{Checkpoint, Dtype, Entry, Layout, elements, fixed_bytes};
+use super::sharded::{ByTensor, FolderFormat};
+use super::{Checkpoint, Dtype, Layout, TensorEntry, elements, fixed_bytes};
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::QuantType;
 use serde::Deserialize;
@@ -21,7 +21,8 @@ pub(super) const INDEX: &str = "model.safetensors.index.json";
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 
 /// File names of safetensors weights in a model folder.
-pub(super) const FILES: Naming = Naming { single: SINGLE, index: INDEX, read: read_tensors };
+pub(super) const FOLDER_FORMAT: FolderFormat =
+    FolderFormat { single: SINGLE, index: INDEX, read: read_tensors };
 
 /// Supported element types, by their names in the header.
 pub(super) const DTYPES: [(&str, QuantType); 3] =
@@ -31,14 +32,14 @@ impl Checkpoint {
     /// Opens a folder's safetensors: `model.safetensors`, or the files listed in
     /// `model.safetensors.index.json`.
     pub fn open_safetensors(folder: &Folder) -> Result<Checkpoint> {
-        let mut checkpoint = FILES.open_needed(folder)?;
-        checkpoint.settle_scales(folder)?;
+        let mut checkpoint = FOLDER_FORMAT.open_required(folder)?;
+        checkpoint.attach_fp8_scales(folder)?;
         Ok(checkpoint)
     }
 }
 
 /// Parses the tensors of a safetensors file.
-fn read_tensors(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>> {
+fn read_tensors(bytes: &[u8], file: usize) -> Result<BTreeMap<String, TensorEntry>> {
     let declared = u64::from_le_bytes(fixed_bytes(bytes, 0)?);
     ensure!(
         declared <= HEADER_BYTES_MAX,
@@ -49,16 +50,16 @@ fn read_tensors(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>> {
         bail!("truncated: a header of {declared} bytes is declared in a file of {} bytes", bytes.len());
     };
     ensure!(header.first() == Some(&b'{'), "not a safetensors file: the header is not a JSON object");
-    let described: ByTensor<Described> = serde_json::from_slice(header).context("in the header")?;
+    let described: ByTensor<TensorHeader> = serde_json::from_slice(header).context("in the header")?;
     check_tiling(&described.tensors, bytes.len() - data_start)?;
-    let coded = coded::of_metadata(&described.metadata).context("in the header's metadata")?;
+    let coded = coded::parse_metadata(&described.metadata).context("in the header's metadata")?;
     if let Some(name) = coded.keys().find(|name| !described.tensors.contains_key(*name)) {
         bail!("tensor '{name}': the metadata describes it, but it is not in the file");
     }
-    let entry = |(name, tensor): (String, Described)| {
+    let entry = |(name, tensor): (String, TensorHeader)| {
         let entry = match coded.get(&name) {
             Some(coded) => {
-                tensor.coded_entry(coded, file, data_start).with_context(|| format!("tensor '{name}'"))
+                tensor.packed_entry(coded, file, data_start).with_context(|| format!("tensor '{name}'"))
             }
             None => tensor.entry(&name, file, data_start),
         };
@@ -68,7 +69,7 @@ fn read_tensors(bytes: &[u8], file: usize) -> Result<BTreeMap<String, Entry>> {
 }
 
 /// Checks that the tensors' byte ranges follow each other from the first byte of the data to the last.
-fn check_tiling(tensors: &BTreeMap<String, Described>, data_bytes: usize) -> Result<()> {
+fn check_tiling(tensors: &BTreeMap<String, TensorHeader>, data_bytes: usize) -> Result<()> {
     let mut ranges: Vec<_> = tensors.iter().map(|(name, t)| (t.data_offsets, name)).collect();
     ranges.sort_unstable();
     let mut covered = 0;
@@ -97,19 +98,19 @@ fn check_tiling(tensors: &BTreeMap<String, Described>, data_bytes: usize) -> Res
 
 /// A tensor as the header describes it. Offsets are in bytes from the start of the data section.
 #[derive(Deserialize)]
-struct Described {
+struct TensorHeader {
     dtype: String,
     shape: Vec<usize>,
     data_offsets: [usize; 2],
 }
 
-impl Described {
+impl TensorHeader {
     /// Converts the description to an entry. Its byte range must lie inside the data section.
-    fn entry(self, name: &str, file: usize, data_start: usize) -> Result<Entry> {
-        let Described { dtype, shape, data_offsets: [begin, end] } = self;
+    fn entry(self, name: &str, file: usize, data_start: usize) -> Result<TensorEntry> {
+        let TensorHeader { dtype, shape, data_offsets: [begin, end] } = self;
         let dtype = match DTYPES.into_iter().find(|(known, _)| *known == dtype) {
             Some((_, ty)) => Dtype::Known(ty),
-            None => Dtype::Foreign(dtype),
+            None => Dtype::Unsupported(dtype),
         };
         if let Dtype::Known(ty) = dtype {
             let Some(needed) = elements(&shape).and_then(|n| ty.bytes(n)) else {
@@ -122,16 +123,16 @@ impl Described {
             );
         }
         let bytes = data_start + begin..data_start + end;
-        Ok(Entry { dtype, shape, file, bytes, layout: Layout::Dense })
+        Ok(TensorEntry { dtype, shape, file, bytes, layout: Layout::Dense })
     }
 
     /// Converts the description of a packed tensor, which the metadata explains, to an entry.
-    fn coded_entry(self, coded: &Coded, file: usize, data_start: usize) -> Result<Entry> {
-        let Described { dtype, shape, data_offsets: [begin, end] } = self;
+    fn packed_entry(self, coded: &PackedTensor, file: usize, data_start: usize) -> Result<TensorEntry> {
+        let TensorHeader { dtype, shape, data_offsets: [begin, end] } = self;
         let ty = coded.check(&dtype, &shape, end - begin)?;
-        let layout = if coded.turned { Layout::Turned } else { Layout::Dense };
+        let layout = if coded.transposed { Layout::Transposed } else { Layout::Dense };
         let bytes = data_start + begin..data_start + end;
-        Ok(Entry { dtype: Dtype::Known(ty), shape: coded.shape.clone(), file, bytes, layout })
+        Ok(TensorEntry { dtype: Dtype::Known(ty), shape: coded.shape.clone(), file, bytes, layout })
     }
 }
 
@@ -188,7 +189,10 @@ mod tests {
             let checkpoint = Checkpoint::open_safetensors(&folder.folder()).unwrap();
             assert_eq!(checkpoint.tensor("b").unwrap().quant_type().unwrap(), QuantType::F16);
             let tensor = checkpoint.tensor("a").unwrap();
-            assert_eq!((tensor.dtype, tensor.bytes()), (&Dtype::Foreign(foreign.into()), DATA[..8].into()));
+            assert_eq!(
+                (tensor.dtype, tensor.bytes()),
+                (&Dtype::Unsupported(foreign.into()), DATA[..8].into())
+            );
             let error = tensor.quant_type().unwrap_err().to_string();
             let expected = format!("{}: tensor 'a': its dtype {foreign} is not supported", path.display());
             assert!(error.starts_with(&expected), "{error}");

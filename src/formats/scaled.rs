@@ -13,21 +13,21 @@
 //! scale tensor that is used has been checked to fit, and is no longer a tensor of its own.
 
 use super::folder::Folder;
-use super::{Checkpoint, Dtype, Entry, HubConfig, Layout, elements};
+use super::{Checkpoint, Dtype, HubConfig, Layout, TensorEntry, elements};
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::QuantType;
 use std::ops::Range;
 
 /// Name of the type in a safetensors header, and in the output of `inspect`.
 const DTYPE: &str = "F8_E4M3";
-pub(super) const NAME: &str = "f8_e4m3";
+pub(super) const TYPE_NAME: &str = "f8_e4m3";
 
 /// Suffixes of scale tensors, after the name of the tensor they scale.
-const SCALES: [&str; 2] = ["_scale", "_scale_inv"];
+const SCALE_SUFFIXES: [&str; 2] = ["_scale", "_scale_inv"];
 
 /// Suffixes of the scales of activations, keys or values. They are unused: activations are not rounded to 8
 /// bits here.
-const OF_ACTIVATIONS: [&str; 8] = [
+const ACTIVATION_SCALE_SUFFIXES: [&str; 8] = [
     ".input_scale",
     ".input_scale_ub",
     ".output_scale",
@@ -45,7 +45,7 @@ const NAN: u8 = 0x7f;
 
 /// Location of an F8_E4M3 tensor's scales.
 #[derive(Debug)]
-pub(super) struct Scaled {
+pub(super) struct Fp8Layout {
     /// File index, byte range and type of the scales; `None` if there are none.
     pub(super) scales: Option<(usize, Range<usize>, QuantType)>,
     columns: usize,
@@ -53,19 +53,19 @@ pub(super) struct Scaled {
     block: [usize; 2],
 }
 
-impl Scaled {
+impl Fp8Layout {
     /// Bytes of `codes` elements as F32.
-    pub(super) fn wanted_bytes(&self, codes: usize) -> usize {
+    pub(super) fn output_bytes(&self, codes: usize) -> usize {
         codes * size_of::<f32>()
     }
 
     /// Multiplies F8_E4M3 elements by their scales and returns them as F32.
-    pub(super) fn numbers(&self, codes: &[u8], scales: &[u8]) -> Vec<u8> {
+    pub(super) fn dequantize(&self, codes: &[u8], scales: &[u8]) -> Vec<u8> {
         let scales = self.scales(scales);
         let [rows, columns] = self.block;
         let across = self.columns.div_ceil(columns);
-        let values: Vec<f32> = (0..=u8::MAX).map(value).collect();
-        let mut numbers = Vec::with_capacity(self.wanted_bytes(codes.len()));
+        let values: Vec<f32> = (0..=u8::MAX).map(decode_f8_e4m3).collect();
+        let mut numbers = Vec::with_capacity(self.output_bytes(codes.len()));
         for (row, codes) in codes.chunks_exact(self.columns.max(1)).enumerate() {
             let scales = &scales[row / rows * across..][..across];
             for (codes, scale) in codes.chunks(columns).zip(scales) {
@@ -85,7 +85,7 @@ impl Scaled {
 }
 
 /// Decodes an F8_E4M3 element: a sign, 4 exponent bits and 3 fraction bits, without infinities.
-fn value(code: u8) -> f32 {
+fn decode_f8_e4m3(code: u8) -> f32 {
     let (exponent, fraction) = (i32::from(code >> FRACTION_BITS & 15), f32::from(code & 7));
     let size = match (code & NAN, exponent) {
         (NAN, _) => f32::NAN,
@@ -97,20 +97,20 @@ fn value(code: u8) -> f32 {
 
 impl Checkpoint {
     /// Attaches the scale tensors to every F8_E4M3 tensor.
-    pub(super) fn settle_scales(&mut self, folder: &Folder) -> Result<()> {
-        let is_coded = |entry: &Entry| entry.dtype == Dtype::Foreign(DTYPE.to_owned());
+    pub(super) fn attach_fp8_scales(&mut self, folder: &Folder) -> Result<()> {
+        let is_coded = |entry: &TensorEntry| entry.dtype == Dtype::Unsupported(DTYPE.to_owned());
         let names = self.tensors.iter().filter(|(_, entry)| is_coded(entry)).map(|(name, _)| name.clone());
         let names: Vec<String> = names.collect();
         let block = if names.is_empty() { None } else { block_size(folder)? };
         for name in names {
             let file = self.files[self.tensors[&name].file].path().display().to_string();
-            self.settle(&name, block).with_context(|| format!("{file}: tensor '{name}'"))?;
+            self.attach_scales_to(&name, block).with_context(|| format!("{file}: tensor '{name}'"))?;
         }
         Ok(())
     }
 
-    fn settle(&mut self, name: &str, block: Option<[usize; 2]>) -> Result<()> {
-        let found = SCALES.map(|end| format!("{name}{end}"));
+    fn attach_scales_to(&mut self, name: &str, block: Option<[usize; 2]>) -> Result<()> {
+        let found = SCALE_SUFFIXES.map(|end| format!("{name}{end}"));
         let mut found = found.iter().filter_map(|scales| self.tensors.remove_entry(scales));
         let (scales, other) = (found.next(), found.next());
         if let (Some((one, _)), Some((other, _))) = (&scales, &other) {
@@ -125,9 +125,9 @@ impl Checkpoint {
         ensure!(fits, "shape {:?} of {DTYPE} does not match its {held} bytes", entry.shape);
         let whole = [rows.max(1), columns.max(1)];
         let scaled = match scales {
-            None => Scaled { scales: None, columns, block: whole },
+            None => Fp8Layout { scales: None, columns, block: whole },
             Some((scales, entry)) => {
-                let block = shared_by(&entry.shape, [rows, columns], block).with_context(|| {
+                let block = scale_block_shape(&entry.shape, [rows, columns], block).with_context(|| {
                     format!(
                         "scales '{scales}' of shape {:?} do not fit {rows} x {columns} elements",
                         entry.shape
@@ -138,29 +138,34 @@ impl Checkpoint {
                     (Dtype::Known(ty), _) => {
                         bail!("scales '{scales}' have the unsupported type {ty}")
                     }
-                    (Dtype::Foreign(ty), _) => {
+                    (Dtype::Unsupported(ty), _) => {
                         bail!("scales '{scales}' have the unsupported type {ty}")
                     }
                 };
-                Scaled { scales: Some((entry.file, entry.bytes, ty)), columns, block }
+                Fp8Layout { scales: Some((entry.file, entry.bytes, ty)), columns, block }
             }
         };
         entry.dtype = Dtype::Known(QuantType::F32);
-        entry.layout = Layout::Scaled(scaled);
+        entry.layout = Layout::Fp8(scaled);
         Ok(())
     }
 
     /// Whether a tensor is an activation scale of a model with F8_E4M3 weights. Such a tensor is not a weight
     /// and can be ignored.
-    pub fn scales_activations(&self, name: &str) -> bool {
-        let is_scaled = |entry: &Entry| matches!(entry.layout, Layout::Scaled(_));
-        OF_ACTIVATIONS.iter().any(|end| name.ends_with(end)) && self.tensors.values().any(is_scaled)
+    pub fn is_activation_scale(&self, name: &str) -> bool {
+        let is_scaled = |entry: &TensorEntry| matches!(entry.layout, Layout::Fp8(_));
+        ACTIVATION_SCALE_SUFFIXES.iter().any(|end| name.ends_with(end))
+            && self.tensors.values().any(is_scaled)
     }
 }
 
 /// Returns the rows and columns that share a scale, given the shape of the scale tensor; `None` if it does
 /// not fit.
-fn shared_by(scales: &[usize], [rows, columns]: [usize; 2], block: Option<[usize; 2]>) -> Option<[usize; 2]> {
+fn scale_block_shape(
+    scales: &[usize],
+    [rows, columns]: [usize; 2],
+    block: Option<[usize; 2]>,
+) -> Option<[usize; 2]> {
     let whole = [rows.max(1), columns.max(1)];
     let of_blocks = block.filter(|[r, c]| scales == [rows.div_ceil(*r), columns.div_ceil(*c)]);
     match scales {
@@ -198,7 +203,7 @@ mod tests {
         let (recorded, _) = recorded.as_chunks::<4>();
         assert_eq!(recorded.len(), 256);
         for (code, recorded) in (0..=u8::MAX).zip(recorded) {
-            let (value, recorded) = (value(code), f32::from_le_bytes(*recorded));
+            let (value, recorded) = (decode_f8_e4m3(code), f32::from_le_bytes(*recorded));
             let same = value.to_bits() == recorded.to_bits() || value.is_nan() && recorded.is_nan();
             assert!(same, "{code:#04x}: {value}, recorded {recorded}");
         }
@@ -214,7 +219,7 @@ mod tests {
     }
 
     fn tensor(name: &str, ty: QuantType, shape: &[usize]) -> SavedTensor {
-        SavedTensor { name: name.to_owned(), ty, shape: shape.to_vec(), turned: false }
+        SavedTensor { name: name.to_owned(), ty, shape: shape.to_vec(), transposed: false }
     }
 
     /// A folder with an F8_E4M3 matrix "w" of ones after F32 tensors with the elements 1, 2, 3, ...
@@ -222,7 +227,7 @@ mod tests {
         let folder = Scratch::new();
         let (files, _) = safetensors_files(tensors, usize::MAX);
         let numbers: usize = tensors.iter().map(|tensor| tensor.bytes() / 4).sum();
-        let text = String::from_utf8(files[0].head[8..].to_vec()).unwrap();
+        let text = String::from_utf8(files[0].header[8..].to_vec()).unwrap();
         let codes = json!({
             "dtype": "F8_E4M3", "shape": [rows, columns],
             "data_offsets": [4 * numbers, 4 * numbers + rows * columns],
@@ -243,7 +248,10 @@ mod tests {
         assert!(checkpoint.names().eq(["w"]));
         let tensor = checkpoint.tensor("w").unwrap();
         let bytes = tensor.bytes();
-        assert_eq!((tensor.bytes_len(), tensor.stored_len(), tensor.stored_name()), (bytes.len(), 12, NAME));
+        assert_eq!(
+            (tensor.bytes_len(), tensor.stored_len(), tensor.stored_type_name()),
+            (bytes.len(), 12, TYPE_NAME)
+        );
         bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
     }
 
@@ -289,9 +297,9 @@ mod tests {
         let checkpoint = Checkpoint::open_folder(&folder.folder()).unwrap();
         assert!(checkpoint.names().eq(["other_scale", "w", "w.input_scale"]));
         assert!(
-            checkpoint.scales_activations("w.input_scale") && !checkpoint.scales_activations("other_scale")
+            checkpoint.is_activation_scale("w.input_scale") && !checkpoint.is_activation_scale("other_scale")
         );
         let plain = Checkpoint::from_buffer("t".as_ref(), Vec::new(), QuantType::F32, []);
-        assert!(!plain.scales_activations("w.input_scale"));
+        assert!(!plain.is_activation_scale("w.input_scale"));
     }
 }

@@ -14,21 +14,21 @@ use std::fmt;
 use std::marker::PhantomData;
 
 /// File names of a weight format, and the function that parses one file.
-pub(super) struct Naming {
+pub(super) struct FolderFormat {
     pub(super) single: &'static str,
     pub(super) index: &'static str,
     /// Parses the tensors of one file. The second argument is the file's index in the checkpoint.
     pub(super) read: fn(&[u8], usize) -> Result<Tensors>,
 }
 
-impl Naming {
+impl FolderFormat {
     /// Whether the folder has such a file or its index.
-    pub(super) fn is_in(&self, folder: &Folder) -> bool {
+    pub(super) fn is_present_in(&self, folder: &Folder) -> bool {
         folder.has(self.single) || folder.has(self.index)
     }
 
     /// Opens the weights as [`FolderFormat::open`] does. Fails if the folder has none of this format.
-    pub(super) fn open_needed(&self, folder: &Folder) -> Result<Checkpoint> {
+    pub(super) fn open_required(&self, folder: &Folder) -> Result<Checkpoint> {
         self.open(folder)?.with_context(|| {
             format!("{}: found neither {} nor {}", folder.path().display(), self.single, self.index)
         })
@@ -50,7 +50,7 @@ impl Naming {
 
     /// Opens every file the folder's index lists. Fails if the index and the files disagree about a tensor.
     fn open_sharded(&self, folder: &Folder) -> Result<Checkpoint> {
-        let index = folder.read_needed(self.index)?;
+        let index = folder.read_required(self.index)?;
         let shards = read_index(&index).with_context(|| folder.file(self.index).display().to_string())?;
         let mut checkpoint = Checkpoint { files: Vec::new(), tensors: Tensors::new() };
         for (shard, names) in &shards {

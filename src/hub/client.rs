@@ -21,24 +21,24 @@ pub struct Timeouts {
     /// To establish a connection.
     pub connect: Duration,
     /// For a whole response, except file content.
-    pub answer: Duration,
+    pub response: Duration,
     /// For a whole response to an update check, when the revision is already cached. Does not cover name
     /// resolution, which the system times.
-    pub news: Duration,
+    pub update_check: Duration,
     /// Between two reads of a file's content.
-    pub silence: Duration,
+    pub idle: Duration,
     /// Delay before the second attempt; the third waits twice as long.
-    pub pause: Duration,
+    pub retry_delay: Duration,
 }
 
 impl Default for Timeouts {
     fn default() -> Timeouts {
         Timeouts {
             connect: Duration::from_secs(10),
-            answer: Duration::from_secs(30),
-            news: Duration::from_secs(3),
-            silence: Duration::from_secs(60),
-            pause: Duration::from_millis(250),
+            response: Duration::from_secs(30),
+            update_check: Duration::from_secs(3),
+            idle: Duration::from_secs(60),
+            retry_delay: Duration::from_millis(250),
         }
     }
 }
@@ -54,25 +54,25 @@ pub(super) struct Client {
 #[derive(Deserialize)]
 pub(super) struct Listing {
     pub sha: String,
-    pub siblings: Vec<Listed>,
+    pub siblings: Vec<ListedFile>,
 }
 
 /// A file of a commit. Mirrors may leave out all fields but the name.
 #[derive(Deserialize)]
-pub(super) struct Listed {
+pub(super) struct ListedFile {
     #[serde(rename = "rfilename")]
     pub name: String,
     /// Size of the file, in bytes.
     pub size: Option<u64>,
-    lfs: Option<ListedLfs>,
+    lfs: Option<LfsInfo>,
 }
 
 #[derive(Deserialize)]
-struct ListedLfs {
+struct LfsInfo {
     sha256: Option<String>,
 }
 
-impl Listed {
+impl ListedFile {
     /// Returns the SHA-256 of the content, in hexadecimal.
     pub fn sha256(&self) -> Option<&str> {
         self.lfs.as_ref()?.sha256.as_deref()
@@ -80,7 +80,7 @@ impl Listed {
 }
 
 /// Response headers of a file, which are untrusted text.
-pub(super) struct Description {
+pub(super) struct FileInfo {
     /// Identifier of the content.
     pub etag: String,
     /// The commit that the file belongs to.
@@ -90,7 +90,7 @@ pub(super) struct Description {
 }
 
 /// A file's content from byte `start`.
-pub(super) struct Content {
+pub(super) struct FileContent {
     pub start: u64,
     /// Size of the whole file, in bytes.
     pub size: Option<u64>,
@@ -99,119 +99,121 @@ pub(super) struct Content {
 
 /// A failed request.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(super) struct FetchError {
     pub reason: String,
     /// Whether a retry may succeed.
-    pub passing: bool,
+    pub transient: bool,
 }
 
-impl Failure {
-    pub fn transient(reason: impl Into<String>) -> Failure {
-        Failure { reason: reason.into(), passing: true }
+impl FetchError {
+    pub fn transient(reason: impl Into<String>) -> FetchError {
+        FetchError { reason: reason.into(), transient: true }
     }
 
-    pub fn lasting(reason: impl Into<String>) -> Failure {
-        Failure { reason: reason.into(), passing: false }
+    pub fn permanent(reason: impl Into<String>) -> FetchError {
+        FetchError { reason: reason.into(), transient: false }
     }
 }
 
 /// Options of a request.
 #[derive(Default)]
-struct Question {
+struct RequestOptions {
     /// Value of the `Range` header: `bytes=FIRST-LAST`.
     range: Option<String>,
     /// Time limit for the whole response; `None` for file content, which is limited per read.
-    within: Option<Duration>,
+    time_limit: Option<Duration>,
     /// A response with this header is returned even if it is a redirect.
     stop_at: Option<&'static str>,
 }
 
 impl Client {
     /// Returns the files of a revision's commit.
-    pub fn listing(&self, repository: &str, revision: &str, within: Duration) -> Result<Listing, Failure> {
-        let revision = encoded(revision);
+    pub fn listing(&self, repository: &str, revision: &str, within: Duration) -> Result<Listing, FetchError> {
+        let revision = percent_encode(revision);
         // Only with `blobs=true` does the response have sizes and hashes.
         let address = format!("{}/api/models/{repository}/revision/{revision}?blobs=true", self.endpoint);
-        let answer = self.ask(address, &Question { within: Some(within), ..Question::default() })?;
-        serde_json::from_reader(answer.into_reader().take(LISTING_BYTES_MAX)).map_err(|error| Failure {
-            passing: error.is_io(),
+        let answer =
+            self.send(address, &RequestOptions { time_limit: Some(within), ..RequestOptions::default() })?;
+        serde_json::from_reader(answer.into_reader().take(LISTING_BYTES_MAX)).map_err(|error| FetchError {
+            transient: error.is_io(),
             reason: format!("cannot read the list of files: {error}"),
         })
     }
 
     /// Returns the URL of a file of a commit.
-    pub fn address(&self, repository: &str, commit: &str, name: &str) -> String {
-        let name: Vec<String> = name.split('/').map(encoded).collect();
+    pub fn file_url(&self, repository: &str, commit: &str, name: &str) -> String {
+        let name: Vec<String> = name.split('/').map(percent_encode).collect();
         format!("{}/{repository}/resolve/{commit}/{}", self.endpoint, name.join("/"))
     }
 
     /// Requests the metadata of the file at an address.
-    pub fn describe(&self, address: String) -> Result<Description, Failure> {
+    pub fn file_info(&self, address: String) -> Result<FileInfo, FetchError> {
         const LINKED_ETAG: &str = "x-linked-etag";
-        let question = Question {
+        let question = RequestOptions {
             range: Some("bytes=0-0".to_owned()),
-            within: Some(self.timeouts.answer),
+            time_limit: Some(self.timeouts.response),
             // The storage backend behind the redirect has a different ETag for the content.
             stop_at: Some(LINKED_ETAG),
         };
-        let answer = self.ask(address, &question)?;
+        let answer = self.send(address, &question)?;
         let etag = answer.header(LINKED_ETAG).or_else(|| answer.header("etag"));
-        let etag = etag.ok_or_else(|| Failure::lasting("the hub sent no ETag"))?;
+        let etag = etag.ok_or_else(|| FetchError::permanent("the hub sent no ETag"))?;
         let size = answer.header("x-linked-size").and_then(|size| size.parse().ok());
-        Ok(Description {
+        Ok(FileInfo {
             etag: etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"').to_owned(),
             commit: answer.header("x-repo-commit").map(str::to_owned),
-            size: size.or_else(|| extent(&answer)?.1),
+            size: size.or_else(|| content_range(&answer)?.1),
         })
     }
 
     /// Requests the file's content from byte `start`. The hub may send it from an earlier byte.
-    pub fn content(&self, address: String, start: u64) -> Result<Content, Failure> {
+    pub fn content(&self, address: String, start: u64) -> Result<FileContent, FetchError> {
         let range = (start > 0).then(|| format!("bytes={start}-"));
-        let answer = self.ask(address, &Question { range, ..Question::default() })?;
-        let extent = extent(&answer).filter(|(first, _)| *first <= start);
-        let (start, size) = extent.ok_or_else(|| Failure::lasting("the hub sent a different byte range"))?;
-        Ok(Content { start, size, reader: answer.into_reader() })
+        let answer = self.send(address, &RequestOptions { range, ..RequestOptions::default() })?;
+        let extent = content_range(&answer).filter(|(first, _)| *first <= start);
+        let (start, size) =
+            extent.ok_or_else(|| FetchError::permanent("the hub sent a different byte range"))?;
+        Ok(FileContent { start, size, reader: answer.into_reader() })
     }
 
     /// Returns the error for a failed read of a file's content.
-    pub fn broken(&self, error: &std::io::Error) -> Failure {
-        Failure::transient(match error.kind() {
+    pub fn read_error(&self, error: &std::io::Error) -> FetchError {
+        FetchError::transient(match error.kind() {
             ErrorKind::TimedOut | ErrorKind::WouldBlock => {
-                format!("no data received for {:?}", self.timeouts.silence)
+                format!("no data received for {:?}", self.timeouts.idle)
             }
             _ => format!("the connection broke: {error}"),
         })
     }
 
     /// Sends a request and follows redirects.
-    fn ask(&self, mut address: String, question: &Question) -> Result<Response, Failure> {
-        let agent = self.agent(question.within);
+    fn send(&self, mut address: String, question: &RequestOptions) -> Result<Response, FetchError> {
+        let agent = self.agent(question.time_limit);
         for _ in 0..=REDIRECTS {
             let request = self.request(&agent, &address, question)?;
-            let here = request.request_url().map_err(|_| unusable_address())?;
-            let answer = request.call().map_err(|error| self.failure(error))?;
+            let here = request.request_url().map_err(|_| invalid_url())?;
+            let answer = request.call().map_err(|error| self.request_error(error))?;
             let is_enough = question.stop_at.is_some_and(|header| answer.has(header));
             let is_redirect = matches!(answer.status(), 301 | 302 | 303 | 307 | 308);
             match answer.header("location") {
                 Some(next) if is_redirect && !is_enough => {
-                    let next = here.as_url().join(next).map_err(|_| unusable_address())?;
+                    let next = here.as_url().join(next).map_err(|_| invalid_url())?;
                     address = next.into();
                 }
                 _ if answer.status() < 300 || is_enough => return Ok(answer),
-                _ => return Err(self.refusal(answer.status(), &answer)),
+                _ => return Err(self.status_error(answer.status(), &answer)),
             }
         }
-        Err(Failure::lasting("too many redirects"))
+        Err(FetchError::permanent("too many redirects"))
     }
 
     /// Creates an agent for one request: without connection reuse, and with redirects left to
     /// [`Client::send`].
     fn agent(&self, within: Option<Duration>) -> Agent {
-        let Timeouts { connect, silence, .. } = self.timeouts;
+        let Timeouts { connect, idle: silence, .. } = self.timeouts;
         AgentBuilder::new()
             .user_agent(concat!("mainstem/", env!("CARGO_PKG_VERSION")))
-            .try_proxy_from_env(!self.is_here())
+            .try_proxy_from_env(!self.is_local())
             .redirects(0)
             .max_idle_connections(0)
             .timeout_connect(within.map_or(connect, |within| within.min(connect)))
@@ -221,24 +223,29 @@ impl Client {
     }
 
     /// Whether the hub runs on this machine, which is never reached through a proxy.
-    fn is_here(&self) -> bool {
+    fn is_local(&self) -> bool {
         let host = self.endpoint.split_once("://").map_or("", |(_, host)| host);
         ["127.", "localhost", "[::1]"].iter().any(|here| host.starts_with(here))
     }
 
-    fn request(&self, agent: &Agent, address: &str, question: &Question) -> Result<Request, Failure> {
+    fn request(
+        &self,
+        agent: &Agent,
+        address: &str,
+        question: &RequestOptions,
+    ) -> Result<Request, FetchError> {
         // Without content encoding, sizes and ranges refer to the file itself.
         let mut request = agent.get(address).set("Accept-Encoding", "identity");
         if let Some(range) = &question.range {
             request = request.set("Range", range);
         }
-        if let Some(within) = question.within {
+        if let Some(within) = question.time_limit {
             request = request.timeout(within);
         }
         let origin = |address| Some(agent.get(address).request_url().ok()?.as_url().origin());
         let is_own = match (origin(address), origin(&self.endpoint)) {
             (Some(target), Some(own)) => target == own,
-            _ => return Err(unusable_address()),
+            _ => return Err(invalid_url()),
         };
         Ok(match &self.token {
             Some(token) if is_own => request.set("Authorization", &format!("Bearer {token}")),
@@ -246,9 +253,9 @@ impl Client {
         })
     }
 
-    fn failure(&self, error: ureq::Error) -> Failure {
+    fn request_error(&self, error: ureq::Error) -> FetchError {
         match error {
-            ureq::Error::Status(status, answer) => self.refusal(status, &answer),
+            ureq::Error::Status(status, answer) => self.status_error(status, &answer),
             // The error's own text may contain a signed URL.
             ureq::Error::Transport(broken) => {
                 let mut reason = broken.kind().to_string();
@@ -256,12 +263,12 @@ impl Client {
                 for detail in details.into_iter().flatten() {
                     reason = format!("{reason}: {detail}");
                 }
-                Failure::transient(reason)
+                FetchError::transient(reason)
             }
         }
     }
 
-    fn refusal(&self, status: u16, answer: &Response) -> Failure {
+    fn status_error(&self, status: u16, answer: &Response) -> FetchError {
         let reason = match (status, answer.header("x-error-code")) {
             (404, Some("RevisionNotFound")) => "the repository has no such revision".to_owned(),
             (404, Some("EntryNotFound")) => "the repository has no such file".to_owned(),
@@ -273,17 +280,17 @@ impl Client {
             }
             _ => format!("the hub responded with status {status}"),
         };
-        Failure { reason, passing: status == 429 || status >= 500 }
+        FetchError { reason, transient: status == 429 || status >= 500 }
     }
 }
 
-fn unusable_address() -> Failure {
-    Failure::lasting("the hub redirected to an invalid address")
+fn invalid_url() -> FetchError {
+    FetchError::permanent("the hub redirected to an invalid address")
 }
 
 /// Returns the first byte of the response's content and the size of the whole file; `None` for an invalid
 /// range.
-fn extent(answer: &Response) -> Option<(u64, Option<u64>)> {
+fn content_range(answer: &Response) -> Option<(u64, Option<u64>)> {
     if answer.status() != 206 {
         let len = answer.header("content-length").filter(|_| answer.status() == 200);
         return Some((0, len.and_then(|len| len.parse().ok())));
@@ -293,7 +300,7 @@ fn extent(answer: &Response) -> Option<(u64, Option<u64>)> {
 }
 
 /// Percent-encodes text as one segment of a URL.
-fn encoded(text: &str) -> String {
+fn percent_encode(text: &str) -> String {
     let mut encoded = String::new();
     for byte in text.bytes() {
         match byte.is_ascii_alphanumeric() || b"._-~".contains(&byte) {
@@ -310,14 +317,14 @@ mod tests {
 
     #[test]
     fn addresses_hold_any_name() {
-        assert_eq!(encoded("refs/pr/12"), "refs%2Fpr%2F12");
-        assert_eq!(encoded("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors");
-        assert_eq!(encoded("a b?#%\u{e4}"), "a%20b%3F%23%25%C3%A4");
+        assert_eq!(percent_encode("refs/pr/12"), "refs%2Fpr%2F12");
+        assert_eq!(percent_encode("model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors");
+        assert_eq!(percent_encode("a b?#%\u{e4}"), "a%20b%3F%23%25%C3%A4");
     }
 
     #[test]
     fn extents_are_read() {
-        let read = |text: &str| extent(&text.parse::<Response>().expect("it is an answer"));
+        let read = |text: &str| content_range(&text.parse::<Response>().expect("it is an answer"));
         assert_eq!(read("HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n"), Some((0, Some(7))));
         assert_eq!(read("HTTP/1.1 206 P\r\nContent-Range: bytes 5-6/7\r\n\r\n"), Some((5, Some(7))));
         assert_eq!(read("HTTP/1.1 206 P\r\nContent-Range: bytes 5-6/*\r\n\r\n"), Some((5, None)));

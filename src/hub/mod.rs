@@ -15,14 +15,14 @@ mod reference;
 mod repository;
 
 pub use client::Timeouts;
-pub use progress::{Bars, Progress};
+pub use progress::{Progress, ProgressBars};
 pub use reference::HubReference;
 
 use crate::config::HubSettings;
 use crate::formats::sentence::{MODULES, TEXT_CONFIG};
-use crate::formats::{Folder, SentenceFiles, is_plain_name};
+use crate::formats::{Folder, SentenceConfig, is_plain_name};
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use client::{Client, Failure, Listed, Listing};
+use client::{Client, FetchError, ListedFile, Listing};
 use repository::{Blob, Repository};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
@@ -36,7 +36,7 @@ const ENDPOINT: &str = "https://huggingface.co";
 
 /// Files that the loader reads: one required, the optional ones, and the weights in one file or several.
 const CONFIG: &str = "config.json";
-const OPTIONAL: [&str; 9] = [
+const OPTIONAL_FILES: [&str; 9] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -75,10 +75,10 @@ pub fn fetch(
 }
 
 /// A commit in the cache that has all files needed for loading.
-struct Cached {
+struct CachedSnapshot {
     folder: PathBuf,
     /// Whether every optional file is either present or known to be absent.
-    is_whole: bool,
+    is_complete: bool,
 }
 
 impl Hub {
@@ -118,12 +118,13 @@ impl Hub {
     pub fn fetch(&self, reference: &HubReference, progress: &mut impl Progress) -> Result<PathBuf> {
         let about = || format!("cannot fetch {reference} from {}", self.client.endpoint);
         let repository = Repository::new(&self.cache, reference);
-        let commit = match reference.names_commit() {
+        let commit = match reference.is_commit() {
             true => Some(reference.revision.clone()),
             false => repository.commit(&reference.revision),
         };
-        let cached = commit.and_then(|commit| Cached::look(&repository, &commit));
-        let is_settled = |cached: &Cached| self.is_offline || (cached.is_whole && reference.names_commit());
+        let cached = commit.and_then(|commit| CachedSnapshot::find(&repository, &commit));
+        let is_settled =
+            |cached: &CachedSnapshot| self.is_offline || (cached.is_complete && reference.is_commit());
         if let Some(cached) = cached.as_ref().filter(|cached| is_settled(cached)) {
             info!("{reference} is cached: {}", cached.folder.display());
             return Ok(cached.folder.clone());
@@ -135,7 +136,7 @@ impl Hub {
         );
         match (self.update(reference, &repository, cached.is_some(), progress), cached) {
             (Ok(folder), _) => Ok(folder),
-            (Err(error), Some(Cached { folder, .. })) => {
+            (Err(error), Some(CachedSnapshot { folder, .. })) => {
                 warn!("{}: {error:#}; using the cached files in {}", about(), folder.display());
                 Ok(folder)
             }
@@ -152,7 +153,7 @@ impl Hub {
         has_other: bool,
         progress: &mut impl Progress,
     ) -> Result<PathBuf> {
-        let Timeouts { answer, news, .. } = self.client.timeouts;
+        let Timeouts { response: answer, update_check: news, .. } = self.client.timeouts;
         let within = if has_other { news } else { answer };
         let listing = self.client.listing(reference.repository(), &reference.revision, within);
         let listing = listing.map_err(|failure| anyhow!(failure.reason))?;
@@ -161,11 +162,11 @@ impl Hub {
             !commit.is_empty() && commit.bytes().all(|b| b.is_ascii_alphanumeric()),
             "the hub returned {commit:?}, which is not a commit"
         );
-        let what = match Cached::look(repository, commit).is_some_and(|cached| cached.is_whole) {
+        let what = match CachedSnapshot::find(repository, commit).is_some_and(|cached| cached.is_complete) {
             true => "is cached",
             false => {
                 info!("fetching {reference} (commit {commit}) from {}", self.client.endpoint);
-                Fetching { hub: self, reference, repository, listing: &listing }.all(progress)?;
+                CommitFetch { hub: self, reference, repository, listing: &listing }.fetch_all(progress)?;
                 "has been fetched"
             }
         };
@@ -177,9 +178,9 @@ impl Hub {
     }
 
     /// Converts an I/O error of the cache's file system.
-    fn disk(&self, error: &io::Error) -> Failure {
+    fn disk_error(&self, error: &io::Error) -> FetchError {
         let cache = self.cache.display();
-        Failure::lasting(match error.kind() {
+        FetchError::permanent(match error.kind() {
             ErrorKind::StorageFull | ErrorKind::QuotaExceeded => format!("no space left in {cache}"),
             _ => format!("{error} (the cache is {cache})"),
         })
@@ -197,55 +198,55 @@ fn read_token(file: &Path) -> Option<String> {
     read.ok()
 }
 
-impl Cached {
+impl CachedSnapshot {
     /// Checks which files of a commit are cached. Returns `None` if it cannot be loaded.
-    fn look(repository: &Repository, commit: &str) -> Option<Cached> {
+    fn find(repository: &Repository, commit: &str) -> Option<CachedSnapshot> {
         let folder = repository.snapshot(commit);
         let has = |name: &str| folder.join(name).exists();
         let shards = || shards(&folder.join(INDEX)).is_ok_and(|shards| shards.iter().all(|shard| has(shard)));
         let is_loadable = has(CONFIG) && (has(WEIGHTS) || shards());
         let is_known = |name: &str| has(name) || repository.is_absent(commit, name);
-        let pooling = SentenceFiles::pooling_files(&Folder::disk(&folder));
-        let is_whole = OPTIONAL.into_iter().all(is_known) && pooling.iter().all(|name| is_known(name));
-        is_loadable.then_some(Cached { folder, is_whole })
+        let pooling = SentenceConfig::pooling_files(&Folder::disk(&folder));
+        let is_whole = OPTIONAL_FILES.into_iter().all(is_known) && pooling.iter().all(|name| is_known(name));
+        is_loadable.then_some(CachedSnapshot { folder, is_complete: is_whole })
     }
 }
 
 /// The download of one commit.
-struct Fetching<'a> {
+struct CommitFetch<'a> {
     hub: &'a Hub,
     reference: &'a HubReference,
     repository: &'a Repository,
     listing: &'a Listing,
 }
 
-impl Fetching<'_> {
+impl CommitFetch<'_> {
     /// Downloads all files the loader reads.
-    fn all(&self, progress: &mut impl Progress) -> Result<()> {
-        self.get(CONFIG, progress)?;
-        for name in OPTIONAL {
-            self.get_if_listed(name, progress)?;
+    fn fetch_all(&self, progress: &mut impl Progress) -> Result<()> {
+        self.fetch_file(CONFIG, progress)?;
+        for name in OPTIONAL_FILES {
+            self.fetch_if_listed(name, progress)?;
         }
         let folder = Folder::disk(&self.repository.snapshot(self.commit()));
-        for name in SentenceFiles::pooling_files(&folder) {
-            self.get_if_listed(&name, progress)?;
+        for name in SentenceConfig::pooling_files(&folder) {
+            self.fetch_if_listed(&name, progress)?;
         }
-        self.weights(progress)
+        self.fetch_weights(progress)
     }
 
     /// Downloads a file if the commit has it, otherwise records its absence.
-    fn get_if_listed(&self, name: &str, progress: &mut impl Progress) -> Result<()> {
+    fn fetch_if_listed(&self, name: &str, progress: &mut impl Progress) -> Result<()> {
         if self.listed(name).is_some() {
-            return self.get(name, progress);
+            return self.fetch_file(name, progress);
         }
         let marked = self.repository.mark_absent(self.commit(), name);
-        marked.map_err(|error| anyhow!(self.hub.disk(&error).reason))
+        marked.map_err(|error| anyhow!(self.hub.disk_error(&error).reason))
     }
 
     /// Downloads the single weight file, or the index and the files it lists.
-    fn weights(&self, progress: &mut impl Progress) -> Result<()> {
+    fn fetch_weights(&self, progress: &mut impl Progress) -> Result<()> {
         if self.listed(WEIGHTS).is_some() {
-            return self.get(WEIGHTS, progress);
+            return self.fetch_file(WEIGHTS, progress);
         }
         let others = self.listing.siblings.iter().map(|listed| listed.name.as_str());
         let others: Vec<&str> =
@@ -255,21 +256,21 @@ impl Fetching<'_> {
             "the repository has neither {WEIGHTS} nor {INDEX}; its other weight files: {}",
             if others.is_empty() { "none".to_owned() } else { others.join(", ") }
         );
-        self.get(INDEX, progress)?;
+        self.fetch_file(INDEX, progress)?;
         let shards = shards(&self.repository.snapshot(self.commit()).join(INDEX)).context(INDEX)?;
-        shards.iter().try_for_each(|shard| self.get(shard, progress))
+        shards.iter().try_for_each(|shard| self.fetch_file(shard, progress))
     }
 
     fn commit(&self) -> &str {
         &self.listing.sha
     }
 
-    fn listed(&self, name: &str) -> Option<&Listed> {
+    fn listed(&self, name: &str) -> Option<&ListedFile> {
         self.listing.siblings.iter().find(|listed| listed.name == name)
     }
 
     /// Downloads a file unless it is cached, with retries.
-    fn get(&self, name: &str, progress: &mut impl Progress) -> Result<()> {
+    fn fetch_file(&self, name: &str, progress: &mut impl Progress) -> Result<()> {
         let listed = self.listed(name).with_context(|| format!("the repository has no {name}"))?;
         let path = self.repository.snapshot(self.commit()).join(name);
         if path.exists() {
@@ -280,9 +281,9 @@ impl Fetching<'_> {
         for attempt in 1.. {
             match self.download(listed, progress) {
                 Ok(()) => break,
-                Err(failure) if failure.passing && attempt < ATTEMPTS => {
+                Err(failure) if failure.transient && attempt < ATTEMPTS => {
                     warn!("{name}: {}; trying again", failure.reason);
-                    std::thread::sleep(self.hub.client.timeouts.pause * attempt);
+                    std::thread::sleep(self.hub.client.timeouts.retry_delay * attempt);
                 }
                 Err(failure) => bail!("{name}: {}", failure.reason),
             }
@@ -291,46 +292,47 @@ impl Fetching<'_> {
     }
 
     /// Downloads a file's content, unless it is cached under another name, and links it into the snapshot.
-    fn download(&self, listed: &Listed, progress: &mut impl Progress) -> Result<(), Failure> {
-        let disk = |error: io::Error| self.hub.disk(&error);
-        let described = self.hub.client.describe(self.address(listed))?;
+    fn download(&self, listed: &ListedFile, progress: &mut impl Progress) -> Result<(), FetchError> {
+        let disk = |error: io::Error| self.hub.disk_error(&error);
+        let described = self.hub.client.file_info(self.file_url(listed))?;
         if described.commit.is_some_and(|commit| commit != self.commit()) {
-            return Err(Failure::lasting("the hub sent the file of another commit"));
+            return Err(FetchError::permanent("the hub sent the file of another commit"));
         }
         let blob = self.repository.blob(&described.etag);
-        let blob = blob.map_err(|error| Failure::lasting(error.to_string()))?;
+        let blob = blob.map_err(|error| FetchError::permanent(error.to_string()))?;
         let size = listed.size.or(described.size);
         let _lock = blob.lock(&listed.name).map_err(disk)?;
         // Another process may have finished the download while this one waited for the lock.
         let is_there = blob.path().metadata().is_ok_and(|is| size.is_none_or(|size| is.len() == size));
         if !is_there {
-            self.fill(listed, &blob, size, progress)?;
-            self.check(listed, &blob)?;
-            fs::rename(blob.part(), blob.path()).map_err(disk)?;
+            self.resume_download(listed, &blob, size, progress)?;
+            self.verify_hash(listed, &blob)?;
+            fs::rename(blob.partial_path(), blob.path()).map_err(disk)?;
         }
         self.repository.link(&blob, self.commit(), &listed.name).map_err(disk)
     }
 
-    fn address(&self, listed: &Listed) -> String {
-        self.hub.client.address(self.reference.repository(), self.commit(), &listed.name)
+    fn file_url(&self, listed: &ListedFile) -> String {
+        self.hub.client.file_url(self.reference.repository(), self.commit(), &listed.name)
     }
 
     /// Downloads the rest of the partial file, from where an earlier attempt ended.
-    fn fill(
+    fn resume_download(
         &self,
-        listed: &Listed,
+        listed: &ListedFile,
         blob: &Blob,
         size: Option<u64>,
         progress: &mut impl Progress,
-    ) -> Result<(), Failure> {
-        let disk = |error: io::Error| self.hub.disk(&error);
-        let mut part = OpenOptions::new().create(true).append(true).open(blob.part()).map_err(disk)?;
+    ) -> Result<(), FetchError> {
+        let disk = |error: io::Error| self.hub.disk_error(&error);
+        let mut part =
+            OpenOptions::new().create(true).append(true).open(blob.partial_path()).map_err(disk)?;
         let there = part.metadata().map_err(disk)?.len();
         if size == Some(there) {
             return Ok(());
         }
         let start = if size.is_some_and(|size| there < size) { there } else { 0 };
-        let content = self.hub.client.content(self.address(listed), start)?;
+        let content = self.hub.client.content(self.file_url(listed), start)?;
         part.set_len(content.start).map_err(disk)?;
         let size = size.or(content.size);
         progress.begin(&listed.name, size.unwrap_or(0));
@@ -344,7 +346,7 @@ impl Fetching<'_> {
         let is = part.metadata().map_err(disk)?.len();
         match size {
             Some(should) if is != should => {
-                Err(Failure::transient(format!("received {is} bytes instead of {should}")))
+                Err(FetchError::transient(format!("received {is} bytes instead of {should}")))
             }
             _ => Ok(()),
         }
@@ -355,29 +357,29 @@ impl Fetching<'_> {
         mut reader: impl Read,
         part: &mut File,
         progress: &mut impl Progress,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), FetchError> {
         let mut buffer = vec![0; CHUNK];
         loop {
             let count = match reader.read(&mut buffer) {
                 Ok(0) => return Ok(()),
                 Ok(count) => count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) => return Err(self.hub.client.broken(&error)),
+                Err(error) => return Err(self.hub.client.read_error(&error)),
             };
-            part.write_all(&buffer[..count]).map_err(|error| self.hub.disk(&error))?;
+            part.write_all(&buffer[..count]).map_err(|error| self.hub.disk_error(&error))?;
             progress.advance(count as u64);
         }
     }
 
     /// Compares the partial file's hash with the one the hub lists. Removes the file if they differ.
-    fn check(&self, listed: &Listed, blob: &Blob) -> Result<(), Failure> {
+    fn verify_hash(&self, listed: &ListedFile, blob: &Blob) -> Result<(), FetchError> {
         let Some(should) = listed.sha256() else { return Ok(()) };
-        let is = sha256(&blob.part()).map_err(|error| self.hub.disk(&error))?;
+        let is = sha256(&blob.partial_path()).map_err(|error| self.hub.disk_error(&error))?;
         if is.eq_ignore_ascii_case(should) {
             return Ok(());
         }
-        fs::remove_file(blob.part()).map_err(|error| self.hub.disk(&error))?;
-        Err(Failure::transient(format!(
+        fs::remove_file(blob.partial_path()).map_err(|error| self.hub.disk_error(&error))?;
+        Err(FetchError::transient(format!(
             "the content is corrupt: its SHA-256 is {is}, but the hub lists {should}"
         )))
     }
@@ -488,7 +490,7 @@ mod tests {
     #[test]
     fn a_full_disk_is_told_and_final() {
         let hub = hub(&settings_with(None), &[]).unwrap();
-        let failure = hub.disk(&ErrorKind::StorageFull.into());
-        assert!(failure.reason.contains("/nowhere/cache") && !failure.passing, "{}", failure.reason);
+        let failure = hub.disk_error(&ErrorKind::StorageFull.into());
+        assert!(failure.reason.contains("/nowhere/cache") && !failure.transient, "{}", failure.reason);
     }
 }

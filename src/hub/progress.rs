@@ -23,11 +23,11 @@ impl Progress for () {
 
 /// Shows a progress bar per file if stderr is a terminal.
 #[derive(Default)]
-pub struct Bars {
+pub struct ProgressBars {
     bar: Option<ProgressBar>,
 }
 
-impl Progress for Bars {
+impl Progress for ProgressBars {
     fn begin(&mut self, file: &str, size: u64) {
         self.show(ProgressBar::new(size), file);
     }
@@ -41,7 +41,7 @@ impl Progress for Bars {
     }
 }
 
-impl Bars {
+impl ProgressBars {
     /// Replaces the current bar. Shows nothing yet.
     fn show(&mut self, bar: ProgressBar, file: &str) {
         self.finish();
@@ -61,9 +61,9 @@ mod tests {
 
     /// A terminal that records everything written to it.
     #[derive(Clone, Debug, Default)]
-    struct Paper(Arc<Mutex<String>>);
+    struct FakeTerminal(Arc<Mutex<String>>);
 
-    impl TermLike for Paper {
+    impl TermLike for FakeTerminal {
         fn width(&self) -> u16 {
             80
         }
@@ -96,10 +96,10 @@ mod tests {
 
     #[test]
     fn a_bar_is_seen_with_its_name_and_size_or_not_at_all() {
-        let paper = Paper::default();
+        let paper = FakeTerminal::default();
         let written = || paper.0.lock().expect("no writer panics").clone();
         let target = ProgressDrawTarget::term_like(Box::new(paper.clone()));
-        let mut bars = Bars { bar: None };
+        let mut bars = ProgressBars { bar: None };
         bars.show(ProgressBar::with_draw_target(Some(2048), target), "model.safetensors");
         assert_eq!(written(), "");
         bars.advance(2048);

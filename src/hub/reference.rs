@@ -8,7 +8,7 @@ use std::fmt;
 
 /// Prefix of references, in place of a path.
 const PREFIX: &str = "hf:";
-const REVISION: &str = "main";
+const DEFAULT_REVISION: &str = "main";
 
 /// A model on a hub at a revision.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub struct HubReference {
 
 impl HubReference {
     /// Whether a model name has the form of a reference, which starts with `hf:`.
-    pub fn is_meant(model: &str) -> bool {
+    pub fn has_prefix(model: &str) -> bool {
         model.starts_with(PREFIX)
     }
 
@@ -29,7 +29,7 @@ impl HubReference {
     pub fn parse(text: &str) -> Result<HubReference> {
         let rest =
             text.strip_prefix(PREFIX).with_context(|| format!("'{text}' does not begin with {PREFIX}"))?;
-        let (repository, revision) = rest.split_once('@').unwrap_or((rest, REVISION));
+        let (repository, revision) = rest.split_once('@').unwrap_or((rest, DEFAULT_REVISION));
         let parts = repository.split('/').collect::<Vec<_>>();
         let [owner, name] = parts[..] else {
             bail!("'{text}': expected {PREFIX}owner/name or {PREFIX}owner/name@revision");
@@ -42,7 +42,7 @@ impl HubReference {
     }
 
     /// Whether the revision is a full commit hash, whose content never changes.
-    pub(super) fn names_commit(&self) -> bool {
+    pub(super) fn is_commit(&self) -> bool {
         self.revision.len() == 40 && self.revision.bytes().all(|byte| byte.is_ascii_hexdigit())
     }
 

@@ -47,7 +47,7 @@ impl Repository {
             return Ok(());
         }
         let reference = self.reference(revision);
-        create_folder_of(&reference)?;
+        create_parent(&reference)?;
         // Renaming makes the update atomic.
         let new = self.folder.join(format!(".ref-{}", std::process::id()));
         fs::write(&new, commit)?;
@@ -64,7 +64,7 @@ impl Repository {
             return Ok(());
         }
         let mark = self.absent(commit).join(name);
-        create_folder_of(&mark)?;
+        create_parent(&mark)?;
         fs::write(mark, [])
     }
 
@@ -77,7 +77,7 @@ impl Repository {
     /// Links the content into a commit's folder as `name`, which may have folders.
     pub fn link(&self, blob: &Blob, commit: &str, name: &str) -> io::Result<()> {
         let link = self.snapshot(commit).join(name);
-        create_folder_of(&link)?;
+        create_parent(&link)?;
         let up = "../".repeat(2 + name.matches('/').count());
         let target = Path::new(&up).join("blobs").join(&blob.etag);
         match std::os::unix::fs::symlink(&target, &link) {
@@ -96,7 +96,7 @@ impl Repository {
     }
 }
 
-fn create_folder_of(file: &Path) -> io::Result<()> {
+fn create_parent(file: &Path) -> io::Result<()> {
     fs::create_dir_all(file.parent().expect("every path here has a parent; this is a bug"))
 }
 
@@ -106,15 +106,15 @@ impl Blob {
     }
 
     /// Path of the partial download.
-    pub fn part(&self) -> PathBuf {
-        self.beside("part")
+    pub fn partial_path(&self) -> PathBuf {
+        self.with_suffix("part")
     }
 
     /// Locks the partial download until the returned file is dropped. Blocks while another process holds the
     /// lock.
     pub fn lock(&self, name: &str) -> io::Result<File> {
         fs::create_dir_all(&self.blobs)?;
-        let lock = OpenOptions::new().create(true).append(true).open(self.beside("lock"))?;
+        let lock = OpenOptions::new().create(true).append(true).open(self.with_suffix("lock"))?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
@@ -126,7 +126,7 @@ impl Blob {
         Ok(lock)
     }
 
-    fn beside(&self, ending: &str) -> PathBuf {
+    fn with_suffix(&self, ending: &str) -> PathBuf {
         self.blobs.join(format!("{}.{ending}", self.etag))
     }
 }

@@ -37,13 +37,13 @@ impl HostBuf {
     }
 
     /// Returns the total bytes of all live buffers of the process.
-    pub fn allocated() -> usize {
+    pub fn total_allocated() -> usize {
         ALLOCATED.load(Ordering::Relaxed)
     }
 
     /// Returns the net bytes that this thread allocated since a previous call returned the mark `since`, or 0
     /// if it freed more than it allocated, and the current mark. Buffers of other threads do not count.
-    pub fn allocated_here(since: usize) -> (usize, usize) {
+    pub fn allocated_by_thread(since: usize) -> (usize, usize) {
         let now = ALLOCATED_HERE.with(Cell::get);
         let more = now.wrapping_sub(since) as isize;
         (usize::try_from(more).unwrap_or(0), now)
@@ -137,13 +137,13 @@ mod tests {
 
     #[test]
     fn buffers_of_other_threads_do_not_count() {
-        let (_, before) = HostBuf::allocated_here(0);
+        let (_, before) = HostBuf::allocated_by_thread(0);
         let from_other_thread = std::thread::spawn(|| HostBuf::zeroed(1000).unwrap()).join().unwrap();
         let own = HostBuf::zeroed(30).unwrap();
-        assert_eq!(HostBuf::allocated_here(before).0, 30);
+        assert_eq!(HostBuf::allocated_by_thread(before).0, 30);
         drop(from_other_thread);
         assert_eq!(
-            HostBuf::allocated_here(before).0,
+            HostBuf::allocated_by_thread(before).0,
             0,
             "dropped buffers are subtracted, and the result is never negative"
         );

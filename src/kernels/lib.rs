@@ -24,15 +24,15 @@ pub mod cpu;
 pub mod conformance;
 
 pub use backend::{
-    Activation, AttentionShape, Backend, DeviceError, DistanceBias, Expert, Factor, KvLayer, KvLayout,
-    KvTable, Mask, MoeShape, Norm, NormKind, Product, Rope, RopeStretch, RopeStyle, Scoring, Share,
-    StepLimits, To, Weight,
+    Activation, AttentionShape, Backend, DeviceError, DynamicNtk, Epilogue, Expert, Fraction, Gemm,
+    InputOperand, KvLayer, KvLayout, KvTable, Mask, MoeShape, Norm, NormKind, RelativeBias, Rope, RopeStyle,
+    Scoring, StepLimits, Weight,
 };
 pub use batch::{
-    Carried, Flow, PageCopy, SampleMode, SampleRow, SampledRow, SlotMove, Span, SpanModel, SpanStack,
-    SpanTable, SpanTokens, StepBatch, StepOutput, StepTimes, TableUpdate, Want,
+    ActivationHandoff, HandoffPorts, PageCopy, SampleMode, SampledToken, SamplingParams, SlotMove, Span,
+    SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepOutput, StepTimes, TableUpdate,
 };
-pub use collective::local::{Abort, LocalMember};
-pub use collective::{Aborted, Alone, Collective};
+pub use collective::local::{Abort, LocalRank};
+pub use collective::{Aborted, Collective, SingleRank};
 pub use host::HostBuf;
-pub use quant::{Inputs, QuantType};
+pub use quant::{ActivationPrecision, QuantType};

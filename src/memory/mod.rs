@@ -9,7 +9,7 @@ pub mod slots;
 pub mod pages;
 
 pub use pages::{Lease, PagePool};
-pub use slots::{SlotMap, divided};
+pub use slots::{SlotMap, split_slots};
 
 /// Reproducible random choices for the tests of this module.
 #[cfg(test)]

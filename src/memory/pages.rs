@@ -5,7 +5,7 @@
 //! drop, later steps may use them for other sequences.
 //! Invariant: a page is either free or held, and the null page is neither.
 
-use mainstem_kernels::batch::{Page, SINK_PAGE};
+use mainstem_kernels::batch::{NULL_PAGE, Page};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// All pages of the KV cache except the null page. The pool has one owner; only leases are passed around.
@@ -16,12 +16,12 @@ pub struct PagePool {
     holders: Vec<u32>,
     /// Free pages; the last one is leased first.
     free: Vec<Page>,
-    returns: Arc<Mutex<Returns>>,
+    returned: Arc<Mutex<ReturnedPages>>,
 }
 
 /// Pages returned by dropped leases.
 #[derive(Debug)]
-struct Returns {
+struct ReturnedPages {
     /// Number of resets; the pages of a lease from an earlier epoch are ignored.
     epoch: u64,
     pages: Vec<Page>,
@@ -32,9 +32,9 @@ struct Returns {
 pub struct Lease {
     pages: Vec<Page>,
     /// Number of pages for the sequence's own positions; the remaining pages are for its encoder positions.
-    own: usize,
+    own_count: usize,
     epoch: u64,
-    returns: Arc<Mutex<Returns>>,
+    returned: Arc<Mutex<ReturnedPages>>,
 }
 
 impl PagePool {
@@ -46,12 +46,12 @@ impl PagePool {
             "a cache has a null page, and a page has at least one position"
         );
         assert!(Page::try_from(pages).is_ok(), "page numbers fit their type");
-        let returns = Returns { epoch: 0, pages: Vec::with_capacity(pages) };
+        let returns = ReturnedPages { epoch: 0, pages: Vec::with_capacity(pages) };
         let mut pool = PagePool {
             page_positions,
             holders: vec![0; pages],
             free: Vec::with_capacity(pages),
-            returns: Arc::new(Mutex::new(returns)),
+            returned: Arc::new(Mutex::new(returns)),
         };
         pool.reset();
         pool
@@ -60,12 +60,12 @@ impl PagePool {
     /// Leases the pages for `positions` token positions. Returns `None`, and leases nothing, if fewer are
     /// free.
     pub fn reserve(&mut self, positions: usize) -> Option<Lease> {
-        self.reserve_with_source(positions, 0)
+        self.reserve_with_encoder(positions, 0)
     }
 
     /// Leases the pages for `positions` token positions, and separate pages for the encoder positions
     /// `source`. Returns `None`, and leases nothing, if fewer are free.
-    pub fn reserve_with_source(&mut self, positions: usize, source: usize) -> Option<Lease> {
+    pub fn reserve_with_encoder(&mut self, positions: usize, source: usize) -> Option<Lease> {
         let epoch = self.collect();
         let (own, cross) = (self.pages_for(positions), self.pages_for(source));
         let rest = self.free.len().checked_sub(own + cross)?;
@@ -77,7 +77,7 @@ impl PagePool {
     pub fn share(&mut self, lease: &Lease) -> Lease {
         let epoch = self.collect();
         assert_eq!(lease.epoch, epoch, "a lease from before a reset is not shared");
-        self.lease(lease.pages.clone(), lease.own, epoch)
+        self.lease(lease.pages.clone(), lease.own_count, epoch)
     }
 
     /// Returns the number of pages for `positions` token positions.
@@ -104,13 +104,13 @@ impl PagePool {
     /// Frees every page, because the content of the cache is lost. Existing leases become invalid, and
     /// dropping them has no effect.
     pub fn reset(&mut self) {
-        let mut returns = lock(&self.returns);
+        let mut returns = lock(&self.returned);
         returns.epoch += 1;
         returns.pages.clear();
         self.holders.fill(0);
         self.free.clear();
         // In descending order, so that low pages are leased first.
-        self.free.extend((0..self.holders.len() as Page).rev().filter(|&page| page != SINK_PAGE));
+        self.free.extend((0..self.holders.len() as Page).rev().filter(|&page| page != NULL_PAGE));
     }
 
     /// Asserts that every page except the null page is either free, once, or held.
@@ -121,17 +121,17 @@ impl PagePool {
             assert!(!std::mem::replace(&mut free[page as usize], true), "page {page} is free twice");
         }
         assert!(
-            !free[SINK_PAGE as usize] && self.holders[SINK_PAGE as usize] == 0,
+            !free[NULL_PAGE as usize] && self.holders[NULL_PAGE as usize] == 0,
             "the null page is never free or held"
         );
-        for page in (0..self.holders.len()).filter(|&page| page != SINK_PAGE as usize) {
+        for page in (0..self.holders.len()).filter(|&page| page != NULL_PAGE as usize) {
             assert_eq!(free[page], self.holders[page] == 0, "page {page} is free or held");
         }
     }
 
     /// Takes back the pages of dropped leases; returns the current epoch.
     fn collect(&mut self) -> u64 {
-        let mut returns = lock(&self.returns);
+        let mut returns = lock(&self.returned);
         for page in returns.pages.drain(..) {
             let holders = &mut self.holders[page as usize];
             *holders = holders
@@ -149,7 +149,7 @@ impl PagePool {
         for &page in &pages {
             self.holders[page as usize] += 1;
         }
-        Lease { pages, own, epoch, returns: Arc::clone(&self.returns) }
+        Lease { pages, own_count: own, epoch, returned: Arc::clone(&self.returned) }
     }
 }
 
@@ -160,19 +160,19 @@ impl Lease {
     }
 
     /// Returns the pages of the sequence's own positions, in order.
-    pub fn own(&self) -> &[Page] {
-        &self.pages[..self.own]
+    pub fn own_count(&self) -> &[Page] {
+        &self.pages[..self.own_count]
     }
 
     /// Returns the pages of its encoder positions, in order.
     pub fn cross(&self) -> &[Page] {
-        &self.pages[self.own..]
+        &self.pages[self.own_count..]
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut returns = lock(&self.returns);
+        let mut returns = lock(&self.returned);
         if returns.epoch == self.epoch {
             returns.pages.append(&mut self.pages);
         }
@@ -180,7 +180,7 @@ impl Drop for Lease {
 }
 
 /// Locks the list, ignoring poisoning: no holder of the lock panics halfway through a change.
-fn lock(returns: &Mutex<Returns>) -> MutexGuard<'_, Returns> {
+fn lock(returns: &Mutex<ReturnedPages>) -> MutexGuard<'_, ReturnedPages> {
     returns.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -194,9 +194,9 @@ mod tests {
     const POSITIONS: usize = 32;
 
     /// Asserts that the pages of all leases are distinct, and that none is the null page.
-    fn disjoint(leases: &[Lease]) {
+    fn assert_disjoint(leases: &[Lease]) {
         let pages: Vec<Page> = leases.iter().flat_map(|lease| lease.pages().iter().copied()).collect();
-        assert!(!pages.contains(&SINK_PAGE));
+        assert!(!pages.contains(&NULL_PAGE));
         assert_eq!(pages.iter().collect::<BTreeSet<_>>().len(), pages.len());
     }
 
@@ -219,7 +219,7 @@ mod tests {
         assert_eq!(pool.free(), 1);
         let second = pool.reserve(POSITIONS).expect("one is left");
         assert!(pool.reserve(1).is_none());
-        disjoint(&[first, second]);
+        assert_disjoint(&[first, second]);
         assert!(pool.reserve(5 * POSITIONS).is_none(), "more than there are");
         let all = pool.reserve(4 * POSITIONS).expect("all are back");
         assert_eq!(all.pages().iter().copied().collect::<BTreeSet<_>>(), BTreeSet::from([1, 2, 3, 4]));
@@ -260,7 +260,7 @@ mod tests {
                     }
                 },
             }
-            disjoint(&held);
+            assert_disjoint(&held);
             pool.check();
         }
         assert!(granted > 500 && refused > 50, "{granted} granted, {refused} refused");
@@ -272,16 +272,16 @@ mod tests {
     }
 
     #[test]
-    fn a_source_has_pages_of_its_own_and_comes_and_goes_with_its_sequence() {
+    fn encoder_pages_are_leased_and_returned_with_the_sequence() {
         let mut pool = PagePool::new(6, POSITIONS);
-        assert!(pool.reserve_with_source(3 * POSITIONS, 2 * POSITIONS + 1).is_none(), "one page too few");
+        assert!(pool.reserve_with_encoder(3 * POSITIONS, 2 * POSITIONS + 1).is_none(), "one page too few");
         assert_eq!(pool.used(), 0, "and nothing of it stays leased");
-        let lease = pool.reserve_with_source(2 * POSITIONS + 1, POSITIONS).expect("there are enough");
-        assert_eq!((lease.own().len(), lease.cross().len(), pool.used()), (3, 1, 4));
-        assert_eq!([lease.own(), lease.cross()].concat(), lease.pages());
-        disjoint(std::slice::from_ref(&lease));
+        let lease = pool.reserve_with_encoder(2 * POSITIONS + 1, POSITIONS).expect("there are enough");
+        assert_eq!((lease.own_count().len(), lease.cross().len(), pool.used()), (3, 1, 4));
+        assert_eq!([lease.own_count(), lease.cross()].concat(), lease.pages());
+        assert_disjoint(std::slice::from_ref(&lease));
         let without = pool.reserve(POSITIONS).expect("one is left");
-        assert_eq!((without.own().len(), without.cross().len()), (1, 0));
+        assert_eq!((without.own_count().len(), without.cross().len()), (1, 0));
         drop(lease);
         pool.check();
         assert_eq!(pool.used(), 1);
@@ -292,9 +292,9 @@ mod tests {
     #[test]
     fn shared_pages_come_free_with_their_last_lease() {
         let mut pool = PagePool::new(5, POSITIONS);
-        let first = pool.reserve_with_source(2 * POSITIONS, 1).expect("there are enough");
+        let first = pool.reserve_with_encoder(2 * POSITIONS, 1).expect("there are enough");
         let second = pool.share(&first);
-        assert_eq!((second.own(), second.cross(), pool.used()), (first.own(), first.cross(), 3));
+        assert_eq!((second.own_count(), second.cross(), pool.used()), (first.own_count(), first.cross(), 3));
         drop(first);
         assert_eq!(pool.used(), 3);
         pool.check();

@@ -29,9 +29,9 @@ impl Window {
 }
 
 /// Returns the window that needs the fewest moves; of several, the one at the lowest offset. O(slots).
-pub fn window(occupied: &[bool]) -> Window {
-    let len = count(occupied);
-    let mut inside = count(&occupied[..len]);
+pub fn best_window(occupied: &[bool]) -> Window {
+    let len = count_occupied(occupied);
+    let mut inside = count_occupied(&occupied[..len]);
     let mut best = Window { offset: 0, len, moves: len - inside };
     for end in len..occupied.len() {
         // The window steps from `end - len..end` to `end - len + 1..end + 1`.
@@ -45,14 +45,14 @@ pub fn window(occupied: &[bool]) -> Window {
 
 /// Appends the moves that fill the holes of `window`, both ascending: the first occupied slot outside goes to
 /// the first hole inside. `window` must be computed from the same `occupied`. O(slots).
-pub fn moves(occupied: &[bool], window: &Window, into: &mut Vec<SlotMove>) {
+pub fn append_moves(occupied: &[bool], window: &Window, into: &mut Vec<SlotMove>) {
     let inside = window.range();
     let holes = inside.clone().filter(|&slot| !occupied[slot]);
     let movers = (0..inside.start).chain(inside.end..occupied.len()).filter(|&slot| occupied[slot]);
     into.extend(movers.zip(holes).map(|(from, to)| SlotMove { from: from as Slot, to: to as Slot }));
 }
 
-fn count(occupied: &[bool]) -> usize {
+fn count_occupied(occupied: &[bool]) -> usize {
     occupied.iter().filter(|&&slot| slot).count()
 }
 
@@ -64,9 +64,9 @@ mod tests {
     type Move = (Slot, Slot);
 
     fn shuffle(occupied: &[bool]) -> (Window, Vec<Move>) {
-        let window = window(occupied);
+        let window = best_window(occupied);
         let mut list = Vec::new();
-        moves(occupied, &window, &mut list);
+        append_moves(occupied, &window, &mut list);
         (window, list.iter().map(|m| (m.from, m.to)).collect())
     }
 
@@ -135,7 +135,7 @@ mod tests {
         let kept = SlotMove { from: 9, to: 8 };
         let mut list = vec![kept];
         let occupied = [true, false, true];
-        moves(&occupied, &window(&occupied), &mut list);
+        append_moves(&occupied, &best_window(&occupied), &mut list);
         assert_eq!(list, [kept, SlotMove { from: 2, to: 1 }]);
     }
 }

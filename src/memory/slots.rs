@@ -14,7 +14,7 @@ use std::ops::Range;
 
 /// Splits the slots `0..slots` into `runs` contiguous ranges whose lengths differ by at most one; the longer
 /// ones come first.
-pub fn divided(slots: usize, runs: usize) -> impl Iterator<Item = Range<Slot>> {
+pub fn split_slots(slots: usize, runs: usize) -> impl Iterator<Item = Range<Slot>> {
     let (len, longer) = (slots / runs, slots % runs);
     (0..runs).map(move |run| {
         let first = run * len + run.min(longer);
@@ -50,14 +50,14 @@ impl<K: Copy + Eq> SlotMap<K> {
         let above = (window.end < self.end()).then_some(window.end);
         let below = (window.start > self.first).then(|| window.start - 1);
         let slot = self.holes().next().or(above).or(below)?;
-        let at = self.at(slot);
+        let at = self.index_of(slot);
         self.holders[at] = Some(key);
         Some(slot)
     }
 
     /// Frees an occupied slot, and returns its holder.
     pub fn leave(&mut self, slot: Slot) -> K {
-        let at = self.at(slot);
+        let at = self.index_of(slot);
         self.holders[at].take().expect("only a taken slot is freed; anything else is a bug")
     }
 
@@ -70,13 +70,13 @@ impl<K: Copy + Eq> SlotMap<K> {
         self.occupied.clear();
         self.occupied.extend(self.holders.iter().map(Option::is_some));
         let first = moves.len();
-        shuffle::moves(&self.occupied, &shuffle::window(&self.occupied), moves);
+        shuffle::append_moves(&self.occupied, &shuffle::best_window(&self.occupied), moves);
         for m in &mut moves[first..] {
             self.holders[m.to as usize] = self.holders[m.from as usize].take();
             // The shuffle numbers slots from the lowest one.
             *m = SlotMove { from: self.first + m.from, to: self.first + m.to };
         }
-        assert_eq!(self.window().len(), self.live(), "a compacted window has no holes");
+        assert_eq!(self.window().len(), self.occupied_slots(), "a compacted window has no holes");
     }
 
     /// Returns the range from the lowest to the highest occupied slot; empty, at the first slot, if none is
@@ -104,7 +104,7 @@ impl<K: Copy + Eq> SlotMap<K> {
     }
 
     /// Returns the number of occupied slots.
-    pub fn live(&self) -> usize {
+    pub fn occupied_slots(&self) -> usize {
         self.iter().count()
     }
 
@@ -119,14 +119,14 @@ impl<K: Copy + Eq> SlotMap<K> {
     }
 
     /// Returns the index of a slot in `holders`.
-    fn at(&self, slot: Slot) -> usize {
+    fn index_of(&self, slot: Slot) -> usize {
         (slot - self.first) as usize
     }
 
     /// Asserts that the map is consistent.
     pub fn check(&self) {
         let window = self.window();
-        assert_eq!(window.len(), self.live() + self.holes().count());
+        assert_eq!(window.len(), self.occupied_slots() + self.holes().count());
         for (slot, key) in self.iter() {
             assert!(window.contains(&slot));
             assert_eq!(self.slot_of(key), Some(slot), "a key holds one slot");
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn compaction_moves_holders_and_says_so() {
+    fn compaction_moves_holders_and_reports_it() {
         let mut map = filled(8, true);
         assert_eq!((map.leave(2), map.leave(5)), ('c', 'f'));
         // The existing content of the list is kept and not applied.
@@ -193,17 +193,17 @@ mod tests {
         map.compact(&mut moves);
         assert_eq!((holders(&map).as_str(), moves.len(), map.window()), ("a.c.e", 0, 0..5));
         map.leave(0);
-        assert_eq!((map.window(), map.live()), (2..5, 2));
+        assert_eq!((map.window(), map.occupied_slots()), (2..5, 2));
         map.leave(2);
         map.leave(4);
-        assert_eq!((map.window(), map.live()), (0..0, 0));
+        assert_eq!((map.window(), map.occupied_slots()), (0..0, 0));
     }
 
     #[test]
-    fn runs_of_slots_follow_each_other_and_are_as_even_as_can_be() {
+    fn split_slots_are_contiguous_and_even() {
         for slots in 0..20 {
             for runs in 1..8 {
-                let divided: Vec<_> = divided(slots, runs).collect();
+                let divided: Vec<_> = split_slots(slots, runs).collect();
                 assert_eq!(
                     divided.iter().cloned().flatten().collect::<Vec<_>>(),
                     (0..slots as Slot).collect::<Vec<_>>()
@@ -248,11 +248,11 @@ mod tests {
     /// First slot of the maps that are compared with a list, so that a map with an offset is tested.
     const FIRST: Slot = 7;
 
-    fn agree(map: &SlotMap<u64>, model: &[Option<u64>]) {
+    fn assert_agree(map: &SlotMap<u64>, model: &[Option<u64>]) {
         map.check();
         let taken: Vec<(Slot, u64)> = (FIRST..).zip(model).filter_map(|(s, k)| Some((s, (*k)?))).collect();
         assert_eq!(map.iter().collect::<Vec<_>>(), taken);
-        assert_eq!(map.live(), taken.len());
+        assert_eq!(map.occupied_slots(), taken.len());
         let window = match taken.as_slice() {
             [] => FIRST..FIRST,
             [only] => only.0..only.0 + 1,
@@ -268,13 +268,13 @@ mod tests {
 
     /// Whether new keys join before or after the compaction; the map must be right in both cases.
     #[derive(Clone, Copy, PartialEq)]
-    enum Joins {
+    enum JoinOrder {
         BeforeCompact,
         AfterCompact,
     }
 
     /// A slot map and a plain list of holders, which must agree.
-    struct Pair {
+    struct CheckedMap {
         map: SlotMap<u64>,
         model: Vec<Option<u64>>,
         dice: Dice,
@@ -282,14 +282,14 @@ mod tests {
         moved: usize,
     }
 
-    impl Pair {
+    impl CheckedMap {
         fn leave(&mut self) {
             for (slot, holder) in (FIRST..).zip(&mut self.model) {
                 if holder.is_some() && self.dice.below(4) == 0 {
                     assert_eq!(Some(self.map.leave(slot)), holder.take());
                 }
             }
-            agree(&self.map, &self.model);
+            assert_agree(&self.map, &self.model);
         }
 
         fn join(&mut self) {
@@ -300,7 +300,7 @@ mod tests {
                     self.model[slot] = Some(self.next_key);
                 }
                 self.next_key += 1;
-                agree(&self.map, &self.model);
+                assert_agree(&self.map, &self.model);
             }
         }
 
@@ -313,38 +313,39 @@ mod tests {
                 self.model[to] = self.model[from].take();
             }
             self.moved += moves.len();
-            agree(&self.map, &self.model);
+            assert_agree(&self.map, &self.model);
         }
     }
 
     /// Random iterations; with the shuffle on, no hole remains at the end of each.
-    fn turns(seed: u32, slots: usize, shuffle: bool, joins: Joins) {
+    fn run_iterations(seed: u32, slots: usize, shuffle: bool, joins: JoinOrder) {
         let map = SlotMap::new(FIRST..FIRST + slots as Slot, shuffle);
-        let mut pair = Pair { map, model: vec![None; slots], dice: Dice::new(seed), next_key: 0, moved: 0 };
+        let mut pair =
+            CheckedMap { map, model: vec![None; slots], dice: Dice::new(seed), next_key: 0, moved: 0 };
         for _ in 0..300 {
             pair.leave();
             match joins {
-                Joins::BeforeCompact => {
+                JoinOrder::BeforeCompact => {
                     pair.join();
                     pair.compact();
                 }
-                Joins::AfterCompact => {
+                JoinOrder::AfterCompact => {
                     pair.compact();
                     pair.join();
                 }
             }
-            assert!(!shuffle || pair.map.window().len() == pair.map.live());
+            assert!(!shuffle || pair.map.window().len() == pair.map.occupied_slots());
         }
         assert!(pair.next_key > 0);
         assert_eq!(pair.moved > 0, shuffle && slots > 2);
     }
 
     #[test]
-    fn random_turns_agree_with_a_plain_list() {
+    fn random_iterations_agree_with_a_plain_list() {
         for (seed, slots) in [(1, 2), (2, 3), (3, 8), (4, 17), (5, 32)] {
-            for joins in [Joins::BeforeCompact, Joins::AfterCompact] {
-                turns(seed, slots, true, joins);
-                turns(seed, slots, false, joins);
+            for joins in [JoinOrder::BeforeCompact, JoinOrder::AfterCompact] {
+                run_iterations(seed, slots, true, joins);
+                run_iterations(seed, slots, false, joins);
             }
         }
     }

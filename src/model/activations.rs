@@ -20,7 +20,7 @@ pub struct Activations<Buf> {
     /// Values, (rows, kv_heads, v_dim).
     pub v: Buf,
     /// Queries or keys gathered from all ranks of the stage, (rows, width), where a norm spans all heads.
-    pub spread: Buf,
+    pub gathered: Buf,
     /// The attention output, (rows, heads, v_dim).
     pub a: Buf,
     /// The inner layers of the MLP, (rows, MLP width).
@@ -33,12 +33,12 @@ pub struct Activations<Buf> {
     /// embedding.
     pub angles: Vec<Buf>,
     /// The rows whose logits are computed, (logit rows, hidden).
-    pub wanted: Buf,
-    pub wanted_h: Buf,
+    pub selected: Buf,
+    pub selected_h: Buf,
     /// Logits, (logit rows, vocabulary).
     pub logits: Buf,
     /// Logits of this rank's share of the vocabulary, if the head is split.
-    pub own_logits: Buf,
+    pub local_logits: Buf,
     /// Number of rows whose logits fit into the buffers at once.
     pub logit_rows: usize,
     pub hidden: usize,
@@ -53,7 +53,7 @@ impl<Buf> Activations<Buf> {
         spec: &ModelSpec,
         limits: &StepLimits,
     ) -> Result<Activations<Buf>, DeviceError> {
-        let w = Widths::of(spec);
+        let w = Widths::for_spec(spec);
         let mut alloc = |rows: usize, width: usize| backend.alloc(rows * width * size_of::<f32>());
         let angles = w.angles.iter().map(|width| alloc(limits.rows, *width)).collect::<Result<_, _>>()?;
         Ok(Activations {
@@ -63,17 +63,17 @@ impl<Buf> Activations<Buf> {
             q: alloc(limits.rows, w.q)?,
             k: alloc(limits.rows, w.k)?,
             v: alloc(limits.rows, w.v)?,
-            spread: alloc(limits.rows, w.spread)?,
+            gathered: alloc(limits.rows, w.gathered)?,
             a: alloc(limits.rows, w.a)?,
             gate: alloc(limits.rows, w.mlp)?,
             up: alloc(limits.rows, w.mlp)?,
             router: alloc(limits.rows, w.router)?,
             shared: alloc(limits.rows, w.shared)?,
             angles,
-            wanted: alloc(limits.logit_rows, w.hidden)?,
-            wanted_h: alloc(limits.logit_rows, w.stream)?,
+            selected: alloc(limits.logit_rows, w.hidden)?,
+            selected_h: alloc(limits.logit_rows, w.stream)?,
             logits: alloc(limits.logit_rows, w.vocab)?,
-            own_logits: alloc(limits.logit_rows, w.own_vocab)?,
+            local_logits: alloc(limits.logit_rows, w.local_vocab)?,
             logit_rows: limits.logit_rows,
             hidden: w.hidden,
             observer: None,
@@ -83,10 +83,10 @@ impl<Buf> Activations<Buf> {
 
 /// Returns the size of all activation buffers in bytes.
 pub fn activation_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
-    let w = Widths::of(spec);
-    let row = 2 * w.hidden + w.stream + w.q + w.k + w.v + w.spread + w.a + 2 * w.mlp + w.router + w.shared;
+    let w = Widths::for_spec(spec);
+    let row = 2 * w.hidden + w.stream + w.q + w.k + w.v + w.gathered + w.a + 2 * w.mlp + w.router + w.shared;
     let row = row + w.angles.iter().sum::<usize>();
-    let logit_row = w.hidden + w.stream + w.vocab + w.own_vocab;
+    let logit_row = w.hidden + w.stream + w.vocab + w.local_vocab;
     (limits.rows * row + limits.logit_rows * logit_row) * size_of::<f32>()
 }
 
@@ -99,7 +99,7 @@ struct Widths {
     k: usize,
     v: usize,
     /// Zero if no norm spans several ranks.
-    spread: usize,
+    gathered: usize,
     a: usize,
     mlp: usize,
     router: usize,
@@ -108,11 +108,11 @@ struct Widths {
     /// Zero without a head.
     vocab: usize,
     /// Zero if the head is not split.
-    own_vocab: usize,
+    local_vocab: usize,
 }
 
 impl Widths {
-    fn of(spec: &ModelSpec) -> Widths {
+    fn for_spec(spec: &ModelSpec) -> Widths {
         let layers = || spec.stacks().flat_map(|stack| &stack.layers);
         let attentions = || {
             layers()
@@ -139,14 +139,16 @@ impl Widths {
             q: widest(AttentionSpec::q_width),
             k: widest(AttentionSpec::k_width),
             v: widest(AttentionSpec::v_width),
-            spread: widest(AttentionSpec::spread_width),
+            gathered: widest(AttentionSpec::gathered_qk_width),
             a: widest(AttentionSpec::out_width),
             mlp: layers().map(|layer| layer.mlp.width()).max().unwrap_or(0),
-            router: moes().map(|moe| moe.router.out).max().unwrap_or(0),
+            router: moes().map(|moe| moe.router.n).max().unwrap_or(0),
             shared: if moes().any(|moe| moe.shared.is_some()) { spec.hidden } else { 0 },
             angles: (0..kinds).map(|kind| dims(kind).max().unwrap_or(0)).collect(),
             vocab: head.map_or(0, |_| spec.vocab),
-            own_vocab: head.and_then(|head| head.spread.as_ref()).map_or(0, |spread| spread.own.len()),
+            local_vocab: head
+                .and_then(|head| head.vocab_split.as_ref())
+                .map_or(0, |spread| spread.local.len()),
         }
     }
 }

@@ -49,7 +49,7 @@ pub fn alibi_slopes(heads: usize) -> Vec<f32> {
 
 /// Returns the ALiBi biases of the heads `own`: `(own heads, 2 * reach - 1)`, with the entry for key k and
 /// query q at `k - q + reach - 1`.
-pub fn alibi(heads: usize, own: Range<usize>, scale: f32, reach: usize) -> Vec<f32> {
+pub fn alibi_biases(heads: usize, own: Range<usize>, scale: f32, reach: usize) -> Vec<f32> {
     let distances = || (0..2 * reach - 1).map(|at| at.abs_diff(reach - 1) as f32);
     alibi_slopes(heads)[own]
         .iter()
@@ -58,7 +58,7 @@ pub fn alibi(heads: usize, own: Range<usize>, scale: f32, reach: usize) -> Vec<f
 }
 
 /// Returns learned relative position biases in the layout of [`alibi`], from a table `(buckets, heads)`.
-pub fn relative(
+pub fn learned_biases(
     learned: &[f32],
     (heads, own): (usize, Range<usize>),
     buckets: usize,
@@ -105,18 +105,18 @@ mod tests {
 
     #[test]
     fn biases_lie_by_distance() {
-        let table = alibi(2, 0..2, 2.0, 3);
+        let table = alibi_biases(2, 0..2, 2.0, 3);
         assert_eq!(table.len(), 2 * 5);
         // Slope 1/16, times the scale 2.
         assert_eq!(&table[..5], [-0.25, -0.125, 0.0, -0.125, -0.25]);
-        assert_eq!(alibi(2, 1..2, 2.0, 3), table[5..]);
+        assert_eq!(alibi_biases(2, 1..2, 2.0, 3), table[5..]);
         let learned: Vec<f32> = (0..8).flat_map(|bucket| [bucket as f32, 100.0 + bucket as f32]).collect();
-        let table = relative(&learned, (2, 0..2), 8, 16, false, 4);
+        let table = learned_biases(&learned, (2, 0..2), 8, 16, false, 4);
         assert_eq!(&table[..7], [3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
         assert_eq!(&table[7..], [103.0, 102.0, 101.0, 100.0, 100.0, 100.0, 100.0]);
-        let table = relative(&learned, (2, 0..2), 8, 16, true, 4);
+        let table = learned_biases(&learned, (2, 0..2), 8, 16, true, 4);
         assert_eq!(&table[..7], [2.0, 2.0, 1.0, 0.0, 5.0, 6.0, 6.0]);
-        assert_eq!(relative(&learned, (2, 1..2), 8, 16, true, 4), table[7..]);
+        assert_eq!(learned_biases(&learned, (2, 1..2), 8, 16, true, 4), table[7..]);
     }
 
     /// The boundaries of T5's 32 buckets up to distance 128 in both directions: 16 each, 8 of them exact.

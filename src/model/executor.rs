@@ -5,13 +5,14 @@
 use super::activations::{Activations, activation_bytes};
 use super::importance::Observer;
 use super::load::{self, Model, TensorRecord};
-use super::schedule::{self, Caches, Traffic};
+use super::schedule::{self, Caches, StepIo};
 use super::shard::Shard;
 use super::source::ModelSource;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{
-    Backend, DeviceError, Flow, HostBuf, KvLayer, KvLayout, QuantType, StepBatch, StepLimits, StepOutput,
+    Backend, DeviceError, HandoffPorts, HostBuf, KvLayer, KvLayout, QuantType, StepBatch, StepLimits,
+    StepOutput,
 };
 use std::time::Instant;
 
@@ -21,7 +22,12 @@ pub trait Executor: Send {
     /// Clears `out` first, then writes the times to it; the first rank of the last stage also writes the
     /// results of the whole model. The ranks of a stage synchronize in every step, whatever it contains, so
     /// no rank is more than a step behind, which bounds the queue of messages for it.
-    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError>;
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError>;
 
     /// Returns what was allocated.
     fn report(&self) -> ExecutorReport;
@@ -44,7 +50,7 @@ pub struct ExecutorReport {
 
 /// Number format and size of the KV cache: everything that the model does not determine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KvPlan {
+pub struct KvCacheConfig {
     pub ty: QuantType,
     /// Number of pages, including the null page.
     pub pages: usize,
@@ -68,16 +74,16 @@ impl<B: Backend> ModelExecutor<B> {
         mut backend: B,
         source: &ModelSource,
         shard: &Shard,
-        kv: KvPlan,
+        kv: KvCacheConfig,
         limits: StepLimits,
     ) -> Result<Self> {
-        let spec = source.part(shard)?;
-        let (place, (rank, members)) = ((shard.rank, shard.members()), backend.place());
+        let spec = source.shard_spec(shard)?;
+        let (place, (rank, members)) = ((shard.rank, shard.rank_count()), backend.rank_and_count());
         ensure!(
             place == (rank, members),
             "the device joined its stage as rank {rank} of {members}, not {place:?}; this is a bug"
         );
-        let mut measure = Measure::begin();
+        let mut measure = AllocationMeter::start();
         let model = load::load(&mut backend, source, shard, spec, &limits)?;
         let spec = &model.spec;
         let weight_bytes = measure.since_last();
@@ -111,14 +117,14 @@ impl<B: Backend> ModelExecutor<B> {
 
 /// Returns what a [`ModelExecutor`] of these sizes would report, with the tensors in another order. Weights,
 /// cache and activations are only counted; the step buffers are allocated by `backend`, which is consumed.
-pub fn forecast<B: Backend>(
+pub fn estimate_report<B: Backend>(
     mut backend: B,
     source: &ModelSource,
     shard: &Shard,
-    kv: KvPlan,
+    kv: KvCacheConfig,
     limits: StepLimits,
 ) -> Result<ExecutorReport> {
-    let spec = source.part(shard)?;
+    let spec = source.shard_spec(shard)?;
     let tensors = load::records(source, &spec);
     // The size of the step buffers depends on what the backend has allocated: matrices and a cache without
     // rows.
@@ -140,7 +146,7 @@ pub fn forecast<B: Backend>(
         _ => tensor.loaded_bytes(),
     };
     let weight_bytes = tensors.iter().map(bytes).sum::<usize>() + load::table_bytes(&spec, &limits);
-    let mut measure = Measure::begin();
+    let mut measure = AllocationMeter::start();
     backend.prepare(&limits).context("allocating the step buffers")?;
     let step_bytes = measure.since_last();
     let page = page_bytes(&spec, kv.ty, limits.page_positions).context("a page is too large")?;
@@ -157,7 +163,7 @@ pub fn forecast<B: Backend>(
 /// Returns the size of one page in all layers of a model, or of one rank's part, in bytes; `None` on
 /// overflow.
 pub fn page_bytes(spec: &ModelSpec, ty: QuantType, page_positions: usize) -> Option<usize> {
-    let mut layouts = kv_layouts(spec, KvPlan { ty, pages: 1 }, page_positions);
+    let mut layouts = kv_layouts(spec, KvCacheConfig { ty, pages: 1 }, page_positions);
     layouts.try_fold(0usize, |bytes, layout| bytes.checked_add(layout.page_bytes()?))
 }
 
@@ -170,38 +176,46 @@ pub fn working_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
 }
 
 /// Returns the cache layouts of the decoder's layers.
-fn kv_layouts(spec: &ModelSpec, kv: KvPlan, page_positions: usize) -> impl Iterator<Item = KvLayout> {
+fn kv_layouts(spec: &ModelSpec, kv: KvCacheConfig, page_positions: usize) -> impl Iterator<Item = KvLayout> {
     let layers = spec.cached_layers().iter();
-    layers.map(move |layer| layout(&layer.attention, kv, page_positions))
+    layers.map(move |layer| kv_layout(&layer.attention, kv, page_positions))
 }
 
 /// Returns the layout of the cache that an encoder's layers share one after another. It is F32, because its
 /// contents are temporary.
 fn scratch_layout(spec: &ModelSpec, limits: &StepLimits) -> Option<KvLayout> {
     let layers = &spec.encoder.as_ref()?.layers;
-    let kv = KvPlan { ty: QuantType::F32, pages: limits.scratch_positions().div_ceil(limits.page_positions) };
-    Some(layout(&layers.first()?.attention, kv, limits.page_positions))
+    let kv = KvCacheConfig {
+        ty: QuantType::F32,
+        pages: limits.scratch_positions().div_ceil(limits.page_positions),
+    };
+    Some(kv_layout(&layers.first()?.attention, kv, limits.page_positions))
 }
 
-fn layout(attention: &AttentionSpec, kv: KvPlan, page_positions: usize) -> KvLayout {
+fn kv_layout(attention: &AttentionSpec, kv: KvCacheConfig, page_positions: usize) -> KvLayout {
     let AttentionSpec { kv_heads, k_dim, v_dim, .. } = *attention;
     KvLayout { ty: kv.ty, pages: kv.pages, page_positions, kv_heads, k_dim, v_dim }
 }
 
 impl<B: Backend> Executor for ModelExecutor<B> {
-    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
         let began = Instant::now();
         out.clear();
         out.step = batch.step;
-        schedule::step_major(
+        schedule::run_step(
             &mut self.backend,
             &self.model,
-            Caches { own: &mut self.kv, scratch: self.scratch.as_mut() },
+            Caches { decoder: &mut self.kv, scratch: self.scratch.as_mut() },
             &mut self.act,
-            Traffic { batch, flow, out },
+            StepIo { batch, handoff: flow, out },
         );
-        let wanted = if self.model.seams.answers { batch.samples.len() } else { 0 };
-        assert_eq!(out.rows.len(), wanted, "there must be a result for each output row");
+        let wanted = if self.model.role.returns_output { batch.sampling.len() } else { 0 };
+        assert_eq!(out.tokens.len(), wanted, "there must be a result for each output row");
         out.times.forward = began.elapsed() - out.times.sample;
         Ok(())
     }
@@ -213,15 +227,15 @@ impl<B: Backend> Executor for ModelExecutor<B> {
 
 /// Measures what this thread allocates between two calls. The thread drives the device; other devices are set
 /// up at the same time on other threads.
-struct Measure(usize);
+struct AllocationMeter(usize);
 
-impl Measure {
-    fn begin() -> Measure {
-        Measure(HostBuf::allocated_here(0).1)
+impl AllocationMeter {
+    fn start() -> AllocationMeter {
+        AllocationMeter(HostBuf::allocated_by_thread(0).1)
     }
 
     fn since_last(&mut self) -> usize {
-        let (more, now) = HostBuf::allocated_here(self.0);
+        let (more, now) = HostBuf::allocated_by_thread(self.0);
         self.0 = now;
         more
     }

@@ -7,8 +7,8 @@
 use super::executor::{Executor, ExecutorReport};
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{
-    Aborted, Alone, Collective, DeviceError, Flow, SampleMode, SampleRow, SampledRow, SpanStack, StepBatch,
-    StepLimits, StepOutput,
+    Aborted, Collective, DeviceError, HandoffPorts, SampleMode, SampledToken, SamplingParams, SingleRank,
+    SpanStack, StepBatch, StepLimits, StepOutput,
 };
 use std::panic::resume_unwind;
 use std::thread;
@@ -23,11 +23,11 @@ pub struct StepTime {
 }
 
 impl StepTime {
-    fn of(self, rows: usize) -> Duration {
+    fn for_rows(self, rows: usize) -> Duration {
         self.step + self.row * rows as u32
     }
 
-    fn words(self) -> String {
+    fn describe(self) -> String {
         match (self.step.is_zero(), self.row.is_zero()) {
             (true, true) => "answers at once".to_owned(),
             (false, true) => format!("{:?} a step", self.step),
@@ -38,8 +38,8 @@ impl StepTime {
 }
 
 /// Returns the report of a [`FakeExecutor`] with this step time: it allocates nothing.
-pub fn forecast(time: StepTime) -> ExecutorReport {
-    ExecutorReport { device: format!("fake ({})", time.words()), ..ExecutorReport::default() }
+pub fn estimate_report(time: StepTime) -> ExecutorReport {
+    ExecutorReport { device: format!("fake ({})", time.describe()), ..ExecutorReport::default() }
 }
 
 /// An executor that samples uniformly from a list of tokens.
@@ -47,7 +47,7 @@ pub struct FakeExecutor {
     tokens: Vec<u32>,
     limits: StepLimits,
     time: StepTime,
-    stage: Box<dyn Collective>,
+    collective: Box<dyn Collective>,
 }
 
 impl FakeExecutor {
@@ -55,28 +55,28 @@ impl FakeExecutor {
     /// end-of-sequence token among them, every request runs to its maximum length.
     pub fn new(tokens: Vec<u32>, limits: StepLimits) -> FakeExecutor {
         assert!(!tokens.is_empty(), "there must be at least one token");
-        FakeExecutor { tokens, limits, time: StepTime::default(), stage: Box::new(Alone) }
+        FakeExecutor { tokens, limits, time: StepTime::default(), collective: Box::new(SingleRank) }
     }
 
     /// Returns the device as a rank of a stage, with that stage's collective.
-    pub fn joining(self, stage: Box<dyn Collective>) -> FakeExecutor {
-        FakeExecutor { stage, ..self }
+    pub fn with_collective(self, stage: Box<dyn Collective>) -> FakeExecutor {
+        FakeExecutor { collective: stage, ..self }
     }
 
     /// Returns the device with steps of this duration.
-    pub fn taking(self, time: StepTime) -> FakeExecutor {
+    pub fn with_step_time(self, time: StepTime) -> FakeExecutor {
         FakeExecutor { time, ..self }
     }
 
-    fn result(&self, row: &SampleRow, top: &mut Vec<(u32, f32)>) -> SampledRow {
+    fn sample_row(&self, row: &SamplingParams, top: &mut Vec<(u32, f32)>) -> SampledToken {
         let token = match row.mode {
-            SampleMode::Draw => self.draw(row),
+            SampleMode::Sample => self.sample(row),
             SampleMode::Score(token) => token,
         };
         let likely = -(self.tokens.len() as f32).ln();
         let top_at = top.len();
         top.extend(self.tokens.iter().take(row.top_logprobs.into()).map(|token| (*token, likely)));
-        SampledRow {
+        SampledToken {
             token,
             logprob: if row.logprob { likely } else { f32::NAN },
             top_at: top_at as u32,
@@ -84,24 +84,29 @@ impl FakeExecutor {
         }
     }
 
-    fn draw(&self, row: &SampleRow) -> u32 {
+    fn sample(&self, row: &SamplingParams) -> u32 {
         let [word, ..] = philox([row.position, 0, 0, 0], [row.seed as u32, (row.seed >> 32) as u32]);
         self.tokens[word as usize % self.tokens.len()]
     }
 }
 
 impl Executor for FakeExecutor {
-    fn run(&mut self, batch: &StepBatch, _: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        _: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
         let began = Instant::now();
         assert!(batch.rows() <= self.limits.rows, "{} rows exceed the limits", batch.rows());
         out.clear();
         out.step = batch.step;
-        wait_until(began + self.time.of(batch.rows()));
-        self.stage.sum(&mut [0.0]).unwrap_or_else(|Aborted| resume_unwind(Box::new(Aborted)));
+        wait_until(began + self.time.for_rows(batch.rows()));
+        self.collective.all_reduce(&mut [0.0]).unwrap_or_else(|Aborted| resume_unwind(Box::new(Aborted)));
         out.times.forward = began.elapsed();
-        for row in &batch.samples {
-            let result = self.result(row, &mut out.top);
-            out.rows.push(result);
+        for row in &batch.sampling {
+            let result = self.sample_row(row, &mut out.top_logprobs);
+            out.tokens.push(result);
         }
         let hidden: usize = batch.hidden_rows(SpanStack::Encoder).map(|rows| rows.len()).sum();
         out.hidden.resize(hidden * self.limits.hidden, 1.0);
@@ -110,7 +115,7 @@ impl Executor for FakeExecutor {
     }
 
     fn report(&self) -> ExecutorReport {
-        forecast(self.time)
+        estimate_report(self.time)
     }
 }
 
@@ -131,51 +136,56 @@ pub fn wait_until(deadline: Instant) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mainstem_kernels::{Share, Span, SpanModel, SpanTable, SpanTokens, Want};
+    use mainstem_kernels::{Fraction, Span, SpanModel, SpanOutput, SpanTable, SpanTokens};
 
     const LIMITS: StepLimits = StepLimits {
         slots: 4,
         rows: 8,
         logit_rows: 4,
         positions: 64,
-        source_positions: 0,
+        encoder_positions: 0,
         page_positions: 32,
         top_logprobs: 2,
-        biases: 0,
+        logit_biases: 0,
         vocab: 100,
         hidden: 0,
-        attended: Share::ALL,
+        attended_fraction: Fraction::ONE,
     };
 
     #[test]
     fn tokens_come_from_the_list_by_seed_and_position_alone() {
         let mut device = FakeExecutor::new(vec![7, 8, 9], LIMITS);
-        let row = |position, seed| SampleRow { position, seed, ..SampleRow::GREEDY };
-        let scored = SampleRow { mode: SampleMode::Score(55), logprob: true, top_logprobs: 2, ..row(3, 3) };
-        let mut ids = |samples: Vec<SampleRow>| {
+        let row = |position, seed| SamplingParams { position, seed, ..SamplingParams::GREEDY };
+        let scored =
+            SamplingParams { mode: SampleMode::Score(55), logprob: true, top_logprobs: 2, ..row(3, 3) };
+        let mut ids = |samples: Vec<SamplingParams>| {
             let mut out = StepOutput::default();
             device
-                .run(&StepBatch { samples, ..StepBatch::default() }, Flow::default(), &mut out)
+                .run(
+                    &StepBatch { sampling: samples, ..StepBatch::default() },
+                    HandoffPorts::default(),
+                    &mut out,
+                )
                 .expect("it never fails");
             out
         };
         let one = ids((0..40).map(|position| row(position, 1)).collect());
-        let drawn = |out: &StepOutput| out.rows.iter().map(|row| row.token).collect::<Vec<_>>();
+        let drawn = |out: &StepOutput| out.tokens.iter().map(|row| row.token).collect::<Vec<_>>();
         assert!([7, 8, 9].iter().all(|token| drawn(&one).contains(token)));
         assert_eq!(drawn(&ids(vec![row(17, 1)])), drawn(&one)[17..18]);
         assert_ne!(drawn(&ids((0..40).map(|position| row(position, 2)).collect())), drawn(&one));
         let out = ids(vec![row(0, 0), scored, row(1, 0)]);
-        assert!(out.rows[0].logprob.is_nan() && out.rows[1].token == 55);
-        assert!((out.rows[1].logprob.exp() - 1.0 / 3.0).abs() < 1e-6);
-        assert_eq!(out.top_of(&out.rows[1]).iter().map(|top| top.0).collect::<Vec<_>>(), [7, 8]);
-        assert_eq!((out.top_of(&out.rows[2]).len(), out.top.len()), (0, 2));
+        assert!(out.tokens[0].logprob.is_nan() && out.tokens[1].token == 55);
+        assert!((out.tokens[1].logprob.exp() - 1.0 / 3.0).abs() < 1e-6);
+        assert_eq!(out.top_logprobs_of(&out.tokens[1]).iter().map(|top| top.0).collect::<Vec<_>>(), [7, 8]);
+        assert_eq!((out.top_logprobs_of(&out.tokens[2]).len(), out.top_logprobs.len()), (0, 2));
     }
 
     /// The step's time is attributed to the forward pass in the reported times.
     #[test]
     fn a_step_takes_its_time_and_that_of_its_rows() {
         let time = StepTime { step: Duration::from_millis(2), row: Duration::from_micros(500) };
-        let mut device = FakeExecutor::new(vec![7], LIMITS).taking(time);
+        let mut device = FakeExecutor::new(vec![7], LIMITS).with_step_time(time);
         let span = Span {
             model: SpanModel::Target,
             stack: SpanStack::Decoder,
@@ -184,17 +194,18 @@ mod tests {
             tokens: SpanTokens::Given { at: 0, len: 4 },
             table: SpanTable::Own,
             reserved: 4,
-            source: 0,
-            want: Want::Last,
+            encoder_len: 0,
+            output: SpanOutput::Last,
         };
-        let samples = vec![SampleRow::GREEDY];
-        let batch = StepBatch { spans: vec![span], tokens: vec![7; 4], samples, ..StepBatch::default() };
+        let samples = vec![SamplingParams::GREEDY];
+        let batch =
+            StepBatch { spans: vec![span], tokens: vec![7; 4], sampling: samples, ..StepBatch::default() };
         let mut out = StepOutput::default();
         let began = Instant::now();
-        device.run(&batch, Flow::default(), &mut out).expect("it never fails");
+        device.run(&batch, HandoffPorts::default(), &mut out).expect("it never fails");
         let minimum = Duration::from_millis(4);
         assert!(began.elapsed() >= minimum && out.times.forward >= minimum, "{:?}", out.times.forward);
-        assert_eq!(out.rows.len(), 1);
+        assert_eq!(out.tokens.len(), 1);
         assert_eq!(device.report().device, "fake (2ms a step and 500µs a row)");
     }
 }

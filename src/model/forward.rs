@@ -14,12 +14,12 @@
 
 use super::activations::Activations;
 use super::importance::{MatrixId, Observer};
-use super::load::{Attention, Block, Dense, Embedding, Head, Linear, Mlp, Moe, Stack, SublayerNorms};
+use super::load::{Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms};
 use super::spec::tables::Wiring;
-use super::spec::{AttentionSpec, LayerSpec, Spread};
+use super::spec::{AttentionSpec, ColumnSplit, LayerSpec};
 use mainstem_kernels::{
-    AttentionShape, Backend, DistanceBias, Factor, KvLayer, KvTable, Norm, Product, SpanStack, StepBatch,
-    StepOutput, To,
+    AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, Norm, RelativeBias, SpanStack,
+    StepBatch, StepOutput,
 };
 use std::time::Instant;
 
@@ -30,13 +30,13 @@ pub fn embed<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    let Embedding { table, first, scale, project_in, added, norm } = embedding;
+    let Embedding { table, first_token: first, scale, project_in, position_table: added, norm } = embedding;
     let hidden = act.hidden;
     let to = if project_in.is_some() { &mut act.y } else { &mut act.x };
     b.embed(table, *first, to);
-    b.reduce(rows, table.inp, to);
+    b.all_reduce(rows, table.k, to);
     if let Some(project) = project_in {
-        observe(b, &mut act.observer, (rows, project.weight.inp), &[&project.id], &act.y);
+        observe(b, &mut act.observer, (rows, project.weight.k), &[&project.id], &act.y);
         linear(b, rows, project, &act.y, &mut act.x);
     }
     if *scale != 1.0 {
@@ -55,7 +55,7 @@ pub fn before_attention<B: Backend>(
     b: &mut B,
     spec: &LayerSpec,
     stack: &Stack<B::Buf>,
-    block: &Block<B::Buf>,
+    block: &LayerWeights<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
@@ -64,18 +64,18 @@ pub fn before_attention<B: Backend>(
         // The MLP reads the same input.
         (Some(norm), Wiring::Parallel) => {
             b.norm(rows, norm, &act.x, &mut act.h);
-            Factor::Given(&act.h)
+            InputOperand::Given(&act.h)
         }
-        (Some(norm), _) => Factor::Normed { norm, x: &act.x, room: &mut act.h },
-        (None, _) => Factor::Given(&act.x),
+        (Some(norm), _) => InputOperand::Normed { norm, x: &act.x, buffer: &mut act.h },
+        (None, _) => InputOperand::Given(&act.x),
     };
-    let [q, k, v] = [&mut act.q, &mut act.k, &mut act.v].map(To::Set);
+    let [q, k, v] = [&mut act.q, &mut act.k, &mut act.v].map(Epilogue::Set);
     let terms = [(&weights.q, q), (&weights.k, k), (&weights.v, v)];
-    multiply(b, rows, input, &mut act.observer, terms);
+    run_gemms(b, rows, input, &mut act.observer, terms);
     if let Some((q_norm, k_norm)) = &weights.qk_norms {
-        let (q, k) = weights.spread.as_ref().map(|(q, k)| (q, k)).unzip();
-        norm_heads(b, rows, (q_norm, shape.q_width(), q), &mut act.q, &mut act.spread);
-        norm_heads(b, rows, (k_norm, shape.k_width(), k), &mut act.k, &mut act.spread);
+        let (q, k) = weights.qk_split.as_ref().map(|(q, k)| (q, k)).unzip();
+        norm_heads(b, rows, (q_norm, shape.q_width(), q), &mut act.q, &mut act.gathered);
+        norm_heads(b, rows, (k_norm, shape.k_width(), k), &mut act.k, &mut act.gathered);
     }
     if let Some(rope) = shape.rope {
         let (rope, angles) = (&stack.ropes[rope], &act.angles[rope]);
@@ -88,21 +88,21 @@ pub fn before_attention<B: Backend>(
 pub fn attention<B: Backend>(
     b: &mut B,
     spec: &AttentionSpec,
-    relative_bias: Option<&DistanceBias<B::Buf>>,
+    relative_bias: Option<&RelativeBias<B::Buf>>,
     table: KvTable,
     cache: &mut KvLayer<B::Buf>,
     act: &mut Activations<B::Buf>,
 ) {
     b.store_kv(table, &act.k, &act.v, cache);
-    let bias = relative_bias.filter(|_| spec.by_distance);
-    b.attention(&shape(spec, table, bias), &act.q, cache, &mut act.a);
+    let bias = relative_bias.filter(|_| spec.has_relative_bias);
+    b.attention(&attention_shape(spec, table, bias), &act.q, cache, &mut act.a);
 }
 
 /// Runs the rest of the layer after attention. Sub-layer outputs are reduced over the ranks of the stage.
 pub fn after_attention<B: Backend>(
     b: &mut B,
     spec: &LayerSpec,
-    block: &Block<B::Buf>,
+    block: &LayerWeights<B::Buf>,
     cache: &KvLayer<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
@@ -113,29 +113,31 @@ pub fn after_attention<B: Backend>(
     {
         b.norm(rows, norm, &act.x, &mut act.h);
     }
-    give_attention(b, spec, &block.attention, &block.attention_norms, rows, act);
+    attention_output(b, spec, &block.attention, &block.attention_norms, rows, act);
     if let (Some((norms, weights)), Some((_, shape_of))) = (&block.cross, &spec.cross) {
         cross_attention(b, spec, (norms, weights, shape_of), cache, rows, act);
     }
     let norms = &block.mlp_norms;
     let input = match (spec.wiring, &norms.pre) {
-        (Wiring::Sequential, Some(norm)) => MlpInput::Normed(norm),
-        (Wiring::Sequential | Wiring::ParallelTwoNorms, None) => MlpInput::X,
-        (Wiring::Parallel | Wiring::ParallelTwoNorms, _) => MlpInput::H,
+        (Wiring::Sequential, Some(norm)) => MlpOperand::Normed(norm),
+        (Wiring::Sequential | Wiring::ParallelTwoNorms, None) => MlpOperand::X,
+        (Wiring::Parallel | Wiring::ParallelTwoNorms, _) => MlpOperand::H,
     };
-    let epilogue = Joins::of(b, spec, norms);
+    let epilogue = ResidualEpilogue::for_sublayer(b, spec, norms);
     match (&block.mlp, epilogue) {
-        (Mlp::Dense(mlp), Joins::AtOnce) => dense(b, rows, mlp, input, Target::Stream, act),
-        (Mlp::Dense(mlp), Joins::Apart) => dense(b, rows, mlp, input, Target::Y, act),
+        (Mlp::Dense(mlp), ResidualEpilogue::Fused) => {
+            dense(b, rows, mlp, input, MlpEpilogue::AddToStream, act)
+        }
+        (Mlp::Dense(mlp), ResidualEpilogue::Separate) => dense(b, rows, mlp, input, MlpEpilogue::SetY, act),
         (Mlp::Experts(moe), _) => experts(b, rows, moe, input, act),
     }
-    let epilogue = if let Mlp::Dense(_) = block.mlp { epilogue } else { Joins::Apart };
-    join(b, rows, norms, spec.residual_scale, epilogue, act);
+    let epilogue = if let Mlp::Dense(_) = block.mlp { epilogue } else { ResidualEpilogue::Separate };
+    add_residual(b, rows, norms, spec.residual_scale, epilogue, act);
 }
 
 /// Ends a stack: returns hidden states of the rows that request them, and samples the tokens of the output
 /// rows. Ranks that return no output have no `out`, but do the same work.
-pub fn end<B: Backend>(
+pub fn finish_stack<B: Backend>(
     b: &mut B,
     stack: &Stack<B::Buf>,
     (which, batch): (SpanStack, &StepBatch),
@@ -152,23 +154,23 @@ pub fn end<B: Backend>(
             b.norm_in_place(rows, norm, &mut act.x);
         }
         if let Some(out) = &mut out {
-            batch.hidden_rows(which).for_each(|run| b.hidden(run, hidden, &act.x, out));
+            batch.hidden_rows(which).for_each(|run| b.append_hidden(run, hidden, &act.x, out));
         }
     }
     let Some(head_of) = &stack.head else { return };
-    let wanted = batch.wanted_rows(which).count();
+    let wanted = batch.output_rows(which).count();
     for first in (0..wanted).step_by(act.logit_rows) {
         let block = first..wanted.min(first + act.logit_rows);
-        b.gather(block.clone(), hidden, &act.x, &mut act.wanted);
+        b.gather_output_rows(block.clone(), hidden, &act.x, &mut act.selected);
         if let Some(norm) = stack.norm.as_ref().filter(|_| !normed) {
-            b.norm_in_place(block.len(), norm, &mut act.wanted);
+            b.norm_in_place(block.len(), norm, &mut act.selected);
         }
-        head(b, head_of, block.len(), act);
+        compute_logits(b, head_of, block.len(), act);
         if let Some(out) = &mut out {
             let began = Instant::now();
             b.sample(block.clone(), &act.logits, out);
-            if batch.logits {
-                give_logits(b, head_of, block.len(), &act.logits, out);
+            if batch.return_logits {
+                append_logits(b, head_of, block.len(), &act.logits, out);
             }
             out.times.sample += began.elapsed();
         }
@@ -176,42 +178,42 @@ pub fn end<B: Backend>(
 }
 
 /// Computes the logits of the selected rows.
-fn head<B: Backend>(b: &mut B, head: &Head<B::Buf>, rows: usize, act: &mut Activations<B::Buf>) {
+fn compute_logits<B: Backend>(b: &mut B, head: &Head<B::Buf>, rows: usize, act: &mut Activations<B::Buf>) {
     let hidden = act.hidden;
     if let Some((project, activation, norm)) = &head.transform {
-        observe(b, &mut act.observer, (rows, hidden), &[&project.id], &act.wanted);
-        linear(b, rows, project, &act.wanted, &mut act.wanted_h);
-        b.activate(rows, hidden, *activation, &mut act.wanted_h, None);
-        b.norm(rows, norm, &act.wanted_h, &mut act.wanted);
+        observe(b, &mut act.observer, (rows, hidden), &[&project.id], &act.selected);
+        linear(b, rows, project, &act.selected, &mut act.selected_h);
+        b.activate(rows, hidden, *activation, &mut act.selected_h, None);
+        b.norm(rows, norm, &act.selected_h, &mut act.selected);
     }
     if let Some(project) = &head.project_out {
-        observe(b, &mut act.observer, (rows, hidden), &[&project.id], &act.wanted);
-        linear(b, rows, project, &act.wanted, &mut act.wanted_h);
+        observe(b, &mut act.observer, (rows, hidden), &[&project.id], &act.selected);
+        linear(b, rows, project, &act.selected, &mut act.selected_h);
     }
-    let input = if head.project_out.is_some() { &act.wanted_h } else { &act.wanted };
-    observe(b, &mut act.observer, (rows, head.table.inp), &[&head.id], input);
-    let own = if head.spread.is_some() { &mut act.own_logits } else { &mut act.logits };
+    let input = if head.project_out.is_some() { &act.selected_h } else { &act.selected };
+    observe(b, &mut act.observer, (rows, head.table.k), &[&head.id], input);
+    let own = if head.vocab_split.is_some() { &mut act.local_logits } else { &mut act.logits };
     b.matmul(rows, &head.table, head.bias.as_ref(), input, own);
     if head.scale != 1.0 {
-        b.scale(rows, head.table.out, head.scale, own);
+        b.scale(rows, head.table.n, head.scale, own);
     }
     if let Some(cap) = head.softcap {
-        b.softcap(rows, head.table.out, cap, own);
+        b.softcap(rows, head.table.n, cap, own);
     }
-    if let Some(spread) = &head.spread {
-        b.all_gather(rows, &spread.widths, &act.own_logits, &mut act.logits);
+    if let Some(spread) = &head.vocab_split {
+        b.all_gather(rows, &spread.widths, &act.local_logits, &mut act.logits);
     }
 }
 
 /// Appends `rows` rows of logits to `out`.
-fn give_logits<B: Backend>(
+fn append_logits<B: Backend>(
     b: &mut B,
     head: &Head<B::Buf>,
     rows: usize,
     logits: &B::Buf,
     out: &mut StepOutput,
 ) {
-    let vocab = head.spread.as_ref().map_or(head.table.out, |spread| spread.widths.iter().sum());
+    let vocab = head.vocab_split.as_ref().map_or(head.table.n, |spread| spread.widths.iter().sum());
     let given = out.logits.len();
     out.logits.resize(given + rows * vocab * size_of::<f32>(), 0);
     b.download(logits, 0, &mut out.logits[given..]);
@@ -219,7 +221,7 @@ fn give_logits<B: Backend>(
 
 /// Stores the cross-attention keys and values of the encoder output in every decoder layer's cache, once per
 /// request.
-pub fn remember<B: Backend>(
+pub fn store_cross_kv<B: Backend>(
     b: &mut B,
     decoder: &Stack<B::Buf>,
     caches: &mut [KvLayer<B::Buf>],
@@ -227,7 +229,7 @@ pub fn remember<B: Backend>(
     act: &mut Activations<B::Buf>,
 ) {
     for (index, cache) in caches.iter_mut().enumerate() {
-        let Some((_, weights)) = &decoder.source.layer(index).cross else { continue };
+        let Some((_, weights)) = &decoder.weights.layer(index).cross else { continue };
         linear(b, rows, &weights.k, &act.x, &mut act.k);
         linear(b, rows, &weights.v, &act.x, &mut act.v);
         b.store_kv(KvTable::Cross, &act.k, &act.v, cache);
@@ -235,7 +237,7 @@ pub fn remember<B: Backend>(
 }
 
 /// Adds the attention output, projected by o, to x.
-fn give_attention<B: Backend>(
+fn attention_output<B: Backend>(
     b: &mut B,
     spec: &LayerSpec,
     weights: &Attention<B::Buf>,
@@ -243,13 +245,13 @@ fn give_attention<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    let epilogue = Joins::of(b, spec, norms);
+    let epilogue = ResidualEpilogue::for_sublayer(b, spec, norms);
     let to = match epilogue {
-        Joins::AtOnce => To::Add { x: &mut act.x, room: &mut act.y },
-        Joins::Apart => To::Set(&mut act.y),
+        ResidualEpilogue::Fused => Epilogue::Add { x: &mut act.x, buffer: &mut act.y },
+        ResidualEpilogue::Separate => Epilogue::Set(&mut act.y),
     };
-    multiply(b, rows, Factor::Given(&act.a), &mut act.observer, [(&weights.o, to)]);
-    join(b, rows, norms, spec.residual_scale, epilogue, act);
+    run_gemms(b, rows, InputOperand::Given(&act.a), &mut act.observer, [(&weights.o, to)]);
+    add_residual(b, rows, norms, spec.residual_scale, epilogue, act);
 }
 
 fn cross_attention<B: Backend>(
@@ -261,47 +263,47 @@ fn cross_attention<B: Backend>(
     act: &mut Activations<B::Buf>,
 ) {
     let input = match &norms.pre {
-        Some(norm) => Factor::Normed { norm, x: &act.x, room: &mut act.h },
-        None => Factor::Given(&act.x),
+        Some(norm) => InputOperand::Normed { norm, x: &act.x, buffer: &mut act.h },
+        None => InputOperand::Given(&act.x),
     };
-    multiply(b, rows, input, &mut act.observer, [(&weights.q, To::Set(&mut act.q))]);
-    b.attention(&shape(own, KvTable::Cross, None), &act.q, cache, &mut act.a);
-    give_attention(b, spec, weights, norms, rows, act);
+    run_gemms(b, rows, input, &mut act.observer, [(&weights.q, Epilogue::Set(&mut act.q))]);
+    b.attention(&attention_shape(own, KvTable::Cross, None), &act.q, cache, &mut act.a);
+    attention_output(b, spec, weights, norms, rows, act);
 }
 
 /// How a sub-layer's output is added to the residual stream.
 #[derive(Clone, Copy)]
-enum Joins {
+enum ResidualEpilogue {
     /// In the epilogue of the GEMM, because no operation comes between.
-    AtOnce,
+    Fused,
     /// In an operation of its own, after a reduction, a norm or a scale.
-    Apart,
+    Separate,
 }
 
-impl Joins {
-    fn of<B: Backend>(b: &B, spec: &LayerSpec, norms: &SublayerNorms<B::Buf>) -> Joins {
-        let is_alone = b.place().1 == 1;
+impl ResidualEpilogue {
+    fn for_sublayer<B: Backend>(b: &B, spec: &LayerSpec, norms: &SublayerNorms<B::Buf>) -> ResidualEpilogue {
+        let is_alone = b.rank_and_count().1 == 1;
         if is_alone && norms.out.is_none() && spec.residual_scale == 1.0 {
-            Joins::AtOnce
+            ResidualEpilogue::Fused
         } else {
-            Joins::Apart
+            ResidualEpilogue::Separate
         }
     }
 }
 
 /// Adds scale * y, the sub-layer's output, to x unless the GEMM has added it already, and applies the
 /// sub-layer's norms.
-fn join<B: Backend>(
+fn add_residual<B: Backend>(
     b: &mut B,
     rows: usize,
     norms: &SublayerNorms<B::Buf>,
     scale: f32,
-    epilogue: Joins,
+    epilogue: ResidualEpilogue,
     act: &mut Activations<B::Buf>,
 ) {
     let hidden = act.hidden;
-    if let Joins::Apart = epilogue {
-        b.reduce(rows, hidden, &mut act.y);
+    if let ResidualEpilogue::Separate = epilogue {
+        b.all_reduce(rows, hidden, &mut act.y);
         if let Some(norm) = &norms.out {
             b.norm_in_place(rows, norm, &mut act.y);
         }
@@ -313,7 +315,7 @@ fn join<B: Backend>(
 }
 
 /// The input of a feed-forward network.
-enum MlpInput<'a, Buf> {
+enum MlpOperand<'a, Buf> {
     X,
     H,
     /// x after this norm.
@@ -322,71 +324,71 @@ enum MlpInput<'a, Buf> {
 
 /// Where a feed-forward network stores its output.
 #[derive(Clone, Copy)]
-enum Target {
+enum MlpEpilogue {
     /// Added to the residual stream x.
-    Stream,
+    AddToStream,
     /// Stored in y, the sub-layer's output.
-    Y,
+    SetY,
     /// Stored beside the output of the chosen experts.
-    Shared,
+    SetShared,
 }
 
 fn dense<B: Backend>(
     b: &mut B,
     rows: usize,
     mlp: &Dense<B::Buf>,
-    input: MlpInput<B::Buf>,
-    epilogue: Target,
+    input: MlpOperand<B::Buf>,
+    epilogue: MlpEpilogue,
     act: &mut Activations<B::Buf>,
 ) {
     let input = match input {
-        MlpInput::X => Factor::Given(&act.x),
-        MlpInput::H => Factor::Given(&act.h),
-        MlpInput::Normed(norm) => Factor::Normed { norm, x: &act.x, room: &mut act.h },
+        MlpOperand::X => InputOperand::Given(&act.x),
+        MlpOperand::H => InputOperand::Given(&act.h),
+        MlpOperand::Normed(norm) => InputOperand::Normed { norm, x: &act.x, buffer: &mut act.h },
     };
-    let (gate, up) = ((&mlp.gate, To::Set(&mut act.gate)), To::Set(&mut act.up));
+    let (gate, up) = ((&mlp.gate, Epilogue::Set(&mut act.gate)), Epilogue::Set(&mut act.up));
     match &mlp.up {
-        Some(weight) => multiply(b, rows, input, &mut act.observer, [gate, (weight, up)]),
-        None => multiply(b, rows, input, &mut act.observer, [gate]),
+        Some(weight) => run_gemms(b, rows, input, &mut act.observer, [gate, (weight, up)]),
+        None => run_gemms(b, rows, input, &mut act.observer, [gate]),
     }
     let up = mlp.up.is_some().then_some(&act.up);
-    let activated = Factor::Activated { act: mlp.activation, gate: &mut act.gate, up };
+    let activated = InputOperand::Activated { act: mlp.activation, gate: &mut act.gate, up };
     let to = match epilogue {
-        Target::Stream => To::Add { x: &mut act.x, room: &mut act.y },
-        Target::Y => To::Set(&mut act.y),
-        Target::Shared => To::Set(&mut act.shared),
+        MlpEpilogue::AddToStream => Epilogue::Add { x: &mut act.x, buffer: &mut act.y },
+        MlpEpilogue::SetY => Epilogue::Set(&mut act.y),
+        MlpEpilogue::SetShared => Epilogue::Set(&mut act.shared),
     };
-    multiply(b, rows, activated, &mut act.observer, [(&mlp.down, to)]);
+    run_gemms(b, rows, activated, &mut act.observer, [(&mlp.down, to)]);
 }
 
 fn experts<B: Backend>(
     b: &mut B,
     rows: usize,
     moe: &Moe<B::Buf>,
-    input: MlpInput<B::Buf>,
+    input: MlpOperand<B::Buf>,
     act: &mut Activations<B::Buf>,
 ) {
     // The normalized input is read more than once.
-    if let MlpInput::Normed(norm) = input {
+    if let MlpOperand::Normed(norm) = input {
         b.norm(rows, norm, &act.x, &mut act.h);
     }
     let (input, rest) = match input {
-        MlpInput::X => (&act.x, MlpInput::X),
-        MlpInput::H | MlpInput::Normed(_) => (&act.h, MlpInput::H),
+        MlpOperand::X => (&act.x, MlpOperand::X),
+        MlpOperand::H | MlpOperand::Normed(_) => (&act.h, MlpOperand::H),
     };
-    observe(b, &mut act.observer, (rows, moe.router.weight.inp), &[&moe.router.id], input);
+    observe(b, &mut act.observer, (rows, moe.router.weight.k), &[&moe.router.id], input);
     linear(b, rows, &moe.router, input, &mut act.router);
     if let Some(observer) = &mut act.observer {
-        let width = moe.router.weight.inp;
-        observer.see_experts(b, (rows, width), (&moe.shape, &moe.ids), &act.router, input);
+        let width = moe.router.weight.k;
+        observer.observe_experts(b, (rows, width), (&moe.shape, &moe.input_matrices), &act.router, input);
     }
     b.moe(rows, &moe.shape, &act.router, &moe.experts, input, &mut act.y);
     let Some(shared) = &moe.shared else { return };
     if let Some(router) = &moe.shared_router {
-        observe(b, &mut act.observer, (rows, router.weight.inp), &[&router.id], input);
+        observe(b, &mut act.observer, (rows, router.weight.k), &[&router.id], input);
         linear(b, rows, router, input, &mut act.router);
     }
-    dense(b, rows, shared, rest, Target::Shared, act);
+    dense(b, rows, shared, rest, MlpEpilogue::SetShared, act);
     let hidden = act.hidden;
     if moe.shared_router.is_some() {
         b.gate_rows(rows, hidden, &act.router, &mut act.shared);
@@ -399,24 +401,24 @@ fn experts<B: Backend>(
 fn norm_heads<B: Backend>(
     b: &mut B,
     rows: usize,
-    (norm, width, spread): (&Norm<B::Buf>, usize, Option<&Spread>),
+    (norm, width, spread): (&Norm<B::Buf>, usize, Option<&ColumnSplit>),
     x: &mut B::Buf,
     all: &mut B::Buf,
 ) {
     match spread {
         None => b.norm_in_place(rows * width / norm.width, norm, x),
-        Some(Spread { widths, own }) => {
+        Some(ColumnSplit { widths, local: own }) => {
             b.all_gather(rows, widths, x, all);
             b.norm_in_place(rows, norm, all);
-            b.columns(rows, norm.width, own.clone(), all, x);
+            b.copy_columns(rows, norm.width, own.clone(), all, x);
         }
     }
 }
 
-fn shape<'a, Buf>(
+fn attention_shape<'a, Buf>(
     spec: &AttentionSpec,
     table: KvTable,
-    bias: Option<&'a DistanceBias<Buf>>,
+    bias: Option<&'a RelativeBias<Buf>>,
 ) -> AttentionShape<'a, Buf> {
     let AttentionSpec { heads, scale, softcap, mask, .. } = *spec;
     AttentionShape { heads, scale, softcap, mask, table, bias }
@@ -427,28 +429,28 @@ fn linear<B: Backend>(b: &mut B, rows: usize, linear: &Linear<B::Buf>, x: &B::Bu
 }
 
 /// A weight, and the epilogue of its GEMM.
-type Term<'a, Buf> = (&'a Linear<Buf>, To<'a, Buf>);
+type GemmTerm<'a, Buf> = (&'a Linear<Buf>, Epilogue<'a, Buf>);
 
 /// Runs several GEMMs with the same input. If inputs are observed, the input is computed first and recorded.
-fn multiply<B: Backend, const N: usize>(
+fn run_gemms<B: Backend, const N: usize>(
     b: &mut B,
     rows: usize,
-    input: Factor<B::Buf>,
+    input: InputOperand<B::Buf>,
     observer: &mut Option<Observer>,
-    terms: [Term<B::Buf>; N],
+    terms: [GemmTerm<B::Buf>; N],
 ) {
     let input = match observer {
         None => input,
         Some(_) => {
-            let x = input.made(b, rows, terms[0].0.weight.inp);
+            let x = input.materialize(b, rows, terms[0].0.weight.k);
             let ids = terms.each_ref().map(|(linear, _)| &linear.id);
-            observe(b, observer, (rows, terms[0].0.weight.inp), &ids, x);
-            Factor::Given(x)
+            observe(b, observer, (rows, terms[0].0.weight.k), &ids, x);
+            InputOperand::Given(x)
         }
     };
     let mut gemms =
-        terms.map(|(Linear { weight, bias, .. }, to)| Product { w: weight, bias: bias.as_ref(), to });
-    b.products(rows, input, &mut gemms);
+        terms.map(|(Linear { weight, bias, .. }, to)| Gemm { w: weight, bias: bias.as_ref(), epilogue: to });
+    b.gemms(rows, input, &mut gemms);
 }
 
 /// Records x (rows, width) as the input of the matrices `ids`, if inputs are observed.
@@ -460,6 +462,6 @@ fn observe<B: Backend>(
     x: &B::Buf,
 ) {
     if let Some(observer) = observer {
-        observer.see(b, size, ids, x);
+        observer.observe(b, size, ids, x);
     }
 }

@@ -6,19 +6,20 @@
 
 use super::distance;
 use super::importance::MatrixId;
-use super::pieces::{self, Taken};
+use super::pieces::{self, SliceData};
 use super::rope;
-use super::shard::{Seams, Shard};
+use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
 use super::spec::{
-    AddedSpec, AttentionSpec, DenseSpec, DistanceKind, DistanceSpec, EmbeddingSpec, HeadSpec, LayerSpec,
-    LinearSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, Norms, Piece, RopeSpec, Spread, StackSpec,
+    AttentionSpec, ColumnSplit, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec,
+    ModelSpec, MoeSpec, NormSpec, Norms, PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec,
+    StackSpec, TensorSlice,
 };
 use super::tensors;
 use crate::formats::Checkpoint;
 use anyhow::{Context, Result};
 use mainstem_kernels::{
-    Activation, Backend, DistanceBias, Expert, MoeShape, Norm, QuantType, Rope, StepLimits, Weight,
+    Activation, Backend, Expert, MoeShape, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight,
 };
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -27,7 +28,7 @@ use std::sync::Arc;
 pub struct Model<Buf> {
     /// Specification of this rank's part.
     pub spec: ModelSpec,
-    pub seams: Seams,
+    pub role: StageRole,
     pub encoder: Option<Stack<Buf>>,
     pub decoder: Option<Stack<Buf>>,
     /// The loaded tensors, in loading order.
@@ -41,8 +42,8 @@ pub struct Stack<Buf> {
     /// Tables of the distinct rotary position embeddings of the layers.
     pub ropes: Vec<Rope<Buf>>,
     /// Relative position bias of the layers.
-    pub distance: Option<DistanceBias<Buf>>,
-    pub source: WeightSource<Buf>,
+    pub relative_bias: Option<RelativeBias<Buf>>,
+    pub weights: WeightSource<Buf>,
     pub norm: Option<Norm<Buf>>,
     pub head: Option<Head<Buf>>,
 }
@@ -52,23 +53,23 @@ pub struct Embedding<Buf> {
     /// Table, (tokens, width).
     pub table: Arc<Weight<Buf>>,
     /// Token of the table's first row.
-    pub first: usize,
+    pub first_token: usize,
     pub scale: f32,
     /// Projection to the width of the residual stream.
     pub project_in: Option<Linear<Buf>>,
     /// Table that is added by position, (positions, hidden), and the row of position 0.
-    pub added: Option<(Weight<Buf>, usize)>,
+    pub position_table: Option<(Weight<Buf>, usize)>,
     pub norm: Option<Norm<Buf>>,
 }
 
 /// Provides the weights of each layer.
 pub enum WeightSource<Buf> {
     /// All layers are in the device's memory.
-    Resident(Vec<Block<Buf>>),
+    Resident(Vec<LayerWeights<Buf>>),
 }
 
 /// The weights of one layer.
-pub struct Block<Buf> {
+pub struct LayerWeights<Buf> {
     pub attention_norms: SublayerNorms<Buf>,
     pub attention: Attention<Buf>,
     /// Cross-attention to the encoder output, with its norms.
@@ -93,7 +94,7 @@ pub struct Attention<Buf> {
     /// Norms of queries and of keys.
     pub qk_norms: Option<(Norm<Buf>, Norm<Buf>)>,
     /// The split of queries and keys over ranks, if a norm spans all heads.
-    pub spread: Option<(Spread, Spread)>,
+    pub qk_split: Option<(ColumnSplit, ColumnSplit)>,
 }
 
 /// A feed-forward network.
@@ -121,7 +122,7 @@ pub struct Moe<Buf> {
     /// Gate of the shared expert, (1, hidden): its sigmoid multiplies the shared expert's output.
     pub shared_router: Option<Linear<Buf>>,
     /// For each local expert, the matrices that read the layer's input.
-    pub ids: Vec<Vec<MatrixId>>,
+    pub input_matrices: Vec<Vec<MatrixId>>,
 }
 
 /// A linear layer: y = x · Wᵀ (+ b).
@@ -141,7 +142,7 @@ pub struct Head<Buf> {
     /// Matrix (tokens, width); the embedding table if the head is tied.
     pub table: Arc<Weight<Buf>>,
     /// The split of the vocabulary over ranks, if it is split.
-    pub spread: Option<Spread>,
+    pub vocab_split: Option<ColumnSplit>,
     /// Bias of the logits, F32, (tokens).
     pub bias: Option<Buf>,
     pub scale: f32,
@@ -171,7 +172,7 @@ impl TensorRecord {
 
 impl TensorRecord {
     /// Returns the record of the same tensor in F32.
-    fn widened(self) -> TensorRecord {
+    fn in_f32(self) -> TensorRecord {
         let bytes = self.shape.iter().product::<usize>() * size_of::<f32>();
         TensorRecord { ty: QuantType::F32, bytes, ..self }
     }
@@ -179,7 +180,7 @@ impl TensorRecord {
 
 impl<Buf> WeightSource<Buf> {
     /// Returns the weights of the layer with that index within the stage.
-    pub fn layer(&self, index: usize) -> &Block<Buf> {
+    pub fn layer(&self, index: usize) -> &LayerWeights<Buf> {
         match self {
             WeightSource::Resident(blocks) => &blocks[index],
         }
@@ -199,24 +200,24 @@ pub fn load<B: Backend>(
     let mut loader = Loader { backend, source, checkpoint, tables, tensors };
     let mut stacks = || -> Result<_> {
         let encoder = spec.encoder.as_ref();
-        let encoder = encoder.map(|stack| loader.stack(stack, shard.encoder.start, limits.source_positions));
+        let encoder = encoder.map(|stack| loader.stack(stack, shard.encoder.start, limits.encoder_positions));
         let decoder = spec.decoder.as_ref();
         let decoder = decoder.map(|stack| loader.stack(stack, shard.decoder.start, limits.positions));
         Ok((encoder.transpose()?, decoder.transpose()?))
     };
-    source.progress.expect(records(source, &spec).iter().map(|record| record.bytes).sum());
+    source.progress.add_total(records(source, &spec).iter().map(|record| record.bytes).sum());
     let (encoder, decoder) = stacks().with_context(|| format!("loading {}", source.path.display()))?;
     let tensors = loader.tensors;
-    Ok(Model { seams: Seams::of(&source.spec, shard), spec, encoder, decoder, tensors })
+    Ok(Model { role: StageRole::for_shard(&source.spec, shard), spec, encoder, decoder, tensors })
 }
 
 /// Returns what [`load`] would record for the part of the model described by `spec`, in another order,
 /// without reading tensor data.
 pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
     let normalised = spec.last_stack().head.as_ref().filter(|head| head.normalised).map(|head| &head.table);
-    let is_normalised = |piece: &Piece| normalised.is_some_and(|table| std::ptr::eq(table, piece));
+    let is_normalised = |piece: &TensorSlice| normalised.is_some_and(|table| std::ptr::eq(table, piece));
     let mut shared = HashSet::new();
-    let mut all = tensors::pieces(spec);
+    let mut all = tensors::required_slices(spec);
     // Tables are shared, and token types are merged into the position table.
     all.retain(|piece| match piece.role {
         _ if is_normalised(piece) => true,
@@ -224,23 +225,22 @@ pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
         "token_types" => false,
         _ => true,
     });
-    let record = |piece: &Piece| {
-        let record = pieces::record(piece, source.loaded_as(piece));
-        let has_types = || spec.stacks().any(|stack| has_types_beside(stack, piece));
-        if is_normalised(piece) || has_types() { record.widened() } else { record }
+    let record = |piece: &TensorSlice| {
+        let record = pieces::slice_record(piece, source.load_type(piece));
+        let has_types = || spec.stacks().any(|stack| is_merged_with_token_types(stack, piece));
+        if is_normalised(piece) || has_types() { record.in_f32() } else { record }
     };
     all.into_iter().map(record).collect()
 }
 
 /// Returns whether a slice is the stack's table of learned positions, into which token types are merged.
-fn has_types_beside(stack: &StackSpec, piece: &Piece) -> bool {
-    let is_table =
-        matches!(&stack.added, Some(AddedSpec::Learned { table, .. }) if std::ptr::eq(table, piece));
-    is_table && has_types(stack)
+fn is_merged_with_token_types(stack: &StackSpec, piece: &TensorSlice) -> bool {
+    let is_table = matches!(&stack.position_embedding, Some(PositionEmbeddingSpec::Learned { table, .. }) if std::ptr::eq(table, piece));
+    is_table && has_token_types(stack)
 }
 
 /// Returns whether the stack has a token type embedding.
-fn has_types(stack: &StackSpec) -> bool {
+fn has_token_types(stack: &StackSpec) -> bool {
     stack.embedding.as_ref().is_some_and(|embedding| embedding.token_types.is_some())
 }
 
@@ -248,18 +248,19 @@ fn has_types(stack: &StackSpec) -> bool {
 /// within `limits`.
 pub fn table_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
     let of_stack = |stack: &StackSpec, positions: usize| {
-        let rope =
-            |rope: &RopeSpec| rope::bounds(&rope.config).len() * rope::table_bytes(rope.dims, positions);
-        let sinusoids = match &stack.added {
-            Some(AddedSpec::Sinusoidal { .. }) => positions * spec.hidden,
-            None if has_types(stack) => positions * spec.hidden,
-            Some(AddedSpec::Learned { .. }) | None => 0,
+        let rope = |rope: &RopeSpec| {
+            rope::length_bounds(&rope.config).len() * rope::table_bytes(rope.dims, positions)
         };
-        let heads = stack.distance.as_ref().map_or(0, |distance| distance.own.len());
+        let sinusoids = match &stack.position_embedding {
+            Some(PositionEmbeddingSpec::Sinusoidal { .. }) => positions * spec.hidden,
+            None if has_token_types(stack) => positions * spec.hidden,
+            Some(PositionEmbeddingSpec::Learned { .. }) | None => 0,
+        };
+        let heads = stack.relative_bias.as_ref().map_or(0, |distance| distance.local_heads.len());
         let distance = heads * (2 * positions).saturating_sub(1);
         stack.ropes.iter().map(rope).sum::<usize>() + (sinusoids + distance) * size_of::<f32>()
     };
-    let encoder = spec.encoder.as_ref().map_or(0, |stack| of_stack(stack, limits.source_positions));
+    let encoder = spec.encoder.as_ref().map_or(0, |stack| of_stack(stack, limits.encoder_positions));
     encoder + spec.decoder.as_ref().map_or(0, |stack| of_stack(stack, limits.positions))
 }
 
@@ -275,9 +276,13 @@ struct Loader<'a, B: Backend> {
 impl<'a, B: Backend> Loader<'a, B> {
     /// Loads a stack. Errors number layers as in the whole model, starting with `first_layer`.
     fn stack(&mut self, spec: &StackSpec, first_layer: usize, positions: usize) -> Result<Stack<B::Buf>> {
-        let embedding =
-            spec.embedding.as_ref().map(|own| self.embedding(own, &spec.added, positions)).transpose()?;
-        let relative_bias = spec.distance.as_ref().map(|spec| self.distance(spec, positions)).transpose()?;
+        let embedding = spec
+            .embedding
+            .as_ref()
+            .map(|own| self.embedding(own, &spec.position_embedding, positions))
+            .transpose()?;
+        let relative_bias =
+            spec.relative_bias.as_ref().map(|spec| self.relative_bias(spec, positions)).transpose()?;
         let ropes = spec.ropes.iter().map(|spec| self.rope(spec, positions)).collect::<Result<_>>()?;
         let blocks = (first_layer..)
             .zip(&spec.layers)
@@ -285,55 +290,50 @@ impl<'a, B: Backend> Loader<'a, B> {
             .collect::<Result<Vec<_>>>()?;
         let norm = self.opt_norm(&spec.norm)?;
         let head = spec.head.as_ref().map(|head| self.head(head)).transpose()?;
-        Ok(Stack {
-            embedding,
-            ropes,
-            distance: relative_bias,
-            source: WeightSource::Resident(blocks),
-            norm,
-            head,
-        })
+        Ok(Stack { embedding, ropes, relative_bias, weights: WeightSource::Resident(blocks), norm, head })
     }
 
     fn embedding(
         &mut self,
         spec: &EmbeddingSpec,
-        added: &Option<AddedSpec>,
+        added: &Option<PositionEmbeddingSpec>,
         positions: usize,
     ) -> Result<Embedding<B::Buf>> {
         let EmbeddingSpec { table, scale, project_in, token_types, norm } = spec;
-        let hidden = project_in.as_ref().map_or(table.shape[1], |linear| linear.out);
+        let hidden = project_in.as_ref().map_or(table.shape[1], |linear| linear.n);
         let types = token_types.as_ref().map(|piece| self.first_row(piece)).transpose()?;
         let added = match added {
             // The token type embedding is the same for all tokens, so it is added to each position's row.
-            Some(AddedSpec::Learned { table, offset }) => {
+            Some(PositionEmbeddingSpec::Learned { table, offset }) => {
                 Some((self.positions(table, types.as_deref())?, *offset))
             }
-            Some(AddedSpec::Sinusoidal { layout, offset, scale }) => {
+            Some(PositionEmbeddingSpec::Sinusoidal { layout, offset, scale }) => {
                 let rows = distance::sinusoids(*layout, hidden, positions, *offset, *scale);
-                Some((self.made(rows, hidden, types.as_deref())?, 0))
+                Some((self.upload_rows(rows, hidden, types.as_deref())?, 0))
             }
             None => match &types {
-                Some(_) => Some((self.made(vec![0.0; positions * hidden], hidden, types.as_deref())?, 0)),
+                Some(_) => {
+                    Some((self.upload_rows(vec![0.0; positions * hidden], hidden, types.as_deref())?, 0))
+                }
                 None => None,
             },
         };
         Ok(Embedding {
             table: self.table(table, false)?,
-            first: table.cut.rows.as_ref().map_or(0, |rows| rows.start),
+            first_token: table.bounds.rows.as_ref().map_or(0, |rows| rows.start),
             scale: *scale,
             project_in: project_in.as_ref().map(|linear| self.linear(linear)).transpose()?,
-            added,
+            position_table: added,
             norm: self.opt_norm(norm)?,
         })
     }
 
-    fn block(&mut self, spec: &LayerSpec) -> Result<Block<B::Buf>> {
+    fn block(&mut self, spec: &LayerSpec) -> Result<LayerWeights<B::Buf>> {
         let cross = match &spec.cross {
             Some((norms, attention)) => Some((self.sublayer_norms(norms)?, self.attention(attention)?)),
             None => None,
         };
-        Ok(Block {
+        Ok(LayerWeights {
             attention_norms: self.sublayer_norms(&spec.attention_norms)?,
             attention: self.attention(&spec.attention)?,
             cross,
@@ -351,7 +351,7 @@ impl<'a, B: Backend> Loader<'a, B> {
             None => None,
         };
         let [q, k, v, o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|linear| self.linear(linear));
-        Ok(Attention { q: q?, k: k?, v: v?, o: o?, qk_norms, spread: spec.spread.clone() })
+        Ok(Attention { q: q?, k: k?, v: v?, o: o?, qk_norms, qk_split: spec.qk_split.clone() })
     }
 
     fn dense(&mut self, spec: &DenseSpec) -> Result<Dense<B::Buf>> {
@@ -362,18 +362,22 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     fn moe(&mut self, spec: &MoeSpec) -> Result<Moe<B::Buf>> {
         let shape = spec.shape();
-        self.backend.prepare_moe(&shape, spec.router.inp)?;
+        self.backend.prepare_moe(&shape, spec.router.k)?;
         let expert = |dense: &DenseSpec, loader: &mut Self| {
             let up = dense.up.as_ref().map(|up| loader.linear(up)).transpose()?.map(|up| up.weight);
             let (gate, down) = (loader.linear(&dense.gate)?.weight, loader.linear(&dense.down)?.weight);
             anyhow::Ok(Expert { gate, up, down })
         };
         let reading = |dense: &DenseSpec| {
-            [&dense.gate].into_iter().chain(&dense.up).map(|linear| MatrixId::of(&linear.weight)).collect()
+            [&dense.gate]
+                .into_iter()
+                .chain(&dense.up)
+                .map(|linear| MatrixId::for_slice(&linear.weight))
+                .collect()
         };
         Ok(Moe {
             shape,
-            ids: spec.experts.iter().map(reading).collect(),
+            input_matrices: spec.experts.iter().map(reading).collect(),
             router: self.linear(&spec.router)?,
             experts: spec.experts.iter().map(|dense| expert(dense, self)).collect::<Result<_>>()?,
             shared: spec.shared.as_ref().map(|dense| self.dense(dense)).transpose()?,
@@ -389,9 +393,9 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(Head {
             transform,
             project_out: spec.project_out.as_ref().map(|linear| self.linear(linear)).transpose()?,
-            id: MatrixId::of(&spec.table),
+            id: MatrixId::for_slice(&spec.table),
             table: self.table(&spec.table, spec.normalised)?,
-            spread: spec.spread.clone(),
+            vocab_split: spec.vocab_split.clone(),
             bias: spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?,
             scale: spec.scale,
             softcap: spec.softcap,
@@ -417,11 +421,11 @@ impl<'a, B: Backend> Loader<'a, B> {
     fn linear(&mut self, spec: &LinearSpec) -> Result<Linear<B::Buf>> {
         let weight = self.matrix(&spec.weight, false)?;
         let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
-        Ok(Linear { id: MatrixId::of(&spec.weight), weight, bias })
+        Ok(Linear { id: MatrixId::for_slice(&spec.weight), weight, bias })
     }
 
     /// Loads a matrix that may be shared.
-    fn table(&mut self, piece: &Piece, normalised: bool) -> Result<Arc<Weight<B::Buf>>> {
+    fn table(&mut self, piece: &TensorSlice, normalised: bool) -> Result<Arc<Weight<B::Buf>>> {
         // The matrix with normalized rows is a different one.
         let key = if normalised { format!("{} (normalised)", piece.name) } else { piece.name.clone() };
         if let Some(known) = self.tables.get(&key) {
@@ -433,53 +437,62 @@ impl<'a, B: Backend> Loader<'a, B> {
     }
 
     /// Loads a matrix in its load format. Normalized ones are F32.
-    fn matrix(&mut self, piece: &Piece, normalised: bool) -> Result<Weight<B::Buf>> {
-        let taken = pieces::take(self.checkpoint, piece)?;
+    fn matrix(&mut self, piece: &TensorSlice, normalised: bool) -> Result<Weight<B::Buf>> {
+        let taken = pieces::read_slice(self.checkpoint, piece)?;
         let taken = match normalised {
-            true => pieces::normalised(taken),
+            true => pieces::l2_normalize_rows(taken),
             false => taken
-                .recoded(self.source.loaded_as(piece), self.source.codes.of(piece), self.backend.threads())
+                .requantize(
+                    self.source.load_type(piece),
+                    self.source.rounding.for_slice(piece),
+                    self.backend.threads(),
+                )
                 .with_context(|| format!("tensor '{}'", piece.name))?,
         };
         self.record(taken.record(&piece.name))?;
-        let (n, k) = (taken.out(), taken.inp());
+        let (n, k) = (taken.n(), taken.k());
         let uploaded = self.backend.upload_weight(taken.ty, n, k, &taken.bytes);
         let uploaded =
             uploaded.with_context(|| format!("tensor '{}' of {} bytes", piece.name, taken.bytes.len()))?;
         // A copy read from disk is not needed any more.
-        self.checkpoint.let_go(&piece.name);
+        self.checkpoint.release(&piece.name);
         Ok(uploaded)
     }
 
     /// Loads a vector in F32, with `offset` added.
-    fn vector(&mut self, piece: &Piece, offset: f32) -> Result<B::Buf> {
-        let mut values = self.take(piece)?.widened();
+    fn vector(&mut self, piece: &TensorSlice, offset: f32) -> Result<B::Buf> {
+        let mut values = self.read_slice(piece)?.to_f32();
         values.iter_mut().for_each(|value| *value += offset);
         self.upload(&values).with_context(|| format!("tensor '{}'", piece.name))
     }
 
     /// Loads a table of learned positions, adding `row` to each of its rows if there is one.
-    fn positions(&mut self, piece: &Piece, row: Option<&[f32]>) -> Result<Weight<B::Buf>> {
+    fn positions(&mut self, piece: &TensorSlice, row: Option<&[f32]>) -> Result<Weight<B::Buf>> {
         match row {
             None => self.matrix(piece, false),
             Some(_) => {
-                let taken = pieces::take(self.checkpoint, piece)?;
-                self.record(taken.record(&piece.name).widened())?;
-                self.made(taken.widened(), taken.inp(), row)
+                let taken = pieces::read_slice(self.checkpoint, piece)?;
+                self.record(taken.record(&piece.name).in_f32())?;
+                self.upload_rows(taken.to_f32(), taken.k(), row)
             }
         }
     }
 
     /// Reads the first row of a matrix.
-    fn first_row(&mut self, piece: &Piece) -> Result<Vec<f32>> {
-        let taken = pieces::take(self.checkpoint, piece)?;
-        let mut rows = taken.widened();
-        rows.truncate(taken.inp());
+    fn first_row(&mut self, piece: &TensorSlice) -> Result<Vec<f32>> {
+        let taken = pieces::read_slice(self.checkpoint, piece)?;
+        let mut rows = taken.to_f32();
+        rows.truncate(taken.k());
         Ok(rows)
     }
 
     /// Uploads a computed matrix, adding `row` to each of its rows if there is one.
-    fn made(&mut self, mut rows: Vec<f32>, width: usize, row: Option<&[f32]>) -> Result<Weight<B::Buf>> {
+    fn upload_rows(
+        &mut self,
+        mut rows: Vec<f32>,
+        width: usize,
+        row: Option<&[f32]>,
+    ) -> Result<Weight<B::Buf>> {
         for (value, added) in rows.iter_mut().zip(row.into_iter().flatten().cycle()) {
             *value += added;
         }
@@ -490,7 +503,7 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     fn rope(&mut self, spec: &RopeSpec, positions: usize) -> Result<Rope<B::Buf>> {
         let mut tables = Vec::new();
-        for bound in rope::bounds(&spec.config) {
+        for bound in rope::length_bounds(&spec.config) {
             let table = rope::table(&spec.config, spec.dims, positions, bound);
             tables.push((bound, self.upload_bytes(&table).context("allocating the rotary position table")?));
         }
@@ -499,23 +512,23 @@ impl<'a, B: Backend> Loader<'a, B> {
             positions,
             dims: spec.dims,
             style: spec.style,
-            stretch: rope::stretch(&spec.config),
+            dynamic_ntk: rope::dynamic_stretch(&spec.config),
         })
     }
 
-    fn distance(&mut self, spec: &DistanceSpec, reach: usize) -> Result<DistanceBias<B::Buf>> {
-        let DistanceSpec { kind, heads, own } = spec;
+    fn relative_bias(&mut self, spec: &RelativeBiasSpec, reach: usize) -> Result<RelativeBias<B::Buf>> {
+        let RelativeBiasSpec { kind, heads, local_heads: own } = spec;
         let table = match kind {
-            DistanceKind::Alibi { scale } => distance::alibi(*heads, own.clone(), *scale, reach),
-            DistanceKind::Relative { table, buckets, max_distance, both_ways } => {
-                let learned = self.take(table)?.widened();
+            RelativeBiasKind::Alibi { scale } => distance::alibi_biases(*heads, own.clone(), *scale, reach),
+            RelativeBiasKind::Learned { table, buckets, max_distance, bidirectional: both_ways } => {
+                let learned = self.read_slice(table)?.to_f32();
                 let heads = (*heads, own.clone());
-                distance::relative(&learned, heads, *buckets, *max_distance, *both_ways, reach)
+                distance::learned_biases(&learned, heads, *buckets, *max_distance, *both_ways, reach)
             }
         };
         let (table, heads) =
             (self.upload(&table).context("allocating the relative position bias")?, own.len());
-        Ok(DistanceBias { table, heads, reach })
+        Ok(RelativeBias { table, heads, reach })
     }
 
     fn upload(&mut self, values: &[f32]) -> Result<B::Buf> {
@@ -530,8 +543,8 @@ impl<'a, B: Backend> Loader<'a, B> {
     }
 
     /// Reads the data of a slice and records it.
-    fn take(&mut self, piece: &Piece) -> Result<Taken<'a>> {
-        let taken = pieces::take(self.checkpoint, piece)?;
+    fn read_slice(&mut self, piece: &TensorSlice) -> Result<SliceData<'a>> {
+        let taken = pieces::read_slice(self.checkpoint, piece)?;
         self.record(taken.record(&piece.name))?;
         Ok(taken)
     }

@@ -24,12 +24,12 @@ pub struct Stage {
     /// Decoder layers of the stage.
     pub decoder: Range<usize>,
     /// The devices, by rank.
-    pub members: Vec<Member>,
+    pub ranks: Vec<StageRank>,
 }
 
 /// A rank of a stage: its device and its share of the work.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Member {
+pub struct StageRank {
     /// Name of the device in the configuration, such as "cpu:0".
     pub device: String,
     /// Share of each layer, in proportion to the other ranks.
@@ -40,19 +40,19 @@ impl Partition {
     /// Returns the partition with the whole model on one device.
     pub fn single(spec: &ModelSpec, device: &str) -> Partition {
         let Shard { encoder, decoder, experts, .. } = Shard::whole(spec);
-        let members = vec![Member { device: device.to_owned(), share: 1 }];
-        Partition { stages: vec![Stage { encoder, decoder, members }], experts }
+        let ranks = vec![StageRank { device: device.to_owned(), share: 1 }];
+        Partition { stages: vec![Stage { encoder, decoder, ranks }], experts }
     }
 
     /// Returns the names of the devices, by stage and rank.
-    pub fn names(&self) -> Vec<Vec<String>> {
-        let of_stage = |stage: &Stage| stage.members.iter().map(|member| member.device.clone()).collect();
+    pub fn device_names(&self) -> Vec<Vec<String>> {
+        let of_stage = |stage: &Stage| stage.ranks.iter().map(|member| member.device.clone()).collect();
         self.stages.iter().map(of_stage).collect()
     }
 
     /// Returns the shard of one rank of a stage.
     pub fn shard(&self, stage: usize, rank: usize) -> Shard {
-        let Stage { encoder, decoder, members } = &self.stages[stage];
+        let Stage { encoder, decoder, ranks: members } = &self.stages[stage];
         Shard {
             encoder: encoder.clone(),
             decoder: decoder.clone(),
@@ -65,7 +65,7 @@ impl Partition {
     /// Returns all shards, by stage and rank.
     pub fn shards(&self) -> Vec<Vec<Shard>> {
         let of_stage =
-            |stage: usize| (0..self.stages[stage].members.len()).map(move |rank| self.shard(stage, rank));
+            |stage: usize| (0..self.stages[stage].ranks.len()).map(move |rank| self.shard(stage, rank));
         (0..self.stages.len()).map(|stage| of_stage(stage).collect()).collect()
     }
 }

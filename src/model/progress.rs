@@ -13,66 +13,66 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Bytes done and the total, shared by several threads.
 #[derive(Debug, Default)]
-pub struct Progress(Mutex<State>);
+pub struct Progress(Mutex<ProgressState>);
 
 #[derive(Debug, Default)]
-struct State {
+struct ProgressState {
     done: u64,
     total: u64,
-    is_shown: bool,
+    is_displayed: bool,
     is_stopped: bool,
     /// Time of the last log line, or of the start.
-    told: Option<Instant>,
+    logged_at: Option<Instant>,
 }
 
 impl Progress {
     /// Adds bytes to the total. If all earlier work is done, counting starts anew.
-    pub fn expect(&self, bytes: usize) {
-        let mut state = self.state();
+    pub fn add_total(&self, bytes: usize) {
+        let mut state = self.lock();
         if state.done >= state.total {
             (state.done, state.total) = (0, 0);
-            state.told = Some(Instant::now());
+            state.logged_at = Some(Instant::now());
         }
         state.total += bytes as u64;
     }
 
     /// Adds bytes to those done. Fails if the work has been stopped.
     pub fn advance(&self, bytes: usize) -> Result<()> {
-        let mut state = self.state();
+        let mut state = self.lock();
         state.done = state.total.min(state.done + bytes as u64);
         if state.is_stopped {
             bail!("stopped");
         }
-        let is_due = state.told.is_some_and(|told| told.elapsed() >= LOG_INTERVAL);
-        if is_due && !state.is_shown && state.done < state.total {
-            state.told = Some(Instant::now());
+        let is_due = state.logged_at.is_some_and(|told| told.elapsed() >= LOG_INTERVAL);
+        if is_due && !state.is_displayed && state.done < state.total {
+            state.logged_at = Some(Instant::now());
             info!(done = state.done, total = state.total, "weights: {} %", state.done * 100 / state.total);
         }
         Ok(())
     }
 
     /// Returns the bytes done and the total.
-    pub fn so_far(&self) -> (u64, u64) {
-        let state = self.state();
+    pub fn done_and_total(&self) -> (u64, u64) {
+        let state = self.lock();
         (state.done, state.total)
     }
 
     /// Turns off logging, because a progress display is attached.
-    pub fn show(&self) {
-        self.state().is_shown = true;
+    pub fn disable_log(&self) {
+        self.lock().is_displayed = true;
     }
 
     /// Stops the work; callable from any thread.
     pub fn stop(&self) {
-        self.state().is_stopped = true;
+        self.lock().is_stopped = true;
     }
 
     /// Returns whether the work has been stopped.
     pub fn is_stopped(&self) -> bool {
-        self.state().is_stopped
+        self.lock().is_stopped
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ProgressState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -84,14 +84,14 @@ mod tests {
     #[test]
     fn what_several_expect_adds_up_and_the_next_time_begins_anew() {
         let progress = Progress::default();
-        progress.expect(10);
+        progress.add_total(10);
         progress.advance(4).unwrap();
-        progress.expect(5);
-        assert_eq!(progress.so_far(), (4, 15));
+        progress.add_total(5);
+        assert_eq!(progress.done_and_total(), (4, 15));
         progress.advance(99).unwrap();
-        assert_eq!(progress.so_far(), (15, 15));
-        progress.expect(7);
-        assert_eq!(progress.so_far(), (0, 7));
+        assert_eq!(progress.done_and_total(), (15, 15));
+        progress.add_total(7);
+        assert_eq!(progress.done_and_total(), (0, 7));
         progress.stop();
         assert!(progress.is_stopped() && progress.advance(1).is_err());
     }

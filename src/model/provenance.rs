@@ -15,12 +15,12 @@ pub struct Provenance {
     /// The model's config.json, or the file whose header replaces it.
     pub config: PathBuf,
     /// The values, in the order in which they were looked up.
-    pub values: Vec<Sourced>,
+    pub values: Vec<SourcedValue>,
 }
 
 /// A value with its origin.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Sourced {
+pub struct SourcedValue {
     /// Key of the value in the specification file, such as `attention.heads`.
     pub key: String,
     /// Layers with this value, ascending; empty for values outside of layers.
@@ -48,7 +48,7 @@ pub enum Origin {
 
 impl Provenance {
     /// Returns the first entry of a key.
-    pub fn get(&self, key: &str) -> Option<&Sourced> {
+    pub fn get(&self, key: &str) -> Option<&SourcedValue> {
         self.values.iter().find(|sourced| sourced.key == key)
     }
 }

@@ -7,13 +7,13 @@
 //! Invariant: angles are products of F32 frequencies and positions, as the reference computes them.
 
 use crate::formats::{RopeConfig, RopeScaling};
-use mainstem_kernels::RopeStretch;
+use mainstem_kernels::DynamicNtk;
 use std::f64::consts::TAU;
 
 /// Returns the frequencies of the `dims / 2` rotated pairs in radians per position. `reserved`, the reserved
 /// sequence length in tokens, selects the frequencies where the scaling depends on the length.
 pub fn frequencies(config: &RopeConfig, dims: usize, reserved: usize) -> Vec<f32> {
-    let scale = scale(config, dims, reserved);
+    let scale = frequency_scale(config, dims, reserved);
     (0..dims / 2)
         .map(|pair| {
             let frequency = 1.0 / config.theta.powf(2.0 * pair as f64 / dims as f64);
@@ -24,7 +24,7 @@ pub fn frequencies(config: &RopeConfig, dims: usize, reserved: usize) -> Vec<f32
 
 /// Returns the upper bounds of the reserved lengths of each table, ascending. The last table is for all
 /// longer sequences.
-pub fn bounds(config: &RopeConfig) -> Vec<usize> {
+pub fn length_bounds(config: &RopeConfig) -> Vec<usize> {
     match &config.scaling {
         RopeScaling::LongRope { original_context, .. } => vec![*original_context, usize::MAX],
         _ => vec![usize::MAX],
@@ -32,11 +32,9 @@ pub fn bounds(config: &RopeConfig) -> Vec<usize> {
 }
 
 /// Returns how the base changes beyond some sequence length, for dynamic scaling.
-pub fn stretch(config: &RopeConfig) -> Option<RopeStretch> {
+pub fn dynamic_stretch(config: &RopeConfig) -> Option<DynamicNtk> {
     match config.scaling {
-        RopeScaling::Dynamic { factor, context } => {
-            Some(RopeStretch { theta: config.theta, factor, context })
-        }
+        RopeScaling::Dynamic { factor, context } => Some(DynamicNtk { theta: config.theta, factor, context }),
         _ => None,
     }
 }
@@ -67,7 +65,7 @@ pub fn table_bytes(dims: usize, positions: usize) -> usize {
 }
 
 /// Returns the factor of each pair's frequency, as a function of the pair's index and the frequency.
-fn scale(config: &RopeConfig, dims: usize, reserved: usize) -> Box<dyn Fn(usize, f64) -> f64 + '_> {
+fn frequency_scale(config: &RopeConfig, dims: usize, reserved: usize) -> Box<dyn Fn(usize, f64) -> f64 + '_> {
     match &config.scaling {
         // A stretched base does not change the table.
         RopeScaling::None | RopeScaling::Dynamic { .. } => Box::new(|_, _| 1.0),
@@ -83,7 +81,7 @@ fn scale(config: &RopeConfig, dims: usize, reserved: usize) -> Box<dyn Fn(usize,
                 // is kept, with few it is divided by the factor, between them it is interpolated.
                 let turns = *original_context as f64 * frequency / TAU;
                 let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                blend(kept, *factor)
+                blend_scale(kept, *factor)
             })
         }
         RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
@@ -99,14 +97,14 @@ fn scale(config: &RopeConfig, dims: usize, reserved: usize) -> Box<dyn Fn(usize,
             if low == high {
                 high += 0.001;
             }
-            Box::new(move |pair, _| blend(1.0 - (pair as f64 - low) / (high - low), *factor))
+            Box::new(move |pair, _| blend_scale(1.0 - (pair as f64 - low) / (high - low), *factor))
         }
     }
 }
 
 /// Returns the factor of a frequency of which the fraction `kept`, clamped to 0..1, is unscaled and the rest
 /// is divided by `factor`.
-fn blend(kept: f64, factor: f64) -> f64 {
+fn blend_scale(kept: f64, factor: f64) -> f64 {
     let kept = kept.clamp(0.0, 1.0);
     kept + (1.0 - kept) / factor
 }

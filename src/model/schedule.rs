@@ -4,63 +4,63 @@
 //! Invariant: this module contains no arithmetic; all of it is in [`super::forward`].
 
 use super::activations::Activations;
-use super::forward::{after_attention, attention, before_attention, embed, end, remember};
+use super::forward::{after_attention, attention, before_attention, embed, finish_stack, store_cross_kv};
 use super::load::{Model, Stack};
 use super::spec::LayerSpec;
-use mainstem_kernels::{Backend, Flow, KvLayer, KvTable, SpanStack, StepBatch, StepOutput};
+use mainstem_kernels::{Backend, HandoffPorts, KvLayer, KvTable, SpanStack, StepBatch, StepOutput};
 
 /// The KV caches of the layers.
 pub struct Caches<'a, Buf> {
     /// The caches of the decoder's layers.
-    pub own: &'a mut [KvLayer<Buf>],
+    pub decoder: &'a mut [KvLayer<Buf>],
     /// The encoder's cache, one for all layers.
     pub scratch: Option<&'a mut KvLayer<Buf>>,
 }
 
 /// Inputs and outputs of a step.
-pub struct Traffic<'a> {
+pub struct StepIo<'a> {
     pub batch: &'a StepBatch,
-    pub flow: Flow<'a>,
+    pub handoff: HandoffPorts<'a>,
     pub out: &'a mut StepOutput,
 }
 
 /// Runs one step of the whole batch: for each layer, all rows. Encoder rows go first, and decoder rows may
 /// belong to the same sequences. A shard runs its layers between the activations of the previous stage and
 /// those for the next.
-pub fn step_major<B: Backend>(
+pub fn run_step<B: Backend>(
     b: &mut B,
     model: &Model<B::Buf>,
     mut caches: Caches<B::Buf>,
     act: &mut Activations<B::Buf>,
-    mut traffic: Traffic,
+    mut traffic: StepIo,
 ) {
     check_tokens(traffic.batch, model.spec.vocab);
-    b.begin(traffic.batch);
-    for cache in caches.own.iter_mut() {
-        b.copy_pages(&traffic.batch.copies, cache);
+    b.begin_step(traffic.batch);
+    for cache in caches.decoder.iter_mut() {
+        b.copy_pages(&traffic.batch.page_copies, cache);
     }
-    if let Some(to) = &mut traffic.flow.to {
+    if let Some(to) = &mut traffic.handoff.output {
         to.encoder.clear();
         to.decoder.clear();
     }
-    let sources = b.select(SpanStack::Encoder);
+    let sources = b.select_stack(SpanStack::Encoder);
     if sources > 0 {
         encode(b, model, &mut caches, sources, act, &mut traffic);
     }
-    let rows = b.select(SpanStack::Decoder);
+    let rows = b.select_stack(SpanStack::Decoder);
     if rows > 0 {
-        decode(b, model, caches.own, rows, act, &mut traffic);
+        decode(b, model, caches.decoder, rows, act, &mut traffic);
     }
     let met = sources > 0 && model.encoder.is_some() || rows > 0 && model.decoder.is_some();
     if !met {
-        meet(b, act);
+        synchronize_ranks(b, act);
     }
 }
 
 /// Reduces one unused value over the ranks of a stage. The ranks synchronize in each layer; this keeps them
 /// in step if a step has no rows for any layer.
-fn meet<B: Backend>(b: &mut B, act: &mut Activations<B::Buf>) {
-    b.reduce(1, 1, &mut act.y);
+fn synchronize_ranks<B: Backend>(b: &mut B, act: &mut Activations<B::Buf>) {
+    b.all_reduce(1, 1, &mut act.y);
 }
 
 /// Checks all tokens: a rank cannot tell whether a token outside of its share of the vocabulary belongs to
@@ -78,28 +78,28 @@ fn encode<B: Backend>(
     caches: &mut Caches<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
-    traffic: &mut Traffic,
+    traffic: &mut StepIo,
 ) {
-    let from = traffic.flow.from.map(|from| &from.encoder);
+    let from = traffic.handoff.input.map(|from| &from.encoder);
     match (&model.encoder, &model.spec.encoder, &mut caches.scratch) {
         (Some(stack), Some(spec), Some(scratch)) => {
-            arrive(b, stack, rows, from, act);
+            enter_stack(b, stack, rows, from, act);
             for (index, layer) in spec.layers.iter().enumerate() {
-                block(b, stack, layer, index, (KvTable::Scratch, scratch), rows, act);
+                run_layer(b, stack, layer, index, (KvTable::Scratch, scratch), rows, act);
             }
-            if model.seams.ends_encoder {
-                let out = model.seams.answers.then_some(&mut *traffic.out);
-                end(b, stack, (SpanStack::Encoder, traffic.batch), rows, act, out);
+            if model.role.ends_encoder {
+                let out = model.role.returns_output.then_some(&mut *traffic.out);
+                finish_stack(b, stack, (SpanStack::Encoder, traffic.batch), rows, act, out);
             }
         }
         // An earlier stage has computed the encoder output.
-        _ => receive(b, rows, from, act),
+        _ => receive_activations(b, rows, from, act),
     }
     if let Some(decoder) = &model.decoder {
-        remember(b, decoder, caches.own, rows, act);
+        store_cross_kv(b, decoder, caches.decoder, rows, act);
     }
-    if model.seams.hands_on_source {
-        hand_on(b, rows, act, traffic.flow.to.as_mut().map(|to| &mut to.encoder));
+    if model.role.forwards_encoder_output {
+        send_activations(b, rows, act, traffic.handoff.output.as_mut().map(|to| &mut to.encoder));
     }
 }
 
@@ -110,23 +110,23 @@ fn decode<B: Backend>(
     caches: &mut [KvLayer<B::Buf>],
     rows: usize,
     act: &mut Activations<B::Buf>,
-    traffic: &mut Traffic,
+    traffic: &mut StepIo,
 ) {
     let (Some(stack), Some(spec)) = (&model.decoder, &model.spec.decoder) else { return };
-    arrive(b, stack, rows, traffic.flow.from.map(|from| &from.decoder), act);
+    enter_stack(b, stack, rows, traffic.handoff.input.map(|from| &from.decoder), act);
     for (index, cache) in caches.iter_mut().enumerate() {
-        block(b, stack, &spec.layers[index], index, (KvTable::Own, cache), rows, act);
+        run_layer(b, stack, &spec.layers[index], index, (KvTable::Own, cache), rows, act);
     }
-    let out = model.seams.answers.then_some(&mut *traffic.out);
-    match model.seams.ends_decoder {
-        true => end(b, stack, (SpanStack::Decoder, traffic.batch), rows, act, out),
-        false => hand_on(b, rows, act, traffic.flow.to.as_mut().map(|to| &mut to.decoder)),
+    let out = model.role.returns_output.then_some(&mut *traffic.out);
+    match model.role.ends_decoder {
+        true => finish_stack(b, stack, (SpanStack::Decoder, traffic.batch), rows, act, out),
+        false => send_activations(b, rows, act, traffic.handoff.output.as_mut().map(|to| &mut to.decoder)),
     }
 }
 
 /// Computes or receives x, the input of the first local layer of a stack, and the rotary angles of its
 /// positions.
-fn arrive<B: Backend>(
+fn enter_stack<B: Backend>(
     b: &mut B,
     stack: &Stack<B::Buf>,
     rows: usize,
@@ -135,15 +135,20 @@ fn arrive<B: Backend>(
 ) {
     match &stack.embedding {
         Some(embedding) => embed(b, embedding, rows, act),
-        None => receive(b, rows, from, act),
+        None => receive_activations(b, rows, from, act),
     }
     for (rope, angles) in stack.ropes.iter().zip(&mut act.angles) {
-        b.angles(rope, angles);
+        b.rope_angles(rope, angles);
     }
 }
 
 /// Loads x from the activations of the previous stage.
-fn receive<B: Backend>(b: &mut B, rows: usize, from: Option<&Vec<u8>>, act: &mut Activations<B::Buf>) {
+fn receive_activations<B: Backend>(
+    b: &mut B,
+    rows: usize,
+    from: Option<&Vec<u8>>,
+    act: &mut Activations<B::Buf>,
+) {
     let from = from.expect("a stage without embeddings has a previous stage; this is a bug");
     assert_eq!(
         from.len(),
@@ -154,7 +159,7 @@ fn receive<B: Backend>(b: &mut B, rows: usize, from: Option<&Vec<u8>>, act: &mut
 }
 
 /// Sends x to the next stage, if this rank has to send it.
-fn hand_on<B: Backend>(b: &mut B, rows: usize, act: &Activations<B::Buf>, to: Option<&mut Vec<u8>>) {
+fn send_activations<B: Backend>(b: &mut B, rows: usize, act: &Activations<B::Buf>, to: Option<&mut Vec<u8>>) {
     if let Some(to) = to {
         to.resize(rows * act.hidden * size_of::<f32>(), 0);
         b.download(&act.x, 0, to);
@@ -162,7 +167,7 @@ fn hand_on<B: Backend>(b: &mut B, rows: usize, act: &Activations<B::Buf>, to: Op
 }
 
 /// Runs one layer, which stores its keys and values in `cache`.
-fn block<B: Backend>(
+fn run_layer<B: Backend>(
     b: &mut B,
     stack: &Stack<B::Buf>,
     spec: &LayerSpec,
@@ -171,8 +176,8 @@ fn block<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    let block = stack.source.layer(index);
+    let block = stack.weights.layer(index);
     before_attention(b, spec, stack, block, rows, act);
-    attention(b, &spec.attention, stack.distance.as_ref(), table, cache, act);
+    attention(b, &spec.attention, stack.relative_bias.as_ref(), table, cache, act);
     after_attention(b, spec, block, cache, rows, act);
 }

@@ -5,18 +5,18 @@
 //! shapes of tensors; none of its weights has been read yet.
 
 use super::gguf::GgufTable;
-use super::importance::{Choice, Observations};
+use super::importance::{Observations, RoundingPolicy};
 use super::pieces;
 use super::progress::Progress;
-use super::shard::{self, Refusal, Shard};
-use super::spec::{Kind, ModelSpec, Piece, SpecFile};
-use super::synthetic::Shape;
+use super::shard::{self, Shard, ShardError};
+use super::spec::{Kind, ModelSpec, SpecFile, TensorSlice};
+use super::synthetic::SyntheticShape;
 use super::tensors;
-use super::weights::Weights;
+use super::weights::WeightRules;
 use crate::demo;
 use crate::formats::{
-    ChatFiles, Checkpoint, DecoderOpening, Folder, GenerationConfig, Gguf, HubConfig, Llama2cHeader,
-    SamplingDefaults, SentenceFiles, is_pytorch,
+    ChatConfig, Checkpoint, DecoderStart, Folder, GenerationConfig, Gguf, HubConfig, Llama2cHeader,
+    SamplingDefaults, SentenceConfig, is_pytorch,
 };
 use crate::specs;
 use anyhow::{Context, Result, bail, ensure};
@@ -41,7 +41,7 @@ pub enum ModelRef {
     /// A folder or file.
     Path(PathBuf),
     /// A synthetic model with random weights.
-    Synthetic(Shape),
+    Synthetic(SyntheticShape),
 }
 
 impl ModelRef {
@@ -49,7 +49,7 @@ impl ModelRef {
     /// [`SyntheticShape::parse`]), and anything else is a path.
     pub fn parse(name: &str) -> Result<ModelRef> {
         match name.strip_prefix(SYNTHETIC) {
-            Some(shape) => Shape::named(shape).map(ModelRef::Synthetic),
+            Some(shape) => SyntheticShape::parse(shape).map(ModelRef::Synthetic),
             None if name.is_empty() || name == DEMO => Ok(ModelRef::Demo),
             None => Ok(ModelRef::Path(name.into())),
         }
@@ -66,18 +66,18 @@ pub struct ModelSource {
     /// Tokens that end a sequence.
     pub eos: Vec<u32>,
     /// Default sampling parameters for requests.
-    pub defaults: SamplingDefaults,
+    pub sampling_defaults: SamplingDefaults,
     /// Settings of generation_config.json that are not supported.
-    pub unserved: Map<String, Value>,
-    pub chat: ChatFiles,
+    pub unsupported_settings: Map<String, Value>,
+    pub chat: ChatConfig,
     /// Decoder start tokens of an encoder-decoder model.
-    pub opening: DecoderOpening,
+    pub decoder_start: DecoderStart,
     /// Settings for embedding texts; `None` if no file specifies them, and for models with a decoder.
-    pub sentence: Option<SentenceFiles>,
+    pub sentence: Option<SentenceConfig>,
     /// Rules for the number formats in which matrices are loaded. By default they keep their stored format.
-    pub weights: Weights,
+    pub weight_rules: WeightRules,
     /// Rounding of matrices that are converted to another format.
-    pub codes: Choice,
+    pub rounding: RoundingPolicy,
     /// Collects the inputs of GEMMs on all devices, if they are observed.
     pub observations: Option<Arc<Observations>>,
     /// Progress of the devices that load the model.
@@ -126,49 +126,49 @@ impl ModelSource {
     }
 
     /// Returns the specification of a shard. Fails if the model cannot be split like that.
-    pub fn part(&self, shard: &Shard) -> Result<ModelSpec, Refusal> {
-        shard::cut(&self.spec, shard, &|piece| self.coarser(piece))
+    pub fn shard_spec(&self, shard: &Shard) -> Result<ModelSpec, ShardError> {
+        shard::shard_spec(&self.spec, shard, &|piece| self.larger_block_type(piece))
     }
 
     /// Returns the maximum number of ranks that can share the shard's layers, whatever number the shard has.
-    pub fn members_max(&self, shard: &Shard) -> usize {
-        shard::members_max(&self.spec, shard, &|piece| self.coarser(piece))
+    pub fn max_ranks(&self, shard: &Shard) -> usize {
+        shard::max_ranks(&self.spec, shard, &|piece| self.larger_block_type(piece))
     }
 
     /// Returns the number format in which a slice is loaded.
-    pub fn loaded_as(&self, piece: &Piece) -> QuantType {
+    pub fn load_type(&self, piece: &TensorSlice) -> QuantType {
         match self.is_normalised(piece) {
             true => QuantType::F32,
-            false => self.weights.of(piece, self.usual(piece), &pieces::whole(piece)),
+            false => self.weight_rules.load_type(piece, self.default_type(piece), &pieces::full_shape(piece)),
         }
     }
 
     /// Returns the number format in which a slice is written so that it loads as under the rules: the load
     /// format, except for matrices whose rows are normalized at loading.
-    pub(super) fn written_as(&self, piece: &Piece) -> QuantType {
-        if self.is_normalised(piece) { self.stored_as(piece) } else { self.loaded_as(piece) }
+    pub(super) fn write_type(&self, piece: &TensorSlice) -> QuantType {
+        if self.is_normalised(piece) { self.stored_type(piece) } else { self.load_type(piece) }
     }
 
     /// Returns whether the rows of a slice are L2-normalized at loading.
-    fn is_normalised(&self, piece: &Piece) -> bool {
+    fn is_normalised(&self, piece: &TensorSlice) -> bool {
         let head = self.spec.last_stack().head.as_ref();
         head.is_some_and(|head| head.normalised && head.table.name == piece.name)
     }
 
     /// Returns the stored or loaded format, whichever has larger blocks: shards must not split blocks of
     /// either.
-    fn coarser(&self, piece: &Piece) -> QuantType {
-        let (stored, loaded) = (self.stored_as(piece), self.loaded_as(piece));
+    fn larger_block_type(&self, piece: &TensorSlice) -> QuantType {
+        let (stored, loaded) = (self.stored_type(piece), self.load_type(piece));
         if loaded.row().block_elements > stored.row().block_elements { loaded } else { stored }
     }
 
     /// Returns the number format in which a slice is loaded if no rule matches.
-    fn usual(&self, piece: &Piece) -> QuantType {
-        let tensor = self.checkpoint.tensor(&piece.name).map(|tensor| tensor.usual_type());
+    fn default_type(&self, piece: &TensorSlice) -> QuantType {
+        let tensor = self.checkpoint.tensor(&piece.name).map(|tensor| tensor.default_load_type());
         tensor.and_then(Result::ok).expect("tensors were checked when the model was opened; this is a bug")
     }
 
-    pub(super) fn stored_as(&self, piece: &Piece) -> QuantType {
+    pub(super) fn stored_type(&self, piece: &TensorSlice) -> QuantType {
         let tensor = self.checkpoint.tensor(&piece.name).map(|tensor| tensor.quant_type());
         tensor.and_then(Result::ok).expect("tensors were checked when the model was opened; this is a bug")
     }
@@ -188,16 +188,16 @@ impl ModelSource {
             SourceKind::HubFolder(Folder::Embedded(folder)) => return folder.name.to_owned(),
             SourceKind::HubFolder(folder @ Folder::Memory(_)) => return folder.path().display().to_string(),
             SourceKind::Synthetic => return self.path.display().to_string(),
-            SourceKind::HubFolder(Folder::Disk(path)) => whole(path).file_name().map(ToOwned::to_owned),
+            SourceKind::HubFolder(Folder::Disk(path)) => canonical(path).file_name().map(ToOwned::to_owned),
             SourceKind::Gguf(gguf) => return gguf.stem().unwrap_or_else(|| "model".to_owned()),
-            SourceKind::Llama2c => whole(&self.path).file_stem().map(ToOwned::to_owned),
+            SourceKind::Llama2c => canonical(&self.path).file_stem().map(ToOwned::to_owned),
         };
         part.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
     }
 }
 
 /// Returns the canonical path, or the path itself if it cannot be resolved.
-fn whole(path: &Path) -> PathBuf {
+fn canonical(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
@@ -213,7 +213,7 @@ fn open_path(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
             path.display()
         );
     }
-    match Gguf::is_meant(path)? {
+    match Gguf::is_gguf_path(path)? {
         true => open_gguf(path, spec_file),
         false => open_llama2c(path, spec_file),
     }
@@ -224,7 +224,7 @@ fn open_path(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
 fn open_any_folder(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     let folder = Folder::disk(path);
     let is_hubs = Checkpoint::is_in_folder(&folder) && folder.has(CONFIG);
-    let gguf = if is_hubs { None } else { Gguf::in_folder(path)? };
+    let gguf = if is_hubs { None } else { Gguf::find_in_folder(path)? };
     match gguf {
         Some(file) => open_gguf(&file, spec_file),
         None => open_folder(folder, spec_file),
@@ -239,22 +239,22 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
     let generation = GenerationConfig::from_folder(&folder, &config)?;
     let (generation, sentence) = match spec.kind {
         Kind::Decoder => (generation, None),
-        Kind::EncoderDecoder => (generation.behind_an_encoder(), None),
-        Kind::Encoder => (generation, SentenceFiles::from_folder(&folder)?),
+        Kind::EncoderDecoder => (generation.for_encoder_decoder(), None),
+        Kind::Encoder => (generation, SentenceConfig::from_folder(&folder)?),
     };
-    let opening = opening(spec.kind, &folder, &config)?;
+    let opening = decoder_start(spec.kind, &folder, &config)?;
     Ok(ModelSource {
         path: folder.path(),
         spec,
         checkpoint,
         eos: generation.eos,
-        defaults: generation.sampling,
-        unserved: generation.unserved,
-        chat: ChatFiles::from_folder(&folder)?,
-        opening,
+        sampling_defaults: generation.sampling,
+        unsupported_settings: generation.unsupported,
+        chat: ChatConfig::from_folder(&folder)?,
+        decoder_start: opening,
         sentence,
-        weights: Weights::default(),
-        codes: Choice::default(),
+        weight_rules: WeightRules::default(),
+        rounding: RoundingPolicy::default(),
         observations: None,
         progress: Arc::default(),
         kind: SourceKind::HubFolder(folder),
@@ -262,10 +262,10 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
 }
 
 /// Returns the decoder start tokens of an encoder-decoder model.
-fn opening(kind: Kind, folder: &Folder, config: &HubConfig) -> Result<DecoderOpening> {
+fn decoder_start(kind: Kind, folder: &Folder, config: &HubConfig) -> Result<DecoderStart> {
     match kind {
-        Kind::EncoderDecoder => DecoderOpening::from_folder(folder, config),
-        Kind::Decoder | Kind::Encoder => Ok(DecoderOpening::default()),
+        Kind::EncoderDecoder => DecoderStart::from_folder(folder, config),
+        Kind::Decoder | Kind::Encoder => Ok(DecoderStart::default()),
     }
 }
 
@@ -296,21 +296,21 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     let generation = GenerationConfig::from_folder(&gguf.folder(), &config)?;
     let spec = spec.resolve(&config, &|name| checkpoint.tensor(name).is_some())?;
     let sentence = match spec.kind {
-        Kind::Encoder => SentenceFiles::from_gguf(&gguf)?,
+        Kind::Encoder => SentenceConfig::from_gguf(&gguf)?,
         Kind::Decoder | Kind::EncoderDecoder => None,
     };
     Ok(ModelSource {
         path: gguf.path().to_owned(),
-        opening: opening(spec.kind, &gguf.folder(), &config)?,
+        decoder_start: decoder_start(spec.kind, &gguf.folder(), &config)?,
         spec,
         checkpoint,
         eos: generation.eos,
-        defaults: generation.sampling,
-        unserved: generation.unserved,
-        chat: ChatFiles::from_gguf(&gguf)?,
+        sampling_defaults: generation.sampling,
+        unsupported_settings: generation.unsupported,
+        chat: ChatConfig::from_gguf(&gguf)?,
         sentence,
-        weights: Weights::default(),
-        codes: Choice::default(),
+        weight_rules: WeightRules::default(),
+        rounding: RoundingPolicy::default(),
         observations: None,
         progress: Arc::default(),
         kind: SourceKind::Gguf(Arc::new(gguf)),
@@ -323,23 +323,23 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     Ok(ModelSource {
         path: path.to_owned(),
         kind: SourceKind::Llama2c,
-        spec: spec.resolve(&as_config(path, &header), &|name| checkpoint.tensor(name).is_some())?,
+        spec: spec.resolve(&llama2c_config(path, &header), &|name| checkpoint.tensor(name).is_some())?,
         checkpoint,
         eos: LLAMA2C_EOS.into_iter().filter(|id| (*id as usize) < header.vocab).collect(),
-        defaults: SamplingDefaults::default(),
-        unserved: Map::new(),
-        chat: ChatFiles::default(),
-        opening: DecoderOpening::default(),
+        sampling_defaults: SamplingDefaults::default(),
+        unsupported_settings: Map::new(),
+        chat: ChatConfig::default(),
+        decoder_start: DecoderStart::default(),
         sentence: None,
-        weights: Weights::default(),
-        codes: Choice::default(),
+        weight_rules: WeightRules::default(),
+        rounding: RoundingPolicy::default(),
         observations: None,
         progress: Arc::default(),
     })
 }
 
 /// Opens a synthetic model. It has no end-of-sequence token.
-fn open_synthetic(shape: &Shape, spec_file: Option<&Path>) -> Result<ModelSource> {
+fn open_synthetic(shape: &SyntheticShape, spec_file: Option<&Path>) -> Result<ModelSource> {
     let spec = shape.resolve(given_or_shipped(spec_file, specs::SYNTHETIC)?)?;
     Ok(ModelSource {
         path: shape.path(),
@@ -347,13 +347,13 @@ fn open_synthetic(shape: &Shape, spec_file: Option<&Path>) -> Result<ModelSource
         checkpoint: shape.checkpoint(&spec),
         spec,
         eos: Vec::new(),
-        defaults: SamplingDefaults::default(),
-        unserved: Map::new(),
-        chat: ChatFiles::default(),
-        opening: DecoderOpening::default(),
+        sampling_defaults: SamplingDefaults::default(),
+        unsupported_settings: Map::new(),
+        chat: ChatConfig::default(),
+        decoder_start: DecoderStart::default(),
         sentence: None,
-        weights: Weights::default(),
-        codes: Choice::default(),
+        weight_rules: WeightRules::default(),
+        rounding: RoundingPolicy::default(),
         observations: None,
         progress: Arc::default(),
     })
@@ -372,7 +372,7 @@ fn read_spec(file: &Path) -> Result<SpecFile> {
 }
 
 /// Returns the sizes of the header under the names that config.json uses.
-fn as_config(path: &Path, header: &Llama2cHeader) -> HubConfig {
+fn llama2c_config(path: &Path, header: &Llama2cHeader) -> HubConfig {
     let sizes = [
         ("vocab_size", header.vocab),
         ("hidden_size", header.dim),
@@ -391,7 +391,7 @@ fn as_config(path: &Path, header: &Llama2cHeader) -> HubConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::formats::ChatSource;
+    use crate::formats::ChatTemplateSource;
     use crate::testing::Scratch;
     use serde_json::json;
 
@@ -408,7 +408,7 @@ mod tests {
     fn a_models_name_says_where_it_is() {
         assert_eq!(ModelRef::parse("").unwrap(), ModelRef::Demo);
         assert_eq!(ModelRef::parse("a/model").unwrap(), ModelRef::Path("a/model".into()));
-        let shape = Shape::named("3B:bf16").unwrap();
+        let shape = SyntheticShape::parse("3B:bf16").unwrap();
         assert_eq!(ModelRef::parse("synthetic:3B:bf16").unwrap(), ModelRef::Synthetic(shape));
         assert!(ModelRef::parse("synthetic:").is_err());
     }
@@ -423,8 +423,8 @@ mod tests {
                 source.spec.provenance.config = PathBuf::new();
             }
             assert_eq!(
-                (&program.spec, &program.eos, program.defaults),
-                (&disk.spec, &disk.eos, disk.defaults)
+                (&program.spec, &program.eos, program.sampling_defaults),
+                (&disk.spec, &disk.eos, disk.sampling_defaults)
             );
             assert!(program.checkpoint.names().eq(disk.checkpoint.names()));
             for (ours, theirs) in program.checkpoint.tensors().zip(disk.checkpoint.tensors()) {
@@ -471,12 +471,12 @@ mod tests {
         let settings = br#"{"temperature": 0.25, "top_k": 7, "do_sample": true}"#;
         let (_folder, source) = with_file("generation_config.json", settings);
         let expected = SamplingDefaults { temperature: Some(0.25), top_k: Some(7), ..Default::default() };
-        assert_eq!(source.unwrap().defaults, expected);
+        assert_eq!(source.unwrap().sampling_defaults, expected);
 
         let (folder, source) = with_file("chat_template.jinja", b"{{ bos_token }}");
         let origin = folder.path().join("chat_template.jinja").display().to_string();
         let chat = source.unwrap().chat;
-        assert_eq!(chat.template, Some(ChatSource { origin, text: "{{ bos_token }}".to_owned() }));
+        assert_eq!(chat.template, Some(ChatTemplateSource { origin, text: "{{ bos_token }}".to_owned() }));
         assert_eq!(chat.special_tokens["bos_token"], "<s>");
 
         let (folder, source) = with_file("generation_config.json", br#"{"min_p": 2}"#);

@@ -19,7 +19,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 /// Length of the random block; a prime.
-const BLOCK: usize = 1_000_003;
+const BLOCK_LEN: usize = 1_000_003;
 
 /// Distance in the block between the starts of consecutive tensors; not a divisor of [`BLOCK`].
 const STRIDE: usize = 7_919;
@@ -31,7 +31,7 @@ const KEY: [u32; 2] = [0x5eed, 0];
 
 /// The sizes of a Llama-like model. Heads have a width of `hidden / heads`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Shape {
+pub struct SyntheticShape {
     /// Name of the shape, a number of parameters.
     pub name: &'static str,
     /// Width of the residual stream.
@@ -53,7 +53,7 @@ pub struct Shape {
     pub ty: QuantType,
 }
 
-const LLAMA_2_7B: Shape = Shape {
+const LLAMA_2_7B: SyntheticShape = SyntheticShape {
     name: "7B",
     hidden: 4_096,
     layers: 32,
@@ -66,7 +66,7 @@ const LLAMA_2_7B: Shape = Shape {
     tied: false,
     ty: QuantType::F16,
 };
-const STORIES_110M: Shape = Shape {
+const STORIES_110M: SyntheticShape = SyntheticShape {
     name: "110M",
     hidden: 768,
     layers: 12,
@@ -76,9 +76,16 @@ const STORIES_110M: Shape = Shape {
     context: 2_048,
     ..LLAMA_2_7B
 };
-const TINY_LLAMA_1_1B: Shape =
-    Shape { name: "1.1B", hidden: 2_048, layers: 22, kv_heads: 4, ffn: 5_632, context: 2_048, ..LLAMA_2_7B };
-const LLAMA_3_1_8B: Shape = Shape {
+const TINY_LLAMA_1_1B: SyntheticShape = SyntheticShape {
+    name: "1.1B",
+    hidden: 2_048,
+    layers: 22,
+    kv_heads: 4,
+    ffn: 5_632,
+    context: 2_048,
+    ..LLAMA_2_7B
+};
+const LLAMA_3_1_8B: SyntheticShape = SyntheticShape {
     name: "8B",
     kv_heads: 8,
     ffn: 14_336,
@@ -87,18 +94,25 @@ const LLAMA_3_1_8B: Shape = Shape {
     rope_theta: 500_000.0,
     ..LLAMA_2_7B
 };
-const LLAMA_3_2_1B: Shape =
-    Shape { name: "1B", hidden: 2_048, layers: 16, ffn: 8_192, tied: true, ..LLAMA_3_1_8B };
-const LLAMA_3_2_3B: Shape =
-    Shape { name: "3B", hidden: 3_072, layers: 28, heads: 24, ffn: 8_192, tied: true, ..LLAMA_3_1_8B };
+const LLAMA_3_2_1B: SyntheticShape =
+    SyntheticShape { name: "1B", hidden: 2_048, layers: 16, ffn: 8_192, tied: true, ..LLAMA_3_1_8B };
+const LLAMA_3_2_3B: SyntheticShape = SyntheticShape {
+    name: "3B",
+    hidden: 3_072,
+    layers: 28,
+    heads: 24,
+    ffn: 8_192,
+    tied: true,
+    ..LLAMA_3_1_8B
+};
 
 /// All named shapes. Contexts that do not fit into a machine's memory are limited by configuration.
-pub const SHAPES: [Shape; 6] =
+pub const SHAPES: [SyntheticShape; 6] =
     [STORIES_110M, TINY_LLAMA_1_1B, LLAMA_3_2_1B, LLAMA_3_2_3B, LLAMA_2_7B, LLAMA_3_1_8B];
 
-impl Shape {
+impl SyntheticShape {
     /// Parses the name of a shape, optionally with a number format: `name:f32`, `name:bf16`. Default: F16.
-    pub fn named(name: &str) -> Result<Shape> {
+    pub fn parse(name: &str) -> Result<SyntheticShape> {
         let (shape, ty) = match name.split_once(':') {
             Some((shape, ty)) => (shape, Some(ty)),
             None => (name, None),
@@ -114,7 +128,7 @@ impl Shape {
                 format!("unknown number format '{ty}' for a synthetic model (known: {known})")
             })?,
         };
-        Ok(Shape { ty, ..*found })
+        Ok(SyntheticShape { ty, ..*found })
     }
 
     /// Returns the model's name in place of a path, for error messages.
@@ -129,17 +143,17 @@ impl Shape {
 
     /// Returns a checkpoint with random matrices and vectors of ones for all tensors that `spec` requires.
     pub fn checkpoint(&self, spec: &ModelSpec) -> Checkpoint {
-        let needed: Vec<_> = tensors::needed(spec)
+        let needed: Vec<_> = tensors::required_tensors(spec)
             .into_iter()
             .map(|piece| (piece.name.clone(), piece.shape.clone()))
             .collect();
         let matrices = needed.iter().filter(|(_, shape)| shape.len() > 1);
         let largest = matrices.map(|(_, shape)| shape.iter().product()).max().unwrap_or(0);
-        let ones_begin = BLOCK + largest;
+        let ones_begin = BLOCK_LEN + largest;
         let width_max = needed.iter().filter(|(_, shape)| shape.len() == 1).map(|(_, shape)| shape[0]).max();
-        let buffer = self.numbers(ones_begin, width_max.unwrap_or(0));
+        let buffer = self.fill_buffer(ones_begin, width_max.unwrap_or(0));
         let tensors = needed.into_iter().enumerate().map(|(number, (name, shape))| {
-            let begin = if shape.len() == 1 { ones_begin } else { number * STRIDE % BLOCK };
+            let begin = if shape.len() == 1 { ones_begin } else { number * STRIDE % BLOCK_LEN };
             (name, shape, self.bytes(begin))
         });
         Checkpoint::from_buffer(&self.path(), buffer, self.ty, tensors)
@@ -163,11 +177,11 @@ impl Shape {
     }
 
     /// Returns the buffer: the block repeated to `random` numbers, followed by `ones` ones.
-    fn numbers(&self, random: usize, ones: usize) -> Vec<u8> {
+    fn fill_buffer(&self, random: usize, ones: usize) -> Vec<u8> {
         let mut bytes = vec![0; self.bytes(random + ones)];
         let (random_bytes, one_bytes) = bytes.split_at_mut(self.bytes(random));
-        let block_bytes = self.bytes(BLOCK);
-        self.ty.quantize(&block(), &mut random_bytes[..block_bytes]);
+        let block_bytes = self.bytes(BLOCK_LEN);
+        self.ty.quantize(&random_block(), &mut random_bytes[..block_bytes]);
         let (block, rest) = random_bytes.split_at_mut(block_bytes);
         for piece in rest.chunks_mut(block_bytes) {
             piece.copy_from_slice(&block[..piece.len()]);
@@ -181,7 +195,7 @@ impl Shape {
     }
 }
 
-impl fmt::Display for Shape {
+impl fmt::Display for SyntheticShape {
     /// Writes the name that [`super::ModelRef::parse`] accepts.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}{}:{}", super::source::SYNTHETIC, self.name, self.ty)
@@ -189,11 +203,11 @@ impl fmt::Display for Shape {
 }
 
 /// Returns the block of random numbers.
-fn block() -> Vec<f32> {
+fn random_block() -> Vec<f32> {
     let bound = STD * 3f32.sqrt();
     let number = |word: u32| bound * (2.0 * (word >> 8) as f32 / (1 << 24) as f32 - 1.0);
     let words = (0u32..).flat_map(|count| philox([count, 0, 0, 0], KEY));
-    words.map(number).take(BLOCK).collect()
+    words.map(number).take(BLOCK_LEN).collect()
 }
 
 #[cfg(test)]
@@ -201,7 +215,7 @@ mod tests {
     use super::*;
     use crate::model::{ModelRef, ModelSource};
 
-    const TINY: Shape = Shape {
+    const TINY: SyntheticShape = SyntheticShape {
         name: "tiny",
         hidden: 32,
         layers: 2,
@@ -213,21 +227,24 @@ mod tests {
         ..LLAMA_2_7B
     };
 
-    fn open(shape: Shape) -> ModelSource {
+    fn open(shape: SyntheticShape) -> ModelSource {
         ModelSource::open(&ModelRef::Synthetic(shape), None).unwrap()
     }
 
     #[test]
     fn names_and_number_formats_are_read_and_unknown_ones_refused_with_a_list() {
-        assert_eq!(Shape::named("1.1B").unwrap(), SHAPES[1]);
-        assert_eq!(Shape::named("8b:BF16").unwrap(), Shape { ty: QuantType::BF16, ..SHAPES[5] });
+        assert_eq!(SyntheticShape::parse("1.1B").unwrap(), SHAPES[1]);
+        assert_eq!(
+            SyntheticShape::parse("8b:BF16").unwrap(),
+            SyntheticShape { ty: QuantType::BF16, ..SHAPES[5] }
+        );
         for shape in SHAPES {
             let shown = shape.to_string();
-            assert_eq!(Shape::named(shown.strip_prefix("synthetic:").unwrap()).unwrap(), shape);
+            assert_eq!(SyntheticShape::parse(shown.strip_prefix("synthetic:").unwrap()).unwrap(), shape);
         }
         let cases = [("2B", "'2B' (known: 110M, 1.1B, 1B, 3B, 7B, 8B)"), ("8B:q8_0", "'q8_0'"), ("", "''")];
         for (name, reason) in cases {
-            let error = Shape::named(name).unwrap_err().to_string();
+            let error = SyntheticShape::parse(name).unwrap_err().to_string();
             assert!(error.contains(reason), "{error}");
         }
     }
@@ -239,8 +256,10 @@ mod tests {
         let counts = [0.134, 1.100, 1.236, 3.213, 6.738, 8.030];
         for (shape, billions) in SHAPES.iter().zip(counts) {
             let spec = shape.resolve(SpecFile::for_model_type(crate::specs::SYNTHETIC).unwrap()).unwrap();
-            let count: usize =
-                tensors::needed(&spec).into_iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum();
+            let count: usize = tensors::required_tensors(&spec)
+                .into_iter()
+                .map(|tensor| tensor.shape.iter().product::<usize>())
+                .sum();
             assert!((count as f64 / 1e9 - billions).abs() < 0.0006, "{shape}: {count}");
         }
     }
@@ -248,7 +267,7 @@ mod tests {
     #[test]
     fn weights_are_random_norms_are_one_and_no_two_layers_are_equal() {
         for ty in QuantType::unblocked() {
-            let source = open(Shape { ty, ..TINY });
+            let source = open(SyntheticShape { ty, ..TINY });
             let numbers = |name: &str| {
                 let tensor = source.checkpoint.tensor(name).unwrap();
                 let mut values = vec![0.0; tensor.shape.iter().product()];
@@ -268,7 +287,7 @@ mod tests {
 
     #[test]
     fn matrices_larger_than_the_block_are_filled() {
-        let source = open(Shape { vocab: 32_003, ..TINY });
+        let source = open(SyntheticShape { vocab: 32_003, ..TINY });
         let embedding = source.checkpoint.tensor("model.embed_tokens.weight").unwrap();
         let [first, last] = [0, 32_002].map(|row| embedding.bytes()[row * 64..][..64].to_vec());
         assert!(first != last && last.iter().any(|byte| *byte != 0));

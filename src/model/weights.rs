@@ -8,33 +8,35 @@
 //! Invariant: vectors and position tables stay as they are stored. Routers and small matrices are not subject
 //! to the last rule, nor is a matrix whose rows are not whole blocks of the format.
 
-use super::spec::Piece;
+use super::spec::TensorSlice;
 use mainstem_kernels::QuantType;
 
 /// Number of elements below which a matrix is not worth converting.
-const SMALL: usize = 1 << 14;
+const SMALL_ELEMENTS: usize = 1 << 14;
 
 /// A list of rules. An empty list keeps everything as it is stored.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Weights {
-    named: Vec<(String, QuantType)>,
-    others: Option<QuantType>,
+pub struct WeightRules {
+    patterns: Vec<(String, QuantType)>,
+    default_type: Option<QuantType>,
 }
 
-impl Weights {
+impl WeightRules {
     /// Parses rules separated by commas. The error names the invalid rule and the reason.
-    pub fn parse(text: &str) -> Result<Weights, String> {
-        let mut weights = Weights::default();
+    pub fn parse(text: &str) -> Result<WeightRules, String> {
+        let mut weights = WeightRules::default();
         for rule in text.split(',').map(str::trim).filter(|rule| !rule.is_empty()) {
-            if weights.others.is_some() {
+            if weights.default_type.is_some() {
                 return Err(format!("'{rule}' comes after the rule for all others and would never apply"));
             }
             match rule.split_once('=') {
                 Some((pattern, _)) if pattern.trim().is_empty() => {
                     return Err(format!("'{rule}' has no pattern and would never apply"));
                 }
-                Some((pattern, ty)) => weights.named.push((pattern.trim().to_owned(), type_of(ty.trim())?)),
-                None => weights.others = Some(type_of(rule)?),
+                Some((pattern, ty)) => {
+                    weights.patterns.push((pattern.trim().to_owned(), parse_type(ty.trim())?))
+                }
+                None => weights.default_type = Some(parse_type(rule)?),
             }
         }
         Ok(weights)
@@ -42,31 +44,32 @@ impl Weights {
 
     /// Returns the first pattern that applies to none of these slices, because it matches none or earlier
     /// rules take precedence.
-    pub fn idle(&self, pieces: &[&Piece]) -> Option<&str> {
+    pub fn unused_pattern(&self, pieces: &[&TensorSlice]) -> Option<&str> {
         let used: Vec<_> = pieces.iter().filter_map(|piece| self.matching_rule(piece)).collect();
-        let mut patterns = (0..).zip(&self.named);
+        let mut patterns = (0..).zip(&self.patterns);
         patterns.find(|(number, _)| !used.contains(number)).map(|(_, (pattern, _))| pattern.as_str())
     }
 
     /// Returns the index of the first rule whose pattern matches.
-    fn matching_rule(&self, piece: &Piece) -> Option<usize> {
-        self.named.iter().position(|(pattern, _)| {
+    fn matching_rule(&self, piece: &TensorSlice) -> Option<usize> {
+        self.patterns.iter().position(|(pattern, _)| {
             [piece.name.as_str(), piece.role, &piece.pattern].iter().any(|text| matches(pattern, text))
         })
     }
 
     /// Returns the format in which to load a matrix (n, k) that is stored as `stored`.
-    pub fn of(&self, piece: &Piece, stored: QuantType, shape: &[usize]) -> QuantType {
+    pub fn load_type(&self, piece: &TensorSlice, stored: QuantType, shape: &[usize]) -> QuantType {
         let [n, k] = *shape else { return stored };
-        if is_made_over(piece.role) {
+        if is_transformed_at_load(piece.role) {
             return stored;
         }
         let fits = |ty: QuantType| ty.bytes(k).is_some();
-        match (self.matching_rule(piece).map(|number| self.named[number].1), self.others) {
+        match (self.matching_rule(piece).map(|number| self.patterns[number].1), self.default_type) {
             (Some(ty), _) if fits(ty) => ty,
-            (None, Some(ty)) if n * k >= SMALL && !is_delicate(piece.role) => {
-                let ty = if is_table(piece.role) && ty.bits() < 8.0 { QuantType::Q8_0 } else { ty };
-                if fits(ty) && ty.bits() < stored.bits() { ty } else { stored }
+            (None, Some(ty)) if n * k >= SMALL_ELEMENTS && !is_sensitive(piece.role) => {
+                let ty =
+                    if is_table(piece.role) && ty.bits_per_element() < 8.0 { QuantType::Q8_0 } else { ty };
+                if fits(ty) && ty.bits_per_element() < stored.bits_per_element() { ty } else { stored }
             }
             _ => stored,
         }
@@ -78,17 +81,17 @@ fn is_table(role: &str) -> bool {
 }
 
 /// Returns whether a small matrix has a large influence on the result.
-fn is_delicate(role: &str) -> bool {
+fn is_sensitive(role: &str) -> bool {
     matches!(role, "router" | "shared_router")
 }
 
 /// Returns whether a tensor is combined with others or converted at loading, so that no rule applies.
-fn is_made_over(role: &str) -> bool {
+fn is_transformed_at_load(role: &str) -> bool {
     matches!(role, "positions" | "token_types" | "relative_bias")
 }
 
 /// Parses a number format that can be written.
-fn type_of(name: &str) -> Result<QuantType, String> {
+fn parse_type(name: &str) -> Result<QuantType, String> {
     let written = |ty: &QuantType| ty.row().quantize.is_some();
     QuantType::by_name(name).filter(written).ok_or_else(|| {
         let known: Vec<&str> = QuantType::all().filter(written).map(QuantType::name).collect();
@@ -110,7 +113,7 @@ fn matches(pattern: &str, text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::spec::{Cut, Part};
+    use crate::model::spec::{SliceBounds, TensorPart};
 
     #[test]
     fn patterns_fit_as_their_stars_say() {
@@ -124,16 +127,16 @@ mod tests {
         }
     }
 
-    fn piece(role: &'static str, name: &str) -> Piece {
-        let (layer, part, cut) = (None, Part::Whole, Cut::default());
-        Piece {
+    fn piece(role: &'static str, name: &str) -> TensorSlice {
+        let (layer, part, cut) = (None, TensorPart::Whole, SliceBounds::default());
+        TensorSlice {
             role,
             name: name.into(),
             pattern: name.into(),
             layer,
             shape: vec![],
             part,
-            cut,
+            bounds: cut,
             transposed: false,
         }
     }
@@ -142,7 +145,7 @@ mod tests {
     #[test]
     fn the_first_rule_that_fits_counts_and_exceptions_stay() {
         use QuantType::*;
-        let rules = Weights::parse("a.*=q6,down=q8,*.b=q4_K,q4").unwrap();
+        let rules = WeightRules::parse("a.*=q6,down=q8,*.b=q4_K,q4").unwrap();
         let large = [256, 512];
         for (role, name, stored, shape, expected) in [
             ("q", "x", F16, &large[..], Q4_B32T1A),
@@ -168,24 +171,24 @@ mod tests {
             ("q", "a.x", F32, &[512], F32),
         ] {
             assert_eq!(
-                rules.of(&piece(role, name), stored, shape),
+                rules.load_type(&piece(role, name), stored, shape),
                 expected,
                 "{role} {name} {stored} {shape:?}"
             );
         }
-        let f16 = Weights::parse("f16").unwrap();
-        assert_eq!(f16.of(&piece("embedding", "x"), F32, &large), F16);
-        assert_eq!(Weights::default().of(&piece("q", "x"), F16, &large), F16);
+        let f16 = WeightRules::parse("f16").unwrap();
+        assert_eq!(f16.load_type(&piece("embedding", "x"), F32, &large), F16);
+        assert_eq!(WeightRules::default().load_type(&piece("q", "x"), F16, &large), F16);
     }
 
     #[test]
     fn rules_that_count_for_nothing_are_found() {
         let pieces = [piece("q", "l.0.q"), piece("head", "lm_head")];
-        let pieces: Vec<&Piece> = pieces.iter().collect();
+        let pieces: Vec<&TensorSlice> = pieces.iter().collect();
         for (rules, idle) in
             [("q=q8,lm_*=q6,q4", None), ("q4", None), ("up=q8,q4", Some("up")), ("l.*=q8,q=q6", Some("q"))]
         {
-            assert_eq!(Weights::parse(rules).unwrap().idle(&pieces), idle, "{rules}");
+            assert_eq!(WeightRules::parse(rules).unwrap().unused_pattern(&pieces), idle, "{rules}");
         }
     }
 
@@ -198,9 +201,9 @@ mod tests {
             ("=q4", "'=q4'"),
             ("iq4_nl", "'iq4_nl'"),
         ] {
-            let error = Weights::parse(rules).unwrap_err();
+            let error = WeightRules::parse(rules).unwrap_err();
             assert!(error.contains(named), "{error}");
         }
-        assert_eq!(Weights::parse(" ").unwrap(), Weights::default());
+        assert_eq!(WeightRules::parse(" ").unwrap(), WeightRules::default());
     }
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 
 /// The layers and heads that one device holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Assigned {
+pub struct DeviceAssignment {
     pub device: String,
     /// Stage number, from 1.
     pub stage: usize,
@@ -19,37 +19,37 @@ pub struct Assigned {
     pub rank: usize,
     /// Number of ranks of the stage.
     pub members: usize,
-    pub encoder_layers: Option<Span>,
+    pub encoder_layers: Option<InclusiveRange>,
     /// Layers of the decoder, or of an encoder-only model.
-    pub layers: Option<Span>,
+    pub layers: Option<InclusiveRange>,
     /// Query heads of each layer; if layers differ, of the first.
-    pub heads: Option<Span>,
+    pub heads: Option<InclusiveRange>,
 }
 
 /// A range that includes both ends, shown as `[1, 20]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span(pub usize, pub usize);
+pub struct InclusiveRange(pub usize, pub usize);
 
-impl Span {
+impl InclusiveRange {
     /// Converts a range that starts at 0 and excludes its end; `None` if it is empty.
-    fn of(range: &Range<usize>) -> Option<Span> {
-        (!range.is_empty()).then(|| Span(range.start + 1, range.end))
+    fn from_range(range: &Range<usize>) -> Option<InclusiveRange> {
+        (!range.is_empty()).then(|| InclusiveRange(range.start + 1, range.end))
     }
 }
 
-impl fmt::Display for Span {
+impl fmt::Display for InclusiveRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "[{}, {}]", self.0, self.1)
     }
 }
 
-impl Serialize for Span {
+impl Serialize for InclusiveRange {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         [self.0, self.1].serialize(to)
     }
 }
 
-impl fmt::Display for Assigned {
+impl fmt::Display for DeviceAssignment {
     /// Writes the layers and heads.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let layers = match self.encoder_layers {
@@ -63,25 +63,32 @@ impl fmt::Display for Assigned {
 }
 
 /// Returns what each device holds, by stage and rank. `heads` returns the number of query heads of a shard.
-pub fn assignment(
+pub fn device_assignments(
     spec: &ModelSpec,
     partition: &Partition,
     heads: impl Fn(&Shard) -> usize,
-) -> Vec<Vec<Assigned>> {
+) -> Vec<Vec<DeviceAssignment>> {
     let of_stage = |(stage, shards): (usize, Vec<Shard>)| {
-        let members = &partition.stages[stage].members;
+        let members = &partition.stages[stage].ranks;
         let mut head = 0;
         let assigned = |shard: &Shard| {
             let first = head;
             head += heads(shard);
-            Assigned {
+            DeviceAssignment {
                 device: members[shard.rank].device.clone(),
                 stage: stage + 1,
                 rank: shard.rank,
                 members: members.len(),
-                encoder_layers: spec.decoder.as_ref().and_then(|_| Span::of(&shard.encoder)),
-                layers: Span::of(if spec.decoder.is_some() { &shard.decoder } else { &shard.encoder }),
-                heads: Span::of(&(first..head)),
+                encoder_layers: spec
+                    .decoder
+                    .as_ref()
+                    .and_then(|_| InclusiveRange::from_range(&shard.encoder)),
+                layers: InclusiveRange::from_range(if spec.decoder.is_some() {
+                    &shard.decoder
+                } else {
+                    &shard.encoder
+                }),
+                heads: InclusiveRange::from_range(&(first..head)),
             }
         };
         shards.iter().map(assigned).collect()
@@ -92,19 +99,20 @@ pub fn assignment(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::partition::{Member, Stage};
+    use crate::model::partition::{Stage, StageRank};
     use crate::model::shard::ExpertSplit;
     use crate::model::spec::SpecFile;
     use crate::model::synthetic::SHAPES;
 
     fn stage(encoder: Range<usize>, decoder: Range<usize>, devices: &[&str]) -> Stage {
-        let member = |device: &&str| Member { device: (*device).to_owned(), share: 1 };
-        Stage { encoder, decoder, members: devices.iter().map(member).collect() }
+        let member = |device: &&str| StageRank { device: (*device).to_owned(), share: 1 };
+        Stage { encoder, decoder, ranks: devices.iter().map(member).collect() }
     }
 
     fn lines(spec: &ModelSpec, stages: Vec<Stage>) -> Vec<String> {
         let partition = Partition { stages, experts: ExpertSplit::Column };
-        let all = assignment(spec, &partition, |shard| shard.share(32, 1).len()).into_iter().flatten();
+        let all =
+            device_assignments(spec, &partition, |shard| shard.range(32, 1).len()).into_iter().flatten();
         all.map(|row| format!("{}: {row}", row.device)).collect()
     }
 
@@ -145,7 +153,7 @@ mod tests {
                 "c: layers [5, 32], heads [1, 32]",
             ]
         );
-        let row = &assignment(&spec, &Partition::single(&spec, "cpu:0"), |_| 32)[0][0];
+        let row = &device_assignments(&spec, &Partition::single(&spec, "cpu:0"), |_| 32)[0][0];
         let json = serde_json::to_value(row).unwrap();
         assert_eq!(json["layers"], serde_json::json!([1, 32]));
         assert_eq!((json["stage"].as_u64(), json["rank"].as_u64()), (Some(1), Some(0)));

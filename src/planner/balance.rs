@@ -17,30 +17,30 @@ use std::ops::Range;
 
 /// Returns the number of layers of each stage. `time` returns the time of a stage for a range of layers,
 /// infinite if they do not fit. Returns `None` if there are fewer layers than stages, or nothing fits.
-pub fn balanced(
+pub fn balance_layers(
     layers: usize,
     stages: usize,
     time: impl Fn(usize, Range<usize>) -> f64,
 ) -> Option<Vec<usize>> {
-    let times = Times { layers, stages, time };
+    let times = StageTimes { layers, stages, time };
     let slowest = times.best_split(f64::INFINITY, f64::max)?.0;
     // Sums differ in their last bits depending on the order of addition.
     let bound = slowest * (1.0 + 1e-9);
     times.best_split(bound, |sum, time| sum + time * time).map(|(_, counts)| counts)
 }
 
-struct Times<F> {
+struct StageTimes<F> {
     layers: usize,
     stages: usize,
     /// Returns the time of a stage with these layers.
     time: F,
 }
 
-impl<F: Fn(usize, Range<usize>) -> f64> Times<F> {
+impl<F: Fn(usize, Range<usize>) -> f64> StageTimes<F> {
     /// Returns the split that minimizes the times of its stages, combined with `join`, where no stage exceeds
     /// `bound`; with the combined time.
     fn best_split(&self, bound: f64, join: impl Fn(f64, f64) -> f64) -> Option<(f64, Vec<usize>)> {
-        let Times { layers, stages, .. } = *self;
+        let StageTimes { layers, stages, .. } = *self;
         let mut least = vec![f64::INFINITY; layers + 1];
         least[0] = 0.0;
         let mut begins = Vec::with_capacity(stages);
@@ -59,12 +59,12 @@ impl<F: Fn(usize, Range<usize>) -> f64> Times<F> {
             least = next;
             begins.push(begin);
         }
-        least[layers].is_finite().then(|| (least[layers], counts(&begins, layers)))
+        least[layers].is_finite().then(|| (least[layers], layer_counts(&begins, layers)))
     }
 }
 
 /// Walks back from the last layer through the first layers of the stages, and returns the layer counts.
-fn counts(begins: &[Vec<usize>], layers: usize) -> Vec<usize> {
+fn layer_counts(begins: &[Vec<usize>], layers: usize) -> Vec<usize> {
     let mut counts = Vec::with_capacity(begins.len());
     let mut end = layers;
     for begin in begins.iter().rev() {
@@ -89,25 +89,25 @@ mod tests {
 
     /// The speed and memory of a stage.
     #[derive(Clone, Copy, Debug)]
-    struct Room {
+    struct StageCapacity {
         speed: f64,
         memory: f64,
     }
 
-    fn dealt(layers: &[Cost], stages: &[Room]) -> Option<Vec<usize>> {
+    fn balance(layers: &[Cost], stages: &[StageCapacity]) -> Option<Vec<usize>> {
         let time = |stage: usize, own: Range<usize>| {
             let sum = |of: fn(&Cost) -> f64| layers[own.clone()].iter().map(of).sum::<f64>();
             let fits = sum(|layer| layer.bytes) <= stages[stage].memory;
             if fits { sum(|layer| layer.work) / stages[stage].speed } else { f64::INFINITY }
         };
-        balanced(layers.len(), stages.len(), time)
+        balance_layers(layers.len(), stages.len(), time)
     }
 
     fn cost(work: f64) -> Cost {
         Cost { work, bytes: work }
     }
 
-    const ROOM: Room = Room { speed: 1.0, memory: f64::INFINITY };
+    const UNLIMITED: StageCapacity = StageCapacity { speed: 1.0, memory: f64::INFINITY };
 
     /// Returns every distribution of `layers` to `stages`.
     fn all_splits(layers: usize, stages: usize) -> Vec<Vec<usize>> {
@@ -122,7 +122,7 @@ mod tests {
     }
 
     /// Returns the time of the slowest stage; `None` if a stage holds too much.
-    fn slowest(split: &[usize], layers: &[Cost], stages: &[Room]) -> Option<f64> {
+    fn slowest(split: &[usize], layers: &[Cost], stages: &[StageCapacity]) -> Option<f64> {
         let (mut at, mut slowest) = (0, 0f64);
         for (count, room) in split.iter().zip(stages) {
             let own = &layers[at..at + count];
@@ -145,13 +145,13 @@ mod tests {
                     bytes: f64::from(number(30 + layer, 9)),
                 })
                 .collect();
-            let stages: Vec<Room> = (0..1 + number(1, 4))
-                .map(|stage| Room {
+            let stages: Vec<StageCapacity> = (0..1 + number(1, 4))
+                .map(|stage| StageCapacity {
                     speed: f64::from(1 + number(50 + stage, 4)),
                     memory: f64::from(number(60 + stage, 60)),
                 })
                 .collect();
-            let found = dealt(&layers, &stages);
+            let found = balance(&layers, &stages);
             let best = match layers.len() >= stages.len() {
                 true => all_splits(layers.len(), stages.len())
                     .iter()
@@ -172,22 +172,22 @@ mod tests {
     #[test]
     fn of_equal_splits_the_most_even_is_taken() {
         let layers = vec![cost(1.0); 10];
-        assert_eq!(dealt(&layers, &[ROOM; 4]).map(|counts| counts.iter().sum()), Some(10));
-        assert_eq!(dealt(&layers, &[ROOM; 2]), Some(vec![5, 5]));
+        assert_eq!(balance(&layers, &[UNLIMITED; 4]).map(|counts| counts.iter().sum()), Some(10));
+        assert_eq!(balance(&layers, &[UNLIMITED; 2]), Some(vec![5, 5]));
         // The head makes the last stage take 6 in any case; the others are split evenly all the same.
         let mut headed = layers.clone();
         headed[9] = cost(6.0);
-        assert_eq!(dealt(&headed, &[ROOM; 4]), Some(vec![3, 3, 3, 1]));
+        assert_eq!(balance(&headed, &[UNLIMITED; 4]), Some(vec![3, 3, 3, 1]));
     }
 
     #[test]
     fn speed_and_memory_decide() {
         let layers = vec![cost(1.0); 9];
-        let fast = Room { speed: 2.0, ..ROOM };
-        assert_eq!(dealt(&layers, &[fast, ROOM]), Some(vec![6, 3]));
-        let small = Room { memory: 4.0, ..fast };
-        assert_eq!(dealt(&layers, &[small, ROOM]), Some(vec![4, 5]));
-        assert_eq!(dealt(&layers, &[small, small]), None);
-        assert_eq!(dealt(&layers[..1], &[ROOM, ROOM]), None);
+        let fast = StageCapacity { speed: 2.0, ..UNLIMITED };
+        assert_eq!(balance(&layers, &[fast, UNLIMITED]), Some(vec![6, 3]));
+        let small = StageCapacity { memory: 4.0, ..fast };
+        assert_eq!(balance(&layers, &[small, UNLIMITED]), Some(vec![4, 5]));
+        assert_eq!(balance(&layers, &[small, small]), None);
+        assert_eq!(balance(&layers[..1], &[UNLIMITED, UNLIMITED]), None);
     }
 }

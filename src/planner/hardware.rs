@@ -30,16 +30,16 @@ pub struct Link {
 
 /// A memory that all devices share; infinite if each device has its own.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Together {
+pub struct SharedMemory {
     /// Bandwidth in bytes per second.
     pub bandwidth: f64,
     /// Size in bytes.
     pub memory: f64,
 }
 
-impl Together {
+impl SharedMemory {
     /// No shared memory: each device has its own.
-    pub const NOTHING: Together = Together { bandwidth: f64::INFINITY, memory: f64::INFINITY };
+    pub const UNLIMITED: SharedMemory = SharedMemory { bandwidth: f64::INFINITY, memory: f64::INFINITY };
 }
 
 /// The properties of a machine that determine how fast a partition is.
@@ -50,13 +50,13 @@ pub struct Hardware {
     /// The devices; the last one also stands for all further ones.
     pub devices: Vec<Device>,
     /// The memory that all devices share, if they do.
-    pub together: Together,
+    pub shared_memory: SharedMemory,
     /// Link between the ranks of a stage.
-    pub within: Link,
+    pub intra_stage_link: Link,
     /// Link from one stage to the next.
-    pub between: Link,
+    pub inter_stage_link: Link,
     /// Time of a step outside of all devices, in seconds.
-    pub turn_seconds: f64,
+    pub overhead_seconds: f64,
 }
 
 impl Link {
@@ -73,10 +73,10 @@ pub fn v100x4() -> Hardware {
     Hardware {
         name: "4 x V100 (PCIe)".to_owned(),
         devices: vec![Device { bandwidth: 900e9, flops: 125e12, memory: 32e9, op_seconds: 5e-6 }],
-        together: Together::NOTHING,
-        within: link,
-        between: link,
-        turn_seconds: 0.0,
+        shared_memory: SharedMemory::UNLIMITED,
+        intra_stage_link: link,
+        inter_stage_link: link,
+        overhead_seconds: 0.0,
     }
 }
 
@@ -91,7 +91,7 @@ impl Hardware {
     pub fn read(path: &Path) -> Result<Hardware> {
         let text =
             std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-        let file: File = toml::from_str(&text).with_context(|| path.display().to_string())?;
+        let file: HardwareFile = toml::from_str(&text).with_context(|| path.display().to_string())?;
         let hardware = file.hardware(path);
         hardware.check().with_context(|| path.display().to_string())?;
         Ok(hardware)
@@ -109,9 +109,9 @@ impl Hardware {
             positive("device.memory_gb", device.memory)?;
             ensure!(device.op_seconds >= 0.0, "device.op_us must not be negative");
         }
-        positive("together_gb_s", self.together.bandwidth)?;
-        positive("together_gb", self.together.memory)?;
-        for (name, link) in [("within", self.within), ("between", self.between)] {
+        positive("together_gb_s", self.shared_memory.bandwidth)?;
+        positive("together_gb", self.shared_memory.memory)?;
+        for (name, link) in [("within", self.intra_stage_link), ("between", self.inter_stage_link)] {
             positive(&format!("{name}.bandwidth_gb_s"), link.bandwidth)?;
             ensure!(link.latency >= 0.0, "{name}.latency_us must not be negative");
         }
@@ -122,7 +122,7 @@ impl Hardware {
 /// A hardware file, in the units of data sheets.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct File {
+struct HardwareFile {
     name: Option<String>,
     device: Vec<DeviceTable>,
     together_gb_s: Option<f64>,
@@ -148,7 +148,7 @@ struct LinkTable {
     bandwidth_gb_s: f64,
 }
 
-impl File {
+impl HardwareFile {
     fn hardware(self, path: &Path) -> Hardware {
         let device = |table: &DeviceTable| Device {
             bandwidth: table.bandwidth_gb_s * 1e9,
@@ -163,13 +163,13 @@ impl File {
         Hardware {
             name: self.name.unwrap_or_else(|| path.display().to_string()),
             devices: self.device.iter().map(device).collect(),
-            together: Together {
+            shared_memory: SharedMemory {
                 bandwidth: self.together_gb_s.map_or(f64::INFINITY, |gb| gb * 1e9),
                 memory: self.together_gb.map_or(f64::INFINITY, |gb| gb * 1e9),
             },
-            within: link(self.within),
-            between: link(self.between),
-            turn_seconds: 0.0,
+            intra_stage_link: link(self.within),
+            inter_stage_link: link(self.between),
+            overhead_seconds: 0.0,
         }
     }
 }

@@ -22,8 +22,8 @@ pub mod speed;
 
 pub mod strategies;
 
-pub use assignment::Assigned;
-pub use hardware::{Device, Hardware, Link, Together};
-pub use shape::{ModelShape, Part};
-pub use speed::{Forecast, Load, forecast};
-pub use split::{Place, Refusal, Unfit};
+pub use assignment::DeviceAssignment;
+pub use hardware::{Device, Hardware, Link, SharedMemory};
+pub use shape::{ModelShape, ResourceCost};
+pub use speed::{Forecast, Workload, forecast};
+pub use split::{DeviceCapacity, PartitionError, ShardLimit};

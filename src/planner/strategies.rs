@@ -18,13 +18,13 @@ pub struct Strategy {
 pub fn strategies(configured: &DeviceConfig) -> Vec<Strategy> {
     let devices: Vec<DeviceName> = configured.devices().copied().collect();
     let strategy = |groups: Groups| Strategy {
-        name: name(&groups),
-        is_configured: configured.is_left_open() && groups == configured.groups,
+        name: strategy_name(&groups),
+        is_configured: configured.has_default_split() && groups == configured.groups,
         device: configured.regrouped(&groups),
     };
-    let mut all: Vec<Strategy> = even(&devices).into_iter().map(strategy).collect();
+    let mut all: Vec<Strategy> = even_groups(&devices).into_iter().map(strategy).collect();
     if !all.iter().any(|strategy| strategy.is_configured) {
-        let name = name(&configured.groups);
+        let name = strategy_name(&configured.groups);
         all.push(Strategy { name, device: configured.clone(), is_configured: true });
     }
     all
@@ -32,7 +32,7 @@ pub fn strategies(configured: &DeviceConfig) -> Vec<Strategy> {
 
 /// Returns the groups of n stages with m ranks for every n x m that equals the number of devices, from most
 /// stages to one, except those with devices of different kinds in a stage.
-fn even(devices: &[DeviceName]) -> Vec<Groups> {
+fn even_groups(devices: &[DeviceName]) -> Vec<Groups> {
     let divides = |members: &usize| devices.len().is_multiple_of(*members);
     let ways = (1..=devices.len()).filter(divides);
     let ways = ways.map(|members| devices.chunks(members).map(<[DeviceName]>::to_vec).collect());
@@ -44,7 +44,7 @@ fn is_of_one_kind(stage: &[DeviceName]) -> bool {
 }
 
 /// Returns the name of a partition into these groups.
-fn name(groups: &Groups) -> &'static str {
+fn strategy_name(groups: &Groups) -> &'static str {
     match (groups.len(), groups.iter().map(Vec::len).max().unwrap_or(0)) {
         (1, 1) => "single",
         (_, 1) => "layer-wise",
@@ -56,7 +56,7 @@ fn name(groups: &Groups) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Config, DeviceKind, Overrides, spelled};
+    use crate::config::{Config, DeviceKind, Overrides, format_groups};
 
     fn devices(number: u32) -> Vec<DeviceName> {
         (0..number).map(|number| DeviceName { kind: DeviceKind::Cpu, number }).collect()
@@ -65,8 +65,8 @@ mod tests {
     #[test]
     fn every_way_to_make_up_the_devices_is_there() {
         let shown = |number: u32| -> Vec<(&str, usize, usize)> {
-            let all = even(&devices(number));
-            all.iter().map(|groups| (name(groups), groups.len(), groups[0].len())).collect()
+            let all = even_groups(&devices(number));
+            all.iter().map(|groups| (strategy_name(groups), groups.len(), groups[0].len())).collect()
         };
         assert_eq!(shown(4), [("layer-wise", 4, 1), ("hybrid", 2, 2), ("tensor-wise", 1, 4)]);
         assert_eq!(
@@ -82,7 +82,7 @@ mod tests {
         let names = |kinds: [DeviceKind; 4]| -> Vec<String> {
             let device = |(kind, number)| DeviceName { kind, number };
             let devices: Vec<DeviceName> = kinds.into_iter().zip(0..).map(device).collect();
-            even(&devices).iter().map(|groups| spelled(groups)).collect()
+            even_groups(&devices).iter().map(|groups| format_groups(groups)).collect()
         };
         use DeviceKind::{Cpu, Reference};
         let by_layers = "cpu:0;cpu:1;reference:2;reference:3";
@@ -99,8 +99,9 @@ mod tests {
             let mut flags = Overrides::default();
             settings.iter().for_each(|(key, value)| flags.set(key, Some(*value)));
             let all = strategies(&Config::load(None, flags).unwrap().device);
-            let of =
-                |way: &Strategy| (spelled(&way.device.groups), way.device.layers.clone(), way.is_configured);
+            let of = |way: &Strategy| {
+                (format_groups(&way.device.groups), way.device.layers.clone(), way.is_configured)
+            };
             all.iter().map(of).collect()
         };
         let way = |groups: &str, layers: &[usize], is_configured| {

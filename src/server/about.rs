@@ -5,37 +5,37 @@
 use super::error::ApiError;
 use super::respond::check_model;
 use super::{App, wire};
-use crate::actors::{Conventions, ModelInfo};
+use crate::actors::{ModelInfo, PromptingDefaults};
 use actix_web::{HttpResponse, web};
 use metrics_exporter_prometheus::PrometheusHandle;
 
 /// Handles `GET /v1/models`.
 pub async fn models(app: web::Data<App>) -> HttpResponse {
-    HttpResponse::Ok().json(wire::ModelList { object: "list", data: [card(&app.parts.model)] })
+    HttpResponse::Ok().json(wire::ModelList { object: "list", data: [model_card(&app.parts.model)] })
 }
 
 /// Handles `GET /v1/models/{id}`.
 pub async fn model(app: web::Data<App>, id: web::Path<String>) -> Result<HttpResponse, ApiError> {
     let model = &app.parts.model;
     check_model(&Some(id.into_inner()), &model.name)?;
-    Ok(HttpResponse::Ok().json(card(model)))
+    Ok(HttpResponse::Ok().json(model_card(model)))
 }
 
-fn card(model: &ModelInfo) -> wire::Model<'_> {
-    let dimensions = match &model.conventions {
-        Conventions::Encoder(encoder) => Some(encoder.dimensions),
-        Conventions::Decoder | Conventions::EncoderDecoder(_) => None,
+fn model_card(model: &ModelInfo) -> wire::ModelCard<'_> {
+    let dimensions = match &model.prompting {
+        PromptingDefaults::Encoder(encoder) => Some(encoder.dimensions),
+        PromptingDefaults::Decoder | PromptingDefaults::EncoderDecoder(_) => None,
     };
-    wire::Model {
+    wire::ModelCard {
         id: &model.name,
         object: "model",
         created: model.created,
         owned_by: "mainstem",
-        max_model_len: model.longest,
+        max_model_len: model.max_sequence_tokens,
         kind: model.kind,
         endpoints: &model.endpoints,
         context: model.context,
-        source_context: (model.source_context > 0).then_some(model.source_context),
+        source_context: (model.encoder_context > 0).then_some(model.encoder_context),
         dimensions,
     }
 }

@@ -27,40 +27,40 @@ const ID_CHARS_MAX: usize = 128;
 pub struct RequestId(pub Arc<str>);
 
 /// Middleware that assigns the request id, sets the common headers and logs the response.
-pub async fn access(
+pub async fn track_request(
     app: web::Data<App>,
     request: ServiceRequest,
     next: Next<impl MessageBody>,
 ) -> Result<ServiceResponse<impl MessageBody>, Error> {
     let began = Instant::now();
-    let id = RequestId::of(&request);
+    let id = RequestId::from_request(&request);
     request.extensions_mut().insert(id.clone());
     let mut response = next.call(request).await?;
 
     let status = response.status();
     let headers = response.headers_mut();
-    headers.insert(REQUEST_ID, header(&id.0));
+    headers.insert(REQUEST_ID, id_header(&id.0));
     if matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
         headers.insert(RETRY_AFTER, app.config.retry_after.as_secs().into());
     }
     if app.parts.status.is_draining() {
         response.response_mut().head_mut().set_connection_type(ConnectionType::Close);
     }
-    note(&id, &response, began);
+    log_response(&id, &response, began);
     Ok(response)
 }
 
 impl RequestId {
     /// Returns the client's request id, reduced to printable ASCII characters, or a new id if there is none.
-    fn of(request: &ServiceRequest) -> RequestId {
+    fn from_request(request: &ServiceRequest) -> RequestId {
         let given = request.headers().get(REQUEST_ID).map_or(&[][..], HeaderValue::as_bytes);
         let kept = given.iter().copied().filter(u8::is_ascii_graphic).take(ID_CHARS_MAX).map(char::from);
         let id: String = kept.collect();
-        if id.is_empty() { RequestId::fresh() } else { RequestId(id.into()) }
+        if id.is_empty() { RequestId::generate() } else { RequestId(id.into()) }
     }
 
     /// Generates a random id.
-    pub fn fresh() -> RequestId {
+    pub fn generate() -> RequestId {
         RequestId(format!("{:016x}{:016x}", random(), random()).into())
     }
 }
@@ -70,12 +70,12 @@ pub fn random() -> u64 {
     RandomState::new().hash_one(Instant::now())
 }
 
-fn header(id: &str) -> HeaderValue {
+fn id_header(id: &str) -> HeaderValue {
     HeaderValue::from_str(id).expect("a request id is ASCII; this is a bug")
 }
 
 /// Counts and logs a response.
-fn note<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant) {
+fn log_response<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant) {
     let request = response.request();
     let method = match *request.method() {
         Method::GET | Method::POST | Method::HEAD | Method::OPTIONS | Method::PUT | Method::DELETE => {

@@ -29,7 +29,7 @@ const PREFLIGHT_MAX_AGE_S: usize = 3600;
 const KEY_BYTES_MAX: usize = 256;
 
 /// The accepted API keys. Without any, all requests are accepted.
-pub struct Keys(Vec<Padded>);
+pub struct Keys(Vec<PaddedKey>);
 
 impl Keys {
     /// Creates the set of accepted keys. An error names a key that is too long by its position.
@@ -37,16 +37,16 @@ impl Keys {
         for (i, key) in keys.0.iter().enumerate() {
             ensure!(key.len() <= KEY_BYTES_MAX, "API key {} is longer than {KEY_BYTES_MAX} bytes", i + 1);
         }
-        Ok(Keys(keys.0.iter().map(|key| Padded::new(key.as_bytes())).collect()))
+        Ok(Keys(keys.0.iter().map(|key| PaddedKey::new(key.as_bytes())).collect()))
     }
 
-    fn admit(&self, headers: &HeaderMap) -> bool {
-        self.0.is_empty() || headers.get(AUTHORIZATION).and_then(bearer).is_some_and(|key| self.contain(key))
+    fn accept(&self, headers: &HeaderMap) -> bool {
+        self.0.is_empty() || headers.get(AUTHORIZATION).and_then(bearer).is_some_and(|key| self.contains(key))
     }
 
     /// Returns whether a key is among the accepted ones. Compares every key in full, for constant time.
-    fn contain(&self, key: &[u8]) -> bool {
-        let given = Padded::new(key);
+    fn contains(&self, key: &[u8]) -> bool {
+        let given = PaddedKey::new(key);
         let found = self.0.iter().map(|key| key.ct_eq(&given));
         found.fold(Choice::from(0), |any, found| any | found).into()
     }
@@ -59,23 +59,23 @@ impl fmt::Debug for Keys {
 }
 
 /// A key padded to a fixed length, so that the time of a comparison does not reveal its length.
-struct Padded {
+struct PaddedKey {
     bytes: [u8; KEY_BYTES_MAX],
     len: u64,
 }
 
-impl Padded {
+impl PaddedKey {
     /// Pads a key. A longer key is truncated; its length still differs from that of every accepted key.
-    fn new(key: &[u8]) -> Padded {
+    fn new(key: &[u8]) -> PaddedKey {
         let mut bytes = [0; KEY_BYTES_MAX];
         let kept = key.len().min(KEY_BYTES_MAX);
         bytes[..kept].copy_from_slice(&key[..kept]);
-        Padded { bytes, len: key.len() as u64 }
+        PaddedKey { bytes, len: key.len() as u64 }
     }
 }
 
-impl ConstantTimeEq for Padded {
-    fn ct_eq(&self, other: &Padded) -> Choice {
+impl ConstantTimeEq for PaddedKey {
+    fn ct_eq(&self, other: &PaddedKey) -> Choice {
         self.bytes.ct_eq(&other.bytes) & self.len.ct_eq(&other.len)
     }
 }
@@ -89,18 +89,21 @@ fn bearer(header: &HeaderValue) -> Option<&[u8]> {
 /// Middleware that rejects requests without a valid key with 401, except on the open paths. If no keys are
 /// configured, it rejects cross-origin POST requests with 403: a browser sends them for any page that its
 /// user visits.
-pub async fn guard(
+pub async fn authorize(
     app: web::Data<App>,
     keys: web::Data<Keys>,
     request: ServiceRequest,
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<impl MessageBody>, Error> {
-    let is_cross_origin_post = request.method() == Method::POST && is_foreign(request.headers());
-    if keys.0.is_empty() && is_cross_origin_post && !is_listed(&app.config.cors_origins, request.headers()) {
-        let response = ApiError::foreign_origin().error_response();
+    let is_cross_origin_post = request.method() == Method::POST && is_cross_origin(request.headers());
+    if keys.0.is_empty()
+        && is_cross_origin_post
+        && !is_allowed_origin(&app.config.cors_origins, request.headers())
+    {
+        let response = ApiError::cross_origin().error_response();
         return Ok(request.into_response(response).map_into_right_body());
     }
-    if OPEN_PATHS.contains(&request.path()) || keys.admit(request.headers()) {
+    if OPEN_PATHS.contains(&request.path()) || keys.accept(request.headers()) {
         return Ok(next.call(request).await?.map_into_left_body());
     }
     let mut response = ApiError::unauthorized().error_response();
@@ -109,17 +112,17 @@ pub async fn guard(
 }
 
 /// Returns whether the request's origin is allowed by the configuration.
-fn is_listed(origins: &[String], headers: &HeaderMap) -> bool {
-    origins == ["*"] || headers.get(ORIGIN).is_some_and(|origin| is_one_of(origins, origin))
+fn is_allowed_origin(origins: &[String], headers: &HeaderMap) -> bool {
+    origins == ["*"] || headers.get(ORIGIN).is_some_and(|origin| contains_origin(origins, origin))
 }
 
-fn is_one_of(origins: &[String], origin: &HeaderValue) -> bool {
+fn contains_origin(origins: &[String], origin: &HeaderValue) -> bool {
     origins.iter().any(|allowed| origin.as_bytes().eq_ignore_ascii_case(allowed.as_bytes()))
 }
 
 /// Returns whether a browser sends the request for a page of another site. Pages of this machine do not
 /// count.
-fn is_foreign(headers: &HeaderMap) -> bool {
+fn is_cross_origin(headers: &HeaderMap) -> bool {
     let Some(origin) = headers.get(ORIGIN) else { return false };
     let text = |value: &HeaderValue| value.to_str().unwrap_or_default().to_ascii_lowercase();
     let origin = text(origin);
@@ -143,7 +146,7 @@ pub fn cors(origins: &[String]) -> Condition<Cors> {
         cors.allow_any_origin().send_wildcard()
     } else {
         let origins = origins.to_vec();
-        cors.allowed_origin_fn(move |origin, _| is_one_of(&origins, origin))
+        cors.allowed_origin_fn(move |origin, _| contains_origin(&origins, origin))
     };
     Condition::new(!origins.is_empty(), cors)
 }
@@ -156,7 +159,7 @@ mod tests {
         let keys = Keys::new(&ApiKeys(keys.iter().map(|key| key.to_string()).collect())).unwrap();
         let mut headers = HeaderMap::new();
         headers.insert(AUTHORIZATION, HeaderValue::from_str(header).unwrap());
-        keys.admit(&headers)
+        keys.accept(&headers)
     }
 
     #[test]
@@ -184,7 +187,7 @@ mod tests {
             origin
                 .into_iter()
                 .for_each(|o| headers.insert(ORIGIN, HeaderValue::from_str(o).unwrap()).for_each(drop));
-            is_foreign(&headers)
+            is_cross_origin(&headers)
         };
         let here = ["http://localhost", "http://localhost:3000", "http://127.0.0.1:8080", "https://[::1]:1"];
         for origin in

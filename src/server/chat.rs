@@ -3,34 +3,36 @@
 //! Invariant: the rendered text is tokenized without adding special tokens.
 
 use super::ServeParts;
-use super::completions::Ids;
+use super::completions::ResponseTokenIds;
 use super::error::ApiError;
 use super::params::{ChatParams, Conversation};
-use super::respond::{Api, Asked, Job, Wording, check_choices, encode, fields_of};
-use super::wire::chat::{Choice, ChunkChoice, Delta, Logprobs, Message};
-use super::wire::{Finish, Part};
+use super::respond::{
+    GenerationApi, PreparedRequest, PromptIds, ResponseFormat, check_choices, encode, parse_fields,
+};
+use super::wire::chat::{ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ResponseMessage};
+use super::wire::{ChoiceOutput, Finish};
 use crate::text::chat_template::{Chat, TemplateError};
 use std::sync::Arc;
 
 /// The chat completions API.
-pub struct Chats;
+pub struct ChatApi;
 
 /// Response format of the chat completions API.
-pub struct ChatWording {
+pub struct ChatFormat {
     logprobs: bool,
-    ids: Ids,
+    ids: ResponseTokenIds,
 }
 
-impl Api for Chats {
-    type Wording = ChatWording;
+impl GenerationApi for ChatApi {
+    type Format = ChatFormat;
     const PATH: &'static str = "/v1/chat/completions";
-    const PROMPT: &'static str = "messages";
+    const PROMPT_PARAM: &'static str = "messages";
 
-    fn read(parts: &ServeParts, body: &[u8]) -> Result<Job<ChatWording>, ApiError> {
+    fn parse_body(parts: &ServeParts, body: &[u8]) -> Result<PreparedRequest<ChatFormat>, ApiError> {
         let ChatParams { generation, conversation, logprobs } =
-            ChatParams::parse(fields_of(parts, body)?, parts.model.vocab, &parts.model.defaults)?;
+            ChatParams::parse(parse_fields(parts, body)?, parts.model.vocab, &parts.model.sampling_defaults)?;
         check_choices(parts, 1, generation.n)?;
-        let text = put(parts, &conversation)?;
+        let text = render_conversation(parts, &conversation)?;
         let prompt: Arc<[u32]> = encode(parts, &text, false, "messages")?.into();
         if prompt.is_empty() {
             return Err(ApiError::invalid(
@@ -38,17 +40,20 @@ impl Api for Chats {
                 "the chat template renders these messages to an empty prompt",
             ));
         }
-        let prompts = vec![Asked::plainly(prompt)];
-        let ids =
-            Ids { wanted: generation.return_token_ids, prompts: prompts.clone(), n: generation.n as usize };
-        let wording = ChatWording { logprobs: logprobs.is_some(), ids };
-        Ok(Job { generation, prompts, echo: false, logprobs, wording })
+        let prompts = vec![PromptIds::decoder_only(prompt)];
+        let ids = ResponseTokenIds {
+            enabled: generation.return_token_ids,
+            prompts: prompts.clone(),
+            choices_per_prompt: generation.n as usize,
+        };
+        let wording = ChatFormat { logprobs: logprobs.is_some(), ids };
+        Ok(PreparedRequest { generation, prompts, echo: false, logprobs, format: wording })
     }
 }
 
 /// Renders a conversation with the model's chat template.
-pub fn put(parts: &ServeParts, conversation: &Conversation) -> Result<String, ApiError> {
-    let Some(template) = &parts.model.chat else {
+pub fn render_conversation(parts: &ServeParts, conversation: &Conversation) -> Result<String, ApiError> {
+    let Some(template) = &parts.model.chat_template else {
         let message = "this model has no chat template; start the server with --chat-template, or use \
                        /v1/completions";
         return Err(ApiError::no_chat_template(message));
@@ -60,7 +65,7 @@ pub fn put(parts: &ServeParts, conversation: &Conversation) -> Result<String, Ap
         kwargs: &conversation.template_kwargs,
     };
     template.render(&chat).map_err(|error| match error {
-        TemplateError::Refused(reason) => {
+        TemplateError::Rejected(reason) => {
             ApiError::invalid("messages", format!("the chat template rejected the messages: {reason}"))
         }
         TemplateError::Failed(reason) => ApiError::invalid(
@@ -70,28 +75,46 @@ pub fn put(parts: &ServeParts, conversation: &Conversation) -> Result<String, Ap
     })
 }
 
-impl Wording for ChatWording {
-    const ID: &'static str = "chatcmpl-";
+impl ResponseFormat for ChatFormat {
+    const ID_PREFIX: &'static str = "chatcmpl-";
     const OBJECT: &'static str = "chat.completion";
     const CHUNK_OBJECT: &'static str = "chat.completion.chunk";
-    type Choice = Choice;
-    type ChunkChoice = ChunkChoice;
+    type Choice = ChatChoice;
+    type ChunkChoice = ChatChunkChoice;
 
-    fn choice(&self, parts: &ServeParts, index: usize, part: Part) -> Choice {
-        let logprobs = self.logprobs.then(|| Logprobs::of(&part, &parts.tokenizer));
-        let ids = self.ids.of(index, &part, true);
-        Choice { index, logprobs, ids, finish: part.end.as_ref().into(), message: Message::new(part.text) }
+    fn choice(&self, parts: &ServeParts, index: usize, part: ChoiceOutput) -> ChatChoice {
+        let logprobs = self.logprobs.then(|| ChatLogprobs::from_output(&part, &parts.tokenizer));
+        let ids = self.ids.for_choice(index, &part, true);
+        ChatChoice {
+            index,
+            logprobs,
+            ids,
+            finish: part.end.as_ref().into(),
+            message: ResponseMessage::new(part.text),
+        }
     }
 
-    fn opening(&self, index: usize) -> Option<ChunkChoice> {
-        let ids = self.ids.of(index, &Part::default(), true);
-        Some(ChunkChoice { index, delta: Delta::opening(), logprobs: None, finish: Finish::default(), ids })
+    fn opening_chunk(&self, index: usize) -> Option<ChatChunkChoice> {
+        let ids = self.ids.for_choice(index, &ChoiceOutput::default(), true);
+        Some(ChatChunkChoice {
+            index,
+            delta: ChatDelta::with_role(),
+            logprobs: None,
+            finish: Finish::default(),
+            ids,
+        })
     }
 
-    fn chunk(&self, parts: &ServeParts, index: usize, part: Part, _: bool) -> ChunkChoice {
+    fn chunk(&self, parts: &ServeParts, index: usize, part: ChoiceOutput, _: bool) -> ChatChunkChoice {
         let with_logprobs = self.logprobs && !part.tokens.is_empty();
-        let logprobs = with_logprobs.then(|| Logprobs::of(&part, &parts.tokenizer));
-        let ids = self.ids.of(index, &part, false);
-        ChunkChoice { index, logprobs, ids, finish: part.end.as_ref().into(), delta: Delta::text(part.text) }
+        let logprobs = with_logprobs.then(|| ChatLogprobs::from_output(&part, &parts.tokenizer));
+        let ids = self.ids.for_choice(index, &part, false);
+        ChatChunkChoice {
+            index,
+            logprobs,
+            ids,
+            finish: part.end.as_ref().into(),
+            delta: ChatDelta::text(part.text),
+        }
     }
 }

@@ -6,58 +6,73 @@ use super::ServeParts;
 use super::error::ApiError;
 use super::inputs::Prompt;
 use super::params::CompletionParams;
-use super::respond::{Api, Asked, Job, Wording, check_choices, encode, fields_of};
-use super::wire::completion::{Choice, Logprobs};
-use super::wire::{Part, TokenIds};
-use crate::actors::Conventions;
+use super::respond::{
+    GenerationApi, PreparedRequest, PromptIds, ResponseFormat, check_choices, encode, parse_fields,
+};
+use super::wire::completion::{CompletionChoice, CompletionLogprobs};
+use super::wire::{ChoiceOutput, TokenIds};
+use crate::actors::PromptingDefaults;
 use std::sync::Arc;
 
 /// The completions API.
-pub struct Completions;
+pub struct CompletionsApi;
 
 /// Response format of the completions API.
-pub struct CompletionWording {
+pub struct CompletionFormat {
     logprobs: bool,
-    ids: Ids,
+    ids: ResponseTokenIds,
 }
 
 /// Token ids to include in the choices of a response, if the request asks for them.
-pub struct Ids {
-    pub wanted: bool,
-    pub prompts: Vec<Asked>,
+pub struct ResponseTokenIds {
+    pub enabled: bool,
+    pub prompts: Vec<PromptIds>,
     /// Number of choices per prompt.
-    pub n: usize,
+    pub choices_per_prompt: usize,
 }
 
-impl Api for Completions {
-    type Wording = CompletionWording;
+impl GenerationApi for CompletionsApi {
+    type Format = CompletionFormat;
     const PATH: &'static str = "/v1/completions";
-    const PROMPT: &'static str = "prompt";
+    const PROMPT_PARAM: &'static str = "prompt";
 
-    fn read(parts: &ServeParts, body: &[u8]) -> Result<Job<CompletionWording>, ApiError> {
-        let params =
-            CompletionParams::parse(fields_of(parts, body)?, parts.model.vocab, &parts.model.defaults)?;
+    fn parse_body(parts: &ServeParts, body: &[u8]) -> Result<PreparedRequest<CompletionFormat>, ApiError> {
+        let params = CompletionParams::parse(
+            parse_fields(parts, body)?,
+            parts.model.vocab,
+            &parts.model.sampling_defaults,
+        )?;
         check_choices(parts, params.prompts.len(), params.generation.n)?;
-        let CompletionParams { generation, prompts, opening, logprobs, echo, add_special_tokens } = params;
-        let prompts = match &parts.model.conventions {
-            Conventions::EncoderDecoder(conventions) => {
-                opening.asked(parts, conventions, prompts, add_special_tokens)?
+        let CompletionParams {
+            generation,
+            prompts,
+            decoder_start: opening,
+            logprobs,
+            echo,
+            add_special_tokens,
+        } = params;
+        let prompts = match &parts.model.prompting {
+            PromptingDefaults::EncoderDecoder(conventions) => {
+                opening.prompt_ids(parts, conventions, prompts, add_special_tokens)?
             }
-            Conventions::Decoder | Conventions::Encoder(_) => {
-                opening.refuse()?;
-                let tokens = prompts.into_iter().map(|prompt| tokens(parts, prompt, add_special_tokens));
-                tokens.map(|ids| ids.map(Asked::plainly)).collect::<Result<_, _>>()?
+            PromptingDefaults::Decoder | PromptingDefaults::Encoder(_) => {
+                opening.reject_if_given()?;
+                let tokens = prompts.into_iter().map(|prompt| prompt_ids(parts, prompt, add_special_tokens));
+                tokens.map(|ids| ids.map(PromptIds::decoder_only)).collect::<Result<_, _>>()?
             }
         };
-        let ids =
-            Ids { wanted: generation.return_token_ids, prompts: prompts.clone(), n: generation.n as usize };
-        let wording = CompletionWording { logprobs: logprobs.is_some(), ids };
-        Ok(Job { generation, prompts, echo, logprobs, wording })
+        let ids = ResponseTokenIds {
+            enabled: generation.return_token_ids,
+            prompts: prompts.clone(),
+            choices_per_prompt: generation.n as usize,
+        };
+        let wording = CompletionFormat { logprobs: logprobs.is_some(), ids };
+        Ok(PreparedRequest { generation, prompts, echo, logprobs, format: wording })
     }
 }
 
 /// Returns the token ids of a prompt. An empty prompt becomes the BOS token; without one it is an error.
-fn tokens(parts: &ServeParts, prompt: Prompt, add_special: bool) -> Result<Arc<[u32]>, ApiError> {
+fn prompt_ids(parts: &ServeParts, prompt: Prompt, add_special: bool) -> Result<Arc<[u32]>, ApiError> {
     let ids = match prompt {
         Prompt::Ids(ids) => ids,
         Prompt::Text(text) => encode(parts, &text, add_special, "prompt")?,
@@ -69,49 +84,56 @@ fn tokens(parts: &ServeParts, prompt: Prompt, add_special: bool) -> Result<Arc<[
     parts.tokenizer.bos_id().map(|bos| [bos].into()).ok_or_else(empty)
 }
 
-impl Ids {
+impl ResponseTokenIds {
     /// Returns the token ids of a choice's output, with those of its prompt if `first` is set.
-    pub fn of(&self, index: usize, part: &Part, first: bool) -> TokenIds {
-        if !self.wanted {
+    pub fn for_choice(&self, index: usize, part: &ChoiceOutput, first: bool) -> TokenIds {
+        if !self.enabled {
             return TokenIds::default();
         }
-        let prompt = first.then(|| &self.prompts[index / self.n]);
-        let encoder_decoder = prompt.filter(|prompt| !prompt.source.is_empty());
+        let prompt = first.then(|| &self.prompts[index / self.choices_per_prompt]);
+        let encoder_decoder = prompt.filter(|prompt| !prompt.encoder_input.is_empty());
         TokenIds {
             token_ids: Some(part.token_ids()),
             prompt_token_ids: prompt
-                .map(|ids| encoder_decoder.map_or(&ids.prompt, |ids| &ids.source).to_vec()),
+                .map(|ids| encoder_decoder.map_or(&ids.prompt, |ids| &ids.encoder_input).to_vec()),
             decoder_prompt_token_ids: encoder_decoder.map(|ids| ids.prompt.to_vec()),
         }
     }
 }
 
-impl CompletionWording {
-    fn of(&self, parts: &ServeParts, index: usize, part: Part, logprobs: bool, first: bool) -> Choice {
-        let logprobs = logprobs.then(|| Logprobs::of(&part, &parts.tokenizer));
-        let ids = self.ids.of(index, &part, first);
-        Choice { index, logprobs, ids, finish: part.end.as_ref().into(), text: part.text }
+impl CompletionFormat {
+    fn build_choice(
+        &self,
+        parts: &ServeParts,
+        index: usize,
+        part: ChoiceOutput,
+        logprobs: bool,
+        first: bool,
+    ) -> CompletionChoice {
+        let logprobs = logprobs.then(|| CompletionLogprobs::from_output(&part, &parts.tokenizer));
+        let ids = self.ids.for_choice(index, &part, first);
+        CompletionChoice { index, logprobs, ids, finish: part.end.as_ref().into(), text: part.text }
     }
 }
 
-impl Wording for CompletionWording {
-    const ID: &'static str = "cmpl-";
+impl ResponseFormat for CompletionFormat {
+    const ID_PREFIX: &'static str = "cmpl-";
     const OBJECT: &'static str = "text_completion";
     const CHUNK_OBJECT: &'static str = Self::OBJECT;
-    type Choice = Choice;
-    type ChunkChoice = Choice;
+    type Choice = CompletionChoice;
+    type ChunkChoice = CompletionChoice;
 
-    fn choice(&self, parts: &ServeParts, index: usize, part: Part) -> Choice {
-        self.of(parts, index, part, self.logprobs, true)
+    fn choice(&self, parts: &ServeParts, index: usize, part: ChoiceOutput) -> CompletionChoice {
+        self.build_choice(parts, index, part, self.logprobs, true)
     }
 
-    fn opening(&self, _: usize) -> Option<Choice> {
+    fn opening_chunk(&self, _: usize) -> Option<CompletionChoice> {
         None
     }
 
-    fn chunk(&self, parts: &ServeParts, index: usize, part: Part, first: bool) -> Choice {
+    fn chunk(&self, parts: &ServeParts, index: usize, part: ChoiceOutput, first: bool) -> CompletionChoice {
         // A chunk without tokens has null rather than an object of empty lists.
         let with_logprobs = self.logprobs && !part.tokens.is_empty();
-        self.of(parts, index, part, with_logprobs, first)
+        self.build_choice(parts, index, part, with_logprobs, first)
     }
 }

@@ -6,12 +6,12 @@
 //! first texts are accepted, the others are accepted too.
 
 use super::error::ApiError;
-use super::fields::{Fields, Unserved};
-use super::inputs::{Prompt, prompts};
-use super::respond::{check_known, check_source, encode, enter, interrupt, off_the_loop};
+use super::fields::{Fields, UnsupportedParams};
+use super::inputs::{Prompt, parse_prompts};
+use super::respond::{admit, check_encoder_input_len, check_vocabulary, encode, interrupt, parse_off_loop};
 use super::{App, ServeParts};
 use crate::actors::TokenStream;
-use crate::actors::reply::Measure;
+use crate::actors::reply::RequestMetrics;
 use crate::request::{FinishReason, Request, RequestError, Task, TokenEvent};
 use actix_web::web::{self, Bytes};
 use futures_util::stream::FuturesUnordered;
@@ -29,63 +29,72 @@ const INPUTS_MAX: usize = 2048;
 pub const INLINE_INPUTS: usize = 16;
 
 /// An API of encoder-only models: parsing of its request bodies and construction of its responses.
-pub trait Question: Sized + Send + 'static {
+pub trait EncoderApi: Sized + Send + 'static {
     /// Path of the endpoint.
     const PATH: &'static str;
     /// Response body.
-    type Answer: Serialize;
+    type Response: Serialize;
 
     /// Parses a request body into the request and its inputs, in order.
-    fn read(parts: &ServeParts, body: &[u8]) -> Result<(Self, Vec<Input>), ApiError>;
+    fn parse_body(parts: &ServeParts, body: &[u8]) -> Result<(Self, Vec<EncoderInput>), ApiError>;
 
     /// Builds the response from the outputs of all inputs, in their order.
-    fn answer(&self, parts: &ServeParts, found: Vec<Found>) -> Result<Self::Answer, ApiError>;
+    fn build_response(
+        &self,
+        parts: &ServeParts,
+        found: Vec<EncoderOutput>,
+    ) -> Result<Self::Response, ApiError>;
 
     /// Returns whether the response for `texts` texts takes long enough to serialize that it must not block
     /// the event loop.
-    fn is_long(&self, texts: usize) -> bool {
+    fn is_large(&self, texts: usize) -> bool {
         texts > INLINE_INPUTS
     }
 }
 
 /// A tokenized text and the task to run on it.
 #[derive(Clone)]
-pub struct Input {
+pub struct EncoderInput {
     /// Token ids: at least one, and at most the encoder's context.
     pub ids: Arc<[u32]>,
     pub task: Task,
 }
 
 /// The engine's events for one input.
-pub struct Found {
-    pub input: Input,
+pub struct EncoderOutput {
+    pub input: EncoderInput,
     pub events: Vec<TokenEvent>,
 }
 
 /// Takes the shared parameters of the encoder APIs out of a body and returns its tokenized texts. Any other
 /// parameter is an error, unless it is in `unserved` with a value that has no effect.
-pub fn texts(
+pub fn parse_texts(
     mut fields: Fields,
     parts: &ServeParts,
-    unserved: Unserved,
+    unserved: UnsupportedParams,
 ) -> Result<Vec<Arc<[u32]>>, ApiError> {
-    let add_special = fields.flag("add_special_tokens", true)?;
+    let add_special = fields.take_bool("add_special_tokens", true)?;
     let value = fields.take("input");
     // Tokenization may take a while, so other errors are reported first.
-    fields.refuse_others(&[unserved])?;
+    fields.reject_unknown(&[unserved])?;
     let is_list = value.as_ref().and_then(|value| value.get(0)).is_some_and(|first| !first.is_number());
-    let texts = prompts("input", value, parts.model.vocab)?;
+    let texts = parse_prompts("input", value, parts.model.vocab)?;
     if texts.len() > INPUTS_MAX {
         let message = format!("'input' has {} elements; the maximum is {INPUTS_MAX}", texts.len());
         return Err(ApiError::invalid("input", message));
     }
     let named = |index| if is_list { format!("'input[{index}]'") } else { "'input'".to_owned() };
     let ids = texts.into_iter().enumerate();
-    ids.map(|(index, text)| ids_of(parts, text, &named(index), add_special)).collect()
+    ids.map(|(index, text)| tokenize_text(parts, text, &named(index), add_special)).collect()
 }
 
 /// Tokenizes one text. `name` is what error messages call it.
-fn ids_of(parts: &ServeParts, text: Prompt, name: &str, add_special: bool) -> Result<Arc<[u32]>, ApiError> {
+fn tokenize_text(
+    parts: &ServeParts,
+    text: Prompt,
+    name: &str,
+    add_special: bool,
+) -> Result<Arc<[u32]>, ApiError> {
     let empty = || ApiError::invalid("input", format!("{name} is empty"));
     if text.is_empty() {
         return Err(empty());
@@ -97,81 +106,89 @@ fn ids_of(parts: &ServeParts, text: Prompt, name: &str, add_special: bool) -> Re
     if ids.is_empty() {
         return Err(empty());
     }
-    check_source(parts, "input", name, ids.len())?;
-    check_known(parts, "input", name, &ids)?;
+    check_encoder_input_len(parts, "input", name, ids.len())?;
+    check_vocabulary(parts, "input", name, &ids)?;
     Ok(ids.into())
 }
 
 /// Handles a request: parses the body, runs its inputs and serializes the response.
-pub async fn ask<Q: Question>(app: &Arc<App>, id: Arc<str>, body: Bytes) -> Result<Bytes, ApiError> {
+pub async fn run_encoder_request<Q: EncoderApi>(
+    app: &Arc<App>,
+    id: Arc<str>,
+    body: Bytes,
+) -> Result<Bytes, ApiError> {
     let arrived = Instant::now();
-    let _open = enter(app, Q::PATH)?;
-    let (question, inputs) = off_the_loop(app, body, Q::read).await?;
-    let found = Asking::new(app, id, arrived).all(&inputs).await?;
-    if !question.is_long(found.len()) {
-        return write(&app.parts, &question, found);
+    let _open = admit(app, Q::PATH)?;
+    let (question, inputs) = parse_off_loop(app, body, Q::parse_body).await?;
+    let found = EncoderCall::new(app, id, arrived).run(&inputs).await?;
+    if !question.is_large(found.len()) {
+        return serialize_response(&app.parts, &question, found);
     }
     let app = app.clone();
-    let written = web::block(move || write(&app.parts, &question, found));
+    let written = web::block(move || serialize_response(&app.parts, &question, found));
     written.await.map_err(|error| ApiError::internal(format!("serializing the response failed: {error}")))?
 }
 
-fn write<Q: Question>(parts: &ServeParts, question: &Q, found: Vec<Found>) -> Result<Bytes, ApiError> {
-    let answer = question.answer(parts, found)?;
+fn serialize_response<Q: EncoderApi>(
+    parts: &ServeParts,
+    question: &Q,
+    found: Vec<EncoderOutput>,
+) -> Result<Bytes, ApiError> {
+    let answer = question.build_response(parts, found)?;
     let json = serde_json::to_vec(&answer).expect("wire types always serialize; this is a bug");
     Ok(json.into())
 }
 
 /// A request whose inputs run in the engine.
-struct Asking<'a> {
+struct EncoderCall<'a> {
     app: &'a App,
     id: Arc<str>,
     arrived: Instant,
     time_limit: Option<Duration>,
 }
 
-impl Asking<'_> {
-    fn new(app: &App, id: Arc<str>, arrived: Instant) -> Asking<'_> {
-        Asking { app, id, arrived, time_limit: app.config.request_timeout }
+impl EncoderCall<'_> {
+    fn new(app: &App, id: Arc<str>, arrived: Instant) -> EncoderCall<'_> {
+        EncoderCall { app, id, arrived, time_limit: app.config.request_timeout }
     }
 
     /// Runs all inputs and returns their outputs in order. At most half of the engine's capacity is used at a
     /// time; as inputs finish, further ones are submitted.
-    async fn all(self, inputs: &[Input]) -> Result<Vec<Found>, RequestError> {
-        let half = (self.app.parts.model.choices_max / 2).max(1);
+    async fn run(self, inputs: &[EncoderInput]) -> Result<Vec<EncoderOutput>, RequestError> {
+        let half = (self.app.parts.model.max_choices / 2).max(1);
         let first = self.requests(&inputs[..half.min(inputs.len())]);
         let tokens = inputs.iter().map(|input| input.ids.len()).sum();
         let first_request = first[0].clone();
         let streams = self.app.parts.intake.submit(first).await?;
-        let mut measure = Measure::new(&first_request).of_tokens(tokens);
+        let mut measure = RequestMetrics::new(&first_request).with_prompt_tokens(tokens);
         let ends = self.time_limit.map(|limit| (self.arrived + limit, limit));
         let ended = select! {
             biased;
-            ended = self.read(inputs, streams, &measure) => ended,
-            error = interrupt(ends, self.app.cut.subscribe()) => Err(error),
+            ended = self.collect_outputs(inputs, streams, &measure) => ended,
+            error = interrupt(ends, self.app.abort.subscribe()) => Err(error),
         };
         match &ended {
-            Ok(_) => measure.end(FinishReason::Stop.as_str()),
+            Ok(_) => measure.finish(FinishReason::Stop.as_str()),
             Err(error) => measure.fail(error),
         }
         let found = ended?.into_iter().zip(inputs);
-        Ok(found.map(|(events, input)| Found { input: input.clone(), events }).collect())
+        Ok(found.map(|(events, input)| EncoderOutput { input: input.clone(), events }).collect())
     }
 
     /// Collects the events of all inputs and submits a further input for each one that finishes. `first` are
     /// the streams of the inputs that are submitted already. Dropping the future cancels the inputs in the
     /// engine.
-    async fn read(
+    async fn collect_outputs(
         &self,
-        inputs: &[Input],
+        inputs: &[EncoderInput],
         first: Vec<TokenStream>,
-        measure: &Measure,
+        measure: &RequestMetrics,
     ) -> Result<Vec<Vec<TokenEvent>>, RequestError> {
         let mut found = vec![Vec::new(); inputs.len()];
         let mut submitted = first.len();
         let numbered = first.into_iter().enumerate();
         let mut reading: FuturesUnordered<_> =
-            numbered.map(|(index, stream)| to_the_end(index, stream, measure)).collect();
+            numbered.map(|(index, stream)| collect_events(index, stream, measure)).collect();
         while let Some(done) = reading.next().await {
             let mut finished = vec![done?];
             while let Some(Some(another)) = reading.next().now_or_never() {
@@ -180,19 +197,24 @@ impl Asking<'_> {
             let next = inputs.len().min(submitted + finished.len());
             finished.into_iter().for_each(|(index, events)| found[index] = events);
             if next > submitted {
-                let streams = self.app.parts.intake.go_on(self.requests(&inputs[submitted..next])).await?;
+                let streams = self
+                    .app
+                    .parts
+                    .intake
+                    .submit_continuation(self.requests(&inputs[submitted..next]))
+                    .await?;
                 let numbered = (submitted..).zip(streams);
-                reading.extend(numbered.map(|(index, stream)| to_the_end(index, stream, measure)));
+                reading.extend(numbered.map(|(index, stream)| collect_events(index, stream, measure)));
                 submitted = next;
             }
         }
         Ok(found)
     }
 
-    fn requests(&self, inputs: &[Input]) -> Vec<Request> {
-        let request = |Input { ids, task }: &Input| Request {
+    fn requests(&self, inputs: &[EncoderInput]) -> Vec<Request> {
+        let request = |EncoderInput { ids, task }: &EncoderInput| Request {
             task: task.clone(),
-            source: ids.clone(),
+            encoder_input: ids.clone(),
             arrived: self.arrived.into(),
             time_limit: self.time_limit,
             ..Request::greedy(self.id.clone(), [], 0)
@@ -202,10 +224,10 @@ impl Asking<'_> {
 }
 
 /// Collects all events of an input. Returns them with the input's index.
-async fn to_the_end(
+async fn collect_events(
     index: usize,
     mut stream: TokenStream,
-    measure: &Measure,
+    measure: &RequestMetrics,
 ) -> Result<(usize, Vec<TokenEvent>), RequestError> {
     let mut events = Vec::new();
     loop {
@@ -213,7 +235,7 @@ async fn to_the_end(
             Some(TokenEvent::Finished(_)) => return Ok((index, events)),
             Some(TokenEvent::Failed(error)) => return Err(error),
             Some(event) => events.push(event),
-            None => return Err(measure.why_gone()),
+            None => return Err(measure.closed_error()),
         }
     }
 }

@@ -50,13 +50,13 @@ impl ApiError {
     }
 
     /// Sets the parameter that the error is about.
-    fn about(mut self, param: impl Into<String>) -> ApiError {
+    fn with_param(mut self, param: impl Into<String>) -> ApiError {
         self.object.param = Some(param.into());
         self
     }
 
     /// Renames the parameter that the error is about to `to` if it is `from`.
-    pub fn renamed(mut self, from: &str, to: &str) -> ApiError {
+    pub fn rename_param(mut self, from: &str, to: &str) -> ApiError {
         if let Some(param) = self.object.param.as_mut().filter(|param| *param == from) {
             *param = to.to_owned();
         }
@@ -65,32 +65,32 @@ impl ApiError {
 
     /// 400: the value of `param` is invalid.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> ApiError {
-        ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message).about(param)
+        ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message).with_param(param)
     }
 
     /// 400: messages were sent to a model without a chat template.
     pub fn no_chat_template(message: &str) -> ApiError {
-        ApiError::new(StatusCode::BAD_REQUEST, "no_chat_template", message).about("messages")
+        ApiError::new(StatusCode::BAD_REQUEST, "no_chat_template", message).with_param("messages")
     }
 
     /// 400: `param` is unknown or not supported.
     pub fn unsupported(param: impl Into<String>, message: impl Into<String>) -> ApiError {
-        ApiError::new(StatusCode::BAD_REQUEST, "unsupported_parameter", message).about(param)
+        ApiError::new(StatusCode::BAD_REQUEST, "unsupported_parameter", message).with_param(param)
     }
 
     /// 400: the model does not support the endpoint `path`.
     pub fn wrong_endpoint(path: &str, model: &ModelInfo) -> ApiError {
-        let (kind, endpoints) = (model.conventions.name(), model.endpoints.join(" and "));
+        let (kind, endpoints) = (model.prompting.kind_name(), model.endpoints.join(" and "));
         let message = format!(
             "{path} is not supported by the model '{}', which is {kind}: use {endpoints}",
             model.name
         );
-        ApiError::new(StatusCode::BAD_REQUEST, "wrong_endpoint", message).about("model")
+        ApiError::new(StatusCode::BAD_REQUEST, "wrong_endpoint", message).with_param("model")
     }
 
     /// 400: `param` exceeds the model's context.
     pub fn too_long(param: impl Into<String>, message: impl Into<String>) -> ApiError {
-        ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about(param)
+        ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).with_param(param)
     }
 
     /// 400: the request body is not a JSON object.
@@ -117,7 +117,7 @@ impl ApiError {
     }
 
     /// 403: a browser sent the request for a page of another origin.
-    pub fn foreign_origin() -> ApiError {
+    pub fn cross_origin() -> ApiError {
         let message = "cross-origin requests are allowed only from the origins in server.cors_origins";
         ApiError::new(StatusCode::FORBIDDEN, "foreign_origin", message)
     }
@@ -140,7 +140,7 @@ impl ApiError {
 
     /// Returns the rejection metric's `reason` label. `None` for failures of the server and for requests that
     /// do not reach the API; these are not rejections.
-    fn refusal(&self) -> Option<&'static str> {
+    fn rejection_reason(&self) -> Option<&'static str> {
         match (self.status, self.object.code) {
             (_, "context_length_exceeded") => Some("too_long"),
             (_, "kv_cache_exceeded") => Some("too_large"),
@@ -167,26 +167,27 @@ impl From<RequestError> for ApiError {
         match error {
             RequestError::Invalid { param, .. } => ApiError::invalid(param, message),
             RequestError::TooLong { .. } => {
-                ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about("max_tokens")
+                ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message)
+                    .with_param("max_tokens")
             }
             RequestError::PromptTooLong { prompt, .. } => {
-                ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about(prompt)
+                ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).with_param(prompt)
             }
             RequestError::TooLarge { param, .. } => {
-                ApiError::new(StatusCode::BAD_REQUEST, "kv_cache_exceeded", message).about(param)
+                ApiError::new(StatusCode::BAD_REQUEST, "kv_cache_exceeded", message).with_param(param)
             }
             RequestError::UnknownModel { .. } => {
-                ApiError::new(StatusCode::NOT_FOUND, "model_not_found", message).about("model")
+                ApiError::new(StatusCode::NOT_FOUND, "model_not_found", message).with_param("model")
             }
             RequestError::Busy { .. } => ApiError::new(StatusCode::TOO_MANY_REQUESTS, "server_busy", message),
-            RequestError::CutOff => ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shut_down", message),
+            RequestError::Interrupted => ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shut_down", message),
             RequestError::Draining => {
                 ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shutting_down", message)
             }
             RequestError::TimedOut { .. } => {
                 ApiError::new(StatusCode::GATEWAY_TIMEOUT, "request_timeout", message)
             }
-            RequestError::EngineGone => ApiError::internal(message),
+            RequestError::EngineStopped => ApiError::internal(message),
             RequestError::DeviceFailed(_) => {
                 ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "device_failed", message)
             }
@@ -206,7 +207,7 @@ impl ResponseError for ApiError {
     }
 
     fn error_response(&self) -> HttpResponse {
-        if let Some(reason) = self.refusal() {
+        if let Some(reason) = self.rejection_reason() {
             telemetry::ADMISSION_REJECTIONS.count([reason]);
         }
         HttpResponse::build(self.status).json(self.body())
@@ -254,8 +255,8 @@ mod tests {
             (ApiError::unauthorized(), Some("unauthorized")),
             (ApiError::not_found(), None),
             (ApiError::method_not_allowed("GET"), None),
-            (RequestError::CutOff.into(), None),
-            (RequestError::EngineGone.into(), None),
+            (RequestError::Interrupted.into(), None),
+            (RequestError::EngineStopped.into(), None),
         ];
         for (error, reason) in cases {
             let recorder = telemetry::recorder(None);

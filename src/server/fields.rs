@@ -10,45 +10,45 @@ use serde_json::{Map, Value};
 /// Fields of a JSON object that have not been read yet.
 pub struct Fields {
     /// Path of the object within the body, followed by a dot; empty for the body itself.
-    at: String,
+    prefix: String,
     members: Map<String, Value>,
 }
 
 /// The value of an unsupported parameter that has no effect and is therefore accepted.
-pub enum Neutral {
+pub enum NoOpValue {
     Number(f64),
     Bool(bool),
     Text(&'static str),
     /// An empty string, list or object.
     Empty,
     /// No value except null.
-    Nothing,
+    OnlyNull,
     /// Any value: the parameter is accepted and ignored.
-    Anything,
+    Any,
 }
 
 /// Known parameters that are not supported, each with the value that is accepted nevertheless.
-pub type Unserved = &'static [(&'static str, Neutral)];
+pub type UnsupportedParams = &'static [(&'static str, NoOpValue)];
 
 impl Fields {
     /// Parses a request body, which must be a JSON object.
-    pub fn of_body(body: &[u8]) -> Result<Fields, ApiError> {
+    pub fn parse(body: &[u8]) -> Result<Fields, ApiError> {
         let value: Value = serde_json::from_slice(body)
             .map_err(|error| ApiError::malformed(format!("request body is not valid JSON: {error}")))?;
         match value {
-            Value::Object(members) => Ok(Fields { at: String::new(), members }),
+            Value::Object(members) => Ok(Fields { prefix: String::new(), members }),
             _ => Err(ApiError::malformed("request body is not a JSON object")),
         }
     }
 
     /// Creates the fields of the object at `path` in the body.
-    pub fn of_object(path: &str, members: Map<String, Value>) -> Fields {
-        Fields { at: format!("{path}."), members }
+    pub fn from_object(path: &str, members: Map<String, Value>) -> Fields {
+        Fields { prefix: format!("{path}."), members }
     }
 
     /// Returns the full name of a field for messages.
     pub fn path(&self, name: &str) -> String {
-        format!("{}{name}", self.at)
+        format!("{}{name}", self.prefix)
     }
 
     /// Takes a field out. Null counts as absent.
@@ -58,7 +58,7 @@ impl Fields {
 
     /// Takes a field out and converts it with `read`. `expected` describes the valid values in the error
     /// message.
-    pub fn read<T>(
+    pub fn take_with<T>(
         &mut self,
         name: &str,
         expected: &str,
@@ -69,49 +69,51 @@ impl Fields {
             Some(read) => Ok(Some(read)),
             None => {
                 let path = self.path(name);
-                let message = format!("'{path}' must be {expected}, not {}", brief(&value));
+                let message = format!("'{path}' must be {expected}, not {}", describe(&value));
                 Err(ApiError::invalid(path, message))
             }
         }
     }
 
     /// Takes out a boolean field.
-    pub fn flag(&mut self, name: &str, default: bool) -> Result<bool, ApiError> {
-        Ok(self.read(name, "true or false", Value::as_bool)?.unwrap_or(default))
+    pub fn take_bool(&mut self, name: &str, default: bool) -> Result<bool, ApiError> {
+        Ok(self.take_with(name, "true or false", Value::as_bool)?.unwrap_or(default))
     }
 
     /// Takes out a string field.
-    pub fn text(&mut self, name: &str) -> Result<Option<String>, ApiError> {
-        self.read(name, "a string", |value| value.as_str().map(str::to_string))
+    pub fn take_string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
+        self.take_with(name, "a string", |value| value.as_str().map(str::to_string))
     }
 
     /// Takes out a number field, rounded to single precision.
-    pub fn number(&mut self, name: &str) -> Result<Option<f32>, ApiError> {
-        self.read(name, "a number", |value| value.as_f64().map(nearest))
+    pub fn take_number(&mut self, name: &str) -> Result<Option<f32>, ApiError> {
+        self.take_with(name, "a number", |value| value.as_f64().map(to_finite_f32))
     }
 
     /// Takes out an integer field from `min` to `max`.
-    pub fn integer(&mut self, name: &str, min: i64, max: i64) -> Result<Option<i64>, ApiError> {
+    pub fn take_integer(&mut self, name: &str, min: i64, max: i64) -> Result<Option<i64>, ApiError> {
         let expected = match max == i64::from(u32::MAX) {
             true => format!("an integer of at least {min}"),
             false => format!("an integer from {min} to {max}"),
         };
-        self.read(name, &expected, |value| whole(value).filter(|number| (min..=max).contains(number)))
+        self.take_with(name, &expected, |value| {
+            to_integer(value).filter(|number| (min..=max).contains(number))
+        })
     }
 
     /// Takes out an object field.
-    pub fn object(&mut self, name: &str) -> Result<Option<Map<String, Value>>, ApiError> {
-        self.read(name, "an object", |value| value.as_object().cloned())
+    pub fn take_object(&mut self, name: &str) -> Result<Option<Map<String, Value>>, ApiError> {
+        self.take_with(name, "an object", |value| value.as_object().cloned())
     }
 
     /// Returns an error that names a remaining field, unless all of them are in `unserved` with their
     /// accepted values.
-    pub fn refuse_others(self, unserved: &[Unserved]) -> Result<(), ApiError> {
+    pub fn reject_unknown(self, unserved: &[UnsupportedParams]) -> Result<(), ApiError> {
         let known = |name: &str| unserved.iter().copied().flatten().find(|(known, _)| *known == name);
         for (name, value) in self.members.iter().filter(|(_, value)| !value.is_null()) {
-            let path = self.path(&shortened(name));
+            let path = self.path(&shorten(name));
             let message = match known(name) {
-                Some((_, neutral)) if neutral.is(value) => continue,
+                Some((_, neutral)) if neutral.matches(value) => continue,
                 Some(_) => format!("'{path}' is not supported yet"),
                 None => format!("unknown parameter '{path}'"),
             };
@@ -121,26 +123,26 @@ impl Fields {
     }
 }
 
-impl Neutral {
-    fn is(&self, value: &Value) -> bool {
+impl NoOpValue {
+    fn matches(&self, value: &Value) -> bool {
         match self {
-            Neutral::Number(number) => value.as_f64() == Some(*number),
-            Neutral::Bool(flag) => value.as_bool() == Some(*flag),
-            Neutral::Text(text) => value.as_str() == Some(text),
-            Neutral::Empty => match value {
+            NoOpValue::Number(number) => value.as_f64() == Some(*number),
+            NoOpValue::Bool(flag) => value.as_bool() == Some(*flag),
+            NoOpValue::Text(text) => value.as_str() == Some(text),
+            NoOpValue::Empty => match value {
                 Value::String(text) => text.is_empty(),
                 Value::Array(list) => list.is_empty(),
                 Value::Object(map) => map.is_empty(),
                 _ => false,
             },
-            Neutral::Nothing => false,
-            Neutral::Anything => true,
+            NoOpValue::OnlyNull => false,
+            NoOpValue::Any => true,
         }
     }
 }
 
 /// Describes a value for an error message.
-pub fn brief(value: &Value) -> String {
+pub fn describe(value: &Value) -> String {
     match value {
         Value::Array(_) => "a list".to_string(),
         Value::Object(_) => "an object".to_string(),
@@ -153,7 +155,7 @@ pub fn brief(value: &Value) -> String {
 const SHOWN_CHARS: usize = 40;
 
 /// Truncates a client's string for an error message.
-pub fn shortened(name: &str) -> String {
+pub fn shorten(name: &str) -> String {
     match name.char_indices().nth(SHOWN_CHARS) {
         Some((end, _)) => format!("{}...", &name[..end]),
         None => name.to_string(),
@@ -161,13 +163,13 @@ pub fn shortened(name: &str) -> String {
 }
 
 /// Returns the integer value of a number, which may be written with a decimal point.
-fn whole(value: &Value) -> Option<i64> {
+fn to_integer(value: &Value) -> Option<i64> {
     let rounded = || value.as_f64().filter(|number| number.fract() == 0.0 && number.abs() < 2f64.powi(53));
     value.as_i64().or_else(|| rounded().map(|number| number as i64))
 }
 
 /// Rounds to the nearest finite single-precision number. Only zero is rounded to zero.
-pub fn nearest(number: f64) -> f32 {
+pub fn to_finite_f32(number: f64) -> f32 {
     let rounded = number as f32;
     let limits = f32::MIN_POSITIVE..=f32::MAX;
     if number == 0.0 || limits.contains(&rounded.abs()) {
@@ -183,17 +185,17 @@ mod tests {
 
     #[test]
     fn numbers_beyond_single_precision_stay_what_they_are_to_the_checks() {
-        assert_eq!((nearest(0.0), nearest(0.9), nearest(-2.5)), (0.0, 0.9, -2.5));
-        assert_eq!((nearest(1e-50), nearest(-1e-50)), (f32::MIN_POSITIVE, -f32::MIN_POSITIVE));
-        assert_eq!((nearest(1e39), nearest(-1e300)), (f32::MAX, -f32::MAX));
+        assert_eq!((to_finite_f32(0.0), to_finite_f32(0.9), to_finite_f32(-2.5)), (0.0, 0.9, -2.5));
+        assert_eq!((to_finite_f32(1e-50), to_finite_f32(-1e-50)), (f32::MIN_POSITIVE, -f32::MIN_POSITIVE));
+        assert_eq!((to_finite_f32(1e39), to_finite_f32(-1e300)), (f32::MAX, -f32::MAX));
     }
 
     #[test]
     fn what_nobody_took_is_told_with_its_path() {
-        let unserved: Unserved = &[("tools", Neutral::Empty), ("note", Neutral::Anything)];
+        let unserved: UnsupportedParams = &[("tools", NoOpValue::Empty), ("note", NoOpValue::Any)];
         let left = |members: Value| {
-            let fields = Fields::of_object("messages[1]", members.as_object().unwrap().clone());
-            fields.refuse_others(&[unserved]).map_err(|error| error.to_string())
+            let fields = Fields::from_object("messages[1]", members.as_object().unwrap().clone());
+            fields.reject_unknown(&[unserved]).map_err(|error| error.to_string())
         };
         assert_eq!(left(json!({"tools": [], "note": [1], "unknown": null})), Ok(()));
         let refused = left(json!({"tools": [1]})).unwrap_err();

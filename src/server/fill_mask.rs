@@ -3,84 +3,88 @@
 //! Invariant: each mask is scored and filled while all other masks of the text stay in place.
 
 use super::ServeParts;
-use super::encoders::{Found, INLINE_INPUTS, Input, Question, texts};
+use super::encoders::{EncoderApi, EncoderInput, EncoderOutput, INLINE_INPUTS, parse_texts};
 use super::error::ApiError;
-use super::fields::{Neutral, Unserved};
-use super::respond::fields_of;
-use super::wire::fill_mask::{Candidate, Filling, Fillings, Mask};
-use super::wire::{InputUsage, writable};
+use super::fields::{NoOpValue, UnsupportedParams};
+use super::respond::parse_fields;
+use super::wire::fill_mask::{FillMaskResponse, FilledMask, FilledText, MaskCandidate};
+use super::wire::{InputUsage, finite_logprob};
 use crate::actors::engine::TOP_LOGPROBS;
 use crate::request::{Task, Token, TokenEvent};
 use std::sync::Arc;
 
 /// Default number of candidates per mask.
-const TOP: i64 = 5;
+const TOP_K_DEFAULT: i64 = 5;
 
 /// Maximum number of tokens of all texts in a response together: each candidate repeats the whole text.
 const SHOWN_MAX: usize = 2 << 20;
 
 /// Responses with more tokens than this are serialized off the event loop.
-const INLINE_SHOWN: usize = 4096;
+const INLINE_SHOWN_TOKENS: usize = 4096;
 
 /// A parsed fill-mask request.
-pub struct Masks {
+pub struct FillMaskRequest {
     /// Number of tokens of the texts in the response.
-    shown: usize,
+    shown_tokens: usize,
 }
 
 /// Parameters of the OpenAI API and of other servers that are accepted only without effect.
-const UNSERVED: Unserved = &[("user", Neutral::Anything), ("targets", Neutral::Nothing)];
+const UNSUPPORTED: UnsupportedParams = &[("user", NoOpValue::Any), ("targets", NoOpValue::OnlyNull)];
 
-impl Question for Masks {
+impl EncoderApi for FillMaskRequest {
     const PATH: &'static str = "/v1/fill-mask";
-    type Answer = Fillings;
+    type Response = FillMaskResponse;
 
-    fn read(parts: &ServeParts, body: &[u8]) -> Result<(Masks, Vec<Input>), ApiError> {
-        let mut fields = fields_of(parts, body)?;
+    fn parse_body(parts: &ServeParts, body: &[u8]) -> Result<(FillMaskRequest, Vec<EncoderInput>), ApiError> {
+        let mut fields = parse_fields(parts, body)?;
         let unknown = "the model's tokenizer has no mask token";
-        let mask = parts.tokens.mask.ok_or_else(|| ApiError::invalid("input", unknown))?;
-        let top = fields.integer("top_k", 1, TOP_LOGPROBS as i64)?.unwrap_or(TOP) as u8;
-        let texts = texts(fields, parts, UNSERVED)?;
+        let mask = parts.special_tokens.mask.ok_or_else(|| ApiError::invalid("input", unknown))?;
+        let top = fields.take_integer("top_k", 1, TOP_LOGPROBS as i64)?.unwrap_or(TOP_K_DEFAULT) as u8;
+        let texts = parse_texts(fields, parts, UNSUPPORTED)?;
         let inputs = texts.into_iter().enumerate().map(|(index, ids)| {
-            let at = places(&ids, mask);
+            let at = positions_of(&ids, mask);
             if at.is_empty() {
                 let name = parts.tokenizer.token_text(mask);
                 let message = format!("text {index} of 'input' has no mask token ({})", name.trim());
                 return Err(ApiError::invalid("input", message));
             }
-            Ok(Input { ids, task: Task::Fill { at, top } })
+            Ok(EncoderInput { ids, task: Task::FillMask { positions: at, top_k: top } })
         });
-        let inputs: Vec<Input> = inputs.collect::<Result<_, _>>()?;
-        let shown = inputs.iter().map(shown).sum();
-        check_shown(shown, top)?;
-        Ok((Masks { shown }, inputs))
+        let inputs: Vec<EncoderInput> = inputs.collect::<Result<_, _>>()?;
+        let shown = inputs.iter().map(count_shown_tokens).sum();
+        check_shown_tokens(shown, top)?;
+        Ok((FillMaskRequest { shown_tokens: shown }, inputs))
     }
 
-    fn is_long(&self, texts: usize) -> bool {
-        texts > INLINE_INPUTS || self.shown > INLINE_SHOWN
+    fn is_large(&self, texts: usize) -> bool {
+        texts > INLINE_INPUTS || self.shown_tokens > INLINE_SHOWN_TOKENS
     }
 
-    fn answer(&self, parts: &ServeParts, found: Vec<Found>) -> Result<Fillings, ApiError> {
-        let usage = InputUsage::of(found.iter().map(|found| found.input.ids.len()).sum());
-        let one = |(index, found): (usize, Found)| {
-            let masks = masks(parts, &found)?;
-            Ok(Filling { object: "fill_mask", index, masks })
+    fn build_response(
+        &self,
+        parts: &ServeParts,
+        found: Vec<EncoderOutput>,
+    ) -> Result<FillMaskResponse, ApiError> {
+        let usage = InputUsage::new(found.iter().map(|found| found.input.ids.len()).sum());
+        let one = |(index, found): (usize, EncoderOutput)| {
+            let masks = build_masks(parts, &found)?;
+            Ok(FilledText { object: "fill_mask", index, masks })
         };
         let data = found.into_iter().enumerate().map(one).collect::<Result<_, ApiError>>()?;
-        Ok(Fillings { object: "list", data, model: parts.model.name.clone(), usage })
+        Ok(FillMaskResponse { object: "list", data, model: parts.model.name.clone(), usage })
     }
 }
 
 /// Returns the number of tokens of the texts that the response contains for one input.
-fn shown(Input { ids, task }: &Input) -> usize {
+fn count_shown_tokens(EncoderInput { ids, task }: &EncoderInput) -> usize {
     match task {
-        Task::Fill { at, top } => at.len() * usize::from(*top) * ids.len(),
+        Task::FillMask { positions: at, top_k: top } => at.len() * usize::from(*top) * ids.len(),
         Task::Generate | Task::Embed(_) => 0,
     }
 }
 
 /// Returns an error if the response would contain too much text.
-fn check_shown(shown: usize, top: u8) -> Result<(), ApiError> {
+fn check_shown_tokens(shown: usize, top: u8) -> Result<(), ApiError> {
     if shown <= SHOWN_MAX {
         return Ok(());
     }
@@ -92,59 +96,62 @@ fn check_shown(shown: usize, top: u8) -> Result<(), ApiError> {
 }
 
 /// Returns the positions of a token in a text.
-fn places(ids: &[u32], token: u32) -> Arc<[u32]> {
+fn positions_of(ids: &[u32], token: u32) -> Arc<[u32]> {
     let at = ids.iter().zip(0..).filter(|(id, _)| **id == token);
     at.map(|(_, position)| position).collect()
 }
 
 /// Builds the response for each mask of a text.
-fn masks(parts: &ServeParts, Found { input, events }: &Found) -> Result<Vec<Mask>, ApiError> {
-    let Task::Fill { at, .. } = &input.task else {
+fn build_masks(
+    parts: &ServeParts,
+    EncoderOutput { input, events }: &EncoderOutput,
+) -> Result<Vec<FilledMask>, ApiError> {
+    let Task::FillMask { positions: at, .. } = &input.task else {
         unreachable!("fill-mask requests have only fill tasks; this is a bug");
     };
-    let tokens: Vec<_> = events.iter().filter_map(filled).collect();
+    let tokens: Vec<_> = events.iter().filter_map(filled_token).collect();
     if tokens.len() != at.len() {
         return Err(ApiError::internal("the engine returned no candidates for a mask; this is a bug"));
     }
     let skips_special = at.len() == 1;
     let mask = |(position, token): (&u32, &Token)| {
         let position = *position as usize;
-        let text = Text { parts, ids: &input.ids, position, skips_special };
+        let text = MaskedText { parts, ids: &input.ids, position, skip_special: skips_special };
         let candidates = token.top.iter().map(|top| text.candidate(*top));
-        Ok(Mask { position, candidates: candidates.collect::<Result<_, ApiError>>()? })
+        Ok(FilledMask { position, candidates: candidates.collect::<Result<_, ApiError>>()? })
     };
     at.iter().zip(tokens).map(mask).collect()
 }
 
-fn filled(event: &TokenEvent) -> Option<&Token> {
+fn filled_token(event: &TokenEvent) -> Option<&Token> {
     match event {
-        TokenEvent::Filled(token) => Some(token),
+        TokenEvent::MaskFilled(token) => Some(token),
         _ => None,
     }
 }
 
 /// A text with a mask in it.
-struct Text<'a> {
+struct MaskedText<'a> {
     parts: &'a ServeParts,
     ids: &'a [u32],
     /// Position of the mask.
     position: usize,
     /// Omit special tokens from the shown text. False if the text has further masks, which are special tokens
     /// too.
-    skips_special: bool,
+    skip_special: bool,
 }
 
-impl Text<'_> {
-    fn candidate(&self, (token, logprob): (u32, f32)) -> Result<Candidate, ApiError> {
+impl MaskedText<'_> {
+    fn candidate(&self, (token, logprob): (u32, f32)) -> Result<MaskCandidate, ApiError> {
         let mut filled = self.ids.to_vec();
         filled[self.position] = token;
-        filled.retain(|id| Some(*id) != self.parts.tokens.pad);
-        Ok(Candidate {
+        filled.retain(|id| Some(*id) != self.parts.special_tokens.pad);
+        Ok(MaskCandidate {
             token,
             token_str: self.decode(&[token], false)?,
             score: logprob.exp(),
-            logprob: writable(logprob),
-            sequence: self.decode(&filled, self.skips_special)?,
+            logprob: finite_logprob(logprob),
+            sequence: self.decode(&filled, self.skip_special)?,
         })
     }
 

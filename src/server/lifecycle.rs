@@ -3,8 +3,8 @@
 //! Invariant: no client can connect before the engine is ready. After the first stop signal no new request is
 //! accepted; after the second the server only waits until error responses have reached the clients.
 
-use super::access::access;
-use super::auth::{Keys, cors, guard};
+use super::access::track_request;
+use super::auth::{Keys, authorize, cors};
 use super::routes::routes;
 use super::{App, ServeParts, tls};
 use crate::config::ServerConfig;
@@ -42,25 +42,25 @@ const BACKLOG: u32 = 2048;
 
 /// A server before its engine is ready: the address is bound, and keys and certificate are read. Connections
 /// are refused until [`BoundServer::serve`] is called.
-pub struct Place {
+pub struct BoundServer {
     config: ServerConfig,
     sockets: Vec<TcpSocket>,
     keys: Keys,
     tls: Option<rustls::ServerConfig>,
 }
 
-impl Place {
+impl BoundServer {
     /// Binds the configured address and reads keys and certificate. Must be called within an actix system.
-    pub fn take(config: ServerConfig) -> Result<Place> {
-        let keys = Keys::new(&config.keys()?)?;
+    pub fn bind(config: ServerConfig) -> Result<BoundServer> {
+        let keys = Keys::new(&config.load_api_keys()?)?;
         let tls = config.tls.as_ref().map(tls::server_config).transpose()?;
-        let sockets = sockets(&config).with_context(|| cannot_listen(&config))?;
-        Ok(Place { config, sockets, keys, tls })
+        let sockets = bind_sockets(&config).with_context(|| listen_error(&config))?;
+        Ok(BoundServer { config, sockets, keys, tls })
     }
 
     /// Starts to listen, for the engine of `parts`. Must be called within an actix system.
     pub fn serve(self, parts: ServeParts) -> Result<Server> {
-        let Place { config, sockets, keys, tls } = self;
+        let BoundServer { config, sockets, keys, tls } = self;
         let metrics = telemetry::install(None);
         let app = web::Data::new(App::new(parts, config.clone()));
         let (data, origins, keys) = (app.clone(), config.cors_origins.clone(), web::Data::new(keys));
@@ -71,9 +71,9 @@ impl Place {
                 .app_data(data.clone())
                 .app_data(keys.clone())
                 .app_data(shown.clone())
-                .wrap(from_fn(guard))
+                .wrap(from_fn(authorize))
                 .wrap(cors(&origins))
-                .wrap(from_fn(access))
+                .wrap(from_fn(track_request))
                 .configure(routes)
         };
         let mut server = HttpServer::new(new_app)
@@ -90,7 +90,7 @@ impl Place {
                 (Ok(listener), Some(tls)) => server.listen_rustls_0_23(listener, tls.clone()),
                 (Err(error), _) => Err(error),
             }
-            .with_context(|| cannot_listen(&config))?;
+            .with_context(|| listen_error(&config))?;
         }
         let address = *server.addrs().first().context("no address was bound")?;
         let scheme = if tls.is_some() { "https" } else { "http" };
@@ -98,16 +98,16 @@ impl Place {
     }
 }
 
-fn cannot_listen(config: &ServerConfig) -> String {
+fn listen_error(config: &ServerConfig) -> String {
     format!("cannot listen on {}:{}", config.host, config.port)
 }
 
 /// Binds a socket to each address of the configured host. Fails only if none can be bound.
-fn sockets(config: &ServerConfig) -> io::Result<Vec<TcpSocket>> {
+fn bind_sockets(config: &ServerConfig) -> io::Result<Vec<TcpSocket>> {
     let mut taken = Vec::new();
     let mut failed = None;
     for address in (config.host.as_str(), config.port).to_socket_addrs()? {
-        match socket(address) {
+        match bind_socket(address) {
             Ok(socket) => taken.push(socket),
             Err(error) => failed = Some(error),
         }
@@ -118,7 +118,7 @@ fn sockets(config: &ServerConfig) -> io::Result<Vec<TcpSocket>> {
     }
 }
 
-fn socket(address: SocketAddr) -> io::Result<TcpSocket> {
+fn bind_socket(address: SocketAddr) -> io::Result<TcpSocket> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
     // Connections of a previous server on this address may still be closing.
     socket.set_reuseaddr(true)?;
@@ -144,19 +144,19 @@ pub struct Server {
 
 /// Outcome of a shutdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ending {
+pub enum ShutdownOutcome {
     /// Every request in flight was answered.
     Drained,
     /// The drain timeout elapsed, and requests in flight were aborted.
     TimedOut,
     /// A second stop signal aborted requests in flight.
-    Cut,
+    Aborted,
 }
 
 impl Server {
     /// Binds the configured address and listens. Must be called, and the server run, within an actix system.
     pub fn bind(parts: ServeParts, config: ServerConfig) -> Result<Server> {
-        Place::take(config)?.serve(parts)
+        BoundServer::bind(config)?.serve(parts)
     }
 
     /// Returns the bound address; its port is the real one if port 0 was configured.
@@ -166,10 +166,14 @@ impl Server {
 
     /// Serves until `stops` receives a message. Requests in flight then have `drain_timeout` to finish; a
     /// second message aborts them.
-    pub async fn run(self, mut stops: UnboundedReceiver<()>, drain_timeout: Duration) -> Result<Ending> {
+    pub async fn run(
+        self,
+        mut stops: UnboundedReceiver<()>,
+        drain_timeout: Duration,
+    ) -> Result<ShutdownOutcome> {
         let handle = self.run.handle();
         let mut running = rt::spawn(self.run);
-        let upkeep = rt::spawn(keep_up(self.metrics));
+        let upkeep = rt::spawn(run_upkeep(self.metrics));
         info!("listening on {}://{}", self.scheme, self.address);
         select! {
             ended = &mut running => {
@@ -183,16 +187,16 @@ impl Server {
         // Biased: if nothing is in flight, a second stop aborts nothing.
         let ending = select! {
             biased;
-            drained = rt::time::timeout(drain_timeout, until(|| self.app.is_idle())) => match drained {
-                Ok(()) => Ending::Drained,
-                Err(_) => Ending::TimedOut,
+            drained = rt::time::timeout(drain_timeout, wait_until(|| self.app.is_idle())) => match drained {
+                Ok(()) => ShutdownOutcome::Drained,
+                Err(_) => ShutdownOutcome::TimedOut,
             },
-            Some(()) = stops.recv() => Ending::Cut,
+            Some(()) = stops.recv() => ShutdownOutcome::Aborted,
         };
-        if ending != Ending::Drained {
+        if ending != ShutdownOutcome::Drained {
             warn!(in_flight = self.app.parts.status.pending(), "requests in flight are aborted");
-            self.app.cut.send_replace(true);
-            let _ = rt::time::timeout(FLUSH_TIMEOUT, until(|| !self.app.has_open_responses())).await;
+            self.app.abort.send_replace(true);
+            let _ = rt::time::timeout(FLUSH_TIMEOUT, wait_until(|| !self.app.has_open_responses())).await;
         }
         // Aborted requests have ended in an error by now; their responses may still be on their way.
         handle.stop(true).await;
@@ -203,7 +207,7 @@ impl Server {
 }
 
 /// Waits until `condition` is true.
-async fn until(condition: impl Fn() -> bool) {
+async fn wait_until(condition: impl Fn() -> bool) {
     let mut ticks = rt::time::interval(DRAIN_INTERVAL);
     while !condition() {
         ticks.tick().await;
@@ -211,7 +215,7 @@ async fn until(condition: impl Fn() -> bool) {
 }
 
 /// Runs the metrics recorder's upkeep periodically, without end.
-async fn keep_up(metrics: PrometheusHandle) {
+async fn run_upkeep(metrics: PrometheusHandle) {
     let mut ticks = rt::time::interval(UPKEEP_INTERVAL);
     loop {
         ticks.tick().await;
@@ -230,7 +234,7 @@ mod tests {
     async fn a_bound_server_refuses_connections() {
         let mut flags = Overrides::default();
         flags.set("server.port", Some(0));
-        let place = Place::take(Config::load(None, flags).unwrap().server).unwrap();
+        let place = BoundServer::bind(Config::load(None, flags).unwrap().server).unwrap();
         let address = place.sockets[0].local_addr().unwrap();
         assert_ne!(address.port(), 0);
         let refused = TcpStream::connect(address).unwrap_err();
@@ -239,7 +243,7 @@ mod tests {
     /// Regression: with the system's defaults, a stream on a reused connection stalled for 40 ms.
     #[actix_web::test]
     async fn tokens_leave_at_once_on_every_connection() {
-        let listener = socket("127.0.0.1:0".parse().unwrap()).unwrap().listen(1).unwrap();
+        let listener = bind_socket("127.0.0.1:0".parse().unwrap()).unwrap().listen(1).unwrap();
         let _client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (accepted, _) = listener.accept().await.unwrap();
         assert!(accepted.nodelay().unwrap());

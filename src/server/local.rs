@@ -3,13 +3,13 @@
 //!
 //! Invariant: responses equal those that an HTTP client gets, except for the status line and headers.
 
-use super::chat::Chats;
-use super::completions::Completions;
-use super::embeddings::Wish;
-use super::encoders::{Question, ask};
+use super::chat::ChatApi;
+use super::completions::CompletionsApi;
+use super::embeddings::EmbeddingsRequest;
+use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
-use super::fill_mask::Masks;
-use super::respond::{Answer, Api, respond};
+use super::fill_mask::FillMaskRequest;
+use super::respond::{GenerationApi, ResponseBody, respond};
 use super::{App, RequestId, ServeParts};
 use crate::config::ServerConfig;
 use serde_json::Value;
@@ -17,24 +17,28 @@ use std::sync::Arc;
 
 /// The API of one engine, called within this process.
 #[derive(Clone)]
-pub struct Local(Arc<App>);
+pub struct LocalApi(Arc<App>);
 
-impl Local {
+impl LocalApi {
     /// Creates the API for the engine of `parts`. The connection settings of `config` are ignored. Metrics
     /// are recorded only if the process has installed a recorder, whose upkeep the caller must run.
-    pub fn new(parts: ServeParts, config: ServerConfig) -> Local {
-        Local(Arc::new(App::new(parts, config)))
+    pub fn new(parts: ServeParts, config: ServerConfig) -> LocalApi {
+        LocalApi(Arc::new(App::new(parts, config)))
     }
 
     /// Handles a request body posted to `path`. Fails if `path` is not one of the model's endpoints.
-    pub async fn post(&self, path: &str, body: &Value) -> Result<Answer, ApiError> {
-        let (app, id) = (&self.0, RequestId::fresh().0);
+    pub async fn post(&self, path: &str, body: &Value) -> Result<ResponseBody, ApiError> {
+        let (app, id) = (&self.0, RequestId::generate().0);
         let body = body.to_string().into();
         match path {
-            Completions::PATH => respond::<Completions>(app, id, body).await,
-            Chats::PATH => respond::<Chats>(app, id, body).await,
-            Wish::PATH => ask::<Wish>(app, id, body).await.map(Answer::Whole),
-            Masks::PATH => ask::<Masks>(app, id, body).await.map(Answer::Whole),
+            CompletionsApi::PATH => respond::<CompletionsApi>(app, id, body).await,
+            ChatApi::PATH => respond::<ChatApi>(app, id, body).await,
+            EmbeddingsRequest::PATH => {
+                run_encoder_request::<EmbeddingsRequest>(app, id, body).await.map(ResponseBody::Json)
+            }
+            FillMaskRequest::PATH => {
+                run_encoder_request::<FillMaskRequest>(app, id, body).await.map(ResponseBody::Json)
+            }
             _ => Err(ApiError::not_found()),
         }
     }

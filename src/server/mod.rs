@@ -51,9 +51,9 @@ pub mod about;
 #[cfg(test)]
 mod tests;
 
-pub use lifecycle::{Ending, Place, Server};
-pub use local::Local;
-pub use respond::Answer;
+pub use lifecycle::{BoundServer, Server, ShutdownOutcome};
+pub use local::LocalApi;
+pub use respond::ResponseBody;
 
 use crate::actors::{Engine, IntakeHandle, ModelInfo, Status};
 use crate::config::ServerConfig;
@@ -62,7 +62,7 @@ use crate::text::Tokenizer;
 use access::RequestId;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use tokens::Tokens;
+use tokens::SpecialTokens;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Handles to the engine and the model data that the server needs.
@@ -72,7 +72,7 @@ pub struct ServeParts {
     pub status: Arc<Status>,
     pub tokenizer: Arc<Tokenizer>,
     pub model: ModelInfo,
-    tokens: Tokens,
+    special_tokens: SpecialTokens,
 }
 
 impl ServeParts {
@@ -82,8 +82,8 @@ impl ServeParts {
         tokenizer: Arc<Tokenizer>,
         model: ModelInfo,
     ) -> ServeParts {
-        let tokens = Tokens::of(&tokenizer, &model.conventions);
-        ServeParts { intake, status, tokenizer, model, tokens }
+        let tokens = SpecialTokens::new(&tokenizer, &model.prompting);
+        ServeParts { intake, status, tokenizer, model, special_tokens: tokens }
     }
 }
 
@@ -99,27 +99,27 @@ pub struct App {
     pub parts: ServeParts,
     pub config: ServerConfig,
     /// Limits how many long request bodies are parsed at once.
-    long_bodies: Turns,
-    open: Arc<AtomicUsize>,
+    long_bodies: BoundedSemaphore,
+    open_responses: Arc<AtomicUsize>,
     /// Set to true when shutdown aborts the requests in flight.
-    cut: watch::Sender<bool>,
+    abort: watch::Sender<bool>,
 }
 
 impl App {
     fn new(parts: ServeParts, config: ServerConfig) -> App {
-        let long_bodies = Turns::new(config.workers);
-        App { parts, config, long_bodies, open: Arc::default(), cut: watch::Sender::new(false) }
+        let long_bodies = BoundedSemaphore::new(config.workers);
+        App { parts, config, long_bodies, open_responses: Arc::default(), abort: watch::Sender::new(false) }
     }
 
     /// Registers a response that shutdown waits for until the returned value is dropped.
     fn open_response(&self) -> OpenResponse {
-        self.open.fetch_add(1, Ordering::SeqCst);
-        OpenResponse(self.open.clone())
+        self.open_responses.fetch_add(1, Ordering::SeqCst);
+        OpenResponse(self.open_responses.clone())
     }
 
     /// Returns whether a response is still being sent to a client.
     fn has_open_responses(&self) -> bool {
-        self.open.load(Ordering::SeqCst) > 0
+        self.open_responses.load(Ordering::SeqCst) > 0
     }
 
     /// Returns whether nothing is in flight, neither in the engine nor on its way to a client.
@@ -129,43 +129,47 @@ impl App {
 }
 
 /// A semaphore with a bounded number of waiters.
-struct Turns {
-    free: Arc<Semaphore>,
+struct BoundedSemaphore {
+    semaphore: Arc<Semaphore>,
     waiting: AtomicUsize,
 }
 
-impl Turns {
+impl BoundedSemaphore {
     /// Maximum number of waiters; further requests are rejected as busy.
-    const WAITING_MAX: usize = 32;
+    const WAITERS_MAX: usize = 32;
 
-    fn new(permits: usize) -> Turns {
-        Turns { free: Arc::new(Semaphore::new(permits)), waiting: AtomicUsize::new(0) }
+    fn new(permits: usize) -> BoundedSemaphore {
+        BoundedSemaphore { semaphore: Arc::new(Semaphore::new(permits)), waiting: AtomicUsize::new(0) }
     }
 
     /// Waits for a permit. Fails with [`RequestError::Busy`] if too many requests wait already.
-    async fn wait(&self) -> Result<OwnedSemaphorePermit, RequestError> {
-        let waiting = Counted::new(&self.waiting);
-        if waiting.before >= Turns::WAITING_MAX {
-            return Err(RequestError::Busy { coming: 1, waiting: waiting.before, limit: Turns::WAITING_MAX });
+    async fn acquire(&self) -> Result<OwnedSemaphorePermit, RequestError> {
+        let waiting = WaiterGuard::new(&self.waiting);
+        if waiting.waiting_before >= BoundedSemaphore::WAITERS_MAX {
+            return Err(RequestError::Busy {
+                coming: 1,
+                waiting: waiting.waiting_before,
+                limit: BoundedSemaphore::WAITERS_MAX,
+            });
         }
-        self.free.clone().acquire_owned().await.map_err(|_| RequestError::EngineGone)
+        self.semaphore.clone().acquire_owned().await.map_err(|_| RequestError::EngineStopped)
     }
 }
 
 /// Counts one waiter until it is dropped, so that a client that disconnects while it waits is no longer
 /// counted.
-struct Counted<'a> {
+struct WaiterGuard<'a> {
     count: &'a AtomicUsize,
-    before: usize,
+    waiting_before: usize,
 }
 
-impl Counted<'_> {
-    fn new(count: &AtomicUsize) -> Counted<'_> {
-        Counted { count, before: count.fetch_add(1, Ordering::SeqCst) }
+impl WaiterGuard<'_> {
+    fn new(count: &AtomicUsize) -> WaiterGuard<'_> {
+        WaiterGuard { count, waiting_before: count.fetch_add(1, Ordering::SeqCst) }
     }
 }
 
-impl Drop for Counted<'_> {
+impl Drop for WaiterGuard<'_> {
     fn drop(&mut self) {
         self.count.fetch_sub(1, Ordering::SeqCst);
     }

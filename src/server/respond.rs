@@ -5,11 +5,11 @@
 //! that dropping either cancels the request; every event stream ends with `[DONE]`, also after an error.
 
 use super::error::ApiError;
-use super::fields::{Fields, shortened};
-use super::params::{Delivery, Generation};
-use super::wire::{Envelope, Part};
+use super::fields::{Fields, shorten};
+use super::params::{Delivery, GenerationParams};
+use super::wire::{ChoiceOutput, Envelope};
 use super::{App, OpenResponse, ServeParts};
-use crate::actors::reply::{Piece, Replies, ReplySpec, ReplyStream, Usage};
+use crate::actors::reply::{ChoiceStreams, ReplyDelta, ReplySpec, ReplyStream, Usage};
 use crate::request::{Request, RequestError, Sampling};
 use actix_web::web::{self, BufMut, Bytes, BytesMut};
 use async_stream::stream;
@@ -37,110 +37,111 @@ const INLINE_TOKENS: usize = 1024;
 /// Events that are ready at the same time are sent together, up to about this many bytes.
 const BATCH_BYTES: usize = 16 << 10;
 
-const COMMENT: Bytes = Bytes::from_static(b": keep-alive\n\n");
-const DONE: &[u8] = b"data: [DONE]\n\n";
+const KEEP_ALIVE_COMMENT: Bytes = Bytes::from_static(b": keep-alive\n\n");
+const DONE_EVENT: &[u8] = b"data: [DONE]\n\n";
 
 /// Body of a response.
-pub enum Answer {
+pub enum ResponseBody {
     /// One JSON object.
-    Whole(Bytes),
+    Json(Bytes),
     /// Server-sent events, one or several per item. Dropping the stream cancels the request in the engine.
     Events(Pin<Box<dyn Stream<Item = Bytes>>>),
 }
 
 /// A parsed and tokenized request.
-pub struct Job<W> {
-    pub generation: Generation,
+pub struct PreparedRequest<W> {
+    pub generation: GenerationParams,
     /// At least one.
-    pub prompts: Vec<Asked>,
+    pub prompts: Vec<PromptIds>,
     /// Whether the response text starts with the prompt.
     pub echo: bool,
     pub logprobs: Option<u8>,
-    pub wording: W,
+    pub format: W,
 }
 
 /// Token ids of a prompt.
 #[derive(Clone, Debug)]
-pub struct Asked {
+pub struct PromptIds {
     /// Encoder input; empty for models without an encoder.
-    pub source: Arc<[u32]>,
+    pub encoder_input: Arc<[u32]>,
     /// Decoder tokens to continue: the prompt, or the decoder start tokens. Never empty.
     pub prompt: Arc<[u32]>,
 }
 
-impl Asked {
+impl PromptIds {
     /// Creates the ids of a prompt for a model without an encoder.
-    pub fn plainly(prompt: Arc<[u32]>) -> Asked {
-        Asked { source: Arc::default(), prompt }
+    pub fn decoder_only(prompt: Arc<[u32]>) -> PromptIds {
+        PromptIds { encoder_input: Arc::default(), prompt }
     }
 
     /// Returns the number of tokens of encoder input and decoder prompt together.
-    fn tokens(&self) -> usize {
-        self.source.len() + self.prompt.len()
+    fn token_count(&self) -> usize {
+        self.encoder_input.len() + self.prompt.len()
     }
 }
 
 /// A text generation API: parsing of its request bodies.
-pub trait Api {
-    type Wording: Wording + Send + 'static;
+pub trait GenerationApi {
+    type Format: ResponseFormat + Send + 'static;
 
     /// Path of the endpoint.
     const PATH: &'static str;
 
     /// Parses a request body. Errors name the API's own parameters.
-    fn read(parts: &ServeParts, body: &[u8]) -> Result<Job<Self::Wording>, ApiError>;
+    fn parse_body(parts: &ServeParts, body: &[u8]) -> Result<PreparedRequest<Self::Format>, ApiError>;
 
     /// Name of the prompt parameter in this API.
-    const PROMPT: &'static str;
+    const PROMPT_PARAM: &'static str;
 }
 
 /// Response format of an API.
-pub trait Wording {
+pub trait ResponseFormat {
     /// Prefix of response ids.
-    const ID: &'static str;
+    const ID_PREFIX: &'static str;
     const OBJECT: &'static str;
     const CHUNK_OBJECT: &'static str;
     type Choice: Serialize;
     type ChunkChoice: Serialize;
 
     /// Builds a choice of a JSON response.
-    fn choice(&self, parts: &ServeParts, index: usize, part: Part) -> Self::Choice;
+    fn choice(&self, parts: &ServeParts, index: usize, part: ChoiceOutput) -> Self::Choice;
 
     /// Builds the chunk that precedes a choice's text in a stream, if the API has one.
-    fn opening(&self, index: usize) -> Option<Self::ChunkChoice>;
+    fn opening_chunk(&self, index: usize) -> Option<Self::ChunkChoice>;
 
     /// Builds the next chunk of a choice. `first` is set for the first chunk with output.
-    fn chunk(&self, parts: &ServeParts, index: usize, part: Part, first: bool) -> Self::ChunkChoice;
+    fn chunk(&self, parts: &ServeParts, index: usize, part: ChoiceOutput, first: bool) -> Self::ChunkChoice;
 }
 
 /// Handles a text generation request.
-pub async fn respond<A: Api + 'static>(
+pub async fn respond<A: GenerationApi + 'static>(
     app: &Arc<App>,
     id: Arc<str>,
     body: Bytes,
-) -> Result<Answer, ApiError> {
+) -> Result<ResponseBody, ApiError> {
     let arrived = Instant::now();
-    let open = enter(app, A::PATH)?;
+    let open = admit(app, A::PATH)?;
     let job = prepare::<A>(app, body).await?;
-    let names = [("prompt", A::PROMPT), ("max_tokens", job.generation.limit_name)];
-    let own_names = |error: ApiError| names.iter().fold(error, |error, (from, to)| error.renamed(from, to));
+    let names = [("prompt", A::PROMPT_PARAM), ("max_tokens", job.generation.limit_name)];
+    let own_names =
+        |error: ApiError| names.iter().fold(error, |error, (from, to)| error.rename_param(from, to));
     let replies = submit(app, id.clone(), &job, arrived).await.map_err(own_names)?;
-    let talk = Talk::<A::Wording> {
+    let talk = ResponseWriter::<A::Format> {
         app: app.clone(),
-        id: format!("{}{id}", A::Wording::ID),
+        id: format!("{}{id}", A::Format::ID_PREFIX),
         created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         choices: job.prompts.len() * job.generation.n as usize,
-        wording: job.wording,
+        format: job.format,
     };
     Ok(match job.generation.delivery {
-        Delivery::Whole => Answer::Whole(talk.whole(replies).await?),
-        Delivery::Stream { usage } => Answer::Events(Box::pin(talk.events(replies, usage, open))),
+        Delivery::Json => ResponseBody::Json(talk.write_json(replies).await?),
+        Delivery::Stream { usage } => ResponseBody::Events(Box::pin(talk.event_stream(replies, usage, open))),
     })
 }
 
 /// Admits a request unless the server drains or the model does not serve `path`. Shutdown waits until the
 /// returned value is dropped.
-pub fn enter(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
+pub fn admit(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
     let open = app.open_response();
     if app.parts.status.is_draining() {
         return Err(RequestError::Draining.into());
@@ -154,19 +155,22 @@ pub fn enter(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
 
 /// Parses and tokenizes a body. Few long bodies are parsed at a time, since parsing takes a multiple of their
 /// memory.
-async fn prepare<A: Api + 'static>(app: &Arc<App>, body: Bytes) -> Result<Job<A::Wording>, ApiError> {
-    off_the_loop(app, body, A::read).await
+async fn prepare<A: GenerationApi + 'static>(
+    app: &Arc<App>,
+    body: Bytes,
+) -> Result<PreparedRequest<A::Format>, ApiError> {
+    parse_off_loop(app, body, A::parse_body).await
 }
 
 /// Parses a body into its fields and checks that `model` names the served model.
-pub fn fields_of(parts: &ServeParts, body: &[u8]) -> Result<Fields, ApiError> {
-    let mut fields = Fields::of_body(body)?;
-    check_model(&fields.text("model")?, &parts.model.name)?;
+pub fn parse_fields(parts: &ServeParts, body: &[u8]) -> Result<Fields, ApiError> {
+    let mut fields = Fields::parse(body)?;
+    check_model(&fields.take_string("model")?, &parts.model.name)?;
     Ok(fields)
 }
 
 /// Runs `read` on a body, on a thread of the blocking pool if the body is long.
-pub async fn off_the_loop<T: Send + 'static>(
+pub async fn parse_off_loop<T: Send + 'static>(
     app: &Arc<App>,
     body: Bytes,
     read: impl FnOnce(&ServeParts, &[u8]) -> Result<T, ApiError> + Send + 'static,
@@ -174,7 +178,7 @@ pub async fn off_the_loop<T: Send + 'static>(
     if body.len() <= INLINE_BODY_BYTES {
         return read(&app.parts, &body);
     }
-    let turn = app.long_bodies.wait().await?;
+    let turn = app.long_bodies.acquire().await?;
     let app = app.clone();
     let read = web::block(move || {
         let _turn = turn;
@@ -187,7 +191,7 @@ pub async fn off_the_loop<T: Send + 'static>(
 pub fn check_model(requested: &Option<String>, served: &str) -> Result<(), ApiError> {
     match requested {
         Some(model) if model != served => {
-            Err(RequestError::UnknownModel { model: shortened(model), served: served.to_owned() }.into())
+            Err(RequestError::UnknownModel { model: shorten(model), served: served.to_owned() }.into())
         }
         _ => Ok(()),
     }
@@ -201,10 +205,10 @@ pub fn encode(parts: &ServeParts, text: &str, add_special: bool, param: &str) ->
 
 /// Returns an error if a token is not in the model's vocabulary; a tokenizer may have more tokens than the
 /// model. `what` is what the message calls the value of the parameter `param`.
-pub fn check_known(parts: &ServeParts, param: &str, what: &str, ids: &[u32]) -> Result<(), ApiError> {
+pub fn check_vocabulary(parts: &ServeParts, param: &str, what: &str, ids: &[u32]) -> Result<(), ApiError> {
     let vocab = parts.model.vocab;
     let Some(id) = ids.iter().find(|id| **id as usize >= vocab) else { return Ok(()) };
-    let name = shortened(&parts.tokenizer.token_text(*id)).escape_debug().to_string();
+    let name = shorten(&parts.tokenizer.token_text(*id)).escape_debug().to_string();
     let message = format!(
         "{what} has the token '{name}', whose id {id} is not in the model's vocabulary of {vocab} tokens"
     );
@@ -214,7 +218,7 @@ pub fn check_known(parts: &ServeParts, param: &str, what: &str, ids: &[u32]) -> 
 /// Returns an error for more choices than the server can ever accept at once, before anything is allocated
 /// per choice. Intake checks the exact limits.
 pub fn check_choices(parts: &ServeParts, prompts: usize, n: u32) -> Result<(), ApiError> {
-    let (choices, most) = (prompts.saturating_mul(n as usize), parts.model.choices_max.max(CHOICES_MAX));
+    let (choices, most) = (prompts.saturating_mul(n as usize), parts.model.max_choices.max(CHOICES_MAX));
     if choices <= most {
         return Ok(());
     }
@@ -224,8 +228,13 @@ pub fn check_choices(parts: &ServeParts, prompts: usize, n: u32) -> Result<(), A
 
 /// Returns an error if an encoder input has more `tokens` than the encoder's context. `what` is what the
 /// message calls the value of the parameter `param`.
-pub fn check_source(parts: &ServeParts, param: &str, what: &str, tokens: usize) -> Result<(), ApiError> {
-    let most = parts.model.source_context;
+pub fn check_encoder_input_len(
+    parts: &ServeParts,
+    param: &str,
+    what: &str,
+    tokens: usize,
+) -> Result<(), ApiError> {
+    let most = parts.model.encoder_context;
     if tokens <= most {
         return Ok(());
     }
@@ -237,28 +246,28 @@ pub fn check_source(parts: &ServeParts, param: &str, what: &str, tokens: usize) 
 async fn submit<W>(
     app: &Arc<App>,
     id: Arc<str>,
-    job: &Job<W>,
+    job: &PreparedRequest<W>,
     arrived: Instant,
-) -> Result<Replies, ApiError> {
+) -> Result<ChoiceStreams, ApiError> {
     let time_limit = app.config.request_timeout;
-    let requests = job.requests(&id, app.parts.model.longest);
+    let requests = job.engine_requests(&id, app.parts.model.max_sequence_tokens);
     let requests: Vec<Request> =
         requests.map(|request| Request { arrived: arrived.into(), time_limit, ..request }).collect();
     let events = app.parts.intake.submit(requests.clone()).await?;
     let spec = ReplySpec {
         echo: job.echo,
         stop: job.generation.stops.strings.clone(),
-        keeps_stop: job.generation.keeps_stop,
-        shows_special: job.generation.shows_special,
+        include_stop: job.generation.include_stop,
+        show_special: job.generation.show_special,
     };
     let tokenizer = &app.parts.tokenizer;
     let replies = events
         .into_iter()
         .zip(&requests)
         .map(|(events, request)| ReplyStream::new(events, tokenizer.clone(), request, &spec));
-    let prompt_tokens = job.prompts.iter().map(Asked::tokens).sum();
-    let interrupt = interrupt(time_limit.map(|limit| (arrived + limit, limit)), app.cut.subscribe());
-    Ok(Replies::new(replies.collect(), prompt_tokens, Box::pin(interrupt)))
+    let prompt_tokens = job.prompts.iter().map(PromptIds::token_count).sum();
+    let interrupt = interrupt(time_limit.map(|limit| (arrived + limit, limit)), app.abort.subscribe());
+    Ok(ChoiceStreams::new(replies.collect(), prompt_tokens, Box::pin(interrupt)))
 }
 
 /// Completes when the request's time limit is exceeded, or when the server aborts the requests in flight.
@@ -272,27 +281,27 @@ pub async fn interrupt(limit: Option<(Instant, Duration)>, mut cut: watch::Recei
     match limit {
         None => {
             cut.await;
-            RequestError::CutOff
+            RequestError::Interrupted
         }
         Some((deadline, limit)) => match timeout_at(deadline, cut).await {
-            Ok(()) => RequestError::CutOff,
+            Ok(()) => RequestError::Interrupted,
             Err(_) => RequestError::TimedOut { limit_s: limit.as_secs() },
         },
     }
 }
 
-impl<W> Job<W> {
+impl<W> PreparedRequest<W> {
     /// Returns the engine requests of all choices, those of the first prompt first. `longest` is the maximum
     /// number of tokens of prompt and generated text together.
-    fn requests<'a>(&'a self, id: &'a Arc<str>, longest: usize) -> impl Iterator<Item = Request> + 'a {
+    fn engine_requests<'a>(&'a self, id: &'a Arc<str>, longest: usize) -> impl Iterator<Item = Request> + 'a {
         let generation = &self.generation;
-        self.prompts.iter().flat_map(move |Asked { source, prompt }| {
+        self.prompts.iter().flat_map(move |PromptIds { encoder_input: source, prompt }| {
             // If not even one token fits, intake reports it.
             let room = longest.saturating_sub(prompt.len()).max(1);
             (0..generation.n).map(move |choice| {
                 let seed = generation.sampling.seed.wrapping_add(choice.into());
                 Request {
-                    source: source.clone(),
+                    encoder_input: source.clone(),
                     ignore_eos: generation.ignore_eos,
                     stop_ids: generation.stops.ids.clone(),
                     min_tokens: generation.min_tokens,
@@ -312,90 +321,95 @@ impl<W> Job<W> {
 }
 
 /// Writes the response of one request: the fields that all its chunks share, and their format.
-struct Talk<W> {
+struct ResponseWriter<W> {
     app: Arc<App>,
     id: String,
     created: u64,
     choices: usize,
-    wording: W,
+    format: W,
 }
 
-impl<W: Wording + Send + 'static> Talk<W> {
+impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
     /// Waits for all choices and returns the JSON response.
-    async fn whole(self, mut replies: Replies) -> Result<Bytes, ApiError> {
-        let mut parts: Vec<Part> = (0..self.choices).map(|_| Part::default()).collect();
+    async fn write_json(self, mut replies: ChoiceStreams) -> Result<Bytes, ApiError> {
+        let mut parts: Vec<ChoiceOutput> = (0..self.choices).map(|_| ChoiceOutput::default()).collect();
         while let Some(next) = replies.next().await {
             let (index, piece) = next?;
             parts[index].append(piece);
         }
         let usage = replies.usage();
         if usage.completion_tokens <= INLINE_TOKENS {
-            return Ok(self.put_together(parts, usage));
+            return Ok(self.serialize_json(parts, usage));
         }
-        let put_together = web::block(move || self.put_together(parts, usage));
+        let put_together = web::block(move || self.serialize_json(parts, usage));
         put_together
             .await
             .map_err(|error| ApiError::internal(format!("serializing the response failed: {error}")))
     }
 
     /// Serializes the JSON response with all its choices.
-    fn put_together(&self, parts: Vec<Part>, usage: Usage) -> Bytes {
+    fn serialize_json(&self, parts: Vec<ChoiceOutput>, usage: Usage) -> Bytes {
         let choices = parts.into_iter().enumerate();
         let choices: Vec<_> =
-            choices.map(|(index, part)| self.wording.choice(&self.app.parts, index, part)).collect();
+            choices.map(|(index, part)| self.format.choice(&self.app.parts, index, part)).collect();
         let answer = Envelope { usage: Some(usage.into()), ..self.envelope(W::OBJECT, &choices) };
-        serde_json::to_vec(&answer).expect(PLAIN).into()
+        serde_json::to_vec(&answer).expect(SERIALIZE_BUG).into()
     }
 
     /// Returns the event stream: a chunk for each reply delta, comments when nothing was sent for a while,
     /// and `[DONE]` at the end, also after an error.
-    fn events(self, mut replies: Replies, usage: bool, open: OpenResponse) -> impl Stream<Item = Bytes> {
-        let mut silence = Silence::new(self.app.config.stream_comment_interval);
+    fn event_stream(
+        self,
+        mut replies: ChoiceStreams,
+        usage: bool,
+        open: OpenResponse,
+    ) -> impl Stream<Item = Bytes> {
+        let mut silence = KeepAliveTimer::new(self.app.config.stream_comment_interval);
         let mut opened = vec![false; self.choices];
         let mut batch = BytesMut::new();
         stream! {
             let _open = open;
             loop {
-                let Some(next) = silence.or(&mut replies).await else {
-                    yield COMMENT;
+                let Some(next) = silence.next_or_elapsed(&mut replies).await else {
+                    yield KEEP_ALIVE_COMMENT;
                     continue;
                 };
                 let mut next = Some(next);
                 // Deltas that are ready already are sent in the same batch.
                 while let Some(Some(Ok((index, piece)))) = next {
-                    self.add_piece(&mut batch, index, piece, &mut opened[index]);
+                    self.append_delta(&mut batch, index, piece, &mut opened[index]);
                     let full = batch.len() >= BATCH_BYTES;
                     next = if full { None } else { replies.next().now_or_never() };
                 }
                 match next {
                     None => yield batch.split().freeze(),
                     Some(Some(Err(error))) => {
-                        add_event(&mut batch, &ApiError::from(error).body());
+                        append_event(&mut batch, &ApiError::from(error).body());
                         break;
                     }
                     Some(_) => {
                         if usage {
                             let usage = Some(replies.usage().into());
-                            add_event(&mut batch, &Envelope { usage, ..self.chunk(&[]) });
+                            append_event(&mut batch, &Envelope { usage, ..self.chunk(&[]) });
                         }
                         break;
                     }
                 }
             }
-            batch.extend_from_slice(DONE);
+            batch.extend_from_slice(DONE_EVENT);
             yield batch.freeze();
         }
     }
 
     /// Appends the event of a reply delta, preceded by the choice's opening chunk if it is the choice's
     /// first.
-    fn add_piece(&self, batch: &mut BytesMut, index: usize, piece: Piece, opened: &mut bool) {
+    fn append_delta(&self, batch: &mut BytesMut, index: usize, piece: ReplyDelta, opened: &mut bool) {
         let first = !std::mem::replace(opened, true);
-        if let Some(opening) = first.then(|| self.wording.opening(index)).flatten() {
-            add_event(batch, &self.chunk(&[opening]));
+        if let Some(opening) = first.then(|| self.format.opening_chunk(index)).flatten() {
+            append_event(batch, &self.chunk(&[opening]));
         }
-        let choice = self.wording.chunk(&self.app.parts, index, piece.into(), first);
-        add_event(batch, &self.chunk(&[choice]));
+        let choice = self.format.chunk(&self.app.parts, index, piece.into(), first);
+        append_event(batch, &self.chunk(&[choice]));
     }
 
     fn chunk<'a>(&'a self, choices: &'a [W::ChunkChoice]) -> Envelope<'a, W::ChunkChoice> {
@@ -409,26 +423,29 @@ impl<W: Wording + Send + 'static> Talk<W> {
 }
 
 /// Timer for keep-alive comments: expires when nothing was sent for an interval.
-struct Silence {
+struct KeepAliveTimer {
     interval: Duration,
-    since: Instant,
+    last_sent: Instant,
     timer: Pin<Box<Sleep>>,
 }
 
-impl Silence {
-    fn new(interval: Duration) -> Silence {
-        Silence { interval, since: Instant::now(), timer: Box::pin(sleep(interval)) }
+impl KeepAliveTimer {
+    fn new(interval: Duration) -> KeepAliveTimer {
+        KeepAliveTimer { interval, last_sent: Instant::now(), timer: Box::pin(sleep(interval)) }
     }
 
     /// Returns the next item of `replies`, or `None` if the interval elapses first.
-    async fn or(&mut self, replies: &mut Replies) -> Option<Option<Result<(usize, Piece), RequestError>>> {
+    async fn next_or_elapsed(
+        &mut self,
+        replies: &mut ChoiceStreams,
+    ) -> Option<Option<Result<(usize, ReplyDelta), RequestError>>> {
         let next = poll_fn(|cx| {
             if let Poll::Ready(next) = replies.poll_next(cx) {
                 return Poll::Ready(Some(next));
             }
             // The timer is reset only when it fires, not with every token.
             while self.timer.as_mut().poll(cx).is_ready() {
-                let due = self.since + self.interval;
+                let due = self.last_sent + self.interval;
                 if due <= Instant::now() {
                     self.timer.as_mut().reset(Instant::now() + self.interval);
                     return Poll::Ready(None);
@@ -438,16 +455,16 @@ impl Silence {
             Poll::Pending
         })
         .await;
-        self.since = Instant::now();
+        self.last_sent = Instant::now();
         next
     }
 }
 
-const PLAIN: &str = "wire types always serialize; this is a bug";
+const SERIALIZE_BUG: &str = "wire types always serialize; this is a bug";
 
 /// Appends an event: a `data:` line and the empty line that ends it.
-fn add_event(batch: &mut BytesMut, value: &impl Serialize) {
+fn append_event(batch: &mut BytesMut, value: &impl Serialize) {
     batch.extend_from_slice(b"data: ");
-    serde_json::to_writer((&mut *batch).writer(), value).expect(PLAIN);
+    serde_json::to_writer((&mut *batch).writer(), value).expect(SERIALIZE_BUG);
     batch.extend_from_slice(b"\n\n");
 }

@@ -3,13 +3,13 @@
 //! Invariant: a path answers other methods than its own with 405 and an `Allow` header.
 
 use super::access::RequestId;
-use super::chat::Chats;
-use super::completions::Completions;
-use super::embeddings::Wish;
-use super::encoders::{Question, ask};
+use super::chat::ChatApi;
+use super::completions::CompletionsApi;
+use super::embeddings::EmbeddingsRequest;
+use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
-use super::fill_mask::Masks;
-use super::respond::{Answer, Api, off_the_loop, respond};
+use super::fill_mask::FillMaskRequest;
+use super::respond::{GenerationApi, ResponseBody, parse_off_loop, respond};
 use super::tokenize::{detokenize, tokenize};
 use super::{App, OpenResponse, ServeParts, about};
 use actix_web::body::SizedStream;
@@ -26,15 +26,23 @@ use std::time::Duration;
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Size of the chunks in which a response body is passed to the connection.
-const SLICE_BYTES: usize = 32 << 10;
+const CHUNK_BYTES: usize = 32 << 10;
 
 /// Registers all paths with their handlers.
 pub fn routes(config: &mut web::ServiceConfig) {
     config
-        .service(resource(Completions::PATH, "POST").route(web::post().to(text::<Completions>)))
-        .service(resource(Chats::PATH, "POST").route(web::post().to(text::<Chats>)))
-        .service(resource(Wish::PATH, "POST").route(web::post().to(of_texts::<Wish>)))
-        .service(resource(Masks::PATH, "POST").route(web::post().to(of_texts::<Masks>)))
+        .service(
+            resource(CompletionsApi::PATH, "POST").route(web::post().to(handle_generation::<CompletionsApi>)),
+        )
+        .service(resource(ChatApi::PATH, "POST").route(web::post().to(handle_generation::<ChatApi>)))
+        .service(
+            resource(EmbeddingsRequest::PATH, "POST")
+                .route(web::post().to(handle_encoder_request::<EmbeddingsRequest>)),
+        )
+        .service(
+            resource(FillMaskRequest::PATH, "POST")
+                .route(web::post().to(handle_encoder_request::<FillMaskRequest>)),
+        )
         .service(resource("/v1/models", GET).route(get().to(about::models)))
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(about::model)))
         .service(resource("/health", GET).route(get().to(about::health)))
@@ -46,8 +54,13 @@ pub fn routes(config: &mut web::ServiceConfig) {
         let tokens = resource(&format!("{prefix}/tokenize"), "POST");
         let texts = resource(&format!("{prefix}/detokenize"), "POST");
         config
-            .service(tokens.route(web::post().to(|app, payload| object(app, payload, tokenize))))
-            .service(texts.route(web::post().to(|app, payload| object(app, payload, detokenize))));
+            .service(
+                tokens.route(web::post().to(|app, payload| handle_tokenizer_request(app, payload, tokenize))),
+            )
+            .service(
+                texts
+                    .route(web::post().to(|app, payload| handle_tokenizer_request(app, payload, detokenize))),
+            );
     }
 }
 
@@ -69,7 +82,7 @@ fn resource(path: &str, allowed: &'static str) -> Resource {
 }
 
 /// Handles a text generation request.
-async fn text<A: Api + 'static>(
+async fn handle_generation<A: GenerationApi + 'static>(
     app: web::Data<App>,
     id: web::ReqData<RequestId>,
     payload: web::Payload,
@@ -78,8 +91,8 @@ async fn text<A: Api + 'static>(
     let body = read_body(payload, app.config.body_limit_bytes).await?;
     let open = app.open_response();
     Ok(match respond::<A>(&app, id.0.clone(), body).await? {
-        Answer::Whole(json) => whole(json, open),
-        Answer::Events(events) => HttpResponse::Ok()
+        ResponseBody::Json(json) => json_response(json, open),
+        ResponseBody::Events(events) => HttpResponse::Ok()
             .insert_header((CONTENT_TYPE, "text/event-stream; charset=utf-8"))
             .insert_header((CACHE_CONTROL, "no-cache"))
             .insert_header(("X-Accel-Buffering", "no"))
@@ -88,41 +101,41 @@ async fn text<A: Api + 'static>(
 }
 
 /// Handles a request to an encoder API.
-async fn of_texts<Q: Question>(
+async fn handle_encoder_request<Q: EncoderApi>(
     app: web::Data<App>,
     id: web::ReqData<RequestId>,
     payload: web::Payload,
 ) -> Result<HttpResponse, ApiError> {
     let body = read_body(payload, app.config.body_limit_bytes).await?;
     let open = app.open_response();
-    Ok(whole(ask::<Q>(&app, id.0.clone(), body).await?, open))
+    Ok(json_response(run_encoder_request::<Q>(&app, id.0.clone(), body).await?, open))
 }
 
 /// Returns a JSON response. `open` is dropped once the body has been passed to the connection.
-fn whole(json: Bytes, open: OpenResponse) -> HttpResponse {
-    let body = SizedStream::new(json.len() as u64, slices(json, open));
+fn json_response(json: Bytes, open: OpenResponse) -> HttpResponse {
+    let body = SizedStream::new(json.len() as u64, body_chunks(json, open));
     HttpResponse::Ok().insert_header((CONTENT_TYPE, "application/json")).body(body)
 }
 
 /// Splits a body into chunks, so that `open` is dropped when its last chunk, not its first, is passed on.
-fn slices(body: Bytes, open: OpenResponse) -> impl Stream<Item = Result<Bytes, Infallible>> {
+fn body_chunks(body: Bytes, open: OpenResponse) -> impl Stream<Item = Result<Bytes, Infallible>> {
     stream! {
         let _open = open;
         let mut rest = body;
         while !rest.is_empty() {
-            yield Ok(rest.split_to(rest.len().min(SLICE_BYTES)));
+            yield Ok(rest.split_to(rest.len().min(CHUNK_BYTES)));
         }
     }
 }
 
 /// Handles a request that needs only the tokenizer.
-async fn object<T: Serialize + Send + 'static>(
+async fn handle_tokenizer_request<T: Serialize + Send + 'static>(
     app: web::Data<App>,
     payload: web::Payload,
     answer: fn(&ServeParts, &[u8]) -> Result<T, ApiError>,
 ) -> Result<HttpResponse, ApiError> {
     let body = read_body(payload, app.config.body_limit_bytes).await?;
-    Ok(HttpResponse::Ok().json(off_the_loop(&app, body, answer).await?))
+    Ok(HttpResponse::Ok().json(parse_off_loop(&app, body, answer).await?))
 }
 
 /// Reads a request body of at most `limit` bytes.

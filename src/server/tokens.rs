@@ -3,47 +3,51 @@
 //! Invariant: they are looked up once, when the server is created; only tokens that a request names are
 //! looked up per request.
 
-use crate::actors::Conventions;
+use crate::actors::PromptingDefaults;
 use crate::text::Tokenizer;
 
 /// Special tokens of the served model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Tokens {
+pub struct SpecialTokens {
     /// Mask token, which marks a position to fill.
     pub mask: Option<u32>,
     /// Padding token.
     pub pad: Option<u32>,
-    language: LanguagePlace,
+    language: LanguagePosition,
     /// Special tokens that are not language tokens, such as BOS and EOS.
-    roles: Vec<u32>,
+    non_language: Vec<u32>,
 }
 
 /// Position of the language token in an encoder input.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum LanguagePlace {
+enum LanguagePosition {
     /// Before all other tokens; the tokenizer adds no language token itself.
     #[default]
-    Before,
+    Prepend,
     /// First token, in place of this language token that the tokenizer adds.
-    First(u32),
+    ReplaceFirst(u32),
     /// Last token, in place of this language token that the tokenizer adds.
-    Last(u32),
+    ReplaceLast(u32),
 }
 
-impl Tokens {
+impl SpecialTokens {
     /// Looks up the special tokens of a model with these prompting defaults.
-    pub fn of(tokenizer: &Tokenizer, conventions: &Conventions) -> Tokens {
+    pub fn new(tokenizer: &Tokenizer, conventions: &PromptingDefaults) -> SpecialTokens {
         match conventions {
-            Conventions::Decoder => Tokens::default(),
-            Conventions::Encoder(conventions) => {
-                let mask = conventions.masks.iter().find_map(|name| tokenizer.token_id(name));
-                let pad = conventions.pad.as_ref().and_then(|name| tokenizer.token_id(name));
-                Tokens { mask, pad, ..Tokens::default() }
+            PromptingDefaults::Decoder => SpecialTokens::default(),
+            PromptingDefaults::Encoder(conventions) => {
+                let mask = conventions.mask_tokens.iter().find_map(|name| tokenizer.token_id(name));
+                let pad = conventions.pad_token.as_ref().and_then(|name| tokenizer.token_id(name));
+                SpecialTokens { mask, pad, ..SpecialTokens::default() }
             }
-            Conventions::EncoderDecoder(conventions) => {
-                let roles = conventions.roles.iter().filter_map(|role| tokenizer.token_id(role));
+            PromptingDefaults::EncoderDecoder(conventions) => {
+                let roles = conventions.special_tokens.iter().filter_map(|role| tokenizer.token_id(role));
                 let roles = roles.chain(tokenizer.bos_id()).chain(tokenizer.eos_id()).collect::<Vec<u32>>();
-                Tokens { language: language_place(tokenizer, &roles), roles, ..Tokens::default() }
+                SpecialTokens {
+                    language: find_language_position(tokenizer, &roles),
+                    non_language: roles,
+                    ..SpecialTokens::default()
+                }
             }
         }
     }
@@ -52,7 +56,8 @@ impl Tokens {
     /// tokens: they mark positions and ends.
     pub fn language(&self, tokenizer: &Tokenizer, name: &str) -> Option<u32> {
         let is_bracketed = name.starts_with('<') && name.ends_with('>');
-        let is_language = |id: &u32| !is_bracketed && tokenizer.is_special(*id) && !self.roles.contains(id);
+        let is_language =
+            |id: &u32| !is_bracketed && tokenizer.is_special(*id) && !self.non_language.contains(id);
         let special = |name: &str| tokenizer.token_id(name).filter(is_language);
         special(name).or_else(|| special(&format!("__{name}__")))
     }
@@ -60,9 +65,9 @@ impl Tokens {
     /// Adds a language token to an encoder input, replacing the one that the tokenizer added.
     pub fn with_language(&self, mut ids: Vec<u32>, language: u32) -> Vec<u32> {
         let slot = match self.language {
-            LanguagePlace::Before => None,
-            LanguagePlace::First(own) => ids.first_mut().filter(|id| **id == own),
-            LanguagePlace::Last(own) => ids.last_mut().filter(|id| **id == own),
+            LanguagePosition::Prepend => None,
+            LanguagePosition::ReplaceFirst(own) => ids.first_mut().filter(|id| **id == own),
+            LanguagePosition::ReplaceLast(own) => ids.last_mut().filter(|id| **id == own),
         };
         match slot {
             Some(slot) => *slot = language,
@@ -73,12 +78,12 @@ impl Tokens {
 }
 
 /// Determines the position of the language token: the special token around a text that has no other role.
-fn language_place(tokenizer: &Tokenizer, roles: &[u32]) -> LanguagePlace {
+fn find_language_position(tokenizer: &Tokenizer, roles: &[u32]) -> LanguagePosition {
     let around = tokenizer.encode("", true).unwrap_or_default();
     let is_language = |id: &&u32| tokenizer.is_special(**id) && !roles.contains(id);
     match (around.first().filter(is_language), around.last().filter(is_language)) {
-        (Some(first), _) => LanguagePlace::First(*first),
-        (None, Some(last)) => LanguagePlace::Last(*last),
-        (None, None) => LanguagePlace::Before,
+        (Some(first), _) => LanguagePosition::ReplaceFirst(*first),
+        (None, Some(last)) => LanguagePosition::ReplaceLast(*last),
+        (None, None) => LanguagePosition::Prepend,
     }
 }

@@ -34,7 +34,7 @@ impl Dice {
 }
 
 /// Runs work that should take a second or two and returns its result. Panics if it takes minutes.
-pub(crate) fn soon<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+pub(crate) fn run_with_timeout<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::spawn(move || sender.send(work()));
     receiver.recv_timeout(std::time::Duration::from_secs(100)).expect("the work takes seconds, not minutes")
@@ -79,7 +79,7 @@ pub(crate) fn llama2c() -> Tokenizer {
 }
 
 /// Loads a tokenizer from a folder with these files.
-pub(crate) fn hub(tokenizer: &Value, config: Option<Value>) -> anyhow::Result<Tokenizer> {
+pub(crate) fn from_tokenizer_json(tokenizer: &Value, config: Option<Value>) -> anyhow::Result<Tokenizer> {
     let folder = Scratch::new();
     folder.write("tokenizer.json", tokenizer.to_string().as_bytes());
     if let Some(config) = config {

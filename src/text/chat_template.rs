@@ -5,7 +5,7 @@
 //!
 //! Invariant: rendering is deterministic, except for templates that read the current time.
 
-use super::jinja::{self, Clock, Refusal};
+use super::jinja::{self, Clock, RaisedException};
 use anyhow::{Context, Result, anyhow};
 use jiff::Zoned;
 use minijinja::{Environment, Error, ErrorKind, Value};
@@ -20,7 +20,7 @@ const TEXT_BYTES_MAX: usize = 64 << 20;
 
 /// Marker that is appended to the final message to find its end in the rendered text. Templates may trim its
 /// trailing space.
-const END_MARK: &str = "<mainstem:the-final-message-goes-on> ";
+const END_MARKER: &str = "<mainstem:the-final-message-goes-on> ";
 
 /// User message that is rendered to detect which form of content a template reads.
 const PROBE: &str = "mainstem:probe";
@@ -32,7 +32,7 @@ pub struct ChatTemplate {
     origin: String,
     /// The model's special tokens by name, such as `bos_token`.
     special: Vec<(String, Value)>,
-    takes: Takes,
+    content_form: ContentForm,
 }
 
 /// A conversation, and options for rendering it.
@@ -69,7 +69,7 @@ pub enum Content {
 pub enum TemplateError {
     /// The template rejected the conversation, or its variables are invalid: an error of the client.
     #[error("{0}")]
-    Refused(String),
+    Rejected(String),
     /// The template failed; the message contains its name and the line.
     #[error("the chat template failed: {0}")]
     Failed(String),
@@ -77,7 +77,7 @@ pub enum TemplateError {
 
 /// Form of message content that a template reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Takes {
+enum ContentForm {
     Text,
     Parts,
     Either,
@@ -96,12 +96,13 @@ impl ChatTemplate {
         clock: Clock,
     ) -> Result<ChatTemplate> {
         let mut env = jinja::environment(clock);
-        env.add_template_owned(origin.to_string(), jinja::prepared(source))
-            .map_err(|error| anyhow!(place(origin, &error)))
+        env.add_template_owned(origin.to_string(), jinja::preprocess(source))
+            .map_err(|error| anyhow!(describe_error(origin, &error)))
             .context("the chat template cannot be compiled")?;
         let special = special.into_iter().map(|(name, token)| (name, Value::from(token))).collect();
-        let mut template = ChatTemplate { env, origin: origin.to_string(), special, takes: Takes::Text };
-        template.takes = template.probe();
+        let mut template =
+            ChatTemplate { env, origin: origin.to_string(), special, content_form: ContentForm::Text };
+        template.content_form = template.detect_content_form();
         Ok(template)
     }
 
@@ -109,56 +110,56 @@ impl ChatTemplate {
     pub fn render(&self, chat: &Chat) -> Result<String, TemplateError> {
         let reserved = ["messages", "add_generation_prompt"];
         if let Some(name) = reserved.into_iter().find(|name| chat.kwargs.contains_key(*name)) {
-            return Err(TemplateError::Refused(format!("chat_template_kwargs must not set '{name}'")));
+            return Err(TemplateError::Rejected(format!("chat_template_kwargs must not set '{name}'")));
         }
         if !chat.continue_final_message {
-            return self.text(chat, chat.messages);
+            return self.render_messages(chat, chat.messages);
         }
         let mut messages = chat.messages.to_vec();
         let last =
             messages.last_mut().and_then(|message| message.content.as_mut()).and_then(Content::last_mut);
         let Some(last) = last else {
             let message = "'continue_final_message' needs a final message with text".to_string();
-            return Err(TemplateError::Refused(message));
+            return Err(TemplateError::Rejected(message));
         };
         let content = last.trim().to_string();
-        last.push_str(END_MARK);
-        let text = self.text(chat, &messages)?;
-        cut(text, &content)
+        last.push_str(END_MARKER);
+        let text = self.render_messages(chat, &messages)?;
+        truncate_at_marker(text, &content)
     }
 
-    fn text(&self, chat: &Chat, messages: &[Message]) -> Result<String, TemplateError> {
-        let messages: Value = messages.iter().map(|message| self.message(message)).collect();
+    fn render_messages(&self, chat: &Chat, messages: &[Message]) -> Result<String, TemplateError> {
+        let messages: Value = messages.iter().map(|message| self.message_value(message)).collect();
         let nothing = ["tools", "documents"].map(|name| (name, Value::from(())));
         let special = self.special.iter().map(|(name, token)| (name.as_str(), token.clone()));
-        let kwargs = chat.kwargs.iter().map(|(name, value)| (name.as_str(), value_of(value)));
+        let kwargs = chat.kwargs.iter().map(|(name, value)| (name.as_str(), to_template_value(value)));
         let usual = [("messages", messages), ("add_generation_prompt", chat.add_generation_prompt.into())];
         let variables = nothing.into_iter().chain(special).chain(kwargs).chain(usual);
-        let mut text = Text(Vec::new());
+        let mut text = LimitedWriter(Vec::new());
         let template = self.env.get_template(&self.origin).expect("the template was added; this is a bug");
         template
             .render_captured_to(Value::from_pairs(variables), &mut text)
-            .map_err(|error| self.blame(&error))?;
+            .map_err(|error| self.template_error(&error))?;
         Ok(String::from_utf8(text.0).expect("a template writes UTF-8; this is a bug"))
     }
 
-    fn message(&self, message: &Message) -> Value {
-        let content = message.content.as_ref().map(|content| match (content, self.takes) {
-            (Content::Text(text), Takes::Parts) => parts(std::slice::from_ref(text)),
+    fn message_value(&self, message: &Message) -> Value {
+        let content = message.content.as_ref().map(|content| match (content, self.content_form) {
+            (Content::Text(text), ContentForm::Parts) => text_parts(std::slice::from_ref(text)),
             (Content::Text(text), _) => text.into(),
-            (Content::Parts(texts), Takes::Text) => texts.join("\n").into(),
-            (Content::Parts(texts), _) => parts(texts),
+            (Content::Parts(texts), ContentForm::Text) => texts.join("\n").into(),
+            (Content::Parts(texts), _) => text_parts(texts),
         });
         let fields = [("role", Value::from(&message.role)), ("content", content.into())];
-        let extra = message.extra.iter().map(|(name, value)| (name.as_str(), value_of(value)));
+        let extra = message.extra.iter().map(|(name, value)| (name.as_str(), to_template_value(value)));
         Value::from_pairs(fields.into_iter().chain(extra))
     }
 
     /// Detects which form of content the template reads: parts are supported if they render as the plain text
     /// does.
-    fn probe(&mut self) -> Takes {
+    fn detect_content_form(&mut self) -> ContentForm {
         let mut with = |takes| {
-            self.takes = takes;
+            self.content_form = takes;
             let message = Message::new("user", PROBE);
             let kwargs = Map::new();
             let chat = Chat {
@@ -172,26 +173,26 @@ impl ChatTemplate {
         // Quotes around the probe mean that the template printed the list itself.
         let read =
             |text: &String| !text.contains(&format!("'{PROBE}'")) && !text.contains(&format!("\"{PROBE}\""));
-        match (with(Takes::Text), with(Takes::Parts)) {
-            (None, Some(parts)) if read(&parts) => Takes::Parts,
-            (Some(text), Some(parts)) if text == parts => Takes::Either,
-            _ => Takes::Text,
+        match (with(ContentForm::Text), with(ContentForm::Parts)) {
+            (None, Some(parts)) if read(&parts) => ContentForm::Parts,
+            (Some(text), Some(parts)) if text == parts => ContentForm::Either,
+            _ => ContentForm::Text,
         }
     }
 
     /// Converts an error of the template engine.
-    fn blame(&self, error: &Error) -> TemplateError {
+    fn template_error(&self, error: &Error) -> TemplateError {
         let mut cause: Option<&dyn std::error::Error> = Some(error);
         while let Some(at) = cause {
-            if let Some(Refusal(message)) = at.downcast_ref() {
-                return TemplateError::Refused(message.clone());
+            if let Some(RaisedException(message)) = at.downcast_ref() {
+                return TemplateError::Rejected(message.clone());
             }
             cause = at.source();
         }
         TemplateError::Failed(match error.kind() {
             ErrorKind::OutOfFuel => format!("{}: the template does not terminate", self.origin),
             ErrorKind::WriteFailure => format!("{}: the rendered text is too long", self.origin),
-            _ => place(&self.origin, error),
+            _ => describe_error(&self.origin, error),
         })
     }
 }
@@ -220,12 +221,12 @@ impl Content {
 }
 
 /// Truncates a rendered text at the end marker of the final message, whose trimmed text is `content`.
-fn cut(mut text: String, content: &str) -> Result<String, TemplateError> {
-    let Some(end) = text.rfind(END_MARK.trim_end()).filter(|_| text.contains(content)) else {
+fn truncate_at_marker(mut text: String, content: &str) -> Result<String, TemplateError> {
+    let Some(end) = text.rfind(END_MARKER.trim_end()).filter(|_| text.contains(content)) else {
         let message = "'continue_final_message': the chat template changes or omits the final message";
-        return Err(TemplateError::Refused(message.to_string()));
+        return Err(TemplateError::Rejected(message.to_string()));
     };
-    let is_whole = text[end..].starts_with(END_MARK);
+    let is_whole = text[end..].starts_with(END_MARKER);
     text.truncate(end);
     // A template that trims the marker's space would have trimmed the message's own.
     if !is_whole {
@@ -235,7 +236,7 @@ fn cut(mut text: String, content: &str) -> Result<String, TemplateError> {
 }
 
 /// Formats the innermost error with the template's name and line.
-fn place(origin: &str, error: &Error) -> String {
+fn describe_error(origin: &str, error: &Error) -> String {
     let mut error = error;
     while let Some(inner) = error.source().and_then(|source| source.downcast_ref()) {
         error = inner;
@@ -246,18 +247,20 @@ fn place(origin: &str, error: &Error) -> String {
 }
 
 /// Converts texts to a list of parts of type "text".
-fn parts(texts: &[String]) -> Value {
+fn text_parts(texts: &[String]) -> Value {
     texts.iter().map(|text| Value::from_pairs([("type", "text"), ("text", text)])).collect()
 }
 
 /// Converts a JSON value to a template value.
-fn value_of(json: &Json) -> Value {
+fn to_template_value(json: &Json) -> Value {
     match json {
         Json::Null => ().into(),
         Json::Bool(value) => (*value).into(),
         Json::String(text) => text.into(),
-        Json::Array(items) => items.iter().map(value_of).collect(),
-        Json::Object(fields) => Value::from_pairs(fields.iter().map(|(name, value)| (name, value_of(value)))),
+        Json::Array(items) => items.iter().map(to_template_value).collect(),
+        Json::Object(fields) => {
+            Value::from_pairs(fields.iter().map(|(name, value)| (name, to_template_value(value))))
+        }
         Json::Number(number) => match (number.as_i64(), number.as_u64()) {
             (Some(number), _) => number.into(),
             (_, Some(number)) => number.into(),
@@ -267,9 +270,9 @@ fn value_of(json: &Json) -> Value {
 }
 
 /// Writer for rendered text with a size limit.
-struct Text(Vec<u8>);
+struct LimitedWriter(Vec<u8>);
 
-impl io::Write for Text {
+impl io::Write for LimitedWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if self.0.len() + bytes.len() > TEXT_BYTES_MAX {
             return Err(io::ErrorKind::FileTooLarge.into());
@@ -314,12 +317,12 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat")
     }
 
-    fn recorded(path: &Path) -> Json {
+    fn read_json(path: &Path) -> Json {
         serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
     }
 
     /// Returns the time at which the expected results were recorded.
-    fn then() -> Zoned {
+    fn recording_time() -> Zoned {
         jiff::civil::date(2025, 3, 4).at(15, 6, 7, 0).to_zoned(jiff::tz::TimeZone::UTC).unwrap()
     }
 
@@ -328,7 +331,7 @@ mod tests {
     }
 
     fn template(source: &str) -> ChatTemplate {
-        ChatTemplate::with_clock("a.jinja", source, BTreeMap::new(), then).unwrap()
+        ChatTemplate::with_clock("a.jinja", source, BTreeMap::new(), recording_time).unwrap()
     }
 
     fn message(json: &Json) -> Message {
@@ -353,7 +356,7 @@ mod tests {
     fn agrees(outcome: &Result<String, TemplateError>, recorded: &Json) -> bool {
         match outcome {
             Ok(text) => recorded["text"] == text.as_str(),
-            Err(TemplateError::Refused(message)) if recorded.get("refused").is_some() => {
+            Err(TemplateError::Rejected(message)) if recorded.get("refused").is_some() => {
                 recorded["refused"] == message.as_str()
             }
             Err(_) => recorded.get("failed").is_some(),
@@ -377,9 +380,9 @@ mod tests {
         assert!(paths.len() >= 10);
         let mut wrong = Vec::new();
         for path in paths {
-            let file = recorded(&path.with_extension("json"));
+            let file = read_json(&path.with_extension("json"));
             let (name, source) = (path.display().to_string(), std::fs::read_to_string(&path).unwrap());
-            let template = ChatTemplate::with_clock(&name, &source, special(&file), then).unwrap();
+            let template = ChatTemplate::with_clock(&name, &source, special(&file), recording_time).unwrap();
             for case in file["cases"].as_array().unwrap() {
                 let outcome = template.render(&Chat {
                     messages: &messages(&case["messages"]),
@@ -397,7 +400,7 @@ mod tests {
 
     #[test]
     fn expressions_give_what_python_gives() {
-        let file = recorded(&fixtures().join("expressions.json"));
+        let file = read_json(&fixtures().join("expressions.json"));
         let messages = messages(&file["messages"]);
         let mut different = Vec::new();
         for case in file["expressions"].as_array().unwrap() {
@@ -419,18 +422,18 @@ mod tests {
     #[test]
     fn the_form_of_content_is_detected() {
         for (name, takes) in [
-            ("chatml", Takes::Text),
-            ("folded", Takes::Text),
-            ("tools", Takes::Text),
-            ("thinking", Takes::Text),
-            ("either", Takes::Either),
-            ("typed", Takes::Parts),
+            ("chatml", ContentForm::Text),
+            ("folded", ContentForm::Text),
+            ("tools", ContentForm::Text),
+            ("thinking", ContentForm::Text),
+            ("either", ContentForm::Either),
+            ("typed", ContentForm::Parts),
         ] {
             let source = std::fs::read_to_string(fixtures().join(name).with_extension("jinja")).unwrap();
-            assert_eq!(template(&source).takes, takes, "{name}");
+            assert_eq!(template(&source).content_form, takes, "{name}");
         }
         // A template that needs a variable which the probe does not set cannot be probed.
-        assert_eq!(template("{{ needed.inner }}{{ messages[0].content }}").takes, Takes::Text);
+        assert_eq!(template("{{ needed.inner }}{{ messages[0].content }}").content_form, ContentForm::Text);
     }
 
     #[test]
@@ -458,7 +461,7 @@ mod tests {
         for source in ["{% include 'Cargo.toml' %}", "{% import '/etc/hostname' as x %}", "{{ debug() }}"] {
             failed(source);
         }
-        let refused = Err(TemplateError::Refused("not so".into()));
+        let refused = Err(TemplateError::Rejected("not so".into()));
         let source = "{% macro m() %}{{ raise_exception('not so') }}{% endmacro %}{{ m() }}";
         assert_eq!(render(&template(source), &messages), refused);
     }
@@ -496,7 +499,7 @@ mod tests {
         };
         let error = template("{{ messages }}").render(&chat).unwrap_err();
         let message = "chat_template_kwargs must not set 'messages'".to_string();
-        assert_eq!(error, TemplateError::Refused(message));
+        assert_eq!(error, TemplateError::Rejected(message));
     }
 
     #[test]
@@ -520,7 +523,7 @@ mod tests {
             (&[], "{{ messages }}"),
             (&silent, "{{ messages[0].content }}"),
         ] {
-            assert!(matches!(render_open(messages, source), Err(TemplateError::Refused(_))), "{source}");
+            assert!(matches!(render_open(messages, source), Err(TemplateError::Rejected(_))), "{source}");
         }
     }
 }

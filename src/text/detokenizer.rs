@@ -2,7 +2,7 @@
 //!
 //! Invariant: only complete characters are output, and the state is bounded: a few bytes, or a few tokens.
 
-use super::tokenizer::{Joining, Opening, Tokenizer};
+use super::tokenizer::{DecodeMethod, LeadingSpaces, Tokenizer};
 use std::sync::Arc;
 
 /// Number of a prompt's last tokens that are considered. Each has at least one byte, and a character has at
@@ -17,14 +17,14 @@ const HELD_TOKENS: usize = 4;
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special: bool,
-    tail: Tail,
+    state: DecodeState,
 }
 
 /// State that the text of the next tokens depends on.
-enum Tail {
+enum DecodeState {
     /// Tokens are concatenated as bytes: an incomplete character of at most three bytes, and the handling of
     /// leading spaces.
-    Bytes { pending: Vec<u8>, opening: Opening },
+    Bytes { pending: Vec<u8>, leading_spaces: LeadingSpaces },
     /// Tokens are decoded by the library: `ids` are the `shown` tokens output last, then those held back.
     Tokens { ids: Vec<u32>, shown: usize },
 }
@@ -33,21 +33,23 @@ impl Detokenizer {
     /// Creates a detokenizer at the beginning of a text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Detokenizer {
         let tail = match tokenizer.joining() {
-            Joining::Bytes { opening } => Tail::Bytes { pending: Vec::new(), opening },
-            Joining::Library => Tail::Tokens { ids: Vec::new(), shown: 0 },
+            DecodeMethod::Bytes { leading_spaces: opening } => {
+                DecodeState::Bytes { pending: Vec::new(), leading_spaces: opening }
+            }
+            DecodeMethod::Library => DecodeState::Tokens { ids: Vec::new(), shown: 0 },
         };
-        Detokenizer { tokenizer, skip_special, tail }
+        Detokenizer { tokenizer, skip_special, state: tail }
     }
 
     /// Continues after a prompt, whose text is not output. A character that starts in the prompt is output
     /// once it is complete.
     pub fn with_prompt(mut self, prompt: &[u32]) -> Detokenizer {
-        if let Tail::Bytes { opening, .. } = &mut self.tail
-            && prompt.iter().any(|id| is_text(&self.tokenizer, *id, self.skip_special))
+        if let DecodeState::Bytes { leading_spaces: opening, .. } = &mut self.state
+            && prompt.iter().any(|id| has_visible_text(&self.tokenizer, *id, self.skip_special))
         {
-            *opening = Opening::Kept;
+            *opening = LeadingSpaces::Keep;
         }
-        let spoken = prompt.iter().rev().filter(|id| self.tokenizer.is_spoken(**id, self.skip_special));
+        let spoken = prompt.iter().rev().filter(|id| self.tokenizer.has_text(**id, self.skip_special));
         let last: Vec<u32> = spoken.take(PROMPT_TOKENS).copied().collect();
         for id in last.into_iter().rev() {
             self.push(id);
@@ -57,20 +59,20 @@ impl Detokenizer {
 
     /// Adds the next id. Returns the text that is final now, which may be empty.
     pub fn push(&mut self, id: u32) -> String {
-        if !self.tokenizer.is_spoken(id, self.skip_special) {
+        if !self.tokenizer.has_text(id, self.skip_special) {
             return String::new();
         }
-        match &mut self.tail {
-            Tail::Bytes { pending, opening } => {
+        match &mut self.state {
+            DecodeState::Bytes { pending, leading_spaces: opening } => {
                 let bytes = self.tokenizer.token_bytes(id);
-                let (dropped, after) = opening.dropped(bytes);
+                let (dropped, after) = opening.drop_from(bytes);
                 *opening = after;
                 pending.extend_from_slice(&bytes[dropped..]);
-                take_certain(pending)
+                take_complete(pending)
             }
-            Tail::Tokens { ids, shown } => {
+            DecodeState::Tokens { ids, shown } => {
                 ids.push(id);
-                let text = text_of_held(&self.tokenizer, ids, *shown);
+                let text = held_text(&self.tokenizer, ids, *shown);
                 if text.ends_with(char::REPLACEMENT_CHARACTER) && ids.len() - *shown < HELD_TOKENS {
                     return String::new();
                 }
@@ -82,19 +84,21 @@ impl Detokenizer {
     }
 
     /// Returns whether the text of all ids so far has been output.
-    pub fn holds_nothing(&self) -> bool {
-        match &self.tail {
-            Tail::Bytes { pending, .. } => pending.is_empty(),
-            Tail::Tokens { ids, shown } => *shown == ids.len(),
+    pub fn is_flushed(&self) -> bool {
+        match &self.state {
+            DecodeState::Bytes { pending, .. } => pending.is_empty(),
+            DecodeState::Tokens { ids, shown } => *shown == ids.len(),
         }
     }
 
     /// Returns the text that is still held back, at the end of the ids.
     pub fn finish(&mut self) -> String {
-        match &mut self.tail {
-            Tail::Bytes { pending, .. } => String::from_utf8_lossy(&std::mem::take(pending)).into_owned(),
-            Tail::Tokens { ids, shown } => {
-                let text = text_of_held(&self.tokenizer, ids, *shown);
+        match &mut self.state {
+            DecodeState::Bytes { pending, .. } => {
+                String::from_utf8_lossy(&std::mem::take(pending)).into_owned()
+            }
+            DecodeState::Tokens { ids, shown } => {
+                let text = held_text(&self.tokenizer, ids, *shown);
                 *shown = ids.len();
                 text
             }
@@ -103,20 +107,20 @@ impl Detokenizer {
 }
 
 /// Returns whether a token contributes text other than spaces.
-fn is_text(tokenizer: &Tokenizer, id: u32, skip_special: bool) -> bool {
-    tokenizer.is_spoken(id, skip_special) && tokenizer.token_bytes(id).iter().any(|byte| *byte != b' ')
+fn has_visible_text(tokenizer: &Tokenizer, id: u32, skip_special: bool) -> bool {
+    tokenizer.has_text(id, skip_special) && tokenizer.token_bytes(id).iter().any(|byte| *byte != b' ')
 }
 
 /// Returns the text that the tokens after the first `shown` add to the text of those.
-fn text_of_held(tokenizer: &Tokenizer, ids: &[u32], shown: usize) -> String {
+fn held_text(tokenizer: &Tokenizer, ids: &[u32], shown: usize) -> String {
     // The library's decoders do not fail; if one did, its tokens would have no text.
-    let join = |ids| tokenizer.join(ids).unwrap_or_default();
+    let join = |ids| tokenizer.decode_with_library(ids).unwrap_or_default();
     let (before, all) = (join(&ids[..shown]), join(ids));
     all.get(before.len()..).unwrap_or_default().to_owned()
 }
 
 /// Takes all text from `pending` except for a last character that may still be completed.
-fn take_certain(pending: &mut Vec<u8>) -> String {
+fn take_complete(pending: &mut Vec<u8>) -> String {
     let mut text = String::new();
     let mut taken = 0;
     for chunk in pending.utf8_chunks() {
@@ -124,7 +128,7 @@ fn take_certain(pending: &mut Vec<u8>) -> String {
         taken += chunk.valid().len();
         let invalid = chunk.invalid();
         let is_last = taken + invalid.len() == pending.len();
-        if invalid.is_empty() || (is_last && is_beginning(invalid)) {
+        if invalid.is_empty() || (is_last && is_incomplete_character(invalid)) {
             break;
         }
         text.push(char::REPLACEMENT_CHARACTER);
@@ -135,7 +139,7 @@ fn take_certain(pending: &mut Vec<u8>) -> String {
 }
 
 /// Returns whether the bytes are the beginning of a valid character.
-fn is_beginning(bytes: &[u8]) -> bool {
+fn is_incomplete_character(bytes: &[u8]) -> bool {
     std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
 }
 
@@ -143,13 +147,13 @@ fn is_beginning(bytes: &[u8]) -> bool {
 mod tests {
     use super::*;
     use crate::testing::vocabularies::{
-        Dice, byte_fallback, byte_level, hub, llama2c, metaspace, word_piece,
+        Dice, byte_fallback, byte_level, from_tokenizer_json, llama2c, metaspace, word_piece,
     };
     use crate::text::tokenizer::tests::fixtures;
 
     fn samples() -> Vec<Arc<Tokenizer>> {
         let hubs = [byte_level(), byte_fallback(), word_piece(), metaspace()]
-            .map(|sample| hub(&sample, None).unwrap());
+            .map(|sample| from_tokenizer_json(&sample, None).unwrap());
         let small = hubs.into_iter().chain([llama2c()]);
         let fixtures = fixtures::folders().into_iter().chain(fixtures::ggufs()).map(|case| case.tokenizer);
         small.chain(fixtures).map(Arc::new).collect()
@@ -195,7 +199,7 @@ mod tests {
     fn a_character_leaves_with_its_last_byte_and_not_before() {
         let bytes =
             |first: u32, text: &[u8]| text.iter().map(|byte| first + u32::from(*byte)).collect::<Vec<_>>();
-        for (tokenizer, first) in [(hub(&byte_level(), None).unwrap(), 2), (llama2c(), 3)] {
+        for (tokenizer, first) in [(from_tokenizer_json(&byte_level(), None).unwrap(), 2), (llama2c(), 3)] {
             let tokenizer = Arc::new(tokenizer);
             let smile = bytes(first, "a\u{1f600}b".as_bytes());
             assert_eq!(pieces(&tokenizer, true, &[], &smile), ["a", "", "", "", "\u{1f600}", "b", ""]);
@@ -212,7 +216,7 @@ mod tests {
     #[test]
     fn the_first_space_goes_only_where_the_text_begins() {
         let the = 266;
-        let tokenizer = Arc::new(hub(&byte_fallback(), None).unwrap());
+        let tokenizer = Arc::new(from_tokenizer_json(&byte_fallback(), None).unwrap());
         assert_eq!(pieces(&tokenizer, true, &[], &[1, the, the]), ["", "the", " the", ""]);
         assert_eq!(pieces(&tokenizer, true, &[1], &[the, the]), ["the", " the", ""]);
         assert_eq!(pieces(&tokenizer, true, &[1, the], &[the, 2, the]), [" the", "", " the", ""]);
@@ -229,9 +233,9 @@ mod tests {
             let mut detokenizer = Detokenizer::new(tokenizer.clone(), true);
             for _ in 0..5_000 {
                 detokenizer.push(dice.below(tokenizer.vocab_size()) as u32);
-                match &detokenizer.tail {
-                    Tail::Bytes { pending, .. } => assert!(pending.len() < 4),
-                    Tail::Tokens { ids, .. } => assert!(ids.len() <= 2 * HELD_TOKENS),
+                match &detokenizer.state {
+                    DecodeState::Bytes { pending, .. } => assert!(pending.len() < 4),
+                    DecodeState::Tokens { ids, .. } => assert!(ids.len() <= 2 * HELD_TOKENS),
                 }
             }
         }

@@ -27,15 +27,15 @@ pub type Clock = fn() -> Zoned;
 
 /// Error with the message of a template's `raise_exception`.
 #[derive(Debug)]
-pub struct Refusal(pub String);
+pub struct RaisedException(pub String);
 
-impl fmt::Display for Refusal {
+impl fmt::Display for RaisedException {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for Refusal {}
+impl std::error::Error for RaisedException {}
 
 /// Returns a template environment with all filters, tests and functions. `clock` is read by `strftime_now`.
 pub fn environment(clock: Clock) -> Environment<'static> {
@@ -45,7 +45,7 @@ pub fn environment(clock: Clock) -> Environment<'static> {
     env.set_auto_escape_callback(|_| AutoEscape::None);
     env.set_recursion_limit(DEPTH_MAX);
     env.set_fuel(Some(INSTRUCTIONS_MAX));
-    env.set_unknown_method_callback(method);
+    env.set_unknown_method_callback(call_method);
     env.add_filter("tojson", to_json);
     env.add_filter("int", int);
     env.add_filter("float", float);
@@ -54,7 +54,7 @@ pub fn environment(clock: Clock) -> Environment<'static> {
         matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
     });
     env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
-        Err(invalid("refused").with_source(Refusal(message.to_string())))
+        Err(invalid("refused").with_source(RaisedException(message.to_string())))
     });
     env.add_function("strftime_now", move |format: &str| {
         jiff::fmt::strtime::format(format, &clock()).map_err(|error| invalid(error.to_string()))
@@ -72,7 +72,7 @@ fn invalid(message: impl Into<String>) -> Error {
 /// Converts a template's source to the engine's syntax. Line endings become `\n`, as in Python. `{%
 /// generation %}`, which marks the assistant's text for training and does not change it, becomes `with`,
 /// which has the same scope.
-pub fn prepared(source: &str) -> String {
+pub fn preprocess(source: &str) -> String {
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
     let mut text = String::with_capacity(source.len());
     let mut rest = source.as_str();
@@ -113,9 +113,9 @@ fn replace(text: StringInput, from: &str, to: &str, count: Option<usize>) -> Str
 }
 
 /// Calls a Python method: one that `minijinja_contrib` lacks, or else one of its own.
-fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+fn call_method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let result = match value.kind() {
-        ValueKind::String => text_method(value.as_str().unwrap_or_default(), name, args)?,
+        ValueKind::String => call_text_method(value.as_str().unwrap_or_default(), name, args)?,
         ValueKind::Seq if name == "index" => {
             let (wanted,): (&Value,) = from_args(args)?;
             let found = value.try_iter()?.position(|item| item == *wanted);
@@ -131,7 +131,7 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
 }
 
 /// Calls a method of Python's `str`; `None` if it is not one of those here.
-fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
+fn call_text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
     let part = || from_args::<(&str,)>(args).map(|(part,)| part);
     let found = |at: Option<usize>| {
         at.map(|at| text[..at].chars().count().into()).ok_or_else(|| invalid("substring not found"))
@@ -194,7 +194,7 @@ fn pad(text: &str, args: &[Value], sides: impl Fn(usize) -> (usize, usize)) -> R
 }
 
 /// Formatting options of Python's `json.dumps`.
-struct Dump {
+struct JsonWriter {
     is_ascii: bool,
     sorts_keys: bool,
     /// Indentation per level; without it the output is a single line.
@@ -224,32 +224,35 @@ fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     let sorts_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
     options.assert_all_used()?;
     let mut out = String::new();
-    Dump { is_ascii, sorts_keys, indent, item_separator, key_separator }.value(&mut out, value, 0)?;
+    JsonWriter { is_ascii, sorts_keys, indent, item_separator, key_separator }
+        .write_value(&mut out, value, 0)?;
     Ok(out)
 }
 
-impl Dump {
-    fn value(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
+impl JsonWriter {
+    fn write_value(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > DEPTH_MAX {
             return Err(invalid("tojson: nested too deeply"));
         }
         match value.kind() {
             ValueKind::None => out.push_str("null"),
             ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-            ValueKind::Number => out.push_str(&number(value)?),
-            ValueKind::String => self.text(out, value.as_str().unwrap_or_default()),
+            ValueKind::Number => out.push_str(&format_number(value)?),
+            ValueKind::String => self.write_string(out, value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable => {
                 let items: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;
-                self.list(out, ['[', ']'], &items, depth, |out, item| self.value(out, item, depth + 1))?;
+                self.write_list(out, ['[', ']'], &items, depth, |out, item| {
+                    self.write_value(out, item, depth + 1)
+                })?;
             }
             ValueKind::Map => {
                 let mut keys: Vec<Value> = value.try_iter()?.checked().collect::<Result<_, _>>()?;
                 if self.sorts_keys {
                     keys.sort();
                 }
-                self.list(out, ['{', '}'], &keys, depth, |out, key| {
-                    self.key(out, key)?;
-                    self.value(out, &value.get_item(key)?, depth + 1)
+                self.write_list(out, ['{', '}'], &keys, depth, |out, key| {
+                    self.write_key(out, key)?;
+                    self.write_value(out, &value.get_item(key)?, depth + 1)
                 })?;
             }
             kind => return Err(invalid(format!("tojson: cannot convert {kind} to JSON"))),
@@ -257,7 +260,7 @@ impl Dump {
         Ok(())
     }
 
-    fn list(
+    fn write_list(
         &self,
         out: &mut String,
         [open, close]: [char; 2],
@@ -270,17 +273,17 @@ impl Dump {
             if i > 0 {
                 out.push_str(&self.item_separator);
             }
-            self.line(out, depth + 1);
+            self.write_newline(out, depth + 1);
             put(out, item)?;
         }
         if !items.is_empty() {
-            self.line(out, depth);
+            self.write_newline(out, depth);
         }
         out.push(close);
         Ok(())
     }
 
-    fn line(&self, out: &mut String, depth: usize) {
+    fn write_newline(&self, out: &mut String, depth: usize) {
         if let Some(indent) = &self.indent {
             out.push('\n');
             (0..depth).for_each(|_| out.push_str(indent));
@@ -288,12 +291,12 @@ impl Dump {
     }
 
     /// Writes an object key; numbers, booleans and None become strings.
-    fn key(&self, out: &mut String, key: &Value) -> Result<(), Error> {
+    fn write_key(&self, out: &mut String, key: &Value) -> Result<(), Error> {
         match key.kind() {
-            ValueKind::String => self.text(out, key.as_str().unwrap_or_default()),
+            ValueKind::String => self.write_string(out, key.as_str().unwrap_or_default()),
             ValueKind::None | ValueKind::Bool | ValueKind::Number => {
                 out.push('"');
-                self.value(out, key, 0)?;
+                self.write_value(out, key, 0)?;
                 out.push('"');
             }
             kind => return Err(invalid(format!("tojson: {kind} cannot be a key"))),
@@ -302,7 +305,7 @@ impl Dump {
         Ok(())
     }
 
-    fn text(&self, out: &mut String, text: &str) {
+    fn write_string(&self, out: &mut String, text: &str) {
         out.push('"');
         for c in text.chars() {
             match c {
@@ -326,7 +329,7 @@ impl Dump {
 }
 
 /// Formats a number as Python does.
-fn number(value: &Value) -> Result<String, Error> {
+fn format_number(value: &Value) -> Result<String, Error> {
     if value.is_integer() {
         return Ok(value.to_string());
     }

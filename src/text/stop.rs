@@ -10,14 +10,14 @@ use std::sync::Arc;
 pub struct StopMatcher {
     stops: Arc<[String]>,
     /// Include the stop string in the output.
-    keeps_stop: bool,
+    include_stop: bool,
     /// End of the text so far that may be the beginning of a stop string.
     held: String,
 }
 
 /// Result of searching one piece of text.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Searched {
+pub struct StopSearch {
     /// Text that can be output now.
     pub text: String,
     /// Index of the stop string that was found. The text ends before it, or with it if stop strings are
@@ -29,7 +29,7 @@ impl StopMatcher {
     /// Creates a matcher at the beginning of a text. Panics if a stop string is empty.
     pub fn new(stops: Arc<[String]>, keeps_stop: bool) -> StopMatcher {
         assert!(stops.iter().all(|stop| !stop.is_empty()), "a stop string is never empty; this is a bug");
-        StopMatcher { stops, keeps_stop, held: String::new() }
+        StopMatcher { stops, include_stop: keeps_stop, held: String::new() }
     }
 
     /// Returns whether there are no stop strings.
@@ -39,23 +39,23 @@ impl StopMatcher {
 
     /// Searches the next piece of text. Finds the stop string that is completed first; of several completed
     /// by the same character, the longest. Must not be called again after a hit.
-    pub fn push(&mut self, piece: String) -> Searched {
+    pub fn push(&mut self, piece: String) -> StopSearch {
         if self.is_idle() {
-            return Searched { text: piece, hit: None };
+            return StopSearch { text: piece, hit: None };
         }
         let searched = self.held.len();
         self.held += &piece;
         for (start, character) in piece.char_indices() {
             let end = searched + start + character.len_utf8();
-            if let Some((index, stop)) = self.ending_at(end) {
-                let kept = if self.keeps_stop { end } else { end - stop };
+            if let Some((index, stop)) = self.match_ending_at(end) {
+                let kept = if self.include_stop { end } else { end - stop };
                 let mut text = std::mem::take(&mut self.held);
                 text.truncate(kept);
-                return Searched { text, hit: Some(index) };
+                return StopSearch { text, hit: Some(index) };
             }
         }
-        let rest = self.held.split_off(self.held.len() - self.beginning());
-        Searched { text: std::mem::replace(&mut self.held, rest), hit: None }
+        let rest = self.held.split_off(self.held.len() - self.partial_match_len());
+        StopSearch { text: std::mem::replace(&mut self.held, rest), hit: None }
     }
 
     /// Returns the text that is still held back, at the end of the text.
@@ -64,14 +64,14 @@ impl StopMatcher {
     }
 
     /// Returns the index and the length of the longest stop string that ends at byte `end` of the held text.
-    fn ending_at(&self, end: usize) -> Option<(usize, usize)> {
+    fn match_ending_at(&self, end: usize) -> Option<(usize, usize)> {
         let text = &self.held.as_bytes()[..end];
         let complete = self.stops.iter().enumerate().filter(|(_, stop)| text.ends_with(stop.as_bytes()));
         complete.map(|(index, stop)| (index, stop.len())).max_by_key(|(_, len)| *len)
     }
 
     /// Returns the length in bytes of the longest suffix of the held text that is a prefix of a stop string.
-    fn beginning(&self) -> usize {
+    fn partial_match_len(&self) -> usize {
         let text = self.held.as_bytes();
         let begins = |stop: &String| {
             let longest = (stop.len() - 1).min(text.len());
@@ -95,7 +95,7 @@ mod tests {
     fn search(matcher: &mut StopMatcher, pieces: &[&str]) -> (String, Option<usize>) {
         let mut left = String::new();
         for piece in pieces {
-            let Searched { text, hit } = matcher.push(piece.to_string());
+            let StopSearch { text, hit } = matcher.push(piece.to_string());
             left += &text;
             if hit.is_some() {
                 return (left, hit);
@@ -122,9 +122,13 @@ mod tests {
         let mut matcher = matcher(&["\n\n", "aab"], false);
         let steps = [("x\n", "x"), ("y", "\ny"), ("a", ""), ("a", ""), ("a", "a"), ("c", "aac"), ("é", "é")];
         for (piece, leaves) in steps {
-            assert_eq!(matcher.push(piece.into()), Searched { text: leaves.into(), hit: None }, "{piece:?}");
+            assert_eq!(
+                matcher.push(piece.into()),
+                StopSearch { text: leaves.into(), hit: None },
+                "{piece:?}"
+            );
         }
-        assert_eq!(matcher.push("aaab".into()), Searched { text: "a".into(), hit: Some(1) });
+        assert_eq!(matcher.push("aaab".into()), StopSearch { text: "a".into(), hit: Some(1) });
     }
 
     #[test]

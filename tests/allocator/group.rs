@@ -1,9 +1,9 @@
 //! Tests that the device threads of a group do not allocate during a step: hand-offs use recycled buffers.
 
-use mainstem::actors::device::{Factory, Step};
+use mainstem::actors::device::{ExecutorFactory, Step};
 use mainstem::actors::group::{Devices, Group, GroupConfig};
 use mainstem::model::executor::{Executor, ExecutorReport};
-use mainstem_kernels::{Collective, DeviceError, Flow, StepBatch, StepLimits, StepOutput};
+use mainstem_kernels::{Collective, DeviceError, HandoffPorts, StepBatch, StepLimits, StepOutput};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -30,11 +30,16 @@ struct Idle {
 }
 
 impl Executor for Idle {
-    fn run(&mut self, _: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run(
+        &mut self,
+        _: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
         IS_DEVICE.set(true);
-        self.collective.sum(&mut self.x).map_err(|fault| DeviceError::Fault(fault.to_string()))?;
+        self.collective.all_reduce(&mut self.x).map_err(|fault| DeviceError::Fault(fault.to_string()))?;
         out.clear();
-        if let Some(to) = flow.to {
+        if let Some(to) = flow.output {
             to.decoder.clear();
             to.decoder.extend_from_slice(&[1; 4 * WIDTH]);
         }
@@ -50,8 +55,9 @@ impl Executor for Idle {
 /// briefly slow.
 pub fn devices_of_a_group_allocate_nothing_for_a_step(limits: StepLimits) {
     const LANES: usize = 5;
-    let idle =
-        || -> Factory { Box::new(|collective| Ok(Box::new(Idle { collective, x: vec![1.0; WIDTH] }))) };
+    let idle = || -> ExecutorFactory {
+        Box::new(|collective| Ok(Box::new(Idle { collective, x: vec![1.0; WIDTH] })))
+    };
     let factories = (0..3).map(|_| vec![idle(), idle()]).collect();
     let names = (0..3).map(|stage| (0..2).map(|rank| format!("a{stage}:{rank}")).collect()).collect();
     actix::System::new().block_on(async {

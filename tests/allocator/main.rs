@@ -7,15 +7,17 @@ mod group;
 
 use mainstem::model::Shard;
 use mainstem::model::activations::activation_bytes;
-use mainstem::model::executor::{Executor, ExecutorReport, KvPlan, ModelExecutor, forecast, page_bytes};
+use mainstem::model::executor::{
+    Executor, ExecutorReport, KvCacheConfig, ModelExecutor, estimate_report, page_bytes,
+};
 use mainstem::model::{ModelRef, ModelSource};
-use mainstem_kernels::Inputs;
+use mainstem_kernels::ActivationPrecision;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
-    Aborted, Backend, Carried, Collective, Flow, HostBuf, KvTable, QuantType, SampleMode, SampleRow, Share,
-    SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
-    TableUpdate, Want,
+    Aborted, ActivationHandoff, Backend, Collective, Fraction, HandoffPorts, HostBuf, KvTable, QuantType,
+    SampleMode, SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
+    StepBatch, StepLimits, StepOutput, TableUpdate,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
@@ -44,42 +46,42 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 const SLOTS: u32 = 4;
-const KV: KvPlan = KvPlan { ty: QuantType::F16, pages: 1 + SLOTS as usize * 4 };
+const KV: KvCacheConfig = KvCacheConfig { ty: QuantType::F16, pages: 1 + SLOTS as usize * 4 };
 
-fn span(slot: u32, start: u32, tokens: SpanTokens, table: SpanTable, want: Want) -> Span {
+fn span(slot: u32, start: u32, tokens: SpanTokens, table: SpanTable, want: SpanOutput) -> Span {
     let (model, stack) = (SpanModel::Target, SpanStack::Decoder);
-    Span { model, stack, slot, start, tokens, table, reserved: 128, source: 0, want }
+    Span { model, stack, slot, start, tokens, table, reserved: 128, encoder_len: 0, output: want }
 }
 
 /// Whole prompts, chunks, decoded rows, a hole, a move, scores and all sampling modes, with and without
 /// biases.
 fn steps(limits: &StepLimits) -> Vec<StepBatch> {
-    let greedy = SampleRow { logprob: true, top_logprobs: 5, ..SampleRow::GREEDY };
-    let drawn = SampleRow { temperature: 0.8, top_k: 30, top_p: 0.9, min_p: 0.01, seed: 3, ..greedy };
-    let plain = SampleRow { temperature: 1.0, ..SampleRow::GREEDY };
+    let greedy = SamplingParams { logprob: true, top_logprobs: 5, ..SamplingParams::GREEDY };
+    let drawn = SamplingParams { temperature: 0.8, top_k: 30, top_p: 0.9, min_p: 0.01, seed: 3, ..greedy };
+    let plain = SamplingParams { temperature: 1.0, ..SamplingParams::GREEDY };
     let mut first = StepBatch::with_capacity(limits);
     for slot in 0..SLOTS {
         let entry = |index| TableUpdate { slot, table: KvTable::Own, index, page: 1 + slot * 4 + index };
-        first.tables.extend((0..4).map(entry));
+        first.table_updates.extend((0..4).map(entry));
     }
     first.tokens.extend(3..83);
     let given = |at, len| SpanTokens::Given { at, len };
-    first.spans.push(span(0, 0, given(0, 40), SpanTable::Own, Want::Last));
-    first.spans.push(span(1, 0, given(40, 30), SpanTable::Own, Want::All));
-    first.spans.push(span(2, 0, given(70, 10), SpanTable::Own, Want::None));
-    first.samples.push(drawn);
-    first.samples.extend((0..29).map(|i| SampleRow { mode: SampleMode::Score(5 + i), ..greedy }));
-    first.samples.push(greedy);
+    first.spans.push(span(0, 0, given(0, 40), SpanTable::Own, SpanOutput::Last));
+    first.spans.push(span(1, 0, given(40, 30), SpanTable::Own, SpanOutput::All));
+    first.spans.push(span(2, 0, given(70, 10), SpanTable::Own, SpanOutput::None));
+    first.sampling.push(drawn);
+    first.sampling.extend((0..29).map(|i| SamplingParams { mode: SampleMode::Score(5 + i), ..greedy }));
+    first.sampling.push(greedy);
     let mut second = StepBatch::with_capacity(limits);
     second.moves.push(SlotMove { from: 1, to: 3 });
     second.tokens.extend([9, 8, 7]);
-    second.spans.push(span(0, 40, SpanTokens::Last, SpanTable::Own, Want::Last));
-    second.spans.push(span(1, 0, SpanTokens::Last, SpanTable::Sink, Want::Last));
-    second.spans.push(span(3, 30, SpanTokens::Last, SpanTable::Own, Want::Last));
-    second.spans.push(span(2, 10, given(0, 3), SpanTable::Own, Want::Last));
-    second.biases.extend((0..limits.bias_room() as u32).map(|id| (id, 1.0 - id as f32)));
-    let biased = |row, bias_at| SampleRow { bias_at, bias_len: 8, ..row };
-    second.samples.extend([plain, SampleRow::GREEDY, biased(drawn, 0), biased(greedy, 8)]);
+    second.spans.push(span(0, 40, SpanTokens::Last, SpanTable::Own, SpanOutput::Last));
+    second.spans.push(span(1, 0, SpanTokens::Last, SpanTable::Null, SpanOutput::Last));
+    second.spans.push(span(3, 30, SpanTokens::Last, SpanTable::Own, SpanOutput::Last));
+    second.spans.push(span(2, 10, given(0, 3), SpanTable::Own, SpanOutput::Last));
+    second.logit_biases.extend((0..limits.bias_capacity() as u32).map(|id| (id, 1.0 - id as f32)));
+    let biased = |row, bias_at| SamplingParams { bias_at, bias_len: 8, ..row };
+    second.sampling.extend([plain, SamplingParams::GREEDY, biased(drawn, 0), biased(greedy, 8)]);
     vec![first, second]
 }
 
@@ -94,13 +96,13 @@ fn limits(source: &ModelSource) -> StepLimits {
         rows: 96,
         logit_rows: 8,
         positions: 128,
-        source_positions: 0,
+        encoder_positions: 0,
         page_positions: 32,
         top_logprobs: 5,
-        biases: 4,
+        logit_biases: 4,
         vocab: source.spec.vocab,
         hidden: 0,
-        attended: Share::ALL,
+        attended_fraction: Fraction::ONE,
     }
 }
 
@@ -125,12 +127,12 @@ fn what_is_allocated_is_what_the_formulas_say() {
         check_report(fixture, cpu, &source, KV);
     }
     for ty in [QuantType::Q8_0, QuantType::G4_B64] {
-        check_report(&format!("a cache of {ty}"), cpu, &open("odd_head_dim"), KvPlan { ty, ..KV });
+        check_report(&format!("a cache of {ty}"), cpu, &open("odd_head_dim"), KvCacheConfig { ty, ..KV });
     }
     check_report("f16 on the oracle", Reference::new, &open("f16"), KV);
 }
 
-fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource, kv: KvPlan) {
+fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource, kv: KvCacheConfig) {
     let limits = limits(source);
     let page = page_bytes(&source.spec, kv.ty, limits.page_positions).expect("a page is small");
     let (mut report, all) = report_of(backend(), source, kv);
@@ -145,8 +147,8 @@ fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource
     assert_eq!(report.activation_bytes, activation_bytes(&source.spec, &limits), "{what}: activations");
     let parts = report.weight_bytes + report.kv_bytes + report.activation_bytes + report.step_bytes;
     assert_eq!(parts, all, "{what}: all of it");
-    let mut forecast =
-        forecast(backend(), source, &Shard::whole(&source.spec), kv, limits).expect("the fixture is open");
+    let mut forecast = estimate_report(backend(), source, &Shard::whole(&source.spec), kv, limits)
+        .expect("the fixture is open");
     for tensors in [&mut report.tensors, &mut forecast.tensors] {
         tensors.sort_by(|a, b| a.name.cmp(&b.name));
     }
@@ -154,16 +156,16 @@ fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource
 }
 
 fn cpu() -> CpuBackend {
-    CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto, inputs: Inputs::Coded })
+    CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto, activation_precision: ActivationPrecision::Int8 })
         .expect("the CPU is there")
 }
 
 /// Returns a model's report, and the bytes of all its buffers.
-fn report_of<B: Backend>(backend: B, source: &ModelSource, kv: KvPlan) -> (ExecutorReport, usize) {
-    let before = HostBuf::allocated();
+fn report_of<B: Backend>(backend: B, source: &ModelSource, kv: KvCacheConfig) -> (ExecutorReport, usize) {
+    let before = HostBuf::total_allocated();
     let executor = ModelExecutor::new(backend, source, &Shard::whole(&source.spec), kv, limits(source))
         .expect("the fixture loads");
-    (executor.report(), HostBuf::allocated() - before)
+    (executor.report(), HostBuf::total_allocated() - before)
 }
 
 fn models_with_an_encoder_allocate_what_was_foretold_and_nothing_in_a_step() {
@@ -172,12 +174,12 @@ fn models_with_an_encoder_allocate_what_was_foretold_and_nothing_in_a_step() {
         let has_decoder = source.spec.decoder.is_some();
         let limits = StepLimits {
             positions: if has_decoder { 64 } else { 0 },
-            source_positions: 40,
+            encoder_positions: 40,
             hidden: if has_decoder { 0 } else { source.spec.hidden },
             ..limits(&source)
         };
-        let forecast =
-            forecast(cpu(), &source, &Shard::whole(&source.spec), KV, limits).expect("the fixture is open");
+        let forecast = estimate_report(cpu(), &source, &Shard::whole(&source.spec), KV, limits)
+            .expect("the fixture is open");
         let mut executor = ModelExecutor::new(cpu(), &source, &Shard::whole(&source.spec), KV, limits)
             .expect("the fixture loads");
         let buffers = |of: &ExecutorReport| (of.kv_bytes, of.activation_bytes, of.step_bytes);
@@ -187,7 +189,7 @@ fn models_with_an_encoder_allocate_what_was_foretold_and_nothing_in_a_step() {
         for step in 1..10 {
             batch.step = step;
             let before = ALLOCATIONS.load(Ordering::SeqCst);
-            executor.run(&batch, Flow::default(), &mut output).expect("the step runs");
+            executor.run(&batch, HandoffPorts::default(), &mut output).expect("the step runs");
             assert_eq!(ALLOCATIONS.load(Ordering::SeqCst) - before, 0, "{fixture}, step {step}");
         }
     }
@@ -199,23 +201,23 @@ fn sources(limits: &StepLimits, has_decoder: bool) -> StepBatch {
     batch.tokens.extend(3..73);
     let mut add = |stack, slot, at, len, table, want| {
         let own = span(slot, 0, SpanTokens::Given { at, len }, table, want);
-        batch.spans.push(Span { stack, reserved: 64, source: 35, ..own });
+        batch.spans.push(Span { stack, reserved: 64, encoder_len: 35, ..own });
     };
-    let wants = [Want::Hidden, Want::Picked { at: 0, len: 2 }];
+    let wants = [SpanOutput::Hidden, SpanOutput::Selected { at: 0, len: 2 }];
     for (slot, want) in wants.into_iter().enumerate() {
-        let want = if has_decoder { Want::None } else { want };
+        let want = if has_decoder { SpanOutput::None } else { want };
         add(SpanStack::Encoder, slot as u32, slot as u32 * 35, 35, SpanTable::Scratch, want);
     }
     if has_decoder {
-        add(SpanStack::Decoder, 0, 0, 9, SpanTable::Own, Want::Last);
-        add(SpanStack::Decoder, 1, 9, 5, SpanTable::Own, Want::All);
+        add(SpanStack::Decoder, 0, 0, 9, SpanTable::Own, SpanOutput::Last);
+        add(SpanStack::Decoder, 1, 9, 5, SpanTable::Own, SpanOutput::All);
     }
-    batch.picks.extend([3, 30]);
+    batch.selected_rows.extend([3, 30]);
     let entry = |(slot, table)| TableUpdate { slot, table, index: 0, page: 1 + slot };
     let tables = [(0, KvTable::Own), (1, KvTable::Own), (0, KvTable::Cross), (1, KvTable::Cross)];
-    batch.tables.extend(tables.map(entry).into_iter().filter(|_| has_decoder));
-    let row = SampleRow { mode: SampleMode::Score(7), top_logprobs: 5, ..SampleRow::GREEDY };
-    batch.samples.extend(vec![row; if has_decoder { 6 } else { 2 }]);
+    batch.table_updates.extend(tables.map(entry).into_iter().filter(|_| has_decoder));
+    let row = SamplingParams { mode: SampleMode::Score(7), top_logprobs: 5, ..SamplingParams::GREEDY };
+    batch.sampling.extend(vec![row; if has_decoder { 6 } else { 2 }]);
     batch
 }
 
@@ -232,15 +234,15 @@ impl Collective for Deaf {
         self.rank
     }
 
-    fn members(&self) -> usize {
+    fn rank_count(&self) -> usize {
         MEMBERS
     }
 
-    fn sum(&mut self, _: &mut [f32]) -> Result<(), Aborted> {
+    fn all_reduce(&mut self, _: &mut [f32]) -> Result<(), Aborted> {
         Ok(())
     }
 
-    fn gather(&mut self, _: usize, _: &[usize], _: &[f32], _: &mut [f32]) -> Result<(), Aborted> {
+    fn all_gather(&mut self, _: usize, _: &[usize], _: &[f32], _: &mut [f32]) -> Result<(), Aborted> {
         Ok(())
     }
 }
@@ -255,12 +257,12 @@ fn parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step() {
         let source = open(fixture);
         let has_source = source.spec.encoder.is_some();
         let limits = match has_source {
-            true => StepLimits { positions: 64, source_positions: 40, ..limits(&source) },
+            true => StepLimits { positions: 64, encoder_positions: 40, ..limits(&source) },
             false => limits(&source),
         };
         let batches = if has_source { vec![sources(&limits, true)] } else { steps(&limits) };
-        let carried = |_| Carried::with_capacity(&limits, source.spec.hidden);
-        let mut carried: Vec<Carried> = batches.iter().map(carried).collect();
+        let carried = |_| ActivationHandoff::with_capacity(&limits, source.spec.hidden);
+        let mut carried: Vec<ActivationHandoff> = batches.iter().map(carried).collect();
         for (stage, rank) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
             let what = format!("{fixture}, member {rank} of stage {stage}");
             let shard = shard(&source, stage, rank);
@@ -269,15 +271,15 @@ fn parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step() {
             for at in (0..batches.len()).cycle().take(3 * batches.len()) {
                 let (batch, carried) = (&batches[at], &mut carried[at]);
                 let flow = match (stage, rank) {
-                    (0, 0) => Flow { from: None, to: Some(carried) },
-                    (0, _) => Flow::default(),
-                    _ => Flow { from: Some(carried), to: None },
+                    (0, 0) => HandoffPorts { input: None, output: Some(carried) },
+                    (0, _) => HandoffPorts::default(),
+                    _ => HandoffPorts { input: Some(carried), output: None },
                 };
                 let before = ALLOCATIONS.load(Ordering::SeqCst);
                 executor.run(batch, flow, &mut output).expect("the step runs");
                 assert_eq!(ALLOCATIONS.load(Ordering::SeqCst) - before, 0, "{what}");
-                let answers = if (stage, rank) == (1, 0) { batch.samples.len() } else { 0 };
-                assert_eq!(output.rows.len(), answers, "{what}");
+                let answers = if (stage, rank) == (1, 0) { batch.sampling.len() } else { 0 };
+                assert_eq!(output.tokens.len(), answers, "{what}");
             }
         }
     }
@@ -296,14 +298,14 @@ fn shard(source: &ModelSource, stage: usize, rank: usize) -> Shard {
 
 /// Checks that the report of a rank equals its forecast.
 fn member(what: &str, source: &ModelSource, shard: &Shard, limits: StepLimits) -> ModelExecutor<CpuBackend> {
-    let mut forecast = forecast(cpu(), source, shard, KV, limits).expect("the fixture is open");
+    let mut forecast = estimate_report(cpu(), source, shard, KV, limits).expect("the fixture is open");
     let mut backend = cpu();
-    backend.join(Box::new(Deaf { rank: shard.rank }));
-    let before = HostBuf::allocated();
+    backend.join_stage(Box::new(Deaf { rank: shard.rank }));
+    let before = HostBuf::total_allocated();
     let executor = ModelExecutor::new(backend, source, shard, KV, limits).expect("the part loads");
     let mut report = executor.report();
     let parts = report.weight_bytes + report.kv_bytes + report.activation_bytes + report.step_bytes;
-    assert_eq!(parts, HostBuf::allocated() - before, "{what}: all of it");
+    assert_eq!(parts, HostBuf::total_allocated() - before, "{what}: all of it");
     for tensors in [&mut report.tensors, &mut forecast.tensors] {
         tensors.sort_by(|a, b| (&a.name, &a.shape).cmp(&(&b.name, &b.shape)));
     }
@@ -324,15 +326,19 @@ fn steps_allocate_nothing(fixture: &str) {
         .expect("the fixture loads");
     let mut output = StepOutput::with_capacity(&limits);
     let mut batches = steps(&limits);
-    let buffers = HostBuf::allocated();
+    let buffers = HostBuf::total_allocated();
     for round in 0..20 {
         for (number, batch) in batches.iter_mut().enumerate() {
             batch.step = 1 + round * 2 + number as u64;
             let before = ALLOCATIONS.load(Ordering::SeqCst);
-            executor.run(batch, Flow::default(), &mut output).expect("the step runs");
+            executor.run(batch, HandoffPorts::default(), &mut output).expect("the step runs");
             let made = ALLOCATIONS.load(Ordering::SeqCst) - before;
-            assert_eq!((made, HostBuf::allocated()), (0, buffers), "{fixture}, round {round}, step {number}");
-            assert_eq!(output.rows.len(), batch.samples.len());
+            assert_eq!(
+                (made, HostBuf::total_allocated()),
+                (0, buffers),
+                "{fixture}, round {round}, step {number}"
+            );
+            assert_eq!(output.tokens.len(), batch.sampling.len());
         }
     }
 }

@@ -107,7 +107,7 @@ async fn the_largest_page_works_or_is_refused() {
     let request = with_logprobs(40, 30);
     let usual = outcomes(&[], std::slice::from_ref(&request)).await;
     let settings = [("kv.page_size", Value::from(1 << 24)), ("scheduler.slots", 1.into())];
-    match start::engine(&config(&fixture("gqa"), &settings)).await {
+    match start::start_engine(&config(&fixture("gqa"), &settings)).await {
         Ok(engine) => {
             same(&[complete(&engine, request).await], &usual, "one huge page");
             engine.stop();

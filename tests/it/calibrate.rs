@@ -4,15 +4,15 @@
 use crate::common::{fixture, mainstem};
 use crate::families::family;
 use crate::quantize::{Room, loaded, opened, target};
-use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
-use mainstem::model::importance::{Choice, Observations};
-use mainstem::model::quantize::{Format, quantize};
-use mainstem::model::spec::{LayerSpec, MlpSpec, NormSpec, Piece};
+use mainstem::model::executor::{Executor, KvCacheConfig, ModelExecutor};
+use mainstem::model::importance::{Observations, RoundingPolicy};
+use mainstem::model::quantize::{OutputFormat, quantize};
+use mainstem::model::spec::{LayerSpec, MlpSpec, NormSpec, TensorSlice};
 use mainstem::model::{ModelRef, ModelSource, Shard, pieces, tensors};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
-    Flow, Inputs, KvTable, QuantType, SampleRow, Share, Span, SpanModel, SpanStack, SpanTable, SpanTokens,
-    StepBatch, StepLimits, StepOutput, TableUpdate, Want,
+    ActivationPrecision, Fraction, HandoffPorts, KvTable, QuantType, SamplingParams, Span, SpanModel,
+    SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,27 +20,31 @@ use std::sync::Arc;
 const ROWS: usize = 32;
 
 /// Runs the model on some tokens in one step and returns its output.
-fn read(source: &ModelSource, tokens: &[u32], want: Want) -> StepOutput {
+fn read(source: &ModelSource, tokens: &[u32], want: SpanOutput) -> StepOutput {
     let limits = StepLimits {
         slots: 1,
         rows: ROWS,
         logit_rows: 8,
         positions: ROWS,
-        source_positions: 0,
+        encoder_positions: 0,
         page_positions: ROWS,
         top_logprobs: 0,
-        biases: 1,
+        logit_biases: 1,
         vocab: source.spec.vocab,
         hidden: source.spec.hidden,
-        attended: Share::ALL,
+        attended_fraction: Fraction::ONE,
     };
-    let cpu = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto, inputs: Inputs::Plain });
-    let kv = KvPlan { ty: QuantType::F32, pages: 2 };
+    let cpu = CpuBackend::new(CpuConfig {
+        threads: 2,
+        isa: Isa::Auto,
+        activation_precision: ActivationPrecision::F32,
+    });
+    let kv = KvCacheConfig { ty: QuantType::F32, pages: 2 };
     let (cpu, whole) = (cpu.expect("there is a CPU"), Shard::whole(&source.spec));
     let mut model = ModelExecutor::new(cpu, source, &whole, kv, limits).expect("there is room");
     let (mut batch, mut out) = (StepBatch::default(), StepOutput::default());
     batch.tokens.extend(tokens);
-    batch.tables.push(TableUpdate { slot: 0, table: KvTable::Own, index: 0, page: 1 });
+    batch.table_updates.push(TableUpdate { slot: 0, table: KvTable::Own, index: 0, page: 1 });
     batch.spans.push(Span {
         model: SpanModel::Target,
         stack: SpanStack::Decoder,
@@ -49,13 +53,13 @@ fn read(source: &ModelSource, tokens: &[u32], want: Want) -> StepOutput {
         tokens: SpanTokens::Given { at: 0, len: tokens.len() as u32 },
         table: SpanTable::Own,
         reserved: ROWS as u32,
-        source: 0,
-        want,
+        encoder_len: 0,
+        output: want,
     });
-    if want == Want::All {
-        batch.samples.extend(tokens.iter().map(|_| SampleRow::GREEDY));
+    if want == SpanOutput::All {
+        batch.sampling.extend(tokens.iter().map(|_| SamplingParams::GREEDY));
     }
-    model.run(&batch, Flow::default(), &mut out).expect("it runs");
+    model.run(&batch, HandoffPorts::default(), &mut out).expect("it runs");
     out
 }
 
@@ -63,7 +67,7 @@ fn read(source: &ModelSource, tokens: &[u32], want: Want) -> StepOutput {
 fn observed(source: &mut ModelSource, tokens: &[u32]) -> Arc<Observations> {
     let seen = Arc::<Observations>::default();
     source.observations = Some(seen.clone());
-    read(source, tokens, Want::All);
+    read(source, tokens, SpanOutput::All);
     source.observations = None;
     seen
 }
@@ -76,14 +80,14 @@ fn near(got: &[f64], want: &[f64]) {
 }
 
 /// Returns the mean square of each column.
-fn means(rows: &[Vec<f64>]) -> Vec<f64> {
+fn column_mean_squares(rows: &[Vec<f64>]) -> Vec<f64> {
     let mean = |column: usize| rows.iter().map(|row| row[column].powi(2)).sum::<f64>() / rows.len() as f64;
     (0..rows[0].len()).map(mean).collect()
 }
 
-fn numbers(source: &ModelSource, piece: &Piece) -> Vec<f64> {
-    let taken = pieces::take(&source.checkpoint, piece).expect("it is there");
-    taken.widened().into_iter().map(f64::from).collect()
+fn numbers(source: &ModelSource, piece: &TensorSlice) -> Vec<f64> {
+    let taken = pieces::read_slice(&source.checkpoint, piece).expect("it is there");
+    taken.to_f32().into_iter().map(f64::from).collect()
 }
 
 /// The input of the first layer is the normalized embedding, computed here; the input of the head is the
@@ -99,24 +103,27 @@ fn the_first_matrices_and_the_head_are_multiplied_by_what_is_known() {
     let norm = layer.attention_norms.pre.as_ref().expect("it has one");
     let (table, width) = (numbers(&source, embedding), norm.width);
     let row = |token: &u32| &table[*token as usize * width..][..width];
-    let rows: Vec<Vec<f64>> = tokens.iter().map(|token| normed(&source, norm, row(token))).collect();
+    let rows: Vec<Vec<f64>> = tokens.iter().map(|token| rms_norm(&source, norm, row(token))).collect();
     for piece in [&layer.attention.q, &layer.attention.k, &layer.attention.v].map(|linear| &linear.weight) {
-        near(&seen.means(piece).expect("it was seen"), &means(&rows));
+        near(&seen.mean_squares(piece).expect("it was seen"), &column_mean_squares(&rows));
     }
     assert_eq!(head.table.name, embedding.name);
-    let out = read(&source, &tokens, Want::Hidden);
+    let out = read(&source, &tokens, SpanOutput::Hidden);
     let states = out.hidden.chunks_exact(width).map(|row| row.iter().map(|x| f64::from(*x)).collect());
-    near(&seen.means(&head.table).expect("it was seen"), &means(&states.collect::<Vec<_>>()));
+    near(
+        &seen.mean_squares(&head.table).expect("it was seen"),
+        &column_mean_squares(&states.collect::<Vec<_>>()),
+    );
 }
 
 /// Computes w x, for w of shape (n, len(x)).
-fn product(source: &ModelSource, w: &Piece, x: &[f64]) -> Vec<f64> {
+fn matrix_vector(source: &ModelSource, w: &TensorSlice, x: &[f64]) -> Vec<f64> {
     let rows = numbers(source, w);
     rows.chunks_exact(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
 }
 
 /// Applies Llama's RMS norm to x.
-fn normed(source: &ModelSource, norm: &NormSpec, x: &[f64]) -> Vec<f64> {
+fn rms_norm(source: &ModelSource, norm: &NormSpec, x: &[f64]) -> Vec<f64> {
     let square = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
     let scale = 1.0 / (square + f64::from(norm.eps)).sqrt();
     x.iter().zip(numbers(source, &norm.weight)).map(|(x, weight)| x * scale * weight).collect()
@@ -133,22 +140,22 @@ fn what_lies_behind_attention_and_activation_is_what_a_token_makes_of_itself() {
     let LayerSpec { attention, attention_norms, mlp, mlp_norms, .. } = &stack.layers[0];
     let MlpSpec::Dense(mlp) = mlp else { panic!("the demo model is dense") };
     let (table, width) =
-        (numbers(&source, &stack.embedding.as_ref().expect("it has one").table), attention.q.inp);
+        (numbers(&source, &stack.embedding.as_ref().expect("it has one").table), attention.q.k);
     let x = &table[token as usize * width..][..width];
-    let read = normed(&source, attention_norms.pre.as_ref().expect("it has one"), x);
-    let values = product(&source, &attention.v.weight, &read);
+    let read = rms_norm(&source, attention_norms.pre.as_ref().expect("it has one"), x);
+    let values = matrix_vector(&source, &attention.v.weight, &read);
     let shared = attention.heads / attention.kv_heads;
     assert!(shared > 1, "heads share values");
     let heads: Vec<f64> =
         values.chunks_exact(attention.v_dim).flat_map(|value| value.repeat(shared)).collect();
-    let o = product(&source, &attention.o.weight, &heads);
+    let o = matrix_vector(&source, &attention.o.weight, &heads);
     let x: Vec<f64> = x.iter().zip(o).map(|(x, o)| x + o).collect();
-    let read = normed(&source, mlp_norms.pre.as_ref().expect("it has one"), &x);
-    let gate = product(&source, &mlp.gate.weight, &read);
-    let up = product(&source, &mlp.up.as_ref().expect("it has one").weight, &read);
+    let read = rms_norm(&source, mlp_norms.pre.as_ref().expect("it has one"), &x);
+    let gate = matrix_vector(&source, &mlp.gate.weight, &read);
+    let up = matrix_vector(&source, &mlp.up.as_ref().expect("it has one").weight, &read);
     let activated: Vec<f64> = gate.iter().zip(up).map(|(x, up)| x / (1.0 + (-x).exp()) * up).collect();
     for (linear, inputs) in [(&attention.o, heads), (&mlp.down, activated)] {
-        let got = seen.means(&linear.weight).expect("it was seen");
+        let got = seen.mean_squares(&linear.weight).expect("it was seen");
         let want: Vec<f64> = inputs.iter().map(|x| x * x).collect();
         // Values with cancellation are compared relative to the largest.
         let close = 1e-4 * want.iter().copied().fold(0.0, f64::max);
@@ -182,38 +189,39 @@ fn every_kind_of_matrix_is_seen_and_written_as_it_is_loaded() {
             let dense = match &layer.mlp {
                 MlpSpec::Dense(dense) => Some(&**dense),
                 MlpSpec::Experts(moe) => {
-                    experts += moe.experts.iter().filter(|e| seen.means(&e.gate.weight).is_some()).count();
-                    let behind = moe.experts.iter().find_map(|expert| seen.means(&expert.down.weight));
+                    experts +=
+                        moe.experts.iter().filter(|e| seen.mean_squares(&e.gate.weight).is_some()).count();
+                    let behind = moe.experts.iter().find_map(|expert| seen.mean_squares(&expert.down.weight));
                     assert!(behind.is_none(), "{name}: there is no seam to see it at");
                     moe.shared.as_ref()
                 }
             };
             let dense = dense.into_iter().flat_map(|d| [Some(&d.gate), d.up.as_ref(), Some(&d.down)]);
             for linear in linears.chain(dense.flatten()) {
-                let columns = seen.means(&linear.weight).map(|means| means.len());
-                assert_eq!(columns, Some(linear.inp), "{name}: {}", linear.weight.name);
+                let columns = seen.mean_squares(&linear.weight).map(|means| means.len());
+                assert_eq!(columns, Some(linear.k), "{name}: {}", linear.weight.name);
             }
         }
         let is_mixture = |layer: &&LayerSpec| matches!(layer.mlp, MlpSpec::Experts(_));
         let mixtures = stack.layers.iter().filter(is_mixture).count();
         assert!(experts >= 2 * mixtures, "{name}: {experts} experts of {mixtures} mixtures were seen");
-        let importance = Arc::new(seen.importance().expect("they are numbers"));
+        let importance = Arc::new(seen.importance_matrix().expect("they are numbers"));
         let by_equations = loaded(&opened(&model.0, "*=q4,f16"));
-        let fitted = Choice::LeastSquares(Some(importance));
+        let fitted = RoundingPolicy::LeastSquares(Some(importance));
         // Formats that store each value separately are written too, but have no quants to choose.
         let mut halved = opened(&model.0, "*=bf16");
-        halved.codes = fitted.clone();
+        halved.rounding = fitted.clone();
         let out = room.place("halved");
-        quantize(&halved, &target(out.clone(), Format::Safetensors)).expect("it is written");
+        quantize(&halved, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
         assert!(loaded(&opened(&out, "")) == loaded(&opened(&model.0, "*=bf16")), "{name}");
-        for choice in [Choice::LeastSquares(None), fitted] {
+        for choice in [RoundingPolicy::LeastSquares(None), fitted] {
             let mut source = opened(&model.0, "*=q4,f16");
-            source.codes = choice;
+            source.rounding = choice;
             let out = room.place("out");
-            quantize(&source, &target(out.clone(), Format::Safetensors)).expect("it is written");
+            quantize(&source, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
             let written = loaded(&opened(&out, ""));
             assert!(loaded(&source) == written, "{name}");
-            let coded = tensors::pieces(&source.spec).len();
+            let coded = tensors::required_slices(&source.spec).len();
             assert!(coded > 0 && written != by_equations, "{name}: codes are as ever");
             std::fs::remove_dir_all(out).expect("it is there");
         }

@@ -240,7 +240,7 @@ fn serve_can_be_stopped_while_it_loads() {
     let mut command = common::mainstem();
     command.args(["serve", "hf:owner/name", "--port", "0"]).env("HF_ENDPOINT", url).env("HF_HOME", HUB_HOME);
     let child = command.stderr(Stdio::piped()).spawn().expect("the program starts");
-    let _asked = asked(&hub);
+    let _asked = accept_connection(&hub);
     signal(&child, "TERM");
     let output = child.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(1));
@@ -248,7 +248,7 @@ fn serve_can_be_stopped_while_it_loads() {
 }
 
 /// Waits for the first connection to the hub; fails the test if there is none.
-fn asked(hub: &TcpListener) -> TcpStream {
+fn accept_connection(hub: &TcpListener) -> TcpStream {
     hub.set_nonblocking(true).expect("it can be looked at");
     let began = Instant::now();
     loop {
@@ -274,7 +274,7 @@ fn on_a_terminal(args: &[&str], variables: &[(&str, &str)]) -> Option<Child> {
 }
 
 /// Returns the terminal output once the program has exited.
-fn shown(mut child: Child) -> String {
+fn terminal_output(mut child: Child) -> String {
     let mut shown = String::new();
     child.stdout.take().expect("it is piped").read_to_string(&mut shown).expect("it is text");
     assert!(child.wait().expect("it ends").success(), "{shown}");
@@ -290,9 +290,9 @@ fn interrupt(child: &mut Child) {
 fn long_work_shows_a_sign_of_life_on_a_terminal() {
     let model = fixture("gqa").display().to_string();
     let Some(inspect) = on_a_terminal(&["inspect", &model], &[]) else { return };
-    assert!(shown(inspect).contains("opening the model"));
+    assert!(terminal_output(inspect).contains("opening the model"));
     let run = ["run", &model, "a", "--raw", "--max-tokens", "2", "--threads", "1"];
-    let run = on_a_terminal(&run, &[]).map(shown).expect("there is script");
+    let run = on_a_terminal(&run, &[]).map(terminal_output).expect("there is script");
     assert!(run.contains("loading the weights"), "{run:?}");
     let serve = ["serve", &model, "--port", "0", "--threads", "1"];
     let mut serve = on_a_terminal(&serve, &[]).expect("there is script");
@@ -304,7 +304,7 @@ fn long_work_shows_a_sign_of_life_on_a_terminal() {
     assert!(before.contains("loading the weights"), "{before:?}");
     interrupt(&mut serve);
     serve.stdout = Some(lines.into_inner());
-    shown(serve);
+    terminal_output(serve);
 }
 
 /// While a hub is queried or a file is downloaded, only the download progress is shown.
@@ -313,7 +313,7 @@ fn nothing_turns_before_the_model_is_here() {
     let (hub, url) = silent_hub();
     let variables = [("HF_ENDPOINT", url.as_str()), ("HF_HOME", HUB_HOME)];
     let Some(mut run) = on_a_terminal(&["run", "hf:owner/name", "Hi"], &variables) else { return };
-    let _asked = asked(&hub);
+    let _asked = accept_connection(&hub);
     interrupt(&mut run);
     let mut shown = String::new();
     run.stdout.take().expect("it is piped").read_to_string(&mut shown).expect("it is text");

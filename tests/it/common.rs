@@ -2,11 +2,11 @@
 
 use actix::Addr;
 use mainstem::actors::TokenStream;
-use mainstem::actors::device::Factory;
+use mainstem::actors::device::ExecutorFactory;
 use mainstem::actors::engine::{self, Engine};
-use mainstem::actors::intake::{FreePermits, Intake};
-use mainstem::actors::kv::Held;
-use mainstem::cli::start::{self, Prepared};
+use mainstem::actors::intake::{GetFreePermits, Intake};
+use mainstem::actors::kv::GetUsage;
+use mainstem::cli::start::{self, PreparedModel};
 use mainstem::config::{Config, Overrides};
 use mainstem::model::ModelRef;
 use mainstem::request::{FinishReason, Request, RequestError, Sampling, Token, TokenEvent};
@@ -128,18 +128,18 @@ pub fn config(model: &Path, settings: &[(&'static str, Value)]) -> Config {
 
 /// Starts an engine for a fixture.
 pub async fn engine(model: &str, settings: &[(&'static str, Value)]) -> Engine {
-    start::engine(&config(&fixture(model), settings)).await.expect("the fixture loads")
+    start::start_engine(&config(&fixture(model), settings)).await.expect("the fixture loads")
 }
 
 /// Starts an engine whose device factory is wrapped by `wrap`.
 pub async fn engine_with(
     model: &str,
     settings: &[(&'static str, Value)],
-    wrap: impl FnOnce(Factory) -> Factory,
+    wrap: impl FnOnce(ExecutorFactory) -> ExecutorFactory,
 ) -> Engine {
     let config = config(&fixture(model), settings);
-    let prepared = Prepared::of(&config, &ModelRef::Path(fixture(model))).expect("the fixture opens");
-    let Prepared { setup, source, tokenizer, device } = prepared;
+    let prepared = PreparedModel::open(&config, &ModelRef::Path(fixture(model))).expect("the fixture opens");
+    let PreparedModel { setup, source, tokenizer, device } = prepared;
     let mut factories = start::factories(&device, &source, &tokenizer, &setup);
     let only = factories.pop().and_then(|mut stage| stage.pop()).expect("there is a device");
     engine::start(setup, tokenizer, vec![vec![wrap(only)]]).await.expect("the engine starts")
@@ -192,9 +192,9 @@ pub async fn outcome(mut stream: TokenStream) -> Outcome {
         match event {
             TokenEvent::Prompt(tokens) => outcome.prompt = tokens,
             TokenEvent::Token(token) => outcome.tokens.push(token),
-            TokenEvent::Last(token) => outcome.last = Some(token),
+            TokenEvent::EndToken(token) => outcome.last = Some(token),
             TokenEvent::Embedding(vector) => outcome.embedding = Some(vector),
-            TokenEvent::Filled(token) => outcome.filled.push(token),
+            TokenEvent::MaskFilled(token) => outcome.filled.push(token),
             TokenEvent::Finished(reason) => outcome.end = Some(Ok(reason)),
             TokenEvent::Failed(error) => outcome.end = Some(Err(error)),
         }
@@ -225,7 +225,7 @@ pub async fn complete_all(engine: &Engine, requests: impl IntoIterator<Item = Re
 pub async fn all_home(engine: &Engine, slots: usize) {
     within(async {
         loop {
-            let held = engine.actors.kv.send(Held).await.expect("kv answers");
+            let held = engine.actors.kv.send(GetUsage).await.expect("kv answers");
             if held == (0, 0) && free_permits(&engine.actors.intake).await == slots {
                 return;
             }
@@ -237,7 +237,7 @@ pub async fn all_home(engine: &Engine, slots: usize) {
 }
 
 pub async fn free_permits(intake: &Addr<Intake>) -> usize {
-    intake.send(FreePermits).await.expect("intake answers")
+    intake.send(GetFreePermits).await.expect("intake answers")
 }
 
 /// Awaits the future; fails the test if it hangs.

@@ -8,7 +8,8 @@ use mainstem::model::spec::tables::{
     RopeStyleName, ScoringName, SinusoidLayout, Wiring,
 };
 use mainstem::model::spec::{
-    AddedSpec, AttentionSpec, DistanceKind, HeadSpec, LayerSpec, MlpSpec, ModelSpec, Norms, Part, StackSpec,
+    AttentionSpec, HeadSpec, LayerSpec, MlpSpec, ModelSpec, Norms, PositionEmbeddingSpec, RelativeBiasKind,
+    StackSpec, TensorPart,
 };
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem_kernels::{Mask, NormKind, Scoring};
@@ -47,12 +48,12 @@ fn of_stack(stack: &StackSpec, seen: &mut Seen) {
     ] {
         seen.extend(is_there.then(|| what.to_owned()));
     }
-    match &stack.added {
-        Some(AddedSpec::Learned { offset, .. }) => {
+    match &stack.position_embedding {
+        Some(PositionEmbeddingSpec::Learned { offset, .. }) => {
             see(seen, "positions", PositionKind::Learned);
             seen.insert(format!("learned: offset {}", *offset > 0));
         }
-        Some(AddedSpec::Sinusoidal { layout, offset, scale }) => {
+        Some(PositionEmbeddingSpec::Sinusoidal { layout, offset, scale }) => {
             see(seen, "positions", PositionKind::Sinusoidal);
             see(seen, "sinusoids", *layout);
             seen.insert(format!("sinusoids: offset {}", *offset > 0));
@@ -60,12 +61,12 @@ fn of_stack(stack: &StackSpec, seen: &mut Seen) {
         }
         None => {}
     }
-    match stack.distance.as_ref().map(|distance| (&distance.kind, distance.heads)) {
-        Some((DistanceKind::Alibi { .. }, heads)) => {
+    match stack.relative_bias.as_ref().map(|distance| (&distance.kind, distance.heads)) {
+        Some((RelativeBiasKind::Alibi { .. }, heads)) => {
             see(seen, "positions", PositionKind::Alibi);
             seen.insert(format!("alibi: power of two {}", heads.is_power_of_two()));
         }
-        Some((DistanceKind::Relative { both_ways, .. }, _)) => {
+        Some((RelativeBiasKind::Learned { bidirectional: both_ways, .. }, _)) => {
             see(seen, "positions", PositionKind::Relative);
             seen.insert(format!("relative: both ways {both_ways}"));
         }
@@ -109,13 +110,13 @@ fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
     if matches!(layer.mlp, MlpSpec::Dense(_)) {
         see(seen, "mlp", if dense.up.is_some() { MlpKind::Gated } else { MlpKind::Plain });
         seen.insert(format!("mlp: bias {}", dense.down.bias.is_some()));
-        seen.insert(format!("mlp: fused {}", matches!(dense.gate.weight.part, Part::Rows { .. })));
+        seen.insert(format!("mlp: fused {}", matches!(dense.gate.weight.part, TensorPart::Rows { .. })));
     }
     seen.insert(format!("activation: {}", format!("{:?}", dense.activation).to_lowercase()));
 }
 
 fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
-    if attention.rope.is_none() && !attention.by_distance {
+    if attention.rope.is_none() && !attention.has_relative_bias {
         see(seen, "positions", PositionKind::None);
     }
     let AttentionSpec { heads, kv_heads, k_dim, v_dim, .. } = *attention;
@@ -136,9 +137,9 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
         seen,
         "qkv",
         match attention.q.weight.part {
-            Part::Rows { groups: 1, .. } => QkvLayout::Blocks,
-            Part::Rows { .. } => QkvLayout::Groups,
-            Part::Whole | Part::Plane(_) => QkvLayout::Separate,
+            TensorPart::Rows { groups: 1, .. } => QkvLayout::Blocks,
+            TensorPart::Rows { .. } => QkvLayout::Groups,
+            TensorPart::Whole | TensorPart::Plane(_) => QkvLayout::Separate,
         },
     );
     see(
@@ -152,7 +153,7 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
     );
     let (mask, window) = match attention.mask {
         Mask::Causal { window } => (MaskName::Causal, window),
-        Mask::Whole { window } => (MaskName::Bidirectional, window),
+        Mask::Bidirectional { window } => (MaskName::Bidirectional, window),
     };
     see(seen, "mask", mask);
     seen.extend(window.map(|_| format!("window: {}", word(mask))));
@@ -161,7 +162,7 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
         ("attention: softcap", attention.softcap.is_some()),
         ("attention: its own scale", (attention.scale - 1.0 / (k_dim as f32).sqrt()).abs() > 1e-6),
         ("attention: values of another width", v_dim != k_dim),
-        ("attention: heads of their own width", heads * k_dim != attention.q.inp),
+        ("attention: heads of their own width", heads * k_dim != attention.q.k),
     ] {
         seen.extend(is_there.then(|| what.to_owned()));
     }

@@ -7,7 +7,7 @@ use crate::common::{
 use mainstem::actors::Engine;
 use mainstem::actors::engine::BIASES;
 use mainstem::cli::start;
-use mainstem::model::synthetic::Shape;
+use mainstem::model::synthetic::SyntheticShape;
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem::request::FinishReason::{Length, Stop, StopToken};
 use mainstem::request::{FinishReason, Request, RequestError};
@@ -159,7 +159,7 @@ async fn end_tokens_that_stand_many_times_are_one_and_too_many_are_refused_at_th
     let model = Copied::of("gqa", "many-ends");
     let named = format!("{{\"eos_token_id\": {:?}}}", [EOS; 600]);
     std::fs::write(model.file("generation_config.json"), named).expect("it can be written");
-    let engine = start::engine(&config(&model.0, &[])).await.expect("one end token is not too many");
+    let engine = start::start_engine(&config(&model.0, &[])).await.expect("one end token is not too many");
     assert_eq!(engine.model.eos, [EOS]);
     let ending = Request {
         ignore_eos: false,
@@ -170,11 +170,11 @@ async fn end_tokens_that_stand_many_times_are_one_and_too_many_are_refused_at_th
     assert_eq!(reason(&complete(&engine, ending).await), Stop);
     engine.stop();
 
-    let shape = Shape::named("110M").expect("it is listed");
+    let shape = SyntheticShape::parse("110M").expect("it is listed");
     let mut source = ModelSource::open(&ModelRef::Synthetic(shape), None).expect("random weights open");
     let mut setup = |ends: u32| {
         source.eos = (0..ends).collect();
-        start::setup(&config(&source.path, &[("kv.max_context", 64.into())]), &source)
+        start::engine_setup(&config(&source.path, &[("kv.max_context", 64.into())]), &source)
     };
     assert_eq!(setup(BIASES as u32).expect("so many can be").model.eos.len(), BIASES);
     let error = setup(BIASES as u32 + 1).expect_err("one more cannot").to_string();

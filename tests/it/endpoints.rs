@@ -7,7 +7,7 @@ use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use futures_util::StreamExt;
 use mainstem::cli::start;
-use mainstem::server::{Answer, Local, ServeParts};
+use mainstem::server::{LocalApi, ResponseBody, ServeParts};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::process::Output;
@@ -19,23 +19,23 @@ const MASK: u32 = 4;
 const DE: u32 = 6;
 
 /// Returns the API of a model with small step limits, so that texts are processed in several steps.
-async fn local(model: &Copied) -> Local {
+async fn local(model: &Copied) -> LocalApi {
     let config =
         config(&model.0, &[("scheduler.token_budget", 48.into()), ("scheduler.max_waiting", 8.into())]);
-    let engine = start::engine(&config).await.expect("the fixture loads");
-    Local::new(ServeParts::from(&engine), config.server)
+    let engine = start::start_engine(&config).await.expect("the fixture loads");
+    LocalApi::new(ServeParts::from(&engine), config.server)
 }
 
-async fn post(local: &Local, path: &str, body: Value) -> Value {
+async fn post(local: &LocalApi, path: &str, body: Value) -> Value {
     let answer = local.post(path, &body).await.unwrap_or_else(|error| panic!("{path} {body}: {error}"));
     match answer {
-        Answer::Whole(bytes) => serde_json::from_slice(&bytes).expect("it is JSON"),
-        Answer::Events(_) => panic!("nothing was to be streamed"),
+        ResponseBody::Json(bytes) => serde_json::from_slice(&bytes).expect("it is JSON"),
+        ResponseBody::Events(_) => panic!("nothing was to be streamed"),
     }
 }
 
 /// Returns the code and message of a refused request.
-async fn refusal(local: &Local, path: &str, body: Value) -> (String, String) {
+async fn refusal(local: &LocalApi, path: &str, body: Value) -> (String, String) {
     match local.post(path, &body).await {
         Ok(_) => panic!("{path} {body} is answered"),
         Err(error) => {
@@ -293,7 +293,7 @@ async fn a_language_is_forced_by_its_code_or_by_the_models_settings() {
         body
     };
     let plain = local(&model).await;
-    let first = async |local: &Local, more: Value| {
+    let first = async |local: &LocalApi, more: Value| {
         post(local, "/v1/completions", body(more)).await["choices"][0]["token_ids"].take()
     };
     for more in [
@@ -320,7 +320,7 @@ async fn streams_of_sources_go_on_together() {
         })
     };
     let whole = post(&local, "/v1/completions", body(false)).await;
-    let Ok(Answer::Events(mut events)) = local.post("/v1/completions", &body(true)).await else {
+    let Ok(ResponseBody::Events(mut events)) = local.post("/v1/completions", &body(true)).await else {
         panic!("it is streamed")
     };
     let mut texts = vec![String::new(); 3];

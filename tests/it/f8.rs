@@ -3,7 +3,7 @@
 use crate::common::{Copied, fixture, mainstem};
 use crate::oracle::check_at;
 use crate::quantize::{Room, loaded, opened, target};
-use mainstem::model::quantize::{Format, quantize};
+use mainstem::model::quantize::{OutputFormat, quantize};
 use mainstem_kernels::QuantType;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -46,11 +46,12 @@ fn they_are_loaded_in_16_bits_or_by_rules() {
         assert!(types("*proj*=q8_0").contains("q8_0"), "{style}");
         for rules in ["*proj*=q8_0", "*=bf16"] {
             let (source, out) = (opened(&model.0, rules), room.place(&rules.replace('*', "")));
-            quantize(&source, &target(out.clone(), Format::Safetensors)).expect("it is written");
+            quantize(&source, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
             let written = opened(&out, "");
             assert!(loaded(&source) == loaded(&written), "{style} by {rules}");
-            let is_f8 =
-                |name: &str| written.checkpoint.tensor(name).expect("its name").stored_name() == "f8_e4m3";
+            let is_f8 = |name: &str| {
+                written.checkpoint.tensor(name).expect("its name").stored_type_name() == "f8_e4m3"
+            };
             assert!(!written.checkpoint.names().any(is_f8), "{style}");
         }
     }

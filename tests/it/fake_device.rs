@@ -4,7 +4,7 @@ use crate::common::{config, engine, fixture, mainstem};
 use mainstem::cli::start::{self, forecast};
 use mainstem::config::Config;
 use mainstem::model::ModelRef;
-use mainstem::server::{Answer, Local, ServeParts};
+use mainstem::server::{LocalApi, ResponseBody, ServeParts};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,13 +16,13 @@ fn fake(settings: &[(&'static str, toml::Value)]) -> Config {
 }
 
 async fn answer(config: &Config, body: Value) -> Value {
-    let engine = start::engine(config).await.expect("the demo model opens");
-    let local = Local::new(ServeParts::from(&engine), config.server.clone());
+    let engine = start::start_engine(config).await.expect("the demo model opens");
+    let local = LocalApi::new(ServeParts::from(&engine), config.server.clone());
     let answer = local.post("/v1/completions", &body).await.expect("the API takes it");
     engine.stop();
     match answer {
-        Answer::Whole(bytes) => serde_json::from_slice(&bytes).expect("an answer is JSON"),
-        Answer::Events(_) => panic!("no stream was asked for"),
+        ResponseBody::Json(bytes) => serde_json::from_slice(&bytes).expect("an answer is JSON"),
+        ResponseBody::Events(_) => panic!("no stream was asked for"),
     }
 }
 
@@ -57,7 +57,7 @@ fn no_memory_bounds_the_fake_device() {
     let source = start::open(&ModelRef::parse("synthetic:110M").expect("it is listed"), None);
     let (source, _) = source.expect("it is made up");
     let sizes = [("scheduler.slots", 65_536.into()), ("scheduler.token_budget", 65_537.into())];
-    let setup = start::setup(&fake(&sizes), &source).expect("nothing is too large");
+    let setup = start::engine_setup(&fake(&sizes), &source).expect("nothing is too large");
     assert_eq!(setup.kv.pages, 65_536 * 2048 / 32 + 1);
     let forecast = &forecast(&fake(&sizes).device, &source, &setup).expect("it is only counted")[0][0];
     assert_eq!((forecast.weight_bytes, forecast.kv_bytes, forecast.step_bytes), (0, 0, 0));
@@ -81,11 +81,11 @@ fn inspect_reckons_no_memory_for_it() {
 #[actix::test]
 async fn limits_are_the_models() {
     let real = engine("gqa", &[]).await;
-    let fake = start::engine(&config(&fixture("gqa"), &[("device.kind", "fake".into())])).await;
+    let fake = start::start_engine(&config(&fixture("gqa"), &[("device.kind", "fake".into())])).await;
     let fake = fake.expect("the fixture opens");
     assert_eq!((fake.model.context, fake.model.vocab), (real.model.context, real.model.vocab));
     assert_eq!(fake.tokenizer.vocab_size(), real.tokenizer.vocab_size());
-    assert_eq!(fake.model.chat.is_some(), real.model.chat.is_some());
+    assert_eq!(fake.model.chat_template.is_some(), real.model.chat_template.is_some());
     real.stop();
     fake.stop();
 }

@@ -2,10 +2,10 @@
 //! resources are released, and the next request is served normally.
 
 use crate::common::{all_home, complete, complete_all, engine_with, greedy, outcome, prompt};
-use mainstem::actors::device::Factory;
+use mainstem::actors::device::ExecutorFactory;
 use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem::request::{FinishReason, RequestError};
-use mainstem_kernels::{DeviceError, Flow, StepBatch, StepOutput};
+use mainstem_kernels::{DeviceError, HandoffPorts, StepBatch, StepOutput};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use toml::Value;
@@ -29,7 +29,12 @@ struct Failing {
 }
 
 impl Executor for Failing {
-    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
         if self.steps_left.fetch_sub(1, Ordering::Relaxed) == 0 {
             match self.fault {
                 Fault::Panic => panic!("the test's device panics"),
@@ -38,7 +43,7 @@ impl Executor for Failing {
                 }
                 Fault::NoResults => {
                     self.inner.run(batch, flow, out)?;
-                    out.rows.clear();
+                    out.tokens.clear();
                     return Ok(());
                 }
             }
@@ -51,7 +56,7 @@ impl Executor for Failing {
     }
 }
 
-fn failing(mut factory: Factory, at_step: u64, fault: Fault) -> Factory {
+fn failing(mut factory: ExecutorFactory, at_step: u64, fault: Fault) -> ExecutorFactory {
     let steps_left = Arc::new(AtomicU64::new(at_step));
     let mut built = 0;
     Box::new(move |stage| {

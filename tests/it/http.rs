@@ -20,10 +20,10 @@ struct Server {
 
 impl Server {
     fn start(fixture_name: &str, flags: &[&str]) -> Server {
-        Server::of(&fixture(fixture_name), flags)
+        Server::with_model(&fixture(fixture_name), flags)
     }
 
-    fn of(model: &Path, flags: &[&str]) -> Server {
+    fn with_model(model: &Path, flags: &[&str]) -> Server {
         let mut child = mainstem()
             .arg("serve")
             .arg(model)
@@ -235,7 +235,7 @@ fn hanging_up_frees_the_slot() {
     const LONG: u32 = 30_000;
     let model = Copied::of("gqa", "long-context");
     model.configure("max_position_embeddings", json!(LONG + 1000));
-    let server = Server::of(&model.0, &["--slots", "1", "--device", "reference"]);
+    let server = Server::with_model(&model.0, &["--slots", "1", "--device", "reference"]);
     for (gone, stream) in [(1.0, true), (2.0, false)] {
         let mut long = body(1, stream);
         long["max_tokens"] = LONG.into();
@@ -263,14 +263,14 @@ fn hanging_up_frees_the_slot() {
 fn a_call_to_an_encoder_counts_once() {
     let model = family("bert", "metrics");
     let texts = json!({ "input": [[8, 9], [10], [11, 12, 13]] });
-    let server = Server::of(&model.0, &["--slots", "2", "--max-waiting", "2"]);
+    let server = Server::with_model(&model.0, &["--slots", "2", "--max-waiting", "2"]);
     assert_eq!(server.ask("/v1/embeddings", Some(&texts)).0, 200);
     server.wait_for("mainstem_e2e_request_latency_seconds_count", 1.0);
     assert_eq!(server.metric("mainstem_request_prompt_tokens_sum"), 6.0);
     assert_eq!(server.metric("mainstem_clients_gone_total"), 0.0);
 
     let slow = ["--slots", "2", "--device", "fake", "--fake-step", "600s"];
-    let server = Server::of(&model.0, &slow);
+    let server = Server::with_model(&model.0, &slow);
     let client = server.connect("/v1/embeddings", Some(&texts));
     server.wait_for("mainstem_num_requests_running", 2.0);
     drop(client);
@@ -314,7 +314,7 @@ fn errors_name_what_is_wrong() {
 }
 
 /// Requests a recorded story, streaming or not, and compares it.
-fn tell(server: &Server, story: &Story, stream: bool) {
+fn check_story(server: &Server, story: &Story, stream: bool) {
     let body = json!({
         "prompt": story.prompt,
         "max_tokens": story.new_ids.len(),
@@ -348,13 +348,13 @@ fn stories260k_tells_its_recorded_texts_in_any_company() {
     let Some(folder) = stories() else { return };
     let stories = Story::all(&folder);
     for model in ["hf", "stories260K.bin"] {
-        let server = Server::of(&folder.join(model), &["--slots", "8", "--token-budget", "32"]);
-        stories.iter().for_each(|story| tell(&server, story, false));
+        let server = Server::with_model(&folder.join(model), &["--slots", "8", "--token-budget", "32"]);
+        stories.iter().for_each(|story| check_story(&server, story, false));
         std::thread::scope(|scope| {
             for number in 0..32u64 {
                 let (server, stories) = (&server, &stories);
                 scope.spawn(move || match number % 4 {
-                    0 => tell(server, &stories[number as usize / 4 % stories.len()], number % 8 == 0),
+                    0 => check_story(server, &stories[number as usize / 4 % stories.len()], number % 8 == 0),
                     _ => assert_eq!(server.post(body(number, false)).0, 200),
                 });
             }

@@ -6,7 +6,7 @@ use actix_web::http::{StatusCode, header};
 use actix_web::{App, HttpRequest, HttpResponse, HttpServer, web};
 use futures_util::{StreamExt, stream};
 use mainstem::config::HubSettings;
-use mainstem::formats::{Folder, FoundPooling, SentenceFiles};
+use mainstem::formats::{Folder, PoolingConfig, SentenceConfig};
 use mainstem::hub::{Hub, HubReference, Progress, Timeouts};
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem::request::Pooling;
@@ -56,7 +56,7 @@ struct State {
     has_moved: bool,
     /// Address of the weights, if not this hub.
     store: Option<String>,
-    asked: Vec<Asked>,
+    asked: Vec<ReceivedRequest>,
 }
 
 #[derive(Clone, Copy)]
@@ -70,7 +70,7 @@ enum Fault {
 }
 
 #[derive(Clone, Debug)]
-struct Asked {
+struct ReceivedRequest {
     path: String,
     authorization: Option<String>,
     range: Option<String>,
@@ -117,7 +117,7 @@ impl LocalHub {
     }
 
     /// Takes the requests received since the last call.
-    fn asked(&self) -> Vec<Asked> {
+    fn take_requests(&self) -> Vec<ReceivedRequest> {
         std::mem::take(&mut self.state.lock().expect("no handler panics").asked)
     }
 
@@ -126,9 +126,11 @@ impl LocalHub {
     }
 
     /// Takes the files requested since the last call, in order.
-    fn files_asked(&self) -> Vec<String> {
-        let name = |asked: Asked| Some(asked.path.split_once("/resolve/")?.1.split_once('/')?.1.to_owned());
-        let mut names: Vec<String> = self.asked().into_iter().filter_map(name).collect();
+    fn take_requested_files(&self) -> Vec<String> {
+        let name = |asked: ReceivedRequest| {
+            Some(asked.path.split_once("/resolve/")?.1.split_once('/')?.1.to_owned())
+        };
+        let mut names: Vec<String> = self.take_requests().into_iter().filter_map(name).collect();
         names.dedup();
         names
     }
@@ -165,7 +167,11 @@ fn note(state: &mut State, request: &HttpRequest) -> Option<HttpResponse> {
     let is_known = state.token.as_ref().is_none_or(|token| {
         authorization.as_ref().is_some_and(|given| given.strip_prefix("Bearer ") == Some(token))
     });
-    state.asked.push(Asked { path: request.path().to_owned(), authorization, range: header(header::RANGE) });
+    state.asked.push(ReceivedRequest {
+        path: request.path().to_owned(),
+        authorization,
+        range: header(header::RANGE),
+    });
     match (state.is_down, is_known) {
         (true, _) => Some(HttpResponse::ServiceUnavailable().finish()),
         (_, false) => {
@@ -354,7 +360,7 @@ impl Drop for CacheFolder {
 
 /// Returns long timeouts for a hub that responds, with short delays between attempts.
 fn patient() -> Timeouts {
-    Timeouts { pause: Duration::from_millis(1), ..Timeouts::default() }
+    Timeouts { retry_delay: Duration::from_millis(1), ..Timeouts::default() }
 }
 
 /// What to wait for an answer that never comes; others come sooner, on a busy machine too.
@@ -409,14 +415,14 @@ fn a_model_is_fetched_once_and_then_needs_no_hub() {
     assert_eq!(folder, cache.snapshot(COMMIT));
     let wanted =
         ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS];
-    assert_eq!(hub.files_asked(), wanted);
+    assert_eq!(hub.take_requested_files(), wanted);
     same_files(&folder, "gqa");
     ModelSource::open(&ModelRef::Path(folder.clone()), None).expect("what was fetched is a model");
     // A commit is immutable; a branch may have moved.
     assert_eq!(fetch(&hub, &cache, &format!("hf:owner/tiny@{COMMIT}")).unwrap(), folder);
-    assert!(hub.asked().is_empty());
+    assert!(hub.take_requests().is_empty());
     assert_eq!(fetch(&hub, &cache, "hf:owner/tiny").unwrap(), folder);
-    let asked: Vec<String> = hub.asked().into_iter().map(|asked| asked.path).collect();
+    let asked: Vec<String> = hub.take_requests().into_iter().map(|asked| asked.path).collect();
     assert_eq!(asked, ["/api/models/owner/tiny/revision/main"]);
     drop(hub);
     assert_eq!(fetch_with("http://127.0.0.1:1", &cache, "hf:owner/tiny", None, &mut ()).unwrap(), folder);
@@ -428,12 +434,12 @@ fn all_shards_of_an_index_are_fetched() {
     let folder = fetch(&hub, &cache, "hf:owner/tiny").unwrap();
     ModelSource::open(&ModelRef::Path(folder.clone()), None).expect("what was fetched is a model");
     assert!(!folder.join("consolidated.safetensors").exists());
-    hub.asked();
+    hub.take_requests();
     // A lost file is fetched again, and only that.
     let lost = "model-00002-of-00003.safetensors";
     fs::remove_file(folder.join(lost).canonicalize().unwrap()).unwrap();
     fetch(&hub, &cache, "hf:owner/tiny").unwrap();
-    assert_eq!(hub.files_asked(), [lost]);
+    assert_eq!(hub.take_requested_files(), [lost]);
     same_files(&folder, "sharded");
 }
 
@@ -452,18 +458,18 @@ fn an_encoders_way_of_pooling_is_fetched_with_it() {
     };
     hub.set(|state| files.into_iter().for_each(|file| add(state, file)));
     let folder = fetch(&hub, &cache, "hf:owner/tiny").unwrap();
-    let found = SentenceFiles::from_folder(&Folder::Disk(folder.clone())).unwrap().expect("they are there");
-    assert_eq!(found.pooling, FoundPooling::Served(Pooling::Cls));
+    let found = SentenceConfig::from_folder(&Folder::Disk(folder.clone())).unwrap().expect("they are there");
+    assert_eq!(found.pooling, PoolingConfig::Supported(Pooling::Cls));
     // The layout of the hub's own tools: a link to the content.
     let link = fs::read_link(folder.join("2_Other/config.json")).unwrap();
     assert!(link.starts_with("../../../blobs"), "{}", link.display());
-    hub.asked();
+    hub.take_requests();
     assert_eq!(fetch(&hub, &cache, &format!("hf:owner/tiny@{COMMIT}")).unwrap(), folder);
-    assert!(hub.asked().is_empty(), "the commit is known to be whole");
+    assert!(hub.take_requests().is_empty(), "the commit is known to be whole");
     // Without the file, the commit is incomplete.
     fs::remove_file(folder.join("2_Other/config.json")).unwrap();
     fetch(&hub, &cache, &format!("hf:owner/tiny@{COMMIT}")).unwrap();
-    assert_eq!(hub.files_asked(), ["2_Other/config.json"]);
+    assert_eq!(hub.take_requested_files(), ["2_Other/config.json"]);
 }
 
 /// What a file of the hub's names is looked for only in a folder beside it.
@@ -474,7 +480,7 @@ fn a_pooling_module_that_is_elsewhere_is_not_fetched() {
     let modules = json!([module("../../1_Pooling"), module("/etc"), module("")]);
     hub.set(|state| _ = state.files.insert("modules.json".into(), modules.to_string().into_bytes()));
     fetch(&hub, &cache, "hf:owner/tiny").unwrap();
-    assert!(hub.files_asked().iter().all(|name| !name.contains('/')));
+    assert!(hub.take_requested_files().iter().all(|name| !name.contains('/')));
 }
 
 #[test]
@@ -492,7 +498,7 @@ fn revisions_have_folders_of_their_own() {
 fn the_token_goes_to_the_hub_when_there_is_one_and_into_no_message() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
     fetch(&hub, &cache, "hf:owner/tiny").unwrap();
-    assert!(hub.asked().iter().all(|asked| asked.authorization.is_none()));
+    assert!(hub.take_requests().iter().all(|asked| asked.authorization.is_none()));
 
     hub.set(|state| state.token = Some("hf_right".to_owned()));
     let cache = CacheFolder::new();
@@ -500,9 +506,9 @@ fn the_token_goes_to_the_hub_when_there_is_one_and_into_no_message() {
     assert!(error.contains("set HF_TOKEN") && error.contains(&hub.endpoint), "{error}");
     let error = refusal(fetch_with(&hub.endpoint, &cache, "hf:owner/tiny", Some("hf_s3cret"), &mut ()));
     assert!(error.contains("the token gives no access") && !error.contains("s3cret"), "{error}");
-    hub.asked();
+    hub.take_requests();
     fetch_with(&hub.endpoint, &cache, "hf:owner/tiny", Some("hf_right"), &mut ()).unwrap();
-    let asked = hub.asked();
+    let asked = hub.take_requests();
     assert!(asked.iter().all(|asked| asked.authorization.as_deref() == Some("Bearer hf_right")), "{asked:?}");
 
     // The token file of the hub's own tools.
@@ -521,7 +527,7 @@ fn the_token_goes_to_no_other_address() {
     });
     let folder = fetch_with(&hub.endpoint, &cache, "hf:owner/tiny", Some("hf_right"), &mut ()).unwrap();
     same_files(&folder, "gqa");
-    let asked = store.asked();
+    let asked = store.take_requests();
     assert!(!asked.is_empty() && asked.iter().all(|asked| asked.authorization.is_none()), "{asked:?}");
 }
 
@@ -575,7 +581,7 @@ fn a_broken_connection_is_taken_up_where_it_broke() {
     let folder = fetch(&hub, &cache, "hf:owner/tiny").unwrap();
     same_files(&folder, "gqa");
     let half = fs::metadata(folder.join(WEIGHTS)).unwrap().len() / 2;
-    let ranges: Vec<String> = hub.asked().into_iter().filter_map(|asked| asked.range).collect();
+    let ranges: Vec<String> = hub.take_requests().into_iter().filter_map(|asked| asked.range).collect();
     assert!(ranges.contains(&format!("bytes={half}-")), "{ranges:?}");
 }
 
@@ -587,11 +593,11 @@ fn a_hub_that_keeps_breaking_leaves_nothing_that_looks_whole() {
     assert!(error.contains(WEIGHTS) && error.contains("the connection broke"), "{error}");
     assert!(!cache.snapshot(COMMIT).join(WEIGHTS).exists());
     assert!(!cache.repository().join("refs/main").exists());
-    hub.asked();
+    hub.take_requests();
     // The next start resumes there and requests nothing twice.
     hub.set(|state| state.faults.clear());
     let folder = fetch(&hub, &cache, "hf:owner/tiny").unwrap();
-    assert_eq!(hub.files_asked(), [WEIGHTS]);
+    assert_eq!(hub.take_requested_files(), [WEIGHTS]);
     same_files(&folder, "gqa");
 }
 
@@ -614,7 +620,7 @@ fn what_an_ended_process_has_left_is_no_obstacle() {
     fs::write(left("part"), &content).unwrap();
     fs::write(left("lock"), []).unwrap();
     same_files(&fetch(&hub, &cache, "hf:owner/tiny").unwrap(), "gqa");
-    assert!(!hub.asked().iter().any(|asked| asked.path.starts_with("/blob/")));
+    assert!(!hub.take_requests().iter().any(|asked| asked.path.starts_with("/blob/")));
 
     let cache = CacheFolder::new();
     let longer = [&content[..], b"more"].concat();
@@ -648,14 +654,18 @@ fn a_mirror_that_lists_names_only_will_do() {
 fn a_hub_that_falls_silent_is_taken_up_where_it_did() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
     hub.fault(WEIGHTS, Fault::Stall, 1);
-    let folder = fetch_within(&hub, &cache, Timeouts { silence: SHORT, ..patient() }).unwrap();
+    let folder = fetch_within(&hub, &cache, Timeouts { idle: SHORT, ..patient() }).unwrap();
     same_files(&folder, "gqa");
-    assert!(hub.asked().iter().any(|asked| asked.range.as_ref().is_some_and(|range| !range.ends_with('0'))));
+    assert!(
+        hub.take_requests()
+            .iter()
+            .any(|asked| asked.range.as_ref().is_some_and(|range| !range.ends_with('0')))
+    );
 }
 
 #[test]
 fn a_hub_that_never_answers_is_given_up() {
-    let short = Timeouts { answer: 5 * SHORT, silence: SHORT, ..patient() };
+    let short = Timeouts { response: 5 * SHORT, idle: SHORT, ..patient() };
     for (mute, what) in [("/api/", "hf:owner/tiny"), ("/resolve/", "config.json"), ("/blob/", WEIGHTS)] {
         let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
         hub.set(|state| state.mute = Some(mute));
@@ -670,7 +680,7 @@ fn a_branch_is_looked_at_again_for_a_moment() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
     assert_eq!(fetch(&hub, &cache, "hf:owner/tiny").unwrap(), cache.snapshot(COMMIT));
     hub.set(|state| (state.has_moved, state.mute) = (true, Some("/api/")));
-    let timeouts = Timeouts { news: SHORT, ..patient() };
+    let timeouts = Timeouts { update_check: SHORT, ..patient() };
     assert_eq!(fetch_within(&hub, &cache, timeouts).unwrap(), cache.snapshot(COMMIT));
     // A commit that cannot be fetched completely does not replace a cached one.
     hub.set(|state| {
@@ -681,10 +691,10 @@ fn a_branch_is_looked_at_again_for_a_moment() {
     hub.fault("config.json", Fault::Break, usize::MAX);
     assert_eq!(fetch(&hub, &cache, "hf:owner/tiny").unwrap(), cache.snapshot(COMMIT));
     hub.set(|state| state.faults.clear());
-    hub.asked();
+    hub.take_requests();
     assert_eq!(fetch(&hub, &cache, "hf:owner/tiny").unwrap(), cache.snapshot(BRANCH_COMMIT));
     // Unchanged files are not downloaded again.
-    assert!(!hub.asked().iter().any(|asked| asked.path.starts_with("/blob/")));
+    assert!(!hub.take_requests().iter().any(|asked| asked.path.starts_with("/blob/")));
     assert_eq!(fs::read_to_string(cache.repository().join("refs/main")).unwrap(), BRANCH_COMMIT);
     let config = fs::read(cache.snapshot(BRANCH_COMMIT).join("config.json")).unwrap();
     assert!(config.ends_with(b"\n"));
@@ -697,11 +707,11 @@ fn offline_nobody_is_asked() {
     let reference = HubReference::parse("hf:owner/tiny").unwrap();
     let error = refusal(offline.fetch(&reference, &mut ()));
     assert!(error.contains("hf:owner/tiny") && error.contains("HF_HUB_OFFLINE"), "{error}");
-    assert!(hub.asked().is_empty());
+    assert!(hub.take_requests().is_empty());
     let folder = fetch(&hub, &cache, "hf:owner/tiny").unwrap();
-    hub.asked();
+    hub.take_requests();
     assert_eq!(offline.fetch(&reference, &mut ()).unwrap(), folder);
-    assert!(hub.asked().is_empty());
+    assert!(hub.take_requests().is_empty());
 }
 
 #[test]
@@ -716,9 +726,9 @@ fn a_file_that_another_process_fetches_is_waited_for() {
     let folder = std::thread::scope(|scope| {
         let fetching = scope.spawn(|| fetch(&hub, &cache, "hf:owner/tiny"));
         let start = Instant::now();
-        while !asked.iter().any(|asked: &Asked| asked.path.ends_with("config.json")) {
+        while !asked.iter().any(|asked: &ReceivedRequest| asked.path.ends_with("config.json")) {
             assert!(start.elapsed() < PATIENCE, "nobody asks for config.json");
-            asked.extend(hub.asked());
+            asked.extend(hub.take_requests());
             std::thread::yield_now();
         }
         assert!(!fetching.is_finished());
@@ -727,7 +737,7 @@ fn a_file_that_another_process_fetches_is_waited_for() {
         fetching.join().expect("fetching does not panic").unwrap()
     });
     same_files(&folder, "gqa");
-    asked.extend(hub.asked());
+    asked.extend(hub.take_requests());
     let config = asked.iter().filter(|asked| asked.path.ends_with("/config.json"));
     assert!(config.clone().all(|asked| asked.range.as_deref() == Some("bytes=0-0")), "{asked:?}");
 }
@@ -738,11 +748,11 @@ fn what_other_tools_have_fetched_is_used_when_the_hub_is_away() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
     let folder = fetch(&hub, &cache, "hf:owner/tiny").unwrap();
     fs::remove_dir_all(cache.repository().join(".no_exist")).unwrap();
-    hub.asked();
+    hub.take_requests();
     hub.set(|state| state.is_down = true);
     let commit = format!("hf:owner/tiny@{COMMIT}");
     assert_eq!(fetch(&hub, &cache, &commit).unwrap(), folder);
-    let asked: Vec<String> = hub.asked().into_iter().map(|asked| asked.path).collect();
+    let asked: Vec<String> = hub.take_requests().into_iter().map(|asked| asked.path).collect();
     assert_eq!(asked, [format!("/api/models/owner/tiny/revision/{COMMIT}")]);
     fs::remove_file(folder.join(WEIGHTS)).unwrap();
     let error = refusal(fetch(&hub, &cache, "hf:owner/tiny"));
@@ -790,7 +800,7 @@ fn two_processes_fetch_a_file_once() {
         let output = process.wait_with_output().expect("the program ends");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
-    let asked = hub.asked();
+    let asked = hub.take_requests();
     let contents = asked.iter().filter(|asked| asked.range.is_none() && asked.path.starts_with("/blob/"));
     assert_eq!(contents.count(), 1, "{asked:?}");
     same_files(&cache.snapshot(COMMIT), "gqa");

@@ -25,7 +25,7 @@ fn inspect_json(model: &Path, flags: &[&str]) -> Value {
 }
 
 /// Checks that a broken model is refused with the error of the loader.
-fn refused(model: &Path, named: &str) {
+fn check_refused(model: &Path, named: &str) {
     let output = inspect(model, &[]);
     let error = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{error}");
@@ -97,7 +97,7 @@ fn memory_is_what_the_engine_takes() {
         ];
         let config = config(&fixture(model), &settings);
         let source = ModelSource::open(&ModelRef::Path(fixture(model)), None).expect("the fixture opens");
-        let setup = start::setup(&config, &source).expect("the settings fit");
+        let setup = start::engine_setup(&config, &source).expect("the settings fit");
         let engine = &start::forecast(&config.device, &source, &setup).expect("the device is there")[0][0];
         let bytes = |key: &str| told[key].as_u64().expect(key) as usize;
         let parts = ["weights", "kv", "activations"].map(bytes);
@@ -238,12 +238,12 @@ fn a_broken_model_is_refused_as_the_loader_refuses_it() {
     let file = model.file("model.safetensors");
     let bytes = std::fs::read(&file).expect("the copy is there");
     std::fs::write(&file, &bytes[..bytes.len() - 100]).expect("it can be written");
-    refused(&model.0, "model.safetensors");
+    check_refused(&model.0, "model.safetensors");
     std::fs::write(&file, &bytes).expect("it can be written");
     model.configure("num_attention_heads", json!(0));
-    refused(&model.0, "config.json");
-    refused(Path::new("no/such/model"), "no/such/model");
-    refused(Path::new("hf:only-a-name"), "owner/name");
+    check_refused(&model.0, "config.json");
+    check_refused(Path::new("no/such/model"), "no/such/model");
+    check_refused(Path::new("hf:only-a-name"), "owner/name");
 }
 
 /// Returns the header of a safetensors file of F32 tensors, and the number of bytes that follow it.

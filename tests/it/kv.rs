@@ -4,12 +4,12 @@
 use crate::common::{Outcome, config, mainstem};
 use crate::weights::{answers_of, apart, texts};
 use mainstem::cli::start;
-use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
+use mainstem::model::executor::{Executor, KvCacheConfig, ModelExecutor};
 use mainstem::model::{ModelRef, ModelSource, Shard};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
-    Flow, Inputs, KvTable, QuantType, SampleRow, Share, Span, SpanModel, SpanStack, SpanTable, SpanTokens,
-    StepBatch, StepLimits, StepOutput, TableUpdate, Want,
+    ActivationPrecision, Fraction, HandoffPorts, KvTable, QuantType, SamplingParams, Span, SpanModel,
+    SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate,
 };
 use std::path::Path;
 
@@ -23,7 +23,7 @@ async fn answers(kv_type: &str, share: f64, together: bool) -> Vec<Outcome> {
         ("scheduler.slots", slots.into()),
         ("scheduler.token_budget", budget.into()),
     ];
-    let engine = start::engine(&config(Path::new(""), &settings)).await.expect("the demo model loads");
+    let engine = start::start_engine(&config(Path::new(""), &settings)).await.expect("the demo model loads");
     answers_of(engine, slots as usize, together).await
 }
 
@@ -46,30 +46,34 @@ const POSITIONS: usize = 128;
 const PAGE_POSITIONS: usize = 32;
 
 /// Returns an executor of the demo model with slots for `texts` texts.
-fn demo(texts: usize, ty: QuantType, attended: Share) -> impl Executor {
+fn demo(texts: usize, ty: QuantType, attended: Fraction) -> impl Executor {
     let source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
     let limits = StepLimits {
         slots: texts,
         rows: texts,
         logit_rows: texts,
         positions: POSITIONS,
-        source_positions: 0,
+        encoder_positions: 0,
         page_positions: PAGE_POSITIONS,
         top_logprobs: 0,
-        biases: 1,
+        logit_biases: 1,
         vocab: source.spec.vocab,
         hidden: 0,
-        attended,
+        attended_fraction: attended,
     };
-    let cpu = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Auto, inputs: Inputs::Plain });
-    let kv = KvPlan { ty, pages: 1 + texts * (POSITIONS / PAGE_POSITIONS) };
+    let cpu = CpuBackend::new(CpuConfig {
+        threads: 2,
+        isa: Isa::Auto,
+        activation_precision: ActivationPrecision::F32,
+    });
+    let kv = KvCacheConfig { ty, pages: 1 + texts * (POSITIONS / PAGE_POSITIONS) };
     let (cpu, whole) = (cpu.expect("there is a CPU"), Shard::whole(&source.spec));
     ModelExecutor::new(cpu, &source, &whole, kv, limits).expect("there is room")
 }
 
 /// Adds the token at `at` to the batch and samples the next one, which is forced to be the next token of the
 /// text.
-fn draw_next(batch: &mut StepBatch, slot: usize, text: &[u32], at: usize) {
+fn sample_next(batch: &mut StepBatch, slot: usize, text: &[u32], at: usize) {
     let tokens = match at {
         0 => SpanTokens::Given { at: batch.tokens.len() as u32, len: 1 },
         _ => SpanTokens::Last,
@@ -81,7 +85,7 @@ fn draw_next(batch: &mut StepBatch, slot: usize, text: &[u32], at: usize) {
             let page = 1 + slot as u32 * pages + index;
             TableUpdate { slot: slot as u32, table: KvTable::Own, index, page }
         };
-        batch.tables.extend((0..pages).map(entry));
+        batch.table_updates.extend((0..pages).map(entry));
     }
     batch.spans.push(Span {
         model: SpanModel::Target,
@@ -91,17 +95,17 @@ fn draw_next(batch: &mut StepBatch, slot: usize, text: &[u32], at: usize) {
         tokens,
         table: SpanTable::Own,
         reserved: POSITIONS as u32,
-        source: 0,
-        want: Want::Last,
+        encoder_len: 0,
+        output: SpanOutput::Last,
     });
-    let bias_at = batch.biases.len() as u32;
-    batch.biases.push((text[at + 1], 1e9));
-    let row = SampleRow { logprob: true, position: at as u32 + 1, ..SampleRow::GREEDY };
-    batch.samples.push(SampleRow { bias_at, bias_len: 1, ..row });
+    let bias_at = batch.logit_biases.len() as u32;
+    batch.logit_biases.push((text[at + 1], 1e9));
+    let row = SamplingParams { logprob: true, position: at as u32 + 1, ..SamplingParams::GREEDY };
+    batch.sampling.push(SamplingParams { bias_at, bias_len: 1, ..row });
 }
 
 /// Returns the log-probabilities of the texts' tokens except the first, text by text, when each is sampled.
-fn told(texts: &[Vec<u32>], ty: QuantType, attended: Share) -> Vec<Vec<f32>> {
+fn log_probabilities(texts: &[Vec<u32>], ty: QuantType, attended: Fraction) -> Vec<Vec<f32>> {
     let mut model = demo(texts.len(), ty, attended);
     let (mut batch, mut out) = (StepBatch::default(), StepOutput::default());
     let mut told = vec![Vec::new(); texts.len()];
@@ -109,9 +113,9 @@ fn told(texts: &[Vec<u32>], ty: QuantType, attended: Share) -> Vec<Vec<f32>> {
         let going: Vec<usize> = (0..texts.len()).filter(|slot| at + 1 < texts[*slot].len()).collect();
         batch.clear();
         batch.step += 1;
-        going.iter().for_each(|slot| draw_next(&mut batch, *slot, &texts[*slot], at));
-        model.run(&batch, Flow::default(), &mut out).expect("it runs");
-        for (slot, row) in going.iter().zip(&out.rows) {
+        going.iter().for_each(|slot| sample_next(&mut batch, *slot, &texts[*slot], at));
+        model.run(&batch, HandoffPorts::default(), &mut out).expect("it runs");
+        for (slot, row) in going.iter().zip(&out.tokens) {
             assert_eq!(row.token, texts[*slot][at + 1], "there is no choice");
             told[*slot].push(row.logprob);
         }
@@ -124,7 +128,8 @@ fn told(texts: &[Vec<u32>], ty: QuantType, attended: Share) -> Vec<Vec<f32>> {
 #[actix::test]
 async fn what_a_smaller_cache_costs_is_bounded_and_falls_with_its_size() {
     let texts = texts().await;
-    let told = |ty, share: f64| told(&texts, ty, Share::new(share).expect("a share")).concat();
+    let told =
+        |ty, share: f64| log_probabilities(&texts, ty, Fraction::new(share).expect("a share")).concat();
     let exact = told(QuantType::F32, 1.0);
     let costs = |ty, share| apart(&exact, &told(ty, share));
     let by_type = [QuantType::F16, QuantType::Q8_0, QuantType::G4_B64].map(|ty| costs(ty, 1.0));

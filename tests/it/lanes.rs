@@ -4,10 +4,10 @@
 use crate::common::{
     all_home, complete, complete_all, drawn, engine, engine_with, greedy, outcome, prompt, submit,
 };
-use mainstem::actors::device::Factory;
+use mainstem::actors::device::ExecutorFactory;
 use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem::request::{FinishReason, Request, RequestError};
-use mainstem_kernels::{DeviceError, Flow, SpanTable, StepBatch, StepOutput};
+use mainstem_kernels::{DeviceError, HandoffPorts, SpanTable, StepBatch, StepOutput};
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 use toml::Value;
@@ -23,7 +23,12 @@ struct Watched {
 }
 
 impl Executor for Watched {
-    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
         let mut steps = self.steps.lock().expect("nobody panics with it");
         steps.push(batch.clone());
         let number = steps.len();
@@ -37,7 +42,11 @@ impl Executor for Watched {
     }
 }
 
-fn watched(mut factory: Factory, steps: Arc<Mutex<Vec<StepBatch>>>, mishap: (usize, Mishap)) -> Factory {
+fn watched(
+    mut factory: ExecutorFactory,
+    steps: Arc<Mutex<Vec<StepBatch>>>,
+    mishap: (usize, Mishap),
+) -> ExecutorFactory {
     Box::new(move |stage| Ok(Box::new(Watched { inner: factory(stage)?, steps: steps.clone(), mishap })))
 }
 
@@ -96,10 +105,10 @@ fn check(steps: &[StepBatch], lanes: u32, shuffle: &str) {
     for step in steps {
         let own = step.lane * len..(step.lane + 1) * len;
         let moved = step.moves.iter().flat_map(|m| [m.from, m.to]);
-        let written = step.tables.iter().map(|entry| entry.slot);
+        let written = step.table_updates.iter().map(|entry| entry.slot);
         let named = step.spans.iter().map(|span| span.slot).chain(moved).chain(written);
         assert!({ named }.all(|slot| own.contains(&slot)), "{step:?}");
-        let holes = step.spans.iter().filter(|span| span.table == SpanTable::Sink).count();
+        let holes = step.spans.iter().filter(|span| span.table == SpanTable::Null).count();
         assert!(shuffle == "off" || holes == 0);
         assert!(shuffle == "on" || step.moves.is_empty());
     }
@@ -143,7 +152,7 @@ async fn a_fault_ends_what_is_in_slots_in_all_lanes_and_nothing_else() {
 #[actix::test]
 async fn a_loop_that_panics_takes_no_other_lane_along() {
     let lose: Mishap = |_, out| {
-        out.rows.clear();
+        out.tokens.clear();
         Ok(())
     };
     let steps = Arc::default();

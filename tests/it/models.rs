@@ -5,7 +5,7 @@ use mainstem::actors::Engine;
 use mainstem::cli::start;
 use mainstem::config::{Config, Overrides};
 use mainstem::model::ModelRef;
-use mainstem::model::synthetic::{SHAPES, Shape};
+use mainstem::model::synthetic::{SHAPES, SyntheticShape};
 use mainstem::request::FinishReason;
 use std::path::Path;
 
@@ -23,7 +23,7 @@ async fn answers(engine: &Engine, prompt: &str) {
 
 #[actix::test]
 async fn without_a_model_the_embedded_one_answers() {
-    let engine = start::engine(&config(Path::new(""), &[])).await.expect("the demo starts");
+    let engine = start::start_engine(&config(Path::new(""), &[])).await.expect("the demo starts");
     assert_eq!(engine.model.name, "mainstem-demo");
     answers(&engine, "Once upon a time").await;
     engine.stop();
@@ -33,9 +33,10 @@ async fn without_a_model_the_embedded_one_answers() {
 #[actix::test]
 async fn random_weights_answer_in_every_number_format() {
     for named in ["110M:f32", "110M:f16", "110M:bf16"] {
-        let named = Shape::named(named).expect("it is listed");
-        let tiny = Shape { hidden: 48, layers: 2, heads: 4, kv_heads: 2, ffn: 80, context: 64, ..named };
-        let engine = start::Prepared::of(&config(Path::new(""), &[]), &ModelRef::Synthetic(tiny));
+        let named = SyntheticShape::parse(named).expect("it is listed");
+        let tiny =
+            SyntheticShape { hidden: 48, layers: 2, heads: 4, kv_heads: 2, ffn: 80, context: 64, ..named };
+        let engine = start::PreparedModel::open(&config(Path::new(""), &[]), &ModelRef::Synthetic(tiny));
         let engine = engine.expect("random weights open").start().await.expect("random weights start");
         assert_eq!(engine.model.name, format!("synthetic:{}:{}", tiny.name, tiny.ty));
         answers(&engine, "Once upon a time").await;
@@ -45,7 +46,7 @@ async fn random_weights_answer_in_every_number_format() {
 
 #[actix::test]
 async fn an_unknown_shape_is_refused_with_those_there_are() {
-    let refused = start::engine(&config(Path::new("synthetic:2B"), &[])).await;
+    let refused = start::start_engine(&config(Path::new("synthetic:2B"), &[])).await;
     let error = format!("{:#}", refused.err().expect("there is none of that name"));
     assert!(SHAPES.iter().all(|shape| error.contains(shape.name)), "{error}");
 }
@@ -59,7 +60,7 @@ fn the_example_configurations_fit_the_demo() {
     assert!(!files.is_empty());
     for file in files {
         let config = Config::load(Some(&file), Overrides::default()).expect("the example is valid");
-        let prepared = start::Prepared::of(&config, &ModelRef::Demo);
+        let prepared = start::PreparedModel::open(&config, &ModelRef::Demo);
         prepared.unwrap_or_else(|error| panic!("{}: {error:#}", file.display()));
     }
 }

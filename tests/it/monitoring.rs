@@ -1,7 +1,7 @@
 //! Tests of `config/monitoring` against the table of metrics: Prometheus does not report unknown names and
 //! labels in expressions, which would result in empty graphs and alerts that never fire.
 
-use mainstem::telemetry::{Kind, METRICS, Metric};
+use mainstem::telemetry::{METRICS, Metric, MetricKind};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -288,7 +288,7 @@ fn matchers<'a>(braces: &[Lexeme<'a>]) -> Vec<(&'a str, &'a str)> {
 impl Use<'_> {
     /// Returns the metric of the series, and the suffix of its name.
     fn metric(&self) -> Result<(&'static Metric, &'static str), String> {
-        let is_histogram = |metric: &Metric| matches!(metric.kind, Kind::Histogram(_));
+        let is_histogram = |metric: &Metric| matches!(metric.kind, MetricKind::Histogram(_));
         METRICS
             .iter()
             .find_map(|metric| {
@@ -303,8 +303,8 @@ impl Use<'_> {
     /// Checks that counters are read as rates, and gauges are not.
     fn check_range(&self, metric: &Metric) -> Result<(), String> {
         match (metric.kind, self.range_function) {
-            (Kind::Gauge, None | Some("avg_over_time" | "min_over_time" | "max_over_time")) => Ok(()),
-            (Kind::Counter | Kind::Histogram(_), Some("rate" | "increase")) => Ok(()),
+            (MetricKind::Gauge, None | Some("avg_over_time" | "min_over_time" | "max_over_time")) => Ok(()),
+            (MetricKind::Counter | MetricKind::Histogram(_), Some("rate" | "increase")) => Ok(()),
             (_, function) => {
                 Err(format!("{} is a {}, read with {function:?}", self.name, metric.kind.as_str()))
             }

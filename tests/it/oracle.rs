@@ -68,7 +68,7 @@ impl Answer {
             ignore_eos: self.ignore_eos || eos.contains(&1),
             logprobs: Some(5),
             prompt_logprobs: true,
-            source: self.source.as_slice().into(),
+            encoder_input: self.source.as_slice().into(),
             ..greedy(&self.prompt, self.answer_len_asked())
         }
     }
@@ -92,7 +92,7 @@ async fn start(model: &Path, kind: &str, slots: i64) -> Engine {
         // The recorded answers are for activations that are not rounded.
         ("device.activations", "f32".into()),
     ];
-    start::engine(&config(model, &settings)).await.expect("the fixture loads")
+    start::start_engine(&config(model, &settings)).await.expect("the fixture loads")
 }
 
 async fn check(model: &str, answers: &str, kind: &str) {
@@ -166,7 +166,7 @@ async fn check_with(path: &Path, answers: &str, (kind, slots): (&str, i64), tole
 /// Checks prompt log-probabilities, which do not depend on generated tokens, with a larger tolerance.
 pub async fn check_prompts(path: &Path, answers: &str, settings: &[(&'static str, Value)], tolerance: f32) {
     let recorded = recorded(answers);
-    let engine = start::engine(&config(path, settings)).await.expect("the fixture loads");
+    let engine = start::start_engine(&config(path, settings)).await.expect("the fixture loads");
     let requests = recorded
         .answers
         .iter()

@@ -7,13 +7,13 @@ use crate::common::{
 use crate::families::family;
 use futures_util::future::{join, join_all};
 use mainstem::actors::TokenStream;
-use mainstem::actors::device::Factory;
+use mainstem::actors::device::ExecutorFactory;
 use mainstem::actors::engine::start as start_engine;
-use mainstem::cli::start::{self, Prepared};
+use mainstem::cli::start::{self, PreparedModel};
 use mainstem::model::ModelRef;
 use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem::request::{FinishReason, Request, Token};
-use mainstem_kernels::{Aborted, Collective, DeviceError, Flow, StepBatch, StepOutput};
+use mainstem_kernels::{Aborted, Collective, DeviceError, HandoffPorts, StepBatch, StepOutput};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -73,8 +73,8 @@ fn requests(exact: bool, sources: bool) -> Vec<Request> {
             false => greedy(&words(i, 4 + 4 * i), 4 + i as u32),
         };
         // Some encoder inputs are longer than the budget of a step.
-        let source = if sources { words(40 + i, 3 + 2 * i).into() } else { request.source.clone() };
-        Request { source, prompt_logprobs: i.is_multiple_of(3), logprobs: Some(0), ..request }
+        let source = if sources { words(40 + i, 3 + 2 * i).into() } else { request.encoder_input.clone() };
+        Request { encoder_input: source, prompt_logprobs: i.is_multiple_of(3), logprobs: Some(0), ..request }
     };
     (0..10).map(request).collect()
 }
@@ -93,7 +93,7 @@ async fn answers(model: &str, settings: &Settings, requests: Vec<Request>) -> Ve
     let (mut staying, mut leaving) = (Vec::new(), Vec::new());
     for (number, request) in requests.into_iter().enumerate() {
         let long = greedy(&words(20 + number, 5 + 7 * (number % 4)), 20);
-        let long = Request { source: request.source.clone(), ..long };
+        let long = Request { encoder_input: request.encoder_input.clone(), ..long };
         leaving.push(leave(submit(&engine, long).await.expect("there is room"), number % 5));
         staying.push(outcome(submit(&engine, request).await.expect("there is room")));
     }
@@ -185,18 +185,24 @@ impl Collective for Meeting {
         self.inner.rank()
     }
 
-    fn members(&self) -> usize {
-        self.inner.members()
+    fn rank_count(&self) -> usize {
+        self.inner.rank_count()
     }
 
-    fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
+    fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
         self.meetings.fetch_add(1, Ordering::Relaxed);
-        self.inner.sum(x)
+        self.inner.all_reduce(x)
     }
 
-    fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
+    fn all_gather(
+        &mut self,
+        rows: usize,
+        widths: &[usize],
+        own: &[f32],
+        all: &mut [f32],
+    ) -> Result<(), Aborted> {
         self.meetings.fetch_add(1, Ordering::Relaxed);
-        self.inner.gather(rows, widths, own, all)
+        self.inner.all_gather(rows, widths, own, all)
     }
 }
 
@@ -208,7 +214,12 @@ struct Sociable {
 }
 
 impl Executor for Sociable {
-    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
         let before = self.meetings.load(Ordering::Relaxed);
         self.inner.run(batch, flow, out)?;
         let met = self.members == 1 || self.meetings.load(Ordering::Relaxed) > before;
@@ -221,9 +232,9 @@ impl Executor for Sociable {
     }
 }
 
-fn sociable(mut factory: Factory) -> Factory {
+fn with_exchange_check(mut factory: ExecutorFactory) -> ExecutorFactory {
     Box::new(move |inner| {
-        let (members, meetings) = (inner.members(), Arc::new(AtomicU64::new(0)));
+        let (members, meetings) = (inner.rank_count(), Arc::new(AtomicU64::new(0)));
         let inner = factory(Box::new(Meeting { inner, meetings: meetings.clone() }))?;
         Ok(Box::new(Sociable { inner, meetings, members }))
     })
@@ -243,10 +254,11 @@ async fn the_members_of_a_stage_meet_in_every_step() {
         let layers = Value::from(layers.to_vec());
         let settings = [settings(devices, 2, "on"), vec![("device.layers", layers)]].concat();
         let config = config(&model.0, &settings);
-        let prepared = Prepared::of(&config, &ModelRef::Path(model.0.clone())).expect("the fixture opens");
-        let Prepared { setup, source, tokenizer, device } = prepared;
+        let prepared =
+            PreparedModel::open(&config, &ModelRef::Path(model.0.clone())).expect("the fixture opens");
+        let PreparedModel { setup, source, tokenizer, device } = prepared;
         let factories = start::factories(&device, &source, &tokenizer, &setup).into_iter();
-        let factories = factories.map(|stage| stage.into_iter().map(sociable).collect()).collect();
+        let factories = factories.map(|stage| stage.into_iter().map(with_exchange_check).collect()).collect();
         let engine = start_engine(setup, tokenizer, factories).await.expect("it starts");
         for outcome in complete_all(&engine, requests(false, true)).await {
             assert_eq!(outcome.end, Some(Ok(FinishReason::Length)), "{devices}");

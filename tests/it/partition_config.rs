@@ -3,7 +3,7 @@
 use crate::common::{config, fixture, mainstem};
 use crate::families::family;
 use mainstem::cli::start;
-use mainstem::config::{Lanes, spelled};
+use mainstem::config::{LaneCount, format_groups};
 use mainstem::model::{ModelRef, ModelSource};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -44,12 +44,12 @@ fn every_form_of_groups_reaches_the_engine() {
         (listed("[[\"cpu:0\", \"cpu:1\"], [\"cpu:2\"]]"), vec![vec!["cpu:0", "cpu:1"], vec!["cpu:2"]]),
     ] {
         let config = config(&model, &[("device.groups", groups.clone())]);
-        let setup = start::setup(&config, &source).expect("it can be divided so");
+        let setup = start::engine_setup(&config, &source).expect("it can be divided so");
         let names = |stage: &mainstem::model::partition::Stage| {
-            stage.members.iter().map(|member| member.device.clone()).collect::<Vec<_>>()
+            stage.ranks.iter().map(|member| member.device.clone()).collect::<Vec<_>>()
         };
         assert_eq!(setup.partition.stages.iter().map(names).collect::<Vec<_>>(), stages, "{groups}");
-        assert_eq!(config.scheduler.lanes, Lanes::ByStages);
+        assert_eq!(config.scheduler.lanes, LaneCount::PerStage);
         let layers: usize = setup.partition.stages.iter().map(|stage| stage.decoder.len()).sum();
         assert_eq!(layers, source.spec.layers());
     }
@@ -68,7 +68,7 @@ fn a_file_and_the_environment_say_it_too() {
     assert_eq!(answer["partition"].as_array().map(Vec::len), Some(2), "{answer}");
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("config/examples/hybrid.toml");
     let config = mainstem::config::Config::load(Some(&example), Default::default()).expect("it is valid");
-    assert_eq!(spelled(&config.device.groups), "cpu:0&cpu:1;cpu:2&cpu:3");
+    assert_eq!(format_groups(&config.device.groups), "cpu:0&cpu:1;cpu:2&cpu:3");
 }
 
 #[test]

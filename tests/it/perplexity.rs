@@ -112,7 +112,7 @@ async fn what_is_measured_is_what_is_served() {
     let text = std::fs::read_to_string(held_out()).unwrap();
     let tokens = tokenizer.encode(&text, true).unwrap()[..300].to_vec();
     let settings = [("model.weights", "q4".into()), ("kv.type", "f16".into())];
-    let engine = start::engine(&config(Path::new(""), &settings)).await.unwrap();
+    let engine = start::start_engine(&config(Path::new(""), &settings)).await.unwrap();
     let request = Request { prompt_logprobs: true, logprobs: Some(0), ..greedy(&tokens, 1) };
     let outcome = complete(&engine, request).await;
     engine.stop();

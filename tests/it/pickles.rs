@@ -24,7 +24,7 @@ pub fn pickled(kind: &str, name: &str) -> Copied {
 
 /// Returns each token with the bits of its log-probability, for long and short, greedy and sampled answers.
 async fn answers(model: &Path) -> Vec<Vec<(u32, Option<u32>)>> {
-    let engine = start::engine(&config(model, &[])).await.expect("the model loads");
+    let engine = start::start_engine(&config(model, &[])).await.expect("the model loads");
     let requests = (0..6).map(|i| {
         let mut request = greedy(&prompt(i, 3 + 11 * i), 16);
         if i % 2 == 1 {

@@ -3,14 +3,14 @@
 
 use crate::common::{fixture, prompt, skipped};
 use mainstem::model::Shard;
-use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
+use mainstem::model::executor::{Executor, KvCacheConfig, ModelExecutor};
 use mainstem::model::{ModelRef, ModelSource};
-use mainstem_kernels::Inputs;
+use mainstem_kernels::ActivationPrecision;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
-    Flow, KvTable, QuantType, SampleRow, Share, SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens,
-    StepBatch, StepLimits, StepOutput, TableUpdate, Want,
+    Fraction, HandoffPorts, KvTable, QuantType, SamplingParams, SlotMove, Span, SpanModel, SpanOutput,
+    SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate,
 };
 
 const SLOTS: u32 = 6;
@@ -35,11 +35,11 @@ enum Pick {
 
 impl Pick {
     /// Returns the sample row of the token at `position`.
-    fn row(self, position: usize) -> SampleRow {
-        let row = SampleRow { logprob: true, position: position as u32, ..SampleRow::GREEDY };
+    fn row(self, position: usize) -> SamplingParams {
+        let row = SamplingParams { logprob: true, position: position as u32, ..SamplingParams::GREEDY };
         match self {
             Pick::Greedy => row,
-            Pick::Drawn(seed) => SampleRow { temperature: 1.1, top_k: 50, top_p: 0.97, seed, ..row },
+            Pick::Drawn(seed) => SamplingParams { temperature: 1.1, top_k: 50, top_p: 0.97, seed, ..row },
         }
     }
 }
@@ -60,16 +60,20 @@ impl Rig {
             rows: 160,
             logit_rows: 4,
             positions: POSITIONS,
-            source_positions: 0,
+            encoder_positions: 0,
             page_positions,
             top_logprobs: 0,
-            biases: 0,
+            logit_biases: 0,
             vocab: source.spec.vocab,
             hidden: 0,
-            attended: Share::ALL,
+            attended_fraction: Fraction::ONE,
         };
-        let kv = KvPlan { ty, pages: 1 + SLOTS as usize * (POSITIONS / page_positions) };
-        let cpu = |isa| match CpuBackend::new(CpuConfig { threads, isa, inputs: Inputs::Coded }) {
+        let kv = KvCacheConfig { ty, pages: 1 + SLOTS as usize * (POSITIONS / page_positions) };
+        let cpu = |isa| match CpuBackend::new(CpuConfig {
+            threads,
+            isa,
+            activation_precision: ActivationPrecision::Int8,
+        }) {
             Ok(backend) => Some(Box::new(
                 ModelExecutor::new(backend, &source, &Shard::whole(&source.spec), kv, limits).unwrap(),
             ) as _),
@@ -96,7 +100,7 @@ impl Rig {
         let pages = (POSITIONS / self.page_positions) as u32;
         for index in 0..pages {
             let page = 1 + (pages_of * pages + index) * 7 % (SLOTS * pages);
-            self.batch.tables.push(TableUpdate { slot, table: KvTable::Own, index, page });
+            self.batch.table_updates.push(TableUpdate { slot, table: KvTable::Own, index, page });
         }
     }
 
@@ -113,7 +117,7 @@ impl Rig {
         self.span(slot, start, SpanTokens::Last, Some(pick.row(start + 1)));
     }
 
-    fn span(&mut self, slot: u32, start: usize, tokens: SpanTokens, sample: Option<SampleRow>) {
+    fn span(&mut self, slot: u32, start: usize, tokens: SpanTokens, sample: Option<SamplingParams>) {
         self.batch.spans.push(Span {
             model: SpanModel::Target,
             stack: SpanStack::Decoder,
@@ -122,19 +126,19 @@ impl Rig {
             tokens,
             table: SpanTable::Own,
             reserved: POSITIONS as u32,
-            source: 0,
-            want: if sample.is_some() { Want::Last } else { Want::None },
+            encoder_len: 0,
+            output: if sample.is_some() { SpanOutput::Last } else { SpanOutput::None },
         });
-        self.batch.samples.extend(sample);
+        self.batch.sampling.extend(sample);
     }
 
     fn run(&mut self) -> Vec<Drawn> {
         self.step += 1;
         self.batch.step = self.step;
         let mut output = StepOutput::default();
-        self.executor.run(&self.batch, Flow::default(), &mut output).unwrap();
+        self.executor.run(&self.batch, HandoffPorts::default(), &mut output).unwrap();
         self.batch.clear();
-        output.rows.iter().map(|row| (row.token, row.logprob.to_bits())).collect()
+        output.tokens.iter().map(|row| (row.token, row.logprob.to_bits())).collect()
     }
 
     /// Runs the whole prompt, then token by token.

@@ -5,8 +5,8 @@ use crate::common::{Copied, Outcome, complete_all, config, drawn, fixture, greed
 use crate::families::{decoders, family, others};
 use mainstem::cli::start;
 use mainstem::formats::save::Existing;
-use mainstem::model::quantize::{Format, Part, Target, quantize};
-use mainstem::model::weights::Weights;
+use mainstem::model::quantize::{FormatTotals, OutputFormat, QuantizeTarget, quantize};
+use mainstem::model::weights::WeightRules;
 use mainstem::model::{ModelRef, ModelSource, pieces, tensors};
 use mainstem::request::Request;
 use mainstem_kernels::QuantType;
@@ -46,23 +46,24 @@ impl Drop for Room {
 
 pub fn opened(path: &Path, rules: &str) -> ModelSource {
     let mut source = ModelSource::open(&ModelRef::Path(path.to_owned()), None).expect("the model opens");
-    source.weights = Weights::parse(rules).expect("the rules are well formed");
+    source.weight_rules = WeightRules::parse(rules).expect("the rules are well formed");
     source
 }
 
-pub fn target(path: PathBuf, format: Format) -> Target {
-    Target { path, format, existing: Existing::Refuse, spec: None, threads: 2 }
+pub fn target(path: PathBuf, format: OutputFormat) -> QuantizeTarget {
+    QuantizeTarget { path, format, existing: Existing::Refuse, spec: None, threads: 2 }
 }
 
 /// Returns the name, number format and bytes of every loaded tensor of the model.
 pub fn loaded(source: &ModelSource) -> Vec<(String, QuantType, Vec<u8>)> {
     let load = |piece| {
-        let taken = pieces::take(&source.checkpoint, piece).expect("it can be taken");
-        let taken =
-            taken.recoded(source.loaded_as(piece), source.codes.of(piece), 1).expect("it can be coded");
+        let taken = pieces::read_slice(&source.checkpoint, piece).expect("it can be taken");
+        let taken = taken
+            .requantize(source.load_type(piece), source.rounding.for_slice(piece), 1)
+            .expect("it can be coded");
         (piece.name.clone(), taken.ty, taken.bytes.into_owned())
     };
-    tensors::pieces(&source.spec).into_iter().map(load).collect()
+    tensors::required_slices(&source.spec).into_iter().map(load).collect()
 }
 
 /// Detects wrong layouts, missing transpositions and misplaced parts.
@@ -73,22 +74,23 @@ fn models_of_every_family_load_to_the_same_bytes_as_by_rules() {
     for (name, rules) in names.zip(["*=q4,f16", "*=q8_0"].into_iter().cycle()) {
         let (model, room) = (family(name, "quantize"), Room::new("family"));
         let source = opened(&model.0, rules);
-        let parts = quantize(&source, &target(room.place("out"), Format::Safetensors));
-        let parts: Vec<Part> = parts.unwrap_or_else(|error| panic!("{name}: {error:#}"));
+        let parts = quantize(&source, &target(room.place("out"), OutputFormat::Safetensors));
+        let parts: Vec<FormatTotals> = parts.unwrap_or_else(|error| panic!("{name}: {error:#}"));
         let written = opened(&room.place("out"), "");
         assert!(loaded(&source) == loaded(&written), "{name} by {rules}");
         assert_eq!((room.names(), &written.eos), (vec!["out".to_owned()], &source.eos), "{name}");
         let held: usize = written.checkpoint.tensors().map(|tensor| tensor.bytes_len()).sum();
-        assert_eq!(held, parts.iter().map(|part| part.after).sum::<usize>(), "{name}");
+        assert_eq!(held, parts.iter().map(|part| part.bytes_after).sum::<usize>(), "{name}");
         coded += parts.iter().filter(|part| part.ty.is_blocked()).map(|part| part.tensors).sum::<usize>();
-        turned += written.checkpoint.tensors().filter(|tensor| tensor.is_turned()).count();
+        turned += written.checkpoint.tensors().filter(|tensor| tensor.is_transposed()).count();
     }
     // Otherwise these kinds would not be tested.
     assert!(turned > 5 && coded > 500, "{turned} turned, {coded} coded");
 }
 
 async fn answers(model: &Path, rules: &str) -> Vec<Outcome> {
-    let engine = start::engine(&config(model, &[("model.weights", rules.into())])).await.expect("it loads");
+    let engine =
+        start::start_engine(&config(model, &[("model.weights", rules.into())])).await.expect("it loads");
     let requests = (0..4).map(|i| {
         let (prompt, seed) = (prompt(i, 3 + 9 * i), i as u64);
         let request = if i % 2 == 0 { greedy(&prompt, 12) } else { drawn(&prompt, 12, seed) };
@@ -145,7 +147,8 @@ fn the_settings_go_with_it_and_the_weights_do_not() {
         std::fs::write(model.file(name), content).expect("it can be written");
     }
     let out = room.place("out");
-    quantize(&opened(&model.0, "*=q8_0"), &target(out.clone(), Format::Safetensors)).expect("it is written");
+    quantize(&opened(&model.0, "*=q8_0"), &target(out.clone(), OutputFormat::Safetensors))
+        .expect("it is written");
     let own = Room(out.clone());
     let expected = [
         "LICENSE",
@@ -172,7 +175,8 @@ fn a_specification_that_was_given_goes_with_it() {
     let spec = room.place("own.toml");
     std::fs::write(&spec, format!("{shipped}\n# own")).expect("it can be written");
     let source = ModelSource::open(&ModelRef::Path(model.0.clone()), Some(&spec)).expect("it opens");
-    let target = Target { spec: Some(spec.clone()), ..target(room.place("out"), Format::Safetensors) };
+    let target =
+        QuantizeTarget { spec: Some(spec.clone()), ..target(room.place("out"), OutputFormat::Safetensors) };
     quantize(&source, &target).expect("it is written");
     assert_eq!(std::fs::read(room.place("out/spec.toml")).ok(), std::fs::read(&spec).ok());
 }
@@ -246,14 +250,14 @@ fn a_tensor_whose_parts_differ_is_refused_with_a_rule_that_helps() {
     let (model, room) = (family("phi3", "quantize-parts"), Room::new("parts"));
     let mut source = opened(&model.0, "k=q8_0,qkv=q4");
     source.spec.decoder.as_mut().expect("it has one").layers[0].attention.k.weight.role = "k";
-    let target = target(room.place("out"), Format::Safetensors);
+    let target = target(room.place("out"), OutputFormat::Safetensors);
     let error = format!("{:#}", quantize(&source, &target).expect_err("two formats"));
     assert!(
         error.contains("qkv_proj.weight") && error.contains("q8_0") && error.contains("q4_b32t1a"),
         "{error}"
     );
     let rule = error.split('\'').nth(3).expect("it names a rule").to_owned();
-    source.weights = Weights::parse(&format!("{rule},k=q8_0")).expect("the rule is well formed");
+    source.weight_rules = WeightRules::parse(&format!("{rule},k=q8_0")).expect("the rule is well formed");
     quantize(&source, &target).expect("the rule helps");
 }
 
@@ -263,7 +267,7 @@ fn what_is_stopped_leaves_nothing() {
     let source = opened(&model.0, "*=q8");
     source.progress.stop();
     let error =
-        quantize(&source, &target(room.place("out"), Format::Safetensors)).expect_err("it is stopped");
+        quantize(&source, &target(room.place("out"), OutputFormat::Safetensors)).expect_err("it is stopped");
     assert!(format!("{error:#}").contains("stopped"), "{error:#}");
     assert!(room.names().is_empty(), "{:?}", room.names());
 }

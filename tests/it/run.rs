@@ -4,7 +4,7 @@ use crate::common::{Copied, PATIENCE, again, fixture, mainstem, signal, within};
 use futures_util::StreamExt;
 use mainstem::cli::run::remote::Remote;
 use mainstem::cli::run::transport::{Reply, Transport};
-use mainstem::server::{Answer, Local, ServeParts};
+use mainstem::server::{LocalApi, ResponseBody, ServeParts};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -14,7 +14,7 @@ use std::thread;
 use std::time::Duration;
 
 /// A request received by the server.
-struct Seen {
+struct ReceivedRequest {
     /// Method and path.
     line: String,
     /// Header lines in lower case.
@@ -28,7 +28,7 @@ type Respond = Box<dyn FnOnce(&mut TcpStream) + Send>;
 /// A server that accepts one connection for each of its responses, then exits.
 struct FakeServer {
     url: String,
-    seen: Receiver<Seen>,
+    seen: Receiver<ReceivedRequest>,
 }
 
 impl FakeServer {
@@ -46,12 +46,12 @@ impl FakeServer {
         FakeServer { url, seen }
     }
 
-    fn seen(&self) -> Seen {
+    fn seen(&self) -> ReceivedRequest {
         self.seen.recv().expect("a request came")
     }
 }
 
-fn read_request(stream: &mut TcpStream) -> Seen {
+fn read_request(stream: &mut TcpStream) -> ReceivedRequest {
     let mut reader = BufReader::new(stream);
     let mut line = || {
         let mut line = String::new();
@@ -66,7 +66,7 @@ fn read_request(stream: &mut TcpStream) -> Seen {
     let mut body = vec![0; length.unwrap_or(0)];
     reader.read_exact(&mut body).expect("the body is as long as it says");
     let path = first.trim_end_matches(" HTTP/1.1").to_string();
-    Seen { line: path, headers, body: serde_json::from_slice(&body).unwrap_or(Value::Null) }
+    ReceivedRequest { line: path, headers, body: serde_json::from_slice(&body).unwrap_or(Value::Null) }
 }
 
 /// Writes a text. Returns false if the client has disconnected.
@@ -433,9 +433,9 @@ fn the_api_within_this_process_installs_no_recorder() {
     actix::System::new().block_on(async {
         let engine = crate::common::engine("gqa", &[]).await;
         let config = crate::common::config(&fixture("gqa"), &[]).server;
-        let local = Local::new(ServeParts::from(&engine), config);
+        let local = LocalApi::new(ServeParts::from(&engine), config);
         let answer = within(local.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 2}))).await;
-        assert!(matches!(answer, Ok(Answer::Whole(_))));
+        assert!(matches!(answer, Ok(ResponseBody::Json(_))));
         engine.stop();
     });
     assert!(metrics::set_global_recorder(metrics::NoopRecorder).is_ok());

@@ -4,16 +4,16 @@ use crate::common::PATIENCE;
 use load_tests::report::RunReport;
 use load_tests::report::html::Section;
 use load_tests::run::Progress;
-use load_tests::scenario::{self, Options};
+use load_tests::scenario::{self, ScenarioOptions};
 use std::path::Path;
 
-fn options() -> Options {
+fn options() -> ScenarioOptions {
     let program = env!("CARGO_BIN_EXE_mainstem").into();
-    Options { start_timeout: PATIENCE, time_limit: PATIENCE, ..Options::new(program) }
+    ScenarioOptions { start_timeout: PATIENCE, time_limit: PATIENCE, ..ScenarioOptions::new(program) }
 }
 
 /// Runs the smallest built-in scenario. Returns its progress lines and report sections.
-fn tiny(options: &Options) -> anyhow::Result<(Vec<String>, Vec<Section>)> {
+fn tiny(options: &ScenarioOptions) -> anyhow::Result<(Vec<String>, Vec<Section>)> {
     let mut lines = Vec::new();
     let files = [Path::new("tiny")];
     let mut tell = |line: &str| lines.push(line.to_owned());

@@ -1,11 +1,11 @@
 //! Tests of the content of each step, observed by a device that waits for the test before it runs a step.
 
 use crate::common::{all_home, engine_with, free_permits, greedy, outcome, prompt, submit, within};
-use mainstem::actors::kv::Held;
+use mainstem::actors::kv::GetUsage;
 use mainstem::actors::{Engine, TokenStream};
 use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem::request::{FinishReason, RequestError, TokenEvent};
-use mainstem_kernels::{DeviceError, Flow, SpanTable, StepBatch, StepOutput};
+use mainstem_kernels::{DeviceError, HandoffPorts, SpanTable, StepBatch, StepOutput};
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
@@ -21,7 +21,12 @@ struct Gated {
 }
 
 impl Executor for Gated {
-    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
         let _ = self.entered.send(batch.clone());
         let _ = self.leave.recv();
         self.inner.run(batch, flow, out)
@@ -89,7 +94,7 @@ async fn begin(engine: &Engine, number: usize, len: usize, max_tokens: u32) -> T
 /// Waits until `pages` pages are allocated.
 async fn ready(engine: &Engine, pages: usize) {
     within(async {
-        while engine.actors.kv.send(Held).await.expect("kv answers").1 < pages {
+        while engine.actors.kv.send(GetUsage).await.expect("kv answers").1 < pages {
             tokio::task::yield_now().await;
         }
         // Two more yields of the control thread, in which prefill is informed about the last page.
@@ -142,7 +147,7 @@ async fn a_long_prompt_keeps_to_the_budget_and_stalls_nobody() {
 }
 
 fn holes(step: &StepBatch) -> usize {
-    step.spans.iter().filter(|span| span.table == SpanTable::Sink).count()
+    step.spans.iter().filter(|span| span.table == SpanTable::Null).count()
 }
 
 /// Eight requests of different lengths on four slots: with the shuffle, the slots of each step are

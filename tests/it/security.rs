@@ -2,7 +2,7 @@
 
 use crate::common::{PATIENCE, engine};
 use mainstem::config::{ApiKeys, Config, Overrides, ServerConfig, TlsFiles};
-use mainstem::server::{Ending, ServeParts, Server};
+use mainstem::server::{ServeParts, Server, ShutdownOutcome};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use serde_json::{Value, json};
@@ -18,7 +18,7 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 struct Served {
     address: SocketAddr,
     stops: UnboundedSender<()>,
-    thread: Option<JoinHandle<Ending>>,
+    thread: Option<JoinHandle<ShutdownOutcome>>,
 }
 
 impl Served {
@@ -74,7 +74,7 @@ impl Drop for Served {
         let _ = self.stops.send(());
         let ending = self.thread.take().map(JoinHandle::join);
         if !std::thread::panicking() {
-            assert!(matches!(ending, Some(Ok(Ending::Drained))), "{ending:?}");
+            assert!(matches!(ending, Some(Ok(ShutdownOutcome::Drained))), "{ending:?}");
         }
     }
 }

@@ -5,14 +5,14 @@ use crate::common::{all_home, config, engine_with, fixture, within};
 use actix_web::rt::spawn;
 use actix_web::rt::task::JoinHandle;
 use actix_web::web::block;
-use mainstem::actors::device::Factory;
+use mainstem::actors::device::ExecutorFactory;
 use mainstem::actors::engine::Engine;
 use mainstem::config::ServerConfig;
 use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem::request::Request;
-use mainstem::server::{Ending, ServeParts, Server};
+use mainstem::server::{ServeParts, Server, ShutdownOutcome};
 use mainstem::telemetry;
-use mainstem_kernels::{DeviceError, Flow, SampleMode, StepBatch, StepOutput};
+use mainstem_kernels::{DeviceError, HandoffPorts, SampleMode, StepBatch, StepOutput};
 use serde_json::{Value, json};
 use std::collections::{BTreeSet, VecDeque};
 use std::io::{Read, Write};
@@ -26,7 +26,7 @@ const SLOTS: usize = 4;
 
 /// The device's action in a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Do {
+enum Action {
     /// Sample this token for every sequence.
     Draw(u32),
     Fail,
@@ -40,7 +40,7 @@ enum Do {
 /// The next actions; after them, the same token is sampled forever.
 #[derive(Default)]
 struct Script {
-    steps: Mutex<VecDeque<Do>>,
+    steps: Mutex<VecDeque<Action>>,
     /// Number of held steps that the test has released.
     let_go: Mutex<usize>,
     /// Whether a step is held now.
@@ -53,7 +53,7 @@ struct Script {
 const FILLER: u32 = 40;
 
 impl Script {
-    fn write(&self, steps: &[Do]) {
+    fn write(&self, steps: &[Action]) {
         self.steps.lock().expect("no test panics with it").extend(steps);
     }
 
@@ -76,25 +76,30 @@ struct Scripted {
 }
 
 impl Executor for Scripted {
-    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
         self.inner.run(batch, flow, out)?;
-        let draws = batch.samples.iter().any(|sample| sample.mode == SampleMode::Draw);
+        let draws = batch.sampling.iter().any(|sample| sample.mode == SampleMode::Sample);
         let next = draws.then(|| self.script.steps.lock().expect("no test panics with it").pop_front());
         let token = match next.flatten() {
             None => FILLER,
-            Some(Do::Draw(token)) => token,
-            Some(Do::Fail) => return Err(DeviceError::Fault("the test's device fails".into())),
-            Some(Do::Panic) => panic!("the test's device panics"),
-            Some(Do::Hold) => {
+            Some(Action::Draw(token)) => token,
+            Some(Action::Fail) => return Err(DeviceError::Fault("the test's device fails".into())),
+            Some(Action::Panic) => panic!("the test's device panics"),
+            Some(Action::Hold) => {
                 self.script.wait();
                 FILLER
             }
-            Some(Do::Stray) => {
+            Some(Action::Stray) => {
                 self.script.strays.fetch_add(1, Ordering::SeqCst);
                 FILLER
             }
         };
-        out.rows.iter_mut().for_each(|row| row.token = token);
+        out.tokens.iter_mut().for_each(|row| row.token = token);
         Ok(())
     }
 
@@ -109,13 +114,13 @@ struct House {
     address: SocketAddr,
     script: Arc<Script>,
     stops: UnboundedSender<()>,
-    ending: JoinHandle<anyhow::Result<Ending>>,
+    ending: JoinHandle<anyhow::Result<ShutdownOutcome>>,
 }
 
 impl House {
     async fn open(drain_timeout: Duration, configure: impl FnOnce(&mut ServerConfig)) -> House {
         let script = Arc::new(Script::default());
-        let scripted = |mut factory: Factory| -> Factory {
+        let scripted = |mut factory: ExecutorFactory| -> ExecutorFactory {
             let script = script.clone();
             Box::new(move |stage| Ok(Box::new(Scripted { inner: factory(stage)?, script: script.clone() })))
         };
@@ -156,13 +161,13 @@ impl House {
     }
 
     /// Waits for the end of the server after it was stopped.
-    async fn ended(self) -> Ending {
+    async fn ended(self) -> ShutdownOutcome {
         let ending = self.ending.await.expect("the server's task").expect("the server ends well");
         self.engine.stop();
         ending
     }
 
-    async fn close(self) -> Ending {
+    async fn close(self) -> ShutdownOutcome {
         let _ = self.stops.send(());
         self.ended().await
     }
@@ -214,7 +219,7 @@ impl Answer {
                 serde_json::from_str(event.strip_prefix("data: ").expect("data")).expect("JSON");
             let index = json["choices"][0]["index"].as_u64();
             assert!(index.map_or(!open.is_empty(), |index| open.contains(&index)), "after the end: {body}");
-            text += said(&json["choices"][0]);
+            text += choice_text(&json["choices"][0]);
             last = Answer::of(&json);
             match (&last, index) {
                 (Some(_), Some(index)) => _ = open.remove(&index),
@@ -230,7 +235,7 @@ impl Answer {
     fn of(json: &Value) -> Option<Answer> {
         let choice = &json["choices"][0];
         let end = json["error"]["code"].as_str().or(choice["finish_reason"].as_str())?.to_owned();
-        let text = said(choice).to_owned();
+        let text = choice_text(choice).to_owned();
         Some(Answer { text, end, stop_reason: choice["stop_reason"].clone() })
     }
 
@@ -240,7 +245,7 @@ impl Answer {
 }
 
 /// Returns the text of a choice of either API.
-fn said(choice: &Value) -> &str {
+fn choice_text(choice: &Value) -> &str {
     let places = [&choice["text"], &choice["message"]["content"], &choice["delta"]["content"]];
     places.into_iter().find_map(Value::as_str).unwrap_or_default()
 }
@@ -278,12 +283,12 @@ async fn by_tokens_and_lengths_and_texts() {
     let ids = [65, 66, 67, 68];
     let text = |ids: &[u32]| house.engine.tokenizer.decode(ids, true).expect("they are tokens");
     assert!(text(&ids).is_ascii() && text(&ids).len() >= 4, "four tokens with a text: {}", text(&ids));
-    let draw = ids.map(Do::Draw);
+    let draw = ids.map(Action::Draw);
     // From the middle of the second token's text to the middle of the third's, as far as their lengths allow.
     let across = text(&ids)[text(&ids[..1]).len()..text(&ids[..3]).len()].to_owned();
     let before = text(&ids[..1]);
     for way in WAYS {
-        let ask = async |steps: &[Do], more: Value| {
+        let ask = async |steps: &[Action], more: Value| {
             house.script.write(steps);
             let answer = house.ask(&body(way, more)).await;
             all_home(&house.engine, SLOTS).await;
@@ -291,9 +296,9 @@ async fn by_tokens_and_lengths_and_texts() {
             answer
         };
         ask(&draw, json!({})).await.is(&text(&ids), "length", Value::Null);
-        let stopped = [draw[0], Do::Draw(eos)];
+        let stopped = [draw[0], Action::Draw(eos)];
         ask(&stopped, json!({})).await.is(&text(&ids[..1]), "stop", Value::Null);
-        ask(&[Do::Draw(eos)], json!({})).await.is("", "stop", Value::Null);
+        ask(&[Action::Draw(eos)], json!({})).await.is("", "stop", Value::Null);
         let asked = json!({ "stop_token_ids": [67] });
         ask(&draw, asked).await.is(&text(&ids[..2]), "stop", json!(67));
         let asked = json!({ "stop": [&across], "max_tokens": LONG });
@@ -305,15 +310,15 @@ async fn by_tokens_and_lengths_and_texts() {
         let asked = json!({ "n": 3, "max_tokens": 2 });
         assert_eq!(ask(&draw, asked).await.end, "length");
     }
-    assert_eq!(house.close().await, Ending::Drained);
+    assert_eq!(house.close().await, ShutdownOutcome::Drained);
 }
 
 #[actix::test]
 async fn by_a_fault_before_the_first_token_or_after() {
     let house = House::open(crate::common::PATIENCE, |_| {}).await;
     for way in WAYS {
-        for fault in [Do::Fail, Do::Panic] {
-            for steps in [vec![fault], vec![Do::Draw(65), fault]] {
+        for fault in [Action::Fail, Action::Panic] {
+            for steps in [vec![fault], vec![Action::Draw(65), fault]] {
                 house.script.write(&steps);
                 let answer = house.ask(&body(way, json!({}))).await;
                 assert_eq!(answer.end, "device_failed");
@@ -322,7 +327,7 @@ async fn by_a_fault_before_the_first_token_or_after() {
         }
         assert_eq!(house.ask(&body(way, json!({}))).await.end, "length", "and then all is well again");
     }
-    assert_eq!(house.close().await, Ending::Drained);
+    assert_eq!(house.close().await, ShutdownOutcome::Drained);
 }
 
 /// Returns the number of replies whose clients disconnected in this process. No other test causes any.
@@ -344,9 +349,9 @@ async fn until(is_so: impl Fn() -> bool) {
 }
 
 /// Returns a held step, followed by as many steps as an uninterrupted request of [`LONG`] would take.
-fn held_and_then_none() -> Vec<Do> {
-    let mut steps = vec![Do::Stray; LONG as usize];
-    steps[0] = Do::Hold;
+fn held_and_then_none() -> Vec<Action> {
+    let mut steps = vec![Action::Stray; LONG as usize];
+    steps[0] = Action::Hold;
     steps
 }
 
@@ -367,7 +372,7 @@ async fn by_the_client_who_hangs_up() {
             house.all_home_at_once().await;
         }
     }
-    assert_eq!(house.close().await, Ending::Drained);
+    assert_eq!(house.close().await, ShutdownOutcome::Drained);
 }
 
 #[actix::test]
@@ -383,7 +388,7 @@ async fn by_the_end_of_the_requests_time() {
             house.all_home_at_once().await;
         }
     }
-    assert_eq!(house.close().await, Ending::Drained);
+    assert_eq!(house.close().await, ShutdownOutcome::Drained);
 }
 
 /// If a client does not read, its body is not polled, but its sequences still end at the deadline.
@@ -403,21 +408,21 @@ async fn by_the_end_of_its_time_though_nobody_reads() {
     until(|| Instant::now() >= deadline).await;
     house.all_home_at_once().await;
     drop(events);
-    assert_eq!(house.close().await, Ending::Drained);
+    assert_eq!(house.close().await, ShutdownOutcome::Drained);
 }
 
 #[actix::test]
 async fn by_itself_while_the_server_drains() {
     for way in WAYS {
         let house = House::open(crate::common::PATIENCE, |_| {}).await;
-        house.script.write(&[Do::Hold]);
+        house.script.write(&[Action::Hold]);
         let answer = house.ask(&body(way, json!({})));
         house.until_held().await;
         house.stops.send(()).expect("the server runs");
         house.script.let_go();
         assert_eq!(answer.await.end, "length");
         all_home(&house.engine, SLOTS).await;
-        assert_eq!(house.ended().await, Ending::Drained);
+        assert_eq!(house.ended().await, ShutdownOutcome::Drained);
     }
 }
 
@@ -432,10 +437,10 @@ async fn by_the_end_of_the_servers_patience() {
             house.stops.send(()).expect("the server runs");
             // With an unlimited drain time, a second stop request is needed.
             let ending = if patience.is_zero() {
-                Ending::TimedOut
+                ShutdownOutcome::TimedOut
             } else {
                 house.stops.send(()).expect("the server runs");
-                Ending::Cut
+                ShutdownOutcome::Aborted
             };
             assert_eq!(answer.await.end, "shut_down");
             house.all_home_at_once().await;

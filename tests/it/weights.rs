@@ -32,7 +32,7 @@ fn settings(weights: &str, slots: i64, budget: i64, activations: &str) -> Vec<(&
 /// Starts an engine of the demo model, with prompts in chunks or whole.
 async fn demo(weights: &str, activations: &str, slots: i64, budget: i64) -> Engine {
     let config = config(Path::new(""), &settings(weights, slots, budget, activations));
-    start::engine(&config).await.expect("the demo model loads")
+    start::start_engine(&config).await.expect("the demo model loads")
 }
 
 /// Runs requests one after another with whole prompts, or all together with prompts in chunks.
@@ -140,7 +140,8 @@ async fn members_of_a_stage_load_what_one_device_does() {
         for devices in ["cpu:0&cpu:1", "cpu:0;cpu:1"] {
             let mut settings = settings(rules, 4, 512, "f32");
             settings.extend([("device.groups", devices.into()), ("device.threads", 1.into())]);
-            let engine = start::engine(&config(Path::new(""), &settings)).await.expect("it can be divided");
+            let engine =
+                start::start_engine(&config(Path::new(""), &settings)).await.expect("it can be divided");
             let parted = scored(engine, &texts).await;
             let most = whole.iter().zip(&parted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(most < 1e-4, "{rules} on {devices}: {most}");

@@ -7,16 +7,16 @@ use std::{fs, path::PathBuf, sync::Arc, time::Duration};
 use anyhow::{Context, bail, ensure};
 use clap::{Args, ValueEnum, ValueHint};
 use load_tests::{
-    measure::{self, Limits},
+    measure::{self, GoodputLimits},
     plan::{
         arrivals::Arrivals,
         dataset,
-        lengths::Length,
-        prompts::Prompts,
-        requests::{Endpoint, Load, OUTPUT_LEN_FALLBACK},
+        lengths::LengthDistribution,
+        prompts::PromptSource,
+        requests::{Endpoint, LoadSpec, OUTPUT_LEN_FALLBACK},
         trace,
     },
-    run::{Connections, Secret, Settings, Target},
+    run::{Connections, RunSettings, Secret, Target},
 };
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
@@ -117,11 +117,11 @@ pub struct LoadFlags {
 
     /// Prompt length in tokens (or words): N, LOW-HIGH (uniform), or lognormal:MEDIAN:SIGMA[:MAX]
     #[arg(long, alias = "random-input-len", default_value = "128", value_name = "LENGTH")]
-    prompt_tokens: Length,
+    prompt_tokens: LengthDistribution,
 
     /// Output length in tokens, same syntax [default: 128, or the lengths given by the prompt file or trace]
     #[arg(long, alias = "random-output-len", value_name = "LENGTH")]
-    output_tokens: Option<Length>,
+    output_tokens: Option<LengthDistribution>,
 
     /// Length of the prefix, in tokens (or words), shared by the prompts of a group
     #[arg(long, default_value_t = 0, value_name = "COUNT")]
@@ -233,7 +233,7 @@ pub struct LimitFlags {
 }
 
 impl LimitFlags {
-    pub fn limits(&self) -> Limits {
+    pub fn limits(&self) -> GoodputLimits {
         self.goodput.iter().cloned().collect()
     }
 }
@@ -251,7 +251,7 @@ pub struct SettingsFlags {
 
 impl SettingsFlags {
     /// Builds the run settings, reading all files. `label` names the run in reports.
-    pub fn settings(&self, label: Option<String>) -> anyhow::Result<Settings> {
+    pub fn settings(&self, label: Option<String>) -> anyhow::Result<RunSettings> {
         let target = self.target.target()?;
         let (arrivals, trace) = self.pace.arrivals()?;
         let mut load = self.load.load(&target)?;
@@ -259,11 +259,11 @@ impl SettingsFlags {
             load.requests = trace.len();
             load.trace = Some(trace);
         }
-        if load.output.is_none() && load.trace.is_none() && !matches!(load.prompts, Prompts::Texts(_)) {
-            load.output = Some(Length::Fixed(OUTPUT_LEN_FALLBACK));
+        if load.output.is_none() && load.trace.is_none() && !matches!(load.prompts, PromptSource::Texts(_)) {
+            load.output = Some(LengthDistribution::Fixed(OUTPUT_LEN_FALLBACK));
         }
         load.check(target.endpoint)?;
-        Ok(Settings {
+        Ok(RunSettings {
             label,
             target,
             load,
@@ -283,7 +283,7 @@ impl SettingsFlags {
 }
 
 /// The requests of a trace.
-type Entries = Arc<[trace::Entry]>;
+type Entries = Arc<[trace::TraceEntry]>;
 
 impl PaceFlags {
     /// Returns the arrival process, and the trace that defines it if there is one.
@@ -303,9 +303,9 @@ impl PaceFlags {
 }
 
 impl LoadFlags {
-    fn load(&self, target: &Target) -> anyhow::Result<Load> {
+    fn load(&self, target: &Target) -> anyhow::Result<LoadSpec> {
         let prompts = self.prompts()?;
-        Ok(Load {
+        Ok(LoadSpec {
             requests: self.requests as usize,
             prompts,
             prompt: self.prompt_tokens,
@@ -326,17 +326,17 @@ impl LoadFlags {
         })
     }
 
-    fn prompts(&self) -> anyhow::Result<Prompts> {
+    fn prompts(&self) -> anyhow::Result<PromptSource> {
         match self.prompts.as_str() {
-            "ids" => Ok(Prompts::Ids { vocab: self.vocab }),
-            "words" => Ok(Prompts::Words),
+            "ids" => Ok(PromptSource::Ids { vocab: self.vocab }),
+            "words" => Ok(PromptSource::Words),
             file => {
                 let tokenizer = self.tokenizer.as_ref().map(|file| {
                     // Errors of the tokenizers crate do not implement `std::error::Error`.
                     Tokenizer::from_file(file).map_err(|e| anyhow::anyhow!("reading {}: {e}", file.display()))
                 });
                 let texts = dataset::read(file.as_ref(), tokenizer.transpose()?.as_ref())?;
-                Ok(Prompts::Texts(texts.into()))
+                Ok(PromptSource::Texts(texts.into()))
             }
         }
     }
@@ -385,7 +385,7 @@ mod tests {
         flags: SettingsFlags,
     }
 
-    fn settings(args: &[&str]) -> anyhow::Result<Settings> {
+    fn settings(args: &[&str]) -> anyhow::Result<RunSettings> {
         Alone::try_parse_from(std::iter::once(&"load_tests").chain(args))?.flags.settings(None)
     }
 
@@ -425,8 +425,8 @@ mod tests {
     #[test]
     fn answers_have_their_default_length_unless_a_file_says_another() {
         let output = |args: &[&str]| settings(args).unwrap().load.output;
-        assert_eq!(output(&[]), Some(Length::Fixed(128)));
-        assert_eq!(output(&["--output-tokens", "7"]), Some(Length::Fixed(7)));
+        assert_eq!(output(&[]), Some(LengthDistribution::Fixed(128)));
+        assert_eq!(output(&["--output-tokens", "7"]), Some(LengthDistribution::Fixed(7)));
         let file = std::env::temp_dir().join(format!("load_tests-trace-{}.csv", std::process::id()));
         fs::write(&file, "timestamp,prompt_tokens,output_tokens\n0,5,6\n").unwrap();
         assert_eq!(output(&["--trace", file.to_str().unwrap()]), None);

@@ -52,20 +52,20 @@ enum Command {
 
 /// The outcome of a command that ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Ending {
+enum CommandOutcome {
     /// The command succeeded: no request failed.
-    Well,
+    Success,
     /// At least one request failed.
     WithFailures,
     Interrupted,
 }
 
-impl Ending {
-    fn of(failed: usize, progress: &Progress) -> Ending {
+impl CommandOutcome {
+    fn from_failures(failed: usize, progress: &Progress) -> CommandOutcome {
         match (progress.stop.load(Ordering::Relaxed), failed) {
-            (true, _) => Ending::Interrupted,
-            (false, 0) => Ending::Well,
-            (false, _) => Ending::WithFailures,
+            (true, _) => CommandOutcome::Interrupted,
+            (false, 0) => CommandOutcome::Success,
+            (false, _) => CommandOutcome::WithFailures,
         }
     }
 }
@@ -81,9 +81,9 @@ pub fn run() -> ExitCode {
         Command::Report(args) => report::run(&args),
     };
     match ending {
-        Ok(Ending::Well) => ExitCode::SUCCESS,
-        Ok(Ending::WithFailures) => ExitCode::FAILURE,
-        Ok(Ending::Interrupted) => ExitCode::from(INTERRUPTED),
+        Ok(CommandOutcome::Success) => ExitCode::SUCCESS,
+        Ok(CommandOutcome::WithFailures) => ExitCode::FAILURE,
+        Ok(CommandOutcome::Interrupted) => ExitCode::from(INTERRUPTED),
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::from(2)

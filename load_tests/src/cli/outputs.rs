@@ -16,7 +16,7 @@ use load_tests::{
         html::{self, Section},
         json,
     },
-    run::Record,
+    run::RunRecord,
 };
 
 /// Flags that select the output files of one run.
@@ -86,7 +86,7 @@ impl OutputFlags {
 impl Outputs {
     /// Writes the results of a run to all files. An error on one file does not prevent writing the others;
     /// the first error is returned.
-    pub fn write(self, report: &RunReport, record: &Record) -> anyhow::Result<()> {
+    pub fn write(self, report: &RunReport, record: &RunRecord) -> anyhow::Result<()> {
         let write = |file: Option<Output>,
                      content: &dyn Fn(&mut BufWriter<&mut File>) -> anyhow::Result<()>| {
             file.map_or(Ok(()), |file| file.write(content))

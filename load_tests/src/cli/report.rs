@@ -10,7 +10,7 @@ use load_tests::report::{
     json,
 };
 
-use super::{Ending, outputs::Output};
+use super::{CommandOutcome, outputs::Output};
 
 /// Compare saved runs in one HTML report
 #[derive(Args)]
@@ -28,7 +28,7 @@ pub struct ReportArgs {
     title: String,
 }
 
-pub fn run(args: &ReportArgs) -> anyhow::Result<Ending> {
+pub fn run(args: &ReportArgs) -> anyhow::Result<CommandOutcome> {
     let runs = args.files.iter().map(read).collect::<anyhow::Result<Vec<RunReport>>>()?;
     let output = Output::open(&args.html)?;
     let mut sections = Vec::new();
@@ -39,7 +39,7 @@ pub fn run(args: &ReportArgs) -> anyhow::Result<Ending> {
     sections.extend(runs.into_iter().map(|run| Section::Run(Box::new(run))));
     let page = html::page(&args.title, &sections);
     output.write(|out| Ok(std::io::Write::write_all(out, page.as_bytes())?))?;
-    Ok(Ending::Well)
+    Ok(CommandOutcome::Success)
 }
 
 fn read(file: &PathBuf) -> anyhow::Result<RunReport> {

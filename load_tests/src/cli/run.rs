@@ -5,12 +5,12 @@ use std::{io::Write, sync::Arc};
 use clap::Args;
 use load_tests::{
     measure,
-    report::{live::Live, table},
+    report::{live::LiveDisplay, table},
     run::{self, Progress},
 };
 
 use super::{
-    Ending,
+    CommandOutcome,
     flags::{LimitFlags, SettingsFlags},
     outputs::OutputFlags,
 };
@@ -26,10 +26,10 @@ pub struct RunArgs {
     outputs: OutputFlags,
 }
 
-pub fn run(args: &RunArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending> {
+pub fn run(args: &RunArgs, progress: &Arc<Progress>) -> anyhow::Result<CommandOutcome> {
     let settings = args.settings.settings(args.outputs.label.clone())?;
     let outputs = args.outputs.open()?;
-    let live = Live::start(Arc::clone(progress), Some(settings.load.requests), "");
+    let live = LiveDisplay::start(Arc::clone(progress), Some(settings.load.requests), "");
     let record = run::run(&settings, progress)?;
     drop(live);
     let report = measure::report(&settings, &record, &args.limits.limits());
@@ -37,5 +37,5 @@ pub fn run(args: &RunArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending> {
     // A closed stdout is not an error.
     let _ = write!(std::io::stdout(), "{}", table::table(&report));
     written?;
-    Ok(Ending::of(report.counts.failed, progress))
+    Ok(CommandOutcome::from_failures(report.counts.failed, progress))
 }

@@ -12,11 +12,11 @@ use clap::{Args, ValueHint};
 use load_tests::{
     report::html,
     run::Progress,
-    scenario::{self, Options},
+    scenario::{self, ScenarioOptions},
 };
 
 use super::{
-    Ending,
+    CommandOutcome,
     flags::{parse_positive, parse_seconds},
     outputs::Output,
 };
@@ -81,20 +81,20 @@ pub struct ScenarioArgs {
     workers: u32,
 }
 
-pub fn run(args: &ScenarioArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending> {
+pub fn run(args: &ScenarioArgs, progress: &Arc<Progress>) -> anyhow::Result<CommandOutcome> {
     let options = args.options()?;
     let html = Output::open(&args.html)?;
     let files: Vec<&Path> = args.files.iter().map(PathBuf::as_path).collect();
     let sections = scenario::run(&files, &options, progress, &mut |line| eprintln!("{line}"))?;
     let page = html::page(&args.title, &sections);
     html.write(|out| Ok(std::io::Write::write_all(out, page.as_bytes())?))?;
-    Ok(Ending::of(0, progress))
+    Ok(CommandOutcome::from_failures(0, progress))
 }
 
 impl ScenarioArgs {
-    fn options(&self) -> anyhow::Result<Options> {
-        let server = self.server.clone().map_or_else(beside, Ok)?;
-        Ok(Options {
+    fn options(&self) -> anyhow::Result<ScenarioOptions> {
+        let server = self.server.clone().map_or_else(default_server, Ok)?;
+        Ok(ScenarioOptions {
             server,
             url: self.url.clone(),
             model: self.model.clone(),
@@ -111,7 +111,7 @@ impl ScenarioArgs {
 }
 
 /// Returns the path of the `mainstem` executable in the directory of this program.
-fn beside() -> anyhow::Result<PathBuf> {
+fn default_server() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("cannot find the directory of this program")?;
     Ok(own.with_file_name("mainstem"))
 }

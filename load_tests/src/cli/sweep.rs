@@ -5,13 +5,13 @@ use std::{io::Write, path::PathBuf, sync::Arc};
 use clap::{ArgGroup, Args, ValueHint};
 use load_tests::{
     measure::Stats,
-    report::{Distribution, html, json, live::Live},
+    report::{Distribution, html, json, live::LiveDisplay},
     run::Progress,
-    sweep::{self, Climb, Ladder, Step, StepSize, Unit},
+    sweep::{self, Ladder, LoadUnit, StepSize, SweepSettings, SweepStep},
 };
 
 use super::{
-    Ending,
+    CommandOutcome,
     flags::{LimitFlags, SettingsFlags},
     outputs::Output,
 };
@@ -64,10 +64,10 @@ struct OutputFlags {
     html: Option<PathBuf>,
 }
 
-pub fn run(args: &SweepArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending> {
+pub fn run(args: &SweepArgs, progress: &Arc<Progress>) -> anyhow::Result<CommandOutcome> {
     let settings = args.settings.settings(Some(args.outputs.label.clone()))?;
     let ladder = args.rates.as_ref().or(args.users.as_ref()).expect("one of the two is required");
-    let climb = Climb {
+    let climb = SweepSettings {
         ladder: ladder.clone(),
         size: args.step,
         limits: args.limits.limits(),
@@ -77,18 +77,18 @@ pub fn run(args: &SweepArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending>
     let json = args.outputs.json.as_deref().map(Output::open).transpose()?;
     let html = args.outputs.html.as_deref().map(Output::open).transpose()?;
     let unit = ladder.unit();
-    let watched = || Live::start(Arc::clone(progress), None, &args.outputs.label);
+    let watched = || LiveDisplay::start(Arc::clone(progress), None, &args.outputs.label);
     let mut live = Some(watched());
-    say(HEAD);
+    print_line(TABLE_HEADER);
     let sweep = sweep::sweep(&settings, &climb, progress, &mut |step| {
         // The live display must be off while a line is printed.
         live = None;
-        say(&line(unit, step));
+        print_line(&format_step(unit, step));
         live = Some(watched());
     });
     drop(live);
     let sweep = sweep?;
-    say(&sweep::knee(&sweep));
+    print_line(&sweep::describe_knee(&sweep));
     if let Some(file) = json {
         let steps = sweep.steps.iter().map(|step| json::json(&step.run, None)).collect();
         let steps = serde_json::Value::Array(steps);
@@ -99,19 +99,19 @@ pub fn run(args: &SweepArgs, progress: &Arc<Progress>) -> anyhow::Result<Ending>
         file.write(|out| Ok(out.write_all(page.as_bytes())?))?;
     }
     // Failed requests are a result of a sweep, not an error.
-    Ok(Ending::of(0, progress))
+    Ok(CommandOutcome::from_failures(0, progress))
 }
 
 /// Prints a line to stdout; a closed stdout is not an error.
-fn say(line: &str) {
+fn print_line(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
-const HEAD: &str =
+const TABLE_HEADER: &str =
     "        load  requests/s  output tok/s  TTFT p50 ms  TTFT p99 ms  ITL p50 ms  e2e p99 ms  failed";
 
 /// Formats one step as a line under [`TABLE_HEADER`].
-fn line(unit: Unit, step: &Step) -> String {
+fn format_step(unit: LoadUnit, step: &SweepStep) -> String {
     let run = &step.run;
     let latency = |of: &Option<Distribution>, value: fn(&Stats) -> f64| match of {
         Some(distribution) => format!("{:.2}", value(&distribution.stats)),

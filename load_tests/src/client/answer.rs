@@ -10,16 +10,16 @@ use crate::sample::{Delivery, Failure, FailureKind, Outcome};
 
 /// What the client does after a chunk of the response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Next {
+pub enum NextAction {
     /// Read on.
     Read,
     /// Close the connection: the client hangs up as planned.
-    Leave,
+    HangUp,
 }
 
 /// The part of a streamed response that was received so far.
 #[derive(Debug, Default)]
-pub struct Answer {
+pub struct StreamedResponse {
     decoder: SseDecoder,
     hang_up_after: Option<u32>,
     /// Tokens received, one entry per event.
@@ -27,7 +27,7 @@ pub struct Answer {
     /// Number of tokens in `deliveries`.
     pub delivered: u32,
     /// Whether the server sends token ids, which makes `delivered` exact.
-    by_id: bool,
+    has_token_ids: bool,
     /// Number of output tokens as reported by the server.
     usage: Option<u32>,
     /// Number of prompt tokens as reported by the server.
@@ -36,7 +36,7 @@ pub struct Answer {
     pub done: bool,
 }
 
-impl Answer {
+impl StreamedResponse {
     /// Creates the response of a client that hangs up after `hang_up_after` tokens, if given.
     pub fn new(hang_up_after: Option<u32>) -> Self {
         Self { hang_up_after, ..Self::default() }
@@ -44,21 +44,24 @@ impl Answer {
 
     /// Processes a chunk of the body received at `now`. Fails when the chunk contains a malformed event or an
     /// error.
-    pub fn take(&mut self, mut piece: &[u8], now: Duration) -> Result<Next, Failure> {
+    pub fn process_chunk(&mut self, mut piece: &[u8], now: Duration) -> Result<NextAction, Failure> {
         // Moved out of `self` because events borrow from the decoder.
         let mut decoder = std::mem::take(&mut self.decoder);
-        while let Some(data) = decoder.next(&mut piece).map_err(|error| FailureKind::BadSse.saying(error))? {
-            self.take_event(data, now)?;
+        while let Some(data) =
+            decoder.next(&mut piece).map_err(|error| FailureKind::BadSse.with_message(error))?
+        {
+            self.process_event(data, now)?;
             if self.hang_up_after.is_some_and(|tokens| self.delivered >= tokens) {
-                return Ok(Next::Leave);
+                return Ok(NextAction::HangUp);
             }
         }
         self.decoder = decoder;
-        Ok(Next::Read)
+        Ok(NextAction::Read)
     }
 
-    fn take_event(&mut self, data: &str, now: Duration) -> Result<(), Failure> {
-        let bad = |what: &dyn std::fmt::Display| FailureKind::BadSse.saying(format_args!("{what}: {data}"));
+    fn process_event(&mut self, data: &str, now: Duration) -> Result<(), Failure> {
+        let bad =
+            |what: &dyn std::fmt::Display| FailureKind::BadSse.with_message(format_args!("{what}: {data}"));
         // Some servers send empty events to keep the connection alive.
         if data.is_empty() {
             return Ok(());
@@ -72,22 +75,22 @@ impl Answer {
         }
         let event: Event = serde_json::from_str(data).map_err(|error| bad(&error))?;
         if let Some(error) = event.error {
-            return Err(FailureKind::ErrorEvent.saying(error));
+            return Err(FailureKind::ErrorEvent.with_message(error));
         }
         if event.choices.is_none() && event.usage.is_none() {
             return Err(bad(&"event with neither choices nor usage"));
         }
-        self.count(&event, now);
+        self.count_tokens(&event, now);
         Ok(())
     }
 
-    fn count(&mut self, event: &Event, now: Duration) {
+    fn count_tokens(&mut self, event: &Event, now: Duration) {
         if let Some(usage) = &event.usage {
             self.usage = usage.completion_tokens.or(self.usage);
             self.prompt_len = usage.prompt_tokens.or(self.prompt_len);
         }
         let choices = event.choices.unwrap_or_default();
-        self.by_id |= choices.by_id;
+        self.has_token_ids |= choices.has_token_ids;
         if choices.tokens > 0 {
             self.deliveries.push(Delivery::new(now, choices.tokens));
             self.delivered += choices.tokens;
@@ -98,20 +101,20 @@ impl Answer {
     /// one per event with text.
     pub fn output_len(&self) -> u32 {
         match self.usage {
-            Some(usage) if !self.by_id => usage,
+            Some(usage) if !self.has_token_ids => usage,
             _ => self.delivered,
         }
     }
 
     /// Returns the outcome once the body has ended with complete framing. Fails when `[DONE]` or every token
     /// is missing.
-    pub fn end(&self) -> Result<Outcome, Failure> {
+    pub fn finish(&self) -> Result<Outcome, Failure> {
         if !self.done {
-            self.decoder.end().map_err(|error| FailureKind::BadSse.saying(error))?;
-            return Err(FailureKind::EarlyClose.saying("the stream ended without [DONE]"));
+            self.decoder.finish().map_err(|error| FailureKind::BadSse.with_message(error))?;
+            return Err(FailureKind::EarlyClose.with_message("the stream ended without [DONE]"));
         }
         if self.delivered == 0 {
-            return Err(FailureKind::NoTokens.saying("[DONE] without any token"));
+            return Err(FailureKind::NoTokens.with_message("[DONE] without any token"));
         }
         Ok(Outcome::Completed)
     }
@@ -121,10 +124,11 @@ impl Answer {
 mod tests {
     use super::*;
 
-    fn answer(chunks: &[&str]) -> (Answer, Result<Next, Failure>) {
-        let mut answer = Answer::new(None);
-        let end =
-            chunks.iter().try_fold(Next::Read, |_, chunk| answer.take(chunk.as_bytes(), Duration::ZERO));
+    fn answer(chunks: &[&str]) -> (StreamedResponse, Result<NextAction, Failure>) {
+        let mut answer = StreamedResponse::new(None);
+        let end = chunks
+            .iter()
+            .try_fold(NextAction::Read, |_, chunk| answer.process_chunk(chunk.as_bytes(), Duration::ZERO));
         (answer, end)
     }
 
@@ -162,10 +166,13 @@ mod tests {
 
     #[test]
     fn a_client_leaves_with_its_tokens_and_reads_nothing_more() {
-        let mut answer = Answer::new(Some(3));
+        let mut answer = StreamedResponse::new(Some(3));
         let pair = b"data: {\"choices\":[{\"text\":\"\",\"token_ids\":[1,2]}]}\n\n";
-        assert_eq!(answer.take(pair, Duration::ZERO), Ok(Next::Read));
-        assert_eq!(answer.take(&[&pair[..], pair, b"rubbish\n"].concat(), Duration::ZERO), Ok(Next::Leave));
+        assert_eq!(answer.process_chunk(pair, Duration::ZERO), Ok(NextAction::Read));
+        assert_eq!(
+            answer.process_chunk(&[&pair[..], pair, b"rubbish\n"].concat(), Duration::ZERO),
+            Ok(NextAction::HangUp)
+        );
         assert_eq!(answer.delivered, 4);
     }
 
@@ -173,7 +180,7 @@ mod tests {
     fn an_answer_ends_with_its_mark_and_a_token() {
         let token = "data: {\"choices\":[{\"text\":\"a\"}]}\n\n";
         let done = "data: [DONE]\n\n";
-        let end = |chunks: &[&str]| answer(chunks).0.end().map_err(|failure| failure.kind);
+        let end = |chunks: &[&str]| answer(chunks).0.finish().map_err(|failure| failure.kind);
         assert_eq!(end(&[token, done]), Ok(Outcome::Completed));
         assert_eq!(end(&[token]), Err(FailureKind::EarlyClose));
         assert_eq!(end(&[done]), Err(FailureKind::NoTokens));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::sample::{Failure, FailureKind};
 
 /// Upper bound of times added to an instant, so that the sum cannot overflow.
-const FAR: Duration = Duration::from_secs(10 * 365 * 86_400);
+const TIME_MAX: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 /// The clock of a run, with the timeouts of the run and its requests.
 #[derive(Clone, Copy, Debug)]
@@ -41,13 +41,13 @@ impl Clock {
     }
 
     /// Converts a time of the run to an instant.
-    pub fn at(&self, time: Duration) -> Instant {
-        self.start + time.min(FAR)
+    pub fn instant(&self, time: Duration) -> Instant {
+        self.start + time.min(TIME_MAX)
     }
 
     /// Returns the instant of the run's time limit.
-    pub fn limit(&self) -> Instant {
-        self.at(self.run_limit)
+    pub fn end(&self) -> Instant {
+        self.instant(self.run_limit)
     }
 
     /// Returns whether the run's time limit is reached at `time`.
@@ -66,12 +66,12 @@ impl Clock {
     }
 
     /// Returns the failure of a request that reached its deadline.
-    pub fn given_up(&self, deadline: Deadline) -> Failure {
+    pub fn deadline_failure(&self, deadline: Deadline) -> Failure {
         match deadline.kind {
             FailureKind::TimeLimit => {
-                deadline.kind.saying(format_args!("the run ended at {:?}", self.run_limit))
+                deadline.kind.with_message(format_args!("the run ended at {:?}", self.run_limit))
             }
-            kind => kind.saying(format_args!("incomplete after {:?}", self.request_timeout)),
+            kind => kind.with_message(format_args!("incomplete after {:?}", self.request_timeout)),
         }
     }
 }
@@ -88,13 +88,16 @@ mod tests {
         let run = Deadline { at: seconds(60), kind: FailureKind::TimeLimit };
         assert_eq!((clock.deadline(seconds(50)), clock.deadline(seconds(51))), (own, run));
         assert!(clock.is_over(seconds(60)) && !clock.is_over(seconds(59)));
-        assert!(clock.given_up(own).message.contains("10s") && clock.given_up(run).message.contains("60s"));
+        assert!(
+            clock.deadline_failure(own).message.contains("10s")
+                && clock.deadline_failure(run).message.contains("60s")
+        );
     }
 
     #[test]
     fn limits_beyond_all_bounds_are_no_panic() {
         let clock = Clock::start(Duration::MAX, Duration::MAX);
         assert_eq!(clock.deadline(Duration::from_secs(1)).at, Duration::MAX);
-        assert_eq!(clock.limit(), clock.at(Duration::MAX));
+        assert_eq!(clock.end(), clock.instant(Duration::MAX));
     }
 }

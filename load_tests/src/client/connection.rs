@@ -31,16 +31,16 @@ use super::{
 use crate::sample::{Failure, FailureKind};
 
 /// The body type of requests.
-pub type Post = Full<Bytes>;
+pub type RequestBody = Full<Bytes>;
 
 /// Size of the read buffer in bytes, and maximum size of a response head.
 const BUFFER_BYTES_MAX: usize = 1 << 16;
 
-type Http = http1::Connection<TokioIo<Wire>, Post>;
+type Http = http1::Connection<TokioIo<Wire>, RequestBody>;
 
 /// A connection to a server, closed on drop.
 pub struct Connection {
-    sender: http1::SendRequest<Post>,
+    sender: http1::SendRequest<RequestBody>,
     driver: Driver,
     /// Bytes received before the current request was sent.
     received_before: u64,
@@ -52,15 +52,15 @@ struct Driver {
     http: Option<Http>,
     tap: Rc<Tap>,
     /// Set when one half wakes the other: both are polled in one loop, without rescheduling the task.
-    again: Arc<Again>,
+    again: Arc<WakeFlag>,
     waker: Waker,
 }
 
 /// A waker that only records that it was woken, so that the poll loop runs once more.
 #[derive(Default)]
-struct Again(AtomicBool);
+struct WakeFlag(AtomicBool);
 
-impl Wake for Again {
+impl Wake for WakeFlag {
     fn wake(self: Arc<Self>) {
         self.0.store(true, Relaxed);
     }
@@ -72,7 +72,7 @@ impl Wake for Again {
 
 impl Driver {
     fn new(http: Http, tap: Rc<Tap>) -> Self {
-        let again = Arc::new(Again::default());
+        let again = Arc::new(WakeFlag::default());
         Self { http: Some(http), tap, waker: Waker::from(Arc::clone(&again)), again }
     }
 
@@ -81,7 +81,7 @@ impl Driver {
         let Self { http, tap, again, waker } = self;
         let inner = &mut Context::from_waker(waker);
         poll_fn(|cx| {
-            tap.wake(cx.waker());
+            tap.set_waker(cx.waker());
             // Buffered data is consumed before more is read, so that the read time belongs to the data
             // returned.
             let mut ready = poll(inner);
@@ -117,12 +117,12 @@ impl Connection {
             .max_buf_size(BUFFER_BYTES_MAX)
             .handshake(TokioIo::new(wire))
             .await
-            .map_err(|error| FailureKind::Connect.saying(with_cause(&error)))?;
+            .map_err(|error| FailureKind::Connect.with_message(with_cause(&error)))?;
         Ok(Self { sender, driver: Driver::new(http, tap), received_before: 0 })
     }
 
     /// Sends `request` and waits for the head of the response.
-    pub async fn request(&mut self, request: Request<Post>) -> hyper::Result<Response<Incoming>> {
+    pub async fn request(&mut self, request: Request<RequestBody>) -> hyper::Result<Response<Incoming>> {
         self.received_before = self.driver.tap.received();
         let mut answer = pin!(self.sender.send_request(request));
         self.driver.drive(|cx| answer.as_mut().poll(cx)).await
@@ -135,7 +135,7 @@ impl Connection {
 
     /// Returns the next chunk of a body and the time it was read from the socket, or `None` at the end of the
     /// body.
-    pub async fn piece(&mut self, body: &mut Incoming) -> Option<hyper::Result<(Bytes, Instant)>> {
+    pub async fn next_chunk(&mut self, body: &mut Incoming) -> Option<hyper::Result<(Bytes, Instant)>> {
         loop {
             let frame = self.driver.drive(|cx| Pin::new(&mut *body).poll_frame(cx)).await?;
             match frame.map(|frame| frame.into_data()) {
@@ -149,11 +149,11 @@ impl Connection {
 
     /// Reads a body of fewer than `bytes_max` bytes as text. Returns `Err` with the text received when the
     /// body is longer or the connection breaks.
-    pub async fn text(&mut self, mut body: Incoming, bytes_max: usize) -> Result<String, String> {
+    pub async fn read_text(&mut self, mut body: Incoming, bytes_max: usize) -> Result<String, String> {
         let mut bytes = Vec::new();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         while bytes.len() < bytes_max {
-            match self.piece(&mut body).await {
+            match self.next_chunk(&mut body).await {
                 None => return Ok(text(&bytes)),
                 Some(Ok((piece, _))) => {
                     bytes.extend_from_slice(&piece[..piece.len().min(bytes_max - bytes.len())]);
@@ -169,21 +169,21 @@ impl Connection {
     pub fn is_idle(&mut self) -> bool {
         let Driver { http, tap, waker, .. } = &mut self.driver;
         // No task needs to be woken until the connection is used again.
-        tap.wake(Waker::noop());
+        tap.set_waker(Waker::noop());
         poll_http(http, &mut Context::from_waker(waker));
         self.driver.http.is_some() && self.sender.is_ready()
     }
 }
 
 /// Returns the failure of a request that received no response head.
-pub fn no_head(error: &hyper::Error) -> Failure {
+pub fn head_failure(error: &hyper::Error) -> Failure {
     let kind = if error.is_parse() { FailureKind::BadHttp } else { FailureKind::EarlyClose };
-    kind.saying(with_cause(error))
+    kind.with_message(with_cause(error))
 }
 
 /// Returns the failure of a response whose body was cut off.
-pub fn no_end(error: &hyper::Error) -> Failure {
-    FailureKind::EarlyClose.saying(with_cause(error))
+pub fn body_failure(error: &hyper::Error) -> Failure {
+    FailureKind::EarlyClose.with_message(with_cause(error))
 }
 
 /// Formats an error together with its cause.

@@ -14,7 +14,7 @@ use serde::{
 #[derive(Deserialize)]
 pub struct Event {
     pub error: Option<serde_json::Value>,
-    pub choices: Option<Choices>,
+    pub choices: Option<ChoiceTotals>,
     pub usage: Option<Usage>,
 }
 
@@ -27,18 +27,18 @@ pub struct Usage {
 
 /// The sum over the choices of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Choices {
+pub struct ChoiceTotals {
     /// Number of tokens: the number of token ids, or one for each choice with text.
     pub tokens: u32,
     /// Whether any choice has token ids.
-    pub by_id: bool,
+    pub has_token_ids: bool,
 }
 
 #[derive(Deserialize)]
-struct Choice {
+struct ChoiceEvent {
     #[serde(default)]
     text: HasText,
-    token_ids: Option<Count>,
+    token_ids: Option<ArrayLen>,
     delta: Option<Delta>,
 }
 
@@ -53,10 +53,10 @@ struct Delta {
     reasoning: HasText,
     #[serde(default)]
     reasoning_content: HasText,
-    tool_calls: Option<Count>,
+    tool_calls: Option<ArrayLen>,
 }
 
-impl Choice {
+impl ChoiceEvent {
     fn has_text(&self) -> bool {
         self.text.0 || self.delta.as_ref().is_some_and(Delta::has_text)
     }
@@ -69,20 +69,20 @@ impl Delta {
     }
 }
 
-impl<'de> Deserialize<'de> for Choices {
+impl<'de> Deserialize<'de> for ChoiceTotals {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Sum;
         impl<'de> Visitor<'de> for Sum {
-            type Value = Choices;
+            type Value = ChoiceTotals;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a list of choices")
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Choices, A::Error> {
-                let mut sum = Choices::default();
-                while let Some(choice) = list.next_element::<Choice>()? {
-                    sum.by_id |= choice.token_ids.is_some();
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<ChoiceTotals, A::Error> {
+                let mut sum = ChoiceTotals::default();
+                while let Some(choice) = list.next_element::<ChoiceEvent>()? {
+                    sum.has_token_ids |= choice.token_ids.is_some();
                     sum.tokens += choice.token_ids.map_or(u32::from(choice.has_text()), |ids| ids.0);
                 }
                 Ok(sum)
@@ -94,24 +94,24 @@ impl<'de> Deserialize<'de> for Choices {
 
 /// The length of a JSON array, deserialized without its elements.
 #[derive(Clone, Copy)]
-struct Count(u32);
+struct ArrayLen(u32);
 
-impl<'de> Deserialize<'de> for Count {
+impl<'de> Deserialize<'de> for ArrayLen {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Counter;
         impl<'de> Visitor<'de> for Counter {
-            type Value = Count;
+            type Value = ArrayLen;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a list")
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Count, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<ArrayLen, A::Error> {
                 let mut count = 0;
                 while list.next_element::<IgnoredAny>()?.is_some() {
                     count += 1;
                 }
-                Ok(Count(count))
+                Ok(ArrayLen(count))
             }
         }
         deserializer.deserialize_seq(Counter)
@@ -150,7 +150,7 @@ mod tests {
 
     fn choices(list: &str) -> Option<(u32, bool)> {
         let event: Event = serde_json::from_str(&format!("{{\"choices\":{list}}}")).ok()?;
-        event.choices.map(|choices| (choices.tokens, choices.by_id))
+        event.choices.map(|choices| (choices.tokens, choices.has_token_ids))
     }
 
     #[test]

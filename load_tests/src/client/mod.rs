@@ -33,10 +33,10 @@ use crate::{
     sample::{Failure, FailureKind, Outcome, Sample},
 };
 
-use answer::{Answer, Next};
+use answer::{NextAction, StreamedResponse};
 use clock::{Clock, Deadline};
-use connection::{Connection, no_end, no_head};
-use refusal::Refusal;
+use connection::{Connection, body_failure, head_failure};
+use refusal::Rejection;
 pub use server::Server;
 pub use service::Service;
 
@@ -44,7 +44,7 @@ pub use service::Service;
 const IDLE_MAX: usize = 512;
 
 /// Bytes of a response that are read before the task yields to other tasks and to the deadline.
-const TURN_BYTES_MAX: usize = 1 << 15;
+const YIELD_BYTES_MAX: usize = 1 << 15;
 
 /// A single-threaded client of a service.
 pub struct Client {
@@ -59,7 +59,7 @@ pub struct Client {
 
 /// A prepared request: its body is serialized and it only needs to be sent.
 #[derive(Clone, Debug)]
-pub struct Outgoing {
+pub struct PreparedRequest {
     index: usize,
     model: usize,
     key: Option<usize>,
@@ -84,8 +84,8 @@ impl Client {
     }
 
     /// Serializes `request`.
-    pub fn prepare(&self, request: &Request) -> Outgoing {
-        Outgoing {
+    pub fn prepare(&self, request: &Request) -> PreparedRequest {
+        PreparedRequest {
             index: request.index,
             model: request.model,
             key: request.key,
@@ -98,21 +98,21 @@ impl Client {
     }
 
     /// Sends a request that was due at `scheduled` and returns its sample.
-    pub async fn send(&self, outgoing: Outgoing, scheduled: Duration, clock: Clock) -> Sample {
+    pub async fn send(&self, outgoing: PreparedRequest, scheduled: Duration, clock: Clock) -> Sample {
         let sent = clock.now();
         let deadline = clock.deadline(sent);
-        let (mut answer, mut retries) = (Answer::new(outgoing.hang_up_after), 0);
+        let (mut answer, mut retries) = (StreamedResponse::new(outgoing.hang_up_after), 0);
         let end = tokio::select! {
             // The deadline is polled first: a server that never pauses would otherwise starve it.
             biased;
-            failure = self.cut_off(clock, deadline) => Err(failure),
-            end = self.attempts(&outgoing, clock, deadline, &mut answer, &mut retries) => end,
+            failure = self.wait_for_abort(clock, deadline) => Err(failure),
+            end = self.send_with_retries(&outgoing, clock, deadline, &mut answer, &mut retries) => end,
         };
         Sample {
             index: outgoing.index,
             model: outgoing.model,
             prompt_len: answer.prompt_len.unwrap_or(outgoing.prompt_len),
-            output_len_asked: outgoing.output_len,
+            requested_output_len: outgoing.output_len,
             output_len: answer.output_len(),
             scheduled,
             sent,
@@ -120,117 +120,120 @@ impl Client {
             retries,
             deliveries: std::mem::take(&mut answer.deliveries),
             outcome: end.unwrap_or_else(|failure| {
-                let message = self.service.without_keys(&failure.message);
+                let message = self.service.redact_keys(&failure.message);
                 Outcome::Failed(Failure { message, ..failure })
             }),
         }
     }
 
     /// Waits for the deadline or the stop signal and returns the resulting failure.
-    async fn cut_off(&self, clock: Clock, deadline: Deadline) -> Failure {
+    async fn wait_for_abort(&self, clock: Clock, deadline: Deadline) -> Failure {
         tokio::select! {
-            () = sleep_until(clock.at(deadline.at).into()) => clock.given_up(deadline),
-            () = stopped(self.stop.clone()) => FailureKind::Interrupted.saying("the run was interrupted"),
+            () = sleep_until(clock.instant(deadline.at).into()) => clock.deadline_failure(deadline),
+            () = wait_until_stopped(self.stop.clone()) => FailureKind::Interrupted.with_message("the run was interrupted"),
         }
     }
 
     /// Sends the request until it succeeds or must not be retried.
-    async fn attempts(
+    async fn send_with_retries(
         &self,
-        outgoing: &Outgoing,
+        outgoing: &PreparedRequest,
         clock: Clock,
         deadline: Deadline,
-        answer: &mut Answer,
+        answer: &mut StreamedResponse,
         retries: &mut u32,
     ) -> Result<Outcome, Failure> {
         loop {
-            let refusal = match self.exchange(outgoing, clock, answer).await {
+            let refusal = match self.send_once(outgoing, clock, answer).await {
                 Ok(outcome) => return Ok(outcome),
                 Err(refusal) => refusal,
             };
-            let again = clock.now().saturating_add(refusal.pause(*retries));
+            let again = clock.now().saturating_add(refusal.retry_delay(*retries));
             // A retry after the deadline is pointless: the rejection is more informative than a timeout.
-            if *retries >= self.retries || !refusal.may_pass() || again >= deadline.at {
+            if *retries >= self.retries || !refusal.is_retryable() || again >= deadline.at {
                 return Err(refusal.failure);
             }
-            sleep_until(clock.at(again).into()).await;
+            sleep_until(clock.instant(again).into()).await;
             *retries += 1;
         }
     }
 
     /// Sends the request once. `answer` keeps what was received even if the caller drops this future at a
     /// deadline.
-    async fn exchange(
+    async fn send_once(
         &self,
-        outgoing: &Outgoing,
+        outgoing: &PreparedRequest,
         clock: Clock,
-        answer: &mut Answer,
-    ) -> Result<Outcome, Refusal> {
-        let (mut connection, response) = self.begin(outgoing).await?;
+        answer: &mut StreamedResponse,
+    ) -> Result<Outcome, Rejection> {
+        let (mut connection, response) = self.open_response(outgoing).await?;
         if response.status() != 200 {
-            let refusal = Refusal::read(&mut connection, response, &self.service).await;
-            self.keep(connection, outgoing);
+            let refusal = Rejection::read(&mut connection, response, &self.service).await;
+            self.return_idle(connection, outgoing);
             return Err(refusal);
         }
-        let outcome = self.read(&mut connection, response, clock, answer).await?;
+        let outcome = self.read_events(&mut connection, response, clock, answer).await?;
         if outcome == Outcome::Completed {
-            self.keep(connection, outgoing);
+            self.return_idle(connection, outgoing);
         }
         Ok(outcome)
     }
 
     /// Sends the request on an idle or new connection and waits for the response head.
-    async fn begin(&self, outgoing: &Outgoing) -> Result<(Connection, Response<Incoming>), Failure> {
-        let post = || self.service.post(outgoing.body.clone(), outgoing.key);
+    async fn open_response(
+        &self,
+        outgoing: &PreparedRequest,
+    ) -> Result<(Connection, Response<Incoming>), Failure> {
+        let post = || self.service.http_request(outgoing.body.clone(), outgoing.key);
         if let Some(mut used) = self.take_idle(outgoing) {
             match used.request(post()).await {
                 Ok(response) => return Ok((used, response)),
-                Err(error) if used.has_received() => return Err(no_head(&error)),
+                Err(error) if used.has_received() => return Err(head_failure(&error)),
                 // Most likely the server closed the connection while it was idle.
                 Err(_) => {}
             }
         }
         let mut connection = Connection::open(&self.service.server, outgoing.read_rate).await?;
-        let response = connection.request(post()).await.map_err(|error| no_head(&error))?;
+        let response = connection.request(post()).await.map_err(|error| head_failure(&error))?;
         Ok((connection, response))
     }
 
     /// Reads the events of a response until its end or until the client hangs up.
-    async fn read(
+    async fn read_events(
         &self,
         connection: &mut Connection,
         response: Response<Incoming>,
         clock: Clock,
-        answer: &mut Answer,
+        answer: &mut StreamedResponse,
     ) -> Result<Outcome, Failure> {
         let ends_by_closing = [CONTENT_LENGTH, TRANSFER_ENCODING]
             .iter()
             .all(|framing| !response.headers().contains_key(framing));
         let (mut body, mut turn_bytes) = (response.into_body(), 0);
-        while let Some(piece) = connection.piece(&mut body).await {
+        while let Some(piece) = connection.next_chunk(&mut body).await {
             let (piece, read_at) = match piece {
                 Ok(piece) => piece,
                 // A body without framing is complete once `[DONE]` was received.
                 Err(_) if ends_by_closing && answer.done => break,
-                Err(error) => return Err(no_end(&error)),
+                Err(error) => return Err(body_failure(&error)),
             };
             let before = answer.delivered;
-            let next = answer.take(&piece, clock.time(read_at));
+            let next = answer.process_chunk(&piece, clock.time(read_at));
             self.live.tokens.fetch_add(u64::from(answer.delivered - before), Ordering::Relaxed);
-            if next? == Next::Leave {
+            if next? == NextAction::HangUp {
                 return Ok(Outcome::HungUp);
             }
             turn_bytes += piece.len();
-            if turn_bytes >= TURN_BYTES_MAX {
+            if turn_bytes >= YIELD_BYTES_MAX {
                 turn_bytes = 0;
                 yield_now().await;
             }
         }
-        answer.end()
+        answer.finish()
     }
 
     /// Takes an idle connection that is not known to be closed.
-    fn take_idle(&self, outgoing: &Outgoing) -> Option<Connection> {
+    fn take_idle(&self, outgoing: &PreparedRequest) -> Option<Connection> {
         // A slow reader needs a connection with its own receive buffer size.
         if outgoing.read_rate.is_some() {
             return None;
@@ -245,7 +248,7 @@ impl Client {
     }
 
     /// Returns a connection to the pool of idle connections if it can be reused.
-    fn keep(&self, mut connection: Connection, outgoing: &Outgoing) {
+    fn return_idle(&self, mut connection: Connection, outgoing: &PreparedRequest) {
         if self.connections == Connections::New || outgoing.read_rate.is_some() || !connection.is_idle() {
             return;
         }
@@ -257,7 +260,7 @@ impl Client {
 }
 
 /// Waits until the run is stopped.
-pub async fn stopped(mut stop: watch::Receiver<bool>) {
+pub async fn wait_until_stopped(mut stop: watch::Receiver<bool>) {
     if stop.wait_for(|stop| *stop).await.is_err() {
         // The sender is gone, so the run can no longer be stopped.
         std::future::pending::<()>().await;

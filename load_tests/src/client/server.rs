@@ -43,11 +43,11 @@ pub struct Server {
 impl Server {
     /// Resolves the host of `url` and loads the certificates: the system's and those of the file `ca`. Errors
     /// do not repeat the URL, which may contain secrets.
-    pub fn at(url: &str, ca: Option<&Path>) -> anyhow::Result<Self> {
+    pub fn resolve(url: &str, ca: Option<&Path>) -> anyhow::Result<Self> {
         let url = parse(url)?;
         let addresses = url.socket_addrs(|| None).context("cannot look up the host")?;
         ensure!(!addresses.is_empty(), "the host has no address");
-        let tls = if url.scheme() == "https" { Some(Tls::to(&url, ca)?) } else { None };
+        let tls = if url.scheme() == "https" { Some(Tls::new(&url, ca)?) } else { None };
         Ok(Self { host: host(&url)?, url, addresses, preferred: AtomicUsize::new(0), tls })
     }
 
@@ -62,7 +62,7 @@ impl Server {
     }
 
     /// Returns whether `other` has the same origin, so that an API key of one may be sent to the other.
-    pub fn is_same(&self, other: &Self) -> bool {
+    pub fn has_same_origin(&self, other: &Self) -> bool {
         self.url.origin() == other.url.origin()
     }
 
@@ -72,7 +72,8 @@ impl Server {
         match &self.tls {
             None => Ok(Wire::new(Box::new(tcp), read_rate)),
             Some(tls) => {
-                let stream = tls.session(tcp).await.map_err(|error| FailureKind::Tls.saying(error))?;
+                let stream =
+                    tls.handshake(tcp).await.map_err(|error| FailureKind::Tls.with_message(error))?;
                 Ok(Wire::new(Box::new(stream), read_rate))
             }
         }
@@ -86,11 +87,11 @@ impl Server {
             let place = (first + attempt) % count;
             let address = self.addresses[place];
             let connected = if attempt + 1 < count {
-                timeout(ADDRESS_TIMEOUT, dial(address, read_rate))
+                timeout(ADDRESS_TIMEOUT, connect_address(address, read_rate))
                     .await
                     .unwrap_or(Err(io::ErrorKind::TimedOut.into()))
             } else {
-                dial(address, read_rate).await
+                connect_address(address, read_rate).await
             };
             match connected {
                 Ok(stream) => {
@@ -98,7 +99,7 @@ impl Server {
                     return Ok(stream);
                 }
                 Err(error) => {
-                    failure = Some(FailureKind::Connect.saying(format_args!("{address}: {error}")));
+                    failure = Some(FailureKind::Connect.with_message(format_args!("{address}: {error}")));
                 }
             }
         }
@@ -122,7 +123,7 @@ fn host(url: &Url) -> anyhow::Result<HeaderValue> {
     HeaderValue::from_str(text).context("the host is not a valid header value")
 }
 
-async fn dial(address: SocketAddr, read_rate: Option<u32>) -> io::Result<TcpStream> {
+async fn connect_address(address: SocketAddr, read_rate: Option<u32>) -> io::Result<TcpStream> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     if let Some(rate) = read_rate {
         // A slow reader needs a small receive window that fills up, or the server would never be throttled.
@@ -138,20 +139,22 @@ async fn dial(address: SocketAddr, read_rate: Option<u32>) -> io::Result<TcpStre
 mod tests {
     use super::*;
 
-    fn refused(url: &str) -> String {
-        format!("{:#}", Server::at(url, None).expect_err(url))
+    fn resolve_error(url: &str) -> String {
+        format!("{:#}", Server::resolve(url, None).expect_err(url))
     }
 
     #[test]
     fn urls_that_cannot_be_spoken_to_are_refused_and_say_why() {
-        assert!(refused("ftp://127.0.0.1").contains("'ftp' is neither http nor https"));
-        assert!(refused("127.0.0.1:80").contains("not a URL"));
-        assert!(refused("localhost:80").contains("'localhost' is neither"));
-        assert!(refused("http://").contains("not a URL") && refused("http://:80").contains("host"));
-        assert!(refused("http://127.0.0.1:99999").contains("port"));
-        assert!(refused("http://127.0.0.1/#top").contains("fragment"));
+        assert!(resolve_error("ftp://127.0.0.1").contains("'ftp' is neither http nor https"));
+        assert!(resolve_error("127.0.0.1:80").contains("not a URL"));
+        assert!(resolve_error("localhost:80").contains("'localhost' is neither"));
+        assert!(
+            resolve_error("http://").contains("not a URL") && resolve_error("http://:80").contains("host")
+        );
+        assert!(resolve_error("http://127.0.0.1:99999").contains("port"));
+        assert!(resolve_error("http://127.0.0.1/#top").contains("fragment"));
         for secret in ["http://me:hunter2@127.0.0.1", "http://me:hunter2@127.0.0.1:99999"] {
-            assert!(!refused(secret).contains("hunter2"));
+            assert!(!resolve_error(secret).contains("hunter2"));
         }
     }
 
@@ -162,17 +165,20 @@ mod tests {
             ("http://127.0.0.1:80/a/b/", "127.0.0.1", "/a/b/"),
             ("http://[::1]:81/metrics?x=1", "[::1]:81", "/metrics?x=1"),
         ] {
-            let server = Server::at(url, None).unwrap();
+            let server = Server::resolve(url, None).unwrap();
             assert_eq!((server.host().to_str().unwrap(), server.path()), (host, path), "{url}");
         }
     }
 
     #[test]
     fn a_server_is_the_same_by_scheme_host_and_port() {
-        let at = |url| Server::at(url, None).unwrap();
+        let at = |url| Server::resolve(url, None).unwrap();
         let server = at("http://127.0.0.1:80/v1");
-        assert!(server.is_same(&at("http://127.0.0.1/metrics")));
-        assert!(!server.is_same(&at("http://127.0.0.1:81")) && !server.is_same(&at("http://127.0.0.2")));
+        assert!(server.has_same_origin(&at("http://127.0.0.1/metrics")));
+        assert!(
+            !server.has_same_origin(&at("http://127.0.0.1:81"))
+                && !server.has_same_origin(&at("http://127.0.0.2"))
+        );
     }
 
     #[test]
@@ -180,7 +186,7 @@ mod tests {
         let [shut, open] = [(); 2].map(|()| std::net::TcpListener::bind("127.0.0.1:0").unwrap());
         let addresses = [&shut, &open].map(|listener| listener.local_addr().unwrap()).to_vec();
         drop(shut);
-        let server = Server { addresses, ..Server::at("http://127.0.0.1:1", None).unwrap() };
+        let server = Server { addresses, ..Server::resolve("http://127.0.0.1:1", None).unwrap() };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let failure = runtime.block_on(async {
             server.connect(None).await.expect("the second address answers");

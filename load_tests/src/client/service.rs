@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use tokio::time::timeout;
 
 use super::{
-    connection::{Connection, Post, no_head},
+    connection::{Connection, RequestBody, head_failure},
     server::Server,
 };
 use crate::{
@@ -46,10 +46,14 @@ pub struct Service {
 impl Service {
     /// Resolves the service of `target`. If it names no model, the first model that the server lists is used;
     /// the query takes at most `patience`.
-    pub async fn find(target: &Target, connections: Connections, patience: Duration) -> anyhow::Result<Self> {
-        let server = Server::at(&target.url, target.ca.as_deref()).context("the server's URL")?;
+    pub async fn resolve(
+        target: &Target,
+        connections: Connections,
+        patience: Duration,
+    ) -> anyhow::Result<Self> {
+        let server = Server::resolve(&target.url, target.ca.as_deref()).context("the server's URL")?;
         ensure!(!server.path().contains('?'), "the server's URL must not have a query");
-        let keys = headers(&target.keys)?;
+        let keys = key_headers(&target.keys)?;
         let prefix = server.path().trim_end_matches('/').to_string();
         let models = match target.models.as_slice() {
             [] => vec![first_model(&server, &prefix, keys.first(), patience).await.with_context(|| {
@@ -78,7 +82,7 @@ impl Service {
     }
 
     /// Builds the HTTP request with `body` and the API key of index `key`.
-    pub fn post(&self, body: Bytes, key: Option<usize>) -> Request<Post> {
+    pub fn http_request(&self, body: Bytes, key: Option<usize>) -> Request<RequestBody> {
         let mut post = Request::new(Full::new(body));
         *post.method_mut() = Method::POST;
         *post.uri_mut() = self.uri.clone();
@@ -90,7 +94,7 @@ impl Service {
     }
 
     /// Replaces API keys in a text sent by the server.
-    pub fn without_keys(&self, text: &str) -> String {
+    pub fn redact_keys(&self, text: &str) -> String {
         let keys = self.keys.iter().filter_map(|header| header.to_str().ok()?.strip_prefix(BEARER));
         keys.fold(text.to_string(), |text, key| text.replace(key, "[key]"))
     }
@@ -102,13 +106,13 @@ impl Service {
 
     /// Fetches the page at the URL of `server`. An API key is sent only if `server` has the origin of this
     /// service.
-    pub async fn page(&self, server: &Server, patience: Duration) -> anyhow::Result<String> {
-        let key = self.keys.first().filter(|_| server.is_same(&self.server));
-        get(server, server.path(), key, patience).await
+    pub async fn fetch_page(&self, server: &Server, patience: Duration) -> anyhow::Result<String> {
+        let key = self.keys.first().filter(|_| server.has_same_origin(&self.server));
+        fetch_text(server, server.path(), key, patience).await
     }
 }
 
-fn headers(keys: &[Secret]) -> anyhow::Result<Vec<HeaderValue>> {
+fn key_headers(keys: &[Secret]) -> anyhow::Result<Vec<HeaderValue>> {
     let header = |(place, key): (usize, &Secret)| {
         let mut value = HeaderValue::from_str(&format!("{BEARER}{}", key.0)).ok().with_context(|| {
             format!("key {} contains characters that are not allowed in a header", place + 1)
@@ -146,19 +150,19 @@ async fn first_model(
     struct Model {
         id: String,
     }
-    let text = get(server, &format!("{prefix}/v1/models"), key, patience).await?;
+    let text = fetch_text(server, &format!("{prefix}/v1/models"), key, patience).await?;
     let models: Models = serde_json::from_str(&text).context("the response is not a list of models")?;
     models.data.into_iter().next().map(|model| model.id).context("the list is empty")
 }
 
 /// Fetches the text at `path`, within `patience`.
-async fn get(
+async fn fetch_text(
     server: &Server,
     path: &str,
     key: Option<&HeaderValue>,
     patience: Duration,
 ) -> anyhow::Result<String> {
-    let mut request = Request::new(Post::default());
+    let mut request = Request::new(RequestBody::default());
     *request.uri_mut() = path.parse().context("the path")?;
     *request.headers_mut() = common_headers(server, Connections::New);
     request.headers_mut().remove(CONTENT_TYPE);
@@ -171,12 +175,12 @@ async fn get(
         .with_context(|| format!("no response after {patience:?}"))?
 }
 
-async fn fetch(server: &Server, request: Request<Post>) -> anyhow::Result<String> {
+async fn fetch(server: &Server, request: Request<RequestBody>) -> anyhow::Result<String> {
     let to_error = |failure: crate::sample::Failure| anyhow::anyhow!("{}: {}", failure.kind, failure.message);
     let mut connection = Connection::open(server, None).await.map_err(to_error)?;
-    let answer = connection.request(request).await.map_err(|error| to_error(no_head(&error)))?;
+    let answer = connection.request(request).await.map_err(|error| to_error(head_failure(&error)))?;
     let status = answer.status();
-    let text = connection.text(answer.into_body(), PAGE_BYTES_MAX).await;
+    let text = connection.read_text(answer.into_body(), PAGE_BYTES_MAX).await;
     ensure!(status == 200, "the response status is {status}");
     text.ok().context("the response is incomplete or larger than 16 MiB")
 }
@@ -187,7 +191,8 @@ mod tests {
 
     #[test]
     fn keys_become_headers_that_debug_hides_and_bad_ones_are_told_by_their_place() {
-        let keys = |keys: &[&str]| headers(&Vec::from_iter(keys.iter().map(|key| Secret(key.to_string()))));
+        let keys =
+            |keys: &[&str]| key_headers(&Vec::from_iter(keys.iter().map(|key| Secret(key.to_string()))));
         let good = keys(&["sk-1", "sk-2"]).unwrap();
         assert_eq!(good[1], "Bearer sk-2");
         assert!(!format!("{good:?}").contains("sk-"));

@@ -27,7 +27,7 @@ pub struct SseDecoder {
     /// The data lines of an incomplete event.
     data: Option<String>,
     /// The data returned last; its allocation is reused.
-    spent: String,
+    last_data: String,
     /// Whether the last byte was a CR that already ended its line, so that a following LF belongs to it.
     after_cr: bool,
 }
@@ -42,37 +42,37 @@ enum Line<'a> {
 }
 
 /// The location of an event's data.
-enum Found<'a> {
+enum EventData<'a> {
     /// In the chunk: a single complete line, the common case.
     Chunk(&'a str),
     /// In the decoder's `last_data` buffer.
-    Decoder,
+    Buffer,
 }
 
 impl SseDecoder {
     /// Consumes bytes from the front of `bytes` until an event is complete and returns its data, or `None`
     /// when all bytes are consumed. The decoder must not be used after an error.
     pub fn next<'a, 'b: 'a>(&'a mut self, bytes: &mut &'b [u8]) -> Result<Option<&'a str>, SseError> {
-        Ok(self.find(bytes)?.map(|found| match found {
-            Found::Chunk(data) => data,
-            Found::Decoder => self.spent.as_str(),
+        Ok(self.decode_event(bytes)?.map(|found| match found {
+            EventData::Chunk(data) => data,
+            EventData::Buffer => self.last_data.as_str(),
         }))
     }
 
     /// Checks the state at the end of the stream. An incomplete event is dropped; an incomplete line that is
     /// not part of an event is an error.
-    pub fn end(&self) -> Result<(), SseError> {
+    pub fn finish(&self) -> Result<(), SseError> {
         if self.line.contains(&b':') {
-            read_line(&self.line)?;
+            parse_line(&self.line)?;
         }
         Ok(())
     }
 
-    fn find<'b>(&mut self, bytes: &mut &'b [u8]) -> Result<Option<Found<'b>>, SseError> {
+    fn decode_event<'b>(&mut self, bytes: &mut &'b [u8]) -> Result<Option<EventData<'b>>, SseError> {
         while let Some(rest) = self.take_line(bytes)? {
             if !self.line.is_empty() {
-                self.end_cut_line(rest)?;
-            } else if let Some(found) = self.end_line(rest, bytes)? {
+                self.finish_split_line(rest)?;
+            } else if let Some(found) = self.finish_line(rest, bytes)? {
                 return Ok(Some(found));
             }
         }
@@ -98,15 +98,19 @@ impl SseDecoder {
         Ok(Some(rest))
     }
 
-    fn end_line<'b>(&mut self, line: &'b [u8], bytes: &mut &'b [u8]) -> Result<Option<Found<'b>>, SseError> {
-        match read_line(line)? {
+    fn finish_line<'b>(
+        &mut self,
+        line: &'b [u8],
+        bytes: &mut &'b [u8],
+    ) -> Result<Option<EventData<'b>>, SseError> {
+        match parse_line(line)? {
             Line::Blank => Ok(self.data.take().map(|data| {
-                self.spent = data;
-                Found::Decoder
+                self.last_data = data;
+                EventData::Buffer
             })),
             Line::Ignored => Ok(None),
             Line::Data(value) if self.data.is_none() && self.take_blank(bytes) => {
-                Ok(Some(Found::Chunk(value)))
+                Ok(Some(EventData::Chunk(value)))
             }
             Line::Data(value) => {
                 self.append(value);
@@ -115,10 +119,10 @@ impl SseDecoder {
         }
     }
 
-    fn end_cut_line(&mut self, rest: &[u8]) -> Result<(), SseError> {
+    fn finish_split_line(&mut self, rest: &[u8]) -> Result<(), SseError> {
         let mut line = std::mem::take(&mut self.line);
         line.extend_from_slice(rest);
-        if let Line::Data(value) = read_line(&line)? {
+        if let Line::Data(value) = parse_line(&line)? {
             self.append(value);
         }
         line.clear();
@@ -148,8 +152,8 @@ impl SseDecoder {
         let mut data = match self.data.take() {
             Some(data) => data + "\n",
             None => {
-                self.spent.clear();
-                std::mem::take(&mut self.spent)
+                self.last_data.clear();
+                std::mem::take(&mut self.last_data)
             }
         };
         data.push_str(value);
@@ -157,7 +161,7 @@ impl SseDecoder {
     }
 }
 
-fn read_line(line: &[u8]) -> Result<Line<'_>, SseError> {
+fn parse_line(line: &[u8]) -> Result<Line<'_>, SseError> {
     let line = std::str::from_utf8(line).map_err(|_| SseError::NotUtf8)?;
     if line.is_empty() {
         return Ok(Line::Blank);
@@ -215,7 +219,7 @@ mod tests {
         let end = |bytes: &[u8]| {
             let mut decoder = SseDecoder::default();
             while decoder.next(&mut &*bytes).unwrap().is_some() {}
-            decoder.end()
+            decoder.finish()
         };
         for cut in [&b""[..], b"da", b"data: x", b": hello", b"data: x\n"] {
             assert_eq!(end(cut), Ok(()), "{cut:?}");

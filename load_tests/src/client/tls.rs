@@ -30,7 +30,7 @@ impl std::fmt::Debug for Tls {
 impl Tls {
     /// Creates the configuration for the server at `url`, trusting the certificates of the PEM file `ca` in
     /// addition to the system's.
-    pub fn to(url: &Url, ca: Option<&Path>) -> anyhow::Result<Self> {
+    pub fn new(url: &Url, ca: Option<&Path>) -> anyhow::Result<Self> {
         let mut config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()?
             .with_root_certificates(roots(ca)?)
@@ -40,7 +40,7 @@ impl Tls {
     }
 
     /// Performs the TLS handshake on a TCP connection.
-    pub async fn session(&self, tcp: TcpStream) -> io::Result<TlsStream<TcpStream>> {
+    pub async fn handshake(&self, tcp: TcpStream) -> io::Result<TlsStream<TcpStream>> {
         self.connector.connect(self.name.clone(), tcp).await
     }
 }

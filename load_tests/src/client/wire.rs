@@ -48,7 +48,7 @@ impl Tap {
     }
 
     /// Sets the waker that the socket wakes.
-    pub fn wake(&self, waker: &Waker) {
+    pub fn set_waker(&self, waker: &Waker) {
         self.reader.borrow_mut().clone_from(waker);
     }
 }
@@ -57,7 +57,7 @@ impl Tap {
 pub struct Wire {
     stream: Box<dyn Stream>,
     tap: Rc<Tap>,
-    pace: Option<Pace>,
+    pace: Option<ReadThrottle>,
 }
 
 impl Wire {
@@ -68,7 +68,7 @@ impl Wire {
             read_at: Cell::new(Instant::now()),
             reader: RefCell::new(Waker::noop().clone()),
         };
-        Self { stream, tap: Rc::new(tap), pace: read_rate.map(Pace::new) }
+        Self { stream, tap: Rc::new(tap), pace: read_rate.map(ReadThrottle::new) }
     }
 
     pub fn tap(&self) -> Rc<Tap> {
@@ -77,12 +77,12 @@ impl Wire {
 }
 
 /// Limits the read rate of a slow reader, in bytes per second.
-struct Pace {
+struct ReadThrottle {
     rate: u32,
     pause: Pin<Box<Sleep>>,
 }
 
-impl Pace {
+impl ReadThrottle {
     fn new(rate: u32) -> Self {
         Self { rate: rate.max(1), pause: Box::pin(sleep(Duration::ZERO)) }
     }
@@ -94,7 +94,7 @@ impl Pace {
     }
 
     /// Accounts for bytes read: delays the next read by their transfer time. Idle time earns no credit.
-    fn took(&mut self, bytes: usize) {
+    fn record_read(&mut self, bytes: usize) {
         let from = self.pause.deadline().max(tokio::time::Instant::now());
         self.pause.as_mut().reset(from + Duration::from_secs_f64(bytes as f64 / f64::from(self.rate)));
     }
@@ -123,7 +123,7 @@ impl AsyncRead for Wire {
 
 fn poll_read_slowly(
     stream: &mut dyn Stream,
-    pace: &mut Pace,
+    pace: &mut ReadThrottle,
     cx: &mut Context<'_>,
     buffer: &mut ReadBuf<'_>,
 ) -> Poll<io::Result<()>> {
@@ -132,7 +132,7 @@ fn poll_read_slowly(
     ready!(Pin::new(stream).poll_read(cx, &mut part))?;
     let received = part.filled().len();
     buffer.advance(received);
-    pace.took(received);
+    pace.record_read(received);
     Poll::Ready(Ok(()))
 }
 
@@ -189,7 +189,7 @@ mod tests {
             let start = Instant::now();
             let tap = wire.tap();
             std::future::poll_fn(|cx| {
-                tap.wake(cx.waker());
+                tap.set_waker(cx.waker());
                 Poll::Ready(())
             })
             .await;

@@ -6,12 +6,12 @@ use std::collections::BTreeMap;
 
 use crate::{
     report::{Counts, Failures},
-    run::{Record, Settings},
+    run::{RunRecord, RunSettings},
     sample::{Outcome, Sample},
 };
 
 /// Counts the requests of a run by outcome.
-pub fn of(settings: &Settings, record: &Record) -> Counts {
+pub fn count_outcomes(settings: &RunSettings, record: &RunRecord) -> Counts {
     let samples = record.samples.as_slice();
     let failures = failures(samples);
     Counts {
@@ -21,7 +21,9 @@ pub fn of(settings: &Settings, record: &Record) -> Counts {
         hung_up: samples.iter().filter(|sample| sample.outcome == Outcome::HungUp).count(),
         failed: failures.values().map(|failures| failures.count).sum(),
         unsent: record.unsent,
-        short: super::completed(samples).filter(|sample| sample.output_len < sample.output_len_asked).count(),
+        short: super::completed(samples)
+            .filter(|sample| sample.output_len < sample.requested_output_len)
+            .count(),
         retries: samples.iter().map(|sample| u64::from(sample.retries)).sum(),
         failures,
     }

@@ -7,11 +7,11 @@ use std::time::{Duration, SystemTime};
 use crate::{
     plan::{
         arrivals::Arrivals,
-        lengths::Length,
-        prompts::Prompts,
-        requests::{Endpoint, Load},
+        lengths::LengthDistribution,
+        prompts::PromptSource,
+        requests::{Endpoint, LoadSpec},
     },
-    run::{Connections, Record, Settings, Target},
+    run::{Connections, RunRecord, RunSettings, Target},
     sample::{Delivery, FailureKind, Outcome, Sample},
 };
 
@@ -26,7 +26,7 @@ pub fn completed(scheduled: u64, sent: u64, tokens: &[u64]) -> Sample {
         index: 0,
         model: 0,
         prompt_len: 10,
-        output_len_asked: 3,
+        requested_output_len: 3,
         output_len: tokens.len() as u32,
         scheduled: ms(scheduled),
         sent: ms(sent),
@@ -39,13 +39,13 @@ pub fn completed(scheduled: u64, sent: u64, tokens: &[u64]) -> Sample {
 
 /// Returns a sample rejected with status 500 at once.
 pub fn failed(scheduled: u64, sent: u64) -> Sample {
-    let failure = FailureKind::Status(500).saying("out of luck");
+    let failure = FailureKind::Status(500).with_message("out of luck");
     Sample { outcome: Outcome::Failed(failure), ..completed(scheduled, sent, &[]) }
 }
 
 /// Returns settings of an open loop at 2 requests per second, with 4 prompt tokens and 2 output tokens.
-pub fn settings() -> Settings {
-    Settings {
+pub fn settings() -> RunSettings {
+    RunSettings {
         label: None,
         target: Target {
             url: "http://localhost:1".into(),
@@ -68,12 +68,12 @@ pub fn settings() -> Settings {
     }
 }
 
-fn load() -> Load {
-    Load {
+fn load() -> LoadSpec {
+    LoadSpec {
         requests: 5,
-        prompts: Prompts::Ids { vocab: 10 },
-        prompt: Length::Fixed(4),
-        output: Some(Length::Fixed(2)),
+        prompts: PromptSource::Ids { vocab: 10 },
+        prompt: LengthDistribution::Fixed(4),
+        output: Some(LengthDistribution::Fixed(2)),
         trace: None,
         shared_prefix: 0,
         prefix_groups: 1,
@@ -90,7 +90,7 @@ fn load() -> Load {
 }
 
 /// Returns a run of one model with one unsent request.
-pub fn record(samples: Vec<Sample>) -> Record {
+pub fn record(samples: Vec<Sample>) -> RunRecord {
     let samples = samples.into_iter().enumerate().map(|(index, sample)| Sample { index, ..sample }).collect();
-    Record { models: vec!["m".into()], began: SystemTime::UNIX_EPOCH, samples, unsent: 1, server: None }
+    RunRecord { models: vec!["m".into()], began: SystemTime::UNIX_EPOCH, samples, unsent: 1, server: None }
 }

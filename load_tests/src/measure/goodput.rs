@@ -5,12 +5,12 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use super::{Span, completed};
+use super::{TimeSpan, completed};
 use crate::{report::Goodput, sample::Sample};
 
 /// Latency limits in milliseconds by measure: `ttft`, `tpot`, `e2el`. A completed request within all of them
 /// is good.
-pub type Limits = BTreeMap<String, f64>;
+pub type GoodputLimits = BTreeMap<String, f64>;
 
 /// The measures that can be limited, and the function that computes each.
 const MEASURES: [(&str, Measure); 3] =
@@ -33,11 +33,11 @@ pub fn parse_limit(text: &str) -> Result<(String, f64), String> {
 }
 
 /// Computes the goodput of a run, or `None` if there are no limits.
-pub fn of(samples: &[Sample], span: Span, limits: &Limits) -> Option<Goodput> {
+pub fn compute(samples: &[Sample], span: TimeSpan, limits: &GoodputLimits) -> Option<Goodput> {
     if limits.is_empty() {
         return None;
     }
-    let good = completed(samples).filter(|sample| keeps(sample, limits)).count();
+    let good = completed(samples).filter(|sample| is_within_limits(sample, limits)).count();
     Some(Goodput {
         limits_ms: limits.clone(),
         good,
@@ -48,7 +48,7 @@ pub fn of(samples: &[Sample], span: Span, limits: &Limits) -> Option<Goodput> {
 
 /// Returns whether a request is within the limits. A measure that it lacks, such as TPOT with a single token,
 /// is never exceeded.
-fn keeps(sample: &Sample, limits: &Limits) -> bool {
+fn is_within_limits(sample: &Sample, limits: &GoodputLimits) -> bool {
     let measured = MEASURES.iter().filter_map(|(name, measure)| limits.get(*name).zip(measure(sample)));
     measured.into_iter().all(|(&limit_ms, time)| super::milliseconds(time) <= limit_ms)
 }
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
     use crate::measure::fixtures::{completed, failed};
 
-    fn limits(texts: &[&str]) -> Limits {
+    fn limits(texts: &[&str]) -> GoodputLimits {
         texts.iter().map(|text| parse_limit(text).unwrap()).collect()
     }
 
@@ -75,8 +75,8 @@ mod tests {
             completed(300, 300, &[500]),
             failed(400, 400),
         ];
-        let span = Span::of(&samples);
-        let good = |texts: &[&str]| of(&samples, span, &limits(texts)).unwrap();
+        let span = TimeSpan::from_samples(&samples);
+        let good = |texts: &[&str]| compute(&samples, span, &limits(texts)).unwrap();
         assert_eq!(good(&["ttft:200"]).good, 3);
         assert_eq!(good(&["ttft:200", "tpot:50"]).good, 2);
         assert_eq!(good(&["tpot:50", "e2el:220"]).good, 1);
@@ -84,8 +84,8 @@ mod tests {
         let goodput = good(&["ttft:200", "tpot:50"]);
         assert_eq!((goodput.share, goodput.throughput), (0.4, 4.0));
         assert_eq!(goodput.limits_ms["tpot"], 50.0);
-        assert_eq!(of(&samples, span, &Limits::new()), None);
-        assert_eq!(of(&[], Span::of(&[]), &limits(&["ttft:1"])).unwrap().share, 0.0);
+        assert_eq!(compute(&samples, span, &GoodputLimits::new()), None);
+        assert_eq!(compute(&[], TimeSpan::from_samples(&[]), &limits(&["ttft:1"])).unwrap().share, 0.0);
     }
 
     #[test]

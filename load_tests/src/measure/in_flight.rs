@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use super::{POINTS_MAX, Span, seconds};
+use super::{POINTS_MAX, TimeSpan, seconds};
 use crate::sample::Sample;
 
 /// The number of requests in flight as a step function of time.
@@ -16,7 +16,7 @@ pub struct InFlight {
 
 impl InFlight {
     /// Builds the step function. A request is in flight from its first send until its end.
-    pub fn of(samples: &[Sample]) -> Self {
+    pub fn from_samples(samples: &[Sample]) -> Self {
         let mut turns: Vec<(Duration, isize)> =
             samples.iter().flat_map(|s| [(s.sent, 1), (s.ended.max(s.sent), -1)]).collect();
         turns.sort_unstable();
@@ -38,9 +38,9 @@ impl InFlight {
     }
 
     /// Returns the mean over the span, or 0 if the span is empty.
-    pub fn mean(&self, span: Span) -> f64 {
+    pub fn mean(&self, span: TimeSpan) -> f64 {
         let area: f64 =
-            pieces(&self.steps, span).map(|(length, live)| length.as_secs_f64() * live as f64).sum();
+            step_durations(&self.steps, span).map(|(length, live)| length.as_secs_f64() * live as f64).sum();
         span.per_second(area)
     }
 
@@ -51,13 +51,13 @@ impl InFlight {
             return self.steps.iter().map(|&(at, live)| (seconds(at), live as f64)).collect();
         };
         let (mut curve, mut steps) = (Vec::new(), self.steps.as_slice());
-        let whole = Span { begin, end };
+        let whole = TimeSpan { begin, end };
         // Two points per interval, and one for the end.
-        for piece in whole.pieces((POINTS_MAX - 1) / 2) {
+        for piece in whole.split((POINTS_MAX - 1) / 2) {
             // Drops the steps that end before the interval begins.
             let passed = steps.partition_point(|step| step.0 <= piece.begin).saturating_sub(1);
             steps = &steps[passed..];
-            curve.extend(two_steps(steps, piece));
+            curve.extend(reduce_interval(steps, piece));
         }
         curve.push((seconds(end), last as f64));
         curve
@@ -65,7 +65,7 @@ impl InFlight {
 }
 
 /// Returns the duration and the value of each step within the span.
-fn pieces(steps: &[(Duration, usize)], span: Span) -> impl Iterator<Item = (Duration, usize)> {
+fn step_durations(steps: &[(Duration, usize)], span: TimeSpan) -> impl Iterator<Item = (Duration, usize)> {
     let ends = steps.iter().skip(1).map(|step| step.0).chain([Duration::MAX]);
     steps
         .iter()
@@ -77,9 +77,9 @@ fn pieces(steps: &[(Duration, usize)], span: Span) -> impl Iterator<Item = (Dura
 
 /// Reduces an interval to its maximum and minimum, with durations that preserve the mean. If the first value
 /// is at most the last one, the minimum comes first.
-fn two_steps(steps: &[(Duration, usize)], piece: Span) -> Vec<(f64, f64)> {
+fn reduce_interval(steps: &[(Duration, usize)], piece: TimeSpan) -> Vec<(f64, f64)> {
     let held: Vec<(f64, f64)> =
-        pieces(steps, piece).map(|(length, live)| (seconds(length), live as f64)).collect();
+        step_durations(steps, piece).map(|(length, live)| (seconds(length), live as f64)).collect();
     let (first, last) = held.first().zip(held.last()).map_or((0.0, 0.0), |(first, last)| (first.1, last.1));
     let low = held.iter().map(|held| held.1).fold(first, f64::min);
     let high = held.iter().map(|held| held.1).fold(first, f64::max);
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
     use crate::{
         measure::fixtures::{completed, ms},
-        plan::draws::{Draws, Purpose},
+        plan::draws::{Purpose, RandomStream},
     };
 
     /// The area below a step function, in seconds.
@@ -117,20 +117,20 @@ mod tests {
             completed(0, 25, &[]),
             completed(0, 26, &[28, 29]),
         ];
-        let in_flight = InFlight::of(&samples);
+        let in_flight = InFlight::from_samples(&samples);
         let expected = [(0.01, 1.0), (0.026, 2.0), (0.029, 1.0), (0.03, 0.0)];
         assert_eq!(in_flight.curve(), expected);
         assert_eq!(in_flight.peak(), 2);
-        assert!((in_flight.mean(Span { begin: ms(10), end: ms(30) }) - 23.0 / 20.0).abs() < 1e-12);
+        assert!((in_flight.mean(TimeSpan { begin: ms(10), end: ms(30) }) - 23.0 / 20.0).abs() < 1e-12);
         // The 5 ms before the first request and the first 5 ms of it.
-        assert!((in_flight.mean(Span { begin: ms(5), end: ms(15) }) - 0.5).abs() < 1e-12);
-        assert_eq!(in_flight.mean(Span { begin: ms(10), end: ms(10) }), 0.0);
-        assert_eq!(InFlight::of(&[]).curve(), []);
+        assert!((in_flight.mean(TimeSpan { begin: ms(5), end: ms(15) }) - 0.5).abs() < 1e-12);
+        assert_eq!(in_flight.mean(TimeSpan { begin: ms(10), end: ms(10) }), 0.0);
+        assert_eq!(InFlight::from_samples(&[]).curve(), []);
     }
 
     #[test]
     fn thinning_keeps_the_peak_and_the_area_of_every_piece() {
-        let mut draws = Draws::new(5, Purpose::Request(0));
+        let mut draws = RandomStream::new(5, Purpose::Request(0));
         let mut samples: Vec<Sample> = (0..3000)
             .map(|_| {
                 let sent = u64::from(draws.between(0, 100_000));
@@ -139,7 +139,7 @@ mod tests {
             .collect();
         // A burst of a millisecond in a run of a hundred seconds.
         samples.extend((0..500).map(|_| completed(50_000, 50_000, &[50_001])));
-        let in_flight = InFlight::of(&samples);
+        let in_flight = InFlight::from_samples(&samples);
         let curve = in_flight.curve();
         assert!(in_flight.steps.len() > 2000 && curve.len() <= POINTS_MAX, "{} points", curve.len());
         assert!(curve.is_sorted_by(|a, b| a.0 < b.0));

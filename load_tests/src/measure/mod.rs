@@ -21,16 +21,16 @@ use jiff::Timestamp;
 
 use crate::{
     report::{Distribution, Latencies, ModelReport, RunReport, Series},
-    run::{Record, Settings},
+    run::{RunRecord, RunSettings},
     sample::{Outcome, Sample},
     scrape,
 };
 
-pub use goodput::{Limits, parse_limit};
+pub use goodput::{GoodputLimits, parse_limit};
 use in_flight::InFlight;
 pub(crate) use series::progress;
 use series::{output_throughput, peak_per_second, progress_curve};
-use span::Span;
+use span::TimeSpan;
 pub use stats::{Stats, percentile};
 pub(crate) use stats::{milliseconds, seconds};
 
@@ -66,16 +66,16 @@ impl Sample {
 }
 
 /// Computes the report of a run.
-pub fn report(settings: &Settings, record: &Record, limits: &Limits) -> RunReport {
+pub fn report(settings: &RunSettings, record: &RunRecord, limits: &GoodputLimits) -> RunReport {
     let samples = record.samples.as_slice();
-    let (span, in_flight) = (Span::of(samples), InFlight::of(samples));
-    let counts = counts::of(settings, record);
+    let (span, in_flight) = (TimeSpan::from_samples(samples), InFlight::from_samples(samples));
+    let counts = counts::count_outcomes(settings, record);
     let (input_tokens, output_tokens) = counts::tokens(samples);
     let mean_concurrency = in_flight.mean(span);
     let mut report = RunReport {
         label: settings.label.clone().unwrap_or_else(|| settings.arrivals.to_string()),
         date: utc_date(record.began),
-        url: planned::shown_url(&settings.target.url),
+        url: planned::redact_url(&settings.target.url),
         models: record.models.clone(),
         plan: planned::report(settings),
         duration_s: seconds(span.length()),
@@ -84,7 +84,7 @@ pub fn report(settings: &Settings, record: &Record, limits: &Limits) -> RunRepor
         request_throughput: span.per_second(counts.completed as f64),
         input_throughput: span.per_second(input_tokens as f64),
         output_throughput: span.per_second(output_tokens as f64),
-        goodput: goodput::of(samples, span, limits),
+        goodput: goodput::compute(samples, span, limits),
         peak_output_tokens_per_s: peak_per_second(samples),
         peak_concurrency: in_flight.peak(),
         mean_concurrency,
@@ -110,15 +110,15 @@ fn completed(samples: &[Sample]) -> impl Iterator<Item = &Sample> {
 
 fn latencies(samples: &[Sample]) -> Latencies {
     Latencies {
-        ttft: Distribution::of(completed(samples).filter_map(Sample::ttft)),
-        tpot: Distribution::of(completed(samples).filter_map(Sample::tpot)),
-        itl: Distribution::of(completed(samples).flat_map(Sample::itls)),
-        e2el: Distribution::of(completed(samples).filter_map(Sample::e2e)),
-        lateness: Distribution::of(samples.iter().map(Sample::lateness)),
+        ttft: Distribution::from_values(completed(samples).filter_map(Sample::ttft)),
+        tpot: Distribution::from_values(completed(samples).filter_map(Sample::tpot)),
+        itl: Distribution::from_values(completed(samples).flat_map(Sample::itls)),
+        e2el: Distribution::from_values(completed(samples).filter_map(Sample::e2e)),
+        lateness: Distribution::from_values(samples.iter().map(Sample::lateness)),
     }
 }
 
-fn series(samples: &[Sample], span: Span, in_flight: &InFlight) -> Series {
+fn series(samples: &[Sample], span: TimeSpan, in_flight: &InFlight) -> Series {
     Series {
         in_flight: in_flight.curve(),
         progress: progress_curve(samples, span),
@@ -126,14 +126,14 @@ fn series(samples: &[Sample], span: Span, in_flight: &InFlight) -> Series {
     }
 }
 
-fn by_model(record: &Record) -> Vec<ModelReport> {
+fn by_model(record: &RunRecord) -> Vec<ModelReport> {
     if record.models.len() < 2 {
         return Vec::new();
     }
     record.models.iter().enumerate().map(|(index, model)| model_report(record, index, model)).collect()
 }
 
-fn model_report(record: &Record, index: usize, model: &str) -> ModelReport {
+fn model_report(record: &RunRecord, index: usize, model: &str) -> ModelReport {
     let asked = || record.samples.iter().filter(|sample| sample.model == index);
     let completed = || asked().filter(|sample| sample.outcome == Outcome::Completed);
     ModelReport {
@@ -142,9 +142,9 @@ fn model_report(record: &Record, index: usize, model: &str) -> ModelReport {
         completed: completed().count(),
         failed: asked().filter(|sample| matches!(sample.outcome, Outcome::Failed(_))).count(),
         output_tokens: counts::tokens(asked()).1,
-        ttft: Stats::of(completed().filter_map(Sample::ttft)),
-        itl: Stats::of(completed().flat_map(Sample::itls)),
-        e2el: Stats::of(completed().filter_map(Sample::e2e)),
+        ttft: Stats::from_values(completed().filter_map(Sample::ttft)),
+        itl: Stats::from_values(completed().flat_map(Sample::itls)),
+        e2el: Stats::from_values(completed().filter_map(Sample::e2e)),
     }
 }
 
@@ -157,7 +157,7 @@ mod tests {
     use crate::sample::FailureKind;
 
     fn report_of(samples: Vec<Sample>) -> RunReport {
-        report(&settings(), &record(samples), &Limits::new())
+        report(&settings(), &record(samples), &GoodputLimits::new())
     }
 
     #[test]
@@ -174,14 +174,17 @@ mod tests {
 
     #[test]
     fn a_report_keeps_outcomes_apart() {
-        let early_close = Outcome::Failed(FailureKind::EarlyClose.saying("the second"));
+        let early_close = Outcome::Failed(FailureKind::EarlyClose.with_message("the second"));
         let samples = vec![
             Sample { retries: 2, ..completed(0, 0, &[100, 200, 1300]) },
             completed(0, 50, &[150, 1200]),
             Sample { outcome: Outcome::HungUp, ..completed(0, 60, &[2060]) },
             failed(0, 70),
             Sample { outcome: early_close, ..completed(0, 75, &[90]) },
-            Sample { outcome: Outcome::Failed(FailureKind::Status(500).saying("not told")), ..failed(0, 80) },
+            Sample {
+                outcome: Outcome::Failed(FailureKind::Status(500).with_message("not told")),
+                ..failed(0, 80)
+            },
         ];
         let RunReport { counts, latencies, .. } = &report_of(samples);
         assert_eq!((counts.planned, counts.sent, counts.unsent, counts.retries), (5, 6, 1, 2));
@@ -248,9 +251,9 @@ mod tests {
             Sample { model: 1, ..completed(0, 0, &[40, 60]) },
             Sample { model: 1, ..failed(0, 0) },
         ]);
-        assert_eq!(report(&settings(), &record, &Limits::new()).by_model, []);
+        assert_eq!(report(&settings(), &record, &GoodputLimits::new()).by_model, []);
         record.models.push("n".into());
-        let models = report(&settings(), &record, &Limits::new()).by_model;
+        let models = report(&settings(), &record, &GoodputLimits::new()).by_model;
         assert_eq!([&models[0].model, &models[1].model], ["m", "n"]);
         assert_eq!((models[0].sent, models[0].completed, models[0].output_tokens), (1, 1, 3));
         assert_eq!((models[1].sent, models[1].completed, models[1].failed), (2, 1, 1));

@@ -7,17 +7,17 @@ use url::Url;
 use crate::{
     plan::{
         arrivals::Arrivals,
-        prompts::Prompts,
-        requests::{Endpoint, Load},
-        trace::Entry,
+        prompts::PromptSource,
+        requests::{Endpoint, LoadSpec},
+        trace::TraceEntry,
     },
     report::PlanReport,
-    run::Settings,
+    run::RunSettings,
 };
 
 /// Builds the plan report from the settings of a run.
-pub fn report(settings: &Settings) -> PlanReport {
-    let Settings { load, arrivals, target, .. } = settings;
+pub fn report(settings: &RunSettings) -> PlanReport {
+    let RunSettings { load, arrivals, target, .. } = settings;
     PlanReport {
         requests: load.requests,
         arrivals: arrivals.to_string(),
@@ -33,7 +33,7 @@ pub fn report(settings: &Settings) -> PlanReport {
 }
 
 /// Returns the URL without user name and password.
-pub fn shown_url(text: &str) -> String {
+pub fn redact_url(text: &str) -> String {
     match Url::parse(text) {
         Ok(mut url) if !url.username().is_empty() || url.password().is_some() => {
             // Removing credentials from a URL that has them cannot fail.
@@ -44,21 +44,21 @@ pub fn shown_url(text: &str) -> String {
     }
 }
 
-fn prompt(load: &Load) -> String {
+fn prompt(load: &LoadSpec) -> String {
     let otherwise = match &load.prompts {
-        Prompts::Ids { .. } | Prompts::Words => load.prompt.to_string(),
-        Prompts::Texts(_) => "from the texts".to_owned(),
+        PromptSource::Ids { .. } | PromptSource::Words => load.prompt.to_string(),
+        PromptSource::Texts(_) => "from the texts".to_owned(),
     };
-    traced(load, |entry| entry.prompt_len, otherwise)
+    describe_source(load, |entry| entry.prompt_len, otherwise)
 }
 
-fn output(load: &Load) -> String {
+fn output(load: &LoadSpec) -> String {
     let otherwise = load.output.map_or("from the texts".to_owned(), |length| length.to_string());
-    traced(load, |entry| entry.output_len, otherwise)
+    describe_source(load, |entry| entry.output_len, otherwise)
 }
 
 /// Describes the source of a length: the trace where its entries have one, else `otherwise`.
-fn traced(load: &Load, length: fn(&Entry) -> Option<u32>, otherwise: String) -> String {
+fn describe_source(load: &LoadSpec, length: fn(&TraceEntry) -> Option<u32>, otherwise: String) -> String {
     let entries = load.trace.as_deref().unwrap_or_default();
     let traced = entries.iter().filter(|entry| length(entry).is_some()).count();
     match traced {
@@ -78,31 +78,31 @@ fn endpoint(endpoint: Endpoint) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{measure::fixtures::settings, plan::lengths::Length};
+    use crate::{measure::fixtures::settings, plan::lengths::LengthDistribution};
 
-    fn entry(prompt_len: Option<u32>, output_len: Option<u32>) -> Entry {
-        Entry { due: Default::default(), prompt_len, output_len }
+    fn entry(prompt_len: Option<u32>, output_len: Option<u32>) -> TraceEntry {
+        TraceEntry { due: Default::default(), prompt_len, output_len }
     }
 
     #[test]
     fn where_lengths_come_from_is_told() {
-        let mut load = Load { output: Some(Length::Fixed(7)), ..settings().load };
-        let lengths = |load: &Load| (prompt(load), output(load));
+        let mut load = LoadSpec { output: Some(LengthDistribution::Fixed(7)), ..settings().load };
+        let lengths = |load: &LoadSpec| (prompt(load), output(load));
         assert_eq!(lengths(&load), ("4".into(), "7".into()));
         load.trace = Some([entry(Some(1), None), entry(None, None)].into());
         assert_eq!(lengths(&load), ("from the trace, else 4".into(), "7".into()));
         load.trace = Some([entry(Some(1), Some(2))].into());
         assert_eq!(lengths(&load), ("from the trace".into(), "from the trace".into()));
-        load = Load { prompts: Prompts::Texts([].into()), trace: None, output: None, ..load };
+        load = LoadSpec { prompts: PromptSource::Texts([].into()), trace: None, output: None, ..load };
         assert_eq!(lengths(&load), ("from the texts".into(), "from the texts".into()));
     }
 
     #[test]
     fn a_password_in_a_url_is_not_shown() {
-        assert_eq!(shown_url("https://me:secret@host:8443/api"), "https://host:8443/api");
-        assert_eq!(shown_url("https://secret@host/api"), "https://host/api");
+        assert_eq!(redact_url("https://me:secret@host:8443/api"), "https://host:8443/api");
+        assert_eq!(redact_url("https://secret@host/api"), "https://host/api");
         for plain in ["http://127.0.0.1:8080", "no url at all"] {
-            assert_eq!(shown_url(plain), plain);
+            assert_eq!(redact_url(plain), plain);
         }
     }
 }

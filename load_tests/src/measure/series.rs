@@ -4,15 +4,15 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use super::{POINTS_MAX, Span, seconds};
+use super::{POINTS_MAX, TimeSpan, seconds};
 use crate::sample::Sample;
 
 /// Maximum number of intervals of the throughput curve.
-const RATE_PIECES: usize = 150;
+const THROUGHPUT_INTERVALS: usize = 150;
 
 /// Returns the times and numbers of output tokens received, request by request. If the server's token count
 /// differs from the tokens seen in events, its count is distributed over the events in proportion.
-pub fn arrivals_of_tokens(samples: &[Sample]) -> impl Iterator<Item = (Duration, f64)> {
+pub fn token_arrivals(samples: &[Sample]) -> impl Iterator<Item = (Duration, f64)> {
     samples.iter().flat_map(|sample| {
         let seen: u64 = sample.deliveries.iter().map(|delivery| u64::from(delivery.tokens())).sum();
         let weight = f64::from(sample.output_len) / seen.max(1) as f64;
@@ -23,7 +23,7 @@ pub fn arrivals_of_tokens(samples: &[Sample]) -> impl Iterator<Item = (Duration,
 /// Returns the times at which tokens were received, ascending, with the fraction of all tokens received by
 /// then.
 pub fn progress(samples: &[Sample]) -> Vec<(Duration, f64)> {
-    let mut progress: Vec<(Duration, f64)> = arrivals_of_tokens(samples).collect();
+    let mut progress: Vec<(Duration, f64)> = token_arrivals(samples).collect();
     progress.sort_unstable_by_key(|point| point.0);
     progress.dedup_by(|next, kept| {
         let same = next.0 == kept.0;
@@ -35,24 +35,23 @@ pub fn progress(samples: &[Sample]) -> Vec<(Duration, f64)> {
 }
 
 /// Returns the progress as a curve from 0 to 1, downsampled to at most [`POINTS_MAX`] points.
-pub fn progress_curve(samples: &[Sample], span: Span) -> Vec<(f64, f64)> {
+pub fn progress_curve(samples: &[Sample], span: TimeSpan) -> Vec<(f64, f64)> {
     let moments = samples.iter().map(|sample| sample.deliveries.len()).sum::<usize>();
     if moments == 0 {
         return Vec::new();
     }
     let mut points = match moments < POINTS_MAX {
         true => progress(samples),
-        false => progress_by_pieces(samples, span),
+        false => progress_by_intervals(samples, span),
     };
     points.insert(0, (span.begin, 0.0));
     points.into_iter().map(|(at, share)| (seconds(at), share)).collect()
 }
 
 /// Returns the fraction received at the end of each of equal intervals, without sorting the tokens.
-fn progress_by_pieces(samples: &[Sample], span: Span) -> Vec<(Duration, f64)> {
-    let mut points: Vec<(Duration, f64)> =
-        span.pieces(POINTS_MAX - 1).map(|piece| (piece.end, 0.0)).collect();
-    for (at, tokens) in arrivals_of_tokens(samples) {
+fn progress_by_intervals(samples: &[Sample], span: TimeSpan) -> Vec<(Duration, f64)> {
+    let mut points: Vec<(Duration, f64)> = span.split(POINTS_MAX - 1).map(|piece| (piece.end, 0.0)).collect();
+    for (at, tokens) in token_arrivals(samples) {
         let piece = points.partition_point(|point| point.0 < at);
         points[piece].1 += tokens;
     }
@@ -72,14 +71,14 @@ fn accumulate(points: &mut [(Duration, f64)]) {
 }
 
 /// Returns the output tokens per second as a step function; the last point marks the end of the last step.
-pub fn output_throughput(samples: &[Sample], span: Span) -> Vec<(f64, f64)> {
+pub fn output_throughput(samples: &[Sample], span: TimeSpan) -> Vec<(f64, f64)> {
     let moments = samples.iter().map(|sample| sample.deliveries.len()).sum::<usize>();
     if moments == 0 || span.length().is_zero() {
         return Vec::new();
     }
-    let pieces: Vec<Span> = span.pieces(moments.min(RATE_PIECES)).collect();
+    let pieces: Vec<TimeSpan> = span.split(moments.min(THROUGHPUT_INTERVALS)).collect();
     let mut tokens = vec![0.0; pieces.len()];
-    for (at, count) in arrivals_of_tokens(samples) {
+    for (at, count) in token_arrivals(samples) {
         tokens[pieces.partition_point(|piece| piece.end < at)] += count;
     }
     let rates: Vec<f64> = pieces.iter().zip(tokens).map(|(piece, tokens)| piece.per_second(tokens)).collect();
@@ -91,7 +90,7 @@ pub fn output_throughput(samples: &[Sample], span: Span) -> Vec<(f64, f64)> {
 /// the run.
 pub fn peak_per_second(samples: &[Sample]) -> u64 {
     let mut tokens: BTreeMap<u64, f64> = BTreeMap::new();
-    for (at, count) in arrivals_of_tokens(samples) {
+    for (at, count) in token_arrivals(samples) {
         *tokens.entry(at.as_secs()).or_default() += count;
     }
     tokens.into_values().fold(0.0, f64::max).round() as u64
@@ -117,7 +116,7 @@ mod tests {
         samples[1].deliveries[1] = Delivery::new(ms(20), 7);
         samples[1].output_len = 8;
         assert_eq!(progress(&samples), [(ms(5), 0.2), (ms(9), 0.3), (ms(20), 1.0)]);
-        let curve = progress_curve(&samples, Span::of(&samples));
+        let curve = progress_curve(&samples, TimeSpan::from_samples(&samples));
         assert_eq!(curve, [(0.0, 0.0), (0.005, 0.2), (0.009, 0.3), (0.02, 1.0)]);
     }
 
@@ -133,7 +132,7 @@ mod tests {
     #[test]
     fn a_long_progress_is_thinned_exactly_and_never_falls() {
         let samples = many(100);
-        let curve = progress_curve(&samples, Span::of(&samples));
+        let curve = progress_curve(&samples, TimeSpan::from_samples(&samples));
         let exact = progress(&samples);
         assert!(exact.len() > 2 * POINTS_MAX && curve.len() <= POINTS_MAX, "{} points", curve.len());
         assert!(curve.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1));
@@ -147,8 +146,8 @@ mod tests {
     #[test]
     fn the_rate_adds_up_to_the_tokens() {
         let samples = many(100);
-        let curve = output_throughput(&samples, Span::of(&samples));
-        assert_eq!(curve.len(), RATE_PIECES + 1);
+        let curve = output_throughput(&samples, TimeSpan::from_samples(&samples));
+        assert_eq!(curve.len(), THROUGHPUT_INTERVALS + 1);
         let tokens: f64 = curve.windows(2).map(|pair| (pair[1].0 - pair[0].0) * pair[0].1).sum();
         assert!((tokens - 5000.0).abs() < 1e-6, "{tokens}");
         // Away from the ends, 50 tokens arrive every 20 ms.
@@ -159,12 +158,12 @@ mod tests {
     #[test]
     fn without_tokens_there_are_no_curves() {
         let samples = [completed(0, 0, &[])];
-        let span = Span::of(&samples);
+        let span = TimeSpan::from_samples(&samples);
         assert_eq!((progress_curve(&samples, span), output_throughput(&samples, span)), (vec![], vec![]));
         assert_eq!(peak_per_second(&samples), 0);
         // All tokens at the time of the first send.
         let at_once = vec![completed(7, 7, &[7]); 500];
-        let span = Span::of(&at_once);
+        let span = TimeSpan::from_samples(&at_once);
         assert_eq!(progress_curve(&at_once, span).last(), Some(&(0.007, 1.0)));
         assert_eq!(output_throughput(&at_once, span), []);
     }

@@ -9,14 +9,14 @@ use crate::sample::Sample;
 
 /// A time interval of a run.
 #[derive(Clone, Copy, Debug)]
-pub struct Span {
+pub struct TimeSpan {
     pub begin: Duration,
     pub end: Duration,
 }
 
-impl Span {
+impl TimeSpan {
     /// Returns the span from the first send to the last token; it is empty if no token was received.
-    pub fn of(samples: &[Sample]) -> Self {
+    pub fn from_samples(samples: &[Sample]) -> Self {
         let begin = samples.iter().map(|sample| sample.sent).min().unwrap_or_default();
         let last = samples.iter().filter_map(|sample| sample.deliveries.last()).max();
         Self { begin, end: last.map_or(begin, |last| last.at().max(begin)) }
@@ -33,11 +33,11 @@ impl Span {
     }
 
     /// Splits the span into `count` intervals, equal to the nanosecond.
-    pub fn pieces(self, count: usize) -> impl Iterator<Item = Span> {
+    pub fn split(self, count: usize) -> impl Iterator<Item = TimeSpan> {
         let nanos = self.length().as_nanos();
         let edge = move |i: usize| {
             self.begin + Duration::from_nanos((nanos * i as u128 / count as u128).min(u64::MAX.into()) as u64)
         };
-        (0..count).map(move |i| Span { begin: edge(i), end: edge(i + 1) })
+        (0..count).map(move |i| TimeSpan { begin: edge(i), end: edge(i + 1) })
     }
 }

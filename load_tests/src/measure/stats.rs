@@ -24,11 +24,11 @@ pub struct Stats {
 
 impl Stats {
     /// Computes the statistics of `values`, or returns `None` if there are none.
-    pub fn of(values: impl IntoIterator<Item = Duration>) -> Option<Self> {
-        Self::of_sorted(&sorted_ms(values))
+    pub fn from_values(values: impl IntoIterator<Item = Duration>) -> Option<Self> {
+        Self::from_sorted(&sorted_ms(values))
     }
 
-    fn of_sorted(sorted: &[f64]) -> Option<Self> {
+    fn from_sorted(sorted: &[f64]) -> Option<Self> {
         let max = *sorted.last()?;
         let mean = sorted.iter().sum::<f64>() / sorted.len() as f64;
         let variance = sorted.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / sorted.len() as f64;
@@ -52,9 +52,9 @@ impl Stats {
 
 impl Distribution {
     /// Computes the statistics of `values`, or returns `None` if there are none.
-    pub fn of(values: impl IntoIterator<Item = Duration>) -> Option<Self> {
+    pub fn from_values(values: impl IntoIterator<Item = Duration>) -> Option<Self> {
         let sorted = sorted_ms(values);
-        Some(Self { stats: Stats::of_sorted(&sorted)?, histogram: histogram(&sorted) })
+        Some(Self { stats: Stats::from_sorted(&sorted)?, histogram: histogram(&sorted) })
     }
 }
 
@@ -109,7 +109,7 @@ fn histogram(sorted: &[f64]) -> Vec<(f64, u64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::draws::{Draws, Purpose};
+    use crate::plan::draws::{Purpose, RandomStream};
 
     fn ms(ms: u64) -> Duration {
         Duration::from_millis(ms)
@@ -127,11 +127,11 @@ mod tests {
 
     #[test]
     fn percentiles_agree_with_brute_force() {
-        let mut draws = Draws::new(1, Purpose::Request(0));
+        let mut draws = RandomStream::new(1, Purpose::Request(0));
         for count in 1..60u32 {
             // Few distinct values cause ties.
             let values: Vec<f64> = (0..count).map(|_| f64::from(draws.between(0, 20))).collect();
-            let stats = Stats::of(values.iter().map(|&value| ms(value as u64))).unwrap();
+            let stats = Stats::from_values(values.iter().map(|&value| ms(value as u64))).unwrap();
             for (percent, got) in [(50, stats.median), (90, stats.p90), (95, stats.p95), (99, stats.p99)] {
                 // Integer arithmetic: rank = hundredths / 100 exactly.
                 let hundredths = percent * (count as usize - 1);
@@ -153,21 +153,22 @@ mod tests {
 
     #[test]
     fn stats_of_known_values() {
-        let stats = Stats::of([4, 1, 3, 2].map(ms)).unwrap();
+        let stats = Stats::from_values([4, 1, 3, 2].map(ms)).unwrap();
         assert_eq!((stats.mean, stats.median, stats.max), (2.5, 2.5, 4.0));
         assert!((stats.std - 1.25f64.sqrt()).abs() < 1e-12);
         assert!((stats.p90 - 3.7).abs() < 1e-9);
-        assert_eq!(Stats::of([]), None);
-        assert_eq!(Distribution::of([]), None);
+        assert_eq!(Stats::from_values([]), None);
+        assert_eq!(Distribution::from_values([]), None);
     }
 
     #[test]
     fn every_value_lies_within_one_percent_below_the_end_of_its_bucket() {
-        let mut draws = Draws::new(2, Purpose::Request(0));
+        let mut draws = RandomStream::new(2, Purpose::Request(0));
         // Log-uniform from nanoseconds to hours.
         let mut nanos: Vec<u64> = (0..5000).map(|_| 10f64.powf(draws.unit() * 13.0) as u64).collect();
         nanos.extend([0, 0, 1, 1, 127, 128]);
-        let distribution = Distribution::of(nanos.iter().map(|&nanos| Duration::from_nanos(nanos))).unwrap();
+        let distribution =
+            Distribution::from_values(nanos.iter().map(|&nanos| Duration::from_nanos(nanos))).unwrap();
         nanos.sort();
         let mut rest = nanos.as_slice();
         for &(end_ms, count) in &distribution.histogram {

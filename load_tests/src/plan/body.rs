@@ -33,23 +33,23 @@ impl Serialize for Body<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let request = self.request;
         let mut fields = Fields { map: serializer.serialize_map(None)?, extra: self.extra };
-        fields.ours("model", self.model)?;
+        fields.add("model", self.model)?;
         match self.endpoint {
-            Endpoint::Completions => fields.ours("prompt", &request.prompt)?,
-            Endpoint::Chat => fields.ours("messages", &[Message::of(&request.prompt)])?,
+            Endpoint::Completions => fields.add("prompt", &request.prompt)?,
+            Endpoint::Chat => fields.add("messages", &[Message::user(&request.prompt)])?,
         }
-        fields.ours("max_tokens", &request.output_len)?;
-        fields.ours("temperature", &request.temperature)?;
+        fields.add("max_tokens", &request.output_len)?;
+        fields.add("temperature", &request.temperature)?;
         // Servers parse seeds as signed integers.
-        fields.ours("seed", &(request.seed & i64::MAX as u64))?;
-        fields.ours("stream", &true)?;
-        fields.ours("stream_options", &StreamOptions { include_usage: true })?;
-        fields.ours("return_token_ids", &true)?;
+        fields.add("seed", &(request.seed & i64::MAX as u64))?;
+        fields.add("stream", &true)?;
+        fields.add("stream_options", &StreamOptions { include_usage: true })?;
+        fields.add("return_token_ids", &true)?;
         // Some servers reject unknown fields, so this one is sent only when needed.
         if request.ignore_eos {
-            fields.ours("ignore_eos", &true)?;
+            fields.add("ignore_eos", &true)?;
         }
-        fields.theirs()
+        fields.finish()
     }
 }
 
@@ -60,11 +60,11 @@ struct Fields<'a, M> {
 }
 
 impl<M: SerializeMap> Fields<'_, M> {
-    fn ours(&mut self, name: &str, value: &(impl Serialize + ?Sized)) -> Result<(), M::Error> {
+    fn add(&mut self, name: &str, value: &(impl Serialize + ?Sized)) -> Result<(), M::Error> {
         if self.extra.contains_key(name) { Ok(()) } else { self.map.serialize_entry(name, value) }
     }
 
-    fn theirs(mut self) -> Result<M::Ok, M::Error> {
+    fn finish(mut self) -> Result<M::Ok, M::Error> {
         for (name, value) in self.extra.iter().filter(|(_, value)| !value.is_null()) {
             self.map.serialize_entry(name, value)?;
         }
@@ -79,7 +79,7 @@ struct Message<'a> {
 }
 
 impl<'a> Message<'a> {
-    fn of(prompt: &'a Prompt) -> Self {
+    fn user(prompt: &'a Prompt) -> Self {
         let Prompt::Text(content) = prompt else {
             panic!("prompts of token ids are rejected for the chat endpoint by LoadSpec::check");
         };

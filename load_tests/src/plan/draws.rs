@@ -49,52 +49,53 @@ impl Purpose {
 
 /// A stream of random numbers, determined by the seed and the purpose (Philox, counter-based).
 #[derive(Clone, Debug)]
-pub struct Draws {
+pub struct RandomStream {
     seed: u64,
     stream: u64,
-    drawn: u64,
+    position: u64,
 }
 
-impl Draws {
+impl RandomStream {
     /// Creates the stream of a purpose, positioned at its first word.
     pub fn new(seed: u64, purpose: Purpose) -> Self {
-        Self { seed, stream: purpose.stream(), drawn: 0 }
+        Self { seed, stream: purpose.stream(), position: 0 }
     }
 
     /// Returns the stream positioned at word `drawn`. Every method consumes one word, but `rand_distr`
     /// distributions may consume several.
-    pub fn skipping(self, drawn: u64) -> Self {
-        Self { drawn, ..self }
+    pub fn skip_to(self, drawn: u64) -> Self {
+        Self { position: drawn, ..self }
     }
 
-    fn word(&mut self) -> u64 {
-        let [stream, drawn, key] = [self.stream, self.drawn, self.seed].map(|x| [x as u32, (x >> 32) as u32]);
-        self.drawn += 1;
+    fn next_word(&mut self) -> u64 {
+        let [stream, drawn, key] =
+            [self.stream, self.position, self.seed].map(|x| [x as u32, (x >> 32) as u32]);
+        self.position += 1;
         let words = philox([drawn[0], drawn[1], stream[0], stream[1]], key);
         u64::from(words[0]) | u64::from(words[1]) << 32
     }
 
     /// Returns a uniform number in [0, 1) with 53 random bits.
     pub fn unit(&mut self) -> f64 {
-        (self.word() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
+        (self.next_word() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
     }
 
     /// Returns a uniform integer in `low..=high`.
     pub fn between(&mut self, low: u32, high: u32) -> u32 {
         assert!(low <= high, "empty range {low}..={high}");
         let count = u128::from(high - low) + 1;
-        low + ((u128::from(self.word()) * count) >> 64) as u32
+        low + ((u128::from(self.next_word()) * count) >> 64) as u32
     }
 }
 
 /// Makes the stream usable with the distributions of `rand_distr`.
-impl RngCore for Draws {
+impl RngCore for RandomStream {
     fn next_u32(&mut self) -> u32 {
-        self.word() as u32
+        self.next_word() as u32
     }
 
     fn next_u64(&mut self) -> u64 {
-        self.word()
+        self.next_word()
     }
 
     fn fill_bytes(&mut self, bytes: &mut [u8]) {
@@ -107,11 +108,11 @@ mod tests {
     use statrs::distribution::{ContinuousCDF, Uniform};
 
     use super::*;
-    use crate::plan::fit::{CRITICAL, ks};
+    use crate::plan::fit::{KS_CRITICAL, ks_distance};
 
     #[test]
     fn between_reaches_both_ends_evenly() {
-        let mut draws = Draws::new(1, Purpose::Request(0));
+        let mut draws = RandomStream::new(1, Purpose::Request(0));
         let mut counts = [0; 4];
         (0..4000).for_each(|_| counts[draws.between(5, 8) as usize - 5] += 1);
         assert!(counts.iter().all(|&n| (900..1100).contains(&n)), "{counts:?}");
@@ -122,18 +123,18 @@ mod tests {
     #[test]
     fn units_are_uniform_along_a_stream_and_across_streams() {
         let uniform = Uniform::new(0.0, 1.0).unwrap();
-        let mut draws = Draws::new(5, Purpose::Arrivals);
+        let mut draws = RandomStream::new(5, Purpose::Arrivals);
         let along: Vec<f64> = (0..20_000).map(|_| draws.unit()).collect();
-        let across: Vec<f64> = (0..20_000).map(|i| Draws::new(5, Purpose::HangUp(i)).unit()).collect();
+        let across: Vec<f64> = (0..20_000).map(|i| RandomStream::new(5, Purpose::HangUp(i)).unit()).collect();
         for units in [along, across] {
-            let distance = ks(&units, |x| uniform.cdf(x));
-            assert!(distance < CRITICAL / 20_000f64.sqrt(), "{distance}");
+            let distance = ks_distance(&units, |x| uniform.cdf(x));
+            assert!(distance < KS_CRITICAL / 20_000f64.sqrt(), "{distance}");
         }
     }
 
     #[test]
     fn streams_are_apart_and_repeat() {
-        let first = |seed, purpose| Draws::new(seed, purpose).word();
+        let first = |seed, purpose| RandomStream::new(seed, purpose).next_word();
         assert_eq!(first(3, Purpose::Request(4)), first(3, Purpose::Request(4)));
         assert_ne!(first(3, Purpose::Request(4)), first(3, Purpose::Request(5)));
         assert_ne!(first(3, Purpose::Request(0)), first(3, Purpose::Arrivals));
@@ -159,8 +160,8 @@ mod tests {
 
     #[test]
     fn skipping_leaves_out_that_many_words() {
-        let mut draws = Draws::new(9, Purpose::Request(1));
-        let thousandth = (0..=1000).map(|_| draws.word()).last();
-        assert_eq!(Some(Draws::new(9, Purpose::Request(1)).skipping(1000).word()), thousandth);
+        let mut draws = RandomStream::new(9, Purpose::Request(1));
+        let thousandth = (0..=1000).map(|_| draws.next_word()).last();
+        assert_eq!(Some(RandomStream::new(9, Purpose::Request(1)).skip_to(1000).next_word()), thousandth);
     }
 }

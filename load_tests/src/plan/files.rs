@@ -47,10 +47,10 @@ pub(super) fn json_lines(content: &str) -> impl Iterator<Item = anyhow::Result<(
 
 /// A file written by a test, removed on drop.
 #[cfg(test)]
-pub(super) struct Written(std::path::PathBuf);
+pub(super) struct TempFile(std::path::PathBuf);
 
 #[cfg(test)]
-impl Written {
+impl TempFile {
     /// Writes the file. `name` must be unique among the tests.
     pub fn new(name: &str, content: impl AsRef<[u8]>) -> Self {
         let path = std::env::temp_dir().join(format!("mainstem-load-{}-{name}", std::process::id()));
@@ -64,7 +64,7 @@ impl Written {
 }
 
 #[cfg(test)]
-impl Drop for Written {
+impl Drop for TempFile {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.0);
     }
@@ -74,24 +74,24 @@ impl Drop for Written {
 mod tests {
     use super::*;
 
-    fn refused<T: std::fmt::Debug>(result: anyhow::Result<T>) -> String {
+    fn error_text<T: std::fmt::Debug>(result: anyhow::Result<T>) -> String {
         format!("{:#}", result.unwrap_err())
     }
 
     #[test]
     fn the_bound_is_the_last_length_that_is_read() {
         assert_eq!(text_within(&b"four"[..], 4).unwrap(), "four");
-        assert_eq!(refused(text_within(&b"fives"[..], 4)), "is larger than 4 bytes");
+        assert_eq!(error_text(text_within(&b"fives"[..], 4)), "is larger than 4 bytes");
         // An endless source.
-        assert_eq!(refused(text_within(std::io::repeat(b'a'), 9)), "is larger than 9 bytes");
+        assert_eq!(error_text(text_within(std::io::repeat(b'a'), 9)), "is larger than 9 bytes");
     }
 
     #[test]
     fn a_byte_order_mark_is_no_content_and_what_is_not_utf8_is_told_by_line() {
         assert_eq!(text_within("\u{feff}a\u{feff}".as_bytes(), 99).unwrap(), "a\u{feff}");
-        assert_eq!(refused(text_within(&b"a\nb\n\xffc\n"[..], 99)), "line 3: not UTF-8");
-        assert!(refused(read_text(Path::new("/nowhere/to/be/found"))).starts_with("cannot be opened"));
-        assert!(refused(read_text(&std::env::temp_dir())).starts_with("cannot be"));
+        assert_eq!(error_text(text_within(&b"a\nb\n\xffc\n"[..], 99)), "line 3: not UTF-8");
+        assert!(error_text(read_text(Path::new("/nowhere/to/be/found"))).starts_with("cannot be opened"));
+        assert!(error_text(read_text(&std::env::temp_dir())).starts_with("cannot be"));
     }
 
     #[test]
@@ -105,7 +105,7 @@ mod tests {
             ("1\n{} {}", "line 2, column 4: trailing characters"),
             (deep.as_str(), "line 2, column 128: recursion limit exceeded"),
         ] {
-            assert_eq!(refused(json_lines(content).collect::<Result<Vec<_>, _>>()), expected);
+            assert_eq!(error_text(json_lines(content).collect::<Result<Vec<_>, _>>()), expected);
         }
     }
 }

@@ -4,11 +4,11 @@
 
 /// Critical Kolmogorov-Smirnov distance at significance level 0.001, times the square root of the number of
 /// values. Seeds are fixed, so a test that uses it is deterministic.
-pub const CRITICAL: f64 = 1.9495;
+pub const KS_CRITICAL: f64 = 1.9495;
 
 /// Returns the Kolmogorov-Smirnov distance between the empirical distribution of `values` and a continuous
 /// one.
-pub fn ks(values: &[f64], cdf: impl Fn(f64) -> f64) -> f64 {
+pub fn ks_distance(values: &[f64], cdf: impl Fn(f64) -> f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let n = sorted.len() as f64;
@@ -21,7 +21,7 @@ pub fn ks(values: &[f64], cdf: impl Fn(f64) -> f64) -> f64 {
 
 /// Returns the Kolmogorov-Smirnov distance for a discrete distribution; `cdf` is the probability of a value
 /// of at most its argument.
-pub fn ks_whole(values: &[u32], cdf: impl Fn(u32) -> f64) -> f64 {
+pub fn ks_distance_discrete(values: &[u32], cdf: impl Fn(u32) -> f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_unstable();
     let n = sorted.len() as f64;

@@ -6,26 +6,26 @@
 use std::sync::Arc;
 
 use super::{
-    draws::{Draws, Purpose},
+    draws::{Purpose, RandomStream},
     requests::Prompt,
     words::WORDS,
 };
 
 /// The source of prompts.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Prompts {
+pub enum PromptSource {
     /// Random token ids in `0..vocab` (`vocab` is at least 1). Requires a completions endpoint that accepts
     /// ids.
     Ids { vocab: u32 },
     /// Random English words from a built-in list; a length is a number of words.
     Words,
     /// Random texts of a file (at least one). A group's shared prefix consists of words of the built-in list.
-    Texts(Arc<[Text]>),
+    Texts(Arc<[PromptText]>),
 }
 
 /// A prompt read from a file.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Text {
+pub struct PromptText {
     pub prompt: String,
     /// Number of prompt tokens; an estimate if there was no tokenizer.
     pub prompt_len: u32,
@@ -34,7 +34,7 @@ pub struct Text {
 }
 
 /// The prompt generated for one request.
-pub(super) struct Drawn {
+pub(super) struct GeneratedPrompt {
     pub prompt: Prompt,
     /// Length in tokens or words.
     pub len: u32,
@@ -43,7 +43,7 @@ pub(super) struct Drawn {
 }
 
 /// The parameters that determine the random numbers of one prompt.
-pub(super) struct Source {
+pub(super) struct PromptSeed {
     pub seed: u64,
     pub index: u64,
     pub group: u64,
@@ -51,24 +51,24 @@ pub(super) struct Source {
     pub shared: u32,
 }
 
-impl Prompts {
+impl PromptSource {
     /// Generates the prompt of a request, `len` tokens or words long unless it is a text of a file.
-    pub(super) fn draw(&self, source: &Source, len: u32) -> Drawn {
+    pub(super) fn generate(&self, source: &PromptSeed, len: u32) -> GeneratedPrompt {
         match self {
-            Prompts::Ids { vocab } => {
+            PromptSource::Ids { vocab } => {
                 let mut ids = Vec::with_capacity(len as usize);
                 source.numbers(*vocab, len).for_each(|id| ids.push(id));
-                Drawn { prompt: Prompt::Ids(ids), len, output_len: None }
+                GeneratedPrompt { prompt: Prompt::Ids(ids), len, output_len: None }
             }
-            Prompts::Words => {
+            PromptSource::Words => {
                 let text = join(source.numbers(WORDS.len() as u32, len), String::new());
-                Drawn { prompt: Prompt::Text(text), len, output_len: None }
+                GeneratedPrompt { prompt: Prompt::Text(text), len, output_len: None }
             }
-            Prompts::Texts(texts) => {
-                let place = source.own(0).between(0, texts.len() as u32 - 1);
+            PromptSource::Texts(texts) => {
+                let place = source.request_stream(0).between(0, texts.len() as u32 - 1);
                 let text = &texts[place as usize];
                 let shared = source.numbers(WORDS.len() as u32, source.shared);
-                Drawn {
+                GeneratedPrompt {
                     prompt: Prompt::Text(join(shared, text.prompt.clone())),
                     len: text.prompt_len.saturating_add(source.shared),
                     output_len: text.output_len,
@@ -78,18 +78,18 @@ impl Prompts {
     }
 }
 
-impl Source {
+impl PromptSeed {
     /// Returns `len` numbers below `bound`: first those of the group, then those of the request.
     fn numbers(&self, bound: u32, len: u32) -> impl Iterator<Item = u32> {
         let shared = self.shared.min(len);
-        let mut group = Draws::new(self.seed, Purpose::Prefix(self.group));
-        let mut own = self.own(shared);
+        let mut group = RandomStream::new(self.seed, Purpose::Prefix(self.group));
+        let mut own = self.request_stream(shared);
         (0..len).map(move |place| if place < shared { &mut group } else { &mut own }.between(0, bound - 1))
     }
 
     /// Returns the stream of the request's own numbers, starting at number `from`.
-    fn own(&self, from: u32) -> Draws {
-        Draws::new(self.seed, Purpose::Request(self.index)).skipping(u64::from(from))
+    fn request_stream(&self, from: u32) -> RandomStream {
+        RandomStream::new(self.seed, Purpose::Request(self.index)).skip_to(u64::from(from))
     }
 }
 

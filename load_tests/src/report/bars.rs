@@ -13,9 +13,9 @@ const CHART: (usize, usize) = (100, 8);
 pub fn chart(title: &str, curve: &[(f64, f64)]) -> String {
     let (Some(first), Some(last)) = (curve.first(), curve.last()) else { return String::new() };
     let (width, height) = CHART;
-    let values = greatest(curve, width);
+    let values = interval_maxima(curve, width);
     let peak = values.iter().copied().fold(0.0, f64::max).to_string();
-    let bars = lines(&values, height);
+    let bars = bar_lines(&values, height);
     let labels = std::iter::once(peak.as_str()).chain(std::iter::repeat(""));
     let bars = bars.iter().zip(labels).map(|(bar, label)| format!("{label:>7} |{}\n", bar.trim_end()));
     let (begin, end) = (format!("{:.2} s", first.0), format!("{:.2} s", last.0));
@@ -25,7 +25,7 @@ pub fn chart(title: &str, curve: &[(f64, f64)]) -> String {
 }
 
 /// Returns the maxima of a step function over `columns` equal time intervals.
-pub fn greatest(curve: &[(f64, f64)], columns: usize) -> Vec<f64> {
+pub fn interval_maxima(curve: &[(f64, f64)], columns: usize) -> Vec<f64> {
     let (Some(first), Some(last)) = (curve.first(), curve.last()) else { return Vec::new() };
     let length = last.0 - first.0;
     if length <= 0.0 {
@@ -44,7 +44,7 @@ pub fn greatest(curve: &[(f64, f64)], columns: usize) -> Vec<f64> {
 }
 
 /// Renders values as lines from top to bottom; the maximum fills the full height.
-pub fn lines(values: &[f64], height: usize) -> Vec<String> {
+pub fn bar_lines(values: &[f64], height: usize) -> Vec<String> {
     let greatest = values.iter().copied().fold(0.0, f64::max);
     let eighths = |value: f64| match value / greatest {
         share if share > 0.0 => ((share * (height * 8) as f64).round() as usize).max(1),
@@ -64,17 +64,17 @@ mod tests {
     fn a_column_is_as_high_as_what_it_covers() {
         // 1 for four seconds, 5 for a tenth, 2 for 3.9, 0 at the end.
         let curve = [(1.0, 1.0), (5.0, 5.0), (5.1, 2.0), (9.0, 0.0)];
-        assert_eq!(greatest(&curve, 4), [1.0, 1.0, 5.0, 2.0]);
-        assert_eq!(greatest(&curve, 2), [1.0, 5.0]);
-        assert_eq!(greatest(&curve, 1), [5.0]);
-        assert!(greatest(&[], 4).is_empty());
-        assert_eq!(greatest(&[(2.0, 3.0)], 4), [3.0]);
+        assert_eq!(interval_maxima(&curve, 4), [1.0, 1.0, 5.0, 2.0]);
+        assert_eq!(interval_maxima(&curve, 2), [1.0, 5.0]);
+        assert_eq!(interval_maxima(&curve, 1), [5.0]);
+        assert!(interval_maxima(&[], 4).is_empty());
+        assert_eq!(interval_maxima(&[(2.0, 3.0)], 4), [3.0]);
     }
 
     #[test]
     fn bars_end_in_eighths_of_a_line() {
-        assert_eq!(lines(&[0.0, 1.0, 8.0, 12.0, 16.0], 2), ["   ▄█", " ▁███"]);
-        assert_eq!(lines(&[0.001, 100.0], 1), ["▁█"]);
-        assert_eq!(lines(&[0.0, 0.0], 1), ["  "]);
+        assert_eq!(bar_lines(&[0.0, 1.0, 8.0, 12.0, 16.0], 2), ["   ▄█", " ▁███"]);
+        assert_eq!(bar_lines(&[0.001, 100.0], 1), ["▁█"]);
+        assert_eq!(bar_lines(&[0.0, 0.0], 1), ["  "]);
     }
 }

@@ -8,7 +8,7 @@ use csv::Writer;
 
 use crate::{
     measure::{self, milliseconds, seconds},
-    run::Record,
+    run::RunRecord,
     sample::{Outcome, Sample},
 };
 
@@ -32,7 +32,7 @@ const REQUEST_COLUMNS: [&str; 16] = [
 ];
 
 /// Writes one line per request sent.
-pub fn requests(record: &Record, out: impl Write) -> anyhow::Result<()> {
+pub fn requests(record: &RunRecord, out: impl Write) -> anyhow::Result<()> {
     let mut writer = Writer::from_writer(out);
     writer.write_record(REQUEST_COLUMNS)?;
     for sample in &record.samples {
@@ -63,7 +63,7 @@ fn request(sample: &Sample, model: &str) -> [String; REQUEST_COLUMNS.len()] {
         ms(sample.e2e()),
         sample.prompt_len.to_string(),
         sample.output_len.to_string(),
-        sample.output_len_asked.to_string(),
+        sample.requested_output_len.to_string(),
         sample.retries.to_string(),
         outcome,
         message.to_owned(),
@@ -71,7 +71,7 @@ fn request(sample: &Sample, model: &str) -> [String; REQUEST_COLUMNS.len()] {
 }
 
 /// Writes one line per event with tokens.
-pub fn tokens(record: &Record, out: impl Write) -> anyhow::Result<()> {
+pub fn tokens(record: &RunRecord, out: impl Write) -> anyhow::Result<()> {
     let mut writer = Writer::from_writer(out);
     writer.write_record(["request", "event", "at_s", "tokens", "since_due_ms", "gap_ms"])?;
     for sample in &record.samples {
@@ -94,7 +94,7 @@ pub fn tokens(record: &Record, out: impl Write) -> anyhow::Result<()> {
 
 /// Writes the progress of the run in Flover's format: each time at which tokens were received, and the
 /// fraction of all tokens received by then.
-pub fn progress(record: &Record, out: impl Write) -> anyhow::Result<()> {
+pub fn progress(record: &RunRecord, out: impl Write) -> anyhow::Result<()> {
     let mut writer = Writer::from_writer(out);
     writer.write_record(["at_ms", "share"])?;
     for (at, share) in measure::progress(&record.samples) {
@@ -104,7 +104,7 @@ pub fn progress(record: &Record, out: impl Write) -> anyhow::Result<()> {
 }
 
 /// Writes the end-to-end latency of each completed request, in order of completion.
-pub fn elapsed(record: &Record, out: impl Write) -> anyhow::Result<()> {
+pub fn elapsed(record: &RunRecord, out: impl Write) -> anyhow::Result<()> {
     let mut completed: Vec<&Sample> =
         record.samples.iter().filter(|sample| sample.outcome == Outcome::Completed).collect();
     completed.sort_by_key(|sample| sample.ended);
@@ -124,8 +124,8 @@ mod tests {
         sample::{Delivery, FailureKind},
     };
 
-    fn run() -> Record {
-        let nasty = FailureKind::BadSse.saying("\"a\", b\n\r\n;\u{1f30a} 'c'");
+    fn run() -> RunRecord {
+        let nasty = FailureKind::BadSse.with_message("\"a\", b\n\r\n;\u{1f30a} 'c'");
         let mut first = completed(100, 350, &[500, 600, 1400]);
         first.deliveries[1] = Delivery::new(Duration::from_nanos(600_000_001), 5);
         let bad = Sample { outcome: Outcome::Failed(nasty), model: 1, ..completed(0, 0, &[20]) };

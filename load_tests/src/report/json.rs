@@ -9,13 +9,13 @@ use serde_json::{Map, Value, json};
 use super::{PlanReport, RunReport};
 use crate::{
     measure::{Stats, seconds},
-    run::Record,
+    run::RunRecord,
     sample::{Outcome, Sample},
 };
 
 /// Serializes a report to one object: the fields of `vllm bench serve`, and the whole report under
 /// `load_tests`. With `samples`, lists with one entry per request sent, by index, are added.
-pub fn json(report: &RunReport, samples: Option<&Record>) -> Value {
+pub fn json(report: &RunReport, samples: Option<&RunRecord>) -> Value {
     let mut object = plan_keys(report);
     object.extend(count_keys(report));
     object.extend(throughput_keys(report));
@@ -132,24 +132,24 @@ mod tests {
     use super::*;
     use crate::{
         measure::{
-            Limits,
+            GoodputLimits,
             fixtures::{completed, failed, ms, record, settings},
             report,
         },
         plan::arrivals::Arrivals,
-        run::Settings,
+        run::RunSettings,
     };
 
     /// One completed request of two tokens, and one that failed.
-    fn run() -> Record {
-        let answered = Sample { output_len_asked: 2, prompt_len: 4, ..completed(0, 0, &[1500, 2000]) };
+    fn run() -> RunRecord {
+        let answered = Sample { requested_output_len: 2, prompt_len: 4, ..completed(0, 0, &[1500, 2000]) };
         record(vec![answered, failed(0, 0)])
     }
 
     #[test]
     fn json_has_the_known_names_and_units() {
         let record = run();
-        let limits = Limits::from([("ttft".to_owned(), 1500.0)]);
+        let limits = GoodputLimits::from([("ttft".to_owned(), 1500.0)]);
         let report = json(&report(&settings(), &record, &limits), Some(&record));
         for (key, value) in [
             ("backend", json!("openai")),
@@ -194,7 +194,7 @@ mod tests {
 
     #[test]
     fn every_name_is_there_when_nothing_was_measured() {
-        let report = json(&report(&settings(), &record(vec![]), &Limits::new()), None);
+        let report = json(&report(&settings(), &record(vec![]), &GoodputLimits::new()), None);
         for measure in ["ttft", "tpot", "itl", "e2el", "client_queue_time"] {
             for figure in ["mean", "median", "std", "p90", "p95", "p99", "max"] {
                 assert_eq!(report.get(format!("{figure}_{measure}_ms")), Some(&Value::Null));
@@ -206,11 +206,11 @@ mod tests {
 
     #[test]
     fn reports_are_read_back_to_the_last_bit() {
-        let endless = Settings { arrivals: Arrivals::Constant { gap: ms(3) }, ..settings() };
-        let at_once = Settings { arrivals: Arrivals::AllAtOnce, ..settings() };
+        let endless = RunSettings { arrivals: Arrivals::Constant { gap: ms(3) }, ..settings() };
+        let at_once = RunSettings { arrivals: Arrivals::AllAtOnce, ..settings() };
         // Values without a short decimal form.
         let thirds = record((0..300).map(|i| completed(i, i, &[i * i + 7, i * i * i + 1000])).collect());
-        let limits = Limits::from([("e2el".to_owned(), 0.1 + 0.2)]);
+        let limits = GoodputLimits::from([("e2el".to_owned(), 0.1 + 0.2)]);
         for settings in [settings(), endless, at_once] {
             for record in [run(), record(vec![]), thirds.clone()] {
                 let report = report(&settings, &record, &limits);
@@ -222,8 +222,8 @@ mod tests {
 
     #[test]
     fn a_constant_interval_is_infinitely_smooth() {
-        let endless = Settings { arrivals: Arrivals::Constant { gap: ms(4) }, ..settings() };
-        let report = report(&endless, &run(), &Limits::new());
+        let endless = RunSettings { arrivals: Arrivals::Constant { gap: ms(4) }, ..settings() };
+        let report = report(&endless, &run(), &GoodputLimits::new());
         assert_eq!(report.plan.burstiness, Some(f64::INFINITY));
         let json = json(&report, None);
         assert_eq!((&json["burstiness"], &json["request_rate"]), (&json!("inf"), &json!(250.0)));

@@ -26,13 +26,13 @@ const COLUMNS: usize = 60;
 
 /// A live display that is updated until it is dropped.
 #[derive(Debug)]
-pub struct Live {
+pub struct LiveDisplay {
     drawing: Option<(Sender<()>, JoinHandle<()>)>,
 }
 
 /// The state of the display.
 #[derive(Debug)]
-struct Watch {
+struct DisplayState {
     label: String,
     planned: Option<usize>,
     /// Times and token counts of the updates within the last second.
@@ -47,15 +47,15 @@ struct History {
     /// Base-2 logarithm of the number of updates per column.
     doublings: u32,
     /// Number of updates so far.
-    looks: usize,
+    updates: usize,
 }
 
-impl Live {
+impl LiveDisplay {
     /// Starts the display of a run of `planned` requests, if known, with its label. Does nothing unless
     /// standard error is a terminal.
     pub fn start(progress: Arc<Progress>, planned: Option<usize>, label: &str) -> Self {
         let drawing = std::io::stderr().is_terminal().then(|| {
-            let watch = Watch::new(planned, label);
+            let watch = DisplayState::new(planned, label);
             let (keep, kept) = mpsc::channel();
             let draw = move || draw(&progress, watch, ProgressDrawTarget::stderr(), TICK, &kept);
             (keep, std::thread::spawn(draw))
@@ -64,7 +64,7 @@ impl Live {
     }
 }
 
-impl Drop for Live {
+impl Drop for LiveDisplay {
     fn drop(&mut self) {
         if let Some((keep, thread)) = self.drawing.take() {
             drop(keep);
@@ -77,7 +77,7 @@ impl Drop for Live {
 /// Updates the display every `tick` until the channel is closed, then clears it.
 fn draw(
     progress: &Progress,
-    mut watch: Watch,
+    mut watch: DisplayState,
     target: ProgressDrawTarget,
     tick: Duration,
     kept: &mpsc::Receiver<()>,
@@ -87,21 +87,21 @@ fn draw(
     let bar = ProgressBar::with_draw_target(None, target).with_style(style);
     let began = Instant::now();
     loop {
-        bar.set_message(watch.look(progress, began.elapsed()));
+        bar.set_message(watch.render(progress, began.elapsed()));
         if kept.recv_timeout(tick) != Err(RecvTimeoutError::Timeout) {
             return bar.finish_and_clear();
         }
     }
 }
 
-impl Watch {
+impl DisplayState {
     fn new(planned: Option<usize>, label: &str) -> Self {
         let label = label.chars().filter(|c| !c.is_control()).collect();
         Self { label, planned, tokens: Vec::new(), in_flight: History::default() }
     }
 
     /// Records the counts at a time since the start and returns the two lines of the display.
-    fn look(&mut self, progress: &Progress, now: Duration) -> String {
+    fn render(&mut self, progress: &Progress, now: Duration) -> String {
         let [sent, in_flight, completed, failed, hung_up] =
             [&progress.sent, &progress.in_flight, &progress.completed, &progress.failed, &progress.hung_up]
                 .map(|count| count.load(Ordering::Relaxed));
@@ -114,7 +114,7 @@ impl Watch {
              {in_flight:>6} in flight {}",
             self.label,
             now.as_secs(),
-            bars::lines(&self.in_flight.columns, 1).concat(),
+            bars::bar_lines(&self.in_flight.columns, 1).concat(),
         )
     }
 
@@ -132,8 +132,8 @@ impl Watch {
 
 impl History {
     fn push(&mut self, value: f64) {
-        let begins = self.looks.is_multiple_of(1 << self.doublings);
-        self.looks += 1;
+        let begins = self.updates.is_multiple_of(1 << self.doublings);
+        self.updates += 1;
         match self.columns.last_mut() {
             Some(last) if !begins => *last = last.max(value),
             _ => self.columns.push(value),
@@ -155,12 +155,12 @@ mod tests {
     #[test]
     fn a_look_tells_the_counts_and_the_rate_of_the_last_second() {
         let progress = Progress::default();
-        let mut watch = Watch::new(Some(10), "poisson\n\x1b");
+        let mut watch = DisplayState::new(Some(10), "poisson\n\x1b");
         let mut look = |ms: u64, sent, tokens| {
             progress.sent.store(sent, Ordering::Relaxed);
             progress.in_flight.store(sent, Ordering::Relaxed);
             progress.tokens.store(tokens, Ordering::Relaxed);
-            watch.look(&progress, Duration::from_millis(ms))
+            watch.render(&progress, Duration::from_millis(ms))
         };
         assert!(look(0, 0, 0).starts_with("poisson 0 s: 0/10 sent, 0 completed, 0 failed, 0 tok/s\n"));
         assert!(look(500, 1, 100).contains(" 200 tok/s"));
@@ -187,9 +187,9 @@ mod tests {
 
     /// A terminal that records everything written to it, including cleared lines.
     #[derive(Clone, Debug, Default)]
-    struct Paper(Arc<Mutex<String>>);
+    struct RecordingTerminal(Arc<Mutex<String>>);
 
-    impl TermLike for Paper {
+    impl TermLike for RecordingTerminal {
         fn width(&self) -> u16 {
             80
         }
@@ -222,14 +222,14 @@ mod tests {
 
     #[test]
     fn drawing_ends_with_its_owner_and_is_cleared() {
-        let paper = Paper::default();
+        let paper = RecordingTerminal::default();
         let target = ProgressDrawTarget::term_like(Box::new(paper.clone()));
         let (keep, kept) = mpsc::channel();
         let (end, ended) = mpsc::channel();
         // The next update would be in an hour.
         let tick = Duration::from_secs(3600);
         let drawing = move || {
-            draw(&Progress::default(), Watch::new(Some(3), "x"), target, tick, &kept);
+            draw(&Progress::default(), DisplayState::new(Some(3), "x"), target, tick, &kept);
             end.send(())
         };
         std::thread::spawn(drawing);

@@ -14,7 +14,7 @@ const LATE_SHARE: f64 = 0.05;
 
 /// Renders the table.
 pub fn table(report: &RunReport) -> String {
-    let mut table = Table(String::new());
+    let mut table = TextTable(String::new());
     table.plan(report);
     table.requests(report);
     table.rates(report);
@@ -27,9 +27,9 @@ pub fn table(report: &RunReport) -> String {
     table.0 + &bars::chart("requests in flight", &report.series.in_flight)
 }
 
-struct Table(String);
+struct TextTable(String);
 
-impl Table {
+impl TextTable {
     fn line(&mut self, label: &str, value: impl AsRef<str>) {
         let line = format!("{label:<21}{}", value.as_ref());
         // Writing to a string cannot fail.
@@ -139,8 +139,8 @@ impl Table {
         let heads = columns(["server", "client"].map(String::from));
         self.line("server metrics", heads + " (percentiles are estimated from histogram buckets)");
         for row in &server.rows {
-            let client = row.client.map_or(String::new(), figure);
-            let figures = columns([figure(row.server), client]);
+            let client = row.client.map_or(String::new(), format_value);
+            let figures = columns([format_value(row.server), client]);
             self.line(&row.name, format!("{figures} {}", row.unit));
         }
     }
@@ -177,7 +177,7 @@ fn columns<const N: usize>(values: [String; N]) -> String {
 }
 
 /// Formats a value: whole numbers without decimals, small ones with more digits.
-fn figure(value: f64) -> String {
+fn format_value(value: f64) -> String {
     match value {
         whole if whole.fract() == 0.0 => format!("{whole:.0}"),
         small if small.abs() < 1.0 => format!("{small:.4}"),
@@ -202,18 +202,18 @@ mod tests {
     use super::*;
     use crate::{
         measure::{
-            Limits,
+            GoodputLimits,
             fixtures::{completed, failed, record, settings},
             report,
         },
         plan::arrivals::Arrivals,
         report::ServerRow,
-        run::Settings,
+        run::RunSettings,
         sample::{FailureKind, Outcome, Sample},
     };
 
     fn report_of(samples: Vec<Sample>) -> RunReport {
-        report(&settings(), &record(samples), &Limits::from([("ttft".to_owned(), 200.0)]))
+        report(&settings(), &record(samples), &GoodputLimits::from([("ttft".to_owned(), 200.0)]))
     }
 
     fn line<'a>(text: &'a str, label: &str) -> &'a str {
@@ -256,7 +256,7 @@ mod tests {
 
     #[test]
     fn a_server_cannot_write_to_the_terminal() {
-        let evil = FailureKind::Status(503).saying("\x1b[2Jgone\nrequests 9");
+        let evil = FailureKind::Status(503).with_message("\x1b[2Jgone\nrequests 9");
         let mut report = report_of(vec![Sample { outcome: Outcome::Failed(evil), ..failed(0, 0) }]);
         report.models = vec!["m\x07\r".into()];
         let text = table(&report);
@@ -273,8 +273,8 @@ mod tests {
         let quick = table(&report_of(vec![completed(0, 3, &[40]), completed(0, 3, &[41])]));
         assert!(quick.contains("sent late (p99 3.00 ms)"), "{quick}");
         let users =
-            Settings { arrivals: Arrivals::Users { count: 2, think: Default::default() }, ..settings() };
-        let text = table(&report(&users, &record(vec![]), &Limits::new()));
+            RunSettings { arrivals: Arrivals::Users { count: 2, think: Default::default() }, ..settings() };
+        let text = table(&report(&users, &record(vec![]), &GoodputLimits::new()));
         assert!(text.contains("coordinated omission"), "{text}");
     }
 
@@ -282,7 +282,7 @@ mod tests {
     fn models_and_the_server_have_their_lines() {
         let mut two = record(vec![completed(0, 0, &[10, 20]), Sample { model: 1, ..completed(0, 0, &[40]) }]);
         two.models.push("other".into());
-        let mut report = report(&settings(), &two, &Limits::new());
+        let mut report = report(&settings(), &two, &GoodputLimits::new());
         let row = |name: &str, unit: &str, server, client| ServerRow {
             name: name.into(),
             unit: unit.into(),
@@ -303,7 +303,7 @@ mod tests {
 
     #[test]
     fn nothing_at_all_has_a_table_too() {
-        let text = table(&report(&settings(), &record(vec![]), &Limits::new()));
+        let text = table(&report(&settings(), &record(vec![]), &GoodputLimits::new()));
         assert!(text.contains("0 sent") && text.contains("0.0 tok/s"), "{text}");
         assert!(!text.contains("requests in flight") && !text.contains("NaN"), "{text}");
     }

@@ -24,49 +24,49 @@ pub struct Alarm {
 
 #[derive(Debug, Default)]
 struct Shared {
-    calls: Mutex<Calls>,
+    timers: Mutex<Timers>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Calls {
-    queue: BinaryHeap<Reverse<Call>>,
+struct Timers {
+    queue: BinaryHeap<Reverse<Timer>>,
     over: bool,
 }
 
 /// A pending timer.
 #[derive(Debug)]
-struct Call {
+struct Timer {
     at: Instant,
-    bell: oneshot::Sender<()>,
+    notify: oneshot::Sender<()>,
 }
 
-impl Ord for Call {
+impl Ord for Timer {
     fn cmp(&self, other: &Self) -> Ordering {
         self.at.cmp(&other.at)
     }
 }
 
-impl PartialOrd for Call {
+impl PartialOrd for Timer {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Call {
+impl PartialEq for Timer {
     fn eq(&self, other: &Self) -> bool {
         self.at == other.at
     }
 }
 
-impl Eq for Call {}
+impl Eq for Timer {}
 
 impl Alarm {
     /// Starts the timer thread.
     pub fn start() -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let ringing = Arc::clone(&shared);
-        let thread = thread::Builder::new().name("alarm".into()).spawn(move || ringing.ring_all())?;
+        let thread = thread::Builder::new().name("alarm".into()).spawn(move || ringing.run())?;
         Ok(Self { shared, thread: Some(thread) })
     }
 
@@ -74,7 +74,7 @@ impl Alarm {
     pub async fn sleep_until(&self, at: Instant) {
         if at > Instant::now() {
             // The thread outlives `self`, so the notification always arrives.
-            let _ = self.shared.call(at).await;
+            let _ = self.shared.add_timer(at).await;
         }
     }
 }
@@ -90,15 +90,15 @@ impl Drop for Alarm {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Calls> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Timers> {
+        self.timers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn call(&self, at: Instant) -> oneshot::Receiver<()> {
+    fn add_timer(&self, at: Instant) -> oneshot::Receiver<()> {
         let (bell, rung) = oneshot::channel();
         let mut calls = self.lock();
         let is_first = calls.queue.peek().is_none_or(|Reverse(first)| at < first.at);
-        calls.queue.push(Reverse(Call { at, bell }));
+        calls.queue.push(Reverse(Timer { at, notify: bell }));
         drop(calls);
         if is_first {
             self.changed.notify_one();
@@ -107,7 +107,7 @@ impl Shared {
     }
 
     /// Runs the timer thread until `over` is set: wakes each waiter at its time.
-    fn ring_all(&self) {
+    fn run(&self) {
         let mut calls = self.lock();
         while !calls.over {
             let now = Instant::now();
@@ -115,7 +115,7 @@ impl Shared {
                 Some(at) if at <= now => {
                     if let Some(Reverse(call)) = calls.queue.pop() {
                         // The waiter may be gone.
-                        let _ = call.bell.send(());
+                        let _ = call.notify.send(());
                     }
                     calls
                 }
@@ -139,7 +139,7 @@ mod tests {
     use crate::run::local_runtime;
 
     /// Waits up to 30 seconds for a notification.
-    fn hear(bell: oneshot::Receiver<()>) -> Result<(), oneshot::error::RecvError> {
+    fn wait_for(bell: oneshot::Receiver<()>) -> Result<(), oneshot::error::RecvError> {
         let heard = local_runtime().unwrap().block_on(async { timeout(Duration::from_secs(30), bell).await });
         heard.expect("the timer fires or is dropped")
     }
@@ -147,12 +147,12 @@ mod tests {
     #[test]
     fn nobody_is_woken_too_early_and_a_nearer_call_goes_before_a_farther_one() {
         let alarm = Alarm::start().unwrap();
-        let mut far = alarm.shared.call(Instant::now() + Duration::from_secs(3600));
+        let mut far = alarm.shared.add_timer(Instant::now() + Duration::from_secs(3600));
         // The thread usually sleeps towards the far timer when these are added.
         for _ in 0..20 {
             let [near, next] = [1, 2].map(|ms| Instant::now() + Duration::from_millis(ms));
-            for (time, bell) in [(near, alarm.shared.call(near)), (next, alarm.shared.call(next))] {
-                hear(bell).unwrap();
+            for (time, bell) in [(near, alarm.shared.add_timer(near)), (next, alarm.shared.add_timer(next))] {
+                wait_for(bell).unwrap();
                 assert!(Instant::now() >= time);
             }
         }
@@ -163,10 +163,10 @@ mod tests {
     fn who_gives_up_waiting_disturbs_nobody_and_the_thread_ends() {
         let alarm = Alarm::start().unwrap();
         let at = Instant::now() + Duration::from_millis(5);
-        drop(alarm.shared.call(at));
-        hear(alarm.shared.call(at)).unwrap();
-        let far = alarm.shared.call(at + Duration::from_secs(1000));
+        drop(alarm.shared.add_timer(at));
+        wait_for(alarm.shared.add_timer(at)).unwrap();
+        let far = alarm.shared.add_timer(at + Duration::from_secs(1000));
         drop(alarm);
-        assert!(hear(far).is_err());
+        assert!(wait_for(far).is_err());
     }
 }

@@ -27,24 +27,24 @@ use tokio::runtime::{Builder, LocalOptions, LocalRuntime};
 use crate::{
     plan::{
         arrivals::Arrivals,
-        draws::{Draws, Purpose},
-        requests::{Endpoint, Load},
+        draws::{Purpose, RandomStream},
+        requests::{Endpoint, LoadSpec},
     },
     sample::Sample,
     scrape::Scrape,
 };
 
 use setup::Setup;
-use watch::watched;
-use worker::{Job, work_all};
+use watch::with_watcher;
+use worker::{Job, run_workers};
 
 /// The settings of a run.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct RunSettings {
     /// Name of the run in reports; `None` uses the arrival process.
     pub label: Option<String>,
     pub target: Target,
-    pub load: Load,
+    pub load: LoadSpec,
     pub arrivals: Arrivals,
     /// Maximum number of requests in flight; further requests wait, and the wait counts as latency. `None` is
     /// unlimited.
@@ -102,7 +102,7 @@ pub enum Connections {
 
 /// The raw results of a run.
 #[derive(Clone, Debug)]
-pub struct Record {
+pub struct RunRecord {
     /// The models that were requested.
     pub models: Vec<String>,
     /// Start of the run.
@@ -131,18 +131,18 @@ pub struct Progress {
 
 /// Executes a run. Fails only if the server cannot be resolved, queried for its model or warmed up, if files
 /// named in the settings cannot be read, if the settings are inconsistent, or if a thread cannot be started.
-pub fn run(settings: &Settings, progress: &Progress) -> anyhow::Result<Record> {
-    watched(progress, |live, stop| {
+pub fn run(settings: &RunSettings, progress: &Progress) -> anyhow::Result<RunRecord> {
+    with_watcher(progress, |live, stop| {
         let runtime = local_runtime()?;
-        let setup = runtime.block_on(Setup::make(settings, stop))?;
+        let setup = runtime.block_on(Setup::prepare(settings, stop))?;
         let before = runtime.block_on(setup.scrape());
         let schedule = settings
             .arrivals
-            .schedule(settings.load.requests, &mut Draws::new(settings.load.seed, Purpose::Arrivals));
+            .schedule(settings.load.requests, &mut RandomStream::new(settings.load.seed, Purpose::Arrivals));
         let job = Arc::new(Job::new(settings, Arc::clone(setup.service()), schedule, live, stop.clone())?);
-        let (began, samples) = work_all(&job, settings.workers.max(1))?;
+        let (began, samples) = run_workers(&job, settings.workers.max(1))?;
         let after = runtime.block_on(setup.scrape());
-        Ok(Record {
+        Ok(RunRecord {
             models: setup.service().models.clone(),
             began,
             unsent: settings.load.requests - samples.len(),

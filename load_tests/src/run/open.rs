@@ -6,31 +6,31 @@ use std::{collections::VecDeque, iter::StepBy, ops::Range, rc::Rc, time::Duratio
 
 use tokio::task::{JoinSet, yield_now};
 
-use super::worker::{Worker, brought};
+use super::worker::{Worker, unwrap_join};
 use crate::{
-    client::{Outgoing, clock::Clock},
+    client::{PreparedRequest, clock::Clock},
     sample::Sample,
 };
 
 /// Maximum number of requests prepared ahead of time: enough for a burst, without using much memory.
-const AHEAD_MAX: usize = 64;
+const PREPARED_MAX: usize = 64;
 
 /// Minimum time left before the next due time to prepare a request; preparing one takes less.
-const SPARE_MIN: Duration = Duration::from_millis(2);
+const IDLE_MIN: Duration = Duration::from_millis(2);
 
 /// Wake-up latency of the alarm; shorter waits are spent yielding.
 const ALARM_MIN: Duration = Duration::from_micros(60);
 
 /// The requests of a worker, prepared in the idle time before they are due.
-pub struct Ahead<'a> {
+pub struct PreparedQueue<'a> {
     worker: &'a Worker,
     dues: &'a [Duration],
     /// Indices of the requests not prepared yet.
     indices: StepBy<Range<usize>>,
-    ready: VecDeque<(Duration, Outgoing)>,
+    ready: VecDeque<(Duration, PreparedRequest)>,
 }
 
-impl<'a> Ahead<'a> {
+impl<'a> PreparedQueue<'a> {
     /// Creates the queue of the requests of `indices`, where `dues` holds the due times of all requests.
     pub fn new(worker: &'a Worker, dues: &'a [Duration], indices: StepBy<Range<usize>>) -> Self {
         Self { worker, dues, indices, ready: VecDeque::new() }
@@ -38,11 +38,11 @@ impl<'a> Ahead<'a> {
 
     /// Prepares requests up to the limit.
     pub fn fill(&mut self) {
-        while self.make_one() {}
+        while self.prepare_one() {}
     }
 
-    fn make_one(&mut self) -> bool {
-        if self.ready.len() == AHEAD_MAX {
+    fn prepare_one(&mut self) -> bool {
+        if self.ready.len() == PREPARED_MAX {
             return false;
         }
         let Some(index) = self.indices.next() else { return false };
@@ -51,9 +51,9 @@ impl<'a> Ahead<'a> {
     }
 
     /// Returns the next request and its due time.
-    fn next(&mut self) -> Option<(Duration, Outgoing)> {
+    fn next(&mut self) -> Option<(Duration, PreparedRequest)> {
         if self.ready.is_empty() {
-            self.make_one();
+            self.prepare_one();
         }
         self.ready.pop_front()
     }
@@ -65,17 +65,17 @@ impl<'a> Ahead<'a> {
             if left.is_zero() {
                 return;
             }
-            if left > SPARE_MIN && self.make_one() || left < ALARM_MIN {
+            if left > IDLE_MIN && self.prepare_one() || left < ALARM_MIN {
                 yield_now().await;
             } else {
-                self.worker.job.alarm.sleep_until(clock.at(due)).await;
+                self.worker.job.alarm.sleep_until(clock.instant(due)).await;
             }
         }
     }
 }
 
 /// Sends all requests of a worker and reads the responses. Returns the samples.
-pub async fn send_all(worker: &Rc<Worker>, mut ahead: Ahead<'_>, clock: Clock) -> Vec<Sample> {
+pub async fn send_all(worker: &Rc<Worker>, mut ahead: PreparedQueue<'_>, clock: Clock) -> Vec<Sample> {
     let (mut in_flight, mut samples) = (JoinSet::new(), Vec::new());
     while let Some((due, outgoing)) = ahead.next() {
         if clock.is_over(due) {
@@ -85,7 +85,7 @@ pub async fn send_all(worker: &Rc<Worker>, mut ahead: Ahead<'_>, clock: Clock) -
             ahead.wait(due, clock).await;
             worker.permit().await
         };
-        let Some(permit) = worker.unless_over(clock, turn).await else { break };
+        let Some(permit) = worker.unless_ended(clock, turn).await else { break };
         let worker = Rc::clone(worker);
         in_flight.spawn_local(async move {
             let sample = worker.send(outgoing, due, clock).await;
@@ -93,13 +93,13 @@ pub async fn send_all(worker: &Rc<Worker>, mut ahead: Ahead<'_>, clock: Clock) -
             sample
         });
         while let Some(end) = in_flight.try_join_next() {
-            samples.push(brought(end));
+            samples.push(unwrap_join(end));
         }
         // Responses are read even while sending is behind schedule.
         yield_now().await;
     }
     while let Some(end) = in_flight.join_next().await {
-        samples.push(brought(end));
+        samples.push(unwrap_join(end));
     }
     samples
 }

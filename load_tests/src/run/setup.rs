@@ -6,37 +6,37 @@ use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context, bail, ensure};
 
-use super::{Progress, Settings, watch::Stop};
+use super::{Progress, RunSettings, watch::StopSignal};
 use crate::{
-    client::{Client, Server, Service, clock::Clock, stopped},
-    plan::requests::Load,
+    client::{Client, Server, Service, clock::Clock, wait_until_stopped},
+    plan::requests::LoadSpec,
     sample::Outcome,
     scrape::Scrape,
 };
 
 /// Timeout for reading the server's metrics.
-const SCRAPE_PATIENCE: Duration = Duration::from_secs(10);
+const SCRAPE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Timeout for reading the server's metrics after the run was stopped.
-const SCRAPE_PATIENCE_STOPPED: Duration = Duration::from_secs(1);
+const SCRAPE_TIMEOUT_STOPPED: Duration = Duration::from_secs(1);
 
 /// A service prepared for a run.
 pub struct Setup {
     service: Arc<Service>,
     /// The metrics endpoint.
     metrics: Option<Server>,
-    stop: Stop,
+    stop: StopSignal,
 }
 
 impl Setup {
     /// Resolves the service of the settings and warms it up.
-    pub async fn make(settings: &Settings, stop: &Stop) -> anyhow::Result<Self> {
+    pub async fn prepare(settings: &RunSettings, stop: &StopSignal) -> anyhow::Result<Self> {
         let making = async {
             let target = &settings.target;
             settings.load.check(target.endpoint)?;
-            let service = Service::find(target, settings.connections, settings.request_timeout).await?;
+            let service = Service::resolve(target, settings.connections, settings.request_timeout).await?;
             check_spread(&settings.load, &service)?;
-            let metrics = target.metrics_url.as_deref().map(|url| Server::at(url, target.ca.as_deref()));
+            let metrics = target.metrics_url.as_deref().map(|url| Server::resolve(url, target.ca.as_deref()));
             let setup = Self {
                 service: Arc::new(service),
                 metrics: metrics.transpose().context("the metrics URL")?,
@@ -47,7 +47,7 @@ impl Setup {
         };
         tokio::select! {
             setup = making => setup,
-            () = stopped(stop.receiver()) => bail!("interrupted before the run began"),
+            () = wait_until_stopped(stop.receiver()) => bail!("interrupted before the run began"),
         }
     }
 
@@ -58,13 +58,13 @@ impl Setup {
 
     /// Reads the server's metrics, or returns `None` if they are unavailable.
     pub async fn scrape(&self) -> Option<Scrape> {
-        let patience = if self.stop.is_now() { SCRAPE_PATIENCE_STOPPED } else { SCRAPE_PATIENCE };
-        let text = self.service.page(self.metrics.as_ref()?, patience).await.ok()?;
+        let patience = if self.stop.is_triggered() { SCRAPE_TIMEOUT_STOPPED } else { SCRAPE_TIMEOUT };
+        let text = self.service.fetch_page(self.metrics.as_ref()?, patience).await.ok()?;
         Some(Scrape { text })
     }
 
     /// Sends the warm-up requests one after the other. Fails when one fails.
-    async fn warm_up(&self, settings: &Settings) -> anyhow::Result<()> {
+    async fn warm_up(&self, settings: &RunSettings) -> anyhow::Result<()> {
         let service = Arc::clone(&self.service);
         let live = Arc::new(Progress::default());
         let client = Client::new(service, settings.connections, settings.retries, self.stop.receiver(), live);
@@ -89,11 +89,11 @@ impl Setup {
 
 /// Returns a load like that of the run but with different prompts, so that the server cannot serve the run
 /// from its prompt cache.
-fn warmup_load(load: &Load) -> Load {
-    Load { seed: !load.seed, hangup_share: 0.0, slow_share: 0.0, ..load.clone() }
+fn warmup_load(load: &LoadSpec) -> LoadSpec {
+    LoadSpec { seed: !load.seed, hangup_share: 0.0, slow_share: 0.0, ..load.clone() }
 }
 
-fn check_spread(load: &Load, service: &Service) -> anyhow::Result<()> {
+fn check_spread(load: &LoadSpec, service: &Service) -> anyhow::Result<()> {
     let (models, keys) = (service.models.len(), service.keys());
     ensure!(load.models == models, "requests are spread over {} models, but there are {models}", load.models);
     ensure!(load.keys == keys, "requests are spread over {} keys, but there are {keys}", load.keys);

@@ -21,20 +21,20 @@ const INTERVAL: Duration = Duration::from_millis(20);
 
 /// A stop signal for all tasks of a run, on any thread.
 #[derive(Clone, Debug)]
-pub struct Stop(Arc<watch::Sender<bool>>);
+pub struct StopSignal(Arc<watch::Sender<bool>>);
 
-impl Stop {
+impl StopSignal {
     fn new() -> Self {
         Self(Arc::new(watch::Sender::new(false)))
     }
 
     /// Triggers the signal.
-    pub fn now(&self) {
+    pub fn trigger(&self) {
         self.0.send_replace(true);
     }
 
     /// Returns whether the signal was triggered.
-    pub fn is_now(&self) -> bool {
+    pub fn is_triggered(&self) -> bool {
         *self.0.borrow()
     }
 
@@ -45,12 +45,12 @@ impl Stop {
 }
 
 /// A guard that ends the watcher thread on drop, even if the run panics.
-struct Over<'a> {
+struct WatcherGuard<'a> {
     over: &'a AtomicBool,
     thread: Thread,
 }
 
-impl Drop for Over<'_> {
+impl Drop for WatcherGuard<'_> {
     fn drop(&mut self) {
         self.over.store(true, Relaxed);
         self.thread.unpark();
@@ -58,22 +58,22 @@ impl Drop for Over<'_> {
 }
 
 /// Runs `run` with live counts that are copied to `progress`, and a stop signal that follows `progress.stop`.
-pub fn watched<T>(progress: &Progress, run: impl FnOnce(&Arc<Progress>, &Stop) -> T) -> T {
-    let (live, stop, over) = (Arc::new(Progress::default()), Stop::new(), AtomicBool::new(false));
+pub fn with_watcher<T>(progress: &Progress, run: impl FnOnce(&Arc<Progress>, &StopSignal) -> T) -> T {
+    let (live, stop, over) = (Arc::new(Progress::default()), StopSignal::new(), AtomicBool::new(false));
     thread::scope(|scope| {
         let watcher = scope.spawn(|| watch(progress, &live, &stop, &over));
-        let _over = Over { over: &over, thread: watcher.thread().clone() };
+        let _over = WatcherGuard { over: &over, thread: watcher.thread().clone() };
         run(&live, &stop)
     })
 }
 
-fn watch(progress: &Progress, live: &Progress, stop: &Stop, over: &AtomicBool) {
+fn watch(progress: &Progress, live: &Progress, stop: &StopSignal, over: &AtomicBool) {
     loop {
         // Loaded before the counts are copied, so that the last copy is complete.
         let last = over.load(Relaxed);
-        copy(live, progress);
+        copy_counts(live, progress);
         if progress.stop.load(Relaxed) {
-            stop.now();
+            stop.trigger();
         }
         if last {
             return;
@@ -82,7 +82,7 @@ fn watch(progress: &Progress, live: &Progress, stop: &Stop, over: &AtomicBool) {
     }
 }
 
-fn copy(from: &Progress, to: &Progress) {
+fn copy_counts(from: &Progress, to: &Progress) {
     to.sent.store(from.sent.load(Relaxed), Relaxed);
     to.in_flight.store(from.in_flight.load(Relaxed), Relaxed);
     to.completed.store(from.completed.load(Relaxed), Relaxed);
@@ -98,12 +98,12 @@ mod tests {
     #[test]
     fn counts_go_out_and_the_word_to_stop_comes_in() {
         let progress = Progress::default();
-        watched(&progress, |live, stop| {
-            assert!(!stop.is_now());
+        with_watcher(&progress, |live, stop| {
+            assert!(!stop.is_triggered());
             live.sent.store(3, Relaxed);
             progress.stop.store(true, Relaxed);
             let runtime = super::super::local_runtime().unwrap();
-            runtime.block_on(crate::client::stopped(stop.receiver()));
+            runtime.block_on(crate::client::wait_until_stopped(stop.receiver()));
             live.tokens.store(7, Relaxed);
         });
         assert_eq!((progress.sent.load(Relaxed), progress.tokens.load(Relaxed)), (3, 7));
@@ -112,7 +112,7 @@ mod tests {
     #[test]
     fn a_run_that_panics_ends_its_watcher() {
         let panicked =
-            std::panic::catch_unwind(|| watched(&Progress::default(), |_, _| panic!("as planned")));
+            std::panic::catch_unwind(|| with_watcher(&Progress::default(), |_, _| panic!("as planned")));
         assert!(panicked.is_err());
     }
 }

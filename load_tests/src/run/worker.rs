@@ -24,10 +24,12 @@ use tokio::{
     time::sleep_until,
 };
 
-use super::{Connections, Progress, Settings, alarm::Alarm, closed, local_runtime, open, watch::Stop};
+use super::{
+    Connections, Progress, RunSettings, alarm::Alarm, closed, local_runtime, open, watch::StopSignal,
+};
 use crate::{
-    client::{Client, Outgoing, Service, clock::Clock, stopped},
-    plan::{arrivals::Schedule, requests::Load},
+    client::{Client, PreparedRequest, Service, clock::Clock, wait_until_stopped},
+    plan::{arrivals::Schedule, requests::LoadSpec},
     sample::{Outcome, Sample},
 };
 
@@ -38,7 +40,7 @@ pub struct Job {
     retries: u32,
     request_timeout: Duration,
     time_limit: Duration,
-    load: Load,
+    load: LoadSpec,
     schedule: Schedule,
     /// One permit per request that may be in flight; `None` is unlimited.
     permits: Option<Arc<Semaphore>>,
@@ -46,16 +48,16 @@ pub struct Job {
     /// Index of the next request of a closed loop.
     next: AtomicUsize,
     live: Arc<Progress>,
-    stop: Stop,
+    stop: StopSignal,
 }
 
 impl Job {
     pub fn new(
-        settings: &Settings,
+        settings: &RunSettings,
         service: Arc<Service>,
         schedule: Schedule,
         live: &Arc<Progress>,
-        stop: Stop,
+        stop: StopSignal,
     ) -> anyhow::Result<Self> {
         Ok(Self {
             service,
@@ -79,16 +81,17 @@ fn semaphore(max_concurrency: usize) -> Arc<Semaphore> {
 }
 
 /// Runs the job on `workers` threads. Returns the start time and the samples by index.
-pub fn work_all(job: &Arc<Job>, workers: usize) -> anyhow::Result<(SystemTime, Vec<Sample>)> {
+pub fn run_workers(job: &Arc<Job>, workers: usize) -> anyhow::Result<(SystemTime, Vec<Sample>)> {
     thread::scope(|scope| {
         let (ready, all_ready) = mpsc::channel();
         let mut threads = Vec::new();
         for number in 0..workers {
             let (start, started) = mpsc::channel();
             let (job, ready) = (Arc::clone(job), ready.clone());
-            let thread = thread::Builder::new()
-                .name(format!("worker {number}"))
-                .spawn_scoped(scope, move || work(job, Share { number, workers }, ready, started));
+            let thread =
+                thread::Builder::new().name(format!("worker {number}")).spawn_scoped(scope, move || {
+                    run_worker(job, WorkerShare { number, workers }, ready, started)
+                });
             threads.push((thread.context("starting a thread")?, start));
         }
         drop(ready);
@@ -111,54 +114,54 @@ fn join_all(threads: Vec<ScopedJoinHandle<'_, anyhow::Result<Vec<Sample>>>>) -> 
     let ends: Vec<_> = threads.into_iter().map(ScopedJoinHandle::join).collect();
     let mut samples = Vec::new();
     for end in ends {
-        samples.append(&mut end.unwrap_or_else(|panic| Err(panicked(&*panic)))?);
+        samples.append(&mut end.unwrap_or_else(|panic| Err(panic_error(&*panic)))?);
     }
     samples.sort_by_key(|sample| sample.index);
     Ok(samples)
 }
 
-fn panicked(panic: &(dyn Any + Send)) -> anyhow::Error {
+fn panic_error(panic: &(dyn Any + Send)) -> anyhow::Error {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
     anyhow!("a worker thread panicked (this is a bug): {text}")
 }
 
 /// A guard that stops the whole run if its worker ends before completing its part.
-struct StopUnlessDone {
-    stop: Stop,
+struct StopUnlessCompleted {
+    stop: StopSignal,
     is_done: bool,
 }
 
-impl Drop for StopUnlessDone {
+impl Drop for StopUnlessCompleted {
     fn drop(&mut self) {
         if !self.is_done {
-            self.stop.now();
+            self.stop.trigger();
         }
     }
 }
 
 /// The part of the requests that one of `workers` workers sends.
 #[derive(Clone, Copy, Debug)]
-pub struct Share {
+pub struct WorkerShare {
     number: usize,
     workers: usize,
 }
 
-impl Share {
+impl WorkerShare {
     /// Returns this worker's part of the indices `0..count`.
-    pub fn of(self, count: usize) -> StepBy<Range<usize>> {
+    pub fn indices(self, count: usize) -> StepBy<Range<usize>> {
         (self.number.min(count)..count).step_by(self.workers)
     }
 }
 
 /// Runs a worker thread. Returns its samples.
-fn work(
+fn run_worker(
     job: Arc<Job>,
-    share: Share,
+    share: WorkerShare,
     ready: mpsc::Sender<()>,
     started: mpsc::Receiver<Clock>,
 ) -> anyhow::Result<Vec<Sample>> {
-    let mut end = StopUnlessDone { stop: job.stop.clone(), is_done: false };
+    let mut end = StopUnlessCompleted { stop: job.stop.clone(), is_done: false };
     let runtime = local_runtime().context("starting a runtime")?;
     let start = move || {
         let _ = ready.send(());
@@ -166,7 +169,7 @@ fn work(
         drop(ready);
         started.recv().context("the run was aborted before it started")
     };
-    let samples = runtime.block_on(Worker::new(job).work(share, start))?;
+    let samples = runtime.block_on(Worker::new(job).run(share, start))?;
     end.is_done = true;
     Ok(samples)
 }
@@ -185,31 +188,31 @@ impl Worker {
     }
 
     /// Prepares the first requests, waits for the common start, and sends the worker's part of the requests.
-    async fn work(
+    async fn run(
         self: Rc<Self>,
-        share: Share,
+        share: WorkerShare,
         start: impl FnOnce() -> anyhow::Result<Clock>,
     ) -> anyhow::Result<Vec<Sample>> {
         match &self.job.schedule {
             Schedule::Open(dues) => {
-                let mut ahead = open::Ahead::new(&self, dues, share.of(dues.len()));
+                let mut ahead = open::PreparedQueue::new(&self, dues, share.indices(dues.len()));
                 ahead.fill();
                 Ok(open::send_all(&self, ahead, start()?).await)
             }
             Schedule::Closed { users, think } => {
-                let firsts = share.of(*users).map_while(|_| self.take_next()).collect();
+                let firsts = share.indices(*users).map_while(|_| self.take_next()).collect();
                 Ok(closed::send_all(&self, firsts, *think, start()?).await)
             }
         }
     }
 
     /// Prepares the request of this index.
-    pub fn prepare(&self, index: usize) -> Outgoing {
+    pub fn prepare(&self, index: usize) -> PreparedRequest {
         self.client.prepare(&self.job.load.request(index))
     }
 
     /// Takes and prepares the next request of a closed loop, if one is left.
-    pub fn take_next(&self) -> Option<Outgoing> {
+    pub fn take_next(&self) -> Option<PreparedRequest> {
         let index = self.job.next.fetch_add(1, Relaxed);
         (index < self.job.load.requests).then(|| self.prepare(index))
     }
@@ -221,19 +224,19 @@ impl Worker {
     }
 
     /// Awaits `what`. Returns `None` if the run ends first.
-    pub async fn unless_over<T>(&self, clock: Clock, what: impl Future<Output = T>) -> Option<T> {
+    pub async fn unless_ended<T>(&self, clock: Clock, what: impl Future<Output = T>) -> Option<T> {
         let value = tokio::select! {
             biased;
-            () = sleep_until(clock.limit().into()) => None,
-            () = stopped(self.job.stop.receiver()) => None,
+            () = sleep_until(clock.end().into()) => None,
+            () = wait_until_stopped(self.job.stop.receiver()) => None,
             value = what => Some(value),
         };
         // The stop signal may reach another task first, and its end may be what completed `what`.
-        value.filter(|_| !self.job.stop.is_now() && !clock.is_over(clock.now()))
+        value.filter(|_| !self.job.stop.is_triggered() && !clock.is_over(clock.now()))
     }
 
     /// Sends a request now and updates the live counts.
-    pub async fn send(&self, outgoing: Outgoing, scheduled: Duration, clock: Clock) -> Sample {
+    pub async fn send(&self, outgoing: PreparedRequest, scheduled: Duration, clock: Clock) -> Sample {
         let live = &self.job.live;
         live.sent.fetch_add(1, Relaxed);
         live.in_flight.fetch_add(1, Relaxed);
@@ -250,7 +253,7 @@ impl Worker {
 }
 
 /// Returns the output of a task, or resumes its panic.
-pub fn brought<T>(end: Result<T, JoinError>) -> T {
+pub fn unwrap_join<T>(end: Result<T, JoinError>) -> T {
     match end {
         Ok(value) => value,
         Err(error) => resume_unwind(error.into_panic()),
@@ -265,7 +268,7 @@ mod tests {
     fn the_shares_of_all_workers_are_everything_once() {
         for (count, workers) in [(10, 3), (2, 4), (0, 2), (5, 1)] {
             let mut all: Vec<usize> =
-                (0..workers).flat_map(|number| Share { number, workers }.of(count)).collect();
+                (0..workers).flat_map(|number| WorkerShare { number, workers }.indices(count)).collect();
             all.sort_unstable();
             assert_eq!(all, Vec::from_iter(0..count), "{count} over {workers}");
         }
@@ -280,13 +283,13 @@ mod tests {
 
     #[test]
     fn a_worker_that_panics_stops_the_others() {
-        crate::run::watched(&Progress::default(), |_, stop| {
+        crate::run::with_watcher(&Progress::default(), |_, stop| {
             let failing = || {
-                let _end = StopUnlessDone { stop: stop.clone(), is_done: false };
+                let _end = StopUnlessCompleted { stop: stop.clone(), is_done: false };
                 panic!("as planned");
             };
             assert!(thread::scope(|scope| scope.spawn(failing).join()).is_err());
-            assert!(stop.is_now());
+            assert!(stop.is_triggered());
         });
     }
 }

@@ -5,21 +5,21 @@
 
 use std::collections::HashSet;
 
-use super::{file::Variant, scale::Scale};
+use super::{file::Variant, scale::ScenarioScale};
 
 /// Builds the command line that serves `model` (or the built-in one) on an ephemeral port. Later lists
 /// override earlier ones, and `slots` overrides all.
-pub fn serve(model: Option<&str>, lists: &[&[String]], slots: Option<u32>) -> Vec<String> {
+pub fn serve_args(model: Option<&str>, lists: &[&[String]], slots: Option<u32>) -> Vec<String> {
     let slots = slots.map(|slots| vec!["--slots".to_owned(), slots.to_string()]).unwrap_or_default();
     let own = ["--host", "127.0.0.1", "--port", "0"].map(str::to_owned);
     let lists: Vec<&[String]> =
         [own.as_slice()].into_iter().chain(lists.iter().copied()).chain([slots.as_slice()]).collect();
     let words = ["serve"].into_iter().chain(model).map(str::to_owned);
-    words.chain(merged(&lists)).collect()
+    words.chain(merge(&lists)).collect()
 }
 
 /// Returns the arguments of a variant.
-pub fn of_variant(variant: &Variant, scale: &Scale) -> Vec<String> {
+pub fn variant_args(variant: &Variant, scale: &ScenarioScale) -> Vec<String> {
     let Variant { policy, window_ms, shuffle, args, .. } = variant;
     let window = window_ms.map(|ms| format!("{:.6}ms", scale.time(ms).as_secs_f64() * 1e3));
     let flags = [("--policy", policy), ("--window", &window), ("--shuffle", shuffle)];
@@ -28,7 +28,7 @@ pub fn of_variant(variant: &Variant, scale: &Scale) -> Vec<String> {
 }
 
 /// Formats the command line for a report, with API keys hidden.
-pub fn shown(args: &[String]) -> String {
+pub fn redacted(args: &[String]) -> String {
     let shown = |flag: &Vec<&str>| match name(flag) {
         secret @ "--api-key" => format!("{secret} (hidden)"),
         _ => flag.join(" "),
@@ -37,7 +37,7 @@ pub fn shown(args: &[String]) -> String {
 }
 
 /// Concatenates the flags of all lists, without those overridden by a later list.
-fn merged(lists: &[&[String]]) -> Vec<String> {
+fn merge(lists: &[&[String]]) -> Vec<String> {
     let mut given = HashSet::new();
     let mut kept: Vec<Vec<String>> = Vec::new();
     for list in lists.iter().rev() {
@@ -77,7 +77,7 @@ mod tests {
 
     fn line(model: Option<&str>, lists: &[&str], slots: Option<u32>) -> String {
         let lists: Vec<Vec<String>> = lists.iter().map(|list| words(list)).collect();
-        serve(model, &lists.iter().map(Vec::as_slice).collect::<Vec<_>>(), slots).join(" ")
+        serve_args(model, &lists.iter().map(Vec::as_slice).collect::<Vec<_>>(), slots).join(" ")
     }
 
     #[test]
@@ -104,7 +104,7 @@ mod tests {
     fn a_key_is_not_shown() {
         let args = words("serve model --api-key secret --slots 4 --api-key=secret --api-key-file f");
         let expected = "serve model --api-key (hidden) --slots 4 --api-key (hidden) --api-key-file f";
-        assert_eq!(shown(&args), expected);
+        assert_eq!(redacted(&args), expected);
     }
 
     fn plain() -> Variant {
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn a_window_is_scaled_and_the_rest_is_as_written() {
-        let scale = Scale { tokens: 1.0, time: 0.125, solo: Duration::from_millis(700) };
+        let scale = ScenarioScale { tokens: 1.0, time: 0.125, solo: Duration::from_millis(700) };
         let variant = Variant {
             policy: Some("window".into()),
             window_ms: Some(2000.0),
@@ -123,9 +123,9 @@ mod tests {
             ..plain()
         };
         assert_eq!(
-            of_variant(&variant, &scale).join(" "),
+            variant_args(&variant, &scale).join(" "),
             "--policy window --window 250.000000ms --shuffle off --threads 1"
         );
-        assert!(of_variant(&plain(), &scale).is_empty());
+        assert!(variant_args(&plain(), &scale).is_empty());
     }
 }

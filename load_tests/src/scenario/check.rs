@@ -6,25 +6,25 @@ use std::{collections::HashSet, ops::RangeInclusive};
 
 use toml::Spanned;
 
-use super::file::{LoadPart, Process, Quantity, SOLO, Scenario, Variant, Vary, What};
+use super::file::{ArrivalKind, Quantity, SOLO, Scenario, ScenarioLoad, Variant, VariedParameter, VarySpec};
 
 /// Bounds of times in milliseconds, shapes and factors.
 const BOUNDS: RangeInclusive<f64> = 1e-6..=1e9;
 
 /// A validation error and its position in the text.
-pub struct Fault {
+pub struct ScenarioError {
     /// Byte offset in the text.
     pub at: usize,
     pub message: String,
 }
 
-fn refuse<T, U>(spanned: &Spanned<T>, message: impl Into<String>) -> Result<U, Fault> {
-    Err(Fault { at: spanned.span().start, message: message.into() })
+fn reject<T, U>(spanned: &Spanned<T>, message: impl Into<String>) -> Result<U, ScenarioError> {
+    Err(ScenarioError { at: spanned.span().start, message: message.into() })
 }
 
 impl Scenario {
     /// Validates what the field types do not guarantee.
-    pub fn check(&self) -> Result<(), Fault> {
+    pub fn check(&self) -> Result<(), ScenarioError> {
         self.check_variants()?;
         self.check_numbers()?;
         self.check_process()?;
@@ -33,146 +33,149 @@ impl Scenario {
         let curves = self.plots.iter().flat_map(|plot| &plot.curves);
         columns.chain(curves).try_for_each(|quantity| self.check_quantity(quantity))?;
         if let (None, Some(plot)) = (&self.vary, self.plots.first()) {
-            return refuse(&plot.title, "a plot needs [vary], which defines its x axis");
+            return reject(&plot.title, "a plot needs [vary], which defines its x axis");
         }
         self.runs.iter().filter_map(|runs| runs.at.as_ref()).try_for_each(|at| self.check_row(at))
     }
 
-    fn check_variants(&self) -> Result<(), Fault> {
+    fn check_variants(&self) -> Result<(), ScenarioError> {
         let mut names = HashSet::from([SOLO]);
         for variant in &self.variants {
             let Variant { name, policy, window_ms, .. } = variant;
             if name.get_ref().is_empty() || !names.insert(name.get_ref()) {
-                return refuse(name, "a [[variant]] needs a unique name");
+                return reject(name, "a [[variant]] needs a unique name");
             }
             if window_ms.is_some() != (policy.as_deref() == Some("window")) {
-                return refuse(name, "window_ms and policy = \"window\" require each other");
+                return reject(name, "window_ms and policy = \"window\" require each other");
             }
             if window_ms.is_some_and(|ms| !BOUNDS.contains(&ms)) {
-                return refuse(name, "window_ms is out of range");
+                return reject(name, "window_ms is out of range");
             }
             if self.server.url.is_some() && !variant.is_plain() {
-                return refuse(name, "a running server (url) cannot be combined with variant settings");
+                return reject(name, "a running server (url) cannot be combined with variant settings");
             }
         }
         Ok(())
     }
 
-    fn check_numbers(&self) -> Result<(), Fault> {
+    fn check_numbers(&self) -> Result<(), ScenarioError> {
         let load = &self.load;
-        bounded(&self.token_scale)?;
+        check_bounds(&self.token_scale)?;
         if let Some(paper) = &self.paper {
-            bounded(&paper.solo_ms)?;
-            counted(&paper.solo_tokens, *paper.solo_tokens.get_ref())?;
+            check_bounds(&paper.solo_ms)?;
+            check_count(&paper.solo_tokens, *paper.solo_tokens.get_ref())?;
         }
-        counted(&load.requests, u32::try_from(*load.requests.get_ref()).unwrap_or(u32::MAX))?;
-        counted(&load.output_tokens, *load.output_tokens.get_ref())?;
+        check_count(&load.requests, u32::try_from(*load.requests.get_ref()).unwrap_or(u32::MAX))?;
+        check_count(&load.output_tokens, *load.output_tokens.get_ref())?;
         match &load.output_tokens_min {
             Some(min) if min.get_ref() > load.output_tokens.get_ref() => {
-                refuse(min, "must not exceed output_tokens")
+                reject(min, "must not exceed output_tokens")
             }
-            Some(min) => counted(min, *min.get_ref()),
+            Some(min) => check_count(min, *min.get_ref()),
             None => Ok(()),
         }
     }
 
-    fn check_process(&self) -> Result<(), Fault> {
-        let LoadPart { process, gap_ms, shape, .. } = &self.load;
-        let gap_is_varied = self.vary.as_ref().is_some_and(|vary| *vary.what.get_ref() == What::GapMs);
+    fn check_process(&self) -> Result<(), ScenarioError> {
+        let ScenarioLoad { process, gap_ms, shape, .. } = &self.load;
+        let gap_is_varied =
+            self.vary.as_ref().is_some_and(|vary| *vary.what.get_ref() == VariedParameter::GapMs);
         match (process.get_ref(), gap_ms) {
-            (Process::All, Some(gap)) => return refuse(gap, "gap_ms is not allowed with process \"all\""),
-            (Process::All, None) if gap_is_varied => {
-                return refuse(process, "gap-ms cannot be varied with process \"all\"");
+            (ArrivalKind::All, Some(gap)) => {
+                return reject(gap, "gap_ms is not allowed with process \"all\"");
             }
-            (Process::All, None) => {}
-            (_, None) if !gap_is_varied => return refuse(process, "requires gap_ms"),
-            (_, gap) => gap.iter().try_for_each(bounded)?,
+            (ArrivalKind::All, None) if gap_is_varied => {
+                return reject(process, "gap-ms cannot be varied with process \"all\"");
+            }
+            (ArrivalKind::All, None) => {}
+            (_, None) if !gap_is_varied => return reject(process, "requires gap_ms"),
+            (_, gap) => gap.iter().try_for_each(check_bounds)?,
         }
         match (process.get_ref(), shape) {
-            (Process::Gamma, None) => refuse(process, "requires shape"),
-            (Process::Gamma, Some(shape)) => bounded(shape),
-            (_, Some(shape)) => refuse(shape, "is only allowed with process \"gamma\""),
+            (ArrivalKind::Gamma, None) => reject(process, "requires shape"),
+            (ArrivalKind::Gamma, Some(shape)) => check_bounds(shape),
+            (_, Some(shape)) => reject(shape, "is only allowed with process \"gamma\""),
             (_, None) => Ok(()),
         }
     }
 
-    fn check_values(&self, vary: &Vary) -> Result<(), Fault> {
+    fn check_values(&self, vary: &VarySpec) -> Result<(), ScenarioError> {
         let values = vary.values.get_ref();
         let least = match (vary.what.get_ref(), &self.load.output_tokens_min) {
-            (What::GapMs, _) => *BOUNDS.start(),
-            (What::OutputTokens, Some(min)) => f64::from(*min.get_ref()),
-            (What::Requests | What::OutputTokens, _) => 1.0,
+            (VariedParameter::GapMs, _) => *BOUNDS.start(),
+            (VariedParameter::OutputTokens, Some(min)) => f64::from(*min.get_ref()),
+            (VariedParameter::Requests | VariedParameter::OutputTokens, _) => 1.0,
         };
-        let must_be_whole = *vary.what.get_ref() != What::GapMs;
+        let must_be_whole = *vary.what.get_ref() != VariedParameter::GapMs;
         let is_wrong =
             |value: &&f64| !(least..=1e7).contains(*value) || must_be_whole && value.fract() != 0.0;
         if values.is_empty() {
-            return refuse(&vary.values, "must not be empty");
+            return reject(&vary.values, "must not be empty");
         }
         match values.iter().find(is_wrong) {
             Some(value) => {
-                refuse(&vary.values, format!("{value} is invalid: too small, too large or not an integer"))
+                reject(&vary.values, format!("{value} is invalid: too small, too large or not an integer"))
             }
             None => Ok(()),
         }
     }
 
-    fn check_quantity(&self, quantity: &Quantity) -> Result<(), Fault> {
+    fn check_quantity(&self, quantity: &Quantity) -> Result<(), ScenarioError> {
         let Quantity { name, figure, of, over, paper } = quantity;
         let rows = if self.vary.is_some() { self.rows() } else { self.variants.len() };
         match (figure, paper) {
             (None, Some(paper)) if of.is_some() || over.is_some() => {
-                refuse(paper, "paper values cannot be combined with of or over")
+                reject(paper, "paper values cannot be combined with of or over")
             }
-            (None, Some(paper)) if paper.get_ref().len() != rows => refuse(
+            (None, Some(paper)) if paper.get_ref().len() != rows => reject(
                 paper,
                 format!("expected {rows} values, one per row, but found {}", paper.get_ref().len()),
             ),
             (None, Some(_)) => Ok(()),
             (Some(figure), None) => {
                 if of.is_none() && self.vary.is_some() {
-                    return refuse(name, "requires of = \"VARIANT\", because rows are not variants");
+                    return reject(name, "requires of = \"VARIANT\", because rows are not variants");
                 }
                 of.iter().try_for_each(|of| self.check_name(of))?;
                 match over {
                     Some(over) if over.get_ref() == SOLO && !figure.is_time() => {
-                        refuse(over, "only total, latency and ttft can be divided by solo")
+                        reject(over, "only total, latency and ttft can be divided by solo")
                     }
                     Some(over) if over.get_ref() == SOLO => Ok(()),
                     over => over.iter().try_for_each(|over| self.check_name(over)),
                 }
             }
-            _ => refuse(name, "requires either figure or paper"),
+            _ => reject(name, "requires either figure or paper"),
         }
     }
 
-    fn check_name(&self, name: &Spanned<String>) -> Result<(), Fault> {
+    fn check_name(&self, name: &Spanned<String>) -> Result<(), ScenarioError> {
         match self.variants.iter().any(|variant| variant.name() == name.get_ref()) {
             true => Ok(()),
-            false => refuse(name, format!("there is no [[variant]] named '{}'", name.get_ref())),
+            false => reject(name, format!("there is no [[variant]] named '{}'", name.get_ref())),
         }
     }
 
-    fn check_row(&self, at: &Spanned<f64>) -> Result<(), Fault> {
+    fn check_row(&self, at: &Spanned<f64>) -> Result<(), ScenarioError> {
         let values = self.vary.as_ref().map(|vary| vary.values.get_ref().as_slice()).unwrap_or_default();
         match values.contains(at.get_ref()) {
             true => Ok(()),
-            false => refuse(at, format!("{} is not one of the varied values", at.get_ref())),
+            false => reject(at, format!("{} is not one of the varied values", at.get_ref())),
         }
     }
 }
 
-fn bounded(value: &Spanned<f64>) -> Result<(), Fault> {
+fn check_bounds(value: &Spanned<f64>) -> Result<(), ScenarioError> {
     match BOUNDS.contains(value.get_ref()) {
         true => Ok(()),
-        false => refuse(value, "must be from 0.000001 to 1000000000"),
+        false => reject(value, "must be from 0.000001 to 1000000000"),
     }
 }
 
-fn counted<T>(at: &Spanned<T>, number: u32) -> Result<(), Fault> {
+fn check_count<T>(at: &Spanned<T>, number: u32) -> Result<(), ScenarioError> {
     match number {
         1..=10_000_000 => Ok(()),
-        _ => refuse(at, "must be from 1 to 10000000"),
+        _ => reject(at, "must be from 1 to 10000000"),
     }
 }
 

@@ -10,7 +10,7 @@ use anyhow::{Context, anyhow};
 use serde::Deserialize;
 use toml::Spanned;
 
-use super::{check::Fault, shipped};
+use super::{check::ScenarioError, shipped};
 
 /// An experiment: a load with one varied parameter, run on several server variants.
 #[derive(Clone, Debug, Deserialize)]
@@ -24,26 +24,26 @@ pub struct Scenario {
     #[serde(default = "one")]
     pub token_scale: Spanned<f64>,
     #[serde(default)]
-    pub server: ServerPart,
-    pub load: LoadPart,
+    pub server: ServerSpec,
+    pub load: ScenarioLoad,
     /// The paper's reference for scaling times; without it, times are not scaled.
-    pub paper: Option<Paper>,
+    pub paper: Option<PaperReference>,
     /// The varied parameter; without it, there is one run per variant.
-    pub vary: Option<Vary>,
+    pub vary: Option<VarySpec>,
     #[serde(rename = "variant")]
     pub variants: Vec<Variant>,
     #[serde(default, rename = "table")]
-    pub tables: Vec<Table>,
+    pub tables: Vec<TableSpec>,
     #[serde(default, rename = "plot")]
-    pub plots: Vec<Plot>,
+    pub plots: Vec<PlotSpec>,
     #[serde(default)]
-    pub runs: Vec<Runs>,
+    pub runs: Vec<RunsSpec>,
 }
 
 /// The server to start, or a running one.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct ServerPart {
+pub struct ServerSpec {
     /// URL of a running server, which is neither started nor stopped.
     pub url: Option<String>,
     /// URL of the running server's Prometheus metrics.
@@ -58,7 +58,7 @@ pub struct ServerPart {
 /// The load of every run, except for the varied parameter.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct LoadPart {
+pub struct ScenarioLoad {
     pub requests: Spanned<usize>,
     /// Prompt length; not scaled.
     pub prompt_tokens: NonZeroU32,
@@ -66,7 +66,7 @@ pub struct LoadPart {
     pub output_tokens: Spanned<u32>,
     /// Minimum response length; if given, lengths are uniform.
     pub output_tokens_min: Option<Spanned<u32>>,
-    pub process: Spanned<Process>,
+    pub process: Spanned<ArrivalKind>,
     /// Mean gap between requests, in the paper's milliseconds.
     pub gap_ms: Option<Spanned<f64>>,
     /// Shape of the gamma distribution of gaps, for process `gamma`.
@@ -81,7 +81,7 @@ pub struct LoadPart {
 /// The arrival process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Process {
+pub enum ArrivalKind {
     All,
     Constant,
     Poisson,
@@ -91,7 +91,7 @@ pub enum Process {
 /// The latency of a single request without concurrent load, in the paper.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Paper {
+pub struct PaperReference {
     pub solo_ms: Spanned<f64>,
     /// Tokens of its response.
     pub solo_tokens: Spanned<u32>,
@@ -100,8 +100,8 @@ pub struct Paper {
 /// The parameter that differs from row to row.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Vary {
-    pub what: Spanned<What>,
+pub struct VarySpec {
+    pub what: Spanned<VariedParameter>,
     pub values: Spanned<Vec<f64>>,
     /// Label in tables and plots.
     pub label: String,
@@ -110,7 +110,7 @@ pub struct Vary {
 /// The kinds of parameters that can be varied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum What {
+pub enum VariedParameter {
     Requests,
     /// The gap between requests, in the paper's milliseconds.
     GapMs,
@@ -134,7 +134,7 @@ pub struct Variant {
 /// A table of the report.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Table {
+pub struct TableSpec {
     pub title: String,
     #[serde(default)]
     pub text: String,
@@ -145,7 +145,7 @@ pub struct Table {
 /// A plot of curves over the varied parameter.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Plot {
+pub struct PlotSpec {
     pub title: Spanned<String>,
     #[serde(default)]
     pub text: String,
@@ -171,7 +171,7 @@ pub enum AxisScale {
 /// A comparison of the variants' runs of one row in shared axes.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Runs {
+pub struct RunsSpec {
     pub title: String,
     #[serde(default)]
     pub text: String,
@@ -184,7 +184,7 @@ pub struct Runs {
 #[serde(deny_unknown_fields)]
 pub struct Quantity {
     pub name: Spanned<String>,
-    pub figure: Option<Figure>,
+    pub figure: Option<Metric>,
     /// Variant of the value; by default the variant of the row, if rows are variants.
     pub of: Option<Spanned<String>>,
     /// Divisor: the same value of this variant, or of a single request without load (`solo`).
@@ -196,7 +196,7 @@ pub struct Quantity {
 /// A metric of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Figure {
+pub enum Metric {
     /// Seconds from the first request to the last token.
     Total,
     /// Mean seconds of a request.
@@ -230,7 +230,7 @@ impl Scenario {
     /// Reads the file at `path`, or the built-in scenario of that name if there is no such file. Errors name
     /// the file, line and key.
     pub fn read(path: &Path) -> anyhow::Result<Scenario> {
-        let text = match shipped::named(path) {
+        let text = match shipped::find(path) {
             Some(text) if !path.exists() => text.to_owned(),
             _ => std::fs::read_to_string(path).with_context(|| path.display().to_string())?,
         };
@@ -241,9 +241,9 @@ impl Scenario {
     pub fn parse(name: &str, text: &str) -> anyhow::Result<Scenario> {
         let scenario: Scenario = toml::from_str(text).map_err(|error| {
             let at = error.span().map_or(0, |span| span.start);
-            told(name, text, at, error.message())
+            error_at(name, text, at, error.message())
         })?;
-        scenario.check().map_err(|Fault { at, message }| told(name, text, at, &message))?;
+        scenario.check().map_err(|ScenarioError { at, message }| error_at(name, text, at, &message))?;
         Ok(scenario)
     }
 
@@ -254,7 +254,7 @@ impl Scenario {
 }
 
 /// Creates an error for a byte offset of the text, with the line and the key at the start of that line.
-fn told(name: &str, text: &str, at: usize, message: &str) -> anyhow::Error {
+fn error_at(name: &str, text: &str, at: usize, message: &str) -> anyhow::Error {
     let at = at.min(text.len());
     let line = 1 + text.bytes().take(at).filter(|byte| *byte == b'\n').count();
     let shown = text.lines().nth(line - 1).unwrap_or("").trim();
@@ -278,10 +278,10 @@ impl Variant {
     }
 }
 
-impl Figure {
+impl Metric {
     /// Returns whether the metric is a time in seconds.
     pub fn is_time(self) -> bool {
-        matches!(self, Figure::Total | Figure::Latency | Figure::Ttft)
+        matches!(self, Metric::Total | Metric::Latency | Metric::Ttft)
     }
 }
 
@@ -304,7 +304,7 @@ pub(super) mod tests {
         let scenario = Scenario::parse("f", GOOD).unwrap();
         assert_eq!((scenario.rows(), scenario.variants[1].window_ms), (2, Some(2000.0)));
         assert_eq!((*scenario.token_scale.get_ref(), scenario.load.vocab), (1.0, vocab()));
-        assert_eq!(scenario.tables[0].columns[0].figure, Some(Figure::Total));
+        assert_eq!(scenario.tables[0].columns[0].figure, Some(Metric::Total));
         assert!(scenario.tables[0].columns[1].paper.as_ref().unwrap().get_ref()[1].is_nan());
     }
 

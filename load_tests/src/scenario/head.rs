@@ -4,17 +4,17 @@
 
 use super::{
     file::Scenario,
-    results::Results,
-    scale::{Scale, scaled_tokens},
+    results::ScenarioResults,
+    scale::{ScenarioScale, scaled_tokens},
 };
 use crate::report::{RunReport, html::Section};
 
 /// The data of the report head.
-pub struct Head {
+pub struct ReportHead {
     /// The server: program and version, or URL.
     pub server: String,
     pub model: String,
-    pub scale: Scale,
+    pub scale: ScenarioScale,
     /// Number of runs per variant and row.
     pub repeats: usize,
     /// Notes that affect the interpretation of the results.
@@ -34,25 +34,25 @@ fn cpu_name(cpuinfo: &str) -> Option<&str> {
     line.split_once(':').map(|(_, name)| name.trim())
 }
 
-impl Head {
+impl ReportHead {
     /// Builds the head section.
-    pub fn section(&self, scenario: &Scenario, results: &Results) -> Section {
-        let Scale { tokens, time, solo } = self.scale;
+    pub fn section(&self, scenario: &Scenario, results: &ScenarioResults) -> Section {
+        let ScenarioScale { tokens, time, solo } = self.scale;
         let solo_tokens = scenario.solo_tokens(tokens);
         let mut rows = vec![
             ("machine", machine()),
             ("server", self.server.clone()),
             ("model", self.model.clone()),
             ("single request", format!("{:.1} ms for {solo_tokens} tokens", solo.as_secs_f64() * 1e3)),
-            ("token scale", format!("{tokens}: {}", self.tokens_in_words(scenario))),
-            ("time scale", format!("{time:.4}: {}", self.time_in_words(scenario))),
+            ("token scale", format!("{tokens}: {}", self.describe_token_scale(scenario))),
+            ("time scale", format!("{time:.4}: {}", self.describe_time_scale(scenario))),
             ("runs per variant and row", self.repeats.to_string()),
         ];
         rows.extend(self.notes.iter().map(|note| ("note", note.clone())));
         rows.extend(results.all().filter_map(|(variant, row, run)| {
             let of = scenario.variants[variant].name();
             let at = scenario.value(row).map_or(String::new(), |value| format!(" at {value}"));
-            Some(("problem", format!("{of}{at}: {}", trouble(run)?)))
+            Some(("problem", format!("{of}{at}: {}", describe_problems(run)?)))
         }));
         Section::Table {
             title: scenario.title.clone(),
@@ -62,12 +62,12 @@ impl Head {
         }
     }
 
-    fn tokens_in_words(&self, scenario: &Scenario) -> String {
+    fn describe_token_scale(&self, scenario: &Scenario) -> String {
         let tokens = *scenario.load.output_tokens.get_ref();
         format!("responses of {tokens} tokens have {} here", scaled_tokens(tokens, self.scale.tokens))
     }
 
-    fn time_in_words(&self, scenario: &Scenario) -> String {
+    fn describe_time_scale(&self, scenario: &Scenario) -> String {
         match scenario.paper {
             None => "times are not scaled".into(),
             Some(_) => {
@@ -79,7 +79,7 @@ impl Head {
 }
 
 /// Describes the problems of a run, if there are any.
-fn trouble(run: &RunReport) -> Option<String> {
+fn describe_problems(run: &RunReport) -> Option<String> {
     let counts = &run.counts;
     let parts =
         [(counts.failed, "failed"), (counts.unsent, "were not sent"), (counts.short, "got fewer tokens")];
@@ -105,12 +105,12 @@ mod tests {
     #[test]
     fn trouble_is_told_and_a_clean_run_is_not() {
         let mut run = report(8);
-        assert_eq!(trouble(&run), None);
+        assert_eq!(describe_problems(&run), None);
         run.counts.failed = 2;
         run.counts.short = 1;
         run.counts.failures.insert("status 500".into(), Failures { count: 2, first: "out of luck".into() });
         assert_eq!(
-            trouble(&run).as_deref(),
+            describe_problems(&run).as_deref(),
             Some("of 8 requests 2 failed, 1 got fewer tokens (out of luck)")
         );
     }

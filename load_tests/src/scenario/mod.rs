@@ -39,7 +39,7 @@ pub use shipped::SHIPPED;
 
 /// Options for running scenarios.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct ScenarioOptions {
     /// The `mainstem` executable.
     pub server: PathBuf,
     /// URL of a running server to use for the single selected variant.
@@ -65,7 +65,7 @@ pub struct Options {
     pub workers: usize,
 }
 
-impl Options {
+impl ScenarioOptions {
     /// Creates options without overrides, with this `mainstem` executable.
     pub fn new(server: PathBuf) -> Self {
         Self {
@@ -94,12 +94,12 @@ impl Options {
 /// or exits, or it cannot be reached.
 pub fn run(
     files: &[&Path],
-    options: &Options,
+    options: &ScenarioOptions,
     progress: &Progress,
     tell: &mut dyn FnMut(&str),
 ) -> Result<Vec<Section>> {
     // All files are validated before the first is run.
-    let scenarios = files.iter().map(|file| chosen(file, options)).collect::<Result<Vec<_>>>()?;
+    let scenarios = files.iter().map(|file| load_scenario(file, options)).collect::<Result<Vec<_>>>()?;
     let mut sections = Vec::new();
     for (file, scenario) in files.iter().zip(&scenarios) {
         let session = Session { scenario, options, progress, tell };
@@ -113,7 +113,7 @@ pub fn run(
 }
 
 /// Reads the scenario of a file and applies the options.
-fn chosen(file: &Path, options: &Options) -> Result<Scenario> {
+fn load_scenario(file: &Path, options: &ScenarioOptions) -> Result<Scenario> {
     let name = || file.display().to_string();
     let mut scenario = Scenario::read(file)?;
     let is_known = |name: &str| scenario.variants.iter().any(|variant| variant.name() == name);
@@ -136,7 +136,7 @@ fn chosen(file: &Path, options: &Options) -> Result<Scenario> {
     Ok(scenario)
 }
 
-fn is_wanted(options: &Options, variant: &Variant) -> bool {
+fn is_wanted(options: &ScenarioOptions, variant: &Variant) -> bool {
     options.variants.is_empty() || options.variants.iter().any(|name| name == variant.name())
 }
 
@@ -148,27 +148,29 @@ fn is_stopped(progress: &Progress) -> bool {
 mod tests {
     use super::*;
 
-    fn of_tiny(change: impl Fn(&mut Options)) -> Result<Scenario, String> {
-        let mut options = Options::new("/bin/false".into());
+    fn load_tiny(change: impl Fn(&mut ScenarioOptions)) -> Result<Scenario, String> {
+        let mut options = ScenarioOptions::new("/bin/false".into());
         change(&mut options);
-        chosen(Path::new("tiny"), &options).map_err(|error| error.to_string())
+        load_scenario(Path::new("tiny"), &options).map_err(|error| error.to_string())
     }
 
     #[test]
     fn a_server_that_runs_is_one_variant() {
         let url = || Some("http://127.0.0.1:1".to_owned());
-        let error = of_tiny(|options| options.url = url()).unwrap_err();
+        let error = load_tiny(|options| options.url = url()).unwrap_err();
         assert_eq!(
             error,
             "tiny: a running server requires exactly one variant, but 4 are selected; select one with --variants"
         );
-        let scenario = of_tiny(|options| {
+        let scenario = load_tiny(|options| {
             options.url = url();
             options.variants = vec!["window".into()];
         });
         assert_eq!(scenario.unwrap().server.url, url());
-        assert!(of_tiny(|options| options.token_scale = Some(f64::NAN)).unwrap_err().contains("token scale"));
-        let error = of_tiny(|options| options.variants = vec!["windows".into()]).unwrap_err();
+        assert!(
+            load_tiny(|options| options.token_scale = Some(f64::NAN)).unwrap_err().contains("token scale")
+        );
+        let error = load_tiny(|options| options.variants = vec!["windows".into()]).unwrap_err();
         assert_eq!(
             error,
             "tiny: unknown variant 'windows'; the variants are fused, no shuffle, window, concurrent"
@@ -178,7 +180,7 @@ mod tests {
     /// No server is started if any file is invalid, and a program that is not a server is reported.
     #[test]
     fn mistakes_are_told_before_anything_runs() {
-        let options = Options::new("/bin/false".into());
+        let options = ScenarioOptions::new("/bin/false".into());
         let of = |files: &[&str]| {
             let files: Vec<&Path> = files.iter().map(Path::new).collect();
             let mut lines = 0;
@@ -195,7 +197,7 @@ mod tests {
     fn a_run_that_is_stopped_has_what_there_is() {
         let progress = Progress::default();
         progress.stop.store(true, Ordering::Relaxed);
-        let options = Options::new("/bin/echo".into());
+        let options = ScenarioOptions::new("/bin/echo".into());
         let sections = run(&[Path::new("tiny")], &options, &progress, &mut |_| ());
         assert!(sections.is_ok_and(|sections| sections.is_empty()));
     }

@@ -5,12 +5,12 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use super::file::{Figure, Quantity, SOLO, Scenario};
+use super::file::{Metric, Quantity, SOLO, Scenario};
 use crate::{measure::percentile, report::RunReport};
 
 /// The results of all runs of a scenario.
 #[derive(Clone, Debug)]
-pub struct Results {
+pub struct ScenarioResults {
     /// Latency of a single request without load.
     pub solo: Duration,
     /// Factor that was applied to response lengths.
@@ -19,7 +19,7 @@ pub struct Results {
     runs: BTreeMap<(usize, usize), Vec<RunReport>>,
 }
 
-impl Results {
+impl ScenarioResults {
     /// Creates empty results.
     pub fn new(solo: Duration, token_scale: f64) -> Self {
         Self { solo, token_scale, runs: BTreeMap::new() }
@@ -36,7 +36,7 @@ impl Results {
     }
 
     /// Returns the run of median duration, if there is any.
-    pub fn typical(&self, variant: usize, row: usize) -> Option<&RunReport> {
+    pub fn median_run(&self, variant: usize, row: usize) -> Option<&RunReport> {
         let mut runs: Vec<&RunReport> = self.runs.get(&(variant, row))?.iter().collect();
         runs.sort_by(|one, two| one.duration_s.total_cmp(&two.duration_s));
         runs.get(runs.len() / 2).copied()
@@ -52,34 +52,34 @@ impl Results {
         let (own, row) = if scenario.vary.is_some() { (None, row) } else { (Some(row), 0) };
         let number = |name: &str| scenario.variants.iter().position(|variant| variant.name() == name);
         let of = quantity.of.as_ref().map_or(own, |of| number(of.get_ref()))?;
-        let value = self.figure(figure, of, row)?;
+        let value = self.metric(figure, of, row)?;
         let over = match quantity.over.as_ref().map(|over| over.get_ref().as_str()) {
             None => return Some(value),
             Some(SOLO) => self.solo.as_secs_f64(),
-            Some(name) => self.figure(figure, number(name)?, row)?,
+            Some(name) => self.metric(figure, number(name)?, row)?,
         };
         Some(value / over).filter(|ratio| ratio.is_finite())
     }
 
-    fn figure(&self, figure: Figure, variant: usize, row: usize) -> Option<f64> {
+    fn metric(&self, figure: Metric, variant: usize, row: usize) -> Option<f64> {
         let runs = self.runs.get(&(variant, row))?;
-        let mut values = runs.iter().filter_map(|run| self.figure_of(figure, run)).collect::<Vec<f64>>();
+        let mut values = runs.iter().filter_map(|run| self.run_metric(figure, run)).collect::<Vec<f64>>();
         values.sort_by(f64::total_cmp);
         (!values.is_empty()).then(|| percentile(&values, 50.0))
     }
 
-    fn figure_of(&self, figure: Figure, run: &RunReport) -> Option<f64> {
+    fn run_metric(&self, figure: Metric, run: &RunReport) -> Option<f64> {
         let steps = run.server.as_ref().and_then(|server| server.steps).map(|steps| steps as f64);
         let mean_s = |of: &Option<crate::report::Distribution>| Some(of.as_ref()?.stats.mean / 1e3);
         match figure {
-            Figure::Total => Some(run.duration_s),
-            Figure::Latency => mean_s(&run.latencies.e2el),
-            Figure::Ttft => mean_s(&run.latencies.ttft),
-            Figure::Throughput => Some(run.output_throughput),
-            Figure::Steps => steps,
-            Figure::StepsUnscaled => Some(steps? / self.token_scale),
-            Figure::Overlap => Some(run.overlap * 100.0),
-            Figure::InFlight => Some(run.mean_concurrency),
+            Metric::Total => Some(run.duration_s),
+            Metric::Latency => mean_s(&run.latencies.e2el),
+            Metric::Ttft => mean_s(&run.latencies.ttft),
+            Metric::Throughput => Some(run.output_throughput),
+            Metric::Steps => steps,
+            Metric::StepsUnscaled => Some(steps? / self.token_scale),
+            Metric::Overlap => Some(run.overlap * 100.0),
+            Metric::InFlight => Some(run.mean_concurrency),
         }
     }
 }
@@ -89,7 +89,7 @@ pub(super) mod tests {
     use super::*;
     use crate::{
         report::ServerReport,
-        testing::{always, report},
+        testing::{constant_distribution, report},
     };
 
     /// A scenario with two variants and two rows.
@@ -118,15 +118,15 @@ pub(super) mod tests {
         let mut run = report(8);
         run.duration_s = total_s;
         run.overlap = total_s / 100.0;
-        run.latencies.e2el = always(latency_ms);
+        run.latencies.e2el = constant_distribution(latency_ms);
         run.server = Some(ServerReport { rows: vec![], steps: Some(steps), sequences_per_step: None });
         run
     }
 
     /// Returns results in which a single request takes half a second and the slower variant lacks the second
     /// row.
-    pub fn results() -> Results {
-        let mut results = Results::new(Duration::from_millis(500), 0.25);
+    pub fn results() -> ScenarioResults {
+        let mut results = ScenarioResults::new(Duration::from_millis(500), 0.25);
         for (total_s, steps) in [(2.0, 126), (9.0, 300), (3.0, 140)] {
             results.add(0, 0, run(total_s, 600.0, steps));
         }
@@ -145,8 +145,8 @@ pub(super) mod tests {
         // 12 s over the median of 2, 3 and 9; 4 s over 0.5; 140 steps at a scale of a quarter.
         assert_eq!(row(0), [Some(3.0), Some(4.0), Some(8.0), Some(560.0), Some(3.0), Some(10.9)]);
         assert_eq!(row(1), [Some(5.0), None, None, Some(4000.0), Some(5.0), None]);
-        assert_eq!(results.typical(0, 0).map(|run| run.duration_s), Some(3.0));
-        assert!(results.typical(1, 1).is_none());
+        assert_eq!(results.median_run(0, 0).map(|run| run.duration_s), Some(3.0));
+        assert!(results.median_run(1, 1).is_none());
         assert_eq!(results.all().count(), 5);
     }
 

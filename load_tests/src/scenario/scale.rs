@@ -4,12 +4,12 @@
 
 use std::time::Duration;
 
-use super::file::{Paper, Process, Scenario, Variant, What};
-use crate::plan::{arrivals::Arrivals, lengths::Length};
+use super::file::{ArrivalKind, PaperReference, Scenario, Variant, VariedParameter};
+use crate::plan::{arrivals::Arrivals, lengths::LengthDistribution};
 
 /// The scale factors of a scenario.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Scale {
+pub struct ScenarioScale {
     /// Factor of response lengths.
     pub tokens: f64,
     /// Factor of gaps between requests and of windows.
@@ -20,20 +20,20 @@ pub struct Scale {
 
 /// The parameters of a run's load that depend on scaling and the varied parameter.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Shape {
+pub struct RowLoad {
     pub requests: usize,
-    pub output: Length,
+    pub output: LengthDistribution,
     pub arrivals: Arrivals,
 }
 
 /// Minimum gap after scaling, so that no gap becomes zero.
 const GAP_MIN: Duration = Duration::from_nanos(1);
 
-impl Scale {
+impl ScenarioScale {
     /// Computes the scale from the paper's latency of a single request and the measured latency `solo`.
-    pub fn of(paper: Option<&Paper>, tokens: f64, solo: Duration) -> Scale {
+    pub fn from_solo(paper: Option<&PaperReference>, tokens: f64, solo: Duration) -> ScenarioScale {
         let time = paper.map_or(1.0, |paper| solo.as_secs_f64() * 1e3 / paper.solo_ms.get_ref());
-        Scale { tokens, time, solo }
+        ScenarioScale { tokens, time, solo }
     }
 
     /// Scales a time given in the paper's milliseconds.
@@ -60,30 +60,34 @@ impl Scenario {
     }
 
     /// Returns the scaled load parameters of a row.
-    pub fn shape(&self, row: usize, scale: &Scale) -> Shape {
+    pub fn shape(&self, row: usize, scale: &ScenarioScale) -> RowLoad {
         let load = &self.load;
         let varied = |what| {
             let vary = self.vary.as_ref().filter(|vary| *vary.what.get_ref() == what)?;
             Some(vary.values.get_ref()[row])
         };
-        let requests = varied(What::Requests).map_or(*load.requests.get_ref(), |value| value as usize);
-        let most = varied(What::OutputTokens).map_or(*load.output_tokens.get_ref(), |value| value as u32);
+        let requests =
+            varied(VariedParameter::Requests).map_or(*load.requests.get_ref(), |value| value as usize);
+        let most =
+            varied(VariedParameter::OutputTokens).map_or(*load.output_tokens.get_ref(), |value| value as u32);
         let high = scaled_tokens(most, scale.tokens);
         let output = match &load.output_tokens_min {
-            Some(min) => Length::Uniform { low: scaled_tokens(*min.get_ref(), scale.tokens), high },
-            None => Length::Fixed(high),
+            Some(min) => {
+                LengthDistribution::Uniform { low: scaled_tokens(*min.get_ref(), scale.tokens), high }
+            }
+            None => LengthDistribution::Fixed(high),
         };
-        let gap_ms = varied(What::GapMs).or(load.gap_ms.as_ref().map(|gap| *gap.get_ref()));
-        Shape { requests, output, arrivals: self.arrivals(gap_ms, scale) }
+        let gap_ms = varied(VariedParameter::GapMs).or(load.gap_ms.as_ref().map(|gap| *gap.get_ref()));
+        RowLoad { requests, output, arrivals: self.arrivals(gap_ms, scale) }
     }
 
-    fn arrivals(&self, gap_ms: Option<f64>, scale: &Scale) -> Arrivals {
+    fn arrivals(&self, gap_ms: Option<f64>, scale: &ScenarioScale) -> Arrivals {
         let gap = scale.time(gap_ms.unwrap_or(0.0));
         match self.load.process.get_ref() {
-            Process::All => Arrivals::AllAtOnce,
-            Process::Constant => Arrivals::Constant { gap },
-            Process::Poisson => Arrivals::Poisson { mean_gap: gap },
-            Process::Gamma => {
+            ArrivalKind::All => Arrivals::AllAtOnce,
+            ArrivalKind::Constant => Arrivals::Constant { gap },
+            ArrivalKind::Poisson => Arrivals::Poisson { mean_gap: gap },
+            ArrivalKind::Gamma => {
                 let shape = self.load.shape.as_ref().map_or(1.0, |shape| *shape.get_ref());
                 Arrivals::Gamma { mean_gap: gap, shape }
             }
@@ -93,17 +97,19 @@ impl Scenario {
     /// Estimates the duration of a row on a variant in seconds: until the last request is due, plus the
     /// remaining work. The `concurrent` policy steps each request alone, so it takes at least the sum over
     /// all requests.
-    pub fn estimate(&self, variant: &Variant, row: usize, scale: &Scale) -> f64 {
-        let Shape { requests, output, arrivals } = self.shape(row, scale);
+    pub fn estimate(&self, variant: &Variant, row: usize, scale: &ScenarioScale) -> f64 {
+        let RowLoad { requests, output, arrivals } = self.shape(row, scale);
         let gap = match arrivals {
             Arrivals::Constant { gap } => gap,
             Arrivals::Poisson { mean_gap } | Arrivals::Gamma { mean_gap, .. } => mean_gap,
             _ => Duration::ZERO,
         };
         let (mean, most) = match output {
-            Length::Uniform { low, high } => ((f64::from(low) + f64::from(high)) / 2.0, f64::from(high)),
-            Length::Fixed(tokens) => (f64::from(tokens), f64::from(tokens)),
-            Length::Lognormal { median, max, .. } => (median, f64::from(max)),
+            LengthDistribution::Uniform { low, high } => {
+                ((f64::from(low) + f64::from(high)) / 2.0, f64::from(high))
+            }
+            LengthDistribution::Fixed(tokens) => (f64::from(tokens), f64::from(tokens)),
+            LengthDistribution::Lognormal { median, max, .. } => (median, f64::from(max)),
         };
         let solo_per_token = scale.solo.as_secs_f64() / f64::from(self.solo_tokens(scale.tokens));
         let due = gap.as_secs_f64() * requests.saturating_sub(1) as f64;
@@ -133,8 +139,8 @@ mod tests {
         format!("[vary]\nwhat = \"{what}\"\nvalues = [{values}]\nlabel = \"x\"")
     }
 
-    fn scale(scenario: &Scenario, tokens: f64, solo_ms: u64) -> Scale {
-        Scale::of(scenario.paper.as_ref(), tokens, Duration::from_millis(solo_ms))
+    fn scale(scenario: &Scenario, tokens: f64, solo_ms: u64) -> ScenarioScale {
+        ScenarioScale::from_solo(scenario.paper.as_ref(), tokens, Duration::from_millis(solo_ms))
     }
 
     #[test]
@@ -142,12 +148,12 @@ mod tests {
         let fixed = scenario("output_tokens = 504\nprocess = \"constant\"\ngap_ms = 500", "");
         let shape = fixed.shape(0, &scale(&fixed, 0.25, 700));
         assert_eq!(shape.arrivals, Arrivals::Constant { gap: Duration::from_micros(62_500) });
-        assert_eq!((shape.requests, shape.output), (32, Length::Fixed(126)));
+        assert_eq!((shape.requests, shape.output), (32, LengthDistribution::Fixed(126)));
         assert_eq!(fixed.solo_tokens(0.25), 126);
         // At the paper's own speed nothing is scaled.
         let same = fixed.shape(0, &scale(&fixed, 1.0, 5600));
         assert_eq!(same.arrivals, Arrivals::Constant { gap: Duration::from_millis(500) });
-        let unscaled = Scale::of(None, 1.0, Duration::from_millis(3));
+        let unscaled = ScenarioScale::from_solo(None, 1.0, Duration::from_millis(3));
         assert_eq!(unscaled.time(500.0), Duration::from_millis(500));
         assert_eq!(scale(&fixed, 1.0, 0).time(500.0), GAP_MIN);
     }
@@ -157,7 +163,7 @@ mod tests {
         let load = "output_tokens = 512\noutput_tokens_min = 128\nprocess = \"poisson\"\ngap_ms = 500";
         let bounds = scenario(load, &vary("output-tokens", "512, 2048"));
         let half = |scenario: &Scenario, row| scenario.shape(row, &scale(scenario, 0.5, 2800));
-        assert_eq!(half(&bounds, 1).output, Length::Uniform { low: 64, high: 1024 });
+        assert_eq!(half(&bounds, 1).output, LengthDistribution::Uniform { low: 64, high: 1024 });
         let poisson = |ms| Arrivals::Poisson { mean_gap: Duration::from_millis(ms) };
         assert_eq!((half(&bounds, 0).arrivals, bounds.value(1)), (poisson(250), Some(2048.0)));
         let gaps = scenario(load, &vary("gap-ms", "20, 5000"));

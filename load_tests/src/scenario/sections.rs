@@ -3,15 +3,15 @@
 //! Invariant: nothing is computed here; a missing value is shown as a dash or as a missing point.
 
 use super::{
-    file::{AxisScale, Figure, Plot, Quantity, Runs, Scenario, Table, What},
-    head::Head,
-    results::Results,
-    scale::{Scale, scaled_tokens},
+    file::{AxisScale, Metric, PlotSpec, Quantity, RunsSpec, Scenario, TableSpec, VariedParameter},
+    head::ReportHead,
+    results::ScenarioResults,
+    scale::{ScenarioScale, scaled_tokens},
 };
-use crate::report::html::{Axis, Curve, Form, Scale as PlotScale, Section};
+use crate::report::html::{Axis, Curve, CurveForm, Scale as PlotScale, Section};
 
 /// Returns the sections, starting with the head.
-pub fn sections(scenario: &Scenario, head: &Head, results: &Results) -> Vec<Section> {
+pub fn sections(scenario: &Scenario, head: &ReportHead, results: &ScenarioResults) -> Vec<Section> {
     let page = Page { scenario, scale: &head.scale, results };
     let tables = scenario.tables.iter().map(|table| page.table(table));
     let plots = scenario.plots.iter().map(|plot| page.plot(plot));
@@ -21,12 +21,12 @@ pub fn sections(scenario: &Scenario, head: &Head, results: &Results) -> Vec<Sect
 
 struct Page<'a> {
     scenario: &'a Scenario,
-    scale: &'a Scale,
-    results: &'a Results,
+    scale: &'a ScenarioScale,
+    results: &'a ScenarioResults,
 }
 
 impl Page<'_> {
-    fn table(&self, table: &Table) -> Section {
+    fn table(&self, table: &TableSpec) -> Section {
         let names = table.columns.iter().map(|column| column.name.get_ref().clone());
         let rows = (0..self.rows()).map(|row| {
             let figures = table.columns.iter().map(|column| self.cell(column, row));
@@ -48,7 +48,7 @@ impl Page<'_> {
     }
 
     fn cell(&self, column: &Quantity, row: usize) -> String {
-        let is_count = matches!(column.figure, Some(Figure::Steps)) && column.over.is_none();
+        let is_count = matches!(column.figure, Some(Metric::Steps)) && column.over.is_none();
         let shown = if is_count { |value: f64| format!("{value:.0}") } else { number };
         self.results.value(self.scenario, column, row).map_or("-".into(), shown)
     }
@@ -57,9 +57,9 @@ impl Page<'_> {
     fn row_titles(&self) -> Vec<String> {
         let Some(vary) = &self.scenario.vary else { return vec!["variant".into()] };
         let here = match vary.what.get_ref() {
-            What::Requests => None,
-            What::GapMs => Some("ms (scaled)"),
-            What::OutputTokens => Some("tokens (scaled)"),
+            VariedParameter::Requests => None,
+            VariedParameter::GapMs => Some("ms (scaled)"),
+            VariedParameter::OutputTokens => Some("tokens (scaled)"),
         };
         [vary.label.as_str()].into_iter().chain(here).map(str::to_owned).collect()
     }
@@ -70,14 +70,14 @@ impl Page<'_> {
         };
         let value = vary.values.get_ref()[row];
         let here = match vary.what.get_ref() {
-            What::Requests => None,
-            What::GapMs => Some(number(self.scale.time(value).as_secs_f64() * 1e3)),
-            What::OutputTokens => Some(scaled_tokens(value as u32, self.scale.tokens).to_string()),
+            VariedParameter::Requests => None,
+            VariedParameter::GapMs => Some(number(self.scale.time(value).as_secs_f64() * 1e3)),
+            VariedParameter::OutputTokens => Some(scaled_tokens(value as u32, self.scale.tokens).to_string()),
         };
         [value.to_string()].into_iter().chain(here).collect()
     }
 
-    fn plot(&self, plot: &Plot) -> Section {
+    fn plot(&self, plot: &PlotSpec) -> Section {
         let label = self.scenario.vary.as_ref().map_or("", |vary| &vary.label);
         Section::Plot {
             title: plot.title.get_ref().clone(),
@@ -90,19 +90,19 @@ impl Page<'_> {
 
     fn curve(&self, curve: &Quantity) -> Curve {
         let point = |row| Some((self.scenario.value(row)?, self.results.value(self.scenario, curve, row)?));
-        let form = if curve.paper.is_some() { Form::Reference } else { Form::LineAndPoints };
+        let form = if curve.paper.is_some() { CurveForm::Reference } else { CurveForm::LineAndPoints };
         let points = (0..self.rows()).filter_map(point).collect();
         Curve { label: curve.name.get_ref().clone(), points, form }
     }
 
     /// Returns the median run of each variant, labelled with the variant's name.
-    fn runs(&self, runs: &Runs) -> Section {
+    fn runs(&self, runs: &RunsSpec) -> Section {
         let values =
             self.scenario.vary.as_ref().map(|vary| vary.values.get_ref().as_slice()).unwrap_or_default();
         let at = runs.at.as_ref().and_then(|at| values.iter().position(|value| value == at.get_ref()));
         let row = at.unwrap_or(self.scenario.rows() - 1);
         let of_variant = |(number, variant): (usize, &super::file::Variant)| {
-            let mut run = self.results.typical(number, row)?.clone();
+            let mut run = self.results.median_run(number, row)?.clone();
             run.label = variant.name().to_owned();
             Some(run)
         };
@@ -134,8 +134,8 @@ mod tests {
 
     fn page(scenario: &Scenario) -> Vec<Section> {
         let results = results();
-        let scale = Scale::of(scenario.paper.as_ref(), 0.25, results.solo);
-        let head = Head {
+        let scale = ScenarioScale::from_solo(scenario.paper.as_ref(), 0.25, results.solo);
+        let head = ReportHead {
             server: "mainstem 0.1.0".into(),
             model: "tiny".into(),
             scale,
@@ -168,7 +168,8 @@ mod tests {
         assert_eq!(rows[1], ["1000", "89.3", "5.00", "-", "-", "4000", "5.00", "-"]);
         assert_eq!((x.label.as_str(), x.scale), ("gap, ms", PlotScale::Log));
         let shown: Vec<_> = curves.iter().map(|curve| (curve.form, curve.points.clone())).collect();
-        let expected = [(Form::LineAndPoints, vec![(500.0, 4.0)]), (Form::Reference, vec![(500.0, 10.9)])];
+        let expected =
+            [(CurveForm::LineAndPoints, vec![(500.0, 4.0)]), (CurveForm::Reference, vec![(500.0, 10.9)])];
         assert_eq!(shown, expected);
         // The last row, where only one variant was run.
         assert_eq!(runs.iter().map(|run| run.label.as_str()).collect::<Vec<_>>(), ["fused"]);

@@ -25,13 +25,13 @@ use nix::{
 use crate::run::Progress;
 
 /// A running server process.
-pub struct Server {
+pub struct ServerProcess {
     child: Child,
     /// Base URL without `/v1`.
     pub url: String,
     log: Log,
     /// Time limit for a graceful shutdown before the process is killed.
-    ending: Duration,
+    shutdown_timeout: Duration,
 }
 
 /// The last lines of a server's log.
@@ -45,29 +45,34 @@ const LINES_SHOWN: usize = 20;
 const LISTENING: &str = "listening on ";
 
 /// Time limit for the shutdown of a server without requests in flight.
-const ENDING: Duration = Duration::from_secs(10);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Timeout for `--version`.
-const VERSION: Duration = Duration::from_secs(10);
+const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Interval of polling a process and the stop flag.
-const TICK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-impl Server {
+impl ServerProcess {
     /// Starts `program` with these arguments and waits until it logs its address. Environment variables that
     /// configure a server are removed, so that only the scenario configures it. Fails if the process exits,
     /// does not listen within `patience`, or the run is stopped.
-    pub fn start(program: &Path, args: &[String], patience: Duration, progress: &Progress) -> Result<Server> {
-        let mut child = command(program)
+    pub fn start(
+        program: &Path,
+        args: &[String],
+        patience: Duration,
+        progress: &Progress,
+    ) -> Result<ServerProcess> {
+        let mut child = clean_command(program)
             .args(args)
             .stderr(Stdio::piped())
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
         let stderr = child.stderr.take().expect("the stream is piped");
         let (log, (found, url)) = (Log::default(), channel());
-        log.clone().drain(stderr, found);
+        log.clone().read_from(stderr, found);
         // From here on, dropping `server` ends the child.
-        let mut server = Server { child, url: String::new(), log, ending: ENDING };
+        let mut server = ServerProcess { child, url: String::new(), log, shutdown_timeout: SHUTDOWN_TIMEOUT };
         server.url = server.wait_for(&url, patience, progress)?;
         Ok(server)
     }
@@ -80,10 +85,11 @@ impl Server {
     ) -> Result<String> {
         let deadline = Instant::now() + patience;
         loop {
-            match url.recv_timeout(TICK) {
+            match url.recv_timeout(POLL_INTERVAL) {
                 Ok(url) => return Ok(url),
                 Err(RecvTimeoutError::Disconnected) => {
-                    let status = wait(&mut self.child, ENDING)?.context("the server closed its log")?;
+                    let status = wait_for_exit(&mut self.child, SHUTDOWN_TIMEOUT)?
+                        .context("the server closed its log")?;
                     bail!("the server ended with {status} before it was listening{}", self.log);
                 }
                 Err(RecvTimeoutError::Timeout) => {
@@ -110,7 +116,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for ServerProcess {
     /// Terminates the server; kills it if it does not exit in time.
     fn drop(&mut self) {
         // An exited process has been reaped, and its pid may have been reused.
@@ -118,7 +124,7 @@ impl Drop for Server {
             return;
         }
         let _ = kill(Pid::from_raw(self.child.id() as i32), Signal::SIGTERM);
-        if !matches!(wait(&mut self.child, self.ending), Ok(Some(_))) {
+        if !matches!(wait_for_exit(&mut self.child, self.shutdown_timeout), Ok(Some(_))) {
             let _ = self.child.kill();
             let _ = self.child.wait();
         }
@@ -127,27 +133,27 @@ impl Drop for Server {
 
 impl Log {
     /// Reads the server's log on a separate thread and sends the address once.
-    fn drain(self, stderr: ChildStderr, found: Sender<String>) {
+    fn read_from(self, stderr: ChildStderr, found: Sender<String>) {
         thread::spawn(move || {
             let mut found = Some(found);
             let mut reader = BufReader::new(stderr);
             let mut line = Vec::new();
             while reader.by_ref().take(1 << 16).read_until(b'\n', &mut line).is_ok_and(|length| length > 0) {
                 let text = String::from_utf8_lossy(&line).trim_end().to_owned();
-                if let (Some(url), Some(found)) = (address(&text), &found) {
+                if let (Some(url), Some(found)) = (parse_address(&text), &found) {
                     // The receiver may have given up after its timeout.
                     let _ = found.send(url);
                 }
-                if address(&text).is_some() {
+                if parse_address(&text).is_some() {
                     found = None;
                 }
-                self.keep(text);
+                self.push(text);
                 line.clear();
             }
         });
     }
 
-    fn keep(&self, line: String) {
+    fn push(&self, line: String) {
         let mut lines = self.0.lock().expect("no thread panics while it holds the log");
         if lines.len() == LINES_SHOWN {
             lines.pop_front();
@@ -167,7 +173,7 @@ impl std::fmt::Display for Log {
 }
 
 /// Extracts the address from the log line that announces it.
-fn address(line: &str) -> Option<String> {
+fn parse_address(line: &str) -> Option<String> {
     let (_, rest) = line.split_once(LISTENING)?;
     let url = rest.split([' ', '"', '\u{1b}']).next()?;
     (url.starts_with("http://") || url.starts_with("https://")).then(|| url.to_owned())
@@ -176,8 +182,9 @@ fn address(line: &str) -> Option<String> {
 /// Returns the version that the program prints.
 pub fn version(program: &Path) -> Result<String> {
     let name = || format!("cannot get the version of {}", program.display());
-    let mut child = command(program).arg("--version").stdout(Stdio::piped()).spawn().with_context(name)?;
-    let status = wait(&mut child, VERSION).with_context(name)?;
+    let mut child =
+        clean_command(program).arg("--version").stdout(Stdio::piped()).spawn().with_context(name)?;
+    let status = wait_for_exit(&mut child, VERSION_TIMEOUT).with_context(name)?;
     let Some(status) = status else {
         let _ = child.kill();
         let _ = child.wait();
@@ -191,7 +198,7 @@ pub fn version(program: &Path) -> Result<String> {
 }
 
 /// Creates a command with null standard streams and without `MAINSTEM_*` environment variables.
-fn command(program: &Path) -> Command {
+fn clean_command(program: &Path) -> Command {
     let mut command = Command::new(program);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     for (name, _) in std::env::vars_os() {
@@ -203,13 +210,13 @@ fn command(program: &Path) -> Command {
 }
 
 /// Waits up to `patience` for a process to exit. Returns `None` if it has not.
-fn wait(child: &mut Child, patience: Duration) -> std::io::Result<Option<ExitStatus>> {
+fn wait_for_exit(child: &mut Child, patience: Duration) -> std::io::Result<Option<ExitStatus>> {
     let deadline = Instant::now() + patience;
     loop {
         match child.try_wait()? {
             Some(status) => return Ok(Some(status)),
             None if Instant::now() >= deadline => return Ok(None),
-            None => thread::sleep(TICK),
+            None => thread::sleep(POLL_INTERVAL),
         }
     }
 }
@@ -231,9 +238,9 @@ mod tests {
 
         /// Runs the script through the shell: executing a file that was just written can fail, because a
         /// child of another test may still hold it open for writing.
-        fn start(&self, patience: Duration) -> Result<Server> {
+        fn start(&self, patience: Duration) -> Result<ServerProcess> {
             let args = [self.0.display().to_string(), "serve".into(), "model".into()];
-            Server::start(Path::new("/bin/sh"), &args, patience, &Progress::default())
+            ServerProcess::start(Path::new("/bin/sh"), &args, patience, &Progress::default())
         }
     }
 
@@ -274,7 +281,7 @@ mod tests {
             "seq 1 50000 >&2\necho 'listening on http://h:1' >&2\nseq 1 50000 >&2\nexit 7\n",
         );
         let mut server = script.start(PATIENCE).unwrap();
-        let status = wait(&mut server.child, PATIENCE).unwrap().expect("it ends");
+        let status = wait_for_exit(&mut server.child, PATIENCE).unwrap().expect("it ends");
         assert_eq!(status.code(), Some(7));
         let error = server.check().unwrap_err().to_string();
         assert!(error.contains("the server ended with exit status: 7"), "{error}");
@@ -288,7 +295,7 @@ mod tests {
             error.contains("exit status: 3") && error.ends_with("\n  first\n  error: no such model"),
             "{error}"
         );
-        let error = Server::start(Path::new("/no/such/program"), &[], PATIENCE, &Progress::default());
+        let error = ServerProcess::start(Path::new("/no/such/program"), &[], PATIENCE, &Progress::default());
         assert!(error.err().expect("there is none").to_string().contains("cannot start /no/such/program"));
     }
 
@@ -306,7 +313,7 @@ mod tests {
         let script =
             Script::new("stays", "trap '' TERM\necho 'listening on http://h:1' >&2\nexec sleep 1000\n");
         let mut server = script.start(PATIENCE).unwrap();
-        server.ending = Duration::from_millis(100);
+        server.shutdown_timeout = Duration::from_millis(100);
         let pid = server.child.id() as i32;
         drop(server);
         assert!(!is_alive(pid));
@@ -318,8 +325,9 @@ mod tests {
         let progress = Progress::default();
         progress.stop.store(true, Ordering::Relaxed);
         let args = [script.0.display().to_string()];
-        let error =
-            Server::start(Path::new("/bin/sh"), &args, PATIENCE, &progress).err().expect("it is stopped");
+        let error = ServerProcess::start(Path::new("/bin/sh"), &args, PATIENCE, &progress)
+            .err()
+            .expect("it is stopped");
         assert!(error.to_string().contains("interrupted"), "{error}");
     }
 
@@ -331,7 +339,7 @@ mod tests {
             ("listening on stdin", None),
             ("nothing", None),
         ] {
-            assert_eq!(address(line).as_deref(), url, "{line}");
+            assert_eq!(parse_address(line).as_deref(), url, "{line}");
         }
     }
 

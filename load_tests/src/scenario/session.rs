@@ -7,25 +7,25 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::{
-    Options, args,
-    file::{Scenario, ServerPart, Variant},
-    head::Head,
+    ScenarioOptions, args,
+    file::{Scenario, ServerSpec, Variant},
+    head::ReportHead,
     is_stopped, is_wanted,
-    results::Results,
-    scale::{Scale, Shape},
+    results::ScenarioResults,
+    scale::{RowLoad, ScenarioScale},
     sections,
-    server::{self, Server},
+    server::{self, ServerProcess},
 };
 use crate::{
-    measure::{self, Limits},
+    measure::{self, GoodputLimits},
     plan::{
         arrivals::Arrivals,
-        lengths::Length,
-        prompts::Prompts,
-        requests::{Endpoint, Load},
+        lengths::LengthDistribution,
+        prompts::PromptSource,
+        requests::{Endpoint, LoadSpec},
     },
     report::{RunReport, html::Section},
-    run::{self, Connections, Progress, Settings, Target},
+    run::{self, Connections, Progress, RunSettings, Target},
 };
 
 /// Number of single requests whose median latency is measured.
@@ -34,16 +34,16 @@ const SOLO_REQUESTS: usize = 3;
 /// A scenario being run.
 pub struct Session<'a> {
     pub scenario: &'a Scenario,
-    pub options: &'a Options,
+    pub options: &'a ScenarioOptions,
     pub progress: &'a Progress,
     /// Receives progress lines.
     pub tell: &'a mut dyn FnMut(&str),
 }
 
 /// The server that requests are sent to.
-enum Service {
+enum TestServer {
     /// A server started by the session.
-    Child(Server),
+    Started(ServerProcess),
     /// A server that was already running.
     Running { url: String, metrics_url: Option<String> },
 }
@@ -58,9 +58,9 @@ impl Session<'_> {
         };
         let (solo, model) = self.solo().context("measuring a single request")?;
         let tokens = self.token_scale();
-        let scale = Scale::of(self.scenario.paper.as_ref(), tokens, solo);
+        let scale = ScenarioScale::from_solo(self.scenario.paper.as_ref(), tokens, solo);
         self.announce(&scale);
-        let mut results = Results::new(solo, tokens);
+        let mut results = ScenarioResults::new(solo, tokens);
         for (number, variant) in self.scenario.variants.iter().enumerate() {
             if is_wanted(self.options, variant) && !is_stopped(self.progress) {
                 let measured = self.variant(number, variant, &scale, &mut results);
@@ -71,7 +71,7 @@ impl Session<'_> {
                 }
             }
         }
-        let head = Head { server, model, scale, repeats: self.options.repeats(), notes: self.notes() };
+        let head = ReportHead { server, model, scale, repeats: self.options.repeats(), notes: self.notes() };
         Ok(sections::sections(self.scenario, &head, &results))
     }
 
@@ -79,20 +79,20 @@ impl Session<'_> {
     fn solo(&mut self) -> Result<(Duration, String)> {
         (self.tell)("measuring a single request");
         let mut service = self.service(&[])?;
-        let shape = Shape {
+        let shape = RowLoad {
             requests: SOLO_REQUESTS,
-            output: Length::Fixed(self.scenario.solo_tokens(self.token_scale())),
+            output: LengthDistribution::Fixed(self.scenario.solo_tokens(self.token_scale())),
             arrivals: Arrivals::Users { count: 1, think: Duration::ZERO },
         };
         let settings = self.settings(&service, "alone", shape, 0);
-        let run = self.one_run(&mut service, &Settings { warmups: 1, ..settings })?;
+        let run = self.execute(&mut service, &RunSettings { warmups: 1, ..settings })?;
         ensure!(run.counts.failed == 0, "{} of {SOLO_REQUESTS} requests failed", run.counts.failed);
         let e2el = run.latencies.e2el.context("no request completed")?;
         Ok((Duration::from_secs_f64(e2el.stats.median / 1e3), run.models.join(", ")))
     }
 
     /// Reports the number of runs and their estimated duration.
-    fn announce(&mut self, scale: &Scale) {
+    fn announce(&mut self, scale: &ScenarioScale) {
         let rows = 0..self.scenario.rows();
         let wanted = self.scenario.variants.iter().filter(|variant| is_wanted(self.options, variant));
         let runs = wanted.flat_map(|variant| rows.clone().map(move |row| (variant, row)));
@@ -105,7 +105,7 @@ impl Session<'_> {
             scale.solo.as_secs_f64() * 1e3,
             scale.time,
             times.len() * repeats,
-            in_words(seconds)
+            format_duration(seconds)
         ));
     }
 
@@ -114,10 +114,10 @@ impl Session<'_> {
         &mut self,
         number: usize,
         variant: &Variant,
-        scale: &Scale,
-        results: &mut Results,
+        scale: &ScenarioScale,
+        results: &mut ScenarioResults,
     ) -> Result<()> {
-        let mut service = self.service(&args::of_variant(variant, scale))?;
+        let mut service = self.service(&args::variant_args(variant, scale))?;
         let mut warmups = 1;
         for row in 0..self.scenario.rows() {
             for repeat in 0..self.options.repeats() {
@@ -126,7 +126,7 @@ impl Session<'_> {
                 (self.tell)(&format!("{}{at}, run {} of {of}", variant.name(), repeat + 1));
                 let shape = self.scenario.shape(row, scale);
                 let settings = self.settings(&service, variant.name(), shape, repeat as u64);
-                let run = self.one_run(&mut service, &Settings { warmups, ..settings });
+                let run = self.execute(&mut service, &RunSettings { warmups, ..settings });
                 if is_stopped(self.progress) {
                     return Ok(());
                 }
@@ -139,35 +139,39 @@ impl Session<'_> {
 
     /// Starts a server with the arguments of the scenario, the options and the variant, or returns the
     /// running one.
-    fn service(&self, variant: &[String]) -> Result<Service> {
-        let ServerPart { url, metrics_url, model, args } = self.server_parts();
+    fn service(&self, variant: &[String]) -> Result<TestServer> {
+        let ServerSpec { url, metrics_url, model, args } = self.server_parts();
         if let Some(url) = url {
-            return Ok(Service::Running { url, metrics_url });
+            return Ok(TestServer::Running { url, metrics_url });
         }
-        let args =
-            args::serve(model.as_deref(), &[&args, &self.options.server_args, variant], self.options.slots);
-        let server = Server::start(&self.options.server, &args, self.options.start_timeout, self.progress)?;
-        Ok(Service::Child(server))
+        let args = args::serve_args(
+            model.as_deref(),
+            &[&args, &self.options.server_args, variant],
+            self.options.slots,
+        );
+        let server =
+            ServerProcess::start(&self.options.server, &args, self.options.start_timeout, self.progress)?;
+        Ok(TestServer::Started(server))
     }
 
-    fn server_parts(&self) -> ServerPart {
+    fn server_parts(&self) -> ServerSpec {
         let mut server = self.scenario.server.clone();
         server.model = self.options.model.clone().or(server.model);
         server
     }
 
-    fn one_run(&self, service: &mut Service, settings: &Settings) -> Result<RunReport> {
+    fn execute(&self, service: &mut TestServer, settings: &RunSettings) -> Result<RunReport> {
         let record = run::run(settings, self.progress);
-        if let (Service::Child(server), false) = (service, is_stopped(self.progress)) {
+        if let (TestServer::Started(server), false) = (service, is_stopped(self.progress)) {
             server.check()?;
         }
-        Ok(measure::report(settings, &record?, &Limits::new()))
+        Ok(measure::report(settings, &record?, &GoodputLimits::new()))
     }
 
-    fn settings(&self, service: &Service, label: &str, shape: Shape, repeat: u64) -> Settings {
+    fn settings(&self, service: &TestServer, label: &str, shape: RowLoad, repeat: u64) -> RunSettings {
         let (url, metrics_url) = match service {
-            Service::Child(server) => (server.url.clone(), Some(format!("{}/metrics", server.url))),
-            Service::Running { url, metrics_url } => (url.clone(), metrics_url.clone()),
+            TestServer::Started(server) => (server.url.clone(), Some(format!("{}/metrics", server.url))),
+            TestServer::Running { url, metrics_url } => (url.clone(), metrics_url.clone()),
         };
         let target = Target {
             url,
@@ -179,7 +183,7 @@ impl Session<'_> {
             ca: None,
             metrics_url,
         };
-        Settings {
+        RunSettings {
             label: Some(label.to_owned()),
             target,
             load: self.load(&shape, repeat),
@@ -196,12 +200,12 @@ impl Session<'_> {
 
     /// Returns the load of a run. Each repeat has its own random prompts, gaps and lengths; all variants have
     /// the same.
-    fn load(&self, shape: &Shape, repeat: u64) -> Load {
+    fn load(&self, shape: &RowLoad, repeat: u64) -> LoadSpec {
         let part = &self.scenario.load;
-        Load {
+        LoadSpec {
             requests: shape.requests,
-            prompts: Prompts::Ids { vocab: part.vocab.get() },
-            prompt: Length::Fixed(part.prompt_tokens.get()),
+            prompts: PromptSource::Ids { vocab: part.vocab.get() },
+            prompt: LengthDistribution::Fixed(part.prompt_tokens.get()),
             output: Some(shape.output),
             trace: None,
             shared_prefix: 0,
@@ -223,13 +227,13 @@ impl Session<'_> {
     }
 
     fn notes(&self) -> Vec<String> {
-        let ServerPart { url, args, .. } = self.server_parts();
+        let ServerSpec { url, args, .. } = self.server_parts();
         let mut notes = Vec::new();
         if url.is_some() {
             notes.push("the server was already running; its settings are unknown".into());
         } else {
-            let args = args::serve(None, &[&args, &self.options.server_args], self.options.slots);
-            notes.push(format!("arguments of all servers: {}", args::shown(&args)));
+            let args = args::serve_args(None, &[&args, &self.options.server_args], self.options.slots);
+            notes.push(format!("arguments of all servers: {}", args::redacted(&args)));
         }
         if !self.options.variants.is_empty() {
             notes.push(format!("selected variants: {}", self.options.variants.join(", ")));
@@ -242,7 +246,7 @@ impl Session<'_> {
 }
 
 /// Formats an approximate duration.
-fn in_words(seconds: f64) -> String {
+fn format_duration(seconds: f64) -> String {
     match seconds {
         s if s < 100.0 => format!("{s:.0} s"),
         s if s < 6000.0 => format!("{:.0} min", s / 60.0),

@@ -14,7 +14,7 @@ pub const SHIPPED: [(&str, &str); 5] = [
 ];
 
 /// Returns the built-in scenario named by a path without a directory, with or without `.toml`.
-pub fn named(path: &Path) -> Option<&'static str> {
+pub fn find(path: &Path) -> Option<&'static str> {
     let name = path.to_str()?;
     let name = name.strip_suffix(".toml").unwrap_or(name);
     SHIPPED.iter().find(|(shipped, _)| *shipped == name).map(|(_, text)| *text)
@@ -35,7 +35,7 @@ mod tests {
             let scenario = Scenario::read(&path).unwrap_or_else(|error| panic!("{error:#}"));
             assert!(!scenario.tables.is_empty() && !scenario.text.is_empty(), "{}", path.display());
             let name = Path::new(path.file_name().unwrap());
-            assert_eq!(named(name), Some(std::fs::read_to_string(&path).unwrap().as_str()));
+            assert_eq!(find(name), Some(std::fs::read_to_string(&path).unwrap().as_str()));
             files += 1;
         }
         assert_eq!(files, SHIPPED.len());
@@ -44,10 +44,10 @@ mod tests {
     #[test]
     fn a_name_will_do() {
         for name in ["tiny", "tiny.toml"] {
-            assert!(named(Path::new(name)).is_some_and(|text| text.contains("title")), "{name}");
+            assert!(find(Path::new(name)).is_some_and(|text| text.contains("title")), "{name}");
         }
         for name in ["tiny.json", "large", "elsewhere/tiny.toml", ""] {
-            assert_eq!(named(Path::new(name)), None, "{name}");
+            assert_eq!(find(Path::new(name)), None, "{name}");
         }
         assert!(Scenario::read(Path::new("flover-interval")).is_ok());
     }

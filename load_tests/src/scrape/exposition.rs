@@ -9,18 +9,18 @@ use std::collections::BTreeMap;
 pub type Labels = BTreeMap<String, String>;
 
 /// All series of a scrape, by name and labels.
-pub type Reading = BTreeMap<String, BTreeMap<Labels, f64>>;
+pub type MetricSet = BTreeMap<String, BTreeMap<Labels, f64>>;
 
 /// Parses all series; comments, types and non-finite values are skipped.
-pub fn read(text: &str) -> Reading {
-    let mut reading = Reading::new();
-    for (name, labels, value) in text.lines().filter_map(series) {
+pub fn parse(text: &str) -> MetricSet {
+    let mut reading = MetricSet::new();
+    for (name, labels, value) in text.lines().filter_map(parse_series) {
         reading.entry(name.to_owned()).or_default().insert(labels, value);
     }
     reading
 }
 
-fn series(line: &str) -> Option<(&str, Labels, f64)> {
+fn parse_series(line: &str) -> Option<(&str, Labels, f64)> {
     let line = line.trim();
     let name_len = line.find(|c: char| c == '{' || c.is_whitespace())?;
     let (name, rest) = line.split_at(name_len);
@@ -28,7 +28,7 @@ fn series(line: &str) -> Option<(&str, Labels, f64)> {
         return None;
     }
     let (labels, rest) = match rest.trim_start().strip_prefix('{') {
-        Some(rest) => labels(rest)?,
+        Some(rest) => parse_labels(rest)?,
         None => (Labels::new(), rest),
     };
     // A timestamp or an exemplar may follow.
@@ -37,7 +37,7 @@ fn series(line: &str) -> Option<(&str, Labels, f64)> {
 }
 
 /// Parses labels. Returns them with the text after the closing brace.
-fn labels(mut rest: &str) -> Option<(Labels, &str)> {
+fn parse_labels(mut rest: &str) -> Option<(Labels, &str)> {
     let mut labels = Labels::new();
     loop {
         rest = rest.trim_start_matches([' ', '\t', ',']);
@@ -45,14 +45,14 @@ fn labels(mut rest: &str) -> Option<(Labels, &str)> {
             return Some((labels, after));
         }
         let (name, value) = rest.split_once('=')?;
-        let (value, after) = quoted(value.trim_start().strip_prefix('"')?)?;
+        let (value, after) = parse_quoted(value.trim_start().strip_prefix('"')?)?;
         labels.insert(name.trim().to_owned(), value);
         rest = after;
     }
 }
 
 /// Parses a quoted string. Returns it unescaped, with the text after the closing quotation mark.
-fn quoted(rest: &str) -> Option<(String, &str)> {
+fn parse_quoted(rest: &str) -> Option<(String, &str)> {
     let mut text = String::new();
     let mut chars = rest.char_indices();
     loop {
@@ -80,7 +80,7 @@ mod tests {
                     labelled{path=\"/v1/{id}, \\\"x\\\"\\\\\\n\",le=\"+Inf\",} 3e2\n\
                     \tspaced { a = \"b\" , c = \"\" }  4\r\n\
                     bucket_bucket{le=\"1\"} 5 # {trace_id=\"x\"} 0.5\n";
-        let reading = read(text);
+        let reading = parse(text);
         let labels = |labels: &[(&str, &str)]| -> Labels {
             labels.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect()
         };
@@ -113,8 +113,8 @@ mod tests {
             "<html><body>404</body></html>",
             "\u{0}\u{1b}[2J \u{1f30a}",
         ] {
-            assert_eq!(read(garbage), Reading::new(), "{garbage}");
-            let reading = read(&format!("{garbage}\ngood 1\n"));
+            assert_eq!(parse(garbage), MetricSet::new(), "{garbage}");
+            let reading = parse(&format!("{garbage}\ngood 1\n"));
             assert_eq!(reading.keys().collect::<Vec<_>>(), ["good"], "after {garbage}");
         }
     }

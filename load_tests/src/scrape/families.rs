@@ -4,7 +4,7 @@
 
 use super::{
     exposition::Labels,
-    increase::{Histogram, Increase},
+    increase::{HistogramIncrease, MetricsIncrease},
 };
 use crate::report::{Distribution, RunReport, ServerReport, ServerRow};
 
@@ -14,33 +14,33 @@ const PREFIXES: [&str; 2] = ["mainstem_", "vllm:"];
 const MS: f64 = 1e3;
 
 /// Builds the server report from the increase of its metrics.
-struct Account<'a> {
-    server: &'a Increase,
+struct ReportBuilder<'a> {
+    server: &'a MetricsIncrease,
     client: &'a RunReport,
     rows: Vec<ServerRow>,
 }
 
 /// Builds the rows in table order, or returns `None` if no metric is known.
-pub fn report(server: &Increase, client: &RunReport) -> Option<ServerReport> {
-    let mut account = Account { server, client, rows: Vec::new() };
+pub fn report(server: &MetricsIncrease, client: &RunReport) -> Option<ServerReport> {
+    let mut account = ReportBuilder { server, client, rows: Vec::new() };
     account.requests();
     account.tokens();
     account.steps();
     account.shuffles();
     account.latencies();
     account.phases();
-    account.row("device restarts", "", account.total("device_restarts_total"), None);
+    account.add_row("device restarts", "", account.total("device_restarts_total"), None);
     if account.rows.is_empty() {
         return None;
     }
-    account.row("server restarted", "", server.restarted().then_some(1.0), None);
+    account.add_row("server restarted", "", server.restarted().then_some(1.0), None);
     let (steps, sequences_per_step) = (account.step_count(), account.sequences_per_step());
     let steps = steps.map(|steps| steps as u64);
     Some(ServerReport { rows: account.rows, steps, sequences_per_step })
 }
 
-impl Account<'_> {
-    fn row(&mut self, name: &str, unit: &str, server: Option<f64>, client: Option<f64>) {
+impl ReportBuilder<'_> {
+    fn add_row(&mut self, name: &str, unit: &str, server: Option<f64>, client: Option<f64>) {
         if let Some(server) = server.filter(|value| value.is_finite()) {
             self.rows.push(ServerRow { name: name.to_owned(), unit: unit.to_owned(), server, client });
         }
@@ -49,12 +49,17 @@ impl Account<'_> {
     fn requests(&mut self) {
         let counts = &self.client.counts;
         let (completed, failed) = (Some(counts.completed as f64), Some(counts.failed as f64));
-        self.row("requests succeeded", "", self.finished(&["stop", "length", "repetition"]), completed);
-        self.row("requests failed", "", self.finished(&["error", "timeout"]), failed);
-        self.row("requests aborted", "", self.finished(&["abort"]), None);
-        self.row("requests rejected", "", self.total("admission_rejections_total"), None);
-        self.row("clients disconnected", "", self.total("clients_gone_total"), None);
-        self.row("preemptions", "", self.total("num_preemptions_total"), None);
+        self.add_row(
+            "requests succeeded",
+            "",
+            self.finished_requests(&["stop", "length", "repetition"]),
+            completed,
+        );
+        self.add_row("requests failed", "", self.finished_requests(&["error", "timeout"]), failed);
+        self.add_row("requests aborted", "", self.finished_requests(&["abort"]), None);
+        self.add_row("requests rejected", "", self.total("admission_rejections_total"), None);
+        self.add_row("clients disconnected", "", self.total("clients_gone_total"), None);
+        self.add_row("preemptions", "", self.total("num_preemptions_total"), None);
     }
 
     fn tokens(&mut self) {
@@ -64,55 +69,57 @@ impl Account<'_> {
             self.total("generation_tokens_total").or_else(|| llama("llamacpp:tokens_predicted_total"));
         let [prompt_s, output_s] =
             ["llamacpp:prompt_seconds_total", "llamacpp:tokens_predicted_seconds_total"].map(llama);
-        self.row("prompt tokens", "", prompt, Some(self.client.input_tokens as f64));
-        self.row("output tokens", "", output, Some(self.client.output_tokens as f64));
-        self.row("prompt processing time", "s", prompt_s, None);
-        self.row("generation time", "s", output_s, None);
+        self.add_row("prompt tokens", "", prompt, Some(self.client.input_tokens as f64));
+        self.add_row("output tokens", "", output, Some(self.client.output_tokens as f64));
+        self.add_row("prompt processing time", "s", prompt_s, None);
+        self.add_row("generation time", "s", output_s, None);
     }
 
     fn steps(&mut self) {
         let rows = self.histogram("step_rows").and_then(|rows| rows.mean());
         let tokens = self.histogram("iteration_tokens").or_else(|| self.histogram("iteration_tokens_total"));
         let tokens = tokens.and_then(|tokens| tokens.mean());
-        self.row("steps", "", self.step_count(), None);
-        self.row("sequences per step", "", self.sequences_per_step(), None);
-        self.row("tokens per step", "", tokens, None);
-        self.row("rows per step", "", rows, None);
+        self.add_row("steps", "", self.step_count(), None);
+        self.add_row("sequences per step", "", self.sequences_per_step(), None);
+        self.add_row("tokens per step", "", tokens, None);
+        self.add_row("rows per step", "", rows, None);
         // Rows of a step are tokens and holes.
-        self.row("holes per step", "", rows.zip(tokens).map(|(rows, tokens)| rows - tokens), None);
-        self.spread("step", "step_seconds", None);
+        self.add_row("holes per step", "", rows.zip(tokens).map(|(rows, tokens)| rows - tokens), None);
+        self.add_histogram("step", "step_seconds", None);
     }
 
     fn shuffles(&mut self) {
-        self.row("shuffles", "", self.total("slot_shuffles_total"), None);
-        self.row("moves", "", self.total("slot_moves_total"), None);
+        self.add_row("shuffles", "", self.total("slot_shuffles_total"), None);
+        self.add_row("moves", "", self.total("slot_moves_total"), None);
     }
 
     fn latencies(&mut self) {
         let client = &self.client.latencies;
-        self.spread("queue", "request_queue_time_seconds", None);
-        self.spread("prefill", "request_prefill_time_seconds", None);
-        self.spread("decode", "request_decode_time_seconds", None);
-        self.spread("TTFT", "time_to_first_token_seconds", client.ttft.as_ref());
-        self.spread("TPOT", "request_time_per_output_token_seconds", client.tpot.as_ref());
+        self.add_histogram("queue", "request_queue_time_seconds", None);
+        self.add_histogram("prefill", "request_prefill_time_seconds", None);
+        self.add_histogram("decode", "request_decode_time_seconds", None);
+        self.add_histogram("TTFT", "time_to_first_token_seconds", client.ttft.as_ref());
+        self.add_histogram("TPOT", "request_time_per_output_token_seconds", client.tpot.as_ref());
         // The second is vLLM's former name.
         let itl = ["inter_token_latency_seconds", "time_per_output_token_seconds"];
         let itl = itl.into_iter().find(|name| self.histogram(name).is_some());
-        self.spread("ITL", itl.unwrap_or_default(), client.itl.as_ref());
-        self.spread("E2E", "e2e_request_latency_seconds", client.e2el.as_ref());
+        self.add_histogram("ITL", itl.unwrap_or_default(), client.itl.as_ref());
+        self.add_histogram("E2E", "e2e_request_latency_seconds", client.e2el.as_ref());
     }
 
     fn phases(&mut self) {
         for phase in ["plan", "forward", "sample", "deliver"] {
             let matches = |labels: &Labels| labels.get("phase").is_some_and(|label| label == phase);
-            let total =
-                self.server.total_of("mainstem_step_phase_seconds_sum", matches).filter(|&total| total > 0.0);
-            self.row(&format!("phase {phase}"), "s", total, None);
+            let total = self
+                .server
+                .total_where("mainstem_step_phase_seconds_sum", matches)
+                .filter(|&total| total > 0.0);
+            self.add_row(&format!("phase {phase}"), "s", total, None);
         }
     }
 
     /// Adds the mean and estimated percentiles of a histogram of seconds, in milliseconds.
-    fn spread(&mut self, name: &str, suffix: &str, client: Option<&Distribution>) {
+    fn add_histogram(&mut self, name: &str, suffix: &str, client: Option<&Distribution>) {
         let Some(histogram) = self.histogram(suffix) else { return };
         let stats = client.map(|distribution| &distribution.stats);
         for (figure, server, client) in [
@@ -120,7 +127,7 @@ impl Account<'_> {
             ("p50", histogram.quantile(0.5), stats.map(|stats| stats.median)),
             ("p99", histogram.quantile(0.99), stats.map(|stats| stats.p99)),
         ] {
-            self.row(&format!("{name} {figure}"), "ms", server.map(|seconds| seconds * MS), client);
+            self.add_row(&format!("{name} {figure}"), "ms", server.map(|seconds| seconds * MS), client);
         }
     }
 
@@ -149,15 +156,15 @@ impl Account<'_> {
         PREFIXES.iter().find_map(|prefix| self.server.total(&format!("{prefix}{suffix}")))
     }
 
-    fn finished(&self, reasons: &[&str]) -> Option<f64> {
+    fn finished_requests(&self, reasons: &[&str]) -> Option<f64> {
         let matches = |labels: &Labels| {
             labels.get("finished_reason").is_some_and(|reason| reasons.contains(&reason.as_str()))
         };
-        let of = |prefix| self.server.total_of(&format!("{prefix}request_success_total"), matches);
+        let of = |prefix| self.server.total_where(&format!("{prefix}request_success_total"), matches);
         PREFIXES.iter().find_map(of)
     }
 
-    fn histogram(&self, suffix: &str) -> Option<Histogram> {
+    fn histogram(&self, suffix: &str) -> Option<HistogramIncrease> {
         PREFIXES.iter().find_map(|prefix| self.server.histogram(&format!("{prefix}{suffix}")))
     }
 }

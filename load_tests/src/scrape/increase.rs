@@ -5,32 +5,32 @@
 
 use std::ops::Add;
 
-use super::exposition::{Labels, Reading, read};
+use super::exposition::{Labels, MetricSet, parse};
 
 /// The increase of a server's metrics between two scrapes.
 #[derive(Debug)]
-pub struct Increase {
+pub struct MetricsIncrease {
     /// The earlier scrape; empty if the server restarted after it.
-    before: Reading,
-    after: Reading,
+    before: MetricSet,
+    after: MetricSet,
     restarted: bool,
 }
 
 /// The increase of a histogram, summed over all label sets.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Histogram {
+pub struct HistogramIncrease {
     sum: Option<f64>,
     pub count: f64,
     /// Upper bounds, ascending, with the cumulative number of values.
     buckets: Vec<(f64, f64)>,
 }
 
-impl Increase {
+impl MetricsIncrease {
     /// Parses two scrapes of the same server.
     pub fn between(before: &str, after: &str) -> Self {
-        let (before, after) = (read(before), read(after));
+        let (before, after) = (parse(before), parse(after));
         let restarted = restarted(&before, &after);
-        Self { before: if restarted { Reading::new() } else { before }, after, restarted }
+        Self { before: if restarted { MetricSet::new() } else { before }, after, restarted }
     }
 
     /// Returns whether the server restarted in between, so that increases are since its start.
@@ -40,28 +40,30 @@ impl Increase {
 
     /// Returns the increase of a counter, summed over the label sets accepted by `belongs`, or `None` if the
     /// metric does not exist.
-    pub fn total_of(&self, name: &str, belongs: impl Fn(&Labels) -> bool) -> Option<f64> {
+    pub fn total_where(&self, name: &str, belongs: impl Fn(&Labels) -> bool) -> Option<f64> {
         let series = self.after.get(name)?;
-        let growths = series.keys().filter(|labels| belongs(labels)).map(|labels| self.grown(name, labels));
+        let growths =
+            series.keys().filter(|labels| belongs(labels)).map(|labels| self.series_increase(name, labels));
         // `sum` of no floats would be -0.
         Some(growths.fold(0.0, f64::add))
     }
 
     /// Returns the increase of a counter, summed over all label sets, or `None` if the metric does not exist.
     pub fn total(&self, name: &str) -> Option<f64> {
-        self.total_of(name, |_| true)
+        self.total_where(name, |_| true)
     }
 
     /// Returns the increase of a histogram, or `None` if the metric does not exist.
-    pub fn histogram(&self, name: &str) -> Option<Histogram> {
+    pub fn histogram(&self, name: &str) -> Option<HistogramIncrease> {
         let count = self.total(&format!("{name}_count"))?;
         let sum = self.total(&format!("{name}_sum"));
-        Some(Histogram { sum, count, buckets: self.buckets(&format!("{name}_bucket")) })
+        Some(HistogramIncrease { sum, count, buckets: self.buckets(&format!("{name}_bucket")) })
     }
 
     /// Returns the values of a gauge with a single label set, before and after.
     pub fn gauge(&self, name: &str) -> Option<(f64, f64)> {
-        let value = |reading: &Reading| reading.get(name).and_then(|series| series.values().next().copied());
+        let value =
+            |reading: &MetricSet| reading.get(name).and_then(|series| series.values().next().copied());
         value(&self.after).map(|after| (value(&self.before).unwrap_or(0.0), after))
     }
 
@@ -73,7 +75,7 @@ impl Increase {
     fn buckets(&self, name: &str) -> Vec<(f64, f64)> {
         let ends = self.after.get(name).into_iter().flatten().filter_map(|(labels, _)| {
             let end: f64 = labels.get("le")?.parse().ok().filter(|end: &f64| !end.is_nan())?;
-            Some((end, self.grown(name, labels)))
+            Some((end, self.series_increase(name, labels)))
         });
         let mut buckets: Vec<(f64, f64)> = ends.collect();
         buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -85,20 +87,20 @@ impl Increase {
         buckets
     }
 
-    fn grown(&self, name: &str, labels: &Labels) -> f64 {
-        let value = |reading: &Reading| reading.get(name).and_then(|series| series.get(labels).copied());
-        growth(value(&self.before).unwrap_or(0.0), value(&self.after).unwrap_or(0.0))
+    fn series_increase(&self, name: &str, labels: &Labels) -> f64 {
+        let value = |reading: &MetricSet| reading.get(name).and_then(|series| series.get(labels).copied());
+        counter_increase(value(&self.before).unwrap_or(0.0), value(&self.after).unwrap_or(0.0))
     }
 }
 
-fn growth(before: f64, after: f64) -> f64 {
+fn counter_increase(before: f64, after: f64) -> f64 {
     if after < before { after } else { after - before }
 }
 
 /// Returns whether any counter decreased or the process start time changed: then all metrics were reset,
 /// including those that have exceeded their old value since.
-fn restarted(before: &Reading, after: &Reading) -> bool {
-    let start = |reading: &Reading| reading.get("process_start_time_seconds").cloned();
+fn restarted(before: &MetricSet, after: &MetricSet) -> bool {
+    let start = |reading: &MetricSet| reading.get("process_start_time_seconds").cloned();
     // Gauges of other programs may have names with these endings.
     let known = |name: &str| ["mainstem_", "vllm:", "llamacpp:"].iter().any(|begin| name.starts_with(begin));
     let counts =
@@ -110,7 +112,7 @@ fn restarted(before: &Reading, after: &Reading) -> bool {
     fell || start(before).zip(start(after)).is_some_and(|(before, after)| before != after)
 }
 
-impl Histogram {
+impl HistogramIncrease {
     /// Returns the mean of the added values, or `None` if there are none.
     pub fn mean(&self) -> Option<f64> {
         self.sum.filter(|_| self.count > 0.0).map(|sum| sum / self.count)
@@ -147,10 +149,10 @@ mod tests {
         let before = "done_total{why=\"a\",engine=\"0\"} 5\ndone_total{why=\"b\",engine=\"0\"} 1\n";
         let after = "done_total{why=\"a\",engine=\"0\"} 9\ndone_total{why=\"b\",engine=\"0\"} 1\n\
                      done_total{engine=\"1\",why=\"a\"} 3\n";
-        let increase = Increase::between(before, after);
+        let increase = MetricsIncrease::between(before, after);
         assert_eq!(increase.total("done_total"), Some(7.0));
-        assert_eq!(increase.total_of("done_total", |labels| labels["engine"] == "0"), Some(4.0));
-        assert_eq!(increase.total_of("done_total", |labels| labels["why"] == "b"), Some(0.0));
+        assert_eq!(increase.total_where("done_total", |labels| labels["engine"] == "0"), Some(4.0));
+        assert_eq!(increase.total_where("done_total", |labels| labels["why"] == "b"), Some(0.0));
         assert_eq!(increase.total("other_total"), None);
     }
 
@@ -159,24 +161,24 @@ mod tests {
         // The first has exceeded its old value; the second shows that the server restarted.
         let before = "vllm:a_total 100\nvllm:b_total 7\nvllm:c_sum 5\n";
         let after = "vllm:a_total 150\nvllm:b_total 3\nvllm:c_sum 6\n";
-        let increase = Increase::between(before, after);
+        let increase = MetricsIncrease::between(before, after);
         assert!(increase.restarted());
         let grown = ["vllm:a_total", "vllm:b_total", "vllm:c_sum"].map(|name| increase.total(name));
         assert_eq!(grown, [150.0, 3.0, 6.0].map(Some));
         let gauges = |value| format!("vllm:running {value}\nthread_count {value}\nvllm:a_total 1\n");
-        assert!(!Increase::between(&gauges(9), &gauges(2)).restarted());
+        assert!(!MetricsIncrease::between(&gauges(9), &gauges(2)).restarted());
         // A metric of unknown type may decrease without a restart; its increase is still not negative.
-        assert_eq!(Increase::between("c_sum 5\n", "c_sum 2\n").total("c_sum"), Some(2.0));
+        assert_eq!(MetricsIncrease::between("c_sum 5\n", "c_sum 2\n").total("c_sum"), Some(2.0));
         let start = |at: u64, a: u64| format!("process_start_time_seconds {at}\na_total {a}\n");
-        assert_eq!(Increase::between(&start(1, 5), &start(2, 8)).total("a_total"), Some(8.0));
-        assert_eq!(Increase::between(&start(1, 5), &start(1, 8)).total("a_total"), Some(3.0));
+        assert_eq!(MetricsIncrease::between(&start(1, 5), &start(2, 8)).total("a_total"), Some(8.0));
+        assert_eq!(MetricsIncrease::between(&start(1, 5), &start(1, 8)).total("a_total"), Some(3.0));
     }
 
-    fn histogram(buckets: &[(&str, u64)], sum: f64, count: u64) -> Histogram {
+    fn histogram(buckets: &[(&str, u64)], sum: f64, count: u64) -> HistogramIncrease {
         let lines: Vec<String> =
             buckets.iter().map(|(le, n)| format!("h_bucket{{le=\"{le}\"}} {n}\n")).collect();
         let text = format!("{}h_sum {sum}\nh_count {count}\n", lines.concat());
-        Increase::between("", &text).histogram("h").unwrap()
+        MetricsIncrease::between("", &text).histogram("h").unwrap()
     }
 
     #[test]
@@ -204,7 +206,8 @@ mod tests {
         let text = |low: u64, all: u64, sum: f64| {
             format!("h_bucket{{le=\"1\"}} {low}\nh_bucket{{le=\"+Inf\"}} {all}\nh_sum {sum}\nh_count {all}\n")
         };
-        let grown = Increase::between(&text(100, 100, 50.0), &text(104, 104, 53.0)).histogram("h").unwrap();
+        let grown =
+            MetricsIncrease::between(&text(100, 100, 50.0), &text(104, 104, 53.0)).histogram("h").unwrap();
         assert_eq!((grown.count, grown.mean(), grown.quantile(0.5)), (4.0, Some(0.75), Some(0.5)));
     }
 }

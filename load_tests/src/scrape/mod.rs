@@ -18,7 +18,7 @@ pub struct Scrape {
 /// Builds the server report from two scrapes, with the client's values of the same run. Returns `None` if
 /// there is no known metric.
 pub fn report(before: &Scrape, after: &Scrape, client: &RunReport) -> Option<ServerReport> {
-    families::report(&increase::Increase::between(&before.text, &after.text), client)
+    families::report(&increase::MetricsIncrease::between(&before.text, &after.text), client)
 }
 
 #[cfg(test)]
@@ -26,10 +26,10 @@ mod tests {
     use super::*;
     use crate::{
         measure::{
-            Limits,
+            GoodputLimits,
             fixtures::{completed, failed, record, settings},
         },
-        run::Record,
+        run::RunRecord,
     };
 
     /// Returns the server report for a client with two completed requests of 2 tokens and a failed one: 20
@@ -37,8 +37,8 @@ mod tests {
     fn between(before: &str, after: &str) -> Option<ServerReport> {
         let samples = vec![completed(0, 0, &[10, 15]), completed(0, 0, &[20, 35]), failed(0, 0)];
         let server = Some([before, after].map(|text| Scrape { text: text.to_owned() }).into());
-        let record = Record { server, ..record(samples) };
-        crate::measure::report(&settings(), &record, &Limits::new()).server
+        let record = RunRecord { server, ..record(samples) };
+        crate::measure::report(&settings(), &record, &GoodputLimits::new()).server
     }
 
     fn row(report: &ServerReport, name: &str) -> (f64, Option<f64>) {

@@ -4,7 +4,7 @@
 
 use std::{str::FromStr, time::Duration};
 
-use super::{Step, Unit};
+use super::{LoadUnit, SweepStep};
 
 /// The loads of a sweep. Text form: comma-separated values and ranges such as `1,2,4,8`, `1..64x2` (doubling
 /// up to 64) and `10..100+10`. Numbers of users have the prefix `users:`; rates may have the prefix `rates:`.
@@ -37,7 +37,7 @@ const USERS: std::ops::RangeInclusive<f64> = 1.0..=1e5;
 impl Ladder {
     /// Parses a ladder of rates; numbers may have the suffix `/s`.
     pub fn rates(text: &str) -> Result<Ladder, String> {
-        let rates = values(text, |value| value.strip_suffix("/s").unwrap_or(value), |rate| rate)?;
+        let rates = parse_values(text, |value| value.strip_suffix("/s").unwrap_or(value), |rate| rate)?;
         match rates.iter().find(|rate| !RATES.contains(rate)) {
             Some(rate) => Err(format!("{rate} requests per second is not between 0.0001 and 1000000")),
             None => Ok(Ladder::Rates(rates)),
@@ -46,7 +46,7 @@ impl Ladder {
 
     /// Parses a ladder of numbers of users; the values of a range are rounded.
     pub fn users(text: &str) -> Result<Ladder, String> {
-        let users = values(text, |value| value, f64::round)?;
+        let users = parse_values(text, |value| value, f64::round)?;
         match users.iter().find(|users| !USERS.contains(users) || users.fract() != 0.0) {
             Some(users) => Err(format!("{users} is not a number of users from 1 to 100000")),
             None => Ok(Ladder::Users(users.into_iter().map(|users| users as usize).collect())),
@@ -54,10 +54,10 @@ impl Ladder {
     }
 
     /// Returns the unit of the values.
-    pub fn unit(&self) -> Unit {
+    pub fn unit(&self) -> LoadUnit {
         match self {
-            Ladder::Rates(_) => Unit::Rate,
-            Ladder::Users(_) => Unit::Users,
+            Ladder::Rates(_) => LoadUnit::Rate,
+            Ladder::Users(_) => LoadUnit::Users,
         }
     }
 
@@ -83,14 +83,14 @@ impl FromStr for Ladder {
     }
 }
 
-impl Unit {
+impl LoadUnit {
     /// Returns the geometric mean of two loads, rounded, or `None` if there is no load between them.
-    pub(super) fn between(self, low: f64, high: f64) -> Option<f64> {
+    pub(super) fn midpoint(self, low: f64, high: f64) -> Option<f64> {
         let middle = (low * high).sqrt();
         let middle = match self {
             // Rounded to three digits.
-            Unit::Rate => format!("{middle:.2e}").parse().unwrap_or(middle),
-            Unit::Users => middle.round(),
+            LoadUnit::Rate => format!("{middle:.2e}").parse().unwrap_or(middle),
+            LoadUnit::Users => middle.round(),
         };
         (low < middle && middle < high).then_some(middle)
     }
@@ -98,21 +98,21 @@ impl Unit {
 
 impl StepSize {
     /// Minimum number of requests of a step whose size is a time.
-    pub const LEAST: usize = 40;
+    pub const REQUESTS_MIN: usize = 40;
     /// Minimum number of requests per user of a step whose size is a time.
-    pub const LEAST_PER_USER: usize = 4;
+    pub const REQUESTS_PER_USER_MIN: usize = 4;
 
     /// Returns the number of requests of the step at load `x`, given the steps of lower load.
-    pub(super) fn requests(self, unit: Unit, x: f64, lower: &[Step]) -> usize {
+    pub(super) fn requests(self, unit: LoadUnit, x: f64, lower: &[SweepStep]) -> usize {
         let time = match self {
             StepSize::Requests(requests) => return requests,
             StepSize::Time(time) => time.as_secs_f64(),
         };
         let (rate, least) = match unit {
-            Unit::Rate => (x, Self::LEAST),
-            Unit::Users => {
+            LoadUnit::Rate => (x, Self::REQUESTS_MIN),
+            LoadUnit::Users => {
                 let pace = lower.last().map_or(0.0, |step| step.run.request_throughput);
-                (pace, Self::LEAST.max(Self::LEAST_PER_USER * x as usize))
+                (pace, Self::REQUESTS_MIN.max(Self::REQUESTS_PER_USER_MIN * x as usize))
             }
         };
         ((rate * time).ceil().min(REQUESTS_MAX) as usize).max(least)
@@ -145,7 +145,7 @@ impl FromStr for StepSize {
 
 /// Parses a list of values, which must ascend. `bare` strips the unit of a number, and `made` rounds the
 /// values of a range.
-fn values(text: &str, bare: fn(&str) -> &str, made: fn(f64) -> f64) -> Result<Vec<f64>, String> {
+fn parse_values(text: &str, bare: fn(&str) -> &str, made: fn(f64) -> f64) -> Result<Vec<f64>, String> {
     let number = |text: &str| -> Result<f64, String> {
         let number = bare(text.trim()).parse().ok().filter(|number: &f64| number.is_finite());
         number.ok_or_else(|| format!("'{}' is not a number", text.trim()))
@@ -155,7 +155,7 @@ fn values(text: &str, bare: fn(&str) -> &str, made: fn(f64) -> f64) -> Result<Ve
         match part.split_once("..") {
             None => values.push(number(part)?),
             Some((low, rest)) => {
-                values.extend(range(part, number(low)?, rest, number)?.into_iter().map(made))
+                values.extend(parse_range(part, number(low)?, rest, number)?.into_iter().map(made))
             }
         }
         if values.len() > STEPS_MAX {
@@ -170,7 +170,7 @@ fn values(text: &str, bare: fn(&str) -> &str, made: fn(f64) -> f64) -> Result<Ve
 }
 
 /// Returns the values of `LOW..HIGHxFACTOR` or `LOW..HIGH+STEP`; `rest` is the text after the dots.
-fn range(
+fn parse_range(
     part: &str,
     low: f64,
     rest: &str,
@@ -266,18 +266,18 @@ mod tests {
     #[test]
     fn a_time_is_made_requests_by_the_rate_but_never_too_few() {
         let size = StepSize::Time(Duration::from_secs(30));
-        assert_eq!(size.requests(Unit::Rate, 12.3, &[]), 369);
-        assert_eq!(size.requests(Unit::Rate, 0.5, &[]), StepSize::LEAST);
-        assert_eq!(size.requests(Unit::Users, 64.0, &[]), 256);
-        assert_eq!(StepSize::Requests(7).requests(Unit::Rate, 100.0, &[]), 7);
+        assert_eq!(size.requests(LoadUnit::Rate, 12.3, &[]), 369);
+        assert_eq!(size.requests(LoadUnit::Rate, 0.5, &[]), StepSize::REQUESTS_MIN);
+        assert_eq!(size.requests(LoadUnit::Users, 64.0, &[]), 256);
+        assert_eq!(StepSize::Requests(7).requests(LoadUnit::Rate, 100.0, &[]), 7);
     }
 
     #[test]
     fn halfway_lies_between_and_has_few_digits() {
-        assert_eq!(Unit::Rate.between(8.0, 16.0), Some(11.3));
-        assert_eq!(Unit::Rate.between(0.01, 0.02), Some(0.0141));
-        assert_eq!(Unit::Users.between(8.0, 16.0), Some(11.0));
-        assert_eq!(Unit::Users.between(8.0, 9.0), None);
-        assert_eq!(Unit::Rate.between(1.0, 1.001), None);
+        assert_eq!(LoadUnit::Rate.midpoint(8.0, 16.0), Some(11.3));
+        assert_eq!(LoadUnit::Rate.midpoint(0.01, 0.02), Some(0.0141));
+        assert_eq!(LoadUnit::Users.midpoint(8.0, 16.0), Some(11.0));
+        assert_eq!(LoadUnit::Users.midpoint(8.0, 9.0), None);
+        assert_eq!(LoadUnit::Rate.midpoint(1.0, 1.001), None);
     }
 }

@@ -14,7 +14,7 @@ use std::{fmt, time::Duration};
 use crate::sample::Sample;
 
 /// Initial fraction of the run that is ignored while the server fills.
-const FILLING: f64 = 0.25;
+const WARMUP_FRACTION: f64 = 0.25;
 /// Minimum growth of a wait in seconds per second; slower growth is noise.
 const WAIT_GROWTH_MIN: f64 = 0.05;
 /// Minimum growth of a wait over the run, as a multiple of the latency of the lowest step.
@@ -58,11 +58,11 @@ pub(super) fn lag(samples: &[Sample], latency_s: f64) -> Option<Lag> {
     let mut samples: Vec<&Sample> = samples.iter().collect();
     samples.sort_by_key(|sample| sample.scheduled);
     let over_s = samples.last()?.scheduled.as_secs_f64();
-    let judged_s = over_s * (1.0 - FILLING);
+    let judged_s = over_s * (1.0 - WARMUP_FRACTION);
     let slope_of = |value: &dyn Fn(&Sample) -> Option<f64>| {
         let points = samples.iter().map(|sample| (sample.scheduled.as_secs_f64(), value(sample)));
         let points = points.filter_map(|(at, value)| Some((at, value?)));
-        slope(&points.filter(|(at, _)| *at >= over_s * FILLING).collect::<Vec<_>>()).unwrap_or(0.0)
+        slope(&points.filter(|(at, _)| *at >= over_s * WARMUP_FRACTION).collect::<Vec<_>>()).unwrap_or(0.0)
     };
     let grows = |slope: f64| slope > WAIT_GROWTH_MIN && slope * judged_s > WAIT_GROWTH_LATENCIES * latency_s;
     let wait = slope_of(&|sample| sample.ttft().map(|ttft| ttft.as_secs_f64()));
@@ -73,21 +73,22 @@ pub(super) fn lag(samples: &[Sample], latency_s: f64) -> Option<Lag> {
     if grows(wait) {
         return Some(Lag::Waiting(wait));
     }
-    let in_flight = InFlight::of(&samples);
-    let share = slope_of(&|sample| Some(in_flight.at(sample.scheduled))) * over_s / samples.len() as f64;
+    let in_flight = PendingRequests::from_samples(&samples);
+    let share =
+        slope_of(&|sample| Some(in_flight.count_at(sample.scheduled))) * over_s / samples.len() as f64;
     // By Little's law, the growth corresponds to the arrivals within `share` of the time.
     let piles = share > PILE_SHARE_MIN && share * judged_s > PILE_LATENCIES * latency_s;
     piles.then_some(Lag::PilingUp(share))
 }
 
 /// The number of requests that are due and not ended, as a function of time.
-struct InFlight {
+struct PendingRequests {
     due: Vec<Duration>,
     ended: Vec<Duration>,
 }
 
-impl InFlight {
-    fn of(samples: &[&Sample]) -> Self {
+impl PendingRequests {
+    fn from_samples(samples: &[&Sample]) -> Self {
         let mut due: Vec<Duration> = samples.iter().map(|sample| sample.scheduled).collect();
         let mut ended: Vec<Duration> = samples.iter().map(|sample| sample.ended).collect();
         due.sort();
@@ -95,7 +96,7 @@ impl InFlight {
         Self { due, ended }
     }
 
-    fn at(&self, time: Duration) -> f64 {
+    fn count_at(&self, time: Duration) -> f64 {
         let until = |times: &[Duration]| times.partition_point(|other| *other <= time) as f64;
         until(&self.due) - until(&self.ended)
     }
@@ -107,7 +108,7 @@ fn slope(points: &[(f64, f64)]) -> Option<f64> {
     if points.len() < POINTS_MIN {
         return None;
     }
-    let points = thinned(points);
+    let points = downsample(points);
     let pairs =
         points.iter().enumerate().flat_map(|(n, one)| points[n + 1..].iter().map(move |two| (one, two)));
     let slopes = pairs.filter(|(one, two)| two.0 > one.0).map(|(one, two)| (two.1 - one.1) / (two.0 - one.0));
@@ -117,7 +118,7 @@ fn slope(points: &[(f64, f64)]) -> Option<f64> {
 }
 
 /// Selects at most [`POINTS_MAX`] evenly spaced points, including the first and the last.
-fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+fn downsample(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     if points.len() <= POINTS_MAX {
         return points.to_vec();
     }
@@ -128,13 +129,13 @@ fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
 pub(super) mod tests {
     use super::*;
     use crate::{
-        plan::draws::{Draws, Purpose},
+        plan::draws::{Purpose, RandomStream},
         sample::Delivery,
         testing::sample,
     };
 
     /// Returns the arrival times of a Poisson process in seconds.
-    fn poisson(rate: f64, count: usize, draws: &mut Draws) -> Vec<f64> {
+    fn poisson(rate: f64, count: usize, draws: &mut RandomStream) -> Vec<f64> {
         let gaps = (0..count).map(|_| -(1.0 - draws.unit()).ln() / rate);
         gaps.scan(0.0, |at, gap| Some(std::mem::replace(at, *at + gap))).collect()
     }
@@ -180,14 +181,18 @@ pub(super) mod tests {
     }
 
     /// Returns for how many of the seeds the server falls behind.
-    fn behind(seeds: u64, latency_s: f64, samples: impl Fn(&mut Draws) -> Vec<Sample>) -> usize {
-        let of = |seed| lag(&samples(&mut Draws::new(seed, Purpose::Arrivals)), latency_s);
+    fn count_lagging(
+        seeds: u64,
+        latency_s: f64,
+        samples: impl Fn(&mut RandomStream) -> Vec<Sample>,
+    ) -> usize {
+        let of = |seed| lag(&samples(&mut RandomStream::new(seed, Purpose::Arrivals)), latency_s);
         (0..seeds).filter(|seed| of(*seed).is_some()).count()
     }
 
     #[test]
     fn a_queue_below_its_capacity_is_not_behind_and_one_above_is() {
-        let found = |load: f64| behind(40, 1.0, |draws| queue(&poisson(load, 1000, draws)));
+        let found = |load: f64| count_lagging(40, 1.0, |draws| queue(&poisson(load, 1000, draws)));
         assert_eq!([found(0.3), found(0.6), found(0.8)], [0, 0, 0]);
         assert!(found(1.15) >= 38, "{}", found(1.15));
         assert_eq!([found(1.5), found(3.0)], [40, 40]);
@@ -203,8 +208,8 @@ pub(super) mod tests {
         let tokens: Vec<u32> = (0..32).map(|n| 64 + n * 4).collect();
         let found = |load: f64| {
             let served =
-                |draws: &mut Draws| fused(&poisson(4.8 * load, 400, draws), 32, 0.02, 0.001, &tokens);
-            behind(20, 2.7, served)
+                |draws: &mut RandomStream| fused(&poisson(4.8 * load, 400, draws), 32, 0.02, 0.001, &tokens);
+            count_lagging(20, 2.7, served)
         };
         assert_eq!([found(0.2), found(0.5), found(0.8)], [0, 0, 0]);
         assert!(found(1.2) >= 18, "{}", found(1.2));
@@ -215,12 +220,13 @@ pub(super) mod tests {
     /// than the one before.
     #[test]
     fn a_fused_loop_of_many_places_is_behind_when_requests_pile_up() {
-        let served =
-            |load: f64, draws: &mut Draws| fused(&poisson(7.2 * load, 300, draws), 256, 0.02, 0.001, &[128]);
-        let found = |load: f64| behind(20, 2.7, |draws| served(load, draws));
+        let served = |load: f64, draws: &mut RandomStream| {
+            fused(&poisson(7.2 * load, 300, draws), 256, 0.02, 0.001, &[128])
+        };
+        let found = |load: f64| count_lagging(20, 2.7, |draws| served(load, draws));
         assert_eq!([found(0.2), found(0.5), found(0.7)], [0, 0, 0]);
         assert!(found(2.0) >= 19, "{}", found(2.0));
-        let lag = lag(&served(2.0, &mut Draws::new(1, Purpose::Arrivals)), 2.7);
+        let lag = lag(&served(2.0, &mut RandomStream::new(1, Purpose::Arrivals)), 2.7);
         assert!(matches!(lag, Some(Lag::PilingUp(_))), "{lag:?}");
     }
 
@@ -231,16 +237,17 @@ pub(super) mod tests {
             [(20, 0.5), (20, 2.0), (50, 5.0), (50, 20.0), (100, 5.0), (400, 20.0), (400, 400.0)]
         {
             let tokens: Vec<u32> = (0..29).map(|n| 16 + (n * 97 % 29) * 8).collect();
-            let served =
-                |draws: &mut Draws| fused(&poisson(rate, count, draws), usize::MAX, 0.08, 0.0, &tokens);
-            assert_eq!(behind(20, 10.0, served), 0, "{count} requests at {rate}/s");
+            let served = |draws: &mut RandomStream| {
+                fused(&poisson(rate, count, draws), usize::MAX, 0.08, 0.0, &tokens)
+            };
+            assert_eq!(count_lagging(20, 10.0, served), 0, "{count} requests at {rate}/s");
         }
     }
 
     /// Cold caches, and a random tenth of the requests delayed by a second.
     #[test]
     fn a_slow_beginning_and_noise_are_no_lag() {
-        let served = |draws: &mut Draws| {
+        let served = |draws: &mut RandomStream| {
             let one = |(index, at): (usize, f64)| {
                 let cold = (2.0 - at / 10.0).max(0.0);
                 let odd = if draws.unit() < 0.1 { 1.0 } else { 0.0 };
@@ -249,9 +256,9 @@ pub(super) mod tests {
             };
             constant(1.0, 100).into_iter().enumerate().map(one).collect()
         };
-        assert_eq!(behind(20, 0.7, served), 0);
+        assert_eq!(count_lagging(20, 0.7, served), 0);
         // The same with a growing delay.
-        let worse = |draws: &mut Draws| {
+        let worse = |draws: &mut RandomStream| {
             let mut samples = served(draws);
             for sample in &mut samples {
                 let later = sample.scheduled.mul_f64(0.1);
@@ -260,7 +267,7 @@ pub(super) mod tests {
             }
             samples
         };
-        assert_eq!(behind(20, 0.7, worse), 20);
+        assert_eq!(count_lagging(20, 0.7, worse), 20);
     }
 
     #[test]

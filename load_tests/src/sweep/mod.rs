@@ -13,22 +13,22 @@ use std::{sync::atomic::Ordering, time::Duration};
 use anyhow::{Context, bail};
 
 use crate::{
-    measure::{self, Limits},
+    measure::{self, GoodputLimits},
     plan::arrivals::Arrivals,
     report::RunReport,
-    run::{self, Progress, Settings},
+    run::{self, Progress, RunSettings},
 };
 
 pub use ladder::{Ladder, StepSize};
-pub use words::{knee, sections};
+pub use words::{describe_knee, sections};
 
 /// The definition of a sweep.
 #[derive(Clone, Debug)]
-pub struct Climb {
+pub struct SweepSettings {
     pub ladder: Ladder,
     pub size: StepSize,
     /// Goodput limits; a step in which too few requests are within them is saturated.
-    pub limits: Limits,
+    pub limits: GoodputLimits,
     /// Number of saturated steps to run before stopping; 0 counts as 1.
     pub beyond: usize,
     /// Number of bisection steps between the knee and the first saturated step.
@@ -38,9 +38,9 @@ pub struct Climb {
 /// The results of a sweep.
 #[derive(Clone, Debug)]
 pub struct Sweep {
-    pub unit: Unit,
+    pub unit: LoadUnit,
     /// Steps by ascending load.
-    pub steps: Vec<Step>,
+    pub steps: Vec<SweepStep>,
     /// Index of the last step before the first saturated one, or of the last step if none is saturated;
     /// `None` if the first step is saturated.
     pub knee: Option<usize>,
@@ -48,7 +48,7 @@ pub struct Sweep {
 
 /// The unit of the load of a sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unit {
+pub enum LoadUnit {
     /// Requests per second.
     Rate,
     /// Users of a closed loop.
@@ -57,7 +57,7 @@ pub enum Unit {
 
 /// A step of a sweep.
 #[derive(Clone, Debug)]
-pub struct Step {
+pub struct SweepStep {
     /// The load: requests per second, or users.
     pub x: f64,
     pub run: RunReport,
@@ -69,20 +69,20 @@ pub struct Step {
 /// each step. A step during which the run is stopped is dropped. Fails if a run fails, or if the arrival
 /// process has no rate that can be changed.
 pub fn sweep(
-    settings: &Settings,
-    climb: &Climb,
+    settings: &RunSettings,
+    climb: &SweepSettings,
     progress: &Progress,
-    watch: &mut dyn FnMut(&Step),
+    watch: &mut dyn FnMut(&SweepStep),
 ) -> anyhow::Result<Sweep> {
     let unit = climb.ladder.unit();
     let mut number = 0;
-    let steps = ascend(climb, &mut |x, lower| {
+    let steps = run_ladder(climb, &mut |x, lower| {
         if progress.stop.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let settings = at(settings, unit, x, climb.size.requests(unit, x, lower), number)?;
+        let settings = step_settings(settings, unit, x, climb.size.requests(unit, x, lower), number)?;
         number += 1;
-        let step = step(&settings, unit, x, &climb.limits, lower, progress);
+        let step = run_step(&settings, unit, x, &climb.limits, lower, progress);
         let step = step.with_context(|| format!("at {}", unit.name(x)))?;
         step.iter().for_each(&mut *watch);
         Ok(step)
@@ -91,24 +91,24 @@ pub fn sweep(
     Ok(Sweep { unit, steps, knee })
 }
 
-impl Unit {
+impl LoadUnit {
     /// Formats a load: `8/s`, `1 user`, `8 users`.
     pub fn name(self, x: f64) -> String {
         match self {
-            Unit::Rate => format!("{x}/s"),
-            Unit::Users if x == 1.0 => "1 user".into(),
-            Unit::Users => format!("{x} users"),
+            LoadUnit::Rate => format!("{x}/s"),
+            LoadUnit::Users if x == 1.0 => "1 user".into(),
+            LoadUnit::Users => format!("{x} users"),
         }
     }
 }
 
 /// Runs a step, given the steps of lower load. `None` ends the sweep.
-type RunStep<'a> = dyn FnMut(f64, &[Step]) -> anyhow::Result<Option<Step>> + 'a;
+type RunStep<'a> = dyn FnMut(f64, &[SweepStep]) -> anyhow::Result<Option<SweepStep>> + 'a;
 
 /// Runs the steps of the ladder, then the bisection steps after the knee. Returns them by ascending load.
-fn ascend(climb: &Climb, run: &mut RunStep) -> anyhow::Result<Vec<Step>> {
+fn run_ladder(climb: &SweepSettings, run: &mut RunStep) -> anyhow::Result<Vec<SweepStep>> {
     let mut steps = Vec::new();
-    let is_saturated = |step: &Step| step.saturated.is_some();
+    let is_saturated = |step: &SweepStep| step.saturated.is_some();
     for x in climb.ladder.values() {
         let Some(step) = run(x, &steps)? else { return Ok(steps) };
         steps.push(step);
@@ -118,7 +118,7 @@ fn ascend(climb: &Climb, run: &mut RunStep) -> anyhow::Result<Vec<Step>> {
     }
     for _ in 0..climb.refine {
         let Some(at @ 1..) = steps.iter().position(is_saturated) else { break };
-        let Some(x) = climb.ladder.unit().between(steps[at - 1].x, steps[at].x) else { break };
+        let Some(x) = climb.ladder.unit().midpoint(steps[at - 1].x, steps[at].x) else { break };
         let Some(step) = run(x, &steps[..at])? else { break };
         steps.insert(at, step);
     }
@@ -126,14 +126,14 @@ fn ascend(climb: &Climb, run: &mut RunStep) -> anyhow::Result<Vec<Step>> {
 }
 
 /// Runs and evaluates one step; returns `None` if it was stopped.
-fn step(
-    settings: &Settings,
-    unit: Unit,
+fn run_step(
+    settings: &RunSettings,
+    unit: LoadUnit,
     x: f64,
-    limits: &Limits,
-    lower: &[Step],
+    limits: &GoodputLimits,
+    lower: &[SweepStep],
     progress: &Progress,
-) -> anyhow::Result<Option<Step>> {
+) -> anyhow::Result<Option<SweepStep>> {
     let record = run::run(settings, progress);
     // A run that is stopped before it starts returns an error.
     if progress.stop.load(Ordering::Relaxed) {
@@ -142,28 +142,34 @@ fn step(
     let record = record?;
     let run = measure::report(settings, &record, limits);
     let saturated = match unit {
-        Unit::Rate => saturation::open_loop(&run, &record.samples, lower),
-        Unit::Users => saturation::closed_loop(x, &run, lower),
+        LoadUnit::Rate => saturation::open_loop(&run, &record.samples, lower),
+        LoadUnit::Users => saturation::closed_loop(x, &run, lower),
     };
-    Ok(Some(Step { x, run, saturated }))
+    Ok(Some(SweepStep { x, run, saturated }))
 }
 
 /// Returns the settings of step `number`. Each step has its own random requests, so that none finds the
 /// prompts of another in the server's cache; only the first step warms up.
-fn at(settings: &Settings, unit: Unit, x: f64, requests: usize, number: u64) -> anyhow::Result<Settings> {
+fn step_settings(
+    settings: &RunSettings,
+    unit: LoadUnit,
+    x: f64,
+    requests: usize,
+    number: u64,
+) -> anyhow::Result<RunSettings> {
     let mut settings = settings.clone();
     settings.label = Some(unit.name(x));
     settings.load.requests = requests;
     settings.load.seed = settings.load.seed.wrapping_add(number);
     settings.warmups = if number == 0 { settings.warmups } else { 0 };
-    if unit == Unit::Rate {
+    if unit == LoadUnit::Rate {
         // The time limit must not make the step look saturated.
         let planned = Duration::from_secs_f64(requests as f64 / x);
         settings.time_limit = settings.time_limit.max(planned.saturating_add(settings.request_timeout));
     }
     settings.arrivals = match unit {
-        Unit::Rate => at_rate(&settings.arrivals, x)?,
-        Unit::Users => Arrivals::Users { count: x as usize, think: think_time(&settings.arrivals) },
+        LoadUnit::Rate => at_rate(&settings.arrivals, x)?,
+        LoadUnit::Users => Arrivals::Users { count: x as usize, think: think_time(&settings.arrivals) },
     };
     Ok(settings)
 }
@@ -179,8 +185,7 @@ fn at_rate(arrivals: &Arrivals, rate: f64) -> anyhow::Result<Arrivals> {
         Arrivals::Gamma { shape, .. } => Arrivals::Gamma { mean_gap, shape: *shape },
         Arrivals::Trace(_) => {
             let own = arrivals.rate().filter(|own| own.is_finite());
-            arrivals
-                .stretched(own.context("all requests of the trace are simultaneous: it has no rate")? / rate)
+            arrivals.scaled(own.context("all requests of the trace are simultaneous: it has no rate")? / rate)
         }
         Arrivals::Ramp { .. } => bail!("a ramp has no constant rate"),
     })
@@ -198,22 +203,22 @@ mod tests {
     use super::*;
     use crate::testing::report;
 
-    fn climb(ladder: &str, beyond: usize, refine: usize) -> Climb {
+    fn climb(ladder: &str, beyond: usize, refine: usize) -> SweepSettings {
         let ladder = ladder.parse().unwrap();
-        Climb { ladder, size: StepSize::Requests(1), limits: Limits::new(), beyond, refine }
+        SweepSettings { ladder, size: StepSize::Requests(1), limits: GoodputLimits::new(), beyond, refine }
     }
 
     /// Returns the loads that are run against a server that keeps up with `capacity`, in the order of
     /// execution and in the order of the result.
-    fn loads(climb: &Climb, capacity: f64, most: usize) -> (Vec<f64>, Vec<f64>) {
+    fn loads(climb: &SweepSettings, capacity: f64, most: usize) -> (Vec<f64>, Vec<f64>) {
         let mut run = Vec::new();
-        let steps = ascend(climb, &mut |x, lower| {
+        let steps = run_ladder(climb, &mut |x, lower| {
             assert!(lower.iter().all(|step| step.x < x));
             if run.len() == most {
                 return Ok(None);
             }
             run.push(x);
-            Ok(Some(Step { x, run: report(1), saturated: (x > capacity).then(|| "more".into()) }))
+            Ok(Some(SweepStep { x, run: report(1), saturated: (x > capacity).then(|| "more".into()) }))
         });
         (run.clone(), steps.unwrap().iter().map(|step| step.x).collect())
     }

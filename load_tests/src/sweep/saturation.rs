@@ -2,7 +2,7 @@
 //!
 //! Invariant: the verdict is a function of the step's samples and of the steps of lower load.
 
-use super::{Step, Unit, lag::lag};
+use super::{LoadUnit, SweepStep, lag::lag};
 use crate::{report::RunReport, sample::Sample};
 
 /// Maximum fraction of failed requests.
@@ -18,25 +18,26 @@ const GAIN_MIN_FOR: f64 = 1.5;
 const RISE_MIN: f64 = 1.25;
 
 /// Returns why a step of an open loop is saturated, or `None` if it is not.
-pub(super) fn open_loop(run: &RunReport, samples: &[Sample], lower: &[Step]) -> Option<String> {
+pub(super) fn open_loop(run: &RunReport, samples: &[Sample], lower: &[SweepStep]) -> Option<String> {
     let lowest = lower.first().map_or(run, |step| &step.run);
     let latency_s = lowest.latencies.e2el.as_ref().map_or(0.0, |e2el| e2el.stats.median / 1e3);
     let behind = || lag(samples, latency_s).map(|lag| lag.to_string());
-    failures(run).or_else(behind).or_else(|| misses(run))
+    failures(run).or_else(behind).or_else(|| goodput_missed(run))
 }
 
 /// Returns why a step of a closed loop with `users` users is saturated, or `None` if it is not.
-pub(super) fn closed_loop(users: f64, run: &RunReport, lower: &[Step]) -> Option<String> {
+pub(super) fn closed_loop(users: f64, run: &RunReport, lower: &[SweepStep]) -> Option<String> {
     let flat = || {
         let before = lower.iter().rev().find(|step| step.x * RISE_MIN <= users)?;
         let gain = run.output_throughput / before.run.output_throughput;
         let gain_min = (users / before.x).powf(GAIN_MIN.ln() / GAIN_MIN_FOR.ln());
         let percent = (gain - 1.0).abs() * 100.0;
         let word = if gain < 1.0 { "below" } else { "above" };
-        let reason = || format!("throughput is {percent:.0} % {word} that of {}", Unit::Users.name(before.x));
+        let reason =
+            || format!("throughput is {percent:.0} % {word} that of {}", LoadUnit::Users.name(before.x));
         (gain < gain_min).then(reason)
     };
-    failures(run).or_else(flat).or_else(|| misses(run))
+    failures(run).or_else(flat).or_else(|| goodput_missed(run))
 }
 
 fn failures(run: &RunReport) -> Option<String> {
@@ -48,7 +49,7 @@ fn failures(run: &RunReport) -> Option<String> {
     is_many.then(|| format!("{} of {} requests failed", counts.failed, counts.sent))
 }
 
-fn misses(run: &RunReport) -> Option<String> {
+fn goodput_missed(run: &RunReport) -> Option<String> {
     let share = run.goodput.as_ref()?.share;
     (share < GOOD_MIN).then(|| format!("{:.0} % of the requests are within the limits", share * 100.0))
 }
@@ -59,12 +60,12 @@ mod tests {
     use crate::{
         report::{Goodput, Latencies},
         sweep::lag::tests::{constant, queue},
-        testing::{always, report},
+        testing::{constant_distribution, report},
     };
 
-    fn step(x: f64, output_throughput: f64) -> Step {
-        let latencies = Latencies { e2el: always(1000.0), ..report(0).latencies };
-        Step { x, run: RunReport { output_throughput, latencies, ..report(100) }, saturated: None }
+    fn step(x: f64, output_throughput: f64) -> SweepStep {
+        let latencies = Latencies { e2el: constant_distribution(1000.0), ..report(0).latencies };
+        SweepStep { x, run: RunReport { output_throughput, latencies, ..report(100) }, saturated: None }
     }
 
     /// A gain of 10 % for 1.5 times as many users corresponds to 11.7 % for 1.6 times as many.
@@ -112,7 +113,7 @@ mod tests {
         let samples = queue(&constant(1.15, 60));
         let of = |latency_ms| {
             let mut lowest = step(1.0, 1.0);
-            lowest.run.latencies.e2el = always(latency_ms);
+            lowest.run.latencies.e2el = constant_distribution(latency_ms);
             open_loop(&step(2.0, 1.0).run, &samples, &[lowest])
         };
         // 60 requests arrive in 51.3 s; in the last three quarters the wait grows by 5.77 s.

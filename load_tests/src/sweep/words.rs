@@ -2,7 +2,7 @@
 //!
 //! Invariant: texts only restate the verdicts of the steps.
 
-use super::{Step, Sweep, Unit};
+use super::{LoadUnit, Sweep, SweepStep};
 use crate::{
     measure::Stats,
     report::{
@@ -12,11 +12,11 @@ use crate::{
 };
 
 /// Describes the knee in a sentence.
-pub fn knee(sweep: &Sweep) -> String {
-    let name = |step: &Step| sweep.unit.name(step.x);
-    let beyond = |step: &Step| {
+pub fn describe_knee(sweep: &Sweep) -> String {
+    let name = |step: &SweepStep| sweep.unit.name(step.x);
+    let beyond = |step: &SweepStep| {
         let why = step.saturated.as_deref().unwrap_or("it is saturated");
-        format!("at {} it {}: {why}", name(step), sweep.unit.fate())
+        format!("at {} it {}: {why}", name(step), sweep.unit.saturation_verb())
     };
     let first_beyond = sweep.knee.map_or(0, |knee| knee + 1);
     match (sweep.knee.map(|knee| &sweep.steps[knee]), sweep.steps.get(first_beyond)) {
@@ -32,7 +32,7 @@ pub fn sections(sweep: &Sweep, title: &str) -> Vec<Section> {
     let points = sweep.steps.iter().map(|step| SweepPoint { x: step.x, run: step.run.clone() });
     let curves = Section::Sweep {
         title: title.into(),
-        text: knee(sweep),
+        text: describe_knee(sweep),
         x_label: sweep.unit.label().into(),
         points: points.collect(),
     };
@@ -47,23 +47,23 @@ pub fn sections(sweep: &Sweep, title: &str) -> Vec<Section> {
     vec![curves, table]
 }
 
-impl Unit {
+impl LoadUnit {
     fn label(self) -> &'static str {
         match self {
-            Unit::Rate => "requests per second",
-            Unit::Users => "users",
+            LoadUnit::Rate => "requests per second",
+            LoadUnit::Users => "users",
         }
     }
 
-    fn fate(self) -> &'static str {
+    fn saturation_verb(self) -> &'static str {
         match self {
-            Unit::Rate => "falls behind",
-            Unit::Users => "is saturated",
+            LoadUnit::Rate => "falls behind",
+            LoadUnit::Users => "is saturated",
         }
     }
 }
 
-fn columns(unit: Unit) -> Vec<String> {
+fn columns(unit: LoadUnit) -> Vec<String> {
     let measured = [
         "requests",
         "completed/s",
@@ -79,8 +79,8 @@ fn columns(unit: Unit) -> Vec<String> {
     [unit.label()].iter().chain(&measured).map(|column| column.to_string()).collect()
 }
 
-fn row(step: &Step) -> Vec<String> {
-    let Step { x, run, saturated } = step;
+fn row(step: &SweepStep) -> Vec<String> {
+    let SweepStep { x, run, saturated } = step;
     let of = |measure: &Option<Distribution>, figure: fn(&Stats) -> f64| {
         measure.as_ref().map_or("-".into(), |measure| format!("{:.1}", figure(&measure.stats)))
     };
@@ -103,13 +103,13 @@ fn row(step: &Step) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{always, report};
+    use crate::testing::{constant_distribution, report};
 
-    fn sweep(unit: Unit, steps: &[(f64, Option<&str>)], knee: Option<usize>) -> Sweep {
+    fn sweep(unit: LoadUnit, steps: &[(f64, Option<&str>)], knee: Option<usize>) -> Sweep {
         let step = |(x, why): &(f64, Option<&str>)| {
             let mut run = report(40);
-            run.latencies.ttft = always(12.34);
-            Step { x: *x, run, saturated: why.map(str::to_owned) }
+            run.latencies.ttft = constant_distribution(12.34);
+            SweepStep { x: *x, run, saturated: why.map(str::to_owned) }
         };
         Sweep { unit, steps: steps.iter().map(step).collect(), knee }
     }
@@ -117,7 +117,7 @@ mod tests {
     #[test]
     fn the_knee_is_told_in_words() {
         let steps = [(4.0, None), (8.0, None), (16.0, Some("TTFT grows by 0.41 s per second"))];
-        let describe = |steps: &[_], at| knee(&sweep(Unit::Rate, steps, at));
+        let describe = |steps: &[_], at| describe_knee(&sweep(LoadUnit::Rate, steps, at));
         assert_eq!(
             describe(&steps, Some(1)),
             "The server keeps up at 8/s; at 16/s it falls behind: TTFT grows by 0.41 s per second."
@@ -128,13 +128,13 @@ mod tests {
                 .starts_with("The server is saturated at the lowest step: at 16/s it falls")
         );
         assert_eq!(describe(&[], None), "No step completed.");
-        let users = knee(&sweep(Unit::Users, &[(1.0, None), (2.0, Some("it was"))], Some(0)));
+        let users = describe_knee(&sweep(LoadUnit::Users, &[(1.0, None), (2.0, Some("it was"))], Some(0)));
         assert_eq!(users, "The server keeps up at 1 user; at 2 users it is saturated: it was.");
     }
 
     #[test]
     fn every_step_is_a_point_and_a_row() {
-        let sections = sections(&sweep(Unit::Rate, &[(0.5, None), (1.0, Some("why"))], Some(0)), "Rates");
+        let sections = sections(&sweep(LoadUnit::Rate, &[(0.5, None), (1.0, Some("why"))], Some(0)), "Rates");
         let [Section::Sweep { points, x_label, .. }, Section::Table { columns, rows, .. }] = &sections[..]
         else {
             panic!("{sections:?}")

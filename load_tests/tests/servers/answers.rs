@@ -12,24 +12,24 @@ use std::{
 };
 
 use load_tests::{
-    plan::{lengths::Length, prompts::Prompts, requests::Endpoint, requests::Load},
-    run::{Settings, Target},
+    plan::{lengths::LengthDistribution, prompts::PromptSource, requests::Endpoint, requests::LoadSpec},
+    run::{RunSettings, Target},
     sample::{FailureKind, Outcome},
 };
 
 use super::support::{
-    DONE, HEAD, PATIENCE, TOKEN, all_completed, chunk, closed_port, good_answer, kinds, one_sample, page,
-    run_to_end, serve, serve_bytes, settings, stream,
+    DONE, HEAD, PATIENCE, TOKEN, all_completed, chunk, closed_port, failure_kinds, good_response, one_sample,
+    page, run_to_end, serve, serve_bytes, settings, stream,
 };
 
 #[test]
 fn a_good_server_completes_every_request_in_full() {
-    let address = serve_bytes(|asked| good_answer(&asked));
+    let address = serve_bytes(|asked| good_response(&asked));
     let record = run_to_end(&settings(address, 20));
     assert!(all_completed(&record), "{:?}", record.samples);
     assert_eq!((record.samples.len(), record.unsent), (20, 0));
     for (index, sample) in record.samples.iter().enumerate() {
-        assert_eq!((sample.index, sample.output_len), (index, sample.output_len_asked));
+        assert_eq!((sample.index, sample.output_len), (index, sample.requested_output_len));
         assert_eq!(sample.deliveries.len(), sample.output_len as usize);
         assert!(sample.deliveries.is_sorted());
         assert!(sample.sent <= sample.deliveries[0].at() && sample.deliveries[0].at() <= sample.ended);
@@ -41,7 +41,7 @@ fn a_good_server_completes_every_request_in_full() {
 fn a_request_says_what_it_wants_and_who_it_is() {
     let (seen, asked) = mpsc::channel();
     let address = serve(move |mut stream, asked| {
-        stream.write_all(good_answer(&asked).as_bytes()).unwrap();
+        stream.write_all(good_response(&asked).as_bytes()).unwrap();
         seen.send(asked).unwrap();
     });
     one_sample(&settings(address, 1));
@@ -128,9 +128,9 @@ fn a_chat_is_asked_for_as_one_and_its_thoughts_count() {
         seen.send(asked).unwrap();
     });
     let good = settings(address, 1);
-    let settings = Settings {
+    let settings = RunSettings {
         target: Target { endpoint: Endpoint::Chat, ..good.target },
-        load: Load { prompts: Prompts::Words, ..good.load },
+        load: LoadSpec { prompts: PromptSource::Words, ..good.load },
         ..good
     };
     let sample = one_sample(&settings);
@@ -168,7 +168,7 @@ fn broken_answers_are_counted_by_kind() {
         let bytes = answer.clone();
         let address = serve(move |mut stream, _| stream.write_all(bytes.as_bytes()).unwrap());
         let record = run_to_end(&settings(address, 2));
-        assert_eq!(kinds(&record), [kind; 2], "{answer:?}: {:?}", record.samples);
+        assert_eq!(failure_kinds(&record), [kind; 2], "{answer:?}: {:?}", record.samples);
         assert!(record.samples.iter().all(|s| s.output_len == tokens), "{answer:?}");
     }
 }
@@ -183,8 +183,8 @@ fn answers_that_never_end_are_given_up() {
             let _ = stream.read(&mut [0]);
         });
         let request_timeout = Duration::from_millis(60);
-        let record = run_to_end(&Settings { request_timeout, ..settings(address, 2) });
-        assert_eq!(kinds(&record), [FailureKind::Timeout; 2], "{begin:?}");
+        let record = run_to_end(&RunSettings { request_timeout, ..settings(address, 2) });
+        assert_eq!(failure_kinds(&record), [FailureKind::Timeout; 2], "{begin:?}");
         assert!(record.samples.iter().all(|s| s.ended - s.sent >= request_timeout));
     }
 }
@@ -196,7 +196,7 @@ fn a_server_that_never_pauses_does_not_outlast_the_deadline() {
         let tokens = chunk(TOKEN).repeat(1000);
         while stream.write_all(tokens.as_bytes()).is_ok() {}
     });
-    let sample = one_sample(&Settings { request_timeout: Duration::from_secs(1), ..settings(address, 1) });
+    let sample = one_sample(&RunSettings { request_timeout: Duration::from_secs(1), ..settings(address, 1) });
     assert!(matches!(&sample.outcome, Outcome::Failed(failure) if failure.kind == FailureKind::Timeout));
     assert!(sample.output_len > 0 && sample.deliveries.len() == sample.output_len as usize);
 }
@@ -221,7 +221,7 @@ fn clients_that_leave_really_leave_and_are_no_failures() {
 fn serve_after(refusals: usize, refusal: String) -> std::net::SocketAddr {
     let count = AtomicUsize::new(0);
     serve_bytes(move |asked| {
-        if count.fetch_add(1, Ordering::SeqCst) < refusals { refusal.clone() } else { good_answer(&asked) }
+        if count.fetch_add(1, Ordering::SeqCst) < refusals { refusal.clone() } else { good_response(&asked) }
     })
 }
 
@@ -229,7 +229,7 @@ fn serve_after(refusals: usize, refusal: String) -> std::net::SocketAddr {
 fn a_refusal_that_passes_is_asked_again_and_counted() {
     for status in ["503 X", "429 X"] {
         let busy = page(status, "retry-after: 0\r\n", "busy");
-        let sample = one_sample(&Settings { retries: 3, ..settings(serve_after(2, busy), 1) });
+        let sample = one_sample(&RunSettings { retries: 3, ..settings(serve_after(2, busy), 1) });
         assert_eq!((sample.outcome, sample.retries), (Outcome::Completed, 2), "{status}");
         assert!(sample.sent < sample.deliveries[0].at());
     }
@@ -239,7 +239,7 @@ fn a_refusal_that_passes_is_asked_again_and_counted() {
 fn a_refusal_that_stays_is_the_failure() {
     let refused = |status: &str, headers: &str, retries| {
         let address = serve_after(usize::MAX, page(status, headers, "no"));
-        let sample = one_sample(&Settings { retries, ..settings(address, 1) });
+        let sample = one_sample(&RunSettings { retries, ..settings(address, 1) });
         let Outcome::Failed(failure) = sample.outcome else { panic!("{:?}", sample.outcome) };
         assert_eq!(failure.message, "no");
         (failure.kind, sample.retries)
@@ -253,17 +253,17 @@ fn a_refusal_that_stays_is_the_failure() {
 
 #[test]
 fn a_closed_port_is_a_failure_to_connect_however_often_it_is_tried() {
-    let record = run_to_end(&Settings { retries: 1, ..settings(closed_port(), 3) });
-    assert_eq!(kinds(&record), [FailureKind::Connect; 3]);
+    let record = run_to_end(&RunSettings { retries: 1, ..settings(closed_port(), 3) });
+    assert_eq!(failure_kinds(&record), [FailureKind::Connect; 3]);
     assert!(record.samples.iter().all(|sample| sample.retries == 1));
 }
 
 #[test]
 fn an_answer_of_one_token_and_one_of_thousands_are_read_alike() {
     for tokens in [1, 5000] {
-        let address = serve_bytes(|asked| good_answer(&asked));
+        let address = serve_bytes(|asked| good_response(&asked));
         let mut settings = settings(address, 1);
-        settings.load.output = Some(Length::Fixed(tokens));
+        settings.load.output = Some(LengthDistribution::Fixed(tokens));
         let sample = one_sample(&settings);
         assert_eq!((sample.outcome, sample.output_len), (Outcome::Completed, tokens));
     }

@@ -15,8 +15,8 @@ use std::{
 };
 
 use load_tests::{
-    plan::lengths::Length,
-    run::{Connections, Settings, Target},
+    plan::lengths::LengthDistribution,
+    run::{Connections, RunSettings, Target},
     sample::{FailureKind, Outcome},
 };
 use rustls::{
@@ -26,8 +26,8 @@ use rustls::{
 };
 
 use super::support::{
-    DONE, HEAD, PATIENCE, TOKEN, all_completed, chunk, good_answer, kinds, one_sample, read_request,
-    run_to_end, serve, serve_connections, settings, users,
+    DONE, HEAD, PATIENCE, TOKEN, all_completed, chunk, failure_kinds, good_response, one_sample,
+    read_request, run_to_end, serve, serve_connections, settings, users,
 };
 
 /// Starts a server that counts its connections and closes each after `answers` responses; the next request is
@@ -39,15 +39,15 @@ fn serve_counted(answers: usize) -> (SocketAddr, Arc<AtomicUsize>) {
         counted.fetch_add(1, SeqCst);
         for _ in 0..answers {
             let Some(asked) = read_request(&stream) else { return };
-            stream.write_all(good_answer(&asked).as_bytes()).unwrap();
+            stream.write_all(good_response(&asked).as_bytes()).unwrap();
         }
         read_request(&stream);
     });
     (address, count)
 }
 
-fn run_one_user(address: SocketAddr, connections: Connections) -> load_tests::run::Record {
-    run_to_end(&Settings { arrivals: users(1), connections, ..settings(address, 10) })
+fn run_one_user(address: SocketAddr, connections: Connections) -> load_tests::run::RunRecord {
+    run_to_end(&RunSettings { arrivals: users(1), connections, ..settings(address, 10) })
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn a_connection_closed_under_the_client_costs_no_failure() {
     // Each connection reads its second request and closes without a response: the worst case.
     let (address, count) = serve_counted(1);
     let record = run_one_user(address, Connections::Reused);
-    assert!(all_completed(&record), "{:?}", kinds(&record));
+    assert!(all_completed(&record), "{:?}", failure_kinds(&record));
     assert!(record.samples.iter().all(|sample| sample.retries == 0));
     assert_eq!(count.load(SeqCst), 10);
 }
@@ -73,7 +73,7 @@ fn a_connection_closed_under_the_client_costs_no_failure() {
 fn a_fresh_connection_closed_without_a_word_is_a_failure() {
     let (address, count) = serve_counted(0);
     let record = run_one_user(address, Connections::Reused);
-    assert_eq!(kinds(&record), [FailureKind::EarlyClose; 10]);
+    assert_eq!(failure_kinds(&record), [FailureKind::EarlyClose; 10]);
     assert_eq!(count.load(SeqCst), 10);
 }
 
@@ -112,9 +112,9 @@ fn a_slow_reader_reads_slowly_and_its_server_feels_it() {
 fn a_slow_reader_has_its_whole_answer_in_the_end() {
     for connections in [Connections::New, Connections::Reused] {
         let (address, _) = serve_counted(100);
-        let mut slow = Settings { connections, ..settings(address, 2) };
+        let mut slow = RunSettings { connections, ..settings(address, 2) };
         (slow.load.slow_share, slow.load.slow_rate) = (1.0, 20_000);
-        slow.load.output = Some(Length::Fixed(30));
+        slow.load.output = Some(LengthDistribution::Fixed(30));
         let record = run_to_end(&slow);
         assert!(all_completed(&record));
         let answer = 30 * chunk(TOKEN).len();
@@ -148,25 +148,25 @@ fn serve_tls(name: &str, talk: impl Fn(TlsStream) + Send + Sync + 'static) -> (S
 
 fn answer_all(mut stream: TlsStream) {
     while let Some(asked) = read_request(&mut stream) {
-        stream.write_all(good_answer(&asked).as_bytes()).unwrap();
+        stream.write_all(good_response(&asked).as_bytes()).unwrap();
         stream.flush().unwrap();
     }
 }
 
-fn tls_settings(address: SocketAddr, ca: Option<PathBuf>) -> Settings {
+fn tls_settings(address: SocketAddr, ca: Option<PathBuf>) -> RunSettings {
     let plain = settings(address, 3);
-    Settings { target: Target { url: format!("https://{address}"), ca, ..plain.target }, ..plain }
+    RunSettings { target: Target { url: format!("https://{address}"), ca, ..plain.target }, ..plain }
 }
 
 #[test]
 fn a_certificate_is_taken_when_the_file_vouches_for_it_and_refused_otherwise() {
     let (address, file) = serve_tls("trusted", answer_all);
     for connections in [Connections::New, Connections::Reused] {
-        let record = run_to_end(&Settings { connections, ..tls_settings(address, Some(file.clone())) });
+        let record = run_to_end(&RunSettings { connections, ..tls_settings(address, Some(file.clone())) });
         assert!(all_completed(&record), "{:?}", record.samples);
     }
     let record = run_to_end(&tls_settings(address, None));
-    assert_eq!(kinds(&record), [FailureKind::Tls; 3]);
+    assert_eq!(failure_kinds(&record), [FailureKind::Tls; 3]);
     std::fs::remove_file(file).unwrap();
 }
 
@@ -180,7 +180,7 @@ fn an_answer_that_ends_by_closing_needs_its_mark_but_no_goodbye_of_tls() {
             stream.flush().unwrap();
         });
         let record = run_to_end(&tls_settings(address, Some(file.clone())));
-        assert_eq!(kinds(&record), expected);
+        assert_eq!(failure_kinds(&record), expected);
         assert!(record.samples.iter().all(|sample| sample.output_len == 1));
         std::fs::remove_file(file).unwrap();
     }
@@ -193,7 +193,7 @@ fn a_server_without_tls_is_no_tls_session() {
         stream.write_all(b"HTTP/1.1 400 X\r\n\r\n").unwrap();
     });
     let record = run_to_end(&tls_settings(address, None));
-    assert_eq!(kinds(&record), [FailureKind::Tls; 3]);
+    assert_eq!(failure_kinds(&record), [FailureKind::Tls; 3]);
     assert!(record.samples.iter().all(|s| matches!(&s.outcome, Outcome::Failed(_)) && s.retries == 0));
 }
 

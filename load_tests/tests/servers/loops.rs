@@ -16,23 +16,23 @@ use std::{
 
 use load_tests::{
     plan::arrivals::Arrivals,
-    run::{Connections, Progress, Settings, run},
+    run::{Connections, Progress, RunSettings, run},
     sample::{FailureKind, Outcome},
 };
 
 use super::support::{
-    HEAD, PATIENCE, TOKEN, all_completed, chunk, constant, good_answer, kinds, listen, page, read_request,
-    run_to_end, serve, serve_bytes, settings, users,
+    HEAD, PATIENCE, TOKEN, all_completed, chunk, constant, failure_kinds, good_response, listen, page,
+    read_request, run_to_end, serve, serve_bytes, settings, users,
 };
 
 /// Responds to `count` requests only after all have arrived.
-fn serve_once_all_are_there(count: usize) -> SocketAddr {
+fn serve_when_all_arrived(count: usize) -> SocketAddr {
     let (listener, address) = listen();
     thread::spawn(move || {
         let streams: Vec<TcpStream> = listener.incoming().take(count).map(Result::unwrap).collect();
         for mut stream in streams {
             let asked = read_request(&stream).unwrap();
-            stream.write_all(good_answer(&asked).as_bytes()).unwrap();
+            stream.write_all(good_response(&asked).as_bytes()).unwrap();
         }
     });
     address
@@ -48,7 +48,7 @@ fn serve_in_groups(count: usize) -> (SocketAddr, Arc<AtomicUsize>) {
         group.wait();
         // Decremented before the response, after which the next request may arrive.
         now.fetch_sub(1, SeqCst);
-        good_answer(&asked)
+        good_response(&asked)
     });
     (address, most)
 }
@@ -57,8 +57,8 @@ fn serve_in_groups(count: usize) -> (SocketAddr, Arc<AtomicUsize>) {
 fn more_requests_are_in_flight_than_a_connection_pool_would_hold() {
     const REQUESTS: usize = 120;
     for connections in [Connections::New, Connections::Reused] {
-        let address = serve_once_all_are_there(REQUESTS);
-        let record = run_to_end(&Settings { connections, ..settings(address, REQUESTS) });
+        let address = serve_when_all_arrived(REQUESTS);
+        let record = run_to_end(&RunSettings { connections, ..settings(address, REQUESTS) });
         assert!(all_completed(&record));
         let last_sent = record.samples.iter().map(|s| s.sent).max().unwrap();
         assert!(
@@ -73,8 +73,8 @@ fn a_stalled_server_shows_because_latency_counts_from_when_it_was_due() {
     const REQUESTS: u32 = 20;
     let gap = Duration::from_millis(5);
     // A client that waited for a response before sending the next request would never send the last one.
-    let address = serve_once_all_are_there(REQUESTS as usize);
-    let settings = Settings { arrivals: constant(gap), ..settings(address, REQUESTS as usize) };
+    let address = serve_when_all_arrived(REQUESTS as usize);
+    let settings = RunSettings { arrivals: constant(gap), ..settings(address, REQUESTS as usize) };
     let record = run_to_end(&settings);
     assert!(all_completed(&record));
     for (index, sample) in (0..REQUESTS).zip(&record.samples) {
@@ -96,33 +96,33 @@ fn serve_silence() -> SocketAddr {
 fn the_run_ends_at_its_limit() {
     let time_limit = Duration::from_millis(100);
     let arrivals = constant(Duration::from_millis(40));
-    let record = run_to_end(&Settings { time_limit, arrivals, ..settings(serve_silence(), 1000) });
+    let record = run_to_end(&RunSettings { time_limit, arrivals, ..settings(serve_silence(), 1000) });
     assert!(record.samples.len() <= 3, "nothing is due between 100 and 120 ms");
     assert_eq!(record.samples.len() + record.unsent, 1000);
-    assert_eq!(kinds(&record), vec![FailureKind::TimeLimit; record.samples.len()]);
+    assert_eq!(failure_kinds(&record), vec![FailureKind::TimeLimit; record.samples.len()]);
 }
 
 #[test]
 fn what_waits_for_others_at_the_limit_is_never_sent() {
     let time_limit = Duration::from_millis(50);
-    let limited = Settings { time_limit, workers: 1, ..settings(serve_silence(), 5) };
+    let limited = RunSettings { time_limit, workers: 1, ..settings(serve_silence(), 5) };
     for settings in [
-        Settings { max_concurrency: Some(1), ..limited.clone() },
-        Settings { max_concurrency: Some(1), arrivals: users(3), ..limited.clone() },
-        Settings { arrivals: users(1), ..limited },
+        RunSettings { max_concurrency: Some(1), ..limited.clone() },
+        RunSettings { max_concurrency: Some(1), arrivals: users(3), ..limited.clone() },
+        RunSettings { arrivals: users(1), ..limited },
     ] {
         let record = run_to_end(&settings);
         assert!(record.samples.len() <= 1, "{:?}", record.samples);
         assert_eq!(record.samples.len() + record.unsent, 5);
-        assert_eq!(kinds(&record), vec![FailureKind::TimeLimit; record.samples.len()]);
+        assert_eq!(failure_kinds(&record), vec![FailureKind::TimeLimit; record.samples.len()]);
     }
 }
 
 #[test]
 fn a_run_with_nothing_more_due_before_its_limit_does_not_wait_for_it() {
-    let address = serve_bytes(|asked| good_answer(&asked));
+    let address = serve_bytes(|asked| good_response(&asked));
     let begin = Instant::now();
-    let record = run_to_end(&Settings { arrivals: constant(PATIENCE * 2), ..settings(address, 2) });
+    let record = run_to_end(&RunSettings { arrivals: constant(PATIENCE * 2), ..settings(address, 2) });
     assert!(all_completed(&record) && begin.elapsed() < PATIENCE);
     assert_eq!((record.samples.len(), record.unsent), (1, 1));
 }
@@ -133,7 +133,7 @@ fn users_begin_together_and_none_has_two_requests_in_flight() {
     for workers in [1, 2] {
         // With fewer than all users in flight, the server would never respond.
         let (address, most) = serve_in_groups(USERS);
-        let record = run_to_end(&Settings { arrivals: users(USERS), workers, ..settings(address, 12) });
+        let record = run_to_end(&RunSettings { arrivals: users(USERS), workers, ..settings(address, 12) });
         assert!(all_completed(&record), "{:?}", record.samples);
         assert_eq!((record.samples.len(), record.unsent), (12, 0));
         assert_eq!(most.load(SeqCst), USERS);
@@ -144,10 +144,10 @@ fn users_begin_together_and_none_has_two_requests_in_flight() {
 
 #[test]
 fn a_user_thinks_from_the_end_of_one_answer_to_the_next_request() {
-    let address = serve_bytes(|asked| good_answer(&asked));
+    let address = serve_bytes(|asked| good_response(&asked));
     let think = Duration::from_millis(5);
     let arrivals = Arrivals::Users { count: 1, think };
-    let record = run_to_end(&Settings { arrivals, ..settings(address, 4) });
+    let record = run_to_end(&RunSettings { arrivals, ..settings(address, 4) });
     for pair in record.samples.windows(2) {
         assert_eq!(pair[1].scheduled, pair[0].ended + think);
         assert!(pair[1].sent >= pair[1].scheduled);
@@ -156,8 +156,8 @@ fn a_user_thinks_from_the_end_of_one_answer_to_the_next_request() {
 
 #[test]
 fn more_users_than_requests_send_each_request_once() {
-    let address = serve_bytes(|asked| good_answer(&asked));
-    let record = run_to_end(&Settings { arrivals: users(10), ..settings(address, 4) });
+    let address = serve_bytes(|asked| good_response(&asked));
+    let record = run_to_end(&RunSettings { arrivals: users(10), ..settings(address, 4) });
     assert!(all_completed(&record));
     assert_eq!(record.samples.iter().map(|s| s.index).collect::<Vec<_>>(), [0, 1, 2, 3]);
 }
@@ -165,7 +165,7 @@ fn more_users_than_requests_send_each_request_once() {
 #[test]
 fn a_limit_on_what_is_in_flight_holds_for_users_too() {
     let (address, most) = serve_in_groups(3);
-    let limited = Settings { max_concurrency: Some(3), arrivals: users(6), ..settings(address, 12) };
+    let limited = RunSettings { max_concurrency: Some(3), arrivals: users(6), ..settings(address, 12) };
     assert!(all_completed(&run_to_end(&limited)));
     assert_eq!(most.load(SeqCst), 3);
 }
@@ -173,7 +173,7 @@ fn a_limit_on_what_is_in_flight_holds_for_users_too() {
 #[test]
 fn a_limit_on_what_is_in_flight_holds_over_all_workers_and_its_wait_counts() {
     let (address, most) = serve_in_groups(3);
-    let record = run_to_end(&Settings { max_concurrency: Some(3), ..settings(address, 12) });
+    let record = run_to_end(&RunSettings { max_concurrency: Some(3), ..settings(address, 12) });
     assert!(all_completed(&record));
     assert_eq!(most.load(SeqCst), 3);
     assert!(record.samples.iter().all(|s| s.scheduled == Duration::ZERO));
@@ -190,8 +190,8 @@ fn a_limit_on_what_is_in_flight_holds_over_all_workers_and_its_wait_counts() {
 fn stop_after(
     requests: usize,
     begin: String,
-    change: impl Fn(Settings) -> Settings,
-) -> load_tests::run::Record {
+    change: impl Fn(RunSettings) -> RunSettings,
+) -> load_tests::run::RunRecord {
     let (seen, came) = mpsc::channel();
     let address = serve(move |mut stream, _| {
         stream.write_all(begin.as_bytes()).unwrap();
@@ -212,21 +212,21 @@ fn stop_after(
 fn a_stopped_run_ends_with_everything_hanging() {
     let begun = format!("{HEAD}{}", chunk(TOKEN));
     for begin in ["", "HTTP/1.1 200", &begun] {
-        let record = stop_after(2, begin.into(), |settings| Settings { arrivals: users(2), ..settings });
-        assert_eq!(kinds(&record), [FailureKind::Interrupted; 2], "{begin:?}");
+        let record = stop_after(2, begin.into(), |settings| RunSettings { arrivals: users(2), ..settings });
+        assert_eq!(failure_kinds(&record), [FailureKind::Interrupted; 2], "{begin:?}");
         assert_eq!(record.unsent, 8);
     }
 }
 
 #[test]
 fn a_stopped_run_sends_nothing_more_whatever_it_waits_for() {
-    let waits: [fn(Settings) -> Settings; 2] = [
-        |settings| Settings { max_concurrency: Some(1), workers: 1, ..settings },
-        |settings| Settings { arrivals: constant(PATIENCE / 2), ..settings },
+    let waits: [fn(RunSettings) -> RunSettings; 2] = [
+        |settings| RunSettings { max_concurrency: Some(1), workers: 1, ..settings },
+        |settings| RunSettings { arrivals: constant(PATIENCE / 2), ..settings },
     ];
     for wait in waits {
         let record = stop_after(1, String::new(), wait);
-        assert_eq!(kinds(&record), [FailureKind::Interrupted]);
+        assert_eq!(failure_kinds(&record), [FailureKind::Interrupted]);
         assert_eq!((record.samples[0].index, record.unsent), (0, 9));
     }
 }
@@ -238,7 +238,7 @@ fn a_pause_before_another_try_is_cut_short_by_the_end_of_the_run() {
         seen.send(()).unwrap();
         page("503 X", "retry-after: 30\r\n", "")
     });
-    let settings = Settings { retries: 1, ..settings(address, 1) };
+    let settings = RunSettings { retries: 1, ..settings(address, 1) };
     let progress = &Progress::default();
     let record = thread::scope(|scope| {
         scope.spawn(move || {
@@ -247,13 +247,13 @@ fn a_pause_before_another_try_is_cut_short_by_the_end_of_the_run() {
         });
         run(&settings, progress).unwrap()
     });
-    assert_eq!(kinds(&record), [FailureKind::Interrupted]);
+    assert_eq!(failure_kinds(&record), [FailureKind::Interrupted]);
 }
 
 #[test]
 fn the_watcher_sees_the_counts_of_the_run() {
     let address = serve_bytes(|asked| {
-        let text = good_answer(&asked);
+        let text = good_response(&asked);
         if asked.json()["max_tokens"] == 3 { page("500 X", "", "") } else { text }
     });
     let progress = Progress::default();

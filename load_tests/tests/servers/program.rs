@@ -44,7 +44,7 @@ fn run(address: SocketAddr, args: &[&str]) -> Output {
     program(&common).args(args).output().unwrap()
 }
 
-fn said(output: &Output) -> String {
+fn output_text(output: &Output) -> String {
     String::from_utf8_lossy(&[&output.stdout[..], &output.stderr].concat()).into_owned()
 }
 
@@ -52,7 +52,7 @@ fn said(output: &Output) -> String {
 fn a_run_is_written_in_every_form_and_read_again() {
     let address = serve_bytes(|asked| match asked.line().starts_with("get") {
         true => page("200 OK", "", r#"{"data":[{"id":"tiny"}]}"#),
-        false => good_answer(&asked),
+        false => good_response(&asked),
     });
     let folder = Folder::new("forms");
     let names =
@@ -62,8 +62,8 @@ fn a_run_is_written_in_every_form_and_read_again() {
         ["--json", json, "--csv", csv, "--csv-tokens", tokens, "--csv-progress", progress, "--html", html];
     let output =
         run(address, &[&files[..], &["--detailed", "--label", "ours", "--goodput", "ttft:60000"]].concat());
-    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
-    assert!(said(&output).contains("5 completed, 0 failed"), "{}", said(&output));
+    assert_eq!(output.status.code(), Some(0), "{}", output_text(&output));
+    assert!(output_text(&output).contains("5 completed, 0 failed"), "{}", output_text(&output));
     let report: Value = serde_json::from_slice(&fs::read(json).unwrap()).unwrap();
     assert_eq!((&report["model_id"], &report["completed"]), (&"tiny".into(), &5.into()));
     assert_eq!(report["total_output_tokens"], 20);
@@ -77,7 +77,7 @@ fn a_run_is_written_in_every_form_and_read_again() {
     );
     assert!(fs::read_to_string(html).unwrap().contains("ours"));
     let merged = program(&["report", json, json, "--html", both]).output().unwrap();
-    assert_eq!(merged.status.code(), Some(0), "{}", said(&merged));
+    assert_eq!(merged.status.code(), Some(0), "{}", output_text(&merged));
     assert!(fs::read_to_string(both).unwrap().contains("Side by side"));
 }
 
@@ -85,8 +85,12 @@ fn a_run_is_written_in_every_form_and_read_again() {
 fn failed_requests_are_told_by_the_code_and_in_words() {
     let address = serve_bytes(|_| page("500 X", "", "oops"));
     let output = run(address, &["--model", "m"]);
-    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
-    assert!(said(&output).contains("status 500") && said(&output).contains("oops"), "{}", said(&output));
+    assert_eq!(output.status.code(), Some(1), "{}", output_text(&output));
+    assert!(
+        output_text(&output).contains("status 500") && output_text(&output).contains("oops"),
+        "{}",
+        output_text(&output)
+    );
 }
 
 #[test]
@@ -102,27 +106,27 @@ fn what_cannot_be_run_has_a_code_of_its_own() {
         (&["--no-such-flag"], "--no-such-flag"),
     ] {
         let output = run(closed_port(), args);
-        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", said(&output));
-        assert!(said(&output).contains(named), "{args:?}: {}", said(&output));
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", output_text(&output));
+        assert!(output_text(&output).contains(named), "{args:?}: {}", output_text(&output));
     }
     let garbage = folder.file("garbage.json");
     fs::write(&garbage, "[1]").unwrap();
     let output = program(&["report", &garbage, "--html", &folder.file("x.html")]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    assert!(said(&output).contains("garbage.json"), "{}", said(&output));
+    assert!(output_text(&output).contains("garbage.json"), "{}", output_text(&output));
 }
 
 #[test]
 fn a_sweep_names_its_knee() {
-    let address = serve_bytes(|asked| good_answer(&asked));
+    let address = serve_bytes(|asked| good_response(&asked));
     let folder = Folder::new("sweep");
     let (url, json, html) = (format!("http://{address}"), folder.file("json"), folder.file("html"));
     let load =
         ["--model", "m", "--output-tokens", "2", "--metrics-url", "none", "--users", "1,2", "--step", "10"];
     let output =
         program(&["sweep", "--url", &url, "--json", &json, "--html", &html]).args(load).output().unwrap();
-    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    assert_eq!(output.status.code(), Some(0), "{}", output_text(&output));
     let steps: Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
     assert!(steps.as_array().unwrap().iter().all(|step| step["completed"] == 10), "{steps}");
-    assert!(said(&output).contains("1 user"), "{}", said(&output));
+    assert!(output_text(&output).contains("1 user"), "{}", output_text(&output));
 }

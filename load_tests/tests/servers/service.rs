@@ -9,21 +9,21 @@ use std::{
 };
 
 use load_tests::{
-    plan::requests::Load,
-    run::{Progress, Settings, Target, run},
+    plan::requests::LoadSpec,
+    run::{Progress, RunSettings, Target, run},
     sample::{FailureKind, Outcome},
 };
 
 use super::support::{
-    Asked, all_completed, closed_port, good_answer, kinds, one_sample, page, run_to_end, serve_bytes,
-    settings, stream, users, with_keys,
+    ReceivedRequest, all_completed, closed_port, failure_kinds, good_response, one_sample, page, run_to_end,
+    serve_bytes, settings, stream, users, with_keys,
 };
 
 const MODELS: &str =
     "{\"object\":\"list\",\"data\":[{\"id\":\"tiny\",\"object\":\"model\"},{\"id\":\"other\"}]}";
 
 /// Serves every request that a run may send, and records them. Its metrics count the requests so far.
-fn serve_service() -> (SocketAddr, Arc<Mutex<Vec<Asked>>>) {
+fn serve_service() -> (SocketAddr, Arc<Mutex<Vec<ReceivedRequest>>>) {
     let log = Arc::new(Mutex::new(Vec::new()));
     let kept = Arc::clone(&log);
     let address = serve_bytes(move |asked| {
@@ -32,26 +32,26 @@ fn serve_service() -> (SocketAddr, Arc<Mutex<Vec<Asked>>>) {
         match asked.line() {
             line if line.contains("/v1/models") => page("200 OK", "", MODELS),
             line if line.contains("/metrics") => page("200 OK", "", &format!("asked {}\n", log.len())),
-            _ => good_answer(&asked),
+            _ => good_response(&asked),
         }
     });
     (address, kept)
 }
 
-fn lines(log: &Mutex<Vec<Asked>>) -> Vec<String> {
+fn lines(log: &Mutex<Vec<ReceivedRequest>>) -> Vec<String> {
     log.lock().unwrap().iter().map(|asked| asked.line().trim_end_matches(" http/1.1").to_string()).collect()
 }
 
 /// Returns `settings` with a changed target.
-fn aimed(settings: Settings, change: impl Fn(Target) -> Target) -> Settings {
-    Settings { target: change(settings.target), ..settings }
+fn with_target(settings: RunSettings, change: impl Fn(Target) -> Target) -> RunSettings {
+    RunSettings { target: change(settings.target), ..settings }
 }
 
 #[test]
 fn the_server_is_asked_for_its_model_under_the_prefix_of_its_url_with_the_key() {
     let (address, log) = serve_service();
     let url = format!("http://{address}/a/b/");
-    let settings = aimed(with_keys(settings(address, 1), &["sesame"]), |target| Target {
+    let settings = with_target(with_keys(settings(address, 1), &["sesame"]), |target| Target {
         url: url.clone(),
         models: Vec::new(),
         ..target
@@ -87,18 +87,18 @@ fn models_and_keys_are_spread_over_the_requests() {
 #[test]
 fn no_key_is_ever_shown() {
     // The server echoes the key, as some servers do.
-    let echo = |asked: &Asked| format!("who is {}?", asked.header("authorization").unwrap());
+    let echo = |asked: &ReceivedRequest| format!("who is {}?", asked.header("authorization").unwrap());
     let address = serve_bytes(move |asked| page("401 X", "", &echo(&asked)));
     let good = with_keys(settings(address, 2), &["sk-hunter2"]);
     let mut shown = format!("{good:?}");
     let record = run_to_end(&good);
-    assert_eq!(kinds(&record), [FailureKind::Status(401); 2]);
+    assert_eq!(failure_kinds(&record), [FailureKind::Status(401); 2]);
     shown += &format!("{record:?}");
     assert!(shown.contains("who is bearer [key]?"), "{shown}");
     let address = serve_bytes(move |asked| stream(&format!("data: {{\"error\":\"{}\"}}\n\n", echo(&asked))));
     let within = run_to_end(&with_keys(settings(address, 1), &["sk-hunter2"]));
     shown += &format!("{within:?}");
-    let asking = aimed(good.clone(), |target| Target { models: Vec::new(), ..target });
+    let asking = with_target(good.clone(), |target| Target { models: Vec::new(), ..target });
     shown += &format!("{:#}", run(&asking, &Progress::default()).unwrap_err());
     let impossible = with_keys(settings(address, 1), &["fine", "sk-hunter2\n"]);
     let error = format!("{:#}", run(&impossible, &Progress::default()).unwrap_err());
@@ -111,8 +111,9 @@ fn no_key_is_ever_shown() {
 fn metrics_are_read_before_the_run_and_after_it() {
     let (address, log) = serve_service();
     let url = format!("http://{address}/metrics");
-    let settings = aimed(settings(address, 2), |target| Target { metrics_url: Some(url.clone()), ..target });
-    let (before, after) = run_to_end(&Settings { warmups: 1, ..settings }).server.unwrap();
+    let settings =
+        with_target(settings(address, 2), |target| Target { metrics_url: Some(url.clone()), ..target });
+    let (before, after) = run_to_end(&RunSettings { warmups: 1, ..settings }).server.unwrap();
     assert_eq!((before.text.as_str(), after.text.as_str()), ("asked 2\n", "asked 5\n"));
     assert_eq!(lines(&log)[1], "get /metrics");
 }
@@ -123,7 +124,7 @@ fn a_key_is_not_shown_to_whoever_has_the_metrics() {
     let (elsewhere, log) = serve_service();
     let url = format!("http://{elsewhere}/metrics");
     let settings = with_keys(settings(address, 1), &["sesame"]);
-    run_to_end(&aimed(settings, |target| Target { metrics_url: Some(url.clone()), ..target }));
+    run_to_end(&with_target(settings, |target| Target { metrics_url: Some(url.clone()), ..target }));
     let log = log.lock().unwrap();
     assert_eq!(log.len(), 2);
     assert!(log.iter().all(|asked| asked.header("authorization").is_none()));
@@ -133,10 +134,10 @@ fn a_key_is_not_shown_to_whoever_has_the_metrics() {
 fn metrics_that_cannot_be_read_are_none_and_no_failure() {
     let missing = serve_bytes(|_| page("404 X", "", "no"));
     for other in [missing, closed_port()] {
-        let address = serve_bytes(|asked| good_answer(&asked));
+        let address = serve_bytes(|asked| good_response(&asked));
         let url = format!("http://{other}/metrics");
         let settings =
-            aimed(settings(address, 1), |target| Target { metrics_url: Some(url.clone()), ..target });
+            with_target(settings(address, 1), |target| Target { metrics_url: Some(url.clone()), ..target });
         let record = run_to_end(&settings);
         assert!(record.server.is_none() && all_completed(&record));
     }
@@ -145,7 +146,7 @@ fn metrics_that_cannot_be_read_are_none_and_no_failure() {
 #[test]
 fn warm_ups_come_first_one_by_one_with_other_prompts_and_do_not_count() {
     let (address, log) = serve_service();
-    let record = run_to_end(&Settings { warmups: 3, arrivals: users(1), ..settings(address, 2) });
+    let record = run_to_end(&RunSettings { warmups: 3, arrivals: users(1), ..settings(address, 2) });
     assert_eq!((record.samples.len(), record.unsent), (2, 0));
     assert!(record.samples.iter().all(|s| s.retries == 0 && s.outcome == Outcome::Completed));
     let prompts: Vec<_> = log.lock().unwrap().iter().map(|asked| asked.json()["prompt"].clone()).collect();
@@ -156,25 +157,25 @@ fn warm_ups_come_first_one_by_one_with_other_prompts_and_do_not_count() {
 #[test]
 fn a_warm_up_that_fails_says_what_failed() {
     let address = serve_bytes(|_| page("500 X", "", "oops"));
-    let error = run(&Settings { warmups: 2, ..settings(address, 1) }, &Progress::default()).unwrap_err();
+    let error = run(&RunSettings { warmups: 2, ..settings(address, 1) }, &Progress::default()).unwrap_err();
     assert_eq!(error.to_string(), "warm-up 1 of 2 failed: status 500: oops");
 }
 
 #[test]
 fn a_run_that_cannot_begin_says_why() {
-    let failing = |change: &dyn Fn(Settings) -> Settings| {
+    let failing = |change: &dyn Fn(RunSettings) -> RunSettings| {
         let settings = change(settings(closed_port(), 1));
         format!("{:#}", run(&settings, &Progress::default()).unwrap_err())
     };
-    let asking = failing(&|s| aimed(s, |target| Target { models: Vec::new(), ..target }));
+    let asking = failing(&|s| with_target(s, |target| Target { models: Vec::new(), ..target }));
     assert!(asking.contains("/v1/models") && asking.contains("connect"), "{asking}");
-    let scheme = failing(&|s| aimed(s, |target| Target { url: "ftp://h".into(), ..target }));
+    let scheme = failing(&|s| with_target(s, |target| Target { url: "ftp://h".into(), ..target }));
     assert!(scheme.contains("the server's URL") && scheme.contains("ftp"), "{scheme}");
-    let metrics = failing(&|s| aimed(s, |target| Target { metrics_url: Some("x".into()), ..target }));
+    let metrics = failing(&|s| with_target(s, |target| Target { metrics_url: Some("x".into()), ..target }));
     assert!(metrics.contains("the metrics URL"), "{metrics}");
-    let load = failing(&|s| Settings { load: Load { temperature: -1.0, ..s.load }, ..s });
+    let load = failing(&|s| RunSettings { load: LoadSpec { temperature: -1.0, ..s.load }, ..s });
     assert!(load.contains("temperature"), "{load}");
-    let models = failing(&|s| Settings { load: Load { models: 2, ..s.load }, ..s });
+    let models = failing(&|s| RunSettings { load: LoadSpec { models: 2, ..s.load }, ..s });
     assert!(models.contains("2 models"), "{models}");
 }
 
@@ -188,7 +189,7 @@ fn lists_that_name_no_model_are_refused() {
         (cut, 50, "no response after 50ms"),
     ] {
         let address = serve_bytes(move |_| answer.clone());
-        let mut asking = aimed(settings(address, 1), |target| Target { models: Vec::new(), ..target });
+        let mut asking = with_target(settings(address, 1), |target| Target { models: Vec::new(), ..target });
         asking.request_timeout = Duration::from_millis(timeout_ms);
         let error = format!("{:#}", run(&asking, &Progress::default()).unwrap_err());
         assert!(error.contains(expected), "{error}");
@@ -198,9 +199,9 @@ fn lists_that_name_no_model_are_refused() {
 #[test]
 fn a_server_that_asks_for_a_key_is_told_apart() {
     let address = serve_bytes(|asked| match asked.header("authorization") {
-        Some("bearer right") => good_answer(&asked),
+        Some("bearer right") => good_response(&asked),
         _ => page("401 X", "", ""),
     });
     assert_eq!(one_sample(&with_keys(settings(address, 1), &["right"])).outcome, Outcome::Completed);
-    assert_eq!(kinds(&run_to_end(&settings(address, 1))), [FailureKind::Status(401)]);
+    assert_eq!(failure_kinds(&run_to_end(&settings(address, 1))), [FailureKind::Status(401)]);
 }

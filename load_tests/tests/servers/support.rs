@@ -13,11 +13,11 @@ use std::{
 use load_tests::{
     plan::{
         arrivals::Arrivals,
-        lengths::Length,
-        prompts::Prompts,
-        requests::{Endpoint, Load},
+        lengths::LengthDistribution,
+        prompts::PromptSource,
+        requests::{Endpoint, LoadSpec},
     },
-    run::{Connections, Progress, Record, Secret, Settings, Target, run},
+    run::{Connections, Progress, RunRecord, RunSettings, Secret, Target, run},
     sample::{FailureKind, Outcome, Sample},
 };
 
@@ -32,13 +32,13 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A received request.
 #[derive(Clone, Debug)]
-pub struct Asked {
+pub struct ReceivedRequest {
     /// The request line and the headers, in lower case.
     pub head: Vec<String>,
     pub body: String,
 }
 
-impl Asked {
+impl ReceivedRequest {
     /// Returns the request line in lower case.
     pub fn line(&self) -> &str {
         &self.head[0]
@@ -83,7 +83,7 @@ pub fn serve_connections(talk: impl Fn(TcpStream) + Send + Sync + 'static) -> So
 }
 
 /// Handles one request per connection with `answer` and closes the connection.
-pub fn serve(answer: impl Fn(TcpStream, Asked) + Send + Sync + 'static) -> SocketAddr {
+pub fn serve(answer: impl Fn(TcpStream, ReceivedRequest) + Send + Sync + 'static) -> SocketAddr {
     serve_connections(move |stream| {
         if let Some(asked) = read_request(&stream) {
             answer(stream, asked);
@@ -92,7 +92,7 @@ pub fn serve(answer: impl Fn(TcpStream, Asked) + Send + Sync + 'static) -> Socke
 }
 
 /// Responds to every request with the bytes returned by `answer`, and keeps connections open.
-pub fn serve_bytes(answer: impl Fn(Asked) -> String + Send + Sync + 'static) -> SocketAddr {
+pub fn serve_bytes(answer: impl Fn(ReceivedRequest) -> String + Send + Sync + 'static) -> SocketAddr {
     serve_connections(move |mut stream| {
         while let Some(asked) = read_request(&stream) {
             if stream.write_all(answer(asked).as_bytes()).is_err() {
@@ -103,7 +103,7 @@ pub fn serve_bytes(answer: impl Fn(Asked) -> String + Send + Sync + 'static) -> 
 }
 
 /// Reads the next request of a connection. Returns `None` if the client has closed it.
-pub fn read_request(stream: impl Read) -> Option<Asked> {
+pub fn read_request(stream: impl Read) -> Option<ReceivedRequest> {
     let mut reader = BufReader::new(stream);
     let (mut head, mut length) = (Vec::new(), 0);
     loop {
@@ -122,7 +122,7 @@ pub fn read_request(stream: impl Read) -> Option<Asked> {
     }
     let mut body = vec![0; length];
     reader.read_exact(&mut body).ok()?;
-    Some(Asked { head, body: String::from_utf8(body).unwrap() })
+    Some(ReceivedRequest { head, body: String::from_utf8(body).unwrap() })
 }
 
 pub fn chunk(text: &str) -> String {
@@ -140,14 +140,14 @@ pub fn stream(events: &str) -> String {
 }
 
 /// Formats a correct response: every requested token in its own chunk, and the end mark.
-pub fn good_answer(asked: &Asked) -> String {
+pub fn good_response(asked: &ReceivedRequest) -> String {
     let tokens = asked.json()["max_tokens"].as_u64().unwrap() as usize;
     format!("{HEAD}{}{}0\r\n\r\n", chunk(TOKEN).repeat(tokens), chunk(DONE))
 }
 
 /// Returns settings that send all requests at once from two workers, each on a new connection.
-pub fn settings(address: SocketAddr, requests: usize) -> Settings {
-    Settings {
+pub fn settings(address: SocketAddr, requests: usize) -> RunSettings {
+    RunSettings {
         label: None,
         target: Target {
             url: format!("http://{address}"),
@@ -170,12 +170,12 @@ pub fn settings(address: SocketAddr, requests: usize) -> Settings {
     }
 }
 
-fn load(requests: usize) -> Load {
-    Load {
+fn load(requests: usize) -> LoadSpec {
+    LoadSpec {
         requests,
-        prompts: Prompts::Ids { vocab: 100 },
-        prompt: Length::Uniform { low: 4, high: 8 },
-        output: Some(Length::Uniform { low: 3, high: 6 }),
+        prompts: PromptSource::Ids { vocab: 100 },
+        prompt: LengthDistribution::Uniform { low: 4, high: 8 },
+        output: Some(LengthDistribution::Uniform { low: 3, high: 6 }),
         trace: None,
         shared_prefix: 0,
         prefix_groups: 1,
@@ -200,24 +200,24 @@ pub fn constant(gap: Duration) -> Arrivals {
     Arrivals::Constant { gap }
 }
 
-pub fn with_keys(settings: Settings, keys: &[&str]) -> Settings {
-    let load = Load { keys: keys.len(), ..settings.load };
+pub fn with_keys(settings: RunSettings, keys: &[&str]) -> RunSettings {
+    let load = LoadSpec { keys: keys.len(), ..settings.load };
     let keys = keys.iter().map(|key| Secret(key.to_string())).collect();
-    Settings { load, target: Target { keys, ..settings.target }, ..settings }
+    RunSettings { load, target: Target { keys, ..settings.target }, ..settings }
 }
 
-pub fn run_to_end(settings: &Settings) -> Record {
+pub fn run_to_end(settings: &RunSettings) -> RunRecord {
     run(settings, &Progress::default()).unwrap()
 }
 
 /// Runs a single request and returns its sample.
-pub fn one_sample(settings: &Settings) -> Sample {
+pub fn one_sample(settings: &RunSettings) -> Sample {
     let [sample] = run_to_end(settings).samples.try_into().unwrap();
     sample
 }
 
 /// Returns the kind of each failure, by index.
-pub fn kinds(record: &Record) -> Vec<FailureKind> {
+pub fn failure_kinds(record: &RunRecord) -> Vec<FailureKind> {
     let kind = |sample: &Sample| match &sample.outcome {
         Outcome::Failed(failure) => Some(failure.kind),
         Outcome::Completed | Outcome::HungUp => None,
@@ -225,6 +225,6 @@ pub fn kinds(record: &Record) -> Vec<FailureKind> {
     record.samples.iter().filter_map(kind).collect()
 }
 
-pub fn all_completed(record: &Record) -> bool {
+pub fn all_completed(record: &RunRecord) -> bool {
     record.samples.iter().all(|sample| sample.outcome == Outcome::Completed)
 }

@@ -2,55 +2,55 @@
 //!
 //! Invariant: the positions of a span follow from the sequence's progress.
 
-use crate::actors::meters::{Meters, Moments};
-use crate::actors::sequence::{Key, Sequence};
+use crate::actors::meters::{LoopMetrics, SequenceTimes};
+use crate::actors::sequence::{Sequence, SequenceKey};
 use crate::decoding;
 use crate::request::Token;
 use mainstem_kernels::batch::Slot;
-use mainstem_kernels::{SampleRow, Span, SpanModel, SpanStack, SpanTable, SpanTokens, Want};
+use mainstem_kernels::{SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens};
 
 /// A sequence that holds a slot.
-pub(super) struct Live {
-    pub(super) key: Key,
+pub(super) struct RunningSequence {
+    pub(super) key: SequenceKey,
     pub(super) slot: Slot,
     pub(super) sequence: Box<Sequence>,
     /// The prefill chunk for the next step.
-    pub(super) piece: Option<Piece>,
+    pub(super) chunk: Option<PrefillChunk>,
     /// Whether the last chunk of its prompt has been scheduled.
-    pub(super) handed_out: bool,
+    pub(super) prompt_scheduled: bool,
     /// Number of generated tokens; 0 during prefill.
     pub(super) generated: u32,
     /// The last generated token; 0 if there is none.
     pub(super) last_token: u32,
     /// Whether its end has been sent; it leaves at the end of the iteration.
-    pub(super) over: bool,
-    pub(super) moments: Moments,
+    pub(super) finished: bool,
+    pub(super) times: SequenceTimes,
     /// Log-probabilities of prompt tokens, until the first token is generated.
-    pub(super) prompt: Vec<Token>,
+    pub(super) prompt_logprobs: Vec<Token>,
 }
 
 /// A contiguous part of a prompt.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
+pub(super) struct PrefillChunk {
     pub(super) start: usize,
     /// Whether the prompt ends with this chunk.
     pub(super) len: usize,
     pub(super) last: bool,
 }
 
-impl Live {
+impl RunningSequence {
     /// Creates the state of a sequence whose first chunk was just scheduled. It has no slot yet.
-    pub(super) fn new(key: Key, sequence: Box<Sequence>, meters: &Meters) -> Live {
-        Live {
+    pub(super) fn new(key: SequenceKey, sequence: Box<Sequence>, meters: &LoopMetrics) -> RunningSequence {
+        RunningSequence {
             key,
             slot: Slot::MAX,
-            piece: None,
-            handed_out: false,
+            chunk: None,
+            prompt_scheduled: false,
             generated: 0,
             last_token: 0,
-            over: false,
-            moments: meters.scheduled(sequence.arrived),
-            prompt: Vec::new(),
+            finished: false,
+            times: meters.record_scheduled(sequence.arrived),
+            prompt_logprobs: Vec::new(),
             sequence,
         }
     }
@@ -61,7 +61,7 @@ impl Live {
     }
 
     /// Returns the decoder span of `tokens` from position `start` on.
-    pub(super) fn span(&self, start: u32, tokens: SpanTokens, want: Want) -> Span {
+    pub(super) fn span(&self, start: u32, tokens: SpanTokens, want: SpanOutput) -> Span {
         Span {
             model: SpanModel::Target,
             stack: SpanStack::Decoder,
@@ -70,28 +70,28 @@ impl Live {
             tokens,
             table: SpanTable::Own,
             reserved: self.sequence.positions() as u32,
-            source: self.source_len(),
-            want,
+            encoder_len: self.encoder_len(),
+            output: want,
         }
     }
 
     /// Returns the encoder span of the whole encoder input.
-    pub(super) fn source_span(&self, tokens: SpanTokens, want: Want) -> Span {
+    pub(super) fn encoder_span(&self, tokens: SpanTokens, want: SpanOutput) -> Span {
         Span {
             stack: SpanStack::Encoder,
             table: SpanTable::Scratch,
-            reserved: self.source_len(),
+            reserved: self.encoder_len(),
             ..self.span(0, tokens, want)
         }
     }
 
-    fn source_len(&self) -> u32 {
-        self.sequence.request.source.len() as u32
+    fn encoder_len(&self) -> u32 {
+        self.sequence.request.encoder_input.len() as u32
     }
 
     /// Returns the row that samples the next token, without logit biases.
-    pub(super) fn row(&self) -> SampleRow {
+    pub(super) fn sample_row(&self) -> SamplingParams {
         let request = &self.sequence.request;
-        decoding::compile(&request.sampling, self.next_position(), request.logprobs)
+        decoding::sample_row(&request.sampling, self.next_position(), request.logprobs)
     }
 }

@@ -17,19 +17,19 @@ mod settle;
 mod flight;
 
 use super::group::{Devices, Epoch};
-use super::kv::{Join, Plan, Reset, Turn};
-use super::meters::Meters;
-use super::prefill::{Ahead, Chunk, ForgetBegun, NextChunk};
-use super::sequence::Key;
+use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
+use super::meters::LoopMetrics;
+use super::prefill::{ChunksAhead, DropStarted, NextChunks, ScheduledChunk};
+use super::sequence::SequenceKey;
 use super::status::Status;
 use super::stream::EventSender;
 use crate::config::Policy;
-use crate::memory::divided;
+use crate::memory::split_slots;
 use crate::request::{RequestError, TokenEvent};
 use actix::{Actor, AsyncContext, Context, Recipient, WrapFuture};
-use flight::{Flight, Load};
+use flight::{InFlightStep, StepBuffers};
 use futures_util::FutureExt;
-use live::{Live, Piece};
+use live::{PrefillChunk, RunningSequence};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{DeviceError, StepLimits};
 use std::collections::VecDeque;
@@ -40,12 +40,12 @@ use tracing::error;
 
 /// The actors and devices that a decode loop uses; shared by all lanes.
 #[derive(Clone)]
-pub struct Neighbours {
-    pub prefill_next: Recipient<NextChunk>,
-    pub prefill_ahead: Recipient<Ahead>,
-    pub prefill_forget: Recipient<ForgetBegun>,
-    pub kv_turn: Recipient<Turn>,
-    pub kv_reset: Recipient<Reset>,
+pub struct LoopHandles {
+    pub next_chunks: Recipient<NextChunks>,
+    pub chunks_ahead: Recipient<ChunksAhead>,
+    pub drop_started: Recipient<DropStarted>,
+    pub update_slots: Recipient<IterationUpdate>,
+    pub reset_lane: Recipient<ResetLane>,
     pub devices: Arc<dyn Devices>,
     pub status: Arc<Status>,
 }
@@ -66,7 +66,7 @@ pub struct DecodeConfig {
 /// The actor of one lane. It only keeps the loop running; the loop requests all its work itself.
 pub struct Decode {
     lane: usize,
-    neighbours: Neighbours,
+    handles: LoopHandles,
     config: DecodeConfig,
 }
 
@@ -74,31 +74,31 @@ impl Actor for Decode {
     type Context = Context<Decode>;
 
     fn started(&mut self, ctx: &mut Self::Context) {
-        let (lane, handles, config) = (self.lane, self.neighbours.clone(), self.config.clone());
-        ctx.spawn(keep_turning(lane, handles, config).into_actor(self));
+        let (lane, handles, config) = (self.lane, self.handles.clone(), self.config.clone());
+        ctx.spawn(run_with_restarts(lane, handles, config).into_actor(self));
     }
 }
 
 impl Decode {
     /// Creates the actor of lane `lane`, counted from 0.
-    pub fn new(lane: usize, handles: Neighbours, config: DecodeConfig) -> Decode {
-        Decode { lane, neighbours: handles, config }
+    pub fn new(lane: usize, handles: LoopHandles, config: DecodeConfig) -> Decode {
+        Decode { lane, handles, config }
     }
 }
 
 /// Runs the loop, and restarts it if a bug makes it panic. The sequences of the lane are lost then (their
 /// closed channels notify their clients), but the engine and the other lanes continue. If another actor is
 /// gone, the loop cannot continue.
-async fn keep_turning(lane: usize, handles: Neighbours, config: DecodeConfig) {
+async fn run_with_restarts(lane: usize, handles: LoopHandles, config: DecodeConfig) {
     loop {
-        let decode_loop = MainStem::new(lane, handles.clone(), config.clone());
-        match AssertUnwindSafe(decode_loop.turn_forever()).catch_unwind().await {
+        let decode_loop = DecodeLoop::new(lane, handles.clone(), config.clone());
+        match AssertUnwindSafe(decode_loop.run()).catch_unwind().await {
             Ok(()) => {
                 if !handles.status.is_stopping() {
                     error!(
                         "an actor that the decode loop needs has stopped; this is a bug, and the engine serves no more requests"
                     );
-                    handles.status.fail();
+                    handles.status.set_failed();
                 }
                 return;
             }
@@ -106,112 +106,112 @@ async fn keep_turning(lane: usize, handles: Neighbours, config: DecodeConfig) {
                 error!(lane, "the decode loop panicked; this is a bug. It restarts without its sequences")
             }
         }
-        handles.prefill_forget.do_send(ForgetBegun { lane, but: Vec::new() });
-        handles.kv_reset.do_send(Reset { lane });
+        handles.drop_started.do_send(DropStarted { lane, except: Vec::new() });
+        handles.reset_lane.do_send(ResetLane { lane });
     }
 }
 
 /// The state of a decode loop.
-struct MainStem {
+struct DecodeLoop {
     lane: usize,
-    neighbours: Neighbours,
+    handles: LoopHandles,
     config: DecodeConfig,
     /// Number of slots of the lane.
     slots: usize,
     /// Running sequences in the order of their slots; new ones are at the end until the slot plan arrives.
-    live: Vec<Live>,
+    running: Vec<RunningSequence>,
     /// Changes to send to the KV manager with the next update.
-    turn: Turn,
+    update: IterationUpdate,
     /// Spans of the current iteration that are still to be sent.
-    due: VecDeque<Work>,
+    pending_work: VecDeque<SpanWork>,
     /// The slot plan of the current iteration; its changes are sent with the first step.
-    plan: Option<Plan>,
+    slot_plan: Option<SlotPlan>,
     /// Steps in flight, in the order in which they were sent.
-    flights: VecDeque<Flight>,
+    in_flight: VecDeque<InFlightStep>,
     /// The epoch of the devices' state that the running sequences belong to.
     epoch: Epoch,
     /// Events of the last processed step, sent while the next one runs.
-    outbox: Vec<(EventSender, TokenEvent)>,
+    pending_events: Vec<(EventSender, TokenEvent)>,
     /// When these events were produced.
-    made_at: Instant,
+    produced_at: Instant,
     /// Buffers of steps that are not in flight.
-    spare: Vec<Load>,
-    meters: Meters,
+    spare_buffers: Vec<StepBuffers>,
+    metrics: LoopMetrics,
 }
 
 /// The work of one span of a step, or of a prompt's first chunk with its encoder span. Sequences are given by
 /// their index among the running sequences.
 #[derive(Clone, Copy, Debug)]
 /// Decodes one token.
-enum Work {
-    Next(usize),
+enum SpanWork {
+    Decode(usize),
     /// Prefills a chunk.
-    Chunk(usize, Piece),
+    Prefill(usize, PrefillChunk),
     /// Computes a hole, whose result is discarded.
     Hole(Slot),
     /// A null row in a step that only carries the slot plan's changes. It leaves the slot's state unchanged.
-    Nothing(Slot),
+    UpdatesOnly(Slot),
 }
 
-impl MainStem {
-    fn new(lane: usize, handles: Neighbours, config: DecodeConfig) -> MainStem {
-        let slots = divided(config.limits.slots, config.lanes).nth(lane);
+impl DecodeLoop {
+    fn new(lane: usize, handles: LoopHandles, config: DecodeConfig) -> DecodeLoop {
+        let slots = split_slots(config.limits.slots, config.lanes).nth(lane);
         let slots =
             slots.expect("the lane's index is below the number of lanes; anything else is a bug").len();
-        MainStem {
+        DecodeLoop {
             lane,
             slots,
-            live: Vec::with_capacity(slots),
-            turn: Turn { lane, ..Turn::default() },
-            due: VecDeque::with_capacity(slots),
-            plan: None,
-            flights: VecDeque::with_capacity(config.lanes),
+            running: Vec::with_capacity(slots),
+            update: IterationUpdate { lane, ..IterationUpdate::default() },
+            pending_work: VecDeque::with_capacity(slots),
+            slot_plan: None,
+            in_flight: VecDeque::with_capacity(config.lanes),
             epoch: handles.devices.epoch(),
-            outbox: Vec::new(),
-            made_at: Instant::now(),
-            spare: vec![Load::with_capacity(&config.limits)],
-            meters: Meters::new(),
-            neighbours: handles,
+            pending_events: Vec::new(),
+            produced_at: Instant::now(),
+            spare_buffers: vec![StepBuffers::with_capacity(&config.limits)],
+            metrics: LoopMetrics::new(),
+            handles,
             config,
         }
     }
 
     /// Runs until another actor is gone, which is when the engine stops. Each pass schedules the next
     /// iteration once the previous one is complete, sends steps, and processes the oldest step in flight.
-    async fn turn_forever(mut self) {
+    async fn run(mut self) {
         loop {
-            if self.turn_is_through() && self.next_turn().await.is_none() {
+            if self.iteration_is_complete() && self.schedule_iteration().await.is_none() {
                 return;
             }
-            if let Err(fault) = self.fly().await {
+            if let Err(fault) = self.step().await {
                 self.fail_all(&fault);
             }
         }
     }
 
     /// Schedules the next iteration: removes finished sequences, adds new ones, and plans the spans.
-    async fn next_turn(&mut self) -> Option<()> {
-        self.drop_gone();
-        if self.live.is_empty() {
-            self.rest().await?;
+    async fn schedule_iteration(&mut self) -> Option<()> {
+        self.remove_finished();
+        if self.running.is_empty() {
+            self.go_idle().await?;
         }
-        let chunks = self.next_chunks().await?;
-        self.begin_in_epoch(&chunks);
-        self.take_in(chunks);
-        let plan = self.next_plan().await?;
-        self.place(&plan.slots);
-        self.due = self.work(&plan);
-        self.plan = Some(plan);
+        let chunks = self.request_chunks().await?;
+        self.fail_lost_sequences(&chunks);
+        self.admit_chunks(chunks);
+        let plan = self.update_slots().await?;
+        self.reorder(&plan.slots);
+        self.pending_work = self.plan_work(&plan);
+        self.slot_plan = Some(plan);
         Some(())
     }
 
     /// Removes finished sequences and those of disconnected clients, which releases their slots, pages and
     /// permits.
-    fn drop_gone(&mut self) {
-        self.live.retain(|running| {
-            let stays = !running.over && !running.sequence.events.is_closed();
+    fn remove_finished(&mut self) {
+        self.running.retain(|running| {
+            let stays = !running.finished && !running.sequence.events.is_closed();
             if !stays {
-                self.turn.finished.push(running.key);
+                self.update.finished.push(running.key);
             }
             stays
         });
@@ -219,138 +219,142 @@ impl MainStem {
 
     /// Goes idle, as the lane has no sequences: processes the steps in flight, whose results nobody needs,
     /// and releases slots and pages before the loop waits for work.
-    async fn rest(&mut self) -> Option<()> {
-        while !self.flights.is_empty() {
-            if let Err(fault) = self.land().await {
+    async fn go_idle(&mut self) -> Option<()> {
+        while !self.in_flight.is_empty() {
+            if let Err(fault) = self.process_oldest().await {
                 self.fail_all(&fault);
             }
         }
-        self.flush();
-        let plan = self.next_plan().await?;
+        self.flush_events();
+        let plan = self.update_slots().await?;
         assert!(plan.moves.is_empty() && plan.tables.is_empty(), "the plan of an empty lane has no changes");
-        self.neighbours.status.rest(self.lane);
+        self.handles.status.idle(self.lane);
         Some(())
     }
 
     /// Requests prefill chunks. Without running sequences, this waits for work. The request is made between
     /// two steps and not during one, so that a request that arrives during a step joins the very next one.
-    async fn next_chunks(&mut self) -> Option<Vec<Chunk>> {
-        let decoding = self.live.iter().filter(|running| running.generated > 0).count();
-        let (lane, running, steps_ahead) = (self.lane, self.live.len(), self.flights.len());
+    async fn request_chunks(&mut self) -> Option<Vec<ScheduledChunk>> {
+        let decoding = self.running.iter().filter(|running| running.generated > 0).count();
+        let (lane, running, steps_ahead) = (self.lane, self.running.len(), self.in_flight.len());
         let (budget, free_slots) = (self.config.token_budget - decoding, self.slots - running);
-        let request = NextChunk { lane, budget, live: running, places: free_slots, ahead: steps_ahead };
-        let chunks = self.neighbours.prefill_next.send(request).await.ok();
-        self.neighbours.status.beat(lane);
+        let request = NextChunks { lane, budget, running, free_slots, steps_ahead };
+        let chunks = self.handles.next_chunks.send(request).await.ok();
+        self.handles.status.heartbeat(lane);
         if running == 0 {
-            self.meters.woke();
+            self.metrics.restart_clock();
         }
         chunks
     }
 
     /// Fails the running sequences if a fault has ended their epoch. New sequences are not affected: a
     /// sequence belongs to an epoch from the iteration on in which it gets its slot.
-    fn begin_in_epoch(&mut self, chunks: &[Chunk]) {
-        if let Err(fault) = self.neighbours.devices.lasts(self.epoch) {
+    fn fail_lost_sequences(&mut self, chunks: &[ScheduledChunk]) {
+        if let Err(fault) = self.handles.devices.check_epoch(self.epoch) {
             let new = chunks.iter().filter(|chunk| chunk.sequence.is_some());
-            self.fail_all_but(&fault, new.map(|chunk| chunk.key).collect());
+            self.fail_all_except(&fault, new.map(|chunk| chunk.key).collect());
         }
     }
 
     /// Adds the sequences that come with their first chunks, and assigns chunks to their sequences. Chunks of
     /// sequences that have left are dropped.
-    fn take_in(&mut self, chunks: Vec<Chunk>) {
-        for Chunk { key, sequence, start, len, last } in chunks {
+    fn admit_chunks(&mut self, chunks: Vec<ScheduledChunk>) {
+        for ScheduledChunk { key, sequence, start, len, last } in chunks {
             if let Some(sequence) = sequence {
                 let lease =
                     sequence.lease.as_ref().expect("prefill reserved its pages; anything else is a bug");
-                self.turn.joins.push(Join { key, own: lease.own().to_vec(), cross: lease.cross().to_vec() });
-                self.live.push(Live::new(key, sequence, &self.meters));
+                self.update.joins.push(JoiningSequence {
+                    key,
+                    own: lease.own_count().to_vec(),
+                    cross: lease.cross().to_vec(),
+                });
+                self.running.push(RunningSequence::new(key, sequence, &self.metrics));
             }
             // A sequence that was just added is the last one.
-            if let Some(running) = self.live.iter_mut().rfind(|running| running.key == key) {
-                running.piece = Some(Piece { start, len, last });
-                running.handed_out = last;
+            if let Some(running) = self.running.iter_mut().rfind(|running| running.key == key) {
+                running.chunk = Some(PrefillChunk { start, len, last });
+                running.prompt_scheduled = last;
             }
         }
     }
 
     /// Sends the changes to the KV manager, and returns the new slot plan.
-    async fn next_plan(&mut self) -> Option<Plan> {
-        let next = Turn { lane: self.lane, ..Turn::default() };
-        self.neighbours.kv_turn.send(std::mem::replace(&mut self.turn, next)).await.ok()
+    async fn update_slots(&mut self) -> Option<SlotPlan> {
+        let next = IterationUpdate { lane: self.lane, ..IterationUpdate::default() };
+        self.handles.update_slots.send(std::mem::replace(&mut self.update, next)).await.ok()
     }
 
     /// Reorders the running sequences by slot. `slots` is sorted by slot.
-    fn place(&mut self, slots: &[(Slot, Key)]) {
-        assert_eq!(slots.len(), self.live.len(), "exactly the running sequences hold slots");
+    fn reorder(&mut self, slots: &[(Slot, SequenceKey)]) {
+        assert_eq!(slots.len(), self.running.len(), "exactly the running sequences hold slots");
         for (at, &(slot, key)) in slots.iter().enumerate() {
-            let found = self.live[at..].iter().position(|running| running.key == key);
+            let found = self.running[at..].iter().position(|running| running.key == key);
             let found = found.expect("the holder of a slot runs; anything else is a bug");
             // Most sequences keep their place from one iteration to the next.
-            self.live[at..=at + found].rotate_right(1);
-            self.live[at].slot = slot;
+            self.running[at..=at + found].rotate_right(1);
+            self.running[at].slot = slot;
         }
     }
 
     /// Returns the spans of the iteration: every slot of the window in order, then the prefill chunks.
-    fn work(&mut self, plan: &Plan) -> VecDeque<Work> {
-        let mut work = VecDeque::with_capacity(plan.window.len() + self.live.len());
+    fn plan_work(&mut self, plan: &SlotPlan) -> VecDeque<SpanWork> {
+        let mut work = VecDeque::with_capacity(plan.window.len() + self.running.len());
         let mut next = plan.window.start;
-        for (at, running) in self.live.iter().enumerate() {
+        for (at, running) in self.running.iter().enumerate() {
             // With the shuffle off, holes are computed and their results discarded: the papers' baseline.
-            work.extend((next..running.slot).map(Work::Hole));
+            work.extend((next..running.slot).map(SpanWork::Hole));
             next = running.slot + 1;
             if running.generated > 0 {
-                work.push_back(Work::Next(at));
+                work.push_back(SpanWork::Decode(at));
             }
         }
-        for (at, running) in self.live.iter_mut().enumerate() {
-            work.extend(running.piece.take().map(|chunk| Work::Chunk(at, chunk)));
+        for (at, running) in self.running.iter_mut().enumerate() {
+            work.extend(running.chunk.take().map(|chunk| SpanWork::Prefill(at, chunk)));
         }
-        let real = work.iter().any(|span| !matches!(span, Work::Hole(_)));
+        let real = work.iter().any(|span| !matches!(span, SpanWork::Hole(_)));
         if !real {
             work.clear();
             // The plan's changes must reach the devices even when there is nothing to compute.
             if !(plan.moves.is_empty() && plan.tables.is_empty() && plan.copies.is_empty()) {
-                work.push_back(Work::Nothing(plan.window.start));
+                work.push_back(SpanWork::UpdatesOnly(plan.window.start));
             }
         }
         work
     }
 
     /// Sends the events of the last processed step.
-    fn flush(&mut self) {
-        if self.outbox.is_empty() {
+    fn flush_events(&mut self) {
+        if self.pending_events.is_empty() {
             return;
         }
-        for (events, event) in self.outbox.drain(..) {
-            events.send_made(event, self.made_at);
+        for (events, event) in self.pending_events.drain(..) {
+            events.send_produced_at(event, self.produced_at);
         }
-        self.meters.delivered();
+        self.metrics.record_delivery();
     }
 
     /// Fails all sequences of the lane, because the devices lost their state, and restarts the lane empty.
     fn fail_all(&mut self, fault: &DeviceError) {
-        self.fail_all_but(fault, Vec::new());
+        self.fail_all_except(fault, Vec::new());
     }
 
     /// Fails all sequences of the lane, and restarts the lane empty. Prefill keeps those in `kept`, which are
     /// about to be added.
-    fn fail_all_but(&mut self, fault: &DeviceError, kept: Vec<Key>) {
-        self.flush();
+    fn fail_all_except(&mut self, fault: &DeviceError, kept: Vec<SequenceKey>) {
+        self.flush_events();
         // Clients of finished sequences have already received their end.
-        for running in self.live.drain(..).filter(|running| !running.over) {
+        for running in self.running.drain(..).filter(|running| !running.finished) {
             let failure = RequestError::DeviceFailed(fault.to_string());
             running.sequence.events.send(TokenEvent::Failed(failure));
         }
         let lane = self.lane;
-        self.turn = Turn { lane, ..Turn::default() };
-        self.due.clear();
-        self.plan = None;
-        self.flights.clear();
-        self.epoch = self.neighbours.devices.epoch();
-        self.neighbours.prefill_forget.do_send(ForgetBegun { lane, but: kept });
-        self.neighbours.kv_reset.do_send(Reset { lane });
+        self.update = IterationUpdate { lane, ..IterationUpdate::default() };
+        self.pending_work.clear();
+        self.slot_plan = None;
+        self.in_flight.clear();
+        self.epoch = self.handles.devices.epoch();
+        self.handles.drop_started.do_send(DropStarted { lane, except: kept });
+        self.handles.reset_lane.do_send(ResetLane { lane });
     }
 }
 

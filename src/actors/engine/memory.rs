@@ -3,10 +3,10 @@
 //! Devices of one machine share its memory, so their needs are summed up.
 //! Invariant: a sequence's pages have the same numbers on every device.
 
-use crate::actors::group::link::Room;
-use crate::actors::group::stage_bytes;
+use crate::actors::group::link::Capacity;
+use crate::actors::group::stage_buffer_bytes;
 use crate::config::{Config, DeviceKind, DeviceName, KvSize};
-use crate::model::executor::{KvPlan, page_bytes, working_bytes};
+use crate::model::executor::{KvCacheConfig, page_bytes, working_bytes};
 use crate::model::load;
 use crate::model::{ModelSource, ModelSpec, Partition, Shard, TensorRecord};
 use anyhow::{Context, Result, ensure};
@@ -20,21 +20,21 @@ pub(super) fn kv_plan(
     lanes: usize,
     source: &ModelSource,
     partition: &Partition,
-) -> Result<KvPlan> {
+) -> Result<KvCacheConfig> {
     let kv = &config.kv;
     if source.spec.decoder.is_none() {
-        return Ok(KvPlan { ty: kv.ty, pages: 1 });
+        return Ok(KvCacheConfig { ty: kv.ty, pages: 1 });
     }
-    let pools = pools(config, limits, lanes, source, partition)
-        .with_context(|| format!("kv.page_size: a page of {} tokens is too large", kv.page_positions))?;
+    let pools = memory_pools(config, limits, lanes, source, partition)
+        .with_context(|| format!("kv.page_size: a page of {} tokens is too large", kv.page_size))?;
     // Bytes of one page on all devices together.
-    let page = pools.iter().map(|pool| pool.page).fold(0, usize::saturating_add).max(1);
+    let page = pools.iter().map(|pool| pool.page_bytes).fold(0, usize::saturating_add).max(1);
     let whole = limits.slots * (limits.table_len() + limits.cross_table_len());
-    let least = 1 + source_pages_min(limits);
+    let least = 1 + min_encoder_pages(limits);
     let pages = match kv.size {
-        KvSize::Tokens(tokens) => tokens.div_ceil(kv.page_positions),
+        KvSize::Tokens(tokens) => tokens.div_ceil(kv.page_size),
         KvSize::Bytes(bytes) => (bytes / page as u64) as usize,
-        KvSize::Fitting => pools.iter().map(Pool::spare_pages).fold(whole, usize::min).max(least),
+        KvSize::Auto => pools.iter().map(MemoryPool::spare_pages).fold(whole, usize::min).max(least),
     };
     // More pages than all slots can use would waste memory.
     let pages = pages.min(whole);
@@ -45,99 +45,100 @@ pub(super) fn kv_plan(
         "kv.size is one page of {page} bytes, but a sequence needs at least {least}: for its own and its encoder positions"
     );
     ensure!(pages < u32::MAX as usize, "kv.size is {pages} pages, more than page numbers can represent");
-    Ok(KvPlan { ty: kv.ty, pages: pages + 1 })
+    Ok(KvCacheConfig { ty: kv.ty, pages: pages + 1 })
 }
 
 /// Returns the minimum number of pages for a sequence's encoder positions.
-pub(super) fn source_pages_min(limits: &StepLimits) -> usize {
+pub(super) fn min_encoder_pages(limits: &StepLimits) -> usize {
     limits.cross_table_len().min(1)
 }
 
 /// A memory, and what the devices in it need.
-struct Pool {
+struct MemoryPool {
     devices: Vec<String>,
     /// Available bytes; `usize::MAX` if the devices need no memory.
     free: usize,
     /// Bytes of one page on all of the devices.
-    page: usize,
+    page_bytes: usize,
     /// Bytes of weights, activations, and buffers for communication.
-    taken: usize,
+    reserved: usize,
 }
 
 /// Returns the bytes of each stage's communication buffers: for collectives among its ranks, and for the
 /// hand-off to the next stage.
-pub(super) fn between(
+pub(super) fn stage_exchange_bytes(
     limits: &StepLimits,
     lanes: usize,
     width: usize,
     partition: &Partition,
 ) -> impl Iterator<Item = usize> {
-    let room = Room { limits: *limits, width, steps: lanes };
+    let room = Capacity { limits: *limits, width, max_steps: lanes };
     let last = partition.stages.len() - 1;
     let stages = partition.stages.iter().enumerate();
-    stages.map(move |(at, stage)| stage_bytes(stage.members.len(), (at < last).then_some(room)))
+    stages.map(move |(at, stage)| stage_buffer_bytes(stage.ranks.len(), (at < last).then_some(room)))
 }
 
 /// Returns the memories in use: the machine's, for all devices that compute on the CPU, and an unlimited one
 /// for fake devices. `None` if a page's size overflows.
-fn pools(
+fn memory_pools(
     config: &Config,
     limits: &StepLimits,
     lanes: usize,
     source: &ModelSource,
     partition: &Partition,
-) -> Option<Vec<Pool>> {
-    let pool = |free| Pool { devices: Vec::new(), free, page: 0, taken: 0 };
+) -> Option<Vec<MemoryPool>> {
+    let pool = |free| MemoryPool { devices: Vec::new(), free, page_bytes: 0, reserved: 0 };
     let (mut machine, mut nowhere) = (pool(available_memory()), pool(usize::MAX));
-    let between = between(limits, lanes, source.spec.hidden, partition);
+    let between = stage_exchange_bytes(limits, lanes, source.spec.hidden, partition);
     for ((devices, shards), between) in config.device.groups.iter().zip(partition.shards()).zip(between) {
         // The communication buffers are in the machine's memory, whatever the devices are.
-        machine.taken = machine.taken.saturating_add(between);
+        machine.reserved = machine.reserved.saturating_add(between);
         for (device, shard) in devices.iter().zip(shards) {
             let pool = match device.kind {
                 DeviceKind::Cpu | DeviceKind::Reference => &mut machine,
                 DeviceKind::Fake { .. } => &mut nowhere,
             };
-            pool.add(device, shard_page(source, &shard, config.kv.ty, limits.page_positions)?);
-            pool.taken = pool.taken.saturating_add(shard_bytes(source, &shard, limits));
+            pool.add_device(device, shard_page_bytes(source, &shard, config.kv.ty, limits.page_positions)?);
+            pool.reserved = pool.reserved.saturating_add(shard_bytes(source, &shard, limits));
         }
     }
     Some([machine, nowhere].into_iter().filter(|pool| !pool.devices.is_empty()).collect())
 }
 
 /// Adds a device with `page` bytes per page.
-impl Pool {
-    fn add(&mut self, device: &DeviceName, page: usize) {
+impl MemoryPool {
+    fn add_device(&mut self, device: &DeviceName, page: usize) {
         self.devices.push(device.to_string());
-        self.page = self.page.saturating_add(page);
+        self.page_bytes = self.page_bytes.saturating_add(page);
     }
 
     /// Returns the bytes that are left beside weights and buffers.
-    fn left(&self) -> usize {
-        self.free.saturating_sub(self.taken)
+    fn remaining(&self) -> usize {
+        self.free.saturating_sub(self.reserved)
     }
 
     /// Returns the number of pages in half of the remaining memory; the other half is left to other processes
     /// and to the file cache.
     fn spare_pages(&self) -> usize {
-        (self.left() / 2).checked_div(self.page).unwrap_or(usize::MAX)
+        (self.remaining() / 2).checked_div(self.page_bytes).unwrap_or(usize::MAX)
     }
 
     /// Checks that `pages` pages fit into the memory.
     fn check(&self, pages: usize, size: KvSize) -> Result<()> {
-        let (wanted, taken, devices) = (pages.saturating_mul(self.page), self.taken, self.devices.join(", "));
+        let (wanted, taken, devices) =
+            (pages.saturating_mul(self.page_bytes), self.reserved, self.devices.join(", "));
         match size {
             // Only the minimum is checked; whether the weights fit is not checked here.
-            KvSize::Fitting => ensure!(
+            KvSize::Auto => ensure!(
                 wanted <= self.free,
                 "the KV cache needs at least {wanted} bytes on {devices}, but only {} are available there",
                 self.free
             ),
             KvSize::Tokens(_) | KvSize::Bytes(_) => ensure!(
-                wanted <= self.left(),
+                wanted <= self.remaining(),
                 "kv.size needs {wanted} bytes on {devices}, but only {} are available there beside {taken} for weights \
                  and steps",
-                self.left()
+                self.remaining()
             ),
         }
         Ok(())
@@ -145,35 +146,40 @@ impl Pool {
 }
 
 /// Returns the bytes of a page of the shard's layers and heads; `None` on overflow.
-fn shard_page(source: &ModelSource, shard: &Shard, ty: QuantType, page_positions: usize) -> Option<usize> {
-    page_bytes(&part(source, shard), ty, page_positions)
+fn shard_page_bytes(
+    source: &ModelSource,
+    shard: &Shard,
+    ty: QuantType,
+    page_positions: usize,
+) -> Option<usize> {
+    page_bytes(&shard_spec(source, shard), ty, page_positions)
 }
 
 /// Returns the bytes of the shard's weights, lookup tables and activations.
 fn shard_bytes(source: &ModelSource, shard: &Shard, limits: &StepLimits) -> usize {
-    let part = part(source, shard);
+    let part = shard_spec(source, shard);
     let weights = load::records(source, &part).iter().map(TensorRecord::loaded_bytes).sum::<usize>();
     weights.saturating_add(load::table_bytes(&part, limits)).saturating_add(working_bytes(&part, limits))
 }
 
 /// Returns the specification of a shard.
-fn part(source: &ModelSource, shard: &Shard) -> ModelSpec {
-    source.part(shard).expect("the partition was checked; anything else is a bug")
+fn shard_spec(source: &ModelSource, shard: &Shard) -> ModelSpec {
+    source.shard_spec(shard).expect("the partition was checked; anything else is a bug")
 }
 
 /// Returns the bytes that the system and this process's control group can still provide; `usize::MAX` if
 /// neither sets a limit.
 pub fn available_memory() -> usize {
-    available(|path| std::fs::read_to_string(path).ok())
+    available_from(|path| std::fs::read_to_string(path).ok())
 }
 
 /// Returns the available memory according to the system files that `read` reads.
-fn available(read: impl Fn(&str) -> Option<String>) -> usize {
+fn available_from(read: impl Fn(&str) -> Option<String>) -> usize {
     let system = || {
-        let rest = numbers(&read("/proc/meminfo")?, &["MemAvailable:"])?;
+        let rest = sum_of_keys(&read("/proc/meminfo")?, &["MemAvailable:"])?;
         Some(rest.saturating_mul(1024))
     };
-    let group = CONTROL_GROUPS.iter().find_map(|group| group.rest(&read));
+    let group = CONTROL_GROUPS.iter().find_map(|group| group.remaining(&read));
     system().unwrap_or(usize::MAX).min(group.unwrap_or(usize::MAX))
 }
 
@@ -184,7 +190,7 @@ struct ControlGroup {
     stat: &'static str,
     /// Keys of file cache pages in `stat`: counted as used, but reclaimed when memory is short. The model's
     /// files are among them.
-    cached: [&'static str; 2],
+    cache_keys: [&'static str; 2],
 }
 
 /// Control groups version 2, then version 1.
@@ -193,28 +199,28 @@ const CONTROL_GROUPS: [ControlGroup; 2] = [
         limit: "/sys/fs/cgroup/memory.max",
         used: "/sys/fs/cgroup/memory.current",
         stat: "/sys/fs/cgroup/memory.stat",
-        cached: ["active_file", "inactive_file"],
+        cache_keys: ["active_file", "inactive_file"],
     },
     ControlGroup {
         limit: "/sys/fs/cgroup/memory/memory.limit_in_bytes",
         used: "/sys/fs/cgroup/memory/memory.usage_in_bytes",
         stat: "/sys/fs/cgroup/memory/memory.stat",
-        cached: ["total_active_file", "total_inactive_file"],
+        cache_keys: ["total_active_file", "total_inactive_file"],
     },
 ];
 
 impl ControlGroup {
     /// Returns the bytes that the group can still provide; `None` without a limit.
-    fn rest(&self, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
+    fn remaining(&self, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
         let number = |path: &str| read(path)?.trim().parse::<usize>().ok();
         let (limit, used) = (number(self.limit)?, number(self.used)?);
-        let cached = read(self.stat).and_then(|text| numbers(&text, &self.cached)).unwrap_or(0);
+        let cached = read(self.stat).and_then(|text| sum_of_keys(&text, &self.cache_keys)).unwrap_or(0);
         Some(limit.saturating_sub(used.saturating_sub(cached)))
     }
 }
 
 /// Returns the sum of the values of `keys`, each at the beginning of a line; `None` if one is missing.
-fn numbers(text: &str, keys: &[&str]) -> Option<usize> {
+fn sum_of_keys(text: &str, keys: &[&str]) -> Option<usize> {
     let number = |key: &&str| {
         let mut lines = text.lines().map(str::split_ascii_whitespace);
         let mut line = lines.find_map(|mut words| (words.next() == Some(key)).then_some(words))?;
@@ -228,9 +234,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn devices_of_one_memory_take_of_it_together_and_are_named() {
+    fn devices_share_a_memory_and_are_named_in_errors() {
         let devices = ["cpu:0", "cpu:1"].map(str::to_owned).to_vec();
-        let pool = Pool { devices, free: 100, page: 8, taken: 20 };
+        let pool = MemoryPool { devices, free: 100, page_bytes: 8, reserved: 20 };
         // Half of the 80 remaining bytes.
         assert_eq!(pool.spare_pages(), 5);
         assert!(pool.check(10, KvSize::Tokens(320)).is_ok());
@@ -241,9 +247,9 @@ mod tests {
         );
         // Without a configured size only the minimum is checked, and weights that do not fit are another
         // matter.
-        assert!(pool.check(11, KvSize::Fitting).is_ok() && pool.check(13, KvSize::Fitting).is_err());
-        assert_eq!(Pool { taken: 200, ..pool }.spare_pages(), 0);
-        let nothing = Pool { devices: Vec::new(), free: usize::MAX, page: 0, taken: 0 };
+        assert!(pool.check(11, KvSize::Auto).is_ok() && pool.check(13, KvSize::Auto).is_err());
+        assert_eq!(MemoryPool { reserved: 200, ..pool }.spare_pages(), 0);
+        let nothing = MemoryPool { devices: Vec::new(), free: usize::MAX, page_bytes: 0, reserved: 0 };
         assert_eq!(nothing.spare_pages(), usize::MAX, "pages of zero bytes are unlimited");
     }
 
@@ -252,16 +258,18 @@ mod tests {
         "MemTotal:       24623456 kB\nMemFree:          100000 kB\nMemAvailable:   20000000 kB\n",
     );
 
-    fn of(files: &[(&str, &str)]) -> usize {
-        available(|path| files.iter().find(|(name, _)| *name == path).map(|(_, text)| (*text).to_owned()))
+    fn available_with(files: &[(&str, &str)]) -> usize {
+        available_from(|path| {
+            files.iter().find(|(name, _)| *name == path).map(|(_, text)| (*text).to_owned())
+        })
     }
 
     /// A restarted process finds the model's files in the file cache, which counts as available.
     #[test]
-    fn what_files_take_of_a_control_group_is_to_be_had() {
-        assert_eq!((of(&[]), of(&[MEMINFO])), (usize::MAX, 20_480_000_000));
+    fn file_cache_of_a_control_group_is_available() {
+        assert_eq!((available_with(&[]), available_with(&[MEMINFO])), (usize::MAX, 20_480_000_000));
         let second = |stat| {
-            of(&[
+            available_with(&[
                 MEMINFO,
                 ("/sys/fs/cgroup/memory.max", "16000000000\n"),
                 ("/sys/fs/cgroup/memory.current", "7000000000\n"),
@@ -271,7 +279,7 @@ mod tests {
         let stat = "anon 400\nfile 6600000000\nshmem 600000000\ninactive_anon 1\nactive_anon 2\n\
                     inactive_file 4000000000\nactive_file 2000000000\nunevictable 0\n";
         assert_eq!((second(stat), second("")), (15_000_000_000, 9_000_000_000));
-        let first = of(&[
+        let first = available_with(&[
             ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "16000\n"),
             ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "7000\n"),
             (
@@ -285,6 +293,6 @@ mod tests {
             ("/sys/fs/cgroup/memory.max", "max\n"),
             ("/sys/fs/cgroup/memory.current", "7000000000\n"),
         ];
-        assert_eq!(of(&unlimited), 20_480_000_000);
+        assert_eq!(available_with(&unlimited), 20_480_000_000);
     }
 }

@@ -8,23 +8,23 @@ mod report;
 
 pub use memory::available_memory;
 
-use super::conventions::{self, Conventions};
-use super::decode::{Decode, DecodeConfig, Neighbours};
-use super::device::Factory;
+use super::conventions::{self, PromptingDefaults};
+use super::decode::{Decode, DecodeConfig, LoopHandles};
+use super::device::ExecutorFactory;
 use super::group::{Group, GroupConfig};
 use super::intake::Intake;
-use super::kv::Kv;
+use super::kv::KvManager;
 use super::limits::IntakeLimits;
 use super::prefill::Prefill;
 use super::status::Status;
 use super::stream::IntakeHandle;
-use crate::config::{Config, KvConfig, Lanes, Policy, SamplingDefaultsFrom, SchedulerConfig};
-use crate::formats::{ChatSource, SamplingDefaults};
+use crate::config::{Config, KvConfig, LaneCount, Policy, SamplingDefaultsSource, SchedulerConfig};
+use crate::formats::{ChatTemplateSource, SamplingDefaults};
 use crate::memory::PagePool;
-use crate::model::executor::KvPlan;
+use crate::model::executor::KvCacheConfig;
 use crate::model::spec::{Kind, ModelSpec};
 use crate::model::{ModelSource, Partition};
-use crate::planner::{Assigned, opened};
+use crate::planner::{DeviceAssignment, opened};
 use crate::telemetry;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
@@ -53,16 +53,16 @@ pub struct EngineSetup {
     pub lanes: usize,
     /// How long the devices may take for a step; `None` for no limit.
     pub step_timeout: Option<Duration>,
-    pub kv: KvPlan,
+    pub kv: KvCacheConfig,
     pub model: ModelInfo,
     /// The part of the model that each device holds.
     pub partition: Partition,
     /// The partition for display, by stage and rank.
-    pub assigned: Vec<Vec<Assigned>>,
+    pub assignments: Vec<Vec<DeviceAssignment>>,
     /// Keys of the model's generation_config.json that are not supported.
-    pub unserved: Vec<String>,
+    pub unsupported_keys: Vec<String>,
     /// Warning about unsupported embedding settings in the model's files.
-    pub caution: Option<String>,
+    pub embedding_warning: Option<String>,
 }
 
 /// Properties of the model that the server reports and uses.
@@ -79,19 +79,19 @@ pub struct ModelInfo {
     pub context: usize,
     /// Maximum tokens of a sequence that fit into the KV cache; of an encoder-only model, the same as
     /// `context`.
-    pub longest: usize,
+    pub max_sequence_tokens: usize,
     /// Maximum tokens of the encoder input; 0 without an encoder.
-    pub source_context: usize,
+    pub encoder_context: usize,
     /// Maximum number of sequences that can be accepted at once: slots plus queue.
-    pub choices_max: usize,
+    pub max_choices: usize,
     pub vocab: usize,
     pub eos: Vec<u32>,
     /// Default sampling parameters of requests.
-    pub defaults: SamplingDefaults,
+    pub sampling_defaults: SamplingDefaults,
     /// Prompting defaults, by kind of model.
-    pub conventions: Conventions,
+    pub prompting: PromptingDefaults,
     /// The template that renders chat messages to a prompt, if the model has one.
-    pub chat: Option<Arc<ChatTemplate>>,
+    pub chat_template: Option<Arc<ChatTemplate>>,
     /// When the model was loaded, in seconds of Unix time.
     pub created: u64,
 }
@@ -114,7 +114,7 @@ pub struct Engine {
 #[derive(Clone)]
 pub struct Actors {
     pub intake: Addr<Intake>,
-    pub kv: Addr<Kv>,
+    pub kv: Addr<KvManager>,
 }
 
 impl EngineSetup {
@@ -127,12 +127,12 @@ impl EngineSetup {
             "{}: head.kind is \"none\", but a decoder needs an output head to generate",
             spec.provenance.specification
         );
-        let context = context(&config.kv, spec.context)?;
+        let context = context_length(&config.kv, spec.context)?;
         let mut limits = step_limits(config, spec, context);
-        let lanes = lanes(&scheduler, partition.stages.len());
+        let lanes = lane_count(&scheduler, partition.stages.len());
         let kv = memory::kv_plan(config, &limits, lanes, source, &partition)?;
         // No sequence is longer than the pool allows, so page tables need no more entries.
-        let own_pages = (kv.pages - 1).saturating_sub(memory::source_pages_min(&limits));
+        let own_pages = (kv.pages - 1).saturating_sub(memory::min_encoder_pages(&limits));
         limits.positions = limits.positions.min(own_pages * limits.page_positions);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let name = match config.model.served_name.is_empty() {
@@ -141,8 +141,10 @@ impl EngineSetup {
         };
         let chat_template = chat_template(source)?.map(Arc::new);
         let (sampling_defaults, unsupported_keys) = match config.model.sampling_defaults {
-            SamplingDefaultsFrom::Model => (source.defaults, source.unserved.keys().cloned().collect()),
-            SamplingDefaultsFrom::Neutral => (SamplingDefaults::default(), Vec::new()),
+            SamplingDefaultsSource::Model => {
+                (source.sampling_defaults, source.unsupported_settings.keys().cloned().collect())
+            }
+            SamplingDefaultsSource::Neutral => (SamplingDefaults::default(), Vec::new()),
         };
         let model = ModelInfo {
             name,
@@ -150,18 +152,18 @@ impl EngineSetup {
             endpoints: conventions::endpoints(spec),
             has_head: spec.has_head(),
             context,
-            longest: if spec.decoder.is_some() { limits.positions } else { context },
-            source_context: limits.source_positions,
-            choices_max: scheduler.slots + scheduler.max_waiting,
+            max_sequence_tokens: if spec.decoder.is_some() { limits.positions } else { context },
+            encoder_context: limits.encoder_positions,
+            max_choices: scheduler.slots + scheduler.max_waiting,
             vocab: spec.vocab,
-            eos: end_tokens(source)?,
-            defaults: sampling_defaults,
-            conventions: Conventions::of(source, &config.model)?,
-            chat: chat_template,
+            eos: eos_tokens(source)?,
+            sampling_defaults,
+            prompting: PromptingDefaults::from_model(source, &config.model)?,
+            chat_template,
             created,
         };
-        let embedding_warning = Conventions::caution(source, &config.model);
-        let assignments = opened::assigned(source, &partition);
+        let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
+        let assignments = opened::assignments(source, &partition);
         let (width, step_timeout) = (spec.hidden, config.device.step_timeout);
         Ok(EngineSetup {
             scheduler,
@@ -172,9 +174,9 @@ impl EngineSetup {
             kv,
             model,
             partition,
-            assigned: assignments,
-            unserved: unsupported_keys,
-            caution: embedding_warning,
+            assignments,
+            unsupported_keys,
+            embedding_warning,
         })
     }
 }
@@ -184,10 +186,13 @@ impl EngineSetup {
 pub async fn start(
     setup: EngineSetup,
     tokenizer: Arc<Tokenizer>,
-    factories: Vec<Vec<Factory>>,
+    factories: Vec<Vec<ExecutorFactory>>,
 ) -> Result<Engine> {
-    let (names, lanes, step_timeout) = (setup.partition.names(), setup.lanes, setup.step_timeout);
-    let status = Arc::new(Status::new(quiet(setup.scheduler.policy, setup.lanes, setup.step_timeout), lanes));
+    let (names, lanes, step_timeout) = (setup.partition.device_names(), setup.lanes, setup.step_timeout);
+    let status = Arc::new(Status::new(
+        allowed_silence(setup.scheduler.policy, setup.lanes, setup.step_timeout),
+        lanes,
+    ));
     let config = GroupConfig {
         lanes,
         step_timeout,
@@ -197,11 +202,11 @@ pub async fn start(
     let (group, built) = Group::start(factories, config).await?;
     let group = Arc::new(group);
     let report = report::report(&setup, &built);
-    if !setup.unserved.is_empty() {
-        let keys = setup.unserved.join(", ");
+    if !setup.unsupported_keys.is_empty() {
+        let keys = setup.unsupported_keys.join(", ");
         warn!("generation_config.json has unsupported keys: {}", keys.escape_debug());
     }
-    if let Some(warning) = &setup.caution {
+    if let Some(warning) = &setup.embedding_warning {
         warn!("{}", warning.escape_debug());
     }
     telemetry::SLOTS.set(setup.limits.slots as f64);
@@ -227,7 +232,7 @@ impl Engine {
     /// Stops all actors, and waits a limited time for the running step. Requests in flight lose their
     /// streams.
     pub fn stop(self) {
-        self.status.stop();
+        self.status.set_stopping();
         // The control thread is stopped first, so that no step is sent to a stopped device.
         self.control.stop();
         let _ = self.control.join();
@@ -239,7 +244,7 @@ impl Engine {
 /// completes. There may be as many steps on the devices as lanes, and before the lane's step as many waiting
 /// ones that other lanes sent ahead while it was idle; each may take the whole timeout after the previous
 /// one.
-fn quiet(policy: Policy, lanes: usize, step_timeout: Option<Duration>) -> Duration {
+fn allowed_silence(policy: Policy, lanes: usize, step_timeout: Option<Duration>) -> Duration {
     let gathering = match policy {
         Policy::Window { window } => window,
         Policy::Fused | Policy::Concurrent => Duration::ZERO,
@@ -249,10 +254,10 @@ fn quiet(policy: Policy, lanes: usize, step_timeout: Option<Duration>) -> Durati
 }
 
 /// Returns the number of lanes; each has at least one slot.
-fn lanes(scheduler: &SchedulerConfig, stages: usize) -> usize {
+fn lane_count(scheduler: &SchedulerConfig, stages: usize) -> usize {
     let configured = match scheduler.lanes {
-        Lanes::ByStages => stages,
-        Lanes::Number(lanes) => lanes,
+        LaneCount::PerStage => stages,
+        LaneCount::Number(lanes) => lanes,
     };
     configured.clamp(1, scheduler.slots)
 }
@@ -262,8 +267,8 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, stat
     let SchedulerConfig { slots, max_waiting, token_budget, policy, shuffle, .. } = setup.scheduler;
     let (limits, lanes, pages) = (setup.limits, setup.lanes, setup.kv.pages);
     let thread = control.handle();
-    let kv = Kv::start_in_arbiter(&thread, move |_| {
-        Kv::new(slots, lanes, shuffle, PagePool::new(pages, limits.page_positions))
+    let kv = KvManager::start_in_arbiter(&thread, move |_| {
+        KvManager::new(slots, lanes, shuffle, PagePool::new(pages, limits.page_positions))
     });
     let prefill = {
         let kv = kv.clone();
@@ -272,12 +277,12 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, stat
         })
     };
     let config = DecodeConfig { policy, limits, token_budget, eos: setup.model.eos.clone(), lanes };
-    let handles = Neighbours {
-        prefill_next: prefill.clone().recipient(),
-        prefill_ahead: prefill.clone().recipient(),
-        prefill_forget: prefill.clone().recipient(),
-        kv_turn: kv.clone().recipient(),
-        kv_reset: kv.clone().recipient(),
+    let handles = LoopHandles {
+        next_chunks: prefill.clone().recipient(),
+        chunks_ahead: prefill.clone().recipient(),
+        drop_started: prefill.clone().recipient(),
+        update_slots: kv.clone().recipient(),
+        reset_lane: kv.clone().recipient(),
         devices: group,
         status: status.clone(),
     };
@@ -289,11 +294,11 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, stat
         slots,
         max_waiting,
         context: setup.model.context,
-        source_context: limits.source_positions,
+        encoder_context: limits.encoder_positions,
         vocab: limits.vocab,
         top_logprobs: limits.top_logprobs,
-        biases: limits.biases,
-        eos: setup.model.eos.len(),
+        biases: limits.logit_biases,
+        eos_count: setup.model.eos.len(),
         pages: pages - 1,
         page_positions: limits.page_positions,
         kind: setup.model.kind,
@@ -307,13 +312,13 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, stat
 
 /// Compiles the model's chat template, if it has one.
 fn chat_template(source: &ModelSource) -> Result<Option<ChatTemplate>> {
-    let Some(ChatSource { origin, text }) = &source.chat.template else { return Ok(None) };
+    let Some(ChatTemplateSource { origin, text }) = &source.chat.template else { return Ok(None) };
     ChatTemplate::new(origin, text, source.chat.special_tokens.clone()).map(Some)
 }
 
 /// Returns the tokens that end a sequence, without duplicates. They take the places of biases while
 /// `min_tokens` bans them.
-fn end_tokens(source: &ModelSource) -> Result<Vec<u32>> {
+fn eos_tokens(source: &ModelSource) -> Result<Vec<u32>> {
     let mut seen = HashSet::new();
     // Tokens outside the vocabulary are never sampled.
     let ids = source.eos.iter().copied().filter(|id| (*id as usize) < source.spec.vocab && seen.insert(*id));
@@ -328,7 +333,7 @@ fn end_tokens(source: &ModelSource) -> Result<Vec<u32>> {
 }
 
 /// Returns the context length by configuration and model.
-fn context(kv: &KvConfig, model: usize) -> Result<usize> {
+fn context_length(kv: &KvConfig, model: usize) -> Result<usize> {
     let context = kv.max_context.unwrap_or(model);
     ensure!(context <= model, "kv.max_context is {context}, but the model supports only {model} positions");
     Ok(context)
@@ -337,7 +342,7 @@ fn context(kv: &KvConfig, model: usize) -> Result<usize> {
 /// Returns the limits of a step, before the KV cache limits the positions.
 fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits {
     let SchedulerConfig { slots, token_budget, .. } = config.scheduler;
-    let source_positions = spec.source_context().min(config.kv.max_context.unwrap_or(usize::MAX));
+    let source_positions = spec.encoder_context().min(config.kv.max_context.unwrap_or(usize::MAX));
     StepLimits {
         slots,
         // Prompt tokens of one step, or one longer encoder input, beside a window that may be full of
@@ -345,13 +350,13 @@ fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits 
         rows: token_budget.max(source_positions) + slots,
         logit_rows: if spec.has_head() { slots.max(32) } else { 1 },
         positions: if spec.decoder.is_some() { context } else { 0 },
-        source_positions,
-        page_positions: config.kv.page_positions,
+        encoder_positions: source_positions,
+        page_positions: config.kv.page_size,
         top_logprobs: TOP_LOGPROBS,
-        biases: BIASES,
+        logit_biases: BIASES,
         vocab: spec.vocab,
         hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
-        attended: config.kv.attended,
+        attended_fraction: config.kv.sparse_attention,
     }
 }
 
@@ -362,7 +367,7 @@ mod tests {
     /// For four lanes: three steps sent ahead before a lane wakes up, and four steps of that lane's own
     /// round.
     #[test]
-    fn a_lane_is_quiet_for_as_long_as_all_steps_before_its_own_may_take() {
+    fn allowed_silence_covers_all_steps_before_a_lanes_own() {
         let seconds = Duration::from_secs;
         let window = Policy::Window { window: seconds(3) };
         for (policy, lanes, timeout, expected) in [
@@ -372,8 +377,12 @@ mod tests {
             (window, 2, Some(10), 33),
             (window, 2, None, 3),
         ] {
-            assert_eq!(quiet(policy, lanes, timeout.map(seconds)), seconds(expected), "{lanes} lanes");
+            assert_eq!(
+                allowed_silence(policy, lanes, timeout.map(seconds)),
+                seconds(expected),
+                "{lanes} lanes"
+            );
         }
-        assert_eq!(quiet(Policy::Fused, usize::MAX / 4, Some(Duration::MAX)), Duration::MAX);
+        assert_eq!(allowed_silence(Policy::Fused, usize::MAX / 4, Some(Duration::MAX)), Duration::MAX);
     }
 }

@@ -3,12 +3,12 @@
 //! Invariant: the report lists each device's part of the model like the table of the paper (Shi et al. 2024,
 //! section 4), with its bytes.
 
-use super::memory::between;
+use super::memory::stage_exchange_bytes;
 use super::{EngineSetup, ModelInfo};
 use crate::model::executor::ExecutorReport;
 use crate::model::spec::Kind;
-use crate::planner::Assigned;
-use mainstem_kernels::{Share, StepLimits};
+use crate::planner::DeviceAssignment;
+use mainstem_kernels::{Fraction, StepLimits};
 use std::fmt::Write;
 
 /// Returns the report of all sizes, one per line. `built` are the reports of the devices, by stage and rank.
@@ -19,11 +19,11 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
     let mut lines = vec![format!(
         "model        {}: {}, vocabulary {}, context {}",
         model.name,
-        stacks(model),
+        describe_stacks(model),
         model.vocab,
         model.context
     )];
-    lines.extend(devices(setup, built));
+    lines.extend(device_lines(setup, built));
     lines.extend([
         format!(
             "weights      {:.1} MiB in {} tensors",
@@ -37,18 +37,18 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
             limits.page_positions,
             kv.ty,
             built.iter().flatten().map(|it| it.kv_bytes).sum::<usize>() / (kv.pages * limits.page_positions),
-            attended(limits)
+            attention_note(limits)
         ),
         format!("activations  {:.1} MiB for {} rows per step", sum(|it| it.activation_bytes), limits.rows),
         format!("step buffers {:.1} MiB", sum(|it| it.step_bytes)),
     ]);
-    lines.extend(exchanges(setup));
+    lines.extend(exchange_line(setup));
     lines.push(format!(
         "scheduler    {} slots, queue of {}, {:?}, shuffle {shuffle}{}",
         limits.slots,
         scheduler.max_waiting,
         scheduler.policy,
-        lanes(setup)
+        lanes_note(setup)
     ));
     lines.iter().fold(String::new(), |mut text, line| {
         let _ = writeln!(text, "{line}");
@@ -57,21 +57,21 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
 }
 
 /// Returns the line about communication buffers, if there are several devices.
-fn exchanges(setup: &EngineSetup) -> Option<String> {
-    let bytes: usize = between(&setup.limits, setup.lanes, setup.width, &setup.partition).sum();
+fn exchange_line(setup: &EngineSetup) -> Option<String> {
+    let bytes: usize = stage_exchange_bytes(&setup.limits, setup.lanes, setup.width, &setup.partition).sum();
     (bytes > 0).then(|| format!("exchanges    {:.1} MiB between devices", mib(bytes)))
 }
 
 /// Returns a note on the fraction of cached values attended to, if it is not all.
-fn attended(limits: &StepLimits) -> String {
-    match limits.attended {
-        Share::ALL => String::new(),
+fn attention_note(limits: &StepLimits) -> String {
+    match limits.attended_fraction {
+        Fraction::ONE => String::new(),
         share => format!(", of which a generated token attends to {share} of the values"),
     }
 }
 
 /// Returns a note on the number of lanes, if there are several.
-fn lanes(setup: &EngineSetup) -> String {
+fn lanes_note(setup: &EngineSetup) -> String {
     match setup.lanes {
         0 | 1 => String::new(),
         lanes => format!(", {lanes} lanes"),
@@ -79,16 +79,16 @@ fn lanes(setup: &EngineSetup) -> String {
 }
 
 /// Returns a line for each device: its name, part of the model, and memory.
-fn devices(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Vec<String> {
-    let line = |(assigned, built): (&Assigned, &ExecutorReport)| {
-        let (name, bytes) = (&assigned.device, mib(report_bytes(built)));
+fn device_lines(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Vec<String> {
+    let line = |(assigned, built): (&DeviceAssignment, &ExecutorReport)| {
+        let (name, bytes) = (&assigned.device, mib(device_bytes(built)));
         format!("device       {name}: {assigned}, {bytes:.1} MiB on {}", built.device)
     };
-    setup.assigned.iter().flatten().zip(built.iter().flatten()).map(line).collect()
+    setup.assignments.iter().flatten().zip(built.iter().flatten()).map(line).collect()
 }
 
 /// Returns all bytes that a device allocates.
-fn report_bytes(built: &ExecutorReport) -> usize {
+fn device_bytes(built: &ExecutorReport) -> usize {
     built.weight_bytes + built.kv_bytes + built.activation_bytes + built.step_bytes
 }
 
@@ -97,12 +97,12 @@ fn mib(bytes: usize) -> f64 {
 }
 
 /// Describes the model's layer stacks.
-fn stacks(model: &ModelInfo) -> String {
+fn describe_stacks(model: &ModelInfo) -> String {
     match model.kind {
         Kind::Decoder => "decoder".to_owned(),
         Kind::Encoder => "encoder".to_owned(),
         Kind::EncoderDecoder => {
-            format!("encoder for inputs of up to {} tokens and decoder", model.source_context)
+            format!("encoder for inputs of up to {} tokens and decoder", model.encoder_context)
         }
     }
 }

@@ -3,87 +3,87 @@
 //! Invariant: commands are received in the order in which they were sent; waiting uses no CPU.
 
 use super::link::Link;
-use mainstem_kernels::{Abort, Carried, Collective, StepBatch};
+use mainstem_kernels::{Abort, ActivationHandoff, Collective, StepBatch};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// A command to a device.
-pub(in crate::actors) enum Order {
+pub(in crate::actors) enum Command {
     /// Drop the executor, and report it.
     Clear,
     /// Build an executor that uses this collective, and report the result.
-    Build(Seat, Box<dyn Collective>),
+    Build(Assignment, Box<dyn Collective>),
     /// Run this device's part of a step.
-    Run(Parcel),
+    Run(StepMessage),
 }
 
 /// A step on its way to a device. All ranks of a stage share one batch.
-pub(in crate::actors) struct Parcel {
+pub(in crate::actors) struct StepMessage {
     /// The sender's build: steps of an earlier build are ignored.
     pub build: u64,
     pub batch: Arc<StepBatch>,
     /// Activations from the previous stage; `None` for the first stage.
-    pub carried: Option<Arc<Carried>>,
+    pub handoff: Option<Arc<ActivationHandoff>>,
 }
 
 /// A device's assignment in the group, from one build to the next.
-pub(in crate::actors) struct Seat {
+pub(in crate::actors) struct Assignment {
     /// Number of this build.
     pub build: u64,
     /// Aborted when the build is given up: results of its steps are not needed then.
     pub abort: Abort,
-    pub duty: Duty,
+    pub role: Role,
 }
 
 /// What a rank does after computing its part of a step.
-pub(in crate::actors) enum Duty {
+pub(in crate::actors) enum Role {
     /// Nothing: the other ranks of its stage compute the same result.
     Nothing,
     /// Hand the activations over to the next stage.
-    HandOn(Box<dyn Link>),
+    HandOver(Box<dyn Link>),
     /// Return the step's results.
-    Answer,
+    ReturnResults,
 }
 
 /// The command queue of a device.
 pub(in crate::actors) struct Mailbox {
     inbox: Mutex<Inbox>,
-    come: Condvar,
+    changed: Condvar,
 }
 
 struct Inbox {
-    orders: VecDeque<Order>,
+    commands: VecDeque<Command>,
     open: bool,
 }
 
 /// Number of commands besides steps that may wait.
-const BESIDE: usize = 4;
+const CONTROL_COMMANDS: usize = 4;
 
 impl Mailbox {
     /// Creates a mailbox for a group with at most `steps` steps in flight. It does not grow.
     pub fn new(steps: usize) -> Mailbox {
-        let inbox = Inbox { orders: VecDeque::with_capacity(steps + BESIDE), open: true };
-        Mailbox { inbox: Mutex::new(inbox), come: Condvar::new() }
+        let inbox = Inbox { commands: VecDeque::with_capacity(steps + CONTROL_COMMANDS), open: true };
+        Mailbox { inbox: Mutex::new(inbox), changed: Condvar::new() }
     }
 
     /// Sends a command; a closed mailbox drops it.
-    pub fn put(&self, command: Order) {
+    pub fn send(&self, command: Command) {
         let mut inbox = self.lock();
         if inbox.open {
-            inbox.orders.push_back(command);
+            inbox.commands.push_back(command);
             drop(inbox);
-            self.come.notify_one();
+            self.changed.notify_one();
         }
     }
 
     /// Waits for the next command; `None` once the mailbox is closed.
-    pub fn take(&self) -> Option<Order> {
+    pub fn receive(&self) -> Option<Command> {
         let mut inbox = self.lock();
         loop {
-            match inbox.orders.pop_front() {
+            match inbox.commands.pop_front() {
                 Some(command) => return Some(command),
                 None if !inbox.open => return None,
-                None => inbox = self.come.wait(inbox).unwrap_or_else(PoisonError::into_inner),
+                None => inbox = self.changed.wait(inbox).unwrap_or_else(PoisonError::into_inner),
             }
         }
     }
@@ -92,9 +92,9 @@ impl Mailbox {
     pub fn close(&self) {
         let mut inbox = self.lock();
         inbox.open = false;
-        let dropped = std::mem::take(&mut inbox.orders);
+        let dropped = std::mem::take(&mut inbox.commands);
         drop(inbox);
-        self.come.notify_one();
+        self.changed.notify_one();
         drop(dropped);
     }
 

@@ -23,12 +23,12 @@ mod keeper;
 
 pub use keeper::Reports;
 
-use super::device::{Factory, Ran, Step};
+use super::device::{ExecutorFactory, Step, StepResult};
 use super::status::Status;
 use anyhow::{Context, Result, ensure};
-use hub::Hub;
-use keeper::Keeper;
-use link::{Linking, Room};
+use hub::GroupState;
+use keeper::Supervisor;
+use link::{Capacity, LinkFactory};
 use mainstem_kernels::{DeviceError, StepLimits};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -49,7 +49,7 @@ pub struct GroupConfig {
     /// Maximum time between results while steps are in flight; `None` for no limit.
     pub step_timeout: Option<Duration>,
     /// Creates the links between stages: [`link::local`] within a process.
-    pub linking: Linking,
+    pub link_factory: LinkFactory,
     /// Status to update when the devices are rebuilt.
     pub status: Arc<Status>,
 }
@@ -59,19 +59,19 @@ pub struct GroupConfig {
 pub struct Epoch(pub u64);
 
 /// The future result of a step.
-pub type Running = Pin<Box<dyn Future<Output = Ran>>>;
+pub type StepFuture = Pin<Box<dyn Future<Output = StepResult>>>;
 
 /// Devices that run steps in the order in which they are sent.
 pub trait Devices: Send + Sync {
     /// Sends a step whose sequences got their slots in `epoch`; fails if the epoch is over. The step is sent
     /// when this returns; the result is awaited.
-    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<Running, DeviceError>;
+    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<StepFuture, DeviceError>;
 
     /// Returns the current epoch.
     fn epoch(&self) -> Epoch;
 
     /// Returns the fault that ended the epoch, as an error, if it is over.
-    fn lasts(&self, epoch: Epoch) -> Result<(), DeviceError>;
+    fn check_epoch(&self, epoch: Epoch) -> Result<(), DeviceError>;
 
     /// Returns the number of devices that take part in a step.
     fn count(&self) -> usize;
@@ -79,8 +79,8 @@ pub trait Devices: Send + Sync {
 
 /// The devices of a model: stages of layers, and tensor-parallel ranks within a stage.
 pub struct Group {
-    hub: Arc<Hub>,
-    keeper: Mutex<Option<JoinHandle<()>>>,
+    state: Arc<GroupState>,
+    supervisor: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl GroupConfig {
@@ -94,18 +94,18 @@ impl GroupConfig {
             width,
             lanes,
             step_timeout: None,
-            linking: Arc::new(link::local),
+            link_factory: Arc::new(link::local),
             status,
         }
     }
 
     /// Returns the maximum size of activation hand-offs between stages.
-    fn room(&self) -> Room {
-        Room { limits: self.limits, width: self.width, steps: self.lanes }
+    fn link_capacity(&self) -> Capacity {
+        Capacity { limits: self.limits, width: self.width, max_steps: self.lanes }
     }
 
     /// Returns what the log calls the group.
-    fn what(&self) -> &'static str {
+    fn label(&self) -> &'static str {
         match &self.names[..] {
             [stage] if stage.len() == 1 => "the device",
             _ => "the group",
@@ -115,7 +115,10 @@ impl GroupConfig {
 
 impl Group {
     /// Starts a thread per device, and builds all devices in parallel. Fails if one cannot be built.
-    pub async fn start(factories: Vec<Vec<Factory>>, config: GroupConfig) -> Result<(Group, Reports)> {
+    pub async fn start(
+        factories: Vec<Vec<ExecutorFactory>>,
+        config: GroupConfig,
+    ) -> Result<(Group, Reports)> {
         let sizes = |lens: &mut dyn Iterator<Item = usize>| lens.collect::<Vec<_>>();
         ensure!(
             sizes(&mut factories.iter().map(Vec::len)) == sizes(&mut config.names.iter().map(Vec::len))
@@ -123,13 +126,14 @@ impl Group {
                 && factories.iter().all(|stage| !stage.is_empty()),
             "a group needs at least one stage, a stage at least one device, and each device a name"
         );
-        let shared = |stage: Vec<Factory>| stage.into_iter().map(|make| Arc::new(Mutex::new(make))).collect();
-        let state = Arc::new(Hub::new(config));
-        let supervisor = Keeper::new(state.clone(), factories.into_iter().map(shared).collect());
+        let shared =
+            |stage: Vec<ExecutorFactory>| stage.into_iter().map(|make| Arc::new(Mutex::new(make))).collect();
+        let state = Arc::new(GroupState::new(config));
+        let supervisor = Supervisor::new(state.clone(), factories.into_iter().map(shared).collect());
         let (started, built) = oneshot::channel();
-        let thread = Builder::new().name("group".to_owned()).spawn(move || supervisor.keep(started));
+        let thread = Builder::new().name("group".to_owned()).spawn(move || supervisor.run(started));
         let thread = thread.context("starting the group's thread")?;
-        let group = Group { hub: state, keeper: Mutex::new(Some(thread)) };
+        let group = Group { state, supervisor: Mutex::new(Some(thread)) };
         let reports = built.await.context("the group's thread has ended").flatten();
         match reports {
             Ok(reports) => Ok((group, reports)),
@@ -142,8 +146,8 @@ impl Group {
 
     /// Stops the group, and waits a limited time for the running steps. Steps in flight return no results.
     pub fn stop(&self) {
-        self.hub.stop();
-        let thread = self.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.state.stop();
+        let thread = self.supervisor.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
             let _ = thread.join();
         }
@@ -153,40 +157,43 @@ impl Group {
 /// Any number of steps can be sent; those beyond the devices' capacity wait, as all do while the devices are
 /// rebuilt.
 impl Devices for Group {
-    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<Running, DeviceError> {
-        let result = self.hub.take_in(step, epoch)?;
+    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<StepFuture, DeviceError> {
+        let result = self.state.submit(step, epoch)?;
         Ok(Box::pin(async move {
             match result.await {
                 Ok(ran) => ran,
-                Err(_) => Ran { step: Box::default(), result: Err(DeviceError::Fault(STOPPED.to_owned())) },
+                Err(_) => StepResult {
+                    step: Box::default(),
+                    result: Err(DeviceError::Fault(STOPPED_MESSAGE.to_owned())),
+                },
             }
         }))
     }
 
     fn epoch(&self) -> Epoch {
-        self.hub.epoch()
+        self.state.epoch()
     }
 
-    fn lasts(&self, epoch: Epoch) -> Result<(), DeviceError> {
-        self.hub.lasts(epoch)
+    fn check_epoch(&self, epoch: Epoch) -> Result<(), DeviceError> {
+        self.state.check_epoch(epoch)
     }
 
     fn count(&self) -> usize {
-        self.hub.config().names.iter().map(Vec::len).sum()
+        self.state.config().names.iter().map(Vec::len).sum()
     }
 }
 
 /// Returns the communication bytes of a stage of `ranks` ranks: for collectives, and for the hand-off to
 /// the `next` stage, if there is one.
-pub(super) fn stage_bytes(ranks: usize, next: Option<Room>) -> usize {
-    hub::exchange_bytes(ranks).saturating_add(next.map_or(0, |capacity| capacity.bytes()))
+pub(super) fn stage_buffer_bytes(ranks: usize, next: Option<Capacity>) -> usize {
+    hub::collective_bytes(ranks).saturating_add(next.map_or(0, |capacity| capacity.bytes()))
 }
 
 /// Error message of a step of a stopped group.
-const STOPPED: &str = "the group is stopped";
+const STOPPED_MESSAGE: &str = "the group is stopped";
 
 impl Drop for Group {
     fn drop(&mut self) {
-        self.hub.stop();
+        self.state.stop();
     }
 }

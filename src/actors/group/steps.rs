@@ -4,7 +4,7 @@
 //! on state lost in a fault runs or waits: a fault fails all of them, and later steps of the old epoch are
 //! refused.
 
-use crate::actors::device::{Ran, Step};
+use crate::actors::device::{Step, StepResult};
 use mainstem_kernels::{DeviceError, StepBatch, StepLimits, StepOutput};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,47 +12,47 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
 /// Steps in flight and waiting steps of a group.
-pub(super) struct Steps {
+pub(super) struct StepQueue {
     limits: StepLimits,
     /// Maximum number of steps in flight.
-    most: usize,
+    max_running: usize,
     /// Number of the step that was sent last. It increases over the whole life of the group.
-    number: u64,
+    last_number: u64,
     /// Steps in flight, oldest first.
-    running: VecDeque<Pending>,
+    running: VecDeque<PendingStep>,
     /// Steps that wait for capacity or for the devices.
-    waiting: VecDeque<Pending>,
+    waiting: VecDeque<PendingStep>,
     /// When a step last completed.
-    answered: Instant,
+    last_completed_at: Instant,
     /// Batches that the devices read, and free ones for reuse.
-    batches: Vec<Arc<StepBatch>>,
+    batch_pool: Vec<Arc<StepBatch>>,
     /// Number of faults so far.
     /// The last fault.
     epoch: u64,
-    fault: Option<DeviceError>,
+    last_fault: Option<DeviceError>,
 }
 
 /// A step that is not complete.
-struct Pending {
+struct PendingStep {
     step: Box<Step>,
-    answer: oneshot::Sender<Ran>,
-    sent: Instant,
+    reply: oneshot::Sender<StepResult>,
+    sent_at: Instant,
 }
 
-impl Steps {
-    pub fn new(limits: StepLimits, max_running: usize) -> Steps {
+impl StepQueue {
+    pub fn new(limits: StepLimits, max_running: usize) -> StepQueue {
         // A rank may still read the batch of the step that completed last.
         let batches = (0..=max_running).map(|_| Arc::new(StepBatch::with_capacity(&limits))).collect();
-        Steps {
+        StepQueue {
             limits,
-            most: max_running,
-            number: 0,
+            max_running,
+            last_number: 0,
             running: VecDeque::with_capacity(max_running),
             waiting: VecDeque::new(),
-            answered: Instant::now(),
-            batches,
+            last_completed_at: Instant::now(),
+            batch_pool: batches,
             epoch: 0,
-            fault: None,
+            last_fault: None,
         }
     }
 
@@ -62,29 +62,29 @@ impl Steps {
     }
 
     /// Returns the fault that ended the epoch, as an error, if it is over.
-    pub fn lasts(&self, epoch: u64) -> Result<(), DeviceError> {
-        match &self.fault {
+    pub fn check_epoch(&self, epoch: u64) -> Result<(), DeviceError> {
+        match &self.last_fault {
             Some(fault) if epoch != self.epoch => Err(fault.clone()),
             _ => Ok(()),
         }
     }
 
     /// Adds a step of the current epoch to the waiting ones.
-    pub fn take_in(&mut self, step: Box<Step>, reply: oneshot::Sender<Ran>) {
-        self.waiting.push_back(Pending { step, answer: reply, sent: Instant::now() });
+    pub fn push(&mut self, step: Box<Step>, reply: oneshot::Sender<StepResult>) {
+        self.waiting.push_back(PendingStep { step, reply, sent_at: Instant::now() });
     }
 
     /// Moves the next waiting step to those in flight, and returns its batch; `None` if no step waits or the
     /// maximum is in flight.
     pub fn start_next(&mut self) -> Option<Arc<StepBatch>> {
-        if self.running.len() >= self.most {
+        if self.running.len() >= self.max_running {
             return None;
         }
         let mut pending = self.waiting.pop_front()?;
-        self.number += 1;
-        pending.step.batch.step = self.number;
-        pending.sent = Instant::now();
-        let batch = self.shared(&mut pending.step.batch);
+        self.last_number += 1;
+        pending.step.batch.step = self.last_number;
+        pending.sent_at = Instant::now();
+        let batch = self.share_batch(&mut pending.step.batch);
         self.running.push_back(pending);
         Some(batch)
     }
@@ -93,64 +93,64 @@ impl Steps {
     /// stage synchronize in every step, so none of them still reads a batch older than that of the last
     /// completed step. Only a hung thread that holds a batch makes an additional one necessary, which is then
     /// kept for reuse.
-    fn shared(&mut self, batch: &mut StepBatch) -> Arc<StepBatch> {
-        let free = self.batches.iter_mut().position(|batch| Arc::get_mut(batch).is_some());
-        let at = free.unwrap_or(self.batches.len());
+    fn share_batch(&mut self, batch: &mut StepBatch) -> Arc<StepBatch> {
+        let free = self.batch_pool.iter_mut().position(|batch| Arc::get_mut(batch).is_some());
+        let at = free.unwrap_or(self.batch_pool.len());
         if free.is_none() {
-            self.batches.push(Arc::new(StepBatch::with_capacity(&self.limits)));
+            self.batch_pool.push(Arc::new(StepBatch::with_capacity(&self.limits)));
         }
-        let free = Arc::get_mut(&mut self.batches[at]).expect("the batch is free, as seen above");
+        let free = Arc::get_mut(&mut self.batch_pool[at]).expect("the batch is free, as seen above");
         std::mem::swap(free, batch);
-        self.batches[at].clone()
+        self.batch_pool[at].clone()
     }
 
     /// Completes the oldest step, which must have this number. `output` is exchanged for a buffer to reuse.
-    pub fn answer(&mut self, number: u64, output: &mut StepOutput) {
+    pub fn complete(&mut self, number: u64, output: &mut StepOutput) {
         let mut pending =
             self.running.pop_front().expect("a completed step was in flight; anything else is a bug");
-        let oldest = self.number - self.running.len() as u64;
+        let oldest = self.last_number - self.running.len() as u64;
         assert_eq!(number, oldest, "steps complete in order; anything else is a bug");
         std::mem::swap(&mut pending.step.output, output);
-        self.answered = Instant::now();
-        pending.answer(Ok(()));
+        self.last_completed_at = Instant::now();
+        pending.reply(Ok(()));
     }
 
     /// Fails all steps with `fault`, because the devices' state is lost or they are unavailable, and begins a
     /// new epoch.
-    pub fn lose(&mut self, fault: &DeviceError) {
+    pub fn fail_all(&mut self, fault: &DeviceError) {
         self.epoch += 1;
-        self.fault = Some(fault.clone());
+        self.last_fault = Some(fault.clone());
         for pending in self.running.drain(..).chain(self.waiting.drain(..)) {
-            pending.answer(Err(fault.clone()));
+            pending.reply(Err(fault.clone()));
         }
     }
 
     /// Drops all steps without completing them.
-    pub fn forget(&mut self) {
+    pub fn clear(&mut self) {
         self.running.clear();
         self.waiting.clear();
     }
 
     /// Returns the number of the oldest step in flight.
-    pub fn oldest(&self) -> u64 {
-        self.number + 1 - self.running.len() as u64
+    pub fn oldest_number(&self) -> u64 {
+        self.last_number + 1 - self.running.len() as u64
     }
 
     /// Whether steps wait.
-    pub fn wait(&self) -> bool {
+    pub fn has_waiting(&self) -> bool {
         !self.waiting.is_empty()
     }
 
     /// Returns when the oldest step in flight must complete; `None` if there is none.
-    pub fn due(&self, timeout: Duration) -> Option<Instant> {
-        self.running.front().map(|oldest| oldest.sent.max(self.answered) + timeout)
+    pub fn deadline(&self, timeout: Duration) -> Option<Instant> {
+        self.running.front().map(|oldest| oldest.sent_at.max(self.last_completed_at) + timeout)
     }
 }
 
-impl Pending {
+impl PendingStep {
     /// Sends the result; the receiver may be gone.
-    fn answer(self, result: Result<(), DeviceError>) {
-        let _ = self.answer.send(Ran { step: self.step, result });
+    fn reply(self, result: Result<(), DeviceError>) {
+        let _ = self.reply.send(StepResult { step: self.step, result });
     }
 }
 
@@ -159,41 +159,41 @@ mod tests {
     use super::*;
     use crate::actors::testing::LIMITS;
 
-    fn sent(steps: &mut Steps) -> oneshot::Receiver<Ran> {
+    fn push_step(steps: &mut StepQueue) -> oneshot::Receiver<StepResult> {
         let (answer, answered) = oneshot::channel();
-        steps.take_in(Box::new(Step::with_capacity(&LIMITS)), answer);
+        steps.push(Box::new(Step::with_capacity(&LIMITS)), answer);
         answered
     }
 
     #[test]
-    fn as_many_steps_as_may_be_are_on_the_devices() {
-        let mut steps = Steps::new(LIMITS, 2);
-        let mut answers: Vec<_> = (0..4).map(|_| sent(&mut steps)).collect();
+    fn steps_in_flight_are_limited() {
+        let mut steps = StepQueue::new(LIMITS, 2);
+        let mut answers: Vec<_> = (0..4).map(|_| push_step(&mut steps)).collect();
         let on_devices: Vec<u64> =
             std::iter::from_fn(|| steps.start_next()).map(|batch| batch.step).collect();
-        assert_eq!((on_devices, steps.oldest()), (vec![1, 2], 1));
-        steps.answer(1, &mut StepOutput::default());
+        assert_eq!((on_devices, steps.oldest_number()), (vec![1, 2], 1));
+        steps.complete(1, &mut StepOutput::default());
         assert!(answers[0].try_recv().is_ok_and(|ran| ran.result.is_ok()));
         assert_eq!(steps.start_next().map(|batch| batch.step), Some(3));
-        assert!(steps.start_next().is_none() && steps.wait());
+        assert!(steps.start_next().is_none() && steps.has_waiting());
     }
 
     /// Whether the step is in flight, waits, or is sent later with the old epoch.
     #[test]
-    fn a_fault_ends_every_step_that_goes_on_from_what_it_took() {
-        let mut steps = Steps::new(LIMITS, 1);
+    fn a_fault_fails_every_step_of_its_epoch() {
+        let mut steps = StepQueue::new(LIMITS, 1);
         let before = steps.epoch();
-        let answers = [sent(&mut steps), sent(&mut steps)];
+        let answers = [push_step(&mut steps), push_step(&mut steps)];
         assert!(steps.start_next().is_some() && steps.start_next().is_none());
-        assert!(steps.lasts(before).is_ok());
-        steps.lose(&DeviceError::Fault("one".to_owned()));
+        assert!(steps.check_epoch(before).is_ok());
+        steps.fail_all(&DeviceError::Fault("one".to_owned()));
         for mut answer in answers {
             let fault = answer.try_recv().expect("the step failed").result.unwrap_err();
             assert_eq!(fault.to_string(), "device fault: one");
         }
-        assert_eq!(steps.lasts(before).unwrap_err().to_string(), "device fault: one");
-        assert!(steps.lasts(steps.epoch()).is_ok(), "the new epoch is not affected");
-        steps.lose(&DeviceError::Fault("two".to_owned()));
-        assert_eq!(steps.lasts(before).unwrap_err().to_string(), "device fault: two");
+        assert_eq!(steps.check_epoch(before).unwrap_err().to_string(), "device fault: one");
+        assert!(steps.check_epoch(steps.epoch()).is_ok(), "the new epoch is not affected");
+        steps.fail_all(&DeviceError::Fault("two".to_owned()));
+        assert_eq!(steps.check_epoch(before).unwrap_err().to_string(), "device fault: two");
     }
 }

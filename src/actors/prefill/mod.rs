@@ -9,50 +9,50 @@
 mod lanes;
 
 use super::intake::Admit;
-use super::kv::{Reserve, Returned};
-use super::sequence::{Key, Sequence};
+use super::kv::{PagesReturned, Reserve};
+use super::sequence::{Sequence, SequenceKey};
 use super::stream::EventSender;
 use crate::config::Policy;
 use actix::{
     Actor, ActorFutureExt, AsyncContext, Context, Handler, Message, MessageResult, Recipient, ResponseFuture,
     SpawnHandle, WrapFuture,
 };
-use lanes::Lane;
+use lanes::LaneState;
 use std::collections::VecDeque;
 use std::time::Instant;
 use tokio::sync::oneshot;
 
 /// Requests the prefill chunks of a lane's next step.
 #[derive(Message)]
-#[rtype(result = "Vec<Chunk>")]
-pub struct NextChunk {
+#[rtype(result = "Vec<ScheduledChunk>")]
+pub struct NextChunks {
     pub lane: usize,
     /// Maximum tokens of all chunks, encoder inputs included. A longer encoder input is scheduled alone, with
     /// the first prompt token after it.
     pub budget: usize,
     /// Running sequences of the lane. With none, the reply is held back until there is work.
-    pub live: usize,
+    pub running: usize,
     /// Free slots of the lane.
-    pub places: usize,
+    pub free_slots: usize,
     /// Steps of [`ChunksAhead`] that the lane has in flight.
-    pub ahead: usize,
+    pub steps_ahead: usize,
 }
 
 /// Requests the chunks of one more step of a lane, beside its iteration's step, because an idle lane leaves
 /// the devices underused. The reply comes at once, with chunks of prompts that started in this lane, or none.
 #[derive(Message)]
-#[rtype(result = "Vec<Chunk>")]
-pub struct Ahead {
+#[rtype(result = "Vec<ScheduledChunk>")]
+pub struct ChunksAhead {
     pub lane: usize,
     /// Maximum tokens, as in [`NextChunks`].
     pub budget: usize,
     /// Number of such steps that the lane has in flight.
-    pub ahead: usize,
+    pub steps_ahead: usize,
 }
 
 /// A contiguous part of a prompt, to be computed in the next step.
-pub struct Chunk {
-    pub key: Key,
+pub struct ScheduledChunk {
+    pub key: SequenceKey,
     /// The sequence itself, with its first chunk only. Its encoder input, if it has one, is part of that
     /// chunk.
     pub sequence: Option<Box<Sequence>>,
@@ -67,46 +67,46 @@ pub struct Chunk {
 /// Drops the started prompts of a lane that restarts, except those of the sequences in `except`.
 #[derive(Message)]
 #[rtype(result = "()")]
-pub struct ForgetBegun {
+pub struct DropStarted {
     pub lane: usize,
-    pub but: Vec<Key>,
+    pub except: Vec<SequenceKey>,
 }
 
 /// Replies to the pending requests, after all prompts that became ready at the same time are queued: with no
 /// running sequences, requests that arrive together start together.
 #[derive(Message)]
 #[rtype(result = "()")]
-struct Answer;
+struct ReplyToLanes;
 
 /// A prompt with its pages, and its progress.
-struct Prompt {
-    key: Key,
+struct QueuedPrompt {
+    key: SequenceKey,
     /// The sequence, until the first chunk is scheduled.
     sequence: Option<Box<Sequence>>,
     /// Tokens of the encoder input, until they are scheduled.
-    source: usize,
+    encoder_tokens: usize,
     /// Tokens of the prompt.
     /// Tokens of the prompt that are scheduled.
     len: usize,
-    done: usize,
+    scheduled: usize,
     events: EventSender,
-    ready: Instant,
+    ready_at: Instant,
 }
 
 /// The prefill actor.
 pub struct Prefill {
-    kv: Recipient<Reserve>,
-    returned: Recipient<Returned>,
+    kv_reserve: Recipient<Reserve>,
+    kv_returned: Recipient<PagesReturned>,
     /// Prompts that have not started, in the order of arrival.
-    line: VecDeque<Prompt>,
+    waiting: VecDeque<QueuedPrompt>,
     /// Under [`Policy::Window`], how many of the waiting prompts belong to the current batch; 0 under other
     /// policies.
-    batch: usize,
-    lanes: Vec<Lane>,
+    released_in_window: usize,
+    lanes: Vec<LaneState>,
     policy: Policy,
     slots: usize,
     /// Set while a window is open.
-    timer: Option<SpawnHandle>,
+    window_timer: Option<SpawnHandle>,
 }
 
 impl Actor for Prefill {
@@ -119,67 +119,67 @@ impl Handler<Admit> for Prefill {
     fn handle(&mut self, Admit(mut sequence): Admit, ctx: &mut Self::Context) {
         let reserve = Reserve {
             positions: sequence.positions(),
-            source: sequence.source_positions(),
+            encoder_positions: sequence.encoder_positions(),
             client: sequence.events.clone(),
         };
-        let reply = self.kv.send(reserve).into_actor(self).map(move |lease, act, ctx| {
+        let reply = self.kv_reserve.send(reserve).into_actor(self).map(move |lease, act, ctx| {
             if let Ok(Some(lease)) = lease {
                 sequence.lease = Some(lease);
                 act.enqueue(sequence);
-                ctx.notify(Answer);
+                ctx.notify(ReplyToLanes);
             }
         });
         ctx.spawn(reply);
     }
 }
 
-impl Handler<Answer> for Prefill {
+impl Handler<ReplyToLanes> for Prefill {
     type Result = ();
 
-    fn handle(&mut self, _: Answer, ctx: &mut Self::Context) {
-        self.answer_all(ctx);
+    fn handle(&mut self, _: ReplyToLanes, ctx: &mut Self::Context) {
+        self.reply_to_all(ctx);
     }
 }
 
-impl Handler<NextChunk> for Prefill {
-    type Result = ResponseFuture<Vec<Chunk>>;
+impl Handler<NextChunks> for Prefill {
+    type Result = ResponseFuture<Vec<ScheduledChunk>>;
 
-    fn handle(&mut self, msg: NextChunk, ctx: &mut Self::Context) -> Self::Result {
+    fn handle(&mut self, msg: NextChunks, ctx: &mut Self::Context) -> Self::Result {
         let (tx, rx) = oneshot::channel();
         let lane = msg.lane;
-        self.lanes[lane].hold(msg, tx);
-        match self.lanes[lane].rests() {
+        self.lanes[lane].set_request(msg, tx);
+        match self.lanes[lane].is_idle() {
             // This may be the last lane that an open window waited for.
-            true => self.answer_all(ctx),
-            false => self.answer(lane, ctx),
+            true => self.reply_to_all(ctx),
+            false => self.reply_to_lane(lane, ctx),
         }
         Box::pin(async { rx.await.unwrap_or_default() })
     }
 }
 
-impl Handler<Ahead> for Prefill {
-    type Result = MessageResult<Ahead>;
+impl Handler<ChunksAhead> for Prefill {
+    type Result = MessageResult<ChunksAhead>;
 
     fn handle(
         &mut self,
-        Ahead { lane, mut budget, ahead: steps_ahead }: Ahead,
+        ChunksAhead { lane, mut budget, steps_ahead }: ChunksAhead,
         _: &mut Self::Context,
     ) -> Self::Result {
-        self.drop_gone();
-        self.lanes[lane].ahead = steps_ahead;
-        if !lanes::may_go_ahead(&self.lanes, lane) {
+        self.drop_cancelled();
+        self.lanes[lane].steps_ahead = steps_ahead;
+        if !lanes::may_send_ahead(&self.lanes, lane) {
             return MessageResult(Vec::new());
         }
-        self.lanes[lane].ahead += 1;
-        MessageResult(self.lanes[lane].go_on(&mut budget))
+        self.lanes[lane].steps_ahead += 1;
+        MessageResult(self.lanes[lane].continue_prompts(&mut budget))
     }
 }
 
-impl Handler<ForgetBegun> for Prefill {
+impl Handler<DropStarted> for Prefill {
     type Result = ();
 
-    fn handle(&mut self, ForgetBegun { lane, but: except }: ForgetBegun, _: &mut Self::Context) {
-        self.lanes[lane].forget(&except);
+    fn handle(&mut self, DropStarted { lane, except }: DropStarted, _: &mut Self::Context) {
+        self.lanes[lane].reset(&except);
     }
 }
 
@@ -187,55 +187,55 @@ impl Prefill {
     /// Creates a prefill without prompts, for `lanes` lanes with `slots` slots in total.
     pub fn new(
         kv_reserve: Recipient<Reserve>,
-        kv_returned: Recipient<Returned>,
+        kv_returned: Recipient<PagesReturned>,
         policy: Policy,
         slots: usize,
         lanes: usize,
     ) -> Prefill {
         Prefill {
-            kv: kv_reserve,
-            returned: kv_returned,
-            line: VecDeque::new(),
-            batch: 0,
-            lanes: (0..lanes).map(|_| Lane::default()).collect(),
+            kv_reserve,
+            kv_returned,
+            waiting: VecDeque::new(),
+            released_in_window: 0,
+            lanes: (0..lanes).map(|_| LaneState::default()).collect(),
             policy,
             slots,
-            timer: None,
+            window_timer: None,
         }
     }
 
     /// Queues a sequence behind those that arrived before it.
     fn enqueue(&mut self, sequence: Box<Sequence>) {
         let key = sequence.key;
-        let prompt = Prompt {
+        let prompt = QueuedPrompt {
             key,
-            source: sequence.request.source.len(),
+            encoder_tokens: sequence.request.encoder_input.len(),
             len: sequence.request.prompt.len(),
-            done: 0,
+            scheduled: 0,
             events: sequence.events.clone(),
-            ready: Instant::now(),
+            ready_at: Instant::now(),
             sequence: Some(sequence),
         };
-        let place = self.line.partition_point(|other| other.key < key);
-        self.line.insert(place.max(self.batch), prompt);
+        let place = self.waiting.partition_point(|other| other.key < key);
+        self.waiting.insert(place.max(self.released_in_window), prompt);
     }
 
     /// Replies to every lane that waits for work.
-    fn answer_all(&mut self, ctx: &mut Context<Prefill>) {
+    fn reply_to_all(&mut self, ctx: &mut Context<Prefill>) {
         for lane in 0..self.lanes.len() {
-            self.answer(lane, ctx);
+            self.reply_to_lane(lane, ctx);
         }
     }
 
     /// Replies to the lane's request, unless the lane has no sequences and there is no work.
-    fn answer(&mut self, lane: usize, ctx: &mut Context<Prefill>) {
-        let Some((request, _)) = &self.lanes[lane].held else { return };
-        let (budget, running) = (request.budget, request.live);
-        self.drop_gone();
-        self.release(ctx);
-        let chunks = self.chunks(lane, budget);
+    fn reply_to_lane(&mut self, lane: usize, ctx: &mut Context<Prefill>) {
+        let Some((request, _)) = &self.lanes[lane].pending_request else { return };
+        let (budget, running) = (request.budget, request.running);
+        self.drop_cancelled();
+        self.release_batch(ctx);
+        let chunks = self.schedule_chunks(lane, budget);
         if (running > 0 || !chunks.is_empty())
-            && let Some((_, reply)) = self.lanes[lane].held.take()
+            && let Some((_, reply)) = self.lanes[lane].pending_request.take()
         {
             // The decode loop waits for the reply. If it is gone, dropping the reply releases the sequences.
             let _ = reply.send(chunks);
@@ -244,91 +244,92 @@ impl Prefill {
 
     /// Schedules chunks for a lane within the budget: of prompts that started there, then of the lane's share
     /// of the waiting ones, oldest first.
-    fn chunks(&mut self, lane: usize, mut budget: usize) -> Vec<Chunk> {
-        let mut chunks = self.lanes[lane].go_on(&mut budget);
-        let mut share = lanes::share(&self.lanes, lane, self.released());
+    fn schedule_chunks(&mut self, lane: usize, mut budget: usize) -> Vec<ScheduledChunk> {
+        let mut chunks = self.lanes[lane].continue_prompts(&mut budget);
+        let mut share = lanes::lane_share(&self.lanes, lane, self.releasable());
         while budget > 0 && share > 0 {
-            let prompt = &self.line[0];
-            if prompt.least() > budget && !chunks.is_empty() {
+            let prompt = &self.waiting[0];
+            if prompt.min_chunk() > budget && !chunks.is_empty() {
                 break;
             }
-            let mut prompt = self.line.pop_front().expect("the queue is not empty, as seen above");
-            chunks.push(prompt.advance(&mut budget));
-            self.batch = self.batch.saturating_sub(1);
+            let mut prompt = self.waiting.pop_front().expect("the queue is not empty, as seen above");
+            chunks.push(prompt.next_chunk(&mut budget));
+            self.released_in_window = self.released_in_window.saturating_sub(1);
             share -= 1;
             let lane = &mut self.lanes[lane];
-            lane.begin();
-            if prompt.left() > 0 {
-                lane.begun.push_back(prompt);
+            lane.add_sequence();
+            if prompt.remaining() > 0 {
+                lane.started.push_back(prompt);
             }
         }
         chunks
     }
 
     /// Returns how many of the waiting prompts may start, from the first on.
-    fn released(&self) -> usize {
+    fn releasable(&self) -> usize {
         match self.policy {
-            Policy::Window { .. } => self.batch,
-            Policy::Fused | Policy::Concurrent => self.line.len(),
+            Policy::Window { .. } => self.released_in_window,
+            Policy::Fused | Policy::Concurrent => self.waiting.len(),
         }
     }
 
     /// Under [`Policy::Window`], decides whether a batch starts: when all lanes are idle, and the window
     /// since the oldest arrival is over or as many prompts wait as there are slots.
-    fn release(&mut self, ctx: &mut Context<Prefill>) {
+    fn release_batch(&mut self, ctx: &mut Context<Prefill>) {
         let Policy::Window { window } = self.policy else { return };
-        let Some(oldest) = self.line.front() else { return };
-        if self.batch > 0 || !self.lanes.iter().all(Lane::rests) {
+        let Some(oldest) = self.waiting.front() else { return };
+        if self.released_in_window > 0 || !self.lanes.iter().all(LaneState::is_idle) {
             return;
         }
-        let waited = oldest.ready.elapsed();
-        if waited >= window || self.line.len() >= self.slots {
-            self.batch = self.line.len();
-        } else if self.timer.is_none() {
-            self.timer = Some(ctx.run_later(window - waited, |act, ctx| {
-                act.timer = None;
-                act.answer_all(ctx);
+        let waited = oldest.ready_at.elapsed();
+        if waited >= window || self.waiting.len() >= self.slots {
+            self.released_in_window = self.waiting.len();
+        } else if self.window_timer.is_none() {
+            self.window_timer = Some(ctx.run_later(window - waited, |act, ctx| {
+                act.window_timer = None;
+                act.reply_to_all(ctx);
             }));
         }
     }
 
     /// Drops the prompts of disconnected clients.
-    fn drop_gone(&mut self) {
-        let gone = |prompt: &Prompt| prompt.events.is_closed();
-        let before = self.prompts();
-        self.batch -= self.line.iter().take(self.batch).filter(|prompt| gone(prompt)).count();
-        self.line.retain(|prompt| !gone(prompt));
-        self.lanes.iter_mut().for_each(|lane| lane.begun.retain(|prompt| !gone(prompt)));
-        if self.prompts() < before {
-            self.returned.do_send(Returned);
+    fn drop_cancelled(&mut self) {
+        let gone = |prompt: &QueuedPrompt| prompt.events.is_closed();
+        let before = self.prompt_count();
+        self.released_in_window -=
+            self.waiting.iter().take(self.released_in_window).filter(|prompt| gone(prompt)).count();
+        self.waiting.retain(|prompt| !gone(prompt));
+        self.lanes.iter_mut().for_each(|lane| lane.started.retain(|prompt| !gone(prompt)));
+        if self.prompt_count() < before {
+            self.kv_returned.do_send(PagesReturned);
         }
     }
 
     /// Returns the number of prompts that are not complete.
-    fn prompts(&self) -> usize {
-        self.line.len() + self.lanes.iter().map(|lane| lane.begun.len()).sum::<usize>()
+    fn prompt_count(&self) -> usize {
+        self.waiting.len() + self.lanes.iter().map(|lane| lane.started.len()).sum::<usize>()
     }
 }
 
-impl Prompt {
+impl QueuedPrompt {
     /// Returns the number of tokens to compute, of the encoder input and of the prompt.
-    fn left(&self) -> usize {
-        self.source + self.len - self.done
+    fn remaining(&self) -> usize {
+        self.encoder_tokens + self.len - self.scheduled
     }
 
     /// Returns the size of the smallest possible next chunk: the rest of the encoder input, and one token.
-    fn least(&self) -> usize {
-        self.source + (self.len - self.done).min(1)
+    fn min_chunk(&self) -> usize {
+        self.encoder_tokens + (self.len - self.scheduled).min(1)
     }
 
     /// Returns the next chunk, and deducts its tokens from the budget.
-    fn advance(&mut self, budget: &mut usize) -> Chunk {
-        let encoder_tokens = std::mem::take(&mut self.source);
-        let (start, left) = (self.done, self.len - self.done);
+    fn next_chunk(&mut self, budget: &mut usize) -> ScheduledChunk {
+        let encoder_tokens = std::mem::take(&mut self.encoder_tokens);
+        let (start, left) = (self.scheduled, self.len - self.scheduled);
         let len = left.min(budget.saturating_sub(encoder_tokens).max(1));
-        self.done += len;
+        self.scheduled += len;
         *budget = budget.saturating_sub(encoder_tokens + len);
-        Chunk { key: self.key, sequence: self.sequence.take(), start, len, last: len == left }
+        ScheduledChunk { key: self.key, sequence: self.sequence.take(), start, len, last: len == left }
     }
 }
 

@@ -3,10 +3,10 @@
 //! Invariant: no request is held while a test adds prompts, unless the test says so.
 
 use super::*;
-use crate::actors::intake::Released;
+use crate::actors::intake::PermitReleased;
 use crate::actors::stream::TokenStream;
-use crate::actors::testing::{ear, next, request, sequence, within};
-use crate::memory::{Lease, PagePool, divided};
+use crate::actors::testing::{next_message, recorder, request, sequence, with_timeout};
+use crate::memory::{Lease, PagePool, split_slots};
 use crate::request::{Pooling, Request, Task};
 use actix::{Addr, MessageResult};
 use mainstem_kernels::random::philox;
@@ -17,19 +17,19 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 const HOUR: Duration = Duration::from_secs(3600);
 const POSITIONS: usize = 32;
 /// More tokens than all prompts of a test have.
-const PLENTY: usize = 1000;
+const UNLIMITED: usize = 1000;
 
 /// A reservation of pages, and the channel to grant it.
-type Wish = (Reserve, oneshot::Sender<Option<Lease>>);
+type Reservation = (Reserve, oneshot::Sender<Option<Lease>>);
 
 /// A KV manager that leaves every reply to the test.
-struct FakeKv(UnboundedSender<Wish>);
+struct FakeKvManager(UnboundedSender<Reservation>);
 
-impl Actor for FakeKv {
-    type Context = Context<FakeKv>;
+impl Actor for FakeKvManager {
+    type Context = Context<FakeKvManager>;
 }
 
-impl Handler<Reserve> for FakeKv {
+impl Handler<Reserve> for FakeKvManager {
     type Result = ResponseFuture<Option<Lease>>;
 
     fn handle(&mut self, request: Reserve, _: &mut Self::Context) -> Self::Result {
@@ -48,53 +48,53 @@ impl Handler<Peek> for Prefill {
     type Result = MessageResult<Peek>;
 
     fn handle(&mut self, _: Peek, _: &mut Self::Context) -> Self::Result {
-        let begun = self.prompts() - self.line.len();
-        let held = self.lanes.iter().any(|lane| lane.held.is_some());
-        MessageResult((self.prompts(), begun + self.released(), held))
+        let begun = self.prompt_count() - self.waiting.len();
+        let held = self.lanes.iter().any(|lane| lane.pending_request.is_some());
+        MessageResult((self.prompt_count(), begun + self.releasable(), held))
     }
 }
 
 /// A prefill with the test in place of all other actors.
 struct Rig {
     prefill: Addr<Prefill>,
-    wishes: UnboundedReceiver<Wish>,
-    returned: UnboundedReceiver<Returned>,
-    home: Recipient<Released>,
-    permits: UnboundedReceiver<Released>,
+    reservations: UnboundedReceiver<Reservation>,
+    returned: UnboundedReceiver<PagesReturned>,
+    permit_recipient: Recipient<PermitReleased>,
+    permits: UnboundedReceiver<PermitReleased>,
     pool: PagePool,
     slots: Vec<usize>,
 }
 
 impl Rig {
     fn new(policy: Policy, slots: usize) -> Rig {
-        Rig::of_lanes(policy, slots, 1)
+        Rig::with_lanes(policy, slots, 1)
     }
 
-    fn of_lanes(policy: Policy, slots: usize, lanes: usize) -> Rig {
+    fn with_lanes(policy: Policy, slots: usize, lanes: usize) -> Rig {
         let (reservations_tx, reservations) = unbounded_channel();
-        let (returned_to, returned) = ear();
-        let (permit_recipient, permits) = ear();
-        let kv = FakeKv(reservations_tx).start().recipient();
+        let (returned_to, returned) = recorder();
+        let (permit_recipient, permits) = recorder();
+        let kv = FakeKvManager(reservations_tx).start().recipient();
         let prefill = Prefill::new(kv, returned_to, policy, slots, lanes).start();
         let pool = PagePool::new(10_000, POSITIONS);
-        let slots = divided(slots, lanes).map(|slots| slots.len()).collect();
-        Rig { prefill, wishes: reservations, returned, home: permit_recipient, permits, pool, slots }
+        let slots = split_slots(slots, lanes).map(|slots| slots.len()).collect();
+        Rig { prefill, reservations, returned, permit_recipient, permits, pool, slots }
     }
 
     /// Admits a request for four tokens, without granting its pages.
-    async fn admit(&mut self, key: u64, len: usize) -> (Wish, TokenStream) {
+    async fn admit(&mut self, key: u64, len: usize) -> (Reservation, TokenStream) {
         self.admit_request(key, request(len, 4)).await
     }
 
-    async fn admit_request(&mut self, key: u64, request: Request) -> (Wish, TokenStream) {
+    async fn admit_request(&mut self, key: u64, request: Request) -> (Reservation, TokenStream) {
         let wanted = match request.task {
-            Task::Generate => (request.prompt.len() + 4, request.source.len()),
+            Task::Generate => (request.prompt.len() + 4, request.encoder_input.len()),
             _ => (0, 0),
         };
-        let (sequence, stream) = sequence(key, request, self.home.clone());
+        let (sequence, stream) = sequence(key, request, self.permit_recipient.clone());
         self.prefill.do_send(Admit(sequence));
-        let wanted_pages = next(&mut self.wishes).await;
-        let reserved = (wanted_pages.0.positions, wanted_pages.0.source);
+        let wanted_pages = next_message(&mut self.reservations).await;
+        let reserved = (wanted_pages.0.positions, wanted_pages.0.encoder_positions);
         assert_eq!(
             reserved, wanted,
             "pages are reserved for prompt and generated tokens, and for a cached encoder input"
@@ -102,31 +102,31 @@ impl Rig {
         (wanted_pages, stream)
     }
 
-    fn grant(&mut self, (request, reply): Wish) {
-        let lease = self.pool.reserve_with_source(request.positions, request.source);
+    fn grant(&mut self, (request, reply): Reservation) {
+        let lease = self.pool.reserve_with_encoder(request.positions, request.encoder_positions);
         assert!(reply.send(lease).is_ok(), "prefill waits for its pages");
     }
 
     /// Admits a request, grants its pages, and waits until prefill has queued it. No request for chunks may
     /// be held: its reply could take the prompt at once.
-    async fn prompt(&mut self, key: u64, len: usize) -> TokenStream {
-        self.prompt_of(key, request(len, 4)).await
+    async fn add_prompt(&mut self, key: u64, len: usize) -> TokenStream {
+        self.add_request(key, request(len, 4)).await
     }
 
-    async fn prompt_of(&mut self, key: u64, request: Request) -> TokenStream {
+    async fn add_request(&mut self, key: u64, request: Request) -> TokenStream {
         let (pages, stream) = self.admit_request(key, request).await;
         let before = self.peek().await.0;
         self.grant(pages);
-        self.until(|(prompts, ..)| prompts > before).await;
+        self.wait_until(|(prompts, ..)| prompts > before).await;
         stream
     }
 
     async fn peek(&self) -> (usize, usize, bool) {
-        within(self.prefill.send(Peek)).await.expect("prefill replies")
+        with_timeout(self.prefill.send(Peek)).await.expect("prefill replies")
     }
 
-    async fn until(&self, wanted: impl Fn((usize, usize, bool)) -> bool) {
-        within(async {
+    async fn wait_until(&self, wanted: impl Fn((usize, usize, bool)) -> bool) {
+        with_timeout(async {
             while !wanted(self.peek().await) {
                 tokio::task::yield_now().await;
             }
@@ -135,34 +135,44 @@ impl Rig {
     }
 
     /// Requests chunks; returns the future reply.
-    fn ask(&self, budget: usize, live: usize) -> impl Future<Output = Vec<Chunk>> + use<> {
-        self.ask_in(0, budget, live)
+    fn request_chunks(
+        &self,
+        budget: usize,
+        live: usize,
+    ) -> impl Future<Output = Vec<ScheduledChunk>> + use<> {
+        self.request_lane_chunks(0, budget, live)
     }
 
-    fn ask_in(&self, lane: usize, budget: usize, live: usize) -> impl Future<Output = Vec<Chunk>> + use<> {
+    fn request_lane_chunks(
+        &self,
+        lane: usize,
+        budget: usize,
+        live: usize,
+    ) -> impl Future<Output = Vec<ScheduledChunk>> + use<> {
         let places = self.slots[lane].saturating_sub(live);
-        let answer = self.prefill.send(NextChunk { lane, budget, live, places, ahead: 0 });
-        async { within(answer).await.expect("prefill replies") }
+        let answer =
+            self.prefill.send(NextChunks { lane, budget, running: live, free_slots: places, steps_ahead: 0 });
+        async { with_timeout(answer).await.expect("prefill replies") }
     }
 
-    async fn chunks(&self, budget: usize, live: usize) -> Vec<Plain> {
-        self.chunks_in(0, budget, live).await
+    async fn chunks(&self, budget: usize, live: usize) -> Vec<ChunkTuple> {
+        self.lane_chunks(0, budget, live).await
     }
 
-    async fn chunks_in(&self, lane: usize, budget: usize, live: usize) -> Vec<Plain> {
-        plain(&self.ask_in(lane, budget, live).await)
+    async fn lane_chunks(&self, lane: usize, budget: usize, live: usize) -> Vec<ChunkTuple> {
+        to_tuples(&self.request_lane_chunks(lane, budget, live).await)
     }
 
     /// Requests the chunks of a step beside the iteration's, with `ahead` of them in flight.
-    async fn ahead(&self, lane: usize, budget: usize, ahead: usize) -> Vec<Plain> {
-        let answer = self.prefill.send(Ahead { lane, budget, ahead });
-        plain(&within(answer).await.expect("prefill replies"))
+    async fn chunks_ahead(&self, lane: usize, budget: usize, ahead: usize) -> Vec<ChunkTuple> {
+        let answer = self.prefill.send(ChunksAhead { lane, budget, steps_ahead: ahead });
+        to_tuples(&with_timeout(answer).await.expect("prefill replies"))
     }
 }
 
 /// A request to an encoder-decoder model.
 fn translate(source: usize, len: usize) -> Request {
-    Request { source: vec![5; source].into(), ..request(len, 4) }
+    Request { encoder_input: vec![5; source].into(), ..request(len, 4) }
 }
 
 /// A request to an encoder-only model.
@@ -171,9 +181,9 @@ fn embed(source: usize) -> Request {
 }
 
 /// A chunk as (key, start, length, last).
-type Plain = (u64, usize, usize, bool);
+type ChunkTuple = (u64, usize, usize, bool);
 
-fn plain(chunks: &[Chunk]) -> Vec<Plain> {
+fn to_tuples(chunks: &[ScheduledChunk]) -> Vec<ChunkTuple> {
     for chunk in chunks {
         assert_eq!(chunk.sequence.is_some(), chunk.start == 0, "a sequence comes with its first chunk");
         let lease = chunk.sequence.as_ref().map(|sequence| sequence.lease.is_some());
@@ -185,20 +195,20 @@ fn plain(chunks: &[Chunk]) -> Vec<Plain> {
 #[actix::test]
 async fn prompts_share_the_budget_first_in_first_out() {
     let mut rig = Rig::new(Policy::Fused, 4);
-    let _clients = [rig.prompt(1, 10).await, rig.prompt(2, 4).await, rig.prompt(3, 20).await];
+    let _clients = [rig.add_prompt(1, 10).await, rig.add_prompt(2, 4).await, rig.add_prompt(3, 20).await];
     assert_eq!(rig.chunks(16, 0).await, [(1, 0, 10, true), (2, 0, 4, true), (3, 0, 2, false)]);
     assert_eq!(rig.chunks(0, 3).await, [], "no budget, no chunk");
     assert_eq!(rig.chunks(5, 3).await, [(3, 2, 5, false)]);
-    assert_eq!(rig.chunks(PLENTY, 3).await, [(3, 7, 13, true)]);
-    assert_eq!(rig.chunks(PLENTY, 3).await, []);
+    assert_eq!(rig.chunks(UNLIMITED, 3).await, [(3, 7, 13, true)]);
+    assert_eq!(rig.chunks(UNLIMITED, 3).await, []);
 }
 
 #[actix::test]
-async fn sources_go_whole_and_share_the_budget_with_what_follows_them() {
+async fn encoder_inputs_are_not_split_and_share_the_budget() {
     let mut rig = Rig::new(Policy::Fused, 8);
     let mut clients = Vec::new();
     for (key, source, len) in [(1, 10, 2), (2, 5, 1), (3, 30, 3), (4, 2, 9), (5, 19, 4), (6, 20, 1)] {
-        clients.push(rig.prompt_of(key, translate(source, len)).await);
+        clients.push(rig.add_request(key, translate(source, len)).await);
     }
     assert_eq!(rig.chunks(20, 0).await, [(1, 0, 2, true), (2, 0, 1, true)], "the third input does not fit");
     assert_eq!(rig.chunks(20, 2).await, [(3, 0, 1, false)], "an input that never fits is scheduled alone");
@@ -210,16 +220,16 @@ async fn sources_go_whole_and_share_the_budget_with_what_follows_them() {
     );
     assert_eq!(rig.chunks(20, 4).await, [(5, 0, 1, false)], "it fits exactly");
     assert_eq!(rig.chunks(23, 5).await, [(5, 1, 3, true)]);
-    assert_eq!(rig.chunks(PLENTY, 5).await, [(6, 0, 1, true)]);
+    assert_eq!(rig.chunks(UNLIMITED, 5).await, [(6, 0, 1, true)]);
     assert_eq!(rig.peek().await.0, 0);
 }
 
 #[actix::test]
-async fn texts_for_a_lone_encoder_are_their_sources_and_share_a_step() {
+async fn encoder_only_texts_share_a_step() {
     let mut rig = Rig::new(Policy::Fused, 8);
     let mut clients = Vec::new();
     for (key, source) in [(1, 8), (2, 8), (3, 1), (4, 50), (5, 2)] {
-        clients.push(rig.prompt_of(key, embed(source)).await);
+        clients.push(rig.add_request(key, embed(source)).await);
     }
     assert_eq!(rig.pool.used(), 0);
     assert_eq!(rig.chunks(16, 0).await, [(1, 0, 0, true), (2, 0, 0, true)]);
@@ -231,9 +241,9 @@ async fn texts_for_a_lone_encoder_are_their_sources_and_share_a_step() {
 /// Without running sequences a request is held until there is work, and prompts that arrive together must
 /// start together.
 #[actix::test]
-async fn who_is_ready_in_the_same_moment_starts_together() {
+async fn prompts_ready_at_the_same_time_start_together() {
     let mut rig = Rig::new(Policy::Fused, 4);
-    let answer = rig.ask(PLENTY, 0);
+    let answer = rig.request_chunks(UNLIMITED, 0);
     let mut reservations = Vec::new();
     let mut clients = Vec::new();
     for key in 1..4 {
@@ -242,148 +252,149 @@ async fn who_is_ready_in_the_same_moment_starts_together() {
         clients.push(client);
     }
     reservations.into_iter().for_each(|pages| rig.grant(pages));
-    assert_eq!(plain(&answer.await), [(1, 0, 0, true), (2, 0, 0, true), (3, 0, 0, true)]);
+    assert_eq!(to_tuples(&answer.await), [(1, 0, 0, true), (2, 0, 0, true), (3, 0, 0, true)]);
 }
 
 #[actix::test]
-async fn who_came_first_goes_first_whenever_its_pages_come() {
+async fn prompts_start_in_order_of_arrival_not_of_page_grants() {
     let mut rig = Rig::new(Policy::Fused, 4);
     let (first, _first) = rig.admit(1, 5).await;
-    let _second = rig.prompt(2, 6).await;
+    let _second = rig.add_prompt(2, 6).await;
     rig.grant(first);
-    rig.until(|(prompts, ..)| prompts == 2).await;
-    assert_eq!(rig.chunks(PLENTY, 0).await, [(1, 0, 5, true), (2, 0, 6, true)]);
+    rig.wait_until(|(prompts, ..)| prompts == 2).await;
+    assert_eq!(rig.chunks(UNLIMITED, 0).await, [(1, 0, 5, true), (2, 0, 6, true)]);
 }
 
 #[actix::test]
-async fn a_question_is_held_until_there_is_work_unless_somebody_lives() {
+async fn a_request_is_held_until_there_is_work_unless_sequences_run() {
     let mut rig = Rig::new(Policy::Fused, 4);
-    assert_eq!(rig.chunks(PLENTY, 1).await, []);
-    let answer = rig.ask(PLENTY, 0);
+    assert_eq!(rig.chunks(UNLIMITED, 1).await, []);
+    let answer = rig.request_chunks(UNLIMITED, 0);
     let (pages, _client) = rig.admit(1, 5).await;
     assert_eq!(rig.peek().await, (0, 0, true), "a prompt without pages is no work");
     rig.grant(pages);
-    assert_eq!(plain(&answer.await), [(1, 0, 5, true)]);
+    assert_eq!(to_tuples(&answer.await), [(1, 0, 5, true)]);
 }
 
 #[actix::test]
-async fn who_gets_no_pages_goes_home() {
+async fn a_refused_reservation_releases_the_permit() {
     let mut rig = Rig::new(Policy::Fused, 4);
     let ((_, reply), _client) = rig.admit(1, 5).await;
     assert!(reply.send(None).is_ok());
-    next(&mut rig.permits).await;
+    next_message(&mut rig.permits).await;
     assert_eq!(rig.peek().await.0, 0);
 }
 
 #[actix::test]
-async fn who_hung_up_is_dropped_and_kv_hears_of_its_pages() {
+async fn cancelled_prompts_are_dropped_and_kv_is_notified() {
     let mut rig = Rig::new(Policy::Fused, 4);
-    let _first = rig.prompt(1, 10).await;
-    let second = rig.prompt(2, 10).await;
-    let _third = rig.prompt(3, 10).await;
+    let _first = rig.add_prompt(1, 10).await;
+    let second = rig.add_prompt(2, 10).await;
+    let _third = rig.add_prompt(3, 10).await;
     drop(second);
-    assert_eq!(rig.chunks(PLENTY, 0).await, [(1, 0, 10, true), (3, 0, 10, true)]);
-    next(&mut rig.returned).await;
-    next(&mut rig.permits).await;
+    assert_eq!(rig.chunks(UNLIMITED, 0).await, [(1, 0, 10, true), (3, 0, 10, true)]);
+    next_message(&mut rig.returned).await;
+    next_message(&mut rig.permits).await;
     // Likewise for a prompt that has started: decode has its sequence, and its remaining chunks are dropped.
-    let begun = rig.prompt(4, 10).await;
-    let _last = rig.prompt(5, 3).await;
+    let begun = rig.add_prompt(4, 10).await;
+    let _last = rig.add_prompt(5, 3).await;
     assert_eq!(rig.chunks(4, 2).await, [(4, 0, 4, false)]);
     drop(begun);
-    assert_eq!(rig.chunks(PLENTY, 2).await, [(5, 0, 3, true)]);
-    next(&mut rig.returned).await;
+    assert_eq!(rig.chunks(UNLIMITED, 2).await, [(5, 0, 3, true)]);
+    next_message(&mut rig.returned).await;
 }
 
 #[actix::test]
-async fn pages_of_who_hung_up_are_free_when_kv_hears_of_them() {
+async fn pages_of_cancelled_prompts_are_free_when_kv_is_notified() {
     let mut rig = Rig::new(Policy::Fused, 4);
-    drop(rig.prompt(1, 60).await);
+    drop(rig.add_prompt(1, 60).await);
     assert_eq!(rig.pool.used(), 2);
-    assert_eq!(rig.chunks(PLENTY, 1).await, []);
-    next(&mut rig.returned).await;
+    assert_eq!(rig.chunks(UNLIMITED, 1).await, []);
+    next_message(&mut rig.returned).await;
     assert_eq!(rig.pool.used(), 0);
 }
 
 #[actix::test]
-async fn after_a_fault_what_had_begun_is_forgotten_and_what_had_not_is_kept() {
+async fn a_fault_drops_started_prompts_and_keeps_waiting_ones() {
     for policy in [Policy::Fused, Policy::Window { window: HOUR }] {
         let mut rig = Rig::new(policy, 3);
-        let _clients = [rig.prompt(1, 20).await, rig.prompt(2, 10).await, rig.prompt(3, 10).await];
+        let _clients =
+            [rig.add_prompt(1, 20).await, rig.add_prompt(2, 10).await, rig.add_prompt(3, 10).await];
         assert_eq!(rig.chunks(8, 0).await, [(1, 0, 8, false)]);
-        rig.prefill.do_send(ForgetBegun { lane: 0, but: Vec::new() });
+        rig.prefill.do_send(DropStarted { lane: 0, except: Vec::new() });
         assert_eq!(rig.peek().await, (2, 2, false), "{policy:?}");
-        assert_eq!(rig.chunks(PLENTY, 0).await, [(2, 0, 10, true), (3, 0, 10, true)], "{policy:?}");
+        assert_eq!(rig.chunks(UNLIMITED, 0).await, [(2, 0, 10, true), (3, 0, 10, true)], "{policy:?}");
     }
 }
 
 #[actix::test]
-async fn a_window_gathers_until_every_slot_has_its_prompt() {
+async fn a_window_stays_open_until_every_slot_has_a_prompt() {
     let mut rig = Rig::new(Policy::Window { window: HOUR }, 3);
-    let mut clients = vec![rig.prompt(1, 10).await, rig.prompt(2, 10).await];
-    let answer = rig.ask(12, 0);
+    let mut clients = vec![rig.add_prompt(1, 10).await, rig.add_prompt(2, 10).await];
+    let answer = rig.request_chunks(12, 0);
     assert_eq!(rig.peek().await, (2, 0, true), "the window is open");
     let (third, client) = rig.admit(3, 10).await;
     clients.push(client);
     rig.grant(third);
-    assert_eq!(plain(&answer.await), [(1, 0, 10, true), (2, 0, 2, false)]);
+    assert_eq!(to_tuples(&answer.await), [(1, 0, 10, true), (2, 0, 2, false)]);
     // No prompt joins while a released prompt is pending or a sequence runs.
     for key in 4..7 {
-        clients.push(rig.prompt(key, 5).await);
+        clients.push(rig.add_prompt(key, 5).await);
     }
-    assert_eq!(rig.chunks(PLENTY, 2).await, [(2, 2, 8, true), (3, 0, 10, true)]);
-    assert_eq!(rig.chunks(PLENTY, 1).await, []);
+    assert_eq!(rig.chunks(UNLIMITED, 2).await, [(2, 2, 8, true), (3, 0, 10, true)]);
+    assert_eq!(rig.chunks(UNLIMITED, 1).await, []);
     assert_eq!(rig.peek().await, (3, 0, false));
-    assert_eq!(rig.chunks(PLENTY, 0).await, [(4, 0, 5, true), (5, 0, 5, true), (6, 0, 5, true)]);
+    assert_eq!(rig.chunks(UNLIMITED, 0).await, [(4, 0, 5, true), (5, 0, 5, true), (6, 0, 5, true)]);
 }
 
 #[actix::test]
-async fn a_released_prompt_whose_client_left_does_not_make_room_for_another() {
+async fn a_cancelled_released_prompt_is_not_replaced() {
     let mut rig = Rig::new(Policy::Window { window: HOUR }, 3);
-    let _first = rig.prompt(1, 10).await;
-    let second = rig.prompt(2, 10).await;
-    let _third = rig.prompt(3, 10).await;
+    let _first = rig.add_prompt(1, 10).await;
+    let second = rig.add_prompt(2, 10).await;
+    let _third = rig.add_prompt(3, 10).await;
     assert_eq!(rig.chunks(4, 0).await, [(1, 0, 4, false)]);
     drop(second);
-    let _fourth = rig.prompt(4, 10).await;
-    assert_eq!(rig.chunks(PLENTY, 1).await, [(1, 4, 6, true), (3, 0, 10, true)]);
+    let _fourth = rig.add_prompt(4, 10).await;
+    assert_eq!(rig.chunks(UNLIMITED, 1).await, [(1, 4, 6, true), (3, 0, 10, true)]);
     assert_eq!(rig.peek().await, (1, 0, false));
 }
 
 #[actix::test]
-async fn a_window_ends_by_the_clock_but_not_while_somebody_lives() {
+async fn a_window_ends_by_time_but_not_while_sequences_run() {
     let mut rig = Rig::new(Policy::Window { window: Duration::from_millis(1) }, 3);
-    let answer = rig.ask(PLENTY, 0);
+    let answer = rig.request_chunks(UNLIMITED, 0);
     let (first, _client) = rig.admit(1, 10).await;
     rig.grant(first);
-    assert_eq!(plain(&answer.await), [(1, 0, 10, true)]);
+    assert_eq!(to_tuples(&answer.await), [(1, 0, 10, true)]);
     let mut rig = Rig::new(Policy::Window { window: Duration::ZERO }, 3);
-    let _first = rig.prompt(1, 10).await;
-    assert_eq!(rig.chunks(PLENTY, 1).await, []);
-    assert_eq!(rig.chunks(PLENTY, 0).await, [(1, 0, 10, true)]);
+    let _first = rig.add_prompt(1, 10).await;
+    assert_eq!(rig.chunks(UNLIMITED, 1).await, []);
+    assert_eq!(rig.chunks(UNLIMITED, 0).await, [(1, 0, 10, true)]);
 }
 
 /// A reply that is still to come.
-type Coming = Pin<Box<dyn Future<Output = Vec<Chunk>>>>;
+type PendingReply = Pin<Box<dyn Future<Output = Vec<ScheduledChunk>>>>;
 
 /// Requests of idle lanes.
-async fn resting(rig: &Rig, lanes: impl IntoIterator<Item = usize>) -> Vec<Coming> {
-    let ask = |lane| Box::pin(rig.ask_in(lane, PLENTY, 0)) as Coming;
+async fn request_as_idle(rig: &Rig, lanes: impl IntoIterator<Item = usize>) -> Vec<PendingReply> {
+    let ask = |lane| Box::pin(rig.request_lane_chunks(lane, UNLIMITED, 0)) as PendingReply;
     let answers = lanes.into_iter().map(ask).collect();
     rig.peek().await;
     answers
 }
 
 /// Makes a request for each lane, with one running sequence of its own, so that prefill knows all lanes.
-async fn all_working(rig: &Rig) {
+async fn register_all_lanes(rig: &Rig) {
     for lane in 0..rig.slots.len() {
-        assert_eq!(rig.chunks_in(lane, 16, 1).await, []);
+        assert_eq!(rig.lane_chunks(lane, 16, 1).await, []);
     }
 }
 
 #[actix::test]
-async fn who_comes_together_is_spread_over_the_lanes_that_rest() {
-    let mut rig = Rig::of_lanes(Policy::Fused, 9, 3);
-    let answers = resting(&rig, 0..3).await;
+async fn prompts_are_distributed_over_idle_lanes() {
+    let mut rig = Rig::with_lanes(Policy::Fused, 9, 3);
+    let answers = request_as_idle(&rig, 0..3).await;
     let (mut reservations, mut clients) = (Vec::new(), Vec::new());
     for key in 1..6 {
         let (pages, client) = rig.admit(key, 5).await;
@@ -393,129 +404,129 @@ async fn who_comes_together_is_spread_over_the_lanes_that_rest() {
     reservations.into_iter().for_each(|pages| rig.grant(pages));
     let begun = futures_util::future::join_all(answers).await;
     let keys: Vec<Vec<u64>> =
-        begun.iter().map(|chunks| plain(chunks).iter().map(|c| c.0).collect()).collect();
+        begun.iter().map(|chunks| to_tuples(chunks).iter().map(|c| c.0).collect()).collect();
     assert_eq!(keys, [vec![1, 2], vec![3, 4], vec![5]]);
 }
 
 #[actix::test]
-async fn a_lane_takes_its_share_and_leaves_the_others_theirs() {
-    let mut rig = Rig::of_lanes(Policy::Fused, 20, 2);
-    assert_eq!(rig.chunks_in(0, PLENTY, 3).await, []);
-    assert_eq!(rig.chunks_in(1, PLENTY, 1).await, []);
+async fn a_lane_takes_only_its_share() {
+    let mut rig = Rig::with_lanes(Policy::Fused, 20, 2);
+    assert_eq!(rig.lane_chunks(0, UNLIMITED, 3).await, []);
+    assert_eq!(rig.lane_chunks(1, UNLIMITED, 1).await, []);
     let mut clients = Vec::new();
     for key in 1..7 {
-        clients.push(rig.prompt(key, 5).await);
+        clients.push(rig.add_prompt(key, 5).await);
     }
-    assert_eq!(rig.chunks_in(0, PLENTY, 3).await, [(1, 0, 5, true), (2, 0, 5, true)]);
-    let rest: Vec<Plain> = (3..7).map(|key| (key, 0, 5, true)).collect();
-    assert_eq!(rig.chunks_in(1, PLENTY, 1).await, rest);
+    assert_eq!(rig.lane_chunks(0, UNLIMITED, 3).await, [(1, 0, 5, true), (2, 0, 5, true)]);
+    let rest: Vec<ChunkTuple> = (3..7).map(|key| (key, 0, 5, true)).collect();
+    assert_eq!(rig.lane_chunks(1, UNLIMITED, 1).await, rest);
 }
 
 #[actix::test]
-async fn nobody_waits_for_a_lane_that_could_not_take_them_next() {
-    let mut rig = Rig::of_lanes(Policy::Fused, 8, 2);
-    all_working(&rig).await;
-    let _long = rig.prompt(1, 900).await;
+async fn no_prompt_waits_for_a_busy_lane() {
+    let mut rig = Rig::with_lanes(Policy::Fused, 8, 2);
+    register_all_lanes(&rig).await;
+    let _long = rig.add_prompt(1, 900).await;
     assert_eq!(
-        rig.chunks_in(0, 100, 1).await,
+        rig.lane_chunks(0, 100, 1).await,
         [(1, 0, 100, false)],
         "the requesting lane goes first among equals"
     );
     let mut clients = Vec::new();
     for key in 2..5 {
-        clients.push(rig.prompt(key, 5).await);
+        clients.push(rig.add_prompt(key, 5).await);
     }
-    let all: Vec<Plain> = (2..5).map(|key| (key, 0, 5, true)).collect();
-    assert_eq!(rig.chunks_in(1, 100, 1).await, all, "the first lane is busy with its own prompt");
-    let _last = rig.prompt(5, 5).await;
-    assert_eq!(rig.chunks_in(1, 100, 4).await, [], "the lane is full");
-    assert_eq!(rig.chunks_in(0, 100, 2).await, [(1, 100, 100, false)]);
-    assert_eq!(rig.chunks_in(0, 701, 2).await, [(1, 200, 700, true), (5, 0, 1, false)]);
-    assert_eq!(rig.chunks_in(1, 100, 1).await, [], "a prompt stays in its lane");
-    assert_eq!(rig.chunks_in(0, 100, 3).await, [(5, 1, 4, true)]);
+    let all: Vec<ChunkTuple> = (2..5).map(|key| (key, 0, 5, true)).collect();
+    assert_eq!(rig.lane_chunks(1, 100, 1).await, all, "the first lane is busy with its own prompt");
+    let _last = rig.add_prompt(5, 5).await;
+    assert_eq!(rig.lane_chunks(1, 100, 4).await, [], "the lane is full");
+    assert_eq!(rig.lane_chunks(0, 100, 2).await, [(1, 100, 100, false)]);
+    assert_eq!(rig.lane_chunks(0, 701, 2).await, [(1, 200, 700, true), (5, 0, 1, false)]);
+    assert_eq!(rig.lane_chunks(1, 100, 1).await, [], "a prompt stays in its lane");
+    assert_eq!(rig.lane_chunks(0, 100, 3).await, [(5, 1, 4, true)]);
 }
 
 #[actix::test]
-async fn a_lane_that_starts_afresh_loses_its_own_alone() {
-    let mut rig = Rig::of_lanes(Policy::Fused, 6, 2);
-    all_working(&rig).await;
-    let _clients = [rig.prompt(1, 20).await, rig.prompt(2, 20).await, rig.prompt(3, 20).await];
-    assert_eq!(rig.chunks_in(0, 8, 1).await, [(1, 0, 8, false)]);
-    assert_eq!(rig.chunks_in(1, 8, 1).await, [(2, 0, 8, false)]);
-    rig.prefill.do_send(ForgetBegun { lane: 0, but: Vec::new() });
-    assert_eq!(rig.chunks_in(1, 8, 2).await, [(2, 8, 8, false)]);
-    assert_eq!(rig.chunks_in(0, 8, 0).await, [(3, 0, 8, false)]);
+async fn a_lane_reset_drops_its_own_prompts_only() {
+    let mut rig = Rig::with_lanes(Policy::Fused, 6, 2);
+    register_all_lanes(&rig).await;
+    let _clients = [rig.add_prompt(1, 20).await, rig.add_prompt(2, 20).await, rig.add_prompt(3, 20).await];
+    assert_eq!(rig.lane_chunks(0, 8, 1).await, [(1, 0, 8, false)]);
+    assert_eq!(rig.lane_chunks(1, 8, 1).await, [(2, 0, 8, false)]);
+    rig.prefill.do_send(DropStarted { lane: 0, except: Vec::new() });
+    assert_eq!(rig.lane_chunks(1, 8, 2).await, [(2, 8, 8, false)]);
+    assert_eq!(rig.lane_chunks(0, 8, 0).await, [(3, 0, 8, false)]);
 }
 
 #[actix::test]
-async fn a_window_ends_when_all_lanes_rest_and_its_batch_goes_to_all() {
-    let mut rig = Rig::of_lanes(Policy::Window { window: HOUR }, 4, 2);
-    let answers = resting(&rig, 0..2).await;
+async fn a_window_ends_when_all_lanes_are_idle_and_its_batch_is_distributed() {
+    let mut rig = Rig::with_lanes(Policy::Window { window: HOUR }, 4, 2);
+    let answers = request_as_idle(&rig, 0..2).await;
     let mut clients = Vec::new();
     for key in 1..4 {
-        clients.push(rig.prompt(key, 5).await);
+        clients.push(rig.add_prompt(key, 5).await);
     }
     let (last, client) = rig.admit(4, 5).await;
     clients.push(client);
     rig.grant(last);
     let of = |keys: [u64; 2]| keys.map(|key| (key, 0, 5, true)).to_vec();
     let begun = futures_util::future::join_all(answers).await;
-    assert_eq!(begun.iter().map(|chunks| plain(chunks)).collect::<Vec<_>>(), [of([1, 2]), of([3, 4])]);
+    assert_eq!(begun.iter().map(|chunks| to_tuples(chunks)).collect::<Vec<_>>(), [of([1, 2]), of([3, 4])]);
     for key in 5..9 {
-        clients.push(rig.prompt(key, 5).await);
+        clients.push(rig.add_prompt(key, 5).await);
     }
-    let first = resting(&rig, [0]).await.pop().expect("there is one reply");
+    let first = request_as_idle(&rig, [0]).await.pop().expect("there is one reply");
     assert_eq!(rig.peek().await, (4, 0, true), "the other lane still runs its part of the previous batch");
-    assert_eq!(rig.chunks_in(1, PLENTY, 0).await, of([7, 8]));
-    assert_eq!(plain(&first.await), of([5, 6]));
+    assert_eq!(rig.lane_chunks(1, UNLIMITED, 0).await, of([7, 8]));
+    assert_eq!(to_tuples(&first.await), of([5, 6]));
 }
 
 #[actix::test]
-async fn the_oldest_prompt_goes_ahead_as_far_as_lanes_rest() {
-    let mut rig = Rig::of_lanes(Policy::Fused, 8, 4);
+async fn the_oldest_prompt_is_sent_ahead_while_lanes_are_idle() {
+    let mut rig = Rig::with_lanes(Policy::Fused, 8, 4);
     for lane in 0..2 {
-        assert_eq!(rig.chunks_in(lane, 10, 1).await, []);
+        assert_eq!(rig.lane_chunks(lane, 10, 1).await, []);
     }
-    let _clients = [rig.prompt(1, 100).await, rig.prompt(2, 100).await];
-    assert_eq!(rig.chunks_in(0, 10, 1).await, [(1, 0, 10, false)]);
-    assert_eq!(rig.chunks_in(1, 10, 1).await, [(2, 0, 10, false)]);
-    assert_eq!(rig.ahead(0, 10, 0).await, [], "no lane is idle");
-    let mut answers = resting(&rig, [2, 3]).await;
-    assert_eq!(rig.ahead(0, 10, 0).await, [(1, 10, 10, false)]);
-    assert_eq!(rig.ahead(1, 10, 0).await, [], "the other prompt started first");
-    assert_eq!(rig.ahead(0, 10, 1).await, [(1, 20, 10, false)]);
-    assert_eq!(rig.ahead(0, 10, 2).await, [], "two lanes are idle");
-    assert_eq!(rig.ahead(0, 100, 1).await, [(1, 30, 70, true)], "one step has completed");
-    assert_eq!(rig.ahead(1, 10, 0).await, [], "the steps are still in flight");
-    assert_eq!(rig.chunks_in(0, 10, 1).await, []);
-    assert_eq!(rig.ahead(1, 10, 0).await, [(2, 10, 10, false)]);
+    let _clients = [rig.add_prompt(1, 100).await, rig.add_prompt(2, 100).await];
+    assert_eq!(rig.lane_chunks(0, 10, 1).await, [(1, 0, 10, false)]);
+    assert_eq!(rig.lane_chunks(1, 10, 1).await, [(2, 0, 10, false)]);
+    assert_eq!(rig.chunks_ahead(0, 10, 0).await, [], "no lane is idle");
+    let mut answers = request_as_idle(&rig, [2, 3]).await;
+    assert_eq!(rig.chunks_ahead(0, 10, 0).await, [(1, 10, 10, false)]);
+    assert_eq!(rig.chunks_ahead(1, 10, 0).await, [], "the other prompt started first");
+    assert_eq!(rig.chunks_ahead(0, 10, 1).await, [(1, 20, 10, false)]);
+    assert_eq!(rig.chunks_ahead(0, 10, 2).await, [], "two lanes are idle");
+    assert_eq!(rig.chunks_ahead(0, 100, 1).await, [(1, 30, 70, true)], "one step has completed");
+    assert_eq!(rig.chunks_ahead(1, 10, 0).await, [], "the steps are still in flight");
+    assert_eq!(rig.lane_chunks(0, 10, 1).await, []);
+    assert_eq!(rig.chunks_ahead(1, 10, 0).await, [(2, 10, 10, false)]);
     // A lane that starts to work takes back its share of the devices.
     let (pages, _client) = rig.admit(3, 5).await;
     rig.grant(pages);
-    assert_eq!(plain(&answers.remove(0).await), [(3, 0, 5, true)]);
-    assert_eq!(rig.ahead(1, 10, 1).await, []);
-    assert_eq!(rig.ahead(1, 10, 0).await, [(2, 20, 10, false)]);
+    assert_eq!(to_tuples(&answers.remove(0).await), [(3, 0, 5, true)]);
+    assert_eq!(rig.chunks_ahead(1, 10, 1).await, []);
+    assert_eq!(rig.chunks_ahead(1, 10, 0).await, [(2, 20, 10, false)]);
 }
 
 /// Random prompts that arrive together, requested in random order. No sequence leaves, so the counts show how
 /// they were distributed.
 #[actix::test]
-async fn those_who_come_together_are_spread_evenly_whoever_asks_first() {
+async fn prompts_are_distributed_evenly_in_any_order_of_requests() {
     for round in 0..40u32 {
         let dice = |throw: u32, sides: usize| philox([throw, round, 0, 0], [5, 0])[0] as usize % sides;
         let lanes = 2 + dice(0, 3);
         let count = 1 + dice(1, 4 * lanes);
-        let mut rig = Rig::of_lanes(Policy::Fused, 8 * lanes, lanes);
-        all_working(&rig).await;
+        let mut rig = Rig::with_lanes(Policy::Fused, 8 * lanes, lanes);
+        register_all_lanes(&rig).await;
         let mut live = vec![1; lanes];
         let mut clients = Vec::new();
         for key in 0..count as u64 {
-            clients.push(rig.prompt(key, 1 + dice(100 + key as u32, 12)).await);
+            clients.push(rig.add_prompt(key, 1 + dice(100 + key as u32, 12)).await);
         }
         let mut order = Vec::new();
         for ask in 0..20 * lanes as u32 {
             let lane = dice(200 + ask, lanes);
-            let begun = rig.chunks_in(lane, 16, live[lane]).await;
+            let begun = rig.lane_chunks(lane, 16, live[lane]).await;
             let new: Vec<u64> = begun.iter().filter(|chunk| chunk.1 == 0).map(|chunk| chunk.0).collect();
             live[lane] += new.len();
             order.extend(new);
@@ -529,13 +540,13 @@ async fn those_who_come_together_are_spread_evenly_whoever_asks_first() {
 /// Prompts of random lengths arrive and sequences leave at random. The first waiting prompt must start before
 /// the lanes have made as many requests as their own prompts may take, if there was a free slot at all.
 #[actix::test]
-async fn nobody_starves() {
+async fn no_prompt_starves() {
     const SLOTS: usize = 3;
     for round in 0..20u32 {
         let dice = |throw: u32, sides: usize| philox([throw, round, 1, 0], [5, 0])[0] as usize % sides;
         let lanes = 1 + dice(0, 4);
-        let mut rig = Rig::of_lanes(Policy::Fused, SLOTS * lanes, lanes);
-        all_working(&rig).await;
+        let mut rig = Rig::with_lanes(Policy::Fused, SLOTS * lanes, lanes);
+        register_all_lanes(&rig).await;
         // (key, prompt complete) of the sequences in each lane. The first of each lane never leaves.
         let mut live: Vec<Vec<(u64, bool)>> =
             (0..lanes).map(|lane| vec![(1000 + lane as u64, true)]).collect();
@@ -544,13 +555,13 @@ async fn nobody_starves() {
             let lane = turn as usize % lanes;
             let held = live.iter().map(Vec::len).sum::<usize>() + (next - begun) as usize;
             if held < SLOTS * lanes && dice(1000 + turn, 2) == 0 {
-                clients.push(rig.prompt(next, [3, 9, 60][dice(2000 + turn, 3)]).await);
+                clients.push(rig.add_prompt(next, [3, 9, 60][dice(2000 + turn, 3)]).await);
                 next += 1;
             }
             let leaves = |key: u64| key < 1000 && dice(3000 + turn * 1000 + key as u32, 3) == 0;
             live[lane].retain(|(key, through)| !(*through && leaves(*key)));
             let free = live.iter().any(|lane| lane.len() < SLOTS);
-            for (key, start, _, last) in rig.chunks_in(lane, 16, live[lane].len()).await {
+            for (key, start, _, last) in rig.lane_chunks(lane, 16, live[lane].len()).await {
                 if start == 0 {
                     assert_eq!(key, begun, "first in, first out");
                     (begun, waited) = (begun + 1, 0);

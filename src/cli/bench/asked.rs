@@ -3,7 +3,7 @@
 //! Invariant: the engine has slots, rows, positions and pages for every selected test, so that none is
 //! rejected.
 
-use super::report::What;
+use super::report::TestKind;
 use super::usage;
 use crate::config::{Config, KvSize};
 use anyhow::Result;
@@ -17,7 +17,7 @@ const WARM_UP: usize = 8;
 
 /// Options that select the tests of a model.
 #[derive(Args)]
-pub struct Asked {
+pub struct SuiteArgs {
     /// Prompt lengths for prefill tests; by default 128,512,2048.
     #[arg(long, value_name = "TOKENS", value_delimiter = ',', value_parser = positive())]
     prefill: Option<Vec<u32>>,
@@ -42,8 +42,8 @@ fn positive() -> clap::builder::RangedI64ValueParser<u32> {
 
 /// A test: sequences of equal length that are submitted together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Test {
-    pub what: What,
+pub struct BenchTest {
+    pub kind: TestKind,
     pub sequences: usize,
     /// Prompt tokens per sequence; at least one.
     pub prompt: usize,
@@ -53,16 +53,16 @@ pub struct Test {
     pub max_tokens: usize,
 }
 
-impl Test {
-    fn prefill(tokens: usize) -> Test {
-        Test { what: What::Prefill, sequences: 1, prompt: tokens, tokens, max_tokens: 1 }
+impl BenchTest {
+    fn prefill(tokens: usize) -> BenchTest {
+        BenchTest { kind: TestKind::Prefill, sequences: 1, prompt: tokens, tokens, max_tokens: 1 }
     }
 
     /// Creates a decode test of one sequence. The prompt of `depth` tokens fills the cache, and its step
     /// generates the first token; the `tokens` after it are measured.
-    pub fn decode(depth: usize, tokens: usize) -> Test {
-        Test {
-            what: What::Decode { depth },
+    pub fn decode(depth: usize, tokens: usize) -> BenchTest {
+        BenchTest {
+            kind: TestKind::Decode { depth },
             sequences: 1,
             prompt: depth.max(1),
             tokens,
@@ -72,17 +72,17 @@ impl Test {
 
     /// Creates a fused decode test. Some sequences begin a few steps before others; each generates as many
     /// more tokens, so that all are running while the last one is measured. `budget` is the tokens per step.
-    fn fused((sequences, depth): (usize, usize), tokens: usize, budget: usize) -> Test {
+    fn fused((sequences, depth): (usize, usize), tokens: usize, budget: usize) -> BenchTest {
         let begin = 1 + (sequences * depth).div_ceil(budget - sequences);
         let max_tokens = tokens + 1 + if sequences > 1 { begin } else { 0 };
-        Test { what: What::Fused { depth }, sequences, prompt: depth, tokens, max_tokens }
+        BenchTest { kind: TestKind::Fused { depth }, sequences, prompt: depth, tokens, max_tokens }
     }
 
     /// Returns the warm-up run of this test, with a short prompt unless the prompt is measured.
-    pub fn warm_up(&self) -> Test {
-        match self.what {
-            What::Prefill => *self,
-            _ => Test { prompt: self.prompt.min(WARM_UP), ..*self },
+    pub fn warm_up(&self) -> BenchTest {
+        match self.kind {
+            TestKind::Prefill => *self,
+            _ => BenchTest { prompt: self.prompt.min(WARM_UP), ..*self },
         }
     }
 
@@ -97,18 +97,20 @@ impl Test {
     }
 }
 
-impl fmt::Display for Test {
+impl fmt::Display for BenchTest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Test { what, sequences, tokens, .. } = self;
+        let BenchTest { kind: what, sequences, tokens, .. } = self;
         match what {
-            What::Decode { depth } => write!(f, "decode of {tokens} tokens at {depth}"),
-            What::Fused { depth } => write!(f, "decode of {tokens} tokens in each of {sequences} at {depth}"),
+            TestKind::Decode { depth } => write!(f, "decode of {tokens} tokens at {depth}"),
+            TestKind::Fused { depth } => {
+                write!(f, "decode of {tokens} tokens in each of {sequences} at {depth}")
+            }
             _ => write!(f, "prefill of {tokens}"),
         }
     }
 }
 
-impl Asked {
+impl SuiteArgs {
     /// Tokens to decode per sequence.
     pub fn decode_tokens(&self) -> usize {
         self.decode as usize
@@ -117,7 +119,12 @@ impl Asked {
     /// Returns the tests that fit `context` positions, and sets slots and token budget for them. Prefill
     /// tests and default depths that do not fit are reported in `notes`; any other test that does not fit is
     /// an error.
-    pub fn tests(&self, config: &mut Config, context: usize, notes: &mut Vec<String>) -> Result<Vec<Test>> {
+    pub fn select_tests(
+        &self,
+        config: &mut Config,
+        context: usize,
+        notes: &mut Vec<String>,
+    ) -> Result<Vec<BenchTest>> {
         let scheduler = &mut config.scheduler;
         let slots = self.sequences.iter().copied().max().unwrap_or(1) as usize;
         scheduler.slots = scheduler.slots.max(slots);
@@ -128,39 +135,42 @@ impl Asked {
         let depths = self.depth.as_deref().unwrap_or(&DEPTHS);
         let prompts = self.prefill.as_deref().unwrap_or(&PREFILL);
         let depth = self.fused_depth as usize;
-        let fused = |&number: &u32| Test::fused((number as usize, depth), decode, scheduler.token_budget);
-        let all = prompts.iter().map(|&tokens| Test::prefill(tokens as usize));
-        let all = all.chain(depths.iter().map(|&depth| Test::decode(depth as usize, decode)));
+        let fused =
+            |&number: &u32| BenchTest::fused((number as usize, depth), decode, scheduler.token_budget);
+        let all = prompts.iter().map(|&tokens| BenchTest::prefill(tokens as usize));
+        let all = all.chain(depths.iter().map(|&depth| BenchTest::decode(depth as usize, decode)));
         let all = all.chain(self.sequences.iter().map(fused));
         let mut tests = Vec::new();
         for test in all {
-            let may_be_left_out = match test.what {
-                What::Decode { depth } => self.depth.is_none() && depth > 0,
-                what => what == What::Prefill,
+            let may_be_left_out = match test.kind {
+                TestKind::Decode { depth } => self.depth.is_none() && depth > 0,
+                what => what == TestKind::Prefill,
             };
             match test.positions() <= context {
                 true => tests.push(test),
-                false if may_be_left_out => notes.push(format!("{} skipped: {}", test, over(&test, context))),
-                false => return Err(usage(format!("{}: {}", test, over(&test, context)))),
+                false if may_be_left_out => {
+                    notes.push(format!("{} skipped: {}", test, context_message(&test, context)))
+                }
+                false => return Err(usage(format!("{}: {}", test, context_message(&test, context)))),
             }
         }
         Ok(tests)
     }
 }
 
-fn over(test: &Test, context: usize) -> String {
+fn context_message(test: &BenchTest, context: usize) -> String {
     format!("needs {} positions, but the context has {context}", test.positions())
 }
 
 /// Sets the KV cache size to that of the largest test, unless it is configured, and the maximum sequence
 /// length to that of the longest. Fails if the configured number of tokens is too small.
-pub fn size_cache(config: &mut Config, tests: &[Test]) -> Result<()> {
+pub fn size_cache(config: &mut Config, tests: &[BenchTest]) -> Result<()> {
     let kv = &mut config.kv;
-    kv.max_context = tests.iter().map(Test::positions).max();
-    let pages = tests.iter().map(|test| test.pages(kv.page_positions)).max().unwrap_or(1);
-    let needed = pages * kv.page_positions;
+    kv.max_context = tests.iter().map(BenchTest::positions).max();
+    let pages = tests.iter().map(|test| test.pages(kv.page_size)).max().unwrap_or(1);
+    let needed = pages * kv.page_size;
     match kv.size {
-        KvSize::Fitting => kv.size = KvSize::Tokens(needed),
+        KvSize::Auto => kv.size = KvSize::Tokens(needed),
         KvSize::Tokens(tokens) if tokens < needed => {
             return Err(usage(format!("kv.size is {tokens} tokens, but the tests need {needed}")));
         }
@@ -174,9 +184,9 @@ mod tests {
     use super::*;
     use crate::config::Overrides;
 
-    fn asked(depth: Option<&[u32]>, decode: u32, sequences: &[u32]) -> Asked {
+    fn asked(depth: Option<&[u32]>, decode: u32, sequences: &[u32]) -> SuiteArgs {
         let (depth, sequences) = (depth.map(<[u32]>::to_vec), sequences.to_vec());
-        Asked { prefill: None, depth, decode, sequences, fused_depth: 8 }
+        SuiteArgs { prefill: None, depth, decode, sequences, fused_depth: 8 }
     }
 
     fn config() -> Config {
@@ -186,10 +196,10 @@ mod tests {
     #[test]
     fn default_tests_beyond_the_context_are_skipped_and_noted() {
         let (mut config, mut notes) = (config(), Vec::new());
-        let tests = asked(None, 64, &[1, 2]).tests(&mut config, 1024, &mut notes).unwrap();
-        let kinds: Vec<What> = tests.iter().map(|test| test.what).collect();
-        let (decode, fused) = (|depth| What::Decode { depth }, What::Fused { depth: 8 });
-        assert_eq!(kinds, [What::Prefill, What::Prefill, decode(0), decode(512), fused, fused]);
+        let tests = asked(None, 64, &[1, 2]).select_tests(&mut config, 1024, &mut notes).unwrap();
+        let kinds: Vec<TestKind> = tests.iter().map(|test| test.kind).collect();
+        let (decode, fused) = (|depth| TestKind::Decode { depth }, TestKind::Fused { depth: 8 });
+        assert_eq!(kinds, [TestKind::Prefill, TestKind::Prefill, decode(0), decode(512), fused, fused]);
         assert_eq!(notes.len(), 2, "{notes:?}");
         assert!(notes[0].starts_with("prefill of 2048 skipped") && notes[0].contains("1024"), "{notes:?}");
     }
@@ -197,16 +207,18 @@ mod tests {
     /// Warm-up keeps measured prompts and the number of decoded tokens, and shortens other prompts.
     #[test]
     fn warming_up_shortens_prompts_that_are_not_measured() {
-        let prompts = |test: Test| (test.warm_up().prompt, test.warm_up().max_tokens == test.max_tokens);
-        assert_eq!(prompts(Test::prefill(512)), (512, true));
-        assert_eq!(prompts(Test::decode(2048, 4)), (8, true));
-        assert_eq!(prompts(Test::decode(0, 4)), (1, true));
-        assert_eq!(prompts(Test::fused((32, 128), 4, 512)), (8, true));
+        let prompts = |test: BenchTest| (test.warm_up().prompt, test.warm_up().max_tokens == test.max_tokens);
+        assert_eq!(prompts(BenchTest::prefill(512)), (512, true));
+        assert_eq!(prompts(BenchTest::decode(2048, 4)), (8, true));
+        assert_eq!(prompts(BenchTest::decode(0, 4)), (1, true));
+        assert_eq!(prompts(BenchTest::fused((32, 128), 4, 512)), (8, true));
     }
 
     #[test]
     fn explicitly_requested_tests_must_fit() {
-        let error = |asked: Asked| asked.tests(&mut config(), 64, &mut Vec::new()).unwrap_err().to_string();
+        let error = |asked: SuiteArgs| {
+            asked.select_tests(&mut config(), 64, &mut Vec::new()).unwrap_err().to_string()
+        };
         assert!(error(asked(Some(&[60]), 8, &[1])).contains("decode of 8 tokens at 60: needs 69 positions"));
         assert!(error(asked(Some(&[0]), 60, &[1])).contains("in each of 1 at 8: needs 69"));
         assert!(error(asked(None, 64, &[1])).contains("at 0: needs 66"));
@@ -216,7 +228,8 @@ mod tests {
     #[test]
     fn the_engine_is_as_large_as_its_tests() {
         let mut config = config();
-        let tests = asked(Some(&[100]), 10, &[4, 600]).tests(&mut config, 4096, &mut Vec::new()).unwrap();
+        let tests =
+            asked(Some(&[100]), 10, &[4, 600]).select_tests(&mut config, 4096, &mut Vec::new()).unwrap();
         assert_eq!((config.scheduler.slots, config.scheduler.token_budget), (600, 1200));
         size_cache(&mut config, &tests).unwrap();
         let fused = tests.last().unwrap();

@@ -69,7 +69,7 @@ impl Client {
     }
 
     /// Reads more of the body. Returns the number of events that end in it, or `None` at the end of the body.
-    pub async fn read_on(&mut self) -> Result<Option<u64>> {
+    pub async fn read_events(&mut self) -> Result<Option<u64>> {
         if self.tail == LAST_CHUNK {
             return Ok(None);
         }

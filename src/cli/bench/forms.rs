@@ -2,33 +2,35 @@
 //!
 //! Invariant: all formats show the same values.
 
-use super::ceilings::Limit;
+use super::ceilings::Bottleneck;
 use super::partition::rows::{self as partition, PartitionFigures};
-use super::report::{Allocated, Figures, Machine, ModelFacts, Report, Settings, Summary};
-use mainstem_kernels::cpu::Ceilings;
+use super::report::{
+    AllocatedMemory, BenchReport, EngineSettings, MachineInfo, ModelFacts, RowFigures, Summary,
+};
+use mainstem_kernels::cpu::Roofline;
 use serde::Serialize;
 use std::fmt::Write;
 
 /// The report in JSON.
 #[derive(Serialize)]
-struct Document<'a> {
+struct JsonReport<'a> {
     mainstem: &'static str,
-    machine: &'a Machine,
+    machine: &'a MachineInfo,
     model: &'a Option<ModelFacts>,
-    settings: &'a Settings,
-    allocated: &'a Option<Allocated>,
-    rows: Vec<Figures<'a>>,
+    settings: &'a EngineSettings,
+    allocated: &'a Option<AllocatedMemory>,
+    rows: Vec<RowFigures<'a>>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     partitions: Vec<PartitionFigures<'a>>,
     notes: &'a [String],
     interrupted: bool,
 }
 
-impl Report {
+impl BenchReport {
     /// Formats the report as JSON, with every sample.
     pub fn json(&self) -> String {
-        let Report { machine, model, settings, allocated, notes, interrupted, .. } = self;
-        let document = Document {
+        let BenchReport { machine, model, settings, allocated, notes, interrupted, .. } = self;
+        let document = JsonReport {
             mainstem: env!("CARGO_PKG_VERSION"),
             machine,
             model,
@@ -50,7 +52,7 @@ impl Report {
         }
         let mut text = format!("{CSV_HEAD}\n");
         for row in self.figures() {
-            let Figures { test, sequences, tokens, tokens_per_s, time_is, time, .. } = row;
+            let RowFigures { test, sequences, tokens, tokens_per_s, time_is, time, .. } = row;
             let cell = |value: Option<f64>| value.map(|value| value.to_string()).unwrap_or_default();
             let cells = [
                 test.to_owned(),
@@ -67,7 +69,7 @@ impl Report {
                 time.max.to_string(),
                 cell(row.weight_bytes_per_s),
                 cell(row.share.map(|share| share.median)),
-                row.limit.map(Limit::name).unwrap_or_default().to_owned(),
+                row.limit.map(Bottleneck::name).unwrap_or_default().to_owned(),
                 cell(row.ratio),
             ];
             text += &cells.join(",");
@@ -90,7 +92,7 @@ impl Report {
         let mut text = String::new();
         let figures = self.figures();
         let mut lines = vec![TABLE_HEAD.map(str::to_owned)];
-        lines.extend(figures.iter().map(Figures::cells));
+        lines.extend(figures.iter().map(RowFigures::cells));
         let width =
             |column: usize| lines.iter().map(|cells| cells[column].chars().count()).max().unwrap_or(0);
         let widths: [usize; TABLE_HEAD.len()] = std::array::from_fn(width);
@@ -119,7 +121,7 @@ impl Report {
     }
 
     fn head(&self) -> String {
-        let Machine { cpu, cores, device } = &self.machine;
+        let MachineInfo { cpu, cores, device } = &self.machine;
         let mut text = format!("mainstem {} on {cpu}, {cores} cores\n", env!("CARGO_PKG_VERSION"));
         if let Some(ModelFacts { name, parameters, weight_bytes, dtype, context }) = &self.model {
             let (millions, mib) = (*parameters as f64 / 1e6, mib(*weight_bytes));
@@ -128,10 +130,11 @@ impl Report {
                 "model:     {name}, {millions:.1} M parameters, {mib:.1} MiB of {dtype}, context {context}"
             );
         }
-        let Settings { slots, token_budget, kv_type, .. } = &self.settings;
+        let EngineSettings { slots, token_budget, kv_type, .. } = &self.settings;
         let _ = writeln!(text, "device:    {device}, {slots} slots, at most {token_budget} tokens per step");
         if let Some(allocated) = &self.allocated {
-            let Allocated { weight_bytes, kv_bytes, kv_positions, activation_bytes, step_bytes } = allocated;
+            let AllocatedMemory { weight_bytes, kv_bytes, kv_positions, activation_bytes, step_bytes } =
+                allocated;
             let _ = writeln!(
                 text,
                 "allocated: weights {:.1} MiB, KV cache {:.1} MiB ({kv_positions} positions, {kv_type}), \
@@ -142,7 +145,7 @@ impl Report {
                 mib(*step_bytes)
             );
         }
-        if let Some(Ceilings { read, f32, codes, bf16 }) = self.ceilings() {
+        if let Some(Roofline { read, f32, int8: codes, bf16 }) = self.roofline() {
             let (f32, codes, bf16) = (f32 / 1e12, codes / 1e12, bf16 / 1e12);
             let _ = writeln!(
                 text,
@@ -170,21 +173,22 @@ const TABLE_HEAD: [&str; 9] = [
     "speed-up",
 ];
 
-impl Figures<'_> {
+impl RowFigures<'_> {
     fn cells(&self) -> [String; TABLE_HEAD.len()] {
         let name = match self.depth {
             Some(depth) => format!("{} at {depth}", self.test),
             None => self.test.to_owned(),
         };
         let of_weights = |bytes: f64| format!("{:.2} GB/s", bytes / 1e9);
-        let of_limit =
-            |(share, limit): (Summary, Limit)| format!("{:.0} % ({})", 100.0 * share.median, limit.name());
+        let of_limit = |(share, limit): (Summary, Bottleneck)| {
+            format!("{:.0} % ({})", 100.0 * share.median, limit.name())
+        };
         [
             name,
             self.sequences.to_string(),
             self.tokens.to_string(),
-            self.tokens_per_s.shown(1),
-            self.time.shown(2),
+            self.tokens_per_s.format(1),
+            self.time.format(2),
             self.time_is.to_owned(),
             self.weight_bytes_per_s.map(of_weights).unwrap_or_default(),
             self.share.zip(self.limit).map(of_limit).unwrap_or_default(),
@@ -195,7 +199,7 @@ impl Figures<'_> {
 
 impl Summary {
     /// Formats the summary as `median (min..max)`.
-    pub fn shown(&self, decimals: usize) -> String {
+    pub fn format(&self, decimals: usize) -> String {
         let Summary { min, median, max } = self;
         format!("{median:.decimals$} ({min:.decimals$}..{max:.decimals$})")
     }
@@ -207,13 +211,15 @@ fn mib(bytes: usize) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::What;
+    use super::super::report::TestKind;
     use super::super::report::tests::{report, row};
 
     #[test]
     fn all_forms_show_the_same_rows() {
-        let report =
-            report(vec![row(What::Decode { depth: 7 }, 1, &[3.0]), row(What::Http, 256, &[0.7, 0.9])]);
+        let report = report(vec![
+            row(TestKind::Decode { depth: 7 }, 1, &[3.0]),
+            row(TestKind::Http, 256, &[0.7, 0.9]),
+        ]);
         let json: serde_json::Value = serde_json::from_str(&report.json()).unwrap();
         let csv = report.csv();
         let lines: Vec<Vec<&str>> = csv.lines().map(|line| line.split(',').collect()).collect();
@@ -231,8 +237,8 @@ mod tests {
     #[test]
     fn table_columns_are_aligned() {
         let report = report(vec![
-            row(What::Fused { depth: 8 }, 1, &[1.0]),
-            row(What::Fused { depth: 8 }, 32, &[1.0, 2.0]),
+            row(TestKind::Fused { depth: 8 }, 1, &[1.0]),
+            row(TestKind::Fused { depth: 8 }, 32, &[1.0, 2.0]),
         ]);
         let table = report.table();
         let ends: Vec<usize> = table

@@ -7,25 +7,25 @@
 //! Invariant: a token is counted once, where it arrives.
 
 use super::client::{Client, events_in};
-use super::report::{Report, Row, Sample, What};
-use crate::actors::device::Factory;
+use super::report::{BenchReport, BenchRow, Sample, TestKind};
+use crate::actors::device::ExecutorFactory;
 use crate::actors::engine::{BIASES, TOP_LOGPROBS};
-use crate::actors::{Conventions, Engine, EngineSetup, IntakeHandle, ModelInfo, SamplingDefaults};
-use crate::config::{ApiKeys, Config, Lanes, SchedulerConfig, ServerConfig};
-use crate::model::executor::{ExecutorReport, KvPlan};
+use crate::actors::{Engine, EngineSetup, IntakeHandle, ModelInfo, PromptingDefaults, SamplingDefaults};
+use crate::config::{ApiKeys, Config, LaneCount, SchedulerConfig, ServerConfig};
+use crate::model::executor::{ExecutorReport, KvCacheConfig};
 use crate::model::fake::FakeExecutor;
-use crate::model::partition::{Member, Partition, Stage};
+use crate::model::partition::{Partition, Stage, StageRank};
 use crate::model::shard::ExpertSplit;
 use crate::model::spec::Kind;
 use crate::request::{Request, RequestError, TokenEvent};
-use crate::server::{Answer, Local, ServeParts, Server};
+use crate::server::{LocalApi, ResponseBody, ServeParts, Server};
 use crate::text::Tokenizer;
 use actix::Arbiter;
 use actix_web::rt::{self, time};
 use anyhow::{Result, anyhow, ensure};
 use futures_util::StreamExt;
 use indicatif::ProgressBar;
-use mainstem_kernels::{Share, StepLimits};
+use mainstem_kernels::{Fraction, StepLimits};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -55,13 +55,13 @@ pub async fn measure(
     mut config: Config,
     duration: Duration,
     repeat: u32,
-    report: &mut Report,
+    report: &mut BenchReport,
     progress: &ProgressBar,
 ) -> Result<()> {
     // Requests of one layer may still be running when those of the next arrive.
     config.scheduler.max_waiting = config.scheduler.max_waiting.max(config.scheduler.slots);
-    let (engine, built) = start(&config).await?;
-    report.built(&config, &built);
+    let (engine, built) = start_fake_engine(&config).await?;
+    report.record_device(&config, &built);
     let threads = config.server.workers;
     report.notes.push(format!(
         "device, control and {threads} consumer threads share this machine's cores; with HTTP, so do {threads} \
@@ -69,18 +69,18 @@ pub async fn measure(
     ));
     progress.set_length(3 * u64::from(repeat + 1));
 
-    let mut layers = Layers { config: &config, window: duration / repeat, repeat, report, progress };
+    let mut layers = FrontendBench { config: &config, window: duration / repeat, repeat, report, progress };
     let intake = engine.intake.clone();
-    layers.measure(What::Loop, move |tally| drain_events(intake.clone(), tally)).await?;
+    layers.measure(TestKind::Loop, move |tally| drain_events(intake.clone(), tally)).await?;
 
-    let local = Local::new(ServeParts::from(&engine), config.server.clone());
-    layers.measure(What::Events, move |tally| drain_answers(local.clone(), tally)).await?;
+    let local = LocalApi::new(ServeParts::from(&engine), config.server.clone());
+    layers.measure(TestKind::Events, move |tally| drain_answers(local.clone(), tally)).await?;
 
-    let server = Server::bind(ServeParts::from(&engine), listening(&config.server))?;
+    let server = Server::bind(ServeParts::from(&engine), local_server_config(&config.server))?;
     let address = server.address();
     let (stop, stops) = unbounded_channel();
     let serving = rt::spawn(server.run(stops, config.scheduler.drain_timeout));
-    layers.measure(What::Http, move |tally| drain_responses(address, tally)).await?;
+    layers.measure(TestKind::Http, move |tally| drain_responses(address, tally)).await?;
     // The clients have disconnected, so the server stops.
     drop(stop);
     serving.await??;
@@ -89,25 +89,25 @@ pub async fn measure(
 }
 
 /// Common parameters of the layers' measurements.
-struct Layers<'a> {
+struct FrontendBench<'a> {
     config: &'a Config,
     /// Duration of a sample.
     window: Duration,
     repeat: u32,
-    report: &'a mut Report,
+    report: &'a mut BenchReport,
     progress: &'a ProgressBar,
 }
 
-impl Layers<'_> {
+impl FrontendBench<'_> {
     /// Runs a consumer created by `consumer` for each slot, and samples the tokens that they count.
-    async fn measure<F, W>(&mut self, what: What, consumer: F) -> Result<()>
+    async fn measure<F, W>(&mut self, what: TestKind, consumer: F) -> Result<()>
     where
-        F: Fn(Tally) -> W + Clone + Send + 'static,
+        F: Fn(TokenCounter) -> W + Clone + Send + 'static,
         W: Future<Output = Result<()>> + 'static,
     {
         let sequences = self.config.scheduler.slots;
-        self.report.rows.push(Row {
-            what,
+        self.report.rows.push(BenchRow {
+            kind: what,
             sequences,
             tokens: MAX_TOKENS,
             weight_bytes: None,
@@ -130,9 +130,9 @@ impl Layers<'_> {
 
 /// Counter of the tokens that arrived at the consumers of one thread.
 #[derive(Clone, Default)]
-struct Tally(Arc<AtomicU64>);
+struct TokenCounter(Arc<AtomicU64>);
 
-impl Tally {
+impl TokenCounter {
     fn add(&self, tokens: u64) {
         self.0.fetch_add(tokens, Ordering::Relaxed);
     }
@@ -141,25 +141,25 @@ impl Tally {
 /// Threads that run one consumer per sequence, evenly distributed.
 struct Consumers {
     threads: Vec<Arbiter>,
-    tallies: Vec<Tally>,
+    tallies: Vec<TokenCounter>,
     failures: UnboundedReceiver<anyhow::Error>,
 }
 
 impl Consumers {
     fn start<F, W>(threads: usize, sequences: usize, consumer: F) -> Consumers
     where
-        F: Fn(Tally) -> W + Clone + Send + 'static,
+        F: Fn(TokenCounter) -> W + Clone + Send + 'static,
         W: Future<Output = Result<()>> + 'static,
     {
         let (failed, failures) = unbounded_channel();
-        let tallies = (0..threads).map(|_| Tally::default()).collect::<Vec<_>>();
-        let start = |(number, tally): (usize, &Tally)| {
+        let tallies = (0..threads).map(|_| TokenCounter::default()).collect::<Vec<_>>();
+        let start = |(number, tally): (usize, &TokenCounter)| {
             let count = (sequences + number) / threads;
             let (consumer, tally, failed) = (consumer.clone(), tally.clone(), failed.clone());
             let thread = Arbiter::new();
             thread.spawn_fn(move || {
                 for _ in 0..count {
-                    rt::spawn(again_and_again(consumer.clone(), tally.clone(), failed.clone()));
+                    rt::spawn(run_repeatedly(consumer.clone(), tally.clone(), failed.clone()));
                 }
             });
             thread
@@ -183,7 +183,7 @@ impl Consumers {
             let tokens = self.tokens() - before;
             if tokens >= sequences {
                 let seconds = began.elapsed().as_secs_f64();
-                return Ok(Sample { tokens, steps: tokens / sequences, seconds, ceilings: None });
+                return Ok(Sample { tokens, steps: tokens / sequences, seconds, roofline: None });
             }
         }
     }
@@ -201,9 +201,9 @@ impl Consumers {
 }
 
 /// Runs consumers one after the other. Reports the first failure and stops.
-async fn again_and_again<F, W>(consumer: F, tally: Tally, failed: UnboundedSender<anyhow::Error>)
+async fn run_repeatedly<F, W>(consumer: F, tally: TokenCounter, failed: UnboundedSender<anyhow::Error>)
 where
-    F: Fn(Tally) -> W,
+    F: Fn(TokenCounter) -> W,
     W: Future<Output = Result<()>>,
 {
     loop {
@@ -216,16 +216,16 @@ where
 }
 
 /// Consumes the events of one answer.
-async fn drain_events(intake: IntakeHandle, tally: Tally) -> Result<()> {
+async fn drain_events(intake: IntakeHandle, tally: TokenCounter) -> Result<()> {
     let request = Request { ignore_eos: true, ..Request::greedy(NAME, [PROMPT], MAX_TOKENS as u32) };
     for mut stream in intake.submit(vec![request]).await? {
         loop {
             match stream.next().await {
-                Some(TokenEvent::Token(_) | TokenEvent::Last(_)) => tally.add(1),
-                Some(TokenEvent::Prompt(_) | TokenEvent::Embedding(_) | TokenEvent::Filled(_)) => {}
+                Some(TokenEvent::Token(_) | TokenEvent::EndToken(_)) => tally.add(1),
+                Some(TokenEvent::Prompt(_) | TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_)) => {}
                 Some(TokenEvent::Finished(_)) => break,
                 Some(TokenEvent::Failed(error)) => return Err(error.into()),
-                None => return Err(RequestError::EngineGone.into()),
+                None => return Err(RequestError::EngineStopped.into()),
             }
         }
     }
@@ -233,10 +233,10 @@ async fn drain_events(intake: IntakeHandle, tally: Tally) -> Result<()> {
 }
 
 /// Consumes the bytes of one streamed answer.
-async fn drain_answers(local: Local, tally: Tally) -> Result<()> {
+async fn drain_answers(local: LocalApi, tally: TokenCounter) -> Result<()> {
     let answer =
         local.post(PATH, &body()).await.map_err(|error| anyhow!("the API rejected the request: {error}"))?;
-    let Answer::Events(mut events) = answer else {
+    let ResponseBody::Events(mut events) = answer else {
         unreachable!("the request asks for a stream; anything else is a bug")
     };
     let mut total = 0;
@@ -245,26 +245,26 @@ async fn drain_answers(local: Local, tally: Tally) -> Result<()> {
         tally.add(events);
         total += events;
     }
-    whole(total)
+    check_event_count(total)
 }
 
 /// Consumes streamed answers over HTTP, one after the other on one connection.
-async fn drain_responses(address: std::net::SocketAddr, tally: Tally) -> Result<()> {
+async fn drain_responses(address: std::net::SocketAddr, tally: TokenCounter) -> Result<()> {
     let mut client = Client::connect(address).await?;
     let body = body().to_string();
     loop {
         client.post(PATH, &body).await?;
         let mut total = 0;
-        while let Some(events) = client.read_on().await? {
+        while let Some(events) = client.read_events().await? {
             tally.add(events);
             total += events;
         }
-        whole(total)?;
+        check_event_count(total)?;
     }
 }
 
 /// Checks an answer's number of events. Fails if events are missing, as in an error response.
-fn whole(events: u64) -> Result<()> {
+fn check_event_count(events: u64) -> Result<()> {
     let expected = MAX_TOKENS as u64 + TOKENLESS_EVENTS;
     ensure!(events >= expected, "an answer has {events} events instead of {expected}");
     Ok(())
@@ -277,39 +277,40 @@ fn body() -> Value {
 }
 
 /// Starts an engine with the fake device.
-async fn start(config: &Config) -> Result<(Engine, ExecutorReport)> {
-    let scheduler = SchedulerConfig { lanes: Lanes::Number(1), ..config.scheduler.clone() };
+async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> {
+    let scheduler = SchedulerConfig { lanes: LaneCount::Number(1), ..config.scheduler.clone() };
     let limits = StepLimits {
         slots: scheduler.slots,
         rows: scheduler.token_budget + scheduler.slots,
         logit_rows: scheduler.slots,
         positions: CONTEXT,
-        source_positions: 0,
-        page_positions: config.kv.page_positions,
+        encoder_positions: 0,
+        page_positions: config.kv.page_size,
         top_logprobs: TOP_LOGPROBS,
-        biases: BIASES,
+        logit_biases: BIASES,
         vocab: VOCAB,
         hidden: 0,
-        attended: Share::ALL,
+        attended_fraction: Fraction::ONE,
     };
-    let kv = KvPlan { ty: config.kv.ty, pages: limits.slots * limits.table_len() + 1 };
+    let kv = KvCacheConfig { ty: config.kv.ty, pages: limits.slots * limits.table_len() + 1 };
     let model = ModelInfo {
         name: NAME.to_owned(),
         kind: Kind::Decoder,
         endpoints: vec!["/v1/chat/completions", "/v1/completions"],
         has_head: true,
         context: CONTEXT,
-        longest: CONTEXT,
-        source_context: 0,
-        choices_max: scheduler.slots + scheduler.max_waiting,
+        max_sequence_tokens: CONTEXT,
+        encoder_context: 0,
+        max_choices: scheduler.slots + scheduler.max_waiting,
         vocab: VOCAB,
         eos: Vec::new(),
-        defaults: SamplingDefaults::default(),
-        conventions: Conventions::Decoder,
-        chat: None,
+        sampling_defaults: SamplingDefaults::default(),
+        prompting: PromptingDefaults::Decoder,
+        chat_template: None,
         created: 0,
     };
-    let factory: Factory = Box::new(move |_| Ok(Box::new(FakeExecutor::new(WORDS.collect(), limits))));
+    let factory: ExecutorFactory =
+        Box::new(move |_| Ok(Box::new(FakeExecutor::new(WORDS.collect(), limits))));
     let setup = EngineSetup {
         scheduler,
         limits,
@@ -318,22 +319,22 @@ async fn start(config: &Config) -> Result<(Engine, ExecutorReport)> {
         step_timeout: None,
         kv,
         model,
-        partition: no_layers(),
-        assigned: Vec::new(),
-        unserved: Vec::new(),
-        caution: None,
+        partition: empty_partition(),
+        assignments: Vec::new(),
+        unsupported_keys: Vec::new(),
+        embedding_warning: None,
     };
-    super::start(setup, Arc::new(Tokenizer::bytes(VOCAB)?), vec![vec![factory]]).await
+    super::start_engine(setup, Arc::new(Tokenizer::bytes(VOCAB)?), vec![vec![factory]]).await
 }
 
 /// Returns a partition of no layers on one device.
-fn no_layers() -> Partition {
-    let members = vec![Member { device: "fake:0".to_owned(), share: 1 }];
-    Partition { stages: vec![Stage { encoder: 0..0, decoder: 0..0, members }], experts: ExpertSplit::Column }
+fn empty_partition() -> Partition {
+    let ranks = vec![StageRank { device: "fake:0".to_owned(), share: 1 }];
+    Partition { stages: vec![Stage { encoder: 0..0, decoder: 0..0, ranks }], experts: ExpertSplit::Column }
 }
 
 /// Returns the server configuration for a free local port, without API keys and TLS.
-fn listening(config: &ServerConfig) -> ServerConfig {
+fn local_server_config(config: &ServerConfig) -> ServerConfig {
     ServerConfig {
         host: "127.0.0.1".to_owned(),
         port: 0,

@@ -2,13 +2,13 @@
 //!
 //! Invariant: fused decode is timed only while every sequence of the test is decoding.
 
-use super::asked::{Asked, Test, size_cache};
-use super::ceilings::{self, Work};
-use super::report::{Allocated, ModelFacts, Report, Row, Sample, What};
+use super::asked::{BenchTest, SuiteArgs, size_cache};
+use super::ceilings::{self, StepWork};
+use super::report::{AllocatedMemory, BenchReport, BenchRow, ModelFacts, Sample, TestKind};
 use super::usage;
 use crate::actors::{EngineSetup, IntakeHandle, TokenStream};
-use crate::cli::reading::check_kind;
-use crate::cli::start::{self, factories, fetched_aside};
+use crate::cli::reading::check_decoder_only;
+use crate::cli::start::{self, factories, fetch_model_async};
 use crate::cli::words;
 use crate::config::{Config, DeviceKind};
 use crate::model::load;
@@ -22,36 +22,39 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// Fetches and opens the configured model, and adds its facts to the report. Fails if it is not decoder-only.
-pub async fn opened(config: &mut Config, report: &mut Report) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
-    config.model = fetched_aside(config.model.clone(), config.hub.clone()).await?;
+pub async fn open_model(
+    config: &mut Config,
+    report: &mut BenchReport,
+) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
+    config.model = fetch_model_async(config.model.clone(), config.hub.clone()).await?;
     let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
-    let (source, tokenizer) = start::configured(&model, &config.model)?;
-    check_kind(&source, "the tests support")?;
-    report.model = Some(ModelFacts::of(&source));
+    let (source, tokenizer) = start::open_configured(&model, &config.model)?;
+    check_decoder_only(&source, "the tests support")?;
+    report.model = Some(ModelFacts::from_source(&source));
     Ok((source, tokenizer))
 }
 
 /// Runs the selected tests. If the future is dropped, the report keeps the results so far.
 pub async fn measure(
     mut config: Config,
-    asked: &Asked,
+    asked: &SuiteArgs,
     repeat: u32,
-    report: &mut Report,
+    report: &mut BenchReport,
     progress: &ProgressBar,
 ) -> Result<()> {
-    let (source, tokenizer) = opened(&mut config, report).await?;
+    let (source, tokenizer) = open_model(&mut config, report).await?;
     let context = config.kv.max_context.unwrap_or(source.spec.context);
-    let tests = asked.tests(&mut config, context, &mut report.notes)?;
+    let tests = asked.select_tests(&mut config, context, &mut report.notes)?;
     size_cache(&mut config, &tests)?;
 
-    let setup = start::setup(&config, &source)?;
-    ensure_pages(&setup, &tests)?;
+    let setup = start::engine_setup(&config, &source)?;
+    check_pages(&setup, &tests)?;
     let kv_positions = (setup.kv.pages - 1) * setup.limits.page_positions;
     let weight_bytes = match config.device.groups[0][0].kind {
         DeviceKind::Cpu | DeviceKind::Reference => Some(bytes_per_step(&source)),
         DeviceKind::Fake { .. } => None,
     };
-    let mut machine = ceilings::Measured::new(&config.device)?;
+    let mut machine = ceilings::RooflineBench::new(&config.device)?;
     if machine.is_none() && config.device.groups[0][0].kind == DeviceKind::Cpu {
         let note = "no roofline: it requires a single CPU device and 2 GiB of free memory";
         report.notes.push(note.to_owned());
@@ -59,23 +62,23 @@ pub async fn measure(
     let mut prompts = Prompts::new(&source, &tokenizer);
     let factories = factories(&config.device, &source, &tokenizer, &setup);
     progress.set_message("loading");
-    let (engine, built) = super::start(setup, tokenizer, factories).await?;
-    report.built(&config, &built);
-    report.allocated = Some(Allocated::of(&built, kv_positions));
+    let (engine, built) = super::start_engine(setup, tokenizer, factories).await?;
+    report.record_device(&config, &built);
+    report.allocated = Some(AllocatedMemory::from_report(&built, kv_positions));
 
     progress.set_length(tests.len() as u64 * u64::from(repeat + 1));
     for test in tests {
-        let Test { what, sequences, tokens, .. } = test;
-        let weight_bytes = weight_bytes.filter(|_| what != What::Prefill);
-        let work = machine.as_ref().map(ceilings::Measured::inputs);
-        let work = work.and_then(|inputs| Work::of_test(&source, inputs, what, sequences, tokens));
-        report.rows.push(Row { what, sequences, tokens, weight_bytes, work, samples: Vec::new() });
+        let BenchTest { kind: what, sequences, tokens, .. } = test;
+        let weight_bytes = weight_bytes.filter(|_| what != TestKind::Prefill);
+        let work = machine.as_ref().map(ceilings::RooflineBench::activation_precision);
+        let work = work.and_then(|inputs| StepWork::for_test(&source, inputs, what, sequences, tokens));
+        report.rows.push(BenchRow { kind: what, sequences, tokens, weight_bytes, work, samples: Vec::new() });
         progress.set_message(test.to_string());
         // The first run warms up.
         for number in 0..=repeat {
-            let roofline = machine.as_mut().filter(|_| work.is_some()).map(ceilings::Measured::now);
+            let roofline = machine.as_mut().filter(|_| work.is_some()).map(ceilings::RooflineBench::measure);
             let run = if number == 0 { test.warm_up() } else { test };
-            let sample = Sample { ceilings: roofline, ..sample(&engine.intake, &run, &mut prompts).await? };
+            let sample = Sample { roofline, ..run_test(&engine.intake, &run, &mut prompts).await? };
             let row = report.rows.last_mut().expect("it was pushed above; anything else is a bug");
             row.samples.extend((number > 0).then_some(sample));
             progress.inc(1);
@@ -87,7 +90,7 @@ pub async fn measure(
 
 /// Fails if the cache has too few pages for a test, since its sequences would then wait for each other. This
 /// can happen if the cache size is given in bytes.
-fn ensure_pages(setup: &EngineSetup, tests: &[Test]) -> Result<()> {
+fn check_pages(setup: &EngineSetup, tests: &[BenchTest]) -> Result<()> {
     let needed = tests.iter().map(|test| test.pages(setup.limits.page_positions)).max().unwrap_or(0);
     let pages = setup.kv.pages - 1;
     match pages >= needed {
@@ -109,24 +112,24 @@ fn bytes_per_step(source: &ModelSource) -> usize {
 /// Generator of different prompts of ordinary tokens; the sequence of prompts is the same in each run.
 pub struct Prompts {
     ordinary: Vec<u32>,
-    drawn: u32,
+    count: u32,
 }
 
 impl Prompts {
     /// Creates a generator of prompts for a model.
     pub fn new(source: &ModelSource, tokenizer: &Tokenizer) -> Prompts {
-        Prompts { ordinary: words::ordinary(source, tokenizer), drawn: 0 }
+        Prompts { ordinary: words::ordinary_tokens(source, tokenizer), count: 0 }
     }
 
     fn next(&mut self, tokens: usize) -> Arc<[u32]> {
-        self.drawn += 1;
-        let number = |place: u32| philox([place, self.drawn, 0, 0], [0; 2])[0];
+        self.count += 1;
+        let number = |place: u32| philox([place, self.count, 0, 0], [0; 2])[0];
         (0..tokens as u32).map(|place| self.ordinary[number(place) as usize % self.ordinary.len()]).collect()
     }
 }
 
 /// Runs a test once and returns its sample.
-pub async fn sample(intake: &IntakeHandle, test: &Test, prompts: &mut Prompts) -> Result<Sample> {
+pub async fn run_test(intake: &IntakeHandle, test: &BenchTest, prompts: &mut Prompts) -> Result<Sample> {
     let request = |_| Request {
         ignore_eos: true,
         ..Request::greedy("bench", prompts.next(test.prompt), test.max_tokens as u32)
@@ -142,12 +145,12 @@ pub async fn sample(intake: &IntakeHandle, test: &Test, prompts: &mut Prompts) -
         times.iter().all(|times| times.len() == test.max_tokens),
         "a sequence ended early; this is a bug"
     );
-    Ok(match test.what {
-        What::Prefill => {
+    Ok(match test.kind {
+        TestKind::Prefill => {
             let seconds = (times[0][0] - began).as_secs_f64();
-            Sample { tokens: test.tokens as u64, steps: 1, seconds, ceilings: None }
+            Sample { tokens: test.tokens as u64, steps: 1, seconds, roofline: None }
         }
-        _ => decoded(&times, test.tokens),
+        _ => decode_sample(&times, test.tokens),
     })
 }
 
@@ -156,18 +159,18 @@ async fn token_times(mut stream: TokenStream) -> Result<Vec<Instant>, RequestErr
     let mut times = Vec::new();
     loop {
         match stream.next().await {
-            Some(TokenEvent::Token(_) | TokenEvent::Last(_)) => times.push(stream.made_at()),
-            Some(TokenEvent::Prompt(_) | TokenEvent::Embedding(_) | TokenEvent::Filled(_)) => {}
+            Some(TokenEvent::Token(_) | TokenEvent::EndToken(_)) => times.push(stream.produced_at()),
+            Some(TokenEvent::Prompt(_) | TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_)) => {}
             Some(TokenEvent::Finished(_)) => return Ok(times),
             Some(TokenEvent::Failed(error)) => return Err(error),
-            None => return Err(RequestError::EngineGone),
+            None => return Err(RequestError::EngineStopped),
         }
     }
 }
 
 /// Computes the sample of a decode test: the tokens that all sequences generated during the `tokens` steps
 /// after the first token of the sequence that began last.
-fn decoded(times: &[Vec<Instant>], tokens: usize) -> Sample {
+fn decode_sample(times: &[Vec<Instant>], tokens: usize) -> Sample {
     let last =
         times.iter().max_by_key(|times| times[0]).expect("a test has a sequence; anything else is a bug");
     let (began, ended) = (last[0], last[tokens]);
@@ -176,7 +179,7 @@ fn decoded(times: &[Vec<Instant>], tokens: usize) -> Sample {
         tokens: generated as u64,
         steps: tokens as u64,
         seconds: (ended - began).as_secs_f64(),
-        ceilings: None,
+        roofline: None,
     }
 }
 
@@ -195,7 +198,7 @@ mod tests {
     fn only_steps_of_all_sequences_count() {
         let began = Instant::now();
         let times = [at(began, &[10, 20, 30, 40, 50, 60]), at(began, &[20, 30, 40, 50, 60, 70])];
-        let sample = decoded(&times, 3);
+        let sample = decode_sample(&times, 3);
         assert_eq!((sample.tokens, sample.steps), (6, 3));
         assert!((sample.seconds - 0.03).abs() < 1e-9, "{}", sample.seconds);
     }

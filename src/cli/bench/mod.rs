@@ -14,22 +14,22 @@ mod partition;
 pub(super) mod report;
 
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
-use super::plan::with_several;
-use super::start::together;
+use super::plan::load_with_several_devices;
+use super::start::merge_reports;
 use super::{INTERRUPTED, spinner};
-use crate::actors::device::Factory;
+use crate::actors::device::ExecutorFactory;
 use crate::actors::{Engine, EngineSetup, engine};
-use crate::config::{Config, ConfigError, Overrides, Source};
+use crate::config::{Config, ConfigError, ConfigSource, Overrides};
 use crate::model::executor::ExecutorReport;
 use crate::telemetry;
 use crate::text::Tokenizer;
 use actix_web::rt::{self, System, time};
 use anyhow::{Context, Error, Result};
-use asked::Asked;
+use asked::SuiteArgs;
 use clap::{Args, ValueEnum, ValueHint};
 use indicatif::{ProgressBar, ProgressStyle};
 use partition::PartitionTests;
-use report::Report;
+use report::BenchReport;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -68,7 +68,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "TYPE", value_parser = ["f16", "bf16", "f32"], requires = "synthetic")]
     dtype: Option<String>,
     #[command(flatten)]
-    run: RunFlags,
+    run: RunOptions,
     /// Consumer threads with --fake-device, and HTTP worker threads.
     #[arg(long, value_name = "N")]
     workers: Option<u32>,
@@ -84,21 +84,21 @@ pub struct BenchArgs {
 
 /// Options of the tests and of the report.
 #[derive(Args)]
-struct RunFlags {
+struct RunOptions {
     #[command(flatten)]
-    asked: Asked,
+    suite: SuiteArgs,
     /// Samples per test, after one warm-up run.
     #[arg(long, value_name = "N", default_value_t = 5,
           value_parser = clap::value_parser!(u32).range(1..=10_000))]
     repeat: u32,
     /// Report format.
     #[arg(long, value_name = "FORMAT", default_value = "table")]
-    format: Format,
+    format: ReportFormat,
     /// Write the report to this file instead of standard output.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
     #[command(flatten)]
-    ways: PartitionTests,
+    partition_tests: PartitionTests,
     /// Measure everything around the model, with a fake device without delay; default 256 slots.
     #[arg(long)]
     fake_device: bool,
@@ -109,7 +109,7 @@ struct RunFlags {
 
 /// Format of a report.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Format {
+enum ReportFormat {
     Table,
     Json,
     Csv,
@@ -118,9 +118,9 @@ enum Format {
 /// Runs the tests and writes the report. The exit code is 0, or 130 after an interruption.
 pub fn run(args: BenchArgs) -> Result<ExitCode> {
     let (run, file, flags) = args.layers();
-    let config = match run.ways.partition {
-        true => with_several(file.as_deref(), flags)?.0,
-        false => Config::of_process(file.as_deref(), flags)?,
+    let config = match run.partition_tests.partition {
+        true => load_with_several_devices(file.as_deref(), flags)?.0,
+        false => Config::from_process(file.as_deref(), flags)?,
     };
     telemetry::start_log(&config.log, || spinner::Stderr);
     // Opened first, so that an unwritable file fails before the measurement.
@@ -130,18 +130,18 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
         }
         None => Box::new(io::stdout()),
     };
-    let report = System::new().block_on(measured(&run, config))?;
+    let report = System::new().block_on(measure_all(&run, config))?;
     let text = match run.format {
-        Format::Table => report.table(),
-        Format::Json => report.json(),
-        Format::Csv => report.csv(),
+        ReportFormat::Table => report.table(),
+        ReportFormat::Json => report.json(),
+        ReportFormat::Csv => report.csv(),
     };
     to.write_all(text.as_bytes()).and_then(|()| to.flush()).context("cannot write the report")?;
     Ok(if report.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
 }
 
 /// Runs the tests until their end or a SIGINT.
-async fn measured(run: &RunFlags, config: Config) -> Result<Report> {
+async fn measure_all(run: &RunOptions, config: Config) -> Result<BenchReport> {
     // Metrics are recorded and maintained as in a server, because their cost is part of the measurement.
     let metrics = telemetry::install(None);
     let upkeep = rt::spawn(async move {
@@ -151,17 +151,17 @@ async fn measured(run: &RunFlags, config: Config) -> Result<Report> {
             metrics.run_upkeep();
         }
     });
-    let mut report = Report::new(&config, run.repeat);
-    let progress = progress();
+    let mut report = BenchReport::new(&config, run.repeat);
+    let progress = progress_bar();
     let measuring = async {
         let (report, progress, repeat) = (&mut report, &progress, run.repeat);
         if run.fake_device {
             frontend::measure(config, run.duration, repeat, report, progress).await
-        } else if run.ways.partition {
-            let tokens = run.asked.decode_tokens();
-            partition::measure(config, &run.ways, tokens, repeat, report, progress).await
+        } else if run.partition_tests.partition {
+            let tokens = run.suite.decode_tokens();
+            partition::measure(config, &run.partition_tests, tokens, repeat, report, progress).await
         } else {
-            measure::measure(config, &run.asked, repeat, report, progress).await
+            measure::measure(config, &run.suite, repeat, report, progress).await
         }
     };
     let interrupted = select! {
@@ -176,7 +176,7 @@ async fn measured(run: &RunFlags, config: Config) -> Result<Report> {
 
 impl BenchArgs {
     /// Returns the test options, the configuration file, if given, and the flags that override it.
-    fn layers(mut self) -> (RunFlags, Option<PathBuf>, Overrides) {
+    fn layers(mut self) -> (RunOptions, Option<PathBuf>, Overrides) {
         let mut flags = Overrides::default();
         let synthetic = self.synthetic.as_ref().map(|shape| match &self.dtype {
             Some(dtype) => format!("synthetic:{shape}:{dtype}"),
@@ -198,13 +198,13 @@ impl BenchArgs {
 }
 
 /// Starts an engine. Also returns the merged reports of its devices.
-async fn start(
+async fn start_engine(
     setup: EngineSetup,
     tokenizer: Arc<Tokenizer>,
-    factories: Vec<Vec<Factory>>,
+    factories: Vec<Vec<ExecutorFactory>>,
 ) -> Result<(Engine, ExecutorReport)> {
     let built = Arc::new(Mutex::new(Vec::new()));
-    let watched = |mut factory: Factory| -> Factory {
+    let watched = |mut factory: ExecutorFactory| -> ExecutorFactory {
         let built = built.clone();
         let mut is_first = true;
         Box::new(move |stage| {
@@ -215,19 +215,19 @@ async fn start(
             Ok(executor)
         })
     };
-    let watch_all = |stage: Vec<Factory>| stage.into_iter().map(watched).collect();
+    let watch_all = |stage: Vec<ExecutorFactory>| stage.into_iter().map(watched).collect();
     let engine = engine::start(setup, tokenizer, factories.into_iter().map(watch_all).collect()).await?;
     let built = std::mem::take(&mut *built.lock().unwrap_or_else(PoisonError::into_inner));
-    Ok((engine, together(built)))
+    Ok((engine, merge_reports(built)))
 }
 
 /// Returns an error in the command line.
 fn usage(message: impl Into<String>) -> Error {
-    ConfigError { origin: Source::CommandLine, message: message.into() }.into()
+    ConfigError { origin: ConfigSource::CommandLine, message: message.into() }.into()
 }
 
 /// Creates a progress bar. It is drawn only if stderr is a terminal.
-fn progress() -> ProgressBar {
+fn progress_bar() -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}");
     ProgressBar::new(0).with_style(style.expect("the template is well formed; anything else is a bug"))
 }
@@ -273,7 +273,7 @@ mod tests {
         let synthetic = config("--synthetic 1B --dtype f32 --repeat 1");
         assert_eq!((synthetic.scheduler.slots, synthetic.model.path.as_str()), (32, "synthetic:1B:f32"));
         let kv = config("--kv q4 --sparse-attention 0.25").kv;
-        assert_eq!((kv.ty, kv.attended.of(100)), (mainstem_kernels::QuantType::G4_B64, 25));
+        assert_eq!((kv.ty, kv.sparse_attention.floor_of(100)), (mainstem_kernels::QuantType::G4_B64, 25));
     }
 
     #[test]

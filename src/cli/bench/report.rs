@@ -2,22 +2,22 @@
 //!
 //! Invariant: only samples are stored; all other values are computed from them.
 
-use super::ceilings::{Limit, Work};
+use super::ceilings::{Bottleneck, StepWork};
 use super::partition::rows::PartitionRow;
 use crate::config::{Config, KvConfig, SchedulerConfig};
 use crate::model::ModelSource;
 use crate::model::executor::ExecutorReport;
 use crate::model::load;
-use mainstem_kernels::cpu::Ceilings;
+use mainstem_kernels::cpu::Roofline;
 use serde::Serialize;
 
 /// The results of one run.
-pub struct Report {
-    pub machine: Machine,
+pub struct BenchReport {
+    pub machine: MachineInfo,
     pub model: Option<ModelFacts>,
-    pub settings: Settings,
-    pub allocated: Option<Allocated>,
-    pub rows: Vec<Row>,
+    pub settings: EngineSettings,
+    pub allocated: Option<AllocatedMemory>,
+    pub rows: Vec<BenchRow>,
     /// Results of the partition benchmark.
     pub partitions: Vec<PartitionRow>,
     /// Notes for the reader, such as skipped tests.
@@ -28,7 +28,7 @@ pub struct Report {
 
 /// The machine that was measured.
 #[derive(Debug, Serialize)]
-pub struct Machine {
+pub struct MachineInfo {
     /// Name of the CPU.
     pub cpu: String,
     /// Cores that this process may use.
@@ -52,7 +52,7 @@ pub struct ModelFacts {
 
 /// Engine configuration of the run.
 #[derive(Debug, Serialize)]
-pub struct Settings {
+pub struct EngineSettings {
     pub repeat: u32,
     pub slots: usize,
     pub token_budget: usize,
@@ -61,12 +61,12 @@ pub struct Settings {
     pub kv_type: &'static str,
     /// KV page size in tokens.
     #[serde(rename = "page_positions")]
-    pub page_positions: usize,
+    pub page_size: usize,
 }
 
 /// Allocated memory, by purpose.
 #[derive(Debug, Serialize)]
-pub struct Allocated {
+pub struct AllocatedMemory {
     pub weight_bytes: usize,
     pub kv_bytes: usize,
     pub kv_positions: usize,
@@ -85,25 +85,25 @@ pub struct Sample {
     /// Roofline measured right before the sample.
     #[serde(rename = "ceilings")]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub ceilings: Option<Ceilings>,
+    pub roofline: Option<Roofline>,
 }
 
 /// The samples of one test.
-pub struct Row {
-    pub what: What,
+pub struct BenchRow {
+    pub kind: TestKind,
     pub sequences: usize,
     /// Tokens per sequence in one sample: of its prompt, or of its answer.
     pub tokens: usize,
     /// Bytes of weights that every step reads, if that bounds the speed.
     pub weight_bytes: Option<usize>,
     /// Minimum work of each step, if known.
-    pub work: Option<Work>,
+    pub work: Option<StepWork>,
     pub samples: Vec<Sample>,
 }
 
 /// The kind of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
+pub enum TestKind {
     Prefill,
     /// Decode of one sequence with `depth` cached tokens.
     Decode {
@@ -123,7 +123,7 @@ pub enum What {
 
 /// The values of a row.
 #[derive(Serialize)]
-pub struct Figures<'a> {
+pub struct RowFigures<'a> {
     pub test: &'static str,
     pub sequences: usize,
     pub depth: Option<usize>,
@@ -137,7 +137,7 @@ pub struct Figures<'a> {
     /// Fraction of the roofline: the minimum step time on this machine divided by the measured time.
     pub share: Option<Summary>,
     /// Bottleneck of most samples.
-    pub limit: Option<Limit>,
+    pub limit: Option<Bottleneck>,
     /// Median tokens per second divided by that of one sequence.
     pub ratio: Option<f64>,
     pub samples: &'a [Sample],
@@ -154,7 +154,7 @@ pub struct Summary {
 
 impl Summary {
     /// Summarizes at least one value. No value may be NaN.
-    pub fn of(values: impl Iterator<Item = f64>) -> Summary {
+    pub fn from_values(values: impl Iterator<Item = f64>) -> Summary {
         let mut values: Vec<f64> = values.collect();
         values.sort_by(f64::total_cmp);
         let [min, .., max] = values[..] else {
@@ -180,75 +180,76 @@ impl Sample {
     }
 }
 
-impl What {
+impl TestKind {
     /// The test's name in reports.
     pub fn name(self) -> &'static str {
         match self {
-            What::Prefill => "prefill",
-            What::Decode { .. } => "decode",
-            What::Fused { .. } => "fused decode",
-            What::Loop => "loop",
-            What::Events => "loop + text",
-            What::Http => "loop + text + HTTP",
+            TestKind::Prefill => "prefill",
+            TestKind::Decode { .. } => "decode",
+            TestKind::Fused { .. } => "fused decode",
+            TestKind::Loop => "loop",
+            TestKind::Events => "loop + text",
+            TestKind::Http => "loop + text + HTTP",
         }
     }
 
     fn is_fused(self) -> bool {
-        matches!(self, What::Fused { .. })
+        matches!(self, TestKind::Fused { .. })
     }
 
     fn depth(self) -> Option<usize> {
         match self {
-            What::Decode { depth } | What::Fused { depth } => Some(depth),
+            TestKind::Decode { depth } | TestKind::Fused { depth } => Some(depth),
             _ => None,
         }
     }
 
     /// Returns the unit of a step's time, and how many of it are a second.
-    fn time(self) -> (&'static str, f64) {
+    fn time_unit(self) -> (&'static str, f64) {
         match self {
-            What::Prefill => ("ms to first token", 1e3),
-            What::Decode { .. } => ("ms per token", 1e3),
-            What::Fused { .. } => ("ms per step", 1e3),
-            What::Loop | What::Events | What::Http => ("us per step", 1e6),
+            TestKind::Prefill => ("ms to first token", 1e3),
+            TestKind::Decode { .. } => ("ms per token", 1e3),
+            TestKind::Fused { .. } => ("ms per step", 1e3),
+            TestKind::Loop | TestKind::Events | TestKind::Http => ("us per step", 1e6),
         }
     }
 }
 
-impl Row {
+impl BenchRow {
     /// Iterates over the samples with the minimum time of a step and its bottleneck.
-    fn least(&self) -> impl Iterator<Item = (&Sample, (f64, Limit))> {
-        let least = |sample: &Sample| Some(self.work?.least(&sample.ceilings?));
+    fn min_step_seconds(&self) -> impl Iterator<Item = (&Sample, (f64, Bottleneck))> {
+        let least = |sample: &Sample| Some(self.work?.min_seconds(&sample.roofline?));
         self.samples.iter().filter_map(move |sample| Some((sample, least(sample)?)))
     }
 
     fn share(&self) -> Option<Summary> {
         let mut shares =
-            self.least().map(|(sample, (least, _))| least / sample.seconds_per_step()).peekable();
+            self.min_step_seconds().map(|(sample, (least, _))| least / sample.seconds_per_step()).peekable();
         shares.peek().is_some().then_some(())?;
-        Some(Summary::of(shares))
+        Some(Summary::from_values(shares))
     }
 
     /// Returns the bottleneck of most samples.
-    fn limit(&self) -> Option<Limit> {
-        let (reading, all) = self.least().fold((0, 0), |(reading, all), (_, (_, limit))| {
-            (reading + usize::from(limit == Limit::Reading), all + 1)
+    fn limit(&self) -> Option<Bottleneck> {
+        let (reading, all) = self.min_step_seconds().fold((0, 0), |(reading, all), (_, (_, limit))| {
+            (reading + usize::from(limit == Bottleneck::Reading), all + 1)
         });
-        (all > 0).then_some(if 2 * reading >= all { Limit::Reading } else { Limit::Arithmetic })
+        (all > 0).then_some(if 2 * reading >= all { Bottleneck::Reading } else { Bottleneck::Arithmetic })
     }
 
     fn tokens_per_s(&self) -> Summary {
-        Summary::of(self.samples.iter().map(Sample::tokens_per_s))
+        Summary::from_values(self.samples.iter().map(Sample::tokens_per_s))
     }
 
-    fn figures(&self, one: Option<f64>) -> Figures<'_> {
+    fn figures(&self, one: Option<f64>) -> RowFigures<'_> {
         let tokens_per_s = self.tokens_per_s();
-        let (time_is, per_second) = self.what.time();
-        let time = Summary::of(self.samples.iter().map(|sample| per_second * sample.seconds_per_step()));
-        Figures {
-            test: self.what.name(),
+        let (time_is, per_second) = self.kind.time_unit();
+        let time =
+            Summary::from_values(self.samples.iter().map(|sample| per_second * sample.seconds_per_step()));
+        RowFigures {
+            test: self.kind.name(),
             sequences: self.sequences,
-            depth: self.what.depth(),
+            depth: self.kind.depth(),
             tokens: self.tokens,
             tokens_per_s,
             time_is,
@@ -256,7 +257,7 @@ impl Row {
             weight_bytes_per_s: self.weight_bytes.map(|bytes| bytes as f64 * per_second / time.median),
             share: self.share(),
             limit: self.limit(),
-            ratio: one.filter(|_| self.what.is_fused()).map(|one| tokens_per_s.median / one),
+            ratio: one.filter(|_| self.kind.is_fused()).map(|one| tokens_per_s.median / one),
             samples: &self.samples,
         }
     }
@@ -264,7 +265,7 @@ impl Row {
 
 impl ModelFacts {
     /// Collects the facts of a model as it is to be loaded.
-    pub fn of(source: &ModelSource) -> ModelFacts {
+    pub fn from_source(source: &ModelSource) -> ModelFacts {
         let tensors = load::records(source, &source.spec);
         let matrices = tensors.iter().filter(|tensor| tensor.shape.len() > 1);
         let mut types: Vec<&str> = matrices.map(|tensor| tensor.ty.name()).collect();
@@ -280,20 +281,20 @@ impl ModelFacts {
     }
 }
 
-impl Allocated {
+impl AllocatedMemory {
     /// Extracts the memory of a device's report. `kv_positions` is the KV cache size in tokens.
-    pub fn of(built: &ExecutorReport, kv_positions: usize) -> Allocated {
+    pub fn from_report(built: &ExecutorReport, kv_positions: usize) -> AllocatedMemory {
         let &ExecutorReport { weight_bytes, kv_bytes, activation_bytes, step_bytes, .. } = built;
-        Allocated { weight_bytes, kv_bytes, kv_positions, activation_bytes, step_bytes }
+        AllocatedMemory { weight_bytes, kv_bytes, kv_positions, activation_bytes, step_bytes }
     }
 }
 
-impl Report {
+impl BenchReport {
     /// Creates a report without results.
-    pub fn new(config: &Config, repeat: u32) -> Report {
-        let machine = Machine { cpu: cpu_name(), cores: cores(), device: String::new() };
-        let settings = Settings::of(config, repeat);
-        Report {
+    pub fn new(config: &Config, repeat: u32) -> BenchReport {
+        let machine = MachineInfo { cpu: cpu_name(), cores: cores(), device: String::new() };
+        let settings = EngineSettings::from_config(config, repeat);
+        BenchReport {
             machine,
             model: None,
             settings,
@@ -306,42 +307,50 @@ impl Report {
     }
 
     /// Records the engine's configuration and its device.
-    pub fn built(&mut self, config: &Config, built: &ExecutorReport) {
-        self.settings = Settings::of(config, self.settings.repeat);
+    pub fn record_device(&mut self, config: &Config, built: &ExecutorReport) {
+        self.settings = EngineSettings::from_config(config, self.settings.repeat);
         self.machine.device = built.device.clone();
     }
 
     /// Returns the median roofline over all samples, if it was measured.
-    pub fn ceilings(&self) -> Option<Ceilings> {
+    pub fn roofline(&self) -> Option<Roofline> {
         let samples = || self.rows.iter().flat_map(|row| &row.samples);
-        let all: Vec<Ceilings> = samples().filter_map(|sample| sample.ceilings).collect();
+        let all: Vec<Roofline> = samples().filter_map(|sample| sample.roofline).collect();
         if all.is_empty() {
             return None;
         }
-        let median = |of: fn(&Ceilings) -> f64| Summary::of(all.iter().map(of)).median;
-        Some(Ceilings {
+        let median = |of: fn(&Roofline) -> f64| Summary::from_values(all.iter().map(of)).median;
+        Some(Roofline {
             read: median(|all| all.read),
             f32: median(|all| all.f32),
-            codes: median(|all| all.codes),
+            int8: median(|all| all.int8),
             bf16: median(|all| all.bf16),
         })
     }
 
     /// Computes the values of all rows that have samples.
-    pub fn figures(&self) -> Vec<Figures<'_>> {
+    pub fn figures(&self) -> Vec<RowFigures<'_>> {
         let measured = || self.rows.iter().filter(|row| !row.samples.is_empty());
-        let one = measured().find(|row| row.what.is_fused() && row.sequences == 1);
+        let one = measured().find(|row| row.kind.is_fused() && row.sequences == 1);
         let one = one.map(|row| row.tokens_per_s().median);
         measured().map(|row| row.figures(one)).collect()
     }
 }
 
-impl Settings {
-    fn of(config: &Config, repeat: u32) -> Settings {
+impl EngineSettings {
+    fn from_config(config: &Config, repeat: u32) -> EngineSettings {
         let SchedulerConfig { slots, token_budget, policy, shuffle, .. } = config.scheduler;
-        let KvConfig { ty, page_positions, .. } = config.kv;
+        let KvConfig { ty, page_size: page_positions, .. } = config.kv;
         let policy = policy.name();
-        Settings { repeat, slots, token_budget, policy, shuffle, kv_type: ty.name(), page_positions }
+        EngineSettings {
+            repeat,
+            slots,
+            token_budget,
+            policy,
+            shuffle,
+            kv_type: ty.name(),
+            page_size: page_positions,
+        }
     }
 }
 
@@ -361,39 +370,40 @@ pub mod tests {
     use super::*;
     use crate::config::Overrides;
 
-    fn of(values: &[f64]) -> (f64, f64, f64) {
-        let Summary { min, median, max } = Summary::of(values.iter().copied());
+    fn summarize(values: &[f64]) -> (f64, f64, f64) {
+        let Summary { min, median, max } = Summary::from_values(values.iter().copied());
         (min, median, max)
     }
 
     #[test]
     fn the_median_is_in_the_middle_whatever_the_order() {
-        assert_eq!(of(&[3.0]), (3.0, 3.0, 3.0));
-        assert_eq!(of(&[4.0, 1.0]), (1.0, 2.5, 4.0));
-        assert_eq!(of(&[9.0, 1.0, 2.0]), (1.0, 2.0, 9.0));
-        assert_eq!(of(&[8.0, 1.0, 4.0, 2.0]), (1.0, 3.0, 8.0));
+        assert_eq!(summarize(&[3.0]), (3.0, 3.0, 3.0));
+        assert_eq!(summarize(&[4.0, 1.0]), (1.0, 2.5, 4.0));
+        assert_eq!(summarize(&[9.0, 1.0, 2.0]), (1.0, 2.0, 9.0));
+        assert_eq!(summarize(&[8.0, 1.0, 4.0, 2.0]), (1.0, 3.0, 8.0));
     }
 
-    pub fn row(what: What, sequences: usize, seconds: &[f64]) -> Row {
-        let ceilings = Some(Ceilings { read: 1e4, f32: 1e6, codes: 1e6, bf16: 1e6 });
-        let sample = |&seconds: &f64| Sample { tokens: 10 * sequences as u64, steps: 10, seconds, ceilings };
+    pub fn row(what: TestKind, sequences: usize, seconds: &[f64]) -> BenchRow {
+        let ceilings = Some(Roofline { read: 1e4, f32: 1e6, int8: 1e6, bf16: 1e6 });
+        let sample =
+            |&seconds: &f64| Sample { tokens: 10 * sequences as u64, steps: 10, seconds, roofline: ceilings };
         let samples = seconds.iter().map(sample).collect();
-        let work = Some(Work { read: 1000.0, f32: 2e4 * sequences as f64, ..Work::default() });
-        Row { what, sequences, tokens: 10, weight_bytes: Some(1000), work, samples }
+        let work = Some(StepWork { read: 1000.0, f32: 2e4 * sequences as f64, ..StepWork::default() });
+        BenchRow { kind: what, sequences, tokens: 10, weight_bytes: Some(1000), work, samples }
     }
 
-    pub fn report(rows: Vec<Row>) -> Report {
+    pub fn report(rows: Vec<BenchRow>) -> BenchReport {
         let config = Config::load(None, Overrides::default()).unwrap();
-        Report { rows, ..Report::new(&config, 3) }
+        BenchReport { rows, ..BenchReport::new(&config, 3) }
     }
 
     #[test]
     fn figures_are_made_of_the_samples() {
         let rows = vec![
-            row(What::Fused { depth: 8 }, 1, &[1.0, 2.0, 4.0]),
-            row(What::Fused { depth: 8 }, 4, &[2.0, 2.0, 8.0]),
-            row(What::Decode { depth: 7 }, 1, &[5.0]),
-            row(What::Prefill, 1, &[]),
+            row(TestKind::Fused { depth: 8 }, 1, &[1.0, 2.0, 4.0]),
+            row(TestKind::Fused { depth: 8 }, 4, &[2.0, 2.0, 8.0]),
+            row(TestKind::Decode { depth: 7 }, 1, &[5.0]),
+            row(TestKind::Prefill, 1, &[]),
         ];
         let report = report(rows);
         let figures = report.figures();
@@ -402,8 +412,8 @@ pub mod tests {
         assert_eq!(figures[0].time, Summary { min: 100.0, median: 200.0, max: 400.0 });
         assert_eq!(figures[0].weight_bytes_per_s, Some(5000.0));
         let share = |i: usize| (figures[i].share.unwrap().median, figures[i].limit.unwrap());
-        assert_eq!(share(0), (0.5, Limit::Reading), "0.1 s to read what a step of 0.2 s needs");
-        assert_eq!(share(1), (0.5, Limit::Reading));
+        assert_eq!(share(0), (0.5, Bottleneck::Reading), "0.1 s to read what a step of 0.2 s needs");
+        assert_eq!(share(1), (0.5, Bottleneck::Reading));
         assert_eq!((figures[0].ratio, figures[1].ratio, figures[2].ratio), (Some(1.0), Some(4.0), None));
         assert_eq!((figures[1].depth, figures[2].depth), (Some(8), Some(7)));
     }

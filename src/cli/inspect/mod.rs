@@ -8,19 +8,19 @@ mod text;
 use super::flags::{KV_TYPES, PartitionFlags};
 use super::spinner::{self, Spinner};
 use super::{print, start};
-use crate::actors::Conventions;
+use crate::actors::PromptingDefaults;
 use crate::actors::conventions::endpoints;
 use crate::actors::engine::{EngineSetup, available_memory};
 use crate::config::{Config, ConfigError, Overrides};
-use crate::formats::{FoundPooling, GenerationConfig, HubConfig};
+use crate::formats::{GenerationConfig, HubConfig, PoolingConfig};
 use crate::model::executor::{ExecutorReport, page_bytes};
 use crate::model::load::TensorRecord;
 use crate::model::pieces;
 use crate::model::provenance::{Origin, Provenance};
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
-use crate::model::spec::{Kind, MlpSpec, ModelSpec, Part, Piece};
+use crate::model::spec::{Kind, MlpSpec, ModelSpec, TensorPart, TensorSlice};
 use crate::model::tensors;
-use crate::planner::Assigned;
+use crate::planner::DeviceAssignment;
 use crate::telemetry;
 use anyhow::{Context, Result};
 use clap::{Args, ValueHint};
@@ -99,7 +99,7 @@ impl InspectArgs {
         flags.set("kv.max_context", max_context);
         flags.set("kv.type", kv_type);
         partition.add_to(&mut flags);
-        Ok((Config::of_process(config.as_deref(), flags)?, self.output))
+        Ok((Config::from_process(config.as_deref(), flags)?, self.output))
     }
 }
 
@@ -107,10 +107,10 @@ impl InspectArgs {
 pub fn run(args: InspectArgs) -> Result<()> {
     let (config, output) = args.config()?;
     telemetry::start_log(&config.log, || spinner::Stderr);
-    let inspection = Inspection::of(config)?;
+    let inspection = Inspection::inspect(config)?;
     let text = match output.json {
         true => serde_json::to_string_pretty(&inspection)? + "\n",
-        false if output.tensors => text::whole(&inspection),
+        false if output.tensors => text::full(&inspection),
         false => text::summary(&inspection),
     };
     print("inspection", &text)
@@ -132,21 +132,21 @@ pub struct Inspection {
     pub end_tokens: EndTokens,
     /// Prompting defaults of a model with an encoder.
     #[serde(rename = "conventions")]
-    pub conventions: Map<String, Value>,
+    pub prompting_defaults: Map<String, Value>,
     /// Sampling parameters that generation_config.json recommends, by its keys.
     pub sampling: Map<String, Value>,
     /// Further features that the model requests and the server does not support.
     pub unserved: Map<String, Value>,
     /// The part of each device, stage by stage, by rank.
-    pub partition: Vec<Held>,
-    pub memory: Memory,
+    pub partition: Vec<DeviceMemory>,
+    pub memory: MemorySummary,
 }
 
 /// The part of a model that one device holds: layers and heads, and its memory in bytes.
 #[derive(Debug, Serialize)]
-pub struct Held {
+pub struct DeviceMemory {
     #[serde(flatten)]
-    pub assigned: Assigned,
+    pub assigned: DeviceAssignment,
     pub weights: usize,
     pub kv: usize,
     pub activations: usize,
@@ -195,7 +195,7 @@ pub struct Architecture {
     pub context: usize,
     /// Maximum length of the encoder input; 0 without an encoder before a decoder.
     #[serde(rename = "source_context")]
-    pub source_context: usize,
+    pub encoder_context: usize,
     /// Whether the head is the embedding matrix; null without a head.
     pub tied_head: Option<bool>,
 }
@@ -264,12 +264,12 @@ pub struct EndTokens {
     pub ids: Vec<u32>,
     /// File or format that names the end tokens; null if nothing does.
     #[serde(rename = "said_by")]
-    pub said_by: Option<&'static str>,
+    pub origin: Option<&'static str>,
 }
 
 /// Memory requirements, in bytes unless the name says otherwise.
 #[derive(Debug, Serialize)]
-pub struct Memory {
+pub struct MemorySummary {
     pub device: String,
     pub kv_type: &'static str,
     pub slots: usize,
@@ -279,7 +279,7 @@ pub struct Memory {
     pub longest_tokens: usize,
     /// KV page size in tokens.
     #[serde(rename = "page_positions")]
-    pub page_positions: usize,
+    pub page_size: usize,
     pub weights: usize,
     pub kv_per_token: usize,
     pub kv_per_sequence: usize,
@@ -295,19 +295,19 @@ pub struct Memory {
 
 impl Inspection {
     /// Opens the configured model and inspects it.
-    pub fn of(mut config: Config) -> Result<Inspection> {
-        config.model = start::fetched(config.model, &config.hub)?;
+    pub fn inspect(mut config: Config) -> Result<Inspection> {
+        config.model = start::fetch_model(config.model, &config.hub)?;
         let model = ModelRef::parse(&config.model.path)?;
         let _spinner = Spinner::start("opening the model");
-        let mut source = start::source(&model, &config.model)?;
-        let tokenizer = start::tokenizer(&source);
+        let mut source = start::open_source(&model, &config.model)?;
+        let tokenizer = start::open_tokenizer(&source);
         let mut end_tokens =
             end_tokens(&source, tokenizer.as_ref().ok().and_then(|tokenizer| tokenizer.eos_id()))?;
         source.eos.clone_from(&end_tokens.ids);
-        let setup = start::setup(&config, &source)?;
+        let setup = start::engine_setup(&config, &source)?;
         end_tokens.ids.clone_from(&setup.model.eos);
         let forecast = start::forecast(&config.device, &source, &setup)?;
-        let tensors = needed(&source)?;
+        let tensors = needed_tensors(&source)?;
         Ok(Inspection {
             name: setup.model.name.clone(),
             path: source.path.clone(),
@@ -318,11 +318,17 @@ impl Inspection {
             tensors,
             tokenizer: Tokenizer { error: tokenizer.err().map(|error| format!("{error:#}")) },
             end_tokens,
-            conventions: conventions(&setup.model.conventions),
+            prompting_defaults: prompting_defaults(&setup.model.prompting),
             sampling: sampling(&source)?,
-            unserved: source.unserved.clone(),
-            partition: setup.assigned.iter().flatten().zip(forecast.iter().flatten()).map(held).collect(),
-            memory: memory(&source, &setup, &start::together(forecast.into_iter().flatten().collect()))?,
+            unserved: source.unsupported_settings.clone(),
+            partition: setup
+                .assignments
+                .iter()
+                .flatten()
+                .zip(forecast.iter().flatten())
+                .map(device_memory)
+                .collect(),
+            memory: memory(&source, &setup, &start::merge_reports(forecast.into_iter().flatten().collect()))?,
         })
     }
 }
@@ -375,7 +381,7 @@ fn architecture(source: &ModelSource, tensors: &[Tensor]) -> Architecture {
         rope_scaling: rope.map_or(Value::Null, |rope| rope.config.scaling.to_json()),
         vocab: spec.vocab,
         context: spec.context,
-        source_context: spec.decoder.as_ref().map_or(0, |_| spec.source_context()),
+        encoder_context: spec.decoder.as_ref().map_or(0, |_| spec.encoder_context()),
         tied_head: stack.head.as_ref().map(|head| head.tied),
     }
 }
@@ -408,21 +414,21 @@ fn specification(spec: &ModelSpec) -> Specification {
 
 /// Returns every needed tensor once. Parts of a tensor may be loaded in different formats: all formats are
 /// listed, and the bytes are added up.
-fn needed(source: &ModelSource) -> Result<Vec<Tensor>> {
+fn needed_tensors(source: &ModelSource) -> Result<Vec<Tensor>> {
     let mut parts: HashMap<&str, Vec<TensorRecord>> = HashMap::new();
-    for piece in tensors::pieces(&source.spec) {
-        let part = pieces::record(piece, source.loaded_as(piece));
+    for piece in tensors::required_slices(&source.spec) {
+        let part = pieces::slice_record(piece, source.load_type(piece));
         let known = parts.entry(&piece.name).or_default();
         // An embedding and a head tied to it are one part.
-        if !matches!(piece.part, Part::Whole) || known.is_empty() {
+        if !matches!(piece.part, TensorPart::Whole) || known.is_empty() {
             known.push(part);
         }
     }
-    let all = tensors::needed(&source.spec).into_iter();
+    let all = tensors::required_tensors(&source.spec).into_iter();
     all.map(|piece| tensor(source, piece, &parts[piece.name.as_str()])).collect()
 }
 
-fn tensor(source: &ModelSource, piece: &Piece, parts: &[TensorRecord]) -> Result<Tensor> {
+fn tensor(source: &ModelSource, piece: &TensorSlice, parts: &[TensorRecord]) -> Result<Tensor> {
     let stored =
         source.checkpoint.tensor(&piece.name).expect("it was there at opening; anything else is a bug");
     let mut types: Vec<&str> = parts.iter().map(|part| part.ty.name()).collect();
@@ -432,7 +438,7 @@ fn tensor(source: &ModelSource, piece: &Piece, parts: &[TensorRecord]) -> Result
     let bytes = parts.iter().map(|part| part.bytes).sum();
     Ok(Tensor {
         ty: types.join(", "),
-        stored: stored.stored_name().to_owned(),
+        stored: stored.stored_type_name().to_owned(),
         bytes,
         bits: bytes as f64 * 8.0 / numbers.max(1) as f64,
         role: piece.role,
@@ -448,7 +454,7 @@ fn unused(source: &ModelSource, used: &[Tensor]) -> Vec<Unused> {
     let rest = source.checkpoint.tensors().filter(|tensor| !used.contains_key(tensor.name));
     let why = |name: &str| match tensors::is_tied_head(&source.spec, name) {
         true => "the head is the embedding",
-        false if source.checkpoint.scales_activations(name) => "activations are not rounded to 8 bits",
+        false if source.checkpoint.is_activation_scale(name) => "activations are not rounded to 8 bits",
         false => "the specification ignores it",
     };
     rest.map(|tensor| Unused {
@@ -465,56 +471,56 @@ fn end_tokens(source: &ModelSource, tokenizer_eos: Option<u32>) -> Result<EndTok
         _ if source.eos.is_empty() => tokenizer_eos.map(|_| "tokenizer"),
         SourceKind::Llama2c => Some("format"),
         SourceKind::Synthetic => None,
-        _ if !generation(source)?.eos.is_empty() => Some("generation_config.json"),
+        _ if !generation_config(source)?.eos.is_empty() => Some("generation_config.json"),
         SourceKind::HubFolder(_) => Some("config.json"),
         SourceKind::Gguf(_) => Some("GGUF metadata"),
     };
     let ids = if source.eos.is_empty() { tokenizer_eos.into_iter().collect() } else { source.eos.clone() };
-    Ok(EndTokens { ids, said_by })
+    Ok(EndTokens { ids, origin: said_by })
 }
 
-fn conventions(conventions: &Conventions) -> Map<String, Value> {
+fn prompting_defaults(conventions: &PromptingDefaults) -> Map<String, Value> {
     let values: Vec<(&str, Value)> = match conventions {
-        Conventions::Decoder => vec![],
-        Conventions::Encoder(encoder) => vec![
+        PromptingDefaults::Decoder => vec![],
+        PromptingDefaults::Encoder(encoder) => vec![
             match &encoder.pooling {
-                FoundPooling::Served(pooling) => ("pooling", pooling.name().into()),
-                FoundPooling::Unserved(unserved) => ("unserved_pooling", unserved.to_string().into()),
+                PoolingConfig::Supported(pooling) => ("pooling", pooling.name().into()),
+                PoolingConfig::Unsupported(unserved) => ("unserved_pooling", unserved.to_string().into()),
             },
             ("normalize", encoder.normalize.into()),
             ("dimensions", encoder.dimensions.into()),
         ],
-        Conventions::EncoderDecoder(decoder) => {
-            vec![("decoder_start", decoder.start.into()), ("forced_bos", decoder.forced_bos.into())]
+        PromptingDefaults::EncoderDecoder(decoder) => {
+            vec![("decoder_start", decoder.start_token.into()), ("forced_bos", decoder.forced_bos.into())]
         }
     };
     let texts = match conventions {
-        Conventions::Encoder(encoder) => encoder.unserved.iter().map(|it| it.to_string()).collect(),
-        Conventions::Decoder | Conventions::EncoderDecoder(_) => Vec::new(),
+        PromptingDefaults::Encoder(encoder) => encoder.unsupported.iter().map(|it| it.to_string()).collect(),
+        PromptingDefaults::Decoder | PromptingDefaults::EncoderDecoder(_) => Vec::new(),
     };
     let texts = (!texts.is_empty()).then(|| ("unserved_texts", texts.join("; ").into()));
     values.into_iter().chain(texts).map(|(key, value)| (key.to_owned(), value)).collect()
 }
 
 fn sampling(source: &ModelSource) -> Result<Map<String, Value>> {
-    let config = generation(source)?;
+    let config = generation_config(source)?;
     let values = [
         ("do_sample", config.do_sample.map(Value::from)),
-        ("temperature", config.sampling.temperature.map(as_written)),
-        ("top_p", config.sampling.top_p.map(as_written)),
+        ("temperature", config.sampling.temperature.map(shortest_number)),
+        ("top_p", config.sampling.top_p.map(shortest_number)),
         ("top_k", config.sampling.top_k.map(Value::from)),
-        ("min_p", config.sampling.min_p.map(as_written)),
+        ("min_p", config.sampling.min_p.map(shortest_number)),
     ];
     Ok(values.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect())
 }
 
 /// Converts a number to JSON with the shortest digits that identify it in single precision.
-fn as_written(number: f32) -> Value {
+fn shortest_number(number: f32) -> Value {
     number.to_string().parse::<f64>().map_or(Value::Null, Value::from)
 }
 
 /// Reads generation_config.json, without values from config.json; the default if there is no such file.
-fn generation(source: &ModelSource) -> Result<GenerationConfig> {
+fn generation_config(source: &ModelSource) -> Result<GenerationConfig> {
     let nothing = HubConfig::from_entries(&source.spec.provenance.config, Map::new());
     match source.folder() {
         Some(folder) => GenerationConfig::from_folder(&folder, &nothing),
@@ -522,9 +528,9 @@ fn generation(source: &ModelSource) -> Result<GenerationConfig> {
     }
 }
 
-fn held((assigned, forecast): (&Assigned, &ExecutorReport)) -> Held {
+fn device_memory((assigned, forecast): (&DeviceAssignment, &ExecutorReport)) -> DeviceMemory {
     let ExecutorReport { weight_bytes, kv_bytes, activation_bytes, step_bytes, .. } = *forecast;
-    Held {
+    DeviceMemory {
         assigned: assigned.clone(),
         weights: weight_bytes,
         kv: kv_bytes,
@@ -534,20 +540,20 @@ fn held((assigned, forecast): (&Assigned, &ExecutorReport)) -> Held {
     }
 }
 
-fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) -> Result<Memory> {
+fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) -> Result<MemorySummary> {
     let (limits, kv) = (&setup.limits, setup.kv);
     let page = page_bytes(&source.spec, kv.ty, limits.page_positions).context("a page is too large")?;
     // Pages of the sequence and of its encoder input.
     let pages_each = setup.model.context.div_ceil(limits.page_positions) + limits.cross_table_len();
     let kv_per_sequence = pages_each.saturating_mul(page);
     let ExecutorReport { weight_bytes, kv_bytes, activation_bytes, step_bytes, .. } = *forecast;
-    Ok(Memory {
+    Ok(MemorySummary {
         device: forecast.device.clone(),
         kv_type: kv.ty.name(),
         slots: limits.slots,
         context_tokens: setup.model.context,
-        longest_tokens: setup.model.longest,
-        page_positions: limits.page_positions,
+        longest_tokens: setup.model.max_sequence_tokens,
+        page_size: limits.page_positions,
         weights: weight_bytes,
         kv_per_token: page / limits.page_positions,
         kv_per_sequence,

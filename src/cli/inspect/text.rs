@@ -4,7 +4,7 @@
 //! Invariant: it has the contents of the JSON output, and computes nothing but sums. A row is one line, even
 //! if a file name contains control characters.
 
-use super::{Held, Inspection, SpecificationValue, Tensor};
+use super::{DeviceMemory, Inspection, SpecificationValue, Tensor};
 use crate::cli::escape::one_line;
 use indicatif::{HumanBytes, HumanCount};
 use serde_json::{Value, json};
@@ -17,7 +17,7 @@ pub fn summary(inspection: &Inspection) -> String {
 }
 
 /// Formats an inspection with a line for every tensor.
-pub fn whole(inspection: &Inspection) -> String {
+pub fn full(inspection: &Inspection) -> String {
     let row = |tensor: &Tensor| tensor_row(tensor, &tensor.name, 1, tensor.bytes);
     render(inspection, inspection.tensors.iter().map(row).collect())
 }
@@ -39,7 +39,7 @@ fn render(inspection: &Inspection, tensors: Vec<Row>) -> String {
     section(&mut text, "unused tensors", &unused.collect::<Vec<_>>());
     let devices = inspection.partition.len();
     let title = format!("partition over {devices} {}", if devices == 1 { "device" } else { "devices" });
-    section(&mut text, &title, &inspection.partition.iter().map(held).collect::<Vec<_>>());
+    section(&mut text, &title, &inspection.partition.iter().map(device_row).collect::<Vec<_>>());
     section(&mut text, &memory_title(inspection), &memory(inspection));
     text
 }
@@ -71,7 +71,7 @@ fn row<const N: usize>(cells: [&str; N]) -> Row {
 
 fn model(inspection: &Inspection) -> Vec<Row> {
     let ids: Vec<String> = inspection.end_tokens.ids.iter().map(u32::to_string).collect();
-    let end = match inspection.end_tokens.said_by {
+    let end = match inspection.end_tokens.origin {
         Some(origin) => format!("{} ({origin})", ids.join(", ")),
         None => "none".to_owned(),
     };
@@ -89,8 +89,8 @@ fn model(inspection: &Inspection) -> Vec<Row> {
     let files = inspection.files.iter().map(|file| file_name(file));
     rows.extend(files.map(|name| row(["file", &name])));
     rows.extend([row(["end tokens", &end]), row(["sampling", &sampling])]);
-    let defaults = inspection.conventions.iter().filter(|(_, value)| !value.is_null());
-    let defaults: Vec<String> = defaults.map(|(key, value)| format!("{key} {}", plain(value))).collect();
+    let defaults = inspection.prompting_defaults.iter().filter(|(_, value)| !value.is_null());
+    let defaults: Vec<String> = defaults.map(|(key, value)| format!("{key} {}", plain_text(value))).collect();
     if !defaults.is_empty() {
         rows.push(row(["prompting", &defaults.join(", ")]));
     }
@@ -109,7 +109,7 @@ fn architecture(inspection: &Inspection) -> Vec<Row> {
         a.head_dim,
         biased(a.attention_bias)
     );
-    let mlp = format!("{} {}, width {}{}", a.mlp, plain(&a.activation), a.mlp_width, biased(a.mlp_bias));
+    let mlp = format!("{} {}, width {}{}", a.mlp, plain_text(&a.activation), a.mlp_width, biased(a.mlp_bias));
     let head = match a.tied_head {
         Some(true) => "tied to the embedding",
         Some(false) => "separate matrix",
@@ -121,7 +121,7 @@ fn architecture(inspection: &Inspection) -> Vec<Row> {
     };
     let mut rows = vec![
         row(["family", &a.family.join(", ")]),
-        row(["kind", &plain(&json!(a.kind)).replace('_', "-")]),
+        row(["kind", &plain_text(&json!(a.kind)).replace('_', "-")]),
         row(["serves", &a.serves.join(", ")]),
         row(["parameters", &format!("{}, {:.2} bits each", HumanCount(a.parameters as u64), a.bits)]),
         row(["layers", &layers]),
@@ -133,15 +133,15 @@ fn architecture(inspection: &Inspection) -> Vec<Row> {
         let experts = format!("{}, {} for each token", a.experts, a.experts_per_token);
         rows.push(row(["experts", &experts]));
     }
-    rows.push(row(["norm", &format!("{}, epsilon {}", plain(&a.norm), plain(&a.norm_eps))]));
+    rows.push(row(["norm", &format!("{}, epsilon {}", plain_text(&a.norm), plain_text(&a.norm_eps))]));
     rows.push(row(["positions", &positions(inspection)]));
     if !a.rope_scaling.is_null() {
-        rows.push(row(["  scaling", &plain(&a.rope_scaling)]));
+        rows.push(row(["  scaling", &plain_text(&a.rope_scaling)]));
     }
     rows.push(row(["vocabulary", &a.vocab.to_string()]));
     rows.push(row(["context", &a.context.to_string()]));
-    if a.source_context > 0 {
-        rows.push(row(["encoder context", &format!("{} tokens", a.source_context)]));
+    if a.encoder_context > 0 {
+        rows.push(row(["encoder context", &format!("{} tokens", a.encoder_context)]));
     }
     rows.push(row(["head", head]));
     rows
@@ -150,9 +150,14 @@ fn architecture(inspection: &Inspection) -> Vec<Row> {
 fn positions(inspection: &Inspection) -> String {
     let a = &inspection.architecture;
     if a.rope_theta.is_null() {
-        return if a.positions.is_null() { "none".to_owned() } else { plain(&a.positions) };
+        return if a.positions.is_null() { "none".to_owned() } else { plain_text(&a.positions) };
     }
-    format!("rotary, {} of {} dimensions, theta {}", plain(&a.rope_style), a.rope_dims, plain(&a.rope_theta))
+    format!(
+        "rotary, {} of {} dimensions, theta {}",
+        plain_text(&a.rope_style),
+        a.rope_dims,
+        plain_text(&a.rope_theta)
+    )
 }
 
 fn specification_row(value: &SpecificationValue) -> Row {
@@ -167,13 +172,13 @@ fn specification_row(value: &SpecificationValue) -> Row {
     // The details of a compound value are in the architecture.
     let key = match value.layers.as_slice() {
         [] => value.key.clone(),
-        layers => format!("{} ({})", value.key, some_layers(layers)),
+        layers => format!("{} ({})", value.key, layer_ranges(layers)),
     };
-    row([&key, &plain(value.value.get("kind").unwrap_or(&value.value)), &origin])
+    row([&key, &plain_text(value.value.get("kind").unwrap_or(&value.value)), &origin])
 }
 
 /// Formats layer numbers, with ranges for consecutive ones and at most three ranges.
-fn some_layers(layers: &[usize]) -> String {
+fn layer_ranges(layers: &[usize]) -> String {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for layer in layers {
         match runs.last_mut() {
@@ -217,14 +222,14 @@ fn tensor_row(tensor: &Tensor, name: &str, count: usize, bytes: usize) -> Row {
 }
 
 /// Returns the row of one device: its layers and heads, as in Table 4 of Shi et al. 2024, and its bytes.
-fn held(held: &Held) -> Row {
+fn device_row(held: &DeviceMemory) -> Row {
     let of = format!("weights {}, KV {}", size(held.weights), size(held.kv));
     row([&held.assigned.device, &held.assigned.to_string(), &size(held.total), &of])
 }
 
 fn memory_title(inspection: &Inspection) -> String {
     let m = &inspection.memory;
-    format!("memory on {}: {} slots, {} cache in pages of {}", m.device, m.slots, m.kv_type, m.page_positions)
+    format!("memory on {}: {} slots, {} cache in pages of {}", m.device, m.slots, m.kv_type, m.page_size)
 }
 
 fn memory(inspection: &Inspection) -> Vec<Row> {
@@ -259,13 +264,13 @@ fn file_name(path: &Path) -> String {
 }
 
 /// Formats a value without JSON punctuation.
-fn plain(value: &Value) -> String {
+fn plain_text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         Value::Object(entries) => {
-            let kind = entries.get("kind").map(plain);
+            let kind = entries.get("kind").map(plain_text);
             let rest = entries.iter().filter(|(key, _)| *key != "kind");
-            let rest = rest.map(|(key, value)| format!("{key} {}", plain(value)));
+            let rest = rest.map(|(key, value)| format!("{key} {}", plain_text(value)));
             kind.into_iter().chain(rest).collect::<Vec<_>>().join(", ")
         }
         Value::Number(number) if number.is_f64() => number.as_f64().unwrap_or(f64::NAN).to_string(),

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 /// Scores of all tokens so far.
 #[derive(Debug, Default)]
-pub struct Samples {
+pub struct TokenScores {
     /// Negative log-probability of each token.
     nll: Vec<f64>,
     /// Negative log-probability of each token under the reference.
@@ -17,14 +17,14 @@ pub struct Samples {
     /// KL(reference || model) of the distributions before each token.
     kl: Vec<f64>,
     /// Number of tokens for which model and reference have the same top token.
-    same_choice: usize,
+    same_top_token: usize,
     /// Buffers for the log-probabilities of model and reference, (vocab,) each.
-    room: [Vec<f64>; 2],
+    scratch: [Vec<f64>; 2],
 }
 
 /// Statistics of the scored tokens. Log-probabilities and divergences are in nats.
 #[derive(Debug, PartialEq, Serialize)]
-pub struct Figures {
+pub struct PerplexityStats {
     /// Number of scored tokens.
     pub tokens: usize,
     pub perplexity: Estimate,
@@ -32,12 +32,12 @@ pub struct Figures {
     pub nll: Estimate,
     /// Comparison with the reference, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub against: Option<Difference>,
+    pub against: Option<ReferenceStats>,
 }
 
 /// Comparison of a model with its reference.
 #[derive(Debug, PartialEq, Serialize)]
-pub struct Difference {
+pub struct ReferenceStats {
     /// Perplexity of the reference.
     pub perplexity: Estimate,
     /// Mean negative log-probability per token under the reference.
@@ -62,7 +62,7 @@ pub struct Estimate {
     pub error: Option<f64>,
 }
 
-impl Samples {
+impl TokenScores {
     /// The number of scored tokens.
     pub fn len(&self) -> usize {
         self.nll.len()
@@ -77,43 +77,43 @@ impl Samples {
     /// reference if there is one. Either all tokens have a reference or none. Fails if the logits do not
     /// define a distribution.
     pub fn add(&mut self, token: u32, logits: &[u8], reference: Option<&[u8]>) -> Result<()> {
-        let [own, other] = &mut self.room;
+        let [own, other] = &mut self.scratch;
         log_softmax(logits, own)?;
         if let Some(reference) = reference {
             log_softmax(reference, other)?;
             ensure!(own.len() == other.len(), "logits of different vocabularies; this is a bug");
             self.reference_nll.push(-other[token as usize]);
-            self.kl.push(divergence(other, own));
-            self.same_choice += usize::from(likeliest(own) == likeliest(other));
+            self.kl.push(kl_divergence(other, own));
+            self.same_top_token += usize::from(most_likely(own) == most_likely(other));
         }
         self.nll.push(-own[token as usize]);
         Ok(())
     }
 
     /// Computes the statistics of all tokens so far; `None` before the first.
-    pub fn figures(&self) -> Option<Figures> {
+    pub fn stats(&self) -> Option<PerplexityStats> {
         let perplexity = self.perplexity()?;
-        Some(Figures {
+        Some(PerplexityStats {
             tokens: self.len(),
             perplexity,
             nll: Estimate::mean(&self.nll),
-            against: (!self.kl.is_empty()).then(|| self.difference()),
+            against: (!self.kl.is_empty()).then(|| self.reference_stats()),
         })
     }
 
-    fn difference(&self) -> Difference {
+    fn reference_stats(&self) -> ReferenceStats {
         let mut kl = self.kl.clone();
         kl.sort_by(f64::total_cmp);
         let nll = Estimate::mean(&self.reference_nll);
         let apart = self.nll.iter().zip(&self.reference_nll).map(|(own, other)| (own - other).abs());
-        Difference {
+        ReferenceStats {
             perplexity: nll.exp(),
             nll,
             kl: Estimate::mean(&self.kl),
-            kl_median: at_rank(&kl, 0.5),
-            kl_p99: at_rank(&kl, 0.99),
-            kl_max: at_rank(&kl, 1.0),
-            same_choice: self.same_choice as f64 / self.len() as f64,
+            kl_median: percentile(&kl, 0.5),
+            kl_p99: percentile(&kl, 0.99),
+            kl_max: percentile(&kl, 1.0),
+            same_choice: self.same_top_token as f64 / self.len() as f64,
             logprob: apart.sum::<f64>() / self.len() as f64,
         }
     }
@@ -152,20 +152,20 @@ fn log_softmax(logits: &[u8], to: &mut Vec<f64>) -> Result<()> {
 
 /// Computes KL(p || q) of distributions given by their logarithms. A negative result, which rounding can
 /// cause, is returned as 0.
-fn divergence(p: &[f64], q: &[f64]) -> f64 {
+fn kl_divergence(p: &[f64], q: &[f64]) -> f64 {
     let of_token = |(p, q): (&f64, &f64)| if p.exp() == 0.0 { 0.0 } else { p.exp() * (p - q) };
     let sum: f64 = p.iter().zip(q).map(of_token).sum();
     if sum < 0.0 { 0.0 } else { sum }
 }
 
 /// Returns the most likely token, the lowest id on ties, like greedy sampling.
-fn likeliest(logprobs: &[f64]) -> usize {
+fn most_likely(logprobs: &[f64]) -> usize {
     let better = |best: usize, id: usize| if logprobs[id] > logprobs[best] { id } else { best };
     (0..logprobs.len()).fold(0, better)
 }
 
 /// Returns the smallest of the sorted values that at least this fraction of them does not exceed.
-fn at_rank(sorted: &[f64], share: f64) -> f64 {
+fn percentile(sorted: &[f64], share: f64) -> f64 {
     let rank = (share * sorted.len() as f64).ceil() as usize;
     sorted[rank.clamp(1, sorted.len()) - 1]
 }
@@ -190,7 +190,7 @@ mod tests {
     /// is ln 2.
     #[test]
     fn figures_are_what_the_formulas_give() {
-        let mut samples = Samples::default();
+        let mut samples = TokenScores::default();
         samples.add(0, &bytes(&HALVES), Some(&bytes(&THIRDS))).unwrap();
         samples.add(2, &bytes(&THIRDS), Some(&bytes(&HALVES))).unwrap();
         let e = f64::from(std::f32::consts::LN_2).exp();
@@ -204,7 +204,7 @@ mod tests {
         let mean = (nll[0] + nll[1]) / 2.0;
         // The standard error of two samples is half of their difference.
         let error = (nll[0] - nll[1]).abs() / 2.0;
-        let figures = samples.figures().unwrap();
+        let figures = samples.stats().unwrap();
         assert_eq!(figures.tokens, 2);
         near(figures.nll.value, mean);
         near(figures.nll.error.unwrap(), error);
@@ -224,12 +224,12 @@ mod tests {
 
     #[test]
     fn a_model_does_not_differ_from_itself() {
-        let mut samples = Samples::default();
+        let mut samples = TokenScores::default();
         let row: Vec<f32> = (0..997).map(|id| (id as f32 * 0.77).sin() * 30.0).collect();
         for token in 0..40 {
             samples.add(token, &bytes(&row), Some(&bytes(&row))).unwrap();
         }
-        let figures = samples.figures().unwrap();
+        let figures = samples.stats().unwrap();
         let against = figures.against.unwrap();
         assert_eq!((against.perplexity, against.nll), (figures.perplexity, figures.nll));
         assert_eq!(against.kl, Estimate { value: 0.0, error: Some(0.0) });
@@ -242,9 +242,9 @@ mod tests {
     fn zero_probabilities_have_the_right_divergence() {
         let (all, some) = (bytes(&[0.0, 0.0]), bytes(&[0.0, f32::NEG_INFINITY]));
         let kl = |model: &[u8], reference: &[u8]| {
-            let mut samples = Samples::default();
+            let mut samples = TokenScores::default();
             samples.add(0, model, Some(reference)).unwrap();
-            samples.figures().unwrap().against.unwrap().kl.value
+            samples.stats().unwrap().against.unwrap().kl.value
         };
         near(kl(&all, &some), std::f64::consts::LN_2);
         assert_eq!(kl(&some, &all), f64::INFINITY);
@@ -256,10 +256,10 @@ mod tests {
 
     #[test]
     fn one_token_has_no_error_and_none_no_figures() {
-        let mut samples = Samples::default();
-        assert_eq!(samples.figures(), None);
+        let mut samples = TokenScores::default();
+        assert_eq!(samples.stats(), None);
         samples.add(1, &bytes(&THIRDS), None).unwrap();
-        let figures = samples.figures().unwrap();
+        let figures = samples.stats().unwrap();
         near(figures.perplexity.value, 3.0);
         assert_eq!((figures.perplexity.error, figures.nll.error, figures.against), (None, None, None));
     }
@@ -267,7 +267,7 @@ mod tests {
     #[test]
     fn logits_without_a_distribution_are_refused() {
         for row in [[0.0, f32::NAN], [f32::INFINITY, 0.0], [f32::NEG_INFINITY; 2]] {
-            let error = Samples::default().add(0, &bytes(&row), None).unwrap_err();
+            let error = TokenScores::default().add(0, &bytes(&row), None).unwrap_err();
             assert!(error.to_string().contains("not finite"), "{error}");
         }
     }
@@ -275,8 +275,8 @@ mod tests {
     #[test]
     fn percentiles_are_values_that_were_seen() {
         let values: Vec<f64> = (1..=200).map(f64::from).collect();
-        assert_eq!([0.5, 0.99, 1.0].map(|share| at_rank(&values, share)), [100.0, 198.0, 200.0]);
-        assert_eq!(at_rank(&[4.0], 0.5), 4.0);
-        assert_eq!(at_rank(&[1.0, 2.0, 3.0], 0.5), 2.0);
+        assert_eq!([0.5, 0.99, 1.0].map(|share| percentile(&values, share)), [100.0, 198.0, 200.0]);
+        assert_eq!(percentile(&[4.0], 0.5), 4.0);
+        assert_eq!(percentile(&[1.0, 2.0, 3.0], 0.5), 2.0);
     }
 }

@@ -9,21 +9,21 @@ mod report;
 mod subject;
 
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
-use super::reading::{Chunk, Reader, progress};
+use super::reading::{Chunk, Evaluator, progress_bar};
 use super::{INTERRUPTED, print, spinner};
-use crate::config::{Config, ConfigError, Overrides, Source};
-use crate::model::weights::Weights;
+use crate::config::{Config, ConfigError, ConfigSource, Overrides};
+use crate::model::weights::WeightRules;
 use crate::telemetry;
 use actix_web::rt::System;
 use anyhow::{Context, Error, Result};
 use clap::{Args, ValueHint};
-use figures::Samples;
+use figures::TokenScores;
 use indicatif::ProgressBar;
 use mainstem_kernels::QuantType;
-use report::Report;
+use report::PerplexityReport;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use subject::{Reference, Subject};
+use subject::{Evaluation, Reference};
 use tokio::select;
 
 /// Measure perplexity on a text, and the difference from a reference model.
@@ -44,7 +44,7 @@ pub struct PerplexityArgs {
     #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     model_path: Option<String>,
     #[command(flatten)]
-    asked: Asked,
+    options: PerplexityOptions,
     #[command(flatten)]
     model: ModelFlags,
     #[command(flatten)]
@@ -57,7 +57,7 @@ pub struct PerplexityArgs {
 
 /// Options of the measurement.
 #[derive(Args)]
-struct Asked {
+struct PerplexityOptions {
     /// Text to evaluate (UTF-8).
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     text: PathBuf,
@@ -71,8 +71,8 @@ struct Asked {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     limit_chunks: Option<u32>,
     /// Compare with the model as stored (f32) or in other formats, such as q8; computed in f32.
-    #[arg(long, value_name = "RULES", value_parser = against)]
-    against: Option<Against>,
+    #[arg(long, value_name = "RULES", value_parser = parse_against)]
+    against: Option<ReferenceWeights>,
     /// Compare with this model of the same vocabulary, as stored or in the formats of --against.
     #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     reference: Option<String>,
@@ -83,29 +83,29 @@ struct Asked {
 
 /// Weight formats of the reference.
 #[derive(Clone, Debug)]
-struct Against {
+struct ReferenceWeights {
     /// The formats as the user gave them.
     name: String,
-    weights: Weights,
+    weights: WeightRules,
 }
 
 /// Parses the value of `--against`: `f32` keeps the stored weights, since they widen to F32 exactly; anything
 /// else is a list of weight rules.
-fn against(text: &str) -> Result<Against, String> {
+fn parse_against(text: &str) -> Result<ReferenceWeights, String> {
     let is_stored = QuantType::by_name(text) == Some(QuantType::F32);
-    let weights = if is_stored { Weights::default() } else { Weights::parse(text)? };
-    if !is_stored && weights == Weights::default() {
+    let weights = if is_stored { WeightRules::default() } else { WeightRules::parse(text)? };
+    if !is_stored && weights == WeightRules::default() {
         return Err("no number format is given; f32 is the model as stored".to_owned());
     }
-    Ok(Against { name: text.to_owned(), weights })
+    Ok(ReferenceWeights { name: text.to_owned(), weights })
 }
 
 /// Runs the measurement and prints the report. The exit code is 0, or 130 after an interruption.
 pub fn run(args: PerplexityArgs) -> Result<ExitCode> {
     let (asked, file, flags) = args.layers();
-    let config = Config::of_process(file.as_deref(), flags)?;
+    let config = Config::from_process(file.as_deref(), flags)?;
     telemetry::start_log(&config.log, || spinner::Stderr);
-    let report = System::new().block_on(measured(&asked, config))?;
+    let report = System::new().block_on(measure(&asked, config))?;
     let text = if asked.json { report.json() } else { report.table() };
     print("report", &text)?;
     Ok(if report.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
@@ -113,7 +113,7 @@ pub fn run(args: PerplexityArgs) -> Result<ExitCode> {
 
 impl PerplexityArgs {
     /// Returns the measurement options, the configuration file, if given, and the flags that override it.
-    fn layers(mut self) -> (Asked, Option<PathBuf>, Overrides) {
+    fn layers(mut self) -> (PerplexityOptions, Option<PathBuf>, Overrides) {
         let mut flags = Overrides::default();
         flags.set("model.path", self.model_path);
         flags.set_default("log.level", "warn");
@@ -122,17 +122,17 @@ impl PerplexityArgs {
         self.engine.add_to(&mut flags);
         self.partition.add_to(&mut flags);
         self.log.add_to(&mut flags);
-        (self.asked, file, flags)
+        (self.options, file, flags)
     }
 }
 
 /// Evaluates the text until its end or a SIGINT. The report covers what was evaluated.
-async fn measured(asked: &Asked, config: Config) -> Result<Report> {
-    let subject = Subject::open(asked, config).await?;
-    let mut report = Report::new(&subject);
-    let bar = progress(subject.chunks().len());
+async fn measure(asked: &PerplexityOptions, config: Config) -> Result<PerplexityReport> {
+    let subject = Evaluation::open(asked, config).await?;
+    let mut report = PerplexityReport::new(&subject);
+    let bar = progress_bar(subject.chunks().len());
     let interrupted = select! {
-        outcome = read_all(&subject, &mut report, &bar) => outcome.map(|()| false)?,
+        outcome = score_all(&subject, &mut report, &bar) => outcome.map(|()| false)?,
         caught = tokio::signal::ctrl_c() => caught.map(|()| true).context("cannot listen for signals")?,
     };
     report.interrupted = interrupted;
@@ -142,42 +142,42 @@ async fn measured(asked: &Asked, config: Config) -> Result<Report> {
 
 /// Loads the models and scores all chunks into the report. If the future is dropped, the report keeps what
 /// was done.
-async fn read_all(subject: &Subject, report: &mut Report, bar: &ProgressBar) -> Result<()> {
+async fn score_all(subject: &Evaluation, report: &mut PerplexityReport, bar: &ProgressBar) -> Result<()> {
     bar.set_message("loading");
-    let Subject { config, source, tokenizer, cut, .. } = subject;
-    let mut model = Reader::start(config, source, tokenizer, cut.context).await?;
+    let Evaluation { config, source, tokenizer, chunking: cut, .. } = subject;
+    let mut model = Evaluator::start(config, source, tokenizer, cut.context).await?;
     report.device = model.device.clone();
     let mut reference = match &subject.reference {
         Some(Reference { flag, config, source, .. }) => {
-            Some(Reader::start(config, source, tokenizer, cut.context).await.context(*flag)?)
+            Some(Evaluator::start(config, source, tokenizer, cut.context).await.context(*flag)?)
         }
         None => None,
     };
     for chunk in subject.chunks() {
-        read(&chunk, &mut model, reference.as_mut(), &mut report.samples).await?;
-        report.read(&model);
-        bar.set_message(report.samples.perplexity().map(|value| value.to_string()).unwrap_or_default());
+        score_chunk(&chunk, &mut model, reference.as_mut(), &mut report.scores).await?;
+        report.record_chunk(&model);
+        bar.set_message(report.scores.perplexity().map(|value| value.to_string()).unwrap_or_default());
         bar.inc(1);
     }
     Ok(())
 }
 
 /// Evaluates a chunk and scores its tokens. Only one step's logits are held at a time.
-async fn read(
+async fn score_chunk(
     chunk: &Chunk<'_>,
-    model: &mut Reader,
-    mut reference: Option<&mut Reader>,
-    samples: &mut Samples,
+    model: &mut Evaluator,
+    mut reference: Option<&mut Evaluator>,
+    samples: &mut TokenScores,
 ) -> Result<()> {
     for (rows, wanted) in chunk.steps(model.rows) {
         let first = rows.start + 1;
         let mut others = match &mut reference {
             Some(reference) => {
-                Some(reference.read(chunk, rows.clone(), wanted).await.context("the reference")?)
+                Some(reference.evaluate(chunk, rows.clone(), wanted).await.context("the reference")?)
             }
             None => None,
         };
-        for (logits, token) in model.read(chunk, rows, wanted).await?.zip(&chunk.tokens[first..]) {
+        for (logits, token) in model.evaluate(chunk, rows, wanted).await?.zip(&chunk.tokens[first..]) {
             samples.add(*token, logits, others.as_mut().and_then(Iterator::next))?;
         }
     }
@@ -186,7 +186,7 @@ async fn read(
 
 /// Returns an error in the command line.
 fn usage(message: impl Into<String>) -> Error {
-    ConfigError { origin: Source::CommandLine, message: message.into() }.into()
+    ConfigError { origin: ConfigSource::CommandLine, message: message.into() }.into()
 }
 
 #[cfg(test)]
@@ -208,15 +208,15 @@ mod tests {
         let (asked, file, flags) = alone.args.layers();
         let config = Config::load(file.as_deref(), flags).unwrap();
         assert_eq!((config.model.path.as_str(), config.device.threads), ("m", 3));
-        assert_eq!(asked.against.unwrap().weights, Weights::default());
+        assert_eq!(asked.against.unwrap().weights, WeightRules::default());
     }
 
     #[test]
     fn a_reference_is_the_stored_model_or_has_rules() {
-        assert_eq!(against("fp32").unwrap().weights, Weights::default());
-        assert_eq!(against("head=q6,q4").unwrap().weights, Weights::parse("head=q6,q4").unwrap());
+        assert_eq!(parse_against("fp32").unwrap().weights, WeightRules::default());
+        assert_eq!(parse_against("head=q6,q4").unwrap().weights, WeightRules::parse("head=q6,q4").unwrap());
         for (wrong, part) in [("", "no number format"), ("q9", "'q9'"), ("stored", "'stored'")] {
-            let error = against(wrong).unwrap_err();
+            let error = parse_against(wrong).unwrap_err();
             assert!(error.contains(part), "{wrong}: {error}");
         }
     }

@@ -2,25 +2,25 @@
 //!
 //! Invariant: both formats show the same values, and only of the chunks that were evaluated.
 
-use super::figures::{Difference, Estimate, Figures, Samples};
-use super::subject::Subject;
+use super::figures::{Estimate, PerplexityStats, ReferenceStats, TokenScores};
+use super::subject::Evaluation;
 use crate::cli::bench::report::ModelFacts;
 use crate::cli::escape::one_line;
-use crate::cli::reading::Reader;
-use mainstem_kernels::Inputs;
+use crate::cli::reading::Evaluator;
+use mainstem_kernels::ActivationPrecision;
 use serde::Serialize;
 use std::fmt::{self, Write};
 use std::time::Duration;
 
 /// The results of one run.
-pub struct Report {
+pub struct PerplexityReport {
     model: ModelFacts,
-    settings: Settings,
+    settings: EvaluationSettings,
     text: TextFacts,
     reference: Option<ReferenceFacts>,
     /// Device name, instruction set and threads. Empty if nothing was loaded.
     pub device: String,
-    pub samples: Samples,
+    pub scores: TokenScores,
     /// Chunks evaluated so far.
     chunks: usize,
     /// Rows evaluated so far by the model.
@@ -33,12 +33,12 @@ pub struct Report {
 
 /// Configured values that affect the result.
 #[derive(Serialize)]
-struct Settings {
+struct EvaluationSettings {
     activations: &'static str,
     kv_type: &'static str,
     /// KV page size in tokens.
     #[serde(rename = "page_positions")]
-    page_positions: usize,
+    page_size: usize,
 }
 
 /// The text and its division into chunks.
@@ -66,45 +66,45 @@ struct ReferenceFacts {
 
 /// The report in JSON.
 #[derive(Serialize)]
-struct Document<'a> {
+struct JsonReport<'a> {
     mainstem: &'static str,
     device: &'a str,
     model: &'a ModelFacts,
     /// Bits per weight, including scales.
     bits: f64,
-    settings: &'a Settings,
+    settings: &'a EvaluationSettings,
     text: &'a TextFacts,
     reference: &'a Option<ReferenceFacts>,
     /// Statistics; null if no token was scored.
-    figures: Option<Figures>,
+    figures: Option<PerplexityStats>,
     chunks_read: usize,
     tokens_per_s: Option<f64>,
     interrupted: bool,
 }
 
-impl Report {
+impl PerplexityReport {
     /// Creates a report without results.
-    pub fn new(subject: &Subject) -> Report {
+    pub fn new(subject: &Evaluation) -> PerplexityReport {
         let config = &subject.config;
-        Report {
-            model: ModelFacts::of(&subject.source),
-            settings: Settings {
-                activations: match config.device.inputs {
-                    Inputs::Coded | Inputs::CodedAndHalves => "fast",
-                    Inputs::Plain => "f32",
+        PerplexityReport {
+            model: ModelFacts::from_source(&subject.source),
+            settings: EvaluationSettings {
+                activations: match config.device.activation_precision {
+                    ActivationPrecision::Int8 | ActivationPrecision::Int8AndBf16 => "fast",
+                    ActivationPrecision::F32 => "f32",
                 },
                 kv_type: config.kv.ty.name(),
-                page_positions: config.kv.page_positions,
+                page_size: config.kv.page_size,
             },
             text: TextFacts {
                 file: subject.text.display().to_string(),
                 tokens: subject.tokens.len(),
-                context: subject.cut.context,
-                stride: subject.cut.stride,
+                context: subject.chunking.context,
+                stride: subject.chunking.stride,
                 chunks: subject.chunks().len(),
             },
             reference: subject.reference.as_ref().map(|reference| {
-                let ModelFacts { weight_bytes, dtype, .. } = ModelFacts::of(&reference.source);
+                let ModelFacts { weight_bytes, dtype, .. } = ModelFacts::from_source(&reference.source);
                 ReferenceFacts {
                     model: reference.model.clone(),
                     weights: reference.name.clone(),
@@ -113,7 +113,7 @@ impl Report {
                 }
             }),
             device: String::new(),
-            samples: Samples::default(),
+            scores: TokenScores::default(),
             chunks: 0,
             rows: 0,
             time: Duration::ZERO,
@@ -122,7 +122,7 @@ impl Report {
     }
 
     /// Records that the model has evaluated another chunk.
-    pub fn read(&mut self, model: &Reader) {
+    pub fn record_chunk(&mut self, model: &Evaluator) {
         self.chunks += 1;
         (self.rows, self.time) = (model.rows_read, model.time);
     }
@@ -139,7 +139,7 @@ impl Report {
 
     /// Formats the report as JSON.
     pub fn json(&self) -> String {
-        let document = Document {
+        let document = JsonReport {
             mainstem: env!("CARGO_PKG_VERSION"),
             device: &self.device,
             model: &self.model,
@@ -147,7 +147,7 @@ impl Report {
             settings: &self.settings,
             text: &self.text,
             reference: &self.reference,
-            figures: self.samples.figures(),
+            figures: self.scores.stats(),
             chunks_read: self.chunks,
             tokens_per_s: self.tokens_per_s(),
             interrupted: self.interrupted,
@@ -159,12 +159,12 @@ impl Report {
     /// Formats the report as text, one line per value.
     pub fn table(&self) -> String {
         let mut lines = self.head();
-        match self.samples.figures() {
-            Some(figures) => lines.extend(self.figures(&figures)),
+        match self.scores.stats() {
+            Some(figures) => lines.extend(self.stats_lines(&figures)),
             None => lines.push(("note", "interrupted before a chunk was evaluated".to_owned())),
         }
-        if self.interrupted && self.samples.figures().is_some() {
-            let Report { chunks, text, .. } = self;
+        if self.interrupted && self.scores.stats().is_some() {
+            let PerplexityReport { chunks, text, .. } = self;
             let note = format!("interrupted after {chunks} of {} chunks and a part of the next", text.chunks);
             lines.push(("note", note));
         }
@@ -176,7 +176,7 @@ impl Report {
     }
 
     fn head(&self) -> Vec<(&'static str, String)> {
-        let Report { model, settings, text, .. } = self;
+        let PerplexityReport { model, settings, text, .. } = self;
         let TextFacts { file, tokens, context, stride, .. } = text;
         vec![
             ("model", format!("{}, {}, {:.3} bits per weight", model.name, model.dtype, self.bits())),
@@ -185,8 +185,8 @@ impl Report {
         ]
     }
 
-    fn figures(&self, figures: &Figures) -> Vec<(&'static str, String)> {
-        let Figures { tokens, perplexity, nll, against } = figures;
+    fn stats_lines(&self, figures: &PerplexityStats) -> Vec<(&'static str, String)> {
+        let PerplexityStats { tokens, perplexity, nll, against } = figures;
         let mut lines = vec![
             (
                 "scored",
@@ -209,9 +209,9 @@ impl Report {
     }
 }
 
-impl Difference {
+impl ReferenceStats {
     fn lines(&self, reference: &ReferenceFacts) -> [(&'static str, String); 6] {
-        let Difference { perplexity, kl, kl_median, kl_p99, kl_max, same_choice, logprob, .. } = self;
+        let ReferenceStats { perplexity, kl, kl_median, kl_p99, kl_max, same_choice, logprob, .. } = self;
         let ReferenceFacts { weights, dtype, .. } = reference;
         let error = kl.error.map_or_else(String::new, |error| format!(" ± {error:.1e}"));
         [

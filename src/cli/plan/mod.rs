@@ -11,17 +11,20 @@ use super::flags::PartitionFlags;
 use super::start::measure;
 use super::{print, spinner, start};
 use crate::config::{
-    Config, ConfigError, DeviceConfig, DeviceName, Overrides, Source, bytes_of, duration_of, spelled,
+    Config, ConfigError, ConfigSource, DeviceConfig, DeviceName, Overrides, format_groups, parse_bytes,
+    parse_duration,
 };
 use crate::planner::hardware::v100x4;
 use crate::planner::strategies::{Strategy, strategies};
-use crate::planner::{Device, Forecast, Hardware, Link, Load, Place, Refusal, forecast, split};
+use crate::planner::{
+    Device, DeviceCapacity, Forecast, Hardware, Link, PartitionError, Workload, forecast, split,
+};
 use crate::telemetry;
 use anyhow::Result;
 use clap::{Args, ValueHint};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use subject::Subject;
+use subject::PlannedModel;
 
 /// Compare partitions of a model over devices.
 ///
@@ -77,9 +80,9 @@ pub struct PlanArgs {
 
 /// Computes the plan and prints it.
 pub fn run(args: PlanArgs) -> Result<()> {
-    let (asked, config) = args.asked()?;
+    let (asked, config) = args.options()?;
     telemetry::start_log(&config.log, || spinner::Stderr);
-    let plan = Plan::of(&asked, config)?;
+    let plan = PartitionPlan::new(&asked, config)?;
     let text = match asked.json {
         true => serde_json::to_string_pretty(&plan)? + "\n",
         false => table::text(&plan),
@@ -88,7 +91,7 @@ pub fn run(args: PlanArgs) -> Result<()> {
 }
 
 /// Options of the plan that are not part of the configuration.
-struct Asked {
+struct PlanOptions {
     shape: Option<String>,
     hardware: String,
     link_latency_s: Option<f64>,
@@ -96,46 +99,46 @@ struct Asked {
     batch: usize,
     context: usize,
     /// Whether the devices are configured explicitly.
-    is_said: bool,
+    is_explicit: bool,
     json: bool,
 }
 
 impl PlanArgs {
-    fn asked(self) -> Result<(Asked, Config)> {
+    fn options(self) -> Result<(PlanOptions, Config)> {
         let mut flags = Overrides::default();
         flags.set("model.path", self.model);
         flags.set("device.threads", self.threads);
         flags.set_default("log.level", "warn");
         self.devices.add_to(&mut flags);
-        let (config, is_said) = with_several(self.config.as_deref(), flags)?;
-        let latency = self.link_latency.map(|text| duration_of(&text)).transpose();
+        let (config, is_said) = load_with_several_devices(self.config.as_deref(), flags)?;
+        let latency = self.link_latency.map(|text| parse_duration(&text)).transpose();
         let latency = latency.map_err(|reason| usage("--link-latency", &reason))?;
-        let speed = |text: String| bytes_of(text.strip_suffix("/s").unwrap_or(&text));
+        let speed = |text: String| parse_bytes(text.strip_suffix("/s").unwrap_or(&text));
         let speed = self.link_bandwidth.map(speed).transpose();
         let speed = speed.map_err(|reason| usage("--link-bandwidth", &reason))?;
-        let asked = Asked {
+        let asked = PlanOptions {
             shape: self.shape,
             hardware: self.hardware,
             link_latency_s: latency.map(|latency| latency.as_secs_f64()),
             link_bandwidth: speed.map(|speed| speed as f64),
             batch: self.batch as usize,
             context: self.context as usize,
-            is_said,
+            is_explicit: is_said,
             json: self.json,
         };
         Ok((asked, config))
     }
 }
 
-impl Asked {
+impl PlanOptions {
     /// Returns the hardware, with the link options applied.
     fn hardware(&self, config: &DeviceConfig) -> Result<Hardware> {
         let mut hardware = match self.hardware.as_str() {
             "v100x4" => v100x4(),
-            "cpu" => measure::machine(config)?,
+            "cpu" => measure::measure_machine(config)?,
             file => Hardware::read(Path::new(file))?,
         };
-        for link in [&mut hardware.within, &mut hardware.between] {
+        for link in [&mut hardware.intra_stage_link, &mut hardware.inter_stage_link] {
             link.latency = self.link_latency_s.unwrap_or(link.latency);
             link.bandwidth = self.link_bandwidth.unwrap_or(link.bandwidth);
         }
@@ -144,24 +147,24 @@ impl Asked {
 }
 
 fn usage(flag: &str, reason: &str) -> ConfigError {
-    ConfigError { origin: Source::CommandLine, message: format!("{flag}: {reason}") }
+    ConfigError { origin: ConfigSource::CommandLine, message: format!("{flag}: {reason}") }
 }
 
 /// The complete plan. Its field names are the keys of the JSON output.
 #[derive(Serialize)]
-struct Plan {
-    model: Model,
-    hardware: Machine,
+struct PartitionPlan {
+    model: ModelSummary,
+    hardware: MachineSummary,
     /// Sequences per step.
     batch: usize,
     /// Cached tokens per sequence.
     context: usize,
-    partitions: Vec<Planned>,
+    partitions: Vec<PlannedPartition>,
 }
 
 /// The planned model.
 #[derive(Serialize)]
-struct Model {
+struct ModelSummary {
     name: String,
     layers: usize,
     weight_bytes: f64,
@@ -169,7 +172,7 @@ struct Model {
 
 /// The hardware of a plan. Devices are in the order of `--devices`.
 #[derive(Serialize)]
-struct Machine {
+struct MachineSummary {
     name: String,
     devices: Vec<DeviceFigures>,
     /// Bytes per second of the memory that all devices share; null if it is not shared or not known.
@@ -203,7 +206,7 @@ struct LinkFigures {
 
 /// One partition of a plan.
 #[derive(Serialize)]
-struct Planned {
+struct PlannedPartition {
     strategy: &'static str,
     /// Device groups in the format of `--devices`.
     devices: String,
@@ -212,12 +215,12 @@ struct Planned {
     /// Why the partition is impossible; null if it is possible.
     refused: Option<String>,
     #[serde(flatten)]
-    figures: Option<Figures>,
+    figures: Option<PredictedFigures>,
 }
 
 /// Predicted speed and memory of a partition.
 #[derive(Serialize)]
-struct Figures {
+struct PredictedFigures {
     /// Layers per stage.
     layers: Vec<usize>,
     /// Time of a step per stage.
@@ -233,15 +236,16 @@ struct Figures {
     fits: bool,
 }
 
-impl Plan {
-    fn of(asked: &Asked, mut config: Config) -> Result<Plan> {
+impl PartitionPlan {
+    fn new(asked: &PlanOptions, mut config: Config) -> Result<PartitionPlan> {
         let _spinner = spinner::Spinner::start("inspecting model and hardware");
-        config.model = start::fetched(config.model, &config.hub)?;
-        let subject = Subject::of(asked.shape.as_deref(), &config)?;
+        config.model = start::fetch_model(config.model, &config.hub)?;
+        let subject = PlannedModel::open(asked.shape.as_deref(), &config)?;
         let hardware = asked.hardware(&config.device)?;
-        let planner = Planner { subject: &subject, hardware: &hardware, asked, config: &config.device };
-        Ok(Plan {
-            model: Model {
+        let planner =
+            Planner { subject: &subject, hardware: &hardware, options: asked, config: &config.device };
+        Ok(PartitionPlan {
+            model: ModelSummary {
                 name: one_line(&subject.shape.name).into_owned(),
                 layers: subject.shape.layers(),
                 weight_bytes: subject.shape.stored(),
@@ -249,26 +253,26 @@ impl Plan {
             batch: asked.batch,
             context: asked.context,
             partitions: planner.partitions(),
-            hardware: Machine::of(&hardware, &config.device),
+            hardware: MachineSummary::new(&hardware, &config.device),
         })
     }
 }
 
-impl Machine {
-    fn of(hardware: &Hardware, config: &DeviceConfig) -> Machine {
+impl MachineSummary {
+    fn new(hardware: &Hardware, config: &DeviceConfig) -> MachineSummary {
         let device = |(number, name): (usize, &DeviceName)| {
             let Device { bandwidth, flops, memory, op_seconds } = hardware.device(number);
             let (device, memory) = (name.to_string(), finite(memory));
             DeviceFigures { device, bandwidth, memory, flops, op_us: op_seconds * 1e6 }
         };
         let link = |link: Link| LinkFigures { latency_us: link.latency * 1e6, bandwidth: link.bandwidth };
-        Machine {
+        MachineSummary {
             name: hardware.name.clone(),
             devices: config.devices().enumerate().map(device).collect(),
-            bandwidth_together: finite(hardware.together.bandwidth),
-            memory_together: finite(hardware.together.memory),
-            within: link(hardware.within),
-            between: link(hardware.between),
+            bandwidth_together: finite(hardware.shared_memory.bandwidth),
+            memory_together: finite(hardware.shared_memory.memory),
+            within: link(hardware.intra_stage_link),
+            between: link(hardware.inter_stage_link),
         }
     }
 }
@@ -279,55 +283,61 @@ fn finite(figure: f64) -> Option<f64> {
 
 /// The inputs of all predictions of a plan.
 struct Planner<'a> {
-    subject: &'a Subject,
+    subject: &'a PlannedModel,
     hardware: &'a Hardware,
-    asked: &'a Asked,
+    options: &'a PlanOptions,
     config: &'a DeviceConfig,
 }
 
 impl Planner<'_> {
-    fn partitions(&self) -> Vec<Planned> {
-        strategies(self.config).into_iter().map(|strategy| self.planned(strategy)).collect()
+    fn partitions(&self) -> Vec<PlannedPartition> {
+        strategies(self.config).into_iter().map(|strategy| self.plan_strategy(strategy)).collect()
     }
 
-    fn planned(&self, strategy: Strategy) -> Planned {
-        let configured = strategy.is_configured && self.asked.is_said;
+    fn plan_strategy(&self, strategy: Strategy) -> PlannedPartition {
+        let configured = strategy.is_configured && self.options.is_explicit;
         let Strategy { name: strategy, device, .. } = strategy;
-        let devices = spelled(&device.groups);
-        match self.figures(&device) {
-            Ok(figures) => Planned { strategy, devices, configured, refused: None, figures: Some(figures) },
-            Err(refusal) => {
-                Planned { strategy, devices, configured, refused: Some(refusal.to_string()), figures: None }
+        let devices = format_groups(&device.groups);
+        match self.predict(&device) {
+            Ok(figures) => {
+                PlannedPartition { strategy, devices, configured, refused: None, figures: Some(figures) }
             }
+            Err(refusal) => PlannedPartition {
+                strategy,
+                devices,
+                configured,
+                refused: Some(refusal.to_string()),
+                figures: None,
+            },
         }
     }
 
-    fn figures(&self, config: &DeviceConfig) -> Result<Figures, Refusal> {
+    fn predict(&self, config: &DeviceConfig) -> Result<PredictedFigures, PartitionError> {
         let all: Vec<DeviceName> = config.devices().copied().collect();
         let number = |device: &DeviceName| all.iter().position(|other| other == device).unwrap_or(0);
         let place = |device: &DeviceName| {
             let device = self.hardware.device(number(device));
-            Place { speed: device.bandwidth, memory: device.memory }
+            DeviceCapacity { speed: device.bandwidth, memory: device.memory }
         };
-        let roomy = |device: &DeviceName| Place { memory: f64::INFINITY, ..place(device) };
+        let roomy = |device: &DeviceName| DeviceCapacity { memory: f64::INFINITY, ..place(device) };
         let shape = &self.subject.shape;
         let fits = |shard: &_| self.subject.fits(shard);
         let partition = match split::partition(config, shape, place, fits) {
             // The speed is predicted even if the memory does not suffice.
-            Err(Refusal::Memory { .. }) => split::partition(config, shape, roomy, fits)?,
+            Err(PartitionError::InsufficientMemory { .. }) => split::partition(config, shape, roomy, fits)?,
             planned => planned?,
         };
-        let Asked { batch, context, .. } = *self.asked;
-        let load = Load { batch, context, sequences: batch * config.groups.len() };
+        let PlanOptions { batch, context, .. } = *self.options;
+        let load = Workload { batch, context, sequences: batch * config.groups.len() };
         let forecast = forecast(shape, &partition, self.hardware, load);
         let layers = partition.stages.iter().map(|stage| stage.encoder.len() + stage.decoder.len());
-        Ok(Figures::of(layers.collect(), forecast))
+        Ok(PredictedFigures::from_forecast(layers.collect(), forecast))
     }
 }
 
-impl Figures {
-    fn of(layers: Vec<usize>, forecast: Forecast) -> Figures {
-        Figures {
+impl PredictedFigures {
+    fn from_forecast(layers: Vec<usize>, forecast: Forecast) -> PredictedFigures {
+        PredictedFigures {
             layers,
             stage_ms: forecast.stage_seconds.iter().map(|seconds| seconds * 1e3).collect(),
             decode_tokens_per_s: forecast.decode_speed,
@@ -342,19 +352,22 @@ impl Figures {
 /// Loads the configuration for comparing partitions: unless a flag sets the devices or more than one is
 /// configured, it has four devices. Also returns whether the devices, or their layers or shares, are set
 /// explicitly.
-pub fn with_several(file: Option<&Path>, mut flags: Overrides) -> Result<(Config, bool), ConfigError> {
+pub fn load_with_several_devices(
+    file: Option<&Path>,
+    mut flags: Overrides,
+) -> Result<(Config, bool), ConfigError> {
     const COUNTS: [&str; 2] = ["device.layers", "device.shares"];
     let mut without_counts = flags.clone();
     COUNTS.iter().for_each(|counts| without_counts.set(counts, Some("")));
-    let devices = Config::of_process(file, without_counts)?.device;
+    let devices = Config::from_process(file, without_counts)?.device;
     if flags.sets("device.groups") || devices.devices().count() > 1 {
-        return Ok((Config::of_process(file, flags)?, true));
+        return Ok((Config::from_process(file, flags)?, true));
     }
     flags.set("device.groups", Some(DEVICES));
     // Counts in a file are for its single device, not for these.
     let (set, unset): (Vec<_>, Vec<_>) = COUNTS.into_iter().partition(|counts| flags.sets(counts));
     unset.into_iter().for_each(|counts| flags.set(counts, Some("")));
-    Ok((Config::of_process(file, flags)?, !set.is_empty()))
+    Ok((Config::from_process(file, flags)?, !set.is_empty()))
 }
 
 /// Default devices for comparing partitions.

@@ -3,13 +3,13 @@
 //! Invariant: no weights are read or generated.
 
 use crate::cli::start;
-use crate::config::{Config, ConfigError, Source};
-use crate::model::shard::{Deal, Shard};
+use crate::config::{Config, ConfigError, ConfigSource};
+use crate::model::shard::{HeadSplit, Shard};
 use crate::model::source::{ModelRef, ModelSource};
 use crate::model::spec::{Kind, SpecFile};
-use crate::model::synthetic::Shape;
-use crate::planner::shape::{FALCON_40B, Uniform};
-use crate::planner::{ModelShape, Unfit, opened};
+use crate::model::synthetic::SyntheticShape;
+use crate::planner::shape::{FALCON_40B, UniformDecoder};
+use crate::planner::{ModelShape, ShardLimit, opened};
 use crate::specs;
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::QuantType;
@@ -23,76 +23,80 @@ const LAYERS_MAX: usize = 1_000;
 const SIZE_MAX: usize = 1_000_000;
 
 /// The shape of a planned model, and the opened model if there is one.
-pub struct Subject {
+pub struct PlannedModel {
     pub shape: ModelShape,
     source: Option<ModelSource>,
 }
 
-impl Subject {
+impl PlannedModel {
     /// Parses `shape`, or opens the configured model if there is none. Fails for an encoder-only model.
-    pub fn of(shape: Option<&str>, config: &Config) -> Result<Subject> {
+    pub fn open(shape: Option<&str>, config: &Config) -> Result<PlannedModel> {
         if let Some(text) = shape {
-            return Ok(Subject { shape: named(text, config.kv.ty)?, source: None });
+            return Ok(PlannedModel { shape: parse_shape(text, config.kv.ty)?, source: None });
         }
         let model = ModelRef::parse(&config.model.path)?;
         if let ModelRef::Synthetic(shape) = &model {
-            return Ok(Subject { shape: of_shape(shape, config.kv.ty)?, source: None });
+            return Ok(PlannedModel { shape: model_shape(shape, config.kv.ty)?, source: None });
         }
-        let source = start::source(&model, &config.model)?;
+        let source = start::open_source(&model, &config.model)?;
         let is_encoder = source.spec.kind == Kind::Encoder;
         ensure!(!is_encoder, "{} is an encoder-only model, but plans predict decoding", source.name());
-        Ok(Subject { shape: opened::shape(&source, config.kv.ty), source: Some(source) })
+        Ok(PlannedModel { shape: opened::shape(&source, config.kv.ty), source: Some(source) })
     }
 
     /// Checks that a shard is possible. For a shape, only its attention heads and their quantization blocks
     /// are checked.
-    pub fn fits(&self, shard: &Shard) -> Result<(), Unfit> {
+    pub fn fits(&self, shard: &Shard) -> Result<(), ShardLimit> {
         if let Some(source) = &self.source {
-            return opened::fits(source, shard);
+            return opened::check_shard(source, shard);
         }
-        let units = self.shape.units();
-        let Some(deal) = units.iter().filter_map(|unit| unit.deal).min_by_key(Deal::members_max) else {
+        let units = self.shape.layer_costs();
+        let Some(deal) = units.iter().filter_map(|unit| unit.head_split).min_by_key(HeadSplit::max_ranks)
+        else {
             return Ok(());
         };
-        let Deal { heads, kv_heads, v_dim, block } = deal;
-        let members_max = deal.members_max().max(1);
-        if shard.members() <= members_max {
+        let HeadSplit { heads, kv_heads, v_dim, block } = deal;
+        let members_max = deal.max_ranks().max(1);
+        if shard.rank_count() <= members_max {
             return Ok(());
         }
         let shared = if kv_heads < heads { format!(" on {kv_heads} KV heads") } else { String::new() };
         let blocks =
             if block > 1 { format!(" of {v_dim} values stored in blocks of {block}") } else { String::new() };
-        Err(Unfit { reason: format!("its layers have {heads} heads{shared}{blocks}"), members_max })
+        Err(ShardLimit {
+            reason: format!("its layers have {heads} heads{shared}{blocks}"),
+            max_ranks: members_max,
+        })
     }
 }
 
 /// Parses a shape given by name or by sizes.
-fn named(text: &str, kv: QuantType) -> Result<ModelShape> {
+fn parse_shape(text: &str, kv: QuantType) -> Result<ModelShape> {
     if text.eq_ignore_ascii_case(FALCON) {
         return Ok(ModelShape::uniform(FALCON, &FALCON_40B));
     }
     if text.contains('=') {
-        return Ok(sizes(text, kv).map_err(usage)?);
+        return Ok(parse_sizes(text, kv).map_err(usage)?);
     }
-    let found = Shape::named(text).map_err(|error| {
+    let found = SyntheticShape::parse(text).map_err(|error| {
         usage(format!(
             "{error:#}; {FALCON} is also known, and sizes are given like \
              layers=40,hidden=5120,heads=40,ffn=13824,vocab=32000"
         ))
     });
-    of_shape(&found?, kv)
+    model_shape(&found?, kv)
 }
 
-fn of_shape(shape: &Shape, kv: QuantType) -> Result<ModelShape> {
+fn model_shape(shape: &SyntheticShape, kv: QuantType) -> Result<ModelShape> {
     let file =
         SpecFile::for_model_type(specs::SYNTHETIC).context("the built-in specification cannot be read")?;
-    Ok(ModelShape::of_spec(&shape.to_string(), &shape.resolve(file)?, |_| shape.ty, kv))
+    Ok(ModelShape::from_spec(&shape.to_string(), &shape.resolve(file)?, |_| shape.ty, kv))
 }
 
 /// Parses sizes such as `layers=40,hidden=5120,heads=40,ffn=13824,vocab=32000`. `kv_heads`, `head_dim`,
 /// `gated`, `tied` and `type` are optional, with the defaults of a plain Llama.
-fn sizes(text: &str, kv: QuantType) -> Result<ModelShape, String> {
-    let mut shape = Uniform {
+fn parse_sizes(text: &str, kv: QuantType) -> Result<ModelShape, String> {
+    let mut shape = UniformDecoder {
         layers: 0,
         hidden: 0,
         heads: 0,
@@ -121,8 +125,8 @@ fn sizes(text: &str, kv: QuantType) -> Result<ModelShape, String> {
             "head_dim" => shape.head_dim = number()?,
             "ffn" => shape.ffn = number()?,
             "vocab" => shape.vocab = number()?,
-            "gated" => shape.gated = said(name, value)?,
-            "tied" => shape.tied = said(name, value)?,
+            "gated" => shape.gated = parse_yes_no(name, value)?,
+            "tied" => shape.tied = parse_yes_no(name, value)?,
             "type" => {
                 shape.weights =
                     QuantType::by_name(value).ok_or_else(|| format!("there is no number format '{value}'"))?
@@ -130,10 +134,10 @@ fn sizes(text: &str, kv: QuantType) -> Result<ModelShape, String> {
             other => return Err(format!("there is no size '{other}'")),
         }
     }
-    filled(shape).map(|shape| ModelShape::uniform(text, &shape))
+    fill_defaults(shape).map(|shape| ModelShape::uniform(text, &shape))
 }
 
-fn said(name: &str, value: &str) -> Result<bool, String> {
+fn parse_yes_no(name: &str, value: &str) -> Result<bool, String> {
     match value {
         "yes" => Ok(true),
         "no" => Ok(false),
@@ -142,7 +146,7 @@ fn said(name: &str, value: &str) -> Result<bool, String> {
 }
 
 /// Checks that the required sizes are given and derives the optional ones.
-fn filled(shape: Uniform) -> Result<Uniform, String> {
+fn fill_defaults(shape: UniformDecoder) -> Result<UniformDecoder, String> {
     let needed = [
         ("layers", shape.layers),
         ("hidden", shape.hidden),
@@ -157,7 +161,7 @@ fn filled(shape: Uniform) -> Result<Uniform, String> {
         return Err(format!("{} heads cannot share {} kv_heads evenly", shape.heads, shape.kv_heads));
     }
     let or = |size: usize, usual: usize| if size == 0 { usual } else { size };
-    Ok(Uniform {
+    Ok(UniformDecoder {
         kv_heads: or(shape.kv_heads, shape.heads),
         head_dim: or(shape.head_dim, (shape.hidden / shape.heads).max(1)),
         ..shape
@@ -165,7 +169,7 @@ fn filled(shape: Uniform) -> Result<Uniform, String> {
 }
 
 fn usage(message: String) -> ConfigError {
-    ConfigError { origin: Source::CommandLine, message: format!("--shape: {message}") }
+    ConfigError { origin: ConfigSource::CommandLine, message: format!("--shape: {message}") }
 }
 
 #[cfg(test)]
@@ -174,14 +178,14 @@ mod tests {
 
     #[test]
     fn a_shape_by_its_sizes_is_the_one_by_its_name() {
-        let by_sizes = |text: &str| sizes(text, QuantType::F16).unwrap();
+        let by_sizes = |text: &str| parse_sizes(text, QuantType::F16).unwrap();
         let falcon = by_sizes(
             "layers=60,hidden=8192,heads=128,kv_heads=8,ffn=32768,vocab=65024,gated=no,tied=yes,type=f16",
         );
-        let named_so = named("Falcon-40B", QuantType::F16).unwrap();
-        assert_eq!((falcon.decoder, falcon.tables), (named_so.decoder, named_so.tables));
+        let named_so = parse_shape("Falcon-40B", QuantType::F16).unwrap();
+        assert_eq!((falcon.decoder, falcon.shared_tables), (named_so.decoder, named_so.shared_tables));
         let seven = by_sizes("layers=32,hidden=4096,heads=32,ffn=11008,vocab=32000");
-        let near = seven.stored() / named("7B", QuantType::F16).unwrap().stored();
+        let near = seven.stored() / parse_shape("7B", QuantType::F16).unwrap().stored();
         assert!((near - 1.0).abs() < 1e-3, "{near}");
     }
 
@@ -190,10 +194,10 @@ mod tests {
     #[test]
     fn a_shape_has_at_most_as_many_ranks_as_its_heads_allow() {
         let most = |text: &str, members: usize| {
-            let subject = Subject { shape: sizes(text, QuantType::F16).unwrap(), source: None };
+            let subject = PlannedModel { shape: parse_sizes(text, QuantType::F16).unwrap(), source: None };
             let shares = vec![1; members];
             let shard = Shard { encoder: 0..0, decoder: 0..1, rank: 0, shares, experts: Default::default() };
-            subject.fits(&shard).map_err(|unfit| (unfit.members_max, unfit.reason))
+            subject.fits(&shard).map_err(|unfit| (unfit.max_ranks, unfit.reason))
         };
         let plain = "layers=1,hidden=192,heads=4,kv_heads=2,ffn=256,vocab=9";
         assert_eq!(most(plain, 4), Ok(()));
@@ -210,7 +214,7 @@ mod tests {
     #[test]
     fn the_largest_shape_is_finite() {
         let most = "layers=1000,hidden=1000000,heads=1000000,head_dim=1000000,ffn=1000000,vocab=1000000";
-        assert!(sizes(most, QuantType::F16).unwrap().stored() > 1e21);
+        assert!(parse_sizes(most, QuantType::F16).unwrap().stored() > 1e21);
     }
 
     #[test]
@@ -225,7 +229,7 @@ mod tests {
             ("rows=4", "there is no size 'rows'"),
             ("layers=1,hidden=8,heads=2,ffn=3,vocab=4,type=q1", "no number format 'q1'"),
         ] {
-            let error = format!("{:#}", named(text, QuantType::F16).unwrap_err());
+            let error = format!("{:#}", parse_shape(text, QuantType::F16).unwrap_err());
             assert!(error.starts_with("command line: --shape: ") && error.contains(part), "{error}");
         }
     }

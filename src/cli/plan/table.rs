@@ -2,13 +2,13 @@
 //!
 //! Invariant: it has the same contents as the JSON output.
 
-use super::{DeviceFigures, Figures, LinkFigures, Plan, Planned};
+use super::{DeviceFigures, LinkFigures, PartitionPlan, PlannedPartition, PredictedFigures};
 use std::fmt::Write;
 
 const HEAD: [&str; 7] = ["partition", "devices", "layers", "decode", "one lane", "lanes", "largest device"];
 
 /// Formats the plan, one line per partition.
-pub fn text(plan: &Plan) -> String {
+pub fn text(plan: &PartitionPlan) -> String {
     let mut text = head(plan);
     let mut lines = vec![HEAD.map(str::to_owned)];
     lines.extend(plan.partitions.iter().map(cells));
@@ -33,13 +33,13 @@ pub fn text(plan: &Plan) -> String {
     text + "Tokens per second: decode is one sequence; one lane is one step at a time; lanes is one step in flight per stage.\n"
 }
 
-fn head(plan: &Plan) -> String {
+fn head(plan: &PartitionPlan) -> String {
     let (model, machine) = (&plan.model, &plan.hardware);
     let mut text =
         format!("model:    {}, {} layers, {}\n", model.name, model.layers, bytes(model.weight_bytes));
     let _ = writeln!(text, "hardware: {}", machine.name);
-    for alike in machine.devices.chunk_by(|a, b| figures_of(a) == figures_of(b)) {
-        let _ = writeln!(text, "devices:  {} of {}", alike.len(), figures_of(&alike[0]));
+    for alike in machine.devices.chunk_by(|a, b| device_text(a) == device_text(b)) {
+        let _ = writeln!(text, "devices:  {} of {}", alike.len(), device_text(&alike[0]));
     }
     let together = [machine.bandwidth_together.map(speed), machine.memory_together.map(bytes)];
     let together = together.into_iter().flatten().collect::<Vec<_>>().join(" and ");
@@ -60,7 +60,7 @@ fn head(plan: &Plan) -> String {
     text + &format!("load:     {sequences} per step, {} cached tokens each\n\n", plan.context)
 }
 
-fn figures_of(device: &DeviceFigures) -> String {
+fn device_text(device: &DeviceFigures) -> String {
     let DeviceFigures { bandwidth, memory, flops, op_us, .. } = device;
     let memory = memory.map_or(String::new(), |memory| format!(", {}", bytes(memory)));
     format!("{} and {:.2} Tflop/s, {op_us:.1} us per operation{memory}", speed(*bandwidth), flops / 1e12)
@@ -70,7 +70,7 @@ fn link(link: &LinkFigures) -> String {
     format!("{:.1} us and {}", link.latency_us, speed(link.bandwidth))
 }
 
-fn cells(planned: &Planned) -> [String; HEAD.len()] {
+fn cells(planned: &PlannedPartition) -> [String; HEAD.len()] {
     let mark = if planned.configured { " (configured)" } else { "" };
     let name = format!("{}{mark}", planned.strategy);
     let Some(figures) = &planned.figures else {
@@ -85,7 +85,8 @@ fn cells(planned: &Planned) -> [String; HEAD.len()] {
             nothing(),
         ];
     };
-    let Figures { layers, decode_tokens_per_s, throughput_one_lane, throughput_lanes, fits, .. } = figures;
+    let PredictedFigures { layers, decode_tokens_per_s, throughput_one_lane, throughput_lanes, fits, .. } =
+        figures;
     let largest = figures.bytes.iter().flatten().copied().fold(0.0, f64::max);
     let verdict = if *fits { "fits" } else { "does not fit" };
     [

@@ -9,10 +9,10 @@ use super::escape::one_line;
 use super::spinner::{self, Spinner};
 use super::start;
 use super::{INTERRUPTED, print};
-use crate::config::{Config, ConfigError, Overrides, Source};
+use crate::config::{Config, ConfigError, ConfigSource, Overrides};
 use crate::formats::save::Existing;
-use crate::model::importance::Choice;
-use crate::model::quantize::{self, Format, Part, Target};
+use crate::model::importance::RoundingPolicy;
+use crate::model::quantize::{self, FormatTotals, OutputFormat, QuantizeTarget};
 use crate::model::source::{ModelRef, ModelSource};
 use crate::telemetry;
 use anyhow::{Context, Result};
@@ -93,26 +93,26 @@ enum RoundingName {
 }
 
 /// Rounding of weights.
-enum Way {
-    Equations,
+enum RoundingMethod {
+    RoundToNearest,
     /// Minimizes the squared error; columns are weighted by a calibration text if there is one, else equally.
     LeastSquares(Option<Calibration>),
 }
 
 /// Quantizes the model and prints a summary. The exit code is 0, or 130 if a signal stopped it.
 pub fn run(args: QuantizeArgs) -> Result<ExitCode> {
-    let way = args.way()?;
-    let (mut config, target) = args.layers()?;
+    let way = args.rounding_method()?;
+    let (mut config, target) = args.into_config()?;
     telemetry::start_log(&config.log, || spinner::Stderr);
     let begun = Instant::now();
-    let mut source = opened(&mut config)?;
+    let mut source = open_model(&mut config)?;
     let progress = source.progress.clone();
-    match chosen(way, &config, &source, &target)? {
-        Some(choice) => source.codes = choice,
+    match choose_rounding(way, &config, &source, &target)? {
+        Some(choice) => source.rounding = choice,
         None => return Ok(ExitCode::from(INTERRUPTED)),
     }
     let written = {
-        let _spinner = Spinner::measured("writing the weights", progress.clone());
+        let _spinner = Spinner::with_progress("writing the weights", progress.clone());
         let target = target.clone();
         until_stopped(move || quantize::quantize(&source, &target), || progress.stop())?
     };
@@ -125,67 +125,72 @@ pub fn run(args: QuantizeArgs) -> Result<ExitCode> {
 }
 
 impl QuantizeArgs {
-    fn way(&self) -> Result<Way, ConfigError> {
+    fn rounding_method(&self) -> Result<RoundingMethod, ConfigError> {
         let chunks = self.calibrate_chunks as usize;
         let calibration = self.calibrate.clone().map(|text| Calibration { text, chunks });
         match (self.rounding, calibration) {
-            (None | Some(RoundingName::Nearest), None) => Ok(Way::Equations),
+            (None | Some(RoundingName::Nearest), None) => Ok(RoundingMethod::RoundToNearest),
             (Some(RoundingName::Nearest), Some(_)) => {
                 let message = "--calibrate requires --rounding least-squares";
-                Err(ConfigError { origin: Source::CommandLine, message: message.to_owned() })
+                Err(ConfigError { origin: ConfigSource::CommandLine, message: message.to_owned() })
             }
-            (_, calibration) => Ok(Way::LeastSquares(calibration)),
+            (_, calibration) => Ok(RoundingMethod::LeastSquares(calibration)),
         }
     }
 
     /// Returns the configuration and the output target.
-    fn layers(self) -> Result<(Config, Target), ConfigError> {
+    fn into_config(self) -> Result<(Config, QuantizeTarget), ConfigError> {
         let mut flags = Overrides::default();
         flags.set("model.path", Some(self.model));
         flags.set("model.spec", self.spec.map(|path| path.to_string_lossy().into_owned()));
         flags.set("model.weights", Some(self.weights));
         flags.set("device.threads", self.threads);
         flags.set_default("log.level", "warn");
-        let config = Config::of_process(self.config.as_deref(), flags)?;
+        let config = Config::from_process(self.config.as_deref(), flags)?;
         let is_named_gguf = self.out.extension().is_some_and(|extension| extension == "gguf");
         let format = match self.format {
-            Some(FormatName::Gguf) => Format::Gguf,
+            Some(FormatName::Gguf) => OutputFormat::Gguf,
             Some(FormatName::Safetensors) if is_named_gguf => {
                 let message =
                     format!("--format safetensors writes a folder, but {} ends in .gguf", self.out.display());
-                return Err(ConfigError { origin: Source::CommandLine, message });
+                return Err(ConfigError { origin: ConfigSource::CommandLine, message });
             }
-            Some(FormatName::Safetensors) => Format::Safetensors,
-            None if is_named_gguf => Format::Gguf,
-            None => Format::Safetensors,
+            Some(FormatName::Safetensors) => OutputFormat::Safetensors,
+            None if is_named_gguf => OutputFormat::Gguf,
+            None => OutputFormat::Safetensors,
         };
         let existing = if self.force { Existing::Replace } else { Existing::Refuse };
         let (spec, threads) = (config.model.spec.clone(), config.device.threads);
-        Ok((config, Target { path: self.out, format, existing, spec, threads }))
+        Ok((config, QuantizeTarget { path: self.out, format, existing, spec, threads }))
     }
 }
 
 /// Fetches the configured model if it is on a hub, and opens it.
-fn opened(config: &mut Config) -> Result<ModelSource> {
-    config.model = start::fetched(config.model.clone(), &config.hub)?;
+fn open_model(config: &mut Config) -> Result<ModelSource> {
+    config.model = start::fetch_model(config.model.clone(), &config.hub)?;
     let _spinner = Spinner::start("opening the model");
-    start::source(&ModelRef::parse(&config.model.path)?, &config.model)
+    start::open_source(&ModelRef::parse(&config.model.path)?, &config.model)
 }
 
 /// Returns the rounding, after evaluating the calibration text if there is one; `None` if a signal stopped
 /// it. A target that cannot be written fails first.
-fn chosen(way: Way, config: &Config, source: &ModelSource, target: &Target) -> Result<Option<Choice>> {
+fn choose_rounding(
+    way: RoundingMethod,
+    config: &Config,
+    source: &ModelSource,
+    target: &QuantizeTarget,
+) -> Result<Option<RoundingPolicy>> {
     let calibration = match way {
-        Way::Equations => return Ok(Some(Choice::Equations)),
-        Way::LeastSquares(None) => return Ok(Some(Choice::LeastSquares(None))),
-        Way::LeastSquares(Some(calibration)) => calibration,
+        RoundingMethod::RoundToNearest => return Ok(Some(RoundingPolicy::RoundToNearest)),
+        RoundingMethod::LeastSquares(None) => return Ok(Some(RoundingPolicy::LeastSquares(None))),
+        RoundingMethod::LeastSquares(Some(calibration)) => calibration,
     };
     quantize::check(source, target)?;
     let prepared = calibration.prepare(config, &source.progress).context("--calibrate")?;
     let importance = until_stopped(move || prepared.run(), || source.progress.stop());
     // A signal during the last step did not stop the work.
     let importance = importance.context("--calibrate")?.filter(|_| !source.progress.is_stopped());
-    Ok(importance.map(|importance| Choice::LeastSquares(Some(Arc::new(importance)))))
+    Ok(importance.map(|importance| RoundingPolicy::LeastSquares(Some(Arc::new(importance)))))
 }
 
 /// Runs `work` on a separate thread and returns its result. On SIGINT or SIGTERM, calls `stop`, waits for the
@@ -216,7 +221,7 @@ fn until_stopped<T: Send + 'static>(
 }
 
 /// Formats the summary: a line per number format, one for all, and the output path.
-fn summary(path: &Path, parts: &[Part], took: Duration) -> String {
+fn summary(path: &Path, parts: &[FormatTotals], took: Duration) -> String {
     let mut text = String::new();
     let mut line = |ty: &str, tensors: usize, numbers: usize, before: usize, after: usize| {
         let (from, to) = (HumanBytes(before as u64).to_string(), HumanBytes(after as u64).to_string());
@@ -227,10 +232,10 @@ fn summary(path: &Path, parts: &[Part], took: Duration) -> String {
         );
     };
     for part in parts {
-        line(part.ty.name(), part.tensors, part.numbers, part.before, part.after);
+        line(part.ty.name(), part.tensors, part.elements, part.bytes_before, part.bytes_after);
     }
-    let sum = |of: fn(&Part) -> usize| parts.iter().map(of).sum();
-    line("all", sum(|p| p.tensors), sum(|p| p.numbers), sum(|p| p.before), sum(|p| p.after));
+    let sum = |of: fn(&FormatTotals) -> usize| parts.iter().map(of).sum();
+    line("all", sum(|p| p.tensors), sum(|p| p.elements), sum(|p| p.bytes_before), sum(|p| p.bytes_after));
     let place = path.display().to_string();
     let _ = writeln!(text, "written to {} in {:.1} s", one_line(&place), took.as_secs_f64());
     text
@@ -272,7 +277,13 @@ mod tests {
 
     #[test]
     fn a_summary_adds_up() {
-        let part = |ty, tensors, numbers, before, after| Part { ty, tensors, numbers, before, after };
+        let part = |ty, tensors, numbers, before, after| FormatTotals {
+            ty,
+            tensors,
+            elements: numbers,
+            bytes_before: before,
+            bytes_after: after,
+        };
         let parts = [part(QuantType::F32, 3, 64, 256, 256), part(QuantType::Q8_0, 1, 1024, 4096, 1088)];
         let text = summary("a\nb".as_ref(), &parts, Duration::from_millis(1540));
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();

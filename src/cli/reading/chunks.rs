@@ -10,7 +10,7 @@ use std::ops::Range;
 
 /// Chunk length and stride.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cut {
+pub struct Chunking {
     /// Tokens per chunk; at least 2.
     pub context: usize,
     /// Tokens between the beginnings of successive chunks; from 1 to `context`.
@@ -26,11 +26,11 @@ pub struct Chunk<'a> {
     pub scored_from: usize,
 }
 
-impl Cut {
+impl Chunking {
     /// Iterates over the chunks of a text, in order. A chunk without a token to score is omitted, such as a
     /// single last token.
     pub fn chunks<'a>(&self, text: &'a [u32]) -> impl Iterator<Item = Chunk<'a>> + use<'a> {
-        let Cut { context, stride } = *self;
+        let Chunking { context, stride } = *self;
         let count = 1 + text.len().saturating_sub(context).div_ceil(stride);
         let chunk = move |number: usize| {
             let begin = number * stride;
@@ -46,20 +46,20 @@ impl Chunk<'_> {
     /// Iterates over the steps that evaluate the chunk, as row ranges of at most `rows` rows: first the rows
     /// whose logits are not needed, then the rows that predict scored tokens. The last token is not
     /// evaluated, since it predicts a token outside the chunk.
-    pub fn steps(&self, rows: usize) -> impl Iterator<Item = (Range<usize>, Wanted)> + use<> {
+    pub fn steps(&self, rows: usize) -> impl Iterator<Item = (Range<usize>, RowOutput)> + use<> {
         let (first, end) = (self.scored_from - 1, self.tokens.len() - 1);
         let parts = move |from: usize, to: usize| {
             (from..to).step_by(rows).map(move |begin| begin..to.min(begin + rows))
         };
-        let unwanted = parts(0, first).map(|rows| (rows, Wanted::Nothing));
-        unwanted.chain(parts(first, end).map(|rows| (rows, Wanted::Logits)))
+        let unwanted = parts(0, first).map(|rows| (rows, RowOutput::None));
+        unwanted.chain(parts(first, end).map(|rows| (rows, RowOutput::Logits)))
     }
 }
 
 /// The output of a step's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wanted {
-    Nothing,
+pub enum RowOutput {
+    None,
     Logits,
 }
 
@@ -69,7 +69,7 @@ mod tests {
 
     /// The loop of the transformers documentation page on the perplexity of fixed-length models, which
     /// returns the scored tokens instead of their number: (begin, end, scored tokens).
-    fn of_the_page(len: usize, context: usize, stride: usize) -> Vec<(usize, usize, Vec<usize>)> {
+    fn reference_chunks(len: usize, context: usize, stride: usize) -> Vec<(usize, usize, Vec<usize>)> {
         let (mut chunks, mut seen) = (Vec::new(), 0);
         for begin in (0..len).step_by(stride) {
             let end = len.min(begin + context);
@@ -89,8 +89,8 @@ mod tests {
             let text: Vec<u32> = (0..len as u32).collect();
             for context in 2..12 {
                 for stride in 1..=context {
-                    let cut = Cut { context, stride };
-                    let mut expected = of_the_page(len, context, stride);
+                    let cut = Chunking { context, stride };
+                    let mut expected = reference_chunks(len, context, stride);
                     expected.retain(|(_, _, scored)| !scored.is_empty());
                     let numbers = |ids: &[u32]| ids.iter().map(|id| *id as usize).collect::<Vec<_>>();
                     let got = cut.chunks(&text).map(|chunk| {
@@ -114,7 +114,7 @@ mod tests {
                 let steps: Vec<_> = chunk.steps(rows).collect();
                 let read: Vec<usize> = steps.iter().flat_map(|(range, _)| range.clone()).collect();
                 assert_eq!(read, (0..10).collect::<Vec<_>>());
-                let wanted = steps.iter().filter(|(_, wanted)| *wanted == Wanted::Logits);
+                let wanted = steps.iter().filter(|(_, wanted)| *wanted == RowOutput::Logits);
                 let wanted: Vec<usize> = wanted.flat_map(|(range, _)| range.clone()).collect();
                 assert_eq!(wanted, (scored_from - 1..10).collect::<Vec<_>>());
                 assert!(steps.iter().all(|(range, _)| (1..=rows).contains(&range.len())));

@@ -7,8 +7,8 @@
 mod chunks;
 mod reader;
 
-pub use chunks::{Chunk, Cut};
-pub use reader::Reader;
+pub use chunks::{Chunk, Chunking};
+pub use reader::Evaluator;
 
 use crate::model::ModelSource;
 use crate::model::spec::Kind;
@@ -18,10 +18,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 use std::path::Path;
 
 /// Default tokens per chunk; a model with a shorter context length uses that.
-pub const CONTEXT: usize = 512;
+pub const DEFAULT_CONTEXT: usize = 512;
 
 /// Reads a text file, which must be UTF-8.
-pub fn text_of(path: &Path) -> Result<String> {
+pub fn read_text(path: &Path) -> Result<String> {
     let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let text = String::from_utf8(bytes);
     text.map_err(|error| {
@@ -30,7 +30,7 @@ pub fn text_of(path: &Path) -> Result<String> {
 }
 
 /// Tokenizes a text. Fails if it has fewer than two tokens, or a token outside the model's vocabulary.
-pub fn tokens_of(text: &str, tokenizer: &Tokenizer, source: &ModelSource) -> Result<Vec<u32>> {
+pub fn tokenize(text: &str, tokenizer: &Tokenizer, source: &ModelSource) -> Result<Vec<u32>> {
     let tokens = tokenizer.encode(text, true)?;
     let vocab = source.spec.vocab;
     if let Some(foreign) = tokens.iter().find(|token| **token as usize >= vocab) {
@@ -41,7 +41,7 @@ pub fn tokens_of(text: &str, tokenizer: &Tokenizer, source: &ModelSource) -> Res
 }
 
 /// Fails if the model is not decoder-only. `what` begins the reason, such as "perplexity is measured of".
-pub fn check_kind(source: &ModelSource, what: &str) -> Result<()> {
+pub fn check_decoder_only(source: &ModelSource, what: &str) -> Result<()> {
     let kind = match source.spec.kind {
         Kind::Decoder => return Ok(()),
         Kind::Encoder => "an encoder-only model",
@@ -51,7 +51,7 @@ pub fn check_kind(source: &ModelSource, what: &str) -> Result<()> {
 }
 
 /// Creates a progress bar over chunks. It is drawn only if stderr is a terminal.
-pub fn progress(chunks: usize) -> ProgressBar {
+pub fn progress_bar(chunks: usize) -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:30} {pos}/{len} chunks, {eta} left, {msg}");
     let style = style.expect("the template is well formed; anything else is a bug");
     ProgressBar::new(chunks as u64).with_style(style)

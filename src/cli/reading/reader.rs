@@ -4,7 +4,7 @@
 //! which owns all pages.
 //! Invariant: chunks are independent: each begins at position 0, and attention is causal.
 
-use super::chunks::{Chunk, Wanted};
+use super::chunks::{Chunk, RowOutput};
 use crate::actors::EngineSetup;
 use crate::actors::device::Step;
 use crate::actors::group::{Devices, Epoch, Group, GroupConfig};
@@ -14,8 +14,8 @@ use crate::model::ModelSource;
 use crate::text::Tokenizer;
 use anyhow::{Result, ensure};
 use mainstem_kernels::{
-    KvTable, SampleMode, SampleRow, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch,
-    TableUpdate, Want,
+    KvTable, SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
+    StepBatch, TableUpdate,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 const LOGIT_BYTES: usize = 64 << 20;
 
 /// A loaded model that evaluates chunks.
-pub struct Reader {
+pub struct Evaluator {
     group: Group,
     epoch: Epoch,
     step: Box<Step>,
@@ -40,32 +40,32 @@ pub struct Reader {
     pub time: Duration,
 }
 
-impl Reader {
+impl Evaluator {
     /// Loads the model for chunks of at most `context` tokens.
     pub async fn start(
         config: &Config,
         source: &Arc<ModelSource>,
         tokenizer: &Arc<Tokenizer>,
         context: usize,
-    ) -> Result<Reader> {
+    ) -> Result<Evaluator> {
         let vocab = source.spec.vocab;
         let rows = (LOGIT_BYTES / (vocab * size_of::<f32>())).clamp(1, context);
-        let config = sized(config, context, rows);
+        let config = size_config(config, context, rows);
         let is_fake = |kind| matches!(kind, DeviceKind::Fake { .. });
         let computes = !config.device.devices().any(|device| is_fake(device.kind));
         ensure!(computes, "fake devices compute nothing, so there are no logits");
-        let setup = start::setup(&config, source)?;
+        let setup = start::engine_setup(&config, source)?;
         let factories = start::factories(&config.device, source, tokenizer, &setup);
         let (group, built) = Group::start(factories, group_config(&setup)).await?;
         let mut step = Box::new(Step::with_capacity(&setup.limits));
-        step.batch.tables.extend(pages(setup.limits.table_len()));
-        Ok(Reader {
+        step.batch.table_updates.extend(page_table(setup.limits.table_len()));
+        Ok(Evaluator {
             epoch: group.epoch(),
             group,
             step,
             vocab,
             rows: config.scheduler.token_budget,
-            device: start::together(built.into_iter().flatten().collect()).device,
+            device: start::merge_reports(built.into_iter().flatten().collect()).device,
             rows_read: 0,
             time: Duration::ZERO,
         })
@@ -73,14 +73,14 @@ impl Reader {
 
     /// Evaluates rows of a chunk, after all rows before them. Returns the logits of each row if they are
     /// wanted, else nothing. Logits are (vocab,) F32 in little-endian bytes.
-    pub async fn read(
+    pub async fn evaluate(
         &mut self,
         chunk: &Chunk<'_>,
         rows: Range<usize>,
-        wanted: Wanted,
+        wanted: RowOutput,
     ) -> Result<std::slice::ChunksExact<'_, u8>> {
         let mut step = std::mem::take(&mut self.step);
-        describe(&mut step.batch, chunk, rows.clone(), wanted);
+        fill_batch(&mut step.batch, chunk, rows.clone(), wanted);
         let began = Instant::now();
         let ran = self.group.send(step, self.epoch)?.await;
         self.time += began.elapsed();
@@ -89,14 +89,14 @@ impl Reader {
         self.step = ran.step;
         self.step.batch.clear();
         let logits = self.step.output.logits.chunks_exact(self.vocab * size_of::<f32>());
-        let expected = if wanted == Wanted::Logits { rows.len() } else { 0 };
+        let expected = if wanted == RowOutput::Logits { rows.len() } else { 0 };
         ensure!(logits.len() == expected, "{} rows of logits, not {expected}; this is a bug", logits.len());
         Ok(logits)
     }
 }
 
 /// Returns the configuration for one sequence of `context` tokens, in steps of at most `rows` rows.
-fn sized(config: &Config, context: usize, rows: usize) -> Config {
+fn size_config(config: &Config, context: usize, rows: usize) -> Config {
     let mut config = config.clone();
     config.scheduler.slots = 1;
     config.scheduler.token_budget = config.scheduler.token_budget.min(rows);
@@ -108,20 +108,20 @@ fn sized(config: &Config, context: usize, rows: usize) -> Config {
 fn group_config(setup: &EngineSetup) -> GroupConfig {
     GroupConfig {
         step_timeout: setup.step_timeout,
-        ..GroupConfig::new(setup.partition.names(), setup.limits, setup.width)
+        ..GroupConfig::new(setup.partition.device_names(), setup.limits, setup.width)
     }
 }
 
 /// Returns the page table entries that give slot 0 all pages but the null page.
-fn pages(count: usize) -> impl Iterator<Item = TableUpdate> {
+fn page_table(count: usize) -> impl Iterator<Item = TableUpdate> {
     let entry = |index| TableUpdate { slot: 0, table: KvTable::Own, index, page: index + 1 };
     (0..count as u32).map(entry)
 }
 
 /// Adds rows of a chunk to a batch, as one span.
-fn describe(batch: &mut StepBatch, chunk: &Chunk, rows: Range<usize>, wanted: Wanted) {
+fn fill_batch(batch: &mut StepBatch, chunk: &Chunk, rows: Range<usize>, wanted: RowOutput) {
     batch.tokens.extend_from_slice(&chunk.tokens[rows.clone()]);
-    batch.logits = wanted == Wanted::Logits;
+    batch.return_logits = wanted == RowOutput::Logits;
     batch.spans.push(Span {
         model: SpanModel::Target,
         stack: SpanStack::Decoder,
@@ -130,11 +130,12 @@ fn describe(batch: &mut StepBatch, chunk: &Chunk, rows: Range<usize>, wanted: Wa
         tokens: SpanTokens::Given { at: 0, len: rows.len() as u32 },
         table: SpanTable::Own,
         reserved: chunk.tokens.len() as u32,
-        source: 0,
-        want: if batch.logits { Want::All } else { Want::None },
+        encoder_len: 0,
+        output: if batch.return_logits { SpanOutput::All } else { SpanOutput::None },
     });
-    if batch.logits {
-        let scored = |token: &u32| SampleRow { mode: SampleMode::Score(*token), ..SampleRow::GREEDY };
-        batch.samples.extend(chunk.tokens[rows.start + 1..=rows.end].iter().map(scored));
+    if batch.return_logits {
+        let scored =
+            |token: &u32| SamplingParams { mode: SampleMode::Score(*token), ..SamplingParams::GREEDY };
+        batch.sampling.extend(chunk.tokens[rows.start + 1..=rows.end].iter().map(scored));
     }
 }

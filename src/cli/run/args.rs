@@ -5,18 +5,18 @@
 use super::super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
 use super::client::{Delivery, Dialect};
 use super::remote::{BaseUrl, Remote};
-use super::settings::{Settings, number, whole_number};
-use super::terminal::{self, Form};
-use crate::config::{Config, ConfigError, Overrides, Source};
+use super::settings::{SamplingSettings, number, whole_number};
+use super::terminal::{self, AnswerFormat};
+use crate::config::{Config, ConfigError, ConfigSource, Overrides};
 use clap::{Args, ValueHint};
 use serde_json::Value;
 use std::io::{self, IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
 /// Environment variable with the API key for a server, if `--api-key` is not given.
-const KEY_VARIABLE: &str = "OPENAI_API_KEY";
+const API_KEY_VARIABLE: &str = "OPENAI_API_KEY";
 
-const UNSENT: &str = "OPENAI_API_KEY is not sent, because http to another machine is not encrypted; \
+const KEY_NOT_SENT: &str = "OPENAI_API_KEY is not sent, because http to another machine is not encrypted; \
                       use https, or --api-key to send a key anyway";
 
 const EXAMPLES: &str = "\
@@ -119,50 +119,50 @@ struct RemoteFlags {
 }
 
 /// The checked plan of a run.
-pub struct Plan {
-    pub target: Target,
-    pub task: Task,
+pub struct RunPlan {
+    pub target: AnswerSource,
+    pub task: RunTask,
     pub system: Option<String>,
     pub dialect: Dialect,
     pub delivery: Delivery,
-    pub form: Form,
-    pub settings: Settings,
+    pub form: AnswerFormat,
+    pub settings: SamplingSettings,
     pub stats: bool,
     /// Note to print at the start.
     pub note: Option<&'static str>,
 }
 
 /// The engine or server that answers.
-pub enum Target {
+pub enum AnswerSource {
     Local(Box<Config>),
     Remote { server: Remote, model: Option<String> },
 }
 
 /// The kind of run: a single prompt, or a chat with an optional history file.
-pub enum Task {
+pub enum RunTask {
     Prompt(String),
     Chat { history: Option<PathBuf> },
 }
 
 impl RunArgs {
     /// Checks the arguments and returns the plan. Reads the prompt from stdin if it is piped.
-    pub fn plan(self) -> Result<Plan, ConfigError> {
+    pub fn into_plan(self) -> Result<RunPlan, ConfigError> {
         self.check_model()?;
-        let task = self.task()?;
+        let task = self.read_task()?;
         let delivery = if self.json && !self.stream { Delivery::Whole } else { Delivery::Stream };
         let (server, note) = self.remote.server()?;
-        Ok(Plan {
+        Ok(RunPlan {
             task,
             dialect: if self.raw { Dialect::Raw } else { Dialect::Chat },
             delivery,
-            form: if self.json { Form::Json } else { Form::Text },
+            form: if self.json { AnswerFormat::Json } else { AnswerFormat::Text },
             settings: self.sampling.settings(),
             stats: self.stats,
             note,
             system: self.system,
             target: match server {
-                Some(server) => Target::Remote { server, model: self.model.filter(is_named) },
-                None => Target::Local(Box::new(config(
+                Some(server) => AnswerSource::Remote { server, model: self.model.filter(is_named) },
+                None => AnswerSource::Local(Box::new(local_config(
                     self.model,
                     self.local,
                     (self.engine, self.partition),
@@ -183,24 +183,24 @@ impl RunArgs {
         }
     }
 
-    fn task(&self) -> Result<Task, ConfigError> {
+    fn read_task(&self) -> Result<RunTask, ConfigError> {
         let given = self.prompt.as_deref().or(self.prompt_flag.as_deref());
         let prompt = match given {
-            Some("-") => piped()?,
+            Some("-") => read_stdin()?,
             Some(prompt) => prompt.to_string(),
-            None if !io::stdin().is_terminal() => piped()?,
+            None if !io::stdin().is_terminal() => read_stdin()?,
             None if self.json => return Err(usage("no prompt is given, and --json does not chat")),
             None if !io::stdout().is_terminal() => {
                 return Err(usage("no prompt is given, and a chat needs a terminal as stdout"));
             }
             None => {
                 let history = terminal::history_file().filter(|_| !self.no_history);
-                return Ok(Task::Chat { history });
+                return Ok(RunTask::Chat { history });
             }
         };
         match prompt.is_empty() && !self.raw {
             true => Err(usage("the prompt is empty")),
-            false => Ok(Task::Prompt(prompt)),
+            false => Ok(RunTask::Prompt(prompt)),
         }
     }
 }
@@ -211,7 +211,7 @@ fn is_named(model: &String) -> bool {
 }
 
 /// Loads the configuration of an engine for a single user: one slot and a quiet log by default.
-fn config(
+fn local_config(
     model: Option<String>,
     mut local: ModelFlags,
     (engine, partition): (EngineFlags, PartitionFlags),
@@ -226,11 +226,11 @@ fn config(
     engine.add_to(&mut flags);
     partition.add_to(&mut flags);
     log.add_to(&mut flags);
-    Config::of_process(file.as_deref(), flags)
+    Config::from_process(file.as_deref(), flags)
 }
 
 /// Reads all of stdin, without the final line feed.
-fn piped() -> Result<String, ConfigError> {
+fn read_stdin() -> Result<String, ConfigError> {
     let mut text = String::new();
     let read = io::stdin().read_to_string(&mut text);
     read.map_err(|error| usage(format!("cannot read the prompt from stdin: {error}")))?;
@@ -238,12 +238,12 @@ fn piped() -> Result<String, ConfigError> {
 }
 
 fn usage(message: impl Into<String>) -> ConfigError {
-    ConfigError { origin: Source::CommandLine, message: message.into() }
+    ConfigError { origin: ConfigSource::CommandLine, message: message.into() }
 }
 
 impl SamplingFlags {
-    fn settings(self) -> Settings {
-        let mut settings = Settings::default();
+    fn settings(self) -> SamplingSettings {
+        let mut settings = SamplingSettings::default();
         settings.insert("temperature", self.temperature);
         settings.insert("top_p", self.top_p);
         settings.insert("top_k", self.top_k);
@@ -261,9 +261,9 @@ impl RemoteFlags {
     /// always is sent.
     fn server(self) -> Result<(Option<Remote>, Option<&'static str>), ConfigError> {
         let Some(url) = self.url else { return Ok((None, None)) };
-        let variable = || std::env::var(KEY_VARIABLE).ok().filter(|key| !key.is_empty());
+        let variable = || std::env::var(API_KEY_VARIABLE).ok().filter(|key| !key.is_empty());
         let (key, note) = match (self.api_key, variable()) {
-            (None, Some(_)) if !url.is_private() => (None, Some(UNSENT)),
+            (None, Some(_)) if !url.is_private() => (None, Some(KEY_NOT_SENT)),
             (flag, variable) => (flag.or(variable), None),
         };
         if key.as_ref().is_some_and(|key| key.is_empty() || !key.chars().all(|c| c.is_ascii_graphic())) {

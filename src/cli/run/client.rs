@@ -4,9 +4,9 @@
 //!
 //! Invariant: an answer is complete only if the server says so; a stream that ends without it is a failure.
 
-use super::settings::Settings;
+use super::settings::SamplingSettings;
 use super::sse::Parser;
-use super::transport::{Failure, NoChat, Reply, Transport};
+use super::transport::{ChatUnsupported, Failure, Reply, Transport};
 use actix_web::web::Bytes;
 use futures_util::StreamExt;
 use futures_util::stream::LocalBoxStream;
@@ -81,13 +81,13 @@ pub struct Client {
     pub model: Option<String>,
     pub dialect: Dialect,
     pub delivery: Delivery,
-    pub settings: Settings,
+    pub settings: SamplingSettings,
 }
 
 impl Client {
     /// Sends the dialog's last question.
     pub async fn ask(&self, dialog: &Dialog) -> Result<Answer, Failure> {
-        let pace = Pace::start();
+        let pace = Timing::start();
         let path = match self.dialect {
             Dialect::Chat => "/v1/chat/completions",
             Dialect::Raw => "/v1/completions",
@@ -98,8 +98,8 @@ impl Client {
 
     /// Switches to raw completions if `failure` means that the model does not support chat, and returns the
     /// reason.
-    pub fn falls_back(&mut self, failure: &Failure) -> Option<NoChat> {
-        let why = failure.no_chat().filter(|_| self.dialect == Dialect::Chat)?;
+    pub fn fall_back_to_raw(&mut self, failure: &Failure) -> Option<ChatUnsupported> {
+        let why = failure.chat_unsupported().filter(|_| self.dialect == Dialect::Chat)?;
         self.dialect = Dialect::Raw;
         Some(why)
     }
@@ -133,11 +133,11 @@ pub struct Chunk {
 
 /// An answer as it arrives. Dropping it closes the connection; see [`super::transport`].
 pub struct Answer {
-    source: Source,
+    source: ReplySource,
     parser: Parser,
     /// Data of events that have arrived but have not been processed.
     events: VecDeque<String>,
-    pace: Pace,
+    timing: Timing,
     /// Finish reason that the server reported.
     finish: Option<String>,
     /// Token count of the answer that the server reported.
@@ -145,34 +145,34 @@ pub struct Answer {
 }
 
 /// The source of an answer's data.
-enum Source {
+enum ReplySource {
     Whole(Bytes),
     Events(LocalBoxStream<'static, Result<Bytes, Failure>>),
     Exhausted,
 }
 
 impl Answer {
-    fn new(reply: Reply, pace: Pace) -> Answer {
+    fn new(reply: Reply, pace: Timing) -> Answer {
         let source = match reply {
-            Reply::Whole(bytes) => Source::Whole(bytes),
-            Reply::Events(events) => Source::Events(events),
+            Reply::Whole(bytes) => ReplySource::Whole(bytes),
+            Reply::Events(events) => ReplySource::Events(events),
         };
         let (parser, events) = (Parser::default(), VecDeque::new());
-        Answer { source, parser, events, pace, finish: None, tokens: None }
+        Answer { source, parser, events, timing: pace, finish: None, tokens: None }
     }
 
     /// Returns the next chunk; `None` when the answer is complete.
     pub async fn next(&mut self) -> Result<Option<Chunk>, Failure> {
-        let Some(data) = self.data().await? else { return Ok(None) };
+        let Some(data) = self.next_data().await? else { return Ok(None) };
         let value: Value = serde_json::from_str(&data)
             .map_err(|error| Failure::new(format!("the server sent invalid JSON: {error}")))?;
         if !value["error"].is_null() {
-            return Err(Failure::told(value));
+            return Err(Failure::from_body(value));
         }
         let choice = &value["choices"][0];
         let texts = [&choice["delta"]["content"], &choice["text"], &choice["message"]["content"]];
         let text = texts.into_iter().find_map(Value::as_str).unwrap_or_default().to_string();
-        self.pace.note(&text);
+        self.timing.note(&text);
         self.finish = choice["finish_reason"].as_str().map(str::to_string).or(self.finish.take());
         self.tokens = value["usage"]["completion_tokens"].as_u64().or(self.tokens);
         // Line feeds are whitespace in JSON; in strings they are escaped.
@@ -180,25 +180,25 @@ impl Answer {
     }
 
     /// Returns the next JSON text; `None` after the last.
-    async fn data(&mut self) -> Result<Option<String>, Failure> {
+    async fn next_data(&mut self) -> Result<Option<String>, Failure> {
         loop {
             match self.events.pop_front() {
                 Some(data) if data.trim() == "[DONE]" => {
-                    self.source = Source::Exhausted;
+                    self.source = ReplySource::Exhausted;
                     self.events.clear();
                     return Ok(None);
                 }
                 Some(data) => return Ok(Some(data)),
                 None => {}
             }
-            let Source::Events(stream) = &mut self.source else { break };
+            let ReplySource::Events(stream) = &mut self.source else { break };
             match stream.next().await {
                 Some(bytes) => self.events.extend(self.parser.push(&bytes?).map_err(too_long)?),
                 None => return Err(Failure::new("the connection ended before the answer was complete")),
             }
         }
-        match std::mem::replace(&mut self.source, Source::Exhausted) {
-            Source::Whole(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
+        match std::mem::replace(&mut self.source, ReplySource::Exhausted) {
+            ReplySource::Whole(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
             _ => Ok(None),
         }
     }
@@ -210,7 +210,7 @@ impl Answer {
 
     /// Formats token count, tokens per second and time to first token, as far as they are known.
     pub fn stats(&self) -> String {
-        self.pace.describe(self.tokens)
+        self.timing.describe(self.tokens)
     }
 }
 
@@ -219,19 +219,19 @@ fn too_long(error: super::sse::TooLong) -> Failure {
 }
 
 /// Timing of an answer.
-struct Pace {
+struct Timing {
     /// When the request was sent.
-    asked: Instant,
+    sent: Instant,
     /// When the first text arrived.
     first: Option<Instant>,
     /// When the last text arrived.
     last: Instant,
 }
 
-impl Pace {
-    fn start() -> Pace {
+impl Timing {
+    fn start() -> Timing {
         let now = Instant::now();
-        Pace { asked: now, first: None, last: now }
+        Timing { sent: now, first: None, last: now }
     }
 
     fn note(&mut self, text: &str) {
@@ -249,7 +249,7 @@ impl Pace {
             let seconds = (self.last - first).as_secs_f64();
             let rate = tokens.filter(|&tokens| tokens > 1 && seconds > 0.0).map(|n| (n - 1) as f64 / seconds);
             parts.extend(rate.map(|rate| format!("{rate:.1} tokens/s")));
-            parts.push(format!("first token after {:.3} s", (first - self.asked).as_secs_f64()));
+            parts.push(format!("first token after {:.3} s", (first - self.sent).as_secs_f64()));
         } else {
             parts.push("no text".to_string());
         }
@@ -278,10 +278,10 @@ mod tests {
     fn the_rate_leaves_the_first_token_out() {
         let asked = Instant::now();
         let first = asked + Duration::from_millis(250);
-        let pace = Pace { asked, first: Some(first), last: first + Duration::from_secs(2) };
+        let pace = Timing { sent: asked, first: Some(first), last: first + Duration::from_secs(2) };
         assert_eq!(pace.describe(Some(11)), "11 tokens, 5.0 tokens/s, first token after 0.250 s");
         assert_eq!(pace.describe(Some(1)), "1 token, first token after 0.250 s");
         assert_eq!(pace.describe(None), "first token after 0.250 s");
-        assert_eq!(Pace { first: None, ..pace }.describe(Some(1)), "1 token, no text");
+        assert_eq!(Timing { first: None, ..pace }.describe(Some(1)), "1 token, no text");
     }
 }

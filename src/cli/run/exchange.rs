@@ -3,7 +3,7 @@
 //! Invariant: an interruption ends only the answer; the text received before it is kept.
 
 use super::client::{Chunk, Client, Dialog};
-use super::transport::{Failure, NoChat};
+use super::transport::{ChatUnsupported, Failure};
 use futures_util::future::LocalBoxFuture;
 use std::io;
 use tokio::select;
@@ -21,12 +21,12 @@ pub trait Screen {
 }
 
 /// Returns the note for a model that does not support chat.
-fn note_of(why: NoChat) -> &'static str {
+fn no_chat_note(why: ChatUnsupported) -> &'static str {
     match why {
-        NoChat::NoTemplate => {
+        ChatUnsupported::NoTemplate => {
             "the model has no chat template: it continues each prompt without the earlier conversation"
         }
-        NoChat::ReadsSources => {
+        ChatUnsupported::EncoderDecoder => {
             "the model is an encoder-decoder: it processes each prompt without the earlier conversation"
         }
     }
@@ -37,14 +37,14 @@ fn note_of(why: NoChat) -> &'static str {
 pub struct Outcome {
     /// Text of the answer that was received.
     pub text: String,
-    pub ending: Ending,
+    pub ending: AnswerEnd,
     /// Token count and speed; `None` if the answer did not begin.
     pub stats: Option<String>,
 }
 
 /// How an answer ended.
 #[derive(Debug, PartialEq)]
-pub enum Ending {
+pub enum AnswerEnd {
     Complete,
     /// The answer reached its maximum number of tokens.
     Cut,
@@ -56,36 +56,36 @@ pub enum Ending {
 pub async fn answer(client: &mut Client, dialog: &Dialog, screen: &mut dyn Screen) -> io::Result<Outcome> {
     let mut text = String::new();
     let mut answer = loop {
-        let ending = match unless(screen.interrupted(), client.ask(dialog)).await {
+        let ending = match unless_stopped(screen.interrupted(), client.ask(dialog)).await {
             Some(Ok(answer)) => break answer,
-            Some(Err(failure)) => match client.falls_back(&failure) {
+            Some(Err(failure)) => match client.fall_back_to_raw(&failure) {
                 Some(why) => {
-                    screen.note(note_of(why));
+                    screen.note(no_chat_note(why));
                     continue;
                 }
-                None => Ending::Failed(failure),
+                None => AnswerEnd::Failed(failure),
             },
-            None => Ending::Interrupted,
+            None => AnswerEnd::Interrupted,
         };
         return Ok(Outcome { text, ending, stats: None });
     };
     let ending = loop {
-        match unless(screen.interrupted(), answer.next()).await {
+        match unless_stopped(screen.interrupted(), answer.next()).await {
             Some(Ok(Some(chunk))) => {
                 text += &chunk.text;
                 screen.show(&chunk)?;
             }
-            Some(Ok(None)) if answer.is_cut() => break Ending::Cut,
-            Some(Ok(None)) => break Ending::Complete,
-            Some(Err(failure)) => break Ending::Failed(failure),
-            None => break Ending::Interrupted,
+            Some(Ok(None)) if answer.is_cut() => break AnswerEnd::Cut,
+            Some(Ok(None)) => break AnswerEnd::Complete,
+            Some(Err(failure)) => break AnswerEnd::Failed(failure),
+            None => break AnswerEnd::Interrupted,
         }
     };
     Ok(Outcome { text, ending, stats: Some(answer.stats()) })
 }
 
 /// Awaits `work` and returns its result, or `None` if `stop` completes first.
-pub async fn unless<T>(stop: impl Future<Output = ()>, work: impl Future<Output = T>) -> Option<T> {
+pub async fn unless_stopped<T>(stop: impl Future<Output = ()>, work: impl Future<Output = T>) -> Option<T> {
     select! {
         biased;
         () = stop => None,

@@ -25,46 +25,46 @@ pub use args::RunArgs;
 
 use super::{INTERRUPTED, escape, spinner, start};
 use crate::actors::{Kind, ModelInfo};
-use crate::server::{Local, ServeParts};
+use crate::server::{LocalApi, ServeParts};
 use crate::telemetry;
 use actix_web::rt::System;
 use anyhow::{Result, bail, ensure};
-use args::{Plan, Target, Task};
+use args::{AnswerSource, RunPlan, RunTask};
 use chat::Chat;
 use client::{Client, Dialog};
-use exchange::{Ending, Screen, unless};
+use exchange::{AnswerEnd, Screen, unless_stopped};
 use std::io;
 use std::process::ExitCode;
-use terminal::{Form, Interrupts, Output, Terminal};
+use terminal::{AnswerFormat, Interrupts, Output, Terminal};
 use transport::Transport;
 
 /// Answers the prompt or chats. The exit code is 130 if Ctrl-C interrupted an answer. Fails if there is no
 /// answer or an incomplete one.
 pub fn run(args: RunArgs) -> Result<ExitCode> {
-    let plan = args.plan()?;
-    if let Target::Local(config) = &plan.target {
+    let plan = args.into_plan()?;
+    if let AnswerSource::Local(config) = &plan.target {
         telemetry::start_log(&config.log, || spinner::Stderr);
     }
-    System::new().block_on(carry_out(plan))
+    System::new().block_on(execute(plan))
 }
 
-async fn carry_out(plan: Plan) -> Result<ExitCode> {
+async fn execute(plan: RunPlan) -> Result<ExitCode> {
     let mut interrupts = Interrupts::listen()?;
     plan.note.into_iter().for_each(terminal::note);
-    let (transport, model) = match unless(interrupts.next(), connect(plan.target)).await {
+    let (transport, model) = match unless_stopped(interrupts.next(), connect(plan.target)).await {
         Some(connected) => connected?,
         None => return Ok(ExitCode::from(INTERRUPTED)),
     };
-    let Plan { task, system, dialect, delivery, form, settings, stats, .. } = plan;
+    let RunPlan { task, system, dialect, delivery, form, settings, stats, .. } = plan;
     let output = Output::new(form, interrupts);
     let mut client = Client { transport, model: Some(model), dialect, delivery, settings };
     let mut dialog = Dialog { system, ..Dialog::default() };
     let done = match task {
-        Task::Prompt(prompt) => {
+        RunTask::Prompt(prompt) => {
             dialog.ask(prompt);
             one_answer(&mut client, &dialog, output, stats).await
         }
-        Task::Chat { history } => chat(client, dialog, Terminal::new(output, history)?, stats).await,
+        RunTask::Chat { history } => chat(client, dialog, Terminal::new(output, history)?, stats).await,
     };
     match done {
         // The reader of stdout has closed it.
@@ -74,19 +74,19 @@ async fn carry_out(plan: Plan) -> Result<ExitCode> {
 }
 
 /// Connects to the server or starts the engine. Returns the transport and the model's name.
-async fn connect(target: Target) -> Result<(Box<dyn Transport>, String)> {
+async fn connect(target: AnswerSource) -> Result<(Box<dyn Transport>, String)> {
     match target {
-        Target::Remote { server, model: Some(model) } => Ok((Box::new(server), model)),
-        Target::Remote { server, model: None } => {
+        AnswerSource::Remote { server, model: Some(model) } => Ok((Box::new(server), model)),
+        AnswerSource::Remote { server, model: None } => {
             let model = server.first_model().await?;
             Ok((Box::new(server), model))
         }
-        Target::Local(config) => {
+        AnswerSource::Local(config) => {
             let prepared = start::prepare(&config).await?;
             check_kind(&prepared.setup.model)?;
             let engine = prepared.start().await?;
             let name = engine.model.name.clone();
-            Ok((Box::new(Local::new(ServeParts::from(&engine), config.server)), name))
+            Ok((Box::new(LocalApi::new(ServeParts::from(&engine), config.server)), name))
         }
     }
 }
@@ -114,10 +114,10 @@ async fn one_answer(
         output.note(&stats);
     }
     match outcome.ending {
-        Ending::Complete | Ending::Cut => Ok(ExitCode::SUCCESS),
-        Ending::Interrupted => Ok(ExitCode::from(INTERRUPTED)),
-        Ending::Failed(failure) => {
-            if let (Form::Json, Some(body)) = (output.form, &failure.body) {
+        AnswerEnd::Complete | AnswerEnd::Cut => Ok(ExitCode::SUCCESS),
+        AnswerEnd::Interrupted => Ok(ExitCode::from(INTERRUPTED)),
+        AnswerEnd::Failed(failure) => {
+            if let (AnswerFormat::Json, Some(body)) = (output.format, &failure.body) {
                 output.line(&body.to_string())?;
             }
             bail!(failure)

@@ -78,7 +78,7 @@ impl Remote {
 
     /// Returns the name of the first model that the server lists.
     pub async fn first_model(&self) -> Result<String, Failure> {
-        let Arrival::Whole(bytes) = exchange(self.request("GET", "/v1/models"), None).await? else {
+        let ReplyBody::Whole(bytes) = send_request(self.request("GET", "/v1/models"), None).await? else {
             return Err(Failure::new("the server's list of models is not JSON"));
         };
         let list: Value = serde_json::from_slice(&bytes)
@@ -102,9 +102,9 @@ impl Transport for Remote {
     fn post<'a>(&'a self, path: &'a str, body: &'a Value) -> LocalBoxFuture<'a, Result<Reply, Failure>> {
         let request = self.request("POST", path).set("Content-Type", "application/json");
         Box::pin(async move {
-            Ok(match exchange(request, Some(body.to_string())).await? {
-                Arrival::Whole(bytes) => Reply::Whole(bytes),
-                Arrival::Events(mut bytes) => {
+            Ok(match send_request(request, Some(body.to_string())).await? {
+                ReplyBody::Whole(bytes) => Reply::Whole(bytes),
+                ReplyBody::Events(mut bytes) => {
                     Reply::Events(stream::poll_fn(move |context| bytes.poll_recv(context)).boxed_local())
                 }
             })
@@ -113,40 +113,40 @@ impl Transport for Remote {
 }
 
 /// The body of a response: complete, or a channel of its parts.
-enum Arrival {
+enum ReplyBody {
     Whole(Bytes),
     Events(mpsc::Receiver<Result<Bytes, Failure>>),
 }
 
-async fn exchange(request: ureq::Request, body: Option<String>) -> Result<Arrival, Failure> {
+async fn send_request(request: ureq::Request, body: Option<String>) -> Result<ReplyBody, Failure> {
     let (sender, arrival) = oneshot::channel();
     thread::Builder::new()
         .name("http".to_string())
-        .spawn(move || carry(request, body, sender))
+        .spawn(move || perform(request, body, sender))
         .map_err(|error| Failure::new(format!("cannot start a thread: {error}")))?;
     arrival.await.unwrap_or_else(|_| Err(Failure::new("the connection failed")))
 }
 
 /// Sends the request and forwards the response to `head` until the receiver is dropped.
-fn carry(request: ureq::Request, body: Option<String>, head: oneshot::Sender<Result<Arrival, Failure>>) {
+fn perform(request: ureq::Request, body: Option<String>, head: oneshot::Sender<Result<ReplyBody, Failure>>) {
     let sent = match body {
         Some(body) => request.send_string(&body),
         None => request.call(),
     };
-    let response = match sent.map_err(failure).and_then(success) {
+    let response = match sent.map_err(request_failure).and_then(check_status) {
         Ok(response) if response.content_type() == "text/event-stream" => response,
         other => {
-            let _ = head.send(other.and_then(whole));
+            let _ = head.send(other.and_then(read_body));
             return;
         }
     };
     let (sender, receiver) = mpsc::channel(16);
-    if head.send(Ok(Arrival::Events(receiver))).is_ok() {
-        pump(response.into_reader(), &sender);
+    if head.send(Ok(ReplyBody::Events(receiver))).is_ok() {
+        forward_body(response.into_reader(), &sender);
     }
 }
 
-fn pump(mut body: impl Read, sender: &mpsc::Sender<Result<Bytes, Failure>>) {
+fn forward_body(mut body: impl Read, sender: &mpsc::Sender<Result<Bytes, Failure>>) {
     let mut buffer = [0; 8192];
     loop {
         let piece = match body.read(&mut buffer) {
@@ -161,36 +161,36 @@ fn pump(mut body: impl Read, sender: &mpsc::Sender<Result<Bytes, Failure>>) {
     }
 }
 
-fn whole(response: ureq::Response) -> Result<Arrival, Failure> {
+fn read_body(response: ureq::Response) -> Result<ReplyBody, Failure> {
     let mut bytes = Vec::new();
     let read = response.into_reader().take(WHOLE_BYTES_MAX).read_to_end(&mut bytes);
     read.map_err(|error| Failure::new(format!("the connection broke: {error}")))?;
-    Ok(Arrival::Whole(bytes.into()))
+    Ok(ReplyBody::Whole(bytes.into()))
 }
 
 /// Returns a response of status 2xx. Any other status is a failure; redirects are not followed.
-fn success(response: ureq::Response) -> Result<ureq::Response, Failure> {
+fn check_status(response: ureq::Response) -> Result<ureq::Response, Failure> {
     match response.status() {
         200..=299 => Ok(response),
-        _ => Err(refusal(response)),
+        _ => Err(status_failure(response)),
     }
 }
 
-fn failure(error: ureq::Error) -> Failure {
+fn request_failure(error: ureq::Error) -> Failure {
     match error {
-        ureq::Error::Status(_, response) => refusal(response),
+        ureq::Error::Status(_, response) => status_failure(response),
         ureq::Error::Transport(error) => Failure::new(error.to_string()),
     }
 }
 
 /// Returns the failure that an unsuccessful response describes.
-fn refusal(response: ureq::Response) -> Failure {
+fn status_failure(response: ureq::Response) -> Failure {
     let status = format!("{} {}", response.status(), response.status_text());
-    let body = match whole(response) {
-        Ok(Arrival::Whole(bytes)) => serde_json::from_slice(&bytes).ok(),
+    let body = match read_body(response) {
+        Ok(ReplyBody::Whole(bytes)) => serde_json::from_slice(&bytes).ok(),
         _ => None,
     };
-    match body.map(Failure::told) {
+    match body.map(Failure::from_body) {
         Some(failure) => {
             Failure { body: failure.body, ..Failure::new(format!("{status}: {}", failure.message)) }
         }

@@ -6,10 +6,10 @@
 use serde_json::{Map, Number, Value};
 
 /// Parser of a parameter's value.
-type Read = fn(&str) -> Result<Value, String>;
+type ParseValue = fn(&str) -> Result<Value, String>;
 
 /// All parameters, by their names in the API.
-const PARAMETERS: [(&str, Read); 6] = [
+const PARAMETERS: [(&str, ParseValue); 6] = [
     ("temperature", number),
     ("top_p", number),
     ("top_k", whole_number),
@@ -20,9 +20,9 @@ const PARAMETERS: [(&str, Read); 6] = [
 
 /// Parameters with their values.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Settings(Map<String, Value>);
+pub struct SamplingSettings(Map<String, Value>);
 
-impl Settings {
+impl SamplingSettings {
     /// Sets the parameter if `value` is `Some`.
     pub fn insert(&mut self, name: &str, value: Option<impl Into<Value>>) {
         self.0.extend(value.map(|value| (name.to_string(), value.into())));
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn body(settings: &Settings) -> Value {
+    fn body(settings: &SamplingSettings) -> Value {
         let mut body = Map::new();
         settings.add_to(&mut body);
         Value::Object(body)
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn what_is_set_is_sent_and_nothing_else() {
-        let mut settings = Settings::default();
+        let mut settings = SamplingSettings::default();
         assert_eq!(body(&settings), json!({}));
         settings.set("temperature", "0.7").unwrap();
         settings.set("top-k", "-1").unwrap();
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn a_wrong_setting_is_named_and_changes_nothing() {
-        let mut settings = Settings::default();
+        let mut settings = SamplingSettings::default();
         for (name, text, named) in [
             ("heat", "1", "heat"),
             ("temperature", "warm", "warm"),
@@ -115,6 +115,6 @@ mod tests {
             let error = settings.set(name, text).unwrap_err();
             assert!(error.contains(named), "{error}");
         }
-        assert_eq!(settings, Settings::default());
+        assert_eq!(settings, SamplingSettings::default());
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! Invariant: only escape sequences of this program are written, and only to terminals.
 
-use super::chat::{Console, Input, Mark};
+use super::chat::{Console, Input, PromptMark};
 use super::client::Chunk;
 use super::exchange::Screen;
 use crate::cli::escape::visible;
@@ -53,14 +53,14 @@ impl Interrupts {
 
 /// Output of answers to stdout.
 pub struct Output {
-    pub form: Form,
+    pub format: AnswerFormat,
     is_terminal: bool,
     interrupts: Interrupts,
 }
 
 /// Format in which answers are printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
+pub enum AnswerFormat {
     Text,
     /// The API's JSON, one object per line.
     Json,
@@ -68,13 +68,17 @@ pub enum Form {
 
 impl Output {
     /// Creates an output to stdout.
-    pub fn new(form: Form, interrupts: Interrupts) -> Output {
-        Output { form, is_terminal: io::stdout().is_terminal(), interrupts }
+    pub fn new(form: AnswerFormat, interrupts: Interrupts) -> Output {
+        Output { format: form, is_terminal: io::stdout().is_terminal(), interrupts }
     }
 
     /// Ends the last line of `text` on a terminal, if it is not ended yet.
     pub fn end_line(&mut self, text: &str) -> io::Result<()> {
-        match self.is_terminal && self.form == Form::Text && !text.is_empty() && !text.ends_with('\n') {
+        match self.is_terminal
+            && self.format == AnswerFormat::Text
+            && !text.is_empty()
+            && !text.ends_with('\n')
+        {
             true => self.line(""),
             false => Ok(()),
         }
@@ -88,10 +92,10 @@ impl Output {
 
 impl Screen for Output {
     fn show(&mut self, chunk: &Chunk) -> io::Result<()> {
-        match self.form {
-            Form::Json => return self.line(&chunk.json),
-            Form::Text if self.is_terminal => write!(io::stdout(), "{}", visible(&chunk.text))?,
-            Form::Text => write!(io::stdout(), "{}", chunk.text)?,
+        match self.format {
+            AnswerFormat::Json => return self.line(&chunk.json),
+            AnswerFormat::Text if self.is_terminal => write!(io::stdout(), "{}", visible(&chunk.text))?,
+            AnswerFormat::Text => write!(io::stdout(), "{}", chunk.text)?,
         }
         io::stdout().flush()
     }
@@ -135,7 +139,7 @@ impl Terminal {
     }
 
     fn open_history(&mut self, file: &Path) -> Result<()> {
-        private_file(file)?;
+        create_private_file(file)?;
         Ok(self.editor.load_history(file)?)
     }
 }
@@ -155,10 +159,10 @@ impl Screen for Terminal {
 }
 
 impl Console for Terminal {
-    fn read(&mut self, mark: Mark) -> io::Result<Input> {
+    fn read(&mut self, mark: PromptMark) -> io::Result<Input> {
         let mark = match mark {
-            Mark::Question => "> ",
-            Mark::Continued => ". ",
+            PromptMark::Question => "> ",
+            PromptMark::Continued => ". ",
         };
         let line = self.editor.readline(&(mark, paint(CYAN, mark, true)));
         self.output.interrupts.forget();
@@ -185,7 +189,7 @@ impl Console for Terminal {
 }
 
 /// Creates a file if it does not exist, with its folder, and restricts access to the user.
-fn private_file(file: &Path) -> Result<()> {
+fn create_private_file(file: &Path) -> Result<()> {
     if let Some(folder) = file.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     }

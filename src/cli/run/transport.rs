@@ -5,7 +5,7 @@
 //! data.
 
 use crate::cli::escape;
-use crate::server::{Answer, Local};
+use crate::server::{LocalApi, ResponseBody};
 use actix_web::web::Bytes;
 use futures_util::StreamExt;
 use futures_util::future::LocalBoxFuture;
@@ -28,10 +28,10 @@ pub enum Reply {
 
 /// The reason why a model supports completions but not chat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NoChat {
+pub enum ChatUnsupported {
     NoTemplate,
     /// The model is an encoder-decoder.
-    ReadsSources,
+    EncoderDecoder,
 }
 
 /// A failed or broken-off answer.
@@ -51,7 +51,7 @@ impl Failure {
     }
 
     /// Creates a failure from an error object, in any of the formats that servers use.
-    pub fn told(body: Value) -> Failure {
+    pub fn from_body(body: Value) -> Failure {
         let texts = [&body["error"]["message"], &body["error"], &body["message"], &body["detail"]];
         let message = texts.into_iter().find_map(|text| text.as_str().map(str::to_string));
         let message = message.unwrap_or_else(|| body.to_string());
@@ -60,26 +60,26 @@ impl Failure {
 
     /// Returns why the model does not support chat, if that is the failure. Servers share neither an error
     /// code nor a message for it, so several are recognized.
-    pub fn no_chat(&self) -> Option<NoChat> {
+    pub fn chat_unsupported(&self) -> Option<ChatUnsupported> {
         let code = self.body.as_ref().and_then(|body| body["error"]["code"].as_str());
         let texts = ["no chat template", "must provide a chat template"];
         match code {
             Some("wrong_endpoint") => {
-                self.message.contains("/v1/completions").then_some(NoChat::ReadsSources)
+                self.message.contains("/v1/completions").then_some(ChatUnsupported::EncoderDecoder)
             }
-            Some("no_chat_template") => Some(NoChat::NoTemplate),
-            _ => texts.iter().any(|text| self.message.contains(text)).then_some(NoChat::NoTemplate),
+            Some("no_chat_template") => Some(ChatUnsupported::NoTemplate),
+            _ => texts.iter().any(|text| self.message.contains(text)).then_some(ChatUnsupported::NoTemplate),
         }
     }
 }
 
 /// The engine in this process.
-impl Transport for Local {
+impl Transport for LocalApi {
     fn post<'a>(&'a self, path: &'a str, body: &'a Value) -> LocalBoxFuture<'a, Result<Reply, Failure>> {
         Box::pin(async move {
-            match Local::post(self, path, body).await {
-                Ok(Answer::Whole(bytes)) => Ok(Reply::Whole(bytes)),
-                Ok(Answer::Events(events)) => Ok(Reply::Events(events.map(Ok).boxed_local())),
+            match LocalApi::post(self, path, body).await {
+                Ok(ResponseBody::Json(bytes)) => Ok(Reply::Whole(bytes)),
+                Ok(ResponseBody::Events(events)) => Ok(Reply::Events(events.map(Ok).boxed_local())),
                 Err(error) => {
                     let body = serde_json::to_value(error.body()).ok();
                     Err(Failure { body, ..Failure::new(error.to_string()) })

@@ -4,13 +4,13 @@
 
 use super::super::words;
 use crate::actors::EngineSetup;
-use crate::actors::device::Factory;
+use crate::actors::device::ExecutorFactory;
 use crate::config::{DeviceConfig, DeviceKind, DeviceName};
-use crate::model::executor::{self, Executor, ExecutorReport, KvPlan, ModelExecutor};
+use crate::model::executor::{self, Executor, ExecutorReport, KvCacheConfig, ModelExecutor};
 use crate::model::fake::{self, FakeExecutor, StepTime};
 use crate::model::source::ModelSource;
 use crate::model::{Partition, Shard};
-use crate::planner::{Place, opened};
+use crate::planner::{DeviceCapacity, opened};
 use crate::text::Tokenizer;
 use anyhow::Result;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig};
@@ -33,7 +33,7 @@ pub fn partition(config: &DeviceConfig, source: &ModelSource) -> Result<Partitio
         }
     }
     // The devices share the machine's memory, so the split does not affect whether the model fits.
-    let place = |device: &DeviceName| Place {
+    let place = |device: &DeviceName| DeviceCapacity {
         speed: speeds.get(device.kind.name()).copied().unwrap_or(1.0),
         memory: f64::INFINITY,
     };
@@ -47,10 +47,10 @@ pub fn factories(
     source: &Arc<ModelSource>,
     tokenizer: &Arc<Tokenizer>,
     setup: &EngineSetup,
-) -> Vec<Vec<Factory>> {
+) -> Vec<Vec<ExecutorFactory>> {
     let of_stage = |(devices, shards): (&Vec<DeviceName>, Vec<Shard>)| {
         let member = |(device, shard): (&DeviceName, Shard)| {
-            let part = Part { source: source.clone(), shard, kv: setup.kv, limits: setup.limits };
+            let part = DevicePart { source: source.clone(), shard, kv: setup.kv, limits: setup.limits };
             factory(device.kind, config.clone(), part, tokenizer.clone())
         };
         devices.iter().zip(shards).map(member).collect()
@@ -59,31 +59,40 @@ pub fn factories(
 }
 
 /// The part of a model that one device holds, with its sizes.
-struct Part {
+struct DevicePart {
     source: Arc<ModelSource>,
     shard: Shard,
-    kv: KvPlan,
+    kv: KvCacheConfig,
     limits: StepLimits,
 }
 
-fn factory(kind: DeviceKind, config: DeviceConfig, part: Part, tokenizer: Arc<Tokenizer>) -> Factory {
+fn factory(
+    kind: DeviceKind,
+    config: DeviceConfig,
+    part: DevicePart,
+    tokenizer: Arc<Tokenizer>,
+) -> ExecutorFactory {
     Box::new(move |stage| {
         Ok(match kind {
-            DeviceKind::Cpu => real(cpu(&config)?, stage, &part)?,
-            DeviceKind::Reference => real(Reference::new(), stage, &part)?,
+            DeviceKind::Cpu => build_executor(cpu_backend(&config)?, stage, &part)?,
+            DeviceKind::Reference => build_executor(Reference::new(), stage, &part)?,
             DeviceKind::Fake { step, row } => {
-                let words = words::words(&part.source, &tokenizer);
-                let device = FakeExecutor::new(words, part.limits).joining(stage);
-                Box::new(device.taking(StepTime { step, row }))
+                let words = words::word_tokens(&part.source, &tokenizer);
+                let device = FakeExecutor::new(words, part.limits).with_collective(stage);
+                Box::new(device.with_step_time(StepTime { step, row }))
             }
         })
     })
 }
 
 /// Builds the executor of a rank of `stage` and loads its weights.
-fn real<B: Backend>(mut backend: B, stage: Box<dyn Collective>, part: &Part) -> Result<Box<dyn Executor>> {
-    backend.join(stage);
-    let Part { source, shard, kv, limits } = part;
+fn build_executor<B: Backend>(
+    mut backend: B,
+    stage: Box<dyn Collective>,
+    part: &DevicePart,
+) -> Result<Box<dyn Executor>> {
+    backend.join_stage(stage);
+    let DevicePart { source, shard, kv, limits } = part;
     Ok(Box::new(ModelExecutor::new(backend, source, shard, *kv, *limits)?))
 }
 
@@ -97,13 +106,13 @@ pub fn forecast(
         devices
             .iter()
             .zip(shards)
-            .map(|(device, shard)| forecast_of(device, &shard, config, source, setup))
+            .map(|(device, shard)| forecast_device(device, &shard, config, source, setup))
             .collect()
     };
     config.groups.iter().zip(setup.partition.shards()).map(of_stage).collect()
 }
 
-fn forecast_of(
+fn forecast_device(
     device: &DeviceName,
     shard: &Shard,
     config: &DeviceConfig,
@@ -112,14 +121,14 @@ fn forecast_of(
 ) -> Result<ExecutorReport> {
     let (kv, limits) = (setup.kv, setup.limits);
     match device.kind {
-        DeviceKind::Cpu => executor::forecast(cpu(config)?, source, shard, kv, limits),
-        DeviceKind::Reference => executor::forecast(Reference::new(), source, shard, kv, limits),
-        DeviceKind::Fake { step, row } => Ok(fake::forecast(StepTime { step, row })),
+        DeviceKind::Cpu => executor::estimate_report(cpu_backend(config)?, source, shard, kv, limits),
+        DeviceKind::Reference => executor::estimate_report(Reference::new(), source, shard, kv, limits),
+        DeviceKind::Fake { step, row } => Ok(fake::estimate_report(StepTime { step, row })),
     }
 }
 
 /// Merges the reports of several devices into one: tensors and sizes are added up.
-pub fn together(built: Vec<ExecutorReport>) -> ExecutorReport {
+pub fn merge_reports(built: Vec<ExecutorReport>) -> ExecutorReport {
     let mut names: Vec<String> = built.iter().map(|report| report.device.clone()).collect();
     names.dedup();
     let names = match &names[..] {
@@ -138,7 +147,7 @@ pub fn together(built: Vec<ExecutorReport>) -> ExecutorReport {
 }
 
 /// Creates a CPU backend with the configured threads, instruction set and activation precision.
-pub(super) fn cpu(config: &DeviceConfig) -> Result<CpuBackend> {
-    let DeviceConfig { threads, isa, inputs, .. } = *config;
-    Ok(CpuBackend::new(CpuConfig { threads, isa, inputs })?)
+pub(super) fn cpu_backend(config: &DeviceConfig) -> Result<CpuBackend> {
+    let DeviceConfig { threads, isa, activation_precision: inputs, .. } = *config;
+    Ok(CpuBackend::new(CpuConfig { threads, isa, activation_precision: inputs })?)
 }

@@ -5,13 +5,13 @@
 //! counts.
 //! Invariant: everything that is allocated here is freed when the measurement ends.
 
-use super::devices::cpu;
+use super::devices::cpu_backend;
 use crate::actors::engine::available_memory;
 use crate::config::{DeviceConfig, DeviceKind, DeviceName};
-use crate::planner::{Device, Hardware, Link, Together};
+use crate::planner::{Device, Hardware, Link, SharedMemory};
 use anyhow::{Context, Result, bail};
 use mainstem_kernels::reference::Reference;
-use mainstem_kernels::{Backend, QuantType, Share, StepLimits};
+use mainstem_kernels::{Backend, Fraction, QuantType, StepLimits};
 use std::sync::{Arc, Barrier, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 const WIDTH: usize = 4096;
 
 /// Maximum number of full matrices at once: 512 MiB. With more devices, each has a part of the rows.
-const WHOLE: usize = 8;
+const FULL_MATRICES_MAX: usize = 8;
 
 const SQUARE: (usize, usize) = (WIDTH, WIDTH);
 
@@ -32,44 +32,44 @@ const SMALL: usize = 64;
 const ROWS: usize = 64;
 
 /// Duration of each measurement.
-const MOMENT: Duration = Duration::from_millis(80);
+const MEASURE_TIME: Duration = Duration::from_millis(80);
 
 /// Number of round trips between two threads.
-const TRIPS: u32 = 500;
+const ROUND_TRIPS: u32 = 500;
 
 /// Measures the weight bytes per second that one device of `kind` reads alone.
 pub fn bandwidth(config: &DeviceConfig, kind: DeviceKind) -> Result<f64> {
-    Ok(bytes(WIDTH) / fastest(product(config, kind, SQUARE, 1)?))
+    Ok(row_bytes(WIDTH) / min_seconds(gemm(config, kind, SQUARE, 1)?))
 }
 
 /// Returns the bytes of `rows` rows of the large matrix.
-fn bytes(rows: usize) -> f64 {
+fn row_bytes(rows: usize) -> f64 {
     (rows * WIDTH * size_of::<f32>()) as f64
 }
 
 /// Measures this machine with the configured devices. One device of each kind is measured for all of them.
-pub fn machine(config: &DeviceConfig) -> Result<Hardware> {
+pub fn measure_machine(config: &DeviceConfig) -> Result<Hardware> {
     let memory = available_memory() as f64;
     let mut kinds: Vec<(DeviceKind, Device)> = Vec::new();
     for device in config.devices() {
         if !kinds.iter().any(|(kind, _)| *kind == device.kind) {
-            kinds.push((device.kind, measured(config, device.kind, memory)?));
+            kinds.push((device.kind, measure_device(config, device.kind, memory)?));
         }
     }
     let of_kind = |device: &DeviceName| kinds.iter().find(|(kind, _)| *kind == device.kind).map(|it| it.1);
-    let link = Link { latency: latency()?, bandwidth: copying() };
+    let link = Link { latency: thread_latency()?, bandwidth: copy_bandwidth() };
     Ok(Hardware {
         name: "this machine".to_owned(),
         devices: config.devices().filter_map(of_kind).collect(),
-        together: Together { bandwidth: together(config)?, memory },
-        within: link,
-        between: link,
-        turn_seconds: 0.0,
+        shared_memory: SharedMemory { bandwidth: combined_bandwidth(config)?, memory },
+        intra_stage_link: link,
+        inter_stage_link: link,
+        overhead_seconds: 0.0,
     })
 }
 
 /// Measures one device of `kind` alone.
-fn measured(config: &DeviceConfig, kind: DeviceKind, memory: f64) -> Result<Device> {
+fn measure_device(config: &DeviceConfig, kind: DeviceKind, memory: f64) -> Result<Device> {
     let rows = match kind {
         DeviceKind::Cpu => ROWS,
         // The reference backend reads the matrix again for each row.
@@ -77,22 +77,22 @@ fn measured(config: &DeviceConfig, kind: DeviceKind, memory: f64) -> Result<Devi
     };
     Ok(Device {
         bandwidth: bandwidth(config, kind)?,
-        flops: 2.0 * (rows * WIDTH * WIDTH) as f64 / fastest(product(config, kind, SQUARE, rows)?),
+        flops: 2.0 * (rows * WIDTH * WIDTH) as f64 / min_seconds(gemm(config, kind, SQUARE, rows)?),
         memory,
-        op_seconds: fastest(product(config, kind, (SMALL, SMALL), 1)?),
+        op_seconds: min_seconds(gemm(config, kind, (SMALL, SMALL), 1)?),
     })
 }
 
 /// Measures the bytes per second that all devices read together when they run at the same time.
-fn together(config: &DeviceConfig) -> Result<f64> {
+fn combined_bandwidth(config: &DeviceConfig) -> Result<f64> {
     let devices = config.devices().count();
-    let (begin, out) = (Arc::new(Barrier::new(devices)), outputs_each(devices));
+    let (begin, out) = (Arc::new(Barrier::new(devices)), rows_per_device(devices));
     let reading = |device: &DeviceName| {
         let (config, begin, kind) = (config.clone(), begin.clone(), device.kind);
         thread::spawn(move || -> Result<f64> {
-            let product = product(&config, kind, (out, WIDTH), 1);
+            let product = gemm(&config, kind, (out, WIDTH), 1);
             begin.wait();
-            Ok(bytes(out) / mean(product?))
+            Ok(row_bytes(out) / mean_seconds(product?))
         })
     };
     let threads: Vec<_> = config.devices().map(reading).collect();
@@ -103,30 +103,30 @@ fn together(config: &DeviceConfig) -> Result<f64> {
 
 /// Returns the matrix rows per device when `devices` run at once: all rows for up to [`FULL_MATRICES_MAX`]
 /// devices.
-fn outputs_each(devices: usize) -> usize {
-    (WIDTH * WHOLE / devices).clamp(1, WIDTH)
+fn rows_per_device(devices: usize) -> usize {
+    (WIDTH * FULL_MATRICES_MAX / devices).clamp(1, WIDTH)
 }
 
 /// Measures the seconds that a message takes to reach a sleeping thread.
-fn latency() -> Result<f64> {
+fn thread_latency() -> Result<f64> {
     let (there, at_work) = mpsc::channel();
     let (back, answers) = mpsc::channel();
     let echo = thread::spawn(move || at_work.into_iter().try_for_each(|()| back.send(())));
     let began = Instant::now();
-    for _ in 0..TRIPS {
+    for _ in 0..ROUND_TRIPS {
         there.send(()).context("a measurement thread has panicked")?;
         answers.recv().context("a measurement thread has panicked")?;
     }
-    let seconds = began.elapsed().as_secs_f64() / f64::from(2 * TRIPS);
+    let seconds = began.elapsed().as_secs_f64() / f64::from(2 * ROUND_TRIPS);
     drop(there);
     let _ = echo.join();
     Ok(seconds)
 }
 
 /// Measures the bytes per second that a thread copies.
-fn copying() -> f64 {
+fn copy_bandwidth() -> f64 {
     let (from, mut to) = (vec![1u8; 4 << 20], vec![0u8; 4 << 20]);
-    let seconds = fastest(|| {
+    let seconds = min_seconds(|| {
         to.copy_from_slice(std::hint::black_box(&from));
         std::hint::black_box(&mut to);
     });
@@ -134,18 +134,18 @@ fn copying() -> f64 {
 }
 
 /// A GEMM that runs at each call.
-type Product = Box<dyn FnMut()>;
+type GemmFn = Box<dyn FnMut()>;
 
 /// Prepares a GEMM of `rows` rows with a zero matrix (N, K) on a device of `kind`.
-fn product(config: &DeviceConfig, kind: DeviceKind, matrix: (usize, usize), rows: usize) -> Result<Product> {
+fn gemm(config: &DeviceConfig, kind: DeviceKind, matrix: (usize, usize), rows: usize) -> Result<GemmFn> {
     match kind {
-        DeviceKind::Cpu => product_on(cpu(config)?, matrix, rows),
-        DeviceKind::Reference => product_on(Reference::new(), matrix, rows),
+        DeviceKind::Cpu => gemm_on(cpu_backend(config)?, matrix, rows),
+        DeviceKind::Reference => gemm_on(Reference::new(), matrix, rows),
         DeviceKind::Fake { .. } => bail!("fake devices compute nothing, so their speed cannot be measured"),
     }
 }
 
-fn product_on<B: Backend + 'static>(mut backend: B, (n, k): (usize, usize), rows: usize) -> Result<Product> {
+fn gemm_on<B: Backend + 'static>(mut backend: B, (n, k): (usize, usize), rows: usize) -> Result<GemmFn> {
     let bytes = vec![0; n * k * size_of::<f32>()];
     let weight = backend.upload_weight(QuantType::F32, n, k, &bytes)?;
     let x = backend.alloc(rows * k * size_of::<f32>())?;
@@ -155,23 +155,23 @@ fn product_on<B: Backend + 'static>(mut backend: B, (n, k): (usize, usize), rows
         rows,
         logit_rows: 1,
         positions: 1,
-        source_positions: 0,
+        encoder_positions: 0,
         page_positions: 32,
         top_logprobs: 0,
-        biases: 0,
+        logit_biases: 0,
         vocab: 1,
         hidden: 0,
-        attended: Share::ALL,
+        attended_fraction: Fraction::ONE,
     })?;
     Ok(Box::new(move || backend.matmul(rows, &weight, None, &x, &mut y)))
 }
 
 /// Returns the seconds of the fastest run, after a warm-up run. Runs repeat for [`MEASURE_TIME`], at least
 /// once.
-fn fastest(mut run: impl FnMut()) -> f64 {
+fn min_seconds(mut run: impl FnMut()) -> f64 {
     run();
     let (began, mut shortest) = (Instant::now(), f64::INFINITY);
-    while shortest.is_infinite() || began.elapsed() < MOMENT {
+    while shortest.is_infinite() || began.elapsed() < MEASURE_TIME {
         let started = Instant::now();
         run();
         shortest = shortest.min(started.elapsed().as_secs_f64());
@@ -180,9 +180,9 @@ fn fastest(mut run: impl FnMut()) -> f64 {
 }
 
 /// Returns the mean seconds of a run, for devices that run at the same time.
-fn mean(mut run: impl FnMut()) -> f64 {
+fn mean_seconds(mut run: impl FnMut()) -> f64 {
     let (began, mut runs) = (Instant::now(), 0.0);
-    while began.elapsed() < MOMENT {
+    while began.elapsed() < MEASURE_TIME {
         run();
         runs += 1.0;
     }
@@ -205,7 +205,7 @@ mod tests {
     /// load.
     #[test]
     fn each_device_has_the_speed_of_its_kind() {
-        let machine = machine(&devices("reference:0;0;1")).unwrap();
+        let machine = measure_machine(&devices("reference:0;0;1")).unwrap();
         let [slow, fast, _] = machine.devices[..] else { panic!("{:?}", machine.devices) };
         assert!(fast.bandwidth > 2.0 * slow.bandwidth, "{fast:?} {slow:?}");
         assert!(fast.flops > 2.0 * slow.flops, "{fast:?} {slow:?}");
@@ -215,15 +215,15 @@ mod tests {
     #[test]
     fn many_devices_take_no_more_memory_than_some() {
         for devices in 1..=256 {
-            let all = devices as f64 * bytes(outputs_each(devices));
+            let all = devices as f64 * row_bytes(rows_per_device(devices));
             assert!(all > 0.0 && all <= 512.0 * f64::from(1 << 20), "{devices}: {all}");
         }
-        assert_eq!([1, 8, 256].map(outputs_each), [WIDTH, WIDTH, 128]);
+        assert_eq!([1, 8, 256].map(rows_per_device), [WIDTH, WIDTH, 128]);
     }
 
     #[test]
     fn devices_that_compute_nothing_have_no_speed() {
-        let error = machine(&devices("fake:0;fake:1")).unwrap_err().to_string();
+        let error = measure_machine(&devices("fake:0;fake:1")).unwrap_err().to_string();
         assert!(error.contains("fake devices compute nothing"), "{error}");
     }
 }

@@ -6,13 +6,13 @@ mod devices;
 
 pub mod measure;
 
-pub use devices::{factories, forecast, partition, together};
+pub use devices::{factories, forecast, merge_reports, partition};
 
 use super::spinner::Spinner;
 use crate::actors::engine::{self, Engine, EngineSetup};
 use crate::config::{Config, DeviceConfig, HubSettings, ModelConfig};
-use crate::formats::{ChatSource, Gguf};
-use crate::hub::{self, Bars, HubReference};
+use crate::formats::{ChatTemplateSource, Gguf};
+use crate::hub::{self, HubReference, ProgressBars};
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
 use crate::model::tensors;
 use crate::text::{GgufVocabulary, Tokenizer};
@@ -22,20 +22,20 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 
 /// An opened model with the sizes of all allocations, before anything is allocated.
-pub struct Prepared {
+pub struct PreparedModel {
     pub setup: EngineSetup,
     pub source: Arc<ModelSource>,
     pub tokenizer: Arc<Tokenizer>,
     pub device: DeviceConfig,
 }
 
-impl Prepared {
+impl PreparedModel {
     /// Opens `model` with the configuration's options. `model` replaces the configured path.
-    pub fn of(config: &Config, model: &ModelRef) -> Result<Prepared> {
+    pub fn open(config: &Config, model: &ModelRef) -> Result<PreparedModel> {
         let _spinner = Spinner::start("opening the model");
-        let (source, tokenizer) = with_tokenizer(source(model, &config.model)?)?;
-        let setup = setup(config, &source)?;
-        Ok(Prepared { setup, source, tokenizer, device: config.device.clone() })
+        let (source, tokenizer) = attach_tokenizer(open_source(model, &config.model)?)?;
+        let setup = engine_setup(config, &source)?;
+        Ok(PreparedModel { setup, source, tokenizer, device: config.device.clone() })
     }
 
     /// The model's name in the API.
@@ -45,42 +45,42 @@ impl Prepared {
 
     /// Starts the actors and loads the weights.
     pub async fn start(self) -> Result<Engine> {
-        let _spinner = Spinner::measured("loading the weights", self.source.progress.clone());
+        let _spinner = Spinner::with_progress("loading the weights", self.source.progress.clone());
         let factories = factories(&self.device, &self.source, &self.tokenizer, &self.setup);
         engine::start(self.setup, self.tokenizer, factories).await
     }
 }
 
 /// Opens the configured model. A hub model is fetched first.
-pub async fn prepare(config: &Config) -> Result<Prepared> {
-    let model = fetched_aside(config.model.clone(), config.hub.clone()).await?;
+pub async fn prepare(config: &Config) -> Result<PreparedModel> {
+    let model = fetch_model_async(config.model.clone(), config.hub.clone()).await?;
     let reference = ModelRef::parse(&model.path)?;
-    Prepared::of(&Config { model, ..config.clone() }, &reference)
+    PreparedModel::open(&Config { model, ..config.clone() }, &reference)
 }
 
 /// Opens the configured model, starts the actors and loads the weights.
-pub async fn engine(config: &Config) -> Result<Engine> {
+pub async fn start_engine(config: &Config) -> Result<Engine> {
     prepare(config).await?.start().await
 }
 
 /// Computes the engine's sizes for a model divided among the configured devices.
-pub fn setup(config: &Config, source: &ModelSource) -> Result<EngineSetup> {
+pub fn engine_setup(config: &Config, source: &ModelSource) -> Result<EngineSetup> {
     EngineSetup::new(config, source, partition(&config.device, source)?)
 }
 
 /// Opens a model and its tokenizer.
 pub fn open(model: &ModelRef, spec_file: Option<&Path>) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
-    with_tokenizer(ModelSource::open(model, spec_file)?)
+    attach_tokenizer(ModelSource::open(model, spec_file)?)
 }
 
 /// Opens a model with its configured options, and its tokenizer.
-pub fn configured(model: &ModelRef, config: &ModelConfig) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
-    with_tokenizer(source(model, config)?)
+pub fn open_configured(model: &ModelRef, config: &ModelConfig) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
+    attach_tokenizer(open_source(model, config)?)
 }
 
 /// Opens the tokenizer of a model. If the model names no end tokens, the tokenizer's is used.
-fn with_tokenizer(mut source: ModelSource) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
-    let tokenizer = tokenizer(&source)?;
+fn attach_tokenizer(mut source: ModelSource) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
+    let tokenizer = open_tokenizer(&source)?;
     if source.eos.is_empty() {
         source.eos.extend(tokenizer.eos_id());
     }
@@ -89,10 +89,10 @@ fn with_tokenizer(mut source: ModelSource) -> Result<(Arc<ModelSource>, Arc<Toke
 
 /// Opens a model with the configured specification, weight formats and chat template. Fails if a weight rule
 /// applies to no tensor.
-pub fn source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource> {
+pub fn open_source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource> {
     let mut source = ModelSource::open(model, config.spec.as_deref())?;
-    source.weights = config.weights.clone();
-    if let Some(pattern) = source.weights.idle(&tensors::pieces(&source.spec)) {
+    source.weight_rules = config.weights.clone();
+    if let Some(pattern) = source.weight_rules.unused_pattern(&tensors::required_slices(&source.spec)) {
         bail!(
             "model.weights: '{pattern}' matches no tensor of {}, or only tensors of earlier rules",
             source.path.display()
@@ -101,17 +101,17 @@ pub fn source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource> {
     if let Some(file) = &config.chat_template {
         let origin = file.display().to_string();
         let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {origin}"))?;
-        source.chat.template = Some(ChatSource { origin, text });
+        source.chat.template = Some(ChatTemplateSource { origin, text });
     }
     Ok(source)
 }
 
 /// Fetches a hub model and returns the configuration with its local folder and, unless one is configured, its
 /// hub name as the served name. Other models are returned as they are. Blocks.
-pub fn fetched(mut model: ModelConfig, settings: &HubSettings) -> Result<ModelConfig> {
-    if HubReference::is_meant(&model.path) {
+pub fn fetch_model(mut model: ModelConfig, settings: &HubSettings) -> Result<ModelConfig> {
+    if HubReference::has_prefix(&model.path) {
         let reference = HubReference::parse(&model.path)?;
-        let folder = hub::fetch(&reference, settings, &mut Bars::default())?;
+        let folder = hub::fetch(&reference, settings, &mut ProgressBars::default())?;
         model.path = folder.to_str().context("the path of the hub cache is not UTF-8")?.to_owned();
         if model.served_name.is_empty() {
             model.served_name = reference.repository().to_owned();
@@ -121,29 +121,31 @@ pub fn fetched(mut model: ModelConfig, settings: &HubSettings) -> Result<ModelCo
 }
 
 /// Runs [`fetch_model`] on a separate thread, which the process does not wait for at exit.
-pub async fn fetched_aside(model: ModelConfig, settings: HubSettings) -> Result<ModelConfig> {
+pub async fn fetch_model_async(model: ModelConfig, settings: HubSettings) -> Result<ModelConfig> {
     let (sender, receiver) = oneshot::channel();
     // The receiver may have been dropped.
-    std::thread::spawn(move || _ = sender.send(fetched(model, &settings)));
+    std::thread::spawn(move || _ = sender.send(fetch_model(model, &settings)));
     receiver.await.context("the download thread has panicked")?
 }
 
 /// Opens the model's tokenizer.
-pub fn tokenizer(source: &ModelSource) -> Result<Tokenizer> {
+pub fn open_tokenizer(source: &ModelSource) -> Result<Tokenizer> {
     match &source.kind {
         SourceKind::HubFolder(folder) => Tokenizer::from_folder(folder),
-        SourceKind::Gguf(gguf) => match GgufVocabulary::of_file(gguf)? {
+        SourceKind::Gguf(gguf) => match GgufVocabulary::from_file(gguf)? {
             Some(own) => Tokenizer::from_gguf(gguf.path(), &own),
-            None => beside_gguf(gguf, source.spec.vocab),
+            None => tokenizer_beside_gguf(gguf, source.spec.vocab),
         },
-        SourceKind::Llama2c => Tokenizer::from_llama2c(&beside(&source.path)?, source.spec.vocab),
+        SourceKind::Llama2c => {
+            Tokenizer::from_llama2c(&llama2c_tokenizer_file(&source.path)?, source.spec.vocab)
+        }
         SourceKind::Synthetic => Tokenizer::bytes(source.spec.vocab),
     }
 }
 
 /// Opens the tokenizer in the folder of a GGUF file that has no vocabulary: `tokenizer.json` of a hub model,
 /// else `tokenizer.bin` of a llama2.c model.
-fn beside_gguf(gguf: &Gguf, vocab: usize) -> Result<Tokenizer> {
+fn tokenizer_beside_gguf(gguf: &Gguf, vocab: usize) -> Result<Tokenizer> {
     let folder = gguf.folder();
     match (folder.has("tokenizer.json"), folder.has("tokenizer.bin")) {
         (true, _) => Tokenizer::from_folder(&folder),
@@ -157,7 +159,7 @@ fn beside_gguf(gguf: &Gguf, vocab: usize) -> Result<Tokenizer> {
 
 /// Returns the tokenizer file of a llama2.c model: `tokenizer.bin` in its folder, or the only `tok*.bin`
 /// there.
-fn beside(model: &Path) -> Result<PathBuf> {
+fn llama2c_tokenizer_file(model: &Path) -> Result<PathBuf> {
     let folder = model.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let usual = folder.join("tokenizer.bin");
     if usual.exists() {

@@ -4,7 +4,7 @@
 //! stage and shares per rank use the same two forms.
 //! Invariant: a device is named once, and the devices of a stage are of one kind.
 
-use super::{DeviceKind, Experts};
+use super::{DeviceKind, ExpertPlacement};
 use std::fmt;
 use strsim::levenshtein;
 use toml::Value;
@@ -27,13 +27,14 @@ impl fmt::Display for DeviceName {
 pub type Groups = Vec<Vec<DeviceName>>;
 
 /// Expert splits by their names in the configuration.
-pub(super) const EXPERTS: [(&str, Experts); 2] = [("column", Experts::Column), ("expert", Experts::Expert)];
+pub(super) const EXPERTS: [(&str, ExpertPlacement); 2] =
+    [("column", ExpertPlacement::Column), ("expert", ExpertPlacement::Expert)];
 
 /// Maximum number of devices of one model.
 const DEVICES_MAX: usize = 256;
 
 /// Formats groups in the short form. Parsing the result gives the same groups.
-pub fn spelled(groups: &[Vec<DeviceName>]) -> String {
+pub fn format_groups(groups: &[Vec<DeviceName>]) -> String {
     let stage =
         |members: &Vec<DeviceName>| members.iter().map(ToString::to_string).collect::<Vec<_>>().join("&");
     groups.iter().map(stage).collect::<Vec<_>>().join(";")
@@ -41,9 +42,13 @@ pub fn spelled(groups: &[Vec<DeviceName>]) -> String {
 
 /// Parses device groups. A bare number is a device of the `default` kind, and an empty value is that kind's
 /// device 0. Other names must be of one of `kinds`.
-pub(super) fn groups(value: &Value, default: DeviceKind, kinds: &[DeviceKind]) -> Result<Groups, String> {
-    let name = |text: &String| device(text, default, kinds);
-    let stages = stages(value)?.into_iter().map(|stage| stage.iter().map(name).collect());
+pub(super) fn parse_groups(
+    value: &Value,
+    default: DeviceKind,
+    kinds: &[DeviceKind],
+) -> Result<Groups, String> {
+    let name = |text: &String| parse_device(text, default, kinds);
+    let stages = parse_stages(value)?.into_iter().map(|stage| stage.iter().map(name).collect());
     let groups = stages.collect::<Result<Groups, String>>()?;
     if groups.is_empty() {
         return Ok(vec![vec![DeviceName { kind: default, number: 0 }]]);
@@ -56,7 +61,7 @@ pub(super) fn groups(value: &Value, default: DeviceKind, kinds: &[DeviceKind]) -
     Ok(groups)
 }
 
-fn device(text: &str, default: DeviceKind, kinds: &[DeviceKind]) -> Result<DeviceName, String> {
+fn parse_device(text: &str, default: DeviceKind, kinds: &[DeviceKind]) -> Result<DeviceName, String> {
     let (kind, number) = text.split_once(':').unwrap_or((default.name(), text));
     let found = kinds.iter().find(|known| known.name() == kind);
     // At most 5 digits, so that the number always fits.
@@ -128,7 +133,7 @@ fn nearest_groups(groups: &Groups) -> String {
         .iter()
         .map(|stage| -> Vec<DeviceName> { stage.iter().copied().filter(|device| can_be(device)).collect() });
     let nearest: Groups = stages.flat_map(|stage| by_kind(&stage)).collect();
-    format!("the nearest possible is {}", spelled(&nearest))
+    format!("the nearest possible is {}", format_groups(&nearest))
 }
 
 /// Splits a stage into one per kind.
@@ -144,28 +149,28 @@ fn by_kind(stage: &[DeviceName]) -> Groups {
 }
 
 /// Parses the layers per stage; empty for an automatic split.
-pub(super) fn layers(value: &Value, groups: &Groups) -> Result<Vec<usize>, String> {
-    let stages = stages(value)?;
+pub(super) fn parse_layers(value: &Value, groups: &Groups) -> Result<Vec<usize>, String> {
+    let stages = parse_stages(value)?;
     let count = |stage: &Vec<String>| match &stage[..] {
-        [count] => whole(count),
+        [count] => parse_count(count),
         _ => Err("expected one number for each stage".to_string()),
     };
     let layers = stages.iter().map(count).collect::<Result<Vec<_>, _>>()?;
     if !layers.is_empty() && layers.len() != groups.len() {
         return Err(format!(
             "is for {}, but device.groups has {} ({}); [] splits automatically",
-            counted(layers.len(), "stage"),
+            pluralize(layers.len(), "stage"),
             groups.len(),
-            spelled(groups)
+            format_groups(groups)
         ));
     }
     Ok(layers)
 }
 
 /// Parses the relative share per rank; empty for equal shares.
-pub(super) fn shares(value: &Value, groups: &Groups) -> Result<Vec<Vec<u32>>, String> {
-    let share = |text: &String| whole(text).map(|share| share as u32);
-    let shares = stages(value)?.into_iter().map(|stage| stage.iter().map(share).collect());
+pub(super) fn parse_shares(value: &Value, groups: &Groups) -> Result<Vec<Vec<u32>>, String> {
+    let share = |text: &String| parse_count(text).map(|share| share as u32);
+    let shares = parse_stages(value)?.into_iter().map(|stage| stage.iter().map(share).collect());
     let shares = shares.collect::<Result<Vec<Vec<u32>>, String>>()?;
     let sizes = |lists: &[Vec<u32>]| lists.iter().map(Vec::len).collect::<Vec<_>>();
     let equal: Vec<Vec<u32>> = groups.iter().map(|stage| vec![1; stage.len()]).collect();
@@ -173,13 +178,13 @@ pub(super) fn shares(value: &Value, groups: &Groups) -> Result<Vec<Vec<u32>>, St
         true => Ok(shares),
         false => Err(format!(
             "does not fit the devices of device.groups ({}); the nearest possible is {equal:?}",
-            spelled(groups)
+            format_groups(groups)
         )),
     }
 }
 
 /// Parses a layer count or a share, from 1.
-fn whole(text: &str) -> Result<usize, String> {
+fn parse_count(text: &str) -> Result<usize, String> {
     const MOST: usize = 1_000_000;
     let number =
         Some(text).filter(|text| is_number(text) && text.len() <= 7).and_then(|text| text.parse().ok());
@@ -188,31 +193,31 @@ fn whole(text: &str) -> Result<usize, String> {
         .ok_or_else(|| format!("'{text}' must be a whole number from 1 to {MOST}"))
 }
 
-fn counted(number: usize, what: &str) -> String {
+fn pluralize(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
 /// Parses a list of lists in either form into strings.
-fn stages(value: &Value) -> Result<Vec<Vec<String>>, String> {
+fn parse_stages(value: &Value) -> Result<Vec<Vec<String>>, String> {
     match value {
         Value::String(text) if text.trim_start().starts_with('[') => match text.parse() {
-            Ok(Value::Array(items)) => listed(&items),
-            _ => Err(expected()),
+            Ok(Value::Array(items)) => parse_list(&items),
+            _ => Err(expected_format()),
         },
         Value::String(text) if text.trim().is_empty() => Ok(Vec::new()),
-        Value::String(text) => short(text),
-        Value::Array(items) => listed(items),
-        _ => Err(expected()),
+        Value::String(text) => parse_short_form(text),
+        Value::Array(items) => parse_list(items),
+        _ => Err(expected_format()),
     }
 }
 
-fn listed(items: &[Value]) -> Result<Vec<Vec<String>>, String> {
+fn parse_list(items: &[Value]) -> Result<Vec<Vec<String>>, String> {
     let mut stages = Vec::new();
     for item in items {
         match item {
-            Value::String(text) => stages.extend(short(text)?),
-            Value::Array(members) => stages.push(members.iter().map(member).collect::<Result<_, _>>()?),
-            alone => stages.push(vec![member(alone)?]),
+            Value::String(text) => stages.extend(parse_short_form(text)?),
+            Value::Array(members) => stages.push(members.iter().map(parse_item).collect::<Result<_, _>>()?),
+            alone => stages.push(vec![parse_item(alone)?]),
         }
     }
     match stages.iter().position(Vec::is_empty) {
@@ -221,16 +226,16 @@ fn listed(items: &[Value]) -> Result<Vec<Vec<String>>, String> {
     }
 }
 
-fn member(value: &Value) -> Result<String, String> {
+fn parse_item(value: &Value) -> Result<String, String> {
     match value {
         Value::String(name) => Ok(name.trim().to_string()),
         Value::Integer(number) => Ok(number.to_string()),
-        _ => Err(expected()),
+        _ => Err(expected_format()),
     }
 }
 
 /// Parses the short form `0&1;2`. A comma may replace `;` and a bar may replace `&`.
-fn short(text: &str) -> Result<Vec<Vec<String>>, String> {
+fn parse_short_form(text: &str) -> Result<Vec<Vec<String>>, String> {
     let stages: Vec<Vec<String>> = text
         .split([';', ','])
         .map(|stage| stage.split(['&', '|']).map(|member| member.trim().to_string()).collect())
@@ -241,7 +246,7 @@ fn short(text: &str) -> Result<Vec<Vec<String>>, String> {
     }
 }
 
-fn expected() -> String {
+fn expected_format() -> String {
     "expected a list for each stage, such as [[0, 1], [2]], or the same as \"0&1;2\"".to_string()
 }
 

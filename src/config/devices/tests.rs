@@ -5,12 +5,12 @@ const FAKE: DeviceKind = DeviceKind::Fake { step: Duration::ZERO, row: Duration:
 const KINDS: [DeviceKind; 3] = [DeviceKind::Cpu, DeviceKind::Reference, FAKE];
 
 fn groups_of(value: impl Into<Value>) -> Result<Groups, String> {
-    groups(&value.into(), DeviceKind::Cpu, &KINDS)
+    parse_groups(&value.into(), DeviceKind::Cpu, &KINDS)
 }
 
 /// Parses groups and formats them in the short form.
 fn read(value: impl Into<Value>) -> String {
-    spelled(&groups_of(value).unwrap())
+    format_groups(&groups_of(value).unwrap())
 }
 
 fn toml(text: &str) -> Value {
@@ -37,10 +37,10 @@ fn both_forms_parse_to_the_same_groups() {
 #[test]
 fn an_empty_value_is_one_device_of_the_default_kind() {
     for nothing in [Value::from(""), toml("[]")] {
-        assert_eq!(spelled(&groups(&nothing, FAKE, &KINDS).unwrap()), "fake:0");
+        assert_eq!(format_groups(&parse_groups(&nothing, FAKE, &KINDS).unwrap()), "fake:0");
     }
     assert_eq!(
-        spelled(&groups(&"1;cpu:1".into(), DeviceKind::Reference, &KINDS).unwrap()),
+        format_groups(&parse_groups(&"1;cpu:1".into(), DeviceKind::Reference, &KINDS).unwrap()),
         "reference:1;cpu:1"
     );
 }
@@ -90,21 +90,24 @@ fn invalid_groups_are_rejected_with_a_valid_suggestion() {
 fn layers_and_shares_are_as_many_as_stages_and_members() {
     let groups = groups_of("0&1;2").unwrap();
     for same in ["[20, 20]", "20,20", "20;20", "[[20], [20]]"] {
-        assert_eq!(layers(&same.into(), &groups), Ok(vec![20, 20]), "{same}");
+        assert_eq!(parse_layers(&same.into(), &groups), Ok(vec![20, 20]), "{same}");
     }
-    assert_eq!(layers(&toml("[]"), &groups), Ok(vec![]));
-    let error = layers(&toml("[20]"), &groups).unwrap_err();
+    assert_eq!(parse_layers(&toml("[]"), &groups), Ok(vec![]));
+    let error = parse_layers(&toml("[20]"), &groups).unwrap_err();
     assert_eq!(error, "is for 1 stage, but device.groups has 2 (cpu:0&cpu:1;cpu:2); [] splits automatically");
     for wrong in ["0,1", "-1,1", "1&1;1", "1,x", "10000000,1"] {
-        assert!(layers(&wrong.into(), &groups).is_err(), "{wrong}");
+        assert!(parse_layers(&wrong.into(), &groups).is_err(), "{wrong}");
     }
     for same in ["[[2, 1], [1]]", "2&1;1", "2|1,1"] {
-        assert_eq!(shares(&same.into(), &groups), Ok(vec![vec![2, 1], vec![1]]), "{same}");
+        assert_eq!(parse_shares(&same.into(), &groups), Ok(vec![vec![2, 1], vec![1]]), "{same}");
     }
-    assert_eq!(shares(&toml("[]"), &groups), Ok(vec![]));
+    assert_eq!(parse_shares(&toml("[]"), &groups), Ok(vec![]));
     for wrong in ["2;1", "2&1", "1&1&1;1"] {
-        let error = shares(&wrong.into(), &groups).unwrap_err();
+        let error = parse_shares(&wrong.into(), &groups).unwrap_err();
         assert!(error.ends_with("the nearest possible is [[1, 1], [1]]"), "{error}");
     }
-    assert_eq!(shares(&"0&1;1".into(), &groups).unwrap_err(), "'0' must be a whole number from 1 to 1000000");
+    assert_eq!(
+        parse_shares(&"0&1;1".into(), &groups).unwrap_err(),
+        "'0' must be a whole number from 1 to 1000000"
+    );
 }

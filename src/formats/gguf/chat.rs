@@ -3,7 +3,7 @@
 //! Invariant: special tokens are named by the file's own vocabulary.
 
 use super::Gguf;
-use crate::formats::chat::{ChatFiles, ChatSource};
+use crate::formats::chat::{ChatConfig, ChatTemplateSource};
 use anyhow::Result;
 use std::collections::BTreeMap;
 
@@ -18,13 +18,13 @@ const SPECIAL: [(&str, &str); 4] = [
     ("tokenizer.ggml.padding_token_id", "pad_token"),
 ];
 
-impl ChatFiles {
+impl ChatConfig {
     /// Reads the chat settings of a GGUF file. Values it does not have come from the folder it is in.
-    pub fn from_gguf(gguf: &Gguf) -> Result<ChatFiles> {
-        let mut chat = ChatFiles::from_folder(&gguf.folder())?;
+    pub fn from_gguf(gguf: &Gguf) -> Result<ChatConfig> {
+        let mut chat = ChatConfig::from_folder(&gguf.folder())?;
         if let Some(text) = gguf.opt_str(TEMPLATE)? {
             let origin = format!("{}: key '{TEMPLATE}'", gguf.path().display());
-            chat.template = Some(ChatSource { origin, text: text.to_owned() });
+            chat.template = Some(ChatTemplateSource { origin, text: text.to_owned() });
         }
         chat.special_tokens.extend(special_tokens(gguf)?);
         Ok(chat)

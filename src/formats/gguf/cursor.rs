@@ -9,23 +9,23 @@ use std::ops::Range;
 
 /// Width of counts and lengths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Counts {
+pub(super) enum CountWidth {
     /// Version 1.
     Bits32,
     Bits64,
 }
 
-impl Counts {
+impl CountWidth {
     /// Returns the width that a version of the format uses.
-    pub(super) fn of_version(version: u32) -> Counts {
-        if version == 1 { Counts::Bits32 } else { Counts::Bits64 }
+    pub(super) fn for_version(version: u32) -> CountWidth {
+        if version == 1 { CountWidth::Bits32 } else { CountWidth::Bits64 }
     }
 
     /// Bytes of one count.
     pub(super) fn bytes(self) -> usize {
         match self {
-            Counts::Bits32 => 4,
-            Counts::Bits64 => 8,
+            CountWidth::Bits32 => 4,
+            CountWidth::Bits64 => 8,
         }
     }
 }
@@ -34,12 +34,12 @@ impl Counts {
 pub(super) struct Cursor<'a> {
     bytes: &'a [u8],
     at: usize,
-    pub(super) counts: Counts,
+    pub(super) count_width: CountWidth,
 }
 
 impl<'a> Cursor<'a> {
-    pub(super) fn new(bytes: &'a [u8], at: usize, counts: Counts) -> Cursor<'a> {
-        Cursor { bytes, at, counts }
+    pub(super) fn new(bytes: &'a [u8], at: usize, counts: CountWidth) -> Cursor<'a> {
+        Cursor { bytes, at, count_width: counts }
     }
 
     /// Offset of the next byte to be read.
@@ -64,9 +64,9 @@ impl<'a> Cursor<'a> {
 
     /// Reads an unsigned integer of the width of counts.
     pub(super) fn size(&mut self) -> Result<usize> {
-        let size = match self.counts {
-            Counts::Bits32 => self.u32()?.into(),
-            Counts::Bits64 => self.u64()?,
+        let size = match self.count_width {
+            CountWidth::Bits32 => self.u32()?.into(),
+            CountWidth::Bits64 => self.u64()?,
         };
         usize::try_from(size)
             .with_context(|| format!("the size {size} does not fit this machine's address space"))
@@ -89,7 +89,11 @@ impl<'a> Cursor<'a> {
     pub(super) fn skip(&mut self, len: usize) -> Result<Range<usize>> {
         let end = self.at.checked_add(len).filter(|end| *end <= self.bytes.len());
         let end = end.with_context(|| {
-            format!("truncated: expected {len} bytes at offset {}, but only {} follow", self.at, self.left())
+            format!(
+                "truncated: expected {len} bytes at offset {}, but only {} follow",
+                self.at,
+                self.remaining()
+            )
         })?;
         let begin = std::mem::replace(&mut self.at, end);
         Ok(begin..end)
@@ -110,7 +114,7 @@ impl<'a> Cursor<'a> {
         std::str::from_utf8(&self.bytes[range]).with_context(|| format!("{what} at offset {at}"))
     }
 
-    fn left(&self) -> usize {
+    fn remaining(&self) -> usize {
         self.bytes.len() - self.at
     }
 }

@@ -11,9 +11,9 @@
 //! Strings are preceded by their length, arrays by the type and number of their elements.
 //! Invariant: every tensor of an accepted file lies inside the file and overlaps no other.
 
-use super::cursor::{Counts, Cursor};
+use super::cursor::{CountWidth, Cursor};
 use super::types::GgmlType;
-use super::value::Value;
+use super::value::GgufValue;
 use crate::formats::{Dtype, fixed_bytes};
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::{BTreeMap, BTreeSet};
@@ -40,17 +40,17 @@ const TENSORS_MAX: usize = 1 << 18;
 
 /// The parsed header of a GGUF file.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Head {
+pub struct GgufHeader {
     /// 1, 2 or 3.
     pub version: u32,
-    pub metadata: BTreeMap<String, Value>,
+    pub metadata: BTreeMap<String, GgufValue>,
     /// Tensors in the file's order.
-    pub tensors: Vec<Tensor>,
+    pub tensors: Vec<GgufTensor>,
 }
 
 /// A tensor and the range of its bytes in the file.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Tensor {
+pub struct GgufTensor {
     pub name: String,
     pub dtype: Dtype,
     /// Outermost dimension first.
@@ -58,27 +58,28 @@ pub struct Tensor {
     pub bytes: Range<usize>,
 }
 
-impl Head {
+impl GgufHeader {
     /// Parses the header of a file with these bytes. Accepts any input: an error names the key or the tensor,
     /// and no memory is allocated for a count that exceeds what the bytes can hold.
-    pub fn read(bytes: &[u8]) -> Result<Head> {
+    pub fn read(bytes: &[u8]) -> Result<GgufHeader> {
         let version = read_version(bytes)?;
-        let counts = Counts::of_version(version);
+        let counts = CountWidth::for_version(version);
         let mut cursor = Cursor::new(bytes, 8, counts);
-        let tensors = cursor.count("tensors", least_tensor_bytes(counts))?;
-        let entries = cursor.count("metadata entries", least_entry_bytes(counts))?;
+        let tensors = cursor.count("tensors", min_tensor_bytes(counts))?;
+        let entries = cursor.count("metadata entries", min_entry_bytes(counts))?;
         ensure!(tensors <= TENSORS_MAX, "{tensors} tensors are declared, more than {TENSORS_MAX}");
         ensure!(entries <= ENTRIES_MAX, "{entries} metadata entries are declared, more than {ENTRIES_MAX}");
         let metadata = read_metadata(&mut cursor, entries)?;
         let alignment = alignment(&metadata)?;
-        let described = read_described(&mut cursor, tensors)?;
-        let data = Data { start: cursor.at().next_multiple_of(alignment), alignment, end: bytes.len() };
-        Ok(Head { version, metadata, tensors: data.place(described)? })
+        let described = read_tensor_infos(&mut cursor, tensors)?;
+        let data =
+            DataSection { start: cursor.at().next_multiple_of(alignment), alignment, end: bytes.len() };
+        Ok(GgufHeader { version, metadata, tensors: data.locate(described)? })
     }
 }
 
 /// Whether these bytes begin like a GGUF file or one of its predecessors.
-pub(super) fn is_of_the_family(bytes: &[u8]) -> bool {
+pub(super) fn has_ggml_magic(bytes: &[u8]) -> bool {
     bytes.starts_with(&MAGIC) || LEGACY.iter().any(|(magic, _)| bytes.starts_with(*magic))
 }
 
@@ -98,31 +99,31 @@ fn read_version(bytes: &[u8]) -> Result<u32> {
 }
 
 /// Minimum bytes of a metadata entry: the key's length, a type and a value of one byte.
-fn least_entry_bytes(counts: Counts) -> usize {
+fn min_entry_bytes(counts: CountWidth) -> usize {
     counts.bytes() + 4 + 1
 }
 
 /// Minimum bytes of a tensor description: the name's length, the number of dimensions, a type and an offset.
-fn least_tensor_bytes(counts: Counts) -> usize {
+fn min_tensor_bytes(counts: CountWidth) -> usize {
     counts.bytes() + 4 + 4 + 8
 }
 
-fn read_metadata(cursor: &mut Cursor, entries: usize) -> Result<BTreeMap<String, Value>> {
+fn read_metadata(cursor: &mut Cursor, entries: usize) -> Result<BTreeMap<String, GgufValue>> {
     let mut metadata = BTreeMap::new();
     for _ in 0..entries {
         let key = cursor.name("the metadata key", KEY_BYTES_MAX)?;
-        let value = Value::read(cursor).with_context(|| format!("key '{key}'"))?;
+        let value = GgufValue::read(cursor).with_context(|| format!("key '{key}'"))?;
         ensure!(metadata.insert(key.to_owned(), value).is_none(), "key '{key}': it appears twice");
     }
     Ok(metadata)
 }
 
-fn alignment(metadata: &BTreeMap<String, Value>) -> Result<usize> {
+fn alignment(metadata: &BTreeMap<String, GgufValue>) -> Result<usize> {
     let alignment = match metadata.get(ALIGNMENT) {
         None => ALIGNMENT_DEFAULT,
-        Some(value) => value
-            .whole()
-            .with_context(|| format!("key '{ALIGNMENT}': {} is not a non-negative integer", value.kind()))?,
+        Some(value) => value.as_u64().with_context(|| {
+            format!("key '{ALIGNMENT}': {} is not a non-negative integer", value.describe())
+        })?,
     };
     let fits = alignment.is_power_of_two() && alignment <= ALIGNMENT_MAX;
     ensure!(fits, "key '{ALIGNMENT}': {alignment} is not a power of two up to {ALIGNMENT_MAX}");
@@ -130,7 +131,7 @@ fn alignment(metadata: &BTreeMap<String, Value>) -> Result<usize> {
 }
 
 /// A tensor description in the header.
-struct Described<'a> {
+struct TensorInfo<'a> {
     name: &'a str,
     ty: GgmlType,
     shape: Vec<usize>,
@@ -138,30 +139,30 @@ struct Described<'a> {
     offset: u64,
 }
 
-fn read_described<'a>(cursor: &mut Cursor<'a>, count: usize) -> Result<Vec<Described<'a>>> {
+fn read_tensor_infos<'a>(cursor: &mut Cursor<'a>, count: usize) -> Result<Vec<TensorInfo<'a>>> {
     let mut described = Vec::new();
     let mut names = BTreeSet::new();
     for _ in 0..count {
         let name = cursor.name("the tensor name", NAME_BYTES_MAX)?;
         ensure!(names.insert(name), "tensor '{name}': it is described twice");
-        described.push(Described::read(name, cursor).with_context(|| format!("tensor '{name}'"))?);
+        described.push(TensorInfo::read(name, cursor).with_context(|| format!("tensor '{name}'"))?);
     }
     Ok(described)
 }
 
-impl<'a> Described<'a> {
-    fn read(name: &'a str, cursor: &mut Cursor<'a>) -> Result<Described<'a>> {
+impl<'a> TensorInfo<'a> {
+    fn read(name: &'a str, cursor: &mut Cursor<'a>) -> Result<TensorInfo<'a>> {
         let dimensions = cursor.u32()?;
         ensure!(dimensions <= DIMENSIONS_MAX, "it has {dimensions} dimensions, more than {DIMENSIONS_MAX}");
         let mut shape = (0..dimensions).map(|_| cursor.size()).collect::<Result<Vec<_>>>()?;
         shape.reverse();
         ensure!(!shape.contains(&0), "shape {shape:?} has no elements");
-        Ok(Described { name, ty: GgmlType::of(cursor.u32()?), shape, offset: cursor.u64()? })
+        Ok(TensorInfo { name, ty: GgmlType::from_id(cursor.u32()?), shape, offset: cursor.u64()? })
     }
 }
 
 /// The data section of a file.
-struct Data {
+struct DataSection {
     /// Offset in the file, in bytes.
     start: usize,
     alignment: usize,
@@ -169,10 +170,10 @@ struct Data {
     end: usize,
 }
 
-impl Data {
+impl DataSection {
     /// Computes the byte range of each tensor. Tensors may be in any order, with gaps between them.
-    fn place(&self, described: Vec<Described>) -> Result<Vec<Tensor>> {
-        let begins = described.iter().map(|tensor| self.begin(tensor)).collect::<Result<Vec<_>>>()?;
+    fn locate(&self, described: Vec<TensorInfo>) -> Result<Vec<GgufTensor>> {
+        let begins = described.iter().map(|tensor| self.tensor_start(tensor)).collect::<Result<Vec<_>>>()?;
         let mut order: Vec<usize> = (0..described.len()).collect();
         order.sort_by_key(|at| begins[*at]);
         let mut ends = vec![self.end; described.len()];
@@ -187,15 +188,19 @@ impl Data {
                 free.1,
                 free.0
             );
-            ends[at] = self.stop(tensor, begin, next)?;
+            ends[at] = self.tensor_end(tensor, begin, next)?;
             free = (ends[at], tensor.name);
         }
         let places = begins.into_iter().zip(ends);
-        Ok(described.into_iter().zip(places).map(|(tensor, (begin, end))| tensor.at(begin..end)).collect())
+        Ok(described
+            .into_iter()
+            .zip(places)
+            .map(|(tensor, (begin, end))| tensor.into_tensor(begin..end))
+            .collect())
     }
 
-    fn begin(&self, tensor: &Described) -> Result<usize> {
-        let Described { name, offset, .. } = tensor;
+    fn tensor_start(&self, tensor: &TensorInfo) -> Result<usize> {
+        let TensorInfo { name, offset, .. } = tensor;
         let (within, alignment) = (usize::try_from(*offset).ok(), self.alignment);
         let begin = within.and_then(|offset| self.start.checked_add(offset)).filter(|at| *at <= self.end);
         let begin = begin.with_context(|| {
@@ -211,7 +216,7 @@ impl Data {
     }
 
     /// Returns the end of a tensor; one of an unknown type extends to the next tensor.
-    fn stop(&self, tensor: &Described, begin: usize, next: usize) -> Result<usize> {
+    fn tensor_end(&self, tensor: &TensorInfo, begin: usize, next: usize) -> Result<usize> {
         let name = tensor.name;
         let bytes = tensor.ty.bytes(&tensor.shape).with_context(|| format!("tensor '{name}'"))?;
         let Some(bytes) = bytes else {
@@ -228,8 +233,8 @@ impl Data {
     }
 }
 
-impl Described<'_> {
-    fn at(self, bytes: Range<usize>) -> Tensor {
-        Tensor { name: self.name.to_owned(), dtype: self.ty.dtype(), shape: self.shape, bytes }
+impl TensorInfo<'_> {
+    fn into_tensor(self, bytes: Range<usize>) -> GgufTensor {
+        GgufTensor { name: self.name.to_owned(), dtype: self.ty.dtype(), shape: self.shape, bytes }
     }
 }

@@ -23,14 +23,14 @@ mod sentence;
 #[cfg(test)]
 mod tests;
 
-pub use head::{Head, Tensor};
+pub use head::{GgufHeader, GgufTensor};
 pub use metadata::Gguf;
 pub(super) use types::ggml_id;
-pub use value::{Array, Value};
+pub use value::{GgufArray, GgufValue};
 
 use super::folder::FileBytes;
 use super::mmap::MappedFile;
-use super::{Checkpoint, Entry, Folder, Layout};
+use super::{Checkpoint, Folder, Layout, TensorEntry};
 use anyhow::{Context, Result, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -41,7 +41,7 @@ const EXTENSION: &str = "gguf";
 
 /// Metadata key that is true if the tensors are in safetensors files next to the GGUF file, because GGUF
 /// cannot express their formats.
-pub(super) const TENSORS_BESIDE: &str = "mainstem.tensors_beside";
+pub(super) const EXTERNAL_TENSORS: &str = "mainstem.tensors_beside";
 
 impl Checkpoint {
     /// Opens a GGUF file and, for a split model, all of its files. Tensors keep the names they have in the
@@ -56,33 +56,33 @@ impl Checkpoint {
         let mut checkpoint = Checkpoint { files: Vec::new(), tensors: BTreeMap::new() };
         let mut first = None;
         for (place, (gguf, tensors)) in files.into_iter().enumerate() {
-            split::check_place(&gguf, place, count)?;
-            checkpoint.add(&gguf, tensors)?;
+            split::check_index(&gguf, place, count)?;
+            checkpoint.add_gguf_tensors(&gguf, tensors)?;
             first.get_or_insert(gguf);
         }
         let first = first.expect("there is at least one file; this is a bug");
-        split::check_tensors(&first, checkpoint.tensors.len())?;
-        if first.opt_bool(TENSORS_BESIDE)?.unwrap_or(false) {
-            checkpoint.join(Checkpoint::open_safetensors(&first.folder())?)?;
+        split::check_tensor_count(&first, checkpoint.tensors.len())?;
+        if first.opt_bool(EXTERNAL_TENSORS)?.unwrap_or(false) {
+            checkpoint.merge(Checkpoint::open_safetensors(&first.folder())?)?;
         }
         Ok((checkpoint, first))
     }
 
-    fn add(&mut self, gguf: &Gguf, tensors: Vec<Tensor>) -> Result<()> {
+    fn add_gguf_tensors(&mut self, gguf: &Gguf, tensors: Vec<GgufTensor>) -> Result<()> {
         let file = self.files.len();
         self.files.push(FileBytes::Mapped(gguf.file.clone()));
-        for Tensor { name, dtype, shape, bytes } in tensors {
+        for GgufTensor { name, dtype, shape, bytes } in tensors {
             let is_new = !self.tensors.contains_key(&name);
             ensure!(is_new, "{}: tensor '{name}': it is also in another file", gguf.path().display());
-            self.tensors.insert(name, Entry { dtype, shape, file, bytes, layout: Layout::Dense });
+            self.tensors.insert(name, TensorEntry { dtype, shape, file, bytes, layout: Layout::Dense });
         }
         Ok(())
     }
 }
 
-fn open(path: &Path) -> Result<(Gguf, Vec<Tensor>)> {
+fn open(path: &Path) -> Result<(Gguf, Vec<GgufTensor>)> {
     let file = MappedFile::open(path)?;
-    let head = Head::read(file.bytes()).with_context(|| path.display().to_string())?;
+    let head = GgufHeader::read(file.bytes()).with_context(|| path.display().to_string())?;
     let gguf = Gguf { file: Arc::new(file), version: head.version, entries: head.metadata };
     Ok((gguf, head.tensors))
 }
@@ -90,14 +90,14 @@ fn open(path: &Path) -> Result<(Gguf, Vec<Tensor>)> {
 impl Gguf {
     /// Whether to open a file as GGUF: its name ends in `.gguf`, or it begins like a GGUF file or one of its
     /// predecessors, which [`Checkpoint::open_gguf`] rejects by name.
-    pub fn is_meant(path: &Path) -> Result<bool> {
+    pub fn is_gguf_path(path: &Path) -> Result<bool> {
         let is_named = path.extension().is_some_and(|extension| extension == EXTENSION);
-        Ok(is_named || head::is_of_the_family(MappedFile::open(path)?.bytes()))
+        Ok(is_named || head::has_ggml_magic(MappedFile::open(path)?.bytes()))
     }
 
     /// Returns the first file of the one GGUF model in a folder, or `None` if there is none. Fails if there
     /// are several.
-    pub fn in_folder(folder: &Path) -> Result<Option<PathBuf>> {
+    pub fn find_in_folder(folder: &Path) -> Result<Option<PathBuf>> {
         let named = || format!("cannot list {}", folder.display());
         let mut found = BTreeSet::new();
         for entry in std::fs::read_dir(folder).with_context(named)? {

@@ -57,28 +57,31 @@ pub(super) fn files(gguf: &Gguf) -> Result<Option<Vec<PathBuf>>> {
     let split = SplitName::parse(&file_name).filter(|split| split.count == count);
     let split = split.with_context(|| {
         let form = format!("NAME-00001-of-{count:05}.{}", super::EXTENSION);
-        gguf.wrong(COUNT, format_args!("the model has {count} files, whose names must have the form {form}"))
+        gguf.key_error(
+            COUNT,
+            format_args!("the model has {count} files, whose names must have the form {form}"),
+        )
     })?;
     Ok(Some((1..=count).map(|number| path.with_file_name(split.file_name(number))).collect()))
 }
 
 /// Checks that the metadata of a file agrees with its index `place`, from 0, among `count` files.
-pub(super) fn check_place(gguf: &Gguf, place: usize, count: usize) -> Result<()> {
+pub(super) fn check_index(gguf: &Gguf, place: usize, count: usize) -> Result<()> {
     let (number, of) = (gguf.opt_u32(NUMBER)?.unwrap_or(0), gguf.opt_u32(COUNT)?.unwrap_or(1).max(1));
     if (number as usize, of as usize) != (place, count) {
         let reason =
             format!("it is {number} of {of} (from 0), but by its name the file is {place} of {count}");
-        return Err(gguf.wrong(NUMBER, reason));
+        return Err(gguf.key_error(NUMBER, reason));
     }
     Ok(())
 }
 
 /// Checks that all files together have as many tensors as the first one declares, if it does.
-pub(super) fn check_tensors(first: &Gguf, tensors: usize) -> Result<()> {
+pub(super) fn check_tensor_count(first: &Gguf, tensors: usize) -> Result<()> {
     let declared = first.opt_u32(TENSORS)?.map_or(tensors, |declared| declared as usize);
     if declared != tensors {
         return Err(
-            first.wrong(TENSORS, format_args!("it is {declared}, but the files have {tensors} tensors"))
+            first.key_error(TENSORS, format_args!("it is {declared}, but the files have {tensors} tensors"))
         );
     }
     Ok(())

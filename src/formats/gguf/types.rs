@@ -8,10 +8,10 @@ use anyhow::{Context, Result, ensure};
 use mainstem_kernels::QuantType;
 
 /// Id of a type, its name in ggml, and elements and bytes per block.
-type Row = (u32, &'static str, usize, usize);
+type TypeRow = (u32, &'static str, usize, usize);
 
 /// Missing ids were removed from ggml and are in no file.
-const TYPES: [Row; 34] = [
+const TYPES: [TypeRow; 34] = [
     (0, "f32", 1, 4),
     (1, "f16", 1, 2),
     (2, "q4_0", 32, 18),
@@ -57,22 +57,22 @@ pub(in crate::formats) fn ggml_id(ty: QuantType) -> Option<u32> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GgmlType {
     id: u32,
-    row: Option<&'static Row>,
+    row: Option<&'static TypeRow>,
 }
 
 impl GgmlType {
     /// Returns the type with this id, which may be unknown.
-    pub(super) fn of(id: u32) -> GgmlType {
+    pub(super) fn from_id(id: u32) -> GgmlType {
         GgmlType { id, row: TYPES.iter().find(|row| row.0 == id) }
     }
 
     /// Returns the checkpoint data type; types are matched by name.
     pub(super) fn dtype(self) -> Dtype {
         match self.row {
-            None => Dtype::Foreign(format!("type {}", self.id)),
+            None => Dtype::Unsupported(format!("type {}", self.id)),
             Some((_, name, ..)) => match QuantType::by_name(name) {
                 Some(ty) => Dtype::Known(ty),
-                None => Dtype::Foreign((*name).to_owned()),
+                None => Dtype::Unsupported((*name).to_owned()),
             },
         }
     }
@@ -101,7 +101,7 @@ mod tests {
         let mut names = Vec::new();
         for ((id, name, numbers, bytes), ty) in known {
             assert_eq!((*numbers, *bytes), (ty.row().block_elements, ty.row().block_bytes), "{ty}");
-            assert_eq!(GgmlType::of(*id).dtype(), Dtype::Known(ty));
+            assert_eq!(GgmlType::from_id(*id).dtype(), Dtype::Known(ty));
             assert_eq!(*name, ty.name(), "ggml has no other names");
             names.push(*name);
         }
@@ -113,14 +113,14 @@ mod tests {
 
     #[test]
     fn bytes_are_those_of_whole_rows() {
-        assert_eq!(GgmlType::of(12).bytes(&[3, 512]).unwrap(), Some(3 * 2 * 144));
-        assert_eq!(GgmlType::of(0).bytes(&[]).unwrap(), Some(4));
-        assert_eq!(GgmlType::of(8).bytes(&[0, 32]).unwrap(), Some(0));
-        assert_eq!(GgmlType::of(99).bytes(&[7]).unwrap(), None);
-        assert_eq!(GgmlType::of(99).dtype(), Dtype::Foreign("type 99".to_owned()));
+        assert_eq!(GgmlType::from_id(12).bytes(&[3, 512]).unwrap(), Some(3 * 2 * 144));
+        assert_eq!(GgmlType::from_id(0).bytes(&[]).unwrap(), Some(4));
+        assert_eq!(GgmlType::from_id(8).bytes(&[0, 32]).unwrap(), Some(0));
+        assert_eq!(GgmlType::from_id(99).bytes(&[7]).unwrap(), None);
+        assert_eq!(GgmlType::from_id(99).dtype(), Dtype::Unsupported("type 99".to_owned()));
         // 96 elements are three blocks, but rows of 48 are not whole blocks.
-        let error = GgmlType::of(2).bytes(&[2, 48]).unwrap_err().to_string();
+        let error = GgmlType::from_id(2).bytes(&[2, 48]).unwrap_err().to_string();
         assert!(error.contains("rows of 48") && error.contains("q4_0"), "{error}");
-        assert!(GgmlType::of(1).bytes(&[1 << 40, 1 << 40]).is_err());
+        assert!(GgmlType::from_id(1).bytes(&[1 << 40, 1 << 40]).is_err());
     }
 }

@@ -3,7 +3,7 @@
 //! Invariant: the sizes of a parsed header are positive and consistent with each other.
 
 use crate::formats::fixed_bytes;
-use crate::formats::groups::Groups;
+use crate::formats::groups::QuantGroups;
 use anyhow::{Result, bail, ensure};
 
 /// "ak42" as a little-endian u32.
@@ -64,10 +64,10 @@ impl Llama2cHeader {
     }
 
     /// Group quantization of the matrices, if any.
-    pub(super) fn groups(&self) -> Option<Groups> {
+    pub(super) fn groups(&self) -> Option<QuantGroups> {
         match self.version {
             Llama2cVersion::V0 | Llama2cVersion::V1 => None,
-            Llama2cVersion::V2 { group_size } => Some(Groups { size: group_size }),
+            Llama2cVersion::V2 { group_size } => Some(QuantGroups { size: group_size }),
         }
     }
 
@@ -77,7 +77,7 @@ impl Llama2cHeader {
             let mut sizes = read_sizes(bytes, 0)?;
             let shared_classifier = sizes[5] > 0;
             sizes[5] = sizes[5].saturating_abs();
-            return checked(sizes, shared_classifier, Llama2cVersion::V0);
+            return validate(sizes, shared_classifier, Llama2cVersion::V0);
         }
         let version = match u32::from_le_bytes(fixed_bytes(bytes, 4)?) {
             1 => Llama2cVersion::V1,
@@ -86,7 +86,7 @@ impl Llama2cHeader {
         };
         let [shared] = fixed_bytes(bytes, SHARED_CLASSIFIER)?;
         ensure!(shared <= 1, "shared_classifier is {shared}, but must be 0 or 1");
-        checked(read_sizes(bytes, SIZES)?, shared == 1, version)
+        validate(read_sizes(bytes, SIZES)?, shared == 1, version)
     }
 }
 
@@ -101,7 +101,7 @@ fn read_group_size(bytes: &[u8]) -> Result<usize> {
     Ok(size as usize)
 }
 
-fn checked(sizes: [i32; 7], shared_classifier: bool, version: Llama2cVersion) -> Result<Llama2cHeader> {
+fn validate(sizes: [i32; 7], shared_classifier: bool, version: Llama2cVersion) -> Result<Llama2cHeader> {
     let names = ["dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len"];
     for (name, size) in names.iter().zip(sizes) {
         ensure!(size > 0, "not a llama2.c file: {name} is {size}");

@@ -15,7 +15,7 @@ pub use header::{Llama2cHeader, Llama2cVersion};
 
 use super::folder::FileBytes;
 use super::mmap::MappedFile;
-use super::{Checkpoint, Dtype, Entry, Layout, Tensors};
+use super::{Checkpoint, Dtype, Layout, TensorEntry, Tensors};
 use anyhow::{Context, Result};
 use mainstem_kernels::QuantType;
 use std::path::Path;
@@ -33,7 +33,7 @@ impl Checkpoint {
 
 fn read(bytes: &[u8]) -> Result<(Tensors, Llama2cHeader)> {
     let header = Llama2cHeader::read(bytes)?;
-    let parts = parts::of(&header);
+    let parts = parts::tensor_specs(&header);
     parts::check_length(&header, &parts, bytes.len())?;
     let mut begin = header.bytes();
     let mut tensors = Tensors::new();
@@ -42,10 +42,10 @@ fn read(bytes: &[u8]) -> Result<(Tensors, Llama2cHeader)> {
         for copy in 0..part.copy_count(&header) {
             let bytes = begin..begin + len;
             begin = bytes.end;
-            if let Some(name) = part.name_of(copy) {
+            if let Some(name) = part.tensor_name(copy) {
                 let layout = part.groups.map_or(Layout::Dense, Layout::Grouped);
                 let (dtype, shape) = (Dtype::Known(QuantType::F32), part.shape.clone());
-                tensors.insert(name, Entry { dtype, shape, file: 0, bytes, layout });
+                tensors.insert(name, TensorEntry { dtype, shape, file: 0, bytes, layout });
             }
         }
     }

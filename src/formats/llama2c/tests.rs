@@ -194,7 +194,7 @@ fn no_random_damage_to_a_header_makes_it_panic() {
                 let numbers = elements(&entry.shape).unwrap();
                 assert_eq!(entry.bytes_len(), 4 * numbers);
                 if let Layout::Grouped(groups) = entry.layout {
-                    assert_eq!(groups.numbers(&bytes[entry.bytes]).len(), 4 * numbers);
+                    assert_eq!(groups.dequantize(&bytes[entry.bytes]).len(), 4 * numbers);
                 } else {
                     assert_eq!(bytes[entry.bytes].len(), 4 * numbers);
                 }

@@ -3,7 +3,7 @@
 //! Invariant: nothing is imported, and no code chosen by the pickle runs. A name that is not listed here is
 //! rejected, and so is a call with arguments that PyTorch does not write.
 
-use super::numbers::NumberType;
+use super::numbers::TorchDtype;
 use super::tensor;
 use super::value::{Heap, Value};
 use anyhow::{Context, Result, bail, ensure};
@@ -14,18 +14,18 @@ use std::fmt;
 pub(super) enum Global {
     OrderedDict,
     Size,
-    Rebuild(Rebuild),
+    Rebuild(RebuildFn),
     /// The class of storages with elements of this type.
-    Storage(&'static NumberType),
+    Storage(&'static TorchDtype),
     /// The class of storages of raw bytes.
     UntypedStorage,
     /// A torch dtype.
-    Type(&'static NumberType),
+    Type(&'static TorchDtype),
 }
 
 /// A PyTorch function that creates a tensor or parameter from its parts.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Rebuild {
+pub(super) enum RebuildFn {
     Tensor,
     TensorV2,
     TensorV3,
@@ -34,12 +34,12 @@ pub(super) enum Rebuild {
 }
 
 /// The supported functions of `torch._utils`.
-const REBUILDERS: [(&str, Rebuild); 5] = [
-    ("_rebuild_tensor", Rebuild::Tensor),
-    ("_rebuild_tensor_v2", Rebuild::TensorV2),
-    ("_rebuild_tensor_v3", Rebuild::TensorV3),
-    ("_rebuild_parameter", Rebuild::Parameter),
-    ("_rebuild_parameter_with_state", Rebuild::ParameterWithState),
+const REBUILDERS: [(&str, RebuildFn); 5] = [
+    ("_rebuild_tensor", RebuildFn::Tensor),
+    ("_rebuild_tensor_v2", RebuildFn::TensorV2),
+    ("_rebuild_tensor_v3", RebuildFn::TensorV3),
+    ("_rebuild_parameter", RebuildFn::Parameter),
+    ("_rebuild_parameter_with_state", RebuildFn::ParameterWithState),
 ];
 
 /// Maximum length of a global's name in error messages, in characters.
@@ -52,8 +52,8 @@ impl Global {
             ("collections", "OrderedDict") => Some(Global::OrderedDict),
             ("torch", "Size") => Some(Global::Size),
             ("torch", name) => {
-                let class = NumberType::of_storage(name).map(Global::Storage);
-                class.or_else(|| NumberType::named(name).map(Global::Type))
+                let class = TorchDtype::from_storage_class(name).map(Global::Storage);
+                class.or_else(|| TorchDtype::from_name(name).map(Global::Type))
             }
             ("torch.storage", "UntypedStorage") => Some(Global::UntypedStorage),
             ("torch._utils", name) => {
@@ -97,10 +97,10 @@ pub(super) fn call<'a>(heap: &mut Heap<'a>, callable: Value<'a>, args: Value<'a>
     };
     ensure!(matches!(args, Value::Tuple(_)), "it calls {global} with {} as arguments", args.kind());
     match (global, heap.items(args)) {
-        (Global::OrderedDict, []) => heap.dict(),
+        (Global::OrderedDict, []) => heap.new_dict(),
         (Global::OrderedDict, &[items @ Value::List(_)]) => ordered_dict(heap, items),
         (Global::Size, &[sizes @ Value::Tuple(_)]) => Ok(sizes),
-        (Global::Rebuild(rebuild), _) => rebuilt(heap, rebuild, args),
+        (Global::Rebuild(rebuild), _) => rebuild_tensor(heap, rebuild, args),
         _ => bail!("it calls {global} with arguments that PyTorch does not use"),
     }
 }
@@ -114,40 +114,42 @@ fn ordered_dict<'a>(heap: &mut Heap<'a>, items: Value<'a>) -> Result<Value<'a>> 
         };
         entries.extend([key, value]);
     }
-    let dict = heap.dict()?;
-    heap.set(dict, &entries)?;
+    let dict = heap.new_dict()?;
+    heap.set_items(dict, &entries)?;
     Ok(dict)
 }
 
-fn rebuilt<'a>(heap: &mut Heap<'a>, rebuild: Rebuild, args: Value<'a>) -> Result<Value<'a>> {
+fn rebuild_tensor<'a>(heap: &mut Heap<'a>, rebuild: RebuildFn, args: Value<'a>) -> Result<Value<'a>> {
     let items = heap.items(args);
     let wrong = || format!("it calls {} with arguments that PyTorch does not use", Global::Rebuild(rebuild));
     match (rebuild, items) {
-        (Rebuild::Parameter, &[tensor @ Value::Tensor(_), Value::Bool(_), Value::Dict(_)]) => {
+        (RebuildFn::Parameter, &[tensor @ Value::Tensor(_), Value::Bool(_), Value::Dict(_)]) => {
             return Ok(tensor);
         }
-        (Rebuild::ParameterWithState, &[tensor @ Value::Tensor(_), Value::Bool(_), Value::Dict(_), _]) => {
+        (RebuildFn::ParameterWithState, &[tensor @ Value::Tensor(_), Value::Bool(_), Value::Dict(_), _]) => {
             return Ok(tensor);
         }
         _ => {}
     }
     let (&parts, rest) = items.split_first_chunk::<4>().with_context(wrong)?;
     let ty = match (rebuild, rest) {
-        (Rebuild::Tensor, []) => None,
-        (Rebuild::TensorV2, [Value::Bool(_), Value::Dict(_), metadata @ ..]) if is_plain(heap, metadata) => {
+        (RebuildFn::Tensor, []) => None,
+        (RebuildFn::TensorV2, [Value::Bool(_), Value::Dict(_), metadata @ ..])
+            if is_empty_metadata(heap, metadata) =>
+        {
             None
         }
         (
-            Rebuild::TensorV3,
+            RebuildFn::TensorV3,
             [Value::Bool(_), Value::Dict(_), Value::Global(Global::Type(ty)), metadata @ ..],
-        ) if is_plain(heap, metadata) => Some(*ty),
+        ) if is_empty_metadata(heap, metadata) => Some(*ty),
         _ => bail!(wrong()),
     };
     tensor::rebuild(heap, parts, ty)
 }
 
 /// Whether a tensor's optional metadata is empty. Metadata can mark the elements as negated.
-fn is_plain<'a>(heap: &Heap<'a>, metadata: &[Value<'a>]) -> bool {
+fn is_empty_metadata<'a>(heap: &Heap<'a>, metadata: &[Value<'a>]) -> bool {
     match metadata {
         [] | [Value::None] => true,
         [metadata] => heap.pairs(*metadata).is_some_and(<[_]>::is_empty),

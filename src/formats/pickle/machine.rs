@@ -114,11 +114,11 @@ impl<'a> Machine<'a> {
     }
 
     fn discard_to_mark(&mut self) -> Result<()> {
-        self.above_mark().map(drop)
+        self.pop_to_mark().map(drop)
     }
 
     /// Pops the last mark and returns the values above it.
-    fn above_mark(&mut self) -> Result<Vec<Value<'a>>> {
+    fn pop_to_mark(&mut self) -> Result<Vec<Value<'a>>> {
         let mark = self.marks.pop().context("there is no open mark")?;
         Ok(self.stack.split_off(mark))
     }
@@ -136,15 +136,15 @@ impl<'a> Machine<'a> {
 
     fn tuple(&mut self, op: Op) -> Result<()> {
         let items = match op {
-            Op::TupleOf(count) => self.last(count)?,
-            _ => self.above_mark()?,
+            Op::TupleOf(count) => self.pop_n(count)?,
+            _ => self.pop_to_mark()?,
         };
-        let tuple = self.heap.tuple(&items)?;
+        let tuple = self.heap.new_tuple(&items)?;
         self.push(tuple)
     }
 
     /// Pops the last `count` values and returns them in order.
-    fn last(&mut self, count: usize) -> Result<Vec<Value<'a>>> {
+    fn pop_n(&mut self, count: usize) -> Result<Vec<Value<'a>>> {
         let floor = self.marks.last().copied().unwrap_or(0);
         let at = self.stack.len().checked_sub(count).filter(|at| *at >= floor);
         Ok(self.stack.split_off(at.context("the stack is empty")?))
@@ -152,26 +152,26 @@ impl<'a> Machine<'a> {
 
     fn container(&mut self, op: Op) -> Result<()> {
         let container = match op {
-            Op::EmptyList => self.heap.list(),
-            _ => self.heap.dict(),
+            Op::EmptyList => self.heap.new_list(),
+            _ => self.heap.new_dict(),
         };
         self.push(container?)
     }
 
     fn append(&mut self, op: Op) -> Result<()> {
         let items = match op {
-            Op::Append => self.last(1)?,
-            _ => self.above_mark()?,
+            Op::Append => self.pop_n(1)?,
+            _ => self.pop_to_mark()?,
         };
         self.heap.append(self.top()?, &items)
     }
 
     fn set(&mut self, op: Op) -> Result<()> {
         let items = match op {
-            Op::SetItem => self.last(2)?,
-            _ => self.above_mark()?,
+            Op::SetItem => self.pop_n(2)?,
+            _ => self.pop_to_mark()?,
         };
-        self.heap.set(self.top()?, &items)
+        self.heap.set_items(self.top()?, &items)
     }
 
     fn stack_global(&mut self) -> Result<()> {
@@ -200,7 +200,7 @@ impl<'a> Machine<'a> {
 
     fn persistent_id(&mut self) -> Result<()> {
         let id = self.pop()?;
-        let storage = tensor::storage(&mut self.heap, id)?;
+        let storage = tensor::storage_from_id(&mut self.heap, id)?;
         self.push(storage)
     }
 }

@@ -22,7 +22,7 @@ mod tests;
 
 use super::folder::{FileBytes, Folder};
 use super::mmap::MappedFile;
-use super::sharded::Naming;
+use super::sharded::FolderFormat;
 use super::{Checkpoint, Tensors};
 use anyhow::{Context, Result, bail, ensure};
 use std::borrow::Cow;
@@ -32,7 +32,8 @@ const SINGLE: &str = "pytorch_model.bin";
 const INDEX: &str = "pytorch_model.bin.index.json";
 
 /// File names of PyTorch weights in a model folder.
-pub(super) const FILES: Naming = Naming { single: SINGLE, index: INDEX, read: read_tensors };
+pub(super) const FOLDER_FORMAT: FolderFormat =
+    FolderFormat { single: SINGLE, index: INDEX, read: read_tensors };
 
 /// Offset and magic number of a tar archive.
 const TAR_MAGIC: (usize, &[u8]) = (257, b"ustar");
@@ -41,13 +42,13 @@ impl Checkpoint {
     /// Opens a folder's PyTorch weights: `pytorch_model.bin`, or the files listed in
     /// `pytorch_model.bin.index.json`.
     pub fn open_pickle(folder: &Folder) -> Result<Checkpoint> {
-        FILES.open_needed(folder)
+        FOLDER_FORMAT.open_required(folder)
     }
 
     /// Opens a PyTorch checkpoint from the bytes of one file; `path` stands for the file in error messages.
     pub fn from_pickle(path: &Path, bytes: Vec<u8>) -> Result<Checkpoint> {
         let tensors = read_tensors(&bytes, 0).with_context(|| path.display().to_string())?;
-        let file = FileBytes::Held { path: path.to_owned(), bytes: Cow::Owned(bytes) };
+        let file = FileBytes::InMemory { path: path.to_owned(), bytes: Cow::Owned(bytes) };
         Ok(Checkpoint { files: vec![file], tensors })
     }
 }
@@ -67,7 +68,7 @@ fn read_tensors(bytes: &[u8], file: usize) -> Result<Tensors> {
         let pickle = machine::run(content)?;
         let (held, read) = (content.len(), pickle.bytes);
         ensure!(held == read, "data.pkl has {held} bytes, but its pickle ends at byte {read}");
-        return state_dict::entries(pickle, &archive.places, file);
+        return state_dict::entries(pickle, &archive.storages, file);
     }
     let (at, tar) = TAR_MAGIC;
     if bytes.get(at..).is_some_and(|rest| rest.starts_with(tar)) {

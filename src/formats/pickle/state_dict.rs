@@ -4,7 +4,7 @@
 //! deep.
 
 use super::machine::Pickle;
-use super::tensor::Places;
+use super::tensor::StorageRanges;
 use super::value::{Heap, TENSOR_CELLS, Value};
 use crate::formats::Tensors;
 use anyhow::{Context, Result, bail, ensure};
@@ -20,12 +20,12 @@ const NAME_BYTES_MAX: usize = 1024;
 
 /// Returns the tensors of the pickle's state dict. `places` are the byte ranges of the storages in the file
 /// with index `file`.
-pub(super) fn entries(pickle: Pickle, places: &Places, file: usize) -> Result<Tensors> {
+pub(super) fn entries(pickle: Pickle, places: &StorageRanges, file: usize) -> Result<Tensors> {
     let Pickle { mut heap, root, .. } = pickle;
     let pairs = state_dict(&heap, root)?.to_vec();
     let mut entries = Tensors::new();
     for (key, value) in pairs {
-        let Some(tensor) = heap.tensor_of(value) else { continue };
+        let Some(tensor) = heap.get_tensor(value) else { continue };
         let Value::Text(name) = key else { bail!("{} is used as a tensor's name", key.kind()) };
         ensure!(
             name.len() <= NAME_BYTES_MAX,

@@ -5,7 +5,7 @@
 //! Invariant: an accepted file has exactly the length its parts imply.
 
 use super::machine::{self, Pickle};
-use super::tensor::Places;
+use super::tensor::StorageRanges;
 use super::value::Value;
 use crate::formats::fixed_bytes;
 use anyhow::{Context, Result, bail, ensure};
@@ -26,7 +26,7 @@ pub(super) fn is_stream(bytes: &[u8]) -> bool {
 }
 
 /// Reads a stream: its object, and the byte ranges of the storages.
-pub(super) fn read(bytes: &[u8]) -> Result<(Pickle<'_>, Places)> {
+pub(super) fn read(bytes: &[u8]) -> Result<(Pickle<'_>, StorageRanges)> {
     let mut pickles = Pickles { bytes, at: 0 };
     ensure!(
         pickles.next()?.root == Value::Int(MAGIC),
@@ -36,8 +36,8 @@ pub(super) fn read(bytes: &[u8]) -> Result<(Pickle<'_>, Places)> {
     ensure!(protocol == Value::Int(PROTOCOL), "the stream's protocol is not {PROTOCOL}");
     check_system(&pickles.next()?)?;
     let object = pickles.next()?;
-    let keys = keys(&pickles.next()?)?;
-    let places = places(bytes, pickles.at, &object, keys)?;
+    let keys = storage_keys(&pickles.next()?)?;
+    let places = storage_ranges(bytes, pickles.at, &object, keys)?;
     Ok((object, places))
 }
 
@@ -63,7 +63,7 @@ fn check_system(system: &Pickle) -> Result<()> {
     Ok(())
 }
 
-fn keys<'a>(list: &Pickle<'a>) -> Result<Vec<&'a str>> {
+fn storage_keys<'a>(list: &Pickle<'a>) -> Result<Vec<&'a str>> {
     ensure!(
         matches!(list.root, Value::List(_)),
         "expected the list of storage keys, found {}",
@@ -77,10 +77,10 @@ fn keys<'a>(list: &Pickle<'a>) -> Result<Vec<&'a str>> {
 }
 
 /// Returns the byte ranges of the storages, which fill the file from `at` to its end in the order of `keys`.
-fn places(bytes: &[u8], mut at: usize, object: &Pickle, keys: Vec<&str>) -> Result<Places> {
+fn storage_ranges(bytes: &[u8], mut at: usize, object: &Pickle, keys: Vec<&str>) -> Result<StorageRanges> {
     let units: BTreeMap<&str, usize> =
-        object.heap.storages().iter().map(|storage| (storage.key, storage.unit())).collect();
-    let mut places = Places::new();
+        object.heap.storages().iter().map(|storage| (storage.key, storage.element_bytes())).collect();
+    let mut places = StorageRanges::new();
     for key in keys {
         let unit = units.get(key).with_context(|| format!("storage '{key}': the object does not use it"))?;
         let count = u64::from_le_bytes(fixed_bytes(bytes, at)?);

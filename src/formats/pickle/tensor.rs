@@ -4,10 +4,10 @@
 //! checked, because every number comes from the file.
 
 use super::globals::Global;
-use super::numbers::NumberType;
+use super::numbers::TorchDtype;
 use super::value::{Heap, Value};
-use crate::formats::gather::{Gather, Stored};
-use crate::formats::{Entry, Layout, elements};
+use crate::formats::gather::{Gather, StoredElement};
+use crate::formats::{Layout, TensorEntry, elements};
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,7 +16,7 @@ use std::ops::Range;
 const DIMENSIONS_MAX: usize = 64;
 
 /// Byte range of each storage in the file, by storage key.
-pub(super) type Places = BTreeMap<String, Range<usize>>;
+pub(super) type StorageRanges = BTreeMap<String, Range<usize>>;
 
 /// A storage, which is a sequence of elements in the file that tensors refer to, or a part of one.
 #[derive(Clone, Copy, Debug)]
@@ -24,18 +24,18 @@ pub(super) struct Storage<'a> {
     /// Key of the whole storage in the file.
     pub(super) key: &'a str,
     /// Element type; `None` for a storage of raw bytes.
-    ty: Option<&'static NumberType>,
+    ty: Option<&'static TorchDtype>,
     /// Bytes of the whole storage.
     bytes: usize,
     /// Start and end of the part in use, in bytes from the start of the storage.
-    part: [usize; 2],
+    view_range: [usize; 2],
 }
 
 /// A tensor as the pickle describes it, not yet validated.
 #[derive(Debug)]
-pub(super) struct Tensor<'a> {
+pub(super) struct PickledTensor<'a> {
     storage: Storage<'a>,
-    ty: &'static NumberType,
+    ty: &'static TorchDtype,
     /// Index of the first element in the storage.
     offset: usize,
     pub(super) shape: Vec<usize>,
@@ -45,7 +45,7 @@ pub(super) struct Tensor<'a> {
 
 /// Creates the storage for a persistent id: ('storage', class, key, device, count), in older files followed
 /// by a view, which is None or (key, offset, count).
-pub(super) fn storage<'a>(heap: &mut Heap<'a>, id: Value<'a>) -> Result<Value<'a>> {
+pub(super) fn storage_from_id<'a>(heap: &mut Heap<'a>, id: Value<'a>) -> Result<Value<'a>> {
     let (class, key, count, view) = match *heap.items(id) {
         [Value::Text("storage"), Value::Global(class), Value::Text(key), Value::Text(_), count] => {
             (class, key, count, Value::None)
@@ -60,33 +60,33 @@ pub(super) fn storage<'a>(heap: &mut Heap<'a>, id: Value<'a>) -> Result<Value<'a
         Global::UntypedStorage => None,
         other => bail!("storage '{key}': {other} is not a storage class"),
     };
-    let storage = Storage::new(key, ty, count).and_then(|storage| storage.seen(heap, view));
-    heap.storage(storage.with_context(|| format!("storage '{key}'"))?)
+    let storage = Storage::new(key, ty, count).and_then(|storage| storage.apply_view(heap, view));
+    heap.add_storage(storage.with_context(|| format!("storage '{key}'"))?)
 }
 
 impl<'a> Storage<'a> {
-    fn new(key: &'a str, ty: Option<&'static NumberType>, count: Value<'a>) -> Result<Storage<'a>> {
+    fn new(key: &'a str, ty: Option<&'static TorchDtype>, count: Value<'a>) -> Result<Storage<'a>> {
         let unit = ty.map_or(1, |ty| ty.bytes);
-        let bytes = size(count)?.checked_mul(unit).context("it has too many elements")?;
-        Ok(Storage { key, ty, bytes, part: [0, bytes] })
+        let bytes = parse_size(count)?.checked_mul(unit).context("it has too many elements")?;
+        Ok(Storage { key, ty, bytes, view_range: [0, bytes] })
     }
 
     /// Bytes per element.
-    pub(super) fn unit(&self) -> usize {
+    pub(super) fn element_bytes(&self) -> usize {
         self.ty.map_or(1, |ty| ty.bytes)
     }
 
     /// Returns the part of the storage that `view` selects.
-    fn seen(self, heap: &Heap<'a>, view: Value<'a>) -> Result<Storage<'a>> {
+    fn apply_view(self, heap: &Heap<'a>, view: Value<'a>) -> Result<Storage<'a>> {
         let (offset, count) = match *heap.items(view) {
             [] if view == Value::None => return Ok(self),
-            [Value::Text(_), offset, count] => (size(offset)?, size(count)?),
+            [Value::Text(_), offset, count] => (parse_size(offset)?, parse_size(count)?),
             _ => bail!("its view is {}, not a tuple", view.kind()),
         };
-        let begin = offset.checked_mul(self.unit());
-        let end = offset.checked_add(count).and_then(|end| end.checked_mul(self.unit()));
+        let begin = offset.checked_mul(self.element_bytes());
+        let end = offset.checked_add(count).and_then(|end| end.checked_mul(self.element_bytes()));
         match (begin, end) {
-            (Some(begin), Some(end)) if end <= self.bytes => Ok(Storage { part: [begin, end], ..self }),
+            (Some(begin), Some(end)) if end <= self.bytes => Ok(Storage { view_range: [begin, end], ..self }),
             _ => bail!("a view of {count} elements from element {offset} exceeds its {} bytes", self.bytes),
         }
     }
@@ -97,18 +97,18 @@ impl<'a> Storage<'a> {
 pub(super) fn rebuild<'a>(
     heap: &mut Heap<'a>,
     [storage, offset, sizes, strides]: [Value<'a>; 4],
-    ty: Option<&'static NumberType>,
+    ty: Option<&'static TorchDtype>,
 ) -> Result<Value<'a>> {
-    let Some(storage) = heap.storage_of(storage) else {
+    let Some(storage) = heap.get_storage(storage) else {
         bail!("it creates a tensor from {}, not from a storage", storage.kind());
     };
     let ty = ty.or(storage.ty).context("it creates a tensor from raw bytes without a dtype")?;
-    let tensor = Tensor {
+    let tensor = PickledTensor {
         storage,
         ty,
-        offset: size(offset).context("a tensor's offset")?,
-        shape: size_tuple(heap, sizes).context("a tensor's sizes")?,
-        strides: size_tuple(heap, strides).context("a tensor's strides")?,
+        offset: parse_size(offset).context("a tensor's offset")?,
+        shape: parse_size_tuple(heap, sizes).context("a tensor's sizes")?,
+        strides: parse_size_tuple(heap, strides).context("a tensor's strides")?,
     };
     ensure!(
         tensor.shape.len() == tensor.strides.len(),
@@ -116,28 +116,28 @@ pub(super) fn rebuild<'a>(
         tensor.shape.len(),
         tensor.strides.len()
     );
-    heap.tensor(tensor)
+    heap.add_tensor(tensor)
 }
 
-fn size_tuple(heap: &Heap, value: Value) -> Result<Vec<usize>> {
+fn parse_size_tuple(heap: &Heap, value: Value) -> Result<Vec<usize>> {
     ensure!(matches!(value, Value::Tuple(_)), "expected a tuple, found {}", value.kind());
     let items = heap.items(value);
     ensure!(items.len() <= DIMENSIONS_MAX, "{} dimensions, more than {DIMENSIONS_MAX}", items.len());
-    items.iter().map(|item| size(*item)).collect()
+    items.iter().map(|item| parse_size(*item)).collect()
 }
 
-fn size(value: Value) -> Result<usize> {
+fn parse_size(value: Value) -> Result<usize> {
     let Value::Int(number) = value else { bail!("expected an integer, found {}", value.kind()) };
     usize::try_from(number).ok().with_context(|| format!("{number} is not a valid size"))
 }
 
-impl Tensor<'_> {
+impl PickledTensor<'_> {
     /// Validates the tensor and returns its entry. `places` are the byte ranges of the storages in the file
     /// with index `file`.
-    pub(super) fn entry(&self, places: &Places, file: usize) -> Result<Entry> {
-        let run = self.run(places)?;
+    pub(super) fn entry(&self, places: &StorageRanges, file: usize) -> Result<TensorEntry> {
+        let run = self.storage_range(places)?;
         let strides = self.effective_strides();
-        let Some((count, bytes)) = self.span(&strides) else {
+        let Some((count, bytes)) = self.extent(&strides) else {
             bail!("shape {:?} of {} is too large", self.shape, self.ty.dtype());
         };
         ensure!(
@@ -151,15 +151,15 @@ impl Tensor<'_> {
         );
         let layout = self.layout(strides, count, run.len() / self.ty.bytes)?;
         let bytes = run.start + bytes.start..run.start + bytes.end;
-        Ok(Entry { dtype: self.ty.dtype(), shape: self.shape.clone(), file, bytes, layout })
+        Ok(TensorEntry { dtype: self.ty.dtype(), shape: self.shape.clone(), file, bytes, layout })
     }
 
     /// Returns the number of elements, and the range of the storage's bytes that they span; `None` on
     /// overflow.
-    fn span(&self, strides: &[usize]) -> Option<(usize, Range<usize>)> {
+    fn extent(&self, strides: &[usize]) -> Option<(usize, Range<usize>)> {
         let count = elements(&self.shape)?;
         let begin = self.offset.checked_mul(self.ty.bytes)?;
-        let bytes = reach(&self.shape, strides)?.checked_mul(self.ty.bytes)?;
+        let bytes = reached_elements(&self.shape, strides)?.checked_mul(self.ty.bytes)?;
         Some((count, begin..begin.checked_add(bytes)?))
     }
 
@@ -167,8 +167,8 @@ impl Tensor<'_> {
     /// of the storage.
     fn layout(&self, strides: Vec<usize>, count: usize, held: usize) -> Result<Layout> {
         let Some(stored) = self.ty.stored() else { return Ok(Layout::Dense) };
-        let is_dense = count == 0 || strides == dense(&self.shape);
-        if is_dense && stored != Stored::Double {
+        let is_dense = count == 0 || strides == dense_strides(&self.shape);
+        if is_dense && stored != StoredElement::F64 {
             return Ok(Layout::Dense);
         }
         // Otherwise, a stride of 0 could turn a small file into any amount of memory.
@@ -181,8 +181,8 @@ impl Tensor<'_> {
     }
 
     /// Returns the range of the storage's bytes in the file.
-    fn run(&self, places: &Places) -> Result<Range<usize>> {
-        let Storage { key, bytes, part: [begin, end], .. } = self.storage;
+    fn storage_range(&self, places: &StorageRanges) -> Result<Range<usize>> {
+        let Storage { key, bytes, view_range: [begin, end], .. } = self.storage;
         let place = places.get(key).with_context(|| format!("its storage '{key}' is not in the file"))?;
         ensure!(
             place.len() == bytes,
@@ -195,14 +195,14 @@ impl Tensor<'_> {
     /// Returns the strides; dimensions of size 0 or 1, whose stride is irrelevant, get that of a dense
     /// tensor.
     fn effective_strides(&self) -> Vec<usize> {
-        let dense = dense(&self.shape);
+        let dense = dense_strides(&self.shape);
         let strides = self.shape.iter().zip(&self.strides).zip(dense);
         strides.map(|((size, stride), dense)| if *size <= 1 { dense } else { *stride }).collect()
     }
 }
 
 /// Returns the strides of a tensor without gaps. They saturate for a tensor that is too large.
-fn dense(shape: &[usize]) -> Vec<usize> {
+fn dense_strides(shape: &[usize]) -> Vec<usize> {
     let mut strides = vec![1usize; shape.len()];
     for at in (1..shape.len()).rev() {
         strides[at - 1] = strides[at].saturating_mul(shape[at]);
@@ -212,7 +212,7 @@ fn dense(shape: &[usize]) -> Vec<usize> {
 
 /// Returns the number of elements from the first to the last one that the strides reach, inclusive; 0 for an
 /// empty tensor, `None` on overflow.
-fn reach(shape: &[usize], strides: &[usize]) -> Option<usize> {
+fn reached_elements(shape: &[usize], strides: &[usize]) -> Option<usize> {
     if shape.contains(&0) {
         return Some(0);
     }

@@ -5,7 +5,7 @@
 //! The heap's size is bounded by [`CELLS_MAX`] for any sequence of opcodes.
 
 use super::globals::Global;
-use super::tensor::{Storage, Tensor};
+use super::tensor::{PickledTensor, Storage};
 use anyhow::{Result, bail, ensure};
 
 /// Maximum size of a pickle's containers, tensors and memo together, in values; larger objects count as
@@ -24,18 +24,18 @@ pub(super) enum Value<'a> {
     /// Its number is never needed.
     Float,
     Text(&'a str),
-    Tuple(Place),
-    List(Place),
+    Tuple(HeapIndex),
+    List(HeapIndex),
     /// A dict or an OrderedDict.
-    Dict(Place),
+    Dict(HeapIndex),
     Global(Global),
-    Storage(Place),
-    Tensor(Place),
+    Storage(HeapIndex),
+    Tensor(HeapIndex),
 }
 
 /// An index into one of the heap's lists.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Place(u32);
+pub(super) struct HeapIndex(u32);
 
 impl Value<'_> {
     /// Describes the value's type, for error messages.
@@ -68,7 +68,7 @@ pub(super) struct Heap<'a> {
     lists: Vec<Vec<Value<'a>>>,
     dicts: Vec<Pairs<'a>>,
     storages: Vec<Storage<'a>>,
-    tensors: Vec<Tensor<'a>>,
+    tensors: Vec<PickledTensor<'a>>,
 }
 
 impl<'a> Heap<'a> {
@@ -79,47 +79,47 @@ impl<'a> Heap<'a> {
         Ok(())
     }
 
-    pub(super) fn tuple(&mut self, items: &[Value<'a>]) -> Result<Value<'a>> {
+    pub(super) fn new_tuple(&mut self, items: &[Value<'a>]) -> Result<Value<'a>> {
         self.charge(CONTAINER_CELLS + items.len())?;
         self.tuples.push(items.into());
-        Ok(Value::Tuple(last(&self.tuples)))
+        Ok(Value::Tuple(last_index(&self.tuples)))
     }
 
-    pub(super) fn list(&mut self) -> Result<Value<'a>> {
+    pub(super) fn new_list(&mut self) -> Result<Value<'a>> {
         self.charge(CONTAINER_CELLS)?;
         self.lists.push(Vec::new());
-        Ok(Value::List(last(&self.lists)))
+        Ok(Value::List(last_index(&self.lists)))
     }
 
-    pub(super) fn dict(&mut self) -> Result<Value<'a>> {
+    pub(super) fn new_dict(&mut self) -> Result<Value<'a>> {
         self.charge(CONTAINER_CELLS)?;
         self.dicts.push(Vec::new());
-        Ok(Value::Dict(last(&self.dicts)))
+        Ok(Value::Dict(last_index(&self.dicts)))
     }
 
-    pub(super) fn storage(&mut self, storage: Storage<'a>) -> Result<Value<'a>> {
+    pub(super) fn add_storage(&mut self, storage: Storage<'a>) -> Result<Value<'a>> {
         self.charge(STORAGE_CELLS)?;
         self.storages.push(storage);
-        Ok(Value::Storage(last(&self.storages)))
+        Ok(Value::Storage(last_index(&self.storages)))
     }
 
-    pub(super) fn tensor(&mut self, tensor: Tensor<'a>) -> Result<Value<'a>> {
+    pub(super) fn add_tensor(&mut self, tensor: PickledTensor<'a>) -> Result<Value<'a>> {
         self.charge(TENSOR_CELLS + tensor.shape.len())?;
         self.tensors.push(tensor);
-        Ok(Value::Tensor(last(&self.tensors)))
+        Ok(Value::Tensor(last_index(&self.tensors)))
     }
 
     /// Appends items to a list.
     pub(super) fn append(&mut self, list: Value<'a>, items: &[Value<'a>]) -> Result<()> {
-        let Value::List(Place(at)) = list else { bail!("it appends to {}", list.kind()) };
+        let Value::List(HeapIndex(at)) = list else { bail!("it appends to {}", list.kind()) };
         self.charge(items.len())?;
         self.lists[at as usize].extend_from_slice(items);
         Ok(())
     }
 
     /// Sets entries of a dict; `items` has alternating keys and values.
-    pub(super) fn set(&mut self, dict: Value<'a>, items: &[Value<'a>]) -> Result<()> {
-        let Value::Dict(Place(at)) = dict else { bail!("it sets an entry of {}", dict.kind()) };
+    pub(super) fn set_items(&mut self, dict: Value<'a>, items: &[Value<'a>]) -> Result<()> {
+        let Value::Dict(HeapIndex(at)) = dict else { bail!("it sets an entry of {}", dict.kind()) };
         let (pairs, []) = items.as_chunks() else { bail!("it sets a key without a value") };
         self.charge(items.len())?;
         self.dicts[at as usize].extend(pairs.iter().map(|[key, value]| (*key, *value)));
@@ -129,8 +129,8 @@ impl<'a> Heap<'a> {
     /// Returns the items of a tuple or a list; empty for any other value.
     pub(super) fn items(&self, value: Value<'a>) -> &[Value<'a>] {
         match value {
-            Value::Tuple(Place(at)) => &self.tuples[at as usize],
-            Value::List(Place(at)) => &self.lists[at as usize],
+            Value::Tuple(HeapIndex(at)) => &self.tuples[at as usize],
+            Value::List(HeapIndex(at)) => &self.lists[at as usize],
             _ => &[],
         }
     }
@@ -138,7 +138,7 @@ impl<'a> Heap<'a> {
     /// Returns the entries of a dict; `None` for any other value.
     pub(super) fn pairs(&self, value: Value<'a>) -> Option<&[(Value<'a>, Value<'a>)]> {
         match value {
-            Value::Dict(Place(at)) => Some(&self.dicts[at as usize]),
+            Value::Dict(HeapIndex(at)) => Some(&self.dicts[at as usize]),
             _ => None,
         }
     }
@@ -148,22 +148,22 @@ impl<'a> Heap<'a> {
         &self.storages
     }
 
-    pub(super) fn storage_of(&self, value: Value<'a>) -> Option<Storage<'a>> {
+    pub(super) fn get_storage(&self, value: Value<'a>) -> Option<Storage<'a>> {
         match value {
-            Value::Storage(Place(at)) => Some(self.storages[at as usize]),
+            Value::Storage(HeapIndex(at)) => Some(self.storages[at as usize]),
             _ => None,
         }
     }
 
-    pub(super) fn tensor_of(&self, value: Value<'a>) -> Option<&Tensor<'a>> {
+    pub(super) fn get_tensor(&self, value: Value<'a>) -> Option<&PickledTensor<'a>> {
         match value {
-            Value::Tensor(Place(at)) => Some(&self.tensors[at as usize]),
+            Value::Tensor(HeapIndex(at)) => Some(&self.tensors[at as usize]),
             _ => None,
         }
     }
 }
 
 /// Returns the index of the last item.
-fn last<T>(items: &[T]) -> Place {
-    Place(u32::try_from(items.len() - 1).expect("the number of cells is bounded; this is a bug"))
+fn last_index<T>(items: &[T]) -> HeapIndex {
+    HeapIndex(u32::try_from(items.len() - 1).expect("the number of cells is bounded; this is a bug"))
 }

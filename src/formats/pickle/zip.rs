@@ -4,7 +4,7 @@
 //! Invariant: the members of an accepted archive lie inside it, overlap neither each other nor the directory,
 //! and have unique names. Their bytes are used in place.
 
-use super::tensor::Places;
+use super::tensor::StorageRanges;
 use anyhow::{Context, Result, bail, ensure};
 use rawzip::{CompressionMethod, ZipArchive, ZipFileHeaderRecord, ZipSliceArchive};
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ const PICKLE: &str = "/data.pkl";
 /// Byte ranges of the archive's parts.
 pub(super) struct Archive {
     pub(super) pickle: Range<usize>,
-    pub(super) places: Places,
+    pub(super) storages: StorageRanges,
 }
 
 /// Byte range of each member, by name.
@@ -40,7 +40,7 @@ pub(super) fn read(bytes: &[u8]) -> Result<Archive> {
     };
     Ok(Archive {
         pickle: members[&format!("{folder}{PICKLE}")].clone(),
-        places: members.iter().filter_map(place).collect(),
+        storages: members.iter().filter_map(place).collect(),
     })
 }
 
@@ -74,7 +74,7 @@ fn members(bytes: &[u8]) -> Result<Members> {
     }
     let (count, declared) = (members.len() as u64, archive.entries_hint());
     ensure!(count == declared, "the zip archive has {count} members, but declares {declared}");
-    check_apart(taken, archive.directory_offset())?;
+    check_disjoint(taken, archive.directory_offset())?;
     Ok(members)
 }
 
@@ -106,7 +106,7 @@ fn extent(archive: &ZipSliceArchive<&[u8]>, record: &ZipFileHeaderRecord) -> Res
 }
 
 /// Checks that no member overlaps another or the directory.
-fn check_apart(mut taken: Vec<Range<u64>>, directory: u64) -> Result<()> {
+fn check_disjoint(mut taken: Vec<Range<u64>>, directory: u64) -> Result<()> {
     taken.sort_unstable_by_key(|range| (range.start, range.end));
     let begins = taken.iter().skip(1).map(|range| range.start).chain([directory]);
     for (range, next) in taken.iter().zip(begins) {

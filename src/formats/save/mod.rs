@@ -10,8 +10,8 @@ mod place;
 
 mod safetensors;
 
-pub use gguf::{check_gguf, gguf_file, gguf_settings};
-pub use place::{Existing, Place, check_names};
+pub use gguf::{check_gguf, gguf_file, gguf_settings_file};
+pub use place::{AtomicOutput, Existing, check_only_known_files};
 pub use safetensors::safetensors_files;
 
 use super::elements;
@@ -26,7 +26,7 @@ pub struct SavedTensor {
     /// Outermost dimension first.
     pub shape: Vec<usize>,
     /// Whether the bytes are those of matrices (N, K), although the shape is (K, N).
-    pub turned: bool,
+    pub transposed: bool,
 }
 
 impl SavedTensor {
@@ -37,8 +37,8 @@ impl SavedTensor {
     }
 
     /// Whether safetensors cannot express the tensor, so that it is stored as U8 with metadata.
-    pub(super) fn is_coded(&self) -> bool {
-        self.turned || !DTYPES.iter().any(|(_, ty)| *ty == self.ty)
+    pub(super) fn is_packed(&self) -> bool {
+        self.transposed || !DTYPES.iter().any(|(_, ty)| *ty == self.ty)
     }
 }
 
@@ -46,7 +46,7 @@ impl SavedTensor {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavedFile {
     pub name: String,
-    pub head: Vec<u8>,
+    pub header: Vec<u8>,
     /// Indices into the list of all written tensors, in the file's order.
     pub tensors: Vec<usize>,
     /// Each tensor after the header starts at a multiple of this many bytes, and the file ends at one.

@@ -18,33 +18,33 @@ pub enum Existing {
 
 /// Output in progress. Dropping it before [`AtomicOutput::finish`] removes everything that was written.
 #[derive(Debug)]
-pub struct Place {
+pub struct AtomicOutput {
     target: PathBuf,
     existing: Existing,
     /// Fails if the existing target must not be replaced.
     check: fn(&Path) -> Result<()>,
     /// Temporary path next to the target, in the same file system.
-    begun: PathBuf,
+    temp_path: PathBuf,
     is_finished: bool,
 }
 
-impl Place {
+impl AtomicOutput {
     /// Creates output to a folder at `target`, whose parent must exist. `check` decides whether an existing
     /// target may be replaced; it runs before writing and again before replacing.
-    pub fn folder(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<Place> {
+    pub fn folder(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<AtomicOutput> {
         ensure!(!target.is_file(), "{} is a file, but the output is a folder", target.display());
-        let place = Place::beside(target, existing, check)?;
-        fs::create_dir(&place.begun).with_context(|| format!("cannot write {}", target.display()))?;
+        let place = AtomicOutput::new(target, existing, check)?;
+        fs::create_dir(&place.temp_path).with_context(|| format!("cannot write {}", target.display()))?;
         Ok(place)
     }
 
     /// Creates output to a file at `target`; see [`AtomicOutput::folder`].
-    pub fn file(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<Place> {
+    pub fn file(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<AtomicOutput> {
         ensure!(!target.is_dir(), "{} is a folder, but the output is a file", target.display());
-        Place::beside(target, existing, check)
+        AtomicOutput::new(target, existing, check)
     }
 
-    fn beside(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<Place> {
+    fn new(target: &Path, existing: Existing, check: fn(&Path) -> Result<()>) -> Result<AtomicOutput> {
         let name = target
             .file_name()
             .with_context(|| format!("{} is not a usable output path", target.display()))?;
@@ -55,7 +55,8 @@ impl Place {
             "{} already exists from another run: remove it",
             begun.display()
         );
-        let place = Place { target: target.to_owned(), existing, check, begun, is_finished: false };
+        let place =
+            AtomicOutput { target: target.to_owned(), existing, check, temp_path: begun, is_finished: false };
         place.check_target()?;
         Ok(place)
     }
@@ -72,21 +73,21 @@ impl Place {
     }
 
     /// Returns the temporary path to write to: an existing folder, or a file that does not exist yet.
-    pub fn begun(&self) -> &Path {
-        &self.begun
+    pub fn temp_path(&self) -> &Path {
+        &self.temp_path
     }
 
     /// Moves the output to its target. The caller must have synced its files.
     pub fn finish(mut self) -> Result<()> {
-        sync(&self.begun)?;
+        sync(&self.temp_path)?;
         // Another process may have created the target in the meantime.
         self.check_target()?;
-        let named = || format!("cannot move {} to {}", self.begun.display(), self.target.display());
-        let old = self.target.is_dir().then(|| self.begun.with_extension("old"));
+        let named = || format!("cannot move {} to {}", self.temp_path.display(), self.target.display());
+        let old = self.target.is_dir().then(|| self.temp_path.with_extension("old"));
         if let Some(old) = &old {
             fs::rename(&self.target, old).with_context(named)?;
         }
-        if let Err(error) = fs::rename(&self.begun, &self.target) {
+        if let Err(error) = fs::rename(&self.temp_path, &self.target) {
             if let Some(old) = &old {
                 // Restore the previous content.
                 let _ = fs::rename(old, &self.target);
@@ -102,19 +103,19 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for AtomicOutput {
     fn drop(&mut self) {
         if self.is_finished {
             return;
         }
-        let removed = match self.begun.is_dir() {
-            true => fs::remove_dir_all(&self.begun),
-            false => fs::remove_file(&self.begun),
+        let removed = match self.temp_path.is_dir() {
+            true => fs::remove_dir_all(&self.temp_path),
+            false => fs::remove_file(&self.temp_path),
         };
         if let Err(error) =
             removed.or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
         {
-            tracing::warn!("cannot remove {}: {error}", self.begun.display());
+            tracing::warn!("cannot remove {}: {error}", self.temp_path.display());
         }
     }
 }
@@ -126,7 +127,7 @@ fn sync(path: &Path) -> Result<()> {
 }
 
 /// Fails if the folder, or a subfolder, has a file whose name `is_ours` does not accept.
-pub fn check_names(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
+pub fn check_only_known_files(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
     let named = |folder: &Path| format!("cannot list {}", folder.display());
     let mut folders = vec![folder.to_owned()];
     while let Some(folder) = folders.pop() {
@@ -161,7 +162,7 @@ mod tests {
     }
 
     fn are_ours(folder: &Path) -> Result<()> {
-        check_names(folder, |name| name.ends_with(".json"))
+        check_only_known_files(folder, |name| name.ends_with(".json"))
     }
 
     fn any(_: &Path) -> Result<()> {
@@ -173,10 +174,10 @@ mod tests {
         let scratch = Scratch::new();
         let (file, folder) = (scratch.path().join("a.gguf"), scratch.path().join("b"));
         for finished in [false, true] {
-            let place = Place::file(&file, Existing::Refuse, any).unwrap();
-            fs::write(place.begun(), "x").unwrap();
-            let other = Place::folder(&folder, Existing::Refuse, are_ours).unwrap();
-            fs::write(other.begun().join("c.json"), "y").unwrap();
+            let place = AtomicOutput::file(&file, Existing::Refuse, any).unwrap();
+            fs::write(place.temp_path(), "x").unwrap();
+            let other = AtomicOutput::folder(&folder, Existing::Refuse, are_ours).unwrap();
+            fs::write(other.temp_path().join("c.json"), "y").unwrap();
             if finished {
                 place.finish().unwrap();
                 other.finish().unwrap();
@@ -197,21 +198,22 @@ mod tests {
         let (file, folder) = (scratch.write("a", b"old"), scratch.path().join("b"));
         fs::create_dir_all(folder.join("1_Pooling")).unwrap();
         fs::write(folder.join("1_Pooling/config.json"), "old").unwrap();
-        for refused in
-            [Place::file(&file, Existing::Refuse, any), Place::folder(&folder, Existing::Refuse, are_ours)]
-        {
+        for refused in [
+            AtomicOutput::file(&file, Existing::Refuse, any),
+            AtomicOutput::folder(&folder, Existing::Refuse, are_ours),
+        ] {
             assert!(refused.unwrap_err().to_string().contains("already exists; --force"));
         }
         assert!(
-            Place::file(&folder, Existing::Replace, any).is_err()
-                && Place::folder(&file, Existing::Replace, are_ours).is_err()
+            AtomicOutput::file(&folder, Existing::Replace, any).is_err()
+                && AtomicOutput::folder(&file, Existing::Replace, are_ours).is_err()
         );
-        let place = Place::file(&file, Existing::Replace, any).unwrap();
-        fs::write(place.begun(), "new").unwrap();
+        let place = AtomicOutput::file(&file, Existing::Replace, any).unwrap();
+        fs::write(place.temp_path(), "new").unwrap();
         assert_eq!(fs::read(&file).unwrap(), b"old");
         place.finish().unwrap();
         assert_eq!(fs::read(&file).unwrap(), b"new");
-        Place::folder(&folder, Existing::Replace, are_ours).unwrap().finish().unwrap();
+        AtomicOutput::folder(&folder, Existing::Replace, are_ours).unwrap().finish().unwrap();
         assert!(names(&folder).is_empty() && names(scratch.path()) == ["a", "b"]);
     }
 
@@ -220,10 +222,10 @@ mod tests {
         let scratch = Scratch::new();
         let (file, folder) = (scratch.path().join("a"), scratch.path().join("b"));
         let (one, other) = (
-            Place::file(&file, Existing::Refuse, any).unwrap(),
-            Place::folder(&folder, Existing::Replace, are_ours).unwrap(),
+            AtomicOutput::file(&file, Existing::Refuse, any).unwrap(),
+            AtomicOutput::folder(&folder, Existing::Replace, are_ours).unwrap(),
         );
-        fs::write(one.begun(), "new").unwrap();
+        fs::write(one.temp_path(), "new").unwrap();
         fs::write(&file, "theirs").unwrap();
         fs::create_dir(&folder).unwrap();
         fs::write(folder.join("letter.txt"), "dear").unwrap();
@@ -243,7 +245,7 @@ mod tests {
         let folder = scratch.path().join("b");
         fs::create_dir_all(folder.join("within")).unwrap();
         fs::write(folder.join("within/letter.txt"), "dear").unwrap();
-        let error = Place::folder(&folder, Existing::Replace, are_ours).unwrap_err().to_string();
+        let error = AtomicOutput::folder(&folder, Existing::Replace, are_ours).unwrap_err().to_string();
         assert!(error.contains("letter.txt"), "{error}");
         assert_eq!(
             (names(scratch.path()), fs::read(folder.join("within/letter.txt")).unwrap()),

@@ -25,8 +25,8 @@ pub fn safetensors_files(
     };
     let file = |(number, shard): (usize, &Vec<usize>)| {
         let mut order = shard.clone();
-        order.sort_by_key(|at| std::cmp::Reverse(number_bytes(&tensors[*at])));
-        SavedFile { name: name(number), head: head(tensors, &order), tensors: order, alignment: 1 }
+        order.sort_by_key(|at| std::cmp::Reverse(element_bytes(&tensors[*at])));
+        SavedFile { name: name(number), header: header(tensors, &order), tensors: order, alignment: 1 }
     };
     let files: Vec<SavedFile> = shards.iter().enumerate().map(file).collect();
     let index = (files.len() > 1).then(|| (INDEX.to_owned(), index(tensors, &files)));
@@ -47,19 +47,19 @@ fn shards(tensors: &[SavedTensor], bytes_max: usize) -> Vec<Vec<usize>> {
     shards
 }
 
-fn number_bytes(tensor: &SavedTensor) -> usize {
-    if tensor.is_coded() { 1 } else { tensor.ty.row().block_bytes }
+fn element_bytes(tensor: &SavedTensor) -> usize {
+    if tensor.is_packed() { 1 } else { tensor.ty.row().block_bytes }
 }
 
 /// Returns the header's length followed by the header.
-fn head(tensors: &[SavedTensor], order: &[usize]) -> Vec<u8> {
+fn header(tensors: &[SavedTensor], order: &[usize]) -> Vec<u8> {
     let of_file = || order.iter().map(|at| &tensors[*at]);
     let mut header = Map::new();
-    header.insert(METADATA.to_owned(), coded::metadata(of_file()));
+    header.insert(METADATA.to_owned(), coded::build_metadata(of_file()));
     let mut begin = 0;
     for tensor in of_file() {
         let end = begin + tensor.bytes();
-        header.insert(tensor.name.clone(), described(tensor, begin, end));
+        header.insert(tensor.name.clone(), tensor_header(tensor, begin, end));
         begin = end;
     }
     let mut text = Value::Object(header).to_string().into_bytes();
@@ -67,13 +67,13 @@ fn head(tensors: &[SavedTensor], order: &[usize]) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], &text].concat()
 }
 
-fn described(tensor: &SavedTensor, begin: usize, end: usize) -> Value {
-    let known = DTYPES.iter().find(|(_, ty)| *ty == tensor.ty && !tensor.turned);
+fn tensor_header(tensor: &SavedTensor, begin: usize, end: usize) -> Value {
+    let known = DTYPES.iter().find(|(_, ty)| *ty == tensor.ty && !tensor.transposed);
     let (dtype, shape) = match known {
         Some((name, _)) => (*name, tensor.shape.clone()),
         None => {
-            let stored = coded::stored_shape(tensor.ty, &tensor.shape, tensor.turned);
-            (coded::BYTES, stored.expect("packed tensors are matrices of whole blocks; this is a bug"))
+            let stored = coded::stored_shape(tensor.ty, &tensor.shape, tensor.transposed);
+            (coded::U8_DTYPE, stored.expect("packed tensors are matrices of whole blocks; this is a bug"))
         }
     };
     json!({ "dtype": dtype, "shape": shape, "data_offsets": [begin, end] })
@@ -98,10 +98,10 @@ mod tests {
     use mainstem_kernels::QuantType;
 
     fn tensor(name: &str, ty: QuantType, shape: &[usize], turned: bool) -> SavedTensor {
-        SavedTensor { name: name.to_owned(), ty, shape: shape.to_vec(), turned }
+        SavedTensor { name: name.to_owned(), ty, shape: shape.to_vec(), transposed: turned }
     }
 
-    fn some() -> Vec<SavedTensor> {
+    fn sample_tensors() -> Vec<SavedTensor> {
         vec![
             tensor("a \"b\"", QuantType::Q4_B32T1A, &[3, 64], false),
             tensor("norm", QuantType::BF16, &[5], false),
@@ -113,11 +113,11 @@ mod tests {
     }
 
     /// Writes the files; every byte of a tensor is the tensor's index.
-    fn written(bytes_max: usize) -> (Scratch, usize) {
-        let (tensors, folder) = (some(), Scratch::new());
+    fn write_files(bytes_max: usize) -> (Scratch, usize) {
+        let (tensors, folder) = (sample_tensors(), Scratch::new());
         let (files, index) = safetensors_files(&tensors, bytes_max);
         for file in &files {
-            let mut bytes = file.head.clone();
+            let mut bytes = file.header.clone();
             file.tensors.iter().for_each(|at| bytes.extend(vec![*at as u8; tensors[*at].bytes()]));
             folder.write(&file.name, &bytes);
         }
@@ -129,16 +129,16 @@ mod tests {
     #[test]
     fn what_is_written_is_read_as_it_was_whatever_the_number_of_files() {
         for (bytes_max, files) in [(usize::MAX, 1), (300, 3), (1, 6)] {
-            let (folder, count) = written(bytes_max);
+            let (folder, count) = write_files(bytes_max);
             assert_eq!(count, files);
             let checkpoint = Checkpoint::open_safetensors(&folder.folder()).unwrap();
             assert_eq!(checkpoint.names().count(), 6);
-            for (at, tensor) in some().into_iter().enumerate() {
+            for (at, tensor) in sample_tensors().into_iter().enumerate() {
                 let found = checkpoint.tensor(&tensor.name).unwrap();
                 assert_eq!((found.dtype, found.shape), (&Dtype::Known(tensor.ty), &tensor.shape[..]));
                 assert_eq!(
-                    (found.is_turned(), &found.bytes()[..]),
-                    (tensor.turned, &vec![at as u8; tensor.bytes()][..])
+                    (found.is_transposed(), &found.bytes()[..]),
+                    (tensor.transposed, &vec![at as u8; tensor.bytes()][..])
                 );
             }
         }
@@ -147,9 +147,9 @@ mod tests {
     /// Edits the metadata of a file so that it contradicts the tensors.
     #[test]
     fn a_description_that_does_not_fit_its_tensor_is_refused_by_name() {
-        let tensors = some();
+        let tensors = sample_tensors();
         let (files, _) = safetensors_files(&tensors, usize::MAX);
-        let text = String::from_utf8(files[0].head[8..].to_vec()).unwrap();
+        let text = String::from_utf8(files[0].header[8..].to_vec()).unwrap();
         for (from, to, reason) in [
             (
                 r#"{\"type\":\"q8_0\""#,

@@ -6,7 +6,7 @@
 
 mod texts;
 
-pub use texts::{TEXT_CONFIG, TextSettings};
+pub use texts::{TEXT_CONFIG, TextPreprocessing};
 
 use super::{Folder, HubConfig, is_plain_name};
 use crate::request::Pooling;
@@ -22,38 +22,38 @@ pub const MODULES: &str = "modules.json";
 const CONFIG: &str = "config.json";
 
 /// Prefix of the switches of pooling modes.
-const MODE: &str = "pooling_mode_";
+const MODE_PREFIX: &str = "pooling_mode_";
 /// Key that some files have instead of switches: a mode or a list of modes.
-const MODE_NAME: &str = "pooling_mode";
+const MODE_KEY: &str = "pooling_mode";
 
 /// Embedding settings of a model folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SentenceFiles {
-    pub pooling: FoundPooling,
+pub struct SentenceConfig {
+    pub pooling: PoolingConfig,
     /// Whether embeddings are L2-normalized.
     pub normalize: bool,
     /// Text preprocessing, if it is configured.
-    pub texts: Option<TextSettings>,
+    pub preprocessing: Option<TextPreprocessing>,
 }
 
 /// The configured pooling, supported or not.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum FoundPooling {
-    Served(Pooling),
-    Unserved(Unserved),
+pub enum PoolingConfig {
+    Supported(Pooling),
+    Unsupported(UnsupportedSetting),
 }
 
 /// A setting that is not supported.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unserved {
+pub struct UnsupportedSetting {
     /// The file with the setting, with its path.
     pub file: String,
-    pub why: String,
+    pub reason: String,
 }
 
-impl fmt::Display for Unserved {
+impl fmt::Display for UnsupportedSetting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.file, self.why)
+        write!(f, "{}: {}", self.file, self.reason)
     }
 }
 
@@ -65,20 +65,20 @@ struct Module {
     class: String,
 }
 
-impl SentenceFiles {
+impl SentenceConfig {
     /// Reads a model folder. Returns `None` if it has no list of modules.
-    pub fn from_folder(folder: &Folder) -> Result<Option<SentenceFiles>> {
-        let Some(modules) = Module::all(folder)? else { return Ok(None) };
+    pub fn from_folder(folder: &Folder) -> Result<Option<SentenceConfig>> {
+        let Some(modules) = Module::read_all(folder)? else { return Ok(None) };
         let file = || folder.file(MODULES).display().to_string();
-        let unserved = |why| FoundPooling::Unserved(Unserved { file: file(), why });
+        let unserved = |why| PoolingConfig::Unsupported(UnsupportedSetting { file: file(), reason: why });
         let pooling = unserved("no pooling module".to_owned());
-        let mut found = SentenceFiles { pooling, normalize: false, texts: None };
+        let mut found = SentenceConfig { pooling, normalize: false, preprocessing: None };
         let mut stranger = None;
         for module in &modules {
             match module.class() {
-                "Transformer" => found.texts = TextSettings::read(folder, &module.path)?,
+                "Transformer" => found.preprocessing = TextPreprocessing::read(folder, &module.path)?,
                 "Normalize" => found.normalize = true,
-                "Pooling" => found.pooling = pooling_of(folder, &module.path)?,
+                "Pooling" => found.pooling = read_pooling(folder, &module.path)?,
                 other if stranger.is_none() => stranger = Some(other.to_owned()),
                 _ => {}
             }
@@ -93,7 +93,7 @@ impl SentenceFiles {
     /// Returns the paths of the pooling modules' settings files within the folder; empty if the list of
     /// modules is missing or malformed.
     pub fn pooling_files(folder: &Folder) -> Vec<String> {
-        let modules = Module::all(folder).ok().flatten().unwrap_or_default();
+        let modules = Module::read_all(folder).ok().flatten().unwrap_or_default();
         let pooling = modules.iter().filter(|module| module.class() == "Pooling");
         pooling.filter_map(|module| module_file(folder, &module.path, CONFIG).ok()).collect()
     }
@@ -101,7 +101,7 @@ impl SentenceFiles {
 
 impl Module {
     /// Returns a folder's modules in order, or `None` if it has no list of them.
-    fn all(folder: &Folder) -> Result<Option<Vec<Module>>> {
+    fn read_all(folder: &Folder) -> Result<Option<Vec<Module>>> {
         let Some(content) = folder.read(MODULES)? else { return Ok(None) };
         let modules = serde_json::from_slice(&content);
         modules.map(Some).with_context(|| folder.file(MODULES).display().to_string())
@@ -120,34 +120,34 @@ fn module_file(folder: &Folder, path: &str, name: &str) -> Result<String> {
 }
 
 /// Reads the settings of a pooling module.
-fn pooling_of(folder: &Folder, path: &str) -> Result<FoundPooling> {
+fn read_pooling(folder: &Folder, path: &str) -> Result<PoolingConfig> {
     let name = module_file(folder, path, CONFIG)?;
     let missing = || anyhow!("{}: no such file", folder.file(&name).display());
     let settings = HubConfig::read_if_present(folder, &name)?.ok_or_else(missing)?;
-    let named = settings.typed(MODE_NAME, "a mode or a list of modes", |value| match value {
+    let named = settings.typed(MODE_KEY, "a mode or a list of modes", |value| match value {
         Value::Array(modes) => modes.iter().map(Value::as_str).collect(),
         mode => mode.as_str().map(|mode| vec![mode]),
     })?;
-    let on = named.map_or_else(|| switched_on(&settings), Ok)?;
+    let on = named.map_or_else(|| enabled_modes(&settings), Ok)?;
     Ok(match on[..] {
-        ["mean_tokens" | "mean"] => FoundPooling::Served(Pooling::Mean),
-        ["cls_token" | "cls"] => FoundPooling::Served(Pooling::Cls),
-        ["lasttoken"] => FoundPooling::Served(Pooling::Last),
+        ["mean_tokens" | "mean"] => PoolingConfig::Supported(Pooling::Mean),
+        ["cls_token" | "cls"] => PoolingConfig::Supported(Pooling::Cls),
+        ["lasttoken"] => PoolingConfig::Supported(Pooling::Last),
         _ => {
             let what = if on.is_empty() { "none".to_owned() } else { on.join(" with ") };
-            FoundPooling::Unserved(Unserved {
+            PoolingConfig::Unsupported(UnsupportedSetting {
                 file: settings.file().display().to_string(),
-                why: format!("the pooling mode is {what}, which is not supported"),
+                reason: format!("the pooling mode is {what}, which is not supported"),
             })
         }
     })
 }
 
 /// Returns the modes whose switches are on.
-fn switched_on(settings: &HubConfig) -> Result<Vec<&str>> {
+fn enabled_modes(settings: &HubConfig) -> Result<Vec<&str>> {
     let mut on = Vec::new();
     for key in settings.keys() {
-        if let Some(mode) = key.strip_prefix(MODE)
+        if let Some(mode) = key.strip_prefix(MODE_PREFIX)
             && settings.bool(key)?
         {
             on.push(mode);
@@ -176,14 +176,14 @@ mod tests {
         classes.iter().enumerate().map(module).collect()
     }
 
-    fn read(modules: &Value, pooling: Option<&Value>) -> Result<Option<SentenceFiles>> {
+    fn read(modules: &Value, pooling: Option<&Value>) -> Result<Option<SentenceConfig>> {
         let folder = Scratch::new();
         folder.write(MODULES, modules.to_string().as_bytes());
         if let Some(pooling) = pooling {
             std::fs::create_dir(folder.path().join("1_Pooling")).unwrap();
             folder.write(POOLING_CONFIG, pooling.to_string().as_bytes());
         }
-        SentenceFiles::from_folder(&folder.folder())
+        SentenceConfig::from_folder(&folder.folder())
     }
 
     /// Settings as the library writes them: a switch for every mode.
@@ -215,7 +215,11 @@ mod tests {
                 let bare = read(&modules(&["Transformer", "Pooling"]), Some(&settings)).unwrap().unwrap();
                 assert_eq!(
                     bare,
-                    SentenceFiles { pooling: FoundPooling::Served(pooling), normalize: false, texts: None },
+                    SentenceConfig {
+                        pooling: PoolingConfig::Supported(pooling),
+                        normalize: false,
+                        preprocessing: None
+                    },
                     "{settings}"
                 );
                 let classes = ["Transformer", "Pooling", "Normalize"];
@@ -239,7 +243,7 @@ mod tests {
             (&modules(&["Transformer"]), switches(&["cls_token"]), "no pooling module"),
         ] {
             let found = read(modules, Some(&settings)).unwrap().unwrap();
-            let FoundPooling::Unserved(Unserved { file, why }) = found.pooling else {
+            let PoolingConfig::Unsupported(UnsupportedSetting { file, reason: why }) = found.pooling else {
                 panic!("{named} is supported")
             };
             assert!(why.contains(named) && file.contains(".json"), "{file}: {why}");
@@ -255,15 +259,15 @@ mod tests {
             ["Dense", "Pooling", "LayerNorm", "Normalize"],
         ] {
             let found = read(&modules(&classes), Some(&settings)).unwrap().unwrap();
-            let FoundPooling::Unserved(unserved) = &found.pooling else { panic!("Dense is supported") };
-            assert!(found.normalize && unserved.why.contains("Dense"), "{unserved}");
+            let PoolingConfig::Unsupported(unserved) = &found.pooling else { panic!("Dense is supported") };
+            assert!(found.normalize && unserved.reason.contains("Dense"), "{unserved}");
         }
     }
 
     #[test]
     fn files_that_cannot_be_read_are_named() {
         let folder = Scratch::new();
-        assert_eq!(SentenceFiles::from_folder(&folder.folder()).unwrap(), None);
+        assert_eq!(SentenceConfig::from_folder(&folder.folder()).unwrap(), None);
         let plain = modules(&["Transformer", "Pooling"]);
         for (modules, settings, named) in [
             (&json!({}), None, MODULES),

@@ -32,15 +32,15 @@ pub struct KvLayout {
 impl KvLayout {
     /// Positions whose scores attention reduces together. Pages hold whole blocks, so that the order of
     /// summation does not depend on the page size.
-    pub const BLOCK: usize = 32;
+    pub const BLOCK_POSITIONS: usize = 32;
     /// Multiple to which a backend may pad the V of a head, in elements.
-    const PADDING: usize = 16;
+    const HEAD_PADDING: usize = 16;
     /// Multiple for 4-bit elements.
-    const PADDING_OF_HALVES: usize = 32;
+    const HEAD_PADDING_4_BIT: usize = 32;
 
     /// Checks that keys and values can be stored in [`Self::ty`]. Fails with [`DeviceError::Unsupported`].
     pub fn check_type(&self) -> Result<(), DeviceError> {
-        match QuantType::cached().any(|ty| ty == self.ty) {
+        match QuantType::kv_cache_types().any(|ty| ty == self.ty) {
             true => Ok(()),
             false => {
                 Err(DeviceError::Unsupported(format!("keys and values cannot be stored as {}", self.ty)))
@@ -51,7 +51,8 @@ impl KvLayout {
     /// Returns the bytes of K and of V for one position of one KV head, an upper bound for every backend;
     /// `None` on overflow.
     pub fn head_bytes(&self) -> Option<[usize; 2]> {
-        let padding = if self.ty == QuantType::G4_B64 { Self::PADDING_OF_HALVES } else { Self::PADDING };
+        let padding =
+            if self.ty == QuantType::G4_B64 { Self::HEAD_PADDING_4_BIT } else { Self::HEAD_PADDING };
         let padded = self.v_dim.checked_next_multiple_of(padding)?;
         Some([self.ty.run_bytes(self.k_dim)?, self.ty.run_bytes(padded)?])
     }
@@ -81,7 +82,7 @@ pub struct AttentionShape<'a, Buf> {
     /// The page table through which keys and values are found.
     pub table: KvTable,
     /// Relative position bias, added to the scores after the softcap.
-    pub bias: Option<&'a DistanceBias<Buf>>,
+    pub bias: Option<&'a RelativeBias<Buf>>,
 }
 
 /// An attention mask: the positions that a row attends to.
@@ -92,15 +93,15 @@ pub enum Mask {
     Causal { window: Option<usize> },
     /// All positions of its span ([`KvTable::Scratch`]) or of its encoder input ([`KvTable::Cross`]). A
     /// `window` limits them to at most `window` positions on either side of its own.
-    Whole { window: Option<usize> },
+    Bidirectional { window: Option<usize> },
 }
 
 impl Mask {
     /// Returns whether the mask is defined for the positions of `table`.
-    pub fn suits(self, table: KvTable) -> bool {
+    pub fn is_valid_for(self, table: KvTable) -> bool {
         match self {
             Mask::Causal { window } => table != KvTable::Cross && window != Some(0),
-            Mask::Whole { .. } => table != KvTable::Own,
+            Mask::Bidirectional { .. } => table != KvTable::Own,
         }
     }
 }
@@ -118,7 +119,7 @@ pub enum KvTable {
 
 /// A relative position bias: added to attention scores by head and by the distance between key and query, as
 /// in ALiBi (Press et al. 2022) and T5 (Raffel et al. 2020).
-pub struct DistanceBias<Buf> {
+pub struct RelativeBias<Buf> {
     /// Biases (heads, 2 * reach - 1), F32, finite. The bias of key position k and query position q is in
     /// column `k - q + reach - 1`.
     pub table: Buf,

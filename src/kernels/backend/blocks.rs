@@ -11,9 +11,9 @@ pub struct Weight<Buf> {
     /// Storage format.
     pub ty: QuantType,
     /// Output features: rows of the matrix.
-    pub out: usize,
+    pub n: usize,
     /// Input features: columns of the matrix.
-    pub inp: usize,
+    pub k: usize,
 }
 
 /// Normalization of each row, followed by `* weight + bias`. Weight and bias are F32 (width); both are
@@ -51,13 +51,13 @@ pub struct Rope<Buf> {
     /// Dimensions that form a pair.
     pub style: RopeStyle,
     /// Dynamic NTK scaling, for sequences longer than its context.
-    pub stretch: Option<RopeStretch>,
+    pub dynamic_ntk: Option<DynamicNtk>,
 }
 
 /// Dynamic NTK scaling of RoPE: a sequence whose reserved length L exceeds `context` has the base `theta *
 /// (factor * L / context - (factor - 1)) ^ (dims / (dims - 2))`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RopeStretch {
+pub struct DynamicNtk {
     /// Base of sequences within the context.
     pub theta: f64,
     /// Scaling factor.
@@ -74,7 +74,7 @@ impl<Buf> Rope<Buf> {
     }
 }
 
-impl RopeStretch {
+impl DynamicNtk {
     /// Returns the base for sequences with `reserved` reserved tokens, more than `context`.
     pub fn base(&self, dims: usize, reserved: usize) -> f64 {
         let growth = self.factor * reserved as f64 / self.context as f64 - (self.factor - 1.0);
@@ -93,9 +93,9 @@ impl RopeStretch {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopeStyle {
     /// Pairs `(i, i + dims / 2)`: GPT-NeoX and Hugging Face checkpoints.
-    Halves,
+    NeoX,
     /// Adjacent pairs `(2i, 2i + 1)`: GPT-J and the original checkpoints of Meta and llama2.c.
-    Interleaved,
+    GptJ,
 }
 
 /// An activation function.
@@ -124,13 +124,13 @@ pub struct MoeShape {
     /// Experts of the layer, on all ranks together.
     pub experts: usize,
     /// Number of the first expert that this device holds.
-    pub first: usize,
+    pub first_expert: usize,
     /// Experts per row.
     pub top_k: usize,
     /// Function from router logits to scores.
     pub scoring: Scoring,
     /// Whether the selected scores are divided by their sum.
-    pub renormalise: bool,
+    pub normalize_scores: bool,
     /// Final factor of the scores.
     pub scale: f32,
     /// Inner width of the MLP of one expert.

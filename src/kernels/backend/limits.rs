@@ -19,48 +19,48 @@ pub struct StepLimits {
     pub positions: usize,
     /// Tokens of one encoder input, which an encoder processes in a single step; 0 without an encoder. At
     /// most `rows`.
-    pub source_positions: usize,
+    pub encoder_positions: usize,
     /// Token positions of one KV page.
     pub page_positions: usize,
     /// Most likely tokens that can be reported for one row.
     pub top_logprobs: usize,
     /// Logit biases of one sequence.
-    pub biases: usize,
+    pub logit_biases: usize,
     /// Entries of the vocabulary.
     pub vocab: usize,
     /// Width of the hidden states that spans may return; 0 if none do.
     pub hidden: usize,
     /// Fraction of the earlier visible positions whose values a generated token attends to (top-k sparse
     /// attention).
-    pub attended: Share,
+    pub attended_fraction: Fraction,
 }
 
 /// A fraction of a number of positions, in (0, 1], stored in millionths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Share {
+pub struct Fraction {
     millionths: u32,
 }
 
-impl Share {
+impl Fraction {
     /// The fraction 1.
-    pub const ALL: Share = Share { millionths: Share::WHOLE };
-    const WHOLE: u32 = 1_000_000;
+    pub const ONE: Fraction = Fraction { millionths: Fraction::MILLION };
+    const MILLION: u32 = 1_000_000;
 
     /// Rounds to the nearest millionth. Returns `None` if the result is 0, greater than 1 or NaN.
-    pub fn new(fraction: f64) -> Option<Share> {
-        let millionths = (fraction * f64::from(Share::WHOLE)).round();
-        let is_valid = (1.0..=f64::from(Share::WHOLE)).contains(&millionths);
-        is_valid.then_some(Share { millionths: millionths as u32 })
+    pub fn new(fraction: f64) -> Option<Fraction> {
+        let millionths = (fraction * f64::from(Fraction::MILLION)).round();
+        let is_valid = (1.0..=f64::from(Fraction::MILLION)).contains(&millionths);
+        is_valid.then_some(Fraction { millionths: millionths as u32 })
     }
 
     /// Returns whether the fraction is 1.
-    pub fn is_all(self) -> bool {
-        self == Share::ALL
+    pub fn is_one(self) -> bool {
+        self == Fraction::ONE
     }
 
     /// Returns the fraction of `positions`, rounded down.
-    pub fn of(self, positions: usize) -> usize {
-        (positions as u128 * u128::from(self.millionths) / u128::from(Share::WHOLE)) as usize
+    pub fn floor_of(self, positions: usize) -> usize {
+        (positions as u128 * u128::from(self.millionths) / u128::from(Fraction::MILLION)) as usize
     }
 }
 
@@ -72,27 +72,28 @@ impl StepLimits {
 
     /// Returns the number of entries of a slot's cross-attention page table.
     pub fn cross_table_len(&self) -> usize {
-        self.source_positions.div_ceil(self.page_positions)
+        self.encoder_positions.div_ceil(self.page_positions)
     }
 
     /// Returns the positions of the scratch cache. The encoder spans of a step lie in it one after another,
     /// each starting at a multiple of [`KvLayout::BLOCK_POSITIONS`].
     pub fn scratch_positions(&self) -> usize {
-        match self.source_positions {
+        match self.encoder_positions {
             0 => 0,
-            _ => (self.rows + self.slots * (KvLayout::BLOCK - 1)).next_multiple_of(self.page_positions),
+            _ => (self.rows + self.slots * (KvLayout::BLOCK_POSITIONS - 1))
+                .next_multiple_of(self.page_positions),
         }
     }
 
     /// Returns the largest number of logit biases of a step: each slot samples one token in it.
-    pub fn bias_room(&self) -> usize {
-        self.slots * self.biases
+    pub fn bias_capacity(&self) -> usize {
+        self.slots * self.logit_biases
     }
 }
 
-impl std::fmt::Display for Share {
+impl std::fmt::Display for Fraction {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", f64::from(self.millionths) / f64::from(Share::WHOLE))
+        write!(f, "{}", f64::from(self.millionths) / f64::from(Fraction::MILLION))
     }
 }
 
@@ -102,16 +103,16 @@ mod tests {
 
     #[test]
     fn fractions_are_rounded_down_exactly() {
-        let of = |fraction, positions| Share::new(fraction).map(|fraction| fraction.of(positions));
+        let of = |fraction, positions| Fraction::new(fraction).map(|fraction| fraction.floor_of(positions));
         assert_eq!(of(0.1, 20), Some(2));
         assert_eq!([9, 10, 19, 0].map(|past| of(0.1, past)), [0, 1, 1, 0].map(Some));
         // In floating point these are 28.999999999999996 and 57.99999999999999.
         assert_eq!([of(0.29, 100), of(0.58, 100)], [Some(29), Some(58)]);
         assert_eq!(of(1.0, usize::MAX), Some(usize::MAX));
-        assert_eq!(Share::new(1.0), Some(Share::ALL));
-        assert_eq!(Share::new(0.29).map(|fraction| fraction.to_string()).as_deref(), Some("0.29"));
+        assert_eq!(Fraction::new(1.0), Some(Fraction::ONE));
+        assert_eq!(Fraction::new(0.29).map(|fraction| fraction.to_string()).as_deref(), Some("0.29"));
         for wrong in [0.0, -0.1, 1e-7, 1.1, f64::NAN, f64::INFINITY] {
-            assert_eq!(Share::new(wrong), None, "{wrong}");
+            assert_eq!(Fraction::new(wrong), None, "{wrong}");
         }
     }
 }

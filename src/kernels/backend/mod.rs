@@ -15,17 +15,17 @@ mod limits;
 
 mod products;
 
-pub use attention::{AttentionShape, DistanceBias, KvLayer, KvLayout, KvTable, Mask};
+pub use attention::{AttentionShape, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
 pub use blocks::{
-    Activation, Expert, MoeShape, Norm, NormKind, Rope, RopeStretch, RopeStyle, Scoring, Weight,
+    Activation, DynamicNtk, Expert, MoeShape, Norm, NormKind, Rope, RopeStyle, Scoring, Weight,
 };
-pub use limits::{Share, StepLimits};
-pub(crate) use products::one_by_one;
-pub use products::{Factor, Product, To};
+pub use limits::{Fraction, StepLimits};
+pub(crate) use products::run_gemms_separately;
+pub use products::{Epilogue, Gemm, InputOperand};
 
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
 use crate::collective::Collective;
-use crate::quant::{Inputs, QuantType};
+use crate::quant::{ActivationPrecision, QuantType};
 use std::ops::Range;
 
 /// An error of a device.
@@ -68,15 +68,15 @@ pub trait Backend: Send + 'static {
     }
 
     /// Returns the precision of the activations in GEMMs with quantized weights.
-    fn inputs(&self) -> Inputs;
+    fn activation_precision(&self) -> ActivationPrecision;
 
     /// Joins a stage as one of its tensor-parallel ranks; before, the device is the only rank. A device whose
     /// buffers lie in host memory runs its collective operations through `stage`. A device with its own
     /// memory uses `stage` only to set up a direct connection to the other ranks (for example NCCL).
-    fn join(&mut self, stage: Box<dyn Collective>);
+    fn join_stage(&mut self, stage: Box<dyn Collective>);
 
     /// Returns the rank of the device in its stage, and the number of ranks.
-    fn place(&self) -> (usize, usize);
+    fn rank_and_count(&self) -> (usize, usize);
 
     /// Allocates `bytes` zeroed bytes. Fails with [`DeviceError::OutOfMemory`].
     fn alloc(&mut self, bytes: usize) -> Result<Self::Buf, DeviceError>;
@@ -110,11 +110,11 @@ pub trait Backend: Send + 'static {
 
     /// Begins a step: applies the slot moves and page table updates of `batch` and maps its rows. The rows of
     /// the decoder become the current rows.
-    fn begin(&mut self, batch: &StepBatch);
+    fn begin_step(&mut self, batch: &StepBatch);
 
     /// Makes the rows of one stack the current rows and returns their number. Rows, positions and output rows
     /// of the other operations refer to the current rows; output rows are numbered from 0 in each stack.
-    fn select(&mut self, stack: SpanStack) -> usize;
+    fn select_stack(&mut self, stack: SpanStack) -> usize;
 
     /// Copies whole pages, K and V, in the cache of one layer.
     fn copy_pages(&mut self, copies: &[PageCopy], cache: &mut KvLayer<Self::Buf>);
@@ -141,8 +141,8 @@ pub trait Backend: Send + 'static {
     /// Runs several GEMMs with the same input, each with the result of [`Backend::matmul`]. The input may be
     /// the result of [`Backend::norm`] or [`Backend::activate`]. A device may fuse these operations and
     /// quantize the input once for all GEMMs.
-    fn products(&mut self, rows: usize, input: Factor<Self::Buf>, gemms: &mut [Product<Self::Buf>]) {
-        one_by_one(self, rows, input, gemms);
+    fn gemms(&mut self, rows: usize, input: InputOperand<Self::Buf>, gemms: &mut [Gemm<Self::Buf>]) {
+        run_gemms_separately(self, rows, input, gemms);
     }
 
     /// Normalizes rows: y = norm(x), both (rows, width).
@@ -154,7 +154,7 @@ pub trait Backend: Send + 'static {
     /// Computes the rotations of RoPE: angles (rows, dims / 2, 2) = cosine and sine of each pair, by the
     /// position of the row and the reserved length of its sequence. They are valid for every layer of the
     /// step.
-    fn angles(&mut self, rope: &Rope<Self::Buf>, angles: &mut Self::Buf);
+    fn rope_angles(&mut self, rope: &Rope<Self::Buf>, angles: &mut Self::Buf);
 
     /// Applies RoPE in place: rotates the first `rope.dims` dimensions of each head of x (rows, heads,
     /// head_dim) by `angles`.
@@ -233,22 +233,29 @@ pub trait Backend: Send + 'static {
 
     /// All-reduce: x (rows, width) = the sum of x over all ranks of the stage, added in rank order. With one
     /// rank, x is unchanged. Unwinds with [`crate::Aborted`] if the stage is aborted.
-    fn reduce(&mut self, rows: usize, width: usize, x: &mut Self::Buf);
+    fn all_reduce(&mut self, rows: usize, width: usize, x: &mut Self::Buf);
 
     /// All-gather of columns: all (rows, sum of `widths`) = the `own` (rows, widths\[rank\]) of every rank,
     /// side by side in rank order. Unwinds with [`crate::Aborted`] if the stage is aborted.
     fn all_gather(&mut self, rows: usize, widths: &[usize], own: &Self::Buf, all: &mut Self::Buf);
 
     /// Copies columns: y (rows, columns.len()) = the given columns of x (rows, width).
-    fn columns(&mut self, rows: usize, width: usize, columns: Range<usize>, x: &Self::Buf, y: &mut Self::Buf);
+    fn copy_columns(
+        &mut self,
+        rows: usize,
+        width: usize,
+        columns: Range<usize>,
+        x: &Self::Buf,
+        y: &mut Self::Buf,
+    );
 
     /// Gathers output rows: y (outputs.len(), width) = the rows of x (rows, width) that are the output rows
     /// number `outputs` of the current stack.
-    fn gather(&mut self, outputs: Range<usize>, width: usize, x: &Self::Buf, y: &mut Self::Buf);
+    fn gather_output_rows(&mut self, outputs: Range<usize>, width: usize, x: &Self::Buf, y: &mut Self::Buf);
 
     /// Appends rows of x (rows, width), after the final norm, to the hidden states of `out`. The rows are
     /// those of a span with [`crate::batch::SpanOutput::Hidden`].
-    fn hidden(&mut self, rows: Range<usize>, width: usize, x: &Self::Buf, out: &mut StepOutput);
+    fn append_hidden(&mut self, rows: Range<usize>, width: usize, x: &Self::Buf, out: &mut StepOutput);
 
     /// Samples or scores the output rows number `outputs` of the current stack from their logits
     /// (outputs.len(), vocab). Appends the results to `out` in order, and stores each sampled token as the
@@ -260,5 +267,5 @@ pub trait Backend: Send + 'static {
     fn sample(&mut self, outputs: Range<usize>, logits: &Self::Buf, out: &mut StepOutput);
 
     /// Returns one of the page tables of a slot, in host memory, for checks and tests.
-    fn table(&self, slot: u32, table: KvTable) -> &[Page];
+    fn page_table(&self, slot: u32, table: KvTable) -> &[Page];
 }

@@ -5,42 +5,47 @@
 use super::{Activation, Backend, Norm, Weight};
 
 /// The input (rows, k) of GEMMs, with the operation that produces it.
-pub enum Factor<'a, Buf> {
+pub enum InputOperand<'a, Buf> {
     /// The rows as they are.
     Given(&'a Buf),
     /// The rows norm(x). `buffer` (rows, k) may be overwritten.
-    Normed { norm: &'a Norm<Buf>, x: &'a Buf, room: &'a mut Buf },
+    Normed { norm: &'a Norm<Buf>, x: &'a Buf, buffer: &'a mut Buf },
     /// The rows act(gate) * up, or act(gate) without `up`. `gate` may be overwritten.
     Activated { act: Activation, gate: &'a mut Buf, up: Option<&'a Buf> },
 }
 
 /// One GEMM: input · wᵀ, plus `bias` if given, stored by `epilogue`.
-pub struct Product<'a, Buf> {
+pub struct Gemm<'a, Buf> {
     /// Weight (n, k).
     pub w: &'a Weight<Buf>,
     /// Bias (n), F32.
     pub bias: Option<&'a Buf>,
-    pub to: To<'a, Buf>,
+    pub epilogue: Epilogue<'a, Buf>,
 }
 
 /// The epilogue of a GEMM: the destination of its result (rows, n).
-pub enum To<'a, Buf> {
+pub enum Epilogue<'a, Buf> {
     /// Overwrites y (rows, n).
     Set(&'a mut Buf),
     /// Adds to x (rows, n). `buffer` (rows, n) may be overwritten.
-    Add { x: &'a mut Buf, room: &'a mut Buf },
+    Add { x: &'a mut Buf, buffer: &'a mut Buf },
 }
 
-impl<'a, Buf> Factor<'a, Buf> {
+impl<'a, Buf> InputOperand<'a, Buf> {
     /// Computes the input (rows, width) and returns the buffer that holds it.
-    pub fn made<B: Backend<Buf = Buf> + ?Sized>(self, b: &mut B, rows: usize, width: usize) -> &'a Buf {
+    pub fn materialize<B: Backend<Buf = Buf> + ?Sized>(
+        self,
+        b: &mut B,
+        rows: usize,
+        width: usize,
+    ) -> &'a Buf {
         match self {
-            Factor::Given(x) => x,
-            Factor::Normed { norm, x, room } => {
+            InputOperand::Given(x) => x,
+            InputOperand::Normed { norm, x, buffer: room } => {
                 b.norm(rows, norm, x, room);
                 room
             }
-            Factor::Activated { act, gate, up } => {
+            InputOperand::Activated { act, gate, up } => {
                 b.activate(rows, width, act, gate, up);
                 gate
             }
@@ -49,20 +54,20 @@ impl<'a, Buf> Factor<'a, Buf> {
 }
 
 /// Implements [`Backend::gemms`] by the separate operations.
-pub(crate) fn one_by_one<B: Backend + ?Sized>(
+pub(crate) fn run_gemms_separately<B: Backend + ?Sized>(
     b: &mut B,
     rows: usize,
-    input: Factor<B::Buf>,
-    gemms: &mut [Product<B::Buf>],
+    input: InputOperand<B::Buf>,
+    gemms: &mut [Gemm<B::Buf>],
 ) {
-    let Some(k) = gemms.first().map(|gemm| gemm.w.inp) else { return };
-    let x = input.made(b, rows, k);
-    for Product { w, bias, to } in gemms {
+    let Some(k) = gemms.first().map(|gemm| gemm.w.k) else { return };
+    let x = input.materialize(b, rows, k);
+    for Gemm { w, bias, epilogue: to } in gemms {
         match to {
-            To::Set(y) => b.matmul(rows, w, *bias, x, y),
-            To::Add { x: sum, room } => {
+            Epilogue::Set(y) => b.matmul(rows, w, *bias, x, y),
+            Epilogue::Add { x: sum, buffer: room } => {
                 b.matmul(rows, w, *bias, x, room);
-                b.add(rows, w.out, 1.0, sum, room);
+                b.add(rows, w.n, 1.0, sum, room);
             }
         }
     }

@@ -8,7 +8,7 @@ use std::mem::size_of;
 /// The residual stream of a step between two pipeline stages: (rows, hidden) for each stack, F32,
 /// little-endian.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Carried {
+pub struct ActivationHandoff {
     /// Rows of the encoder; after its last layer, the encoder output that the decoder attends to. Empty if no
     /// later stage needs them.
     pub encoder: Vec<u8>,
@@ -18,30 +18,30 @@ pub struct Carried {
 
 /// Activation buffers at the start and the end of a pipeline stage.
 #[derive(Debug, Default)]
-pub struct Flow<'a> {
+pub struct HandoffPorts<'a> {
     /// Activations from the previous stage; `None` in the first stage.
-    pub from: Option<&'a Carried>,
+    pub input: Option<&'a ActivationHandoff>,
     /// Activations for the next stage, overwritten; `None` in the last stage.
-    pub to: Option<&'a mut Carried>,
+    pub output: Option<&'a mut ActivationHandoff>,
 }
 
-impl Carried {
+impl ActivationHandoff {
     /// Allocates buffers for any step within `limits` of a model with width `hidden`.
-    pub fn with_capacity(limits: &crate::StepLimits, hidden: usize) -> Carried {
-        let [encoder, decoder] = Self::capacities(limits, hidden);
-        Carried { encoder: Vec::with_capacity(encoder), decoder: Vec::with_capacity(decoder) }
+    pub fn with_capacity(limits: &crate::StepLimits, hidden: usize) -> ActivationHandoff {
+        let [encoder, decoder] = Self::stack_capacities(limits, hidden);
+        ActivationHandoff { encoder: Vec::with_capacity(encoder), decoder: Vec::with_capacity(decoder) }
     }
 
     /// Returns the total capacity of such buffers, in bytes.
-    pub fn bytes(limits: &crate::StepLimits, hidden: usize) -> usize {
-        let [encoder, decoder] = Self::capacities(limits, hidden);
+    pub fn capacity_bytes(limits: &crate::StepLimits, hidden: usize) -> usize {
+        let [encoder, decoder] = Self::stack_capacities(limits, hidden);
         encoder.saturating_add(decoder)
     }
 
     /// Returns the capacity for each stack, in bytes: the rows of the largest step if the model has the
     /// stack.
-    fn capacities(limits: &crate::StepLimits, hidden: usize) -> [usize; 2] {
+    fn stack_capacities(limits: &crate::StepLimits, hidden: usize) -> [usize; 2] {
         let rows = limits.rows.saturating_mul(hidden).saturating_mul(size_of::<f32>());
-        [limits.source_positions, limits.positions].map(|positions| if positions > 0 { rows } else { 0 })
+        [limits.encoder_positions, limits.positions].map(|positions| if positions > 0 { rows } else { 0 })
     }
 }

@@ -10,8 +10,8 @@ mod sampling;
 #[cfg(test)]
 mod tests;
 
-pub use carried::{Carried, Flow};
-pub use sampling::{SampleMode, SampleRow, SampledRow, StepOutput, StepTimes};
+pub use carried::{ActivationHandoff, HandoffPorts};
+pub use sampling::{SampleMode, SampledToken, SamplingParams, StepOutput, StepTimes};
 
 use crate::backend::KvTable;
 use serde::{Deserialize, Serialize};
@@ -24,7 +24,7 @@ pub type Page = u32;
 
 /// The null page: it is never leased to a sequence, and receives the K and V of rows whose results are
 /// discarded.
-pub const SINK_PAGE: Page = 0;
+pub const NULL_PAGE: Page = 0;
 
 /// The input of one step: a forward pass over rows of several sequences, and changes of the slot state before
 /// it.
@@ -42,21 +42,21 @@ pub struct StepBatch {
     /// Slot moves. No slot is both the source of one and the target of another.
     pub moves: Vec<SlotMove>,
     /// Changes of page table entries.
-    pub tables: Vec<TableUpdate>,
+    pub table_updates: Vec<TableUpdate>,
     /// Pages to copy, in every layer.
-    pub copies: Vec<PageCopy>,
+    pub page_copies: Vec<PageCopy>,
     /// Spans of tokens to process. Spans of the encoder precede spans of the decoder.
     pub spans: Vec<Span>,
     /// Token ids of the spans whose tokens are given with the batch.
     pub tokens: Vec<u32>,
     /// Row indices of spans with [`SpanOutput::Selected`], counted from the first row of the span, ascending.
-    pub picks: Vec<u32>,
+    pub selected_rows: Vec<u32>,
     /// Sampling parameters of every output row, in row order.
-    pub samples: Vec<SampleRow>,
+    pub sampling: Vec<SamplingParams>,
     /// Logit biases (token id, bias), added to the logits before sampling, one row after another.
-    pub biases: Vec<(u32, f32)>,
+    pub logit_biases: Vec<(u32, f32)>,
     /// Whether to return the raw logits of the output rows. Used for evaluation, never for serving.
-    pub logits: bool,
+    pub return_logits: bool,
 }
 
 /// A run of consecutive tokens of one sequence within a step; each token is a row.
@@ -81,9 +81,9 @@ pub struct Span {
     /// uses it.
     pub reserved: u32,
     /// Tokens of the encoder input of the sequence, which cross-attention attends to; 0 without one.
-    pub source: u32,
+    pub encoder_len: u32,
     /// The rows that return a result.
-    pub want: Want,
+    pub output: SpanOutput,
 }
 
 /// The model that processes a span.
@@ -115,15 +115,15 @@ pub enum SpanTokens {
     Last,
     /// One generated token, given as the id at index `at` of [`StepBatch::tokens`], for a device that did not
     /// sample it.
-    Drawn { at: u32 },
+    Generated { at: u32 },
 }
 
 impl SpanTokens {
     /// Returns whether the token is a generated one rather than part of a prompt.
-    pub fn is_drawn(self) -> bool {
+    pub fn is_generated(self) -> bool {
         match self {
             SpanTokens::Given { .. } => false,
-            SpanTokens::Last | SpanTokens::Drawn { .. } => true,
+            SpanTokens::Last | SpanTokens::Generated { .. } => true,
         }
     }
 }
@@ -137,12 +137,12 @@ pub enum SpanTable {
     Scratch,
     /// The null page: the row is computed and its result is discarded. Fills an empty slot in the window when
     /// the slot shuffle is off.
-    Sink,
+    Null,
 }
 
 /// The rows of a span that return a result. A row whose logits are computed is called an output row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Want {
+pub enum SpanOutput {
     /// No row: a prompt chunk that is not the last.
     None,
     /// Logits of the last row.
@@ -150,7 +150,7 @@ pub enum Want {
     /// Logits of every row.
     All,
     /// Logits of `len` rows, whose indices are in [`StepBatch::selected_rows`] from index `at` on.
-    Picked { at: u32, len: u32 },
+    Selected { at: u32, len: u32 },
     /// The hidden state of every row after the final norm, but no logits.
     Hidden,
 }
@@ -193,28 +193,28 @@ impl StepBatch {
             step: 0,
             lane: 0,
             moves: Vec::with_capacity(limits.slots),
-            tables: Vec::with_capacity(limits.slots * (limits.table_len() + limits.cross_table_len())),
-            copies: Vec::with_capacity(limits.slots),
+            table_updates: Vec::with_capacity(limits.slots * (limits.table_len() + limits.cross_table_len())),
+            page_copies: Vec::with_capacity(limits.slots),
             spans: Vec::with_capacity(limits.rows),
             tokens: Vec::with_capacity(limits.rows),
-            picks: Vec::with_capacity(limits.rows),
-            samples: Vec::with_capacity(limits.rows),
-            biases: Vec::with_capacity(limits.bias_room()),
-            logits: false,
+            selected_rows: Vec::with_capacity(limits.rows),
+            sampling: Vec::with_capacity(limits.rows),
+            logit_biases: Vec::with_capacity(limits.bias_capacity()),
+            return_logits: false,
         }
     }
 
     /// Clears every list and keeps its capacity.
     pub fn clear(&mut self) {
         self.moves.clear();
-        self.tables.clear();
-        self.copies.clear();
+        self.table_updates.clear();
+        self.page_copies.clear();
         self.spans.clear();
         self.tokens.clear();
-        self.picks.clear();
-        self.samples.clear();
-        self.biases.clear();
-        self.logits = false;
+        self.selected_rows.clear();
+        self.sampling.clear();
+        self.logit_biases.clear();
+        self.return_logits = false;
     }
 
     /// Returns the number of rows of the step.
@@ -228,19 +228,19 @@ impl StepBatch {
     }
 
     /// Returns the output rows of one stack, in order, as indices into `0..rows_of(stack)`.
-    pub fn wanted_rows(&self, stack: SpanStack) -> impl Iterator<Item = usize> + '_ {
+    pub fn output_rows(&self, stack: SpanStack) -> impl Iterator<Item = usize> + '_ {
         let mut first = 0;
         self.spans.iter().filter(move |span| span.stack == stack).flat_map(move |span| {
             let rows = first..first + span.len();
             first = rows.end;
-            let selected = match span.want {
-                Want::Picked { at, len } => &self.picks[at as usize..][..len as usize],
+            let selected = match span.output {
+                SpanOutput::Selected { at, len } => &self.selected_rows[at as usize..][..len as usize],
                 _ => &[],
             };
-            let run = match span.want {
-                Want::None | Want::Picked { .. } | Want::Hidden => rows.end..rows.end,
-                Want::Last => rows.end - 1..rows.end,
-                Want::All => rows.clone(),
+            let run = match span.output {
+                SpanOutput::None | SpanOutput::Selected { .. } | SpanOutput::Hidden => rows.end..rows.end,
+                SpanOutput::Last => rows.end - 1..rows.end,
+                SpanOutput::All => rows.clone(),
             };
             run.chain(selected.iter().map(move |row| rows.start + *row as usize))
         })
@@ -252,7 +252,7 @@ impl StepBatch {
         self.spans.iter().filter(move |span| span.stack == stack).filter_map(move |span| {
             let rows = first..first + span.len();
             first = rows.end;
-            (span.want == Want::Hidden).then_some(rows)
+            (span.output == SpanOutput::Hidden).then_some(rows)
         })
     }
 }
@@ -263,7 +263,7 @@ impl Span {
     pub fn len(&self) -> usize {
         match self.tokens {
             SpanTokens::Given { len, .. } => len as usize,
-            SpanTokens::Last | SpanTokens::Drawn { .. } => 1,
+            SpanTokens::Last | SpanTokens::Generated { .. } => 1,
         }
     }
 }

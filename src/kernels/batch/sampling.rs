@@ -7,7 +7,7 @@ use std::time::Duration;
 
 /// Sampling parameters of one output row.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct SampleRow {
+pub struct SamplingParams {
     /// Whether to sample or to score a token.
     pub mode: SampleMode,
     /// Counter of the random number generator: the position of the token to be sampled.
@@ -37,18 +37,18 @@ pub struct SampleRow {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SampleMode {
     /// Sample a token, and store it as the last token of the slot.
-    Draw,
+    Sample,
     /// Score the given token: report its log-probability only.
     Score(u32),
 }
 
-impl SampleRow {
+impl SamplingParams {
     /// Temperatures below this value are greedy, because dividing by them would overflow.
     pub const GREEDY_BELOW: f32 = 1e-5;
 
     /// Greedy sampling without log-probabilities.
-    pub const GREEDY: SampleRow = SampleRow {
-        mode: SampleMode::Draw,
+    pub const GREEDY: SamplingParams = SamplingParams {
+        mode: SampleMode::Sample,
         position: 0,
         seed: 0,
         temperature: 0.0,
@@ -63,11 +63,11 @@ impl SampleRow {
 
     /// Returns whether the token with the largest logit is taken.
     pub fn is_greedy(&self) -> bool {
-        self.temperature < SampleRow::GREEDY_BELOW || self.top_k == 1
+        self.temperature < SamplingParams::GREEDY_BELOW || self.top_k == 1
     }
 
     /// Returns the entries of this row in the logit biases of its batch.
-    pub fn biases<'a>(&self, biases: &'a [(u32, f32)]) -> &'a [(u32, f32)] {
+    pub fn logit_biases<'a>(&self, biases: &'a [(u32, f32)]) -> &'a [(u32, f32)] {
         &biases[self.bias_at as usize..][..self.bias_len as usize]
     }
 }
@@ -78,9 +78,9 @@ pub struct StepOutput {
     /// The step these results belong to.
     pub step: u64,
     /// One result for each output row, in row order.
-    pub rows: Vec<SampledRow>,
+    pub tokens: Vec<SampledToken>,
     /// The most likely tokens (id, log-probability) of all output rows, one row after another.
-    pub top: Vec<(u32, f32)>,
+    pub top_logprobs: Vec<(u32, f32)>,
     /// Hidden states (rows, hidden) of the spans that return them, one span after another.
     pub hidden: Vec<f32>,
     /// Raw logits (output rows, vocab) if [`super::StepBatch::return_logits`] is set, F32, little-endian. No
@@ -101,7 +101,7 @@ pub struct StepTimes {
 
 /// The result of one output row.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct SampledRow {
+pub struct SampledToken {
     /// The sampled token, or the one that was scored.
     pub token: u32,
     /// Log-probability of the token; NaN if it was not requested.
@@ -117,8 +117,8 @@ impl StepOutput {
     pub fn with_capacity(limits: &crate::StepLimits) -> StepOutput {
         StepOutput {
             step: 0,
-            rows: Vec::with_capacity(limits.rows),
-            top: Vec::with_capacity(limits.rows * limits.top_logprobs),
+            tokens: Vec::with_capacity(limits.rows),
+            top_logprobs: Vec::with_capacity(limits.rows * limits.top_logprobs),
             hidden: Vec::with_capacity(limits.rows * limits.hidden),
             logits: Vec::new(),
             times: StepTimes::default(),
@@ -127,15 +127,15 @@ impl StepOutput {
 
     /// Clears every list and keeps its capacity.
     pub fn clear(&mut self) {
-        self.rows.clear();
-        self.top.clear();
+        self.tokens.clear();
+        self.top_logprobs.clear();
         self.hidden.clear();
         self.logits.clear();
         self.times = StepTimes::default();
     }
 
     /// Returns the most likely tokens of one output row.
-    pub fn top_of(&self, row: &SampledRow) -> &[(u32, f32)] {
-        &self.top[row.top_at as usize..][..row.top_len as usize]
+    pub fn top_logprobs_of(&self, row: &SampledToken) -> &[(u32, f32)] {
+        &self.top_logprobs[row.top_at as usize..][..row.top_len as usize]
     }
 }

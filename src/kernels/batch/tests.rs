@@ -3,7 +3,7 @@ use serde::de::DeserializeOwned;
 use std::fmt::Debug;
 use std::time::Duration;
 
-fn span(stack: SpanStack, len: u32, want: Want) -> Span {
+fn span(stack: SpanStack, len: u32, want: SpanOutput) -> Span {
     Span {
         model: SpanModel::Target,
         stack,
@@ -12,8 +12,8 @@ fn span(stack: SpanStack, len: u32, want: Want) -> Span {
         tokens: SpanTokens::Given { at: 0, len },
         table: SpanTable::Own,
         reserved: 9,
-        source: 0,
-        want,
+        encoder_len: 0,
+        output: want,
     }
 }
 
@@ -22,21 +22,21 @@ fn output_rows_are_listed_stack_by_stack() {
     let (encoder, decoder) = (SpanStack::Encoder, SpanStack::Decoder);
     let batch = StepBatch {
         spans: vec![
-            span(encoder, 4, Want::Picked { at: 1, len: 2 }),
-            span(encoder, 3, Want::Hidden),
-            span(decoder, 2, Want::None),
-            span(decoder, 5, Want::Last),
-            span(decoder, 3, Want::Picked { at: 0, len: 1 }),
-            span(decoder, 2, Want::All),
-            span(decoder, 2, Want::Hidden),
-            span(decoder, 1, Want::Hidden),
+            span(encoder, 4, SpanOutput::Selected { at: 1, len: 2 }),
+            span(encoder, 3, SpanOutput::Hidden),
+            span(decoder, 2, SpanOutput::None),
+            span(decoder, 5, SpanOutput::Last),
+            span(decoder, 3, SpanOutput::Selected { at: 0, len: 1 }),
+            span(decoder, 2, SpanOutput::All),
+            span(decoder, 2, SpanOutput::Hidden),
+            span(decoder, 1, SpanOutput::Hidden),
         ],
-        picks: vec![1, 0, 3],
+        selected_rows: vec![1, 0, 3],
         ..StepBatch::default()
     };
     assert_eq!((batch.rows(), batch.rows_of(encoder), batch.rows_of(decoder)), (22, 7, 15));
-    assert_eq!(batch.wanted_rows(encoder).collect::<Vec<_>>(), [0, 3]);
-    assert_eq!(batch.wanted_rows(decoder).collect::<Vec<_>>(), [6, 8, 10, 11]);
+    assert_eq!(batch.output_rows(encoder).collect::<Vec<_>>(), [0, 3]);
+    assert_eq!(batch.output_rows(decoder).collect::<Vec<_>>(), [6, 8, 10, 11]);
     assert!(batch.hidden_rows(encoder).eq(std::iter::once(4..7)));
     assert_eq!(batch.hidden_rows(decoder).collect::<Vec<_>>(), [12..14, 14..15]);
 }
@@ -51,42 +51,46 @@ fn assert_round_trip<T: Serialize + DeserializeOwned + Debug>(sent: &T) {
 
 #[test]
 fn step_messages_survive_serialization() {
-    let row =
-        SampleRow { seed: u64::MAX, temperature: f32::MIN_POSITIVE, logprob: true, ..SampleRow::GREEDY };
+    let row = SamplingParams {
+        seed: u64::MAX,
+        temperature: f32::MIN_POSITIVE,
+        logprob: true,
+        ..SamplingParams::GREEDY
+    };
     let hole = Span {
         model: SpanModel::Draft,
         slot: u32::MAX,
         tokens: SpanTokens::Last,
-        table: SpanTable::Sink,
-        ..span(SpanStack::Decoder, 1, Want::None)
+        table: SpanTable::Null,
+        ..span(SpanStack::Decoder, 1, SpanOutput::None)
     };
     assert_round_trip(&StepBatch {
         step: u64::MAX,
         lane: 3,
         moves: vec![SlotMove { from: 5, to: 2 }],
-        tables: vec![
+        table_updates: vec![
             TableUpdate { slot: 1, table: KvTable::Own, index: 7, page: 9 },
             TableUpdate { slot: 2, table: KvTable::Cross, index: 0, page: 300_000 },
         ],
-        copies: vec![PageCopy { from: 4, to: 8 }],
+        page_copies: vec![PageCopy { from: 4, to: 8 }],
         spans: vec![
-            span(SpanStack::Encoder, 40, Want::Picked { at: 2, len: 3 }),
-            Span { table: SpanTable::Scratch, ..span(SpanStack::Encoder, 3, Want::Hidden) },
-            span(SpanStack::Decoder, 2, Want::All),
+            span(SpanStack::Encoder, 40, SpanOutput::Selected { at: 2, len: 3 }),
+            Span { table: SpanTable::Scratch, ..span(SpanStack::Encoder, 3, SpanOutput::Hidden) },
+            span(SpanStack::Decoder, 2, SpanOutput::All),
             hole,
         ],
         tokens: vec![0, 127, 128, u32::MAX],
-        picks: vec![1, 0, 3],
-        samples: vec![row, SampleRow { mode: SampleMode::Score(5), ..row }],
-        biases: vec![(3, f32::NEG_INFINITY), (4, -0.0), (5, f32::INFINITY)],
-        logits: true,
+        selected_rows: vec![1, 0, 3],
+        sampling: vec![row, SamplingParams { mode: SampleMode::Score(5), ..row }],
+        logit_biases: vec![(3, f32::NEG_INFINITY), (4, -0.0), (5, f32::INFINITY)],
+        return_logits: true,
     });
-    assert_round_trip(&Carried { encoder: vec![], decoder: (0..=255).collect() });
-    let sampled = SampledRow { token: 4, logprob: f32::NAN, top_at: 1, top_len: 2 };
+    assert_round_trip(&ActivationHandoff { encoder: vec![], decoder: (0..=255).collect() });
+    let sampled = SampledToken { token: 4, logprob: f32::NAN, top_at: 1, top_len: 2 };
     assert_round_trip(&StepOutput {
         step: 12,
-        rows: vec![sampled, SampledRow { logprob: -0.0, ..sampled }],
-        top: vec![(4, f32::NEG_INFINITY)],
+        tokens: vec![sampled, SampledToken { logprob: -0.0, ..sampled }],
+        top_logprobs: vec![(4, f32::NEG_INFINITY)],
         hidden: vec![f32::MAX, 1e-45],
         logits: vec![0, 128, 255],
         times: StepTimes { forward: Duration::from_nanos(1_234_567_891), sample: Duration::MAX },

@@ -9,7 +9,7 @@
 
 use mainstem_kernels::conformance::noise;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
-use mainstem_kernels::{Backend, HostBuf, Inputs, QuantType, Share, StepLimits, Weight};
+use mainstem_kernels::{ActivationPrecision, Backend, Fraction, HostBuf, QuantType, StepLimits, Weight};
 use std::time::Instant;
 
 /// (n, k) of the up projection of a Llama with 1.1B parameters.
@@ -33,8 +33,12 @@ fn main() {
     let rows = std::env::var("ROWS").unwrap_or_else(|_| ROWS.into());
     let rows: Vec<usize> = rows.split(',').map(|rows| rows.parse().expect("a number of rows")).collect();
     assert!(rows.iter().all(|rows| *rows <= ROWS_MAX), "at most {ROWS_MAX} rows");
-    let mut cpu =
-        CpuBackend::new(CpuConfig { threads, isa: Isa::Auto, inputs: Inputs::Coded }).expect("a CPU backend");
+    let mut cpu = CpuBackend::new(CpuConfig {
+        threads,
+        isa: Isa::Auto,
+        activation_precision: ActivationPrecision::Int8,
+    })
+    .expect("a CPU backend");
     cpu.prepare(&limits()).expect("memory for a step");
     println!("{}; {} x {} matrices", cpu.describe(), number("OUT").unwrap_or(SHAPE.0), SHAPE.1);
     let each = |column: &dyn Fn(&usize) -> String| rows.iter().map(column).collect::<String>();
@@ -56,13 +60,13 @@ fn limits() -> StepLimits {
         rows: ROWS_MAX,
         logit_rows: 1,
         positions: 32,
-        source_positions: 0,
+        encoder_positions: 0,
         page_positions: 32,
         top_logprobs: 0,
-        biases: 0,
+        logit_biases: 0,
         vocab: 8,
         hidden: 0,
-        attended: Share::ALL,
+        attended_fraction: Fraction::ONE,
     }
 }
 

@@ -25,34 +25,46 @@ pub trait Collective: Send {
     fn rank(&self) -> usize;
 
     /// Returns the number of ranks of the stage.
-    fn members(&self) -> usize;
+    fn rank_count(&self) -> usize;
 
     /// All-reduce: replaces x by the sum of x over all ranks, added in rank order.
-    fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted>;
+    fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), Aborted>;
 
     /// All-gather of columns: all (rows, sum of `widths`) = the `own` (rows, widths\[rank\]) of every rank,
     /// side by side in rank order, bit for bit.
-    fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted>;
+    fn all_gather(
+        &mut self,
+        rows: usize,
+        widths: &[usize],
+        own: &[f32],
+        all: &mut [f32],
+    ) -> Result<(), Aborted>;
 }
 
 /// The collective of a stage with a single rank.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Alone;
+pub struct SingleRank;
 
-impl Collective for Alone {
+impl Collective for SingleRank {
     fn rank(&self) -> usize {
         0
     }
 
-    fn members(&self) -> usize {
+    fn rank_count(&self) -> usize {
         1
     }
 
-    fn sum(&mut self, _: &mut [f32]) -> Result<(), Aborted> {
+    fn all_reduce(&mut self, _: &mut [f32]) -> Result<(), Aborted> {
         Ok(())
     }
 
-    fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
+    fn all_gather(
+        &mut self,
+        rows: usize,
+        widths: &[usize],
+        own: &[f32],
+        all: &mut [f32],
+    ) -> Result<(), Aborted> {
         let len = rows * widths[0];
         all[..len].copy_from_slice(&own[..len]);
         Ok(())

@@ -1,12 +1,12 @@
 //! Tests of embeddings, sums and activation functions, against the reference backend.
 
 use super::Bounds;
-use super::answers::NUMBERS;
+use super::answers::ORACLE_VALUES;
 use super::inputs::*;
 use super::pieces::*;
 use super::rig::*;
 use crate::backend::{Activation, Backend};
-use crate::batch::Want;
+use crate::batch::SpanOutput;
 use crate::quant::QuantType;
 
 /// Tests that embedding rows are dequantized exactly, and are zero for tokens outside the part of the table
@@ -14,16 +14,16 @@ use crate::quant::QuantType;
 pub fn embed<B: Backend>(make: &impl Fn() -> B) {
     let (device, oracle) = &mut rigs(make, 32);
     for ty in QuantType::all() {
-        for width in widths(ty) {
+        for width in valid_widths(ty) {
             for rows in ROWS {
                 let values = noise(2, device.limits.vocab * width);
                 for (first, end) in [(0, device.limits.vocab), (0, 20), (20, 37), (37, device.limits.vocab)] {
                     let part = &values[first * width..end * width];
                     let got = embed_on(device, ty, (first, width), part, rows);
-                    let key = oracle.question(("embed", ty, first, end, width, rows));
-                    let want = NUMBERS.get(key, || embed_on(oracle, ty, (first, width), part, rows));
+                    let key = oracle.memo_key(("embed", ty, first, end, width, rows));
+                    let want = ORACLE_VALUES.get(key, || embed_on(oracle, ty, (first, width), part, rows));
                     let what = format_args!("embed {ty}, {rows} rows of {width}, tokens {first}..{end}");
-                    same(what, &got, &want, 0.0);
+                    assert_same(what, &got, &want, 0.0);
                 }
             }
         }
@@ -48,12 +48,12 @@ fn embed_on<B: Backend>(
 pub fn embed_positions<B: Backend>(make: &impl Fn() -> B) {
     let (device, oracle) = &mut rigs(make, 32);
     for ty in few_types() {
-        for width in widths(ty).into_iter().chain([whole(ty, 700)]) {
+        for width in valid_widths(ty).into_iter().chain([round_to_blocks(ty, 700)]) {
             for offset in [0, 2] {
                 let got = embed_positions_on(device, ty, width, offset);
-                let key = oracle.question(("positions", ty, width, offset));
-                let want = NUMBERS.get(key, || embed_positions_on(oracle, ty, width, offset));
-                same(format_args!("{ty} positions from {offset} on, width {width}"), &got, &want, 0.0);
+                let key = oracle.memo_key(("positions", ty, width, offset));
+                let want = ORACLE_VALUES.get(key, || embed_positions_on(oracle, ty, width, offset));
+                assert_same(format_args!("{ty} positions from {offset} on, width {width}"), &got, &want, 0.0);
             }
         }
     }
@@ -62,9 +62,10 @@ pub fn embed_positions<B: Backend>(make: &impl Fn() -> B) {
 fn embed_positions_on<B: Backend>(rig: &mut Rig<B>, ty: QuantType, width: usize, offset: usize) -> Vec<f32> {
     let positions = rig.limits.positions + offset;
     let table = rig.weight(ty, positions, &noise(16, positions * width));
-    let pieces = [Piece::given(2, 100, 5), Piece::last(0, 511), Piece::sink(4), Piece::given(1, 0, 10)];
-    rig.begin(batch_of(&pieces, Want::None, &mut Book::scattered(32)));
-    let mut x = rig.put_mut(&noise(17, 17 * width));
+    let pieces =
+        [TestSpan::given(2, 100, 5), TestSpan::last(0, 511), TestSpan::hole(4), TestSpan::given(1, 0, 10)];
+    rig.begin(build_batch(&pieces, SpanOutput::None, &mut PageBook::scattered(32)));
+    let mut x = rig.in_out(&noise(17, 17 * width));
     rig.backend.embed_positions(&table, offset, &mut x);
     rig.read(&x, 17 * width, format_args!("{ty} positions from {offset} on, width {width}"))
 }
@@ -77,20 +78,20 @@ pub fn sums<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         rig.begin_rows(rows);
         let (n, factor) = (rows * width, [1.0, -0.37, 22.5][case % 3]);
         let (a, b) = (noise(4, n), noise(5, n));
-        let (mut x, y) = (rig.put_mut(&a), rig.put(&b));
+        let (mut x, y) = (rig.in_out(&a), rig.input(&b));
         rig.backend.add(rows, width, factor, &mut x, &y);
         let what = format_args!("add of {rows} rows of {width}, times {factor}");
         let want: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + factor * b).collect();
         let got = rig.read(&x, n, what);
         let bound = if factor == 1.0 { 0.0 } else { bounds.elementwise };
-        close(what, &got, &want, bound, |i| a[i].abs() + (factor * b[i]).abs());
-        rig.backend.reduce(rows, width, &mut x);
+        assert_close(what, &got, &want, bound, |i| a[i].abs() + (factor * b[i]).abs());
+        rig.backend.all_reduce(rows, width, &mut x);
         let what = format_args!("reduce of {rows} rows of {width}");
-        same(what, &rig.read(&x, n, what), &got, 0.0);
+        assert_same(what, &rig.read(&x, n, what), &got, 0.0);
         rig.backend.scale(rows, width, factor, &mut x);
         let what = format_args!("scale of {rows} rows of {width} by {factor}");
         let want: Vec<f32> = got.iter().map(|x| x * factor).collect();
-        same(what, &rig.read(&x, n, what), &want, 0.0);
+        assert_same(what, &rig.read(&x, n, what), &want, 0.0);
     }
 }
 
@@ -99,28 +100,28 @@ pub fn caps_and_gates<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for (case, (rows, width)) in sizes().enumerate() {
         let cap = [30.0, 1.0, 0.7][case % 3];
-        let x = edged(18, rows * width, [1.0, 100.0, 1e-3][case % 3], case);
+        let x = with_extremes(18, rows * width, [1.0, 100.0, 1e-3][case % 3], case);
         let what = format_args!("{rows} rows of {width} capped at {cap}");
-        let [got, want] = [capped_on(device, rows, cap, &x), capped_on(oracle, rows, cap, &x)];
-        close(what, &got, &want, bounds.elementwise, |i| want[i].abs());
+        let [got, want] = [softcap_on(device, rows, cap, &x), softcap_on(oracle, rows, cap, &x)];
+        assert_close(what, &got, &want, bounds.elementwise, |i| want[i].abs());
 
-        let gate = edged(19, rows, [1.0, 10.0, 80.0][case % 3], case);
+        let gate = with_extremes(19, rows, [1.0, 10.0, 80.0][case % 3], case);
         let what = format_args!("{rows} rows of {width} gated");
         let [got, want] = [gated_on(device, &gate, &x), gated_on(oracle, &gate, &x)];
-        close(what, &got, &want, bounds.elementwise, |i| want[i].abs());
+        assert_close(what, &got, &want, bounds.elementwise, |i| want[i].abs());
     }
 }
 
-fn capped_on<B: Backend>(rig: &mut Rig<B>, rows: usize, cap: f32, x: &[f32]) -> Vec<f32> {
+fn softcap_on<B: Backend>(rig: &mut Rig<B>, rows: usize, cap: f32, x: &[f32]) -> Vec<f32> {
     rig.begin_rows(rows);
-    let mut buf = rig.put_mut(x);
+    let mut buf = rig.in_out(x);
     rig.backend.softcap(rows, x.len() / rows, cap, &mut buf);
     rig.read(&buf, x.len(), format_args!("softcap {cap}"))
 }
 
 fn gated_on<B: Backend>(rig: &mut Rig<B>, gate: &[f32], x: &[f32]) -> Vec<f32> {
     rig.begin_rows(gate.len());
-    let (gates, mut buf) = (rig.put(gate), rig.put_mut(x));
+    let (gates, mut buf) = (rig.input(gate), rig.in_out(x));
     rig.backend.gate_rows(gate.len(), x.len() / gate.len(), &gates, &mut buf);
     rig.read(&buf, x.len(), format_args!("{} gated rows", gate.len()))
 }
@@ -141,12 +142,12 @@ pub fn activate<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for act in ACTIVATIONS {
         for (case, (rows, width)) in sizes().enumerate() {
-            let gate = edged(6, rows * width, [1.0, 10.0, 60.0][case % 3], case);
+            let gate = with_extremes(6, rows * width, [1.0, 10.0, 60.0][case % 3], case);
             let up = (case % 2 == 0).then(|| noise(7, rows * width));
             let got = activate_on(device, rows, act, &gate, up.as_deref());
             let want = activate_on(oracle, rows, act, &gate, up.as_deref());
             let what = format_args!("{act:?} of {rows} rows of {width}, factor {}", up.is_some());
-            close(what, &got, &want, bounds.elementwise, |i| magnitude(act, gate[i], want[i]));
+            assert_close(what, &got, &want, bounds.elementwise, |i| error_scale(act, gate[i], want[i]));
         }
     }
 }
@@ -154,7 +155,7 @@ pub fn activate<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
 /// Returns the magnitude that the bound of an activation is relative to. It is the result itself; but if e is
 /// raised to a computed power y, the rounding error of y counts |y| times. A power that overflows gives zero
 /// instead of a result below 1e-36.
-fn magnitude(act: Activation, x: f32, result: f32) -> f32 {
+fn error_scale(act: Activation, x: f32, result: f32) -> f32 {
     let power = match act {
         Activation::Relu | Activation::SquaredRelu | Activation::Silu | Activation::Tanh => 0.0,
         Activation::Gelu => x * x / 2.0,
@@ -166,7 +167,7 @@ fn magnitude(act: Activation, x: f32, result: f32) -> f32 {
 }
 
 /// Returns numbers of magnitude up to `factor`, the first ones extreme.
-fn edged(tag: u32, n: usize, factor: f32, case: usize) -> Vec<f32> {
+fn with_extremes(tag: u32, n: usize, factor: f32, case: usize) -> Vec<f32> {
     let mut values = scaled(tag, n, factor);
     let edges = [-1000.0, 1000.0, 0.0, -88.0, 88.0, -0.0, -104.0, -5.5, 1e-20, -1e-4];
     for (value, edge) in values.iter_mut().zip(edges.into_iter().skip(case % edges.len())) {
@@ -184,8 +185,8 @@ pub(super) fn activate_on<B: Backend>(
 ) -> Vec<f32> {
     rig.begin_rows(rows);
     let width = gate.len() / rows;
-    let mut x = rig.put_mut(gate);
-    let up = up.map(|up| rig.put(up));
+    let mut x = rig.in_out(gate);
+    let up = up.map(|up| rig.input(up));
     rig.backend.activate(rows, width, act, &mut x, up.as_ref());
     rig.read(&x, gate.len(), format_args!("{act:?} of {rows} rows of {width}"))
 }

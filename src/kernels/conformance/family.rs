@@ -3,18 +3,18 @@
 //! Invariant: together they use every operation, mask and table.
 
 use super::inputs::few_types;
-use super::rope::Lengths;
+use super::rope::LengthDependence;
 use crate::backend::{Activation, MoeShape, NormKind, RopeStyle, Scoring};
 use crate::quant::QuantType;
 
 /// The architecture of a small model.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Family {
+pub(super) struct ModelFamily {
     pub(super) name: &'static str,
     pub(super) norm: NormKind,
     /// Whether each head of Q and K is normalized, without a weight.
     pub(super) head_norm: bool,
-    pub(super) positions: Positions,
+    pub(super) positions: PositionEncoding,
     /// Sliding window.
     pub(super) window: Option<usize>,
     /// Softcap of scores and of logits.
@@ -28,13 +28,13 @@ pub(super) struct Family {
 
 /// The position encoding of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Positions {
+pub(super) enum PositionEncoding {
     /// RoPE on this many dimensions of a head; 0 for all.
-    Rotary(RopeStyle, usize, Lengths),
+    Rotary(RopeStyle, usize, LengthDependence),
     /// Learned position embeddings.
     Learned,
     /// Relative position bias.
-    Biased,
+    RelativeBias,
 }
 
 /// The MLP of a layer.
@@ -46,13 +46,13 @@ pub(super) enum Mlp {
     Mixture(Scoring),
 }
 
-impl Family {
+impl ModelFamily {
     /// The architecture of Llama.
-    pub(super) const PLAIN: Family = Family {
+    pub(super) const PLAIN: ModelFamily = ModelFamily {
         name: "plain",
         norm: NormKind::Rms,
         head_norm: false,
-        positions: Positions::Rotary(RopeStyle::Halves, 0, Lengths::One),
+        positions: PositionEncoding::Rotary(RopeStyle::NeoX, 0, LengthDependence::Independent),
         window: None,
         softcap: None,
         mlp: Mlp::Gated(Activation::Silu),
@@ -61,63 +61,72 @@ impl Family {
     };
 
     /// All families.
-    pub(super) const ALL: [Family; 6] = [
-        Family::PLAIN,
-        Family {
+    pub(super) const ALL: [ModelFamily; 6] = [
+        ModelFamily::PLAIN,
+        ModelFamily {
             name: "windowed and capped",
             head_norm: true,
-            positions: Positions::Rotary(RopeStyle::Interleaved, 6, Lengths::Some),
+            positions: PositionEncoding::Rotary(RopeStyle::GptJ, 6, LengthDependence::Tables),
             window: Some(20),
             softcap: Some(3.0),
             mlp: Mlp::Gated(Activation::GeluTanh),
             factor: 1.7,
-            ..Family::PLAIN
+            ..ModelFamily::PLAIN
         },
-        Family {
+        ModelFamily {
             name: "learned positions",
             norm: NormKind::Layer,
-            positions: Positions::Learned,
+            positions: PositionEncoding::Learned,
             mlp: Mlp::Plain(Activation::Gelu),
-            ..Family::PLAIN
+            ..ModelFamily::PLAIN
         },
-        Family {
+        ModelFamily {
             name: "mixture",
-            positions: Positions::Rotary(RopeStyle::Halves, 0, Lengths::Stretched),
+            positions: PositionEncoding::Rotary(RopeStyle::NeoX, 0, LengthDependence::DynamicNtk),
             mlp: Mlp::Mixture(Scoring::Softmax),
-            ..Family::PLAIN
+            ..ModelFamily::PLAIN
         },
-        Family {
+        ModelFamily {
             name: "encoder and decoder",
             norm: NormKind::Layer,
-            positions: Positions::Biased,
+            positions: PositionEncoding::RelativeBias,
             mlp: Mlp::Plain(Activation::Relu),
             has_encoder: true,
-            ..Family::PLAIN
+            ..ModelFamily::PLAIN
         },
-        Family {
+        ModelFamily {
             name: "windowed encoder and decoder",
             head_norm: true,
-            positions: Positions::Rotary(RopeStyle::Halves, 8, Lengths::Some),
+            positions: PositionEncoding::Rotary(RopeStyle::NeoX, 8, LengthDependence::Tables),
             window: Some(9),
             softcap: Some(2.0),
             mlp: Mlp::Mixture(Scoring::Sigmoid),
             factor: 0.6,
             has_encoder: true,
-            ..Family::PLAIN
+            ..ModelFamily::PLAIN
         },
     ];
 
     /// Returns each family with one number format; the plain family with one format of each storage kind.
-    pub(super) fn cases() -> impl Iterator<Item = (Family, QuantType)> {
-        let plain = few_types().map(|ty| (Family::PLAIN, ty));
+    pub(super) fn with_formats() -> impl Iterator<Item = (ModelFamily, QuantType)> {
+        let plain = few_types().map(|ty| (ModelFamily::PLAIN, ty));
         let types: Vec<QuantType> = few_types().collect();
-        let others = (1..Family::ALL.len()).map(move |i| (Family::ALL[i], types[i % types.len()]));
+        let others = (1..ModelFamily::ALL.len()).map(move |i| (ModelFamily::ALL[i], types[i % types.len()]));
         plain.chain(others)
     }
 
     /// Returns the mixture of experts of a family.
     pub(super) fn experts(scoring: Scoring, width: usize) -> MoeShape {
         let activation = Activation::Silu;
-        MoeShape { experts: 6, first: 0, top_k: 2, scoring, renormalise: true, scale: 1.0, width, activation }
+        MoeShape {
+            experts: 6,
+            first_expert: 0,
+            top_k: 2,
+            scoring,
+            normalize_scores: true,
+            scale: 1.0,
+            width,
+            activation,
+        }
     }
 }

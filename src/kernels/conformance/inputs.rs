@@ -1,9 +1,9 @@
 //! Sizes, pseudo-random inputs, and comparisons that report what differs.
 
 use super::Bounds;
-use super::answers::CODES;
-use super::rig::Answers;
-use crate::backend::{Share, StepLimits};
+use super::answers::QUANTIZED;
+use super::rig::RowResults;
+use crate::backend::{Fraction, StepLimits};
 use crate::quant::QuantType;
 use crate::random::philox;
 use std::fmt::Arguments;
@@ -15,10 +15,10 @@ pub(super) const KV_HEADS: [usize; 3] = [1, 2, 3];
 pub(super) const GROUPS: [usize; 3] = [1, 2, 8];
 pub(super) const PAGE_POSITIONS: [usize; 3] = [32, 64, 128];
 /// The sequence with a long encoder input, and the length of that input.
-pub(super) const LONG_SOURCE: u32 = 4;
-pub(super) const LONG_SOURCE_LEN: usize = 1100;
+pub(super) const LONG_INPUT_SEQUENCE: u32 = 4;
+pub(super) const LONG_INPUT_LEN: usize = 1100;
 /// Pages in the pool of every test, including the null page.
-pub(super) const POOL: usize = 64;
+pub(super) const POOL_PAGES: usize = 64;
 
 /// Returns the limits of most tests.
 pub(super) fn limits(page_positions: usize) -> StepLimits {
@@ -27,13 +27,13 @@ pub(super) fn limits(page_positions: usize) -> StepLimits {
         rows: 320,
         logit_rows: 8,
         positions: 512,
-        source_positions: 128,
+        encoder_positions: 128,
         page_positions,
         top_logprobs: 8,
-        biases: 64,
+        logit_biases: 64,
         vocab: 57,
         hidden: 64,
-        attended: Share::ALL,
+        attended_fraction: Fraction::ONE,
     }
 }
 
@@ -43,12 +43,12 @@ pub(super) fn reserved(sequence: u32) -> usize {
 }
 
 /// Returns the length of the encoder input of a sequence.
-pub(super) fn source_len(sequence: u32) -> usize {
-    if sequence == LONG_SOURCE { LONG_SOURCE_LEN } else { [45, 70, 0, 33][sequence as usize % 4] }
+pub(super) fn encoder_len(sequence: u32) -> usize {
+    if sequence == LONG_INPUT_SEQUENCE { LONG_INPUT_LEN } else { [45, 70, 0, 33][sequence as usize % 4] }
 }
 
 /// Returns the token of a sequence at a position. It is less than the vocabulary of every test.
-pub(super) fn text(sequence: u32, position: usize) -> u32 {
+pub(super) fn token_at(sequence: u32, position: usize) -> u32 {
     philox([sequence, position as u32, 0, 0], [3, 0])[0] % 57
 }
 
@@ -69,13 +69,13 @@ pub(super) fn scaled(tag: u32, n: usize, factor: f32) -> Vec<f32> {
 }
 
 /// Rounds a width up to whole blocks of the format.
-pub(super) fn whole(ty: QuantType, width: usize) -> usize {
+pub(super) fn round_to_blocks(ty: QuantType, width: usize) -> usize {
     width.next_multiple_of(ty.row().block_elements)
 }
 
 /// Returns the test widths, rounded to whole blocks, without repeats.
-pub(super) fn widths(ty: QuantType) -> Vec<usize> {
-    let mut widths = WIDTHS.map(|width| whole(ty, width)).to_vec();
+pub(super) fn valid_widths(ty: QuantType) -> Vec<usize> {
+    let mut widths = WIDTHS.map(|width| round_to_blocks(ty, width)).to_vec();
     widths.dedup();
     widths
 }
@@ -87,20 +87,20 @@ pub(super) fn sizes() -> impl Iterator<Item = (usize, usize)> {
 
 /// Quantizes values, and memoizes the result. For a format that is only read, returns random blocks with
 /// numbers no larger than the values.
-pub(super) fn codes(ty: QuantType, values: &[f32]) -> Vec<u8> {
+pub(super) fn quantize_values(ty: QuantType, values: &[f32]) -> Vec<u8> {
     if !ty.is_blocked() {
-        return make_codes(ty, values);
+        return quantize_uncached(ty, values);
     }
     let bits = values.iter().map(|value| value.to_bits()).collect();
-    CODES.get((ty, bits), || make_codes(ty, values)).to_vec()
+    QUANTIZED.get((ty, bits), || quantize_uncached(ty, values)).to_vec()
 }
 
 /// Quantizes values.
-fn make_codes(ty: QuantType, values: &[f32]) -> Vec<u8> {
+fn quantize_uncached(ty: QuantType, values: &[f32]) -> Vec<u8> {
     let mut bytes = vec![0; ty.bytes(values.len()).expect("the suite's sizes are whole blocks")];
     match ty.row().quantize {
         Some(quantize) => quantize(values, &mut bytes),
-        None => any_codes(ty, &mut bytes),
+        None => write_random_blocks(ty, &mut bytes),
     }
     bytes
 }
@@ -114,12 +114,12 @@ pub fn few_types() -> impl Iterator<Item = QuantType> {
 
 /// Returns the numbers of outputs to test a format with: fewer for formats that differ only in the
 /// dequantization of blocks.
-pub(super) fn heights(ty: QuantType) -> &'static [usize] {
+pub(super) fn output_counts(ty: QuantType) -> &'static [usize] {
     if few_types().any(|other| other == ty) { &WIDTHS } else { &[7, 172] }
 }
 
 /// Writes pseudo-random blocks whose scale keeps numbers below 1.
-fn any_codes(ty: QuantType, bytes: &mut [u8]) {
+fn write_random_blocks(ty: QuantType, bytes: &mut [u8]) {
     const SMALL: [u8; 2] = [0, 0x10];
     let words = (0..bytes.len().div_ceil(4) as u32).flat_map(|i| philox([i, 7, 0, 0], [4, ty as u32]));
     bytes.iter_mut().zip(words).for_each(|(byte, word)| *byte = word as u8);
@@ -135,7 +135,7 @@ fn any_codes(ty: QuantType, bytes: &mut [u8]) {
 }
 
 /// Asserts that each element differs from the reference by at most `bound` times its magnitude.
-pub(super) fn close(
+pub(super) fn assert_close(
     what: Arguments,
     got: &[f32],
     want: &[f32],
@@ -151,10 +151,10 @@ pub(super) fn close(
 }
 
 /// Asserts equal bits, or, if `bound` is positive, a difference of at most `bound` times the largest element.
-pub(super) fn same(what: Arguments, got: &[f32], want: &[f32], bound: f32) {
+pub(super) fn assert_same(what: Arguments, got: &[f32], want: &[f32], bound: f32) {
     if bound > 0.0 {
         let largest = want.iter().fold(0f32, |largest, v| largest.max(v.abs()));
-        return close(what, got, want, bound, |_| largest);
+        return assert_close(what, got, want, bound, |_| largest);
     }
     assert_eq!(got.len(), want.len(), "{what}: number of elements");
     for (i, (got, want)) in got.iter().zip(want).enumerate() {
@@ -163,9 +163,9 @@ pub(super) fn same(what: Arguments, got: &[f32], want: &[f32], bound: f32) {
 }
 
 /// Asserts that all rows of `got` equal those of `want`, within the bound of batch invariance.
-pub(super) fn same_answers(what: Arguments, got: &Answers, want: &Answers, bounds: &Bounds) {
+pub(super) fn assert_same_rows(what: Arguments, got: &RowResults, want: &RowResults, bounds: &Bounds) {
     for ((sequence, position), got) in got {
         let what = format_args!("{what}, sequence {sequence}, position {position}");
-        same(what, got, &want[&(*sequence, *position)], bounds.company);
+        assert_same(what, got, &want[&(*sequence, *position)], bounds.batch_invariance);
     }
 }

@@ -33,32 +33,34 @@ mod family;
 mod properties;
 mod tiny;
 
-pub use attention::{attention, attention_long, attention_looks, cache_types, copy_pages, scratch_company};
+pub use attention::{
+    attention, attention_long, attention_options, cache_types, copy_pages, encoder_batch_invariance,
+};
 pub use elementwise::{activate, caps_and_gates, embed, embed_positions, sums};
 pub use inputs::{few_types, noise};
-pub use matmul::{matmul, matmul_company};
-pub use moe::{moe, moe_company, moe_parts, moe_preparation};
+pub use matmul::{matmul, matmul_batch_invariance};
+pub use moe::{moe, moe_batch_invariance, moe_expert_subsets, moe_preparation};
 pub use norm::norm;
-pub use odd::{groups_of_all_sizes, numbers_that_are_none};
-pub use products::products;
-pub use properties::{chunking, company, moves, paging, stale_pages, wants};
+pub use odd::{extreme_groups, non_finite_values};
+pub use products::gemms;
+pub use properties::{batch_invariance, chunking, moves, output_selection, paging, stale_pages};
 pub use rope::{angles, rope};
-pub use sampling::sample;
-pub use sparse::{attention_of_some, unchosen_values};
+pub use sampling::sample_tokens;
+pub use sparse::{top_k_attention, unselected_values};
 pub use splits::{
-    attention_over_splits, infinitely_small_scores, sources_over_splits, split_bits, unseen_splits,
+    attention_over_splits, encoder_inputs_over_splits, masked_splits, negative_infinite_scores, split_bits,
 };
-pub use stage::{columns, stage_gathers, stage_given_up, stage_sums};
+pub use stage::{columns, stage_abort, stage_all_gather, stage_all_reduce};
 pub use state::{buffers, gather, hidden, samples_by_stack, slot_state};
 
 use crate::backend::Backend;
 use crate::quant::QuantType;
 use elementwise::{ACTIVATIONS, activate_on};
-use family::Family;
+use family::ModelFamily;
 use inputs::{limits, scaled};
-use properties::mixed_load;
+use properties::mixed_steps;
 use rig::Rig;
-use tiny::Tiny;
+use tiny::TinyModel;
 
 /// Tolerances of a backend relative to the reference, as fractions of the magnitude of the summed terms.
 #[derive(Clone, Copy, Debug)]
@@ -73,13 +75,13 @@ pub struct Bounds {
     /// exponent has that effect.
     pub elementwise: f32,
     /// Differences between results of a backend for one row in different batches. 0 requires equal bits.
-    pub company: f32,
+    pub batch_invariance: f32,
 }
 
 impl Bounds {
     /// Bounds for F32 arithmetic with exactly widened weights and cache, and a fixed order of summation.
     pub const F32_FIXED_ORDER: Bounds =
-        Bounds { matmul: |_| 2e-6, attention: |_| 2e-6, elementwise: 1e-6, company: 0.0 };
+        Bounds { matmul: |_| 2e-6, attention: |_| 2e-6, elementwise: 1e-6, batch_invariance: 0.0 };
 }
 
 /// Runs the whole suite.
@@ -96,42 +98,42 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     embed_positions(make);
     sums(make, bounds);
     columns(make);
-    stage_sums(make);
-    stage_gathers(make);
-    stage_given_up(make);
+    stage_all_reduce(make);
+    stage_all_gather(make);
+    stage_abort(make);
     caps_and_gates(make, bounds);
     activate(make, bounds);
     norm(make, bounds);
     angles(make, bounds);
     rope(make, bounds);
     matmul(make, bounds);
-    matmul_company(make, bounds);
-    products(make, bounds);
+    matmul_batch_invariance(make, bounds);
+    gemms(make, bounds);
     moe(make, bounds);
-    moe_company(make, bounds);
+    moe_batch_invariance(make, bounds);
     moe_preparation(make, bounds);
-    moe_parts(make, bounds);
+    moe_expert_subsets(make, bounds);
     attention(make, bounds);
-    attention_looks(make, bounds);
+    attention_options(make, bounds);
     cache_types(make);
     attention_long(make, bounds);
     attention_over_splits(make, bounds);
-    sources_over_splits(make, bounds);
-    unseen_splits(make, bounds);
-    infinitely_small_scores(make, bounds);
-    attention_of_some(make, bounds);
-    unchosen_values(make, bounds);
-    numbers_that_are_none(make, bounds);
-    groups_of_all_sizes(make, bounds);
-    scratch_company(make, bounds);
+    encoder_inputs_over_splits(make, bounds);
+    masked_splits(make, bounds);
+    negative_infinite_scores(make, bounds);
+    top_k_attention(make, bounds);
+    unselected_values(make, bounds);
+    non_finite_values(make, bounds);
+    extreme_groups(make, bounds);
+    encoder_batch_invariance(make, bounds);
     copy_pages(make, bounds);
-    sample(make, bounds);
-    company(make, bounds);
+    sample_tokens(make, bounds);
+    batch_invariance(make, bounds);
     chunking(make, bounds);
     moves(make, bounds);
     paging(make, bounds);
     stale_pages(make, bounds);
-    wants(make, bounds);
+    output_selection(make, bounds);
 }
 
 /// Returns the bits of all results of small models of every family under a mixed load, in every number
@@ -139,8 +141,8 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
 /// numbers of threads, must give the same bits.
 pub fn fingerprint<B: Backend>(make: &impl Fn() -> B) -> Vec<u32> {
     let mut bits = Vec::new();
-    for case in Family::cases() {
-        let answers = Tiny::new(make(), case, 32).serve(&mixed_load(case.0));
+    for case in ModelFamily::with_formats() {
+        let answers = TinyModel::new(make(), case, 32).run(&mixed_steps(case.0));
         bits.extend(answers.values().flatten().map(|value| value.to_bits()));
     }
     let mut rig = Rig::new(make(), limits(32));
@@ -156,7 +158,7 @@ mod tests {
     use super::*;
     use crate::backend::DeviceError;
     use crate::cpu::{CpuBackend, CpuConfig, Isa};
-    use crate::quant::Inputs;
+    use crate::quant::ActivationPrecision;
     use crate::reference::Reference;
     use std::io::Write;
 
@@ -169,11 +171,11 @@ mod tests {
     type Make<'a> = &'a (dyn Fn() -> CpuBackend + Sync);
 
     fn new(isa: Isa, threads: usize) -> Result<CpuBackend, DeviceError> {
-        CpuBackend::new(CpuConfig { threads, isa, inputs: Inputs::Coded })
+        CpuBackend::new(CpuConfig { threads, isa, activation_precision: ActivationPrecision::Int8 })
     }
 
     /// Returns whether this machine has the instruction set, and prints a note if not.
-    fn is_here(isa: Isa) -> bool {
+    fn is_supported(isa: Isa) -> bool {
         let backend = new(isa, 1);
         if let Err(error) = &backend {
             // Written directly to stderr: the test harness captures the output of macros in passing tests.
@@ -184,8 +186,8 @@ mod tests {
 
     /// Tests only operations with GEMMs, for an instruction set that differs from another one in nothing
     /// else.
-    fn products_conform(isa: Isa) {
-        if !is_here(isa) {
+    fn gemms_conform(isa: Isa) {
+        if !is_supported(isa) {
             return;
         }
         for threads in [1, 2] {
@@ -193,17 +195,17 @@ mod tests {
             embed(&make);
             embed_positions(&make);
             matmul(&make, &Bounds::F32_FIXED_ORDER);
-            matmul_company(&make, &Bounds::F32_FIXED_ORDER);
-            products(&make, &Bounds::F32_FIXED_ORDER);
+            matmul_batch_invariance(&make, &Bounds::F32_FIXED_ORDER);
+            gemms(&make, &Bounds::F32_FIXED_ORDER);
             moe(&make, &Bounds::F32_FIXED_ORDER);
-            moe_company(&make, &Bounds::F32_FIXED_ORDER);
-            company(&make, &Bounds::F32_FIXED_ORDER);
+            moe_batch_invariance(&make, &Bounds::F32_FIXED_ORDER);
+            batch_invariance(&make, &Bounds::F32_FIXED_ORDER);
         }
     }
 
     /// Runs the whole suite with several numbers of threads, whose bits must be equal.
     fn cpu_conforms(isa: Isa) {
-        if !is_here(isa) {
+        if !is_supported(isa) {
             return;
         }
         let mut first: Option<Vec<u32>> = None;
@@ -217,16 +219,16 @@ mod tests {
                 isa.name()
             );
         }
-        let config = CpuConfig { threads: 2, isa, inputs: Inputs::Plain };
+        let config = CpuConfig { threads: 2, isa, activation_precision: ActivationPrecision::F32 };
         let plain: Make = &|| CpuBackend::new(config).expect("this machine has the instruction set");
         matmul(&plain, &Bounds::F32_FIXED_ORDER);
-        matmul_company(&plain, &Bounds::F32_FIXED_ORDER);
+        matmul_batch_invariance(&plain, &Bounds::F32_FIXED_ORDER);
         moe(&plain, &Bounds::F32_FIXED_ORDER);
     }
 
     #[test]
     fn cpu_with_amx_conforms() {
-        products_conform(Isa::Amx);
+        gemms_conform(Isa::Amx);
     }
 
     #[test]
@@ -236,7 +238,7 @@ mod tests {
 
     #[test]
     fn cpu_with_the_first_avx512_conforms() {
-        products_conform(Isa::Avx512F);
+        gemms_conform(Isa::Avx512F);
     }
 
     #[test]

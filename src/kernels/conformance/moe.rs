@@ -1,11 +1,11 @@
 //! Tests of mixtures of experts, against the reference backend and for batch invariance.
 
 use super::Bounds;
-use super::answers::NUMBERS;
+use super::answers::ORACLE_VALUES;
 use super::inputs::*;
 use super::rig::*;
 use crate::backend::{Activation, Backend, Expert, MoeShape, Scoring, StepLimits};
-use crate::quant::{Operand, QuantType};
+use crate::quant::{OperandFormat, QuantType};
 use crate::reference::Reference;
 use std::sync::Arc;
 
@@ -13,29 +13,30 @@ use std::sync::Arc;
 pub fn moe<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for ty in few_types() {
-        for mixture in Mixture::all(ty) {
-            let (want, magnitudes) = (mixture.of_oracle(oracle), mixture.magnitudes().of_oracle(oracle));
+        for mixture in MoeCase::all(ty) {
+            let (want, magnitudes) =
+                (mixture.oracle_result(oracle), mixture.magnitudes().oracle_result(oracle));
             // The last bit of a number may change its quant.
-            let bound = match ty.operand(device.backend.inputs()) {
-                Operand::F32 => 6.0 * (bounds.matmul)(ty),
-                Operand::Codes | Operand::Bf16 => 0.01,
+            let bound = match ty.operand_format(device.backend.activation_precision()) {
+                OperandFormat::F32 => 6.0 * (bounds.matmul)(ty),
+                OperandFormat::Int8 | OperandFormat::Bf16 => 0.01,
             };
-            close(format_args!("{mixture:?}"), &mixture.on(device), &want, bound, |i| magnitudes[i]);
+            assert_close(format_args!("{mixture:?}"), &mixture.run(device), &want, bound, |i| magnitudes[i]);
         }
     }
 }
 
 /// Tests that the result of a row depends neither on the other rows nor on their experts.
-pub fn moe_company<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+pub fn moe_batch_invariance<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let mut rig = Rig::new(make(), limits(32));
     for ty in few_types() {
-        for mixture in Mixture::all(ty) {
-            let whole = mixture.on(&mut rig);
-            for (first, rows) in [(0, 1), (1, 1), (0, 7), (ROUTED - 17, 17), (40, 20)] {
-                let got = Mixture { first, rows, ..mixture }.on(&mut rig);
+        for mixture in MoeCase::all(ty) {
+            let whole = mixture.run(&mut rig);
+            for (first, rows) in [(0, 1), (1, 1), (0, 7), (MAX_ROWS - 17, 17), (40, 20)] {
+                let got = MoeCase { first, rows, ..mixture }.run(&mut rig);
                 let what = format_args!("{mixture:?}, rows {first}.. alone");
                 let hidden = mixture.hidden;
-                same(what, &got, &whole[first * hidden..][..rows * hidden], bounds.company);
+                assert_same(what, &got, &whole[first * hidden..][..rows * hidden], bounds.batch_invariance);
             }
         }
     }
@@ -44,51 +45,52 @@ pub fn moe_company<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
 /// Tests that mixtures can be prepared in any order: before the limits are set, a smaller one after a larger
 /// one, and again for more rows.
 pub fn moe_preparation<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
-    let mixtures: Vec<Mixture> = Mixture::all(QuantType::F32).collect();
+    let mixtures: Vec<MoeCase> = MoeCase::all(QuantType::F32).collect();
     let want: Vec<Vec<f32>> =
-        mixtures.iter().map(|mixture| mixture.on(&mut Rig::new(make(), limits(32)))).collect();
+        mixtures.iter().map(|mixture| mixture.run(&mut Rig::new(make(), limits(32)))).collect();
     let mut backend = make();
     for mixture in &mixtures {
         backend.prepare_moe(&mixture.shape, mixture.hidden).expect("memory for a small mixture");
     }
-    let few = StepLimits { rows: 1, logit_rows: 1, slots: 1, source_positions: 0, ..limits(32) };
+    let few = StepLimits { rows: 1, logit_rows: 1, slots: 1, encoder_positions: 0, ..limits(32) };
     backend.prepare(&few).expect("memory for a small step");
     let mut rig = Rig::new(backend, limits(32));
     for (mixture, want) in mixtures.iter().zip(&want) {
         let experts = mixture.experts(&mut rig);
-        same(
+        assert_same(
             format_args!("{mixture:?}, prepared first"),
-            &mixture.of(&mut rig, &experts),
+            &mixture.run_experts(&mut rig, &experts),
             want,
-            bounds.company,
+            bounds.batch_invariance,
         );
     }
 }
 
 /// Tests that a device with some of the experts returns their part of the sum, and zeros for rows that
 /// selected none of them.
-pub fn moe_parts<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+pub fn moe_expert_subsets<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
-    for mixture in Mixture::all(QuantType::F32).filter(|mixture| mixture.shape.experts > 1) {
-        let magnitudes = mixture.magnitudes().of_oracle(oracle);
+    for mixture in MoeCase::all(QuantType::F32).filter(|mixture| mixture.shape.experts > 1) {
+        let magnitudes = mixture.magnitudes().oracle_result(oracle);
         let (ours, theirs) = (mixture.experts(device), mixture.experts(oracle));
         device.backend.prepare_moe(&mixture.shape, mixture.hidden).expect("memory for a small mixture");
         let experts = mixture.shape.experts;
         for (first, end) in [(0, 1), (1, experts), (experts / 2, experts / 2 + 1), (experts - 1, experts)] {
-            let part = Mixture { shape: MoeShape { first, ..mixture.shape }, ..mixture };
-            let (got, want) = (part.of(device, &ours[first..end]), part.of(oracle, &theirs[first..end]));
+            let part = MoeCase { shape: MoeShape { first_expert: first, ..mixture.shape }, ..mixture };
+            let (got, want) =
+                (part.run_experts(device, &ours[first..end]), part.run_experts(oracle, &theirs[first..end]));
             let bound = 6.0 * (bounds.matmul)(mixture.ty);
-            close(format_args!("{part:?} up to {end}"), &got, &want, bound, |i| magnitudes[i]);
+            assert_close(format_args!("{part:?} up to {end}"), &got, &want, bound, |i| magnitudes[i]);
         }
     }
 }
 
 /// Rows of the largest step of these tests.
-const ROUTED: usize = 70;
+const MAX_ROWS: usize = 70;
 
 /// A test case.
 #[derive(Clone, Copy, Debug)]
-struct Mixture {
+struct MoeCase {
     shape: MoeShape,
     ty: QuantType,
     hidden: usize,
@@ -100,19 +102,27 @@ struct Mixture {
     absolute: bool,
 }
 
-impl Mixture {
-    fn all(ty: QuantType) -> impl Iterator<Item = Mixture> {
+impl MoeCase {
+    fn all(ty: QuantType) -> impl Iterator<Item = MoeCase> {
         let sizes = [(1, 1, 33, 50), (4, 2, 33, 17), (8, 3, 64, 50), (5, 5, 7, 33), (40, 18, 33, 16)];
         sizes.into_iter().enumerate().flat_map(move |(i, (experts, top_k, hidden, width))| {
-            let (hidden, width) = (whole(ty, hidden), whole(ty, width));
+            let (hidden, width) = (round_to_blocks(ty, hidden), round_to_blocks(ty, width));
             [Scoring::Softmax, Scoring::Sigmoid].map(|scoring| {
                 let case = 2 * i + scoring as usize;
                 let activation = [Activation::Silu, Activation::SquaredRelu, Activation::Gelu][case % 3];
                 let renormalise = (case / 2).is_multiple_of(2);
                 let scale = [1.0, 2.5][case % 2];
-                let shape =
-                    MoeShape { experts, first: 0, top_k, scoring, renormalise, scale, width, activation };
-                Mixture { shape, ty, hidden, has_up: case % 4 < 3, first: 0, rows: ROUTED, absolute: false }
+                let shape = MoeShape {
+                    experts,
+                    first_expert: 0,
+                    top_k,
+                    scoring,
+                    normalize_scores: renormalise,
+                    scale,
+                    width,
+                    activation,
+                };
+                MoeCase { shape, ty, hidden, has_up: case % 4 < 3, first: 0, rows: MAX_ROWS, absolute: false }
             })
         })
     }
@@ -120,12 +130,12 @@ impl Mixture {
     /// Returns the case of the absolute values, whose results are the sums of the magnitudes of the terms.
     /// The slope of an activation function is at most 1.2, so errors grow no more than that, except that
     /// squaring doubles them.
-    fn magnitudes(&self) -> Mixture {
+    fn magnitudes(&self) -> MoeCase {
         let activation = match self.shape.activation {
             Activation::SquaredRelu => Activation::SquaredRelu,
             _ => Activation::Relu,
         };
-        Mixture { absolute: true, shape: MoeShape { activation, ..self.shape }, ..*self }
+        MoeCase { absolute: true, shape: MoeShape { activation, ..self.shape }, ..*self }
     }
 
     fn values(&self, tag: u32, n: usize) -> Vec<f32> {
@@ -136,7 +146,7 @@ impl Mixture {
     /// Returns router logits: spread, tied, with NaN, and far apart.
     fn router(&self) -> Vec<f32> {
         let experts = self.shape.experts;
-        let mut logits = scaled(400, ROUTED * experts, 3.0);
+        let mut logits = scaled(400, MAX_ROWS * experts, 3.0);
         for (row, logits) in logits.chunks_exact_mut(experts).enumerate() {
             match row % 5 {
                 1 => logits.iter_mut().for_each(|logit| *logit = logit.round()),
@@ -160,22 +170,22 @@ impl Mixture {
         experts.collect()
     }
 
-    fn on<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {
+    fn run<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {
         let experts = self.experts(rig);
         rig.backend.prepare_moe(&self.shape, self.hidden).expect("memory for a small mixture");
-        self.of(rig, &experts)
+        self.run_experts(rig, &experts)
     }
 
-    fn of_oracle(&self, oracle: &mut Rig<Reference>) -> Arc<Vec<f32>> {
-        NUMBERS.get(oracle.question(self), || self.on(oracle))
+    fn oracle_result(&self, oracle: &mut Rig<Reference>) -> Arc<Vec<f32>> {
+        ORACLE_VALUES.get(oracle.memo_key(self), || self.run(oracle))
     }
 
     /// Runs the mixture with the given experts.
-    fn of<B: Backend>(&self, rig: &mut Rig<B>, experts: &[Expert<B::Buf>]) -> Vec<f32> {
+    fn run_experts<B: Backend>(&self, rig: &mut Rig<B>, experts: &[Expert<B::Buf>]) -> Vec<f32> {
         let (rows, hidden) = (self.rows, self.hidden);
         rig.begin_rows(rows);
-        let x = self.values(401, ROUTED * hidden)[self.first * hidden..][..rows * hidden].to_vec();
-        let (router, x, mut y) = (rig.put(&self.router()), rig.put(&x), rig.output(rows * hidden));
+        let x = self.values(401, MAX_ROWS * hidden)[self.first * hidden..][..rows * hidden].to_vec();
+        let (router, x, mut y) = (rig.input(&self.router()), rig.input(&x), rig.output(rows * hidden));
         rig.backend.moe(rows, &self.shape, &router, experts, &x, &mut y);
         rig.read(&y, rows * hidden, format_args!("{self:?}"))
     }

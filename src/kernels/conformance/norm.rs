@@ -11,17 +11,17 @@ pub fn norm<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let (device, oracle) = &mut rigs(make, 32);
     for (case, (rows, width)) in sizes().chain([(3, 4099), (1, 5000)]).enumerate() {
         for kind in [NormKind::Rms, NormKind::Layer] {
-            let case = Case::new(kind, case, rows, width);
-            let (got, want) = (case.on(device), case.on(oracle));
+            let case = NormCase::new(kind, case, rows, width);
+            let (got, want) = (case.run(device), case.run(oracle));
             let magnitudes = case.magnitudes();
-            close(format_args!("{case}"), &got, &want, bounds.elementwise, |i| magnitudes[i]);
-            same(format_args!("{case} in place"), &case.in_place_on(device), &got, 0.0);
+            assert_close(format_args!("{case}"), &got, &want, bounds.elementwise, |i| magnitudes[i]);
+            assert_same(format_args!("{case} in place"), &case.run_in_place(device), &got, 0.0);
         }
     }
 }
 
 /// A test case.
-struct Case {
+struct NormCase {
     kind: NormKind,
     x: Vec<f32>,
     weight: Option<Vec<f32>>,
@@ -30,8 +30,8 @@ struct Case {
     eps: f32,
 }
 
-impl Case {
-    fn new(kind: NormKind, case: usize, rows: usize, width: usize) -> Case {
+impl NormCase {
+    fn new(kind: NormKind, case: usize, rows: usize, width: usize) -> NormCase {
         let mut x = scaled(8, rows * width, [1.0, 1e-3, 1e3][case % 3]);
         if case % 5 == 4 {
             x.iter_mut().for_each(|x| *x += 7.0);
@@ -39,7 +39,7 @@ impl Case {
         x[(rows - 1) * width..].fill(if rows > 1 { 0.0 } else { 0.5 });
         let weight = (!case.is_multiple_of(4)).then(|| noise(9, width));
         let bias = (case / 3 % 2 == 1).then(|| noise(20, width));
-        Case { kind, x, weight, bias, width, eps: [1e-5, 1e-6][case % 2] }
+        NormCase { kind, x, weight, bias, width, eps: [1e-5, 1e-6][case % 2] }
     }
 
     /// Returns the magnitudes of the terms of each element: its number and those of the mean, divided by the
@@ -70,24 +70,24 @@ impl Case {
         Norm { kind: self.kind, weight, bias, width: self.width, eps: self.eps }
     }
 
-    fn on<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {
+    fn run<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {
         let (norm, rows) = (self.norm(rig), self.x.len() / self.width);
         rig.begin_rows(rows);
-        let (x, mut y) = (rig.put(&self.x), rig.output(self.x.len()));
+        let (x, mut y) = (rig.input(&self.x), rig.output(self.x.len()));
         rig.backend.norm(rows, &norm, &x, &mut y);
         rig.read(&y, self.x.len(), format_args!("{self}"))
     }
 
-    fn in_place_on<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {
+    fn run_in_place<B: Backend>(&self, rig: &mut Rig<B>) -> Vec<f32> {
         let (norm, rows) = (self.norm(rig), self.x.len() / self.width);
         rig.begin_rows(rows);
-        let mut x = rig.put_mut(&self.x);
+        let mut x = rig.in_out(&self.x);
         rig.backend.norm_in_place(rows, &norm, &mut x);
         rig.read(&x, self.x.len(), format_args!("{self} in place"))
     }
 }
 
-impl std::fmt::Display for Case {
+impl std::fmt::Display for NormCase {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (rows, width) = (self.x.len() / self.width, self.width);
         let (weight, bias) = (self.weight.is_some(), self.bias.is_some());

@@ -6,50 +6,59 @@ use super::inputs::*;
 use super::pieces::*;
 use super::rig::*;
 use crate::backend::{Backend, KvTable};
-use crate::batch::Want;
+use crate::batch::SpanOutput;
 use crate::quant::QuantType;
 use crate::reference::Reference;
 
 /// Number of positions, and the position with the unusual numbers.
 const POSITIONS: usize = 40;
-const ODD: usize = 20;
+const UNUSUAL_POSITION: usize = 20;
 const DIM: usize = 72;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 
 /// Runs attention with the given K and V; returns (rows, heads, DIM).
 fn attend<B: Backend>(rig: &mut Rig<B>, ty: QuantType, [k, v]: &[Vec<f32>; 2]) -> Vec<f32> {
-    let (kv_heads, look) = (KV_HEADS, Look::PLAIN);
-    let case = Heads { ty, kv_heads, heads: HEADS, k_dim: DIM, v_dim: DIM, scale: 0.2, look };
+    let (kv_heads, look) = (KV_HEADS, AttentionOptions::PLAIN);
+    let case =
+        AttentionCase { ty, kv_heads, heads: HEADS, k_dim: DIM, v_dim: DIM, scale: 0.2, options: look };
     let mut cache = case.cache(rig);
-    rig.begin(batch_of(&[Piece::given(0, 0, POSITIONS)], Want::None, &mut Book::scattered(32)));
-    let [k, v] = [k, v].map(|numbers| rig.put(numbers));
+    rig.begin(build_batch(
+        &[TestSpan::given(0, 0, POSITIONS)],
+        SpanOutput::None,
+        &mut PageBook::scattered(32),
+    ));
+    let [k, v] = [k, v].map(|numbers| rig.input(numbers));
     rig.backend.store_kv(KvTable::Own, &k, &v, &mut cache);
-    let (q, n) = (rig.put(&noise(400, POSITIONS * HEADS * DIM)), POSITIONS * HEADS * DIM);
+    let (q, n) = (rig.input(&noise(400, POSITIONS * HEADS * DIM)), POSITIONS * HEADS * DIM);
     let out = case.attend(rig, &q, &cache, n);
     rig.read(&out, n, format_args!("{case:?}"))
 }
 
 /// Returns ordinary K and V.
-fn usual() -> [Vec<f32>; 2] {
+fn ordinary_kv() -> [Vec<f32>; 2] {
     [401, 402].map(|tag| noise(tag, POSITIONS * KV_HEADS * DIM))
 }
 
 /// Tests NaN, infinite and very large numbers in one head of one position: results are finite, and neither
 /// other heads nor earlier rows are affected.
-pub fn numbers_that_are_none<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+pub fn non_finite_values<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let mut rig = Rig::new(make(), limits(32));
-    for ty in QuantType::cached().filter(|ty| ty.is_blocked()) {
-        let want = attend(&mut rig, ty, &usual());
+    for ty in QuantType::kv_cache_types().filter(|ty| ty.is_blocked()) {
+        let want = attend(&mut rig, ty, &ordinary_kv());
         for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38] {
-            let mut numbers = usual();
-            numbers.iter_mut().for_each(|numbers| numbers[ODD * KV_HEADS * DIM + 7] = odd);
+            let mut numbers = ordinary_kv();
+            numbers.iter_mut().for_each(|numbers| numbers[UNUSUAL_POSITION * KV_HEADS * DIM + 7] = odd);
             let got = attend(&mut rig, ty, &numbers);
             for (at, (got, want)) in got.chunks(DIM).zip(want.chunks(DIM)).enumerate() {
-                let what = format_args!("{ty}, {odd} at {ODD}: row {}, head {}", at / HEADS, at % HEADS);
+                let what = format_args!(
+                    "{ty}, {odd} at {UNUSUAL_POSITION}: row {}, head {}",
+                    at / HEADS,
+                    at % HEADS
+                );
                 assert!(got.iter().all(|x| x.is_finite()), "{what}: {got:?}");
-                if at / HEADS < ODD || at % HEADS >= HEADS / KV_HEADS {
-                    same(what, got, want, bounds.company);
+                if at / HEADS < UNUSUAL_POSITION || at % HEADS >= HEADS / KV_HEADS {
+                    assert_same(what, got, want, bounds.batch_invariance);
                 }
             }
         }
@@ -57,18 +66,18 @@ pub fn numbers_that_are_none<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds)
 }
 
 /// Tests groups with equal numbers, with a tiny range, and with very small or very large numbers.
-pub fn groups_of_all_sizes<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
-    for ty in QuantType::cached().filter(|ty| ty.is_blocked()) {
+pub fn extreme_groups<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    for ty in QuantType::kv_cache_types().filter(|ty| ty.is_blocked()) {
         for (base, spread) in [(0.375, 0.0), (0.0, 0.0), (0.25, 1e-6), (0.0, 1e-7), (0.0, 1e-41), (0.0, 1e4)]
         {
-            let [k, v] = usual();
+            let [k, v] = ordinary_kv();
             let v: Vec<f32> = v.iter().map(|x| base + x * spread).collect();
             let numbers = [k, v];
             let got = attend(&mut Rig::new(make(), limits(32)), ty, &numbers);
             let want = attend(&mut Rig::new(Reference::new(), limits(32)), ty, &numbers);
             let magnitude = (base + spread) * (1.0 + 0.2 * DIM as f32);
             let what = format_args!("{ty}, {base} and up to {spread} around it");
-            close(what, &got, &want, (bounds.attention)(ty), |_| magnitude);
+            assert_close(what, &got, &want, (bounds.attention)(ty), |_| magnitude);
         }
     }
 }

@@ -6,29 +6,29 @@
 use super::inputs::*;
 use crate::backend::KvTable;
 use crate::batch::{
-    Page, SampleRow, SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch, TableUpdate,
-    Want,
+    Page, SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch,
+    TableUpdate,
 };
 
 /// The sequence number of the rows of holes.
-pub(super) const SINK_SEQUENCE: u32 = 90;
+pub(super) const HOLE_SEQUENCE: u32 = 90;
 
 /// Offset from the number of a sequence to the number of its encoder input.
-pub(super) const SOURCE: u32 = 200;
+pub(super) const ENCODER_SEQUENCE_OFFSET: u32 = 200;
 
 /// A span of a test batch.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
+pub(super) struct TestSpan {
     pub(super) sequence: u32,
     pub(super) slot: u32,
     pub(super) start: usize,
     pub(super) len: usize,
-    pub(super) kind: Kind,
+    pub(super) kind: TestSpanKind,
 }
 
 /// The kind of a span.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Kind {
+pub(super) enum TestSpanKind {
     /// Tokens that are given with the batch.
     Given,
     /// Given tokens whose K and V are stored, without attention.
@@ -38,59 +38,65 @@ pub(super) enum Kind {
     /// The token that was sampled last in the slot.
     Last,
     /// A complete encoder input. These spans come first.
-    Source,
+    EncoderInput,
     /// A hole: a row whose result is discarded.
-    Sink,
+    Hole,
 }
 
-impl Piece {
+impl TestSpan {
     /// Returns a span of given tokens, of the sequence with the number of the slot.
-    pub(super) fn given(slot: u32, start: usize, len: usize) -> Piece {
-        Piece { sequence: slot, slot, start, len, kind: Kind::Given }
+    pub(super) fn given(slot: u32, start: usize, len: usize) -> TestSpan {
+        TestSpan { sequence: slot, slot, start, len, kind: TestSpanKind::Given }
     }
 
     /// Returns a span whose K and V are only stored.
-    pub(super) fn stored(slot: u32, start: usize, len: usize) -> Piece {
-        Piece { kind: Kind::Stored, ..Piece::given(slot, start, len) }
+    pub(super) fn stored(slot: u32, start: usize, len: usize) -> TestSpan {
+        TestSpan { kind: TestSpanKind::Stored, ..TestSpan::given(slot, start, len) }
     }
 
     /// Returns a span of the last sampled token.
-    pub(super) fn last(slot: u32, start: usize) -> Piece {
-        Piece { sequence: slot, slot, start, len: 1, kind: Kind::Last }
+    pub(super) fn last(slot: u32, start: usize) -> TestSpan {
+        TestSpan { sequence: slot, slot, start, len: 1, kind: TestSpanKind::Last }
     }
 
     /// Returns a hole.
-    pub(super) fn sink(slot: u32) -> Piece {
-        Piece { sequence: SINK_SEQUENCE, slot, start: 0, len: 1, kind: Kind::Sink }
+    pub(super) fn hole(slot: u32) -> TestSpan {
+        TestSpan { sequence: HOLE_SEQUENCE, slot, start: 0, len: 1, kind: TestSpanKind::Hole }
     }
 
     /// Returns the encoder input of the sequence with the number of the slot.
-    pub(super) fn source(slot: u32) -> Piece {
-        Piece { sequence: slot, slot, start: 0, len: source_len(slot), kind: Kind::Source }
+    pub(super) fn encoder_input(slot: u32) -> TestSpan {
+        TestSpan { sequence: slot, slot, start: 0, len: encoder_len(slot), kind: TestSpanKind::EncoderInput }
     }
 
     /// Returns the stack of the span.
     pub(super) fn stack(&self) -> SpanStack {
-        if self.kind == Kind::Source { SpanStack::Encoder } else { SpanStack::Decoder }
+        if self.kind == TestSpanKind::EncoderInput { SpanStack::Encoder } else { SpanStack::Decoder }
     }
 
     /// Returns the sequence (or encoder input) and the position of each row.
     pub(super) fn rows(&self) -> impl Iterator<Item = (u32, usize)> + use<> {
-        let Piece { start, len, .. } = *self;
-        let sequence = if self.kind == Kind::Source { self.sequence + SOURCE } else { self.sequence };
+        let TestSpan { start, len, .. } = *self;
+        let sequence = if self.kind == TestSpanKind::EncoderInput {
+            self.sequence + ENCODER_SEQUENCE_OFFSET
+        } else {
+            self.sequence
+        };
         (start..start + len).map(move |position| (sequence, position))
     }
 
     fn table(&self) -> SpanTable {
         match self.kind {
-            Kind::Given | Kind::Stored | Kind::Poison | Kind::Last => SpanTable::Own,
-            Kind::Source => SpanTable::Scratch,
-            Kind::Sink => SpanTable::Sink,
+            TestSpanKind::Given | TestSpanKind::Stored | TestSpanKind::Poison | TestSpanKind::Last => {
+                SpanTable::Own
+            }
+            TestSpanKind::EncoderInput => SpanTable::Scratch,
+            TestSpanKind::Hole => SpanTable::Null,
         }
     }
 
-    fn span(&self, tokens: SpanTokens, output: Want) -> Span {
-        let is_hole = self.kind == Kind::Sink;
+    fn to_span(&self, tokens: SpanTokens, output: SpanOutput) -> Span {
+        let is_hole = self.kind == TestSpanKind::Hole;
         Span {
             model: SpanModel::Target,
             stack: self.stack(),
@@ -99,48 +105,53 @@ impl Piece {
             tokens,
             table: self.table(),
             reserved: if is_hole { 0 } else { reserved(self.sequence) as u32 },
-            source: if is_hole { 0 } else { source_len(self.sequence) as u32 },
-            want: output,
+            encoder_len: if is_hole { 0 } else { encoder_len(self.sequence) as u32 },
+            output,
         }
     }
 }
 
 /// Returns a prompt of `len` tokens of sequence 0, divided into chunks.
-pub(super) fn chunks(len: usize, chunk: usize) -> Vec<Vec<Piece>> {
-    (0..len).step_by(chunk).map(|start| vec![Piece::given(0, start, chunk.min(len - start))]).collect()
+pub(super) fn chunks(len: usize, chunk: usize) -> Vec<Vec<TestSpan>> {
+    (0..len).step_by(chunk).map(|start| vec![TestSpan::given(0, start, chunk.min(len - start))]).collect()
 }
 
 /// A page allocator: the pages of each slot, and the free pages.
 #[derive(Clone, Debug)]
-pub(super) struct Book {
+pub(super) struct PageBook {
     pub(super) page_positions: usize,
     /// Pages of each slot.
-    pub(super) held: Vec<Vec<Page>>,
+    pub(super) own_pages: Vec<Vec<Page>>,
     /// Cross-attention pages of each slot.
-    pub(super) crossed: Vec<Vec<Page>>,
+    pub(super) cross_pages: Vec<Vec<Page>>,
     /// Free pages, allocated from the end.
     pub(super) free: Vec<Page>,
 }
 
-impl Book {
+impl PageBook {
     /// Allocates pages in ascending order.
-    pub(super) fn contiguous(page_positions: usize) -> Book {
+    pub(super) fn contiguous(page_positions: usize) -> PageBook {
         let none = vec![Vec::new(); 8];
-        Book { page_positions, held: none.clone(), crossed: none, free: (1..POOL as Page).rev().collect() }
+        PageBook {
+            page_positions,
+            own_pages: none.clone(),
+            cross_pages: none,
+            free: (1..POOL_PAGES as Page).rev().collect(),
+        }
     }
 
     /// Allocates every page once, with neighboring positions on distant pages.
-    pub(super) fn scattered(page_positions: usize) -> Book {
-        let pages = POOL as Page - 1;
-        Book {
+    pub(super) fn scattered(page_positions: usize) -> PageBook {
+        let pages = POOL_PAGES as Page - 1;
+        PageBook {
             free: (0..pages).map(|i| 1 + (i * 37 + 11) % pages).collect(),
-            ..Book::contiguous(page_positions)
+            ..PageBook::contiguous(page_positions)
         }
     }
 
     /// Allocates pages for the first `positions` of a slot or of its encoder input, and appends the table
     /// updates.
-    pub(super) fn cover(
+    pub(super) fn allocate(
         &mut self,
         slot: u32,
         table: KvTable,
@@ -148,8 +159,8 @@ impl Book {
         tables: &mut Vec<TableUpdate>,
     ) {
         let held = match table {
-            KvTable::Cross => &mut self.crossed[slot as usize],
-            _ => &mut self.held[slot as usize],
+            KvTable::Cross => &mut self.cross_pages[slot as usize],
+            _ => &mut self.own_pages[slot as usize],
         };
         while held.len() * self.page_positions < positions {
             let page = self.free.pop().expect("the pool is large enough");
@@ -159,9 +170,9 @@ impl Book {
     }
 
     /// Applies slot moves.
-    pub(super) fn apply(&mut self, moves: &[SlotMove]) {
+    pub(super) fn apply_moves(&mut self, moves: &[SlotMove]) {
         for moved in moves {
-            for held in [&mut self.held, &mut self.crossed] {
+            for held in [&mut self.own_pages, &mut self.cross_pages] {
                 held[moved.to as usize] = std::mem::take(&mut held[moved.from as usize]);
             }
         }
@@ -169,38 +180,40 @@ impl Book {
 }
 
 /// Builds a batch of the spans. Output rows are sampled greedily.
-pub(super) fn batch_of(spans: &[Piece], output: Want, book: &mut Book) -> StepBatch {
+pub(super) fn build_batch(spans: &[TestSpan], output: SpanOutput, book: &mut PageBook) -> StepBatch {
     let mut batch = StepBatch::default();
     for span in spans {
         let (at, len) = (batch.tokens.len() as u32, span.len as u32);
         let tokens = match span.kind {
-            Kind::Last | Kind::Sink => SpanTokens::Last,
+            TestSpanKind::Last | TestSpanKind::Hole => SpanTokens::Last,
             _ => SpanTokens::Given { at, len },
         };
         if tokens != SpanTokens::Last {
-            batch.tokens.extend(span.rows().map(|(sequence, position)| text(sequence, position)));
+            batch.tokens.extend(span.rows().map(|(sequence, position)| token_at(sequence, position)));
         }
         match span.table() {
             SpanTable::Own => {
-                book.cover(span.slot, KvTable::Own, span.start + span.len, &mut batch.tables);
+                book.allocate(span.slot, KvTable::Own, span.start + span.len, &mut batch.table_updates);
             }
-            SpanTable::Scratch => book.cover(span.slot, KvTable::Cross, span.len, &mut batch.tables),
-            SpanTable::Sink => {}
+            SpanTable::Scratch => {
+                book.allocate(span.slot, KvTable::Cross, span.len, &mut batch.table_updates)
+            }
+            SpanTable::Null => {}
         }
-        batch.spans.push(span.span(tokens, output));
+        batch.spans.push(span.to_span(tokens, output));
     }
-    draw_all(&mut batch);
+    sample_all_greedily(&mut batch);
     batch
 }
 
 /// Sets greedy sampling for every output row of the batch.
-pub(super) fn draw_all(batch: &mut StepBatch) {
+pub(super) fn sample_all_greedily(batch: &mut StepBatch) {
     let stacks = [SpanStack::Encoder, SpanStack::Decoder];
-    let outputs = stacks.map(|stack| batch.wanted_rows(stack).count()).iter().sum();
-    batch.samples = vec![SampleRow::GREEDY; outputs];
+    let outputs = stacks.map(|stack| batch.output_rows(stack).count()).iter().sum();
+    batch.sampling = vec![SamplingParams::GREEDY; outputs];
 }
 
 /// Returns the sequence and position of each row of one stack.
-pub(super) fn rows_of(spans: &[Piece], stack: SpanStack) -> Vec<(u32, usize)> {
-    spans.iter().filter(|span| span.stack() == stack).flat_map(Piece::rows).collect()
+pub(super) fn stack_rows(spans: &[TestSpan], stack: SpanStack) -> Vec<(u32, usize)> {
+    spans.iter().filter(|span| span.stack() == stack).flat_map(TestSpan::rows).collect()
 }

@@ -1,17 +1,17 @@
 //! A backend that is prepared for a test, with helpers for buffers and steps.
 
-use super::answers::ANGLES;
+use super::answers::ROPE_TABLES;
 use super::inputs::*;
 use super::pieces::*;
 use crate::backend::{Backend, KvLayer, KvLayout, Rope, RopeStyle, StepLimits, Weight};
-use crate::batch::{SampleRow, SlotMove, StepBatch, StepOutput, Want};
+use crate::batch::{SamplingParams, SlotMove, SpanOutput, StepBatch, StepOutput};
 use crate::quant::QuantType;
 use crate::reference::Reference;
 use std::collections::BTreeMap;
 use std::fmt::Arguments;
 
 /// Results of rows, by sequence and position.
-pub(super) type Answers = BTreeMap<(u32, usize), Vec<f32>>;
+pub(super) type RowResults = BTreeMap<(u32, usize), Vec<f32>>;
 
 /// Values after the end of every written buffer, which must not change.
 pub(super) const GUARD: [f32; 5] = [-1.25e30, 77.0, 3.5, -1e-3, 0.625];
@@ -36,35 +36,36 @@ impl<B: Backend> Rig<B> {
     pub(super) fn begin(&mut self, mut batch: StepBatch) {
         batch.step = self.step;
         self.step += 1;
-        self.backend.begin(&batch);
+        self.backend.begin_step(&batch);
     }
 
     /// Begins a step of `rows` rows, for operations that use nothing else of it.
     pub(super) fn begin_rows(&mut self, rows: usize) {
-        let book = &mut Book::scattered(self.limits.page_positions);
-        self.begin(batch_of(&[Piece::given(0, 0, rows)], Want::None, book));
+        let book = &mut PageBook::scattered(self.limits.page_positions);
+        self.begin(build_batch(&[TestSpan::given(0, 0, rows)], SpanOutput::None, book));
     }
 
     /// Returns the key of a memoized result: the operation and its inputs, the precision of activations, and
     /// the limits.
-    pub(super) fn question(&self, operation: impl std::fmt::Debug) -> String {
-        format!("{operation:?}, {:?}, {:?}", self.backend.inputs(), self.limits)
+    pub(super) fn memo_key(&self, operation: impl std::fmt::Debug) -> String {
+        format!("{operation:?}, {:?}, {:?}", self.backend.activation_precision(), self.limits)
     }
 
     /// Runs a step that samples (or scores) the given tokens. The logits leave no other choice.
-    pub(super) fn draw(
+    pub(super) fn sample_tokens(
         &mut self,
-        pieces: &[Piece],
+        pieces: &[TestSpan],
         tokens: &[u32],
-        samples: &[SampleRow],
+        samples: &[SamplingParams],
         moves: &[SlotMove],
     ) -> StepOutput {
-        let mut batch = batch_of(pieces, Want::All, &mut Book::scattered(self.limits.page_positions));
+        let mut batch =
+            build_batch(pieces, SpanOutput::All, &mut PageBook::scattered(self.limits.page_positions));
         batch.moves = moves.to_vec();
-        batch.samples = samples.to_vec();
+        batch.sampling = samples.to_vec();
         self.begin(batch);
         let logits: Vec<f32> = tokens.iter().flat_map(|token| one_hot(*token, self.limits.vocab)).collect();
-        let logits = self.put(&logits);
+        let logits = self.input(&logits);
         let mut out = StepOutput::with_capacity(&self.limits);
         self.backend.sample(0..tokens.len(), &logits, &mut out);
         out
@@ -72,32 +73,35 @@ impl<B: Backend> Rig<B> {
 
     /// Allocates a buffer of exactly these values.
     pub(super) fn constant(&mut self, values: &[f32]) -> B::Buf {
-        let bytes = codes(QuantType::F32, values);
+        let bytes = quantize_values(QuantType::F32, values);
         let mut buf = self.backend.alloc(bytes.len()).expect("memory for a small buffer");
         self.backend.upload(&mut buf, 0, &bytes);
         buf
     }
 
     /// Allocates a buffer of these values for reading.
-    pub(super) fn put(&mut self, values: &[f32]) -> B::Buf {
+    pub(super) fn input(&mut self, values: &[f32]) -> B::Buf {
         self.constant(&[values, &TRAP].concat())
     }
 
     /// Allocates a buffer of these values for reading and writing.
-    pub(super) fn put_mut(&mut self, values: &[f32]) -> B::Buf {
+    pub(super) fn in_out(&mut self, values: &[f32]) -> B::Buf {
         self.constant(&[values, &GUARD].concat())
     }
 
     /// Allocates a buffer for writing `n` values, which are NaN before.
     pub(super) fn output(&mut self, n: usize) -> B::Buf {
-        self.put_mut(&vec![f32::NAN; n])
+        self.in_out(&vec![f32::NAN; n])
     }
 
     /// Reads the `n` values of a written buffer, and asserts that the guard after them is unchanged.
     pub(super) fn read(&mut self, buf: &B::Buf, n: usize, what: Arguments) -> Vec<f32> {
         let mut bytes = vec![0; (n + GUARD.len()) * 4];
         self.backend.download(buf, 0, &mut bytes);
-        assert!(bytes[n * 4..] == codes(QuantType::F32, &GUARD), "{what}: wrote beyond its {n} values");
+        assert!(
+            bytes[n * 4..] == quantize_values(QuantType::F32, &GUARD),
+            "{what}: wrote beyond its {n} values"
+        );
         let mut values = vec![0.0; n];
         QuantType::F32.dequantize(&bytes[..n * 4], &mut values);
         values
@@ -105,13 +109,19 @@ impl<B: Backend> Rig<B> {
 
     /// Uploads a matrix of `n` rows with these values.
     pub(super) fn weight(&mut self, ty: QuantType, n: usize, values: &[f32]) -> Weight<B::Buf> {
-        self.coded(ty, n, values.len() / n, &codes(ty, values))
+        self.quantized_weight(ty, n, values.len() / n, &quantize_values(ty, values))
     }
 
     /// Uploads a quantized matrix.
-    pub(super) fn coded(&mut self, ty: QuantType, n: usize, k: usize, bytes: &[u8]) -> Weight<B::Buf> {
+    pub(super) fn quantized_weight(
+        &mut self,
+        ty: QuantType,
+        n: usize,
+        k: usize,
+        bytes: &[u8],
+    ) -> Weight<B::Buf> {
         let weight = self.backend.upload_weight(ty, n, k, bytes).expect("memory for a small matrix");
-        assert_eq!((weight.ty, weight.out, weight.inp), (ty, n, k), "shape of an uploaded weight");
+        assert_eq!((weight.ty, weight.n, weight.k), (ty, n, k), "shape of an uploaded weight");
         weight
     }
 
@@ -124,26 +134,31 @@ impl<B: Backend> Rig<B> {
 
     /// Returns RoPE for every position within the limits, with one table.
     pub(super) fn rope(&mut self, dims: usize, style: RopeStyle) -> Rope<B::Buf> {
-        self.rope_of(dims, style, &[(usize::MAX, 10_000.0)])
+        self.rope_with_tables(dims, style, &[(usize::MAX, 10_000.0)])
     }
 
     /// Returns RoPE for every position within the limits, with a table for each (reserved length, base).
-    pub(super) fn rope_of(&mut self, dims: usize, style: RopeStyle, bases: &[(usize, f64)]) -> Rope<B::Buf> {
+    pub(super) fn rope_with_tables(
+        &mut self,
+        dims: usize,
+        style: RopeStyle,
+        bases: &[(usize, f64)],
+    ) -> Rope<B::Buf> {
         let positions = self.limits.positions;
         let table = |base: f64| {
             let angle = move |p: usize, i: usize| p as f64 * base.powf(-2.0 * i as f64 / dims as f64);
             let pair = move |p, i| [angle(p, i).cos() as f32, angle(p, i).sin() as f32];
             let all = || (0..positions).flat_map(|p| (0..dims / 2).flat_map(move |i| pair(p, i))).collect();
-            ANGLES.get((positions, dims, base.to_bits()), all)
+            ROPE_TABLES.get((positions, dims, base.to_bits()), all)
         };
         let tables = bases.iter().map(|(bound, base)| (*bound, self.constant(&table(*base)))).collect();
-        Rope { tables, positions, dims, style, stretch: None }
+        Rope { tables, positions, dims, style, dynamic_ntk: None }
     }
 }
 
 /// Prepares the backend under test and the reference backend.
 pub(super) fn rigs<B: Backend>(make: &impl Fn() -> B, page_positions: usize) -> (Rig<B>, Rig<Reference>) {
     let device = make();
-    let oracle = Reference::with(device.inputs());
+    let oracle = Reference::with_precision(device.activation_precision());
     (Rig::new(device, limits(page_positions)), Rig::new(oracle, limits(page_positions)))
 }

@@ -8,52 +8,53 @@ use super::inputs::*;
 use super::pieces::*;
 use super::rig::*;
 use crate::backend::{Backend, KvTable, Mask, StepLimits};
-use crate::batch::Want;
+use crate::batch::SpanOutput;
 use crate::quant::QuantType;
 use crate::reference::Reference;
 
 /// Evaluated rows (first, count). Some attend to hundreds of positions, the last ones to thousands.
-const ASKED: [(usize, usize); 5] = [(0, 3), (500, 30), (1022, 5), (1535, 3), (2550, 50)];
+const EVALUATED_ROWS: [(usize, usize); 5] = [(0, 3), (500, 30), (1022, 5), (1535, 3), (2550, 50)];
 
 fn long_limits() -> StepLimits {
-    StepLimits { rows: 1200, positions: 2688, source_positions: LONG_SOURCE_LEN, ..limits(64) }
+    StepLimits { rows: 1200, positions: 2688, encoder_positions: LONG_INPUT_LEN, ..limits(64) }
 }
 
-fn causal(window: Option<usize>) -> Look {
-    Look { mask: Mask::Causal { window }, ..Look::PLAIN }
+fn causal(window: Option<usize>) -> AttentionOptions {
+    AttentionOptions { mask: Mask::Causal { window }, ..AttentionOptions::PLAIN }
 }
 
 /// Tests that results are close to the reference in every cache format, and independent of chunks and of
 /// other rows.
 pub fn attention_over_splits<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
-    for (i, ty) in QuantType::cached().enumerate() {
-        let capped = Look { softcap: Some(3.0), reach: Some(1300), ..causal(Some(1300)) };
-        for look in [Look::PLAIN, [causal(Some(700)), capped, causal(Some(513))][i % 3]] {
+    for (i, ty) in QuantType::kv_cache_types().enumerate() {
+        let capped = AttentionOptions { softcap: Some(3.0), reach: Some(1300), ..causal(Some(1300)) };
+        for look in [AttentionOptions::PLAIN, [causal(Some(700)), capped, causal(Some(513))][i % 3]] {
             let (k_dim, v_dim) = [(72, 20), (16, 33)][i % 2];
-            let case = Heads { ty, kv_heads: 2, heads: 4, k_dim, v_dim, scale: 0.8, look };
+            let case = AttentionCase { ty, kv_heads: 2, heads: 4, k_dim, v_dim, scale: 0.8, options: look };
             let what = format_args!("{case:?}");
             let mut oracle = Rig::new(Reference::new(), long_limits());
-            let want = case.of_oracle(&mut oracle, &prompt(50), Book::scattered(64));
+            let want = case.oracle_results(&mut oracle, &prompt(50), PageBook::scattered(64));
             let mut rig = Rig::new(make(), long_limits());
-            let got = case.on(&mut rig, &prompt(50), Book::scattered(64));
-            case.close(what, &got, &want, bounds);
-            for steps in [prompt(1), prompt(7), beside(prompt(50))] {
-                let other = case.on(&mut rig, &steps, Book::contiguous(64));
+            let got = case.run(&mut rig, &prompt(50), PageBook::scattered(64));
+            case.assert_close(what, &got, &want, bounds);
+            for steps in [prompt(1), prompt(7), with_other_rows(prompt(50))] {
+                let other = case.run(&mut rig, &steps, PageBook::contiguous(64));
                 let own = other.into_iter().filter(|((sequence, _), _)| *sequence == 0).collect();
-                same_answers(format_args!("{case:?}, in chunks or with other rows"), &own, &got, bounds);
+                assert_same_rows(format_args!("{case:?}, in chunks or with other rows"), &own, &got, bounds);
             }
         }
     }
 }
 
 /// Returns steps with sequence 0 up to its last row, with the evaluated rows in chunks.
-fn prompt(chunk: usize) -> Vec<Vec<Piece>> {
+fn prompt(chunk: usize) -> Vec<Vec<TestSpan>> {
     let (mut steps, mut at) = (Vec::new(), 0);
-    for (first, len) in ASKED {
-        let stored = (at..first).step_by(1000).map(|start| Piece::stored(0, start, 1000.min(first - start)));
+    for (first, len) in EVALUATED_ROWS {
+        let stored =
+            (at..first).step_by(1000).map(|start| TestSpan::stored(0, start, 1000.min(first - start)));
         let end = first + len;
         let evaluated =
-            (first..end).step_by(chunk).map(|start| Piece::given(0, start, chunk.min(end - start)));
+            (first..end).step_by(chunk).map(|start| TestSpan::given(0, start, chunk.min(end - start)));
         steps.extend(stored.chain(evaluated).map(|piece| vec![piece]));
         at = end;
     }
@@ -61,78 +62,86 @@ fn prompt(chunk: usize) -> Vec<Vec<Piece>> {
 }
 
 /// Adds rows of other sequences before and after the evaluated rows.
-fn beside(mut steps: Vec<Vec<Piece>>) -> Vec<Vec<Piece>> {
-    let evaluated = steps.iter_mut().filter(|pieces| pieces[0].kind == Kind::Given);
+fn with_other_rows(mut steps: Vec<Vec<TestSpan>>) -> Vec<Vec<TestSpan>> {
+    let evaluated = steps.iter_mut().filter(|pieces| pieces[0].kind == TestSpanKind::Given);
     for (i, pieces) in evaluated.enumerate() {
-        pieces.insert(0, Piece::given(1, 2 * i, 2));
-        pieces.extend([Piece::sink(5), Piece::given(2, 3 * i, 3)]);
+        pieces.insert(0, TestSpan::given(1, 2 * i, 2));
+        pieces.extend([TestSpan::hole(5), TestSpan::given(2, 3 * i, 3)]);
     }
     steps
 }
 
 /// Tests long encoder inputs: encoder self-attention and cross-attention.
-pub fn sources_over_splits<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
-    let look = |mask, table| Look { mask, table, ..Look::PLAIN };
-    let bidirectional = |window| Mask::Whole { window };
+pub fn encoder_inputs_over_splits<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let look = |mask, table| AttentionOptions { mask, table, ..AttentionOptions::PLAIN };
+    let bidirectional = |window| Mask::Bidirectional { window };
     let looks = [
         look(bidirectional(None), KvTable::Scratch),
-        Look { softcap: Some(2.0), reach: Some(521), ..look(bidirectional(Some(520)), KvTable::Scratch) },
+        AttentionOptions {
+            softcap: Some(2.0),
+            reach: Some(521),
+            ..look(bidirectional(Some(520)), KvTable::Scratch)
+        },
         look(bidirectional(None), KvTable::Cross),
         // The last rows attend to nothing.
         look(bidirectional(Some(30)), KvTable::Cross),
         look(bidirectional(Some(700)), KvTable::Cross),
     ];
-    for (look, ty) in looks.into_iter().zip(QuantType::cached()) {
-        let case = Heads { ty, kv_heads: 1, heads: 2, k_dim: 12, v_dim: 17, scale: 0.8, look };
+    for (look, ty) in looks.into_iter().zip(QuantType::kv_cache_types()) {
+        let case =
+            AttentionCase { ty, kv_heads: 1, heads: 2, k_dim: 12, v_dim: 17, scale: 0.8, options: look };
         let alone = [
-            vec![Piece::source(LONG_SOURCE), Piece::given(LONG_SOURCE, 0, 3)],
-            vec![Piece::given(LONG_SOURCE, 3, 20)],
-            vec![Piece::stored(LONG_SOURCE, 23, 1067)],
-            vec![Piece::given(LONG_SOURCE, 1090, 45)],
+            vec![TestSpan::encoder_input(LONG_INPUT_SEQUENCE), TestSpan::given(LONG_INPUT_SEQUENCE, 0, 3)],
+            vec![TestSpan::given(LONG_INPUT_SEQUENCE, 3, 20)],
+            vec![TestSpan::stored(LONG_INPUT_SEQUENCE, 23, 1067)],
+            vec![TestSpan::given(LONG_INPUT_SEQUENCE, 1090, 45)],
         ];
         let mut mixed = alone.clone();
-        mixed[0].insert(0, Piece::source(3));
-        mixed[1].extend([Piece::given(3, 0, 7), Piece::given(2, 0, 2)]);
-        mixed[3] = (1090..1135).map(|position| Piece::given(LONG_SOURCE, position, 1)).collect();
+        mixed[0].insert(0, TestSpan::encoder_input(3));
+        mixed[1].extend([TestSpan::given(3, 0, 7), TestSpan::given(2, 0, 2)]);
+        mixed[3] = (1090..1135).map(|position| TestSpan::given(LONG_INPUT_SEQUENCE, position, 1)).collect();
         let mut oracle = Rig::new(Reference::new(), long_limits());
-        let want = case.of_oracle(&mut oracle, &mixed, Book::scattered(64));
+        let want = case.oracle_results(&mut oracle, &mixed, PageBook::scattered(64));
         let mut rig = Rig::new(make(), long_limits());
-        let got = case.on(&mut rig, &mixed, Book::scattered(64));
+        let got = case.run(&mut rig, &mixed, PageBook::scattered(64));
         assert_eq!(got.len(), want.len(), "{case:?}: rows");
-        case.close(format_args!("{case:?}"), &got, &want, bounds);
-        let alone = case.on(&mut rig, &alone, Book::contiguous(64));
-        same_answers(format_args!("{case:?}, alone"), &alone, &got, bounds);
+        case.assert_close(format_args!("{case:?}"), &got, &want, bounds);
+        let alone = case.run(&mut rig, &alone, PageBook::contiguous(64));
+        assert_same_rows(format_args!("{case:?}, alone"), &alone, &got, bounds);
     }
 }
 
 /// Tests that positions outside the window have no effect, even with NaN in the middle of a split.
-pub fn unseen_splits<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
-    for ty in QuantType::cached().filter(|ty| !ty.is_blocked()) {
+pub fn masked_splits<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    for ty in QuantType::kv_cache_types().filter(|ty| !ty.is_blocked()) {
         let look = causal(Some(700));
-        let case = Heads { ty, kv_heads: 2, heads: 4, k_dim: 16, v_dim: 20, scale: 0.8, look };
+        let case =
+            AttentionCase { ty, kv_heads: 2, heads: 4, k_dim: 16, v_dim: 20, scale: 0.8, options: look };
         let mut rig = Rig::new(make(), long_limits());
-        let run = |rig: &mut Rig<B>, kind: Kind| {
-            let unseen =
-                [(0, 1000), (1000, 101)].map(|(start, len)| Piece { kind, ..Piece::stored(0, start, len) });
-            let stored = unseen.into_iter().chain([Piece::stored(0, 1101, 99), Piece::stored(0, 1200, 600)]);
-            let evaluated = (0..4).map(|i| Piece::given(0, 1800 + i, 1)).chain([Piece::given(0, 1804, 20)]);
-            let steps: Vec<Vec<Piece>> = stored.chain(evaluated).map(|piece| vec![piece]).collect();
-            case.on(rig, &steps, Book::scattered(64))
+        let run = |rig: &mut Rig<B>, kind: TestSpanKind| {
+            let unseen = [(0, 1000), (1000, 101)]
+                .map(|(start, len)| TestSpan { kind, ..TestSpan::stored(0, start, len) });
+            let stored =
+                unseen.into_iter().chain([TestSpan::stored(0, 1101, 99), TestSpan::stored(0, 1200, 600)]);
+            let evaluated =
+                (0..4).map(|i| TestSpan::given(0, 1800 + i, 1)).chain([TestSpan::given(0, 1804, 20)]);
+            let steps: Vec<Vec<TestSpan>> = stored.chain(evaluated).map(|piece| vec![piece]).collect();
+            case.run(rig, &steps, PageBook::scattered(64))
         };
         // The first evaluated row attends to positions from 1101 on, in the middle of a split and of a block.
-        let want = run(&mut rig, Kind::Stored);
-        let got = run(&mut rig, Kind::Poison);
-        same_answers(format_args!("{case:?}, NaN before the window"), &got, &want, bounds);
+        let want = run(&mut rig, TestSpanKind::Stored);
+        let got = run(&mut rig, TestSpanKind::Poison);
+        assert_same_rows(format_args!("{case:?}, NaN before the window"), &got, &want, bounds);
     }
 }
 
 /// Tests that scores of negative infinity have weight zero, even if all scores of a split are. If all scores
 /// are, the result is NaN.
-pub fn infinitely_small_scores<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+pub fn negative_infinite_scores<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     const DIM: usize = 16;
     let ty = QuantType::F32;
-    let look = Look::PLAIN;
-    let case = Heads { ty, kv_heads: 1, heads: 1, k_dim: DIM, v_dim: DIM, scale: 1.0, look };
+    let look = AttentionOptions::PLAIN;
+    let case = AttentionCase { ty, kv_heads: 1, heads: 1, k_dim: DIM, v_dim: DIM, scale: 1.0, options: look };
     // 1290 rows: those in `small` have weight zero; half of the others have value 1, half 3.
     for small in [512..1024, 0..512, 0..1024, 512..1280, 3..1289, 0..1290] {
         // Dot products of `f32::MIN` are negative infinity in F32, but not in every wider format; those of
@@ -141,17 +150,17 @@ pub fn infinitely_small_scores<B: Backend>(make: &impl Fn() -> B, bounds: &Bound
         let key = |p: usize| if small.contains(&p) { lowest } else { 0.0 };
         let value = |p: usize| if small.contains(&p) { 1e6 } else { [1.0, 3.0][p % 2] };
         let mut rig = Rig::new(make(), long_limits());
-        let (mut cache, mut book) = (case.cache(&mut rig), Book::scattered(64));
+        let (mut cache, mut book) = (case.cache(&mut rig), PageBook::scattered(64));
         for start in [0, 645] {
-            rig.begin(batch_of(&[Piece::given(0, start, 645)], Want::None, &mut book));
+            rig.begin(build_batch(&[TestSpan::given(0, start, 645)], SpanOutput::None, &mut book));
             let wide = |of: &dyn Fn(usize) -> f32| -> Vec<f32> {
                 (start * DIM..(start + 645) * DIM).map(|i| of(i / DIM)).collect()
             };
-            let [k, v] = [wide(&key), wide(&value)].map(|numbers| rig.put(&numbers));
+            let [k, v] = [wide(&key), wide(&value)].map(|numbers| rig.input(&numbers));
             rig.backend.store_kv(KvTable::Own, &k, &v, &mut cache);
         }
-        rig.begin(batch_of(&[Piece::given(0, 1289, 1)], Want::None, &mut book));
-        let q = rig.put(&[1.0; DIM]);
+        rig.begin(build_batch(&[TestSpan::given(0, 1289, 1)], SpanOutput::None, &mut book));
+        let q = rig.input(&[1.0; DIM]);
         let out = case.attend(&mut rig, &q, &cache, DIM);
         let what = format_args!("scores of {small:?} are -inf");
         let out = rig.read(&out, DIM, what);
@@ -161,7 +170,7 @@ pub fn infinitely_small_scores<B: Backend>(make: &impl Fn() -> B, bounds: &Bound
         }
         let seen: Vec<usize> = (0..1290).filter(|p| !small.contains(p)).collect();
         let want = seen.iter().map(|p| value(*p)).sum::<f32>() / seen.len() as f32;
-        close(what, &out, &[want; DIM], (bounds.attention)(ty), |_| 3.0);
+        assert_close(what, &out, &[want; DIM], (bounds.attention)(ty), |_| 3.0);
     }
 }
 
@@ -169,12 +178,13 @@ pub fn infinitely_small_scores<B: Backend>(make: &impl Fn() -> B, bounds: &Bound
 /// bits.
 pub fn split_bits<B: Backend>(make: &impl Fn() -> B) -> Vec<u32> {
     let mut bits = Vec::new();
-    for ty in QuantType::cached() {
-        for look in [Look::PLAIN, causal(Some(700))] {
-            let case = Heads { ty, kv_heads: 2, heads: 4, k_dim: 20, v_dim: 33, scale: 0.8, look };
+    for ty in QuantType::kv_cache_types() {
+        for look in [AttentionOptions::PLAIN, causal(Some(700))] {
+            let case =
+                AttentionCase { ty, kv_heads: 2, heads: 4, k_dim: 20, v_dim: 33, scale: 0.8, options: look };
             let mut rig = Rig::new(make(), long_limits());
-            for steps in [prompt(1), beside(prompt(25))] {
-                let answers = case.on(&mut rig, &steps, Book::scattered(64));
+            for steps in [prompt(1), with_other_rows(prompt(25))] {
+                let answers = case.run(&mut rig, &steps, PageBook::scattered(64));
                 bits.extend(answers.values().flatten().map(|value| value.to_bits()));
             }
         }

@@ -4,42 +4,42 @@ use super::inputs::*;
 use super::rig::*;
 use crate::backend::Backend;
 use crate::collective::Aborted;
-use crate::collective::local::{Abort, LocalMember, stage};
+use crate::collective::local::{Abort, LocalRank, create_ranks};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Numbers of ranks.
-const MEMBERS: [usize; 3] = [1, 2, 3];
+const RANK_COUNTS: [usize; 3] = [1, 2, 3];
 /// Numbers that ranks exchange in one round; some sizes need several rounds.
-const EXCHANGED: usize = 100;
+const BUFFER_LEN: usize = 100;
 
 /// Runs `work` on every rank of a stage; returns the results in rank order.
-fn together<B: Backend, T: Send>(
+fn on_all_ranks<B: Backend, T: Send>(
     make: &(impl Fn() -> B + Sync),
     count: usize,
     work: impl Fn(&mut Rig<B>, usize) -> T + Sync,
 ) -> Vec<T> {
-    let run = |local: LocalMember| {
+    let run = |local: LocalRank| {
         let mut backend = make();
-        backend.join(Box::new(local));
-        let (rank, ranks) = backend.place();
+        backend.join_stage(Box::new(local));
+        let (rank, ranks) = backend.rank_and_count();
         assert_eq!(ranks, count, "ranks of the stage");
         work(&mut Rig::new(backend, limits(32)), rank)
     };
     std::thread::scope(|scope| {
-        let locals = stage(count, EXCHANGED, &Abort::new()).into_iter();
+        let locals = create_ranks(count, BUFFER_LEN, &Abort::new()).into_iter();
         let threads: Vec<_> = locals.map(|local| scope.spawn(|| run(local))).collect();
         threads.into_iter().map(|thread| thread.join().expect("no thread panics")).collect()
     })
 }
 
 /// Tests that an all-reduce has the bits of an addition in rank order, on every rank.
-pub fn stage_sums<B: Backend>(make: &(impl Fn() -> B + Sync)) {
-    for count in MEMBERS {
+pub fn stage_all_reduce<B: Backend>(make: &(impl Fn() -> B + Sync)) {
+    for count in RANK_COUNTS {
         let of = |rank: usize, n| scaled(30 + rank as u32, n, [1.0, 1e4, 1e-3][rank]);
-        let sums = together(make, count, |rig, rank| {
+        let sums = on_all_ranks(make, count, |rig, rank| {
             let sizes = sizes().map(|(rows, width)| {
-                let mut x = rig.put_mut(&of(rank, rows * width));
-                rig.backend.reduce(rows, width, &mut x);
+                let mut x = rig.in_out(&of(rank, rows * width));
+                rig.backend.all_reduce(rows, width, &mut x);
                 rig.read(&x, rows * width, format_args!("sum of {rows} rows of {width} over {count}"))
             });
             sizes.collect::<Vec<_>>()
@@ -51,7 +51,7 @@ pub fn stage_sums<B: Backend>(make: &(impl Fn() -> B + Sync)) {
                     want.iter_mut().zip(of(other, rows * width)).for_each(|(sum, term)| *sum += term);
                 }
                 let what = format_args!("sum of {rows} rows of {width} over {count} on {rank}");
-                same(what, got, &want, 0.0);
+                assert_same(what, got, &want, 0.0);
             }
         }
     }
@@ -59,39 +59,39 @@ pub fn stage_sums<B: Backend>(make: &(impl Fn() -> B + Sync)) {
 
 /// Tests that an all-gather concatenates the columns of all ranks, including ranks without columns, and that
 /// `copy_columns` extracts the own columns again.
-pub fn stage_gathers<B: Backend>(make: &(impl Fn() -> B + Sync)) {
+pub fn stage_all_gather<B: Backend>(make: &(impl Fn() -> B + Sync)) {
     for widths in [&[5][..], &[1, 33], &[7, 0, 16], &[0, 300, 1], &[64, 64]] {
-        together(make, widths.len(), |rig, rank| {
-            ROWS.iter().for_each(|rows| gathered(rig, *rows, widths, rank));
+        on_all_ranks(make, widths.len(), |rig, rank| {
+            ROWS.iter().for_each(|rows| assert_gathered(rig, *rows, widths, rank));
         });
     }
 }
 
 /// Tests one all-gather.
-fn gathered<B: Backend>(rig: &mut Rig<B>, rows: usize, widths: &[usize], rank: usize) {
+fn assert_gathered<B: Backend>(rig: &mut Rig<B>, rows: usize, widths: &[usize], rank: usize) {
     let what = format_args!("{rows} rows of {widths:?} gathered on {rank}");
     let of = |rank: usize| noise(40 + rank as u32, rows * widths[rank]);
     let width = widths.iter().sum::<usize>();
     let parts = (0..rows).flat_map(|row| (0..widths.len()).map(move |rank| (row, rank)));
     let want = parts.flat_map(|(row, rank)| of(rank)[row * widths[rank]..][..widths[rank]].to_vec());
-    let (own, mut all) = (rig.put(&of(rank)), rig.output(rows * width));
+    let (own, mut all) = (rig.input(&of(rank)), rig.output(rows * width));
     rig.backend.all_gather(rows, widths, &own, &mut all);
-    same(what, &rig.read(&all, rows * width, what), &want.collect::<Vec<_>>(), 0.0);
+    assert_same(what, &rig.read(&all, rows * width, what), &want.collect::<Vec<_>>(), 0.0);
     if widths[rank] > 0 {
         let first = widths[..rank].iter().sum::<usize>();
         let mut back = rig.output(rows * widths[rank]);
-        rig.backend.columns(rows, width, first..first + widths[rank], &all, &mut back);
-        same(what, &rig.read(&back, rows * widths[rank], what), &of(rank), 0.0);
+        rig.backend.copy_columns(rows, width, first..first + widths[rank], &all, &mut back);
+        assert_same(what, &rig.read(&back, rows * widths[rank], what), &of(rank), 0.0);
     }
 }
 
 /// Tests that when a rank is dropped, operations of the others unwind with [`Aborted`].
-pub fn stage_given_up<B: Backend>(make: &(impl Fn() -> B + Sync)) {
-    let payloads = together(make, 3, |rig, rank| {
-        let mut x = rig.put_mut(&noise(50, 64));
+pub fn stage_abort<B: Backend>(make: &(impl Fn() -> B + Sync)) {
+    let payloads = on_all_ranks(make, 3, |rig, rank| {
+        let mut x = rig.in_out(&noise(50, 64));
         match rank {
             0 => None,
-            1 => catch_unwind(AssertUnwindSafe(|| rig.backend.reduce(1, 64, &mut x))).err(),
+            1 => catch_unwind(AssertUnwindSafe(|| rig.backend.all_reduce(1, 64, &mut x))).err(),
             _ => {
                 let mut all = rig.output(3 * 64);
                 let widths = [64; 3];
@@ -115,11 +115,11 @@ pub fn columns<B: Backend>(make: &impl Fn() -> B) {
         for columns in [0..width, width / 3..width / 2 + 1, width - 1..width, 0..1] {
             let what = format_args!("columns {columns:?} of {rows} rows of {width}");
             let n = rows * columns.len();
-            let (from, mut to) = (rig.put(&x), rig.output(n));
-            rig.backend.columns(rows, width, columns.clone(), &from, &mut to);
+            let (from, mut to) = (rig.input(&x), rig.output(n));
+            rig.backend.copy_columns(rows, width, columns.clone(), &from, &mut to);
             let want: Vec<f32> =
                 x.chunks_exact(width).flat_map(|row| row[columns.clone()].to_vec()).collect();
-            same(what, &rig.read(&to, n, what), &want, 0.0);
+            assert_same(what, &rig.read(&to, n, what), &want, 0.0);
         }
     }
 }

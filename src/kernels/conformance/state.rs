@@ -4,7 +4,9 @@ use super::inputs::*;
 use super::pieces::*;
 use super::rig::*;
 use crate::backend::{Backend, KvTable};
-use crate::batch::{SampleMode, SampleRow, SlotMove, SpanStack, StepBatch, StepOutput, TableUpdate, Want};
+use crate::batch::{
+    SampleMode, SamplingParams, SlotMove, SpanOutput, SpanStack, StepBatch, StepOutput, TableUpdate,
+};
 use crate::quant::QuantType;
 
 /// Tests that new buffers are zero, and that downloads return uploads, at any offset.
@@ -38,20 +40,22 @@ pub fn slot_state<B: Backend>(make: &impl Fn() -> B) {
     let width = 7;
     let vocab = rig.limits.vocab;
     let table = rig.weight(QuantType::F32, vocab, &noise(1, vocab * width));
-    let scored = |token| SampleRow { mode: SampleMode::Score(token), logprob: true, ..SampleRow::GREEDY };
+    let scored =
+        |token| SamplingParams { mode: SampleMode::Score(token), logprob: true, ..SamplingParams::GREEDY };
 
-    let first: Vec<Piece> = (0..4).map(|slot| Piece::given(slot, 0, 1)).collect();
-    rig.draw(&first, &[10, 11, 12, 13], &[SampleRow::GREEDY; 4], &[]);
-    let second = [Piece::given(0, 1, 1), Piece::last(1, 1), Piece::sink(2), Piece::given(3, 1, 3)];
-    let mut samples = [SampleRow::GREEDY; 6];
+    let first: Vec<TestSpan> = (0..4).map(|slot| TestSpan::given(slot, 0, 1)).collect();
+    rig.sample_tokens(&first, &[10, 11, 12, 13], &[SamplingParams::GREEDY; 4], &[]);
+    let second =
+        [TestSpan::given(0, 1, 1), TestSpan::last(1, 1), TestSpan::hole(2), TestSpan::given(3, 1, 3)];
+    let mut samples = [SamplingParams::GREEDY; 6];
     samples[1] = scored(21);
-    let out = rig.draw(&second, &[20, 30, 22, 23, 24, 25], &samples, &[]);
-    let tokens: Vec<u32> = out.rows.iter().map(|row| row.token).collect();
+    let out = rig.sample_tokens(&second, &[20, 30, 22, 23, 24, 25], &samples, &[]);
+    let tokens: Vec<u32> = out.tokens.iter().map(|row| row.token).collect();
     assert_eq!(tokens, [20, 21, 22, 23, 24, 25], "tokens of a step that samples and scores");
 
     let move_to = |from, to| SlotMove { from, to };
-    let third = [Piece::last(2, 2), Piece::last(7, 2), Piece::last(6, 2), Piece::last(3, 4)];
-    rig.draw(&third, &[0; 4], &[SampleRow::GREEDY; 4], &[move_to(0, 7), move_to(1, 6)]);
+    let third = [TestSpan::last(2, 2), TestSpan::last(7, 2), TestSpan::last(6, 2), TestSpan::last(3, 4)];
+    rig.sample_tokens(&third, &[0; 4], &[SamplingParams::GREEDY; 4], &[move_to(0, 7), move_to(1, 6)]);
     let mut x = rig.output(4 * width);
     rig.backend.embed(&table, 0, &mut x);
     let x = rig.read(&x, 4 * width, format_args!("embed of last tokens"));
@@ -72,37 +76,38 @@ fn page_tables<B: Backend>(rig: &mut Rig<B>) {
     let update = |(slot, table, index, page)| TableUpdate { slot, table, index, page };
     let updates = [(1, own, 0, 9), (1, own, 3, 4), (1, cross, 3, 5), (5, own, 15, 63), (5, cross, 0, 62)];
     let tables = updates.into_iter().chain([(1, own, 0, 8)]).map(update).collect();
-    let batch = || batch_of(&[Piece::sink(7)], Want::None, &mut Book::contiguous(32));
-    rig.begin(StepBatch { tables, ..batch() });
+    let batch = || build_batch(&[TestSpan::hole(7)], SpanOutput::None, &mut PageBook::contiguous(32));
+    rig.begin(StepBatch { table_updates: tables, ..batch() });
     let moves = vec![SlotMove { from: 1, to: 2 }];
     // Updates are applied after moves, so these are for the target.
     let tables = [(2, own, 1, 33), (2, cross, 0, 34)].map(update).to_vec();
-    rig.begin(StepBatch { moves, tables, ..batch() });
+    rig.begin(StepBatch { moves, table_updates: tables, ..batch() });
     let moved = [(2, own, 0, 8), (2, own, 1, 33), (2, own, 3, 4), (2, cross, 0, 34), (2, cross, 3, 5)];
     for (slot, table, index, page) in updates[1..].iter().copied().chain(moved) {
-        let got = rig.backend.table(slot, table)[index as usize];
+        let got = rig.backend.page_table(slot, table)[index as usize];
         assert_eq!(got, page, "{table:?} table of slot {slot}, entry {index}");
     }
 }
 
 /// Returns a batch with spans of both stacks and outputs of every kind.
-fn wishes() -> StepBatch {
-    let selected = |at, len| Want::Picked { at, len };
+fn mixed_outputs() -> StepBatch {
+    let selected = |at, len| SpanOutput::Selected { at, len };
     let spans = [
-        (Piece::source(1), selected(3, 2)),
-        (Piece::source(0), Want::Hidden),
-        (Piece::given(3, 7, 5), Want::Last),
-        (Piece::sink(1), Want::None),
-        (Piece::given(0, 0, 20), selected(0, 3)),
-        (Piece::last(2, 9), Want::All),
-        (Piece::given(5, 0, 9), Want::Hidden),
+        (TestSpan::encoder_input(1), selected(3, 2)),
+        (TestSpan::encoder_input(0), SpanOutput::Hidden),
+        (TestSpan::given(3, 7, 5), SpanOutput::Last),
+        (TestSpan::hole(1), SpanOutput::None),
+        (TestSpan::given(0, 0, 20), selected(0, 3)),
+        (TestSpan::last(2, 9), SpanOutput::All),
+        (TestSpan::given(5, 0, 9), SpanOutput::Hidden),
     ];
-    let mut batch = batch_of(&spans.map(|(piece, _)| piece), Want::None, &mut Book::scattered(32));
+    let mut batch =
+        build_batch(&spans.map(|(piece, _)| piece), SpanOutput::None, &mut PageBook::scattered(32));
     for (span, (_, output)) in batch.spans.iter_mut().zip(spans) {
-        span.want = output;
+        span.output = output;
     }
-    batch.picks = vec![0, 7, 19, 3, 69];
-    draw_all(&mut batch);
+    batch.selected_rows = vec![0, 7, 19, 3, 69];
+    sample_all_greedily(&mut batch);
     batch
 }
 
@@ -111,40 +116,40 @@ fn wishes() -> StepBatch {
 pub fn gather<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), limits(32));
     for width in WIDTHS {
-        rig.begin(wishes());
-        gather_of(&mut rig, width, "decoder", 36, &[4, 6, 13, 25, 26]);
-        assert_eq!(rig.backend.select(SpanStack::Decoder), 36, "rows of the decoder");
-        assert_eq!(rig.backend.select(SpanStack::Encoder), 115, "rows of the encoder");
-        gather_of(&mut rig, width, "encoder", 115, &[3, 69]);
+        rig.begin(mixed_outputs());
+        assert_gather(&mut rig, width, "decoder", 36, &[4, 6, 13, 25, 26]);
+        assert_eq!(rig.backend.select_stack(SpanStack::Decoder), 36, "rows of the decoder");
+        assert_eq!(rig.backend.select_stack(SpanStack::Encoder), 115, "rows of the encoder");
+        assert_gather(&mut rig, width, "encoder", 115, &[3, 69]);
     }
 }
 
 /// Tests the gathering of output rows `outputs` among `rows` current rows.
-fn gather_of<B: Backend>(rig: &mut Rig<B>, width: usize, stack: &str, rows: usize, outputs: &[usize]) {
+fn assert_gather<B: Backend>(rig: &mut Rig<B>, width: usize, stack: &str, rows: usize, outputs: &[usize]) {
     let values = noise(3, rows * width);
-    let x = rig.put(&values);
+    let x = rig.input(&values);
     for range in [0..outputs.len(), 0..1, 1..outputs.len(), 1..1] {
         let mut y = rig.output(range.len() * width);
-        rig.backend.gather(range.clone(), width, &x, &mut y);
+        rig.backend.gather_output_rows(range.clone(), width, &x, &mut y);
         let what = format_args!("gather of output rows {range:?} of the {stack}, width {width}");
         let got = rig.read(&y, range.len() * width, what);
         let rows = outputs[range.clone()].iter().flat_map(|row| &values[row * width..][..width]);
-        same(what, &got, &rows.copied().collect::<Vec<f32>>(), 0.0);
+        assert_same(what, &got, &rows.copied().collect::<Vec<f32>>(), 0.0);
     }
 }
 
 /// Tests that the output rows of each stack have their own sampling parameters.
 pub fn samples_by_stack<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), limits(32));
-    let score = |token| SampleRow { mode: SampleMode::Score(token), ..SampleRow::GREEDY };
-    rig.begin(StepBatch { samples: (10..17).map(score).collect(), ..wishes() });
-    let logits = rig.put(&noise(14, 5 * rig.limits.vocab));
+    let score = |token| SamplingParams { mode: SampleMode::Score(token), ..SamplingParams::GREEDY };
+    rig.begin(StepBatch { sampling: (10..17).map(score).collect(), ..mixed_outputs() });
+    let logits = rig.input(&noise(14, 5 * rig.limits.vocab));
     for (stack, tokens) in [(SpanStack::Decoder, &[12, 13, 14, 15, 16][..]), (SpanStack::Encoder, &[10, 11])]
     {
         let mut out = StepOutput::with_capacity(&rig.limits);
-        rig.backend.select(stack);
+        rig.backend.select_stack(stack);
         rig.backend.sample(0..tokens.len(), &logits, &mut out);
-        let got: Vec<u32> = out.rows.iter().map(|row| row.token).collect();
+        let got: Vec<u32> = out.tokens.iter().map(|row| row.token).collect();
         assert_eq!(got, tokens, "tokens scored for the {stack:?}");
     }
 }
@@ -153,14 +158,14 @@ pub fn samples_by_stack<B: Backend>(make: &impl Fn() -> B) {
 pub fn hidden<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), limits(32));
     let width = 33;
-    rig.begin(wishes());
+    rig.begin(mixed_outputs());
     let values = noise(15, 40 * width);
-    let x = rig.put(&values);
+    let x = rig.input(&values);
     let mut out = StepOutput::with_capacity(&rig.limits);
     for rows in [27..36, 0..1, 5..5, 0..40] {
-        rig.backend.hidden(rows, width, &x, &mut out);
+        rig.backend.append_hidden(rows, width, &x, &mut out);
     }
     let row = |row: usize| &values[row * width..][..width];
     let want: Vec<f32> = (27..36).chain([0]).chain(0..40).flat_map(row).copied().collect();
-    same(format_args!("hidden states"), &out.hidden, &want, 0.0);
+    assert_same(format_args!("hidden states"), &out.hidden, &want, 0.0);
 }

@@ -2,14 +2,16 @@
 //!
 //! Invariant: each row is computed by one thread, from that row alone.
 
-use super::pool::Pool;
-use super::simd::{F32, Kernel, LANES, Level, Simd, exp, load_part, normal_tail, sigmoid, store_part, tanh};
+use super::pool::ThreadPool;
+use super::simd::{
+    F32, Kernel, LANES, Level, Simd, exp, load_partial, normal_tail, sigmoid, store_partial, tanh,
+};
 use crate::backend::Activation;
 use std::marker::PhantomData;
 
 /// Sets gate to act(gate) * up, both (rows, width); without `up`, to act(gate).
 pub fn activate(
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     level: Level,
     act: Activation,
     width: usize,
@@ -23,32 +25,32 @@ pub fn activate(
 
 /// Applies an activation to one row, like [`activate`].
 pub fn activate_row(level: Level, act: Activation, gate: &mut [f32], up: Option<&[f32]>) {
-    with_function(act, Activate { level, gate, up });
+    dispatch_activation(act, ActivateRow { level, gate, up });
 }
 
 /// Sets x (rows, width) to cap * tanh(x / cap).
-pub fn softcap(pool: &mut Pool, level: Level, width: usize, cap: f32, x: &mut [f32]) {
-    pool.for_rows(x, width, |_, x| level.run(Cap { cap, x }));
+pub fn softcap(pool: &mut ThreadPool, level: Level, width: usize, cap: f32, x: &mut [f32]) {
+    pool.for_rows(x, width, |_, x| level.run(SoftcapRow { cap, x }));
 }
 
 /// Multiplies x (rows, width) by sigmoid(gate), for gate (rows).
-pub fn gate_rows(pool: &mut Pool, level: Level, width: usize, gate: &[f32], x: &mut [f32]) {
-    pool.for_rows(x, width, |row, x| level.run(Gate { gate: gate[row], x }));
+pub fn gate_rows(pool: &mut ThreadPool, level: Level, width: usize, gate: &[f32], x: &mut [f32]) {
+    pool.for_rows(x, width, |row, x| level.run(GateRow { gate: gate[row], x }));
 }
 
 /// An [`Activation`] as a type: a kernel is compiled for each.
-trait Function: Sync {
+trait ActivationFn: Sync {
     /// Applies the activation to each lane. Must be `#[inline(always)]`.
-    fn of<S: Simd>(simd: S, x: S::V) -> S::V;
+    fn apply<S: Simd>(simd: S, x: S::V) -> S::V;
 }
 
 /// An operation that is generic over the [`ActivationFn`], which is known only at run time.
-trait ForFunction {
-    fn run<F: Function>(self);
+trait ActivationOp {
+    fn run<F: ActivationFn>(self);
 }
 
 /// Calls `op` with the [`ActivationFn`] for `act`.
-fn with_function<O: ForFunction>(act: Activation, op: O) {
+fn dispatch_activation<O: ActivationOp>(act: Activation, op: O) {
     match act {
         Activation::Relu => op.run::<Relu>(),
         Activation::SquaredRelu => op.run::<SquaredRelu>(),
@@ -62,9 +64,9 @@ fn with_function<O: ForFunction>(act: Activation, op: O) {
 
 struct Relu;
 
-impl Function for Relu {
+impl ActivationFn for Relu {
     #[inline(always)]
-    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
         // With this order of operands, NaN stays NaN.
         simd.max(simd.splat(0.0), x)
     }
@@ -72,20 +74,20 @@ impl Function for Relu {
 
 struct SquaredRelu;
 
-impl Function for SquaredRelu {
+impl ActivationFn for SquaredRelu {
     #[inline(always)]
-    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
-        let x = Relu::of(simd, x);
+    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
+        let x = Relu::apply(simd, x);
         simd.mul(x, x)
     }
 }
 
 struct Gelu;
 
-impl Function for Gelu {
+impl ActivationFn for Gelu {
     /// Computes x Φ(x) = max(x, 0) - |x| (1 - Φ(|x|)), which has no cancellation. Beyond 16 the tail is zero.
     #[inline(always)]
-    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
         let magnitude = simd.min(simd.splat(16.0), simd.max(x, simd.sub(simd.splat(0.0), x)));
         let tail = simd.mul(magnitude, normal_tail(simd, magnitude));
         simd.sub(simd.max(simd.splat(0.0), x), tail)
@@ -94,10 +96,10 @@ impl Function for Gelu {
 
 struct GeluTanh;
 
-impl Function for GeluTanh {
+impl ActivationFn for GeluTanh {
     /// Uses (1 + tanh y) / 2 = sigmoid(2y), for y = √(2/π) (x + 0.044715 x³).
     #[inline(always)]
-    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
         const TWICE: f64 = 2.0 * 0.797_884_560_802_865_4;
         let factor =
             simd.mul_add(simd.mul(x, x), simd.splat((TWICE * 0.044715) as f32), simd.splat(TWICE as f32));
@@ -107,27 +109,27 @@ impl Function for GeluTanh {
 
 struct QuickGelu;
 
-impl Function for QuickGelu {
+impl ActivationFn for QuickGelu {
     #[inline(always)]
-    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
         times_sigmoid(simd, x, simd.mul(x, simd.splat(1.702)))
     }
 }
 
 struct Silu;
 
-impl Function for Silu {
+impl ActivationFn for Silu {
     #[inline(always)]
-    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
         times_sigmoid(simd, x, x)
     }
 }
 
 struct Tanh;
 
-impl Function for Tanh {
+impl ActivationFn for Tanh {
     #[inline(always)]
-    fn of<S: Simd>(simd: S, x: S::V) -> S::V {
+    fn apply<S: Simd>(simd: S, x: S::V) -> S::V {
         tanh(simd, x)
     }
 }
@@ -139,30 +141,30 @@ fn times_sigmoid<S: Simd>(simd: S, x: S::V, y: S::V) -> S::V {
 }
 
 /// Applies an activation to one row, multiplied by `up` if given.
-struct Activate<'a> {
+struct ActivateRow<'a> {
     level: Level,
     gate: &'a mut [f32],
     up: Option<&'a [f32]>,
 }
 
-impl ForFunction for Activate<'_> {
-    fn run<F: Function>(self) {
-        let Activate { level, gate, up } = self;
+impl ActivationOp for ActivateRow<'_> {
+    fn run<F: ActivationFn>(self) {
+        let ActivateRow { level, gate, up } = self;
         match up {
-            Some(up) => level.run(Gated::<F> { gate, up, f: PhantomData }),
-            None => level.run(Plain::<F> { x: gate, f: PhantomData }),
+            Some(up) => level.run(GatedRow::<F> { gate, up, f: PhantomData }),
+            None => level.run(UngatedRow::<F> { x: gate, f: PhantomData }),
         }
     }
 }
 
 /// Kernel for gate = F(gate) * up, one row.
-struct Gated<'a, F> {
+struct GatedRow<'a, F> {
     gate: &'a mut [f32],
     up: &'a [f32],
     f: PhantomData<F>,
 }
 
-impl<F: Function> Kernel for Gated<'_, F> {
+impl<F: ActivationFn> Kernel for GatedRow<'_, F> {
     type Out = ();
 
     #[inline(always)]
@@ -170,47 +172,47 @@ impl<F: Function> Kernel for Gated<'_, F> {
         let (gate, gate_rest) = self.gate.as_chunks_mut::<LANES>();
         let (up, up_rest) = self.up.as_chunks::<LANES>();
         for i in 0..gate.len() {
-            let activated = F::of(simd, simd.load(&gate[i]));
+            let activated = F::apply(simd, simd.load(&gate[i]));
             simd.store(simd.mul(activated, simd.load(&up[i])), &mut gate[i]);
         }
-        let activated = F::of(simd, load_part::<S, F32>(simd, gate_rest));
-        let up = load_part::<S, F32>(simd, up_rest);
-        store_part(simd, simd.mul(activated, up), gate_rest);
+        let activated = F::apply(simd, load_partial::<S, F32>(simd, gate_rest));
+        let up = load_partial::<S, F32>(simd, up_rest);
+        store_partial(simd, simd.mul(activated, up), gate_rest);
     }
 }
 
 /// Kernel for x = F(x), one row.
-struct Plain<'a, F> {
+struct UngatedRow<'a, F> {
     x: &'a mut [f32],
     f: PhantomData<F>,
 }
 
-impl<F: Function> Kernel for Plain<'_, F> {
+impl<F: ActivationFn> Kernel for UngatedRow<'_, F> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let (x, rest) = self.x.as_chunks_mut::<LANES>();
         for x in x {
-            simd.store(F::of(simd, simd.load(x)), x);
+            simd.store(F::apply(simd, simd.load(x)), x);
         }
-        store_part(simd, F::of(simd, load_part::<S, F32>(simd, rest)), rest);
+        store_partial(simd, F::apply(simd, load_partial::<S, F32>(simd, rest)), rest);
     }
 }
 
 /// Kernel for x = cap * tanh(x / cap), one row.
-struct Cap<'a> {
+struct SoftcapRow<'a> {
     cap: f32,
     x: &'a mut [f32],
 }
 
 /// Returns cap * tanh(x / cap) in each lane.
 #[inline(always)]
-pub fn capped<S: Simd>(simd: S, cap: S::V, x: S::V) -> S::V {
+pub fn softcap_lanes<S: Simd>(simd: S, cap: S::V, x: S::V) -> S::V {
     simd.mul(cap, tanh(simd, simd.div(x, cap)))
 }
 
-impl Kernel for Cap<'_> {
+impl Kernel for SoftcapRow<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -218,19 +220,19 @@ impl Kernel for Cap<'_> {
         let cap = simd.splat(self.cap);
         let (x, rest) = self.x.as_chunks_mut::<LANES>();
         for x in x {
-            simd.store(capped(simd, cap, simd.load(x)), x);
+            simd.store(softcap_lanes(simd, cap, simd.load(x)), x);
         }
-        store_part(simd, capped(simd, cap, load_part::<S, F32>(simd, rest)), rest);
+        store_partial(simd, softcap_lanes(simd, cap, load_partial::<S, F32>(simd, rest)), rest);
     }
 }
 
 /// Kernel for x *= sigmoid(gate), one row.
-struct Gate<'a> {
+struct GateRow<'a> {
     gate: f32,
     x: &'a mut [f32],
 }
 
-impl Kernel for Gate<'_> {
+impl Kernel for GateRow<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -240,6 +242,6 @@ impl Kernel for Gate<'_> {
         for x in x {
             simd.store(simd.mul(simd.load(x), gate), x);
         }
-        store_part(simd, simd.mul(load_part::<S, F32>(simd, rest), gate), rest);
+        store_partial(simd, simd.mul(load_partial::<S, F32>(simd, rest), gate), rest);
     }
 }

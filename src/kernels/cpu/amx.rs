@@ -16,11 +16,11 @@ pub const ROWS: usize = 16;
 pub const ROW_BYTES: usize = 64;
 
 /// Registers for sums (2, 2).
-pub const SUMS: [[u8; 2]; 2] = [[0, 1], [2, 3]];
+pub const SUM_REGISTERS: [[u8; 2]; 2] = [[0, 1], [2, 3]];
 /// Registers for tiles of the input.
-const INPUTS: [usize; 2] = [4, 5];
+const INPUT_REGISTERS: [usize; 2] = [4, 5];
 /// Registers for panels of the weight.
-const WEIGHTS: [usize; 2] = [6, 7];
+const WEIGHT_REGISTERS: [usize; 2] = [6, 7];
 
 /// Proof that this CPU has AMX with BF16 and int8, and AVX-512, and that the operating system lets this
 /// process use it.
@@ -30,13 +30,13 @@ pub struct Amx(());
 impl Amx {
     /// Returns the proof if AMX is available, after requesting permission from the operating system.
     pub fn new() -> Option<Amx> {
-        (is_x86_feature_detected!("avx512f") && is_there() && is_granted()).then_some(Amx(()))
+        (is_x86_feature_detected!("avx512f") && is_supported() && request_permission()).then_some(Amx(()))
     }
 }
 
 /// Returns whether the CPU has tiles and their products of BF16 and of int8, and the operating system saves
 /// the tiles on a context switch.
-fn is_there() -> bool {
+fn is_supported() -> bool {
     const BF16: u32 = 1 << 22;
     const TILE: u32 = 1 << 24;
     const INT8: u32 = 1 << 25;
@@ -66,7 +66,7 @@ unsafe fn xcr0() -> u64 {
 /// Requests permission from Linux to use tiles, which it grants to a process for all its threads
 /// (`arch_prctl`, ARCH_REQ_XCOMP_PERM). Returns whether it was granted.
 #[cfg(target_os = "linux")]
-fn is_granted() -> bool {
+fn request_permission() -> bool {
     const ARCH_PRCTL: i64 = 158;
     const REQUEST: u64 = 0x1023;
     const TILE_DATA: u64 = 18;
@@ -93,7 +93,7 @@ fn is_granted() -> bool {
 
 /// Tile registers for BF16, configured on this thread until this is dropped: sums of up to 2 x 16 rows with 2
 /// x 16 outputs.
-pub struct Tiles {
+pub struct Bf16Tiles {
     /// Not `Send`: tile registers belong to a thread.
     thread: PhantomData<*const ()>,
 }
@@ -101,7 +101,7 @@ pub struct Tiles {
 /// Operand of `ldtilecfg`: the sizes of the tile registers. A register with no rows is not configured, and
 /// must not be used.
 #[repr(C, align(64))]
-struct Setup {
+struct TileConfig {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
@@ -109,9 +109,9 @@ struct Setup {
     rows: [u8; 16],
 }
 
-impl Setup {
-    fn new() -> Setup {
-        Setup { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] }
+impl TileConfig {
+    fn new() -> TileConfig {
+        TileConfig { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] }
     }
 
     /// Sets the size of a register.
@@ -134,23 +134,23 @@ impl Setup {
     }
 }
 
-impl Tiles {
+impl Bf16Tiles {
     /// Configures registers for `rows` rows of the two tiles of an input, up to 16 each; the first must have
     /// rows. All registers are zero.
     ///
     /// # Safety
     /// * No other tiles are configured on this thread.
-    pub unsafe fn new(_: Amx, rows: [usize; 2]) -> Tiles {
+    pub unsafe fn new(_: Amx, rows: [usize; 2]) -> Bf16Tiles {
         assert!(rows[0] > 0, "the first tile has rows; this is a bug");
-        let mut setup = Setup::new();
+        let mut setup = TileConfig::new();
         for (tile, rows) in rows.into_iter().enumerate() {
-            setup.set(INPUTS[tile], rows, ROW_BYTES);
-            SUMS[tile].iter().for_each(|sums| setup.set(usize::from(*sums), rows, ROW_BYTES));
-            setup.set(WEIGHTS[tile], ROWS, ROW_BYTES);
+            setup.set(INPUT_REGISTERS[tile], rows, ROW_BYTES);
+            SUM_REGISTERS[tile].iter().for_each(|sums| setup.set(usize::from(*sums), rows, ROW_BYTES));
+            setup.set(WEIGHT_REGISTERS[tile], ROWS, ROW_BYTES);
         }
         // SAFETY: an `Amx` exists.
         unsafe { setup.load() };
-        Tiles { thread: PhantomData }
+        Bf16Tiles { thread: PhantomData }
     }
 
     /// Sets sums to zero.
@@ -168,11 +168,11 @@ impl Tiles {
     /// # Safety
     /// * As many rows as the register is configured for can be read at `at`.
     #[inline(always)]
-    pub unsafe fn input<const TILE: usize>(&mut self, at: *const u8) {
+    pub unsafe fn load_input<const TILE: usize>(&mut self, at: *const u8) {
         // SAFETY: the caller's promise.
         match TILE {
-            0 => unsafe { load::<{ INPUTS[0] as u8 }>(at, ROW_BYTES) },
-            _ => unsafe { load::<{ INPUTS[1] as u8 }>(at, ROW_BYTES) },
+            0 => unsafe { load::<{ INPUT_REGISTERS[0] as u8 }>(at, ROW_BYTES) },
+            _ => unsafe { load::<{ INPUT_REGISTERS[1] as u8 }>(at, ROW_BYTES) },
         }
     }
 
@@ -181,11 +181,11 @@ impl Tiles {
     /// # Safety
     /// * They can be read at `at`.
     #[inline(always)]
-    pub unsafe fn weights<const PANEL: usize>(&mut self, at: *const u8) {
+    pub unsafe fn load_weights<const PANEL: usize>(&mut self, at: *const u8) {
         // SAFETY: the caller's promise.
         match PANEL {
-            0 => unsafe { load::<{ WEIGHTS[0] as u8 }>(at, ROW_BYTES) },
-            _ => unsafe { load::<{ WEIGHTS[1] as u8 }>(at, ROW_BYTES) },
+            0 => unsafe { load::<{ WEIGHT_REGISTERS[0] as u8 }>(at, ROW_BYTES) },
+            _ => unsafe { load::<{ WEIGHT_REGISTERS[1] as u8 }>(at, ROW_BYTES) },
         }
     }
 
@@ -214,7 +214,7 @@ impl Tiles {
     }
 }
 
-impl Drop for Tiles {
+impl Drop for Bf16Tiles {
     fn drop(&mut self) {
         // SAFETY: the registers were configured on this thread.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
@@ -223,29 +223,29 @@ impl Drop for Tiles {
 
 /// Tile registers for int8, configured on this thread until this is dropped: four sets of sums of up to 16
 /// rows with 16 outputs, of products of signed bytes.
-pub struct CodeTiles {
+pub struct Int8Tiles {
     /// Not `Send`: tile registers belong to a thread.
     thread: PhantomData<*const ()>,
 }
 
-impl CodeTiles {
+impl Int8Tiles {
     /// Configures registers for `rows` rows of `columns` columns, a multiple of four.
     ///
     /// # Safety
     /// * No other tiles are configured on this thread.
-    pub unsafe fn new(_: Amx, rows: usize, columns: usize) -> CodeTiles {
+    pub unsafe fn new(_: Amx, rows: usize, columns: usize) -> Int8Tiles {
         assert!(
             rows > 0 && columns > 0 && columns.is_multiple_of(4),
             "rows and columns are valid; this is a bug"
         );
-        let mut setup = Setup::new();
+        let mut setup = TileConfig::new();
         (0..4).for_each(|sums| setup.set(sums, rows, ROW_BYTES));
-        INPUTS.into_iter().for_each(|register| setup.set(register, rows, columns));
+        INPUT_REGISTERS.into_iter().for_each(|register| setup.set(register, rows, columns));
         // Four columns of 16 outputs form a row.
-        WEIGHTS.into_iter().for_each(|register| setup.set(register, columns / 4, ROW_BYTES));
+        WEIGHT_REGISTERS.into_iter().for_each(|register| setup.set(register, columns / 4, ROW_BYTES));
         // SAFETY: an `Amx` exists.
         unsafe { setup.load() };
-        CodeTiles { thread: PhantomData }
+        Int8Tiles { thread: PhantomData }
     }
 
     /// Sets sums number `SUMS`, below four, to the products of input rows that lie `stride` bytes apart and
@@ -262,22 +262,22 @@ impl CodeTiles {
             asm!("tilezero tmm{r}", r = const SUMS, options(nostack, nomem));
             match SUMS % 2 {
                 0 => {
-                    load::<{ INPUTS[0] as u8 }>(input, stride);
-                    load::<{ WEIGHTS[0] as u8 }>(weights, ROW_BYTES);
+                    load::<{ INPUT_REGISTERS[0] as u8 }>(input, stride);
+                    load::<{ WEIGHT_REGISTERS[0] as u8 }>(weights, ROW_BYTES);
                 }
                 _ => {
-                    load::<{ INPUTS[1] as u8 }>(input, stride);
-                    load::<{ WEIGHTS[1] as u8 }>(weights, ROW_BYTES);
+                    load::<{ INPUT_REGISTERS[1] as u8 }>(input, stride);
+                    load::<{ WEIGHT_REGISTERS[1] as u8 }>(weights, ROW_BYTES);
                 }
             }
         }
-        self.add::<SUMS>();
+        self.add_loaded::<SUMS>();
     }
 
     /// Adds products to sums number `SUMS`: those of the input rows and weights that were last loaded for
     /// sums of the same parity.
     #[inline(always)]
-    pub fn add<const SUMS: u8>(&mut self) {
+    pub fn add_loaded<const SUMS: u8>(&mut self) {
         const { assert!(SUMS < 4, "there are four sets of sums") };
         // SAFETY: `self` proves the instruction, and that the registers are configured.
         unsafe {
@@ -300,7 +300,7 @@ impl CodeTiles {
     }
 }
 
-impl Drop for CodeTiles {
+impl Drop for Int8Tiles {
     fn drop(&mut self) {
         // SAFETY: the registers were configured on this thread.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };

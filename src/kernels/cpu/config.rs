@@ -3,7 +3,7 @@
 //! Invariant: plain data. Whether this CPU supports the instruction set is checked when the device is
 //! created.
 
-use crate::quant::Inputs;
+use crate::quant::ActivationPrecision;
 
 /// Configuration of a [`CpuBackend`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,7 +11,7 @@ pub struct CpuConfig {
     /// Number of threads that work on a step, including the calling thread; at least 1.
     pub threads: usize,
     pub isa: Isa,
-    pub inputs: Inputs,
+    pub activation_precision: ActivationPrecision,
 }
 
 /// An instruction set.

@@ -21,75 +21,94 @@
 
 #![allow(unsafe_code)]
 
-use super::pool::{Parts, Pool};
-use super::products::{Packed, Product};
-use super::simd::{Code, F32, ForCode, Kernel, LANES, Level, Simd, load_part, prefetch, with_code};
-use super::source::{Rooms, Source, Tiles};
+use super::pool::{SharedSlice, ThreadPool};
+use super::products::{GemmTask, PackedInput};
+use super::simd::{
+    F32, FloatFormat, FloatFormatOp, Kernel, LANES, Level, Simd, dispatch_float_format, load_partial,
+    prefetch_l2,
+};
+use super::source::{GemmInput, RowBuffers, RowTiles};
 use crate::backend::{DeviceError, Weight};
 use crate::host::HostBuf;
 use std::ops::Range;
 
 /// Vectors of columns in one slice.
-const CUT: usize = 32;
+const K_SLICE: usize = 32;
 /// F32 numbers of an F32 panel: half of a second-level cache of 2 MiB.
-const PANEL: usize = 256 * 1024;
+const F32_PANEL_LEN: usize = 256 * 1024;
 /// Outputs of an F32 panel.
-const PANEL_OUTS: usize = 48;
+const F32_PANEL_OUTPUTS: usize = 48;
 /// Rows and outputs of the largest tile, which the scratch is sized for.
 const TILE_ROWS_MAX: usize = 8;
-const TILE_OUTS_MAX: usize = 3;
+const TILE_OUTPUTS_MAX: usize = 3;
 /// Bytes of weights that a streaming work item takes.
 const STREAM_BYTES: usize = 128 * 1024;
 /// The number of outputs of a streaming work item is a multiple of this, which the number of outputs of every
 /// tile divides.
-const STREAM_OUTS: usize = 24;
+const STREAM_OUTPUTS: usize = 24;
 /// Largest number of rows for which the weights stream.
 const STREAM_ROWS: usize = 16;
 
 /// Buffers of the F32 GEMM. Their size follows from the step limits and the widest weight; they do not grow
 /// during steps.
-pub struct MatmulScratch {
+pub struct F32Scratch {
     /// The packed input (m, k).
     x: HostBuf,
     /// For each thread: the converted panel, then the sums of a tile of rows with all outputs of the panel,
     /// then the dequantized outputs, if there are any.
     panels: HostBuf,
     panel_len: usize,
-    written_len: usize,
+    dequantized_len: usize,
 }
 
-const SUMS: usize = TILE_ROWS_MAX * PANEL_OUTS * LANES;
+const SUMS_LEN: usize = TILE_ROWS_MAX * F32_PANEL_OUTPUTS * LANES;
 
-impl MatmulScratch {
+impl F32Scratch {
     /// Allocates scratch for `rows` rows of `k` columns on `threads` threads. `written` is the largest number
     /// of columns of a weight that must be dequantized first, 0 without such weights.
-    pub fn new(rows: usize, k: usize, written: usize, threads: usize) -> Result<MatmulScratch, DeviceError> {
+    pub fn new(rows: usize, k: usize, written: usize, threads: usize) -> Result<F32Scratch, DeviceError> {
         let padded = k.next_multiple_of(LANES);
-        let panel_len = PANEL.max(TILE_OUTS_MAX * padded);
-        let written_len = if written == 0 { 0 } else { PANEL.max(STREAM_OUTS * written) };
-        let each = panel_len + SUMS + written_len;
-        Ok(MatmulScratch {
+        let panel_len = F32_PANEL_LEN.max(TILE_OUTPUTS_MAX * padded);
+        let written_len = if written == 0 { 0 } else { F32_PANEL_LEN.max(STREAM_OUTPUTS * written) };
+        let each = panel_len + SUMS_LEN + written_len;
+        Ok(F32Scratch {
             x: HostBuf::zeroed(rows * padded * size_of::<f32>())?,
             panels: HostBuf::zeroed(threads * each * size_of::<f32>())?,
             panel_len,
-            written_len,
+            dequantized_len: written_len,
         })
     }
 
     /// Packs the input: for each tile (steps, tile rows, 16), zero beyond the last column.
-    pub fn pack(&mut self, pool: &mut Pool, level: Level, input: &Source, buffers: &Rooms) -> Plain<'_> {
+    pub fn pack(
+        &mut self,
+        pool: &mut ThreadPool,
+        level: Level,
+        input: &GemmInput,
+        buffers: &RowBuffers,
+    ) -> PackedF32<'_> {
         let (tile_rows, tile_outs) = level.run(TileSize);
-        let (tiles, steps) = (Tiles::new(input.rows, tile_rows), input.inp.div_ceil(LANES));
+        let (tiles, steps) = (RowTiles::new(input.rows, tile_rows), input.k.div_ceil(LANES));
         let x = &mut self.x.f32_mut()[..input.rows * steps * LANES];
-        let packed = Parts::new(&mut *x);
+        let packed = SharedSlice::new(&mut *x);
         input.for_each(pool, level, &tiles, buffers, |rows, r, values| {
             // SAFETY: each tile belongs to one item.
-            let to = unsafe { packed.part(rows.start * steps * LANES..rows.end * steps * LANES) };
+            let to = unsafe { packed.slice_mut(rows.start * steps * LANES..rows.end * steps * LANES) };
             pack_row(values, r, rows.len(), to);
         });
-        let (panel_len, written_len) = (self.panel_len, self.written_len);
-        let scratch = Parts::new(self.panels.f32_mut());
-        Plain { level, tiles, tile_outs, steps, rows: input.rows, x, scratch, panel_len, written_len }
+        let (panel_len, written_len) = (self.panel_len, self.dequantized_len);
+        let scratch = SharedSlice::new(self.panels.f32_mut());
+        PackedF32 {
+            level,
+            tiles,
+            tile_outputs: tile_outs,
+            steps,
+            rows: input.rows,
+            x,
+            scratch,
+            panel_len,
+            dequantized_len: written_len,
+        }
     }
 }
 
@@ -101,7 +120,7 @@ impl Kernel for TileSize {
 
     #[inline(always)]
     fn run<S: Simd>(self, _: S) -> (usize, usize) {
-        (S::TILE_ROWS, S::TILE_OUTS)
+        (S::TILE_ROWS, S::TILE_OUTPUTS)
     }
 }
 
@@ -119,137 +138,137 @@ fn pack_row(x: &[f32], r: usize, rows: usize, to: &mut [f32]) {
 }
 
 /// A packed F32 input, and the scratch of each thread.
-pub struct Plain<'a> {
+pub struct PackedF32<'a> {
     level: Level,
-    tiles: Tiles,
-    tile_outs: usize,
+    tiles: RowTiles,
+    tile_outputs: usize,
     /// Number of vectors of columns.
     steps: usize,
     rows: usize,
     x: &'a [f32],
-    scratch: Parts<'a, f32>,
+    scratch: SharedSlice<'a, f32>,
     panel_len: usize,
-    written_len: usize,
+    dequantized_len: usize,
 }
 
-impl Plain<'_> {
-    fn streams(&self) -> bool {
+impl PackedF32<'_> {
+    fn is_streaming(&self) -> bool {
         self.rows <= STREAM_ROWS
     }
 
     /// Returns the number of outputs of `w` that fit the scratch.
-    fn fits(&self, w: &Weight<HostBuf>) -> usize {
-        let panel = self.panel_len / (self.steps * LANES) / self.tile_outs * self.tile_outs;
-        match (w.ty.is_blocked(), self.streams()) {
+    fn max_outputs(&self, w: &Weight<HostBuf>) -> usize {
+        let panel = self.panel_len / (self.steps * LANES) / self.tile_outputs * self.tile_outputs;
+        match (w.ty.is_blocked(), self.is_streaming()) {
             (false, true) => usize::MAX,
             (false, false) => panel,
-            (true, true) => self.written_len / w.inp / STREAM_OUTS * STREAM_OUTS,
-            (true, false) => panel.min(self.written_len / w.inp / self.tile_outs * self.tile_outs),
+            (true, true) => self.dequantized_len / w.k / STREAM_OUTPUTS * STREAM_OUTPUTS,
+            (true, false) => panel.min(self.dequantized_len / w.k / self.tile_outputs * self.tile_outputs),
         }
     }
 }
 
-impl Packed for Plain<'_> {
-    fn outs_each(&self, w: &Weight<HostBuf>, max: usize) -> usize {
-        let tile = if self.streams() { STREAM_OUTS } else { self.tile_outs };
-        let wanted = match !w.ty.is_blocked() && self.streams() {
-            true => STREAM_BYTES / (w.buf.len() / w.out).clamp(1, STREAM_BYTES),
-            false => PANEL_OUTS,
+impl PackedInput for PackedF32<'_> {
+    fn outputs_per_item(&self, w: &Weight<HostBuf>, max: usize) -> usize {
+        let tile = if self.is_streaming() { STREAM_OUTPUTS } else { self.tile_outputs };
+        let wanted = match !w.ty.is_blocked() && self.is_streaming() {
+            true => STREAM_BYTES / (w.buf.len() / w.n).clamp(1, STREAM_BYTES),
+            false => F32_PANEL_OUTPUTS,
         };
-        wanted.min(max).next_multiple_of(tile).min(self.fits(w))
+        wanted.min(max).next_multiple_of(tile).min(self.max_outputs(w))
     }
 
-    fn multiply(&self, worker: usize, gemm: &Product, outputs: Range<usize>) {
-        let each = self.panel_len + SUMS + self.written_len;
+    fn multiply(&self, worker: usize, gemm: &GemmTask, outputs: Range<usize>) {
+        let each = self.panel_len + SUMS_LEN + self.dequantized_len;
         // SAFETY: each worker has its own scratch and is in one item at a time.
-        let scratch = unsafe { self.scratch.part(worker * each..(worker + 1) * each) };
-        self.level.run(Item { rows: self, product: gemm, outs: outputs, scratch });
+        let scratch = unsafe { self.scratch.slice_mut(worker * each..(worker + 1) * each) };
+        self.level.run(F32Item { input: self, gemm, outputs, scratch });
     }
 }
 
 /// A work item: all rows with a range of outputs.
-struct Item<'a> {
-    rows: &'a Plain<'a>,
-    product: &'a Product<'a>,
-    outs: Range<usize>,
+struct F32Item<'a> {
+    input: &'a PackedF32<'a>,
+    gemm: &'a GemmTask<'a>,
+    outputs: Range<usize>,
     scratch: &'a mut [f32],
 }
 
-impl Kernel for Item<'_> {
+impl Kernel for F32Item<'_> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        match self.product.w.ty.is_blocked() {
-            false => with_code(self.product.w.ty, Typed { item: self, simd }),
-            true => self.write_out(simd),
+        match self.gemm.w.ty.is_blocked() {
+            false => dispatch_float_format(self.gemm.w.ty, WithFormat { item: self, simd }),
+            true => self.dequantize_and_multiply(simd),
         }
     }
 }
 
-impl Item<'_> {
+impl F32Item<'_> {
     /// Dequantizes the outputs to F32 and multiplies with these.
-    fn write_out<S: Simd>(self, simd: S) {
-        let Item { rows: input, product: gemm, outs: outputs, scratch } = self;
+    fn dequantize_and_multiply<S: Simd>(self, simd: S) {
+        let F32Item { input, gemm, outputs, scratch } = self;
         let w = gemm.w;
-        let (scratch, written) = scratch.split_at_mut(input.panel_len + SUMS);
-        let (written, stored) = (&mut written[..outputs.len() * w.inp], w.buf.len() / w.out);
+        let (scratch, written) = scratch.split_at_mut(input.panel_len + SUMS_LEN);
+        let (written, stored) = (&mut written[..outputs.len() * w.k], w.buf.len() / w.n);
         w.ty.dequantize(&w.buf.bytes()[outputs.start * stored..outputs.end * stored], written);
-        Outs::<F32> { w: written, first: outputs.start, rows: input, product: gemm }
+        WeightSlice::<F32> { w: written, first_output: outputs.start, input, gemm }
             .multiply(simd, outputs, scratch);
     }
 }
 
 /// Runs a work item for the number format of its weight.
-struct Typed<'a, S> {
-    item: Item<'a>,
+struct WithFormat<'a, S> {
+    item: F32Item<'a>,
     simd: S,
 }
 
-impl<S: Simd> ForCode for Typed<'_, S> {
+impl<S: Simd> FloatFormatOp for WithFormat<'_, S> {
     type Out = ();
 
-    fn run<W: Code>(self) {
-        let Item { rows: input, product: gemm, outs: outputs, scratch } = self.item;
-        let w = &W::of(&gemm.w.buf)[..gemm.w.out * gemm.w.inp];
-        let scratch = &mut scratch[..input.panel_len + SUMS];
-        Outs::<W> { w, first: 0, rows: input, product: gemm }.multiply(self.simd, outputs, scratch);
+    fn run<W: FloatFormat>(self) {
+        let F32Item { input, gemm, outputs, scratch } = self.item;
+        let w = &W::values(&gemm.w.buf)[..gemm.w.n * gemm.w.k];
+        let scratch = &mut scratch[..input.panel_len + SUMS_LEN];
+        WeightSlice::<W> { w, first_output: 0, input, gemm }.multiply(self.simd, outputs, scratch);
     }
 }
 
 /// A range of outputs of a weight, and the input they are multiplied with.
-struct Outs<'a, W: Code> {
+struct WeightSlice<'a, W: FloatFormat> {
     /// (outputs from `first` on, k).
     w: &'a [W::Raw],
-    first: usize,
-    rows: &'a Plain<'a>,
-    product: &'a Product<'a>,
+    first_output: usize,
+    input: &'a PackedF32<'a>,
+    gemm: &'a GemmTask<'a>,
 }
 
-impl<W: Code> Outs<'_, W> {
+impl<W: FloatFormat> WeightSlice<'_, W> {
     fn weight(&self) -> &Weight<HostBuf> {
-        self.product.w
+        self.gemm.w
     }
 
-    fn inp(&self) -> usize {
-        self.product.w.inp
+    fn k(&self) -> usize {
+        self.gemm.w.k
     }
 
     /// Returns the input of a tile's rows: (steps, tile rows, 16).
     fn tile(&self, rows: &Range<usize>) -> &[f32] {
-        let row = self.rows.steps * LANES;
-        &self.rows.x[rows.start * row..rows.end * row]
+        let row = self.input.steps * LANES;
+        &self.input.x[rows.start * row..rows.end * row]
     }
 
     fn multiply<S: Simd>(&self, simd: S, outputs: Range<usize>, scratch: &mut [f32]) {
-        if self.rows.streams() {
-            let tiles = &self.rows.tiles;
+        if self.input.is_streaming() {
+            let tiles = &self.input.tiles;
             (0..tiles.count()).for_each(|tile| self.stream(simd, tiles.rows_of(tile), outputs.clone()));
             return;
         }
-        let (w, sums) = scratch.split_at_mut(self.rows.panel_len);
-        let panel = Panel { product: self, outs: outputs, w, sums };
-        match S::TILE_OUTS {
+        let (w, sums) = scratch.split_at_mut(self.input.panel_len);
+        let panel = F32Panel { weights: self, outputs, w, sums };
+        match S::TILE_OUTPUTS {
             2 => panel.run::<S, 2>(simd),
             _ => panel.run::<S, 3>(simd),
         }
@@ -259,24 +278,24 @@ impl<W: Code> Outs<'_, W> {
     fn stream<S: Simd>(&self, simd: S, rows: Range<usize>, outputs: Range<usize>) {
         let weights = self;
         // The matches are nested so that only the sizes an instruction set uses are compiled for it.
-        match S::TILE_OUTS {
+        match S::TILE_OUTPUTS {
             2 => match rows.len() {
                 0 => {}
-                1 => simd.call(Stream::<W, 1, 4> { product: weights, rows, outs: outputs }),
-                2 => simd.call(Stream::<W, 2, 2> { product: weights, rows, outs: outputs }),
-                3 => simd.call(Stream::<W, 3, 2> { product: weights, rows, outs: outputs }),
+                1 => simd.call(StreamTile::<W, 1, 4> { weights, rows, outputs }),
+                2 => simd.call(StreamTile::<W, 2, 2> { weights, rows, outputs }),
+                3 => simd.call(StreamTile::<W, 3, 2> { weights, rows, outputs }),
                 rows => unreachable!("no tile has {rows} rows; this is a bug"),
             },
             _ => match rows.len() {
                 0 => {}
-                1 => simd.call(Stream::<W, 1, 8> { product: weights, rows, outs: outputs }),
-                2 => simd.call(Stream::<W, 2, 8> { product: weights, rows, outs: outputs }),
-                3 => simd.call(Stream::<W, 3, 6> { product: weights, rows, outs: outputs }),
-                4 => simd.call(Stream::<W, 4, 6> { product: weights, rows, outs: outputs }),
-                5 => simd.call(Stream::<W, 5, 4> { product: weights, rows, outs: outputs }),
-                6 => simd.call(Stream::<W, 6, 4> { product: weights, rows, outs: outputs }),
-                7 => simd.call(Stream::<W, 7, 3> { product: weights, rows, outs: outputs }),
-                8 => simd.call(Stream::<W, 8, 3> { product: weights, rows, outs: outputs }),
+                1 => simd.call(StreamTile::<W, 1, 8> { weights, rows, outputs }),
+                2 => simd.call(StreamTile::<W, 2, 8> { weights, rows, outputs }),
+                3 => simd.call(StreamTile::<W, 3, 6> { weights, rows, outputs }),
+                4 => simd.call(StreamTile::<W, 4, 6> { weights, rows, outputs }),
+                5 => simd.call(StreamTile::<W, 5, 4> { weights, rows, outputs }),
+                6 => simd.call(StreamTile::<W, 6, 4> { weights, rows, outputs }),
+                7 => simd.call(StreamTile::<W, 7, 3> { weights, rows, outputs }),
+                8 => simd.call(StreamTile::<W, 8, 3> { weights, rows, outputs }),
                 rows => unreachable!("no tile has {rows} rows; this is a bug"),
             },
         }
@@ -285,18 +304,18 @@ impl<W: Code> Outs<'_, W> {
     /// Returns the stored weights of one output.
     #[inline(always)]
     fn row(&self, output: usize) -> &[W::Raw] {
-        &self.w[(output - self.first) * self.inp()..][..self.inp()]
+        &self.w[(output - self.first_output) * self.k()..][..self.k()]
     }
 
     /// Returns the last, incomplete vector of one output.
     #[inline(always)]
-    fn rest<S: Simd>(&self, simd: S, output: usize) -> S::V {
-        load_part::<S, W>(simd, &self.row(output)[self.inp() / LANES * LANES..])
+    fn last_vector<S: Simd>(&self, simd: S, output: usize) -> S::V {
+        load_partial::<S, W>(simd, &self.row(output)[self.k() / LANES * LANES..])
     }
 
     /// Writes the sums of the first `count` of O outputs, starting with output `first`, of one row.
     #[inline(always)]
-    fn put<S: Simd, const O: usize>(
+    fn write<S: Simd, const O: usize>(
         &self,
         simd: S,
         row: usize,
@@ -311,40 +330,40 @@ impl<W: Code> Outs<'_, W> {
             let four = simd.sum4(four);
             let four = &four[..four.len().min(count - at)];
             // SAFETY: an output belongs to one work item, so no other thread writes it.
-            unsafe { self.product.put(row, first + at, four) };
+            unsafe { self.gemm.write(row, first + at, four) };
         }
     }
 }
 
 /// Kernel: a tile of R rows with a range of outputs, O at a time, directly from the stored weights.
-struct Stream<'a, W: Code, const R: usize, const O: usize> {
-    product: &'a Outs<'a, W>,
+struct StreamTile<'a, W: FloatFormat, const R: usize, const O: usize> {
+    weights: &'a WeightSlice<'a, W>,
     rows: Range<usize>,
-    outs: Range<usize>,
+    outputs: Range<usize>,
 }
 
-impl<W: Code, const R: usize, const O: usize> Kernel for Stream<'_, W, R, O> {
+impl<W: FloatFormat, const R: usize, const O: usize> Kernel for StreamTile<'_, W, R, O> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let weights = self.product;
+        let weights = self.weights;
         let x = weights.tile(&self.rows);
         let (x, _) = x.as_chunks::<LANES>().0.as_chunks::<R>();
-        let (whole, last) = x.split_at(weights.inp() / LANES);
-        for first in self.outs.clone().step_by(O) {
+        let (whole, last) = x.split_at(weights.k() / LANES);
+        for first in self.outputs.clone().step_by(O) {
             // Outputs beyond the last repeat it; their sums are not stored.
             let mut outputs = [0; O];
             let mut w = [weights.w.as_ptr(); O];
             for o in 0..O {
-                outputs[o] = (first + o).min(weights.weight().out - 1);
-                w[o] = w[o].wrapping_add((outputs[o] - weights.first) * weights.inp());
+                outputs[o] = (first + o).min(weights.weight().n - 1);
+                w[o] = w[o].wrapping_add((outputs[o] - weights.first_output) * weights.k());
             }
             let mut sums = [[simd.splat(0.0); O]; R];
             for (step, x) in whole.iter().enumerate() {
                 let mut ws = [simd.splat(0.0); O];
                 for o in 0..O {
-                    prefetch(w[o].wrapping_add(step * LANES + O * weights.inp()));
+                    prefetch_l2(w[o].wrapping_add(step * LANES + O * weights.k()));
                     // SAFETY: `w[o]` is the output's row of `weights.w`, and whole vectors lie within it.
                     ws[o] = W::load(simd, unsafe { &*w[o].add(step * LANES).cast() });
                 }
@@ -353,13 +372,13 @@ impl<W: Code, const R: usize, const O: usize> Kernel for Stream<'_, W, R, O> {
             for x in last {
                 let mut ws = [simd.splat(0.0); O];
                 for o in 0..O {
-                    ws[o] = weights.rest(simd, outputs[o]);
+                    ws[o] = weights.last_vector(simd, outputs[o]);
                 }
                 add_products(simd, x, &ws, &mut sums);
             }
-            let count = O.min(self.outs.end - first);
+            let count = O.min(self.outputs.end - first);
             for (r, sums) in sums.iter().enumerate() {
-                weights.put(simd, self.rows.start + r, first, sums, count);
+                weights.write(simd, self.rows.start + r, first, sums, count);
             }
         }
     }
@@ -382,28 +401,28 @@ fn add_products<S: Simd, const R: usize, const O: usize>(
 }
 
 /// All rows with a range of outputs, by way of a converted F32 panel.
-struct Panel<'a, W: Code> {
-    product: &'a Outs<'a, W>,
-    outs: Range<usize>,
+struct F32Panel<'a, W: FloatFormat> {
+    weights: &'a WeightSlice<'a, W>,
+    outputs: Range<usize>,
     /// The converted weights: (slices, tiles of outputs, steps, O, 16).
     w: &'a mut [f32],
     /// (tiles of outputs, tile rows, O, 16).
     sums: &'a mut [f32],
 }
 
-impl<W: Code> Panel<'_, W> {
+impl<W: FloatFormat> F32Panel<'_, W> {
     fn run<S: Simd, const O: usize>(mut self, simd: S) {
-        let out_tiles = self.outs.len().div_ceil(O);
-        for tile in 0..self.product.rows.tiles.count() {
-            let rows = self.product.rows.tiles.rows_of(tile);
+        let out_tiles = self.outputs.len().div_ceil(O);
+        for tile in 0..self.weights.input.tiles.count() {
+            let rows = self.weights.input.tiles.rows_of(tile);
             self.sums[..out_tiles * rows.len() * O * LANES].fill(0.0);
-            for cut in (0..self.product.rows.steps).step_by(CUT) {
-                let steps = cut..self.product.rows.steps.min(cut + CUT);
+            for cut in (0..self.weights.input.steps).step_by(K_SLICE) {
+                let steps = cut..self.weights.input.steps.min(cut + K_SLICE);
                 for out_tile in 0..out_tiles {
                     self.multiply::<S, O>(simd, tile, &steps, out_tile);
                 }
             }
-            simd.call(Finish::<W, O> { panel: &self, rows });
+            simd.call(FinishTile::<W, O> { panel: &self, rows });
         }
     }
 
@@ -415,27 +434,33 @@ impl<W: Code> Panel<'_, W> {
         steps: &Range<usize>,
         out_tile: usize,
     ) {
-        let out_tiles = self.outs.len().div_ceil(O);
+        let out_tiles = self.outputs.len().div_ceil(O);
         let at = (steps.start * out_tiles + out_tile * steps.len()) * O * LANES;
         let w = &mut self.w[at..][..steps.len() * O * LANES];
         if tile == 0 {
-            let first = self.outs.start + out_tile * O;
-            simd.call(Convert::<W, O> { product: self.product, first, panel: out_tiles * O, steps, w });
+            let first = self.outputs.start + out_tile * O;
+            simd.call(ConvertPanel::<W, O> {
+                weights: self.weights,
+                first,
+                panel_outputs: out_tiles * O,
+                steps,
+                w,
+            });
         }
-        let rows = self.product.rows.tiles.rows_of(tile);
+        let rows = self.weights.input.tiles.rows_of(tile);
         let step_len = rows.len() * LANES;
-        let x = &self.product.tile(&rows)[steps.start * step_len..steps.end * step_len];
+        let x = &self.weights.tile(&rows)[steps.start * step_len..steps.end * step_len];
         let tile_len = rows.len() * O * LANES;
         let sums = &mut self.sums[out_tile * tile_len..][..tile_len];
         match rows.len() {
-            1 => simd.call(Micro::<1, O> { x, w, sums }),
-            2 => simd.call(Micro::<2, O> { x, w, sums }),
-            3 => simd.call(Micro::<3, O> { x, w, sums }),
-            4 if const { S::TILE_ROWS >= 4 } => simd.call(Micro::<4, O> { x, w, sums }),
-            5 if const { S::TILE_ROWS >= 5 } => simd.call(Micro::<5, O> { x, w, sums }),
-            6 if const { S::TILE_ROWS >= 6 } => simd.call(Micro::<6, O> { x, w, sums }),
-            7 if const { S::TILE_ROWS >= 7 } => simd.call(Micro::<7, O> { x, w, sums }),
-            8 if const { S::TILE_ROWS >= 8 } => simd.call(Micro::<8, O> { x, w, sums }),
+            1 => simd.call(MicroKernel::<1, O> { x, w, sums }),
+            2 => simd.call(MicroKernel::<2, O> { x, w, sums }),
+            3 => simd.call(MicroKernel::<3, O> { x, w, sums }),
+            4 if const { S::TILE_ROWS >= 4 } => simd.call(MicroKernel::<4, O> { x, w, sums }),
+            5 if const { S::TILE_ROWS >= 5 } => simd.call(MicroKernel::<5, O> { x, w, sums }),
+            6 if const { S::TILE_ROWS >= 6 } => simd.call(MicroKernel::<6, O> { x, w, sums }),
+            7 if const { S::TILE_ROWS >= 7 } => simd.call(MicroKernel::<7, O> { x, w, sums }),
+            8 if const { S::TILE_ROWS >= 8 } => simd.call(MicroKernel::<8, O> { x, w, sums }),
             rows => unreachable!("no tile has {rows} rows; this is a bug"),
         }
     }
@@ -443,33 +468,33 @@ impl<W: Code> Panel<'_, W> {
 
 /// Kernel: converts O outputs from `first` on, for the columns of `steps`, to (steps, O, 16); zero beyond the
 /// last output.
-struct Convert<'a, W: Code, const O: usize> {
-    product: &'a Outs<'a, W>,
+struct ConvertPanel<'a, W: FloatFormat, const O: usize> {
+    weights: &'a WeightSlice<'a, W>,
     first: usize,
     /// Number of outputs of the panel, which is the distance to the next panel.
-    panel: usize,
+    panel_outputs: usize,
     steps: &'a Range<usize>,
     w: &'a mut [f32],
 }
 
-impl<W: Code, const O: usize> Kernel for Convert<'_, W, O> {
+impl<W: FloatFormat, const O: usize> Kernel for ConvertPanel<'_, W, O> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let weights = self.product;
+        let weights = self.weights;
         let (w, _) = self.w.as_chunks_mut::<LANES>();
-        let whole = self.steps.start..self.steps.end.min(weights.inp() / LANES);
+        let whole = self.steps.start..self.steps.end.min(weights.k() / LANES);
         // Distance to the weights of the same output that this thread reads next: the columns after this
         // slice or, at the end of the row, the first columns of the next panel. Prefetched a vector at a
         // time.
-        let ahead = match self.steps.end < weights.rows.steps {
-            true => CUT * LANES,
-            false => self.panel * weights.inp() - self.steps.start * LANES,
+        let ahead = match self.steps.end < weights.input.steps {
+            true => K_SLICE * LANES,
+            false => self.panel_outputs * weights.k() - self.steps.start * LANES,
         };
         for o in 0..O {
             let output = self.first + o;
-            if output >= weights.weight().out {
+            if output >= weights.weight().n {
                 for i in 0..self.steps.len() {
                     w[i * O + o] = [0.0; LANES];
                 }
@@ -477,26 +502,26 @@ impl<W: Code, const O: usize> Kernel for Convert<'_, W, O> {
             }
             let row = weights.row(output).as_ptr();
             for step in whole.clone() {
-                prefetch(row.wrapping_add(step * LANES + ahead));
+                prefetch_l2(row.wrapping_add(step * LANES + ahead));
                 // SAFETY: `row` is a whole row, and whole vectors lie within it.
                 let vector = W::load(simd, unsafe { &*row.add(step * LANES).cast() });
                 simd.store(vector, &mut w[(step - whole.start) * O + o]);
             }
             if whole.end < self.steps.end {
-                simd.store(weights.rest(simd, output), &mut w[(whole.end - whole.start) * O + o]);
+                simd.store(weights.last_vector(simd, output), &mut w[(whole.end - whole.start) * O + o]);
             }
         }
     }
 }
 
 /// Micro-kernel: adds the products of x (steps, R, 16) and w (steps, O, 16) to sums (R, O, 16).
-struct Micro<'a, const R: usize, const O: usize> {
+struct MicroKernel<'a, const R: usize, const O: usize> {
     x: &'a [f32],
     w: &'a [f32],
     sums: &'a mut [f32],
 }
 
-impl<const R: usize, const O: usize> Kernel for Micro<'_, R, O> {
+impl<const R: usize, const O: usize> Kernel for MicroKernel<'_, R, O> {
     type Out = ();
 
     #[inline(always)]
@@ -526,12 +551,12 @@ impl<const R: usize, const O: usize> Kernel for Micro<'_, R, O> {
 }
 
 /// Kernel: reduces the lanes of the sums of a tile of rows with all outputs of the panel, and writes y.
-struct Finish<'a, 'b, W: Code, const O: usize> {
-    panel: &'a Panel<'b, W>,
+struct FinishTile<'a, 'b, W: FloatFormat, const O: usize> {
+    panel: &'a F32Panel<'b, W>,
     rows: Range<usize>,
 }
 
-impl<W: Code, const O: usize> Kernel for Finish<'_, '_, W, O> {
+impl<W: FloatFormat, const O: usize> Kernel for FinishTile<'_, '_, W, O> {
     type Out = ();
 
     #[inline(always)]
@@ -539,13 +564,13 @@ impl<W: Code, const O: usize> Kernel for Finish<'_, '_, W, O> {
         let (panel, rows) = (self.panel, self.rows.len());
         let (sums, _) = panel.sums.as_chunks::<LANES>();
         for r in 0..rows {
-            for first in (0..panel.outs.len()).step_by(4) {
+            for first in (0..panel.outputs.len()).step_by(4) {
                 let mut four = [simd.splat(0.0); 4];
-                let count = four.len().min(panel.outs.len() - first);
+                let count = four.len().min(panel.outputs.len() - first);
                 for (i, v) in (first..).zip(&mut four[..count]) {
                     *v = simd.load(&sums[(i / O * rows + r) * O + i % O]);
                 }
-                panel.product.put(simd, self.rows.start + r, panel.outs.start + first, &four, count);
+                panel.weights.write(simd, self.rows.start + r, panel.outputs.start + first, &four, count);
             }
         }
     }

@@ -26,80 +26,80 @@ mod rope;
 mod rows;
 mod sample;
 
-pub use ceilings::{Ceilings, Meter};
+pub use ceilings::{Roofline, RooflineMeter};
 pub use config::{CpuConfig, Isa};
 
 use crate::backend::{
-    Activation, AttentionShape, Backend, DeviceError, Expert, Factor, KvLayer, KvLayout, KvTable, MoeShape,
-    Norm, Product, Rope, StepLimits, To, Weight,
+    Activation, AttentionShape, Backend, DeviceError, Epilogue, Expert, Gemm, InputOperand, KvLayer,
+    KvLayout, KvTable, MoeShape, Norm, Rope, StepLimits, Weight,
 };
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
 use crate::collective::Collective;
 use crate::host::HostBuf;
-use crate::quant::{Inputs, Operand, QuantType};
-use crate::stage::Stage;
-use halves::Dots;
-use moe::{MoeScratch, MoeSizes};
-use pool::Pool;
-use products::{Products, TOGETHER, Widths};
+use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
+use crate::stage::StageCollective;
+use halves::Bf16Isa;
+use moe::{MoeScratch, MoeScratchSizes};
+use pool::ThreadPool;
+use products::{GEMMS_PER_JOB, GemmScratch, ScratchWidths};
 use sample::SampleScratch;
 use simd::Level;
-use source::{Of, Source};
+use source::{GemmInput, InputValues};
 use std::ops::Range;
-use step::Step;
+use step::StepState;
 
 /// Bytes of a weight that one work item copies during an upload.
-const UPLOAD_BYTES: usize = 1 << 22;
+const UPLOAD_ITEM_BYTES: usize = 1 << 22;
 
 /// The backend that computes on the CPU.
 pub struct CpuBackend {
     level: Level,
-    pool: Pool,
-    stage: Stage,
-    step: Option<Step>,
-    sampling: Option<SampleScratch>,
-    activation_precision: Inputs,
-    dots: Option<Dots>,
-    gemm_scratch: Option<Products>,
+    pool: ThreadPool,
+    stage: StageCollective,
+    step: Option<StepState>,
+    sample_scratch: Option<SampleScratch>,
+    activation_precision: ActivationPrecision,
+    bf16_isa: Option<Bf16Isa>,
+    gemm_scratch: Option<GemmScratch>,
     attention_scratch: Option<HostBuf>,
     moe_scratch: Option<MoeScratch>,
-    sizes: Sizes,
+    scratch_sizes: ScratchSizes,
 }
 
 /// Dimensions that the scratch buffers are sized for: the rows of a step, the widest weights, the widest
 /// attention heads and the largest mixture of experts.
 #[derive(Clone, Copy, Default)]
-struct Sizes {
+struct ScratchSizes {
     rows: usize,
-    widths: Widths,
+    widths: ScratchWidths,
     /// Attention scratch per thread, in F32 numbers: one part depends on the KV cache, one on the number of
     /// positions.
-    attention: usize,
-    sparse: usize,
+    attention_per_thread: usize,
+    sparse_per_thread: usize,
     /// F32 numbers of one partial result of attention (depends on the cache), and the number of partial
     /// results (depends on the positions).
-    partial: usize,
-    partials: usize,
-    moe: MoeSizes,
+    partial_len: usize,
+    partial_count: usize,
+    moe: MoeScratchSizes,
 }
 
-impl Sizes {
+impl ScratchSizes {
     /// Returns sizes that are large enough for both.
-    fn max(self, other: Sizes) -> Sizes {
-        Sizes {
+    fn max(self, other: ScratchSizes) -> ScratchSizes {
+        ScratchSizes {
             rows: self.rows.max(other.rows),
             widths: self.widths.max(other.widths),
-            attention: self.attention.max(other.attention),
-            sparse: self.sparse.max(other.sparse),
-            partial: self.partial.max(other.partial),
-            partials: self.partials.max(other.partials),
+            attention_per_thread: self.attention_per_thread.max(other.attention_per_thread),
+            sparse_per_thread: self.sparse_per_thread.max(other.sparse_per_thread),
+            partial_len: self.partial_len.max(other.partial_len),
+            partial_count: self.partial_count.max(other.partial_count),
             moe: self.moe.max(other.moe),
         }
     }
 
     /// Returns the length of the attention scratch, in F32 numbers.
     fn attention_len(&self, threads: usize) -> usize {
-        threads * (self.attention + self.sparse) + self.partials * self.partial
+        threads * (self.attention_per_thread + self.sparse_per_thread) + self.partial_count * self.partial_len
     }
 }
 
@@ -111,7 +111,7 @@ impl CpuBackend {
         if config.threads == 0 {
             return Err(DeviceError::Unsupported("a CPU device needs at least one thread".into()));
         }
-        let bf16_isa = Dots::new(config.isa);
+        let bf16_isa = Bf16Isa::new(config.isa);
         if config.isa == Isa::Amx && bf16_isa.is_none() {
             return Err(DeviceError::Unsupported(
                 "this CPU or its operating system does not support amx".into(),
@@ -119,50 +119,50 @@ impl CpuBackend {
         }
         Ok(CpuBackend {
             level: Level::new(config.isa)?,
-            pool: Pool::new(config.threads)?,
-            stage: Stage::default(),
+            pool: ThreadPool::new(config.threads)?,
+            stage: StageCollective::default(),
             step: None,
-            sampling: None,
+            sample_scratch: None,
             activation_precision: if bf16_isa.is_some() {
-                config.inputs.with_halves()
+                config.activation_precision.with_bf16()
             } else {
-                config.inputs
+                config.activation_precision
             },
-            dots: bf16_isa,
+            bf16_isa,
             gemm_scratch: None,
             attention_scratch: None,
             moe_scratch: None,
-            sizes: Sizes::default(),
+            scratch_sizes: ScratchSizes::default(),
         })
     }
 
     fn isa(&self) -> Isa {
-        match self.dots {
+        match self.bf16_isa {
             #[cfg(target_arch = "x86_64")]
-            Some(Dots::Amx(_)) => Isa::Amx,
+            Some(Bf16Isa::Amx(_)) => Isa::Amx,
             #[cfg(target_arch = "x86_64")]
-            Some(Dots::Avx512(_)) => Isa::Avx512,
+            Some(Bf16Isa::Avx512(_)) => Isa::Avx512,
             _ => self.level.isa(),
         }
     }
 
-    fn step(&self) -> &Step {
-        self.step.as_ref().expect(UNPREPARED)
+    fn step(&self) -> &StepState {
+        self.step.as_ref().expect(NOT_PREPARED)
     }
 
     /// Reallocates the scratch buffers that are too small for `to`. Before `prepare` has set the number of
     /// rows, only records the sizes.
-    fn grow_scratch(&mut self, to: Sizes) -> Result<(), DeviceError> {
-        let from = self.sizes;
+    fn grow_scratch(&mut self, to: ScratchSizes) -> Result<(), DeviceError> {
+        let from = self.scratch_sizes;
         let sizes = from.max(to);
-        self.sizes = sizes;
+        self.scratch_sizes = sizes;
         if sizes.rows == 0 {
             return Ok(());
         }
         let (threads, more_rows) = (self.pool.threads(), sizes.rows > from.rows);
         if self.gemm_scratch.is_none() || more_rows || sizes.widths != from.widths {
-            self.gemm_scratch = Some(Products::new(
-                (self.activation_precision, self.dots),
+            self.gemm_scratch = Some(GemmScratch::new(
+                (self.activation_precision, self.bf16_isa),
                 sizes.rows,
                 sizes.widths,
                 threads,
@@ -172,7 +172,7 @@ impl CpuBackend {
         if self.attention_scratch.is_none() || attention > from.attention_len(threads) {
             self.attention_scratch = Some(HostBuf::zeroed(attention * size_of::<f32>())?);
         }
-        let has_moe = sizes.moe != MoeSizes::default();
+        let has_moe = sizes.moe != MoeScratchSizes::default();
         if has_moe && (self.moe_scratch.is_none() || more_rows || sizes.moe != from.moe) {
             self.moe_scratch = Some(MoeScratch::new(sizes.rows, sizes.moe)?);
         }
@@ -180,15 +180,15 @@ impl CpuBackend {
     }
 }
 
-const UNPREPARED: &str = "prepare must be called before the first step; this is a bug";
+const NOT_PREPARED: &str = "prepare must be called before the first step; this is a bug";
 
 /// Converts a backend GEMM to the form that the kernels' threads use.
-fn taken<'a>(gemm: &'a mut Product<HostBuf>, rows: usize) -> products::Product<'a> {
-    let to = match &mut gemm.to {
-        To::Set(y) => (products::To::Set, &mut **y),
-        To::Add { x, .. } => (products::To::Add, &mut **x),
+fn gemm_task<'a>(gemm: &'a mut Gemm<HostBuf>, rows: usize) -> products::GemmTask<'a> {
+    let to = match &mut gemm.epilogue {
+        Epilogue::Set(y) => (products::RowEpilogue::Set, &mut **y),
+        Epilogue::Add { x, .. } => (products::RowEpilogue::Add, &mut **x),
     };
-    products::Product::new(gemm.w, gemm.bias, to, rows)
+    products::GemmTask::new(gemm.w, gemm.bias, to, rows)
 }
 
 impl Backend for CpuBackend {
@@ -203,16 +203,16 @@ impl Backend for CpuBackend {
         self.pool.threads()
     }
 
-    fn inputs(&self) -> Inputs {
+    fn activation_precision(&self) -> ActivationPrecision {
         self.activation_precision
     }
 
-    fn join(&mut self, stage: Box<dyn Collective>) {
-        self.stage = Stage::of(stage);
+    fn join_stage(&mut self, stage: Box<dyn Collective>) {
+        self.stage = StageCollective::new(stage);
     }
 
-    fn place(&self) -> (usize, usize) {
-        self.stage.place()
+    fn rank_and_count(&self) -> (usize, usize) {
+        self.stage.rank_and_count()
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<HostBuf, DeviceError> {
@@ -236,57 +236,59 @@ impl Backend for CpuBackend {
     ) -> Result<Weight<HostBuf>, DeviceError> {
         let expected = ty.bytes(k).and_then(|row| row.checked_mul(n));
         assert_eq!(Some(bytes.len()), expected, "size of a {n} x {k} matrix of {ty}");
-        self.grow_scratch(Sizes {
-            widths: Widths::of(self.activation_precision, ty, k),
-            ..Sizes::default()
+        self.grow_scratch(ScratchSizes {
+            widths: ScratchWidths::for_weight(self.activation_precision, ty, k),
+            ..ScratchSizes::default()
         })?;
         let mut buf = HostBuf::zeroed(self.weight_bytes(ty, n, k))?;
-        match ty.operand(self.activation_precision) {
-            Operand::Codes => packed::pack(&mut self.pool, ty, (n, k), bytes, &mut buf),
-            Operand::Bf16 => halves::pack(&mut self.pool, (n, k), bytes, &mut buf),
-            Operand::F32 => self.pool.for_parts(buf.bytes_mut(), UPLOAD_BYTES, |part, to| {
-                to.copy_from_slice(&bytes[part * UPLOAD_BYTES..][..to.len()]);
+        match ty.operand_format(self.activation_precision) {
+            OperandFormat::Int8 => packed::pack(&mut self.pool, ty, (n, k), bytes, &mut buf),
+            OperandFormat::Bf16 => halves::pack(&mut self.pool, (n, k), bytes, &mut buf),
+            OperandFormat::F32 => self.pool.for_chunks(buf.bytes_mut(), UPLOAD_ITEM_BYTES, |part, to| {
+                to.copy_from_slice(&bytes[part * UPLOAD_ITEM_BYTES..][..to.len()]);
             }),
         }
-        Ok(Weight { buf, ty, out: n, inp: k })
+        Ok(Weight { buf, ty, n, k })
     }
 
     fn weight_bytes(&self, ty: QuantType, n: usize, k: usize) -> usize {
-        match ty.operand(self.activation_precision) {
-            Operand::Codes => packed::packed_bytes(ty, n, k).expect("the format is packed; this is a bug"),
-            Operand::Bf16 => halves::packed_bytes(n, k),
-            Operand::F32 => ty.bytes(k).expect("rows are whole blocks; this is a bug") * n,
+        match ty.operand_format(self.activation_precision) {
+            OperandFormat::Int8 => {
+                packed::packed_bytes(ty, n, k).expect("the format is packed; this is a bug")
+            }
+            OperandFormat::Bf16 => halves::packed_bytes(n, k),
+            OperandFormat::F32 => ty.bytes(k).expect("rows are whole blocks; this is a bug") * n,
         }
     }
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
         layout.check_type()?;
-        self.grow_scratch(Sizes {
-            attention: attention::scratch_len(&layout),
-            partial: attention::partial_len(&layout),
-            ..Sizes::default()
+        self.grow_scratch(ScratchSizes {
+            attention_per_thread: attention::scratch_len(&layout),
+            partial_len: attention::partial_len(&layout),
+            ..ScratchSizes::default()
         })?;
         attention::alloc_kv(layout)
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
-        self.grow_scratch(Sizes {
+        self.grow_scratch(ScratchSizes {
             rows: limits.rows.max(limits.logit_rows),
-            sparse: attention::sparse_scratch_len(limits),
-            partials: attention::partials(limits, self.pool.threads()),
-            ..Sizes::default()
+            sparse_per_thread: attention::sparse_scratch_len(limits),
+            partial_count: attention::partial_capacity(limits, self.pool.threads()),
+            ..ScratchSizes::default()
         })?;
-        self.step = Some(Step::new(limits));
-        self.sampling = Some(SampleScratch::new(limits, self.pool.threads()));
+        self.step = Some(StepState::new(limits));
+        self.sample_scratch = Some(SampleScratch::new(limits, self.pool.threads()));
         Ok(())
     }
 
-    fn begin(&mut self, batch: &StepBatch) {
-        self.step.as_mut().expect(UNPREPARED).begin(batch);
+    fn begin_step(&mut self, batch: &StepBatch) {
+        self.step.as_mut().expect(NOT_PREPARED).begin(batch);
     }
 
-    fn select(&mut self, stack: SpanStack) -> usize {
-        self.step.as_mut().expect(UNPREPARED).select(stack)
+    fn select_stack(&mut self, stack: SpanStack) -> usize {
+        self.step.as_mut().expect(NOT_PREPARED).select(stack)
     }
 
     fn copy_pages(&mut self, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
@@ -294,14 +296,14 @@ impl Backend for CpuBackend {
     }
 
     fn embed(&mut self, table: &Weight<HostBuf>, first: usize, x: &mut HostBuf) {
-        let step = self.step.as_ref().expect(UNPREPARED);
-        let x = &mut x.f32_mut()[..step.rows().len() * table.inp];
+        let step = self.step.as_ref().expect(NOT_PREPARED);
+        let x = &mut x.f32_mut()[..step.rows().len() * table.k];
         rows::embed(&mut self.pool, step, (self.activation_precision, table), first, x);
     }
 
     fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, x: &mut HostBuf) {
-        let step = self.step.as_ref().expect(UNPREPARED);
-        let x = &mut x.f32_mut()[..step.rows().len() * table.inp];
+        let step = self.step.as_ref().expect(NOT_PREPARED);
+        let x = &mut x.f32_mut()[..step.rows().len() * table.k];
         rows::embed_positions(&mut self.pool, step, (self.activation_precision, table), offset, x);
     }
 
@@ -313,29 +315,31 @@ impl Backend for CpuBackend {
         x: &HostBuf,
         y: &mut HostBuf,
     ) {
-        self.products(rows, Factor::Given(x), &mut [Product { w, bias, to: To::Set(y) }]);
+        self.gemms(rows, InputOperand::Given(x), &mut [Gemm { w, bias, epilogue: Epilogue::Set(y) }]);
     }
 
-    fn products(&mut self, rows: usize, input: Factor<HostBuf>, gemms: &mut [Product<HostBuf>]) {
-        assert!(rows <= self.sizes.rows, "{rows} rows exceed the limits");
-        let Some(k) = gemms.first().map(|gemm| gemm.w.inp) else { return };
+    fn gemms(&mut self, rows: usize, input: InputOperand<HostBuf>, gemms: &mut [Gemm<HostBuf>]) {
+        assert!(rows <= self.scratch_sizes.rows, "{rows} rows exceed the limits");
+        let Some(k) = gemms.first().map(|gemm| gemm.w.k) else { return };
         let input = match input {
-            Factor::Given(_) => input,
-            computed if source::is_made_apart(rows, k, self.pool.threads()) => {
-                Factor::Given(computed.made(self, rows, k))
+            InputOperand::Given(_) => input,
+            computed if source::should_materialize(rows, k, self.pool.threads()) => {
+                InputOperand::Given(computed.materialize(self, rows, k))
             }
             computed => computed,
         };
         let values = match input {
-            Factor::Given(x) => Of::Given(x.f32()),
-            Factor::Normed { norm, x, .. } => Of::Normed(norm, x.f32()),
-            Factor::Activated { act, gate, up } => Of::Activated(act, gate.f32(), up.map(HostBuf::f32)),
+            InputOperand::Given(x) => InputValues::Given(x.f32()),
+            InputOperand::Normed { norm, x, .. } => InputValues::Normed(norm, x.f32()),
+            InputOperand::Activated { act, gate, up } => {
+                InputValues::Activated(act, gate.f32(), up.map(HostBuf::f32))
+            }
         };
-        let input = Source { rows, inp: k, of: values };
-        let scratch = self.gemm_scratch.as_mut().expect(UNPREPARED);
-        for gemms in gemms.chunks_mut(TOGETHER) {
+        let input = GemmInput { rows, k, values };
+        let scratch = self.gemm_scratch.as_mut().expect(NOT_PREPARED);
+        for gemms in gemms.chunks_mut(GEMMS_PER_JOB) {
             let mut gemms = gemms.iter_mut();
-            let job = std::array::from_fn(|_| gemms.next().map(|gemm| taken(gemm, rows)));
+            let job = std::array::from_fn(|_| gemms.next().map(|gemm| gemm_task(gemm, rows)));
             scratch.multiply(&mut self.pool, self.level, &input, &job);
         }
     }
@@ -349,8 +353,8 @@ impl Backend for CpuBackend {
         norm::norm(&mut self.pool, self.level, norm, &mut x.f32_mut()[..rows * norm.width]);
     }
 
-    fn angles(&mut self, rope: &Rope<HostBuf>, angles: &mut HostBuf) {
-        let step = self.step.as_ref().expect(UNPREPARED);
+    fn rope_angles(&mut self, rope: &Rope<HostBuf>, angles: &mut HostBuf) {
+        let step = self.step.as_ref().expect(NOT_PREPARED);
         let angles = &mut angles.f32_mut()[..step.rows().len() * rope.dims];
         rope::angles(&mut self.pool, step, rope, angles);
     }
@@ -363,12 +367,12 @@ impl Backend for CpuBackend {
         head_dim: usize,
         x: &mut HostBuf,
     ) {
-        let x = &mut x.f32_mut()[..self.step.as_ref().expect(UNPREPARED).rows().len() * heads * head_dim];
+        let x = &mut x.f32_mut()[..self.step.as_ref().expect(NOT_PREPARED).rows().len() * heads * head_dim];
         rope::rope(&mut self.pool, rope, angles.f32(), heads, head_dim, x);
     }
 
     fn store_kv(&mut self, table: KvTable, k: &HostBuf, v: &HostBuf, cache: &mut KvLayer<HostBuf>) {
-        let step = self.step.as_ref().expect(UNPREPARED);
+        let step = self.step.as_ref().expect(NOT_PREPARED);
         attention::store_kv(&mut self.pool, step, table, k.f32(), v.f32(), cache);
     }
 
@@ -379,13 +383,13 @@ impl Backend for CpuBackend {
         cache: &KvLayer<HostBuf>,
         out: &mut HostBuf,
     ) {
-        let step = self.step.as_mut().expect(UNPREPARED);
+        let step = self.step.as_mut().expect(NOT_PREPARED);
         let scratch = self
             .attention_scratch
             .as_mut()
             .expect("attention scratch exists once alloc_kv has allocated a cache; this is a bug")
             .f32_mut();
-        let inputs = attention::Inputs { shape, q: q.f32(), cache };
+        let inputs = attention::AttentionInputs { shape, q: q.f32(), cache };
         attention::attention(&mut self.pool, self.level, step, inputs, out.f32_mut(), scratch);
     }
 
@@ -419,8 +423,8 @@ impl Backend for CpuBackend {
     }
 
     fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError> {
-        let moe = MoeSizes { experts: shape.experts, top_k: shape.top_k, hidden, width: shape.width };
-        self.grow_scratch(Sizes { moe, ..Sizes::default() })
+        let moe = MoeScratchSizes { experts: shape.experts, top_k: shape.top_k, hidden, width: shape.width };
+        self.grow_scratch(ScratchSizes { moe, ..ScratchSizes::default() })
     }
 
     fn moe(
@@ -432,48 +436,55 @@ impl Backend for CpuBackend {
         x: &HostBuf,
         y: &mut HostBuf,
     ) {
-        assert!(rows <= self.sizes.rows, "{rows} rows exceed the limits");
+        assert!(rows <= self.scratch_sizes.rows, "{rows} rows exceed the limits");
         let scratch = self
             .moe_scratch
             .as_mut()
             .expect("prepare_moe must be called before the first step; this is a bug");
-        let gemms = self.gemm_scratch.as_mut().expect(UNPREPARED);
-        let hidden = experts[0].down.out;
+        let gemms = self.gemm_scratch.as_mut().expect(NOT_PREPARED);
+        let hidden = experts[0].down.n;
         let (router, x) = (&router.f32()[..rows * shape.experts], &x.f32()[..rows * hidden]);
-        let inputs = moe::Inputs { shape, router, experts, x };
+        let inputs = moe::MoeInputs { shape, router, experts, x };
         moe::moe(&mut self.pool, self.level, (scratch, gemms), inputs, &mut y.f32_mut()[..rows * hidden]);
     }
 
-    fn reduce(&mut self, rows: usize, width: usize, x: &mut HostBuf) {
-        self.stage.sum(&mut x.f32_mut()[..rows * width]);
+    fn all_reduce(&mut self, rows: usize, width: usize, x: &mut HostBuf) {
+        self.stage.all_reduce(&mut x.f32_mut()[..rows * width]);
     }
 
     fn all_gather(&mut self, rows: usize, widths: &[usize], own: &HostBuf, all: &mut HostBuf) {
-        self.stage.gather(rows, widths, own.f32(), all.f32_mut());
+        self.stage.all_gather(rows, widths, own.f32(), all.f32_mut());
     }
 
-    fn columns(&mut self, rows: usize, width: usize, columns: Range<usize>, x: &HostBuf, y: &mut HostBuf) {
+    fn copy_columns(
+        &mut self,
+        rows: usize,
+        width: usize,
+        columns: Range<usize>,
+        x: &HostBuf,
+        y: &mut HostBuf,
+    ) {
         let y = &mut y.f32_mut()[..rows * columns.len()];
         rows::columns(&mut self.pool, width, columns, x.f32(), y);
     }
 
-    fn gather(&mut self, wanted: Range<usize>, width: usize, x: &HostBuf, y: &mut HostBuf) {
-        let wanted = &self.step.as_ref().expect(UNPREPARED).wanted()[wanted];
+    fn gather_output_rows(&mut self, wanted: Range<usize>, width: usize, x: &HostBuf, y: &mut HostBuf) {
+        let wanted = &self.step.as_ref().expect(NOT_PREPARED).wanted()[wanted];
         let y = &mut y.f32_mut()[..wanted.len() * width];
         rows::gather(&mut self.pool, wanted, width, x.f32(), y);
     }
 
-    fn hidden(&mut self, rows: Range<usize>, width: usize, x: &HostBuf, out: &mut StepOutput) {
+    fn append_hidden(&mut self, rows: Range<usize>, width: usize, x: &HostBuf, out: &mut StepOutput) {
         out.hidden.extend_from_slice(&x.f32()[rows.start * width..rows.end * width]);
     }
 
     fn sample(&mut self, wanted: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
-        let step = self.step.as_mut().expect(UNPREPARED);
-        let scratch = self.sampling.as_mut().expect(UNPREPARED);
+        let step = self.step.as_mut().expect(NOT_PREPARED);
+        let scratch = self.sample_scratch.as_mut().expect(NOT_PREPARED);
         sample::sample(&mut self.pool, scratch, step, wanted, logits.f32(), out);
     }
 
-    fn table(&self, slot: u32, table: KvTable) -> &[Page] {
+    fn page_table(&self, slot: u32, table: KvTable) -> &[Page] {
         self.step().table(slot as usize, table)
     }
 }

@@ -9,30 +9,30 @@
 
 #![allow(unsafe_code)]
 
-use super::pool::{Parts, Pool};
-use super::products::{Product, Products, To};
+use super::pool::{SharedSlice, ThreadPool};
+use super::products::{GemmScratch, GemmTask, RowEpilogue};
 use super::simd::{Kernel, LANES, Level, Simd, exp, sigmoid};
-use super::source::{Of, Source};
+use super::source::{GemmInput, InputValues};
 use crate::backend::{DeviceError, Expert, MoeShape, Scoring};
 use crate::host::HostBuf;
 use std::ops::Range;
 
 /// Rows that one work item routes.
-const ROUTED: usize = 16;
+const ROWS_PER_ITEM: usize = 16;
 
 /// Dimensions that the scratch is sized for: the maximum of each over all mixtures.
 #[derive(Clone, Copy, Default, PartialEq)]
-pub struct MoeSizes {
+pub struct MoeScratchSizes {
     pub experts: usize,
     pub top_k: usize,
     pub hidden: usize,
     pub width: usize,
 }
 
-impl MoeSizes {
+impl MoeScratchSizes {
     /// Returns sizes that are large enough for both.
-    pub fn max(self, other: MoeSizes) -> MoeSizes {
-        MoeSizes {
+    pub fn max(self, other: MoeScratchSizes) -> MoeScratchSizes {
+        MoeScratchSizes {
             experts: self.experts.max(other.experts),
             top_k: self.top_k.max(other.top_k),
             hidden: self.hidden.max(other.hidden),
@@ -44,11 +44,11 @@ impl MoeSizes {
 /// Buffers for the rows of one expert, and for the assignment of rows to experts.
 pub struct MoeScratch {
     /// The experts of each row, ascending: (rows, top_k).
-    choices: Vec<Choice>,
+    routed_experts: Vec<RoutedExpert>,
     /// The same assignments grouped by expert, ascending by row within an expert.
-    members: Vec<Member>,
+    expert_rows: Vec<ExpertRow>,
     /// End of each expert's assignments in `expert_rows`.
-    ends: Vec<usize>,
+    expert_ends: Vec<usize>,
     /// Input and result of an expert: (rows of the expert, hidden).
     x: HostBuf,
     y: HostBuf,
@@ -59,7 +59,7 @@ pub struct MoeScratch {
 
 /// An expert that a row is routed to, with its score.
 #[derive(Clone, Copy, Default)]
-struct Choice {
+struct RoutedExpert {
     expert: u32,
     /// The logit until the score is computed.
     score: f32,
@@ -67,19 +67,19 @@ struct Choice {
 
 /// A row that is routed to an expert, with its score.
 #[derive(Clone, Copy, Default)]
-struct Member {
+struct ExpertRow {
     row: u32,
     score: f32,
 }
 
 impl MoeScratch {
     /// Allocates scratch for `rows` rows.
-    pub fn new(rows: usize, sizes: MoeSizes) -> Result<MoeScratch, DeviceError> {
+    pub fn new(rows: usize, sizes: MoeScratchSizes) -> Result<MoeScratch, DeviceError> {
         let floats = |width: usize| HostBuf::zeroed(rows * width * size_of::<f32>());
         Ok(MoeScratch {
-            choices: vec![Choice::default(); rows * sizes.top_k],
-            members: vec![Member::default(); rows * sizes.top_k],
-            ends: vec![0; sizes.experts],
+            routed_experts: vec![RoutedExpert::default(); rows * sizes.top_k],
+            expert_rows: vec![ExpertRow::default(); rows * sizes.top_k],
+            expert_ends: vec![0; sizes.experts],
             x: floats(sizes.hidden)?,
             y: floats(sizes.hidden)?,
             gate: floats(sizes.width)?,
@@ -89,7 +89,7 @@ impl MoeScratch {
 }
 
 /// Inputs of a mixture of experts.
-pub struct Inputs<'a> {
+pub struct MoeInputs<'a> {
     pub shape: &'a MoeShape,
     /// Router logits (rows, experts).
     pub router: &'a [f32],
@@ -101,52 +101,58 @@ pub struct Inputs<'a> {
 
 /// Computes a mixture's output y (rows, hidden) from the experts of this device.
 pub fn moe(
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     level: Level,
-    (scratch, gemms): (&mut MoeScratch, &mut Products),
-    inputs: Inputs,
+    (scratch, gemms): (&mut MoeScratch, &mut GemmScratch),
+    inputs: MoeInputs,
     y: &mut [f32],
 ) {
-    let Inputs { shape, router, experts, x } = inputs;
-    let held = shape.first..shape.first + experts.len();
+    let MoeInputs { shape, router, experts, x } = inputs;
+    let held = shape.first_expert..shape.first_expert + experts.len();
     assert!(
         held.end <= shape.experts && shape.top_k <= shape.experts,
         "experts {held:?} and top {} of {} experts",
         shape.top_k,
         shape.experts
     );
-    let (rows, hidden) = (router.len() / shape.experts, experts[0].down.out);
-    let selected = &mut scratch.choices[..rows * shape.top_k];
+    let (rows, hidden) = (router.len() / shape.experts, experts[0].down.n);
+    let selected = &mut scratch.routed_experts[..rows * shape.top_k];
     route(pool, level, shape, router, selected);
-    group(shape, selected, &mut scratch.members, &mut scratch.ends);
+    group_by_expert(shape, selected, &mut scratch.expert_rows, &mut scratch.expert_ends);
     y.fill(0.0);
-    let mut first = held.start.checked_sub(1).map_or(0, |before| scratch.ends[before]);
+    let mut first = held.start.checked_sub(1).map_or(0, |before| scratch.expert_ends[before]);
     for (number, expert) in held.zip(experts) {
-        let range = first..scratch.ends[number];
+        let range = first..scratch.expert_ends[number];
         first = range.end;
         if !range.is_empty() {
-            let mut pass = Pass { pool, level, products: gemms, scratch, members: range };
-            pass.take(hidden, x);
+            let mut pass = ExpertPass { pool, level, gemms, scratch, range };
+            pass.gather_rows(hidden, x);
             pass.run(shape, expert);
-            pass.add(hidden, y);
+            pass.accumulate(hidden, y);
         }
     }
 }
 
 /// Selects the experts of each row from its logits.
-fn route(pool: &mut Pool, level: Level, shape: &MoeShape, router: &[f32], selected: &mut [Choice]) {
-    pool.for_parts(selected, ROUTED * shape.top_k, |part, selected| {
-        let logits = router[part * ROUTED * shape.experts..].chunks_exact(shape.experts);
+fn route(
+    pool: &mut ThreadPool,
+    level: Level,
+    shape: &MoeShape,
+    router: &[f32],
+    selected: &mut [RoutedExpert],
+) {
+    pool.for_chunks(selected, ROWS_PER_ITEM * shape.top_k, |part, selected| {
+        let logits = router[part * ROWS_PER_ITEM * shape.experts..].chunks_exact(shape.experts);
         for (selected, logits) in selected.chunks_exact_mut(shape.top_k).zip(logits) {
-            choose(logits, selected);
-            level.run(Score { shape, logits, selected });
+            select_top_k(logits, selected);
+            level.run(ScoreRow { shape, logits, selected });
         }
     });
 }
 
 /// Selects the experts with the largest logits, ties by index, and sorts them by expert; NaN counts as
 /// negative infinity.
-fn choose(logits: &[f32], selected: &mut [Choice]) {
+fn select_top_k(logits: &[f32], selected: &mut [RoutedExpert]) {
     let mut chosen = 0;
     for (expert, &logit) in logits.iter().enumerate() {
         let logit = if logit.is_nan() { f32::NEG_INFINITY } else { logit };
@@ -154,26 +160,26 @@ fn choose(logits: &[f32], selected: &mut [Choice]) {
         if place < selected.len() {
             chosen = selected.len().min(chosen + 1);
             selected[place..chosen].rotate_right(1);
-            selected[place] = Choice { expert: expert as u32, score: logit };
+            selected[place] = RoutedExpert { expert: expert as u32, score: logit };
         }
     }
     selected.sort_unstable_by_key(|expert| expert.expert);
 }
 
 /// Kernel that turns the selected logits of a row into scores.
-struct Score<'a> {
+struct ScoreRow<'a> {
     shape: &'a MoeShape,
     /// All logits of the row.
     logits: &'a [f32],
-    selected: &'a mut [Choice],
+    selected: &'a mut [RoutedExpert],
 }
 
-impl Kernel for Score<'_> {
+impl Kernel for ScoreRow<'_> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Score { shape, logits, selected } = self;
+        let ScoreRow { shape, logits, selected } = self;
         for selected in selected.chunks_mut(LANES) {
             let mut lanes = [0.0; LANES];
             for (lane, expert) in lanes.iter_mut().zip(&*selected) {
@@ -181,7 +187,7 @@ impl Kernel for Score<'_> {
             }
             let scores = match shape.scoring {
                 Scoring::Sigmoid => sigmoid(simd, simd.load(&lanes)),
-                Scoring::Softmax => softmax(simd, logits, simd.load(&lanes)),
+                Scoring::Softmax => softmax_at(simd, logits, simd.load(&lanes)),
             };
             simd.store(scores, &mut lanes);
             for (lane, expert) in lanes.iter().zip(selected) {
@@ -192,7 +198,7 @@ impl Kernel for Score<'_> {
         for expert in selected.iter() {
             sum += expert.score;
         }
-        let factor = if shape.renormalise { shape.scale / sum } else { shape.scale };
+        let factor = if shape.normalize_scores { shape.scale / sum } else { shape.scale };
         for expert in selected {
             expert.score *= factor;
         }
@@ -201,30 +207,35 @@ impl Kernel for Score<'_> {
 
 /// Returns the softmax over `logits`, evaluated at the logits `some`.
 #[inline(always)]
-fn softmax<S: Simd>(simd: S, logits: &[f32], some: S::V) -> S::V {
+fn softmax_at<S: Simd>(simd: S, logits: &[f32], some: S::V) -> S::V {
     let lowest = simd.splat(f32::NEG_INFINITY);
     let mut largest = lowest;
     for logits in logits.chunks(LANES) {
-        largest = simd.max(load_or_lowest(simd, logits), largest);
+        largest = simd.max(load_logits(simd, logits), largest);
     }
     let largest = simd.splat(simd.largest(largest));
     let mut sum = simd.splat(0.0);
     for logits in logits.chunks(LANES) {
-        sum = simd.add(sum, exp(simd, simd.sub(load_or_lowest(simd, logits), largest)));
+        sum = simd.add(sum, exp(simd, simd.sub(load_logits(simd, logits), largest)));
     }
     simd.div(exp(simd, simd.sub(some, largest)), simd.splat(simd.sum(sum)))
 }
 
 /// Loads up to 16 logits; NaN becomes negative infinity, and so do the lanes beyond them.
 #[inline(always)]
-fn load_or_lowest<S: Simd>(simd: S, logits: &[f32]) -> S::V {
+fn load_logits<S: Simd>(simd: S, logits: &[f32]) -> S::V {
     let mut lanes = [f32::NEG_INFINITY; LANES];
     lanes[..logits.len()].copy_from_slice(logits);
     simd.max(simd.load(&lanes), simd.splat(f32::NEG_INFINITY))
 }
 
 /// Groups the assignments by expert, ascending by row within an expert.
-fn group(shape: &MoeShape, selected: &[Choice], expert_rows: &mut [Member], ends: &mut [usize]) {
+fn group_by_expert(
+    shape: &MoeShape,
+    selected: &[RoutedExpert],
+    expert_rows: &mut [ExpertRow],
+    ends: &mut [usize],
+) {
     let ends = &mut ends[..shape.experts];
     ends.fill(0);
     for expert in selected {
@@ -237,25 +248,25 @@ fn group(shape: &MoeShape, selected: &[Choice], expert_rows: &mut [Member], ends
     }
     for (i, expert) in selected.iter().enumerate() {
         let end = &mut ends[expert.expert as usize];
-        expert_rows[*end] = Member { row: (i / shape.top_k) as u32, score: expert.score };
+        expert_rows[*end] = ExpertRow { row: (i / shape.top_k) as u32, score: expert.score };
         *end += 1;
     }
 }
 
 /// The pass of one expert over its rows.
-struct Pass<'a> {
-    pool: &'a mut Pool,
+struct ExpertPass<'a> {
+    pool: &'a mut ThreadPool,
     level: Level,
-    products: &'a mut Products,
+    gemms: &'a mut GemmScratch,
     scratch: &'a mut MoeScratch,
     /// The expert's range of `scratch.expert_rows`.
-    members: Range<usize>,
+    range: Range<usize>,
 }
 
-impl Pass<'_> {
+impl ExpertPass<'_> {
     /// Copies the expert's rows of x (rows, hidden) to contiguous rows of the scratch.
-    fn take(&mut self, hidden: usize, x: &[f32]) {
-        let expert_rows = &self.scratch.members[self.members.clone()];
+    fn gather_rows(&mut self, hidden: usize, x: &[f32]) {
+        let expert_rows = &self.scratch.expert_rows[self.range.clone()];
         let to = &mut self.scratch.x.f32_mut()[..expert_rows.len() * hidden];
         self.pool.for_rows(to, hidden, |i, to| {
             to.copy_from_slice(&x[expert_rows[i].row as usize * hidden..][..hidden]);
@@ -264,33 +275,33 @@ impl Pass<'_> {
 
     /// Computes the expert for the gathered rows.
     fn run(&mut self, shape: &MoeShape, expert: &Expert<HostBuf>) {
-        let Pass { pool, level, products: gemms, scratch, members: range } = self;
-        let (rows, hidden) = (range.len(), expert.gate.inp);
+        let ExpertPass { pool, level, gemms, scratch, range } = self;
+        let (rows, hidden) = (range.len(), expert.gate.k);
         let MoeScratch { x, y, gate, up, .. } = &mut **scratch;
-        let x = Source { rows, inp: hidden, of: Of::Given(&x.f32()[..rows * hidden]) };
+        let x = GemmInput { rows, k: hidden, values: InputValues::Given(&x.f32()[..rows * hidden]) };
         let both = [
-            Some(Product::new(&expert.gate, None, (To::Set, gate), rows)),
-            expert.up.as_ref().map(|w| Product::new(w, None, (To::Set, up), rows)),
+            Some(GemmTask::new(&expert.gate, None, (RowEpilogue::Set, gate), rows)),
+            expert.up.as_ref().map(|w| GemmTask::new(w, None, (RowEpilogue::Set, up), rows)),
             None,
             None,
         ];
         gemms.multiply(pool, *level, &x, &both);
         let up = expert.up.as_ref().map(|_| up.f32());
-        let values = Of::Activated(shape.activation, gate.f32(), up);
-        let x = Source { rows, inp: shape.width, of: values };
-        let down = Product::new(&expert.down, None, (To::Set, y), rows);
+        let values = InputValues::Activated(shape.activation, gate.f32(), up);
+        let x = GemmInput { rows, k: shape.width, values };
+        let down = GemmTask::new(&expert.down, None, (RowEpilogue::Set, y), rows);
         gemms.multiply(pool, *level, &x, &[Some(down), None, None, None]);
     }
 
     /// Adds the expert's results, each multiplied by its row's score, to y (rows, hidden).
-    fn add(&mut self, hidden: usize, y: &mut [f32]) {
-        let expert_rows = &self.scratch.members[self.members.clone()];
+    fn accumulate(&mut self, hidden: usize, y: &mut [f32]) {
+        let expert_rows = &self.scratch.expert_rows[self.range.clone()];
         let results = &mut self.scratch.y.f32_mut()[..expert_rows.len() * hidden];
-        let y = Parts::new(y);
+        let y = SharedSlice::new(y);
         self.pool.for_rows(results, hidden, |i, result| {
-            let Member { row, score } = expert_rows[i];
+            let ExpertRow { row, score } = expert_rows[i];
             // SAFETY: an expert has each row at most once, so no other thread writes it.
-            let y = unsafe { y.part(row as usize * hidden..(row as usize + 1) * hidden) };
+            let y = unsafe { y.slice_mut(row as usize * hidden..(row as usize + 1) * hidden) };
             y.iter_mut().zip(result).for_each(|(y, result)| *y += score * *result);
         });
     }

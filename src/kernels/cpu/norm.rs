@@ -4,13 +4,13 @@
 //! is the special case with mean zero.
 //! Invariant: each row is computed by one thread, from that row alone.
 
-use super::pool::Pool;
-use super::simd::{F32, Kernel, LANES, Level, Simd, load_part, store_part};
+use super::pool::ThreadPool;
+use super::simd::{F32, Kernel, LANES, Level, Simd, load_partial, store_partial};
 use crate::backend::{Norm, NormKind};
 use crate::host::HostBuf;
 
 /// Normalizes x (rows, width) in place.
-pub fn norm(pool: &mut Pool, level: Level, norm: &Norm<HostBuf>, x: &mut [f32]) {
+pub fn norm(pool: &mut ThreadPool, level: Level, norm: &Norm<HostBuf>, x: &mut [f32]) {
     pool.for_rows(x, norm.width, |_, x| norm_row(level, norm, x));
 }
 
@@ -20,7 +20,7 @@ pub fn norm_row(level: Level, norm: &Norm<HostBuf>, x: &mut [f32]) {
 }
 
 /// Writes norm(x) to y, both (rows, width).
-pub fn norm_to(pool: &mut Pool, level: Level, norm: &Norm<HostBuf>, x: &[f32], y: &mut [f32]) {
+pub fn norm_to(pool: &mut ThreadPool, level: Level, norm: &Norm<HostBuf>, x: &[f32], y: &mut [f32]) {
     pool.for_rows(y, norm.width, |row, y| {
         y.copy_from_slice(&x[row * norm.width..][..norm.width]);
         norm_row(level, norm, y);
@@ -28,13 +28,13 @@ pub fn norm_to(pool: &mut Pool, level: Level, norm: &Norm<HostBuf>, x: &[f32], y
 }
 
 /// A vector (width), as chunks of 16 lanes and the remainder.
-type Vector<'a> = (&'a [[f32; LANES]], &'a [f32]);
+type ChunkedVector<'a> = (&'a [[f32; LANES]], &'a [f32]);
 
 /// Kernel that normalizes one row in place.
 struct NormRow<'a> {
     kind: NormKind,
-    weight: Option<Vector<'a>>,
-    bias: Option<Vector<'a>>,
+    weight: Option<ChunkedVector<'a>>,
+    bias: Option<ChunkedVector<'a>>,
     eps: f32,
     x: &'a mut [f32],
 }
@@ -57,7 +57,7 @@ impl<'a> NormRow<'a> {
         for x in x {
             sum = simd.add(sum, simd.load(x));
         }
-        simd.sum(simd.add(sum, load_part::<S, F32>(simd, rest))) / self.x.len() as f32
+        simd.sum(simd.add(sum, load_partial::<S, F32>(simd, rest))) / self.x.len() as f32
     }
 
     /// Returns the mean of the squared distances from `mean`.
@@ -69,8 +69,8 @@ impl<'a> NormRow<'a> {
             let x = simd.sub(simd.load(x), mean);
             squares = simd.mul_add(x, x, squares);
         }
-        let last = simd.sub(load_part::<S, F32>(simd, rest), mean);
-        let last = simd.first(rest.len(), last, simd.splat(0.0));
+        let last = simd.sub(load_partial::<S, F32>(simd, rest), mean);
+        let last = simd.select_first(rest.len(), last, simd.splat(0.0));
         simd.sum(simd.mul_add(last, last, squares)) / self.x.len() as f32
     }
 }
@@ -94,13 +94,13 @@ impl Kernel for NormRow<'_> {
             }
             simd.store(y, x);
         }
-        let mut y = simd.mul(simd.sub(load_part::<S, F32>(simd, rest), mean), inverse);
+        let mut y = simd.mul(simd.sub(load_partial::<S, F32>(simd, rest), mean), inverse);
         if let Some((_, weight)) = self.weight {
-            y = simd.mul(y, load_part::<S, F32>(simd, weight));
+            y = simd.mul(y, load_partial::<S, F32>(simd, weight));
         }
         if let Some((_, bias)) = self.bias {
-            y = simd.add(y, load_part::<S, F32>(simd, bias));
+            y = simd.add(y, load_partial::<S, F32>(simd, bias));
         }
-        store_part(simd, y, rest);
+        store_partial(simd, y, rest);
     }
 }

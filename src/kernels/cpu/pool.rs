@@ -19,25 +19,25 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Time an idle thread spins, waiting for work or for the end of a job, before it sleeps.
-const SPIN: Duration = Duration::from_micros(40);
+const SPIN_TIME: Duration = Duration::from_micros(40);
 /// Number of checks between two readings of the clock.
-const SPIN_LOOKS: usize = 64;
+const SPINS_PER_CLOCK_CHECK: usize = 64;
 /// Number of elements of a row-wise operation that justify a work item.
-const ITEM_ELEMENTS: usize = 16 * 1024;
+const MIN_ITEM_ELEMENTS: usize = 16 * 1024;
 
 /// A pool of worker threads. Dropping it stops and joins them.
-pub struct Pool {
-    shared: Arc<Shared>,
+pub struct ThreadPool {
+    shared: Arc<SharedState>,
     workers: Vec<JoinHandle<()>>,
 }
 
 /// State shared by the calling thread and the workers. The job's fields are written while no item can be
 /// claimed, and read only by a thread that then claims an item of that job.
-struct Shared {
+struct SharedState {
     /// Job number << 32 | number of unclaimed items. Zero items: nothing to claim.
-    ticket: Line<AtomicU64>,
+    ticket: CacheLine<AtomicU64>,
     /// Number of finished items.
-    done: Line<AtomicUsize>,
+    done: CacheLine<AtomicUsize>,
     items: AtomicUsize,
     /// The caller's closure, and a function that knows its type.
     work: AtomicPtr<()>,
@@ -45,7 +45,7 @@ struct Shared {
     stop: AtomicBool,
     /// Number of workers that sleep or are about to.
     sleepers: AtomicUsize,
-    door: Mutex<()>,
+    sleep_lock: Mutex<()>,
     wake: Condvar,
     finished: Condvar,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
@@ -53,15 +53,16 @@ struct Shared {
 
 /// Puts a frequently written value on a cache line of its own.
 #[repr(align(128))]
-struct Line<T>(T);
+struct CacheLine<T>(T);
 
 type Call = unsafe fn(*const (), usize, usize);
 
-impl Pool {
+impl ThreadPool {
     /// Creates a pool of `threads` threads, including the calling thread. All of them run when this returns,
     /// because starting a thread allocates and no step may.
-    pub fn new(threads: usize) -> Result<Pool, DeviceError> {
-        let mut pool = Pool { shared: Arc::new(Shared::new()), workers: Vec::with_capacity(threads) };
+    pub fn new(threads: usize) -> Result<ThreadPool, DeviceError> {
+        let mut pool =
+            ThreadPool { shared: Arc::new(SharedState::new()), workers: Vec::with_capacity(threads) };
         let (up, all_up) = std::sync::mpsc::channel();
         for worker in 1..threads {
             let (shared, up) = (pool.shared.clone(), up.clone());
@@ -95,7 +96,7 @@ impl Pool {
         }
         let shared = &*self.shared;
         shared.work.store(&raw const work as *mut (), Ordering::Relaxed);
-        shared.call.store(call::<F> as Call as *mut (), Ordering::Relaxed);
+        shared.call.store(call_work::<F> as Call as *mut (), Ordering::Relaxed);
         shared.items.store(items, Ordering::Relaxed);
         shared.done.0.store(0, Ordering::Relaxed);
         let job = (shared.ticket.0.load(Ordering::Relaxed) >> 32) + 1;
@@ -115,25 +116,25 @@ impl Pool {
 
     /// Calls `work(part, elements)` for each part of `data` of `part_len` elements; the last part may be
     /// shorter.
-    pub fn for_parts<T: Send>(
+    pub fn for_chunks<T: Send>(
         &mut self,
         data: &mut [T],
         part_len: usize,
         work: impl Fn(usize, &mut [T]) + Sync,
     ) {
         let len = data.len();
-        let parts = Parts::new(data);
+        let parts = SharedSlice::new(data);
         self.run(len.div_ceil(part_len), |_, part| {
             // SAFETY: each part belongs to one item.
-            work(part, unsafe { parts.part(part * part_len..len.min((part + 1) * part_len)) });
+            work(part, unsafe { parts.slice_mut(part * part_len..len.min((part + 1) * part_len)) });
         });
     }
 
     /// Calls `work(row, elements)` for each row of `data` (rows, width), on several threads if there are
     /// enough elements.
     pub fn for_rows(&mut self, data: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
-        let rows_each = (ITEM_ELEMENTS / width).max(1);
-        self.for_parts(data, rows_each * width, |part, rows| {
+        let rows_each = (MIN_ITEM_ELEMENTS / width).max(1);
+        self.for_chunks(data, rows_each * width, |part, rows| {
             for (i, row) in rows.chunks_exact_mut(width).enumerate() {
                 work(part * rows_each + i, row);
             }
@@ -141,7 +142,7 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for ThreadPool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
         drop(self.shared.lock());
@@ -153,17 +154,17 @@ impl Drop for Pool {
     }
 }
 
-impl Shared {
-    fn new() -> Shared {
-        Shared {
-            ticket: Line(AtomicU64::new(0)),
-            done: Line(AtomicUsize::new(0)),
+impl SharedState {
+    fn new() -> SharedState {
+        SharedState {
+            ticket: CacheLine(AtomicU64::new(0)),
+            done: CacheLine(AtomicUsize::new(0)),
             items: AtomicUsize::new(0),
             work: AtomicPtr::default(),
             call: AtomicPtr::default(),
             stop: AtomicBool::new(false),
             sleepers: AtomicUsize::new(0),
-            door: Mutex::new(()),
+            sleep_lock: Mutex::new(()),
             wake: Condvar::new(),
             finished: Condvar::new(),
             panic: Mutex::new(None),
@@ -171,19 +172,19 @@ impl Shared {
     }
 
     fn lock(&self) -> MutexGuard<'_, ()> {
-        self.door.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sleep_lock.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn work_until_stopped(&self, worker: usize) {
         while !self.stop.load(Ordering::SeqCst) {
             self.work_on_job(worker);
-            if !spin_until(|| self.has_news()) {
+            if !spin_until(|| self.has_work_or_stop()) {
                 self.sleep();
             }
         }
     }
 
-    fn has_news(&self) -> bool {
+    fn has_work_or_stop(&self) -> bool {
         self.ticket.0.load(Ordering::SeqCst) as u32 > 0 || self.stop.load(Ordering::SeqCst)
     }
 
@@ -193,7 +194,7 @@ impl Shared {
     fn sleep(&self) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let mut door = self.lock();
-        while !self.has_news() {
+        while !self.has_work_or_stop() {
             door = self.wake.wait(door).unwrap_or_else(PoisonError::into_inner);
         }
         drop(door);
@@ -218,14 +219,14 @@ impl Shared {
                     let outcome = catch_unwind(AssertUnwindSafe(|| unsafe {
                         std::mem::transmute::<*mut (), Call>(call)(work, worker, item)
                     }));
-                    self.count_done(items, outcome);
+                    self.finish_item(items, outcome);
                     self.ticket.0.load(Ordering::Acquire)
                 }
             };
         }
     }
 
-    fn count_done(&self, items: usize, outcome: std::thread::Result<()>) {
+    fn finish_item(&self, items: usize, outcome: std::thread::Result<()>) {
         if let Err(panic) = outcome {
             *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
         }
@@ -251,13 +252,13 @@ impl Shared {
 fn spin_until(condition: impl Fn() -> bool) -> bool {
     let start = Instant::now();
     loop {
-        for _ in 0..SPIN_LOOKS {
+        for _ in 0..SPINS_PER_CLOCK_CHECK {
             if condition() {
                 return true;
             }
             std::hint::spin_loop();
         }
-        if start.elapsed() > SPIN {
+        if start.elapsed() > SPIN_TIME {
             return false;
         }
     }
@@ -267,13 +268,13 @@ fn spin_until(condition: impl Fn() -> bool) -> bool {
 ///
 /// # Safety
 /// - `work` points to a live `F`.
-unsafe fn call<F: Fn(usize, usize) + Sync>(work: *const (), worker: usize, item: usize) {
+unsafe fn call_work<F: Fn(usize, usize) + Sync>(work: *const (), worker: usize, item: usize) {
     // SAFETY: the caller's promise.
     unsafe { (*work.cast::<F>())(worker, item) }
 }
 
 /// A slice of which several threads may write disjoint parts.
-pub struct Parts<'a, T> {
+pub struct SharedSlice<'a, T> {
     start: *mut T,
     len: usize,
     slice: PhantomData<&'a mut [T]>,
@@ -281,12 +282,12 @@ pub struct Parts<'a, T> {
 
 // SAFETY: `slice_mut` returns slices that are exclusive by its caller's promise; T may be sent to other
 // threads.
-unsafe impl<T: Send> Sync for Parts<'_, T> {}
+unsafe impl<T: Send> Sync for SharedSlice<'_, T> {}
 
-impl<'a, T> Parts<'a, T> {
+impl<'a, T> SharedSlice<'a, T> {
     /// Borrows the slice for as long as parts of it are used.
-    pub fn new(slice: &'a mut [T]) -> Parts<'a, T> {
-        Parts { start: slice.as_mut_ptr(), len: slice.len(), slice: PhantomData }
+    pub fn new(slice: &'a mut [T]) -> SharedSlice<'a, T> {
+        SharedSlice { start: slice.as_mut_ptr(), len: slice.len(), slice: PhantomData }
     }
 
     /// Returns a part of the slice for writing.
@@ -295,7 +296,7 @@ impl<'a, T> Parts<'a, T> {
     /// - While the returned slice is alive, no other part that overlaps it is used.
     #[inline(always)]
     #[allow(clippy::mut_from_ref)] // exclusive by the caller's promise
-    pub unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
+    pub unsafe fn slice_mut(&self, range: Range<usize>) -> &mut [T] {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: within the slice (asserted), and exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(range.start), range.len()) }
@@ -309,7 +310,7 @@ mod tests {
     #[test]
     fn every_item_runs_once_in_every_of_many_jobs() {
         for threads in 1..4 {
-            let mut pool = Pool::new(threads).unwrap();
+            let mut pool = ThreadPool::new(threads).unwrap();
             for items in (0..200).chain([1000]) {
                 let counts: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
                 pool.run(items, |worker, item| {
@@ -323,7 +324,7 @@ mod tests {
 
     #[test]
     fn a_worker_is_never_in_two_items_at_once() {
-        let mut pool = Pool::new(3).unwrap();
+        let mut pool = ThreadPool::new(3).unwrap();
         let busy: Vec<AtomicBool> = (0..3).map(|_| AtomicBool::new(false)).collect();
         pool.run(500, |worker, _| {
             assert!(!busy[worker].swap(true, Ordering::SeqCst));
@@ -333,7 +334,7 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_driver_and_the_pool_lives_on() {
-        let mut pool = Pool::new(3).unwrap();
+        let mut pool = ThreadPool::new(3).unwrap();
         for bad in [0, 7, 63] {
             let ran = AtomicUsize::new(0);
             let outcome = catch_unwind(AssertUnwindSafe(|| {
@@ -355,7 +356,7 @@ mod tests {
 
     #[test]
     fn rows_are_visited_once_each_with_their_number() {
-        let mut pool = Pool::new(2).unwrap();
+        let mut pool = ThreadPool::new(2).unwrap();
         for width in [1, 100, 20_000] {
             let mut data = vec![0f32; 37 * width];
             pool.for_rows(&mut data, width, |row, x| x.iter_mut().for_each(|x| *x += row as f32));

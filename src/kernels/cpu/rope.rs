@@ -3,19 +3,19 @@
 //!
 //! Invariant: the angles of a row depend only on its position and on the reserved length of its sequence.
 
-use super::pool::Pool;
-use super::step::Step;
-use crate::backend::{Rope, RopeStretch, RopeStyle};
+use super::pool::ThreadPool;
+use super::step::StepState;
+use crate::backend::{DynamicNtk, Rope, RopeStyle};
 use crate::host::HostBuf;
 
 /// Writes the cosine and sine of each row's pairs to angles (rows, dims / 2, 2).
-pub fn angles(pool: &mut Pool, step: &Step, rope: &Rope<HostBuf>, angles: &mut [f32]) {
+pub fn angles(pool: &mut ThreadPool, step: &StepState, rope: &Rope<HostBuf>, angles: &mut [f32]) {
     let dims = rope.dims;
     pool.for_rows(angles, dims, |row, angles| {
         let row = &step.rows()[row];
-        let reserved = step.run_of(row).reserved;
-        match rope.stretch.filter(|stretch| reserved > stretch.context) {
-            Some(stretch) => compute(stretch.base(dims, reserved), row.position, angles),
+        let reserved = step.span_of(row).reserved;
+        match rope.dynamic_ntk.filter(|stretch| reserved > stretch.context) {
+            Some(stretch) => compute_angles(stretch.base(dims, reserved), row.position, angles),
             None => {
                 assert!(row.position < rope.positions, "position {} has no angle", row.position);
                 angles.copy_from_slice(&rope.table(reserved).f32()[row.position * dims..][..dims]);
@@ -25,10 +25,10 @@ pub fn angles(pool: &mut Pool, step: &Step, rope: &Rope<HostBuf>, angles: &mut [
 }
 
 /// Computes the angles at a position for a base without a precomputed table.
-fn compute(base: f64, position: usize, angles: &mut [f32]) {
+fn compute_angles(base: f64, position: usize, angles: &mut [f32]) {
     let dims = angles.len();
     for (pair, cos_sin) in angles.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-        let angle = RopeStretch::angle(base, dims, pair, position);
+        let angle = DynamicNtk::angle(base, dims, pair, position);
         *cos_sin = [angle.cos() as f32, angle.sin() as f32];
     }
 }
@@ -36,7 +36,7 @@ fn compute(base: f64, position: usize, angles: &mut [f32]) {
 /// Rotates the first `rope.dims` dimensions of each head of x (rows, heads, head_dim) by the `angles` of its
 /// row.
 pub fn rope(
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     rope: &Rope<HostBuf>,
     angles: &[f32],
     heads: usize,
@@ -56,13 +56,13 @@ pub fn rope(
 fn rotate(style: RopeStyle, angles: &[f32], head: &mut [f32]) {
     let (angles, _) = angles.as_chunks::<2>();
     match style {
-        RopeStyle::Halves => {
+        RopeStyle::NeoX => {
             let (first, second) = head.split_at_mut(head.len() / 2);
             for ((a, b), [cos, sin]) in first.iter_mut().zip(second).zip(angles) {
                 (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
             }
         }
-        RopeStyle::Interleaved => {
+        RopeStyle::GptJ => {
             for ([a, b], [cos, sin]) in head.as_chunks_mut::<2>().0.iter_mut().zip(angles) {
                 (*a, *b) = (*a * cos - *b * sin, *a * sin + *b * cos);
             }

@@ -3,31 +3,31 @@
 //! Invariant: each row is computed by one thread, from that row alone; a product is rounded before it is
 //! added.
 
-use super::pool::Pool;
-use super::simd::{Code, ForCode, with_code};
-use super::step::Step;
+use super::pool::ThreadPool;
+use super::simd::{FloatFormat, FloatFormatOp, dispatch_float_format};
+use super::step::StepState;
 use super::{halves, packed};
 use crate::backend::Weight;
 use crate::host::HostBuf;
-use crate::quant::{Inputs, Operand};
+use crate::quant::{ActivationPrecision, OperandFormat};
 use std::ops::Range;
 
 /// Numbers, in whole blocks of any type, that are decoded at a time when they are added to what is there.
-const DECODED: usize = 256;
+const CHUNK_LEN: usize = 256;
 
 /// Sets x (rows, width) to the rows of `table` for the step's tokens. The table begins with token `first`;
 /// rows of tokens outside it become zero.
 pub fn embed(
-    pool: &mut Pool,
-    step: &Step,
-    (precision, table): (Inputs, &Weight<HostBuf>),
+    pool: &mut ThreadPool,
+    step: &StepState,
+    (precision, table): (ActivationPrecision, &Weight<HostBuf>),
     first: usize,
     x: &mut [f32],
 ) {
     let rows = step.rows();
-    pool.for_rows(x, table.inp, |row, x| {
-        match (rows[row].token as usize).checked_sub(first).filter(|at| *at < table.out) {
-            Some(at) => read(precision, table, at, 0, x),
+    pool.for_rows(x, table.k, |row, x| {
+        match (rows[row].token as usize).checked_sub(first).filter(|at| *at < table.n) {
+            Some(at) => read_row(precision, table, at, 0, x),
             None => x.fill(0.0),
         }
     });
@@ -35,67 +35,73 @@ pub fn embed(
 
 /// Adds to x (rows, width) the rows of `table` for the positions of the rows, plus `offset`.
 pub fn embed_positions(
-    pool: &mut Pool,
-    step: &Step,
-    (precision, table): (Inputs, &Weight<HostBuf>),
+    pool: &mut ThreadPool,
+    step: &StepState,
+    (precision, table): (ActivationPrecision, &Weight<HostBuf>),
     offset: usize,
     x: &mut [f32],
 ) {
     let rows = step.rows();
-    pool.for_rows(x, table.inp, |row, x| {
+    pool.for_rows(x, table.k, |row, x| {
         let at = rows[row].position + offset;
-        assert!(at < table.out, "position {} has no embedding", rows[row].position);
-        let mut values = [0.0; DECODED];
-        for (number, x) in x.chunks_mut(DECODED).enumerate() {
+        assert!(at < table.n, "position {} has no embedding", rows[row].position);
+        let mut values = [0.0; CHUNK_LEN];
+        for (number, x) in x.chunks_mut(CHUNK_LEN).enumerate() {
             let values = &mut values[..x.len()];
-            read(precision, table, at, number * DECODED, values);
+            read_row(precision, table, at, number * CHUNK_LEN, values);
             x.iter_mut().zip(values).for_each(|(x, value)| *x += *value);
         }
     });
 }
 
 /// Decodes a part of row `row`, from column `column` on. It must begin and end at block boundaries.
-fn read(precision: Inputs, table: &Weight<HostBuf>, row: usize, column: usize, values: &mut [f32]) {
-    match table.ty.operand(precision) {
-        Operand::F32 => {}
-        Operand::Codes => return packed::read(table, row, column, values),
-        Operand::Bf16 => return halves::read(table, row, column, values),
+fn read_row(
+    precision: ActivationPrecision,
+    table: &Weight<HostBuf>,
+    row: usize,
+    column: usize,
+    values: &mut [f32],
+) {
+    match table.ty.operand_format(precision) {
+        OperandFormat::F32 => {}
+        OperandFormat::Int8 => return packed::read(table, row, column, values),
+        OperandFormat::Bf16 => return halves::read(table, row, column, values),
     }
-    let first = row * table.inp + column;
+    let first = row * table.k + column;
     if !table.ty.is_blocked() {
-        return with_code(table.ty, Read { buf: &table.buf, first, values });
+        return dispatch_float_format(table.ty, DecodeRow { buf: &table.buf, first, values });
     }
     let bytes = |numbers: usize| table.ty.bytes(numbers).expect("rows are whole blocks; this is a bug");
     table.ty.dequantize(&table.buf.bytes()[bytes(first)..][..bytes(values.len())], values);
 }
 
 /// Decodes numbers of a format that is not blocked.
-struct Read<'a> {
+struct DecodeRow<'a> {
     buf: &'a HostBuf,
     first: usize,
     values: &'a mut [f32],
 }
 
-impl ForCode for Read<'_> {
+impl FloatFormatOp for DecodeRow<'_> {
     type Out = ();
 
-    fn run<C: Code>(self) {
-        C::decode(&C::of(self.buf)[self.first..][..self.values.len()], self.values);
+    fn run<C: FloatFormat>(self) {
+        C::decode(&C::values(self.buf)[self.first..][..self.values.len()], self.values);
     }
 }
 
 /// Copies the rows of x (rows, width) with the numbers `wanted` to y (wanted rows, width).
-pub fn gather(pool: &mut Pool, wanted: &[u32], width: usize, x: &[f32], y: &mut [f32]) {
+pub fn gather(pool: &mut ThreadPool, wanted: &[u32], width: usize, x: &[f32], y: &mut [f32]) {
     pool.for_rows(y, width, |i, y| y.copy_from_slice(&x[wanted[i] as usize * width..][..width]));
 }
 
 /// Copies the given columns of x (rows, width) to y (rows, columns.len()).
-pub fn columns(pool: &mut Pool, width: usize, columns: Range<usize>, x: &[f32], y: &mut [f32]) {
+pub fn columns(pool: &mut ThreadPool, width: usize, columns: Range<usize>, x: &[f32], y: &mut [f32]) {
     pool.for_rows(y, columns.len(), |row, y| y.copy_from_slice(&x[row * width..][columns.clone()]));
 }
 
 /// Adds factor * y to x, both (rows, width).
-pub fn add(pool: &mut Pool, width: usize, factor: f32, x: &mut [f32], y: &[f32]) {
+pub fn add(pool: &mut ThreadPool, width: usize, factor: f32, x: &mut [f32], y: &[f32]) {
     pool.for_rows(x, width, |row, x| {
         for (x, y) in x.iter_mut().zip(&y[row * width..][..width]) {
             *x += factor * y;
@@ -104,6 +110,6 @@ pub fn add(pool: &mut Pool, width: usize, factor: f32, x: &mut [f32], y: &[f32])
 }
 
 /// Multiplies x (rows, width) by `factor`.
-pub fn scale(pool: &mut Pool, width: usize, factor: f32, x: &mut [f32]) {
+pub fn scale(pool: &mut ThreadPool, width: usize, factor: f32, x: &mut [f32]) {
     pool.for_rows(x, width, |_, x| x.iter_mut().for_each(|x| *x *= factor));
 }

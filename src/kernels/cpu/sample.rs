@@ -9,10 +9,10 @@
 
 #![allow(unsafe_code)]
 
-use super::pool::{Parts, Pool};
-use super::step::Step;
+use super::pool::{SharedSlice, ThreadPool};
+use super::step::StepState;
 use crate::backend::StepLimits;
-use crate::batch::{SampleMode, SampleRow, SampledRow, StepOutput};
+use crate::batch::{SampleMode, SampledToken, SamplingParams, StepOutput};
 use crate::random::uniform;
 use std::ops::Range;
 
@@ -27,7 +27,7 @@ pub struct SampleScratch {
     biased: Vec<f32>,
     /// (threads, vocab).
     keys: Vec<u64>,
-    results: Vec<SampledRow>,
+    results: Vec<SampledToken>,
     /// (rows, top_max).
     top: Vec<(u32, f32)>,
 }
@@ -35,7 +35,7 @@ pub struct SampleScratch {
 impl SampleScratch {
     /// Allocates scratch for steps within `limits` on `threads` threads.
     pub fn new(limits: &StepLimits, threads: usize) -> SampleScratch {
-        let nothing = SampledRow { token: 0, logprob: f32::NAN, top_at: 0, top_len: 0 };
+        let nothing = SampledToken { token: 0, logprob: f32::NAN, top_at: 0, top_len: 0 };
         let rows = limits.rows.max(limits.logit_rows);
         SampleScratch {
             vocab: limits.vocab,
@@ -50,16 +50,16 @@ impl SampleScratch {
 
 /// Samples or scores the rows `wanted` from logits (wanted.len(), vocab), and appends their results to `out`.
 pub fn sample(
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     scratch: &mut SampleScratch,
-    step: &mut Step,
+    step: &mut StepState,
     wanted: Range<usize>,
     logits: &[f32],
     out: &mut StepOutput,
 ) {
     let (vocab, top_max) = (scratch.vocab, scratch.top_max);
-    let (biased, keys) = (Parts::new(&mut scratch.biased), Parts::new(&mut scratch.keys));
-    let (results, top) = (Parts::new(&mut scratch.results), Parts::new(&mut scratch.top));
+    let (biased, keys) = (SharedSlice::new(&mut scratch.biased), SharedSlice::new(&mut scratch.keys));
+    let (results, top) = (SharedSlice::new(&mut scratch.results), SharedSlice::new(&mut scratch.top));
     let (samples, biases) = (&step.samples()[wanted.clone()], &step.biases);
     pool.run(samples.len(), |worker, i| {
         let own = worker * vocab..(worker + 1) * vocab;
@@ -67,27 +67,27 @@ pub fn sample(
         // tokens are the item's own.
         let (buffers, result, top) = unsafe {
             (
-                Room { biased: biased.part(own.clone()), keys: keys.part(own) },
-                &mut results.part(i..i + 1)[0],
-                top.part(i * top_max..(i + 1) * top_max),
+                WorkerBuffers { biased: biased.slice_mut(own.clone()), keys: keys.slice_mut(own) },
+                &mut results.slice_mut(i..i + 1)[0],
+                top.slice_mut(i * top_max..(i + 1) * top_max),
             )
         };
         let row = &samples[i];
-        *result = sample_row(&logits[i * vocab..][..vocab], row, row.biases(biases), buffers, top);
+        *result = sample_row(&logits[i * vocab..][..vocab], row, row.logit_biases(biases), buffers, top);
     });
     for (i, wanted) in wanted.enumerate() {
         let mut result = scratch.results[i];
-        result.top_at = out.top.len() as u32;
-        out.top.extend_from_slice(&scratch.top[i * top_max..][..result.top_len as usize]);
-        if step.samples()[wanted].mode == SampleMode::Draw {
-            step.remember(wanted, result.token);
+        result.top_at = out.top_logprobs.len() as u32;
+        out.top_logprobs.extend_from_slice(&scratch.top[i * top_max..][..result.top_len as usize]);
+        if step.samples()[wanted].mode == SampleMode::Sample {
+            step.store_last_token(wanted, result.token);
         }
-        out.rows.push(result);
+        out.tokens.push(result);
     }
 }
 
 /// The buffers of one worker, each (vocab).
-struct Room<'a> {
+struct WorkerBuffers<'a> {
     biased: &'a mut [f32],
     keys: &'a mut [u64],
 }
@@ -96,30 +96,30 @@ struct Room<'a> {
 /// are in the output.
 fn sample_row(
     logits: &[f32],
-    row: &SampleRow,
+    row: &SamplingParams,
     biases: &[(u32, f32)],
-    Room { biased, keys }: Room,
+    WorkerBuffers { biased, keys }: WorkerBuffers,
     top: &mut [(u32, f32)],
-) -> SampledRow {
+) -> SampledToken {
     let token = match row.mode {
-        SampleMode::Draw => draw(with_biases(logits, biases, biased), row, keys),
+        SampleMode::Sample => sample_token(apply_biases(logits, biases, biased), row, keys),
         SampleMode::Score(token) => token,
     };
-    let mut result = SampledRow { token, logprob: f32::NAN, top_at: 0, top_len: 0 };
+    let mut result = SampledToken { token, logprob: f32::NAN, top_at: 0, top_len: 0 };
     if !row.logprob && row.top_logprobs == 0 {
         return result;
     }
     let log_sum = log_sum_exp(logits);
-    let logprob_of = |id: usize| (f64::from(or_lowest(logits[id])) - log_sum) as f32;
+    let logprob_of = |id: usize| (f64::from(nan_to_lowest(logits[id])) - log_sum) as f32;
     if row.logprob {
         result.logprob = logprob_of(token as usize);
     }
     let n = usize::from(row.top_logprobs).min(logits.len());
     assert!(n <= top.len(), "{n} top tokens are beyond the limits");
     if n > 0 {
-        let mut ordered = Ordered::new(logits.iter().map(|&logit| or_lowest(logit)), keys);
+        let mut ordered = SortedPrefix::new(logits.iter().map(|&logit| nan_to_lowest(logit)), keys);
         for (i, top) in top[..n].iter_mut().enumerate() {
-            let id = ordered.id(i);
+            let id = ordered.id_at(i);
             *top = (id as u32, logprob_of(id));
         }
         result.top_len = n as u32;
@@ -129,7 +129,7 @@ fn sample_row(
 
 /// Returns the logits with their biases added, computed in `buffer`; the unbiased logits if the biases leave
 /// no candidate.
-fn with_biases<'a>(logits: &'a [f32], biases: &[(u32, f32)], buffer: &'a mut [f32]) -> &'a [f32] {
+fn apply_biases<'a>(logits: &'a [f32], biases: &[(u32, f32)], buffer: &'a mut [f32]) -> &'a [f32] {
     if biases.is_empty() {
         return logits;
     }
@@ -137,40 +137,40 @@ fn with_biases<'a>(logits: &'a [f32], biases: &[(u32, f32)], buffer: &'a mut [f3
     for &(id, bias) in biases {
         buffer[id as usize] += bias;
     }
-    if largest(buffer, |logit| logit) == f32::NEG_INFINITY { logits } else { buffer }
+    if max_value(buffer, |logit| logit) == f32::NEG_INFINITY { logits } else { buffer }
 }
 
 /// Returns ln Σ e^logit; NaN counts as negative infinity.
 fn log_sum_exp(logits: &[f32]) -> f64 {
-    let largest = largest(logits, |logit| logit);
-    let sum: f64 = logits.iter().map(|&logit| f64::from((or_lowest(logit) - largest).exp())).sum();
+    let largest = max_value(logits, |logit| logit);
+    let sum: f64 = logits.iter().map(|&logit| f64::from((nan_to_lowest(logit) - largest).exp())).sum();
     f64::from(largest) + sum.ln()
 }
 
 /// Samples a token id from the (biased) logits.
-fn draw(logits: &[f32], row: &SampleRow, keys: &mut [u64]) -> u32 {
+fn sample_token(logits: &[f32], row: &SamplingParams, keys: &mut [u64]) -> u32 {
     if row.is_greedy() {
-        return greedy(logits);
+        return greedy_token(logits);
     }
-    let scaled = |id: usize| or_lowest(logits[id] / row.temperature);
-    let largest = largest(logits, |logit| logit / row.temperature);
+    let scaled = |id: usize| nan_to_lowest(logits[id] / row.temperature);
+    let largest = max_value(logits, |logit| logit / row.temperature);
     if !largest.is_finite() {
-        return greedy(logits);
+        return greedy_token(logits);
     }
-    let ordered = Ordered::new((0..logits.len()).map(scaled), keys);
+    let ordered = SortedPrefix::new((0..logits.len()).map(scaled), keys);
     let weight = |id: usize| f64::from((scaled(id) - largest).exp());
-    Candidates { vocab: logits.len(), ordered, weight }.draw(row)
+    Candidates { vocab: logits.len(), ordered, weight }.sample(row)
 }
 
 /// The candidates of one row; `weight` returns the weight of a token id.
 struct Candidates<'a, W> {
     vocab: usize,
-    ordered: Ordered<'a>,
+    ordered: SortedPrefix<'a>,
     weight: W,
 }
 
 impl<W: Fn(usize) -> f64> Candidates<'_, W> {
-    fn draw(mut self, row: &SampleRow) -> u32 {
+    fn sample(mut self, row: &SamplingParams) -> u32 {
         let mut kept = self.vocab;
         if row.top_k > 0 {
             kept = kept.min(row.top_k as usize);
@@ -178,41 +178,41 @@ impl<W: Fn(usize) -> f64> Candidates<'_, W> {
         if row.top_p < 1.0 {
             let total = if row.top_k > 0 { self.sum_in_order(kept) } else { self.count_and_sum_by_id(0.0).1 };
             let enough = f64::from(row.top_p) * total;
-            kept = self.prefix_where(kept, |sum| sum >= enough);
+            kept = self.shortest_prefix(kept, |sum| sum >= enough);
         }
         // Weights are F32 numbers, so the smallest one kept is rounded to F32 too.
         let min = f64::from(row.min_p * self.weight_at(0) as f32);
         let uniform = uniform(row.seed, row.position.into());
         let sampled = if kept == self.vocab {
             let (kept, sum) = self.count_and_sum_by_id(min);
-            self.draw_about(kept.max(1), uniform, sum)
+            self.sample_with_bounds(kept.max(1), uniform, sum)
         } else {
             let kept = self.count_in_order(kept, min).max(1);
-            self.draw_exactly(kept, uniform)
+            self.sample_exactly(kept, uniform)
         };
-        self.ordered.id(sampled) as u32
+        self.ordered.id_at(sampled) as u32
     }
 
     /// Returns the rank of the sampled candidate, using the sum in candidate order.
-    fn draw_exactly(&mut self, kept: usize, uniform: f32) -> usize {
+    fn sample_exactly(&mut self, kept: usize, uniform: f32) -> usize {
         let threshold = f64::from(uniform) * self.sum_in_order(kept);
-        self.prefix_where(kept, |sum| sum > threshold) - 1
+        self.shortest_prefix(kept, |sum| sum > threshold) - 1
     }
 
     /// Returns the rank of the sampled candidate, given the sum of the kept weights in another order. The two
     /// sums differ by less than two units in the last place per term, so a running sum outside these bounds
     /// is on the same side of both thresholds.
-    fn draw_about(&mut self, kept: usize, uniform: f32, sum: f64) -> usize {
+    fn sample_with_bounds(&mut self, kept: usize, uniform: f32, sum: f64) -> usize {
         let threshold = f64::from(uniform) * sum;
         let slack = threshold * (self.vocab + 8) as f64 * 4.0 * f64::EPSILON;
         let (low, high) = (threshold - slack, threshold + slack);
-        let below = self.prefix_where(kept, |sum| sum > low);
-        let above = self.prefix_where(kept, |sum| sum > high);
-        if below == above { above - 1 } else { self.draw_exactly(kept, uniform) }
+        let below = self.shortest_prefix(kept, |sum| sum > low);
+        let above = self.shortest_prefix(kept, |sum| sum > high);
+        if below == above { above - 1 } else { self.sample_exactly(kept, uniform) }
     }
 
     fn weight_at(&mut self, rank: usize) -> f64 {
-        (self.weight)(self.ordered.id(rank))
+        (self.weight)(self.ordered.id_at(rank))
     }
 
     /// Returns the sum of the first `kept` weights, in candidate order.
@@ -236,7 +236,7 @@ impl<W: Fn(usize) -> f64> Candidates<'_, W> {
 
     /// Returns the length of the shortest prefix, at least 1, whose sum of weights satisfies `enough`; `kept`
     /// if there is none.
-    fn prefix_where(&mut self, kept: usize, enough: impl Fn(f64) -> bool) -> usize {
+    fn shortest_prefix(&mut self, kept: usize, enough: impl Fn(f64) -> bool) -> usize {
         let mut sum = 0.0;
         for rank in 0..kept {
             sum += self.weight_at(rank);
@@ -249,23 +249,23 @@ impl<W: Fn(usize) -> f64> Candidates<'_, W> {
 }
 
 /// Token ids by descending value, ties by id, sorted as far as needed.
-struct Ordered<'a> {
+struct SortedPrefix<'a> {
     /// The value, mapped so that the largest comes first, << 32 | id.
     keys: &'a mut [u64],
     sorted: usize,
 }
 
-impl<'a> Ordered<'a> {
+impl<'a> SortedPrefix<'a> {
     /// Creates the keys of `values`, none of which may be NaN.
-    fn new(values: impl Iterator<Item = f32>, keys: &'a mut [u64]) -> Ordered<'a> {
+    fn new(values: impl Iterator<Item = f32>, keys: &'a mut [u64]) -> SortedPrefix<'a> {
         for (id, (key, value)) in keys.iter_mut().zip(values).enumerate() {
             *key = u64::from(descending(value)) << 32 | id as u64;
         }
-        Ordered { keys, sorted: 0 }
+        SortedPrefix { keys, sorted: 0 }
     }
 
     /// Returns the id at a rank.
-    fn id(&mut self, rank: usize) -> usize {
+    fn id_at(&mut self, rank: usize) -> usize {
         if rank >= self.sorted {
             self.sort_beyond(rank);
         }
@@ -292,8 +292,8 @@ fn descending(value: f32) -> u32 {
 }
 
 /// Returns the id of the largest logit; the lowest id on ties; 0 when no logit is above negative infinity.
-fn greedy(logits: &[f32]) -> u32 {
-    let largest = largest(logits, |logit| logit);
+fn greedy_token(logits: &[f32]) -> u32 {
+    let largest = max_value(logits, |logit| logit);
     if largest == f32::NEG_INFINITY {
         return 0;
     }
@@ -304,7 +304,7 @@ fn greedy(logits: &[f32]) -> u32 {
 /// Returns the largest `value` of the logits; NaN counts as negative infinity. Computed in lanes, so that it
 /// vectorizes.
 #[inline(always)]
-fn largest(logits: &[f32], value: impl Fn(f32) -> f32) -> f32 {
+fn max_value(logits: &[f32], value: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 16];
     let (chunks, rest) = logits.as_chunks::<16>();
     for chunk in chunks {
@@ -317,6 +317,6 @@ fn largest(logits: &[f32], value: impl Fn(f32) -> f32) -> f32 {
 }
 
 /// Replaces NaN by negative infinity.
-fn or_lowest(value: f32) -> f32 {
+fn nan_to_lowest(value: f32) -> f32 {
     if value.is_nan() { f32::NEG_INFINITY } else { value }
 }

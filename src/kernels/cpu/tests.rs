@@ -3,19 +3,20 @@
 
 use super::*;
 use crate::conformance::{few_types, fingerprint, noise, split_bits};
-use crate::reference::draw;
+use crate::reference::sample;
 use crate::{
-    DistanceBias, Mask, SampleMode, SampleRow, Share, Span, SpanModel, SpanStack, SpanTable, SpanTokens, Want,
+    Fraction, Mask, RelativeBias, SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack,
+    SpanTable, SpanTokens,
 };
 
 fn backend(isa: Isa, threads: usize) -> Option<CpuBackend> {
-    CpuBackend::new(CpuConfig { threads, isa, inputs: Inputs::Coded })
+    CpuBackend::new(CpuConfig { threads, isa, activation_precision: ActivationPrecision::Int8 })
         .inspect_err(|error| eprintln!("skipped: {}: {error}", isa.name()))
         .ok()
 }
 
 /// Returns a closure as a trait object, so that generic code that takes it is compiled once.
-fn make(new: &(dyn Fn() -> CpuBackend + Sync)) -> &(dyn Fn() -> CpuBackend + Sync) {
+fn as_dyn(new: &(dyn Fn() -> CpuBackend + Sync)) -> &(dyn Fn() -> CpuBackend + Sync) {
     new
 }
 
@@ -25,13 +26,13 @@ fn limits(rows: usize, vocab: usize) -> StepLimits {
         rows,
         logit_rows: rows,
         positions: 64,
-        source_positions: 0,
+        encoder_positions: 0,
         page_positions: 32,
         top_logprobs: 5,
-        biases: 0,
+        logit_biases: 0,
         vocab,
         hidden: 0,
-        attended: Share::ALL,
+        attended_fraction: Fraction::ONE,
     }
 }
 
@@ -42,12 +43,12 @@ fn f32_buf(values: &[f32]) -> HostBuf {
 }
 
 /// Returns the bits of x (m, k) · wᵀ, row by row.
-fn product(cpu: &mut CpuBackend, ty: QuantType, rows: usize, n: usize, k: usize) -> Vec<Vec<u32>> {
-    Factors::new(ty, n, k).product(cpu, rows)
+fn gemm_bits(cpu: &mut CpuBackend, ty: QuantType, rows: usize, n: usize, k: usize) -> Vec<Vec<u32>> {
+    GemmOperands::new(ty, n, k).multiply(cpu, rows)
 }
 
 /// Operands of GEMMs with up to [`GemmOperands::ROWS`] rows.
-struct Factors {
+struct GemmOperands {
     ty: QuantType,
     n: usize,
     k: usize,
@@ -55,17 +56,17 @@ struct Factors {
     x: Vec<f32>,
 }
 
-impl Factors {
+impl GemmOperands {
     const ROWS: usize = 64;
 
-    fn new(ty: QuantType, n: usize, k: usize) -> Factors {
+    fn new(ty: QuantType, n: usize, k: usize) -> GemmOperands {
         let mut weights = vec![0; ty.bytes(n * k).unwrap()];
         ty.quantize(&noise(1, n * k), &mut weights);
-        Factors { ty, n, k, weights, x: noise(2, Factors::ROWS * k) }
+        GemmOperands { ty, n, k, weights, x: noise(2, GemmOperands::ROWS * k) }
     }
 
-    fn product(&self, cpu: &mut CpuBackend, rows: usize) -> Vec<Vec<u32>> {
-        let Factors { ty, n, k, weights, x } = self;
+    fn multiply(&self, cpu: &mut CpuBackend, rows: usize) -> Vec<Vec<u32>> {
+        let GemmOperands { ty, n, k, weights, x } = self;
         cpu.prepare(&limits(rows, 1)).unwrap();
         let w = cpu.upload_weight(*ty, *n, *k, weights).unwrap();
         let (x, bias) = (f32_buf(&x[..rows * k]), f32_buf(&noise(3, *n)));
@@ -89,14 +90,16 @@ fn gemms_have_the_same_bits_for_any_tiling_and_threads() {
     // panel.
     for (n, k) in [(5, 33), (129, 1000), (131, 992), (67, 2048), (10, 20_000)] {
         for ty in few_types().filter(|ty| ty.bytes(k).is_some()) {
-            let operands = Factors::new(ty, n, k);
+            let operands = GemmOperands::new(ty, n, k);
             for isa in isas() {
-                let whole = operands
-                    .product(&mut backend(isa, 1).expect("this instruction set is available"), Factors::ROWS);
+                let whole = operands.multiply(
+                    &mut backend(isa, 1).expect("this instruction set is available"),
+                    GemmOperands::ROWS,
+                );
                 for threads in 1..4 {
                     let mut cpu = backend(isa, threads).expect("this instruction set is available");
                     for rows in [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 31, 64] {
-                        let part = operands.product(&mut cpu, rows);
+                        let part = operands.multiply(&mut cpu, rows);
                         assert!(part[..] == whole[..rows], "{isa:?} {threads} threads {ty} {rows}x{k}x{n}");
                     }
                 }
@@ -111,16 +114,16 @@ fn fused_instruction_sets_have_the_same_bits() {
     for isa in [Isa::Amx, Isa::Avx512, Isa::Avx512F] {
         let Some(mut wide) = backend(isa, 2) else { continue };
         for ty in QuantType::all().filter(|ty| ty.row().quantize.is_some()) {
-            if ty.operand(wide.activation_precision) == Operand::Bf16 {
+            if ty.operand_format(wide.activation_precision) == OperandFormat::Bf16 {
                 continue;
             }
             let k = if ty.is_blocked() { 1024 } else { 1001 };
-            assert!(product(&mut wide, ty, 37, 130, k) == product(&mut narrow, ty, 37, 130, k), "{ty}");
+            assert!(gemm_bits(&mut wide, ty, 37, 130, k) == gemm_bits(&mut narrow, ty, 37, 130, k), "{ty}");
         }
     }
     let Some(_) = backend(Isa::Avx512F, 2) else { return };
     let bits = |isa| {
-        fingerprint::<CpuBackend>(&make(&|| backend(isa, 2).expect("this instruction set is available")))
+        fingerprint::<CpuBackend>(&as_dyn(&|| backend(isa, 2).expect("this instruction set is available")))
     };
     assert!(bits(Isa::Avx512F) == bits(Isa::Avx2));
 }
@@ -135,7 +138,7 @@ fn attention_over_splits_has_the_same_bits_with_any_number_of_threads() {
             continue;
         }
         let bits = |threads| {
-            split_bits::<CpuBackend>(&make(&|| {
+            split_bits::<CpuBackend>(&as_dyn(&|| {
                 backend(isa, threads).expect("this instruction set is available")
             }))
         };
@@ -185,7 +188,7 @@ fn amx_sums_bf16_products_in_the_documented_order() {
         });
         (sums.fold(0f32, |total, sum| total + sum) + bias[o]).to_bits()
     };
-    for (row, got) in product(&mut cpu, QuantType::BF16, rows, n, k).iter().enumerate() {
+    for (row, got) in gemm_bits(&mut cpu, QuantType::BF16, rows, n, k).iter().enumerate() {
         let expected: Vec<u32> = (0..n).map(|o| element(row, o)).collect();
         assert_eq!(*got, expected, "row {row}");
     }
@@ -201,22 +204,22 @@ fn span(slot: u32) -> Span {
         tokens: SpanTokens::Last,
         table: SpanTable::Own,
         reserved: 1,
-        source: 0,
-        want: Want::Last,
+        encoder_len: 0,
+        output: SpanOutput::Last,
     }
 }
 
 /// Samples with many seeds from one row of logits, on the device and with the reference, and compares.
-fn draws_agree(logits: &[f32], rows: &[SampleRow]) {
+fn assert_samples_match_reference(logits: &[f32], rows: &[SamplingParams]) {
     let mut cpu = backend(Isa::Auto, 2).expect("there is always an instruction set");
     cpu.prepare(&limits(rows.len(), logits.len())).unwrap();
-    let mut batch = StepBatch { samples: rows.to_vec(), ..StepBatch::default() };
+    let mut batch = StepBatch { sampling: rows.to_vec(), ..StepBatch::default() };
     batch.spans.extend((0..rows.len() as u32).map(span));
-    cpu.begin(&batch);
+    cpu.begin_step(&batch);
     let mut out = StepOutput::default();
     cpu.sample(0..rows.len(), &f32_buf(&logits.repeat(rows.len())), &mut out);
-    for (row, result) in rows.iter().zip(&out.rows) {
-        assert_eq!(result.token, draw(logits, &[], row), "{row:?}");
+    for (row, result) in rows.iter().zip(&out.tokens) {
+        assert_eq!(result.token, sample(logits, &[], row), "{row:?}");
     }
 }
 
@@ -236,35 +239,35 @@ fn samples_from_flat_and_steep_logits_equal_the_references() {
         .into_iter()
         .enumerate()
         {
-            rows.extend((0..12).map(|seed| SampleRow {
-                mode: SampleMode::Draw,
+            rows.extend((0..12).map(|seed| SamplingParams {
+                mode: SampleMode::Sample,
                 position: i as u32,
                 seed,
                 temperature: 0.7,
                 top_k,
                 top_p,
                 min_p,
-                ..SampleRow::GREEDY
+                ..SamplingParams::GREEDY
             }));
         }
-        draws_agree(&logits, &rows);
+        assert_samples_match_reference(&logits, &rows);
     }
 }
 
 /// Runs attention of 4 rows, each of which sees all, with a bias of the given reach.
 fn biased(reach: usize) {
     let mut cpu = backend(Isa::Auto, 1).expect("there is always an instruction set");
-    cpu.prepare(&StepLimits { source_positions: 4, ..limits(4, 1) }).unwrap();
+    cpu.prepare(&StepLimits { encoder_positions: 4, ..limits(4, 1) }).unwrap();
     let (k_dim, v_dim) = (1, 1);
     let layout = KvLayout { ty: QuantType::F32, pages: 4, page_positions: 32, kv_heads: 1, k_dim, v_dim };
     let cache = cpu.alloc_kv(layout).unwrap();
     let tokens = SpanTokens::Given { at: 0, len: 4 };
     let (stack, table) = (SpanStack::Encoder, SpanTable::Scratch);
-    let spans = vec![Span { stack, tokens, table, want: Want::None, ..span(0) }];
-    cpu.begin(&StepBatch { spans, tokens: vec![0; 4], ..StepBatch::default() });
-    cpu.select(stack);
-    let bias = DistanceBias { table: f32_buf(&vec![0.0; 2 * reach - 1]), heads: 1, reach };
-    let (mask, table) = (Mask::Whole { window: None }, KvTable::Scratch);
+    let spans = vec![Span { stack, tokens, table, output: SpanOutput::None, ..span(0) }];
+    cpu.begin_step(&StepBatch { spans, tokens: vec![0; 4], ..StepBatch::default() });
+    cpu.select_stack(stack);
+    let bias = RelativeBias { table: f32_buf(&vec![0.0; 2 * reach - 1]), heads: 1, reach };
+    let (mask, table) = (Mask::Bidirectional { window: None }, KvTable::Scratch);
     let shape = AttentionShape { heads: 1, scale: 1.0, softcap: None, mask, table, bias: Some(&bias) };
     cpu.attention(&shape, &f32_buf(&[0.0; 4]), &cache, &mut f32_buf(&[1.0; 4]));
 }
@@ -282,7 +285,19 @@ fn a_bias_that_does_not_cover_every_distance_is_rejected() {
 
 #[test]
 fn a_backend_needs_a_thread_and_describes_itself() {
-    assert!(CpuBackend::new(CpuConfig { threads: 0, isa: Isa::Auto, inputs: Inputs::Coded }).is_err());
-    let cpu = CpuBackend::new(CpuConfig { threads: 2, isa: Isa::Portable, inputs: Inputs::Coded }).unwrap();
+    assert!(
+        CpuBackend::new(CpuConfig {
+            threads: 0,
+            isa: Isa::Auto,
+            activation_precision: ActivationPrecision::Int8
+        })
+        .is_err()
+    );
+    let cpu = CpuBackend::new(CpuConfig {
+        threads: 2,
+        isa: Isa::Portable,
+        activation_precision: ActivationPrecision::Int8,
+    })
+    .unwrap();
     assert_eq!(cpu.describe(), "cpu (portable, 2 threads)");
 }

@@ -25,8 +25,8 @@
 //!
 //! Invariant: the layouts are those of Inferflow's code, which multiplies the odd quant of a pair by 11.
 
-use super::grid::Line;
-use super::{finite, half_at, put_half};
+use super::grid::Levels;
+use super::{clamp_to_f16, read_f16, write_f16};
 
 /// A block format with a minimum and a scale: its constants, and the packing of its quants.
 pub(super) trait AffineFormat {
@@ -41,7 +41,7 @@ pub(super) trait AffineFormat {
     /// Bytes of minimum and scale.
     const PARAM_BYTES: usize = 4;
     /// Spacing of the representable minima and scales, if it is coarse.
-    const PARAM_STEP: Option<Line> = None;
+    const PARAM_STEP: Option<Levels> = None;
 
     /// Packs quants into the bytes after minimum and scale.
     fn pack(quants: &[u8], to: &mut [u8]);
@@ -51,13 +51,13 @@ pub(super) trait AffineFormat {
 
     /// Writes minimum and scale.
     fn write_params(minimum: f32, scale: f32, to: &mut [u8]) {
-        put_half(to, 0, minimum);
-        put_half(to, 2, scale);
+        write_f16(to, 0, minimum);
+        write_f16(to, 2, scale);
     }
 
     /// Reads minimum and scale.
     fn read_params(from: &[u8]) -> (f32, f32) {
-        (half_at(from, 0), half_at(from, 2))
+        (read_f16(from, 0), read_f16(from, 2))
     }
 }
 
@@ -75,11 +75,11 @@ pub(super) fn quantize<T: AffineFormat>(values: &[f32], out: &mut [u8]) {
         let mut numbers = [0f32; MAX_BLOCK_LEN];
         let numbers = &mut numbers[..T::BLOCK_LEN];
         for (number, value) in numbers.iter_mut().zip(block) {
-            *number = finite(*value);
+            *number = clamp_to_f16(*value);
         }
         let mut quants = [0u8; MAX_BLOCK_LEN];
         let quants = &mut quants[..T::BLOCK_LEN];
-        let (minimum, scale) = encode::<T>(numbers, quants);
+        let (minimum, scale) = quantize_block::<T>(numbers, quants);
         let (params, packed) = to.split_at_mut(T::PARAM_BYTES);
         T::write_params(minimum, scale, params);
         T::pack(quants, packed);
@@ -102,7 +102,7 @@ pub(super) fn dequantize<T: AffineFormat>(bytes: &[u8], out: &mut [f32]) {
 }
 
 /// Computes the quants of a block; returns its minimum and scale.
-fn encode<T: AffineFormat>(numbers: &[f32], quants: &mut [u8]) -> (f32, f32) {
+fn quantize_block<T: AffineFormat>(numbers: &[f32], quants: &mut [u8]) -> (f32, f32) {
     let minimum = numbers.iter().copied().fold(f32::INFINITY, f32::min);
     let maximum = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let scale = (maximum - minimum) / T::STEPS;
@@ -169,7 +169,7 @@ impl AffineFormat for Q4B16 {
     const STEPS: f32 = 15.0;
     const BIN_CENTERS: bool = false;
     const PARAM_BYTES: usize = 2;
-    const PARAM_STEP: Option<Line> = Some(Line { base: 0.01, scale: 0.001 });
+    const PARAM_STEP: Option<Levels> = Some(Levels { minimum: 0.01, scale: 0.001 });
 
     fn pack(quants: &[u8], to: &mut [u8]) {
         four::pack(quants, to);
@@ -317,7 +317,7 @@ mod tests {
         const WEIGHTS: [f32; 12] = [-1.0, -0.9, -0.6, -0.4, -0.2, 0.0, 0.1, 0.5, 0.7, 1.0, 1.3, 1.5];
         fn row<T: AffineFormat>(expected: [u8; 12], error: f32) {
             let mut quants = [0; 12];
-            let (minimum, scale) = encode::<T>(&WEIGHTS, &mut quants);
+            let (minimum, scale) = quantize_block::<T>(&WEIGHTS, &mut quants);
             assert_eq!(quants, expected);
             let off = |(weight, quant): (&f32, u8)| (weight - (minimum + f32::from(quant) * scale)).abs();
             let mean = WEIGHTS.iter().zip(quants).map(off).sum::<f32>() / 12.0;

@@ -10,29 +10,29 @@
 //!
 //! Invariant: for numbers that the format can represent, the bytes are those of ggml's reference.
 
-use super::{bounded, half_at, put_half};
+use super::{clamp_to_f16_times, read_f16, write_f16};
 use half::f16;
 
 /// Elements of a block.
-pub const NUMBERS: usize = 32;
+pub const BLOCK_LEN: usize = 32;
 
 /// Bytes of a scale or a minimum.
 pub const SCALE_BYTES: usize = 2;
 
 /// Bytes of a block of Q8_0.
-pub const Q8_0_BYTES: usize = SCALE_BYTES + NUMBERS;
+pub const Q8_0_BYTES: usize = SCALE_BYTES + BLOCK_LEN;
 /// Bytes of a block of Q4_0.
-pub const Q4_0_BYTES: usize = SCALE_BYTES + NUMBERS / 2;
+pub const Q4_0_BYTES: usize = SCALE_BYTES + BLOCK_LEN / 2;
 /// Bytes of a block of Q4_1.
 pub const Q4_1_BYTES: usize = Q4_0_BYTES + SCALE_BYTES;
 /// Bytes of a block of Q5_0.
-pub const Q5_0_BYTES: usize = Q4_0_BYTES + NUMBERS / 8;
+pub const Q5_0_BYTES: usize = Q4_0_BYTES + BLOCK_LEN / 8;
 /// Bytes of a block of Q5_1.
 pub const Q5_1_BYTES: usize = Q5_0_BYTES + SCALE_BYTES;
 
 pub(super) fn dequantize_q8_0(bytes: &[u8], out: &mut [f32]) {
-    for (block, out) in pairs::<_, _, Q8_0_BYTES, NUMBERS>(bytes, out) {
-        let (scale, quants) = parts(block);
+    for (block, out) in zip_chunks::<_, _, Q8_0_BYTES, BLOCK_LEN>(bytes, out) {
+        let (scale, quants) = split_scale(block);
         for (out, quant) in out.iter_mut().zip(quants) {
             *out = f32::from(*quant as i8) * scale;
         }
@@ -40,10 +40,10 @@ pub(super) fn dequantize_q8_0(bytes: &[u8], out: &mut [f32]) {
 }
 
 pub(super) fn dequantize_q4_0(bytes: &[u8], out: &mut [f32]) {
-    for (block, out) in pairs::<_, _, Q4_0_BYTES, NUMBERS>(bytes, out) {
-        let (scale, quants) = parts(block);
+    for (block, out) in zip_chunks::<_, _, Q4_0_BYTES, BLOCK_LEN>(bytes, out) {
+        let (scale, quants) = split_scale(block);
         let value = |quant: u8| f32::from(quant as i8 - 8) * scale;
-        let (low, high) = out.split_at_mut(NUMBERS / 2);
+        let (low, high) = out.split_at_mut(BLOCK_LEN / 2);
         for ((low, high), quants) in low.iter_mut().zip(high).zip(quants) {
             (*low, *high) = (value(quants & 15), value(quants >> 4));
         }
@@ -53,12 +53,12 @@ pub(super) fn dequantize_q4_0(bytes: &[u8], out: &mut [f32]) {
 /// Quantizes to Q8_0: the largest magnitude becomes 127. The quants use the scale before its conversion to
 /// F16, and ties are rounded away from zero.
 pub(super) fn quantize_q8_0(values: &[f32], out: &mut [u8]) {
-    for (values, block) in pairs::<_, _, NUMBERS, Q8_0_BYTES>(values, out) {
-        let values = &values.map(|value| bounded(value, 127.0));
+    for (values, block) in zip_chunks::<_, _, BLOCK_LEN, Q8_0_BYTES>(values, out) {
+        let values = &values.map(|value| clamp_to_f16_times(value, 127.0));
         let largest = values.iter().fold(0f32, |largest, value| largest.max(value.abs()));
         let scale = largest / 127.0;
-        let inverse = inverse(scale);
-        for (quant, value) in put_scale(scale, block).iter_mut().zip(values) {
+        let inverse = reciprocal(scale);
+        for (quant, value) in write_scale(scale, block).iter_mut().zip(values) {
             *quant = (value * inverse).round() as i8 as u8;
         }
     }
@@ -68,119 +68,120 @@ pub(super) fn quantize_q8_0(values: &[f32], out: &mut [u8]) {
 /// sign, because the scale has the opposite sign. An equally large element of the other sign would become 8,
 /// and is clamped to 7.
 pub(super) fn quantize_q4_0(values: &[f32], out: &mut [u8]) {
-    for (values, block) in pairs::<_, _, NUMBERS, Q4_0_BYTES>(values, out) {
-        let values = &values.map(|value| bounded(value, 8.0));
+    for (values, block) in zip_chunks::<_, _, BLOCK_LEN, Q4_0_BYTES>(values, out) {
+        let values = &values.map(|value| clamp_to_f16_times(value, 8.0));
         let larger = |extreme: f32, value: &f32| if extreme.abs() < value.abs() { *value } else { extreme };
         let scale = values.iter().fold(0.0, larger) / -8.0;
-        let inverse = inverse(scale);
+        let inverse = reciprocal(scale);
         let quant = |value: &f32| ((value * inverse + 8.5) as i8).min(15) as u8;
-        let (low, high) = values.split_at(NUMBERS / 2);
-        for (quants, (low, high)) in put_scale(scale, block).iter_mut().zip(low.iter().zip(high)) {
+        let (low, high) = values.split_at(BLOCK_LEN / 2);
+        for (quants, (low, high)) in write_scale(scale, block).iter_mut().zip(low.iter().zip(high)) {
             *quants = quant(low) | quant(high) << 4;
         }
     }
 }
 
 /// Unpacks 32 quants of 4 bits, or of 5 bits with the high bits `upper`, and writes the `value` of each.
-fn spread(upper: u32, quants: &[u8], out: &mut [f32], value: impl Fn(u8) -> f32) {
-    let (low, high) = out.split_at_mut(NUMBERS / 2);
+fn unpack_quants(upper: u32, quants: &[u8], out: &mut [f32], value: impl Fn(u8) -> f32) {
+    let (low, high) = out.split_at_mut(BLOCK_LEN / 2);
     for (n, ((low, high), quants)) in low.iter_mut().zip(high).zip(quants).enumerate() {
         let upper = |n: usize| (upper >> n & 1) as u8 * 16;
-        (*low, *high) = (value(quants & 15 | upper(n)), value(quants >> 4 | upper(n + NUMBERS / 2)));
+        (*low, *high) = (value(quants & 15 | upper(n)), value(quants >> 4 | upper(n + BLOCK_LEN / 2)));
     }
 }
 
 /// Writes 32 quants of at most `highest` behind scale and minimum. 5-bit quants have their high bits first.
 /// 8-bit quants are stored with an offset of -127.
-pub(super) fn put_codes(highest: u8, quants: &[u8], to: &mut [u8]) {
-    let mut values = [0f32; NUMBERS];
+pub(super) fn write_quants(highest: u8, quants: &[u8], to: &mut [u8]) {
+    let mut values = [0f32; BLOCK_LEN];
     values.iter_mut().zip(quants).for_each(|(value, quant)| *value = f32::from(*quant));
     match highest {
-        ..16 => _ = gather(&values, to, |quant| quant as u8),
+        ..16 => _ = pack_quants(&values, to, |quant| quant as u8),
         16..32 => {
-            let (upper, lower) = to.split_at_mut(NUMBERS / 8);
-            upper.copy_from_slice(&gather(&values, lower, |quant| quant as u8).to_le_bytes());
+            let (upper, lower) = to.split_at_mut(BLOCK_LEN / 8);
+            upper.copy_from_slice(&pack_quants(&values, lower, |quant| quant as u8).to_le_bytes());
         }
         32.. => to.iter_mut().zip(quants).for_each(|(to, quant)| *to = quant.wrapping_sub(127)),
     }
 }
 
 /// Packs the quants of 32 values as nibbles, and returns the high bits.
-fn gather(values: &[f32], quants: &mut [u8], quant: impl Fn(f32) -> u8) -> u32 {
-    let (low, high) = values.split_at(NUMBERS / 2);
+fn pack_quants(values: &[f32], quants: &mut [u8], quant: impl Fn(f32) -> u8) -> u32 {
+    let (low, high) = values.split_at(BLOCK_LEN / 2);
     let mut upper = 0;
     for (n, (to, (low, high))) in quants.iter_mut().zip(low.iter().zip(high)).enumerate() {
         let (low, high) = (quant(*low), quant(*high));
         *to = low & 15 | high << 4;
-        upper |= u32::from(low >> 4) << n | u32::from(high >> 4) << (n + NUMBERS / 2);
+        upper |= u32::from(low >> 4) << n | u32::from(high >> 4) << (n + BLOCK_LEN / 2);
     }
     upper
 }
 
-fn word(bytes: &[u8]) -> u32 {
+fn read_u32(bytes: &[u8]) -> u32 {
     u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
 
 pub(super) fn dequantize_q4_1(bytes: &[u8], out: &mut [f32]) {
-    for (block, out) in pairs::<_, _, Q4_1_BYTES, NUMBERS>(bytes, out) {
-        let (scale, minimum) = (half_at(block, 0), half_at(block, 2));
-        spread(0, &block[4..], out, |quant| scale * f32::from(quant) + minimum);
+    for (block, out) in zip_chunks::<_, _, Q4_1_BYTES, BLOCK_LEN>(bytes, out) {
+        let (scale, minimum) = (read_f16(block, 0), read_f16(block, 2));
+        unpack_quants(0, &block[4..], out, |quant| scale * f32::from(quant) + minimum);
     }
 }
 
 pub(super) fn dequantize_q5_0(bytes: &[u8], out: &mut [f32]) {
-    for (block, out) in pairs::<_, _, Q5_0_BYTES, NUMBERS>(bytes, out) {
-        let scale = half_at(block, 0);
-        spread(word(&block[2..]), &block[6..], out, |quant| scale * f32::from(quant as i8 - 16));
+    for (block, out) in zip_chunks::<_, _, Q5_0_BYTES, BLOCK_LEN>(bytes, out) {
+        let scale = read_f16(block, 0);
+        unpack_quants(read_u32(&block[2..]), &block[6..], out, |quant| scale * f32::from(quant as i8 - 16));
     }
 }
 
 pub(super) fn dequantize_q5_1(bytes: &[u8], out: &mut [f32]) {
-    for (block, out) in pairs::<_, _, Q5_1_BYTES, NUMBERS>(bytes, out) {
-        let (scale, minimum) = (half_at(block, 0), half_at(block, 2));
-        spread(word(&block[4..]), &block[8..], out, |quant| scale * f32::from(quant) + minimum);
+    for (block, out) in zip_chunks::<_, _, Q5_1_BYTES, BLOCK_LEN>(bytes, out) {
+        let (scale, minimum) = (read_f16(block, 0), read_f16(block, 2));
+        unpack_quants(read_u32(&block[4..]), &block[8..], out, |quant| scale * f32::from(quant) + minimum);
     }
 }
 
 /// Returns the minimum, the scale and its reciprocal for a block with `steps` steps.
-fn range(values: &[f32], steps: f32) -> (f32, f32, f32) {
+fn min_and_scale(values: &[f32], steps: f32) -> (f32, f32, f32) {
     let minimum = values.iter().copied().fold(f32::INFINITY, f32::min);
     let largest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let scale = (largest - minimum) / steps;
-    (minimum, scale, inverse(scale))
+    (minimum, scale, reciprocal(scale))
 }
 
 pub(super) fn quantize_q4_1(values: &[f32], out: &mut [u8]) {
-    for (values, block) in pairs::<_, _, NUMBERS, Q4_1_BYTES>(values, out) {
-        let values = &values.map(|value| bounded(value, 1.0));
-        let (minimum, scale, inverse) = range(values, 15.0);
-        put_half(block, 0, scale);
-        put_half(block, 2, minimum);
-        gather(values, &mut block[4..], |value| (((value - minimum) * inverse + 0.5) as u8).min(15));
+    for (values, block) in zip_chunks::<_, _, BLOCK_LEN, Q4_1_BYTES>(values, out) {
+        let values = &values.map(|value| clamp_to_f16_times(value, 1.0));
+        let (minimum, scale, inverse) = min_and_scale(values, 15.0);
+        write_f16(block, 0, scale);
+        write_f16(block, 2, minimum);
+        pack_quants(values, &mut block[4..], |value| (((value - minimum) * inverse + 0.5) as u8).min(15));
     }
 }
 
 /// Quantizes to Q5_0: as in Q4_0, the element with the largest magnitude (the first of equals) becomes -16.
 pub(super) fn quantize_q5_0(values: &[f32], out: &mut [u8]) {
-    for (values, block) in pairs::<_, _, NUMBERS, Q5_0_BYTES>(values, out) {
-        let values = &values.map(|value| bounded(value, 16.0));
+    for (values, block) in zip_chunks::<_, _, BLOCK_LEN, Q5_0_BYTES>(values, out) {
+        let values = &values.map(|value| clamp_to_f16_times(value, 16.0));
         let larger = |extreme: f32, value: &f32| if extreme.abs() < value.abs() { *value } else { extreme };
         let scale = values.iter().fold(0.0, larger) / -16.0;
-        let inverse = inverse(scale);
-        put_half(block, 0, scale);
-        let upper = gather(values, &mut block[6..], |value| ((value * inverse + 16.5) as i8).min(31) as u8);
+        let inverse = reciprocal(scale);
+        write_f16(block, 0, scale);
+        let upper =
+            pack_quants(values, &mut block[6..], |value| ((value * inverse + 16.5) as i8).min(31) as u8);
         block[2..6].copy_from_slice(&upper.to_le_bytes());
     }
 }
 
 pub(super) fn quantize_q5_1(values: &[f32], out: &mut [u8]) {
-    for (values, block) in pairs::<_, _, NUMBERS, Q5_1_BYTES>(values, out) {
-        let values = &values.map(|value| bounded(value, 1.0));
-        let (minimum, scale, inverse) = range(values, 31.0);
-        put_half(block, 0, scale);
-        put_half(block, 2, minimum);
+    for (values, block) in zip_chunks::<_, _, BLOCK_LEN, Q5_1_BYTES>(values, out) {
+        let values = &values.map(|value| clamp_to_f16_times(value, 1.0));
+        let (minimum, scale, inverse) = min_and_scale(values, 31.0);
+        write_f16(block, 0, scale);
+        write_f16(block, 2, minimum);
         let upper =
-            gather(values, &mut block[8..], |value| (((value - minimum) * inverse + 0.5) as u8).min(31));
+            pack_quants(values, &mut block[8..], |value| (((value - minimum) * inverse + 0.5) as u8).min(31));
         block[4..8].copy_from_slice(&upper.to_le_bytes());
     }
 }
@@ -198,7 +199,7 @@ pub(super) fn join_q8_0(quants: &[u8], params: &[u8], block: &mut [u8]) {
 
 pub(super) fn split_q4<const HEAD: usize>(block: &[u8], quants: &mut [u8], params: &mut [u8]) {
     params.copy_from_slice(&block[..HEAD]);
-    let (low, high) = quants.split_at_mut(NUMBERS / 2);
+    let (low, high) = quants.split_at_mut(BLOCK_LEN / 2);
     for ((low, high), both) in low.iter_mut().zip(high).zip(&block[HEAD..]) {
         (*low, *high) = (both & 15, both >> 4);
     }
@@ -206,32 +207,32 @@ pub(super) fn split_q4<const HEAD: usize>(block: &[u8], quants: &mut [u8], param
 
 pub(super) fn join_q4<const HEAD: usize>(quants: &[u8], params: &[u8], block: &mut [u8]) {
     block[..HEAD].copy_from_slice(params);
-    let (low, high) = quants.split_at(NUMBERS / 2);
+    let (low, high) = quants.split_at(BLOCK_LEN / 2);
     for ((low, high), both) in low.iter().zip(high).zip(&mut block[HEAD..]) {
         *both = low | high << 4;
     }
 }
 
 /// Returns the reciprocal, or 0 for 0.
-fn inverse(scale: f32) -> f32 {
+fn reciprocal(scale: f32) -> f32 {
     if scale == 0.0 { 0.0 } else { 1.0 / scale }
 }
 
 /// Returns the scale of a block and the bytes after it.
-fn parts<const N: usize>(block: &[u8; N]) -> (f32, &[u8]) {
+fn split_scale<const N: usize>(block: &[u8; N]) -> (f32, &[u8]) {
     let (scale, quants) = block.split_at(SCALE_BYTES);
     (f16::from_le_bytes([scale[0], scale[1]]).to_f32(), quants)
 }
 
 /// Writes the scale of a block, and returns the bytes after it.
-fn put_scale<const N: usize>(scale: f32, block: &mut [u8; N]) -> &mut [u8] {
+fn write_scale<const N: usize>(scale: f32, block: &mut [u8; N]) -> &mut [u8] {
     let (to, quants) = block.split_at_mut(SCALE_BYTES);
     to.copy_from_slice(&f16::from_f32(scale).to_le_bytes());
     quants
 }
 
 /// Pairs chunks of N with chunks of M. Asserts that both slices have the same number of whole chunks.
-fn pairs<'a, A, B, const N: usize, const M: usize>(
+fn zip_chunks<'a, A, B, const N: usize, const M: usize>(
     from: &'a [A],
     to: &'a mut [B],
 ) -> impl Iterator<Item = (&'a [A; N], &'a mut [B; M])> {

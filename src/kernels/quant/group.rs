@@ -11,25 +11,26 @@
 //!
 //! Invariant: a constant group is stored as exactly as F16 represents the constant.
 
-use super::{finite, half_at, put_half};
+use super::{clamp_to_f16, read_f16, write_f16};
 use half::f16;
 
 /// Elements of a group.
-pub const NUMBERS: usize = 64;
+pub const GROUP_LEN: usize = 64;
 /// Bytes of a group.
-pub const BYTES: usize = 4 + NUMBERS / 2;
+pub const GROUP_BYTES: usize = 4 + GROUP_LEN / 2;
 
 pub(super) fn quantize(values: &[f32], out: &mut [u8]) {
-    let (groups, to) = (values.chunks_exact(NUMBERS), out.chunks_exact_mut(BYTES));
+    let (groups, to) = (values.chunks_exact(GROUP_LEN), out.chunks_exact_mut(GROUP_BYTES));
     assert!(groups.remainder().is_empty() && groups.len() == to.len(), "whole groups");
     for (group, to) in groups.zip(to) {
-        let minimum = group.iter().map(|x| finite(*x)).fold(f32::INFINITY, f32::min);
-        let maximum = group.iter().map(|x| finite(*x)).fold(f32::NEG_INFINITY, f32::max);
+        let minimum = group.iter().map(|x| clamp_to_f16(*x)).fold(f32::INFINITY, f32::min);
+        let maximum = group.iter().map(|x| clamp_to_f16(*x)).fold(f32::NEG_INFINITY, f32::max);
         // A division by zero gives infinity, which `min` limits too.
         let multiplier = (15.0 / (maximum - minimum)).min(f16::MAX.to_f32());
-        put_half(to, 0, multiplier);
-        put_half(to, 2, minimum);
-        let quant = |x: f32| ((finite(x) - minimum) * multiplier).clamp(0.0, 15.0).round_ties_even() as u8;
+        write_f16(to, 0, multiplier);
+        write_f16(to, 2, minimum);
+        let quant =
+            |x: f32| ((clamp_to_f16(x) - minimum) * multiplier).clamp(0.0, 15.0).round_ties_even() as u8;
         for (byte, [first, second]) in to[4..].iter_mut().zip(group.as_chunks().0) {
             *byte = quant(*first) << 4 | quant(*second);
         }
@@ -37,10 +38,10 @@ pub(super) fn quantize(values: &[f32], out: &mut [u8]) {
 }
 
 pub(super) fn dequantize(bytes: &[u8], out: &mut [f32]) {
-    let (groups, to) = (bytes.chunks_exact(BYTES), out.chunks_exact_mut(NUMBERS));
+    let (groups, to) = (bytes.chunks_exact(GROUP_BYTES), out.chunks_exact_mut(GROUP_LEN));
     assert!(groups.remainder().is_empty() && groups.len() == to.len(), "whole groups");
     for (group, to) in groups.zip(to) {
-        let (multiplier, minimum) = (half_at(group, 0), half_at(group, 2));
+        let (multiplier, minimum) = (read_f16(group, 0), read_f16(group, 2));
         for (byte, values) in group[4..].iter().zip(to.as_chunks_mut().0) {
             *values = [byte >> 4, byte & 15].map(|quant| f32::from(quant) / multiplier + minimum);
         }
@@ -65,8 +66,8 @@ pub(super) fn join(quants: &[u8], params: &[u8], block: &mut [u8]) {
 mod tests {
     use super::*;
 
-    fn there_and_back(group: &[f32; NUMBERS]) -> ([u8; BYTES], [f32; NUMBERS]) {
-        let (mut bytes, mut back) = ([0; BYTES], [0.0; NUMBERS]);
+    fn there_and_back(group: &[f32; GROUP_LEN]) -> ([u8; GROUP_BYTES], [f32; GROUP_LEN]) {
+        let (mut bytes, mut back) = ([0; GROUP_BYTES], [0.0; GROUP_LEN]);
         quantize(group, &mut bytes);
         dequantize(&bytes, &mut back);
         (bytes, back)
@@ -76,8 +77,8 @@ mod tests {
     fn the_first_of_two_quants_is_in_the_high_nibble() {
         let group = std::array::from_fn(|n| (n % 16) as f32 - 5.0);
         let (bytes, back) = there_and_back(&group);
-        assert_eq!(half_at(&bytes, 0), 1.0);
-        assert_eq!(half_at(&bytes, 2), -5.0);
+        assert_eq!(read_f16(&bytes, 0), 1.0);
+        assert_eq!(read_f16(&bytes, 2), -5.0);
         assert_eq!(bytes[4..8], [0x01, 0x23, 0x45, 0x67]);
         assert_eq!(back, group);
     }
@@ -85,7 +86,7 @@ mod tests {
     /// Ties go to the even quant.
     #[test]
     fn halves_are_rounded_to_even() {
-        let mut group = [0.0; NUMBERS];
+        let mut group = [0.0; GROUP_LEN];
         (group[0], group[1], group[2], group[3]) = (15.0, 2.5, 3.5, 0.5);
         assert_eq!(there_and_back(&group).1[..4], [15.0, 2.0, 4.0, 0.0]);
     }
@@ -93,9 +94,9 @@ mod tests {
     /// For the first group, FlexGen divides by zero; for the second one, it overflows.
     #[test]
     fn constant_and_narrow_groups_are_preserved() {
-        let (_, back) = there_and_back(&[0.375; NUMBERS]);
-        assert_eq!(back, [0.375; NUMBERS]);
-        let group: [f32; NUMBERS] = std::array::from_fn(|n| 0.25 + n as f32 * 1e-6);
+        let (_, back) = there_and_back(&[0.375; GROUP_LEN]);
+        assert_eq!(back, [0.375; GROUP_LEN]);
+        let group: [f32; GROUP_LEN] = std::array::from_fn(|n| 0.25 + n as f32 * 1e-6);
         let (_, back) = there_and_back(&group);
         for (x, back) in group.iter().zip(back) {
             assert!((x - back).abs() <= 1.0 / 131_000.0, "{x} became {back}");

@@ -7,59 +7,59 @@
 
 /// The precision of the activations in GEMMs, by the format of the weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Inputs {
+pub enum ActivationPrecision {
     /// Int8 for weights of formats with int8 kernels, F32 otherwise. The fastest.
     #[default]
-    Coded,
+    Int8,
     /// As [`Self::Int8`], and BF16 for BF16 weights. For devices with BF16 dot products.
-    CodedAndHalves,
+    Int8AndBf16,
     /// F32 always.
-    Plain,
+    F32,
 }
 
-impl Inputs {
+impl ActivationPrecision {
     /// Returns this precision with BF16 for BF16 weights, unless all activations stay F32.
-    pub fn with_halves(self) -> Inputs {
+    pub fn with_bf16(self) -> ActivationPrecision {
         match self {
-            Inputs::Plain => Inputs::Plain,
-            Inputs::Coded | Inputs::CodedAndHalves => Inputs::CodedAndHalves,
+            ActivationPrecision::F32 => ActivationPrecision::F32,
+            ActivationPrecision::Int8 | ActivationPrecision::Int8AndBf16 => ActivationPrecision::Int8AndBf16,
         }
     }
 }
 
 /// The format of the activations in one GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operand {
+pub enum OperandFormat {
     /// F32, unchanged.
     F32,
     /// Blocks of int8: [`Int8Block`].
-    Codes,
+    Int8,
     /// BF16, rounded to nearest, ties to even.
     Bf16,
 }
 
 /// Elements of a block.
-pub const INPUT_BLOCK: usize = 32;
+pub const INT8_BLOCK_LEN: usize = 32;
 
 /// Rounding constant 1.5 * 2^23: added to a small number, it leaves the number rounded to an integer, ties to
 /// even, in the low bits of the sum.
-const ROUND: f32 = 12_582_912.0;
+const ROUNDING_CONSTANT: f32 = 12_582_912.0;
 
 /// A block of int8 activations: element i is `quants[i] * scale`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct InputBlock {
+pub struct Int8Block {
     /// Integers from -127 to 127.
-    pub codes: [i8; INPUT_BLOCK],
+    pub quants: [i8; INT8_BLOCK_LEN],
     /// Scale of the block.
     pub scale: f32,
 }
 
-impl InputBlock {
+impl Int8Block {
     /// Quantizes 32 elements.
     // `clamp` would preserve NaN.
     #[allow(clippy::manual_clamp)]
     #[inline(always)]
-    pub fn of(x: &[f32; INPUT_BLOCK]) -> InputBlock {
+    pub fn quantize(x: &[f32; INT8_BLOCK_LEN]) -> Int8Block {
         // Magnitudes compare as integers in the same order, with infinity and NaN above all finite ones.
         let mut largest = 0;
         for x in x {
@@ -68,20 +68,20 @@ impl InputBlock {
         let largest = f32::from_bits(largest);
         // For smaller magnitudes the reciprocal overflows.
         let inverse = if largest < 127.0 / f32::MAX { 0.0 } else { 127.0 / largest };
-        let mut codes = [0; INPUT_BLOCK];
+        let mut codes = [0; INT8_BLOCK_LEN];
         for (quant, x) in codes.iter_mut().zip(x) {
             // A float-to-byte conversion would not be vectorized; here the integer is in the low bits of the
             // sum. The clamping is for NaN.
-            let rounded = (x * inverse).max(-127.0).min(127.0) + ROUND;
+            let rounded = (x * inverse).max(-127.0).min(127.0) + ROUNDING_CONSTANT;
             *quant = rounded.to_bits() as i8;
         }
         let scale = if largest.is_finite() { largest / 127.0 } else { f32::NAN };
-        InputBlock { codes, scale }
+        Int8Block { quants: codes, scale }
     }
 
     /// Dequantizes the block.
-    pub fn values(&self) -> [f32; INPUT_BLOCK] {
-        self.codes.map(|quant| f32::from(quant) * self.scale)
+    pub fn dequantize(&self) -> [f32; INT8_BLOCK_LEN] {
+        self.quants.map(|quant| f32::from(quant) * self.scale)
     }
 }
 
@@ -91,21 +91,25 @@ mod tests {
 
     #[test]
     fn the_largest_is_127_and_halves_go_to_even() {
-        let mut x = [0.0; INPUT_BLOCK];
+        let mut x = [0.0; INT8_BLOCK_LEN];
         (x[0], x[1], x[2], x[3], x[4]) = (-254.0, 5.0, 3.0, 1.0, -1.0);
-        let block = InputBlock::of(&x);
-        assert_eq!((block.scale, &block.codes[..5]), (2.0, &[-127, 2, 2, 0, 0][..]));
-        assert_eq!(InputBlock::of(&[0.0; 32]), InputBlock { codes: [0; 32], scale: 0.0 });
+        let block = Int8Block::quantize(&x);
+        assert_eq!((block.scale, &block.quants[..5]), (2.0, &[-127, 2, 2, 0, 0][..]));
+        assert_eq!(Int8Block::quantize(&[0.0; 32]), Int8Block { quants: [0; 32], scale: 0.0 });
     }
 
     #[test]
     fn quants_of_the_smallest_numbers_are_in_range() {
         for largest in [1e-45, 1e-38, 2e-37, 4e-37, 1e-30] {
             let x = std::array::from_fn(|i| if i % 2 == 0 { largest } else { -largest / 3.0 });
-            let block = InputBlock::of(&x);
-            assert!(block.codes.iter().all(|quant| *quant >= -127), "{largest}: {block:?}");
+            let block = Int8Block::quantize(&x);
+            assert!(block.quants.iter().all(|quant| *quant >= -127), "{largest}: {block:?}");
             assert!(
-                block.values().iter().zip(x).all(|(value, x)| (value - x).abs() <= 5e-37 + largest / 127.0)
+                block
+                    .dequantize()
+                    .iter()
+                    .zip(x)
+                    .all(|(value, x)| (value - x).abs() <= 5e-37 + largest / 127.0)
             );
         }
     }
@@ -113,9 +117,9 @@ mod tests {
     #[test]
     fn non_finite_numbers_give_nan() {
         for strange in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-            let mut x = [1.0; INPUT_BLOCK];
+            let mut x = [1.0; INT8_BLOCK_LEN];
             x[17] = strange;
-            let values = InputBlock::of(&x).values();
+            let values = Int8Block::quantize(&x).dequantize();
             assert!(values.iter().all(|value| value.is_nan()), "{strange}: {values:?}");
         }
     }

@@ -31,9 +31,9 @@ mod superblocks;
 
 mod table;
 
-pub use input::{INPUT_BLOCK, InputBlock, Inputs, Operand};
-pub use parts::Parts;
-pub use runs::{GROUP_BYTES, GROUP_NUMBERS};
+pub use input::{ActivationPrecision, INT8_BLOCK_LEN, Int8Block, OperandFormat};
+pub use parts::BlockSplit;
+pub use runs::{MAX_GROUP_BYTES, MAX_GROUP_LEN};
 
 use half::f16;
 
@@ -84,10 +84,10 @@ pub enum QuantType {
 }
 
 /// A function that quantizes whole blocks: values (blocks * block_elements) to bytes (blocks * block_bytes).
-pub type Quantize = fn(values: &[f32], out: &mut [u8]);
+pub type QuantizeFn = fn(values: &[f32], out: &mut [u8]);
 
 /// The description of a number format: a row of the table of formats.
-pub struct QuantRow {
+pub struct FormatRow {
     /// The format that this row describes.
     pub ty: QuantType,
     /// The name in configuration, logs and `inspect`.
@@ -101,7 +101,7 @@ pub struct QuantRow {
     /// Dequantizes whole blocks: bytes (blocks * block_bytes) to values (blocks * block_elements).
     pub dequantize: fn(bytes: &[u8], out: &mut [f32]),
     /// Quantizes whole blocks; `None` for formats that are only read.
-    pub quantize: Option<Quantize>,
+    pub quantize: Option<QuantizeFn>,
     /// The fields of a block, in order, for the documentation.
     pub layout: &'static str,
     /// The purpose of the format, for the documentation.
@@ -111,7 +111,7 @@ pub struct QuantRow {
 impl QuantType {
     /// Returns every format, in table order.
     pub fn all() -> impl Iterator<Item = QuantType> {
-        table::TABLE.iter().map(|row| row.ty)
+        table::FORMATS.iter().map(|row| row.ty)
     }
 
     /// Returns the formats that store each number separately, in table order.
@@ -125,19 +125,19 @@ impl QuantType {
     }
 
     /// Returns the row of the format in the table.
-    pub fn row(self) -> &'static QuantRow {
-        let row = &table::TABLE[self as usize];
+    pub fn row(self) -> &'static FormatRow {
+        let row = &table::FORMATS[self as usize];
         debug_assert_eq!(row.ty, self);
         row
     }
 
     /// Returns the format with this name or alias, ignoring case.
     pub fn by_name(name: &str) -> Option<QuantType> {
-        let matches = |row: &&QuantRow| {
+        let matches = |row: &&FormatRow| {
             row.name.eq_ignore_ascii_case(name)
                 || row.aliases.iter().any(|alias| alias.eq_ignore_ascii_case(name))
         };
-        table::TABLE.iter().find(matches).map(|row| row.ty)
+        table::FORMATS.iter().find(matches).map(|row| row.ty)
     }
 
     /// Returns the name in configuration, logs and `inspect`.
@@ -147,22 +147,24 @@ impl QuantType {
 
     /// Returns how to split blocks into quants and parameters; `None` if a backend has to use
     /// [`Self::dequantize`].
-    pub fn parts(self) -> Option<Parts> {
-        parts::of(self)
+    pub fn block_split(self) -> Option<BlockSplit> {
+        parts::block_split(self)
     }
 
     /// Returns the format of the activations in GEMMs with weights of this format, on a device with this
     /// precision.
-    pub fn operand(self, inputs: Inputs) -> Operand {
+    pub fn operand_format(self, inputs: ActivationPrecision) -> OperandFormat {
         match inputs {
-            Inputs::Coded | Inputs::CodedAndHalves if self.parts().is_some() => Operand::Codes,
-            Inputs::CodedAndHalves if self == QuantType::BF16 => Operand::Bf16,
-            _ => Operand::F32,
+            ActivationPrecision::Int8 | ActivationPrecision::Int8AndBf16 if self.block_split().is_some() => {
+                OperandFormat::Int8
+            }
+            ActivationPrecision::Int8AndBf16 if self == QuantType::BF16 => OperandFormat::Bf16,
+            _ => OperandFormat::F32,
         }
     }
 
     /// Returns the average number of bits per element, scales included.
-    pub fn bits(self) -> f64 {
+    pub fn bits_per_element(self) -> f64 {
         self.row().block_bytes as f64 * 8.0 / self.row().block_elements as f64
     }
 
@@ -195,23 +197,23 @@ impl std::fmt::Display for QuantType {
 }
 
 /// Clamps a value to the range of F16; NaN becomes 0.
-fn finite(value: f32) -> f32 {
-    bounded(value, 1.0)
+fn clamp_to_f16(value: f32) -> f32 {
+    clamp_to_f16_times(value, 1.0)
 }
 
 /// Clamps a value to `times` the range of F16; NaN becomes 0.
-fn bounded(value: f32, times: f32) -> f32 {
+fn clamp_to_f16_times(value: f32, times: f32) -> f32 {
     let largest = times * f16::MAX.to_f32();
     if value.is_nan() { 0.0 } else { value.clamp(-largest, largest) }
 }
 
 /// Reads the F16 at byte offset `at`.
-fn half_at(bytes: &[u8], at: usize) -> f32 {
+fn read_f16(bytes: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
 }
 
 /// Writes a value as F16 at byte offset `at`.
-fn put_half(bytes: &mut [u8], at: usize, value: f32) {
+fn write_f16(bytes: &mut [u8], at: usize, value: f32) {
     bytes[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
 }
 

@@ -9,9 +9,9 @@ use super::{QuantType, blocks, group, superblocks};
 /// Functions that split the blocks of a format and join them again. A quant is an unsigned byte, in the order
 /// of the elements.
 #[derive(Clone, Copy)]
-pub struct Parts {
+pub struct BlockSplit {
     /// Bytes of a block that are not quants: scales and minima.
-    pub head: usize,
+    pub param_bytes: usize,
     /// Splits a block: (block, quants, parameters).
     pub split: fn(&[u8], &mut [u8], &mut [u8]),
     /// Joins a block: (quants, parameters, block).
@@ -19,30 +19,30 @@ pub struct Parts {
 }
 
 /// Returns the functions for a format, if it can be split.
-pub(super) fn of(ty: QuantType) -> Option<Parts> {
+pub(super) fn block_split(ty: QuantType) -> Option<BlockSplit> {
     use QuantType::*;
     Some(match ty {
-        Q8_0 => Parts { head: 2, split: blocks::split_q8_0, join: blocks::join_q8_0 },
-        Q4_0 => Parts { head: 2, split: blocks::split_q4::<2>, join: blocks::join_q4::<2> },
-        Q4_1 => Parts { head: 4, split: blocks::split_q4::<4>, join: blocks::join_q4::<4> },
-        Q4_K => superblocks::parts_k::<4>(),
-        Q5_K => superblocks::parts_k::<5>(),
-        Q6_K => superblocks::PARTS_6,
-        Q6_B64T1 => of_affine::<affine::Q6B64T1>(),
-        Q5_B64T1 => of_affine::<affine::Q5B64T1>(),
-        Q4_B64T1 => of_affine::<affine::Q4B64T1>(),
-        Q4_B32T1A => of_affine::<affine::Q4B32T1A>(),
-        Q4_B32T1B => of_affine::<affine::Q4B32T1B>(),
-        Q3H_B64T1 => of_affine::<affine::Q3HB64T1>(),
-        G4_B64 => Parts { head: 4, split: group::split, join: group::join },
+        Q8_0 => BlockSplit { param_bytes: 2, split: blocks::split_q8_0, join: blocks::join_q8_0 },
+        Q4_0 => BlockSplit { param_bytes: 2, split: blocks::split_q4::<2>, join: blocks::join_q4::<2> },
+        Q4_1 => BlockSplit { param_bytes: 4, split: blocks::split_q4::<4>, join: blocks::join_q4::<4> },
+        Q4_K => superblocks::q4_k_split::<4>(),
+        Q5_K => superblocks::q4_k_split::<5>(),
+        Q6_K => superblocks::Q6_K_SPLIT,
+        Q6_B64T1 => affine_split::<affine::Q6B64T1>(),
+        Q5_B64T1 => affine_split::<affine::Q5B64T1>(),
+        Q4_B64T1 => affine_split::<affine::Q4B64T1>(),
+        Q4_B32T1A => affine_split::<affine::Q4B32T1A>(),
+        Q4_B32T1B => affine_split::<affine::Q4B32T1B>(),
+        Q3H_B64T1 => affine_split::<affine::Q3HB64T1>(),
+        G4_B64 => BlockSplit { param_bytes: 4, split: group::split, join: group::join },
         _ => return None,
     })
 }
 
 /// Returns the functions for a format of Inferflow.
-fn of_affine<T: AffineFormat>() -> Parts {
-    Parts {
-        head: T::PARAM_BYTES,
+fn affine_split<T: AffineFormat>() -> BlockSplit {
+    BlockSplit {
+        param_bytes: T::PARAM_BYTES,
         split: |block, quants, params| {
             params.copy_from_slice(&block[..T::PARAM_BYTES]);
             T::unpack(&block[T::PARAM_BYTES..], quants);
@@ -62,7 +62,7 @@ mod tests {
     #[test]
     fn blocks_survive_split_and_join() {
         for ty in QuantType::all() {
-            let Some(Parts { head, split, join }) = of(ty) else { continue };
+            let Some(BlockSplit { param_bytes: head, split, join }) = block_split(ty) else { continue };
             let row = ty.row();
             for trial in 0..50 {
                 // Quantized first, because not every combination of bytes is valid in every format.

@@ -13,7 +13,7 @@ use super::QuantType;
 
 /// The formats for keys and values, with their short names. A short name selects one of the formats with that
 /// number of bits.
-const FORMATS: [(QuantType, &str); 5] = [
+const KV_CACHE_FORMATS: [(QuantType, &str); 5] = [
     (QuantType::F32, "f32"),
     (QuantType::F16, "f16"),
     (QuantType::BF16, "bf16"),
@@ -22,34 +22,34 @@ const FORMATS: [(QuantType, &str); 5] = [
 ];
 
 /// Largest number of elements of a group.
-pub const GROUP_NUMBERS: usize = 64;
+pub const MAX_GROUP_LEN: usize = 64;
 /// Largest number of bytes of a group.
-pub const GROUP_BYTES: usize = 36;
+pub const MAX_GROUP_BYTES: usize = 36;
 
 impl QuantType {
     /// Returns the formats that the KV cache supports. In their blocks, the quants come last, in the order of
     /// the elements.
-    pub fn cached() -> impl Iterator<Item = QuantType> {
-        FORMATS.into_iter().map(|(ty, _)| ty)
+    pub fn kv_cache_types() -> impl Iterator<Item = QuantType> {
+        KV_CACHE_FORMATS.into_iter().map(|(ty, _)| ty)
     }
 
     /// Returns the names of the KV cache formats: the short names, then those full names that differ.
-    pub fn cache_names() -> impl Iterator<Item = (&'static str, QuantType)> {
-        let full = QuantType::cached().map(|ty| (ty.name(), ty));
-        let short = FORMATS.into_iter().map(|(ty, name)| (name, ty));
-        short.chain(full.filter(|(name, _)| FORMATS.iter().all(|(_, short)| short != name)))
+    pub fn kv_cache_names() -> impl Iterator<Item = (&'static str, QuantType)> {
+        let full = QuantType::kv_cache_types().map(|ty| (ty.name(), ty));
+        let short = KV_CACHE_FORMATS.into_iter().map(|(ty, name)| (name, ty));
+        short.chain(full.filter(|(name, _)| KV_CACHE_FORMATS.iter().all(|(_, short)| short != name)))
     }
 
     /// Returns the bytes of a run of `numbers` elements; `None` on overflow.
     pub fn run_bytes(self, numbers: usize) -> Option<usize> {
         let block = self.row().block_elements;
         let whole = (numbers / block).checked_mul(self.row().block_bytes)?;
-        whole.checked_add(self.short_bytes(numbers % block))
+        whole.checked_add(self.partial_group_bytes(numbers % block))
     }
 
     /// Returns the bytes of a group that is shorter than a block.
-    fn short_bytes(self, numbers: usize) -> usize {
-        let (row, head) = (self.row(), self.parts().map_or(0, |parts| parts.head));
+    fn partial_group_bytes(self, numbers: usize) -> usize {
+        let (row, head) = (self.row(), self.block_split().map_or(0, |parts| parts.param_bytes));
         match numbers {
             0 => 0,
             _ => head + ((row.block_bytes - head) * numbers).div_ceil(row.block_elements),
@@ -65,14 +65,14 @@ impl QuantType {
         self.quantize(whole, blocks);
         if !short.is_empty() {
             let block = self.quantize_group(short);
-            rest.copy_from_slice(&block[..self.short_bytes(short.len())]);
+            rest.copy_from_slice(&block[..self.partial_group_bytes(short.len())]);
         }
     }
 
     /// Returns the block of a group with 1 to block-length elements. Bytes after the block are zero.
-    pub fn quantize_group(self, values: &[f32]) -> [u8; GROUP_BYTES] {
+    pub fn quantize_group(self, values: &[f32]) -> [u8; MAX_GROUP_BYTES] {
         let row = self.row();
-        let (mut block, mut padded) = ([0; GROUP_BYTES], [values[values.len() - 1]; GROUP_NUMBERS]);
+        let (mut block, mut padded) = ([0; MAX_GROUP_BYTES], [values[values.len() - 1]; MAX_GROUP_LEN]);
         padded[..values.len()].copy_from_slice(values);
         self.quantize(&padded[..row.block_elements], &mut block[..row.block_bytes]);
         block
@@ -86,7 +86,7 @@ impl QuantType {
         let (whole, short) = out.split_at_mut(whole);
         self.dequantize(blocks, whole);
         if !short.is_empty() {
-            let (mut block, mut values) = ([0; GROUP_BYTES], [0.0; GROUP_NUMBERS]);
+            let (mut block, mut values) = ([0; MAX_GROUP_BYTES], [0.0; MAX_GROUP_LEN]);
             block[..rest.len()].copy_from_slice(rest);
             self.dequantize(&block[..row.block_bytes], &mut values[..row.block_elements]);
             short.copy_from_slice(&values[..short.len()]);
@@ -120,7 +120,7 @@ mod tests {
         assert_eq!(bytes(QuantType::F16), [2, 16, 40, 64, 66, 128, 160, 256]);
         assert_eq!(bytes(QuantType::Q8_0), [3, 10, 22, 34, 37, 68, 86, 136]);
         assert_eq!(bytes(QuantType::G4_B64), [5, 8, 14, 20, 21, 36, 48, 72]);
-        for ty in QuantType::cached() {
+        for ty in QuantType::kv_cache_types() {
             assert_eq!(ty.run_bytes(0), Some(0));
             assert_eq!(ty.run_bytes(usize::MAX).is_none(), ty != QuantType::G4_B64, "{ty}");
         }
@@ -206,9 +206,9 @@ mod tests {
 
     #[test]
     fn names_are_short_and_full() {
-        let names: Vec<&str> = QuantType::cache_names().map(|(name, _)| name).collect();
+        let names: Vec<&str> = QuantType::kv_cache_names().map(|(name, _)| name).collect();
         assert_eq!(names, ["f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64"]);
-        for (name, ty) in QuantType::cache_names() {
+        for (name, ty) in QuantType::kv_cache_names() {
             assert!(name == ty.name() || name.len() < ty.name().len(), "{name} is {ty}");
         }
     }

@@ -10,89 +10,89 @@ use half::f16;
 
 /// A scale and a minimum: x' = quant * scale - offset, with offset >= 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Affine {
+pub(super) struct AffineFit {
     pub scale: f32,
-    pub least: f32,
+    pub offset: f32,
 }
 
 /// A scale without minimum: x' = quant * scale, with quants from -n to n - 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Symmetric {
+pub(super) struct SymmetricFit {
     pub scale: f32,
 }
 
 /// Weights of the squared errors of a run.
 #[derive(Clone, Copy)]
-pub(super) enum Weighing<'a> {
+pub(super) enum ErrorWeights<'a> {
     /// By the magnitude of each number.
     Magnitude,
     /// One given weight for each number.
     Given(&'a [f32]),
 }
 
-impl Weighing<'_> {
+impl ErrorWeights<'_> {
     /// Returns the weights of a slice of the run.
-    pub fn part(&self, first: usize, len: usize) -> Weighing<'_> {
+    pub fn slice(&self, first: usize, len: usize) -> ErrorWeights<'_> {
         match self {
-            Weighing::Magnitude => Weighing::Magnitude,
-            Weighing::Given(weights) => Weighing::Given(&weights[first..][..len]),
+            ErrorWeights::Magnitude => ErrorWeights::Magnitude,
+            ErrorWeights::Given(weights) => ErrorWeights::Given(&weights[first..][..len]),
         }
     }
 }
 
 /// Number of initial scales to either side of the obvious one, and their spacing in steps of its quants.
-const TRIES: i32 = 10;
-const APART: f32 = 0.1;
+const CANDIDATES: i32 = 10;
+const CANDIDATE_SPACING: f32 = 0.1;
 
 /// Returns the quant from 0 to `highest` whose multiple of `unit` is nearest.
-pub(super) fn nearest(value: f32, unit: f32, highest: u8) -> u8 {
-    code(value, inverse(unit), 0.0, f32::from(highest)) as u8
+pub(super) fn nearest_quant(value: f32, unit: f32, highest: u8) -> u8 {
+    round_clamped(value, reciprocal(unit), 0.0, f32::from(highest)) as u8
 }
 
 /// Returns the quant from -n to n - 1 whose multiple of `unit` is nearest.
-pub(super) fn nearest_signed(value: f32, unit: f32, n: i32) -> i32 {
-    code(value, inverse(unit), -n as f32, (n - 1) as f32) as i32
+pub(super) fn nearest_signed_quant(value: f32, unit: f32, n: i32) -> i32 {
+    round_clamped(value, reciprocal(unit), -n as f32, (n - 1) as f32) as i32
 }
 
 /// Returns the reciprocal, or 0 for a subnormal unit.
-pub(super) fn inverse(unit: f32) -> f32 {
+pub(super) fn reciprocal(unit: f32) -> f32 {
     if unit.abs() < f32::MIN_POSITIVE { 0.0 } else { 1.0 / unit }
 }
 
 /// Rounds value * inverse to the nearest integer, ties to even, clamped to a range.
-fn code(value: f32, inverse: f32, low: f32, high: f32) -> f32 {
+fn round_clamped(value: f32, inverse: f32, low: f32, high: f32) -> f32 {
     /// Rounding constant: added to a number below 2^22, it leaves no bits for a fraction.
     const WHOLE: f32 = 12_582_912.0;
     (value * inverse).clamp(low, high) + WHOLE - WHOLE
 }
 
 /// Rounds to F16.
-pub(super) fn halved(value: f32) -> f32 {
+pub(super) fn round_to_f16(value: f32) -> f32 {
     f16::from_f32(value).to_f32()
 }
 
 /// Length of the longest run.
-const LONGEST: usize = 32;
+const MAX_RUN_LEN: usize = 32;
 
 /// A run of numbers with the weights of their squared errors.
-struct Run<'a> {
+struct WeightedRun<'a> {
     numbers: &'a [f32],
-    weights: [f32; LONGEST],
+    weights: [f32; MAX_RUN_LEN],
 }
 
-impl Run<'_> {
-    fn new<'a>(numbers: &'a [f32], by: Weighing) -> Run<'a> {
-        let mut weights = [0.0; LONGEST];
+impl WeightedRun<'_> {
+    fn new<'a>(numbers: &'a [f32], by: ErrorWeights) -> WeightedRun<'a> {
+        let mut weights = [0.0; MAX_RUN_LEN];
         match by {
-            Weighing::Magnitude => {
+            ErrorWeights::Magnitude => {
                 let mean = numbers.iter().map(|x| x * x).sum::<f32>() / numbers.len() as f32;
                 for (weight, x) in weights.iter_mut().zip(numbers) {
                     *weight = mean.sqrt() + x.abs();
                 }
             }
-            Weighing::Given(given) => weights[..given.len()].copy_from_slice(given),
+            ErrorWeights::Given(given) => weights[..given.len()].copy_from_slice(given),
         }
-        Run { numbers, weights }
+        WeightedRun { numbers, weights }
     }
 
     fn pairs(&self) -> impl Iterator<Item = (f32, f32)> {
@@ -101,17 +101,17 @@ impl Run<'_> {
 
     /// Returns the weighted squared error of quants from `low` to `high` of x + offset.
     fn error(&self, scale: f32, offset: f32, (low, high): (f32, f32)) -> f32 {
-        let inverse = inverse(scale);
-        let lost = |x: f32| x - (code(x + offset, inverse, low, high) * scale - offset);
+        let inverse = reciprocal(scale);
+        let lost = |x: f32| x - (round_clamped(x + offset, inverse, low, high) * scale - offset);
         self.pairs().map(|(x, weight)| weight * lost(x).powi(2)).sum()
     }
 
     /// Solves for the scale and offset that best fit the quants of the given ones.
-    fn solved(&self, scale: f32, offset: f32, highest: f32) -> Option<Affine> {
+    fn solve(&self, scale: f32, offset: f32, highest: f32) -> Option<AffineFit> {
         let (mut w, mut wc, mut wcc, mut wx, mut wcx) = (0f32, 0f32, 0f32, 0f32, 0f32);
-        let inverse = inverse(scale);
+        let inverse = reciprocal(scale);
         for (x, weight) in self.pairs() {
-            let quant = code(x + offset, inverse, 0.0, highest);
+            let quant = round_clamped(x + offset, inverse, 0.0, highest);
             w += weight;
             wc += weight * quant;
             wcc += weight * quant * quant;
@@ -125,17 +125,17 @@ impl Run<'_> {
         let (scale, offset) = ((w * wcx - wc * wx) / determinant, (wc * wcx - wcc * wx) / determinant);
         if offset < 0.0 {
             // A positive minimum cannot be represented.
-            return (wcc > 0.0 && wcx > 0.0).then(|| Affine { scale: wcx / wcc, least: 0.0 });
+            return (wcc > 0.0 && wcx > 0.0).then(|| AffineFit { scale: wcx / wcc, offset: 0.0 });
         }
-        (scale > 0.0).then_some(Affine { scale, least: offset })
+        (scale > 0.0).then_some(AffineFit { scale, offset })
     }
 
     /// Solves for the scale that best fits the quants from -n to n - 1 of the given one.
-    fn rescaled(&self, scale: f32, n: f32) -> Option<f32> {
+    fn solve_scale(&self, scale: f32, n: f32) -> Option<f32> {
         let (mut cx, mut cc) = (0f32, 0f32);
-        let inverse = inverse(scale);
+        let inverse = reciprocal(scale);
         for (x, weight) in self.pairs() {
-            let quant = code(x, inverse, -n, n - 1.0);
+            let quant = round_clamped(x, inverse, -n, n - 1.0);
             cx += weight * quant * x;
             cc += weight * quant * quant;
         }
@@ -144,39 +144,39 @@ impl Run<'_> {
 }
 
 /// Finds scale and offset for quants from 0 to `highest`.
-pub(super) fn affine(numbers: &[f32], by: Weighing, highest: u8) -> Affine {
+pub(super) fn fit_affine(numbers: &[f32], by: ErrorWeights, highest: u8) -> AffineFit {
     let low = numbers.iter().copied().fold(0f32, f32::min);
     let high = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if high <= low {
         // All numbers are equal and at most 0, so the offset alone represents them.
-        return Affine { scale: 0.0, least: -low };
+        return AffineFit { scale: 0.0, offset: -low };
     }
-    let (run, highest) = (Run::new(numbers, by), f32::from(highest));
-    let error = |fit: Affine| run.error(fit.scale, fit.least, (0.0, highest));
-    let obvious = Affine { scale: (high - low) / highest, least: -low };
-    let tries = (-TRIES..=TRIES)
-        .filter_map(|n| run.solved((high - low) / (highest + n as f32 * APART), -low, highest));
-    tries.fold((obvious, error(obvious)), |best, fit| least_of(best, (fit, error(fit)))).0
+    let (run, highest) = (WeightedRun::new(numbers, by), f32::from(highest));
+    let error = |fit: AffineFit| run.error(fit.scale, fit.offset, (0.0, highest));
+    let obvious = AffineFit { scale: (high - low) / highest, offset: -low };
+    let tries = (-CANDIDATES..=CANDIDATES)
+        .filter_map(|n| run.solve((high - low) / (highest + n as f32 * CANDIDATE_SPACING), -low, highest));
+    tries.fold((obvious, error(obvious)), |best, fit| lower_error(best, (fit, error(fit)))).0
 }
 
-fn least_of<T>(best: (T, f32), other: (T, f32)) -> (T, f32) {
+fn lower_error<T>(best: (T, f32), other: (T, f32)) -> (T, f32) {
     if other.1 < best.1 { other } else { best }
 }
 
 /// Finds the scale for quants from `-n` to `n - 1`.
-pub(super) fn symmetric(numbers: &[f32], by: Weighing, n: i32) -> Symmetric {
+pub(super) fn fit_symmetric(numbers: &[f32], by: ErrorWeights, n: i32) -> SymmetricFit {
     let larger = |extreme: f32, x: &f32| if extreme.abs() < x.abs() { *x } else { extreme };
     let extreme = numbers.iter().fold(0f32, larger);
     if extreme == 0.0 {
-        return Symmetric::default();
+        return SymmetricFit::default();
     }
-    let (run, n) = (Run::new(numbers, by), n as f32);
+    let (run, n) = (WeightedRun::new(numbers, by), n as f32);
     let error = |scale: f32| run.error(scale, 0.0, (-n, n - 1.0));
-    let tries = (-TRIES..=TRIES).map(|step| extreme / -(n + step as f32 * APART));
-    let solved = tries.filter_map(|scale| run.rescaled(scale, n));
+    let tries = (-CANDIDATES..=CANDIDATES).map(|step| extreme / -(n + step as f32 * CANDIDATE_SPACING));
+    let solved = tries.filter_map(|scale| run.solve_scale(scale, n));
     let obvious = extreme / -n;
-    let best = solved.fold((obvious, error(obvious)), |best, scale| least_of(best, (scale, error(scale))));
-    Symmetric { scale: best.0 }
+    let best = solved.fold((obvious, error(obvious)), |best, scale| lower_error(best, (scale, error(scale))));
+    SymmetricFit { scale: best.0 }
 }
 
 #[cfg(test)]
@@ -189,11 +189,11 @@ mod tests {
     fn an_exact_grid_is_recovered() {
         for (scale, offset) in [(0.25, 1.0), (0.5, 0.0), (3.0, 12.0)] {
             let run: Vec<f32> = (0..32).map(|n| (n * 7 % 16) as f32 * scale - offset).collect();
-            let fit = affine(&run, Weighing::Magnitude, 15);
-            assert!((fit.scale - scale).abs() < 1e-5 && (fit.least - offset).abs() < 1e-4, "{fit:?}");
+            let fit = fit_affine(&run, ErrorWeights::Magnitude, 15);
+            assert!((fit.scale - scale).abs() < 1e-5 && (fit.offset - offset).abs() < 1e-4, "{fit:?}");
         }
         let run: Vec<f32> = (0..16).map(|n| (n - 8) as f32 * -0.5).collect();
-        assert!((symmetric(&run, Weighing::Magnitude, 8).scale + 0.5).abs() < 1e-6);
+        assert!((fit_symmetric(&run, ErrorWeights::Magnitude, 8).scale + 0.5).abs() < 1e-6);
     }
 
     #[test]
@@ -202,14 +202,15 @@ mod tests {
         let mut better = 0;
         for run in numbers.chunks(32) {
             let (low, high) = run.iter().fold((0f32, 0f32), |(low, high), x| (low.min(*x), high.max(*x)));
-            let obvious = Affine { scale: (high - low) / 15.0, least: -low };
+            let obvious = AffineFit { scale: (high - low) / 15.0, offset: -low };
             let mean = run.iter().map(|x| x * x).sum::<f32>() / 32.0;
-            let error = |fit: Affine| -> f32 {
-                let off =
-                    |x: f32| x - (f32::from(nearest(x + fit.least, fit.scale, 15)) * fit.scale - fit.least);
+            let error = |fit: AffineFit| -> f32 {
+                let off = |x: f32| {
+                    x - (f32::from(nearest_quant(x + fit.offset, fit.scale, 15)) * fit.scale - fit.offset)
+                };
                 run.iter().map(|x| (mean.sqrt() + x.abs()) * off(*x).powi(2)).sum()
             };
-            let (ours, theirs) = (error(affine(run, Weighing::Magnitude, 15)), error(obvious));
+            let (ours, theirs) = (error(fit_affine(run, ErrorWeights::Magnitude, 15)), error(obvious));
             assert!(ours <= theirs);
             better += usize::from(ours < 0.99 * theirs);
         }
@@ -219,10 +220,10 @@ mod tests {
     #[test]
     fn runs_of_one_number_are_exact() {
         for x in [0.0, -3.5, 2.25] {
-            let fit = affine(&[x; 32], Weighing::Magnitude, 15);
-            assert_eq!(f32::from(nearest(x + fit.least, fit.scale, 15)) * fit.scale - fit.least, x);
-            let Symmetric { scale } = symmetric(&[x; 16], Weighing::Magnitude, 32);
-            assert_eq!(nearest_signed(x, scale, 32) as f32 * scale, x);
+            let fit = fit_affine(&[x; 32], ErrorWeights::Magnitude, 15);
+            assert_eq!(f32::from(nearest_quant(x + fit.offset, fit.scale, 15)) * fit.scale - fit.offset, x);
+            let SymmetricFit { scale } = fit_symmetric(&[x; 16], ErrorWeights::Magnitude, 32);
+            assert_eq!(nearest_signed_quant(x, scale, 32) as f32 * scale, x);
         }
     }
 }

@@ -3,12 +3,12 @@
 //! Invariant: the index of a row is the discriminant of its [`QuantType`].
 
 use super::affine::AffineFormat;
-use super::{QuantRow, QuantType, affine, blocks, few, group, superblocks};
+use super::{FormatRow, QuantType, affine, blocks, few, group, superblocks};
 use half::{bf16, f16};
 
 /// All number formats, one row each.
-pub(super) static TABLE: [QuantRow; 31] = [
-    QuantRow {
+pub(super) static FORMATS: [FormatRow; 31] = [
+    FormatRow {
         ty: QuantType::F32,
         name: "f32",
         aliases: &["fp32"],
@@ -19,7 +19,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "IEEE 754 binary32",
         purpose: "the reference for all others",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::F16,
         name: "f16",
         aliases: &["fp16"],
@@ -30,7 +30,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "IEEE 754 binary16",
         purpose: "checkpoints as published; the KV cache",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::BF16,
         name: "bf16",
         aliases: &[],
@@ -41,172 +41,172 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "the upper 16 bits of an F32",
         purpose: "checkpoints as published; the KV cache",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q8_0,
         name: "q8_0",
         aliases: &["q8", "q8_b32t2"],
-        block_elements: blocks::NUMBERS,
+        block_elements: blocks::BLOCK_LEN,
         block_bytes: blocks::Q8_0_BYTES,
         dequantize: blocks::dequantize_q8_0,
         quantize: Some(blocks::quantize_q8_0),
         layout: "scale (F16), 32 signed bytes",
         purpose: "nearly the quality of 16 bits in half the memory",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q4_0,
         name: "q4_0",
         aliases: &[],
-        block_elements: blocks::NUMBERS,
+        block_elements: blocks::BLOCK_LEN,
         block_bytes: blocks::Q4_0_BYTES,
         dequantize: blocks::dequantize_q4_0,
         quantize: Some(blocks::quantize_q4_0),
         layout: "scale (F16), 16 bytes: low nibbles, then high nibbles",
         purpose: "GGUF files; the fastest 4-bit format",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q4_1,
         name: "q4_1",
         aliases: &[],
-        block_elements: blocks::NUMBERS,
+        block_elements: blocks::BLOCK_LEN,
         block_bytes: blocks::Q4_1_BYTES,
         dequantize: blocks::dequantize_q4_1,
         quantize: Some(blocks::quantize_q4_1),
         layout: "scale, minimum (F16), 16 bytes as in q4_0",
         purpose: "GGUF files",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q5_0,
         name: "q5_0",
         aliases: &[],
-        block_elements: blocks::NUMBERS,
+        block_elements: blocks::BLOCK_LEN,
         block_bytes: blocks::Q5_0_BYTES,
         dequantize: blocks::dequantize_q5_0,
         quantize: Some(blocks::quantize_q5_0),
         layout: "scale (F16), 32 high bits, 16 bytes as in q4_0",
         purpose: "GGUF files",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q5_1,
         name: "q5_1",
         aliases: &["q5_b32t1"],
-        block_elements: blocks::NUMBERS,
+        block_elements: blocks::BLOCK_LEN,
         block_bytes: blocks::Q5_1_BYTES,
         dequantize: blocks::dequantize_q5_1,
         quantize: Some(blocks::quantize_q5_1),
         layout: "scale, minimum (F16), 32 high bits, 16 bytes as in q4_0",
         purpose: "GGUF files",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q2_K,
         name: "q2_K",
         aliases: &[],
-        block_elements: superblocks::NUMBERS,
+        block_elements: superblocks::SUPERBLOCK_LEN,
         block_bytes: superblocks::Q2_K_BYTES,
         dequantize: superblocks::dequantize_q2_k,
         quantize: Some(superblocks::quantize_q2_k),
         layout: "16 4-bit scales and minima, 256 2-bit quants, d, dmin (F16)",
         purpose: "GGUF files; the smallest one that is still usable",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q3_K,
         name: "q3_K",
         aliases: &[],
-        block_elements: superblocks::NUMBERS,
+        block_elements: superblocks::SUPERBLOCK_LEN,
         block_bytes: superblocks::Q3_K_BYTES,
         dequantize: superblocks::dequantize_q3_k,
         quantize: Some(superblocks::quantize_q3_k),
         layout: "256 high bits, 256 2-bit quants, 16 6-bit scales, d (F16)",
         purpose: "GGUF files",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q4_K,
         name: "q4_K",
         aliases: &[],
-        block_elements: superblocks::NUMBERS,
+        block_elements: superblocks::SUPERBLOCK_LEN,
         block_bytes: superblocks::Q4_K_BYTES,
         dequantize: superblocks::dequantize_q4_k,
         quantize: Some(superblocks::quantize_q4_k),
         layout: "d, dmin (F16), 8 6-bit scales and minima, 256 4-bit quants",
         purpose: "GGUF files; the best 4-bit format for its size",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q5_K,
         name: "q5_K",
         aliases: &[],
-        block_elements: superblocks::NUMBERS,
+        block_elements: superblocks::SUPERBLOCK_LEN,
         block_bytes: superblocks::Q5_K_BYTES,
         dequantize: superblocks::dequantize_q5_k,
         quantize: Some(superblocks::quantize_q5_k),
         layout: "d, dmin (F16), 8 6-bit scales and minima, 256 high bits, 256 4-bit quants",
         purpose: "GGUF files",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q6_K,
         name: "q6_K",
         aliases: &[],
-        block_elements: superblocks::NUMBERS,
+        block_elements: superblocks::SUPERBLOCK_LEN,
         block_bytes: superblocks::Q6_K_BYTES,
         dequantize: superblocks::dequantize_q6_k,
         quantize: Some(superblocks::quantize_q6_k),
         layout: "256 4-bit quants, their 2 high bits, 16 signed 8-bit scales, d (F16)",
         purpose: "GGUF files; hardly distinguishable from 8 bits",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::IQ4_NL,
         name: "iq4_nl",
         aliases: &[],
-        block_elements: few::NUMBERS,
+        block_elements: few::BLOCK_LEN,
         block_bytes: few::IQ4_NL_BYTES,
         dequantize: few::dequantize_iq4_nl,
         quantize: None,
         layout: "scale (F16), 16 bytes: low nibbles, then high nibbles; quants index 16 uneven levels",
         purpose: "GGUF files, read only",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::IQ4_XS,
         name: "iq4_xs",
         aliases: &[],
-        block_elements: few::SUPER_NUMBERS,
+        block_elements: few::SUPERBLOCK_LEN,
         block_bytes: few::IQ4_XS_BYTES,
         dequantize: few::dequantize_iq4_xs,
         quantize: None,
         layout: "d (F16), 8 6-bit scales, 128 bytes of quants as in iq4_nl",
         purpose: "GGUF files, read only",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::TQ1_0,
         name: "tq1_0",
         aliases: &[],
-        block_elements: few::SUPER_NUMBERS,
+        block_elements: few::SUPERBLOCK_LEN,
         block_bytes: few::TQ1_0_BYTES,
         dequantize: few::dequantize_tq1_0,
         quantize: None,
         layout: "5 ternary quants per byte, d (F16)",
         purpose: "GGUF files of ternary models, read only",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::TQ2_0,
         name: "tq2_0",
         aliases: &[],
-        block_elements: few::SUPER_NUMBERS,
+        block_elements: few::SUPERBLOCK_LEN,
         block_bytes: few::TQ2_0_BYTES,
         dequantize: few::dequantize_tq2_0,
         quantize: None,
         layout: "2-bit ternary quants, d (F16)",
         purpose: "GGUF files of ternary models, read only",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::MXFP4,
         name: "mxfp4",
         aliases: &[],
-        block_elements: few::NUMBERS,
+        block_elements: few::BLOCK_LEN,
         block_bytes: few::MXFP4_BYTES,
         dequantize: few::dequantize_mxfp4,
         quantize: None,
         layout: "exponent (E8M0), 16 bytes: low nibbles, then high nibbles; quants are E2M1 numbers",
         purpose: "GGUF files of models trained in this format, read only",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q8_B32T1,
         name: "q8_b32t1",
         aliases: &[],
@@ -217,7 +217,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (F16), 32 bytes",
         purpose: "8 bits for numbers that are not centered around zero",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q6_B64T1,
         name: "q6_b64t1",
         aliases: &["q6"],
@@ -228,7 +228,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (F16), 64 high bit pairs, 64 nibbles",
         purpose: "slightly smaller than 8 bits at nearly the same quality",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q5_B64T1,
         name: "q5_b64t1",
         aliases: &["q5"],
@@ -239,7 +239,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (F16), 64 high bits, 64 nibbles",
         purpose: "between 4 and 6 bits",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q4_B64T1,
         name: "q4_b64t1",
         aliases: &[],
@@ -250,7 +250,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (F16), 64 nibbles",
         purpose: "4 bits with the least memory",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q4_B32T1A,
         name: "q4_b32t1a",
         aliases: &["q4"],
@@ -261,7 +261,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (F16), 32 nibbles",
         purpose: "4 bits with smaller blocks",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q4_B32T1B,
         name: "q4_b32t1b",
         aliases: &[],
@@ -272,7 +272,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (F16), 32 nibbles; quants are bin centers",
         purpose: "4 bits for uniformly distributed numbers",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q4_B16,
         name: "q4_b16",
         aliases: &[],
@@ -283,7 +283,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (one byte each), 16 nibbles",
         purpose: "weights between -1 and 1.5 only",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q3H_B64T1,
         name: "q3h_b64t1",
         aliases: &["q3h"],
@@ -294,7 +294,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (F16), of 32 pairs: high bits, middle bit pairs, low nibbles",
         purpose: "3.5 bits, if 4 bits do not fit in memory",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q3_B32T1A,
         name: "q3_b32t1a",
         aliases: &[],
@@ -305,7 +305,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (F16), 32 high bits, 32 low bit pairs",
         purpose: "for comparison: as large as q3h_b64t1, and less accurate",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q3_B32T1B,
         name: "q3_b32t1b",
         aliases: &["q3"],
@@ -316,7 +316,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (F16), 32 high bits, 32 low bit pairs; quants are bin centers",
         purpose: "for comparison: as large as q3h_b64t1, and less accurate",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q2_B32T1A,
         name: "q2_b32t1a",
         aliases: &[],
@@ -327,7 +327,7 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (F16), 32 bit pairs",
         purpose: "the least memory, at lower quality",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::Q2_B32T1B,
         name: "q2_b32t1b",
         aliases: &["q2"],
@@ -338,12 +338,12 @@ pub(super) static TABLE: [QuantRow; 31] = [
         layout: "minimum, scale (F16), 32 bit pairs; quants are bin centers",
         purpose: "the least memory, at lower quality",
     },
-    QuantRow {
+    FormatRow {
         ty: QuantType::G4_B64,
         name: "g4_b64",
         aliases: &[],
-        block_elements: group::NUMBERS,
-        block_bytes: group::BYTES,
+        block_elements: group::GROUP_LEN,
+        block_bytes: group::GROUP_BYTES,
         dequantize: group::dequantize,
         quantize: Some(group::quantize),
         layout: "multiplier, minimum (F16), 64 nibbles, the first of two in the high nibble",

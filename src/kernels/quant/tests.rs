@@ -42,7 +42,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 }
 
 /// Elements of a fixture.
-const RECORDED: usize = 1024;
+const FIXTURE_LEN: usize = 1024;
 
 #[test]
 fn every_format_of_gguf_is_read_as_the_gguf_package_reads_it() {
@@ -51,8 +51,8 @@ fn every_format_of_gguf_is_read_as_the_gguf_package_reads_it() {
         [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, TQ1_0, TQ2_0, MXFP4];
     for ty in all {
         let file = fixture(&format!("{}.bin", ty.name().to_lowercase())).expect("the fixture exists");
-        let (quantized, values) = file.split_at(ty.bytes(RECORDED).unwrap());
-        let (mut got, want) = (vec![0.0; RECORDED], floats(values));
+        let (quantized, values) = file.split_at(ty.bytes(FIXTURE_LEN).unwrap());
+        let (mut got, want) = (vec![0.0; FIXTURE_LEN], floats(values));
         ty.dequantize(quantized, &mut got);
         for (i, (got, want)) in got.iter().zip(&want).enumerate() {
             assert_eq!(got.to_bits(), want.to_bits(), "{ty}: number {i} is {got}, not {want}");
@@ -65,7 +65,7 @@ fn simple_blocks_are_written_as_the_gguf_package_writes_them() {
     use QuantType::*;
     for ty in [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0] {
         let file = fixture(&format!("{}.codes", ty.name())).expect("the fixture exists");
-        let (values, want) = file.split_at(4 * RECORDED);
+        let (values, want) = file.split_at(4 * FIXTURE_LEN);
         let mut got = vec![0; want.len()];
         ty.quantize(&floats(values), &mut got);
         assert!(got == want, "{ty}");
@@ -90,7 +90,7 @@ fn there_and_back(ty: QuantType, values: &[f32]) -> Vec<f32> {
 }
 
 /// Returns the root-mean-square error relative to the root mean square of the numbers.
-fn error(ty: QuantType) -> f64 {
+fn relative_rms_error(ty: QuantType) -> f64 {
     let values = weights(1 << 14);
     let square = |x: f64| x * x;
     let off: f64 =
@@ -98,7 +98,7 @@ fn error(ty: QuantType) -> f64 {
     (off / values.iter().map(|x| square(f64::from(*x))).sum::<f64>()).sqrt()
 }
 
-fn written() -> impl Iterator<Item = QuantType> {
+fn writable_types() -> impl Iterator<Item = QuantType> {
     QuantType::all().filter(|ty| ty.row().quantize.is_some())
 }
 
@@ -106,9 +106,9 @@ fn written() -> impl Iterator<Item = QuantType> {
 /// bit, or the scale of another block, gives an error several times as large.
 #[test]
 fn errors_decrease_with_the_number_of_bits() {
-    for ty in written().filter(|ty| ty.is_blocked()) {
-        let spread = error(ty);
-        let levels = (ty.bits() - 0.5).floor().min(8.0).exp2();
+    for ty in writable_types().filter(|ty| ty.is_blocked()) {
+        let spread = relative_rms_error(ty);
+        let levels = (ty.bits_per_element() - 0.5).floor().min(8.0).exp2();
         assert!(spread < 2.7 / (levels - 1.0), "{ty}: {spread}");
     }
     let order = [
@@ -122,15 +122,18 @@ fn errors_decrease_with_the_number_of_bits() {
         QuantType::Q3_B32T1A,
         QuantType::Q2_B32T1A,
     ];
-    assert!(order.is_sorted_by(|a, b| error(*a) < error(*b)));
+    assert!(order.is_sorted_by(|a, b| relative_rms_error(*a) < relative_rms_error(*b)));
     for (searched, simple) in [(QuantType::Q4_K, QuantType::Q4_1), (QuantType::Q5_K, QuantType::Q5_1)] {
-        assert!(error(searched) < error(simple), "{searched} is smaller and better than {simple}");
+        assert!(
+            relative_rms_error(searched) < relative_rms_error(simple),
+            "{searched} is smaller and better than {simple}"
+        );
     }
 }
 
 #[test]
 fn constant_blocks_come_back_and_zeros_are_zeros() {
-    for ty in written() {
+    for ty in writable_types() {
         let numbers = 2 * ty.row().block_elements;
         assert_eq!(there_and_back(ty, &vec![0.0; numbers]), vec![0.0; numbers], "{ty}");
         for constant in [0.375f32, -0.375] {
@@ -147,7 +150,7 @@ fn constant_blocks_come_back_and_zeros_are_zeros() {
 fn blocks_hold_finite_numbers_only() {
     const UNUSUAL: [f32; 6] =
         [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN_POSITIVE / 4.0, -1e-30];
-    for ty in written().filter(|ty| ty.is_blocked()) {
+    for ty in writable_types().filter(|ty| ty.is_blocked()) {
         let block = ty.row().block_elements;
         let plain = weights(3 * block);
         let undisturbed = there_and_back(ty, &plain);
@@ -171,7 +174,7 @@ fn the_documented_table_is_up_to_date() {
     let text = std::fs::read_to_string(path).expect("the page exists");
     let (before, rest) = text.split_once(BEGIN).expect("the table has a start marker");
     let (_, after) = rest.split_once(END).expect("the table has an end marker");
-    let expected = format!("{before}{BEGIN}{}{END}{after}", rows());
+    let expected = format!("{before}{BEGIN}{}{END}{after}", format_table());
     if std::env::var_os("UPDATE_DOCS").is_some() {
         std::fs::write(path, &expected).expect("the page can be written");
     }
@@ -179,7 +182,7 @@ fn the_documented_table_is_up_to_date() {
 }
 
 /// Formats the table of formats as Markdown.
-fn rows() -> String {
+fn format_table() -> String {
     let mut table = String::from(
         "| name | aliases | elements | bytes | bits | block layout | error | purpose |\n\
          |---|---|---|---|---|---|---|---|\n",
@@ -187,11 +190,11 @@ fn rows() -> String {
     for ty in QuantType::all() {
         let row = ty.row();
         let error = match row.quantize {
-            Some(_) if error(ty) == 0.0 => "0".to_owned(),
-            Some(_) => format!("{:.2} %", 100.0 * error(ty)),
+            Some(_) if relative_rms_error(ty) == 0.0 => "0".to_owned(),
+            Some(_) => format!("{:.2} %", 100.0 * relative_rms_error(ty)),
             None => "-".to_owned(),
         };
-        let bits = format!("{:.4}", ty.bits());
+        let bits = format!("{:.4}", ty.bits_per_element());
         table += &format!(
             "| {} | {} | {} | {} | {} | {} | {error} | {} |\n",
             row.name,

@@ -2,7 +2,7 @@
 //!
 //! Invariant: pure functions of logits, biases and the sampling parameters of one row.
 
-use crate::batch::SampleRow;
+use crate::batch::SamplingParams;
 use crate::random::uniform;
 
 /// The log-probabilities for one row of raw logits.
@@ -16,8 +16,8 @@ pub struct LogProbs {
 
 impl LogProbs {
     /// Returns the log-probability of a token with this raw logit.
-    pub fn of(&self, logit: f32) -> f32 {
-        (f64::from(or_lowest(logit)) - self.log_sum) as f32
+    pub fn logprob(&self, logit: f32) -> f32 {
+        (f64::from(nan_to_lowest(logit)) - self.log_sum) as f32
     }
 }
 
@@ -37,48 +37,48 @@ impl LogProbs {
 ///    total weight of the kept candidates, or the last kept candidate if there is none.
 ///
 /// A NaN logit counts as negative infinity.
-pub fn draw(logits: &[f32], biases: &[(u32, f32)], row: &SampleRow) -> u32 {
-    let logits = &biased(logits, biases)[..];
-    let scaled: Vec<f32> = logits.iter().map(|l| or_lowest(l / row.temperature)).collect();
+pub fn sample(logits: &[f32], biases: &[(u32, f32)], row: &SamplingParams) -> u32 {
+    let logits = &apply_biases(logits, biases)[..];
+    let scaled: Vec<f32> = logits.iter().map(|l| nan_to_lowest(l / row.temperature)).collect();
     let largest = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if row.is_greedy() || !largest.is_finite() {
-        return greedy(logits);
+        return greedy_token(logits);
     }
     let weights: Vec<f32> = scaled.iter().map(|s| (s - largest).exp()).collect();
-    let kept = candidates(&scaled, &weights, row);
+    let kept = filter_candidates(&scaled, &weights, row);
     let weight_of = |&id: &u32| f64::from(weights[id as usize]);
     let threshold =
         f64::from(uniform(row.seed, row.position.into())) * kept.iter().map(weight_of).sum::<f64>();
-    let len = prefix_where(&kept, weight_of, |sum| sum > threshold);
+    let len = shortest_prefix(&kept, weight_of, |sum| sum > threshold);
     kept[len - 1]
 }
 
 /// Returns the log-probabilities for `logits` (vocabulary), with the `n` most likely tokens. All are NaN if
 /// the largest logit is not finite. A NaN logit counts as negative infinity.
 pub fn logprobs(logits: &[f32], n: usize) -> LogProbs {
-    let values: Vec<f32> = logits.iter().map(|&l| or_lowest(l)).collect();
+    let values: Vec<f32> = logits.iter().map(|&l| nan_to_lowest(l)).collect();
     let largest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = values.iter().map(|v| f64::from((v - largest).exp())).sum();
     let mut result = LogProbs { log_sum: f64::from(largest) + sum.ln(), top: Vec::new() };
-    let most_likely = descending(&values).into_iter().take(n);
-    result.top = most_likely.map(|id| (id, result.of(values[id as usize]))).collect();
+    let most_likely = ids_descending(&values).into_iter().take(n);
+    result.top = most_likely.map(|id| (id, result.logprob(values[id as usize]))).collect();
     result
 }
 
 /// Returns the logits with biases added, or unchanged if that would forbid every token.
-fn biased(logits: &[f32], biases: &[(u32, f32)]) -> Vec<f32> {
+fn apply_biases(logits: &[f32], biases: &[(u32, f32)]) -> Vec<f32> {
     let mut biased = logits.to_vec();
     for &(id, bias) in biases {
         biased[id as usize] += bias;
     }
-    let forbids_all = biased.iter().all(|&logit| or_lowest(logit) == f32::NEG_INFINITY);
+    let forbids_all = biased.iter().all(|&logit| nan_to_lowest(logit) == f32::NEG_INFINITY);
     if forbids_all { logits.to_vec() } else { biased }
 }
 
 /// Returns the ids that top-k, top-p and min-p keep, most likely first; at least one.
-fn candidates(scaled: &[f32], weights: &[f32], row: &SampleRow) -> Vec<u32> {
+fn filter_candidates(scaled: &[f32], weights: &[f32], row: &SamplingParams) -> Vec<u32> {
     let weight_of = |&id: &u32| f64::from(weights[id as usize]);
-    let mut kept = descending(scaled);
+    let mut kept = ids_descending(scaled);
     let mut total: f64 = weights.iter().map(|&w| f64::from(w)).sum();
     if row.top_k > 0 {
         kept.truncate(row.top_k as usize);
@@ -86,7 +86,7 @@ fn candidates(scaled: &[f32], weights: &[f32], row: &SampleRow) -> Vec<u32> {
     }
     if row.top_p < 1.0 {
         let threshold = f64::from(row.top_p) * total;
-        kept.truncate(prefix_where(&kept, weight_of, |sum| sum >= threshold));
+        kept.truncate(shortest_prefix(&kept, weight_of, |sum| sum >= threshold));
     }
     let min_weight = row.min_p * weights[kept[0] as usize];
     let likely = kept.iter().filter(|&&id| weights[id as usize] >= min_weight).count();
@@ -96,7 +96,7 @@ fn candidates(scaled: &[f32], weights: &[f32], row: &SampleRow) -> Vec<u32> {
 
 /// Returns the length of the shortest prefix, at least 1, whose sum of weights is `enough`, or of the whole
 /// list if there is none.
-fn prefix_where(ids: &[u32], weight_of: impl Fn(&u32) -> f64, enough: impl Fn(f64) -> bool) -> usize {
+fn shortest_prefix(ids: &[u32], weight_of: impl Fn(&u32) -> f64, enough: impl Fn(f64) -> bool) -> usize {
     let mut sum = 0.0;
     for (i, id) in ids.iter().enumerate() {
         sum += weight_of(id);
@@ -108,10 +108,10 @@ fn prefix_where(ids: &[u32], weight_of: impl Fn(&u32) -> f64, enough: impl Fn(f6
 }
 
 /// Returns the id of the largest logit, the lowest id on ties, and 0 if no logit is above negative infinity.
-fn greedy(logits: &[f32]) -> u32 {
+fn greedy_token(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, &logit) in logits.iter().enumerate() {
-        if logit > or_lowest(logits[best]) {
+        if logit > nan_to_lowest(logits[best]) {
             best = id;
         }
     }
@@ -119,7 +119,7 @@ fn greedy(logits: &[f32]) -> u32 {
 }
 
 /// Returns the ids by value, descending, ties by id. No value may be NaN.
-pub(super) fn descending(values: &[f32]) -> Vec<u32> {
+pub(super) fn ids_descending(values: &[f32]) -> Vec<u32> {
     let mut ids: Vec<u32> = (0..values.len() as u32).collect();
     let value = |id: &u32| values[*id as usize];
     // The sort is stable, and 0.0 ties with -0.0.
@@ -128,7 +128,7 @@ pub(super) fn descending(values: &[f32]) -> Vec<u32> {
 }
 
 /// Replaces NaN by negative infinity.
-pub(super) fn or_lowest(value: f32) -> f32 {
+pub(super) fn nan_to_lowest(value: f32) -> f32 {
     if value.is_nan() { f32::NEG_INFINITY } else { value }
 }
 
@@ -136,7 +136,7 @@ pub(super) fn or_lowest(value: f32) -> f32 {
 mod tests {
     use super::*;
 
-    fn near(got: &[f32], want: &[f64]) {
+    fn assert_near(got: &[f32], want: &[f64]) {
         assert_eq!(got.len(), want.len());
         for (got, want) in got.iter().zip(want) {
             assert!((f64::from(*got) - want).abs() < 1e-6, "{got} is not {want}");
@@ -145,28 +145,28 @@ mod tests {
 
     #[test]
     fn greedy_rows_take_the_lowest_id_of_the_largest_logit() {
-        let greedy = SampleRow::GREEDY;
-        assert_eq!(draw(&[1.0, 3.0, 3.0, 2.0], &[], &greedy), 1);
-        assert_eq!(draw(&[f32::NAN, -3.0, f32::NAN, -2.0], &[], &greedy), 3);
-        assert_eq!(draw(&[f32::NAN; 3], &[], &greedy), 0);
-        assert_eq!(draw(&[-0.0, 0.0], &[], &greedy), 0);
-        let without_weights = SampleRow { temperature: 1.0, ..greedy };
-        assert_eq!(draw(&[1.0, f32::INFINITY, f32::INFINITY], &[], &without_weights), 1);
+        let greedy = SamplingParams::GREEDY;
+        assert_eq!(sample(&[1.0, 3.0, 3.0, 2.0], &[], &greedy), 1);
+        assert_eq!(sample(&[f32::NAN, -3.0, f32::NAN, -2.0], &[], &greedy), 3);
+        assert_eq!(sample(&[f32::NAN; 3], &[], &greedy), 0);
+        assert_eq!(sample(&[-0.0, 0.0], &[], &greedy), 0);
+        let without_weights = SamplingParams { temperature: 1.0, ..greedy };
+        assert_eq!(sample(&[1.0, f32::INFINITY, f32::INFINITY], &[], &without_weights), 1);
     }
 
     #[test]
     fn biases_are_added_first() {
         const FORBID: f32 = f32::NEG_INFINITY;
-        let sampled = SampleRow { temperature: 0.5, top_k: 2, seed: 3, ..SampleRow::GREEDY };
-        for row in [SampleRow::GREEDY, sampled, SampleRow { top_p: 0.1, top_k: 0, ..sampled }] {
+        let sampled = SamplingParams { temperature: 0.5, top_k: 2, seed: 3, ..SamplingParams::GREEDY };
+        for row in [SamplingParams::GREEDY, sampled, SamplingParams { top_p: 0.1, top_k: 0, ..sampled }] {
             let logits = [1.0, 3.0, 2.0, f32::NAN];
-            assert_eq!(draw(&logits, &[(0, 90.0)], &row), 0, "{row:?}: raised above all others");
-            assert_eq!(draw(&logits, &[(1, FORBID), (2, -90.0)], &row), 0, "{row:?}: the only one left");
-            assert_eq!(draw(&logits, &[(1, FORBID), (1, 90.0), (2, FORBID)], &row), 0, "{row:?}");
+            assert_eq!(sample(&logits, &[(0, 90.0)], &row), 0, "{row:?}: raised above all others");
+            assert_eq!(sample(&logits, &[(1, FORBID), (2, -90.0)], &row), 0, "{row:?}: the only one left");
+            assert_eq!(sample(&logits, &[(1, FORBID), (1, 90.0), (2, FORBID)], &row), 0, "{row:?}");
             let all = [(0, FORBID), (1, FORBID), (2, FORBID)];
-            assert_eq!(draw(&logits, &all, &row), draw(&logits, &[], &row), "{row:?}: ignored");
+            assert_eq!(sample(&logits, &all, &row), sample(&logits, &[], &row), "{row:?}: ignored");
         }
-        assert_eq!(draw(&[f32::INFINITY, 0.0], &[(0, FORBID)], &SampleRow::GREEDY), 1);
+        assert_eq!(sample(&[f32::INFINITY, 0.0], &[(0, FORBID)], &SamplingParams::GREEDY), 1);
     }
 
     /// Weights 8, 4, 2, 1 of ids 2, 0, 3, 1 at temperature 1.
@@ -174,19 +174,19 @@ mod tests {
         [std::f32::consts::LN_2 * 2.0, 0.0, std::f32::consts::LN_2 * 3.0, std::f32::consts::LN_2];
 
     /// Returns the frequency of each id in 4096 positions.
-    fn shares(row: SampleRow) -> [f64; 4] {
+    fn frequencies(row: SamplingParams) -> [f64; 4] {
         let mut frequencies = [0.0; 4];
         for position in 0..4096 {
-            frequencies[draw(&LOGITS, &[], &SampleRow { position, ..row }) as usize] += 1.0 / 4096.0;
+            frequencies[sample(&LOGITS, &[], &SamplingParams { position, ..row }) as usize] += 1.0 / 4096.0;
         }
         frequencies
     }
 
     #[test]
     fn each_filter_keeps_the_documented_tokens() {
-        let plain = SampleRow { temperature: 1.0, seed: 11, ..SampleRow::GREEDY };
+        let plain = SamplingParams { temperature: 1.0, seed: 11, ..SamplingParams::GREEDY };
         let check = |row, want: [f64; 4]| {
-            let got = shares(row);
+            let got = frequencies(row);
             for (got, want) in got.iter().zip(want) {
                 assert!(
                     (got - want).abs() < 0.03 && (want > 0.0 || *got == 0.0),
@@ -195,25 +195,28 @@ mod tests {
             }
         };
         check(plain, [4.0 / 15.0, 1.0 / 15.0, 8.0 / 15.0, 2.0 / 15.0]);
-        check(SampleRow { temperature: 0.5, ..plain }, [16.0 / 85.0, 1.0 / 85.0, 64.0 / 85.0, 4.0 / 85.0]);
-        check(SampleRow { top_k: 3, ..plain }, [4.0 / 14.0, 0.0, 8.0 / 14.0, 2.0 / 14.0]);
-        check(SampleRow { top_p: 0.79, ..plain }, [4.0 / 12.0, 0.0, 8.0 / 12.0, 0.0]);
+        check(
+            SamplingParams { temperature: 0.5, ..plain },
+            [16.0 / 85.0, 1.0 / 85.0, 64.0 / 85.0, 4.0 / 85.0],
+        );
+        check(SamplingParams { top_k: 3, ..plain }, [4.0 / 14.0, 0.0, 8.0 / 14.0, 2.0 / 14.0]);
+        check(SamplingParams { top_p: 0.79, ..plain }, [4.0 / 12.0, 0.0, 8.0 / 12.0, 0.0]);
         // 12 of the 14 parts that top-k keeps suffice, but not 12 of all 15.
-        check(SampleRow { top_p: 0.82, top_k: 3, ..plain }, [4.0 / 12.0, 0.0, 8.0 / 12.0, 0.0]);
-        check(SampleRow { top_p: 0.82, ..plain }, [4.0 / 14.0, 0.0, 8.0 / 14.0, 2.0 / 14.0]);
-        check(SampleRow { min_p: 0.4, ..plain }, [4.0 / 12.0, 0.0, 8.0 / 12.0, 0.0]);
-        check(SampleRow { top_p: 1e-9, ..plain }, [0.0, 0.0, 1.0, 0.0]);
+        check(SamplingParams { top_p: 0.82, top_k: 3, ..plain }, [4.0 / 12.0, 0.0, 8.0 / 12.0, 0.0]);
+        check(SamplingParams { top_p: 0.82, ..plain }, [4.0 / 14.0, 0.0, 8.0 / 14.0, 2.0 / 14.0]);
+        check(SamplingParams { min_p: 0.4, ..plain }, [4.0 / 12.0, 0.0, 8.0 / 12.0, 0.0]);
+        check(SamplingParams { top_p: 1e-9, ..plain }, [0.0, 0.0, 1.0, 0.0]);
     }
 
     #[test]
     fn log_probabilities_use_the_raw_logits() {
         let result = logprobs(&LOGITS, 3);
         assert_eq!(result.top.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [2, 0, 3]);
-        near(&[result.top[1].1, result.of(LOGITS[1])], &[(4f64 / 15.0).ln(), (1f64 / 15.0).ln()]);
+        assert_near(&[result.top[1].1, result.logprob(LOGITS[1])], &[(4f64 / 15.0).ln(), (1f64 / 15.0).ln()]);
         assert_eq!(
             logprobs(&[1.0, 2.0, 2.0], 9).top.iter().map(|(id, _)| *id).collect::<Vec<_>>(),
             [1, 2, 0]
         );
-        assert_eq!(logprobs(&[0.0, f32::NAN], 0).of(f32::NAN), f32::NEG_INFINITY);
+        assert_eq!(logprobs(&[0.0, f32::NAN], 0).logprob(f32::NAN), f32::NEG_INFINITY);
     }
 }

@@ -3,19 +3,19 @@
 //!
 //! Invariant: sums run in index order, and values that are stored between two operations are F32.
 
-use super::draw::{descending, or_lowest};
+use super::draw::{ids_descending, nan_to_lowest};
 use crate::backend::{
-    Activation, AttentionShape, DistanceBias, Expert, KvLayer, MoeShape, Norm, NormKind, Rope, RopeStretch,
-    Scoring, Share, Weight,
+    Activation, AttentionShape, DynamicNtk, Expert, Fraction, KvLayer, MoeShape, Norm, NormKind,
+    RelativeBias, Rope, Scoring, Weight,
 };
 use crate::host::HostBuf;
-use crate::quant::{InputBlock, Inputs, Operand, QuantType};
+use crate::quant::{ActivationPrecision, Int8Block, OperandFormat, QuantType};
 use half::bf16;
 use std::borrow::Cow;
 use std::f64::consts::{FRAC_2_SQRT_PI, PI, SQRT_2};
 
 /// Reads K (positions, k_dim) and V (positions, v_dim) of one KV head at the given positions of the cache.
-pub(super) fn history(
+pub(super) fn read_history(
     cache: &KvLayer<HostBuf>,
     kv_head: usize,
     positions: impl ExactSizeIterator<Item = usize>,
@@ -35,13 +35,13 @@ pub(super) fn history(
 pub(super) fn scores(shape: &AttentionShape<HostBuf>, q: &[f32], keys: &[f32]) -> Vec<f64> {
     let scaled = keys.chunks_exact(q.len()).map(|key| dot(q, key) * f64::from(shape.scale));
     match shape.softcap {
-        Some(cap) => scaled.map(|score| capped(score, cap)).collect(),
+        Some(cap) => scaled.map(|score| softcap_value(score, cap)).collect(),
         None => scaled.collect(),
     }
 }
 
 /// Returns the relative position bias of a key for a query.
-pub(super) fn distance_bias(bias: &DistanceBias<HostBuf>, head: usize, key: usize, query: usize) -> f64 {
+pub(super) fn relative_bias(bias: &RelativeBias<HostBuf>, head: usize, key: usize, query: usize) -> f64 {
     let at = (key + bias.reach - 1).checked_sub(query).filter(|at| *at < 2 * bias.reach - 1);
     let at = at.expect("the bias covers every distance; this is a bug");
     f64::from(bias.table.f32()[head * (2 * bias.reach - 1) + at])
@@ -49,12 +49,12 @@ pub(super) fn distance_bias(bias: &DistanceBias<HostBuf>, head: usize, key: usiz
 
 /// Returns the indices of that fraction of all scores but the last, those with the largest scores, ties by
 /// index; and the index of the last score.
-pub(super) fn chosen(scores: &[f64], fraction: Share) -> Vec<usize> {
+pub(super) fn select_top_k(scores: &[f64], fraction: Fraction) -> Vec<usize> {
     let Some(past) = scores.len().checked_sub(1) else { return Vec::new() };
     let key = |i: &usize| if scores[*i].is_nan() { f64::NEG_INFINITY } else { scores[*i] };
     let mut selected: Vec<usize> = (0..past).collect();
     selected.sort_by(|a, b| key(b).partial_cmp(&key(a)).expect("there is no NaN; this is a bug"));
-    selected.truncate(fraction.of(past));
+    selected.truncate(fraction.floor_of(past));
     selected.sort_unstable();
     selected.push(past);
     selected
@@ -62,7 +62,12 @@ pub(super) fn chosen(scores: &[f64], fraction: Share) -> Vec<usize> {
 
 /// Computes out (v_dim) = softmax(scores) · values (n, v_dim), with the given values only; zeros if there are
 /// no scores.
-pub(super) fn mix(scores: &[f64], selected: impl Iterator<Item = usize>, values: &[f32], out: &mut [f32]) {
+pub(super) fn weighted_sum(
+    scores: &[f64],
+    selected: impl Iterator<Item = usize>,
+    values: &[f32],
+    out: &mut [f32],
+) {
     let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
     let total: f64 = weights.iter().sum();
@@ -78,7 +83,7 @@ pub(super) fn mix(scores: &[f64], selected: impl Iterator<Item = usize>, values:
 }
 
 /// Normalizes one row.
-pub(super) fn normalise(norm: &Norm<HostBuf>, x: &mut [f32]) {
+pub(super) fn normalize_row(norm: &Norm<HostBuf>, x: &mut [f32]) {
     let width = norm.width as f64;
     let mean = match norm.kind {
         NormKind::Rms => 0.0,
@@ -95,11 +100,11 @@ pub(super) fn normalise(norm: &Norm<HostBuf>, x: &mut [f32]) {
 
 /// Computes cosine and sine of each pair (dims / 2, 2) at a position of a sequence with `reserved` reserved
 /// tokens.
-pub(super) fn angles_of(rope: &Rope<HostBuf>, position: usize, reserved: usize, angles: &mut [f32]) {
-    if let Some(stretch) = rope.stretch.filter(|stretch| reserved > stretch.context) {
+pub(super) fn row_angles(rope: &Rope<HostBuf>, position: usize, reserved: usize, angles: &mut [f32]) {
+    if let Some(stretch) = rope.dynamic_ntk.filter(|stretch| reserved > stretch.context) {
         let base = stretch.base(rope.dims, reserved);
         for (pair, cos_sin) in angles.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-            let angle = RopeStretch::angle(base, rope.dims, pair, position);
+            let angle = DynamicNtk::angle(base, rope.dims, pair, position);
             *cos_sin = [angle.cos() as f32, angle.sin() as f32];
         }
         return;
@@ -110,7 +115,7 @@ pub(super) fn angles_of(rope: &Rope<HostBuf>, position: usize, reserved: usize, 
 }
 
 /// Applies an activation function.
-pub(super) fn activated(act: Activation, x: f64) -> f64 {
+pub(super) fn apply_activation(act: Activation, x: f64) -> f64 {
     match act {
         Activation::Relu => x.max(0.0),
         Activation::SquaredRelu => x.max(0.0).powi(2),
@@ -130,7 +135,7 @@ pub(super) fn sigmoid(x: f64) -> f64 {
 }
 
 /// Returns cap * tanh(x / cap).
-pub(super) fn capped(x: f64, cap: f32) -> f64 {
+pub(super) fn softcap_value(x: f64, cap: f32) -> f64 {
     f64::from(cap) * (x / f64::from(cap)).tanh()
 }
 
@@ -160,8 +165,8 @@ fn erf(x: f64) -> f64 {
 }
 
 /// Returns the experts of a row, ascending, with their scores.
-pub(super) fn routed(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
-    let logits: Vec<f32> = logits.iter().map(|logit| or_lowest(*logit)).collect();
+pub(super) fn route(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
+    let logits: Vec<f32> = logits.iter().map(|logit| nan_to_lowest(*logit)).collect();
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let scores: Vec<f64> = match shape.scoring {
         Scoring::Sigmoid => logits.iter().map(|logit| sigmoid(f64::from(*logit))).collect(),
@@ -172,47 +177,50 @@ pub(super) fn routed(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
             weights.iter().map(|weight| weight / total).collect()
         }
     };
-    let mut selected: Vec<usize> = descending(&logits).into_iter().map(|id| id as usize).collect();
+    let mut selected: Vec<usize> = ids_descending(&logits).into_iter().map(|id| id as usize).collect();
     selected.truncate(shape.top_k);
     selected.sort_unstable();
-    let sum: f64 = if shape.renormalise { selected.iter().map(|expert| scores[*expert]).sum() } else { 1.0 };
+    let sum: f64 =
+        if shape.normalize_scores { selected.iter().map(|expert| scores[*expert]).sum() } else { 1.0 };
     selected.into_iter().map(|expert| (expert, scores[expert] / sum * f64::from(shape.scale))).collect()
 }
 
 /// Computes one expert for x (hidden).
 pub(super) fn expert_mlp(
-    precision: Inputs,
+    precision: ActivationPrecision,
     expert: &Expert<HostBuf>,
     act: Activation,
     x: &[f32],
 ) -> Vec<f32> {
-    let gate = product(precision, &expert.gate, x).into_iter().map(|x| activated(act, f64::from(x)));
+    let gate = gemv(precision, &expert.gate, x).into_iter().map(|x| apply_activation(act, f64::from(x)));
     let inner: Vec<f32> = match &expert.up {
         Some(up) => {
-            gate.zip(product(precision, up, x)).map(|(gate, up)| (gate * f64::from(up)) as f32).collect()
+            gate.zip(gemv(precision, up, x)).map(|(gate, up)| (gate * f64::from(up)) as f32).collect()
         }
         None => gate.map(|gate| gate as f32).collect(),
     };
-    product(precision, &expert.down, &inner)
+    gemv(precision, &expert.down, &inner)
 }
 
 /// Returns w (n, k) · x (k).
-fn product(precision: Inputs, w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
-    let x = &*as_taken(w.ty.operand(precision), x);
-    let mut weights = vec![0.0; w.inp];
+fn gemv(precision: ActivationPrecision, w: &Weight<HostBuf>, x: &[f32]) -> Vec<f32> {
+    let x = &*round_input(w.ty.operand_format(precision), x);
+    let mut weights = vec![0.0; w.k];
     let row = |o| {
-        read_codes(w.ty, &w.buf, o, &mut weights);
+        read_matrix_row(w.ty, &w.buf, o, &mut weights);
         dot(x, &weights) as f32
     };
-    (0..w.out).map(row).collect()
+    (0..w.n).map(row).collect()
 }
 
 /// Rounds x to the precision of the operand.
-pub(super) fn as_taken(operand: Operand, x: &[f32]) -> Cow<'_, [f32]> {
+pub(super) fn round_input(operand: OperandFormat, x: &[f32]) -> Cow<'_, [f32]> {
     match operand {
-        Operand::F32 => Cow::Borrowed(x),
-        Operand::Codes => x.as_chunks().0.iter().flat_map(|x| InputBlock::of(x).values()).collect(),
-        Operand::Bf16 => x.iter().map(|x| bf16::from_f32(*x).to_f32()).collect(),
+        OperandFormat::F32 => Cow::Borrowed(x),
+        OperandFormat::Int8 => {
+            x.as_chunks().0.iter().flat_map(|x| Int8Block::quantize(x).dequantize()).collect()
+        }
+        OperandFormat::Bf16 => x.iter().map(|x| bf16::from_f32(*x).to_f32()).collect(),
     }
 }
 
@@ -222,7 +230,7 @@ pub(super) fn dot(a: &[f32], b: &[f32]) -> f64 {
 }
 
 /// Reads row number `index` of a matrix with `out.len()` columns.
-pub(super) fn read_codes(ty: QuantType, from: &HostBuf, index: usize, out: &mut [f32]) {
+pub(super) fn read_matrix_row(ty: QuantType, from: &HostBuf, index: usize, out: &mut [f32]) {
     let bytes = vector_bytes(ty, out.len());
     ty.dequantize(&from.bytes()[index * bytes..][..bytes], out);
 }

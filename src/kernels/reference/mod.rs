@@ -11,53 +11,53 @@ mod formulas;
 
 mod draw;
 
-pub use draw::{LogProbs, draw, logprobs};
+pub use draw::{LogProbs, logprobs, sample};
 #[cfg(test)]
 pub(crate) use formulas::erfc;
 
 use crate::backend::{
-    Activation, AttentionShape, Backend, DeviceError, Expert, KvLayer, KvLayout, KvTable, MoeShape, Norm,
-    Rope, RopeStyle, Share, StepLimits, Weight,
+    Activation, AttentionShape, Backend, DeviceError, Expert, Fraction, KvLayer, KvLayout, KvTable, MoeShape,
+    Norm, Rope, RopeStyle, StepLimits, Weight,
 };
 use crate::batch::{
-    Page, PageCopy, SampleMode, SampleRow, SampledRow, SpanStack, SpanTable, StepBatch, StepOutput,
+    Page, PageCopy, SampleMode, SampledToken, SamplingParams, SpanStack, SpanTable, StepBatch, StepOutput,
 };
 use crate::collective::Collective;
 use crate::host::HostBuf;
-use crate::quant::{Inputs, QuantType};
-use crate::stage::Stage;
+use crate::quant::{ActivationPrecision, QuantType};
+use crate::stage::StageCollective;
 use formulas::{
-    activated, angles_of, as_taken, capped, chosen, distance_bias, dot, expert_mlp, history, mix, normalise,
-    read_codes, routed, scores, sigmoid, write_run,
+    apply_activation, dot, expert_mlp, normalize_row, read_history, read_matrix_row, relative_bias,
+    round_input, route, row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum, write_run,
 };
-use rows::{Part, SlotState, visible};
+use rows::{SlotState, StackRows, visible_positions};
 use std::ops::Range;
 
 /// The reference backend (the oracle of the conformance tests), in host memory.
 #[derive(Debug, Default)]
 pub struct Reference {
-    stage: Stage,
-    inputs: Inputs,
+    collective: StageCollective,
+    activation_precision: ActivationPrecision,
     limits: Option<StepLimits>,
     slots: Vec<SlotState>,
     /// Rows of the current step, by stack.
-    parts: [Part; 2],
+    stack_rows: [StackRows; 2],
     /// Index of the stack whose rows are current.
-    part: usize,
+    current_stack: usize,
     /// Sampling parameters of each output row, of both stacks.
-    samples: Vec<SampleRow>,
-    biases: Vec<(u32, f32)>,
+    sampling: Vec<SamplingParams>,
+    logit_biases: Vec<(u32, f32)>,
 }
 
 impl Reference {
     /// Creates a backend without slots, which [`Backend::prepare`] allocates. Activations stay F32.
     pub fn new() -> Reference {
-        Reference::with(Inputs::Plain)
+        Reference::with_precision(ActivationPrecision::F32)
     }
 
     /// Creates a backend with the given precision of activations.
-    pub fn with(inputs: Inputs) -> Reference {
-        Reference { inputs, ..Reference::default() }
+    pub fn with_precision(inputs: ActivationPrecision) -> Reference {
+        Reference { activation_precision: inputs, ..Reference::default() }
     }
 }
 
@@ -68,16 +68,16 @@ impl Backend for Reference {
         "reference (scalar F64, 1 thread)".into()
     }
 
-    fn inputs(&self) -> Inputs {
-        self.inputs
+    fn activation_precision(&self) -> ActivationPrecision {
+        self.activation_precision
     }
 
-    fn join(&mut self, stage: Box<dyn Collective>) {
-        self.stage = Stage::of(stage);
+    fn join_stage(&mut self, stage: Box<dyn Collective>) {
+        self.collective = StageCollective::new(stage);
     }
 
-    fn place(&self) -> (usize, usize) {
-        self.stage.place()
+    fn rank_and_count(&self) -> (usize, usize) {
+        self.collective.rank_and_count()
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<HostBuf, DeviceError> {
@@ -102,7 +102,7 @@ impl Backend for Reference {
         assert_eq!(Some(bytes.len()), ty.bytes(k).map(|row| row * n), "size of a {n} x {k} matrix of {ty}");
         let mut buf = HostBuf::zeroed(bytes.len())?;
         buf.bytes_mut().copy_from_slice(bytes);
-        Ok(Weight { buf, ty, out: n, inp: k })
+        Ok(Weight { buf, ty, n, k })
     }
 
     fn weight_bytes(&self, ty: QuantType, n: usize, k: usize) -> usize {
@@ -111,7 +111,7 @@ impl Backend for Reference {
 
     /// Both buffers are (pages, page_positions, kv_heads) runs of format `layout.ty`.
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
-        assert_eq!(layout.page_positions % KvLayout::BLOCK, 0, "pages hold whole blocks");
+        assert_eq!(layout.page_positions % KvLayout::BLOCK_POSITIONS, 0, "pages hold whole blocks");
         layout.check_type()?;
         let vectors = layout.pages * layout.page_positions * layout.kv_heads;
         let allocate = |width: usize| match layout.ty.run_bytes(width) {
@@ -127,17 +127,17 @@ impl Backend for Reference {
         Ok(())
     }
 
-    fn begin(&mut self, batch: &StepBatch) {
+    fn begin_step(&mut self, batch: &StepBatch) {
         self.move_slots(batch);
         self.update_tables(batch);
         self.map_rows(batch);
-        self.select(SpanStack::Decoder);
-        self.samples.clone_from(&batch.samples);
-        self.biases.clone_from(&batch.biases);
+        self.select_stack(SpanStack::Decoder);
+        self.sampling.clone_from(&batch.sampling);
+        self.logit_biases.clone_from(&batch.logit_biases);
     }
 
-    fn select(&mut self, stack: SpanStack) -> usize {
-        self.part = stack as usize;
+    fn select_stack(&mut self, stack: SpanStack) -> usize {
+        self.current_stack = stack as usize;
         self.rows().len()
     }
 
@@ -152,20 +152,20 @@ impl Backend for Reference {
     }
 
     fn embed(&mut self, table: &Weight<HostBuf>, first: usize, x: &mut HostBuf) {
-        let tokens = first..first + table.out;
-        for (row, x) in self.rows().iter().zip(x.f32_mut().chunks_exact_mut(table.inp)) {
+        let tokens = first..first + table.n;
+        for (row, x) in self.rows().iter().zip(x.f32_mut().chunks_exact_mut(table.k)) {
             match tokens.contains(&(row.token as usize)) {
-                true => read_codes(table.ty, &table.buf, row.token as usize - first, x),
+                true => read_matrix_row(table.ty, &table.buf, row.token as usize - first, x),
                 false => x.fill(0.0),
             }
         }
     }
 
     fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, x: &mut HostBuf) {
-        let mut vector = vec![0.0; table.inp];
-        for (row, x) in self.rows().iter().zip(x.f32_mut().chunks_exact_mut(table.inp)) {
-            assert!(row.position + offset < table.out, "position {} has no embedding", row.position);
-            read_codes(table.ty, &table.buf, row.position + offset, &mut vector);
+        let mut vector = vec![0.0; table.k];
+        for (row, x) in self.rows().iter().zip(x.f32_mut().chunks_exact_mut(table.k)) {
+            assert!(row.position + offset < table.n, "position {} has no embedding", row.position);
+            read_matrix_row(table.ty, &table.buf, row.position + offset, &mut vector);
             x.iter_mut().zip(&vector).for_each(|(x, v)| *x += v);
         }
     }
@@ -178,14 +178,14 @@ impl Backend for Reference {
         x: &HostBuf,
         y: &mut HostBuf,
     ) {
-        let (x, y) = (&x.f32()[..rows * w.inp], &mut y.f32_mut()[..rows * w.out]);
-        let mut weights = vec![0.0; w.inp];
-        let x = &*as_taken(w.ty.operand(self.inputs), x);
-        for o in 0..w.out {
-            read_codes(w.ty, &w.buf, o, &mut weights);
+        let (x, y) = (&x.f32()[..rows * w.k], &mut y.f32_mut()[..rows * w.n]);
+        let mut weights = vec![0.0; w.k];
+        let x = &*round_input(w.ty.operand_format(self.activation_precision), x);
+        for o in 0..w.n {
+            read_matrix_row(w.ty, &w.buf, o, &mut weights);
             let start = bias.map_or(0.0, |bias| f64::from(bias.f32()[o]));
             for r in 0..rows {
-                y[r * w.out + o] = (start + dot(&x[r * w.inp..][..w.inp], &weights)) as f32;
+                y[r * w.n + o] = (start + dot(&x[r * w.k..][..w.k], &weights)) as f32;
             }
         }
     }
@@ -198,13 +198,13 @@ impl Backend for Reference {
 
     fn norm_in_place(&mut self, rows: usize, norm: &Norm<HostBuf>, x: &mut HostBuf) {
         for x in x.f32_mut()[..rows * norm.width].chunks_exact_mut(norm.width) {
-            normalise(norm, x);
+            normalize_row(norm, x);
         }
     }
 
-    fn angles(&mut self, rope: &Rope<HostBuf>, angles: &mut HostBuf) {
+    fn rope_angles(&mut self, rope: &Rope<HostBuf>, angles: &mut HostBuf) {
         for (row, angles) in self.rows().iter().zip(angles.f32_mut().chunks_exact_mut(rope.dims)) {
-            angles_of(rope, row.position, row.reserved, angles);
+            row_angles(rope, row.position, row.reserved, angles);
         }
     }
 
@@ -223,8 +223,8 @@ impl Backend for Reference {
             for head in x.chunks_exact_mut(head_dim) {
                 for i in 0..half {
                     let (a, b) = match rope.style {
-                        RopeStyle::Halves => (i, i + half),
-                        RopeStyle::Interleaved => (2 * i, 2 * i + 1),
+                        RopeStyle::NeoX => (i, i + half),
+                        RopeStyle::GptJ => (2 * i, 2 * i + 1),
                     };
                     let [cos, sin, u, v] =
                         [cos_sin[2 * i], cos_sin[2 * i + 1], head[a], head[b]].map(f64::from);
@@ -238,7 +238,7 @@ impl Backend for Reference {
     fn store_kv(&mut self, table: KvTable, k: &HostBuf, v: &HostBuf, cache: &mut KvLayer<HostBuf>) {
         let layout = cache.layout;
         for (r, row) in self.rows().iter().enumerate() {
-            let place = self.place(row, table, row.position, &layout);
+            let place = self.locate(row, table, row.position, &layout);
             for head in 0..layout.kv_heads {
                 let (from, to) = (r * layout.kv_heads + head, place * layout.kv_heads + head);
                 write_run(layout.ty, &k.f32()[from * layout.k_dim..][..layout.k_dim], &mut cache.k, to);
@@ -257,24 +257,26 @@ impl Backend for Reference {
         let layout = cache.layout;
         let group = shape.heads / layout.kv_heads;
         assert_eq!(group * layout.kv_heads, shape.heads, "query heads share KV heads evenly");
-        assert!(shape.mask.suits(shape.table), "{:?} is not valid for {:?}", shape.mask, shape.table);
+        assert!(shape.mask.is_valid_for(shape.table), "{:?} is not valid for {:?}", shape.mask, shape.table);
         for (r, row) in self.rows().iter().enumerate() {
-            let seen = visible(row, shape.mask, shape.table);
-            let fraction = self.share(row, shape.table);
+            let seen = visible_positions(row, shape.mask, shape.table);
+            let fraction = self.attended_fraction(row, shape.table);
             for kv_head in 0..layout.kv_heads {
-                let positions = seen.clone().map(|p| self.place(row, shape.table, p, &layout));
-                let (keys, values) = history(cache, kv_head, positions);
+                let positions = seen.clone().map(|p| self.locate(row, shape.table, p, &layout));
+                let (keys, values) = read_history(cache, kv_head, positions);
                 for head in kv_head * group..(kv_head + 1) * group {
                     let at = r * shape.heads + head;
                     let mut scores = scores(shape, &q.f32()[at * layout.k_dim..][..layout.k_dim], &keys);
                     if let Some(bias) = shape.bias {
-                        let biases = seen.clone().map(|key| distance_bias(bias, head, key, row.position));
+                        let biases = seen.clone().map(|key| relative_bias(bias, head, key, row.position));
                         scores.iter_mut().zip(biases).for_each(|(score, bias)| *score += bias);
                     }
                     let out = &mut out.f32_mut()[at * layout.v_dim..][..layout.v_dim];
                     match fraction {
-                        Share::ALL => mix(&scores, 0..scores.len(), &values, out),
-                        fraction => mix(&scores, chosen(&scores, fraction).into_iter(), &values, out),
+                        Fraction::ONE => weighted_sum(&scores, 0..scores.len(), &values, out),
+                        fraction => {
+                            weighted_sum(&scores, select_top_k(&scores, fraction).into_iter(), &values, out)
+                        }
                     }
                 }
             }
@@ -290,7 +292,7 @@ impl Backend for Reference {
         up: Option<&HostBuf>,
     ) {
         for (i, gate) in gate.f32_mut()[..rows * width].iter_mut().enumerate() {
-            let activated = activated(act, f64::from(*gate));
+            let activated = apply_activation(act, f64::from(*gate));
             *gate = (activated * up.map_or(1.0, |up| f64::from(up.f32()[i]))) as f32;
         }
     }
@@ -307,7 +309,7 @@ impl Backend for Reference {
 
     fn softcap(&mut self, rows: usize, width: usize, cap: f32, x: &mut HostBuf) {
         for x in &mut x.f32_mut()[..rows * width] {
-            *x = capped(f64::from(*x), cap) as f32;
+            *x = softcap_value(f64::from(*x), cap) as f32;
         }
     }
 
@@ -331,18 +333,22 @@ impl Backend for Reference {
         x: &HostBuf,
         y: &mut HostBuf,
     ) {
-        let local = shape.first..shape.first + experts.len();
+        let local = shape.first_expert..shape.first_expert + experts.len();
         assert!(local.end <= shape.experts, "experts {local:?} of {}", shape.experts);
-        let hidden = experts[0].down.out;
+        let hidden = experts[0].down.n;
         for r in 0..rows {
             let logits = &router.f32()[r * shape.experts..][..shape.experts];
             let mut sum = vec![0.0; hidden];
             for (expert, score) in
-                routed(shape, logits).into_iter().filter(|(expert, _)| local.contains(expert))
+                route(shape, logits).into_iter().filter(|(expert, _)| local.contains(expert))
             {
                 let expert = &experts[expert - local.start];
-                let output =
-                    expert_mlp(self.inputs, expert, shape.activation, &x.f32()[r * hidden..][..hidden]);
+                let output = expert_mlp(
+                    self.activation_precision,
+                    expert,
+                    shape.activation,
+                    &x.f32()[r * hidden..][..hidden],
+                );
                 sum.iter_mut().zip(output).for_each(|(sum, y)| *sum += score * f64::from(y));
             }
             let y = &mut y.f32_mut()[r * hidden..][..hidden];
@@ -350,70 +356,80 @@ impl Backend for Reference {
         }
     }
 
-    fn reduce(&mut self, rows: usize, width: usize, x: &mut HostBuf) {
-        self.stage.sum(&mut x.f32_mut()[..rows * width]);
+    fn all_reduce(&mut self, rows: usize, width: usize, x: &mut HostBuf) {
+        self.collective.all_reduce(&mut x.f32_mut()[..rows * width]);
     }
 
     fn all_gather(&mut self, rows: usize, widths: &[usize], own: &HostBuf, all: &mut HostBuf) {
-        self.stage.gather(rows, widths, own.f32(), all.f32_mut());
+        self.collective.all_gather(rows, widths, own.f32(), all.f32_mut());
     }
 
-    fn columns(&mut self, rows: usize, width: usize, columns: Range<usize>, x: &HostBuf, y: &mut HostBuf) {
+    fn copy_columns(
+        &mut self,
+        rows: usize,
+        width: usize,
+        columns: Range<usize>,
+        x: &HostBuf,
+        y: &mut HostBuf,
+    ) {
         let rows = x.f32()[..rows * width].chunks_exact(width);
         for (x, y) in rows.zip(y.f32_mut().chunks_exact_mut(columns.len())) {
             y.copy_from_slice(&x[columns.clone()]);
         }
     }
 
-    fn gather(&mut self, outputs: Range<usize>, width: usize, x: &HostBuf, y: &mut HostBuf) {
-        for (row, y) in self.parts[self.part].wanted[outputs].iter().zip(y.f32_mut().chunks_exact_mut(width))
+    fn gather_output_rows(&mut self, outputs: Range<usize>, width: usize, x: &HostBuf, y: &mut HostBuf) {
+        for (row, y) in self.stack_rows[self.current_stack].output_rows[outputs]
+            .iter()
+            .zip(y.f32_mut().chunks_exact_mut(width))
         {
             y.copy_from_slice(&x.f32()[row * width..][..width]);
         }
     }
 
-    fn hidden(&mut self, rows: Range<usize>, width: usize, x: &HostBuf, out: &mut StepOutput) {
+    fn append_hidden(&mut self, rows: Range<usize>, width: usize, x: &HostBuf, out: &mut StepOutput) {
         out.hidden.extend_from_slice(&x.f32()[rows.start * width..rows.end * width]);
     }
 
     fn sample(&mut self, outputs: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
         let vocab = self.limits().vocab;
         for (i, logits) in outputs.zip(logits.f32().chunks_exact(vocab)) {
-            let part = &self.parts[self.part];
-            let (row, params) = (part.rows[part.wanted[i]], self.samples[part.first_sample + i]);
+            let part = &self.stack_rows[self.current_stack];
+            let (row, params) = (part.rows[part.output_rows[i]], self.sampling[part.first_sample + i]);
             let token = match params.mode {
-                SampleMode::Draw => draw(logits, params.biases(&self.biases), &params),
+                SampleMode::Sample => sample(logits, params.logit_biases(&self.logit_biases), &params),
                 SampleMode::Score(token) => token,
             };
-            if params.mode == SampleMode::Draw && row.table != SpanTable::Sink {
-                self.slots[row.slot].last = token;
+            if params.mode == SampleMode::Sample && row.table != SpanTable::Null {
+                self.slots[row.slot].last_token = token;
             }
-            report(token, logits, &params, out);
+            append_result(token, logits, &params, out);
         }
     }
 
-    fn table(&self, slot: u32, table: KvTable) -> &[Page] {
+    fn page_table(&self, slot: u32, table: KvTable) -> &[Page] {
         let slot = &self.slots[slot as usize];
         match table {
-            KvTable::Own => &slot.own,
-            KvTable::Cross => &slot.cross,
+            KvTable::Own => &slot.own_table,
+            KvTable::Cross => &slot.cross_table,
             KvTable::Scratch => &[],
         }
     }
 }
 
 /// Appends the result of one output row.
-fn report(token: u32, logits: &[f32], params: &SampleRow, out: &mut StepOutput) {
-    let mut result = SampledRow { token, logprob: f32::NAN, top_at: out.top.len() as u32, top_len: 0 };
+fn append_result(token: u32, logits: &[f32], params: &SamplingParams, out: &mut StepOutput) {
+    let mut result =
+        SampledToken { token, logprob: f32::NAN, top_at: out.top_logprobs.len() as u32, top_len: 0 };
     if params.logprob || params.top_logprobs > 0 {
         let logprobs = logprobs(logits, params.top_logprobs.into());
         result.top_len = logprobs.top.len() as u32;
         if params.logprob {
-            result.logprob = logprobs.of(logits[token as usize]);
+            result.logprob = logprobs.logprob(logits[token as usize]);
         }
-        out.top.extend(logprobs.top);
+        out.top_logprobs.extend(logprobs.top);
     }
-    out.rows.push(result);
+    out.tokens.push(result);
 }
 
 #[cfg(test)]

@@ -4,14 +4,14 @@
 //!
 //! Invariant: [`Everything::step`] runs every operation of a step.
 
-use mainstem_kernels::Inputs;
+use mainstem_kernels::ActivationPrecision;
 use mainstem_kernels::conformance::noise;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
-    Activation, AttentionShape, Backend, DistanceBias, Expert, Factor, HostBuf, KvLayer, KvLayout, KvTable,
-    Mask, MoeShape, Norm, NormKind, PageCopy, Product, QuantType, Rope, RopeStretch, RopeStyle, SampleRow,
-    Scoring, Share, SlotMove, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
-    StepOutput, TableUpdate, To, Want, Weight,
+    Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, Fraction, Gemm, HostBuf, InputOperand,
+    KvLayer, KvLayout, KvTable, Mask, MoeShape, Norm, NormKind, PageCopy, QuantType, RelativeBias, Rope,
+    RopeStyle, SamplingParams, Scoring, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable,
+    SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Weight,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -43,13 +43,13 @@ const LIMITS: StepLimits = StepLimits {
     rows: 64,
     logit_rows: 4,
     positions: 600,
-    source_positions: 32,
+    encoder_positions: 32,
     page_positions: 32,
     top_logprobs: 3,
-    biases: 2,
+    logit_biases: 2,
     vocab: 50,
     hidden: WIDTH,
-    attended: Share::ALL,
+    attended_fraction: Fraction::ONE,
 };
 /// Width of every row; number of heads and their dimension.
 const WIDTH: usize = 64;
@@ -59,10 +59,10 @@ const LAYOUT: KvLayout =
     KvLayout { ty: QuantType::BF16, pages: 16, page_positions: 32, kv_heads: HEADS, k_dim: DIM, v_dim: DIM };
 const MIXTURE: MoeShape = MoeShape {
     experts: 6,
-    first: 0,
+    first_expert: 0,
     top_k: 2,
     scoring: Scoring::Softmax,
-    renormalise: true,
+    normalize_scores: true,
     scale: 1.0,
     width: WIDTH,
     activation: Activation::Silu,
@@ -78,24 +78,28 @@ fn main() {
 /// Runs steps with a KV cache of the given format. The prompt uses dense attention, the generated token top-k
 /// sparse attention. Five threads, so that the two splits of the prompt are separate work items.
 fn no_operation_allocates(ty: QuantType) {
-    let cpu = CpuBackend::new(CpuConfig { threads: 5, isa: Isa::Auto, inputs: Inputs::Coded })
-        .expect("a CPU backend");
-    let (mut everything, batch) = (Everything::new(cpu, ty), batch());
+    let cpu = CpuBackend::new(CpuConfig {
+        threads: 5,
+        isa: Isa::Auto,
+        activation_precision: ActivationPrecision::Int8,
+    })
+    .expect("a CPU backend");
+    let (mut everything, batch) = (Everything::new(cpu, ty), test_batch());
     let mut out = StepOutput::with_capacity(&LIMITS);
-    let buffers = HostBuf::allocated();
+    let buffers = HostBuf::total_allocated();
     for round in 0..20 {
         out.clear();
         let before = ALLOCATIONS.load(Ordering::SeqCst);
         everything.step(&batch, &mut out);
         let allocations = ALLOCATIONS.load(Ordering::SeqCst) - before;
-        assert_eq!((allocations, HostBuf::allocated()), (0, buffers), "cache {ty}, round {round}");
-        assert_eq!((out.rows.len(), out.hidden.len()), (2, 22 * WIDTH), "round {round}");
+        assert_eq!((allocations, HostBuf::total_allocated()), (0, buffers), "cache {ty}, round {round}");
+        assert_eq!((out.tokens.len(), out.hidden.len()), (2, 22 * WIDTH), "round {round}");
     }
 }
 
 /// Returns a batch with two encoder inputs, a prompt that returns hidden states, a sampled token with
 /// log-probabilities, a hole, a slot move and a page copy.
-fn batch() -> StepBatch {
+fn test_batch() -> StepBatch {
     let entry = |slot, table, index, page| TableUpdate { slot, table, index, page };
     let own = (0..3).flat_map(|slot| [0, 1].map(|i| entry(slot, KvTable::Own, i, 1 + 2 * slot + i)));
     let span = |stack, slot, start, len, table, want| Span {
@@ -106,25 +110,25 @@ fn batch() -> StepBatch {
         tokens: if len == 1 { SpanTokens::Last } else { SpanTokens::Given { at: 0, len } },
         table,
         reserved: 60,
-        source: if table == SpanTable::Sink { 0 } else { 9 },
-        want,
+        encoder_len: if table == SpanTable::Null { 0 } else { 9 },
+        output: want,
     };
     let (encoder, decoder) = (SpanStack::Encoder, SpanStack::Decoder);
-    let reported = SampleRow { logprob: true, top_logprobs: 3, bias_len: 2, ..SampleRow::GREEDY };
+    let reported = SamplingParams { logprob: true, top_logprobs: 3, bias_len: 2, ..SamplingParams::GREEDY };
     StepBatch {
         moves: vec![SlotMove { from: 0, to: 3 }],
-        tables: own.chain((0..3).map(|slot| entry(slot, KvTable::Cross, 0, 10 + slot))).collect(),
-        copies: vec![PageCopy { from: 1, to: 15 }],
+        table_updates: own.chain((0..3).map(|slot| entry(slot, KvTable::Cross, 0, 10 + slot))).collect(),
+        page_copies: vec![PageCopy { from: 1, to: 15 }],
         spans: vec![
-            span(encoder, 0, 0, 9, SpanTable::Scratch, Want::None),
-            span(encoder, 1, 0, 9, SpanTable::Scratch, Want::None),
-            span(decoder, 0, 500, 22, SpanTable::Own, Want::Hidden),
-            span(decoder, 1, 40, 1, SpanTable::Own, Want::Last),
-            span(decoder, 2, 0, 1, SpanTable::Sink, Want::Last),
+            span(encoder, 0, 0, 9, SpanTable::Scratch, SpanOutput::None),
+            span(encoder, 1, 0, 9, SpanTable::Scratch, SpanOutput::None),
+            span(decoder, 0, 500, 22, SpanTable::Own, SpanOutput::Hidden),
+            span(decoder, 1, 40, 1, SpanTable::Own, SpanOutput::Last),
+            span(decoder, 2, 0, 1, SpanTable::Null, SpanOutput::Last),
         ],
         tokens: (0..22).collect(),
-        samples: vec![reported, SampleRow { temperature: 1.0, top_k: 5, ..SampleRow::GREEDY }],
-        biases: vec![(3, 1.0), (4, -1.0)],
+        sampling: vec![reported, SamplingParams { temperature: 1.0, top_k: 5, ..SamplingParams::GREEDY }],
+        logit_biases: vec![(3, 1.0), (4, -1.0)],
         ..StepBatch::default()
     }
 }
@@ -139,7 +143,7 @@ struct Everything {
     vector: HostBuf,
     norm: Norm<HostBuf>,
     rope: Rope<HostBuf>,
-    bias: DistanceBias<HostBuf>,
+    bias: RelativeBias<HostBuf>,
     experts: Vec<Expert<HostBuf>>,
     cache: KvLayer<HostBuf>,
     scratch: KvLayer<HostBuf>,
@@ -160,7 +164,7 @@ impl Everything {
             vector: floats(&mut cpu, LIMITS.positions),
             norm: norm(&mut cpu),
             rope: rope(&mut cpu),
-            bias: DistanceBias { table, heads: HEADS, reach: LIMITS.positions },
+            bias: RelativeBias { table, heads: HEADS, reach: LIMITS.positions },
             experts: (0..MIXTURE.experts as u32).map(|number| expert(&mut cpu, number)).collect(),
             cache: cpu.alloc_kv(KvLayout { ty, ..LAYOUT }).expect("memory is available"),
             scratch: cpu
@@ -174,25 +178,28 @@ impl Everything {
             cpu,
         };
         everything.cpu.prepare_moe(&MIXTURE, WIDTH).expect("memory is available");
-        let attended = Share::new(0.3).expect("a valid fraction");
-        everything.cpu.prepare(&StepLimits { attended, ..LIMITS }).expect("memory is available");
+        let attended = Fraction::new(0.3).expect("a valid fraction");
+        everything
+            .cpu
+            .prepare(&StepLimits { attended_fraction: attended, ..LIMITS })
+            .expect("memory is available");
         everything
     }
 
     /// Runs every operation, for both stacks.
     fn step(&mut self, batch: &StepBatch, out: &mut StepOutput) {
-        self.cpu.begin(batch);
-        self.cpu.copy_pages(&batch.copies, &mut self.cache);
+        self.cpu.begin_step(batch);
+        self.cpu.copy_pages(&batch.page_copies, &mut self.cache);
         for stack in [SpanStack::Encoder, SpanStack::Decoder] {
-            let rows = self.cpu.select(stack);
+            let rows = self.cpu.select_stack(stack);
             self.before_attention(rows);
             self.attention(stack);
             self.after_attention(rows);
             for run in batch.hidden_rows(stack) {
-                self.cpu.hidden(run, WIDTH, &self.y, out);
+                self.cpu.append_hidden(run, WIDTH, &self.y, out);
             }
         }
-        self.cpu.gather(0..2, WIDTH, &self.x, &mut self.y);
+        self.cpu.gather_output_rows(0..2, WIDTH, &self.x, &mut self.y);
         self.cpu.sample(0..2, &self.logits, out);
     }
 
@@ -207,7 +214,7 @@ impl Everything {
         cpu.norm(rows, norm, x, y);
         cpu.norm_in_place(rows, norm, y);
         cpu.matmul(rows, matrix, Some(vector), y, logits);
-        cpu.angles(rope, angles);
+        cpu.rope_angles(rope, angles);
         cpu.rope(rope, angles, HEADS, DIM, y);
         self.products(rows);
     }
@@ -219,23 +226,27 @@ impl Everything {
         } = self;
         let [four, five] = blocks;
         let vector = &*vector;
-        let normed = Factor::Normed { norm, x, room: y };
-        cpu.products(
+        let normed = InputOperand::Normed { norm, x, buffer: y };
+        cpu.gemms(
             rows,
             normed,
             &mut [
-                product(matrix, vector, To::Set(first)),
-                product(four, vector, To::Set(second)),
-                product(five, vector, To::Set(third)),
+                gemm_with_bias(matrix, vector, Epilogue::Set(first)),
+                gemm_with_bias(four, vector, Epilogue::Set(second)),
+                gemm_with_bias(five, vector, Epilogue::Set(third)),
             ],
         );
-        let activated = Factor::Activated { act: Activation::Silu, gate: y, up: Some(x) };
-        cpu.products(rows, activated, &mut [product(four, vector, To::Add { x: logits, room: first })]);
+        let activated = InputOperand::Activated { act: Activation::Silu, gate: y, up: Some(x) };
+        cpu.gemms(
+            rows,
+            activated,
+            &mut [gemm_with_bias(four, vector, Epilogue::Add { x: logits, buffer: first })],
+        );
     }
 
     fn attention(&mut self, stack: SpanStack) {
         let Everything { cpu, bias, cache, scratch, x, y, .. } = self;
-        let bidirectional = Mask::Whole { window: Some(5) };
+        let bidirectional = Mask::Bidirectional { window: Some(5) };
         let causal = Mask::Causal { window: Some(20) };
         let shape = |mask, table, bias| AttentionShape {
             heads: HEADS,
@@ -254,7 +265,7 @@ impl Everything {
             SpanStack::Decoder => {
                 cpu.store_kv(KvTable::Own, y, y, cache);
                 cpu.attention(&shape(causal, KvTable::Own, Some(bias)), y, cache, x);
-                let bidirectional = Mask::Whole { window: None };
+                let bidirectional = Mask::Bidirectional { window: None };
                 cpu.attention(&shape(bidirectional, KvTable::Cross, None), y, cache, x);
             }
         }
@@ -266,9 +277,9 @@ impl Everything {
         cpu.activate(rows, WIDTH, Activation::Tanh, x, None);
         cpu.moe(rows, &MIXTURE, logits, experts, x, y);
         cpu.gate_rows(rows, WIDTH, logits, y);
-        cpu.reduce(rows, WIDTH, y);
+        cpu.all_reduce(rows, WIDTH, y);
         cpu.all_gather(rows, &[WIDTH], x, y);
-        cpu.columns(rows, WIDTH, DIM..2 * DIM, y, logits);
+        cpu.copy_columns(rows, WIDTH, DIM..2 * DIM, y, logits);
         cpu.add(rows, WIDTH, 0.5, x, y);
         cpu.scale(rows, WIDTH, 2.0, x);
         cpu.softcap(rows, WIDTH, 30.0, x);
@@ -276,8 +287,12 @@ impl Everything {
 }
 
 /// Creates a GEMM with a bias.
-fn product<'a>(w: &'a Weight<HostBuf>, bias: &'a HostBuf, to: To<'a, HostBuf>) -> Product<'a, HostBuf> {
-    Product { w, bias: Some(bias), to }
+fn gemm_with_bias<'a>(
+    w: &'a Weight<HostBuf>,
+    bias: &'a HostBuf,
+    to: Epilogue<'a, HostBuf>,
+) -> Gemm<'a, HostBuf> {
+    Gemm { w, bias: Some(bias), epilogue: to }
 }
 
 fn floats(cpu: &mut CpuBackend, n: usize) -> HostBuf {
@@ -300,8 +315,8 @@ fn norm(cpu: &mut CpuBackend) -> Norm<HostBuf> {
 /// Sequences exceed the context length of the dynamic scaling.
 fn rope(cpu: &mut CpuBackend) -> Rope<HostBuf> {
     let tables = vec![(usize::MAX, floats(cpu, LIMITS.positions * DIM))];
-    let stretch = Some(RopeStretch { theta: 10_000.0, factor: 2.0, context: 30 });
-    Rope { tables, positions: LIMITS.positions, dims: DIM, style: RopeStyle::Interleaved, stretch }
+    let stretch = Some(DynamicNtk { theta: 10_000.0, factor: 2.0, context: 30 });
+    Rope { tables, positions: LIMITS.positions, dims: DIM, style: RopeStyle::GptJ, dynamic_ntk: stretch }
 }
 
 fn expert(cpu: &mut CpuBackend, number: u32) -> Expert<HostBuf> {

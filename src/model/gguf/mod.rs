@@ -8,11 +8,11 @@ mod differences;
 mod settings;
 
 use super::spec::SpecFile;
-use crate::formats::gguf::Value;
+use crate::formats::gguf::GgufValue;
 use crate::formats::{Checkpoint, Gguf, HubConfig};
 use anyhow::{Context, Result};
 use serde::Deserialize;
-use settings::{Settings, VOCAB};
+use settings::{GgufSettings, VOCAB};
 use std::collections::BTreeMap;
 
 /// File name of the table, for error messages.
@@ -28,17 +28,17 @@ const ARCH: &str = "{arch}";
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GgufTable {
-    config: Sources,
-    neutral: Neutral,
+    config: ValueSources,
+    neutral: NeutralValues,
     spec: toml::Table,
     architecture: BTreeMap<String, Architecture>,
 }
 
 /// Names of settings, each with the sources of its value, in order of preference.
-type Sources = BTreeMap<String, Vec<Source>>;
+type ValueSources = BTreeMap<String, Vec<ValueSource>>;
 
 /// Metadata keys, each with the values that do not change what is computed.
-type Neutral = BTreeMap<String, Vec<serde_json::Value>>;
+type NeutralValues = BTreeMap<String, Vec<serde_json::Value>>;
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -47,18 +47,18 @@ struct Architecture {
     #[serde(default)]
     spec: toml::Table,
     #[serde(default)]
-    config: Sources,
+    config: ValueSources,
     #[serde(default)]
-    neutral: Neutral,
+    neutral: NeutralValues,
 }
 
 /// A source of a setting's value.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Source {
+enum ValueSource {
     Key(String),
     Count(String),
-    Ids(Ids),
+    Ids(IdSources),
     Has(Vec<String>),
     Lacks(Vec<String>),
     Numbers(String),
@@ -67,7 +67,7 @@ enum Source {
 /// Tokens, listed by the metadata keys that hold their ids and by their text in the vocabulary.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Ids {
+struct IdSources {
     keys: Vec<String>,
     #[serde(default)]
     named: Vec<String>,
@@ -85,17 +85,17 @@ impl GgufTable {
     pub fn config(&self, gguf: &Gguf, checkpoint: &mut Checkpoint, spec: &SpecFile) -> Result<HubConfig> {
         let name = architecture(gguf)?;
         let own = self.architecture.get(name);
-        self.refuse_what_is_not_served(gguf, name, own, spec)?;
-        let mut settings = Settings::new(gguf, checkpoint, name);
+        self.check_unsupported_keys(gguf, name, own, spec)?;
+        let mut settings = GgufSettings::new(gguf, checkpoint, name);
         let own = own.map(|own| &own.config).into_iter().flatten();
         let mut sources: BTreeMap<&str, _> =
             self.config.iter().chain(own).map(|(key, sources)| (key.as_str(), sources)).collect();
         // Token ids are checked against the vocabulary size.
         if let Some((key, sources)) = sources.remove_entry(VOCAB) {
-            settings.find(key, sources)?;
+            settings.read_setting(key, sources)?;
         }
         for (key, sources) in sources {
-            settings.find(key, sources)?;
+            settings.read_setting(key, sources)?;
         }
         settings.finish()
     }
@@ -108,20 +108,20 @@ impl GgufTable {
             let reason = format!(
                 "there is no shipped specification for '{architecture}' (known: {known}); use --spec FILE"
             );
-            gguf.wrong(ARCHITECTURE, reason)
+            gguf.key_error(ARCHITECTURE, reason)
         })?;
         let (file, text) = SpecFile::shipped(&own.model_type)?;
-        let spec = self.with_differences(text.parse().context(file)?, own);
+        let spec = self.with_overrides(text.parse().context(file)?, own);
         SpecFile::parse(&format!("{file} with {FILE}"), &spec.to_string())
     }
 
-    fn with_differences(&self, mut spec: toml::Table, own: &Architecture) -> toml::Table {
-        differences::replace(&mut spec, &self.spec, differences::Missing::PassOver);
-        differences::replace(&mut spec, &own.spec, differences::Missing::Add);
+    fn with_overrides(&self, mut spec: toml::Table, own: &Architecture) -> toml::Table {
+        differences::apply_overrides(&mut spec, &self.spec, differences::MissingKey::Skip);
+        differences::apply_overrides(&mut spec, &own.spec, differences::MissingKey::Insert);
         spec
     }
 
-    fn refuse_what_is_not_served(
+    fn check_unsupported_keys(
         &self,
         gguf: &Gguf,
         name: &str,
@@ -130,15 +130,19 @@ impl GgufTable {
     ) -> Result<()> {
         let of_own = own.map(|own| &own.neutral).into_iter().flatten();
         let neutral: BTreeMap<_, _> = self.neutral.iter().chain(of_own).collect();
-        for (key, neutral) in neutral.into_iter().filter(|(key, _)| !own.is_some_and(|own| own.takes(key))) {
+        for (key, neutral) in
+            neutral.into_iter().filter(|(key, _)| !own.is_some_and(|own| own.reads_key(key)))
+        {
             let key = key.replace(ARCH, name);
             let neutral = spec.neutral().get(&key).unwrap_or(neutral);
-            if let Some(Value::Array(array)) = gguf.value(&key) {
-                return Err(gguf.wrong(&key, format_args!("a list of {} values is not supported", array.len)));
+            if let Some(GgufValue::Array(array)) = gguf.value(&key) {
+                return Err(
+                    gguf.key_error(&key, format_args!("a list of {} values is not supported", array.len))
+                );
             }
-            let Some(value) = settings::plain(gguf, &key)? else { continue };
-            if !neutral.iter().any(|neutral| settings::is_same(neutral, &value)) {
-                return Err(gguf.wrong(&key, format_args!("{value} is not supported")));
+            let Some(value) = settings::scalar(gguf, &key)? else { continue };
+            if !neutral.iter().any(|neutral| settings::values_equal(neutral, &value)) {
+                return Err(gguf.key_error(&key, format_args!("{value} is not supported")));
             }
         }
         Ok(())
@@ -150,15 +154,15 @@ fn architecture(gguf: &Gguf) -> Result<&str> {
     const MOST: usize = 64;
     let name = gguf.str(ARCHITECTURE)?;
     if name.len() > MOST {
-        return Err(gguf.wrong(ARCHITECTURE, format_args!("a name of {} bytes is too long", name.len())));
+        return Err(gguf.key_error(ARCHITECTURE, format_args!("a name of {} bytes is too long", name.len())));
     }
     Ok(name)
 }
 
 impl Architecture {
     /// Returns whether one of the architecture's own settings is read from that key.
-    fn takes(&self, key: &str) -> bool {
-        self.config.values().flatten().any(|source| matches!(source, Source::Key(taken) if taken == key))
+    fn reads_key(&self, key: &str) -> bool {
+        self.config.values().flatten().any(|source| matches!(source, ValueSource::Key(taken) if taken == key))
     }
 }
 
@@ -181,7 +185,7 @@ mod tests {
         for (name, own) in &gguf.architecture {
             let (file, text) = SpecFile::shipped(&own.model_type).unwrap();
             let plain: toml::Table = text.parse().unwrap();
-            let spec = gguf.with_differences(plain.clone(), own);
+            let spec = gguf.with_overrides(plain.clone(), own);
             SpecFile::parse(name, &spec.to_string()).unwrap();
             for path in [&["tensors"][..], &["encoder", "tensors"], &["decoder", "tensors"]] {
                 let ours = table(&spec, path);
@@ -198,12 +202,12 @@ mod tests {
     fn keys_that_settings_are_taken_from_are_known() {
         let own = "model_type = 'x'\n[config]\na = [{ count = '{arch}.b' }, { key = '{arch}.c' }]";
         let own: Architecture = toml::from_str(own).unwrap();
-        assert!(own.takes("{arch}.c"));
-        assert!(!own.takes("{arch}.b") && !own.takes("a"));
+        assert!(own.reads_key("{arch}.c"));
+        assert!(!own.reads_key("{arch}.b") && !own.reads_key("a"));
         for (name, own) in &GgufTable::shipped().architecture {
             for key in own.neutral.keys() {
                 assert!(
-                    key.starts_with(ARCH) && !own.takes(key),
+                    key.starts_with(ARCH) && !own.reads_key(key),
                     "{name}: '{key}' is both supported and refused"
                 );
             }

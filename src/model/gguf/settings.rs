@@ -2,8 +2,8 @@
 //!
 //! Invariant: for every setting the name in the file is known, whether the file has it or not.
 
-use super::{ARCH, Ids, Source};
-use crate::formats::gguf::Value as Stored;
+use super::{ARCH, IdSources, ValueSource};
+use crate::formats::gguf::GgufValue as Stored;
 use crate::formats::{Checkpoint, Gguf, HubConfig};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value};
@@ -26,7 +26,7 @@ pub(super) const VOCAB: &str = "vocab_size";
 
 const NOT_FINITE: &str = "it is not finite";
 
-pub(super) struct Settings<'a> {
+pub(super) struct GgufSettings<'a> {
     gguf: &'a Gguf,
     checkpoint: &'a mut Checkpoint,
     architecture: &'a str,
@@ -35,18 +35,18 @@ pub(super) struct Settings<'a> {
     names: BTreeMap<String, String>,
 }
 
-impl<'a> Settings<'a> {
+impl<'a> GgufSettings<'a> {
     pub(super) fn new(gguf: &'a Gguf, checkpoint: &'a mut Checkpoint, architecture: &'a str) -> Self {
         let (entries, names) = Default::default();
-        Settings { gguf, checkpoint, architecture, entries, names }
+        GgufSettings { gguf, checkpoint, architecture, entries, names }
     }
 
     /// Reads a setting from the first of its sources that the file has.
-    pub(super) fn find(&mut self, key: &str, sources: &[Source]) -> Result<()> {
+    pub(super) fn read_setting(&mut self, key: &str, sources: &[ValueSource]) -> Result<()> {
         for source in sources {
-            let (name, value) = self.look(source)?;
+            let (name, value) = self.read_source(source)?;
             if let Some(value) = value {
-                self.put(key, value);
+                self.set(key, value);
                 self.names.insert(key.to_owned(), name);
                 return Ok(());
             }
@@ -57,36 +57,36 @@ impl<'a> Settings<'a> {
 
     /// Returns all settings as a configuration.
     pub(super) fn finish(mut self) -> Result<HubConfig> {
-        self.settle_scaling()?;
-        Ok(HubConfig::from_entries(self.gguf.path(), self.entries).with_names(self.names))
+        self.normalize_rope_scaling()?;
+        Ok(HubConfig::from_entries(self.gguf.path(), self.entries).with_file_keys(self.names))
     }
 
     /// Returns the source's name in the file, and its value if the file has it.
-    fn look(&mut self, source: &Source) -> Result<(String, Option<Value>)> {
+    fn read_source(&mut self, source: &ValueSource) -> Result<(String, Option<Value>)> {
         Ok(match source {
-            Source::Key(name) => {
-                let name = self.named(name);
-                let value = plain(self.gguf, &name)?;
+            ValueSource::Key(name) => {
+                let name = self.expand_key(name);
+                let value = scalar(self.gguf, &name)?;
                 (name, value)
             }
-            Source::Count(name) => {
-                let name = self.named(name);
-                let value = count(self.gguf, &name);
+            ValueSource::Count(name) => {
+                let name = self.expand_key(name);
+                let value = array_length(self.gguf, &name);
                 (name, value)
             }
-            Source::Ids(ids) => self.ids(ids)?,
-            Source::Has(tensors) => self.has(tensors, true),
-            Source::Lacks(tensors) => self.has(tensors, false),
-            Source::Numbers(tensor) => (tensor.clone(), self.numbers(tensor)?),
+            ValueSource::Ids(ids) => self.token_ids(ids)?,
+            ValueSource::Has(tensors) => self.tensor_exists(tensors, true),
+            ValueSource::Lacks(tensors) => self.tensor_exists(tensors, false),
+            ValueSource::Numbers(tensor) => (tensor.clone(), self.take_numbers(tensor)?),
         })
     }
 
-    fn named(&self, pattern: &str) -> String {
+    fn expand_key(&self, pattern: &str) -> String {
         pattern.replace(ARCH, self.architecture)
     }
 
     /// Returns `found` and the tensor's name if one of the tensors exists, otherwise the opposite.
-    fn has(&self, tensors: &[String], found: bool) -> (String, Option<Value>) {
+    fn tensor_exists(&self, tensors: &[String], found: bool) -> (String, Option<Value>) {
         match tensors.iter().find(|tensor| self.checkpoint.tensor(tensor).is_some()) {
             Some(one) => (one.clone(), Some(found.into())),
             None => (tensors.join(", "), Some((!found).into())),
@@ -94,9 +94,9 @@ impl<'a> Settings<'a> {
     }
 
     /// Returns the ids under the keys, then those of the named tokens, each once.
-    fn ids(&self, Ids { keys, named }: &Ids) -> Result<(String, Option<Value>)> {
+    fn token_ids(&self, IdSources { keys, named }: &IdSources) -> Result<(String, Option<Value>)> {
         let (mut ids, mut found_in) = (Vec::new(), Vec::new());
-        for key in keys.iter().map(|key| self.named(key)) {
+        for key in keys.iter().map(|key| self.expand_key(key)) {
             let Some(id) = self.gguf.opt_id(&key)? else { continue };
             self.check_id(&key, id)?;
             found_in.push(key);
@@ -104,13 +104,12 @@ impl<'a> Settings<'a> {
                 ids.push(id);
             }
         }
-        let others: Vec<u32> =
-            self.tokens_called(named)?.into_iter().filter(|id| !ids.contains(id)).collect();
+        let others: Vec<u32> = self.tokens_named(named)?.into_iter().filter(|id| !ids.contains(id)).collect();
         if !others.is_empty() {
             found_in.push(TOKENS.to_owned());
             ids.extend(others);
         }
-        let name = if found_in.is_empty() { self.named(&keys.join(", ")) } else { found_in.join(", ") };
+        let name = if found_in.is_empty() { self.expand_key(&keys.join(", ")) } else { found_in.join(", ") };
         Ok((name, (!ids.is_empty()).then(|| ids.into())))
     }
 
@@ -118,7 +117,7 @@ impl<'a> Settings<'a> {
     fn check_id(&self, key: &str, id: u32) -> Result<()> {
         match self.vocab() {
             Some(vocab) if u64::from(id) >= vocab => {
-                Err(self.gguf.wrong(key, format_args!("token {id} is not in the vocabulary of {vocab}")))
+                Err(self.gguf.key_error(key, format_args!("token {id} is not in the vocabulary of {vocab}")))
             }
             _ => Ok(()),
         }
@@ -129,7 +128,7 @@ impl<'a> Settings<'a> {
     }
 
     /// Returns the ids of the tokens with these texts, without ids beyond the model's vocabulary.
-    fn tokens_called(&self, names: &[String]) -> Result<Vec<u32>> {
+    fn tokens_named(&self, names: &[String]) -> Result<Vec<u32>> {
         if names.is_empty() {
             return Ok(Vec::new());
         }
@@ -140,7 +139,7 @@ impl<'a> Settings<'a> {
     }
 
     /// Returns the numbers of a vector and removes it from the weights.
-    fn numbers(&mut self, name: &str) -> Result<Option<Value>> {
+    fn take_numbers(&mut self, name: &str) -> Result<Option<Value>> {
         const MOST: usize = 1 << 16;
         let Some(tensor) = self.checkpoint.tensor(name) else { return Ok(None) };
         let file = || format!("{}: tensor '{name}'", tensor.file.display());
@@ -153,14 +152,14 @@ impl<'a> Settings<'a> {
         );
         let mut numbers = vec![0.0; count];
         ty.dequantize(&tensor.bytes(), &mut numbers);
-        let numbers = numbers.into_iter().map(number).collect::<Option<Vec<_>>>();
+        let numbers = numbers.into_iter().map(shortest_decimal).collect::<Option<Vec<_>>>();
         let numbers = numbers.with_context(|| format!("{}: some of its numbers are not finite", file()))?;
-        self.checkpoint.forget(name);
+        self.checkpoint.remove(name);
         Ok(Some(numbers.into()))
     }
 
     /// Sets a key; a dot separates a section from its key.
-    fn put(&mut self, key: &str, value: Value) {
+    fn set(&mut self, key: &str, value: Value) {
         match key.split_once('.') {
             None => _ = self.entries.insert(key.to_owned(), value),
             Some((section, key)) => _ = self.section(section).insert(key.to_owned(), value),
@@ -173,7 +172,7 @@ impl<'a> Settings<'a> {
     }
 
     /// Adds a type to RoPE scaling that lacks one, and removes scaling that has no effect.
-    fn settle_scaling(&mut self) -> Result<()> {
+    fn normalize_rope_scaling(&mut self) -> Result<()> {
         let Some(Value::Object(rope)) = self.entries.get_mut(ROPE) else { return Ok(()) };
         let stored_type = rope.get(ROPE_TYPE).and_then(Value::as_str);
         let implied_types = match stored_type {
@@ -190,7 +189,7 @@ impl<'a> Settings<'a> {
         let kind = rope.get(ROPE_TYPE).and_then(Value::as_str).unwrap_or("none");
         if let Some(factor) = number(ROPE_ATTENTION).filter(|_| kind != "longrope") {
             let name = self.names.get(&format!("{ROPE}.{ROPE_ATTENTION}")).map_or("", String::as_str);
-            return Err(self.gguf.wrong(name, format_args!("{factor} is only supported with longrope")));
+            return Err(self.gguf.key_error(name, format_args!("{factor} is only supported with longrope")));
         }
         if kind == "none" || kind == "linear" && number(ROPE_FACTOR).is_none() {
             [ROPE_TYPE, ROPE_FACTOR, ROPE_CONTEXT].iter().for_each(|key| _ = rope.remove(*key));
@@ -203,30 +202,33 @@ impl<'a> Settings<'a> {
 }
 
 /// Returns a scalar of the metadata as JSON; arrays and long strings are errors.
-pub(super) fn plain(gguf: &Gguf, key: &str) -> Result<Option<Value>> {
+pub(super) fn scalar(gguf: &Gguf, key: &str) -> Result<Option<Value>> {
     Ok(Some(match gguf.value(key) {
         None => return Ok(None),
         Some(Stored::Unsigned(whole)) => (*whole).into(),
         Some(Stored::Signed(whole)) => (*whole).into(),
         Some(Stored::Bool(flag)) => (*flag).into(),
         Some(Stored::String(bytes)) if bytes.len() > TEXT_BYTES_MAX => {
-            return Err(
-                gguf.wrong(key, format_args!("a string of {} bytes is too long for a setting", bytes.len()))
-            );
+            return Err(gguf.key_error(
+                key,
+                format_args!("a string of {} bytes is too long for a setting", bytes.len()),
+            ));
         }
         Some(Stored::String(_)) => gguf.str(key)?.into(),
-        Some(Stored::F32(single)) => number(*single).ok_or_else(|| gguf.wrong(key, NOT_FINITE))?,
+        Some(Stored::F32(single)) => {
+            shortest_decimal(*single).ok_or_else(|| gguf.key_error(key, NOT_FINITE))?
+        }
         Some(Stored::F64(double)) if double.is_finite() => (*double).into(),
-        Some(Stored::F64(_)) => return Err(gguf.wrong(key, NOT_FINITE)),
+        Some(Stored::F64(_)) => return Err(gguf.key_error(key, NOT_FINITE)),
         Some(Stored::Array(array)) => {
             let reason = format!("it has {} values, but one value for all layers is required", array.len);
-            return Err(gguf.wrong(key, reason));
+            return Err(gguf.key_error(key, reason));
         }
     }))
 }
 
 /// Returns whether two values are equal; numbers are compared by value.
-pub(super) fn is_same(a: &Value, b: &Value) -> bool {
+pub(super) fn values_equal(a: &Value, b: &Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => a == b,
         _ => a == b,
@@ -234,7 +236,7 @@ pub(super) fn is_same(a: &Value, b: &Value) -> bool {
 }
 
 /// Returns the length of a metadata array.
-fn count(gguf: &Gguf, key: &str) -> Option<Value> {
+fn array_length(gguf: &Gguf, key: &str) -> Option<Value> {
     match gguf.value(key) {
         Some(Stored::Array(array)) => Some(array.len.into()),
         _ => None,
@@ -242,7 +244,7 @@ fn count(gguf: &Gguf, key: &str) -> Option<Value> {
 }
 
 /// Converts a number to the shortest decimal that reads back as the same F32; `None` if it is not finite.
-fn number(single: f32) -> Option<Value> {
+fn shortest_decimal(single: f32) -> Option<Value> {
     let double = single.to_string().parse::<f64>().ok().filter(|number| number.is_finite());
     double.map(Value::from)
 }

@@ -12,17 +12,17 @@ mod settings;
 
 mod write;
 
-pub use plan::{Part, Plan};
+pub use plan::{FormatTotals, OutputPlan};
 
 use super::load;
 use super::source::{ModelRef, ModelSource, OWN_SPEC, SourceKind};
-use crate::formats::save::{self, Existing, Place, SavedFile, SavedTensor};
-use crate::formats::{Checkpoint, Folder, FoundPooling, Gguf};
+use crate::formats::save::{self, AtomicOutput, Existing, SavedFile, SavedTensor};
+use crate::formats::{Checkpoint, Folder, Gguf, PoolingConfig};
 use anyhow::{Context, Result, bail, ensure};
-use settings::Settings;
+use settings::CompanionFiles;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use write::Writer;
+use write::TensorWriter;
 
 /// Maximum size of the tensors in one safetensors file, in bytes.
 const SHARD_BYTES_MAX: usize = 5_000_000_000;
@@ -35,7 +35,7 @@ const TOKENS: &str = "tokenizer.ggml.tokens";
 
 /// The file format of a written model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub enum OutputFormat {
     /// One GGUF file.
     Gguf,
     /// A folder with safetensors. For a GGUF model it contains a GGUF file with the metadata.
@@ -44,9 +44,9 @@ pub enum Format {
 
 /// Destination and options of a written model.
 #[derive(Clone, Debug)]
-pub struct Target {
+pub struct QuantizeTarget {
     pub path: PathBuf,
-    pub format: Format,
+    pub format: OutputFormat,
     pub existing: Existing,
     /// A specification that overrides the model's own; the written folder of a hub model gets it as its own.
     pub spec: Option<PathBuf>,
@@ -55,41 +55,41 @@ pub struct Target {
 }
 
 /// Checks that the model can be written to the target, before time is spent on it.
-pub fn check(source: &ModelSource, target: &Target) -> Result<()> {
-    let gguf = keys_of(source, target)?;
-    let plan = Plan::of(source, None)?;
-    if let (Format::Gguf, Some(gguf)) = (target.format, gguf) {
+pub fn check(source: &ModelSource, target: &QuantizeTarget) -> Result<()> {
+    let gguf = gguf_source(source, target)?;
+    let plan = OutputPlan::new(source, None)?;
+    if let (OutputFormat::Gguf, Some(gguf)) = (target.format, gguf) {
         check_gguf(&plan, gguf)?;
     }
     // Dropping the place removes it again.
-    place(target).map(drop)
+    open_place(target).map(drop)
 }
 
 /// Writes the model in the formats of its rules. Returns the totals of each format. If it is stopped through
 /// the model's progress, it fails and leaves no files.
-pub fn quantize(source: &ModelSource, target: &Target) -> Result<Vec<Part>> {
-    let gguf = keys_of(source, target)?;
+pub fn quantize(source: &ModelSource, target: &QuantizeTarget) -> Result<Vec<FormatTotals>> {
+    let gguf = gguf_source(source, target)?;
     // Tensors that hold settings are not weights any more, but must be written.
     let all = gguf.map(|gguf| Checkpoint::open_gguf(gguf.path())).transpose()?;
-    let plan = Plan::of(source, all.as_ref().map(|(checkpoint, _)| checkpoint))?;
-    source.progress.expect(plan.bytes());
+    let plan = OutputPlan::new(source, all.as_ref().map(|(checkpoint, _)| checkpoint))?;
+    source.progress.add_total(plan.bytes());
     let place = match (target.format, gguf) {
-        (Format::Gguf, Some(gguf)) => write_gguf(&plan, gguf, target)?,
+        (OutputFormat::Gguf, Some(gguf)) => write_gguf(&plan, gguf, target)?,
         _ => write_folder(&plan, gguf, target)?,
     };
-    check_written(source, target, place.begun())?;
+    check_written(source, target, place.temp_path())?;
     ensure!(!source.progress.is_stopped(), "stopped");
     place.finish()?;
-    Ok(plan.parts())
+    Ok(plan.format_totals())
 }
 
 /// Returns the model's GGUF file, if it is one. Fails if the model cannot be written in the target's format.
-fn keys_of<'a>(source: &'a ModelSource, target: &Target) -> Result<Option<&'a Gguf>> {
-    check_apart(source, &target.path)?;
+fn gguf_source<'a>(source: &'a ModelSource, target: &QuantizeTarget) -> Result<Option<&'a Gguf>> {
+    check_not_source(source, &target.path)?;
     match (&source.kind, target.format) {
         (SourceKind::Gguf(gguf), _) => Ok(Some(gguf.as_ref())),
-        (SourceKind::HubFolder(_), Format::Safetensors) => Ok(None),
-        (SourceKind::HubFolder(folder), Format::Gguf) => bail!(
+        (SourceKind::HubFolder(_), OutputFormat::Safetensors) => Ok(None),
+        (SourceKind::HubFolder(folder), OutputFormat::Gguf) => bail!(
             "{}: only a GGUF model can be written as GGUF, because the file needs GGUF metadata and a GGUF vocabulary: \
              specify a folder to write safetensors",
             folder.path().display()
@@ -100,15 +100,15 @@ fn keys_of<'a>(source: &'a ModelSource, target: &Target) -> Result<Option<&'a Gg
     }
 }
 
-fn place(target: &Target) -> Result<Place> {
+fn open_place(target: &QuantizeTarget) -> Result<AtomicOutput> {
     match target.format {
-        Format::Gguf => Place::file(&target.path, target.existing, check_file),
-        Format::Safetensors => Place::folder(&target.path, target.existing, check_folder),
+        OutputFormat::Gguf => AtomicOutput::file(&target.path, target.existing, check_file),
+        OutputFormat::Safetensors => AtomicOutput::folder(&target.path, target.existing, check_folder),
     }
 }
 
 /// Checks that the target neither is nor contains a file of the model.
-fn check_apart(source: &ModelSource, target: &Path) -> Result<()> {
+fn check_not_source(source: &ModelSource, target: &Path) -> Result<()> {
     let Ok(target) = target.canonicalize() else { return Ok(()) };
     let files = source.checkpoint.tensors().map(|tensor| tensor.file);
     let mut files: Vec<&Path> = files.chain([source.path.as_path()]).collect();
@@ -128,7 +128,7 @@ fn check_folder(folder: &Path) -> Result<()> {
     let entries = std::fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))?;
     let has_weights = entries.flatten().any(|entry| entry.file_name().to_str().is_some_and(is_weights));
     ensure!(has_weights, "{} is not a written model: choose another path", folder.display());
-    save::check_names(folder, is_ours)
+    save::check_only_known_files(folder, is_output_file)
 }
 
 /// Checks that an existing file is a GGUF file.
@@ -142,16 +142,16 @@ fn check_file(file: &Path) -> Result<()> {
     Ok(())
 }
 
-fn write_gguf(plan: &Plan, gguf: &Gguf, target: &Target) -> Result<Place> {
+fn write_gguf(plan: &OutputPlan, gguf: &Gguf, target: &QuantizeTarget) -> Result<AtomicOutput> {
     check_gguf(plan, gguf)?;
-    let place = place(target)?;
+    let place = open_place(target)?;
     let file = save::gguf_file("", gguf, &plan.saved())?;
-    writer(plan, target).write(&file, place.begun(), &target.path)?;
+    writer(plan, target).write(&file, place.temp_path(), &target.path)?;
     Ok(place)
 }
 
 /// Checks that a GGUF file can hold the tensors, and that there is a vocabulary for it.
-fn check_gguf(plan: &Plan, gguf: &Gguf) -> Result<()> {
+fn check_gguf(plan: &OutputPlan, gguf: &Gguf) -> Result<()> {
     save::check_gguf(&plan.saved()).with_context(|| gguf.path().display().to_string())?;
     ensure!(
         gguf.value(TOKENS).is_some(),
@@ -161,38 +161,42 @@ fn check_gguf(plan: &Plan, gguf: &Gguf) -> Result<()> {
     Ok(())
 }
 
-fn write_folder(plan: &Plan, gguf: Option<&Gguf>, target: &Target) -> Result<Place> {
+fn write_folder(plan: &OutputPlan, gguf: Option<&Gguf>, target: &QuantizeTarget) -> Result<AtomicOutput> {
     let settings = match (&plan.source().kind, target.spec.as_deref()) {
-        (SourceKind::HubFolder(folder), spec) => Settings::of_folder(folder, spec)?,
-        _ => Settings::beside_gguf(&plan.source().folder().unwrap_or(Folder::disk(Path::new("."))))?,
+        (SourceKind::HubFolder(folder), spec) => CompanionFiles::of_folder(folder, spec)?,
+        _ => CompanionFiles::beside_gguf(&plan.source().folder().unwrap_or(Folder::disk(Path::new("."))))?,
     };
-    let place = place(target)?;
-    settings.write(place.begun())?;
+    let place = open_place(target)?;
+    settings.write(place.temp_path())?;
     let saved = plan.saved();
     let (files, index) = save::safetensors_files(&saved[..plan.weights()], SHARD_BYTES_MAX);
-    index.iter().try_for_each(|(name, content)| write::whole(&place.begun().join(name), content))?;
-    for file in files.iter().chain(&keys(plan, gguf, &saved)?) {
+    index.iter().try_for_each(|(name, content)| write::write_file(&place.temp_path().join(name), content))?;
+    for file in files.iter().chain(&gguf_metadata_file(plan, gguf, &saved)?) {
         let named = target.path.join(&file.name);
-        writer(plan, target).write(file, &place.begun().join(&file.name), &named)?;
+        writer(plan, target).write(file, &place.temp_path().join(&file.name), &named)?;
     }
     Ok(place)
 }
 
 /// Returns the GGUF file that holds a GGUF model's metadata.
-fn keys(plan: &Plan, gguf: Option<&Gguf>, saved: &[SavedTensor]) -> Result<Option<SavedFile>> {
+fn gguf_metadata_file(
+    plan: &OutputPlan,
+    gguf: Option<&Gguf>,
+    saved: &[SavedTensor],
+) -> Result<Option<SavedFile>> {
     let settings = (plan.weights()..saved.len()).collect();
-    gguf.map(|gguf| save::gguf_settings(GGUF_FILE, gguf, settings, saved)).transpose()
+    gguf.map(|gguf| save::gguf_settings_file(GGUF_FILE, gguf, settings, saved)).transpose()
 }
 
-fn writer<'a>(plan: &'a Plan<'a>, target: &Target) -> Writer<'a> {
-    Writer { plan, threads: target.threads }
+fn writer<'a>(plan: &'a OutputPlan<'a>, target: &QuantizeTarget) -> TensorWriter<'a> {
+    TensorWriter { plan, threads: target.threads }
 }
 
 /// Returns whether a file with that name may have been written by this module.
-fn is_ours(name: &str) -> bool {
+fn is_output_file(name: &str) -> bool {
     is_weights(name)
         || name.ends_with(".safetensors.index.json")
-        || settings::is_setting(name)
+        || settings::is_companion_file(name)
         || name == OWN_SPEC
 }
 
@@ -201,7 +205,7 @@ fn is_weights(name: &str) -> bool {
 }
 
 /// Compares the written model with the original: names, formats, shapes and settings.
-fn check_written(source: &ModelSource, target: &Target, begun: &Path) -> Result<()> {
+fn check_written(source: &ModelSource, target: &QuantizeTarget, begun: &Path) -> Result<()> {
     let has_own_spec = matches!(source.kind, SourceKind::HubFolder(_));
     let spec = target.spec.as_deref().filter(|_| !has_own_spec);
     let open = || {
@@ -213,8 +217,8 @@ fn check_written(source: &ModelSource, target: &Target, begun: &Path) -> Result<
         }
         ensure!(expected.len() == found.len(), "it has {} tensors, not {}", found.len(), expected.len());
         // Files beside a GGUF file are not copied into another one.
-        let is_alone = target.format == Format::Gguf;
-        ensure!(is_alone || have_same_settings(&written, source), "its settings are not those of the model");
+        let is_alone = target.format == OutputFormat::Gguf;
+        ensure!(is_alone || same_settings(&written, source), "its settings are not those of the model");
         Ok(())
     };
     open().with_context(|| {
@@ -223,14 +227,15 @@ fn check_written(source: &ModelSource, target: &Target, begun: &Path) -> Result<
 }
 
 /// Returns whether the settings outside of the specification are equal, wherever they are stored.
-fn have_same_settings(a: &ModelSource, b: &ModelSource) -> bool {
+fn same_settings(a: &ModelSource, b: &ModelSource) -> bool {
     let pooling = match (&a.sentence, &b.sentence) {
         (Some(a), Some(b)) if a.normalize == b.normalize => match (&a.pooling, &b.pooling) {
-            (FoundPooling::Served(a), FoundPooling::Served(b)) => a == b,
-            (FoundPooling::Unserved(_), FoundPooling::Unserved(_)) => true,
+            (PoolingConfig::Supported(a), PoolingConfig::Supported(b)) => a == b,
+            (PoolingConfig::Unsupported(_), PoolingConfig::Unsupported(_)) => true,
             _ => false,
         },
         (a, b) => a.is_none() && b.is_none(),
     };
-    pooling && (&a.eos, &a.defaults, a.opening) == (&b.eos, &b.defaults, b.opening)
+    pooling
+        && (&a.eos, &a.sampling_defaults, a.decoder_start) == (&b.eos, &b.sampling_defaults, b.decoder_start)
 }

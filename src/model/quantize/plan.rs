@@ -7,63 +7,64 @@ use crate::formats::save::SavedTensor;
 use crate::formats::{Checkpoint, TensorView};
 use crate::model::pieces;
 use crate::model::source::ModelSource;
-use crate::model::spec::Piece;
+use crate::model::spec::TensorSlice;
 use crate::model::tensors;
 use anyhow::{Context, Result, bail};
 use mainstem_kernels::QuantType;
 use std::collections::HashMap;
 
 /// The tensors of a model as they will be written: weights first, then those that hold settings.
-pub struct Plan<'a> {
+pub struct OutputPlan<'a> {
     source: &'a ModelSource,
-    tensors: Vec<Planned<'a>>,
+    tensors: Vec<PlannedTensor<'a>>,
     /// Number of weights among `tensors`.
     weights: usize,
 }
 
 /// A tensor to be written.
-pub(super) struct Planned<'a> {
+pub(super) struct PlannedTensor<'a> {
     pub(super) saved: SavedTensor,
     pub(super) stored: TensorView<'a>,
     pub(super) ty: QuantType,
     /// The first slice of a weight; `None` for a tensor that holds settings.
-    pub(super) piece: Option<&'a Piece>,
+    pub(super) slice: Option<&'a TensorSlice>,
 }
 
 /// Totals of the tensors of one number format.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct FormatTotals {
     pub ty: QuantType,
     pub tensors: usize,
-    pub numbers: usize,
+    pub elements: usize,
     /// Size in bytes before and after the conversion.
-    pub before: usize,
-    pub after: usize,
+    pub bytes_before: usize,
+    pub bytes_after: usize,
 }
 
-impl<'a> Plan<'a> {
+impl<'a> OutputPlan<'a> {
     /// Plans a model by its rules. Tensors in `all` that the model's own checkpoint lacks hold settings.
-    pub fn of(source: &'a ModelSource, all: Option<&'a Checkpoint>) -> Result<Plan<'a>> {
-        let mut parts: HashMap<&str, Vec<&Piece>> = HashMap::new();
-        for piece in tensors::pieces(&source.spec) {
+    pub fn new(source: &'a ModelSource, all: Option<&'a Checkpoint>) -> Result<OutputPlan<'a>> {
+        let mut parts: HashMap<&str, Vec<&TensorSlice>> = HashMap::new();
+        for piece in tensors::required_slices(&source.spec) {
             parts.entry(&piece.name).or_default().push(piece);
         }
-        let needed = tensors::needed(&source.spec).into_iter();
-        let mut tensors: Vec<_> =
-            needed.map(|piece| weight(source, piece, &parts[piece.name.as_str()])).collect::<Result<_>>()?;
+        let needed = tensors::required_tensors(&source.spec).into_iter();
+        let mut tensors: Vec<_> = needed
+            .map(|piece| plan_weight(source, piece, &parts[piece.name.as_str()]))
+            .collect::<Result<_>>()?;
         let weights = tensors.len();
         let has = |tensor: &TensorView| source.checkpoint.tensor(tensor.name).is_some();
         for tensor in all.into_iter().flat_map(Checkpoint::tensors).filter(|tensor| !has(tensor)) {
-            tensors.push(setting(tensor)?);
+            tensors.push(plan_settings_tensor(tensor)?);
         }
-        Ok(Plan { source, tensors, weights })
+        Ok(OutputPlan { source, tensors, weights })
     }
 
     pub(super) fn source(&self) -> &'a ModelSource {
         self.source
     }
 
-    pub(super) fn tensor(&self, at: usize) -> &Planned<'a> {
+    pub(super) fn tensor(&self, at: usize) -> &PlannedTensor<'a> {
         &self.tensors[at]
     }
 
@@ -83,15 +84,15 @@ impl<'a> Plan<'a> {
     }
 
     /// Returns the totals by number format, in the order of the formats' table.
-    pub fn parts(&self) -> Vec<Part> {
+    pub fn format_totals(&self) -> Vec<FormatTotals> {
         let of_type = |ty: QuantType| {
             let own = || self.tensors.iter().filter(move |tensor| tensor.saved.ty == ty);
-            Part {
+            FormatTotals {
                 ty,
                 tensors: own().count(),
-                numbers: own().map(|tensor| tensor.saved.shape.iter().product::<usize>()).sum(),
-                before: own().map(|tensor| tensor.stored.stored_len()).sum(),
-                after: own().map(|tensor| tensor.saved.bytes()).sum(),
+                elements: own().map(|tensor| tensor.saved.shape.iter().product::<usize>()).sum(),
+                bytes_before: own().map(|tensor| tensor.stored.stored_len()).sum(),
+                bytes_after: own().map(|tensor| tensor.saved.bytes()).sum(),
             }
         };
         QuantType::all().map(of_type).filter(|part| part.tensors > 0).collect()
@@ -99,9 +100,13 @@ impl<'a> Plan<'a> {
 }
 
 /// Plans the tensor of a weight; `piece` is the first of its `parts`.
-fn weight<'a>(source: &'a ModelSource, piece: &'a Piece, parts: &[&Piece]) -> Result<Planned<'a>> {
+fn plan_weight<'a>(
+    source: &'a ModelSource,
+    piece: &'a TensorSlice,
+    parts: &[&TensorSlice],
+) -> Result<PlannedTensor<'a>> {
     let stored = source.checkpoint.tensor(&piece.name).context("it was there at opening; this is a bug")?;
-    let types: Vec<QuantType> = parts.iter().map(|part| source.written_as(part)).collect();
+    let types: Vec<QuantType> = parts.iter().map(|part| source.write_type(part)).collect();
     if let Some(other) = types.iter().find(|ty| **ty != types[0]) {
         let (name, one) = (&piece.name, types[0]);
         bail!(
@@ -113,37 +118,38 @@ fn weight<'a>(source: &'a ModelSource, piece: &'a Piece, parts: &[&Piece]) -> Re
     }
     let ty = types[0];
     let is_new = ty != stored.quant_type()?;
-    let turned = stored.is_turned() || piece.transposed && is_new && ty.is_blocked();
+    let turned = stored.is_transposed() || piece.transposed && is_new && ty.is_blocked();
     let shape = match stored.shape {
         // GGUF stores a matrix of one row as a vector; in blocks it has to be a matrix.
         [width] if ty.is_blocked() => vec![1, *width],
         shape => shape.to_vec(),
     };
-    let saved = SavedTensor { name: piece.name.clone(), ty, shape, turned };
-    Ok(Planned { saved, ty: stored.quant_type()?, stored, piece: Some(piece) })
+    let saved = SavedTensor { name: piece.name.clone(), ty, shape, transposed: turned };
+    Ok(PlannedTensor { saved, ty: stored.quant_type()?, stored, slice: Some(piece) })
 }
 
 /// Plans a tensor that is written unchanged.
-fn setting(stored: TensorView) -> Result<Planned> {
-    let (ty, turned) = (stored.quant_type()?, stored.is_turned());
-    let saved = SavedTensor { name: stored.name.to_owned(), ty, shape: stored.shape.to_vec(), turned };
-    Ok(Planned { saved, stored, ty, piece: None })
+fn plan_settings_tensor(stored: TensorView) -> Result<PlannedTensor> {
+    let (ty, turned) = (stored.quant_type()?, stored.is_transposed());
+    let saved =
+        SavedTensor { name: stored.name.to_owned(), ty, shape: stored.shape.to_vec(), transposed: turned };
+    Ok(PlannedTensor { saved, stored, ty, slice: None })
 }
 
-impl Planned<'_> {
+impl PlannedTensor<'_> {
     /// Returns the tensor's matrices: the whole tensor, or each plane. A tensor that holds settings has none.
-    pub(super) fn matrices(&self) -> Vec<Piece> {
-        self.piece.map_or_else(Vec::new, |piece| pieces::matrices(piece, self.stored.shape))
+    pub(super) fn matrices(&self) -> Vec<TensorSlice> {
+        self.slice.map_or_else(Vec::new, |piece| pieces::stored_matrices(piece, self.stored.shape))
     }
 
     /// Returns whether the matrices are stored as (in, out) and must be transposed.
-    pub(super) fn turns(&self) -> bool {
-        self.piece.is_some() && self.saved.turned && !self.stored.is_turned()
+    pub(super) fn needs_transpose(&self) -> bool {
+        self.slice.is_some() && self.saved.transposed && !self.stored.is_transposed()
     }
 
     /// Returns the number of values in a written row.
     pub(super) fn width(&self) -> usize {
-        match (self.stored.shape, self.saved.turned) {
+        match (self.stored.shape, self.saved.transposed) {
             ([.., width, _], true) => *width,
             (shape, _) => shape.last().copied().unwrap_or(1),
         }

@@ -3,14 +3,14 @@
 //! Invariant: they are copied byte for byte.
 
 use super::write;
-use crate::formats::{Folder, SentenceFiles};
+use crate::formats::{Folder, SentenceConfig};
 use crate::model::source::OWN_SPEC;
 use anyhow::{Context, Result};
 use std::borrow::Cow;
 use std::path::Path;
 
 /// Suffixes of the names of such files.
-const ENDINGS: [&str; 6] = [".json", ".txt", ".model", ".jinja", ".tiktoken", ".md"];
+const SUFFIXES: [&str; 6] = [".json", ".txt", ".model", ".jinja", ".tiktoken", ".md"];
 const NAMES: [&str; 4] = ["LICENSE", "LICENCE", "NOTICE", OWN_SPEC];
 
 /// The files beside a GGUF file that apply to it.
@@ -24,23 +24,24 @@ const BESIDE_GGUF: [&str; 6] = [
 ];
 
 /// Returns whether a file with that name is copied along with the weights.
-pub(super) fn is_setting(name: &str) -> bool {
+pub(super) fn is_companion_file(name: &str) -> bool {
     let is_index = name.ends_with(".index.json");
-    let ends = ENDINGS.iter().any(|ending| name.ends_with(ending));
+    let ends = SUFFIXES.iter().any(|ending| name.ends_with(ending));
     !is_index && (ends || NAMES.contains(&name) || BESIDE_GGUF.contains(&name))
 }
 
 /// Relative paths and contents of the files.
-pub(super) struct Settings(Vec<(String, Cow<'static, [u8]>)>);
+pub(super) struct CompanionFiles(Vec<(String, Cow<'static, [u8]>)>);
 
-impl Settings {
+impl CompanionFiles {
     /// Reads the files of a hub model's folder. `spec` replaces the folder's own specification.
-    pub(super) fn of_folder(folder: &Folder, spec: Option<&Path>) -> Result<Settings> {
-        let mut names: Vec<String> = folder.names()?.into_iter().filter(|name| is_setting(name)).collect();
-        names.extend(SentenceFiles::pooling_files(folder));
+    pub(super) fn of_folder(folder: &Folder, spec: Option<&Path>) -> Result<CompanionFiles> {
+        let mut names: Vec<String> =
+            folder.names()?.into_iter().filter(|name| is_companion_file(name)).collect();
+        names.extend(SentenceConfig::pooling_files(folder));
         names.sort_unstable();
         names.dedup();
-        let mut settings = Settings::read(folder, names)?;
+        let mut settings = CompanionFiles::read(folder, names)?;
         if let Some(spec) = spec {
             let own = std::fs::read(spec).with_context(|| format!("cannot read {}", spec.display()))?;
             settings.0.retain(|(name, _)| name != OWN_SPEC);
@@ -50,18 +51,18 @@ impl Settings {
     }
 
     /// Reads the files that apply to a GGUF file in that folder.
-    pub(super) fn beside_gguf(folder: &Folder) -> Result<Settings> {
-        Settings::read(folder, BESIDE_GGUF.map(str::to_owned).to_vec())
+    pub(super) fn beside_gguf(folder: &Folder) -> Result<CompanionFiles> {
+        CompanionFiles::read(folder, BESIDE_GGUF.map(str::to_owned).to_vec())
     }
 
     /// Reads those of the files that exist.
-    fn read(folder: &Folder, names: Vec<String>) -> Result<Settings> {
+    fn read(folder: &Folder, names: Vec<String>) -> Result<CompanionFiles> {
         let mut found = Vec::new();
         for name in names.into_iter().filter(|name| folder.has(name)) {
-            let content = folder.read_needed(&name)?;
+            let content = folder.read_required(&name)?;
             found.push((name, content));
         }
-        Ok(Settings(found))
+        Ok(CompanionFiles(found))
     }
 
     pub(super) fn write(&self, to: &Path) -> Result<()> {
@@ -71,7 +72,7 @@ impl Settings {
                 std::fs::create_dir_all(folder)
                     .with_context(|| format!("cannot write {}", folder.display()))?;
             }
-            write::whole(&path, content)?;
+            write::write_file(&path, content)?;
         }
         Ok(())
     }

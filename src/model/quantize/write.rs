@@ -2,9 +2,9 @@
 //!
 //! Invariant: every written file has been synced when its function returns; errors give its final name.
 
-use super::plan::{Plan, Planned};
+use super::plan::{OutputPlan, PlannedTensor};
 use crate::formats::save::SavedFile;
-use crate::model::coding::{self, Codes, Rows};
+use crate::model::coding::{self, Rounding, SourceRows};
 use crate::model::pieces;
 use crate::model::source::ModelSource;
 use anyhow::{Context, Result};
@@ -14,19 +14,19 @@ use std::io::Write;
 use std::path::Path;
 
 /// Number of values that are converted at once before they are written.
-const NUMBERS_AT_ONCE: usize = 1 << 22;
+const ELEMENTS_PER_CHUNK: usize = 1 << 22;
 
-pub(super) struct Writer<'a> {
-    pub(super) plan: &'a Plan<'a>,
+pub(super) struct TensorWriter<'a> {
+    pub(super) plan: &'a OutputPlan<'a>,
     pub(super) threads: usize,
 }
 
-impl Writer<'_> {
+impl TensorWriter<'_> {
     /// Writes a file to `path`. Errors call it `named`, its final name.
     pub(super) fn write(&self, file: &SavedFile, path: &Path, named: &Path) -> Result<()> {
         let context = || format!("cannot write {}", named.display());
         let mut out = File::create_new(path).with_context(context)?;
-        out.write_all(&file.head).with_context(context)?;
+        out.write_all(&file.header).with_context(context)?;
         for at in &file.tensors {
             let tensor = self.plan.tensor(*at);
             self.write_tensor(tensor, &mut out)
@@ -39,38 +39,47 @@ impl Writer<'_> {
         out.sync_all().with_context(context)
     }
 
-    fn write_tensor(&self, tensor: &Planned, out: &mut File) -> Result<()> {
-        let ModelSource { checkpoint, codes, .. } = self.plan.source();
-        let (matrices, turns) = (tensor.matrices(), tensor.turns());
+    fn write_tensor(&self, tensor: &PlannedTensor, out: &mut File) -> Result<()> {
+        let ModelSource { checkpoint, rounding: codes, .. } = self.plan.source();
+        let (matrices, turns) = (tensor.matrices(), tensor.needs_transpose());
         let stored = if turns { Cow::default() } else { tensor.stored.bytes() };
         let len = stored.len() / matrices.len().max(1);
         for (plane, piece) in matrices.iter().enumerate() {
             // Formats without blocks have nothing to choose when rounding, and their rows may be columns
             // here.
-            let rounding = if tensor.saved.ty.is_blocked() { codes.of(piece) } else { Codes::Equations };
+            let rounding =
+                if tensor.saved.ty.is_blocked() { codes.for_slice(piece) } else { Rounding::RoundToNearest };
             match turns {
-                true => self.write_rows(tensor, rounding, &pieces::take(checkpoint, piece)?.bytes, out)?,
+                true => {
+                    self.write_rows(tensor, rounding, &pieces::read_slice(checkpoint, piece)?.bytes, out)?
+                }
                 false => self.write_rows(tensor, rounding, &stored[plane * len..][..len], out)?,
             }
         }
         if matrices.is_empty() {
-            self.write_rows(tensor, Codes::Equations, &stored, out)?;
+            self.write_rows(tensor, Rounding::RoundToNearest, &stored, out)?;
         }
-        checkpoint.let_go(&tensor.saved.name);
+        checkpoint.release(&tensor.saved.name);
         Ok(())
     }
 
     /// Writes rows, given in the tensor's stored format, in its new format.
-    fn write_rows(&self, tensor: &Planned, rounding: Codes, bytes: &[u8], out: &mut File) -> Result<()> {
+    fn write_rows(
+        &self,
+        tensor: &PlannedTensor,
+        rounding: Rounding,
+        bytes: &[u8],
+        out: &mut File,
+    ) -> Result<()> {
         let (width, progress) = (tensor.width(), &self.plan.source().progress);
         let row = tensor.ty.bytes(width).context("rows are whole blocks; this is a bug")?;
-        let rows = (NUMBERS_AT_ONCE / width.max(1)).max(1);
+        let rows = (ELEMENTS_PER_CHUNK / width.max(1)).max(1);
         for bytes in bytes.chunks((rows * row).max(1)) {
             match tensor.saved.ty == tensor.ty {
                 true => out.write_all(bytes)?,
                 false => {
-                    let rows = Rows { ty: tensor.ty, width, bytes };
-                    out.write_all(&coding::coded(rows, tensor.saved.ty, rounding, self.threads)?)?;
+                    let rows = SourceRows { ty: tensor.ty, width, bytes };
+                    out.write_all(&coding::requantize(rows, tensor.saved.ty, rounding, self.threads)?)?;
                 }
             }
             progress.advance(bytes.len())?;
@@ -80,7 +89,7 @@ impl Writer<'_> {
 }
 
 /// Writes a new file with this content and syncs it.
-pub(super) fn whole(path: &Path, content: &[u8]) -> Result<()> {
+pub(super) fn write_file(path: &Path, content: &[u8]) -> Result<()> {
     let write = || {
         let mut out = File::create_new(path)?;
         out.write_all(content)?;

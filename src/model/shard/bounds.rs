@@ -3,52 +3,52 @@
 //! Invariant: everything that [`super::shard_spec`] splits has a limit here; within all limits each rank gets
 //! a part of everything.
 
-use super::heads::Deal;
-use super::{ExpertSplit, Refusal, Shard, Types, layers};
+use super::heads::HeadSplit;
+use super::{ExpertSplit, Shard, ShardError, TypeLookup, layer_count};
 use crate::model::spec::{
     AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, MoeSpec, StackSpec,
 };
 use std::ops::Range;
 
 /// The maximum number of ranks that can share a part of the model, and the reason.
-struct Bound {
-    members: usize,
+struct RankLimit {
+    ranks: usize,
     reason: String,
 }
 
 /// Returns the maximum number of ranks that can share the shard's layers, whatever number the shard has. The
 /// layers must exist.
-pub fn members_max(spec: &ModelSpec, shard: &Shard, types: Types) -> usize {
-    tightest(spec, shard, types).members
+pub fn max_ranks(spec: &ModelSpec, shard: &Shard, types: TypeLookup) -> usize {
+    smallest_limit(spec, shard, types).ranks
 }
 
 /// Checks that the shard's layers exist, that no share is 0, and that the ranks are not too many.
-pub(super) fn check(spec: &ModelSpec, shard: &Shard, types: Types) -> Result<(), Refusal> {
+pub(super) fn check(spec: &ModelSpec, shard: &Shard, types: TypeLookup) -> Result<(), ShardError> {
     check_layers(spec, shard)?;
     if let Some(rank) = shard.shares.iter().position(|share| *share == 0) {
-        return Err(Refusal::Share(rank));
+        return Err(ShardError::ZeroShare(rank));
     }
-    let members = shard.members();
+    let members = shard.rank_count();
     if members == 1 {
         return Ok(());
     }
-    let Bound { members: most, reason } = tightest(spec, shard, types);
-    if members > most { Err(Refusal::Members { members, most, reason }) } else { Ok(()) }
+    let RankLimit { ranks: most, reason } = smallest_limit(spec, shard, types);
+    if members > most { Err(ShardError::TooManyRanks { members, most, reason }) } else { Ok(()) }
 }
 
-fn check_layers(spec: &ModelSpec, shard: &Shard) -> Result<(), Refusal> {
-    let (encoder, decoder) = (layers(spec.encoder.as_ref()), layers(spec.decoder.as_ref()));
+fn check_layers(spec: &ModelSpec, shard: &Shard) -> Result<(), ShardError> {
+    let (encoder, decoder) = (layer_count(spec.encoder.as_ref()), layer_count(spec.decoder.as_ref()));
     for (name, own, all) in [("encoder", &shard.encoder, encoder), ("decoder", &shard.decoder, decoder)] {
         if own.start > own.end || own.end > all {
             let reason = format!("layers {own:?} of the {name} are out of range, because it has {all}");
-            return Err(Refusal::Layers(reason));
+            return Err(ShardError::InvalidLayers(reason));
         }
     }
     if shard.encoder.is_empty() && shard.decoder.is_empty() {
-        return Err(Refusal::Layers("a stage has no layers".to_owned()));
+        return Err(ShardError::InvalidLayers("a stage has no layers".to_owned()));
     }
     if !shard.decoder.is_empty() && !shard.encoder.is_empty() && shard.encoder.end < encoder {
-        return Err(Refusal::Layers(
+        return Err(ShardError::InvalidLayers(
             "a stage has layers of the decoder before the encoder's last".to_owned(),
         ));
     }
@@ -56,7 +56,7 @@ fn check_layers(spec: &ModelSpec, shard: &Shard) -> Result<(), Refusal> {
 }
 
 /// Returns the smallest limit, the first if several are equal.
-fn tightest(spec: &ModelSpec, shard: &Shard, types: Types) -> Bound {
+fn smallest_limit(spec: &ModelSpec, shard: &Shard, types: TypeLookup) -> RankLimit {
     let mut all = Vec::new();
     let stacks = [
         ("encoder", &spec.encoder, shard.encoder.clone()),
@@ -64,46 +64,46 @@ fn tightest(spec: &ModelSpec, shard: &Shard, types: Types) -> Bound {
     ];
     for (name, stack, own) in stacks {
         if let Some(stack) = stack.as_ref().filter(|_| !own.is_empty()) {
-            of_stack(name, stack, own, shard.experts, types, &mut all);
+            stack_limits(name, stack, own, shard.experts, types, &mut all);
         }
     }
-    let vocab = Bound { members: spec.vocab, reason: format!("the vocabulary has {} tokens", spec.vocab) };
+    let vocab = RankLimit { ranks: spec.vocab, reason: format!("the vocabulary has {} tokens", spec.vocab) };
     all.push(vocab);
-    all.into_iter().min_by_key(|bound| bound.members).expect("the vocabulary has a limit")
+    all.into_iter().min_by_key(|bound| bound.ranks).expect("the vocabulary has a limit")
 }
 
-fn of_stack(
+fn stack_limits(
     name: &str,
     stack: &StackSpec,
     own: Range<usize>,
     experts: ExpertSplit,
-    types: Types,
-    all: &mut Vec<Bound>,
+    types: TypeLookup,
+    all: &mut Vec<RankLimit>,
 ) {
     let block = head_block(&stack.layers[own.clone()], types);
-    all.extend(of_heads_in_common(name, &stack.layers[own.clone()]));
+    all.extend(shared_head_limit(name, &stack.layers[own.clone()]));
     for (index, layer) in own.clone().zip(&stack.layers[own]) {
         let what = format!("layer {index} of the {name}");
-        let Bound { members, reason } = match &layer.mlp {
-            MlpSpec::Dense(dense) => of_dense(dense, types),
-            MlpSpec::Experts(moe) => of_moe(moe, experts, types),
+        let RankLimit { ranks: members, reason } = match &layer.mlp {
+            MlpSpec::Dense(dense) => dense_limit(dense, types),
+            MlpSpec::Experts(moe) => moe_limit(moe, experts, types),
         };
-        all.push(Bound { members, reason: format!("{what} has {reason}") });
-        all.push(of_attention(&what, &layer.attention, block));
+        all.push(RankLimit { ranks: members, reason: format!("{what} has {reason}") });
+        all.push(attention_limit(&what, &layer.attention, block));
     }
 }
 
 /// Returns a limit of one rank if layers that share a cache or a relative position bias differ in their
 /// heads.
-fn of_heads_in_common(name: &str, layers: &[LayerSpec]) -> Option<Bound> {
-    let shared = layers.iter().filter(|layer| name == "encoder" || layer.attention.by_distance);
+fn shared_head_limit(name: &str, layers: &[LayerSpec]) -> Option<RankLimit> {
+    let shared = layers.iter().filter(|layer| name == "encoder" || layer.attention.has_relative_bias);
     let mut heads = shared.map(|layer| (layer.attention.heads, layer.attention.kv_heads));
     let first = heads.next()?;
     let differ = heads.any(|other| other != first);
-    differ.then(|| Bound { members: 1, reason: format!("the numbers of heads in the {name} differ") })
+    differ.then(|| RankLimit { ranks: 1, reason: format!("the numbers of heads in the {name} differ") })
 }
 
-fn of_attention(what: &str, attention: &AttentionSpec, block: usize) -> Bound {
+fn attention_limit(what: &str, attention: &AttentionSpec, block: usize) -> RankLimit {
     let AttentionSpec { heads, kv_heads, v_dim, .. } = *attention;
     let blocks = match block {
         1 => String::new(),
@@ -111,51 +111,51 @@ fn of_attention(what: &str, attention: &AttentionSpec, block: usize) -> Bound {
     };
     let shared = if kv_heads < heads { format!(" on {kv_heads} KV heads") } else { String::new() };
     let reason = format!("{what} has {heads} heads{shared}{blocks}");
-    Bound { members: Deal::of(attention, block).members_max(), reason }
+    RankLimit { ranks: HeadSplit::for_attention(attention, block).max_ranks(), reason }
 }
 
-fn of_dense(dense: &DenseSpec, types: Types) -> Bound {
-    of_width("an MLP", dense.width, block(&dense.down, types))
+fn dense_limit(dense: &DenseSpec, types: TypeLookup) -> RankLimit {
+    width_limit("an MLP", dense.width, column_block(&dense.down, types))
 }
 
-fn of_width(what: &str, width: usize, block: usize) -> Bound {
+fn width_limit(what: &str, width: usize, block: usize) -> RankLimit {
     let blocks = if block > 1 { format!(" stored in blocks of {block}") } else { String::new() };
-    Bound { members: width.div_ceil(block), reason: format!("{what} of width {width}{blocks}") }
+    RankLimit { ranks: width.div_ceil(block), reason: format!("{what} of width {width}{blocks}") }
 }
 
-fn of_moe(moe: &MoeSpec, split: ExpertSplit, types: Types) -> Bound {
+fn moe_limit(moe: &MoeSpec, split: ExpertSplit, types: TypeLookup) -> RankLimit {
     let (experts, width) = (moe.experts.len(), moe.experts[0].width);
-    let dealt = Bound { members: experts, reason: format!("{experts} experts") };
+    let dealt = RankLimit { ranks: experts, reason: format!("{experts} experts") };
     let own = match split {
         ExpertSplit::Expert => dealt,
         ExpertSplit::Column => {
-            let cut = of_width(&format!("{experts} experts"), width, expert_block(moe, types));
-            if cut.members < dealt.members { dealt } else { cut }
+            let cut = width_limit(&format!("{experts} experts"), width, expert_block(moe, types));
+            if cut.ranks < dealt.ranks { dealt } else { cut }
         }
     };
     let shared = moe
         .shared
         .as_ref()
-        .map(|shared| of_width("a shared expert", shared.width, block(&shared.down, types)));
+        .map(|shared| width_limit("a shared expert", shared.width, column_block(&shared.down, types)));
     shared
         .into_iter()
-        .fold(own, |smallest, bound| if bound.members < smallest.members { bound } else { smallest })
+        .fold(own, |smallest, bound| if bound.ranks < smallest.ranks { bound } else { smallest })
 }
 
 /// Returns the block size at whose multiples the columns of a projection can be split.
-pub(super) fn block(linear: &LinearSpec, types: Types) -> usize {
+pub(super) fn column_block(linear: &LinearSpec, types: TypeLookup) -> usize {
     types(&linear.weight).row().block_elements
 }
 
 /// Returns the block size of all experts of a mixture, which are split in the same way.
-pub(super) fn expert_block(moe: &MoeSpec, types: Types) -> usize {
-    moe.experts.iter().map(|expert| block(&expert.down, types)).max().unwrap_or(1)
+pub(super) fn expert_block(moe: &MoeSpec, types: TypeLookup) -> usize {
+    moe.experts.iter().map(|expert| column_block(&expert.down, types)).max().unwrap_or(1)
 }
 
 /// Returns the block size of the output projections of layers, whose heads are split in the same way.
-pub(super) fn head_block(layers: &[LayerSpec], types: Types) -> usize {
+pub(super) fn head_block(layers: &[LayerSpec], types: TypeLookup) -> usize {
     let attentions = layers
         .iter()
         .flat_map(|layer| [&layer.attention].into_iter().chain(layer.cross.as_ref().map(|(_, cross)| cross)));
-    attentions.map(|attention| block(&attention.o, types)).max().unwrap_or(1)
+    attentions.map(|attention| column_block(&attention.o, types)).max().unwrap_or(1)
 }

@@ -8,20 +8,20 @@
 //! Invariant: each row or column that is not replicated is on exactly one rank, except KV heads, which are on
 //! all ranks that need them.
 
-use super::bounds::{self, block, expert_block, head_block};
-use super::heads::{self, Deal, Heads};
-use super::{ExpertSplit, Refusal, Shard, Types, layers};
+use super::bounds::{self, column_block, expert_block, head_block};
+use super::heads::{self, HeadSplit, RankHeads};
+use super::{ExpertSplit, Shard, ShardError, TypeLookup, layer_count};
 use crate::model::spec::{
-    AttentionSpec, Cut, DenseSpec, DistanceSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec,
-    ModelSpec, MoeSpec, Piece, Spread, StackSpec,
+    AttentionSpec, ColumnSplit, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec,
+    ModelSpec, MoeSpec, RelativeBiasSpec, SliceBounds, StackSpec, TensorSlice,
 };
 use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// Returns the specification of the shard's part of a model. Fails if the split is impossible.
-pub fn cut(whole: &ModelSpec, shard: &Shard, types: Types) -> Result<ModelSpec, Refusal> {
+pub fn shard_spec(whole: &ModelSpec, shard: &Shard, types: TypeLookup) -> Result<ModelSpec, ShardError> {
     bounds::check(whole, shard, types)?;
-    let cutter = Cutter { shard, types, vocab: shard.ranges(whole.vocab, 1) };
+    let cutter = ShardBuilder { shard, types, vocab: shard.ranges(whole.vocab, 1) };
     let part = |stack: &Option<StackSpec>, own: &Range<usize>| {
         stack.as_ref().filter(|_| !own.is_empty()).map(|stack| cutter.stack(stack, own.clone()))
     };
@@ -38,15 +38,15 @@ pub fn cut(whole: &ModelSpec, shard: &Shard, types: Types) -> Result<ModelSpec, 
 }
 
 /// Builds the specification of one rank.
-struct Cutter<'a> {
+struct ShardBuilder<'a> {
     shard: &'a Shard,
-    types: Types<'a>,
+    types: TypeLookup<'a>,
     /// Ranges of vocabulary rows, by rank.
     vocab: Vec<Range<usize>>,
 }
 
 /// The layers of a stack that are in the stage.
-struct Held<'a> {
+struct StageLayers<'a> {
     layers: &'a [LayerSpec],
     /// Block size at whose multiples their output projections can be split.
     head_block: usize,
@@ -54,22 +54,22 @@ struct Held<'a> {
     ropes: BTreeSet<usize>,
 }
 
-impl Held<'_> {
-    fn of<'a>(layers: &'a [LayerSpec], types: Types) -> Held<'a> {
+impl StageLayers<'_> {
+    fn new<'a>(layers: &'a [LayerSpec], types: TypeLookup) -> StageLayers<'a> {
         let ropes = layers.iter().filter_map(|layer| layer.attention.rope).collect();
-        Held { layers, head_block: head_block(layers, types), ropes }
+        StageLayers { layers, head_block: head_block(layers, types), ropes }
     }
 }
 
-impl Cutter<'_> {
+impl ShardBuilder<'_> {
     fn stack(&self, stack: &StackSpec, own: Range<usize>) -> StackSpec {
-        let (begins, ends) = (own.start == 0, own.end == layers(Some(stack)));
-        let held = Held::of(&stack.layers[own], self.types);
+        let (begins, ends) = (own.start == 0, own.end == layer_count(Some(stack)));
+        let held = StageLayers::new(&stack.layers[own], self.types);
         StackSpec {
             context: stack.context,
             embedding: stack.embedding.as_ref().filter(|_| begins).map(|spec| self.embedding(spec)),
-            added: stack.added.clone().filter(|_| begins),
-            distance: stack.distance.as_ref().and_then(|spec| self.distance(spec, &held)),
+            position_embedding: stack.position_embedding.clone().filter(|_| begins),
+            relative_bias: stack.relative_bias.as_ref().and_then(|spec| self.relative_bias(spec, &held)),
             ropes: held.ropes.iter().map(|kind| stack.ropes[*kind].clone()).collect(),
             layers: held.layers.iter().map(|layer| self.layer(layer, &held)).collect(),
             norm: stack.norm.clone().filter(|_| ends),
@@ -78,36 +78,36 @@ impl Cutter<'_> {
     }
 
     fn embedding(&self, spec: &EmbeddingSpec) -> EmbeddingSpec {
-        EmbeddingSpec { table: self.of_vocabulary(&spec.table), ..spec.clone() }
+        EmbeddingSpec { table: self.vocab_rows(&spec.table), ..spec.clone() }
     }
 
     fn head(&self, spec: &HeadSpec) -> HeadSpec {
-        let spread = Spread {
+        let spread = ColumnSplit {
             widths: self.vocab.iter().map(Range::len).collect(),
-            own: self.vocab[self.shard.rank].clone(),
+            local: self.vocab[self.shard.rank].clone(),
         };
         HeadSpec {
-            table: self.of_vocabulary(&spec.table),
-            bias: spec.bias.as_ref().map(|bias| self.of_vocabulary(bias)),
-            spread: (self.shard.members() > 1).then_some(spread),
+            table: self.vocab_rows(&spec.table),
+            bias: spec.bias.as_ref().map(|bias| self.vocab_rows(bias)),
+            vocab_split: (self.shard.rank_count() > 1).then_some(spread),
             ..spec.clone()
         }
     }
 
-    fn of_vocabulary(&self, piece: &Piece) -> Piece {
+    fn vocab_rows(&self, piece: &TensorSlice) -> TensorSlice {
         let all = self.vocab.last().map_or(0, |last| last.end);
-        rows_of(piece, all, self.vocab[self.shard.rank].clone())
+        with_rows(piece, all, self.vocab[self.shard.rank].clone())
     }
 
     /// Returns the relative position bias of this rank. All layers that use it have the same heads, so the
     /// first one determines them.
-    fn distance(&self, spec: &DistanceSpec, held: &Held) -> Option<DistanceSpec> {
-        let first = held.layers.iter().find(|layer| layer.attention.by_distance)?;
-        let by_rank = Deal::of(&first.attention, held.head_block).by_rank(&self.shard.shares);
-        Some(DistanceSpec { own: by_rank[self.shard.rank].query.clone(), ..spec.clone() })
+    fn relative_bias(&self, spec: &RelativeBiasSpec, held: &StageLayers) -> Option<RelativeBiasSpec> {
+        let first = held.layers.iter().find(|layer| layer.attention.has_relative_bias)?;
+        let by_rank = HeadSplit::for_attention(&first.attention, held.head_block).by_rank(&self.shard.shares);
+        Some(RelativeBiasSpec { local_heads: by_rank[self.shard.rank].query.clone(), ..spec.clone() })
     }
 
-    fn layer(&self, layer: &LayerSpec, held: &Held) -> LayerSpec {
+    fn layer(&self, layer: &LayerSpec, held: &StageLayers) -> LayerSpec {
         let attention = |spec: &AttentionSpec| self.attention(spec, held);
         LayerSpec {
             wiring: layer.wiring,
@@ -123,38 +123,38 @@ impl Cutter<'_> {
         }
     }
 
-    fn attention(&self, spec: &AttentionSpec, held: &Held) -> AttentionSpec {
-        let by_rank = Deal::of(spec, held.head_block).by_rank(&self.shard.shares);
-        let Heads { query, kv } = &by_rank[self.shard.rank];
+    fn attention(&self, spec: &AttentionSpec, held: &StageLayers) -> AttentionSpec {
+        let by_rank = HeadSplit::for_attention(spec, held.head_block).by_rank(&self.shard.shares);
+        let RankHeads { query, kv } = &by_rank[self.shard.rank];
         let (k_dim, v_dim) = (spec.k_dim, spec.v_dim);
         let of = |heads: &Range<usize>, width: usize| heads.start * width..heads.end * width;
-        let spreads = self.shard.members() > 1 && spec.norms_all_heads();
+        let spreads = self.shard.rank_count() > 1 && spec.norms_all_heads();
         AttentionSpec {
             heads: query.len(),
             kv_heads: kv.len(),
-            q: rows(&spec.q, of(query, k_dim)),
-            k: rows(&spec.k, of(kv, k_dim)),
-            v: rows(&spec.v, of(kv, v_dim)),
-            o: self.columns(&spec.o, of(query, v_dim)),
+            q: split_outputs(&spec.q, of(query, k_dim)),
+            k: split_outputs(&spec.k, of(kv, k_dim)),
+            v: split_outputs(&spec.v, of(kv, v_dim)),
+            o: self.split_inputs(&spec.o, of(query, v_dim)),
             rope: spec.rope.and_then(|kind| held.ropes.iter().position(|own| *own == kind)),
             qk_norms: spec.qk_norms.clone(),
-            spread: spreads.then(|| heads::spread(&by_rank, self.shard.rank, k_dim)),
+            qk_split: spreads.then(|| heads::qk_splits(&by_rank, self.shard.rank, k_dim)),
             ..*spec
         }
     }
 
     fn dense(&self, spec: &DenseSpec) -> DenseSpec {
-        self.dense_at(spec, self.shard.share(spec.width, block(&spec.down, self.types)))
+        self.dense_columns(spec, self.shard.range(spec.width, column_block(&spec.down, self.types)))
     }
 
     /// Returns the part of a dense network with the columns `own` of its inner layer.
-    fn dense_at(&self, spec: &DenseSpec, own: Range<usize>) -> DenseSpec {
+    fn dense_columns(&self, spec: &DenseSpec, own: Range<usize>) -> DenseSpec {
         DenseSpec {
             width: own.len(),
             activation: spec.activation,
-            gate: rows(&spec.gate, own.clone()),
-            up: spec.up.as_ref().map(|up| rows(up, own.clone())),
-            down: self.columns(&spec.down, own),
+            gate: split_outputs(&spec.gate, own.clone()),
+            up: spec.up.as_ref().map(|up| split_outputs(up, own.clone())),
+            down: self.split_inputs(&spec.down, own),
         }
     }
 
@@ -162,15 +162,15 @@ impl Cutter<'_> {
         let (all, width) = (spec.experts.len(), spec.experts[0].width);
         let granule = expert_block(spec, self.types);
         let (held, columns) = match self.shard.experts {
-            ExpertSplit::Column if width.div_ceil(granule) >= self.shard.members() => {
-                (0..all, self.shard.share(width, granule))
+            ExpertSplit::Column if width.div_ceil(granule) >= self.shard.rank_count() => {
+                (0..all, self.shard.range(width, granule))
             }
-            ExpertSplit::Column | ExpertSplit::Expert => (self.shard.share(all, 1), 0..width),
+            ExpertSplit::Column | ExpertSplit::Expert => (self.shard.range(all, 1), 0..width),
         };
         let experts = spec.experts[held.clone()].iter();
         MoeSpec {
-            first: held.start,
-            experts: experts.map(|expert| self.dense_at(expert, columns.clone())).collect(),
+            first_expert: held.start,
+            experts: experts.map(|expert| self.dense_columns(expert, columns.clone())).collect(),
             shared: spec.shared.as_ref().map(|shared| self.dense(shared)),
             router: spec.router.clone(),
             shared_router: spec.shared_router.clone(),
@@ -180,13 +180,13 @@ impl Cutter<'_> {
 
     /// Splits a linear layer that writes to the residual stream. The ranks' results are summed, so the bias
     /// is on the first rank only.
-    fn columns(&self, linear: &LinearSpec, own: Range<usize>) -> LinearSpec {
+    fn split_inputs(&self, linear: &LinearSpec, own: Range<usize>) -> LinearSpec {
         LinearSpec {
-            out: linear.out,
-            inp: own.len(),
+            n: linear.n,
+            k: own.len(),
             bias: linear.bias.clone().filter(|_| self.shard.rank == 0),
-            weight: Piece {
-                cut: Cut { columns: part_of(linear.inp, own), ..linear.weight.cut.clone() },
+            weight: TensorSlice {
+                bounds: SliceBounds { columns: partial_range(linear.k, own), ..linear.weight.bounds.clone() },
                 ..linear.weight.clone()
             },
         }
@@ -194,20 +194,23 @@ impl Cutter<'_> {
 }
 
 /// Splits a linear layer that reads the residual stream.
-fn rows(linear: &LinearSpec, own: Range<usize>) -> LinearSpec {
+fn split_outputs(linear: &LinearSpec, own: Range<usize>) -> LinearSpec {
     LinearSpec {
-        out: own.len(),
-        inp: linear.inp,
-        bias: linear.bias.as_ref().map(|bias| rows_of(bias, linear.out, own.clone())),
-        weight: rows_of(&linear.weight, linear.out, own),
+        n: own.len(),
+        k: linear.k,
+        bias: linear.bias.as_ref().map(|bias| with_rows(bias, linear.n, own.clone())),
+        weight: with_rows(&linear.weight, linear.n, own),
     }
 }
 
-fn rows_of(piece: &Piece, all: usize, own: Range<usize>) -> Piece {
-    Piece { cut: Cut { rows: part_of(all, own), ..piece.cut.clone() }, ..piece.clone() }
+fn with_rows(piece: &TensorSlice, all: usize, own: Range<usize>) -> TensorSlice {
+    TensorSlice {
+        bounds: SliceBounds { rows: partial_range(all, own), ..piece.bounds.clone() },
+        ..piece.clone()
+    }
 }
 
 /// Returns the range, or `None` if it is everything.
-fn part_of(all: usize, own: Range<usize>) -> Option<Range<usize>> {
+fn partial_range(all: usize, own: Range<usize>) -> Option<Range<usize>> {
     (own != (0..all)).then_some(own)
 }

@@ -16,11 +16,11 @@ mod heads;
 #[cfg(test)]
 mod tests;
 
-pub use bounds::members_max;
-pub use cut::cut;
-pub use heads::{Deal, Heads};
+pub use bounds::max_ranks;
+pub use cut::shard_spec;
+pub use heads::{HeadSplit, RankHeads};
 
-use super::spec::{ModelSpec, Piece, StackSpec};
+use super::spec::{ModelSpec, StackSpec, TensorSlice};
 use mainstem_kernels::QuantType;
 use std::ops::Range;
 
@@ -50,41 +50,41 @@ pub enum ExpertSplit {
 }
 
 /// Returns the number format of a slice, whose blocks must not be split.
-pub type Types<'a> = &'a dyn Fn(&Piece) -> QuantType;
+pub type TypeLookup<'a> = &'a dyn Fn(&TensorSlice) -> QuantType;
 
 /// Reasons why a model cannot be split as requested.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
+pub enum ShardError {
     /// More ranks than a part of the stage can be split into.
     #[error("a stage cannot have {members} ranks: {reason}, so at most {most} can share it")]
-    Members { members: usize, most: usize, reason: String },
+    TooManyRanks { members: usize, most: usize, reason: String },
     /// Layers that the model does not have, or that are out of order.
     #[error("{0}")]
-    Layers(String),
+    InvalidLayers(String),
     /// A rank with a share of 0.
     #[error("the share of rank {0} of a stage is 0")]
-    Share(usize),
+    ZeroShare(usize),
 }
 
 /// The tasks of a rank in addition to running its layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seams {
+pub struct StageRole {
     /// Whether this rank returns the output of the model: the first rank of the last stage does.
-    pub answers: bool,
+    pub returns_output: bool,
     /// Whether the stage has the encoder's last layer, and so its final norm and head.
     pub ends_encoder: bool,
     /// Whether the stage has the decoder's last layer.
     pub ends_decoder: bool,
     /// Whether a later stage reads the encoder rows of this one.
-    pub hands_on_source: bool,
+    pub forwards_encoder_output: bool,
 }
 
 impl Shard {
     /// Returns the shard that is the whole model on one device.
     pub fn whole(spec: &ModelSpec) -> Shard {
         Shard {
-            encoder: 0..layers(spec.encoder.as_ref()),
-            decoder: 0..layers(spec.decoder.as_ref()),
+            encoder: 0..layer_count(spec.encoder.as_ref()),
+            decoder: 0..layer_count(spec.decoder.as_ref()),
             rank: 0,
             shares: vec![1],
             experts: ExpertSplit::Column,
@@ -92,12 +92,12 @@ impl Shard {
     }
 
     /// Returns the number of ranks of the stage.
-    pub fn members(&self) -> usize {
+    pub fn rank_count(&self) -> usize {
         self.shares.len()
     }
 
     /// Returns this rank's range of `units` items; see [`Shard::ranges`].
-    pub fn share(&self, units: usize, granule: usize) -> Range<usize> {
+    pub fn range(&self, units: usize, granule: usize) -> Range<usize> {
         self.ranges(units, granule).swap_remove(self.rank)
     }
 
@@ -105,34 +105,34 @@ impl Shard {
     /// rank. Ranges are proportional to the shares, rounded by the largest remainder method. Each rank gets
     /// something if there is enough.
     pub fn ranges(&self, units: usize, granule: usize) -> Vec<Range<usize>> {
-        divided(units, granule, &self.shares)
+        split_by_shares(units, granule, &self.shares)
     }
 }
 
-impl Seams {
+impl StageRole {
     /// Returns the role of a shard of the model `whole`.
-    pub fn of(whole: &ModelSpec, shard: &Shard) -> Seams {
+    pub fn for_shard(whole: &ModelSpec, shard: &Shard) -> StageRole {
         let ends =
-            |own: &Range<usize>, stack: Option<&StackSpec>| !own.is_empty() && own.end == layers(stack);
+            |own: &Range<usize>, stack: Option<&StackSpec>| !own.is_empty() && own.end == layer_count(stack);
         let ends_encoder = ends(&shard.encoder, whole.encoder.as_ref());
         let ends_decoder = ends(&shard.decoder, whole.decoder.as_ref());
         let is_last = if whole.decoder.is_some() { ends_decoder } else { ends_encoder };
-        Seams {
-            answers: is_last && shard.rank == 0,
+        StageRole {
+            returns_output: is_last && shard.rank == 0,
             ends_encoder,
             ends_decoder,
-            hands_on_source: whole.encoder.is_some() && !is_last,
+            forwards_encoder_output: whole.encoder.is_some() && !is_last,
         }
     }
 }
 
-fn layers(stack: Option<&StackSpec>) -> usize {
+fn layer_count(stack: Option<&StackSpec>) -> usize {
     stack.map_or(0, |stack| stack.layers.len())
 }
 
 /// Splits `units` items by shares into consecutive ranges that begin at multiples of `granule`.
-fn divided(units: usize, granule: usize, shares: &[u32]) -> Vec<Range<usize>> {
-    let counts = apportioned(units.div_ceil(granule), shares);
+fn split_by_shares(units: usize, granule: usize, shares: &[u32]) -> Vec<Range<usize>> {
+    let counts = apportion(units.div_ceil(granule), shares);
     let mut end = 0;
     let ranges = counts.into_iter().map(|count| {
         let start = end;
@@ -144,7 +144,7 @@ fn divided(units: usize, granule: usize, shares: &[u32]) -> Vec<Range<usize>> {
 
 /// Apportions `things` items by shares with the largest remainder method. Then each share without an item
 /// gets one from the largest counts, if there are enough items.
-fn apportioned(things: usize, shares: &[u32]) -> Vec<usize> {
+fn apportion(things: usize, shares: &[u32]) -> Vec<usize> {
     let total = shares.iter().map(|share| u128::from(*share)).sum::<u128>().max(1);
     let exact = |share: u32| things as u128 * u128::from(share);
     let mut counts: Vec<usize> = shares.iter().map(|share| (exact(*share) / total) as usize).collect();

@@ -1,10 +1,10 @@
 //! Tests of divisions computed by hand, and for every fixture that the ranks together have the whole model.
 
-use super::heads::{Deal, Heads, spread};
+use super::heads::{HeadSplit, RankHeads, qk_splits};
 use super::*;
-use crate::model::pieces::take;
+use crate::model::pieces::read_slice;
 use crate::model::spec::{LayerSpec, MlpSpec};
-use crate::model::tensors::pieces;
+use crate::model::tensors::required_slices;
 use crate::model::{ModelRef, ModelSource};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -18,10 +18,10 @@ fn open(name: &str) -> ModelSource {
 }
 
 /// Fixtures that do not open: their specification requires the vocabulary of a larger model.
-const LARGER: [&str; 2] = ["families/baichuan2", "families/baichuan2_13b"];
+const UNOPENABLE: [&str; 2] = ["families/baichuan2", "families/baichuan2_13b"];
 
 /// Returns all fixture models with their names.
-fn all() -> Vec<(String, ModelSource)> {
+fn all_models() -> Vec<(String, ModelSource)> {
     let names = |folder: &str| {
         let entries = std::fs::read_dir(fixtures().join(folder)).unwrap().flatten();
         entries.map(|entry| format!("{folder}{}", entry.file_name().to_str().unwrap())).collect::<Vec<_>>()
@@ -29,25 +29,25 @@ fn all() -> Vec<(String, ModelSource)> {
     let is_model =
         |name: &String| name.ends_with(".gguf") || fixtures().join(name).join("config.json").exists();
     let mut all = [names(""), names("families/"), names("gguf/")].concat();
-    all.retain(|name| is_model(name) && !LARGER.contains(&name.as_str()));
+    all.retain(|name| is_model(name) && !UNOPENABLE.contains(&name.as_str()));
     all.sort();
     assert!(all.len() >= 70, "only {} are there", all.len());
     all.into_iter().map(|name| (name.clone(), open(&name))).collect()
 }
 
 /// Returns the first fixture that meets the condition.
-fn find(is_meant: impl Fn(&ModelSpec) -> bool) -> ModelSource {
-    let mut all = all().into_iter().map(|(_, source)| source);
+fn find_model(is_meant: impl Fn(&ModelSpec) -> bool) -> ModelSource {
+    let mut all = all_models().into_iter().map(|(_, source)| source);
     all.find(|source| is_meant(&source.spec)).expect("there is a fixture like that")
 }
 
 /// Returns a model with two layers in each stack.
-fn with_both() -> ModelSource {
-    find(|spec| (Shard::whole(spec).encoder, Shard::whole(spec).decoder) == (0..2, 0..2))
+fn encoder_decoder_model() -> ModelSource {
+    find_model(|spec| (Shard::whole(spec).encoder, Shard::whole(spec).decoder) == (0..2, 0..2))
 }
 
 /// Returns the shards of one stage with the whole model, by ranks with these shares.
-fn stage(spec: &ModelSpec, shares: &[u32], experts: ExpertSplit) -> Vec<Shard> {
+fn stage_shards(spec: &ModelSpec, shares: &[u32], experts: ExpertSplit) -> Vec<Shard> {
     let of = |rank| Shard { rank, shares: shares.to_vec(), experts, ..Shard::whole(spec) };
     (0..shares.len()).map(of).collect()
 }
@@ -55,7 +55,7 @@ fn stage(spec: &ModelSpec, shares: &[u32], experts: ExpertSplit) -> Vec<Shard> {
 #[test]
 fn shares_are_rounded_by_the_largest_remainder_and_nobody_gets_nothing() {
     let lens = |units, granule, shares: &[u32]| -> Vec<usize> {
-        divided(units, granule, shares).iter().map(Range::len).collect()
+        split_by_shares(units, granule, shares).iter().map(Range::len).collect()
     };
     assert_eq!(lens(8, 1, &[1, 1]), [4, 4]);
     assert_eq!(lens(7, 1, &[1, 1, 1]), [3, 2, 2]);
@@ -74,7 +74,7 @@ fn shares_are_rounded_by_the_largest_remainder_and_nobody_gets_nothing() {
 fn shares_are_within_one_of_what_they_say_and_leave_nothing_out() {
     for units in [1, 5, 12, 97, 1000] {
         for shares in [&[1u32][..], &[1, 1, 1], &[5, 3], &[2, 3, 5, 7], &[9, 9, 1]] {
-            let ranges = divided(units, 1, shares);
+            let ranges = split_by_shares(units, 1, shares);
             let total = shares.iter().sum::<u32>();
             assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
             assert_eq!((ranges[0].start, ranges.last().unwrap().end), (0, units));
@@ -87,39 +87,41 @@ fn shares_are_within_one_of_what_they_say_and_leave_nothing_out() {
 }
 
 /// Splits the heads of a layer with these sizes; returns query heads and KV heads by rank.
-fn dealt(
+fn split_heads(
     (heads, kv_heads, v_dim, block): (usize, usize, usize, usize),
     shares: &[u32],
 ) -> Vec<(Range<usize>, Range<usize>)> {
     let mut attention = open("gqa").spec.decoder.unwrap().layers.swap_remove(0).attention;
     (attention.heads, attention.kv_heads, attention.v_dim) = (heads, kv_heads, v_dim);
-    let deal = Deal::of(&attention, block);
-    assert!(shares.len() <= deal.members_max(), "{deal:?}");
+    let deal = HeadSplit::for_attention(&attention, block);
+    assert!(shares.len() <= deal.max_ranks(), "{deal:?}");
     deal.by_rank(shares).into_iter().map(|heads| (heads.query, heads.kv)).collect()
 }
 
 #[test]
 fn heads_go_with_their_kv_heads_and_share_them_where_those_are_few() {
-    assert_eq!(dealt((12, 3, 8, 1), &[1, 1]), [(0..8, 0..2), (8..12, 2..3)]);
-    assert_eq!(dealt((12, 3, 8, 1), &[1, 2]), [(0..4, 0..1), (4..12, 1..3)]);
-    assert_eq!(dealt((8, 2, 8, 1), &[1, 1, 1]), [(0..4, 0..1), (4..6, 1..2), (6..8, 1..2)]);
-    assert_eq!(dealt((4, 1, 8, 1), &[3, 1]), [(0..3, 0..1), (3..4, 0..1)]);
+    assert_eq!(split_heads((12, 3, 8, 1), &[1, 1]), [(0..8, 0..2), (8..12, 2..3)]);
+    assert_eq!(split_heads((12, 3, 8, 1), &[1, 2]), [(0..4, 0..1), (4..12, 1..3)]);
+    assert_eq!(split_heads((8, 2, 8, 1), &[1, 1, 1]), [(0..4, 0..1), (4..6, 1..2), (6..8, 1..2)]);
+    assert_eq!(split_heads((4, 1, 8, 1), &[3, 1]), [(0..3, 0..1), (3..4, 0..1)]);
     // Ranks with small shares share a KV head, and one with a large share has one alone.
-    assert_eq!(dealt((8, 2, 8, 1), &[1, 1, 4]), [(0..2, 0..1), (2..4, 0..1), (4..8, 1..2)]);
-    assert_eq!(dealt((8, 2, 8, 1), &[1, 1, 2]), [(0..2, 0..1), (2..4, 0..1), (4..8, 1..2)]);
-    assert_eq!(dealt((4, 2, 8, 1), &[1, 1, 9]), [(0..1, 0..1), (1..2, 0..1), (2..4, 1..2)]);
+    assert_eq!(split_heads((8, 2, 8, 1), &[1, 1, 4]), [(0..2, 0..1), (2..4, 0..1), (4..8, 1..2)]);
+    assert_eq!(split_heads((8, 2, 8, 1), &[1, 1, 2]), [(0..2, 0..1), (2..4, 0..1), (4..8, 1..2)]);
+    assert_eq!(split_heads((4, 2, 8, 1), &[1, 1, 9]), [(0..1, 0..1), (1..2, 0..1), (2..4, 1..2)]);
     let each = |head: usize| (head..head + 1, head / 2..head / 2 + 1);
-    assert_eq!(dealt((4, 2, 8, 1), &[1, 7, 1, 1]), [0, 1, 2, 3].map(each));
+    assert_eq!(split_heads((4, 2, 8, 1), &[1, 7, 1, 1]), [0, 1, 2, 3].map(each));
     // Two heads of width 16 fill a block of 32, and so do two query heads of one KV head.
-    assert_eq!(dealt((8, 8, 16, 32), &[1, 1, 1]), [(0..4, 0..4), (4..6, 4..6), (6..8, 6..8)]);
-    assert_eq!(dealt((8, 2, 16, 32), &[1, 1, 1]), [(0..4, 0..1), (4..6, 1..2), (6..8, 1..2)]);
+    assert_eq!(split_heads((8, 8, 16, 32), &[1, 1, 1]), [(0..4, 0..4), (4..6, 4..6), (6..8, 6..8)]);
+    assert_eq!(split_heads((8, 2, 16, 32), &[1, 1, 1]), [(0..4, 0..1), (4..6, 1..2), (6..8, 1..2)]);
 }
 
 /// Returns every way to split `things` items into positive counts, in order.
-fn ways(things: usize) -> Vec<Vec<u32>> {
+fn compositions(things: usize) -> Vec<Vec<u32>> {
     let mut all = vec![vec![things as u32]];
     for first in 1..things {
-        all.extend(ways(things - first).into_iter().map(|rest| [&[first as u32][..], &rest].concat()));
+        all.extend(
+            compositions(things - first).into_iter().map(|rest| [&[first as u32][..], &rest].concat()),
+        );
     }
     all
 }
@@ -127,13 +129,13 @@ fn ways(things: usize) -> Vec<Vec<u32>> {
 /// Shares that are met by whole heads are met exactly, with KV heads shared or not.
 #[test]
 fn shares_that_can_be_met_are_met() {
-    let of_kv_heads = ways(3);
+    let of_kv_heads = compositions(3);
     for (first, second) in
         of_kv_heads.iter().flat_map(|first| of_kv_heads.iter().map(move |second| (first, second)))
     {
         for third in &of_kv_heads {
             let shares = [&first[..], second, third].concat();
-            let lens = dealt((9, 3, 8, 1), &shares).into_iter().map(|(query, _)| query.len() as u32);
+            let lens = split_heads((9, 3, 8, 1), &shares).into_iter().map(|(query, _)| query.len() as u32);
             assert_eq!(lens.collect::<Vec<_>>(), shares);
         }
     }
@@ -144,7 +146,7 @@ fn heads_have_as_many_members_as_end_with_blocks() {
     let most = |heads, kv_heads, v_dim, block| {
         let mut attention = open("gqa").spec.decoder.unwrap().layers.swap_remove(0).attention;
         (attention.heads, attention.kv_heads, attention.v_dim) = (heads, kv_heads, v_dim);
-        Deal::of(&attention, block).members_max()
+        HeadSplit::for_attention(&attention, block).max_ranks()
     };
     assert_eq!(most(32, 8, 128, 32), 32);
     assert_eq!(most(32, 8, 128, 256), 16);
@@ -157,49 +159,53 @@ fn heads_have_as_many_members_as_end_with_blocks() {
 /// The keys of a KV head on several ranks are contributed by the first.
 #[test]
 fn keys_that_several_have_are_put_together_once() {
-    let heads = |query: Range<usize>, kv: Range<usize>| Heads { query, kv };
+    let heads = |query: Range<usize>, kv: Range<usize>| RankHeads { query, kv };
     let by_rank = [heads(0..4, 0..1), heads(4..6, 1..2), heads(6..8, 1..2)];
-    let (q, k) = spread(&by_rank, 2, 10);
-    assert_eq!((q.widths, q.own), (vec![40, 20, 20], 60..80));
-    assert_eq!((k.widths, k.own), (vec![10, 10, 0], 10..20));
+    let (q, k) = qk_splits(&by_rank, 2, 10);
+    assert_eq!((q.widths, q.local), (vec![40, 20, 20], 60..80));
+    assert_eq!((k.widths, k.local), (vec![10, 10, 0], 10..20));
 }
 
 #[test]
 fn the_part_of_a_model_that_is_all_of_it_is_the_model() {
-    for (name, source) in all() {
-        assert_eq!(source.part(&Shard::whole(&source.spec)).unwrap(), source.spec, "{name}");
+    for (name, source) in all_models() {
+        assert_eq!(source.shard_spec(&Shard::whole(&source.spec)).unwrap(), source.spec, "{name}");
     }
 }
 
 /// Returns whether tensors with this role are replicated on every rank.
-fn is_on_all(role: &str) -> bool {
+fn is_replicated(role: &str) -> bool {
     let small = ["router", "shared_router", "positions", "token_types", "relative_bias"];
     let between = ["project_in", "project_out", "head_transform", "head_transform bias"];
     role.contains("norm") || small.contains(&role) || between.contains(&role)
 }
 
 /// Identifies a slice of the whole model: tensor, part, and role.
-type Key = (String, String, &'static str);
+type SliceKey = (String, String, &'static str);
 
-fn key(piece: &Piece) -> Key {
+fn key(piece: &TensorSlice) -> SliceKey {
     (piece.name.clone(), format!("{:?}", piece.part), piece.role)
 }
 
 /// Counts on how many parts each element of a slice's matrix is: (rows, columns, counts).
-fn counted(source: &ModelSource, parts: &[ModelSpec]) -> BTreeMap<Key, (usize, usize, Vec<usize>)> {
+fn count_elements(
+    source: &ModelSource,
+    parts: &[ModelSpec],
+) -> BTreeMap<SliceKey, (usize, usize, Vec<usize>)> {
     let mut counts = BTreeMap::new();
-    for piece in pieces(&source.spec) {
-        let taken = take(&source.checkpoint, piece).unwrap();
-        counts.insert(key(piece), (taken.out(), taken.inp(), vec![0; taken.out() * taken.inp()]));
+    for piece in required_slices(&source.spec) {
+        let taken = read_slice(&source.checkpoint, piece).unwrap();
+        counts.insert(key(piece), (taken.n(), taken.k(), vec![0; taken.n() * taken.k()]));
     }
     for part in parts {
         let mut seen = BTreeSet::new();
-        for piece in
-            pieces(part).into_iter().filter(|piece| seen.insert((key(piece), format!("{:?}", piece.cut))))
+        for piece in required_slices(part)
+            .into_iter()
+            .filter(|piece| seen.insert((key(piece), format!("{:?}", piece.bounds))))
         {
             let (rows, columns, counts) = counts.get_mut(&key(piece)).unwrap();
-            for row in piece.cut.rows.clone().unwrap_or(0..*rows) {
-                for column in piece.cut.columns.clone().unwrap_or(0..*columns) {
+            for row in piece.bounds.rows.clone().unwrap_or(0..*rows) {
+                for column in piece.bounds.columns.clone().unwrap_or(0..*columns) {
                     counts[row * *columns + column] += 1;
                 }
             }
@@ -210,7 +216,7 @@ fn counted(source: &ModelSource, parts: &[ModelSpec]) -> BTreeMap<Key, (usize, u
 
 /// Returns whether a slice holds keys or values, which are on all ranks that need them. In fused tensors,
 /// queries come first.
-fn is_of_kv((_, part, role): &Key) -> bool {
+fn is_kv((_, part, role): &SliceKey) -> bool {
     let role = role.trim_end_matches(" bias").trim_start_matches("cross_");
     role == "k" || role == "v" || role == "qkv" && !part.contains("first: 0")
 }
@@ -218,7 +224,7 @@ fn is_of_kv((_, part, role): &Key) -> bool {
 #[test]
 fn members_have_everything_together_and_nothing_twice() {
     let mut tried = 0;
-    for (name, source) in all() {
+    for (name, source) in all_models() {
         for (shares, experts) in [
             (&[1, 1][..], ExpertSplit::Column),
             (&[1, 1], ExpertSplit::Expert),
@@ -226,21 +232,23 @@ fn members_have_everything_together_and_nothing_twice() {
             (&[1, 2, 1], ExpertSplit::Expert),
             (&[2, 1, 1, 2], ExpertSplit::Column),
         ] {
-            let shards = stage(&source.spec, shares, experts);
-            let parts = shards.iter().map(|shard| source.part(shard)).collect::<Result<Vec<_>, _>>();
-            let most = source.members_max(&shards[0]);
+            let shards = stage_shards(&source.spec, shares, experts);
+            let parts = shards.iter().map(|shard| source.shard_spec(shard)).collect::<Result<Vec<_>, _>>();
+            let most = source.max_ranks(&shards[0]);
             assert!(most >= 2, "{name}: two ranks can share every fixture");
             let parts = match parts {
                 Ok(parts) if shares.len() <= most => parts,
-                Err(Refusal::Members { most: allowed, .. }) if shares.len() > most && allowed == most => {
+                Err(ShardError::TooManyRanks { most: allowed, .. })
+                    if shares.len() > most && allowed == most =>
+                {
                     continue;
                 }
                 other => panic!("{name} by {shares:?}, at most {most}: {other:?}"),
             };
             tried += 1;
-            for (key, (.., counts)) in counted(&source, &parts) {
+            for (key, (.., counts)) in count_elements(&source, &parts) {
                 let what = format!("{name} by {shares:?}: {key:?}");
-                match (is_on_all(key.2), is_of_kv(&key)) {
+                match (is_replicated(key.2), is_kv(&key)) {
                     (true, _) => assert!(counts.iter().all(|count| *count == shares.len()), "{what}"),
                     (_, true) => assert!(counts.iter().all(|count| *count >= 1), "{what}"),
                     _ => assert!(counts.iter().all(|count| *count == 1), "{what}"),
@@ -254,7 +262,7 @@ fn members_have_everything_together_and_nothing_twice() {
 /// Stages have each layer once, the embedding at one end and the head at the other.
 #[test]
 fn stages_have_everything_together_and_nothing_twice() {
-    for (name, source) in all().into_iter().filter(|(_, source)| source.spec.layers() >= 2) {
+    for (name, source) in all_models().into_iter().filter(|(_, source)| source.spec.layers() >= 2) {
         let (whole, layers) = (Shard::whole(&source.spec), source.spec.layers());
         let of_encoder = whole.encoder.len();
         for cut in 1..layers {
@@ -264,8 +272,8 @@ fn stages_have_everything_together_and_nothing_twice() {
                 Shard { encoder: first, decoder: 0..decoder, ..whole.clone() },
                 Shard { encoder: second, decoder: decoder..whole.decoder.end, ..whole.clone() },
             ];
-            let parts = shards.each_ref().map(|shard| source.part(shard).unwrap());
-            for (key, (.., counts)) in counted(&source, &parts) {
+            let parts = shards.each_ref().map(|shard| source.shard_spec(shard).unwrap());
+            for (key, (.., counts)) in count_elements(&source, &parts) {
                 // A matrix that both ends use is on both stages.
                 let most = if ["embedding", "relative_bias"].contains(&key.2) { 2 } else { 1 };
                 assert!(counts.iter().all(|count| (1..=most).contains(count)), "{name} at {cut}: {key:?}");
@@ -283,7 +291,7 @@ fn a_stage_has_the_rotary_positions_of_its_layers() {
     let mut fewer = 0;
     for layers in (0..whole.layers.len()).flat_map(|at| [at..at + 1, 0..at + 1]) {
         let shard = Shard { decoder: layers.clone(), ..Shard::whole(&source.spec) };
-        let part = source.part(&shard).unwrap().decoder.unwrap();
+        let part = source.shard_spec(&shard).unwrap().decoder.unwrap();
         let mut used: Vec<usize> = part.layers.iter().filter_map(|layer| layer.attention.rope).collect();
         for (own, layer) in part.layers.iter().zip(&whole.layers[layers]) {
             let (own, meant) = (own.attention.rope.unwrap(), layer.attention.rope.unwrap());
@@ -299,11 +307,16 @@ fn a_stage_has_the_rotary_positions_of_its_layers() {
 
 #[test]
 fn who_answers_and_who_hands_on_follows_from_the_layers() {
-    let source = with_both();
+    let source = encoder_decoder_model();
     let whole = Shard::whole(&source.spec);
     let seams = |encoder, decoder, rank| {
         let shard = Shard { encoder, decoder, rank, shares: vec![1, 1], ..whole.clone() };
-        let Seams { answers, ends_encoder, ends_decoder, hands_on_source } = Seams::of(&source.spec, &shard);
+        let StageRole {
+            returns_output: answers,
+            ends_encoder,
+            ends_decoder,
+            forwards_encoder_output: hands_on_source,
+        } = StageRole::for_shard(&source.spec, &shard);
         [answers, ends_encoder, ends_decoder, hands_on_source]
     };
     assert_eq!(seams(0..1, 0..0, 0), [false, false, false, true]);
@@ -318,14 +331,14 @@ fn who_answers_and_who_hands_on_follows_from_the_layers() {
 fn experts_are_cut_or_dealt_out() {
     let of_width_24 =
         |layer: &LayerSpec| matches!(&layer.mlp, MlpSpec::Experts(moe) if moe.experts[0].width == 24);
-    let source = find(|spec| spec.cached_layers().first().is_some_and(of_width_24));
+    let source = find_model(|spec| spec.cached_layers().first().is_some_and(of_width_24));
     let split = |experts, ty: QuantType| {
-        let types = |piece: &Piece| if piece.role == "expert_down" { ty } else { QuantType::F32 };
-        let shards = stage(&source.spec, &[2, 1], experts);
-        let parts = shards.iter().map(|shard| cut(&source.spec, shard, &types).unwrap());
+        let types = |piece: &TensorSlice| if piece.role == "expert_down" { ty } else { QuantType::F32 };
+        let shards = stage_shards(&source.spec, &[2, 1], experts);
+        let parts = shards.iter().map(|shard| shard_spec(&source.spec, shard, &types).unwrap());
         let moe = |part: ModelSpec| match &part.decoder.unwrap().layers[0].mlp {
             MlpSpec::Experts(moe) => {
-                (moe.first, moe.experts.len(), moe.experts[0].width, moe.shape().experts)
+                (moe.first_expert, moe.experts.len(), moe.experts[0].width, moe.shape().experts)
             }
             MlpSpec::Dense(_) => unreachable!("the fixture has experts"),
         };
@@ -343,20 +356,21 @@ fn experts_are_cut_or_dealt_out() {
 #[test]
 fn blocks_of_numbers_are_not_cut() {
     let source = open("gguf/q8_0.gguf");
-    let shards = stage(&source.spec, &[1, 1], ExpertSplit::Column);
-    assert_eq!(source.members_max(&shards[0]), 2);
+    let shards = stage_shards(&source.spec, &[1, 1], ExpertSplit::Column);
+    assert_eq!(source.max_ranks(&shards[0]), 2);
     for shard in &shards {
-        let part = source.part(shard).unwrap();
-        for piece in pieces(&part) {
+        let part = source.shard_spec(shard).unwrap();
+        for piece in required_slices(&part) {
             let ty = source.checkpoint.tensor(&piece.name).unwrap().quant_type().unwrap();
-            let columns = piece.cut.columns.clone().unwrap_or(0..0);
+            let columns = piece.bounds.columns.clone().unwrap_or(0..0);
             let is_whole = |at: usize| at.is_multiple_of(ty.row().block_elements);
             assert!(is_whole(columns.start) && is_whole(columns.end), "{piece:?}");
-            take(&source.checkpoint, piece).unwrap();
+            read_slice(&source.checkpoint, piece).unwrap();
         }
     }
-    let refused = source.part(&stage(&source.spec, &[1, 1, 1], ExpertSplit::Column)[1]).unwrap_err();
-    let Refusal::Members { members: 3, most: 2, reason } = refused else { panic!("{refused:?}") };
+    let refused =
+        source.shard_spec(&stage_shards(&source.spec, &[1, 1, 1], ExpertSplit::Column)[1]).unwrap_err();
+    let ShardError::TooManyRanks { members: 3, most: 2, reason } = refused else { panic!("{refused:?}") };
     assert!(reason.contains("blocks of 32"), "{reason}");
 }
 
@@ -364,23 +378,23 @@ fn blocks_of_numbers_are_not_cut() {
 fn what_cannot_be_split_is_refused_with_the_reason_and_the_most_that_can() {
     let source = open("gqa");
     let whole = Shard::whole(&source.spec);
-    let refused = |shard: Shard| source.part(&shard).unwrap_err().to_string();
+    let refused = |shard: Shard| source.shard_spec(&shard).unwrap_err().to_string();
     let of_nine = Shard { shares: vec![1; 9], ..whole.clone() };
     assert_eq!(
         refused(of_nine),
         "a stage cannot have 9 ranks: layer 0 of the decoder has 8 heads on 2 KV heads, so at most 8 can share it"
     );
-    assert!(source.part(&Shard { shares: vec![1; 8], rank: 7, ..whole.clone() }).is_ok());
+    assert!(source.shard_spec(&Shard { shares: vec![1; 8], rank: 7, ..whole.clone() }).is_ok());
     assert_eq!(refused(Shard { shares: vec![1, 0], ..whole.clone() }), "the share of rank 1 of a stage is 0");
     assert_eq!(refused(Shard { decoder: 1..1, ..whole.clone() }), "a stage has no layers");
     assert_eq!(
         refused(Shard { decoder: 1..3, ..whole }),
         "layers 1..3 of the decoder are out of range, because it has 2"
     );
-    let source = with_both();
+    let source = encoder_decoder_model();
     let early = Shard { encoder: 0..1, ..Shard::whole(&source.spec) };
     assert_eq!(
-        source.part(&early).unwrap_err().to_string(),
+        source.shard_spec(&early).unwrap_err().to_string(),
         "a stage has layers of the decoder before the encoder's last"
     );
 }

@@ -3,14 +3,14 @@
 //! Invariant: after [`check`], products of two sizes cannot overflow, and what the kernels assert of a model
 //! holds.
 
-use super::{AddedSpec, DistanceKind, LayerSpec, MlpSpec, ModelSpec, NormSpec, StackSpec};
+use super::{LayerSpec, MlpSpec, ModelSpec, NormSpec, PositionEmbeddingSpec, RelativeBiasKind, StackSpec};
 use anyhow::{Context, Result, ensure};
 
 /// Maximum of any size, far beyond real models.
 const SIZE_MAX: usize = 1 << 24;
 
 /// Checks that sizes, given with their names, are above 0 and not absurdly large.
-pub fn sizes(all: &[(&str, usize)]) -> Result<()> {
+pub fn check_sizes(all: &[(&str, usize)]) -> Result<()> {
     for (name, value) in all {
         ensure!(*value > 0, "the {name} is 0");
         ensure!(*value <= SIZE_MAX, "the {name} is {value}, more than {SIZE_MAX}");
@@ -20,7 +20,7 @@ pub fn sizes(all: &[(&str, usize)]) -> Result<()> {
 
 /// Checks properties of a specification that involve several values.
 pub fn check(spec: &ModelSpec) -> Result<()> {
-    sizes(&[("vocabulary size", spec.vocab), ("hidden size", spec.hidden)])?;
+    check_sizes(&[("vocabulary size", spec.vocab), ("hidden size", spec.hidden)])?;
     for stack in spec.stacks() {
         check_stack(stack)?;
     }
@@ -38,10 +38,10 @@ pub fn check(spec: &ModelSpec) -> Result<()> {
 }
 
 fn check_stack(stack: &StackSpec) -> Result<()> {
-    sizes(&[("context", stack.context)])?;
+    check_sizes(&[("context", stack.context)])?;
     if let Some(embedding) = &stack.embedding {
-        sizes(&[("width of the embedding", embedding.table.shape[1])])?;
-        finite("embedding.scale", embedding.scale)?;
+        check_sizes(&[("width of the embedding", embedding.table.shape[1])])?;
+        check_finite("embedding.scale", embedding.scale)?;
         embedding.norm.iter().try_for_each(check_norm)?;
     }
     stack.norm.iter().try_for_each(check_norm)?;
@@ -53,35 +53,36 @@ fn check_stack(stack: &StackSpec) -> Result<()> {
             let qk = layer.attention.qk_norms.iter().flat_map(|(q, k)| [q, k]);
             norms.chain(qk).try_for_each(check_norm)?;
             if let MlpSpec::Experts(moe) = &layer.mlp {
-                finite("moe.scale", moe.scale)?;
+                check_finite("moe.scale", moe.scale)?;
             }
-            finite("residual.scale", layer.residual_scale)?;
-            finite("attention.softcap", layer.attention.softcap.unwrap_or(0.0))?;
-            finite("attention.scale", layer.attention.scale)?;
-            finite("cross.scale", layer.cross.as_ref().map_or(0.0, |(_, cross)| cross.scale))
+            check_finite("residual.scale", layer.residual_scale)?;
+            check_finite("attention.softcap", layer.attention.softcap.unwrap_or(0.0))?;
+            check_finite("attention.scale", layer.attention.scale)?;
+            check_finite("cross.scale", layer.cross.as_ref().map_or(0.0, |(_, cross)| cross.scale))
         };
         check().with_context(|| format!("layer {index}"))?;
     }
-    let relative_bias = stack.distance.as_ref().map(|bias| &bias.kind);
-    match (&stack.added, relative_bias) {
-        (Some(AddedSpec::Sinusoidal { scale, .. }), _) | (_, Some(DistanceKind::Alibi { scale })) => {
-            finite("position.scale", *scale)?;
+    let relative_bias = stack.relative_bias.as_ref().map(|bias| &bias.kind);
+    match (&stack.position_embedding, relative_bias) {
+        (Some(PositionEmbeddingSpec::Sinusoidal { scale, .. }), _)
+        | (_, Some(RelativeBiasKind::Alibi { scale })) => {
+            check_finite("position.scale", *scale)?;
         }
         _ => {}
     }
     if let Some(head) = &stack.head {
-        finite("head.scale", head.scale)?;
-        finite("head.softcap", head.softcap.unwrap_or(0.0))?;
+        check_finite("head.scale", head.scale)?;
+        check_finite("head.softcap", head.softcap.unwrap_or(0.0))?;
     }
     Ok(())
 }
 
 fn check_norm(norm: &NormSpec) -> Result<()> {
     ensure!(norm.eps > 0.0 && norm.eps < 1.0, "the norm epsilon {} is not in the range (0, 1)", norm.eps);
-    finite("norm.offset", norm.offset)
+    check_finite("norm.offset", norm.offset)
 }
 
-fn finite(key: &str, number: f32) -> Result<()> {
+fn check_finite(key: &str, number: f32) -> Result<()> {
     ensure!(number.is_finite(), "'{key}' is {number}");
     Ok(())
 }

@@ -21,7 +21,7 @@ pub struct SpecFile {
 impl SpecFile {
     /// Parses a specification. Errors name `file`, and the line and key at fault.
     pub fn parse(file: &str, text: &str) -> Result<SpecFile> {
-        let text: SpecText = toml::from_str(text).map_err(|error| fault(file, &error))?;
+        let text: SpecText = toml::from_str(text).map_err(|error| parse_error(file, &error))?;
         text.overrides.iter().try_for_each(check_override).with_context(|| file.to_owned())?;
         Ok(SpecFile { file: file.to_owned(), text })
     }
@@ -87,7 +87,7 @@ fn check_override(given: &Override) -> Result<()> {
 }
 
 /// Describes a TOML error, with the nearest valid word for an unknown one.
-fn fault(file: &str, error: &toml::de::Error) -> anyhow::Error {
+fn parse_error(file: &str, error: &toml::de::Error) -> anyhow::Error {
     let message = error.message();
     let mut words = message.split('`').skip(1).step_by(2);
     let hint = match message.starts_with("unknown ") {

@@ -13,21 +13,21 @@ const DEPTH_MAX: usize = 16;
 
 /// Evaluates `text`; `named` returns the values of names.
 pub fn evaluate(text: &str, named: &mut dyn FnMut(&str) -> Result<f64>) -> Result<f64> {
-    let mut reader = Reader { rest: text.trim_start(), named, depth: 0 };
+    let mut reader = FormulaParser { rest: text.trim_start(), variable: named, depth: 0 };
     let value = reader.sum()?;
     ensure!(reader.rest.is_empty(), "formula '{text}': unexpected '{}'", reader.rest);
     ensure!(value.is_finite(), "formula '{text}' evaluates to {value}, which is not finite");
     Ok(value)
 }
 
-struct Reader<'a> {
+struct FormulaParser<'a> {
     /// The remaining text, without leading spaces.
     rest: &'a str,
-    named: &'a mut dyn FnMut(&str) -> Result<f64>,
+    variable: &'a mut dyn FnMut(&str) -> Result<f64>,
     depth: usize,
 }
 
-impl Reader<'_> {
+impl FormulaParser<'_> {
     fn sum(&mut self) -> Result<f64> {
         let mut value = self.product()?;
         loop {
@@ -81,7 +81,7 @@ impl Reader<'_> {
             number if number.starts_with(|c: char| c.is_ascii_digit() || c == '.') => {
                 number.parse().map_err(|_| anyhow::anyhow!("'{number}' in a formula is not a number"))
             }
-            name => (self.named)(name),
+            name => (self.variable)(name),
         }
     }
 

@@ -3,12 +3,12 @@
 //! Invariant: every size of a layer follows from its own tables; nothing is taken from the layer before.
 
 use super::positions::{Positions, positive};
-use super::resolve::Fill;
+use super::resolve::ResolveContext;
 use super::setting::OneOrMore;
 use super::tables::{
     ActivationName, MaskName, MlpKind, NormName, Placement, QkNorm, QkvLayout, ScoringName, StackName, Wiring,
 };
-use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Norms, Part};
+use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Norms, TensorPart};
 use anyhow::{Result, bail, ensure};
 use mainstem_kernels::{Activation, Mask, NormKind, Scoring};
 
@@ -18,30 +18,31 @@ const EXPERTS_MAX: usize = 1 << 12;
 type Names = Option<OneOrMore<String>>;
 
 /// Resolves the current layer of `fill`.
-pub(super) fn layer(fill: &mut Fill, positions: &mut Positions) -> Result<LayerSpec> {
+pub(super) fn resolve_layer(fill: &mut ResolveContext, positions: &mut Positions) -> Result<LayerSpec> {
     let (residual, names) = (&fill.tables.residual, &fill.tables.tensors);
-    let wiring = fill.look.or_neutral("residual.wiring", &residual.wiring, Wiring::Sequential)?;
-    let residual_scale = fill.look.or_neutral("residual.scale", &residual.scale, 1.0)? as f32;
+    let wiring = fill.lookups.or_default("residual.wiring", &residual.wiring, Wiring::Sequential)?;
+    let residual_scale = fill.lookups.or_default("residual.scale", &residual.scale, 1.0)? as f32;
     let parallel = wiring != Wiring::Sequential;
-    ensure!(!(parallel && fill.has_source), "a layer with cross-attention cannot have parallel wiring");
-    let attention_norms = match fill.look.or_neutral("attention.norm", &fill.tables.attention.norm, true)? {
-        true => norms(
-            fill,
-            ("attention_norm", &names.attention_norm),
-            ("attention_out_norm", &names.attention_out_norm),
-        )?,
-        false => Norms::default(),
-    };
+    ensure!(!(parallel && fill.has_encoder), "a layer with cross-attention cannot have parallel wiring");
+    let attention_norms =
+        match fill.lookups.or_default("attention.norm", &fill.tables.attention.norm, true)? {
+            true => norms(
+                fill,
+                ("attention_norm", &names.attention_norm),
+                ("attention_out_norm", &names.attention_out_norm),
+            )?,
+            false => Norms::default(),
+        };
     let attention = attention(fill, positions)?;
-    let cross = match fill.has_source {
+    let cross = match fill.has_encoder {
         true => Some((
             norms(fill, ("cross_norm", &names.cross_norm), ("cross_out_norm", &names.cross_out_norm))?,
-            cross(fill, &attention)?,
+            cross_attention(fill, &attention)?,
         )),
         false => None,
     };
     // With parallel wiring and a shared input, the norm before attention is also the MLP's.
-    let has_mlp_norms = fill.look.or_neutral("mlp.norm", &fill.tables.mlp.norm, true)?;
+    let has_mlp_norms = fill.lookups.or_default("mlp.norm", &fill.tables.mlp.norm, true)?;
     let mlp_norms = match wiring {
         Wiring::Parallel => Norms::default(),
         _ if !has_mlp_norms => Norms::default(),
@@ -59,7 +60,11 @@ pub(super) fn layer(fill: &mut Fill, positions: &mut Positions) -> Result<LayerS
     Ok(LayerSpec { wiring, residual_scale, attention_norms, attention, cross, mlp_norms, mlp })
 }
 
-fn norms(fill: &mut Fill, main: (&'static str, &Names), out: (&'static str, &Names)) -> Result<Norms> {
+fn norms(
+    fill: &mut ResolveContext,
+    main: (&'static str, &Names),
+    out: (&'static str, &Names),
+) -> Result<Norms> {
     let hidden = fill.hidden;
     let placement = fill.placement()?;
     let mut norm = |(role, names): (&'static str, &Names)| fill.norm(role, names, hidden).map(Some);
@@ -71,44 +76,45 @@ fn norms(fill: &mut Fill, main: (&'static str, &Names), out: (&'static str, &Nam
     })
 }
 
-fn attention(fill: &mut Fill, positions: &mut Positions) -> Result<AttentionSpec> {
+fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<AttentionSpec> {
     let (table, names, hidden) = (&fill.tables.attention, &fill.tables.tensors, fill.hidden);
-    let look = &mut *fill.look;
-    let heads = look.needed("attention.heads", &table.heads)?;
+    let look = &mut *fill.lookups;
+    let heads = look.required("attention.heads", &table.heads)?;
     ensure!(heads > 0, "the number of heads is 0");
-    let kv_heads = look.or("attention.kv_heads", &table.kv_heads, "attention.heads", heads)?;
+    let kv_heads = look.or_derived("attention.kv_heads", &table.kv_heads, "attention.heads", heads)?;
     ensure!(
         kv_heads > 0 && heads.is_multiple_of(kv_heads),
         "the number of heads, {heads}, is not a multiple of the {kv_heads} KV heads"
     );
     let by_width = hidden / heads;
-    let k_dim = look.or("attention.head_dim", &table.head_dim, "size.hidden / attention.heads", by_width)?;
-    let v_dim = look.or_neutral("attention.value_dim", &table.value_dim, k_dim)?;
-    super::check::sizes(&[
+    let k_dim =
+        look.or_derived("attention.head_dim", &table.head_dim, "size.hidden / attention.heads", by_width)?;
+    let v_dim = look.or_default("attention.value_dim", &table.value_dim, k_dim)?;
+    super::check::check_sizes(&[
         ("number of heads", heads),
         ("head dimension", k_dim),
         ("value dimension", v_dim),
         ("width of all heads", heads.saturating_mul(k_dim.max(v_dim))),
     ])?;
-    let bias = look.or_neutral("attention.bias", &table.bias, false)?;
-    let qkv_bias = look.or_neutral("attention.qkv_bias", &table.qkv_bias, bias)?;
-    let out_bias = look.or_neutral("attention.out_bias", &table.out_bias, bias)?;
-    let layout = look.or_neutral("attention.qkv", &table.qkv, QkvLayout::Separate)?;
-    let qk_norm = look.or_neutral("attention.qk_norm", &table.qk_norm, QkNorm::None)?;
-    let scale = look.or_neutral("attention.scale", &table.scale, 1.0 / (k_dim as f64).sqrt())? as f32;
-    let softcap = positive(look.or_neutral("attention.softcap", &table.softcap, 0.0)? as f32);
+    let bias = look.or_default("attention.bias", &table.bias, false)?;
+    let qkv_bias = look.or_default("attention.qkv_bias", &table.qkv_bias, bias)?;
+    let out_bias = look.or_default("attention.out_bias", &table.out_bias, bias)?;
+    let layout = look.or_default("attention.qkv", &table.qkv, QkvLayout::Separate)?;
+    let qk_norm = look.or_default("attention.qk_norm", &table.qk_norm, QkNorm::None)?;
+    let scale = look.or_default("attention.scale", &table.scale, 1.0 / (k_dim as f64).sqrt())? as f32;
+    let softcap = positive(look.or_default("attention.softcap", &table.softcap, 0.0)? as f32);
     let mask = mask(fill)?;
     let [q, k, v] = match layout {
         QkvLayout::Separate => {
             let roles = [("q", "q bias"), ("k", "k bias"), ("v", "v bias")];
             let widths = [heads * k_dim, kv_heads * k_dim, kv_heads * v_dim];
-            separate(fill, roles, [&names.q, &names.k, &names.v], widths, qkv_bias)?
+            separate_qkv(fill, roles, [&names.q, &names.k, &names.v], widths, qkv_bias)?
         }
-        _ => fused(fill, layout, (heads, kv_heads, k_dim, v_dim), qkv_bias)?,
+        _ => fused_qkv(fill, layout, (heads, kv_heads, k_dim, v_dim), qkv_bias)?,
     };
     let o = fill.linear("o", out_bias.then_some("o bias"), &names.o, hidden, heads * v_dim)?;
     let qk_norms = qk_norms(fill, qk_norm, (heads, kv_heads, k_dim))?;
-    let (rope, by_distance) = positions.of_layer(fill, (heads, k_dim))?;
+    let (rope, by_distance) = positions.resolve_layer(fill, (heads, k_dim))?;
     Ok(AttentionSpec {
         heads,
         kv_heads,
@@ -118,36 +124,36 @@ fn attention(fill: &mut Fill, positions: &mut Positions) -> Result<AttentionSpec
         softcap,
         mask,
         rope,
-        by_distance,
+        has_relative_bias: by_distance,
         q,
         k,
         v,
         o,
         qk_norms,
-        spread: None,
+        qk_split: None,
     })
 }
 
-fn mask(fill: &mut Fill) -> Result<Mask> {
+fn mask(fill: &mut ResolveContext) -> Result<Mask> {
     let table = &fill.tables.attention;
     let usual = match fill.stack {
         StackName::Encoder => MaskName::Bidirectional,
         StackName::Decoder => MaskName::Causal,
     };
-    let mask = fill.look.or_neutral("attention.mask", &table.mask, usual)?;
-    let window = fill.look.or_neutral("attention.window", &table.window, 0)?;
+    let mask = fill.lookups.or_default("attention.mask", &table.mask, usual)?;
+    let window = fill.lookups.or_default("attention.window", &table.window, 0)?;
     let window = (window > 0).then_some(window);
     Ok(match mask {
         MaskName::Causal => Mask::Causal { window },
         MaskName::Bidirectional if fill.stack == StackName::Decoder => {
             bail!("a decoder cannot be bidirectional: later positions do not exist yet")
         }
-        MaskName::Bidirectional => Mask::Whole { window },
+        MaskName::Bidirectional => Mask::Bidirectional { window },
     })
 }
 
-fn separate(
-    fill: &mut Fill,
+fn separate_qkv(
+    fill: &mut ResolveContext,
     roles: [(&'static str, &'static str); 3],
     names: [&Names; 3],
     widths: [usize; 3],
@@ -162,8 +168,8 @@ fn separate(
 }
 
 /// Resolves queries, keys and values that are rows of one tensor.
-fn fused(
-    fill: &mut Fill,
+fn fused_qkv(
+    fill: &mut ResolveContext,
     layout: QkvLayout,
     (heads, kv_heads, k_dim, v_dim): (usize, usize, usize, usize),
     biased: bool,
@@ -174,14 +180,14 @@ fn fused(
     let stride = counts.iter().sum::<usize>();
     let mut linear = |at: usize, role, bias_role: &'static str| {
         let (first, count) = (counts[..at].iter().sum(), counts[at]);
-        let part = (groups * stride, Part::Rows { groups, stride, first, count });
+        let part = (groups * stride, TensorPart::Rows { groups, stride, first, count });
         fill.linear_part(role, biased.then_some(bias_role), names, (groups * count, hidden), part, None)
     };
     Ok([linear(0, "qkv", "qkv bias")?, linear(1, "qkv", "qkv bias")?, linear(2, "qkv", "qkv bias")?])
 }
 
 fn qk_norms(
-    fill: &mut Fill,
+    fill: &mut ResolveContext,
     which: QkNorm,
     (heads, kv_heads, k_dim): (usize, usize, usize),
 ) -> Result<Option<(NormSpec, NormSpec)>> {
@@ -191,26 +197,28 @@ fn qk_norms(
         QkNorm::Whole => (heads * k_dim, kv_heads * k_dim),
     };
     let names = &fill.tables.tensors;
-    let usual = fill.look.needed("norm.kind", &fill.tables.norm.kind)?;
-    let kind = fill.look.or_neutral("attention.qk_norm_kind", &fill.tables.attention.qk_norm_kind, usual)?;
+    let usual = fill.lookups.required("norm.kind", &fill.tables.norm.kind)?;
+    let kind =
+        fill.lookups.or_default("attention.qk_norm_kind", &fill.tables.attention.qk_norm_kind, usual)?;
     let kind = norm_kind(kind);
-    let mut q = fill.norm_of(kind, "q_norm", &names.q_norm, q_width)?;
-    let mut k = fill.norm_of(kind, "k_norm", &names.k_norm, k_width)?;
+    let mut q = fill.norm_of_kind(kind, "q_norm", &names.q_norm, q_width)?;
+    let mut k = fill.norm_of_kind(kind, "k_norm", &names.k_norm, k_width)?;
     let eps = &fill.tables.attention.qk_norm_eps;
-    let eps = fill.look.or_neutral("attention.qk_norm_eps", eps, f64::from(q.eps))? as f32;
+    let eps = fill.lookups.or_default("attention.qk_norm_eps", eps, f64::from(q.eps))? as f32;
     (q.eps, k.eps) = (eps, eps);
     Ok(Some((q, k)))
 }
 
 /// Resolves cross-attention: the sizes are those of self-attention, and there are no positions.
-fn cross(fill: &mut Fill, own: &AttentionSpec) -> Result<AttentionSpec> {
+fn cross_attention(fill: &mut ResolveContext, own: &AttentionSpec) -> Result<AttentionSpec> {
     let (table, names) = (&fill.tables.cross, &fill.tables.tensors);
-    let usual = fill.look.or_neutral("attention.bias", &fill.tables.attention.bias, false)?;
-    let biased = fill.look.or_neutral("cross.bias", &table.bias, usual)?;
-    let scale = fill.look.or_neutral("cross.scale", &table.scale, own.scale.into())? as f32;
+    let usual = fill.lookups.or_default("attention.bias", &fill.tables.attention.bias, false)?;
+    let biased = fill.lookups.or_default("cross.bias", &table.bias, usual)?;
+    let scale = fill.lookups.or_default("cross.scale", &table.scale, own.scale.into())? as f32;
     let roles = [("cross_q", "cross_q bias"), ("cross_k", "cross_k bias"), ("cross_v", "cross_v bias")];
     let widths = [own.q_width(), own.k_width(), own.v_width()];
-    let [q, k, v] = separate(fill, roles, [&names.cross_q, &names.cross_k, &names.cross_v], widths, biased)?;
+    let [q, k, v] =
+        separate_qkv(fill, roles, [&names.cross_q, &names.cross_k, &names.cross_v], widths, biased)?;
     let o = fill.linear(
         "cross_o",
         biased.then_some("cross_o bias"),
@@ -218,35 +226,35 @@ fn cross(fill: &mut Fill, own: &AttentionSpec) -> Result<AttentionSpec> {
         fill.hidden,
         own.out_width(),
     )?;
-    let mask = Mask::Whole { window: None };
+    let mask = Mask::Bidirectional { window: None };
     Ok(AttentionSpec {
         scale,
         softcap: None,
         mask,
         rope: None,
-        by_distance: false,
+        has_relative_bias: false,
         q,
         k,
         v,
         o,
         qk_norms: None,
-        spread: None,
+        qk_split: None,
         ..*own
     })
 }
 
-fn mlp(fill: &mut Fill) -> Result<MlpSpec> {
+fn mlp(fill: &mut ResolveContext) -> Result<MlpSpec> {
     let table = &fill.tables.mlp;
-    let kind = fill.look.needed("mlp.kind", &table.kind)?;
+    let kind = fill.lookups.required("mlp.kind", &table.kind)?;
     if kind == MlpKind::Experts {
         return Ok(MlpSpec::Experts(Box::new(moe(fill)?)));
     }
     let (names, hidden) = (&fill.tables.tensors, fill.hidden);
-    let width = fill.look.needed("mlp.width", &table.width)?;
-    super::check::sizes(&[("MLP width", width)])?;
+    let width = fill.lookups.required("mlp.width", &table.width)?;
+    super::check::check_sizes(&[("MLP width", width)])?;
     let activation = activation(fill)?;
-    let biased = fill.look.or_neutral("mlp.bias", &table.bias, false)?;
-    let fused = fill.look.or_neutral("mlp.fused", &table.fused, false)?;
+    let biased = fill.lookups.or_default("mlp.bias", &table.bias, false)?;
+    let fused = fill.lookups.or_default("mlp.fused", &table.fused, false)?;
     let bias = |role: &'static str| biased.then_some(role);
     let (gate, up) = match (kind, fused) {
         (MlpKind::Plain, _) => (fill.linear("up", bias("up bias"), &names.up, width, hidden)?, None),
@@ -256,7 +264,7 @@ fn mlp(fill: &mut Fill) -> Result<MlpSpec> {
         ),
         (_, true) => {
             let mut half = |first| {
-                let part = Part::Rows { groups: 1, stride: 2 * width, first, count: width };
+                let part = TensorPart::Rows { groups: 1, stride: 2 * width, first, count: width };
                 let rows = (2 * width, part);
                 fill.linear_part("gate_up", bias("gate_up bias"), &names.gate_up, (width, hidden), rows, None)
             };
@@ -267,28 +275,28 @@ fn mlp(fill: &mut Fill) -> Result<MlpSpec> {
     Ok(MlpSpec::Dense(Box::new(DenseSpec { width, activation, gate, up, down })))
 }
 
-fn moe(fill: &mut Fill) -> Result<MoeSpec> {
+fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
     let (table, names, hidden) = (&fill.tables.moe, &fill.tables.tensors, fill.hidden);
-    let look = &mut *fill.look;
-    let experts = look.needed("moe.experts", &table.experts)?;
-    let top_k = look.needed("moe.top_k", &table.top_k)?;
-    let width = look.needed("moe.width", &table.width)?;
-    super::check::sizes(&[("number of experts", experts), ("width of an expert", width)])?;
+    let look = &mut *fill.lookups;
+    let experts = look.required("moe.experts", &table.experts)?;
+    let top_k = look.required("moe.top_k", &table.top_k)?;
+    let width = look.required("moe.width", &table.width)?;
+    super::check::check_sizes(&[("number of experts", experts), ("width of an expert", width)])?;
     ensure!(experts <= EXPERTS_MAX, "{experts} experts are more than {EXPERTS_MAX}");
     ensure!((1..=experts).contains(&top_k), "each token goes through {top_k} of {experts} experts");
-    let scoring = match look.or_neutral("moe.scoring", &table.scoring, ScoringName::Softmax)? {
+    let scoring = match look.or_default("moe.scoring", &table.scoring, ScoringName::Softmax)? {
         ScoringName::Softmax => Scoring::Softmax,
         ScoringName::Sigmoid => Scoring::Sigmoid,
     };
-    let renormalise = look.or_neutral("moe.renormalise", &table.renormalise, false)?;
-    let scale = look.or_neutral("moe.scale", &table.scale, 1.0)? as f32;
-    let gated = look.or_neutral("moe.gated", &table.gated, true)?;
-    let shared_width = look.or_neutral("moe.shared_width", &table.shared_width, 0)?;
-    let has_shared_router = look.or_neutral("moe.shared_router", &table.shared_router, false)?;
+    let renormalise = look.or_default("moe.renormalise", &table.renormalise, false)?;
+    let scale = look.or_default("moe.scale", &table.scale, 1.0)? as f32;
+    let gated = look.or_default("moe.gated", &table.gated, true)?;
+    let shared_width = look.or_default("moe.shared_width", &table.shared_width, 0)?;
+    let has_shared_router = look.or_default("moe.shared_router", &table.shared_router, false)?;
     let activation = activation(fill)?;
     let mut expert = |index: Option<usize>, width: usize, names: [&Names; 3], roles: [&'static str; 3]| {
         let mut linear = |at: usize, n: usize, k: usize| {
-            fill.linear_part(roles[at], None, names[at], (n, k), (n, Part::Whole), index)
+            fill.linear_part(roles[at], None, names[at], (n, k), (n, TensorPart::Whole), index)
         };
         let down = linear(2, hidden, width)?;
         let (gate, up) = match gated {
@@ -318,7 +326,7 @@ fn moe(fill: &mut Fill) -> Result<MoeSpec> {
         renormalise,
         scale,
         router,
-        first: 0,
+        first_expert: 0,
         experts: specs,
         shared,
         shared_router,
@@ -326,8 +334,8 @@ fn moe(fill: &mut Fill) -> Result<MoeSpec> {
 }
 
 /// Returns the activation of the layer's MLP.
-pub(super) fn activation(fill: &mut Fill) -> Result<Activation> {
-    Ok(activation_of(fill.look.needed("mlp.activation", &fill.tables.mlp.activation)?))
+pub(super) fn activation(fill: &mut ResolveContext) -> Result<Activation> {
+    Ok(activation_of(fill.lookups.required("mlp.activation", &fill.tables.mlp.activation)?))
 }
 
 /// Returns the activation with that name.

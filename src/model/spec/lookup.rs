@@ -3,9 +3,9 @@
 //! Invariant: every value that is looked up is recorded, once for all layers that have it.
 
 use super::formula;
-use super::setting::{OneOrMore, Setting, Sought, Value};
+use super::setting::{Lookup, OneOrMore, Setting, Value};
 use crate::formats::HubConfig;
-use crate::model::provenance::{Origin, Sourced};
+use crate::model::provenance::{Origin, SourcedValue};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
@@ -14,14 +14,14 @@ use std::collections::BTreeMap;
 pub struct Lookups<'a> {
     pub config: &'a HubConfig,
     /// Returns whether the checkpoint has a tensor with that name.
-    pub has: &'a dyn Fn(&str) -> bool,
+    pub has_tensor: &'a dyn Fn(&str) -> bool,
     /// Prefix of recorded keys: empty, `encoder.` or `decoder.`.
     pub stack: &'static str,
     /// The layer that is being resolved; `None` outside of the layers.
     pub layer: Option<usize>,
-    values: Vec<Sourced>,
+    values: Vec<SourcedValue>,
     /// Indices of each key's entries in `values`.
-    places: BTreeMap<String, Vec<usize>>,
+    entries: BTreeMap<String, Vec<usize>>,
     /// Numbers that formulas can refer to, by key, with the layer they belong to.
     numbers: BTreeMap<&'static str, (f64, Option<usize>)>,
 }
@@ -29,24 +29,24 @@ pub struct Lookups<'a> {
 impl<'a> Lookups<'a> {
     pub fn new(config: &'a HubConfig, has: &'a dyn Fn(&str) -> bool) -> Lookups<'a> {
         let (values, places, numbers) = Default::default();
-        Lookups { config, has, stack: "", layer: None, values, places, numbers }
+        Lookups { config, has_tensor: has, stack: "", layer: None, values, entries: places, numbers }
     }
 
     /// Returns all recorded values.
-    pub fn into_values(self) -> Vec<Sourced> {
+    pub fn into_values(self) -> Vec<SourcedValue> {
         self.values
     }
 
     /// Returns the value of a required setting. Fails if there is none.
-    pub fn needed<T: Value>(&mut self, key: &'static str, setting: &Option<Setting<T>>) -> Result<T> {
+    pub fn required<T: Value>(&mut self, key: &'static str, setting: &Option<Setting<T>>) -> Result<T> {
         let setting =
             setting.as_ref().with_context(|| format!("the specification has no value for '{key}'"))?;
-        let (value, origin) = self.find(key, setting)?.with_context(|| self.missing(key, setting))?;
+        let (value, origin) = self.find(key, setting)?.with_context(|| self.missing_message(key, setting))?;
         Ok(self.record(key, value, origin))
     }
 
     /// Returns the setting's value; without one, `derived`, which the rule `rule` gives.
-    pub fn or<T: Value>(
+    pub fn or_derived<T: Value>(
         &mut self,
         key: &'static str,
         setting: &Option<Setting<T>>,
@@ -59,7 +59,7 @@ impl<'a> Lookups<'a> {
     }
 
     /// Returns the setting's value; without one, `neutral`, which is not recorded.
-    pub fn or_neutral<T: Value>(
+    pub fn or_default<T: Value>(
         &mut self,
         key: &'static str,
         setting: &Option<Setting<T>>,
@@ -73,7 +73,7 @@ impl<'a> Lookups<'a> {
     }
 
     /// Returns the first of several config.json keys that exists, with its value.
-    pub fn first<'k>(&self, keys: &'k OneOrMore<String>) -> Option<(&'k String, &'a Json)> {
+    pub fn first_present<'k>(&self, keys: &'k OneOrMore<String>) -> Option<(&'k String, &'a Json)> {
         keys.as_slice().iter().find_map(|key| Some((key, self.config.at(key)?)))
     }
 
@@ -89,7 +89,7 @@ impl<'a> Lookups<'a> {
 
     pub fn record_json(&mut self, key: &'static str, value: Json, origin: Origin) {
         let key = format!("{}{key}", self.stack);
-        let places = self.places.entry(key.clone()).or_default();
+        let places = self.entries.entry(key.clone()).or_default();
         let known = places.iter().copied().find(|place| {
             let entry = &self.values[*place];
             entry.value == value && entry.origin == origin
@@ -97,7 +97,7 @@ impl<'a> Lookups<'a> {
         let place = known.unwrap_or(self.values.len());
         if known.is_none() {
             places.push(place);
-            self.values.push(Sourced { key, layers: Vec::new(), value, origin });
+            self.values.push(SourcedValue { key, layers: Vec::new(), value, origin });
         }
         let layers = &mut self.values[place].layers;
         if let Some(layer) = self.layer.filter(|layer| layers.last() != Some(layer)) {
@@ -109,23 +109,26 @@ impl<'a> Lookups<'a> {
     fn find<T: Value>(&self, key: &str, setting: &Setting<T>) -> Result<Option<(T, Origin)>> {
         match setting {
             Setting::Fixed(value) => Ok(Some((value.clone(), Origin::Specification))),
-            Setting::Sought(sought) => self.seek(key, sought),
+            Setting::Lookup(sought) => self.resolve_lookup(key, sought),
         }
     }
 
-    fn seek<T: Value>(&self, key: &str, sought: &Sought<T>) -> Result<Option<(T, Origin)>> {
-        if let Some((name, value)) = sought.key.as_ref().and_then(|keys| self.first(keys)) {
-            return Ok(Some((self.read(name, value, sought)?, Origin::Config(self.config.givers_of(name)))));
+    fn resolve_lookup<T: Value>(&self, key: &str, sought: &Lookup<T>) -> Result<Option<(T, Origin)>> {
+        if let Some((name, value)) = sought.key.as_ref().and_then(|keys| self.first_present(keys)) {
+            return Ok(Some((
+                self.convert(name, value, sought)?,
+                Origin::Config(self.config.source_keys(name)),
+            )));
         }
         if let Some(formula) = &sought.formula
-            && let Some(value) = self.work_out::<T>(key, formula, sought.default.is_some())?
+            && let Some(value) = self.evaluate_formula::<T>(key, formula, sought.default.is_some())?
         {
             return Ok(Some((value, Origin::Formula(formula.clone()))));
         }
         let Some(default) = &sought.default else { return Ok(None) };
         let found = self.find(key, default)?;
         let named = |keys: &OneOrMore<String>| {
-            keys.as_slice().iter().map(|key| self.config.name_of(key)).collect::<Vec<_>>().join(", ")
+            keys.as_slice().iter().map(|key| self.config.file_key(key)).collect::<Vec<_>>().join(", ")
         };
         let keys = sought.key.as_ref().map(named);
         Ok(found.map(|(value, origin)| match (origin, keys) {
@@ -135,24 +138,25 @@ impl<'a> Lookups<'a> {
     }
 
     /// Converts the value of a key, by the setting's `cases` if it has them.
-    fn read<T: Value>(&self, name: &str, value: &Json, sought: &Sought<T>) -> Result<T> {
+    fn convert<T: Value>(&self, name: &str, value: &Json, sought: &Lookup<T>) -> Result<T> {
         match &sought.cases {
             Some(cases) => {
                 let case = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
                 let known = || cases.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
                 let wrong = || {
-                    self.config.wrong(name, format_args!("{value} is not supported (supported: {})", known()))
+                    self.config
+                        .key_error(name, format_args!("{value} is not supported (supported: {})", known()))
                 };
                 cases.get(&case).cloned().ok_or_else(wrong)
             }
-            None => serde_json::from_value(value.clone()).map_err(|error| self.config.wrong(name, error)),
+            None => serde_json::from_value(value.clone()).map_err(|error| self.config.key_error(name, error)),
         }
     }
 
     /// Evaluates a formula. Returns `None` if it names a missing key and there is a default.
-    fn work_out<T: Value>(&self, key: &str, text: &str, has_default: bool) -> Result<Option<T>> {
+    fn evaluate_formula<T: Value>(&self, key: &str, text: &str, has_default: bool) -> Result<Option<T>> {
         let mut absent = false;
-        let result = formula::evaluate(text, &mut |name| match self.number(name)? {
+        let result = formula::evaluate(text, &mut |name| match self.formula_variable(name)? {
             None if has_default => {
                 absent = true;
                 Ok(1.0)
@@ -163,20 +167,23 @@ impl<'a> Lookups<'a> {
             return Ok(None);
         }
         let number = result.with_context(|| format!("{}: '{key}'", self.config.file().display()))?;
-        let value = T::of_number(number);
+        let value = T::from_number(number);
         value.map(Some).with_context(|| {
             format!("formula '{text}' evaluates to {number}, which is not valid for '{key}'")
         })
     }
 
     /// Returns the number of a config.json key, or of a value recorded earlier if the name starts with `$`.
-    fn number(&self, name: &str) -> Result<Option<f64>> {
+    fn formula_variable(&self, name: &str) -> Result<Option<f64>> {
         match name.strip_prefix('$') {
-            Some(known) => self.settled(known),
+            Some(known) => self.recorded_number(known),
             None => {
                 let Some(value) = self.config.at(name) else { return Ok(None) };
                 let number = value.as_f64();
-                ensure!(number.is_some(), self.config.wrong(name, format_args!("{value} is not a number")));
+                ensure!(
+                    number.is_some(),
+                    self.config.key_error(name, format_args!("{value} is not a number"))
+                );
                 Ok(number)
             }
         }
@@ -184,7 +191,7 @@ impl<'a> Lookups<'a> {
 
     /// Returns a number recorded for this layer or for all: by its full key, or by the key's last component
     /// if that is unambiguous.
-    fn settled(&self, name: &str) -> Result<Option<f64>> {
+    fn recorded_number(&self, name: &str) -> Result<Option<f64>> {
         let is_meant = |key: &str| key == name || key.rsplit_once('.').is_some_and(|(_, last)| last == name);
         let here = |layer: &Option<usize>| layer.is_none() || *layer == self.layer;
         let found = self.numbers.iter().filter(|(key, (_, layer))| is_meant(key) && here(layer));
@@ -205,11 +212,12 @@ impl<'a> Lookups<'a> {
         self.numbers.clear();
     }
 
-    fn missing<T>(&self, key: &str, setting: &Setting<T>) -> String {
+    fn missing_message<T>(&self, key: &str, setting: &Setting<T>) -> String {
         let file = self.config.file().display();
         match setting {
-            Setting::Sought(Sought { key: Some(keys), .. }) => {
-                let names: Vec<String> = keys.as_slice().iter().map(|key| self.config.name_of(key)).collect();
+            Setting::Lookup(Lookup { key: Some(keys), .. }) => {
+                let names: Vec<String> =
+                    keys.as_slice().iter().map(|key| self.config.file_key(key)).collect();
                 let keys = names.join("' or '");
                 format!("{file}: the key '{keys}' is missing")
             }

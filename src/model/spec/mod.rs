@@ -54,7 +54,7 @@ pub struct ModelSpec {
     pub encoder: Option<StackSpec>,
     pub decoder: Option<StackSpec>,
     /// Tensors that a file may have although they are unused.
-    pub ignored: Ignored,
+    pub ignored: IgnoredTensors,
     /// The origin of each value.
     pub provenance: Provenance,
 }
@@ -69,9 +69,9 @@ pub struct StackSpec {
     /// `None` only if the first layer is in another shard.
     pub embedding: Option<EmbeddingSpec>,
     /// Position embedding that is added to the token embedding.
-    pub added: Option<AddedSpec>,
+    pub position_embedding: Option<PositionEmbeddingSpec>,
     /// Relative position bias that is added to attention scores.
-    pub distance: Option<DistanceSpec>,
+    pub relative_bias: Option<RelativeBiasSpec>,
     /// The distinct rotary position embeddings of the layers.
     pub ropes: Vec<RopeSpec>,
     pub layers: Vec<LayerSpec>,
@@ -84,41 +84,41 @@ pub struct StackSpec {
 #[derive(Clone, Debug, PartialEq)]
 pub struct EmbeddingSpec {
     /// (vocabulary, width)
-    pub table: Piece,
+    pub table: TensorSlice,
     pub scale: f32,
     /// Projection to the width of the residual stream, if the table has another width.
     pub project_in: Option<LinearSpec>,
     /// Token type embedding, (types, hidden); its first row is added to all tokens.
-    pub token_types: Option<Piece>,
+    pub token_types: Option<TensorSlice>,
     pub norm: Option<NormSpec>,
 }
 
 /// A position embedding that is added to the token embedding.
 #[derive(Clone, Debug, PartialEq)]
-pub enum AddedSpec {
+pub enum PositionEmbeddingSpec {
     /// Row `position + offset` of a table (rows, hidden).
-    Learned { table: Piece, offset: usize },
+    Learned { table: TensorSlice, offset: usize },
     /// Sines and cosines (Vaswani et al. 2017, section 3.5).
     Sinusoidal { layout: tables::SinusoidLayout, offset: usize, scale: f32 },
 }
 
 /// A relative position bias: a bias of attention scores by distance and head.
 #[derive(Clone, Debug, PartialEq)]
-pub struct DistanceSpec {
-    pub kind: DistanceKind,
+pub struct RelativeBiasSpec {
+    pub kind: RelativeBiasKind,
     /// Number of heads of the whole model.
     pub heads: usize,
     /// Heads of this shard: all of them in a whole model.
-    pub own: Range<usize>,
+    pub local_heads: Range<usize>,
 }
 
 /// Selects how the bias depends on the distance.
 #[derive(Clone, Debug, PartialEq)]
-pub enum DistanceKind {
+pub enum RelativeBiasKind {
     /// ALiBi (Press et al. 2022, section 3).
     Alibi { scale: f32 },
     /// Learned biases by distance bucket (Raffel et al. 2020, section 2.1); the table is (buckets, heads).
-    Relative { table: Box<Piece>, buckets: usize, max_distance: usize, both_ways: bool },
+    Learned { table: Box<TensorSlice>, buckets: usize, max_distance: usize, bidirectional: bool },
 }
 
 /// A rotary position embedding.
@@ -160,8 +160,8 @@ pub struct Norms {
 pub struct NormSpec {
     pub kind: NormKind,
     /// Weight vector, (width).
-    pub weight: Piece,
-    pub bias: Option<Piece>,
+    pub weight: TensorSlice,
+    pub bias: Option<TensorSlice>,
     /// Constant that is added to each weight.
     pub offset: f32,
     pub width: usize,
@@ -185,7 +185,7 @@ pub struct AttentionSpec {
     /// Index of the rotary position embedding among the stack's `ropes`.
     pub rope: Option<usize>,
     /// Whether the stack's relative position bias is added to the scores.
-    pub by_distance: bool,
+    pub has_relative_bias: bool,
     pub q: LinearSpec,
     pub k: LinearSpec,
     pub v: LinearSpec,
@@ -194,16 +194,16 @@ pub struct AttentionSpec {
     pub qk_norms: Option<(NormSpec, NormSpec)>,
     /// The split of queries and keys over the ranks of the stage, if a norm spans all heads: of queries and
     /// of keys.
-    pub spread: Option<(Spread, Spread)>,
+    pub qk_split: Option<(ColumnSplit, ColumnSplit)>,
 }
 
 /// Columns that are split over the ranks of a stage, side by side.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Spread {
+pub struct ColumnSplit {
     /// Number of columns of each rank.
     pub widths: Vec<usize>,
     /// Range of this rank's columns among all.
-    pub own: Range<usize>,
+    pub local: Range<usize>,
 }
 
 /// A feed-forward network.
@@ -232,7 +232,7 @@ pub struct MoeSpec {
     pub scale: f32,
     pub router: LinearSpec,
     /// Index of the first expert in `experts` among those of the router: 0 in a whole model.
-    pub first: usize,
+    pub first_expert: usize,
     pub experts: Vec<DenseSpec>,
     /// The shared expert, which processes every token.
     pub shared: Option<DenseSpec>,
@@ -252,29 +252,29 @@ pub struct HeadSpec {
     /// Names of a separate head matrix, if the head is tied: files may contain it although it is unused.
     pub unused_names: Vec<String>,
     /// (vocabulary, width)
-    pub table: Piece,
-    pub bias: Option<Piece>,
+    pub table: TensorSlice,
+    pub bias: Option<TensorSlice>,
     /// Whether the rows of the matrix are scaled to an L2 norm of 1.
     pub normalised: bool,
     /// Factor of the logits, applied before the soft cap.
     pub scale: f32,
     pub softcap: Option<f32>,
     /// The split of the vocabulary over the ranks of the stage, if it is split.
-    pub spread: Option<Spread>,
+    pub vocab_split: Option<ColumnSplit>,
 }
 
 /// A linear layer: y = x · Wᵀ (+ b).
 #[derive(Clone, Debug, PartialEq)]
 pub struct LinearSpec {
-    pub out: usize,
-    pub inp: usize,
-    pub weight: Piece,
-    pub bias: Option<Piece>,
+    pub n: usize,
+    pub k: usize,
+    pub weight: TensorSlice,
+    pub bias: Option<TensorSlice>,
 }
 
 /// A slice of a stored tensor: the whole tensor, or a part of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct TensorSlice {
     /// Its role: the key of the specification's `tensors` table.
     pub role: &'static str,
     /// Name of the tensor in the file.
@@ -284,9 +284,9 @@ pub struct Piece {
     pub layer: Option<usize>,
     /// Shape of the stored tensor.
     pub shape: Vec<usize>,
-    pub part: Part,
+    pub part: TensorPart,
     /// Range of the part that is used.
-    pub cut: Cut,
+    pub bounds: SliceBounds,
     /// Whether the part is stored as (in, out).
     pub transposed: bool,
 }
@@ -294,14 +294,14 @@ pub struct Piece {
 /// Ranges of the rows and columns of a matrix (out, in); the values of a vector are rows. `None` is the whole
 /// range.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Cut {
+pub struct SliceBounds {
     pub rows: Option<Range<usize>>,
     pub columns: Option<Range<usize>>,
 }
 
 /// Selects a part of a stored tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum TensorPart {
     Whole,
     /// Rows in groups: `count` rows from `first` on, of each `stride` rows.
     Rows {
@@ -316,7 +316,7 @@ pub enum Part {
 
 /// Name patterns of tensors that a file may have although they are unused.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ignored {
+pub struct IgnoredTensors {
     pub patterns: Vec<String>,
     pub prefixes: Vec<String>,
 }
@@ -343,7 +343,7 @@ impl ModelSpec {
     }
 
     /// Returns the maximum length of the encoder input in tokens; 0 for decoder-only models.
-    pub fn source_context(&self) -> usize {
+    pub fn encoder_context(&self) -> usize {
         self.encoder.as_ref().map_or(0, |stack| stack.context)
     }
 
@@ -376,8 +376,8 @@ impl AttentionSpec {
 
     /// Returns the larger width of a whole stage's queries and keys whose norm spans several ranks; 0 if
     /// there are none.
-    pub fn spread_width(&self) -> usize {
-        let widths = self.spread.iter().flat_map(|(q, k)| [q, k]).map(|spread| spread.widths.iter().sum());
+    pub fn gathered_qk_width(&self) -> usize {
+        let widths = self.qk_split.iter().flat_map(|(q, k)| [q, k]).map(|spread| spread.widths.iter().sum());
         widths.max().unwrap_or(0)
     }
 
@@ -411,22 +411,31 @@ impl MoeSpec {
     pub fn shape(&self) -> MoeShape {
         let MoeSpec { top_k, scoring, renormalise, scale, .. } = *self;
         let first = self.experts.first().expect("there is an expert; this is a bug");
-        let (experts, width, activation) = (self.router.out, first.width, first.activation);
-        MoeShape { experts, first: self.first, top_k, scoring, renormalise, scale, width, activation }
-    }
-}
-
-impl Part {
-    /// Returns the number of rows of the part, for a tensor with `all` rows.
-    pub fn rows(self, all: usize) -> usize {
-        match self {
-            Part::Whole | Part::Plane(_) => all,
-            Part::Rows { groups, count, .. } => groups * count,
+        let (experts, width, activation) = (self.router.n, first.width, first.activation);
+        MoeShape {
+            experts,
+            first_expert: self.first_expert,
+            top_k,
+            scoring,
+            normalize_scores: renormalise,
+            scale,
+            width,
+            activation,
         }
     }
 }
 
-impl Ignored {
+impl TensorPart {
+    /// Returns the number of rows of the part, for a tensor with `all` rows.
+    pub fn rows(self, all: usize) -> usize {
+        match self {
+            TensorPart::Whole | TensorPart::Plane(_) => all,
+            TensorPart::Rows { groups, count, .. } => groups * count,
+        }
+    }
+}
+
+impl IgnoredTensors {
     /// Returns whether a tensor with that name may be unused.
     pub fn covers(&self, name: &str) -> bool {
         let without = self.prefixes.iter().filter_map(|prefix| name.strip_prefix(prefix.as_str()));

@@ -3,7 +3,7 @@
 //! Invariant: a pattern that matches a name gives that name again for the same numbers.
 
 /// Returns the name of a tensor in one layer, of one expert.
-pub fn numbered(pattern: &str, layer: Option<usize>, expert: Option<usize>) -> String {
+pub fn tensor_name(pattern: &str, layer: Option<usize>, expert: Option<usize>) -> String {
     let with = |text: String, mark: &str, number: Option<usize>| match number {
         Some(number) => text.replace(mark, &number.to_string()),
         None => text,
@@ -28,16 +28,16 @@ pub fn matches(pattern: &str, name: &str) -> bool {
     reached[0] = true;
     let mut rest = pattern.as_bytes();
     while !rest.is_empty() {
-        let part = Part::first_of(rest);
+        let part = PatternPart::first_of(rest);
         rest = &rest[part.len()..];
         let mut next = vec![false; name.len() + 1];
         for at in 0..=name.len() {
             let after_digits =
                 |next: &[bool]| name[at - 1].is_ascii_digit() && (reached[at - 1] || next[at - 1]);
             next[at] = match part {
-                Part::Anything => reached[at] || at > 0 && next[at - 1],
-                Part::Digits => at > 0 && after_digits(&next),
-                Part::Byte(byte) => at > 0 && name[at - 1] == byte && reached[at - 1],
+                PatternPart::Anything => reached[at] || at > 0 && next[at - 1],
+                PatternPart::Digits => at > 0 && after_digits(&next),
+                PatternPart::Byte(byte) => at > 0 && name[at - 1] == byte && reached[at - 1],
             };
         }
         reached = next;
@@ -47,27 +47,27 @@ pub fn matches(pattern: &str, name: &str) -> bool {
 
 /// An element of a name pattern.
 #[derive(Clone, Copy)]
-enum Part {
+enum PatternPart {
     Byte(u8),
     Digits,
     Anything,
 }
 
-impl Part {
+impl PatternPart {
     /// Returns the first element of a non-empty pattern. Non-ASCII names are compared byte by byte.
-    fn first_of(pattern: &[u8]) -> Part {
+    fn first_of(pattern: &[u8]) -> PatternPart {
         match pattern {
-            [b'*', ..] => Part::Anything,
-            [b'{', b'i' | b'e', b'}', ..] => Part::Digits,
-            bytes => Part::Byte(bytes[0]),
+            [b'*', ..] => PatternPart::Anything,
+            [b'{', b'i' | b'e', b'}', ..] => PatternPart::Digits,
+            bytes => PatternPart::Byte(bytes[0]),
         }
     }
 
     /// Returns the length of the element in the pattern in bytes.
     fn len(self) -> usize {
         match self {
-            Part::Byte(_) | Part::Anything => 1,
-            Part::Digits => 3,
+            PatternPart::Byte(_) | PatternPart::Anything => 1,
+            PatternPart::Digits => 3,
         }
     }
 }
@@ -114,6 +114,6 @@ mod tests {
         assert_eq!(bias_name("a.q.weight"), "a.q.bias");
         assert_eq!(bias_name("LayerNorm.gamma"), "LayerNorm.beta");
         assert_eq!(bias_name("router"), "router.bias");
-        assert_eq!(numbered("l.{i}.e.{e}.w", Some(3), Some(12)), "l.3.e.12.w");
+        assert_eq!(tensor_name("l.{i}.e.{e}.w", Some(3), Some(12)), "l.3.e.12.w");
     }
 }

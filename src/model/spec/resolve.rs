@@ -5,13 +5,13 @@
 
 use super::layer;
 use super::lookup::Lookups;
-use super::names::{bias_name, numbered};
+use super::names::{bias_name, tensor_name};
 use super::positions::{self, Positions};
 use super::setting::{OneOrMore, Setting};
 use super::tables::{Condition, HeadKind, Kind, LayerPick, Override, Placement, SpecText, StackName, Tables};
 use super::{
-    Cut, EmbeddingSpec, HeadSpec, Ignored, LayerSpec, LinearSpec, ModelSpec, NormSpec, Part, Piece, SpecFile,
-    StackSpec, check,
+    EmbeddingSpec, HeadSpec, IgnoredTensors, LayerSpec, LinearSpec, ModelSpec, NormSpec, SliceBounds,
+    SpecFile, StackSpec, TensorPart, TensorSlice, check,
 };
 use crate::formats::HubConfig;
 use crate::model::provenance::Provenance;
@@ -27,18 +27,18 @@ const EXPERTS_MAX: usize = 1 << 16;
 
 /// Resolves a specification. Errors name the specification and the configuration.
 pub fn resolve(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
-    filled_in(file, config, has)
+    resolve_spec(file, config, has)
         .with_context(|| format!("{} does not fit {}", config.file().display(), file.file))
 }
 
-fn filled_in(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
+fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
     let text = &file.text;
     for (key, values) in &text.neutral {
-        let value = config.at(key).filter(|value| !values.iter().any(|neutral| same(value, neutral)));
+        let value = config.at(key).filter(|value| !values.iter().any(|neutral| values_equal(value, neutral)));
         if let Some(value) = value {
             let supported = values.iter().map(Json::to_string).collect::<Vec<_>>().join(", ");
             let reason = format!("{value} is not supported by {} (supported: {supported})", file.file);
-            return Err(config.wrong(key, reason));
+            return Err(config.key_error(key, reason));
         }
     }
     let mut look = Lookups::new(config, has);
@@ -48,7 +48,7 @@ fn filled_in(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) ->
             (Kind::EncoderDecoder, StackName::Decoder) => "decoder.",
             _ => "",
         });
-        StackFill { file, look: &mut look, name }.fill()
+        StackResolver { file, lookups: &mut look, name }.resolve()
     };
     let (encoder, decoder) = match text.kind {
         Kind::Decoder => (None, Some(stack(StackName::Decoder)?)),
@@ -72,7 +72,7 @@ fn filled_in(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) ->
         context,
         encoder,
         decoder,
-        ignored: Ignored { patterns: text.ignored.clone(), prefixes: text.prefixes.clone() },
+        ignored: IgnoredTensors { patterns: text.ignored.clone(), prefixes: text.prefixes.clone() },
         provenance: Provenance {
             specification: file.file.clone(),
             model_types: text.model_types.clone(),
@@ -86,75 +86,76 @@ fn filled_in(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) ->
 }
 
 /// Resolves one stack of a model.
-struct StackFill<'f, 'a, 'b> {
+struct StackResolver<'f, 'a, 'b> {
     file: &'f SpecFile,
-    look: &'a mut Lookups<'b>,
+    lookups: &'a mut Lookups<'b>,
     name: StackName,
 }
 
 /// Context for resolving the parts of a stack.
-pub(super) struct Fill<'a, 'b> {
-    pub look: &'a mut Lookups<'b>,
+pub(super) struct ResolveContext<'a, 'b> {
+    pub lookups: &'a mut Lookups<'b>,
     pub tables: &'a Tables,
     /// Prefixes that tensor names may have.
     pub prefixes: &'a [String],
     pub stack: StackName,
     /// Whether the stack is a decoder that attends to an encoder's output.
-    pub has_source: bool,
+    pub has_encoder: bool,
     pub vocab: usize,
     pub hidden: usize,
 }
 
-impl<'f> StackFill<'f, '_, '_> {
+impl<'f> StackResolver<'f, '_, '_> {
     /// Resolves the stack. Returns it with the sizes of the vocabulary and the residual stream.
-    fn fill(&mut self) -> Result<(StackSpec, (usize, usize))> {
+    fn resolve(&mut self) -> Result<(StackSpec, (usize, usize))> {
         let overrides = self.overrides()?;
         let for_all = overrides.iter().copied().filter(|given| given.layers.is_none());
-        let around = tables(&self.file.text, self.name, for_all);
+        let around = merged_tables(&self.file.text, self.name, for_all);
         let size = &around.size;
-        let vocab = self.look.needed("size.vocab", &size.vocab)?;
-        let hidden = self.look.needed("size.hidden", &size.hidden)?;
-        let layers = self.look.needed("size.layers", &size.layers)?;
-        let context = self.look.needed("size.context", &size.context)?;
+        let vocab = self.lookups.required("size.vocab", &size.vocab)?;
+        let hidden = self.lookups.required("size.hidden", &size.hidden)?;
+        let layers = self.lookups.required("size.layers", &size.layers)?;
+        let context = self.lookups.required("size.context", &size.context)?;
         for (name, value) in
             [("vocabulary size", vocab), ("hidden size", hidden), ("number of layers", layers)]
         {
-            ensure!(value > 0, "{}: the {name} is 0", self.look.config.file().display());
+            ensure!(value > 0, "{}: the {name} is 0", self.lookups.config.file().display());
         }
         ensure!(
             layers <= LAYERS_MAX,
             "{}: the number of layers is {layers}, more than {LAYERS_MAX}",
-            self.look.config.file().display()
+            self.lookups.config.file().display()
         );
         let picks = overrides
             .iter()
-            .map(|given| given.layers.as_ref().map(|pick| self.picked(pick, layers)).transpose())
+            .map(|given| given.layers.as_ref().map(|pick| self.picked_layers(pick, layers)).transpose())
             .collect::<Result<Vec<_>>>()?;
         let has_source = self.file.text.kind == Kind::EncoderDecoder && self.name == StackName::Decoder;
-        let mut fill = Fill {
-            look: self.look,
+        let mut fill = ResolveContext {
+            lookups: self.lookups,
             tables: &around,
             prefixes: &self.file.text.prefixes,
             stack: self.name,
-            has_source,
+            has_encoder: has_source,
             vocab,
             hidden,
         };
-        let mut positions = Positions::begin(&mut fill, context)?;
+        let mut positions = Positions::new(&mut fill, context)?;
         let embedding = embedding(&mut fill)?;
         let mut specs: Vec<LayerSpec> = Vec::new();
         let mut experts = 0;
         for index in 0..layers {
             let holds = |pick: &Option<Vec<bool>>| pick.as_ref().is_none_or(|pick| pick[index]);
             let here = overrides.iter().zip(&picks).filter(|(_, pick)| holds(pick));
-            let tables = tables(&self.file.text, self.name, here.map(|(given, _)| *given));
-            let (look, prefixes) = (&mut *fill.look, fill.prefixes);
+            let tables = merged_tables(&self.file.text, self.name, here.map(|(given, _)| *given));
+            let (look, prefixes) = (&mut *fill.lookups, fill.prefixes);
             look.layer = Some(index);
-            let mut fill = Fill { look, tables: &tables, prefixes, ..fill };
-            let layer = layer::layer(&mut fill, &mut positions).with_context(|| format!("layer {index}"))?;
+            let mut fill = ResolveContext { lookups: look, tables: &tables, prefixes, ..fill };
+            let layer =
+                layer::resolve_layer(&mut fill, &mut positions).with_context(|| format!("layer {index}"))?;
             // Fail early, before lists are built of layers that no file has.
             ensure!(
-                (fill.look.has)(&layer.attention.q.weight.name),
+                (fill.lookups.has_tensor)(&layer.attention.q.weight.name),
                 "the configuration has {layers} layers, but there is no tensor '{}'",
                 layer.attention.q.weight.name
             );
@@ -162,7 +163,7 @@ impl<'f> StackFill<'f, '_, '_> {
             ensure!(experts <= EXPERTS_MAX, "{layers} layers have more than {EXPERTS_MAX} experts");
             specs.push(layer);
         }
-        fill.look.layer = None;
+        fill.lookups.layer = None;
         fill.tables = &around;
         let (norm, head) = (last_norm(&mut fill)?, head(&mut fill, self.file.text.kind, &embedding)?);
         let (position_embedding, relative_bias, ropes, context) = positions.finish();
@@ -170,8 +171,8 @@ impl<'f> StackFill<'f, '_, '_> {
             StackSpec {
                 context,
                 embedding: Some(embedding),
-                added: position_embedding,
-                distance: relative_bias,
+                position_embedding,
+                relative_bias,
                 ropes,
                 layers: specs,
                 norm,
@@ -207,43 +208,43 @@ impl<'f> StackFill<'f, '_, '_> {
                 self.file.file
             );
             return Ok(match (&condition.key, &condition.tensor) {
-                (Some(keys), None) => self.look.first(keys).is_some() == exists,
-                (None, Some(tensor)) => self.stored_as(tensor).is_some() == exists,
+                (Some(keys), None) => self.lookups.first_present(keys).is_some() == exists,
+                (None, Some(tensor)) => self.stored_name(tensor).is_some() == exists,
                 _ => bail!("{}: a 'when' requires either a 'key' or a 'tensor'", self.file.file),
             });
         }
         let found = match (&condition.key, &condition.tensor) {
             (Some(keys), None) => {
-                self.look.first(keys).map(|(_, value)| value.clone()).or(condition.default.clone())
+                self.lookups.first_present(keys).map(|(_, value)| value.clone()).or(condition.default.clone())
             }
-            (None, Some(tensor)) => Some(self.stored_as(tensor).is_some().into()),
+            (None, Some(tensor)) => Some(self.stored_name(tensor).is_some().into()),
             _ => bail!("{}: a 'when' requires either a 'key' or a 'tensor'", self.file.file),
         };
-        Ok(found.is_some_and(|found| same(&found, &expected)))
+        Ok(found.is_some_and(|found| values_equal(&found, &expected)))
     }
 
     /// Returns the name under which the checkpoint stores a tensor, with or without a prefix.
-    fn stored_as(&self, name: &str) -> Option<String> {
-        let names = prefixed(&OneOrMore::One(name.to_owned()), &self.file.text.prefixes);
-        names.into_iter().find(|name| (self.look.has)(name))
+    fn stored_name(&self, name: &str) -> Option<String> {
+        let names = candidate_names(&OneOrMore::One(name.to_owned()), &self.file.text.prefixes);
+        names.into_iter().find(|name| (self.lookups.has_tensor)(name))
     }
 
     /// Returns for each layer whether the pick includes it.
-    fn picked(&mut self, pick: &LayerPick, layers: usize) -> Result<Vec<bool>> {
-        let listed = pick.key.as_ref().and_then(|keys| self.look.first(keys));
+    fn picked_layers(&mut self, pick: &LayerPick, layers: usize) -> Result<Vec<bool>> {
+        let listed = pick.key.as_ref().and_then(|keys| self.lookups.first_present(keys));
         if let Some((key, value)) = listed {
             let wrong = || {
-                self.look.config.wrong(
+                self.lookups.config.key_error(
                     key,
                     format_args!("it is not a list with one entry for each of the {layers} layers"),
                 )
             };
             let list = value.as_array().filter(|list| list.len() >= layers).ok_or_else(wrong)?;
             let is = pick.is.clone().unwrap_or(Json::Bool(true));
-            return Ok(list.iter().take(layers).map(|entry| same(entry, &is)).collect());
+            return Ok(list.iter().take(layers).map(|entry| values_equal(entry, &is)).collect());
         }
         let mut number = |key, setting: &Option<Setting<usize>>| {
-            setting.as_ref().map(|_| self.look.needed(key, setting)).transpose()
+            setting.as_ref().map(|_| self.lookups.required(key, setting)).transpose()
         };
         let from = number("layers.from", &pick.from)?.unwrap_or(0);
         let to = number("layers.to", &pick.to)?.unwrap_or(layers);
@@ -252,12 +253,12 @@ impl<'f> StackFill<'f, '_, '_> {
         let only = pick
             .only
             .as_ref()
-            .map(|_| self.look.or("layers.only", &pick.only, "none", Vec::new()))
+            .map(|_| self.lookups.or_derived("layers.only", &pick.only, "none", Vec::new()))
             .transpose()?
             .map(BTreeSet::from_iter);
         // A missing list picks nothing, unless another condition does.
         let says_more = pick.only.is_some() || pick.from.is_some() || pick.to.is_some() || every.is_some();
-        ensure!(every != Some(0), "{}: 'layers.every' is 0", self.look.config.file().display());
+        ensure!(every != Some(0), "{}: 'layers.every' is 0", self.lookups.config.file().display());
         let holds = |layer: usize| {
             let in_turn = every.is_none_or(|every| layer >= at && (layer - at).is_multiple_of(every));
             let is_listed = only.as_ref().is_none_or(|only| only.contains(&layer));
@@ -268,7 +269,11 @@ impl<'f> StackFill<'f, '_, '_> {
 }
 
 /// Merges the tables of the file, of a stack, and of some overrides; later ones take precedence.
-fn tables<'o>(text: &SpecText, stack: StackName, overrides: impl Iterator<Item = &'o Override>) -> Tables {
+fn merged_tables<'o>(
+    text: &SpecText,
+    stack: StackName,
+    overrides: impl Iterator<Item = &'o Override>,
+) -> Tables {
     let own = match stack {
         StackName::Encoder => &text.encoder,
         StackName::Decoder => &text.decoder,
@@ -277,7 +282,7 @@ fn tables<'o>(text: &SpecText, stack: StackName, overrides: impl Iterator<Item =
 }
 
 /// Returns whether two values are equal; numbers are compared by value.
-fn same(a: &Json, b: &Json) -> bool {
+fn values_equal(a: &Json, b: &Json) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => a == b,
         _ => a == b,
@@ -285,7 +290,7 @@ fn same(a: &Json, b: &Json) -> bool {
 }
 
 /// Returns the possible names in a file: first without a prefix, then with each prefix.
-fn prefixed(names: &OneOrMore<String>, prefixes: &[String]) -> Vec<String> {
+fn candidate_names(names: &OneOrMore<String>, prefixes: &[String]) -> Vec<String> {
     let each = names.as_slice().iter();
     each.flat_map(|name| {
         let prefixed = prefixes.iter().map(move |prefix| format!("{prefix}{name}"));
@@ -294,49 +299,49 @@ fn prefixed(names: &OneOrMore<String>, prefixes: &[String]) -> Vec<String> {
     .collect()
 }
 
-impl Fill<'_, '_> {
+impl ResolveContext<'_, '_> {
     /// Returns the slice of a tensor, under the first of its names that the checkpoint has.
-    pub fn piece(
+    pub fn slice(
         &self,
         role: &'static str,
         names: &Option<OneOrMore<String>>,
         shape: Vec<usize>,
-        part: Part,
+        part: TensorPart,
         expert: Option<usize>,
-    ) -> Result<Piece> {
+    ) -> Result<TensorSlice> {
         let names = names
             .as_ref()
             .with_context(|| format!("the specification has no tensor name for 'tensors.{role}'"))?;
-        let layer = self.look.layer;
-        let named = |pattern: &str| numbered(pattern, layer, expert);
+        let layer = self.lookups.layer;
+        let named = |pattern: &str| tensor_name(pattern, layer, expert);
         let first = || names.as_slice().first().cloned();
-        let found = prefixed(names, self.prefixes)
+        let found = candidate_names(names, self.prefixes)
             .into_iter()
-            .find(|pattern| (self.look.has)(&named(pattern)))
+            .find(|pattern| (self.lookups.has_tensor)(&named(pattern)))
             .or_else(first);
         let pattern =
             found.with_context(|| format!("the specification has no tensor name for 'tensors.{role}'"))?;
         let part = match (part, expert) {
             // One tensor contains the matrices of all experts.
-            (Part::Whole, Some(expert)) if !pattern.contains("{e}") => Part::Plane(expert),
+            (TensorPart::Whole, Some(expert)) if !pattern.contains("{e}") => TensorPart::Plane(expert),
             (part, _) => part,
         };
         let layer = layer.filter(|_| pattern.contains("{i}"));
-        Ok(Piece {
+        Ok(TensorSlice {
             role,
             name: named(&pattern),
             pattern: pattern.into(),
             layer,
             shape,
             part,
-            cut: Cut::default(),
+            bounds: SliceBounds::default(),
             transposed: false,
         })
     }
 
     /// Returns the bias vector that belongs to a weight, named after it.
-    pub fn bias_of(&self, weight: &Piece, role: &'static str, shape: Vec<usize>) -> Piece {
-        Piece {
+    pub fn bias_of(&self, weight: &TensorSlice, role: &'static str, shape: Vec<usize>) -> TensorSlice {
+        TensorSlice {
             role,
             name: bias_name(&weight.name),
             pattern: bias_name(&weight.pattern).into(),
@@ -355,7 +360,7 @@ impl Fill<'_, '_> {
         n: usize,
         k: usize,
     ) -> Result<LinearSpec> {
-        self.linear_part(role, bias_role, names, (n, k), (n, Part::Whole), None)
+        self.linear_part(role, bias_role, names, (n, k), (n, TensorPart::Whole), None)
     }
 
     /// Resolves a linear layer that is a part of a tensor with `rows` rows.
@@ -365,22 +370,22 @@ impl Fill<'_, '_> {
         bias_role: Option<&'static str>,
         names: &Option<OneOrMore<String>>,
         (n, k): (usize, usize),
-        (rows, part): (usize, Part),
+        (rows, part): (usize, TensorPart),
         expert: Option<usize>,
     ) -> Result<LinearSpec> {
         let transposed = self.transposed()?;
         let shape = if transposed { vec![k, rows] } else { vec![rows, k] };
-        let mut weight = Piece { transposed, ..self.piece(role, names, shape, part, expert)? };
-        if let Part::Plane(_) = weight.part {
-            let experts = self.look.or_neutral("moe.experts", &self.tables.moe.experts, 0)?;
+        let mut weight = TensorSlice { transposed, ..self.slice(role, names, shape, part, expert)? };
+        if let TensorPart::Plane(_) = weight.part {
+            let experts = self.lookups.or_default("moe.experts", &self.tables.moe.experts, 0)?;
             weight.shape.insert(0, experts);
         }
         let bias = bias_role.map(|role| self.bias_of(&weight, role, vec![rows]));
-        Ok(LinearSpec { out: n, inp: k, weight, bias })
+        Ok(LinearSpec { n, k, weight, bias })
     }
 
     fn transposed(&mut self) -> Result<bool> {
-        self.look.or_neutral("tensors.transposed", &self.tables.tensors.transposed, false)
+        self.lookups.or_default("tensors.transposed", &self.tables.tensors.transposed, false)
     }
 
     /// Resolves a norm of the specification's kind.
@@ -390,11 +395,11 @@ impl Fill<'_, '_> {
         names: &Option<OneOrMore<String>>,
         width: usize,
     ) -> Result<NormSpec> {
-        let kind = self.look.needed("norm.kind", &self.tables.norm.kind)?;
-        self.norm_of(layer::norm_kind(kind), role, names, width)
+        let kind = self.lookups.required("norm.kind", &self.tables.norm.kind)?;
+        self.norm_of_kind(layer::norm_kind(kind), role, names, width)
     }
 
-    pub fn norm_of(
+    pub fn norm_of_kind(
         &mut self,
         kind: NormKind,
         role: &'static str,
@@ -402,29 +407,29 @@ impl Fill<'_, '_> {
         width: usize,
     ) -> Result<NormSpec> {
         let table = &self.tables.norm;
-        let eps = self.look.needed("norm.eps", &table.eps)? as f32;
-        let offset = self.look.or_neutral("norm.offset", &table.offset, 0.0)? as f32;
-        let has_bias = self.look.or_neutral("norm.bias", &table.bias, kind == NormKind::Layer)?;
-        let weight = self.piece(role, names, vec![width], Part::Whole, None)?;
+        let eps = self.lookups.required("norm.eps", &table.eps)? as f32;
+        let offset = self.lookups.or_default("norm.offset", &table.offset, 0.0)? as f32;
+        let has_bias = self.lookups.or_default("norm.bias", &table.bias, kind == NormKind::Layer)?;
+        let weight = self.slice(role, names, vec![width], TensorPart::Whole, None)?;
         let bias = (has_bias && kind == NormKind::Layer).then(|| self.bias_of(&weight, role, vec![width]));
         Ok(NormSpec { kind, weight, bias, offset, width, eps })
     }
 
     /// Returns the placement of the sub-layers' norms.
     pub fn placement(&mut self) -> Result<Placement> {
-        self.look.or_neutral("norm.placement", &self.tables.norm.placement, Placement::Pre)
+        self.lookups.or_default("norm.placement", &self.tables.norm.placement, Placement::Pre)
     }
 }
 
-fn embedding(fill: &mut Fill) -> Result<EmbeddingSpec> {
+fn embedding(fill: &mut ResolveContext) -> Result<EmbeddingSpec> {
     let (tables, hidden) = (fill.tables, fill.hidden);
-    let width = fill.look.or_neutral("embedding.width", &tables.embedding.width, hidden)?;
-    let scale = fill.look.or_neutral("embedding.scale", &tables.embedding.scale, 1.0)? as f32;
-    let types = fill.look.or_neutral("embedding.token_types", &tables.embedding.token_types, 0)?;
-    let has_norm = fill.look.or_neutral("embedding.norm", &tables.embedding.norm, false)?;
+    let width = fill.lookups.or_default("embedding.width", &tables.embedding.width, hidden)?;
+    let scale = fill.lookups.or_default("embedding.scale", &tables.embedding.scale, 1.0)? as f32;
+    let types = fill.lookups.or_default("embedding.token_types", &tables.embedding.token_types, 0)?;
+    let has_norm = fill.lookups.or_default("embedding.norm", &tables.embedding.norm, false)?;
     let names = &tables.tensors;
     Ok(EmbeddingSpec {
-        table: fill.piece("embedding", &names.embedding, vec![fill.vocab, width], Part::Whole, None)?,
+        table: fill.slice("embedding", &names.embedding, vec![fill.vocab, width], TensorPart::Whole, None)?,
         scale,
         project_in: match width == hidden {
             true => None,
@@ -432,38 +437,42 @@ fn embedding(fill: &mut Fill) -> Result<EmbeddingSpec> {
         },
         token_types: match types {
             0 => None,
-            rows => {
-                Some(fill.piece("token_types", &names.token_types, vec![rows, hidden], Part::Whole, None)?)
-            }
+            rows => Some(fill.slice(
+                "token_types",
+                &names.token_types,
+                vec![rows, hidden],
+                TensorPart::Whole,
+                None,
+            )?),
         },
         norm: has_norm.then(|| fill.norm("embedding_norm", &names.embedding_norm, hidden)).transpose()?,
     })
 }
 
-fn last_norm(fill: &mut Fill) -> Result<Option<NormSpec>> {
+fn last_norm(fill: &mut ResolveContext) -> Result<Option<NormSpec>> {
     let by_placement = !matches!(fill.placement()?, Placement::Post | Placement::None);
-    let has_one = fill.look.or_neutral("norm.last", &fill.tables.norm.last, by_placement)?;
+    let has_one = fill.lookups.or_default("norm.last", &fill.tables.norm.last, by_placement)?;
     has_one.then(|| fill.norm("norm", &fill.tables.tensors.norm, fill.hidden)).transpose()
 }
 
-fn head(fill: &mut Fill, kind: Kind, embedding: &EmbeddingSpec) -> Result<Option<HeadSpec>> {
+fn head(fill: &mut ResolveContext, kind: Kind, embedding: &EmbeddingSpec) -> Result<Option<HeadSpec>> {
     let is_last = kind != Kind::EncoderDecoder || fill.stack == StackName::Decoder;
     let (table, names) = (&fill.tables.head, &fill.tables.tensors);
-    if !is_last || fill.look.or_neutral("head.kind", &table.kind, HeadKind::Lm)? == HeadKind::None {
+    if !is_last || fill.lookups.or_default("head.kind", &table.kind, HeadKind::Lm)? == HeadKind::None {
         return Ok(None);
     }
     let (vocab, hidden) = (fill.vocab, fill.hidden);
     let width = embedding.table.shape[1];
-    let tied = fill.look.or("head.tied", &table.tied, "false", false)?;
-    let has_transform = fill.look.or_neutral("head.transform", &table.transform, false)?;
+    let tied = fill.lookups.or_derived("head.tied", &table.tied, "false", false)?;
+    let has_transform = fill.lookups.or_default("head.transform", &table.transform, false)?;
     let transform = match has_transform {
         false => None,
         true => {
-            let biased = fill.look.or_neutral("head.transform_bias", &table.transform_bias, true)?;
+            let biased = fill.lookups.or_default("head.transform_bias", &table.transform_bias, true)?;
             let bias_role = biased.then_some("head_transform bias");
             let linear = fill.linear("head_transform", bias_role, &names.head_transform, hidden, hidden)?;
             let activation = match &table.activation {
-                Some(_) => layer::activation_of(fill.look.needed("head.activation", &table.activation)?),
+                Some(_) => layer::activation_of(fill.lookups.required("head.activation", &table.activation)?),
                 None => layer::activation(fill)?,
             };
             Some((linear, activation, fill.norm("head_transform_norm", &names.head_transform_norm, hidden)?))
@@ -475,24 +484,26 @@ fn head(fill: &mut Fill, kind: Kind, embedding: &EmbeddingSpec) -> Result<Option
     };
     let matrix = match tied {
         true => embedding.table.clone(),
-        false => fill.piece("head", &names.head, vec![vocab, width], Part::Whole, None)?,
+        false => fill.slice("head", &names.head, vec![vocab, width], TensorPart::Whole, None)?,
     };
     let unused_names = match (tied, &names.head) {
-        (true, Some(names)) => prefixed(names, fill.prefixes),
+        (true, Some(names)) => candidate_names(names, fill.prefixes),
         _ => Vec::new(),
     };
-    let has_bias = fill.look.or_neutral("head.bias", &table.bias, false)?;
+    let has_bias = fill.lookups.or_default("head.bias", &table.bias, false)?;
     let bias = match (has_bias, &names.head_bias) {
         (false, _) => None,
-        (true, Some(_)) => Some(fill.piece("head_bias", &names.head_bias, vec![vocab], Part::Whole, None)?),
+        (true, Some(_)) => {
+            Some(fill.slice("head_bias", &names.head_bias, vec![vocab], TensorPart::Whole, None)?)
+        }
         (true, None) => {
-            let named = fill.piece("head", &names.head, vec![vocab, width], Part::Whole, None)?;
+            let named = fill.slice("head", &names.head, vec![vocab, width], TensorPart::Whole, None)?;
             Some(fill.bias_of(&named, "head bias", vec![vocab]))
         }
     };
-    let scale = fill.look.or_neutral("head.scale", &table.scale, 1.0)? as f32;
-    let cap = fill.look.or_neutral("head.softcap", &table.softcap, 0.0)? as f32;
-    let normalised = fill.look.or_neutral("head.normalised", &table.normalised, false)?;
+    let scale = fill.lookups.or_default("head.scale", &table.scale, 1.0)? as f32;
+    let cap = fill.lookups.or_default("head.softcap", &table.softcap, 0.0)? as f32;
+    let normalised = fill.lookups.or_default("head.normalised", &table.normalised, false)?;
     Ok(Some(HeadSpec {
         transform,
         project_out,
@@ -503,6 +514,6 @@ fn head(fill: &mut Fill, kind: Kind, embedding: &EmbeddingSpec) -> Result<Option
         normalised,
         scale,
         softcap: positions::positive(cap),
-        spread: None,
+        vocab_split: None,
     }))
 }

@@ -33,7 +33,7 @@ pub fn reference() -> String {
         ("[[override]], in addition to the tables above", "Override"),
         ("override.when", "Condition"),
         ("override.layers", "LayerPick"),
-        ("Lookup of a value", "Sought"),
+        ("Lookup of a value", "Lookup"),
     ] {
         page += &format!("\n### {title}\n\n");
         table(&mut page, &defs[name]["properties"], defs, |key| {

@@ -20,13 +20,13 @@ pub enum Setting<T> {
     /// The value itself.
     Fixed(T),
     /// A lookup of the value.
-    Sought(Sought<T>),
+    Lookup(Lookup<T>),
 }
 
 /// A lookup of a value. The first of `key`, `formula` and `default` that yields a value decides.
 #[derive(Clone, Debug, PartialEq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, bound = "T: DeserializeOwned")]
-pub struct Sought<T> {
+pub struct Lookup<T> {
     /// A key of config.json, with dots for nested ones, or several keys of which the first that exists is
     /// used.
     pub key: Option<OneOrMore<String>>,
@@ -59,20 +59,20 @@ impl<T> OneOrMore<T> {
 /// The type of a setting's value.
 pub trait Value: DeserializeOwned + Serialize + Clone + PartialEq {
     /// Converts a formula's result; `None` if formulas have no meaning for this type.
-    fn of_number(_: f64) -> Option<Self> {
+    fn from_number(_: f64) -> Option<Self> {
         None
     }
 }
 
 impl Value for f64 {
-    fn of_number(number: f64) -> Option<f64> {
+    fn from_number(number: f64) -> Option<f64> {
         Some(number)
     }
 }
 
 impl Value for usize {
     /// Accepts whole numbers only: `0.5 * head_dim` with an odd `head_dim` is an error.
-    fn of_number(number: f64) -> Option<usize> {
+    fn from_number(number: f64) -> Option<usize> {
         (number >= 0.0 && number <= u32::MAX.into() && number.fract() == 0.0).then_some(number as usize)
     }
 }
@@ -122,6 +122,6 @@ impl<'de, T: DeserializeOwned> Visitor<'de> for SettingVisitor<T> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, entries: A) -> Result<Self::Value, A::Error> {
-        Sought::deserialize(MapAccessDeserializer::new(entries)).map(Setting::Sought)
+        Lookup::deserialize(MapAccessDeserializer::new(entries)).map(Setting::Lookup)
     }
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::formats::HubConfig;
-use crate::model::provenance::{Origin, Sourced};
+use crate::model::provenance::{Origin, SourcedValue};
 use crate::specs;
 use anyhow::Result;
 use serde_json::json;
@@ -57,8 +57,8 @@ fn every_value_tells_who_said_it() {
         ("mlp.activation", json!("silu"), Origin::Default("hidden_act".to_owned())),
         ("mlp.bias", json!(true), config("mlp_bias")),
     ] {
-        let entry = spec.provenance.get(key).map(|it| Sourced { layers: Vec::new(), ..it.clone() });
-        assert_eq!(entry, Some(Sourced { key: key.to_owned(), layers: Vec::new(), value, origin }));
+        let entry = spec.provenance.get(key).map(|it| SourcedValue { layers: Vec::new(), ..it.clone() });
+        assert_eq!(entry, Some(SourcedValue { key: key.to_owned(), layers: Vec::new(), value, origin }));
     }
     assert_eq!(spec.provenance.specification, specs::ALL[0].0);
     assert_eq!(spec.provenance.config, Path::new("config.json"));

@@ -3,9 +3,10 @@
 //! Invariant: only sizes in bytes and numbers of multiplications; every layer of the model is included, in
 //! order.
 
-use crate::model::shard::Deal;
+use crate::model::shard::HeadSplit;
 use crate::model::spec::{
-    AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Norms, Piece, StackSpec,
+    AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Norms, StackSpec,
+    TensorSlice,
 };
 use mainstem_kernels::{KvLayout, QuantType};
 use std::iter::Sum;
@@ -13,7 +14,7 @@ use std::ops::{Add, Mul, Range};
 
 /// The resources that a part of a model costs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Part {
+pub struct ResourceCost {
     /// Size of the weights in bytes.
     pub stored: f64,
     /// Bytes of weights that every step reads, whatever its number of rows.
@@ -32,14 +33,14 @@ pub struct Part {
     /// Number of device operations per step.
     pub ops: f64,
     /// Number of all-reduces over the ranks of a stage.
-    pub sums: f64,
+    pub all_reduces: f64,
 }
 
-impl Add for Part {
-    type Output = Part;
+impl Add for ResourceCost {
+    type Output = ResourceCost;
 
-    fn add(self, other: Part) -> Part {
-        Part {
+    fn add(self, other: ResourceCost) -> ResourceCost {
+        ResourceCost {
             stored: self.stored + other.stored,
             read: self.read + other.read,
             read_per_row: self.read_per_row + other.read_per_row,
@@ -48,23 +49,23 @@ impl Add for Part {
             macs_per_position: self.macs_per_position + other.macs_per_position,
             kv: self.kv + other.kv,
             ops: self.ops + other.ops,
-            sums: self.sums + other.sums,
+            all_reduces: self.all_reduces + other.all_reduces,
         }
     }
 }
 
-impl Sum for Part {
-    fn sum<I: Iterator<Item = Part>>(parts: I) -> Part {
-        parts.fold(Part::default(), Add::add)
+impl Sum for ResourceCost {
+    fn sum<I: Iterator<Item = ResourceCost>>(parts: I) -> ResourceCost {
+        parts.fold(ResourceCost::default(), Add::add)
     }
 }
 
 /// Scales the cost to one rank's share. The numbers of operations and all-reduces stay the same.
-impl Mul<f64> for Part {
-    type Output = Part;
+impl Mul<f64> for ResourceCost {
+    type Output = ResourceCost;
 
-    fn mul(self, share: f64) -> Part {
-        Part {
+    fn mul(self, share: f64) -> ResourceCost {
+        ResourceCost {
             stored: self.stored * share,
             read: self.read * share,
             read_per_row: self.read_per_row * share,
@@ -77,7 +78,7 @@ impl Mul<f64> for Part {
     }
 }
 
-impl Part {
+impl ResourceCost {
     /// Returns the bytes of weights that a step of `rows` rows reads.
     pub fn bytes_read(&self, rows: f64) -> f64 {
         (self.read + self.read_per_row * rows).min(self.read_max)
@@ -86,27 +87,27 @@ impl Part {
 
 /// The cost of a layer, with the embedding or head next to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Unit {
+pub struct LayerCost {
     /// Cost that the ranks of a stage split by their shares, as if it could be split anywhere.
-    pub divided: Part,
+    pub divided: ResourceCost,
     /// Cost of the query heads, from their projection to the output projection; each rank has whole heads.
-    pub of_queries: Part,
+    pub query_heads: ResourceCost,
     /// Cost of K and V, from their projections to the cache; each rank that needs a KV head has all of it.
-    pub of_kv: Part,
+    pub kv_heads: ResourceCost,
     /// The split of heads, by the block size of this layer alone; `None` splits them like everything else.
-    pub deal: Option<Deal>,
+    pub head_split: Option<HeadSplit>,
 }
 
-impl Unit {
-    pub fn whole(&self) -> Part {
-        self.divided + self.of_queries + self.of_kv
+impl LayerCost {
+    pub fn total(&self) -> ResourceCost {
+        self.divided + self.query_heads + self.kv_heads
     }
 
     /// Returns the cost for each rank of a stage. More ranks than heads allow are refused elsewhere; here
     /// they get fractions of heads.
-    pub fn of_members(&self, shares: &[u32]) -> Vec<Part> {
+    pub fn by_rank(&self, shares: &[u32]) -> Vec<ResourceCost> {
         let all = f64::from(shares.iter().sum::<u32>());
-        let deal = self.deal.filter(|deal| (2..=deal.members_max()).contains(&shares.len()));
+        let deal = self.head_split.filter(|deal| (2..=deal.max_ranks()).contains(&shares.len()));
         let heads = deal.map(|deal| (deal, deal.by_rank(shares)));
         let member = |(rank, share): (usize, &u32)| {
             let share = f64::from(*share) / all;
@@ -114,7 +115,7 @@ impl Unit {
                 let own = &by_rank[rank];
                 (own.query.len() as f64 / deal.heads as f64, own.kv.len() as f64 / deal.kv_heads as f64)
             });
-            self.divided * share + self.of_queries * queries + self.of_kv * kv
+            self.divided * share + self.query_heads * queries + self.kv_heads * kv
         };
         shares.iter().enumerate().map(member).collect()
     }
@@ -132,12 +133,12 @@ pub struct ModelShape {
     /// The decoder, if there is one.
     pub decoder: Option<StackShape>,
     /// Tables that several layers have in common, such as an embedding that is also the head.
-    pub tables: Vec<Table>,
+    pub shared_tables: Vec<SharedTable>,
 }
 
 /// A table that two layers have in common, which a device with both holds once.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Table {
+pub struct SharedTable {
     /// The two layers.
     pub first: usize,
     pub last: usize,
@@ -149,15 +150,15 @@ pub struct Table {
 #[derive(Clone, Debug, PartialEq)]
 pub struct StackShape {
     /// The embedding, before the first layer.
-    pub embedding: Part,
-    pub layers: Vec<Unit>,
+    pub embedding: ResourceCost,
+    pub layers: Vec<LayerCost>,
     /// The head, after the last layer.
-    pub head: Part,
+    pub head: ResourceCost,
 }
 
 /// The sizes of a decoder whose layers are identical.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Uniform {
+pub struct UniformDecoder {
     pub layers: usize,
     pub hidden: usize,
     pub heads: usize,
@@ -174,7 +175,7 @@ pub struct Uniform {
 }
 
 /// Falcon-40B in half precision: the model of Shi et al. 2024, Table 5.
-pub const FALCON_40B: Uniform = Uniform {
+pub const FALCON_40B: UniformDecoder = UniformDecoder {
     layers: 60,
     hidden: 8192,
     heads: 128,
@@ -191,41 +192,44 @@ pub const FALCON_40B: Uniform = Uniform {
 impl ModelShape {
     /// Returns the shape of a model whose tensors are stored in the formats that `stored` returns, with a
     /// cache in the format `kv`.
-    pub fn of_spec(
+    pub fn from_spec(
         name: &str,
         spec: &ModelSpec,
-        stored: impl Fn(&Piece) -> QuantType,
+        stored: impl Fn(&TensorSlice) -> QuantType,
         kv: QuantType,
     ) -> Self {
-        let sizes = Sizes { stored: &stored, kv };
+        let sizes = CostBuilder { stored: &stored, kv };
         ModelShape {
             name: name.to_owned(),
             hidden: spec.hidden,
             vocab: spec.vocab,
             encoder: spec.encoder.as_ref().map(|stack| sizes.stack(stack)),
             decoder: spec.decoder.as_ref().map(|stack| sizes.stack(stack)),
-            tables: sizes.tables(spec),
+            shared_tables: sizes.shared_tables(spec),
         }
     }
 
     /// Returns the shape of a decoder with identical layers. Norms and biases are ignored.
-    pub fn uniform(name: &str, sizes: &Uniform) -> ModelShape {
+    pub fn uniform(name: &str, sizes: &UniformDecoder) -> ModelShape {
         let (q, kv) = (sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim);
-        let cache = cached(sizes.kv, sizes.kv_heads, (sizes.head_dim, sizes.head_dim));
+        let cache = kv_bytes(sizes.kv, sizes.kv_heads, (sizes.head_dim, sizes.head_dim));
         let matrices = sizes.hidden * (2 + usize::from(sizes.gated)) * sizes.ffn;
-        let divided = Part { ops: LAYER_OPS, sums: 2.0, ..matrix(sizes.weights, matrices) };
-        let of_queries =
-            Part { macs_per_position: 2.0 * q as f64, ..matrix(sizes.weights, sizes.hidden * 2 * q) };
-        let of_kv = Part { kv: cache, ..matrix(sizes.weights, sizes.hidden * 2 * kv) };
-        let deal = Deal {
+        let divided =
+            ResourceCost { ops: LAYER_OPS, all_reduces: 2.0, ..matrix_cost(sizes.weights, matrices) };
+        let of_queries = ResourceCost {
+            macs_per_position: 2.0 * q as f64,
+            ..matrix_cost(sizes.weights, sizes.hidden * 2 * q)
+        };
+        let of_kv = ResourceCost { kv: cache, ..matrix_cost(sizes.weights, sizes.hidden * 2 * kv) };
+        let deal = HeadSplit {
             heads: sizes.heads,
             kv_heads: sizes.kv_heads,
             v_dim: sizes.head_dim,
             block: sizes.weights.row().block_elements,
         };
-        let layer = Unit { divided, of_queries, of_kv, deal: Some(deal) };
-        let table = matrix(sizes.weights, sizes.vocab * sizes.hidden);
-        let (embedding, head) = (looked_up(table), Part { ops: 2.0, ..table });
+        let layer = LayerCost { divided, query_heads: of_queries, kv_heads: of_kv, head_split: Some(deal) };
+        let table = matrix_cost(sizes.weights, sizes.vocab * sizes.hidden);
+        let (embedding, head) = (lookup_cost(table), ResourceCost { ops: 2.0, ..table });
         let decoder = StackShape { embedding, layers: vec![layer; sizes.layers], head };
         ModelShape {
             name: name.to_owned(),
@@ -233,7 +237,7 @@ impl ModelShape {
             vocab: sizes.vocab,
             encoder: None,
             decoder: Some(decoder),
-            tables: Vec::from_iter(sizes.tied.then_some(Table {
+            shared_tables: Vec::from_iter(sizes.tied.then_some(SharedTable {
                 first: 0,
                 last: sizes.layers - 1,
                 stored: table.stored,
@@ -252,8 +256,8 @@ impl ModelShape {
 
     /// Returns the cost of every layer, including the embedding or head that is placed with it; encoder
     /// layers come first.
-    pub fn units(&self) -> Vec<Unit> {
-        let mut units: Vec<Unit> = Vec::new();
+    pub fn layer_costs(&self) -> Vec<LayerCost> {
+        let mut units: Vec<LayerCost> = Vec::new();
         for stack in self.encoder.iter().chain(&self.decoder) {
             let (first, last) = (units.len(), units.len() + stack.layers.len() - 1);
             units.extend(&stack.layers);
@@ -265,15 +269,15 @@ impl ModelShape {
 
     /// Returns the bytes of weights that are counted twice in the layers `units` but held once by a device
     /// with all of them.
-    pub fn stored_twice(&self, units: &Range<usize>) -> f64 {
-        let both = |table: &&Table| units.contains(&table.first) && units.contains(&table.last);
-        self.tables.iter().filter(both).map(|table| table.stored).sum()
+    pub fn duplicate_bytes(&self, units: &Range<usize>) -> f64 {
+        let both = |table: &&SharedTable| units.contains(&table.first) && units.contains(&table.last);
+        self.shared_tables.iter().filter(both).map(|table| table.stored).sum()
     }
 
     /// Returns the size of all weights in bytes.
     pub fn stored(&self) -> f64 {
-        let units = self.units();
-        units.iter().map(|unit| unit.whole().stored).sum::<f64>() - self.stored_twice(&(0..units.len()))
+        let units = self.layer_costs();
+        units.iter().map(|unit| unit.total().stored).sum::<f64>() - self.duplicate_bytes(&(0..units.len()))
     }
 }
 
@@ -281,64 +285,64 @@ impl ModelShape {
 /// GEMMs.
 const LAYER_OPS: f64 = 16.0;
 
-fn bytes(ty: QuantType, numbers: usize) -> f64 {
+fn stored_bytes(ty: QuantType, numbers: usize) -> f64 {
     let row = ty.row();
     numbers as f64 * row.block_bytes as f64 / row.block_elements as f64
 }
 
 /// Returns the size of K and V of one position in a cache of that format, in bytes.
-fn cached(ty: QuantType, kv_heads: usize, (k_dim, v_dim): (usize, usize)) -> f64 {
-    let layout = KvLayout { ty, pages: 1, page_positions: KvLayout::BLOCK, kv_heads, k_dim, v_dim };
+fn kv_bytes(ty: QuantType, kv_heads: usize, (k_dim, v_dim): (usize, usize)) -> f64 {
+    let layout = KvLayout { ty, pages: 1, page_positions: KvLayout::BLOCK_POSITIONS, kv_heads, k_dim, v_dim };
     layout.position_bytes().map_or(f64::INFINITY, |bytes| bytes as f64)
 }
 
 /// Returns the cost of a matrix that every row is multiplied by.
-fn matrix(ty: QuantType, numbers: usize) -> Part {
-    let stored = bytes(ty, numbers);
-    Part { stored, read: stored, read_max: stored, macs: numbers as f64, ..Part::default() }
+fn matrix_cost(ty: QuantType, numbers: usize) -> ResourceCost {
+    let stored = stored_bytes(ty, numbers);
+    ResourceCost { stored, read: stored, read_max: stored, macs: numbers as f64, ..ResourceCost::default() }
 }
 
 /// Returns the cost of a lookup table, of which each row reads one row.
-fn looked_up(table: Part) -> Part {
-    Part { read: 0.0, read_max: 0.0, macs: 0.0, ops: 1.0, sums: 1.0, ..table }
+fn lookup_cost(table: ResourceCost) -> ResourceCost {
+    ResourceCost { read: 0.0, read_max: 0.0, macs: 0.0, ops: 1.0, all_reduces: 1.0, ..table }
 }
 
 /// Returns the cost of F32 values that only take memory and bandwidth.
-fn vector(numbers: usize) -> Part {
-    let stored = bytes(QuantType::F32, numbers);
-    Part { stored, read: stored, read_max: stored, ..Part::default() }
+fn vector_cost(numbers: usize) -> ResourceCost {
+    let stored = stored_bytes(QuantType::F32, numbers);
+    ResourceCost { stored, read: stored, read_max: stored, ..ResourceCost::default() }
 }
 
 /// Removes the costs per step: cross-attention K and V are computed once, not in each decode step.
-fn made_once(products: Part) -> Part {
-    Part { read: 0.0, read_max: 0.0, macs: 0.0, ops: 0.0, ..products }
+fn without_step_cost(products: ResourceCost) -> ResourceCost {
+    ResourceCost { read: 0.0, read_max: 0.0, macs: 0.0, ops: 0.0, ..products }
 }
 
 /// Computes costs from the storage formats of tensors and cache.
-struct Sizes<'a> {
-    stored: &'a dyn Fn(&Piece) -> QuantType,
+struct CostBuilder<'a> {
+    stored: &'a dyn Fn(&TensorSlice) -> QuantType,
     kv: QuantType,
 }
 
-impl Sizes<'_> {
+impl CostBuilder<'_> {
     fn stack(&self, stack: &StackSpec) -> StackShape {
         let embedding = stack.embedding.as_ref();
         let embedding =
-            embedding.map_or(Part::default(), |embedding| looked_up(self.table(&embedding.table)));
-        let head = stack.head.as_ref().map_or(Part::default(), |head| {
+            embedding.map_or(ResourceCost::default(), |embedding| lookup_cost(self.table(&embedding.table)));
+        let head = stack.head.as_ref().map_or(ResourceCost::default(), |head| {
             let bias = head.bias.as_ref().map_or(0, |bias| bias.shape.iter().product());
-            Part { ops: 2.0, ..self.table(&head.table) + vector(bias) }
+            ResourceCost { ops: 2.0, ..self.table(&head.table) + vector_cost(bias) }
         });
         StackShape { embedding, layers: stack.layers.iter().map(|layer| self.layer(layer)).collect(), head }
     }
 
-    fn table(&self, piece: &Piece) -> Part {
-        matrix((self.stored)(piece), piece.shape.iter().product())
+    fn table(&self, piece: &TensorSlice) -> ResourceCost {
+        matrix_cost((self.stored)(piece), piece.shape.iter().product())
     }
 
     /// Returns every table that several layers have in common. Like loading, this compares names.
-    fn tables(&self, spec: &ModelSpec) -> Vec<Table> {
-        let (mut tables, mut seen, mut at) = (Vec::new(), Vec::<(usize, &Piece)>::new(), 0);
+    fn shared_tables(&self, spec: &ModelSpec) -> Vec<SharedTable> {
+        let (mut tables, mut seen, mut at) = (Vec::new(), Vec::<(usize, &TensorSlice)>::new(), 0);
         for stack in spec.encoder.iter().chain(&spec.decoder) {
             let (first, last) = (at, at + stack.layers.len() - 1);
             at = last + 1;
@@ -348,83 +352,93 @@ impl Sizes<'_> {
             for (unit, piece) in embedding.into_iter().chain(head) {
                 let stored = self.table(piece).stored;
                 let before = seen.iter().rev().find(|(_, other)| other.name == piece.name);
-                tables.extend(before.map(|(first, _)| Table { first: *first, last: unit, stored }));
+                tables.extend(before.map(|(first, _)| SharedTable { first: *first, last: unit, stored }));
                 seen.push((unit, piece));
             }
         }
         tables
     }
 
-    fn layer(&self, layer: &LayerSpec) -> Unit {
+    fn layer(&self, layer: &LayerSpec) -> LayerCost {
         let own = self.attention(&layer.attention);
-        let around = norms(&layer.attention_norms) + self.mlp(&layer.mlp) + norms(&layer.mlp_norms);
-        let cross = layer.cross.as_ref().map_or(Unit::default(), |(around, cross)| {
+        let around = norms_cost(&layer.attention_norms) + self.mlp(&layer.mlp) + norms_cost(&layer.mlp_norms);
+        let cross = layer.cross.as_ref().map_or(LayerCost::default(), |(around, cross)| {
             let cross = self.attention(cross);
-            Unit { divided: cross.divided + norms(around), of_kv: made_once(cross.of_kv), ..cross }
+            LayerCost {
+                divided: cross.divided + norms_cost(around),
+                kv_heads: without_step_cost(cross.kv_heads),
+                ..cross
+            }
         });
-        Unit {
+        LayerCost {
             divided: own.divided + cross.divided + around,
-            of_queries: own.of_queries + cross.of_queries,
-            of_kv: own.of_kv + cross.of_kv,
-            deal: own.deal,
+            query_heads: own.query_heads + cross.query_heads,
+            kv_heads: own.kv_heads + cross.kv_heads,
+            head_split: own.head_split,
         }
     }
 
-    fn attention(&self, spec: &AttentionSpec) -> Unit {
-        let between = Part {
+    fn attention(&self, spec: &AttentionSpec) -> LayerCost {
+        let between = ResourceCost {
             macs_per_position: (spec.q_width() + spec.out_width()) as f64,
             ops: 5.0,
-            sums: 1.0,
-            ..Part::default()
+            all_reduces: 1.0,
+            ..ResourceCost::default()
         };
-        let qk_norms = spec.qk_norms.iter().flat_map(|(q, k)| [norm(q), norm(k)]).sum();
-        let cache = Part { kv: cached(self.kv, spec.kv_heads, (spec.k_dim, spec.v_dim)), ..Part::default() };
+        let qk_norms = spec.qk_norms.iter().flat_map(|(q, k)| [norm_cost(q), norm_cost(k)]).sum();
+        let cache = ResourceCost {
+            kv: kv_bytes(self.kv, spec.kv_heads, (spec.k_dim, spec.v_dim)),
+            ..ResourceCost::default()
+        };
         let block = (self.stored)(&spec.o.weight).row().block_elements;
-        Unit {
+        LayerCost {
             divided: qk_norms,
-            of_queries: self.linear(&spec.q) + self.linear(&spec.o) + between,
-            of_kv: self.linear(&spec.k) + self.linear(&spec.v) + cache,
-            deal: Some(Deal::of(spec, block)),
+            query_heads: self.linear(&spec.q) + self.linear(&spec.o) + between,
+            kv_heads: self.linear(&spec.k) + self.linear(&spec.v) + cache,
+            head_split: Some(HeadSplit::for_attention(spec, block)),
         }
     }
 
-    fn mlp(&self, spec: &MlpSpec) -> Part {
-        let sum = Part { sums: 1.0, ops: 2.0, ..Part::default() };
+    fn mlp(&self, spec: &MlpSpec) -> ResourceCost {
+        let sum = ResourceCost { all_reduces: 1.0, ops: 2.0, ..ResourceCost::default() };
         match spec {
             MlpSpec::Dense(dense) => self.dense(dense) + sum,
             MlpSpec::Experts(moe) => {
-                let experts: Part = moe.experts.iter().map(|expert| self.dense(expert)).sum();
+                let experts: ResourceCost = moe.experts.iter().map(|expert| self.dense(expert)).sum();
                 let chosen = moe.top_k as f64 / moe.experts.len().max(1) as f64;
-                let experts = Part {
+                let experts = ResourceCost {
                     read: 0.0,
                     read_per_row: experts.stored * chosen,
                     macs: experts.macs * chosen,
                     ops: 3.0,
                     ..experts
                 };
-                let shared = moe.shared.as_ref().map_or(Part::default(), |shared| self.dense(shared));
+                let shared = moe.shared.as_ref().map_or(ResourceCost::default(), |shared| self.dense(shared));
                 experts + shared + self.linear(&moe.router) + sum
             }
         }
     }
 
-    fn dense(&self, spec: &DenseSpec) -> Part {
+    fn dense(&self, spec: &DenseSpec) -> ResourceCost {
         [&spec.gate, &spec.down].into_iter().chain(&spec.up).map(|linear| self.linear(linear)).sum()
     }
 
-    fn linear(&self, spec: &LinearSpec) -> Part {
-        let bias = if spec.bias.is_some() { spec.out } else { 0 };
-        Part { ops: 1.0, ..matrix((self.stored)(&spec.weight), spec.out * spec.inp) + vector(bias) }
+    fn linear(&self, spec: &LinearSpec) -> ResourceCost {
+        let bias = if spec.bias.is_some() { spec.n } else { 0 };
+        ResourceCost {
+            ops: 1.0,
+            ..matrix_cost((self.stored)(&spec.weight), spec.n * spec.k) + vector_cost(bias)
+        }
     }
 }
 
-fn norms(spec: &Norms) -> Part {
-    spec.pre.iter().chain(&spec.out).chain(&spec.post).map(norm).sum()
+fn norms_cost(spec: &Norms) -> ResourceCost {
+    spec.pre.iter().chain(&spec.out).chain(&spec.post).map(norm_cost).sum()
 }
 
-fn norm(spec: &NormSpec) -> Part {
+fn norm_cost(spec: &NormSpec) -> ResourceCost {
     let numbers = spec.width * (1 + usize::from(spec.bias.is_some()));
-    Part { ops: 1.0, ..vector(numbers) }
+    ResourceCost { ops: 1.0, ..vector_cost(numbers) }
 }
 
 #[cfg(test)]

@@ -15,13 +15,13 @@
 //! Invariant: more of anything (bytes, rows, latency) is never faster.
 
 use super::hardware::{Device, Hardware};
-use super::shape::{ModelShape, Part, Unit};
+use super::shape::{LayerCost, ModelShape, ResourceCost};
 use crate::model::partition::{Partition, Stage};
 use std::ops::Range;
 
 /// The workload of a decode step.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Load {
+pub struct Workload {
     /// Number of sequences in one step.
     pub batch: usize,
     /// Cached positions of each sequence.
@@ -48,21 +48,21 @@ pub struct Forecast {
 }
 
 /// Size of a value that is sent between devices, in bytes.
-const NUMBER: f64 = 4.0;
+const VALUE_BYTES: f64 = 4.0;
 
 /// Forecasts the speed of `partition` on `hardware`, whose devices are used in order.
-pub fn forecast(model: &ModelShape, partition: &Partition, hardware: &Hardware, load: Load) -> Forecast {
-    let machine = Machine { model, partition, hardware, shares: shares(model, partition) };
+pub fn forecast(model: &ModelShape, partition: &Partition, hardware: &Hardware, load: Workload) -> Forecast {
+    let machine = Estimator { model, partition, hardware, costs: rank_costs(model, partition) };
     let stages = 0..partition.stages.len();
-    let alone = |stage: usize| machine.stage_seconds(stage, load, machine.of_stage(stage));
-    let among_all = |stage: usize| machine.stage_seconds(stage, load, machine.all());
+    let alone = |stage: usize| machine.stage_seconds(stage, load, machine.stage_devices(stage));
+    let among_all = |stage: usize| machine.stage_seconds(stage, load, machine.all_devices());
     let all_busy: Vec<f64> = stages.clone().map(among_all).collect();
     let slowest = all_busy.iter().copied().fold(0.0, f64::max);
     let interval =
-        slowest.max((all_busy.iter().sum::<f64>() + hardware.turn_seconds) / all_busy.len() as f64);
+        slowest.max((all_busy.iter().sum::<f64>() + hardware.overhead_seconds) / all_busy.len() as f64);
     let bytes = machine.bytes(load);
     Forecast {
-        decode_speed: 1.0 / machine.step_seconds(Load { batch: 1, ..load }),
+        decode_speed: 1.0 / machine.step_seconds(Workload { batch: 1, ..load }),
         throughput_one_lane: load.batch as f64 / machine.step_seconds(load),
         throughput_lanes: load.batch as f64 / interval,
         stage_seconds: stages.map(alone).collect(),
@@ -75,68 +75,70 @@ pub fn forecast(model: &ModelShape, partition: &Partition, hardware: &Hardware, 
 fn fits(bytes: &[Vec<f64>], hardware: &Hardware) -> bool {
     let held = || bytes.iter().flatten();
     let each = held().enumerate().all(|(number, bytes)| *bytes <= hardware.device(number).memory);
-    each && held().sum::<f64>() <= hardware.together.memory
+    each && held().sum::<f64>() <= hardware.shared_memory.memory
 }
 
 /// The costs of one rank's part of the model.
-struct Share {
-    held: Part,
+struct RankCost {
+    held: ResourceCost,
     /// Cost of decoding a token: in a model with encoder and decoder, only the decoder.
-    decoding: Part,
+    decoding: ResourceCost,
 }
 
 /// Returns the costs of each device, by stage and rank.
-fn shares(model: &ModelShape, partition: &Partition) -> Vec<Vec<Share>> {
-    let (units, mut end) = (model.units(), 0);
+fn rank_costs(model: &ModelShape, partition: &Partition) -> Vec<Vec<RankCost>> {
+    let (units, mut end) = (model.layer_costs(), 0);
     let first_decoding = if model.decoder.is_some() { model.encoder_layers() } else { 0 };
     let mut of_stage = |stage: &Stage| {
         let own = end..end + stage.encoder.len() + stage.decoder.len();
         end = own.end;
         let decoding = own.start.max(first_decoding)..own.end.max(first_decoding);
-        let twice = model.stored_twice(&own);
-        let shares: Vec<u32> = stage.members.iter().map(|member| member.share).collect();
+        let twice = model.duplicate_bytes(&own);
+        let shares: Vec<u32> = stage.ranks.iter().map(|member| member.share).collect();
         let all = f64::from(shares.iter().sum::<u32>());
-        let held = of_members(&units[own], &shares).into_iter().zip(&shares);
-        let held =
-            held.map(|(held, share)| Part { stored: held.stored - twice * f64::from(*share) / all, ..held });
-        let decoding = of_members(&units[decoding], &shares);
-        held.zip(decoding).map(|(held, decoding)| Share { held, decoding }).collect()
+        let held = sum_by_rank(&units[own], &shares).into_iter().zip(&shares);
+        let held = held.map(|(held, share)| ResourceCost {
+            stored: held.stored - twice * f64::from(*share) / all,
+            ..held
+        });
+        let decoding = sum_by_rank(&units[decoding], &shares);
+        held.zip(decoding).map(|(held, decoding)| RankCost { held, decoding }).collect()
     };
     partition.stages.iter().map(&mut of_stage).collect()
 }
 
 /// Returns the total costs of these layers for ranks with these shares.
-fn of_members(units: &[Unit], shares: &[u32]) -> Vec<Part> {
-    let nothing = vec![Part::default(); shares.len()];
+fn sum_by_rank(units: &[LayerCost], shares: &[u32]) -> Vec<ResourceCost> {
+    let nothing = vec![ResourceCost::default(); shares.len()];
     units.iter().fold(nothing, |sums, unit| {
-        sums.into_iter().zip(unit.of_members(shares)).map(|(sum, part)| sum + part).collect()
+        sums.into_iter().zip(unit.by_rank(shares)).map(|(sum, part)| sum + part).collect()
     })
 }
 
-struct Machine<'a> {
+struct Estimator<'a> {
     model: &'a ModelShape,
     partition: &'a Partition,
     hardware: &'a Hardware,
     /// The costs by stage and rank.
-    shares: Vec<Vec<Share>>,
+    costs: Vec<Vec<RankCost>>,
 }
 
-impl Machine<'_> {
+impl Estimator<'_> {
     /// Returns the time of a step that runs alone, in seconds.
-    fn step_seconds(&self, load: Load) -> f64 {
-        let alone = |stage: usize| self.stage_seconds(stage, load, self.of_stage(stage));
-        (0..self.shares.len()).map(alone).sum::<f64>() + self.hardware.turn_seconds
+    fn step_seconds(&self, load: Workload) -> f64 {
+        let alone = |stage: usize| self.stage_seconds(stage, load, self.stage_devices(stage));
+        (0..self.costs.len()).map(alone).sum::<f64>() + self.hardware.overhead_seconds
     }
 
     /// Returns the time of one stage in seconds while the devices `busy` read their memory.
-    fn stage_seconds(&self, stage: usize, load: Load, busy: Range<usize>) -> f64 {
+    fn stage_seconds(&self, stage: usize, load: Workload, busy: Range<usize>) -> f64 {
         let each = self.bandwidth_each(busy);
-        let slowest = self.of_stage(stage).zip(&self.shares[stage]).map(|(number, share)| {
+        let slowest = self.stage_devices(stage).zip(&self.costs[stage]).map(|(number, share)| {
             let device = self.hardware.device(number);
             let device = Device { bandwidth: device.bandwidth.min(each), ..device };
-            seconds(share.decoding, device, load)
+            device_seconds(share.decoding, device, load)
         });
-        slowest.fold(0.0, f64::max) + self.merging_seconds(stage, load) + self.sending_seconds(stage, load)
+        slowest.fold(0.0, f64::max) + self.all_reduce_seconds(stage, load) + self.handoff_seconds(stage, load)
     }
 
     /// Returns the maximum bandwidth of each of the devices `busy` in a shared memory: it is divided evenly,
@@ -144,7 +146,7 @@ impl Machine<'_> {
     fn bandwidth_each(&self, busy: Range<usize>) -> f64 {
         let mut speeds: Vec<f64> = busy.map(|number| self.hardware.device(number).bandwidth).collect();
         speeds.sort_by(f64::total_cmp);
-        let mut left = self.hardware.together.bandwidth;
+        let mut left = self.hardware.shared_memory.bandwidth;
         for (number, speed) in speeds.iter().enumerate() {
             let even = left / (speeds.len() - number) as f64;
             if *speed >= even {
@@ -157,51 +159,55 @@ impl Machine<'_> {
 
     /// Returns the time of the all-reduces of a stage in seconds: each rank receives the others' results one
     /// after another, and after the head their parts of the logits.
-    fn merging_seconds(&self, stage: usize, load: Load) -> f64 {
-        let (members, rows) = (self.shares[stage].len() as f64, load.batch as f64);
+    fn all_reduce_seconds(&self, stage: usize, load: Workload) -> f64 {
+        let (members, rows) = (self.costs[stage].len() as f64, load.batch as f64);
         let others = members - 1.0;
-        let sum = others * self.hardware.within.seconds(rows * self.model.hidden as f64 * NUMBER);
-        let is_last = stage + 1 == self.shares.len();
-        let logits = rows * self.model.vocab as f64 / members * NUMBER;
-        let gathered =
-            if is_last && members > 1.0 { others * self.hardware.within.seconds(logits) } else { 0.0 };
-        match self.shares[stage][0].decoding.sums {
+        let sum =
+            others * self.hardware.intra_stage_link.seconds(rows * self.model.hidden as f64 * VALUE_BYTES);
+        let is_last = stage + 1 == self.costs.len();
+        let logits = rows * self.model.vocab as f64 / members * VALUE_BYTES;
+        let gathered = if is_last && members > 1.0 {
+            others * self.hardware.intra_stage_link.seconds(logits)
+        } else {
+            0.0
+        };
+        match self.costs[stage][0].decoding.all_reduces {
             // A stage without rows still synchronizes over one value, so that no rank runs ahead.
-            0.0 => others * self.hardware.within.seconds(NUMBER),
+            0.0 => others * self.hardware.intra_stage_link.seconds(VALUE_BYTES),
             sums => sums * sum + gathered,
         }
     }
 
     /// Returns the time to send the activations to each rank of the next stage, in seconds. A token has no
     /// rows before the decoder's first layer.
-    fn sending_seconds(&self, stage: usize, load: Load) -> f64 {
-        let next = self.shares.get(stage + 1).map_or(0, Vec::len);
+    fn handoff_seconds(&self, stage: usize, load: Workload) -> f64 {
+        let next = self.costs.get(stage + 1).map_or(0, Vec::len);
         let mut so_far = self.partition.stages[..=stage].iter();
         let has_rows = self.model.decoder.is_none() || so_far.any(|stage| !stage.decoder.is_empty());
         let rows = if has_rows { load.batch } else { 0 };
-        let bytes = rows as f64 * self.model.hidden as f64 * NUMBER;
-        next as f64 * self.hardware.between.seconds(bytes)
+        let bytes = rows as f64 * self.model.hidden as f64 * VALUE_BYTES;
+        next as f64 * self.hardware.inter_stage_link.seconds(bytes)
     }
 
-    fn bytes(&self, load: Load) -> Vec<Vec<f64>> {
+    fn bytes(&self, load: Workload) -> Vec<Vec<f64>> {
         let positions = (load.sequences * load.context) as f64;
-        let held = |share: &Share| share.held.stored + share.held.kv * positions;
-        self.shares.iter().map(|stage| stage.iter().map(held).collect()).collect()
+        let held = |share: &RankCost| share.held.stored + share.held.kv * positions;
+        self.costs.iter().map(|stage| stage.iter().map(held).collect()).collect()
     }
 
     /// Returns the numbers of a stage's devices.
-    fn of_stage(&self, stage: usize) -> Range<usize> {
-        let first = self.partition.stages[..stage].iter().map(|stage| stage.members.len()).sum();
-        first..first + self.shares[stage].len()
+    fn stage_devices(&self, stage: usize) -> Range<usize> {
+        let first = self.partition.stages[..stage].iter().map(|stage| stage.ranks.len()).sum();
+        first..first + self.costs[stage].len()
     }
 
-    fn all(&self) -> Range<usize> {
-        0..self.shares.iter().map(Vec::len).sum()
+    fn all_devices(&self) -> Range<usize> {
+        0..self.costs.iter().map(Vec::len).sum()
     }
 }
 
 /// Returns the time of a device for its part of a step, in seconds.
-fn seconds(part: Part, device: Device, load: Load) -> f64 {
+fn device_seconds(part: ResourceCost, device: Device, load: Workload) -> f64 {
     let (rows, positions) = (load.batch as f64, load.context as f64);
     let read = part.bytes_read(rows) + part.kv * rows * positions;
     let computed = 2.0 * rows * (part.macs + part.macs_per_position * positions);

@@ -1,22 +1,22 @@
-use super::super::hardware::{Link, Together, v100x4};
-use super::super::shape::{FALCON_40B, StackShape, Table};
+use super::super::hardware::{Link, SharedMemory, v100x4};
+use super::super::shape::{FALCON_40B, SharedTable, StackShape};
 use super::*;
-use crate::model::partition::Member;
-use crate::model::shard::{Deal, ExpertSplit};
+use crate::model::partition::StageRank;
+use crate::model::shard::{ExpertSplit, HeadSplit};
 
 /// Returns a partition of n stages with m ranks, with the layers evenly split.
 fn even(model: &ModelShape, stages: usize, members: usize) -> Partition {
     let each = model.layers() / stages;
-    let member = Member { device: "it".to_owned(), share: 1 };
+    let member = StageRank { device: "it".to_owned(), share: 1 };
     let stage = |number: usize| Stage {
         encoder: 0..0,
         decoder: number * each..(number + 1) * each,
-        members: vec![member.clone(); members],
+        ranks: vec![member.clone(); members],
     };
     Partition { stages: (0..stages).map(stage).collect(), experts: ExpertSplit::Column }
 }
 
-const ONE: Load = Load { batch: 1, context: 128, sequences: 4 };
+const ONE: Workload = Workload { batch: 1, context: 128, sequences: 4 };
 
 /// Checks the orderings of Shi et al. 2024, Table 5, and prints the table with the forecast next to the
 /// paper's figures.
@@ -44,16 +44,26 @@ fn table_5() {
 }
 
 /// Returns a stack of layers with this cost, without embedding and head.
-fn of_layers(number: usize, divided: Part) -> StackShape {
-    let layer = Unit { divided, ..Unit::default() };
-    StackShape { embedding: Part::default(), layers: vec![layer; number], head: Part::default() }
+fn of_layers(number: usize, divided: ResourceCost) -> StackShape {
+    let layer = LayerCost { divided, ..LayerCost::default() };
+    StackShape {
+        embedding: ResourceCost::default(),
+        layers: vec![layer; number],
+        head: ResourceCost::default(),
+    }
 }
 
 /// A model of two layers with 100 bytes and 10 multiplications each, on devices with 100 bytes and 1000
 /// operations per second, for which times can be computed by hand.
 fn by_hand() -> (ModelShape, Hardware) {
-    let layer =
-        Part { stored: 100.0, read: 100.0, read_max: 100.0, macs: 10.0, sums: 2.0, ..Part::default() };
+    let layer = ResourceCost {
+        stored: 100.0,
+        read: 100.0,
+        read_max: 100.0,
+        macs: 10.0,
+        all_reduces: 2.0,
+        ..ResourceCost::default()
+    };
     let stack = of_layers(2, layer);
     let model = ModelShape {
         name: "it".to_owned(),
@@ -61,15 +71,15 @@ fn by_hand() -> (ModelShape, Hardware) {
         vocab: 0,
         encoder: None,
         decoder: Some(stack),
-        tables: Vec::new(),
+        shared_tables: Vec::new(),
     };
     let hardware = Hardware {
         name: "it".to_owned(),
         devices: vec![Device { bandwidth: 100.0, flops: 1000.0, memory: 150.0, op_seconds: 0.0 }],
-        together: Together::NOTHING,
-        within: Link { latency: 0.25, bandwidth: 80.0 },
-        between: Link { latency: 0.5, bandwidth: 80.0 },
-        turn_seconds: 0.0,
+        shared_memory: SharedMemory::UNLIMITED,
+        intra_stage_link: Link { latency: 0.25, bandwidth: 80.0 },
+        inter_stage_link: Link { latency: 0.5, bandwidth: 80.0 },
+        overhead_seconds: 0.0,
     };
     (model, hardware)
 }
@@ -81,7 +91,7 @@ fn near(a: f64, b: f64) -> bool {
 #[test]
 fn times_are_those_worked_out_by_hand() {
     let (model, hardware) = by_hand();
-    let load = Load { batch: 1, context: 0, sequences: 1 };
+    let load = Workload { batch: 1, context: 0, sequences: 1 };
     // Two seconds of reading; a message of 20 bytes takes 0.75 seconds between stages and 0.5 within one.
     let one = forecast(&model, &even(&model, 1, 1), &hardware, load);
     assert!(near(one.decode_speed, 0.5) && !one.fits, "{one:?}");
@@ -95,7 +105,7 @@ fn times_are_those_worked_out_by_hand() {
     assert!(near(tensors.decode_speed, 1.0 / (1.0 + 4.0 * 0.5 + 0.25)), "{tensors:?}");
     assert!(near(tensors.throughput_lanes, tensors.throughput_one_lane));
     // A hundred rows: 1000 multiplications per layer, which are 2000 operations and take two seconds.
-    let many = forecast(&model, &even(&model, 1, 1), &hardware, Load { batch: 100, ..load });
+    let many = forecast(&model, &even(&model, 1, 1), &hardware, Workload { batch: 100, ..load });
     assert!(near(many.throughput_one_lane, 25.0), "{many:?}");
 }
 
@@ -103,8 +113,8 @@ fn times_are_those_worked_out_by_hand() {
 #[test]
 fn a_shared_memory_bounds_all_that_read_at_once() {
     let (model, hardware) = by_hand();
-    let load = Load { batch: 1, context: 0, sequences: 1 };
-    let shared = Hardware { together: Together { bandwidth: 100.0, memory: 150.0 }, ..hardware };
+    let load = Workload { batch: 1, context: 0, sequences: 1 };
+    let shared = Hardware { shared_memory: SharedMemory { bandwidth: 100.0, memory: 150.0 }, ..hardware };
     let layers = forecast(&model, &even(&model, 2, 1), &shared, load);
     assert!(!layers.fits, "each part fits, but not both in one memory");
     // Alone, each stage has full speed; with both busy, each has half the speed.
@@ -120,9 +130,9 @@ fn what_is_held_is_weights_and_cache() {
     for layer in &mut model.decoder.as_mut().unwrap().layers {
         layer.divided.kv = 4.0;
     }
-    let load = Load { batch: 1, context: 10, sequences: 2 };
+    let load = Workload { batch: 1, context: 10, sequences: 2 };
     let mut partition = even(&model, 1, 2);
-    partition.stages[0].members[0].share = 3;
+    partition.stages[0].ranks[0].share = 3;
     let forecast = forecast(&model, &partition, &hardware, load);
     // 2 x (100 + 4 x 20), three quarters of it on the first device.
     assert_eq!(forecast.bytes, [[270.0, 90.0]]);
@@ -133,25 +143,26 @@ fn what_is_held_is_weights_and_cache() {
 #[test]
 fn slow_devices_leave_the_shared_memory_to_fast_ones() {
     let (model, hardware) = by_hand();
-    let load = Load { batch: 1, context: 0, sequences: 1 };
+    let load = Workload { batch: 1, context: 0, sequences: 1 };
     let device = hardware.devices[0];
     let mixed = Hardware {
         devices: vec![device, Device { bandwidth: 20.0, ..device }],
-        together: Together { bandwidth: 120.0, memory: f64::INFINITY },
-        between: Link { latency: 0.0, bandwidth: f64::INFINITY },
+        shared_memory: SharedMemory { bandwidth: 120.0, memory: f64::INFINITY },
+        inter_stage_link: Link { latency: 0.0, bandwidth: f64::INFINITY },
         ..hardware
     };
     // 100 bytes at 100 and at 20 bytes per second, as each device would alone.
     let layers = forecast(&model, &even(&model, 2, 1), &mixed, load);
     assert!(near(layers.throughput_lanes, 0.2) && near(layers.decode_speed, 1.0 / 6.0), "{layers:?}");
     // 80 of 100 bytes per second are left for the first device.
-    let narrow = Hardware { together: Together { bandwidth: 100.0, ..mixed.together }, ..mixed };
+    let narrow =
+        Hardware { shared_memory: SharedMemory { bandwidth: 100.0, ..mixed.shared_memory }, ..mixed };
     let partition = even(&model, 2, 1);
-    let machine = Machine {
+    let machine = Estimator {
         model: &model,
         partition: &partition,
         hardware: &narrow,
-        shares: shares(&model, &partition),
+        costs: rank_costs(&model, &partition),
     };
     assert!(near(machine.bandwidth_each(0..2), 80.0));
 }
@@ -163,24 +174,26 @@ fn members_have_whole_heads() {
     let (mut model, hardware) = by_hand();
     let mut dealt = |kv_heads| {
         for layer in &mut model.decoder.as_mut().unwrap().layers {
-            layer.divided = Part { stored: 60.0, read: 60.0, read_max: 60.0, ..Part::default() };
-            layer.of_queries = Part { stored: 40.0, read: 40.0, read_max: 40.0, ..Part::default() };
-            layer.of_kv = Part { stored: 8.0, kv: 4.0, ..Part::default() };
-            layer.deal = Some(Deal { heads: 4 * kv_heads, kv_heads, v_dim: 1, block: 1 });
+            layer.divided =
+                ResourceCost { stored: 60.0, read: 60.0, read_max: 60.0, ..ResourceCost::default() };
+            layer.query_heads =
+                ResourceCost { stored: 40.0, read: 40.0, read_max: 40.0, ..ResourceCost::default() };
+            layer.kv_heads = ResourceCost { stored: 8.0, kv: 4.0, ..ResourceCost::default() };
+            layer.head_split = Some(HeadSplit { heads: 4 * kv_heads, kv_heads, v_dim: 1, block: 1 });
         }
         model.clone()
     };
     let free = Link { latency: 0.0, bandwidth: f64::INFINITY };
-    let hardware = Hardware { within: free, ..hardware };
-    let (model, load) = (dealt(1), Load { batch: 1, context: 0, sequences: 1 });
+    let hardware = Hardware { intra_stage_link: free, ..hardware };
+    let (model, load) = (dealt(1), Workload { batch: 1, context: 0, sequences: 1 });
     let three = forecast(&model, &even(&model, 1, 3), &hardware, load);
     // 2 x (60 / 3 + 40 / 2 + 8)
     assert_eq!(three.bytes, [[96.0, 76.0, 76.0]]);
     assert!(near(three.decode_speed, 100.0 / 80.0), "{three:?}");
     let model = dealt(2);
     let mut partition = even(&model, 1, 3);
-    partition.stages[0].members[2].share = 4;
-    let by_shares = forecast(&model, &partition, &hardware, Load { context: 10, ..load });
+    partition.stages[0].ranks[2].share = 4;
+    let by_shares = forecast(&model, &partition, &hardware, Workload { context: 10, ..load });
     // 2 x (60 / 6 + 40 / 4 + 8 / 2 + 40 / 2), and 2 x (60 x 4 / 6 + 40 / 2 + 8 / 2 + 40 / 2)
     assert_eq!(by_shares.bytes, [[88.0, 88.0, 168.0]]);
 }
@@ -189,28 +202,31 @@ fn members_have_whole_heads() {
 #[test]
 fn an_encoders_stage_hands_on_nothing_of_a_token() {
     let (decoder, hardware) = by_hand();
-    let both = ModelShape { encoder: Some(of_layers(1, Part::default())), ..decoder };
+    let both = ModelShape { encoder: Some(of_layers(1, ResourceCost::default())), ..decoder };
     let mut partition = even(&both, 3, 1);
     for (stage, (encoder, decoder)) in [(0..1, 0..0), (1..1, 0..1), (1..1, 1..2)].into_iter().enumerate() {
         (partition.stages[stage].encoder, partition.stages[stage].decoder) = (encoder, decoder);
     }
-    let forecast = forecast(&both, &partition, &hardware, Load { batch: 1, context: 0, sequences: 1 });
+    let forecast = forecast(&both, &partition, &hardware, Workload { batch: 1, context: 0, sequences: 1 });
     // The latency alone; one second of reading, the latency and 20 bytes; one second.
     let stages = [0.5, 1.75, 1.0];
     assert!(forecast.stage_seconds.iter().zip(stages).all(|(a, b)| near(*a, b)), "{forecast:?}");
     // Two ranks synchronize over one value.
-    partition.stages[0].members.push(Member { device: "cpu:3".into(), share: 1 });
-    let met = self::forecast(&both, &partition, &hardware, Load { batch: 1, context: 0, sequences: 1 });
-    assert!(near(met.stage_seconds[0], 0.5 + hardware.within.seconds(4.0)), "{met:?}");
-    assert!(hardware.within.seconds(4.0) > 0.0);
+    partition.stages[0].ranks.push(StageRank { device: "cpu:3".into(), share: 1 });
+    let met = self::forecast(&both, &partition, &hardware, Workload { batch: 1, context: 0, sequences: 1 });
+    assert!(near(met.stage_seconds[0], 0.5 + hardware.intra_stage_link.seconds(4.0)), "{met:?}");
+    assert!(hardware.intra_stage_link.seconds(4.0) > 0.0);
 }
 
 /// An encoder takes memory, but decoded tokens do not pass through it.
 #[test]
 fn tokens_go_through_the_decoder_alone() {
     let (decoder, hardware) = by_hand();
-    let load = Load { batch: 1, context: 0, sequences: 1 };
-    let encoder = Some(of_layers(3, Part { stored: 50.0, read: 50.0, read_max: 50.0, ..Part::default() }));
+    let load = Workload { batch: 1, context: 0, sequences: 1 };
+    let encoder = Some(of_layers(
+        3,
+        ResourceCost { stored: 50.0, read: 50.0, read_max: 50.0, ..ResourceCost::default() },
+    ));
     let both = ModelShape { encoder: encoder.clone(), ..decoder.clone() };
     let partition = |encoder: Range<usize>, decoder: Range<usize>| {
         let mut single = even(&both, 1, 1);
@@ -232,10 +248,10 @@ fn tokens_go_through_the_decoder_alone() {
 fn a_shared_table_is_held_once() {
     let (mut model, hardware) = by_hand();
     let stack = model.decoder.as_mut().unwrap();
-    let table = Part { stored: 30.0, ..Part::default() };
+    let table = ResourceCost { stored: 30.0, ..ResourceCost::default() };
     (stack.embedding, stack.head) = (table, table);
-    model.tables.push(Table { first: 0, last: 1, stored: 30.0 });
-    let load = Load { batch: 1, context: 0, sequences: 1 };
+    model.shared_tables.push(SharedTable { first: 0, last: 1, stored: 30.0 });
+    let load = Workload { batch: 1, context: 0, sequences: 1 };
     let bytes = |stages, members| forecast(&model, &even(&model, stages, members), &hardware, load).bytes;
     assert_eq!(bytes(1, 1), [[230.0]]);
     assert_eq!(bytes(1, 2), [[115.0, 115.0]]);
@@ -247,10 +263,10 @@ fn a_shared_table_is_held_once() {
 fn replicated_kv_heads_are_held_by_all_members() {
     let (mut model, hardware) = by_hand();
     for layer in &mut model.decoder.as_mut().unwrap().layers {
-        layer.of_kv = Part { stored: 8.0, kv: 4.0, ..Part::default() };
-        layer.deal = Some(Deal { heads: 4, kv_heads: 1, v_dim: 1, block: 1 });
+        layer.kv_heads = ResourceCost { stored: 8.0, kv: 4.0, ..ResourceCost::default() };
+        layer.head_split = Some(HeadSplit { heads: 4, kv_heads: 1, v_dim: 1, block: 1 });
     }
-    let load = Load { batch: 1, context: 10, sequences: 1 };
+    let load = Workload { batch: 1, context: 10, sequences: 1 };
     let forecast = forecast(&model, &even(&model, 1, 4), &hardware, load);
     // 2 x (100 / 4 + 8 + 4 x 10)
     assert_eq!(forecast.bytes, [[146.0; 4]]);

@@ -3,16 +3,16 @@
 //!
 //! Invariant: a returned partition can be loaded as it is, and so can the nearest one that an error suggests.
 
-use super::balance::balanced;
-use super::shape::{ModelShape, Unit};
-use crate::config::{DeviceConfig, DeviceName, Experts, Groups, spelled};
-use crate::model::partition::{Member, Partition, Stage};
+use super::balance::balance_layers;
+use super::shape::{LayerCost, ModelShape};
+use crate::config::{DeviceConfig, DeviceName, ExpertPlacement, Groups, format_groups};
+use crate::model::partition::{Partition, Stage, StageRank};
 use crate::model::shard::{ExpertSplit, Shard};
 use std::ops::Range;
 
 /// Speed and free memory of a device before anything is loaded on it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Place {
+pub struct DeviceCapacity {
     /// Bytes of weights processed per second. Only the ratio to other devices matters.
     pub speed: f64,
     /// Bytes available for weights; infinite if the device has no memory of its own.
@@ -21,28 +21,28 @@ pub struct Place {
 
 /// The reason why a shard is impossible, and the limit it exceeds.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unfit {
+pub struct ShardLimit {
     /// Text that continues "has 3 ranks, but".
     pub reason: String,
     /// Maximum number of ranks of the stage.
-    pub members_max: usize,
+    pub max_ranks: usize,
 }
 
 /// Reasons why a model cannot be split as configured. Each message names its key and the nearest possible
 /// value, if there is one; there is none if memory is insufficient.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
+pub enum PartitionError {
     #[error("device.groups: {asked} makes {stages} stages, but the model has {layers} {}; {nearest}",
             if *.layers == 1 { "layer" } else { "layers" })]
-    Stages { asked: String, stages: usize, layers: usize, nearest: String },
+    TooManyStages { asked: String, stages: usize, layers: usize, nearest: String },
     #[error("device.groups: stage {stage} of {asked} has {members} ranks, but {reason}; {nearest}")]
-    Members { asked: String, stage: usize, members: usize, reason: String, nearest: String },
+    TooManyRanks { asked: String, stage: usize, members: usize, reason: String, nearest: String },
     #[error("device.layers: {asked:?} adds up to {sum} layers, but the model has {layers}; {nearest}")]
-    Layers { asked: Vec<usize>, sum: usize, layers: usize, nearest: String },
+    WrongLayerSum { asked: Vec<usize>, sum: usize, layers: usize, nearest: String },
     #[error(
         "device.groups: no split of the model's {layers} layers into {asked} fits the memory of each device"
     )]
-    Memory { asked: String, layers: usize },
+    InsufficientMemory { asked: String, layers: usize },
 }
 
 /// Splits a model as configured by `config`. What the configuration leaves open is chosen by the speed and
@@ -50,48 +50,48 @@ pub enum Refusal {
 pub fn partition(
     config: &DeviceConfig,
     model: &ModelShape,
-    place: impl Fn(&DeviceName) -> Place,
-    fits: impl Fn(&Shard) -> Result<(), Unfit>,
-) -> Result<Partition, Refusal> {
-    let divider = Divider { model, place: &place, fits: &fits };
-    divider.partition(config).map_err(|obstacle| divider.refusal(config, obstacle))
+    place: impl Fn(&DeviceName) -> DeviceCapacity,
+    fits: impl Fn(&Shard) -> Result<(), ShardLimit>,
+) -> Result<Partition, PartitionError> {
+    let divider = Partitioner { model, capacity: &place, fits: &fits };
+    divider.partition(config).map_err(|obstacle| divider.error(config, obstacle))
 }
 
 /// The reason why a partition is impossible.
-enum Obstacle {
+enum Conflict {
     /// More stages than layers.
     Stages,
     /// Layer counts that do not add up to the number of layers.
     Layers,
     Memory,
     /// More ranks than a stage can have.
-    Members {
+    Ranks {
         stage: usize,
-        unfit: Unfit,
+        limit: ShardLimit,
     },
 }
 
-struct Divider<'a> {
+struct Partitioner<'a> {
     model: &'a ModelShape,
-    place: &'a dyn Fn(&DeviceName) -> Place,
-    fits: &'a dyn Fn(&Shard) -> Result<(), Unfit>,
+    capacity: &'a dyn Fn(&DeviceName) -> DeviceCapacity,
+    fits: &'a dyn Fn(&Shard) -> Result<(), ShardLimit>,
 }
 
-impl Divider<'_> {
-    fn partition(&self, config: &DeviceConfig) -> Result<Partition, Obstacle> {
+impl Partitioner<'_> {
+    fn partition(&self, config: &DeviceConfig) -> Result<Partition, Conflict> {
         let layers = self.model.layers();
         if config.groups.len() > layers {
-            return Err(Obstacle::Stages);
+            return Err(Conflict::Stages);
         }
         let counts = match &config.layers[..] {
-            [] => self.by_speed(config).ok_or(Obstacle::Memory)?,
+            [] => self.balanced_counts(config).ok_or(Conflict::Memory)?,
             asked if asked.iter().sum::<usize>() == layers => asked.to_vec(),
-            _ => return Err(Obstacle::Layers),
+            _ => return Err(Conflict::Layers),
         };
-        let partition = assigned(config, self.model, &counts);
+        let partition = build_partition(config, self.model, &counts);
         for (stage, shards) in partition.shards().iter().enumerate() {
             for shard in shards {
-                (self.fits)(shard).map_err(|unfit| Obstacle::Members { stage, unfit })?;
+                (self.fits)(shard).map_err(|unfit| Conflict::Ranks { stage, limit: unfit })?;
             }
         }
         Ok(partition)
@@ -100,36 +100,42 @@ impl Divider<'_> {
     /// Returns the layer counts for which the slowest stage is fastest. A stage is as fast as its slowest
     /// rank and has at most what each rank can hold. Encoder layers count like decoder layers, because inputs
     /// of new sequences are encoded while others decode.
-    fn by_speed(&self, config: &DeviceConfig) -> Option<Vec<usize>> {
-        let units = self.model.units();
+    fn balanced_counts(&self, config: &DeviceConfig) -> Option<Vec<usize>> {
+        let units = self.model.layer_costs();
         let bearers = |(stage, devices): (usize, &Vec<DeviceName>)| {
-            let places: Vec<Place> = devices.iter().map(self.place).collect();
-            Bearer::by_rank(&places, &config.shares_of(stage), &units)
+            let places: Vec<DeviceCapacity> = devices.iter().map(self.capacity).collect();
+            RankLoad::by_rank(&places, &config.stage_shares(stage), &units)
         };
-        let stages: Vec<Vec<Bearer>> = config.groups.iter().enumerate().map(bearers).collect();
-        balanced(units.len(), stages.len(), |stage, layers| {
-            let twice = self.model.stored_twice(&layers);
+        let stages: Vec<Vec<RankLoad>> = config.groups.iter().enumerate().map(bearers).collect();
+        balance_layers(units.len(), stages.len(), |stage, layers| {
+            let twice = self.model.duplicate_bytes(&layers);
             let each = stages[stage].iter().map(|bearer| bearer.time(&layers, twice));
             each.fold(0.0, f64::max)
         })
     }
 
-    fn refusal(&self, config: &DeviceConfig, obstacle: Obstacle) -> Refusal {
-        let (asked, layers) = (spelled(&config.groups), self.model.layers());
+    fn error(&self, config: &DeviceConfig, obstacle: Conflict) -> PartitionError {
+        let (asked, layers) = (format_groups(&config.groups), self.model.layers());
         match obstacle {
-            Obstacle::Stages => {
+            Conflict::Stages => {
                 let (stages, nearest) = (config.groups.len(), self.nearest(config));
-                Refusal::Stages { asked, stages, layers, nearest }
+                PartitionError::TooManyStages { asked, stages, layers, nearest }
             }
-            Obstacle::Layers => {
+            Conflict::Layers => {
                 let (asked, sum) = (config.layers.clone(), config.layers.iter().sum());
                 let nearest = self.nearest_counts(config);
-                Refusal::Layers { asked, sum, layers, nearest }
+                PartitionError::WrongLayerSum { asked, sum, layers, nearest }
             }
-            Obstacle::Memory => Refusal::Memory { asked, layers },
-            Obstacle::Members { stage, unfit } => {
+            Conflict::Memory => PartitionError::InsufficientMemory { asked, layers },
+            Conflict::Ranks { stage, limit: unfit } => {
                 let (members, nearest) = (config.groups[stage].len(), self.nearest(config));
-                Refusal::Members { asked, stage: stage + 1, members, reason: unfit.reason, nearest }
+                PartitionError::TooManyRanks {
+                    asked,
+                    stage: stage + 1,
+                    members,
+                    reason: unfit.reason,
+                    nearest,
+                }
             }
         }
     }
@@ -137,7 +143,7 @@ impl Divider<'_> {
     /// Describes the nearest possible layer counts; if there are none near the configured ones, the nearest
     /// groups.
     fn nearest_counts(&self, config: &DeviceConfig) -> String {
-        let layers = nearest_sum(&config.layers, self.model.layers());
+        let layers = rescale_counts(&config.layers, self.model.layers());
         match self.partition(&DeviceConfig { layers: layers.clone(), ..config.clone() }) {
             Ok(_) => format!("the nearest possible is {layers:?}"),
             Err(_) => self.nearest(config),
@@ -151,13 +157,17 @@ impl Divider<'_> {
         let mut groups = config.groups.clone();
         loop {
             match self.partition(&config.regrouped(&groups)) {
-                Err(Obstacle::Stages) => groups.truncate(self.model.layers().max(1)),
-                Err(Obstacle::Members { stage, unfit }) if groups[stage].len() > 1 => {
-                    let parts = parted(&groups[stage], unfit.members_max);
+                Err(Conflict::Stages) => groups.truncate(self.model.layers().max(1)),
+                Err(Conflict::Ranks { stage, limit: unfit }) if groups[stage].len() > 1 => {
+                    let parts = split_stage(&groups[stage], unfit.max_ranks);
                     groups.splice(stage..=stage, parts);
                 }
                 Ok(_) => {
-                    return format!("the nearest possible is {}{}", spelled(&groups), left_open(config));
+                    return format!(
+                        "the nearest possible is {}{}",
+                        format_groups(&groups),
+                        keys_to_reset(config)
+                    );
                 }
                 Err(_) => return "there is no similar split that is possible".to_owned(),
             }
@@ -166,13 +176,13 @@ impl Divider<'_> {
 }
 
 /// Splits the ranks of a stage into as few stages as possible, at least two, with at most `most` ranks each.
-fn parted(members: &[DeviceName], most: usize) -> Groups {
+fn split_stage(members: &[DeviceName], most: usize) -> Groups {
     let stages = members.len().div_ceil(most.clamp(1, members.len() - 1));
     members.chunks(members.len().div_ceil(stages)).map(<[DeviceName]>::to_vec).collect()
 }
 
 /// Returns the text that names the keys to reset if the groups change.
-fn left_open(config: &DeviceConfig) -> String {
+fn keys_to_reset(config: &DeviceConfig) -> String {
     let keys = [("device.layers", config.layers.is_empty()), ("device.shares", config.shares.is_empty())];
     let reset = keys.iter().filter(|(_, is_open)| !is_open).map(|(key, _)| format!("{key} = []"));
     match reset.collect::<Vec<_>>().join(" and ") {
@@ -182,28 +192,28 @@ fn left_open(config: &DeviceConfig) -> String {
 }
 
 /// The load of one rank of a stage, for any range of layers.
-struct Bearer {
-    place: Place,
+struct RankLoad {
+    capacity: DeviceCapacity,
     /// The rank's fraction of everything that is split by shares.
-    part: f64,
+    fraction: f64,
     /// Cumulative sums over the first n layers: bytes that the rank reads in a step, and bytes that it
     /// stores.
     read: Vec<f64>,
     stored: Vec<f64>,
 }
 
-impl Bearer {
-    fn by_rank(places: &[Place], shares: &[u32], units: &[Unit]) -> Vec<Bearer> {
+impl RankLoad {
+    fn by_rank(places: &[DeviceCapacity], shares: &[u32], units: &[LayerCost]) -> Vec<RankLoad> {
         let all = f64::from(shares.iter().sum::<u32>());
-        let nothing = |(place, share): (&Place, &u32)| Bearer {
-            place: *place,
-            part: f64::from(*share) / all,
+        let nothing = |(place, share): (&DeviceCapacity, &u32)| RankLoad {
+            capacity: *place,
+            fraction: f64::from(*share) / all,
             read: vec![0.0],
             stored: vec![0.0],
         };
-        let mut bearers: Vec<Bearer> = places.iter().zip(shares).map(nothing).collect();
+        let mut bearers: Vec<RankLoad> = places.iter().zip(shares).map(nothing).collect();
         for (before, unit) in units.iter().enumerate() {
-            for (bearer, part) in bearers.iter_mut().zip(unit.of_members(shares)) {
+            for (bearer, part) in bearers.iter_mut().zip(unit.by_rank(shares)) {
                 bearer.read.push(bearer.read[before] + part.bytes_read(1.0));
                 bearer.stored.push(bearer.stored[before] + part.stored);
             }
@@ -215,14 +225,14 @@ impl Bearer {
     /// `twice` is the number of bytes that are counted twice but held once.
     fn time(&self, layers: &Range<usize>, twice: f64) -> f64 {
         let of = |first: &[f64]| first[layers.end] - first[layers.start];
-        let stored = of(&self.stored) - twice * self.part;
-        if stored > self.place.memory { f64::INFINITY } else { of(&self.read) / self.place.speed }
+        let stored = of(&self.stored) - twice * self.fraction;
+        if stored > self.capacity.memory { f64::INFINITY } else { of(&self.read) / self.capacity.speed }
     }
 }
 
 /// Scales layer counts to a sum of `layers`, keeping their proportions as well as whole numbers of at least 1
 /// allow.
-fn nearest_sum(asked: &[usize], layers: usize) -> Vec<usize> {
+fn rescale_counts(asked: &[usize], layers: usize) -> Vec<usize> {
     let sum = asked.iter().sum::<usize>() as f64;
     let wanted = |count: usize| count as f64 * layers as f64 / sum;
     let mut counts: Vec<usize> = asked.iter().map(|count| (wanted(*count) as usize).max(1)).collect();
@@ -244,23 +254,23 @@ fn nearest_sum(asked: &[usize], layers: usize) -> Vec<usize> {
     counts
 }
 
-fn assigned(config: &DeviceConfig, model: &ModelShape, counts: &[usize]) -> Partition {
+fn build_partition(config: &DeviceConfig, model: &ModelShape, counts: &[usize]) -> Partition {
     let encoder = model.encoder_layers();
     let mut start = 0;
     let stage = |(stage, devices): (usize, &Vec<DeviceName>)| {
         let end = start + counts[stage];
         let layers = std::mem::replace(&mut start, end)..end;
-        let member = |(device, share): (&DeviceName, u32)| Member { device: device.to_string(), share };
+        let member = |(device, share): (&DeviceName, u32)| StageRank { device: device.to_string(), share };
         Stage {
             encoder: layers.start.min(encoder)..layers.end.min(encoder),
             decoder: layers.start.max(encoder) - encoder..layers.end.max(encoder) - encoder,
-            members: devices.iter().zip(config.shares_of(stage)).map(member).collect(),
+            ranks: devices.iter().zip(config.stage_shares(stage)).map(member).collect(),
         }
     };
     let stages = config.groups.iter().enumerate().map(stage).collect();
     let experts = match config.experts {
-        Experts::Column => ExpertSplit::Column,
-        Experts::Expert => ExpertSplit::Expert,
+        ExpertPlacement::Column => ExpertSplit::Column,
+        ExpertPlacement::Expert => ExpertSplit::Expert,
     };
     Partition { stages, experts }
 }

@@ -1,11 +1,11 @@
-use super::super::shape::{FALCON_40B, Part, StackShape, Table, Uniform, Unit};
+use super::super::shape::{FALCON_40B, LayerCost, ResourceCost, SharedTable, StackShape, UniformDecoder};
 use super::*;
 use crate::config::{Config, Overrides};
-use crate::model::shard::Deal;
+use crate::model::shard::HeadSplit;
 use mainstem_kernels::QuantType;
 
 /// The model of Shi et al. 2024, Table 4: 40 layers with 32 heads.
-const TABLE_4: Uniform = Uniform {
+const TABLE_4: UniformDecoder = UniformDecoder {
     layers: 40,
     hidden: 4096,
     heads: 32,
@@ -27,19 +27,19 @@ fn device(settings: &[(&'static str, &str)]) -> DeviceConfig {
     Config::load(None, flags).unwrap().device
 }
 
-fn alike(_: &DeviceName) -> Place {
-    Place { speed: 1.0, memory: f64::INFINITY }
+fn alike(_: &DeviceName) -> DeviceCapacity {
+    DeviceCapacity { speed: 1.0, memory: f64::INFINITY }
 }
 
 /// Allows as many ranks as there are heads.
-fn heads(heads: usize) -> impl Fn(&Shard) -> Result<(), Unfit> {
-    move |shard| match shard.members() <= heads {
+fn heads(heads: usize) -> impl Fn(&Shard) -> Result<(), ShardLimit> {
+    move |shard| match shard.rank_count() <= heads {
         true => Ok(()),
-        false => Err(Unfit { reason: format!("the layers have {heads} heads"), members_max: heads }),
+        false => Err(ShardLimit { reason: format!("the layers have {heads} heads"), max_ranks: heads }),
     }
 }
 
-fn split(model: &Uniform, settings: &[(&'static str, &str)]) -> Result<Partition, Refusal> {
+fn split(model: &UniformDecoder, settings: &[(&'static str, &str)]) -> Result<Partition, PartitionError> {
     partition(&device(settings), &ModelShape::uniform("it", model), alike, heads(model.heads))
 }
 
@@ -48,7 +48,7 @@ fn layers_of(partition: &Partition) -> Vec<usize> {
 }
 
 fn refused(settings: &[(&'static str, &str)]) -> String {
-    split(&Uniform { layers: 4, heads: 2, kv_heads: 2, ..TABLE_4 }, settings).unwrap_err().to_string()
+    split(&UniformDecoder { layers: 4, heads: 2, kv_heads: 2, ..TABLE_4 }, settings).unwrap_err().to_string()
 }
 
 #[test]
@@ -56,7 +56,7 @@ fn table_4_is_what_the_paper_draws() {
     let partition = split(&TABLE_4, &[("device.groups", "0&1;2&3")]).unwrap();
     assert_eq!((partition.stages[0].decoder.clone(), partition.stages[1].decoder.clone()), (0..20, 20..40));
     let members = |stage: usize| {
-        partition.stages[stage].members.iter().map(|m| (m.device.as_str(), m.share)).collect::<Vec<_>>()
+        partition.stages[stage].ranks.iter().map(|m| (m.device.as_str(), m.share)).collect::<Vec<_>>()
     };
     assert_eq!(members(0), [("cpu:0", 1), ("cpu:1", 1)]);
     assert_eq!(members(1), [("cpu:2", 1), ("cpu:3", 1)]);
@@ -74,7 +74,7 @@ fn every_split_has_every_layer_once_and_in_order() {
         let mut next = 0;
         for (stage, members) in partition.stages.iter().zip(&sizes) {
             assert!(stage.decoder.start == next && !stage.decoder.is_empty(), "{partition:?}");
-            assert_eq!((stage.members.len(), stage.encoder.clone()), (*members, 0..0));
+            assert_eq!((stage.ranks.len(), stage.encoder.clone()), (*members, 0..0));
             next = stage.decoder.end;
         }
         assert_eq!(next, 60);
@@ -84,14 +84,14 @@ fn every_split_has_every_layer_once_and_in_order() {
 /// Two ranks are as fast as two stages. The head costs almost as much as a layer, and is with the last one.
 #[test]
 fn stages_get_layers_by_their_speed() {
-    let headless = Uniform { vocab: 1, ..TABLE_4 };
+    let headless = UniformDecoder { vocab: 1, ..TABLE_4 };
     assert_eq!(
-        layers_of(&split(&Uniform { layers: 60, ..headless }, &[("device.groups", "0&1;2")]).unwrap()),
+        layers_of(&split(&UniformDecoder { layers: 60, ..headless }, &[("device.groups", "0&1;2")]).unwrap()),
         [40, 20]
     );
     assert_eq!(layers_of(&split(&FALCON_40B, &[("device.groups", "0&1;2")]).unwrap()), [41, 19]);
     let config = device(&[("device.groups", "0;reference:0")]);
-    let place = |device: &DeviceName| Place {
+    let place = |device: &DeviceName| DeviceCapacity {
         speed: if device.kind.name() == "cpu" { 3.0 } else { 1.0 },
         ..alike(device)
     };
@@ -99,13 +99,13 @@ fn stages_get_layers_by_their_speed() {
     let found = partition(&config, &shape, place, heads(32)).unwrap();
     assert_eq!(layers_of(&found), [30, 10]);
     // Only a third fits on the fast device.
-    let held: f64 = shape.units().iter().map(|unit| unit.whole().stored).sum();
+    let held: f64 = shape.layer_costs().iter().map(|unit| unit.total().stored).sum();
     let small = |device: &DeviceName| match device.kind.name() {
-        "cpu" => Place { memory: held / 3.0, ..place(device) },
+        "cpu" => DeviceCapacity { memory: held / 3.0, ..place(device) },
         _ => place(device),
     };
     assert_eq!(layers_of(&partition(&config, &shape, small, heads(32)).unwrap()), [13, 27]);
-    let tiny = |device: &DeviceName| Place { memory: held / 3.0, ..place(device) };
+    let tiny = |device: &DeviceName| DeviceCapacity { memory: held / 3.0, ..place(device) };
     let error = partition(&config, &shape, tiny, heads(32)).unwrap_err().to_string();
     assert!(error.contains("no split of the model's 40 layers into cpu:0;reference:0 fits"), "{error}");
 }
@@ -119,10 +119,13 @@ fn unequal_shares_slow_a_stage_down() {
 
 #[test]
 fn an_encoders_layers_come_before_the_decoders() {
-    let part = Part { stored: 1.0, read: 1.0, read_max: 1.0, ..Part::default() };
-    let unit = Unit { divided: part, ..Unit::default() };
-    let stack =
-        |layers| StackShape { embedding: Part::default(), layers: vec![unit; layers], head: Part::default() };
+    let part = ResourceCost { stored: 1.0, read: 1.0, read_max: 1.0, ..ResourceCost::default() };
+    let unit = LayerCost { divided: part, ..LayerCost::default() };
+    let stack = |layers| StackShape {
+        embedding: ResourceCost::default(),
+        layers: vec![unit; layers],
+        head: ResourceCost::default(),
+    };
     let shape = ModelShape {
         encoder: Some(stack(4)),
         decoder: Some(stack(5)),
@@ -178,18 +181,18 @@ fn the_nearest_counts_sum_up_and_leave_nobody_without() {
         (vec![1, 9], 2, vec![1, 1]),
         (vec![2, 1], 9, vec![6, 3]),
     ] {
-        assert_eq!(nearest_sum(&asked, layers), nearest, "{asked:?} for {layers}");
+        assert_eq!(rescale_counts(&asked, layers), nearest, "{asked:?} for {layers}");
     }
 }
 
 /// If two ranks cannot share the last layer, only the stage that has it is split.
 #[test]
 fn only_stages_beyond_their_own_bound_are_parted() {
-    let fits = |shard: &Shard| match (shard.decoder.end == 6, shard.members()) {
-        (true, 2..) => Err(Unfit { reason: "the last layer has 1 head".to_owned(), members_max: 1 }),
+    let fits = |shard: &Shard| match (shard.decoder.end == 6, shard.rank_count()) {
+        (true, 2..) => Err(ShardLimit { reason: "the last layer has 1 head".to_owned(), max_ranks: 1 }),
         _ => Ok(()),
     };
-    let model = ModelShape::uniform("it", &Uniform { layers: 6, ..TABLE_4 });
+    let model = ModelShape::uniform("it", &UniformDecoder { layers: 6, ..TABLE_4 });
     let refusal = |groups: &str| {
         let refusal = partition(&device(&[("device.groups", groups)]), &model, alike, fits).unwrap_err();
         refusal.to_string()
@@ -213,15 +216,15 @@ fn only_stages_beyond_their_own_bound_are_parted() {
 /// If memory or a single rank is the obstacle, the error suggests nothing.
 #[test]
 fn nothing_is_called_near_that_is_refused_too() {
-    let model = ModelShape::uniform("it", &Uniform { layers: 4, ..TABLE_4 });
+    let model = ModelShape::uniform("it", &UniformDecoder { layers: 4, ..TABLE_4 });
     let too_many = device(&[("device.groups", "0;1;2;3;4")]);
-    let tiny = |_: &DeviceName| Place { speed: 1.0, memory: 1.0 };
+    let tiny = |_: &DeviceName| DeviceCapacity { speed: 1.0, memory: 1.0 };
     let error = partition(&too_many, &model, tiny, heads(32)).unwrap_err().to_string();
     assert!(
         error.ends_with("but the model has 4 layers; there is no similar split that is possible"),
         "{error}"
     );
-    let nobody = |_: &Shard| Err(Unfit { reason: "there is nothing to share".to_owned(), members_max: 1 });
+    let nobody = |_: &Shard| Err(ShardLimit { reason: "there is nothing to share".to_owned(), max_ranks: 1 });
     let error = partition(&device(&[]), &model, alike, nobody).unwrap_err().to_string();
     assert!(
         error.ends_with("but there is nothing to share; there is no similar split that is possible"),
@@ -229,19 +232,23 @@ fn nothing_is_called_near_that_is_refused_too() {
     );
 }
 
-fn stored(bytes: f64) -> Part {
-    Part { stored: bytes, read: bytes, read_max: bytes, ..Part::default() }
+fn stored(bytes: f64) -> ResourceCost {
+    ResourceCost { stored: bytes, read: bytes, read_max: bytes, ..ResourceCost::default() }
 }
 
-fn of_units(layers: usize, unit: Unit) -> StackShape {
-    StackShape { embedding: Part::default(), layers: vec![unit; layers], head: Part::default() }
+fn of_units(layers: usize, unit: LayerCost) -> StackShape {
+    StackShape {
+        embedding: ResourceCost::default(),
+        layers: vec![unit; layers],
+        head: ResourceCost::default(),
+    }
 }
 
 /// With four heads on three ranks one has two: the stage is as fast as two devices.
 #[test]
 fn a_stage_is_as_fast_as_the_member_with_most_heads() {
-    let deal = Some(Deal { heads: 4, kv_heads: 4, v_dim: 1, block: 1 });
-    let unit = Unit { of_queries: stored(1.0), deal, ..Unit::default() };
+    let deal = Some(HeadSplit { heads: 4, kv_heads: 4, v_dim: 1, block: 1 });
+    let unit = LayerCost { query_heads: stored(1.0), head_split: deal, ..LayerCost::default() };
     let shape = ModelShape { decoder: Some(of_units(12, unit)), ..ModelShape::uniform("it", &TABLE_4) };
     let found = partition(&device(&[("device.groups", "0&1&2;3")]), &shape, alike, heads(4)).unwrap();
     assert_eq!(layers_of(&found), [8, 4]);
@@ -250,15 +257,16 @@ fn a_stage_is_as_fast_as_the_member_with_most_heads() {
 /// Both ranks have a copy of the only KV head.
 #[test]
 fn members_need_room_for_a_kv_head_that_both_have() {
-    let deal = Some(Deal { heads: 2, kv_heads: 1, v_dim: 1, block: 1 });
-    let unit = Unit { divided: stored(10.0), of_kv: stored(10.0), deal, ..Unit::default() };
+    let deal = Some(HeadSplit { heads: 2, kv_heads: 1, v_dim: 1, block: 1 });
+    let unit =
+        LayerCost { divided: stored(10.0), kv_heads: stored(10.0), head_split: deal, ..LayerCost::default() };
     let shape = ModelShape {
         decoder: Some(of_units(1, unit)),
-        tables: Vec::new(),
+        shared_tables: Vec::new(),
         ..ModelShape::uniform("it", &TABLE_4)
     };
     let of = |memory: f64| {
-        let place = |_: &DeviceName| Place { speed: 1.0, memory };
+        let place = |_: &DeviceName| DeviceCapacity { speed: 1.0, memory };
         partition(&device(&[("device.groups", "0&1")]), &shape, place, heads(2))
     };
     assert!(of(15.0).is_ok() && of(14.9).is_err());
@@ -267,16 +275,18 @@ fn members_need_room_for_a_kv_head_that_both_have() {
 /// The embeddings of encoder and decoder and the head share one table: the decoder's device holds it once.
 #[test]
 fn each_stage_needs_room_for_a_shared_table_once() {
-    let unit = Unit { divided: stored(10.0), ..Unit::default() };
+    let unit = LayerCost { divided: stored(10.0), ..LayerCost::default() };
     let encoder = StackShape { embedding: stored(100.0), ..of_units(2, unit) };
     let shape = ModelShape {
         decoder: Some(StackShape { head: stored(100.0), ..encoder.clone() }),
         encoder: Some(encoder),
-        tables: [(0, 2), (2, 3)].map(|(first, last)| Table { first, last, stored: 100.0 }).to_vec(),
+        shared_tables: [(0, 2), (2, 3)]
+            .map(|(first, last)| SharedTable { first, last, stored: 100.0 })
+            .to_vec(),
         ..ModelShape::uniform("it", &TABLE_4)
     };
     let of = |memory: f64| {
-        let place = |_: &DeviceName| Place { speed: 1.0, memory };
+        let place = |_: &DeviceName| DeviceCapacity { speed: 1.0, memory };
         partition(&device(&[("device.groups", "0;1")]), &shape, place, heads(32))
     };
     assert_eq!(layers_of(&of(125.0).unwrap()), [2, 2]);
@@ -286,8 +296,8 @@ fn each_stage_needs_room_for_a_shared_table_once() {
 /// A table that both ends of the model share is held once if one stage has both ends.
 #[test]
 fn one_stage_needs_room_for_a_shared_table_once() {
-    let shape = ModelShape::uniform("it", &Uniform { tied: true, ..TABLE_4 });
+    let shape = ModelShape::uniform("it", &UniformDecoder { tied: true, ..TABLE_4 });
     let one = device(&[("device.groups", "0")]);
-    let of = |memory: f64| partition(&one, &shape, |_| Place { speed: 1.0, memory }, heads(32));
+    let of = |memory: f64| partition(&one, &shape, |_| DeviceCapacity { speed: 1.0, memory }, heads(32));
     assert!(of(shape.stored() * 1.001).is_ok() && of(shape.stored() * 0.999).is_err());
 }

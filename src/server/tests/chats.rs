@@ -1,22 +1,22 @@
 //! Tests of the chat API: rendering of messages, and responses as messages and as deltas.
 
-use super::house::{Client, House, Response, answer, scored};
+use super::house::{Client, Response, TestServer, answer, scored};
 use crate::request::{FinishReason, TokenEvent};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
 
-async fn begin(server: &House, body: &Value) -> Client {
+async fn begin(server: &TestServer, body: &Value) -> Client {
     Client::send(server.address, "POST", CHAT, "", &body.to_string()).await
 }
 
 async fn play(
-    server: &mut House,
+    server: &mut TestServer,
     body: Value,
     events: Vec<TokenEvent>,
 ) -> (crate::request::Request, Response) {
     let client = begin(server, &body).await;
-    let (request, sender) = server.call().await;
+    let (request, sender) = server.next_request().await;
     events.into_iter().for_each(|event| sender.send(event));
     (request, client.response().await)
 }
@@ -32,7 +32,7 @@ fn ids(text: &str) -> Vec<u32> {
 
 #[actix_web::test]
 async fn a_whole_answer_is_a_message() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let (request, response) = play(&mut server, json!({ "messages": hello() }), answer("yo")).await;
     assert_eq!(request.prompt[..], ids("<s>system:be;user:hi;assistant:"));
     // The default limit is the rest of the context.
@@ -55,14 +55,14 @@ async fn a_whole_answer_is_a_message() {
 
 #[actix_web::test]
 async fn a_stream_opens_with_the_role_and_closes_with_the_reason() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let body = json!({
         "messages": hello(), "stream": true, "n": 2, "stream_options": { "include_usage": true },
         "return_token_ids": true, "max_completion_tokens": 5,
     });
     let client = begin(&server, &body).await;
     for text in ["ab", ""] {
-        let (request, sender) = server.call().await;
+        let (request, sender) = server.next_request().await;
         assert_eq!(request.max_tokens, 5);
         answer(text).into_iter().for_each(|event| sender.send(event));
     }
@@ -91,7 +91,7 @@ async fn a_stream_opens_with_the_role_and_closes_with_the_reason() {
 
 #[actix_web::test]
 async fn logprobs_are_listed_per_token() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let events = || {
         vec![
             TokenEvent::Token(scored(0xc3, -0.5, &[(0xc3, -0.5), (98, f32::NEG_INFINITY)])),
@@ -129,7 +129,7 @@ async fn logprobs_are_listed_per_token() {
 
 #[actix_web::test]
 async fn messages_may_come_in_parts_and_as_clients_send_them_back() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let messages = json!([
         { "role": "user", "content": [{ "type": "text", "text": "one" }, { "type": "text", "text": "two" }] },
         { "role": "assistant", "content": null, "refusal": null, "tool_calls": [], "annotations": [] },
@@ -153,7 +153,7 @@ async fn messages_may_come_in_parts_and_as_clients_send_them_back() {
 
 #[actix_web::test]
 async fn errors_in_messages_name_their_position() {
-    let server = House::open();
+    let server = TestServer::start();
     let user = |content: Value| json!([{ "role": "user", "content": content }]);
     for (body, param, part) in [
         (json!({}), "messages", "missing"),

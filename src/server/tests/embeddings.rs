@@ -1,14 +1,14 @@
 //! Tests of the embeddings API with a fake encoder-only engine.
 
 use super::encoder::{
-    EMBEDDINGS, FILL_MASK, LONGEST, MASK, around, begin, configured, conventions, encoder, house, house_of,
-    play, post,
+    EMBEDDINGS, FILL_MASK, LONGEST, MASK, around, begin, conventions, encoder, encoder_server, play, post,
+    server_for, server_with_config,
 };
-use super::house::{COMPLETIONS, House, until};
-use crate::actors::{EncoderConventions, EventSender, ModelInfo};
-use crate::formats::{FoundPooling, Unserved};
+use super::house::{COMPLETIONS, TestServer, wait_until};
+use crate::actors::{EncoderOnlyPrompting, EventSender, ModelInfo};
+use crate::formats::{PoolingConfig, UnsupportedSetting};
 use crate::request::{FinishReason, Pooling, Request, RequestError, Task, TokenEvent};
-use crate::server::Ending;
+use crate::server::ShutdownOutcome;
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -18,11 +18,11 @@ fn vector(numbers: &[f32]) -> Vec<TokenEvent> {
 
 #[actix_web::test]
 async fn a_text_becomes_a_normalized_vector() {
-    let mut server = house();
+    let mut server = encoder_server();
     let body = json!({ "model": "tiny", "input": "ab", "encoding_format": "float", "user": "me" });
     let (requests, response) = play(&mut server, EMBEDDINGS, body, vec![vector(&[0.0, 3.0, -4.0])]).await;
-    let Request { task, source, prompt, max_tokens, .. } = &requests[0];
-    assert_eq!((task, &source[..]), (&Task::Embed(Pooling::Cls), &around("ab")[..]));
+    let Request { task, encoder_input, prompt, max_tokens, .. } = &requests[0];
+    assert_eq!((task, &encoder_input[..]), (&Task::Embed(Pooling::Cls), &around("ab")[..]));
     assert_eq!((prompt.len(), *max_tokens), (0, 0));
     assert_eq!((response.status, response.header("content-type")), (200, Some("application/json")));
     let expected = json!({
@@ -40,7 +40,7 @@ async fn a_text_becomes_a_normalized_vector() {
 
 #[actix_web::test]
 async fn every_form_of_input_keeps_its_order() {
-    let mut server = house();
+    let mut server = encoder_server();
     let long: Vec<u32> = (0..LONGEST as u32).collect();
     for (input, sources) in [
         (json!(["a", "bc"]), vec![around("a"), around("bc")]),
@@ -51,7 +51,7 @@ async fn every_form_of_input_keeps_its_order() {
         let body = json!({ "input": input, "normalize": false });
         let (requests, response) = play(&mut server, EMBEDDINGS, body, answers).await;
         assert!(
-            requests.iter().map(|request| request.source.to_vec()).eq(sources.iter().cloned()),
+            requests.iter().map(|request| request.encoder_input.to_vec()).eq(sources.iter().cloned()),
             "{input}"
         );
         let answer = response.json();
@@ -64,14 +64,14 @@ async fn every_form_of_input_keeps_its_order() {
     }
     let body = json!({ "input": "a", "add_special_tokens": false });
     let (requests, _) = play(&mut server, EMBEDDINGS, body, vec![vector(&[1.0, 0.0, 0.0])]).await;
-    assert_eq!(requests[0].source[..], [97]);
+    assert_eq!(requests[0].encoder_input[..], [97]);
     server.close().await;
 }
 
 /// The default of the official client.
 #[actix_web::test]
 async fn base64_is_of_single_precision_little_endian() {
-    let mut server = house();
+    let mut server = encoder_server();
     let body = json!({ "input": "a", "encoding_format": "base64", "normalize": false, "dimensions": 2 });
     let (_, response) = play(&mut server, EMBEDDINGS, body, vec![vector(&[1.0, -2.0, 9.0])]).await;
     assert_eq!(response.json()["data"][0]["embedding"], "AACAPwAAAMA=");
@@ -80,7 +80,7 @@ async fn base64_is_of_single_precision_little_endian() {
 
 #[actix_web::test]
 async fn a_vector_is_truncated_then_normalized() {
-    let mut server = house();
+    let mut server = encoder_server();
     for (wish, made, expected) in [
         (json!({ "dimensions": 2 }), [0.0, 2.0, 9.0], vec![0.0, 1.0]),
         (json!({ "dimensions": 1 }), [-2.0, 2.0, 9.0], vec![-1.0]),
@@ -99,12 +99,12 @@ async fn a_vector_is_truncated_then_normalized() {
 
 #[actix_web::test]
 async fn a_request_overrides_pooling_and_normalization() {
-    let own = EncoderConventions {
+    let own = EncoderOnlyPrompting {
         normalize: false,
-        pooling: FoundPooling::Served(Pooling::Last),
+        pooling: PoolingConfig::Supported(Pooling::Last),
         ..conventions()
     };
-    let mut server = house_of(encoder(own));
+    let mut server = server_for(encoder(own));
     for (wish, pooling, length) in [
         (json!({ "input": "a" }), Pooling::Last, 2.0),
         (json!({ "input": "a", "pooling": "mean", "normalize": true }), Pooling::Mean, 1.0),
@@ -120,7 +120,7 @@ async fn a_request_overrides_pooling_and_normalization() {
 /// Some tokenizers have more tokens than the model's vocabulary.
 #[actix_web::test]
 async fn a_token_outside_the_models_vocabulary_is_named_with_its_text() {
-    let server = house_of(ModelInfo { vocab: 258, ..encoder(conventions()) });
+    let server = server_for(ModelInfo { vocab: 258, ..encoder(conventions()) });
     let response = post(&server, EMBEDDINGS, &json!({ "input": ["a", "b<mask>"] })).await;
     assert_eq!((response.status, response.error().1), (400, json!("input")));
     let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
@@ -131,9 +131,10 @@ async fn a_token_outside_the_models_vocabulary_is_named_with_its_text() {
 /// A request can set the pooling; without it the error gives the reason.
 #[actix_web::test]
 async fn an_unsupported_pooling_is_rejected_unless_the_request_sets_one() {
-    let unserved = Unserved { file: "/secret/place".into(), why: "the pooling mode is max".into() };
-    let own = EncoderConventions { pooling: FoundPooling::Unserved(unserved), ..conventions() };
-    let mut server = house_of(encoder(own));
+    let unserved =
+        UnsupportedSetting { file: "/secret/place".into(), reason: "the pooling mode is max".into() };
+    let own = EncoderOnlyPrompting { pooling: PoolingConfig::Unsupported(unserved), ..conventions() };
+    let mut server = server_for(encoder(own));
     let response = post(&server, EMBEDDINGS, &json!({ "input": "a" })).await;
     assert_eq!((response.status, response.error().1), (400, json!("pooling")));
     assert!(response.body.contains("mode is max") && !response.body.contains("secret"), "{}", response.body);
@@ -145,7 +146,7 @@ async fn an_unsupported_pooling_is_rejected_unless_the_request_sets_one() {
 
 #[actix_web::test]
 async fn errors_name_the_parameter() {
-    let server = house();
+    let server = encoder_server();
     let many = vec!["a"; 2049];
     for (body, code, param, part) in [
         (json!({}), "invalid_value", "input", "missing"),
@@ -196,9 +197,9 @@ async fn errors_name_the_parameter() {
 /// An unsupported endpoint is rejected, and the error names the supported ones.
 #[actix_web::test]
 async fn the_wrong_endpoint_names_the_right_ones() {
-    let encoders = house();
-    let headless = house_of(ModelInfo { endpoints: vec![EMBEDDINGS], ..encoder(conventions()) });
-    let decoders = House::open();
+    let encoders = encoder_server();
+    let headless = server_for(ModelInfo { endpoints: vec![EMBEDDINGS], ..encoder(conventions()) });
+    let decoders = TestServer::start();
     let both = "/v1/embeddings and /v1/fill-mask";
     for (server, path, kind, right) in [
         (&encoders, COMPLETIONS, "an encoder", both),
@@ -227,12 +228,12 @@ fn through(sender: &EventSender) {
 /// order.
 #[actix_web::test]
 async fn many_texts_leave_capacity_for_others() {
-    let mut server = house_of(ModelInfo { choices_max: 6, ..encoder(conventions()) });
+    let mut server = server_for(ModelInfo { max_choices: 6, ..encoder(conventions()) });
     let client = begin(&server, EMBEDDINGS, &json!({ "input": ["a", "b", "c", "d", "e"] })).await;
     let mut senders = Vec::new();
     for (text, ends) in [("a", None), ("b", None), ("c", Some(1)), ("d", Some(0)), ("e", None)] {
-        let (request, sender) = server.call().await;
-        assert_eq!(request.source[..], around(text));
+        let (request, sender) = server.next_request().await;
+        assert_eq!(request.encoder_input[..], around(text));
         senders.push(sender);
         if let Some(ends) = ends {
             assert!(server.calls.try_recv().is_err(), "three are submitted, and the next waits");
@@ -248,39 +249,39 @@ async fn many_texts_leave_capacity_for_others() {
 /// A request whose first texts were accepted is in flight, including its remaining texts.
 #[actix_web::test]
 async fn draining_still_submits_the_remaining_texts() {
-    let mut server = house_of(ModelInfo { choices_max: 6, ..encoder(conventions()) });
+    let mut server = server_for(ModelInfo { max_choices: 6, ..encoder(conventions()) });
     let client = begin(&server, EMBEDDINGS, &json!({ "input": ["a", "b", "c", "d", "e"] })).await;
     let mut senders = Vec::new();
     for _ in 0..3 {
-        senders.push(server.call().await.1);
+        senders.push(server.next_request().await.1);
     }
     server.stops.send(()).unwrap();
-    until(|| server.status.is_draining()).await;
+    wait_until(|| server.status.is_draining()).await;
     senders.iter().for_each(through);
     for _ in 0..2 {
-        through(&server.call().await.1);
+        through(&server.next_request().await.1);
     }
     let response = client.response().await;
     assert_eq!(response.status, 200, "{}", response.body);
     assert_eq!(response.json()["data"].as_array().unwrap().len(), 5);
-    assert_eq!(server.ending().await, Ending::Drained);
+    assert_eq!(server.ending().await, ShutdownOutcome::Drained);
 }
 
 #[actix_web::test]
 async fn one_failed_text_fails_the_request() {
-    let mut server = house();
+    let mut server = encoder_server();
     let client = begin(&server, EMBEDDINGS, &json!({ "input": ["a", "b"] })).await;
-    let (_, first) = server.call().await;
-    let (_, second) = server.call().await;
+    let (_, first) = server.next_request().await;
+    let (_, second) = server.next_request().await;
     first.send(TokenEvent::Failed(RequestError::DeviceFailed("smoke".into())));
     let response = client.response().await;
     assert_eq!((response.status, response.error().0.as_str()), (500, "device_failed"));
-    until(|| second.is_closed()).await;
+    wait_until(|| second.is_closed()).await;
 
     // A channel closed without an event is a failure too, and so is an end without an embedding.
     for events in [vec![], vec![TokenEvent::Finished(FinishReason::Stop)]] {
         let client = begin(&server, EMBEDDINGS, &json!({ "input": "a" })).await;
-        let (_, sender) = server.call().await;
+        let (_, sender) = server.next_request().await;
         events.into_iter().for_each(|event| sender.send(event));
         drop(sender);
         let response = client.response().await;
@@ -291,42 +292,42 @@ async fn one_failed_text_fails_the_request() {
 
 #[actix_web::test]
 async fn the_time_limit_ends_a_request() {
-    let mut server = configured(encoder(conventions()), |config| {
+    let mut server = server_with_config(encoder(conventions()), |config| {
         config.request_timeout = Some(Duration::from_millis(1));
     });
     let client = begin(&server, EMBEDDINGS, &json!({ "input": "a" })).await;
-    let (request, sender) = server.call().await;
+    let (request, sender) = server.next_request().await;
     assert_eq!(request.time_limit, Some(Duration::from_millis(1)));
     let response = client.response().await;
     assert_eq!((response.status, response.error().0.as_str()), (504, "request_timeout"));
-    until(|| sender.is_closed()).await;
+    wait_until(|| sender.is_closed()).await;
     server.close().await;
 }
 
 #[actix_web::test]
 async fn a_disconnect_cancels_and_a_second_stop_aborts() {
-    let mut server = house();
+    let mut server = encoder_server();
     let client = begin(&server, EMBEDDINGS, &json!({ "input": ["a", "b"] })).await;
-    let (_, first) = server.call().await;
-    let (_, second) = server.call().await;
+    let (_, first) = server.next_request().await;
+    let (_, second) = server.next_request().await;
     drop(client);
-    until(|| first.is_closed() && second.is_closed()).await;
+    wait_until(|| first.is_closed() && second.is_closed()).await;
 
     let client = begin(&server, EMBEDDINGS, &json!({ "input": "a" })).await;
-    let _engine_never_answers = server.call().await;
+    let _engine_never_answers = server.next_request().await;
     server.stops.send(()).unwrap();
-    until(|| server.status.is_draining()).await;
+    wait_until(|| server.status.is_draining()).await;
     let late = post(&server, EMBEDDINGS, &json!({ "input": "a" })).await;
     assert_eq!((late.status, late.error().0.as_str()), (503, "shutting_down"));
     server.stops.send(()).unwrap();
     let response = client.response().await;
     assert_eq!((response.status, response.error().0.as_str()), (503, "shut_down"));
-    assert_eq!(server.ending().await, Ending::Cut);
+    assert_eq!(server.ending().await, ShutdownOutcome::Aborted);
 }
 
 #[actix_web::test]
 async fn the_model_card_describes_an_encoder() {
-    let server = house();
+    let server = encoder_server();
     let card = json!({
         "id": "tiny", "object": "model", "created": 1, "owned_by": "mainstem", "max_model_len": 16,
         "kind": "encoder", "endpoints": [EMBEDDINGS, FILL_MASK], "context": 16, "source_context": 16,

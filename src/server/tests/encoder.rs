@@ -3,10 +3,10 @@
 //! Invariant: the fake engine answers texts in reverse order, so that their order in the response is the
 //! server's work.
 
-use super::house::{BOS, Client, DEADLINE, House, Response, model, tokenizer_with};
-use crate::actors::{Conventions, EncoderConventions, EventSender, ModelInfo};
+use super::house::{BOS, Client, DEADLINE, Response, TestServer, model, tokenizer_with};
+use crate::actors::{EncoderOnlyPrompting, EventSender, ModelInfo, PromptingDefaults};
 use crate::config::ServerConfig;
-use crate::formats::FoundPooling;
+use crate::formats::PoolingConfig;
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Pooling, Request, TokenEvent};
 use serde_json::{Value, json};
@@ -18,35 +18,35 @@ pub const MASK: u32 = 258;
 /// Maximum number of tokens of a text.
 pub const LONGEST: usize = 16;
 
-pub fn conventions() -> EncoderConventions {
-    EncoderConventions {
+pub fn conventions() -> EncoderOnlyPrompting {
+    EncoderOnlyPrompting {
         dimensions: 3,
-        pooling: FoundPooling::Served(Pooling::Cls),
+        pooling: PoolingConfig::Supported(Pooling::Cls),
         normalize: true,
-        unserved: Vec::new(),
-        masks: vec!["<mask>".into()],
-        pad: None,
+        unsupported: Vec::new(),
+        mask_tokens: vec!["<mask>".into()],
+        pad_token: None,
     }
 }
 
-pub fn encoder(conventions: EncoderConventions) -> ModelInfo {
+pub fn encoder(conventions: EncoderOnlyPrompting) -> ModelInfo {
     ModelInfo {
         kind: Kind::Encoder,
-        source_context: LONGEST,
-        longest: LONGEST,
+        encoder_context: LONGEST,
+        max_sequence_tokens: LONGEST,
         context: LONGEST,
         vocab: 259,
         endpoints: vec![EMBEDDINGS, FILL_MASK],
-        conventions: Conventions::Encoder(conventions),
+        prompting: PromptingDefaults::Encoder(conventions),
         ..model()
     }
 }
 
-pub fn house_of(model: ModelInfo) -> House {
-    configured(model, |_| {})
+pub fn server_for(model: ModelInfo) -> TestServer {
+    server_with_config(model, |_| {})
 }
 
-pub fn configured(model: ModelInfo, configure: impl FnOnce(&mut ServerConfig)) -> House {
+pub fn server_with_config(model: ModelInfo, configure: impl FnOnce(&mut ServerConfig)) -> TestServer {
     let special = |name: &str| json!({ "SpecialToken": { "id": name, "type_id": 0 } });
     let text = json!({ "Sequence": { "id": "A", "type_id": 0 } });
     let around = json!({
@@ -57,18 +57,18 @@ pub fn configured(model: ModelInfo, configure: impl FnOnce(&mut ServerConfig)) -
         }
     });
     let tokenizer = tokenizer_with(&["<s>", "</s>", "<mask>"], around);
-    House::of(model, tokenizer, None, configure, DEADLINE)
+    TestServer::for_model(model, tokenizer, None, configure, DEADLINE)
 }
 
-pub fn house() -> House {
-    house_of(encoder(conventions()))
+pub fn encoder_server() -> TestServer {
+    server_for(encoder(conventions()))
 }
 
-pub async fn begin(server: &House, path: &str, body: &Value) -> Client {
+pub async fn begin(server: &TestServer, path: &str, body: &Value) -> Client {
     Client::send(server.address, "POST", path, "", &body.to_string()).await
 }
 
-pub async fn post(server: &House, path: &str, body: &Value) -> Response {
+pub async fn post(server: &TestServer, path: &str, body: &Value) -> Response {
     begin(server, path, body).await.response().await
 }
 
@@ -79,7 +79,7 @@ pub fn around(text: &str) -> Vec<u32> {
 
 /// Posts `body` while the fake engine sends a list of events per text, for the last text first.
 pub async fn play(
-    server: &mut House,
+    server: &mut TestServer,
     path: &str,
     body: Value,
     answers: Vec<Vec<TokenEvent>>,
@@ -87,7 +87,7 @@ pub async fn play(
     let client = begin(server, path, &body).await;
     let mut calls: Vec<(Request, EventSender)> = Vec::new();
     for _ in &answers {
-        calls.push(server.call().await);
+        calls.push(server.next_request().await);
     }
     for ((_, sender), events) in calls.iter().zip(answers).rev() {
         events.into_iter().for_each(|event| sender.send(event));

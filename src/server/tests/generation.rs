@@ -1,6 +1,6 @@
 //! Tests of completions: several choices, stop conditions, limits, and every way in which a completion ends.
 
-use super::house::{COMPLETIONS, Client, House, answer, bare, scored, until};
+use super::house::{COMPLETIONS, Client, TestServer, answer, bare, scored, wait_until};
 use crate::request::{FinishReason, RequestError, TokenEvent};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -8,14 +8,14 @@ use std::time::Duration;
 /// Posts `body` while the fake engine sends one list of events per choice. Returns the requests and the
 /// response.
 async fn play_all(
-    server: &mut House,
+    server: &mut TestServer,
     body: Value,
     answers: Vec<Vec<TokenEvent>>,
 ) -> (Vec<crate::request::Request>, super::house::Response) {
-    let client = server.begin(&body.to_string()).await;
+    let client = server.send(&body.to_string()).await;
     let mut requests = Vec::new();
     for events in answers {
-        let (request, sender) = server.call().await;
+        let (request, sender) = server.next_request().await;
         requests.push(request);
         events.into_iter().for_each(|event| sender.send(event));
     }
@@ -30,7 +30,7 @@ fn text_of(events: &[Value], index: u64) -> String {
 
 #[actix_web::test]
 async fn each_prompt_gets_its_choices_with_seeds_of_their_own() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let answers = || ["one", "two", "three", "four"].map(answer).to_vec();
     for stream in [false, true] {
         let body = json!({
@@ -72,7 +72,7 @@ async fn each_prompt_gets_its_choices_with_seeds_of_their_own() {
 /// Excessive numbers of choices are rejected before anything is allocated per choice.
 #[actix_web::test]
 async fn too_many_choices_are_refused_before_they_are_made() {
-    let server = House::open();
+    let server = TestServer::start();
     let prompts = vec![json!([5]); 50_000];
     for (body, param) in [
         (json!({ "prompt": prompts, "n": 128 }), "n"),
@@ -88,14 +88,14 @@ async fn too_many_choices_are_refused_before_they_are_made() {
 
 #[actix_web::test]
 async fn one_choice_that_fails_ends_them_all() {
-    let mut server = House::open();
-    let client = server.begin(r#"{"prompt": "p", "n": 2, "stream": true}"#).await;
-    let (_, first) = server.call().await;
-    let (_, second) = server.call().await;
+    let mut server = TestServer::start();
+    let client = server.send(r#"{"prompt": "p", "n": 2, "stream": true}"#).await;
+    let (_, first) = server.next_request().await;
+    let (_, second) = server.next_request().await;
     second.send(TokenEvent::Failed(RequestError::DeviceFailed("smoke".into())));
     let events = client.response().await.events();
     assert_eq!(events.last().unwrap()["error"]["code"], "device_failed");
-    until(|| first.is_closed()).await;
+    wait_until(|| first.is_closed()).await;
     server.close().await;
 }
 
@@ -103,7 +103,7 @@ async fn one_choice_that_fails_ends_them_all() {
 /// cancelled in the engine.
 #[actix_web::test]
 async fn a_stop_string_ends_the_answer_before_it() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     for stream in [false, true] {
         for (stop, kept, keeps, reason) in [
             (json!("lo w"), "hel", false, json!("lo w")),
@@ -114,14 +114,14 @@ async fn a_stop_string_ends_the_answer_before_it() {
             let body = json!({
                 "prompt": "p", "stop": stop, "include_stop_str_in_output": keeps, "stream": stream, "logprobs": 0,
             });
-            let client = server.begin(&body.to_string()).await;
-            let (_, sender) = server.call().await;
+            let client = server.send(&body.to_string()).await;
+            let (_, sender) = server.next_request().await;
             for byte in "hello world \u{e9} and on".bytes() {
                 sender.send(TokenEvent::Token(scored(byte.into(), -1.0, &[])));
             }
             // The engine sends no end; the stop matcher ends the reply.
             let response = client.response().await;
-            until(|| sender.is_closed()).await;
+            wait_until(|| sender.is_closed()).await;
             let choices: Vec<Value> = match stream {
                 true => response.events().iter().map(|event| event["choices"][0].clone()).collect(),
                 false => vec![response.json()["choices"][0].clone()],
@@ -146,9 +146,9 @@ async fn a_stop_string_ends_the_answer_before_it() {
 
 #[actix_web::test]
 async fn a_partial_stop_string_is_not_lost() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let body = json!({ "prompt": "p", "stop": "abcd", "stream": true });
-    let (_, response) = server.play(body, answer("xabc")).await;
+    let (_, response) = server.exchange(body, answer("xabc")).await;
     let events = response.events();
     assert_eq!(text_of(&events, 0), "xabc");
     let last = &events.last().unwrap()["choices"][0];
@@ -159,9 +159,9 @@ async fn a_partial_stop_string_is_not_lost() {
 
 #[actix_web::test]
 async fn text_within_min_tokens_is_not_searched_for_stops() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let body = json!({ "prompt": "p", "stop": "b", "min_tokens": 4 });
-    let (request, response) = server.play(body, answer("abab_ab")).await;
+    let (request, response) = server.exchange(body, answer("abab_ab")).await;
     assert_eq!(request.min_tokens, 4);
     assert_eq!(response.json()["choices"][0]["text"], "abab_a");
     server.close().await;
@@ -169,13 +169,13 @@ async fn text_within_min_tokens_is_not_searched_for_stops() {
 
 #[actix_web::test]
 async fn stop_tokens_and_biases_reach_the_engine() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let body = json!({
         "prompt": "p", "stop": ["x", 5], "stop_token_ids": [9, 5], "logit_bias": {"7": -100, "8": 2.5},
         "min_tokens": 2, "max_completion_tokens": 6, "top_k": 3,
     });
     let events = vec![TokenEvent::Token(bare(97)), TokenEvent::Finished(FinishReason::StopToken(9))];
-    let (request, response) = server.play(body, events).await;
+    let (request, response) = server.exchange(body, events).await;
     assert_eq!((&request.stop_ids[..], request.min_tokens, request.max_tokens), (&[5, 9][..], 2, 6));
     assert_eq!(request.logit_bias[..], [(7, f32::NEG_INFINITY), (8, 2.5)]);
     let choice = &response.json()["choices"][0];
@@ -187,13 +187,13 @@ async fn stop_tokens_and_biases_reach_the_engine() {
 /// stops are included.
 #[actix_web::test]
 async fn the_last_token_is_counted_and_listed() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let events = || {
         let scores = [(97, -0.5), (122, -0.25)].map(|(id, logprob)| scored(id, logprob, &[]));
         let [token, last] = scores;
         vec![
             TokenEvent::Token(token),
-            TokenEvent::Last(last),
+            TokenEvent::EndToken(last),
             TokenEvent::Finished(FinishReason::StopToken(122)),
         ]
     };
@@ -205,7 +205,7 @@ async fn the_last_token_is_counted_and_listed() {
             "prompt": "p", "logprobs": 0, "return_token_ids": true, "include_stop_str_in_output": keeps,
             "stream": stream, "stream_options": options,
         });
-        let (_, response) = server.play(body, events()).await;
+        let (_, response) = server.exchange(body, events()).await;
         let answers = if stream { response.events() } else { vec![response.json()] };
         let choices: Vec<&Value> = answers.iter().filter_map(|answer| answer["choices"].get(0)).collect();
         let all = |list: &dyn Fn(&Value) -> Value| -> Vec<Value> {
@@ -221,11 +221,11 @@ async fn the_last_token_is_counted_and_listed() {
 
 #[actix_web::test]
 async fn special_tokens_show_if_asked_for() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let events = || vec![TokenEvent::Token(bare(256)), TokenEvent::Finished(FinishReason::Stop)];
     for (skip, text) in [(true, ""), (false, "<s>")] {
         let (_, response) =
-            server.play(json!({ "prompt": "p", "skip_special_tokens": skip }), events()).await;
+            server.exchange(json!({ "prompt": "p", "skip_special_tokens": skip }), events()).await;
         assert_eq!(response.json()["choices"][0]["text"], text);
     }
     server.close().await;
@@ -235,13 +235,13 @@ async fn special_tokens_show_if_asked_for() {
 #[actix_web::test]
 async fn a_request_ends_at_its_time_limit() {
     let limit = Duration::from_millis(30);
-    let mut server = House::with(None, |config| config.request_timeout = Some(limit));
+    let mut server = TestServer::with_config(None, |config| config.request_timeout = Some(limit));
     for stream in [false, true] {
-        let client = server.begin(&json!({ "prompt": "p", "stream": stream }).to_string()).await;
-        let (_, sender) = server.call().await;
+        let client = server.send(&json!({ "prompt": "p", "stream": stream }).to_string()).await;
+        let (_, sender) = server.next_request().await;
         sender.send(TokenEvent::Token(bare(97)));
         let response = client.response().await;
-        until(|| sender.is_closed()).await;
+        wait_until(|| sender.is_closed()).await;
         if stream {
             let events = response.events();
             assert_eq!(events.last().unwrap()["error"]["code"], "request_timeout");
@@ -255,10 +255,10 @@ async fn a_request_ends_at_its_time_limit() {
 /// Events that are ready at the same time are sent in one write, each as an event of its own.
 #[actix_web::test]
 async fn tokens_that_are_ready_leave_together() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     // All events are queued before the response is read.
-    let client = server.begin(&json!({ "prompt": "p", "stream": true }).to_string()).await;
-    let (_, sender) = server.call().await;
+    let client = server.send(&json!({ "prompt": "p", "stream": true }).to_string()).await;
+    let (_, sender) = server.next_request().await;
     answer(&"a".repeat(500)).into_iter().for_each(|event| sender.send(event));
     let response = client.response().await;
     assert_eq!(response.events().len(), 501);
@@ -269,7 +269,7 @@ async fn tokens_that_are_ready_leave_together() {
 #[actix_web::test]
 async fn context_errors_name_the_parameter_of_the_request() {
     let too_long = RequestError::TooLong { prompt: "prompt", prompt_tokens: 20, max_tokens: 60, context: 64 };
-    let server = House::with(Some(too_long), |_| {});
+    let server = TestServer::with_config(Some(too_long), |_| {});
     let chat = async |more: Value| {
         let mut body = json!({ "messages": [{ "role": "user", "content": "p" }] });
         body.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap());
@@ -280,7 +280,7 @@ async fn context_errors_name_the_parameter_of_the_request() {
     assert_eq!(chat(limited).await.error().1, json!("max_completion_tokens"));
     assert_eq!(chat(json!({ "max_tokens": 60 })).await.error().1, json!("max_tokens"));
     server.close().await;
-    let server = House::with(
+    let server = TestServer::with_config(
         Some(RequestError::PromptTooLong { prompt: "prompt", prompt_tokens: 70, context: 64 }),
         |_| {},
     );
@@ -296,7 +296,7 @@ async fn context_errors_name_the_parameter_of_the_request() {
 
 #[actix_web::test]
 async fn tokens_and_texts_go_both_ways() {
-    let server = House::open();
+    let server = TestServer::start();
     let post = async |path: &str, body: Value| {
         Client::send(server.address, "POST", path, "", &body.to_string()).await.response().await
     };

@@ -2,12 +2,12 @@
 //!
 //! Invariant: nothing here sleeps; each wait is for an event, with a deadline.
 
-use crate::actors::stream::{Standing, channel};
-use crate::actors::{Conventions, EventSender, IntakeHandle, ModelInfo, Status, Submit, TokenStream};
+use crate::actors::stream::{SubmitKind, event_channel};
+use crate::actors::{EventSender, IntakeHandle, ModelInfo, PromptingDefaults, Status, Submit, TokenStream};
 use crate::config::{Config, Overrides, ServerConfig};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
-use crate::server::{Ending, ServeParts, Server};
+use crate::server::{ServeParts, Server, ShutdownOutcome};
 use crate::testing::Scratch;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Context, Handler};
@@ -25,28 +25,28 @@ pub const BOS: u32 = 256;
 
 /// An intake that passes requests on to the test, or rejects them all. While the server drains, it rejects
 /// new requests.
-pub struct Door {
+pub struct FakeIntake {
     calls: UnboundedSender<(Request, EventSender)>,
     status: Arc<Status>,
     refusal: Option<RequestError>,
 }
 
-impl Actor for Door {
-    type Context = Context<Door>;
+impl Actor for FakeIntake {
+    type Context = Context<FakeIntake>;
 }
 
-impl Handler<Submit> for Door {
+impl Handler<Submit> for FakeIntake {
     type Result = Result<Vec<TokenStream>, RequestError>;
 
-    fn handle(&mut self, Submit { requests, standing }: Submit, _: &mut Self::Context) -> Self::Result {
-        if standing == Standing::New && self.status.is_draining() {
+    fn handle(&mut self, Submit { requests, kind: standing }: Submit, _: &mut Self::Context) -> Self::Result {
+        if standing == SubmitKind::New && self.status.is_draining() {
             return Err(RequestError::Draining);
         }
         if let Some(refusal) = &self.refusal {
             return Err(refusal.clone());
         }
         let pass_on = |request| {
-            let (events, stream) = channel();
+            let (events, stream) = event_channel();
             self.calls.send((request, events)).expect("the test listens");
             stream
         };
@@ -55,56 +55,59 @@ impl Handler<Submit> for Door {
 }
 
 /// A running server with a fake intake.
-pub struct House {
+pub struct TestServer {
     pub address: SocketAddr,
     pub calls: UnboundedReceiver<(Request, EventSender)>,
     pub status: Arc<Status>,
     pub stops: UnboundedSender<()>,
-    pub ending: JoinHandle<anyhow::Result<Ending>>,
+    pub ending: JoinHandle<anyhow::Result<ShutdownOutcome>>,
 }
 
-impl House {
-    pub fn open() -> House {
-        House::with(None, |_| {})
+impl TestServer {
+    pub fn start() -> TestServer {
+        TestServer::with_config(None, |_| {})
     }
 
-    pub fn with(refusal: Option<RequestError>, configure: impl FnOnce(&mut ServerConfig)) -> House {
-        House::draining(refusal, configure, DEADLINE)
+    pub fn with_config(
+        refusal: Option<RequestError>,
+        configure: impl FnOnce(&mut ServerConfig),
+    ) -> TestServer {
+        TestServer::with_drain_timeout(refusal, configure, DEADLINE)
     }
 
-    pub fn draining(
+    pub fn with_drain_timeout(
         refusal: Option<RequestError>,
         configure: impl FnOnce(&mut ServerConfig),
         drain_timeout: Duration,
-    ) -> House {
-        House::of(model(), tokenizer(), refusal, configure, drain_timeout)
+    ) -> TestServer {
+        TestServer::for_model(model(), tokenizer(), refusal, configure, drain_timeout)
     }
 
     /// Starts a server for a given model and tokenizer.
-    pub fn of(
+    pub fn for_model(
         model: ModelInfo,
         tokenizer: Tokenizer,
         refusal: Option<RequestError>,
         configure: impl FnOnce(&mut ServerConfig),
         drain_timeout: Duration,
-    ) -> House {
+    ) -> TestServer {
         let mut config = Config::load(None, Overrides::default()).unwrap().server;
         config.port = 0;
         config.workers = 1;
         configure(&mut config);
         let (calls, receiver) = unbounded_channel();
         let status = Arc::new(Status::new(Duration::ZERO, 1));
-        let intake = IntakeHandle(Door { calls, refusal, status: status.clone() }.start().recipient());
+        let intake = IntakeHandle(FakeIntake { calls, refusal, status: status.clone() }.start().recipient());
         let parts = ServeParts::new(intake, status.clone(), Arc::new(tokenizer), model);
         let server = Server::bind(parts, config).unwrap();
         let address = server.address();
         let (stops, stopped) = unbounded_channel();
         let ending = spawn(server.run(stopped, drain_timeout));
-        House { address, calls: receiver, status, stops, ending }
+        TestServer { address, calls: receiver, status, stops, ending }
     }
 
     /// Waits for the next request that the server submits. Returns it with the sender of its events.
-    pub async fn call(&mut self) -> (Request, EventSender) {
+    pub async fn next_request(&mut self) -> (Request, EventSender) {
         timeout(DEADLINE, self.calls.recv())
             .await
             .expect("a request is submitted")
@@ -116,29 +119,29 @@ impl House {
     }
 
     pub async fn post(&self, body: &str) -> Response {
-        self.begin(body).await.response().await
+        self.send(body).await.response().await
     }
 
-    pub async fn begin(&self, body: &str) -> Client {
+    pub async fn send(&self, body: &str) -> Client {
         Client::send(self.address, "POST", COMPLETIONS, "", body).await
     }
 
     /// Posts `body` and sends `events` as the engine. Returns the submitted request and the response.
-    pub async fn play(&mut self, body: Value, events: Vec<TokenEvent>) -> (Request, Response) {
-        let client = self.begin(&body.to_string()).await;
-        let (request, sender) = self.call().await;
+    pub async fn exchange(&mut self, body: Value, events: Vec<TokenEvent>) -> (Request, Response) {
+        let client = self.send(&body.to_string()).await;
+        let (request, sender) = self.next_request().await;
         events.into_iter().for_each(|event| sender.send(event));
         drop(sender);
         (request, client.response().await)
     }
 
-    pub async fn ending(self) -> Ending {
+    pub async fn ending(self) -> ShutdownOutcome {
         timeout(DEADLINE, self.ending).await.expect("the server ends").unwrap().unwrap()
     }
 
     pub async fn close(self) {
         self.stops.send(()).unwrap();
-        assert_eq!(self.ending().await, Ending::Drained);
+        assert_eq!(self.ending().await, ShutdownOutcome::Drained);
     }
 }
 
@@ -168,7 +171,7 @@ impl Client {
     }
 
     /// Reads once. Returns false at the end of the stream.
-    pub async fn read_on(&mut self) -> bool {
+    pub async fn read_more(&mut self) -> bool {
         let mut buffer = [0; 4096];
         loop {
             timeout(DEADLINE, self.stream.readable()).await.expect("the server goes on").unwrap();
@@ -186,12 +189,12 @@ impl Client {
 
     pub async fn read_until(&mut self, needle: &str) {
         while !String::from_utf8_lossy(&self.read).contains(needle) {
-            assert!(self.read_on().await, "no {needle} in {}", String::from_utf8_lossy(&self.read));
+            assert!(self.read_more().await, "no {needle} in {}", String::from_utf8_lossy(&self.read));
         }
     }
 
     pub async fn response(mut self) -> Response {
-        while self.read_on().await {}
+        while self.read_more().await {}
         let end = self.read.windows(4).position(|four| four == b"\r\n\r\n").expect("there is a head");
         let head = String::from_utf8(self.read[..end].to_vec()).unwrap().to_ascii_lowercase();
         let raw = &self.read[end + 4..];
@@ -270,17 +273,17 @@ pub fn model() -> ModelInfo {
     ModelInfo {
         name: "tiny".into(),
         context: 64,
-        longest: 64,
-        choices_max: 300,
+        max_sequence_tokens: 64,
+        max_choices: 300,
         vocab: 257,
         kind: Kind::Decoder,
-        source_context: 0,
+        encoder_context: 0,
         endpoints: vec!["/v1/chat/completions", COMPLETIONS],
         has_head: true,
         eos: vec![],
-        defaults: Default::default(),
-        conventions: Conventions::Decoder,
-        chat: Some(Arc::new(template())),
+        sampling_defaults: Default::default(),
+        prompting: PromptingDefaults::Decoder,
+        chat_template: Some(Arc::new(template())),
         created: 1,
     }
 }
@@ -339,7 +342,7 @@ pub fn scored(id: u32, logprob: f32, top: &[(u32, f32)]) -> Token {
 }
 
 /// Waits until `condition` is true, at most until the deadline.
-pub async fn until(condition: impl Fn() -> bool) {
+pub async fn wait_until(condition: impl Fn() -> bool) {
     let polling = async {
         while !condition() {
             task::yield_now().await;

@@ -1,25 +1,25 @@
 //! Tests of the fill-mask API with a fake encoder-only engine.
 
-use super::encoder::{EOS, FILL_MASK, MASK, conventions, encoder, house, house_of, play, post};
+use super::encoder::{EOS, FILL_MASK, MASK, conventions, encoder, encoder_server, play, post, server_for};
 use super::house::BOS;
-use crate::actors::{EncoderConventions, ModelInfo};
+use crate::actors::{EncoderOnlyPrompting, ModelInfo};
 use crate::request::{Task, Token, TokenEvent};
 use serde_json::json;
 
 /// Returns the engine's event for a mask: tokens with their probabilities.
 fn filled(candidates: &[(u32, f32)]) -> TokenEvent {
     let top: Vec<(u32, f32)> = candidates.iter().map(|(id, probability)| (*id, probability.ln())).collect();
-    TokenEvent::Filled(Token { id: top[0].0, logprob: Some(top[0].1), top })
+    TokenEvent::MaskFilled(Token { id: top[0].0, logprob: Some(top[0].1), top })
 }
 
 #[actix_web::test]
 async fn a_mask_is_filled_as_transformers_fills_it() {
-    let mut server = house();
+    let mut server = encoder_server();
     let body = json!({ "input": "a<mask>c", "top_k": 2 });
     let answers = vec![vec![filled(&[(98, 0.25), (BOS, 0.0)])]];
     let (requests, response) = play(&mut server, FILL_MASK, body, answers).await;
-    assert_eq!(requests[0].source[..], [BOS, 97, MASK, 99, EOS]);
-    assert_eq!(requests[0].task, Task::Fill { at: [2].into(), top: 2 });
+    assert_eq!(requests[0].encoder_input[..], [BOS, 97, MASK, 99, EOS]);
+    assert_eq!(requests[0].task, Task::FillMask { positions: [2].into(), top_k: 2 });
     assert_eq!(
         response.json(),
         json!({
@@ -41,13 +41,13 @@ async fn a_mask_is_filled_as_transformers_fills_it() {
 
 #[actix_web::test]
 async fn each_mask_of_each_text_has_its_own_candidates() {
-    let mut server = house();
+    let mut server = encoder_server();
     let body = json!({ "input": [[97, MASK, MASK], [MASK, 98]] });
     let answers =
         vec![vec![filled(&[(98, 1.0)]), filled(&[(99, 1.0), (100, 0.25)])], vec![filled(&[(101, 1.0)])]];
     let (requests, response) = play(&mut server, FILL_MASK, body, answers).await;
     let tasks: Vec<Task> = requests.iter().map(|request| request.task.clone()).collect();
-    assert_eq!(tasks, [&[1, 2][..], &[0]].map(|at| Task::Fill { at: at.into(), top: 5 }));
+    assert_eq!(tasks, [&[1, 2][..], &[0]].map(|at| Task::FillMask { positions: at.into(), top_k: 5 }));
     let answer = response.json();
     let sequences = |text: usize, mask: usize| -> Vec<String> {
         let candidates = answer["data"][text]["masks"][mask]["candidates"].as_array().unwrap();
@@ -66,7 +66,8 @@ async fn each_mask_of_each_text_has_its_own_candidates() {
 /// With one mask, special tokens are omitted; with several, only padding is.
 #[actix_web::test]
 async fn special_tokens_are_shown_where_there_are_other_masks() {
-    let mut server = house_of(encoder(EncoderConventions { pad: Some("c".to_owned()), ..conventions() }));
+    let mut server =
+        server_for(encoder(EncoderOnlyPrompting { pad_token: Some("c".to_owned()), ..conventions() }));
     let body = json!({ "input": ["acb<mask>", "<mask>acb<mask>"], "top_k": 1 });
     let answers = vec![vec![filled(&[(MASK, 1.0)])], vec![filled(&[(97, 1.0)]), filled(&[(EOS, 1.0)])]];
     let (_, response) = play(&mut server, FILL_MASK, body, answers).await;
@@ -80,7 +81,7 @@ async fn special_tokens_are_shown_where_there_are_other_masks() {
 
 #[actix_web::test]
 async fn errors_name_the_parameter() {
-    let mut filling = house();
+    let mut filling = encoder_server();
     for (body, code, param, part) in [
         (json!({ "input": "abc", "top_k": 0, "model": "big" }), "model_not_found", "model", "'big'"),
         (json!({ "input": "abc" }), "invalid_value", "input", "text 0 of 'input' has no mask token (<mask>)"),
@@ -98,7 +99,8 @@ async fn errors_name_the_parameter() {
     let (_, response) = play(&mut filling, FILL_MASK, json!({ "input": "<mask>" }), lost).await;
     assert_eq!((response.status, response.error().0.as_str()), (500, "internal_error"));
     filling.close().await;
-    let without = house_of(encoder(EncoderConventions { masks: vec!["[MASK]".into()], ..conventions() }));
+    let without =
+        server_for(encoder(EncoderOnlyPrompting { mask_tokens: vec!["[MASK]".into()], ..conventions() }));
     let response = post(&without, FILL_MASK, &json!({ "input": "[MASK]" })).await;
     assert!(response.json()["error"]["message"].as_str().unwrap().contains("no mask token"));
     without.close().await;
@@ -108,7 +110,8 @@ async fn errors_name_the_parameter() {
 #[actix_web::test]
 async fn an_answer_has_a_bound() {
     let model = encoder(conventions());
-    let server = house_of(ModelInfo { source_context: 512, longest: 512, context: 512, ..model });
+    let server =
+        server_for(ModelInfo { encoder_context: 512, max_sequence_tokens: 512, context: 512, ..model });
     let masks = vec![MASK; 512];
     for (body, tokens) in [
         (json!({ "input": masks, "top_k": 20 }), 512 * 20 * 512),

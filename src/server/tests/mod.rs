@@ -16,13 +16,15 @@ mod embeddings;
 
 mod masks;
 
-use super::Ending;
+use super::ShutdownOutcome;
 use crate::actors::reply::{ReplySpec, ReplyStream};
-use crate::actors::stream::channel;
+use crate::actors::stream::event_channel;
 use crate::request::{FinishReason, Request, RequestError, Sampling, TokenEvent};
 use actix_web::rt::{net::TcpStream, time::timeout};
 use futures_util::FutureExt;
-use house::{BOS, COMPLETIONS, Client, DEADLINE, House, answer, bare, joined, scored, tokenizer, until};
+use house::{
+    BOS, COMPLETIONS, Client, DEADLINE, TestServer, answer, bare, joined, scored, tokenizer, wait_until,
+};
 use metrics_exporter_prometheus::PrometheusBuilder;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -31,9 +33,9 @@ use std::time::Duration;
 
 #[actix_web::test]
 async fn a_whole_answer_has_the_shape_of_the_api() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let body = json!({ "model": "tiny", "prompt": "ab", "max_tokens": 3, "temperature": 0, "user": "me" });
-    let (request, response) = server.play(body, answer("xyz")).await;
+    let (request, response) = server.exchange(body, answer("xyz")).await;
     assert_eq!(request.prompt[..], [97, 98]);
     assert_eq!((request.max_tokens, request.ignore_eos, request.logprobs), (3, false, None));
     let Sampling { temperature, top_k, top_p, min_p, .. } = request.sampling;
@@ -57,9 +59,9 @@ async fn a_whole_answer_has_the_shape_of_the_api() {
 
 #[actix_web::test]
 async fn a_stream_has_the_shape_of_the_api() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let body = json!({ "prompt": [1, 2], "stream": true, "stream_options": { "include_usage": true } });
-    let (request, response) = server.play(body, answer("hi")).await;
+    let (request, response) = server.exchange(body, answer("hi")).await;
     assert_eq!(request.prompt[..], [1, 2]);
     assert_eq!(request.max_tokens, 16);
     assert_eq!(response.header("content-type"), Some("text/event-stream; charset=utf-8"));
@@ -87,13 +89,13 @@ async fn a_stream_has_the_shape_of_the_api() {
 
 #[actix_web::test]
 async fn half_characters_wait_for_their_other_half() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     // The last two bytes begin a character that is never completed.
     let mut events = answer("aé🦀b");
     events.splice(events.len() - 1.., [0xe2, 0x82].map(|byte| TokenEvent::Token(bare(byte))));
     events.push(TokenEvent::Finished(FinishReason::Stop));
     let body = json!({ "prompt": "p", "stream": true, "return_token_ids": true });
-    let (_, response) = server.play(body, events).await;
+    let (_, response) = server.exchange(body, events).await;
     let events = response.events();
     let texts: Vec<_> = events.iter().map(|event| event["choices"][0]["text"].as_str().unwrap()).collect();
     assert_eq!(texts, ["a", "é", "🦀", "b", "\u{fffd}"]);
@@ -105,14 +107,14 @@ async fn half_characters_wait_for_their_other_half() {
 
     // A character that starts in the prompt belongs to the generated text once it is complete.
     let second_half = vec![TokenEvent::Token(bare(0xa9)), TokenEvent::Finished(FinishReason::Stop)];
-    let (_, response) = server.play(json!({ "prompt": [0xc3] }), second_half).await;
+    let (_, response) = server.exchange(json!({ "prompt": [0xc3] }), second_half).await;
     assert_eq!(response.json()["choices"][0]["text"], "é");
     server.close().await;
 }
 
 #[actix_web::test]
 async fn echo_with_logprobs_places_every_token() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let events = || {
         vec![
             TokenEvent::Prompt(vec![bare(BOS), scored(0xc3, -1.0, &[(0xc3, -1.0)])]),
@@ -128,7 +130,7 @@ async fn echo_with_logprobs_places_every_token() {
             "stream": stream, "return_token_ids": true
         })
     };
-    let (request, response) = server.play(body(false), events()).await;
+    let (request, response) = server.exchange(body(false), events()).await;
     assert!(request.prompt_logprobs);
     assert_eq!(request.logprobs, Some(2));
     let choice = &response.json()["choices"][0];
@@ -147,7 +149,7 @@ async fn echo_with_logprobs_places_every_token() {
     assert_eq!(choice["prompt_token_ids"], json!([BOS, 0xc3, 0xa9, 98]));
 
     // The concatenated chunks of the stream are the same.
-    let (_, response) = server.play(body(true), events()).await;
+    let (_, response) = server.exchange(body(true), events()).await;
     let chunks = response.events();
     let text: String = chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
     assert_eq!(text, "ébc");
@@ -164,14 +166,14 @@ async fn echo_with_logprobs_places_every_token() {
 
 #[actix_web::test]
 async fn echo_alone_repeats_the_prompt_and_needs_no_answer() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let body = json!({ "prompt": "héllo", "echo": true, "max_tokens": 0 });
-    let (request, response) = server.play(body, vec![TokenEvent::Finished(FinishReason::Length)]).await;
+    let (request, response) = server.exchange(body, vec![TokenEvent::Finished(FinishReason::Length)]).await;
     assert_eq!((request.max_tokens, request.prompt_logprobs), (0, false));
     assert_eq!(response.json()["choices"][0]["text"], "héllo");
     assert_eq!(response.json()["usage"]["completion_tokens"], 0);
     let (_, response) =
-        server.play(json!({ "prompt": "hé", "echo": true, "stream": true }), answer("y")).await;
+        server.exchange(json!({ "prompt": "hé", "echo": true, "stream": true }), answer("y")).await;
     let texts: Vec<_> = response.events().iter().map(|event| event["choices"][0]["text"].clone()).collect();
     assert_eq!(texts, ["hé", "y", ""]);
     server.close().await;
@@ -179,18 +181,18 @@ async fn echo_alone_repeats_the_prompt_and_needs_no_answer() {
 
 #[actix_web::test]
 async fn logprobs_zero_is_the_token_alone() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let events = vec![TokenEvent::Token(scored(97, -0.5, &[])), TokenEvent::Finished(FinishReason::Stop)];
-    let (_, response) = server.play(json!({ "prompt": "p", "logprobs": 0 }), events).await;
+    let (_, response) = server.exchange(json!({ "prompt": "p", "logprobs": 0 }), events).await;
     assert_eq!(response.json()["choices"][0]["logprobs"]["top_logprobs"], json!([{ "a": -0.5 }]));
     server.close().await;
 }
 
 #[actix_web::test]
 async fn an_empty_prompt_is_the_token_that_opens_a_text() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     for prompt in [json!(""), json!([]), json!([""]), json!([[]])] {
-        let (request, response) = server.play(json!({ "prompt": prompt }), answer("x")).await;
+        let (request, response) = server.exchange(json!({ "prompt": prompt }), answer("x")).await;
         assert_eq!((response.status, &request.prompt[..]), (200, &[BOS][..]), "{prompt}");
     }
     server.close().await;
@@ -198,21 +200,21 @@ async fn an_empty_prompt_is_the_token_that_opens_a_text() {
 
 #[actix_web::test]
 async fn a_long_text_is_tokenised_like_a_short_one() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let text = "long ".repeat(4000);
-    let (request, _) = server.play(json!({ "prompt": [text] }), answer("x")).await;
+    let (request, _) = server.exchange(json!({ "prompt": [text] }), answer("x")).await;
     assert!(request.prompt.iter().copied().eq(text.bytes().map(u32::from)));
     server.close().await;
 }
 
 #[actix_web::test]
 async fn seeds_are_the_clients_or_all_different() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let seeds = [json!(7), json!(-1), json!(u64::MAX), json!(null), json!(null)];
     let mut got = Vec::new();
     for seed in seeds {
         let (request, _) =
-            server.play(json!({ "prompt": "p", "seed": seed, "top_k": -1 }), answer("x")).await;
+            server.exchange(json!({ "prompt": "p", "seed": seed, "top_k": -1 }), answer("x")).await;
         assert_eq!(request.sampling.top_k, 0);
         got.push(request.sampling.seed);
     }
@@ -241,7 +243,8 @@ async fn every_refusal_has_its_status_and_object() {
         (RequestError::DeviceFailed("smoke".into()), 500, "device_failed", Value::Null, None),
     ] {
         let message = refusal.to_string();
-        let server = House::with(Some(refusal), |config| config.retry_after = Duration::from_secs(3));
+        let server =
+            TestServer::with_config(Some(refusal), |config| config.retry_after = Duration::from_secs(3));
         let response = server.post(r#"{"prompt": "p", "stream": true}"#).await;
         assert_eq!(response.status, status, "{message}");
         assert_eq!(response.error(), (code.to_string(), param));
@@ -253,7 +256,7 @@ async fn every_refusal_has_its_status_and_object() {
 
 #[actix_web::test]
 async fn errors_in_bodies_name_the_parameter() {
-    let server = House::open();
+    let server = TestServer::start();
     let ids = "token id 257 is not in the vocabulary of 257";
     for (body, code, param, part) in [
         ("{", "malformed_body", Value::Null, "JSON"),
@@ -319,20 +322,20 @@ async fn errors_in_bodies_name_the_parameter() {
 
 #[actix_web::test]
 async fn unsupported_parameters_without_effect_are_accepted() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let body = json!({
         "prompt": "p", "n": 1, "best_of": 1, "stop": [], "suffix": null, "presence_penalty": 0.0,
         "frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "logprobs": null,
         "unheard_of": null
     });
-    let (_, response) = server.play(body, answer("x")).await;
+    let (_, response) = server.exchange(body, answer("x")).await;
     assert_eq!(response.status, 200, "{}", response.body);
     server.close().await;
 }
 
 #[actix_web::test]
 async fn wrong_paths_methods_and_sizes_have_error_objects() {
-    let server = House::with(None, |config| config.body_limit_bytes = 1024);
+    let server = TestServer::with_config(None, |config| config.body_limit_bytes = 1024);
     let nowhere = server.get("/v2/nothing").await;
     assert_eq!((nowhere.status, nowhere.error().0.as_str()), (404, "not_found"));
     let method = server.get(COMPLETIONS).await;
@@ -345,50 +348,51 @@ async fn wrong_paths_methods_and_sizes_have_error_objects() {
 
 #[actix_web::test]
 async fn a_failure_amid_a_stream_is_an_event_before_the_end() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let failed = TokenEvent::Failed(RequestError::DeviceFailed("smoke".into()));
     let body = |stream: bool| {
         let options = if stream { json!({ "include_usage": true }) } else { Value::Null };
         json!({ "prompt": "p", "stream": stream, "stream_options": options })
     };
-    let (_, response) = server.play(body(true), vec![TokenEvent::Token(bare(97)), failed.clone()]).await;
+    let (_, response) = server.exchange(body(true), vec![TokenEvent::Token(bare(97)), failed.clone()]).await;
     let events = response.events();
     assert_eq!(events.len(), 2);
     assert_eq!(events[0]["choices"][0]["text"], "a");
     assert_eq!(events[1]["error"]["code"], "device_failed");
     // A channel closed without an event is a failure too. A JSON response becomes a 500.
-    let (_, response) = server.play(body(true), vec![]).await;
+    let (_, response) = server.exchange(body(true), vec![]).await;
     assert_eq!(response.events()[0]["error"]["code"], "internal_error");
-    let (_, response) = server.play(body(false), vec![TokenEvent::Token(bare(97)), failed]).await;
+    let (_, response) = server.exchange(body(false), vec![TokenEvent::Token(bare(97)), failed]).await;
     assert_eq!((response.status, response.error().0.as_str()), (500, "device_failed"));
     server.close().await;
 }
 
 #[actix_web::test]
 async fn a_client_that_hangs_up_drops_its_stream() {
-    let mut server = House::open();
-    let mut client = server.begin(r#"{"prompt": "p", "stream": true}"#).await;
-    let (_, events) = server.call().await;
+    let mut server = TestServer::start();
+    let mut client = server.send(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = server.next_request().await;
     events.send(TokenEvent::Token(bare(97)));
     client.read_until("\"text\":\"a\"").await;
     assert!(!events.is_closed());
     drop(client);
-    until(|| events.is_closed()).await;
+    wait_until(|| events.is_closed()).await;
 
-    let client = server.begin(r#"{"prompt": "p"}"#).await;
-    let (_, events) = server.call().await;
+    let client = server.send(r#"{"prompt": "p"}"#).await;
+    let (_, events) = server.next_request().await;
     events.send(TokenEvent::Token(bare(97)));
     assert!(!events.is_closed());
     drop(client);
-    until(|| events.is_closed()).await;
+    wait_until(|| events.is_closed()).await;
     server.close().await;
 }
 
 #[actix_web::test]
 async fn a_silent_stream_sends_comments() {
-    let mut server = House::with(None, |config| config.stream_comment_interval = Duration::from_millis(5));
-    let mut client = server.begin(r#"{"prompt": "p", "stream": true}"#).await;
-    let (_, events) = server.call().await;
+    let mut server =
+        TestServer::with_config(None, |config| config.stream_comment_interval = Duration::from_millis(5));
+    let mut client = server.send(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = server.next_request().await;
     client.read_until(": keep-alive\n\n").await;
     events.send(TokenEvent::Token(bare(97)));
     events.send(TokenEvent::Finished(FinishReason::Stop));
@@ -402,7 +406,7 @@ async fn a_silent_stream_sends_comments() {
 
 #[actix_web::test]
 async fn request_ids_go_both_ways() {
-    let server = House::with(Some(RequestError::Draining), |_| {});
+    let server = TestServer::with_config(Some(RequestError::Draining), |_| {});
     let id_for = async |header: String| {
         let client = Client::send(server.address, "POST", COMPLETIONS, &header, r#"{"prompt": "p"}"#).await;
         client.response().await.header("x-request-id").expect("there is always one").to_string()
@@ -419,7 +423,7 @@ async fn request_ids_go_both_ways() {
 
 #[actix_web::test]
 async fn models_version_and_metrics_are_reported() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let models = server.get("/v1/models").await.json();
     assert_eq!(models["object"], "list");
     let card = json!({
@@ -428,7 +432,7 @@ async fn models_version_and_metrics_are_reported() {
     });
     assert_eq!(models["data"], json!([card]));
     assert_eq!(server.get("/version").await.json()["version"], env!("CARGO_PKG_VERSION"));
-    server.play(json!({ "prompt": "p" }), answer("x")).await;
+    server.exchange(json!({ "prompt": "p" }), answer("x")).await;
     let metrics = server.get("/metrics").await;
     assert!(metrics.header("content-type").unwrap().starts_with("text/plain"));
     let answered = r#"mainstem_http_requests_total{method="POST",path="/v1/completions",status="200"}"#;
@@ -438,7 +442,7 @@ async fn models_version_and_metrics_are_reported() {
 
 #[actix_web::test]
 async fn health_follows_the_decode_loop() {
-    let server = House::with(None, |config| config.stalled_after = Duration::from_nanos(1));
+    let server = TestServer::with_config(None, |config| config.stalled_after = Duration::from_nanos(1));
     let healthy = server.get("/health").await;
     assert_eq!((healthy.status, healthy.json()), (200, json!({ "status": "ok" })));
     server.status.running.store(1, Ordering::Relaxed);
@@ -446,11 +450,11 @@ async fn health_follows_the_decode_loop() {
     assert_eq!((stalled.status, stalled.json()), (503, json!({ "status": "stalled" })));
     server.status.running.store(0, Ordering::Relaxed);
     assert_eq!(server.get("/health").await.status, 200, "without requests a silent decode loop is healthy");
-    server.status.fail();
+    server.status.set_failed();
     let failed = server.get("/health").await;
     assert_eq!((failed.status, failed.json()), (503, json!({ "status": "failed" })));
     server.close().await;
-    let server = House::with(None, |_| {});
+    let server = TestServer::with_config(None, |_| {});
     server.status.draining.store(true, Ordering::Relaxed);
     let draining = server.get("/health").await;
     assert_eq!((draining.status, draining.json()), (503, json!({ "status": "draining" })));
@@ -461,16 +465,16 @@ async fn health_follows_the_decode_loop() {
 /// Tokens without text, such as ignored end tokens, are also sent as they are generated.
 #[actix_web::test]
 async fn tokens_without_text_are_not_held_back() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let body =
         json!({ "prompt": "p", "stream": true, "ignore_eos": true, "return_token_ids": true }).to_string();
-    let mut client = server.begin(&body).await;
-    let (_, events) = server.call().await;
+    let mut client = server.send(&body).await;
+    let (_, events) = server.next_request().await;
     for made in 1..=3 {
         events.send(TokenEvent::Token(bare(BOS)));
         let ids = format!("\"token_ids\":[{BOS}]");
         while String::from_utf8_lossy(&client.read).matches(&ids).count() < made {
-            assert!(client.read_on().await, "the stream goes on");
+            assert!(client.read_more().await, "the stream goes on");
         }
     }
     events.send(TokenEvent::Finished(FinishReason::Length));
@@ -481,7 +485,7 @@ async fn tokens_without_text_are_not_held_back() {
 /// Shutdown waits for responses, but not for an upload that never ends.
 #[actix_web::test]
 async fn an_unfinished_upload_holds_nothing_up() {
-    let server = House::open();
+    let server = TestServer::start();
     let mut client = Client { stream: TcpStream::connect(server.address).await.unwrap(), read: Vec::new() };
     let head =
         "POST /v1/completions HTTP/1.1\r\nHost: test\r\nExpect: 100-continue\r\nContent-Length: 99\r\n\r\n{";
@@ -493,14 +497,14 @@ async fn an_unfinished_upload_holds_nothing_up() {
 
 #[actix_web::test]
 async fn long_bodies_take_turns_and_all_are_served() {
-    let mut server = House::open();
+    let mut server = TestServer::start();
     let body = json!({ "prompt": "p".repeat(20_000) }).to_string();
     let mut clients = Vec::new();
     for _ in 0..8 {
-        clients.push(server.begin(&body).await);
+        clients.push(server.send(&body).await);
     }
     for _ in 0..8 {
-        let (request, events) = server.call().await;
+        let (request, events) = server.next_request().await;
         assert_eq!(request.prompt.len(), 20_000);
         events.send(TokenEvent::Finished(FinishReason::Stop));
     }
@@ -512,16 +516,17 @@ async fn long_bodies_take_turns_and_all_are_served() {
 
 #[actix_web::test]
 async fn excess_waiters_for_long_bodies_are_rejected_and_cancelled_ones_no_longer_counted() {
-    let turns = super::Turns::new(1);
-    let held = turns.wait().await.unwrap();
-    let mut waiting: Vec<_> = (0..super::Turns::WAITING_MAX).map(|_| Box::pin(turns.wait())).collect();
+    let turns = super::BoundedSemaphore::new(1);
+    let held = turns.acquire().await.unwrap();
+    let mut waiting: Vec<_> =
+        (0..super::BoundedSemaphore::WAITERS_MAX).map(|_| Box::pin(turns.acquire())).collect();
     for wait in &mut waiting {
         assert!(wait.as_mut().now_or_never().is_none());
     }
-    let limit = super::Turns::WAITING_MAX;
-    assert_eq!(turns.wait().await.map(drop), Err(RequestError::Busy { coming: 1, waiting: limit, limit }));
+    let limit = super::BoundedSemaphore::WAITERS_MAX;
+    assert_eq!(turns.acquire().await.map(drop), Err(RequestError::Busy { coming: 1, waiting: limit, limit }));
     waiting.pop();
-    let mut last = Box::pin(turns.wait());
+    let mut last = Box::pin(turns.acquire());
     assert!(last.as_mut().now_or_never().is_none());
     drop(held);
     drop(timeout(DEADLINE, waiting.remove(0)).await.expect("the permit becomes free").unwrap());
@@ -529,13 +534,13 @@ async fn excess_waiters_for_long_bodies_are_rejected_and_cancelled_ones_no_longe
 
 #[actix_web::test]
 async fn the_first_stop_lets_requests_finish_and_takes_no_new_ones() {
-    let mut server = House::open();
-    let mut client = server.begin(r#"{"prompt": "p", "stream": true}"#).await;
-    let (_, events) = server.call().await;
+    let mut server = TestServer::start();
+    let mut client = server.send(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = server.next_request().await;
     events.send(TokenEvent::Token(bare(97)));
     client.read_until("\"text\":\"a\"").await;
     server.stops.send(()).unwrap();
-    until(|| server.status.is_draining()).await;
+    wait_until(|| server.status.is_draining()).await;
     let refused = server.post(r#"{"prompt": "p"}"#).await;
     assert_eq!((refused.status, refused.error().0.as_str()), (503, "shutting_down"));
     assert!(refused.header("retry-after").is_some());
@@ -543,35 +548,35 @@ async fn the_first_stop_lets_requests_finish_and_takes_no_new_ones() {
     events.send(TokenEvent::Token(bare(98)));
     events.send(TokenEvent::Finished(FinishReason::Stop));
     assert_eq!(client.response().await.events().len(), 3);
-    assert_eq!(server.ending().await, Ending::Drained);
+    assert_eq!(server.ending().await, ShutdownOutcome::Drained);
 }
 
 #[actix_web::test]
 async fn the_second_stop_and_the_drain_timeout_abort_requests() {
-    let mut server = House::open();
-    let _client = server.begin(r#"{"prompt": "p", "stream": true}"#).await;
-    let (_, events) = server.call().await;
+    let mut server = TestServer::start();
+    let _client = server.send(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = server.next_request().await;
     server.stops.send(()).unwrap();
-    until(|| server.status.is_draining()).await;
+    wait_until(|| server.status.is_draining()).await;
     server.stops.send(()).unwrap();
-    assert_eq!(server.ending().await, Ending::Cut);
-    until(|| events.is_closed()).await;
+    assert_eq!(server.ending().await, ShutdownOutcome::Aborted);
+    wait_until(|| events.is_closed()).await;
 
-    let mut server = House::draining(None, |_| {}, Duration::from_millis(1));
-    let _client = server.begin(r#"{"prompt": "p"}"#).await;
-    let (_, events) = server.call().await;
+    let mut server = TestServer::with_drain_timeout(None, |_| {}, Duration::from_millis(1));
+    let _client = server.send(r#"{"prompt": "p"}"#).await;
+    let (_, events) = server.next_request().await;
     server.stops.send(()).unwrap();
-    assert_eq!(server.ending().await, Ending::TimedOut);
-    until(|| events.is_closed()).await;
+    assert_eq!(server.ending().await, ShutdownOutcome::TimedOut);
+    wait_until(|| events.is_closed()).await;
 }
 
 #[actix_web::test]
 async fn aborted_requests_end_with_an_error() {
-    let mut server = House::open();
-    let mut stream = server.begin(r#"{"prompt": "p", "stream": true}"#).await;
-    let (_, events) = server.call().await;
-    let whole = server.begin(r#"{"prompt": "p"}"#).await;
-    let _engine_never_answers = server.call().await;
+    let mut server = TestServer::start();
+    let mut stream = server.send(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = server.next_request().await;
+    let whole = server.send(r#"{"prompt": "p"}"#).await;
+    let _engine_never_answers = server.next_request().await;
     events.send(TokenEvent::Token(bare(97)));
     stream.read_until("\"text\":\"a\"").await;
     server.stops.send(()).unwrap();
@@ -579,14 +584,14 @@ async fn aborted_requests_end_with_an_error() {
     let (stream, whole) = (stream.response().await.events(), whole.response().await);
     assert_eq!(stream.last().unwrap()["error"]["code"], "shut_down");
     assert_eq!((whole.status, whole.error().0.as_str()), (503, "shut_down"));
-    assert_eq!(server.ending().await, Ending::Cut);
+    assert_eq!(server.ending().await, ShutdownOutcome::Aborted);
 }
 
 /// Returns the metrics of a reply to `events` that is polled `pieces` times and then dropped.
 fn measured(events: Vec<TokenEvent>, pieces: usize) -> String {
     let recorder = PrometheusBuilder::new().build_recorder();
     metrics::with_local_recorder(&recorder, || {
-        let (sender, stream) = channel();
+        let (sender, stream) = event_channel();
         events.into_iter().for_each(|event| sender.send(event));
         let request = Request::greedy("r", [1, 2, 3], 9);
         let mut reply = ReplyStream::new(stream, Arc::new(tokenizer()), &request, &ReplySpec::default());

@@ -2,9 +2,9 @@
 //! own start tokens.
 
 use super::house::{
-    BOS, COMPLETIONS, DEADLINE, House, Response, answer, bare, model, scored, tokenizer_with,
+    BOS, COMPLETIONS, DEADLINE, Response, TestServer, answer, bare, model, scored, tokenizer_with,
 };
-use crate::actors::{Conventions, DecoderConventions, ModelInfo};
+use crate::actors::{EncoderDecoderPrompting, ModelInfo, PromptingDefaults};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, TokenEvent};
 use serde_json::{Value, json};
@@ -21,16 +21,20 @@ fn translator(forced_bos: Option<u32>) -> ModelInfo {
     let roles = ["<s>", "</s>"].map(str::to_owned).into();
     ModelInfo {
         kind: Kind::EncoderDecoder,
-        source_context: LONGEST,
+        encoder_context: LONGEST,
         vocab: 261,
         endpoints: vec![COMPLETIONS],
-        conventions: Conventions::EncoderDecoder(DecoderConventions { start: EOS, forced_bos, roles }),
+        prompting: PromptingDefaults::EncoderDecoder(EncoderDecoderPrompting {
+            start_token: EOS,
+            forced_bos,
+            special_tokens: roles,
+        }),
         ..model()
     }
 }
 
 /// Starts a server whose tokenizer adds the tokens `before` and `after` around texts.
-fn house_with(model: ModelInfo, before: &[&str], after: &[&str]) -> House {
+fn server_with_tokens(model: ModelInfo, before: &[&str], after: &[&str]) -> TestServer {
     let names = ["<s>", "</s>", "__en__", "__de__", "fra_Latn"];
     let special = |name: &&str| json!({ "SpecialToken": { "id": name, "type_id": 0 } });
     let text = json!({ "Sequence": { "id": "A", "type_id": 0 } });
@@ -41,24 +45,24 @@ fn house_with(model: ModelInfo, before: &[&str], after: &[&str]) -> House {
         .collect();
     let around =
         json!({ "type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": tokens });
-    House::of(model, tokenizer_with(&names, around), None, |_| {}, DEADLINE)
+    TestServer::for_model(model, tokenizer_with(&names, around), None, |_| {}, DEADLINE)
 }
 
-fn house(forced_bos: Option<u32>) -> House {
-    house_with(translator(forced_bos), &["__en__"], &["</s>"])
+fn translation_server(forced_bos: Option<u32>) -> TestServer {
+    server_with_tokens(translator(forced_bos), &["__en__"], &["</s>"])
 }
 
-async fn ask(server: &mut House, body: Value) -> (Request, Response) {
-    server.play(body, answer("x")).await
+async fn ask(server: &mut TestServer, body: Value) -> (Request, Response) {
+    server.exchange(body, answer("x")).await
 }
 
 #[actix_web::test]
 async fn the_prompt_is_the_source_and_the_decoder_starts() {
     for (forced, opening) in [(None, vec![EOS]), (Some(DE), vec![EOS, DE])] {
-        let mut server = house(forced);
+        let mut server = translation_server(forced);
         let body = json!({ "prompt": "ab", "return_token_ids": true, "max_tokens": 3 });
-        let (request, response) = server.play(body, answer("xyz")).await;
-        assert_eq!((&request.source[..], &request.prompt[..]), (&[EN, 97, 98, EOS][..], &opening[..]));
+        let (request, response) = server.exchange(body, answer("xyz")).await;
+        assert_eq!((&request.encoder_input[..], &request.prompt[..]), (&[EN, 97, 98, EOS][..], &opening[..]));
         assert_eq!(request.max_tokens, 3);
         let mut json = response.json();
         let usage = json["usage"].take();
@@ -75,7 +79,7 @@ async fn the_prompt_is_the_source_and_the_decoder_starts() {
 
 #[actix_web::test]
 async fn the_request_determines_the_decoder_start() {
-    let mut server = house(Some(FR));
+    let mut server = translation_server(Some(FR));
     for (wish, opening) in [
         (json!({ "forced_bos_token": "__de__" }), vec![EOS, DE]),
         (json!({ "forced_bos_token": "de" }), vec![EOS, DE]),
@@ -93,7 +97,7 @@ async fn the_request_determines_the_decoder_start() {
         body["prompt"] = "a".into();
         let (request, response) = ask(&mut server, body).await;
         assert_eq!(request.prompt[..], opening[..], "{wish}: {}", response.body);
-        assert_eq!(request.source[..], [EN, 97, EOS], "{wish}");
+        assert_eq!(request.encoder_input[..], [EN, 97, EOS], "{wish}");
     }
     server.close().await;
 }
@@ -108,28 +112,28 @@ async fn the_language_token_is_set() {
         (&["<s>"], &["</s>"], vec![DE, BOS, 97, EOS]),
     ];
     for (before, after, source) in cases {
-        let mut server = house_with(translator(None), before, after);
+        let mut server = server_with_tokens(translator(None), before, after);
         for name in ["de", "__de__"] {
             let (request, _) = ask(&mut server, json!({ "prompt": "a", "source_lang": name })).await;
-            assert_eq!(request.source[..], source[..], "{before:?} {after:?}");
+            assert_eq!(request.encoder_input[..], source[..], "{before:?} {after:?}");
         }
         let bare = json!({ "prompt": "a", "source_lang": "de", "add_special_tokens": false });
-        assert_eq!(ask(&mut server, bare).await.0.source[..], [DE, 97]);
+        assert_eq!(ask(&mut server, bare).await.0.encoder_input[..], [DE, 97]);
         let (request, _) = ask(&mut server, json!({ "prompt": [FR, 7] })).await;
-        assert_eq!(request.source[..], [FR, 7]);
+        assert_eq!(request.encoder_input[..], [FR, 7]);
         server.close().await;
     }
 }
 
 #[actix_web::test]
 async fn each_source_gets_its_choices() {
-    let mut server = house(None);
+    let mut server = translation_server(None);
     let client = server
-        .begin(r#"{"prompt": ["a", "bc"], "n": 2, "seed": 3, "stream": true, "return_token_ids": true}"#)
+        .send(r#"{"prompt": ["a", "bc"], "n": 2, "seed": 3, "stream": true, "return_token_ids": true}"#)
         .await;
     for (source, seed) in [("a", 3), ("a", 4), ("bc", 3), ("bc", 4)] {
-        let (request, sender) = server.call().await;
-        assert_eq!((request.source.len(), request.sampling.seed), (source.len() + 2, seed));
+        let (request, sender) = server.next_request().await;
+        assert_eq!((request.encoder_input.len(), request.sampling.seed), (source.len() + 2, seed));
         answer(source).into_iter().for_each(|event| sender.send(event));
     }
     let events = client.response().await.events();
@@ -145,9 +149,9 @@ async fn each_source_gets_its_choices() {
 
 #[actix_web::test]
 async fn echo_repeats_the_decoder_prompt() {
-    let mut server = house(None);
+    let mut server = translation_server(None);
     let body = json!({ "prompt": "a", "decoder_prompt": "hi", "echo": true });
-    let (_, response) = server.play(body, answer("!")).await;
+    let (_, response) = server.exchange(body, answer("!")).await;
     assert_eq!(response.json()["choices"][0]["text"], "hi!");
     let body = json!({ "prompt": "a", "decoder_prompt": "h", "echo": true, "logprobs": 0 });
     let events = vec![
@@ -155,7 +159,7 @@ async fn echo_repeats_the_decoder_prompt() {
         TokenEvent::Token(scored(105, -0.5, &[])),
         TokenEvent::Finished(FinishReason::Stop),
     ];
-    let (request, response) = server.play(body, events).await;
+    let (request, response) = server.exchange(body, events).await;
     assert!(request.prompt_logprobs);
     let logprobs = response.json()["choices"][0]["logprobs"].clone();
     assert_eq!(logprobs["tokens"], json!(["</s>", "h", "i"]));
@@ -165,7 +169,7 @@ async fn echo_repeats_the_decoder_prompt() {
 
 #[actix_web::test]
 async fn errors_name_the_parameter() {
-    let server = house(None);
+    let server = translation_server(None);
     for (wish, code, param, part) in [
         (json!({ "decoder_prompt": 5 }), "invalid_value", "decoder_prompt", "not 5"),
         (json!({ "decoder_prompt": [] }), "invalid_value", "decoder_prompt", "at least one token id"),
@@ -222,8 +226,8 @@ async fn errors_name_the_parameter() {
 /// prompt.
 #[actix_web::test]
 async fn errors_name_the_index_of_the_prompt() {
-    let short = House::of(
-        ModelInfo { context: 20, longest: 20, vocab: 258, ..translator(None) },
+    let short = TestServer::for_model(
+        ModelInfo { context: 20, max_sequence_tokens: 20, vocab: 258, ..translator(None) },
         tokenizer_with(&["<s>", "</s>", "__en__", "<extra_id_0>"], Value::Null),
         None,
         |_| {},
@@ -262,9 +266,9 @@ async fn errors_name_the_index_of_the_prompt() {
 /// All prompts of a request share one allocation of the decoder start ids.
 #[actix_web::test]
 async fn decoder_start_ids_are_shared() {
-    let mut server = house(None);
-    let client = server.begin(r#"{"prompt": ["a", "b", "c"], "decoder_prompt": "hi"}"#).await;
-    let calls = [server.call().await, server.call().await, server.call().await];
+    let mut server = translation_server(None);
+    let client = server.send(r#"{"prompt": ["a", "b", "c"], "decoder_prompt": "hi"}"#).await;
+    let calls = [server.next_request().await, server.next_request().await, server.next_request().await];
     assert!(calls.iter().all(|(request, _)| Arc::ptr_eq(&request.prompt, &calls[0].0.prompt)));
     calls.iter().for_each(|(_, sender)| answer("x").into_iter().for_each(|event| sender.send(event)));
     assert_eq!(client.response().await.status, 200);
@@ -274,7 +278,7 @@ async fn decoder_start_ids_are_shared() {
 /// Decoders reject the encoder-decoder parameters; an encoder-decoder has no chat endpoint.
 #[actix_web::test]
 async fn endpoints_and_parameters_depend_on_the_kind_of_model() {
-    let decoders = House::open();
+    let decoders = TestServer::start();
     for (wish, param) in [
         (json!({ "decoder_prompt": "a" }), "decoder_prompt"),
         (json!({ "forced_bos_token": "a" }), "forced_bos_token"),
@@ -287,7 +291,7 @@ async fn endpoints_and_parameters_depend_on_the_kind_of_model() {
         assert_eq!(response.error(), ("unsupported_parameter".into(), json!(param)));
     }
     decoders.close().await;
-    let server = house(None);
+    let server = translation_server(None);
     let body = json!({ "messages": [{ "role": "user", "content": "hi" }] }).to_string();
     let chat = super::house::Client::send(server.address, "POST", "/v1/chat/completions", "", &body);
     let response = chat.await.response().await;

@@ -2,7 +2,7 @@
 //!
 //! Invariant: the concatenated deltas of a stream are the message.
 
-use super::{Finish, Part, TokenIds, writable};
+use super::{ChoiceOutput, Finish, TokenIds, finite_logprob};
 use crate::text::Tokenizer;
 use serde::Serialize;
 
@@ -10,10 +10,10 @@ const ASSISTANT: &str = "assistant";
 
 /// A choice of a JSON response.
 #[derive(Debug, Serialize)]
-pub struct Choice {
+pub struct ChatChoice {
     pub index: usize,
-    pub message: Message,
-    pub logprobs: Option<Logprobs>,
+    pub message: ResponseMessage,
+    pub logprobs: Option<ChatLogprobs>,
     #[serde(flatten)]
     pub finish: Finish,
     #[serde(flatten)]
@@ -22,10 +22,10 @@ pub struct Choice {
 
 /// A choice of a stream's chunk.
 #[derive(Debug, Serialize)]
-pub struct ChunkChoice {
+pub struct ChatChunkChoice {
     pub index: usize,
-    pub delta: Delta,
-    pub logprobs: Option<Logprobs>,
+    pub delta: ChatDelta,
+    pub logprobs: Option<ChatLogprobs>,
     #[serde(flatten)]
     pub finish: Finish,
     #[serde(flatten)]
@@ -34,7 +34,7 @@ pub struct ChunkChoice {
 
 /// The generated message.
 #[derive(Debug, Serialize)]
-pub struct Message {
+pub struct ResponseMessage {
     role: &'static str,
     content: String,
     refusal: Option<String>,
@@ -42,7 +42,7 @@ pub struct Message {
 
 /// What a chunk appends to the message.
 #[derive(Debug, Default, Serialize)]
-pub struct Delta {
+pub struct ChatDelta {
     /// Set only in a choice's first chunk.
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'static str>,
@@ -52,7 +52,7 @@ pub struct Delta {
 
 /// Log-probabilities of the generated tokens.
 #[derive(Debug, Serialize)]
-pub struct Logprobs {
+pub struct ChatLogprobs {
     content: Vec<ScoredToken>,
     refusal: Option<String>,
 }
@@ -61,49 +61,49 @@ pub struct Logprobs {
 #[derive(Debug, Serialize)]
 struct ScoredToken {
     #[serde(flatten)]
-    token: OneToken,
-    top_logprobs: Vec<OneToken>,
+    token: TokenLogprob,
+    top_logprobs: Vec<TokenLogprob>,
 }
 
 /// A token with its log-probability.
 #[derive(Debug, Serialize)]
-struct OneToken {
+struct TokenLogprob {
     /// Text of the token, with U+FFFD in place of invalid UTF-8.
     token: String,
     logprob: f32,
     bytes: Vec<u8>,
 }
 
-impl Message {
-    pub fn new(content: String) -> Message {
-        Message { role: ASSISTANT, content, refusal: None }
+impl ResponseMessage {
+    pub fn new(content: String) -> ResponseMessage {
+        ResponseMessage { role: ASSISTANT, content, refusal: None }
     }
 }
 
-impl Delta {
+impl ChatDelta {
     /// Returns the first delta of a choice: the role, and empty text.
-    pub fn opening() -> Delta {
-        Delta { role: Some(ASSISTANT), content: Some(String::new()) }
+    pub fn with_role() -> ChatDelta {
+        ChatDelta { role: Some(ASSISTANT), content: Some(String::new()) }
     }
 
     /// Returns a delta with more text; without content if `content` is empty.
-    pub fn text(content: String) -> Delta {
-        Delta { role: None, content: (!content.is_empty()).then_some(content) }
+    pub fn text(content: String) -> ChatDelta {
+        ChatDelta { role: None, content: (!content.is_empty()).then_some(content) }
     }
 }
 
-impl Logprobs {
+impl ChatLogprobs {
     /// Builds the log-probabilities of the tokens of `part`.
-    pub fn of(part: &Part, tokenizer: &Tokenizer) -> Logprobs {
-        let one = |id: u32, logprob: f32| OneToken {
+    pub fn from_output(part: &ChoiceOutput, tokenizer: &Tokenizer) -> ChatLogprobs {
+        let one = |id: u32, logprob: f32| TokenLogprob {
             token: tokenizer.token_text(id),
-            logprob: writable(logprob),
+            logprob: finite_logprob(logprob),
             bytes: tokenizer.token_bytes(id).to_vec(),
         };
         let scored = part.tokens.iter().map(|placed| ScoredToken {
             token: one(placed.token.id, placed.token.logprob.unwrap_or(f32::NEG_INFINITY)),
             top_logprobs: placed.token.top.iter().map(|(id, logprob)| one(*id, *logprob)).collect(),
         });
-        Logprobs { content: scored.collect(), refusal: None }
+        ChatLogprobs { content: scored.collect(), refusal: None }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Invariant: the lists have one entry per token, and offsets count characters of the choice's text.
 
-use super::{Finish, Part, TokenIds, writable};
+use super::{ChoiceOutput, Finish, TokenIds, finite_logprob};
 use crate::actors::reply::PlacedToken;
 use crate::text::Tokenizer;
 use serde::ser::SerializeMap;
@@ -10,10 +10,10 @@ use serde::{Serialize, Serializer};
 
 /// A choice of a JSON response, or of a stream's chunk.
 #[derive(Debug, Serialize)]
-pub struct Choice {
+pub struct CompletionChoice {
     pub index: usize,
     pub text: String,
-    pub logprobs: Option<Logprobs>,
+    pub logprobs: Option<CompletionLogprobs>,
     #[serde(flatten)]
     pub finish: Finish,
     #[serde(flatten)]
@@ -22,7 +22,7 @@ pub struct Choice {
 
 /// Log-probabilities of a choice's tokens, as parallel lists.
 #[derive(Debug, Default, Serialize)]
-pub struct Logprobs {
+pub struct CompletionLogprobs {
     pub tokens: Vec<String>,
     /// Null for the first token of a prompt.
     pub token_logprobs: Vec<Option<f32>>,
@@ -36,18 +36,18 @@ pub struct Logprobs {
 #[derive(Debug)]
 pub struct TopLogprobs(Vec<(String, f32)>);
 
-impl Logprobs {
+impl CompletionLogprobs {
     /// Builds the log-probabilities of the tokens of `part`.
-    pub fn of(part: &Part, tokenizer: &Tokenizer) -> Logprobs {
-        let mut logprobs = Logprobs::default();
+    pub fn from_output(part: &ChoiceOutput, tokenizer: &Tokenizer) -> CompletionLogprobs {
+        let mut logprobs = CompletionLogprobs::default();
         part.tokens.iter().for_each(|placed| logprobs.push(placed, tokenizer));
         logprobs
     }
 
     fn push(&mut self, PlacedToken { token, offset }: &PlacedToken, tokenizer: &Tokenizer) {
         let text = tokenizer.token_text(token.id);
-        let own = token.logprob.map(writable);
-        self.top_logprobs.push(own.map(|own| TopLogprobs::of(&token.top, (&text, own), tokenizer)));
+        let own = token.logprob.map(finite_logprob);
+        self.top_logprobs.push(own.map(|own| TopLogprobs::new(&token.top, (&text, own), tokenizer)));
         self.tokens.push(text);
         self.token_logprobs.push(own);
         self.text_offset.push(*offset);
@@ -55,8 +55,8 @@ impl Logprobs {
 }
 
 impl TopLogprobs {
-    fn of(top: &[(u32, f32)], (text, own): (&str, f32), tokenizer: &Tokenizer) -> TopLogprobs {
-        let likely = top.iter().map(|(id, logprob)| (tokenizer.token_text(*id), writable(*logprob)));
+    fn new(top: &[(u32, f32)], (text, own): (&str, f32), tokenizer: &Tokenizer) -> TopLogprobs {
+        let likely = top.iter().map(|(id, logprob)| (tokenizer.token_text(*id), finite_logprob(*logprob)));
         let mut entries: Vec<(String, f32)> = Vec::with_capacity(top.len() + 1);
         for (name, logprob) in likely.chain([(text.to_string(), own)]) {
             if entries.iter().all(|(known, _)| *known != name) {

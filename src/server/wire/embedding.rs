@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 
 /// Response of `POST /v1/embeddings`.
 #[derive(Debug, Serialize)]
-pub struct Embeddings {
+pub struct EmbeddingsResponse {
     pub object: &'static str,
     pub data: Vec<Embedding>,
     pub model: String,
@@ -21,21 +21,21 @@ pub struct Embeddings {
 pub struct Embedding {
     pub object: &'static str,
     pub index: usize,
-    pub embedding: Numbers,
+    pub embedding: EncodedVector,
 }
 
 /// The numbers of a vector, in the requested encoding.
 #[derive(Debug)]
-pub enum Numbers {
+pub enum EncodedVector {
     List(Vec<f32>),
     Base64(Vec<f32>),
 }
 
-impl Serialize for Numbers {
+impl Serialize for EncodedVector {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
-            Numbers::List(numbers) => numbers.serialize(serializer),
-            Numbers::Base64(numbers) => {
+            EncodedVector::List(numbers) => numbers.serialize(serializer),
+            EncodedVector::Base64(numbers) => {
                 let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
                 serializer.serialize_str(&BASE64_STANDARD.encode(bytes))
             }

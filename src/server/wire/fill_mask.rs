@@ -7,34 +7,34 @@ use serde::Serialize;
 
 /// Response of `POST /v1/fill-mask`.
 #[derive(Debug, Serialize)]
-pub struct Fillings {
+pub struct FillMaskResponse {
     pub object: &'static str,
-    pub data: Vec<Filling>,
+    pub data: Vec<FilledText>,
     pub model: String,
     pub usage: InputUsage,
 }
 
 /// The masks of one text.
 #[derive(Debug, Serialize)]
-pub struct Filling {
+pub struct FilledText {
     pub object: &'static str,
     pub index: usize,
     /// Masks in the order of the text.
-    pub masks: Vec<Mask>,
+    pub masks: Vec<FilledMask>,
 }
 
 /// The candidates of one mask.
 #[derive(Debug, Serialize)]
-pub struct Mask {
+pub struct FilledMask {
     /// Number of tokens before the mask, including those that the tokenizer adds before the text.
     pub position: usize,
     /// Candidates, most likely first.
-    pub candidates: Vec<Candidate>,
+    pub candidates: Vec<MaskCandidate>,
 }
 
 /// A token that may replace a mask.
 #[derive(Debug, Serialize)]
-pub struct Candidate {
+pub struct MaskCandidate {
     pub token: u32,
     pub token_str: String,
     /// Probability of the token.

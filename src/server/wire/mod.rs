@@ -11,7 +11,7 @@ pub mod embedding;
 pub mod fill_mask;
 
 use crate::actors::Kind;
-use crate::actors::reply::{End, Origin, Piece, PlacedToken, Usage as Tokens};
+use crate::actors::reply::{DeltaOrigin, PlacedToken, ReplyDelta, ReplyEnd, Usage as Tokens};
 use crate::request::FinishReason;
 use serde::Serialize;
 
@@ -49,20 +49,20 @@ pub struct InputUsage {
 
 impl InputUsage {
     /// Creates the usage of a request with `tokens` input tokens.
-    pub fn of(tokens: usize) -> InputUsage {
+    pub fn new(tokens: usize) -> InputUsage {
         InputUsage { prompt_tokens: tokens, total_tokens: tokens }
     }
 }
 
 /// Output of one choice: of one reply delta, or of all together.
 #[derive(Debug, Default)]
-pub struct Part {
+pub struct ChoiceOutput {
     pub text: String,
     /// Tokens with their log-probabilities, including those of an echoed prompt.
     pub tokens: Vec<PlacedToken>,
     /// Number of prompt tokens among `tokens`; they come first.
     pub prompt_tokens: usize,
-    pub end: Option<End>,
+    pub end: Option<ReplyEnd>,
 }
 
 /// Why a choice ended, as in both APIs.
@@ -100,12 +100,12 @@ pub struct TokenIds {
 #[derive(Debug, Serialize)]
 pub struct ModelList<'a> {
     pub object: &'static str,
-    pub data: [Model<'a>; 1],
+    pub data: [ModelCard<'a>; 1],
 }
 
 /// The served model.
 #[derive(Debug, Serialize)]
-pub struct Model<'a> {
+pub struct ModelCard<'a> {
     pub id: &'a str,
     pub object: &'static str,
     pub created: u64,
@@ -127,7 +127,7 @@ pub struct Model<'a> {
 
 /// Response of `POST /v1/tokenize`.
 #[derive(Debug, Serialize)]
-pub struct Tokenized {
+pub struct TokenizeResponse {
     pub count: usize,
     /// Maximum number of tokens of prompt and generated text together, or of the encoder input.
     pub max_model_len: usize,
@@ -139,7 +139,7 @@ pub struct Tokenized {
 
 /// Response of `POST /v1/detokenize`.
 #[derive(Debug, Serialize)]
-pub struct Detokenized {
+pub struct DetokenizeResponse {
     pub prompt: String,
 }
 
@@ -162,17 +162,17 @@ impl From<Tokens> for Usage {
     }
 }
 
-impl From<Piece> for Part {
-    fn from(piece: Piece) -> Part {
-        let prompt_tokens = if piece.origin == Origin::Prompt { piece.tokens.len() } else { 0 };
-        Part { text: piece.text, tokens: piece.tokens, prompt_tokens, end: piece.end }
+impl From<ReplyDelta> for ChoiceOutput {
+    fn from(piece: ReplyDelta) -> ChoiceOutput {
+        let prompt_tokens = if piece.origin == DeltaOrigin::Prompt { piece.tokens.len() } else { 0 };
+        ChoiceOutput { text: piece.text, tokens: piece.tokens, prompt_tokens, end: piece.end }
     }
 }
 
-impl Part {
+impl ChoiceOutput {
     /// Appends a reply delta.
-    pub fn append(&mut self, piece: Piece) {
-        let Part { text, tokens, prompt_tokens, end } = piece.into();
+    pub fn append(&mut self, piece: ReplyDelta) {
+        let ChoiceOutput { text, tokens, prompt_tokens, end } = piece.into();
         self.text += &text;
         self.tokens.extend(tokens);
         self.prompt_tokens += prompt_tokens;
@@ -185,18 +185,18 @@ impl Part {
     }
 }
 
-impl From<Option<&End>> for Finish {
-    fn from(end: Option<&End>) -> Finish {
+impl From<Option<&ReplyEnd>> for Finish {
+    fn from(end: Option<&ReplyEnd>) -> Finish {
         let stop_reason = match end {
-            Some(End::StopString(stop)) => Some(StopReason::String(stop.clone())),
-            Some(End::Engine(FinishReason::StopToken(id))) => Some(StopReason::Token(*id)),
-            Some(End::Engine(FinishReason::Stop | FinishReason::Length)) | None => None,
+            Some(ReplyEnd::StopString(stop)) => Some(StopReason::String(stop.clone())),
+            Some(ReplyEnd::Engine(FinishReason::StopToken(id))) => Some(StopReason::Token(*id)),
+            Some(ReplyEnd::Engine(FinishReason::Stop | FinishReason::Length)) | None => None,
         };
-        Finish { finish_reason: end.map(End::as_str), stop_reason }
+        Finish { finish_reason: end.map(ReplyEnd::as_str), stop_reason }
     }
 }
 
 /// Limits a log-probability to a value that JSON can represent.
-pub(super) fn writable(logprob: f32) -> f32 {
+pub(super) fn finite_logprob(logprob: f32) -> f32 {
     logprob.max(LOGPROB_MIN)
 }

@@ -9,43 +9,43 @@ use tokenizers::AddedToken;
 
 /// An added token as a file specifies it.
 #[derive(Clone, Debug)]
-pub struct Added {
+pub struct AddedTokenSpec {
     token: AddedToken,
-    id: Id,
+    id: IdSource,
 }
 
 /// How an added token gets its id.
 #[derive(Clone, Copy, Debug)]
-enum Id {
+enum IdSource {
     /// The id that the file gives.
     Given(u32),
     /// The vocabulary's id; the token is ignored if the vocabulary lacks it.
-    Known,
+    InVocabulary,
     /// The vocabulary's id, or else the next free one.
     Appended,
 }
 
-impl Added {
+impl AddedTokenSpec {
     /// Creates a token with a given id.
-    pub fn at(id: u32, token: AddedToken) -> Added {
-        Added { token, id: Id::Given(id) }
+    pub fn with_id(id: u32, token: AddedToken) -> AddedTokenSpec {
+        AddedTokenSpec { token, id: IdSource::Given(id) }
     }
 
     /// Creates a token that is ignored unless the vocabulary has it.
-    pub fn known(token: AddedToken) -> Added {
-        Added { token, id: Id::Known }
+    pub fn if_in_vocabulary(token: AddedToken) -> AddedTokenSpec {
+        AddedTokenSpec { token, id: IdSource::InVocabulary }
     }
 
     /// Creates a token that gets the next free id unless the vocabulary has it.
-    pub fn appended(token: AddedToken) -> Added {
-        Added { token, id: Id::Appended }
+    pub fn appended(token: AddedToken) -> AddedTokenSpec {
+        AddedTokenSpec { token, id: IdSource::Appended }
     }
 
     /// Returns the id that the file gives.
     pub fn id(&self) -> Option<u32> {
         match self.id {
-            Id::Given(id) => Some(id),
-            Id::Known | Id::Appended => None,
+            IdSource::Given(id) => Some(id),
+            IdSource::InVocabulary | IdSource::Appended => None,
         }
     }
 }
@@ -54,19 +54,22 @@ impl Added {
 /// the vocabulary, whose ids are below `vocabulary`. Fails if an id exceeds the limit or belongs to two
 /// tokens.
 pub fn resolve(
-    added: Vec<Added>,
+    added: Vec<AddedTokenSpec>,
     vocabulary: u32,
     find: impl Fn(&str) -> Option<u32>,
 ) -> Result<Vec<(u32, AddedToken)>> {
-    let tokens = once_each(added);
-    let mut next =
-        tokens.iter().filter_map(Added::id).map(|id| id.saturating_add(1)).fold(vocabulary, u32::max);
+    let tokens = merge_duplicates(added);
+    let mut next = tokens
+        .iter()
+        .filter_map(AddedTokenSpec::id)
+        .map(|id| id.saturating_add(1))
+        .fold(vocabulary, u32::max);
     let mut by_id = BTreeMap::new();
-    for Added { token, id } in tokens {
+    for AddedTokenSpec { token, id } in tokens {
         let id = match (id, find(&token.content)) {
-            (Id::Given(id), _) | (_, Some(id)) => id,
-            (Id::Known, None) => continue,
-            (Id::Appended, None) => {
+            (IdSource::Given(id), _) | (_, Some(id)) => id,
+            (IdSource::InVocabulary, None) => continue,
+            (IdSource::Appended, None) => {
                 let id = next;
                 next = next.saturating_add(1);
                 id
@@ -82,8 +85,8 @@ pub fn resolve(
 
 /// Merges duplicate tokens. A token is special if one of its duplicates is; its other properties are those of
 /// the first. If a later duplicate is appended, the token takes that position in the order.
-fn once_each(added: Vec<Added>) -> Vec<Added> {
-    let mut tokens = Vec::<(usize, Added)>::new();
+fn merge_duplicates(added: Vec<AddedTokenSpec>) -> Vec<AddedTokenSpec> {
+    let mut tokens = Vec::<(usize, AddedTokenSpec)>::new();
     let mut positions = HashMap::<String, usize>::new();
     for (order, token) in added.into_iter().enumerate() {
         let Some(position) = positions.get(&token.token.content) else {
@@ -94,8 +97,8 @@ fn once_each(added: Vec<Added>) -> Vec<Added> {
         let (first_order, first) = &mut tokens[*position];
         first.token.special |= token.token.special;
         match (first.id, token.id) {
-            (Id::Known, id) => (*first_order, first.id) = (order, id),
-            (Id::Appended, Id::Given(id)) => first.id = Id::Given(id),
+            (IdSource::InVocabulary, id) => (*first_order, first.id) = (order, id),
+            (IdSource::Appended, IdSource::Given(id)) => first.id = IdSource::Given(id),
             _ => {}
         }
     }
@@ -111,7 +114,7 @@ mod tests {
         AddedToken::from(name, false)
     }
 
-    fn named(added: Vec<Added>) -> Vec<(u32, String, bool)> {
+    fn named(added: Vec<AddedTokenSpec>) -> Vec<(u32, String, bool)> {
         let find = |name: &str| ["a", "b"].iter().position(|known| *known == name).map(|id| id as u32);
         let resolved = resolve(added, 5, find).unwrap();
         resolved.into_iter().map(|(id, token)| (id, token.content, token.special)).collect()
@@ -120,12 +123,12 @@ mod tests {
     #[test]
     fn ids_are_given_known_or_the_next_free_ones() {
         let added = vec![
-            Added::appended(token("last")),
-            Added::at(9, token("given")),
-            Added::known(token("b")),
-            Added::known(token("nowhere")),
-            Added::appended(token("a")),
-            Added::appended(token("later")),
+            AddedTokenSpec::appended(token("last")),
+            AddedTokenSpec::with_id(9, token("given")),
+            AddedTokenSpec::if_in_vocabulary(token("b")),
+            AddedTokenSpec::if_in_vocabulary(token("nowhere")),
+            AddedTokenSpec::appended(token("a")),
+            AddedTokenSpec::appended(token("later")),
         ];
         let expected = [(0, "a"), (1, "b"), (9, "given"), (10, "last"), (11, "later")];
         assert_eq!(named(added), expected.map(|(id, name)| (id, name.to_owned(), false)));
@@ -134,22 +137,22 @@ mod tests {
     #[test]
     fn ids_beyond_the_limit_are_refused_wherever_they_come_from() {
         let limit = VOCAB_MAX - 1;
-        let given = |id| Added::at(id, token("given"));
+        let given = |id| AddedTokenSpec::with_id(id, token("given"));
         let refused = |added, vocabulary| resolve(added, vocabulary, |_| None).is_err();
         assert!(!refused(vec![given(limit)], 5));
-        assert!(refused(vec![given(limit), Added::appended(token("next"))], 5));
-        assert!(refused(vec![Added::appended(token("next"))], VOCAB_MAX));
-        assert!(refused(vec![Added::appended(token("first")), given(u32::MAX)], 5));
+        assert!(refused(vec![given(limit), AddedTokenSpec::appended(token("next"))], 5));
+        assert!(refused(vec![AddedTokenSpec::appended(token("next"))], VOCAB_MAX));
+        assert!(refused(vec![AddedTokenSpec::appended(token("first")), given(u32::MAX)], 5));
     }
 
     #[test]
     fn duplicates_are_merged_and_ordered_by_where_they_are_appended() {
         let added = vec![
-            Added::known(token("<mask>").lstrip(true)),
-            Added::appended(token("x")),
-            Added::appended(token("<mask>").special(true)),
-            Added::at(2, token("y")),
-            Added::known(token("y").special(true)),
+            AddedTokenSpec::if_in_vocabulary(token("<mask>").lstrip(true)),
+            AddedTokenSpec::appended(token("x")),
+            AddedTokenSpec::appended(token("<mask>").special(true)),
+            AddedTokenSpec::with_id(2, token("y")),
+            AddedTokenSpec::if_in_vocabulary(token("y").special(true)),
         ];
         let expected = [(2, "y", true), (5, "x", false), (6, "<mask>", true)];
         assert_eq!(named(added.clone()), expected.map(|(id, name, special)| (id, name.to_owned(), special)));

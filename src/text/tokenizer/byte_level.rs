@@ -3,8 +3,8 @@
 //! Invariant: both parts of every merge and its result are tokens of the vocabulary.
 
 use super::VOCAB_MAX;
-use super::pipeline::{Normalizer, Stages};
-use super::spelling::Spelling;
+use super::pipeline::{Normalizer, PipelineParts};
+use super::spelling::ByteSpelling;
 use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
@@ -12,21 +12,21 @@ use tokenizers::models::bpe::{BPE, Merges, Vocab};
 use tokenizers::{NormalizerWrapper, normalizers::NFC};
 
 /// A byte-level BPE vocabulary with its merges.
-pub struct ByteLevel {
+pub struct ByteLevelVocabulary {
     vocabulary: HashMap<String, u32>,
     merges: Merges,
 }
 
 /// Whether a word that is a token is encoded as that token without applying merges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WholeWords {
-    Merged,
-    Taken,
+pub enum WholeWordLookup {
+    Disabled,
+    Enabled,
 }
 
 /// Unicode normalization of a text before it is split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Composing {
+pub enum UnicodeNormalization {
     /// No normalization.
     None,
     /// Normalization form C: canonical composition.
@@ -34,7 +34,7 @@ pub enum Composing {
 }
 
 /// Checks that all ids are different. An error names two tokens with the same id.
-pub fn different_ids(vocabulary: &HashMap<String, u32>) -> Result<()> {
+pub fn check_unique_ids(vocabulary: &HashMap<String, u32>) -> Result<()> {
     let mut by_id: Vec<(u32, &str)> = vocabulary.iter().map(|(token, id)| (*id, token.as_str())).collect();
     by_id.sort_unstable();
     for pair in by_id.windows(2) {
@@ -44,15 +44,15 @@ pub fn different_ids(vocabulary: &HashMap<String, u32>) -> Result<()> {
     Ok(())
 }
 
-impl ByteLevel {
+impl ByteLevelVocabulary {
     /// Creates a vocabulary without merges. Fails if it is empty, or if ids are not unique or exceed the
     /// limit.
-    pub fn new(vocabulary: HashMap<String, u32>) -> Result<ByteLevel> {
+    pub fn new(vocabulary: HashMap<String, u32>) -> Result<ByteLevelVocabulary> {
         ensure!(!vocabulary.is_empty(), "its vocabulary is empty");
-        different_ids(&vocabulary)?;
+        check_unique_ids(&vocabulary)?;
         let largest = vocabulary.values().copied().max().unwrap_or_default();
         ensure!(largest < VOCAB_MAX, "its largest token id is {largest}: ids must be below {VOCAB_MAX}");
-        Ok(ByteLevel { vocabulary, merges: Vec::new() })
+        Ok(ByteLevelVocabulary { vocabulary, merges: Vec::new() })
     }
 
     /// Appends a merge, written as two tokens with a space between them.
@@ -79,26 +79,26 @@ impl ByteLevel {
 
     /// Returns the bytes of each id.
     pub fn pieces(&self) -> BTreeMap<u32, Vec<u8>> {
-        self.vocabulary.iter().map(|(token, id)| (*id, Spelling::ByteLevel.bytes(token))).collect()
+        self.vocabulary.iter().map(|(token, id)| (*id, ByteSpelling::ByteLevel.bytes(token))).collect()
     }
 
     /// Builds the pipeline components. `pre_tokenizer` is in the format of `tokenizer.json`; it splits texts
     /// and writes each byte as a printable character.
-    pub fn stages(
+    pub fn pipeline_parts(
         self,
-        composing: Composing,
+        composing: UnicodeNormalization,
         pre_tokenizer: Value,
-        whole_words: WholeWords,
-    ) -> Result<Stages> {
+        whole_words: WholeWordLookup,
+    ) -> Result<PipelineParts> {
         let vocabulary: Vocab = self.vocabulary.into_iter().collect();
         let bpe = BPE::builder()
             .vocab_and_merges(vocabulary, self.merges)
-            .ignore_merges(whole_words == WholeWords::Taken)
+            .ignore_merges(whole_words == WholeWordLookup::Enabled)
             .build();
         let nfc = || Normalizer::Library(NormalizerWrapper::NFC(NFC));
-        Ok(Stages {
+        Ok(PipelineParts {
             algorithm: bpe.map_err(|e| anyhow!(e))?.into(),
-            normalizer: (composing == Composing::Nfc).then(nfc),
+            normalizer: (composing == UnicodeNormalization::Nfc).then(nfc),
             pre_tokenizer: Some(serde_json::from_value(pre_tokenizer)?),
             decoder: None,
         })

@@ -3,46 +3,60 @@
 //!
 //! Invariant: an added token's bytes are its name, whatever the vocabulary has at its id.
 
-use super::json::library_pieces;
-use super::pieces::Pieces;
-use super::pipeline::{Pipeline, Stages};
-use super::{Around, Encoder, Joining, Tokenizer};
+use super::json::library_token_bytes;
+use super::pieces::TokenBytes;
+use super::pipeline::{Pipeline, PipelineParts};
+use super::{DecodeMethod, Encoder, SurroundingTokens, Tokenizer};
 use anyhow::Result;
 use std::collections::BTreeMap;
 use tokenizers::AddedToken;
 
 /// Components of a tokenizer.
-pub struct Draft {
-    pub stages: Stages,
-    pub joining: Joining,
+pub struct TokenizerParts {
+    pub stages: PipelineParts,
+    pub decode_method: DecodeMethod,
     /// Bytes of each id; unused if the library decodes.
     pub pieces: BTreeMap<u32, Vec<u8>>,
     /// Added tokens in the order of their ids.
     pub added: Vec<(u32, AddedToken)>,
     pub bos: Option<u32>,
     pub eos: Option<u32>,
-    pub around: Around,
+    pub surrounding: SurroundingTokens,
 }
 
-impl Draft {
+impl TokenizerParts {
     /// Builds the tokenizer.
-    pub fn finish(self) -> Result<Tokenizer> {
-        let Draft { stages, joining, mut pieces, added, bos, eos, around } = self;
+    pub fn build(self) -> Result<Tokenizer> {
+        let TokenizerParts {
+            stages,
+            decode_method: joining,
+            mut pieces,
+            added,
+            bos,
+            eos,
+            surrounding: around,
+        } = self;
         let pipeline = Pipeline::new(stages, &added)?;
         pieces.extend(added.iter().map(|(id, token)| (*id, token.content.clone().into_bytes())));
         let largest = pieces.last_key_value().map_or(0, |(id, _)| *id);
-        let pieces: Pieces = match joining {
-            Joining::Bytes { .. } => (0..=largest).map(|id| pieces.remove(&id).unwrap_or_default()).collect(),
-            Joining::Library => library_pieces(&pipeline, largest)?,
+        let pieces: TokenBytes = match joining {
+            DecodeMethod::Bytes { .. } => {
+                (0..=largest).map(|id| pieces.remove(&id).unwrap_or_default()).collect()
+            }
+            DecodeMethod::Library => library_token_bytes(&pipeline, largest)?,
         };
         let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let encoder = Encoder::Pipeline(Box::new(pipeline));
-        Ok(Tokenizer { encoder, joining, pieces, special, bos, eos, around })
+        Ok(Tokenizer { encoder, joining, pieces, special, bos, eos, surrounding: around })
     }
 }
 
 /// Returns the id of the token `name`. Added tokens take precedence over those of the vocabulary, `find`.
-pub fn id_of(added: &[(u32, AddedToken)], find: impl Fn(&str) -> Option<u32>, name: &str) -> Option<u32> {
+pub fn find_token_id(
+    added: &[(u32, AddedToken)],
+    find: impl Fn(&str) -> Option<u32>,
+    name: &str,
+) -> Option<u32> {
     let added = added.iter().find(|(_, token)| token.content == name);
     added.map(|(id, _)| *id).or_else(|| find(name))
 }

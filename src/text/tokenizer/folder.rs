@@ -3,7 +3,7 @@
 //! Invariant: the first kind of file that exists is used; if it is damaged, that is an error rather than a
 //! reason to try the next.
 
-use super::settings::Settings;
+use super::settings::TokenizerSettings;
 use super::{Tokenizer, json, sentencepiece, tiktoken, vocab_json, word_piece};
 use crate::formats::Folder;
 use anyhow::{Result, bail};
@@ -13,20 +13,20 @@ const RANKS: &str = "tiktoken.model";
 
 /// Reads the tokenizer of a folder.
 pub fn read(folder: &Folder) -> Result<Tokenizer> {
-    let settings = Settings::read(folder)?;
+    let settings = TokenizerSettings::read(folder)?;
     if let Some(content) = folder.read(json::FILE)? {
         return json::read(folder, &content, &settings);
     }
     for file in sentencepiece::FILES {
         if let Some(content) = folder.read(file)? {
             // Llama 3 has a rank file under the name of Llama 2's sentencepiece model.
-            return match tiktoken::is_it(&content) {
+            return match tiktoken::is_rank_file(&content) {
                 true => tiktoken::read(folder, file, &content, settings),
                 false => sentencepiece::read(folder, file, &content, settings),
             };
         }
     }
-    if let Some((file, content)) = ranks(folder)? {
+    if let Some((file, content)) = read_rank_file(folder)? {
         return tiktoken::read(folder, &file, &content, settings);
     }
     if let Some(content) = folder.read(vocab_json::VOCABULARY)? {
@@ -48,10 +48,10 @@ pub fn read(folder: &Folder) -> Result<Tokenizer> {
 }
 
 /// A file's name and content.
-type Named = (String, std::borrow::Cow<'static, [u8]>);
+type NamedFile = (String, std::borrow::Cow<'static, [u8]>);
 
 /// Reads the rank file of a folder, if there is one. Several are an error.
-fn ranks(folder: &Folder) -> Result<Option<Named>> {
+fn read_rank_file(folder: &Folder) -> Result<Option<NamedFile>> {
     let mut names = folder.names()?;
     names.retain(|name| name == RANKS || name.ends_with(tiktoken::EXTENSION));
     if let [first, second, ..] = &names[..] {

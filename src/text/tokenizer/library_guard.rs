@@ -15,13 +15,13 @@ const RULES: &str = "precompiled_charsmap";
 
 /// The part of the file that may contain character maps.
 #[derive(Deserialize)]
-struct Normalizing {
+struct NormalizerSection {
     normalizer: Option<Value>,
 }
 
 /// Checks all character maps in the content of a `tokenizer.json`.
 pub fn check(content: &[u8]) -> Result<()> {
-    let file: Normalizing = serde_json::from_slice(content)?;
+    let file: NormalizerSection = serde_json::from_slice(content)?;
     file.normalizer.as_ref().map_or(Ok(()), check_normalizer)
 }
 
@@ -29,14 +29,14 @@ fn check_normalizer(normalizer: &Value) -> Result<()> {
     match normalizer {
         Value::Array(items) => items.iter().try_for_each(check_normalizer),
         Value::Object(fields) => fields.iter().try_for_each(|(key, value)| match value.as_str() {
-            Some(rules) if key == RULES => check_rules(rules),
+            Some(rules) if key == RULES => check_charsmap(rules),
             _ => check_normalizer(value),
         }),
         _ => Ok(()),
     }
 }
 
-fn check_rules(rules: &str) -> Result<()> {
+fn check_charsmap(rules: &str) -> Result<()> {
     let bytes = BASE64_STANDARD.decode(rules).with_context(|| format!("'{RULES}' is not base64"))?;
     Charsmap::read(&bytes).map(drop)
 }

@@ -2,20 +2,20 @@
 //!
 //! Invariant: text is encoded to text pieces and single bytes only, never to a control token.
 
-use super::draft::Draft;
-use super::pipeline::{self, Algorithm, Cutter, Stages, Unknown, Way};
-use super::scored_bpe::{Atoms, Kind, ScoredBpe, ScoredPiece};
-use super::sentencepiece::normalizer::{Normalizer, Prefix, SpaceSpelling};
-use super::{Around, Joining, Opening, Tokenizer};
+use super::draft::TokenizerParts;
+use super::pipeline::{self, Algorithm, PieceAlgorithm, PieceEncoder, PipelineParts, UnknownText};
+use super::scored_bpe::{Atoms, PieceFormation, ScoredBpe, ScoredPiece};
+use super::sentencepiece::normalizer::{Normalizer, SpacePrefix, SpaceSpelling};
+use super::{DecodeMethod, LeadingSpaces, SurroundingTokens, Tokenizer};
 use anyhow::{Context, Result, ensure};
 use std::collections::BTreeMap;
 
 const BOS: u32 = 1;
 const EOS: u32 = 2;
 /// Number of control tokens: the unknown token, BOS and EOS.
-const CONTROLS: u32 = 3;
+const CONTROL_TOKENS: u32 = 3;
 /// Id of the first text piece, after the control tokens and the 256 bytes.
-const FIRST_TEXT: u32 = CONTROLS + 256;
+const FIRST_TEXT: u32 = CONTROL_TOKENS + 256;
 
 /// Pieces with this score or a lower one are never the result of a merge.
 const SCORE_MIN: f32 = -1e10;
@@ -28,40 +28,40 @@ pub fn read(content: &[u8], vocab: usize) -> Result<Tokenizer> {
     for (id, (_, piece)) in (0u32..).zip(&scored) {
         let bytes = match id {
             // Control tokens are written with a newline on either side.
-            0..CONTROLS => piece.trim_ascii().to_vec(),
-            CONTROLS..FIRST_TEXT => vec![single_byte(id, piece)?],
+            0..CONTROL_TOKENS => piece.trim_ascii().to_vec(),
+            CONTROL_TOKENS..FIRST_TEXT => vec![single_byte(id, piece)?],
             FIRST_TEXT.. => piece.to_vec(),
         };
         pieces.insert(id, bytes);
     }
-    let mut tokenizer = Draft {
-        stages: stages(&scored),
-        joining: Joining::Bytes { opening: Opening::FirstDropped },
+    let mut tokenizer = TokenizerParts {
+        stages: pipeline_parts(&scored),
+        decode_method: DecodeMethod::Bytes { leading_spaces: LeadingSpaces::DropFirst },
         pieces,
         // The name of a control token in a text is encoded as text.
         added: Vec::new(),
         bos: Some(BOS),
         eos: Some(EOS),
-        around: Around::of(Some(BOS), None),
+        surrounding: SurroundingTokens::new(Some(BOS), None),
     }
-    .finish()?;
-    tokenizer.special = (0..CONTROLS).collect();
+    .build()?;
+    tokenizer.special = (0..CONTROL_TOKENS).collect();
     Ok(tokenizer)
 }
 
 /// Builds the pipeline components.
-fn stages(scored: &[(f32, &[u8])]) -> Stages {
-    let kind = |score: f32| if score > SCORE_MIN { Kind::Merged } else { Kind::Unmerged };
+fn pipeline_parts(scored: &[(f32, &[u8])]) -> PipelineParts {
+    let kind = |score: f32| if score > SCORE_MIN { PieceFormation::Merged } else { PieceFormation::Unmerged };
     let text = (0u32..).zip(scored).skip(FIRST_TEXT as usize);
     let text: Vec<ScoredPiece> = text
         .map(|(id, (score, bytes))| ScoredPiece { id, bytes, score: *score, kind: kind(*score) })
         .collect();
-    let bytes = Box::new(std::array::from_fn(|byte| CONTROLS + byte as u32));
-    let way = Way::Bpe(ScoredBpe::new(&text, Atoms::KnownCharacters));
+    let bytes = Box::new(std::array::from_fn(|byte| CONTROL_TOKENS + byte as u32));
+    let way = PieceAlgorithm::Bpe(ScoredBpe::new(&text, Atoms::KnownCharacters));
     let normalizer =
-        Normalizer { prefix: Prefix::Always, spelling: SpaceSpelling::Plain, ..Normalizer::default() };
-    Stages {
-        algorithm: Algorithm::Pieces(Cutter { way, unknown: Unknown::Bytes(bytes) }),
+        Normalizer { prefix: SpacePrefix::Always, spelling: SpaceSpelling::Plain, ..Normalizer::default() };
+    PipelineParts {
+        algorithm: Algorithm::Pieces(PieceEncoder { algorithm: way, unknown: UnknownText::Bytes(bytes) }),
         normalizer: Some(pipeline::Normalizer::SentencePiece(normalizer)),
         pre_tokenizer: None,
         decoder: None,
@@ -106,7 +106,7 @@ fn take<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N]> {
 
 /// Returns the byte of token `id`. Fails if its piece is not the name of that byte.
 fn single_byte(id: u32, piece: &[u8]) -> Result<u8> {
-    let byte = (id - CONTROLS) as u8;
+    let byte = (id - CONTROL_TOKENS) as u8;
     let spelled = format!("<0x{byte:02X}>");
     let found = piece.escape_ascii();
     ensure!(piece == spelled.as_bytes(), "token {id} should be the byte '{spelled}', but is '{found}'");

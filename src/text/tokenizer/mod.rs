@@ -52,7 +52,7 @@ mod llama2c;
 
 use crate::formats::Folder;
 use anyhow::{Context, Result, ensure};
-use pieces::Pieces;
+use pieces::TokenBytes;
 use pipeline::Pipeline;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -67,12 +67,12 @@ const VOCAB_MAX: u32 = 1 << 24;
 /// Converts text to token ids and back.
 pub struct Tokenizer {
     encoder: Encoder,
-    joining: Joining,
-    pieces: Pieces,
+    joining: DecodeMethod,
+    pieces: TokenBytes,
     special: BTreeSet<u32>,
     bos: Option<u32>,
     eos: Option<u32>,
-    around: Around,
+    surrounding: SurroundingTokens,
 }
 
 /// How text becomes token ids.
@@ -84,52 +84,52 @@ enum Encoder {
 
 /// How token ids become text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Joining {
+pub(super) enum DecodeMethod {
     /// The tokens' bytes are concatenated; leading spaces of the whole text may be dropped.
-    Bytes { opening: Opening },
+    Bytes { leading_spaces: LeadingSpaces },
     /// The library's decoder is used.
     Library,
 }
 
 /// Handling of leading spaces of a decoded text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Opening {
-    Kept,
-    FirstDropped,
-    AllDropped,
+pub(super) enum LeadingSpaces {
+    Keep,
+    DropFirst,
+    DropAll,
 }
 
-impl Opening {
+impl LeadingSpaces {
     /// Returns how many of `bytes`, at the beginning of the text, are dropped, and the handling of the bytes
     /// after them.
-    pub(super) fn dropped(self, bytes: &[u8]) -> (usize, Opening) {
+    pub(super) fn drop_from(self, bytes: &[u8]) -> (usize, LeadingSpaces) {
         let spaces = bytes.iter().take_while(|byte| **byte == b' ').count();
         match self {
-            Opening::Kept => (0, Opening::Kept),
+            LeadingSpaces::Keep => (0, LeadingSpaces::Keep),
             _ if bytes.is_empty() => (0, self),
-            Opening::FirstDropped => (spaces.min(1), Opening::Kept),
-            Opening::AllDropped if spaces == bytes.len() => (spaces, self),
-            Opening::AllDropped => (spaces, Opening::Kept),
+            LeadingSpaces::DropFirst => (spaces.min(1), LeadingSpaces::Keep),
+            LeadingSpaces::DropAll if spaces == bytes.len() => (spaces, self),
+            LeadingSpaces::DropAll => (spaces, LeadingSpaces::Keep),
         }
     }
 }
 
 /// Special tokens around a text, in addition to those that the pipeline adds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Around {
+struct SurroundingTokens {
     before: Vec<u32>,
     after: Vec<u32>,
     /// Drop the first token, which the pipeline adds although the model's settings disable it.
-    drops_first: bool,
+    drop_first: bool,
     /// Drop the last token, which the pipeline adds although the model's settings disable it.
-    drops_last: bool,
+    drop_last: bool,
 }
 
-impl Around {
+impl SurroundingTokens {
     /// Creates the surrounding tokens from an optional token before and one after a text.
-    fn of(before: Option<u32>, after: Option<u32>) -> Around {
+    fn new(before: Option<u32>, after: Option<u32>) -> SurroundingTokens {
         let [before, after] = [before, after].map(|token| token.into_iter().collect());
-        Around { before, after, ..Around::default() }
+        SurroundingTokens { before, after, ..SurroundingTokens::default() }
     }
 }
 
@@ -163,42 +163,43 @@ impl Tokenizer {
             vocab >= BYTES,
             "a vocabulary of {vocab} tokens is too small: one token per byte needs {BYTES}"
         );
-        let mut pieces = Pieces::default();
+        let mut pieces = TokenBytes::default();
         (0..=u8::MAX).for_each(|byte| pieces.push(&[byte]));
         (BYTES..vocab).for_each(|id| pieces.push(format!(" {id}").as_bytes()));
         Ok(Tokenizer {
             encoder: Encoder::Bytes,
-            joining: Joining::Bytes { opening: Opening::Kept },
+            joining: DecodeMethod::Bytes { leading_spaces: LeadingSpaces::Keep },
             pieces,
             special: BTreeSet::new(),
             bos: None,
             eos: None,
-            around: Around::default(),
+            surrounding: SurroundingTokens::default(),
         })
     }
 
     /// Encodes a text, with the special tokens that the model expects around it if `add_special` is set.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
         let ids = match &self.encoder {
-            Encoder::Pipeline(pipeline) => pipeline.ids(text, add_special)?,
+            Encoder::Pipeline(pipeline) => pipeline.encode(text, add_special)?,
             Encoder::Bytes => text.bytes().map(u32::from).collect(),
         };
         if !add_special {
             return Ok(ids);
         }
-        let Around { before, after, drops_first, drops_last } = &self.around;
+        let SurroundingTokens { before, after, drop_first: drops_first, drop_last: drops_last } =
+            &self.surrounding;
         let kept = usize::from(*drops_first)..ids.len().saturating_sub(usize::from(*drops_last));
         Ok([before, ids.get(kept).unwrap_or_default(), after].concat())
     }
 
     /// Decodes token ids. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are ignored.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        let spoken = ids.iter().copied().filter(|id| self.is_spoken(*id, skip_special));
-        let Joining::Bytes { opening } = self.joining else {
-            return self.join(&spoken.collect::<Vec<_>>());
+        let spoken = ids.iter().copied().filter(|id| self.has_text(*id, skip_special));
+        let DecodeMethod::Bytes { leading_spaces: opening } = self.joining else {
+            return self.decode_with_library(&spoken.collect::<Vec<_>>());
         };
         let bytes: Vec<u8> = spoken.flat_map(|id| self.pieces.get(id)).copied().collect();
-        let (dropped, _) = opening.dropped(&bytes);
+        let (dropped, _) = opening.drop_from(&bytes);
         Ok(String::from_utf8_lossy(&bytes[dropped..]).into_owned())
     }
 
@@ -242,20 +243,20 @@ impl Tokenizer {
     }
 
     /// Returns whether a token contributes to the decoded text: it has bytes and is not skipped.
-    pub(super) fn is_spoken(&self, id: u32, skip_special: bool) -> bool {
+    pub(super) fn has_text(&self, id: u32, skip_special: bool) -> bool {
         let skipped = skip_special && self.is_special(id);
         !skipped && !self.pieces.get(id).is_empty()
     }
 
     /// Returns how token ids become text.
-    pub(super) fn joining(&self) -> Joining {
+    pub(super) fn joining(&self) -> DecodeMethod {
         self.joining
     }
 
     /// Decodes tokens that all contribute text, with the library's decoder.
-    pub(super) fn join(&self, ids: &[u32]) -> Result<String> {
+    pub(super) fn decode_with_library(&self, ids: &[u32]) -> Result<String> {
         match &self.encoder {
-            Encoder::Pipeline(pipeline) => pipeline.text(ids),
+            Encoder::Pipeline(pipeline) => pipeline.decode(ids),
             Encoder::Bytes => unreachable!("byte tokenizers are not decoded by the library; this is a bug"),
         }
     }

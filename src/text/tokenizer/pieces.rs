@@ -4,13 +4,13 @@
 
 /// Bytes of tokens, by token id.
 #[derive(Clone, Debug, Default)]
-pub struct Pieces {
+pub struct TokenBytes {
     bytes: Vec<u8>,
     /// End of each token's bytes; they begin at the end of the previous token's.
     ends: Vec<usize>,
 }
 
-impl Pieces {
+impl TokenBytes {
     /// Adds the token with the next id.
     pub fn push(&mut self, piece: &[u8]) {
         self.bytes.extend_from_slice(piece);
@@ -31,9 +31,9 @@ impl Pieces {
     }
 }
 
-impl FromIterator<Vec<u8>> for Pieces {
-    fn from_iter<T: IntoIterator<Item = Vec<u8>>>(all: T) -> Pieces {
-        let mut pieces = Pieces::default();
+impl FromIterator<Vec<u8>> for TokenBytes {
+    fn from_iter<T: IntoIterator<Item = Vec<u8>>>(all: T) -> TokenBytes {
+        let mut pieces = TokenBytes::default();
         all.into_iter().for_each(|piece| pieces.push(&piece));
         pieces
     }
@@ -45,7 +45,7 @@ mod tests {
 
     #[test]
     fn pieces_come_back_by_id_and_unknown_ids_are_empty() {
-        let mut pieces = Pieces::default();
+        let mut pieces = TokenBytes::default();
         let all = [&b"<s>"[..], b"", b"\xff", b" a"];
         all.iter().for_each(|piece| pieces.push(piece));
         assert!((0u32..).zip(all).all(|(id, piece)| pieces.get(id) == piece));

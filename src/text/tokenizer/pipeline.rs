@@ -5,8 +5,8 @@
 //! as errors.
 
 use super::library_guard;
-use super::scored_bpe::{ScoredBpe, Span};
-use super::sentencepiece::normalizer::{self, Place};
+use super::scored_bpe::{ScoredBpe, TextSpan};
+use super::sentencepiece::normalizer::{self, SegmentPosition};
 use super::unigram::Unigram;
 use anyhow::{Result, anyhow};
 use serde::Deserialize;
@@ -30,23 +30,23 @@ pub enum Algorithm {
     /// One of the library's models.
     Library(Box<ModelWrapper>),
     /// One of this module's models.
-    Pieces(Cutter),
+    Pieces(PieceEncoder),
 }
 
 /// Encodes a text to the ids of its pieces.
-pub struct Cutter {
-    pub way: Way,
-    pub unknown: Unknown,
+pub struct PieceEncoder {
+    pub algorithm: PieceAlgorithm,
+    pub unknown: UnknownText,
 }
 
 /// Algorithm that splits a text into pieces.
-pub enum Way {
+pub enum PieceAlgorithm {
     Bpe(ScoredBpe),
     Unigram(Unigram),
 }
 
 /// How text that is not a piece is encoded.
-pub enum Unknown {
+pub enum UnknownText {
     /// One token per byte.
     Bytes(Box<[u32; 256]>),
     /// One unknown token per contiguous run.
@@ -62,7 +62,7 @@ pub enum Normalizer {
 }
 
 /// Components of a pipeline.
-pub struct Stages {
+pub struct PipelineParts {
     pub algorithm: Algorithm,
     pub normalizer: Option<Normalizer>,
     pub pre_tokenizer: Option<PreTokenizerWrapper>,
@@ -74,21 +74,21 @@ impl Pipeline {
     /// truncated.
     pub fn from_json(content: &[u8]) -> Result<Pipeline> {
         library_guard::check(content)?;
-        let mut library: Library = guarded(|| Ok(serde_json::from_slice(content)?))?;
+        let mut library: Library = catch_panics(|| Ok(serde_json::from_slice(content)?))?;
         library.with_truncation(None).map_err(|e| anyhow!(e))?;
         library.with_padding(None);
         Ok(Pipeline(library))
     }
 
     /// Creates a pipeline from its components and the added tokens with their ids.
-    pub fn new(stages: Stages, added: &[(u32, AddedToken)]) -> Result<Pipeline> {
+    pub fn new(stages: PipelineParts, added: &[(u32, AddedToken)]) -> Result<Pipeline> {
         let names = added.iter().map(|(id, token)| (token.content.clone(), *id)).collect();
         let builder = TokenizerBuilder::new()
             .with_model(Model { algorithm: stages.algorithm, names })
             .with_normalizer(stages.normalizer)
             .with_pre_tokenizer(stages.pre_tokenizer)
             .with_decoder(stages.decoder);
-        guarded(|| {
+        catch_panics(|| {
             let mut library = builder.build()?;
             library.add_tokens(added.iter().map(|(_, token)| token.clone()))?;
             Ok(Pipeline(library))
@@ -96,13 +96,13 @@ impl Pipeline {
     }
 
     /// Encodes a text, with the tokens that the pipeline itself adds around it if `add_special` is set.
-    pub fn ids(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        guarded(|| Ok(self.0.encode_fast(text, add_special)?.get_ids().to_vec()))
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
+        catch_panics(|| Ok(self.0.encode_fast(text, add_special)?.get_ids().to_vec()))
     }
 
     /// Decodes ids with the library's decoder; special tokens decode to their names.
-    pub fn text(&self, ids: &[u32]) -> Result<String> {
-        guarded(|| self.0.decode(ids, false))
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        catch_panics(|| self.0.decode(ids, false))
     }
 
     /// Returns the library's pipeline.
@@ -112,31 +112,31 @@ impl Pipeline {
 }
 
 /// Runs `work`, and returns panics of the library as errors.
-fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
+fn catch_panics<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(result) => result.map_err(|e| anyhow!(e)),
         Err(_) => Err(anyhow!("its components are inconsistent")),
     }
 }
 
-impl Cutter {
+impl PieceEncoder {
     /// Encodes a text.
-    fn ids(&self, text: &str) -> Vec<u32> {
-        let spans = match &self.way {
-            Way::Bpe(bpe) => bpe.encode(text),
-            Way::Unigram(unigram) => unigram.encode(text),
+    fn encode(&self, text: &str) -> Vec<u32> {
+        let spans = match &self.algorithm {
+            PieceAlgorithm::Bpe(bpe) => bpe.encode(text),
+            PieceAlgorithm::Unigram(unigram) => unigram.encode(text),
         };
         let mut ids = Vec::with_capacity(spans.len());
         let mut follows_unknown = false;
         for span in spans {
-            let is_unknown = matches!(span, Span::Unknown(_));
+            let is_unknown = matches!(span, TextSpan::Unknown(_));
             match (span, &self.unknown) {
-                (Span::Piece(id), _) => ids.push(id),
-                (Span::Unknown(range), Unknown::Bytes(bytes)) => {
+                (TextSpan::Piece(id), _) => ids.push(id),
+                (TextSpan::Unknown(range), UnknownText::Bytes(bytes)) => {
                     ids.extend(text.as_bytes()[range].iter().map(|byte| bytes[usize::from(*byte)]));
                 }
-                (Span::Unknown(_), Unknown::Token(_)) if follows_unknown => {}
-                (Span::Unknown(_), Unknown::Token(id)) => ids.push(*id),
+                (TextSpan::Unknown(_), UnknownText::Token(_)) if follows_unknown => {}
+                (TextSpan::Unknown(_), UnknownText::Token(id)) => ids.push(*id),
             }
             follows_unknown = is_unknown;
         }
@@ -176,7 +176,11 @@ impl tokenizers::Normalizer for Normalizer {
         match self {
             Normalizer::Library(normalizer) => normalizer.normalize(text),
             Normalizer::SentencePiece(normalizer) => {
-                let position = if text.offsets_original().0 == 0 { Place::First } else { Place::Later };
+                let position = if text.offsets_original().0 == 0 {
+                    SegmentPosition::Start
+                } else {
+                    SegmentPosition::AfterSpecial
+                };
                 // Token offsets are not used, so the alignment with the original text is not kept.
                 *text = NormalizedString::from(normalizer.normalize(text.get(), position));
                 Ok(())
@@ -193,7 +197,7 @@ impl tokenizers::Model for Model {
             Algorithm::Library(model) => model.tokenize(text),
             Algorithm::Pieces(cutter) => {
                 let token = |id| Token::new(id, String::new(), (0, 0));
-                Ok(cutter.ids(text).into_iter().map(token).collect())
+                Ok(cutter.encode(text).into_iter().map(token).collect())
             }
         }
     }

@@ -4,24 +4,24 @@
 
 /// A set of byte strings with values, searchable for prefixes of a text.
 #[derive(Debug, Default)]
-pub struct Prefixes {
+pub struct PrefixSet {
     entries: Vec<(Box<[u8]>, u32)>,
 }
 
-impl Prefixes {
+impl PrefixSet {
     /// Creates the set. Of equal strings the first is kept; empty ones are ignored.
-    pub fn new<'a>(strings: impl IntoIterator<Item = (&'a [u8], u32)>) -> Prefixes {
+    pub fn new<'a>(strings: impl IntoIterator<Item = (&'a [u8], u32)>) -> PrefixSet {
         let strings = strings.into_iter().filter(|(string, _)| !string.is_empty());
         let mut entries: Vec<(Box<[u8]>, u32)> =
             strings.map(|(string, value)| (string.into(), value)).collect();
         // The sort is stable: the first of equal strings stays first.
         entries.sort_by(|a, b| a.0.cmp(&b.0));
         entries.dedup_by(|later, earlier| later.0 == earlier.0);
-        Prefixes { entries }
+        PrefixSet { entries }
     }
 
     /// Returns the lengths and values of all strings that are prefixes of `text`, the shortest first.
-    pub fn of<'a>(&'a self, text: &'a [u8]) -> impl Iterator<Item = (usize, u32)> + 'a {
+    pub fn matches<'a>(&'a self, text: &'a [u8]) -> impl Iterator<Item = (usize, u32)> + 'a {
         let mut left = &self.entries[..];
         // After each byte, the strings that start with the text so far remain.
         text.iter()
@@ -36,7 +36,7 @@ impl Prefixes {
 
     /// Returns the length of the longest string that is a prefix of `text`.
     pub fn longest(&self, text: &[u8]) -> Option<usize> {
-        self.of(text).map(|(len, _)| len).last()
+        self.matches(text).map(|(len, _)| len).last()
     }
 }
 
@@ -60,7 +60,7 @@ mod tests {
             let word =
                 |dice: &mut Dice| (0..dice.below(6)).map(|_| *dice.pick(b"ab\xff")).collect::<Vec<u8>>();
             let words: Vec<Vec<u8>> = (0..dice.below(30)).map(|_| word(&mut dice)).collect();
-            let prefixes = Prefixes::new(words.iter().map(Vec::as_slice).zip(0u32..));
+            let prefixes = PrefixSet::new(words.iter().map(Vec::as_slice).zip(0u32..));
             let text = [word(&mut dice), word(&mut dice)].concat();
             let expected: Vec<(usize, u32)> = (1..=text.len())
                 .filter_map(|len| {
@@ -69,7 +69,7 @@ mod tests {
                 })
                 .collect();
             found += expected.len();
-            assert_eq!(prefixes.of(&text).collect::<Vec<_>>(), expected, "{words:?} {text:?}");
+            assert_eq!(prefixes.matches(&text).collect::<Vec<_>>(), expected, "{words:?} {text:?}");
             assert_eq!(prefixes.longest(&text), expected.last().map(|(len, _)| *len));
         }
         assert!(found > 200, "{found}");

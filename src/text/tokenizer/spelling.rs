@@ -2,24 +2,24 @@
 //!
 //! Invariant: a name that does not encode bytes stands for itself.
 
-use super::Opening;
+use super::LeadingSpaces;
 use serde_json::{Value, json};
 
 /// Encoding of bytes in a vocabulary's token names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Spelling {
+pub enum ByteSpelling {
     /// Each byte is a printable character.
     ByteLevel,
     /// A space is U+2581, and a single byte of a character is `<0xNN>`.
     ByteFallback,
 }
 
-impl Spelling {
+impl ByteSpelling {
     /// Returns the encoding that a decoder, in the format of `tokenizer.json`, reverses, and its handling of
     /// leading spaces. `None` if the decoder does more than concatenate bytes.
-    pub fn of_decoder(decoder: &Value) -> Option<(Spelling, Opening)> {
+    pub fn from_decoder(decoder: &Value) -> Option<(ByteSpelling, LeadingSpaces)> {
         if decoder["type"] == "ByteLevel" {
-            return Some((Spelling::ByteLevel, Opening::Kept));
+            return Some((ByteSpelling::ByteLevel, LeadingSpaces::Keep));
         }
         let fallback = [
             json!({"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "}),
@@ -28,8 +28,8 @@ impl Spelling {
         ];
         let drop_first = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
         match decoder["decoders"].as_array()?.strip_prefix(&fallback)? {
-            [] => Some((Spelling::ByteFallback, Opening::Kept)),
-            [last] if *last == drop_first => Some((Spelling::ByteFallback, Opening::FirstDropped)),
+            [] => Some((ByteSpelling::ByteFallback, LeadingSpaces::Keep)),
+            [last] if *last == drop_first => Some((ByteSpelling::ByteFallback, LeadingSpaces::DropFirst)),
             _ => None,
         }
     }
@@ -38,10 +38,10 @@ impl Spelling {
     pub fn bytes(self, token: &str) -> Vec<u8> {
         match self {
             // Only added tokens have other characters; they stand for themselves.
-            Spelling::ByteLevel => {
+            ByteSpelling::ByteLevel => {
                 token.chars().map(byte_of_character).collect::<Option<_>>().unwrap_or(token.into())
             }
-            Spelling::ByteFallback => match byte_of_name(token) {
+            ByteSpelling::ByteFallback => match byte_of_name(token) {
                 Some(byte) => vec![byte],
                 None => token.replace('\u{2581}', " ").into_bytes(),
             },

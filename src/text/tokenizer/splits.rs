@@ -25,14 +25,14 @@ pub fn byte_level(patterns: &[&str]) -> Value {
 }
 
 /// Returns GPT-2's pre-tokenizer, which splits and writes each byte as a printable character.
-pub fn gpt2(prefix: AddedSpace) -> Value {
-    let adds_space = prefix == AddedSpace::Before;
+pub fn gpt2(prefix: PrefixSpace) -> Value {
+    let adds_space = prefix == PrefixSpace::Added;
     json!({"type": "ByteLevel", "add_prefix_space": adds_space, "trim_offsets": true, "use_regex": true})
 }
 
 /// Whether a space is added to a text that does not start with one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AddedSpace {
+pub enum PrefixSpace {
     None,
-    Before,
+    Added,
 }

@@ -6,14 +6,14 @@
 //!
 //! Invariant: every byte is a token, so that every text can be encoded.
 
-use super::added::{Added, resolve};
-use super::class::Class;
-use super::draft::{Draft, id_of};
-use super::pipeline::{Algorithm, Cutter, Normalizer, Stages, Unknown, Way};
-use super::scored_bpe::{Atoms, Kind, ScoredBpe, ScoredPiece};
-use super::settings::Settings;
+use super::added::{AddedTokenSpec, resolve};
+use super::class::TokenizerClass;
+use super::draft::{TokenizerParts, find_token_id};
+use super::pipeline::{Algorithm, Normalizer, PieceAlgorithm, PieceEncoder, PipelineParts, UnknownText};
+use super::scored_bpe::{Atoms, PieceFormation, ScoredBpe, ScoredPiece};
+use super::settings::TokenizerSettings;
 use super::splits;
-use super::{Around, Joining, Opening, Tokenizer, VOCAB_MAX, json};
+use super::{DecodeMethod, LeadingSpaces, SurroundingTokens, Tokenizer, VOCAB_MAX, json};
 use crate::formats::Folder;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use base64::Engine;
@@ -32,22 +32,27 @@ const LLAMA3_RANKS: u32 = 128_000;
 const PATTERN: &str = "pat_str";
 
 /// Returns whether the first line of a file is that of a rank file.
-pub fn is_it(content: &[u8]) -> bool {
+pub fn is_rank_file(content: &[u8]) -> bool {
     let first = content.split(|byte| *byte == b'\n').next().unwrap_or_default();
-    std::str::from_utf8(first).is_ok_and(|line| rank(line).is_ok())
+    std::str::from_utf8(first).is_ok_and(|line| parse_line(line).is_ok())
 }
 
 /// Reads the tokenizer of a folder with this rank file.
-pub fn read(folder: &Folder, file: &str, content: &[u8], mut settings: Settings) -> Result<Tokenizer> {
+pub fn read(
+    folder: &Folder,
+    file: &str,
+    content: &[u8],
+    mut settings: TokenizerSettings,
+) -> Result<Tokenizer> {
     let name = || folder.file(file).display().to_string();
     let ranks = Ranks::read(content).with_context(name)?;
     let is_llama3 =
-        ranks.len() == LLAMA3_RANKS && settings.class().is_none_or(|class| *class == Class::Llama);
-    let known = match settings.class_or(Class::Llama) {
-        Class::Qwen => Known::qwen(),
-        _ if settings.text(PATTERN)?.is_some() => Known::default(),
-        Class::Llama if is_llama3 => Known::llama3(),
-        Class::Llama => Known { pattern: splits::LLAMA3, ..Known::default() },
+        ranks.len() == LLAMA3_RANKS && settings.class().is_none_or(|class| *class == TokenizerClass::Llama);
+    let known = match settings.class_or(TokenizerClass::Llama) {
+        TokenizerClass::Qwen => BuiltinDefaults::qwen(),
+        _ if settings.text(PATTERN)?.is_some() => BuiltinDefaults::default(),
+        TokenizerClass::Llama if is_llama3 => BuiltinDefaults::llama3(),
+        TokenizerClass::Llama => BuiltinDefaults { pattern: splits::LLAMA3, ..BuiltinDefaults::default() },
         class => bail!(
             "{}: the split pattern of {class} is not known: set '{PATTERN}' in tokenizer_config.json, or \
              provide a {}",
@@ -55,15 +60,15 @@ pub fn read(folder: &Folder, file: &str, content: &[u8], mut settings: Settings)
             json::FILE
         ),
     };
-    draft(&settings, file, ranks, known).and_then(Draft::finish).with_context(name)
+    tokenizer_parts(&settings, file, ranks, known).and_then(TokenizerParts::build).with_context(name)
 }
 
 /// Built-in settings of a model whose folder has only ranks.
 #[derive(Default)]
-struct Known {
+struct BuiltinDefaults {
     pattern: &'static str,
     /// Whether texts are normalized to NFC.
-    composes: bool,
+    uses_nfc: bool,
     /// Special tokens, from the first free id on, if the settings have none.
     specials: Vec<String>,
     bos: Option<&'static str>,
@@ -71,8 +76,8 @@ struct Known {
     add_bos: bool,
 }
 
-impl Known {
-    fn llama3() -> Known {
+impl BuiltinDefaults {
+    fn llama3() -> BuiltinDefaults {
         let reserved = |from: u32, to: u32| (from..to).map(|i| format!("<|reserved_special_token_{i}|>"));
         let named = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
         let mut specials = named(&["<|begin_of_text|>", "<|end_of_text|>"]);
@@ -82,14 +87,14 @@ impl Known {
         specials.extend(named(&["<|eot_id|>"]));
         specials.extend(reserved(5, 251));
         let (bos, eos) = (Some("<|begin_of_text|>"), Some("<|end_of_text|>"));
-        Known { pattern: splits::LLAMA3, composes: false, specials, bos, eos, add_bos: true }
+        BuiltinDefaults { pattern: splits::LLAMA3, uses_nfc: false, specials, bos, eos, add_bos: true }
     }
 
-    fn qwen() -> Known {
+    fn qwen() -> BuiltinDefaults {
         let mut specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"].map(String::from).to_vec();
         specials.extend((0..205).map(|i| format!("<|extra_{i}|>")));
         let eos = Some("<|endoftext|>");
-        Known { pattern: splits::QWEN2, composes: true, specials, bos: None, eos, add_bos: false }
+        BuiltinDefaults { pattern: splits::QWEN2, uses_nfc: true, specials, bos: None, eos, add_bos: false }
     }
 }
 
@@ -102,7 +107,7 @@ impl Ranks {
         let mut ranks = BTreeMap::new();
         let mut tokens = HashSet::new();
         for (line, at) in text.lines().zip(1..).filter(|(line, _)| !line.trim().is_empty()) {
-            let (token, rank) = rank(line).with_context(|| format!("line {at}"))?;
+            let (token, rank) = parse_line(line).with_context(|| format!("line {at}"))?;
             ensure!(tokens.insert(token.clone()), "line {at}: its token is a duplicate");
             ensure!(ranks.insert(rank, token).is_none(), "line {at}: its rank {rank} is a duplicate");
         }
@@ -117,12 +122,17 @@ impl Ranks {
     }
 
     /// Creates the encoder.
-    fn cutter(&self) -> Cutter {
+    fn encoder(&self) -> PieceEncoder {
         // Ranks are below 2^24, and single precision represents all integers up to there.
         let score = |rank: u32| -(rank as f32);
         let ranked = self.0.iter();
         let pieces: Vec<ScoredPiece> = ranked
-            .map(|(id, bytes)| ScoredPiece { id: *id, bytes, score: score(*id), kind: Kind::Merged })
+            .map(|(id, bytes)| ScoredPiece {
+                id: *id,
+                bytes,
+                score: score(*id),
+                kind: PieceFormation::Merged,
+            })
             .collect();
         let mut bytes = Box::new([0; 256]);
         for (id, token) in &self.0 {
@@ -130,12 +140,15 @@ impl Ranks {
                 bytes[usize::from(byte)] = *id;
             }
         }
-        Cutter { way: Way::Bpe(ScoredBpe::new(&pieces, Atoms::Bytes)), unknown: Unknown::Bytes(bytes) }
+        PieceEncoder {
+            algorithm: PieceAlgorithm::Bpe(ScoredBpe::new(&pieces, Atoms::Bytes)),
+            unknown: UnknownText::Bytes(bytes),
+        }
     }
 }
 
 /// Parses a line: a token's bytes and its rank.
-fn rank(line: &str) -> Result<(Vec<u8>, u32)> {
+fn parse_line(line: &str) -> Result<(Vec<u8>, u32)> {
     let parts = line.trim_end().split_once(' ').context("expected a token in base64 and a rank")?;
     let token = BASE64_STANDARD.decode(parts.0).with_context(|| format!("'{}' is not base64", parts.0))?;
     ensure!(!token.is_empty(), "its token is empty");
@@ -144,39 +157,48 @@ fn rank(line: &str) -> Result<(Vec<u8>, u32)> {
     Ok((token, rank))
 }
 
-fn draft(settings: &Settings, file: &str, ranks: Ranks, known: Known) -> Result<Draft> {
+fn tokenizer_parts(
+    settings: &TokenizerSettings,
+    file: &str,
+    ranks: Ranks,
+    known: BuiltinDefaults,
+) -> Result<TokenizerParts> {
     // Tokens of a rank file have bytes only, no names.
     let nothing = |_: &str| None;
     let mut all = settings.added()?;
     if all.iter().all(|token| token.id().is_none()) {
-        all.extend(known.specials.iter().map(|name| Added::appended(AddedToken::from(name, true))));
+        all.extend(known.specials.iter().map(|name| AddedTokenSpec::appended(AddedToken::from(name, true))));
     }
     let added = resolve(all, ranks.len(), nothing)?;
-    let id = |role| settings.token_id(role, file, |token| id_of(&added, nothing, token));
-    let or_known = |id: Option<u32>, name: Option<&str>| id.or_else(|| id_of(&added, nothing, name?));
+    let id = |role| settings.token_id(role, file, |token| find_token_id(&added, nothing, token));
+    let or_known = |id: Option<u32>, name: Option<&str>| id.or_else(|| find_token_id(&added, nothing, name?));
     let bos = or_known(id("bos_token")?, known.bos);
     let eos = or_known(id("eos_token")?, known.eos);
     let add_bos = settings.flag("add_bos_token")?.unwrap_or(known.add_bos);
     let add_eos = settings.flag("add_eos_token")?.unwrap_or(false);
-    Ok(Draft {
-        stages: stages(settings, &ranks, &known)?,
-        joining: Joining::Bytes { opening: Opening::Kept },
+    Ok(TokenizerParts {
+        stages: pipeline_parts(settings, &ranks, &known)?,
+        decode_method: DecodeMethod::Bytes { leading_spaces: LeadingSpaces::Keep },
         pieces: ranks.0,
         added,
         bos,
         eos,
-        around: Around::of(bos.filter(|_| add_bos), eos.filter(|_| add_eos)),
+        surrounding: SurroundingTokens::new(bos.filter(|_| add_bos), eos.filter(|_| add_eos)),
     })
 }
 
-fn stages(settings: &Settings, ranks: &Ranks, known: &Known) -> Result<Stages> {
+fn pipeline_parts(
+    settings: &TokenizerSettings,
+    ranks: &Ranks,
+    known: &BuiltinDefaults,
+) -> Result<PipelineParts> {
     let pattern = settings.text(PATTERN)?.unwrap_or(known.pattern);
     let split = serde_json::json!({"type": "Sequence", "pretokenizers": splits::stages(&[pattern])});
     let split = serde_json::from_value::<PreTokenizerWrapper>(split);
     let nfc = || Normalizer::Library(NormalizerWrapper::NFC(NFC));
-    Ok(Stages {
-        algorithm: Algorithm::Pieces(ranks.cutter()),
-        normalizer: known.composes.then(nfc),
+    Ok(PipelineParts {
+        algorithm: Algorithm::Pieces(ranks.encoder()),
+        normalizer: known.uses_nfc.then(nfc),
         pre_tokenizer: Some(split.map_err(|e| anyhow!("the pattern '{pattern}': {e}"))?),
         decoder: None,
     })

@@ -6,43 +6,43 @@
 //!
 //! Invariant: the spans of a text are contiguous and cover it.
 
-use super::prefixes::Prefixes;
-use super::scored_bpe::{Kind, ScoredPiece, Span};
+use super::prefixes::PrefixSet;
+use super::scored_bpe::{PieceFormation, ScoredPiece, TextSpan};
 
 /// Difference between the worst piece's score and that of a character without a piece.
 const UNKNOWN_PENALTY: f32 = 10.0;
 
 /// Score per byte, except for the first, of a user-defined piece. All other scores are negative or zero.
-const WHOLE_BYTE: f32 = 0.1;
+const USER_DEFINED_BYTE_SCORE: f32 = 0.1;
 
 /// Unigram encoder: pieces with their log-probabilities.
 #[derive(Debug)]
 pub struct Unigram {
     /// Pieces; the value is the index into `entries`.
-    pieces: Prefixes,
-    entries: Vec<Entry>,
+    pieces: PrefixSet,
+    entries: Vec<UnigramPiece>,
     unknown_score: f32,
 }
 
 /// Id and score of a piece.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct UnigramPiece {
     id: u32,
-    score: Score,
+    score: PieceScore,
 }
 
 /// Score of a piece.
 #[derive(Clone, Copy, Debug)]
-enum Score {
+enum PieceScore {
     /// The vocabulary's score.
-    Own(f32),
+    Vocabulary(f32),
     /// Score of a user-defined piece, computed from its length.
-    Whole,
+    UserDefined,
 }
 
 /// The best segmentation of the text up to some byte.
 #[derive(Clone, Copy)]
-struct Best {
+struct BestPath {
     score: f32,
     /// Beginning of the last span.
     begin: usize,
@@ -53,23 +53,24 @@ struct Best {
 impl Unigram {
     /// Creates an encoder. Unused pieces are ignored.
     pub fn new(pieces: &[ScoredPiece]) -> Unigram {
-        let scored = pieces.iter().filter(|piece| piece.kind == Kind::Merged);
+        let scored = pieces.iter().filter(|piece| piece.kind == PieceFormation::Merged);
         let worst = scored.map(|piece| piece.score).fold(f32::MAX, f32::min);
-        let used: Vec<&ScoredPiece> = pieces.iter().filter(|piece| piece.kind != Kind::Unused).collect();
+        let used: Vec<&ScoredPiece> =
+            pieces.iter().filter(|piece| piece.kind != PieceFormation::Unused).collect();
         let entry = |piece: &&ScoredPiece| match piece.kind {
-            Kind::Whole => Entry { id: piece.id, score: Score::Whole },
-            _ => Entry { id: piece.id, score: Score::Own(piece.score) },
+            PieceFormation::UserDefined => UnigramPiece { id: piece.id, score: PieceScore::UserDefined },
+            _ => UnigramPiece { id: piece.id, score: PieceScore::Vocabulary(piece.score) },
         };
         Unigram {
             entries: used.iter().map(entry).collect(),
-            pieces: Prefixes::new(used.iter().map(|piece| piece.bytes).zip(0u32..)),
+            pieces: PrefixSet::new(used.iter().map(|piece| piece.bytes).zip(0u32..)),
             unknown_score: worst - UNKNOWN_PENALTY,
         }
     }
 
     /// Splits a text into pieces and unknown spans. Each unknown span is a single character.
-    pub fn encode(&self, text: &str) -> Vec<Span> {
-        let mut best: Vec<Option<Best>> = vec![None; text.len() + 1];
+    pub fn encode(&self, text: &str) -> Vec<TextSpan> {
+        let mut best: Vec<Option<BestPath>> = vec![None; text.len() + 1];
         for (begin, character) in text.char_indices() {
             self.extend(&mut best, begin, &text.as_bytes()[begin..], character.len_utf8());
         }
@@ -78,13 +79,13 @@ impl Unigram {
 
     /// Extends the best segmentation up to `begin` by every piece that is a prefix of `rest`, the text from
     /// there.
-    fn extend(&self, best: &mut [Option<Best>], begin: usize, rest: &[u8], character_len: usize) {
+    fn extend(&self, best: &mut [Option<BestPath>], begin: usize, rest: &[u8], character_len: usize) {
         let so_far = best[begin].map_or(0.0, |path| path.score);
         let mut has_character = false;
-        for (len, entry) in self.pieces.of(rest) {
+        for (len, entry) in self.pieces.matches(rest) {
             let entry = self.entries[entry as usize];
             has_character |= len == character_len;
-            propose(&mut best[begin + len], so_far + entry.score.of(len), begin, Some(entry.id));
+            propose(&mut best[begin + len], so_far + entry.score.value(len), begin, Some(entry.id));
         }
         if !has_character {
             propose(&mut best[begin + character_len], so_far + self.unknown_score, begin, None);
@@ -92,29 +93,29 @@ impl Unigram {
     }
 }
 
-impl Score {
+impl PieceScore {
     /// Returns the score of a piece of `len` bytes.
-    fn of(self, len: usize) -> f32 {
+    fn value(self, len: usize) -> f32 {
         match self {
-            Score::Own(score) => score,
-            Score::Whole => len as f32 * WHOLE_BYTE - WHOLE_BYTE,
+            PieceScore::Vocabulary(score) => score,
+            PieceScore::UserDefined => len as f32 * USER_DEFINED_BYTE_SCORE - USER_DEFINED_BYTE_SCORE,
         }
     }
 }
 
 /// Replaces the best segmentation if the proposed one has a better score.
-fn propose(best: &mut Option<Best>, score: f32, begin: usize, id: Option<u32>) {
+fn propose(best: &mut Option<BestPath>, score: f32, begin: usize, id: Option<u32>) {
     if best.is_none_or(|known| score > known.score) {
-        *best = Some(Best { score, begin, id });
+        *best = Some(BestPath { score, begin, id });
     }
 }
 
 /// Returns the spans of the best segmentation.
-fn spans(best: &[Option<Best>]) -> Vec<Span> {
+fn spans(best: &[Option<BestPath>]) -> Vec<TextSpan> {
     let mut spans = Vec::new();
     let mut end = best.len() - 1;
     while let Some(path) = best[end].filter(|_| end > 0) {
-        spans.push(path.id.map_or(Span::Unknown(path.begin..end), Span::Piece));
+        spans.push(path.id.map_or(TextSpan::Unknown(path.begin..end), TextSpan::Piece));
         end = path.begin;
     }
     spans.reverse();
@@ -159,7 +160,7 @@ mod tests {
                 .map(|(word, id)| {
                     // Sums of eighths are exact.
                     let score = -(1.0 + dice.below(64) as f32 / 8.0);
-                    ScoredPiece { id, bytes: word.as_bytes(), score, kind: Kind::Merged }
+                    ScoredPiece { id, bytes: word.as_bytes(), score, kind: PieceFormation::Merged }
                 })
                 .collect();
             let unknown = pieces.iter().map(|piece| f64::from(piece.score)).fold(0.0, f64::min) - 10.0;
@@ -170,16 +171,16 @@ mod tests {
                 let sum: f64 = spans
                     .iter()
                     .map(|span| match span {
-                        Span::Piece(id) => f64::from(pieces[*id as usize].score),
-                        Span::Unknown(_) => unknown,
+                        TextSpan::Piece(id) => f64::from(pieces[*id as usize].score),
+                        TextSpan::Unknown(_) => unknown,
                     })
                     .sum();
                 assert_eq!(sum, best_sum(&pieces, unknown, &text), "{text} {spans:?} {pieces:?}");
                 let joined: String = spans
                     .into_iter()
                     .map(|span| match span {
-                        Span::Piece(id) => &words[id as usize],
-                        Span::Unknown(range) => &text[range],
+                        TextSpan::Piece(id) => &words[id as usize],
+                        TextSpan::Unknown(range) => &text[range],
                     })
                     .collect();
                 assert_eq!(joined, text);
@@ -192,15 +193,15 @@ mod tests {
         let piece =
             |id, word: &'static str, score, kind| ScoredPiece { id, bytes: word.as_bytes(), score, kind };
         let pieces = [
-            piece(0, "a", -1.0, Kind::Merged),
-            piece(1, "b", -1.0, Kind::Merged),
-            piece(2, "ab", -0.5, Kind::Unused),
-            piece(3, "ba", -1000.0, Kind::Whole),
+            piece(0, "a", -1.0, PieceFormation::Merged),
+            piece(1, "b", -1.0, PieceFormation::Merged),
+            piece(2, "ab", -0.5, PieceFormation::Unused),
+            piece(3, "ba", -1000.0, PieceFormation::UserDefined),
         ];
         let unigram = Unigram::new(&pieces);
-        assert_eq!(unigram.encode("abab"), [0, 3, 1].map(Span::Piece));
-        assert_eq!(unigram.encode("ab"), [0, 1].map(Span::Piece));
-        assert_eq!(unigram.encode("aé"), [Span::Piece(0), Span::Unknown(1..3)]);
+        assert_eq!(unigram.encode("abab"), [0, 3, 1].map(TextSpan::Piece));
+        assert_eq!(unigram.encode("ab"), [0, 1].map(TextSpan::Piece));
+        assert_eq!(unigram.encode("aé"), [TextSpan::Piece(0), TextSpan::Unknown(1..3)]);
         assert_eq!(unigram.encode(""), []);
     }
 }

@@ -4,12 +4,12 @@
 //! Invariant: a vocabulary without merges is rejected.
 
 use super::added::resolve;
-use super::byte_level::{ByteLevel, Composing, WholeWords};
-use super::class::Class;
-use super::draft::{Draft, id_of};
-use super::settings::Settings;
-use super::splits::{self, AddedSpace};
-use super::{Around, Joining, Opening, Tokenizer, json};
+use super::byte_level::{ByteLevelVocabulary, UnicodeNormalization, WholeWordLookup};
+use super::class::TokenizerClass;
+use super::draft::{TokenizerParts, find_token_id};
+use super::settings::TokenizerSettings;
+use super::splits::{self, PrefixSpace};
+use super::{DecodeMethod, LeadingSpaces, SurroundingTokens, Tokenizer, json};
 use crate::formats::Folder;
 use anyhow::{Context, Result, bail};
 
@@ -19,27 +19,29 @@ pub const VOCABULARY: &str = "vocab.json";
 pub const MERGES: &str = "merges.txt";
 
 /// Reads the tokenizer of a folder with these files. `content` is that of `vocab.json`.
-pub fn read(folder: &Folder, content: &[u8], mut settings: Settings) -> Result<Tokenizer> {
-    let class = settings.class_or(Class::Gpt2);
+pub fn read(folder: &Folder, content: &[u8], mut settings: TokenizerSettings) -> Result<Tokenizer> {
+    let class = settings.class_or(TokenizerClass::Gpt2);
     let name = |file| folder.file(file).display().to_string();
-    if !matches!(class, Class::Gpt2 | Class::Roberta | Class::Qwen2) {
+    if !matches!(class, TokenizerClass::Gpt2 | TokenizerClass::Roberta | TokenizerClass::Qwen2) {
         bail!(
             "{}: {class} cannot be built from this file and {MERGES}: it needs a {}",
             name(VOCABULARY),
             json::FILE
         );
     }
-    let vocabulary = serde_json::from_slice(content).map_err(Into::into).and_then(ByteLevel::new);
+    let vocabulary = serde_json::from_slice(content).map_err(Into::into).and_then(ByteLevelVocabulary::new);
     let mut vocabulary = vocabulary.with_context(|| name(VOCABULARY))?;
     let Some(merges) = folder.read_text(MERGES)? else {
         bail!("{}: there is no {MERGES} beside it", name(VOCABULARY));
     };
     read_merges(&merges, &mut vocabulary).with_context(|| name(MERGES))?;
-    draft(&class, &settings, vocabulary).and_then(Draft::finish).with_context(|| name(VOCABULARY))
+    tokenizer_parts(&class, &settings, vocabulary)
+        .and_then(TokenizerParts::build)
+        .with_context(|| name(VOCABULARY))
 }
 
 /// Parses a `merges.txt`: one merge per line, after an optional first line with the version.
-fn read_merges(content: &str, vocabulary: &mut ByteLevel) -> Result<()> {
+fn read_merges(content: &str, vocabulary: &mut ByteLevelVocabulary) -> Result<()> {
     for (line, at) in content.lines().zip(1..).filter(|(line, _)| !line.is_empty()) {
         if at > 1 || !line.starts_with("#version") {
             vocabulary.push_merge(line).with_context(|| format!("line {at}"))?;
@@ -48,27 +50,46 @@ fn read_merges(content: &str, vocabulary: &mut ByteLevel) -> Result<()> {
     Ok(())
 }
 
-fn draft(class: &Class, settings: &Settings, vocabulary: ByteLevel) -> Result<Draft> {
+fn tokenizer_parts(
+    class: &TokenizerClass,
+    settings: &TokenizerSettings,
+    vocabulary: ByteLevelVocabulary,
+) -> Result<TokenizerParts> {
     let added = resolve(settings.added()?, vocabulary.len(), |token| vocabulary.id(token))?;
     let id = |role| {
-        settings.token_id(role, VOCABULARY, |token| id_of(&added, |token| vocabulary.id(token), token))
+        settings
+            .token_id(role, VOCABULARY, |token| find_token_id(&added, |token| vocabulary.id(token), token))
     };
     let (bos, eos) = (id("bos_token")?, id("eos_token")?);
     let wants = |key| settings.flag(key).map(|flag| flag == Some(true));
     let (add_bos, add_eos) = (wants("add_bos_token")?, wants("add_eos_token")?);
     let around = match class {
-        Class::Roberta => Around::of(id("cls_token")?, id("sep_token")?),
-        _ => Around::of(bos.filter(|_| add_bos), eos.filter(|_| add_eos)),
+        TokenizerClass::Roberta => SurroundingTokens::new(id("cls_token")?, id("sep_token")?),
+        _ => SurroundingTokens::new(bos.filter(|_| add_bos), eos.filter(|_| add_eos)),
     };
     let pieces = vocabulary.pieces();
     let stages = match class {
-        Class::Qwen2 => {
-            vocabulary.stages(Composing::Nfc, splits::byte_level(&[splits::QWEN2]), WholeWords::Merged)?
-        }
+        TokenizerClass::Qwen2 => vocabulary.pipeline_parts(
+            UnicodeNormalization::Nfc,
+            splits::byte_level(&[splits::QWEN2]),
+            WholeWordLookup::Disabled,
+        )?,
         _ => {
-            let prefix = if wants("add_prefix_space")? { AddedSpace::Before } else { AddedSpace::None };
-            vocabulary.stages(Composing::None, splits::gpt2(prefix), WholeWords::Merged)?
+            let prefix = if wants("add_prefix_space")? { PrefixSpace::Added } else { PrefixSpace::None };
+            vocabulary.pipeline_parts(
+                UnicodeNormalization::None,
+                splits::gpt2(prefix),
+                WholeWordLookup::Disabled,
+            )?
         }
     };
-    Ok(Draft { stages, joining: Joining::Bytes { opening: Opening::Kept }, pieces, added, bos, eos, around })
+    Ok(TokenizerParts {
+        stages,
+        decode_method: DecodeMethod::Bytes { leading_spaces: LeadingSpaces::Keep },
+        pieces,
+        added,
+        bos,
+        eos,
+        surrounding: around,
+    })
 }

@@ -9,11 +9,11 @@ use crate::common::{Copied, fixture};
 use crate::families::family;
 use crate::oracle::{check_at, check_within};
 use crate::quantize::{self, Room};
-use mainstem::formats::FoundPooling;
-use mainstem::model::pieces::take;
-use mainstem::model::quantize::{Format, quantize};
+use mainstem::formats::PoolingConfig;
+use mainstem::model::pieces::read_slice;
+use mainstem::model::quantize::{OutputFormat, quantize};
 use mainstem::model::spec::MlpSpec;
-use mainstem::model::tensors::pieces;
+use mainstem::model::tensors::required_slices;
 use mainstem::model::{ModelRef, ModelSource, ModelSpec};
 use mainstem::request::Pooling;
 use mainstem_kernels::{Activation, Mask};
@@ -98,12 +98,12 @@ fn same_model(folder: &ModelSource, file: &ModelSource) {
         assert_eq!(ours, theirs, "{name}");
     }
     assert_eq!(wired, expected, "{name}");
-    let (ours, theirs) = (pieces(&file.spec), pieces(&folder.spec));
+    let (ours, theirs) = (required_slices(&file.spec), required_slices(&folder.spec));
     assert_eq!(ours.len(), theirs.len(), "{name}");
     for (ours, theirs) in ours.into_iter().zip(theirs) {
         let [taken, expected] = [(file, ours), (folder, theirs)].map(|(source, piece)| {
-            let taken = take(&source.checkpoint, piece).expect("it was there at opening");
-            (taken.shape.clone(), taken.widened())
+            let taken = read_slice(&source.checkpoint, piece).expect("it was there at opening");
+            (taken.shape.clone(), taken.to_f32())
         });
         assert!(taken == expected, "{name}: {} and {}", ours.name, theirs.name);
     }
@@ -152,11 +152,11 @@ fn experts_beside_a_shared_one_are_their_folders_piece_by_piece() {
     // A single row is still a matrix, and is quantized and written as one.
     let (room, source) = (Room::new("gguf-vector"), quantize::opened(&vector.file(), "*=q8_0"));
     let out = room.place("out");
-    quantize(&source, &quantize::target(out.clone(), Format::Safetensors)).expect("it is written");
+    quantize(&source, &quantize::target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
     let written = opened(&out);
     assert!(quantize::loaded(&source) == quantize::loaded(&written));
     let gate = written.checkpoint.tensor("blk.0.ffn_gate_inp_shexp.weight").expect("it is there");
-    assert_eq!((gate.stored_name(), gate.shape), ("q8_0", &[1, source.spec.hidden][..]));
+    assert_eq!((gate.stored_type_name(), gate.shape), ("q8_0", &[1, source.spec.hidden][..]));
 }
 
 /// Keeps only one layer of a directory, as the first.
@@ -241,16 +241,16 @@ fn what_berts_files_say_of_token_types_and_pooling_is_read() {
     assert_eq!(pooling(&file), None);
     for (number, served) in [(1, Pooling::Mean), (2, Pooling::Cls), (3, Pooling::Last)] {
         file.set_u32("bert.pooling_type", number);
-        assert_eq!(pooling(&file), Some((FoundPooling::Served(served), true)));
+        assert_eq!(pooling(&file), Some((PoolingConfig::Supported(served), true)));
     }
     file.set_u32("bert.pooling_type", 0);
-    let Some((FoundPooling::Unserved(unserved), _)) = pooling(&file) else { panic!("none is served") };
-    assert_eq!(unserved.why, "the key 'bert.pooling_type' is 0, which means no pooling");
+    let Some((PoolingConfig::Unsupported(unserved), _)) = pooling(&file) else { panic!("none is served") };
+    assert_eq!(unserved.reason, "the key 'bert.pooling_type' is 0, which means no pooling");
 
-    let all = pieces(&opened(&placed("with-types", &file).file()).spec).len();
+    let all = required_slices(&opened(&placed("with-types", &file).file()).spec).len();
     file.tensors.retain(|tensor| tensor.name != "token_types.weight");
     file.set_u32("tokenizer.ggml.token_type_count", 1);
-    assert_eq!(pieces(&opened(&placed("without-types", &file).file()).spec).len(), all - 1);
+    assert_eq!(required_slices(&opened(&placed("without-types", &file).file()).spec).len(), all - 1);
 }
 
 /// Old files have no such key; later ones have it, with 0 for none.

@@ -12,7 +12,7 @@ mod written;
 
 use crate::common::{fixture, skipped};
 use crate::oracle::{check_at, check_prompts};
-use mainstem::formats::gguf::Head;
+use mainstem::formats::gguf::GgufHeader;
 use mainstem::formats::{Checkpoint, Gguf};
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem_kernels::QuantType;
@@ -165,7 +165,7 @@ fn codes_of_blocks_are_those_of_the_gguf_package() {
 fn tensors_are_used_where_the_file_has_them() {
     let (checkpoint, gguf) = Checkpoint::open_gguf(&fixture("gguf/q4_0.gguf")).expect("the fixture opens");
     let file = content("q4_0.gguf");
-    let head = Head::read(&file).expect("the fixture is sound");
+    let head = GgufHeader::read(&file).expect("the fixture is sound");
     let mut starts = Vec::new();
     for tensor in &head.tensors {
         let stored = checkpoint.tensor(&tensor.name).expect("it is there").bytes();

@@ -2,7 +2,7 @@
 
 use super::written::{U32, Written};
 use super::{Placed, content, written};
-use mainstem::formats::gguf::Head;
+use mainstem::formats::gguf::GgufHeader;
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem_kernels::random::philox;
 
@@ -188,7 +188,7 @@ fn no_value_of_any_key_does_harm() {
 #[test]
 fn no_damage_to_a_head_does_harm() {
     let whole = content("q4_0.gguf");
-    let head = Head::read(&whole).expect("the fixture is sound").tensors[0].bytes.start;
+    let head = GgufHeader::read(&whole).expect("the fixture is sound").tensors[0].bytes.start;
     let placed = Placed::of("damage", &[], "f16");
     let mut opened = 0;
     for round in 0..600 {
@@ -221,9 +221,9 @@ fn files_of_older_formats_are_refused_whatever_they_are_called() {
 #[test]
 fn a_file_cut_within_its_head_is_refused() {
     let whole = content("q8_0.gguf");
-    let head = Head::read(&whole).expect("the fixture is sound").tensors[0].bytes.start;
+    let head = GgufHeader::read(&whole).expect("the fixture is sound").tensors[0].bytes.start;
     for end in (0..head).chain((head..whole.len() - 64).step_by(997)) {
-        let error = format!("{:#}", Head::read(&whole[..end]).expect_err("it is refused"));
+        let error = format!("{:#}", GgufHeader::read(&whole[..end]).expect_err("it is refused"));
         assert!(error.contains("truncated"), "{end}: {error}");
     }
 }

@@ -65,7 +65,7 @@ fn memory_is_what_the_engine_takes() {
         let settings = [("kv.type", "f16".into()), ("scheduler.slots", 3.into())];
         let config = config(&path, &settings);
         let source = ModelSource::open(&ModelRef::Path(path), None).expect("the fixture opens");
-        let setup = start::setup(&config, &source).expect("the settings fit");
+        let setup = start::engine_setup(&config, &source).expect("the settings fit");
         let engine = &start::forecast(&config.device, &source, &setup).expect("the device is there")[0][0];
         assert_eq!(told["weights"], json!(engine.weight_bytes), "{name}");
         let stored = source.checkpoint.total_bytes();

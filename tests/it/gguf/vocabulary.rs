@@ -110,7 +110,7 @@ async fn text_is_served_by_the_files_own_vocabulary() {
     {
         let name = case["name"].as_str().expect("a name");
         let placed = placed(name, &model(&case["all"]));
-        let engine = start::engine(&config(&placed.file(), &[])).await.expect("it starts");
+        let engine = start::start_engine(&config(&placed.file(), &[])).await.expect("it starts");
         let prompt = "The quick brown fox jumps over the lazy dog.";
         let at = texts.iter().position(|text| text == prompt).expect("it is among the texts");
         let ids: Vec<u32> = serde_json::from_value(json!([case["before"], case["ids"][at], case["after"]]))
@@ -157,7 +157,7 @@ fn texts_of_every_kind_of_vocabulary_have_its_ids() {
         let placed = placed(&format!("ids-{}", name.replace(' ', "-")), &model(&case["all"]));
         let source =
             mainstem::model::ModelSource::open(&mainstem::model::ModelRef::Path(placed.file()), None);
-        let tokenizer = start::tokenizer(&source.expect("it opens")).expect("it has a vocabulary");
+        let tokenizer = start::open_tokenizer(&source.expect("it opens")).expect("it has a vocabulary");
         let plain = |text: &str| text.is_ascii() && !text.contains(['<', '\u{b}']);
         for (text, ids) in
             texts.iter().zip(case["ids"].as_array().expect("a list")).filter(|(text, _)| plain(text))
@@ -206,7 +206,7 @@ fn every_key_of_a_vocabulary_is_read_under_its_name() {
     let read = |file: &Written, name: &str| {
         let placed = placed(name, file);
         let (_, gguf) = Checkpoint::open_gguf(&placed.file()).expect("it opens");
-        GgufVocabulary::of_file(&gguf).map(|read| format!("{read:?}"))
+        GgufVocabulary::from_file(&gguf).map(|read| format!("{read:?}"))
     };
     assert_eq!(read(&file, "keys").expect("it is sound"), format!("{:?}", Some(expected)));
     // Bytes are signed in some files.
@@ -273,7 +273,8 @@ fn a_vocabulary_that_cannot_be_is_refused_by_file_and_key() {
         let placed = placed(&format!("refused-{number}"), &file);
         let source =
             mainstem::model::ModelSource::open(&mainstem::model::ModelRef::Path(placed.file()), None);
-        let error = format!("{:#}", start::tokenizer(&source.expect("it opens")).expect_err("it is refused"));
+        let error =
+            format!("{:#}", start::open_tokenizer(&source.expect("it opens")).expect_err("it is refused"));
         let path = placed.file().display().to_string();
         assert!(error.starts_with(&path) && error.contains(reason), "{error}\nexpected: {reason}");
     }

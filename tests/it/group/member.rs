@@ -3,11 +3,12 @@
 //! positions. It fails on command.
 
 use crate::common::PATIENCE;
-use mainstem::actors::device::Factory;
+use mainstem::actors::device::ExecutorFactory;
 use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem::model::fake::FakeExecutor;
 use mainstem_kernels::{
-    Aborted, Carried, Collective, DeviceError, Flow, SpanTable, StepBatch, StepLimits, StepOutput,
+    Aborted, ActivationHandoff, Collective, DeviceError, HandoffPorts, SpanTable, StepBatch, StepLimits,
+    StepOutput,
 };
 use std::collections::{HashMap, HashSet};
 use std::panic::resume_unwind;
@@ -84,11 +85,11 @@ impl Script {
     }
 
     /// Returns the factories of all devices. Tokens depend only on seed and position.
-    pub fn factories(self: &Arc<Script>, limits: StepLimits) -> Vec<Vec<Factory>> {
+    pub fn factories(self: &Arc<Script>, limits: StepLimits) -> Vec<Vec<ExecutorFactory>> {
         let Shape(stages, members) = self.shape;
         let factory = |device| {
             let script = self.clone();
-            let factory: Factory = Box::new(move |collective| {
+            let factory: ExecutorFactory = Box::new(move |collective| {
                 let build = script.build(device)?;
                 Ok(Box::new(Member::new(script.clone(), (device, build), collective, limits)))
             });
@@ -181,7 +182,7 @@ impl Member {
         limits: StepLimits,
     ) -> Member {
         let Shape(_, members) = script.shape;
-        assert_eq!((collective.rank(), collective.members()), (device % members, members));
+        assert_eq!((collective.rank(), collective.rank_count()), (device % members, members));
         let answers = FakeExecutor::new((3..200).collect(), limits);
         let (stage, seen) = (device / members, HashMap::new());
         Member { script, device, build, stage, collective, answers, seen }
@@ -202,14 +203,14 @@ impl Member {
 
     /// Sums of different sizes, and columns.
     fn exchange(&mut self, step: u64) -> Result<(), Aborted> {
-        let members = self.collective.members();
+        let members = self.collective.rank_count();
         let mut x = vec![(self.collective.rank() + 1) as f32; 1 + step as usize % 100];
-        self.collective.sum(&mut x)?;
+        self.collective.all_reduce(&mut x)?;
         assert!(x.iter().all(|x| *x == (members * (members + 1) / 2) as f32), "{x:?}");
         let widths: Vec<usize> = (1..=members).collect();
         let own = vec![self.collective.rank() as f32; 2 * widths[self.collective.rank()]];
         let mut all = vec![-1.0; 2 * widths.iter().sum::<usize>()];
-        self.collective.gather(2, &widths, &own, &mut all)?;
+        self.collective.all_gather(2, &widths, &own, &mut all)?;
         let row = (0..members).flat_map(|rank| vec![rank as f32; rank + 1]);
         assert_eq!(all, row.clone().chain(row).collect::<Vec<_>>());
         Ok(())
@@ -217,23 +218,28 @@ impl Member {
 }
 
 impl Executor for Member {
-    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
         let step = self.script.step(self.device);
         let given_up = |Aborted| resume_unwind(Box::new(Aborted));
         self.script.act(self.device, step, Moment::Begin)?;
         self.remember(batch);
-        assert_eq!(flow.from.cloned(), self.stage.checked_sub(1).map(|before| mark(batch, before)));
+        assert_eq!(flow.input.cloned(), self.stage.checked_sub(1).map(|before| mark(batch, before)));
         self.exchange(batch.step).unwrap_or_else(given_up);
         self.script.act(self.device, step, Moment::Middle)?;
         self.exchange(batch.step + 1).unwrap_or_else(given_up);
         let last = self.stage + 1 == self.script.shape.0;
-        assert_eq!(flow.to.is_some(), self.collective.rank() == 0 && !last, "the first member hands on");
-        if let Some(to) = flow.to {
+        assert_eq!(flow.output.is_some(), self.collective.rank() == 0 && !last, "the first member hands on");
+        if let Some(to) = flow.output {
             *to = mark(batch, self.stage);
         }
         out.clear();
         if self.collective.rank() == 0 && last {
-            self.answers.run(batch, Flow::default(), out)?;
+            self.answers.run(batch, HandoffPorts::default(), out)?;
         }
         self.script.act(self.device, step, Moment::End)
     }
@@ -250,7 +256,7 @@ impl Drop for Member {
 }
 
 /// The activations that a stage passes on for a step.
-fn mark(batch: &StepBatch, stage: usize) -> Carried {
+fn mark(batch: &StepBatch, stage: usize) -> ActivationHandoff {
     let decoder = batch.tokens.iter().map(|token| (*token as u8).wrapping_add(stage as u8));
-    Carried { encoder: batch.step.to_le_bytes().to_vec(), decoder: decoder.collect() }
+    ActivationHandoff { encoder: batch.step.to_le_bytes().to_vec(), decoder: decoder.collect() }
 }

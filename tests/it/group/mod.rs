@@ -8,9 +8,9 @@ mod steps;
 
 use crate::common::{self, Outcome, all_home, complete_all, drawn, fixture, prompt};
 use mainstem::actors::engine::{self, Engine};
-use mainstem::cli::start::Prepared;
+use mainstem::cli::start::PreparedModel;
 use mainstem::model::ModelRef;
-use mainstem::model::partition::{Member, Partition, Stage};
+use mainstem::model::partition::{Partition, Stage, StageRank};
 use mainstem::model::shard::ExpertSplit;
 use mainstem::request::{FinishReason, Request, RequestError};
 use mainstem_kernels::random::philox;
@@ -27,8 +27,8 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Starts an engine on a group of test devices.
 async fn engine(script: &Arc<Script>, step_timeout: Option<Duration>) -> Engine {
     let config = common::config(&fixture("gqa"), &[("scheduler.token_budget", 16.into())]);
-    let prepared = Prepared::of(&config, &ModelRef::Path(fixture("gqa"))).expect("the fixture opens");
-    let Prepared { mut setup, tokenizer, .. } = prepared;
+    let prepared = PreparedModel::open(&config, &ModelRef::Path(fixture("gqa"))).expect("the fixture opens");
+    let PreparedModel { mut setup, tokenizer, .. } = prepared;
     setup.step_timeout = step_timeout;
     let factories = script.factories(setup.limits);
     setup.partition = named(factories.iter().map(Vec::len));
@@ -40,8 +40,8 @@ async fn engine(script: &Arc<Script>, step_timeout: Option<Duration>) -> Engine 
 fn named(stages: impl Iterator<Item = usize>) -> Partition {
     let mut names = (0..).map(|number| format!("device:{number}"));
     let stage = |members: usize| {
-        let member = |device| Member { device, share: 1 };
-        Stage { encoder: 0..0, decoder: 0..0, members: names.by_ref().take(members).map(member).collect() }
+        let member = |device| StageRank { device, share: 1 };
+        Stage { encoder: 0..0, decoder: 0..0, ranks: names.by_ref().take(members).map(member).collect() }
     };
     Partition { stages: stages.map(stage).collect(), experts: ExpertSplit::Column }
 }

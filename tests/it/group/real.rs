@@ -4,13 +4,13 @@
 use super::member::{Failure, Fault, Moment, Script, Shape};
 use super::{STEP_TIMEOUT, requests, served};
 use crate::common::{self, Outcome, PATIENCE, again, all_home, complete_all, fixture};
-use mainstem::actors::device::Factory;
+use mainstem::actors::device::ExecutorFactory;
 use mainstem::actors::engine::{self, Engine};
-use mainstem::cli::start::{self, Prepared};
+use mainstem::cli::start::{self, PreparedModel};
 use mainstem::model::ModelRef;
 use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem_kernels::random::philox;
-use mainstem_kernels::{Aborted, Collective, DeviceError, Flow, StepBatch, StepOutput};
+use mainstem_kernels::{Aborted, Collective, DeviceError, HandoffPorts, StepBatch, StepOutput};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -33,7 +33,12 @@ struct Acting {
 }
 
 impl Executor for Acting {
-    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
         let step = self.script.step(self.device);
         self.now.store(step, Ordering::SeqCst);
         self.script.act(self.device, step, Moment::Begin)?;
@@ -59,23 +64,29 @@ impl Collective for Exchanging {
         self.inner.rank()
     }
 
-    fn members(&self) -> usize {
-        self.inner.members()
+    fn rank_count(&self) -> usize {
+        self.inner.rank_count()
     }
 
-    fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
-        self.inner.sum(x)?;
+    fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
+        self.inner.all_reduce(x)?;
         let acted = self.script.act(self.device, self.now.load(Ordering::SeqCst), Moment::Middle);
         acted.unwrap_or_else(|fault| panic!("{fault}"));
         Ok(())
     }
 
-    fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
-        self.inner.gather(rows, widths, own, all)
+    fn all_gather(
+        &mut self,
+        rows: usize,
+        widths: &[usize],
+        own: &[f32],
+        all: &mut [f32],
+    ) -> Result<(), Aborted> {
+        self.inner.all_gather(rows, widths, own, all)
     }
 }
 
-fn acting(mut factory: Factory, script: &Arc<Script>, device: usize) -> Factory {
+fn acting(mut factory: ExecutorFactory, script: &Arc<Script>, device: usize) -> ExecutorFactory {
     let script = script.clone();
     Box::new(move |inner| {
         script.build(device)?;
@@ -89,8 +100,8 @@ fn acting(mut factory: Factory, script: &Arc<Script>, device: usize) -> Factory 
 async fn engine(devices: &str, script: &Arc<Script>) -> Engine {
     let settings = [("device.groups", devices.into()), ("scheduler.token_budget", 16.into())];
     let config = common::config(&fixture("gqa"), &settings);
-    let prepared = Prepared::of(&config, &ModelRef::Path(fixture("gqa"))).expect("the fixture opens");
-    let Prepared { mut setup, source, tokenizer, device } = prepared;
+    let prepared = PreparedModel::open(&config, &ModelRef::Path(fixture("gqa"))).expect("the fixture opens");
+    let PreparedModel { mut setup, source, tokenizer, device } = prepared;
     setup.step_timeout = Some(STEP_TIMEOUT);
     let mut number = 0..;
     let mut wrap = |factory| acting(factory, script, number.next().expect("it never ends"));

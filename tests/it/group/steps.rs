@@ -4,12 +4,12 @@ use super::SHAPES;
 use super::member::{Failure, Fault, Moment, Script, Shape};
 use crate::common::{PATIENCE, within};
 use mainstem::actors::Status;
-use mainstem::actors::device::{Factory, Ran, Step};
+use mainstem::actors::device::{ExecutorFactory, Step, StepResult};
 use mainstem::actors::group::link::{self, Link};
-use mainstem::actors::group::{Devices, Group, GroupConfig, Running};
+use mainstem::actors::group::{Devices, Group, GroupConfig, StepFuture};
 use mainstem_kernels::{
-    Aborted, Carried, Collective, SampleRow, Share, Span, SpanModel, SpanStack, SpanTable, SpanTokens,
-    StepBatch, StepLimits, Want,
+    Aborted, ActivationHandoff, Collective, Fraction, SamplingParams, Span, SpanModel, SpanOutput, SpanStack,
+    SpanTable, SpanTokens, StepBatch, StepLimits,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,13 +20,13 @@ pub(super) const LIMITS: StepLimits = StepLimits {
     rows: 40,
     logit_rows: 4,
     positions: 64,
-    source_positions: 0,
+    encoder_positions: 0,
     page_positions: 32,
     top_logprobs: 0,
-    biases: 0,
+    logit_biases: 0,
     vocab: 200,
     hidden: 0,
-    attended: Share::ALL,
+    attended_fraction: Fraction::ONE,
 };
 
 pub(super) fn config(shape: Shape) -> GroupConfig {
@@ -45,18 +45,18 @@ fn step(number: u32) -> Box<Step> {
         tokens: SpanTokens::Given { at: 0, len: 1 + number % 30 },
         table: SpanTable::Own,
         reserved: 40,
-        source: 0,
-        want: Want::Last,
+        encoder_len: 0,
+        output: SpanOutput::Last,
     };
     let mut step = Box::new(Step::with_capacity(&LIMITS));
     step.batch.spans.push(span);
     step.batch.tokens.extend(0..1 + number % 30);
-    step.batch.samples.push(SampleRow { position: number, ..SampleRow::GREEDY });
+    step.batch.sampling.push(SamplingParams { position: number, ..SamplingParams::GREEDY });
     step
 }
 
 /// Sends a step that starts a sequence.
-pub(super) fn send(group: &Group, number: u32) -> Running {
+pub(super) fn send(group: &Group, number: u32) -> StepFuture {
     loop {
         // A fault between the two is as good as one before.
         if let Ok(running) = group.send(step(number), group.epoch()) {
@@ -70,8 +70,8 @@ pub(super) async fn run(group: &Group, steps: u32) -> Vec<Result<u32, String>> {
     let running: Vec<_> = (0..steps).map(|number| send(group, number)).collect();
     let mut outcomes = Vec::new();
     for ran in running {
-        let Ran { step, result } = within(ran).await;
-        outcomes.push(result.map(|()| step.output.rows[0].token).map_err(|fault| fault.to_string()));
+        let StepResult { step, result } = within(ran).await;
+        outcomes.push(result.map(|()| step.output.tokens[0].token).map_err(|fault| fault.to_string()));
     }
     outcomes
 }
@@ -130,19 +130,20 @@ async fn a_fault_ends_every_step_in_flight_and_no_other() {
 /// A link that passes everything as byte messages.
 struct Serial {
     inner: Box<dyn Link>,
-    room: Carried,
+    room: ActivationHandoff,
 }
 
 impl Link for Serial {
-    fn room(&mut self) -> &mut Carried {
+    fn buffer(&mut self) -> &mut ActivationHandoff {
         &mut self.room
     }
 
-    fn hand_on(&mut self, batch: &Arc<StepBatch>) {
+    fn send(&mut self, batch: &Arc<StepBatch>) {
         let message = postcard::to_allocvec(&(&**batch, &self.room)).expect("it has a form");
-        let (batch, carried): (StepBatch, Carried) = postcard::from_bytes(&message).expect("it comes back");
-        *self.inner.room() = carried;
-        self.inner.hand_on(&Arc::new(batch));
+        let (batch, carried): (StepBatch, ActivationHandoff) =
+            postcard::from_bytes(&message).expect("it comes back");
+        *self.inner.buffer() = carried;
+        self.inner.send(&Arc::new(batch));
     }
 }
 
@@ -154,22 +155,28 @@ impl Collective for ByMessage {
         self.0.rank()
     }
 
-    fn members(&self) -> usize {
-        self.0.members()
+    fn rank_count(&self) -> usize {
+        self.0.rank_count()
     }
 
-    fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
+    fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
         let message: Vec<u8> = x.iter().flat_map(|x| x.to_le_bytes()).collect();
         let mut own: Vec<f32> = floats(&message).collect();
-        self.0.sum(&mut own)?;
+        self.0.all_reduce(&mut own)?;
         x.copy_from_slice(&own);
         Ok(())
     }
 
-    fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
+    fn all_gather(
+        &mut self,
+        rows: usize,
+        widths: &[usize],
+        own: &[f32],
+        all: &mut [f32],
+    ) -> Result<(), Aborted> {
         let message: Vec<u8> = own.iter().flat_map(|x| x.to_le_bytes()).collect();
         let mut gathered = vec![0.0; all.len()];
-        self.0.gather(rows, widths, &floats(&message).collect::<Vec<_>>(), &mut gathered)?;
+        self.0.all_gather(rows, widths, &floats(&message).collect::<Vec<_>>(), &mut gathered)?;
         all.copy_from_slice(&gathered);
         Ok(())
     }
@@ -183,17 +190,17 @@ fn floats(message: &[u8]) -> impl Iterator<Item = f32> + '_ {
 async fn devices_need_no_memory_in_common() {
     for shape in SHAPES {
         let script = Script::new(shape, []);
-        let by_message = |mut factory: Factory| {
-            let wrapped: Factory = Box::new(move |stage| factory(Box::new(ByMessage(stage))));
+        let by_message = |mut factory: ExecutorFactory| {
+            let wrapped: ExecutorFactory = Box::new(move |stage| factory(Box::new(ByMessage(stage))));
             wrapped
         };
         let factories = script.factories(LIMITS).into_iter();
         let factories = factories.map(|stage| stage.into_iter().map(by_message).collect()).collect();
-        let linking: link::Linking = Arc::new(|posts, room| {
-            Box::new(Serial { inner: link::local(posts, room), room: room.carried() })
+        let link_factory: link::LinkFactory = Arc::new(|posts, room| {
+            Box::new(Serial { inner: link::local(posts, room), room: room.new_handoff() })
         });
         let (group, _) =
-            Group::start(factories, GroupConfig { linking, ..config(shape) }).await.expect("it starts");
+            Group::start(factories, GroupConfig { link_factory, ..config(shape) }).await.expect("it starts");
         let outcomes = run(&group, 30).await;
         assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
         group.stop();
@@ -201,7 +208,7 @@ async fn devices_need_no_memory_in_common() {
 }
 
 /// Returns the factory of one device that fails at given builds.
-fn failing_builds(script: &Arc<Script>, device: usize, at: &'static [u64]) -> Vec<Vec<Factory>> {
+fn failing_builds(script: &Arc<Script>, device: usize, at: &'static [u64]) -> Vec<Vec<ExecutorFactory>> {
     let mut factories = script.factories(LIMITS);
     let Shape(_, members) = script.shape;
     let place = &mut factories[device / members][device % members];
@@ -296,13 +303,13 @@ struct Breaking {
 }
 
 impl Link for Breaking {
-    fn room(&mut self) -> &mut Carried {
-        self.inner.room()
+    fn buffer(&mut self) -> &mut ActivationHandoff {
+        self.inner.buffer()
     }
 
-    fn hand_on(&mut self, batch: &Arc<StepBatch>) {
+    fn send(&mut self, batch: &Arc<StepBatch>) {
         assert_ne!(self.left.fetch_sub(1, Ordering::SeqCst), 0, "the link is cut");
-        self.inner.hand_on(batch);
+        self.inner.send(batch);
     }
 }
 
@@ -311,10 +318,10 @@ async fn a_link_that_breaks_is_named_with_its_device() {
     for shape in [Shape(2, 1), Shape(2, 2), Shape(3, 1)] {
         let script = Script::new(shape, []);
         let left = Arc::new(AtomicU64::new(4));
-        let linking: link::Linking = Arc::new(move |posts, room| {
+        let link_factory: link::LinkFactory = Arc::new(move |posts, room| {
             Box::new(Breaking { inner: link::local(posts, room), left: left.clone() })
         });
-        let config = GroupConfig { linking, ..config(shape) };
+        let config = GroupConfig { link_factory, ..config(shape) };
         let (group, _) = Group::start(script.factories(LIMITS), config).await.expect("it starts");
         let told = run(&group, 10).await.into_iter().find_map(Result::err).expect("it breaks");
         assert!(

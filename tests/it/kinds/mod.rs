@@ -10,7 +10,7 @@ use crate::common::{
 use crate::families::family;
 use crate::oracle::check_at;
 use mainstem::actors::Engine;
-use mainstem::actors::device::Factory;
+use mainstem::actors::device::ExecutorFactory;
 use mainstem::cli::inspect::Inspection;
 use mainstem::cli::start;
 use mainstem::model::executor::{Executor, ExecutorReport, page_bytes};
@@ -18,8 +18,8 @@ use mainstem::model::spec::Kind;
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem::request::{FinishReason, Pooling, Request, RequestError, Task};
 use mainstem_kernels::{
-    DeviceError, Flow, KvTable, SampleMode, Span, SpanStack, SpanTable, SpanTokens, StepBatch, StepOutput,
-    Want,
+    DeviceError, HandoffPorts, KvTable, SampleMode, Span, SpanOutput, SpanStack, SpanTable, SpanTokens,
+    StepBatch, StepOutput,
 };
 use recorded::Input;
 use std::sync::mpsc;
@@ -54,7 +54,12 @@ struct Watched {
 }
 
 impl Executor for Watched {
-    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
         let _ = self.steps.send(batch.clone());
         match batch.step == self.fails_at {
             true => Err(DeviceError::Fault("the test's device fails".into())),
@@ -74,7 +79,7 @@ async fn watched(
     fails_at: u64,
 ) -> (Engine, mpsc::Receiver<StepBatch>) {
     let (steps, seen) = mpsc::channel();
-    let wrap = |mut factory: Factory| -> Factory {
+    let wrap = |mut factory: ExecutorFactory| -> ExecutorFactory {
         Box::new(move |stage| {
             let (inner, steps) = (factory(stage)?, steps.clone());
             Ok(Box::new(Watched { inner, steps, fails_at }))
@@ -89,15 +94,15 @@ async fn plain(model: &Copied, settings: Settings<'_>) -> Engine {
 }
 
 fn embed(source: &[u32], pooling: Pooling) -> Request {
-    Request { task: Task::Embed(pooling), source: source.into(), ..greedy(&[], 0) }
+    Request { task: Task::Embed(pooling), encoder_input: source.into(), ..greedy(&[], 0) }
 }
 
 fn fill(source: &[u32], at: &[u32], top: u8) -> Request {
-    Request { task: Task::Fill { at: at.into(), top }, ..embed(source, Pooling::Mean) }
+    Request { task: Task::FillMask { positions: at.into(), top_k: top }, ..embed(source, Pooling::Mean) }
 }
 
 fn translate(source: &[u32], request: Request) -> Request {
-    Request { source: source.into(), ..request }
+    Request { encoder_input: source.into(), ..request }
 }
 
 /// Returns token ids of a vocabulary of 96.
@@ -185,8 +190,8 @@ async fn texts_share_their_steps() {
         assert_eq!(spans, expected, "budget {budget}");
         for step in &steps {
             assert!(step.spans.iter().all(|span| span.stack == SpanStack::Encoder));
-            assert!(step.samples.iter().all(|row| matches!(row.mode, SampleMode::Score(_))));
-            assert!(step.tables.is_empty() && step.moves.is_empty());
+            assert!(step.sampling.iter().all(|row| matches!(row.mode, SampleMode::Score(_))));
+            assert!(step.table_updates.is_empty() && step.moves.is_empty());
         }
     }
 }
@@ -273,7 +278,7 @@ fn check_steps(steps: &[StepBatch], policy: &str) {
         let long_ones: usize = encoder.iter().filter(|span| span.len() > 8).map(|span| span.len() + 1).sum();
         assert!(step.rows() <= 8 + long_ones, "{} rows, {policy}", step.rows());
         for span in &encoder {
-            assert_eq!((span.start, span.table, span.want), (0, SpanTable::Scratch, Want::None));
+            assert_eq!((span.start, span.table, span.output), (0, SpanTable::Scratch, SpanOutput::None));
             assert_eq!(span.reserved as usize, span.len(), "a source has room for itself");
             assert!(
                 decoder.iter().any(|of| (of.slot, of.start) == (span.slot, 0)),
@@ -281,12 +286,12 @@ fn check_steps(steps: &[StepBatch], policy: &str) {
             );
             let decodes = decoder.iter().any(|span| span.tokens == SpanTokens::Last);
             assert!(span.len() < 8 || decodes || policy == "concurrent", "the first one's tokens go on");
-            let entries = |table| step.tables.iter().filter(|entry| entry.table == table).count();
-            let joined_before = policy == "concurrent" && step.tables.is_empty();
+            let entries = |table| step.table_updates.iter().filter(|entry| entry.table == table).count();
+            let joined_before = policy == "concurrent" && step.table_updates.is_empty();
             assert!(joined_before || entries(KvTable::Cross) == span.len().div_ceil(32), "cross pages");
             sources.push(span.len());
         }
-        assert!(decoder.iter().all(|span| span.source > 0 && span.table == SpanTable::Own));
+        assert!(decoder.iter().all(|span| span.encoder_len > 0 && span.table == SpanTable::Own));
     }
     assert_eq!(sources, [3, 40], "each source is computed once, {policy}");
 }
@@ -347,7 +352,7 @@ async fn the_engine_says_what_it_is_and_refuses_what_it_is_not() {
     let engine = plain(&bert, &[("kv.max_context", 30.into())]).await;
     let model = &engine.model;
     assert_eq!((model.kind, model.has_head, model.context), (Kind::Encoder, true, 30));
-    assert_eq!((model.source_context, model.longest), (30, 30));
+    assert_eq!((model.encoder_context, model.max_sequence_tokens), (30, 30));
     assert_eq!(model.endpoints, ["/v1/embeddings", "/v1/fill-mask"]);
     assert!(engine.report.contains(": encoder, vocabulary 97, context 30\n"), "{}", engine.report);
     refused(&engine, greedy(&words(0, 3), 4), "model", "/v1/embeddings and /v1/fill-mask").await;
@@ -358,8 +363,8 @@ async fn the_engine_says_what_it_is_and_refuses_what_it_is_not() {
     let m2m100 = family("m2m100", "kinds-limits");
     let engine = plain(&m2m100, &[("kv.size", "96tokens".into())]).await;
     let model = &engine.model;
-    assert_eq!((model.kind, model.context, model.longest), (Kind::EncoderDecoder, 64, 64));
-    assert_eq!(model.source_context, 64);
+    assert_eq!((model.kind, model.context, model.max_sequence_tokens), (Kind::EncoderDecoder, 64, 64));
+    assert_eq!(model.encoder_context, 64);
     assert!(engine.report.contains("encoder for inputs of up to 64 tokens and decoder"), "{}", engine.report);
     refused(&engine, embed(&words(0, 3), Pooling::Mean), "model", "/v1/completions").await;
     refused(&engine, greedy(&words(0, 3), 4), "prompt", "no tokens").await;
@@ -370,10 +375,10 @@ async fn the_engine_says_what_it_is_and_refuses_what_it_is_not() {
     assert!(matches!(refusal, Some(RequestError::TooLarge { needed: 4, pages: 3, .. })), "{refusal:?}");
     engine.stop();
     let engine = plain(&m2m100, &[("kv.size", "64tokens".into())]).await;
-    assert_eq!(engine.model.longest, 32, "of two pages one is the source's");
+    assert_eq!(engine.model.max_sequence_tokens, 32, "of two pages one is the source's");
     engine.stop();
     let one_page = config(&m2m100.0, &[("kv.size", "32tokens".into())]);
-    let error = start::engine(&one_page).await.err().expect("a source and an answer need two pages");
+    let error = start::start_engine(&one_page).await.err().expect("a source and an answer need two pages");
     assert!(error.to_string().contains("a sequence takes 2"), "{error}");
 }
 
@@ -401,7 +406,7 @@ fn a_decoder_without_a_head_is_refused_at_start() {
     std::fs::write(model.file("spec.toml"), spec.replace("[head]\n", "[head]\nkind = \"none\"\n"))
         .expect("it can be written");
     let source = ModelSource::open(&ModelRef::Path(model.0.clone()), None).expect("it opens");
-    let error = start::setup(&config(&model.0, &[]), &source).expect_err("it could not generate");
+    let error = start::engine_setup(&config(&model.0, &[]), &source).expect_err("it could not generate");
     assert!(error.to_string().contains("spec.toml: head.kind is \"none\""), "{error}");
 }
 
@@ -422,10 +427,10 @@ fn inspect_counts_the_pages_of_sources_as_the_engine_does() {
         let longest = if name == "t5" { 100 } else { 40 };
         let config = config(&model.0, &[("kv.max_context", longest.into())]);
         let source = ModelSource::open(&ModelRef::Path(model.0.clone()), None).expect("it opens");
-        let setup = start::setup(&config, &source).expect("the settings fit");
+        let setup = start::engine_setup(&config, &source).expect("the settings fit");
         assert_eq!(setup.kv.pages, 4 * pages_each + 1, "{name}");
         let page = page_bytes(&source.spec, setup.kv.ty, 32).expect("a page has a size");
-        let told = Inspection::of(config).expect("it can be looked at").memory;
+        let told = Inspection::inspect(config).expect("it can be looked at").memory;
         assert_eq!((told.kv_per_sequence, told.kv), (pages_each * page, setup.kv.pages * page), "{name}");
         assert_eq!((told.kv_for_slots, told.longest_tokens), (told.kv, longest as usize), "{name}");
     }

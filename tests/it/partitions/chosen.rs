@@ -2,7 +2,7 @@
 //! the vocabulary.
 
 use super::*;
-use mainstem::model::executor::{ExecutorReport, forecast};
+use mainstem::model::executor::{ExecutorReport, estimate_report};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
 
@@ -19,7 +19,7 @@ fn stages_can_be_of_different_kinds() {
             let shares = vec![vec![1, 1]; kinds.len()];
             let mut partition = partition(&source.spec, &counts, &shares, ExpertSplit::Column);
             for (stage, kind) in partition.stages.iter_mut().zip(kinds) {
-                stage.members.iter_mut().for_each(|member| member.device = format!("{kind}:0"));
+                stage.ranks.iter_mut().for_each(|member| member.device = format!("{kind}:0"));
             }
             let what = format!("{name} on {kinds:?}");
             let answers = play(&source, &partition, &script, EXCHANGED[1]);
@@ -41,14 +41,15 @@ fn caches_can_be_in_half_precision() {
 fn devices_that_load_at_once_report_their_own_bytes() {
     const MEMBERS: usize = 4;
     let source = open(&fixture("gqa"));
-    let (limits, kv) = (script::limits(&source.spec), KvPlan { ty: QuantType::F32, pages: 100 });
+    let (limits, kv) = (script::limits(&source.spec), KvCacheConfig { ty: QuantType::F32, pages: 100 });
     let shards: Vec<Shard> = (0..MEMBERS)
         .map(|rank| Shard { rank, shares: vec![1, 3, 2, 1], ..Shard::whole(&source.spec) })
         .collect();
     let bytes = |report: ExecutorReport| {
         [report.weight_bytes, report.kv_bytes, report.activation_bytes, report.step_bytes]
     };
-    let foretold = |shard| bytes(forecast(cpu(), &source, shard, kv, limits).expect("the fixture is open"));
+    let foretold =
+        |shard| bytes(estimate_report(cpu(), &source, shard, kv, limits).expect("the fixture is open"));
     let foretold: Vec<_> = shards.iter().map(foretold).collect();
     // What is built concurrently differs.
     for _ in 0..10 {
@@ -58,7 +59,7 @@ fn devices_that_load_at_once_report_their_own_bytes() {
             bytes(device("cpu", &source, shard, kv, Some(place)).report())
         };
         let said: Vec<_> = thread::scope(|scope| {
-            let places = local::stage(MEMBERS, 1, &Abort::new());
+            let places = local::create_ranks(MEMBERS, 1, &Abort::new());
             let build = &build;
             let threads: Vec<_> = shards
                 .iter()
@@ -82,7 +83,7 @@ fn a_token_that_there_is_not_is_a_fault_on_every_device() {
     let partition = partition(&source.spec, &[1, 1], &[vec![1], vec![1]], ExpertSplit::Column);
     for shard in [Shard::whole(&source.spec), partition.shard(0, 0), partition.shard(1, 0)] {
         let mut device = device("cpu", &source, &shard, script.kv, None);
-        let flow = Flow { from: Some(&Carried::default()), to: None };
+        let flow = HandoffPorts { input: Some(&ActivationHandoff::default()), output: None };
         let ran = catch_unwind(AssertUnwindSafe(|| device.run(&batch, flow, &mut StepOutput::default())));
         let said = ran.expect_err("it is a fault");
         let said = said.downcast_ref::<String>().expect("it says why");

@@ -11,16 +11,16 @@ mod script;
 use crate::common::fixture;
 use crate::families::{decoders, family, others};
 use crate::pickles::pickled;
-use mainstem::model::executor::{Executor, KvPlan, ModelExecutor};
-use mainstem::model::partition::{Member, Partition, Stage};
-use mainstem::model::shard::{ExpertSplit, Refusal};
+use mainstem::model::executor::{Executor, KvCacheConfig, ModelExecutor};
+use mainstem::model::partition::{Partition, Stage, StageRank};
+use mainstem::model::shard::{ExpertSplit, ShardError};
 use mainstem::model::spec::{LayerSpec, LinearSpec, MlpSpec, ModelSpec};
 use mainstem::model::{ModelRef, ModelSource, Shard};
-use mainstem_kernels::Inputs;
+use mainstem_kernels::ActivationPrecision;
 use mainstem_kernels::collective::local;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
-use mainstem_kernels::{Abort, Backend, Carried, Flow, LocalMember, QuantType, StepOutput};
+use mainstem_kernels::{Abort, ActivationHandoff, Backend, HandoffPorts, LocalRank, QuantType, StepOutput};
 use near::{Near, check};
 use script::Script;
 use std::path::{Path, PathBuf};
@@ -46,18 +46,18 @@ fn device(
     name: &str,
     source: &ModelSource,
     shard: &Shard,
-    kv: KvPlan,
-    place: Option<LocalMember>,
+    kv: KvCacheConfig,
+    place: Option<LocalRank>,
 ) -> Box<dyn Executor> {
     fn made<B: Backend>(
         mut backend: B,
         source: &ModelSource,
         shard: &Shard,
-        kv: KvPlan,
-        place: Option<LocalMember>,
+        kv: KvCacheConfig,
+        place: Option<LocalRank>,
     ) -> Box<dyn Executor> {
         if let Some(place) = place {
-            backend.join(Box::new(place));
+            backend.join_stage(Box::new(place));
         }
         let limits = script::limits(&source.spec);
         Box::new(ModelExecutor::new(backend, source, shard, kv, limits).expect("the part loads"))
@@ -72,7 +72,9 @@ fn device(
 /// differently.
 fn cpu() -> CpuBackend {
     let isas = [Isa::Avx512F, Isa::Avx2, Isa::Portable].into_iter();
-    let made = |isa| CpuBackend::new(CpuConfig { threads: 1, isa, inputs: Inputs::Coded }).ok();
+    let made = |isa| {
+        CpuBackend::new(CpuConfig { threads: 1, isa, activation_precision: ActivationPrecision::Int8 }).ok()
+    };
     isas.filter_map(made).next().expect("the CPU is there")
 }
 
@@ -87,11 +89,11 @@ struct Player<'a> {
     script: &'a Script,
     device: &'a str,
     shard: Shard,
-    place: LocalMember,
+    place: LocalRank,
     /// Input from the previous stage.
-    from: Option<Receiver<Arc<Carried>>>,
+    from: Option<Receiver<Arc<ActivationHandoff>>>,
     /// Outputs to every rank of the next stage, for the first rank.
-    to: Vec<Sender<Arc<Carried>>>,
+    to: Vec<Sender<Arc<ActivationHandoff>>>,
 }
 
 impl Player<'_> {
@@ -100,9 +102,11 @@ impl Player<'_> {
         let mut outputs = Vec::new();
         for batch in &self.script.batches {
             let from = self.from.as_ref().map(|from| from.recv().expect("the stage before is there"));
-            let (mut carried, mut output) = (Carried::default(), StepOutput::default());
+            let (mut carried, mut output) = (ActivationHandoff::default(), StepOutput::default());
             let to = (!self.to.is_empty()).then_some(&mut carried);
-            executor.run(batch, Flow { from: from.as_deref(), to }, &mut output).expect("the step runs");
+            executor
+                .run(batch, HandoffPorts { input: from.as_deref(), output: to }, &mut output)
+                .expect("the step runs");
             let carried = Arc::new(carried);
             self.to.iter().for_each(|to| to.send(carried.clone()).expect("the next stage is there"));
             outputs.push(output);
@@ -117,14 +121,14 @@ fn play(source: &ModelSource, partition: &Partition, script: &Script, exchanged:
     thread::scope(|scope| {
         let (mut threads, mut next) = (Vec::new(), Vec::new());
         for (number, stage) in partition.stages.iter().enumerate().rev() {
-            let (senders, receivers): (Vec<_>, Vec<_>) = stage.members.iter().map(|_| channel()).unzip();
-            let places = local::stage(stage.members.len(), exchanged, &Abort::new()).into_iter();
+            let (senders, receivers): (Vec<_>, Vec<_>) = stage.ranks.iter().map(|_| channel()).unzip();
+            let places = local::create_ranks(stage.ranks.len(), exchanged, &Abort::new()).into_iter();
             let mut to = std::mem::replace(&mut next, senders);
             for (rank, (place, from)) in places.zip(receivers).enumerate() {
                 let player = Player {
                     source,
                     script,
-                    device: &stage.members[rank].device,
+                    device: &stage.ranks[rank].device,
                     shard: partition.shard(number, rank),
                     place,
                     from: (number > 0).then_some(from),
@@ -138,7 +142,10 @@ fn play(source: &ModelSource, partition: &Partition, script: &Script, exchanged:
         let mut outputs = outputs.into_iter().map(|output| output.expect("every member plays to the end"));
         let answers = outputs.next().expect("the last stage was the first to begin");
         for said in outputs.flatten() {
-            assert!(said.rows.is_empty() && said.top.is_empty() && said.hidden.is_empty(), "{said:?}");
+            assert!(
+                said.tokens.is_empty() && said.top_logprobs.is_empty() && said.hidden.is_empty(),
+                "{said:?}"
+            );
         }
         answers
     })
@@ -185,8 +192,9 @@ fn partition(spec: &ModelSpec, counts: &[usize], shares: &[Vec<u32>], experts: E
         first = layers.end;
         let decoder = layers.start.saturating_sub(of_encoder)..layers.end.saturating_sub(of_encoder);
         let encoder = layers.start.min(of_encoder)..layers.end.min(of_encoder);
-        let member = |(rank, share): (usize, &u32)| Member { device: format!("cpu:{rank}"), share: *share };
-        Stage { encoder, decoder, members: shares.iter().enumerate().map(member).collect() }
+        let member =
+            |(rank, share): (usize, &u32)| StageRank { device: format!("cpu:{rank}"), share: *share };
+        Stage { encoder, decoder, ranks: shares.iter().enumerate().map(member).collect() }
     });
     Partition { stages: stages.collect(), experts }
 }
@@ -216,8 +224,8 @@ fn partitions(spec: &ModelSpec) -> Vec<Partition> {
 }
 
 /// Returns the reason why a partition is refused, if any.
-fn refusal(source: &ModelSource, partition: &Partition) -> Option<Refusal> {
-    partition.shards().iter().flatten().find_map(|shard| source.part(shard).err())
+fn refusal(source: &ModelSource, partition: &Partition) -> Option<ShardError> {
+    partition.shards().iter().flatten().find_map(|shard| source.shard_spec(shard).err())
 }
 
 /// Returns the maximum number of ranks of a stage: limited by the heads of a layer, and in block formats by
@@ -228,7 +236,7 @@ fn most(source: &ModelSource, stage: &Stage) -> usize {
     let layers = of_encoder.chain(spec.decoder.iter().flat_map(|stack| &stack.layers[stage.decoder.clone()]));
     let blocks = |linear: &LinearSpec| {
         let tensor = source.checkpoint.tensor(&linear.weight.name).expect("the fixture opens");
-        linear.inp / tensor.quant_type().expect("it is computable").row().block_elements
+        linear.k / tensor.quant_type().expect("it is computable").row().block_elements
     };
     let of_layer = |layer: &LayerSpec| {
         let of_mlp = match &layer.mlp {
@@ -247,16 +255,16 @@ fn check_partitions(name: &str, source: &ModelSource, (ty, tolerance): (QuantTyp
     let mut played = 0;
     for partition in partitions(&source.spec) {
         let what = format!("{name} on {partition:?}");
-        let is_too_small = |stage: &&Stage| stage.members.len() > most(source, stage);
+        let is_too_small = |stage: &&Stage| stage.ranks.len() > most(source, stage);
         match (refusal(source, &partition), partition.stages.iter().find(is_too_small)) {
             (None, None) => {}
-            (Some(Refusal::Members { members, most: allowed, .. }), Some(stage)) => {
-                assert_eq!((members, allowed), (stage.members.len(), most(source, stage)), "{what}");
+            (Some(ShardError::TooManyRanks { members, most: allowed, .. }), Some(stage)) => {
+                assert_eq!((members, allowed), (stage.ranks.len(), most(source, stage)), "{what}");
                 continue;
             }
             (refusal, expected) => panic!("{what}: {refusal:?}, expected of {expected:?}"),
         }
-        let is_exact = partition.stages.iter().all(|stage| stage.members.len() == 1);
+        let is_exact = partition.stages.iter().all(|stage| stage.ranks.len() == 1);
         let near = if is_exact { Near::Bits } else { Near::Within(tolerance) };
         let exchanged = EXCHANGED[played % EXCHANGED.len()];
         check(&what, &play(source, &partition, &script, exchanged), &script.outputs, near);

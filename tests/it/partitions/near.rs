@@ -32,11 +32,20 @@ impl Near {
 pub fn check(what: &str, ours: &[StepOutput], theirs: &[StepOutput], near: Near) {
     assert_eq!(ours.len(), theirs.len(), "{what}");
     for (step, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
-        assert_eq!((ours.rows.len(), ours.hidden.len()), (theirs.rows.len(), theirs.hidden.len()), "{what}");
-        for (row, (a, b)) in ours.rows.iter().zip(&theirs.rows).enumerate() {
+        assert_eq!(
+            (ours.tokens.len(), ours.hidden.len()),
+            (theirs.tokens.len(), theirs.hidden.len()),
+            "{what}"
+        );
+        for (row, (a, b)) in ours.tokens.iter().zip(&theirs.tokens).enumerate() {
             let is_same = a.token == b.token && near.holds(a.logprob, b.logprob);
             assert!(is_same, "{what}: step {step}, row {row}: {a:?}, alone {b:?}");
-            check_top(&format!("{what}: step {step}, row {row}"), ours.top_of(a), theirs.top_of(b), near);
+            check_top(
+                &format!("{what}: step {step}, row {row}"),
+                ours.top_logprobs_of(a),
+                theirs.top_logprobs_of(b),
+                near,
+            );
         }
         for (at, (a, b)) in ours.hidden.iter().zip(&theirs.hidden).enumerate() {
             assert!(near.holds(*a, *b), "{what}: step {step}, number {at}: {a}, alone {b}");

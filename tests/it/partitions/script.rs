@@ -2,11 +2,11 @@
 //!
 //! Every token is fixed in its step, so that a script can be played without waiting for outputs.
 
-use mainstem::model::executor::{Executor, KvPlan};
+use mainstem::model::executor::{Executor, KvCacheConfig};
 use mainstem::model::{ModelSource, ModelSpec};
 use mainstem_kernels::{
-    Flow, KvTable, PageCopy, QuantType, SampleMode, SampleRow, Share, SlotMove, Span, SpanModel, SpanStack,
-    SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Want,
+    Fraction, HandoffPorts, KvTable, PageCopy, QuantType, SampleMode, SamplingParams, SlotMove, Span,
+    SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate,
 };
 
 const SLOTS: u32 = 5;
@@ -21,7 +21,7 @@ const SPARE: u32 = 1 + SLOTS * (PAGES + 1);
 /// The steps, and the output of each.
 pub struct Script {
     /// The cache configuration of the script.
-    pub kv: KvPlan,
+    pub kv: KvCacheConfig,
     pub batches: Vec<StepBatch>,
     pub outputs: Vec<StepOutput>,
 }
@@ -37,27 +37,31 @@ pub fn limits(spec: &ModelSpec) -> StepLimits {
         rows: 80,
         logit_rows: 4,
         positions: spec.decoder.as_ref().map_or(0, |stack| POSITIONS.min(stack.context)),
-        source_positions: spec.encoder.as_ref().map_or(0, |_| PAGE),
+        encoder_positions: spec.encoder.as_ref().map_or(0, |_| PAGE),
         page_positions: PAGE,
         top_logprobs: 3,
-        biases: 0,
+        logit_biases: 0,
         vocab: spec.vocab,
         hidden: if spec.decoder.is_some() { 0 } else { spec.hidden },
-        attended: Share::ALL,
+        attended_fraction: Fraction::ONE,
     }
 }
 
 impl Script {
     /// Creates a script by running the whole model on a device with this cache.
-    pub fn of(source: &ModelSource, ty: QuantType, make: impl Fn(KvPlan) -> Box<dyn Executor>) -> Script {
-        let kv = KvPlan { ty, pages: (SPARE + 2) as usize };
+    pub fn of(
+        source: &ModelSource,
+        ty: QuantType,
+        make: impl Fn(KvCacheConfig) -> Box<dyn Executor>,
+    ) -> Script {
+        let kv = KvCacheConfig { ty, pages: (SPARE + 2) as usize };
         let mut script = Script { kv, batches: Vec::new(), outputs: Vec::new() };
         let device = &mut *make(kv);
         match source.spec.decoder.is_some() {
             true => script.tell(source, device),
             false => script.read(source, device),
         }
-        let answers = script.outputs.iter().map(|output| output.rows.len() + output.hidden.len());
+        let answers = script.outputs.iter().map(|output| output.tokens.len() + output.hidden.len());
         assert!(answers.sum::<usize>() > 30 && script.batches.len() >= 3, "it asks for something");
         script
     }
@@ -65,7 +69,7 @@ impl Script {
     fn ask(&mut self, mut batch: StepBatch, device: &mut dyn Executor) -> &StepOutput {
         batch.step = self.batches.len() as u64 + 1;
         let mut output = StepOutput::default();
-        device.run(&batch, Flow::default(), &mut output).expect("one device runs the step");
+        device.run(&batch, HandoffPorts::default(), &mut output).expect("one device runs the step");
         self.batches.push(batch);
         self.outputs.push(output);
         self.outputs.last().expect("it was just put there")
@@ -91,7 +95,7 @@ impl Script {
             }
             for (number, tale) in tales.iter_mut().enumerate().filter(|(_, tale)| live(tale)) {
                 if tale.go_on(&mut batch) {
-                    drawn.push((number, batch.samples.len() - 1));
+                    drawn.push((number, batch.sampling.len() - 1));
                 }
             }
             if batch.spans.is_empty() {
@@ -102,7 +106,7 @@ impl Script {
             }
             let output = self.ask(batch, device);
             for (number, row) in drawn {
-                tales[number].drawn.push(output.rows[row].token);
+                tales[number].drawn.push(output.tokens[row].token);
             }
         }
     }
@@ -115,13 +119,13 @@ impl Script {
             for (slot, len) in texts.iter().enumerate() {
                 encoder_span(&mut batch, slot as u32, &words(slot + len, *len));
                 let span = batch.spans.last_mut().expect("it was just put there");
-                span.want = match slot % 2 == 1 && has_head {
-                    true => Want::Picked { at: batch.picks.len() as u32, len: 2 },
-                    false => Want::Hidden,
+                span.output = match slot % 2 == 1 && has_head {
+                    true => SpanOutput::Selected { at: batch.selected_rows.len() as u32, len: 2 },
+                    false => SpanOutput::Hidden,
                 };
-                if span.want != Want::Hidden {
-                    batch.picks.extend([1, *len as u32 - 1]);
-                    batch.samples.extend([sample(0), sample(1)]);
+                if span.output != SpanOutput::Hidden {
+                    batch.selected_rows.extend([1, *len as u32 - 1]);
+                    batch.sampling.extend([sample(0), sample(1)]);
                 }
             }
             self.ask(batch, device);
@@ -129,8 +133,8 @@ impl Script {
     }
 }
 
-fn sample(position: usize) -> SampleRow {
-    SampleRow { logprob: true, top_logprobs: 3, position: position as u32, ..SampleRow::GREEDY }
+fn sample(position: usize) -> SamplingParams {
+    SamplingParams { logprob: true, top_logprobs: 3, position: position as u32, ..SamplingParams::GREEDY }
 }
 
 fn encoder_span(batch: &mut StepBatch, slot: u32, tokens: &[u32]) {
@@ -144,8 +148,8 @@ fn encoder_span(batch: &mut StepBatch, slot: u32, tokens: &[u32]) {
         tokens: SpanTokens::Given { at, len },
         table: SpanTable::Scratch,
         reserved: len,
-        source: len,
-        want: Want::None,
+        encoder_len: len,
+        output: SpanOutput::None,
     });
 }
 
@@ -159,12 +163,12 @@ fn hole(batch: &mut StepBatch) {
         slot: 3,
         start: 0,
         tokens: SpanTokens::Given { at, len: 1 },
-        table: SpanTable::Sink,
+        table: SpanTable::Null,
         reserved: 0,
-        source: 0,
-        want: Want::Last,
+        encoder_len: 0,
+        output: SpanOutput::Last,
     });
-    batch.samples.push(SampleRow::GREEDY);
+    batch.sampling.push(SamplingParams::GREEDY);
 }
 
 /// A sequence of the script.
@@ -207,9 +211,9 @@ impl Tale {
         let first = 1 + self.slot * (PAGES + 1);
         let entry = |table, index, page| TableUpdate { slot: self.slot, table, index, page };
         let own = (0..PAGES).map(|index| entry(KvTable::Own, index, first + PAGES - 1 - index));
-        batch.tables.extend(own);
+        batch.table_updates.extend(own);
         if !self.source.is_empty() {
-            batch.tables.push(entry(KvTable::Cross, 0, first + PAGES));
+            batch.table_updates.push(entry(KvTable::Cross, 0, first + PAGES));
             encoder_span(batch, self.slot, &self.source);
         }
     }
@@ -218,8 +222,8 @@ impl Tale {
     /// slot 0, which is still free.
     fn copy(&self, batch: &mut StepBatch) {
         let mut copied = |table, page, to| {
-            batch.copies.push(PageCopy { from: page, to });
-            batch.tables.push(TableUpdate { slot: self.slot, table, index: 0, page: to });
+            batch.page_copies.push(PageCopy { from: page, to });
+            batch.table_updates.push(TableUpdate { slot: self.slot, table, index: 0, page: to });
         };
         copied(KvTable::Own, PAGES, SPARE);
         if !self.source.is_empty() {
@@ -241,18 +245,18 @@ impl Tale {
         // A prompt in one chunk also returns the log-probabilities of its tokens.
         let is_whole = begins && draws;
         let want = match (draws, is_whole) {
-            (false, _) => Want::None,
-            (true, true) => Want::All,
-            (true, false) => Want::Last,
+            (false, _) => SpanOutput::None,
+            (true, true) => SpanOutput::All,
+            (true, false) => SpanOutput::Last,
         };
         let end = start + tokens.len();
         if is_whole {
             let scored = self.prompt[1..].iter().enumerate();
             let score =
-                |(at, token): (usize, &u32)| SampleRow { mode: SampleMode::Score(*token), ..sample(at) };
-            batch.samples.extend(scored.map(score));
+                |(at, token): (usize, &u32)| SamplingParams { mode: SampleMode::Score(*token), ..sample(at) };
+            batch.sampling.extend(scored.map(score));
         }
-        batch.samples.extend(draws.then(|| sample(end)));
+        batch.sampling.extend(draws.then(|| sample(end)));
         let (at, len) = (batch.tokens.len() as u32, tokens.len() as u32);
         batch.tokens.extend(tokens);
         batch.spans.push(Span {
@@ -262,12 +266,12 @@ impl Tale {
             start: start as u32,
             tokens: match self.drawn.is_empty() {
                 true => SpanTokens::Given { at, len },
-                false => SpanTokens::Drawn { at },
+                false => SpanTokens::Generated { at },
             },
             table: SpanTable::Own,
             reserved: (self.prompt.len() + self.tokens) as u32,
-            source: self.source.len() as u32,
-            want,
+            encoder_len: self.source.len() as u32,
+            output: want,
         });
         draws
     }

@@ -12,7 +12,7 @@ use std::{sync::Arc, time::Duration};
 
 use rand_distr::{Distribution, Exp1, Gamma};
 
-use super::draws::Draws;
+use super::draws::RandomStream;
 use ramp::Ramp;
 
 /// An arrival process.
@@ -71,22 +71,22 @@ pub enum Schedule {
 
 impl Arrivals {
     /// Computes the due times of `count` requests. A shorter schedule is a prefix of a longer one.
-    pub fn schedule(&self, count: usize, draws: &mut Draws) -> Schedule {
+    pub fn schedule(&self, count: usize, draws: &mut RandomStream) -> Schedule {
         Schedule::Open(match *self {
             Arrivals::AllAtOnce => vec![Duration::ZERO; count],
-            Arrivals::Constant { gap } => (0..count).map(|index| times(gap, index as f64)).collect(),
+            Arrivals::Constant { gap } => (0..count).map(|index| scale_duration(gap, index as f64)).collect(),
             Arrivals::Poisson { mean_gap } => {
-                sums(Exp1, count, draws).map(|sum| times(mean_gap, sum)).collect()
+                cumulative_gaps(Exp1, count, draws).map(|sum| scale_duration(mean_gap, sum)).collect()
             }
             Arrivals::Gamma { mean_gap, shape } => {
                 let gaps = Gamma::new(shape, 1.0 / shape).expect("shapes are above 0");
-                sums(gaps, count, draws).map(|sum| times(mean_gap, sum)).collect()
+                cumulative_gaps(gaps, count, draws).map(|sum| scale_duration(mean_gap, sum)).collect()
             }
             Arrivals::Ramp { from, to, over, kind } => {
                 let ramp = Ramp { from, to, over_s: over.as_secs_f64(), kind };
-                sums(Exp1, count, draws).map(|sum| ramp.when(sum)).collect()
+                cumulative_gaps(Exp1, count, draws).map(|sum| ramp.time_at(sum)).collect()
             }
-            Arrivals::Trace(ref recorded) => repeated(recorded, count),
+            Arrivals::Trace(ref recorded) => repeat_times(recorded, count),
             Arrivals::Users { count, think } => return Schedule::Closed { users: count, think },
         })
     }
@@ -119,34 +119,45 @@ impl Arrivals {
 
     /// Returns the process with every gap, ramp duration and think time multiplied by `factor`, which must be
     /// above 0.
-    pub fn stretched(&self, factor: f64) -> Self {
+    pub fn scaled(&self, factor: f64) -> Self {
         assert!(factor > 0.0, "the factor {factor} is not above 0");
         match *self {
             Arrivals::AllAtOnce => Arrivals::AllAtOnce,
-            Arrivals::Constant { gap } => Arrivals::Constant { gap: times(gap, factor) },
-            Arrivals::Poisson { mean_gap } => Arrivals::Poisson { mean_gap: times(mean_gap, factor) },
+            Arrivals::Constant { gap } => Arrivals::Constant { gap: scale_duration(gap, factor) },
+            Arrivals::Poisson { mean_gap } => {
+                Arrivals::Poisson { mean_gap: scale_duration(mean_gap, factor) }
+            }
             Arrivals::Gamma { mean_gap, shape } => {
-                Arrivals::Gamma { mean_gap: times(mean_gap, factor), shape }
+                Arrivals::Gamma { mean_gap: scale_duration(mean_gap, factor), shape }
             }
-            Arrivals::Ramp { from, to, over, kind } => {
-                Arrivals::Ramp { from: from / factor, to: to / factor, over: times(over, factor), kind }
-            }
+            Arrivals::Ramp { from, to, over, kind } => Arrivals::Ramp {
+                from: from / factor,
+                to: to / factor,
+                over: scale_duration(over, factor),
+                kind,
+            },
             Arrivals::Trace(ref recorded) => {
-                Arrivals::Trace(recorded.iter().map(|&due| times(due, factor)).collect())
+                Arrivals::Trace(recorded.iter().map(|&due| scale_duration(due, factor)).collect())
             }
-            Arrivals::Users { count, think } => Arrivals::Users { count, think: times(think, factor) },
+            Arrivals::Users { count, think } => {
+                Arrivals::Users { count, think: scale_duration(think, factor) }
+            }
         }
     }
 }
 
 /// Multiplies a duration by `factor`, rounding to the nanosecond; the result is at most 584 years.
-fn times(duration: Duration, factor: f64) -> Duration {
+fn scale_duration(duration: Duration, factor: f64) -> Duration {
     Duration::from_nanos((duration.as_nanos() as f64 * factor).round() as u64)
 }
 
 /// Returns the cumulative sums of 0, 1, 2, ... gaps of mean 1. The caller scales each sum, so that each is
 /// rounded only once.
-fn sums(gaps: impl Distribution<f64>, count: usize, draws: &mut Draws) -> impl Iterator<Item = f64> {
+fn cumulative_gaps(
+    gaps: impl Distribution<f64>,
+    count: usize,
+    draws: &mut RandomStream,
+) -> impl Iterator<Item = f64> {
     let mut sum = 0.0;
     (0..count).map(move |index| {
         if index > 0 {
@@ -157,13 +168,13 @@ fn sums(gaps: impl Distribution<f64>, count: usize, draws: &mut Draws) -> impl I
 }
 
 /// Repeats the recorded times up to `count`, with a mean gap between repetitions.
-fn repeated(recorded: &[Duration], count: usize) -> Vec<Duration> {
+fn repeat_times(recorded: &[Duration], count: usize) -> Vec<Duration> {
     let (Some(&last), Some(gap)) = (recorded.last(), mean_gap(recorded)) else {
         panic!("a trace has at least one entry");
     };
     let due = |index: usize| {
         let (round, place) = (index / recorded.len(), index % recorded.len());
-        recorded[place].saturating_add(times(last.saturating_add(gap), round as f64))
+        recorded[place].saturating_add(scale_duration(last.saturating_add(gap), round as f64))
     };
     (0..count).map(due).collect()
 }
@@ -171,5 +182,5 @@ fn repeated(recorded: &[Duration], count: usize) -> Vec<Duration> {
 /// Returns the mean gap of recorded times: zero for a single one, `None` for none.
 fn mean_gap(recorded: &[Duration]) -> Option<Duration> {
     let gaps = recorded.len().saturating_sub(1).max(1) as f64;
-    recorded.last().map(|&last| times(last, 1.0 / gaps))
+    recorded.last().map(|&last| scale_duration(last, 1.0 / gaps))
 }

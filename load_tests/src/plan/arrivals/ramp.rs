@@ -24,7 +24,7 @@ pub(super) struct Ramp {
 
 impl Ramp {
     /// Returns the time at which the integrated rate equals `sum`.
-    pub fn when(&self, sum: f64) -> Duration {
+    pub fn time_at(&self, sum: f64) -> Duration {
         let beyond = sum - self.total();
         let seconds = match self.kind {
             _ if beyond > 0.0 => self.over_s + beyond / self.to,

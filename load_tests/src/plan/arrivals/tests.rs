@@ -9,8 +9,8 @@ use statrs::distribution::{ContinuousCDF, Exp, Gamma};
 
 use super::{Arrivals, Schedule};
 use crate::plan::{
-    draws::{Draws, Purpose},
-    fit::{CRITICAL, ks},
+    draws::{Purpose, RandomStream},
+    fit::{KS_CRITICAL, ks_distance},
 };
 
 const N: usize = 20_000;
@@ -20,7 +20,7 @@ fn parsed(text: &str) -> Arrivals {
 }
 
 fn schedule(arrivals: &Arrivals, count: usize, seed: u64) -> Vec<Duration> {
-    match arrivals.schedule(count, &mut Draws::new(seed, Purpose::Arrivals)) {
+    match arrivals.schedule(count, &mut RandomStream::new(seed, Purpose::Arrivals)) {
         Schedule::Open(times) => times,
         closed => panic!("{closed:?}"),
     }
@@ -34,8 +34,8 @@ fn gaps(text: &str, mean_s: f64) -> Vec<f64> {
 }
 
 fn assert_fits(values: &[f64], cdf: impl Fn(f64) -> f64) {
-    let distance = ks(values, cdf);
-    assert!(distance < CRITICAL / (values.len() as f64).sqrt(), "{distance}");
+    let distance = ks_distance(values, cdf);
+    assert!(distance < KS_CRITICAL / (values.len() as f64).sqrt(), "{distance}");
 }
 
 /// Asserts that the lag-1 correlation is small; independent values exceed the bound once in 1000.
@@ -174,7 +174,7 @@ fn what_is_not_random_is_exact() {
         Duration::from_nanos(333_333_333 * 3_000_000)
     );
     assert_eq!(schedule(&Arrivals::AllAtOnce, 3, 0), [Duration::ZERO; 3]);
-    let users = parsed("users:7:2s").schedule(100, &mut Draws::new(0, Purpose::Arrivals));
+    let users = parsed("users:7:2s").schedule(100, &mut RandomStream::new(0, Purpose::Arrivals));
     assert_eq!(users, Schedule::Closed { users: 7, think: Duration::from_secs(2) });
 }
 
@@ -196,7 +196,7 @@ fn stretching_scales_every_time_exactly() {
     let others =
         ["all", "constant:3/s", "poisson:20/s", "gamma:20/s:0.3", "ramp:0-9:20s", "ramp-exponential:1-9:20s"];
     for arrivals in others.map(parsed).into_iter().chain([trace]) {
-        let (before, after) = (schedule(&arrivals, 500, 3), schedule(&arrivals.stretched(2.5), 500, 3));
+        let (before, after) = (schedule(&arrivals, 500, 3), schedule(&arrivals.scaled(2.5), 500, 3));
         for (index, (before, after)) in before.iter().zip(&after).enumerate() {
             let expected = before.as_nanos() as f64 * 2.5;
             // The mean gap and each time are rounded to the nanosecond.
@@ -207,10 +207,10 @@ fn stretching_scales_every_time_exactly() {
             );
         }
     }
-    assert_eq!(parsed("users:3:10ms").stretched(0.5), parsed("users:3:5ms"));
-    assert_eq!(parsed("ramp:2-8:10s").stretched(0.5), parsed("ramp:4-16:5s"));
-    assert_eq!(parsed("poisson:40ms").stretched(0.25).rate(), Some(100.0));
-    assert_eq!(Arrivals::AllAtOnce.stretched(f64::INFINITY), Arrivals::AllAtOnce);
+    assert_eq!(parsed("users:3:10ms").scaled(0.5), parsed("users:3:5ms"));
+    assert_eq!(parsed("ramp:2-8:10s").scaled(0.5), parsed("ramp:4-16:5s"));
+    assert_eq!(parsed("poisson:40ms").scaled(0.25).rate(), Some(100.0));
+    assert_eq!(Arrivals::AllAtOnce.scaled(f64::INFINITY), Arrivals::AllAtOnce);
 }
 
 #[test]

@@ -11,17 +11,17 @@ use serde::{
 };
 use serde_json::{Map, Value};
 
-use super::{Answer, Entry};
+use super::{DatasetEntry, RecordedAnswer};
 use crate::plan::{files::json_lines, lengths::LENGTH_MAX};
 
 /// Parses the entries of a JSON list.
-pub(super) fn list(content: &str) -> anyhow::Result<Vec<Entry>> {
+pub(super) fn list(content: &str) -> anyhow::Result<Vec<DatasetEntry>> {
     let List(entries) = serde_json::from_str(content)?;
     Ok(entries)
 }
 
 /// Parses one entry per line.
-pub(super) fn lines(content: &str) -> anyhow::Result<Vec<Entry>> {
+pub(super) fn lines(content: &str) -> anyhow::Result<Vec<DatasetEntry>> {
     let mut entries = Vec::new();
     for line in json_lines(content) {
         let (number, value) = line?;
@@ -31,7 +31,7 @@ pub(super) fn lines(content: &str) -> anyhow::Result<Vec<Entry>> {
     Ok(entries)
 }
 
-struct List(Vec<Entry>);
+struct List(Vec<DatasetEntry>);
 
 impl<'de> Deserialize<'de> for List {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -61,10 +61,10 @@ impl<'de> Visitor<'de> for ListVisitor {
 
 /// Parses an entry. Returns `None` for a conversation that does not begin with a human turn and an answer to
 /// it.
-fn entry(value: Value) -> Result<Option<Entry>, String> {
+fn entry(value: Value) -> Result<Option<DatasetEntry>, String> {
     let Value::Object(mut fields) = value else { return Err("expected an object".into()) };
     let found = if let Some(prompt) = fields.remove("prompt") {
-        Some(Entry { prompt: text(prompt, "prompt")?, answer: answer(fields)? })
+        Some(DatasetEntry { prompt: text(prompt, "prompt")?, answer: answer(fields)? })
     } else if let Some(turns) = fields.remove("conversations") {
         conversation(turns, "from", "value")
     } else {
@@ -74,17 +74,17 @@ fn entry(value: Value) -> Result<Option<Entry>, String> {
 }
 
 /// Parses the answer, or its length, given along with a prompt.
-fn answer(mut fields: Map<String, Value>) -> Result<Answer, String> {
+fn answer(mut fields: Map<String, Value>) -> Result<RecordedAnswer, String> {
     for name in ["output_len", "output_tokens"] {
         if let Some(tokens) = fields.get(name).filter(|tokens| !tokens.is_null()) {
             let tokens = tokens.as_u64().filter(|&tokens| tokens <= u64::from(LENGTH_MAX));
             let refused = || format!("{name} is not a number of tokens up to {LENGTH_MAX}");
-            return tokens.map(|tokens| Answer::Tokens(tokens as u32)).ok_or_else(refused);
+            return tokens.map(|tokens| RecordedAnswer::Tokens(tokens as u32)).ok_or_else(refused);
         }
     }
     match fields.remove("completion") {
-        None | Some(Value::Null) => Ok(Answer::None),
-        Some(completion) => Ok(Answer::Text(text(completion, "completion")?)),
+        None | Some(Value::Null) => Ok(RecordedAnswer::None),
+        Some(completion) => Ok(RecordedAnswer::Text(text(completion, "completion")?)),
     }
 }
 
@@ -96,7 +96,7 @@ fn text(value: Value, name: &str) -> Result<String, String> {
 }
 
 /// Returns the first two turns after any system turns, if they are of a human and of a model.
-fn conversation(turns: Value, speaker: &str, content: &str) -> Option<Entry> {
+fn conversation(turns: Value, speaker: &str, content: &str) -> Option<DatasetEntry> {
     let Value::Array(turns) = turns else { return None };
     let mut turns = turns.into_iter().map(|mut turn| {
         let (speaker, content) =
@@ -107,7 +107,7 @@ fn conversation(turns: Value, speaker: &str, content: &str) -> Option<Entry> {
     let (answerer, answer) = turns.next()?;
     match (speaker.as_str()?, answerer.as_str()?, prompt, answer) {
         ("human" | "user", "gpt" | "assistant", Value::String(prompt), Value::String(answer)) => {
-            Some(Entry { prompt, answer: Answer::Text(answer) })
+            Some(DatasetEntry { prompt, answer: RecordedAnswer::Text(answer) })
         }
         _ => None,
     }

@@ -15,8 +15,8 @@ use std::path::Path;
 use anyhow::{Context, ensure};
 use tokenizers::Tokenizer;
 
-use super::{files::read_text, prompts::Text};
-use count::Counter;
+use super::{files::read_text, prompts::PromptText};
+use count::TokenCounter;
 
 /// Reads the texts of `file`: a JSON list of ShareGPT-like conversations, JSON lines, or plain text. Errors
 /// name the file and the line or entry. Without a tokenizer, four characters count as one token.
@@ -25,43 +25,43 @@ use count::Counter;
 /// ...}]}` or `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}`, or a prompt,
 /// `{"prompt": "..."}`, with the answer's length in tokens as `output_len` or `output_tokens`, or the answer
 /// itself as `completion`.
-pub fn read(file: &Path, tokenizer: Option<&Tokenizer>) -> anyhow::Result<Vec<Text>> {
-    let texts = || texts(&read_text(file)?, Format::of(file), &Counter::new(tokenizer)?);
+pub fn read(file: &Path, tokenizer: Option<&Tokenizer>) -> anyhow::Result<Vec<PromptText>> {
+    let texts = || texts(&read_text(file)?, FileFormat::from_path(file), &TokenCounter::new(tokenizer)?);
     texts().with_context(|| file.display().to_string())
 }
 
 /// The format of a file as indicated by its name.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Format {
+enum FileFormat {
     Plain,
     Any,
 }
 
-impl Format {
-    fn of(file: &Path) -> Self {
+impl FileFormat {
+    fn from_path(file: &Path) -> Self {
         let plain = file.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("txt"));
-        if plain { Format::Plain } else { Format::Any }
+        if plain { FileFormat::Plain } else { FileFormat::Any }
     }
 }
 
 /// A prompt as read from a file, before token counting.
 #[derive(Debug, PartialEq)]
-struct Entry {
+struct DatasetEntry {
     prompt: String,
-    answer: Answer,
+    answer: RecordedAnswer,
 }
 
 /// The recorded answer to a prompt: absent, only its length in tokens, or its text.
 #[derive(Debug, PartialEq)]
-enum Answer {
+enum RecordedAnswer {
     None,
     Tokens(u32),
     Text(String),
 }
 
-fn texts(content: &str, format: Format, counter: &Counter) -> anyhow::Result<Vec<Text>> {
+fn texts(content: &str, format: FileFormat, counter: &TokenCounter) -> anyhow::Result<Vec<PromptText>> {
     let entries = match content.trim_start().chars().next() {
-        _ if format == Format::Plain => paragraphs(content),
+        _ if format == FileFormat::Plain => paragraphs(content),
         Some('[') => json::list(content)?,
         Some('{') => json::lines(content)?,
         _ => paragraphs(content),
@@ -70,13 +70,13 @@ fn texts(content: &str, format: Format, counter: &Counter) -> anyhow::Result<Vec
         !entries.is_empty(),
         "the file contains no prompt: expected conversations of a human and a model, objects with a prompt, or text"
     );
-    entries.into_iter().map(|entry| counter.text(entry)).collect()
+    entries.into_iter().map(|entry| counter.count_entry(entry)).collect()
 }
 
-fn paragraphs(content: &str) -> Vec<Entry> {
+fn paragraphs(content: &str) -> Vec<DatasetEntry> {
     let lines: Vec<&str> = content.lines().map(str::trim_end).collect();
     let paragraphs = lines.split(|line| line.is_empty()).filter(|paragraph| !paragraph.is_empty());
-    paragraphs.map(|lines| Entry { prompt: lines.join("\n"), answer: Answer::None }).collect()
+    paragraphs.map(|lines| DatasetEntry { prompt: lines.join("\n"), answer: RecordedAnswer::None }).collect()
 }
 
 #[cfg(test)]

@@ -8,23 +8,23 @@ use tokenizers::{
 };
 
 use super::*;
-use crate::plan::files::Written;
+use crate::plan::files::TempFile;
 
 fn read_as(
     name: &str,
     content: impl AsRef<[u8]>,
     tokenizer: Option<&Tokenizer>,
-) -> anyhow::Result<Vec<Text>> {
-    read(Written::new(name, content).path(), tokenizer)
+) -> anyhow::Result<Vec<PromptText>> {
+    read(TempFile::new(name, content).path(), tokenizer)
 }
 
 /// Returns the prompts and lengths of a file read without a tokenizer.
-fn told(name: &str, content: &str) -> Vec<(String, u32, Option<u32>)> {
+fn read_lengths(name: &str, content: &str) -> Vec<(String, u32, Option<u32>)> {
     let texts = read_as(name, content, None).unwrap_or_else(|error| panic!("{error:#}"));
     texts.into_iter().map(|text| (text.prompt, text.prompt_len, text.output_len)).collect()
 }
 
-fn refused(name: &str, content: impl AsRef<[u8]>) -> String {
+fn read_error(name: &str, content: impl AsRef<[u8]>) -> String {
     let error = format!("{:#}", read_as(name, content, None).unwrap_err());
     assert!(error.contains(name), "the file is named: {error}");
     error
@@ -70,8 +70,8 @@ const SHARE_GPT: &str = r#"[
 #[test]
 fn of_conversations_the_first_pair_counts_and_whoever_has_none_is_left_out() {
     let expected = [("how are you".to_string(), 3, Some(3)), ("how".to_string(), 1, Some(1))];
-    assert_eq!(told("sharegpt.json", SHARE_GPT), expected);
-    assert_eq!(told("sharegpt-bom.json", &format!("\u{feff}\n{SHARE_GPT}")), expected);
+    assert_eq!(read_lengths("sharegpt.json", SHARE_GPT), expected);
+    assert_eq!(read_lengths("sharegpt-bom.json", &format!("\u{feff}\n{SHARE_GPT}")), expected);
 }
 
 #[test]
@@ -108,8 +108,8 @@ fn lines_of_json_are_prompts_or_conversations() {
         ("a", 1, Some(1)),
     ];
     let expected = expected.map(|(prompt, len, output)| (prompt.to_string(), len, output));
-    assert_eq!(told("lines.jsonl", content), expected);
-    assert_eq!(told("lines-crlf.jsonl", &content.replace('\n', "\r\n")), expected);
+    assert_eq!(read_lengths("lines.jsonl", content), expected);
+    assert_eq!(read_lengths("lines-crlf.jsonl", &content.replace('\n', "\r\n")), expected);
 }
 
 #[test]
@@ -118,11 +118,11 @@ fn plain_text_is_its_paragraphs() {
     let expected = [("One line\nand another.", 6, None), ("The second,\n  indented", 6, None)];
     let expected = expected.map(|(prompt, len, output)| (prompt.to_string(), len, output));
     for name in ["plain.txt", "plain", "plain.md"] {
-        assert_eq!(told(name, content), expected);
+        assert_eq!(read_lengths(name, content), expected);
     }
     // A `.txt` file is never parsed as JSON, whatever it begins with.
-    assert_eq!(told("brackets.TXT", "[1] a\n\n{b}").len(), 2);
-    assert!(refused("brackets.md", "[1] a").contains("entry 1: expected an object at line 1"));
+    assert_eq!(read_lengths("brackets.TXT", "[1] a\n\n{b}").len(), 2);
+    assert!(read_error("brackets.md", "[1] a").contains("entry 1: expected an object at line 1"));
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn a_file_without_a_prompt_is_refused() {
         ("none.txt", " \n\n"),
         ("none", ""),
     ] {
-        assert!(refused(name, content).contains("the file contains no prompt"), "{name}");
+        assert!(read_error(name, content).contains("the file contains no prompt"), "{name}");
     }
 }
 
@@ -174,10 +174,10 @@ fn what_is_wrong_is_told_with_its_place() {
         ("long.jsonl", long, "line 1: output_len is not a number of tokens up to 10000000"),
         ("surrogate.jsonl", r#"{"prompt": "\ud800"}"#, "line 1, column 19:"),
     ] {
-        let error = refused(name, content);
+        let error = read_error(name, content);
         assert!(error.contains(expected), "{name}: {error}");
     }
-    assert!(refused("latin.txt", b"a\nsch\xf6n").contains("line 2: not UTF-8"));
+    assert!(read_error("latin.txt", b"a\nsch\xf6n").contains("line 2: not UTF-8"));
     let missing = read(Path::new("/nowhere/to/be/found.json"), None).unwrap_err();
     assert!(format!("{missing:#}").starts_with("/nowhere/to/be/found.json: cannot be opened"));
 }

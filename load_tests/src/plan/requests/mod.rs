@@ -10,26 +10,26 @@ use serde_json::{Map, Value};
 
 use super::{
     body::Body,
-    draws::{Draws, Purpose},
-    lengths::Length,
-    prompts::{Prompts, Source},
-    trace::Entry,
+    draws::{Purpose, RandomStream},
+    lengths::LengthDistribution,
+    prompts::{PromptSeed, PromptSource},
+    trace::TraceEntry,
 };
 
 /// The definition of a load: the parameters that determine all its requests.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Load {
+pub struct LoadSpec {
     /// Number of requests.
     pub requests: usize,
-    pub prompts: Prompts,
+    pub prompts: PromptSource,
     /// Tokens per prompt. Ignored with [`Prompts::Texts`].
-    pub prompt: Length,
+    pub prompt: LengthDistribution,
     /// Output tokens per request; `None` uses the length of the trace or the text, or [`OUTPUT_LEN_FALLBACK`]
     /// if they have none.
-    pub output: Option<Length>,
+    pub output: Option<LengthDistribution>,
     /// Lengths by request index, from a trace with at least one entry; they override `prompt` and `output`. A
     /// trace shorter than the run is repeated.
-    pub trace: Option<Arc<[Entry]>>,
+    pub trace: Option<Arc<[TraceEntry]>>,
     /// Length in tokens (or words) of the prefix shared by the prompts of a group. A random prompt that is
     /// shorter consists of the start of the prefix; a text of a file is appended to the prefix.
     pub shared_prefix: u32,
@@ -96,20 +96,20 @@ pub enum Endpoint {
 /// Output tokens requested if neither the load nor the text nor the trace gives a number.
 pub const OUTPUT_LEN_FALLBACK: u32 = 128;
 
-impl Load {
+impl LoadSpec {
     /// Validates the load. Fails when a parameter is invalid, or invalid for this endpoint.
     pub fn check(&self, endpoint: Endpoint) -> anyhow::Result<()> {
         ensure!(self.requests > 0, "there must be at least one request");
         match &self.prompts {
-            Prompts::Ids { vocab } => {
+            PromptSource::Ids { vocab } => {
                 ensure!(*vocab > 0, "prompts of token ids need a vocabulary of at least 1");
                 ensure!(
                     endpoint == Endpoint::Completions,
                     "the chat endpoint requires text prompts: prompts of token ids need the completions endpoint"
                 );
             }
-            Prompts::Words => {}
-            Prompts::Texts(texts) => ensure!(!texts.is_empty(), "there are no texts for prompts"),
+            PromptSource::Words => {}
+            PromptSource::Texts(texts) => ensure!(!texts.is_empty(), "there are no texts for prompts"),
         }
         ensure!(self.trace.as_ref().is_none_or(|trace| !trace.is_empty()), "the trace has no entries");
         ensure!(
@@ -148,51 +148,55 @@ impl Load {
         let entry = self.trace.as_deref().map(|entries| entries[index % entries.len()]);
         let prompt_len = entry.and_then(|entry| entry.prompt_len);
         let prompt_len =
-            prompt_len.unwrap_or_else(|| self.prompt.draw(&mut self.draws(Purpose::PromptLength, index)));
-        let drawn = self.prompts.draw(&self.source(index), prompt_len);
+            prompt_len.unwrap_or_else(|| self.prompt.sample(&mut self.stream(Purpose::PromptLength, index)));
+        let drawn = self.prompts.generate(&self.prompt_seed(index), prompt_len);
         let output_len = entry.and_then(|entry| entry.output_len).or_else(|| self.output_len(index));
         Request {
             index,
             prompt: drawn.prompt,
             prompt_len: drawn.len,
             output_len: output_len.or(drawn.output_len).unwrap_or(OUTPUT_LEN_FALLBACK),
-            hang_up_after: self.share(self.hangup_share, Purpose::HangUp, index).then_some(self.hangup_after),
-            read_rate: self.share(self.slow_share, Purpose::SlowReader, index).then_some(self.slow_rate),
-            model: self.one_of(self.models, Purpose::Model, index),
-            key: (self.keys > 0).then(|| self.one_of(self.keys, Purpose::Key, index)),
+            hang_up_after: self
+                .is_in_share(self.hangup_share, Purpose::HangUp, index)
+                .then_some(self.hangup_after),
+            read_rate: self
+                .is_in_share(self.slow_share, Purpose::SlowReader, index)
+                .then_some(self.slow_rate),
+            model: self.pick(self.models, Purpose::Model, index),
+            key: (self.keys > 0).then(|| self.pick(self.keys, Purpose::Key, index)),
             temperature: self.temperature,
             seed: self.seed.wrapping_add(index as u64),
             ignore_eos: self.ignore_eos,
         }
     }
 
-    fn source(&self, index: usize) -> Source {
+    fn prompt_seed(&self, index: usize) -> PromptSeed {
         let groups = self.prefix_groups.max(1) as usize;
-        Source {
+        PromptSeed {
             seed: self.seed,
             index: index as u64,
-            group: self.one_of(groups, Purpose::Group, index) as u64,
+            group: self.pick(groups, Purpose::Group, index) as u64,
             shared: self.shared_prefix,
         }
     }
 
     fn output_len(&self, index: usize) -> Option<u32> {
-        self.output.map(|output| output.draw(&mut self.draws(Purpose::OutputLength, index)))
+        self.output.map(|output| output.sample(&mut self.stream(Purpose::OutputLength, index)))
     }
 
     /// Returns whether this request belongs to a random fraction `share` of all.
-    fn share(&self, share: f64, purpose: fn(u64) -> Purpose, index: usize) -> bool {
-        self.draws(purpose, index).unit() < share
+    fn is_in_share(&self, share: f64, purpose: fn(u64) -> Purpose, index: usize) -> bool {
+        self.stream(purpose, index).unit() < share
     }
 
     /// Picks one of `count` at random. A Poisson process split at random yields Poisson processes; a
     /// round-robin split would make the parts more regular.
-    fn one_of(&self, count: usize, purpose: fn(u64) -> Purpose, index: usize) -> usize {
-        self.draws(purpose, index).between(0, (count - 1) as u32) as usize
+    fn pick(&self, count: usize, purpose: fn(u64) -> Purpose, index: usize) -> usize {
+        self.stream(purpose, index).between(0, (count - 1) as u32) as usize
     }
 
-    fn draws(&self, purpose: fn(u64) -> Purpose, index: usize) -> Draws {
-        Draws::new(self.seed, purpose(index as u64))
+    fn stream(&self, purpose: fn(u64) -> Purpose, index: usize) -> RandomStream {
+        RandomStream::new(self.seed, purpose(index as u64))
     }
 }
 

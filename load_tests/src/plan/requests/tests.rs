@@ -5,14 +5,14 @@
 use std::time::Duration;
 
 use super::*;
-use crate::plan::prompts::Text;
+use crate::plan::prompts::PromptText;
 
-fn load() -> Load {
-    Load {
+fn load() -> LoadSpec {
+    LoadSpec {
         requests: 2000,
-        prompts: Prompts::Ids { vocab: 7 },
-        prompt: Length::Uniform { low: 3, high: 9 },
-        output: Some(Length::Fixed(5)),
+        prompts: PromptSource::Ids { vocab: 7 },
+        prompt: LengthDistribution::Uniform { low: 3, high: 9 },
+        output: Some(LengthDistribution::Fixed(5)),
         trace: None,
         shared_prefix: 0,
         prefix_groups: 1,
@@ -28,7 +28,7 @@ fn load() -> Load {
     }
 }
 
-fn all(load: &Load) -> Vec<Request> {
+fn all(load: &LoadSpec) -> Vec<Request> {
     (0..load.requests).map(|index| load.request(index)).collect()
 }
 
@@ -42,13 +42,13 @@ fn words(request: &Request) -> Vec<&str> {
     text.split(' ').collect()
 }
 
-fn texts() -> Prompts {
-    let text = |(prompt, prompt_len, output_len): (&str, u32, Option<u32>)| Text {
+fn texts() -> PromptSource {
+    let text = |(prompt, prompt_len, output_len): (&str, u32, Option<u32>)| PromptText {
         prompt: prompt.into(),
         prompt_len,
         output_len,
     };
-    Prompts::Texts(
+    PromptSource::Texts(
         [("one text", 2, Some(11)), ("another", 1, None), ("a third one", 3, Some(33))].map(text).into(),
     )
 }
@@ -66,15 +66,15 @@ fn requests_keep_their_bounds_and_reach_them() {
 
 #[test]
 fn a_request_depends_on_seed_and_index_only() {
-    assert_eq!(load().request(4), Load { requests: 5, ..load() }.request(4));
+    assert_eq!(load().request(4), LoadSpec { requests: 5, ..load() }.request(4));
     assert_ne!(load().request(4).prompt, load().request(5).prompt);
-    assert_ne!(load().request(4).prompt, Load { seed: 2, ..load() }.request(4).prompt);
+    assert_ne!(load().request(4).prompt, LoadSpec { seed: 2, ..load() }.request(4).prompt);
     assert_ne!(load().request(4).seed, load().request(5).seed);
 }
 
 #[test]
 fn words_are_as_many_as_asked_and_many_kinds() {
-    let all = all(&Load { prompts: Prompts::Words, ..load() });
+    let all = all(&LoadSpec { prompts: PromptSource::Words, ..load() });
     assert!(all.iter().all(|request| words(request).len() == request.prompt_len as usize));
     let kinds: std::collections::BTreeSet<&str> = all.iter().flat_map(words).collect();
     assert!(kinds.len() > 500 && kinds.iter().all(|word| !word.is_empty()), "{}", kinds.len());
@@ -82,10 +82,10 @@ fn words_are_as_many_as_asked_and_many_kinds() {
 
 #[test]
 fn prompts_share_their_prefix_within_a_group_and_with_no_other() {
-    for prompts in [Prompts::Ids { vocab: 50_000 }, Prompts::Words] {
-        let load = Load {
+    for prompts in [PromptSource::Ids { vocab: 50_000 }, PromptSource::Words] {
+        let load = LoadSpec {
             prompts,
-            prompt: Length::Fixed(60),
+            prompt: LengthDistribution::Fixed(60),
             shared_prefix: 40,
             prefix_groups: 3,
             requests: 300,
@@ -119,7 +119,7 @@ fn parts(request: &Request, prefix: usize) -> (Vec<String>, Vec<String>) {
 
 #[test]
 fn a_prompt_shorter_than_its_prefix_is_the_prefixs_beginning() {
-    let load = |low| Load { prompt: Length::Fixed(low), shared_prefix: 40, ..load() };
+    let load = |low| LoadSpec { prompt: LengthDistribution::Fixed(low), shared_prefix: 40, ..load() };
     let (short, long) = (load(10).request(3), load(60).request(8));
     assert_eq!(ids(&short), &ids(&long)[..10]);
     assert_eq!(short.prompt_len, 10);
@@ -127,7 +127,7 @@ fn a_prompt_shorter_than_its_prefix_is_the_prefixs_beginning() {
 
 #[test]
 fn texts_are_drawn_evenly_and_a_shared_beginning_goes_before_them() {
-    let load = Load { prompts: texts(), output: None, ..load() };
+    let load = LoadSpec { prompts: texts(), output: None, ..load() };
     let all = all(&load);
     for (text, prompt_len, output_len) in [("one text", 2, 11), ("another", 1, 128), ("a third one", 3, 33)] {
         let those: Vec<_> =
@@ -137,7 +137,7 @@ fn texts_are_drawn_evenly_and_a_shared_beginning_goes_before_them() {
             those.iter().all(|request| (request.prompt_len, request.output_len) == (prompt_len, output_len))
         );
     }
-    let shared = Load { shared_prefix: 4, ..load.clone() };
+    let shared = LoadSpec { shared_prefix: 4, ..load.clone() };
     let (plain, prefixed) = (load.request(9), shared.request(9));
     assert_eq!(words(&prefixed)[4..], words(&plain));
     assert_eq!(words(&prefixed)[..4], words(&shared.request(10))[..4]);
@@ -146,19 +146,20 @@ fn texts_are_drawn_evenly_and_a_shared_beginning_goes_before_them() {
 
 #[test]
 fn an_output_length_comes_from_the_trace_then_the_load_then_the_text() {
-    let entry = |prompt_len, output_len| Entry { due: Duration::ZERO, prompt_len, output_len };
+    let entry = |prompt_len, output_len| TraceEntry { due: Duration::ZERO, prompt_len, output_len };
     let trace = Some(Arc::from([entry(Some(4), Some(70)), entry(None, None)]));
-    let lens = |load: Load| [0, 1, 2].map(|index| load.request(index)).map(|r| (r.prompt_len, r.output_len));
-    let fixed = Load { prompt: Length::Fixed(6), ..load() };
-    assert_eq!(lens(Load { trace: trace.clone(), ..fixed.clone() }), [(4, 70), (6, 5), (4, 70)]);
+    let lens =
+        |load: LoadSpec| [0, 1, 2].map(|index| load.request(index)).map(|r| (r.prompt_len, r.output_len));
+    let fixed = LoadSpec { prompt: LengthDistribution::Fixed(6), ..load() };
+    assert_eq!(lens(LoadSpec { trace: trace.clone(), ..fixed.clone() }), [(4, 70), (6, 5), (4, 70)]);
     assert_eq!(
-        lens(Load { trace: trace.clone(), output: None, ..fixed.clone() }),
+        lens(LoadSpec { trace: trace.clone(), output: None, ..fixed.clone() }),
         [(4, 70), (6, 128), (4, 70)]
     );
-    let of_file = Load { prompts: texts(), trace, ..fixed };
+    let of_file = LoadSpec { prompts: texts(), trace, ..fixed };
     for (index, (_, output_len)) in lens(of_file.clone()).into_iter().enumerate() {
         assert_eq!(output_len, [70, 5, 70][index]);
-        let own = Load { trace: None, ..of_file.clone() }.request(index);
+        let own = LoadSpec { trace: None, ..of_file.clone() }.request(index);
         assert_eq!(
             own.prompt_len,
             of_file.request(index).prompt_len,
@@ -168,27 +169,27 @@ fn an_output_length_comes_from_the_trace_then_the_load_then_the_text() {
 }
 
 /// A description, a change of the load, and a function that undoes the effect on a request.
-type Change = (&'static str, fn(Load) -> Load, fn(Request) -> Request);
+type Change = (&'static str, fn(LoadSpec) -> LoadSpec, fn(Request) -> Request);
 
 #[test]
 fn to_change_one_thing_changes_no_other() {
-    let base = Load {
-        prompt: Length::Uniform { low: 20, high: 40 },
-        prompts: Prompts::Ids { vocab: 1000 },
+    let base = LoadSpec {
+        prompt: LengthDistribution::Uniform { low: 20, high: 40 },
+        prompts: PromptSource::Ids { vocab: 1000 },
         ..load()
     };
     let changes: [Change; 7] = [
-        ("hang-ups", |load| Load { hangup_share: 0.5, ..load }, |r| Request { hang_up_after: None, ..r }),
-        ("slow readers", |load| Load { slow_share: 0.5, ..load }, |r| Request { read_rate: None, ..r }),
-        ("models", |load| Load { models: 3, ..load }, |r| Request { model: 0, ..r }),
-        ("keys", |load| Load { keys: 3, ..load }, |r| Request { key: None, ..r }),
+        ("hang-ups", |load| LoadSpec { hangup_share: 0.5, ..load }, |r| Request { hang_up_after: None, ..r }),
+        ("slow readers", |load| LoadSpec { slow_share: 0.5, ..load }, |r| Request { read_rate: None, ..r }),
+        ("models", |load| LoadSpec { models: 3, ..load }, |r| Request { model: 0, ..r }),
+        ("keys", |load| LoadSpec { keys: 3, ..load }, |r| Request { key: None, ..r }),
         (
             "output lengths",
-            |load| Load { output: "lognormal:50:1".parse().ok(), ..load },
+            |load| LoadSpec { output: "lognormal:50:1".parse().ok(), ..load },
             |r| Request { output_len: 5, ..r },
         ),
-        ("groups", |load| Load { prefix_groups: 9, ..load }, |r| r),
-        ("temperature", |load| Load { temperature: 1.0, ..load }, |r| Request { temperature: 0.5, ..r }),
+        ("groups", |load| LoadSpec { prefix_groups: 9, ..load }, |r| r),
+        ("temperature", |load| LoadSpec { temperature: 1.0, ..load }, |r| Request { temperature: 0.5, ..r }),
     ];
     for (what, change, undo) in changes {
         let changed = change(base.clone());
@@ -196,16 +197,16 @@ fn to_change_one_thing_changes_no_other() {
             assert_eq!(undo(changed.request(index)), base.request(index), "{what}");
         }
     }
-    let shared = Load { shared_prefix: 8, ..base.clone() };
+    let shared = LoadSpec { shared_prefix: 8, ..base.clone() };
     assert!((0..200).all(|index| ids(&shared.request(index))[8..] == ids(&base.request(index))[8..]));
-    let longer = Load { prompt: Length::Fixed(50), ..base.clone() };
+    let longer = LoadSpec { prompt: LengthDistribution::Fixed(50), ..base.clone() };
     assert!((0..200).all(|index| ids(&longer.request(index)).starts_with(ids(&base.request(index)))));
 }
 
 #[test]
 fn shares_are_kept_and_fall_on_different_clients() {
     let counts = |share| {
-        let all = all(&Load { hangup_share: share, slow_share: share, ..load() });
+        let all = all(&LoadSpec { hangup_share: share, slow_share: share, ..load() });
         let leaves = |request: &Request| request.hang_up_after == Some(2);
         let slow = |request: &Request| request.read_rate == Some(100);
         [
@@ -222,7 +223,7 @@ fn shares_are_kept_and_fall_on_different_clients() {
 
 #[test]
 fn models_and_keys_are_evenly_spread_in_all_pairs() {
-    let all = all(&Load { models: 3, keys: 2, requests: 6000, ..load() });
+    let all = all(&LoadSpec { models: 3, keys: 2, requests: 6000, ..load() });
     let mut pairs = [0; 6];
     all.iter().for_each(|request| pairs[request.model * 2 + request.key.unwrap()] += 1);
     // Four standard deviations around a sixth of 6000.
@@ -236,28 +237,28 @@ fn models_and_keys_are_evenly_spread_in_all_pairs() {
 
 #[test]
 fn a_load_that_cannot_be_is_told_so() {
-    let refused = |load: Load, endpoint| load.check(endpoint).err().map(|error| error.to_string());
+    let refused = |load: LoadSpec, endpoint| load.check(endpoint).err().map(|error| error.to_string());
     assert_eq!(refused(load(), Endpoint::Completions), None);
     assert!(
         refused(load(), Endpoint::Chat)
             .is_some_and(|error| error.contains("chat endpoint requires text prompts"))
     );
-    for prompts in [Prompts::Words, texts()] {
-        assert_eq!(refused(Load { prompts, ..load() }, Endpoint::Chat), None);
+    for prompts in [PromptSource::Words, texts()] {
+        assert_eq!(refused(LoadSpec { prompts, ..load() }, Endpoint::Chat), None);
     }
     let cannot_be = [
-        Load { requests: 0, ..load() },
-        Load { prompts: Prompts::Ids { vocab: 0 }, ..load() },
-        Load { prompts: Prompts::Texts([].into()), ..load() },
-        Load { trace: Some([].into()), ..load() },
-        Load { shared_prefix: 1, prefix_groups: 0, ..load() },
-        Load { temperature: f32::NAN, ..load() },
-        Load { temperature: -1.0, ..load() },
-        Load { hangup_share: 1.5, ..load() },
-        Load { hangup_share: 0.1, hangup_after: 0, ..load() },
-        Load { slow_share: f64::NAN, ..load() },
-        Load { slow_share: 0.1, slow_rate: 0, ..load() },
-        Load { models: 0, ..load() },
+        LoadSpec { requests: 0, ..load() },
+        LoadSpec { prompts: PromptSource::Ids { vocab: 0 }, ..load() },
+        LoadSpec { prompts: PromptSource::Texts([].into()), ..load() },
+        LoadSpec { trace: Some([].into()), ..load() },
+        LoadSpec { shared_prefix: 1, prefix_groups: 0, ..load() },
+        LoadSpec { temperature: f32::NAN, ..load() },
+        LoadSpec { temperature: -1.0, ..load() },
+        LoadSpec { hangup_share: 1.5, ..load() },
+        LoadSpec { hangup_share: 0.1, hangup_after: 0, ..load() },
+        LoadSpec { slow_share: f64::NAN, ..load() },
+        LoadSpec { slow_share: 0.1, slow_rate: 0, ..load() },
+        LoadSpec { models: 0, ..load() },
     ];
     for load in cannot_be {
         assert!(load.check(Endpoint::Completions).is_err(), "{load:?}");

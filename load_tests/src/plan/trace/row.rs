@@ -8,22 +8,22 @@ use crate::plan::lengths::LENGTH_MAX;
 
 /// The meaning of a field.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Field {
-    Time(Clock),
+pub(super) enum TraceField {
+    Time(TimeUnit),
     Prompt,
     Output,
 }
 
 /// The unit of a time given as a bare number.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Clock {
+pub(super) enum TimeUnit {
     Seconds,
     Milliseconds,
 }
 
 /// A recorded request.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Row {
+pub(super) struct TraceRow {
     /// Arrival time in nanoseconds since an epoch common to all rows.
     pub nanos: i128,
     /// Number of prompt tokens.
@@ -35,35 +35,39 @@ pub(super) struct Row {
 /// Upper bound of times: about 30,000 years.
 const SECONDS_MAX: f64 = 1e12;
 
-impl Field {
+impl TraceField {
     /// Returns the field of this name, if it is a known one; `timestamp` has the unit of the file format.
-    pub fn named(name: &str, timestamp: Clock) -> Option<Self> {
+    pub fn from_name(name: &str, timestamp: TimeUnit) -> Option<Self> {
         match name.trim().to_ascii_lowercase().as_str() {
-            "timestamp" => Some(Field::Time(timestamp)),
-            "arrival_s" => Some(Field::Time(Clock::Seconds)),
-            "arrival_ms" => Some(Field::Time(Clock::Milliseconds)),
-            "contexttokens" | "request tokens" | "prompt_tokens" | "input_length" => Some(Field::Prompt),
-            "generatedtokens" | "response tokens" | "output_tokens" | "output_length" => Some(Field::Output),
+            "timestamp" => Some(TraceField::Time(timestamp)),
+            "arrival_s" => Some(TraceField::Time(TimeUnit::Seconds)),
+            "arrival_ms" => Some(TraceField::Time(TimeUnit::Milliseconds)),
+            "contexttokens" | "request tokens" | "prompt_tokens" | "input_length" => Some(TraceField::Prompt),
+            "generatedtokens" | "response tokens" | "output_tokens" | "output_length" => {
+                Some(TraceField::Output)
+            }
             _ => None,
         }
     }
 }
 
-impl Row {
+impl TraceRow {
     /// Builds a row from fields with their names and texts; empty texts are ignored.
-    pub fn of<'a>(fields: impl Iterator<Item = (Field, &'a str, &'a str)>) -> Result<Self, String> {
+    pub fn from_fields<'a>(
+        fields: impl Iterator<Item = (TraceField, &'a str, &'a str)>,
+    ) -> Result<Self, String> {
         let (mut nanos, mut prompt, mut output) = (None, None, None);
         for (field, name, text) in fields.filter(|(_, _, text)| !text.is_empty()) {
             let twice = match field {
-                Field::Time(clock) => nanos.replace(time(text, clock)?).is_some(),
-                Field::Prompt => prompt.replace(tokens(name, text)?).is_some(),
-                Field::Output => output.replace(tokens(name, text)?).is_some(),
+                TraceField::Time(clock) => nanos.replace(time(text, clock)?).is_some(),
+                TraceField::Prompt => prompt.replace(tokens(name, text)?).is_some(),
+                TraceField::Output => output.replace(tokens(name, text)?).is_some(),
             };
             if twice {
                 return Err(format!("{name} duplicates another field"));
             }
         }
-        Ok(Row { nanos: nanos.ok_or("the time is missing")?, prompt, output })
+        Ok(TraceRow { nanos: nanos.ok_or("the time is missing")?, prompt, output })
     }
 }
 
@@ -73,13 +77,13 @@ fn tokens(name: &str, text: &str) -> Result<u32, String> {
 }
 
 /// Parses a number in the unit of `clock`, or a date, to nanoseconds.
-fn time(text: &str, clock: Clock) -> Result<i128, String> {
+fn time(text: &str, clock: TimeUnit) -> Result<i128, String> {
     let Ok(number) = text.parse::<f64>() else {
         return date(text).ok_or_else(|| format!("'{text}' is neither a number nor a date"));
     };
     let per_s = match clock {
-        Clock::Seconds => 1.0,
-        Clock::Milliseconds => 1e3,
+        TimeUnit::Seconds => 1.0,
+        TimeUnit::Milliseconds => 1e3,
     };
     if !(0.0..=SECONDS_MAX).contains(&(number / per_s)) {
         return Err(format!("the time {text} is not between 0 and {SECONDS_MAX} seconds"));

@@ -3,22 +3,23 @@
 //! Invariant: every file that a test writes has a unique name and is removed.
 
 use super::*;
-use crate::plan::files::Written;
+use crate::plan::files::TempFile;
 
 /// Due time in seconds, prompt length, output length.
-type Told = (f64, Option<u32>, Option<u32>);
+type EntryValues = (f64, Option<u32>, Option<u32>);
 
-fn told_at(name: &str, content: &str, speed: f64) -> Vec<Told> {
-    let entries = read(Written::new(name, content).path(), speed).unwrap_or_else(|error| panic!("{error:#}"));
+fn read_entries_at(name: &str, content: &str, speed: f64) -> Vec<EntryValues> {
+    let entries =
+        read(TempFile::new(name, content).path(), speed).unwrap_or_else(|error| panic!("{error:#}"));
     entries.iter().map(|entry| (entry.due.as_secs_f64(), entry.prompt_len, entry.output_len)).collect()
 }
 
-fn told(name: &str, content: &str) -> Vec<Told> {
-    told_at(name, content, 1.0)
+fn read_entries(name: &str, content: &str) -> Vec<EntryValues> {
+    read_entries_at(name, content, 1.0)
 }
 
-fn refused(name: &str, content: &str) -> String {
-    let error = format!("{:#}", read(Written::new(name, content).path(), 1.0).unwrap_err());
+fn read_error(name: &str, content: &str) -> String {
+    let error = format!("{:#}", read(TempFile::new(name, content).path(), 1.0).unwrap_err());
     assert!(error.contains(name), "the file is named: {error}");
     error
 }
@@ -35,17 +36,17 @@ fn the_traces_of_azure_have_dates_to_the_tenth_of_a_microsecond() {
         // To midnight: 5 h, 44 min and 13.31941 s.
         (5.0 * 3600.0 + 44.0 * 60.0 + 13.319_410_1, Some(879), Some(55)),
     ];
-    assert_eq!(told("azure.csv", of_2023), expected);
+    assert_eq!(read_entries("azure.csv", of_2023), expected);
     let of_2024 = "TIMESTAMP,ContextTokens,GeneratedTokens\n\
         2024-05-10 00:00:00.009930+00:00,2162,5\n\
         2024-05-10 02:00:00.017335+02:00,2399,6\n";
     assert_eq!(
-        told("azure-2024.csv", of_2024),
+        read_entries("azure-2024.csv", of_2024),
         [(0.0, Some(2162), Some(5)), (0.007405, Some(2399), Some(6))]
     );
     // Across the end of February in a leap year.
     let leap = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-02-29 23:59:59,1,1\n2024-03-01 00:00:00,1,1\n";
-    assert_eq!(told("azure-leap.csv", leap)[1].0, 1.0);
+    assert_eq!(read_entries("azure-leap.csv", leap)[1].0, 1.0);
 }
 
 #[test]
@@ -54,10 +55,13 @@ fn of_burstgpt_those_that_failed_are_left_out() {
         5,ChatGPT,472,18,490,Conversation log\n\
         45.5,ChatGPT,1087,0,1087,Conversation log\n\
         118,GPT-4,417,276,693,API log\n";
-    assert_eq!(told("burst.csv", content), [(0.0, Some(472), Some(18)), (113.0, Some(417), Some(276))]);
+    assert_eq!(
+        read_entries("burst.csv", content),
+        [(0.0, Some(472), Some(18)), (113.0, Some(417), Some(276))]
+    );
     // The first remaining request is due at once.
     let first_failed = content.replace("472,18,", "472,0,");
-    assert_eq!(told("burst-2.csv", &first_failed), [(0.0, Some(417), Some(276))]);
+    assert_eq!(read_entries("burst-2.csv", &first_failed), [(0.0, Some(417), Some(276))]);
 }
 
 #[test]
@@ -67,25 +71,25 @@ fn of_mooncake_times_are_milliseconds() {
 {"timestamp": 30535.5, "input_length": 0, "output_length": 26, "hash_ids": []}
 "#;
     let expected = [(0.0, Some(6955), Some(52)), (3.0535, Some(1), Some(26))];
-    assert_eq!(told("mooncake.jsonl", content), expected);
+    assert_eq!(read_entries("mooncake.jsonl", content), expected);
     let faster = [(0.0, Some(6955), Some(52)), (1.2214, Some(1), Some(26))];
-    assert_eq!(told_at("mooncake-fast.jsonl", content, 2.5), faster);
+    assert_eq!(read_entries_at("mooncake-fast.jsonl", content, 2.5), faster);
 }
 
 #[test]
 fn generic_traces_are_sorted_and_may_lack_lengths() {
     let seconds = " Arrival_S , note\n3,\"a, b\"\n1.25,\n2,x\n";
     let expected = [(0.0, None, None), (0.75, None, None), (1.75, None, None)];
-    assert_eq!(told("seconds.csv", seconds), expected);
+    assert_eq!(read_entries("seconds.csv", seconds), expected);
     let ms = "output_tokens,arrival_ms,prompt_tokens\n7,1500,\n8,1000.5,3\n";
-    assert_eq!(told("ms.csv", ms), [(0.0, Some(3), Some(8)), (0.4995, None, Some(7))]);
+    assert_eq!(read_entries("ms.csv", ms), [(0.0, Some(3), Some(8)), (0.4995, None, Some(7))]);
     let mixed =
         "\u{feff}{\"arrival_s\": \"2\", \"PROMPT_TOKENS\": 4, \"output_tokens\": null}\n{\"arrival_s\": 1}";
-    assert_eq!(told("mixed.jsonl", mixed), [(0.0, None, None), (1.0, Some(4), None)]);
+    assert_eq!(read_entries("mixed.jsonl", mixed), [(0.0, None, None), (1.0, Some(4), None)]);
     // Simultaneous requests keep the order of the file.
     let at_once = "arrival_s,prompt_tokens\n1,5\n1,4\n0,3\n1,2\n";
     assert_eq!(
-        told("at-once.csv", at_once).iter().map(|told| told.1.unwrap()).collect::<Vec<_>>(),
+        read_entries("at-once.csv", at_once).iter().map(|told| told.1.unwrap()).collect::<Vec<_>>(),
         [3, 5, 4, 2]
     );
 }
@@ -127,7 +131,7 @@ fn what_is_wrong_is_told_with_its_place() {
         ("negative.jsonl", "{\"timestamp\": -1}", "line 1: the time -1 is not between"),
         ("deep.jsonl", deep.as_str(), "line 2, column 140: recursion limit exceeded"),
     ] {
-        let error = refused(name, content);
+        let error = read_error(name, content);
         assert!(error.contains(expected), "{name}: {error}");
     }
     let missing = read(Path::new("/nowhere/to/be/found.csv"), 1.0).unwrap_err();
@@ -136,7 +140,7 @@ fn what_is_wrong_is_told_with_its_place() {
 
 #[test]
 fn a_speed_that_is_none_is_refused() {
-    let trace = Written::new("speed.csv", "timestamp\n1\n2\n");
+    let trace = TempFile::new("speed.csv", "timestamp\n1\n2\n");
     for speed in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         let error = read(trace.path(), speed).unwrap_err().to_string();
         assert!(error.contains("speed of a trace must be above 0"), "{error}");

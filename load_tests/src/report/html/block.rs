@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::report::plots::{self, Plot};
 
-use super::numbers::ABSENT;
+use super::numbers::MISSING;
 
 /// A block of a section. Blocks are shown in order.
 #[derive(Clone, Debug, Serialize)]
@@ -18,7 +18,7 @@ pub enum Block {
     /// A note that affects the interpretation of the results.
     Note(String),
     Cards(Vec<Card>),
-    Table(Table),
+    Table(ReportTable),
     Plots(Vec<Plot>),
 }
 
@@ -36,15 +36,15 @@ pub struct Card {
 
 /// A table of texts; the first cell of a row is its header.
 #[derive(Clone, Debug, Serialize)]
-pub struct Table {
+pub struct ReportTable {
     pub caption: String,
-    pub columns: Vec<Column>,
-    pub rows: Vec<Row>,
+    pub columns: Vec<ReportColumn>,
+    pub rows: Vec<ReportRow>,
 }
 
 /// A column of a [`Table`].
 #[derive(Clone, Debug, Serialize)]
-pub struct Column {
+pub struct ReportColumn {
     pub name: String,
     /// CSS class: `figures` are right-aligned, `short` texts do not wrap, `long` texts do.
     pub class: &'static str,
@@ -52,7 +52,7 @@ pub struct Column {
 
 /// A row of a [`Table`].
 #[derive(Clone, Debug, Serialize)]
-pub struct Row {
+pub struct ReportRow {
     /// CSS classes of the row's curve; empty for none.
     pub key: String,
     pub cells: Vec<String>,
@@ -63,7 +63,7 @@ pub fn text(text: &str) -> Option<Block> {
     (!text.trim().is_empty()).then(|| Block::Text(text.trim().into()))
 }
 
-impl Table {
+impl ReportTable {
     /// Creates a table; short rows are padded with empty cells.
     pub fn new(
         caption: &str,
@@ -74,33 +74,33 @@ impl Table {
         let columns: Vec<_> = names
             .into_iter()
             .enumerate()
-            .map(|(index, name)| Column { name, class: class(&rows, index) })
+            .map(|(index, name)| ReportColumn { name, class: class(&rows, index) })
             .collect();
         let filled = |mut cells: Vec<String>| {
             cells.resize(cells.len().max(columns.len()), String::new());
-            Row { key: String::new(), cells }
+            ReportRow { key: String::new(), cells }
         };
         Self { caption: caption.into(), rows: rows.into_iter().map(filled).collect(), columns }
     }
 
     /// Marks each row with the style of the curve of this index.
-    pub fn keyed(mut self, curves: impl IntoIterator<Item = usize>) -> Self {
+    pub fn with_curve_keys(mut self, curves: impl IntoIterator<Item = usize>) -> Self {
         for (row, curve) in self.rows.iter_mut().zip(curves) {
-            row.key = plots::key(curve);
+            row.key = plots::key_classes(curve);
         }
         self
     }
 }
 
 /// Maximum number of characters of a text that does not wrap.
-const SHORT: usize = 32;
+const SHORT_LEN_MAX: usize = 32;
 
 fn class(rows: &[Vec<String>], column: usize) -> &'static str {
-    let is_figure = |cell: &String| cell.is_empty() || cell == ABSENT || begins_as_number(cell);
+    let is_figure = |cell: &String| cell.is_empty() || cell == MISSING || begins_as_number(cell);
     let cells = || rows.iter().filter_map(|row| row.get(column));
     match column {
         1.. if cells().all(is_figure) => "figures",
-        _ if cells().all(|cell| cell.chars().count() <= SHORT) => "short",
+        _ if cells().all(|cell| cell.chars().count() <= SHORT_LEN_MAX) => "short",
         _ => "long",
     }
 }

@@ -5,7 +5,7 @@
 
 use super::{
     block::Card,
-    numbers::{ABSENT, chosen, count, figure, percent},
+    numbers::{MISSING, format_count, format_percent, format_setting, format_value},
     words,
 };
 use crate::report::{Distribution, Goodput, RunReport};
@@ -30,37 +30,45 @@ fn card(name: &'static str, value: String, unit: &str, beside: String) -> Card {
 
 fn completed(run: &RunReport) -> Card {
     let class = if run.counts.failed > 0 { "alarm" } else { "" };
-    Card { class, ..card("Completed", count(run.counts.completed), "", words::fates(&run.counts)) }
+    Card {
+        class,
+        ..card("Completed", format_count(run.counts.completed), "", words::describe_outcomes(&run.counts))
+    }
 }
 
 fn throughput(run: &RunReport) -> [Card; 2] {
-    let peak = format!("peak {} per second", count(run.peak_output_tokens_per_s));
-    let asked = run.plan.rate.map_or(String::new(), |rate| format!("{} planned", chosen(rate)));
+    let peak = format!("peak {} per second", format_count(run.peak_output_tokens_per_s));
+    let asked = run.plan.rate.map_or(String::new(), |rate| format!("{} planned", format_setting(rate)));
     [
-        card("Output", figure(run.output_throughput), "tok/s", peak),
-        card("Requests", figure(run.request_throughput), "req/s", asked),
+        card("Output", format_value(run.output_throughput), "tok/s", peak),
+        card("Requests", format_value(run.request_throughput), "req/s", asked),
     ]
 }
 
 fn latency(name: &'static str, distribution: Option<&Distribution>) -> Card {
     match distribution {
         Some(Distribution { stats, .. }) => {
-            card(name, figure(stats.median), "ms p50", format!("{} ms p99", figure(stats.p99)))
+            card(name, format_value(stats.median), "ms p50", format!("{} ms p99", format_value(stats.p99)))
         }
-        None => card(name, ABSENT.into(), "", "not measured".into()),
+        None => card(name, MISSING.into(), "", "not measured".into()),
     }
 }
 
 fn concurrency(run: &RunReport) -> [Card; 2] {
-    let peak = format!("peak {}", count(run.peak_concurrency));
+    let peak = format!("peak {}", format_count(run.peak_concurrency));
     let of_all = "average fraction of requests in flight";
     [
-        card("In flight", figure(run.mean_concurrency), "on average", peak),
-        card("Overlap", percent(run.overlap), "", of_all.into()),
+        card("In flight", format_value(run.mean_concurrency), "on average", peak),
+        card("Overlap", format_percent(run.overlap), "", of_all.into()),
     ]
 }
 
 fn goodput(good: &Goodput) -> Card {
-    let kept = format!("{} ({}) within {}", count(good.good), percent(good.share), words::limits(good));
-    card("Goodput", figure(good.throughput), "req/s", kept)
+    let kept = format!(
+        "{} ({}) within {}",
+        format_count(good.good),
+        format_percent(good.share),
+        words::limits(good)
+    );
+    card("Goodput", format_value(good.throughput), "req/s", kept)
 }

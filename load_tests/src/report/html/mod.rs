@@ -22,7 +22,7 @@ use minijinja::{
 use serde::Serialize;
 
 use super::{RunReport, plots};
-use block::{Block, Table};
+use block::{Block, ReportTable};
 
 /// A section of the page.
 #[derive(Clone, Debug)]
@@ -71,12 +71,12 @@ pub struct Curve {
     pub label: String,
     pub points: Vec<(f64, f64)>,
     /// How the points are connected.
-    pub form: Form,
+    pub form: CurveForm,
 }
 
 /// How a curve is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
+pub enum CurveForm {
     Steps,
     Line,
     LineAndPoints,
@@ -89,27 +89,27 @@ pub enum Form {
 #[derive(Serialize)]
 struct Page<'a> {
     title: &'a str,
-    parts: Vec<Part<'a>>,
+    parts: Vec<PageSection<'a>>,
     /// Whether the page includes explanations of the metrics of a run.
     of_runs: bool,
 }
 
 /// A section laid out as blocks.
 #[derive(Serialize)]
-struct Part<'a> {
+struct PageSection<'a> {
     title: &'a str,
     blocks: Vec<Block>,
 }
 
 /// Renders the page.
 pub fn page(title: &str, sections: &[Section]) -> String {
-    let of_runs = sections.iter().any(is_of_runs);
-    let page = Page { title, parts: sections.iter().map(part).collect(), of_runs };
+    let of_runs = sections.iter().any(has_run_metrics);
+    let page = Page { title, parts: sections.iter().map(layout_section).collect(), of_runs };
     let rendered = templates().and_then(|templates| templates.get_template("page.html")?.render(Serde(page)));
     rendered.expect("the built-in templates are valid")
 }
 
-fn is_of_runs(section: &Section) -> bool {
+fn has_run_metrics(section: &Section) -> bool {
     matches!(section, Section::Run(_) | Section::Runs { .. } | Section::Sweep { .. })
 }
 
@@ -118,7 +118,7 @@ fn templates() -> Result<Environment<'static>, Error> {
     // Template lines with only control tags leave no empty lines on the page.
     templates.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     templates.set_auto_escape_callback(|_| AutoEscape::Html);
-    templates.set_formatter(write_clean);
+    templates.set_formatter(write_sanitized);
     templates.add_template("page.html", include_str!("page.html"))?;
     templates.add_template("block.html", include_str!("block.html"))?;
     templates.add_template("plot.html", include_str!("plot.html"))?;
@@ -127,7 +127,7 @@ fn templates() -> Result<Environment<'static>, Error> {
 }
 
 /// Formats a value with escaping, after replacing characters that are invalid in HTML with U+FFFD.
-fn write_clean(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
+fn write_sanitized(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
     let is_foul = |c: char| c.is_control() && c != '\n' && c != '\t' || matches!(c, '\u{fffe}' | '\u{ffff}');
     match value.as_str() {
         Some(text) if text.contains(is_foul) => {
@@ -137,20 +137,20 @@ fn write_clean(out: &mut Output, state: &mut State, value: &Value) -> Result<(),
     }
 }
 
-fn part(section: &Section) -> Part<'_> {
+fn layout_section(section: &Section) -> PageSection<'_> {
     let about = |text: &str, block: Block| block::text(text).into_iter().chain([block]).collect();
     let (title, blocks) = match section {
         Section::Run(run) => (&run.label, run::blocks(run)),
         Section::Runs { title, text, runs } => (title, runs::blocks(text, runs)),
         Section::Sweep { title, text, x_label, points } => (title, sweep::blocks(text, x_label, points)),
         Section::Table { title, text, columns, rows } => {
-            (title, about(text, Block::Table(Table::new("", columns, rows.clone()))))
+            (title, about(text, Block::Table(ReportTable::new("", columns, rows.clone()))))
         }
         Section::Plot { title, text, x, y, curves } => {
             (title, about(text, Block::Plots(vec![plots::plot("", x, y, curves)])))
         }
     };
-    Part { title, blocks }
+    PageSection { title, blocks }
 }
 
 #[cfg(test)]

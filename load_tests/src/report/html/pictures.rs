@@ -2,14 +2,14 @@
 //!
 //! Invariant: empty plots are omitted.
 
-use super::{Curve, Scale, curves, numbers::chosen};
+use super::{Curve, Scale, curves, numbers::format_setting};
 use crate::report::{
     Distribution, RunReport,
     plots::{self, Plot},
 };
 
 /// Returns the plots of a run that are not empty.
-pub fn pictures(run: &RunReport) -> Vec<Plot> {
+pub fn run_plots(run: &RunReport) -> Vec<Plot> {
     let latencies = &run.latencies;
     let distributions = [
         percentiles("Time to first token", "ttft", latencies.ttft.as_ref(), run),
@@ -39,7 +39,7 @@ fn in_flight(run: &RunReport) -> Vec<Curve> {
 
 /// Adds a line at the mean, unless the curve is empty.
 fn with_mean(curve: Curve, mean: f64, run: &RunReport) -> Vec<Curve> {
-    let mean = (!curve.points.is_empty()).then(|| curves::level("mean", mean, (0.0, run.duration_s)));
+    let mean = (!curve.points.is_empty()).then(|| curves::level_line("mean", mean, (0.0, run.duration_s)));
     [curve].into_iter().chain(mean).collect()
 }
 
@@ -49,10 +49,11 @@ fn percentiles(title: &str, measure: &str, distribution: Option<&Distribution>, 
     let limit = run.goodput.as_ref().and_then(|good| good.limits_ms.get(measure));
     let all = match (limit, values.points.last()) {
         (Some(&limit), Some(&(last, _))) => {
-            let level = curves::level(&format!("limit {} ms", chosen(limit)), limit, (0.0, last));
+            let level =
+                curves::level_line(&format!("limit {} ms", format_setting(limit)), limit, (0.0, last));
             vec![Curve { label: measure.to_uppercase(), ..values }, level]
         }
         _ => vec![values],
     };
-    plots::plot(title, &curves::percentile(), &curves::fitted("ms", &all), &all)
+    plots::plot(title, &curves::percentile(), &curves::fitted_axis("ms", &all), &all)
 }

@@ -3,11 +3,11 @@
 //! Invariant: a measure without values is shown as missing, never as zero.
 
 use super::{
-    block::{Block, Table},
+    block::{Block, ReportTable},
     cards::cards,
     columns,
-    numbers::{ABSENT, count, figure, maybe},
-    pictures::pictures,
+    numbers::{MISSING, format_count, format_optional, format_value},
+    pictures::run_plots,
     words,
 };
 use crate::report::{Distribution, Failures, ModelReport, RunReport, ServerRow};
@@ -20,12 +20,12 @@ pub fn blocks(run: &RunReport) -> Vec<Block> {
     [Block::Facts(words::facts(run)), Block::Cards(cards(run))]
         .into_iter()
         .chain(notes)
-        .chain([Block::Plots(pictures(run))])
+        .chain([Block::Plots(run_plots(run))])
         .chain(tables.map(Block::Table))
         .collect()
 }
 
-fn latencies(run: &RunReport) -> Table {
+fn latencies(run: &RunReport) -> ReportTable {
     let of = &run.latencies;
     let rows = [
         ("Time to first token (TTFT)", &of.ttft),
@@ -36,66 +36,68 @@ fn latencies(run: &RunReport) -> Table {
     ];
     let row = |(name, distribution): (&str, &Option<Distribution>)| {
         let figures = match distribution {
-            Some(distribution) => distribution.stats.named().map(|(_, value)| figure(value)),
-            None => [ABSENT; 7].map(String::from),
+            Some(distribution) => distribution.stats.named().map(|(_, value)| format_value(value)),
+            None => [MISSING; 7].map(String::from),
         };
         [name.to_string()].into_iter().chain(figures).collect()
     };
     let columns = ["ms", "mean", "median", "std", "p90", "p95", "p99", "max"];
-    Table::new("Latencies", columns, rows.into_iter().map(row).collect())
+    ReportTable::new("Latencies", columns, rows.into_iter().map(row).collect())
 }
 
-fn counts(run: &RunReport) -> Table {
+fn counts(run: &RunReport) -> ReportTable {
     let counts = &run.counts;
     let columns =
         ["planned", "sent", "completed", "hung up", "failed", "unsent", "short responses", "retries"];
     let row = [
-        count(counts.planned),
-        count(counts.sent),
-        count(counts.completed),
-        count(counts.hung_up),
-        count(counts.failed),
-        count(counts.unsent),
-        count(counts.short),
-        count(counts.retries),
+        format_count(counts.planned),
+        format_count(counts.sent),
+        format_count(counts.completed),
+        format_count(counts.hung_up),
+        format_count(counts.failed),
+        format_count(counts.unsent),
+        format_count(counts.short),
+        format_count(counts.retries),
     ];
     let cells = ["requests".to_string()].into_iter().chain(row).collect();
-    Table::new("Requests", [""].into_iter().chain(columns), vec![cells])
+    ReportTable::new("Requests", [""].into_iter().chain(columns), vec![cells])
 }
 
-fn failures(run: &RunReport) -> Option<Table> {
+fn failures(run: &RunReport) -> Option<ReportTable> {
     let row = |(kind, failures): (&String, &Failures)| {
-        vec![kind.clone(), count(failures.count), failures.first.clone()]
+        vec![kind.clone(), format_count(failures.count), failures.first.clone()]
     };
     let rows: Vec<_> = run.counts.failures.iter().map(row).collect();
-    (!rows.is_empty()).then(|| Table::new("Failures", ["kind", "requests", "first message"], rows))
+    (!rows.is_empty()).then(|| ReportTable::new("Failures", ["kind", "requests", "first message"], rows))
 }
 
-fn models(run: &RunReport) -> Option<Table> {
+fn models(run: &RunReport) -> Option<ReportTable> {
     let row = |model: &ModelReport| {
-        let counts = [model.sent, model.completed, model.failed].map(count);
-        let latencies = columns::of_stats([model.ttft, model.itl, model.e2el]);
+        let counts = [model.sent, model.completed, model.failed].map(format_count);
+        let latencies = columns::stats_cells([model.ttft, model.itl, model.e2el]);
         let cells = [model.model.clone()].into_iter().chain(counts);
-        cells.chain([count(model.output_tokens)]).chain(latencies).collect()
+        cells.chain([format_count(model.output_tokens)]).chain(latencies).collect()
     };
     let names = ["model", "sent", "completed", "failed", "output tokens"];
     let names = names.into_iter().chain(columns::LATENCIES);
     let rows: Vec<_> = run.by_model.iter().map(row).collect();
-    (!rows.is_empty()).then(|| Table::new(&format!("By model, {}", columns::IN_MS), names, rows))
+    (!rows.is_empty())
+        .then(|| ReportTable::new(&format!("By model, {}", columns::LATENCY_CAPTION), names, rows))
 }
 
-fn server(run: &RunReport) -> Option<Table> {
+fn server(run: &RunReport) -> Option<ReportTable> {
     let server = run.server.as_ref()?;
-    let row =
-        |row: &ServerRow| vec![row.name.clone(), row.unit.clone(), figure(row.server), maybe(row.client)];
+    let row = |row: &ServerRow| {
+        vec![row.name.clone(), row.unit.clone(), format_value(row.server), format_optional(row.client)]
+    };
     let more = [
-        ("decode steps", server.steps.map(count)),
-        ("sequences per step", server.sequences_per_step.map(figure)),
+        ("decode steps", server.steps.map(format_count)),
+        ("sequences per step", server.sequences_per_step.map(format_value)),
     ];
     let more = more
         .into_iter()
-        .filter_map(|(name, value)| Some(vec![name.to_string(), String::new(), value?, ABSENT.to_string()]));
+        .filter_map(|(name, value)| Some(vec![name.to_string(), String::new(), value?, MISSING.to_string()]));
     let rows: Vec<_> = server.rows.iter().map(row).chain(more).collect();
     let columns = ["", "unit", "server", "client"];
-    (!rows.is_empty()).then(|| Table::new("Server metrics", columns, rows))
+    (!rows.is_empty()).then(|| ReportTable::new("Server metrics", columns, rows))
 }

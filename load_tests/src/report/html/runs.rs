@@ -4,10 +4,10 @@
 
 use super::{
     Curve, Scale,
-    block::{Block, Table, text},
+    block::{Block, ReportTable, text},
     columns::{self, ITL, Measure, TTFT},
     curves,
-    numbers::percent,
+    numbers::format_percent,
 };
 use crate::report::{
     RunReport,
@@ -20,27 +20,28 @@ pub fn blocks(about: &str, runs: &[RunReport]) -> Vec<Block> {
         return text(about).into_iter().chain(text("There are no runs to compare.")).collect();
     }
     let table = Block::Table(table(runs));
-    text(about).into_iter().chain([table, Block::Plots(overlaid(runs))]).collect()
+    text(about).into_iter().chain([table, Block::Plots(comparison_plots(runs))]).collect()
 }
 
-fn table(runs: &[RunReport]) -> Table {
+fn table(runs: &[RunReport]) -> ReportTable {
     let names = ["run", "arrivals"].into_iter().chain(columns::OUTCOME);
     let names = names.chain(columns::LATENCIES).chain(["overlap"]);
     let row = |run: &RunReport| {
         let first = [run.label.clone(), run.plan.arrivals.clone()].into_iter().chain(columns::outcome(run));
-        first.chain(columns::latencies(run)).chain([percent(run.overlap)]).collect()
+        first.chain(columns::latencies(run)).chain([format_percent(run.overlap)]).collect()
     };
-    Table::new(&format!("Runs, {}", columns::IN_MS), names, runs.iter().map(row).collect()).keyed(0..)
+    ReportTable::new(&format!("Runs, {}", columns::LATENCY_CAPTION), names, runs.iter().map(row).collect())
+        .with_curve_keys(0..)
 }
 
-fn overlaid(runs: &[RunReport]) -> Vec<Plot> {
+fn comparison_plots(runs: &[RunReport]) -> Vec<Plot> {
     let all = |curve: fn(&RunReport) -> Curve| -> Vec<_> { runs.iter().map(curve).collect() };
     let over_time = |title: &str, y: &str, curve| {
         plots::plot(title, &curves::seconds(), &curves::axis(y, Scale::Linear), &all(curve))
     };
     let percentiles = |title: &str, of: Measure| {
         let all: Vec<_> = runs.iter().map(|run| curves::percentiles(&run.label, of(run))).collect();
-        plots::plot(title, &curves::percentile(), &curves::fitted("ms", &all), &all)
+        plots::plot(title, &curves::percentile(), &curves::fitted_axis("ms", &all), &all)
     };
     vec![
         over_time("Progress", "% of output tokens", curves::progress),

@@ -3,11 +3,11 @@
 //! Invariant: a step without measurements is a gap in its curve.
 
 use super::{
-    Axis, Curve, Form, Scale, SweepPoint,
-    block::{Block, Table, text},
+    Axis, Curve, CurveForm, Scale, SweepPoint,
+    block::{Block, ReportTable, text},
     columns::{self, ITL, TTFT},
     curves,
-    numbers::{chosen, count},
+    numbers::{format_count, format_setting},
 };
 use crate::{
     measure::Stats,
@@ -18,10 +18,10 @@ use crate::{
 };
 
 /// Computes the plotted value of a step.
-type Value = dyn Fn(&RunReport) -> Option<f64>;
+type StepValue = dyn Fn(&RunReport) -> Option<f64>;
 
 /// A label and its steps.
-type Group<'a> = (&'a str, Vec<&'a SweepPoint>);
+type LabelGroup<'a> = (&'a str, Vec<&'a SweepPoint>);
 
 /// Returns the plots and the table of the steps.
 pub fn blocks(about: &str, x_label: &str, points: &[SweepPoint]) -> Vec<Block> {
@@ -29,14 +29,14 @@ pub fn blocks(about: &str, x_label: &str, points: &[SweepPoint]) -> Vec<Block> {
         return text(about).into_iter().chain(text("The sweep has no steps.")).collect();
     }
     let by_label = by_label(points);
-    let pictures = Block::Plots(against_load(x_label, points, &by_label));
+    let pictures = Block::Plots(load_plots(x_label, points, &by_label));
     let table = Block::Table(steps(x_label, &by_label));
     text(about).into_iter().chain([pictures, table]).collect()
 }
 
 /// Groups points by label and sorts each group by x; groups are in order of first appearance.
-fn by_label(points: &[SweepPoint]) -> Vec<Group<'_>> {
-    let mut groups: Vec<Group> = Vec::new();
+fn by_label(points: &[SweepPoint]) -> Vec<LabelGroup<'_>> {
+    let mut groups: Vec<LabelGroup> = Vec::new();
     for point in points {
         match groups.iter_mut().find(|(label, _)| *label == point.run.label) {
             Some((_, group)) => group.push(point),
@@ -47,15 +47,15 @@ fn by_label(points: &[SweepPoint]) -> Vec<Group<'_>> {
     groups
 }
 
-fn against_load(x_label: &str, points: &[SweepPoint], groups: &[Group]) -> Vec<Plot> {
+fn load_plots(x_label: &str, points: &[SweepPoint], groups: &[LabelGroup]) -> Vec<Plot> {
     let scale = if is_geometric(points) { Scale::Log } else { Scale::Linear };
     let x = curves::axis(x_label, scale);
-    let each = |value: &Value| -> Vec<Curve> {
+    let each = |value: &StepValue| -> Vec<Curve> {
         groups.iter().map(|(label, group)| curve(label, group, value)).collect()
     };
     let mut achieved = each(&|run| Some(run.request_throughput));
     if points.iter().all(|point| !point.run.plan.closed_loop) {
-        achieved.push(as_asked(points));
+        achieved.push(offered_load(points));
     }
     let output = each(&|run| Some(run.output_throughput));
     let mut pictures = vec![
@@ -74,7 +74,7 @@ fn against_load(x_label: &str, points: &[SweepPoint], groups: &[Group]) -> Vec<P
 /// Returns one plot with both quantiles for a single label, or one plot per quantile for several labels.
 fn latency(title: &str, x: &Axis, quantiles: [(&str, Vec<Curve>); 2]) -> Vec<Plot> {
     let picture =
-        |title: String, curves: &[Curve]| plots::plot(title, x, &curves::fitted("ms", curves), curves);
+        |title: String, curves: &[Curve]| plots::plot(title, x, &curves::fitted_axis("ms", curves), curves);
     if quantiles[0].1.len() > 1 {
         return quantiles.map(|(name, curves)| picture(format!("{title}, {name}"), &curves)).into();
     }
@@ -85,17 +85,17 @@ fn latency(title: &str, x: &Axis, quantiles: [(&str, Vec<Curve>); 2]) -> Vec<Plo
 }
 
 /// Returns the curve of a group; a missing value is a gap.
-fn curve(label: &str, group: &[&SweepPoint], value: &Value) -> Curve {
+fn curve(label: &str, group: &[&SweepPoint], value: &StepValue) -> Curve {
     let points = group.iter().map(|point| (point.x, value(&point.run).unwrap_or(f64::NAN))).collect();
-    Curve { label: label.into(), points, form: Form::LineAndPoints }
+    Curve { label: label.into(), points, form: CurveForm::LineAndPoints }
 }
 
 /// Returns the reference line of a server that completes requests at the offered rate.
-fn as_asked(points: &[SweepPoint]) -> Curve {
+fn offered_load(points: &[SweepPoint]) -> Curve {
     let mut xs: Vec<_> = points.iter().map(|point| point.x).collect();
     xs.sort_by(f64::total_cmp);
     let points = xs.first().into_iter().chain(xs.last()).map(|&x| (x, x)).collect();
-    Curve { label: "offered load".into(), points, form: Form::Reference }
+    Curve { label: "offered load".into(), points, form: CurveForm::Reference }
 }
 
 /// Returns whether the loads are closer to a geometric than to an arithmetic progression.
@@ -112,19 +112,19 @@ fn is_geometric(points: &[SweepPoint]) -> bool {
     xs.first().is_some_and(|&x| x > 0.0) && uneven(|a, b| (b / a).ln()) < uneven(|a, b| b - a)
 }
 
-fn steps(x_label: &str, groups: &[Group]) -> Table {
+fn steps(x_label: &str, groups: &[LabelGroup]) -> ReportTable {
     let several = groups.len() > 1;
     let first = [x_label].into_iter().chain(several.then_some("run"));
     let names = first.chain(columns::OUTCOME).chain(columns::LATENCIES).chain(["peak in flight"]);
     let row = |point: &&SweepPoint| {
-        let first = [chosen(point.x)].into_iter().chain(several.then(|| point.run.label.clone()));
+        let first = [format_setting(point.x)].into_iter().chain(several.then(|| point.run.label.clone()));
         let figures = columns::outcome(&point.run).chain(columns::latencies(&point.run));
-        first.chain(figures).chain([count(point.run.peak_concurrency)]).collect()
+        first.chain(figures).chain([format_count(point.run.peak_concurrency)]).collect()
     };
     let rows = groups.iter().flat_map(|(_, group)| group.iter().map(row)).collect();
-    let table = Table::new(&format!("Steps, {}", columns::IN_MS), names, rows);
+    let table = ReportTable::new(&format!("Steps, {}", columns::LATENCY_CAPTION), names, rows);
     let curves = groups.iter().enumerate().flat_map(|(index, (_, group))| vec![index; group.len()]);
-    if several { table.keyed(curves) } else { table }
+    if several { table.with_curve_keys(curves) } else { table }
 }
 
 #[cfg(test)]

@@ -2,11 +2,11 @@
 //!
 //! Invariant: notes are based only on the report; a run without anomalies has none.
 
-use super::numbers::{chosen, count, date, figure, of_requests};
+use super::numbers::{format_count, format_date, format_requests, format_setting, format_value};
 use crate::report::{Counts, Goodput, RunReport};
 
 /// Maximum 99th percentile of lateness, in milliseconds, before a note warns about a distorted measurement.
-const LATE_MS: f64 = 10.0;
+const LATE_MS_MAX: f64 = 10.0;
 
 /// Returns the facts about a run: server, models, load, arrivals, start, duration.
 pub fn facts(run: &RunReport) -> Vec<(&'static str, String)> {
@@ -16,14 +16,14 @@ pub fn facts(run: &RunReport) -> Vec<(&'static str, String)> {
         (models, run.models.join(", ")),
         ("Load", load(run)),
         ("Arrivals", arrivals(run)),
-        ("Started", date(&run.date)),
+        ("Started", format_date(&run.date)),
         (
             "Duration",
             format!(
                 "{} s; {} prompt tokens in, {} output tokens out",
-                figure(run.duration_s),
-                count(run.input_tokens),
-                count(run.output_tokens)
+                format_value(run.duration_s),
+                format_count(run.input_tokens),
+                format_count(run.output_tokens)
             ),
         ),
     ]
@@ -33,7 +33,7 @@ fn load(run: &RunReport) -> String {
     let plan = &run.plan;
     format!(
         "{} to {}; prompt tokens: {}; output tokens: {}; seed {}",
-        of_requests(plan.requests),
+        format_requests(plan.requests),
         plan.endpoint,
         plan.prompt,
         plan.output,
@@ -48,13 +48,13 @@ fn arrivals(run: &RunReport) -> String {
         None => plan.arrivals.clone(),
     };
     if let Some(rate) = plan.rate.filter(|rate| rate.is_finite()) {
-        words += &format!(", {} req/s on average", chosen(rate));
+        words += &format!(", {} req/s on average", format_setting(rate));
     }
     if let Some(burstiness) = plan.burstiness.filter(|&burstiness| burstiness != 1.0) {
-        words += &format!(", burstiness {}", chosen(burstiness));
+        words += &format!(", burstiness {}", format_setting(burstiness));
     }
     if let Some(limit) = plan.max_concurrency {
-        words += &format!(", at most {} in flight", count(limit));
+        words += &format!(", at most {} in flight", format_count(limit));
     }
     words
 }
@@ -74,21 +74,21 @@ fn process(arrivals: &str) -> Option<&'static str> {
 }
 
 /// Describes the outcomes of the requests that did not complete.
-pub fn fates(counts: &Counts) -> String {
+pub fn describe_outcomes(counts: &Counts) -> String {
     let fates = [("failed", counts.failed), ("hung up", counts.hung_up), ("unsent", counts.unsent)];
     let seen: Vec<_> = fates
         .into_iter()
         .filter(|&(fate, number)| number > 0 || fate == "failed")
-        .map(|(fate, number)| format!("{} {fate}", count(number)))
+        .map(|(fate, number)| format!("{} {fate}", format_count(number)))
         .collect();
-    format!("of {}; {}", count(counts.planned), seen.join(", "))
+    format!("of {}; {}", format_count(counts.planned), seen.join(", "))
 }
 
 /// Formats the goodput limits: `TTFT ≤ 200 ms and TPOT ≤ 50 ms`.
 pub fn limits(good: &Goodput) -> String {
     let limits = good.limits_ms.iter();
     let limits: Vec<_> = limits
-        .map(|(measure, limit)| format!("{} ≤ {} ms", measure.to_uppercase(), chosen(*limit)))
+        .map(|(measure, limit)| format!("{} ≤ {} ms", measure.to_uppercase(), format_setting(*limit)))
         .collect();
     limits.join(" and ")
 }
@@ -101,31 +101,31 @@ pub fn notes(run: &RunReport) -> Vec<String> {
     let unsent = (counts.unsent > 0).then(|| {
         format!(
             "The run ended early and left {} unsent. The results cover only the requests that were sent.",
-            of_requests(counts.unsent)
+            format_requests(counts.unsent)
         )
     });
     let short = (counts.short > 0).then(|| {
         format!(
             "{} got fewer tokens than requested although they completed, so the load was lighter than planned.",
-            of_requests(counts.short)
+            format_requests(counts.short)
         )
     });
     [nothing, unsent, short, late(run), closed_loop(run)].into_iter().flatten().collect()
 }
 
 fn late(run: &RunReport) -> Option<String> {
-    let lateness = run.latencies.lateness.as_ref().filter(|lateness| lateness.stats.p99 > LATE_MS)?;
+    let lateness = run.latencies.lateness.as_ref().filter(|lateness| lateness.stats.p99 > LATE_MS_MAX)?;
     let cause = match run.plan.max_concurrency {
         Some(limit) => format!(
             "They waited because the limit of {} requests in flight was reached, or the client machine could not keep up.",
-            count(limit)
+            format_count(limit)
         ),
         None => "The client machine could not keep up with the planned load.".into(),
     };
     Some(format!(
         "1 % of the requests were sent {} ms late or later. {cause} Latencies are measured from the due time, so they \
          include this delay.",
-        figure(lateness.stats.p99)
+        format_value(lateness.stats.p99)
     ))
 }
 

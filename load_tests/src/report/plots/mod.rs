@@ -11,12 +11,12 @@ mod ticks;
 
 use serde::Serialize;
 
-use super::html::{Axis, Curve, Form};
+use super::html::{Axis, Curve, CurveForm};
 use path::Mark;
-use scale::{Fit, Room, Ruler, drawable};
-use style::Style;
+use scale::{AxisLayout, Fit, Ruler, is_drawable};
+use style::CurveStyle;
 
-pub use style::key;
+pub use style::key_classes;
 
 /// Width of a plot in coordinate units.
 pub const WIDTH: u32 = 600;
@@ -45,9 +45,9 @@ pub struct Plot {
     pub description: String,
     pub width: u32,
     pub height: u32,
-    pub x: Side,
-    pub y: Side,
-    pub curves: Vec<Drawn>,
+    pub x: PlotAxis,
+    pub y: PlotAxis,
+    pub curves: Vec<PlotCurve>,
     /// Whether the area under the curves is filled.
     pub filled: bool,
     /// Whether there is nothing to draw.
@@ -56,7 +56,7 @@ pub struct Plot {
 
 /// A laid-out axis.
 #[derive(Clone, Debug, Serialize)]
-pub struct Side {
+pub struct PlotAxis {
     pub label: String,
     /// Path of the grid lines at the labels.
     pub grid: String,
@@ -72,7 +72,7 @@ pub struct Side {
 
 /// A laid-out curve.
 #[derive(Clone, Debug, Serialize)]
-pub struct Drawn {
+pub struct PlotCurve {
     pub label: String,
     /// CSS classes.
     pub style: String,
@@ -91,24 +91,24 @@ pub fn plot(title: impl Into<String>, x: &Axis, y: &Axis, curves: &[Curve]) -> P
     let title = title.into();
     let values = |of: fn(&(f64, f64)) -> f64| -> Vec<f64> {
         let points = curves.iter().flat_map(|curve| &curve.points);
-        points.filter(|point| drawable(point.0) && drawable(point.1)).map(of).collect()
+        points.filter(|point| is_drawable(point.0) && is_drawable(point.1)).map(of).collect()
     };
     let floor = f64::from(HEIGHT) - BOTTOM;
-    let room = Room { fit: Fit::Round, labels: 5, pixels: (floor, TOP) };
-    let y_ruler = Ruler::over(y.scale, &values(|point| point.1), room);
+    let room = AxisLayout { fit: Fit::Round, labels: 5, pixels: (floor, TOP) };
+    let y_ruler = Ruler::new(y.scale, &values(|point| point.1), room);
     let widest = y_ruler.ticks.iter().map(|tick| tick.label.chars().count()).max().unwrap_or(0);
     let (left, right) = (14.0 + DIGIT * widest as f64, f64::from(WIDTH) - RIGHT);
-    let room = Room { fit: Fit::Tight, labels: 7, pixels: (left, right) };
-    let x_ruler = Ruler::over(x.scale, &values(|point| point.0), room);
+    let room = AxisLayout { fit: Fit::Tight, labels: 7, pixels: (left, right) };
+    let x_ruler = Ruler::new(x.scale, &values(|point| point.0), room);
     let styles = style::styles(curves);
-    let drawn = |(curve, style)| draw(curve, style, &x_ruler, &y_ruler);
+    let drawn = |(curve, style)| layout_curve(curve, style, &x_ruler, &y_ruler);
     Plot {
         description: describe(&title, x, y, curves),
         title,
         width: WIDTH,
         height: HEIGHT,
-        x: x_side(x, &x_ruler, floor),
-        y: y_side(y, &y_ruler, (left, right)),
+        x: layout_x_axis(x, &x_ruler, floor),
+        y: layout_y_axis(y, &y_ruler, (left, right)),
         filled: false,
         empty: !curves.iter().any(|curve| thin::runs(&curve.points).next().is_some()),
         curves: curves.iter().zip(styles).map(drawn).collect(),
@@ -129,9 +129,9 @@ fn describe(title: &str, x: &Axis, y: &Axis, curves: &[Curve]) -> String {
     format!("{title}: {} against {}{of}", y.label, x.label)
 }
 
-fn x_side(axis: &Axis, ruler: &Ruler, floor: f64) -> Side {
+fn layout_x_axis(axis: &Axis, ruler: &Ruler, floor: f64) -> PlotAxis {
     let line = |at: String| format!("M{at} {}V{}", path::px(TOP), path::px(floor));
-    Side {
+    PlotAxis {
         label: axis.label.clone(),
         grid: path::lines(ruler, ruler.labelled(), line),
         fine: path::lines(ruler, ruler.fine(), line),
@@ -141,9 +141,9 @@ fn x_side(axis: &Axis, ruler: &Ruler, floor: f64) -> Side {
     }
 }
 
-fn y_side(axis: &Axis, ruler: &Ruler, (left, right): (f64, f64)) -> Side {
+fn layout_y_axis(axis: &Axis, ruler: &Ruler, (left, right): (f64, f64)) -> PlotAxis {
     let line = |at: String| format!("M{} {at}H{}", path::px(left), path::px(right));
-    Side {
+    PlotAxis {
         label: axis.label.clone(),
         grid: path::lines(ruler, ruler.labelled(), line),
         fine: path::lines(ruler, ruler.fine(), line),
@@ -153,15 +153,16 @@ fn y_side(axis: &Axis, ruler: &Ruler, (left, right): (f64, f64)) -> Side {
     }
 }
 
-fn draw(curve: &Curve, style: Style, x: &Ruler, y: &Ruler) -> Drawn {
+fn layout_curve(curve: &Curve, style: CurveStyle, x: &Ruler, y: &Ruler) -> PlotCurve {
     let runs: Vec<_> = thin::runs(&curve.points).collect();
     let total: usize = runs.iter().map(|run| run.len()).sum();
-    let pieces: Vec<_> = runs.iter().map(|run| thin::thin(run, POINTS_MAX * run.len() / total)).collect();
-    let place = |&(a, b): &(f64, f64)| (x.place(a), y.place(b));
+    let pieces: Vec<_> =
+        runs.iter().map(|run| thin::downsample(run, POINTS_MAX * run.len() / total)).collect();
+    let place = |&(a, b): &(f64, f64)| (x.position(a), y.position(b));
     let placed: Vec<Vec<_>> = pieces.iter().map(|piece| piece.iter().map(place).collect()).collect();
     let mark = |point| path::mark(place(point), style.shape, *point);
     let marked = shows_marks(curve.form, total);
-    Drawn {
+    PlotCurve {
         label: curve.label.clone(),
         style: style.classes(curve.form),
         line: placed.iter().map(|piece| path::line(piece, curve.form)).collect(),
@@ -174,12 +175,12 @@ fn draw(curve: &Curve, style: Style, x: &Ruler, y: &Ruler) -> Drawn {
 
 /// Returns whether points have marks. A line of a single point would be invisible without one, and reference
 /// values are few and meant to be read off.
-fn shows_marks(form: Form, points: usize) -> bool {
+fn shows_marks(form: CurveForm, points: usize) -> bool {
     match form {
-        Form::Points => true,
-        Form::LineAndPoints => points <= MARKS_MAX,
-        Form::Reference => points == 1 || (3..=MARKS_MAX).contains(&points),
-        Form::Steps | Form::Line => points == 1,
+        CurveForm::Points => true,
+        CurveForm::LineAndPoints => points <= MARKS_MAX,
+        CurveForm::Reference => points == 1 || (3..=MARKS_MAX).contains(&points),
+        CurveForm::Steps | CurveForm::Line => points == 1,
     }
 }
 
@@ -188,7 +189,7 @@ mod tests {
     use super::*;
     use crate::report::html::Scale;
 
-    fn drawn(points: &[(f64, f64)], form: Form) -> Plot {
+    fn drawn(points: &[(f64, f64)], form: CurveForm) -> Plot {
         let axis = Axis { label: String::new(), scale: Scale::Linear };
         plot("", &axis, &axis, &[Curve { label: String::new(), points: points.to_vec(), form }])
     }
@@ -196,7 +197,7 @@ mod tests {
     #[test]
     fn a_point_that_is_not_drawn_does_not_stretch_the_axes() {
         let [plain, odd] =
-            [(1.0, 2.0), (f64::NAN, 5e3)].map(|last| drawn(&[(0.0, 1.0), last, (2.0, 2.0)], Form::Line));
+            [(1.0, 2.0), (f64::NAN, 5e3)].map(|last| drawn(&[(0.0, 1.0), last, (2.0, 2.0)], CurveForm::Line));
         assert_eq!((plain.x.labels, plain.y.labels), (odd.x.labels, odd.y.labels));
     }
 
@@ -204,14 +205,20 @@ mod tests {
     fn a_curve_has_few_points_however_long_and_however_broken_it_is() {
         let gap = |n: u32| if n % 10_000 == 9_999 { f64::NAN } else { f64::from(n % 97) };
         let points: Vec<_> = (0..100_000).map(|n| (f64::from(n), gap(n))).collect();
-        let line = &drawn(&points, Form::Line).curves[0].line;
+        let line = &drawn(&points, CurveForm::Line).curves[0].line;
         assert_eq!(line.matches('M').count(), 10);
         assert!((300..=POINTS_MAX).contains(&line.matches(['M', 'L']).count()));
     }
 
     #[test]
     fn a_lone_point_can_be_seen_whatever_its_form() {
-        for form in [Form::Steps, Form::Line, Form::LineAndPoints, Form::Points, Form::Reference] {
+        for form in [
+            CurveForm::Steps,
+            CurveForm::Line,
+            CurveForm::LineAndPoints,
+            CurveForm::Points,
+            CurveForm::Reference,
+        ] {
             assert_eq!(drawn(&[(1.0, 1.0)], form).curves[0].marks.len(), 1, "{form:?}");
         }
     }

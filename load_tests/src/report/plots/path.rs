@@ -5,7 +5,7 @@
 use serde::Serialize;
 
 use super::{scale::Ruler, ticks::Tick};
-use crate::report::html::{Form, numbers};
+use crate::report::html::{CurveForm, numbers};
 
 /// A mark at a point, with a tooltip.
 #[derive(Clone, Debug, Serialize)]
@@ -15,7 +15,7 @@ pub struct Mark {
     pub says: String,
 }
 
-type Place = (f64, f64);
+type Point = (f64, f64);
 
 /// Formats a coordinate.
 pub fn px(at: f64) -> String {
@@ -29,31 +29,31 @@ pub fn lines<'a>(
     ticks: impl Iterator<Item = &'a Tick>,
     line: impl Fn(String) -> String,
 ) -> String {
-    ticks.map(|tick| line(px(ruler.place(tick.value)))).collect()
+    ticks.map(|tick| line(px(ruler.position(tick.value)))).collect()
 }
 
 /// Returns the coordinates and texts of the labels.
 pub fn labels(ruler: &Ruler) -> Vec<(String, String)> {
-    ruler.labelled().map(|tick| (px(ruler.place(tick.value)), tick.label.clone())).collect()
+    ruler.labelled().map(|tick| (px(ruler.position(tick.value)), tick.label.clone())).collect()
 }
 
 /// Returns the path of a curve through the places.
-pub fn line(places: &[Place], form: Form) -> String {
-    let start = |&(x, y): &Place| format!("M{} {}", px(x), px(y));
-    let to = |&(x, y): &Place| match form {
-        Form::Steps => format!("H{}V{}", px(x), px(y)),
+pub fn line(places: &[Point], form: CurveForm) -> String {
+    let start = |&(x, y): &Point| format!("M{} {}", px(x), px(y));
+    let to = |&(x, y): &Point| match form {
+        CurveForm::Steps => format!("H{}V{}", px(x), px(y)),
         _ => format!("L{} {}", px(x), px(y)),
     };
     match (places, form) {
-        ([], _) | (_, Form::Points) => String::new(),
+        ([], _) | (_, CurveForm::Points) => String::new(),
         ([first, rest @ ..], _) => start(first) + &rest.iter().map(to).collect::<String>(),
     }
 }
 
 /// Returns the path of the area between the curve and `base`.
-pub fn area(places: &[Place], form: Form, base: f64) -> String {
+pub fn area(places: &[Point], form: CurveForm, base: f64) -> String {
     match (places, form) {
-        ([first, .., _], Form::Steps | Form::Line) => {
+        ([first, .., _], CurveForm::Steps | CurveForm::Line) => {
             format!("{}V{}H{}Z", line(places, form), px(base), px(first.0))
         }
         _ => String::new(),
@@ -61,12 +61,15 @@ pub fn area(places: &[Place], form: Form, base: f64) -> String {
 }
 
 /// Returns a mark at a place, with the point's values as tooltip.
-pub fn mark(place: Place, shape: usize, (x, y): (f64, f64)) -> Mark {
-    Mark { path: self::shape(place, shape), says: format!("{}, {}", numbers::figure(x), numbers::figure(y)) }
+pub fn mark(place: Point, shape: usize, (x, y): (f64, f64)) -> Mark {
+    Mark {
+        path: self::shape(place, shape),
+        says: format!("{}, {}", numbers::format_value(x), numbers::format_value(y)),
+    }
 }
 
 /// Returns the outline of a mark: a disc, a square, a triangle or a diamond.
-pub fn shape((x, y): Place, shape: usize) -> String {
+pub fn shape((x, y): Point, shape: usize) -> String {
     let at = |dx: f64, dy: f64| format!("M{} {}", px(x + dx), px(y + dy));
     match shape % 4 {
         0 => at(-3.5, 0.0) + "a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0-7 0Z",
@@ -83,9 +86,9 @@ mod tests {
     #[test]
     fn steps_hold_their_value_until_the_next_point() {
         let places = [(0.0, 10.0), (5.0, 20.04), (7.25, 0.0)];
-        assert_eq!(line(&places, Form::Steps), "M0 10H5V20H7.2V0");
-        assert_eq!(line(&places, Form::Line), "M0 10L5 20L7.2 0");
-        assert_eq!(area(&places, Form::Steps, 30.0), "M0 10H5V20H7.2V0V30H0Z");
-        assert_eq!(area(&places[..1], Form::Steps, 30.0), "");
+        assert_eq!(line(&places, CurveForm::Steps), "M0 10H5V20H7.2V0");
+        assert_eq!(line(&places, CurveForm::Line), "M0 10L5 20L7.2 0");
+        assert_eq!(area(&places, CurveForm::Steps, 30.0), "M0 10H5V20H7.2V0V30H0Z");
+        assert_eq!(area(&places[..1], CurveForm::Steps, 30.0), "");
     }
 }

@@ -20,7 +20,7 @@ pub struct Ruler {
 
 /// The layout constraints of an axis.
 #[derive(Clone, Copy, Debug)]
-pub struct Room {
+pub struct AxisLayout {
     pub fit: Fit,
     /// Approximate number of labels.
     pub labels: usize,
@@ -43,21 +43,21 @@ const VALUE_MAX: f64 = 1e100;
 const POSITIVE_MIN: f64 = 1e-100;
 
 /// Returns whether a value can be drawn.
-pub fn drawable(value: f64) -> bool {
+pub fn is_drawable(value: f64) -> bool {
     value.abs() <= VALUE_MAX
 }
 
 impl Ruler {
     /// Creates an axis that covers all drawable values.
-    pub fn over(scale: Scale, values: &[f64], room: Room) -> Self {
-        let drawn = || values.iter().copied().filter(|&value| drawable(value));
+    pub fn new(scale: Scale, values: &[f64], room: AxisLayout) -> Self {
+        let drawn = || values.iter().copied().filter(|&value| is_drawable(value));
         let all = extent(drawn()).unwrap_or((0.0, 1.0));
         let positive = extent(drawn().filter(|&value| value >= POSITIVE_MIN));
         let (scale, ends, ticks) = match (scale, positive) {
             (Scale::Log, Some(positive)) => log(positive, all.0, room),
             (Scale::Log | Scale::Linear, _) => linear(all, room),
             (Scale::Percentile, _) => {
-                let high = bend(scale, all.1).max(1.0);
+                let high = transform(scale, all.1).max(1.0);
                 (scale, (0.0, high), ticks::percentiles(high))
             }
         };
@@ -75,23 +75,23 @@ impl Ruler {
     }
 
     /// Maps a value to a plot coordinate. Values beyond an end map to it.
-    pub fn place(&self, value: f64) -> f64 {
+    pub fn position(&self, value: f64) -> f64 {
         let (low, high) = self.ends;
-        let share = ((bend(self.scale, value) - low) / (high - low)).clamp(0.0, 1.0);
+        let share = ((transform(self.scale, value) - low) / (high - low)).clamp(0.0, 1.0);
         self.pixels.0 + share * (self.pixels.1 - self.pixels.0)
     }
 }
 
 /// A scale, its ends in transformed units, and its ticks.
-type Laid = (Scale, (f64, f64), Vec<Tick>);
+type AxisExtent = (Scale, (f64, f64), Vec<Tick>);
 
-fn linear(extent: (f64, f64), room: Room) -> Laid {
+fn linear(extent: (f64, f64), room: AxisLayout) -> AxisExtent {
     let (low, high) = match (room.fit, extent) {
         (Fit::Tight, (low, high)) if (0.0..0.1 * high).contains(&low) => (0.0, high),
         (Fit::Tight, extent) => extent,
         (Fit::Round, (low, high)) => (low.min(0.0), high.max(0.0)),
     };
-    let (low, high) = apart(low, high);
+    let (low, high) = widen(low, high);
     let step = ticks::round_up((high - low) / room.labels as f64);
     let ends = match room.fit {
         Fit::Tight => (low, high),
@@ -102,7 +102,7 @@ fn linear(extent: (f64, f64), room: Room) -> Laid {
 
 /// Lays out a logarithmic axis. If the minimum of all values is at or below zero, the axis has an extra tick
 /// for it at the lower end.
-fn log(positive: (f64, f64), least: f64, room: Room) -> Laid {
+fn log(positive: (f64, f64), least: f64, room: AxisLayout) -> AxisExtent {
     let (low, high) = match positive {
         (low, high) if high / low < 1.0 + 1e-9 => (low / 2.0, high * 2.0),
         apart => apart,
@@ -122,7 +122,7 @@ fn log(positive: (f64, f64), least: f64, room: Room) -> Laid {
 }
 
 /// Transforms a value so that the scale becomes linear.
-fn bend(scale: Scale, value: f64) -> f64 {
+fn transform(scale: Scale, value: f64) -> f64 {
     match scale {
         Scale::Linear => value,
         // Zero has no logarithm; it is placed below all positive values.
@@ -140,7 +140,7 @@ fn extent(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
 }
 
 /// Widens an interval that is empty or too narrow for floating-point precision.
-fn apart(low: f64, high: f64) -> (f64, f64) {
+fn widen(low: f64, high: f64) -> (f64, f64) {
     let largest = low.abs().max(high.abs());
     match largest {
         ..POSITIVE_MIN => (-0.5, 0.5),
@@ -155,8 +155,8 @@ mod tests {
 
     const SCALES: [Scale; 3] = [Scale::Linear, Scale::Log, Scale::Percentile];
 
-    fn room(fit: Fit, pixels: (f64, f64)) -> Room {
-        Room { fit, labels: 5, pixels }
+    fn room(fit: Fit, pixels: (f64, f64)) -> AxisLayout {
+        AxisLayout { fit, labels: 5, pixels }
     }
 
     #[test]
@@ -166,8 +166,8 @@ mod tests {
             for fit in [Fit::Tight, Fit::Round] {
                 for first in odd {
                     for second in odd {
-                        let ruler = Ruler::over(scale, &[first, second], room(fit, (10.0, 20.0)));
-                        let places: Vec<_> = odd[..9].iter().map(|&value| ruler.place(value)).collect();
+                        let ruler = Ruler::new(scale, &[first, second], room(fit, (10.0, 20.0)));
+                        let places: Vec<_> = odd[..9].iter().map(|&value| ruler.position(value)).collect();
                         assert!(
                             places.iter().all(|place| (10.0..=20.0).contains(place)),
                             "{scale:?} {fit:?} over {first} and {second}: {places:?}"
@@ -181,21 +181,21 @@ mod tests {
 
     #[test]
     fn a_log_axis_gives_each_decade_the_same_room_and_zero_a_place_below_all() {
-        let ruler = Ruler::over(Scale::Log, &[1.0, 10.0, 1000.0], room(Fit::Tight, (0.0, 300.0)));
-        let places = [1.0, 10.0, 100.0, 1000.0].map(|value| ruler.place(value).round());
+        let ruler = Ruler::new(Scale::Log, &[1.0, 10.0, 1000.0], room(Fit::Tight, (0.0, 300.0)));
+        let places = [1.0, 10.0, 100.0, 1000.0].map(|value| ruler.position(value).round());
         assert_eq!(places, [0.0, 100.0, 200.0, 300.0]);
 
-        let ruler = Ruler::over(Scale::Log, &[0.0, 1.0, 1000.0], room(Fit::Tight, (0.0, 300.0)));
-        assert_eq!(ruler.place(0.0), 0.0);
-        assert!(ruler.place(1.0) > 20.0, "zero and the smallest positive value coincide");
+        let ruler = Ruler::new(Scale::Log, &[0.0, 1.0, 1000.0], room(Fit::Tight, (0.0, 300.0)));
+        assert_eq!(ruler.position(0.0), 0.0);
+        assert!(ruler.position(1.0) > 20.0, "zero and the smallest positive value coincide");
         assert_eq!(ruler.ticks[0].label, "0");
     }
 
     #[test]
     fn a_linear_axis_begins_at_zero_when_its_values_begin_near_it() {
-        let zero = |values, fit| Ruler::over(Scale::Linear, values, room(fit, (0.0, 100.0))).place(0.0);
+        let zero = |values, fit| Ruler::new(Scale::Linear, values, room(fit, (0.0, 100.0))).position(0.0);
         let begins =
-            |values| Ruler::over(Scale::Linear, values, room(Fit::Tight, (0.0, 100.0))).place(values[0]);
+            |values| Ruler::new(Scale::Linear, values, room(Fit::Tight, (0.0, 100.0))).position(values[0]);
         assert_eq!((zero(&[0.3, 10.0], Fit::Tight), zero(&[8.0, 10.0], Fit::Round)), (0.0, 0.0));
         assert_eq!(begins(&[0.3, 10.0]).round(), 3.0);
         assert_eq!((begins(&[8.0, 10.0]), begins(&[-2.0, 10.0])), (0.0, 0.0));
@@ -203,8 +203,8 @@ mod tests {
 
     #[test]
     fn percentiles_are_a_decade_of_the_rest_apart() {
-        let ruler = Ruler::over(Scale::Percentile, &[0.0, 99.9], room(Fit::Tight, (0.0, 300.0)));
-        let places = [0.0, 90.0, 99.0, 99.9, 100.0].map(|percent| ruler.place(percent).round());
+        let ruler = Ruler::new(Scale::Percentile, &[0.0, 99.9], room(Fit::Tight, (0.0, 300.0)));
+        let places = [0.0, 90.0, 99.0, 99.9, 100.0].map(|percent| ruler.position(percent).round());
         assert_eq!(places, [0.0, 100.0, 200.0, 300.0, 300.0]);
     }
 }

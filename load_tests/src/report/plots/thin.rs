@@ -2,24 +2,24 @@
 //!
 //! Invariant: the first and last point and the extremes of every chunk are kept.
 
-use super::scale::drawable;
+use super::scale::is_drawable;
 
 /// Splits a curve into runs without gaps; a point that cannot be drawn is a gap.
 pub fn runs(points: &[(f64, f64)]) -> impl Iterator<Item = &[(f64, f64)]> {
-    points.split(|&(x, y)| !(drawable(x) && drawable(y))).filter(|run| !run.is_empty())
+    points.split(|&(x, y)| !(is_drawable(x) && is_drawable(y))).filter(|run| !run.is_empty())
 }
 
 /// Keeps at most `count` points (at least 4): the first, last, highest and lowest of each chunk.
-pub fn thin(points: &[(f64, f64)], count: usize) -> Vec<(f64, f64)> {
+pub fn downsample(points: &[(f64, f64)], count: usize) -> Vec<(f64, f64)> {
     let count = count.max(4);
     if points.len() <= count {
         return points.to_vec();
     }
     let stretch = points.len().div_ceil(count / 4);
-    points.chunks(stretch).flat_map(telling).collect()
+    points.chunks(stretch).flat_map(chunk_extremes).collect()
 }
 
-fn telling(stretch: &[(f64, f64)]) -> Vec<(f64, f64)> {
+fn chunk_extremes(stretch: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let by_value = |&a: &usize, &b: &usize| stretch[a].1.total_cmp(&stretch[b].1);
     let low = (0..stretch.len()).min_by(by_value);
     let high = (0..stretch.len()).max_by(by_value);
@@ -41,7 +41,7 @@ mod tests {
             .collect();
         points[31_337].1 = 50.0;
         points[77_777].1 = -50.0;
-        let thinned = thin(&points, 400);
+        let thinned = downsample(&points, 400);
         assert!((300..=400).contains(&thinned.len()), "{}", thinned.len());
         assert!(thinned.is_sorted_by(|a, b| a.0 < b.0));
         assert_eq!((thinned.first(), thinned.last()), (points.first(), points.last()));
@@ -51,8 +51,8 @@ mod tests {
     #[test]
     fn short_curves_stay_as_they_are() {
         let points: Vec<_> = (0..400).map(|n| (f64::from(n), 1.0)).collect();
-        assert_eq!(thin(&points, 400), points);
-        assert_eq!(thin(&points[..2], 0), points[..2]);
+        assert_eq!(downsample(&points, 400), points);
+        assert_eq!(downsample(&points[..2], 0), points[..2]);
     }
 
     #[test]

@@ -8,8 +8,8 @@ mod rig;
 use crate::config::Policy;
 use crate::request::{Request, RequestError};
 use mainstem_kernels::random::philox;
-use mainstem_kernels::{SpanTable, StepBatch, Want};
-use rig::{Heard, Rig, VOCAB, Wish, expected};
+use mainstem_kernels::{SpanOutput, SpanTable, StepBatch};
+use rig::{FaultOrder, Rig, RigConfig, VOCAB, expected};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -36,33 +36,33 @@ fn lanes_of(steps: &[&StepBatch]) -> BTreeSet<u32> {
 #[actix::test]
 async fn each_lane_has_a_step_in_flight() {
     for lanes in 1..5 {
-        let mut rig = Rig::new(Wish::new(8, lanes));
+        let mut rig = Rig::new(RigConfig::new(8, lanes));
         for number in 0..8 {
             rig.submit(request(number, 3, 20)).await;
         }
         for landing in 0..19 * lanes {
-            rig.calm().await;
-            let in_flight = rig.flying();
+            rig.run_until_idle().await;
+            let in_flight = rig.in_flight();
             assert_eq!((in_flight.len(), lanes_of(&in_flight).len()), (lanes, lanes), "landing {landing}");
-            assert!(rig.land().await);
+            assert!(rig.complete_step().await);
         }
-        rig.run().await;
-        rig.told.iter().for_each(|client| client.assert_whole());
-        rig.all_home().await;
+        rig.run_to_end().await;
+        rig.clients.iter().for_each(|client| client.assert_complete());
+        rig.assert_all_released().await;
     }
 }
 
 #[actix::test]
-async fn one_step_at_a_time_without_lanes() {
-    let mut rig = Rig::new(Wish { stages: 2, ..Wish::new(4, 1) });
+async fn one_step_in_flight_with_one_lane() {
+    let mut rig = Rig::new(RigConfig { stages: 2, ..RigConfig::new(4, 1) });
     for number in 0..6 {
         rig.submit(request(number, 30, 9)).await;
     }
-    while rig.land().await {
-        rig.calm().await;
-        assert!(rig.flying().len() <= 1);
+    while rig.complete_step().await {
+        rig.run_until_idle().await;
+        assert!(rig.in_flight().len() <= 1);
     }
-    rig.told.iter().for_each(|client| client.assert_whole());
+    rig.clients.iter().for_each(|client| client.assert_complete());
 }
 
 /// With a step for each stage in flight, no stage waits, so throughput is proportional to the number of
@@ -70,12 +70,12 @@ async fn one_step_at_a_time_without_lanes() {
 #[actix::test]
 async fn throughput_grows_with_the_stages() {
     let time = async |stages, lanes| {
-        let mut rig = Rig::new(Wish { stages, step: 0, row: 1, ..Wish::new(12, lanes) });
+        let mut rig = Rig::new(RigConfig { stages, step_cost: 0, row_cost: 1, ..RigConfig::new(12, lanes) });
         for number in 0..12 {
             rig.submit(request(number, 2, 60)).await;
         }
-        rig.run().await;
-        rig.told.iter().for_each(|client| client.assert_whole());
+        rig.run_to_end().await;
+        rig.clients.iter().for_each(|client| client.assert_complete());
         rig.clock as f64
     };
     for stages in 2..5 {
@@ -88,20 +88,20 @@ async fn throughput_grows_with_the_stages() {
 #[actix::test]
 async fn latency_does_not_depend_on_the_lane() {
     for (lanes, sequences) in [(2, 8), (3, 8), (4, 16), (4, 5)] {
-        let config = Wish::new(16, lanes);
-        let step = config.step;
+        let config = RigConfig::new(16, lanes);
+        let step = config.step_cost;
         let mut rig = Rig::new(config);
         for number in 0..sequences {
             rig.submit(request(number, 2, 40)).await;
         }
-        rig.run().await;
+        rig.run_to_end().await;
         // Between two of its tokens, each sequence waits for exactly one step of each lane.
-        for client in &rig.told {
-            client.assert_whole();
-            let gaps: BTreeSet<u64> = client.at.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        for client in &rig.clients {
+            client.assert_complete();
+            let gaps: BTreeSet<u64> = client.token_times.windows(2).map(|pair| pair[1] - pair[0]).collect();
             assert_eq!(gaps, BTreeSet::from([step * lanes as u64]));
         }
-        let firsts: Vec<u64> = rig.told.iter().map(|client| client.at[0]).collect();
+        let firsts: Vec<u64> = rig.clients.iter().map(|client| client.token_times[0]).collect();
         let (first, last) = (firsts.iter().min().unwrap(), firsts.iter().max().unwrap());
         assert!(last - first <= 2 * step * lanes as u64, "{firsts:?}");
     }
@@ -109,160 +109,160 @@ async fn latency_does_not_depend_on_the_lane() {
 
 /// With nothing else to do, the chunks of a long prompt follow each other through the stages without gaps.
 #[actix::test]
-async fn chunks_of_a_long_prompt_fill_what_other_lanes_leave() {
+async fn chunks_of_a_long_prompt_use_idle_lanes_capacity() {
     for lanes in 1..5 {
-        let config = Wish { budget: 9, ..Wish::new(8, lanes) };
-        let step = config.step;
+        let config = RigConfig { budget: 9, ..RigConfig::new(8, lanes) };
+        let step = config.step_cost;
         let mut rig = Rig::new(config);
         rig.submit(Request { prompt_logprobs: true, ..request(1, 120, 3) }).await;
         let chunks = 120usize.div_ceil(9);
         for landed in 0..chunks {
-            rig.calm().await;
-            let in_flight = rig.flying();
+            rig.run_until_idle().await;
+            let in_flight = rig.in_flight();
             assert_eq!(in_flight.len(), lanes.min(chunks - landed), "{landed} landed");
             assert_eq!(lanes_of(&in_flight).len(), 1, "all are of one lane");
-            assert!(rig.land().await);
+            assert!(rig.complete_step().await);
         }
         let first = (chunks + lanes - 1) as u64 * step;
         assert_eq!(rig.clock, first, "each stage was busy all the time");
-        rig.run().await;
-        let client = &rig.told[0];
-        client.assert_whole();
-        assert_eq!(client.at[0], first);
-        rig.all_home().await;
+        rig.run_to_end().await;
+        let client = &rig.clients[0];
+        client.assert_complete();
+        assert_eq!(client.token_times[0], first);
+        rig.assert_all_released().await;
     }
 }
 
 /// Beside a decoding lane, a long prompt is prefilled ahead as long as the third lane is idle, and no longer.
 #[actix::test]
-async fn bubbles_are_for_lanes_that_rest() {
-    let mut rig = Rig::new(Wish { budget: 9, ..Wish::new(6, 3) });
+async fn chunks_are_sent_ahead_only_for_idle_lanes() {
+    let mut rig = Rig::new(RigConfig { budget: 9, ..RigConfig::new(6, 3) });
     rig.submit(request(0, 3, 30)).await;
-    rig.land().await;
+    rig.complete_step().await;
     rig.submit(request(1, 140, 3)).await;
     // The long prompt's first chunk is sent as soon as its lane requests chunks, which is at once: it is
     // idle.
-    rig.calm().await;
-    assert_eq!(rig.flying().iter().map(|step| step.lane).collect::<Vec<_>>(), [0, 1, 1]);
+    rig.run_until_idle().await;
+    assert_eq!(rig.in_flight().iter().map(|step| step.lane).collect::<Vec<_>>(), [0, 1, 1]);
     for _ in 0..6 {
-        rig.land().await;
-        rig.calm().await;
-        let mut lanes: Vec<u32> = rig.flying().iter().map(|step| step.lane).collect();
+        rig.complete_step().await;
+        rig.run_until_idle().await;
+        let mut lanes: Vec<u32> = rig.in_flight().iter().map(|step| step.lane).collect();
         lanes.sort_unstable();
         assert_eq!(lanes, [0, 1, 1]);
     }
     rig.submit(request(2, 3, 30)).await;
     for _ in 0..3 {
-        rig.land().await;
+        rig.complete_step().await;
     }
     for _ in 0..6 {
-        rig.land().await;
-        rig.calm().await;
-        assert_eq!(lanes_of(&rig.flying()).len(), 3);
-        assert_eq!(rig.flying().len(), 3);
+        rig.complete_step().await;
+        rig.run_until_idle().await;
+        assert_eq!(lanes_of(&rig.in_flight()).len(), 3);
+        assert_eq!(rig.in_flight().len(), 3);
     }
-    rig.run().await;
-    rig.told.iter().for_each(|client| client.assert_whole());
+    rig.run_to_end().await;
+    rig.clients.iter().for_each(|client| client.assert_complete());
     // The decoding sequence never waited for more than the other lanes' steps.
-    let gaps: BTreeSet<u64> = rig.told[0].at.windows(2).map(|pair| pair[1] - pair[0]).collect();
-    assert!(gaps.iter().all(|gap| *gap <= 4 * rig.wish.step), "{gaps:?}");
-    rig.all_home().await;
+    let gaps: BTreeSet<u64> = rig.clients[0].token_times.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    assert!(gaps.iter().all(|gap| *gap <= 4 * rig.config.step_cost), "{gaps:?}");
+    rig.assert_all_released().await;
 }
 
 #[actix::test]
-async fn who_hangs_up_frees_slot_and_pages_of_its_lane() {
-    let mut rig = Rig::new(Wish { budget: 9, ..Wish::new(6, 3) });
+async fn a_disconnect_frees_slot_and_pages_of_its_lane() {
+    let mut rig = Rig::new(RigConfig { budget: 9, ..RigConfig::new(6, 3) });
     // One sequence decodes, one is in the middle of a prompt with chunks ahead, and one stays.
     for (number, len) in [(0, 3), (1, 140), (2, 3)] {
         rig.submit(request(number, len, 12)).await;
     }
     for _ in 0..4 {
-        rig.land().await;
+        rig.complete_step().await;
     }
-    rig.hang_up(0);
-    rig.hang_up(1);
-    rig.run().await;
-    rig.told[2].assert_whole();
-    rig.all_home().await;
+    rig.disconnect(0);
+    rig.disconnect(1);
+    rig.run_to_end().await;
+    rig.clients[2].assert_complete();
+    rig.assert_all_released().await;
     // A single sequence in the middle of its prompt, with steps ahead.
     let number = rig.submit(request(3, 140, 12)).await;
-    rig.land().await;
-    rig.calm().await;
-    assert_eq!(rig.flying().len(), 3);
-    rig.hang_up(number);
-    rig.run().await;
-    rig.all_home().await;
+    rig.complete_step().await;
+    rig.run_until_idle().await;
+    assert_eq!(rig.in_flight().len(), 3);
+    rig.disconnect(number);
+    rig.run_to_end().await;
+    rig.assert_all_released().await;
     let number = rig.submit(request(4, 10, 12)).await;
-    rig.run().await;
-    rig.told[number].assert_whole();
+    rig.run_to_end().await;
+    rig.clients[number].assert_complete();
 }
 
 #[actix::test]
-async fn a_panic_ends_its_lane_alone() {
-    let mut rig = Rig::new(Wish::new(6, 3));
+async fn a_panic_affects_its_lane_only() {
+    let mut rig = Rig::new(RigConfig::new(6, 3));
     for number in 0..6 {
         rig.submit(request(number, 3, 12)).await;
     }
     for _ in 0..7 {
-        rig.land().await;
+        rig.complete_step().await;
     }
-    rig.calm().await;
-    let lost = rig.flying()[0].lane;
-    rig.land_without_results();
+    rig.run_until_idle().await;
+    let lost = rig.in_flight()[0].lane;
+    rig.complete_without_results();
     let number = rig.submit(request(6, 30, 12)).await;
-    rig.run().await;
-    rig.told[number].assert_whole();
-    let (silent, whole): (Vec<_>, Vec<_>) = rig.told.iter().partition(|client| client.end.is_none());
+    rig.run_to_end().await;
+    rig.clients[number].assert_complete();
+    let (silent, whole): (Vec<_>, Vec<_>) = rig.clients.iter().partition(|client| client.end.is_none());
     assert_eq!((silent.len(), whole.len()), (2, 5), "the sequences of lane {lost}, and the others");
-    assert!(silent.iter().all(|client| client.silent && expected(&client.request).starts_with(&client.ids)));
-    whole.iter().for_each(|client| client.assert_whole());
+    assert!(silent.iter().all(|client| client.closed && expected(&client.request).starts_with(&client.ids)));
+    whole.iter().for_each(|client| client.assert_complete());
     assert!(!rig.status.has_failed());
-    rig.all_home().await;
+    rig.assert_all_released().await;
 }
 
 #[actix::test]
-async fn a_fault_is_told_in_every_lane() {
-    let mut rig = Rig::new(Wish::new(6, 3));
+async fn a_fault_fails_every_lane() {
+    let mut rig = Rig::new(RigConfig::new(6, 3));
     for number in 0..9 {
         rig.submit(request(number, 3, 12)).await;
     }
     for _ in 0..5 {
-        rig.land().await;
+        rig.complete_step().await;
     }
-    rig.calm().await;
-    assert_eq!(rig.flying().len(), 3);
-    rig.fail(0, Heard::First);
-    rig.run().await;
-    for (number, client) in rig.told.iter().enumerate() {
+    rig.run_until_idle().await;
+    assert_eq!(rig.in_flight().len(), 3);
+    rig.fail(0, FaultOrder::First);
+    rig.run_to_end().await;
+    for (number, client) in rig.clients.iter().enumerate() {
         match number {
             0..6 => assert!(
                 matches!(&client.end, Some(Err(RequestError::DeviceFailed(why))) if why.contains("test's"))
             ),
-            _ => client.assert_whole(),
+            _ => client.assert_complete(),
         }
         assert!(expected(&client.request).starts_with(&client.ids));
     }
-    rig.all_home().await;
+    rig.assert_all_released().await;
 }
 
 /// A step that completed before another lane's step failed may be processed before or after the fault is
 /// reported. Its sequences are lost too, and its token is their last.
 #[actix::test]
-async fn a_lane_without_a_failed_step_is_not_fooled() {
-    for heard in [Heard::First, Heard::Last] {
-        let mut rig = Rig::new(Wish::new(4, 2));
+async fn a_lane_without_a_failed_step_fails_too() {
+    for heard in [FaultOrder::First, FaultOrder::Last] {
+        let mut rig = Rig::new(RigConfig::new(4, 2));
         for number in 0..4 {
             rig.submit(request(number, 3, 12)).await;
         }
         for _ in 0..5 {
-            rig.land().await;
+            rig.complete_step().await;
         }
-        rig.calm().await;
-        assert_eq!(lanes_of(&rig.flying()).len(), 2);
+        rig.run_until_idle().await;
+        assert_eq!(lanes_of(&rig.in_flight()).len(), 2);
         rig.fail(1, heard);
-        rig.calm().await;
-        assert!(rig.flying().is_empty(), "no lane continues");
-        for client in &rig.told {
+        rig.run_until_idle().await;
+        assert!(rig.in_flight().is_empty(), "no lane continues");
+        for client in &rig.clients {
             assert!(matches!(client.end, Some(Err(RequestError::DeviceFailed(_)))), "{:?}", client.end);
             assert!(
                 expected(&client.request).starts_with(&client.ids),
@@ -270,93 +270,93 @@ async fn a_lane_without_a_failed_step_is_not_fooled() {
             );
         }
         let number = rig.submit(request(9, 20, 12)).await;
-        rig.run().await;
-        rig.told[number].assert_whole();
-        rig.all_home().await;
+        rig.run_to_end().await;
+        rig.clients[number].assert_complete();
+        rig.assert_all_released().await;
     }
 }
 
 /// An idle lane has no state on the devices, and starts on the rebuilt ones.
 #[actix::test]
-async fn a_lane_that_rests_during_a_fault_loses_nobody() {
-    let mut rig = Rig::new(Wish::new(4, 2));
+async fn an_idle_lane_loses_nothing_in_a_fault() {
+    let mut rig = Rig::new(RigConfig::new(4, 2));
     rig.submit(request(0, 3, 12)).await;
     for _ in 0..4 {
-        rig.land().await;
+        rig.complete_step().await;
     }
-    rig.calm().await;
-    rig.fail(0, Heard::First);
-    rig.calm().await;
+    rig.run_until_idle().await;
+    rig.fail(0, FaultOrder::First);
+    rig.run_until_idle().await;
     let next = [rig.submit(request(1, 3, 12)).await, rig.submit(request(2, 3, 12)).await];
-    rig.calm().await;
-    assert_eq!(lanes_of(&rig.flying()).len(), 2);
-    rig.run().await;
-    next.iter().for_each(|number| rig.told[*number].assert_whole());
-    assert!(matches!(rig.told[0].end, Some(Err(RequestError::DeviceFailed(_)))));
-    rig.all_home().await;
+    rig.run_until_idle().await;
+    assert_eq!(lanes_of(&rig.in_flight()).len(), 2);
+    rig.run_to_end().await;
+    next.iter().for_each(|number| rig.clients[*number].assert_complete());
+    assert!(matches!(rig.clients[0].end, Some(Err(RequestError::DeviceFailed(_)))));
+    rig.assert_all_released().await;
 }
 
 /// A fault while the request for chunks is pending: the sequences of the reply had no slots yet, and start on
 /// the rebuilt devices, whether their prompts take one chunk or several.
 #[actix::test]
-async fn who_begins_while_the_devices_fail_loses_nothing() {
+async fn sequences_that_start_during_a_fault_are_not_lost() {
     for len in [3, 70] {
-        let mut rig = Rig::new(Wish::new(4, 1));
+        let mut rig = Rig::new(RigConfig::new(4, 1));
         rig.submit(request(0, 3, 20)).await;
         for _ in 0..4 {
-            rig.land().await;
+            rig.complete_step().await;
         }
-        rig.calm().await;
+        rig.run_until_idle().await;
         let next = rig.submit(request(1, len, 12)).await;
-        rig.fail_at_question();
-        rig.run().await;
-        let [old, new] = [&rig.told[0], &rig.told[next]];
+        rig.fail_at_chunk_request();
+        rig.run_to_end().await;
+        let [old, new] = [&rig.clients[0], &rig.clients[next]];
         assert!(matches!(old.end, Some(Err(RequestError::DeviceFailed(_)))), "{:?}", old.end);
-        new.assert_whole();
-        rig.all_home().await;
+        new.assert_complete();
+        rig.assert_all_released().await;
     }
 }
 
 /// A fault during the slot update: the new sequences have their slots by then, and fail like the others.
 #[actix::test]
-async fn who_joins_a_turn_that_the_devices_do_not_outlast_is_told() {
+async fn sequences_with_slots_fail_when_the_devices_fail() {
     for len in [3, 70] {
-        let mut rig = Rig::new(Wish::new(4, 1));
+        let mut rig = Rig::new(RigConfig::new(4, 1));
         rig.submit(request(0, 3, 20)).await;
         for _ in 0..4 {
-            rig.land().await;
+            rig.complete_step().await;
         }
-        rig.calm().await;
+        rig.run_until_idle().await;
         rig.submit(request(1, len, 12)).await;
-        rig.fail_at_turn();
-        rig.run().await;
-        for client in &rig.told {
+        rig.fail_at_slot_update();
+        rig.run_to_end().await;
+        for client in &rig.clients {
             assert!(matches!(client.end, Some(Err(RequestError::DeviceFailed(_)))), "{:?}", client.end);
             assert!(expected(&client.request).starts_with(&client.ids));
         }
         let next = rig.submit(request(2, len, 12)).await;
-        rig.run().await;
-        rig.told[next].assert_whole();
-        rig.all_home().await;
+        rig.run_to_end().await;
+        rig.clients[next].assert_complete();
+        rig.assert_all_released().await;
     }
 }
 
 /// `/health` depends on this: an iteration of many steps may take long, but each step that completes is a
 /// heartbeat.
 #[actix::test]
-async fn every_step_that_lands_is_a_sign_of_life() {
-    let mut rig = Rig::new(Wish { policy: Policy::Concurrent, ..Wish::new(4, 1) });
+async fn every_completed_step_is_a_heartbeat() {
+    let mut rig = Rig::new(RigConfig { policy: Policy::Concurrent, ..RigConfig::new(4, 1) });
     for number in 0..4 {
         rig.submit(request(number, 3, 12)).await;
     }
     for landing in 0..12 {
-        rig.calm().await;
+        rig.run_until_idle().await;
         while rig.status.stalled_for() < Duration::from_millis(20) {
             tokio::task::yield_now().await;
         }
         let before = Instant::now();
-        rig.land().await;
-        rig.calm().await;
+        rig.complete_step().await;
+        rig.run_until_idle().await;
         let stalled = rig.status.stalled_for();
         // Times are kept in whole milliseconds.
         let most = before.elapsed() + Duration::from_millis(2);
@@ -365,60 +365,64 @@ async fn every_step_that_lands_is_a_sign_of_life() {
 }
 
 /// Returns the clients that get a token from the oldest step in flight, in the order of submission.
-async fn next_told(rig: &mut Rig) -> Vec<usize> {
-    rig.calm().await;
-    let before: Vec<usize> = rig.told.iter().map(|client| client.ids.len()).collect();
-    rig.land().await;
-    rig.calm().await;
-    (0..before.len()).filter(|number| rig.told[*number].ids.len() > before[*number]).collect()
+async fn clients_with_a_token_from_next_step(rig: &mut Rig) -> Vec<usize> {
+    rig.run_until_idle().await;
+    let before: Vec<usize> = rig.clients.iter().map(|client| client.ids.len()).collect();
+    rig.complete_step().await;
+    rig.run_until_idle().await;
+    (0..before.len()).filter(|number| rig.clients[*number].ids.len() > before[*number]).collect()
 }
 
 /// The steps of a long prompt are in flight when a sequence before it leaves, so that its index changes and
 /// another sequence takes its old one.
 #[actix::test]
-async fn results_find_who_waits_for_them_wherever_it_stands_by_then() {
-    let mut rig = Rig::new(Wish { budget: 9, shuffle: false, ..Wish::new(12, 3) });
+async fn results_reach_their_sequence_when_its_index_changes() {
+    let mut rig = Rig::new(RigConfig { budget: 9, shuffle: false, ..RigConfig::new(12, 3) });
     for number in 0..12 {
         rig.submit(request(number, 1, 60)).await;
     }
     for _ in 0..30 {
-        rig.land().await;
+        rig.complete_step().await;
     }
     // The long prompt takes a slot between others in one lane; the other lanes become idle.
-    let own = next_told(&mut rig).await;
+    let own = clients_with_a_token_from_next_step(&mut rig).await;
     assert_eq!(own.len(), 4);
-    rig.hang_up(own[1]);
+    rig.disconnect(own[1]);
     for _ in 0..4 {
-        rig.land().await;
+        rig.complete_step().await;
     }
     let long = rig.submit(Request { prompt_logprobs: true, ..request(20, 130, 5) }).await;
     for _ in 0..6 {
-        rig.land().await;
+        rig.complete_step().await;
     }
-    (0..12).filter(|number| !own.contains(number)).for_each(|number| rig.hang_up(number));
+    (0..12).filter(|number| !own.contains(number)).for_each(|number| rig.disconnect(number));
     for _ in 0..5 {
-        rig.land().await;
+        rig.complete_step().await;
     }
-    rig.calm().await;
-    assert_eq!((rig.flying().len(), lanes_of(&rig.flying()).len()), (3, 1), "its chunks are sent ahead");
-    rig.hang_up(own[0]);
-    rig.run().await;
+    rig.run_until_idle().await;
+    assert_eq!(
+        (rig.in_flight().len(), lanes_of(&rig.in_flight()).len()),
+        (3, 1),
+        "its chunks are sent ahead"
+    );
+    rig.disconnect(own[0]);
+    rig.run_to_end().await;
     for number in [own[2], own[3], long] {
-        rig.told[number].assert_whole();
+        rig.clients[number].assert_complete();
     }
-    rig.all_home().await;
+    rig.assert_all_released().await;
 }
 
 /// The number of holes computed in the steps in flight.
-fn holes(steps: &[&StepBatch]) -> usize {
+fn computed_holes(steps: &[&StepBatch]) -> usize {
     let spans = steps.iter().flat_map(|step| &step.spans);
-    spans.filter(|span| span.table == SpanTable::Sink && span.want == Want::Last).count()
+    spans.filter(|span| span.table == SpanTable::Null && span.output == SpanOutput::Last).count()
 }
 
 /// Random test of everything at once: requests of all lengths at random times, clients that disconnect, and
 /// faults if `faults` is set. Every token that a client gets is the right one, and all resources are released
 /// at the end. Returns the number of faults.
-async fn tumult(config: Wish, dice: Dice, faults: bool) -> usize {
+async fn stress(config: RigConfig, dice: Dice, faults: bool) -> usize {
     let label = format!("{config:?}, seed {}", dice.0);
     let mut rig = Rig::new(config);
     let (mut submitted, mut faulty, mut hung_up) = (0, 0, BTreeSet::new());
@@ -436,102 +440,103 @@ async fn tumult(config: Wish, dice: Dice, faults: bool) -> usize {
         }
         if throw(2, 12) == 0 && submitted > 0 {
             let number = throw(3, submitted as usize);
-            rig.hang_up(number);
+            rig.disconnect(number);
             hung_up.insert(number);
         }
         if faults && throw(4, 25) == 0 {
             if throw(6, 3) > 0 {
-                rig.calm().await;
+                rig.run_until_idle().await;
             }
-            let in_flight = rig.flying().len();
+            let in_flight = rig.in_flight().len();
             match throw(8, 4) {
-                0 if in_flight == 0 => rig.fail_at_question(),
-                1 if in_flight == 0 => rig.fail_at_turn(),
-                _ => rig.fail(throw(5, in_flight + 1), [Heard::First, Heard::Last][throw(7, 2)]),
+                0 if in_flight == 0 => rig.fail_at_chunk_request(),
+                1 if in_flight == 0 => rig.fail_at_slot_update(),
+                _ => rig.fail(throw(5, in_flight + 1), [FaultOrder::First, FaultOrder::Last][throw(7, 2)]),
             }
             faulty += 1;
         }
-        if !rig.land().await && submitted >= 40 {
+        if !rig.complete_step().await && submitted >= 40 {
             break;
         }
     }
-    rig.run().await;
-    for (number, client) in rig.told.iter().enumerate() {
+    rig.run_to_end().await;
+    for (number, client) in rig.clients.iter().enumerate() {
         assert!(expected(&client.request).starts_with(&client.ids), "{label}: request {number}");
         match client.end {
             _ if hung_up.contains(&number) => {}
-            Some(Ok(_)) => client.assert_whole(),
+            Some(Ok(_)) => client.assert_complete(),
             Some(Err(RequestError::DeviceFailed(_))) if faulty > 0 => {}
             ref end => panic!("{label}: request {number} ended with {end:?}"),
         }
     }
-    assert_eq!(submitted, rig.told.len() as u64);
-    rig.all_home().await;
+    assert_eq!(submitted, rig.clients.len() as u64);
+    rig.assert_all_released().await;
     faulty
 }
 
 #[actix::test]
-async fn whatever_happens_each_client_hears_its_own_tokens() {
+async fn each_client_gets_its_own_tokens() {
     for seed in 0..4 {
         for lanes in 1..5 {
-            let config = Wish { budget: 11, shuffle: seed % 3 > 0, row: 1, ..Wish::new(9, lanes) };
-            tumult(Wish { stages: 1, ..config.clone() }, Dice(seed), false).await;
-            tumult(config, Dice(seed + 50), false).await;
+            let config =
+                RigConfig { budget: 11, shuffle: seed % 3 > 0, row_cost: 1, ..RigConfig::new(9, lanes) };
+            stress(RigConfig { stages: 1, ..config.clone() }, Dice(seed), false).await;
+            stress(config, Dice(seed + 50), false).await;
         }
     }
 }
 
 #[actix::test]
-async fn whatever_fails_nobody_hears_a_wrong_token() {
+async fn faults_cause_no_wrong_tokens() {
     let mut faults = 0;
     for seed in 0..9 {
         for lanes in 1..5 {
-            let config = Wish { budget: 11, shuffle: seed % 3 > 0, ..Wish::new(9, lanes) };
+            let config = RigConfig { budget: 11, shuffle: seed % 3 > 0, ..RigConfig::new(9, lanes) };
             let stages = if seed % 2 == 0 { 1 } else { lanes };
-            faults += tumult(Wish { stages, ..config }, Dice(seed + 100), true).await;
+            faults += stress(RigConfig { stages, ..config }, Dice(seed + 100), true).await;
         }
     }
     assert!(faults > 100, "{faults}");
 }
 
 #[actix::test]
-async fn the_baselines_hold_their_promises_in_lanes_too() {
+async fn baseline_policies_are_correct_with_lanes() {
     for seed in 0..4 {
         for lanes in [1, 2, 3] {
-            let config = Wish { budget: 11, shuffle: seed % 2 > 0, ..Wish::new(9, lanes) };
+            let config = RigConfig { budget: 11, shuffle: seed % 2 > 0, ..RigConfig::new(9, lanes) };
             let policy = Policy::Window { window: Duration::ZERO };
-            tumult(Wish { policy, ..config.clone() }, Dice(seed + 200), seed > 1).await;
-            tumult(Wish { policy: Policy::Concurrent, ..config }, Dice(seed + 300), seed > 1).await;
+            stress(RigConfig { policy, ..config.clone() }, Dice(seed + 200), seed > 1).await;
+            stress(RigConfig { policy: Policy::Concurrent, ..config }, Dice(seed + 300), seed > 1).await;
         }
     }
 }
 
 /// Under the papers' baselines, lanes change only how much is in flight.
 #[actix::test]
-async fn a_step_of_the_baselines_is_what_it_was() {
-    let mut rig = Rig::new(Wish { policy: Policy::Concurrent, ..Wish::new(6, 2) });
+async fn lanes_do_not_change_the_steps_of_the_baselines() {
+    let mut rig = Rig::new(RigConfig { policy: Policy::Concurrent, ..RigConfig::new(6, 2) });
     for number in 0..6 {
         rig.submit(request(number, 30, 8)).await;
     }
     loop {
-        rig.calm().await;
-        assert!(rig.flying().iter().all(|step| step.spans.len() == 1), "one sequence per step");
-        assert!(lanes_of(&rig.flying()).len() == rig.flying().len(), "one step per lane");
-        if !rig.land().await {
+        rig.run_until_idle().await;
+        assert!(rig.in_flight().iter().all(|step| step.spans.len() == 1), "one sequence per step");
+        assert!(lanes_of(&rig.in_flight()).len() == rig.in_flight().len(), "one step per lane");
+        if !rig.complete_step().await {
             break;
         }
     }
-    rig.told.iter().for_each(|client| client.assert_whole());
-    let mut rig = Rig::new(Wish { shuffle: false, ..Wish::new(8, 2) });
+    rig.clients.iter().for_each(|client| client.assert_complete());
+    let mut rig = Rig::new(RigConfig { shuffle: false, ..RigConfig::new(8, 2) });
     for (number, tokens) in [4, 9, 9, 20, 12, 2, 7, 20].into_iter().enumerate() {
         rig.submit(request(number as u64, 2, tokens)).await;
     }
     let mut seen = 0;
-    while rig.land().await {
-        rig.calm().await;
-        assert!(rig.flying().iter().all(|step| step.moves.is_empty()));
-        seen += holes(&rig.flying());
+    while rig.complete_step().await {
+        rig.run_until_idle().await;
+        assert!(rig.in_flight().iter().all(|step| step.moves.is_empty()));
+        seen += computed_holes(&rig.in_flight());
     }
     assert!(seen > 0, "holes are computed");
-    rig.told.iter().for_each(|client| client.assert_whole());
+    rig.clients.iter().for_each(|client| client.assert_complete());
 }

@@ -4,25 +4,25 @@
 //! Invariant: a token depends on every token before it as the devices' state has them, so that a write to a
 //! wrong slot, page or position shows in the tokens.
 
-use super::super::{Decode, DecodeConfig, Neighbours};
-use crate::actors::device::{Ran, Step};
-use crate::actors::group::{Devices, Epoch, Running};
-use crate::actors::intake::{FreePermits, Intake};
-use crate::actors::kv::{Held, Kv, Plan, Turn};
+use super::super::{Decode, DecodeConfig, LoopHandles};
+use crate::actors::device::{Step, StepResult};
+use crate::actors::group::{Devices, Epoch, StepFuture};
+use crate::actors::intake::{GetFreePermits, Intake};
+use crate::actors::kv::{GetUsage, IterationUpdate, KvManager, SlotPlan};
 use crate::actors::limits::IntakeLimits;
-use crate::actors::prefill::{Chunk, NextChunk, Prefill};
+use crate::actors::prefill::{NextChunks, Prefill, ScheduledChunk};
 use crate::actors::status::Status;
-use crate::actors::stream::{Standing, Submit, TokenStream};
-use crate::actors::testing::within;
+use crate::actors::stream::{Submit, SubmitKind, TokenStream};
+use crate::actors::testing::with_timeout;
 use crate::config::Policy;
-use crate::memory::{PagePool, divided};
+use crate::memory::{PagePool, split_slots};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
 use actix::{Actor, Addr, Handler, ResponseFuture};
-use mainstem_kernels::batch::{Page, SINK_PAGE};
+use mainstem_kernels::batch::{NULL_PAGE, Page};
 use mainstem_kernels::{
-    DeviceError, KvTable, SampleMode, SampledRow, Share, Span, SpanTable, SpanTokens, StepBatch, StepLimits,
-    StepOutput, Want,
+    DeviceError, Fraction, KvTable, SampleMode, SampledToken, Span, SpanOutput, SpanTable, SpanTokens,
+    StepBatch, StepLimits, StepOutput,
 };
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ pub const VOCAB: u32 = 97;
 const POSITIONS: usize = 160;
 
 /// The token that the model generates after `tokens`.
-pub fn after<'a>(tokens: impl IntoIterator<Item = &'a u32>) -> u32 {
+pub fn next_token_after<'a>(tokens: impl IntoIterator<Item = &'a u32>) -> u32 {
     tokens.into_iter().fold(17, |sum: u32, token| sum.wrapping_mul(31).wrapping_add(*token + 7) % 65_521)
         % VOCAB
 }
@@ -46,58 +46,58 @@ pub fn after<'a>(tokens: impl IntoIterator<Item = &'a u32>) -> u32 {
 pub fn expected(request: &Request) -> Vec<u32> {
     let mut all = request.prompt.to_vec();
     for _ in 0..request.max_tokens {
-        all.push(after(&all));
+        all.push(next_token_after(&all));
     }
     all.split_off(request.prompt.len())
 }
 
 /// The state of the simulated devices.
-pub struct Memory {
+pub struct FakeModel {
     /// Page table of each slot.
     /// Last sampled token of each slot.
     tables: Vec<Vec<Page>>,
-    last: Vec<u32>,
+    last_tokens: Vec<u32>,
     /// Token at each position of the pages.
     tokens: Vec<u32>,
 }
 
-impl Memory {
-    fn new(slots: usize, pages: usize) -> Memory {
-        let tables = vec![vec![SINK_PAGE; POSITIONS / PAGE]; slots];
-        Memory { tables, last: vec![0; slots], tokens: vec![0; pages * PAGE] }
+impl FakeModel {
+    fn new(slots: usize, pages: usize) -> FakeModel {
+        let tables = vec![vec![NULL_PAGE; POSITIONS / PAGE]; slots];
+        FakeModel { tables, last_tokens: vec![0; slots], tokens: vec![0; pages * PAGE] }
     }
 
     fn run(&mut self, batch: &StepBatch) -> StepOutput {
         for m in &batch.moves {
             let (from, to) = (m.from as usize, m.to as usize);
             self.tables[to] = self.tables[from].clone();
-            self.last[to] = self.last[from];
+            self.last_tokens[to] = self.last_tokens[from];
         }
-        for entry in batch.tables.iter().filter(|entry| entry.table == KvTable::Own) {
+        for entry in batch.table_updates.iter().filter(|entry| entry.table == KvTable::Own) {
             self.tables[entry.slot as usize][entry.index as usize] = entry.page;
         }
         let mut output = StepOutput { step: batch.step, ..StepOutput::default() };
-        let mut samples = batch.samples.iter();
+        let mut samples = batch.sampling.iter();
         for span in &batch.spans {
-            self.keep(span, batch);
-            let wanted = match span.want {
-                Want::None => 0..0,
-                Want::Last => span.len() - 1..span.len(),
-                Want::All => 0..span.len(),
-                Want::Picked { .. } | Want::Hidden => panic!("the model has no encoder"),
+            self.write_tokens(span, batch);
+            let wanted = match span.output {
+                SpanOutput::None => 0..0,
+                SpanOutput::Last => span.len() - 1..span.len(),
+                SpanOutput::All => 0..span.len(),
+                SpanOutput::Selected { .. } | SpanOutput::Hidden => panic!("the model has no encoder"),
             };
             for row in wanted {
                 let sample = samples.next().expect("there is a sample row for each output row");
-                let next = self.next(span, row);
+                let next = self.next_token(span, row);
                 let token = match sample.mode {
-                    SampleMode::Draw => next,
+                    SampleMode::Sample => next,
                     SampleMode::Score(token) => token,
                 };
-                if sample.mode == SampleMode::Draw {
-                    self.last[span.slot as usize] = token;
+                if sample.mode == SampleMode::Sample {
+                    self.last_tokens[span.slot as usize] = token;
                 }
                 let logprob = if sample.logprob { next as f32 } else { f32::NAN };
-                output.rows.push(SampledRow { token, logprob, top_at: 0, top_len: 0 });
+                output.tokens.push(SampledToken { token, logprob, top_at: 0, top_len: 0 });
             }
         }
         assert!(samples.next().is_none(), "there is an output row for each sample row");
@@ -105,69 +105,69 @@ impl Memory {
     }
 
     /// The index in `tokens` of a position of the span's sequence.
-    fn place(&self, span: &Span, position: usize) -> usize {
+    fn cache_index(&self, span: &Span, position: usize) -> usize {
         let page = self.tables[span.slot as usize][position / PAGE];
         page as usize * PAGE + position % PAGE
     }
 
     /// Writes the tokens of a span to the pages.
-    fn keep(&mut self, span: &Span, batch: &StepBatch) {
-        if span.table == SpanTable::Sink {
+    fn write_tokens(&mut self, span: &Span, batch: &StepBatch) {
+        if span.table == SpanTable::Null {
             return;
         }
         let given = match span.tokens {
             SpanTokens::Given { at, len } => batch.tokens[at as usize..][..len as usize].to_vec(),
-            SpanTokens::Drawn { at } => vec![batch.tokens[at as usize]],
-            SpanTokens::Last => vec![self.last[span.slot as usize]],
+            SpanTokens::Generated { at } => vec![batch.tokens[at as usize]],
+            SpanTokens::Last => vec![self.last_tokens[span.slot as usize]],
         };
         for (position, token) in (span.start as usize..).zip(given) {
-            let place = self.place(span, position);
+            let place = self.cache_index(span, position);
             self.tokens[place] = token;
         }
     }
 
     /// The token after a row of a span.
-    fn next(&self, span: &Span, row: usize) -> u32 {
-        if span.table == SpanTable::Sink {
+    fn next_token(&self, span: &Span, row: usize) -> u32 {
+        if span.table == SpanTable::Null {
             return 1;
         }
-        let places = (0..=span.start as usize + row).map(|position| self.place(span, position));
-        after(places.map(|place| &self.tokens[place]))
+        let places = (0..=span.start as usize + row).map(|position| self.cache_index(span, position));
+        next_token_after(places.map(|place| &self.tokens[place]))
     }
 }
 
 /// A step in flight, and the time when it leaves the last stage.
-struct Flying {
+struct InFlight {
     step: Box<Step>,
-    reply: oneshot::Sender<Ran>,
-    done: u64,
+    reply: oneshot::Sender<StepResult>,
+    done_at: u64,
 }
 
 /// A step sent in an epoch, and its reply channel.
-type Sent = (Epoch, Box<Step>, oneshot::Sender<Ran>);
+type SentStep = (Epoch, Box<Step>, oneshot::Sender<StepResult>);
 
 /// The devices as the lanes see them.
-struct Door {
-    devices: usize,
-    sent: UnboundedSender<Sent>,
+struct FakeDevices {
+    device_count: usize,
+    sent: UnboundedSender<SentStep>,
     faults: AtomicU64,
     /// Whether the devices fail while the next request for chunks is answered.
-    fails_at_question: AtomicBool,
+    fails_at_chunk_request: AtomicBool,
     /// Whether the devices fail during the next slot update.
-    fails_at_turn: AtomicBool,
+    fails_at_slot_update: AtomicBool,
 }
 
-impl Door {
-    fn fail_if(&self, flag: &AtomicBool) {
+impl FakeDevices {
+    fn fail_once_if(&self, flag: &AtomicBool) {
         if flag.swap(false, Ordering::Relaxed) {
             self.faults.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
 
-impl Devices for Door {
-    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<Running, DeviceError> {
-        self.lasts(epoch)?;
+impl Devices for FakeDevices {
+    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<StepFuture, DeviceError> {
+        self.check_epoch(epoch)?;
         let (reply, ran) = oneshot::channel();
         let _ = self.sent.send((epoch, step, reply));
         Ok(Box::pin(async { ran.await.expect("the test completes each step") }))
@@ -177,12 +177,12 @@ impl Devices for Door {
         Epoch(self.faults.load(Ordering::Relaxed))
     }
 
-    fn lasts(&self, epoch: Epoch) -> Result<(), DeviceError> {
+    fn check_epoch(&self, epoch: Epoch) -> Result<(), DeviceError> {
         if epoch == self.epoch() { Ok(()) } else { Err(fault()) }
     }
 
     fn count(&self) -> usize {
-        self.devices
+        self.device_count
     }
 }
 
@@ -191,37 +191,37 @@ fn fault() -> DeviceError {
 }
 
 /// Stands between the lanes and the actors they make requests to, to inject faults.
-struct Gate {
+struct FaultInjector {
     prefill: Addr<Prefill>,
-    kv: Addr<Kv>,
-    door: Arc<Door>,
+    kv: Addr<KvManager>,
+    devices: Arc<FakeDevices>,
 }
 
-impl Actor for Gate {
-    type Context = actix::Context<Gate>;
+impl Actor for FaultInjector {
+    type Context = actix::Context<FaultInjector>;
 }
 
-impl Handler<NextChunk> for Gate {
-    type Result = ResponseFuture<Vec<Chunk>>;
+impl Handler<NextChunks> for FaultInjector {
+    type Result = ResponseFuture<Vec<ScheduledChunk>>;
 
-    fn handle(&mut self, request: NextChunk, _: &mut Self::Context) -> Self::Result {
-        let (answer, devices) = (self.prefill.send(request), self.door.clone());
+    fn handle(&mut self, request: NextChunks, _: &mut Self::Context) -> Self::Result {
+        let (answer, devices) = (self.prefill.send(request), self.devices.clone());
         Box::pin(async move {
             let chunks = answer.await.unwrap_or_default();
-            devices.fail_if(&devices.fails_at_question);
+            devices.fail_once_if(&devices.fails_at_chunk_request);
             chunks
         })
     }
 }
 
-impl Handler<Turn> for Gate {
-    type Result = ResponseFuture<Plan>;
+impl Handler<IterationUpdate> for FaultInjector {
+    type Result = ResponseFuture<SlotPlan>;
 
-    fn handle(&mut self, turn: Turn, _: &mut Self::Context) -> Self::Result {
-        let (answer, devices) = (self.kv.send(turn), self.door.clone());
+    fn handle(&mut self, turn: IterationUpdate, _: &mut Self::Context) -> Self::Result {
+        let (answer, devices) = (self.kv.send(turn), self.devices.clone());
         Box::pin(async move {
             let plan = answer.await.expect("kv replies");
-            devices.fail_if(&devices.fails_at_turn);
+            devices.fail_once_if(&devices.fails_at_slot_update);
             plan
         })
     }
@@ -229,7 +229,7 @@ impl Handler<Turn> for Gate {
 
 /// Configuration of a test.
 #[derive(Clone, Debug)]
-pub struct Wish {
+pub struct RigConfig {
     pub slots: usize,
     pub lanes: usize,
     pub stages: usize,
@@ -237,93 +237,103 @@ pub struct Wish {
     pub policy: Policy,
     pub shuffle: bool,
     /// Cost of a step on each stage, without its rows.
-    pub step: u64,
-    pub row: u64,
+    pub step_cost: u64,
+    pub row_cost: u64,
 }
 
-impl Wish {
-    pub fn new(slots: usize, lanes: usize) -> Wish {
+impl RigConfig {
+    pub fn new(slots: usize, lanes: usize) -> RigConfig {
         let policy = Policy::Fused;
-        Wish { slots, lanes, stages: lanes, budget: 24, policy, shuffle: true, step: 10, row: 0 }
+        RigConfig {
+            slots,
+            lanes,
+            stages: lanes,
+            budget: 24,
+            policy,
+            shuffle: true,
+            step_cost: 10,
+            row_cost: 0,
+        }
     }
 }
 
 /// Whether a fault is reported before or after the results of the steps before it.
 #[derive(Clone, Copy, PartialEq)]
-pub enum Heard {
+pub enum FaultOrder {
     First,
     Last,
 }
 
 /// A client: its request, and the events it has received.
-pub struct Told {
+pub struct Client {
     pub request: Request,
     stream: Option<TokenStream>,
-    pub prompt: Vec<Token>,
+    pub prompt_tokens: Vec<Token>,
     pub ids: Vec<u32>,
     /// Time of each token, on the simulated clock.
-    pub at: Vec<u64>,
+    pub token_times: Vec<u64>,
     pub end: Option<Result<FinishReason, RequestError>>,
     /// Whether the stream is closed, after an end event or without one.
-    pub silent: bool,
+    pub closed: bool,
 }
 
 /// The actors, the devices and the clock.
 pub struct Rig {
-    pub wish: Wish,
+    pub config: RigConfig,
     pub intake: Addr<Intake>,
-    pub kv: Addr<Kv>,
+    pub kv: Addr<KvManager>,
     pub status: Arc<Status>,
-    door: Arc<Door>,
-    sent: UnboundedReceiver<Sent>,
-    flying: VecDeque<Flying>,
-    memory: Memory,
+    devices: Arc<FakeDevices>,
+    sent: UnboundedReceiver<SentStep>,
+    in_flight: VecDeque<InFlight>,
+    model: FakeModel,
     /// The epoch of the devices' state.
-    lost: Epoch,
-    number: u64,
+    epoch: Epoch,
+    steps_sent: u64,
     pub clock: u64,
     /// The time when each stage is free.
-    free: Vec<u64>,
-    pub told: Vec<Told>,
+    stage_free_at: Vec<u64>,
+    pub clients: Vec<Client>,
 }
 
 impl Rig {
-    pub fn new(rig_config: Wish) -> Rig {
+    pub fn new(rig_config: RigConfig) -> Rig {
         let (sent_tx, sent) = unbounded_channel();
         let limits = StepLimits {
             slots: rig_config.slots,
             rows: rig_config.budget + rig_config.slots,
             logit_rows: rig_config.slots,
             positions: POSITIONS,
-            source_positions: 0,
+            encoder_positions: 0,
             page_positions: PAGE,
             top_logprobs: 0,
-            biases: 4,
+            logit_biases: 4,
             vocab: VOCAB as usize,
             hidden: 0,
-            attended: Share::ALL,
+            attended_fraction: Fraction::ONE,
         };
-        let Wish { slots, lanes, stages, policy, shuffle, budget, .. } = rig_config;
+        let RigConfig { slots, lanes, stages, policy, shuffle, budget, .. } = rig_config;
         let status = Arc::new(Status::new(Duration::ZERO, lanes));
         let pages = 1 + slots * POSITIONS / PAGE;
-        let kv = Kv::new(slots, lanes, shuffle, PagePool::new(pages, PAGE)).start();
+        let kv = KvManager::new(slots, lanes, shuffle, PagePool::new(pages, PAGE)).start();
         let prefill =
             Prefill::new(kv.clone().recipient(), kv.clone().recipient(), policy, slots, lanes).start();
         let (faults, fails_at_chunk_request, fails_at_slot_update) = Default::default();
-        let devices = Arc::new(Door {
-            devices: stages,
+        let devices = Arc::new(FakeDevices {
+            device_count: stages,
             sent: sent_tx,
             faults,
-            fails_at_question: fails_at_chunk_request,
-            fails_at_turn: fails_at_slot_update,
+            fails_at_chunk_request,
+            fails_at_slot_update,
         });
-        let gate = Gate { prefill: prefill.clone(), kv: kv.clone(), door: devices.clone() }.start();
-        let handles = Neighbours {
-            prefill_next: gate.clone().recipient(),
-            prefill_ahead: prefill.clone().recipient(),
-            prefill_forget: prefill.clone().recipient(),
-            kv_turn: gate.recipient(),
-            kv_reset: kv.clone().recipient(),
+        let gate =
+            FaultInjector { prefill: prefill.clone(), kv: kv.clone(), devices: devices.clone() }.start();
+        let handles = LoopHandles {
+            next_chunks: gate.clone().recipient(),
+            chunks_ahead: prefill.clone().recipient(),
+            drop_started: prefill.clone().recipient(),
+            update_slots: gate.recipient(),
+            reset_lane: kv.clone().recipient(),
             devices: devices.clone(),
             status: status.clone(),
         };
@@ -336,71 +346,63 @@ impl Rig {
             intake,
             kv,
             status,
-            lost: devices.epoch(),
-            door: devices,
+            epoch: devices.epoch(),
+            devices,
             sent,
-            flying: VecDeque::new(),
-            memory: Memory::new(slots, pages),
-            number: 0,
+            in_flight: VecDeque::new(),
+            model: FakeModel::new(slots, pages),
+            steps_sent: 0,
             clock: 0,
-            free: vec![0; stages],
-            told: Vec::new(),
-            wish: rig_config,
+            stage_free_at: vec![0; stages],
+            clients: Vec::new(),
+            config: rig_config,
         }
     }
 
     /// Submits a request; returns its index in `clients`.
     pub async fn submit(&mut self, request: Request) -> usize {
-        let message = Submit { requests: vec![request.clone()], standing: Standing::New };
-        let streams = within(self.intake.send(message)).await.expect("intake replies");
+        let message = Submit { requests: vec![request.clone()], kind: SubmitKind::New };
+        let streams = with_timeout(self.intake.send(message)).await.expect("intake replies");
         let stream = streams.expect("the request is accepted").pop();
         let (prompt_tokens, ids, token_times, end, closed) =
             (Vec::new(), Vec::new(), Vec::new(), None, false);
-        self.told.push(Told {
-            request,
-            stream,
-            prompt: prompt_tokens,
-            ids,
-            at: token_times,
-            end,
-            silent: closed,
-        });
-        self.told.len() - 1
+        self.clients.push(Client { request, stream, prompt_tokens, ids, token_times, end, closed });
+        self.clients.len() - 1
     }
 
-    pub fn hang_up(&mut self, number: usize) {
-        self.told[number].stream = None;
+    pub fn disconnect(&mut self, number: usize) {
+        self.clients[number].stream = None;
     }
 
     /// Runs the actors until they wait for a step in flight, and reads the events sent meanwhile.
-    pub async fn calm(&mut self) {
+    pub async fn run_until_idle(&mut self) {
         let mut quiet = 0;
         while quiet < 25 {
             tokio::task::yield_now().await;
             quiet += 1;
-            if self.depart_all() {
+            if self.receive_steps() {
                 quiet = 0;
             }
         }
         let clock = self.clock;
-        self.told.iter_mut().for_each(|told| told.listen(clock));
+        self.clients.iter_mut().for_each(|told| told.poll_events(clock));
     }
 
     /// Receives the steps sent by the lanes, and applies faults. Returns whether there were any.
-    fn depart_all(&mut self) -> bool {
-        let mut any = self.lost != self.door.epoch();
+    fn receive_steps(&mut self) -> bool {
+        let mut any = self.epoch != self.devices.epoch();
         if any {
-            self.lost = self.door.epoch();
-            self.memory = Memory::new(self.wish.slots, self.memory.tokens.len() / PAGE);
-            for Flying { step, reply, .. } in self.flying.drain(..) {
-                let _ = reply.send(Ran { step, result: Err(fault()) });
+            self.epoch = self.devices.epoch();
+            self.model = FakeModel::new(self.config.slots, self.model.tokens.len() / PAGE);
+            for InFlight { step, reply, .. } in self.in_flight.drain(..) {
+                let _ = reply.send(StepResult { step, result: Err(fault()) });
             }
         }
         while let Ok((epoch, step, reply)) = self.sent.try_recv() {
             any = true;
-            match self.door.lasts(epoch) {
-                Ok(()) => self.depart(step, reply),
-                result => _ = reply.send(Ran { step, result }),
+            match self.devices.check_epoch(epoch) {
+                Ok(()) => self.enter_pipeline(step, reply),
+                result => _ = reply.send(StepResult { step, result }),
             }
         }
         any
@@ -408,67 +410,70 @@ impl Rig {
 
     /// Schedules a step through the pipeline: it enters each stage when it has left the previous one and the
     /// stage is free.
-    fn depart(&mut self, mut step: Box<Step>, reply: oneshot::Sender<Ran>) {
-        self.number += 1;
-        step.batch.step = self.number;
+    fn enter_pipeline(&mut self, mut step: Box<Step>, reply: oneshot::Sender<StepResult>) {
+        self.steps_sent += 1;
+        step.batch.step = self.steps_sent;
         self.check(&step.batch);
-        let cost = self.wish.step + self.wish.row * step.batch.rows() as u64;
+        let cost = self.config.step_cost + self.config.row_cost * step.batch.rows() as u64;
         let mut now = self.clock;
-        for free in &mut self.free {
+        for free in &mut self.stage_free_at {
             now = now.max(*free) + cost;
             *free = now;
         }
-        self.flying.push_back(Flying { step, reply, done: now });
+        self.in_flight.push_back(InFlight { step, reply, done_at: now });
     }
 
     /// Asserts that a step refers to slots of its lane only, and contains its tokens if there are several
     /// devices.
     fn check(&self, batch: &StepBatch) {
-        let own =
-            divided(self.wish.slots, self.wish.lanes).nth(batch.lane as usize).expect("the lane exists");
+        let own = split_slots(self.config.slots, self.config.lanes)
+            .nth(batch.lane as usize)
+            .expect("the lane exists");
         assert!(batch.spans.iter().all(|span| own.contains(&span.slot)), "{batch:?} is not all in {own:?}");
-        assert!(batch.rows() <= self.wish.budget + self.wish.slots);
-        let single = self.wish.stages == 1;
+        assert!(batch.rows() <= self.config.budget + self.config.slots);
+        let single = self.config.stages == 1;
         assert!(single || batch.spans.iter().all(|span| span.tokens != SpanTokens::Last), "{batch:?}");
     }
 
     /// The steps in flight, in order.
-    pub fn flying(&self) -> Vec<&StepBatch> {
-        self.flying.iter().map(|flying| &flying.step.batch).collect()
+    pub fn in_flight(&self) -> Vec<&StepBatch> {
+        self.in_flight.iter().map(|flying| &flying.step.batch).collect()
     }
 
     /// Completes the oldest step in flight once all actors wait. Returns whether there was one.
-    pub async fn land(&mut self) -> bool {
-        self.calm().await;
-        let Some(Flying { mut step, reply, done }) = self.flying.pop_front() else { return false };
+    pub async fn complete_step(&mut self) -> bool {
+        self.run_until_idle().await;
+        let Some(InFlight { mut step, reply, done_at: done }) = self.in_flight.pop_front() else {
+            return false;
+        };
         self.clock = done;
-        step.output = self.memory.run(&step.batch);
-        let _ = reply.send(Ran { step, result: Ok(()) });
+        step.output = self.model.run(&step.batch);
+        let _ = reply.send(StepResult { step, result: Ok(()) });
         true
     }
 
     /// Completes the oldest step in flight without results, which makes its lane panic.
-    pub fn land_without_results(&mut self) {
-        let Some(Flying { mut step, reply, done }) = self.flying.pop_front() else { return };
+    pub fn complete_without_results(&mut self) {
+        let Some(InFlight { mut step, reply, done_at: done }) = self.in_flight.pop_front() else { return };
         self.clock = done;
         step.output = StepOutput::default();
-        let _ = reply.send(Ran { step, result: Ok(()) });
+        let _ = reply.send(StepResult { step, result: Ok(()) });
     }
 
     /// Makes the devices fail after the first `through` steps in flight. The others fail together, and their
     /// lanes receive the fault before or after the other lanes receive their results, as `order` says.
-    pub fn fail(&mut self, through: usize, order: Heard) {
-        self.depart_all();
-        let mut replies: Vec<(oneshot::Sender<Ran>, Ran)> = Vec::new();
-        for (number, Flying { mut step, reply, .. }) in self.flying.drain(..).enumerate() {
+    pub fn fail(&mut self, through: usize, order: FaultOrder) {
+        self.receive_steps();
+        let mut replies: Vec<(oneshot::Sender<StepResult>, StepResult)> = Vec::new();
+        for (number, InFlight { mut step, reply, .. }) in self.in_flight.drain(..).enumerate() {
             let result = if number < through { Ok(()) } else { Err(fault()) };
             if result.is_ok() {
-                step.output = self.memory.run(&step.batch);
+                step.output = self.model.run(&step.batch);
             }
-            replies.push((reply, Ran { step, result }));
+            replies.push((reply, StepResult { step, result }));
         }
-        self.door.faults.fetch_add(1, Ordering::Relaxed);
-        if order == Heard::First {
+        self.devices.faults.fetch_add(1, Ordering::Relaxed);
+        if order == FaultOrder::First {
             replies.rotate_left(through);
         }
         for (reply, ran) in replies {
@@ -477,50 +482,50 @@ impl Rig {
     }
 
     /// Makes the devices fail while the next request for chunks is answered.
-    pub fn fail_at_question(&self) {
-        self.door.fails_at_question.store(true, Ordering::Relaxed);
+    pub fn fail_at_chunk_request(&self) {
+        self.devices.fails_at_chunk_request.store(true, Ordering::Relaxed);
     }
 
     /// Makes the devices fail during the next slot update.
-    pub fn fail_at_turn(&self) {
-        self.door.fails_at_turn.store(true, Ordering::Relaxed);
+    pub fn fail_at_slot_update(&self) {
+        self.devices.fails_at_slot_update.store(true, Ordering::Relaxed);
     }
 
     /// Completes all steps until nothing is left.
-    pub async fn run(&mut self) {
-        while self.land().await {}
+    pub async fn run_to_end(&mut self) {
+        while self.complete_step().await {}
     }
 
     /// Asserts that all slots, pages and permits are released.
-    pub async fn all_home(&self) {
-        let held = within(self.kv.send(Held)).await.expect("kv replies");
-        let permits = within(self.intake.send(FreePermits)).await.expect("intake replies");
-        assert_eq!((held, permits), ((0, 0), self.wish.slots));
+    pub async fn assert_all_released(&self) {
+        let held = with_timeout(self.kv.send(GetUsage)).await.expect("kv replies");
+        let permits = with_timeout(self.intake.send(GetFreePermits)).await.expect("intake replies");
+        assert_eq!((held, permits), ((0, 0), self.config.slots));
     }
 }
 
-impl Told {
-    fn listen(&mut self, clock: u64) {
+impl Client {
+    fn poll_events(&mut self, clock: u64) {
         let mut context = Context::from_waker(Waker::noop());
         while let Some(stream) = &mut self.stream {
             match stream.poll_next(&mut context) {
                 Poll::Pending => return,
                 Poll::Ready(None) => {
-                    self.silent = true;
+                    self.closed = true;
                     self.stream = None;
                 }
-                Poll::Ready(Some(event)) => self.hear(event, clock),
+                Poll::Ready(Some(event)) => self.record(event, clock),
             }
         }
     }
 
-    fn hear(&mut self, event: TokenEvent, clock: u64) {
+    fn record(&mut self, event: TokenEvent, clock: u64) {
         assert!(self.end.is_none(), "{event:?} after the end");
         match event {
-            TokenEvent::Prompt(tokens) => self.prompt = tokens,
+            TokenEvent::Prompt(tokens) => self.prompt_tokens = tokens,
             TokenEvent::Token(token) => {
                 self.ids.push(token.id);
-                self.at.push(clock);
+                self.token_times.push(clock);
             }
             TokenEvent::Finished(reason) => self.end = Some(Ok(reason)),
             TokenEvent::Failed(error) => self.end = Some(Err(error)),
@@ -530,14 +535,14 @@ impl Told {
 
     /// Asserts that the request ended with the right tokens, and with the prompt's log-probabilities if
     /// requested.
-    pub fn assert_whole(&self) {
+    pub fn assert_complete(&self) {
         assert_eq!(self.end, Some(Ok(FinishReason::Length)));
         assert_eq!(self.ids, expected(&self.request));
         if self.request.prompt_logprobs {
             let reported = |token: &Token| (token.id, token.logprob);
-            let likely = |at: usize| (at > 0).then(|| after(&self.request.prompt[..at]) as f32);
+            let likely = |at: usize| (at > 0).then(|| next_token_after(&self.request.prompt[..at]) as f32);
             let given = self.request.prompt.iter().enumerate().map(|(at, id)| (*id, likely(at)));
-            assert!(self.prompt.iter().map(reported).eq(given), "{:?}", self.prompt);
+            assert!(self.prompt_tokens.iter().map(reported).eq(given), "{:?}", self.prompt_tokens);
         }
     }
 }
@@ -547,11 +552,11 @@ fn intake_limits(slots: usize, pages: usize) -> IntakeLimits {
         slots,
         max_waiting: 1000,
         context: POSITIONS,
-        source_context: 0,
+        encoder_context: 0,
         vocab: VOCAB as usize,
         top_logprobs: 0,
         biases: 4,
-        eos: 0,
+        eos_count: 0,
         pages: pages - 1,
         page_positions: PAGE,
         kind: Kind::Decoder,

@@ -2,59 +2,61 @@
 //!
 //! Invariant: a group serves steps only when every device has been built in the same build.
 
-use super::{Hub, Life, Member, News, Phase, Place, State, THREAD_ENDED};
-use crate::actors::group::link::Post;
-use crate::actors::group::mailbox::{Duty, Mailbox, Order, Seat};
+use super::{DeviceId, GroupState, Inner, Phase, RankState, RecoveryReason, THREAD_ENDED, ThreadState};
+use crate::actors::group::link::StepSender;
+use crate::actors::group::mailbox::{Assignment, Command, Mailbox, Role};
 use crate::model::executor::ExecutorReport;
 use anyhow::{Result, anyhow, ensure};
 use mainstem_kernels::collective::local;
-use mainstem_kernels::{Abort, Aborted, Alone, Collective, DeviceError};
+use mainstem_kernels::{Abort, Aborted, Collective, DeviceError, SingleRank};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tracing::{error, warn};
 
 /// Numbers per collective exchange: as many as fit into a core's cache.
-const EXCHANGED: usize = 1 << 15;
+const EXCHANGE_LEN: usize = 1 << 15;
 
 /// Returns the bytes that a stage's ranks need for collectives: two buffers per rank.
-pub(in crate::actors::group) fn exchange_bytes(ranks: usize) -> usize {
-    if ranks > 1 { 2 * ranks * EXCHANGED * size_of::<f32>() } else { 0 }
+pub(in crate::actors::group) fn collective_bytes(ranks: usize) -> usize {
+    if ranks > 1 { 2 * ranks * EXCHANGE_LEN * size_of::<f32>() } else { 0 }
 }
 
-impl Hub {
+impl GroupState {
     /// Waits until recovery is necessary, and returns the reason; `None` when the group stops. While the
     /// devices are unavailable, recovery is retried after `again` at the latest, because nobody may send
     /// steps to a group that cannot serve.
-    pub fn next_news(&self, again: Duration) -> Option<News> {
+    pub fn wait_for_recovery(&self, again: Duration) -> Option<RecoveryReason> {
         let again = Instant::now() + again;
         let mut state = self.lock();
         loop {
-            let due = self.config.step_timeout.map(|timeout| (timeout, state.steps.due(timeout)));
+            let due = self.config.step_timeout.map(|timeout| (timeout, state.steps.deadline(timeout)));
             let now = Instant::now();
             state = match (state.phase, due) {
                 (Phase::Stopping, _) => return None,
-                (Phase::Failed, _) => return Some(News::Failed),
-                (Phase::Away, _) if state.steps.wait() || again <= now => return Some(News::Wanted),
-                (Phase::Away, _) => self.wait(state, Some(again)),
+                (Phase::Failed, _) => return Some(RecoveryReason::DeviceFailed),
+                (Phase::Unavailable, _) if state.steps.has_waiting() || again <= now => {
+                    return Some(RecoveryReason::RetryDue);
+                }
+                (Phase::Unavailable, _) => self.wait_for_change(state, Some(again)),
                 (Phase::Serving, Some((timeout, Some(due)))) if due <= now => {
-                    self.fail_for_silence(&mut state, timeout);
-                    return Some(News::Stalled);
+                    self.fail_timeout(&mut state, timeout);
+                    return Some(RecoveryReason::Timeout);
                 }
                 // A step sent meanwhile has a later deadline.
                 (Phase::Serving, Some((timeout, due))) => {
-                    self.wait(state, Some(due.unwrap_or(now + timeout)))
+                    self.wait_for_change(state, Some(due.unwrap_or(now + timeout)))
                 }
-                (Phase::Serving, None) => self.wait(state, None),
+                (Phase::Serving, None) => self.wait_for_change(state, None),
             }
         }
     }
 
     /// Fails the group because of a timeout; which devices stalled is found out later.
-    fn fail_for_silence(&self, state: &mut State, timeout: Duration) {
+    fn fail_timeout(&self, state: &mut Inner, timeout: Duration) {
         let fault = DeviceError::Fault(format!("no answer within {timeout:?}"));
-        let label = self.config.what();
-        error!(step = state.steps.oldest(), %fault, "{label} failed; it is being rebuilt");
-        state.give_up(&fault);
+        let label = self.config.label();
+        error!(step = state.steps.oldest_number(), %fault, "{label} failed; it is being rebuilt");
+        state.fail_build(&fault);
     }
 
     /// Whether the group is stopping.
@@ -63,67 +65,67 @@ impl Hub {
     }
 
     /// Commands every device to drop its executor.
-    pub fn clear(&self) {
-        for rank_state in self.lock().members.iter_mut().flatten() {
+    pub fn clear_all(&self) {
+        for rank_state in self.lock().ranks.iter_mut().flatten() {
             rank_state.cleared = false;
-            rank_state.mailbox.put(Order::Clear);
+            rank_state.mailbox.send(Command::Clear);
         }
     }
 
     /// Waits until every device has dropped its executor, at most until `until`. Returns the devices that
     /// have not. A device without a thread holds nothing.
-    pub fn not_cleared(&self, until: Option<Instant>) -> Vec<Place> {
+    pub fn wait_cleared(&self, until: Option<Instant>) -> Vec<DeviceId> {
         let mut state = self.lock();
         loop {
-            let left = state.places(Member::is_busy);
-            if left.is_empty() || is_over(until) || state.phase == Phase::Stopping {
+            let left = state.ids_where(RankState::is_clearing);
+            if left.is_empty() || has_passed(until) || state.phase == Phase::Stopping {
                 return left;
             }
-            state = self.wait(state, until);
+            state = self.wait_for_change(state, until);
         }
     }
 
     /// Waits like [`GroupState::wait_cleared`], but without time limit for a device that already has another
     /// hung thread, so that the number of threads holding a model stays bounded. Meanwhile, waiting steps
     /// fail. Returns the devices whose threads are to be abandoned.
-    pub fn to_give_up(&self, until: Option<Instant>) -> Vec<Place> {
-        let mut left = self.not_cleared(until);
+    pub fn devices_to_abandon(&self, until: Option<Instant>) -> Vec<DeviceId> {
+        let mut left = self.wait_cleared(until);
         let mut state = self.lock();
         loop {
-            let again = state.places(|rank_state| rank_state.is_busy() && rank_state.hanging > 0);
+            let again = state.ids_where(|rank_state| rank_state.is_clearing() && rank_state.hung_threads > 0);
             if again.is_empty() || state.phase == Phase::Stopping {
-                left.retain(|id| state.member(*id).is_some_and(|rank_state| rank_state.is_busy()));
+                left.retain(|id| state.rank_state(*id).is_some_and(|rank_state| rank_state.is_clearing()));
                 return left;
             }
-            self.tell_waiting(&mut state, &again, "hangs, as does its previous thread");
-            state = self.wait(state, None);
+            self.fail_waiting(&mut state, &again, "hangs, as does its previous thread");
+            state = self.wait_for_change(state, None);
         }
     }
 
     /// Logs the devices that have not dropped their executors after a timeout, unless the group is stopping.
-    pub fn name_stalled(&self, stalled: &[Place]) {
+    pub fn log_stalled(&self, stalled: &[DeviceId]) {
         if !stalled.is_empty() && !self.is_stopping() {
-            warn!(devices = self.names(stalled), "devices have not released their model parts yet");
+            warn!(devices = self.device_names(stalled), "devices have not released their model parts yet");
         }
     }
 
     /// Returns the devices without a thread.
-    pub fn dead(&self) -> Vec<Place> {
-        self.lock().places(|rank_state| rank_state.life == Life::Gone)
+    pub fn devices_without_thread(&self) -> Vec<DeviceId> {
+        self.lock().ids_where(|rank_state| rank_state.thread == ThreadState::Absent)
     }
 
     /// Abandons the thread of a device: closes its mailbox, and ignores its reports from now on. Returns
     /// false, and does nothing, if the thread has ended or dropped its executor meanwhile, or if the group is
     /// stopping.
-    pub fn disown(&self, id: Place) -> bool {
+    pub fn abandon_thread(&self, id: DeviceId) -> bool {
         let mut state = self.lock();
         let stopping = state.phase == Phase::Stopping;
-        match state.member(id) {
-            Some(rank_state) if !stopping && rank_state.is_busy() => {
+        match state.rank_state(id) {
+            Some(rank_state) if !stopping && rank_state.is_clearing() => {
                 rank_state.mailbox.close();
                 rank_state.incarnation += 1;
-                rank_state.life = Life::Gone;
-                rank_state.hanging += 1;
+                rank_state.thread = ThreadState::Absent;
+                rank_state.hung_threads += 1;
                 true
             }
             _ => false,
@@ -132,69 +134,69 @@ impl Hub {
 
     /// Registers a new thread for a device that has none. Returns its id and mailbox; `None` if the group is
     /// stopping.
-    pub fn replace(&self, old: Place) -> Option<(Place, Arc<Mailbox>)> {
+    pub fn register_thread(&self, old: DeviceId) -> Option<(DeviceId, Arc<Mailbox>)> {
         let mut state = self.lock();
         if state.phase == Phase::Stopping {
             return None;
         }
         let incarnation = old.incarnation + 1;
         let mailbox = Arc::new(Mailbox::new(self.config.lanes));
-        let rank_state = &mut state.members[old.stage][old.rank];
-        let hung_threads = rank_state.hanging;
-        *rank_state = Member {
+        let rank_state = &mut state.ranks[old.stage][old.rank];
+        let hung_threads = rank_state.hung_threads;
+        *rank_state = RankState {
             mailbox: mailbox.clone(),
             incarnation,
-            life: Life::Lives,
+            thread: ThreadState::Running,
             cleared: true,
             built: None,
-            hanging: hung_threads,
+            hung_threads,
         };
-        Some((Place { incarnation, ..old }, mailbox))
+        Some((DeviceId { incarnation, ..old }, mailbox))
     }
 
     /// Marks the devices as unavailable.
-    pub fn away(&self) {
+    pub fn set_unavailable(&self) {
         let mut state = self.lock();
         if state.phase != Phase::Stopping {
-            state.phase = Phase::Away;
+            state.phase = Phase::Unavailable;
         }
     }
 
     /// Commands every device to build its executor.
-    pub fn build(&self) {
+    pub fn start_build(&self) {
         let mut state = self.lock();
         state.build += 1;
         state.abort = Abort::new();
-        for stage in 0..state.members.len() {
+        for stage in 0..state.ranks.len() {
             self.build_stage(&mut state, stage);
         }
     }
 
     /// Commands the devices of a stage to build their executors, with collectives among them.
-    fn build_stage(&self, state: &mut State, stage: usize) {
+    fn build_stage(&self, state: &mut Inner, stage: usize) {
         let (build, abort) = (state.build, state.abort.clone());
-        let collectives: Vec<Box<dyn Collective>> = match state.members[stage].len() {
-            1 => vec![Box::new(Alone)],
+        let collectives: Vec<Box<dyn Collective>> = match state.ranks[stage].len() {
+            1 => vec![Box::new(SingleRank)],
             ranks => {
-                let ranks = local::stage(ranks, EXCHANGED, &abort);
+                let ranks = local::create_ranks(ranks, EXCHANGE_LEN, &abort);
                 ranks.into_iter().map(|rank| Box::new(rank) as Box<dyn Collective>).collect()
             }
         };
         for (rank, collective) in collectives.into_iter().enumerate() {
-            let role = if rank == 0 { self.duty(state, stage) } else { Duty::Nothing };
-            let rank_state = &mut state.members[stage][rank];
+            let role = if rank == 0 { self.role(state, stage) } else { Role::Nothing };
+            let rank_state = &mut state.ranks[stage][rank];
             rank_state.built = None;
-            let assignment = Seat { build, abort: abort.clone(), duty: role };
-            rank_state.mailbox.put(Order::Build(assignment, collective));
+            let assignment = Assignment { build, abort: abort.clone(), role };
+            rank_state.mailbox.send(Command::Build(assignment, collective));
         }
     }
 
     /// Returns the role of the first rank of a stage.
-    fn duty(&self, state: &State, stage: usize) -> Duty {
-        let Some(next) = state.members.get(stage + 1) else { return Duty::Answer };
+    fn role(&self, state: &Inner, stage: usize) -> Role {
+        let Some(next) = state.ranks.get(stage + 1) else { return Role::ReturnResults };
         let senders =
-            next.iter().map(|rank_state| Post::new(rank_state.mailbox.clone(), state.build)).collect();
-        Duty::HandOn((self.config.linking)(senders, self.config.room()))
+            next.iter().map(|rank_state| StepSender::new(rank_state.mailbox.clone(), state.build)).collect();
+        Role::HandOver((self.config.link_factory)(senders, self.config.link_capacity()))
     }
 
     /// Waits until every device has reported its build. If several failed, the error is one that is not a
@@ -203,21 +205,22 @@ impl Hub {
     pub fn wait_built(&self, until: Option<Instant>) -> Result<Vec<Vec<ExecutorReport>>> {
         let mut state = self.lock();
         loop {
-            let left =
-                state.places(|rank_state| rank_state.life == Life::Lives && rank_state.built.is_none());
+            let left = state.ids_where(|rank_state| {
+                rank_state.thread == ThreadState::Running && rank_state.built.is_none()
+            });
             if left.is_empty() || state.phase == Phase::Stopping {
                 break;
             }
-            let is_late = is_over(until);
+            let is_late = has_passed(until);
             if is_late {
-                self.tell_waiting(&mut state, &left, "is still being built and exceeds its time limit");
+                self.fail_waiting(&mut state, &left, "is still being built and exceeds its time limit");
             }
-            state = self.wait(state, until.filter(|_| !is_late));
+            state = self.wait_for_change(state, until.filter(|_| !is_late));
         }
         ensure!(state.phase != Phase::Stopping, "the group is stopped");
-        let mut reports = Vec::with_capacity(state.members.len());
+        let mut reports = Vec::with_capacity(state.ranks.len());
         let mut errors = Vec::new();
-        for (ranks, names) in state.members.iter_mut().zip(&self.config.names) {
+        for (ranks, names) in state.ranks.iter_mut().zip(&self.config.names) {
             let built = ranks.iter_mut().zip(names).filter_map(|(rank_state, name)| {
                 let ended = || Err(anyhow!("{name}: {THREAD_ENDED}"));
                 rank_state.built.take().unwrap_or_else(ended).map_err(|error| errors.push(error)).ok()
@@ -229,73 +232,77 @@ impl Hub {
     }
 
     /// Marks the group as serving, and sends the waiting steps.
-    pub fn serve(&self) {
+    pub fn start_serving(&self) {
         let mut state = self.lock();
         if state.phase != Phase::Stopping {
             state.phase = Phase::Serving;
-            state.start_waiting();
+            state.dispatch_waiting();
             // A thread that ended after its build was not treated as a fault then.
-            for id in state.places(|rank_state| rank_state.life != Life::Lives) {
-                self.fail_for_thread(&mut state, id);
+            for id in state.ids_where(|rank_state| rank_state.thread != ThreadState::Running) {
+                self.fail_ended_thread(&mut state, id);
             }
         }
     }
 
     /// Fails all pending steps, because there are no devices to run them.
-    pub fn turn_away(&self, fault: &DeviceError) {
+    pub fn fail_pending(&self, fault: &DeviceError) {
         let mut state = self.lock();
         if state.phase != Phase::Stopping {
-            state.steps.lose(fault);
+            state.steps.fail_all(fault);
         }
     }
 
     /// Fails the waiting steps, because the devices `ids` are unavailable.
-    fn tell_waiting(&self, state: &mut State, ids: &[Place], why: &str) {
-        if state.steps.wait() {
-            let fault = DeviceError::Fault(format!("{}: {why}", self.names(ids)));
+    fn fail_waiting(&self, state: &mut Inner, ids: &[DeviceId], why: &str) {
+        if state.steps.has_waiting() {
+            let fault = DeviceError::Fault(format!("{}: {why}", self.device_names(ids)));
             error!(%fault, "the waiting steps failed");
-            state.steps.lose(&fault);
+            state.steps.fail_all(&fault);
         }
     }
 
     /// Returns the names of devices, for messages.
-    fn names(&self, ids: &[Place]) -> String {
+    fn device_names(&self, ids: &[DeviceId]) -> String {
         ids.iter().map(|id| self.name(*id)).collect::<Vec<_>>().join(", ")
     }
 
     /// Waits until all threads have ended, at most until `until`. Returns the devices whose threads have not.
-    pub fn not_ended(&self, until: Instant) -> Vec<Place> {
+    pub fn wait_exited(&self, until: Instant) -> Vec<DeviceId> {
         let mut state = self.lock();
         loop {
-            let left = state.places(|rank_state| rank_state.life != Life::Gone);
-            if left.is_empty() || is_over(Some(until)) {
+            let left = state.ids_where(|rank_state| rank_state.thread != ThreadState::Absent);
+            if left.is_empty() || has_passed(Some(until)) {
                 return left;
             }
-            state = self.wait(state, Some(until));
+            state = self.wait_for_change(state, Some(until));
         }
     }
 
     /// Waits for a change of the state, at most until `until`.
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, until: Option<Instant>) -> MutexGuard<'a, State> {
+    fn wait_for_change<'a>(
+        &self,
+        state: MutexGuard<'a, Inner>,
+        until: Option<Instant>,
+    ) -> MutexGuard<'a, Inner> {
         match until {
-            None => self.news.wait(state).unwrap_or_else(PoisonError::into_inner),
+            None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             Some(until) => {
                 let time = until.saturating_duration_since(Instant::now());
-                self.news.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
+                self.changed.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
             }
         }
     }
 }
 
-impl Member {
+impl RankState {
     /// Whether the device has not dropped its executor yet.
-    fn is_busy(&self) -> bool {
-        self.life != Life::Gone && !self.cleared
+    fn is_clearing(&self) -> bool {
+        self.thread != ThreadState::Absent && !self.cleared
     }
 }
 
 /// Whether the time has passed.
-fn is_over(until: Option<Instant>) -> bool {
+fn has_passed(until: Option<Instant>) -> bool {
     until.is_some_and(|until| Instant::now() >= until)
 }
 
@@ -306,31 +313,41 @@ mod tests {
     use crate::actors::testing::LIMITS;
 
     /// Starts a thread that is commanded to drop its executor and does not; returns its device.
-    fn given_up(group: &Hub) -> Place {
-        let (id, _) = group.replace(group.dead()[0]).expect("the group is not stopping");
-        group.clear();
-        assert_eq!(group.to_give_up(Some(Instant::now())), [id]);
+    fn stuck_device(group: &GroupState) -> DeviceId {
+        let (id, _) =
+            group.register_thread(group.devices_without_thread()[0]).expect("the group is not stopping");
+        group.clear_all();
+        assert_eq!(group.devices_to_abandon(Some(Instant::now())), [id]);
         id
     }
 
-    fn hanging(group: &Hub) -> usize {
-        group.lock().members[0][0].hanging
+    fn hung_threads(group: &GroupState) -> usize {
+        group.lock().ranks[0][0].hung_threads
     }
 
     /// A thread may end or respond between the query for hung threads and its abandonment.
     #[test]
-    fn who_is_through_while_it_is_being_given_up_does_not_hang() {
-        let group = Hub::new(GroupConfig::new(vec![vec!["one".to_owned()]], LIMITS, 1));
-        let id = given_up(&group);
-        group.ends(id);
-        group.left(id);
-        assert_eq!((group.disown(id), hanging(&group), group.dead()), (false, 0, vec![id]));
-        let id = given_up(&group);
-        group.cleared(id);
-        assert_eq!((group.disown(id), hanging(&group), group.dead()), (false, 0, vec![]));
-        group.clear();
-        assert_eq!((group.disown(id), hanging(&group), group.dead().len()), (true, 1, 1));
-        group.left(id);
-        assert_eq!(hanging(&group), 0, "the thread resumed and ended");
+    fn a_thread_that_responds_while_being_abandoned_is_kept() {
+        let group = GroupState::new(GroupConfig::new(vec![vec!["one".to_owned()]], LIMITS, 1));
+        let id = stuck_device(&group);
+        group.report_exiting(id);
+        group.report_exited(id);
+        assert_eq!(
+            (group.abandon_thread(id), hung_threads(&group), group.devices_without_thread()),
+            (false, 0, vec![id])
+        );
+        let id = stuck_device(&group);
+        group.report_cleared(id);
+        assert_eq!(
+            (group.abandon_thread(id), hung_threads(&group), group.devices_without_thread()),
+            (false, 0, vec![])
+        );
+        group.clear_all();
+        assert_eq!(
+            (group.abandon_thread(id), hung_threads(&group), group.devices_without_thread().len()),
+            (true, 1, 1)
+        );
+        group.report_exited(id);
+        assert_eq!(hung_threads(&group), 0, "the thread resumed and ended");
     }
 }

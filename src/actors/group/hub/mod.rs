@@ -7,12 +7,12 @@
 
 mod kept;
 
-pub(super) use kept::exchange_bytes;
+pub(super) use kept::collective_bytes;
 
-use super::mailbox::{Mailbox, Order, Parcel};
-use super::steps::Steps;
+use super::mailbox::{Command, Mailbox, StepMessage};
+use super::steps::StepQueue;
 use super::{Epoch, GroupConfig};
-use crate::actors::device::{Ran, Step};
+use crate::actors::device::{Step, StepResult};
 use crate::model::executor::ExecutorReport;
 use anyhow::Result;
 use mainstem_kernels::{Abort, DeviceError, StepLimits, StepOutput};
@@ -25,7 +25,7 @@ const THREAD_ENDED: &str = "its thread ended";
 
 /// Identifies a device of the group and its current thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::actors) struct Place {
+pub(in crate::actors) struct DeviceId {
     pub stage: usize,
     pub rank: usize,
     /// Number of threads that the device had before this one.
@@ -33,22 +33,22 @@ pub(in crate::actors) struct Place {
 }
 
 /// The shared state of a group.
-pub(in crate::actors) struct Hub {
+pub(in crate::actors) struct GroupState {
     config: GroupConfig,
-    state: Mutex<State>,
+    inner: Mutex<Inner>,
     /// Notified when something happens that the supervisor may wait for.
-    news: Condvar,
+    changed: Condvar,
 }
 
 /// The state behind the lock.
-struct State {
+struct Inner {
     phase: Phase,
     /// Number of builds of the group so far.
     build: u64,
     /// Aborts the current build.
     abort: Abort,
-    members: Vec<Vec<Member>>,
-    steps: Steps,
+    ranks: Vec<Vec<RankState>>,
+    steps: StepQueue,
 }
 
 /// Whether the group can run steps.
@@ -56,7 +56,7 @@ struct State {
 enum Phase {
     /// The devices are being built, or could not be built.
     /// The devices run steps.
-    Away,
+    Unavailable,
     Serving,
     /// A fault occurred, and recovery has not begun.
     Failed,
@@ -65,58 +65,58 @@ enum Phase {
 }
 
 /// The state of a device and its current thread.
-struct Member {
+struct RankState {
     mailbox: Arc<Mailbox>,
     incarnation: u64,
-    life: Life,
+    thread: ThreadState,
     /// Whether the device has no executor, or has dropped it since the last command to clear.
     cleared: bool,
     /// Result of the device's current build; `None` until it is reported.
     built: Option<Result<ExecutorReport>>,
     /// Number of abandoned threads of the device that have not ended; each still holds its executor.
-    hanging: usize,
+    hung_threads: usize,
 }
 
 /// The state of a device's thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Life {
+enum ThreadState {
     /// The thread runs.
-    Lives,
+    Running,
     /// The thread is exiting, and drops its executor.
-    Ends,
+    Exiting,
     /// There is no thread.
-    Gone,
+    Absent,
 }
 
 /// Why recovery is necessary. The steps in flight have failed by then.
-pub(in crate::actors) enum News {
+pub(in crate::actors) enum RecoveryReason {
     /// A device reported a fault, or its thread ended.
-    Failed,
+    DeviceFailed,
     /// No step completed within the timeout.
-    Stalled,
+    Timeout,
     /// The devices are unavailable, and steps wait for them or a retry is due.
-    Wanted,
+    RetryDue,
 }
 
-impl Hub {
+impl GroupState {
     /// Creates the state of a group without threads and executors.
-    pub fn new(config: GroupConfig) -> Hub {
-        let rank_state = || Member {
+    pub fn new(config: GroupConfig) -> GroupState {
+        let rank_state = || RankState {
             mailbox: Arc::new(Mailbox::new(config.lanes)),
             incarnation: 0,
-            life: Life::Gone,
+            thread: ThreadState::Absent,
             cleared: true,
             built: None,
-            hanging: 0,
+            hung_threads: 0,
         };
-        let state = State {
-            phase: Phase::Away,
+        let state = Inner {
+            phase: Phase::Unavailable,
             build: 0,
             abort: Abort::new(),
-            members: config.names.iter().map(|stage| stage.iter().map(|_| rank_state()).collect()).collect(),
-            steps: Steps::new(config.limits, config.lanes),
+            ranks: config.names.iter().map(|stage| stage.iter().map(|_| rank_state()).collect()).collect(),
+            steps: StepQueue::new(config.limits, config.lanes),
         };
-        Hub { config, state: Mutex::new(state), news: Condvar::new() }
+        GroupState { config, inner: Mutex::new(state), changed: Condvar::new() }
     }
 
     pub fn config(&self) -> &GroupConfig {
@@ -128,29 +128,33 @@ impl Hub {
     }
 
     /// Returns a device's name in the configuration.
-    pub fn name(&self, id: Place) -> &str {
+    pub fn name(&self, id: DeviceId) -> &str {
         &self.config.names[id.stage][id.rank]
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The interface of the control thread.
-impl Hub {
+impl GroupState {
     /// Submits a step: it is sent to the devices, or waits for them. Fails if the epoch is over.
-    pub fn take_in(&self, step: Box<Step>, epoch: Epoch) -> Result<oneshot::Receiver<Ran>, DeviceError> {
+    pub fn submit(
+        &self,
+        step: Box<Step>,
+        epoch: Epoch,
+    ) -> Result<oneshot::Receiver<StepResult>, DeviceError> {
         let (answer, answered) = oneshot::channel();
         let mut state = self.lock();
-        state.steps.lasts(epoch.0)?;
+        state.steps.check_epoch(epoch.0)?;
         if state.phase == Phase::Stopping {
             return Ok(answered); // The sender is dropped.
         }
-        state.steps.take_in(step, answer);
+        state.steps.push(step, answer);
         match state.phase {
-            Phase::Serving => state.start_waiting(),
-            Phase::Away | Phase::Failed | Phase::Stopping => self.news.notify_all(),
+            Phase::Serving => state.dispatch_waiting(),
+            Phase::Unavailable | Phase::Failed | Phase::Stopping => self.changed.notify_all(),
         }
         Ok(answered)
     }
@@ -161,8 +165,8 @@ impl Hub {
     }
 
     /// Returns the fault that ended the epoch, as an error, if it is over.
-    pub fn lasts(&self, epoch: Epoch) -> Result<(), DeviceError> {
-        self.lock().steps.lasts(epoch.0)
+    pub fn check_epoch(&self, epoch: Epoch) -> Result<(), DeviceError> {
+        self.lock().steps.check_epoch(epoch.0)
     }
 
     /// Stops the group: steps return no results any more, and the threads exit.
@@ -170,52 +174,52 @@ impl Hub {
         let mut state = self.lock();
         state.phase = Phase::Stopping;
         state.abort.abort();
-        state.steps.forget();
-        for rank_state in state.members.iter().flatten() {
+        state.steps.clear();
+        for rank_state in state.ranks.iter().flatten() {
             rank_state.mailbox.close();
         }
-        self.news.notify_all();
+        self.changed.notify_all();
     }
 }
 
 /// The interface of the device threads.
-impl Hub {
+impl GroupState {
     /// Reports that the device has dropped its executor.
-    pub fn cleared(&self, id: Place) {
-        if let Some(rank_state) = self.lock().member(id) {
+    pub fn report_cleared(&self, id: DeviceId) {
+        if let Some(rank_state) = self.lock().rank_state(id) {
             rank_state.cleared = true;
-            self.news.notify_all();
+            self.changed.notify_all();
         }
     }
 
     /// Reports the result of a build.
-    pub fn built(&self, id: Place, build: u64, built: Result<ExecutorReport>) {
+    pub fn report_built(&self, id: DeviceId, build: u64, built: Result<ExecutorReport>) {
         let mut state = self.lock();
         if build == state.build {
             if built.is_err() {
                 // The other devices must not wait for this one during their builds.
                 state.abort.abort();
             }
-            if let Some(rank_state) = state.member(id) {
+            if let Some(rank_state) = state.rank_state(id) {
                 rank_state.built = Some(built);
             }
-            self.news.notify_all();
+            self.changed.notify_all();
         }
     }
 
     /// Reports that the last stage has completed a step. `output` is exchanged for a buffer to reuse. Then
     /// the next waiting steps are sent.
-    pub fn answer(&self, build: u64, number: u64, output: &mut StepOutput) {
+    pub fn report_result(&self, build: u64, number: u64, output: &mut StepOutput) {
         let mut state = self.lock();
         if build == state.build && state.phase == Phase::Serving {
-            state.steps.answer(number, output);
-            state.start_waiting();
+            state.steps.complete(number, output);
+            state.dispatch_waiting();
         }
     }
 
     /// Reports a device's fault in a step. Only the first fault of a build counts; the other devices' errors
     /// are consequences.
-    pub fn failed(&self, id: Place, build: u64, number: u64, fault: DeviceError) {
+    pub fn report_fault(&self, id: DeviceId, build: u64, number: u64, fault: DeviceError) {
         let mut state = self.lock();
         if build == state.build {
             self.fail(&mut state, id, number, fault);
@@ -223,85 +227,85 @@ impl Hub {
     }
 
     /// Reports that a device's thread is exiting. It still holds its executor.
-    pub fn ends(&self, id: Place) {
+    pub fn report_exiting(&self, id: DeviceId) {
         let mut state = self.lock();
-        let Some(rank_state) = state.member(id) else { return };
-        rank_state.life = Life::Ends;
-        if state.phase == Phase::Away {
+        let Some(rank_state) = state.rank_state(id) else { return };
+        rank_state.thread = ThreadState::Exiting;
+        if state.phase == Phase::Unavailable {
             // The other devices must not wait for this one during their builds.
             state.abort.abort();
         }
-        self.fail_for_thread(&mut state, id);
-        self.news.notify_all();
+        self.fail_ended_thread(&mut state, id);
+        self.changed.notify_all();
     }
 
     /// Reports that a device's thread has dropped its executor and exits.
-    pub fn left(&self, id: Place) {
+    pub fn report_exited(&self, id: DeviceId) {
         let mut state = self.lock();
-        match state.member(id) {
-            Some(rank_state) => rank_state.life = Life::Gone,
+        match state.rank_state(id) {
+            Some(rank_state) => rank_state.thread = ThreadState::Absent,
             // An abandoned thread resumed and ended.
-            None => state.members[id.stage][id.rank].hanging -= 1,
+            None => state.ranks[id.stage][id.rank].hung_threads -= 1,
         }
-        self.news.notify_all();
+        self.changed.notify_all();
     }
 
     /// Fails the group because a device's thread ended.
-    fn fail_for_thread(&self, state: &mut State, id: Place) {
-        let (number, fault) = (state.steps.oldest(), DeviceError::Fault(THREAD_ENDED.to_owned()));
+    fn fail_ended_thread(&self, state: &mut Inner, id: DeviceId) {
+        let (number, fault) = (state.steps.oldest_number(), DeviceError::Fault(THREAD_ENDED.to_owned()));
         self.fail(state, id, number, fault);
     }
 
     /// Logs a fault and fails the group, if it is serving.
-    fn fail(&self, state: &mut State, id: Place, number: u64, fault: DeviceError) {
+    fn fail(&self, state: &mut Inner, id: DeviceId, number: u64, fault: DeviceError) {
         if state.phase == Phase::Serving {
-            let (device, fault) = (self.name(id), named(self.name(id), fault));
-            let label = self.config.what();
+            let (device, fault) = (self.name(id), with_device_name(self.name(id), fault));
+            let label = self.config.label();
             error!(device, step = number, %fault, "{label} failed; it is being rebuilt");
-            state.give_up(&fault);
-            self.news.notify_all();
+            state.fail_build(&fault);
+            self.changed.notify_all();
         }
     }
 }
 
-impl State {
+impl Inner {
     /// Returns a device, if its thread is still the current one.
-    fn member(&mut self, id: Place) -> Option<&mut Member> {
-        let rank_state = &mut self.members[id.stage][id.rank];
+    fn rank_state(&mut self, id: DeviceId) -> Option<&mut RankState> {
+        let rank_state = &mut self.ranks[id.stage][id.rank];
         (rank_state.incarnation == id.incarnation).then_some(rank_state)
     }
 
     /// Returns the devices that satisfy a predicate.
-    fn places(&self, which: impl Fn(&Member) -> bool) -> Vec<Place> {
+    fn ids_where(&self, which: impl Fn(&RankState) -> bool) -> Vec<DeviceId> {
         let mut ids = Vec::new();
-        for (stage, ranks) in self.members.iter().enumerate() {
+        for (stage, ranks) in self.ranks.iter().enumerate() {
             for (rank, rank_state) in ranks.iter().enumerate().filter(|(_, rank_state)| which(rank_state)) {
-                ids.push(Place { stage, rank, incarnation: rank_state.incarnation });
+                ids.push(DeviceId { stage, rank, incarnation: rank_state.incarnation });
             }
         }
         ids
     }
 
     /// Sends waiting steps to every rank of the first stage, as many as may be in flight.
-    fn start_waiting(&mut self) {
+    fn dispatch_waiting(&mut self) {
         while let Some(batch) = self.steps.start_next() {
-            for rank_state in &self.members[0] {
+            for rank_state in &self.ranks[0] {
                 let (build, batch) = (self.build, batch.clone());
-                rank_state.mailbox.put(Order::Run(Parcel { build, batch, carried: None }));
+                rank_state.mailbox.send(Command::Run(StepMessage { build, batch, handoff: None }));
             }
         }
     }
 
     /// Fails all pending steps, and aborts the current build.
-    fn give_up(&mut self, fault: &DeviceError) {
+    fn fail_build(&mut self, fault: &DeviceError) {
         self.phase = Phase::Failed;
         self.abort.abort();
-        self.steps.lose(fault);
+        self.steps.fail_all(fault);
     }
 }
 
 /// Prefixes a fault's message with the device's name.
-fn named(device: &str, fault: DeviceError) -> DeviceError {
+fn with_device_name(device: &str, fault: DeviceError) -> DeviceError {
     match fault {
         DeviceError::Fault(text) => DeviceError::Fault(format!("{device}: {text}")),
         DeviceError::Unsupported(text) => DeviceError::Unsupported(format!("{device}: {text}")),

@@ -2,77 +2,90 @@
 //!
 //! Invariant: the data is unchanged, only later.
 
-use crate::actors::device::Factory;
+use crate::actors::device::ExecutorFactory;
 use crate::model::executor::{Executor, ExecutorReport};
 use crate::model::fake::wait_until;
 use crate::planner::Link;
-use mainstem_kernels::{Aborted, Carried, Collective, DeviceError, Flow, StepBatch, StepOutput};
+use mainstem_kernels::{
+    Aborted, ActivationHandoff, Collective, DeviceError, HandoffPorts, StepBatch, StepOutput,
+};
 use std::time::{Duration, Instant};
 
 /// Wraps factories so that their devices communicate over `link`.
-pub fn slowed(factories: Vec<Vec<Factory>>, link: Link) -> Vec<Vec<Factory>> {
+pub fn slow_links(factories: Vec<Vec<ExecutorFactory>>, link: Link) -> Vec<Vec<ExecutorFactory>> {
     let members: Vec<usize> = factories.iter().map(Vec::len).collect();
-    let of_stage = |(stage, factories): (usize, Vec<Factory>)| {
+    let of_stage = |(stage, factories): (usize, Vec<ExecutorFactory>)| {
         let next = members.get(stage + 1).copied().unwrap_or(0);
-        factories.into_iter().map(|factory| slowed_one(factory, link, next)).collect()
+        factories.into_iter().map(|factory| slow_factory(factory, link, next)).collect()
     };
     factories.into_iter().enumerate().map(of_stage).collect()
 }
 
-fn slowed_one(mut factory: Factory, link: Link, next: usize) -> Factory {
+fn slow_factory(mut factory: ExecutorFactory, link: Link, next: usize) -> ExecutorFactory {
     Box::new(move |stage| {
-        let stage = Box::new(SlowStage { stage, link });
-        Ok(Box::new(SlowSender { inner: factory(stage)?, link, next }))
+        let stage = Box::new(SlowCollective { stage, link });
+        Ok(Box::new(SlowExecutor { inner: factory(stage)?, link, next }))
     })
 }
 
 /// Waits for the time of `messages` messages of `bytes` bytes, one after another.
-fn pass(link: Link, messages: usize, bytes: usize) {
+fn wait_for_messages(link: Link, messages: usize, bytes: usize) {
     let seconds = messages as f64 * link.seconds(bytes as f64);
     wait_until(Instant::now() + Duration::from_secs_f64(seconds));
 }
 
 /// A collective with slow links. Each rank receives a message from every other rank.
-struct SlowStage {
+struct SlowCollective {
     stage: Box<dyn Collective>,
     link: Link,
 }
 
-impl Collective for SlowStage {
+impl Collective for SlowCollective {
     fn rank(&self) -> usize {
         self.stage.rank()
     }
 
-    fn members(&self) -> usize {
-        self.stage.members()
+    fn rank_count(&self) -> usize {
+        self.stage.rank_count()
     }
 
-    fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
-        pass(self.link, self.members() - 1, size_of_val(x));
-        self.stage.sum(x)
+    fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
+        wait_for_messages(self.link, self.rank_count() - 1, size_of_val(x));
+        self.stage.all_reduce(x)
     }
 
-    fn gather(&mut self, rows: usize, widths: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
+    fn all_gather(
+        &mut self,
+        rows: usize,
+        widths: &[usize],
+        own: &[f32],
+        all: &mut [f32],
+    ) -> Result<(), Aborted> {
         let bytes = rows * widths.iter().max().copied().unwrap_or(0) * size_of::<f32>();
-        pass(self.link, self.members() - 1, bytes);
-        self.stage.gather(rows, widths, own, all)
+        wait_for_messages(self.link, self.rank_count() - 1, bytes);
+        self.stage.all_gather(rows, widths, own, all)
     }
 }
 
 /// An executor with slow links to the next stage. Its activations are sent to each rank there.
-struct SlowSender {
+struct SlowExecutor {
     inner: Box<dyn Executor>,
     link: Link,
     /// Ranks of the next stage.
     next: usize,
 }
 
-impl Executor for SlowSender {
-    fn run(&mut self, batch: &StepBatch, flow: Flow<'_>, out: &mut StepOutput) -> Result<(), DeviceError> {
-        let Flow { from, mut to } = flow;
-        self.inner.run(batch, Flow { from, to: to.as_deref_mut() }, out)?;
-        if let Some(Carried { encoder, decoder }) = to {
-            pass(self.link, self.next, encoder.len() + decoder.len());
+impl Executor for SlowExecutor {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
+        let HandoffPorts { input: from, output: mut to } = flow;
+        self.inner.run(batch, HandoffPorts { input: from, output: to.as_deref_mut() }, out)?;
+        if let Some(ActivationHandoff { encoder, decoder }) = to {
+            wait_for_messages(self.link, self.next, encoder.len() + decoder.len());
         }
         Ok(())
     }
@@ -85,26 +98,26 @@ impl Executor for SlowSender {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mainstem_kernels::Alone;
+    use mainstem_kernels::SingleRank;
 
     /// A rank of three whose collectives complete at once.
-    struct OfThree;
+    struct ThreeRanks;
 
-    impl Collective for OfThree {
+    impl Collective for ThreeRanks {
         fn rank(&self) -> usize {
             1
         }
 
-        fn members(&self) -> usize {
+        fn rank_count(&self) -> usize {
             3
         }
 
-        fn sum(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
+        fn all_reduce(&mut self, x: &mut [f32]) -> Result<(), Aborted> {
             x.iter_mut().for_each(|x| *x *= 3.0);
             Ok(())
         }
 
-        fn gather(&mut self, _: usize, _: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
+        fn all_gather(&mut self, _: usize, _: &[usize], own: &[f32], all: &mut [f32]) -> Result<(), Aborted> {
             all.fill(own[0]);
             Ok(())
         }
@@ -115,24 +128,29 @@ mod tests {
     #[test]
     fn sums_and_gathered_rows_are_the_same_but_later() {
         let link = Link { latency: 1e-3, bandwidth: 100_000.0 };
-        let mut stage = SlowStage { stage: Box::new(OfThree), link };
-        assert_eq!((stage.rank(), stage.members()), (1, 3));
+        let mut stage = SlowCollective { stage: Box::new(ThreeRanks), link };
+        assert_eq!((stage.rank(), stage.rank_count()), (1, 3));
         let (mut x, began) = ([2.0; 25], Instant::now());
-        stage.sum(&mut x).unwrap();
+        stage.all_reduce(&mut x).unwrap();
         assert!(began.elapsed() >= Duration::from_millis(4), "{:?}", began.elapsed());
         assert_eq!(x, [6.0; 25]);
         let (mut all, began) = ([0.0; 200], Instant::now());
-        stage.gather(2, &[20, 30, 50], &[7.0; 60], &mut all).unwrap();
+        stage.all_gather(2, &[20, 30, 50], &[7.0; 60], &mut all).unwrap();
         assert!(began.elapsed() >= Duration::from_millis(10), "{:?}", began.elapsed());
         assert_eq!(all, [7.0; 200]);
     }
 
     /// An executor that hands off 100 bytes.
-    struct Handing;
+    struct HandoffExecutor;
 
-    impl Executor for Handing {
-        fn run(&mut self, _: &StepBatch, flow: Flow<'_>, _: &mut StepOutput) -> Result<(), DeviceError> {
-            if let Some(to) = flow.to {
+    impl Executor for HandoffExecutor {
+        fn run(
+            &mut self,
+            _: &StepBatch,
+            flow: HandoffPorts<'_>,
+            _: &mut StepOutput,
+        ) -> Result<(), DeviceError> {
+            if let Some(to) = flow.output {
                 to.decoder.resize(100, 7);
             }
             Ok(())
@@ -147,12 +165,14 @@ mod tests {
     #[test]
     fn handed_off_activations_are_the_same_but_later() {
         let link = Link { latency: 1e-3, bandwidth: 50_000.0 };
-        let handing = || -> Factory { Box::new(|_| Ok(Box::new(Handing))) };
-        let mut factories = slowed(vec![vec![handing()], vec![handing(), handing()]], link);
-        let mut first = factories[0][0](Box::new(Alone)).unwrap();
-        let (mut to, mut out) = (Carried::default(), StepOutput::default());
+        let handing = || -> ExecutorFactory { Box::new(|_| Ok(Box::new(HandoffExecutor))) };
+        let mut factories = slow_links(vec![vec![handing()], vec![handing(), handing()]], link);
+        let mut first = factories[0][0](Box::new(SingleRank)).unwrap();
+        let (mut to, mut out) = (ActivationHandoff::default(), StepOutput::default());
         let began = Instant::now();
-        first.run(&StepBatch::default(), Flow { from: None, to: Some(&mut to) }, &mut out).unwrap();
+        first
+            .run(&StepBatch::default(), HandoffPorts { input: None, output: Some(&mut to) }, &mut out)
+            .unwrap();
         assert!(began.elapsed() >= Duration::from_millis(6), "{:?}", began.elapsed());
         assert_eq!(to.decoder, [7; 100]);
     }

@@ -9,19 +9,22 @@ mod links;
 
 pub mod rows;
 
-use super::asked::{Test, size_cache};
-use super::measure::{Prompts, opened as open, sample};
-use super::report::{Report, What};
+use super::asked::{BenchTest, size_cache};
+use super::measure::{Prompts, open_model as open, run_test};
+use super::report::{BenchReport, TestKind};
 use crate::actors::EngineSetup;
-use crate::actors::device::Factory;
+use crate::actors::device::ExecutorFactory;
 use crate::cli::start::{self, factories};
 use crate::config::{
-    Config, DeviceConfig, DeviceKind, DeviceName, Groups, Lanes, bytes_of, duration_of, spelled,
+    Config, DeviceConfig, DeviceKind, DeviceName, Groups, LaneCount, format_groups, parse_bytes,
+    parse_duration,
 };
 use crate::model::{ModelSource, Partition};
-use crate::planner::shape::{ModelShape, Part, StackShape, Unit};
+use crate::planner::shape::{LayerCost, ModelShape, ResourceCost, StackShape};
 use crate::planner::strategies::strategies;
-use crate::planner::{Device, Hardware, Link, Load, Place, Refusal, Together, forecast, opened, split};
+use crate::planner::{
+    Device, DeviceCapacity, Hardware, Link, PartitionError, SharedMemory, Workload, forecast, opened, split,
+};
 use crate::text::Tokenizer;
 use anyhow::{Error, Result};
 use clap::Args;
@@ -33,7 +36,7 @@ use std::time::Duration;
 /// Samples of the engine's overhead, of which the minimum counts.
 const CALIBRATIONS: usize = 20;
 /// Step time of each fake device in these samples.
-const KNOWN: Duration = Duration::from_millis(1);
+const KNOWN_STEP: Duration = Duration::from_millis(1);
 
 /// Prompt tokens of sequences that decode together.
 const PROMPT: usize = 8;
@@ -47,10 +50,10 @@ pub struct PartitionTests {
                                       "scheduler_lanes"])]
     pub partition: bool,
     /// Simulate devices that compute nothing and take this time per layer, such as 1ms.
-    #[arg(long, value_name = "TIME", requires = "partition", value_parser = duration_of)]
+    #[arg(long, value_name = "TIME", requires = "partition", value_parser = parse_duration)]
     fake_layer: Option<Duration>,
     /// Additional latency of each message between devices, such as 200us.
-    #[arg(long, value_name = "TIME", requires = "partition", value_parser = duration_of)]
+    #[arg(long, value_name = "TIME", requires = "partition", value_parser = parse_duration)]
     link_latency: Option<Duration>,
     /// Maximum bandwidth of links between devices, such as 100MB/s.
     #[arg(long, value_name = "SPEED", requires = "partition", value_parser = bytes_per_s)]
@@ -65,7 +68,7 @@ pub struct PartitionTests {
 }
 
 fn bytes_per_s(text: &str) -> Result<f64, String> {
-    bytes_of(text.strip_suffix("/s").unwrap_or(text)).map(|bytes| bytes as f64)
+    parse_bytes(text.strip_suffix("/s").unwrap_or(text)).map(|bytes| bytes as f64)
 }
 
 impl PartitionTests {
@@ -89,13 +92,13 @@ pub async fn measure(
     tests: &PartitionTests,
     tokens: usize,
     repeat: u32,
-    report: &mut Report,
+    report: &mut BenchReport,
     progress: &ProgressBar,
 ) -> Result<()> {
     let (source, tokenizer) = open(&mut config, report).await?;
-    let mut bench = Bench::new(config, tests, tokens, source, tokenizer)?;
+    let mut bench = PartitionBench::new(config, tests, tokens, source, tokenizer)?;
     // The times of simulated devices must not include the calibration.
-    let ways = bench.ways(&mut report.notes)?;
+    let ways = bench.variants(&mut report.notes)?;
     if tests.check_model {
         bench.calibrate().await?;
     }
@@ -107,7 +110,7 @@ pub async fn measure(
 }
 
 /// Common parameters of all partitions.
-struct Bench<'a> {
+struct PartitionBench<'a> {
     config: Config,
     tests: &'a PartitionTests,
     tokens: usize,
@@ -119,45 +122,45 @@ struct Bench<'a> {
 }
 
 /// A partition of the model with a number of steps in flight.
-struct Way {
+struct PartitionVariant {
     strategy: &'static str,
     device: DeviceConfig,
     partition: Partition,
     lanes: usize,
 }
 
-impl<'a> Bench<'a> {
+impl<'a> PartitionBench<'a> {
     fn new(
         mut config: Config,
         tests: &'a PartitionTests,
         tokens: usize,
         source: Arc<ModelSource>,
         tokenizer: Arc<Tokenizer>,
-    ) -> Result<Bench<'a>> {
+    ) -> Result<PartitionBench<'a>> {
         let (shape, hardware) = match tests.fake_layer {
             Some(layer) => {
-                config.device = as_fakes(&config.device);
-                (equal_layers(&source), simulated(layer, tests.link()))
+                config.device = with_fake_devices(&config.device);
+                (equal_layers(&source), simulated_hardware(layer, tests.link()))
             }
-            None => (opened::shape(&source, config.kv.ty), machine(&config, tests)?),
+            None => (opened::shape(&source, config.kv.ty), measure_hardware(&config, tests)?),
         };
-        Ok(Bench { config, tests, tokens, source, tokenizer, shape, hardware })
+        Ok(PartitionBench { config, tests, tokens, source, tokenizer, shape, hardware })
     }
 
     /// Returns all even partitions and the configured one, each with one lane and with a lane per stage.
     /// Impossible partitions are reported in `notes`.
-    fn ways(&self, notes: &mut Vec<String>) -> Result<Vec<Way>> {
+    fn variants(&self, notes: &mut Vec<String>) -> Result<Vec<PartitionVariant>> {
         let mut ways = Vec::new();
         for strategy in strategies(&self.config.device) {
             let divided = match self.tests.fake_layer {
-                Some(_) => self.timed(strategy.device).map_err(Error::from),
+                Some(_) => self.simulate(strategy.device).map_err(Error::from),
                 None => start::partition(&strategy.device, &self.source).map(|it| (strategy.device, it)),
             };
-            match divided.map_err(Error::downcast::<Refusal>) {
+            match divided.map_err(Error::downcast::<PartitionError>) {
                 Ok((device, partition)) => {
                     let stages = device.groups.len();
                     let lanes = if stages > 1 { vec![1, stages] } else { vec![1] };
-                    ways.extend(lanes.into_iter().map(|lanes| Way {
+                    ways.extend(lanes.into_iter().map(|lanes| PartitionVariant {
                         strategy: strategy.name,
                         device: device.clone(),
                         partition: partition.clone(),
@@ -173,12 +176,12 @@ impl<'a> Bench<'a> {
 
     /// Returns simulated devices with their step times, and the partition. Fails if the partition is
     /// impossible.
-    fn timed(&self, device: DeviceConfig) -> Result<(DeviceConfig, Partition), Refusal> {
-        let alike = |_: &DeviceName| Place { speed: 1.0, memory: f64::INFINITY };
-        let fits = |shard: &_| opened::fits(&self.source, shard);
+    fn simulate(&self, device: DeviceConfig) -> Result<(DeviceConfig, Partition), PartitionError> {
+        let alike = |_: &DeviceName| DeviceCapacity { speed: 1.0, memory: f64::INFINITY };
+        let fits = |shard: &_| opened::check_shard(&self.source, shard);
         let partition = split::partition(&device, &self.shape, alike, fits)?;
         let seconds = |batch| {
-            let load = Load { batch, context: 0, sequences: 0 };
+            let load = Workload { batch, context: 0, sequences: 0 };
             forecast(&self.shape, &partition, &self.hardware, load).stage_seconds
         };
         let (empty, one_row) = (seconds(0), seconds(1));
@@ -195,48 +198,48 @@ impl<'a> Bench<'a> {
 
     /// Measures the engine's overhead per step and per hand-off between stages.
     async fn calibrate(&mut self) -> Result<()> {
-        let turn = self.own_seconds(1).await?;
-        let hop = if self.shape.layers() > 1 { self.own_seconds(2).await? - turn } else { 0.0 };
-        calibrated(&mut self.hardware, self.tests.link(), turn, hop);
+        let turn = self.engine_overhead(1).await?;
+        let hop = if self.shape.layers() > 1 { self.engine_overhead(2).await? - turn } else { 0.0 };
+        apply_calibration(&mut self.hardware, self.tests.link(), turn, hop);
         Ok(())
     }
 
     /// Measures the seconds of a step through `stages` fake devices of known step time, minus their time.
-    async fn own_seconds(&self, stages: u32) -> Result<f64> {
-        let kind = DeviceKind::Fake { step: KNOWN, row: Duration::ZERO };
+    async fn engine_overhead(&self, stages: u32) -> Result<f64> {
+        let kind = DeviceKind::Fake { step: KNOWN_STEP, row: Duration::ZERO };
         let groups: Groups = (0..stages).map(|number| vec![DeviceName { kind, number }]).collect();
         let device = self.config.device.regrouped(&groups);
-        let test = Test::decode(0, self.tokens);
-        let config = self.sized(&device, 1, &[test])?;
-        let setup = start::setup(&config, &self.source)?;
+        let test = BenchTest::decode(0, self.tokens);
+        let config = self.size_config(&device, 1, &[test])?;
+        let setup = start::engine_setup(&config, &self.source)?;
         let factories = factories(&config.device, &self.source, &self.tokenizer, &setup);
-        let (engine, _) = super::start(setup, self.tokenizer.clone(), factories).await?;
+        let (engine, _) = super::start_engine(setup, self.tokenizer.clone(), factories).await?;
         let mut prompts = Prompts::new(&self.source, &self.tokenizer);
         let mut shortest = f64::INFINITY;
         for _ in 0..CALIBRATIONS {
-            let sample = sample(&engine.intake, &test, &mut prompts).await?;
+            let sample = run_test(&engine.intake, &test, &mut prompts).await?;
             shortest = shortest.min(sample.seconds / sample.steps as f64);
         }
         engine.stop();
-        Ok(shortest - (KNOWN * stages).as_secs_f64())
+        Ok(shortest - (KNOWN_STEP * stages).as_secs_f64())
     }
 
     /// Measures a partition with one sequence, then with full batches in all lanes.
     async fn measure(
         &self,
-        way: &Way,
+        way: &PartitionVariant,
         repeat: u32,
-        report: &mut Report,
+        report: &mut BenchReport,
         progress: &ProgressBar,
     ) -> Result<()> {
         let sequences = self.tests.batch as usize * way.lanes;
-        let tests = [Test::decode(0, self.tokens), together(sequences, self.tokens)];
-        let config = self.sized(&way.device, way.lanes, &tests)?;
+        let tests = [BenchTest::decode(0, self.tokens), decode_together(sequences, self.tokens)];
+        let config = self.size_config(&way.device, way.lanes, &tests)?;
         let setup = EngineSetup::new(&config, &self.source, way.partition.clone())?;
         report.partitions.push(self.row(way, &setup, sequences));
         let factories = factories(&config.device, &self.source, &self.tokenizer, &setup);
         let factories = if self.tests.slows_links() && self.tests.fake_layer.is_none() {
-            links::slowed(factories, self.tests.link())
+            links::slow_links(factories, self.tests.link())
         } else {
             factories
         };
@@ -247,22 +250,22 @@ impl<'a> Bench<'a> {
     async fn run(
         &self,
         setup: EngineSetup,
-        factories: Vec<Vec<Factory>>,
+        factories: Vec<Vec<ExecutorFactory>>,
         config: &Config,
-        (tests, repeat): ([Test; 2], u32),
-        report: &mut Report,
+        (tests, repeat): ([BenchTest; 2], u32),
+        report: &mut BenchReport,
         progress: &ProgressBar,
     ) -> Result<()> {
         let mut prompts = Prompts::new(&self.source, &self.tokenizer);
-        let (engine, built) = super::start(setup, self.tokenizer.clone(), factories).await?;
-        report.built(config, &built);
+        let (engine, built) = super::start_engine(setup, self.tokenizer.clone(), factories).await?;
+        report.record_device(config, &built);
         for test in tests {
             // The first run warms up.
             for number in 0..=repeat {
-                let sample = sample(&engine.intake, &test, &mut prompts).await?;
+                let sample = run_test(&engine.intake, &test, &mut prompts).await?;
                 let row = report.partitions.last_mut().expect("it was pushed; anything else is a bug");
-                let samples = match test.what {
-                    What::Fused { .. } => &mut row.throughput,
+                let samples = match test.kind {
+                    TestKind::Fused { .. } => &mut row.throughput,
                     _ => &mut row.decode,
                 };
                 samples.extend((number > 0).then_some(sample));
@@ -274,19 +277,20 @@ impl<'a> Bench<'a> {
     }
 
     /// Returns the configuration with slots, lanes and KV cache for the tests.
-    fn sized(&self, device: &DeviceConfig, lanes: usize, tests: &[Test]) -> Result<Config> {
+    fn size_config(&self, device: &DeviceConfig, lanes: usize, tests: &[BenchTest]) -> Result<Config> {
         let mut config = Config { device: device.clone(), ..self.config.clone() };
         let slots = self.tests.batch as usize * lanes;
         config.scheduler.slots = slots;
-        config.scheduler.lanes = Lanes::Number(lanes);
+        config.scheduler.lanes = LaneCount::Number(lanes);
         config.scheduler.token_budget = config.scheduler.token_budget.max(2 * slots + PROMPT);
         size_cache(&mut config, tests)?;
         Ok(config)
     }
 
     /// Returns the report row of a partition, without samples.
-    fn row(&self, way: &Way, setup: &EngineSetup, sequences: usize) -> PartitionRow {
-        let load = Load { batch: self.tests.batch as usize, context: self.tokens / 2 + PROMPT, sequences };
+    fn row(&self, way: &PartitionVariant, setup: &EngineSetup, sequences: usize) -> PartitionRow {
+        let load =
+            Workload { batch: self.tests.batch as usize, context: self.tokens / 2 + PROMPT, sequences };
         let predicted = self.tests.check_model.then(|| {
             let forecast = forecast(&self.shape, &setup.partition, &self.hardware, load);
             let throughput = match way.lanes {
@@ -297,7 +301,7 @@ impl<'a> Bench<'a> {
         });
         PartitionRow {
             strategy: way.strategy,
-            devices: spelled(&way.device.groups),
+            devices: format_groups(&way.device.groups),
             layers: setup.partition.stages.iter().map(|stage| stage.decoder.len()).collect(),
             lanes: way.lanes,
             sequences,
@@ -310,7 +314,7 @@ impl<'a> Bench<'a> {
 
 /// Replaces the devices by as many fake ones in the same groups, renumbered because the originals may be of
 /// several kinds. Their step time is zero.
-fn as_fakes(device: &DeviceConfig) -> DeviceConfig {
+fn with_fake_devices(device: &DeviceConfig) -> DeviceConfig {
     let kind = DeviceKind::Fake { step: Duration::ZERO, row: Duration::ZERO };
     let mut numbers = 0..;
     let mut stage = |members: &Vec<DeviceName>| -> Vec<DeviceName> {
@@ -322,16 +326,16 @@ fn as_fakes(device: &DeviceConfig) -> DeviceConfig {
 /// Sets the measured overhead, in seconds: `turn` per step, and `hop` per hand-off between stages in addition
 /// to the latency of `link`. The measured hand-off includes the one between threads, so it replaces the
 /// earlier latency.
-fn calibrated(hardware: &mut Hardware, link: Link, turn: f64, hop: f64) {
-    hardware.turn_seconds = turn.max(0.0);
-    hardware.between.latency = link.latency + hop.max(0.0);
+fn apply_calibration(hardware: &mut Hardware, link: Link, turn: f64, hop: f64) {
+    hardware.overhead_seconds = turn.max(0.0);
+    hardware.inter_stage_link.latency = link.latency + hop.max(0.0);
 }
 
 /// Returns a test of sequences that begin together. Sequences of other lanes may be ahead of the one that
 /// begins last, so each generates twice as many tokens.
-fn together(sequences: usize, tokens: usize) -> Test {
-    Test {
-        what: What::Fused { depth: PROMPT },
+fn decode_together(sequences: usize, tokens: usize) -> BenchTest {
+    BenchTest {
+        kind: TestKind::Fused { depth: PROMPT },
         sequences,
         prompt: PROMPT,
         tokens,
@@ -342,34 +346,35 @@ fn together(sequences: usize, tokens: usize) -> Test {
 /// Returns a shape whose layers are one unit of work each, without embedding and head.
 fn equal_layers(source: &ModelSource) -> ModelShape {
     let shape = opened::shape(source, mainstem_kernels::QuantType::F16);
-    let work = Part { stored: 1.0, read: 1.0, read_max: 1.0, sums: 2.0, ..Part::default() };
-    let (layer, nothing) = (Unit { divided: work, ..Unit::default() }, Part::default());
+    let work =
+        ResourceCost { stored: 1.0, read: 1.0, read_max: 1.0, all_reduces: 2.0, ..ResourceCost::default() };
+    let (layer, nothing) = (LayerCost { divided: work, ..LayerCost::default() }, ResourceCost::default());
     let decoder = StackShape { embedding: nothing, layers: vec![layer; shape.layers()], head: nothing };
-    ModelShape { vocab: 0, encoder: None, decoder: Some(decoder), tables: Vec::new(), ..shape }
+    ModelShape { vocab: 0, encoder: None, decoder: Some(decoder), shared_tables: Vec::new(), ..shape }
 }
 
 /// Returns hardware whose devices take the time `layer` per unit of work.
-fn simulated(layer: Duration, link: Link) -> Hardware {
+fn simulated_hardware(layer: Duration, link: Link) -> Hardware {
     let bandwidth = 1.0 / layer.as_secs_f64().max(1e-9);
     Hardware {
         name: "simulated".to_owned(),
         devices: vec![Device { bandwidth, flops: f64::INFINITY, memory: f64::INFINITY, op_seconds: 0.0 }],
-        together: Together::NOTHING,
-        within: link,
-        between: link,
-        turn_seconds: 0.0,
+        shared_memory: SharedMemory::UNLIMITED,
+        intra_stage_link: link,
+        inter_stage_link: link,
+        overhead_seconds: 0.0,
     }
 }
 
 /// Measures this machine, with the link options applied. Without predictions nothing is measured, and the
 /// speeds are arbitrary.
-fn machine(config: &Config, tests: &PartitionTests) -> Result<Hardware> {
+fn measure_hardware(config: &Config, tests: &PartitionTests) -> Result<Hardware> {
     if !tests.check_model {
-        return Ok(simulated(Duration::from_secs(1), tests.link()));
+        return Ok(simulated_hardware(Duration::from_secs(1), tests.link()));
     }
-    let mut machine = start::measure::machine(&config.device)?;
+    let mut machine = start::measure::measure_machine(&config.device)?;
     let slow = tests.link();
-    for link in [&mut machine.within, &mut machine.between] {
+    for link in [&mut machine.intra_stage_link, &mut machine.inter_stage_link] {
         link.latency += slow.latency;
         link.bandwidth = link.bandwidth.min(slow.bandwidth);
     }
@@ -385,13 +390,13 @@ mod tests {
     fn the_latency_between_stages_is_the_link_plus_the_measured_hand_off() {
         let slow = Link { latency: 20e-3, bandwidth: 1e6 };
         let hand_over = Link { latency: 20e-3 + 11e-6, bandwidth: 1e6 };
-        let mut hardware = simulated(KNOWN, slow);
-        (hardware.within, hardware.between) = (hand_over, hand_over);
-        calibrated(&mut hardware, slow, 100e-6, 30e-6);
-        assert_eq!(hardware.between, Link { latency: 20e-3 + 30e-6, ..slow });
-        assert_eq!((hardware.within, hardware.turn_seconds), (hand_over, 100e-6));
+        let mut hardware = simulated_hardware(KNOWN_STEP, slow);
+        (hardware.intra_stage_link, hardware.inter_stage_link) = (hand_over, hand_over);
+        apply_calibration(&mut hardware, slow, 100e-6, 30e-6);
+        assert_eq!(hardware.inter_stage_link, Link { latency: 20e-3 + 30e-6, ..slow });
+        assert_eq!((hardware.intra_stage_link, hardware.overhead_seconds), (hand_over, 100e-6));
         // Measured overheads may be negative.
-        calibrated(&mut hardware, slow, -1e-6, -1e-6);
-        assert_eq!((hardware.between, hardware.turn_seconds), (slow, 0.0));
+        apply_calibration(&mut hardware, slow, -1e-6, -1e-6);
+        assert_eq!((hardware.inter_stage_link, hardware.overhead_seconds), (slow, 0.0));
     }
 }

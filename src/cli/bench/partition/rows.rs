@@ -51,7 +51,7 @@ impl PartitionRow {
     fn figures(&self) -> Option<PartitionFigures<'_>> {
         let speeds = |samples: &[Sample]| {
             let speeds = samples.iter().map(|sample| sample.tokens as f64 / sample.seconds);
-            (!samples.is_empty()).then(|| Summary::of(speeds))
+            (!samples.is_empty()).then(|| Summary::from_values(speeds))
         };
         Some(PartitionFigures {
             partition: self.strategy,
@@ -86,12 +86,13 @@ const HEAD: [&str; 9] = [
 ];
 
 /// Number of columns without predictions.
-const MEASURED: usize = 7;
+const MEASURED_COLUMNS: usize = 7;
 
 /// Formats the rows as a text table.
 pub fn table(rows: &[PartitionRow]) -> String {
     let figures = figures(rows);
-    let columns = if figures.iter().any(|row| row.predicted.is_some()) { HEAD.len() } else { MEASURED };
+    let columns =
+        if figures.iter().any(|row| row.predicted.is_some()) { HEAD.len() } else { MEASURED_COLUMNS };
     let mut lines = vec![HEAD.map(str::to_owned)];
     lines.extend(figures.iter().map(cells));
     let width = |column: usize| lines.iter().map(|cells| cells[column].chars().count()).max().unwrap_or(0);
@@ -118,8 +119,8 @@ fn cells(row: &PartitionFigures) -> [String; HEAD.len()] {
         row.layers.iter().map(usize::to_string).collect::<Vec<_>>().join(","),
         row.lanes.to_string(),
         row.sequences.to_string(),
-        row.decode_tokens_per_s.shown(1),
-        row.throughput_tokens_per_s.shown(1),
+        row.decode_tokens_per_s.format(1),
+        row.throughput_tokens_per_s.format(1),
         predicted(|it| it.decode).unwrap_or_default(),
         predicted(|it| it.throughput).unwrap_or_default(),
     ]
@@ -161,7 +162,7 @@ mod tests {
     use super::*;
 
     fn row(strategy: &'static str, predicted: Option<Predicted>) -> PartitionRow {
-        let sample = |tokens| Sample { tokens, steps: 1, seconds: 2.0, ceilings: None };
+        let sample = |tokens| Sample { tokens, steps: 1, seconds: 2.0, roofline: None };
         PartitionRow {
             strategy,
             devices: "0&1;2".to_owned(),

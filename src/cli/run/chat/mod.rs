@@ -4,14 +4,14 @@
 //! answer is part of it; an answer without any text does not replace an earlier one.
 
 use super::client::{Client, Dialect, Dialog};
-use super::exchange::{self, Ending, Screen};
+use super::exchange::{self, AnswerEnd, Screen};
 use super::settings;
 use std::io;
 
 /// Interactive input and output.
 pub trait Console: Screen {
     /// Waits for a line.
-    fn read(&mut self, mark: Mark) -> io::Result<Input>;
+    fn read(&mut self, mark: PromptMark) -> io::Result<Input>;
 
     /// Adds an entry to the line editor's history.
     fn remember(&mut self, entry: &str);
@@ -22,7 +22,7 @@ pub trait Console: Screen {
 
 /// The prompt mark before an input line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mark {
+pub enum PromptMark {
     Question,
     /// The line continues one that ended with a backslash.
     Continued,
@@ -53,9 +53,9 @@ enum Command {
 
 /// Whether the chat continues with another line or ends.
 #[derive(PartialEq, Eq)]
-enum Next {
-    Line,
-    End,
+enum ChatFlow {
+    Continue,
+    Exit,
 }
 
 const HINT: &str = "Ctrl-D or /exit ends the chat";
@@ -72,20 +72,20 @@ pub struct Chat<'a> {
 impl Chat<'_> {
     /// Processes entries until the user ends the chat or the terminal is closed.
     pub async fn run(&mut self) -> io::Result<()> {
-        while self.turn().await? == Next::Line {}
+        while self.process_entry().await? == ChatFlow::Continue {}
         Ok(())
     }
 
     /// Reads one entry, and answers it or runs its command.
-    async fn turn(&mut self) -> io::Result<Next> {
-        let entry = match self.entry()? {
-            Input::Line(entry) if entry.trim().is_empty() => return Ok(Next::Line),
+    async fn process_entry(&mut self) -> io::Result<ChatFlow> {
+        let entry = match self.read_entry()? {
+            Input::Line(entry) if entry.trim().is_empty() => return Ok(ChatFlow::Continue),
             Input::Line(entry) => entry,
             Input::Interrupt => {
                 self.console.note(HINT);
-                return Ok(Next::Line);
+                return Ok(ChatFlow::Continue);
             }
-            Input::End => return Ok(Next::End),
+            Input::End => return Ok(ChatFlow::Exit),
         };
         self.console.remember(&entry);
         match Command::parse(&entry) {
@@ -93,16 +93,16 @@ impl Chat<'_> {
                 self.dialog.ask(entry);
                 self.answer().await?;
             }
-            Ok(Some(command)) => return self.obey(command).await,
+            Ok(Some(command)) => return self.run_command(command).await,
             Err(message) => self.console.note(&message),
         }
-        Ok(Next::Line)
+        Ok(ChatFlow::Continue)
     }
 
     /// Reads an entry: a line and the lines that continue it.
-    fn entry(&mut self) -> io::Result<Input> {
+    fn read_entry(&mut self) -> io::Result<Input> {
         let mut lines = String::new();
-        let mut mark = Mark::Question;
+        let mut mark = PromptMark::Question;
         loop {
             match self.console.read(mark)? {
                 Input::Line(line) => match line.strip_suffix('\\') {
@@ -111,7 +111,7 @@ impl Chat<'_> {
                 },
                 other => return Ok(other),
             }
-            mark = Mark::Continued;
+            mark = PromptMark::Continued;
         }
     }
 
@@ -120,10 +120,10 @@ impl Chat<'_> {
         let outcome = exchange::answer(&mut self.client, &self.dialog, self.console).await?;
         self.console.end_answer(&outcome.text)?;
         match outcome.ending {
-            Ending::Complete => {}
-            Ending::Cut => self.console.note("(the answer reached its maximum number of tokens)"),
-            Ending::Interrupted => self.console.note("(stopped)"),
-            Ending::Failed(failure) => self.console.note(&format!("error: {failure}")),
+            AnswerEnd::Complete => {}
+            AnswerEnd::Cut => self.console.note("(the answer reached its maximum number of tokens)"),
+            AnswerEnd::Interrupted => self.console.note("(stopped)"),
+            AnswerEnd::Failed(failure) => self.console.note(&format!("error: {failure}")),
         }
         if let Some(stats) = outcome.stats.filter(|_| self.stats) {
             self.console.note(&stats);
@@ -135,7 +135,7 @@ impl Chat<'_> {
         Ok(())
     }
 
-    async fn obey(&mut self, command: Command) -> io::Result<Next> {
+    async fn run_command(&mut self, command: Command) -> io::Result<ChatFlow> {
         match command {
             Command::Help => self.console.note(&help()),
             Command::Clear => {
@@ -157,9 +157,9 @@ impl Chat<'_> {
                     self.console.note(&message);
                 }
             }
-            Command::Exit => return Ok(Next::End),
+            Command::Exit => return Ok(ChatFlow::Exit),
         }
-        Ok(Next::Line)
+        Ok(ChatFlow::Continue)
     }
 }
 

@@ -2,7 +2,7 @@
 //! the output.
 
 use super::super::client::{Chunk, Delivery};
-use super::super::settings::Settings;
+use super::super::settings::SamplingSettings;
 use super::super::transport::{Failure, Reply, Transport};
 use super::*;
 use actix_web::web::Bytes;
@@ -30,11 +30,11 @@ enum Event {
 use Event::{Cut, Done, Interrupt, Text};
 
 /// Requests that the server received: path and body.
-type Asked = Rc<RefCell<Vec<(String, Value)>>>;
+type ReceivedRequests = Rc<RefCell<Vec<(String, Value)>>>;
 
 struct ScriptedServer {
     answers: RefCell<VecDeque<Result<Vec<Event>, Failure>>>,
-    asked: Asked,
+    received: ReceivedRequests,
     interrupt: Rc<Notify>,
 }
 
@@ -61,7 +61,7 @@ async fn bytes(event: Event, interrupt: Rc<Notify>) -> Result<Bytes, Failure> {
 
 impl Transport for ScriptedServer {
     fn post<'a>(&'a self, path: &'a str, body: &'a Value) -> LocalBoxFuture<'a, Result<Reply, Failure>> {
-        self.asked.borrow_mut().push((path.to_string(), body.clone()));
+        self.received.borrow_mut().push((path.to_string(), body.clone()));
         let answer = self.answers.borrow_mut().pop_front().expect("the script has an answer");
         let interrupt = self.interrupt.clone();
         let reply = answer.map(|events| {
@@ -75,7 +75,7 @@ impl Transport for ScriptedServer {
 #[derive(Default)]
 struct ScriptedUser {
     inputs: VecDeque<Input>,
-    marks: Vec<Mark>,
+    marks: Vec<PromptMark>,
     entries: Vec<String>,
     shown: String,
     notes: Vec<String>,
@@ -98,7 +98,7 @@ impl Screen for ScriptedUser {
 }
 
 impl Console for ScriptedUser {
-    fn read(&mut self, mark: Mark) -> io::Result<Input> {
+    fn read(&mut self, mark: PromptMark) -> io::Result<Input> {
         self.marks.push(mark);
         Ok(self.inputs.pop_front().unwrap_or(Input::End))
     }
@@ -114,15 +114,15 @@ impl Console for ScriptedUser {
 }
 
 /// Runs a conversation to its end; returns the requests and the user's view.
-async fn talk(
+async fn run_chat(
     inputs: Vec<Input>,
     answers: Vec<Result<Vec<Event>, Failure>>,
 ) -> (Vec<(String, Value)>, ScriptedUser) {
     let mut user = ScriptedUser { inputs: inputs.into(), ..ScriptedUser::default() };
-    let asked = Asked::default();
+    let asked = ReceivedRequests::default();
     let server = ScriptedServer {
         answers: RefCell::new(answers.into()),
-        asked: asked.clone(),
+        received: asked.clone(),
         interrupt: user.interrupt.clone(),
     };
     let client = Client {
@@ -130,7 +130,7 @@ async fn talk(
         model: Some("m".to_string()),
         dialect: Dialect::Chat,
         delivery: Delivery::Stream,
-        settings: Settings::default(),
+        settings: SamplingSettings::default(),
     };
     let dialog = Dialog::default();
     Chat { client, dialog, console: &mut user, stats: false }.run().await.expect("the user stays");
@@ -154,7 +154,7 @@ fn messages((path, body): &(String, Value)) -> Vec<String> {
 async fn the_conversation_so_far_is_sent_with_each_question() {
     let answers =
         vec![Ok(vec![Text("Hello"), Text("."), Done("stop")]), Ok(vec![Text("Bye."), Done("length")])];
-    let (asked, user) = talk(lines(&["Hi", "", "  ", "So long"]), answers).await;
+    let (asked, user) = run_chat(lines(&["Hi", "", "  ", "So long"]), answers).await;
     assert_eq!(messages(&asked[0]), ["user: Hi"]);
     assert_eq!(messages(&asked[1]), ["user: Hi", "assistant: Hello.", "user: So long"]);
     assert_eq!(asked.len(), 2, "empty lines are no questions");
@@ -166,7 +166,7 @@ async fn the_conversation_so_far_is_sent_with_each_question() {
 #[actix::test]
 async fn the_received_part_of_an_interrupted_answer_is_kept() {
     let answers = vec![Ok(vec![Text("Once "), Text("upon"), Interrupt]), Ok(vec![Text("ok"), Done("stop")])];
-    let (asked, user) = talk(lines(&["A story", "Go on"]), answers).await;
+    let (asked, user) = run_chat(lines(&["A story", "Go on"]), answers).await;
     assert_eq!(messages(&asked[1]), ["user: A story", "assistant: Once upon", "user: Go on"]);
     assert_eq!(
         (user.shown.as_str(), user.notes.as_slice()),
@@ -179,26 +179,26 @@ async fn the_received_part_of_an_interrupted_answer_is_kept() {
 async fn an_encoder_decoder_gets_completion_requests() {
     let refusal = |right: &str| {
         let message = format!("/v1/chat/completions is not supported by the model 'm': use {right}");
-        Failure::told(json!({"error": {"code": "wrong_endpoint", "message": message}}))
+        Failure::from_body(json!({"error": {"code": "wrong_endpoint", "message": message}}))
     };
     let answers = vec![
         Err(refusal("/v1/completions")),
         Ok(vec![Text("eins"), Done("stop")]),
         Ok(vec![Text("zwei"), Done("stop")]),
     ];
-    let (asked, user) = talk(lines(&["one", "two"]), answers).await;
+    let (asked, user) = run_chat(lines(&["one", "two"]), answers).await;
     let asked: Vec<_> = asked[1..].iter().map(|(path, body)| (path.as_str(), &body["prompt"])).collect();
     assert_eq!(asked, [("/v1/completions", &json!("one")), ("/v1/completions", &json!("two"))]);
     assert!(user.notes.len() == 1 && user.notes[0].contains("encoder-decoder"), "{:?}", user.notes);
     assert_eq!(user.shown, "eins\nzwei\n");
 
-    let (asked, user) = talk(lines(&["one"]), vec![Err(refusal("/v1/embeddings"))]).await;
+    let (asked, user) = run_chat(lines(&["one"]), vec![Err(refusal("/v1/embeddings"))]).await;
     assert!(asked.len() == 1 && user.notes[0].contains("/v1/embeddings"), "{:?}", user.notes);
 }
 
 #[actix::test]
 async fn a_question_without_any_answer_is_not_repeated() {
-    let refused = Failure::told(json!({"error": {"message": "too long: 9 of 8 tokens"}}));
+    let refused = Failure::from_body(json!({"error": {"message": "too long: 9 of 8 tokens"}}));
     let answers = vec![
         Ok(vec![Interrupt]),
         Err(refused),
@@ -206,7 +206,7 @@ async fn a_question_without_any_answer_is_not_repeated() {
         Ok(vec![Text("less"), Cut]),
         Ok(vec![Done("stop")]),
     ];
-    let (asked, user) = talk(lines(&["one", "two", "three", "four", "five"]), answers).await;
+    let (asked, user) = run_chat(lines(&["one", "two", "three", "four", "five"]), answers).await;
     let expected = ["user: three", "assistant: half", "user: four", "assistant: less", "user: five"];
     assert_eq!(messages(&asked[4]), expected);
     let errors = ["too long: 9 of 8 tokens", "the device failed", "the connection broke"];
@@ -235,7 +235,7 @@ async fn commands_change_what_is_sent() {
         "never",
     ]);
     let answers = ["1", "1'", "2", "2'", "3", "4"].map(answer).into();
-    let (asked, user) = talk(inputs, answers).await;
+    let (asked, user) = run_chat(inputs, answers).await;
     assert!(user.notes[0].contains("no question to retry"));
     assert_eq!(messages(&asked[0]), ["system: Be brief.", "user: one"]);
     assert_eq!(messages(&asked[1]), messages(&asked[0]));
@@ -258,7 +258,7 @@ async fn a_retry_without_an_answer_keeps_the_old_one() {
         Ok(vec![Cut]),
         Ok(vec![Text("2"), Done("stop")]),
     ];
-    let (asked, _) = talk(lines(&["one", "/retry", "/retry", "/retry", "two"]), answers).await;
+    let (asked, _) = run_chat(lines(&["one", "/retry", "/retry", "/retry", "two"]), answers).await;
     assert_eq!(messages(&asked[3]), ["user: one"]);
     assert_eq!(messages(&asked[4]), ["user: one", "assistant: 1", "user: two"]);
 }
@@ -273,7 +273,7 @@ async fn an_unknown_command_is_reported_and_not_sent() {
         "/stats maybe",
         "/help",
     ]);
-    let (asked, user) = talk(inputs, vec![]).await;
+    let (asked, user) = run_chat(inputs, vec![]).await;
     assert!(asked.is_empty());
     for (note, named) in
         user.notes.iter().zip(["/frobnicate", "heat", "warm", "top_k VALUE", "/stats", "/retry"])
@@ -281,16 +281,16 @@ async fn an_unknown_command_is_reported_and_not_sent() {
         assert!(note.contains(named), "{note}");
     }
     assert_eq!(user.notes.len(), 6);
-    let (asked, _) = talk(lines(&[" /etc/passwd"]), vec![Ok(vec![Done("stop")])]).await;
+    let (asked, _) = run_chat(lines(&[" /etc/passwd"]), vec![Ok(vec![Done("stop")])]).await;
     assert_eq!(messages(&asked[0]), ["user:  /etc/passwd"]);
 }
 
 #[actix::test]
 async fn a_backslash_continues_the_line() {
     let inputs = lines(&["first\\", "second\\", "third"]);
-    let (asked, user) = talk(inputs, vec![Ok(vec![Done("stop")])]).await;
+    let (asked, user) = run_chat(inputs, vec![Ok(vec![Done("stop")])]).await;
     assert_eq!(messages(&asked[0]), ["user: first\nsecond\nthird"]);
-    assert_eq!(user.marks[..3], [Mark::Question, Mark::Continued, Mark::Continued]);
+    assert_eq!(user.marks[..3], [PromptMark::Question, PromptMark::Continued, PromptMark::Continued]);
     assert_eq!(user.entries, ["first\nsecond\nthird"]);
 }
 
@@ -299,7 +299,7 @@ async fn ctrl_c_at_the_prompt_hints_and_drops_what_was_begun() {
     let mut inputs = lines(&["begun\\"]);
     inputs.push(Input::Interrupt);
     inputs.extend(lines(&["whole"]));
-    let (asked, user) = talk(inputs, vec![Ok(vec![Done("stop")])]).await;
+    let (asked, user) = run_chat(inputs, vec![Ok(vec![Done("stop")])]).await;
     assert_eq!(messages(&asked[0]), ["user: whole"]);
     assert_eq!(user.notes, [HINT]);
 }
@@ -308,16 +308,16 @@ async fn ctrl_c_at_the_prompt_hints_and_drops_what_was_begun() {
 async fn stats_are_shown_if_enabled() {
     let answer = || Ok(vec![Text("a"), Done("stop")]);
     let inputs = lines(&["/stats on", "one", "/stats off", "two"]);
-    let (_, user) = talk(inputs, vec![answer(), answer()]).await;
+    let (_, user) = run_chat(inputs, vec![answer(), answer()]).await;
     assert_eq!(user.notes.len(), 1, "{:?}", user.notes);
     assert!(user.notes[0].starts_with("7 tokens, "), "{:?}", user.notes);
 }
 
 #[actix::test]
 async fn a_model_without_a_template_completes_and_says_so_once() {
-    let refused = Failure::told(json!({"error": {"message": "sorry", "code": "no_chat_template"}}));
+    let refused = Failure::from_body(json!({"error": {"message": "sorry", "code": "no_chat_template"}}));
     let answers = vec![Err(refused), Ok(vec![Text(" a time"), Done("length")]), Ok(vec![Done("stop")])];
-    let (asked, user) = talk(lines(&["Once upon", "/system Be brief.", "The end"]), answers).await;
+    let (asked, user) = run_chat(lines(&["Once upon", "/system Be brief.", "The end"]), answers).await;
     let paths: Vec<_> = asked.iter().map(|(path, _)| path.as_str()).collect();
     assert_eq!(paths, ["/v1/chat/completions", "/v1/completions", "/v1/completions"]);
     assert_eq!((&asked[1].1["prompt"], &asked[2].1["prompt"]), (&json!("Once upon"), &json!("The end")));

@@ -5,28 +5,28 @@ use super::*;
 #[test]
 fn every_kind_of_value_comes_back_in_every_version() {
     for version in 1..=3 {
-        let (_folder, opened) = open_made(&Made::sample(version).bytes());
+        let (_folder, opened) = open_made(&GgufBuilder::sample(version).bytes());
         let (_, gguf) = opened.unwrap();
         assert_eq!(gguf.str("general.architecture").unwrap(), "llama");
         assert_eq!(["a.u8", "a.u16", "a.u32"].map(|key| gguf.u32(key).unwrap()), [200, 65535, 70_000]);
-        assert_eq!(gguf.value("a.i8"), Some(&Value::Signed(-128)));
-        assert_eq!(gguf.value("a.i16"), Some(&Value::Signed(-2)));
-        assert_eq!(gguf.value("a.i32"), Some(&Value::Signed(-70_000)));
-        assert_eq!(gguf.value("a.u64"), Some(&Value::Unsigned(1 << 40)));
-        assert_eq!(gguf.value("a.i64"), Some(&Value::Signed(-1)));
+        assert_eq!(gguf.value("a.i8"), Some(&GgufValue::Signed(-128)));
+        assert_eq!(gguf.value("a.i16"), Some(&GgufValue::Signed(-2)));
+        assert_eq!(gguf.value("a.i32"), Some(&GgufValue::Signed(-70_000)));
+        assert_eq!(gguf.value("a.u64"), Some(&GgufValue::Unsigned(1 << 40)));
+        assert_eq!(gguf.value("a.i64"), Some(&GgufValue::Signed(-1)));
         assert_eq!(["a.f32", "a.f64"].map(|key| gguf.f32(key).unwrap()), [1.5, 0.25]);
         assert!(gguf.bool("a.bool").unwrap());
         assert_eq!(gguf.strings("a.strings").unwrap(), ["x", "é"]);
         assert_eq!(gguf.i32s("a.i32s").unwrap(), [1, -2, 3]);
         assert_eq!(gguf.f32s("a.f32s").unwrap(), [0.5, -4.0]);
-        assert!(matches!(gguf.value("a.nested"), Some(Value::Array(Array { len: 1, .. }))));
+        assert!(matches!(gguf.value("a.nested"), Some(GgufValue::Array(GgufArray { len: 1, .. }))));
         assert_eq!(gguf.keys().count(), 17);
     }
 }
 
 #[test]
 fn a_value_of_another_kind_is_an_error_by_file_and_key() {
-    let (folder, opened) = open_made(&Made::sample(3).bytes());
+    let (folder, opened) = open_made(&GgufBuilder::sample(3).bytes());
     let (_, gguf) = opened.unwrap();
     for (result, reason) in [
         (gguf.str("a.u8").map(drop), "key 'a.u8': 200 is not a string"),
@@ -49,7 +49,7 @@ fn a_value_of_another_kind_is_an_error_by_file_and_key() {
 
 #[test]
 fn text_that_is_no_text_is_an_error_where_it_is_read() {
-    let broken = Made::sample(2).with(|made| {
+    let broken = GgufBuilder::sample(2).with(|made| {
         made.entries[0].1 = text(2, "\u{7f}l");
         made.entries[12].1[24] = 0xff;
     });
@@ -62,7 +62,7 @@ fn text_that_is_no_text_is_an_error_where_it_is_read() {
 fn tensors_have_their_shapes_and_bytes_wherever_they_lie() {
     for version in 1..=3 {
         for alignment in [32usize, 64, 8] {
-            let mut made = Made::sample(version);
+            let mut made = GgufBuilder::sample(version);
             made.alignment = alignment;
             made.entries.push(("general.alignment", tagged(4, &(alignment as u32).to_le_bytes())));
             let (_folder, opened) = open_made(&made.bytes());
@@ -80,13 +80,13 @@ fn tensors_have_their_shapes_and_bytes_wherever_they_lie() {
 #[test]
 fn types_that_cannot_be_computed_with_are_told_by_their_names() {
     for (id, name) in [(16, "iq2_xxs"), (17, "iq2_xs"), (99, "type 99")] {
-        let (_folder, opened) = open_made(&Made::sample(3).with(|made| {
+        let (_folder, opened) = open_made(&GgufBuilder::sample(3).with(|made| {
             made.tensors[0] = ("m", vec![256], id, 192);
             made.data.resize(192 + 256, 0);
         }));
         let (checkpoint, _) = opened.unwrap();
         let tensor = checkpoint.tensor("m").unwrap();
-        assert_eq!(tensor.dtype, &Dtype::Foreign(name.to_owned()));
+        assert_eq!(tensor.dtype, &Dtype::Unsupported(name.to_owned()));
         let error = tensor.quant_type().unwrap_err().to_string();
         let expected =
             format!("tensor 'm': its dtype {name} is not supported yet (supported: f32, f16, bf16, q8_0");
@@ -97,7 +97,7 @@ fn types_that_cannot_be_computed_with_are_told_by_their_names() {
 /// A file that has only a vocabulary ends after its metadata.
 #[test]
 fn a_file_without_tensors_needs_no_data() {
-    let made = Made { tensors: Vec::new(), ..Made::sample(3) };
+    let made = GgufBuilder { tensors: Vec::new(), ..GgufBuilder::sample(3) };
     let (_folder, opened) = open_made(&made.head());
     let (checkpoint, gguf) = opened.unwrap();
     assert_eq!((checkpoint.names().count(), gguf.u32("a.u8").unwrap()), (0, 200));
@@ -106,7 +106,7 @@ fn a_file_without_tensors_needs_no_data() {
 #[test]
 fn chats_are_as_the_file_says_and_then_as_its_folder() {
     let folder = Scratch::new();
-    let mut made = Made::sample(3);
+    let mut made = GgufBuilder::sample(3);
     let tokens = ["<unk>", "<s>", "</s>"].map(|token| string(3, token)).concat();
     made.entries.extend([
         ("tokenizer.ggml.tokens", array(3, 8, 3, &tokens)),
@@ -115,9 +115,9 @@ fn chats_are_as_the_file_says_and_then_as_its_folder() {
     ]);
     folder.write("chat_template.jinja", b"of the folder");
     folder.write("tokenizer_config.json", br#"{"bos_token": "<other>", "pad_token": "<pad>"}"#);
-    let chat = |made: &Made| {
+    let chat = |made: &GgufBuilder| {
         let (_, gguf) = Checkpoint::open_gguf(&folder.write("model.gguf", &made.bytes())).unwrap();
-        ChatFiles::from_gguf(&gguf).unwrap()
+        ChatConfig::from_gguf(&gguf).unwrap()
     };
     let found = chat(&made);
     assert_eq!(found.template.unwrap().text, "of the folder");

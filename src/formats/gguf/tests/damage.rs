@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn other_formats_are_refused_by_name() {
-    let whole = Made::sample(3).bytes();
+    let whole = GgufBuilder::sample(3).bytes();
     let begins = |bytes: &[u8]| [bytes, &whole[bytes.len()..]].concat();
     for (bytes, reason) in [
         (begins(b"lmgg"), "a file in the obsolete ggml format: convert the model to GGUF"),
@@ -25,7 +25,7 @@ fn other_formats_are_refused_by_name() {
 #[test]
 fn hostile_counts_are_refused() {
     for version in 1..=3 {
-        let whole = Made::sample(version);
+        let whole = GgufBuilder::sample(version);
         let huge = if version == 1 { u64::from(u32::MAX) } else { u64::MAX };
         let patched = |at: usize, value: u64| {
             let (mut bytes, value) = (whole.bytes(), size(version, value));
@@ -52,15 +52,15 @@ fn hostile_counts_are_refused() {
             let error = refusal(&bytes);
             assert!(error.contains(reason), "version {version}: {error}\nexpected: {reason}");
         }
-        assert!(Head::read(&entry(nested(version, 4))).is_ok());
+        assert!(GgufHeader::read(&entry(nested(version, 4))).is_ok());
     }
 }
 
 #[test]
 fn tensors_that_cannot_be_are_refused_by_name() {
-    let made = |edit: fn(&mut Made)| Made::sample(3).with(edit);
+    let made = |edit: fn(&mut GgufBuilder)| GgufBuilder::sample(3).with(edit);
     let alignment =
-        |value: Vec<u8>| Made::sample(3).with(|made| made.entries.push(("general.alignment", value)));
+        |value: Vec<u8>| GgufBuilder::sample(3).with(|made| made.entries.push(("general.alignment", value)));
     for (bytes, reason) in [
         (made(|m| m.tensors[1].0 = "m"), "tensor 'm': it is described twice"),
         (made(|m| m.entries[1].0 = "a.i8"), "key 'a.i8': it appears twice"),
@@ -112,20 +112,20 @@ fn tensors_that_cannot_be_are_refused_by_name() {
 #[test]
 fn a_file_cut_anywhere_is_refused() {
     for version in 1..=3 {
-        let made = Made::sample(version);
+        let made = GgufBuilder::sample(version);
         let whole = made.bytes();
         // The file is longer than its last tensor needs.
         let needed = whole.len() - (192 - 128 - 24);
-        assert!(Head::read(&whole[..needed]).is_ok());
+        assert!(GgufHeader::read(&whole[..needed]).is_ok());
         for end in 0..needed {
-            let error = format!("{:#}", Head::read(&whole[..end]).unwrap_err());
+            let error = format!("{:#}", GgufHeader::read(&whole[..end]).unwrap_err());
             assert!(error.contains("truncated"), "version {version}, {end}: {error}");
         }
     }
 }
 
 /// Checks that the tensors lie inside the file, without overlaps, and have the bytes their shapes need.
-fn check_sound(bytes: &[u8], head: &Head) {
+fn check_sound(bytes: &[u8], head: &GgufHeader) {
     let mut taken: Vec<_> = head.tensors.iter().map(|tensor| tensor.bytes.clone()).collect();
     taken.sort_by_key(|range| (range.start, range.end));
     assert!(taken.iter().all(|range| range.start <= range.end && range.end <= bytes.len()));
@@ -142,13 +142,13 @@ fn no_random_damage_makes_it_panic_or_read_outside() {
     let folder = Scratch::new();
     let mut sound = 0;
     for round in 0..30_000u32 {
-        let whole = Made::sample(1 + round % 3).bytes();
+        let whole = GgufBuilder::sample(1 + round % 3).bytes();
         let mut bytes = whole.clone();
         let [first, second, value, both] = philox([round, 0, 0, 0], [5, 6]);
         for at in [first, second].into_iter().take(1 + both as usize % 2) {
             bytes[at as usize % whole.len()] = value.rotate_left(at) as u8;
         }
-        let Ok(head) = Head::read(&bytes) else { continue };
+        let Ok(head) = GgufHeader::read(&bytes) else { continue };
         check_sound(&bytes, &head);
         sound += 1;
         // Lookups need a file on disk, so only some rounds check them.

@@ -7,14 +7,14 @@ mod damage;
 mod several;
 
 use super::*;
-use crate::formats::{ChatFiles, Dtype, elements};
+use crate::formats::{ChatConfig, Dtype, elements};
 use crate::testing::Scratch;
 use mainstem_kernels::QuantType;
 use mainstem_kernels::random::philox;
 
 /// A GGUF file to be written. Each value is preceded by the id of its type.
 #[derive(Clone)]
-struct Made {
+struct GgufBuilder {
     version: u32,
     entries: Vec<(&'static str, Vec<u8>)>,
     /// Name, dimensions innermost first, type, offset.
@@ -23,14 +23,14 @@ struct Made {
     data: Vec<u8>,
 }
 
-impl Made {
+impl GgufBuilder {
     /// Two matrices and a vector, in reverse order in the data, with gaps between them.
-    fn sample(version: u32) -> Made {
+    fn sample(version: u32) -> GgufBuilder {
         let mut data = vec![0; 192];
         data[..6].copy_from_slice(&[1, 0, 2, 0, 3, 0]);
         data[64..64 + 34].copy_from_slice(&[9; 34]);
         data[128..128 + 24].copy_from_slice(&[7; 24]);
-        Made {
+        GgufBuilder {
             version,
             entries: vec![
                 ("general.architecture", text(version, "llama")),
@@ -81,7 +81,7 @@ impl Made {
         [bytes, self.data.clone()].concat()
     }
 
-    fn with(mut self, edit: impl FnOnce(&mut Made)) -> Vec<u8> {
+    fn with(mut self, edit: impl FnOnce(&mut GgufBuilder)) -> Vec<u8> {
         edit(&mut self);
         self.bytes()
     }

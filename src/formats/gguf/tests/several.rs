@@ -3,10 +3,10 @@
 use super::*;
 
 /// Creates a model of three files with one tensor each.
-fn split(edit: impl Fn(usize, &mut Made)) -> Scratch {
+fn split(edit: impl Fn(usize, &mut GgufBuilder)) -> Scratch {
     let folder = Scratch::new();
     for (number, name) in ["x", "y", "z"].into_iter().enumerate() {
-        let mut made = Made {
+        let mut made = GgufBuilder {
             version: 3,
             entries: vec![
                 ("split.no", tagged(2, &(number as u16).to_le_bytes())),
@@ -42,7 +42,7 @@ fn a_model_in_several_files_is_one_whichever_is_named() {
             ("llama", "m")
         );
     }
-    let found = Gguf::in_folder(folder.path()).unwrap().unwrap();
+    let found = Gguf::find_in_folder(folder.path()).unwrap().unwrap();
     assert_eq!(found, folder.path().join("m-00001-of-00003.gguf"));
 }
 
@@ -57,7 +57,7 @@ fn files_that_do_not_belong_together_are_refused() {
     std::fs::remove_file(third(&folder)).unwrap();
     assert!(refused(&folder).contains("m-00003-of-00003.gguf"));
 
-    let swapped = |number, made: &mut Made| {
+    let swapped = |number, made: &mut GgufBuilder| {
         if number == 2 {
             made.entries[0].1 = tagged(2, &1u16.to_le_bytes());
         }
@@ -74,15 +74,15 @@ fn files_that_do_not_belong_together_are_refused() {
     std::fs::copy(folder.path().join("m-00001-of-00003.gguf"), &renamed).unwrap();
     let error = format!("{:#}", Checkpoint::open_gguf(&renamed).unwrap_err());
     assert!(error.contains("key 'split.count'") && error.contains("NAME-00001-of-00003.gguf"), "{error}");
-    let error = format!("{:#}", Gguf::in_folder(folder.path()).unwrap_err());
+    let error = format!("{:#}", Gguf::find_in_folder(folder.path()).unwrap_err());
     assert!(error.contains("name one of the files: m-00001-of-00003.gguf, model.gguf"), "{error}");
 }
 
 #[test]
 fn what_is_meant_as_gguf_is_known_by_name_or_content() {
     let folder = Scratch::new();
-    let file = |name, content: &[u8]| Gguf::is_meant(&folder.write(name, content)).unwrap();
+    let file = |name, content: &[u8]| Gguf::is_gguf_path(&folder.write(name, content)).unwrap();
     assert!(file("a.gguf", b"") && file("a.bin", b"GGUF") && file("b.bin", b"tjgg\x01\0\0\0"));
     assert!(!file("c.bin", b"\x20\0\0\0") && !file("d.bin", b"GG"));
-    assert!(Gguf::in_folder(Scratch::new().path()).unwrap().is_none());
+    assert!(Gguf::find_in_folder(Scratch::new().path()).unwrap().is_none());
 }

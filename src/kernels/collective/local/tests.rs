@@ -30,7 +30,7 @@ impl Dice {
 }
 
 /// Runs each rank on its own thread.
-fn on_threads<T: Send>(ranks: Vec<LocalMember>, work: impl Fn(LocalMember) -> T + Sync) -> Vec<T> {
+fn on_threads<T: Send>(ranks: Vec<LocalRank>, work: impl Fn(LocalRank) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(|| work(rank))).collect();
         threads.into_iter().map(|thread| thread.join().expect("no thread panics")).collect()
@@ -48,7 +48,7 @@ fn sums_are_added_in_rank_order_bit_for_bit() {
         let lens: Vec<usize> = (0..2000).map(|round| Dice(round, 0).below(3 * floats + 2)).collect();
         let given =
             |rank: usize, round: usize| Dice(rank as u32 * 10_000 + round as u32, 9).floats(lens[round]);
-        let sums = on_threads(stage(ranks, floats, &Abort::new()), |mut local| {
+        let sums = on_threads(create_ranks(ranks, floats, &Abort::new()), |mut local| {
             let mut dice = Dice(local.rank as u32, 0);
             (0..lens.len())
                 .map(|round| {
@@ -58,7 +58,7 @@ fn sums_are_added_in_rank_order_bit_for_bit() {
                         std::hint::spin_loop();
                     }
                     let mut x = given(local.rank, round);
-                    local.sum(&mut x).map(|()| bits(&x))
+                    local.all_reduce(&mut x).map(|()| bits(&x))
                 })
                 .collect::<Vec<_>>()
         });
@@ -79,14 +79,14 @@ fn sums_are_added_in_rank_order_bit_for_bit() {
 fn the_order_of_addition_is_independent_of_arrival() {
     let parts: [[f32; 2]; 4] = [[1e30, -0.0], [2f32.powi(-20), -0.0], [-1e30, -0.0], [1.0, -0.0]];
     for late in 0..4 {
-        let sums = on_threads(stage(4, 8, &Abort::new()), |mut local| {
+        let sums = on_threads(create_ranks(4, 8, &Abort::new()), |mut local| {
             if local.rank == late {
                 while local.stage.arrived.load(Ordering::SeqCst) < 3 {
                     thread::yield_now();
                 }
             }
             let mut x = parts[local.rank];
-            local.sum(&mut x).map(|()| x.map(f32::to_bits))
+            local.all_reduce(&mut x).map(|()| x.map(f32::to_bits))
         });
         assert_eq!(sums, [Ok([1f32.to_bits(), (-0f32).to_bits()]); 4], "rank {late} comes last");
     }
@@ -109,16 +109,16 @@ fn columns_are_gathered_in_rank_order_for_any_buffer_size() {
                 expected.extend((0..*width).map(|column| value(rank, row, column)));
             }
         }
-        let gathered = on_threads(stage(ranks, floats, &Abort::new()), |mut local| {
+        let gathered = on_threads(create_ranks(ranks, floats, &Abort::new()), |mut local| {
             let (rank, width) = (local.rank, widths[local.rank]);
             let own: Vec<f32> = (0..rows * width).map(|at| value(rank, at / width, at % width)).collect();
             let mut all = vec![f32::NAN; rows * total];
             // Gathers twice, with a sum in between: a rank that is early must not see the buffers of the
             // other parity.
             let mut one = [1.0];
-            let done = local.gather(rows, &widths, &own, &mut all);
-            done.and_then(|()| local.sum(&mut one))
-                .and_then(|()| local.gather(rows, &widths, &own, &mut all))
+            let done = local.all_gather(rows, &widths, &own, &mut all);
+            done.and_then(|()| local.all_reduce(&mut one))
+                .and_then(|()| local.all_gather(rows, &widths, &own, &mut all))
                 .map(|()| (one[0], bits(&all)))
         });
         for all in gathered {
@@ -135,8 +135,8 @@ fn an_abort_wakes_waiting_ranks_and_fails_later_operations() {
         let mut dice = Dice(round, 0);
         let (ranks, other) = (2 + dice.below(3), 1 + dice.below(3));
         let (missing, full) = (dice.below(ranks), dice.below(4));
-        let mut stages = stage(ranks, 4, &abort);
-        stages.extend(stage(other, 4, &abort));
+        let mut stages = create_ranks(ranks, 4, &abort);
+        stages.extend(create_ranks(other, 4, &abort));
         let (outside, pause) = (abort.clone(), dice.below(3000));
         thread::scope(|scope| {
             scope.spawn(move || {
@@ -144,13 +144,13 @@ fn an_abort_wakes_waiting_ranks_and_fails_later_operations() {
                 outside.abort();
             });
             let ends = on_threads(stages, |mut local| {
-                let first_stage = local.members() == ranks;
+                let first_stage = local.rank_count() == ranks;
                 let rounds = if first_stage && local.rank == missing { full } else { usize::MAX };
-                let ended = (0..rounds).find(|_| local.sum(&mut [1.0; 9]).is_err());
+                let ended = (0..rounds).find(|_| local.all_reduce(&mut [1.0; 9]).is_err());
                 while !local.stage.abort.is_aborted() {
                     thread::yield_now();
                 }
-                let later = local.gather(1, &vec![1; local.members()], &[1.0], &mut [0.0; 8]);
+                let later = local.all_gather(1, &vec![1; local.rank_count()], &[1.0], &mut [0.0; 8]);
                 (ended.is_some() || rounds == full, later)
             });
             assert!(ends.iter().all(|(ended, later)| *ended && *later == Err(Aborted)), "round {round}");
@@ -165,17 +165,17 @@ fn no_rank_waits_for_a_dropped_rank() {
         let mut dice = Dice(round, 3);
         let ranks = 2 + dice.below(3);
         let (faulty, at) = (dice.below(ranks), dice.below(5));
-        let done = on_threads(stage(ranks, 4, &Abort::new()), |mut local| {
+        let done = on_threads(create_ranks(ranks, 4, &Abort::new()), |mut local| {
             if local.rank == faulty {
                 let dies = catch_unwind(AssertUnwindSafe(move || {
-                    (0..at).for_each(|_| local.sum(&mut [1.0]).expect("all ranks are running"));
+                    (0..at).for_each(|_| local.all_reduce(&mut [1.0]).expect("all ranks are running"));
                     std::panic::resume_unwind(Box::new(()));
                 }));
                 assert!(dies.is_err());
                 return at;
             }
-            let done = (0..).take_while(|_| local.sum(&mut [1.0]).is_ok()).count();
-            assert_eq!(local.sum(&mut [1.0]), Err(Aborted));
+            let done = (0..).take_while(|_| local.all_reduce(&mut [1.0]).is_ok()).count();
+            assert_eq!(local.all_reduce(&mut [1.0]), Err(Aborted));
             done
         });
         // All complete the barriers that the dropped rank arrived at: none is an operation behind.
@@ -187,10 +187,11 @@ fn no_rank_waits_for_a_dropped_rank() {
 #[test]
 fn ranks_with_different_sizes_panic() {
     let everybody = Barrier::new(2);
-    let outcomes = on_threads(stage(2, 8, &Abort::new()), |mut local| {
-        let unwinds = catch_unwind(AssertUnwindSafe(|| local.sum(&mut vec![1.0; 3 + local.rank]))).is_err();
+    let outcomes = on_threads(create_ranks(2, 8, &Abort::new()), |mut local| {
+        let unwinds =
+            catch_unwind(AssertUnwindSafe(|| local.all_reduce(&mut vec![1.0; 3 + local.rank]))).is_err();
         everybody.wait();
-        let later = (local.sum(&mut [1.0]), local.gather(1, &[1, 1], &[1.0], &mut [0.0; 2]));
+        let later = (local.all_reduce(&mut [1.0]), local.all_gather(1, &[1, 1], &[1.0], &mut [0.0; 2]));
         everybody.wait();
         (unwinds, later)
     });

@@ -6,63 +6,67 @@ mod weights;
 
 mod layers;
 
-use super::family::{Family, Mlp, Positions};
+use super::family::{Mlp, ModelFamily, PositionEncoding};
 use super::inputs::*;
 use super::pieces::*;
 use super::rig::*;
-use super::rope::rope_by;
-use crate::backend::{Backend, DistanceBias, KvLayer, KvLayout, KvTable, Norm, NormKind, Rope};
-use crate::batch::{Page, SlotMove, SpanStack, StepBatch, StepOutput, TableUpdate, Want};
+use super::rope::rope_with_dependence;
+use crate::backend::{Backend, KvLayer, KvLayout, KvTable, Norm, NormKind, RelativeBias, Rope};
+use crate::batch::{Page, SlotMove, SpanOutput, SpanStack, StepBatch, StepOutput, TableUpdate};
 use crate::quant::QuantType;
-use weights::{Sizes, Weights};
+use weights::{ModelSizes, ModelWeights};
 
 /// A step of the small model.
 #[derive(Clone, Default)]
-pub(super) struct Turn {
+pub(super) struct ModelStep {
     pub(super) moves: Vec<SlotMove>,
-    pub(super) pieces: Vec<Piece>,
+    pub(super) spans: Vec<TestSpan>,
     /// Output of each span, with the selected rows; empty means logits of every row.
-    pub(super) wants: Vec<Want>,
-    pub(super) picks: Vec<u32>,
+    pub(super) outputs: Vec<SpanOutput>,
+    pub(super) selected_rows: Vec<u32>,
 }
 
 /// Offset from the number of a sequence to the number of its hidden states.
-const HIDDEN: u32 = 1000;
+const HIDDEN_SEQUENCE_OFFSET: u32 = 1000;
 
 /// A model with one transformer layer, or one encoder layer and one decoder layer, with embedding and head.
 /// All weights have one format, and the cache has one.
-pub(super) struct Tiny<B: Backend> {
-    family: Family,
+pub(super) struct TinyModel<B: Backend> {
+    family: ModelFamily,
     pub(super) rig: Rig<B>,
-    pub(super) book: Book,
-    sizes: Sizes,
-    weights: Weights<B>,
+    pub(super) book: PageBook,
+    sizes: ModelSizes,
+    weights: ModelWeights<B>,
     norm: Norm<B::Buf>,
     head_norm: Norm<B::Buf>,
     q_bias: B::Buf,
     rope: Option<Rope<B::Buf>>,
-    bias: Option<DistanceBias<B::Buf>>,
+    bias: Option<RelativeBias<B::Buf>>,
     cache: KvLayer<B::Buf>,
     scratch: KvLayer<B::Buf>,
 }
 
-impl<B: Backend> Tiny<B> {
-    pub(super) fn new(backend: B, (family, ty): (Family, QuantType), page_positions: usize) -> Tiny<B> {
+impl<B: Backend> TinyModel<B> {
+    pub(super) fn new(
+        backend: B,
+        (family, ty): (ModelFamily, QuantType),
+        page_positions: usize,
+    ) -> TinyModel<B> {
         let mut rig = Rig::new(backend, limits(page_positions));
-        let sizes = Sizes::of(ty);
+        let sizes = ModelSizes::for_format(ty);
         let cached = cache_type(ty);
         let scratch_pages = rig.limits.scratch_positions() / page_positions;
-        let [cache, scratch] = [POOL, scratch_pages].map(|pages| {
-            let (kv_heads, dim) = (Sizes::KV_HEADS, sizes.head_dim);
+        let [cache, scratch] = [POOL_PAGES, scratch_pages].map(|pages| {
+            let (kv_heads, dim) = (ModelSizes::KV_HEADS, sizes.head_dim);
             rig.cache(KvLayout { ty: cached, pages, page_positions, kv_heads, k_dim: dim, v_dim: dim })
         });
         if let Mlp::Mixture(scoring) = family.mlp {
-            let shape = Family::experts(scoring, sizes.mlp);
+            let shape = ModelFamily::experts(scoring, sizes.mlp);
             rig.backend.prepare_moe(&shape, sizes.hidden).expect("memory for a small mixture");
         }
-        Tiny {
-            book: Book::scattered(page_positions),
-            weights: Weights::new(&mut rig, ty, &sizes),
+        TinyModel {
+            book: PageBook::scattered(page_positions),
+            weights: ModelWeights::new(&mut rig, ty, &sizes),
             norm: norm_of(&mut rig, family.norm, sizes.hidden),
             head_norm: Norm {
                 kind: NormKind::Rms,
@@ -83,50 +87,50 @@ impl<B: Backend> Tiny<B> {
     }
 
     /// Runs all steps; returns the requested logits and hidden states of all rows.
-    pub(super) fn serve(&mut self, steps: &[Turn]) -> Answers {
-        let mut answers = Answers::new();
+    pub(super) fn run(&mut self, steps: &[ModelStep]) -> RowResults {
+        let mut answers = RowResults::new();
         for step in steps {
-            self.book.apply(&step.moves);
-            let mut batch = batch_of(&step.pieces, Want::All, &mut self.book);
+            self.book.apply_moves(&step.moves);
+            let mut batch = build_batch(&step.spans, SpanOutput::All, &mut self.book);
             batch.moves.clone_from(&step.moves);
-            batch.picks.clone_from(&step.picks);
-            for (span, output) in batch.spans.iter_mut().zip(&step.wants) {
-                span.want = *output;
+            batch.selected_rows.clone_from(&step.selected_rows);
+            for (span, output) in batch.spans.iter_mut().zip(&step.outputs) {
+                span.output = *output;
             }
-            draw_all(&mut batch);
+            sample_all_greedily(&mut batch);
             self.rig.begin(batch.clone());
             for stack in [SpanStack::Encoder, SpanStack::Decoder] {
-                let rows = rows_of(&step.pieces, stack);
-                if self.rig.backend.select(stack) > 0 {
-                    let x = self.stack(stack, rows.len());
-                    self.head(&x, stack, &batch, &rows, &mut answers);
-                    self.report(&x, stack, &batch, &rows, &mut answers);
+                let rows = stack_rows(&step.spans, stack);
+                if self.rig.backend.select_stack(stack) > 0 {
+                    let x = self.run_stack(stack, rows.len());
+                    self.append_logits(&x, stack, &batch, &rows, &mut answers);
+                    self.append_hidden(&x, stack, &batch, &rows, &mut answers);
                 }
             }
         }
-        answers.retain(|(sequence, _), _| *sequence != SINK_SEQUENCE);
+        answers.retain(|(sequence, _), _| *sequence != HOLE_SEQUENCE);
         answers
     }
 
     /// Computes logits, in blocks of as many rows as can have logits at the same time. The sampled tokens are
     /// those of the test sequence, not of the model, so that every schedule processes the same text.
-    fn head(
+    fn append_logits(
         &mut self,
         x: &B::Buf,
         stack: SpanStack,
         batch: &StepBatch,
         rows: &[(u32, usize)],
-        answers: &mut Answers,
+        answers: &mut RowResults,
     ) {
         let vocab = self.rig.limits.vocab;
-        let rows: Vec<(u32, usize)> = batch.wanted_rows(stack).map(|row| rows[row]).collect();
+        let rows: Vec<(u32, usize)> = batch.output_rows(stack).map(|row| rows[row]).collect();
         let mut out = StepOutput::with_capacity(&self.rig.limits);
         for start in (0..rows.len()).step_by(self.rig.limits.logit_rows) {
             let block = start..rows.len().min(start + self.rig.limits.logit_rows);
             let [mut gathered, mut logits] =
                 [self.sizes.hidden, vocab].map(|width| self.rig.output(block.len() * width));
-            self.rig.backend.gather(block.clone(), self.sizes.hidden, x, &mut gathered);
-            let y = self.normed(block.len(), &gathered);
+            self.rig.backend.gather_output_rows(block.clone(), self.sizes.hidden, x, &mut gathered);
+            let y = self.normalize(block.len(), &gathered);
             self.rig.backend.matmul(block.len(), &self.weights.head, None, &y, &mut logits);
             if let Some(cap) = self.family.softcap {
                 self.rig.backend.softcap(block.len(), vocab, cap, &mut logits);
@@ -135,27 +139,31 @@ impl<B: Backend> Tiny<B> {
             answers.extend(
                 rows[block.clone()].iter().copied().zip(got.chunks_exact(vocab).map(<[f32]>::to_vec)),
             );
-            let next = rows[block.clone()].iter().map(|&(sequence, p)| text(sequence, p + 1));
-            let forced = self.rig.put(&next.flat_map(|token| one_hot(token, vocab)).collect::<Vec<_>>());
+            let next = rows[block.clone()].iter().map(|&(sequence, p)| token_at(sequence, p + 1));
+            let forced = self.rig.input(&next.flat_map(|token| one_hot(token, vocab)).collect::<Vec<_>>());
             self.rig.backend.sample(block, &forced, &mut out);
         }
     }
 
     /// Returns the hidden states of the spans that request them.
-    fn report(
+    fn append_hidden(
         &mut self,
         x: &B::Buf,
         stack: SpanStack,
         batch: &StepBatch,
         rows: &[(u32, usize)],
-        answers: &mut Answers,
+        answers: &mut RowResults,
     ) {
-        let y = self.normed(rows.len(), x);
+        let y = self.normalize(rows.len(), x);
         let mut out = StepOutput::with_capacity(&self.rig.limits);
         let mut keys = Vec::new();
         for run in batch.hidden_rows(stack) {
-            keys.extend(rows[run.clone()].iter().map(|(sequence, position)| (sequence + HIDDEN, *position)));
-            self.rig.backend.hidden(run, self.sizes.hidden, &y, &mut out);
+            keys.extend(
+                rows[run.clone()]
+                    .iter()
+                    .map(|(sequence, position)| (sequence + HIDDEN_SEQUENCE_OFFSET, *position)),
+            );
+            self.rig.backend.append_hidden(run, self.sizes.hidden, &y, &mut out);
         }
         answers.extend(keys.into_iter().zip(out.hidden.chunks_exact(self.sizes.hidden).map(<[f32]>::to_vec)));
     }
@@ -165,21 +173,23 @@ impl<B: Backend> Tiny<B> {
     pub(super) fn poison(&mut self) {
         let size = self.rig.limits.page_positions;
         let width = self.sizes.kv_width();
-        for page in 1..POOL as Page {
+        for page in 1..POOL_PAGES as Page {
             let tables = vec![TableUpdate { slot: 0, table: KvTable::Own, index: 0, page }];
-            let batch = batch_of(&[Piece::given(0, 0, size)], Want::None, &mut Book::scattered(512));
-            self.rig.begin(StepBatch { tables, ..batch });
-            let [k, v] = [(); 2].map(|()| self.rig.put(&vec![f32::NAN; size * width]));
+            let batch =
+                build_batch(&[TestSpan::given(0, 0, size)], SpanOutput::None, &mut PageBook::scattered(512));
+            self.rig.begin(StepBatch { table_updates: tables, ..batch });
+            let [k, v] = [(); 2].map(|()| self.rig.input(&vec![f32::NAN; size * width]));
             self.rig.backend.store_kv(KvTable::Own, &k, &v, &mut self.cache);
         }
-        let encoder_input = |slot| Piece { len: self.rig.limits.source_positions, ..Piece::source(slot) };
-        self.rig.begin(batch_of(
+        let encoder_input =
+            |slot| TestSpan { len: self.rig.limits.encoder_positions, ..TestSpan::encoder_input(slot) };
+        self.rig.begin(build_batch(
             &[encoder_input(0), encoder_input(1)],
-            Want::None,
-            &mut Book::scattered(512),
+            SpanOutput::None,
+            &mut PageBook::scattered(512),
         ));
-        let rows = self.rig.backend.select(SpanStack::Encoder);
-        let [k, v] = [(); 2].map(|()| self.rig.put(&vec![f32::NAN; rows * width]));
+        let rows = self.rig.backend.select_stack(SpanStack::Encoder);
+        let [k, v] = [(); 2].map(|()| self.rig.input(&vec![f32::NAN; rows * width]));
         self.rig.backend.store_kv(KvTable::Scratch, &k, &v, &mut self.scratch);
     }
 }
@@ -188,7 +198,7 @@ impl<B: Backend> Tiny<B> {
 fn cache_type(weights: QuantType) -> QuantType {
     match weights {
         QuantType::Q4_0 => QuantType::G4_B64,
-        ty if QuantType::cached().any(|cached| cached == ty) => ty,
+        ty if QuantType::kv_cache_types().any(|cached| cached == ty) => ty,
         _ => QuantType::F16,
     }
 }
@@ -200,16 +210,20 @@ fn norm_of<B: Backend>(rig: &mut Rig<B>, kind: NormKind, width: usize) -> Norm<B
 }
 
 /// Creates the RoPE of a family, if it has one.
-fn rope_of<B: Backend>(rig: &mut Rig<B>, positions: Positions, head_dim: usize) -> Option<Rope<B::Buf>> {
-    let Positions::Rotary(style, dims, lengths) = positions else { return None };
-    Some(rope_by(rig, if dims == 0 { head_dim } else { dims }, style, lengths))
+fn rope_of<B: Backend>(
+    rig: &mut Rig<B>,
+    positions: PositionEncoding,
+    head_dim: usize,
+) -> Option<Rope<B::Buf>> {
+    let PositionEncoding::Rotary(style, dims, lengths) = positions else { return None };
+    Some(rope_with_dependence(rig, if dims == 0 { head_dim } else { dims }, style, lengths))
 }
 
 /// Creates the relative position bias of a family, if it has one.
-fn bias_of<B: Backend>(rig: &mut Rig<B>, positions: Positions) -> Option<DistanceBias<B::Buf>> {
-    let (heads, reach) = (Sizes::HEADS, 150);
-    (positions == Positions::Biased).then(|| {
+fn bias_of<B: Backend>(rig: &mut Rig<B>, positions: PositionEncoding) -> Option<RelativeBias<B::Buf>> {
+    let (heads, reach) = (ModelSizes::HEADS, 150);
+    (positions == PositionEncoding::RelativeBias).then(|| {
         let table = rig.constant(&scaled(318, heads * (2 * reach - 1), 2.0));
-        DistanceBias { table, heads, reach }
+        RelativeBias { table, heads, reach }
     })
 }

@@ -3,20 +3,20 @@
 //! Invariant: their numbers depend on their shapes alone, so that all backends get the same model.
 
 use crate::backend::{Backend, Expert, Weight};
-use crate::conformance::inputs::{scaled, whole};
+use crate::conformance::inputs::{round_to_blocks, scaled};
 use crate::conformance::rig::Rig;
 use crate::quant::QuantType;
 
 /// Dimensions of the model: odd as far as the blocks of the format allow.
 #[derive(Clone, Copy)]
-pub(super) struct Sizes {
+pub(super) struct ModelSizes {
     pub(super) hidden: usize,
     pub(super) mlp: usize,
     pub(super) head_dim: usize,
 }
 
 /// The matrices of the model (n, k).
-pub(super) struct Weights<B: Backend> {
+pub(super) struct ModelWeights<B: Backend> {
     pub(super) table: Weight<B::Buf>,
     pub(super) positions: Weight<B::Buf>,
     pub(super) own: Projections<B>,
@@ -38,27 +38,27 @@ pub(super) struct Projections<B: Backend> {
     pub(super) o: Weight<B::Buf>,
 }
 
-impl Sizes {
+impl ModelSizes {
     pub(super) const HEADS: usize = 4;
     pub(super) const KV_HEADS: usize = 2;
 
-    pub(super) fn of(ty: QuantType) -> Sizes {
-        let [hidden, mlp, head_dim] = [33, 50, 10].map(|n| whole(ty, n));
-        Sizes { hidden, mlp, head_dim }
+    pub(super) fn for_format(ty: QuantType) -> ModelSizes {
+        let [hidden, mlp, head_dim] = [33, 50, 10].map(|n| round_to_blocks(ty, n));
+        ModelSizes { hidden, mlp, head_dim }
     }
 
     pub(super) fn q_width(&self) -> usize {
-        Sizes::HEADS * self.head_dim
+        ModelSizes::HEADS * self.head_dim
     }
 
     pub(super) fn kv_width(&self) -> usize {
-        Sizes::KV_HEADS * self.head_dim
+        ModelSizes::KV_HEADS * self.head_dim
     }
 }
 
-impl<B: Backend> Weights<B> {
-    pub(super) fn new(rig: &mut Rig<B>, ty: QuantType, sizes: &Sizes) -> Weights<B> {
-        let Sizes { hidden, mlp, .. } = *sizes;
+impl<B: Backend> ModelWeights<B> {
+    pub(super) fn new(rig: &mut Rig<B>, ty: QuantType, sizes: &ModelSizes) -> ModelWeights<B> {
+        let ModelSizes { hidden, mlp, .. } = *sizes;
         let (vocab, positions) = (rig.limits.vocab, rig.limits.positions);
         let mut weight =
             |tag: u32, n: usize, k: usize| rig.weight(ty, n, &scaled(tag, n * k, 2.0 / (k as f32).sqrt()));
@@ -74,7 +74,7 @@ impl<B: Backend> Weights<B> {
             up: Some(weight(330 + expert, mlp, hidden)),
             down: weight(340 + expert, hidden, mlp),
         });
-        Weights {
+        ModelWeights {
             own,
             cross,
             experts: experts.collect(),

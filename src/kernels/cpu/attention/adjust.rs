@@ -5,37 +5,42 @@
 use super::Attention;
 use super::cache::BLOCK;
 use super::query::Query;
-use crate::cpu::activation::capped;
+use crate::cpu::activation::softcap_lanes;
 use crate::cpu::simd::{Kernel, LANES, Simd};
 
 /// Kernel that scales, caps and biases the scores of one query vector with a block.
-pub struct Adjust<'a> {
+pub struct AdjustScores<'a> {
     scale: f32,
     softcap: Option<f32>,
-    bias: Option<Biases<'a>>,
+    bias: Option<BiasRow<'a>>,
     scores: &'a mut [f32; BLOCK],
 }
 
 /// A head's row of the bias table, and the index of the block's first position in it. The index lies before
 /// the row's start or beyond its end only for positions that the query does not see.
-struct Biases<'a> {
+struct BiasRow<'a> {
     table: &'a [f32],
     first: isize,
 }
 
-impl<'a> Adjust<'a> {
+impl<'a> AdjustScores<'a> {
     /// Creates the adjustment of `scores`; `at` is the position of the first key of the block.
-    pub fn new(op: &Attention<'a>, query: &Query, at: usize, scores: &'a mut [f32; BLOCK]) -> Adjust<'a> {
+    pub fn new(
+        op: &Attention<'a>,
+        query: &Query,
+        at: usize,
+        scores: &'a mut [f32; BLOCK],
+    ) -> AdjustScores<'a> {
         let bias = op.shape.bias.map(|bias| {
             let width = 2 * bias.reach - 1;
             let table = &bias.table.f32()[query.head * width..][..width];
-            Biases { table, first: (at + bias.reach - 1) as isize - query.position as isize }
+            BiasRow { table, first: (at + bias.reach - 1) as isize - query.position as isize }
         });
-        Adjust { scale: op.shape.scale, softcap: op.shape.softcap, bias, scores }
+        AdjustScores { scale: op.shape.scale, softcap: op.shape.softcap, bias, scores }
     }
 }
 
-impl Kernel for Adjust<'_> {
+impl Kernel for AdjustScores<'_> {
     type Out = ();
 
     #[inline(always)]
@@ -43,11 +48,11 @@ impl Kernel for Adjust<'_> {
         for (half, scores) in self.scores.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
             let mut adjusted = simd.mul(simd.load(scores), simd.splat(self.scale));
             if let Some(cap) = self.softcap {
-                adjusted = capped(simd, simd.splat(cap), adjusted);
+                adjusted = softcap_lanes(simd, simd.splat(cap), adjusted);
             }
             if let Some(biases) = &self.bias {
                 let first = biases.first + (half * LANES) as isize;
-                adjusted = simd.add(adjusted, load_at(simd, biases.table, first));
+                adjusted = simd.add(adjusted, load_or_zero(simd, biases.table, first));
             }
             simd.store(adjusted, scores);
         }
@@ -56,7 +61,7 @@ impl Kernel for Adjust<'_> {
 
 /// Loads sixteen numbers from index `first` on; zero where the index is out of range.
 #[inline(always)]
-fn load_at<S: Simd>(simd: S, numbers: &[f32], first: isize) -> S::V {
+fn load_or_zero<S: Simd>(simd: S, numbers: &[f32], first: isize) -> S::V {
     if first >= 0 && first as usize + LANES <= numbers.len() {
         return simd.load(&numbers[first as usize..].as_chunks::<LANES>().0[0]);
     }

@@ -6,30 +6,30 @@
 //!
 //! Invariant: all data in a cache was written by [`store_kv`] or copied with its whole page.
 
-use super::stored::{ForStored, Stored, with_stored};
+use super::stored::{KvFormat, KvFormatOp, dispatch_kv_format};
 use crate::backend::{DeviceError, KvLayer, KvLayout, KvTable};
 use crate::batch::{Page, PageCopy};
-use crate::cpu::pool::{Parts, Pool};
-use crate::cpu::step::Step;
+use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::step::StepState;
 use crate::host::HostBuf;
 use std::ops::Range;
 
 /// Positions of a block.
-pub const BLOCK: usize = KvLayout::BLOCK;
+pub const BLOCK: usize = KvLayout::BLOCK_POSITIONS;
 
 /// Layout of a layer's cache, in units of its storage format. Positions are those within a page.
 #[derive(Clone, Copy)]
-pub struct Places {
+pub struct CacheLayout {
     pub layout: KvLayout,
     /// Units of a block of K and of a block of V.
     k_len: usize,
     v_len: usize,
 }
 
-impl Places {
+impl CacheLayout {
     /// Computes the layout for storage format `C`.
-    pub fn new<C: Stored>(layout: KvLayout) -> Places {
-        Places { layout, k_len: C::k_len(layout.k_dim), v_len: C::v_len(layout.v_dim) }
+    pub fn new<C: KvFormat>(layout: KvLayout) -> CacheLayout {
+        CacheLayout { layout, k_len: C::k_len(layout.k_dim), v_len: C::v_len(layout.v_dim) }
     }
 
     /// Returns the range in K of the block that holds `position`.
@@ -82,8 +82,8 @@ pub fn copy_pages(copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
 /// Writes k (rows, kv_heads, k_dim) and v (rows, kv_heads, v_dim) to the cache positions of their rows, found
 /// through `table`.
 pub fn store_kv(
-    pool: &mut Pool,
-    step: &Step,
+    pool: &mut ThreadPool,
+    step: &StepState,
     table: KvTable,
     k: &[f32],
     v: &[f32],
@@ -93,39 +93,41 @@ pub fn store_kv(
         cache.layout.page_positions, step.limits.page_positions,
         "the cache and the step have the same page size"
     );
-    with_stored(cache.layout.ty, Store { pool, step, table, k, v, cache });
+    dispatch_kv_format(cache.layout.ty, StoreKv { pool, step, table, k, v, cache });
 }
 
 /// Writes keys and values in the storage format of the cache.
-struct Store<'a> {
-    pool: &'a mut Pool,
-    step: &'a Step,
+struct StoreKv<'a> {
+    pool: &'a mut ThreadPool,
+    step: &'a StepState,
     table: KvTable,
     k: &'a [f32],
     v: &'a [f32],
     cache: &'a mut KvLayer<HostBuf>,
 }
 
-impl ForStored for Store<'_> {
+impl KvFormatOp for StoreKv<'_> {
     type Out = ();
 
     /// Writes all rows. A work item is a KV head: rows may share a page (the null page), heads share nothing.
-    fn run<C: Stored>(self) {
+    fn run<C: KvFormat>(self) {
         let layout = self.cache.layout;
-        let places = Places::new::<C>(layout);
-        let (k_cache, v_cache) =
-            (Parts::new(C::of_mut(&mut self.cache.k)), Parts::new(C::of_mut(&mut self.cache.v)));
+        let places = CacheLayout::new::<C>(layout);
+        let (k_cache, v_cache) = (
+            SharedSlice::new(C::units_mut(&mut self.cache.k)),
+            SharedSlice::new(C::units_mut(&mut self.cache.v)),
+        );
         let (step, table, k, v) = (self.step, self.table, self.k, self.v);
         self.pool.run(layout.kv_heads, |_, head| {
             for (r, row) in step.rows().iter().enumerate() {
-                let (page, position) = step.place(step.run_of(row), table, row.position);
+                let (page, position) = step.locate(step.span_of(row), table, row.position);
                 let (k_at, v_at) =
                     (places.k_block(page, head, position), places.v_block(page, head, position));
                 // SAFETY: both ranges lie in the part of this head, which only this item writes.
-                let (k_to, v_to) = unsafe { (k_cache.part(k_at), v_cache.part(v_at)) };
+                let (k_to, v_to) = unsafe { (k_cache.slice_mut(k_at), v_cache.slice_mut(v_at)) };
                 let (from, at) = (r * layout.kv_heads + head, position % BLOCK);
-                C::put_key(&k[from * layout.k_dim..][..layout.k_dim], at, k_to);
-                C::put_value(&v[from * layout.v_dim..][..layout.v_dim], at, v_to);
+                C::write_key(&k[from * layout.k_dim..][..layout.k_dim], at, k_to);
+                C::write_value(&v[from * layout.v_dim..][..layout.v_dim], at, v_to);
             }
         });
     }

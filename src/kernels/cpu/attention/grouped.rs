@@ -16,81 +16,81 @@
 //! enters nothing.
 
 use super::cache::BLOCK;
-use super::query::Seen;
-use super::stored::Stored;
+use super::query::VisibleRange;
+use super::stored::KvFormat;
 use crate::cpu::simd::{LANES, Simd};
 use crate::host::HostBuf;
-use crate::quant::{GROUP_BYTES, GROUP_NUMBERS, QuantType};
+use crate::quant::{MAX_GROUP_BYTES, MAX_GROUP_LEN, QuantType};
 use std::marker::PhantomData;
 
 /// Bytes of one F16 parameter for each position of a block.
-const HEAD: usize = 2 * BLOCK;
+const PARAM_BYTES: usize = 2 * BLOCK;
 /// Number of quants that are loaded together, called a run.
-const RUN: usize = 2 * LANES;
+const RUN_LEN: usize = 2 * LANES;
 
 /// A quantized group format: how its quants are stored.
-pub trait Group: Send + Sync + 'static {
+pub trait GroupFormat: Send + Sync + 'static {
     const TY: QuantType;
     /// Numbers of a group.
     const NUMBERS: usize;
     /// F16 parameters of a group: 1 (scale) or 2 (divisor and minimum).
-    const HEADS: usize;
+    const PARAMS: usize;
     /// Bytes of a run of quants.
     const BYTES: usize;
     /// A value vector is padded to a multiple of this many numbers.
-    const PADDED: usize;
+    const PADDING: usize;
 
     /// Loads the quants of a run (BYTES).
     fn load<S: Simd>(simd: S, run: &[u8]) -> [S::V; 2];
     /// Loads the first sixteen quants of a run, which may have no more.
     fn load_first<S: Simd>(simd: S, run: &[u8]) -> S::V;
     /// Returns the scale of the quants, given the first parameter.
-    fn step<S: Simd>(simd: S, param: S::V) -> S::V;
+    fn scale<S: Simd>(simd: S, param: S::V) -> S::V;
     /// Writes quant number `at` of a run, in the form that [`crate::quant::BlockSplit`] uses.
-    fn put(quant: u8, at: usize, run: &mut [u8]);
+    fn write(quant: u8, at: usize, run: &mut [u8]);
     /// Reads quant number `at` of a run.
-    fn get(run: &[u8], at: usize) -> u8;
+    fn read(run: &[u8], at: usize) -> u8;
 }
 
 /// Groups of [`QuantType::Q8_0`]: signed 8-bit quants and a scale.
-pub struct Bytes;
+pub struct Q8Groups;
 /// Groups of [`QuantType::G4_B64`]: 4-bit quants, a divisor and a minimum.
-pub struct HalfBytes;
+pub struct Q4Groups;
 
-impl Group for Bytes {
+impl GroupFormat for Q8Groups {
     const TY: QuantType = QuantType::Q8_0;
     const NUMBERS: usize = 32;
-    const HEADS: usize = 1;
-    const BYTES: usize = RUN;
-    const PADDED: usize = LANES;
+    const PARAMS: usize = 1;
+    const BYTES: usize = RUN_LEN;
+    const PADDING: usize = LANES;
 
     #[inline(always)]
     fn load<S: Simd>(simd: S, run: &[u8]) -> [S::V; 2] {
         let run = run.as_chunks::<LANES>().0;
-        [simd.load_i8(signed(&run[0])), simd.load_i8(signed(&run[1]))]
+        [simd.load_i8(as_i8(&run[0])), simd.load_i8(as_i8(&run[1]))]
     }
     #[inline(always)]
     fn load_first<S: Simd>(simd: S, run: &[u8]) -> S::V {
-        simd.load_i8(signed(&run.as_chunks::<LANES>().0[0]))
+        simd.load_i8(as_i8(&run.as_chunks::<LANES>().0[0]))
     }
     #[inline(always)]
-    fn step<S: Simd>(_: S, param: S::V) -> S::V {
+    fn scale<S: Simd>(_: S, param: S::V) -> S::V {
         param
     }
-    fn put(quant: u8, at: usize, run: &mut [u8]) {
+    fn write(quant: u8, at: usize, run: &mut [u8]) {
         run[at] = quant ^ 0x80;
     }
-    fn get(run: &[u8], at: usize) -> u8 {
+    fn read(run: &[u8], at: usize) -> u8 {
         run[at] ^ 0x80
     }
 }
 
-impl Group for HalfBytes {
+impl GroupFormat for Q4Groups {
     const TY: QuantType = QuantType::G4_B64;
     const NUMBERS: usize = 64;
-    const HEADS: usize = 2;
-    const BYTES: usize = RUN / 2;
-    const PADDED: usize = RUN;
+    const PARAMS: usize = 2;
+    const BYTES: usize = RUN_LEN / 2;
+    const PADDING: usize = RUN_LEN;
 
     #[inline(always)]
     fn load<S: Simd>(simd: S, run: &[u8]) -> [S::V; 2] {
@@ -101,150 +101,160 @@ impl Group for HalfBytes {
         simd.load_nibbles(&run.as_chunks::<LANES>().0[0])[0]
     }
     #[inline(always)]
-    fn step<S: Simd>(simd: S, param: S::V) -> S::V {
+    fn scale<S: Simd>(simd: S, param: S::V) -> S::V {
         simd.div(simd.splat(1.0), param)
     }
-    fn put(quant: u8, at: usize, run: &mut [u8]) {
+    fn write(quant: u8, at: usize, run: &mut [u8]) {
         let (byte, shift) = (&mut run[at % LANES], 4 * (at / LANES));
         *byte = *byte & !(15 << shift) | quant << shift;
     }
-    fn get(run: &[u8], at: usize) -> u8 {
+    fn read(run: &[u8], at: usize) -> u8 {
         run[at % LANES] >> (4 * (at / LANES)) & 15
     }
 }
 
 /// Reinterprets bytes as signed numbers.
 #[inline(always)]
-fn signed(bytes: &[u8; LANES]) -> &[i8; LANES] {
+fn as_i8(bytes: &[u8; LANES]) -> &[i8; LANES] {
     // SAFETY: the same bytes, read as signed numbers.
     unsafe { &*(&raw const *bytes).cast() }
 }
 
 /// Reinterprets 32 bytes as the bits of sixteen F16 numbers.
 #[inline(always)]
-fn halves(bytes: &[u8; 2 * LANES]) -> [u16; LANES] {
+fn as_f16_bits(bytes: &[u8; 2 * LANES]) -> [u16; LANES] {
     // SAFETY: any two bytes are a valid number, and both arrays have the same size.
     unsafe { std::mem::transmute(*bytes) }
 }
 
 /// Loads parameter number `param` of 32 positions.
 #[inline(always)]
-fn load_head<S: Simd>(simd: S, params: &[u8], param: usize) -> [S::V; 2] {
-    let both = params[param * HEAD..].as_chunks::<{ 2 * LANES }>().0;
-    [simd.load_f16(&halves(&both[0])), simd.load_f16(&halves(&both[1]))]
+fn load_param<S: Simd>(simd: S, params: &[u8], param: usize) -> [S::V; 2] {
+    let both = params[param * PARAM_BYTES..].as_chunks::<{ 2 * LANES }>().0;
+    [simd.load_f16(&as_f16_bits(&both[0])), simd.load_f16(&as_f16_bits(&both[1]))]
 }
 
 /// Loads the scales of 32 positions.
 #[inline(always)]
-fn load_step<S: Simd, G: Group>(simd: S, params: &[u8]) -> [S::V; 2] {
-    let param = load_head(simd, params, 0);
-    [G::step(simd, param[0]), G::step(simd, param[1])]
+fn load_scales<S: Simd, G: GroupFormat>(simd: S, params: &[u8]) -> [S::V; 2] {
+    let param = load_param(simd, params, 0);
+    [G::scale(simd, param[0]), G::scale(simd, param[1])]
 }
 
 /// The storage format of a cache quantized in groups of format `G`.
-pub struct Grouped<G>(PhantomData<G>);
+pub struct QuantizedBlocks<G>(PhantomData<G>);
 
-impl<G: Group> Grouped<G> {
+impl<G: GroupFormat> QuantizedBlocks<G> {
     /// Returns the bytes of `numbers` consecutive numbers. The allocation of the cache has checked that they
     /// fit.
-    fn bytes(numbers: usize) -> usize {
+    fn stored_bytes(numbers: usize) -> usize {
         G::TY.run_bytes(numbers).expect("the cache fits memory; this is a bug")
     }
 
     /// Returns the bytes of V's parameters, and those of the quants of one position.
     #[inline(always)]
-    fn v_parts(v_dim: usize) -> (usize, usize) {
-        (v_dim.div_ceil(G::NUMBERS) * G::HEADS * HEAD, v_dim.next_multiple_of(G::PADDED) * G::BYTES / RUN)
+    fn v_lens(v_dim: usize) -> (usize, usize) {
+        (
+            v_dim.div_ceil(G::NUMBERS) * G::PARAMS * PARAM_BYTES,
+            v_dim.next_multiple_of(G::PADDING) * G::BYTES / RUN_LEN,
+        )
     }
 
     /// Quantizes a group; returns its quants and parameters.
-    fn coded(numbers: &[f32]) -> ([u8; GROUP_NUMBERS], [u8; 4]) {
+    fn quantize(numbers: &[f32]) -> ([u8; MAX_GROUP_LEN], [u8; 4]) {
         let block = G::TY.quantize_group(numbers);
-        let (mut quants, mut params) = ([0; GROUP_NUMBERS], [0; 4]);
-        let split =
-            G::TY.parts().expect("the format can be split into quants and parameters; this is a bug").split;
-        split(&block[..G::TY.row().block_bytes], &mut quants[..G::NUMBERS], &mut params[..2 * G::HEADS]);
+        let (mut quants, mut params) = ([0; MAX_GROUP_LEN], [0; 4]);
+        let split = G::TY
+            .block_split()
+            .expect("the format can be split into quants and parameters; this is a bug")
+            .split;
+        split(&block[..G::TY.row().block_bytes], &mut quants[..G::NUMBERS], &mut params[..2 * G::PARAMS]);
         (quants, params)
     }
 
     /// Writes the parameters of a group for position `at` to (parameters, 32).
-    fn put_heads(params: [u8; 4], at: usize, to: &mut [u8]) {
-        for (param, to) in params.as_chunks::<2>().0.iter().zip(to.chunks_exact_mut(HEAD)).take(G::HEADS) {
+    fn write_params(params: [u8; 4], at: usize, to: &mut [u8]) {
+        for (param, to) in
+            params.as_chunks::<2>().0.iter().zip(to.chunks_exact_mut(PARAM_BYTES)).take(G::PARAMS)
+        {
             let half = u16::from_le_bytes(*param).to_ne_bytes();
             to[2 * at..2 * at + 2].copy_from_slice(&half);
         }
     }
 
     /// Dequantizes a group, given its quants and parameters.
-    fn decoded(quants: &[u8; GROUP_NUMBERS], params: [u8; 4], out: &mut [f32]) {
-        let (mut block, mut values) = ([0; GROUP_BYTES], [0.0; GROUP_NUMBERS]);
+    fn dequantize(quants: &[u8; MAX_GROUP_LEN], params: [u8; 4], out: &mut [f32]) {
+        let (mut block, mut values) = ([0; MAX_GROUP_BYTES], [0.0; MAX_GROUP_LEN]);
         let block = &mut block[..G::TY.row().block_bytes];
-        let join =
-            G::TY.parts().expect("the format can be split into quants and parameters; this is a bug").join;
-        join(&quants[..G::NUMBERS], &params[..2 * G::HEADS], block);
+        let join = G::TY
+            .block_split()
+            .expect("the format can be split into quants and parameters; this is a bug")
+            .join;
+        join(&quants[..G::NUMBERS], &params[..2 * G::PARAMS], block);
         G::TY.dequantize(block, &mut values[..G::NUMBERS]);
         out.copy_from_slice(&values[..out.len()]);
     }
 }
 
-impl<G: Group> Stored for Grouped<G> {
+impl<G: GroupFormat> KvFormat for QuantizedBlocks<G> {
     type Unit = u8;
-    const SUMMED: usize = if G::HEADS == 2 { G::NUMBERS } else { 0 };
+    const SUMMED_GROUP: usize = if G::PARAMS == 2 { G::NUMBERS } else { 0 };
 
-    fn of(buf: &HostBuf) -> &[u8] {
+    fn units(buf: &HostBuf) -> &[u8] {
         buf.bytes()
     }
-    fn of_mut(buf: &mut HostBuf) -> &mut [u8] {
+    fn units_mut(buf: &mut HostBuf) -> &mut [u8] {
         buf.bytes_mut()
     }
 
     fn k_len(k_dim: usize) -> usize {
-        BLOCK * Self::bytes(k_dim)
+        BLOCK * Self::stored_bytes(k_dim)
     }
     fn v_len(v_dim: usize) -> usize {
-        BLOCK * Self::bytes(v_dim.next_multiple_of(G::PADDED))
+        BLOCK * Self::stored_bytes(v_dim.next_multiple_of(G::PADDING))
     }
 
-    fn put_key(key: &[f32], at: usize, block: &mut [u8]) {
-        let groups = block.chunks_mut(G::HEADS * HEAD + G::NUMBERS * G::BYTES);
+    fn write_key(key: &[f32], at: usize, block: &mut [u8]) {
+        let groups = block.chunks_mut(G::PARAMS * PARAM_BYTES + G::NUMBERS * G::BYTES);
         for (numbers, group) in key.chunks(G::NUMBERS).zip(groups) {
-            let (quants, params) = Self::coded(numbers);
-            let (to, runs) = group.split_at_mut(G::HEADS * HEAD);
-            Self::put_heads(params, at, to);
+            let (quants, params) = Self::quantize(numbers);
+            let (to, runs) = group.split_at_mut(G::PARAMS * PARAM_BYTES);
+            Self::write_params(params, at, to);
             for (quant, run) in quants[..numbers.len()].iter().zip(runs.chunks_exact_mut(G::BYTES)) {
-                G::put(*quant, at, run);
+                G::write(*quant, at, run);
             }
         }
     }
 
-    fn put_value(value: &[f32], at: usize, block: &mut [u8]) {
-        let (params_len, stride) = Self::v_parts(value.len());
+    fn write_value(value: &[f32], at: usize, block: &mut [u8]) {
+        let (params_len, stride) = Self::v_lens(value.len());
         let (all_params, quants) = block.split_at_mut(params_len);
         let runs = &mut quants[at * stride..][..stride];
-        let groups = all_params.chunks_exact_mut(G::HEADS * HEAD);
+        let groups = all_params.chunks_exact_mut(G::PARAMS * PARAM_BYTES);
         for (g, (numbers, to)) in value.chunks(G::NUMBERS).zip(groups).enumerate() {
-            let (quants, params) = Self::coded(numbers);
-            Self::put_heads(params, at, to);
+            let (quants, params) = Self::quantize(numbers);
+            Self::write_params(params, at, to);
             for (d, quant) in (g * G::NUMBERS..).zip(&quants[..numbers.len()]) {
-                G::put(*quant, d % RUN, &mut runs[d / RUN * G::BYTES..]);
+                G::write(*quant, d % RUN_LEN, &mut runs[d / RUN_LEN * G::BYTES..]);
             }
         }
     }
 
-    fn value(block: &[u8], at: usize, out: &mut [f32]) {
-        let (params_len, stride) = Self::v_parts(out.len());
+    fn read_value(block: &[u8], at: usize, out: &mut [f32]) {
+        let (params_len, stride) = Self::v_lens(out.len());
         let (all_params, quants) = block.split_at(params_len);
         let runs = &quants[at * stride..][..stride];
-        let groups = all_params.chunks_exact(G::HEADS * HEAD);
+        let groups = all_params.chunks_exact(G::PARAMS * PARAM_BYTES);
         for (g, (out, from)) in out.chunks_mut(G::NUMBERS).zip(groups).enumerate() {
-            let (mut quants, mut params) = ([0; GROUP_NUMBERS], [0; 4]);
-            for (param, from) in params.as_chunks_mut::<2>().0.iter_mut().zip(from.chunks_exact(HEAD)) {
+            let (mut quants, mut params) = ([0; MAX_GROUP_LEN], [0; 4]);
+            for (param, from) in params.as_chunks_mut::<2>().0.iter_mut().zip(from.chunks_exact(PARAM_BYTES))
+            {
                 *param = u16::from_ne_bytes([from[2 * at], from[2 * at + 1]]).to_le_bytes();
             }
             for (d, quant) in (g * G::NUMBERS..).zip(&mut quants[..out.len()]) {
-                *quant = G::get(&runs[d / RUN * G::BYTES..], d % RUN);
+                *quant = G::read(&runs[d / RUN_LEN * G::BYTES..], d % RUN_LEN);
             }
-            Self::decoded(&quants, params, out);
+            Self::dequantize(&quants, params, out);
         }
     }
 
@@ -261,20 +271,20 @@ impl<G: Group> Stored for Grouped<G> {
         while group * G::NUMBERS < k_dim {
             let from = group * G::NUMBERS;
             let numbers = G::NUMBERS.min(k_dim - from);
-            let (params, behind) = rest.split_at(G::HEADS * HEAD);
+            let (params, behind) = rest.split_at(G::PARAMS * PARAM_BYTES);
             let (quants, behind) = behind.split_at(numbers * G::BYTES);
             let mut part = q;
             for q in &mut part {
                 *q = &q[from..from + numbers];
             }
-            let products = products::<S, G, T>(simd, part, quants);
-            let step = load_step::<S, G>(simd, params);
+            let products = dot_products::<S, G, T>(simd, part, quants);
+            let step = load_scales::<S, G>(simd, params);
             for t in 0..T {
                 scores[t][0] = simd.mul_add(products[t][0], step[0], scores[t][0]);
                 scores[t][1] = simd.mul_add(products[t][1], step[1], scores[t][1]);
             }
-            if G::HEADS == 2 {
-                let minimum = load_head(simd, params, 1);
+            if G::PARAMS == 2 {
+                let minimum = load_param(simd, params, 1);
                 for t in 0..T {
                     let sum = simd.splat(sums[t][group]);
                     scores[t][0] = simd.mul_add(sum, minimum[0], scores[t][0]);
@@ -289,16 +299,16 @@ impl<G: Group> Stored for Grouped<G> {
     #[inline(always)]
     fn add_values<S: Simd, const T: usize>(
         simd: S,
-        seen: Seen,
+        seen: VisibleRange,
         p: &[[f32; BLOCK]; T],
         v: &[u8],
         sums: &mut [f32],
     ) {
         let vectors = sums.len() / T / LANES;
-        let (params_len, stride) = Self::v_parts(vectors * LANES);
+        let (params_len, stride) = Self::v_lens(vectors * LANES);
         let (params, quants) = v.split_at(params_len);
-        for (group, params) in params.chunks_exact(G::HEADS * HEAD).enumerate() {
-            let weights = weigh::<S, G, T>(simd, seen, p, params);
+        for (group, params) in params.chunks_exact(G::PARAMS * PARAM_BYTES).enumerate() {
+            let weights = group_weights::<S, G, T>(simd, seen, p, params);
             let mut at = group * (G::NUMBERS / LANES);
             let end = vectors.min(at + G::NUMBERS / LANES);
             while at + 2 <= end {
@@ -313,7 +323,11 @@ impl<G: Group> Stored for Grouped<G> {
 
 /// Returns the dot products of a group's part of T query vectors with the group's quants (numbers, 32).
 #[inline(always)]
-fn products<S: Simd, G: Group, const T: usize>(simd: S, q: [&[f32]; T], quants: &[u8]) -> [[S::V; 2]; T] {
+fn dot_products<S: Simd, G: GroupFormat, const T: usize>(
+    simd: S,
+    q: [&[f32]; T],
+    quants: &[u8],
+) -> [[S::V; 2]; T] {
     for q in q {
         assert!(q.len() * G::BYTES == quants.len(), "the query's part has the length of the key's");
     }
@@ -331,7 +345,7 @@ fn products<S: Simd, G: Group, const T: usize>(simd: S, q: [&[f32]; T], quants: 
 }
 
 /// The weights that the values of a group are multiplied with.
-struct Weights<const T: usize> {
+struct GroupWeights<const T: usize> {
     /// Weight of the quants of each position; arbitrary for positions that are not visible.
     quants: [[f32; BLOCK]; T],
     /// Weighted sum of the minimums of all positions.
@@ -340,25 +354,25 @@ struct Weights<const T: usize> {
 
 /// Computes the weights of a group from the softmax weights `p` and the parameters of the group.
 #[inline(always)]
-fn weigh<S: Simd, G: Group, const T: usize>(
+fn group_weights<S: Simd, G: GroupFormat, const T: usize>(
     simd: S,
-    seen: Seen,
+    seen: VisibleRange,
     p: &[[f32; BLOCK]; T],
     params: &[u8],
-) -> Weights<T> {
-    let mut weights = Weights { quants: [[0.0; BLOCK]; T], minimum: [0.0; T] };
-    let step = load_step::<S, G>(simd, params);
+) -> GroupWeights<T> {
+    let mut weights = GroupWeights { quants: [[0.0; BLOCK]; T], minimum: [0.0; T] };
+    let step = load_scales::<S, G>(simd, params);
     for t in 0..T {
         let (p, _) = p[t].as_chunks::<LANES>();
         let (quants, _) = weights.quants[t].as_chunks_mut::<LANES>();
         let p = [simd.load(&p[0]), simd.load(&p[1])];
         simd.store(simd.mul(p[0], step[0]), &mut quants[0]);
         simd.store(simd.mul(p[1], step[1]), &mut quants[1]);
-        if G::HEADS == 2 {
-            let minimum = load_head(simd, params, 1);
+        if G::PARAMS == 2 {
+            let minimum = load_param(simd, params, 1);
             let none = simd.splat(0.0);
             let [low, high] =
-                seen.choose(simd, [simd.mul(p[0], minimum[0]), simd.mul(p[1], minimum[1])], none);
+                seen.select(simd, [simd.mul(p[0], minimum[0]), simd.mul(p[1], minimum[1])], none);
             weights.minimum[t] = simd.sum(simd.add(low, high));
         }
     }
@@ -368,22 +382,22 @@ fn weigh<S: Simd, G: Group, const T: usize>(
 /// Adds the weighted values to W vectors of columns, from vector `at` on, which is even; returns W. The
 /// quants are (32, stride).
 #[inline(always)]
-fn add_columns<S: Simd, G: Group, const T: usize, const W: usize>(
+fn add_columns<S: Simd, G: GroupFormat, const T: usize, const W: usize>(
     simd: S,
-    seen: Seen,
-    weights: &Weights<T>,
+    seen: VisibleRange,
+    weights: &GroupWeights<T>,
     (quants, stride): (&[u8], usize),
     sums: &mut [f32],
     at: usize,
 ) -> usize {
     let (sums, _) = sums.as_chunks_mut::<LANES>();
     let vectors = sums.len() / T;
-    let Weights { quants: p, minimum } = weights;
+    let GroupWeights { quants: p, minimum } = weights;
     let mut totals = [[simd.splat(0.0); W]; T];
     for t in 0..T {
         for w in 0..W {
             totals[t][w] = simd.load(&sums[t * vectors + at + w]);
-            if G::HEADS == 2 {
+            if G::PARAMS == 2 {
                 totals[t][w] = simd.add(totals[t][w], simd.splat(minimum[t]));
             }
         }

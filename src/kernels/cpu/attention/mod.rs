@@ -35,19 +35,19 @@ mod sparse;
 mod tile;
 
 pub use cache::{alloc_kv, copy_pages, store_kv};
-pub use plan::{RunItems, partials};
+pub use plan::{SpanItems, partial_capacity};
 
-use super::pool::{Parts, Pool};
+use super::pool::{SharedSlice, ThreadPool};
 use super::simd::{LANES, Level};
-use super::step::Step;
+use super::step::StepState;
 use crate::backend::{AttentionShape, KvLayer, KvLayout, StepLimits};
 use crate::host::HostBuf;
-use cache::{BLOCK, Places};
-use partial::{Fold, Partials};
-use plan::{Item, Plan, Way};
-use sparse::Sparse;
-use stored::{ForStored, Stored, with_stored};
-use tile::{Kept, Tile};
+use cache::{BLOCK, CacheLayout};
+use partial::{MergeSplits, PartialResults};
+use plan::{AttentionItem, AttentionMethod, WorkPlan};
+use sparse::TopKAttention;
+use stored::{KvFormat, KvFormatOp, dispatch_kv_format};
+use tile::{QueryTile, SplitOutput};
 
 /// Largest number of query vectors in one work item.
 const ITEM_QUERIES: usize = 32;
@@ -57,14 +57,14 @@ const ITEM_QUERIES: usize = 32;
 /// earlier splits.
 pub fn scratch_len(layout: &KvLayout) -> usize {
     struct Groups(usize);
-    impl ForStored for Groups {
+    impl KvFormatOp for Groups {
         type Out = usize;
-        fn run<C: Stored>(self) -> usize {
-            groups::<C>(self.0)
+        fn run<C: KvFormat>(self) -> usize {
+            summed_groups::<C>(self.0)
         }
     }
-    let groups = with_stored(layout.ty, Groups(layout.k_dim));
-    ITEM_QUERIES * (padded(layout.v_dim) + groups + partial_len(layout))
+    let groups = dispatch_kv_format(layout.ty, Groups(layout.k_dim));
+    ITEM_QUERIES * (padded_len(layout.v_dim) + groups + partial_len(layout))
 }
 
 /// Returns the F32 numbers of a partial result for a cache; [`partial_capacity`] returns the number of such
@@ -76,21 +76,21 @@ pub fn partial_len(layout: &KvLayout) -> usize {
 /// Returns the F32 numbers of additional scratch that each thread needs for top-k sparse attention, whatever
 /// the cache.
 pub fn sparse_scratch_len(limits: &StepLimits) -> usize {
-    if limits.attended.is_all() { 0 } else { sparse::scratch_len(limits.positions) }
+    if limits.attended_fraction.is_one() { 0 } else { sparse::scratch_len(limits.positions) }
 }
 
 /// Returns the length of a value vector, padded to whole SIMD vectors.
-fn padded(v_dim: usize) -> usize {
+fn padded_len(v_dim: usize) -> usize {
     v_dim.next_multiple_of(LANES)
 }
 
 /// Returns the number of groups of a query vector whose sums are needed.
-fn groups<C: Stored>(k_dim: usize) -> usize {
-    k_dim.div_ceil(C::SUMMED.max(1)) * C::SUMMED.min(1)
+fn summed_groups<C: KvFormat>(k_dim: usize) -> usize {
+    k_dim.div_ceil(C::SUMMED_GROUP.max(1)) * C::SUMMED_GROUP.min(1)
 }
 
 /// Inputs of an attention operation.
-pub struct Inputs<'a> {
+pub struct AttentionInputs<'a> {
     pub shape: &'a AttentionShape<'a, HostBuf>,
     /// (rows, heads, k_dim).
     pub q: &'a [f32],
@@ -100,14 +100,14 @@ pub struct Inputs<'a> {
 /// Computes attention to `out` (rows, heads, v_dim). `scratch` holds `scratch_len` and `sparse_scratch_len`
 /// numbers per thread; the remainder is used for partial results.
 pub fn attention(
-    pool: &mut Pool,
+    pool: &mut ThreadPool,
     level: Level,
-    step: &mut Step,
-    inputs: Inputs,
+    step: &mut StepState,
+    inputs: AttentionInputs,
     out: &mut [f32],
     scratch: &mut [f32],
 ) {
-    let Inputs { shape, q, cache } = inputs;
+    let AttentionInputs { shape, q, cache } = inputs;
     let layout = cache.layout;
     assert!(
         shape.heads.is_multiple_of(layout.kv_heads),
@@ -118,7 +118,7 @@ pub fn attention(
         "the cache and the step have the same page size"
     );
     assert!(
-        shape.mask.suits(shape.table),
+        shape.mask.is_valid_for(shape.table),
         "mask {:?} cannot be used with page table {:?}",
         shape.mask,
         shape.table
@@ -131,91 +131,102 @@ pub fn attention(
     let thread_len = scratch_len(&layout) + sparse_scratch_len(&step.limits);
     let threads = pool.threads();
     let capacity = (scratch.len() - threads * thread_len) / partial_len(&layout);
-    let plan = Plan::new(step, shape, layout.kv_heads, threads, capacity);
-    let (out, scratch) = (Parts::new(out), Parts::new(scratch));
+    let plan = WorkPlan::new(step, shape, layout.kv_heads, threads, capacity);
+    let (out, scratch) = (SharedSlice::new(out), SharedSlice::new(scratch));
     let op = Attention { step, shape, group, layout, q, cache, out };
-    assert!(op.is_reached(), "the relative position bias covers every distance");
-    with_stored(layout.ty, Attend { pool, level, op: &op, plan, scratch, thread_len });
+    assert!(op.covers_distances(), "the relative position bias covers every distance");
+    dispatch_kv_format(layout.ty, RunAttention { pool, level, op: &op, plan, scratch, thread_len });
 }
 
 /// An attention operation, shared by the threads.
 struct Attention<'a> {
-    step: &'a Step,
+    step: &'a StepState,
     shape: &'a AttentionShape<'a, HostBuf>,
     /// Query heads per KV head.
     group: usize,
     layout: KvLayout,
     q: &'a [f32],
     cache: &'a KvLayer<HostBuf>,
-    out: Parts<'a, f32>,
+    out: SharedSlice<'a, f32>,
 }
 
 /// Runs an attention operation for the storage format of its cache.
-struct Attend<'a, 'b> {
-    pool: &'a mut Pool,
+struct RunAttention<'a, 'b> {
+    pool: &'a mut ThreadPool,
     level: Level,
     op: &'a Attention<'b>,
-    plan: Plan,
+    plan: WorkPlan,
     /// Scratch of each thread (threads, thread_len), followed by the partial results.
-    scratch: Parts<'a, f32>,
+    scratch: SharedSlice<'a, f32>,
     thread_len: usize,
 }
 
-impl ForStored for Attend<'_, '_> {
+impl KvFormatOp for RunAttention<'_, '_> {
     type Out = ();
 
-    fn run<C: Stored>(self) {
-        let Attend { pool, level, op, plan, scratch, thread_len } = self;
-        let places = Places::new::<C>(op.layout);
+    fn run<C: KvFormat>(self) {
+        let RunAttention { pool, level, op, plan, scratch, thread_len } = self;
+        let places = CacheLayout::new::<C>(op.layout);
         let start = pool.threads() * thread_len;
-        let partials = Partials { numbers: &scratch, start, len: partial_len(&op.layout) };
+        let partials = PartialResults { numbers: &scratch, start, len: partial_len(&op.layout) };
         pool.run(plan.items, |worker, item| {
             // SAFETY: each worker has its own scratch and is in one item at a time.
-            let scratch = unsafe { scratch.part(worker * thread_len..(worker + 1) * thread_len) };
+            let scratch = unsafe { scratch.slice_mut(worker * thread_len..(worker + 1) * thread_len) };
             attend::<C>(level, op, places, op.item(item), (scratch, partials));
         });
-        pool.run(plan.folds, |_, tile| {
-            let Item { run: span, kv_head, queries, apart: results } = op.tile(tile);
+        pool.run(plan.merges, |_, tile| {
+            let AttentionItem { span, kv_head, queries, split_results: results } = op.tile(tile);
             if let Some(results) = results {
-                level.run(Fold { op, span, kv_head, queries, apart: results, partials });
+                level.run(MergeSplits { op, span, kv_head, queries, results, partials });
             }
         });
     }
 }
 
 /// Computes one work item, with a thread's scratch.
-fn attend<C: Stored>(
+fn attend<C: KvFormat>(
     level: Level,
     op: &Attention,
-    places: Places,
-    item: Item,
-    (scratch, partials): (&mut [f32], Partials),
+    places: CacheLayout,
+    item: AttentionItem,
+    (scratch, partials): (&mut [f32], PartialResults),
 ) {
     let (scratch, scores) = scratch.split_at_mut(scratch_len(&op.layout));
-    let (sums, scratch) = scratch.split_at_mut(ITEM_QUERIES * padded(op.layout.v_dim));
+    let (sums, scratch) = scratch.split_at_mut(ITEM_QUERIES * padded_len(op.layout.v_dim));
     let (merged, q_sums) = scratch.split_at_mut(ITEM_QUERIES * partials.len);
-    let Item { run: span, kv_head, queries, apart: results } = item;
+    let AttentionItem { span, kv_head, queries, split_results: results } = item;
     let output = match results {
-        Some(results) => Kept::Apart(results, partials),
-        None => Kept::Folded(merged),
+        Some(results) => SplitOutput::Separate(results, partials),
+        None => SplitOutput::Merged(merged),
     };
-    let (k, v) = (C::of(&op.cache.k), C::of(&op.cache.v));
-    let tile = Tile::<C> { op, places, k, v, span, kv_head, queries, sums, q_sums, kept: output };
-    match Way::of(&op.step.limits, op.shape.table, span) {
-        Way::Nothing => tile.see_nothing(),
-        Way::OwnValue => tile.copy_own_value(),
-        Way::Some => level.run(Sparse { tile, scores }),
-        Way::All => level.run(tile),
+    let (k, v) = (C::units(&op.cache.k), C::units(&op.cache.v));
+    let tile = QueryTile::<C> {
+        op,
+        cache_layout: places,
+        k,
+        v,
+        span,
+        kv_head,
+        queries,
+        sums,
+        q_sums,
+        split_output: output,
+    };
+    match AttentionMethod::for_span(&op.step.limits, op.shape.table, span) {
+        AttentionMethod::Zero => tile.write_zeros(),
+        AttentionMethod::OwnValue => tile.copy_own_value(),
+        AttentionMethod::TopK => level.run(TopKAttention { tile, scores }),
+        AttentionMethod::Dense => level.run(tile),
     }
 }
 
 impl Attention<'_> {
     /// Returns whether the relative position bias, if there is one, has an entry for every position that a
     /// row sees.
-    fn is_reached(&self) -> bool {
+    fn covers_distances(&self) -> bool {
         let Some(bias) = self.shape.bias else { return true };
         self.step.rows().iter().all(|row| {
-            let seen = plan::seen(self.shape, self.step.run_of(row), row.position);
+            let seen = plan::visible_positions(self.shape, self.step.span_of(row), row.position);
             seen.is_empty() || seen.end <= row.position + bias.reach && row.position < seen.start + bias.reach
         })
     }

@@ -9,17 +9,17 @@
 //! Invariant: splits are merged in ascending order, from the first that the query vector sees, and no others
 //! are merged.
 
-use super::plan::Apart;
+use super::plan::SplitResults;
 use super::query::Query;
-use super::{Attention, padded};
-use crate::cpu::pool::Parts;
+use super::{Attention, padded_len};
+use crate::cpu::pool::SharedSlice;
 use crate::cpu::simd::{Kernel, LANES, Simd, exp};
-use crate::cpu::step::Run;
+use crate::cpu::step::RowSpan;
 use std::ops::Range;
 
 /// Returns the F32 numbers of a partial result: its sums, and a vector of [`PartialResult::rest`].
 pub fn len(v_dim: usize) -> usize {
-    padded(v_dim) + LANES
+    padded_len(v_dim) + LANES
 }
 
 /// Index of the largest score in the last vector of a partial result.
@@ -29,48 +29,48 @@ const TOTAL: usize = 1;
 
 /// Storage of partial results: (results, len) from `start` on.
 #[derive(Clone, Copy)]
-pub struct Partials<'a> {
-    pub numbers: &'a Parts<'a, f32>,
+pub struct PartialResults<'a> {
+    pub numbers: &'a SharedSlice<'a, f32>,
     pub start: usize,
     pub len: usize,
 }
 
-impl<'a> Partials<'a> {
+impl<'a> PartialResults<'a> {
     /// Returns partial results for writing.
     ///
     /// # Safety
     /// - No one else uses any of these results while the returned slice is alive.
     #[allow(clippy::mut_from_ref)] // exclusive by the caller's promise
-    pub unsafe fn part(&self, results: Range<usize>) -> &'a mut [f32] {
+    pub unsafe fn results_mut(&self, results: Range<usize>) -> &'a mut [f32] {
         let numbers = self.start + results.start * self.len..self.start + results.end * self.len;
         // SAFETY: the caller's promise.
-        unsafe { self.numbers.part(numbers) }
+        unsafe { self.numbers.slice_mut(numbers) }
     }
 }
 
 /// The result of a query vector for one split.
 #[derive(Clone, Copy)]
-pub struct Part<'a> {
+pub struct PartialResult<'a> {
     sums: &'a [f32],
     rest: [f32; LANES],
 }
 
-impl<'a> Part<'a> {
+impl<'a> PartialResult<'a> {
     /// Creates a result from the sums of weighted values, the largest score and the sum of the weights.
-    pub fn new(sums: &'a [f32], largest: f32, total: f32) -> Part<'a> {
+    pub fn new(sums: &'a [f32], largest: f32, total: f32) -> PartialResult<'a> {
         let mut rest = [0.0; LANES];
         (rest[LARGEST], rest[TOTAL]) = (largest, total);
-        Part { sums, rest }
+        PartialResult { sums, rest }
     }
 
     /// Reads a stored result.
-    fn kept(numbers: &'a [f32]) -> Part<'a> {
+    fn from_stored(numbers: &'a [f32]) -> PartialResult<'a> {
         let (sums, rest) = numbers.split_at(numbers.len() - LANES);
-        Part::new(sums, rest[LARGEST], rest[TOTAL])
+        PartialResult::new(sums, rest[LARGEST], rest[TOTAL])
     }
 
     /// Stores the result.
-    pub fn keep(&self, to: &mut [f32]) {
+    pub fn store(&self, to: &mut [f32]) {
         let (sums, rest) = to.split_at_mut(self.sums.len());
         sums.copy_from_slice(self.sums);
         rest.copy_from_slice(&self.rest);
@@ -78,12 +78,12 @@ impl<'a> Part<'a> {
 
     /// Merges this result into that of the earlier splits, which is stored in `to`.
     #[inline(always)]
-    pub fn fold<S: Simd>(&self, simd: S, to: &mut [f32]) {
+    pub fn merge_into<S: Simd>(&self, simd: S, to: &mut [f32]) {
         let (sums, rest) = to.split_at_mut(self.sums.len());
         let (own, other) = (rest[LARGEST], self.rest[LARGEST]);
         let largest = own.max(other);
-        let own = exp(simd, simd.splat(own - base(largest)));
-        let other = exp(simd, simd.splat(other - base(largest)));
+        let own = exp(simd, simd.splat(own - softmax_base(largest)));
+        let other = exp(simd, simd.splat(other - softmax_base(largest)));
         add(simd, (self.sums, other), (sums, own));
         add(simd, (&self.rest, other), (rest, own));
         rest[LARGEST] = largest;
@@ -93,7 +93,7 @@ impl<'a> Part<'a> {
 /// Returns the value that weights are relative to, given the largest score. It is 0 if all scores are
 /// negative infinity, so that no weight becomes NaN.
 #[inline(always)]
-pub fn base(largest: f32) -> f32 {
+pub fn softmax_base(largest: f32) -> f32 {
     if largest == f32::NEG_INFINITY { 0.0 } else { largest }
 }
 
@@ -107,46 +107,46 @@ fn add<S: Simd>(simd: S, (from, other): (&[f32], S::V), (to, own): (&mut [f32], 
 }
 
 /// Kernel that merges the results of the splits of a tile and writes its output, once all are computed.
-pub struct Fold<'a, 'b> {
+pub struct MergeSplits<'a, 'b> {
     pub op: &'a Attention<'b>,
-    pub span: &'a Run,
+    pub span: &'a RowSpan,
     pub kv_head: usize,
     pub queries: Range<usize>,
-    pub apart: Apart,
-    pub partials: Partials<'a>,
+    pub results: SplitResults,
+    pub partials: PartialResults<'a>,
 }
 
-impl Kernel for Fold<'_, '_> {
+impl Kernel for MergeSplits<'_, '_> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         for (number, query) in self.queries.clone().enumerate() {
             let query = self.op.query(self.span, self.kv_head, query);
-            let results = self.apart.of(number, query.splits());
+            let results = self.results.range(number, query.splits());
             // SAFETY: a query vector belongs to one tile, and so do its results.
-            let results = unsafe { self.partials.part(results) };
-            write_folded(simd, self.op, &query, results, self.partials.len);
+            let results = unsafe { self.partials.results_mut(results) };
+            write_merged(simd, self.op, &query, results, self.partials.len);
         }
     }
 }
 
 /// Merges the results of all splits that a query vector sees into the first, and writes the output.
 #[inline(always)]
-fn write_folded<S: Simd>(simd: S, op: &Attention, query: &Query, results: &mut [f32], len: usize) {
+fn write_merged<S: Simd>(simd: S, op: &Attention, query: &Query, results: &mut [f32], len: usize) {
     if results.is_empty() {
-        return op.out(query).fill(0.0);
+        return op.output(query).fill(0.0);
     }
     let (whole, others) = results.split_at_mut(len);
     for other in others.chunks_exact(len) {
-        Part::kept(other).fold(simd, whole);
+        PartialResult::from_stored(other).merge_into(simd, whole);
     }
-    write(simd, op, query, whole);
+    write_output(simd, op, query, whole);
 }
 
 /// Writes a query vector's output from its stored result.
 #[inline(always)]
-pub fn write<S: Simd>(simd: S, op: &Attention, query: &Query, whole: &[f32]) {
-    let whole = Part::kept(whole);
+pub fn write_output<S: Simd>(simd: S, op: &Attention, query: &Query, whole: &[f32]) {
+    let whole = PartialResult::from_stored(whole);
     op.write(simd, query, whole.sums, whole.rest[TOTAL]);
 }

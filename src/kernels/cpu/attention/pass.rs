@@ -4,31 +4,31 @@
 //! additions.
 
 use super::cache::BLOCK;
-use super::partial::base;
-use super::query::{Query, Seen};
-use super::stored::Stored;
-use super::tile::Tile;
-use super::{ITEM_QUERIES, padded};
+use super::partial::softmax_base;
+use super::query::{Query, VisibleRange};
+use super::stored::KvFormat;
+use super::tile::QueryTile;
+use super::{ITEM_QUERIES, padded_len};
 use crate::cpu::simd::{LANES, Simd, exp};
 
 /// Online softmax state of the query vectors of a tile, besides their sums: the largest score so far, and the
 /// sum of the weights, by lane.
-pub struct Weights<S: Simd> {
+pub struct SoftmaxState<S: Simd> {
     pub largest: [f32; ITEM_QUERIES],
     pub totals: [S::V; ITEM_QUERIES],
 }
 
-impl<C: Stored> Tile<'_, '_, C> {
+impl<C: KvFormat> QueryTile<'_, '_, C> {
     /// Processes a block for queries from `first` on, as many as the instruction set has registers for;
     /// returns their number. Larger passes are not even compiled for it.
     #[inline(always)]
-    pub fn pass_some<S: Simd>(
+    pub fn pass_queries<S: Simd>(
         &mut self,
         simd: S,
         queries: &[Query],
         first: usize,
         block: usize,
-        weights: &mut Weights<S>,
+        weights: &mut SoftmaxState<S>,
     ) -> usize {
         let left = queries.len() - first;
         if const { S::TILE_QUERIES >= 8 } && left >= 8 {
@@ -51,11 +51,11 @@ impl<C: Stored> Tile<'_, '_, C> {
         queries: &[Query],
         first: usize,
         block: usize,
-        weights: &mut Weights<S>,
+        weights: &mut SoftmaxState<S>,
     ) -> usize {
-        let (mut seen, mut none) = ([Seen::default(); T], true);
+        let (mut seen, mut none) = ([VisibleRange::default(); T], true);
         for t in 0..T {
-            seen[t] = queries[first + t].seen(block);
+            seen[t] = queries[first + t].visible_in(block);
             none &= seen[t].is_empty();
         }
         if none {
@@ -66,11 +66,11 @@ impl<C: Stored> Tile<'_, '_, C> {
         let mut p = [[0.0; BLOCK]; T];
         for t in 0..T {
             if !seen[t].is_empty() {
-                let scores = self.adjusted(simd, &queries[first + t], block, scores[t]);
-                p[t] = self.weigh(simd, first + t, seen[t], scores, weights);
+                let scores = self.adjust_scores(simd, &queries[first + t], block, scores[t]);
+                p[t] = self.update_weights(simd, first + t, seen[t], scores, weights);
             }
         }
-        let padded = padded(self.op.layout.v_dim);
+        let padded = padded_len(self.op.layout.v_dim);
         let sums = &mut self.sums[first * padded..][..T * padded];
         // Visible ranges ascend, so if the first and the last are equal, all are.
         if seen[0] == seen[T - 1] {
@@ -86,27 +86,27 @@ impl<C: Stored> Tile<'_, '_, C> {
     /// Returns the weights of the positions of a block that query number `query` of the tile sees, relative
     /// to the largest score so far. If this block raises the largest score, rescales the earlier sums to it.
     #[inline(always)]
-    fn weigh<S: Simd>(
+    fn update_weights<S: Simd>(
         &mut self,
         simd: S,
         query: usize,
-        seen: Seen,
+        seen: VisibleRange,
         scores: [S::V; 2],
-        weights: &mut Weights<S>,
+        weights: &mut SoftmaxState<S>,
     ) -> [f32; BLOCK] {
-        let [low, high] = seen.choose(simd, scores, simd.splat(f32::NEG_INFINITY));
+        let [low, high] = seen.select(simd, scores, simd.splat(f32::NEG_INFINITY));
         let before = weights.largest[query];
         let largest = before.max(simd.largest(simd.max(low, high)));
         if largest > before {
             let factor = exp(simd, simd.sub(simd.splat(before), simd.splat(largest)));
             weights.largest[query] = largest;
             weights.totals[query] = simd.mul(weights.totals[query], factor);
-            let padded = padded(self.op.layout.v_dim);
+            let padded = padded_len(self.op.layout.v_dim);
             for sums in self.sums[query * padded..][..padded].as_chunks_mut::<LANES>().0 {
                 simd.store(simd.mul(simd.load(sums), factor), sums);
             }
         }
-        let largest = simd.splat(base(largest));
+        let largest = simd.splat(softmax_base(largest));
         let low = exp(simd, simd.sub(low, largest));
         let high = exp(simd, simd.sub(high, largest));
         weights.totals[query] = simd.add(weights.totals[query], simd.add(low, high));

@@ -4,24 +4,24 @@
 //! and columns are processed together.
 
 use super::cache::BLOCK;
-use super::query::Seen;
-use super::stored::Stored;
-use crate::cpu::simd::{Code, LANES, Simd};
+use super::query::VisibleRange;
+use super::stored::KvFormat;
+use crate::cpu::simd::{FloatFormat, LANES, Simd};
 use crate::host::HostBuf;
 use std::marker::PhantomData;
 
 /// The storage format of a cache of floating-point format `C`.
-pub struct Plain<C>(PhantomData<C>);
+pub struct FloatBlocks<C>(PhantomData<C>);
 
-impl<C: Code> Stored for Plain<C> {
+impl<C: FloatFormat> KvFormat for FloatBlocks<C> {
     type Unit = C::Raw;
-    const SUMMED: usize = 0;
+    const SUMMED_GROUP: usize = 0;
 
-    fn of(buf: &HostBuf) -> &[C::Raw] {
-        C::of(buf)
+    fn units(buf: &HostBuf) -> &[C::Raw] {
+        C::values(buf)
     }
-    fn of_mut(buf: &mut HostBuf) -> &mut [C::Raw] {
-        C::of_mut(buf)
+    fn units_mut(buf: &mut HostBuf) -> &mut [C::Raw] {
+        C::values_mut(buf)
     }
 
     fn k_len(k_dim: usize) -> usize {
@@ -31,7 +31,7 @@ impl<C: Code> Stored for Plain<C> {
         BLOCK * v_dim.next_multiple_of(LANES)
     }
 
-    fn put_key(key: &[f32], at: usize, block: &mut [C::Raw]) {
+    fn write_key(key: &[f32], at: usize, block: &mut [C::Raw]) {
         let mut encoded = [C::Raw::default(); 4 * LANES];
         let blocks = block.chunks_mut(encoded.len() * BLOCK);
         for (key, block) in key.chunks(encoded.len()).zip(blocks) {
@@ -41,11 +41,11 @@ impl<C: Code> Stored for Plain<C> {
             }
         }
     }
-    fn put_value(value: &[f32], at: usize, block: &mut [C::Raw]) {
+    fn write_value(value: &[f32], at: usize, block: &mut [C::Raw]) {
         let padded = block.len() / BLOCK;
         C::encode(value, &mut block[at * padded..][..value.len()]);
     }
-    fn value(block: &[C::Raw], at: usize, out: &mut [f32]) {
+    fn read_value(block: &[C::Raw], at: usize, out: &mut [f32]) {
         let padded = block.len() / BLOCK;
         C::decode(&block[at * padded..][..out.len()], out);
     }
@@ -77,7 +77,7 @@ impl<C: Code> Stored for Plain<C> {
     #[inline(always)]
     fn add_values<S: Simd, const T: usize>(
         simd: S,
-        seen: Seen,
+        seen: VisibleRange,
         p: &[[f32; BLOCK]; T],
         v: &[C::Raw],
         sums: &mut [f32],
@@ -95,9 +95,9 @@ impl<C: Code> Stored for Plain<C> {
 
 /// Adds the weighted values to W vectors of columns, from vector `at` on; returns W.
 #[inline(always)]
-fn add_columns<S: Simd, C: Code, const T: usize, const W: usize>(
+fn add_columns<S: Simd, C: FloatFormat, const T: usize, const W: usize>(
     simd: S,
-    seen: Seen,
+    seen: VisibleRange,
     p: &[[f32; BLOCK]; T],
     v: &[C::Raw],
     sums: &mut [f32],

@@ -7,17 +7,17 @@
 use super::{Attention, ITEM_QUERIES};
 use crate::backend::{AttentionShape, KvLayout, KvTable, Mask, StepLimits};
 use crate::batch::SpanTable;
-use crate::cpu::step::{Run, Step};
+use crate::cpu::step::{RowSpan, StepState};
 use crate::host::HostBuf;
 use std::ops::Range;
 
 /// Positions of a split, counted from a sequence's first: a whole number of blocks.
-pub const SPLIT: usize = 16 * KvLayout::BLOCK;
+pub const SPLIT: usize = 16 * KvLayout::BLOCK_POSITIONS;
 /// Largest number of partial results per thread.
-const THREAD_PARTIALS: usize = 512;
+const PARTIALS_PER_THREAD: usize = 512;
 
 /// The work items of one span.
-pub struct RunItems {
+pub struct SpanItems {
     /// The span's query vectors for one KV head.
     queries: usize,
     /// Number of items up to and including the last one of this span, and the same if every item were a tile.
@@ -30,70 +30,72 @@ pub struct RunItems {
 }
 
 /// The number of work items of an operation.
-pub struct Plan {
+pub struct WorkPlan {
     pub items: usize,
     /// Items of the job that merges partial results: all tiles, or 0 if there are no such results.
-    pub folds: usize,
+    pub merges: usize,
 }
 
 /// A work item: query vectors of one span that share a KV head.
-pub struct Item<'a> {
-    pub run: &'a Run,
+pub struct AttentionItem<'a> {
+    pub span: &'a RowSpan,
     pub kv_head: usize,
     /// Numbers of the query vectors, counted by row and then by head of the group.
     pub queries: Range<usize>,
     /// Storage of the results of its splits, if these are separate items.
-    pub apart: Option<Apart>,
+    pub split_results: Option<SplitResults>,
 }
 
 /// The partial results of a tile.
-pub struct Apart {
+pub struct SplitResults {
     /// All splits of the span; for a work item, the one split to compute.
     pub splits: Range<usize>,
     /// Number of the first query vector's first result, and number of results of each vector.
     first: usize,
     stride: usize,
     /// The split of the first result.
-    from: usize,
+    first_split: usize,
 }
 
 /// How attention is computed for the rows of a span.
 #[derive(Clone, Copy, PartialEq)]
-pub enum Way {
+pub enum AttentionMethod {
     /// A hole sees only itself: the output is its own value.
     OwnValue,
     /// A hole sees no encoder input: the output is zero.
-    Nothing,
+    Zero,
     /// Top-k sparse attention: the values of some positions only.
-    Some,
+    TopK,
     /// Dense attention: the values of all visible positions.
-    All,
+    Dense,
 }
 
-impl Way {
+impl AttentionMethod {
     /// Returns the method for the rows of `span`.
-    pub fn of(limits: &StepLimits, table: KvTable, span: &Run) -> Way {
+    pub fn for_span(limits: &StepLimits, table: KvTable, span: &RowSpan) -> AttentionMethod {
         match (span.table, table) {
-            (SpanTable::Sink, KvTable::Cross) => Way::Nothing,
-            (SpanTable::Sink, _) => Way::OwnValue,
-            (SpanTable::Own, KvTable::Own) if span.drawn && !limits.attended.is_all() => Way::Some,
-            _ => Way::All,
+            (SpanTable::Null, KvTable::Cross) => AttentionMethod::Zero,
+            (SpanTable::Null, _) => AttentionMethod::OwnValue,
+            (SpanTable::Own, KvTable::Own) if span.is_generated && !limits.attended_fraction.is_one() => {
+                AttentionMethod::TopK
+            }
+            _ => AttentionMethod::Dense,
         }
     }
 }
 
 /// Returns the number of partial results that a device with so many threads has memory for.
-pub fn partials(limits: &StepLimits, threads: usize) -> usize {
-    let splits = limits.positions.max(limits.source_positions).div_ceil(SPLIT);
-    if splits < 2 || threads < 2 { 0 } else { threads * THREAD_PARTIALS.min(ITEM_QUERIES * splits) }
+pub fn partial_capacity(limits: &StepLimits, threads: usize) -> usize {
+    let splits = limits.positions.max(limits.encoder_positions).div_ceil(SPLIT);
+    if splits < 2 || threads < 2 { 0 } else { threads * PARTIALS_PER_THREAD.min(ITEM_QUERIES * splits) }
 }
 
 /// Returns the positions that a row of `span` at `position` sees.
-pub fn seen(shape: &AttentionShape<HostBuf>, span: &Run, position: usize) -> Range<usize> {
+pub fn visible_positions(shape: &AttentionShape<HostBuf>, span: &RowSpan, position: usize) -> Range<usize> {
     let (before, end) = match (shape.mask, shape.table) {
         (Mask::Causal { window }, _) => (window.map(|window| window - 1), position + 1),
-        (Mask::Whole { window }, table) => {
-            let whole = if table == KvTable::Cross { span.source } else { span.len };
+        (Mask::Bidirectional { window }, table) => {
+            let whole = if table == KvTable::Cross { span.encoder_len } else { span.len };
             (window, window.map_or(whole, |after| whole.min(position + after + 1)))
         }
     };
@@ -103,42 +105,43 @@ pub fn seen(shape: &AttentionShape<HostBuf>, span: &Run, position: usize) -> Ran
 
 /// Returns the splits that a range of positions covers.
 #[inline(always)]
-pub fn splits(seen: &Range<usize>) -> Range<usize> {
+pub fn splits_of(seen: &Range<usize>) -> Range<usize> {
     if seen.is_empty() { 0..0 } else { seen.start / SPLIT..seen.end.div_ceil(SPLIT) }
 }
 
-impl Plan {
+impl WorkPlan {
     /// Plans the work items and stores those of each span in `step`. `capacity` is the number of partial
     /// results that fit the scratch.
     pub fn new(
-        step: &mut Step,
+        step: &mut StepState,
         shape: &AttentionShape<HostBuf>,
         kv_heads: usize,
         threads: usize,
         capacity: usize,
-    ) -> Plan {
-        let mut span_items = std::mem::take(&mut step.run_items);
+    ) -> WorkPlan {
+        let mut span_items = std::mem::take(&mut step.span_items);
         span_items.clear();
-        span_items.extend(step.runs().iter().map(|span| RunItems::of(&step.limits, shape, kv_heads, span)));
-        if !pays(&span_items, kv_heads, threads, capacity) {
+        span_items
+            .extend(step.spans().iter().map(|span| SpanItems::new(&step.limits, shape, kv_heads, span)));
+        if !should_split(&span_items, kv_heads, threads, capacity) {
             span_items.iter_mut().for_each(|items| items.splits = 0..0);
         }
-        let (mut plan, mut partials, mut is_split) = (Plan { items: 0, folds: 0 }, 0, false);
+        let (mut plan, mut partials, mut is_split) = (WorkPlan { items: 0, merges: 0 }, 0, false);
         for items in &mut span_items {
             plan.items += items.tiles(kv_heads) * items.splits.len().max(1);
-            plan.folds += items.tiles(kv_heads);
+            plan.merges += items.tiles(kv_heads);
             is_split |= !items.splits.is_empty();
-            (items.end, items.tiles_end, items.first_partial) = (plan.items, plan.folds, partials);
+            (items.end, items.tiles_end, items.first_partial) = (plan.items, plan.merges, partials);
             partials += items.partials(kv_heads);
         }
-        step.run_items = span_items;
-        Plan { folds: if is_split { plan.folds } else { 0 }, ..plan }
+        step.span_items = span_items;
+        WorkPlan { merges: if is_split { plan.merges } else { 0 }, ..plan }
     }
 }
 
 /// Returns whether splits should be work items: one tile is more than half of a thread's fair share of the
 /// work, and the partial results fit.
-fn pays(span_items: &[RunItems], kv_heads: usize, threads: usize, capacity: usize) -> bool {
+fn should_split(span_items: &[SpanItems], kv_heads: usize, threads: usize, capacity: usize) -> bool {
     let work =
         span_items.iter().map(|items| items.tiles(kv_heads) * items.splits.len().max(1)).sum::<usize>();
     let longest = span_items.iter().map(|items| items.splits.len()).max().unwrap_or(0);
@@ -146,18 +149,26 @@ fn pays(span_items: &[RunItems], kv_heads: usize, threads: usize, capacity: usiz
     threads > 1 && longest > 1 && work < 2 * threads * longest && partials <= capacity
 }
 
-impl RunItems {
+impl SpanItems {
     /// Computes what depends on the span alone. It has splits only if it sees more than one.
-    fn of(limits: &StepLimits, shape: &AttentionShape<HostBuf>, kv_heads: usize, span: &Run) -> RunItems {
+    fn new(
+        limits: &StepLimits,
+        shape: &AttentionShape<HostBuf>,
+        kv_heads: usize,
+        span: &RowSpan,
+    ) -> SpanItems {
         // The visible ranges of rows ascend.
-        let (first, last) = (seen(shape, span, span.start), seen(shape, span, span.start + span.len - 1));
-        let splits = match Way::of(limits, shape.table, span) {
-            Way::All => splits(&(first.start..last.end)),
+        let (first, last) = (
+            visible_positions(shape, span, span.start),
+            visible_positions(shape, span, span.start + span.len - 1),
+        );
+        let splits = match AttentionMethod::for_span(limits, shape.table, span) {
+            AttentionMethod::Dense => splits_of(&(first.start..last.end)),
             _ => 0..0,
         };
         let splits = if splits.len() > 1 { splits } else { 0..0 };
         let queries = span.len * (shape.heads / kv_heads);
-        RunItems { queries, end: 0, tiles_end: 0, splits, first_partial: 0 }
+        SpanItems { queries, end: 0, tiles_end: 0, splits, first_partial: 0 }
     }
 
     /// Returns the number of tiles.
@@ -171,75 +182,80 @@ impl RunItems {
     }
 }
 
-impl Apart {
+impl SplitResults {
     /// Returns the numbers of the results of query vector number `query` of the tile for the given splits.
     #[inline(always)]
-    pub fn of(&self, query: usize, splits: Range<usize>) -> Range<usize> {
+    pub fn range(&self, query: usize, splits: Range<usize>) -> Range<usize> {
         if splits.is_empty() {
             return 0..0;
         }
         let first = self.first + query * self.stride;
-        first + splits.start - self.from..first + splits.end - self.from
+        first + splits.start - self.first_split..first + splits.end - self.first_split
     }
 }
 
 impl<'a> Attention<'a> {
     /// Returns work item number `item`.
-    pub fn item(&self, item: usize) -> Item<'a> {
-        let number = self.step.run_items.partition_point(|items| items.end <= item);
-        let items = &self.step.run_items[number];
-        let within = item - if number == 0 { 0 } else { self.step.run_items[number - 1].end };
+    pub fn item(&self, item: usize) -> AttentionItem<'a> {
+        let number = self.step.span_items.partition_point(|items| items.end <= item);
+        let items = &self.step.span_items[number];
+        let within = item - if number == 0 { 0 } else { self.step.span_items[number - 1].end };
         let splits = items.splits.len().max(1);
         let mut tile = self.tile_of(number, within / splits);
-        if let Some(results) = &mut tile.apart {
-            let split = results.from + within % splits;
+        if let Some(results) = &mut tile.split_results {
+            let split = results.first_split + within % splits;
             results.splits = split..split + 1;
         }
         tile
     }
 
     /// Returns tile number `tile`.
-    pub fn tile(&self, tile: usize) -> Item<'a> {
-        let number = self.step.run_items.partition_point(|items| items.tiles_end <= tile);
-        let before = if number == 0 { 0 } else { self.step.run_items[number - 1].tiles_end };
+    pub fn tile(&self, tile: usize) -> AttentionItem<'a> {
+        let number = self.step.span_items.partition_point(|items| items.tiles_end <= tile);
+        let before = if number == 0 { 0 } else { self.step.span_items[number - 1].tiles_end };
         self.tile_of(number, tile - before)
     }
 
     /// Returns tile number `tile` of span number `number`.
-    fn tile_of(&self, number: usize, tile: usize) -> Item<'a> {
-        let (items, span) = (&self.step.run_items[number], &self.step.runs()[number]);
+    fn tile_of(&self, number: usize, tile: usize) -> AttentionItem<'a> {
+        let (items, span) = (&self.step.span_items[number], &self.step.spans()[number]);
         let (kv_head, first) = (tile % self.layout.kv_heads, tile / self.layout.kv_heads * ITEM_QUERIES);
         let stride = items.splits.len();
-        let results = (stride > 0).then(|| Apart {
+        let results = (stride > 0).then(|| SplitResults {
             splits: items.splits.clone(),
             first: items.first_partial + (kv_head * items.queries + first) * stride,
             stride,
-            from: items.splits.start,
+            first_split: items.splits.start,
         });
-        Item { run: span, kv_head, queries: first..(first + ITEM_QUERIES).min(items.queries), apart: results }
+        AttentionItem {
+            span,
+            kv_head,
+            queries: first..(first + ITEM_QUERIES).min(items.queries),
+            split_results: results,
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::Share;
-    use crate::batch::{Span, SpanModel, SpanStack, SpanTokens, StepBatch, Want};
+    use crate::backend::Fraction;
+    use crate::batch::{Span, SpanModel, SpanOutput, SpanStack, SpanTokens, StepBatch};
 
     /// Returns a step of these spans: (start, rows). The only token of every second one was generated.
-    fn step(spans: &[(u32, u32)], attended: Share) -> Step {
-        let mut step = Step::new(&StepLimits {
+    fn step(spans: &[(u32, u32)], attended: Fraction) -> StepState {
+        let mut step = StepState::new(&StepLimits {
             slots: spans.len(),
             rows: 100,
             logit_rows: 1,
             positions: 4096,
-            source_positions: 0,
+            encoder_positions: 0,
             page_positions: 32,
             top_logprobs: 0,
-            biases: 0,
+            logit_biases: 0,
             vocab: 1,
             hidden: 0,
-            attended,
+            attended_fraction: attended,
         });
         let span = |(slot, &(start, len)): (usize, &(u32, u32))| Span {
             model: SpanModel::Target,
@@ -249,8 +265,8 @@ mod tests {
             tokens: if slot % 2 == 1 { SpanTokens::Last } else { SpanTokens::Given { at: 0, len } },
             table: SpanTable::Own,
             reserved: 4096,
-            source: 0,
-            want: Want::None,
+            encoder_len: 0,
+            output: SpanOutput::None,
         };
         let spans = spans.iter().enumerate().map(span).collect();
         step.begin(&StepBatch { spans, tokens: vec![0; 100], ..StepBatch::default() });
@@ -264,8 +280,8 @@ mod tests {
 
     /// Returns the numbers of items and of merged tiles, for 2 KV heads.
     fn plan(spans: &[(u32, u32)], window: Option<usize>, threads: usize, capacity: usize) -> (usize, usize) {
-        let plan = Plan::new(&mut step(spans, Share::ALL), &shape(window), 2, threads, capacity);
-        (plan.items, plan.folds)
+        let plan = WorkPlan::new(&mut step(spans, Fraction::ONE), &shape(window), 2, threads, capacity);
+        (plan.items, plan.merges)
     }
 
     #[test]
@@ -288,8 +304,8 @@ mod tests {
 
     #[test]
     fn rows_with_sparse_attention_are_not_split() {
-        let some = Share::new(0.5).unwrap();
-        let plan = Plan::new(&mut step(&[(2599, 1), (2599, 1)], some), &shape(None), 2, 8, 1000);
-        assert_eq!((plan.items, plan.folds), (12 + 2, 4));
+        let some = Fraction::new(0.5).unwrap();
+        let plan = WorkPlan::new(&mut step(&[(2599, 1), (2599, 1)], some), &shape(None), 2, 8, 1000);
+        assert_eq!((plan.items, plan.merges), (12 + 2, 4));
     }
 }

@@ -2,10 +2,10 @@
 //!
 //! Invariant: a query vector belongs to one tile, and no one else writes its result.
 
-use super::plan::{seen, splits};
+use super::plan::{splits_of, visible_positions};
 use super::{Attention, BLOCK};
-use crate::cpu::simd::{LANES, Simd, store_part};
-use crate::cpu::step::Run;
+use crate::cpu::simd::{LANES, Simd, store_partial};
+use crate::cpu::step::RowSpan;
 use std::ops::Range;
 
 /// One query vector.
@@ -22,7 +22,7 @@ pub struct Query {
 
 /// The positions of a block that a query vector sees: `from..to`.
 #[derive(Clone, Copy, Default, PartialEq)]
-pub struct Seen {
+pub struct VisibleRange {
     pub from: usize,
     pub to: usize,
 }
@@ -37,18 +37,18 @@ impl Query {
     /// Returns the splits with visible positions.
     #[inline(always)]
     pub fn splits(&self) -> Range<usize> {
-        splits(&(self.from..self.to))
+        splits_of(&(self.from..self.to))
     }
 
     /// Returns the positions of a block that this query vector sees.
     #[inline(always)]
-    pub fn seen(&self, block: usize) -> Seen {
+    pub fn visible_in(&self, block: usize) -> VisibleRange {
         let within = |position: usize| position.saturating_sub(block * BLOCK).min(BLOCK);
-        Seen { from: within(self.from), to: within(self.to) }
+        VisibleRange { from: within(self.from), to: within(self.to) }
     }
 }
 
-impl Seen {
+impl VisibleRange {
     /// Returns whether no position is visible.
     #[inline(always)]
     pub fn is_empty(self) -> bool {
@@ -57,12 +57,12 @@ impl Seen {
 
     /// Returns the given lanes for visible positions and `rest` for the others.
     #[inline(always)]
-    pub fn choose<S: Simd>(self, simd: S, [low, high]: [S::V; 2], rest: S::V) -> [S::V; 2] {
-        let mut low = simd.first(self.to, low, rest);
-        let mut high = simd.first(self.to.saturating_sub(LANES), high, rest);
+    pub fn select<S: Simd>(self, simd: S, [low, high]: [S::V; 2], rest: S::V) -> [S::V; 2] {
+        let mut low = simd.select_first(self.to, low, rest);
+        let mut high = simd.select_first(self.to.saturating_sub(LANES), high, rest);
         if self.from > 0 {
-            low = simd.first(self.from, rest, low);
-            high = simd.first(self.from.saturating_sub(LANES), rest, high);
+            low = simd.select_first(self.from, rest, low);
+            high = simd.select_first(self.from.saturating_sub(LANES), rest, high);
         }
         [low, high]
     }
@@ -71,19 +71,19 @@ impl Seen {
 impl Attention<'_> {
     /// Returns query vector `number` of a span for a KV head, counted by row and then by head of the group.
     #[inline(always)]
-    pub fn query(&self, span: &Run, kv_head: usize, number: usize) -> Query {
+    pub fn query(&self, span: &RowSpan, kv_head: usize, number: usize) -> Query {
         let (head, position) = (kv_head * self.group + number % self.group, span.start + number / self.group);
-        let seen = seen(self.shape, span, position);
+        let seen = visible_positions(self.shape, span, position);
         let vector = (span.first_row + number / self.group) * self.shape.heads + head;
         Query { head, position, vector, from: seen.start, to: seen.end }
     }
 
     /// Returns the output range of a query vector.
     #[allow(clippy::mut_from_ref)] // no one else writes there
-    pub fn out(&self, query: &Query) -> &mut [f32] {
+    pub fn output(&self, query: &Query) -> &mut [f32] {
         let v_dim = self.layout.v_dim;
         // SAFETY: a query vector belongs to one item at a time, and so does its range of `out`.
-        unsafe { self.out.part(query.vector * v_dim..(query.vector + 1) * v_dim) }
+        unsafe { self.out.slice_mut(query.vector * v_dim..(query.vector + 1) * v_dim) }
     }
 
     /// Writes the sums divided by their total weight, or zeros if no position was visible. If all visible
@@ -92,8 +92,8 @@ impl Attention<'_> {
     pub fn write<S: Simd>(&self, simd: S, query: &Query, sums: &[f32], total: f32) {
         let sees_nothing = query.from >= query.to;
         let total = simd.splat(if sees_nothing { 1.0 } else { total });
-        for (sums, out) in sums.as_chunks::<LANES>().0.iter().zip(self.out(query).chunks_mut(LANES)) {
-            store_part(simd, simd.div(simd.load(sums), total), out);
+        for (sums, out) in sums.as_chunks::<LANES>().0.iter().zip(self.output(query).chunks_mut(LANES)) {
+            store_partial(simd, simd.div(simd.load(sums), total), out);
         }
     }
 }

@@ -8,15 +8,15 @@
 //! the scores, so on nothing outside the sequence. V of other positions is not read, even if it is NaN.
 
 use super::cache::BLOCK;
-use super::query::{Query, Seen};
-use super::stored::Stored;
-use super::tile::Tile;
-use super::{ITEM_QUERIES, padded};
+use super::query::{Query, VisibleRange};
+use super::stored::KvFormat;
+use super::tile::QueryTile;
+use super::{ITEM_QUERIES, padded_len};
 use crate::cpu::simd::{Kernel, LANES, Simd, exp};
 
 /// Kernel: a work item of one row, whose query vectors are processed one after another.
-pub struct Sparse<'a, 'b, C: Stored> {
-    pub tile: Tile<'a, 'b, C>,
+pub struct TopKAttention<'a, 'b, C: KvFormat> {
+    pub tile: QueryTile<'a, 'b, C>,
     /// Scores of one query vector, from the block of the first visible position on, and space for a copy of
     /// them.
     pub scores: &'a mut [f32],
@@ -24,11 +24,11 @@ pub struct Sparse<'a, 'b, C: Stored> {
 
 /// A threshold that selects a given number of scores.
 #[derive(Clone, Copy)]
-struct Bar {
+struct ScoreThreshold {
     /// Larger scores pass.
     score: f32,
     /// Number of scores equal to the threshold that pass too.
-    equals: usize,
+    equal_count: usize,
 }
 
 /// Returns the F32 numbers of scratch that each thread needs for sequences of up to `positions` positions.
@@ -37,39 +37,41 @@ pub fn scratch_len(positions: usize) -> usize {
 }
 
 /// Replaces NaN by negative infinity.
-fn score_of(score: f32) -> f32 {
+fn nan_to_lowest(score: f32) -> f32 {
     if score.is_nan() { f32::NEG_INFINITY } else { score }
 }
 
-impl Bar {
+impl ScoreThreshold {
     /// Returns the threshold that the `count` largest of `scores` pass; reorders `scores`.
-    fn of(count: usize, scores: &mut [f32]) -> Bar {
-        let Some(last) = count.checked_sub(1) else { return Bar { score: f32::INFINITY, equals: 0 } };
+    fn select(count: usize, scores: &mut [f32]) -> ScoreThreshold {
+        let Some(last) = count.checked_sub(1) else {
+            return ScoreThreshold { score: f32::INFINITY, equal_count: 0 };
+        };
         let (_, score, _) = scores.select_nth_unstable_by(last, |a, b| b.total_cmp(a));
         let score = *score;
         let larger = scores.iter().filter(|other| **other > score).count();
-        Bar { score, equals: count - larger }
+        ScoreThreshold { score, equal_count: count - larger }
     }
 
     /// Returns whether a score passes; of equal ones, the first pass.
     fn admits(&mut self, score: f32) -> bool {
-        let equals = score == self.score && self.equals > 0;
-        self.equals -= usize::from(equals);
+        let equals = score == self.score && self.equal_count > 0;
+        self.equal_count -= usize::from(equals);
         equals || score > self.score
     }
 }
 
-impl<C: Stored> Sparse<'_, '_, C> {
+impl<C: KvFormat> TopKAttention<'_, '_, C> {
     /// Computes the scores of the positions that the query vector sees; returns the largest.
     #[inline(always)]
-    fn score<S: Simd>(&mut self, simd: S, query: &Query, number: usize) -> f32 {
+    fn compute_scores<S: Simd>(&mut self, simd: S, query: &Query, number: usize) -> f32 {
         let mut largest = f32::NEG_INFINITY;
         let scores = self.scores.as_chunks_mut::<BLOCK>().0;
         for (block, to) in query.blocks().zip(scores) {
             let (k, _) = self.tile.block(block);
             let [products] = self.tile.scores::<S, 1>(simd, &[*query], number, k);
-            let scores = self.tile.adjusted(simd, query, block, products);
-            let scores = query.seen(block).choose(simd, scores, simd.splat(f32::NEG_INFINITY));
+            let scores = self.tile.adjust_scores(simd, query, block, products);
+            let scores = query.visible_in(block).select(simd, scores, simd.splat(f32::NEG_INFINITY));
             let (halves, _) = to.as_chunks_mut::<LANES>();
             simd.store(scores[0], &mut halves[0]);
             simd.store(scores[1], &mut halves[1]);
@@ -91,7 +93,7 @@ impl<C: Stored> Sparse<'_, '_, C> {
 
     /// Returns the sum of all weights, added by lanes and then as a tree.
     #[inline(always)]
-    fn total<S: Simd>(&self, simd: S, blocks: usize, largest: f32) -> f32 {
+    fn total_weight<S: Simd>(&self, simd: S, blocks: usize, largest: f32) -> f32 {
         let mut totals = simd.splat(0.0);
         for scores in &self.scores.as_chunks::<BLOCK>().0[..blocks] {
             let [low, high] = Self::weights(simd, scores, largest);
@@ -101,23 +103,30 @@ impl<C: Stored> Sparse<'_, '_, C> {
     }
 
     /// Returns the threshold for the positions before the query vector's own.
-    fn bar(&mut self, query: &Query) -> Bar {
+    fn threshold(&mut self, query: &Query) -> ScoreThreshold {
         let first = query.from % BLOCK;
         let past = query.to - 1 - query.from;
         let (scores, copy) = self.scores.split_at_mut(self.scores.len() / 2);
         for (to, score) in copy.iter_mut().zip(&scores[first..first + past]) {
-            *to = score_of(*score);
+            *to = nan_to_lowest(*score);
         }
-        Bar::of(self.tile.op.step.limits.attended.of(past), &mut copy[..past])
+        ScoreThreshold::select(self.tile.op.step.limits.attended_fraction.floor_of(past), &mut copy[..past])
     }
 
     /// Adds the values of the selected positions, one contiguous range at a time.
     #[inline(always)]
-    fn add<S: Simd>(&mut self, simd: S, query: &Query, number: usize, largest: f32, mut threshold: Bar) {
-        let width = padded(self.tile.op.layout.v_dim);
+    fn add_values<S: Simd>(
+        &mut self,
+        simd: S,
+        query: &Query,
+        number: usize,
+        largest: f32,
+        mut threshold: ScoreThreshold,
+    ) {
+        let width = padded_len(self.tile.op.layout.v_dim);
         let own = query.to - 1;
         for (block, scores) in query.blocks().zip(self.scores.as_chunks::<BLOCK>().0) {
-            let seen = query.seen(block);
+            let seen = query.visible_in(block);
             let (mut p, mut from) = ([0.0; BLOCK], seen.from);
             let (halves, _) = p.as_chunks_mut::<LANES>();
             let [low, high] = Self::weights(simd, scores, largest);
@@ -126,12 +135,14 @@ impl<C: Stored> Sparse<'_, '_, C> {
             let (_, v) = self.tile.block(block);
             while from < seen.to {
                 let mut to = from;
-                while to < seen.to && (block * BLOCK + to == own || threshold.admits(score_of(scores[to]))) {
+                while to < seen.to
+                    && (block * BLOCK + to == own || threshold.admits(nan_to_lowest(scores[to])))
+                {
                     to += 1;
                 }
                 if to > from {
                     let sums = &mut self.tile.sums[number * width..][..width];
-                    C::add_values::<S, 1>(simd, Seen { from, to }, &[p], v, sums);
+                    C::add_values::<S, 1>(simd, VisibleRange { from, to }, &[p], v, sums);
                 }
                 // Position `to` was tested and did not pass.
                 from = to + 1;
@@ -140,21 +151,21 @@ impl<C: Stored> Sparse<'_, '_, C> {
     }
 }
 
-impl<C: Stored> Kernel for Sparse<'_, '_, C> {
+impl<C: KvFormat> Kernel for TopKAttention<'_, '_, C> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(mut self, simd: S) {
         let count = self.tile.queries.len();
-        let queries = self.tile.begin();
-        self.tile.clear();
+        let queries = self.tile.load_queries();
+        self.tile.clear_sums();
         let mut totals = [0.0; ITEM_QUERIES];
         for (number, query) in queries[..count].iter().enumerate() {
-            let largest = self.score(simd, query, number);
-            totals[number] = self.total(simd, query.blocks().len(), largest);
-            let threshold = self.bar(query);
-            self.add(simd, query, number, largest, threshold);
+            let largest = self.compute_scores(simd, query, number);
+            totals[number] = self.total_weight(simd, query.blocks().len(), largest);
+            let threshold = self.threshold(query);
+            self.add_values(simd, query, number, largest, threshold);
         }
-        self.tile.finish(simd, &queries[..count], &totals);
+        self.tile.write_outputs(simd, &queries[..count], &totals);
     }
 }

@@ -4,25 +4,25 @@
 //! Invariant: numbers are widened only in registers, within a pass over a block.
 
 use super::cache::BLOCK;
-use super::grouped::{Bytes, Grouped, HalfBytes};
-use super::plain::Plain;
-use super::query::Seen;
+use super::grouped::{Q4Groups, Q8Groups, QuantizedBlocks};
+use super::plain::FloatBlocks;
+use super::query::VisibleRange;
 use crate::cpu::simd::{Bf16, F16, F32, Simd};
 use crate::host::HostBuf;
 use crate::quant::QuantType;
 
 /// A storage format of cache blocks. A block holds the keys, or the values, of 32 positions of one KV head.
-pub trait Stored: Send + Sync + 'static {
+pub trait KvFormat: Send + Sync + 'static {
     /// Element type of a buffer.
     type Unit: Copy + Send + Sync + 'static;
     /// Numbers of a key that share a scale and a minimum, if the format has minimums: then the sum of a query
     /// over each such group is needed. Otherwise 0.
-    const SUMMED: usize;
+    const SUMMED_GROUP: usize;
 
     /// Returns a buffer's elements.
-    fn of(buf: &HostBuf) -> &[Self::Unit];
+    fn units(buf: &HostBuf) -> &[Self::Unit];
     /// Returns a buffer's elements for writing.
-    fn of_mut(buf: &mut HostBuf) -> &mut [Self::Unit];
+    fn units_mut(buf: &mut HostBuf) -> &mut [Self::Unit];
 
     /// Returns the units of a block of keys of `k_dim` numbers.
     fn k_len(k_dim: usize) -> usize;
@@ -30,11 +30,11 @@ pub trait Stored: Send + Sync + 'static {
     fn v_len(v_dim: usize) -> usize;
 
     /// Writes a key (k_dim) to position `at` of a block.
-    fn put_key(key: &[f32], at: usize, block: &mut [Self::Unit]);
+    fn write_key(key: &[f32], at: usize, block: &mut [Self::Unit]);
     /// Writes a value (v_dim) to position `at` of a block.
-    fn put_value(value: &[f32], at: usize, block: &mut [Self::Unit]);
+    fn write_value(value: &[f32], at: usize, block: &mut [Self::Unit]);
     /// Reads the value (v_dim) at position `at` of a block.
-    fn value(block: &[Self::Unit], at: usize, out: &mut [f32]);
+    fn read_value(block: &[Self::Unit], at: usize, out: &mut [f32]);
 
     /// Returns the dot products of T query vectors (k_dim), whose sums over groups are given, with the 32
     /// keys of a block.
@@ -48,7 +48,7 @@ pub trait Stored: Send + Sync + 'static {
     /// Adds p (T, visible positions of 32) · v (visible positions of 32) to sums (T, v_dim padded to 16).
     fn add_values<S: Simd, const T: usize>(
         simd: S,
-        seen: Seen,
+        seen: VisibleRange,
         p: &[[f32; BLOCK]; T],
         v: &[Self::Unit],
         sums: &mut [f32],
@@ -56,19 +56,19 @@ pub trait Stored: Send + Sync + 'static {
 }
 
 /// An operation that is generic over the [`KvFormat`], which is known only at run time.
-pub trait ForStored {
+pub trait KvFormatOp {
     type Out;
-    fn run<C: Stored>(self) -> Self::Out;
+    fn run<C: KvFormat>(self) -> Self::Out;
 }
 
 /// Calls `op` with the [`KvFormat`] for `ty`, which must be one of [`QuantType::kv_cache_types`].
-pub fn with_stored<O: ForStored>(ty: QuantType, op: O) -> O::Out {
+pub fn dispatch_kv_format<O: KvFormatOp>(ty: QuantType, op: O) -> O::Out {
     match ty {
-        QuantType::F32 => op.run::<Plain<F32>>(),
-        QuantType::F16 => op.run::<Plain<F16>>(),
-        QuantType::BF16 => op.run::<Plain<Bf16>>(),
-        QuantType::Q8_0 => op.run::<Grouped<Bytes>>(),
-        QuantType::G4_B64 => op.run::<Grouped<HalfBytes>>(),
+        QuantType::F32 => op.run::<FloatBlocks<F32>>(),
+        QuantType::F16 => op.run::<FloatBlocks<F16>>(),
+        QuantType::BF16 => op.run::<FloatBlocks<Bf16>>(),
+        QuantType::Q8_0 => op.run::<QuantizedBlocks<Q8Groups>>(),
+        QuantType::G4_B64 => op.run::<QuantizedBlocks<Q4Groups>>(),
         _ => unreachable!("{ty} is not a KV cache format; this is a bug"),
     }
 }

@@ -2,26 +2,26 @@
 //!
 //! Invariant: each split starts from empty sums, and a query vector that sees only one split is not merged.
 
-use super::adjust::Adjust;
-use super::cache::{BLOCK, Places};
-use super::partial::{self, Part, Partials};
-use super::pass::Weights;
-use super::plan::{Apart, SPLIT, splits};
+use super::adjust::AdjustScores;
+use super::cache::{BLOCK, CacheLayout};
+use super::partial::{self, PartialResult, PartialResults};
+use super::pass::SoftmaxState;
+use super::plan::{SPLIT, SplitResults, splits_of};
 use super::query::Query;
-use super::stored::Stored;
-use super::{Attention, ITEM_QUERIES, groups, padded};
+use super::stored::KvFormat;
+use super::{Attention, ITEM_QUERIES, padded_len, summed_groups};
 use crate::backend::KvTable;
 use crate::cpu::simd::{Kernel, LANES, Simd};
-use crate::cpu::step::Run;
+use crate::cpu::step::RowSpan;
 use std::ops::Range;
 
 /// A work item of attention.
-pub struct Tile<'a, 'b, C: Stored> {
+pub struct QueryTile<'a, 'b, C: KvFormat> {
     pub op: &'a Attention<'b>,
-    pub places: Places,
+    pub cache_layout: CacheLayout,
     pub k: &'a [C::Unit],
     pub v: &'a [C::Unit],
-    pub span: &'a Run,
+    pub span: &'a RowSpan,
     pub kv_head: usize,
     /// Numbers of the span's query vectors for this KV head.
     pub queries: Range<usize>,
@@ -29,26 +29,26 @@ pub struct Tile<'a, 'b, C: Stored> {
     pub sums: &'a mut [f32],
     /// Sums of the query vectors' own numbers: (queries, groups).
     pub q_sums: &'a mut [f32],
-    pub kept: Kept<'a>,
+    pub split_output: SplitOutput<'a>,
 }
 
 /// Destination of the results of splits, if there is more than one.
-pub enum Kept<'a> {
+pub enum SplitOutput<'a> {
     /// The tile processes all splits in order, and merges each into its result: (queries, a partial result).
-    Folded(&'a mut [f32]),
+    Merged(&'a mut [f32]),
     /// Each split is a separate work item that stores its result.
-    Apart(Apart, Partials<'a>),
+    Separate(SplitResults, PartialResults<'a>),
 }
 
-impl<'a, C: Stored> Tile<'a, '_, C> {
+impl<'a, C: KvFormat> QueryTile<'a, '_, C> {
     /// Returns the query vectors, and computes their sums over groups if the cache format needs them.
-    pub fn begin(&mut self) -> [Query; ITEM_QUERIES] {
+    pub fn load_queries(&mut self) -> [Query; ITEM_QUERIES] {
         let mut queries = [Query::default(); ITEM_QUERIES];
         for (query, number) in queries.iter_mut().zip(self.queries.clone()) {
             *query = self.op.query(self.span, self.kv_head, number);
         }
         let count = self.queries.len();
-        if C::SUMMED > 0 {
+        if C::SUMMED_GROUP > 0 {
             self.sum_groups(&queries[..count]);
         }
         queries
@@ -56,25 +56,25 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
 
     /// Clears the sums of weighted values.
     #[inline(always)]
-    pub fn clear(&mut self) {
+    pub fn clear_sums(&mut self) {
         let count = self.queries.len();
-        self.sums[..count * padded(self.op.layout.v_dim)].fill(0.0);
+        self.sums[..count * padded_len(self.op.layout.v_dim)].fill(0.0);
     }
 
     /// Writes the own value of rows that see only themselves, whatever the score.
     pub fn copy_own_value(&self) {
         for number in self.queries.clone() {
             let query = self.op.query(self.span, self.kv_head, number);
-            let (page, position) = self.op.step.place(self.span, KvTable::Own, query.position);
-            let v = &self.v[self.places.v_block(page, self.kv_head, position)];
-            C::value(v, position % BLOCK, self.op.out(&query));
+            let (page, position) = self.op.step.locate(self.span, KvTable::Own, query.position);
+            let v = &self.v[self.cache_layout.v_block(page, self.kv_head, position)];
+            C::read_value(v, position % BLOCK, self.op.output(&query));
         }
     }
 
     /// Writes zeros for rows that see nothing.
-    pub fn see_nothing(&self) {
+    pub fn write_zeros(&self) {
         for number in self.queries.clone() {
-            self.op.out(&self.op.query(self.span, self.kv_head, number)).fill(0.0);
+            self.op.output(&self.op.query(self.span, self.kv_head, number)).fill(0.0);
         }
     }
 
@@ -82,9 +82,9 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
     #[inline(always)]
     pub fn block(&self, block: usize) -> (&'a [C::Unit], &'a [C::Unit]) {
         let (k, v) = (self.k, self.v);
-        let (page, position) = self.op.step.place(self.span, self.op.shape.table, block * BLOCK);
-        let k = &k[self.places.k_block(page, self.kv_head, position)];
-        (k, &v[self.places.v_block(page, self.kv_head, position)])
+        let (page, position) = self.op.step.locate(self.span, self.op.shape.table, block * BLOCK);
+        let k = &k[self.cache_layout.k_block(page, self.kv_head, position)];
+        (k, &v[self.cache_layout.v_block(page, self.kv_head, position)])
     }
 
     /// Returns the dot products of T query vectors, numbers `first..first + T` of the tile, with the 32 keys
@@ -98,7 +98,7 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
         k: &[C::Unit],
     ) -> [[S::V; 2]; T] {
         let k_dim = self.op.layout.k_dim;
-        let groups = groups::<C>(k_dim);
+        let groups = summed_groups::<C>(k_dim);
         let (mut q, mut sums) = ([&self.op.q[..0]; T], [&self.op.q[..0]; T]);
         for t in 0..T {
             q[t] = &self.op.q[queries[t].vector * k_dim..][..k_dim];
@@ -110,10 +110,10 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
     /// Computes each query vector's sums over groups of its numbers, in order.
     fn sum_groups(&mut self, queries: &[Query]) {
         let k_dim = self.op.layout.k_dim;
-        let sums = self.q_sums.chunks_exact_mut(groups::<C>(k_dim).max(1));
+        let sums = self.q_sums.chunks_exact_mut(summed_groups::<C>(k_dim).max(1));
         for (query, sums) in queries.iter().zip(sums) {
             let q = &self.op.q[query.vector * k_dim..][..k_dim];
-            for (numbers, sum) in q.chunks(C::SUMMED.max(1)).zip(sums) {
+            for (numbers, sum) in q.chunks(C::SUMMED_GROUP.max(1)).zip(sums) {
                 *sum = numbers.iter().fold(0.0, |sum, q| sum + q);
             }
         }
@@ -121,7 +121,13 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
 
     /// Turns dot products into scores. Rare adjustments are a separate call, to keep the usual pass small.
     #[inline(always)]
-    pub fn adjusted<S: Simd>(&self, simd: S, query: &Query, block: usize, products: [S::V; 2]) -> [S::V; 2] {
+    pub fn adjust_scores<S: Simd>(
+        &self,
+        simd: S,
+        query: &Query,
+        block: usize,
+        products: [S::V; 2],
+    ) -> [S::V; 2] {
         let shape = self.op.shape;
         if shape.softcap.is_none() && shape.bias.is_none() {
             let scale = simd.splat(shape.scale);
@@ -131,15 +137,15 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
         let (halves, _) = scores.as_chunks_mut::<LANES>();
         simd.store(products[0], &mut halves[0]);
         simd.store(products[1], &mut halves[1]);
-        simd.call(Adjust::new(self.op, query, block * BLOCK, &mut scores));
+        simd.call(AdjustScores::new(self.op, query, block * BLOCK, &mut scores));
         let (halves, _) = scores.as_chunks::<LANES>();
         [simd.load(&halves[0]), simd.load(&halves[1])]
     }
 
     /// Writes the sums divided by their total weights.
     #[inline(always)]
-    pub fn finish<S: Simd>(&self, simd: S, queries: &[Query], totals: &[f32; ITEM_QUERIES]) {
-        let padded = padded(self.op.layout.v_dim);
+    pub fn write_outputs<S: Simd>(&self, simd: S, queries: &[Query], totals: &[f32; ITEM_QUERIES]) {
+        let padded = padded_len(self.op.layout.v_dim);
         for (i, (query, sums)) in queries.iter().zip(self.sums.chunks_exact(padded)).enumerate() {
             self.op.write(simd, query, sums, totals[i]);
         }
@@ -149,11 +155,11 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
     /// sees.
     #[inline(always)]
     fn splits(&self, queries: &[Query]) -> Range<usize> {
-        if let Kept::Apart(results, _) = &self.kept {
+        if let SplitOutput::Separate(results, _) = &self.split_output {
             return results.splits.clone();
         }
         // Visible ranges ascend.
-        let seen = splits(&(queries[0].from..queries[queries.len() - 1].to));
+        let seen = splits_of(&(queries[0].from..queries[queries.len() - 1].to));
         seen.start..seen.end.max(seen.start + 1)
     }
 
@@ -166,14 +172,16 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
         queries: &[Query],
         split: usize,
     ) -> ([f32; ITEM_QUERIES], [f32; ITEM_QUERIES]) {
-        let mut weights =
-            Weights { largest: [f32::NEG_INFINITY; ITEM_QUERIES], totals: [simd.splat(0.0); ITEM_QUERIES] };
+        let mut weights = SoftmaxState {
+            largest: [f32::NEG_INFINITY; ITEM_QUERIES],
+            totals: [simd.splat(0.0); ITEM_QUERIES],
+        };
         let (blocks, last) = (SPLIT / BLOCK, queries[queries.len() - 1].blocks().end);
-        self.clear();
+        self.clear_sums();
         for block in queries[0].blocks().start.max(split * blocks)..last.min((split + 1) * blocks) {
             let mut first = 0;
             while first < queries.len() {
-                first += self.pass_some(simd, queries, first, block, &mut weights);
+                first += self.pass_queries(simd, queries, first, block, &mut weights);
             }
         }
         let mut totals = [0.0; ITEM_QUERIES];
@@ -185,7 +193,7 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
 
     /// Stores or merges a split's results for the query vectors that see it.
     #[inline(always)]
-    fn keep<S: Simd>(
+    fn store_split<S: Simd>(
         &mut self,
         simd: S,
         queries: &[Query],
@@ -193,55 +201,57 @@ impl<'a, C: Stored> Tile<'a, '_, C> {
         largest: &[f32; ITEM_QUERIES],
         totals: &[f32; ITEM_QUERIES],
     ) {
-        let padded = padded(self.op.layout.v_dim);
+        let padded = padded_len(self.op.layout.v_dim);
         let len = partial::len(self.op.layout.v_dim);
         for (i, (query, sums)) in queries.iter().zip(self.sums.chunks_exact(padded)).enumerate() {
             let splits = query.splits();
             if split < splits.start || split >= splits.end {
                 continue;
             }
-            let part = Part::new(sums, largest[i], totals[i]);
-            match &mut self.kept {
-                Kept::Folded(merged) if split > splits.start => {
-                    part.fold(simd, &mut merged[i * len..][..len])
+            let part = PartialResult::new(sums, largest[i], totals[i]);
+            match &mut self.split_output {
+                SplitOutput::Merged(merged) if split > splits.start => {
+                    part.merge_into(simd, &mut merged[i * len..][..len])
                 }
-                Kept::Folded(merged) => part.keep(&mut merged[i * len..][..len]),
+                SplitOutput::Merged(merged) => part.store(&mut merged[i * len..][..len]),
                 // SAFETY: a query vector's split belongs to one item.
-                Kept::Apart(results, to) => part.keep(unsafe { to.part(results.of(i, split..split + 1)) }),
+                SplitOutput::Separate(results, to) => {
+                    part.store(unsafe { to.results_mut(results.range(i, split..split + 1)) })
+                }
             }
         }
     }
 
     /// Writes the merged results.
     #[inline(always)]
-    fn finish_folded<S: Simd>(&self, simd: S, queries: &[Query]) {
-        let Kept::Folded(merged) = &self.kept else { return };
+    fn write_merged<S: Simd>(&self, simd: S, queries: &[Query]) {
+        let SplitOutput::Merged(merged) = &self.split_output else { return };
         let merged = merged.chunks_exact(partial::len(self.op.layout.v_dim));
         for (query, result) in queries.iter().zip(merged) {
             match query.splits().is_empty() {
-                true => self.op.out(query).fill(0.0),
-                false => partial::write(simd, self.op, query, result),
+                true => self.op.output(query).fill(0.0),
+                false => partial::write_output(simd, self.op, query, result),
             }
         }
     }
 }
 
-impl<C: Stored> Kernel for Tile<'_, '_, C> {
+impl<C: KvFormat> Kernel for QueryTile<'_, '_, C> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Simd>(mut self, simd: S) {
-        let queries = self.begin();
+        let queries = self.load_queries();
         let queries = &queries[..self.queries.len()];
         let splits = self.splits(queries);
-        let is_only_split = splits.len() == 1 && matches!(self.kept, Kept::Folded(_));
+        let is_only_split = splits.len() == 1 && matches!(self.split_output, SplitOutput::Merged(_));
         for split in splits {
             let (largest, totals) = self.pass_split(simd, queries, split);
             if is_only_split {
-                return self.finish(simd, queries, &totals);
+                return self.write_outputs(simd, queries, &totals);
             }
-            self.keep(simd, queries, split, &largest, &totals);
+            self.store_split(simd, queries, split, &largest, &totals);
         }
-        self.finish_folded(simd, queries);
+        self.write_merged(simd, queries);
     }
 }

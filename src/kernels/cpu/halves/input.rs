@@ -4,9 +4,9 @@
 //! Invariant: a number is rounded to the nearest BF16, ties to even.
 
 use super::{BLOCK, BLOCK_BYTES};
-use crate::cpu::pool::{Parts, Pool};
+use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::cpu::simd::Level;
-use crate::cpu::source::{Rooms, Source, Tiles};
+use crate::cpu::source::{GemmInput, RowBuffers, RowTiles};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
@@ -16,12 +16,19 @@ pub fn row_bytes(k: usize) -> usize {
 }
 
 /// Packs the rows of each tile. `to` holds [`row_bytes`] for each row.
-pub fn pack(pool: &mut Pool, level: Level, input: &Source, tiles: &Tiles, buffers: &Rooms, to: &mut [u8]) {
-    let row = row_bytes(input.inp);
-    let to = Parts::new(to);
+pub fn pack(
+    pool: &mut ThreadPool,
+    level: Level,
+    input: &GemmInput,
+    tiles: &RowTiles,
+    buffers: &RowBuffers,
+    to: &mut [u8],
+) {
+    let row = row_bytes(input.k);
+    let to = SharedSlice::new(to);
     input.for_each(pool, level, tiles, buffers, |rows, r, x| {
         // SAFETY: each tile belongs to one item.
-        let to = unsafe { to.part(rows.start * row..rows.end * row) };
+        let to = unsafe { to.slice_mut(rows.start * row..rows.end * row) };
         let blocks = to[r * BLOCK_BYTES..].chunks_mut(rows.len() * BLOCK_BYTES);
         for (x, to) in x.chunks(BLOCK).zip(blocks) {
             put(x, &mut to[..BLOCK_BYTES]);

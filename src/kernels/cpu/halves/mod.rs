@@ -19,17 +19,17 @@ mod matmul;
 mod product;
 mod store;
 
-pub use matmul::HalvesScratch;
-pub use product::Dots;
+pub use matmul::Bf16Scratch;
+pub use product::Bf16Isa;
 pub use store::{pack, packed_bytes, read};
 
 use super::simd::LANES;
 
 /// Outputs of a panel.
-const STRIP: usize = LANES;
+const PANEL_OUTPUTS: usize = LANES;
 /// Columns of a block.
 const BLOCK: usize = 32;
 /// Bytes of one row's block, of an input or an output.
 const BLOCK_BYTES: usize = 2 * BLOCK;
 /// Bytes of a panel's block.
-const STRIP_BYTES: usize = STRIP * BLOCK_BYTES;
+const PANEL_BLOCK_BYTES: usize = PANEL_OUTPUTS * BLOCK_BYTES;

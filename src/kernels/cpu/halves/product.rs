@@ -8,7 +8,7 @@
 // These loops index several arrays at once, which is clearer than iterating over one of them.
 #![allow(clippy::needless_range_loop)]
 
-use super::{BLOCK_BYTES, STRIP, STRIP_BYTES};
+use super::{BLOCK_BYTES, PANEL_BLOCK_BYTES, PANEL_OUTPUTS};
 use crate::cpu::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx::{self, Amx};
@@ -18,19 +18,19 @@ use std::ops::Range;
 
 /// The instructions for dot products of BF16 pairs that this CPU has.
 #[derive(Clone, Copy)]
-pub enum Dots {
+pub enum Bf16Isa {
     #[cfg(target_arch = "x86_64")]
     Amx(Amx),
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512Bf16),
 }
 
-impl Dots {
+impl Bf16Isa {
     /// Returns the BF16 instructions of an instruction set, if it has any.
     #[cfg(target_arch = "x86_64")]
-    pub fn new(isa: Isa) -> Option<Dots> {
-        let amx = || Amx::new().map(Dots::Amx);
-        let avx512 = || Avx512Bf16::new().map(Dots::Avx512);
+    pub fn new(isa: Isa) -> Option<Bf16Isa> {
+        let amx = || Amx::new().map(Bf16Isa::Amx);
+        let avx512 = || Avx512Bf16::new().map(Bf16Isa::Avx512);
         match isa {
             Isa::Auto => amx().or_else(avx512),
             Isa::Amx => amx(),
@@ -41,27 +41,27 @@ impl Dots {
 
     /// Returns the BF16 instructions of an instruction set, if it has any.
     #[cfg(not(target_arch = "x86_64"))]
-    pub fn new(_: Isa) -> Option<Dots> {
+    pub fn new(_: Isa) -> Option<Bf16Isa> {
         None
     }
 }
 
-impl Dots {
+impl Bf16Isa {
     /// Returns the rows of the largest tile.
     pub fn tile_rows(self) -> usize {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Dots::Amx(_) => amx::ROWS,
+            Bf16Isa::Amx(_) => amx::ROWS,
             #[cfg(target_arch = "x86_64")]
-            Dots::Avx512(_) => 6,
+            Bf16Isa::Avx512(_) => 6,
         }
     }
 }
 
 /// Addresses of the panels and the input rows of a tile.
-pub struct Operands<const O: usize> {
+pub struct TileOperands<const O: usize> {
     /// Each panel's first block.
-    pub strips: [*const u8; O],
+    pub panels: [*const u8; O],
     /// The tile's first block.
     pub input: *const u8,
     /// Rows of the tile.
@@ -70,14 +70,14 @@ pub struct Operands<const O: usize> {
 
 /// Prefetch distance in bytes of weights.
 #[cfg(target_arch = "x86_64")]
-const AHEAD: usize = 4096;
+const PREFETCH_BYTES: usize = 4096;
 
 /// Prefetches a block of weights `PREFETCH_BYTES` ahead.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn ask_ahead(panel: *const u8) {
-    for line in 0..STRIP_BYTES / BLOCK_BYTES {
-        crate::cpu::simd::prefetch(panel.wrapping_add(AHEAD + line * BLOCK_BYTES));
+fn prefetch_ahead(panel: *const u8) {
+    for line in 0..PANEL_BLOCK_BYTES / BLOCK_BYTES {
+        crate::cpu::simd::prefetch_l2(panel.wrapping_add(PREFETCH_BYTES + line * BLOCK_BYTES));
     }
 }
 
@@ -88,7 +88,7 @@ fn ask_ahead(panel: *const u8) {
 /// * `blocks` blocks of the panels and of both inputs can be read.
 #[cfg(target_arch = "x86_64")]
 pub unsafe fn multiply_tiles(
-    registers: &mut amx::Tiles,
+    registers: &mut amx::Bf16Tiles,
     panels: [*const u8; 2],
     inputs: [(*const u8, usize); 2],
     blocks: usize,
@@ -97,44 +97,44 @@ pub unsafe fn multiply_tiles(
     let [(first, rows), (second, more)] = inputs;
     // SAFETY: a tile is set up if it has rows.
     unsafe {
-        registers.zero::<{ amx::SUMS[0][0] }>();
-        registers.zero::<{ amx::SUMS[0][1] }>();
+        registers.zero::<{ amx::SUM_REGISTERS[0][0] }>();
+        registers.zero::<{ amx::SUM_REGISTERS[0][1] }>();
         if more > 0 {
-            registers.zero::<{ amx::SUMS[1][0] }>();
-            registers.zero::<{ amx::SUMS[1][1] }>();
+            registers.zero::<{ amx::SUM_REGISTERS[1][0] }>();
+            registers.zero::<{ amx::SUM_REGISTERS[1][1] }>();
         }
     }
     for block in 0..blocks {
-        let [w0, w1] = panels.map(|panel| panel.wrapping_add(block * STRIP_BYTES));
+        let [w0, w1] = panels.map(|panel| panel.wrapping_add(block * PANEL_BLOCK_BYTES));
         // SAFETY: the caller's promise, here and below.
         unsafe {
-            registers.weights::<0>(w0);
-            registers.input::<0>(first.add(block * rows * BLOCK_BYTES));
+            registers.load_weights::<0>(w0);
+            registers.load_input::<0>(first.add(block * rows * BLOCK_BYTES));
             registers.multiply::<0, 0>();
-            registers.weights::<1>(w1);
+            registers.load_weights::<1>(w1);
             registers.multiply::<0, 1>();
             if more > 0 {
-                registers.input::<1>(second.add(block * more * BLOCK_BYTES));
+                registers.load_input::<1>(second.add(block * more * BLOCK_BYTES));
                 registers.multiply::<1, 0>();
                 registers.multiply::<1, 1>();
             } else {
                 // With few rows, the weights come from memory.
-                ask_ahead(w0);
-                ask_ahead(w1);
+                prefetch_ahead(w0);
+                prefetch_ahead(w1);
             }
         }
     }
-    const STRIDE: usize = 2 * STRIP * size_of::<f32>();
-    assert!(sums.len() >= (rows + more) * 2 * STRIP, "the buffer holds the sums; this is a bug");
+    const STRIDE: usize = 2 * PANEL_OUTPUTS * size_of::<f32>();
+    assert!(sums.len() >= (rows + more) * 2 * PANEL_OUTPUTS, "the buffer holds the sums; this is a bug");
     let to = sums.as_mut_ptr();
     // SAFETY: `sums` is large enough, as asserted.
     unsafe {
-        registers.store::<{ amx::SUMS[0][0] }>(to, STRIDE);
-        registers.store::<{ amx::SUMS[0][1] }>(to.add(STRIP), STRIDE);
+        registers.store::<{ amx::SUM_REGISTERS[0][0] }>(to, STRIDE);
+        registers.store::<{ amx::SUM_REGISTERS[0][1] }>(to.add(PANEL_OUTPUTS), STRIDE);
         if more > 0 {
-            let to = to.add(rows * 2 * STRIP);
-            registers.store::<{ amx::SUMS[1][0] }>(to, STRIDE);
-            registers.store::<{ amx::SUMS[1][1] }>(to.add(STRIP), STRIDE);
+            let to = to.add(rows * 2 * PANEL_OUTPUTS);
+            registers.store::<{ amx::SUM_REGISTERS[1][0] }>(to, STRIDE);
+            registers.store::<{ amx::SUM_REGISTERS[1][1] }>(to.add(PANEL_OUTPUTS), STRIDE);
         }
     }
 }
@@ -157,7 +157,7 @@ impl Avx512Bf16 {
     /// * `blocks` of the panels and of the input can be read.
     pub unsafe fn multiply<const O: usize>(
         self,
-        operands: &Operands<O>,
+        operands: &TileOperands<O>,
         blocks: Range<usize>,
         sums: &mut [f32],
     ) {
@@ -180,25 +180,25 @@ impl Avx512Bf16 {
 #[cfg(target_arch = "x86_64")]
 impl Avx512Bf16 {
     /// Computes N sums of products, each added to `times` times, without reading memory: the peak rate.
-    pub fn most<const N: usize>(self, times: usize) -> [f32; N] {
+    pub fn peak<const N: usize>(self, times: usize) -> [f32; N] {
         // SAFETY: `self` proves the instruction.
-        unsafe { multiply_most(times) }
+        unsafe { multiply_peak(times) }
     }
 }
 
 /// Reinterprets 64 bytes as pairs of BF16.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn halves(bytes: __m512i) -> __m512bh {
+fn as_bf16_pairs(bytes: __m512i) -> __m512bh {
     // SAFETY: both types are 64 bytes, and any bytes are valid.
     unsafe { std::mem::transmute::<__m512i, __m512bh>(bytes) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn multiply_most<const N: usize>(times: usize) -> [f32; N] {
+unsafe fn multiply_peak<const N: usize>(times: usize) -> [f32; N] {
     let mut sums = [_mm512_setzero_ps(); N];
-    let pair = halves(_mm512_set1_epi32(std::hint::black_box(0x3f80_3f80)));
+    let pair = as_bf16_pairs(_mm512_set1_epi32(std::hint::black_box(0x3f80_3f80)));
     for _ in 0..times {
         for sum in &mut sums {
             *sum = _mm512_dpbf16_ps(*sum, pair, pair);
@@ -214,11 +214,11 @@ unsafe fn multiply_most<const N: usize>(times: usize) -> [f32; N] {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn multiply_rows<const R: usize, const O: usize>(
-    operands: &Operands<O>,
+    operands: &TileOperands<O>,
     blocks: Range<usize>,
     sums: &mut [f32],
 ) {
-    let (sums, _) = sums.as_chunks_mut::<STRIP>();
+    let (sums, _) = sums.as_chunks_mut::<PANEL_OUTPUTS>();
     let mut totals = [[_mm512_setzero_ps(); O]; R];
     for r in 0..R {
         for o in 0..O {
@@ -227,18 +227,18 @@ unsafe fn multiply_rows<const R: usize, const O: usize>(
         }
     }
     for block in blocks {
-        let panels = operands.strips.map(|panel| panel.wrapping_add(block * STRIP_BYTES));
+        let panels = operands.panels.map(|panel| panel.wrapping_add(block * PANEL_BLOCK_BYTES));
         let input = operands.input.wrapping_add(block * R * BLOCK_BYTES);
-        for pair in 0..STRIP_BYTES / BLOCK_BYTES {
-            let mut w = [halves(_mm512_setzero_si512()); O];
+        for pair in 0..PANEL_BLOCK_BYTES / BLOCK_BYTES {
+            let mut w = [as_bf16_pairs(_mm512_setzero_si512()); O];
             for o in 0..O {
-                crate::cpu::simd::prefetch(panels[o].wrapping_add(AHEAD + pair * BLOCK_BYTES));
+                crate::cpu::simd::prefetch_l2(panels[o].wrapping_add(PREFETCH_BYTES + pair * BLOCK_BYTES));
                 // SAFETY: the caller's promise, here and below.
-                w[o] = halves(unsafe { _mm512_loadu_si512(panels[o].add(pair * BLOCK_BYTES).cast()) });
+                w[o] = as_bf16_pairs(unsafe { _mm512_loadu_si512(panels[o].add(pair * BLOCK_BYTES).cast()) });
             }
             for r in 0..R {
                 let x = unsafe { input.add(r * BLOCK_BYTES + pair * 4).cast::<i32>().read_unaligned() };
-                let x = halves(_mm512_set1_epi32(x));
+                let x = as_bf16_pairs(_mm512_set1_epi32(x));
                 for o in 0..O {
                     totals[r][o] = _mm512_dpbf16_ps(totals[r][o], w[o], x);
                 }

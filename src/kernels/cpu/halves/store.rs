@@ -2,39 +2,39 @@
 //!
 //! Invariant: a row that is unpacked has the bits it was packed from.
 
-use super::{BLOCK, STRIP, STRIP_BYTES};
+use super::{BLOCK, PANEL_BLOCK_BYTES, PANEL_OUTPUTS};
 use crate::backend::Weight;
-use crate::cpu::pool::{Parts, Pool};
+use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::host::HostBuf;
 use half::bf16;
 
 /// Returns the bytes of a panel of rows of `k` numbers.
-pub fn strip_bytes(k: usize) -> usize {
-    k.div_ceil(BLOCK) * STRIP_BYTES
+pub fn panel_bytes(k: usize) -> usize {
+    k.div_ceil(BLOCK) * PANEL_BLOCK_BYTES
 }
 
 /// Returns the bytes of a packed (n, k) matrix.
 pub fn packed_bytes(n: usize, k: usize) -> usize {
-    n.div_ceil(STRIP) * strip_bytes(k)
+    n.div_ceil(PANEL_OUTPUTS) * panel_bytes(k)
 }
 
 /// Returns the byte offset of number `column` of output `lane` in a panel.
-fn place(lane: usize, column: usize) -> usize {
+fn offset_of(lane: usize, column: usize) -> usize {
     let (block, within) = (column / BLOCK, column % BLOCK);
-    block * STRIP_BYTES + (within / 2 * STRIP + lane) * 4 + within % 2 * 2
+    block * PANEL_BLOCK_BYTES + (within / 2 * PANEL_OUTPUTS + lane) * 4 + within % 2 * 2
 }
 
 /// Packs a (n, k) matrix of BF16. `to` must be zero.
-pub fn pack(pool: &mut Pool, (n, k): (usize, usize), bytes: &[u8], to: &mut HostBuf) {
-    let panel_bytes = strip_bytes(k);
-    let to = Parts::new(to.bytes_mut());
-    pool.run(n.div_ceil(STRIP), |_, panel| {
+pub fn pack(pool: &mut ThreadPool, (n, k): (usize, usize), bytes: &[u8], to: &mut HostBuf) {
+    let panel_bytes = panel_bytes(k);
+    let to = SharedSlice::new(to.bytes_mut());
+    pool.run(n.div_ceil(PANEL_OUTPUTS), |_, panel| {
         // SAFETY: each panel belongs to one item.
-        let to = unsafe { to.part(panel * panel_bytes..(panel + 1) * panel_bytes) };
-        let rows = bytes[panel * STRIP * k * 2..].chunks_exact(k * 2).take(STRIP);
+        let to = unsafe { to.slice_mut(panel * panel_bytes..(panel + 1) * panel_bytes) };
+        let rows = bytes[panel * PANEL_OUTPUTS * k * 2..].chunks_exact(k * 2).take(PANEL_OUTPUTS);
         for (lane, row) in rows.enumerate() {
             for (column, number) in row.as_chunks::<2>().0.iter().enumerate() {
-                to[place(lane, column)..][..2].copy_from_slice(number);
+                to[offset_of(lane, column)..][..2].copy_from_slice(number);
             }
         }
     });
@@ -42,9 +42,9 @@ pub fn pack(pool: &mut Pool, (n, k): (usize, usize), bytes: &[u8], to: &mut Host
 
 /// Decodes row `row` of a packed weight from column `column` on.
 pub fn read(w: &Weight<HostBuf>, row: usize, column: usize, values: &mut [f32]) {
-    let panel = &w.buf.bytes()[row / STRIP * strip_bytes(w.inp)..];
+    let panel = &w.buf.bytes()[row / PANEL_OUTPUTS * panel_bytes(w.k)..];
     for (i, value) in values.iter_mut().enumerate() {
-        let at = place(row % STRIP, column + i);
+        let at = offset_of(row % PANEL_OUTPUTS, column + i);
         *value = bf16::from_le_bytes([panel[at], panel[at + 1]]).to_f32();
     }
 }
@@ -62,8 +62,8 @@ mod tests {
             let mut bytes = vec![0; 2 * n * k];
             QuantType::BF16.quantize(&numbers, &mut bytes);
             let mut buf = HostBuf::zeroed(packed_bytes(n, k)).unwrap();
-            pack(&mut Pool::new(2).unwrap(), (n, k), &bytes, &mut buf);
-            let w = Weight { buf, ty: QuantType::BF16, out: n, inp: k };
+            pack(&mut ThreadPool::new(2).unwrap(), (n, k), &bytes, &mut buf);
+            let w = Weight { buf, ty: QuantType::BF16, n, k };
             for row in 0..n {
                 for first in [0, k / 2] {
                     let mut values = vec![0.0; k - first];

@@ -2,25 +2,27 @@
 //!
 //! Invariant: a format is packed if and only if its blocks can be split into quants and fields.
 
-use super::STRIP;
-use super::codes::{Bytes, Codes, Elevens, Nibbles};
-use super::fields::{BaseScale, Divisor, Fields, Scale, ScaleBase, Sixes, Sixteens};
-use crate::quant::{INPUT_BLOCK, QuantType};
+use super::PANEL_OUTPUTS;
+use super::codes::{Base11Pairs, Int8Quants, Nibbles, QuantPacking};
+use super::fields::{
+    F16DivisorMinimum, F16MinimumScale, F16Scale, F16ScaleMinimum, KQuantScales, Q6KScales, ScaleLayout,
+};
+use crate::quant::{INT8_BLOCK_LEN, QuantType};
 use std::marker::PhantomData;
 
 /// A packed format: the layout of its quants and scales.
-pub trait Format: 'static {
-    type Codes: Codes;
-    type Fields: Fields;
+pub trait PackedFormat: 'static {
+    type Quants: QuantPacking;
+    type Scales: ScaleLayout;
     /// Numbers of a block.
-    const NUMBERS: usize;
+    const BLOCK_LEN: usize;
 
     /// Bytes of the quants of one block of sixteen outputs.
-    const CODE_BYTES: usize = Self::NUMBERS / Self::Codes::NUMBERS * Self::Codes::BYTES;
+    const QUANT_BYTES: usize = Self::BLOCK_LEN / Self::Quants::QUANTS * Self::Quants::BYTES;
     /// Bytes of the scales and other fields of one block of sixteen outputs.
-    const FIELD_BYTES: usize = STRIP * sum(Self::Fields::WIDTHS);
+    const SCALE_BYTES: usize = PANEL_OUTPUTS * sum(Self::Scales::FIELD_WIDTHS);
     /// Whether the panel may be read from memory rather than from a cache.
-    const STREAMS: bool = true;
+    const STREAMS_FROM_MEMORY: bool = true;
 }
 
 const fn sum(widths: &[usize]) -> usize {
@@ -33,49 +35,49 @@ const fn sum(widths: &[usize]) -> usize {
 }
 
 /// The packed format of weights, given the layouts of its quants and scales and its block length.
-pub struct Of<C, F, const NUMBERS: usize>(PhantomData<(C, F)>);
+pub struct BlockFormat<C, F, const NUMBERS: usize>(PhantomData<(C, F)>);
 
-impl<C: Codes, F: Fields, const NUMBERS: usize> Format for Of<C, F, NUMBERS> {
-    type Codes = C;
-    type Fields = F;
-    const NUMBERS: usize = NUMBERS;
+impl<C: QuantPacking, F: ScaleLayout, const NUMBERS: usize> PackedFormat for BlockFormat<C, F, NUMBERS> {
+    type Quants = C;
+    type Scales = F;
+    const BLOCK_LEN: usize = NUMBERS;
 }
 
 /// The unpacked form of a weight panel, used when a batch has many rows: int8 quants and F32 scales.
-pub struct Unpacked<F>(PhantomData<F>);
+pub struct UnpackedPanel<F>(PhantomData<F>);
 
-impl<F: Fields> Format for Unpacked<F> {
-    type Codes = Bytes;
-    type Fields = F;
-    const NUMBERS: usize = INPUT_BLOCK;
-    const STREAMS: bool = false;
+impl<F: ScaleLayout> PackedFormat for UnpackedPanel<F> {
+    type Quants = Int8Quants;
+    type Scales = F;
+    const BLOCK_LEN: usize = INT8_BLOCK_LEN;
+    const STREAMS_FROM_MEMORY: bool = false;
 }
 
 /// The format that `F` is unpacked to.
-pub type Wide<F> = Unpacked<<<F as Format>::Fields as Fields>::Unpacked>;
+pub type UnpackedFormat<F> = UnpackedPanel<<<F as PackedFormat>::Scales as ScaleLayout>::Unpacked>;
 
 /// An operation that is generic over the [`PackedFormat`], which is known only at run time.
-pub trait ForFormat {
+pub trait PackedFormatOp {
     type Out;
-    fn run<F: Format>(self) -> Self::Out;
+    fn run<F: PackedFormat>(self) -> Self::Out;
 }
 
 /// Calls `op` with the [`PackedFormat`] of `ty`; returns `None` if `ty` is not packed.
-pub fn with_format<O: ForFormat>(ty: QuantType, op: O) -> Option<O::Out> {
+pub fn dispatch_format<O: PackedFormatOp>(ty: QuantType, op: O) -> Option<O::Out> {
     use QuantType::*;
     Some(match ty {
-        Q8_0 => op.run::<Of<Bytes, Scale<7>, 32>>(),
-        Q4_0 => op.run::<Of<Nibbles<0>, Scale<3>, 32>>(),
-        Q4_1 => op.run::<Of<Nibbles<0>, ScaleBase, 32>>(),
-        Q4_K => op.run::<Of<Nibbles<0>, Sixes, 256>>(),
-        Q5_K => op.run::<Of<Nibbles<1>, Sixes, 256>>(),
-        Q6_K => op.run::<Of<Nibbles<2>, Sixteens, 256>>(),
-        Q6_B64T1 => op.run::<Of<Nibbles<2>, BaseScale, 64>>(),
-        Q5_B64T1 => op.run::<Of<Nibbles<1>, BaseScale, 64>>(),
-        Q4_B64T1 => op.run::<Of<Nibbles<0>, BaseScale, 64>>(),
-        Q4_B32T1A | Q4_B32T1B => op.run::<Of<Nibbles<0>, BaseScale, 32>>(),
-        Q3H_B64T1 => op.run::<Of<Elevens, BaseScale, 64>>(),
-        G4_B64 => op.run::<Of<Nibbles<0>, Divisor, 64>>(),
+        Q8_0 => op.run::<BlockFormat<Int8Quants, F16Scale<7>, 32>>(),
+        Q4_0 => op.run::<BlockFormat<Nibbles<0>, F16Scale<3>, 32>>(),
+        Q4_1 => op.run::<BlockFormat<Nibbles<0>, F16ScaleMinimum, 32>>(),
+        Q4_K => op.run::<BlockFormat<Nibbles<0>, KQuantScales, 256>>(),
+        Q5_K => op.run::<BlockFormat<Nibbles<1>, KQuantScales, 256>>(),
+        Q6_K => op.run::<BlockFormat<Nibbles<2>, Q6KScales, 256>>(),
+        Q6_B64T1 => op.run::<BlockFormat<Nibbles<2>, F16MinimumScale, 64>>(),
+        Q5_B64T1 => op.run::<BlockFormat<Nibbles<1>, F16MinimumScale, 64>>(),
+        Q4_B64T1 => op.run::<BlockFormat<Nibbles<0>, F16MinimumScale, 64>>(),
+        Q4_B32T1A | Q4_B32T1B => op.run::<BlockFormat<Nibbles<0>, F16MinimumScale, 32>>(),
+        Q3H_B64T1 => op.run::<BlockFormat<Base11Pairs, F16MinimumScale, 64>>(),
+        G4_B64 => op.run::<BlockFormat<Nibbles<0>, F16DivisorMinimum, 64>>(),
         _ => return None,
     })
 }
@@ -86,18 +88,18 @@ mod tests {
 
     struct Sizes;
 
-    impl ForFormat for Sizes {
+    impl PackedFormatOp for Sizes {
         type Out = (usize, usize);
-        fn run<F: Format>(self) -> (usize, usize) {
-            (F::NUMBERS, (F::CODE_BYTES + F::FIELD_BYTES) / STRIP)
+        fn run<F: PackedFormat>(self) -> (usize, usize) {
+            (F::BLOCK_LEN, (F::QUANT_BYTES + F::SCALE_BYTES) / PANEL_OUTPUTS)
         }
     }
 
     #[test]
     fn every_format_with_parts_is_packed_in_the_same_number_of_bytes() {
         for ty in QuantType::all() {
-            let sizes = ty.parts().map(|_| (ty.row().block_elements, ty.row().block_bytes));
-            assert_eq!(with_format(ty, Sizes), sizes, "{ty}");
+            let sizes = ty.block_split().map(|_| (ty.row().block_elements, ty.row().block_bytes));
+            assert_eq!(dispatch_format(ty, Sizes), sizes, "{ty}");
         }
     }
 }

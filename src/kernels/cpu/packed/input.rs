@@ -5,58 +5,66 @@
 //!
 //! Invariant: quants and scales are those of [`Int8Block`].
 
-use crate::cpu::pool::{Parts, Pool};
+use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::cpu::simd::{IntKernel, Ints, Level};
-use crate::cpu::source::{Rooms, Source, Tiles};
-use crate::quant::{INPUT_BLOCK, InputBlock};
+use crate::cpu::source::{GemmInput, RowBuffers, RowTiles};
+use crate::quant::{INT8_BLOCK_LEN, Int8Block};
 
 /// Bytes of one row's block.
-pub const ROW_BYTES: usize = INPUT_BLOCK + 4 * WORD;
+pub const ROW_BLOCK_BYTES: usize = INT8_BLOCK_LEN + 4 * WORD_BYTES;
 /// Bytes of a scale or a sum.
-pub const WORD: usize = 4;
+pub const WORD_BYTES: usize = 4;
 
 /// Packs the rows of each tile. `to` holds [`ROW_BLOCK_BYTES`] for each block of each row.
-pub fn pack(pool: &mut Pool, level: Level, input: &Source, tiles: &Tiles, buffers: &Rooms, to: &mut [u8]) {
-    let row = input.inp / INPUT_BLOCK * ROW_BYTES;
-    let to = Parts::new(to);
+pub fn pack(
+    pool: &mut ThreadPool,
+    level: Level,
+    input: &GemmInput,
+    tiles: &RowTiles,
+    buffers: &RowBuffers,
+    to: &mut [u8],
+) {
+    let row = input.k / INT8_BLOCK_LEN * ROW_BLOCK_BYTES;
+    let to = SharedSlice::new(to);
     input.for_each(pool, level, tiles, buffers, |rows, r, x| {
         // SAFETY: each tile belongs to one item.
-        let to = unsafe { to.part(rows.start * row..rows.end * row) };
-        level.run_ints(Row { r, rows: rows.len(), x, to });
+        let to = unsafe { to.slice_mut(rows.start * row..rows.end * row) };
+        level.run_ints(PackRow { r, rows: rows.len(), x, to });
     });
 }
 
 /// Kernel that packs row number `r` of `rows` of a tile.
-struct Row<'a> {
+struct PackRow<'a> {
     r: usize,
     rows: usize,
     x: &'a [f32],
     to: &'a mut [u8],
 }
 
-impl IntKernel for Row<'_> {
+impl IntKernel for PackRow<'_> {
     type Out = ();
 
     #[inline(always)]
     fn run<S: Ints>(self, _: S) {
-        let Row { r, rows, x, to } = self;
-        let blocks = x.as_chunks::<INPUT_BLOCK>().0.iter().zip(to.chunks_exact_mut(rows * ROW_BYTES));
+        let PackRow { r, rows, x, to } = self;
+        let blocks =
+            x.as_chunks::<INT8_BLOCK_LEN>().0.iter().zip(to.chunks_exact_mut(rows * ROW_BLOCK_BYTES));
         for (x, to) in blocks {
-            put(&InputBlock::of(x), r, rows, to);
+            write_block(&Int8Block::quantize(x), r, rows, to);
         }
     }
 }
 
 /// Writes one block of row number `r` of `rows`.
 #[inline(always)]
-fn put(block: &InputBlock, r: usize, rows: usize, to: &mut [u8]) {
+fn write_block(block: &Int8Block, r: usize, rows: usize, to: &mut [u8]) {
     let (mut first, mut second) = (0, 0);
-    for i in 0..INPUT_BLOCK / 2 {
-        first += i32::from(block.codes[i]);
-        second += i32::from(block.codes[i + INPUT_BLOCK / 2]);
+    for i in 0..INT8_BLOCK_LEN / 2 {
+        first += i32::from(block.quants[i]);
+        second += i32::from(block.quants[i + INT8_BLOCK_LEN / 2]);
     }
-    let (quants, words) = to.split_at_mut(rows * INPUT_BLOCK);
-    for (to, quant) in quants[r * INPUT_BLOCK..].iter_mut().zip(block.codes) {
+    let (quants, words) = to.split_at_mut(rows * INT8_BLOCK_LEN);
+    for (to, quant) in quants[r * INT8_BLOCK_LEN..].iter_mut().zip(block.quants) {
         *to = quant as u8;
     }
     let scaled = (first + second) as f32 * block.scale;
@@ -67,6 +75,6 @@ fn put(block: &InputBlock, r: usize, rows: usize, to: &mut [u8]) {
         (-first).to_le_bytes(),
     ];
     for (field, bytes) in all.iter().enumerate() {
-        words[(field * rows + r) * WORD..][..WORD].copy_from_slice(bytes);
+        words[(field * rows + r) * WORD_BYTES..][..WORD_BYTES].copy_from_slice(bytes);
     }
 }

@@ -25,8 +25,8 @@ mod store;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 
-pub use matmul::PackedScratch;
+pub use matmul::Int8Scratch;
 pub use store::{pack, packed_bytes, read};
 
 /// Outputs of a panel.
-const STRIP: usize = super::simd::LANES;
+const PANEL_OUTPUTS: usize = super::simd::LANES;

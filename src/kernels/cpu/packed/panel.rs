@@ -6,205 +6,228 @@
 //! earlier ones.
 //! Invariant: the order of the loops decides only when a block is added, never in which order.
 
-use super::STRIP;
-use super::ahead::Ahead;
-use super::fields::Fields;
+use super::PANEL_OUTPUTS;
+use super::ahead::Prefetcher;
+use super::fields::ScaleLayout;
 #[cfg(target_arch = "x86_64")]
-use super::fields::Zero;
-use super::formats::{Format, Wide};
-use super::matmul::{Packed, Way};
-use super::product::{Strips, Tile, Unpack};
-use super::store::Places;
+use super::fields::ZeroPoint;
+use super::formats::{PackedFormat, UnpackedFormat};
+use super::matmul::{PackedInt8, WeightPath};
+use super::product::{Panels, TileKernel, UnpackKernel};
+use super::store::PackedLayout;
 #[cfg(target_arch = "x86_64")]
-use super::tiles::{self, Columns, Whole};
+use super::tiles::{self, IntSumBuffer, TileColumns};
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::amx::{Amx, CodeTiles};
-use crate::cpu::products::Product;
+use crate::cpu::amx::{Amx, Int8Tiles};
+use crate::cpu::products::GemmTask;
 use crate::cpu::simd::{Ints, LANES};
-use crate::quant::INPUT_BLOCK;
+use crate::quant::INT8_BLOCK_LEN;
 use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Panels of a group: their unpacked quants take a part of a second-level cache.
-pub const STRIPS: usize = 8;
+pub const GROUP_PANELS: usize = 8;
 /// Columns of a slice: a multiple of every block.
-const CUT: usize = 512;
+const SLICE_COLUMNS: usize = 512;
 /// Bytes of the unpacked quants of a panel's slice.
-pub const CODES: usize = STRIP * CUT;
+pub const SLICE_QUANT_BYTES: usize = PANEL_OUTPUTS * SLICE_COLUMNS;
 /// F32 numbers of the unpacked scales of a panel's slice: at most two vectors for each 32 columns.
-pub const FIELDS: usize = CUT / INPUT_BLOCK * 2 * LANES;
+pub const SLICE_SCALES: usize = SLICE_COLUMNS / INT8_BLOCK_LEN * 2 * LANES;
 
 /// The scratch of one thread.
-pub struct Scratch<'a> {
+pub struct GroupScratch<'a> {
     /// (rows, GROUP_PANELS, 16).
     pub sums: &'a mut [f32],
     /// Unpacked quants: [`SLICE_QUANT_BYTES`] for each panel.
-    pub codes: &'a mut [u8],
+    pub quants: &'a mut [u8],
     /// Unpacked scales: [`SLICE_SCALES`] for each panel.
-    pub fields: &'a mut [f32],
+    pub scales: &'a mut [f32],
 }
 
 /// Some panels of a weight, and the input they are multiplied with.
-pub struct Panel<'a, F> {
-    rows: &'a Packed<'a>,
-    product: &'a Product<'a>,
-    places: Places,
-    strips: Range<usize>,
+pub struct PanelGroup<'a, F> {
+    input: &'a PackedInt8<'a>,
+    gemm: &'a GemmTask<'a>,
+    layout: PackedLayout,
+    panels: Range<usize>,
     format: PhantomData<F>,
 }
 
-impl<'a, F: Format> Panel<'a, F> {
+impl<'a, F: PackedFormat> PanelGroup<'a, F> {
     /// Creates a group of up to [`GROUP_PANELS`] panels.
-    pub fn new(input: &'a Packed<'a>, gemm: &'a Product<'a>, panels: Range<usize>) -> Panel<'a, F> {
-        let layout = Places::of::<F>(gemm.w.out, gemm.w.inp);
-        Panel { rows: input, product: gemm, places: layout, strips: panels, format: PhantomData }
+    pub fn new(input: &'a PackedInt8<'a>, gemm: &'a GemmTask<'a>, panels: Range<usize>) -> PanelGroup<'a, F> {
+        let layout = PackedLayout::new::<F>(gemm.w.n, gemm.w.k);
+        PanelGroup { input, gemm, layout, panels, format: PhantomData }
     }
 
     /// Multiplies all rows with all panels and writes the results.
-    pub fn multiply<S: Ints>(&self, simd: S, scratch: &mut Scratch) {
-        let count = self.places.blocks;
-        scratch.sums[..self.rows.count * self.stride()].fill(0.0);
-        let slice = if self.rows.streams() { count.max(1) } else { CUT / F::NUMBERS };
+    pub fn multiply<S: Ints>(&self, simd: S, scratch: &mut GroupScratch) {
+        let count = self.layout.row_blocks;
+        scratch.sums[..self.input.rows * self.stride()].fill(0.0);
+        let slice = if self.input.is_streaming() { count.max(1) } else { SLICE_COLUMNS / F::BLOCK_LEN };
         for first in (0..count).step_by(slice) {
             let blocks = first..count.min(first + slice);
             // Two scales to a block take the registers of a second panel.
-            match (self.rows.way, const { S::CODE_OUTS / F::Fields::RUNS }) {
-                (Way::Stored, 2) => self.add_stored::<S, 2>(simd, blocks, scratch.sums),
-                (Way::Stored, _) => self.add_stored::<S, 1>(simd, blocks, scratch.sums),
-                (Way::Unpacked, 2) => self.add_unpacked::<S, 2>(simd, blocks, scratch),
-                (Way::Unpacked, _) => self.add_unpacked::<S, 1>(simd, blocks, scratch),
+            match (self.input.path, const { S::INT8_TILE_PANELS / F::Scales::SCALE_COUNT }) {
+                (WeightPath::Stored, 2) => self.add_stored::<S, 2>(simd, blocks, scratch.sums),
+                (WeightPath::Stored, _) => self.add_stored::<S, 1>(simd, blocks, scratch.sums),
+                (WeightPath::Unpacked, 2) => self.add_unpacked::<S, 2>(simd, blocks, scratch),
+                (WeightPath::Unpacked, _) => self.add_unpacked::<S, 1>(simd, blocks, scratch),
                 #[cfg(target_arch = "x86_64")]
-                (Way::Amx(amx), _) => self.add_by_amx(simd, amx, blocks, scratch),
+                (WeightPath::Amx(amx), _) => self.add_amx(simd, amx, blocks, scratch),
                 #[cfg(not(target_arch = "x86_64"))]
-                (Way::Amx(amx), _) => match amx {},
+                (WeightPath::Amx(amx), _) => match amx {},
             }
         }
-        self.put(scratch.sums);
+        self.write(scratch.sums);
     }
 
     /// Returns the distance between the sums of two rows. A tile of two panels may have one that is repeated.
     fn stride(&self) -> usize {
-        self.strips.len().next_multiple_of(2) * LANES
+        self.panels.len().next_multiple_of(2) * LANES
     }
 
     /// Iterates over the group's panels, O at a time: the offset of their sums, and their numbers.
-    fn each<const O: usize>(&self) -> impl Iterator<Item = (usize, [usize; O])> {
-        let last = self.strips.end - 1;
-        self.strips.clone().step_by(O).map(move |panel| {
-            ((panel - self.strips.start) * LANES, std::array::from_fn(|o| last.min(panel + o)))
+    fn panel_tuples<const O: usize>(&self) -> impl Iterator<Item = (usize, [usize; O])> {
+        let last = self.panels.end - 1;
+        self.panels.clone().step_by(O).map(move |panel| {
+            ((panel - self.panels.start) * LANES, std::array::from_fn(|o| last.min(panel + o)))
         })
     }
 
     /// Returns the addresses of a panel's quants and scales.
-    fn strip(&self, panel: usize) -> (*const u8, *const u8) {
-        let (bytes, layout) = (self.product.w.buf.bytes(), &self.places);
-        let quants = &bytes[panel * layout.codes..][..layout.codes];
-        let scales = &bytes[layout.first_field + panel * layout.fields..][..layout.fields];
+    fn panel_address(&self, panel: usize) -> (*const u8, *const u8) {
+        let (bytes, layout) = (self.gemm.w.buf.bytes(), &self.layout);
+        let quants = &bytes[panel * layout.panel_quant_bytes..][..layout.panel_quant_bytes];
+        let scales =
+            &bytes[layout.scales_start + panel * layout.panel_scale_bytes..][..layout.panel_scale_bytes];
         (quants.as_ptr(), scales.as_ptr())
     }
 
     /// Returns what to prefetch, in `times` steps, while a tile of rows is multiplied with some unpacked
     /// blocks of a panel: a part of the blocks that are unpacked next, of the same panel or of one that this
     /// thread is likely to take.
-    fn ahead(&self, panel: usize, tile: usize, blocks: &Range<usize>, times: usize) -> Ahead {
-        let layout = &self.places;
-        let (panel, first) = match blocks.end < layout.blocks {
+    fn prefetcher(&self, panel: usize, tile: usize, blocks: &Range<usize>, times: usize) -> Prefetcher {
+        let layout = &self.layout;
+        let (panel, first) = match blocks.end < layout.row_blocks {
             true => (panel, blocks.end),
-            false => (panel + self.rows.threads * self.strips.len(), 0),
+            false => (panel + self.input.threads * self.panels.len(), 0),
         };
-        if panel * STRIP >= self.product.w.out {
-            return Ahead::NONE;
+        if panel * PANEL_OUTPUTS >= self.gemm.w.n {
+            return Prefetcher::NONE;
         }
-        let count = (CUT / F::NUMBERS).min(layout.blocks - first);
-        let at = |offset| self.product.w.buf.bytes().as_ptr().wrapping_add(offset);
-        let quants = at(panel * layout.codes + first * F::CODE_BYTES);
-        let scales = at(layout.first_field + panel * layout.fields + first * F::FIELD_BYTES);
-        let bytes = ((quants, count * F::CODE_BYTES), (scales, count * F::FIELD_BYTES));
-        Ahead::new(bytes, (tile, self.rows.tiles.count()), times)
+        let count = (SLICE_COLUMNS / F::BLOCK_LEN).min(layout.row_blocks - first);
+        let at = |offset| self.gemm.w.buf.bytes().as_ptr().wrapping_add(offset);
+        let quants = at(panel * layout.panel_quant_bytes + first * F::QUANT_BYTES);
+        let scales = at(layout.scales_start + panel * layout.panel_scale_bytes + first * F::SCALE_BYTES);
+        let bytes = ((quants, count * F::QUANT_BYTES), (scales, count * F::SCALE_BYTES));
+        Prefetcher::new(bytes, (tile, self.input.tiles.count()), times)
     }
 
     /// Adds the products of some blocks of the stored panels.
     fn add_stored<S: Ints, const O: usize>(&self, simd: S, blocks: Range<usize>, sums: &mut [f32]) {
         let stride = self.stride();
-        for (first, numbers) in self.each::<O>() {
-            let (quants, scales) = (numbers.map(|o| self.strip(o).0), numbers.map(|o| self.strip(o).1));
-            let (row, ahead) = (self.places.blocks, [Ahead::NONE; O]);
-            let panels = Strips { codes: quants, fields: scales, row, ahead };
-            for tile in 0..self.rows.tiles.count() {
-                let (rows, input) = self.rows.tile(tile, 0);
+        for (first, numbers) in self.panel_tuples::<O>() {
+            let (quants, scales) =
+                (numbers.map(|o| self.panel_address(o).0), numbers.map(|o| self.panel_address(o).1));
+            let (row, ahead) = (self.layout.row_blocks, [Prefetcher::NONE; O]);
+            let panels = Panels { quants, scales, row_blocks: row, prefetchers: ahead };
+            for tile in 0..self.input.tiles.count() {
+                let (rows, input) = self.input.tile(tile, 0);
                 let sums = (&mut sums[rows.start * stride + first..rows.end * stride], stride);
                 // SAFETY: panels and input are complete.
-                unsafe { multiply::<S, F, O>(simd, rows.len(), panels, input, blocks.clone(), sums) };
+                unsafe { multiply_tile::<S, F, O>(simd, rows.len(), panels, input, blocks.clone(), sums) };
             }
         }
     }
 
     /// Unpacks some blocks of the panels, each quant minus `offset`.
-    fn unpack<S: Ints>(&self, simd: S, blocks: Range<usize>, offset: u8, scratch: &mut Scratch) {
-        let to = scratch.codes.chunks_exact_mut(CODES).zip(scratch.fields.chunks_exact_mut(FIELDS));
-        for (panel, to) in self.strips.clone().zip(to) {
+    fn unpack<S: Ints>(&self, simd: S, blocks: Range<usize>, offset: u8, scratch: &mut GroupScratch) {
+        let to = scratch
+            .quants
+            .chunks_exact_mut(SLICE_QUANT_BYTES)
+            .zip(scratch.scales.chunks_exact_mut(SLICE_SCALES));
+        for (panel, to) in self.panels.clone().zip(to) {
             // SAFETY: the panel is complete.
-            simd.call_ints(unsafe { Unpack::<F>::new(self.strip(panel), blocks.clone(), offset, to) });
+            simd.call_ints(unsafe {
+                UnpackKernel::<F>::new(self.panel_address(panel), blocks.clone(), offset, to)
+            });
         }
     }
 
     /// Unpacks some blocks of the panels and adds their products.
-    fn add_unpacked<S: Ints, const O: usize>(&self, simd: S, blocks: Range<usize>, scratch: &mut Scratch) {
+    fn add_unpacked<S: Ints, const O: usize>(
+        &self,
+        simd: S,
+        blocks: Range<usize>,
+        scratch: &mut GroupScratch,
+    ) {
         self.unpack(simd, blocks.clone(), 0, scratch);
         let stride = self.stride();
-        let unpacked = 0..blocks.len() * (F::NUMBERS / INPUT_BLOCK);
-        for tile in 0..self.rows.tiles.count() {
-            let (rows, input) = self.rows.tile(tile, blocks.start * F::NUMBERS / INPUT_BLOCK);
-            for (first, numbers) in self.each::<O>() {
-                let panels = numbers.map(|panel| panel - self.strips.start);
-                let quants = panels.map(|panel| scratch.codes[panel * CODES..].as_ptr());
-                let scales = panels.map(|panel| scratch.fields[panel * FIELDS..].as_ptr().cast());
+        let unpacked = 0..blocks.len() * (F::BLOCK_LEN / INT8_BLOCK_LEN);
+        for tile in 0..self.input.tiles.count() {
+            let (rows, input) = self.input.tile(tile, blocks.start * F::BLOCK_LEN / INT8_BLOCK_LEN);
+            for (first, numbers) in self.panel_tuples::<O>() {
+                let panels = numbers.map(|panel| panel - self.panels.start);
+                let quants = panels.map(|panel| scratch.quants[panel * SLICE_QUANT_BYTES..].as_ptr());
+                let scales = panels.map(|panel| scratch.scales[panel * SLICE_SCALES..].as_ptr().cast());
                 let sums = (&mut scratch.sums[rows.start * stride + first..rows.end * stride], stride);
-                let ahead = numbers.map(|panel| self.ahead(panel, tile, &blocks, unpacked.len()));
-                let panels = Strips { codes: quants, fields: scales, row: 0, ahead };
+                let ahead = numbers.map(|panel| self.prefetcher(panel, tile, &blocks, unpacked.len()));
+                let panels = Panels { quants, scales, row_blocks: 0, prefetchers: ahead };
                 // SAFETY: the unpacked data has as many blocks, and so has the input from there on.
-                unsafe { multiply::<S, Wide<F>, O>(simd, rows.len(), panels, input, unpacked.clone(), sums) };
+                unsafe {
+                    multiply_tile::<S, UnpackedFormat<F>, O>(
+                        simd,
+                        rows.len(),
+                        panels,
+                        input,
+                        unpacked.clone(),
+                        sums,
+                    )
+                };
             }
         }
     }
 
     /// Unpacks some blocks of the panels and adds their products with AMX.
     #[cfg(target_arch = "x86_64")]
-    fn add_by_amx<S: Ints>(&self, simd: S, amx: Amx, blocks: Range<usize>, scratch: &mut Scratch) {
-        let offset = if let Zero::Power(n) = F::Fields::ZERO { 1 << n } else { 0 };
+    fn add_amx<S: Ints>(&self, simd: S, amx: Amx, blocks: Range<usize>, scratch: &mut GroupScratch) {
+        let offset = if let ZeroPoint::PowerOfTwo(n) = F::Scales::ZERO_POINT { 1 << n } else { 0 };
         self.unpack(simd, blocks.clone(), offset, scratch);
-        let (stride, mut int_sums) = (self.stride(), Whole::NONE);
-        let mut registers: Option<CodeTiles> = None;
-        let (mut set_up_for, width) = (0, INPUT_BLOCK / F::Fields::RUNS);
-        for tile in 0..self.rows.tiles.count() {
-            let (rows, input) = self.rows.tile(tile, blocks.start * F::NUMBERS / INPUT_BLOCK);
+        let (stride, mut int_sums) = (self.stride(), IntSumBuffer::ZERO);
+        let mut registers: Option<Int8Tiles> = None;
+        let (mut set_up_for, width) = (0, INT8_BLOCK_LEN / F::Scales::SCALE_COUNT);
+        for tile in 0..self.input.tiles.count() {
+            let (rows, input) = self.input.tile(tile, blocks.start * F::BLOCK_LEN / INT8_BLOCK_LEN);
             if set_up_for != rows.len() {
                 // The old configuration must be released before a new one is set up.
                 drop(registers.take());
                 set_up_for = rows.len();
             }
             // SAFETY: no tiles are set up, and nothing else here sets up any.
-            let new = || unsafe { CodeTiles::new(amx, rows.len(), width) };
+            let new = || unsafe { Int8Tiles::new(amx, rows.len(), width) };
             let registers = registers.get_or_insert_with(new);
-            for panel in 0..self.strips.len() {
-                let chunks = blocks.len() * F::NUMBERS / INPUT_BLOCK;
-                let times = tiles::steps(chunks * F::Fields::RUNS);
-                let columns = Columns {
+            for panel in 0..self.panels.len() {
+                let chunks = blocks.len() * F::BLOCK_LEN / INT8_BLOCK_LEN;
+                let times = tiles::step_count(chunks * F::Scales::SCALE_COUNT);
+                let columns = TileColumns {
                     input,
                     rows: rows.len(),
-                    codes: scratch.codes[panel * CODES..].as_ptr(),
-                    fields: scratch.fields[panel * FIELDS..].as_ptr(),
+                    quants: scratch.quants[panel * SLICE_QUANT_BYTES..].as_ptr(),
+                    scales: scratch.scales[panel * SLICE_SCALES..].as_ptr(),
                     blocks: chunks,
-                    ahead: self.ahead(self.strips.start + panel, tile, &blocks, times),
+                    prefetcher: self.prefetcher(self.panels.start + panel, tile, &blocks, times),
                 };
                 let sums = &mut scratch.sums[rows.start * stride + panel * LANES..rows.end * stride];
                 let (int_sums, sums) = (&mut int_sums, (sums, stride));
                 // SAFETY: `amx` proves AVX-512; the input and the unpacked data are complete, and a tile has
                 // at least six rows.
                 unsafe {
-                    match (F::Fields::RUNS, F::Fields::ZERO) {
+                    match (F::Scales::SCALE_COUNT, F::Scales::ZERO_POINT) {
                         (2, _) => tiles::multiply::<2, false>(registers, &columns, int_sums, sums),
-                        (_, Zero::Base) => tiles::multiply::<1, true>(registers, &columns, int_sums, sums),
+                        (_, ZeroPoint::Minimum) => {
+                            tiles::multiply::<1, true>(registers, &columns, int_sums, sums)
+                        }
                         _ => tiles::multiply::<1, false>(registers, &columns, int_sums, sums),
                     }
                 }
@@ -213,12 +236,12 @@ impl<'a, F: Format> Panel<'a, F> {
     }
 
     /// Writes the sums to the output.
-    fn put(&self, sums: &[f32]) {
-        let first = self.strips.start * STRIP;
-        let count = (self.strips.len() * STRIP).min(self.product.w.out - first);
-        for (row, sums) in sums.chunks_exact(self.stride()).take(self.rows.count).enumerate() {
+    fn write(&self, sums: &[f32]) {
+        let first = self.panels.start * PANEL_OUTPUTS;
+        let count = (self.panels.len() * PANEL_OUTPUTS).min(self.gemm.w.n - first);
+        for (row, sums) in sums.chunks_exact(self.stride()).take(self.input.rows).enumerate() {
             // SAFETY: a panel belongs to one item, so no other thread writes these elements.
-            unsafe { self.product.put(row, first, &sums[..count]) };
+            unsafe { self.gemm.write(row, first, &sums[..count]) };
         }
     }
 }
@@ -227,10 +250,10 @@ impl<'a, F: Format> Panel<'a, F> {
 ///
 /// # Safety
 /// * The conditions of [`TileKernel::new`].
-unsafe fn multiply<S: Ints, F: Format, const O: usize>(
+unsafe fn multiply_tile<S: Ints, F: PackedFormat, const O: usize>(
     simd: S,
     rows: usize,
-    panels: Strips<O>,
+    panels: Panels<O>,
     input: *const u8,
     blocks: Range<usize>,
     sums: (&mut [f32], usize),
@@ -240,19 +263,19 @@ unsafe fn multiply<S: Ints, F: Format, const O: usize>(
     unsafe {
         match rows {
             0 => {}
-            1 => simd.call_ints(Tile::<F, 1, O>::new(panels, input, blocks, sums)),
-            2 => simd.call_ints(Tile::<F, 2, O>::new(panels, input, blocks, sums)),
-            3 if const { S::CODE_ROWS >= 3 } => {
-                simd.call_ints(Tile::<F, 3, O>::new(panels, input, blocks, sums))
+            1 => simd.call_ints(TileKernel::<F, 1, O>::new(panels, input, blocks, sums)),
+            2 => simd.call_ints(TileKernel::<F, 2, O>::new(panels, input, blocks, sums)),
+            3 if const { S::INT8_TILE_ROWS >= 3 } => {
+                simd.call_ints(TileKernel::<F, 3, O>::new(panels, input, blocks, sums))
             }
-            4 if const { S::CODE_ROWS >= 4 } => {
-                simd.call_ints(Tile::<F, 4, O>::new(panels, input, blocks, sums))
+            4 if const { S::INT8_TILE_ROWS >= 4 } => {
+                simd.call_ints(TileKernel::<F, 4, O>::new(panels, input, blocks, sums))
             }
-            5 if const { S::CODE_ROWS >= 5 } => {
-                simd.call_ints(Tile::<F, 5, O>::new(panels, input, blocks, sums))
+            5 if const { S::INT8_TILE_ROWS >= 5 } => {
+                simd.call_ints(TileKernel::<F, 5, O>::new(panels, input, blocks, sums))
             }
-            6 if const { S::CODE_ROWS >= 6 } => {
-                simd.call_ints(Tile::<F, 6, O>::new(panels, input, blocks, sums))
+            6 if const { S::INT8_TILE_ROWS >= 6 } => {
+                simd.call_ints(TileKernel::<F, 6, O>::new(panels, input, blocks, sums))
             }
             rows => unreachable!("no tile has {rows} rows; this is a bug"),
         }

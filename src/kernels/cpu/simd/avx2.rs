@@ -50,8 +50,8 @@ fn shim<K: Kernel>(simd: Avx2, kernel: K) -> K::Out {
 impl Simd for Avx2 {
     type V = V;
     const TILE_ROWS: usize = 3;
-    const TILE_OUTS: usize = 2;
-    const SUMS: usize = 5;
+    const TILE_OUTPUTS: usize = 2;
+    const ACCUMULATORS: usize = 5;
     const TILE_QUERIES: usize = 2;
 
     #[inline(always)]
@@ -99,7 +99,7 @@ impl Simd for Avx2 {
             let (bytes, mask) = (_mm_loadu_si128(x.as_ptr().cast()), _mm_set1_epi8(15));
             let low = _mm_and_si128(bytes, mask);
             let high = _mm_and_si128(_mm_srli_epi16::<4>(bytes), mask);
-            [widened(low), widened(high)]
+            [widen_u8(low), widen_u8(high)]
         })
     }
     #[inline(always)]
@@ -123,7 +123,7 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn first(self, n: usize, v: V, rest: V) -> V {
+    fn select_first(self, n: usize, v: V, rest: V) -> V {
         proven!({
             let n = _mm256_set1_epi32(n.min(LANES) as i32);
             let low = _mm256_cmpgt_epi32(n, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -169,7 +169,7 @@ unsafe fn where_less_half(a: __m256, b: __m256, v: __m256, rest: __m256) -> __m2
 /// # Safety
 /// - The CPU has AVX2.
 #[inline(always)]
-unsafe fn widened(bytes: __m128i) -> V {
+unsafe fn widen_u8(bytes: __m128i) -> V {
     // SAFETY: the caller's promise.
     unsafe {
         let (low, high) = (_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(bytes)));
@@ -214,8 +214,8 @@ macro_rules! both {
 impl Ints for Avx2 {
     type B = W;
     type I = W;
-    const CODE_ROWS: usize = 2;
-    const CODE_OUTS: usize = 1;
+    const INT8_TILE_ROWS: usize = 2;
+    const INT8_TILE_PANELS: usize = 1;
 
     #[inline(always)]
     fn call_ints<K: IntKernel>(self, kernel: K) -> K::Out {
@@ -223,12 +223,12 @@ impl Ints for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn bytes(self, at: *const u8) -> W {
+    unsafe fn load_bytes(self, at: *const u8) -> W {
         // SAFETY: `self` proves the features, the caller the 64 bytes.
         unsafe { W(_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())) }
     }
     #[inline(always)]
-    fn put_bytes(self, b: W, to: &mut [u8; BYTES]) {
+    fn store_bytes(self, b: W, to: &mut [u8; BYTES]) {
         let to = to.as_mut_ptr();
         proven!({
             _mm256_storeu_si256(to.cast(), b.0);
@@ -236,7 +236,7 @@ impl Ints for Avx2 {
         })
     }
     #[inline(always)]
-    fn no_bytes(self) -> W {
+    fn zero_bytes(self) -> W {
         self.zero()
     }
     #[inline(always)]
@@ -248,11 +248,11 @@ impl Ints for Avx2 {
         })
     }
     #[inline(always)]
-    fn over(self, a: W, b: W, by: u32) -> W {
+    fn or_shifted(self, a: W, b: W, by: u32) -> W {
         both!([a = a, b = b] _mm256_or_si256(a, _mm256_sll_epi16(b, _mm_cvtsi32_si128(by as i32))))
     }
     #[inline(always)]
-    fn tops(self, b: [W; 7]) -> W {
+    fn gather_top_bits(self, b: [W; 7]) -> W {
         let mut tops = b[0];
         for &b in &b[1..] {
             tops = both!([a = tops, b = b] {
@@ -263,11 +263,11 @@ impl Ints for Avx2 {
         both!([a = tops] _mm256_srli_epi16::<1>(a))
     }
     #[inline(always)]
-    fn less(self, b: W, by: u8) -> W {
+    fn sub_bytes(self, b: W, by: u8) -> W {
         both!([b = b] _mm256_sub_epi8(b, _mm256_set1_epi8(by as i8)))
     }
     #[inline(always)]
-    fn elevens(self, b: W) -> [W; 2] {
+    fn div_rem_11(self, b: W) -> [W; 2] {
         // b / 11 = b * 373 / 4096 for b below 128, in 16-bit words.
         let divided = both!([b = b] {
             let low = _mm256_and_si256(b, _mm256_set1_epi16(127));
@@ -285,7 +285,7 @@ impl Ints for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn word(self, at: *const u8) -> W {
+    unsafe fn broadcast_word(self, at: *const u8) -> W {
         // SAFETY: `self` proves the features, the caller the four bytes.
         let word = unsafe { _mm256_set1_epi32(at.cast::<i32>().read_unaligned()) };
         W(word, word)
@@ -299,7 +299,7 @@ impl Ints for Avx2 {
         both!([a = a, b = b] _mm256_sub_epi32(a, b))
     }
     #[inline(always)]
-    fn times_power(self, i: W, by: u32) -> W {
+    fn shift_left(self, i: W, by: u32) -> W {
         both!([i = i] _mm256_sll_epi32(i, _mm_cvtsi32_si128(by as i32)))
     }
     #[inline(always)]
@@ -319,8 +319,8 @@ impl Ints for Avx2 {
         proven!(V(_mm256_cvtepi32_ps(i.0), _mm256_cvtepi32_ps(i.1)))
     }
     #[inline(always)]
-    fn small(self, bytes: [u8; LANES]) -> V {
+    fn load_u8(self, bytes: [u8; LANES]) -> V {
         // SAFETY: `self` proves the features; the array holds the 16 bytes that are read.
-        unsafe { widened(_mm_loadu_si128(bytes.as_ptr().cast())) }
+        unsafe { widen_u8(_mm_loadu_si128(bytes.as_ptr().cast())) }
     }
 }

@@ -32,7 +32,7 @@ impl Avx512<false> {
     }
 
     /// Returns the proof that this CPU has VNNI and VBMI too, if it does.
-    pub fn newer(self) -> Option<Avx512<true>> {
+    pub fn with_vnni(self) -> Option<Avx512<true>> {
         let has = is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi");
         has.then_some(Avx512(()))
     }
@@ -40,7 +40,7 @@ impl Avx512<false> {
 
 impl Avx512<true> {
     /// Drops VNNI and VBMI, so that kernels that do not use them are not compiled twice.
-    pub fn older(self) -> Avx512<false> {
+    pub fn without_vnni(self) -> Avx512<false> {
         Avx512(())
     }
 }
@@ -56,15 +56,15 @@ fn int_shim<K: IntKernel>(simd: Avx512<false>, kernel: K) -> K::Out {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx512vbmi,avx2,fma,f16c")]
-fn new_shim<K: IntKernel>(simd: Avx512<true>, kernel: K) -> K::Out {
+fn vnni_shim<K: IntKernel>(simd: Avx512<true>, kernel: K) -> K::Out {
     kernel.run(simd)
 }
 
 impl<const VNNI: bool> Simd for Avx512<VNNI> {
     type V = __m512;
     const TILE_ROWS: usize = 8;
-    const TILE_OUTS: usize = 3;
-    const SUMS: usize = 12;
+    const TILE_OUTPUTS: usize = 3;
+    const ACCUMULATORS: usize = 12;
     const TILE_QUERIES: usize = 8;
 
     #[inline(always)]
@@ -136,7 +136,7 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         proven!(_mm512_max_ps(a, b))
     }
     #[inline(always)]
-    fn first(self, n: usize, v: __m512, rest: __m512) -> __m512 {
+    fn select_first(self, n: usize, v: __m512, rest: __m512) -> __m512 {
         let lanes = ((1u32 << n.min(LANES)) - 1) as u16;
         proven!(_mm512_mask_blend_ps(lanes, rest, v))
     }
@@ -168,7 +168,7 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
         // A register has four quarters. `pair` folds two vectors to the sums of their halves (8 lanes each),
         // the next fold gives 4 lanes of each of the four vectors, and the last two work within the quarters.
         proven!({
-            let pair = [fold(v[0], v[1]), fold(v[2], v[3])];
+            let pair = [fold_halves(v[0], v[1]), fold_halves(v[2], v[3])];
             let four = _mm512_add_ps(
                 _mm512_shuffle_f32x4::<0b10_00_10_00>(pair[0], pair[1]),
                 _mm512_shuffle_f32x4::<0b11_01_11_01>(pair[0], pair[1]),
@@ -186,28 +186,28 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
 impl<const VNNI: bool> Ints for Avx512<VNNI> {
     type B = __m512i;
     type I = __m512i;
-    const CODE_ROWS: usize = 6;
-    const CODE_OUTS: usize = 2;
+    const INT8_TILE_ROWS: usize = 6;
+    const INT8_TILE_PANELS: usize = 2;
 
     #[inline(always)]
     fn call_ints<K: IntKernel>(self, kernel: K) -> K::Out {
         match VNNI {
-            true => proven!(new_shim(Avx512::<true>(()), kernel)),
+            true => proven!(vnni_shim(Avx512::<true>(()), kernel)),
             false => proven!(int_shim(Avx512::<false>(()), kernel)),
         }
     }
 
     #[inline(always)]
-    unsafe fn bytes(self, at: *const u8) -> __m512i {
+    unsafe fn load_bytes(self, at: *const u8) -> __m512i {
         // SAFETY: `self` proves the features, the caller the 64 bytes.
         unsafe { _mm512_loadu_si512(at.cast()) }
     }
     #[inline(always)]
-    fn put_bytes(self, b: __m512i, to: &mut [u8; BYTES]) {
+    fn store_bytes(self, b: __m512i, to: &mut [u8; BYTES]) {
         proven!(_mm512_storeu_si512(to.as_mut_ptr().cast(), b))
     }
     #[inline(always)]
-    fn no_bytes(self) -> __m512i {
+    fn zero_bytes(self) -> __m512i {
         self.zero()
     }
     #[inline(always)]
@@ -219,11 +219,11 @@ impl<const VNNI: bool> Ints for Avx512<VNNI> {
         })
     }
     #[inline(always)]
-    fn over(self, a: __m512i, b: __m512i, by: u32) -> __m512i {
+    fn or_shifted(self, a: __m512i, b: __m512i, by: u32) -> __m512i {
         proven!(_mm512_or_si512(a, _mm512_sll_epi16(b, _mm_cvtsi32_si128(by as i32))))
     }
     #[inline(always)]
-    fn tops(self, b: [__m512i; 7]) -> __m512i {
+    fn gather_top_bits(self, b: [__m512i; 7]) -> __m512i {
         // Selects the second operand's bits where those of the last operand are set, the first operand's
         // elsewhere.
         const CHOICE: i32 = 0b1101_1000;
@@ -240,20 +240,20 @@ impl<const VNNI: bool> Ints for Avx512<VNNI> {
         })
     }
     #[inline(always)]
-    fn less(self, b: __m512i, by: u8) -> __m512i {
+    fn sub_bytes(self, b: __m512i, by: u8) -> __m512i {
         proven!(_mm512_sub_epi8(b, _mm512_set1_epi8(by as i8)))
     }
     #[inline(always)]
-    fn elevens(self, b: __m512i) -> [__m512i; 2] {
+    fn div_rem_11(self, b: __m512i) -> [__m512i; 2] {
         if VNNI {
             // SAFETY: VNNI proves VBMI, whose permutation uses the low seven bits; the tables are as long as
             // what is read.
             return unsafe {
-                let at = DIVIDED.0.as_ptr();
+                let at = DIV_11.0.as_ptr();
                 let (low, high) = (_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast()));
                 let divided = _mm512_permutex2var_epi8(low, b, high);
                 // A second 128-entry lookup would occupy the permutation port longer than this 16-entry one.
-                let elevens = _mm512_broadcast_i32x4(_mm_loadu_si128(ELEVENS.as_ptr().cast()));
+                let elevens = _mm512_broadcast_i32x4(_mm_loadu_si128(TIMES_11.as_ptr().cast()));
                 let eleven = _mm512_shuffle_epi8(elevens, divided);
                 [_mm512_sub_epi8(_mm512_and_si512(b, _mm512_set1_epi8(127)), eleven), divided]
             };
@@ -272,7 +272,7 @@ impl<const VNNI: bool> Ints for Avx512<VNNI> {
     }
 
     #[inline(always)]
-    unsafe fn word(self, at: *const u8) -> __m512i {
+    unsafe fn broadcast_word(self, at: *const u8) -> __m512i {
         // SAFETY: `self` proves the features, the caller the four bytes.
         unsafe { _mm512_set1_epi32(at.cast::<i32>().read_unaligned()) }
     }
@@ -285,7 +285,7 @@ impl<const VNNI: bool> Ints for Avx512<VNNI> {
         proven!(_mm512_sub_epi32(a, b))
     }
     #[inline(always)]
-    fn times_power(self, i: __m512i, by: u32) -> __m512i {
+    fn shift_left(self, i: __m512i, by: u32) -> __m512i {
         proven!(_mm512_sll_epi32(i, _mm_cvtsi32_si128(by as i32)))
     }
     #[inline(always)]
@@ -308,22 +308,22 @@ impl<const VNNI: bool> Ints for Avx512<VNNI> {
         proven!(_mm512_cvtepi32_ps(i))
     }
     #[inline(always)]
-    fn small(self, bytes: [u8; LANES]) -> __m512 {
+    fn load_u8(self, bytes: [u8; LANES]) -> __m512 {
         proven!(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(bytes.as_ptr().cast()))))
     }
 }
 
 /// Quotients of 0 to 127 by 11, in two vectors.
-static DIVIDED: Table = Table(elevenths());
+static DIV_11: AlignedTable = AlignedTable(div_11_table());
 /// 11 times 0 to 11.
-static ELEVENS: [u8; 16] = [0, 11, 22, 33, 44, 55, 66, 77, 88, 99, 110, 121, 0, 0, 0, 0];
+static TIMES_11: [u8; 16] = [0, 11, 22, 33, 44, 55, 66, 77, 88, 99, 110, 121, 0, 0, 0, 0];
 
 /// A lookup table, aligned to a cache line.
 #[repr(align(64))]
-struct Table([u8; 128]);
+struct AlignedTable([u8; 128]);
 
 /// Returns the quotients of 0 to 127 by 11.
-const fn elevenths() -> [u8; 128] {
+const fn div_11_table() -> [u8; 128] {
     let mut table = [0; 128];
     let mut i = 0;
     while i < 128 {
@@ -338,7 +338,7 @@ const fn elevenths() -> [u8; 128] {
 /// # Safety
 /// - The CPU has AVX-512F.
 #[inline(always)]
-unsafe fn fold(a: __m512, b: __m512) -> __m512 {
+unsafe fn fold_halves(a: __m512, b: __m512) -> __m512 {
     // SAFETY: the caller's promise.
     unsafe {
         _mm512_add_ps(

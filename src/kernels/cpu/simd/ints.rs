@@ -16,8 +16,8 @@ pub trait Ints: Simd {
     type I: Copy;
 
     /// Rows of an int8 GEMM tile, and its panels of 16 outputs.
-    const CODE_ROWS: usize;
-    const CODE_OUTS: usize;
+    const INT8_TILE_ROWS: usize;
+    const INT8_TILE_PANELS: usize;
 
     /// Runs a kernel with all features of this instruction set that this CPU has.
     fn call_ints<K: IntKernel>(self, kernel: K) -> K::Out;
@@ -26,35 +26,35 @@ pub trait Ints: Simd {
     ///
     /// # Safety
     /// * 64 bytes can be read at `at`.
-    unsafe fn bytes(self, at: *const u8) -> Self::B;
+    unsafe fn load_bytes(self, at: *const u8) -> Self::B;
     /// Stores 64 bytes.
-    fn put_bytes(self, b: Self::B, to: &mut [u8; BYTES]);
+    fn store_bytes(self, b: Self::B, to: &mut [u8; BYTES]);
     /// Returns 64 zero bytes.
-    fn no_bytes(self) -> Self::B;
+    fn zero_bytes(self) -> Self::B;
     /// Returns bits `from..from + n` of every byte, for n under 8.
     fn bits(self, b: Self::B, from: u32, n: u32) -> Self::B;
     /// Returns a | b << by in every byte; no bits may be shifted out of a byte of b.
-    fn over(self, a: Self::B, b: Self::B, by: u32) -> Self::B;
+    fn or_shifted(self, a: Self::B, b: Self::B, by: u32) -> Self::B;
     /// Returns the top bits of every byte of seven vectors as the low seven bits of one vector, in their
     /// order; its own top bit is undefined.
-    fn tops(self, b: [Self::B; 7]) -> Self::B;
+    fn gather_top_bits(self, b: [Self::B; 7]) -> Self::B;
     /// Subtracts `by` from every byte, modulo 256.
-    fn less(self, b: Self::B, by: u8) -> Self::B;
+    fn sub_bytes(self, b: Self::B, by: u8) -> Self::B;
     /// Divides the low seven bits of every byte, which must be below 121, by 11; returns remainders and
     /// quotients.
-    fn elevens(self, b: Self::B) -> [Self::B; 2];
+    fn div_rem_11(self, b: Self::B) -> [Self::B; 2];
 
     /// Returns the same four bytes in all lanes.
     ///
     /// # Safety
     /// * Four bytes can be read at `at`.
-    unsafe fn word(self, at: *const u8) -> Self::I;
+    unsafe fn broadcast_word(self, at: *const u8) -> Self::I;
     /// Returns zero in all lanes.
     fn zero(self) -> Self::I;
     /// Returns a - b.
     fn sub_ints(self, a: Self::I, b: Self::I) -> Self::I;
     /// Returns i * 2^by.
-    fn times_power(self, i: Self::I, by: u32) -> Self::I;
+    fn shift_left(self, i: Self::I, by: u32) -> Self::I;
     /// Adds to each lane of `sum` the dot product of its four unsigned bytes in `w` with its four signed
     /// bytes in `x`.
     fn dot(self, sum: Self::I, w: Self::B, x: Self::I) -> Self::I;
@@ -66,7 +66,7 @@ pub trait Ints: Simd {
     /// # Safety
     /// * 32 bytes can be read at `at`.
     #[inline(always)]
-    unsafe fn halves(self, at: *const u8) -> Self::V {
+    unsafe fn load_f16_at(self, at: *const u8) -> Self::V {
         // SAFETY: the caller's promise; any bytes are valid numbers.
         self.load_f16(&unsafe { at.cast::<[u16; LANES]>().read_unaligned() })
     }
@@ -75,12 +75,12 @@ pub trait Ints: Simd {
     /// # Safety
     /// * 64 bytes can be read at `at`.
     #[inline(always)]
-    unsafe fn singles(self, at: *const u8) -> Self::V {
+    unsafe fn load_f32_at(self, at: *const u8) -> Self::V {
         // SAFETY: the caller's promise; any bytes are valid numbers.
         self.load(&unsafe { at.cast::<[f32; LANES]>().read_unaligned() })
     }
     /// Converts sixteen unsigned bytes to F32.
-    fn small(self, bytes: [u8; LANES]) -> Self::V;
+    fn load_u8(self, bytes: [u8; LANES]) -> Self::V;
 }
 
 /// A computation with integers that is compiled for each instruction set.

@@ -38,9 +38,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
 
     /// Rows and outputs of an F32 GEMM tile: its sums and one operand's vectors fit the registers.
     const TILE_ROWS: usize;
-    const TILE_OUTS: usize;
+    const TILE_OUTPUTS: usize;
     /// Number of accumulators that stay in registers: as many as hide the latency of an addition, up to 12.
-    const SUMS: usize;
+    const ACCUMULATORS: usize;
     /// Query vectors that share a pass over a block of K or V.
     const TILE_QUERIES: usize;
 
@@ -70,7 +70,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Returns the greater; `b` where either is NaN.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
     /// Returns `v` in the first `n` lanes, `rest` in the others.
-    fn first(self, n: usize, v: Self::V, rest: Self::V) -> Self::V;
+    fn select_first(self, n: usize, v: Self::V, rest: Self::V) -> Self::V;
     /// Returns `v` in the lanes where a < b, `rest` in the others, which include those with a NaN.
     fn where_less(self, a: Self::V, b: Self::V, v: Self::V, rest: Self::V) -> Self::V;
     /// Returns v * 2^n, rounded once, where n is the integer that the bits of `shifted` exceed those of
@@ -122,7 +122,7 @@ impl Level {
 
     #[cfg(target_arch = "x86_64")]
     fn avx512() -> Option<Level> {
-        avx512::Avx512::new()?.newer().map(Level::Avx512).or_else(Level::avx512f)
+        avx512::Avx512::new()?.with_vnni().map(Level::Avx512).or_else(Level::avx512f)
     }
 
     #[cfg(target_arch = "x86_64")]
@@ -184,7 +184,7 @@ impl Level {
     pub fn run<K: Kernel>(self, kernel: K) -> K::Out {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512(simd) => simd.older().call(kernel),
+            Level::Avx512(simd) => simd.without_vnni().call(kernel),
             #[cfg(target_arch = "x86_64")]
             Level::Avx512F(simd) => simd.call(kernel),
             #[cfg(target_arch = "x86_64")]
@@ -195,7 +195,7 @@ impl Level {
 }
 
 /// A floating-point storage format: one type per [`QuantType`] that is not blocked.
-pub trait Code: Send + Sync + 'static {
+pub trait FloatFormat: Send + Sync + 'static {
     /// One stored number.
     type Raw: Copy + Default + Send + Sync + 'static;
     /// Loads sixteen numbers, widened exactly.
@@ -205,9 +205,9 @@ pub trait Code: Send + Sync + 'static {
     /// Decodes numbers to F32.
     fn decode(numbers: &[Self::Raw], values: &mut [f32]);
     /// Returns a buffer's numbers.
-    fn of(buf: &HostBuf) -> &[Self::Raw];
+    fn values(buf: &HostBuf) -> &[Self::Raw];
     /// Returns a buffer's numbers for writing.
-    fn of_mut(buf: &mut HostBuf) -> &mut [Self::Raw];
+    fn values_mut(buf: &mut HostBuf) -> &mut [Self::Raw];
 }
 
 /// [`QuantType::F32`].
@@ -217,7 +217,7 @@ pub struct F16;
 /// [`QuantType::BF16`].
 pub struct Bf16;
 
-impl Code for F32 {
+impl FloatFormat for F32 {
     type Raw = f32;
     #[inline(always)]
     fn load<S: Simd>(simd: S, numbers: &[f32; LANES]) -> S::V {
@@ -229,17 +229,17 @@ impl Code for F32 {
     fn decode(numbers: &[f32], values: &mut [f32]) {
         values.copy_from_slice(numbers);
     }
-    fn of(buf: &HostBuf) -> &[f32] {
+    fn values(buf: &HostBuf) -> &[f32] {
         buf.f32()
     }
-    fn of_mut(buf: &mut HostBuf) -> &mut [f32] {
+    fn values_mut(buf: &mut HostBuf) -> &mut [f32] {
         buf.f32_mut()
     }
 }
 
-macro_rules! half_code {
-    ($code:ty, $half:ty, $load:ident) => {
-        impl Code for $code {
+macro_rules! half_format {
+    ($format:ty, $half:ty, $load:ident) => {
+        impl FloatFormat for $format {
             type Raw = u16;
             #[inline(always)]
             fn load<S: Simd>(simd: S, numbers: &[u16; LANES]) -> S::V {
@@ -251,26 +251,26 @@ macro_rules! half_code {
             fn decode(numbers: &[u16], values: &mut [f32]) {
                 numbers.reinterpret_cast::<$half>().convert_to_f32_slice(values);
             }
-            fn of(buf: &HostBuf) -> &[u16] {
+            fn values(buf: &HostBuf) -> &[u16] {
                 buf.u16()
             }
-            fn of_mut(buf: &mut HostBuf) -> &mut [u16] {
+            fn values_mut(buf: &mut HostBuf) -> &mut [u16] {
                 buf.u16_mut()
             }
         }
     };
 }
-half_code!(F16, half::f16, load_f16);
-half_code!(Bf16, half::bf16, load_bf16);
+half_format!(F16, half::f16, load_f16);
+half_format!(Bf16, half::bf16, load_bf16);
 
 /// An operation that is generic over the [`FloatFormat`], which is known only at run time.
-pub trait ForCode {
+pub trait FloatFormatOp {
     type Out;
-    fn run<C: Code>(self) -> Self::Out;
+    fn run<C: FloatFormat>(self) -> Self::Out;
 }
 
 /// Calls `op` with the [`FloatFormat`] of `ty`, which must not be blocked.
-pub fn with_code<O: ForCode>(ty: QuantType, op: O) -> O::Out {
+pub fn dispatch_float_format<O: FloatFormatOp>(ty: QuantType, op: O) -> O::Out {
     match ty {
         QuantType::F32 => op.run::<F32>(),
         QuantType::F16 => op.run::<F16>(),
@@ -281,7 +281,7 @@ pub fn with_code<O: ForCode>(ty: QuantType, op: O) -> O::Out {
 
 /// Loads up to 16 numbers; lanes beyond them are zero.
 #[inline(always)]
-pub fn load_part<S: Simd, C: Code>(simd: S, numbers: &[C::Raw]) -> S::V {
+pub fn load_partial<S: Simd, C: FloatFormat>(simd: S, numbers: &[C::Raw]) -> S::V {
     let mut padded = [C::Raw::default(); LANES];
     padded[..numbers.len()].copy_from_slice(numbers);
     C::load(simd, &padded)
@@ -289,7 +289,7 @@ pub fn load_part<S: Simd, C: Code>(simd: S, numbers: &[C::Raw]) -> S::V {
 
 /// Stores the first lanes of `v`, as many as `to` holds.
 #[inline(always)]
-pub fn store_part<S: Simd>(simd: S, v: S::V, to: &mut [f32]) {
+pub fn store_partial<S: Simd>(simd: S, v: S::V, to: &mut [f32]) {
     let mut lanes = [0.0; LANES];
     simd.store(v, &mut lanes);
     to.copy_from_slice(&lanes[..to.len()]);
@@ -297,7 +297,7 @@ pub fn store_part<S: Simd>(simd: S, v: S::V, to: &mut [f32]) {
 
 /// Prefetches the cache line at `address`, which need not be valid, to the second-level cache.
 #[inline(always)]
-pub fn prefetch<T>(address: *const T) {
+pub fn prefetch_l2<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch is a hint and faults on no address; SSE is part of x86-64.
     unsafe {
@@ -310,7 +310,7 @@ pub fn prefetch<T>(address: *const T) {
 
 /// Prefetches the cache line at `address`, which need not be valid, to the first-level cache.
 #[inline(always)]
-pub fn prefetch_first<T>(address: *const T) {
+pub fn prefetch_l1<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: as above.
     unsafe {

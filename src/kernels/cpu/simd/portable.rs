@@ -16,7 +16,7 @@ type V = [f32; LANES];
 /// Builds an array with a plain loop. The standard library's functions call a closure for each element where
 /// the compiler does not see through them.
 #[inline(always)]
-fn made<T: Copy + Default, const N: usize>(element: impl Fn(usize) -> T) -> [T; N] {
+fn build_array<T: Copy + Default, const N: usize>(element: impl Fn(usize) -> T) -> [T; N] {
     let mut array = [T::default(); N];
     for (i, to) in array.iter_mut().enumerate() {
         *to = element(i);
@@ -25,20 +25,20 @@ fn made<T: Copy + Default, const N: usize>(element: impl Fn(usize) -> T) -> [T; 
 }
 
 #[inline(always)]
-fn each<A: Copy, T: Copy + Default, const N: usize>(a: &[A; N], op: impl Fn(A) -> T) -> [T; N] {
-    made(|i| op(a[i]))
+fn map_array<A: Copy, T: Copy + Default, const N: usize>(a: &[A; N], op: impl Fn(A) -> T) -> [T; N] {
+    build_array(|i| op(a[i]))
 }
 
 #[inline(always)]
 fn zip(a: V, b: V, op: impl Fn(f32, f32) -> f32) -> V {
-    made(|i| op(a[i], b[i]))
+    build_array(|i| op(a[i], b[i]))
 }
 
 impl Simd for Portable {
     type V = V;
     const TILE_ROWS: usize = 3;
-    const TILE_OUTS: usize = 2;
-    const SUMS: usize = 2;
+    const TILE_OUTPUTS: usize = 2;
+    const ACCUMULATORS: usize = 2;
     const TILE_QUERIES: usize = 1;
 
     fn call<K: Kernel>(self, kernel: K) -> K::Out {
@@ -55,19 +55,19 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn load_f16(self, x: &[u16; LANES]) -> V {
-        each(x, widen_f16)
+        map_array(x, widen_f16)
     }
     #[inline(always)]
     fn load_bf16(self, x: &[u16; LANES]) -> V {
-        each(x, |x| f32::from_bits(u32::from(x) << 16))
+        map_array(x, |x| f32::from_bits(u32::from(x) << 16))
     }
     #[inline(always)]
     fn load_i8(self, x: &[i8; LANES]) -> V {
-        each(x, f32::from)
+        map_array(x, f32::from)
     }
     #[inline(always)]
     fn load_nibbles(self, x: &[u8; LANES]) -> [V; 2] {
-        [each(x, |x| f32::from(x & 15)), each(x, |x| f32::from(x >> 4))]
+        [map_array(x, |x| f32::from(x & 15)), map_array(x, |x| f32::from(x >> 4))]
     }
     #[inline(always)]
     fn store(self, v: V, to: &mut [f32; LANES]) {
@@ -91,7 +91,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn mul_add(self, a: V, b: V, c: V) -> V {
-        made(|i| a[i] * b[i] + c[i])
+        build_array(|i| a[i] * b[i] + c[i])
     }
     #[inline(always)]
     fn min(self, a: V, b: V) -> V {
@@ -102,12 +102,12 @@ impl Simd for Portable {
         zip(a, b, |a, b| if a > b { a } else { b })
     }
     #[inline(always)]
-    fn first(self, n: usize, v: V, rest: V) -> V {
-        made(|i| if i < n { v[i] } else { rest[i] })
+    fn select_first(self, n: usize, v: V, rest: V) -> V {
+        build_array(|i| if i < n { v[i] } else { rest[i] })
     }
     #[inline(always)]
     fn where_less(self, a: V, b: V, v: V, rest: V) -> V {
-        made(|i| if a[i] < b[i] { v[i] } else { rest[i] })
+        build_array(|i| if a[i] < b[i] { v[i] } else { rest[i] })
     }
     #[inline(always)]
     fn scale(self, v: V, shifted: V) -> V {
@@ -136,53 +136,53 @@ impl Simd for Portable {
 impl Ints for Portable {
     type B = [u8; BYTES];
     type I = [i32; LANES];
-    const CODE_ROWS: usize = 2;
-    const CODE_OUTS: usize = 1;
+    const INT8_TILE_ROWS: usize = 2;
+    const INT8_TILE_PANELS: usize = 1;
 
     fn call_ints<K: IntKernel>(self, kernel: K) -> K::Out {
         kernel.run(self)
     }
 
     #[inline(always)]
-    unsafe fn bytes(self, at: *const u8) -> [u8; BYTES] {
+    unsafe fn load_bytes(self, at: *const u8) -> [u8; BYTES] {
         // SAFETY: the caller's promise.
         unsafe { at.cast::<[u8; BYTES]>().read_unaligned() }
     }
     #[inline(always)]
-    fn put_bytes(self, b: [u8; BYTES], to: &mut [u8; BYTES]) {
+    fn store_bytes(self, b: [u8; BYTES], to: &mut [u8; BYTES]) {
         *to = b;
     }
     #[inline(always)]
-    fn no_bytes(self) -> [u8; BYTES] {
+    fn zero_bytes(self) -> [u8; BYTES] {
         [0; BYTES]
     }
     #[inline(always)]
     fn bits(self, b: [u8; BYTES], from: u32, n: u32) -> [u8; BYTES] {
-        each(&b, |b| b >> from & ((1 << n) - 1))
+        map_array(&b, |b| b >> from & ((1 << n) - 1))
     }
     #[inline(always)]
-    fn over(self, a: [u8; BYTES], b: [u8; BYTES], by: u32) -> [u8; BYTES] {
-        made(|i| a[i] | b[i] << by)
+    fn or_shifted(self, a: [u8; BYTES], b: [u8; BYTES], by: u32) -> [u8; BYTES] {
+        build_array(|i| a[i] | b[i] << by)
     }
     #[inline(always)]
-    fn tops(self, b: [[u8; BYTES]; 7]) -> [u8; BYTES] {
+    fn gather_top_bits(self, b: [[u8; BYTES]; 7]) -> [u8; BYTES] {
         let mut tops = [0; BYTES];
         for (i, b) in b.iter().enumerate() {
-            tops = made(|n| tops[n] | b[n] >> 7 << i);
+            tops = build_array(|n| tops[n] | b[n] >> 7 << i);
         }
         tops
     }
     #[inline(always)]
-    fn less(self, b: [u8; BYTES], by: u8) -> [u8; BYTES] {
-        each(&b, |b| b.wrapping_sub(by))
+    fn sub_bytes(self, b: [u8; BYTES], by: u8) -> [u8; BYTES] {
+        map_array(&b, |b| b.wrapping_sub(by))
     }
     #[inline(always)]
-    fn elevens(self, b: [u8; BYTES]) -> [[u8; BYTES]; 2] {
-        [each(&b, |b| (b & 127) % 11), each(&b, |b| (b & 127) / 11)]
+    fn div_rem_11(self, b: [u8; BYTES]) -> [[u8; BYTES]; 2] {
+        [map_array(&b, |b| (b & 127) % 11), map_array(&b, |b| (b & 127) / 11)]
     }
 
     #[inline(always)]
-    unsafe fn word(self, at: *const u8) -> [i32; LANES] {
+    unsafe fn broadcast_word(self, at: *const u8) -> [i32; LANES] {
         // SAFETY: the caller's promise.
         [unsafe { at.cast::<i32>().read_unaligned() }; LANES]
     }
@@ -192,15 +192,15 @@ impl Ints for Portable {
     }
     #[inline(always)]
     fn sub_ints(self, a: [i32; LANES], b: [i32; LANES]) -> [i32; LANES] {
-        made(|i| a[i] - b[i])
+        build_array(|i| a[i] - b[i])
     }
     #[inline(always)]
-    fn times_power(self, i: [i32; LANES], by: u32) -> [i32; LANES] {
-        each(&i, |i| i << by)
+    fn shift_left(self, i: [i32; LANES], by: u32) -> [i32; LANES] {
+        map_array(&i, |i| i << by)
     }
     #[inline(always)]
     fn dot(self, sum: [i32; LANES], w: [u8; BYTES], x: [i32; LANES]) -> [i32; LANES] {
-        made(|lane| {
+        build_array(|lane| {
             let x = x[lane].to_le_bytes();
             let product = |i: usize| i32::from(w[4 * lane + i]) * i32::from(x[i] as i8);
             // No dot product of quants overflows; a check for it would prevent vectorization.
@@ -209,11 +209,11 @@ impl Ints for Portable {
     }
     #[inline(always)]
     fn to_float(self, i: [i32; LANES]) -> V {
-        each(&i, |i| i as f32)
+        map_array(&i, |i| i as f32)
     }
     #[inline(always)]
-    fn small(self, bytes: [u8; LANES]) -> V {
-        each(&bytes, f32::from)
+    fn load_u8(self, bytes: [u8; LANES]) -> V {
+        map_array(&bytes, f32::from)
     }
 }
 

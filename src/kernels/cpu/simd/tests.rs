@@ -52,7 +52,7 @@ of_all!(tanhs, tanh);
 of_all!(tails, normal_tail);
 
 /// Asserts that each result is within so many units in its last place of the exact one.
-fn within(units: impl Fn(f64) -> f64, x: &[f32], got: Vec<f32>, exact: impl Fn(f64) -> f64) {
+fn assert_within(units: impl Fn(f64) -> f64, x: &[f32], got: Vec<f32>, exact: impl Fn(f64) -> f64) {
     for (x, y) in x.iter().zip(got) {
         let exact = exact(f64::from(*x));
         let unit = f64::from(f32::EPSILON) * exact.abs().max(f64::from(f32::MIN_POSITIVE));
@@ -83,8 +83,8 @@ fn tanh_and_sigmoid_are_within_four_units_in_the_last_place() {
     let tiny: Vec<f32> = (-40..40).map(|i| (i as f32 * 0.5).exp2() * 1e-6).collect();
     for level in levels() {
         for x in [&x, &tiny] {
-            within(|_| 4.0, x, tanhs(level, x), f64::tanh);
-            within(|_| 4.0, x, sigmoids(level, x), |x| 1.0 / (1.0 + (-x).exp()));
+            assert_within(|_| 4.0, x, tanhs(level, x), f64::tanh);
+            assert_within(|_| 4.0, x, sigmoids(level, x), |x| 1.0 / (1.0 + (-x).exp()));
         }
     }
 }
@@ -94,7 +94,7 @@ fn the_normal_tail_is_as_exact_as_its_exponent() {
     let x: Vec<f32> = (0..145_000).map(|i| i as f32 * 1e-4).collect();
     for level in levels() {
         let exact = |x: f64| 0.5 * crate::reference::erfc(x * std::f64::consts::FRAC_1_SQRT_2);
-        within(|x| 4.0 + x * x / 2.0, &x, tails(level, &x), exact);
+        assert_within(|x| 4.0 + x * x / 2.0, &x, tails(level, &x), exact);
         assert!(tails(level, &[f32::NAN])[0].is_nan());
         assert_eq!(tails(level, &[16.0, 0.0]), [0.0, 0.5]);
     }
@@ -145,10 +145,10 @@ impl Kernel for Everything {
             simd.where_less(a, b, c, a),
             simd.load_f16(&codes),
             simd.load_bf16(&codes),
-            load_part::<S, F32>(simd, &self.0[0][..5]),
+            load_partial::<S, F32>(simd, &self.0[0][..5]),
         ];
         for n in 0..=LANES {
-            vectors.push(simd.first(n, a, b));
+            vectors.push(simd.select_first(n, a, b));
         }
         let mut bits = vec![simd.sum(a).to_bits(), simd.largest(a).to_bits()];
         bits.extend(simd.sum4([a, b, c, a]).map(f32::to_bits));
@@ -179,7 +179,7 @@ fn sums_follow_their_tree_and_lanes_are_chosen() {
         fn run<S: Simd>(self, simd: S) -> Self::Out {
             let v = simd.load(&self.0);
             let mut first = [0.0; LANES];
-            simd.store(simd.first(5, v, simd.splat(7.0)), &mut first);
+            simd.store(simd.select_first(5, v, simd.splat(7.0)), &mut first);
             let (one, two, mut less) = (simd.splat(1.0), simd.splat(2.0), [0.0; LANES]);
             simd.store(simd.where_less(v, one, one, two), &mut less);
             (simd.sum(v), simd.sum4([v, one, two, v]), first, less)
@@ -258,9 +258,9 @@ fn bytes_and_half_bytes_are_widened_exactly() {
 }
 
 /// Kernel that returns the results of the integer operations for every byte.
-struct Codes;
+struct IntOperations;
 
-impl IntKernel for Codes {
+impl IntKernel for IntOperations {
     type Out = Vec<f32>;
 
     #[inline(always)]
@@ -271,14 +271,15 @@ impl IntKernel for Codes {
             for x in [[127i8, 127, 127, 127], [-127, -127, -127, -127], [1, -2, 64, -128], [0, 99, -99, 3]] {
                 let x = x.map(|x| x as u8);
                 // SAFETY: both arrays are as long as what is read.
-                let (w, x) = unsafe { (simd.bytes(bytes.as_ptr()), simd.word(x.as_ptr())) };
-                let [rest, divided] = simd.elevens(simd.bits(w, 0, 7));
-                let joined = simd.over(rest, simd.bits(w, 7, 1), 4);
-                let tops = simd.bits(simd.tops([w, joined, rest, w, divided, joined, w]), 0, 7);
-                let tops_of_others = simd.bits(simd.tops([rest, rest, w, joined, w, w, divided]), 0, 7);
+                let (w, x) = unsafe { (simd.load_bytes(bytes.as_ptr()), simd.broadcast_word(x.as_ptr())) };
+                let [rest, divided] = simd.div_rem_11(simd.bits(w, 0, 7));
+                let joined = simd.or_shifted(rest, simd.bits(w, 7, 1), 4);
+                let tops = simd.bits(simd.gather_top_bits([w, joined, rest, w, divided, joined, w]), 0, 7);
+                let tops_of_others =
+                    simd.bits(simd.gather_top_bits([rest, rest, w, joined, w, w, divided]), 0, 7);
                 for codes in [w, rest, divided, simd.bits(w, 4, 4), joined, tops, tops_of_others] {
                     let mut sums = [0.0; LANES];
-                    simd.store(simd.to_float(simd.dot(simd.times_power(x, 1), codes, x)), &mut sums);
+                    simd.store(simd.to_float(simd.dot(simd.shift_left(x, 1), codes, x)), &mut sums);
                     all.extend(sums);
                 }
             }
@@ -289,8 +290,8 @@ impl IntKernel for Codes {
 
 #[test]
 fn whole_numbers_are_the_same_on_every_instruction_set() {
-    let expected = Codes.run(portable::Portable);
+    let expected = IntOperations.run(portable::Portable);
     for level in levels() {
-        assert!(level.run_ints(Codes) == expected, "{:?}", level.isa());
+        assert!(level.run_ints(IntOperations) == expected, "{:?}", level.isa());
     }
 }

@@ -4,8 +4,8 @@
 use super::*;
 use crate::conformance::noise;
 
-fn searched() -> impl Iterator<Item = QuantType> {
-    QuantType::all().filter(|ty| search_of(*ty).is_some())
+fn searchable_types() -> impl Iterator<Item = QuantType> {
+    QuantType::all().filter(|ty| search_function(*ty).is_some())
 }
 
 fn round_to_nearest(ty: QuantType, values: &[f32]) -> Vec<u8> {
@@ -14,21 +14,21 @@ fn round_to_nearest(ty: QuantType, values: &[f32]) -> Vec<u8> {
     bytes
 }
 
-fn fitted(ty: QuantType, values: &[f32], importance: Option<&[f32]>) -> Vec<u8> {
+fn least_squares(ty: QuantType, values: &[f32], importance: Option<&[f32]>) -> Vec<u8> {
     let mut bytes = vec![0xa5; ty.bytes(values.len()).unwrap()];
-    ty.fit(values, importance, &mut bytes);
+    ty.quantize_least_squares(values, importance, &mut bytes);
     bytes
 }
 
 /// Returns the error of each element.
-fn lost(ty: QuantType, values: &[f32], bytes: &[u8]) -> Vec<f64> {
+fn errors(ty: QuantType, values: &[f32], bytes: &[u8]) -> Vec<f64> {
     let mut back = vec![f32::NAN; values.len()];
     ty.dequantize(bytes, &mut back);
     values.iter().zip(back).map(|(x, y)| f64::from(*x) - f64::from(y)).collect()
 }
 
 /// Returns the sum of squared errors, weighted by importance.
-fn sum(lost: &[f64], importance: Option<&[f32]>) -> f64 {
+fn weighted_sum_of_squares(lost: &[f64], importance: Option<&[f32]>) -> f64 {
     let count = |number: usize| importance.map_or(1.0, |importance| f64::from(importance[number]));
     lost.iter().enumerate().map(|(number, lost)| count(number) * lost * lost).sum()
 }
@@ -71,14 +71,15 @@ fn importances(n: usize) -> Vec<Option<Vec<f32>>> {
 
 #[test]
 fn the_error_is_never_larger_than_that_of_round_to_nearest() {
-    for ty in searched() {
+    for ty in searchable_types() {
         let block = ty.row().block_elements;
         let plain = [normal(1, 6 * block, 0.03), noise(2, 6 * block)];
         for values in plain.into_iter().chain(adversarial(block)) {
             for importance in importances(values.len()) {
                 let importance = importance.as_deref();
-                let bytes = [round_to_nearest(ty, &values), fitted(ty, &values, importance)];
-                let [own, found] = bytes.map(|bytes| sum(&lost(ty, &values, &bytes), importance));
+                let bytes = [round_to_nearest(ty, &values), least_squares(ty, &values, importance)];
+                let [own, found] =
+                    bytes.map(|bytes| weighted_sum_of_squares(&errors(ty, &values, &bytes), importance));
                 assert!(found <= own * (1.0 + 1e-9), "{ty}: {found} exceeds {own} for {values:?}");
             }
         }
@@ -88,35 +89,41 @@ fn the_error_is_never_larger_than_that_of_round_to_nearest() {
 /// A search without effect, or with the bytes of another format, would not reduce the error.
 #[test]
 fn the_error_of_normal_numbers_is_a_tenth_smaller_and_a_fifth_with_weights() {
-    for ty in searched().filter(|ty| ty.row().block_elements < NUMBERS_MAX) {
+    for ty in searchable_types().filter(|ty| ty.row().block_elements < MAX_BLOCK_LEN) {
         let values = normal(3, 128 * 64, 0.03);
-        let own = lost(ty, &values, &round_to_nearest(ty, &values));
-        let found = lost(ty, &values, &fitted(ty, &values, None));
-        assert!(sum(&found, None) < 0.9 * sum(&own, None), "{ty}");
+        let own = errors(ty, &values, &round_to_nearest(ty, &values));
+        let found = errors(ty, &values, &least_squares(ty, &values, None));
+        assert!(weighted_sum_of_squares(&found, None) < 0.9 * weighted_sum_of_squares(&own, None), "{ty}");
         let importance: Vec<f32> = normal(5, values.len(), 1.0).iter().map(|x| x.exp()).collect();
         let importance = Some(importance.as_slice());
-        let found = lost(ty, &values, &fitted(ty, &values, importance));
-        assert!(sum(&found, importance) < 0.8 * sum(&own, importance), "{ty}");
+        let found = errors(ty, &values, &least_squares(ty, &values, importance));
+        assert!(
+            weighted_sum_of_squares(&found, importance) < 0.8 * weighted_sum_of_squares(&own, importance),
+            "{ty}"
+        );
     }
 }
 
 /// K-quants are always searched; only the weights differ here.
 #[test]
 fn k_quants_follow_weights_too() {
-    for ty in searched().filter(|ty| ty.row().block_elements == NUMBERS_MAX) {
-        let values = normal(3, 32 * NUMBERS_MAX, 0.03);
+    for ty in searchable_types().filter(|ty| ty.row().block_elements == MAX_BLOCK_LEN) {
+        let values = normal(3, 32 * MAX_BLOCK_LEN, 0.03);
         let importance: Vec<f32> = normal(5, values.len(), 1.0).iter().map(|x| x.exp()).collect();
         let importance = Some(importance.as_slice());
-        let own = lost(ty, &values, &round_to_nearest(ty, &values));
-        let found = lost(ty, &values, &fitted(ty, &values, importance));
-        assert!(sum(&found, importance) < 0.92 * sum(&own, importance), "{ty}");
+        let own = errors(ty, &values, &round_to_nearest(ty, &values));
+        let found = errors(ty, &values, &least_squares(ty, &values, importance));
+        assert!(
+            weighted_sum_of_squares(&found, importance) < 0.92 * weighted_sum_of_squares(&own, importance),
+            "{ty}"
+        );
     }
 }
 
 /// Tests every quant that a block can hold, in the formats of Inferflow and FlexGen, including bin centers.
 #[test]
 fn a_block_on_a_grid_is_exact() {
-    for ty in searched().filter(|ty| *ty as usize >= QuantType::Q8_B32T1 as usize) {
+    for ty in searchable_types().filter(|ty| *ty as usize >= QuantType::Q8_B32T1 as usize) {
         let row = ty.row();
         let levels = match ty {
             QuantType::Q8_B32T1 => 256,
@@ -133,20 +140,20 @@ fn a_block_on_a_grid_is_exact() {
             |n: usize| if levels > numbers { n * (levels - 1) / (numbers - 1) } else { n * 13 % levels };
         let (base, scale) = if ty == QuantType::Q4_B16 { (-0.5, 0.05) } else { (-1.25, 0.25) };
         let values: Vec<f32> = (0..numbers).map(|n| base + quant(n) as f32 * scale).collect();
-        let lost = lost(ty, &values, &fitted(ty, &values, None));
+        let lost = errors(ty, &values, &least_squares(ty, &values, None));
         assert!(lost.iter().all(|lost| lost.abs() < 1e-6), "{ty}: {lost:?}");
     }
 }
 
 #[test]
 fn an_important_column_has_a_smaller_error() {
-    for ty in searched() {
+    for ty in searchable_types() {
         let block = ty.row().block_elements;
         let values = normal(6, 64 * block, 0.03);
         let importance: Vec<f32> =
             (0..values.len()).map(|n| if n % block == 5 { 1e4 } else { 1.0 }).collect();
         let own_of = |importance| -> f64 {
-            let lost = lost(ty, &values, &fitted(ty, &values, importance));
+            let lost = errors(ty, &values, &least_squares(ty, &values, importance));
             lost.iter().skip(5).step_by(block).map(|lost| lost * lost).sum()
         };
         let (with, without) = (own_of(Some(&importance[..])), own_of(None));
@@ -156,11 +163,14 @@ fn an_important_column_has_a_smaller_error() {
 
 #[test]
 fn equal_importance_gives_the_same_bytes_as_none() {
-    for ty in searched() {
+    for ty in searchable_types() {
         let values = normal(7, 4 * ty.row().block_elements, 0.03);
         for each in [0.0, 0.7, 1e-12, 3e20] {
             let importance = vec![each; values.len()];
-            assert!(fitted(ty, &values, Some(&importance)) == fitted(ty, &values, None), "{ty}, {each}");
+            assert!(
+                least_squares(ty, &values, Some(&importance)) == least_squares(ty, &values, None),
+                "{ty}, {each}"
+            );
         }
     }
 }
@@ -174,15 +184,18 @@ fn unusual_blocks_and_formats_without_search_are_unchanged() {
         for unusual in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX] {
             let mut values = normal(8, block, 0.03);
             values[7] = unusual;
-            assert!(fitted(ty, &values, None) == round_to_nearest(ty, &values), "{ty} with {unusual}");
+            assert!(least_squares(ty, &values, None) == round_to_nearest(ty, &values), "{ty} with {unusual}");
         }
         for constant in [0.0, -0.0, 0.375, -1e-9] {
             let values = vec![constant; block];
-            assert!(fitted(ty, &values, None) == round_to_nearest(ty, &values), "{ty} of {constant}");
+            assert!(least_squares(ty, &values, None) == round_to_nearest(ty, &values), "{ty} of {constant}");
         }
-        if search_of(ty).is_none() {
+        if search_function(ty).is_none() {
             let values = normal(8, block, 0.03);
-            assert!(fitted(ty, &values, Some(&vec![1.0; block])) == round_to_nearest(ty, &values), "{ty}");
+            assert!(
+                least_squares(ty, &values, Some(&vec![1.0; block])) == round_to_nearest(ty, &values),
+                "{ty}"
+            );
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Tests of the reference backend, against small cases computed by other means.
 
 use super::*;
-use crate::backend::{DistanceBias, Mask, NormKind, RopeStretch, Scoring, Share};
-use crate::batch::{Span, SpanModel, SpanTokens, TableUpdate, Want};
+use crate::backend::{DynamicNtk, Fraction, Mask, NormKind, RelativeBias, Scoring};
+use crate::batch::{Span, SpanModel, SpanOutput, SpanTokens, TableUpdate};
 
 mod attention;
 
@@ -12,7 +12,7 @@ fn buf(values: &[f32]) -> HostBuf {
     buf
 }
 
-fn near(got: &[f32], want: &[f64]) {
+fn assert_near(got: &[f32], want: &[f64]) {
     assert_eq!(got.len(), want.len());
     for (got, want) in got.iter().zip(want) {
         assert!((f64::from(*got) - want).abs() < 1e-6 * want.abs().max(1.0), "{got} is not {want}");
@@ -24,13 +24,13 @@ const LIMITS: StepLimits = StepLimits {
     rows: 16,
     logit_rows: 4,
     positions: 32,
-    source_positions: 8,
+    encoder_positions: 8,
     page_positions: 32,
     top_logprobs: 4,
-    biases: 4,
+    logit_biases: 4,
     vocab: 4,
     hidden: 4,
-    attended: Share::ALL,
+    attended_fraction: Fraction::ONE,
 };
 
 /// Returns a span of token 2 in a sequence with 20 reserved tokens and an encoder input of 3 tokens.
@@ -43,18 +43,18 @@ fn span(slot: u32, start: u32, len: u32) -> Span {
         tokens: SpanTokens::Given { at: 0, len },
         table: SpanTable::Own,
         reserved: 20,
-        source: 3,
-        want: Want::None,
+        encoder_len: 3,
+        output: SpanOutput::None,
     }
 }
 
-fn source(slot: u32, len: u32) -> Span {
+fn encoder_span(slot: u32, len: u32) -> Span {
     Span { stack: SpanStack::Encoder, table: SpanTable::Scratch, ..span(slot, 0, len) }
 }
 
 /// Returns a backend whose current rows are those of the spans. Slot s has page 1 + 2s, and page 2 + 2s for
 /// its encoder input.
-fn of(spans: &[Span]) -> Reference {
+fn with_spans(spans: &[Span]) -> Reference {
     let mut oracle = Reference::new();
     oracle.prepare(&LIMITS).unwrap();
     let entry = |slot, table, page| TableUpdate { slot, table, index: 0, page };
@@ -62,12 +62,17 @@ fn of(spans: &[Span]) -> Reference {
         [entry(slot, KvTable::Own, 1 + 2 * slot), entry(slot, KvTable::Cross, 2 + 2 * slot)]
     });
     let (spans, tables) = (spans.to_vec(), tables.collect());
-    oracle.begin(&StepBatch { spans, tokens: vec![2; 16], tables, ..StepBatch::default() });
+    oracle.begin_step(&StepBatch {
+        spans,
+        tokens: vec![2; 16],
+        table_updates: tables,
+        ..StepBatch::default()
+    });
     oracle
 }
 
-fn at(start: u32, len: u32) -> Reference {
-    of(&[span(0, start, len)])
+fn with_decoder_span(start: u32, len: u32) -> Reference {
+    with_spans(&[span(0, start, len)])
 }
 
 fn matrix(oracle: &mut Reference, n: usize, values: &[f32]) -> Weight<HostBuf> {
@@ -79,18 +84,18 @@ fn matrix(oracle: &mut Reference, n: usize, values: &[f32]) -> Weight<HostBuf> {
 fn norms_divide_by_the_deviation() {
     let mut y = buf(&[0.0; 2]);
     let norm = Norm { kind: NormKind::Rms, weight: Some(buf(&[1.0, 0.5])), bias: None, width: 2, eps: 0.0 };
-    at(0, 1).norm(1, &norm, &buf(&[3.0, 4.0]), &mut y);
+    with_decoder_span(0, 1).norm(1, &norm, &buf(&[3.0, 4.0]), &mut y);
     // The mean of 9 and 16 is 12.5.
-    near(y.f32(), &[3.0 / 12.5f64.sqrt(), 2.0 / 12.5f64.sqrt()]);
+    assert_near(y.f32(), &[3.0 / 12.5f64.sqrt(), 2.0 / 12.5f64.sqrt()]);
     let norm = Norm { eps: 12.5, ..norm };
-    at(0, 1).norm(1, &norm, &buf(&[3.0, 4.0]), &mut y);
-    near(y.f32(), &[0.6, 0.4]);
+    with_decoder_span(0, 1).norm(1, &norm, &buf(&[3.0, 4.0]), &mut y);
+    assert_near(y.f32(), &[0.6, 0.4]);
     // The mean of 1, 3 and 8 is 4, and the variance 26 / 3.
     let mut x = buf(&[1.0, 3.0, 8.0]);
     let (weight, bias) = (Some(buf(&[1.0, 2.0, 0.5])), Some(buf(&[0.0, 0.25, 1.0])));
     let norm = Norm { kind: NormKind::Layer, weight, bias, width: 3, eps: 1.0 / 3.0 };
-    at(0, 1).norm_in_place(1, &norm, &mut x);
-    near(x.f32(), &[-1.0, -2.0 / 3.0 + 0.25, 2.0 / 3.0 + 1.0]);
+    with_decoder_span(0, 1).norm_in_place(1, &norm, &mut x);
+    assert_near(x.f32(), &[-1.0, -2.0 / 3.0 + 0.25, 2.0 / 3.0 + 1.0]);
 }
 
 #[test]
@@ -101,26 +106,27 @@ fn rope_rotates_the_pairs_of_its_style_only() {
     let [(c0, s0), (c1, s1)] = row.map(|a| (a.cos(), a.sin()));
     let rotate = |style| {
         let (mut x, mut angles) = (buf(&[1.0, 2.0, 3.0, 4.0, 5.0]), buf(&[0.0; 4]));
-        let rope = Rope { tables: vec![(usize::MAX, table())], positions: 2, dims: 4, style, stretch: None };
-        let mut oracle = at(1, 1);
-        oracle.angles(&rope, &mut angles);
+        let rope =
+            Rope { tables: vec![(usize::MAX, table())], positions: 2, dims: 4, style, dynamic_ntk: None };
+        let mut oracle = with_decoder_span(1, 1);
+        oracle.rope_angles(&rope, &mut angles);
         oracle.rope(&rope, &angles, 1, 5, &mut x);
         x.f32().to_vec()
     };
     let neox = [c0 - 3.0 * s0, 2.0 * c1 - 4.0 * s1, s0 + 3.0 * c0, 2.0 * s1 + 4.0 * c1, 5.0];
-    near(&rotate(RopeStyle::Halves), &neox);
+    assert_near(&rotate(RopeStyle::NeoX), &neox);
     let gptj = [c0 - 2.0 * s0, s0 + 2.0 * c0, 3.0 * c1 - 4.0 * s1, 3.0 * s1 + 4.0 * c1, 5.0];
-    near(&rotate(RopeStyle::Interleaved), &gptj);
+    assert_near(&rotate(RopeStyle::GptJ), &gptj);
 }
 
 #[test]
 fn angles_depend_on_the_reserved_length() {
     let table = |value: f32| buf(&[value; 16 * 4]);
     let tables = vec![(10, table(1.0)), (20, table(2.0)), (30, table(3.0))];
-    let rope = Rope { tables, positions: 16, dims: 4, style: RopeStyle::Halves, stretch: None };
+    let rope = Rope { tables, positions: 16, dims: 4, style: RopeStyle::NeoX, dynamic_ntk: None };
     let first = |rope: &Rope<HostBuf>, reserved| {
         let mut angles = buf(&[0.0; 4]);
-        of(&[Span { reserved, ..span(0, 7, 1) }]).angles(rope, &mut angles);
+        with_spans(&[Span { reserved, ..span(0, 7, 1) }]).rope_angles(rope, &mut angles);
         angles.f32().to_vec()
     };
     let bounds = [(1, 1.0), (10, 1.0), (11, 2.0), (20, 2.0), (21, 3.0), (31, 3.0)];
@@ -129,10 +135,10 @@ fn angles_depend_on_the_reserved_length() {
     }
     // With 18 reserved positions, a context of 12 and factor 2, the base grows by 2 * 18 / 12 - 1 = 2 to the
     // power of 4 / 2: to 40,000.
-    let stretch = RopeStretch { theta: 10_000.0, factor: 2.0, context: 12 };
-    let rope = Rope { stretch: Some(stretch), ..rope };
+    let stretch = DynamicNtk { theta: 10_000.0, factor: 2.0, context: 12 };
+    let rope = Rope { dynamic_ntk: Some(stretch), ..rope };
     let (slow, fast) = (7.0 / 200f64, 7f64);
-    near(&first(&rope, 18), &[fast.cos(), fast.sin(), slow.cos(), slow.sin()]);
+    assert_near(&first(&rope, 18), &[fast.cos(), fast.sin(), slow.cos(), slow.sin()]);
     assert_eq!(first(&rope, 12), [2.0; 4], "within the context");
 }
 
@@ -157,26 +163,26 @@ fn the_error_function_has_its_tabulated_values() {
 
 #[test]
 fn activations_give_their_formulas() {
-    let mut oracle = at(0, 1);
+    let mut oracle = with_decoder_span(0, 1);
     let mut of = |act, x: &[f32]| {
         let mut x = buf(x);
         oracle.activate(1, x.len() / 4, act, &mut x, None);
         x.f32().to_vec()
     };
-    near(&of(Activation::Relu, &[-2.0, 0.0, 3.0]), &[0.0, 0.0, 3.0]);
-    near(&of(Activation::SquaredRelu, &[-2.0, 0.0, 3.0]), &[0.0, 0.0, 9.0]);
-    near(&of(Activation::Gelu, &[1.0, -3.0]), &[0.8413447460685429, -0.00404969409489031]);
-    near(&of(Activation::GeluTanh, &[1.0, -2.0]), &[0.8411919906082768, -0.045_402_305_912_225_9]);
-    near(&of(Activation::QuickGelu, &[2.0, 0.0]), &[1.9356586231442083, 0.0]);
-    near(&of(Activation::Tanh, &[0.5, -40.0]), &[0.46211715726000975, -1.0]);
+    assert_near(&of(Activation::Relu, &[-2.0, 0.0, 3.0]), &[0.0, 0.0, 3.0]);
+    assert_near(&of(Activation::SquaredRelu, &[-2.0, 0.0, 3.0]), &[0.0, 0.0, 9.0]);
+    assert_near(&of(Activation::Gelu, &[1.0, -3.0]), &[0.8413447460685429, -0.00404969409489031]);
+    assert_near(&of(Activation::GeluTanh, &[1.0, -2.0]), &[0.8411919906082768, -0.045_402_305_912_225_9]);
+    assert_near(&of(Activation::QuickGelu, &[2.0, 0.0]), &[1.9356586231442083, 0.0]);
+    assert_near(&of(Activation::Tanh, &[0.5, -40.0]), &[0.46211715726000975, -1.0]);
     let mut gate = buf(&[0.0, 1.0, -2.0]);
     oracle.activate(1, 3, Activation::Silu, &mut gate, Some(&buf(&[7.0, 3.0, 1.0])));
-    near(gate.f32(), &[0.0, 3.0 / (1.0 + (-1f64).exp()), -2.0 / (1.0 + 2f64.exp())]);
+    assert_near(gate.f32(), &[0.0, 3.0 / (1.0 + (-1f64).exp()), -2.0 / (1.0 + 2f64.exp())]);
 }
 
 #[test]
 fn sums_caps_and_gates_give_their_formulas() {
-    let mut oracle = at(0, 2);
+    let mut oracle = with_decoder_span(0, 2);
     let mut x = buf(&[1.0, 2.0, 3.0, 4.0]);
     oracle.add(2, 2, 0.5, &mut x, &buf(&[10.0, 20.0, 30.0, 40.0]));
     assert_eq!(x.f32(), [6.0, 12.0, 18.0, 24.0]);
@@ -184,18 +190,18 @@ fn sums_caps_and_gates_give_their_formulas() {
     assert_eq!(x.f32(), [-12.0, -24.0, 18.0, 24.0]);
     let ln_3 = 3f32.ln();
     oracle.gate_rows(2, 2, &buf(&[0.0, -ln_3]), &mut x);
-    near(x.f32(), &[-6.0, -12.0, 4.5, 6.0]);
+    assert_near(x.f32(), &[-6.0, -12.0, 4.5, 6.0]);
     oracle.softcap(2, 2, 4.0, &mut x);
     let capped = [-1.5f64, -3.0, 1.125, 1.5].map(|x| 4.0 * x.tanh());
-    near(x.f32(), &capped);
+    assert_near(x.f32(), &capped);
     let mut out = StepOutput::default();
-    oracle.hidden(1..2, 2, &buf(&[1.0, 2.0, 3.0, 4.0]), &mut out);
+    oracle.append_hidden(1..2, 2, &buf(&[1.0, 2.0, 3.0, 4.0]), &mut out);
     assert_eq!(out.hidden, [3.0, 4.0]);
 }
 
 #[test]
 fn matmul_and_embeddings_give_their_formulas() {
-    let mut oracle = at(1, 1);
+    let mut oracle = with_decoder_span(1, 1);
     let w = matrix(&mut oracle, 3, &[1.0, 2.0, 3.0, -4.0, 5.0, 6.0]);
     let mut y = buf(&[0.0; 3]);
     oracle.matmul(1, &w, Some(&buf(&[0.0, 0.5, 0.0])), &buf(&[10.0, 1.0]), &mut y);
@@ -221,16 +227,16 @@ fn matmul_and_embeddings_give_their_formulas() {
 fn routing_selects_the_largest_logits_and_scores_them() {
     let shape = MoeShape {
         experts: 4,
-        first: 0,
+        first_expert: 0,
         top_k: 2,
         scoring: Scoring::Softmax,
-        renormalise: false,
+        normalize_scores: false,
         scale: 1.0,
         width: 1,
         activation: Activation::Relu,
     };
     let check = |shape: MoeShape, logits: [f32; 4], want: &[(usize, f64)]| {
-        let got = routed(&shape, &logits);
+        let got = route(&shape, &logits);
         assert_eq!(got.len(), want.len(), "{shape:?}");
         for ((expert, score), (wanted, value)) in got.into_iter().zip(want) {
             assert!(expert == *wanted && (score - value).abs() < 1e-6, "{expert}: {score} in {shape:?}");
@@ -240,18 +246,22 @@ fn routing_selects_the_largest_logits_and_scores_them() {
     let logits = [1f32, 2.0, 4.0, 1.0].map(f32::ln);
     check(shape, logits, &[(1, 0.25), (2, 0.5)]);
     check(MoeShape { scale: 3.0, ..shape }, logits, &[(1, 0.75), (2, 1.5)]);
-    check(MoeShape { renormalise: true, ..shape }, logits, &[(1, 1.0 / 3.0), (2, 2.0 / 3.0)]);
+    check(MoeShape { normalize_scores: true, ..shape }, logits, &[(1, 1.0 / 3.0), (2, 2.0 / 3.0)]);
     check(MoeShape { top_k: 3, ..shape }, logits, &[(0, 0.125), (1, 0.25), (2, 0.5)]);
     // 0 and ln 3 have the sigmoids 1/2 and 3/4.
     let sigmoid = MoeShape { scoring: Scoring::Sigmoid, ..shape };
     check(sigmoid, [0.0, -1.0, 3f32.ln(), -9.0], &[(0, 0.5), (2, 0.75)]);
-    check(MoeShape { renormalise: true, ..sigmoid }, [0.0, -1.0, 3f32.ln(), -9.0], &[(0, 0.4), (2, 0.6)]);
+    check(
+        MoeShape { normalize_scores: true, ..sigmoid },
+        [0.0, -1.0, 3f32.ln(), -9.0],
+        &[(0, 0.4), (2, 0.6)],
+    );
     check(shape, [f32::NAN, 0.0, -9.0, 0.0], &[(1, 0.499_969_1), (3, 0.499_969_1)]);
 }
 
 #[test]
 fn a_mixture_sums_the_results_of_its_experts() {
-    let mut oracle = at(0, 2);
+    let mut oracle = with_decoder_span(0, 2);
     let mut expert = |gate: f32, up: Option<f32>, down: [f32; 2]| Expert {
         gate: matrix(&mut oracle, 1, &[gate, 0.0]),
         up: up.map(|up| matrix(&mut oracle, 1, &[0.0, up])),
@@ -264,10 +274,10 @@ fn a_mixture_sums_the_results_of_its_experts() {
     ];
     let shape = MoeShape {
         experts: 3,
-        first: 0,
+        first_expert: 0,
         top_k: 2,
         scoring: Scoring::Softmax,
-        renormalise: true,
+        normalize_scores: true,
         scale: 1.0,
         width: 1,
         activation: Activation::Relu,
@@ -277,8 +287,8 @@ fn a_mixture_sums_the_results_of_its_experts() {
     // result is zero.
     let router = buf(&[5.0, 0.0, 5.0, 5.0, 5.0, 0.0]);
     oracle.moe(2, &shape, &router, &experts, &buf(&[2.0, 7.0, 3.0, 1.0]), &mut y);
-    near(y.f32(), &[0.5 * 14.0, 0.5 * 84.0, 0.5 * 3.0, 0.0]);
-    let last = MoeShape { first: 2, ..shape };
+    assert_near(y.f32(), &[0.5 * 14.0, 0.5 * 84.0, 0.5 * 3.0, 0.0]);
+    let last = MoeShape { first_expert: 2, ..shape };
     oracle.moe(2, &last, &router, &experts[2..], &buf(&[2.0, 7.0, 3.0, 1.0]), &mut y);
-    near(y.f32(), &[0.0, 0.5 * 84.0, 0.0, 0.0]);
+    assert_near(y.f32(), &[0.0, 0.5 * 84.0, 0.0, 0.0]);
 }

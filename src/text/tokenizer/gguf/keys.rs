@@ -14,7 +14,7 @@ const NONE: [&str; 2] = ["none", "no_vocab"];
 
 impl GgufVocabulary {
     /// Reads the vocabulary of a file; `None` if it has none.
-    pub fn of_file(gguf: &Gguf) -> Result<Option<GgufVocabulary>> {
+    pub fn from_file(gguf: &Gguf) -> Result<Option<GgufVocabulary>> {
         let key = |name: &str| format!("{PREFIX}{name}");
         let has_tokens = gguf.value(&key("tokens")).is_some();
         let model = match gguf.opt_str(&key("model"))? {
@@ -55,7 +55,7 @@ fn bytes(gguf: &Gguf, key: &str) -> Result<Vec<u8>> {
     let numbers = gguf.opt_i32s(key)?.unwrap_or_default();
     let byte = |number: i32| {
         let byte = u8::try_from(number).ok().or_else(|| i8::try_from(number).ok().map(i8::cast_unsigned));
-        byte.ok_or_else(|| gguf.wrong(key, format_args!("{number} is not a byte")))
+        byte.ok_or_else(|| gguf.key_error(key, format_args!("{number} is not a byte")))
     };
     numbers.into_iter().map(byte).collect()
 }

@@ -10,17 +10,17 @@ mod keys;
 
 mod strips;
 
-use super::added::{Added, resolve};
-use super::byte_level::ByteLevel;
-use super::draft::Draft;
-use super::sentencepiece::normalizer::{Prefix, SpaceSpelling, Spaces};
-use super::sentencepiece::pieces::{Cutting, Piece, PieceKind, Vocabulary};
+use super::added::{AddedTokenSpec, resolve};
+use super::byte_level::ByteLevelVocabulary;
+use super::draft::TokenizerParts;
+use super::sentencepiece::normalizer::{SpaceHandling, SpacePrefix, SpaceSpelling};
+use super::sentencepiece::pieces::{PieceKind, PieceVocabulary, SplitAlgorithm, VocabularyPiece};
 use super::spelling::byte_of_name;
-use super::word_piece::{self, CONTINUED, Cleaning};
-use super::{Around, Joining, Opening, Tokenizer, splits};
+use super::word_piece::{self, CONTINUED, WordPieceNormalization};
+use super::{DecodeMethod, LeadingSpaces, SurroundingTokens, Tokenizer, splits};
 use anyhow::{Context, Result, bail, ensure};
 use keys::PREFIX;
-use pre::Pre;
+use pre::PreTokenizerSpec;
 use std::collections::{BTreeSet, HashMap};
 use tokenizers::AddedToken;
 
@@ -59,14 +59,14 @@ pub struct GgufVocabulary {
 pub fn read(file: &GgufVocabulary) -> Result<Tokenizer> {
     file.check()?;
     let draft = match file.model.as_str() {
-        "llama" => scored(file, Cutting::Bpe),
-        "t5" => scored(file, Cutting::Unigram),
+        "llama" => scored_pieces(file, SplitAlgorithm::Bpe),
+        "t5" => scored_pieces(file, SplitAlgorithm::Unigram),
         "gpt2" => byte_level(file),
         "bert" => word_pieces(file),
         "none" | "no_vocab" => bail!("it has no tokenizer"),
         other => bail!("its tokenizer '{other}' is not supported (supported: llama, gpt2, bert, t5)"),
     };
-    draft?.finish()
+    draft?.build()
 }
 
 impl GgufVocabulary {
@@ -101,9 +101,9 @@ impl GgufVocabulary {
     }
 
     /// Returns the type of each token.
-    fn kinds(&self) -> Result<Vec<PieceKind>> {
-        let hides_bytes = self.hides_bytes();
-        let kind = |(id, _)| match self.kind(id)? {
+    fn piece_kinds(&self) -> Result<Vec<PieceKind>> {
+        let hides_bytes = self.has_undeclared_bytes();
+        let kind = |(id, _)| match self.piece_kind(id)? {
             PieceKind::Normal if hides_bytes && byte_of_name(&self.tokens[id as usize]).is_some() => {
                 Ok(PieceKind::Byte)
             }
@@ -114,13 +114,13 @@ impl GgufVocabulary {
 
     /// Returns whether there are pieces for all bytes, but none has the type "byte": some files declare every
     /// token normal.
-    fn hides_bytes(&self) -> bool {
+    fn has_undeclared_bytes(&self) -> bool {
         let bytes: BTreeSet<u8> = self.tokens.iter().filter_map(|token| byte_of_name(token)).collect();
         bytes.len() == 256 && !self.token_type.contains(&BYTE)
     }
 
     /// Returns the type of a token: that of the file, or else the one that follows from its name and role.
-    fn kind(&self, id: u32) -> Result<PieceKind> {
+    fn piece_kind(&self, id: u32) -> Result<PieceKind> {
         let token = &self.tokens[id as usize];
         let ends = [self.bos_token_id, self.eos_token_id, self.cls_token_id, self.separator_token_id];
         let usual = match byte_of_name(token) {
@@ -133,19 +133,21 @@ impl GgufVocabulary {
         // Some files declare every token normal; 0 is "undefined".
         match (declared, usual) {
             (None | Some(0), _) | (Some(1), PieceKind::Control) => Ok(usual),
-            (Some(number), _) => PieceKind::of(i64::from(number)).with_context(|| format!("token {id}")),
+            (Some(number), _) => {
+                PieceKind::from_number(i64::from(number)).with_context(|| format!("token {id}"))
+            }
         }
     }
 
     /// Returns the id that the file gives, or else the default of its kind of vocabulary.
-    fn id(&self, given: Option<u32>, usual: u32) -> Option<u32> {
+    fn id_or_default(&self, given: Option<u32>, usual: u32) -> Option<u32> {
         Some(given.unwrap_or(usual)).filter(|id| (*id as usize) < self.tokens.len())
     }
 
     /// Returns the tokens that are found in a text before it is encoded.
     fn added(&self) -> Result<Vec<(u32, AddedToken)>> {
         let mut added = Vec::new();
-        for ((id, token), kind) in (0u32..).zip(&self.tokens).zip(self.kinds()?) {
+        for ((id, token), kind) in (0u32..).zip(&self.tokens).zip(self.piece_kinds()?) {
             let is_special = match kind {
                 PieceKind::Control | PieceKind::Unknown => true,
                 PieceKind::UserDefined => false,
@@ -153,7 +155,7 @@ impl GgufVocabulary {
             };
             if !token.is_empty() {
                 let token = AddedToken::from(token, is_special).normalized(false);
-                added.push(Added::at(id, self.with_its_spaces(token)));
+                added.push(AddedTokenSpec::with_id(id, self.with_adjacent_spaces(token)));
             }
         }
         resolve(added, self.tokens.len() as u32, |_| None)
@@ -161,40 +163,45 @@ impl GgufVocabulary {
 }
 
 /// Builds a tokenizer of scored pieces, as in sentencepiece.
-fn scored(file: &GgufVocabulary, cutting: Cutting) -> Result<Draft> {
-    let is_bpe = cutting == Cutting::Bpe;
+fn scored_pieces(file: &GgufVocabulary, cutting: SplitAlgorithm) -> Result<TokenizerParts> {
+    let is_bpe = cutting == SplitAlgorithm::Bpe;
     let has_prefix = file.add_space_prefix.unwrap_or(is_bpe);
-    let vocabulary = Vocabulary {
+    let vocabulary = PieceVocabulary {
         pieces: pieces(file, if is_bpe { 0 } else { 2 })?,
-        cutting,
+        algorithm: cutting,
         charsmap: file.precompiled_charsmap.clone(),
-        prefix: if has_prefix { Prefix::Always } else { Prefix::Never },
-        spaces: if file.remove_extra_whitespaces == Some(true) { Spaces::Merged } else { Spaces::Kept },
+        prefix: if has_prefix { SpacePrefix::Always } else { SpacePrefix::Never },
+        spaces: if file.remove_extra_whitespaces == Some(true) {
+            SpaceHandling::Merge
+        } else {
+            SpaceHandling::Keep
+        },
         spelling: SpaceSpelling::Symbol,
     };
     vocabulary.check()?;
-    let bos = if is_bpe { file.id(file.bos_token_id, 1) } else { file.bos_token_id };
-    let eos = file.id(file.eos_token_id, if is_bpe { 2 } else { 1 });
+    let bos = if is_bpe { file.id_or_default(file.bos_token_id, 1) } else { file.bos_token_id };
+    let eos = file.id_or_default(file.eos_token_id, if is_bpe { 2 } else { 1 });
     let add_bos = file.add_bos_token.unwrap_or(is_bpe);
     let add_eos = file.add_eos_token.unwrap_or(!is_bpe);
-    Ok(Draft {
-        stages: vocabulary.stages()?,
-        joining: Joining::Bytes { opening: vocabulary.opening() },
-        pieces: vocabulary.spelled(),
+    Ok(TokenizerParts {
+        stages: vocabulary.pipeline_parts()?,
+        decode_method: DecodeMethod::Bytes { leading_spaces: vocabulary.leading_spaces() },
+        pieces: vocabulary.token_bytes(),
         added: added_pieces(file, &vocabulary),
         bos,
         eos,
-        around: Around::of(bos.filter(|_| add_bos), eos.filter(|_| add_eos)),
+        surrounding: SurroundingTokens::new(bos.filter(|_| add_bos), eos.filter(|_| add_eos)),
     })
 }
 
 /// Returns the tokens that are found in a text before it is encoded: special tokens, and user-defined ones
 /// that include adjacent spaces. Other user-defined tokens are found by the normalizer.
-fn added_pieces(file: &GgufVocabulary, vocabulary: &Vocabulary) -> Vec<(u32, AddedToken)> {
+fn added_pieces(file: &GgufVocabulary, vocabulary: &PieceVocabulary) -> Vec<(u32, AddedToken)> {
     let user_defined = vocabulary.pieces.iter().filter(|piece| piece.kind == PieceKind::UserDefined);
     let user_defined = user_defined.map(|piece| (piece.id, AddedToken::from(&piece.text, false)));
-    let user_defined = user_defined.map(|(id, token)| (id, file.with_its_spaces(token.normalized(false))));
-    let specials = vocabulary.specials().map(|(id, token)| (id, file.with_its_spaces(token)));
+    let user_defined =
+        user_defined.map(|(id, token)| (id, file.with_adjacent_spaces(token.normalized(false))));
+    let specials = vocabulary.special_tokens().map(|(id, token)| (id, file.with_adjacent_spaces(token)));
     let mut added: Vec<_> =
         user_defined.filter(|(_, token)| token.lstrip || token.rstrip).chain(specials).collect();
     added.sort_unstable_by_key(|(id, _)| *id);
@@ -202,45 +209,49 @@ fn added_pieces(file: &GgufVocabulary, vocabulary: &Vocabulary) -> Vec<(u32, Add
 }
 
 /// Returns the pieces of a file. `usual_unknown` is the default id of the unknown token.
-fn pieces(file: &GgufVocabulary, usual_unknown: u32) -> Result<Vec<Piece>> {
+fn pieces(file: &GgufVocabulary, usual_unknown: u32) -> Result<Vec<VocabularyPiece>> {
     let mut pieces = Vec::with_capacity(file.tokens.len());
-    for ((id, token), kind) in (0u32..).zip(&file.tokens).zip(file.kinds()?) {
+    for ((id, token), kind) in (0u32..).zip(&file.tokens).zip(file.piece_kinds()?) {
         let score = file.scores.get(id as usize).copied().unwrap_or(0.0);
         let text = if token.is_empty() { format!("[EMPTY_{id}]") } else { token.clone() };
-        pieces.push(Piece { id, text, score, kind });
+        pieces.push(VocabularyPiece { id, text, score, kind });
     }
     let has_unknown = pieces.iter().any(|piece| piece.kind == PieceKind::Unknown);
-    if let Some(unknown) = file.id(file.unknown_token_id, usual_unknown).filter(|_| !has_unknown) {
+    if let Some(unknown) = file.id_or_default(file.unknown_token_id, usual_unknown).filter(|_| !has_unknown) {
         pieces[unknown as usize].kind = PieceKind::Unknown;
     }
     Ok(pieces)
 }
 
 /// Builds a byte-level BPE tokenizer, as in GPT-2.
-fn byte_level(file: &GgufVocabulary) -> Result<Draft> {
-    let pre = Pre::named(file.pre.as_deref())?;
+fn byte_level(file: &GgufVocabulary) -> Result<TokenizerParts> {
+    let pre = PreTokenizerSpec::from_name(file.pre.as_deref())?;
     ensure!(!file.merges.is_empty(), "it has no merges");
     let named = file.tokens.iter().cloned().zip(0..).filter(|(token, _)| !token.is_empty());
-    let mut vocabulary = ByteLevel::new(named.collect())?;
+    let mut vocabulary = ByteLevelVocabulary::new(named.collect())?;
     for (line, at) in file.merges.iter().zip(0..) {
         vocabulary.push_merge(line).with_context(|| format!("merge {at}"))?;
     }
     let (bos, eos) = (file.bos_token_id, file.eos_token_id);
     let add_bos = file.add_bos_token.unwrap_or(pre.adds_bos);
     let add_eos = file.add_eos_token.unwrap_or(false);
-    Ok(Draft {
+    Ok(TokenizerParts {
         pieces: vocabulary.pieces(),
-        stages: vocabulary.stages(pre.composing, splits::byte_level(pre.patterns), pre.whole_words)?,
-        joining: Joining::Bytes { opening: Opening::Kept },
+        stages: vocabulary.pipeline_parts(
+            pre.normalization,
+            splits::byte_level(pre.patterns),
+            pre.whole_word_lookup,
+        )?,
+        decode_method: DecodeMethod::Bytes { leading_spaces: LeadingSpaces::Keep },
         added: file.added()?,
         bos,
         eos,
-        around: Around::of(bos.filter(|_| add_bos), eos.filter(|_| add_eos)),
+        surrounding: SurroundingTokens::new(bos.filter(|_| add_bos), eos.filter(|_| add_eos)),
     })
 }
 
 /// Builds a WordPiece tokenizer. The file marks tokens that begin a word instead of those that continue one.
-fn word_pieces(file: &GgufVocabulary) -> Result<Draft> {
+fn word_pieces(file: &GgufVocabulary) -> Result<TokenizerParts> {
     let added = file.added()?;
     let is_added = |id: u32| added.binary_search_by_key(&id, |(id, _)| *id).is_ok();
     let name = |id: u32, token: &str| match token.strip_prefix('\u{2581}') {
@@ -248,22 +259,23 @@ fn word_pieces(file: &GgufVocabulary) -> Result<Draft> {
         Some(begins) => begins.to_owned(),
         None => format!("{CONTINUED}{token}"),
     };
-    let unknown = file.id(file.unknown_token_id, 100).context("it has no unknown token")?;
+    let unknown = file.id_or_default(file.unknown_token_id, 100).context("it has no unknown token")?;
     let named = (0..).zip(&file.tokens).filter(|(_, token)| !token.is_empty());
     let vocabulary: HashMap<String, u32> = named.map(|(id, token)| (name(id, token), id)).collect();
     let lowercase = file.lowercase.unwrap_or(true);
-    let cleaning = Cleaning { lowercase, strip_accents: file.strip_accents, separate_chinese: true };
+    let cleaning =
+        WordPieceNormalization { lowercase, strip_accents: file.strip_accents, separate_chinese: true };
     let unknown = name(unknown, &file.tokens[unknown as usize]);
-    let first = file.id(file.bos_token_id.or(file.cls_token_id), 101);
-    let last = file.id(file.separator_token_id, 102);
-    Ok(Draft {
+    let first = file.id_or_default(file.bos_token_id.or(file.cls_token_id), 101);
+    let last = file.id_or_default(file.separator_token_id, 102);
+    Ok(TokenizerParts {
         pieces: (0u32..).zip(&file.tokens).map(|(id, _)| (id, Vec::new())).collect(),
-        stages: word_piece::stages(vocabulary, &unknown, cleaning)?,
-        joining: Joining::Library,
+        stages: word_piece::pipeline_parts(vocabulary, &unknown, cleaning)?,
+        decode_method: DecodeMethod::Library,
         added,
         bos: file.bos_token_id,
         eos: file.eos_token_id,
-        around: Around::of(first, last),
+        surrounding: SurroundingTokens::new(first, last),
     })
 }
 

@@ -2,18 +2,18 @@
 //!
 //! Invariant: an unknown name is rejected: its texts would be split differently from the model's training.
 
-use crate::text::tokenizer::byte_level::{Composing, WholeWords};
+use crate::text::tokenizer::byte_level::{UnicodeNormalization, WholeWordLookup};
 use crate::text::tokenizer::splits::{LLAMA3, QWEN2};
 use anyhow::{Context, Result};
 
 /// A pre-tokenizer with its names.
 #[derive(Clone, Copy, Debug)]
-pub struct Pre {
+pub struct PreTokenizerSpec {
     names: &'static [&'static str],
     /// Regular expressions that split a text, applied one after the other.
     pub patterns: &'static [&'static str],
-    pub composing: Composing,
-    pub whole_words: WholeWords,
+    pub normalization: UnicodeNormalization,
+    pub whole_word_lookup: WholeWordLookup,
     /// Whether BOS is added before a text if the file does not say.
     pub adds_bos: bool,
 }
@@ -39,15 +39,24 @@ const BLOOM: &str = " ?[^(\\s|.,!?…。，、।۔،)]+";
 
 /// Returns a pre-tokenizer with the usual settings: no normalization, merges are applied to whole words, no
 /// BOS.
-const fn plain(names: &'static [&'static str], patterns: &'static [&'static str]) -> Pre {
-    let (composing, whole_words) = (Composing::None, WholeWords::Merged);
-    Pre { names, patterns, composing, whole_words, adds_bos: false }
+const fn with_defaults(
+    names: &'static [&'static str],
+    patterns: &'static [&'static str],
+) -> PreTokenizerSpec {
+    let (composing, whole_words) = (UnicodeNormalization::None, WholeWordLookup::Disabled);
+    PreTokenizerSpec {
+        names,
+        patterns,
+        normalization: composing,
+        whole_word_lookup: whole_words,
+        adds_bos: false,
+    }
 }
 
 /// All known pre-tokenizers.
-static TABLE: [Pre; 21] = [
-    plain(&[DEFAULT], &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"]),
-    plain(
+static TABLE: [PreTokenizerSpec; 21] = [
+    with_defaults(&[DEFAULT], &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"]),
+    with_defaults(
         &[
             "gpt-2",
             "phi-2",
@@ -71,10 +80,10 @@ static TABLE: [Pre; 21] = [
         ],
         &[GPT2],
     ),
-    Pre {
-        whole_words: WholeWords::Taken,
+    PreTokenizerSpec {
+        whole_word_lookup: WholeWordLookup::Enabled,
         adds_bos: true,
-        ..plain(
+        ..with_defaults(
             &[
                 "llama3",
                 "llama-v3",
@@ -89,14 +98,14 @@ static TABLE: [Pre; 21] = [
             &[LLAMA3],
         )
     },
-    plain(&["dbrx", "smaug-bpe", "glm4", "chatglm-bpe"], &[LLAMA3]),
-    Pre { composing: Composing::Nfc, ..plain(&["qwen2"], &[QWEN2]) },
-    plain(
+    with_defaults(&["dbrx", "smaug-bpe", "glm4", "chatglm-bpe"], &[LLAMA3]),
+    PreTokenizerSpec { normalization: UnicodeNormalization::Nfc, ..with_defaults(&["qwen2"], &[QWEN2]) },
+    with_defaults(
         &["deepseek-r1-qwen", "kormo", "f2llmv2", "stablelm2", "hunyuan", "megrez", "grok-2", "solar-open"],
         &[QWEN2],
     ),
-    Pre { composing: Composing::Nfc, ..plain(&["qwen35"], &[QWEN35]) },
-    plain(
+    PreTokenizerSpec { normalization: UnicodeNormalization::Nfc, ..with_defaults(&["qwen35"], &[QWEN35]) },
+    with_defaults(
         &["deepseek-llm"],
         &[
             "[\r\n]",
@@ -107,27 +116,31 @@ static TABLE: [Pre; 21] = [
             r"\p{N}+",
         ],
     ),
-    plain(&["deepseek-coder"], &["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"]),
-    plain(
+    with_defaults(&["deepseek-coder"], &["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"]),
+    with_defaults(
         &["deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"],
         &[r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3],
     ),
-    plain(&["falcon"], &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"]),
-    plain(
+    with_defaults(&["falcon"], &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"]),
+    with_defaults(
         &["starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"],
         &[r"\p{N}", GPT2],
     ),
-    Pre { whole_words: WholeWords::Taken, adds_bos: true, ..plain(&["tekken"], &[TEKKEN]) },
-    plain(&["gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"], &[GPT4O]),
-    plain(&["bloom", "poro-chat", "gpt3-finnish"], &[BLOOM]),
-    plain(&["viking"], &[BLOOM, r"\p{N}"]),
-    plain(&["bailingmoe", "bailingmoe2", "llada-moe"], &[BAILING]),
-    plain(&["seed-coder"], &[SEED]),
-    plain(&["exaone-moe"], &[EXAONE_MOE]),
-    plain(&["superbpe"], &[r"\p{N}+", THREES_FROM_THE_RIGHT]),
-    Pre {
+    PreTokenizerSpec {
+        whole_word_lookup: WholeWordLookup::Enabled,
         adds_bos: true,
-        ..plain(
+        ..with_defaults(&["tekken"], &[TEKKEN])
+    },
+    with_defaults(&["gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"], &[GPT4O]),
+    with_defaults(&["bloom", "poro-chat", "gpt3-finnish"], &[BLOOM]),
+    with_defaults(&["viking"], &[BLOOM, r"\p{N}"]),
+    with_defaults(&["bailingmoe", "bailingmoe2", "llada-moe"], &[BAILING]),
+    with_defaults(&["seed-coder"], &[SEED]),
+    with_defaults(&["exaone-moe"], &[EXAONE_MOE]),
+    with_defaults(&["superbpe"], &[r"\p{N}+", THREES_FROM_THE_RIGHT]),
+    PreTokenizerSpec {
+        adds_bos: true,
+        ..with_defaults(
             &["chameleon"],
             &[
                 "<sentinel:[0-9]+>",
@@ -141,9 +154,9 @@ static TABLE: [Pre; 21] = [
     },
 ];
 
-impl Pre {
+impl PreTokenizerSpec {
     /// Returns the pre-tokenizer with this name. No name is "default".
-    pub fn named(name: Option<&str>) -> Result<Pre> {
+    pub fn from_name(name: Option<&str>) -> Result<PreTokenizerSpec> {
         let name = name.filter(|name| !name.is_empty()).unwrap_or(DEFAULT);
         let found = TABLE.iter().find(|pre| pre.names.contains(&name));
         let known = || TABLE.iter().flat_map(|pre| pre.names).copied().collect::<Vec<_>>().join(", ");
@@ -156,13 +169,13 @@ impl Pre {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::vocabularies::soon;
+    use crate::testing::vocabularies::run_with_timeout;
     use crate::text::tokenizer::splits;
     use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, PreTokenizerWrapper};
 
     /// Splits a text into words.
     fn words(name: &str, text: &str) -> Vec<String> {
-        let stages = splits::stages(Pre::named(Some(name)).unwrap().patterns);
+        let stages = splits::stages(PreTokenizerSpec::from_name(Some(name)).unwrap().patterns);
         let split = serde_json::json!({"type": "Sequence", "pretokenizers": stages});
         let split: PreTokenizerWrapper = serde_json::from_value(split).unwrap();
         let mut words = PreTokenizedString::from(text);
@@ -182,7 +195,7 @@ mod tests {
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), all);
-        let error = Pre::named(Some("kimi")).unwrap_err().to_string();
+        let error = PreTokenizerSpec::from_name(Some("kimi")).unwrap_err().to_string();
         assert!(error.contains("'kimi' is not supported") && error.contains("llama-bpe"), "{error}");
         assert_eq!(words("default", text), words("", text));
     }
@@ -194,7 +207,7 @@ mod tests {
             let threes = digits.as_bytes().rchunks(3).rev().map(|three| str::from_utf8(three).unwrap());
             let expected: Vec<&str> = ["a"].into_iter().chain(threes).chain(["b"]).collect();
             let text = format!("a{digits}b");
-            assert_eq!(soon(move || words("superbpe", &text)), expected, "{count}");
+            assert_eq!(run_with_timeout(move || words("superbpe", &text)), expected, "{count}");
         }
         assert_eq!(words("superbpe", "12345½1234"), ["12", "345", "½", "1", "234"]);
     }

@@ -16,7 +16,7 @@ const MASKING: &str = "jina-v2-";
 
 impl GgufVocabulary {
     /// Sets whether an added token includes the spaces before and after it.
-    pub(super) fn with_its_spaces(&self, token: AddedToken) -> AddedToken {
+    pub(super) fn with_adjacent_spaces(&self, token: AddedToken) -> AddedToken {
         let strips_right = self.is_phi3() && !PHI3_PLAIN.contains(&token.content.as_str());
         let strips_left = self.is_like_roberta() && token.content == MASK;
         token.rstrip(strips_right).lstrip(strips_left)

@@ -3,7 +3,7 @@
 //! Invariant: the symbols are contiguous and cover the text; a candidate whose symbols have since merged with
 //! others is skipped.
 
-use super::{ScoredBpe, Span};
+use super::{ScoredBpe, TextSpan};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::ops::Range;
@@ -13,9 +13,9 @@ pub struct Merging<'a> {
     bpe: &'a ScoredBpe,
     text: &'a [u8],
     symbols: Vec<Symbol>,
-    queue: BinaryHeap<Reverse<Candidate>>,
+    queue: BinaryHeap<Reverse<MergeCandidate>>,
     /// For unused pieces: the length of the left symbol of the pair that forms the piece.
-    halves: HashMap<&'a [u8], usize>,
+    left_halves: HashMap<&'a [u8], usize>,
 }
 
 /// A part of the text, in a list linked by indices. A symbol that has merged into its left neighbour is
@@ -30,7 +30,7 @@ struct Symbol {
 
 /// A possible merge at the time it was queued. Ordered by rank, then from left to right.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Candidate {
+struct MergeCandidate {
     rank: u32,
     at: usize,
     end: usize,
@@ -41,16 +41,16 @@ impl<'a> Merging<'a> {
     pub fn new(bpe: &'a ScoredBpe, text: &'a str) -> Merging<'a> {
         let text = text.as_bytes();
         let (symbols, queue) = (symbols(bpe, text), BinaryHeap::new());
-        let mut merging = Merging { bpe, text, symbols, queue, halves: HashMap::new() };
+        let mut merging = Merging { bpe, text, symbols, queue, left_halves: HashMap::new() };
         merging.merge();
         merging
     }
 
     /// Merges neighbours until no two form a piece.
     fn merge(&mut self) {
-        (0..self.symbols.len()).for_each(|at| self.consider(at));
+        (0..self.symbols.len()).for_each(|at| self.queue_merge(at));
         while let Some(Reverse(best)) = self.queue.pop() {
-            let Some(right) = self.still_possible(best) else { continue };
+            let Some(right) = self.valid_right_symbol(best) else { continue };
             let next = self.symbols[right].next;
             self.symbols[right].end = self.symbols[right].begin;
             self.symbols[best.at].end = best.end;
@@ -59,14 +59,14 @@ impl<'a> Merging<'a> {
                 self.symbols[next].previous = Some(best.at);
             }
             if let Some(previous) = self.symbols[best.at].previous {
-                self.consider(previous);
+                self.queue_merge(previous);
             }
-            self.consider(best.at);
+            self.queue_merge(best.at);
         }
     }
 
     /// Queues the merge of the symbol `at` with its right neighbour, if they form a piece.
-    fn consider(&mut self, at: usize) {
+    fn queue_merge(&mut self, at: usize) {
         let left = &self.symbols[at];
         let Some(right) = left.next.map(|next| &self.symbols[next]) else { return };
         let bytes = &self.text[left.begin..right.end];
@@ -74,22 +74,22 @@ impl<'a> Merging<'a> {
             return;
         };
         if piece.unused {
-            self.halves.insert(bytes, left.end - left.begin);
+            self.left_halves.insert(bytes, left.end - left.begin);
         }
         if let Some(rank) = piece.rank {
-            self.queue.push(Reverse(Candidate { rank, at, end: right.end }));
+            self.queue.push(Reverse(MergeCandidate { rank, at, end: right.end }));
         }
     }
 
     /// Returns the right symbol of a candidate, unless one of its symbols has since merged with another.
-    fn still_possible(&self, candidate: Candidate) -> Option<usize> {
+    fn valid_right_symbol(&self, candidate: MergeCandidate) -> Option<usize> {
         let left = &self.symbols[candidate.at];
         let right = left.next.filter(|_| left.begin < left.end)?;
         (self.symbols[right].end == candidate.end).then_some(right)
     }
 
     /// Returns the remaining symbols. Unused pieces are split again.
-    pub fn spans(&self) -> Vec<Span> {
+    pub fn spans(&self) -> Vec<TextSpan> {
         let mut spans = Vec::new();
         let mut uncut: Vec<Range<usize>> = Vec::new();
         for symbol in self.symbols.iter().filter(|symbol| symbol.begin < symbol.end) {
@@ -97,13 +97,13 @@ impl<'a> Merging<'a> {
             while let Some(range) = uncut.pop() {
                 let bytes = &self.text[range.clone()];
                 let piece = self.bpe.pieces.get(bytes);
-                match (piece, self.halves.get(bytes)) {
+                match (piece, self.left_halves.get(bytes)) {
                     (Some(piece), Some(left)) if piece.unused => {
                         let middle = range.start + left;
                         uncut.extend([middle..range.end, range.start..middle]);
                     }
-                    (Some(piece), _) => spans.push(Span::Piece(piece.id)),
-                    (None, _) => spans.push(Span::Unknown(range)),
+                    (Some(piece), _) => spans.push(TextSpan::Piece(piece.id)),
+                    (None, _) => spans.push(TextSpan::Unknown(range)),
                 }
             }
         }

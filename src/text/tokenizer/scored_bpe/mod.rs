@@ -8,7 +8,7 @@
 
 mod merging;
 
-use super::prefixes::Prefixes;
+use super::prefixes::PrefixSet;
 use merging::Merging;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -16,8 +16,8 @@ use std::ops::Range;
 /// Byte-pair encoder of scored pieces.
 #[derive(Debug)]
 pub struct ScoredBpe {
-    pieces: HashMap<Box<[u8]>, Piece>,
-    whole: Prefixes,
+    pieces: HashMap<Box<[u8]>, PieceEntry>,
+    user_defined: PrefixSet,
     atoms: Atoms,
 }
 
@@ -39,25 +39,25 @@ pub struct ScoredPiece<'a> {
     pub bytes: &'a [u8],
     /// Score; larger is better. Not NaN.
     pub score: f32,
-    pub kind: Kind,
+    pub kind: PieceFormation,
 }
 
 /// How a piece is formed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum PieceFormation {
     /// By merging neighbours.
     Merged,
     /// Only as an atom, never by merging.
     Unmerged,
     /// Wherever it occurs in the text, the longest such piece first; it does not merge.
-    Whole,
+    UserDefined,
     /// By merging, as an intermediate step; if it remains, it is split again.
     Unused,
 }
 
 /// A part of a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Span {
+pub enum TextSpan {
     Piece(u32),
     /// Byte range of text that is not a piece.
     Unknown(Range<usize>),
@@ -65,7 +65,7 @@ pub enum Span {
 
 /// Id and rank of a piece.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
+struct PieceEntry {
     id: u32,
     /// Rank of the score, 0 for the best; equal scores have equal ranks. `None` if the piece is not formed by
     /// merging.
@@ -77,22 +77,22 @@ impl ScoredBpe {
     /// Creates an encoder. Of equal pieces the first is used; empty ones are ignored.
     pub fn new(pieces: &[ScoredPiece], atoms: Atoms) -> ScoredBpe {
         let ranks = ranks(pieces);
-        let mut by_bytes = HashMap::<Box<[u8]>, Piece>::with_capacity(pieces.len());
+        let mut by_bytes = HashMap::<Box<[u8]>, PieceEntry>::with_capacity(pieces.len());
         for (piece, rank) in pieces.iter().zip(ranks).filter(|(piece, _)| !piece.bytes.is_empty()) {
-            let rank = (piece.kind != Kind::Unmerged).then_some(rank);
-            let unused = piece.kind == Kind::Unused;
-            by_bytes.entry(piece.bytes.into()).or_insert(Piece { id: piece.id, rank, unused });
+            let rank = (piece.kind != PieceFormation::Unmerged).then_some(rank);
+            let unused = piece.kind == PieceFormation::Unused;
+            by_bytes.entry(piece.bytes.into()).or_insert(PieceEntry { id: piece.id, rank, unused });
         }
-        let whole = pieces.iter().filter(|piece| piece.kind == Kind::Whole);
-        let whole = Prefixes::new(whole.map(|piece| (piece.bytes, piece.id)));
-        ScoredBpe { pieces: by_bytes, whole, atoms }
+        let whole = pieces.iter().filter(|piece| piece.kind == PieceFormation::UserDefined);
+        let whole = PrefixSet::new(whole.map(|piece| (piece.bytes, piece.id)));
+        ScoredBpe { pieces: by_bytes, user_defined: whole, atoms }
     }
 
     /// Splits a text into pieces and unknown spans.
-    pub fn encode(&self, text: &str) -> Vec<Span> {
+    pub fn encode(&self, text: &str) -> Vec<TextSpan> {
         let whole = self.pieces.get(text.as_bytes()).filter(|_| self.atoms == Atoms::Bytes);
         if let Some(piece) = whole {
-            return vec![Span::Piece(piece.id)];
+            return vec![TextSpan::Piece(piece.id)];
         }
         Merging::new(self, text).spans()
     }
@@ -102,7 +102,7 @@ impl ScoredBpe {
         if self.atoms == Atoms::Bytes {
             return (1, false);
         }
-        if let Some(len) = self.whole.longest(text) {
+        if let Some(len) = self.user_defined.longest(text) {
             return (len, true);
         }
         // The text starts within a character only if a user-defined piece ended there; its rest is split into
@@ -140,14 +140,14 @@ fn ranks(pieces: &[ScoredPiece]) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::vocabularies::{Dice, soon};
+    use crate::testing::vocabularies::{Dice, run_with_timeout};
     use std::collections::BTreeSet;
 
     /// Straightforward implementation of the algorithm: merge the best pair of neighbours, and repeat.
     fn oracle(pieces: &[ScoredPiece], atoms: Atoms, text: &str) -> Vec<String> {
         let find = |bytes: &str| pieces.iter().find(|piece| piece.bytes == bytes.as_bytes());
         let whole = |text: &str| {
-            let whole = pieces.iter().filter(|piece| piece.kind == Kind::Whole);
+            let whole = pieces.iter().filter(|piece| piece.kind == PieceFormation::UserDefined);
             whole
                 .map(|piece| piece.bytes)
                 .filter(|bytes| text.as_bytes().starts_with(bytes))
@@ -168,7 +168,7 @@ mod tests {
             for at in 1..parts.len() {
                 let joint = find(&format!("{}{}", parts[at - 1].0, parts[at].0));
                 if let Some(piece) = joint
-                    && piece.kind != Kind::Unmerged
+                    && piece.kind != PieceFormation::Unmerged
                     && !parts[at - 1].1
                     && !parts[at].1
                     && best.is_none_or(|(score, _)| piece.score > score)
@@ -186,20 +186,26 @@ mod tests {
     /// Encodes a text to the texts of its spans. A piece's id is its index in `pieces`.
     fn parts(bpe: &ScoredBpe, pieces: &[ScoredPiece], text: &str) -> Vec<String> {
         let part = |span| match span {
-            Span::Piece(id) => String::from_utf8(pieces[id as usize].bytes.to_vec()).unwrap(),
-            Span::Unknown(range) => text[range].to_owned(),
+            TextSpan::Piece(id) => String::from_utf8(pieces[id as usize].bytes.to_vec()).unwrap(),
+            TextSpan::Unknown(range) => text[range].to_owned(),
         };
         bpe.encode(text).into_iter().map(part).collect()
     }
 
-    fn piece(id: usize, word: &str, score: f32, kind: Kind) -> ScoredPiece<'_> {
+    fn piece(id: usize, word: &str, score: f32, kind: PieceFormation) -> ScoredPiece<'_> {
         ScoredPiece { id: id as u32, bytes: word.as_bytes(), score, kind }
     }
 
     #[test]
     fn texts_are_cut_as_by_the_plain_algorithm() {
         let mut dice = Dice::new(42);
-        let kinds = [Kind::Merged, Kind::Merged, Kind::Merged, Kind::Unmerged, Kind::Whole];
+        let kinds = [
+            PieceFormation::Merged,
+            PieceFormation::Merged,
+            PieceFormation::Merged,
+            PieceFormation::Unmerged,
+            PieceFormation::UserDefined,
+        ];
         for _ in 0..400 {
             let word = |dice: &mut Dice, most| -> String {
                 (0..dice.below(most)).map(|_| *dice.pick(&['a', 'b', '日'])).collect()
@@ -225,18 +231,20 @@ mod tests {
 
     #[test]
     fn the_time_is_not_quadratic_in_the_length() {
-        let pieces = [piece(0, "ab", -1.0, Kind::Merged), piece(1, "<w>", 0.0, Kind::Whole)];
+        let pieces =
+            [piece(0, "ab", -1.0, PieceFormation::Merged), piece(1, "<w>", 0.0, PieceFormation::UserDefined)];
         let half = 400_000;
         for atoms in [Atoms::Characters, Atoms::KnownCharacters, Atoms::Bytes] {
             let bpe = ScoredBpe::new(&pieces, atoms);
             let expected = if atoms == Atoms::KnownCharacters { 2 * half } else { half };
-            assert_eq!(soon(move || bpe.encode(&"ab".repeat(half)).len()), expected, "{atoms:?}");
+            assert_eq!(run_with_timeout(move || bpe.encode(&"ab".repeat(half)).len()), expected, "{atoms:?}");
         }
     }
 
     #[test]
     fn equal_scores_merge_from_left_to_right() {
-        let pieces = [piece(0, "ba", 0.0, Kind::Merged), piece(1, "ab", -0.0, Kind::Merged)];
+        let pieces =
+            [piece(0, "ba", 0.0, PieceFormation::Merged), piece(1, "ab", -0.0, PieceFormation::Merged)];
         let bpe = ScoredBpe::new(&pieces, Atoms::Characters);
         assert_eq!(parts(&bpe, &pieces, "aba"), ["ab", "a"]);
         assert_eq!(parts(&bpe, &pieces, "bab"), ["ba", "b"]);
@@ -244,19 +252,19 @@ mod tests {
 
     #[test]
     fn a_character_that_is_no_piece_merges_into_one_or_stays_alone() {
-        let pieces = [piece(0, "日a", 0.0, Kind::Merged)];
+        let pieces = [piece(0, "日a", 0.0, PieceFormation::Merged)];
         let spans = |atoms| ScoredBpe::new(&pieces, atoms).encode("日a");
-        assert_eq!(spans(Atoms::Characters), [Span::Piece(0)]);
-        assert_eq!(spans(Atoms::KnownCharacters), [Span::Unknown(0..3), Span::Unknown(3..4)]);
+        assert_eq!(spans(Atoms::Characters), [TextSpan::Piece(0)]);
+        assert_eq!(spans(Atoms::KnownCharacters), [TextSpan::Unknown(0..3), TextSpan::Unknown(3..4)]);
     }
 
     #[test]
     fn unused_pieces_are_steps_and_are_cut_again() {
         let pieces = [
-            piece(0, "ab", 0.0, Kind::Unused),
-            piece(1, "abc", -1.0, Kind::Merged),
-            piece(2, "dab", -2.0, Kind::Unused),
-            piece(3, "z", -3.0, Kind::Unused),
+            piece(0, "ab", 0.0, PieceFormation::Unused),
+            piece(1, "abc", -1.0, PieceFormation::Merged),
+            piece(2, "dab", -2.0, PieceFormation::Unused),
+            piece(3, "z", -3.0, PieceFormation::Unused),
         ];
         let bpe = ScoredBpe::new(&pieces, Atoms::Characters);
         assert_eq!(parts(&bpe, &pieces, "abc"), ["abc"]);
@@ -271,13 +279,13 @@ mod tests {
         let pieces: Vec<ScoredPiece> = [first, b"\x97", b"\xa5", b"a", b"\xa5a", second, b"aaa"]
             .into_iter()
             .zip(0u32..)
-            .map(|(bytes, id)| ScoredPiece { id, bytes, score: -(id as f32), kind: Kind::Merged })
+            .map(|(bytes, id)| ScoredPiece { id, bytes, score: -(id as f32), kind: PieceFormation::Merged })
             .collect();
         let bpe = ScoredBpe::new(&pieces, Atoms::Bytes);
-        assert_eq!(bpe.encode("日a"), [Span::Piece(0), Span::Piece(5)]);
+        assert_eq!(bpe.encode("日a"), [TextSpan::Piece(0), TextSpan::Piece(5)]);
         // No merge forms "aa", so "aaa" is found only as a whole text.
-        assert_eq!(bpe.encode("aaa"), [Span::Piece(6)]);
-        assert_eq!(bpe.encode("aaaa"), [3; 4].map(Span::Piece));
+        assert_eq!(bpe.encode("aaa"), [TextSpan::Piece(6)]);
+        assert_eq!(bpe.encode("aaaa"), [3; 4].map(TextSpan::Piece));
         assert_eq!(bpe.encode(""), []);
     }
 }

@@ -4,13 +4,13 @@
 //! Invariant: an unknown class changes nothing; a class that is known to change more than this module does is
 //! rejected.
 
-use super::pieces::{Piece, PieceKind, Vocabulary};
+use super::pieces::{PieceKind, PieceVocabulary, VocabularyPiece};
 use crate::formats::Folder;
-use crate::text::tokenizer::byte_level::different_ids;
-use crate::text::tokenizer::class::Class;
-use crate::text::tokenizer::settings::Settings;
+use crate::text::tokenizer::byte_level::check_unique_ids;
+use crate::text::tokenizer::class::TokenizerClass;
+use crate::text::tokenizer::settings::TokenizerSettings;
 use crate::text::tokenizer::vocab_json::VOCABULARY;
-use crate::text::tokenizer::{Around, json};
+use crate::text::tokenizer::{SurroundingTokens, json};
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::HashMap;
 use tokenizers::AddedToken;
@@ -46,15 +46,15 @@ const EXTRA_MAX: u32 = 1 << 16;
 
 /// Arrangement of a model's pieces by a class.
 #[derive(Debug, Default)]
-pub struct Layout {
-    order: Order,
+pub struct PieceLayout {
+    order: IdOrder,
     /// Tokens appended after the pieces and after the tokens that the settings add.
     pub appended: Vec<AddedToken>,
 }
 
 /// Ids of the pieces.
 #[derive(Debug, Default)]
-enum Order {
+enum IdOrder {
     /// Their positions in the file.
     #[default]
     File,
@@ -64,102 +64,125 @@ enum Order {
     Mapped(HashMap<String, u32>),
 }
 
-impl Layout {
+impl PieceLayout {
     /// Returns the layout of a class. Fails if the class is unsupported.
-    pub fn of(class: &Class, settings: &Settings, folder: &Folder) -> Result<Layout> {
-        let fairseq = |appended| Layout { order: Order::Fairseq, appended };
-        let mask = || special("<mask>".to_owned());
+    pub fn for_class(
+        class: &TokenizerClass,
+        settings: &TokenizerSettings,
+        folder: &Folder,
+    ) -> Result<PieceLayout> {
+        let fairseq = |appended| PieceLayout { order: IdOrder::Fairseq, appended };
+        let mask = || special_token("<mask>".to_owned());
         Ok(match class {
-            Class::Llama => Layout::default(),
-            Class::Other(name) if !REFUSED.contains(&name.as_str()) => Layout::default(),
-            Class::T5 => {
+            TokenizerClass::Llama => PieceLayout::default(),
+            TokenizerClass::Other(name) if !REFUSED.contains(&name.as_str()) => PieceLayout::default(),
+            TokenizerClass::T5 => {
                 let extra = settings.number("extra_ids")?.unwrap_or(100);
                 ensure!(extra <= EXTRA_MAX, "extra_ids is {extra}: at most {EXTRA_MAX} are supported");
-                let appended = (0..extra).rev().map(|i| special(format!("<extra_id_{i}>")));
-                Layout { order: Order::File, appended: appended.collect() }
+                let appended = (0..extra).rev().map(|i| special_token(format!("<extra_id_{i}>")));
+                PieceLayout { order: IdOrder::File, appended: appended.collect() }
             }
-            Class::ChatGlm => {
+            TokenizerClass::ChatGlm => {
                 let names = ["[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"];
-                Layout { order: Order::File, appended: names.map(|name| special(name.to_owned())).to_vec() }
+                PieceLayout {
+                    order: IdOrder::File,
+                    appended: names.map(|name| special_token(name.to_owned())).to_vec(),
+                }
             }
-            Class::XlmRoberta | Class::MBart | Class::MBart50 | Class::Nllb => fairseq(vec![mask()]),
-            Class::Xglm => fairseq((0..7).map(|i| special(format!("<madeupword{i}>"))).collect()),
-            Class::M2m100 => Layout { order: Order::Mapped(map(folder)?), appended: Vec::new() },
-            Class::Gpt2 | Class::Roberta | Class::Qwen2 | Class::Qwen | Class::Bert | Class::Other(_) => {
+            TokenizerClass::XlmRoberta
+            | TokenizerClass::MBart
+            | TokenizerClass::MBart50
+            | TokenizerClass::Nllb => fairseq(vec![mask()]),
+            TokenizerClass::Xglm => {
+                fairseq((0..7).map(|i| special_token(format!("<madeupword{i}>"))).collect())
+            }
+            TokenizerClass::M2m100 => {
+                PieceLayout { order: IdOrder::Mapped(read_id_map(folder)?), appended: Vec::new() }
+            }
+            TokenizerClass::Gpt2
+            | TokenizerClass::Roberta
+            | TokenizerClass::Qwen2
+            | TokenizerClass::Qwen
+            | TokenizerClass::Bert
+            | TokenizerClass::Other(_) => {
                 bail!("{class} cannot be built from this file: it needs a {}", json::FILE)
             }
         })
     }
 
     /// Assigns the class's ids to the pieces.
-    pub fn arranged(&self, vocabulary: Vocabulary) -> Result<Vocabulary> {
+    pub fn assign_ids(&self, vocabulary: PieceVocabulary) -> Result<PieceVocabulary> {
         let pieces = match &self.order {
-            Order::File => vocabulary.pieces,
-            Order::Fairseq => fairseq(vocabulary.pieces)?,
-            Order::Mapped(ids) => mapped(vocabulary.pieces, ids)?,
+            IdOrder::File => vocabulary.pieces,
+            IdOrder::Fairseq => fairseq_ids(vocabulary.pieces)?,
+            IdOrder::Mapped(ids) => mapped_ids(vocabulary.pieces, ids)?,
         };
-        Ok(Vocabulary { pieces, ..vocabulary })
+        Ok(PieceVocabulary { pieces, ..vocabulary })
     }
 
     /// Returns the special tokens around a text.
-    pub fn around(
+    pub fn surrounding_tokens(
         &self,
-        class: &Class,
-        settings: &Settings,
+        class: &TokenizerClass,
+        settings: &TokenizerSettings,
         [bos, eos]: [Option<u32>; 2],
         id: impl Fn(&str) -> Option<u32>,
-    ) -> Result<Around> {
+    ) -> Result<SurroundingTokens> {
         let needed = |name: &str| id(name).with_context(|| format!("it has no token '{name}'"));
-        let around = |before: Vec<u32>, after: Vec<u32>| Around { before, after, ..Around::default() };
+        let around = |before: Vec<u32>, after: Vec<u32>| SurroundingTokens {
+            before,
+            after,
+            ..SurroundingTokens::default()
+        };
         let end = || eos.context("it has no EOS token");
-        let language = |usual| needed(&language(class, settings, usual)?);
+        let language = |usual| needed(&language_token(class, settings, usual)?);
         Ok(match class {
-            Class::T5 => around(vec![], vec![end()?]),
-            Class::XlmRoberta => around(vec![needed("<s>")?], vec![needed("</s>")?]),
-            Class::Xglm => around(vec![end()?], vec![]),
-            Class::ChatGlm => around(vec![needed("[gMASK]")?, needed("sop")?], vec![]),
-            Class::MBart => around(vec![], vec![end()?, language("en_XX")?]),
-            Class::MBart50 => around(vec![language("en_XX")?], vec![end()?]),
-            Class::M2m100 => around(vec![language("en")?], vec![end()?]),
-            Class::Nllb if settings.flag("legacy_behaviour")? == Some(true) => {
+            TokenizerClass::T5 => around(vec![], vec![end()?]),
+            TokenizerClass::XlmRoberta => around(vec![needed("<s>")?], vec![needed("</s>")?]),
+            TokenizerClass::Xglm => around(vec![end()?], vec![]),
+            TokenizerClass::ChatGlm => around(vec![needed("[gMASK]")?, needed("sop")?], vec![]),
+            TokenizerClass::MBart => around(vec![], vec![end()?, language("en_XX")?]),
+            TokenizerClass::MBart50 => around(vec![language("en_XX")?], vec![end()?]),
+            TokenizerClass::M2m100 => around(vec![language("en")?], vec![end()?]),
+            TokenizerClass::Nllb if settings.flag("legacy_behaviour")? == Some(true) => {
                 around(vec![], vec![end()?, language("eng_Latn")?])
             }
-            Class::Nllb => around(vec![language("eng_Latn")?], vec![end()?]),
+            TokenizerClass::Nllb => around(vec![language("eng_Latn")?], vec![end()?]),
             _ => {
                 let add_bos = settings.flag("add_bos_token")?.unwrap_or(true);
                 let add_eos = settings.flag("add_eos_token")?.unwrap_or(false);
-                Around::of(bos.filter(|_| add_bos), eos.filter(|_| add_eos))
+                SurroundingTokens::new(bos.filter(|_| add_bos), eos.filter(|_| add_eos))
             }
         })
     }
 }
 
-fn special(name: String) -> AddedToken {
+fn special_token(name: String) -> AddedToken {
     AddedToken::from(name, true)
 }
 
 /// Returns the name of the language token.
-fn language(class: &Class, settings: &Settings, usual: &str) -> Result<String> {
+fn language_token(class: &TokenizerClass, settings: &TokenizerSettings, usual: &str) -> Result<String> {
     let language = settings.text("src_lang")?.unwrap_or(usual);
     Ok(match class {
-        Class::M2m100 => format!("__{language}__"),
+        TokenizerClass::M2m100 => format!("__{language}__"),
         _ => language.to_owned(),
     })
 }
 
 /// Reads the ids of pieces from `vocab.json`.
-fn map(folder: &Folder) -> Result<HashMap<String, u32>> {
-    let content = folder.read_needed(VOCABULARY)?;
+fn read_id_map(folder: &Folder) -> Result<HashMap<String, u32>> {
+    let content = folder.read_required(VOCABULARY)?;
     let read = || {
         let ids: HashMap<String, u32> = serde_json::from_slice(&content)?;
-        different_ids(&ids)?;
+        check_unique_ids(&ids)?;
         anyhow::Ok(ids)
     };
     read().with_context(|| folder.file(VOCABULARY).display().to_string())
 }
 
 /// Assigns fairseq's ids.
-fn fairseq(pieces: Vec<Piece>) -> Result<Vec<Piece>> {
+fn fairseq_ids(pieces: Vec<VocabularyPiece>) -> Result<Vec<VocabularyPiece>> {
     let kinds: Vec<PieceKind> = pieces.iter().take(3).map(|piece| piece.kind).collect();
     ensure!(
         kinds == [PieceKind::Unknown, PieceKind::Control, PieceKind::Control],
@@ -167,13 +190,15 @@ fn fairseq(pieces: Vec<Piece>) -> Result<Vec<Piece>> {
     );
     let first = ["<s>", "<pad>", "</s>", "<unk>"].into_iter().zip(0..).map(|(text, id)| {
         let kind = if text == "<unk>" { PieceKind::Unknown } else { PieceKind::Control };
-        Piece { id, text: text.to_owned(), score: 0.0, kind }
+        VocabularyPiece { id, text: text.to_owned(), score: 0.0, kind }
     });
-    Ok(first.chain(pieces.into_iter().skip(3).map(|piece| Piece { id: piece.id + 1, ..piece })).collect())
+    Ok(first
+        .chain(pieces.into_iter().skip(3).map(|piece| VocabularyPiece { id: piece.id + 1, ..piece }))
+        .collect())
 }
 
 /// Assigns the ids of `vocab.json`; its tokens that are not pieces become control tokens.
-fn mapped(pieces: Vec<Piece>, ids: &HashMap<String, u32>) -> Result<Vec<Piece>> {
+fn mapped_ids(pieces: Vec<VocabularyPiece>, ids: &HashMap<String, u32>) -> Result<Vec<VocabularyPiece>> {
     let unknown = pieces.iter().find(|piece| piece.kind == PieceKind::Unknown);
     let unknown = unknown.and_then(|piece| ids.get(&piece.text));
     let unknown = *unknown.with_context(|| format!("{VOCABULARY} has no unknown token"))?;
@@ -181,10 +206,14 @@ fn mapped(pieces: Vec<Piece>, ids: &HashMap<String, u32>) -> Result<Vec<Piece>> 
     let mut mapped = Vec::with_capacity(ids.len());
     for piece in pieces {
         unseen.remove(piece.text.as_str());
-        mapped.push(Piece { id: ids.get(&piece.text).copied().unwrap_or(unknown), ..piece });
+        mapped.push(VocabularyPiece { id: ids.get(&piece.text).copied().unwrap_or(unknown), ..piece });
     }
-    let control =
-        |(text, id): (&str, u32)| Piece { id, text: text.to_owned(), score: 0.0, kind: PieceKind::Control };
+    let control = |(text, id): (&str, u32)| VocabularyPiece {
+        id,
+        text: text.to_owned(),
+        score: 0.0,
+        kind: PieceKind::Control,
+    };
     mapped.extend(unseen.into_iter().map(control));
     Ok(mapped)
 }

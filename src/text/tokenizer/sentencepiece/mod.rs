@@ -14,16 +14,16 @@ pub mod charsmap;
 mod layout;
 mod proto;
 
-use super::added::{Added, resolve};
-use super::class::Class;
-use super::draft::{Draft, id_of};
-use super::settings::Settings;
-use super::{Joining, Tokenizer};
+use super::added::{AddedTokenSpec, resolve};
+use super::class::TokenizerClass;
+use super::draft::{TokenizerParts, find_token_id};
+use super::settings::TokenizerSettings;
+use super::{DecodeMethod, Tokenizer};
 use crate::formats::Folder;
 use anyhow::{Context, Result, bail, ensure};
-use layout::Layout;
-use normalizer::{Prefix, SpaceSpelling, Spaces};
-use pieces::{Cutting, Piece, PieceKind, Vocabulary};
+use layout::PieceLayout;
+use normalizer::{SpaceHandling, SpacePrefix, SpaceSpelling};
+use pieces::{PieceKind, PieceVocabulary, SplitAlgorithm, VocabularyPiece};
 use prost::Message;
 use proto::{ModelProto, PieceProto};
 use std::collections::{HashMap, HashSet};
@@ -32,29 +32,34 @@ use std::collections::{HashMap, HashSet};
 pub const FILES: [&str; 4] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model"];
 
 /// Content of a model file.
-struct Model {
-    vocabulary: Vocabulary,
+struct ModelFile {
+    vocabulary: PieceVocabulary,
     bos: Option<u32>,
     eos: Option<u32>,
 }
 
 /// Reads the tokenizer of a folder with this model file.
-pub fn read(folder: &Folder, file: &str, content: &[u8], mut settings: Settings) -> Result<Tokenizer> {
+pub fn read(
+    folder: &Folder,
+    file: &str,
+    content: &[u8],
+    mut settings: TokenizerSettings,
+) -> Result<Tokenizer> {
     let name = || folder.file(file).display().to_string();
-    let model = Model::read(content).with_context(name)?;
-    let class = settings.class_or(Class::Llama);
-    let layout = Layout::of(&class, &settings, folder).with_context(name)?;
-    draft(file, &settings, model, &class, layout).and_then(Draft::finish).with_context(name)
+    let model = ModelFile::read(content).with_context(name)?;
+    let class = settings.class_or(TokenizerClass::Llama);
+    let layout = PieceLayout::for_class(&class, &settings, folder).with_context(name)?;
+    tokenizer_parts(file, &settings, model, &class, layout).and_then(TokenizerParts::build).with_context(name)
 }
 
-impl Model {
-    fn read(content: &[u8]) -> Result<Model> {
+impl ModelFile {
+    fn read(content: &[u8]) -> Result<ModelFile> {
         let proto = ModelProto::decode(content).context("it is not a sentencepiece model")?;
         let trainer = proto.trainer_spec.unwrap_or_default();
         let spec = proto.normalizer_spec.unwrap_or_default();
         let cutting = match trainer.model_type.unwrap_or(1) {
-            1 => Cutting::Unigram,
-            2 => Cutting::Bpe,
+            1 => SplitAlgorithm::Unigram,
+            2 => SplitAlgorithm::Bpe,
             other => bail!("its model type {other} is not supported (supported: 1 (unigram), 2 (BPE))"),
         };
         ensure!(
@@ -65,12 +70,16 @@ impl Model {
         let pieces = (0u32..)
             .zip(proto.pieces)
             .map(|(id, piece)| read_piece(id, piece).with_context(|| format!("piece {id}")));
-        let vocabulary = Vocabulary {
+        let vocabulary = PieceVocabulary {
             pieces: pieces.collect::<Result<_>>()?,
-            cutting,
+            algorithm: cutting,
             charsmap: spec.precompiled_charsmap.unwrap_or_default(),
-            prefix: if is_on(spec.add_dummy_prefix) { Prefix::Always } else { Prefix::Never },
-            spaces: if is_on(spec.remove_extra_whitespaces) { Spaces::Merged } else { Spaces::Kept },
+            prefix: if is_on(spec.add_dummy_prefix) { SpacePrefix::Always } else { SpacePrefix::Never },
+            spaces: if is_on(spec.remove_extra_whitespaces) {
+                SpaceHandling::Merge
+            } else {
+                SpaceHandling::Keep
+            },
             spelling: match is_on(spec.escape_whitespaces) {
                 true => SpaceSpelling::Symbol,
                 false => SpaceSpelling::Plain,
@@ -81,53 +90,76 @@ impl Model {
         let bos = id(trainer.bos_id, 1).filter(is_there);
         let eos = id(trainer.eos_id, 2).filter(is_there);
         ensure!(!vocabulary.pieces.is_empty(), "it has no pieces");
-        Ok(Model { bos, eos, vocabulary })
+        Ok(ModelFile { bos, eos, vocabulary })
     }
 }
 
-fn read_piece(id: u32, piece: PieceProto) -> Result<Piece> {
-    let kind = PieceKind::of(piece.kind.unwrap_or(1).into())?;
-    Ok(Piece { id, text: piece.piece.unwrap_or_default(), score: piece.score.unwrap_or_default(), kind })
+fn read_piece(id: u32, piece: PieceProto) -> Result<VocabularyPiece> {
+    let kind = PieceKind::from_number(piece.kind.unwrap_or(1).into())?;
+    Ok(VocabularyPiece {
+        id,
+        text: piece.piece.unwrap_or_default(),
+        score: piece.score.unwrap_or_default(),
+        kind,
+    })
 }
 
-fn draft(file: &str, settings: &Settings, model: Model, class: &Class, layout: Layout) -> Result<Draft> {
+fn tokenizer_parts(
+    file: &str,
+    settings: &TokenizerSettings,
+    model: ModelFile,
+    class: &TokenizerClass,
+    layout: PieceLayout,
+) -> Result<TokenizerParts> {
     let name = |id: Option<u32>| Some(model.vocabulary.pieces.get(id? as usize)?.text.clone());
     let (bos, eos) = (name(model.bos), name(model.eos));
-    let mut vocabulary = layout.arranged(model.vocabulary)?;
+    let mut vocabulary = layout.assign_ids(model.vocabulary)?;
     vocabulary.check()?;
-    vocabulary.prefix = prefix(settings, vocabulary.prefix)?;
+    vocabulary.prefix = space_prefix(settings, vocabulary.prefix)?;
     let by_text: HashMap<&str, u32> =
         vocabulary.pieces.iter().map(|piece| (piece.text.as_str(), piece.id)).collect();
     let find = |token: &str| by_text.get(token).copied();
-    let pieces = vocabulary.spelled();
+    let pieces = vocabulary.token_bytes();
     let len = pieces.last_key_value().map_or(0, |(largest, _)| largest + 1);
-    let added = resolve(added(settings, &vocabulary, &layout)?, len, find)?;
-    let id = |name: &str| id_of(&added, find, name);
+    let added = resolve(added_tokens(settings, &vocabulary, &layout)?, len, find)?;
+    let id = |name: &str| find_token_id(&added, find, name);
     let role = |role, own: Option<&str>| anyhow::Ok(settings.token_id(role, file, id)?.or_else(|| id(own?)));
     let (bos, eos) = (role("bos_token", bos.as_deref())?, role("eos_token", eos.as_deref())?);
-    let around = layout.around(class, settings, [bos, eos], id)?;
-    let joining = Joining::Bytes { opening: vocabulary.opening() };
-    Ok(Draft { stages: vocabulary.stages()?, joining, pieces, added, bos, eos, around })
+    let around = layout.surrounding_tokens(class, settings, [bos, eos], id)?;
+    let joining = DecodeMethod::Bytes { leading_spaces: vocabulary.leading_spaces() };
+    Ok(TokenizerParts {
+        stages: vocabulary.pipeline_parts()?,
+        decode_method: joining,
+        pieces,
+        added,
+        bos,
+        eos,
+        surrounding: around,
+    })
 }
 
 /// Collects the added tokens: those of the settings, the model's special tokens unless the settings have
 /// others at their ids, and those of the class.
-fn added(settings: &Settings, vocabulary: &Vocabulary, layout: &Layout) -> Result<Vec<Added>> {
+fn added_tokens(
+    settings: &TokenizerSettings,
+    vocabulary: &PieceVocabulary,
+    layout: &PieceLayout,
+) -> Result<Vec<AddedTokenSpec>> {
     let mut added = settings.added()?;
-    let taken: HashSet<u32> = added.iter().filter_map(Added::id).collect();
-    let own = vocabulary.specials().filter(|(id, _)| !taken.contains(id));
-    added.extend(own.map(|(id, token)| Added::at(id, token)));
-    added.extend(layout.appended.iter().cloned().map(Added::appended));
+    let taken: HashSet<u32> = added.iter().filter_map(AddedTokenSpec::id).collect();
+    let own = vocabulary.special_tokens().filter(|(id, _)| !taken.contains(id));
+    added.extend(own.map(|(id, token)| AddedTokenSpec::with_id(id, token)));
+    added.extend(layout.appended.iter().cloned().map(AddedTokenSpec::appended));
     Ok(added)
 }
 
 /// Determines where a space is added: the model's setting `own`, which the folder's settings may override.
-fn prefix(settings: &Settings, own: Prefix) -> Result<Prefix> {
+fn space_prefix(settings: &TokenizerSettings, own: SpacePrefix) -> Result<SpacePrefix> {
     let legacy = settings.flag("legacy")?.unwrap_or(true);
     Ok(match (settings.flag("add_prefix_space")?, own) {
-        (Some(false), _) | (None, Prefix::Never) => Prefix::Never,
-        _ if legacy => Prefix::Always,
-        _ => Prefix::First,
+        (Some(false), _) | (None, SpacePrefix::Never) => SpacePrefix::Never,
+        _ if legacy => SpacePrefix::Always,
+        _ => SpacePrefix::First,
     })
 }
 
@@ -166,10 +198,13 @@ mod tests {
 
     #[test]
     fn defaults_are_those_of_the_format() {
-        let model = Model::read(&good().encode_to_vec()).unwrap();
+        let model = ModelFile::read(&good().encode_to_vec()).unwrap();
         assert_eq!((model.bos, model.eos), (Some(1), Some(2)));
-        let Vocabulary { cutting, prefix, spaces, spelling, .. } = model.vocabulary;
-        assert_eq!((cutting, prefix, spaces), (Cutting::Unigram, Prefix::Always, Spaces::Merged));
+        let PieceVocabulary { algorithm: cutting, prefix, spaces, spelling, .. } = model.vocabulary;
+        assert_eq!(
+            (cutting, prefix, spaces),
+            (SplitAlgorithm::Unigram, SpacePrefix::Always, SpaceHandling::Merge)
+        );
         assert_eq!(spelling, SpaceSpelling::Symbol);
         assert_eq!(refusal(&good(), "{}"), "it was read");
     }
@@ -212,7 +247,7 @@ mod tests {
         // length.
         let length = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
         for before in [&[0x0a][..], &[0x12], &[0x1a], &[0x0a, 0x0a, 0x0a], &[0x1a, 0x0a, 0x12]] {
-            let error = format!("{:#}", Model::read(&[before, &length].concat()).err().unwrap());
+            let error = format!("{:#}", ModelFile::read(&[before, &length].concat()).err().unwrap());
             assert!(error.contains("it is not a sentencepiece model"), "{error}");
         }
     }

@@ -4,7 +4,7 @@
 //! Invariant: a non-empty text becomes empty only if spaces are merged and it consists of spaces.
 
 use super::charsmap::Charsmap;
-use crate::text::tokenizer::prefixes::Prefixes;
+use crate::text::tokenizer::prefixes::PrefixSet;
 
 /// Character for a space in vocabularies.
 pub const SPACE: char = '\u{2581}';
@@ -14,15 +14,15 @@ pub const SPACE: char = '\u{2581}';
 pub struct Normalizer {
     pub charsmap: Option<Charsmap>,
     /// User-defined pieces, which are not normalized.
-    pub whole: Prefixes,
-    pub prefix: Prefix,
-    pub spaces: Spaces,
+    pub user_defined: PrefixSet,
+    pub prefix: SpacePrefix,
+    pub spaces: SpaceHandling,
     pub spelling: SpaceSpelling,
 }
 
 /// Where a space is added.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Prefix {
+pub enum SpacePrefix {
     #[default]
     Never,
     /// Before the whole text, unless it starts with a special token.
@@ -33,11 +33,11 @@ pub enum Prefix {
 
 /// Handling of spaces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Spaces {
+pub enum SpaceHandling {
     #[default]
-    Kept,
+    Keep,
     /// Leading and trailing spaces are removed, and runs of spaces become one.
-    Merged,
+    Merge,
 }
 
 /// Representation of a space in the normalized text.
@@ -52,16 +52,16 @@ pub enum SpaceSpelling {
 
 /// Position of a segment of text between special tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum SegmentPosition {
     /// At the beginning of the text.
-    First,
+    Start,
     /// After a special token.
-    Later,
+    AfterSpecial,
 }
 
 impl Normalizer {
     /// Normalizes a text, or a segment of it between special tokens.
-    pub fn normalize(&self, text: &str, position: Place) -> String {
+    pub fn normalize(&self, text: &str, position: SegmentPosition) -> String {
         let rest = self.without_leading_spaces(text);
         if rest.is_empty() {
             return String::new();
@@ -71,7 +71,7 @@ impl Normalizer {
             out.push(self.spelling.character());
         }
         self.push_all(rest, &mut out);
-        if self.spaces == Spaces::Merged {
+        if self.spaces == SpaceHandling::Merge {
             out.truncate(out.trim_end_matches(self.spelling.character()).len());
         }
         out
@@ -80,8 +80,8 @@ impl Normalizer {
     /// Removes leading spaces if spaces are merged.
     fn without_leading_spaces<'a>(&self, text: &'a str) -> &'a str {
         let mut rest = text;
-        while self.spaces == Spaces::Merged && !rest.is_empty() {
-            let (taken, becomes) = self.first(rest);
+        while self.spaces == SpaceHandling::Merge && !rest.is_empty() {
+            let (taken, becomes) = self.next_unit(rest);
             if becomes != " " {
                 break;
             }
@@ -91,11 +91,11 @@ impl Normalizer {
     }
 
     /// Returns whether a space is added before a segment.
-    fn is_prefixed(&self, position: Place) -> bool {
+    fn is_prefixed(&self, position: SegmentPosition) -> bool {
         match self.prefix {
-            Prefix::Never => false,
-            Prefix::First => position == Place::First,
-            Prefix::Always => true,
+            SpacePrefix::Never => false,
+            SpacePrefix::First => position == SegmentPosition::Start,
+            SpacePrefix::Always => true,
         }
     }
 
@@ -104,9 +104,9 @@ impl Normalizer {
         let mut rest = text;
         let mut follows_space = true;
         while !rest.is_empty() {
-            let (taken, becomes) = self.first(rest);
+            let (taken, becomes) = self.next_unit(rest);
             let becomes = match self.spaces {
-                Spaces::Merged if follows_space => becomes.trim_start_matches(' '),
+                SpaceHandling::Merge if follows_space => becomes.trim_start_matches(' '),
                 _ => becomes,
             };
             if !becomes.is_empty() {
@@ -119,8 +119,8 @@ impl Normalizer {
     }
 
     /// Returns the length in bytes of the next unit of the text, and its replacement.
-    fn first<'a>(&'a self, text: &'a str) -> (usize, &'a str) {
-        if let Some(whole) = self.whole.longest(text.as_bytes()) {
+    fn next_unit<'a>(&'a self, text: &'a str) -> (usize, &'a str) {
+        if let Some(whole) = self.user_defined.longest(text.as_bytes()) {
             return (whole, &text[..whole]);
         }
         if let Some(rule) = self.charsmap.as_ref().and_then(|map| map.longest(text)) {
@@ -148,10 +148,10 @@ mod tests {
     fn a_space_is_put_before_the_text_where_the_model_wants_it() {
         let with = |prefix| Normalizer { prefix, ..Default::default() };
         let cases = [
-            (Prefix::Never, Place::First, "a b"),
-            (Prefix::First, Place::First, "\u{2581}a b"),
-            (Prefix::First, Place::Later, "a b"),
-            (Prefix::Always, Place::Later, "\u{2581}a b"),
+            (SpacePrefix::Never, SegmentPosition::Start, "a b"),
+            (SpacePrefix::First, SegmentPosition::Start, "\u{2581}a b"),
+            (SpacePrefix::First, SegmentPosition::AfterSpecial, "a b"),
+            (SpacePrefix::Always, SegmentPosition::AfterSpecial, "\u{2581}a b"),
         ];
         for (prefix, place, expected) in cases {
             let expected = expected.replace(' ', "\u{2581}");
@@ -163,17 +163,17 @@ mod tests {
     #[test]
     fn spaces_are_merged_except_within_whole_pieces() {
         let normalizer = Normalizer {
-            whole: Prefixes::new([(&b"<  >"[..], 0)]),
-            prefix: Prefix::Always,
-            spaces: Spaces::Merged,
+            user_defined: PrefixSet::new([(&b"<  >"[..], 0)]),
+            prefix: SpacePrefix::Always,
+            spaces: SpaceHandling::Merge,
             spelling: SpaceSpelling::Plain,
             ..Default::default()
         };
         let cases = [("  a   b <  >  ", " a b <  >"), ("   ", ""), ("\t a", " \t a"), ("< >", " < >")];
         for (text, expected) in cases {
-            assert_eq!(normalizer.normalize(text, Place::First), expected, "{text:?}");
+            assert_eq!(normalizer.normalize(text, SegmentPosition::Start), expected, "{text:?}");
         }
-        let kept = Normalizer { prefix: Prefix::Always, ..Default::default() };
-        assert_eq!(kept.normalize("  ", Place::First), "\u{2581}\u{2581}\u{2581}");
+        let kept = Normalizer { prefix: SpacePrefix::Always, ..Default::default() };
+        assert_eq!(kept.normalize("  ", SegmentPosition::Start), "\u{2581}\u{2581}\u{2581}");
     }
 }

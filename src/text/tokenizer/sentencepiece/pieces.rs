@@ -4,13 +4,15 @@
 //! Invariant: every id is below the limit, every score is finite, and no two text pieces are equal.
 
 use super::charsmap::Charsmap;
-use super::normalizer::{Normalizer, Prefix, SPACE, SpaceSpelling, Spaces};
-use crate::text::tokenizer::pipeline::{self, Algorithm, Cutter, Stages, Unknown, Way};
-use crate::text::tokenizer::prefixes::Prefixes;
-use crate::text::tokenizer::scored_bpe::{Atoms, Kind, ScoredBpe, ScoredPiece};
+use super::normalizer::{Normalizer, SPACE, SpaceHandling, SpacePrefix, SpaceSpelling};
+use crate::text::tokenizer::pipeline::{
+    self, Algorithm, PieceAlgorithm, PieceEncoder, PipelineParts, UnknownText,
+};
+use crate::text::tokenizer::prefixes::PrefixSet;
+use crate::text::tokenizer::scored_bpe::{Atoms, PieceFormation, ScoredBpe, ScoredPiece};
 use crate::text::tokenizer::spelling::byte_of_name;
 use crate::text::tokenizer::unigram::Unigram;
-use crate::text::tokenizer::{Opening, VOCAB_MAX};
+use crate::text::tokenizer::{LeadingSpaces, VOCAB_MAX};
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::{BTreeMap, HashMap};
 use tokenizers::AddedToken;
@@ -20,7 +22,7 @@ const PIECE_MAX: usize = 8000;
 
 /// A piece of a vocabulary.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Piece {
+pub struct VocabularyPiece {
     pub id: u32,
     pub text: String,
     pub score: f32,
@@ -43,25 +45,25 @@ pub enum PieceKind {
 
 /// Algorithm that splits texts into pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cutting {
+pub enum SplitAlgorithm {
     Bpe,
     Unigram,
 }
 
 /// A vocabulary of pieces, and the normalization of texts.
 #[derive(Clone, Debug)]
-pub struct Vocabulary {
-    pub pieces: Vec<Piece>,
-    pub cutting: Cutting,
+pub struct PieceVocabulary {
+    pub pieces: Vec<VocabularyPiece>,
+    pub algorithm: SplitAlgorithm,
     pub charsmap: Vec<u8>,
-    pub prefix: Prefix,
-    pub spaces: Spaces,
+    pub prefix: SpacePrefix,
+    pub spaces: SpaceHandling,
     pub spelling: SpaceSpelling,
 }
 
 impl PieceKind {
     /// Returns the type with this number.
-    pub fn of(number: i64) -> Result<PieceKind> {
+    pub fn from_number(number: i64) -> Result<PieceKind> {
         Ok(match number {
             1 => PieceKind::Normal,
             2 => PieceKind::Unknown,
@@ -79,7 +81,7 @@ impl PieceKind {
     }
 }
 
-impl Vocabulary {
+impl PieceVocabulary {
     /// Checks all pieces. An error names the first invalid one.
     pub fn check(&self) -> Result<()> {
         let mut texts = HashMap::new();
@@ -102,8 +104,8 @@ impl Vocabulary {
     }
 
     /// Returns the bytes of each id; those of control tokens are their names.
-    pub fn spelled(&self) -> BTreeMap<u32, Vec<u8>> {
-        let spell = |piece: &Piece| match (piece.kind, byte_of_name(&piece.text)) {
+    pub fn token_bytes(&self) -> BTreeMap<u32, Vec<u8>> {
+        let spell = |piece: &VocabularyPiece| match (piece.kind, byte_of_name(&piece.text)) {
             (PieceKind::Byte, Some(byte)) => vec![byte],
             (PieceKind::Control | PieceKind::Unknown, _) => piece.text.clone().into_bytes(),
             _ => piece.text.replace(SPACE, " ").into_bytes(),
@@ -112,38 +114,39 @@ impl Vocabulary {
     }
 
     /// Returns the control tokens and the unknown token, which are found by name in a text.
-    pub fn specials(&self) -> impl Iterator<Item = (u32, AddedToken)> {
-        let special = |piece: &&Piece| matches!(piece.kind, PieceKind::Control | PieceKind::Unknown);
+    pub fn special_tokens(&self) -> impl Iterator<Item = (u32, AddedToken)> {
+        let special =
+            |piece: &&VocabularyPiece| matches!(piece.kind, PieceKind::Control | PieceKind::Unknown);
         self.pieces.iter().filter(special).map(|piece| (piece.id, AddedToken::from(&piece.text, true)))
     }
 
     /// Returns how leading spaces of a decoded text are handled, according to how normalization adds or
     /// removes them.
-    pub fn opening(&self) -> Opening {
+    pub fn leading_spaces(&self) -> LeadingSpaces {
         match (self.spaces, self.prefix) {
-            (Spaces::Merged, _) => Opening::AllDropped,
-            (Spaces::Kept, Prefix::Never) => Opening::Kept,
-            (Spaces::Kept, _) => Opening::FirstDropped,
+            (SpaceHandling::Merge, _) => LeadingSpaces::DropAll,
+            (SpaceHandling::Keep, SpacePrefix::Never) => LeadingSpaces::Keep,
+            (SpaceHandling::Keep, _) => LeadingSpaces::DropFirst,
         }
     }
 
     /// Builds the pipeline components that encode texts to these pieces.
-    pub fn stages(&self) -> Result<Stages> {
-        let pieces: Vec<ScoredPiece> = self.pieces.iter().filter_map(scored).collect();
-        let way = match self.cutting {
-            Cutting::Bpe => Way::Bpe(ScoredBpe::new(&pieces, Atoms::Characters)),
-            Cutting::Unigram => Way::Unigram(Unigram::new(&pieces)),
+    pub fn pipeline_parts(&self) -> Result<PipelineParts> {
+        let pieces: Vec<ScoredPiece> = self.pieces.iter().filter_map(scored_piece).collect();
+        let way = match self.algorithm {
+            SplitAlgorithm::Bpe => PieceAlgorithm::Bpe(ScoredBpe::new(&pieces, Atoms::Characters)),
+            SplitAlgorithm::Unigram => PieceAlgorithm::Unigram(Unigram::new(&pieces)),
         };
         let whole = self.pieces.iter().filter(|piece| piece.kind == PieceKind::UserDefined);
         let normalizer = Normalizer {
             charsmap: Charsmap::read(&self.charsmap)?,
-            whole: Prefixes::new(whole.map(|piece| (piece.text.as_bytes(), piece.id))),
+            user_defined: PrefixSet::new(whole.map(|piece| (piece.text.as_bytes(), piece.id))),
             prefix: self.prefix,
             spaces: self.spaces,
             spelling: self.spelling,
         };
-        Ok(Stages {
-            algorithm: Algorithm::Pieces(Cutter { way, unknown: self.unknown()? }),
+        Ok(PipelineParts {
+            algorithm: Algorithm::Pieces(PieceEncoder { algorithm: way, unknown: self.unknown_text()? }),
             normalizer: Some(pipeline::Normalizer::SentencePiece(normalizer)),
             pre_tokenizer: None,
             decoder: None,
@@ -152,7 +155,7 @@ impl Vocabulary {
 
     /// Returns how text without a piece is encoded: as bytes if there are pieces for all bytes, otherwise as
     /// the unknown token.
-    fn unknown(&self) -> Result<Unknown> {
+    fn unknown_text(&self) -> Result<UnknownText> {
         let mut bytes = Box::new([None; 256]);
         for piece in self.pieces.iter().filter(|piece| piece.kind == PieceKind::Byte) {
             let byte = byte_of_name(&piece.text);
@@ -165,18 +168,18 @@ impl Vocabulary {
                 "it has pieces for bytes, but none for {missing:#04x}"
             );
             let unknown = self.pieces.iter().find(|piece| piece.kind == PieceKind::Unknown);
-            return Ok(Unknown::Token(unknown.context("it has no unknown piece")?.id));
+            return Ok(UnknownText::Token(unknown.context("it has no unknown piece")?.id));
         }
-        Ok(Unknown::Bytes(Box::new(bytes.map(|id| id.expect("no byte is missing; this is a bug")))))
+        Ok(UnknownText::Bytes(Box::new(bytes.map(|id| id.expect("no byte is missing; this is a bug")))))
     }
 }
 
 /// Converts a piece for the encoders; `None` if text cannot become it.
-fn scored(piece: &Piece) -> Option<ScoredPiece<'_>> {
+fn scored_piece(piece: &VocabularyPiece) -> Option<ScoredPiece<'_>> {
     let kind = match piece.kind {
-        PieceKind::Normal => Kind::Merged,
-        PieceKind::UserDefined => Kind::Whole,
-        PieceKind::Unused => Kind::Unused,
+        PieceKind::Normal => PieceFormation::Merged,
+        PieceKind::UserDefined => PieceFormation::UserDefined,
+        PieceKind::Unused => PieceFormation::Unused,
         PieceKind::Unknown | PieceKind::Control | PieceKind::Byte => return None,
     };
     Some(ScoredPiece { id: piece.id, bytes: piece.text.as_bytes(), score: piece.score, kind })

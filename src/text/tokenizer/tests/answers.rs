@@ -3,7 +3,7 @@
 //!
 //! Invariant: token ids and decoded texts equal those of the library.
 
-use super::fixtures::{Case, folders, ggufs, texts, vocabulary};
+use super::fixtures::{VocabularyCase, folders, ggufs, texts, vocabulary};
 use crate::text::tokenizer::Tokenizer;
 use serde_json::Value;
 use std::path::Path;
@@ -27,8 +27,8 @@ const DEPARTURES: [(&str, &str, &str); 9] = [
 ];
 
 /// Returns the texts whose ids differ from the library's.
-fn differing(case: &Case) -> Vec<String> {
-    let Case { name, tokenizer, answers } = case;
+fn differing(case: &VocabularyCase) -> Vec<String> {
+    let VocabularyCase { name, tokenizer, answers } = case;
     let [before, after] = ["before", "after"].map(|key| ids(&answers[key]));
     let mut differing = Vec::new();
     for (text, expected) in texts().into_iter().zip(answers["ids"].as_array().unwrap()) {
@@ -67,7 +67,7 @@ fn gguf_vocabularies_encode_as_llama_cpp_does() {
 #[test]
 fn folders_decode_as_their_libraries_do() {
     let mut compared = 0;
-    for Case { name, tokenizer, answers } in folders() {
+    for VocabularyCase { name, tokenizer, answers } in folders() {
         for pair in answers["decoded"].as_array().unwrap() {
             let ids = ids(&pair[0]);
             let text = tokenizer.decode(&ids, true).unwrap();
@@ -80,7 +80,7 @@ fn folders_decode_as_their_libraries_do() {
 
 #[test]
 fn tokens_have_the_ids_that_their_class_gives_them() {
-    for Case { name, tokenizer, answers } in folders() {
+    for VocabularyCase { name, tokenizer, answers } in folders() {
         for (found, key) in [(tokenizer.bos_id(), "bos"), (tokenizer.eos_id(), "eos")] {
             let expected = answers[key].as_u64();
             assert!(expected.is_none() || found.map(u64::from) == expected, "{name}: {key} {found:?}");
@@ -97,7 +97,9 @@ fn tokens_have_the_ids_that_their_class_gives_them() {
 fn texts_come_back_from_the_ids_of_vocabularies_that_lose_nothing() {
     let kept = ["llama", "ties, no prefix, EOS", "gpt2", "roberta", "ranks alone", "own pattern"];
     let mut compared = 0;
-    for Case { name, tokenizer, .. } in folders().iter().filter(|case| kept.contains(&case.name.as_str())) {
+    for VocabularyCase { name, tokenizer, .. } in
+        folders().iter().filter(|case| kept.contains(&case.name.as_str()))
+    {
         // Texts with special tokens are excluded, since models add a space after them.
         for text in texts().iter().filter(|text| !text.contains(['<', '\u{2581}'])) {
             let ids = tokenizer.encode(text, true).unwrap();

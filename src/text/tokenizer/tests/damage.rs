@@ -3,7 +3,7 @@
 //! Invariant: each is an error that names the file, or harmless; nothing panics, and no number in a file
 //! causes larger allocations than the limit on ids allows.
 
-use super::fixtures::lay;
+use super::fixtures::write_folder;
 use crate::testing::Scratch;
 use crate::testing::vocabularies::Dice;
 use crate::text::tokenizer::Tokenizer;
@@ -13,7 +13,7 @@ const TEXT: &str = "Hello  there, 日本 \u{1f600}\t<s>123 the\u{301}\u{feff} <t
 
 /// Returns the error for a folder of these files.
 fn refusal(files: &Value) -> String {
-    format!("{:#}", Tokenizer::from_folder(&lay(files).folder()).unwrap_err())
+    format!("{:#}", Tokenizer::from_folder(&write_folder(files).folder()).unwrap_err())
 }
 
 /// Writes a folder of files with the given content.
@@ -39,7 +39,7 @@ fn a_folder_without_a_tokenizer_names_what_was_looked_for() {
 #[test]
 fn the_first_kind_is_taken_and_a_damaged_one_is_not_passed_over() {
     let all = json!({"tokenizer.model": "bpe.model", "vocab.txt": "vocab.txt", "vocab.json": "vocab.json"});
-    assert_eq!(Tokenizer::from_folder(&lay(&all).folder()).unwrap().vocab_size(), 900);
+    assert_eq!(Tokenizer::from_folder(&write_folder(&all).folder()).unwrap().vocab_size(), 900);
     let mut damaged = all;
     damaged["tokenizer.json"] = json!({});
     assert!(refusal(&damaged).contains("tokenizer.json: "), "{}", refusal(&damaged));
@@ -130,7 +130,8 @@ fn settings_that_contradict_a_vocabulary_are_refused() {
 
 #[test]
 fn invalid_rank_files_are_rejected_with_the_line() {
-    let all = std::fs::read_to_string(lay(&json!({"x": "ranks.tiktoken"})).path().join("x")).unwrap();
+    let all =
+        std::fs::read_to_string(write_folder(&json!({"x": "ranks.tiktoken"})).path().join("x")).unwrap();
     let ranks = |content: &str| refused(&[("x.tiktoken", content.as_bytes())]);
     let cases = [
         (ranks("IQ== 0\nIg=\n"), "x.tiktoken: line 2: expected a token in base64 and a rank"),
@@ -195,7 +196,7 @@ fn no_random_damage_makes_a_folder_panic() {
     ];
     let (mut read, mut refused) = (0, 0);
     for (name, files) in folders {
-        let scratch = lay(&files);
+        let scratch = write_folder(&files);
         let whole = std::fs::read(scratch.path().join(name)).unwrap();
         for round in 0..40 {
             let mut content = whole.clone();

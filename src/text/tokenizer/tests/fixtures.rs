@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// A tokenizer and the recorded results of its library.
-pub(crate) struct Case {
+pub(crate) struct VocabularyCase {
     pub name: String,
     pub tokenizer: Tokenizer,
     /// Results of the library: the ids of every text, and more. For a GGUF file, `all` contains its keys.
@@ -22,16 +22,16 @@ pub(crate) fn texts() -> Vec<String> {
 }
 
 /// Returns the vocabularies in folders.
-pub(crate) fn folders() -> Vec<Case> {
+pub(crate) fn folders() -> Vec<VocabularyCase> {
     let case = |answers: &Value| {
-        let scratch = lay(&answers["files"]);
+        let scratch = write_folder(&answers["files"]);
         case(answers, Tokenizer::from_folder(&scratch.folder()))
     };
     read("folders.json").as_array().unwrap().iter().map(case).collect()
 }
 
 /// Returns the vocabularies in GGUF files.
-pub(crate) fn ggufs() -> Vec<Case> {
+pub(crate) fn ggufs() -> Vec<VocabularyCase> {
     let all = read("gguf.json");
     let case = |answers: &Value| {
         let mut answers = answers.clone();
@@ -45,7 +45,7 @@ pub(crate) fn ggufs() -> Vec<Case> {
 }
 
 /// Writes a folder of files: each value is a fixture's name, or the file's JSON content.
-pub(crate) fn lay(files: &Value) -> Scratch {
+pub(crate) fn write_folder(files: &Value) -> Scratch {
     let scratch = Scratch::new();
     for (name, source) in files.as_object().unwrap() {
         let content = match source.as_str() {
@@ -87,10 +87,10 @@ pub(crate) fn vocabulary(keys: &Value) -> GgufVocabulary {
     }
 }
 
-fn case(answers: &Value, tokenizer: anyhow::Result<Tokenizer>) -> Case {
+fn case(answers: &Value, tokenizer: anyhow::Result<Tokenizer>) -> VocabularyCase {
     let name = answers["name"].as_str().unwrap().to_owned();
     let tokenizer = tokenizer.unwrap_or_else(|error| panic!("{name}: {error:#}"));
-    Case { name, tokenizer, answers: answers.clone() }
+    VocabularyCase { name, tokenizer, answers: answers.clone() }
 }
 
 fn read(name: &str) -> Value {

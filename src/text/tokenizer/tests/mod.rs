@@ -8,7 +8,9 @@ pub(in crate::text) mod fixtures;
 
 use super::*;
 use crate::testing::Scratch;
-use crate::testing::vocabularies::{Dice, byte_fallback, byte_level, hub, llama2c, metaspace, word_piece};
+use crate::testing::vocabularies::{
+    Dice, byte_fallback, byte_level, from_tokenizer_json, llama2c, metaspace, word_piece,
+};
 use serde_json::{Value, json};
 
 #[test]
@@ -17,13 +19,17 @@ fn our_decoding_is_the_librarys() {
     // The library replaces a whole run of bytes with one invalid byte by U+FFFD, including valid characters,
     // which our decoding keeps. So byte tokens are excluded where runs matter.
     for (sample, left_out) in [(byte_level(), 0..0), (byte_fallback(), 3..259)] {
-        let tokenizer = hub(&sample, None).unwrap();
-        assert_ne!(tokenizer.joining(), Joining::Library);
+        let tokenizer = from_tokenizer_json(&sample, None).unwrap();
+        assert_ne!(tokenizer.joining(), DecodeMethod::Library);
         let known: Vec<u32> =
             (0..tokenizer.vocab_size() as u32 + 2).filter(|id| !left_out.contains(id)).collect();
         for _ in 0..500 {
             let ids: Vec<u32> = (0..dice.below(12)).map(|_| *dice.pick(&known)).collect();
-            assert_eq!(tokenizer.decode(&ids, false).unwrap(), tokenizer.join(&ids).unwrap(), "{ids:?}");
+            assert_eq!(
+                tokenizer.decode(&ids, false).unwrap(),
+                tokenizer.decode_with_library(&ids).unwrap(),
+                "{ids:?}"
+            );
             let Encoder::Pipeline(pipeline) = &tokenizer.encoder else { panic!("a hub tokenizer") };
             assert_eq!(
                 tokenizer.decode(&ids, true).unwrap(),
@@ -37,7 +43,11 @@ fn our_decoding_is_the_librarys() {
 #[test]
 fn text_survives_encoding_and_decoding() {
     let texts = ["", "the", " the", "  the  the ", "été\n", "日本 \u{1f600}e", "\0", "a \u{fffd} b"];
-    for tokenizer in [hub(&byte_level(), None).unwrap(), hub(&byte_fallback(), None).unwrap(), llama2c()] {
+    for tokenizer in [
+        from_tokenizer_json(&byte_level(), None).unwrap(),
+        from_tokenizer_json(&byte_fallback(), None).unwrap(),
+        llama2c(),
+    ] {
         for text in texts {
             for add_special in [false, true] {
                 let ids = tokenizer.encode(text, add_special).unwrap();
@@ -46,27 +56,27 @@ fn text_survives_encoding_and_decoding() {
         }
     }
     for (sample, text) in [(word_piece(), "there ab."), (metaspace(), "the the")] {
-        let tokenizer = hub(&sample, None).unwrap();
-        assert_eq!(tokenizer.joining(), Joining::Library);
+        let tokenizer = from_tokenizer_json(&sample, None).unwrap();
+        assert_eq!(tokenizer.joining(), DecodeMethod::Library);
         assert_eq!(tokenizer.decode(&tokenizer.encode(text, false).unwrap(), true).unwrap(), text);
     }
 }
 
 #[test]
 fn tokens_are_found_by_name() {
-    let fallback = hub(&byte_fallback(), None).unwrap();
+    let fallback = from_tokenizer_json(&byte_fallback(), None).unwrap();
     assert_eq!((fallback.token_id("</s>"), fallback.token_id("the")), (Some(2), Some(266)));
     for name in ["<mask>", "", "the the"] {
         assert_eq!(fallback.token_id(name), None, "{name:?}");
     }
     // In such a vocabulary an unknown name is one token too: the unknown token.
-    let words = hub(&word_piece(), None).unwrap();
+    let words = from_tokenizer_json(&word_piece(), None).unwrap();
     assert_eq!((words.token_id("the"), words.token_id("zzz")), (Some(2), None));
 }
 
 #[test]
 fn special_tokens_are_skipped_only_when_asked() {
-    let tokenizer = hub(&byte_fallback(), None).unwrap();
+    let tokenizer = from_tokenizer_json(&byte_fallback(), None).unwrap();
     let ids = [1, 266, 2, 266];
     assert_eq!(tokenizer.decode(&ids, true).unwrap(), "the the");
     assert_eq!(tokenizer.decode(&ids, false).unwrap(), "<s> the</s> the");
@@ -75,14 +85,14 @@ fn special_tokens_are_skipped_only_when_asked() {
     let ids = [&[1][..], &tokenizer.encode("the", false).unwrap(), &[2]].concat();
     assert_eq!(tokenizer.decode(&ids, false).unwrap(), "<s> the</s>");
     assert_eq!(tokenizer.decode(&ids, true).unwrap(), "the");
-    let tokenizer = hub(&byte_level(), None).unwrap();
+    let tokenizer = from_tokenizer_json(&byte_level(), None).unwrap();
     assert!(!tokenizer.is_special(264));
     assert_eq!(tokenizer.decode(&[264, 0], true).unwrap(), "two words");
 }
 
 #[test]
 fn a_token_alone_is_what_it_is_amid_others() {
-    let byte_level = hub(&byte_level(), None).unwrap();
+    let byte_level = from_tokenizer_json(&byte_level(), None).unwrap();
     assert_eq!(byte_level.token_text(260), " the");
     assert_eq!(byte_level.token_text(261), "é");
     assert_eq!(
@@ -91,12 +101,12 @@ fn a_token_alone_is_what_it_is_amid_others() {
     );
     assert_eq!(byte_level.token_text(1), "</s>");
     assert_eq!((byte_level.token_text(9999), byte_level.vocab_size()), (String::new(), 265));
-    let fallback = hub(&byte_fallback(), None).unwrap();
+    let fallback = from_tokenizer_json(&byte_fallback(), None).unwrap();
     assert_eq!((fallback.token_text(266), fallback.token_bytes(3 + 0xff)), (" the".into(), &[0xff][..]));
     assert_eq!((llama2c().token_text(1), llama2c().token_bytes(3 + 0x41)), ("<s>".into(), &b"A"[..]));
-    let word_piece = hub(&word_piece(), None).unwrap();
+    let word_piece = from_tokenizer_json(&word_piece(), None).unwrap();
     assert_eq!((word_piece.token_text(2), word_piece.token_text(3)), (" the".into(), "re".into()));
-    let metaspace = hub(&metaspace(), None).unwrap();
+    let metaspace = from_tokenizer_json(&metaspace(), None).unwrap();
     assert_eq!((metaspace.token_text(8), metaspace.token_text(7)), (" the".into(), "he".into()));
 }
 
@@ -120,7 +130,7 @@ fn bos_stands_before_a_text_once_if_the_files_say_so() {
         ),
     ];
     for (sample, config, bos, eos, ids) in cases {
-        let tokenizer = hub(&sample, config.clone()).unwrap();
+        let tokenizer = from_tokenizer_json(&sample, config.clone()).unwrap();
         assert_eq!((tokenizer.bos_id(), tokenizer.eos_id()), (bos, eos), "{config:?}");
         assert_eq!(tokenizer.encode("a", true).unwrap(), ids, "{config:?}");
         let opening = ids.len() - tokenizer.encode("a", false).unwrap().len();
@@ -143,7 +153,7 @@ fn bytes_stand_in_for_a_tokenizer() {
     assert!(ids.iter().copied().eq(text.bytes().map(u32::from)));
     assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
     assert_eq!(tokenizer.decode(&[97, 299, 256, 300, 98], true).unwrap(), "a 299 256b");
-    assert!((0..300).all(|id| tokenizer.is_spoken(id, true)));
+    assert!((0..300).all(|id| tokenizer.has_text(id, true)));
 }
 
 #[test]
@@ -159,7 +169,7 @@ fn truncation_and_padding_in_the_file_are_left_out() {
         json!({"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"});
     sample["padding"] = json!({"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": null,
         "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>"});
-    assert_eq!(hub(&sample, None).unwrap().encode("abcd", true).unwrap().len(), 4);
+    assert_eq!(from_tokenizer_json(&sample, None).unwrap().encode("abcd", true).unwrap().len(), 4);
 }
 
 #[test]
@@ -188,7 +198,7 @@ fn invalid_files_are_rejected_by_name() {
         (good(), Some(json!("text")), "tokenizer_config.json"),
     ];
     for (tokenizer, config, reason) in cases {
-        let error = format!("{:#}", hub(&tokenizer, config).unwrap_err());
+        let error = format!("{:#}", from_tokenizer_json(&tokenizer, config).unwrap_err());
         assert!(error.contains(reason), "{error}\nexpected: {reason}");
     }
     let folder = Scratch::new();

@@ -63,7 +63,7 @@ fn parse_time(text: &str, min: Duration) -> Result<Duration, String> {
     let number: f64 =
         number.parse().map_err(|_| format!("'{text}' is not a time such as 50ms, 2s or 500us"))?;
     if !(min.as_secs_f64()..=DAY.as_secs_f64()).contains(&(number / per_s)) {
-        return Err(format!("the time {text} is not between {} and one day", ShownTime(min)));
+        return Err(format!("the time {text} is not between {} and one day", TimeDisplay(min)));
     }
     Ok(Duration::from_secs_f64(number / per_s))
 }
@@ -107,28 +107,28 @@ impl fmt::Display for Arrivals {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Arrivals::AllAtOnce => write!(f, "all"),
-            Arrivals::Constant { gap } => write!(f, "constant:{}", ShownGap(gap)),
-            Arrivals::Poisson { mean_gap } => write!(f, "poisson:{}", ShownGap(mean_gap)),
-            Arrivals::Gamma { mean_gap, shape } => write!(f, "gamma:{}:{shape}", ShownGap(mean_gap)),
+            Arrivals::Constant { gap } => write!(f, "constant:{}", GapDisplay(gap)),
+            Arrivals::Poisson { mean_gap } => write!(f, "poisson:{}", GapDisplay(mean_gap)),
+            Arrivals::Gamma { mean_gap, shape } => write!(f, "gamma:{}:{shape}", GapDisplay(mean_gap)),
             Arrivals::Ramp { from, to, over, kind } => {
                 let name = match kind {
                     RampKind::Linear => "ramp",
                     RampKind::Exponential => "ramp-exponential",
                 };
-                write!(f, "{name}:{from}/s-{to}/s:{}", ShownTime(over))
+                write!(f, "{name}:{from}/s-{to}/s:{}", TimeDisplay(over))
             }
             Arrivals::Trace(_) => write!(f, "trace"),
             Arrivals::Users { count, think: Duration::ZERO } => write!(f, "users:{count}"),
-            Arrivals::Users { count, think } => write!(f, "users:{count}:{}", ShownTime(think)),
+            Arrivals::Users { count, think } => write!(f, "users:{count}:{}", TimeDisplay(think)),
         }
     }
 }
 
 /// Formats a gap. A gap of whole milliseconds is shown as a time; any other as a rate if that is exact and
 /// shorter, such as 3/s for 333.333333ms.
-struct ShownGap(Duration);
+struct GapDisplay(Duration);
 
-impl ShownGap {
+impl GapDisplay {
     /// Returns the rate with the fewest decimals that equals this gap to the nanosecond.
     fn as_rate(&self) -> Option<String> {
         let rate = 1.0 / self.0.as_secs_f64();
@@ -136,9 +136,9 @@ impl ShownGap {
     }
 }
 
-impl fmt::Display for ShownGap {
+impl fmt::Display for GapDisplay {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let gap = ShownTime(self.0).to_string();
+        let gap = TimeDisplay(self.0).to_string();
         let whole = self.0.as_nanos().is_multiple_of(1_000_000);
         let rate = if whole { None } else { self.as_rate() };
         f.write_str(&rate.filter(|rate| rate.len() < gap.len()).unwrap_or(gap))
@@ -146,9 +146,9 @@ impl fmt::Display for ShownGap {
 }
 
 /// Formats a time with its unit, exact to the nanosecond.
-struct ShownTime(Duration);
+struct TimeDisplay(Duration);
 
-impl fmt::Display for ShownTime {
+impl fmt::Display for TimeDisplay {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let nanos = self.0.as_nanos();
         match nanos {

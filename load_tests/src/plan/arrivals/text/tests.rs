@@ -3,7 +3,7 @@
 //! Invariant: a parsed process is compared with one built by hand, or with its own text.
 
 use super::*;
-use crate::plan::draws::{Draws, Purpose};
+use crate::plan::draws::{Purpose, RandomStream};
 
 fn parsed(text: &str) -> Arrivals {
     text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
@@ -53,10 +53,10 @@ fn what_is_shown_is_short_and_reads_back() {
 }
 
 /// Returns a random arrival process with log-uniform parameters.
-fn any(draws: &mut Draws) -> Arrivals {
-    let within = |draws: &mut Draws, low: f64, high: f64| low * f64::powf(high / low, draws.unit());
-    let gap = |draws: &mut Draws| Duration::from_secs_f64(within(draws, 1e-6, 86_400.0));
-    let rate = |draws: &mut Draws| within(draws, 1.2e-5, 1e6);
+fn random_process(draws: &mut RandomStream) -> Arrivals {
+    let within = |draws: &mut RandomStream, low: f64, high: f64| low * f64::powf(high / low, draws.unit());
+    let gap = |draws: &mut RandomStream| Duration::from_secs_f64(within(draws, 1e-6, 86_400.0));
+    let rate = |draws: &mut RandomStream| within(draws, 1.2e-5, 1e6);
     let (first, second) = (gap(draws), within(draws, 0.01, 1e4));
     match draws.between(0, 5) {
         0 => Arrivals::Constant { gap: first },
@@ -70,9 +70,9 @@ fn any(draws: &mut Draws) -> Arrivals {
 
 #[test]
 fn whatever_is_shown_reads_back_to_the_nanosecond_and_the_last_digit() {
-    let mut draws = Draws::new(1, Purpose::Arrivals);
+    let mut draws = RandomStream::new(1, Purpose::Arrivals);
     for _ in 0..20_000 {
-        let arrivals = any(&mut draws);
+        let arrivals = random_process(&mut draws);
         assert_eq!(arrivals.to_string().parse(), Ok(arrivals.clone()), "{arrivals}");
     }
     // Rates with few digits are shown with as few digits or as a whole number of milliseconds.

@@ -234,7 +234,7 @@ fn notes_are_of_what_was_odd() {
 fn tables_set_figures_to_the_right_and_fill_short_rows() {
     let rows = [["a", "1.5", "x", "–"].as_slice(), &["b", "-2"], &["c", "≈ 3 %", "y", "4", "5"]];
     let rows = rows.map(|row| row.iter().map(ToString::to_string).collect::<Vec<_>>());
-    let table = Table::new("", ["name", "first", "second", "third"], rows.into());
+    let table = ReportTable::new("", ["name", "first", "second", "third"], rows.into());
     let classes: Vec<_> = table.columns.iter().map(|column| column.class).collect();
     assert_eq!(classes, ["short", "figures", "short", "figures"]);
     assert_eq!(table.rows.iter().map(|row| row.cells.len()).collect::<Vec<_>>(), [4, 4, 5]);

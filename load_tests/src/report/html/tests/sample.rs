@@ -7,7 +7,7 @@ use crate::{
     report::{
         Counts, Distribution, Failures, Goodput, Latencies, ModelReport, PlanReport, RunReport, Series,
         ServerReport, ServerRow,
-        html::{Axis, Curve, Form, Scale, Section, SweepPoint},
+        html::{Axis, Curve, CurveForm, Scale, Section, SweepPoint},
     },
 };
 
@@ -122,7 +122,13 @@ pub fn sections(text: &str) -> Vec<Section> {
     }
     let axis = |scale| Axis { label: owned(), scale };
     let curve = |form| Curve { label: owned(), points: vec![(0.0, 1.0), (2.0, 0.0), (3.0, 5.0)], form };
-    let forms = [Form::Steps, Form::Line, Form::LineAndPoints, Form::Points, Form::Reference];
+    let forms = [
+        CurveForm::Steps,
+        CurveForm::Line,
+        CurveForm::LineAndPoints,
+        CurveForm::Points,
+        CurveForm::Reference,
+    ];
     let other = RunReport { label: "other".into(), ..run.clone() };
     let point = |x, run: &RunReport| SweepPoint { x, run: run.clone() };
     vec![
