@@ -5,8 +5,8 @@
 //! it, nothing is allocated. A device thread that was abandoned while it ran something finds its mailbox
 //! closed when it resumes, drops its executor, and exits.
 
-use super::group::hub::{DeviceId, GroupState};
 use super::group::mailbox::{Assignment, Command, Mailbox, Role, StepMessage};
+use super::group::state::{DeviceId, GroupState};
 use crate::model::executor::{Executor, ExecutorReport};
 use anyhow::{Context as _, Result, anyhow};
 use mainstem_kernels::{Aborted, Collective, DeviceError, HandoffPorts, StepBatch, StepLimits, StepOutput};

@@ -18,7 +18,7 @@ pub mod sequence;
 
 pub mod decode;
 
-mod meters;
+mod loop_metrics;
 
 pub mod group;
 
@@ -28,7 +28,7 @@ pub mod reply;
 
 pub mod status;
 
-pub mod conventions;
+pub mod prompting_defaults;
 
 pub mod engine;
 
@@ -37,7 +37,7 @@ mod testing;
 
 pub use crate::formats::SamplingDefaults;
 pub use crate::model::spec::Kind;
-pub use conventions::{EncoderDecoderPrompting, EncoderOnlyPrompting, PromptingDefaults};
 pub use engine::{Engine, EngineSetup, ModelInfo};
+pub use prompting_defaults::{EncoderDecoderPrompting, EncoderOnlyPrompting, PromptingDefaults};
 pub use status::Status;
 pub use stream::{EventSender, IntakeHandle, Submit, TokenStream};

@@ -9,13 +9,13 @@ pub mod escape;
 
 pub mod bench;
 mod completions;
+mod evaluation;
 mod flags;
 pub mod perplexity;
-mod reading;
 pub mod run;
 pub mod serve;
 mod spinner;
-mod words;
+mod vocabulary;
 
 pub mod inspect;
 

@@ -16,7 +16,7 @@ pub use devices::{DeviceName, Groups, format_groups};
 pub use layers::{ConfigError, ConfigSource, Overrides};
 pub use reference::reference;
 
-use crate::model::weights::WeightRules;
+use crate::model::weight_rules::WeightRules;
 use crate::request::Pooling;
 use layers::{CONFIG_FILE_VARIABLE, Environment, LayeredSettings, variable_name};
 use mainstem_kernels::cpu::Isa;

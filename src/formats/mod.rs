@@ -20,10 +20,10 @@ pub mod gguf;
 
 pub mod sentence;
 
-mod coded;
+mod fp8;
 mod gather;
 mod groups;
-mod scaled;
+mod packed;
 mod sharded;
 
 mod llama2c;
@@ -44,10 +44,10 @@ pub use sentence::{PoolingConfig, SentenceConfig, TextPreprocessing, Unsupported
 
 use anyhow::{Result, bail, ensure};
 use folder::FileBytes;
+use fp8::Fp8Layout;
 use gather::Gather;
 use groups::QuantGroups;
 use mainstem_kernels::QuantType;
-use scaled::Fp8Layout;
 use sharded::FolderFormat;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -291,7 +291,7 @@ impl<'a> TensorView<'a> {
     /// Name of the data type in the file.
     pub fn stored_type_name(&self) -> &'a str {
         match (&self.entry.layout, self.dtype) {
-            (Layout::Fp8(_), _) => scaled::TYPE_NAME,
+            (Layout::Fp8(_), _) => fp8::TYPE_NAME,
             (_, Dtype::Known(ty)) => ty.name(),
             (_, Dtype::Unsupported(name)) => name,
         }

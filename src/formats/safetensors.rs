@@ -5,8 +5,8 @@
 //! Invariant: the tensors of an accepted file tile its data section: without overlaps, gaps, or bytes after
 //! the last tensor.
 
-use super::coded::{self, PackedTensor};
 use super::folder::Folder;
+use super::packed::{self, PackedTensor};
 use super::sharded::{ByTensor, FolderFormat};
 use super::{Checkpoint, Dtype, Layout, TensorEntry, elements, fixed_bytes};
 use anyhow::{Context, Result, bail, ensure};
@@ -52,7 +52,7 @@ fn read_tensors(bytes: &[u8], file: usize) -> Result<BTreeMap<String, TensorEntr
     ensure!(header.first() == Some(&b'{'), "not a safetensors file: the header is not a JSON object");
     let described: ByTensor<TensorHeader> = serde_json::from_slice(header).context("in the header")?;
     check_tiling(&described.tensors, bytes.len() - data_start)?;
-    let coded = coded::parse_metadata(&described.metadata).context("in the header's metadata")?;
+    let coded = packed::parse_metadata(&described.metadata).context("in the header's metadata")?;
     if let Some(name) = coded.keys().find(|name| !described.tensors.contains_key(*name)) {
         bail!("tensor '{name}': the metadata describes it, but it is not in the file");
     }

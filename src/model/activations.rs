@@ -2,7 +2,7 @@
 //!
 //! Invariant: allocated once, for the largest step and the widest layer of both stacks.
 
-use super::importance::Observer;
+use super::importance_matrix::Observer;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
 use mainstem_kernels::{Backend, DeviceError, StepLimits};
 

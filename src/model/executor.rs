@@ -3,7 +3,7 @@
 //! Invariant: everything is allocated in `new`; `run` allocates nothing, unless the model is observed.
 
 use super::activations::{Activations, activation_bytes};
-use super::importance::Observer;
+use super::importance_matrix::Observer;
 use super::load::{self, Model, TensorRecord};
 use super::schedule::{self, Caches, StepIo};
 use super::shard::Shard;

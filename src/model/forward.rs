@@ -13,7 +13,7 @@
 //! Invariant: whatever runs layers calls these functions and adds no arithmetic of its own.
 
 use super::activations::Activations;
-use super::importance::{MatrixId, Observer};
+use super::importance_matrix::{MatrixId, Observer};
 use super::load::{Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms};
 use super::spec::tables::Wiring;
 use super::spec::{AttentionSpec, ColumnSplit, LayerSpec};

@@ -4,9 +4,8 @@
 //! F32, a matrix shared by embedding and head is loaded once, and every loaded slice is recorded. At most one
 //! slice has a copy outside of the device's memory. The devices of a group load concurrently.
 
-use super::distance;
-use super::importance::MatrixId;
-use super::pieces::{self, SliceData};
+use super::importance_matrix::MatrixId;
+use super::relative_bias;
 use super::rope;
 use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
@@ -15,6 +14,7 @@ use super::spec::{
     ModelSpec, MoeSpec, NormSpec, Norms, PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec,
     StackSpec, TensorSlice,
 };
+use super::tensor_slices::{self, SliceData};
 use super::tensors;
 use crate::formats::Checkpoint;
 use anyhow::{Context, Result};
@@ -226,7 +226,7 @@ pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
         _ => true,
     });
     let record = |piece: &TensorSlice| {
-        let record = pieces::slice_record(piece, source.load_type(piece));
+        let record = tensor_slices::slice_record(piece, source.load_type(piece));
         let has_types = || spec.stacks().any(|stack| is_merged_with_token_types(stack, piece));
         if is_normalised(piece) || has_types() { record.in_f32() } else { record }
     };
@@ -256,9 +256,9 @@ pub fn table_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
             None if has_token_types(stack) => positions * spec.hidden,
             Some(PositionEmbeddingSpec::Learned { .. }) | None => 0,
         };
-        let heads = stack.relative_bias.as_ref().map_or(0, |distance| distance.local_heads.len());
-        let distance = heads * (2 * positions).saturating_sub(1);
-        stack.ropes.iter().map(rope).sum::<usize>() + (sinusoids + distance) * size_of::<f32>()
+        let heads = stack.relative_bias.as_ref().map_or(0, |bias| bias.local_heads.len());
+        let biases = heads * (2 * positions).saturating_sub(1);
+        stack.ropes.iter().map(rope).sum::<usize>() + (sinusoids + biases) * size_of::<f32>()
     };
     let encoder = spec.encoder.as_ref().map_or(0, |stack| of_stack(stack, limits.encoder_positions));
     encoder + spec.decoder.as_ref().map_or(0, |stack| of_stack(stack, limits.positions))
@@ -308,7 +308,7 @@ impl<'a, B: Backend> Loader<'a, B> {
                 Some((self.positions(table, types.as_deref())?, *offset))
             }
             Some(PositionEmbeddingSpec::Sinusoidal { layout, offset, scale }) => {
-                let rows = distance::sinusoids(*layout, hidden, positions, *offset, *scale);
+                let rows = relative_bias::sinusoids(*layout, hidden, positions, *offset, *scale);
                 Some((self.upload_rows(rows, hidden, types.as_deref())?, 0))
             }
             None => match &types {
@@ -438,9 +438,9 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     /// Loads a matrix in its load format. Normalized ones are F32.
     fn matrix(&mut self, piece: &TensorSlice, normalised: bool) -> Result<Weight<B::Buf>> {
-        let taken = pieces::read_slice(self.checkpoint, piece)?;
+        let taken = tensor_slices::read_slice(self.checkpoint, piece)?;
         let taken = match normalised {
-            true => pieces::l2_normalize_rows(taken),
+            true => tensor_slices::l2_normalize_rows(taken),
             false => taken
                 .requantize(
                     self.source.load_type(piece),
@@ -471,7 +471,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         match row {
             None => self.matrix(piece, false),
             Some(_) => {
-                let taken = pieces::read_slice(self.checkpoint, piece)?;
+                let taken = tensor_slices::read_slice(self.checkpoint, piece)?;
                 self.record(taken.record(&piece.name).in_f32())?;
                 self.upload_rows(taken.to_f32(), taken.k(), row)
             }
@@ -480,7 +480,7 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     /// Reads the first row of a matrix.
     fn first_row(&mut self, piece: &TensorSlice) -> Result<Vec<f32>> {
-        let taken = pieces::read_slice(self.checkpoint, piece)?;
+        let taken = tensor_slices::read_slice(self.checkpoint, piece)?;
         let mut rows = taken.to_f32();
         rows.truncate(taken.k());
         Ok(rows)
@@ -519,11 +519,13 @@ impl<'a, B: Backend> Loader<'a, B> {
     fn relative_bias(&mut self, spec: &RelativeBiasSpec, reach: usize) -> Result<RelativeBias<B::Buf>> {
         let RelativeBiasSpec { kind, heads, local_heads: own } = spec;
         let table = match kind {
-            RelativeBiasKind::Alibi { scale } => distance::alibi_biases(*heads, own.clone(), *scale, reach),
+            RelativeBiasKind::Alibi { scale } => {
+                relative_bias::alibi_biases(*heads, own.clone(), *scale, reach)
+            }
             RelativeBiasKind::Learned { table, buckets, max_distance, bidirectional: both_ways } => {
                 let learned = self.read_slice(table)?.to_f32();
                 let heads = (*heads, own.clone());
-                distance::learned_biases(&learned, heads, *buckets, *max_distance, *both_ways, reach)
+                relative_bias::learned_biases(&learned, heads, *buckets, *max_distance, *both_ways, reach)
             }
         };
         let (table, heads) =
@@ -544,7 +546,7 @@ impl<'a, B: Backend> Loader<'a, B> {
 
     /// Reads the data of a slice and records it.
     fn read_slice(&mut self, piece: &TensorSlice) -> Result<SliceData<'a>> {
-        let taken = pieces::read_slice(self.checkpoint, piece)?;
+        let taken = tensor_slices::read_slice(self.checkpoint, piece)?;
         self.record(taken.record(&piece.name))?;
         Ok(taken)
     }

@@ -19,7 +19,7 @@ pub mod shard;
 
 pub mod partition;
 
-pub mod weights;
+pub mod weight_rules;
 
 pub mod progress;
 
@@ -27,13 +27,13 @@ pub mod load;
 
 pub mod rope;
 
-pub mod distance;
+pub mod relative_bias;
 
-pub mod pieces;
+pub mod tensor_slices;
 
-pub mod coding;
+pub mod requantize;
 
-pub mod importance;
+pub mod importance_matrix;
 
 pub mod quantize;
 

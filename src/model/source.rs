@@ -5,14 +5,14 @@
 //! shapes of tensors; none of its weights has been read yet.
 
 use super::gguf::GgufTable;
-use super::importance::{Observations, RoundingPolicy};
-use super::pieces;
+use super::importance_matrix::{Observations, RoundingPolicy};
 use super::progress::Progress;
 use super::shard::{self, Shard, ShardError};
 use super::spec::{Kind, ModelSpec, SpecFile, TensorSlice};
 use super::synthetic::SyntheticShape;
+use super::tensor_slices;
 use super::tensors;
-use super::weights::WeightRules;
+use super::weight_rules::WeightRules;
 use crate::demo;
 use crate::formats::{
     ChatConfig, Checkpoint, DecoderStart, Folder, GenerationConfig, Gguf, HubConfig, Llama2cHeader,
@@ -139,7 +139,11 @@ impl ModelSource {
     pub fn load_type(&self, piece: &TensorSlice) -> QuantType {
         match self.is_normalised(piece) {
             true => QuantType::F32,
-            false => self.weight_rules.load_type(piece, self.default_type(piece), &pieces::full_shape(piece)),
+            false => self.weight_rules.load_type(
+                piece,
+                self.default_type(piece),
+                &tensor_slices::full_shape(piece),
+            ),
         }
     }
 

@@ -3,11 +3,11 @@
 //! Invariant: after [`check`] every required tensor exists with its shape, and every other one is ignored
 //! explicitly. So every size in the specification is bounded by the files.
 
-use super::pieces as parts;
 use super::spec::{
     AttentionSpec, DenseSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Norms,
     PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, StackSpec, TensorSlice,
 };
+use super::tensor_slices;
 use crate::formats::Checkpoint;
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::HashSet;
@@ -33,7 +33,7 @@ pub fn check(path: &Path, spec: &ModelSpec, checkpoint: &Checkpoint) -> Result<(
             ),
             Some(tensor) => {
                 tensor.quant_type()?;
-                parts::check_slice(&tensor, piece)
+                tensor_slices::check_slice(&tensor, piece)
                     .with_context(|| format!("{}: tensor '{}'", tensor.file.display(), piece.name))?;
                 used.insert(piece.name.as_str());
             }

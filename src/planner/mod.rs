@@ -16,7 +16,7 @@ pub mod split;
 
 pub mod assignment;
 
-pub mod opened;
+pub mod model_source;
 
 pub mod speed;
 

@@ -4,8 +4,8 @@
 
 use super::ServeParts;
 use super::error::ApiError;
-use super::inputs::Prompt;
 use super::params::CompletionParams;
+use super::prompts::Prompt;
 use super::respond::{
     GenerationApi, PreparedRequest, PromptIds, ResponseFormat, check_choices, encode, parse_fields,
 };

@@ -7,7 +7,7 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, UnsupportedParams};
-use super::inputs::{Prompt, parse_prompts};
+use super::prompts::{Prompt, parse_prompts};
 use super::respond::{admit, check_encoder_input_len, check_vocabulary, encode, interrupt, parse_off_loop};
 use super::{App, ServeParts};
 use crate::actors::TokenStream;

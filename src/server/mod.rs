@@ -34,11 +34,11 @@ mod encoders;
 
 mod params;
 
-mod opening;
+mod decoder_start;
 
-mod inputs;
+mod prompts;
 
-mod tokens;
+mod special_tokens;
 
 mod fields;
 
@@ -46,7 +46,7 @@ pub mod wire;
 
 pub mod error;
 
-pub mod about;
+pub mod info;
 
 #[cfg(test)]
 mod tests;
@@ -60,9 +60,9 @@ use crate::config::ServerConfig;
 use crate::request::RequestError;
 use crate::text::Tokenizer;
 use access::RequestId;
+use special_tokens::SpecialTokens;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use tokens::SpecialTokens;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Handles to the engine and the model data that the server needs.

@@ -3,10 +3,10 @@
 //! Invariant: no parameter is silently ignored, see [`Fields`].
 
 use super::access::random;
+use super::decoder_start::DecoderStartParams;
 use super::error::ApiError;
 use super::fields::{Fields, NoOpValue, UnsupportedParams, describe, to_finite_f32};
-use super::inputs::{Prompt, parse_prompts, parse_token_id};
-use super::opening::DecoderStartParams;
+use super::prompts::{Prompt, parse_prompts, parse_token_id};
 use crate::actors::SamplingDefaults;
 use crate::actors::engine::TOP_LOGPROBS;
 use crate::request::Sampling;

@@ -11,7 +11,7 @@ use super::error::ApiError;
 use super::fill_mask::FillMaskRequest;
 use super::respond::{GenerationApi, ResponseBody, parse_off_loop, respond};
 use super::tokenize::{detokenize, tokenize};
-use super::{App, OpenResponse, ServeParts, about};
+use super::{App, OpenResponse, ServeParts, info};
 use actix_web::body::SizedStream;
 use actix_web::http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
 use actix_web::web::{self, Bytes};
@@ -43,11 +43,11 @@ pub fn routes(config: &mut web::ServiceConfig) {
             resource(FillMaskRequest::PATH, "POST")
                 .route(web::post().to(handle_encoder_request::<FillMaskRequest>)),
         )
-        .service(resource("/v1/models", GET).route(get().to(about::models)))
-        .service(resource("/v1/models/{id:.+}", GET).route(get().to(about::model)))
-        .service(resource("/health", GET).route(get().to(about::health)))
-        .service(resource("/metrics", GET).route(get().to(about::metrics)))
-        .service(resource("/version", GET).route(get().to(about::version)))
+        .service(resource("/v1/models", GET).route(get().to(info::models)))
+        .service(resource("/v1/models/{id:.+}", GET).route(get().to(info::model)))
+        .service(resource("/health", GET).route(get().to(info::health)))
+        .service(resource("/metrics", GET).route(get().to(info::metrics)))
+        .service(resource("/version", GET).route(get().to(info::version)))
         .default_service(web::to(async || ApiError::not_found().error_response()));
     // Other servers have these paths without the prefix.
     for prefix in ["/v1", ""] {

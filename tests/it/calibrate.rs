@@ -5,10 +5,10 @@ use crate::common::{fixture, mainstem};
 use crate::families::family;
 use crate::quantize::{Room, loaded, opened, target};
 use mainstem::model::executor::{Executor, KvCacheConfig, ModelExecutor};
-use mainstem::model::importance::{Observations, RoundingPolicy};
+use mainstem::model::importance_matrix::{Observations, RoundingPolicy};
 use mainstem::model::quantize::{OutputFormat, quantize};
 use mainstem::model::spec::{LayerSpec, MlpSpec, NormSpec, TensorSlice};
-use mainstem::model::{ModelRef, ModelSource, Shard, pieces, tensors};
+use mainstem::model::{ModelRef, ModelSource, Shard, tensor_slices, tensors};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
     ActivationPrecision, Fraction, HandoffPorts, KvTable, QuantType, SamplingParams, Span, SpanModel,
@@ -86,7 +86,7 @@ fn column_mean_squares(rows: &[Vec<f64>]) -> Vec<f64> {
 }
 
 fn numbers(source: &ModelSource, piece: &TensorSlice) -> Vec<f64> {
-    let taken = pieces::read_slice(&source.checkpoint, piece).expect("it is there");
+    let taken = tensor_slices::read_slice(&source.checkpoint, piece).expect("it is there");
     taken.to_f32().into_iter().map(f64::from).collect()
 }
 

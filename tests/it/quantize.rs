@@ -6,8 +6,8 @@ use crate::families::{decoders, family, others};
 use mainstem::cli::start;
 use mainstem::formats::save::Existing;
 use mainstem::model::quantize::{FormatTotals, OutputFormat, QuantizeTarget, quantize};
-use mainstem::model::weights::WeightRules;
-use mainstem::model::{ModelRef, ModelSource, pieces, tensors};
+use mainstem::model::weight_rules::WeightRules;
+use mainstem::model::{ModelRef, ModelSource, tensor_slices, tensors};
 use mainstem::request::Request;
 use mainstem_kernels::QuantType;
 use std::path::{Path, PathBuf};
@@ -57,7 +57,7 @@ pub fn target(path: PathBuf, format: OutputFormat) -> QuantizeTarget {
 /// Returns the name, number format and bytes of every loaded tensor of the model.
 pub fn loaded(source: &ModelSource) -> Vec<(String, QuantType, Vec<u8>)> {
     let load = |piece| {
-        let taken = pieces::read_slice(&source.checkpoint, piece).expect("it can be taken");
+        let taken = tensor_slices::read_slice(&source.checkpoint, piece).expect("it can be taken");
         let taken = taken
             .requantize(source.load_type(piece), source.rounding.for_slice(piece), 1)
             .expect("it can be coded");

@@ -4,13 +4,13 @@
 
 pub mod clock;
 
-mod answer;
 mod connection;
 mod event;
-mod refusal;
+mod rejection;
 mod server;
 mod service;
 mod sse;
+mod streamed_response;
 mod tls;
 mod wire;
 
@@ -33,12 +33,12 @@ use crate::{
     sample::{Failure, FailureKind, Outcome, Sample},
 };
 
-use answer::{NextAction, StreamedResponse};
 use clock::{Clock, Deadline};
 use connection::{Connection, body_failure, head_failure};
-use refusal::Rejection;
+use rejection::Rejection;
 pub use server::Server;
 pub use service::Service;
+use streamed_response::{NextAction, StreamedResponse};
 
 /// Maximum number of idle connections that a client keeps.
 const IDLE_MAX: usize = 512;

@@ -100,7 +100,7 @@ mod tests {
     use super::*;
     use crate::{
         measure::fixtures::{completed, ms},
-        plan::draws::{Purpose, RandomStream},
+        plan::random::{Purpose, RandomStream},
     };
 
     /// The area below a step function, in seconds.

@@ -10,7 +10,7 @@ mod series;
 
 mod counts;
 mod goodput;
-mod planned;
+mod plan_report;
 
 #[cfg(test)]
 pub(crate) mod fixtures;
@@ -75,9 +75,9 @@ pub fn report(settings: &RunSettings, record: &RunRecord, limits: &GoodputLimits
     let mut report = RunReport {
         label: settings.label.clone().unwrap_or_else(|| settings.arrivals.to_string()),
         date: utc_date(record.began),
-        url: planned::redact_url(&settings.target.url),
+        url: plan_report::redact_url(&settings.target.url),
         models: record.models.clone(),
-        plan: planned::report(settings),
+        plan: plan_report::report(settings),
         duration_s: seconds(span.length()),
         input_tokens,
         output_tokens,

@@ -109,7 +109,7 @@ fn histogram(sorted: &[f64]) -> Vec<(f64, u64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::draws::{Purpose, RandomStream};
+    use crate::plan::random::{Purpose, RandomStream};
 
     fn ms(ms: u64) -> Duration {
         Duration::from_millis(ms)

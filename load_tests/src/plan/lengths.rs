@@ -6,7 +6,7 @@ use std::{fmt, str::FromStr};
 
 use rand_distr::{Distribution, LogNormal};
 
-use super::draws::RandomStream;
+use super::random::RandomStream;
 
 /// A distribution of lengths in tokens, at least 1. Text forms: `128`; `128-512`, uniform;
 /// `lognormal:MEDIAN:SIGMA` or `lognormal:MEDIAN:SIGMA:MAX`.
@@ -122,8 +122,8 @@ mod tests {
 
     use super::*;
     use crate::plan::{
-        draws::Purpose,
         fit::{KS_CRITICAL, ks_distance_discrete},
+        random::Purpose,
     };
 
     const N: u64 = 20_000;

@@ -1,6 +1,6 @@
-pub mod draws;
 #[cfg(test)]
 mod fit;
+pub mod random;
 
 pub mod arrivals;
 pub mod lengths;

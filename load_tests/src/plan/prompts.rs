@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::{
-    draws::{Purpose, RandomStream},
+    random::{Purpose, RandomStream},
     requests::Prompt,
     words::WORDS,
 };

@@ -8,7 +8,7 @@ mod alarm;
 mod closed;
 mod open;
 mod setup;
-mod watch;
+mod watcher;
 mod worker;
 
 use std::{
@@ -27,7 +27,7 @@ use tokio::runtime::{Builder, LocalOptions, LocalRuntime};
 use crate::{
     plan::{
         arrivals::Arrivals,
-        draws::{Purpose, RandomStream},
+        random::{Purpose, RandomStream},
         requests::{Endpoint, LoadSpec},
     },
     sample::Sample,
@@ -35,7 +35,7 @@ use crate::{
 };
 
 use setup::Setup;
-use watch::with_watcher;
+use watcher::with_watcher;
 use worker::{Job, run_workers};
 
 /// The settings of a run.

@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context, bail, ensure};
 
-use super::{Progress, RunSettings, watch::StopSignal};
+use super::{Progress, RunSettings, watcher::StopSignal};
 use crate::{
     client::{Client, Server, Service, clock::Clock, wait_until_stopped},
     plan::requests::LoadSpec,

@@ -25,7 +25,7 @@ use tokio::{
 };
 
 use super::{
-    Connections, Progress, RunSettings, alarm::Alarm, closed, local_runtime, open, watch::StopSignal,
+    Connections, Progress, RunSettings, alarm::Alarm, closed, local_runtime, open, watcher::StopSignal,
 };
 use crate::{
     client::{Client, PreparedRequest, Service, clock::Clock, wait_until_stopped},

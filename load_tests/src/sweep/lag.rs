@@ -129,7 +129,7 @@ fn downsample(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
 pub(super) mod tests {
     use super::*;
     use crate::{
-        plan::draws::{Purpose, RandomStream},
+        plan::random::{Purpose, RandomStream},
         sample::Delivery,
         testing::sample,
     };

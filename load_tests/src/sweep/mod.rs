@@ -6,7 +6,7 @@
 mod ladder;
 mod lag;
 mod saturation;
-mod words;
+mod texts;
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -20,7 +20,7 @@ use crate::{
 };
 
 pub use ladder::{Ladder, StepSize};
-pub use words::{describe_knee, sections};
+pub use texts::{describe_knee, sections};
 
 /// The definition of a sweep.
 #[derive(Clone, Debug)]

@@ -8,17 +8,17 @@
 //! Invariant: a sequence leaves between two iterations. Slots and pages that a step in flight refers to are
 //! reused by later steps only, which every device runs after it.
 
-mod live;
+mod running;
 
-mod fill;
+mod build_batch;
 
-mod settle;
+mod process_output;
 
-mod flight;
+mod in_flight;
 
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
-use super::meters::LoopMetrics;
+use super::loop_metrics::LoopMetrics;
 use super::prefill::{ChunksAhead, DropStarted, NextChunks, ScheduledChunk};
 use super::sequence::SequenceKey;
 use super::status::Status;
@@ -27,11 +27,11 @@ use crate::config::Policy;
 use crate::memory::split_slots;
 use crate::request::{RequestError, TokenEvent};
 use actix::{Actor, AsyncContext, Context, Recipient, WrapFuture};
-use flight::{InFlightStep, StepBuffers};
 use futures_util::FutureExt;
-use live::{PrefillChunk, RunningSequence};
+use in_flight::{InFlightStep, StepBuffers};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{DeviceError, StepLimits};
+use running::{PrefillChunk, RunningSequence};
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;

@@ -8,7 +8,6 @@ mod report;
 
 pub use memory::available_memory;
 
-use super::conventions::{self, PromptingDefaults};
 use super::decode::{Decode, DecodeConfig, LoopHandles};
 use super::device::ExecutorFactory;
 use super::group::{Group, GroupConfig};
@@ -16,6 +15,7 @@ use super::intake::Intake;
 use super::kv::KvManager;
 use super::limits::IntakeLimits;
 use super::prefill::Prefill;
+use super::prompting_defaults::{self, PromptingDefaults};
 use super::status::Status;
 use super::stream::IntakeHandle;
 use crate::config::{Config, KvConfig, LaneCount, Policy, SamplingDefaultsSource, SchedulerConfig};
@@ -24,7 +24,7 @@ use crate::memory::PagePool;
 use crate::model::executor::KvCacheConfig;
 use crate::model::spec::{Kind, ModelSpec};
 use crate::model::{ModelSource, Partition};
-use crate::planner::{DeviceAssignment, opened};
+use crate::planner::{DeviceAssignment, model_source};
 use crate::telemetry;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
@@ -149,7 +149,7 @@ impl EngineSetup {
         let model = ModelInfo {
             name,
             kind: spec.kind,
-            endpoints: conventions::endpoints(spec),
+            endpoints: prompting_defaults::endpoints(spec),
             has_head: spec.has_head(),
             context,
             max_sequence_tokens: if spec.decoder.is_some() { limits.positions } else { context },
@@ -163,7 +163,7 @@ impl EngineSetup {
             created,
         };
         let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
-        let assignments = opened::assignments(source, &partition);
+        let assignments = model_source::assignments(source, &partition);
         let (width, step_timeout) = (spec.hidden, config.device.step_timeout);
         Ok(EngineSetup {
             scheduler,

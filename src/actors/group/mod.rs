@@ -11,29 +11,29 @@
 //! Invariant: a step is answered once, and only by a group without a fault since the state that the step
 //! depends on was computed.
 
-pub(super) mod hub;
+pub(super) mod state;
 
 pub(super) mod mailbox;
 
 pub mod link;
 
-mod steps;
+mod step_queue;
 
-mod keeper;
+mod supervisor;
 
-pub use keeper::Reports;
+pub use supervisor::Reports;
 
 use super::device::{ExecutorFactory, Step, StepResult};
 use super::status::Status;
 use anyhow::{Context, Result, ensure};
-use hub::GroupState;
-use keeper::Supervisor;
 use link::{Capacity, LinkFactory};
 use mainstem_kernels::{DeviceError, StepLimits};
+use state::GroupState;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
+use supervisor::Supervisor;
 use tokio::sync::oneshot;
 
 /// Configuration of a group.
@@ -186,7 +186,7 @@ impl Devices for Group {
 /// Returns the communication bytes of a stage of `ranks` ranks: for collectives, and for the hand-off to
 /// the `next` stage, if there is one.
 pub(super) fn stage_buffer_bytes(ranks: usize, next: Option<Capacity>) -> usize {
-    hub::collective_bytes(ranks).saturating_add(next.map_or(0, |capacity| capacity.bytes()))
+    state::collective_bytes(ranks).saturating_add(next.map_or(0, |capacity| capacity.bytes()))
 }
 
 /// Error message of a step of a stopped group.

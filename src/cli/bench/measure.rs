@@ -2,14 +2,14 @@
 //!
 //! Invariant: fused decode is timed only while every sequence of the test is decoding.
 
-use super::asked::{BenchTest, SuiteArgs, size_cache};
-use super::ceilings::{self, StepWork};
 use super::report::{AllocatedMemory, BenchReport, BenchRow, ModelFacts, Sample, TestKind};
+use super::roofline::{self, StepWork};
+use super::suite::{BenchTest, SuiteArgs, size_cache};
 use super::usage;
 use crate::actors::{EngineSetup, IntakeHandle, TokenStream};
-use crate::cli::reading::check_decoder_only;
+use crate::cli::evaluation::check_decoder_only;
 use crate::cli::start::{self, factories, fetch_model_async};
-use crate::cli::words;
+use crate::cli::vocabulary;
 use crate::config::{Config, DeviceKind};
 use crate::model::load;
 use crate::model::{ModelRef, ModelSource};
@@ -54,7 +54,7 @@ pub async fn measure(
         DeviceKind::Cpu | DeviceKind::Reference => Some(bytes_per_step(&source)),
         DeviceKind::Fake { .. } => None,
     };
-    let mut machine = ceilings::RooflineBench::new(&config.device)?;
+    let mut machine = roofline::RooflineBench::new(&config.device)?;
     if machine.is_none() && config.device.groups[0][0].kind == DeviceKind::Cpu {
         let note = "no roofline: it requires a single CPU device and 2 GiB of free memory";
         report.notes.push(note.to_owned());
@@ -70,13 +70,13 @@ pub async fn measure(
     for test in tests {
         let BenchTest { kind: what, sequences, tokens, .. } = test;
         let weight_bytes = weight_bytes.filter(|_| what != TestKind::Prefill);
-        let work = machine.as_ref().map(ceilings::RooflineBench::activation_precision);
+        let work = machine.as_ref().map(roofline::RooflineBench::activation_precision);
         let work = work.and_then(|inputs| StepWork::for_test(&source, inputs, what, sequences, tokens));
         report.rows.push(BenchRow { kind: what, sequences, tokens, weight_bytes, work, samples: Vec::new() });
         progress.set_message(test.to_string());
         // The first run warms up.
         for number in 0..=repeat {
-            let roofline = machine.as_mut().filter(|_| work.is_some()).map(ceilings::RooflineBench::measure);
+            let roofline = machine.as_mut().filter(|_| work.is_some()).map(roofline::RooflineBench::measure);
             let run = if number == 0 { test.warm_up() } else { test };
             let sample = Sample { roofline, ..run_test(&engine.intake, &run, &mut prompts).await? };
             let row = report.rows.last_mut().expect("it was pushed above; anything else is a bug");
@@ -118,7 +118,7 @@ pub struct Prompts {
 impl Prompts {
     /// Creates a generator of prompts for a model.
     pub fn new(source: &ModelSource, tokenizer: &Tokenizer) -> Prompts {
-        Prompts { ordinary: words::ordinary_tokens(source, tokenizer), count: 0 }
+        Prompts { ordinary: vocabulary::ordinary_tokens(source, tokenizer), count: 0 }
     }
 
     fn next(&mut self, tokens: usize) -> Arc<[u32]> {

@@ -4,14 +4,14 @@
 //! Invariant: every reported sample was measured in this run, and requested tests that were not run are
 //! noted.
 
-mod asked;
-mod ceilings;
 mod client;
-mod forms;
+mod formats;
 mod frontend;
 mod measure;
 mod partition;
 pub(super) mod report;
+mod roofline;
+mod suite;
 
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
 use super::plan::load_with_several_devices;
@@ -25,7 +25,6 @@ use crate::telemetry;
 use crate::text::Tokenizer;
 use actix_web::rt::{self, System, time};
 use anyhow::{Context, Error, Result};
-use asked::SuiteArgs;
 use clap::{Args, ValueEnum, ValueHint};
 use indicatif::{ProgressBar, ProgressStyle};
 use partition::PartitionTests;
@@ -36,6 +35,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+use suite::SuiteArgs;
 use tokio::select;
 
 /// Default slots with `--fake-device`.

@@ -2,8 +2,8 @@
 //!
 //! Invariant: only samples are stored; all other values are computed from them.
 
-use super::ceilings::{Bottleneck, StepWork};
 use super::partition::rows::PartitionRow;
+use super::roofline::{Bottleneck, StepWork};
 use crate::config::{Config, KvConfig, SchedulerConfig};
 use crate::model::ModelSource;
 use crate::model::executor::ExecutorReport;

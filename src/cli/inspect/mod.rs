@@ -9,16 +9,16 @@ use super::flags::{KV_TYPES, PartitionFlags};
 use super::spinner::{self, Spinner};
 use super::{print, start};
 use crate::actors::PromptingDefaults;
-use crate::actors::conventions::endpoints;
 use crate::actors::engine::{EngineSetup, available_memory};
+use crate::actors::prompting_defaults::endpoints;
 use crate::config::{Config, ConfigError, Overrides};
 use crate::formats::{GenerationConfig, HubConfig, PoolingConfig};
 use crate::model::executor::{ExecutorReport, page_bytes};
 use crate::model::load::TensorRecord;
-use crate::model::pieces;
 use crate::model::provenance::{Origin, Provenance};
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
 use crate::model::spec::{Kind, MlpSpec, ModelSpec, TensorPart, TensorSlice};
+use crate::model::tensor_slices;
 use crate::model::tensors;
 use crate::planner::DeviceAssignment;
 use crate::telemetry;
@@ -417,7 +417,7 @@ fn specification(spec: &ModelSpec) -> Specification {
 fn needed_tensors(source: &ModelSource) -> Result<Vec<Tensor>> {
     let mut parts: HashMap<&str, Vec<TensorRecord>> = HashMap::new();
     for piece in tensors::required_slices(&source.spec) {
-        let part = pieces::slice_record(piece, source.load_type(piece));
+        let part = tensor_slices::slice_record(piece, source.load_type(piece));
         let known = parts.entry(&piece.name).or_default();
         // An embedding and a head tied to it are one part.
         if !matches!(piece.part, TensorPart::Whole) || known.is_empty() {

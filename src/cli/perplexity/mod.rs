@@ -4,26 +4,26 @@
 //! Invariant: the measured model is the one that would be served: the same devices, weights, cache and
 //! scheduling.
 
-mod figures;
 mod report;
-mod subject;
+mod setup;
+mod stats;
 
+use super::evaluation::{Chunk, Evaluator, progress_bar};
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
-use super::reading::{Chunk, Evaluator, progress_bar};
 use super::{INTERRUPTED, print, spinner};
 use crate::config::{Config, ConfigError, ConfigSource, Overrides};
-use crate::model::weights::WeightRules;
+use crate::model::weight_rules::WeightRules;
 use crate::telemetry;
 use actix_web::rt::System;
 use anyhow::{Context, Error, Result};
 use clap::{Args, ValueHint};
-use figures::TokenScores;
 use indicatif::ProgressBar;
 use mainstem_kernels::QuantType;
 use report::PerplexityReport;
+use setup::{Evaluation, Reference};
+use stats::TokenScores;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use subject::{Evaluation, Reference};
 use tokio::select;
 
 /// Measure perplexity on a text, and the difference from a reference model.

@@ -2,11 +2,11 @@
 //!
 //! Invariant: both formats show the same values, and only of the chunks that were evaluated.
 
-use super::figures::{Estimate, PerplexityStats, ReferenceStats, TokenScores};
-use super::subject::Evaluation;
+use super::setup::Evaluation;
+use super::stats::{Estimate, PerplexityStats, ReferenceStats, TokenScores};
 use crate::cli::bench::report::ModelFacts;
 use crate::cli::escape::one_line;
-use crate::cli::reading::Evaluator;
+use crate::cli::evaluation::Evaluator;
 use mainstem_kernels::ActivationPrecision;
 use serde::Serialize;
 use std::fmt::{self, Write};

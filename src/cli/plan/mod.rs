@@ -2,7 +2,7 @@
 //!
 //! Invariant: no weights are loaded, and only what the plan needs is measured on this machine.
 
-mod subject;
+mod model;
 
 mod table;
 
@@ -22,9 +22,9 @@ use crate::planner::{
 use crate::telemetry;
 use anyhow::Result;
 use clap::{Args, ValueHint};
+use model::PlannedModel;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use subject::PlannedModel;
 
 /// Compare partitions of a model over devices.
 ///

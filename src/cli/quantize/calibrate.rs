@@ -3,13 +3,13 @@
 //! Invariant: the model is evaluated as stored, on one device, with F32 activations and KV cache. The result
 //! covers all selected chunks of the text, or there is none.
 
-use crate::cli::reading::{self, Chunk, Chunking, DEFAULT_CONTEXT, Evaluator};
+use crate::cli::evaluation::{self, Chunk, Chunking, DEFAULT_CONTEXT, Evaluator};
 use crate::cli::start;
 use crate::config::{Config, ModelConfig};
-use crate::model::importance::{ImportanceMatrix, Observations};
+use crate::model::importance_matrix::{ImportanceMatrix, Observations};
 use crate::model::progress::Progress;
 use crate::model::source::{ModelRef, ModelSource};
-use crate::model::weights::WeightRules;
+use crate::model::weight_rules::WeightRules;
 use crate::text::Tokenizer;
 use actix_web::rt::System;
 use anyhow::{Context, Result, ensure};
@@ -42,14 +42,14 @@ impl Calibration {
     /// has no tokenizer, and if the text is shorter than one chunk. Loading reports to `progress`; loading
     /// and evaluation end when `progress` is stopped.
     pub fn prepare(&self, config: &Config, progress: &Arc<Progress>) -> Result<PreparedCalibration> {
-        let text = reading::read_text(&self.text)?;
+        let text = evaluation::read_text(&self.text)?;
         let config = stored_model_config(config);
         let mut source = start::open_source(&ModelRef::parse(&config.model.path)?, &config.model)?;
-        reading::check_decoder_only(&source, "calibration supports")?;
+        evaluation::check_decoder_only(&source, "calibration supports")?;
         let tokenizer = Arc::new(start::open_tokenizer(&source)?);
         let context = DEFAULT_CONTEXT.min(source.spec.context);
         let named = || format!("{} with {}", self.text.display(), source.name());
-        let tokens = reading::tokenize(&text, &tokenizer, &source).with_context(named)?;
+        let tokens = evaluation::tokenize(&text, &tokenizer, &source).with_context(named)?;
         ensure!(
             tokens.len() >= context,
             "{}: {} tokens, but calibration requires at least {context}",
@@ -81,7 +81,7 @@ impl PreparedCalibration {
     async fn evaluate(&self) -> Result<()> {
         let PreparedCalibration { config, source, tokenizer, chunking: cut, .. } = self;
         let chunks: Vec<Chunk> = cut.chunks(&self.tokens).take(self.chunks).collect();
-        let bar = reading::progress_bar(chunks.len());
+        let bar = evaluation::progress_bar(chunks.len());
         bar.set_message("loading");
         let mut model = Evaluator::start(config, source, tokenizer, cut.context).await?;
         bar.set_message("calibrating");

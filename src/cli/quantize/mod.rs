@@ -11,7 +11,7 @@ use super::start;
 use super::{INTERRUPTED, print};
 use crate::config::{Config, ConfigError, ConfigSource, Overrides};
 use crate::formats::save::Existing;
-use crate::model::importance::RoundingPolicy;
+use crate::model::importance_matrix::RoundingPolicy;
 use crate::model::quantize::{self, FormatTotals, OutputFormat, QuantizeTarget};
 use crate::model::source::{ModelRef, ModelSource};
 use crate::telemetry;

@@ -2,7 +2,7 @@
 //!
 //! Invariant: devices are in the order of the partition: stage by stage, by rank.
 
-use super::super::words;
+use super::super::vocabulary;
 use crate::actors::EngineSetup;
 use crate::actors::device::ExecutorFactory;
 use crate::config::{DeviceConfig, DeviceKind, DeviceName};
@@ -10,7 +10,7 @@ use crate::model::executor::{self, Executor, ExecutorReport, KvCacheConfig, Mode
 use crate::model::fake::{self, FakeExecutor, StepTime};
 use crate::model::source::ModelSource;
 use crate::model::{Partition, Shard};
-use crate::planner::{DeviceCapacity, opened};
+use crate::planner::{DeviceCapacity, model_source};
 use crate::text::Tokenizer;
 use anyhow::Result;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig};
@@ -37,7 +37,7 @@ pub fn partition(config: &DeviceConfig, source: &ModelSource) -> Result<Partitio
         speed: speeds.get(device.kind.name()).copied().unwrap_or(1.0),
         memory: f64::INFINITY,
     };
-    Ok(opened::partition(source, config, place)?)
+    Ok(model_source::partition(source, config, place)?)
 }
 
 /// Returns a factory per device, stage by stage, by rank. Each call of a factory builds an executor from the
@@ -77,7 +77,7 @@ fn factory(
             DeviceKind::Cpu => build_executor(cpu_backend(&config)?, stage, &part)?,
             DeviceKind::Reference => build_executor(Reference::new(), stage, &part)?,
             DeviceKind::Fake { step, row } => {
-                let words = words::word_tokens(&part.source, &tokenizer);
+                let words = vocabulary::word_tokens(&part.source, &tokenizer);
                 let device = FakeExecutor::new(words, part.limits).with_collective(stage);
                 Box::new(device.with_step_time(StepTime { step, row }))
             }

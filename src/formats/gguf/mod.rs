@@ -10,7 +10,7 @@ mod value;
 
 mod types;
 
-mod head;
+mod header;
 
 mod metadata;
 
@@ -23,7 +23,7 @@ mod sentence;
 #[cfg(test)]
 mod tests;
 
-pub use head::{GgufHeader, GgufTensor};
+pub use header::{GgufHeader, GgufTensor};
 pub use metadata::Gguf;
 pub(super) use types::ggml_id;
 pub use value::{GgufArray, GgufValue};
@@ -92,7 +92,7 @@ impl Gguf {
     /// predecessors, which [`Checkpoint::open_gguf`] rejects by name.
     pub fn is_gguf_path(path: &Path) -> Result<bool> {
         let is_named = path.extension().is_some_and(|extension| extension == EXTENSION);
-        Ok(is_named || head::has_ggml_magic(MappedFile::open(path)?.bytes()))
+        Ok(is_named || header::has_ggml_magic(MappedFile::open(path)?.bytes()))
     }
 
     /// Returns the first file of the one GGUF model in a folder, or `None` if there is none. Fails if there

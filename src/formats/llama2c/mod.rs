@@ -6,7 +6,7 @@
 
 mod header;
 
-mod parts;
+mod tensors;
 
 #[cfg(test)]
 mod tests;
@@ -33,8 +33,8 @@ impl Checkpoint {
 
 fn read(bytes: &[u8]) -> Result<(Tensors, Llama2cHeader)> {
     let header = Llama2cHeader::read(bytes)?;
-    let parts = parts::tensor_specs(&header);
-    parts::check_length(&header, &parts, bytes.len())?;
+    let parts = tensors::tensor_specs(&header);
+    tensors::check_length(&header, &parts, bytes.len())?;
     let mut begin = header.bytes();
     let mut tensors = Tensors::new();
     for part in parts {

@@ -3,7 +3,7 @@
 //! Invariant: nothing is imported, and no code chosen by the pickle runs. A name that is not listed here is
 //! rejected, and so is a call with arguments that PyTorch does not write.
 
-use super::numbers::TorchDtype;
+use super::dtypes::TorchDtype;
 use super::tensor;
 use super::value::{Heap, Value};
 use anyhow::{Context, Result, bail, ensure};

@@ -3,8 +3,8 @@
 //! Invariant: an entry created here lies inside its storage, which lies inside the file. All arithmetic is
 //! checked, because every number comes from the file.
 
+use super::dtypes::TorchDtype;
 use super::globals::Global;
-use super::numbers::TorchDtype;
 use super::value::{Heap, Value};
 use crate::formats::gather::{Gather, StoredElement};
 use crate::formats::{Layout, TensorEntry, elements};

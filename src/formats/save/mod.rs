@@ -6,12 +6,12 @@
 
 mod gguf;
 
-mod place;
+mod output;
 
 mod safetensors;
 
 pub use gguf::{check_gguf, gguf_file, gguf_settings_file};
-pub use place::{AtomicOutput, Existing, check_only_known_files};
+pub use output::{AtomicOutput, Existing, check_only_known_files};
 pub use safetensors::safetensors_files;
 
 use super::elements;

@@ -4,7 +4,7 @@
 //! element size.
 
 use super::{SavedFile, SavedTensor};
-use crate::formats::coded;
+use crate::formats::packed;
 use crate::formats::safetensors::{DTYPES, INDEX, SINGLE};
 use crate::formats::sharded::METADATA;
 use serde_json::{Map, Value, json};
@@ -55,7 +55,7 @@ fn element_bytes(tensor: &SavedTensor) -> usize {
 fn header(tensors: &[SavedTensor], order: &[usize]) -> Vec<u8> {
     let of_file = || order.iter().map(|at| &tensors[*at]);
     let mut header = Map::new();
-    header.insert(METADATA.to_owned(), coded::build_metadata(of_file()));
+    header.insert(METADATA.to_owned(), packed::build_metadata(of_file()));
     let mut begin = 0;
     for tensor in of_file() {
         let end = begin + tensor.bytes();
@@ -72,8 +72,8 @@ fn tensor_header(tensor: &SavedTensor, begin: usize, end: usize) -> Value {
     let (dtype, shape) = match known {
         Some((name, _)) => (*name, tensor.shape.clone()),
         None => {
-            let stored = coded::stored_shape(tensor.ty, &tensor.shape, tensor.transposed);
-            (coded::U8_DTYPE, stored.expect("packed tensors are matrices of whole blocks; this is a bug"))
+            let stored = packed::stored_shape(tensor.ty, &tensor.shape, tensor.transposed);
+            (packed::U8_DTYPE, stored.expect("packed tensors are matrices of whole blocks; this is a bug"))
         }
     };
     json!({ "dtype": dtype, "shape": shape, "data_offsets": [begin, end] })

@@ -4,9 +4,9 @@
 //! Invariant: an unsupported module, pooling mode or setting is recorded by name, so that the caller can
 //! reject it; only a file that cannot be parsed is an error here.
 
-mod texts;
+mod preprocessing;
 
-pub use texts::{TEXT_CONFIG, TextPreprocessing};
+pub use preprocessing::{TEXT_CONFIG, TextPreprocessing};
 
 use super::{Folder, HubConfig, is_plain_name};
 use crate::request::Pooling;

@@ -7,21 +7,21 @@
 //! position. It depends neither on how many rows share the step (batch invariance), nor on how a prompt is
 //! divided into spans, nor on slots, pages or the number of threads.
 
-mod blocks;
+mod operands;
 
 mod attention;
 
 mod limits;
 
-mod products;
+mod gemms;
 
 pub use attention::{AttentionShape, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
-pub use blocks::{
+pub(crate) use gemms::run_gemms_separately;
+pub use gemms::{Epilogue, Gemm, InputOperand};
+pub use limits::{Fraction, StepLimits};
+pub use operands::{
     Activation, DynamicNtk, Expert, MoeShape, Norm, NormKind, Rope, RopeStyle, Scoring, Weight,
 };
-pub use limits::{Fraction, StepLimits};
-pub(crate) use products::run_gemms_separately;
-pub use products::{Epilogue, Gemm, InputOperand};
 
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
 use crate::collective::Collective;

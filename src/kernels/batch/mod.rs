@@ -4,13 +4,13 @@
 //! Invariant: plain data with fixed capacity. The decode loop builds a batch, the device reads it, and the
 //! batch returns to be reused; neither direction allocates.
 
-mod carried;
+mod handoff;
 mod sampling;
 
 #[cfg(test)]
 mod tests;
 
-pub use carried::{ActivationHandoff, HandoffPorts};
+pub use handoff::{ActivationHandoff, HandoffPorts};
 pub use sampling::{SampleMode, SampledToken, SamplingParams, StepOutput, StepTimes};
 
 use crate::backend::KvTable;

@@ -1,10 +1,10 @@
 //! Tests of the KV cache and of attention, against the reference backend.
 
 use super::Bounds;
-use super::heads::*;
+use super::attention_case::*;
 use super::inputs::*;
-use super::pieces::*;
 use super::rig::*;
+use super::spans::*;
 use crate::backend::KvLayout;
 use crate::backend::{Backend, KvTable, Mask};
 use crate::batch::{PageCopy, SpanOutput, StepBatch, TableUpdate};

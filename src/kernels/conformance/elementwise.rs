@@ -1,10 +1,10 @@
 //! Tests of embeddings, sums and activation functions, against the reference backend.
 
 use super::Bounds;
-use super::answers::ORACLE_VALUES;
 use super::inputs::*;
-use super::pieces::*;
+use super::memo::ORACLE_VALUES;
 use super::rig::*;
+use super::spans::*;
 use crate::backend::{Activation, Backend};
 use crate::batch::SpanOutput;
 use crate::quant::QuantType;

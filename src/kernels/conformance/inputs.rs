@@ -1,7 +1,7 @@
 //! Sizes, pseudo-random inputs, and comparisons that report what differs.
 
 use super::Bounds;
-use super::answers::QUANTIZED;
+use super::memo::QUANTIZED;
 use super::rig::RowResults;
 use crate::backend::{Fraction, StepLimits};
 use crate::quant::QuantType;

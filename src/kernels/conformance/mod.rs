@@ -7,25 +7,25 @@
 //! Invariant: the suite uses a backend through its trait only, and does not know the layout of its memory.
 
 mod inputs;
-mod pieces;
 mod rig;
+mod spans;
 
-mod answers;
+mod memo;
 
 mod elementwise;
+mod gemms;
 mod matmul;
 mod moe;
 mod norm;
-mod products;
 mod rope;
 mod stage;
 mod state;
 
 mod attention;
-mod heads;
-mod odd;
+mod attention_case;
 mod sparse;
 mod splits;
+mod unusual_values;
 
 mod sampling;
 
@@ -37,12 +37,11 @@ pub use attention::{
     attention, attention_long, attention_options, cache_types, copy_pages, encoder_batch_invariance,
 };
 pub use elementwise::{activate, caps_and_gates, embed, embed_positions, sums};
+pub use gemms::gemms;
 pub use inputs::{few_types, noise};
 pub use matmul::{matmul, matmul_batch_invariance};
 pub use moe::{moe, moe_batch_invariance, moe_expert_subsets, moe_preparation};
 pub use norm::norm;
-pub use odd::{extreme_groups, non_finite_values};
-pub use products::gemms;
 pub use properties::{batch_invariance, chunking, moves, output_selection, paging, stale_pages};
 pub use rope::{angles, rope};
 pub use sampling::sample_tokens;
@@ -52,6 +51,7 @@ pub use splits::{
 };
 pub use stage::{columns, stage_abort, stage_all_gather, stage_all_reduce};
 pub use state::{buffers, gather, hidden, samples_by_stack, slot_state};
+pub use unusual_values::{extreme_groups, non_finite_values};
 
 use crate::backend::Backend;
 use crate::quant::QuantType;

@@ -1,8 +1,8 @@
 //! Tests of mixtures of experts, against the reference backend and for batch invariance.
 
 use super::Bounds;
-use super::answers::ORACLE_VALUES;
 use super::inputs::*;
+use super::memo::ORACLE_VALUES;
 use super::rig::*;
 use crate::backend::{Activation, Backend, Expert, MoeShape, Scoring, StepLimits};
 use crate::quant::{OperandFormat, QuantType};

@@ -4,8 +4,8 @@
 use super::Bounds;
 use super::family::ModelFamily;
 use super::inputs::*;
-use super::pieces::*;
 use super::rig::*;
+use super::spans::*;
 use super::tiny::{ModelStep, TinyModel};
 use crate::backend::Backend;
 use crate::batch::{SlotMove, SpanOutput};

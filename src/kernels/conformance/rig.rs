@@ -1,8 +1,8 @@
 //! A backend that is prepared for a test, with helpers for buffers and steps.
 
-use super::answers::ROPE_TABLES;
 use super::inputs::*;
-use super::pieces::*;
+use super::memo::ROPE_TABLES;
+use super::spans::*;
 use crate::backend::{Backend, KvLayer, KvLayout, Rope, RopeStyle, StepLimits, Weight};
 use crate::batch::{SamplingParams, SlotMove, SpanOutput, StepBatch, StepOutput};
 use crate::quant::QuantType;

@@ -1,10 +1,10 @@
 //! Tests of RoPE, against the reference backend.
 
 use super::Bounds;
-use super::answers::ORACLE_VALUES;
 use super::inputs::*;
-use super::pieces::*;
+use super::memo::ORACLE_VALUES;
 use super::rig::*;
+use super::spans::*;
 use crate::backend::{Backend, DynamicNtk, Rope, RopeStyle};
 use crate::batch::SpanOutput;
 

@@ -2,8 +2,8 @@
 
 use super::Bounds;
 use super::inputs::*;
-use super::pieces::*;
 use super::rig::*;
+use super::spans::*;
 use crate::backend::{Backend, StepLimits};
 use crate::batch::{SampleMode, SampledToken, SamplingParams, SpanOutput, StepOutput};
 use crate::random::philox;

@@ -1,10 +1,10 @@
 //! Tests of top-k sparse attention, against the reference backend.
 
 use super::Bounds;
-use super::heads::*;
+use super::attention_case::*;
 use super::inputs::*;
-use super::pieces::*;
 use super::rig::*;
+use super::spans::*;
 use crate::backend::{Backend, Fraction, KvTable, Mask, StepLimits};
 use crate::batch::SpanOutput;
 use crate::quant::QuantType;

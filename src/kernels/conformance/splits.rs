@@ -3,10 +3,10 @@
 //! Invariant: rows attend to far more positions than a block or a page has, and few rows are evaluated.
 
 use super::Bounds;
-use super::heads::*;
+use super::attention_case::*;
 use super::inputs::*;
-use super::pieces::*;
 use super::rig::*;
+use super::spans::*;
 use crate::backend::{Backend, KvTable, Mask, StepLimits};
 use crate::batch::SpanOutput;
 use crate::quant::QuantType;

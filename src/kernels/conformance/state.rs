@@ -1,8 +1,8 @@
 //! Tests of buffers, slots and output rows.
 
 use super::inputs::*;
-use super::pieces::*;
 use super::rig::*;
+use super::spans::*;
 use crate::backend::{Backend, KvTable};
 use crate::batch::{
     SampleMode, SamplingParams, SlotMove, SpanOutput, SpanStack, StepBatch, StepOutput, TableUpdate,

@@ -8,26 +8,26 @@ mod config;
 
 #[cfg_attr(not(target_arch = "x86_64"), path = "no_amx.rs")]
 mod amx;
+mod gemm_input;
+mod gemms;
 mod pool;
-mod products;
 mod simd;
-mod source;
 mod step;
 
 mod activation;
 mod attention;
-mod ceilings;
-mod halves;
-mod matmul;
+mod bf16;
+mod f32_gemm;
 mod moe;
 mod norm;
 mod packed;
+mod roofline;
 mod rope;
 mod rows;
 mod sample;
 
-pub use ceilings::{Roofline, RooflineMeter};
 pub use config::{CpuConfig, Isa};
+pub use roofline::{Roofline, RooflineMeter};
 
 use crate::backend::{
     Activation, AttentionShape, Backend, DeviceError, Epilogue, Expert, Gemm, InputOperand, KvLayer,
@@ -38,13 +38,13 @@ use crate::collective::Collective;
 use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
 use crate::stage::StageCollective;
-use halves::Bf16Isa;
+use bf16::Bf16Isa;
+use gemm_input::{GemmInput, InputValues};
+use gemms::{GEMMS_PER_JOB, GemmScratch, ScratchWidths};
 use moe::{MoeScratch, MoeScratchSizes};
 use pool::ThreadPool;
-use products::{GEMMS_PER_JOB, GemmScratch, ScratchWidths};
 use sample::SampleScratch;
 use simd::Level;
-use source::{GemmInput, InputValues};
 use std::ops::Range;
 use step::StepState;
 
@@ -183,12 +183,12 @@ impl CpuBackend {
 const NOT_PREPARED: &str = "prepare must be called before the first step; this is a bug";
 
 /// Converts a backend GEMM to the form that the kernels' threads use.
-fn gemm_task<'a>(gemm: &'a mut Gemm<HostBuf>, rows: usize) -> products::GemmTask<'a> {
+fn gemm_task<'a>(gemm: &'a mut Gemm<HostBuf>, rows: usize) -> gemms::GemmTask<'a> {
     let to = match &mut gemm.epilogue {
-        Epilogue::Set(y) => (products::RowEpilogue::Set, &mut **y),
-        Epilogue::Add { x, .. } => (products::RowEpilogue::Add, &mut **x),
+        Epilogue::Set(y) => (gemms::RowEpilogue::Set, &mut **y),
+        Epilogue::Add { x, .. } => (gemms::RowEpilogue::Add, &mut **x),
     };
-    products::GemmTask::new(gemm.w, gemm.bias, to, rows)
+    gemms::GemmTask::new(gemm.w, gemm.bias, to, rows)
 }
 
 impl Backend for CpuBackend {
@@ -243,7 +243,7 @@ impl Backend for CpuBackend {
         let mut buf = HostBuf::zeroed(self.weight_bytes(ty, n, k))?;
         match ty.operand_format(self.activation_precision) {
             OperandFormat::Int8 => packed::pack(&mut self.pool, ty, (n, k), bytes, &mut buf),
-            OperandFormat::Bf16 => halves::pack(&mut self.pool, (n, k), bytes, &mut buf),
+            OperandFormat::Bf16 => bf16::pack(&mut self.pool, (n, k), bytes, &mut buf),
             OperandFormat::F32 => self.pool.for_chunks(buf.bytes_mut(), UPLOAD_ITEM_BYTES, |part, to| {
                 to.copy_from_slice(&bytes[part * UPLOAD_ITEM_BYTES..][..to.len()]);
             }),
@@ -256,7 +256,7 @@ impl Backend for CpuBackend {
             OperandFormat::Int8 => {
                 packed::packed_bytes(ty, n, k).expect("the format is packed; this is a bug")
             }
-            OperandFormat::Bf16 => halves::packed_bytes(n, k),
+            OperandFormat::Bf16 => bf16::packed_bytes(n, k),
             OperandFormat::F32 => ty.bytes(k).expect("rows are whole blocks; this is a bug") * n,
         }
     }
@@ -323,7 +323,7 @@ impl Backend for CpuBackend {
         let Some(k) = gemms.first().map(|gemm| gemm.w.k) else { return };
         let input = match input {
             InputOperand::Given(_) => input,
-            computed if source::should_materialize(rows, k, self.pool.threads()) => {
+            computed if gemm_input::should_materialize(rows, k, self.pool.threads()) => {
                 InputOperand::Given(computed.materialize(self, rows, k))
             }
             computed => computed,

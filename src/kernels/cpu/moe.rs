@@ -9,10 +9,10 @@
 
 #![allow(unsafe_code)]
 
+use super::gemm_input::{GemmInput, InputValues};
+use super::gemms::{GemmScratch, GemmTask, RowEpilogue};
 use super::pool::{SharedSlice, ThreadPool};
-use super::products::{GemmScratch, GemmTask, RowEpilogue};
 use super::simd::{Kernel, LANES, Level, Simd, exp, sigmoid};
-use super::source::{GemmInput, InputValues};
 use crate::backend::{DeviceError, Expert, MoeShape, Scoring};
 use crate::host::HostBuf;
 use std::ops::Range;

@@ -6,7 +6,7 @@
 use super::pool::ThreadPool;
 use super::simd::{FloatFormat, FloatFormatOp, dispatch_float_format};
 use super::step::StepState;
-use super::{halves, packed};
+use super::{bf16, packed};
 use crate::backend::Weight;
 use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, OperandFormat};
@@ -65,7 +65,7 @@ fn read_row(
     match table.ty.operand_format(precision) {
         OperandFormat::F32 => {}
         OperandFormat::Int8 => return packed::read(table, row, column, values),
-        OperandFormat::Bf16 => return halves::read(table, row, column, values),
+        OperandFormat::Bf16 => return bf16::read(table, row, column, values),
     }
     let first = row * table.k + column;
     if !table.ty.is_blocked() {

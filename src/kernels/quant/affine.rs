@@ -25,7 +25,7 @@
 //!
 //! Invariant: the layouts are those of Inferflow's code, which multiplies the odd quant of a pair by 11.
 
-use super::grid::Levels;
+use super::grid_search::Levels;
 use super::{clamp_to_f16, read_f16, write_f16};
 
 /// A block format with a minimum and a scale: its constants, and the packing of its quants.

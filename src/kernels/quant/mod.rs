@@ -11,29 +11,29 @@ mod affine;
 
 mod blocks;
 
-mod few;
+mod read_only;
 
-mod fit;
+mod least_squares;
 
-mod grid;
+mod grid_search;
 
 mod group;
 
-mod input;
+mod activations;
 
-mod parts;
+mod block_split;
 
-mod runs;
+mod kv_runs;
 
-mod search;
+mod scale_search;
 
 mod superblocks;
 
 mod table;
 
-pub use input::{ActivationPrecision, INT8_BLOCK_LEN, Int8Block, OperandFormat};
-pub use parts::BlockSplit;
-pub use runs::{MAX_GROUP_BYTES, MAX_GROUP_LEN};
+pub use activations::{ActivationPrecision, INT8_BLOCK_LEN, Int8Block, OperandFormat};
+pub use block_split::BlockSplit;
+pub use kv_runs::{MAX_GROUP_BYTES, MAX_GROUP_LEN};
 
 use half::f16;
 
@@ -148,7 +148,7 @@ impl QuantType {
     /// Returns how to split blocks into quants and parameters; `None` if a backend has to use
     /// [`Self::dequantize`].
     pub fn block_split(self) -> Option<BlockSplit> {
-        parts::block_split(self)
+        block_split::block_split(self)
     }
 
     /// Returns the format of the activations in GEMMs with weights of this format, on a device with this

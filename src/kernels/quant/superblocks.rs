@@ -14,8 +14,8 @@
 //!
 //! Invariant: dequantization follows ggml's order of operations, so that the values agree bit for bit.
 
-use super::parts::BlockSplit;
-use super::search::{self, AffineFit, ErrorWeights, SymmetricFit};
+use super::block_split::BlockSplit;
+use super::scale_search::{self, AffineFit, ErrorWeights, SymmetricFit};
 use super::{clamp_to_f16, read_f16, write_f16};
 
 /// Elements of a superblock.
@@ -247,19 +247,23 @@ impl<const RUNS: usize> ScalesAndMins<RUNS> {
     ) -> ScalesAndMins<RUNS> {
         let runs: [AffineFit; RUNS] = std::array::from_fn(|run| {
             let (first, len) = (run * SUPERBLOCK_LEN / RUNS, SUPERBLOCK_LEN / RUNS);
-            search::fit_affine(&numbers[first..][..len], by.slice(first, len), quant_max)
+            scale_search::fit_affine(&numbers[first..][..len], by.slice(first, len), quant_max)
         });
         let largest = |of: fn(&AffineFit) -> f32| runs.iter().map(of).fold(0f32, f32::max);
-        let d = search::round_to_f16(largest(|run| run.scale) / f32::from(scale_max));
-        let m = search::round_to_f16(largest(|run| run.offset) / f32::from(scale_max));
-        let rounded = |value: f32, unit: f32| search::nearest_quant(value, unit, scale_max);
+        let d = scale_search::round_to_f16(largest(|run| run.scale) / f32::from(scale_max));
+        let m = scale_search::round_to_f16(largest(|run| run.offset) / f32::from(scale_max));
+        let rounded = |value: f32, unit: f32| scale_search::nearest_quant(value, unit, scale_max);
         ScalesAndMins { d, m, runs: runs.map(|run| (rounded(run.scale, d), rounded(run.offset, m))) }
     }
 
     /// Returns the quant of a number in a run.
     fn quant(&self, run: usize, number: f32, quant_max: u8) -> u8 {
         let (scale, minimum) = self.runs[run];
-        search::nearest_quant(number + self.m * f32::from(minimum), self.d * f32::from(scale), quant_max)
+        scale_search::nearest_quant(
+            number + self.m * f32::from(minimum),
+            self.d * f32::from(scale),
+            quant_max,
+        )
     }
 }
 
@@ -279,19 +283,22 @@ impl RunScales {
         scale_range: i32,
     ) -> RunScales {
         let runs: [SymmetricFit; 16] = std::array::from_fn(|run| {
-            search::fit_symmetric(&numbers[run * 16..][..16], by.slice(run * 16, 16), quant_range)
+            scale_search::fit_symmetric(&numbers[run * 16..][..16], by.slice(run * 16, 16), quant_range)
         });
         let larger = |extreme: f32, run: &SymmetricFit| {
             if extreme.abs() < run.scale.abs() { run.scale } else { extreme }
         };
-        let d = search::round_to_f16(runs.iter().fold(0.0, larger) / -scale_range as f32);
-        RunScales { d, runs: runs.map(|run| search::nearest_signed_quant(run.scale, d, scale_range) as i8) }
+        let d = scale_search::round_to_f16(runs.iter().fold(0.0, larger) / -scale_range as f32);
+        RunScales {
+            d,
+            runs: runs.map(|run| scale_search::nearest_signed_quant(run.scale, d, scale_range) as i8),
+        }
     }
 
     /// Returns the unsigned quant of a number in a run: the signed one plus `quant_range`.
     fn quant(&self, run: usize, number: f32, quant_range: i32) -> u8 {
-        (search::nearest_signed_quant(number, self.d * f32::from(self.runs[run]), quant_range) + quant_range)
-            as u8
+        (scale_search::nearest_signed_quant(number, self.d * f32::from(self.runs[run]), quant_range)
+            + quant_range) as u8
     }
 }
 

@@ -3,7 +3,7 @@
 //! Invariant: the index of a row is the discriminant of its [`QuantType`].
 
 use super::affine::AffineFormat;
-use super::{FormatRow, QuantType, affine, blocks, few, group, superblocks};
+use super::{FormatRow, QuantType, affine, blocks, group, read_only, superblocks};
 use half::{bf16, f16};
 
 /// All number formats, one row each.
@@ -155,9 +155,9 @@ pub(super) static FORMATS: [FormatRow; 31] = [
         ty: QuantType::IQ4_NL,
         name: "iq4_nl",
         aliases: &[],
-        block_elements: few::BLOCK_LEN,
-        block_bytes: few::IQ4_NL_BYTES,
-        dequantize: few::dequantize_iq4_nl,
+        block_elements: read_only::BLOCK_LEN,
+        block_bytes: read_only::IQ4_NL_BYTES,
+        dequantize: read_only::dequantize_iq4_nl,
         quantize: None,
         layout: "scale (F16), 16 bytes: low nibbles, then high nibbles; quants index 16 uneven levels",
         purpose: "GGUF files, read only",
@@ -166,9 +166,9 @@ pub(super) static FORMATS: [FormatRow; 31] = [
         ty: QuantType::IQ4_XS,
         name: "iq4_xs",
         aliases: &[],
-        block_elements: few::SUPERBLOCK_LEN,
-        block_bytes: few::IQ4_XS_BYTES,
-        dequantize: few::dequantize_iq4_xs,
+        block_elements: read_only::SUPERBLOCK_LEN,
+        block_bytes: read_only::IQ4_XS_BYTES,
+        dequantize: read_only::dequantize_iq4_xs,
         quantize: None,
         layout: "d (F16), 8 6-bit scales, 128 bytes of quants as in iq4_nl",
         purpose: "GGUF files, read only",
@@ -177,9 +177,9 @@ pub(super) static FORMATS: [FormatRow; 31] = [
         ty: QuantType::TQ1_0,
         name: "tq1_0",
         aliases: &[],
-        block_elements: few::SUPERBLOCK_LEN,
-        block_bytes: few::TQ1_0_BYTES,
-        dequantize: few::dequantize_tq1_0,
+        block_elements: read_only::SUPERBLOCK_LEN,
+        block_bytes: read_only::TQ1_0_BYTES,
+        dequantize: read_only::dequantize_tq1_0,
         quantize: None,
         layout: "5 ternary quants per byte, d (F16)",
         purpose: "GGUF files of ternary models, read only",
@@ -188,9 +188,9 @@ pub(super) static FORMATS: [FormatRow; 31] = [
         ty: QuantType::TQ2_0,
         name: "tq2_0",
         aliases: &[],
-        block_elements: few::SUPERBLOCK_LEN,
-        block_bytes: few::TQ2_0_BYTES,
-        dequantize: few::dequantize_tq2_0,
+        block_elements: read_only::SUPERBLOCK_LEN,
+        block_bytes: read_only::TQ2_0_BYTES,
+        dequantize: read_only::dequantize_tq2_0,
         quantize: None,
         layout: "2-bit ternary quants, d (F16)",
         purpose: "GGUF files of ternary models, read only",
@@ -199,9 +199,9 @@ pub(super) static FORMATS: [FormatRow; 31] = [
         ty: QuantType::MXFP4,
         name: "mxfp4",
         aliases: &[],
-        block_elements: few::BLOCK_LEN,
-        block_bytes: few::MXFP4_BYTES,
-        dequantize: few::dequantize_mxfp4,
+        block_elements: read_only::BLOCK_LEN,
+        block_bytes: read_only::MXFP4_BYTES,
+        dequantize: read_only::dequantize_mxfp4,
         quantize: None,
         layout: "exponent (E8M0), 16 bytes: low nibbles, then high nibbles; quants are E2M1 numbers",
         purpose: "GGUF files of models trained in this format, read only",

@@ -3,7 +3,7 @@
 //!
 //! Invariant: sums run in index order, and values that are stored between two operations are F32.
 
-use super::draw::{ids_descending, nan_to_lowest};
+use super::sample::{ids_descending, nan_to_lowest};
 use crate::backend::{
     Activation, AttentionShape, DynamicNtk, Expert, Fraction, KvLayer, MoeShape, Norm, NormKind,
     RelativeBias, Rope, Scoring, Weight,

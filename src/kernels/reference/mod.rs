@@ -9,11 +9,11 @@ mod rows;
 
 mod formulas;
 
-mod draw;
+mod sample;
 
-pub use draw::{LogProbs, logprobs, sample};
 #[cfg(test)]
 pub(crate) use formulas::erfc;
+pub use sample::{LogProbs, logprobs, sample};
 
 use crate::backend::{
     Activation, AttentionShape, Backend, DeviceError, Expert, Fraction, KvLayer, KvLayout, KvTable, MoeShape,

@@ -4,7 +4,7 @@
 //! Invariant: a key of the table that would change what is computed is either supported or an error, never
 //! ignored, whoever wrote the specification. No architecture is named in this module.
 
-mod differences;
+mod overrides;
 mod settings;
 
 use super::spec::SpecFile;
@@ -116,8 +116,8 @@ impl GgufTable {
     }
 
     fn with_overrides(&self, mut spec: toml::Table, own: &Architecture) -> toml::Table {
-        differences::apply_overrides(&mut spec, &self.spec, differences::MissingKey::Skip);
-        differences::apply_overrides(&mut spec, &own.spec, differences::MissingKey::Insert);
+        overrides::apply_overrides(&mut spec, &self.spec, overrides::MissingKey::Skip);
+        overrides::apply_overrides(&mut spec, &own.spec, overrides::MissingKey::Insert);
         spec
     }
 

@@ -8,7 +8,7 @@
 
 mod plan;
 
-mod settings;
+mod companion_files;
 
 mod write;
 
@@ -19,7 +19,7 @@ use super::source::{ModelRef, ModelSource, OWN_SPEC, SourceKind};
 use crate::formats::save::{self, AtomicOutput, Existing, SavedFile, SavedTensor};
 use crate::formats::{Checkpoint, Folder, Gguf, PoolingConfig};
 use anyhow::{Context, Result, bail, ensure};
-use settings::CompanionFiles;
+use companion_files::CompanionFiles;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use write::TensorWriter;
@@ -196,7 +196,7 @@ fn writer<'a>(plan: &'a OutputPlan<'a>, target: &QuantizeTarget) -> TensorWriter
 fn is_output_file(name: &str) -> bool {
     is_weights(name)
         || name.ends_with(".safetensors.index.json")
-        || settings::is_companion_file(name)
+        || companion_files::is_companion_file(name)
         || name == OWN_SPEC
 }
 

@@ -5,9 +5,9 @@
 
 use crate::formats::save::SavedTensor;
 use crate::formats::{Checkpoint, TensorView};
-use crate::model::pieces;
 use crate::model::source::ModelSource;
 use crate::model::spec::TensorSlice;
+use crate::model::tensor_slices;
 use crate::model::tensors;
 use anyhow::{Context, Result, bail};
 use mainstem_kernels::QuantType;
@@ -139,7 +139,7 @@ fn plan_settings_tensor(stored: TensorView) -> Result<PlannedTensor> {
 impl PlannedTensor<'_> {
     /// Returns the tensor's matrices: the whole tensor, or each plane. A tensor that holds settings has none.
     pub(super) fn matrices(&self) -> Vec<TensorSlice> {
-        self.slice.map_or_else(Vec::new, |piece| pieces::stored_matrices(piece, self.stored.shape))
+        self.slice.map_or_else(Vec::new, |piece| tensor_slices::stored_matrices(piece, self.stored.shape))
     }
 
     /// Returns whether the matrices are stored as (in, out) and must be transposed.

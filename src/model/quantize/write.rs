@@ -4,9 +4,9 @@
 
 use super::plan::{OutputPlan, PlannedTensor};
 use crate::formats::save::SavedFile;
-use crate::model::coding::{self, Rounding, SourceRows};
-use crate::model::pieces;
+use crate::model::requantize::{self, Rounding, SourceRows};
 use crate::model::source::ModelSource;
+use crate::model::tensor_slices;
 use anyhow::{Context, Result};
 use std::borrow::Cow;
 use std::fs::File;
@@ -50,9 +50,12 @@ impl TensorWriter<'_> {
             let rounding =
                 if tensor.saved.ty.is_blocked() { codes.for_slice(piece) } else { Rounding::RoundToNearest };
             match turns {
-                true => {
-                    self.write_rows(tensor, rounding, &pieces::read_slice(checkpoint, piece)?.bytes, out)?
-                }
+                true => self.write_rows(
+                    tensor,
+                    rounding,
+                    &tensor_slices::read_slice(checkpoint, piece)?.bytes,
+                    out,
+                )?,
                 false => self.write_rows(tensor, rounding, &stored[plane * len..][..len], out)?,
             }
         }
@@ -79,7 +82,7 @@ impl TensorWriter<'_> {
                 true => out.write_all(bytes)?,
                 false => {
                     let rows = SourceRows { ty: tensor.ty, width, bytes };
-                    out.write_all(&coding::requantize(rows, tensor.saved.ty, rounding, self.threads)?)?;
+                    out.write_all(&requantize::requantize(rows, tensor.saved.ty, rounding, self.threads)?)?;
                 }
             }
             progress.advance(bytes.len())?;

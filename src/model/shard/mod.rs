@@ -7,18 +7,18 @@
 //! Invariant: the heads, MLP columns, experts and vocabulary rows of a rank are derived here from its shard
 //! and nowhere else. All ranks of a stage compute the same division independently.
 
-mod bounds;
+mod rank_limits;
 
-mod cut;
+mod transform;
 
 mod heads;
 
 #[cfg(test)]
 mod tests;
 
-pub use bounds::max_ranks;
-pub use cut::shard_spec;
 pub use heads::{HeadSplit, RankHeads};
+pub use rank_limits::max_ranks;
+pub use transform::shard_spec;
 
 use super::spec::{ModelSpec, StackSpec, TensorSlice};
 use mainstem_kernels::QuantType;

@@ -2,8 +2,8 @@
 
 use super::heads::{HeadSplit, RankHeads, qk_splits};
 use super::*;
-use crate::model::pieces::read_slice;
 use crate::model::spec::{LayerSpec, MlpSpec};
+use crate::model::tensor_slices::read_slice;
 use crate::model::tensors::required_slices;
 use crate::model::{ModelRef, ModelSource};
 use std::collections::{BTreeMap, BTreeSet};

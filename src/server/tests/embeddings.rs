@@ -1,10 +1,10 @@
 //! Tests of the embeddings API with a fake encoder-only engine.
 
-use super::encoder::{
+use super::encoder_server::{
     EMBEDDINGS, FILL_MASK, LONGEST, MASK, around, begin, conventions, encoder, encoder_server, play, post,
     server_for, server_with_config,
 };
-use super::house::{COMPLETIONS, TestServer, wait_until};
+use super::test_server::{COMPLETIONS, TestServer, wait_until};
 use crate::actors::{EncoderOnlyPrompting, EventSender, ModelInfo};
 use crate::formats::{PoolingConfig, UnsupportedSetting};
 use crate::request::{FinishReason, Pooling, Request, RequestError, Task, TokenEvent};

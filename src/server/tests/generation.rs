@@ -1,6 +1,6 @@
 //! Tests of completions: several choices, stop conditions, limits, and every way in which a completion ends.
 
-use super::house::{COMPLETIONS, Client, TestServer, answer, bare, scored, wait_until};
+use super::test_server::{COMPLETIONS, Client, TestServer, answer, bare, scored, wait_until};
 use crate::request::{FinishReason, RequestError, TokenEvent};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -11,7 +11,7 @@ async fn play_all(
     server: &mut TestServer,
     body: Value,
     answers: Vec<Vec<TokenEvent>>,
-) -> (Vec<crate::request::Request>, super::house::Response) {
+) -> (Vec<crate::request::Request>, super::test_server::Response) {
     let client = server.send(&body.to_string()).await;
     let mut requests = Vec::new();
     for events in answers {

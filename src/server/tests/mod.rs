@@ -2,19 +2,19 @@
 //!
 //! Invariant: no test sleeps; each wait is for an event, with a deadline.
 
-mod chats;
+mod chat;
 
 mod generation;
 
-mod house;
+mod test_server;
 
-mod sources;
+mod encoder_decoder;
 
-mod encoder;
+mod encoder_server;
 
 mod embeddings;
 
-mod masks;
+mod fill_mask;
 
 use super::ShutdownOutcome;
 use crate::actors::reply::{ReplySpec, ReplyStream};
@@ -22,14 +22,14 @@ use crate::actors::stream::event_channel;
 use crate::request::{FinishReason, Request, RequestError, Sampling, TokenEvent};
 use actix_web::rt::{net::TcpStream, time::timeout};
 use futures_util::FutureExt;
-use house::{
-    BOS, COMPLETIONS, Client, DEADLINE, TestServer, answer, bare, joined, scored, tokenizer, wait_until,
-};
 use metrics_exporter_prometheus::PrometheusBuilder;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+use test_server::{
+    BOS, COMPLETIONS, Client, DEADLINE, TestServer, answer, bare, joined, scored, tokenizer, wait_until,
+};
 
 #[actix_web::test]
 async fn a_whole_answer_has_the_shape_of_the_api() {

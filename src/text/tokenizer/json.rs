@@ -3,10 +3,10 @@
 //! Invariant: a decoder that only concatenates bytes is recognized as such; with any other the library
 //! decodes.
 
-use super::pieces::TokenBytes;
 use super::pipeline::Pipeline;
 use super::settings::TokenizerSettings;
 use super::spelling::ByteSpelling;
+use super::token_bytes::TokenBytes;
 use super::{DecodeMethod, Encoder, SurroundingTokens, Tokenizer, VOCAB_MAX};
 use crate::formats::Folder;
 use anyhow::{Context, Result, ensure};

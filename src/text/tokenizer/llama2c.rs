@@ -2,7 +2,7 @@
 //!
 //! Invariant: text is encoded to text pieces and single bytes only, never to a control token.
 
-use super::draft::TokenizerParts;
+use super::parts::TokenizerParts;
 use super::pipeline::{self, Algorithm, PieceAlgorithm, PieceEncoder, PipelineParts, UnknownText};
 use super::scored_bpe::{Atoms, PieceFormation, ScoredBpe, ScoredPiece};
 use super::sentencepiece::normalizer::{Normalizer, SpacePrefix, SpaceSpelling};

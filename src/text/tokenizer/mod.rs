@@ -8,7 +8,7 @@
 //! Invariant: every encoded id is below `vocab_size` and has its bytes here, and ids outside the vocabulary
 //! decode to nothing.
 
-mod pieces;
+mod token_bytes;
 
 mod pipeline;
 
@@ -20,9 +20,9 @@ mod scored_bpe;
 
 mod unigram;
 
-mod prefixes;
+mod prefix_set;
 
-mod draft;
+mod parts;
 
 mod folder;
 
@@ -52,10 +52,10 @@ mod llama2c;
 
 use crate::formats::Folder;
 use anyhow::{Context, Result, ensure};
-use pieces::TokenBytes;
 use pipeline::Pipeline;
 use std::collections::BTreeSet;
 use std::path::Path;
+use token_bytes::TokenBytes;
 
 pub use gguf::GgufVocabulary;
 #[cfg(test)]

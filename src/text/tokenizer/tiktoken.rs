@@ -8,7 +8,7 @@
 
 use super::added::{AddedTokenSpec, resolve};
 use super::class::TokenizerClass;
-use super::draft::{TokenizerParts, find_token_id};
+use super::parts::{TokenizerParts, find_token_id};
 use super::pipeline::{Algorithm, Normalizer, PieceAlgorithm, PieceEncoder, PipelineParts, UnknownText};
 use super::scored_bpe::{Atoms, PieceFormation, ScoredBpe, ScoredPiece};
 use super::settings::TokenizerSettings;

@@ -6,7 +6,7 @@
 //!
 //! Invariant: the spans of a text are contiguous and cover it.
 
-use super::prefixes::PrefixSet;
+use super::prefix_set::PrefixSet;
 use super::scored_bpe::{PieceFormation, ScoredPiece, TextSpan};
 
 /// Difference between the worst piece's score and that of a character without a piece.

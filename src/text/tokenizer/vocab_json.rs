@@ -6,7 +6,7 @@
 use super::added::resolve;
 use super::byte_level::{ByteLevelVocabulary, UnicodeNormalization, WholeWordLookup};
 use super::class::TokenizerClass;
-use super::draft::{TokenizerParts, find_token_id};
+use super::parts::{TokenizerParts, find_token_id};
 use super::settings::TokenizerSettings;
 use super::splits::{self, PrefixSpace};
 use super::{DecodeMethod, LeadingSpaces, SurroundingTokens, Tokenizer, json};

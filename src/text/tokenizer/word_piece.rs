@@ -5,7 +5,7 @@
 
 use super::added::{AddedTokenSpec, resolve};
 use super::class::TokenizerClass;
-use super::draft::{TokenizerParts, find_token_id};
+use super::parts::{TokenizerParts, find_token_id};
 use super::pipeline::{Normalizer, PipelineParts};
 use super::settings::TokenizerSettings;
 use super::{DecodeMethod, SurroundingTokens, Tokenizer, VOCAB_MAX, json};

@@ -3,7 +3,7 @@
 //!
 //! The table of each family is in `conversions`; this module reads a directory and builds the file.
 
-use super::written::{Tensor, Written};
+use super::writer::{Tensor, Written};
 use crate::common::fixture;
 use mainstem::formats::{Checkpoint, Folder};
 use mainstem_kernels::QuantType;

@@ -3,16 +3,16 @@
 
 use super::conversions::{DECODERS, OTHERS, older_mixtral};
 use super::converted::Conversion;
-use super::written::Written;
+use super::writer::Written;
 use super::{Placed, content};
 use crate::common::{Copied, fixture};
 use crate::families::family;
 use crate::oracle::{check_at, check_within};
 use crate::quantize::{self, Room};
 use mainstem::formats::PoolingConfig;
-use mainstem::model::pieces::read_slice;
 use mainstem::model::quantize::{OutputFormat, quantize};
 use mainstem::model::spec::MlpSpec;
+use mainstem::model::tensor_slices::read_slice;
 use mainstem::model::tensors::required_slices;
 use mainstem::model::{ModelRef, ModelSource, ModelSpec};
 use mainstem::request::Pooling;

@@ -4,11 +4,11 @@
 mod conversions;
 mod converted;
 mod families;
+mod inspect;
 mod quantized;
 mod refused;
-mod said;
 mod vocabulary;
-mod written;
+mod writer;
 
 use crate::common::{fixture, skipped};
 use crate::oracle::{check_at, check_prompts};
@@ -19,7 +19,7 @@ use mainstem_kernels::QuantType;
 use serde::Deserialize;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
-use written::Written;
+use writer::Written;
 
 /// A GGUF file, the fixture whose tokenizer and prompts it uses, and its recorded answers.
 const MODELS: [(&str, &str, &str); 4] = [
@@ -33,7 +33,7 @@ fn content(name: &str) -> Vec<u8> {
     std::fs::read(fixture("gguf").join(name)).expect("the fixture is there")
 }
 
-fn written(name: &str) -> Written {
+fn writer(name: &str) -> Written {
     Written::read(&content(name))
 }
 
@@ -96,7 +96,7 @@ async fn fast_activations_stay_near_the_recorded_answers() {
 /// arbitrary. A model can be given by its directory or its file.
 #[actix::test]
 async fn every_version_and_order_gives_the_same() {
-    let written = written("q8_0.gguf");
+    let written = writer("q8_0.gguf");
     let count = written.tensors.len();
     let mut apart = written.clone();
     apart.set_u32("general.alignment", 256);
@@ -116,7 +116,7 @@ async fn every_version_and_order_gives_the_same() {
 
 #[actix::test]
 async fn a_model_in_several_files_is_served_by_any_of_them() {
-    let whole = written("f16.gguf");
+    let whole = writer("f16.gguf");
     let placed = Placed::of("split", &[], "bf16");
     std::fs::remove_file(placed.file()).expect("it was written");
     for (number, tensors) in whole.tensors.chunks(8).enumerate() {
@@ -181,7 +181,7 @@ fn tensors_are_used_where_the_file_has_them() {
 /// A given specification describes the file, whatever its declared architecture.
 #[test]
 fn a_specification_of_ones_own_reads_any_architecture() {
-    let mut written = written("q4_0.gguf");
+    let mut written = writer("q4_0.gguf");
     for (key, ..) in &mut written.entries {
         *key = key.replace("llama.", "unheard.");
     }

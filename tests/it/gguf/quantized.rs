@@ -1,6 +1,6 @@
 //! Tests of GGUF files written by `quantize`, with a reader that is independent of the program.
 
-use super::{Placed, content, written};
+use super::{Placed, content, writer};
 use crate::common::fixture;
 use crate::quantize::{Room, loaded, opened, target};
 use mainstem::model::quantize::{OutputFormat, quantize};
@@ -27,7 +27,7 @@ fn a_file_becomes_another_with_all_its_keys() {
         let source = opened(&fixture("gguf").join(name), rules);
         quantize(&source, &target(out.clone(), OutputFormat::Gguf)).expect("it is written");
         assert!(loaded(&source) == loaded(&opened(&out, "")), "{name}");
-        let (before, after) = (written(name), read(&out));
+        let (before, after) = (writer(name), read(&out));
         assert_eq!(of_the_model(&before), of_the_model(&after), "{name}");
         let names = |file: &super::Written| {
             let mut names: Vec<String> = file.tensors.iter().map(|tensor| tensor.name.clone()).collect();
@@ -38,7 +38,7 @@ fn a_file_becomes_another_with_all_its_keys() {
         assert_eq!(names(&before), names(&after), "{name}");
         assert!(after.entries.iter().any(|(key, ty, value)| {
             (key.as_str(), *ty, &value[..])
-                == ("general.quantization_version", super::written::U32, &[2, 0, 0, 0])
+                == ("general.quantization_version", super::writer::U32, &[2, 0, 0, 0])
         }));
     }
 }

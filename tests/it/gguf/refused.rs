@@ -1,7 +1,7 @@
 //! Tests of GGUF files that are refused, and of the names in the errors.
 
-use super::written::{U32, Written};
-use super::{Placed, content, written};
+use super::writer::{U32, Written};
+use super::{Placed, content, writer};
 use mainstem::formats::gguf::GgufHeader;
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem_kernels::random::philox;
@@ -74,7 +74,7 @@ fn what_is_not_served_is_refused_by_key() {
         (|w| w.tensors.retain(|tensor| tensor.name != "blk.1.ffn_up.weight"), "tensor 'blk.1.ffn_up.weight'"),
     ];
     for (number, (edit, reason)) in cases.into_iter().enumerate() {
-        let mut written = written("q4_0.gguf");
+        let mut written = writer("q4_0.gguf");
         edit(&mut written);
         let placed = Placed::of(&format!("refused-{number}"), &written.bytes(3, 32, |at| at), "f16");
         let error = placed.refusal();
@@ -132,7 +132,7 @@ fn every_architecture_refuses_by_its_own_keys() {
         ),
     ];
     for (number, (name, edit, reason)) in cases.into_iter().enumerate() {
-        let mut written = written(&format!("{name}.gguf"));
+        let mut written = writer(&format!("{name}.gguf"));
         edit(&mut written);
         let placed = Placed::of(&format!("unserved-{number}"), &written.bytes(3, 32, |at| at), "families");
         let error = placed.refusal();
@@ -161,7 +161,7 @@ fn no_value_of_any_key_does_harm() {
     let placed = Placed::of("values", &[], "rope_llama3");
     let (mut opened, mut refused) = (0, 0);
     for (architecture, name) in [("llama", "f32"), ("llama", "mixtral"), ("t5", "t5")] {
-        let whole = written(&format!("{name}.gguf"));
+        let whole = writer(&format!("{name}.gguf"));
         let added = ["rope.scaling.factor", "attention.key_length", "decoder_block_count"];
         let added = added.iter().map(|key| format!("{architecture}.{key}"));
         let added = added.chain(["general.alignment", "split.count"].map(str::to_owned));

@@ -1,7 +1,7 @@
 //! Tests of vocabularies in GGUF files: their keys, and round trips of texts.
 
-use super::written::{F32, I32, Tensor, U8, Written};
-use super::{Placed, written};
+use super::writer::{F32, I32, Tensor, U8, Written};
+use super::{Placed, writer};
 use crate::common::{complete, config, fixture, greedy, mainstem};
 use mainstem::cli::start;
 use mainstem::formats::Checkpoint;
@@ -170,7 +170,7 @@ fn texts_of_every_kind_of_vocabulary_have_its_ids() {
 
 #[test]
 fn every_key_of_a_vocabulary_is_read_under_its_name() {
-    let mut file = written("q4_0.gguf");
+    let mut file = writer("q4_0.gguf");
     let keys = json!({
         "model": "t5", "pre": "p", "tokens": ["a", "é"], "scores": [-1.5, 0.0], "token_type": [1, 3],
         "merges": ["a b"], "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 3, "seperator_token_id": 4,
@@ -268,7 +268,7 @@ fn a_vocabulary_that_cannot_be_is_refused_by_file_and_key() {
         (|w| w.set_string("tokenizer.ggml.model", "rwkv"), "its tokenizer 'rwkv' is not supported"),
     ];
     for (number, (edit, reason)) in cases.into_iter().enumerate() {
-        let mut file = written("f16.gguf");
+        let mut file = writer("f16.gguf");
         edit(&mut file);
         let placed = placed(&format!("refused-{number}"), &file);
         let source =
@@ -282,7 +282,7 @@ fn a_vocabulary_that_cannot_be_is_refused_by_file_and_key() {
 
 #[test]
 fn a_file_without_a_vocabulary_or_a_tokenizer_beside_it_says_so() {
-    let mut file = written("f16.gguf");
+    let mut file = writer("f16.gguf");
     file.entries.retain(|(key, ..)| !key.starts_with("tokenizer."));
     let placed = placed("absent", &file);
     let run = || mainstem().arg("run").arg(placed.file()).args(["hello", "--max-tokens", "1"]).output();

@@ -2,7 +2,7 @@
 //! stays bounded.
 
 use super::STEP_TIMEOUT;
-use super::member::{Failure, Fault, Moment, Script, Shape};
+use super::rank::{Failure, Fault, Moment, Script, Shape};
 use super::steps::{LIMITS, config, run, send};
 use crate::common::{PATIENCE, within};
 use mainstem::actors::Status;

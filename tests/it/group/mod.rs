@@ -2,7 +2,7 @@
 //! the group is rebuilt, later requests are correct, and no thread is left.
 
 mod hangs;
-mod member;
+mod rank;
 mod real;
 mod steps;
 
@@ -14,7 +14,7 @@ use mainstem::model::partition::{Partition, Stage, StageRank};
 use mainstem::model::shard::ExpertSplit;
 use mainstem::request::{FinishReason, Request, RequestError};
 use mainstem_kernels::random::philox;
-use member::{Failure, Fault, Moment, Script, Shape};
+use rank::{Failure, Fault, Moment, Script, Shape};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! Tests of groups of real devices that fail, vanish and hang at random, after which no thread is left,
 //! including worker threads.
 
-use super::member::{Failure, Fault, Moment, Script, Shape};
+use super::rank::{Failure, Fault, Moment, Script, Shape};
 use super::{STEP_TIMEOUT, requests, served};
 use crate::common::{self, Outcome, PATIENCE, again, all_home, complete_all, fixture};
 use mainstem::actors::device::ExecutorFactory;

@@ -1,7 +1,7 @@
 //! Tests of a group alone: steps in flight, links, and failing builds.
 
 use super::SHAPES;
-use super::member::{Failure, Fault, Moment, Script, Shape};
+use super::rank::{Failure, Fault, Moment, Script, Shape};
 use crate::common::{PATIENCE, within};
 use mainstem::actors::Status;
 use mainstem::actors::device::{ExecutorFactory, Step, StepResult};

@@ -4,9 +4,9 @@
 //! The driver is minimal: one thread per rank plays the whole script; stages pass on bytes, and ranks use the
 //! collectives of serving with smaller buffers, so that sums and columns are exchanged in several pieces.
 
-mod chosen;
-mod near;
 mod script;
+mod special_cases;
+mod tolerance;
 
 use crate::common::fixture;
 use crate::families::{decoders, family, others};
@@ -21,12 +21,12 @@ use mainstem_kernels::collective::local;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{Abort, ActivationHandoff, Backend, HandoffPorts, LocalRank, QuantType, StepOutput};
-use near::{Near, check};
 use script::Script;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
+use tolerance::{Near, check};
 
 /// Tolerance of log-probabilities and hidden states if sums are computed in another order.
 const TOLERANCE: f32 = 1e-4;

@@ -12,7 +12,7 @@ use std::{sync::Arc, time::Duration};
 
 use rand_distr::{Distribution, Exp1, Gamma};
 
-use super::draws::RandomStream;
+use super::random::RandomStream;
 use ramp::Ramp;
 
 /// An arrival process.

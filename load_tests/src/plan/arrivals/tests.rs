@@ -9,8 +9,8 @@ use statrs::distribution::{ContinuousCDF, Exp, Gamma};
 
 use super::{Arrivals, Schedule};
 use crate::plan::{
-    draws::{Purpose, RandomStream},
     fit::{KS_CRITICAL, ks_distance},
+    random::{Purpose, RandomStream},
 };
 
 const N: usize = 20_000;

@@ -10,9 +10,9 @@ use serde_json::{Map, Value};
 
 use super::{
     body::Body,
-    draws::{Purpose, RandomStream},
     lengths::LengthDistribution,
     prompts::{PromptSeed, PromptSource},
+    random::{Purpose, RandomStream},
     trace::TraceEntry,
 };
 

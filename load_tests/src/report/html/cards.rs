@@ -6,7 +6,7 @@
 use super::{
     block::Card,
     numbers::{MISSING, format_count, format_percent, format_setting, format_value},
-    words,
+    texts,
 };
 use crate::report::{Distribution, Goodput, RunReport};
 
@@ -32,7 +32,7 @@ fn completed(run: &RunReport) -> Card {
     let class = if run.counts.failed > 0 { "alarm" } else { "" };
     Card {
         class,
-        ..card("Completed", format_count(run.counts.completed), "", words::describe_outcomes(&run.counts))
+        ..card("Completed", format_count(run.counts.completed), "", texts::describe_outcomes(&run.counts))
     }
 }
 
@@ -68,7 +68,7 @@ fn goodput(good: &Goodput) -> Card {
         "{} ({}) within {}",
         format_count(good.good),
         format_percent(good.share),
-        words::limits(good)
+        texts::limits(good)
     );
     card("Goodput", format_value(good.throughput), "req/s", kept)
 }

@@ -8,12 +8,12 @@ mod sweep;
 
 mod block;
 mod cards;
-mod pictures;
+mod run_plots;
 
 mod columns;
 mod curves;
 pub(super) mod numbers;
-mod words;
+mod texts;
 
 use minijinja::{
     AutoEscape, Environment, Error, Output, State, Value, escape_formatter, syntax::SyntaxConfig,

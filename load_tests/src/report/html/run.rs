@@ -7,17 +7,17 @@ use super::{
     cards::cards,
     columns,
     numbers::{MISSING, format_count, format_optional, format_value},
-    pictures::run_plots,
-    words,
+    run_plots::run_plots,
+    texts,
 };
 use crate::report::{Distribution, Failures, ModelReport, RunReport, ServerRow};
 
 /// Returns all blocks of a run.
 pub fn blocks(run: &RunReport) -> Vec<Block> {
-    let notes = words::notes(run).into_iter().map(Block::Note);
+    let notes = texts::notes(run).into_iter().map(Block::Note);
     let whole = [latencies(run), counts(run)];
     let tables = whole.into_iter().chain(failures(run)).chain(models(run)).chain(server(run));
-    [Block::Facts(words::facts(run)), Block::Cards(cards(run))]
+    [Block::Facts(texts::facts(run)), Block::Cards(cards(run))]
         .into_iter()
         .chain(notes)
         .chain([Block::Plots(run_plots(run))])

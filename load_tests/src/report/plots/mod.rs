@@ -3,10 +3,10 @@
 //!
 //! Invariant: every coordinate is finite and within the plot, whatever the values are.
 
+mod downsample;
 mod path;
 mod scale;
 mod style;
-mod thin;
 mod ticks;
 
 use serde::Serialize;
@@ -110,7 +110,7 @@ pub fn plot(title: impl Into<String>, x: &Axis, y: &Axis, curves: &[Curve]) -> P
         x: layout_x_axis(x, &x_ruler, floor),
         y: layout_y_axis(y, &y_ruler, (left, right)),
         filled: false,
-        empty: !curves.iter().any(|curve| thin::runs(&curve.points).next().is_some()),
+        empty: !curves.iter().any(|curve| downsample::runs(&curve.points).next().is_some()),
         curves: curves.iter().zip(styles).map(drawn).collect(),
     }
 }
@@ -154,10 +154,10 @@ fn layout_y_axis(axis: &Axis, ruler: &Ruler, (left, right): (f64, f64)) -> PlotA
 }
 
 fn layout_curve(curve: &Curve, style: CurveStyle, x: &Ruler, y: &Ruler) -> PlotCurve {
-    let runs: Vec<_> = thin::runs(&curve.points).collect();
+    let runs: Vec<_> = downsample::runs(&curve.points).collect();
     let total: usize = runs.iter().map(|run| run.len()).sum();
     let pieces: Vec<_> =
-        runs.iter().map(|run| thin::downsample(run, POINTS_MAX * run.len() / total)).collect();
+        runs.iter().map(|run| downsample::downsample(run, POINTS_MAX * run.len() / total)).collect();
     let place = |&(a, b): &(f64, f64)| (x.position(a), y.position(b));
     let placed: Vec<Vec<_>> = pieces.iter().map(|piece| piece.iter().map(place).collect()).collect();
     let mark = |point| path::mark(place(point), style.shape, *point);

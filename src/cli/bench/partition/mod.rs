@@ -9,9 +9,9 @@ mod links;
 
 pub mod rows;
 
-use super::asked::{BenchTest, size_cache};
 use super::measure::{Prompts, open_model as open, run_test};
 use super::report::{BenchReport, TestKind};
+use super::suite::{BenchTest, size_cache};
 use crate::actors::EngineSetup;
 use crate::actors::device::ExecutorFactory;
 use crate::cli::start::{self, factories};
@@ -23,7 +23,8 @@ use crate::model::{ModelSource, Partition};
 use crate::planner::shape::{LayerCost, ModelShape, ResourceCost, StackShape};
 use crate::planner::strategies::strategies;
 use crate::planner::{
-    Device, DeviceCapacity, Hardware, Link, PartitionError, SharedMemory, Workload, forecast, opened, split,
+    Device, DeviceCapacity, Hardware, Link, PartitionError, SharedMemory, Workload, forecast, model_source,
+    split,
 };
 use crate::text::Tokenizer;
 use anyhow::{Error, Result};
@@ -142,7 +143,7 @@ impl<'a> PartitionBench<'a> {
                 config.device = with_fake_devices(&config.device);
                 (equal_layers(&source), simulated_hardware(layer, tests.link()))
             }
-            None => (opened::shape(&source, config.kv.ty), measure_hardware(&config, tests)?),
+            None => (model_source::shape(&source, config.kv.ty), measure_hardware(&config, tests)?),
         };
         Ok(PartitionBench { config, tests, tokens, source, tokenizer, shape, hardware })
     }
@@ -178,7 +179,7 @@ impl<'a> PartitionBench<'a> {
     /// impossible.
     fn simulate(&self, device: DeviceConfig) -> Result<(DeviceConfig, Partition), PartitionError> {
         let alike = |_: &DeviceName| DeviceCapacity { speed: 1.0, memory: f64::INFINITY };
-        let fits = |shard: &_| opened::check_shard(&self.source, shard);
+        let fits = |shard: &_| model_source::check_shard(&self.source, shard);
         let partition = split::partition(&device, &self.shape, alike, fits)?;
         let seconds = |batch| {
             let load = Workload { batch, context: 0, sequences: 0 };
@@ -345,7 +346,7 @@ fn decode_together(sequences: usize, tokens: usize) -> BenchTest {
 
 /// Returns a shape whose layers are one unit of work each, without embedding and head.
 fn equal_layers(source: &ModelSource) -> ModelShape {
-    let shape = opened::shape(source, mainstem_kernels::QuantType::F16);
+    let shape = model_source::shape(source, mainstem_kernels::QuantType::F16);
     let work =
         ResourceCost { stored: 1.0, read: 1.0, read_max: 1.0, all_reduces: 2.0, ..ResourceCost::default() };
     let (layer, nothing) = (LayerCost { divided: work, ..LayerCost::default() }, ResourceCost::default());

@@ -4,7 +4,7 @@ mod contents;
 
 mod damage;
 
-mod several;
+mod split_files;
 
 use super::*;
 use crate::formats::{ChatConfig, Dtype, elements};

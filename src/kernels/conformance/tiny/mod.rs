@@ -8,9 +8,9 @@ mod layers;
 
 use super::family::{Mlp, ModelFamily, PositionEncoding};
 use super::inputs::*;
-use super::pieces::*;
 use super::rig::*;
 use super::rope::rope_with_dependence;
+use super::spans::*;
 use crate::backend::{Backend, KvLayer, KvLayout, KvTable, Norm, NormKind, RelativeBias, Rope};
 use crate::batch::{Page, SlotMove, SpanOutput, SpanStack, StepBatch, StepOutput, TableUpdate};
 use crate::quant::QuantType;

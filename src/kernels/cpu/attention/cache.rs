@@ -6,7 +6,7 @@
 //!
 //! Invariant: all data in a cache was written by [`store_kv`] or copied with its whole page.
 
-use super::stored::{KvFormat, KvFormatOp, dispatch_kv_format};
+use super::kv_format::{KvFormat, KvFormatOp, dispatch_kv_format};
 use crate::backend::{DeviceError, KvLayer, KvLayout, KvTable};
 use crate::batch::{Page, PageCopy};
 use crate::cpu::pool::{SharedSlice, ThreadPool};

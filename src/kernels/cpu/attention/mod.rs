@@ -20,9 +20,9 @@
 
 mod cache;
 
-mod grouped;
-mod plain;
-mod stored;
+mod float_blocks;
+mod kv_format;
+mod quantized_blocks;
 
 mod plan;
 
@@ -43,10 +43,10 @@ use super::step::StepState;
 use crate::backend::{AttentionShape, KvLayer, KvLayout, StepLimits};
 use crate::host::HostBuf;
 use cache::{BLOCK, CacheLayout};
+use kv_format::{KvFormat, KvFormatOp, dispatch_kv_format};
 use partial::{MergeSplits, PartialResults};
 use plan::{AttentionItem, AttentionMethod, WorkPlan};
 use sparse::TopKAttention;
-use stored::{KvFormat, KvFormatOp, dispatch_kv_format};
 use tile::{QueryTile, SplitOutput};
 
 /// Largest number of query vectors in one work item.

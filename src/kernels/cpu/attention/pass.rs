@@ -4,9 +4,9 @@
 //! additions.
 
 use super::cache::BLOCK;
+use super::kv_format::KvFormat;
 use super::partial::softmax_base;
 use super::query::{Query, VisibleRange};
-use super::stored::KvFormat;
 use super::tile::QueryTile;
 use super::{ITEM_QUERIES, padded_len};
 use crate::cpu::simd::{LANES, Simd, exp};

@@ -8,8 +8,8 @@
 //! the scores, so on nothing outside the sequence. V of other positions is not read, even if it is NaN.
 
 use super::cache::BLOCK;
+use super::kv_format::KvFormat;
 use super::query::{Query, VisibleRange};
-use super::stored::KvFormat;
 use super::tile::QueryTile;
 use super::{ITEM_QUERIES, padded_len};
 use crate::cpu::simd::{Kernel, LANES, Simd, exp};

@@ -4,11 +4,11 @@
 
 use super::adjust::AdjustScores;
 use super::cache::{BLOCK, CacheLayout};
+use super::kv_format::KvFormat;
 use super::partial::{self, PartialResult, PartialResults};
 use super::pass::SoftmaxState;
 use super::plan::{SPLIT, SplitResults, splits_of};
 use super::query::Query;
-use super::stored::KvFormat;
 use super::{Attention, ITEM_QUERIES, padded_len, summed_groups};
 use crate::backend::KvTable;
 use crate::cpu::simd::{Kernel, LANES, Simd};

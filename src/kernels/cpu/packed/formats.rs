@@ -3,8 +3,8 @@
 //! Invariant: a format is packed if and only if its blocks can be split into quants and fields.
 
 use super::PANEL_OUTPUTS;
-use super::codes::{Base11Pairs, Int8Quants, Nibbles, QuantPacking};
-use super::fields::{
+use super::quants::{Base11Pairs, Int8Quants, Nibbles, QuantPacking};
+use super::scales::{
     F16DivisorMinimum, F16MinimumScale, F16Scale, F16ScaleMinimum, KQuantScales, Q6KScales, ScaleLayout,
 };
 use crate::quant::{INT8_BLOCK_LEN, QuantType};

@@ -5,9 +5,9 @@
 //!
 //! Invariant: quants and scales are those of [`Int8Block`].
 
+use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::cpu::simd::{IntKernel, Ints, Level};
-use crate::cpu::source::{GemmInput, RowBuffers, RowTiles};
 use crate::quant::{INT8_BLOCK_LEN, Int8Block};
 
 /// Bytes of one row's block.

@@ -13,19 +13,19 @@
 
 #![allow(unsafe_code)]
 
-mod ahead;
-mod codes;
-mod fields;
-mod formats;
-mod input;
-mod matmul;
-mod panel;
-mod product;
-mod store;
 #[cfg(target_arch = "x86_64")]
-mod tiles;
+mod amx_kernel;
+mod formats;
+mod gemm;
+mod input;
+mod kernel;
+mod panel_group;
+mod prefetch;
+mod quants;
+mod scales;
+mod store;
 
-pub use matmul::Int8Scratch;
+pub use gemm::Int8Scratch;
 pub use store::{pack, packed_bytes, read};
 
 /// Outputs of a panel.

@@ -3,9 +3,9 @@
 //! Invariant: a row that is unpacked has the bytes it was packed from.
 
 use super::PANEL_OUTPUTS;
-use super::codes::QuantPacking;
-use super::fields::ScaleLayout;
 use super::formats::{PackedFormat, PackedFormatOp, dispatch_format};
+use super::quants::QuantPacking;
+use super::scales::ScaleLayout;
 use crate::backend::Weight;
 use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::host::HostBuf;

@@ -4,23 +4,23 @@
 //! Invariant: texts are encoded to the same ids as in llama.cpp, except where it departs from the tokenizer
 //! that the model was trained with.
 
-mod pre;
+mod pre_tokenizer;
 
 mod keys;
 
-mod strips;
+mod adjacent_spaces;
 
 use super::added::{AddedTokenSpec, resolve};
 use super::byte_level::ByteLevelVocabulary;
-use super::draft::TokenizerParts;
+use super::parts::TokenizerParts;
 use super::sentencepiece::normalizer::{SpaceHandling, SpacePrefix, SpaceSpelling};
-use super::sentencepiece::pieces::{PieceKind, PieceVocabulary, SplitAlgorithm, VocabularyPiece};
+use super::sentencepiece::vocabulary::{PieceKind, PieceVocabulary, SplitAlgorithm, VocabularyPiece};
 use super::spelling::byte_of_name;
 use super::word_piece::{self, CONTINUED, WordPieceNormalization};
 use super::{DecodeMethod, LeadingSpaces, SurroundingTokens, Tokenizer, splits};
 use anyhow::{Context, Result, bail, ensure};
 use keys::PREFIX;
-use pre::PreTokenizerSpec;
+use pre_tokenizer::PreTokenizerSpec;
 use std::collections::{BTreeSet, HashMap};
 use tokenizers::AddedToken;
 

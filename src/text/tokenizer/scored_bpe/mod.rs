@@ -8,7 +8,7 @@
 
 mod merging;
 
-use super::prefixes::PrefixSet;
+use super::prefix_set::PrefixSet;
 use merging::Merging;
 use std::collections::HashMap;
 use std::ops::Range;

@@ -4,7 +4,7 @@
 //! Invariant: an unknown class changes nothing; a class that is known to change more than this module does is
 //! rejected.
 
-use super::pieces::{PieceKind, PieceVocabulary, VocabularyPiece};
+use super::vocabulary::{PieceKind, PieceVocabulary, VocabularyPiece};
 use crate::formats::Folder;
 use crate::text::tokenizer::byte_level::check_unique_ids;
 use crate::text::tokenizer::class::TokenizerClass;

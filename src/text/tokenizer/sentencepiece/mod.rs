@@ -7,7 +7,7 @@
 
 pub mod normalizer;
 
-pub mod pieces;
+pub mod vocabulary;
 
 pub mod charsmap;
 
@@ -16,17 +16,17 @@ mod proto;
 
 use super::added::{AddedTokenSpec, resolve};
 use super::class::TokenizerClass;
-use super::draft::{TokenizerParts, find_token_id};
+use super::parts::{TokenizerParts, find_token_id};
 use super::settings::TokenizerSettings;
 use super::{DecodeMethod, Tokenizer};
 use crate::formats::Folder;
 use anyhow::{Context, Result, bail, ensure};
 use layout::PieceLayout;
 use normalizer::{SpaceHandling, SpacePrefix, SpaceSpelling};
-use pieces::{PieceKind, PieceVocabulary, SplitAlgorithm, VocabularyPiece};
 use prost::Message;
 use proto::{ModelProto, PieceProto};
 use std::collections::{HashMap, HashSet};
+use vocabulary::{PieceKind, PieceVocabulary, SplitAlgorithm, VocabularyPiece};
 
 /// Names of sentencepiece model files, in order of precedence.
 pub const FILES: [&str; 4] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model"];
@@ -119,8 +119,8 @@ fn tokenizer_parts(
     let by_text: HashMap<&str, u32> =
         vocabulary.pieces.iter().map(|piece| (piece.text.as_str(), piece.id)).collect();
     let find = |token: &str| by_text.get(token).copied();
-    let pieces = vocabulary.token_bytes();
-    let len = pieces.last_key_value().map_or(0, |(largest, _)| largest + 1);
+    let token_bytes = vocabulary.token_bytes();
+    let len = token_bytes.last_key_value().map_or(0, |(largest, _)| largest + 1);
     let added = resolve(added_tokens(settings, &vocabulary, &layout)?, len, find)?;
     let id = |name: &str| find_token_id(&added, find, name);
     let role = |role, own: Option<&str>| anyhow::Ok(settings.token_id(role, file, id)?.or_else(|| id(own?)));
@@ -130,7 +130,7 @@ fn tokenizer_parts(
     Ok(TokenizerParts {
         stages: vocabulary.pipeline_parts()?,
         decode_method: joining,
-        pieces,
+        pieces: token_bytes,
         added,
         bos,
         eos,

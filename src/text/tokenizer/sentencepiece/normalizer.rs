@@ -4,7 +4,7 @@
 //! Invariant: a non-empty text becomes empty only if spaces are merged and it consists of spaces.
 
 use super::charsmap::Charsmap;
-use crate::text::tokenizer::prefixes::PrefixSet;
+use crate::text::tokenizer::prefix_set::PrefixSet;
 
 /// Character for a space in vocabularies.
 pub const SPACE: char = '\u{2581}';

@@ -3,7 +3,7 @@
 //! Invariant: a parsed process is compared with one built by hand, or with its own text.
 
 use super::*;
-use crate::plan::draws::{Purpose, RandomStream};
+use crate::plan::random::{Purpose, RandomStream};
 
 fn parsed(text: &str) -> Arrivals {
     text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))

@@ -1,0 +1,224 @@
+//! Builds a batch from the work of an iteration.
+//!
+//! Invariant: encoder spans come first, and sample rows are in the order of the spans, so that the results
+//! come back in the order of the [`OutputRouting`].
+
+use super::in_flight::StepBuffers;
+use super::process_output::{RowTarget, RowUse};
+use super::running::PrefillChunk;
+use super::{DecodeLoop, SpanWork};
+use crate::actors::kv::SlotPlan;
+use crate::actors::loop_metrics::StepSize;
+use crate::decoding;
+use crate::request::Task;
+use mainstem_kernels::batch::Slot;
+use mainstem_kernels::{
+    SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch,
+};
+
+impl DecodeLoop {
+    /// Builds a batch of these spans, encoder spans first, and of the slot plan's changes.
+    pub(super) fn build_batch(&self, buffers: &mut StepBuffers, plan: Option<SlotPlan>, spans: &[SpanWork]) {
+        let StepBuffers { step, routing } = buffers;
+        let batch = &mut step.batch;
+        batch.clear();
+        routing.clear();
+        batch.lane = self.lane as u32;
+        if let Some(plan) = plan {
+            self.metrics.record_moves(plan.moves.len());
+            batch.moves.extend(plan.moves);
+            batch.page_copies.extend(plan.copies);
+            batch.table_updates.extend(plan.tables);
+        }
+        for span in spans {
+            if let SpanWork::Prefill(at, PrefillChunk { start: 0, .. }) = *span {
+                self.add_encoder_span(buffers, at);
+            }
+        }
+        for span in spans {
+            match *span {
+                SpanWork::Decode(at) => self.add_decode_span(buffers, at),
+                // An encoder span may be all the work of a sequence.
+                SpanWork::Prefill(_, PrefillChunk { len: 0, .. }) => {}
+                SpanWork::Prefill(at, chunk) => self.add_prefill_span(buffers, at, chunk),
+                SpanWork::Hole(slot) => self.add_hole(buffers, slot, SpanOutput::Last),
+                SpanWork::UpdatesOnly(slot) => self.add_hole(buffers, slot, SpanOutput::None),
+            }
+        }
+        let (rows, samples) = (buffers.routing.targets.len(), buffers.step.batch.sampling.len());
+        assert_eq!(rows, samples, "each sample row has a target");
+    }
+
+    /// Adds the encoder span of a sequence that starts, if it has an encoder input, and the outputs that its
+    /// task needs.
+    fn add_encoder_span(&self, StepBuffers { step, routing }: &mut StepBuffers, at: usize) {
+        let (batch, running) = (&mut step.batch, &self.running[at]);
+        let request = &running.sequence.request;
+        if request.encoder_input.is_empty() {
+            return;
+        }
+        let want = match &request.task {
+            Task::Generate => SpanOutput::None,
+            Task::Embed(_) => SpanOutput::Hidden,
+            Task::FillMask { positions, .. } => {
+                let from = batch.selected_rows.len() as u32;
+                batch.selected_rows.extend_from_slice(positions);
+                SpanOutput::Selected { at: from, len: positions.len() as u32 }
+            }
+        };
+        let tokens = push_tokens(batch, &request.encoder_input);
+        batch.spans.push(running.encoder_span(tokens, want));
+        if let Task::FillMask { positions, top_k: top } = &request.task {
+            // The token at the position is scored, not sampled: a slot's last token is the decoder's.
+            let rows = positions.iter().map(|position| SamplingParams {
+                mode: SampleMode::Score(request.encoder_input[*position as usize]),
+                top_logprobs: *top,
+                ..SamplingParams::GREEDY
+            });
+            batch.sampling.extend(rows);
+            routing.targets.extend(
+                positions.iter().map(|_| RowTarget::Sequence(self.sequence_ref(at), RowUse::MaskPrediction)),
+            );
+        }
+        if request.task != Task::Generate {
+            routing.encoder_only.push(self.sequence_ref(at));
+        }
+    }
+
+    /// Adds the span that decodes the next token of a running sequence.
+    fn add_decode_span(&self, buffers: &mut StepBuffers, at: usize) {
+        let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
+        let tokens = self.decode_token(batch, running.last_token);
+        batch.spans.push(running.span(running.next_position() - 1, tokens, SpanOutput::Last));
+        self.add_sample_row(buffers, at);
+    }
+
+    /// The token source of a decode span. With one device, the device remembers the token it sampled; with
+    /// several, only one of them sampled it, so the batch contains it.
+    fn decode_token(&self, batch: &mut StepBatch, token: u32) -> SpanTokens {
+        match self.handles.devices.count() {
+            1 => SpanTokens::Last,
+            _ => {
+                let at = batch.tokens.len() as u32;
+                batch.tokens.push(token);
+                SpanTokens::Generated { at }
+            }
+        }
+    }
+
+    /// Adds the span of a prefill chunk.
+    fn add_prefill_span(&self, buffers: &mut StepBuffers, at: usize, chunk: PrefillChunk) {
+        let PrefillChunk { start, len, last } = chunk;
+        let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
+        let request = &running.sequence.request;
+        let tokens = push_tokens(batch, &request.prompt[start..start + len]);
+        let want = match (request.prompt_logprobs, last) {
+            (true, _) => SpanOutput::All,
+            (false, true) => SpanOutput::Last,
+            (false, false) => SpanOutput::None,
+        };
+        batch.spans.push(running.span(start as u32, tokens, want));
+        if request.prompt_logprobs {
+            // The logits of a row are those of the token after it.
+            for token in request.prompt[start + 1..].iter().take(len) {
+                batch.sampling.push(SamplingParams {
+                    mode: SampleMode::Score(*token),
+                    logprob: true,
+                    ..running.sample_row()
+                });
+                buffers
+                    .routing
+                    .targets
+                    .push(RowTarget::Sequence(self.sequence_ref(at), RowUse::PromptLogprob));
+            }
+        }
+        if last {
+            self.add_sample_row(buffers, at);
+        }
+    }
+
+    /// Adds the row that samples a sequence's next token, with its logit biases.
+    fn add_sample_row(&self, StepBuffers { step, routing }: &mut StepBuffers, at: usize) {
+        let (batch, running) = (&mut step.batch, &self.running[at]);
+        let bias_at = batch.logit_biases.len();
+        batch.logit_biases.extend(decoding::logit_biases(
+            &running.sequence.request,
+            &self.config.eos,
+            running.generated,
+        ));
+        let bias_len = (batch.logit_biases.len() - bias_at) as u32;
+        batch.sampling.push(SamplingParams { bias_at: bias_at as u32, bias_len, ..running.sample_row() });
+        routing.targets.push(RowTarget::Sequence(self.sequence_ref(at), RowUse::NextToken));
+    }
+
+    /// Adds a span that writes to the null page and whose result is discarded.
+    fn add_hole(&self, StepBuffers { step, routing }: &mut StepBuffers, slot: Slot, want: SpanOutput) {
+        let tokens = self.decode_token(&mut step.batch, 0);
+        step.batch.spans.push(Span {
+            model: SpanModel::Target,
+            stack: SpanStack::Decoder,
+            slot,
+            start: 0,
+            tokens,
+            table: SpanTable::Null,
+            reserved: 1,
+            encoder_len: 0,
+            output: want,
+        });
+        if want == SpanOutput::Last {
+            step.batch.sampling.push(SamplingParams::GREEDY);
+            routing.targets.push(RowTarget::Discard);
+        }
+    }
+}
+
+/// Returns the numbers of rows, holes and sequences of a step.
+pub(super) fn step_size(batch: &StepBatch) -> StepSize {
+    let holes = batch.spans.iter().filter(|span| span.table == SpanTable::Null).count();
+    let spans_of = |stack| batch.spans.iter().filter(|span| span.stack == stack).count();
+    // In an encoder-decoder model, an encoder span comes with a decoder span of the same sequence.
+    let sequences = spans_of(SpanStack::Decoder).max(spans_of(SpanStack::Encoder)) - holes;
+    StepSize { rows: batch.rows(), holes, slots: sequences }
+}
+
+/// Appends tokens to the batch, and returns their location.
+fn push_tokens(batch: &mut StepBatch, tokens: &[u32]) -> SpanTokens {
+    let at = batch.tokens.len() as u32;
+    batch.tokens.extend_from_slice(tokens);
+    SpanTokens::Given { at, len: tokens.len() as u32 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn span(stack: SpanStack, table: SpanTable, len: u32) -> Span {
+        let (model, tokens) = (SpanModel::Target, SpanTokens::Given { at: 0, len });
+        Span {
+            model,
+            stack,
+            slot: 0,
+            start: 0,
+            tokens,
+            table,
+            reserved: 9,
+            encoder_len: 0,
+            output: SpanOutput::None,
+        }
+    }
+
+    #[test]
+    fn sequences_with_spans_in_both_stacks_are_counted_once() {
+        let source = span(SpanStack::Encoder, SpanTable::Scratch, 5);
+        let (own, hole) =
+            (span(SpanStack::Decoder, SpanTable::Own, 2), span(SpanStack::Decoder, SpanTable::Null, 1));
+        for (spans, expected) in [
+            (vec![source, source], (10, 0, 2)),
+            (vec![source, source, own, own, own, hole], (17, 1, 3)),
+            (vec![own, hole, hole, own], (6, 2, 2)),
+        ] {
+            let StepSize { rows, holes, slots } = step_size(&StepBatch { spans, ..StepBatch::default() });
+            assert_eq!((rows, holes, slots), expected);
+        }
+    }
+}

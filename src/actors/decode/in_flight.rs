@@ -1,0 +1,150 @@
+//! Steps in flight: sends the steps of an iteration and those ahead of it, and processes them as they
+//! complete.
+//!
+//! Invariant: the steps of a lane complete in the order in which they were sent. An iteration has at most one
+//! step in flight; the steps ahead of it contain prefill chunks only, which do not depend on the results of
+//! the steps before them.
+
+use super::process_output::OutputRouting;
+use super::running::PrefillChunk;
+use super::{DecodeLoop, SpanWork, build_batch};
+use crate::actors::device::{Step, StepResult};
+use crate::actors::group::StepFuture;
+use crate::actors::kv::SlotPlan;
+use crate::actors::loop_metrics::StepSize;
+use crate::actors::prefill::{ChunksAhead, ScheduledChunk};
+use crate::config::Policy;
+use mainstem_kernels::{DeviceError, StepLimits};
+use std::time::Instant;
+
+/// The reusable buffers of a step that is not in flight, and the targets of its results.
+pub(super) struct StepBuffers {
+    pub(super) step: Box<Step>,
+    pub(super) routing: OutputRouting,
+}
+
+/// A step in flight.
+pub(super) struct InFlightStep {
+    result: StepFuture,
+    routing: OutputRouting,
+    kind: StepKind,
+    sent_at: Instant,
+    size: StepSize,
+}
+
+/// Why a step was sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum StepKind {
+    /// A step of the current iteration: the next iteration depends on its results.
+    Iteration,
+    /// A step of prefill chunks only.
+    Ahead,
+}
+
+impl StepBuffers {
+    pub(super) fn with_capacity(limits: &StepLimits) -> StepBuffers {
+        StepBuffers {
+            step: Box::new(Step::with_capacity(limits)),
+            routing: OutputRouting::with_capacity(limits),
+        }
+    }
+}
+
+impl DecodeLoop {
+    /// Whether all steps of the current iteration have been processed.
+    pub(super) fn iteration_is_complete(&self) -> bool {
+        self.pending_work.is_empty() && self.count_in_flight(StepKind::Iteration) == 0
+    }
+
+    /// Sends what can be sent, and processes the oldest step in flight. Returns at once if nothing is in
+    /// flight.
+    pub(super) async fn step(&mut self) -> Result<(), DeviceError> {
+        self.send_pending()?;
+        self.send_chunks_ahead().await?;
+        self.process_oldest().await
+    }
+
+    /// Sends the iteration's step, if it is not in flight. Under [`Policy::Concurrent`] there is one step per
+    /// sequence, sent one after the other.
+    fn send_pending(&mut self) -> Result<(), DeviceError> {
+        if self.pending_work.is_empty() || self.count_in_flight(StepKind::Iteration) > 0 {
+            return Ok(());
+        }
+        let spans = match self.config.policy {
+            Policy::Concurrent => 1,
+            Policy::Fused | Policy::Window { .. } => self.pending_work.len(),
+        };
+        let work: Vec<SpanWork> = self.pending_work.drain(..spans).collect();
+        let plan = self.slot_plan.take();
+        self.send_step(plan, &work, StepKind::Iteration)
+    }
+
+    /// Sends steps of prefill chunks only, as many as there are idle lanes, which leave the devices idle. The
+    /// papers' baseline, one step per request, does not do this.
+    async fn send_chunks_ahead(&mut self) -> Result<(), DeviceError> {
+        let may_send = self.config.lanes > 1 && self.config.policy != Policy::Concurrent;
+        while may_send && self.running.iter().any(|running| !running.prompt_scheduled) {
+            let steps_ahead = self.count_in_flight(StepKind::Ahead);
+            let request = ChunksAhead { lane: self.lane, budget: self.config.token_budget, steps_ahead };
+            let chunks = self.handles.chunks_ahead.send(request).await.unwrap_or_default();
+            let work: Vec<SpanWork> = chunks.into_iter().filter_map(|chunk| self.chunk_work(chunk)).collect();
+            if work.is_empty() {
+                return Ok(());
+            }
+            self.send_step(None, &work, StepKind::Ahead)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the work of a chunk of a prompt that started in an earlier iteration; `None` if its sequence
+    /// has left.
+    fn chunk_work(
+        &mut self,
+        ScheduledChunk { key, start, len, last, .. }: ScheduledChunk,
+    ) -> Option<SpanWork> {
+        let at = self.running.iter().position(|running| running.key == key)?;
+        self.running[at].prompt_scheduled = last;
+        Some(SpanWork::Prefill(at, PrefillChunk { start, len, last }))
+    }
+
+    /// Builds and sends a step of these spans and the slot plan's changes; then sends the events of the
+    /// previous step.
+    fn send_step(
+        &mut self,
+        plan: Option<SlotPlan>,
+        work: &[SpanWork],
+        kind: StepKind,
+    ) -> Result<(), DeviceError> {
+        let spare = self.spare_buffers.pop();
+        let mut buffers = spare.unwrap_or_else(|| StepBuffers::with_capacity(&self.config.limits));
+        self.build_batch(&mut buffers, plan, work);
+        let StepBuffers { step, routing } = buffers;
+        let size = build_batch::step_size(&step.batch);
+        let result = self.handles.devices.send(step, self.epoch)?;
+        let sent_at = self.metrics.record_sent();
+        self.in_flight.push_back(InFlightStep { result, routing, kind, sent_at, size });
+        self.flush_events();
+        Ok(())
+    }
+
+    /// Waits for the oldest step in flight, and processes its results.
+    pub(super) async fn process_oldest(&mut self) -> Result<(), DeviceError> {
+        self.flush_events();
+        let Some(InFlightStep { result, routing, sent_at, size, .. }) = self.in_flight.pop_front() else {
+            return Ok(());
+        };
+        let StepResult { step, result } = result.await;
+        self.handles.status.heartbeat(self.lane);
+        result?;
+        self.produced_at = self.metrics.record_completed(sent_at, step.output.times, size);
+        self.process_output(&step.output, &routing);
+        self.metrics.record_processed();
+        self.spare_buffers.push(StepBuffers { step, routing });
+        Ok(())
+    }
+
+    /// Returns the number of steps of a kind in flight.
+    fn count_in_flight(&self, kind: StepKind) -> usize {
+        self.in_flight.iter().filter(|step| step.kind == kind).count()
+    }
+}

@@ -1,0 +1,189 @@
+//! A test case of attention: heads, mask, table, softcap and bias.
+
+use super::Bounds;
+use super::inputs::*;
+use super::memo::ORACLE_ROWS;
+use super::rig::*;
+use super::spans::*;
+use crate::backend::{AttentionShape, Backend, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
+use crate::batch::{SpanOutput, SpanStack};
+use crate::quant::QuantType;
+use crate::reference::Reference;
+use std::fmt::Arguments;
+use std::sync::Arc;
+
+/// One attention operation.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AttentionCase {
+    pub(super) ty: QuantType,
+    pub(super) kv_heads: usize,
+    pub(super) heads: usize,
+    pub(super) k_dim: usize,
+    pub(super) v_dim: usize,
+    pub(super) scale: f32,
+    pub(super) options: AttentionOptions,
+}
+
+/// The mask, table, softcap and bias of a case.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AttentionOptions {
+    pub(super) mask: Mask,
+    pub(super) table: KvTable,
+    pub(super) softcap: Option<f32>,
+    /// Reach of the relative position bias, if there is one.
+    pub(super) reach: Option<usize>,
+}
+
+/// Largest magnitude of a bias.
+const MAX_BIAS: f32 = 3.0;
+
+impl AttentionOptions {
+    /// Causal attention without window, softcap or bias.
+    pub(super) const PLAIN: AttentionOptions = AttentionOptions {
+        mask: Mask::Causal { window: None },
+        table: KvTable::Own,
+        softcap: None,
+        reach: None,
+    };
+
+    /// Returns the stack whose K and V are stored, and the stack that attends to them.
+    fn stacks(&self) -> (SpanStack, SpanStack) {
+        match self.table {
+            KvTable::Own => (SpanStack::Decoder, SpanStack::Decoder),
+            KvTable::Scratch => (SpanStack::Encoder, SpanStack::Encoder),
+            KvTable::Cross => (SpanStack::Encoder, SpanStack::Decoder),
+        }
+    }
+}
+
+impl AttentionCase {
+    /// Allocates a cache for the case.
+    pub(super) fn cache<B: Backend>(&self, rig: &mut Rig<B>) -> KvLayer<B::Buf> {
+        let AttentionCase { ty, kv_heads, k_dim, v_dim, .. } = *self;
+        let page_positions = rig.limits.page_positions;
+        let pages = match self.options.table {
+            KvTable::Scratch => rig.limits.scratch_positions() / page_positions,
+            _ => POOL_PAGES,
+        };
+        rig.cache(KvLayout { ty, pages, page_positions, kv_heads, k_dim, v_dim })
+    }
+
+    /// Runs attention for every row, with a new cache.
+    pub(super) fn run<B: Backend>(
+        &self,
+        rig: &mut Rig<B>,
+        steps: &[Vec<TestSpan>],
+        mut book: PageBook,
+    ) -> RowResults {
+        let mut cache = self.cache(rig);
+        let mut answers = RowResults::new();
+        for pieces in steps {
+            self.run_step(rig, &mut cache, pieces, &mut book, &mut answers);
+        }
+        answers
+    }
+
+    /// Returns the memoized results of the reference backend.
+    pub(super) fn oracle_results(
+        &self,
+        oracle: &mut Rig<Reference>,
+        steps: &[Vec<TestSpan>],
+        book: PageBook,
+    ) -> Arc<RowResults> {
+        let key = oracle.memo_key((self, steps, &book));
+        ORACLE_ROWS.get(key, || self.run(oracle, steps, book))
+    }
+
+    /// Runs one step. K, V and Q of a row depend on its sequence and position alone. A step that only stores
+    /// has no attention.
+    pub(super) fn run_step<B: Backend>(
+        &self,
+        rig: &mut Rig<B>,
+        cache: &mut KvLayer<B::Buf>,
+        pieces: &[TestSpan],
+        book: &mut PageBook,
+        answers: &mut RowResults,
+    ) {
+        rig.begin(build_batch(pieces, SpanOutput::None, book));
+        if self.options.table == KvTable::Cross {
+            // As in a decoder layer, whose own K and V are in the same pool.
+            self.store(rig, KvTable::Own, SpanStack::Decoder, pieces, cache);
+        }
+        let (stored, attending) = self.options.stacks();
+        self.store(rig, self.options.table, stored, pieces, cache);
+        if pieces.iter().all(|piece| matches!(piece.kind, TestSpanKind::Stored | TestSpanKind::Poison)) {
+            return;
+        }
+        let rows = stack_rows(pieces, attending);
+        assert_eq!(rig.backend.select_stack(attending), rows.len(), "rows of the {attending:?}");
+        let q = rig.input(&row_inputs(100_002, &rows, self.heads * self.k_dim));
+        let width = self.heads * self.v_dim;
+        let out = self.attend(rig, &q, cache, rows.len() * width);
+        let out = rig.read(&out, rows.len() * width, format_args!("{self:?} over {pieces:?}"));
+        answers.extend(rows.into_iter().zip(out.chunks_exact(width).map(<[f32]>::to_vec)));
+    }
+
+    /// Stores K and V of the rows of one stack.
+    fn store<B: Backend>(
+        &self,
+        rig: &mut Rig<B>,
+        table: KvTable,
+        stack: SpanStack,
+        pieces: &[TestSpan],
+        cache: &mut KvLayer<B::Buf>,
+    ) {
+        let rows = stack_rows(pieces, stack);
+        assert_eq!(rig.backend.select_stack(stack), rows.len(), "rows of the {stack:?}");
+        let is_poison = pieces.iter().any(|piece| piece.kind == TestSpanKind::Poison);
+        let [k, v] = [(100_000, self.k_dim), (100_001, self.v_dim)].map(|(tag, dim)| {
+            let mut numbers = row_inputs(tag, &rows, self.kv_heads * dim);
+            if is_poison {
+                numbers.fill(f32::NAN);
+            }
+            rig.input(&numbers)
+        });
+        rig.backend.store_kv(table, &k, &v, cache);
+    }
+
+    /// Runs attention with an output of `n` numbers.
+    pub(super) fn attend<B: Backend>(
+        &self,
+        rig: &mut Rig<B>,
+        q: &B::Buf,
+        cache: &KvLayer<B::Buf>,
+        n: usize,
+    ) -> B::Buf {
+        let AttentionOptions { mask, table, softcap, reach } = self.options;
+        let bias = reach.map(|reach| RelativeBias {
+            table: rig.constant(&scaled(100_003, self.heads * (2 * reach - 1), MAX_BIAS)),
+            heads: self.heads,
+            reach,
+        });
+        let bias = bias.as_ref();
+        let shape = AttentionShape { heads: self.heads, scale: self.scale, softcap, mask, table, bias };
+        let mut out = rig.output(n);
+        rig.backend.attention(&shape, q, cache, &mut out);
+        out
+    }
+
+    /// Asserts that results are close to the reference. Inputs are at most 1, so the weighted sum of values
+    /// is too, and `scale * k_dim` bounds a score without its bias.
+    pub(super) fn assert_close(&self, what: Arguments, got: &RowResults, want: &RowResults, bounds: &Bounds) {
+        let bias = if self.options.reach.is_some() { MAX_BIAS } else { 0.0 };
+        let magnitude = 1.0 + self.scale * self.k_dim as f32 + bias;
+        assert!(!got.is_empty(), "{what}: no rows");
+        for ((sequence, position), got) in got {
+            let what = format_args!("{what}, sequence {sequence}, position {position}");
+            assert_close(what, got, &want[&(*sequence, *position)], (bounds.attention)(self.ty), |_| {
+                magnitude
+            });
+        }
+    }
+}
+
+/// Returns a pseudo-random input row for each row.
+fn row_inputs(tag: u32, rows: &[(u32, usize)], width: usize) -> Vec<f32> {
+    let row =
+        |(sequence, position): &(u32, usize)| noise(tag + 10_000 * sequence + 10 * *position as u32, width);
+    rows.iter().flat_map(row).collect()
+}

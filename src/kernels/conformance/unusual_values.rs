@@ -1,0 +1,83 @@
+//! Tests of a quantized KV cache with unusual numbers.
+
+use super::Bounds;
+use super::attention_case::*;
+use super::inputs::*;
+use super::rig::*;
+use super::spans::*;
+use crate::backend::{Backend, KvTable};
+use crate::batch::SpanOutput;
+use crate::quant::QuantType;
+use crate::reference::Reference;
+
+/// Number of positions, and the position with the unusual numbers.
+const POSITIONS: usize = 40;
+const UNUSUAL_POSITION: usize = 20;
+const DIM: usize = 72;
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+
+/// Runs attention with the given K and V; returns (rows, heads, DIM).
+fn attend<B: Backend>(rig: &mut Rig<B>, ty: QuantType, [k, v]: &[Vec<f32>; 2]) -> Vec<f32> {
+    let (kv_heads, look) = (KV_HEADS, AttentionOptions::PLAIN);
+    let case =
+        AttentionCase { ty, kv_heads, heads: HEADS, k_dim: DIM, v_dim: DIM, scale: 0.2, options: look };
+    let mut cache = case.cache(rig);
+    rig.begin(build_batch(
+        &[TestSpan::given(0, 0, POSITIONS)],
+        SpanOutput::None,
+        &mut PageBook::scattered(32),
+    ));
+    let [k, v] = [k, v].map(|numbers| rig.input(numbers));
+    rig.backend.store_kv(KvTable::Own, &k, &v, &mut cache);
+    let (q, n) = (rig.input(&noise(400, POSITIONS * HEADS * DIM)), POSITIONS * HEADS * DIM);
+    let out = case.attend(rig, &q, &cache, n);
+    rig.read(&out, n, format_args!("{case:?}"))
+}
+
+/// Returns ordinary K and V.
+fn ordinary_kv() -> [Vec<f32>; 2] {
+    [401, 402].map(|tag| noise(tag, POSITIONS * KV_HEADS * DIM))
+}
+
+/// Tests NaN, infinite and very large numbers in one head of one position: results are finite, and neither
+/// other heads nor earlier rows are affected.
+pub fn non_finite_values<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let mut rig = Rig::new(make(), limits(32));
+    for ty in QuantType::kv_cache_types().filter(|ty| ty.is_blocked()) {
+        let want = attend(&mut rig, ty, &ordinary_kv());
+        for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38] {
+            let mut numbers = ordinary_kv();
+            numbers.iter_mut().for_each(|numbers| numbers[UNUSUAL_POSITION * KV_HEADS * DIM + 7] = odd);
+            let got = attend(&mut rig, ty, &numbers);
+            for (at, (got, want)) in got.chunks(DIM).zip(want.chunks(DIM)).enumerate() {
+                let what = format_args!(
+                    "{ty}, {odd} at {UNUSUAL_POSITION}: row {}, head {}",
+                    at / HEADS,
+                    at % HEADS
+                );
+                assert!(got.iter().all(|x| x.is_finite()), "{what}: {got:?}");
+                if at / HEADS < UNUSUAL_POSITION || at % HEADS >= HEADS / KV_HEADS {
+                    assert_same(what, got, want, bounds.batch_invariance);
+                }
+            }
+        }
+    }
+}
+
+/// Tests groups with equal numbers, with a tiny range, and with very small or very large numbers.
+pub fn extreme_groups<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    for ty in QuantType::kv_cache_types().filter(|ty| ty.is_blocked()) {
+        for (base, spread) in [(0.375, 0.0), (0.0, 0.0), (0.25, 1e-6), (0.0, 1e-7), (0.0, 1e-41), (0.0, 1e4)]
+        {
+            let [k, v] = ordinary_kv();
+            let v: Vec<f32> = v.iter().map(|x| base + x * spread).collect();
+            let numbers = [k, v];
+            let got = attend(&mut Rig::new(make(), limits(32)), ty, &numbers);
+            let want = attend(&mut Rig::new(Reference::new(), limits(32)), ty, &numbers);
+            let magnitude = (base + spread) * (1.0 + 0.2 * DIM as f32);
+            let what = format_args!("{ty}, {base} and up to {spread} around it");
+            assert_close(what, &got, &want, (bounds.attention)(ty), |_| magnitude);
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! Cache blocks of floating-point numbers: K is (k_dim, 32), V is (32, v_dim padded to 16).
+//!
+//! Invariant: a sum takes its terms in the order of dimensions, or of positions, however many query vectors
+//! and columns are processed together.
+
+use super::cache::BLOCK;
+use super::kv_format::KvFormat;
+use super::query::VisibleRange;
+use crate::cpu::simd::{FloatFormat, LANES, Simd};
+use crate::host::HostBuf;
+use std::marker::PhantomData;
+
+/// The storage format of a cache of floating-point format `C`.
+pub struct FloatBlocks<C>(PhantomData<C>);
+
+impl<C: FloatFormat> KvFormat for FloatBlocks<C> {
+    type Unit = C::Raw;
+    const SUMMED_GROUP: usize = 0;
+
+    fn units(buf: &HostBuf) -> &[C::Raw] {
+        C::values(buf)
+    }
+    fn units_mut(buf: &mut HostBuf) -> &mut [C::Raw] {
+        C::values_mut(buf)
+    }
+
+    fn k_len(k_dim: usize) -> usize {
+        BLOCK * k_dim
+    }
+    fn v_len(v_dim: usize) -> usize {
+        BLOCK * v_dim.next_multiple_of(LANES)
+    }
+
+    fn write_key(key: &[f32], at: usize, block: &mut [C::Raw]) {
+        let mut encoded = [C::Raw::default(); 4 * LANES];
+        let blocks = block.chunks_mut(encoded.len() * BLOCK);
+        for (key, block) in key.chunks(encoded.len()).zip(blocks) {
+            C::encode(key, &mut encoded[..key.len()]);
+            for (number, dim) in encoded.iter().zip(block.chunks_exact_mut(BLOCK)) {
+                dim[at] = *number;
+            }
+        }
+    }
+    fn write_value(value: &[f32], at: usize, block: &mut [C::Raw]) {
+        let padded = block.len() / BLOCK;
+        C::encode(value, &mut block[at * padded..][..value.len()]);
+    }
+    fn read_value(block: &[C::Raw], at: usize, out: &mut [f32]) {
+        let padded = block.len() / BLOCK;
+        C::decode(&block[at * padded..][..out.len()], out);
+    }
+
+    #[inline(always)]
+    fn scores<S: Simd, const T: usize>(
+        simd: S,
+        q: [&[f32]; T],
+        _: [&[f32]; T],
+        k: &[C::Raw],
+    ) -> [[S::V; 2]; T] {
+        let pairs = k.as_chunks::<LANES>().0.as_chunks::<2>().0;
+        for q in q {
+            assert!(q.len() >= pairs.len(), "a query has the width of a key");
+        }
+        let mut scores = [[simd.splat(0.0); 2]; T];
+        for (d, k) in pairs.iter().enumerate() {
+            let k = [C::load(simd, &k[0]), C::load(simd, &k[1])];
+            for t in 0..T {
+                // SAFETY: q[t] has an element for each pair of vectors.
+                let q = simd.splat(unsafe { *q[t].get_unchecked(d) });
+                scores[t][0] = simd.mul_add(q, k[0], scores[t][0]);
+                scores[t][1] = simd.mul_add(q, k[1], scores[t][1]);
+            }
+        }
+        scores
+    }
+
+    #[inline(always)]
+    fn add_values<S: Simd, const T: usize>(
+        simd: S,
+        seen: VisibleRange,
+        p: &[[f32; BLOCK]; T],
+        v: &[C::Raw],
+        sums: &mut [f32],
+    ) {
+        let vectors = sums.len() / T / LANES;
+        let mut at = 0;
+        while at + 2 <= vectors {
+            at += add_columns::<S, C, T, 2>(simd, seen, p, v, sums, at);
+        }
+        if at < vectors {
+            add_columns::<S, C, T, 1>(simd, seen, p, v, sums, at);
+        }
+    }
+}
+
+/// Adds the weighted values to W vectors of columns, from vector `at` on; returns W.
+#[inline(always)]
+fn add_columns<S: Simd, C: FloatFormat, const T: usize, const W: usize>(
+    simd: S,
+    seen: VisibleRange,
+    p: &[[f32; BLOCK]; T],
+    v: &[C::Raw],
+    sums: &mut [f32],
+    at: usize,
+) -> usize {
+    let (sums, _) = sums.as_chunks_mut::<LANES>();
+    let vectors = sums.len() / T;
+    let mut totals = [[simd.splat(0.0); W]; T];
+    for t in 0..T {
+        for w in 0..W {
+            totals[t][w] = simd.load(&sums[t * vectors + at + w]);
+        }
+    }
+    let (v, _) = v.as_chunks::<LANES>();
+    for j in seen.from..seen.to {
+        let mut values = [simd.splat(0.0); W];
+        for w in 0..W {
+            values[w] = C::load(simd, &v[j * vectors + at + w]);
+        }
+        for t in 0..T {
+            let p = simd.splat(p[t][j]);
+            for w in 0..W {
+                totals[t][w] = simd.mul_add(p, values[w], totals[t][w]);
+            }
+        }
+    }
+    for t in 0..T {
+        for w in 0..W {
+            simd.store(totals[t][w], &mut sums[t * vectors + at + w]);
+        }
+    }
+    W
+}

@@ -1,0 +1,74 @@
+//! Storage formats of the KV cache, and how attention reads them: one implementation for floating-point
+//! formats, one for quantized groups.
+//!
+//! Invariant: numbers are widened only in registers, within a pass over a block.
+
+use super::cache::BLOCK;
+use super::float_blocks::FloatBlocks;
+use super::quantized_blocks::{Q4Groups, Q8Groups, QuantizedBlocks};
+use super::query::VisibleRange;
+use crate::cpu::simd::{Bf16, F16, F32, Simd};
+use crate::host::HostBuf;
+use crate::quant::QuantType;
+
+/// A storage format of cache blocks. A block holds the keys, or the values, of 32 positions of one KV head.
+pub trait KvFormat: Send + Sync + 'static {
+    /// Element type of a buffer.
+    type Unit: Copy + Send + Sync + 'static;
+    /// Numbers of a key that share a scale and a minimum, if the format has minimums: then the sum of a query
+    /// over each such group is needed. Otherwise 0.
+    const SUMMED_GROUP: usize;
+
+    /// Returns a buffer's elements.
+    fn units(buf: &HostBuf) -> &[Self::Unit];
+    /// Returns a buffer's elements for writing.
+    fn units_mut(buf: &mut HostBuf) -> &mut [Self::Unit];
+
+    /// Returns the units of a block of keys of `k_dim` numbers.
+    fn k_len(k_dim: usize) -> usize;
+    /// Returns the units of a block of values of `v_dim` numbers.
+    fn v_len(v_dim: usize) -> usize;
+
+    /// Writes a key (k_dim) to position `at` of a block.
+    fn write_key(key: &[f32], at: usize, block: &mut [Self::Unit]);
+    /// Writes a value (v_dim) to position `at` of a block.
+    fn write_value(value: &[f32], at: usize, block: &mut [Self::Unit]);
+    /// Reads the value (v_dim) at position `at` of a block.
+    fn read_value(block: &[Self::Unit], at: usize, out: &mut [f32]);
+
+    /// Returns the dot products of T query vectors (k_dim), whose sums over groups are given, with the 32
+    /// keys of a block.
+    fn scores<S: Simd, const T: usize>(
+        simd: S,
+        q: [&[f32]; T],
+        sums: [&[f32]; T],
+        k: &[Self::Unit],
+    ) -> [[S::V; 2]; T];
+
+    /// Adds p (T, visible positions of 32) · v (visible positions of 32) to sums (T, v_dim padded to 16).
+    fn add_values<S: Simd, const T: usize>(
+        simd: S,
+        seen: VisibleRange,
+        p: &[[f32; BLOCK]; T],
+        v: &[Self::Unit],
+        sums: &mut [f32],
+    );
+}
+
+/// An operation that is generic over the [`KvFormat`], which is known only at run time.
+pub trait KvFormatOp {
+    type Out;
+    fn run<C: KvFormat>(self) -> Self::Out;
+}
+
+/// Calls `op` with the [`KvFormat`] for `ty`, which must be one of [`QuantType::kv_cache_types`].
+pub fn dispatch_kv_format<O: KvFormatOp>(ty: QuantType, op: O) -> O::Out {
+    match ty {
+        QuantType::F32 => op.run::<FloatBlocks<F32>>(),
+        QuantType::F16 => op.run::<FloatBlocks<F16>>(),
+        QuantType::BF16 => op.run::<FloatBlocks<Bf16>>(),
+        QuantType::Q8_0 => op.run::<QuantizedBlocks<Q8Groups>>(),
+        QuantType::G4_B64 => op.run::<QuantizedBlocks<Q4Groups>>(),
+        _ => unreachable!("{ty} is not a KV cache format; this is a bug"),
+    }
+}

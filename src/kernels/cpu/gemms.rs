@@ -1,0 +1,249 @@
+//! GEMMs with weights in any storage format: of the same input with one weight or with several.
+//!
+//! The input is packed once for all weights that take it as the same kind of operand. Then the outputs of all
+//! weights form one job for the threads, so that the threads synchronize once.
+//!
+//! Invariant: how a weight is stored and multiplied depends only on its format and the device's
+//! [`ActivationPrecision`].
+
+#![allow(unsafe_code)]
+
+use super::bf16::{Bf16Isa, Bf16Scratch};
+use super::f32_gemm::F32Scratch;
+use super::gemm_input::{GemmInput, RowBuffers};
+use super::packed::Int8Scratch;
+use super::pool::{SharedSlice, ThreadPool};
+use super::simd::Level;
+use crate::backend::{DeviceError, Weight};
+use crate::host::HostBuf;
+use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
+use std::ops::Range;
+
+/// Largest number of GEMMs with the same input in one job.
+pub const GEMMS_PER_JOB: usize = 4;
+/// Number of multiplications that do not justify a second thread.
+const SMALL_GEMM: usize = 64 * 1024;
+/// Minimum number of work items per thread when a weight is divided among threads.
+const ITEMS_PER_THREAD: usize = 4;
+
+/// Numbers of columns of the widest weights, by the kind of scratch that their GEMMs need.
+#[derive(Clone, Copy, Default, PartialEq)]
+pub struct ScratchWidths {
+    /// Weights whose inputs stay F32.
+    pub f32: usize,
+    /// Weights among them that are dequantized first.
+    pub dequantized: usize,
+    /// Weights that are packed as quants for int8 dot products.
+    pub int8: usize,
+    /// Weights that are packed as BF16.
+    pub bf16: usize,
+}
+
+impl ScratchWidths {
+    /// Returns the widths for one weight of `ty` with `k` columns.
+    pub fn for_weight(precision: ActivationPrecision, ty: QuantType, k: usize) -> ScratchWidths {
+        let none = ScratchWidths::default();
+        match (ty.operand_format(precision), ty.is_blocked()) {
+            (OperandFormat::Int8, _) => ScratchWidths { int8: k, ..none },
+            (OperandFormat::Bf16, _) => ScratchWidths { bf16: k, ..none },
+            (OperandFormat::F32, false) => ScratchWidths { f32: k, ..none },
+            (OperandFormat::F32, true) => ScratchWidths { f32: k, dequantized: k, ..none },
+        }
+    }
+
+    /// Returns widths that are large enough for both.
+    pub fn max(self, other: ScratchWidths) -> ScratchWidths {
+        ScratchWidths {
+            f32: self.f32.max(other.f32),
+            dequantized: self.dequantized.max(other.dequantized),
+            int8: self.int8.max(other.int8),
+            bf16: self.bf16.max(other.bf16),
+        }
+    }
+}
+
+/// One of several GEMMs with the same input, whose output the threads share.
+pub struct GemmTask<'a> {
+    pub w: &'a Weight<HostBuf>,
+    bias: Option<&'a [f32]>,
+    epilogue: RowEpilogue,
+    /// (m, n).
+    y: SharedSlice<'a, f32>,
+}
+
+/// What a GEMM does with a result: write it, or add it to what is there.
+#[derive(Clone, Copy)]
+pub enum RowEpilogue {
+    Set,
+    Add,
+}
+
+impl<'a> GemmTask<'a> {
+    /// Creates a GEMM that writes or adds x · wᵀ, plus `bias` if given, to y (m, n).
+    pub fn new(
+        w: &'a Weight<HostBuf>,
+        bias: Option<&'a HostBuf>,
+        (epilogue, y): (RowEpilogue, &'a mut HostBuf),
+        rows: usize,
+    ) -> GemmTask<'a> {
+        let bias = bias.map(|bias| &bias.f32()[..w.n]);
+        GemmTask { w, bias, epilogue, y: SharedSlice::new(&mut y.f32_mut()[..rows * w.n]) }
+    }
+
+    /// Applies the epilogue to the sums of one row, for the outputs from `first` on.
+    ///
+    /// # Safety
+    /// * No other thread writes these outputs of this row.
+    #[inline(always)]
+    pub unsafe fn write(&self, row: usize, first: usize, sums: &[f32]) {
+        let start = row * self.w.n + first;
+        // SAFETY: the caller's promise.
+        let y = unsafe { self.y.slice_mut(start..start + sums.len()) };
+        let zip = y.iter_mut().zip(sums);
+        match (self.bias, self.epilogue) {
+            (None, RowEpilogue::Set) => zip.for_each(|(y, sum)| *y = *sum),
+            (None, RowEpilogue::Add) => zip.for_each(|(y, sum)| *y += *sum),
+            (Some(bias), RowEpilogue::Set) => {
+                zip.zip(&bias[first..]).for_each(|((y, sum), bias)| *y = *sum + *bias);
+            }
+            (Some(bias), RowEpilogue::Add) => {
+                zip.zip(&bias[first..]).for_each(|((y, sum), bias)| *y += *sum + *bias);
+            }
+        }
+    }
+}
+
+/// An input that is packed for one kind of GEMM.
+pub trait PackedInput: Sync {
+    /// Returns the number of outputs of one work item: as many as give it a suitable number of bytes, at most
+    /// `max`, rounded up to whole tiles.
+    fn outputs_per_item(&self, w: &Weight<HostBuf>, max: usize) -> usize;
+
+    /// Computes a work item: all rows with a range of outputs. `worker` runs no other item meanwhile.
+    fn multiply(&self, worker: usize, gemm: &GemmTask, outputs: Range<usize>);
+}
+
+/// Scratch of all kinds of GEMMs.
+pub struct GemmScratch {
+    activation_precision: ActivationPrecision,
+    f32: F32Scratch,
+    int8: Int8Scratch,
+    bf16: Bf16Scratch,
+    bf16_isa: Option<Bf16Isa>,
+    /// A row buffer for each thread.
+    row_buffers: HostBuf,
+    row_buffer_len: usize,
+}
+
+impl GemmScratch {
+    /// Allocates scratch for `rows` rows on `threads` threads.
+    pub fn new(
+        (precision, bf16_isa): (ActivationPrecision, Option<Bf16Isa>),
+        rows: usize,
+        widths: ScratchWidths,
+        threads: usize,
+    ) -> Result<GemmScratch, DeviceError> {
+        let row_len = widths.f32.max(widths.int8).max(widths.bf16);
+        Ok(GemmScratch {
+            activation_precision: precision,
+            bf16_isa,
+            f32: F32Scratch::new(rows, widths.f32, widths.dequantized, threads)?,
+            int8: Int8Scratch::new(rows, widths.int8, threads)?,
+            bf16: Bf16Scratch::new(rows, widths.bf16, threads)?,
+            row_buffers: HostBuf::zeroed(threads * row_len * size_of::<f32>())?,
+            row_buffer_len: row_len,
+        })
+    }
+
+    /// Computes all GEMMs, which share the input.
+    pub fn multiply(
+        &mut self,
+        pool: &mut ThreadPool,
+        level: Level,
+        input: &GemmInput,
+        gemms: &[Option<GemmTask>; GEMMS_PER_JOB],
+    ) {
+        if input.rows == 0 {
+            return;
+        }
+        let has_same_k = |gemm: &GemmTask| gemm.w.k == input.k;
+        assert!(
+            gemms.iter().flatten().all(has_same_k),
+            "weights and input have the same number of columns; this is a bug"
+        );
+        let (precision, bf16_isa) = (self.activation_precision, self.bf16_isa);
+        let operand_of = |gemm: &GemmTask| gemm.w.ty.operand_format(precision);
+        let is_used = |operand| gemms.iter().flatten().any(|gemm| operand_of(gemm) == operand);
+        let buffers = RowBuffers::new(self.row_buffers.f32_mut(), self.row_buffer_len);
+        let f32 = is_used(OperandFormat::F32).then(|| self.f32.pack(pool, level, input, &buffers));
+        let int8 =
+            is_used(OperandFormat::Int8).then(|| self.int8.pack(pool, (level, bf16_isa), input, &buffers));
+        let bf16 = is_used(OperandFormat::Bf16).then(|| {
+            const HAS: &str = "devices without BF16 instructions use F32 inputs; this is a bug";
+            self.bf16.pack(pool, (level, bf16_isa.expect(HAS)), input, &buffers)
+        });
+        let mut job = Job { parts: Default::default(), items: 0, multiplications: 0 };
+        for gemm in gemms.iter().flatten() {
+            let packed: Option<&dyn PackedInput> = match operand_of(gemm) {
+                OperandFormat::F32 => f32.as_ref().map(|f32| f32 as _),
+                OperandFormat::Int8 => int8.as_ref().map(|int8| int8 as _),
+                OperandFormat::Bf16 => bf16.as_ref().map(|bf16| bf16 as _),
+            };
+            let packed = packed.expect("the input was packed for it; this is a bug");
+            job.add(pool.threads(), input.rows, gemm, packed);
+        }
+        job.run(pool);
+    }
+}
+
+/// The work items of several GEMMs.
+struct Job<'a> {
+    parts: [Option<JobPart<'a>>; GEMMS_PER_JOB],
+    items: usize,
+    /// Number of multiplications.
+    multiplications: usize,
+}
+
+/// The work items of one GEMM.
+struct JobPart<'a> {
+    gemm: &'a GemmTask<'a>,
+    packed: &'a dyn PackedInput,
+    /// Outputs of a work item.
+    outputs_per_item: usize,
+    items: Range<usize>,
+}
+
+impl<'a> Job<'a> {
+    fn add(&mut self, threads: usize, rows: usize, gemm: &'a GemmTask<'a>, packed: &'a dyn PackedInput) {
+        let Weight { n, k, .. } = *gemm.w;
+        if n == 0 {
+            return;
+        }
+        let is_divided = threads > 1 && rows * n * k > SMALL_GEMM;
+        let max = if is_divided { n.div_ceil(ITEMS_PER_THREAD * threads) } else { n };
+        let outputs_per_item = packed.outputs_per_item(gemm.w, max.max(1));
+        let items = self.items..self.items + n.div_ceil(outputs_per_item);
+        (self.items, self.multiplications) = (items.end, self.multiplications + rows * n * k);
+        let part = self.parts.iter_mut().find(|part| part.is_none());
+        *part.expect("a job has a part for every GEMM; this is a bug") =
+            Some(JobPart { gemm, packed, outputs_per_item, items });
+    }
+
+    /// Runs all items. Threads claim items from the last to the first, and memory is read from the first to
+    /// the last, hence the reversal.
+    fn run(&self, pool: &mut ThreadPool) {
+        let work = |worker, item| self.item(worker, self.items - 1 - item);
+        match self.multiplications <= SMALL_GEMM {
+            true => (0..self.items).rev().for_each(|item| work(0, item)),
+            false => pool.run(self.items, work),
+        }
+    }
+
+    fn item(&self, worker: usize, item: usize) {
+        let part = self.parts.iter().flatten().find(|part| part.items.contains(&item));
+        let JobPart { gemm, packed, outputs_per_item, items } =
+            part.expect("every item belongs to a part; this is a bug");
+        let first = (item - items.start) * outputs_per_item;
+        packed.multiply(worker, gemm, first..gemm.w.n.min(first + outputs_per_item));
+    }
+}

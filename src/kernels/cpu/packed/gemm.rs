@@ -1,0 +1,216 @@
+//! Int8 GEMM: x · wᵀ, for x (m, k) and packed w (n, k).
+//!
+//! x is quantized to int8 once. With few rows, a thread streams several panels of outputs from memory, one
+//! after another. With more rows, it takes a group of panels and processes the columns a slice at a time.
+//!
+//! Invariant: how work is divided decides only when a block is added, never in which order.
+
+use super::PANEL_OUTPUTS;
+use super::formats::{PackedFormat, PackedFormatOp, dispatch_format};
+use super::input::{self, ROW_BLOCK_BYTES};
+use super::panel_group::{self, GroupScratch, PanelGroup, SLICE_QUANT_BYTES, SLICE_SCALES};
+use crate::backend::{DeviceError, Weight};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::amx;
+use crate::cpu::amx::Amx;
+use crate::cpu::bf16::Bf16Isa;
+use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
+use crate::cpu::gemms::{self, GemmTask};
+use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::simd::{IntKernel, Ints, LANES, Level};
+use crate::host::HostBuf;
+use crate::quant::INT8_BLOCK_LEN;
+use std::ops::Range;
+
+/// Smallest number of tiles of rows for which panels are unpacked.
+const UNPACK_MIN_TILES: usize = 3;
+/// Smallest number of rows for which AMX is used; each of its tiles then has at least six rows.
+#[cfg(target_arch = "x86_64")]
+const AMX_ROWS_MIN: usize = 12;
+/// Bytes of weights that one work item takes when the weights stream.
+const STREAM_BYTES: usize = 128 * 1024;
+/// The number of panels of a work item is a multiple of this, the number of panels of the largest tile.
+const TILE_PANELS_MAX: usize = 2;
+
+/// Buffers of the int8 GEMM. Their size follows from the step limits and the widest weight; they do not grow
+/// during steps.
+pub struct Int8Scratch {
+    /// The packed input.
+    input: HostBuf,
+    /// For each thread: the sums of all rows with a panel group, and the group's unpacked quants and scales.
+    sums: HostBuf,
+    sums_len: usize,
+    quants: HostBuf,
+    scales: HostBuf,
+}
+
+impl Int8Scratch {
+    /// Allocates scratch for `rows` rows of `k` columns on `threads` threads.
+    pub fn new(rows: usize, k: usize, threads: usize) -> Result<Int8Scratch, DeviceError> {
+        let sums_len = rows * panel_group::GROUP_PANELS * LANES;
+        let panels = if k == 0 { 0 } else { threads * panel_group::GROUP_PANELS };
+        Ok(Int8Scratch {
+            input: HostBuf::zeroed(rows * k.div_ceil(INT8_BLOCK_LEN) * ROW_BLOCK_BYTES)?,
+            sums: HostBuf::zeroed(threads * sums_len * size_of::<f32>())?,
+            sums_len,
+            quants: HostBuf::zeroed(panels * SLICE_QUANT_BYTES)?,
+            scales: HostBuf::zeroed(panels * SLICE_SCALES * size_of::<f32>())?,
+        })
+    }
+
+    /// Quantizes and packs the input.
+    pub fn pack(
+        &mut self,
+        pool: &mut ThreadPool,
+        (level, bf16_isa): (Level, Option<Bf16Isa>),
+        x: &GemmInput,
+        buffers: &RowBuffers,
+    ) -> PackedInt8<'_> {
+        let rows = x.rows;
+        let (path, tiles) = WeightPath::for_rows(level, bf16_isa, rows);
+        let input = &mut self.input.bytes_mut()[..rows * (x.k / INT8_BLOCK_LEN) * ROW_BLOCK_BYTES];
+        input::pack(pool, level, x, &tiles, buffers, input);
+        let (sums, sums_len) = (SharedSlice::new(self.sums.f32_mut()), self.sums_len);
+        let (quants, scales) =
+            (SharedSlice::new(self.quants.bytes_mut()), SharedSlice::new(self.scales.f32_mut()));
+        PackedInt8 {
+            level,
+            threads: pool.threads(),
+            path,
+            tiles,
+            rows,
+            input,
+            sums,
+            sums_len,
+            quants,
+            scales,
+        }
+    }
+}
+
+/// The kernel path: how the weights are read and multiplied.
+#[derive(Clone, Copy)]
+pub enum WeightPath {
+    /// Directly from the stored panels.
+    Stored,
+    /// From panels that are unpacked first.
+    Unpacked,
+    /// From unpacked panels, with AMX.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+    Amx(Amx),
+}
+
+impl WeightPath {
+    /// Returns the path for `rows` rows, and the tiles of rows for it.
+    fn for_rows(level: Level, bf16_isa: Option<Bf16Isa>, rows: usize) -> (WeightPath, RowTiles) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(Bf16Isa::Amx(amx)) = bf16_isa
+            && rows >= AMX_ROWS_MIN
+        {
+            return (WeightPath::Amx(amx), RowTiles::new(rows, amx::ROWS));
+        }
+        let _ = bf16_isa;
+        let tiles = RowTiles::new(rows, level.run_ints(TileRows));
+        (if tiles.count() < UNPACK_MIN_TILES { WeightPath::Stored } else { WeightPath::Unpacked }, tiles)
+    }
+}
+
+/// Kernel that returns the rows of the instruction set's largest tile.
+struct TileRows;
+
+impl IntKernel for TileRows {
+    type Out = usize;
+
+    #[inline(always)]
+    fn run<S: Ints>(self, _: S) -> usize {
+        S::INT8_TILE_ROWS
+    }
+}
+
+/// A packed int8 input, and the scratch of each thread.
+pub struct PackedInt8<'a> {
+    level: Level,
+    pub threads: usize,
+    pub path: WeightPath,
+    pub tiles: RowTiles,
+    pub rows: usize,
+    input: &'a [u8],
+    sums: SharedSlice<'a, f32>,
+    sums_len: usize,
+    quants: SharedSlice<'a, u8>,
+    scales: SharedSlice<'a, f32>,
+}
+
+impl PackedInt8<'_> {
+    /// Returns whether a weight is read only once, as it is stored.
+    pub fn is_streaming(&self) -> bool {
+        matches!(self.path, WeightPath::Stored) && self.tiles.count() == 1
+    }
+
+    /// Returns a tile's rows, and the address of their block number `block` of 32 columns.
+    pub fn tile(&self, tile: usize, block: usize) -> (Range<usize>, *const u8) {
+        let (rows, row) = (self.tiles.rows_of(tile), self.input.len() / self.rows);
+        let input = &self.input[rows.start * row..rows.end * row];
+        let at = input[block * rows.len() * ROW_BLOCK_BYTES..].as_ptr();
+        (rows, at)
+    }
+}
+
+impl gemms::PackedInput for PackedInt8<'_> {
+    fn outputs_per_item(&self, w: &Weight<HostBuf>, max: usize) -> usize {
+        let panel_bytes = w.buf.len() / w.n.div_ceil(PANEL_OUTPUTS);
+        let streamed = STREAM_BYTES / panel_bytes.clamp(1, STREAM_BYTES);
+        let panels = if self.is_streaming() { streamed } else { panel_group::GROUP_PANELS };
+        panels.min(max.div_ceil(PANEL_OUTPUTS)).next_multiple_of(TILE_PANELS_MAX) * PANEL_OUTPUTS
+    }
+
+    fn multiply(&self, worker: usize, gemm: &GemmTask, outputs: Range<usize>) {
+        let own = |each: usize| worker * each..(worker + 1) * each;
+        // SAFETY: each worker has its own scratch and is in one item at a time.
+        let scratch = unsafe {
+            GroupScratch {
+                sums: self.sums.slice_mut(own(self.sums_len)),
+                quants: self.quants.slice_mut(own(panel_group::GROUP_PANELS * SLICE_QUANT_BYTES)),
+                scales: self.scales.slice_mut(own(panel_group::GROUP_PANELS * SLICE_SCALES)),
+            }
+        };
+        self.level.run_ints(Int8Item { input: self, gemm, outputs, scratch });
+    }
+}
+
+/// A work item: all rows with a range of outputs.
+struct Int8Item<'a> {
+    input: &'a PackedInt8<'a>,
+    gemm: &'a GemmTask<'a>,
+    outputs: Range<usize>,
+    scratch: GroupScratch<'a>,
+}
+
+impl IntKernel for Int8Item<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Ints>(self, simd: S) {
+        dispatch_format(self.gemm.w.ty, WithFormat { item: self, simd })
+            .expect("the weight is packed; this is a bug")
+    }
+}
+
+/// Runs a work item for the packed format of its weight.
+struct WithFormat<'a, S> {
+    item: Int8Item<'a>,
+    simd: S,
+}
+
+impl<S: Ints> PackedFormatOp for WithFormat<'_, S> {
+    type Out = ();
+
+    fn run<F: PackedFormat>(self) {
+        let Int8Item { input, gemm, outputs, mut scratch } = self.item;
+        let end = outputs.end.div_ceil(PANEL_OUTPUTS);
+        for first in (outputs.start / PANEL_OUTPUTS..end).step_by(panel_group::GROUP_PANELS) {
+            let panels = first..end.min(first + panel_group::GROUP_PANELS);
+            PanelGroup::<F>::new(input, gemm, panels).multiply(self.simd, &mut scratch);
+        }
+    }
+}

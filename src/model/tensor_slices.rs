@@ -1,0 +1,377 @@
+//! Slices of stored tensors: rows of fused tensors, planes of stacked ones, matrices stored transposed, and
+//! of each the range that one rank of a stage needs.
+//!
+//! Invariant: contiguous bytes are not copied, and bytes outside the slice are not read. Otherwise one slice
+//! is in memory at a time, and only the requested range of it. The exception is a tensor that the file stores
+//! in another order or type: it is converted as a whole before a slice is extracted.
+
+use super::load::TensorRecord;
+use super::requantize::{self, Rounding, SourceRows};
+use super::spec::{SliceBounds, TensorPart, TensorSlice};
+use crate::formats::{Checkpoint, TensorView};
+use anyhow::{Context, Result, ensure};
+use mainstem_kernels::QuantType;
+use std::borrow::Cow;
+use std::ops::Range;
+
+/// The data of a tensor slice.
+pub struct SliceData<'a> {
+    pub ty: QuantType,
+    /// (n, k) of a matrix (outputs, inputs), or the length of a vector.
+    pub shape: Vec<usize>,
+    pub bytes: Cow<'a, [u8]>,
+}
+
+/// Reads the data of a slice. The shape of its tensor was checked when the model was opened.
+pub fn read_slice<'a>(checkpoint: &'a Checkpoint, piece: &TensorSlice) -> Result<SliceData<'a>> {
+    let name = &piece.name;
+    let tensor = checkpoint.tensor(name).with_context(|| format!("tensor '{name}' is missing"))?;
+    let (ty, bytes) = (tensor.quant_type()?, tensor.bytes());
+    let bytes = match piece.part {
+        TensorPart::Plane(plane) => {
+            let len = bytes.len() / piece.shape[0];
+            sub_slice(bytes, plane * len, len)
+        }
+        _ => bytes,
+    };
+    let wanted = StoredRegion::new(piece);
+    let bytes = match piece.transposed && !tensor.is_transposed() {
+        true => wanted.extract_transposed(ty, &bytes).map(Cow::Owned),
+        false => wanted.extract(ty, bytes),
+    };
+    let bytes = bytes.with_context(|| format!("{}: tensor '{name}'", tensor.file.display()))?;
+    Ok(SliceData { ty, shape: wanted.shape(), bytes })
+}
+
+/// Checks that a slice can be extracted from a tensor: quantization blocks are neither split nor transposed.
+pub fn check_slice(tensor: &TensorView, piece: &TensorSlice) -> Result<()> {
+    let (ty, is_turned) = (tensor.quant_type()?, tensor.is_transposed());
+    ensure!(
+        piece.transposed || !is_turned,
+        "the file stores the matrix transposed, but the specification expects (out, in)"
+    );
+    ensure!(
+        is_turned || !(piece.transposed && ty.is_blocked()),
+        "a matrix in blocks ({ty}) cannot be transposed from (in, out) to (out, in)"
+    );
+    let row = piece.shape.get(1).copied().unwrap_or(1);
+    ensure!(
+        is_turned || !matches!(piece.part, TensorPart::Rows { .. }) || ty.bytes(row).is_some(),
+        "rows of {row} values do not end at block boundaries ({ty})"
+    );
+    Ok(())
+}
+
+/// Returns the record of a slice that is loaded in that number format.
+pub fn slice_record(piece: &TensorSlice, ty: QuantType) -> TensorRecord {
+    let shape = StoredRegion::new(piece).shape();
+    let bytes = ty.bytes(shape.iter().product()).expect("rows are whole blocks; this is a bug");
+    TensorRecord { name: piece.name.clone(), ty, shape, bytes }
+}
+
+/// Returns all matrices of the slice's stored tensor, whose shape is `stored`.
+pub fn stored_matrices(piece: &TensorSlice, stored: &[usize]) -> Vec<TensorSlice> {
+    let full =
+        |part| TensorSlice { part, bounds: SliceBounds::default(), shape: stored.to_vec(), ..piece.clone() };
+    match stored {
+        [planes, _, _] => (0..*planes).map(|plane| full(TensorPart::Plane(plane))).collect(),
+        _ => vec![full(TensorPart::Whole)],
+    }
+}
+
+/// Returns the shape of a slice's whole part, ignoring the requested range.
+pub fn full_shape(piece: &TensorSlice) -> Vec<usize> {
+    StoredRegion::new(&TensorSlice { bounds: SliceBounds::default(), ..piece.clone() }).shape()
+}
+
+/// Scales each row to an L2 norm of 1, in F32. A row of zeros stays as it is.
+pub fn l2_normalize_rows(taken: SliceData<'_>) -> SliceData<'static> {
+    let width = taken.k();
+    let mut bytes = Vec::with_capacity(taken.shape.iter().product::<usize>() * size_of::<f32>());
+    let mut row = vec![0f32; width];
+    let stored = taken.bytes.len() / taken.n();
+    // Rounding to 16 bits again would change the logits noticeably.
+    for quants in taken.bytes.chunks_exact(stored) {
+        taken.ty.dequantize(quants, &mut row);
+        let length = row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt().max(1e-12);
+        bytes.extend(row.iter().flat_map(|x| ((f64::from(*x) / length) as f32).to_le_bytes()));
+    }
+    SliceData { ty: QuantType::F32, shape: taken.shape, bytes: Cow::Owned(bytes) }
+}
+
+impl<'a> SliceData<'a> {
+    /// Returns the rows of the matrix, its N in a GEMM.
+    pub fn n(&self) -> usize {
+        self.shape[0]
+    }
+
+    /// Returns the columns of the matrix, its K in a GEMM; 1 for a vector.
+    pub fn k(&self) -> usize {
+        self.shape.get(1).copied().unwrap_or(1)
+    }
+
+    /// Converts the data to another number format on `threads` threads. Fails if rows are not whole blocks of
+    /// that format.
+    pub fn requantize(self, ty: QuantType, rounding: Rounding, threads: usize) -> Result<SliceData<'a>> {
+        if ty == self.ty {
+            return Ok(self);
+        }
+        let rows = SourceRows { ty: self.ty, width: self.k(), bytes: &self.bytes };
+        let bytes = requantize::requantize(rows, ty, rounding, threads)?;
+        Ok(SliceData { ty, shape: self.shape, bytes: Cow::Owned(bytes) })
+    }
+
+    /// Returns the values in F32.
+    pub fn to_f32(&self) -> Vec<f32> {
+        let mut values = vec![0f32; self.shape.iter().product()];
+        self.ty.dequantize(&self.bytes, &mut values);
+        values
+    }
+
+    pub fn record(&self, name: &str) -> TensorRecord {
+        let bytes = self.bytes.len();
+        TensorRecord { name: name.to_owned(), ty: self.ty, shape: self.shape.clone(), bytes }
+    }
+}
+
+fn sub_slice(bytes: Cow<'_, [u8]>, begin: usize, len: usize) -> Cow<'_, [u8]> {
+    match bytes {
+        Cow::Borrowed(bytes) => Cow::Borrowed(&bytes[begin..][..len]),
+        Cow::Owned(bytes) if len == bytes.len() => Cow::Owned(bytes),
+        Cow::Owned(bytes) => Cow::Owned(bytes[begin..][..len].to_vec()),
+    }
+}
+
+/// The region of a stored matrix that a slice covers.
+struct StoredRegion {
+    /// Rows and columns of the stored matrix, seen as (out, in).
+    n: usize,
+    k: usize,
+    /// Ranges of the covered rows.
+    rows: Vec<Range<usize>>,
+    columns: Range<usize>,
+    is_vector: bool,
+}
+
+impl StoredRegion {
+    fn new(piece: &TensorSlice) -> StoredRegion {
+        let shape = match piece.part {
+            TensorPart::Plane(_) => &piece.shape[1..],
+            _ => &piece.shape,
+        };
+        let (n, k) = match (shape, piece.transposed) {
+            (&[k, n], true) | (&[n, k], false) => (n, k),
+            _ => (shape[0], 1),
+        };
+        let rows = piece.bounds.rows.clone().unwrap_or(0..piece.part.rows(n));
+        let columns = piece.bounds.columns.clone().unwrap_or(0..k);
+        StoredRegion { n, k, rows: row_runs(piece.part, rows), columns, is_vector: shape.len() == 1 }
+    }
+
+    fn shape(&self) -> Vec<usize> {
+        let rows = self.rows.iter().map(Range::len).sum();
+        if self.is_vector { vec![rows] } else { vec![rows, self.columns.len()] }
+    }
+
+    fn has_all_columns(&self) -> bool {
+        self.columns == (0..self.k)
+    }
+
+    /// Extracts the region from a matrix that is stored as (out, in).
+    fn extract<'a>(&self, ty: QuantType, bytes: Cow<'a, [u8]>) -> Result<Cow<'a, [u8]>> {
+        if self.has_all_columns() && self.shape()[0] == self.n {
+            return Ok(bytes);
+        }
+        const CUT: &str = "the requested range does not end at block boundaries";
+        let row = ty.bytes(self.k).context(CUT)?;
+        let (first, end) = (ty.bytes(self.columns.start), ty.bytes(self.columns.end));
+        let columns = first.context(CUT)?..end.context(CUT)?;
+        if let ([run], true) = (&self.rows[..], self.has_all_columns()) {
+            return Ok(sub_slice(bytes, run.start * row, run.len() * row));
+        }
+        let rows = self.rows.iter().flat_map(|run| bytes[run.start * row..run.end * row].chunks_exact(row));
+        let mut picked = Vec::with_capacity(self.shape()[0] * columns.len());
+        rows.for_each(|row| picked.extend_from_slice(&row[columns.clone()]));
+        Ok(picked.into())
+    }
+
+    /// Extracts the region as (out, in) from a matrix that is stored as (in, out).
+    fn extract_transposed(&self, ty: QuantType, bytes: &[u8]) -> Result<Vec<u8>> {
+        let size = ty.bytes(1).filter(|size| size * self.n * self.k == bytes.len());
+        let size = size.with_context(|| {
+            format!("a matrix in blocks ({ty}) cannot be transposed from (in, out) to (out, in)")
+        })?;
+        let rows: Vec<usize> = self.rows.iter().cloned().flatten().collect();
+        let width = self.columns.len();
+        let mut turned = vec![0; rows.len() * width * size];
+        // In square tiles, so that source and destination stay in cache.
+        const SQUARE: usize = 32;
+        for left in (0..width).step_by(SQUARE) {
+            for top in (0..rows.len()).step_by(SQUARE) {
+                for column in left..width.min(left + SQUARE) {
+                    let stored = (self.columns.start + column) * self.n;
+                    for (row, place) in (top..).zip(rows[top..].iter().take(SQUARE)) {
+                        let (from, to) = ((stored + place) * size, (row * width + column) * size);
+                        turned[to..to + size].copy_from_slice(&bytes[from..from + size]);
+                    }
+                }
+            }
+        }
+        Ok(turned)
+    }
+}
+
+/// Returns where rows of a part are among the stored rows, as ranges that do not touch.
+fn row_runs(part: TensorPart, rows: Range<usize>) -> Vec<Range<usize>> {
+    let TensorPart::Rows { groups, stride, first, count } = part else { return vec![rows] };
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for group in 0..groups {
+        let own = rows.start.max(group * count)..rows.end.min((group + 1) * count);
+        if own.is_empty() {
+            continue;
+        }
+        let begin = group * stride + first + (own.start - group * count);
+        match runs.last_mut().filter(|last| last.end == begin) {
+            Some(last) => last.end += own.len(),
+            None => runs.push(begin..begin + own.len()),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn piece(shape: &[usize], part: TensorPart, transposed: bool) -> TensorSlice {
+        let (role, name, pattern, layer) = ("q", "t".to_owned(), "t".into(), None);
+        let cut = SliceBounds::default();
+        TensorSlice { role, name, pattern, layer, shape: shape.to_vec(), part, bounds: cut, transposed }
+    }
+
+    /// Returns a tensor with the values 0, 1, 2 …
+    fn counted(ty: QuantType, shape: &[usize]) -> Checkpoint {
+        let numbers: Vec<f32> = (0..shape.iter().product::<usize>()).map(|number| number as f32).collect();
+        let mut bytes = vec![0; ty.bytes(numbers.len()).unwrap()];
+        ty.quantize(&numbers, &mut bytes);
+        Checkpoint::from_buffer("t".as_ref(), bytes, ty, [("t".to_owned(), shape.to_vec(), 0)])
+    }
+
+    fn numbers(shape: &[usize], part: TensorPart, transposed: bool) -> (Vec<usize>, Vec<f32>) {
+        let checkpoint = counted(QuantType::F32, shape);
+        let piece = piece(shape, part, transposed);
+        let taken = read_slice(&checkpoint, &piece).unwrap();
+        assert_eq!(slice_record(&piece, taken.ty), taken.record("t"));
+        (taken.shape.clone(), taken.to_f32())
+    }
+
+    #[test]
+    fn rows_are_picked_group_by_group() {
+        let part = TensorPart::Rows { groups: 2, stride: 3, first: 1, count: 2 };
+        assert_eq!(numbers(&[6, 2], part, false), (vec![4, 2], vec![2., 3., 4., 5., 8., 9., 10., 11.]));
+        assert_eq!(numbers(&[6], part, false), (vec![4], vec![1., 2., 4., 5.]));
+        let part = TensorPart::Rows { groups: 1, stride: 3, first: 1, count: 2 };
+        assert_eq!(numbers(&[3, 2], part, false), (vec![2, 2], vec![2., 3., 4., 5.]));
+        assert_eq!(numbers(&[2, 3], part, true), (vec![2, 2], vec![1., 4., 2., 5.]));
+        assert_eq!(numbers(&[2, 2, 2], TensorPart::Plane(1), false), (vec![2, 2], vec![4., 5., 6., 7.]));
+    }
+
+    /// Compares every range of every kind of part with the same range of the whole part.
+    #[test]
+    fn a_cut_is_what_the_whole_has_there() {
+        let rows = |groups, stride, first, count| TensorPart::Rows { groups, stride, first, count };
+        for (shape, part, transposed) in [
+            (&[6, 5][..], TensorPart::Whole, false),
+            (&[6, 5], TensorPart::Whole, true),
+            (&[7], TensorPart::Whole, false),
+            (&[12, 3], rows(3, 4, 1, 2), false),
+            (&[12, 3], rows(3, 4, 0, 4), false),
+            (&[12], rows(3, 4, 1, 2), false),
+            (&[3, 12], rows(3, 4, 2, 2), true),
+            (&[2, 4, 3], TensorPart::Plane(1), false),
+            (&[2, 4, 3], TensorPart::Plane(0), true),
+        ] {
+            let (checkpoint, whole) = (counted(QuantType::F32, shape), piece(shape, part, transposed));
+            let all = read_slice(&checkpoint, &whole).unwrap();
+            let (n, k, values) = (all.n(), all.k(), all.to_f32());
+            let ranges = |end: usize| (0..end).flat_map(move |a| (a + 1..=end).map(move |b| a..b));
+            for (rows, columns) in ranges(n).flat_map(|rows| ranges(k).map(move |c| (rows.clone(), c))) {
+                let cut = SliceBounds { rows: Some(rows.clone()), columns: Some(columns.clone()) };
+                let piece = TensorSlice { bounds: cut, ..whole.clone() };
+                let taken = read_slice(&checkpoint, &piece).unwrap();
+                assert_eq!(slice_record(&piece, taken.ty), taken.record("t"));
+                assert_eq!((taken.n(), taken.k()), (rows.len(), columns.len()), "{piece:?}");
+                let row = |row: usize| &values[row * k..][columns.clone()];
+                let expected: Vec<f32> = rows.flat_map(row).copied().collect();
+                assert_eq!(taken.to_f32(), expected, "{piece:?}");
+            }
+        }
+    }
+
+    /// Contiguous rows are borrowed; of other rows, and of columns, only the requested ones are copied.
+    #[test]
+    fn what_lies_together_is_not_copied() {
+        let checkpoint = counted(QuantType::F32, &[12, 8]);
+        let of = |part, rows: Option<Range<usize>>, columns| {
+            let piece = TensorSlice { bounds: SliceBounds { rows, columns }, ..piece(&[12, 8], part, false) };
+            let taken = read_slice(&checkpoint, &piece).unwrap();
+            (matches!(taken.bytes, Cow::Borrowed(_)), taken.bytes.len() / size_of::<f32>())
+        };
+        let grouped = TensorPart::Rows { groups: 3, stride: 4, first: 1, count: 2 };
+        assert_eq!(of(TensorPart::Whole, None, None), (true, 96));
+        assert_eq!(of(TensorPart::Whole, Some(3..7), None), (true, 32));
+        assert_eq!(of(grouped, Some(2..4), None), (true, 16));
+        assert_eq!(of(grouped, Some(1..4), None), (false, 24));
+        assert_eq!(of(TensorPart::Whole, None, Some(2..4)), (false, 24));
+        assert_eq!(of(TensorPart::Whole, Some(5..6), Some(2..4)), (false, 2));
+    }
+
+    /// Otherwise computing the records of the model would fail.
+    #[test]
+    fn blocks_are_neither_cut_nor_turned() {
+        let part = TensorPart::Rows { groups: 2, stride: 48, first: 0, count: 16 };
+        for (ty, shape, part, transposed, is_fine) in [
+            (QuantType::Q8_0, &[96, 64][..], part, false, true),
+            (QuantType::Q8_0, &[96], part, false, false),
+            (QuantType::Q4_0, &[64, 96], TensorPart::Whole, true, false),
+            (QuantType::Q4_0, &[64, 96], TensorPart::Whole, false, true),
+            (QuantType::F16, &[96], part, false, true),
+            (QuantType::F16, &[64, 96], TensorPart::Whole, true, true),
+        ] {
+            let checkpoint = counted(ty, shape);
+            let (tensor, piece) = (checkpoint.tensor("t").unwrap(), piece(shape, part, transposed));
+            assert_eq!(check_slice(&tensor, &piece).is_ok(), is_fine, "{ty} {shape:?}");
+        }
+    }
+
+    #[test]
+    fn columns_are_cut_between_blocks_only() {
+        let checkpoint = counted(QuantType::Q8_0, &[2, 96]);
+        let columns = |columns: Range<usize>| {
+            let cut = SliceBounds { rows: None, columns: Some(columns) };
+            read_slice(&checkpoint, &TensorSlice { bounds: cut, ..piece(&[2, 96], TensorPart::Whole, false) })
+        };
+        let all = read_slice(&checkpoint, &piece(&[2, 96], TensorPart::Whole, false)).unwrap().to_f32();
+        let taken = columns(32..96).unwrap();
+        assert_eq!((taken.shape.clone(), taken.bytes.len()), (vec![2, 64], 4 * 34));
+        assert_eq!(taken.to_f32(), [&all[32..96], &all[128..]].concat());
+        assert!(columns(16..96).is_err() && columns(32..80).is_err());
+    }
+
+    #[test]
+    fn a_matrix_is_turned_whatever_its_size() {
+        let (shape, turned) = numbers(&[70, 33], TensorPart::Whole, true);
+        assert_eq!(shape, [33, 70]);
+        let right = |at: usize| ((at % 70) * 33 + at / 70) as f32;
+        assert!(turned.iter().enumerate().all(|(at, number)| *number == right(at)));
+    }
+
+    #[test]
+    fn normalised_rows_have_length_one() {
+        let checkpoint = counted(QuantType::F32, &[2, 2]);
+        let taken =
+            l2_normalize_rows(read_slice(&checkpoint, &piece(&[2, 2], TensorPart::Whole, false)).unwrap());
+        let root = 13f32.sqrt();
+        assert_eq!(taken.to_f32(), [0.0, 1.0, 2.0 / root, 3.0 / root]);
+    }
+}

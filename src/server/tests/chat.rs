@@ -1,0 +1,195 @@
+//! Tests of the chat API: rendering of messages, and responses as messages and as deltas.
+
+use super::test_server::{Client, Response, TestServer, answer, scored};
+use crate::request::{FinishReason, TokenEvent};
+use serde_json::{Value, json};
+
+const CHAT: &str = "/v1/chat/completions";
+
+async fn begin(server: &TestServer, body: &Value) -> Client {
+    Client::send(server.address, "POST", CHAT, "", &body.to_string()).await
+}
+
+async fn play(
+    server: &mut TestServer,
+    body: Value,
+    events: Vec<TokenEvent>,
+) -> (crate::request::Request, Response) {
+    let client = begin(server, &body).await;
+    let (request, sender) = server.next_request().await;
+    events.into_iter().for_each(|event| sender.send(event));
+    (request, client.response().await)
+}
+
+fn hello() -> Value {
+    json!([{ "role": "system", "content": "be" }, { "role": "user", "content": "hi" }])
+}
+
+fn ids(text: &str) -> Vec<u32> {
+    let bos = text.starts_with("<s>").then_some(256);
+    bos.into_iter().chain(text.trim_start_matches("<s>").bytes().map(u32::from)).collect()
+}
+
+#[actix_web::test]
+async fn a_whole_answer_is_a_message() {
+    let mut server = TestServer::start();
+    let (request, response) = play(&mut server, json!({ "messages": hello() }), answer("yo")).await;
+    assert_eq!(request.prompt[..], ids("<s>system:be;user:hi;assistant:"));
+    // The default limit is the rest of the context.
+    assert_eq!(request.max_tokens as usize, 64 - request.prompt.len());
+    let mut json = response.json();
+    assert!(json["created"].take().is_u64());
+    assert_eq!(
+        json,
+        json!({
+            "id": format!("chatcmpl-{}", request.id), "object": "chat.completion", "created": null, "model": "tiny",
+            "choices": [{
+                "index": 0, "message": { "role": "assistant", "content": "yo", "refusal": null },
+                "logprobs": null, "finish_reason": "length"
+            }],
+            "usage": { "prompt_tokens": 29, "completion_tokens": 2, "total_tokens": 31 }
+        })
+    );
+    server.close().await;
+}
+
+#[actix_web::test]
+async fn a_stream_opens_with_the_role_and_closes_with_the_reason() {
+    let mut server = TestServer::start();
+    let body = json!({
+        "messages": hello(), "stream": true, "n": 2, "stream_options": { "include_usage": true },
+        "return_token_ids": true, "max_completion_tokens": 5,
+    });
+    let client = begin(&server, &body).await;
+    for text in ["ab", ""] {
+        let (request, sender) = server.next_request().await;
+        assert_eq!(request.max_tokens, 5);
+        answer(text).into_iter().for_each(|event| sender.send(event));
+    }
+    let events = client.response().await.events();
+    let of = |index: u64| -> Vec<Value> {
+        let choices = events.iter().filter_map(|event| event["choices"].get(0).cloned());
+        choices.filter(|choice| choice["index"] == index).collect()
+    };
+    let deltas = |index| of(index).into_iter().map(|choice| choice["delta"].clone()).collect::<Vec<_>>();
+    let role = json!({ "role": "assistant", "content": "" });
+    assert_eq!(deltas(0), [role.clone(), json!({ "content": "a" }), json!({ "content": "b" }), json!({})]);
+    assert_eq!(deltas(1), [role, json!({})], "an empty answer opens and closes");
+    for index in [0, 1] {
+        let choices = of(index);
+        let reasons: Vec<_> = choices.iter().map(|choice| choice["finish_reason"].clone()).collect();
+        assert_eq!(reasons.iter().filter(|reason| !reason.is_null()).count(), 1);
+        assert_eq!(reasons.last().unwrap(), "length");
+        assert_eq!(choices[0]["prompt_token_ids"].as_array().unwrap().len(), 29);
+        assert!(choices[1..].iter().all(|choice| choice.get("prompt_token_ids").is_none()));
+    }
+    let last = events.last().unwrap();
+    assert_eq!(last["usage"], json!({ "prompt_tokens": 29, "completion_tokens": 2, "total_tokens": 31 }));
+    assert!(events.iter().all(|event| event["object"] == "chat.completion.chunk"));
+    server.close().await;
+}
+
+#[actix_web::test]
+async fn logprobs_are_listed_per_token() {
+    let mut server = TestServer::start();
+    let events = || {
+        vec![
+            TokenEvent::Token(scored(0xc3, -0.5, &[(0xc3, -0.5), (98, f32::NEG_INFINITY)])),
+            TokenEvent::Token(scored(0xa9, -0.25, &[(97, -0.125), (0xa9, -0.25)])),
+            TokenEvent::Finished(FinishReason::Stop),
+        ]
+    };
+    let body =
+        |stream: bool| json!({ "messages": hello(), "logprobs": true, "top_logprobs": 2, "stream": stream });
+    let (request, response) = play(&mut server, body(false), events()).await;
+    assert_eq!(request.logprobs, Some(2));
+    let logprobs = response.json()["choices"][0]["logprobs"].clone();
+    let one = |token: &str, logprob: f32, bytes: &[u8]| json!({ "token": token, "logprob": logprob, "bytes": bytes });
+    let expected = json!([
+        {
+            "token": "\u{fffd}", "logprob": -0.5, "bytes": [0xc3],
+            "top_logprobs": [one("\u{fffd}", -0.5, &[0xc3]), one("b", -9999.0, b"b")]
+        },
+        {
+            "token": "\u{fffd}", "logprob": -0.25, "bytes": [0xa9],
+            "top_logprobs": [one("a", -0.125, b"a"), one("\u{fffd}", -0.25, &[0xa9])]
+        }
+    ]);
+    assert_eq!(logprobs["content"], expected);
+    let (_, response) = play(&mut server, body(true), events()).await;
+    let streamed: Vec<Value> = response
+        .events()
+        .iter()
+        .filter_map(|event| event["choices"][0]["logprobs"]["content"].as_array().cloned())
+        .flatten()
+        .collect();
+    assert_eq!(json!(streamed), expected);
+    server.close().await;
+}
+
+#[actix_web::test]
+async fn messages_may_come_in_parts_and_as_clients_send_them_back() {
+    let mut server = TestServer::start();
+    let messages = json!([
+        { "role": "user", "content": [{ "type": "text", "text": "one" }, { "type": "text", "text": "two" }] },
+        { "role": "assistant", "content": null, "refusal": null, "tool_calls": [], "annotations": [] },
+        { "role": "user", "content": "é", "name": "ada" },
+    ]);
+    let body = json!({
+        "messages": messages, "tools": [], "tool_choice": "none", "response_format": { "type": "text" },
+        "parallel_tool_calls": true, "metadata": { "a": "b" }, "store": false, "frequency_penalty": 0,
+    });
+    let (request, response) = play(&mut server, body, answer("x")).await;
+    assert_eq!(response.status, 200, "{}", response.body);
+    assert_eq!(request.prompt[..], ids("<s>user:one\ntwo;assistant:;user:é;assistant:"));
+    let open = json!({
+        "messages": [{ "role": "user", "content": "a" }, { "role": "assistant", "content": "Sure" }],
+        "add_generation_prompt": false, "continue_final_message": true,
+    });
+    let (request, _) = play(&mut server, open, answer("x")).await;
+    assert_eq!(request.prompt[..], ids("<s>user:a;assistant:Sure"));
+    server.close().await;
+}
+
+#[actix_web::test]
+async fn errors_in_messages_name_their_position() {
+    let server = TestServer::start();
+    let user = |content: Value| json!([{ "role": "user", "content": content }]);
+    for (body, param, part) in [
+        (json!({}), "messages", "missing"),
+        (json!({ "messages": [] }), "messages", "empty"),
+        (json!({ "messages": "hi" }), "messages", "a list"),
+        (json!({ "messages": ["hi"] }), "messages[0]", "an object"),
+        (json!({ "messages": [{ "content": "x" }] }), "messages[0].role", "missing"),
+        (json!({ "messages": [{ "role": "user" }] }), "messages[0].content", "missing"),
+        (json!({ "messages": user(json!(5)) }), "messages[0].content", "not 5"),
+        (
+            json!({ "messages": user(json!([{ "type": "image_url" }])) }),
+            "messages[0].content[0].type",
+            "image_url",
+        ),
+        (json!({ "messages": user(json!([{ "type": "text" }])) }), "messages[0].content[0].text", "missing"),
+        (
+            json!({ "messages": [{ "role": "user", "content": "x", "tool_calls": [1] }] }),
+            "messages[0].tool_calls",
+            "not supported yet",
+        ),
+        (json!({ "messages": [{ "role": "robot", "content": "x" }] }), "messages", "no robots"),
+        (json!({ "messages": hello(), "tools": [1] }), "tools", "not supported yet"),
+        (json!({ "messages": hello(), "top_logprobs": 2 }), "top_logprobs", "'logprobs'"),
+        (json!({ "messages": hello(), "max_tokens": 0 }), "max_tokens", "at least 1"),
+        (json!({ "messages": hello(), "prompt": "x" }), "prompt", "unknown parameter 'prompt'"),
+        (
+            json!({ "messages": hello(), "response_format": { "type": "json_object" } }),
+            "response_format",
+            "\"text\"",
+        ),
+        (json!({ "messages": hello(), "continue_final_message": true }), "continue_final_message", "false"),
+    ] {
+        let response = begin(&server, &body).await.response().await;
+        let message = response.json()["error"]["message"].to_string();
+        assert_eq!((response.status, response.error().1), (400, json!(param)), "{body}: {message}");
+        assert!(message.replace("\\\"", "\"").contains(part), "{body}: {message}");
+    }
+    server.close().await;
+}
