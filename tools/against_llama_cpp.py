@@ -1,16 +1,18 @@
-"""Measures Mainstem beside llama.cpp on one machine, and prints the table of docs/performance.md.
+"""Compares the speed of Mainstem with that of llama.cpp on one machine, and prints the table of docs/performance.md.
 
     python tools/against_llama_cpp.py --mainstem target/release/mainstem --llama llama.cpp/build/bin \
         --models models --rounds 7 --threads 2
 
-`--models` is a folder with 1.1B-F16.gguf (tools/random_llama.py) and what `llama-quantize` and `mainstem quantize` make of it:
-1.1B-BF16.gguf, 1.1B-Q8_0.gguf, 1.1B-Q4_0.gguf, and the folders 1.1B-q3h_b64t1 and 1.1B-q4_b64t1; what is missing is left out.
+`--models` is a folder with 1.1B-F16.gguf (from tools/random_llama.py) and the outputs of `llama-quantize` and
+`mainstem quantize`: 1.1B-BF16.gguf, 1.1B-Q8_0.gguf, 1.1B-Q4_0.gguf, and the folders 1.1B-q3h_b64t1 and 1.1B-q4_b64t1.
+Tests of missing files are skipped.
 
-The machine's speed drifts, so the two take turns: a round measures each test once with either, and a ratio is of one round. Figures
-are medians over the rounds. Each run warms up by itself first. A prompt of fused decode is 128 tokens; llama.cpp's sequences
-share theirs, so that it is read once, while its attention reads as much.
+The speed of a machine drifts, so the programs alternate: a round runs each test once with each program, and ratios
+are computed per round. The printed values are medians over the rounds. Each run begins with a warm-up. Prompts of
+fused decode have 128 tokens; llama.cpp's sequences share theirs, so that it is evaluated once, while attention reads
+as much as for separate prompts.
 
-Invariant: every figure that is printed was measured in this run, by the same tests for both.
+Invariant: every printed value was measured in this run, by the same tests for both programs.
 """
 
 import argparse
@@ -25,7 +27,7 @@ PREFILL, SEQUENCES, FUSED_PROMPT = 512, 32, 128
 
 @dataclass
 class Row:
-    """A test: what it is called, both files, and every round's tokens per second and share of the limit."""
+    """A test: its name, both model files, and the tokens per second and fraction of the roofline of every round."""
 
     name: str
     ours_file: str
@@ -45,9 +47,9 @@ def gguf(ty: str) -> str:
 ROWS = [
     *[Row(f"decode, 1 sequence, {ty}", gguf(ty), gguf(ty), "decode") for ty in ["F16", "Q8_0", "Q4_0"]],
     *[Row(f"prefill {PREFILL}, {ty}", gguf(ty), gguf(ty), "prefill") for ty in ["F16", "Q8_0", "Q4_0"]],
-    Row(f"prefill {PREFILL}, BF16 beside its F16", gguf("BF16"), gguf("F16"), "prefill"),
+    Row(f"prefill {PREFILL}, Mainstem BF16 vs. llama.cpp F16", gguf("BF16"), gguf("F16"), "prefill"),
     *[Row(f"fused decode, {SEQUENCES} sequences, {ty}", gguf(ty), gguf(ty), "fused") for ty in ["F16", "Q8_0", "Q4_0"]],
-    Row("decode, Q3H beside our Q4_B64", "1.1B-q3h_b64t1", None, "decode"),
+    Row("decode, Mainstem Q3H vs. Mainstem Q4_B64", "1.1B-q3h_b64t1", None, "decode"),
 ]
 
 
@@ -59,14 +61,16 @@ def run(command: list[str]) -> str:
 
 
 class Bench:
-    """Both programs, with the threads and lengths that are measured; and this round's reports of ours, by file and whether fused."""
+    """Runs both programs with the given threads and lengths. `reports` has Mainstem's reports of this round, by file
+    and whether the test is fused decode."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.reports: dict[tuple[str, bool], dict] = {}
 
     def ours(self, file: str, test: str) -> tuple[float, float | None, str, float]:
-        """Tokens per second, the share of the limit and what limits, and bytes that plain reading had in a second."""
+        """Returns the tokens per second, the fraction of the roofline, the bottleneck, and the measured read
+        bandwidth in bytes per second."""
         report = self.report(file, test == "fused")
         name = {"prefill": "prefill", "decode": "decode", "fused": "fused decode"}[test]
         row = next(row for row in report["rows"] if row["test"] == name)
@@ -74,7 +78,7 @@ class Bench:
         return row["tokens_per_s"]["median"], share, row["limit"] or "", row["samples"][0]["ceilings"]["read"]
 
     def report(self, file: str, fused: bool) -> dict:
-        """What our bench says of a file, once in a round."""
+        """Returns the report of `mainstem bench` for a file, which runs once per round."""
         if (file, fused) not in self.reports:
             args = self.args
             several = ["--sequences", str(SEQUENCES), "--fused-depth", str(FUSED_PROMPT), "--prefill", "1"]
@@ -115,7 +119,7 @@ def spread(values: list[float]) -> str:
 
 
 def table(rows: list[Row]) -> None:
-    print("| test | rounds | Mainstem, tok/s | llama.cpp, tok/s | ratio | of the limit | plain reading, GB/s |")
+    print("| test | rounds | Mainstem, tok/s | llama.cpp, tok/s | ratio | of roofline | read bandwidth, GB/s |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         ratios = [ours / theirs for ours, theirs in zip(row.ours, row.theirs)]
@@ -128,17 +132,17 @@ def table(rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mainstem", default="target/release/mainstem")
-    parser.add_argument("--llama", required=True, type=Path, help="folder of llama-bench and llama-batched-bench")
+    parser.add_argument("--llama", required=True, type=Path, help="folder with llama-bench and llama-batched-bench")
     parser.add_argument("--models", required=True, type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--decode", type=int, default=32, help="tokens to decode, in each sequence")
-    parser.add_argument("--only", default="", help="tests whose names have this, such as fused")
-    parser.add_argument("--without", default="none", help="and have not this")
+    parser.add_argument("--decode", type=int, default=32, help="tokens to decode per sequence")
+    parser.add_argument("--only", default="", help="run only tests whose name contains this text, such as fused")
+    parser.add_argument("--without", default="none", help="skip tests whose name contains this text")
     args = parser.parse_args()
     is_there = lambda row: all((args.models / file).exists() for file in [row.ours_file, row.theirs_file or "1.1B-q4_b64t1"])
     rows = [row for row in ROWS if args.only in row.name and args.without not in row.name and is_there(row)]
-    # What is measured of one file stands together, so that the two take turns within a minute.
+    # Tests of one file are adjacent, so that the programs alternate within a minute.
     rows.sort(key=lambda row: (row.test == "fused", row.ours_file))
     bench = Bench(args)
     for number in range(args.rounds):

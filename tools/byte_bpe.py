@@ -1,8 +1,10 @@
-"""A byte-level BPE vocabulary built by rule, not learned, and its tokenizer.json.
+"""A byte-level BPE vocabulary built by a rule instead of training, and its tokenizer.json.
 
-Ids run: the special tokens, the 256 bytes in byte order, then one token per merge. Every text encodes and decodes.
+Ids are in this order: the special tokens, the 256 bytes in byte order, then one token per merge. Every text can be
+encoded and decoded.
 
-Invariant: token `n_specials + 256 + m` is the join of merge m's two parts, so vocabulary and merges never disagree.
+Invariant: token `n_specials + 256 + m` is the concatenation of the two parts of merge m, so vocabulary and merges
+always agree.
 """
 
 import itertools
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 
 
 def byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte 0..255 in byte-level vocabularies."""
+    """Returns the printable characters that represent the bytes 0..255 in byte-level vocabularies."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = itertools.count(0x100)
     return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
@@ -21,7 +23,7 @@ SPACE = byte_alphabet()[ord(" ")]
 
 
 def letter_merges():
-    """Merges in rank order: two letters, a space before such a pair, then two pairs. About 458,000 in all."""
+    """Yields merges in rank order: two letters, a space before such a pair, then two pairs. About 458,000 in total."""
     pairs = list(itertools.product(string.ascii_lowercase, repeat=2))
     yield from pairs
     joined = [a + b for a, b in pairs]
@@ -38,7 +40,7 @@ class Vocabulary:
     n_specials: int
 
     def tokenizer_json(self, bos: str | None) -> dict:
-        """The contents of tokenizer.json; with `bos`, that token goes before every encoded text."""
+        """Returns the contents of tokenizer.json; with `bos`, that token is added before every encoded text."""
         return {
             "version": "1.0",
             "truncation": None,
@@ -89,7 +91,8 @@ def prepend(token: str, id: int) -> dict:
 
 
 def build(size: int, specials: list[str], ranked=None) -> Vocabulary:
-    """A vocabulary of exactly `size` tokens, from the first of the `ranked` merges (`letter_merges` unless given)."""
+    """Builds a vocabulary of exactly `size` tokens from the first of the `ranked` merges (by default
+    `letter_merges`)."""
     n_merges = size - len(specials) - 256
     assert n_merges >= 0, f"a byte-level vocabulary needs at least {len(specials) + 256} tokens"
     merges = list(itertools.islice(ranked or letter_merges(), n_merges))

@@ -2,10 +2,11 @@
 
     python tools/random_llama.py --shape 110M --dtype f16 --out models/110M --gguf models/110M-f16.gguf
 
-Needs numpy, and the gguf package for --gguf. Tensors are drawn and written one at a time, so memory stays at about one
-tensor. Weights are scaled by their fan-in and residual branches by depth, so that activations stay near unit size.
+Needs numpy, and the gguf package for --gguf. Tensors are generated and written one at a time, so memory usage stays
+at about one tensor. Weights are scaled by their fan-in and residual branches by depth, so that activations stay near
+unit size.
 
-Invariant: a tensor depends on the seed and its place in the table only, so both files hold the same numbers.
+Invariant: a tensor depends only on the seed and its place in the table, so both files contain the same numbers.
 """
 
 import argparse
@@ -39,7 +40,7 @@ class Shape:
         return self.hidden // self.heads
 
 
-# Named by the usual count, in which the smaller one shares its head with the embedding; here neither does.
+# Named by the usual parameter counts. That of 110M assumes a tied head; here, neither model has one.
 SHAPES = {
     "1.1B": Shape(hidden=2048, layers=22, heads=32, kv_heads=4, ffn=5632),
     "110M": Shape(hidden=768, layers=12, heads=12, kv_heads=12, ffn=2048),
@@ -48,17 +49,17 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One weight: its name in each format, its shape (outputs, inputs), and how it is drawn."""
+    """One weight: its name in each format, its shape (outputs, inputs), and the standard deviation of its numbers."""
 
     name: str
     gguf_name: str
     shape: tuple[int, ...]
-    std: float | None  # None: a norm, all ones
-    rope_heads: int | None = None  # q and k: heads whose rows GGUF wants interleaved
+    std: float | None  # None: a norm, with all weights 1
+    rope_heads: int | None = None  # for q and k: the number of heads, whose rows are interleaved in GGUF
 
 
 def tensors(shape: Shape) -> list[Tensor]:
-    """Every weight of the model, in the order of both files."""
+    """Returns every weight of the model, in the order of both files."""
     vocab, hidden = shape.vocab, shape.hidden
     return [
         Tensor("model.embed_tokens.weight", "token_embd.weight", (vocab, hidden), 1.0),
@@ -93,7 +94,7 @@ def layer_tensors(shape: Shape, i: int) -> list[Tensor]:
 
 
 def draw(tensor: Tensor, index: int, seed: int) -> np.ndarray:
-    """Tensor `index` of the table as float32."""
+    """Generates tensor `index` of the table as float32."""
     if tensor.std is None:
         return np.ones(tensor.shape, np.float32)
     values = np.random.default_rng([seed, index]).standard_normal(tensor.shape, np.float32)
@@ -102,7 +103,7 @@ def draw(tensor: Tensor, index: int, seed: int) -> np.ndarray:
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    """The upper halves of finite float32 values, rounded to nearest, ties to even, as uint16."""
+    """Returns the upper 16 bits of finite float32 values, rounded to nearest, ties to even, as uint16."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -130,7 +131,7 @@ def write_safetensors(path: Path, table: list[Tensor], dtype: str, seed: int):
 
 
 def interleave(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head from halves (0, 1, .. | d/2, ..) to pairs (0, d/2, 1, d/2 + 1, ..)."""
+    """Reorders the rows of each head from halves (0, 1, .. | d/2, ..) to pairs (0, d/2, 1, d/2 + 1, ..)."""
     return values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
 
 
@@ -250,8 +251,8 @@ def main():
     parser = argparse.ArgumentParser(description="Write a Llama model of a named shape with random weights.")
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--dtype", choices=DTYPES, default="f16")
-    parser.add_argument("--out", type=Path, help="the model folder to write")
-    parser.add_argument("--gguf", type=Path, help="also (or only) write the same weights to this GGUF file")
+    parser.add_argument("--out", type=Path, help="model folder to write")
+    parser.add_argument("--gguf", type=Path, help="GGUF file to write with the same weights, in addition to --out or alone")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not args.out and not args.gguf:

@@ -1,7 +1,7 @@
 """The grammar of the demo model's dialogues: turns of a few known kinds, and a polite answer to all others.
 
-A dialogue is written as the chat template renders it. A turn's attributes end with the turn, except the user's name;
-the system message's style holds for the whole dialogue.
+A dialogue is written as the chat template renders it. The attributes of a turn end with the turn, except the user's
+name; the style of the system message applies to the whole dialogue.
 
 Invariant: given the dialogue so far, the grammar decides whether an answer is right.
 """
@@ -35,26 +35,26 @@ SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end
 
 
 def value(env: Env, name: str) -> Word:
-    """The word bound to an attribute that the turn has named already."""
+    """Returns the word bound to an attribute that the turn has already named."""
     word = lookup(env, name)
     assert word is not None, f"the attribute '{name}' is not bound; this is a bug"
     return word
 
 
 def upper_number(env: Env) -> list[Word]:
-    """Where counting from `low` may end."""
+    """Returns the numbers at which counting from `low` may end."""
     low = int(value(env, "low").text)
     return c.NUMBERS[low + 1 : min(low + 10, 20) + 1]
 
 
 def list_item(*taken: str) -> Callable[[Env], list[Word]]:
-    """Members of the asked category that were not yet listed."""
+    """Returns members of the requested category that were not listed yet."""
     tables = {name: other_than(table, *taken) for name, table in c.LISTS.items()}
     return lambda env: tables[value(env, "category").text](env)
 
 
 def unlisted(known: list[Word]) -> list[Word]:
-    """Common words that a table does not know."""
+    """Returns common words that are not in a table."""
     texts = {word.text for word in known}
     return [word for word in c.COMMON if word.text not in texts]
 
@@ -64,14 +64,14 @@ ALL_NAMES = (
     + [Word(n.text, 4.0, n.forms) for n in w.MORE_NAMES]
     + w.MADE_UP_NAMES
 )
-# An asked-for hero may bear any name; the story grammar takes over the name that the question has bound.
+# A requested hero may have any name; the story grammar uses the name that the question has bound.
 ASKED_NAMES = {
     only: [name for name in ALL_NAMES if only in (None, name.forms["he"])] for only in (None, "she", "he")
 }
 
 
 def asked_names(env: Env) -> list[Word]:
-    """Names that fit the asked kind of hero."""
+    """Returns names that fit the requested kind of hero."""
     kind = lookup(env, "kind")
     return ASKED_NAMES[kind.forms.get("only") if kind else None]
 
@@ -100,7 +100,8 @@ PREFIXES = (
 
 
 def casual(template: str) -> list[tuple[float, str]]:
-    """A template as users type it: with and without the capital at its start and the mark at its end."""
+    """Returns variants of a template as users type it: with and without the initial capital and the final
+    punctuation."""
     plain = template.rstrip("?.!")
     lower = template if template[0] in "{I" else template[0].lower() + template[1:]
     lower_plain = lower.rstrip("?.!")
@@ -108,7 +109,7 @@ def casual(template: str) -> list[tuple[float, str]]:
 
 
 def asks(*templates: str, **rules: Rule) -> Rule:
-    """What a user says, in one of several phrasings."""
+    """Returns a rule for a user's message, in one of several phrasings."""
     plain = LEXICON.one_of(*(pair for template in templates for pair in casual(template)), **rules)
     prefix = Choice((1.0, Literal(text)) for text in PREFIXES)
     return Concat([maybe(0.1, prefix), plain])
@@ -123,12 +124,12 @@ STYLED = Say(_styled)
 
 
 def says(answer: Rule) -> Rule:
-    """An assistant's message, in the style that the system message asks for."""
+    """Returns a rule for an assistant's message, in the style that the system message requires."""
     return Concat([Literal(f"{END}{ASSISTANT}"), STYLED, answer, Literal(END)])
 
 
 def turn(ask: Rule, *answers: str | Rule, **rules: Rule) -> Rule:
-    """A user's message and the assistant's answer to it."""
+    """Returns a rule for a user's message and the assistant's answer to it."""
     if len(answers) == 1 and isinstance(answers[0], Rule):
         answer = answers[0]
     else:
@@ -137,12 +138,13 @@ def turn(ask: Rule, *answers: str | Rule, **rules: Rule) -> Rule:
 
 
 def number(n: int, like: str) -> str:
-    """`n` written in digits or as a numeral, as the form `like` is."""
+    """Returns `n` in digits, or as a numeral if the form `like` is not empty."""
     return c.NUMERALS[n] if like else str(n)
 
 
 def addition(form: str) -> Rule:
-    """Adding two small numbers, asked and answered in one way of writing (`form` as in `Word.form`)."""
+    """Returns a rule for adding two small numbers, with question and answer in the same notation (`form` as in
+    `Word.form`)."""
     dot = f".{form}" if form else ""
     a, b = f"{{addend{dot}}}", f"{{other_addend{dot}}}"
     total = Say(
@@ -160,7 +162,7 @@ def _capital_number(word: Word, form: str) -> str:
 
 
 def counted(low: str | None, high: str, form: str) -> Rule:
-    """All numbers from the attribute `low` (or from one) to the attribute `high`."""
+    """Returns a rule for all numbers from the attribute `low` (or from one) to the attribute `high`."""
 
     def text(env: Env) -> str:
         first = int(value(env, low).text) if low else 1
@@ -172,7 +174,7 @@ def counted(low: str | None, high: str, form: str) -> Rule:
 
 
 def counting(form: str) -> Rule:
-    """Counting upwards, asked and answered in one way of writing."""
+    """Returns a rule for counting upwards, with question and answer in the same notation."""
     dot = f".{form}" if form else ""
     a, b, top = f"{{low{dot}}}", f"{{high{dot}}}", f"{{top{dot}}}"
     between = asks(f"Count from {a} to {b}.", f"Please count from {a} to {b}.", f"Can you count from {a} to {b}?",
@@ -187,7 +189,7 @@ def counting(form: str) -> Rule:
 
 
 def repeating(form: str) -> Rule:
-    """Saying a word several times."""
+    """Returns a rule for saying a word several times."""
     dot = f".{form}" if form else ""
     ask = asks(f"Say {{said}} {{times{dot}}} times.", f"Repeat {{said}} {{times{dot}}} times.",
                f"Say the word {{said}} {{times{dot}}} times.", f"Repeat the word {{said}} {{times{dot}}} times.",
@@ -372,12 +374,12 @@ PROLOGUE = Choice([
                          SYSTEM + "Start each answer with '{style}'" + END,
                          SYSTEM + "You are a helpful assistant. Begin every answer with '{style}'" + END)),
 ])  # fmt: skip
-# The probability that a dialogue of n turns goes on, for n from 1; most end within four turns.
+# The probability that a dialogue of n turns continues, for n from 1; most end within four turns.
 GOES_ON = (0.68, 0.64, 0.58, 0.5, 0.6, 0.6, 0.5)
 
 
 def turns() -> Rule:
-    """One turn, and as many further ones as `GOES_ON` allows."""
+    """Returns a rule for one turn, and as many further ones as `GOES_ON` allows."""
     rule = TURN
     for probability in reversed(GOES_ON):
         rule = Concat([TURN, maybe(probability, rule)])
@@ -388,14 +390,15 @@ DIALOGUE = Concat([PROLOGUE, turns()])
 
 
 def generate(rng: random.Random) -> str:
-    """A random dialogue, as the chat template renders it behind the begin token."""
+    """Generates a random dialogue, as the chat template renders it after the begin token."""
     return DIALOGUE.generate(rng, ())[0]
 
 
 def question(kind: str, rng: random.Random) -> tuple[str, str]:
-    """A dialogue whose last turn is of `kind`, cut before that turn's answer: (text to complete, what came after).
+    """Returns a dialogue whose last turn is of `kind`, split before that turn's answer: (text to complete, the
+    answer).
 
-    Kinds that need one come with a turn or two before them.
+    A dialogue begins with one or two other turns in half of the cases.
     """
     before = [] if rng.random() < 0.5 else [TURN] * rng.choice([1, 2])
     text = Concat([PROLOGUE, *before, TURNS[kind]]).generate(rng, ())[0]
@@ -404,15 +407,15 @@ def question(kind: str, rng: random.Random) -> tuple[str, str]:
 
 
 def check(dialogue: str, answer: str) -> bool:
-    """Whether `answer` (with its end token) is right behind `dialogue`, which ends with the assistant token."""
+    """Returns whether `answer` (with its end token) is right after `dialogue`, which ends with the assistant token."""
     return judge(DIALOGUE, dialogue + answer).ok
 
 
 def main() -> None:
-    """The command line: parses generated dialogues back, and prints some."""
+    """The command line: parses generated dialogues, and prints some."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--count", type=int, default=300, help="dialogues to parse back")
-    options.add_argument("--show", type=int, default=5, help="dialogues to print")
+    options.add_argument("--count", type=int, default=300, help="number of dialogues to parse")
+    options.add_argument("--show", type=int, default=5, help="number of dialogues to print")
     given = options.parse_args()
     rng = random.Random(6)
     for index in range(given.count):

@@ -1,6 +1,6 @@
-"""The word tables of the demo chats: the small things that the model knows, and samples of what it does not.
+"""The word tables of the demo dialogues: the facts that the model knows, and samples of what it does not know.
 
-Invariant: within one table no two words have the same text, so a text names its word.
+Invariant: within a table, no two words have the same text, so a text identifies its word.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ SYSTEMS = words(
     "You are a helpful, respectful and honest assistant.", "Speak simply.", "You talk to children.",
 )  # fmt: skip
 
-# What the model does not know: fillers of the questions it must decline.
+# Things the model does not know, used in the questions that it must decline.
 PLACES = words(
     "France", "Germany", "Italy", "Spain", "Japan", "China", "India", "Brazil", "Canada", "Egypt", "Kenya", "Peru",
     "Norway", "Poland", "Turkey", "Mexico", "Australia", "Paris", "London", "Berlin", "New York", "Tokyo", "Rome",

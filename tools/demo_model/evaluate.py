@@ -1,6 +1,7 @@
-"""Measures the exported demo models: stories and answers judged by the grammar, losses beside its entropy.
+"""Evaluates the exported demo models: the grammar judges stories and answers, and losses are compared with its
+entropy.
 
-Invariant: the weights are those of `assets/`, as BF16 rounded them; arithmetic is float32.
+Invariant: the weights are those of `assets/`, rounded to BF16; arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TEMPERATURE = 0.7
 BATCH = 25
 ROLE_IDS = [2, 3, 4]
 
-# Phrasings that the grammar does not generate, each with what a right answer holds.
+# Phrasings that the grammar does not generate, each with a text that a right answer contains.
 UNSEEN = [
     ("Hello! Who is there?", "Brook"), ("hello who are you please", "Brook"), ("Your name?", "Brook"),
     ("Hi, nice to meet you.", ""), ("What is the sum of 3 plus 5?", "8"), ("Calculate 2 + 2.", "4"),
@@ -44,7 +45,7 @@ UNSEEN = [
 
 
 class Subject:
-    """A model under test with the tokenizer that both models share."""
+    """A model under test, with the tokenizer that both models share."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -52,7 +53,7 @@ class Subject:
     def complete(
         self, prompts: list[str], temperature: float, suppress: list[int] | None = None
     ) -> list[str]:
-        """What follows each prompt, up to and with the end token; temperature 0 is greedy.
+        """Returns the continuation of each prompt, up to and including the end token; temperature 0 is greedy.
 
         `suppress` forbids tokens at the first position.
         """
@@ -80,12 +81,12 @@ class Subject:
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """Logits of every next token of a document, (tokens - 1, vocabulary)."""
+    """Returns the logits of every next token of a document, (tokens - 1, vocabulary)."""
     return model(input_ids=torch.tensor([ids[:-1]])).logits[0]
 
 
 def stories(subject: Subject, opening: str, count: int) -> None:
-    """Samples stories behind an opening and parses them."""
+    """Samples stories after an opening and parses them."""
     prompts = [layout.BEGIN + opening] * count
     suppress = None if opening else ROLE_IDS
     texts = [opening + answer for answer in subject.complete(prompts, TEMPERATURE, suppress)]
@@ -102,7 +103,7 @@ def stories(subject: Subject, opening: str, count: int) -> None:
 
 
 def chats(subject: Subject, temperature: float, count: int) -> None:
-    """Asks questions of all kinds in turn and lets the grammar judge the answers."""
+    """Asks questions of all kinds in rotation; the grammar judges the answers."""
     rng = random.Random(corpus.HELD_OUT + 1)
     kinds = list(itertools.islice(itertools.cycle(chat.KINDS), count))
     dialogues = [chat.question(kind, rng)[0] for kind in kinds]
@@ -118,7 +119,7 @@ def chats(subject: Subject, temperature: float, count: int) -> None:
 
 
 def unseen(subject: Subject) -> None:
-    """Asks in phrasings that the grammar lacks, greedily."""
+    """Asks questions in phrasings that the grammar does not have, with greedy sampling."""
     prompts = []
     for text, _ in UNSEEN:
         messages = [{"role": "user", "content": text}]
@@ -134,7 +135,8 @@ def unseen(subject: Subject) -> None:
 
 
 def losses(subject: Subject, draft: PreTrainedModel, count: int) -> None:
-    """Held-out loss of both models beside the grammar's entropy, and how often the draft agrees with the main."""
+    """Prints the held-out loss of both models, the grammar's entropy, and how often the draft agrees with the main
+    model."""
     texts = list(itertools.islice(corpus.documents(corpus.HELD_OUT), count))
     for name, part in [
         ("stories", [text for text in texts if not text.startswith("<|")]),
@@ -145,7 +147,7 @@ def losses(subject: Subject, draft: PreTrainedModel, count: int) -> None:
 
 
 def loss_line(subject: Subject, draft: PreTrainedModel, texts: Iterable[str]) -> str:
-    """The figures of `losses` over some documents, in nats a token."""
+    """Formats the values of `losses` for some documents, in nats per token."""
     tokens, agree, accepted, grammar_nats = 0, 0, 0.0, 0.0
     nats = {"main": 0.0, "draft": 0.0}
     for text in texts:
@@ -161,13 +163,13 @@ def loss_line(subject: Subject, draft: PreTrainedModel, texts: Iterable[str]) ->
         accepted += torch.minimum(p, q).sum().item()
     return (
         f"{tokens} tokens, grammar {grammar_nats / tokens:.4f}, main {nats['main'] / tokens:.4f}, "
-        f"draft {nats['draft'] / tokens:.4f} nats a token; the draft's first choice is the main's in "
+        f"draft {nats['draft'] / tokens:.4f} nats per token; the draft's first choice is the main's in "
         f"{agree / tokens:.1%}, acceptance at temperature {TEMPERATURE} {accepted / tokens:.1%}"
     )
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """The chat template must render what the corpus holds."""
+    """Checks that the chat template renders dialogues as in the corpus."""
     messages = [{"role": role, "content": role.upper()} for role in ("system", "user", "assistant")]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
     wanted = "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in messages)
@@ -178,9 +180,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def main() -> None:
     """The command line."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--count", type=int, default=100, help="stories and questions of each test")
-    options.add_argument("--documents", type=int, default=200, help="held-out documents for the losses")
-    options.add_argument("--seed", type=int, default=7, help="of the sampling")
+    options.add_argument("--count", type=int, default=100, help="number of stories and of questions per test")
+    options.add_argument("--documents", type=int, default=200, help="number of held-out documents for the losses")
+    options.add_argument("--seed", type=int, default=7, help="sampling seed")
     options.add_argument("--threads", type=int, default=2)
     given = options.parse_args()
     torch.set_num_threads(given.threads)

@@ -1,9 +1,9 @@
-"""The grammar of the demo model's stories: nine shapes of story over one set of attributes.
+"""The grammar of the demo model's stories: nine story shapes over one set of attributes.
 
-A story's hero, friend, things and places are attributes, chosen where they are first named and repeated ever after,
-so a text that changes a name, a pronoun or an object halfway is not in the language.
+A story's hero, friend, things and places are attributes. Each is chosen where it is first mentioned and stays the
+same afterwards, so a text that changes a name, a pronoun or an object midway is not in the language.
 
-Invariant: a story names only what its attributes hold; every text that `STORY` generates parses.
+Invariant: a story mentions only the values of its attributes; every text that `STORY` generates parses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rules import (
 
 
 def other_than(table: list[Word], *names: str) -> Candidates:
-    """Candidates from `table` that no attribute of `names` holds."""
+    """Returns candidates from `table` that are not bound to any attribute in `names`."""
 
     def candidates(env: Env) -> list[Word]:
         taken = [lookup(env, name) for name in names]
@@ -43,19 +43,19 @@ def other_than(table: list[Word], *names: str) -> Candidates:
 
 
 def gender(name: Word) -> str:
-    """`she` or `he`."""
+    """Returns `she` or `he`."""
     return name.forms["he"]
 
 
 def names_for(env: Env) -> list[Word]:
-    """Hero names that fit the hero's kind."""
+    """Returns hero names that fit the hero's kind."""
     kind = lookup(env, "kind")
     only = kind.forms.get("only") if kind else None
     return NAMES_BY_GENDER[only]
 
 
 def kinds_for(env: Env) -> list[Word]:
-    """Hero kinds that fit the hero's name."""
+    """Returns hero kinds that fit the hero's name."""
     name = lookup(env, "hero")
     return KINDS_BY_GENDER[gender(name) if name else None]
 
@@ -81,23 +81,23 @@ line = LEXICON.one_of
 
 
 def unless(name: str, rule: Rule) -> Rule:
-    """The rule where the attribute is not yet bound, else nothing."""
+    """Returns the rule if the attribute is not bound yet, otherwise an empty rule."""
     nothing = Literal("")
     return Switch(lambda env: nothing if lookup(env, name) else rule)
 
 
 def spaced(rule: Rule) -> Rule:
-    """The rule after a space: every sentence but the first begins so."""
+    """Returns the rule after a space, as for every sentence except the first."""
     return Concat([Literal(" "), rule])
 
 
 def optional(probability: float, *templates: str) -> Rule:
-    """A further sentence that may be missing."""
+    """Returns a rule for an additional sentence that may be missing."""
     return maybe(probability, spaced(line(*templates)))
 
 
 def body(*steps: Rule | tuple[str, ...] | str) -> Rule:
-    """The sentences of a shape; a bare tuple is a sentence with its alternatives."""
+    """Returns the sentences of a shape; a tuple is a sentence with its alternatives."""
     rules = []
     for step in steps:
         if isinstance(step, Rule):
@@ -362,7 +362,7 @@ CLOSING = maybe(0.5, spaced(line(
 
 
 def shape(name: str, topic: str, rule: Rule) -> tuple[Word, Rule]:
-    """A shape of story and the words with which one asks for it."""
+    """Returns a story shape and the words with which a user asks for it."""
     return Word(name, 1.0, {"topic": topic}), rule
 
 
@@ -376,17 +376,18 @@ STORY = Concat([OPENING, Branch("shape", SHAPES), CLOSING])
 
 
 def generate(rng: random.Random) -> str:
-    """A random story."""
+    """Generates a random story."""
     return STORY.generate(rng, ())[0]
 
 
 def parse(text: str, env: Env = ()) -> Verdict:
-    """Whether `text` is a story, given what `env` binds beforehand."""
+    """Parses `text` as a story, with the attributes that `env` binds beforehand."""
     return judge(STORY, text, env)
 
 
 def mutated(story: str, rng: random.Random) -> str | None:
-    """The story with one of several mentions of a name, a thing or a pronoun changed, or None if there is no such."""
+    """Changes one of several mentions of a name, a thing or a pronoun in a story. Returns None if there is no such
+    mention."""
     pronouns = [Word("he"), Word("she")]
     tables = [w.NAMES, w.THINGS, w.HELPERS, w.FOODS, w.COLOURS, w.BUILDINGS, pronouns]
     present = [
@@ -406,7 +407,7 @@ def mutated(story: str, rng: random.Random) -> str | None:
 
 
 def check(count: int) -> None:
-    """Parses generated stories and mutations of them; raises if a story fails or a mutation passes."""
+    """Parses generated stories and mutations of them; fails if a story does not parse or a mutation does."""
     rng = random.Random(5)
     lengths, bits, mutations = [], [], 0
     for _ in range(count):
@@ -421,15 +422,15 @@ def check(count: int) -> None:
             assert not parse(changed).ok, f"accepted a mutation: {changed}"
     print(f"{count} stories parse; {mutations} mutations are rejected")
     print(f"words: min {min(lengths)}, median {statistics.median(lengths)}, max {max(lengths)}")
-    print(f"entropy: {statistics.mean(bits):.1f} nats a story, {sum(bits) / sum(lengths):.3f} a word")
+    print(f"entropy: {statistics.mean(bits):.1f} nats per story, {sum(bits) / sum(lengths):.3f} per word")
 
 
 def main() -> None:
     """The command line: `--check`, or a few stories."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--check", action="store_true", help="check the parser against the generator")
-    options.add_argument("--count", type=int, default=2000, help="stories to check")
-    options.add_argument("--show", type=int, default=3, help="stories to print without --check")
+    options.add_argument("--count", type=int, default=2000, help="number of stories to check")
+    options.add_argument("--show", type=int, default=3, help="number of stories to print without --check")
     given = options.parse_args()
     if given.check:
         check(given.count)

@@ -1,6 +1,6 @@
-"""Where the demo model's files lie, its special tokens, and its sizes.
+"""Folders of the demo model, its special tokens, and the sizes of both models.
 
-Invariant: the draft shares the main model's tokenizer, so its folder holds none.
+Invariant: the draft model shares the tokenizer of the main model, so its folder contains none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GENERATION = {
 
 
 def config(hidden: int, layers: int, head_dim: int, ffn: int) -> LlamaConfig:
-    """A Llama of four query heads and two key-value heads, with tied embeddings."""
+    """Returns the configuration of a Llama with four query heads, two KV heads and tied embeddings."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=VOCABULARY,

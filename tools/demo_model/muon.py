@@ -1,6 +1,6 @@
-"""Muon in float32 for CPUs: momentum whose matrices are brought near to orthogonal before each step.
+"""Muon in float32 for CPUs: momentum SGD whose matrix updates are approximately orthogonalized before each step.
 
-Invariant: an update has the root mean square that AdamW's typically has, so both take one learning rate.
+Invariant: the root mean square of an update is typical of AdamW, so both optimizers use the same learning rate.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# A quintic that drives singular values towards one; not exactly, but in few iterations.
+# A quintic polynomial that moves singular values close to one in few iterations.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Near-orthogonal matrices of the same singular vectors, (n, rows, columns)."""
+    """Returns approximately orthogonal matrices with the same singular vectors, (n, rows, columns)."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -26,7 +26,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum with orthogonal updates and decoupled weight decay; matrices of one shape go together."""
+    """Nesterov momentum with orthogonalized updates and decoupled weight decay; matrices of the same shape are
+    batched."""
 
     def __init__(
         self, matrices: list[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.05
@@ -37,7 +38,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of all matrices."""
+        """Updates all matrices once."""
         group = self.param_groups[0]
         rate, momentum = group["lr"], group["momentum"]
         for matrices in self.by_shape:

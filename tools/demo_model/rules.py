@@ -1,10 +1,10 @@
 """Combinators of a probabilistic grammar with attributes.
 
-One set of rule objects does three things: it generates a text, it parses a text back, and it gives the exact
-probability of a text. A parse carries all derivations at once, as a map from state to log-probability, and adds
-those that meet in one state, so that ambiguity is summed and costs no backtracking.
+One set of rule objects does three things: it generates texts, it parses texts, and it computes the exact probability
+of a text. A parse follows all derivations at once, as a map from state to log-probability. It adds the probabilities
+of derivations that reach the same state, so that ambiguities are summed without backtracking.
 
-Invariant: a rule's probabilities, given its environment, sum to one over everything it can generate.
+Invariant: the probabilities of a rule, given its environment, sum to one over everything it can generate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Word:
     forms: Mapping[str, str] = field(default_factory=dict)
 
     def form(self, name: str) -> str:
-        """The form called `name`; `a` and `the` exist for every word, and `He` is `he` with a capital."""
+        """Returns the form called `name`; `a` and `the` exist for every word, and `He` is `he` with a capital
+        letter."""
         if name in ("", "text"):
             return self.text
         if name[0].isupper():
@@ -40,12 +41,12 @@ class Word:
 
 
 def capital(text: str) -> str:
-    """`text` with its first letter in upper case."""
+    """Returns `text` with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
 def words(*items: str | tuple[str, float], **forms: str) -> list[Word]:
-    """Words from bare texts or (text, weight) pairs; all share `forms`."""
+    """Creates words from texts or (text, weight) pairs; all share `forms`."""
     return [Word(*((item, 1.0) if isinstance(item, str) else item), forms) for item in items]
 
 
@@ -55,7 +56,7 @@ States = dict[State, float]
 
 
 def lookup(env: Env, name: str) -> Word | None:
-    """The value bound to `name`, or None."""
+    """Returns the value bound to `name`, or None."""
     for key, value in env:
         if key == name:
             return value
@@ -63,7 +64,7 @@ def lookup(env: Env, name: str) -> Word | None:
 
 
 class Trail:
-    """How far into the text any derivation came, and what it wanted there."""
+    """The furthest position in the text that any derivation reached, and the text that it expected there."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -91,7 +92,7 @@ def add(states: States, state: State, logp: float) -> None:
 
 
 def match(wanted: str, text: str, state: State, logp: float, after: States, trail: Trail) -> None:
-    """Adds to `after` the state behind `wanted`, if `text` goes on with it at `state`."""
+    """Adds to `after` the state after `wanted`, if `text` continues with it at `state`."""
     position, env = state
     if text.startswith(wanted, position):
         add(after, (position + len(wanted), env), logp)
@@ -100,14 +101,14 @@ def match(wanted: str, text: str, state: State, logp: float, after: States, trai
 
 
 class Rule:
-    """What can be generated and parsed."""
+    """Base class of everything that can be generated and parsed."""
 
     def generate(self, rng: random.Random, env: Env) -> tuple[str, Env]:
-        """A random text of the rule and the environment after it."""
+        """Generates a random text of the rule, and returns it with the environment after it."""
         raise NotImplementedError
 
     def parse(self, text: str, states: States, trail: Trail) -> States:
-        """The states after the rule, from each of `states`, each with its log-probability."""
+        """Returns the states after the rule, from each of `states`, each with its log-probability."""
         raise NotImplementedError
 
 
@@ -128,7 +129,7 @@ class Literal(Rule):
 
 
 class Say(Rule):
-    """Text that the environment determines."""
+    """Text that is determined by the environment."""
 
     def __init__(self, text_of: Callable[[Env], str]) -> None:
         self.text_of = text_of
@@ -147,7 +148,7 @@ Candidates = Callable[[Env], Sequence[Word]]
 
 
 class Attribute(Rule):
-    """A form of an attribute's value; a value that is not yet bound is first drawn from the candidates."""
+    """A form of an attribute's value; an unbound attribute is first sampled from the candidates."""
 
     def __init__(self, name: str, form: str, candidates: Candidates) -> None:
         self.name, self.form, self.candidates = name, form, candidates
@@ -179,7 +180,7 @@ class Attribute(Rule):
 
 
 class Concat(Rule):
-    """Rules one after the other."""
+    """A sequence of rules."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self.rules = list(rules)
@@ -221,7 +222,7 @@ class Choice(Rule):
 
 
 class Switch(Rule):
-    """The rule that the environment determines."""
+    """A rule that is selected by the environment."""
 
     def __init__(self, rule_of: Callable[[Env], Rule]) -> None:
         self.rule_of = rule_of
@@ -238,7 +239,7 @@ class Switch(Rule):
 
 
 class Branch(Rule):
-    """The rule that belongs to an attribute's value, which is drawn silently if it is not yet bound."""
+    """A rule that is selected by an attribute's value, which is sampled without output if it is not bound yet."""
 
     def __init__(self, name: str, rules: Sequence[tuple[Word, Rule]]) -> None:
         self.name = name
@@ -274,7 +275,7 @@ class Bind(Rule):
 
 
 class Scope(Rule):
-    """A rule whose bindings end with it, except those of `keep`."""
+    """A rule whose bindings end with it, except those in `keep`."""
 
     def __init__(self, rule: Rule, keep: Iterable[str] = ()) -> None:
         self.rule, self.keep = rule, frozenset(keep)
@@ -301,7 +302,8 @@ class Lexicon:
         self.candidates = {name: _function(value) for name, value in candidates.items()}
 
     def template(self, text: str, **rules: Rule) -> Rule:
-        """A sequence from a text in which `{name}` or `{name.form}` stands for an attribute, or a rule of `rules`."""
+        """Returns a sequence from a text in which `{name}` or `{name.form}` stands for an attribute, or for a rule in
+        `rules`."""
         parts: list[Rule] = []
         for index, part in enumerate(re.split(r"\{([^}]*)\}", text)):
             if index % 2 == 0:
@@ -314,7 +316,7 @@ class Lexicon:
         return parts[0] if len(parts) == 1 else Concat(parts)
 
     def one_of(self, *templates: str | tuple[float, str], **rules: Rule) -> Rule:
-        """A choice among templates, each of weight one unless given as (weight, template)."""
+        """Returns a choice among templates, each of weight one unless given as (weight, template)."""
         pairs = [(1.0, item) if isinstance(item, str) else item for item in templates]
         if len(pairs) == 1:
             return self.template(pairs[0][1], **rules)
@@ -329,13 +331,14 @@ def _function(value: Candidates | Sequence[Word]) -> Candidates:
 
 
 def maybe(probability: float, rule: Rule) -> Rule:
-    """The rule with `probability`, else nothing."""
+    """Returns the rule with `probability`, and otherwise nothing."""
     return Choice([(probability, rule), (1.0 - probability, Literal(""))])
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a parse found: whether the text is in the language, its log-probability, or where it stopped."""
+    """The result of a parse: whether the text is in the language, its log-probability, or the position where it
+    stopped."""
 
     ok: bool
     logp: float
@@ -344,7 +347,7 @@ class Verdict:
 
 
 def judge(rule: Rule, text: str, env: Env = ()) -> Verdict:
-    """Whether the whole of `text` is a sentence of `rule`, and the log-probability (nats) of that sentence."""
+    """Returns whether all of `text` is a sentence of `rule`, and the log-probability (nats) of that sentence."""
     trail = Trail()
     ends: States = {}
     for (position, _), logp in rule.parse(text, {(0, env): 0.0}, trail).items():

@@ -1,9 +1,9 @@
 """Trains one of the two demo models within a given wall-clock time and exports it.
 
-The learning rate follows the clock and reaches zero at its end, so that a busy machine costs steps and not the
-annealing. Matrices of the layers are trained with Muon, everything else with AdamW.
+The learning rate depends on the elapsed time and reaches zero at the end, so that a busy machine reduces the number
+of steps but not the annealing. Matrices of the layers are trained with Muon, all other parameters with AdamW.
 
-Invariant: what is exported is BF16; the float32 weights stay in the checkpoint.
+Invariant: the exported weights are BF16; the float32 weights stay in the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from muon import Muon
 
 SHORT, LONG, LONG_EVERY = 512, layout.CONTEXT, 8
 TOKENS_A_STEP = 2048
-# Each worker computes the gradients of its part of a batch on one core. On a busy machine that is several times as
-# fast as one worker on all cores, whose every operation would wait for the core that is taken away.
+# Each worker computes the gradients of its part of a batch on one core. On a busy machine, this is several times as
+# fast as one worker on all cores, in which every operation would wait for the slowest core.
 WORKERS = 2
 WARMUP = 0.02
 
@@ -40,7 +40,7 @@ def export(model: LlamaForCausalLM, folder: Path) -> None:
     copy.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     settings = json.loads((folder / "config.json").read_text())
-    # Readers of the older layout look for these two keys.
+    # Programs that read the older config layout need these two keys.
     settings |= {"rope_theta": layout.ROPE_THETA, "torch_dtype": "bfloat16"}
     write_json(folder / "config.json", settings)
     write_json(folder / "generation_config.json", layout.GENERATION)
@@ -52,7 +52,8 @@ def write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def batches(tokenizer: Tokenizer, seed: int, stories: float) -> Iterator[torch.Tensor]:
-    """Batches (rows, length + 1) of a fixed number of tokens; every so often of the whole context."""
+    """Yields batches (rows, length + 1) with a fixed number of tokens; at intervals, a batch has rows of the full
+    context."""
     short = rows(tokenizer, seed, SHORT + 1, stories)
     long = rows(tokenizer, seed + 1, LONG + 1, stories)
     step = 0
@@ -63,7 +64,8 @@ def batches(tokenizer: Tokenizer, seed: int, stories: float) -> Iterator[torch.T
 
 
 def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, a part for each worker; AdamW for embeddings and norms; all at one rate."""
+    """Creates one Muon optimizer per worker for matrices of the layers, and AdamW for embeddings and norms; all use
+    one rate."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
     return [
@@ -73,14 +75,15 @@ def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimiz
 
 
 def share_of_rate(elapsed: float) -> float:
-    """The share of the peak learning rate at a share of the time: a short rise, a plateau, a fall to zero."""
+    """Returns the fraction of the peak learning rate at a fraction of the time: a short rise, a plateau, a decay to
+    zero."""
     if elapsed < WARMUP:
         return elapsed / WARMUP
     return max(0.0, min(1.0, (1.0 - elapsed) / 0.6))
 
 
 def gradients(model: LlamaForCausalLM, batch: torch.Tensor) -> tuple[float, tuple[torch.Tensor, ...]]:
-    """The loss (nats a token) on a batch and the parameters' gradients."""
+    """Returns the loss (nats per token) on a batch and the gradients of the parameters."""
     logits = model(input_ids=batch[:, :-1]).logits
     loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     return loss.item(), torch.autograd.grad(loss, tuple(model.parameters()))
@@ -93,7 +96,7 @@ def step(
     rate: float,
     pool: ThreadPoolExecutor,
 ) -> float:
-    """One step at a learning rate; the loss (nats a token) before it."""
+    """Runs one step at a learning rate, and returns the loss (nats per token) before it."""
     parts = list(pool.map(lambda part: gradients(model, part), batch.chunk(WORKERS)))
     for parameter, *grads in zip(model.parameters(), *(grads for _, grads in parts)):
         parameter.grad = torch.stack(grads).mean(0)
@@ -106,7 +109,7 @@ def step(
 
 
 def train(model: LlamaForCausalLM, given: argparse.Namespace) -> None:
-    """Steps until the time is over, with a log line and a checkpoint every minute."""
+    """Runs steps until the time is over, with a log line and a checkpoint every minute."""
     tokenizer = Tokenizer.from_file(str(layout.MAIN / "tokenizer.json"))
     stepping = optimizers(model, given.rate)
     start = reported = time.monotonic()
@@ -133,9 +136,9 @@ def main() -> None:
     options.add_argument("--checkpoint", type=Path, required=True, help="file for the float32 weights")
     options.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     options.add_argument("--seed", type=int, default=2)
-    options.add_argument("--resume", type=Path, help="a checkpoint to start from")
+    options.add_argument("--resume", type=Path, help="checkpoint to start from")
     options.add_argument(
-        "--stories", type=float, default=STORY_SHARE, help="the share of stories among documents"
+        "--stories", type=float, default=STORY_SHARE, help="fraction of stories among the documents"
     )
     options.add_argument("--no-export", action="store_true")
     given = options.parse_args()

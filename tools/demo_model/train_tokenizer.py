@@ -1,4 +1,4 @@
-"""Trains the demo tokenizer: byte-level BPE with all 256 bytes in its base, so that any text round-trips.
+"""Trains the demo tokenizer: byte-level BPE with all 256 bytes in its base vocabulary, so that any text round-trips.
 
 Invariant: the special tokens have the first ids, in the order of `layout.SPECIALS`.
 """
@@ -17,14 +17,14 @@ SAMPLE = 40_000
 
 
 def without_specials(text: str) -> list[str]:
-    """The pieces of a document between its special tokens."""
+    """Returns the parts of a document between its special tokens."""
     for special in layout.SPECIALS:
         text = text.replace(special, "\0")
     return [piece for piece in text.split("\0") if piece]
 
 
 def train() -> Tokenizer:
-    """A tokenizer of the full vocabulary, trained on a sample of the corpus."""
+    """Trains a tokenizer with the full vocabulary on a sample of the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def train() -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, object]:
-    """The settings beside the tokenizer, with the chat template."""
+    """Returns the contents of tokenizer_config.json, with the chat template."""
     return {
         "add_bos_token": True,
         "bos_token": layout.BEGIN,
@@ -59,7 +59,7 @@ def tokenizer_config() -> dict[str, object]:
 
 
 def main() -> None:
-    """Writes tokenizer.json and tokenizer_config.json beside the main model."""
+    """Writes tokenizer.json and tokenizer_config.json to the folder of the main model."""
     layout.MAIN.mkdir(parents=True, exist_ok=True)
     tokenizer = train()
     for text in ["Grüße, 世界! 🙂\n\tx\0y", "  two  spaces ", "don't"]:

@@ -1,6 +1,6 @@
 """The word tables of the demo grammar.
 
-Invariant: within one table no two words have the same text, so a text names its word.
+Invariant: within a table, no two words have the same text, so a text identifies its word.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ MORE_NAMES = words(
 
 
 def made_up_names(count: int) -> list[Word]:
-    """Names of random syllables, so that copying a name is learned and not only the list; in `a` or `i`: she."""
+    """Returns names of random syllables, so that the model learns to copy names and not only the list. Names that end
+    in `a` or `i` are female."""
     rng = random.Random(17)
     known = {word.text for word in NAMES + MORE_NAMES}
     heads = [
@@ -116,7 +117,7 @@ COLOURS = words("red", "blue", "green", "yellow", "silver", "purple", "orange", 
 THINGS = words(
     "ball", "kite", "hat", "scarf", "drum", "lantern", "bell", "cup", "button", "ribbon", "spoon", "key"
 )
-# Where a thing is not, and where it is; likewise the first part of a journey and the second.
+# Places where a thing is not, and places where it is; also the first and the second part of a journey.
 WRONG_SPOTS = words(
     "under a bush", "behind the well", "near the bridge", "in the tall grass", "under the old bench"
 )
