@@ -2,13 +2,13 @@
 
     openai_session.py URL [--keyed URL --key KEY] [--slow URL] [--encoder URL] [--translator URL]
 
-URL is a server's address without a path. The keyed server requires KEY. The slow server has one slot and
-no queue, and takes so long for an answer that other requests arrive meanwhile. The encoder serves a model
-with a mask, <mask>; the translator serves an encoder-decoder model with languages __de__ and __fr__. Prints one line per
-check: "ok NAME", "FAILED NAME: why" or "skipped NAME: why". The exit status is 1 when a check failed.
+URL is a server's address without a path. The keyed server requires KEY. The slow server has one slot and no queue,
+and its answers take so long that other requests arrive meanwhile. The encoder serves a model with a mask, <mask>; the
+translator serves an encoder-decoder model with languages __de__ and __fr__. Prints one line per check: "ok NAME",
+"FAILED NAME: why" or "skipped NAME: why". The exit status is 1 if a check failed.
 
-The checks hold for any model that has a chat template and preserves the text of a prompt, or is of those kinds: they
-compare shapes, and answers that must be equal, never the content of an answer.
+The checks are valid for any model that has a chat template and preserves the text of a prompt, or is of these kinds:
+they compare shapes, and answers that must be equal, but never the content of an answer.
 """
 
 import argparse
@@ -58,11 +58,11 @@ class Server:
         return (client or self.client).chat.completions.create(**self.wish(wish), messages=messages)
 
     def wish(self, wish):
-        """Greedy and short if nothing else is said."""
+        """Returns request parameters, by default greedy and short."""
         return {"model": self.model, "temperature": 0, "max_tokens": 24, **wish}
 
     def metric(self, name, **labels):
-        """Sum of the metric's series that have the labels."""
+        """Returns the sum of the metric's series that have the labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE_S) as page:
             lines = page.read().decode().splitlines()
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
@@ -71,7 +71,7 @@ class Server:
         return sum(float(line.rsplit(" ", 1)[1]) for line in series if all(label in line for label in wanted))
 
     def until(self, reached, name, **labels):
-        """Reads the metric until its value is what was waited for."""
+        """Reads the metric until `reached` is true for its value."""
         deadline = time.monotonic() + PATIENCE_S
         while not reached(value := self.metric(name, **labels)):
             assert time.monotonic() < deadline, f"{name} stays at {value}"
@@ -81,7 +81,7 @@ class Server:
 
 
 class Streamed:
-    """The choices of a stream, each put together, and its usage."""
+    """The concatenated choices of a stream, and its usage."""
 
     def __init__(self, chunks):
         self.texts, self.finishes, self.ids, self.usage, self.ids_seen = {}, {}, {}, None, set()
@@ -93,7 +93,7 @@ class Streamed:
         self.ids_seen.add(chunk.id)
         for choice in chunk.choices:
             index = choice.index
-            assert index not in self.finishes, f"choice {index} goes on after its finish: {choice}"
+            assert index not in self.finishes, f"choice {index} continues after its finish: {choice}"
             text = choice.delta.content if hasattr(choice, "delta") else choice.text
             self.texts[index] = self.texts.get(index, "") + (text or "")
             self.ids.setdefault(index, []).extend(extra(choice, "token_ids") or [])
@@ -105,7 +105,7 @@ class Streamed:
 
 
 def extra(choice, name):
-    """A member that the package does not know."""
+    """Returns a member that the package does not know."""
     return (choice.model_extra or {}).get(name)
 
 
@@ -114,7 +114,7 @@ def equal(got, wanted, what):
 
 
 def refused(kind, call, **members):
-    """The error that `call` raises, which is of that kind and has these members."""
+    """Calls `call` and returns the error that it raises, which must be of this kind and have these members."""
     try:
         answer = call()
     except kind as error:
@@ -122,11 +122,11 @@ def refused(kind, call, **members):
             equal(getattr(error, name), wanted, f"{name} of {error}")
         assert error.message, "an error has a message"
         return error
-    raise AssertionError(f"not refused with {kind.__name__}: {answer}")
+    raise AssertionError(f"not rejected with {kind.__name__}: {answer}")
 
 
 def same_streamed(whole, chunks, what):
-    """A stream and a whole answer say the same."""
+    """Checks that a stream and a complete response have the same content."""
     streamed = Streamed(chunks)
     texts = {
         choice.index: choice.message.content if hasattr(choice, "message") else choice.text
@@ -183,7 +183,7 @@ def answer_to_chat(server):
 @check("plain")
 def chat_through_the_stream_helper(server):
     said = answer_to_chat(server)
-    # The helper gives no answer that was cut off by max_tokens.
+    # The helper rejects answers that were cut off by max_tokens.
     stop = said[2:5]
     with server.client.chat.completions.stream(**server.wish({"stop": stop}), messages=CHAT) as stream:
         final = stream.get_final_completion()
@@ -201,7 +201,7 @@ def chat_of_several_turns_and_parts(server):
         server.chat().choices[0].message.content,
         "a text part",
     )
-    # An answer can be sent back as it came.
+    # An answer can be sent back unchanged.
     answer = server.chat().choices[0].message
     assert server.chat(CHAT + [answer, CHAT[0]]).choices[0].finish_reason, "the answer's own message is taken"
 
@@ -248,7 +248,7 @@ def completion_logprobs(server):
                 logprob <= 0 and top[token] == logprob and 2 <= len(top) <= 3
             ), f"scores of {token!r}: {logprob}, {top}"
         drawn = list(zip(scores.token_logprobs, scores.top_logprobs))[-whole.usage.completion_tokens :]
-        assert all(own == max(top.values()) for own, top in drawn), "the greedy token is the likeliest"
+        assert all(own == max(top.values()) for own, top in drawn), "the greedy token is the most likely"
         equal(choice.text.startswith(STORY), echo, "echo")
 
 
@@ -257,7 +257,7 @@ def chat_logprobs(server):
     whole = server.chat(logprobs=True, top_logprobs=3)
     entries = whole.choices[0].logprobs.content
     equal(len(entries), whole.usage.completion_tokens, "entries")
-    # The end token has an entry, and is no text.
+    # The end token has an entry, but no text.
     ended = whole.choices[0].finish_reason == "stop"
     texts = entries[:-1] if ended else entries
     spelled = b"".join(bytes(entry.bytes) for entry in texts).decode(errors="replace")
@@ -331,7 +331,7 @@ def stop_tokens_and_least_lengths(server):
     assert least.usage.completion_tokens >= 9, f"min_tokens: {least.usage}"
     assert (
         stop not in extra(least.choices[0], "token_ids")[:9]
-    ), "the stop token is not drawn before min_tokens"
+    ), "the stop token is not sampled before min_tokens"
 
 
 @check("plain")
@@ -346,7 +346,7 @@ def sampling_extensions(server):
     banned = server.complete(
         max_tokens=1, logit_bias={str(first): -100}, extra_body={"return_token_ids": True}
     )
-    assert extra(banned.choices[0], "token_ids") != [first], "a token with the bias -100 is not drawn"
+    assert extra(banned.choices[0], "token_ids") != [first], "a token with the bias -100 is not sampled"
 
 
 @check("plain")
@@ -451,7 +451,7 @@ def request_ids(server):
     )
     equal(raw.headers["x-request-id"], "session-1", "the id that was sent")
     first, second = server.complete(), server.complete()
-    assert first._request_id and first._request_id != second._request_id, "ids that were made differ"
+    assert first._request_id and first._request_id != second._request_id, "generated ids differ"
 
 
 @check("plain")
@@ -463,7 +463,7 @@ def fifty_streams_at_once(server):
         streamed = Streamed([])
         async for chunk in await client.completions.create(**wish(seed), stream=True):
             streamed.add(chunk)
-        assert streamed.finishes.keys() == {0}, f"stream {seed} did not come to its end"
+        assert streamed.finishes.keys() == {0}, f"stream {seed} did not finish"
         return streamed.texts[0]
 
     async def all_at_once():
@@ -471,27 +471,28 @@ def fifty_streams_at_once(server):
             return await asyncio.gather(*(one(client, seed) for seed in range(50)))
 
     alone = [server.client.completions.create(**wish(seed)).choices[0].text for seed in range(50)]
-    equal(asyncio.run(all_at_once()), alone, "fifty texts in company and alone")
+    equal(asyncio.run(all_at_once()), alone, "fifty texts, concurrently and alone")
     server.until_idle()
 
 
 @check("keyed")
 def keys(server):
-    assert server.complete().choices[0].text, "the right key is let in"
+    assert server.complete().choices[0].text, "the correct key is accepted"
     for key in ("wrong", "none"):
         client = openai.OpenAI(**{**server.options, "api_key": key})
         for call in (client.models.list, lambda: server.complete(client=client)):
             error = refused(openai.AuthenticationError, call, status_code=401, code="invalid_api_key")
-            assert server.options["api_key"] not in str(error), "the error does not tell the key"
+            assert server.options["api_key"] not in str(error), "the error does not contain the key"
     assert (
         server.metric("mainstem_admission_rejections_total", reason="unauthorized") >= 4
-    ), "refusals are counted"
+    ), "rejections are counted"
     with urllib.request.urlopen(f"{server.url}/health", timeout=PATIENCE_S) as health:
         equal(health.status, 200, "/health needs no key")
 
 
 def long_answer(server):
-    """What keeps the slow server's slot for longer than any of the checks below asks."""
+    """Returns parameters of a request that occupies the slow server's slot longer than any of the checks below
+    takes."""
     context = server.client.models.retrieve(server.model).model_extra["max_model_len"]
     return {"max_tokens": context * 3 // 4, "extra_body": {"ignore_eos": True}}
 
@@ -556,7 +557,7 @@ def busy_and_retries(server):
         holder.close()
         answer, took_s = waiting.result(PATIENCE_S)
     equal(answer.parse().choices[0].finish_reason, "length", "the answer after retries")
-    assert answer.retries_taken >= 1, "it was refused first"
+    assert answer.retries_taken >= 1, "it was rejected first"
     assert (
         took_s >= pause_s * answer.retries_taken
     ), f"{answer.retries_taken} retries took {took_s} s, not {pause_s} s each"
@@ -568,13 +569,13 @@ def embeddings(server):
         return server.client.embeddings.create(model=server.model, input=texts, **wish)
 
     texts = ["the rain", "a river of oil", "look"]
-    # The package asks for base64 by itself, and gives numbers.
+    # The package requests base64 by default, and returns numbers.
     whole = embed(texts)
     equal((whole.object, whole.model), ("list", server.model), "the envelope")
     equal([one.index for one in whole.data], [0, 1, 2], "indices")
     vectors = [one.embedding for one in whole.data]
     card = server.client.models.retrieve(server.model).model_extra
-    equal((card["kind"], "/v1/embeddings" in card["endpoints"]), ("encoder", True), "what it is")
+    equal((card["kind"], "/v1/embeddings" in card["endpoints"]), ("encoder", True), "kind and endpoints")
     for vector in vectors:
         equal(len(vector), card["dimensions"], "dimensions")
         assert abs(sum(x * x for x in vector) - 1) < 1e-5, "vectors have length 1"
@@ -585,7 +586,7 @@ def embeddings(server):
     cut = embed(texts[0], dimensions=4).data[0].embedding
     length = sum(x * x for x in vectors[0][:4]) ** 0.5
     close(embed(texts[0], dimensions=4), [[x / length for x in vectors[0][:4]]], "a cut vector")
-    equal(len(cut), 4, "dimensions asked for")
+    equal(len(cut), 4, "requested dimensions")
     assert whole.usage.prompt_tokens == whole.usage.total_tokens > 0, f"tokens: {whole.usage}"
     refused(openai.BadRequestError, lambda: embed(""), param="input")
     refused(openai.BadRequestError, lambda: embed(texts, dimensions=card["dimensions"] + 1), param="dimensions")
@@ -604,7 +605,7 @@ async def embed_at_once(server, texts, vectors):
     async with server.async_client() as client:
         asked = [client.embeddings.create(model=server.model, input=texts) for _ in range(20)]
         for answer in await asyncio.gather(*asked):
-            close(answer, vectors, "vectors in company")
+            close(answer, vectors, "concurrent vectors")
 
 
 @check("encoder")
@@ -629,9 +630,9 @@ def sources(server):
         alone = translate(text, forced_bos_token="__de__").choices[0]
         equal(alone.text, whole.choices[index].text, f"{text!r} alone")
     opening = extra(whole.choices[0], "decoder_prompt_token_ids")
-    equal(translate(texts, decoder_prompt=opening).choices, whole.choices, "the beginning by its ids")
+    equal(translate(texts, decoder_prompt=opening).choices, whole.choices, "the decoder prompt as ids")
     french = translate(texts[0], forced_bos_token="fr").choices[0]
-    assert extra(french, "decoder_prompt_token_ids") != opening, "another language begins in another way"
+    assert extra(french, "decoder_prompt_token_ids") != opening, "another language has another decoder prompt"
     wish = {"ignore_eos": True, "forced_bos_token": "de", "skip_special_tokens": False}
     streamed = Streamed(server.complete(texts, stream=True, extra_body=wish))
     equal(streamed.texts, {choice.index: choice.text for choice in whole.choices}, "the texts, streamed")
@@ -640,7 +641,7 @@ def sources(server):
 
 
 def run(name, server, function):
-    """The check's line; whether it failed."""
+    """Runs a check and prints its result. Returns whether it failed."""
     if server is None:
         print(f"skipped {name}: no such server was named", flush=True)
         return False
@@ -663,7 +664,7 @@ def main():
     parser.add_argument("--slow")
     parser.add_argument("--encoder")
     parser.add_argument("--translator")
-    parser.add_argument("--only", default="", help="checks with this in their name")
+    parser.add_argument("--only", default="", help="run only checks whose name contains this text")
     args = parser.parse_args()
     servers = {
         "plain": Server(args.plain),

@@ -1,13 +1,13 @@
-"""Recomputes, from formulas and with numpy alone, what families answer in tests/fixtures: all that the library does not
-know, and those with ALiBi that it does.
+"""Recomputes, from formulas and with numpy only, the outputs of family fixtures: all families for which transformers
+has no class, and those with ALiBi.
 
     python tests/oracle/check_families.py
 
-Each family is described by itself: how its own files lay out a layer, and which blocks it has. Every description is
-also run with one thing wrong, which must be noticed: so the fixture tells an engine that does it right from one that
-does not.
+Each family is described independently: the layout of its files, and its blocks. Every description is also run with
+one deliberate error, which must change the outputs: so the fixture distinguishes a correct engine from an incorrect
+one.
 
-Invariant: no code is shared with the scripts that made the fixtures, nor with the library that gave the answers.
+Invariant: no code is shared with the scripts that made the fixtures, or with the library that computed the outputs.
 """
 
 import json
@@ -32,7 +32,7 @@ from numpy_decoder import (
 
 
 def llama(w: dict, c: dict) -> Decoder:
-    """Llama's names and blocks, and whatever biases there are."""
+    """A decoder with Llama's tensor names and blocks, and with all biases in the file."""
     layers = []
     for i in range(c["num_hidden_layers"]):
         at = f"model.layers.{i}"
@@ -61,7 +61,7 @@ def llama_mlp(w: dict, c: dict, i: int) -> Callable:
 
 
 def deepseek_mlp(w: dict, c: dict, at: str) -> Callable:
-    """Softmax over all experts, the best as they are, and what all tokens share."""
+    """Softmax over all experts, the top ones without renormalization, and the shared experts."""
 
     def expert(name: str) -> Callable:
         return gated(*(w[f"{at}.{name}.{p}_proj.weight"] for p in ("gate", "up", "down")))
@@ -149,7 +149,7 @@ def without_shared(w: dict, c: dict) -> Decoder:
 
 
 def bloom(w: dict, c: dict) -> Decoder:
-    """Bloom's names, which are Falcon's too, with or without a prefix."""
+    """A decoder with Bloom's tensor names, which Falcon uses too, with or without a prefix."""
     w = {name.removeprefix("transformer."): t for name, t in w.items()}
     heads = c.get("n_head") or c["num_attention_heads"]
     hidden, layers = c.get("n_embed") or c["hidden_size"], c.get("n_layer") or c["num_hidden_layers"]
@@ -170,7 +170,7 @@ def bloom(w: dict, c: dict) -> Decoder:
 
 
 def bloom_layer(w: dict, at: str, heads: int, hidden: int) -> Layer:
-    """q, k and v of one head after the other; tanh gelu, or erf for Falcon, which has no embedding norm."""
+    """A layer with q, k and v interleaved per head; tanh GELU, or erf GELU for Falcon, which has no embedding norm."""
     fused, bias = pair(w, f"{at}.self_attention.query_key_value")
     qkv = fused.reshape(heads, 3, -1, hidden).swapaxes(0, 1).reshape(3, hidden, hidden)
     biases = dict(zip("qkv", bias.reshape(heads, 3, -1).swapaxes(0, 1).reshape(3, hidden), strict=True))
@@ -191,11 +191,11 @@ def gelu_erf(x: np.ndarray) -> np.ndarray:
 
 
 def falcon_rw(w: dict, c: dict) -> Decoder:
-    """Slopes are divided by the root of the head's size, as scores are."""
+    """The slopes are divided by the square root of the head size, like the scores."""
     return replace(bloom(w, c), alibi=(c["hidden_size"] / c["num_attention_heads"]) ** -0.5)
 
 
-# Of each fixture: its description, and one with a thing wrong.
+# For each fixture: its description, and one with an error.
 DECODERS = {
     "baichuan_7b": (baichuan, lambda w, c: replace(baichuan(w, c), interleaved=True)),
     "baichuan_13b": (baichuan, lambda w, c: replace(baichuan(w, c), alibi=0.0)),
@@ -228,7 +228,7 @@ def main():
         config = json.loads((folder / "config.json").read_text())
         worst = worst_of_decoder(right(weights, config), folder)
         noticed = worst_of_decoder(wrong(weights, config), folder)
-        line = f"{name:18} worst difference {worst:.1e}, with one thing wrong {noticed:.1e}"
+        line = f"{name:18} worst difference {worst:.1e}, with an error {noticed:.1e}"
         assert worst < TOLERANCE and noticed > NOTICED, line
         print(line)
 

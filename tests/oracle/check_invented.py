@@ -1,9 +1,9 @@
-"""Recomputes, with numpy alone, what the two invented architectures in tests/fixtures/families answer.
+"""Recomputes, with numpy only, the outputs of the two invented architectures in tests/fixtures/families.
 
     python tests/oracle/check_invented.py
 
-Invariant: it is written from the description at the head of families/invented.py, and shares no code with the program
-below that.
+Invariant: this script is written from the description at the head of families/invented.py, and shares no code with
+the program below it.
 """
 
 import json
@@ -129,7 +129,7 @@ def two_attention(w: dict, c: dict, name: str, x: np.ndarray, seen: np.ndarray, 
 
 
 def turned(c: dict, x: np.ndarray) -> np.ndarray:
-    """Pairs of neighbours as complex numbers, times the angle's."""
+    """Rotates pairs of neighboring elements, as complex numbers times those of the angles."""
     angle = np.arange(x.shape[1])[:, None] / c["theta"] ** (np.arange(0, c["rot"], 2) / c["rot"])
     first = x[..., : c["rot"] : 2] + 1j * x[..., 1 : c["rot"] : 2]
     first = first * np.exp(1j * angle)

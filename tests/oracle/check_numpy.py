@@ -1,11 +1,12 @@
-"""Recomputes every recorded answer with a plain numpy forward pass, written from the formulas, in float64.
+"""Recomputes every recorded output with a plain numpy forward pass, written from the formulas, in float64.
 
     python tests/oracle/check_numpy.py
 
-Needs numpy alone. It reads the files byte by byte itself, so it also checks what was written; and it shows that a wrong
-rotation would be noticed: with scaling left out, or pairs taken the other way, the answers must not agree.
+Needs only numpy. The script parses the files itself, byte by byte, so it also checks their contents. It also shows
+that a wrong rotation would be detected: without the RoPE scaling, or with the other order of pairs, the outputs must
+differ.
 
-Invariant: no code is shared with the script that made the fixtures, nor with the library that gave the answers.
+Invariant: no code is shared with the script that made the fixtures, or with the library that computed the outputs.
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
-# GGUF files and what is recorded of them.
+# GGUF files and their recorded outputs.
 GGUF = {
     "f32": "rope_llama3/answers.json",
     "f16": "bf16/answers.json",
@@ -29,7 +30,7 @@ NOTICED = 1e-2
 
 @dataclass(frozen=True)
 class Model:
-    """Weights by hub name, and what the forward pass needs besides them."""
+    """Weights by hub name, and the other parameters of the forward pass."""
 
     weights: dict[str, np.ndarray]
     layers: int
@@ -47,7 +48,7 @@ class Model:
 
 
 def forward(model: Model, ids: list[int]) -> np.ndarray:
-    """(len(ids), vocab) log-probabilities of the next token after each position."""
+    """Returns (len(ids), vocab) log-probabilities of the next token after each position."""
     x = model.weights["model.embed_tokens.weight"][ids]
     for i in range(model.layers):
         layer = f"model.layers.{i}"
@@ -59,9 +60,9 @@ def forward(model: Model, ids: list[int]) -> np.ndarray:
 
 
 def attention(model: Model, name: str, x: np.ndarray) -> np.ndarray:
-    """Causal attention of all heads; each group of query heads shares a head of k and v."""
+    """Computes causal attention of all heads; each group of query heads shares a head of k and v."""
     n = len(x)
-    # (heads, n, head_dim) each
+    # each (heads, n, head_dim)
     q, k, v = (
         model.linear(f"{name}.{p}_proj", x).reshape(n, -1, model.head_dim).swapaxes(0, 1) for p in "qkv"
     )
@@ -76,7 +77,8 @@ def attention(model: Model, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def rotate(model: Model, x: np.ndarray) -> np.ndarray:
-    """Turns pair j of every head by position * frequency j: (j, j + d/2), or (2j, 2j + 1) where interleaved."""
+    """Rotates pair j of every head by position * frequency j; pairs are (j, j + d/2), or (2j, 2j + 1) if
+    interleaved."""
     angles = np.arange(x.shape[1])[:, None] * model.frequencies
     turn = np.exp(1j * angles)
     half = model.head_dim // 2
@@ -107,8 +109,8 @@ def scaled(frequencies: np.ndarray, rope: dict) -> np.ndarray:
     if kind == "linear":
         return frequencies / rope["factor"]
     assert kind == "llama3", kind
-    # How often a pair turns over the original context: below low_freq_factor it is slowed by the factor, above
-    # high_freq_factor it is kept, and in between the two are mixed.
+    # Rotations of a pair over the original context: below low_freq_factor, its frequency is divided by the factor; above
+    # high_freq_factor, it is unchanged; in between, the two are interpolated.
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -137,7 +139,7 @@ def numbers(data: bytes, dtype: str) -> np.ndarray:
 
 
 def read_folder(folder: Path) -> tuple[Model, Model | None]:
-    """The model, and the same without rotary scaling where there is some."""
+    """Returns the model, and the same without RoPE scaling if it has one."""
     config = json.loads((folder / "config.json").read_text())
     weights = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -175,7 +177,7 @@ def read_llama2c(path: Path) -> Model:
     }  # fmt: skip
     data, parts = data[start:], {}
     for name in order.split() + ["classifier"] * (not shared):
-        # Each layer's codes are followed by their scales.
+        # The quants of each layer are followed by their scales.
         shape, read = shapes[name], []
         for _ in range(shape[0] if len(shape) == 3 else 1):
             count = int(np.prod(shape[-2:]))
@@ -189,7 +191,8 @@ def read_llama2c(path: Path) -> Model:
 
 
 def take(data: bytes, count: int, group: int | None) -> tuple[np.ndarray, bytes]:
-    """The first `count` numbers, and what follows: F32, or signed bytes and then a scale for each group of them."""
+    """Returns the first `count` numbers and the remaining bytes. Numbers are F32, or signed bytes followed by a scale
+    for each group of them."""
     if group is None:
         return numbers(data[: 4 * count], "F32"), data[4 * count :]
     codes = np.frombuffer(data, "i1", count).reshape(-1, group)
@@ -213,7 +216,7 @@ def hub_names(parts: dict[str, np.ndarray], layers: int) -> dict[str, np.ndarray
 
 
 def read_gguf(path: Path) -> tuple[Model, Model]:
-    """The model, and the same with rotated pairs taken the other way."""
+    """Returns the model, and the same with the other order of rotated pairs."""
     settings, tensors = gguf_parts(path.read_bytes())
     layers, heads = settings["llama.block_count"], settings["llama.attention.head_count"]
     head_dim = settings["llama.embedding_length"] // heads
@@ -237,7 +240,7 @@ def read_gguf(path: Path) -> tuple[Model, Model]:
 
 
 def gguf_parts(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
-    """Metadata and tensors of a file of version 3."""
+    """Returns metadata and tensors of a version 3 file."""
     at = 0
 
     def take(form: str):
@@ -271,7 +274,7 @@ def gguf_parts(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def gguf_numbers(data: bytes, count: int, kind: int) -> np.ndarray:
-    """The first `count` numbers: F32, F16, BF16, or blocks of 32 with a scale before them."""
+    """Returns the first `count` numbers: F32, F16, BF16, or blocks of 32 with a scale before them."""
     if kind in (0, 1, 30):
         name, size = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}[kind]
         return numbers(data[: count * size], name)
@@ -285,7 +288,8 @@ def gguf_numbers(data: bytes, count: int, kind: int) -> np.ndarray:
 
 
 def worst_difference(model: Model, answers_file: Path) -> float:
-    """The largest difference of any recorded log-probability. Also asserts that recorded lists fit each other."""
+    """Returns the largest difference of any recorded log-probability. Also asserts that the recorded lists are
+    consistent."""
     worst = 0.0
     content = json.loads(answers_file.read_text())
     for entry in content["answers"]:

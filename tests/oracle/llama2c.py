@@ -1,7 +1,7 @@
 """Writes llama2.c's files: model .bin versions 0 and 1 (float32) and 2 (int8 in groups), and tokenizer.bin.
 
-Invariant: rows of q and k are in interleaved order (each rotated pair adjacent), as that program expects; the model
-given has them in halves.
+Invariant: rows of q and k are in interleaved order (each rotated pair adjacent), as llama2.c expects; the given model
+has them in the order of halves.
 """
 
 import string
@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 MAGIC = 0x616B3432  # "ak42"
-HEADER_BYTES = 256  # from version 1 on
+HEADER_BYTES = 256  # since version 1
 
 
 def write_v0(path: Path, model):
-    """28-byte header; a negative vocabulary size says that a classifier follows at the end."""
+    """Writes version 0: a 28-byte header; a negative vocabulary size means that a classifier follows at the end."""
     c, weights = model.config, Weights(model)
     vocab = c.vocab_size if c.tie_word_embeddings else -c.vocab_size
     with path.open("wb") as file:
@@ -31,7 +31,8 @@ def write_v0(path: Path, model):
 
 
 def write_v1(path: Path, model):
-    """256-byte header with magic, version and a flag for the shared classifier; norms first."""
+    """Writes version 1: a 256-byte header with magic, version and a flag for the shared classifier; norms come
+    first."""
     c, weights = model.config, Weights(model)
     with path.open("wb") as file:
         file.write(long_header(c, 1))
@@ -46,7 +47,8 @@ def write_v1(path: Path, model):
 
 
 def write_v2(path: Path, model, group: int):
-    """As version 1, with the group's size in the header; each matrix is all its codes, then all its scales."""
+    """Writes version 2: like version 1, with the group size in the header; a matrix is all its quants, then all its
+    scales."""
     c, weights = model.config, Weights(model)
     with path.open("wb") as file:
         file.write(long_header(c, 2, struct.pack("<i", group)))
@@ -64,14 +66,14 @@ def write_v2(path: Path, model, group: int):
 
 
 def grouped(matrix: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales: the largest magnitude of a group becomes 127. Groups run on from row to row."""
+    """Returns quants and scales: the largest magnitude of a group becomes 127. Groups continue across rows."""
     values = matrix.reshape(-1, group)
     scales = np.abs(values).max(axis=1) / np.float32(127)
     return np.round(values / scales[:, None]).astype("i1"), scales.astype("<f4")
 
 
 def held(matrix: np.ndarray, group: int) -> np.ndarray:
-    """The numbers that a matrix's codes and scales stand for."""
+    """Quantizes and dequantizes a matrix."""
     codes, scales = grouped(matrix, group)
     return (codes.astype(np.float32) * scales[:, None]).reshape(matrix.shape)
 
@@ -93,19 +95,19 @@ def header(c, vocab: int) -> bytes:
 
 
 def rotation_tables(c) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines, (positions, head_dim / 2); readers recompute and skip them."""
+    """Returns cosines and sines, (positions, head_dim / 2); readers recompute them and skip these tables."""
     frequencies = c.rope_parameters["rope_theta"] ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
     angles = np.outer(np.arange(c.max_position_embeddings), frequencies)
     return np.cos(angles).astype("<f4"), np.sin(angles).astype("<f4")
 
 
 def interleave(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of each head from halves (0, 1, .. | d/2, ..) to pairs (0, d/2, 1, d/2 + 1, ..)."""
+    """Reorders the rows of each head from halves (0, 1, .. | d/2, ..) to pairs (0, d/2, 1, d/2 + 1, ..)."""
     return rows.reshape(-1, 2, head_dim // 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 class Weights:
-    """A transformers Llama's tensors under the names of the file format."""
+    """The tensors of a transformers Llama under the names of the file format."""
 
     LAYER_NAMES = {
         "norm1": "input_layernorm",
@@ -133,7 +135,7 @@ class Weights:
         return self.state["lm_head.weight"]
 
     def layers(self, name: str) -> list[np.ndarray]:
-        """One kind's tensors, layer by layer, rows in the order of the format."""
+        """Returns one kind of tensor, layer by layer, with rows in the order of the format."""
         layers = range(self.config.num_hidden_layers)
         tensors = [self.state[f"model.layers.{i}.{self.LAYER_NAMES[name]}.weight"] for i in layers]
         return [interleave(t, self.config.head_dim) for t in tensors] if name in ("q", "k") else tensors
@@ -144,7 +146,7 @@ class Weights:
 
 
 def write_tokenizer(path: Path, size: int):
-    """Special tokens, the bytes as <0xNN>, merged pieces from the best score down, then single characters."""
+    """Writes special tokens, the bytes as <0xNN>, merged pieces in order of score, then single characters."""
     tokens = ["<unk>", "\n<s>\n", "\n</s>\n", *(f"<0x{b:02X}>" for b in range(256))]
     characters = [" ", *string.ascii_lowercase]
     merged = [" t", "he", "in", " the", "er", "an", "re", "on", " a", "th", "at", "en", "or", " in", "st"]

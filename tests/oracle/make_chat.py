@@ -1,12 +1,13 @@
-"""Writes what transformers makes of the chat templates in tests/fixtures/chat.
+"""Writes transformers' output for the chat templates in tests/fixtures/chat.
 
     python tests/oracle/make_chat.py
 
-For each NAME.jinja there, NAME.json holds conversations with the text they become, or with the message they are refused
-with; expressions.json holds the text of every line of expressions.txt. Needs transformers and jinja2. The clock stands at
-NOW; conversations that fail for other reasons than raise_exception are recorded as failed, without words.
+For each NAME.jinja there, NAME.json contains conversations with the rendered text, or with the message of
+raise_exception; expressions.json contains the text of every line of expressions.txt. Needs transformers and jinja2.
+The clock is fixed at NOW. Conversations that fail for other reasons than raise_exception are recorded as failed,
+without a message.
 
-Invariant: the library renders everything; nothing here knows what a template should give.
+Invariant: the library renders everything; this script does not know the expected output of any template.
 """
 
 import json
@@ -22,7 +23,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 class Clock:
-    """Stands still."""
+    """A clock that does not advance."""
 
     @staticmethod
     def now():
@@ -103,7 +104,7 @@ def case(messages, prompt=True, cut=False, **kwargs) -> dict:
     }
 
 
-# Whatever the template, each is tried with these.
+# Cases for every template.
 COMMON = [case(HELLO), case(PAIR), case(PAIR, False), case(LED), case(TWICE), case(WORDS), case(ENDS, False, True)]
 CASES = {
     "chatml": [case(NAMED), case(TRAILS, False, True), case(TYPED)],
@@ -135,23 +136,23 @@ CASES = {
 
 
 def typed(messages: list[dict]) -> list[dict]:
-    """As a template sees them that knows lists of parts only."""
+    """Returns the messages for a template that supports only lists of parts."""
     lists = lambda content: parts(content) if isinstance(content, str) else content
     return [{**message, "content": lists(message["content"])} for message in messages]
 
 
 def joined(messages: list[dict]) -> list[dict]:
-    """As a template sees them that knows texts only."""
+    """Returns the messages for a template that supports only texts."""
     text = lambda content: "\n".join(p["text"] for p in content) if isinstance(content, list) else content
     return [{**message, "content": text(message["content"])} for message in messages]
 
 
-# What a template takes for content; texts where it is not named.
+# The form of content that a template supports; if it is not listed, texts only.
 CONTENT = {"typed": typed, "either": lambda messages: messages}
 
 
 def outcome(template: str, case: dict, content=joined) -> dict:
-    """The text, or how there is none."""
+    """Returns the rendered text, or how rendering failed."""
     try:
         rendered, _ = chat_template_utils.render_jinja_template(
             conversations=[content(case["messages"])],
@@ -162,7 +163,7 @@ def outcome(template: str, case: dict, content=joined) -> dict:
         )
         return {"text": rendered[0]}
     except jinja2.TemplateError as error:
-        # The bare class is what raise_exception uses; the library's own errors are of classes below it.
+        # raise_exception raises this class itself; the library's own errors are subclasses.
         return {"refused": str(error)} if type(error) is jinja2.TemplateError else {"failed": True}
     except (TypeError, ValueError, LookupError, AttributeError):
         return {"failed": True}

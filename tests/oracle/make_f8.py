@@ -1,12 +1,12 @@
-"""Makes tests/fixtures/f8: what PyTorch reads in each code of float8_e4m3fn, and tiny checkpoints whose linear layers are
-stored in it, with scales as checkpoints of the hub have them.
+"""Makes tests/fixtures/f8: PyTorch's value of each bit pattern of float8_e4m3fn, and tiny checkpoints whose linear
+layers are stored in this type, with scales as in checkpoints on the hub.
 
     python tests/oracle/make_f8.py
 
-`e4m3.bin` has the 256 values as F32, little-endian. Each folder has config.json, model.safetensors and answers.json, which
-transformers gives in float32 with the weights that the codes and scales stand for, rounded to bfloat16 as they are served:
-`tensor` with one scale for a matrix, beside scales of activations; `channel` with one for each row; `block` with one for each
-block, of which the last are smaller, and which are not square.
+`e4m3.bin` has the 256 values as F32, little-endian. Each folder has config.json, model.safetensors and answers.json.
+transformers computes the answers in float32 with the dequantized weights, rounded to bfloat16 as for serving.
+`tensor` has one scale per matrix, and additional scales of activations; `channel` has one per row; `block` has one
+per block, where the blocks at the edges are smaller, and blocks are not square.
 """
 
 import json
@@ -23,13 +23,13 @@ LARGEST = 448.0
 
 
 def shared(weight, style):
-    """Rows and columns that share a scale."""
+    """Returns the numbers of rows and columns that share a scale."""
     rows, columns = weight.shape
     return {"tensor": (rows, columns), "channel": (1, columns), "block": BLOCK}[style]
 
 
 def blocks(weight, style):
-    """The scale of each block, and the weight's codes."""
+    """Returns the scale of each block, and the quantized weight."""
     height, width = shared(weight, style)
     scales = torch.zeros(-(-weight.shape[0] // height), -(-weight.shape[1] // width))
     codes = torch.zeros_like(weight).to(torch.float8_e4m3fn)
@@ -42,13 +42,13 @@ def blocks(weight, style):
 
 
 def spread(scales, weight, style):
-    """Each number's scale."""
+    """Returns the scale of each element."""
     height, width = shared(weight, style)
     return scales.repeat_interleave(height, 0)[: weight.shape[0]].repeat_interleave(width, 1)[:, : weight.shape[1]]
 
 
 def stored(style, name, weight):
-    """The tensors of a linear layer, and the numbers they stand for."""
+    """Returns the tensors of a linear layer, and the dequantized weight."""
     scales, codes = blocks(weight, style)
     numbers = (codes.float() * spread(scales, weight, style)).bfloat16().float()
     tensors = {f"{name}": codes}
@@ -68,7 +68,7 @@ def is_coded(name):
 
 
 def coded(model, style):
-    """What the file holds; the model gets its numbers."""
+    """Returns the tensors of the file, and sets the weights of the model to the dequantized ones."""
     tensors = {}
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -87,7 +87,7 @@ def make(style):
         model = make_model(fixture, seed)
         tensors = coded(model, style)
         entries = [record(model, prompt, fixture.eos) for prompt in make_prompts(fixture)[::2]]
-        # One layer says the same over and over; what it thinks of the prompts is what counts.
+        # A model with one layer repeats itself; the log-probabilities of the prompts are what matters.
         if all(entry["margin"] >= 2 * MARGIN for entry in entries):
             break
     check_generate(model, entries)

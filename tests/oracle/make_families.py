@@ -1,12 +1,12 @@
-"""Makes tests/fixtures/families: a tiny random checkpoint of every model family, and what it answers.
+"""Makes tests/fixtures/families: a tiny random checkpoint of every model family, and its outputs.
 
     python tests/oracle/make_families.py [NAME ...]
 
-Each folder looks as the family's own repositories do, plus answers.json (described in README.md). One tokenizer, of
-whole words, serves them all. What the cases are is said in the tables of `families/`.
+Each folder looks like a repository of the family, plus answers.json (described in README.md). All share one tokenizer
+with whole words. The cases are in the tables of `families/`.
 
-Invariant: what is recorded was computed again from the folder as written, where the library can read it, and every
-weight in it that is meant to matter does.
+Invariant: the recorded outputs were recomputed from the folder as written, if the library can read it, and every
+weight in it changes them, except those that are known not to matter.
 """
 
 import copy
@@ -24,11 +24,11 @@ from families.table import CASES
 from transformers.utils import logging
 
 
-SPEC = "spec.toml"  # of families that do not ship: written by hand, and kept
+SPEC = "spec.toml"  # of families without a shipped specification: written by hand, and kept
 
 
 def search(case: Case) -> tuple[int, torch.nn.Module, dict]:
-    """The first seed whose answers are clear."""
+    """Returns the first seed whose outputs are clear."""
     for seed in range(500):
         model = reference.randomise(case, seed)
         try:
@@ -39,7 +39,7 @@ def search(case: Case) -> tuple[int, torch.nn.Module, dict]:
 
 
 def make(case: Case):
-    """Replaces the case's folder, once everything in it has been checked."""
+    """Replaces the case's folder after all checks of its new contents."""
     seed, model, recorded = search(case)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / case.name
@@ -79,7 +79,7 @@ def head(case: Case, seed: int) -> dict:
 
 @torch.no_grad()
 def check_matters(case: Case, model: torch.nn.Module, recorded: dict):
-    """Every weight changes what is recorded, and so does every setting that the case says matters."""
+    """Checks that every weight, and every setting in the case's `matters`, changes the recorded outputs."""
     before = answers.fingerprint(case, model, recorded)
 
     def difference(other: torch.nn.Module) -> float:
@@ -88,7 +88,7 @@ def check_matters(case: Case, model: torch.nn.Module, recorded: dict):
     for name, weight in reference.weights_of(case, model):
         if re.search(case.neutral, name):
             continue
-        for part in weight if weight.dim() == 3 else [weight]:  # every expert by itself
+        for part in weight if weight.dim() == 3 else [weight]:  # every expert separately
             kept = part.clone()
             part.add_(0.3 * torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
             assert difference(model) > 10 * NOTICED, f"{case.name}: {name} does nothing"

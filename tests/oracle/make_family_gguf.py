@@ -1,9 +1,9 @@
-"""Makes GGUF files in tests/fixtures/gguf of models from tests/fixtures/families: those whose tensors llama.cpp's converter
-rearranges. The gguf package knows the names and writes the files; needs no other but numpy.
+"""Makes GGUF files in tests/fixtures/gguf from models in tests/fixtures/families whose tensors llama.cpp's converter
+rearranges. The gguf package has the tensor names and writes the files; apart from it, only numpy is needed.
 
     python tests/oracle/make_family_gguf.py
 
-Invariant: every number of a file is one of the fixture's weights, or of its config.json.
+Invariant: every number in a file comes from the fixture's weights or from its config.json.
 """
 
 import json
@@ -18,12 +18,12 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 FAMILIES = FIXTURES / "families"
 
 STORED = {"F32": Type.F32, "F16": Type.F16, "BF16": Type.BF16}
-# In F32 whatever the others are, as norms and vectors are.
+# Always in F32, like norms and vectors.
 SINGLE = ("ffn_gate_inp.", "_norm.weight")
 
 
 class Model:
-    """A fixture: its config.json, and its tensors in F32 with the type they are stored in."""
+    """A fixture: its config.json, and its tensors in F32 with their stored type."""
 
     def __init__(self, name: str):
         folder = FAMILIES / name
@@ -38,7 +38,7 @@ class Model:
                 self.tensors[tensor] = (numbers, STORED[entry["dtype"]])
 
     def rows(self, part: str, arrange):
-        """Puts every tensor whose name has `part` in another order."""
+        """Reorders every tensor whose name contains `part`."""
         for name, (numbers, kind) in self.tensors.items():
             if part in name:
                 self.tensors[name] = (arrange(numbers), kind)
@@ -51,7 +51,7 @@ def widened(raw: bytes, dtype: str) -> np.ndarray:
 
 
 def paired(heads: int):
-    """From halves to pairs: rows i and i + n/2 of a head come side by side."""
+    """Returns a function from halves to pairs: rows i and i + n/2 of a head become adjacent."""
 
     def arrange(rows: np.ndarray) -> np.ndarray:
         halves = rows.reshape(heads, 2, len(rows) // heads // 2, -1)
@@ -61,7 +61,7 @@ def paired(heads: int):
 
 
 def in_blocks(groups: int, queries: int):
-    """From groups of queries, a key and a value to all queries, all keys, all values."""
+    """Returns a function from groups of queries, a key and a value to all queries, all keys, all values."""
 
     def arrange(rows: np.ndarray) -> np.ndarray:
         heads = rows.reshape(groups, queries + 2, len(rows) // groups // (queries + 2), -1)
@@ -111,7 +111,7 @@ def add_llama(writer: gguf.GGUFWriter, config: dict):
 
 def bloom(writer: gguf.GGUFWriter, model: Model):
     hidden, heads = model.config["n_embed"], model.config["num_attention_heads"]
-    # Configurations of whole models say so.
+    # The context length of the published models.
     writer.add_context_length(2048)
     add_plain(writer, hidden, heads, heads, model.config)
     model.rows("query_key_value", in_blocks(heads, 1))
@@ -156,7 +156,7 @@ def make(name: str, arch: gguf.MODEL_ARCH, describe):
     writer.add_block_count(layers)
     describe(writer, model)
     if arch != gguf.MODEL_ARCH.LLAMA:
-        # No vocabulary says how many tokens there are.
+        # There is no vocabulary from which the number of tokens follows.
         writer.add_vocab_size(model.config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     writer.add_eos_token_id(model.config["eos_token_id"])

@@ -1,13 +1,13 @@
-"""Makes tests/fixtures: tiny random Llama checkpoints and what Hugging Face transformers answers with them.
+"""Makes tests/fixtures: tiny random Llama checkpoints and the outputs of Hugging Face transformers for them.
 
     python tests/oracle/make_fixtures.py [NAME ...]
 
 Each folder looks like a model folder of the hub, plus answers.json (described in README.md). The reference is
-computed in float32 from the weights as stored, after reading the written folder back. Transformers 5 writes the rotary
-settings as `rope_parameters`; folders of the older spelling get their config.json rewritten here, and are read back
-from it too.
+computed in float32 from the weights as stored, after reading the written folder. Transformers 5 writes the RoPE
+settings as `rope_parameters`; for folders with the older keys, this script rewrites config.json, and reads it back
+too.
 
-Invariant: at every recorded step the two best logits differ by at least MARGIN, so a correct engine has no ties to
+Invariant: at every recorded step the two largest logits differ by at least MARGIN, so a correct engine has no ties to
 break.
 """
 
@@ -60,7 +60,8 @@ LLAMA3 = {
 
 @dataclass(frozen=True)
 class Fixture:
-    """A checkpoint to make. `rope` is what goes beside theta; `spelling` is that of config.json."""
+    """A checkpoint to make. `rope` contains the RoPE settings besides theta; `spelling` selects the keys of
+    config.json."""
 
     name: str
     hidden: int = 32
@@ -72,7 +73,7 @@ class Fixture:
     vocab: int = 263
     theta: float = 10000.0
     rope: dict | None = None
-    spelling: str = "scaling"  # "first" Llama's, "scaling" as of Llama 2 and 3, "current"
+    spelling: str = "scaling"  # "first": Llama 1, "scaling": Llama 2 and 3, "current"
     eps: float = 1e-5
     tied: bool = False
     biased: bool = False
@@ -80,7 +81,7 @@ class Fixture:
     shard_size: str = "5GB"
     std: float = 0.2
     eos: tuple[int, ...] = (EOS,)
-    stops: bool = False  # some answer must end with the last of `eos`
+    stops: bool = False  # some answer must end with the last token of `eos`
 
     def config(self) -> LlamaConfig:
         rope = {"rope_type": "default", "rope_theta": self.theta, **(self.rope or {})}
@@ -112,24 +113,25 @@ HUB_FIXTURES = [
     Fixture("biased", biased=True, kv_heads=2, vocab=265),
     Fixture("odd_head_dim", hidden=36, kv_heads=2, head_dim=10, layers=3, ffn=25, vocab=260),
     Fixture("rope_linear", rope={"rope_type": "linear", "factor": 4.0}, theta=1000.0, kv_heads=2, vocab=261),
-    # Head sizes of 16 and more give the llama3 rule a frequency in each of its three bands.
+    # With head sizes of 16 and more, there are frequencies in each of the three bands of the llama3 rule.
     Fixture("rope_llama3", rope={"rope_type": "llama3", **LLAMA3}, heads=2, kv_heads=1, stops=True, eos=(EOS, 260)),
     Fixture("rope_parameters", rope={"rope_type": "llama3", **LLAMA3}, theta=50000.0, heads=2, kv_heads=1,
             head_dim=32, ffn=36, spelling="current"),
     Fixture("sharded", shard_size="50KB", kv_heads=2, ffn=36, vocab=259, spelling="current"),
-    # Every inner dimension a multiple of 32: the one whose matrices any block format can hold.
+    # Every inner dimension is a multiple of 32, so the matrices can be stored in any block format.
     Fixture("f16", dtype=torch.float16, hidden=64, ffn=64, kv_heads=2, vocab=288, std=0.15, spelling="current"),
     Fixture("bf16", dtype=torch.bfloat16, kv_heads=2, vocab=277, spelling="current"),
 ]  # fmt: skip
 
 SMALL = {"hidden": 16, "ffn": 40, "heads": 4, "kv_heads": 2, "vocab": 301, "std": 0.3}
-# A row of `down` is two groups and a half. Rows of q and k are whole groups: their order changes no group.
+# A row of `down` is two and a half groups. Rows of q and k are whole groups, so reordering them changes no group.
 LLAMA2C_GROUP = 16
 LLAMA2C_FIXTURES = {"": Fixture("llama2c", **SMALL), "_shared": Fixture("llama2c", **SMALL, tied=True)}
 
 
 def make_model(fixture: Fixture, seed: int) -> LlamaForCausalLM:
-    """Random weights in float32, already rounded to the fixture's storage type. Norms and biases are random too."""
+    """Creates random weights in float32, already rounded to the fixture's data type. Norms and biases are random
+    too."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM._from_config(fixture.config(), attn_implementation="eager")
     with torch.no_grad():
@@ -138,7 +140,7 @@ def make_model(fixture: Fixture, seed: int) -> LlamaForCausalLM:
                 weight.copy_(1.0 + 0.2 * torch.randn_like(weight))
             elif name.endswith("bias"):
                 weight.copy_(0.3 * torch.randn_like(weight))
-        model.lm_head.weight.mul_(2.0)  # spreads the logits
+        model.lm_head.weight.mul_(2.0)  # separates the logits
         if fixture.stops:
             model.lm_head.weight[fixture.eos[-1]].mul_(2.5)
         for weight in model.parameters():
@@ -147,20 +149,21 @@ def make_model(fixture: Fixture, seed: int) -> LlamaForCausalLM:
 
 
 def make_prompts(fixture: Fixture) -> list[list[int]]:
-    """Prompts that open with BOS, without further special tokens. The same for every seed."""
+    """Returns prompts that begin with BOS and have no further special tokens. They are the same for every seed."""
     random = np.random.default_rng([fixture.vocab, fixture.hidden])
     return [[BOS, *random.integers(len(SPECIALS), fixture.vocab, n - 1).tolist()] for n in PROMPT_LENS]
 
 
 @torch.no_grad()
 def logprobs_of(model: LlamaForCausalLM, ids: list[int]) -> torch.Tensor:
-    """(len(ids), vocab): row i is the distribution after ids[..=i]. float32 logits, normalised in float64."""
+    """Returns (len(ids), vocab): row i is the distribution after ids[..=i]. Logits are float32, the softmax is
+    float64."""
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     return torch.log_softmax(logits.double(), dim=-1)
 
 
 def greedy(model: LlamaForCausalLM, prompt: list[int], eos: tuple[int, ...]) -> list[int]:
-    """The continuation, each step from a fresh pass over all tokens; ends after a token of `eos`."""
+    """Returns the greedy continuation, with a new pass over all tokens at each step; it ends after a token of `eos`."""
     ids = list(prompt)
     while len(ids) < len(prompt) + N_ANSWER:
         ids.append(int(logprobs_of(model, ids)[-1].argmax()))
@@ -174,7 +177,7 @@ def rounded(values: torch.Tensor) -> list[float]:
 
 
 def record(model: LlamaForCausalLM, prompt: list[int], eos: tuple[int, ...]) -> dict:
-    """One entry of answers.json's `answers`."""
+    """Returns one entry of `answers` in answers.json."""
     answer = greedy(model, prompt, eos)
     ids = prompt + answer
     table = logprobs_of(model, ids)
@@ -194,14 +197,14 @@ def record(model: LlamaForCausalLM, prompt: list[int], eos: tuple[int, ...]) -> 
 
 
 def record_all(model: LlamaForCausalLM, fixture: Fixture) -> list[dict]:
-    """Every prompt's answer, and again with the end token ignored where it was reached."""
+    """Returns the answer to every prompt, and again with the end token ignored if it was reached."""
     entries = [record(model, prompt, fixture.eos) for prompt in make_prompts(fixture)]
     entries += [record(model, e["prompt"], ()) for e in entries if e["finish"] == "stop"]
     return entries
 
 
 def is_good(entries: list[dict], fixture: Fixture) -> bool:
-    """Whether the answers are clear and lively enough to be worth recording."""
+    """Returns whether the answers are clear and varied enough to be recorded."""
     full = [e for e in entries if e["finish"] == "length"]
     stopped = [e for e in entries if e["finish"] == "stop"]
     lively = all(len(set(e["answer"])) >= MIN_DISTINCT for e in full)
@@ -213,7 +216,7 @@ def is_good(entries: list[dict], fixture: Fixture) -> bool:
 
 
 def search(fixture: Fixture) -> tuple[int, LlamaForCausalLM, list[dict]]:
-    """The first seed whose answers are good."""
+    """Returns the first seed whose answers are good."""
     for seed in range(5000):
         model = make_model(fixture, seed)
         if not is_lively(model, fixture):
@@ -225,15 +228,15 @@ def search(fixture: Fixture) -> tuple[int, LlamaForCausalLM, list[dict]]:
 
 
 def is_lively(model: LlamaForCausalLM, fixture: Fixture) -> bool:
-    """A cheap first look: the shortest prompt's answer is not one phrase over and over."""
+    """A cheap first check: whether the answer to the shortest prompt is not a repetition of one phrase."""
     return len(set(record(model, [BOS], ())["answer"])) >= MIN_DISTINCT
 
 
 def check_generate(model: LlamaForCausalLM, entries: list[dict]):
-    """The library's own cached generation gives the same tokens, with the margin asserted at every step."""
+    """Checks that the library's own cached generation gives the same tokens, with the margin at every step."""
     for entry in entries:
         ids = torch.tensor([entry["prompt"]])
-        # -1 is no token's id: generation runs to its full length.
+        # -1 is not a token id, so generation runs to its full length.
         end = {"eos_token_id": -1} if entry["ignore_eos"] else {}
         out = model.generate(
             ids,
@@ -255,7 +258,7 @@ def write_json(path: Path, content, indent: int | None = None):
 
 
 def respell(config: dict, fixture: Fixture) -> dict:
-    """config.json as older releases wrote it: `scaling` as of Llama 2 and 3, `first` as of the first Llama."""
+    """Rewrites config.json with the keys of older releases: `scaling` like Llama 2 and 3, `first` like Llama 1."""
     config = {
         k: v for k, v in config.items() if k not in ("rope_parameters", "dtype", "transformers_version")
     }
@@ -274,7 +277,7 @@ def respell(config: dict, fixture: Fixture) -> dict:
 
 
 def save(fixture: Fixture, model: LlamaForCausalLM, folder: Path):
-    """The model folder, as the library saves it but for the spelling of config.json."""
+    """Writes the model folder as the library saves it, except for the keys of config.json."""
     shutil.rmtree(folder, ignore_errors=True)
     model.generation_config.do_sample = False
     model.to(fixture.dtype).save_pretrained(folder, max_shard_size=fixture.shard_size)
@@ -314,7 +317,8 @@ def make_hub_fixture(fixture: Fixture):
 
 
 def make_llama2c():
-    """Every version of the .bin format, with a separate and with a shared classifier, and answers for each."""
+    """Writes every version of the .bin format, with a separate and with a shared classifier, and the answers for
+    each."""
     folder = FIXTURES / "llama2c"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -330,7 +334,7 @@ def make_llama2c():
 
 
 def make_llama2c_v2(folder: Path, suffix: str, fixture: Fixture, seed: int, model: LlamaForCausalLM):
-    """The same model in groups, and the answers of the numbers that they stand for."""
+    """Writes the same model in groups, and the answers for the dequantized weights."""
     llama2c.write_v2(folder / f"v2{suffix}.bin", model, LLAMA2C_GROUP)
     with torch.no_grad():
         for weight in model.parameters():

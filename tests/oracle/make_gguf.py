@@ -1,10 +1,10 @@
-"""Makes tests/fixtures/gguf: GGUF files of models from tests/fixtures, written by the gguf package as llama.cpp's converter
-does, and what Hugging Face transformers answers with the weights of those that are stored in blocks.
+"""Makes tests/fixtures/gguf: GGUF files of models from tests/fixtures, written with the gguf package like llama.cpp's
+converter does, and the outputs of Hugging Face transformers for the weights of those that are stored in blocks.
 
     python tests/oracle/make_gguf.py
 
-Invariant: what is recorded is computed from the numbers that the file's blocks stand for, in float32, not from those they
-were made of.
+Invariant: the recorded outputs are computed in float32 from the dequantized blocks of the file, and not from the
+original weights.
 """
 
 import json
@@ -53,7 +53,8 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Made:
-    """A file to make from a fixture. `around` is the type of embedding and head, `within` of the other matrices."""
+    """A file to make from a fixture. `around` is the type of embedding and head, `within` that of the other
+    matrices."""
 
     name: str
     fixture: str
@@ -72,9 +73,9 @@ class Made:
 
 
 MADE = [
-    # Factors of rotary frequencies as a tensor; two tokens that end a text.
+    # RoPE frequency factors as a tensor; two end tokens.
     Made("f32", "rope_llama3", Type.F32, Type.F32),
-    # Its numbers have 8 bits, which an F16 holds as well.
+    # Its numbers have 8 significant bits, which F16 represents exactly.
     Made("f16", "bf16", Type.BF16, Type.F16),
     Made("q8_0", "f16", Type.Q8_0, Type.Q8_0),
     Made("q4_0", "f16", Type.Q4_0, Type.Q4_0, tied=True, vocab_size_key=False),
@@ -82,7 +83,7 @@ MADE = [
 
 
 def gguf_name(name: str) -> str:
-    """A tensor's name in GGUF: its layer's number stays."""
+    """Returns a tensor's name in GGUF; the layer number stays."""
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         layer, part = stem.removeprefix("model.layers.").split(".", 1)
@@ -91,7 +92,7 @@ def gguf_name(name: str) -> str:
 
 
 def encoded(values: np.ndarray, kind: Type) -> np.ndarray:
-    """The bytes of a tensor, or its numbers where the writer makes them itself."""
+    """Returns the bytes of a tensor, or its numbers if the writer encodes them itself."""
     if kind in (Type.F32, Type.F16):
         narrow = values.astype(np.float32 if kind == Type.F32 else np.float16)
         assert np.array_equal(narrow.astype(np.float32), values)
@@ -100,7 +101,8 @@ def encoded(values: np.ndarray, kind: Type) -> np.ndarray:
 
 
 def stored(model: LlamaForCausalLM, made: Made) -> LlamaForCausalLM:
-    """The model with the numbers that the file's types can hold; in blocks, with logits spread for clear answers."""
+    """Returns the model with the numbers that the file's types can represent. With block formats, the logits are
+    scaled up for clear answers."""
     model.config.tie_word_embeddings = made.tied
     if made.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -115,7 +117,7 @@ def stored(model: LlamaForCausalLM, made: Made) -> LlamaForCausalLM:
 
 
 def rope_factors(config) -> np.ndarray | None:
-    """What each rotary frequency is divided by, as llama.cpp's converter computes it for the llama3 rule."""
+    """Returns the divisor of each RoPE frequency, as llama.cpp's converter computes it for the llama3 rule."""
     rope = config.rope_parameters
     if rope["rope_type"] != "llama3":
         return None
@@ -151,7 +153,7 @@ def add_settings(writer: gguf.GGUFWriter, config, eos: tuple[int, ...], made: Ma
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, folder: Path):
-    """The fixture's tokenizer.json in GGUF's words."""
+    """Adds the fixture's tokenizer.json as GGUF keys."""
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
     tokens = sorted(vocabulary, key=vocabulary.get)
@@ -202,7 +204,8 @@ def make(made: Made):
 
 
 def make_blocks():
-    """Numbers and their codes: blocks of noise of all magnitudes, and those where a rule must choose."""
+    """Writes numbers and their blocks: random blocks of all magnitudes, and blocks at the decision points of the
+    rounding."""
     random = np.random.default_rng(SEED)
     rows = [random.standard_normal(32) * 10.0**power for power in (-6, -3, -1, 0, 2, 4)]
     zeros, ends, halves = np.zeros(32), np.zeros(32), (np.arange(32) - 16) / 2.0

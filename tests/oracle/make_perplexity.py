@@ -1,11 +1,12 @@
-"""Makes tests/fixtures/perplexity: a text that the demo model was not trained on, and what it says of it by transformers.
+"""Makes tests/fixtures/perplexity: a text that was not used to train the demo model, and its likelihood computed by
+transformers.
 
     python tests/oracle/make_perplexity.py
 
-`held_out.txt` is made of documents of the demo's corpus with a seed that training never uses, the begin token spelled out
-between them. `answers.json` is described in README.md: each chunk's negative log-likelihood, by the loop in transformers' page
-"Perplexity of fixed-length models", and the divergence of the model from one whose matrices are what their blocks of Q4_0 stand
-for. Everything is computed in float32 from the weights as stored; logarithms and sums in float64.
+`held_out.txt` consists of documents of the demo corpus from a seed that training never uses, separated by the text of
+the begin token. `answers.json` is described in README.md: each chunk's negative log-likelihood, computed by the loop
+in transformers' page "Perplexity of fixed-length models", and the divergence of the model from the one whose matrices
+are quantized to Q4_0. Everything is computed in float32 from the weights as stored; logarithms and sums are float64.
 """
 
 import json
@@ -31,7 +32,7 @@ from layout import BEGIN  # noqa: E402
 
 
 def held_out() -> str:
-    """Whole documents, as many as there is room for."""
+    """Returns as many whole documents as fit."""
     stream = corpus.documents(corpus.HELD_OUT)
     text = next(stream)
     while len(text) + len(following := BEGIN + next(stream)) <= CHARACTERS:
@@ -40,14 +41,15 @@ def held_out() -> str:
 
 
 def logprobs(model: LlamaForCausalLM, ids: list[int]) -> np.ndarray:
-    """Of all tokens behind each of `ids`, (ids, vocabulary)."""
+    """Returns the log-probabilities of all tokens after each of `ids`, (ids, vocabulary)."""
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0].to(torch.float64)
     return torch.log_softmax(logits, dim=-1).numpy()
 
 
 def windows(count: int, context: int, stride: int):
-    """(begin, end, first that is scored) of each chunk, as the page has them; a token without one before it is none."""
+    """Yields (begin, end, first scored token) of each chunk, as on the page; chunks without a scored token are
+    skipped."""
     seen = 0
     for begin in range(0, count, stride):
         end = min(begin + context, count)
@@ -60,7 +62,7 @@ def windows(count: int, context: int, stride: int):
 
 
 def chunks(model: LlamaForCausalLM, ids: list[int], context: int, stride: int) -> list[dict]:
-    """What each chunk's scored tokens cost together."""
+    """Returns the sum of the negative log-likelihoods of each chunk's scored tokens."""
     made = []
     for begin, end, first in windows(len(ids), context, stride):
         rows = logprobs(model, ids[begin:end])
@@ -70,7 +72,7 @@ def chunks(model: LlamaForCausalLM, ids: list[int], context: int, stride: int) -
 
 
 def in_blocks(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The model with every matrix made of Q4_0's numbers."""
+    """Returns the model with every matrix quantized to Q4_0 and dequantized."""
     coded = LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for weight in coded.parameters():
@@ -82,7 +84,7 @@ def in_blocks(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def difference(model: LlamaForCausalLM, other: LlamaForCausalLM, ids: list[int], context: int) -> dict:
-    """How far `other` is from the model, over chunks one after the other."""
+    """Returns the difference of `other` from the model, over consecutive chunks."""
     kl, own, same = [], [], []
     for begin, end, first in windows(len(ids), context, context):
         p, q = (logprobs(each, ids[begin:end])[: end - begin - 1] for each in (model, other))

@@ -1,12 +1,13 @@
-"""Makes tests/fixtures/pickle: checkpoints as torch.save writes them, in its zip archive and in the stream before it.
+"""Makes tests/fixtures/pickle: checkpoints as torch.save writes them, in its zip format and in the older stream
+format.
 
     python tests/oracle/make_pickles.py
 
-`zip`, `stream` and `sharded` hold the weights of the fixture `bf16`, which must be there. Their numbers are the same,
-but they lie in the files in other orders, types and storages. `kinds` holds a few tensors of every kind, with what
-becomes of each in `kinds.json`. `programs.json` holds pickles by themselves, with what Python makes of them.
+`zip`, `stream` and `sharded` contain the weights of the fixture `bf16`, which must exist. Their numbers are the same,
+but their order, types and storages differ. `kinds` contains a few tensors of every kind, and `kinds.json` the
+expected result of each. `programs.json` contains separate pickles, with the objects that Python loads from them.
 
-Invariant: PyTorch itself reads every file back to the tensors that were meant.
+Invariant: PyTorch itself reads every file back to the intended tensors.
 """
 
 import json
@@ -34,7 +35,7 @@ FOREIGN = {
     torch.uint16: "U16",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-NEWER = ["uint16", "float8_e4m3fn"]  # types that the older container has no storages for
+NEWER = ["uint16", "float8_e4m3fn"]  # types for which the older format has no storages
 KEPT = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -43,19 +44,19 @@ def weights() -> OrderedDict:
 
 
 def column_major(matrix: torch.Tensor) -> torch.Tensor:
-    """The same numbers, stored column by column."""
+    """Returns the same numbers, stored column by column."""
     return matrix.t().contiguous().t()
 
 
 def spread(matrix: torch.Tensor) -> torch.Tensor:
-    """The same numbers, in every other row of a matrix twice as tall."""
+    """Returns the same numbers, in every other row of a matrix with twice as many rows."""
     wide = torch.zeros(2 * matrix.shape[0], matrix.shape[1], dtype=matrix.dtype)
     wide[1::2] = matrix
     return wide[1::2]
 
 
 def rearranged(state: OrderedDict) -> OrderedDict:
-    """The same numbers, stored in all the ways that a state dict may hold them."""
+    """Returns the same numbers, stored in all the ways that occur in state dicts."""
     state = OrderedDict(state)
     for i in range(LAYERS):
         layer = f"model.layers.{i}"
@@ -67,7 +68,7 @@ def rearranged(state: OrderedDict) -> OrderedDict:
         state[f"{layer}.input_layernorm.weight"] = state[f"{layer}.input_layernorm.weight"].double()
     state["model.layers.0.mlp.down_proj.weight"] = spread(state["model.layers.0.mlp.down_proj.weight"])
     state["lm_head.weight"] = torch.nn.Parameter(state["lm_head.weight"])
-    # Tensors that the specification ignores, and what no specification speaks of.
+    # Tensors that the specification ignores, and objects that are not tensors.
     state["model.rotary_emb.inv_freq"] = torch.arange(4)
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.tensor([True, False])
     state["version"] = (1, "two", None, 3.5, [-4, 2**40], {"six": torch.float16, 7: torch.Size([8, 9])})
@@ -88,12 +89,13 @@ def save(content: dict, file: Path, **options):
 
 
 def load(file: Path) -> dict:
-    # PyTorch's own safe reader does not know the newer protocols. The file was written a moment ago.
+    # PyTorch's safe reader does not support the newer protocols. The file is safe, because it was written just now.
     return torch.load(file, weights_only=False)
 
 
 def make_whole():
-    """One file each, of both containers. Training programs put the state dict beside other things."""
+    """Writes one file in each format. In one of them, the state dict is one of several objects, as training programs
+    do it."""
     state = rearranged(weights())
     save(state, FOLDER / "zip" / SINGLE)
     assert_same(load(FOLDER / "zip" / SINGLE), state)
@@ -103,7 +105,7 @@ def make_whole():
 
 
 def make_sharded():
-    """Two files and an index, of the newest protocols."""
+    """Writes two files with the newest protocols, and an index."""
     state = weights()
     names = [f"pytorch_model-{i:05}-of-00002.bin" for i in (1, 2)]
     files = {name: names[i * 2 // len(state)] for i, name in enumerate(state)}
@@ -117,7 +119,7 @@ def make_sharded():
 
 
 def kinds() -> OrderedDict:
-    """A tensor of every type, rank and arrangement."""
+    """Returns a tensor of every type, rank and memory layout."""
     numbers = torch.arange(24, dtype=torch.float32) / 8 - 1
     cube = numbers.reshape(2, 3, 4)
     state = OrderedDict()
@@ -140,7 +142,8 @@ def kinds() -> OrderedDict:
 
 
 def become(tensor: torch.Tensor) -> dict:
-    """What is expected of a tensor once it is read: floating-point numbers row by row, of others the bytes' name."""
+    """Returns the expected result of reading a tensor: floating-point numbers row by row, for others the name of the
+    type."""
     if tensor.dtype in FOREIGN:
         return {"dtype": FOREIGN[tensor.dtype], "shape": list(tensor.shape)}
     if tensor.dtype == torch.float64:
@@ -171,12 +174,12 @@ VALUES = [
     OrderedDict([("first", 1.5), ("second", "é水🙂"), ("third", {})]),
     [(shared := ["shared"]), shared, (shared, shared)],
 ]
-# What picklers rarely write, and what no pickler would.
+# Pickles that are rarely written, and invalid ones.
 PROGRAMS = [
     b"(K\x01K\x020K\x03t.",  # POP
     b"](K\x01K\x021K\x03a.",  # POP_MARK
     b"]K\x012\x86a.",  # DUP
-    b"]((K\x010K\x02ta.",  # a mark that is left over
+    b"]((K\x010K\x02ta.",  # an unused mark
     b"](0K\x02a.",  # POP of a mark
     b"](((t\x85te.",
     b"](K\x01(K\x02K\x03e.",
@@ -184,7 +187,7 @@ PROGRAMS = [
     b"}(u.",
     b"}(K\x01u.",  # a key without a value
     b"}K\x01K\x02s.",
-    b"K\x01q\x07K\x02q\x070h\x07\x86.",  # a place of the memo taken twice
+    b"K\x01q\x07K\x02q\x070h\x07\x86.",  # a memo index that is used twice
     b"K\x01r\xff\x00\x00\x000K\x02h\xffj\xff\x00\x00\x00\x87.",
     b"\x80\x04K\x01\x94K\x02\x94h\x00h\x01\x86\x87.",
     b"h\x00.",
@@ -194,9 +197,9 @@ PROGRAMS = [
     b"\x8b\x02\x00\x00\x00\x00\x80.",  # LONG4
     b"\x8b\xff\xff\xff\xff.",
     b"\x8a\x00.",
-    b"U\x03abc.",  # a string of Python 2
+    b"U\x03abc.",  # a Python 2 string
     b"T\x03\x00\x00\x00abc.",
-    b"ccollections\nOrderedDict\n(](](K\x01K\x02e](K\x03K\x04eetR.",  # an OrderedDict of Python 2
+    b"ccollections\nOrderedDict\n(](](K\x01K\x02e](K\x03K\x04eetR.",  # a Python 2 OrderedDict
     b"ccollections\nOrderedDict\n)R}X\x01\x00\x00\x00aK\x01sb.",
     b"ccollections\nOrderedDict\n)R)Rb.",
     b"\x8c\x0bcollections\x8c\x0bOrderedDict\x93)R.",
@@ -204,7 +207,7 @@ PROGRAMS = [
     b"0.",
     b".",
     b"(.",
-    b"(K\x01\x86.",  # below the mark
+    b"(K\x01\x86.",  # TUPLE2 with a mark below
     b"(\x85.",
     b"K\x01(2t\x86.",
     b"K\x01(q\x01t\x86.",
@@ -223,7 +226,8 @@ PROGRAMS = [
 
 
 def shown(value) -> str:
-    """A value as text, without what the reader does not keep: how much a float is, and the kind of a dict or tuple."""
+    """Formats a value as text, without what the reader discards: the values of floats, and the types of dicts and
+    tuples."""
     match value:
         case float():
             return "float"
@@ -239,7 +243,7 @@ def shown(value) -> str:
 
 
 def made_by(program: bytes) -> str | None:
-    """What Python makes of a pickle, or None where it refuses it."""
+    """Returns the object that Python loads from a pickle as text, or None if it rejects the pickle."""
     try:
         return shown(pickle.loads(program))
     except Exception:

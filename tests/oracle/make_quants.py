@@ -1,7 +1,7 @@
-"""Blocks of every GGUF number format, with what the gguf package reads in them.
+"""Makes blocks of every GGUF number format, with the numbers that the gguf package reads from them.
 
-Writes tests/fixtures/quant/TYPE.bin: the blocks' bytes, then the numbers as F32, little-endian; and for the types that the
-package can write TYPE.codes: numbers as F32, then the bytes that it makes of them. Needs numpy and gguf.
+Writes tests/fixtures/quant/TYPE.bin: the bytes of the blocks, then the numbers as F32, little-endian. For the types
+that the package can write, also TYPE.codes: numbers as F32, then the bytes of their blocks. Needs numpy and gguf.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 FIXTURES = HERE.parent / "fixtures" / "quant"
 NUMBERS = 1024
 
-# Where the F16 scales of a block are: random bytes there would be infinite, or no numbers.
+# Offsets of the F16 scales of a block: random bytes there could be infinity or NaN.
 SCALES = {
     Type.Q4_0: [0], Type.Q4_1: [0, 2], Type.Q5_0: [0], Type.Q5_1: [0, 2], Type.Q8_0: [0],
     Type.Q2_K: [80, 82], Type.Q3_K: [108], Type.Q4_K: [0, 2], Type.Q5_K: [0, 2], Type.Q6_K: [208],
@@ -23,7 +23,7 @@ WRITTEN = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
 
 
 def blocks(kind, rng):
-    """Random blocks: every bit of codes and small scales, F16 scales of all magnitudes and both signs."""
+    """Returns random blocks: random bits of quants and small scales, F16 scales of all magnitudes and both signs."""
     numbers, size = GGML_QUANT_SIZES[kind]
     count = NUMBERS // numbers
     made = rng.integers(0, 256, (count, size), dtype=np.uint8)
@@ -37,7 +37,7 @@ def blocks(kind, rng):
 
 
 def numbers(rng):
-    """Blocks of all magnitudes, one of zeros, one constant, one with halves to round."""
+    """Returns blocks of all magnitudes, one of zeros, one constant, and one with ties in rounding."""
     values = (rng.standard_normal((NUMBERS // 32, 32)) * 10.0 ** rng.uniform(-4, 3, (NUMBERS // 32, 1))).astype("<f4")
     values[0] = 0
     values[1] = -0.75

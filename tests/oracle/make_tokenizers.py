@@ -1,14 +1,14 @@
-"""Writes tests/fixtures/tokenizers: small vocabularies of every kind, and the ids that their own libraries give.
+"""Writes tests/fixtures/tokenizers: small vocabularies of every kind, and the ids that their own libraries produce.
 
     python tests/oracle/make_tokenizers.py                          # the small ones
-    python tests/oracle/make_tokenizers.py --whole FOLDER           # and answers for the whole ones in FOLDER
+    python tests/oracle/make_tokenizers.py --whole FOLDER           # and ids with the full-size ones in FOLDER
 
-`files/` holds vocabularies, `texts.json` what is encoded, `folders.json` model folders (made of those files and of
-settings that stand there) with their answers, `gguf.json` vocabularies as GGUF files have them with llama.cpp's
-answers. `whole.json` holds answers for vocabularies that are too large to be here; tests/vocabularies has them.
+`files/` contains vocabularies, `texts.json` the texts to encode, `folders.json` model folders (made from those files
+and from settings in it) with their ids, and `gguf.json` vocabularies as in GGUF files with llama.cpp's ids.
+`whole.json` contains ids with vocabularies that are too large for the repository; tests/vocabularies uses them.
 
-Invariant: ids come from sentencepiece, transformers, tiktoken and llama.cpp. Only where a library leaves out what a
-class of tokenizers adds (special tokens within texts, ids moved) is it added here, beside the call.
+Invariant: ids come from sentencepiece, transformers, tiktoken and llama.cpp. Only if a library lacks what a tokenizer
+class adds (special tokens in texts, moved ids), it is added here, next to the call.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def words_gguf() -> dict:
 
 
 def gguf_cases() -> dict:
-    """Vocabularies, and cases that take one of them and change some keys."""
+    """Returns vocabularies, and cases that change some keys of one of them."""
     unigram = model("unigram.model")
     vocabularies = {
         "pieces": scored_gguf(model("bpe.model"), "llama", unknown_token_id=0, bos_token_id=1, eos_token_id=2),
@@ -98,7 +98,7 @@ def gguf_cases() -> dict:
     return {"vocabularies": vocabularies, "cases": answered}
 
 
-# One of each way to split a text.
+# One of each pre-tokenizer.
 PRE = [
     "default",
     "gpt-2",
@@ -117,7 +117,7 @@ PRE = [
 
 
 def whole_answers(folder: Path) -> dict:
-    """Ids by vocabularies in that folder."""
+    """Returns ids with the vocabularies in the folder."""
     answered = {}
     for path in sorted((folder / "mistral").glob("*.model*")):
         proto = protobuf.ModelProto()
@@ -136,7 +136,7 @@ def whole_answers(folder: Path) -> dict:
 
 
 def write(name: str, value) -> None:
-    """JSON with each list of plain values on a line."""
+    """Writes JSON with each list of plain values on one line."""
 
     def lines(value, indent: str) -> str:
         nested = isinstance(value, (list, dict)) and any(
@@ -156,7 +156,7 @@ def write(name: str, value) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--whole", type=Path, help="a folder with whole vocabularies")
+    parser.add_argument("--whole", type=Path, help="folder with full-size vocabularies")
     given = parser.parse_args()
     FILES.mkdir(parents=True, exist_ok=True)
     make_models()

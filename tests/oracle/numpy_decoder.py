@@ -1,6 +1,7 @@
-"""A decoder in numpy, from formulas, in float64: what the scripts that check families' fixtures describe them by.
+"""A decoder in numpy, from formulas, in float64, with which the scripts describe the families whose fixtures they
+check.
 
-Invariant: no code is shared with the scripts that make fixtures, nor with the library that answers there.
+Invariant: no code is shared with the scripts that make the fixtures, or with the library that computes their outputs.
 """
 
 import json
@@ -17,9 +18,9 @@ NOTICED = 2e-3
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: matrices as (out, in). `mlp` is the whole of it, experts and all."""
+    """One decoder layer, with matrices as (out, in). `mlp` is the whole feed-forward network, including experts."""
 
-    norms: tuple  # (weight, bias) before attention, and before the MLP
+    norms: tuple  # (weight, bias) of the norms before attention and before the MLP
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
@@ -30,7 +31,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A pre-norm decoder and what families vary in it."""
+    """A pre-norm decoder with the parameters in which families differ."""
 
     layers: list[Layer]
     embedding: np.ndarray
@@ -38,11 +39,11 @@ class Decoder:
     head: np.ndarray
     heads: int
     eps: float
-    layer_norm: bool = False  # else RMS
+    layer_norm: bool = False  # otherwise RMS norm
     theta: float = 10000.0
-    rotated: int | None = None  # columns of a head; None: all
+    rotated: int | None = None  # rotated columns of a head; None: all
     interleaved: bool = False
-    alibi: float = 0.0  # times the slopes, in place of rotations
+    alibi: float = 0.0  # factor of the slopes; if not 0, there is no rotation
     embedding_norm: tuple | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -96,7 +97,7 @@ def turned(d: Decoder, x: np.ndarray) -> np.ndarray:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """As Baichuan's own code has them: of a power of two, or of it and every second of the double."""
+    """Returns the slopes as in Baichuan's code: those of a power of two, plus every second one of twice that power."""
 
     def of_power(n: int) -> list[float]:
         start = 2 ** (-(2 ** -(np.log2(n) - 3)))
@@ -125,7 +126,7 @@ def gated(gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> Callable:
 
 
 def worst_difference(run: Callable[[dict], np.ndarray], folder: Path) -> float:
-    """The largest difference of any recorded log-probability."""
+    """Returns the largest difference of any recorded log-probability."""
     worst = 0.0
     for entry in json.loads((folder / "answers.json").read_text())["answers"]:
         ids, start = entry["prompt"] + entry["answer"], len(entry["prompt"])

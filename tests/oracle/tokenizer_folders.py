@@ -1,6 +1,6 @@
-"""Model folders without a tokenizer.json, and what their tokenizers' libraries make of the texts.
+"""Model folders without a tokenizer.json, and the ids that their tokenizers' libraries produce for the texts.
 
-Invariant: a case has its folder's files, the ids of every text, and what stands before and after one.
+Invariant: a case has the files of its folder, the ids of every text, and the ids added before and after a text.
 """
 
 import json
@@ -16,7 +16,7 @@ OWN_PATTERN = r"""\p{L}+|\p{N}{1,2}|[^\s\p{L}\p{N}]+|\s"""
 
 
 def moved(id: int) -> int:
-    """Where fairseq has the piece that sentencepiece has there."""
+    """Returns the id in fairseq of the piece with this id in sentencepiece."""
     return {0: 3, 1: 0, 2: 2}.get(id, id + 1)
 
 
@@ -28,12 +28,12 @@ def answers(name: str, files: dict, library, around: list[list[int]], decodes=Fa
 
 
 def folder(name: str, file: str, **config) -> dict:
-    """A model and its settings."""
+    """Returns a folder with a model and its settings."""
     return {file: name, "tokenizer_config.json": config}
 
 
 def scored_folders() -> list[dict]:
-    """Sentencepiece models whose pieces have their places as ids."""
+    """Returns folders with sentencepiece models whose ids are the positions of the pieces."""
     bpe, tied, bare, fallback = (model(f"{name}.model") for name in ("bpe", "tied", "bare", "fallback"))
     llama = "LlamaTokenizer"
     first = {"content": "<|im_start|>", "special": True}
@@ -97,7 +97,7 @@ def scored_folders() -> list[dict]:
 
 
 def fairseq_folders() -> list[dict]:
-    """Sentencepiece models whose pieces have other ids."""
+    """Returns folders with sentencepiece models whose pieces have other ids."""
     unigram = model("unigram.model")
     size = len(unigram.pieces) + 1
     own = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
@@ -131,7 +131,7 @@ def fairseq_folders() -> list[dict]:
             [[], [2, size + 1]],
         ),
     ]
-    # Ids of a file of its own: the pieces backwards, every tenth left out.
+    # Ids from a separate file: the pieces in reverse order, without every tenth one.
     names = [piece.piece for piece in unigram.pieces[3:]]
     kept = [name for at, name in enumerate(names) if at % 10]
     ids = own | {name: 4 + at for at, name in enumerate(reversed(kept))}
@@ -159,7 +159,7 @@ def fairseq_folders() -> list[dict]:
 
 
 def library_folders() -> list[dict]:
-    """Those that transformers reads as we do."""
+    """Returns folders that transformers reads in the same way as Mainstem."""
     pairs = {"vocab.json": "vocab.json", "merges.txt": "merges.txt"}
     words = {"vocab.txt": "vocab.txt"}
     cases = []
@@ -176,7 +176,7 @@ def library_folders() -> list[dict]:
 
     end = "<|endoftext|>"
     case("gpt2", "GPT2Tokenizer", pairs, decodes=True)
-    # transformers puts BOS there by a template of its own, which the library here does not know of.
+    # transformers adds BOS with a separate template, which is not used here.
     case(
         "opt",
         "GPT2Tokenizer",
@@ -189,7 +189,7 @@ def library_folders() -> list[dict]:
         unk_token="</s>",
         pad_token="<pad>",
     )
-    # Newer versions of transformers have forgotten that this token takes the spaces before it.
+    # Newer versions of transformers no longer know that this token includes the spaces before it.
     mask = {"__type": "AddedToken", "content": "<mask>", "lstrip": True, "special": True}
     case("roberta", "RobertaTokenizer", pairs, mask_token=mask)
     size = len(json.loads((FILES / "vocab.json").read_text()))

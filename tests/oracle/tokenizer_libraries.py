@@ -1,6 +1,6 @@
-"""The libraries that vocabularies belong to, each with `encode`, and some with `decoded`.
+"""The libraries of the vocabularies, each with `encode`, and some with `decoded`.
 
-Invariant: ids are the library's. What a class of tokenizers adds (special tokens within texts, ids moved) is added
+Invariant: ids are those of the library. What a tokenizer class adds (special tokens in texts, moved ids) is added
 around the call.
 """
 
@@ -19,7 +19,7 @@ from sentencepiece import sentencepiece_model_pb2 as protobuf
 from tokenizer_vocabularies import FILES, changed
 
 class Pieces:
-    """A sentencepiece model, with special tokens found in texts first, as classes of tokenizers do."""
+    """A sentencepiece model. Special tokens in texts are matched first, as tokenizer classes do."""
 
     def __init__(self, model: protobuf.ModelProto, specials: dict[str, int], prefix="always", move=lambda id: id):
         self.first = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
@@ -29,7 +29,7 @@ class Pieces:
         self.later = sentencepiece.SentencePieceProcessor(model_proto=later.SerializeToString())
         self.specials, self.move = specials, move
         names = sorted(specials, key=len, reverse=True)
-        # A mask takes the spaces before it.
+        # A mask token includes the spaces before it.
         self.pattern = re.compile("|".join(rf"\s*{n}" if n == "<mask>" else re.escape(n) for n in names))
 
     def encode(self, text: str) -> list[int]:
@@ -44,7 +44,7 @@ class Pieces:
         return [self.move(id) for id in (self.first if begin == 0 else self.later).encode(text)]
 
     def decoded(self, dice: random.Random) -> list:
-        """Texts of ids drawn at random: any pieces but the unknown one, and whole characters of bytes."""
+        """Returns random ids with their texts: any pieces except the unknown one, and the bytes of whole characters."""
         size = self.first.get_piece_size()
         known = [id for id in range(size) if not self.first.is_unknown(id) and not self.first.is_byte(id)]
         parts = [[id] for id in known] * 2
@@ -68,13 +68,13 @@ class Transformers:
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def decoded(self, dice: random.Random) -> list:
-        """Texts of ids drawn at random, special ones left out."""
+        """Returns random ids with their texts, without the special tokens."""
         decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return drawn(dice, len(self.tokenizer), decode)
 
 
 class Ranks:
-    """tiktoken."""
+    """A tiktoken encoding."""
 
     def __init__(self, pattern: str, specials: dict[str, int], composes=False):
         lines = (FILES / "ranks.tiktoken").read_text().splitlines()
@@ -106,13 +106,13 @@ class LlamaCpp:
 
 
 def drawn(dice: random.Random, size: int, decode) -> list:
-    """Ids drawn at random, with their texts."""
+    """Returns random ids with their texts."""
     sequences = [[dice.randrange(size) for _ in range(dice.randrange(1, 10))] for _ in range(30)]
     return [[ids, decode(ids)] for ids in sequences]
 
 
 def lay(folder: Path, files: dict) -> None:
-    """Makes a model's folder: files named by where they come from, settings as they are."""
+    """Creates a model folder: copies files, and writes settings as JSON."""
     for name, source in files.items():
         if isinstance(source, str):
             shutil.copy(FILES / source, folder / name)

@@ -1,9 +1,9 @@
-"""What tokenizers are tried on, and what the small ones are trained on.
+"""Texts for testing tokenizers, and texts for training the small ones.
 
-Invariant: every character here stands for itself; those that editors change are written as escapes.
+Invariant: every character here represents itself; characters that editors change are written as escapes.
 """
 
-# Many scripts, spaces of every kind, numbers, code, and names of special tokens within texts.
+# Many scripts, all kinds of spaces, numbers, code, and names of special tokens within texts.
 TEXTS = [
     "",
     " ",
@@ -57,7 +57,7 @@ TEXTS = [
     "line one\nline two\n\n\nline five\n    indented\n\ttabbed",
 ]
 
-# Enough for a few hundred merges. The texts above are not part of it, except for their scripts.
+# Enough for a few hundred merges. It has the scripts of the texts above, but not the texts.
 CORPUS = [
     "The river carries the water of every tributary to the sea, and the sea gives it back as rain.",
     "There is no other way to the mountain than the one that the others have taken before.",

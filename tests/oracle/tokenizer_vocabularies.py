@@ -19,7 +19,7 @@ from tokenizer_texts import CORPUS
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "tokenizers"
 FILES = FIXTURES / "files"
 
-# What the models' rules rewrite, as code points: ligatures, full-width forms, joined and deleted characters, spaces.
+# Normalization rules of the models, as code points: ligatures, full-width forms, joined and deleted characters, spaces.
 RULES = """
 FB01\t66 69
 FB03\t66 66 69
@@ -45,7 +45,7 @@ AD\t20 20
 
 
 def train_pieces(name: str, kind: str, size: int, **options) -> protobuf.ModelProto:
-    """A sentencepiece model."""
+    """Trains a sentencepiece model."""
     with tempfile.TemporaryDirectory() as folder:
         rules = Path(folder) / "rules.tsv"
         rules.write_text(RULES.lstrip())
@@ -87,7 +87,7 @@ def make_models() -> None:
     keeps = {"byte_fallback": True, "remove_extra_whitespaces": False}
     keeps["control_symbols"] = ["<|im_start|>", "<|im_end|>"]
     bpe = train_pieces("bpe.model", "bpe", 900, user_defined_symbols=["<tool>", "</tool>"], **keeps)
-    # Few scores, so that most merges tie; and pieces that are steps only.
+    # Few different scores, so that most merges tie; and pieces that are only intermediate steps of merges.
     tied = changed(bpe)
     dice = random.Random(5)
     for piece in tied.pieces:
@@ -109,7 +109,7 @@ def make_models() -> None:
 
 
 def make_byte_pairs() -> None:
-    """vocab.json, merges.txt, and the same as ranks."""
+    """Writes vocab.json, merges.txt, and the same as ranks."""
     trained = tokenizers.ByteLevelBPETokenizer()
     specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|endoftext|>"]
     trained.train_from_iterator(CORPUS, vocab_size=1000, special_tokens=specials, show_progress=False)
@@ -125,14 +125,14 @@ def make_byte_pairs() -> None:
 
 
 def byte_letters() -> dict[int, str]:
-    """The printable character of every byte, in GPT-2's spelling."""
+    """Returns the printable character of every byte, as in GPT-2."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
 
 
 def make_words() -> None:
-    """vocab.txt: every character, and the words and parts of words that come most often."""
+    """Writes vocab.txt: every character, and the most frequent words and parts of words."""
     words = Counter(re.findall(r"\w+|[^\w\s]", " ".join(text for line in CORPUS for text in (line, line.lower()))))
     parts = Counter()
     for word, count in words.items():

@@ -1,1 +1,1 @@
-"""Tiny checkpoints of every model family, as their own repositories spell them, and what they answer."""
+"""Tiny checkpoints of every model family, in the form of its own repositories, and their outputs."""

@@ -1,8 +1,8 @@
-"""What a reference answers: greedy continuations of decoders, hidden states of encoders.
+"""The recorded outputs of a reference: greedy continuations of decoders, hidden states of encoders.
 
-Every step is a fresh pass over all tokens, in float32 and without a cache; log-probabilities are taken in float64.
+Every step is a new pass over all tokens, in float32 and without a cache; log-probabilities are float64.
 
-Invariant: at every recorded step the two best logits differ by at least MARGIN, so a correct engine has no ties to
+Invariant: at every recorded step the two largest logits differ by at least MARGIN, so a correct engine has no ties to
 break.
 """
 
@@ -14,16 +14,16 @@ from .case import MARGIN, MASK, N_ANSWER, Case
 MIN_DISTINCT = 6  # different tokens in an answer
 INPUT_LENS = (1, 6, 19, 33)
 SOURCE_LENS = (1, 7, 30)
-LONG_PROMPT = 13  # tokens of the decoder's own, once
+LONG_PROMPT = 13  # decoder prompt tokens, in one of the answers
 TRIES = 30
 
 
 class Unclear(Exception):
-    """The weights give an answer that is not worth recording."""
+    """Raised if the weights give an output that is not suitable for recording."""
 
 
 def record_all(case: Case, model: torch.nn.Module, seed: int) -> dict:
-    """The part of answers.json that a kind of model has. Raises `Unclear`."""
+    """Returns the part of answers.json for the case's kind of model. Raises `Unclear`."""
     random = np.random.default_rng([seed, *case.name.encode()])
     with torch.no_grad():
         if case.kind == "encoder":
@@ -32,14 +32,14 @@ def record_all(case: Case, model: torch.nn.Module, seed: int) -> dict:
 
 
 def lengths_of(case: Case) -> list[tuple[int, int | None]]:
-    """Tokens of each prompt, and of the source of an encoder-decoder."""
+    """Returns the number of tokens of each prompt, and of the encoder input of an encoder-decoder."""
     if case.kind == "decoder":
         return [(n, None) for n in case.prompt_lens]
     return [(len(case.starts), n) for n in SOURCE_LENS] + [(LONG_PROMPT, SOURCE_LENS[1])]
 
 
 def first_clear(case: Case, model: torch.nn.Module, lens: tuple[int, int | None], random) -> dict:
-    """An answer to the first prompt of those lengths that gets a clear one."""
+    """Returns the answer to the first prompt of these lengths that has a clear one."""
     prompt_len, source_len = lens
     for _ in range(TRIES):
         prompt = list(case.starts) + words(case, random, prompt_len - len(case.starts))
@@ -51,7 +51,7 @@ def first_clear(case: Case, model: torch.nn.Module, lens: tuple[int, int | None]
             return record_answer(case, model, prompt, source)
         except Unclear:
             if source is None and prompt_len == len(case.starts):
-                break  # there is no other prompt of this length
+                break  # only one prompt has this length
     raise Unclear
 
 
@@ -60,7 +60,7 @@ def words(case: Case, random: np.random.Generator, n: int) -> list[int]:
 
 
 def logprobs_of(case: Case, model: torch.nn.Module, ids: list[int], source: list[int] | None) -> torch.Tensor:
-    """(len(ids), vocab): row i is the distribution after ids[..=i]."""
+    """Returns (len(ids), vocab): row i is the distribution after ids[..=i]."""
     if source is None:
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     else:
@@ -70,7 +70,7 @@ def logprobs_of(case: Case, model: torch.nn.Module, ids: list[int], source: list
 
 
 def record_answer(case: Case, model: torch.nn.Module, prompt: list[int], source: list[int] | None) -> dict:
-    """One entry of `answers`. End tokens are tokens as any other."""
+    """Returns one entry of `answers`. End tokens are treated like any other token."""
     reserved = len(prompt) + N_ANSWER
     side = case.reserve(model, reserved) if case.reserve else None
     answer = greedy(case, model, prompt, source)
@@ -94,7 +94,7 @@ def record_answer(case: Case, model: torch.nn.Module, prompt: list[int], source:
 
 
 def greedy(case: Case, model: torch.nn.Module, prompt: list[int], source: list[int] | None) -> list[int]:
-    """The continuation. It has no padding, which some families do not count as a position."""
+    """Returns the greedy continuation. It contains no padding, which some families do not count as a position."""
     ids = list(prompt)
     while len(ids) < len(prompt) + N_ANSWER:
         best = logprobs_of(case, model, ids, source)[-1].topk(2)
@@ -108,7 +108,7 @@ def greedy(case: Case, model: torch.nn.Module, prompt: list[int], source: list[i
 
 
 def inputs_of(case: Case, random: np.random.Generator) -> list[list[int]]:
-    """Texts of several lengths, and the longer ones again with masks in place of some words."""
+    """Returns texts of several lengths, and the longer ones again with some words masked."""
     start, end = list(case.starts), list(case.source_end)
     texts = []
     for n in INPUT_LENS:
@@ -121,7 +121,7 @@ def mask_of(case: Case) -> int | None:
 
 
 def masked(text: list[int], random: np.random.Generator, mask: int) -> list[int]:
-    """The text with an eighth of its words, and at least one, hidden."""
+    """Returns the text with an eighth of its words, but at least one, masked."""
     text = list(text)
     for at in random.choice(range(1, len(text) - 1), max(1, len(text) // 8), replace=False):
         text[at] = mask
@@ -129,7 +129,7 @@ def masked(text: list[int], random: np.random.Generator, mask: int) -> list[int]
 
 
 def record_input(case: Case, model: torch.nn.Module, ids: list[int]) -> dict:
-    """One entry of `inputs`: the last hidden states, and what stands in place of each mask."""
+    """Returns one entry of `inputs`: the last hidden states, and the candidates for each mask."""
     hidden, logits = hidden_and_logits(case, model, ids)
     entry = {"ids": ids, "hidden": [rounded(row) for row in hidden]}
     if case.pool:
@@ -140,7 +140,7 @@ def record_input(case: Case, model: torch.nn.Module, ids: list[int]) -> dict:
 
 
 def hidden_and_logits(case: Case, model: torch.nn.Module, ids: list[int]) -> tuple:
-    """(len(ids), hidden), and (len(ids), vocab) where there is a mask head."""
+    """Returns (len(ids), hidden), and (len(ids), vocab) if there is a mask head."""
     tokens = torch.tensor([ids])
     hidden = model.base_model(input_ids=tokens)[0][0]
     return hidden, None if case.pool else model(input_ids=tokens).logits[0]
@@ -154,7 +154,7 @@ def record_mask(logits: torch.Tensor, at: int) -> dict:
 
 
 def fingerprint(case: Case, model: torch.nn.Module, recorded: dict) -> torch.Tensor:
-    """What a model gives for every number recorded of another."""
+    """Returns a model's values for all numbers that were recorded from another one."""
     if case.kind == "encoder":
         return torch.cat([fingerprint_of_input(case, model, entry) for entry in recorded["inputs"]])
     return torch.cat([fingerprint_of_answer(case, model, entry) for entry in recorded["answers"]])

@@ -1,6 +1,7 @@
-"""Decoders that the library does not know, computed by a class of another family whose blocks are the same.
+"""Decoders for which transformers has no class, computed by a class of another family that has the same blocks.
 
-`note` of each case says whose. Where blocks differ in one thing, the class gets a small change, below the table.
+The `note` of each case names the class. If the blocks differ in one respect, the class is changed slightly, below the
+table.
 """
 
 import transformers as hf
@@ -183,56 +184,58 @@ def as_granite(config: dict) -> dict:
 LLAMA_BLOCKS = "the blocks of LlamaForCausalLM"
 UNIT_ROWS = {
     "means": {"model.norm.weight": 3.0}
-}  # rows of the head have length 1, whatever its weights' spread
+}  # rows of the head have length 1, whatever the scale of its weights
 
 CASES = [
     Case("baichuan_7b", hf.LlamaForCausalLM, BAICHUAN_7B, dtype=F16, settings=as_llama, note=LLAMA_BLOCKS,
-         blocks="q, k, v one after the other in W_pack, no word on RoPE or KV heads; rotary tables in the file",
+         blocks="q, k, v concatenated in W_pack, no keys for RoPE or KV heads; rotary tables in the file",
          layout=Layout(reshape=packing.w_pack, extra=leftovers.rotary_tables)),
     Case("baichuan_13b", hf.LlamaForCausalLM, BAICHUAN_13B, settings=as_llama,
          patch=changes.alibi, note=LLAMA_BLOCKS + " with ALiBi and no rotation",
-         blocks="W_pack and ALiBi of a head count that is no power of two; told from 7B by the architecture's "
-         "spelling and the absence of max_position_embeddings",
+         blocks="W_pack, and ALiBi for a number of heads that is not a power of two; distinguished from 7B by the "
+         "spelling of the architecture and the absence of max_position_embeddings",
          layout=Layout(reshape=packing.w_pack)),
     Case("baichuan2", hf.LlamaForCausalLM, BAICHUAN2, dtype=F16, settings=as_llama, **UNIT_ROWS,
          patch=changes.unit_head, note=LLAMA_BLOCKS + " with a head whose rows are normalised",
-         blocks="W_pack, RoPE, head rows divided by their length; told from the first by z_loss_weight",
+         blocks="W_pack, RoPE, head rows divided by their length; distinguished from the first generation by "
+         "z_loss_weight",
          layout=Layout(reshape=packing.w_pack)),
     Case("baichuan2_13b", hf.LlamaForCausalLM, BAICHUAN2_13B, dtype=F16, settings=as_llama, **UNIT_ROWS,
          patch=changes.alibi_and_unit_head, note=LLAMA_BLOCKS + " with ALiBi, no rotation and a normalised head",
-         blocks="W_pack, ALiBi and the normalised head",
+         blocks="W_pack, ALiBi and the normalized head",
          layout=Layout(reshape=packing.w_pack)),
     Case("chatglm2", hf.GlmForCausalLM, CHATGLM2, settings=as_glm,
          note="the blocks of GlmForCausalLM",
-         blocks="interleaved RoPE over half the head, q, k, v one after the other with bias, gate and up in one, "
-         "names and keys of its own, a table of frequencies in the file",
+         blocks="interleaved RoPE over half the head, q, k, v concatenated with bias, gate and up in one, its own "
+         "tensor names and keys, a table of frequencies in the file",
          layout=Layout(reshape=packing.chatglm, names=packing.CHATGLM_NAMES, extra=leftovers.chatglm_table)),
     Case("internlm", hf.LlamaForCausalLM, INTERNLM, settings=as_llama, note=LLAMA_BLOCKS,
-         blocks="`bias` for q, k, v and o, none in the MLP",
+         blocks="bias for q, k, v and o, none in the MLP",
          layout=Layout(extra=leftovers.rotary_tables),
          matters={"rms_norm_eps": 1e-2}),
     Case("internlm2", hf.LlamaForCausalLM, INTERNLM2, dtype=BF16, settings=as_llama, note=LLAMA_BLOCKS,
-         blocks="q, k, v fused per KV group in wqkv, names of its own, dynamic NTK that is never reached",
+         blocks="q, k, v fused per KV group in wqkv, its own tensor names, dynamic NTK whose length is never "
+         "reached",
          layout=Layout(reshape=packing.wqkv, names=packing.INTERNLM2_NAMES),
          matters={"rope_theta": 1e4}),
     Case("deepseek_moe", hf.Qwen2MoeForCausalLM, DEEPSEEK, dtype=BF16, settings=as_qwen2_moe,
          patch=changes.open_shared_gate,
          note="the blocks of Qwen2MoeForCausalLM with the gate of the shared expert held open",
-         blocks="experts on layer 2 alone by first_k_dense_replace and moe_layer_freq, shared experts as one without a "
-         "gate, softmax over all, no renormalising",
+         blocks="experts in layer 2 only, by first_k_dense_replace and moe_layer_freq; shared experts combined "
+         "into one without a gate; softmax over all, no renormalization",
          layout=Layout(names=((r"\.shared_expert\.", ".shared_experts."),)),
          matters={"norm_topk_prob": True, "num_experts_per_tok": 2}),
     Case("minicpm", hf.GraniteForCausalLM, MINICPM, dtype=BF16, settings=as_granite, std=0.3,
          embedding_std=0.15, means={"model.norm.weight": 10.0},
          note="the blocks of GraniteForCausalLM, its multipliers from scale_emb, scale_depth and dim_model_base",
-         blocks="scaled embedding, residual branches times scale_depth / sqrt(layers), logits divided by "
-         "hidden / dim_model_base, tied though no key says so",
+         blocks="scaled embedding, residual branches times scale_depth / sqrt(layers), logits divided by hidden / "
+         "dim_model_base, tied without a key for it",
          matters={"scale_emb": 10, "scale_depth": 1.2, "dim_model_base": 9}),
     Case("orion", hf.LlamaForCausalLM, ORION, settings=as_llama, patch=changes.layer_norms,
          note=LLAMA_BLOCKS + " with LayerNorm in place of RMS",
          blocks="LayerNorm with bias, its epsilon under rms_norm_eps",
          matters={"rms_norm_eps": 1e-2}),
     Case("xverse", hf.LlamaForCausalLM, XVERSE, settings=as_llama, starts=(2,), note=LLAMA_BLOCKS,
-         blocks="Llama by another model_type, other special ids",
+         blocks="Llama with another model_type and other special ids",
          matters={"rms_norm_eps": 1e-2}),
 ]  # fmt: skip

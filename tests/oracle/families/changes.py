@@ -1,4 +1,5 @@
-"""What families do otherwise than the class they borrow. Each changes a model in place, before it gets its weights."""
+"""Differences between families and the classes that they borrow. Each function changes a model in place, before its
+weights are set."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +7,7 @@ from torch import nn
 
 
 def alibi(model: nn.Module, config: dict):
-    """Slopes times the distance on the scores, in place of rotations."""
+    """Adds slopes times the distance to the scores, and removes rotations."""
     plain, rotary = model.forward, model.model.rotary_emb
     biases = slopes(config["num_attention_heads"])
 
@@ -25,7 +26,8 @@ def alibi(model: nn.Module, config: dict):
 
 
 def slopes(heads: int) -> torch.Tensor:
-    """One per head: powers of 2^(-8/n) for the greatest power of two n, then every second one of 2^(-4/n)."""
+    """Returns one slope per head: powers of 2^(-8/n) for the greatest power of two n, then every second one of
+    2^(-4/n)."""
     n = 1 << (heads.bit_length() - 1)
     first = [2 ** (-8 / n * (k + 1)) for k in range(n)]
     rest = [2 ** (-4 / n * (2 * k + 1)) for k in range(heads - n)]
@@ -58,12 +60,12 @@ def open_shared_gate(model: nn.Module, config: dict):
 
 
 class Open(nn.Module):
-    """A gate's logit so great that its sigmoid is 1."""
+    """A gate logit so large that its sigmoid is 1."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.full((*x.shape[:-1], 1), 1e4)
 
 
 def own_head(model: nn.Module, config: dict):
-    """Unties the head, which the library's class does by itself only on reading a file that has one."""
+    """Unties the head. The library's class does this only when it reads a file that has a head."""
     model.lm_head = nn.Linear(config["d_model"], config["vocab_size"], bias=False)

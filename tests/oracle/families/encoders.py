@@ -1,4 +1,4 @@
-"""Encoder-only families: config.json as their repositories have it, in small."""
+"""Encoder-only families: config.json as in their repositories, with small sizes."""
 
 import transformers as hf
 
@@ -111,37 +111,38 @@ SENTENCES = {
     },
 }
 OLD_NORMS = ((r"LayerNorm\.weight$", "LayerNorm.gamma"), (r"LayerNorm\.bias$", "LayerNorm.beta"))
-BERT_HEAD = {"cls.predictions.transform.LayerNorm.weight": 3.0}  # spreads the logits of its tied decoder
-HEARING = {"attention": 2.0}  # so that what stands in a mask's place depends on the words around it
+BERT_HEAD = {"cls.predictions.transform.LayerNorm.weight": 3.0}  # separates the logits of its tied decoder
+HEARING = {"attention": 2.0}  # makes the prediction for a mask depend on the words around it
 
 CASES = [
     Case("bert", hf.BertForMaskedLM, BERT, kind="encoder", dtype_key=None, starts=(BOS,), source_end=(EOS,),
          neutral=r"key\.bias", means=BERT_HEAD, gains=HEARING,
-         blocks="post-norm, learned positions, token types, embedding norm, erf gelu, mask head with transform, tied "
-         "decoder and its bias; pooler, next-sentence head and position_ids in the file",
+         blocks="post-norm, learned positions, token types, embedding norm, erf GELU, mask head with transform, "
+         "tied decoder with bias; pooler, next-sentence head and position_ids in the file",
          layout=Layout(extra=leftovers.bert_pretraining),
          matters={"hidden_act": "gelu_new", "layer_norm_eps": 1e-2}),
     Case("bert_gamma", hf.BertForMaskedLM, BERT_GAMMA, kind="encoder", dtype=F16, starts=(BOS,), source_end=(EOS,),
          neutral=r"key\.bias", dtype_key=None, means=BERT_HEAD, gains=HEARING,
-         blocks="the same with norms named gamma and beta, the tied decoder repeated in the file, tanh gelu",
+         blocks="the same with norms named gamma and beta, the tied decoder again in the file, tanh GELU",
          layout=Layout(names=OLD_NORMS, copies=(
              ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
              ("cls.predictions.bias", "cls.predictions.decoder.bias"))),
          matters={"hidden_act": "gelu"}),
     Case("roberta", hf.RobertaForMaskedLM, ROBERTA, kind="encoder", dtype=F16, starts=(0,), source_end=(2,),
          neutral=r"key\.bias", dtype_key=None, means={"lm_head.layer_norm.weight": 3.0}, gains=HEARING,
-         blocks="positions from pad_token_id + 1, one token type, mask head under lm_head with a bias of its own",
+         blocks="positions from pad_token_id + 1, one token type, mask head under lm_head with its own bias",
          layout=Layout(extra=leftovers.roberta_positions, copies=(
              ("roberta.embeddings.word_embeddings.weight", "lm_head.decoder.weight"),)),
          matters={"layer_norm_eps": 1e-2, "hidden_act": "gelu_new"}),
     Case("xlm_roberta", hf.XLMRobertaModel, XLM_ROBERTA, kind="encoder", dtype=F16, starts=(0,), source_end=(2,),
          neutral=r"key\.bias|pooler", gains=HEARING, pool=True, files=SENTENCES,
-         blocks="no mask head and no prefix on names; mean pooling and normalising by the files of "
-         "sentence-transformers; an unused pooler in the file",
+         blocks="no mask head, tensor names without prefix; mean pooling and normalization from "
+         "sentence-transformers files; an unused pooler in the file",
          matters={"layer_norm_eps": 1e-2}),
     Case("modernbert", hf.ModernBertForMaskedLM, MODERNBERT, kind="encoder", dtype=BF16, starts=(1,), source_end=(2,),
-         blocks="every third layer global, the others within 4 tokens either way, a theta for each, gated gelu with "
-         "both halves in Wi, norms without bias, no first norm on layer 0, mask head with norm and decoder bias",
+         blocks="every third layer global, the others within 4 tokens on either side, a theta for each kind, gated "
+         "GELU with both halves in Wi, norms without bias, no first norm in layer 0, mask head with norm and decoder "
+         "bias",
          matters={"local_attention": 10, "global_attn_every_n_layers": 2, "local_rope_theta": 1000.0,
                   "global_rope_theta": 10000.0, "hidden_activation": "gelu_new"}),
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Decoders of the line of GPT that the library knows: config.json as their repositories have it, in small."""
+"""Decoders related to GPT for which transformers has classes: config.json as in their repositories, with small
+sizes."""
 
 import transformers as hf
 
@@ -203,8 +204,8 @@ FALCON_WEIGHTS = {"means": {"transformer.ln_f.weight": 2.5}}
 
 CASES = [
     Case("gpt2", hf.GPT2LMHeadModel, GPT2, dtype_key=None, means={"transformer.ln_f.weight": 2.5},
-         blocks="learned positions, Conv1D weights (in, out), fused q, k, v, bias everywhere, tied head; no prefix on "
-         "names, masks in the file",
+         blocks="learned positions, Conv1D weights (in, out), fused q, k, v, bias everywhere, tied head; tensor "
+         "names without prefix, masks in the file",
          layout=Layout(names=NO_PREFIX, extra=leftovers.gpt2_masks),
          matters={"layer_norm_epsilon": 1e-2, "activation_function": "gelu"}),
     Case("gptj", hf.GPTJForCausalLM, GPTJ, dtype=F16, dtype_key=None, head_gain=4.0,
@@ -219,22 +220,23 @@ CASES = [
          matters={"rotary_pct": 0.5, "rotary_emb_base": 5000, "use_parallel_residual": False, "hidden_act": "gelu"}),
     Case("gpt_neox_sequential", hf.GPTNeoXForCausalLM, GPT_NEOX_SEQUENTIAL, dtype=F16, starts=(0,),
          head_gain=4.0,
-         blocks="the same without the parallel residual, all columns rotated, erf gelu",
+         blocks="the same without the parallel residual, all columns rotated, erf GELU",
          matters={"use_parallel_residual": True, "rotary_emb_base": 2000, "hidden_act": "gelu_new"}),
     Case("phi", hf.PhiForCausalLM, PHI, head_gain=4.0,
          blocks="partial RoPE of 4 of 10 columns, parallel residual with one norm, bias everywhere and on the head",
          matters={"partial_rotary_factor": 0.6, "hidden_act": "gelu"}),
     Case("bloom", hf.BloomForCausalLM, BLOOM | {"n_embed": 32, "num_attention_heads": 4}, dtype=F16,
-         blocks="ALiBi, embedding norm, q, k, v fused per head, tanh gelu, tied head; n_embed",
+         blocks="ALiBi, embedding norm, q, k, v fused per head, tanh GELU, tied head; the key n_embed",
          layout=Layout(names=NO_PREFIX), **BLOOM_WEIGHTS,
          matters={"layer_norm_epsilon": 1e-2}),
     Case("bloom_heads6", hf.BloomForCausalLM, BLOOM | {"hidden_size": 36, "n_head": 6},
-         blocks="ALiBi slopes of a head count that is no power of two; hidden_size, n_head, a prefix on names",
+         blocks="ALiBi slopes for a number of heads that is not a power of two; the keys hidden_size and n_head, a "
+         "prefix on tensor names",
          **BLOOM_WEIGHTS,
          matters={"layer_norm_epsilon": 1e-2}),
     Case("falcon_7b", hf.FalconForCausalLM, FALCON, dtype=BF16, **FALCON_WEIGHTS,
-         blocks="one KV head in the fused matrix, parallel residual with one norm, erf gelu, norms with bias and "
-         "projections without, tied head that the file repeats",
+         blocks="one KV head in the fused matrix, parallel residual with one norm, erf GELU, norms with bias and "
+         "projections without, tied head that the file contains again",
          layout=Layout(copies=TIED_HEAD),
          matters={"layer_norm_epsilon": 1e-2, "alibi": True, "activation": "gelu_new"}),
     Case("falcon_40b", hf.FalconForCausalLM, FALCON_40B, **FALCON_WEIGHTS,
@@ -242,16 +244,16 @@ CASES = [
          layout=Layout(copies=TIED_HEAD),
          matters={"layer_norm_epsilon": 1e-2}),
     Case("falcon_rw", hf.FalconForCausalLM, FALCON_RW, dtype=BF16, **FALCON_WEIGHTS,
-         blocks="ALiBi divided by sqrt(head_dim) as the scores are, sequential, bias, q, k, v fused per head",
+         blocks="ALiBi divided by sqrt(head_dim) like the scores, sequential residual, bias, q, k, v fused per head",
          layout=Layout(copies=TIED_HEAD),
-         attention="sdpa",  # its eager way, as of 5.23, adds ALiBi to the mask and to the scores too
+         attention="sdpa",  # its eager implementation, as of 5.23, adds ALiBi both to the mask and to the scores
          matters={"alibi": False}),
     Case("opt", hf.OPTForCausalLM, OPT, dtype=F16, starts=(2,), neutral=r"k_proj\.bias",
-         blocks="learned positions with offset 2, relu, pre-norm, tied head that the file repeats",
+         blocks="learned positions with offset 2, ReLU, pre-norm, tied head that the file contains again",
          layout=Layout(copies=(("model.decoder.embed_tokens.weight", "lm_head.weight"),)),
          matters={"activation_function": "gelu"}),
     Case("opt_350m", hf.OPTForCausalLM, OPT_350M, starts=(2,), neutral=r"k_proj\.bias",
-         blocks="post-norm without a last norm, project_in and project_out; names without \"model.\"",
+         blocks="post-norm without a final norm, project_in and project_out; tensor names without \"model.\"",
          layout=Layout(names=((r"^model\.decoder", "decoder"),)),
          matters={"activation_function": "gelu"}),
 ]  # fmt: skip

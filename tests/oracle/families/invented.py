@@ -1,17 +1,18 @@
-"""Two architectures that no shipped model has: blocks of many families in one, under names and keys of their own.
+"""Two architectures that no published model has: blocks of many families in one, with their own tensor names and
+keys.
 
 `invented_one`: x + 0.7 attention(norm_a x) + 0.7 mlp(norm_m x), where norms are LayerNorm without bias. q and k are
-RMS-normalised over all their heads at once; a score is 20 tanh(q.k / sqrt(d_k) / 20), less the ALiBi slope times the
-distance; layers 1, 3, ... see 8 tokens. The first MLP is dense, with quick_gelu and bias; in the others the two experts
-of the greatest sigmoid score, weighted by score / sum of both * 1.5, are added to a shared one, all with squared relu
-and without bias. Logits are half the product with the embedding.
+RMS-normalized over all their heads at once; a score is 20 tanh(q.k / sqrt(d_k) / 20), minus the ALiBi slope times the
+distance; layers 1, 3, ... attend to 8 tokens. The first MLP is dense, with quick_gelu and bias; in the others, the
+two experts with the largest sigmoid score, weighted by score / sum of both * 1.5, are added to a shared one, all with
+squared ReLU and without bias. Logits are half the product with the embedding.
 
-`invented_two`: both stacks add post(f(pre x)) per block, norms being RMS times 1 + weight, and normalise embeddings
-and results too. The encoder's embedding is scaled by sqrt(d) and gets half of sin, cos, sin, cos, ... from position 0;
-the decoder rotates pairs (0, 1), (2, 3) of each head's first half. Cross-attention alone has bias. The MLP is
-down(gelu(gate x) * up x), logits are 15 tanh(head x / 15).
+`invented_two`: both stacks add post(f(pre x)) per block, where norms are RMS times 1 + weight, and also normalize
+embeddings and results. The encoder's embedding is scaled by sqrt(d), and half of sin, cos, sin, cos, ... from
+position 0 is added; the decoder rotates pairs (0, 1), (2, 3) of each head's first half. Only cross-attention has
+biases. The MLP is down(gelu(gate x) * up x), and logits are 15 tanh(head x / 15).
 
-Invariant: a module's parameters are called what the files call them.
+Invariant: the parameters of a module have the names of the tensors in the files.
 """
 
 import math
@@ -75,7 +76,7 @@ TWO = {
 
 
 class Invented(nn.Module):
-    """What the makers ask of every reference."""
+    """The methods that the scripts need for every reference."""
 
     def __init__(self, config: dict):
         super().__init__()
@@ -252,7 +253,7 @@ class OffsetNorm(nn.Module):
 
 
 def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(heads, n, width of a head)"""
+    """Returns (heads, n, width of a head)."""
     return x.unflatten(-1, (heads, -1)).transpose(0, 1)
 
 
@@ -261,12 +262,12 @@ def merged(x: torch.Tensor) -> torch.Tensor:
 
 
 def angles(n: int, d: int, theta: float) -> torch.Tensor:
-    """(n, d / 2)"""
+    """Returns (n, d / 2)."""
     return torch.arange(n)[:, None] / theta ** (torch.arange(0, d, 2) / d)
 
 
 def rotated(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """Each pair of neighbours turned by its position's angle."""
+    """Rotates each pair of neighboring elements by the angle of its position."""
     turn = angles(x.shape[1], x.shape[2], theta)
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = turn.cos(), turn.sin()
@@ -281,15 +282,16 @@ def sinusoids(n: int, d: int) -> torch.Tensor:
 CASES = [
     Case("invented_one", InventedOne, ONE, dtype=F16, std=0.25, embedding_std=0.3,
          means={f"blocks.{i}.attn.{p}_norm.weight": 2.0 for i in range(3) for p in "qk"} | {"norm.weight": 5.0},
-         blocks="LayerNorm without bias, parallel residual with two norms and a scale, ALiBi of 6 heads, q and k norms "
-         "over their whole width, values narrower than keys, score softcap, a window on layer 1, experts by sigmoid, a "
-         "shared one of other width, squared relu, a dense layer 0 with bias and quick_gelu, scaled tied logits",
+         blocks="LayerNorm without bias, parallel residual with two norms and a scale, ALiBi of 6 heads, q and k "
+         "norms over their whole width, values narrower than keys, score softcap, a sliding window in layer 1, "
+         "experts with sigmoid scores, a shared expert of another width, squared ReLU, a dense layer 0 with bias and "
+         "quick_gelu, scaled tied logits",
          matters={"score_cap": 50.0, "window": 9, "residual_scale": 0.8, "logit_scale": 0.6, "route_scale": 1.0,
                   "experts_used": 3, "eps": 1e-2, "qk_eps": 1e-2, "act": "quick_gelu", "act_first": "relu2"}),
     Case("invented_two", InventedTwo, TWO, kind="encoder-decoder", dtype=BF16, starts=(2,), source_end=(2,),
          norm_mean=0.0, neutral=r"cross_attn\.k\.bias", std=0.25, head_gain=1.5,
-         blocks="sandwich RMS norms with offset 1, embedding norms, scaled sinusoids by turns, embedding scale in the "
-         "encoder alone, partial interleaved RoPE in the decoder, gated erf gelu, GQA, bias in cross-attention alone, "
-         "a head with bias, logits softcap",
+         blocks="sandwich RMS norms with offset 1, embedding norms, scaled interleaved sinusoids, embedding scale "
+         "in the encoder only, partial interleaved RoPE in the decoder, gated erf GELU, GQA, bias in cross-attention "
+         "only, a head with bias, logit softcap",
          matters={"theta": 1000.0, "rot": 6, "sinusoid_scale": 0.6, "logit_cap": 20.0, "eps": 1e-2}),
 ]  # fmt: skip

@@ -1,6 +1,7 @@
-"""Spells a reference's weights as the family's files do: names, tensors in one, copies, and what nobody needs.
+"""Converts a reference's weights to the layout of the family's files: names, fused tensors, copies, and unused
+tensors.
 
-Invariant: every weight of the reference is in the files once, or more often where the family's files repeat it.
+Invariant: every weight of the reference is in the files once, or more often if the family's files repeat it.
 """
 
 import re
@@ -14,7 +15,7 @@ from .case import Case, Tensors
 
 
 def to_files(case: Case, model: torch.nn.Module) -> Tensors:
-    """The tensors of model.safetensors, in the case's storage type."""
+    """Returns the tensors of model.safetensors, in the case's data type."""
     tensors = model.state_dict() if case.own else as_saved(model)
     if case.layout.reshape:
         tensors = case.layout.reshape(tensors, case.config)
@@ -26,7 +27,7 @@ def to_files(case: Case, model: torch.nn.Module) -> Tensors:
 
 
 def as_saved(model: torch.nn.Module) -> Tensors:
-    """The weights as the library writes them, which undoes what its classes keep in one."""
+    """Returns the weights as the library saves them, which undoes the fusing in its classes."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(f"{folder}/model.safetensors")

@@ -1,6 +1,6 @@
-"""Tensors that families' files hold and that no computation needs: masks, tables, heads of another training.
+"""Tensors in the files of families that no computation needs: masks, tables, heads of another training task.
 
-Invariant: none of them is a weight of the reference, and none is random between runs.
+Invariant: none of them is a weight of the reference, and none differs between runs.
 """
 
 import torch
@@ -33,7 +33,7 @@ def neox_masks(config: dict) -> Tensors:
 
 
 def rotary_tables(config: dict) -> Tensors:
-    """The frequencies, once per layer, as files as old as the first Llama's have them."""
+    """Returns the frequencies, once per layer, as in files from the time of the first Llama."""
     table = inverse_frequencies(10000.0, config["hidden_size"] // config["num_attention_heads"])
     layers = range(config["num_hidden_layers"])
     return {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": table.clone() for i in layers}
@@ -44,7 +44,7 @@ def chatglm_table(config: dict) -> Tensors:
 
 
 def bert_pretraining(config: dict) -> Tensors:
-    """The pooler, the next-sentence head and the buffer of positions."""
+    """Returns the pooler, the next-sentence head and the buffer of positions."""
     random, hidden = torch.Generator().manual_seed(0), config["hidden_size"]
     return {
         "bert.embeddings.position_ids": torch.arange(config["max_position_embeddings"])[None],
@@ -60,7 +60,7 @@ def roberta_positions(config: dict) -> Tensors:
 
 
 def t5_cross_table(config: dict) -> Tensors:
-    """A table that the first T5's files hold and no version of its code reads."""
+    """Returns a table in the files of the first T5 that no version of its code reads."""
     shape = (config["relative_attention_num_buckets"], config["num_heads"])
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     return {name: torch.randn(shape, generator=torch.Generator().manual_seed(0))}

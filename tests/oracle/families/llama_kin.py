@@ -1,4 +1,5 @@
-"""Decoders that grew out of Llama and that the library knows: config.json as their repositories have it, in small."""
+"""Decoders derived from Llama for which transformers has classes: config.json as in their repositories, with small
+sizes."""
 
 import transformers as hf
 
@@ -7,7 +8,7 @@ from .rope import reserve
 
 
 def llama_words(model_type: str, architecture: str, **words) -> dict:
-    """The words that most families took over."""
+    """Returns the keys that most families have in common with Llama."""
     return {
         "architectures": [architecture],
         "bos_token_id": 1,
@@ -227,53 +228,55 @@ SMALL_TIED = {"embedding_std": 0.15, "means": {"model.norm.weight": 3.0}}
 
 CASES = [
     Case("mistral", hf.MistralForCausalLM, MISTRAL, dtype=BF16,
-         blocks="a window on every layer",
+         blocks="a sliding window in every layer",
          matters={"sliding_window": 9, "rope_theta": 5e3}),
     Case("qwen2", hf.Qwen2ForCausalLM, QWEN2, dtype=BF16,
-         blocks="bias on q, k and v only; a window that is switched off",
+         blocks="bias on q, k and v only; a sliding window that is disabled",
          matters={"rope_theta": 5e3, "use_sliding_window": True}),
     Case("qwen2_window", hf.Qwen2ForCausalLM, QWEN2 | {"use_sliding_window": True}, dtype=BF16,
-         blocks="a window from layer max_window_layers on",
+         blocks="a sliding window from layer max_window_layers on",
          matters={"use_sliding_window": False, "max_window_layers": 0, "sliding_window": 9}),
     Case("qwen3", hf.Qwen3ForCausalLM, QWEN3, **SMALL_TIED,
-         blocks="RMS norm of each q and k head, head_dim apart, tied head",
+         blocks="RMS norm of each q and k head, separate head_dim, tied head",
          matters={"rope_theta": 1e4}),
     Case("gemma", hf.GemmaForCausalLM, GEMMA, **OFFSET_NORMS,
-         blocks="norm offset 1, embedding scaled by sqrt(hidden), tanh gelu though hidden_act says gelu, one KV head, "
-         "head_dim apart, tied by default",
+         blocks="norm offset 1, embedding scaled by sqrt(hidden), tanh GELU although hidden_act is gelu, one KV "
+         "head, separate head_dim, tied by default",
          matters={"hidden_act": "silu"}),
     Case("gemma2", hf.Gemma2ForCausalLM, GEMMA2, dtype=BF16, **OFFSET_NORMS,
-         blocks="sandwich norms with offset 1, softcaps of scores and logits, a window on every second layer, own "
-         "score scale",
+         blocks="sandwich norms with offset 1, softcaps of scores and logits, a sliding window in every second "
+         "layer, a separate attention scale",
          matters={"sliding_window": 9, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 7.0,
                   "query_pre_attn_scalar": 9, "hidden_activation": "gelu"}),
     Case("gemma3", hf.Gemma3ForCausalLM, GEMMA3, dtype=BF16, **OFFSET_NORMS,
-         blocks="five layers with a window and a theta of their own, then one without; q and k norms with offset 1",
+         blocks="five layers with a sliding window and a separate theta, then one without a window; q and k norms "
+         "with offset 1",
          matters={"sliding_window": 9, "sliding_window_pattern": 3, "rope_local_base_freq": 200, "rope_theta": 2e4,
                   "query_pre_attn_scalar": 9}),
     Case("phi3", hf.Phi3ForCausalLM, PHI3, dtype=BF16,
-         blocks="q, k, v in one matrix, gate and up in one, a window",
+         blocks="q, k, v in one matrix, gate and up in one, a sliding window",
          matters={"sliding_window": 12}),
     Case("phi3_longrope", hf.Phi3ForCausalLM, PHI3_LONGROPE, dtype=BF16, reserve=reserve,
-         blocks="longrope with short and long factors and the scale that follows from both lengths",
+         blocks="longrope with short and long factors and the scale derived from both lengths",
          matters={"max_position_embeddings": 256}),
     Case("smollm3", hf.SmolLM3ForCausalLM, SMOLLM3, dtype=BF16, **SMALL_TIED,
-         blocks="a layer without RoPE, listed one by one and not as the interval says; tied head",
+         blocks="a layer without RoPE, given by a list that differs from the interval; tied head",
          matters={"no_rope_layers": [1, 1, 1, 0]}),
     Case("yarn", hf.Qwen2ForCausalLM, YARN, dtype=F16,
-         blocks="YaRN with the attention factor that follows from its factor",
+         blocks="YaRN with the attention factor derived from its factor",
          matters={"rope_scaling": None}),
     Case("yarn_attention_factor", hf.LlamaForCausalLM, YARN_LLAMA,
          blocks="YaRN with attention factor and both betas given",
          matters={"rope_scaling": YARN_LLAMA["rope_scaling"] | {"attention_factor": 1.2}}),
     Case("dynamic_ntk", hf.LlamaForCausalLM, DYNAMIC_NTK, reserve=reserve,
-         blocks="dynamic NTK: theta follows from the reserved length",
+         blocks="dynamic NTK: theta depends on the reserved length",
          matters={"rope_scaling": {"factor": 3.0, "type": "dynamic"}, "max_position_embeddings": 33}),
     Case("stablelm", hf.StableLmForCausalLM, STABLELM, starts=(0,),
          blocks="LayerNorm with bias around a gated MLP, partial RoPE, bias on q, k and v",
          matters={"partial_rotary_factor": 0.5}),
     Case("starcoder2", hf.Starcoder2ForCausalLM, STARCODER2, dtype=BF16, starts=(0,), embedding_std=0.15,
          means={"model.norm.weight": 6.0},
-         blocks="LayerNorm, plain tanh-gelu MLP, bias everywhere, a window, a fractional theta, tied by default",
+         blocks="LayerNorm, ungated tanh-GELU MLP, bias everywhere, a sliding window, a fractional theta, tied by "
+         "default",
          matters={"sliding_window": 11, "hidden_act": "gelu"}),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Decoders with experts that the library knows: config.json as their repositories have it, in small."""
+"""Decoders with experts for which transformers has classes: config.json as in their repositories, with small sizes."""
 
 import transformers as hf
 
@@ -83,17 +83,17 @@ DOTS1 = llama_words(
 
 CASES = [
     Case("mixtral", hf.MixtralForCausalLM, MIXTRAL, dtype=BF16,
-         blocks="experts on every layer, softmax over the chosen; w1, w2, w3 under block_sparse_moe",
+         blocks="experts in every layer, softmax over the selected ones; w1, w2, w3 under block_sparse_moe",
          matters={"num_experts_per_tok": 3}),
     Case("qwen2_moe", hf.Qwen2MoeForCausalLM, QWEN2_MOE, dtype=BF16,
-         blocks="experts on layer 1 alone by decoder_sparse_step and mlp_only_layers, a shared expert behind a gate of "
-         "its own, no renormalising, bias on q, k and v",
+         blocks="experts in layer 1 only, by decoder_sparse_step and mlp_only_layers; a shared expert with its own "
+         "gate, no renormalization, bias on q, k and v",
          matters={"num_experts_per_tok": 3, "norm_topk_prob": True}),
     Case("qwen3_moe", hf.Qwen3MoeForCausalLM, QWEN3_MOE, dtype=BF16,
-         blocks="renormalised experts, RMS norm of each q and k head, head_dim apart",
+         blocks="renormalized expert scores, RMS norm of each q and k head, separate head_dim",
          matters={"num_experts_per_tok": 2, "norm_topk_prob": False}),
     Case("dots1", hf.Dots1ForCausalLM, DOTS1, dtype=BF16,
-         blocks="sigmoid scores, renormalised and scaled, shared experts as one without a gate, a first dense layer, "
-         "RMS norm of each q and k head; one group, and a correction bias of zeros in the file",
+         blocks="sigmoid scores, renormalized and scaled; shared experts combined into one without a gate; a dense "
+         "first layer; RMS norm of each q and k head; one group, and a correction bias of zeros in the file",
          matters={"num_experts_per_tok": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0}),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Families that hold several of the borrowed class's matrices in one."""
+"""Tensor layouts of families that fuse several matrices of the borrowed class."""
 
 import torch
 
@@ -28,17 +28,17 @@ INTERNLM2_NAMES = (
 
 
 def w_pack(tensors: Tensors, config: dict) -> Tensors:
-    """All of q, then k, then v: (3 * hidden, hidden)."""
+    """Concatenates q, k and v: (3 * hidden, hidden)."""
     return joined(tensors, "W_pack", lambda q, k, v: torch.cat([q, k, v]))
 
 
 def chatglm(tensors: Tensors, config: dict) -> Tensors:
-    """The same, for weights and biases, of unlike heights."""
+    """Concatenates q, k and v, weights and biases, with different numbers of rows."""
     return joined(tensors, "query_key_value", lambda q, k, v: torch.cat([q, k, v]))
 
 
 def wqkv(tensors: Tensors, config: dict) -> Tensors:
-    """Per KV head its query heads, then k, then v."""
+    """Concatenates, for each KV head, its query heads, k and v."""
     groups = config["num_key_value_heads"]
 
     def interleaved(*parts: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Builds a case's reference with random weights, and reads it back from the folder as written.
+"""Creates a case's reference with random weights, and reads it back from the written folder.
 
-Every parameter is random, norms and biases too, and already rounded to the type it is stored in.
+Every parameter is random, including norms and biases, and already rounded to its stored type.
 
-Invariant: a seed determines the weights, whatever the library initialises by itself.
+Invariant: a seed determines the weights, independently of the library's initialization.
 """
 
 import copy
@@ -20,7 +20,7 @@ from .case import Case
 
 
 def build(case: Case, words: dict | None = None) -> torch.nn.Module:
-    """The reference, its weights as the library leaves them. `words` stand in for the case's own config.json."""
+    """Creates the reference with the library's initial weights. `words` replaces the case's own config.json."""
     words = words or case.config
     if case.own:
         return case.model(words).eval()
@@ -65,7 +65,7 @@ def draw(case: Case, name: str, weight: torch.Tensor, random: torch.Generator) -
 
 
 def read_back(case: Case, folder: Path, written: torch.nn.Module) -> torch.nn.Module:
-    """The reference of the folder. Where the class is another family's, the files are compared instead."""
+    """Reads the reference from the folder. If the class belongs to another family, the files are compared instead."""
     if case.borrowed:
         stored = load_file(folder / "model.safetensors")
         expected = layout.to_files(case, written)

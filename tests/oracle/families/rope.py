@@ -1,7 +1,7 @@
-"""Frequencies that depend on a request's length, fixed for the whole request.
+"""RoPE frequencies that depend on the length of a request, fixed for the whole request.
 
-The library changes them midway as an answer grows; an engine that keeps rotated keys cannot. So the length that a
-request reserves, prompt and new tokens, decides once.
+The library changes them during generation; an engine that caches rotated keys cannot. So the reserved length of a
+request, prompt plus new tokens, decides once.
 """
 
 import torch
@@ -9,10 +9,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def reserve(model: torch.nn.Module, reserved: int) -> str:
-    """Fixes the frequencies of a request of `reserved` tokens. Returns on which side of the trained length it is."""
+    """Fixes the frequencies for a request of `reserved` tokens. Returns on which side of the trained length it is."""
     rotary, settings = model.model.rotary_emb, model.config.rope_parameters
     frequencies, scaling = ROPE_INIT_FUNCTIONS[settings["rope_type"]](model.config, "cpu", seq_len=reserved)
-    rotary.rope_type = "default"  # keeps the module from choosing by itself
+    rotary.rope_type = "default"  # prevents the module from changing them
     rotary.inv_freq.copy_(frequencies)
     rotary.attention_scaling = scaling
     trained = settings.get("original_max_position_embeddings") or model.config.max_position_embeddings

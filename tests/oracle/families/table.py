@@ -1,4 +1,4 @@
-"""All cases, in the order in which README.md lists them."""
+"""All cases, in the order of the table in README.md."""
 
 from . import borrowed, encoders, gpt_kin, invented, llama_kin, mixtures, translators
 

@@ -1,11 +1,11 @@
-"""Encoder-decoder families: config.json as their repositories have it, in small."""
+"""Encoder-decoder families: config.json as in their repositories, with small sizes."""
 
 import transformers as hf
 
 from . import changes, leftovers
 from .case import F16, Case, Layout
 
-GERMAN = 6  # a token that a translation is made to open with
+GERMAN = 6  # a forced BOS token
 
 M2M100 = {
     "activation_dropout": 0.0,
@@ -126,7 +126,7 @@ SHARED = tuple(
     ("model.shared.weight", name)
     for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
 )
-# MLPs loud enough for an answer to depend on what was said last.
+# MLP weights large enough for an answer to depend on the last tokens.
 LIVELY = {
     "embedding_std": 0.15,
     "gains": {"fc": 4, "attn": 1.5},
@@ -136,24 +136,24 @@ LIVELY = {
 CASES = [
     Case("m2m100", hf.M2M100ForConditionalGeneration, M2M100, kind="encoder-decoder", dtype=F16,
          starts=(2, GERMAN), source_end=(2,), dtype_key=None, **LIVELY, neutral=r"k_proj\.bias",
-         blocks="cross-attention, pre-norm, sinusoidal positions from 2, scaled embedding, relu, one matrix for both "
-         "embeddings and the head, all named in the file",
+         blocks="cross-attention, pre-norm, sinusoidal positions from 2, scaled embedding, ReLU, one matrix for "
+         "both embeddings and the head, in the file under all names",
          layout=Layout(copies=SHARED),
          matters={"scale_embedding": False, "activation_function": "gelu"}),
     Case("nllb", hf.M2M100ForConditionalGeneration, NLLB, kind="encoder-decoder", dtype=F16,
          starts=(2, GERMAN), source_end=(2,), **LIVELY, neutral=r"k_proj\.bias",
-         blocks="the same with stacks of unlike depth and heads; the shared matrix under one name",
+         blocks="the same with stacks of different depths and numbers of heads; the shared matrix under one name",
          matters={"scale_embedding": False}),
     Case("t5", hf.T5ForConditionalGeneration, T5, kind="encoder-decoder", dtype=F16, starts=(0,), source_end=(1,),
          dtype_key=None, std=0.2, embedding_std=0.5, gains={"DenseRelu": 4},
          means={"decoder.final_layer_norm.weight": 6.0},
-         blocks="relative position buckets, scores not scaled, RMS norms, plain relu MLP, tied head on a scaled "
-         "hidden state; an unused table in the file",
+         blocks="relative position buckets, unscaled attention scores, RMS norms, ungated ReLU MLP, tied head on a "
+         "scaled hidden state; an unused table in the file",
          layout=Layout(extra=leftovers.t5_cross_table),
          matters={"relative_attention_max_distance": 30, "layer_norm_epsilon": 1e-2, "tie_word_embeddings": False}),
     Case("flan_t5", hf.T5ForConditionalGeneration, FLAN_T5, kind="encoder-decoder", dtype=F16, starts=(0,),
          source_end=(1,), dtype_key=None, std=0.2, embedding_std=0.5, gains={"DenseRelu": 4}, patch=changes.own_head,
-         blocks="gated tanh gelu, a head of its own on an unscaled hidden state, stacks of unlike depth",
+         blocks="gated tanh GELU, a separate head on an unscaled hidden state, stacks of different depths",
          layout=Layout(copies=(("shared.weight", "encoder.embed_tokens.weight"),
                                ("shared.weight", "decoder.embed_tokens.weight"))),
          matters={"relative_attention_max_distance": 40, "feed_forward_proj": "gated-silu"}),
@@ -161,7 +161,8 @@ CASES = [
          source_end=(2,), dtype_key=None, std=0.15, gains={"fc": 3, "embed_positions": 4}, neutral=r"k_proj\.bias",
          means={"model.decoder.layers.1.final_layer_norm.weight": 2.5},
          random_buffers=("final_logits_bias",),
-         blocks="post-norm, learned positions with offset 2, embedding norm, erf gelu, final_logits_bias, forced BOS",
+         blocks="post-norm, learned positions with offset 2, embedding norm, erf GELU, final_logits_bias, forced "
+         "BOS",
          layout=Layout(copies=SHARED),
          matters={"activation_function": "gelu_new", "scale_embedding": True}),
 ]  # fmt: skip

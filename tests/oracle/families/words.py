@@ -1,6 +1,6 @@
-"""The tokenizer that all families' fixtures share: one id per word, special tokens and language codes first.
+"""The tokenizer of all families' fixtures: one id per word, with special tokens and language codes first.
 
-Invariant: there are exactly VOCAB entries, the smallest vocabulary of any fixture.
+Invariant: there are exactly VOCAB entries, as many as in the smallest vocabulary of any fixture.
 """
 
 VOCAB = 96
@@ -15,7 +15,7 @@ assert len(SPECIALS) + len(WORDS) == VOCAB, len(SPECIALS) + len(WORDS)
 
 
 def tokenizer() -> dict:
-    """tokenizer.json: words between spaces, nothing added around them."""
+    """Returns tokenizer.json: words are separated by spaces, and nothing is added around them."""
     vocabulary = {word: i for i, word in enumerate([*SPECIALS, *WORDS])}
     return {
         "version": "1.0",
