@@ -3,26 +3,20 @@
 
 use crate::backend::DeviceError;
 use memmap2::MmapMut;
-use std::cell::Cell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Total bytes of all live buffers of the process.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
-thread_local! {
-    /// Bytes of buffers allocated on this thread minus bytes of buffers dropped on it, wrapping below zero.
-    static ALLOCATED_HERE: Cell<usize> = const { Cell::new(0) };
-}
+/// The host memory of one backend: allocates its buffers, and counts the bytes of those that are alive.
+/// Clones share the count.
+#[derive(Clone, Debug, Default)]
+pub struct HostMemory(Arc<AtomicUsize>);
 
-/// A byte buffer in host memory, page-aligned and therefore at least 64-byte aligned.
-pub struct HostBuf {
-    map: MmapMut,
-    len: usize,
-}
-
-impl HostBuf {
+impl HostMemory {
     /// Allocates `bytes` zeroed bytes. Fails with [`DeviceError::OutOfMemory`] if the system cannot map them.
-    pub fn zeroed(bytes: usize) -> Result<HostBuf, DeviceError> {
+    pub fn zeroed(&self, bytes: usize) -> Result<HostBuf, DeviceError> {
         let map = MmapMut::map_anon(bytes.max(1))
             .map_err(|source| DeviceError::OutOfMemory { bytes, reason: source.to_string() })?;
         // Huge pages are optional, so a refusal is ignored. With 4 KiB pages, streaming weights loses up to a
@@ -32,21 +26,27 @@ impl HostBuf {
             let _ = map.advise(memmap2::Advice::HugePage);
         }
         ALLOCATED.fetch_add(bytes, Ordering::Relaxed);
-        ALLOCATED_HERE.with(|here| here.set(here.get().wrapping_add(bytes)));
-        Ok(HostBuf { map, len: bytes })
+        self.0.fetch_add(bytes, Ordering::Relaxed);
+        Ok(HostBuf { map, len: bytes, memory: self.clone() })
     }
 
+    /// Returns the bytes of all live buffers that were allocated here.
+    pub fn used(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// A byte buffer in host memory, page-aligned and therefore at least 64-byte aligned.
+pub struct HostBuf {
+    map: MmapMut,
+    len: usize,
+    memory: HostMemory,
+}
+
+impl HostBuf {
     /// Returns the total bytes of all live buffers of the process.
     pub fn total_allocated() -> usize {
         ALLOCATED.load(Ordering::Relaxed)
-    }
-
-    /// Returns the net bytes that this thread allocated since a previous call returned the mark `since`, or 0
-    /// if it freed more than it allocated, and the current mark. Buffers of other threads do not count.
-    pub fn allocated_by_thread(since: usize) -> (usize, usize) {
-        let now = ALLOCATED_HERE.with(Cell::get);
-        let more = now.wrapping_sub(since) as isize;
-        (usize::try_from(more).unwrap_or(0), now)
     }
 
     /// Returns the length in bytes.
@@ -94,7 +94,7 @@ impl HostBuf {
 impl Drop for HostBuf {
     fn drop(&mut self) {
         ALLOCATED.fetch_sub(self.len, Ordering::Relaxed);
-        ALLOCATED_HERE.with(|here| here.set(here.get().wrapping_sub(self.len)));
+        self.memory.0.fetch_sub(self.len, Ordering::Relaxed);
     }
 }
 
@@ -136,17 +136,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buffers_of_other_threads_do_not_count() {
-        let (_, before) = HostBuf::allocated_by_thread(0);
-        let from_other_thread = std::thread::spawn(|| HostBuf::zeroed(1000).unwrap()).join().unwrap();
-        let own = HostBuf::zeroed(30).unwrap();
-        assert_eq!(HostBuf::allocated_by_thread(before).0, 30);
-        drop(from_other_thread);
-        assert_eq!(
-            HostBuf::allocated_by_thread(before).0,
-            0,
-            "dropped buffers are subtracted, and the result is never negative"
-        );
-        drop(own);
+    fn memory_counts_its_own_live_buffers_whichever_thread_drops_them() {
+        let (memory, other) = (HostMemory::default(), HostMemory::default());
+        let _foreign = other.zeroed(1000).unwrap();
+        let [first, second] = [30, 4096].map(|bytes| memory.zeroed(bytes).unwrap());
+        assert_eq!((memory.used(), other.used()), (4126, 1000));
+        std::thread::spawn(move || drop(second)).join().unwrap();
+        assert_eq!((first.len(), memory.clone().used()), (30, 30));
     }
 }

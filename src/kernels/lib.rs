@@ -13,6 +13,8 @@ pub mod collective;
 
 mod stage;
 
+mod clock;
+
 pub mod host;
 
 pub mod random;
@@ -34,5 +36,5 @@ pub use batch::{
 };
 pub use collective::local::{Abort, LocalRank};
 pub use collective::{Aborted, Collective, SingleRank};
-pub use host::HostBuf;
+pub use host::{HostBuf, HostMemory};
 pub use quant::{ActivationPrecision, QuantType};

@@ -11,10 +11,8 @@ use super::source::ModelSource;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{
-    Backend, DeviceError, HandoffPorts, HostBuf, KvLayer, KvLayout, QuantType, StepBatch, StepLimits,
-    StepOutput,
+    Backend, DeviceError, HandoffPorts, KvLayer, KvLayout, QuantType, StepBatch, StepLimits, StepOutput,
 };
-use std::time::Instant;
 
 /// Runs steps on one device; used by a device's actor. The backend's type does not appear above this trait.
 pub trait Executor: Send {
@@ -83,15 +81,15 @@ impl<B: Backend> ModelExecutor<B> {
             place == (rank, members),
             "the device joined its stage as rank {rank} of {members}, not {place:?}; this is a bug"
         );
-        let mut measure = AllocationMeter::start();
+        let mut allocated = AllocationMeter::default();
         let model = load::load(&mut backend, source, shard, spec, &limits)?;
         let spec = &model.spec;
-        let weight_bytes = measure.since_last();
+        let weight_bytes = allocated.since_last(&backend);
         let caches = kv_layouts(spec, kv, limits.page_positions)
             .map(|layout| backend.alloc_kv(layout))
             .collect::<Result<_, _>>()
             .context("allocating the KV cache")?;
-        let kv_bytes = measure.since_last();
+        let kv_bytes = allocated.since_last(&backend);
         let scratch = scratch_layout(spec, &limits).map(|layout| backend.alloc_kv(layout)).transpose();
         let scratch = scratch.context("allocating the encoder's cache")?;
         let mut act = Activations::new(&mut backend, spec, &limits).context("allocating the activations")?;
@@ -101,7 +99,7 @@ impl<B: Backend> ModelExecutor<B> {
             "inputs cannot be observed on a split model; this is a bug"
         );
         act.observer = source.observations.clone().map(Observer::new);
-        let activation_bytes = measure.since_last();
+        let activation_bytes = allocated.since_last(&backend);
         backend.prepare(&limits).context("allocating the step buffers")?;
         let report = ExecutorReport {
             device: backend.describe(),
@@ -109,7 +107,7 @@ impl<B: Backend> ModelExecutor<B> {
             weight_bytes,
             kv_bytes,
             activation_bytes,
-            step_bytes: measure.since_last(),
+            step_bytes: allocated.since_last(&backend),
         };
         Ok(ModelExecutor { backend, model, kv: caches, scratch, act, report })
     }
@@ -146,9 +144,9 @@ pub fn estimate_report<B: Backend>(
         _ => tensor.loaded_bytes(),
     };
     let weight_bytes = tensors.iter().map(bytes).sum::<usize>() + load::table_bytes(&spec, &limits);
-    let mut measure = AllocationMeter::start();
+    let before = backend.allocated_bytes();
     backend.prepare(&limits).context("allocating the step buffers")?;
-    let step_bytes = measure.since_last();
+    let step_bytes = backend.allocated_bytes() - before;
     let page = page_bytes(&spec, kv.ty, limits.page_positions).context("a page is too large")?;
     Ok(ExecutorReport {
         device: backend.describe(),
@@ -204,7 +202,6 @@ impl<B: Backend> Executor for ModelExecutor<B> {
         flow: HandoffPorts<'_>,
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
-        let began = Instant::now();
         out.clear();
         out.step = batch.step;
         schedule::run_step(
@@ -216,7 +213,7 @@ impl<B: Backend> Executor for ModelExecutor<B> {
         );
         let wanted = if self.model.role.returns_output { batch.sampling.len() } else { 0 };
         assert_eq!(out.tokens.len(), wanted, "there must be a result for each output row");
-        out.times.forward = began.elapsed() - out.times.sample;
+        out.times = self.backend.end_step();
         Ok(())
     }
 
@@ -225,18 +222,13 @@ impl<B: Backend> Executor for ModelExecutor<B> {
     }
 }
 
-/// Measures what this thread allocates between two calls. The thread drives the device; other devices are set
-/// up at the same time on other threads.
+/// Tells what a backend has allocated from one call to the next.
+#[derive(Default)]
 struct AllocationMeter(usize);
 
 impl AllocationMeter {
-    fn start() -> AllocationMeter {
-        AllocationMeter(HostBuf::allocated_by_thread(0).1)
-    }
-
-    fn since_last(&mut self) -> usize {
-        let (more, now) = HostBuf::allocated_by_thread(self.0);
-        self.0 = now;
-        more
+    fn since_last(&mut self, backend: &impl Backend) -> usize {
+        let now = backend.allocated_bytes();
+        now - std::mem::replace(&mut self.0, now)
     }
 }

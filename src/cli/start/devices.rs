@@ -51,7 +51,7 @@ pub fn factories(
     let of_stage = |(devices, shards): (&Vec<DeviceName>, Vec<Shard>)| {
         let member = |(device, shard): (&DeviceName, Shard)| {
             let part = DevicePart { source: source.clone(), shard, kv: setup.kv, limits: setup.limits };
-            factory(device.kind, config.clone(), part, tokenizer.clone())
+            factory(*device, config.clone(), part, tokenizer.clone())
         };
         devices.iter().zip(shards).map(member).collect()
     };
@@ -67,19 +67,19 @@ struct DevicePart {
 }
 
 fn factory(
-    kind: DeviceKind,
+    device: DeviceName,
     config: DeviceConfig,
     part: DevicePart,
     tokenizer: Arc<Tokenizer>,
 ) -> ExecutorFactory {
     Box::new(move |stage| {
-        Ok(match kind {
-            DeviceKind::Cpu => build_executor(cpu_backend(&config)?, stage, &part)?,
+        Ok(match device.kind {
+            DeviceKind::Cpu => build_executor(cpu_backend(device.number, &config)?, stage, &part)?,
             DeviceKind::Reference => build_executor(Reference::new(), stage, &part)?,
             DeviceKind::Fake { step, row } => {
                 let words = vocabulary::word_tokens(&part.source, &tokenizer);
-                let device = FakeExecutor::new(words, part.limits).with_collective(stage);
-                Box::new(device.with_step_time(StepTime { step, row }))
+                let fake = FakeExecutor::new(words, part.limits).with_collective(stage);
+                Box::new(fake.with_step_time(StepTime { step, row }))
             }
         })
     })
@@ -121,7 +121,9 @@ fn forecast_device(
 ) -> Result<ExecutorReport> {
     let (kv, limits) = (setup.kv, setup.limits);
     match device.kind {
-        DeviceKind::Cpu => executor::estimate_report(cpu_backend(config)?, source, shard, kv, limits),
+        DeviceKind::Cpu => {
+            executor::estimate_report(cpu_backend(device.number, config)?, source, shard, kv, limits)
+        }
         DeviceKind::Reference => executor::estimate_report(Reference::new(), source, shard, kv, limits),
         DeviceKind::Fake { step, row } => Ok(fake::estimate_report(StepTime { step, row })),
     }
@@ -146,8 +148,8 @@ pub fn merge_reports(built: Vec<ExecutorReport>) -> ExecutorReport {
     ExecutorReport { device: names, ..sum.unwrap_or_default() }
 }
 
-/// Creates a CPU backend with the configured threads, instruction set and activation precision.
-pub(super) fn cpu_backend(config: &DeviceConfig) -> Result<CpuBackend> {
+/// Creates CPU device `number` with the configured threads, instruction set and activation precision.
+pub(super) fn cpu_backend(number: u32, config: &DeviceConfig) -> Result<CpuBackend> {
     let DeviceConfig { threads, isa, activation_precision: inputs, .. } = *config;
-    Ok(CpuBackend::new(CpuConfig { threads, isa, activation_precision: inputs })?)
+    Ok(CpuBackend::with_number(number, CpuConfig { threads, isa, activation_precision: inputs })?)
 }

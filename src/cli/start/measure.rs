@@ -139,7 +139,7 @@ type GemmFn = Box<dyn FnMut()>;
 /// Prepares a GEMM of `rows` rows with a zero matrix (N, K) on a device of `kind`.
 fn gemm(config: &DeviceConfig, kind: DeviceKind, matrix: (usize, usize), rows: usize) -> Result<GemmFn> {
     match kind {
-        DeviceKind::Cpu => gemm_on(cpu_backend(config)?, matrix, rows),
+        DeviceKind::Cpu => gemm_on(cpu_backend(0, config)?, matrix, rows),
         DeviceKind::Reference => gemm_on(Reference::new(), matrix, rows),
         DeviceKind::Fake { .. } => bail!("fake devices compute nothing, so their speed cannot be measured"),
     }

@@ -23,7 +23,7 @@ pub use operands::{
     Activation, DynamicNtk, Expert, MoeShape, Norm, NormKind, Rope, RopeStyle, Scoring, Weight,
 };
 
-use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
+use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepTimes};
 use crate::collective::Collective;
 use crate::quant::{ActivationPrecision, QuantType};
 use std::ops::Range;
@@ -48,7 +48,7 @@ pub enum DeviceError {
 /// [`Backend::join_stage`] if it is not alone in its stage, then [`Backend::upload_weight`] and
 /// [`Backend::alloc_kv`], then [`Backend::prepare`] (and [`Backend::prepare_moe`]), and then steps. A step
 /// starts with [`Backend::begin_step`], which sets the current rows; all further operations of the step work
-/// on them. Nothing is allocated during a step.
+/// on them; and it ends with [`Backend::end_step`]. Nothing is allocated during a step.
 ///
 /// Shapes are written after the name of a buffer: x (rows, width). Unless stated otherwise, elements are F32
 /// and a buffer may be longer than its shape; elements beyond the shape are neither read nor written.
@@ -66,6 +66,10 @@ pub trait Backend: Send + 'static {
     fn threads(&self) -> usize {
         1
     }
+
+    /// Returns the bytes of device memory that the live buffers of this backend occupy: those of callers and
+    /// its own scratch.
+    fn allocated_bytes(&self) -> usize;
 
     /// Returns the precision of the activations in GEMMs with quantized weights.
     fn activation_precision(&self) -> ActivationPrecision;
@@ -110,7 +114,13 @@ pub trait Backend: Send + 'static {
 
     /// Begins a step: applies the slot moves and page table updates of `batch` and maps its rows. The rows of
     /// the decoder become the current rows.
+    ///
+    /// Panics if the previous step has not been ended.
     fn begin_step(&mut self, batch: &StepBatch);
+
+    /// Ends the step: afterwards all its results are on the host. Returns how long it took on the device. A
+    /// backend that only queues work during a step launches and awaits it here.
+    fn end_step(&mut self) -> StepTimes;
 
     /// Makes the rows of one stack the current rows and returns their number. Rows, positions and output rows
     /// of the other operations refer to the current rows; output rows are numbered from 0 in each stack.
@@ -266,6 +276,6 @@ pub trait Backend: Send + 'static {
     /// [`crate::random::uniform`] of (seed, position).
     fn sample(&mut self, outputs: Range<usize>, logits: &Self::Buf, out: &mut StepOutput);
 
-    /// Returns one of the page tables of a slot, in host memory, for checks and tests.
-    fn page_table(&self, slot: u32, table: KvTable) -> &[Page];
+    /// Copies one of the page tables of a slot to the host, for checks and tests.
+    fn read_page_table(&self, slot: u32, table: KvTable) -> Vec<Page>;
 }

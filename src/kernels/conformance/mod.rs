@@ -50,7 +50,7 @@ pub use splits::{
     attention_over_splits, encoder_inputs_over_splits, masked_splits, negative_infinite_scores, split_bits,
 };
 pub use stage::{columns, stage_abort, stage_all_gather, stage_all_reduce};
-pub use state::{buffers, gather, hidden, samples_by_stack, slot_state};
+pub use state::{allocated_bytes, buffers, gather, hidden, samples_by_stack, slot_state, step_brackets};
 pub use unusual_values::{extreme_groups, non_finite_values};
 
 use crate::backend::Backend;
@@ -90,6 +90,8 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     let make: &(dyn Fn() -> B + Sync) = &make;
     let (make, bounds) = (&make, &bounds);
     buffers(make);
+    allocated_bytes(make);
+    step_brackets(make);
     slot_state(make);
     gather(make);
     samples_by_stack(make);

@@ -32,8 +32,11 @@ impl<B: Backend> Rig<B> {
         Rig { backend, limits, step: 0 }
     }
 
-    /// Begins a step.
+    /// Ends the step that is open, if there is one, and begins another.
     pub(super) fn begin(&mut self, mut batch: StepBatch) {
+        if self.step > 0 {
+            self.backend.end_step();
+        }
         batch.step = self.step;
         self.step += 1;
         self.backend.begin_step(&batch);

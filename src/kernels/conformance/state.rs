@@ -33,6 +33,42 @@ pub fn buffers<B: Backend>(make: &impl Fn() -> B) {
     }
 }
 
+/// Tests that a backend counts the memory of live buffers, its own scratch included, and of no others.
+pub fn allocated_bytes<B: Backend>(make: &impl Fn() -> B) {
+    let mut backend = make();
+    let before = backend.allocated_bytes();
+    let other = make().alloc(1 << 16).expect("memory for a small buffer");
+    let [small, large] = [1000, 1 << 20].map(|bytes| backend.alloc(bytes).expect("memory for a buffer"));
+    assert_eq!(backend.allocated_bytes() - before, 1000 + (1 << 20));
+    drop((other, large));
+    assert_eq!(backend.allocated_bytes() - before, 1000);
+    let matrix = vec![0; QuantType::Q8_0.bytes(64).expect("whole blocks") * 24];
+    let weight = backend.upload_weight(QuantType::Q8_0, 24, 64, &matrix).expect("memory for a small matrix");
+    assert_eq!(backend.allocated_bytes() - before - 1000, backend.weight_bytes(QuantType::Q8_0, 24, 64));
+    drop((small, weight));
+    assert_eq!(backend.allocated_bytes(), before);
+}
+
+/// Tests that steps begin and end in turn: a step that begins within another, or ends twice, is a bug.
+pub fn step_brackets<B: Backend>(make: &impl Fn() -> B) {
+    let rig = || {
+        let mut rig = Rig::new(make(), limits(32));
+        rig.begin_rows(1);
+        rig.backend
+    };
+    let panics = |misuse: fn(&mut B)| {
+        let mut backend = rig();
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| misuse(&mut backend))).is_err()
+    };
+    assert!(panics(|backend| backend.begin_step(&StepBatch::default())), "a step within a step");
+    assert!(panics(|backend| _ = [backend.end_step(), backend.end_step()]), "a step that ends twice");
+    let mut backend = rig();
+    backend.end_step();
+    backend.begin_step(&StepBatch::default());
+    let times = backend.end_step();
+    assert_eq!(times.sample, std::time::Duration::ZERO, "nothing was sampled in this step");
+}
+
 /// Tests that the last token of a slot follows sampling and moves, but neither scoring nor holes; and that
 /// page tables follow updates and moves.
 pub fn slot_state<B: Backend>(make: &impl Fn() -> B) {
@@ -84,7 +120,7 @@ fn page_tables<B: Backend>(rig: &mut Rig<B>) {
     rig.begin(StepBatch { moves, table_updates: tables, ..batch() });
     let moved = [(2, own, 0, 8), (2, own, 1, 33), (2, own, 3, 4), (2, cross, 0, 34), (2, cross, 3, 5)];
     for (slot, table, index, page) in updates[1..].iter().copied().chain(moved) {
-        let got = rig.backend.page_table(slot, table)[index as usize];
+        let got = rig.backend.read_page_table(slot, table)[index as usize];
         assert_eq!(got, page, "{table:?} table of slot {slot}, entry {index}");
     }
 }

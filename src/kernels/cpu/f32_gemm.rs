@@ -29,7 +29,7 @@ use super::simd::{
     prefetch_l2,
 };
 use crate::backend::{DeviceError, Weight};
-use crate::host::HostBuf;
+use crate::host::{HostBuf, HostMemory};
 use std::ops::Range;
 
 /// Vectors of columns in one slice.
@@ -66,14 +66,20 @@ const SUMS_LEN: usize = TILE_ROWS_MAX * F32_PANEL_OUTPUTS * LANES;
 impl F32Scratch {
     /// Allocates scratch for `rows` rows of `k` columns on `threads` threads. `written` is the largest number
     /// of columns of a weight that must be dequantized first, 0 without such weights.
-    pub fn new(rows: usize, k: usize, written: usize, threads: usize) -> Result<F32Scratch, DeviceError> {
+    pub fn new(
+        rows: usize,
+        k: usize,
+        written: usize,
+        threads: usize,
+        memory: &HostMemory,
+    ) -> Result<F32Scratch, DeviceError> {
         let padded = k.next_multiple_of(LANES);
         let panel_len = F32_PANEL_LEN.max(TILE_OUTPUTS_MAX * padded);
         let written_len = if written == 0 { 0 } else { F32_PANEL_LEN.max(STREAM_OUTPUTS * written) };
         let each = panel_len + SUMS_LEN + written_len;
         Ok(F32Scratch {
-            x: HostBuf::zeroed(rows * padded * size_of::<f32>())?,
-            panels: HostBuf::zeroed(threads * each * size_of::<f32>())?,
+            x: memory.zeroed(rows * padded * size_of::<f32>())?,
+            panels: memory.zeroed(threads * each * size_of::<f32>())?,
             panel_len,
             dequantized_len: written_len,
         })

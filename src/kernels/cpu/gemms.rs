@@ -15,7 +15,7 @@ use super::packed::Int8Scratch;
 use super::pool::{SharedSlice, ThreadPool};
 use super::simd::Level;
 use crate::backend::{DeviceError, Weight};
-use crate::host::HostBuf;
+use crate::host::{HostBuf, HostMemory};
 use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
 use std::ops::Range;
 
@@ -142,15 +142,16 @@ impl GemmScratch {
         rows: usize,
         widths: ScratchWidths,
         threads: usize,
+        memory: &HostMemory,
     ) -> Result<GemmScratch, DeviceError> {
         let row_len = widths.f32.max(widths.int8).max(widths.bf16);
         Ok(GemmScratch {
             activation_precision: precision,
             bf16_isa,
-            f32: F32Scratch::new(rows, widths.f32, widths.dequantized, threads)?,
-            int8: Int8Scratch::new(rows, widths.int8, threads)?,
-            bf16: Bf16Scratch::new(rows, widths.bf16, threads)?,
-            row_buffers: HostBuf::zeroed(threads * row_len * size_of::<f32>())?,
+            f32: F32Scratch::new(rows, widths.f32, widths.dequantized, threads, memory)?,
+            int8: Int8Scratch::new(rows, widths.int8, threads, memory)?,
+            bf16: Bf16Scratch::new(rows, widths.bf16, threads, memory)?,
+            row_buffers: memory.zeroed(threads * row_len * size_of::<f32>())?,
             row_buffer_len: row_len,
         })
     }

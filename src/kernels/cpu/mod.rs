@@ -33,9 +33,10 @@ use crate::backend::{
     Activation, AttentionShape, Backend, DeviceError, Epilogue, Expert, Gemm, InputOperand, KvLayer,
     KvLayout, KvTable, MoeShape, Norm, Rope, StepLimits, Weight,
 };
-use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput};
+use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepTimes};
+use crate::clock::StepClock;
 use crate::collective::Collective;
-use crate::host::HostBuf;
+use crate::host::{HostBuf, HostMemory};
 use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
 use crate::stage::StageCollective;
 use bf16::Bf16Isa;
@@ -64,6 +65,8 @@ pub struct CpuBackend {
     attention_scratch: Option<HostBuf>,
     moe_scratch: Option<MoeScratch>,
     scratch_sizes: ScratchSizes,
+    memory: HostMemory,
+    clock: StepClock,
 }
 
 /// Dimensions that the scratch buffers are sized for: the rows of a step, the widest weights, the widest
@@ -104,10 +107,17 @@ impl ScratchSizes {
 }
 
 impl CpuBackend {
-    /// Starts the worker threads.
+    /// Creates device number 0 and starts its worker threads.
     ///
     /// Fails when the configuration has no threads or the CPU lacks the requested instruction set.
     pub fn new(config: CpuConfig) -> Result<CpuBackend, DeviceError> {
+        CpuBackend::with_number(0, config)
+    }
+
+    /// Creates device `number` of this kind, by which its worker threads are named (`cpu3-1`), and starts them.
+    ///
+    /// Fails as [`CpuBackend::new`] does.
+    pub fn with_number(number: u32, config: CpuConfig) -> Result<CpuBackend, DeviceError> {
         if config.threads == 0 {
             return Err(DeviceError::Unsupported("a CPU device needs at least one thread".into()));
         }
@@ -119,7 +129,7 @@ impl CpuBackend {
         }
         Ok(CpuBackend {
             level: Level::new(config.isa)?,
-            pool: ThreadPool::new(config.threads)?,
+            pool: ThreadPool::new(number, config.threads)?,
             stage: StageCollective::default(),
             step: None,
             sample_scratch: None,
@@ -133,6 +143,8 @@ impl CpuBackend {
             attention_scratch: None,
             moe_scratch: None,
             scratch_sizes: ScratchSizes::default(),
+            memory: HostMemory::default(),
+            clock: StepClock::default(),
         })
     }
 
@@ -166,15 +178,16 @@ impl CpuBackend {
                 sizes.rows,
                 sizes.widths,
                 threads,
+                &self.memory,
             )?);
         }
         let attention = sizes.attention_len(threads);
         if self.attention_scratch.is_none() || attention > from.attention_len(threads) {
-            self.attention_scratch = Some(HostBuf::zeroed(attention * size_of::<f32>())?);
+            self.attention_scratch = Some(self.memory.zeroed(attention * size_of::<f32>())?);
         }
         let has_moe = sizes.moe != MoeScratchSizes::default();
         if has_moe && (self.moe_scratch.is_none() || more_rows || sizes.moe != from.moe) {
-            self.moe_scratch = Some(MoeScratch::new(sizes.rows, sizes.moe)?);
+            self.moe_scratch = Some(MoeScratch::new(sizes.rows, sizes.moe, &self.memory)?);
         }
         Ok(())
     }
@@ -203,6 +216,10 @@ impl Backend for CpuBackend {
         self.pool.threads()
     }
 
+    fn allocated_bytes(&self) -> usize {
+        self.memory.used()
+    }
+
     fn activation_precision(&self) -> ActivationPrecision {
         self.activation_precision
     }
@@ -216,7 +233,7 @@ impl Backend for CpuBackend {
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<HostBuf, DeviceError> {
-        HostBuf::zeroed(bytes)
+        self.memory.zeroed(bytes)
     }
 
     fn upload(&mut self, to: &mut HostBuf, offset: usize, bytes: &[u8]) {
@@ -240,7 +257,7 @@ impl Backend for CpuBackend {
             widths: ScratchWidths::for_weight(self.activation_precision, ty, k),
             ..ScratchSizes::default()
         })?;
-        let mut buf = HostBuf::zeroed(self.weight_bytes(ty, n, k))?;
+        let mut buf = self.memory.zeroed(self.weight_bytes(ty, n, k))?;
         match ty.operand_format(self.activation_precision) {
             OperandFormat::Int8 => packed::pack(&mut self.pool, ty, (n, k), bytes, &mut buf),
             OperandFormat::Bf16 => bf16::pack(&mut self.pool, (n, k), bytes, &mut buf),
@@ -268,7 +285,7 @@ impl Backend for CpuBackend {
             partial_len: attention::partial_len(&layout),
             ..ScratchSizes::default()
         })?;
-        attention::alloc_kv(layout)
+        attention::alloc_kv(layout, &self.memory)
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
@@ -284,7 +301,12 @@ impl Backend for CpuBackend {
     }
 
     fn begin_step(&mut self, batch: &StepBatch) {
+        self.clock.begin();
         self.step.as_mut().expect(NOT_PREPARED).begin(batch);
+    }
+
+    fn end_step(&mut self) -> StepTimes {
+        self.clock.end()
     }
 
     fn select_stack(&mut self, stack: SpanStack) -> usize {
@@ -481,11 +503,12 @@ impl Backend for CpuBackend {
     fn sample(&mut self, wanted: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
         let step = self.step.as_mut().expect(NOT_PREPARED);
         let scratch = self.sample_scratch.as_mut().expect(NOT_PREPARED);
-        sample::sample(&mut self.pool, scratch, step, wanted, logits.f32(), out);
+        let clock = &mut self.clock;
+        clock.sample(|| sample::sample(&mut self.pool, scratch, step, wanted, logits.f32(), out));
     }
 
-    fn page_table(&self, slot: u32, table: KvTable) -> &[Page] {
-        self.step().table(slot as usize, table)
+    fn read_page_table(&self, slot: u32, table: KvTable) -> Vec<Page> {
+        self.step().table(slot as usize, table).to_vec()
     }
 }
 

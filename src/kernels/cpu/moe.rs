@@ -14,7 +14,7 @@ use super::gemms::{GemmScratch, GemmTask, RowEpilogue};
 use super::pool::{SharedSlice, ThreadPool};
 use super::simd::{Kernel, LANES, Level, Simd, exp, sigmoid};
 use crate::backend::{DeviceError, Expert, MoeShape, Scoring};
-use crate::host::HostBuf;
+use crate::host::{HostBuf, HostMemory};
 use std::ops::Range;
 
 /// Rows that one work item routes.
@@ -74,8 +74,8 @@ struct ExpertRow {
 
 impl MoeScratch {
     /// Allocates scratch for `rows` rows.
-    pub fn new(rows: usize, sizes: MoeScratchSizes) -> Result<MoeScratch, DeviceError> {
-        let floats = |width: usize| HostBuf::zeroed(rows * width * size_of::<f32>());
+    pub fn new(rows: usize, sizes: MoeScratchSizes, memory: &HostMemory) -> Result<MoeScratch, DeviceError> {
+        let floats = |width: usize| memory.zeroed(rows * width * size_of::<f32>());
         Ok(MoeScratch {
             routed_experts: vec![RoutedExpert::default(); rows * sizes.top_k],
             expert_rows: vec![ExpertRow::default(); rows * sizes.top_k],

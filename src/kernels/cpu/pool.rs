@@ -58,16 +58,16 @@ struct CacheLine<T>(T);
 type Call = unsafe fn(*const (), usize, usize);
 
 impl ThreadPool {
-    /// Creates a pool of `threads` threads, including the calling thread. All of them run when this returns,
+    /// Creates a pool of `threads` threads for device `device`, including the calling thread. All of them run when this returns,
     /// because starting a thread allocates and no step may.
-    pub fn new(threads: usize) -> Result<ThreadPool, DeviceError> {
+    pub fn new(device: u32, threads: usize) -> Result<ThreadPool, DeviceError> {
         let mut pool =
             ThreadPool { shared: Arc::new(SharedState::new()), workers: Vec::with_capacity(threads) };
         let (up, all_up) = std::sync::mpsc::channel();
         for worker in 1..threads {
             let (shared, up) = (pool.shared.clone(), up.clone());
             let thread = std::thread::Builder::new()
-                .name(format!("cpu-{worker}"))
+                .name(format!("cpu{device}-{worker}"))
                 .spawn(move || {
                     let _ = up.send(());
                     drop(up);
@@ -310,7 +310,7 @@ mod tests {
     #[test]
     fn every_item_runs_once_in_every_of_many_jobs() {
         for threads in 1..4 {
-            let mut pool = ThreadPool::new(threads).unwrap();
+            let mut pool = ThreadPool::new(0, threads).unwrap();
             for items in (0..200).chain([1000]) {
                 let counts: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
                 pool.run(items, |worker, item| {
@@ -324,7 +324,7 @@ mod tests {
 
     #[test]
     fn a_worker_is_never_in_two_items_at_once() {
-        let mut pool = ThreadPool::new(3).unwrap();
+        let mut pool = ThreadPool::new(0, 3).unwrap();
         let busy: Vec<AtomicBool> = (0..3).map(|_| AtomicBool::new(false)).collect();
         pool.run(500, |worker, _| {
             assert!(!busy[worker].swap(true, Ordering::SeqCst));
@@ -334,7 +334,7 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_driver_and_the_pool_lives_on() {
-        let mut pool = ThreadPool::new(3).unwrap();
+        let mut pool = ThreadPool::new(0, 3).unwrap();
         for bad in [0, 7, 63] {
             let ran = AtomicUsize::new(0);
             let outcome = catch_unwind(AssertUnwindSafe(|| {
@@ -356,7 +356,7 @@ mod tests {
 
     #[test]
     fn rows_are_visited_once_each_with_their_number() {
-        let mut pool = ThreadPool::new(2).unwrap();
+        let mut pool = ThreadPool::new(0, 2).unwrap();
         for width in [1, 100, 20_000] {
             let mut data = vec![0f32; 37 * width];
             pool.for_rows(&mut data, width, |row, x| x.iter_mut().for_each(|x| *x += row as f32));

@@ -14,7 +14,7 @@ use super::amx;
 use super::bf16::Bf16Isa;
 use super::simd::{BYTES, IntKernel, Ints, Kernel, LANES, Simd};
 use crate::backend::DeviceError;
-use crate::host::HostBuf;
+use crate::host::{HostBuf, HostMemory};
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -50,7 +50,7 @@ pub struct RooflineMeter {
 impl RooflineMeter {
     /// Creates a meter that reads `bytes` bytes of memory.
     pub fn new(bytes: usize) -> Result<RooflineMeter, DeviceError> {
-        let mut memory = HostBuf::zeroed(bytes.next_multiple_of(ITEM_BYTES))?;
+        let mut memory = HostMemory::default().zeroed(bytes.next_multiple_of(ITEM_BYTES))?;
         memory.bytes_mut().fill(1);
         Ok(RooflineMeter { memory })
     }

@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::conformance::{few_types, fingerprint, noise, split_bits};
+use crate::host::HostMemory;
 use crate::reference::sample;
 use crate::{
     Fraction, Mask, RelativeBias, SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack,
@@ -37,7 +38,7 @@ fn limits(rows: usize, vocab: usize) -> StepLimits {
 }
 
 fn f32_buf(values: &[f32]) -> HostBuf {
-    let mut buf = HostBuf::zeroed(size_of_val(values)).unwrap();
+    let mut buf = HostMemory::default().zeroed(size_of_val(values)).unwrap();
     buf.f32_mut().copy_from_slice(values);
     buf
 }

@@ -21,9 +21,11 @@ use crate::backend::{
 };
 use crate::batch::{
     Page, PageCopy, SampleMode, SampledToken, SamplingParams, SpanStack, SpanTable, StepBatch, StepOutput,
+    StepTimes,
 };
+use crate::clock::StepClock;
 use crate::collective::Collective;
-use crate::host::HostBuf;
+use crate::host::{HostBuf, HostMemory};
 use crate::quant::{ActivationPrecision, QuantType};
 use crate::stage::StageCollective;
 use formulas::{
@@ -47,6 +49,8 @@ pub struct Reference {
     /// Sampling parameters of each output row, of both stacks.
     sampling: Vec<SamplingParams>,
     logit_biases: Vec<(u32, f32)>,
+    memory: HostMemory,
+    clock: StepClock,
 }
 
 impl Reference {
@@ -61,11 +65,34 @@ impl Reference {
     }
 }
 
+impl Reference {
+    /// Samples or scores output rows.
+    fn sample_rows(&mut self, outputs: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
+        let vocab = self.limits().vocab;
+        for (i, logits) in outputs.zip(logits.f32().chunks_exact(vocab)) {
+            let part = &self.stack_rows[self.current_stack];
+            let (row, params) = (part.rows[part.output_rows[i]], self.sampling[part.first_sample + i]);
+            let token = match params.mode {
+                SampleMode::Sample => sample(logits, params.logit_biases(&self.logit_biases), &params),
+                SampleMode::Score(token) => token,
+            };
+            if params.mode == SampleMode::Sample && row.table != SpanTable::Null {
+                self.slots[row.slot].last_token = token;
+            }
+            append_result(token, logits, &params, out);
+        }
+    }
+}
+
 impl Backend for Reference {
     type Buf = HostBuf;
 
     fn describe(&self) -> String {
         "reference (scalar F64, 1 thread)".into()
+    }
+
+    fn allocated_bytes(&self) -> usize {
+        self.memory.used()
     }
 
     fn activation_precision(&self) -> ActivationPrecision {
@@ -81,7 +108,7 @@ impl Backend for Reference {
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<HostBuf, DeviceError> {
-        HostBuf::zeroed(bytes)
+        self.memory.zeroed(bytes)
     }
 
     fn upload(&mut self, to: &mut HostBuf, offset: usize, bytes: &[u8]) {
@@ -100,7 +127,7 @@ impl Backend for Reference {
         bytes: &[u8],
     ) -> Result<Weight<HostBuf>, DeviceError> {
         assert_eq!(Some(bytes.len()), ty.bytes(k).map(|row| row * n), "size of a {n} x {k} matrix of {ty}");
-        let mut buf = HostBuf::zeroed(bytes.len())?;
+        let mut buf = self.memory.zeroed(bytes.len())?;
         buf.bytes_mut().copy_from_slice(bytes);
         Ok(Weight { buf, ty, n, k })
     }
@@ -115,7 +142,7 @@ impl Backend for Reference {
         layout.check_type()?;
         let vectors = layout.pages * layout.page_positions * layout.kv_heads;
         let allocate = |width: usize| match layout.ty.run_bytes(width) {
-            Some(bytes) => HostBuf::zeroed(vectors * bytes),
+            Some(bytes) => self.memory.zeroed(vectors * bytes),
             None => Err(DeviceError::Unsupported(format!("heads of width {width} in a {} cache", layout.ty))),
         };
         Ok(KvLayer { k: allocate(layout.k_dim)?, v: allocate(layout.v_dim)?, layout })
@@ -128,12 +155,17 @@ impl Backend for Reference {
     }
 
     fn begin_step(&mut self, batch: &StepBatch) {
+        self.clock.begin();
         self.move_slots(batch);
         self.update_tables(batch);
         self.map_rows(batch);
         self.select_stack(SpanStack::Decoder);
         self.sampling.clone_from(&batch.sampling);
         self.logit_biases.clone_from(&batch.logit_biases);
+    }
+
+    fn end_step(&mut self) -> StepTimes {
+        self.clock.end()
     }
 
     fn select_stack(&mut self, stack: SpanStack) -> usize {
@@ -392,27 +424,18 @@ impl Backend for Reference {
     }
 
     fn sample(&mut self, outputs: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
-        let vocab = self.limits().vocab;
-        for (i, logits) in outputs.zip(logits.f32().chunks_exact(vocab)) {
-            let part = &self.stack_rows[self.current_stack];
-            let (row, params) = (part.rows[part.output_rows[i]], self.sampling[part.first_sample + i]);
-            let token = match params.mode {
-                SampleMode::Sample => sample(logits, params.logit_biases(&self.logit_biases), &params),
-                SampleMode::Score(token) => token,
-            };
-            if params.mode == SampleMode::Sample && row.table != SpanTable::Null {
-                self.slots[row.slot].last_token = token;
-            }
-            append_result(token, logits, &params, out);
-        }
+        // The clock leaves its place, because sampling needs the whole backend.
+        let mut clock = std::mem::take(&mut self.clock);
+        clock.sample(|| self.sample_rows(outputs, logits, out));
+        self.clock = clock;
     }
 
-    fn page_table(&self, slot: u32, table: KvTable) -> &[Page] {
+    fn read_page_table(&self, slot: u32, table: KvTable) -> Vec<Page> {
         let slot = &self.slots[slot as usize];
         match table {
-            KvTable::Own => &slot.own_table,
-            KvTable::Cross => &slot.cross_table,
-            KvTable::Scratch => &[],
+            KvTable::Own => slot.own_table.clone(),
+            KvTable::Cross => slot.cross_table.clone(),
+            KvTable::Scratch => Vec::new(),
         }
     }
 }

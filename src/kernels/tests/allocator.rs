@@ -201,6 +201,7 @@ impl Everything {
         }
         self.cpu.gather_output_rows(0..2, WIDTH, &self.x, &mut self.y);
         self.cpu.sample(0..2, &self.logits, out);
+        self.cpu.end_step();
     }
 
     fn before_attention(&mut self, rows: usize) {

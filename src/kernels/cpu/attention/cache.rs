@@ -11,7 +11,7 @@ use crate::backend::{DeviceError, KvLayer, KvLayout, KvTable};
 use crate::batch::{Page, PageCopy};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::cpu::step::StepState;
-use crate::host::HostBuf;
+use crate::host::{HostBuf, HostMemory};
 use std::ops::Range;
 
 /// Positions of a block.
@@ -54,13 +54,13 @@ impl CacheLayout {
 }
 
 /// Allocates the cache of one layer.
-pub fn alloc_kv(layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
+pub fn alloc_kv(layout: KvLayout, memory: &HostMemory) -> Result<KvLayer<HostBuf>, DeviceError> {
     assert!(layout.page_positions.is_multiple_of(BLOCK), "a page holds whole blocks");
     layout.check_type()?;
     let positions = || layout.pages.checked_mul(layout.kv_heads)?.checked_mul(layout.page_positions);
     let allocate = |which: usize| {
         let bytes = layout.head_bytes().and_then(|bytes| bytes[which].checked_mul(positions()?));
-        HostBuf::zeroed(bytes.ok_or_else(|| DeviceError::OutOfMemory {
+        memory.zeroed(bytes.ok_or_else(|| DeviceError::OutOfMemory {
             bytes: usize::MAX,
             reason: "the KV cache is larger than the address space".into(),
         })?)

@@ -20,7 +20,7 @@ use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
 use crate::cpu::gemms::{GemmTask, PackedInput};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::cpu::simd::Level;
-use crate::host::HostBuf;
+use crate::host::{HostBuf, HostMemory};
 use std::ops::Range;
 
 /// Panels that AVX-512 multiplies at once.
@@ -46,11 +46,16 @@ pub struct Bf16Scratch {
 
 impl Bf16Scratch {
     /// Allocates scratch for `rows` rows of `k` columns on `threads` threads.
-    pub fn new(rows: usize, k: usize, threads: usize) -> Result<Bf16Scratch, DeviceError> {
+    pub fn new(
+        rows: usize,
+        k: usize,
+        threads: usize,
+        memory: &HostMemory,
+    ) -> Result<Bf16Scratch, DeviceError> {
         let sums_len = rows * AVX512_PANELS * PANEL_OUTPUTS;
         Ok(Bf16Scratch {
-            input: HostBuf::zeroed(rows * input::row_bytes(k))?,
-            sums: HostBuf::zeroed(threads * sums_len * size_of::<f32>())?,
+            input: memory.zeroed(rows * input::row_bytes(k))?,
+            sums: memory.zeroed(threads * sums_len * size_of::<f32>())?,
             sums_len,
         })
     }

@@ -52,6 +52,7 @@ pub fn read(w: &Weight<HostBuf>, row: usize, column: usize, values: &mut [f32]) 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::HostMemory;
     use crate::quant::QuantType;
 
     #[test]
@@ -61,8 +62,8 @@ mod tests {
                 (0..n * k).map(|i| i as f32 - 300.0).map(|x| bf16::from_f32(x).to_f32()).collect();
             let mut bytes = vec![0; 2 * n * k];
             QuantType::BF16.quantize(&numbers, &mut bytes);
-            let mut buf = HostBuf::zeroed(packed_bytes(n, k)).unwrap();
-            pack(&mut ThreadPool::new(2).unwrap(), (n, k), &bytes, &mut buf);
+            let mut buf = HostMemory::default().zeroed(packed_bytes(n, k)).unwrap();
+            pack(&mut ThreadPool::new(0, 2).unwrap(), (n, k), &bytes, &mut buf);
             let w = Weight { buf, ty: QuantType::BF16, n, k };
             for row in 0..n {
                 for first in [0, k / 2] {

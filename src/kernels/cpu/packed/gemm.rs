@@ -18,7 +18,7 @@ use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
 use crate::cpu::gemms::{self, GemmTask};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::cpu::simd::{IntKernel, Ints, LANES, Level};
-use crate::host::HostBuf;
+use crate::host::{HostBuf, HostMemory};
 use crate::quant::INT8_BLOCK_LEN;
 use std::ops::Range;
 
@@ -46,15 +46,20 @@ pub struct Int8Scratch {
 
 impl Int8Scratch {
     /// Allocates scratch for `rows` rows of `k` columns on `threads` threads.
-    pub fn new(rows: usize, k: usize, threads: usize) -> Result<Int8Scratch, DeviceError> {
+    pub fn new(
+        rows: usize,
+        k: usize,
+        threads: usize,
+        memory: &HostMemory,
+    ) -> Result<Int8Scratch, DeviceError> {
         let sums_len = rows * panel_group::GROUP_PANELS * LANES;
         let panels = if k == 0 { 0 } else { threads * panel_group::GROUP_PANELS };
         Ok(Int8Scratch {
-            input: HostBuf::zeroed(rows * k.div_ceil(INT8_BLOCK_LEN) * ROW_BLOCK_BYTES)?,
-            sums: HostBuf::zeroed(threads * sums_len * size_of::<f32>())?,
+            input: memory.zeroed(rows * k.div_ceil(INT8_BLOCK_LEN) * ROW_BLOCK_BYTES)?,
+            sums: memory.zeroed(threads * sums_len * size_of::<f32>())?,
             sums_len,
-            quants: HostBuf::zeroed(panels * SLICE_QUANT_BYTES)?,
-            scales: HostBuf::zeroed(panels * SLICE_SCALES * size_of::<f32>())?,
+            quants: memory.zeroed(panels * SLICE_QUANT_BYTES)?,
+            scales: memory.zeroed(panels * SLICE_SCALES * size_of::<f32>())?,
         })
     }
 

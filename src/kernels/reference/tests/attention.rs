@@ -143,6 +143,7 @@ fn a_generated_token_attends_to_a_fraction_of_the_values() {
     (values[3], values[11]) = (10.0, 100.0);
     let mut cache = cache(&mut oracle, 2);
     oracle.store_kv(KvTable::Own, &buf(&keys), &buf(&values), &mut cache);
+    oracle.end_step();
     let generated = Span { tokens: SpanTokens::Last, ..span(0, 20, 1) };
     oracle.begin_step(&StepBatch { spans: vec![generated], ..StepBatch::default() });
     oracle.store_kv(KvTable::Own, &buf(&[-1.0]), &buf(&[1000.0]), &mut cache);

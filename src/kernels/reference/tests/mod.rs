@@ -3,11 +3,12 @@
 use super::*;
 use crate::backend::{DynamicNtk, Fraction, Mask, NormKind, RelativeBias, Scoring};
 use crate::batch::{Span, SpanModel, SpanOutput, SpanTokens, TableUpdate};
+use crate::host::HostMemory;
 
 mod attention;
 
 fn buf(values: &[f32]) -> HostBuf {
-    let mut buf = HostBuf::zeroed(values.len() * 4).unwrap();
+    let mut buf = HostMemory::default().zeroed(values.len() * 4).unwrap();
     buf.f32_mut().copy_from_slice(values);
     buf
 }
