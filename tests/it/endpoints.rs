@@ -358,7 +358,7 @@ async fn each_kind_refuses_what_is_not_its_own_and_what_is_too_long() {
     let translator = local(&family("m2m100", "refusals")).await;
     for path in ["/v1/embeddings", "/v1/fill-mask", "/v1/chat/completions"] {
         let (code, message) = refusal(&translator, path, json!({ "input": "a" })).await;
-        assert!(code == "wrong_endpoint" && message.ends_with("ask /v1/completions"), "{message}");
+        assert!(code == "wrong_endpoint" && message.ends_with("use /v1/completions"), "{message}");
     }
     let (code, message) = refusal(&translator, "/v1/completions", json!({ "prompt": vec![8; 65] })).await;
     assert!(

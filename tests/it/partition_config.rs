@@ -152,7 +152,7 @@ fn refusals_name_the_key_the_reason_and_the_nearest() {
     }
     let output = said(&["inspect", &model, "--devices", "0&1&2&3&4&5&6&7&8;9"]);
     let error = String::from_utf8_lossy(&output.stderr);
-    assert!(error.contains("stage 1 of cpu:0&cpu:1&") && error.contains("has 9 members, but"), "{error}");
+    assert!(error.contains("stage 1 of cpu:0&cpu:1&") && error.contains("has 9 ranks, but"), "{error}");
     assert!(error.contains("the nearest possible is cpu:0&cpu:1&cpu:2&cpu:3&cpu:4;cpu:5&"), "{error}");
 }
 

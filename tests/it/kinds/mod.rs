@@ -356,7 +356,13 @@ async fn the_engine_says_what_it_is_and_refuses_what_it_is_not() {
     assert_eq!(model.endpoints, ["/v1/embeddings", "/v1/fill-mask"]);
     assert!(engine.report.contains(": encoder, vocabulary 97, context 30\n"), "{}", engine.report);
     refused(&engine, greedy(&words(0, 3), 4), "model", "/v1/embeddings and /v1/fill-mask").await;
-    refused(&engine, embed(&words(0, 31), Pooling::Mean), "input", "31 tokens, more than the 30").await;
+    refused(
+        &engine,
+        embed(&words(0, 31), Pooling::Mean),
+        "input",
+        "31 tokens, more than the model's limit of 30",
+    )
+    .await;
     assert!(complete(&engine, embed(&words(0, 30), Pooling::Mean)).await.embedding.is_some());
     engine.stop();
 

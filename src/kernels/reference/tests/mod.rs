@@ -114,10 +114,10 @@ fn rope_rotates_the_pairs_of_its_style_only() {
         oracle.rope(&rope, &angles, 1, 5, &mut x);
         x.f32().to_vec()
     };
-    let neox = [c0 - 3.0 * s0, 2.0 * c1 - 4.0 * s1, s0 + 3.0 * c0, 2.0 * s1 + 4.0 * c1, 5.0];
-    assert_near(&rotate(RopeStyle::NeoX), &neox);
-    let gptj = [c0 - 2.0 * s0, s0 + 2.0 * c0, 3.0 * c1 - 4.0 * s1, 3.0 * s1 + 4.0 * c1, 5.0];
-    assert_near(&rotate(RopeStyle::GptJ), &gptj);
+    let half_pairs = [c0 - 3.0 * s0, 2.0 * c1 - 4.0 * s1, s0 + 3.0 * c0, 2.0 * s1 + 4.0 * c1, 5.0];
+    assert_near(&rotate(RopeStyle::NeoX), &half_pairs);
+    let adjacent_pairs = [c0 - 2.0 * s0, s0 + 2.0 * c0, 3.0 * c1 - 4.0 * s1, 3.0 * s1 + 4.0 * c1, 5.0];
+    assert_near(&rotate(RopeStyle::GptJ), &adjacent_pairs);
 }
 
 #[test]
