@@ -136,7 +136,8 @@ impl CpuBackend {
         })
     }
 
-    fn isa(&self) -> Isa {
+    /// Returns the instruction set in use; never `Auto`.
+    pub fn isa(&self) -> Isa {
         match self.bf16_isa {
             #[cfg(target_arch = "x86_64")]
             Some(Bf16Isa::Amx(_)) => Isa::Amx,
@@ -488,6 +489,3 @@ impl Backend for CpuBackend {
         self.step().table(slot as usize, table)
     }
 }
-
-#[cfg(test)]
-mod tests;
