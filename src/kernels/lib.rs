@@ -23,8 +23,6 @@ pub mod reference;
 
 pub mod cpu;
 
-pub mod conformance;
-
 pub use backend::{
     Activation, AttentionShape, Backend, DeviceError, DynamicNtk, Epilogue, Expert, Fraction, Gemm,
     InputOperand, KvLayer, KvLayout, KvTable, Mask, MoeShape, Norm, NormKind, RelativeBias, Rope, RopeStyle,

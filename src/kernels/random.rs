@@ -31,6 +31,13 @@ pub fn uniform(seed: u64, position: u64) -> f32 {
     (words[0] >> 8) as f32 * (1.0 / (1 << 24) as f32)
 }
 
+/// Generates `n` pseudo-random numbers in [-1, 1] with full mantissas; equal tags give equal numbers. For
+/// tests and measurements.
+pub fn noise(tag: u32, n: usize) -> Vec<f32> {
+    let words = (0..n.div_ceil(4) as u32).flat_map(|i| philox([i, tag, 0, 0], [1, 2]));
+    words.take(n).map(|word| word as i32 as f32 / (1u32 << 31) as f32).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -54,7 +54,7 @@ impl<'a, Buf> InputOperand<'a, Buf> {
 }
 
 /// Implements [`Backend::gemms`] by the separate operations.
-pub(crate) fn run_gemms_separately<B: Backend + ?Sized>(
+pub fn run_gemms_separately<B: Backend + ?Sized>(
     b: &mut B,
     rows: usize,
     input: InputOperand<B::Buf>,

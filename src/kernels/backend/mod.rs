@@ -16,7 +16,7 @@ mod limits;
 mod gemms;
 
 pub use attention::{AttentionShape, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
-pub(crate) use gemms::run_gemms_separately;
+pub use gemms::run_gemms_separately;
 pub use gemms::{Epilogue, Gemm, InputOperand};
 pub use limits::{Fraction, StepLimits};
 pub use operands::{

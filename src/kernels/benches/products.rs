@@ -7,8 +7,8 @@
 //! and the overhead of a GEMM.
 //! Invariant: every format multiplies the same shapes.
 
-use mainstem_kernels::conformance::noise;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+use mainstem_kernels::random::noise;
 use mainstem_kernels::{ActivationPrecision, Backend, Fraction, HostBuf, QuantType, StepLimits, Weight};
 use std::time::Instant;
 

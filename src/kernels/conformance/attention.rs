@@ -5,11 +5,11 @@ use super::attention_case::*;
 use super::inputs::*;
 use super::rig::*;
 use super::spans::*;
-use crate::backend::KvLayout;
-use crate::backend::{Backend, KvTable, Mask};
-use crate::batch::{PageCopy, SpanOutput, StepBatch, TableUpdate};
-use crate::quant::QuantType;
-use crate::reference::Reference;
+use mainstem_kernels::backend::KvLayout;
+use mainstem_kernels::backend::{Backend, KvTable, Mask};
+use mainstem_kernels::batch::{PageCopy, SpanOutput, StepBatch, TableUpdate};
+use mainstem_kernels::quant::QuantType;
+use mainstem_kernels::reference::Reference;
 
 /// Tests attention for every head shape and cache format, with mixed spans and scattered pages.
 pub fn attention<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {

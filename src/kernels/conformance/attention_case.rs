@@ -5,10 +5,10 @@ use super::inputs::*;
 use super::memo::ORACLE_ROWS;
 use super::rig::*;
 use super::spans::*;
-use crate::backend::{AttentionShape, Backend, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
-use crate::batch::{SpanOutput, SpanStack};
-use crate::quant::QuantType;
-use crate::reference::Reference;
+use mainstem_kernels::backend::{AttentionShape, Backend, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
+use mainstem_kernels::batch::{SpanOutput, SpanStack};
+use mainstem_kernels::quant::QuantType;
+use mainstem_kernels::reference::Reference;
 use std::fmt::Arguments;
 use std::sync::Arc;
 

@@ -5,9 +5,9 @@ use super::inputs::*;
 use super::memo::ORACLE_VALUES;
 use super::rig::*;
 use super::spans::*;
-use crate::backend::{Activation, Backend};
-use crate::batch::SpanOutput;
-use crate::quant::QuantType;
+use mainstem_kernels::backend::{Activation, Backend};
+use mainstem_kernels::batch::SpanOutput;
+use mainstem_kernels::quant::QuantType;
 
 /// Tests that embedding rows are dequantized exactly, and are zero for tokens outside the part of the table
 /// that a device has.

@@ -4,8 +4,8 @@
 
 use super::inputs::few_types;
 use super::rope::LengthDependence;
-use crate::backend::{Activation, MoeShape, NormKind, RopeStyle, Scoring};
-use crate::quant::QuantType;
+use mainstem_kernels::backend::{Activation, MoeShape, NormKind, RopeStyle, Scoring};
+use mainstem_kernels::quant::QuantType;
 
 /// The architecture of a small model.
 #[derive(Clone, Copy, Debug)]

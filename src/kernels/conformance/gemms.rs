@@ -3,10 +3,10 @@
 use super::Bounds;
 use super::inputs::*;
 use super::rig::*;
-use crate::backend::{
+use mainstem_kernels::backend::{
     Activation, Backend, Epilogue, Gemm, InputOperand, Norm, NormKind, Weight, run_gemms_separately,
 };
-use crate::quant::QuantType::{self, *};
+use mainstem_kernels::quant::QuantType::{self, *};
 
 /// Formats of the weights of one input: equal ones, of every kind of operand, and more than fit into one job.
 const WEIGHT_FORMATS: [&[QuantType]; 6] = [

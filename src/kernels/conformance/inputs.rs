@@ -3,9 +3,10 @@
 use super::Bounds;
 use super::memo::QUANTIZED;
 use super::rig::RowResults;
-use crate::backend::{Fraction, StepLimits};
-use crate::quant::QuantType;
-use crate::random::philox;
+use mainstem_kernels::backend::{Fraction, StepLimits};
+use mainstem_kernels::quant::QuantType;
+pub(super) use mainstem_kernels::random::noise;
+use mainstem_kernels::random::philox;
 use std::fmt::Arguments;
 
 pub(super) const WIDTHS: [usize; 7] = [1, 7, 16, 33, 64, 172, 300];
@@ -55,12 +56,6 @@ pub(super) fn token_at(sequence: u32, position: usize) -> u32 {
 /// Returns logits that determine the sampled token.
 pub(super) fn one_hot(token: u32, vocab: usize) -> impl Iterator<Item = f32> {
     (0..vocab as u32).map(move |id| if id == token { 5.0 } else { 0.0 })
-}
-
-/// Returns `n` pseudo-random numbers in [-1, 1] with full mantissas; equal tags give equal numbers.
-pub fn noise(tag: u32, n: usize) -> Vec<f32> {
-    let words = (0..n.div_ceil(4) as u32).flat_map(|i| philox([i, tag, 0, 0], [1, 2]));
-    words.take(n).map(|word| word as i32 as f32 / (1u32 << 31) as f32).collect()
 }
 
 /// Returns `n` pseudo-random numbers in [-factor, factor].

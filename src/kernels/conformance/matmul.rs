@@ -4,9 +4,9 @@ use super::Bounds;
 use super::inputs::*;
 use super::memo::ORACLE_VALUES;
 use super::rig::*;
-use crate::backend::Backend;
-use crate::quant::QuantType;
-use crate::reference::Reference;
+use mainstem_kernels::backend::Backend;
+use mainstem_kernels::quant::QuantType;
+use mainstem_kernels::reference::Reference;
 use std::sync::Arc;
 
 /// Tests GEMMs with every weight format at odd sizes, with and without bias, and with a large inner

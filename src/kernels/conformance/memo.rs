@@ -7,7 +7,7 @@
 //! test.
 
 use super::rig::RowResults;
-use crate::quant::QuantType;
+use mainstem_kernels::quant::QuantType;
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};

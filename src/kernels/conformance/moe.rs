@@ -4,9 +4,9 @@ use super::Bounds;
 use super::inputs::*;
 use super::memo::ORACLE_VALUES;
 use super::rig::*;
-use crate::backend::{Activation, Backend, Expert, MoeShape, Scoring, StepLimits};
-use crate::quant::{OperandFormat, QuantType};
-use crate::reference::Reference;
+use mainstem_kernels::backend::{Activation, Backend, Expert, MoeShape, Scoring, StepLimits};
+use mainstem_kernels::quant::{OperandFormat, QuantType};
+use mainstem_kernels::reference::Reference;
 use std::sync::Arc;
 
 /// Tests mixtures with every scoring function, from one expert to many, with ties and NaN among the logits.

@@ -3,7 +3,7 @@
 use super::Bounds;
 use super::inputs::*;
 use super::rig::*;
-use crate::backend::{Backend, Norm, NormKind};
+use mainstem_kernels::backend::{Backend, Norm, NormKind};
 
 /// Tests both kinds of norms, with and without weight and bias, for small, large and shifted values and a row
 /// of zeros. In-place norms must give the same bits.

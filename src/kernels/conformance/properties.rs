@@ -7,9 +7,9 @@ use super::inputs::*;
 use super::rig::*;
 use super::spans::*;
 use super::tiny::{ModelStep, TinyModel};
-use crate::backend::Backend;
-use crate::batch::{SlotMove, SpanOutput};
-use crate::quant::QuantType;
+use mainstem_kernels::backend::Backend;
+use mainstem_kernels::batch::{SlotMove, SpanOutput};
+use mainstem_kernels::quant::QuantType;
 
 /// Tests that the result of a row depends neither on the other rows nor on their number or order.
 pub fn batch_invariance<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {

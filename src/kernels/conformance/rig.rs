@@ -3,10 +3,10 @@
 use super::inputs::*;
 use super::memo::ROPE_TABLES;
 use super::spans::*;
-use crate::backend::{Backend, KvLayer, KvLayout, Rope, RopeStyle, StepLimits, Weight};
-use crate::batch::{SamplingParams, SlotMove, SpanOutput, StepBatch, StepOutput};
-use crate::quant::QuantType;
-use crate::reference::Reference;
+use mainstem_kernels::backend::{Backend, KvLayer, KvLayout, Rope, RopeStyle, StepLimits, Weight};
+use mainstem_kernels::batch::{SamplingParams, SlotMove, SpanOutput, StepBatch, StepOutput};
+use mainstem_kernels::quant::QuantType;
+use mainstem_kernels::reference::Reference;
 use std::collections::BTreeMap;
 use std::fmt::Arguments;
 

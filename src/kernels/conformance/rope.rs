@@ -5,8 +5,8 @@ use super::inputs::*;
 use super::memo::ORACLE_VALUES;
 use super::rig::*;
 use super::spans::*;
-use crate::backend::{Backend, DynamicNtk, Rope, RopeStyle};
-use crate::batch::SpanOutput;
+use mainstem_kernels::backend::{Backend, DynamicNtk, Rope, RopeStyle};
+use mainstem_kernels::batch::SpanOutput;
 
 /// Tests the angles of one table, of tables by reserved length, and of dynamic NTK scaling, for rows of
 /// several sequences at any position.

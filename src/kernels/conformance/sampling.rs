@@ -1,13 +1,13 @@
-//! Tests of sampling and scoring, against the definition in [`crate::reference`].
+//! Tests of sampling and scoring, against the definition in [`mainstem_kernels::reference`].
 
 use super::Bounds;
 use super::inputs::*;
 use super::rig::*;
 use super::spans::*;
-use crate::backend::{Backend, StepLimits};
-use crate::batch::{SampleMode, SampledToken, SamplingParams, SpanOutput, StepOutput};
-use crate::random::philox;
-use crate::reference::{logprobs, sample};
+use mainstem_kernels::backend::{Backend, StepLimits};
+use mainstem_kernels::batch::{SampleMode, SampledToken, SamplingParams, SpanOutput, StepOutput};
+use mainstem_kernels::random::philox;
+use mainstem_kernels::reference::{logprobs, sample};
 use std::fmt::Arguments;
 
 /// Tests that tokens and log-probabilities are exactly those of `reference::params` and

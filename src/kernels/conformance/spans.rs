@@ -4,8 +4,8 @@
 //! alone.
 
 use super::inputs::*;
-use crate::backend::KvTable;
-use crate::batch::{
+use mainstem_kernels::backend::KvTable;
+use mainstem_kernels::batch::{
     Page, SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch,
     TableUpdate,
 };

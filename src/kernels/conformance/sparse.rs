@@ -5,10 +5,10 @@ use super::attention_case::*;
 use super::inputs::*;
 use super::rig::*;
 use super::spans::*;
-use crate::backend::{Backend, Fraction, KvTable, Mask, StepLimits};
-use crate::batch::SpanOutput;
-use crate::quant::QuantType;
-use crate::reference::Reference;
+use mainstem_kernels::backend::{Backend, Fraction, KvTable, Mask, StepLimits};
+use mainstem_kernels::batch::SpanOutput;
+use mainstem_kernels::quant::QuantType;
+use mainstem_kernels::reference::Reference;
 
 /// Returns prompts mixed with generated tokens: of sequence 0 from position 37 on, of sequence 1 from its
 /// second token on.

@@ -7,10 +7,10 @@ use super::attention_case::*;
 use super::inputs::*;
 use super::rig::*;
 use super::spans::*;
-use crate::backend::{Backend, KvTable, Mask, StepLimits};
-use crate::batch::SpanOutput;
-use crate::quant::QuantType;
-use crate::reference::Reference;
+use mainstem_kernels::backend::{Backend, KvTable, Mask, StepLimits};
+use mainstem_kernels::batch::SpanOutput;
+use mainstem_kernels::quant::QuantType;
+use mainstem_kernels::reference::Reference;
 
 /// Evaluated rows (first, count). Some attend to hundreds of positions, the last ones to thousands.
 const EVALUATED_ROWS: [(usize, usize); 5] = [(0, 3), (500, 30), (1022, 5), (1535, 3), (2550, 50)];

@@ -2,9 +2,9 @@
 
 use super::inputs::*;
 use super::rig::*;
-use crate::backend::Backend;
-use crate::collective::Aborted;
-use crate::collective::local::{Abort, LocalRank, create_ranks};
+use mainstem_kernels::backend::Backend;
+use mainstem_kernels::collective::Aborted;
+use mainstem_kernels::collective::local::{Abort, LocalRank, create_ranks};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Numbers of ranks.

@@ -3,11 +3,11 @@
 use super::inputs::*;
 use super::rig::*;
 use super::spans::*;
-use crate::backend::{Backend, KvTable};
-use crate::batch::{
+use mainstem_kernels::backend::{Backend, KvTable};
+use mainstem_kernels::batch::{
     SampleMode, SamplingParams, SlotMove, SpanOutput, SpanStack, StepBatch, StepOutput, TableUpdate,
 };
-use crate::quant::QuantType;
+use mainstem_kernels::quant::QuantType;
 
 /// Tests that new buffers are zero, and that downloads return uploads, at any offset.
 pub fn buffers<B: Backend>(make: &impl Fn() -> B) {

@@ -5,10 +5,10 @@ use super::attention_case::*;
 use super::inputs::*;
 use super::rig::*;
 use super::spans::*;
-use crate::backend::{Backend, KvTable};
-use crate::batch::SpanOutput;
-use crate::quant::QuantType;
-use crate::reference::Reference;
+use mainstem_kernels::backend::{Backend, KvTable};
+use mainstem_kernels::batch::SpanOutput;
+use mainstem_kernels::quant::QuantType;
+use mainstem_kernels::reference::Reference;
 
 /// Number of positions, and the position with the unusual numbers.
 const POSITIONS: usize = 40;

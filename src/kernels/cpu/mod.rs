@@ -148,7 +148,8 @@ impl CpuBackend {
         })
     }
 
-    fn isa(&self) -> Isa {
+    /// Returns the instruction set in use; never `Auto`.
+    pub fn isa(&self) -> Isa {
         match self.bf16_isa {
             #[cfg(target_arch = "x86_64")]
             Some(Bf16Isa::Amx(_)) => Isa::Amx,
@@ -511,6 +512,3 @@ impl Backend for CpuBackend {
         self.step().table(slot as usize, table).to_vec()
     }
 }
-
-#[cfg(test)]
-mod tests;

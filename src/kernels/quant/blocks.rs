@@ -296,7 +296,7 @@ mod tests {
     /// whole step where Q4_0 clamps one end.
     #[test]
     fn numbers_return_within_a_step_of_their_block() {
-        let numbers = crate::conformance::noise(7, 4096);
+        let numbers = crate::random::noise(7, 4096);
         for (ty, steps, quants) in [(QuantType::Q8_0, 0.57, 127.0), (QuantType::Q4_0, 1.01, 8.0)] {
             let back = values(ty, &quantized(ty, &numbers), numbers.len());
             for (block, back) in numbers.chunks(32).zip(back.chunks(32)) {

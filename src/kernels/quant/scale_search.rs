@@ -182,7 +182,7 @@ pub(super) fn fit_symmetric(numbers: &[f32], by: ErrorWeights, n: i32) -> Symmet
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conformance::noise;
+    use crate::random::noise;
 
     /// A run on an exact grid is recovered, wherever the grid lies.
     #[test]

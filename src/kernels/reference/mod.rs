@@ -1,8 +1,8 @@
 //! The reference backend: every operation as a simple loop, and the definition of token sampling.
 //!
 //! It is slow by design. Sums run in F64 in index order, so that the only error is the rounding of stored
-//! values. [`crate::conformance`] compares every fast backend with it. This file lists the operations; the
-//! other files hold the rows of the current step, the formulas, and sampling.
+//! values. The crate `mainstem-conformance` compares every fast backend with it. This file lists the
+//! operations; the other files hold the rows of the current step, the formulas, and sampling.
 //! Invariant: no threads, no unsafe code, and no state beyond the slots and the current rows.
 
 mod rows;

@@ -5,8 +5,8 @@
 //! Invariant: [`Everything::step`] runs every operation of a step.
 
 use mainstem_kernels::ActivationPrecision;
-use mainstem_kernels::conformance::noise;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+use mainstem_kernels::random::noise;
 use mainstem_kernels::{
     Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, Fraction, Gemm, HostBuf, InputOperand,
     KvLayer, KvLayout, KvTable, Mask, MoeShape, Norm, NormKind, PageCopy, QuantType, RelativeBias, Rope,

@@ -4,9 +4,9 @@
 
 use super::TinyModel;
 use super::weights::ModelSizes;
-use crate::backend::{Activation, AttentionShape, Backend, KvTable, Mask};
-use crate::batch::SpanStack;
-use crate::conformance::family::{Mlp, ModelFamily, PositionEncoding};
+use crate::family::{Mlp, ModelFamily, PositionEncoding};
+use mainstem_kernels::backend::{Activation, AttentionShape, Backend, KvTable, Mask};
+use mainstem_kernels::batch::SpanStack;
 
 impl<B: Backend> TinyModel<B> {
     /// Runs one stack for the current rows.

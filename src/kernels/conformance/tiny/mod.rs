@@ -11,9 +11,9 @@ use super::inputs::*;
 use super::rig::*;
 use super::rope::rope_with_dependence;
 use super::spans::*;
-use crate::backend::{Backend, KvLayer, KvLayout, KvTable, Norm, NormKind, RelativeBias, Rope};
-use crate::batch::{Page, SlotMove, SpanOutput, SpanStack, StepBatch, StepOutput, TableUpdate};
-use crate::quant::QuantType;
+use mainstem_kernels::backend::{Backend, KvLayer, KvLayout, KvTable, Norm, NormKind, RelativeBias, Rope};
+use mainstem_kernels::batch::{Page, SlotMove, SpanOutput, SpanStack, StepBatch, StepOutput, TableUpdate};
+use mainstem_kernels::quant::QuantType;
 use weights::{ModelSizes, ModelWeights};
 
 /// A step of the small model.

@@ -2,10 +2,10 @@
 //!
 //! Invariant: their numbers depend on their shapes alone, so that all backends get the same model.
 
-use crate::backend::{Backend, Expert, Weight};
-use crate::conformance::inputs::{round_to_blocks, scaled};
-use crate::conformance::rig::Rig;
-use crate::quant::QuantType;
+use crate::inputs::{round_to_blocks, scaled};
+use crate::rig::Rig;
+use mainstem_kernels::backend::{Backend, Expert, Weight};
+use mainstem_kernels::quant::QuantType;
 
 /// Dimensions of the model: odd as far as the blocks of the format allow.
 #[derive(Clone, Copy)]

@@ -2,7 +2,7 @@
 //! weights.
 
 use super::*;
-use crate::conformance::noise;
+use crate::random::noise;
 
 fn searchable_types() -> impl Iterator<Item = QuantType> {
     QuantType::all().filter(|ty| search_function(*ty).is_some())

@@ -1,13 +1,16 @@
 //! Tests of what the conformance suite cannot check: that results agree bit for bit across instruction sets,
 //! numbers of threads and tilings.
 
-use super::*;
-use crate::conformance::{few_types, fingerprint, noise, split_bits};
-use crate::host::HostMemory;
-use crate::reference::sample;
-use crate::{
-    Fraction, Mask, RelativeBias, SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack,
-    SpanTable, SpanTokens,
+use mainstem_conformance::{few_types, fingerprint, split_bits};
+use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+use mainstem_kernels::quant::OperandFormat;
+use mainstem_kernels::random::noise;
+use mainstem_kernels::reference::sample;
+use mainstem_kernels::{
+    ActivationPrecision, AttentionShape, Backend, Fraction, HostBuf, HostMemory, KvLayout, KvTable, Mask,
+    QuantType,
+    RelativeBias, SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
+    StepBatch, StepLimits, StepOutput,
 };
 
 fn backend(isa: Isa, threads: usize) -> Option<CpuBackend> {
@@ -115,7 +118,7 @@ fn fused_instruction_sets_have_the_same_bits() {
     for isa in [Isa::Amx, Isa::Avx512, Isa::Avx512F] {
         let Some(mut wide) = backend(isa, 2) else { continue };
         for ty in QuantType::all().filter(|ty| ty.row().quantize.is_some()) {
-            if ty.operand_format(wide.activation_precision) == OperandFormat::Bf16 {
+            if ty.operand_format(wide.activation_precision()) == OperandFormat::Bf16 {
                 continue;
             }
             let k = if ty.is_blocked() { 1024 } else { 1001 };

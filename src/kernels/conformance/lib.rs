@@ -6,6 +6,8 @@
 //! available on this machine is checked and reported by the caller.
 //! Invariant: the suite uses a backend through its trait only, and does not know the layout of its memory.
 
+#![deny(unsafe_code)]
+
 mod inputs;
 mod rig;
 mod spans;
@@ -38,7 +40,7 @@ pub use attention::{
 };
 pub use elementwise::{activate, caps_and_gates, embed, embed_positions, sums};
 pub use gemms::gemms;
-pub use inputs::{few_types, noise};
+pub use inputs::few_types;
 pub use matmul::{matmul, matmul_batch_invariance};
 pub use moe::{moe, moe_batch_invariance, moe_expert_subsets, moe_preparation};
 pub use norm::norm;
@@ -53,11 +55,11 @@ pub use stage::{columns, stage_abort, stage_all_gather, stage_all_reduce};
 pub use state::{allocated_bytes, buffers, gather, hidden, samples_by_stack, slot_state, step_brackets};
 pub use unusual_values::{extreme_groups, non_finite_values};
 
-use crate::backend::Backend;
-use crate::quant::QuantType;
 use elementwise::{ACTIVATIONS, activate_on};
 use family::ModelFamily;
 use inputs::{limits, scaled};
+use mainstem_kernels::backend::Backend;
+use mainstem_kernels::quant::QuantType;
 use properties::mixed_steps;
 use rig::Rig;
 use tiny::TinyModel;
@@ -153,103 +155,4 @@ pub fn fingerprint<B: Backend>(make: &impl Fn() -> B) -> Vec<u32> {
         bits.extend(activated.iter().map(|value| value.to_bits()));
     }
     bits
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::backend::DeviceError;
-    use crate::cpu::{CpuBackend, CpuConfig, Isa};
-    use crate::quant::ActivationPrecision;
-    use crate::reference::Reference;
-    use std::io::Write;
-
-    #[test]
-    fn the_oracle_conforms_to_itself() {
-        run(Reference::new, Bounds { elementwise: 0.0, ..Bounds::F32_FIXED_ORDER });
-    }
-
-    /// A function that creates a backend: a single type, so that the suite is compiled once.
-    type Make<'a> = &'a (dyn Fn() -> CpuBackend + Sync);
-
-    fn new(isa: Isa, threads: usize) -> Result<CpuBackend, DeviceError> {
-        CpuBackend::new(CpuConfig { threads, isa, activation_precision: ActivationPrecision::Int8 })
-    }
-
-    /// Returns whether this machine has the instruction set, and prints a note if not.
-    fn is_supported(isa: Isa) -> bool {
-        let backend = new(isa, 1);
-        if let Err(error) = &backend {
-            // Written directly to stderr: the test harness captures the output of macros in passing tests.
-            let _ = writeln!(std::io::stderr(), "skipped: {}: {error}", isa.name());
-        }
-        backend.is_ok()
-    }
-
-    /// Tests only operations with GEMMs, for an instruction set that differs from another one in nothing
-    /// else.
-    fn gemms_conform(isa: Isa) {
-        if !is_supported(isa) {
-            return;
-        }
-        for threads in [1, 2] {
-            let make: Make = &|| new(isa, threads).expect("this machine has the instruction set");
-            embed(&make);
-            embed_positions(&make);
-            matmul(&make, &Bounds::F32_FIXED_ORDER);
-            matmul_batch_invariance(&make, &Bounds::F32_FIXED_ORDER);
-            gemms(&make, &Bounds::F32_FIXED_ORDER);
-            moe(&make, &Bounds::F32_FIXED_ORDER);
-            moe_batch_invariance(&make, &Bounds::F32_FIXED_ORDER);
-            batch_invariance(&make, &Bounds::F32_FIXED_ORDER);
-        }
-    }
-
-    /// Runs the whole suite with several numbers of threads, whose bits must be equal.
-    fn cpu_conforms(isa: Isa) {
-        if !is_supported(isa) {
-            return;
-        }
-        let mut first: Option<Vec<u32>> = None;
-        for threads in [1, 2, 3] {
-            let make: Make = &|| new(isa, threads).expect("this machine has the instruction set");
-            run(make, Bounds::F32_FIXED_ORDER);
-            let bits = fingerprint(&make);
-            assert!(
-                bits == *first.get_or_insert(bits.clone()),
-                "{}: different bits with {threads} threads",
-                isa.name()
-            );
-        }
-        let config = CpuConfig { threads: 2, isa, activation_precision: ActivationPrecision::F32 };
-        let plain: Make = &|| CpuBackend::new(config).expect("this machine has the instruction set");
-        matmul(&plain, &Bounds::F32_FIXED_ORDER);
-        matmul_batch_invariance(&plain, &Bounds::F32_FIXED_ORDER);
-        moe(&plain, &Bounds::F32_FIXED_ORDER);
-    }
-
-    #[test]
-    fn cpu_with_amx_conforms() {
-        gemms_conform(Isa::Amx);
-    }
-
-    #[test]
-    fn cpu_with_avx512_conforms() {
-        cpu_conforms(Isa::Avx512);
-    }
-
-    #[test]
-    fn cpu_with_the_first_avx512_conforms() {
-        gemms_conform(Isa::Avx512F);
-    }
-
-    #[test]
-    fn cpu_with_avx2_conforms() {
-        cpu_conforms(Isa::Avx2);
-    }
-
-    #[test]
-    fn portable_cpu_conforms() {
-        cpu_conforms(Isa::Portable);
-    }
 }
