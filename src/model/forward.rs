@@ -13,10 +13,12 @@
 //! Invariant: whatever runs layers calls these functions and adds no arithmetic of its own.
 
 use super::activations::Activations;
-use super::importance_matrix::{MatrixId, Observer};
-use super::load::{Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms};
-use super::spec::tables::Wiring;
+use super::spec::words::Wiring;
 use super::spec::{AttentionSpec, ColumnSplit, LayerSpec};
+use super::weights::{
+    Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms,
+};
+use crate::quantize::{MatrixId, Observer};
 use mainstem_kernels::{
     AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, Norm, RelativeBias, SpanStack,
     StepBatch, StepOutput,

@@ -3,7 +3,7 @@
 //!
 //! Invariant: a table is a function of the specification and of the number of positions, in F32.
 
-use super::spec::tables::SinusoidLayout;
+use super::spec::words::SinusoidLayout;
 use std::ops::Range;
 
 /// Longest wavelength of the sinusoids, in units of 2π positions.

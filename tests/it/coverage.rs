@@ -3,7 +3,7 @@
 
 use crate::common::fixture;
 use crate::families::{decoders, family, others};
-use mainstem::model::spec::tables::{
+use mainstem::model::spec::words::{
     ActivationName, HeadKind, Kind, MaskName, MlpKind, NormName, Placement, PositionKind, QkNorm, QkvLayout,
     RopeStyleName, ScoringName, SinusoidLayout, Wiring,
 };

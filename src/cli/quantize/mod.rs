@@ -10,10 +10,10 @@ use super::spinner::{self, Spinner};
 use super::start;
 use super::{INTERRUPTED, print};
 use crate::config::{Config, ConfigError, ConfigSource, Overrides};
+use crate::export::{self, ExportTarget, FormatTotals, OutputFormat};
 use crate::formats::save::Existing;
-use crate::model::importance_matrix::RoundingPolicy;
-use crate::model::quantize::{self, FormatTotals, OutputFormat, QuantizeTarget};
 use crate::model::source::{ModelRef, ModelSource};
+use crate::quantize::RoundingPolicy;
 use crate::telemetry;
 use anyhow::{Context, Result};
 use calibrate::Calibration;
@@ -114,7 +114,7 @@ pub fn run(args: QuantizeArgs) -> Result<ExitCode> {
     let written = {
         let _spinner = Spinner::with_progress("writing the weights", progress.clone());
         let target = target.clone();
-        until_stopped(move || quantize::quantize(&source, &target), || progress.stop())?
+        until_stopped(move || export::write_model(&source, &target), || progress.stop())?
     };
     match written {
         Some(parts) => {
@@ -139,7 +139,7 @@ impl QuantizeArgs {
     }
 
     /// Returns the configuration and the output target.
-    fn into_config(self) -> Result<(Config, QuantizeTarget), ConfigError> {
+    fn into_config(self) -> Result<(Config, ExportTarget), ConfigError> {
         let mut flags = Overrides::default();
         flags.set("model.path", Some(self.model));
         flags.set("model.spec", self.spec.map(|path| path.to_string_lossy().into_owned()));
@@ -161,7 +161,7 @@ impl QuantizeArgs {
         };
         let existing = if self.force { Existing::Replace } else { Existing::Refuse };
         let (spec, threads) = (config.model.spec.clone(), config.device.threads);
-        Ok((config, QuantizeTarget { path: self.out, format, existing, spec, threads }))
+        Ok((config, ExportTarget { path: self.out, format, existing, spec, threads }))
     }
 }
 
@@ -178,14 +178,14 @@ fn choose_rounding(
     way: RoundingMethod,
     config: &Config,
     source: &ModelSource,
-    target: &QuantizeTarget,
+    target: &ExportTarget,
 ) -> Result<Option<RoundingPolicy>> {
     let calibration = match way {
         RoundingMethod::RoundToNearest => return Ok(Some(RoundingPolicy::RoundToNearest)),
         RoundingMethod::LeastSquares(None) => return Ok(Some(RoundingPolicy::LeastSquares(None))),
         RoundingMethod::LeastSquares(Some(calibration)) => calibration,
     };
-    quantize::check(source, target)?;
+    export::check(source, target)?;
     let prepared = calibration.prepare(config, &source.progress).context("--calibrate")?;
     let importance = until_stopped(move || prepared.run(), || source.progress.stop());
     // A signal during the last step did not stop the work.

@@ -2,10 +2,7 @@
 //!
 //! Invariant: unknown keys and values are errors, never ignored.
 
-use super::ModelSpec;
-use super::resolve;
 use super::tables::{EmbeddingTable, HeadTable, Override, SizeTable, SpecText};
-use crate::formats::HubConfig;
 use crate::specs;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::BTreeMap;
@@ -58,12 +55,6 @@ impl SpecFile {
     /// values.
     pub fn neutral(&self) -> &BTreeMap<String, Vec<serde_json::Value>> {
         &self.text.neutral
-    }
-
-    /// Resolves the specification with the values of `config`, for a checkpoint whose tensor names satisfy
-    /// `has`.
-    pub fn resolve(&self, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
-        resolve::resolve(self, config, has)
     }
 }
 

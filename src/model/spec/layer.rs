@@ -2,15 +2,13 @@
 //!
 //! Invariant: every size of a layer follows from its own tables; nothing is taken from the layer before.
 
-use super::positions::{Positions, positive};
-use super::resolve::ResolveContext;
+use super::context::{ResolveContext, activation, norm_kind, positive};
+use super::positions::Positions;
 use super::setting::OneOrMore;
-use super::tables::{
-    ActivationName, MaskName, MlpKind, NormName, Placement, QkNorm, QkvLayout, ScoringName, StackName, Wiring,
-};
+use super::words::{MaskName, MlpKind, Placement, QkNorm, QkvLayout, ScoringName, StackName, Wiring};
 use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Norms, TensorPart};
 use anyhow::{Result, bail, ensure};
-use mainstem_kernels::{Activation, Mask, NormKind, Scoring};
+use mainstem_kernels::{Mask, Scoring};
 
 /// Maximum number of experts in a layer, checked before a list of them is built.
 const EXPERTS_MAX: usize = 1 << 12;
@@ -331,29 +329,4 @@ fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
         shared,
         shared_router,
     })
-}
-
-/// Returns the activation of the layer's MLP.
-pub(super) fn activation(fill: &mut ResolveContext) -> Result<Activation> {
-    Ok(activation_of(fill.lookups.required("mlp.activation", &fill.tables.mlp.activation)?))
-}
-
-/// Returns the activation with that name.
-pub(super) fn activation_of(name: ActivationName) -> Activation {
-    match name {
-        ActivationName::Relu => Activation::Relu,
-        ActivationName::SquaredRelu => Activation::SquaredRelu,
-        ActivationName::Gelu => Activation::Gelu,
-        ActivationName::GeluTanh => Activation::GeluTanh,
-        ActivationName::QuickGelu => Activation::QuickGelu,
-        ActivationName::Silu => Activation::Silu,
-        ActivationName::Tanh => Activation::Tanh,
-    }
-}
-
-pub(super) fn norm_kind(name: NormName) -> NormKind {
-    match name {
-        NormName::Rms => NormKind::Rms,
-        NormName::Layer => NormKind::Layer,
-    }
 }

@@ -27,6 +27,7 @@ pub struct Lookups<'a> {
 }
 
 impl<'a> Lookups<'a> {
+    /// Creates lookups in a configuration, for a checkpoint whose tensor names satisfy `has`.
     pub fn new(config: &'a HubConfig, has: &'a dyn Fn(&str) -> bool) -> Lookups<'a> {
         let (values, places, numbers) = Default::default();
         Lookups { config, has_tensor: has, stack: "", layer: None, values, entries: places, numbers }
@@ -87,6 +88,7 @@ impl<'a> Lookups<'a> {
         value
     }
 
+    /// Records a value in its JSON form, with its origin.
     pub fn record_json(&mut self, key: &'static str, value: Json, origin: Origin) {
         let key = format!("{}{key}", self.stack);
         let places = self.entries.entry(key.clone()).or_default();

@@ -3,9 +3,10 @@
 //!
 //! Invariant: equal rotary position embeddings are stored once, however many layers use them.
 
-use super::resolve::ResolveContext;
+use super::context::ResolveContext;
 use super::setting::Setting;
-use super::tables::{PositionKind, RopeStyleName, ScalingSetting, SinusoidLayout, StackName};
+use super::tables::ScalingSetting;
+use super::words::{PositionKind, RopeStyleName, SinusoidLayout, StackName};
 use super::{PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, TensorPart};
 use crate::formats::{HubConfig, RopeConfig, RopeScaling};
 use crate::model::provenance::Origin;
@@ -21,11 +22,6 @@ pub struct Positions {
     relative_bias: Option<RelativeBiasSpec>,
     ropes: Vec<RopeSpec>,
     context: usize,
-}
-
-/// Returns the number if it is positive.
-pub fn positive(number: f32) -> Option<f32> {
-    (number > 0.0).then_some(number)
 }
 
 impl Positions {

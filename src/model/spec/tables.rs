@@ -6,9 +6,13 @@
 //!
 //! Invariant: every value is optional here; required values are checked when the specification is resolved.
 
-use super::setting::{OneOrMore, Setting, Value};
+use super::setting::{OneOrMore, Setting};
+use super::words::{
+    ActivationName, HeadKind, Kind, MaskName, MlpKind, NoneWord, NormName, Placement, PositionKind, QkNorm,
+    QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, StackName, Wiring,
+};
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use std::collections::BTreeMap;
 
 /// Defines a table of optional values, and the merging of two such tables.
@@ -63,9 +67,20 @@ macro_rules! with_tables {
         impl $name {
             /// Returns only the tables.
             pub fn tables(&self) -> Tables {
-                let $name { size, embedding, position, norm, residual, attention, cross, mlp, moe, head, tensors, .. } =
-                    self.clone();
-                Tables { size, embedding, position, norm, residual, attention, cross, mlp, moe, head, tensors }
+                let all = self.clone();
+                Tables {
+                    size: all.size,
+                    embedding: all.embedding,
+                    position: all.position,
+                    norm: all.norm,
+                    residual: all.residual,
+                    attention: all.attention,
+                    cross: all.cross,
+                    mlp: all.mlp,
+                    moe: all.moe,
+                    head: all.head,
+                    tensors: all.tensors,
+                }
             }
         }
     };
@@ -253,12 +268,6 @@ pub enum ScalingSetting {
     Fixed(NoneWord),
     /// The object under a key of config.json.
     Sought { key: OneOrMore<String> },
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum NoneWord {
-    None,
 }
 
 table! {
@@ -462,159 +471,6 @@ table! {
         /// Bias of the head. Default: the bias name that belongs to `head`.
         head_bias: OneOrMore<String>,
     }
-}
-
-/// Defines enums whose values are written as names.
-macro_rules! words {
-    ($($(#[$about:meta])* $name:ident { $($(#[$word_about:meta])* $word:ident,)* })*) => {$(
-        $(#[$about])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
-        #[serde(rename_all = "snake_case")]
-        pub enum $name { $($(#[$word_about])* $word,)* }
-
-        impl Value for $name {}
-
-        impl $name {
-            /// All values.
-            pub const ALL: &[$name] = &[$($name::$word,)*];
-        }
-    )*};
-}
-
-words! {
-    /// The stacks that a model consists of.
-    Kind {
-        /// A decoder, which generates text.
-        Decoder,
-        /// An encoder-only model, which embeds texts and fills masks.
-        Encoder,
-        /// An encoder that reads the input, and a decoder that generates from it.
-        EncoderDecoder,
-    }
-    /// One of a model's two stacks of layers.
-    StackName {
-        Encoder,
-        Decoder,
-    }
-    PositionKind {
-        /// Rotary: queries and keys are rotated.
-        Rope,
-        /// Learned: a row of a table is added to the embedding.
-        Learned,
-        /// Sinusoidal: sines and cosines are added to the embedding.
-        Sinusoidal,
-        /// ALiBi: scores decrease linearly with the distance, with a slope per head.
-        Alibi,
-        /// Relative: scores have a learned bias by distance and head, the same in all layers.
-        Relative,
-        None,
-    }
-    RopeStyleName {
-        /// Pairs `(i, i + dims / 2)`, as in GPT-NeoX.
-        Halves,
-        /// Pairs `(2i, 2i + 1)`, as in GPT-J.
-        Interleaved,
-    }
-    SinusoidLayout {
-        /// All sines, then all cosines, of frequencies that end at 1/10000.
-        Halves,
-        /// Sine, cosine, sine, cosine …
-        Interleaved,
-    }
-    NormName {
-        /// Root mean square.
-        Rms,
-        /// Mean and variance.
-        Layer,
-    }
-    Placement {
-        /// Before each sub-layer.
-        Pre,
-        /// After each residual.
-        Post,
-        /// Before each sub-layer, and on its output.
-        Sandwich,
-        None,
-    }
-    Wiring {
-        /// The MLP reads the residual stream after attention.
-        Sequential,
-        /// Attention and MLP read the same normalized input.
-        Parallel,
-        /// Attention and MLP read the same input, each with a norm of its own.
-        ParallelTwoNorms,
-    }
-    QkvLayout {
-        Separate,
-        /// One matrix: all queries, all keys, all values.
-        Blocks,
-        /// One matrix: for each KV head its queries, its key, its value. With as many KV heads as query
-        /// heads, this is head by head.
-        Groups,
-    }
-    QkNorm {
-        None,
-        /// Each head separately, all with the same weights.
-        PerHead,
-        /// All heads together.
-        Whole,
-    }
-    MaskName {
-        /// The own position and earlier ones.
-        Causal,
-        Bidirectional,
-    }
-    MlpKind {
-        /// down(act(up(x)))
-        Plain,
-        /// down(act(gate(x)) * up(x))
-        Gated,
-        /// A mixture of experts.
-        Experts,
-    }
-    ScoringName {
-        /// Over all experts.
-        Softmax,
-        /// Of each expert separately.
-        Sigmoid,
-    }
-    HeadKind {
-        /// Logits over the vocabulary.
-        Lm,
-        /// No head: the model returns hidden states.
-        None,
-    }
-}
-
-/// An activation function, by its names in configurations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum ActivationName {
-    Relu,
-    /// The square of `relu`.
-    #[serde(alias = "relu2", alias = "relu_squared")]
-    SquaredRelu,
-    /// With the error function.
-    #[serde(alias = "gelu_python")]
-    Gelu,
-    /// Approximation with a hyperbolic tangent.
-    #[serde(alias = "gelu_new", alias = "gelu_pytorch_tanh", alias = "gelu_fast", alias = "gelu_accurate")]
-    GeluTanh,
-    /// Approximation with the sigmoid of 1.702 x.
-    QuickGelu,
-    #[serde(alias = "swish")]
-    Silu,
-    Tanh,
-}
-
-impl Value for ActivationName {}
-
-impl ActivationName {
-    /// All values.
-    pub const ALL: &[ActivationName] = {
-        use ActivationName::*;
-        &[Relu, SquaredRelu, Gelu, GeluTanh, QuickGelu, Silu, Tanh]
-    };
 }
 
 /// The default of `kind`.

@@ -214,8 +214,9 @@ fn layers_are_picked_by_range_by_period_and_by_list() {
 fn stacks_that_do_not_fit_together_are_refused() {
     let (_, text) = specs::ALL.iter().find(|(_, text)| text.contains("encoder_ffn_dim")).unwrap();
     let sizes = json!({
-        "vocab_size": 97, "d_model": 32, "max_position_embeddings": 64, "encoder_layers": 1, "decoder_layers": 1,
-        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+        "vocab_size": 97, "d_model": 32, "max_position_embeddings": 64,
+        "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
     });
     let config = HubConfig::from_entries(Path::new("config.json"), sizes.as_object().unwrap().clone());
     let resolve = |text: &str| SpecFile::parse("mine.toml", text).unwrap().resolve(&config, &|_| true);

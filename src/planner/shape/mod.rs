@@ -99,6 +99,7 @@ pub struct LayerCost {
 }
 
 impl LayerCost {
+    /// Returns the sum of all parts.
     pub fn total(&self) -> ResourceCost {
         self.divided + self.query_heads + self.kv_heads
     }
@@ -250,6 +251,7 @@ impl ModelShape {
         self.encoder_layers() + self.decoder.as_ref().map_or(0, |stack| stack.layers.len())
     }
 
+    /// Returns the number of encoder layers.
     pub fn encoder_layers(&self) -> usize {
         self.encoder.as_ref().map_or(0, |stack| stack.layers.len())
     }
