@@ -247,11 +247,15 @@ mod tests {
     use anyhow::bail;
     use mainstem_kernels::QuantType;
     use std::process::Command;
-    use std::sync::mpsc;
+    use std::sync::{Mutex, PoisonError, mpsc};
+
+    /// Held by tests that listen for signals: one of them sends one, which all listeners of the process get.
+    static SIGNALS: Mutex<()> = Mutex::new(());
 
     /// The signal listeners are installed before the work begins, so the signal cannot arrive too early.
     #[test]
     fn a_signal_stops_the_work_and_it_is_waited_for() {
+        let _alone = SIGNALS.lock().unwrap_or_else(PoisonError::into_inner);
         let (stop, stopped) = mpsc::channel();
         let (end, ended) = mpsc::channel();
         let work = move || -> Result<()> {
@@ -267,6 +271,7 @@ mod tests {
 
     #[test]
     fn work_that_ends_by_itself_has_its_answer_or_its_error() {
+        let _alone = SIGNALS.lock().unwrap_or_else(PoisonError::into_inner);
         assert_eq!(until_stopped(|| Ok(7), || ()).unwrap(), Some(7));
         let failed = until_stopped::<()>(|| bail!("full"), || ()).unwrap_err();
         assert_eq!(failed.to_string(), "full");

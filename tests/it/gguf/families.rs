@@ -82,11 +82,11 @@ fn wiring(source: &ModelSource) -> String {
     let head = spec.decoder.as_mut().and_then(|stack| stack.head.as_mut());
     head.into_iter().for_each(|head| head.unused_names.clear());
     let text = format!("{spec:?}");
-    let mut parts = text.split("Piece {");
+    let mut parts = text.split("TensorSlice {");
     let begin = parts.next().unwrap_or_default().to_owned();
     parts.fold(begin, |text, part| {
-        let end = part.find("transposed: ").expect("the last of a piece's fields");
-        text + "\nPiece" + part[end..].split_once('}').expect("its end").1
+        let end = part.find("transposed: ").expect("the last of a slice's fields");
+        text + "\nTensorSlice" + part[end..].split_once('}').expect("its end").1
     })
 }
 
