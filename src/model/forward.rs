@@ -273,7 +273,7 @@ fn cross_attention<B: Backend>(
     attention_output(b, spec, weights, norms, rows, act);
 }
 
-/// How a sub-layer's output is added to the residual stream.
+/// The way in which a sub-layer's output is added to the residual stream.
 #[derive(Clone, Copy)]
 enum ResidualEpilogue {
     /// In the epilogue of the GEMM, because no operation comes between.
@@ -324,7 +324,7 @@ enum MlpOperand<'a, Buf> {
     Normed(&'a Norm<Buf>),
 }
 
-/// Where a feed-forward network stores its output.
+/// Destination of the output of a feed-forward network.
 #[derive(Clone, Copy)]
 enum MlpEpilogue {
     /// Added to the residual stream x.

@@ -52,13 +52,14 @@ pub fn load<B: Backend>(
 /// Returns what [`load`] would record for the part of the model described by `spec`, in another order,
 /// without reading tensor data.
 pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
-    let normalised = spec.last_stack().head.as_ref().filter(|head| head.normalised).map(|head| &head.table);
-    let is_normalised = |piece: &TensorSlice| normalised.is_some_and(|table| std::ptr::eq(table, piece));
+    let normalized =
+        spec.last_stack().head.as_ref().filter(|head| head.normalize_rows).map(|head| &head.table);
+    let is_normalized = |piece: &TensorSlice| normalized.is_some_and(|table| std::ptr::eq(table, piece));
     let mut shared = HashSet::new();
     let mut all = tensors::required_slices(spec);
     // Tables are shared, and token types are merged into the position table.
     all.retain(|piece| match piece.role {
-        _ if is_normalised(piece) => true,
+        _ if is_normalized(piece) => true,
         "embedding" | "head" => shared.insert(&piece.name),
         "token_types" => false,
         _ => true,
@@ -66,7 +67,7 @@ pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
     let record = |piece: &TensorSlice| {
         let record = tensor_slices::slice_record(piece, source.load_type(piece));
         let has_types = || spec.stacks().any(|stack| is_merged_with_token_types(stack, piece));
-        if is_normalised(piece) || has_types() { record.in_f32() } else { record }
+        if is_normalized(piece) || has_types() { record.in_f32() } else { record }
     };
     all.into_iter().map(record).collect()
 }
@@ -228,7 +229,7 @@ impl<'a, B: Backend> Loader<'a, B> {
             transform,
             project_out: spec.project_out.as_ref().map(|linear| self.linear(linear)).transpose()?,
             id: spec.table.matrix_id(),
-            table: self.table(&spec.table, spec.normalised)?,
+            table: self.table(&spec.table, spec.normalize_rows)?,
             vocab_split: spec.vocab_split.clone(),
             bias: spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?,
             scale: spec.scale,
@@ -259,21 +260,21 @@ impl<'a, B: Backend> Loader<'a, B> {
     }
 
     /// Loads a matrix that may be shared.
-    fn table(&mut self, piece: &TensorSlice, normalised: bool) -> Result<Arc<Weight<B::Buf>>> {
+    fn table(&mut self, piece: &TensorSlice, normalized: bool) -> Result<Arc<Weight<B::Buf>>> {
         // The matrix with normalized rows is a different one.
-        let key = if normalised { format!("{} (normalised)", piece.name) } else { piece.name.clone() };
+        let key = if normalized { format!("{} (normalized)", piece.name) } else { piece.name.clone() };
         if let Some(known) = self.tables.get(&key) {
             return Ok(known.clone());
         }
-        let table = Arc::new(self.matrix(piece, normalised)?);
+        let table = Arc::new(self.matrix(piece, normalized)?);
         self.tables.insert(key, table.clone());
         Ok(table)
     }
 
     /// Loads a matrix in its load format. Normalized ones are F32.
-    fn matrix(&mut self, piece: &TensorSlice, normalised: bool) -> Result<Weight<B::Buf>> {
+    fn matrix(&mut self, piece: &TensorSlice, normalized: bool) -> Result<Weight<B::Buf>> {
         let taken = tensor_slices::read_slice(self.checkpoint, piece)?;
-        let taken = match normalised {
+        let taken = match normalized {
             true => tensor_slices::l2_normalize_rows(taken),
             false => taken
                 .requantize(

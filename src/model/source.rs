@@ -133,7 +133,7 @@ impl ModelSource {
 
     /// Returns the number format in which a slice is loaded.
     pub fn load_type(&self, piece: &TensorSlice) -> QuantType {
-        match self.is_normalised(piece) {
+        match self.is_normalized(piece) {
             true => QuantType::F32,
             false => self.weight_rules.load_type(
                 &piece.names(),
@@ -146,13 +146,13 @@ impl ModelSource {
     /// Returns the number format in which a slice is written so that it loads as under the rules: the load
     /// format, except for matrices whose rows are normalized at loading.
     pub(crate) fn write_type(&self, piece: &TensorSlice) -> QuantType {
-        if self.is_normalised(piece) { self.stored_type(piece) } else { self.load_type(piece) }
+        if self.is_normalized(piece) { self.stored_type(piece) } else { self.load_type(piece) }
     }
 
     /// Returns whether the rows of a slice are L2-normalized at loading.
-    fn is_normalised(&self, piece: &TensorSlice) -> bool {
+    fn is_normalized(&self, piece: &TensorSlice) -> bool {
         let head = self.spec.last_stack().head.as_ref();
-        head.is_some_and(|head| head.normalised && head.table.name == piece.name)
+        head.is_some_and(|head| head.normalize_rows && head.table.name == piece.name)
     }
 
     /// Returns the stored or loaded format, whichever has larger blocks: shards must not split blocks of

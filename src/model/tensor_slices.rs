@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn normalised_rows_have_length_one() {
+    fn normalized_rows_have_length_one() {
         let checkpoint = counted(QuantType::F32, &[2, 2]);
         let taken =
             l2_normalize_rows(read_slice(&checkpoint, &piece(&[2, 2], TensorPart::Whole, false)).unwrap());

@@ -1,9 +1,9 @@
 //! Rules for the number format in which each matrix is loaded.
 //!
 //! Rules are a list, of which the first match applies: `PATTERN=TYPE` for tensors whose name or role matches
-//! the pattern (`*` matches any text, `{i}` and `{e}` match numbers), and finally `TYPE` for all others. The last rule is meant for the
-//! matrices that GEMMs stream: embeddings and heads, which are more sensitive, are loaded with at least 8
-//! bits, and no matrix becomes larger than stored.
+//! the pattern (`*` matches any text, `{i}` and `{e}` match numbers), and finally `TYPE` for all others. The
+//! last rule is meant for the matrices that GEMMs stream: embeddings and heads, which are more sensitive, are
+//! loaded with at least 8 bits, and no matrix becomes larger than stored.
 //!
 //! Invariant: vectors and position tables stay as they are stored. Routers and small matrices are not subject
 //! to the last rule, nor is a matrix whose rows are not whole blocks of the format.
@@ -21,7 +21,7 @@ pub struct MatrixNames<'a> {
     pub role: &'a str,
     /// Name of the tensor that contains the matrix.
     pub name: &'a str,
-    /// That name with placeholders for the numbers of layer and expert.
+    /// The name with placeholders for the numbers of layer and expert.
     pub pattern: &'a str,
 }
 

@@ -347,7 +347,7 @@ fn architecture(source: &ModelSource, tensors: &[Tensor]) -> Architecture {
     let (mlp, mlp_width, mlp_bias) = match &first.mlp {
         MlpSpec::Experts(moe) => ("experts", moe.experts.first().map_or(0, |expert| expert.width), false),
         MlpSpec::Dense(dense) => {
-            let kind = if dense.up.is_some() { "gated" } else { "plain" };
+            let kind = if dense.up.is_some() { "gated" } else { "ungated" };
             (kind, dense.width, dense.down.bias.is_some())
         }
     };

@@ -1,5 +1,5 @@
-//! What the parts of a stack are resolved from, and the parts that all of them use: tensors, linear layers,
-//! norms and activations.
+//! The context of resolving a stack, and the parts that all of its layers use: tensors, linear layers, norms
+//! and activations.
 //!
 //! Invariant: the name of a slice is one that the checkpoint has, if it has any of the possible ones.
 

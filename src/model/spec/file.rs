@@ -53,8 +53,8 @@ impl SpecFile {
 
     /// Returns the keys of the configuration that would change what is computed, each with its supported
     /// values.
-    pub fn neutral(&self) -> &BTreeMap<String, Vec<serde_json::Value>> {
-        &self.text.neutral
+    pub fn supported_values(&self) -> &BTreeMap<String, Vec<serde_json::Value>> {
+        &self.text.supported_values
     }
 }
 

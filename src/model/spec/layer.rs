@@ -173,7 +173,7 @@ fn fused_qkv(
     biased: bool,
 ) -> Result<[LinearSpec; 3]> {
     let (names, hidden) = (&fill.tables.tensors.qkv, fill.hidden);
-    let groups = if layout == QkvLayout::Blocks { 1 } else { kv_heads };
+    let groups = if layout == QkvLayout::Fused { 1 } else { kv_heads };
     let counts = [heads * k_dim / groups, kv_heads * k_dim / groups, kv_heads * v_dim / groups];
     let stride = counts.iter().sum::<usize>();
     let mut linear = |at: usize, role, bias_role: &'static str| {
@@ -192,7 +192,7 @@ fn qk_norms(
     let (q_width, k_width) = match which {
         QkNorm::None => return Ok(None),
         QkNorm::PerHead => (k_dim, k_dim),
-        QkNorm::Whole => (heads * k_dim, kv_heads * k_dim),
+        QkNorm::Full => (heads * k_dim, kv_heads * k_dim),
     };
     let names = &fill.tables.tensors;
     let usual = fill.lookups.required("norm.kind", &fill.tables.norm.kind)?;
@@ -255,7 +255,7 @@ fn mlp(fill: &mut ResolveContext) -> Result<MlpSpec> {
     let fused = fill.lookups.or_default("mlp.fused", &table.fused, false)?;
     let bias = |role: &'static str| biased.then_some(role);
     let (gate, up) = match (kind, fused) {
-        (MlpKind::Plain, _) => (fill.linear("up", bias("up bias"), &names.up, width, hidden)?, None),
+        (MlpKind::Ungated, _) => (fill.linear("up", bias("up bias"), &names.up, width, hidden)?, None),
         (_, false) => (
             fill.linear("gate", bias("gate bias"), &names.gate, width, hidden)?,
             Some(fill.linear("up", bias("up bias"), &names.up, width, hidden)?),
@@ -286,7 +286,7 @@ fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
         ScoringName::Softmax => Scoring::Softmax,
         ScoringName::Sigmoid => Scoring::Sigmoid,
     };
-    let renormalise = look.or_default("moe.renormalise", &table.renormalise, false)?;
+    let normalize_scores = look.or_default("moe.normalize_scores", &table.normalize_scores, false)?;
     let scale = look.or_default("moe.scale", &table.scale, 1.0)? as f32;
     let gated = look.or_default("moe.gated", &table.gated, true)?;
     let shared_width = look.or_default("moe.shared_width", &table.shared_width, 0)?;
@@ -321,7 +321,7 @@ fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
     Ok(MoeSpec {
         top_k,
         scoring,
-        renormalise,
+        normalize_scores,
         scale,
         router,
         first_expert: 0,

@@ -59,17 +59,17 @@ impl<'a> Lookups<'a> {
         Ok(self.record(key, value, origin))
     }
 
-    /// Returns the setting's value; without one, `neutral`, which is not recorded.
+    /// Returns the setting's value; without one, `default`, which is not recorded.
     pub fn or_default<T: Value>(
         &mut self,
         key: &'static str,
         setting: &Option<Setting<T>>,
-        neutral: T,
+        default: T,
     ) -> Result<T> {
         let found = setting.as_ref().map(|setting| self.find(key, setting)).transpose()?.flatten();
         Ok(match found {
             Some((value, origin)) => self.record(key, value, origin),
-            None => neutral,
+            None => default,
         })
     }
 

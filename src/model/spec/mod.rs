@@ -232,7 +232,7 @@ pub struct DenseSpec {
 pub struct MoeSpec {
     pub top_k: usize,
     pub scoring: Scoring,
-    pub renormalise: bool,
+    pub normalize_scores: bool,
     pub scale: f32,
     pub router: LinearSpec,
     /// Index of the first expert in `experts` among those of the router: 0 in a whole model.
@@ -259,7 +259,7 @@ pub struct HeadSpec {
     pub table: TensorSlice,
     pub bias: Option<TensorSlice>,
     /// Whether the rows of the matrix are scaled to an L2 norm of 1.
-    pub normalised: bool,
+    pub normalize_rows: bool,
     /// Factor of the logits, applied before the soft cap.
     pub scale: f32,
     pub softcap: Option<f32>,
@@ -430,7 +430,7 @@ impl MlpSpec {
 impl MoeSpec {
     /// Returns the parameters that the kernels need.
     pub fn shape(&self) -> MoeShape {
-        let MoeSpec { top_k, scoring, renormalise, scale, .. } = *self;
+        let MoeSpec { top_k, scoring, normalize_scores, scale, .. } = *self;
         let first = self.experts.first().expect("there is an expert; this is a bug");
         let (experts, width, activation) = (self.router.n, first.width, first.activation);
         MoeShape {
@@ -438,7 +438,7 @@ impl MoeSpec {
             first_expert: self.first_expert,
             top_k,
             scoring,
-            normalize_scores: renormalise,
+            normalize_scores,
             scale,
             width,
             activation,

@@ -45,8 +45,11 @@ impl Positions {
                 Some(PositionEmbeddingSpec::Learned { table, offset })
             }
             PositionKind::Sinusoidal => {
-                let layout =
-                    fill.lookups.or_default("position.layout", &table.layout, SinusoidLayout::Halves)?;
+                let layout = fill.lookups.or_default(
+                    "position.layout",
+                    &table.layout,
+                    SinusoidLayout::Concatenated,
+                )?;
                 let scale = fill.lookups.or_default("position.scale", &table.scale, 1.0)? as f32;
                 ensure!(
                     fill.hidden.is_multiple_of(2),
@@ -87,7 +90,7 @@ impl Positions {
                 })?;
                 Ok((None, true))
             }
-            PositionKind::Relative => {
+            PositionKind::RelativeBias => {
                 let relative_bias = learned_relative_bias(fill, heads)?;
                 self.set_relative_bias(relative_bias)?;
                 Ok((None, true))
@@ -114,9 +117,9 @@ impl Positions {
 
     fn rope(&mut self, fill: &mut ResolveContext, head_dim: usize) -> Result<RopeSpec> {
         let table = &fill.tables.position;
-        let style = match fill.lookups.or_default("position.style", &table.style, RopeStyleName::Halves)? {
-            RopeStyleName::Halves => RopeStyle::NeoX,
-            RopeStyleName::Interleaved => RopeStyle::GptJ,
+        let style = match fill.lookups.or_default("position.style", &table.style, RopeStyleName::NeoX)? {
+            RopeStyleName::NeoX => RopeStyle::NeoX,
+            RopeStyleName::GptJ => RopeStyle::GptJ,
         };
         let config = rope_config(fill)?;
         let (fraction, origin) = rotary_fraction(fill.lookups.config)?;

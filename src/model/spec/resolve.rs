@@ -36,8 +36,8 @@ impl SpecFile {
 
 fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
     let text = &file.text;
-    for (key, values) in &text.neutral {
-        let value = config.at(key).filter(|value| !values.iter().any(|neutral| values_equal(value, neutral)));
+    for (key, values) in &text.supported_values {
+        let value = config.at(key).filter(|value| !values.iter().any(|known| values_equal(value, known)));
         if let Some(value) = value {
             let supported = values.iter().map(Json::to_string).collect::<Vec<_>>().join(", ");
             let reason = format!("{value} is not supported by {} (supported: {supported})", file.file);
@@ -372,7 +372,7 @@ fn head(fill: &mut ResolveContext, kind: Kind, embedding: &EmbeddingSpec) -> Res
     };
     let scale = fill.lookups.or_default("head.scale", &table.scale, 1.0)? as f32;
     let cap = fill.lookups.or_default("head.softcap", &table.softcap, 0.0)? as f32;
-    let normalised = fill.lookups.or_default("head.normalised", &table.normalised, false)?;
+    let normalize_rows = fill.lookups.or_default("head.normalize_rows", &table.normalize_rows, false)?;
     Ok(Some(HeadSpec {
         transform,
         project_out,
@@ -380,7 +380,7 @@ fn head(fill: &mut ResolveContext, kind: Kind, embedding: &EmbeddingSpec) -> Res
         unused_names,
         table: matrix,
         bias,
-        normalised,
+        normalize_rows,
         scale,
         softcap: positive(cap),
         vocab_split: None,

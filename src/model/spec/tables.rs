@@ -141,8 +141,8 @@ with_tables! {
         #[serde(default)]
         ignored: Vec<String>,
         /// Keys of config.json that would change what is computed, each with its supported values.
-        #[serde(default)]
-        neutral: BTreeMap<String, Vec<serde_json::Value>>,
+        #[serde(default, alias = "neutral")]
+        supported_values: BTreeMap<String, Vec<serde_json::Value>>,
         /// Values for the encoder only.
         #[serde(default)]
         encoder: Tables,
@@ -235,7 +235,7 @@ table! {
     /// Representation of positions.
     PositionTable {
         kind: Setting<PositionKind>,
-        /// Rope: which dimensions form a rotated pair. Default: `halves`.
+        /// Rope: which dimensions form a rotated pair. Default: `neox`.
         style: Setting<RopeStyleName>,
         /// Rope: number of leading dimensions of a head that are rotated. Default: all, times config.json's
         /// `partial_rotary_factor`.
@@ -249,13 +249,13 @@ table! {
         offset: Setting<usize>,
         /// Learned: rows of the table. Default: `size.context` + `offset`.
         rows: Setting<usize>,
-        /// Sinusoidal: order of sines and cosines. Default: `halves`.
+        /// Sinusoidal: order of sines and cosines. Default: `concatenated`.
         layout: Setting<SinusoidLayout>,
         /// Sinusoidal: factor of the table. Alibi: factor of the slopes. Default: 1.
         scale: Setting<f64>,
-        /// Relative: number of distance buckets, each with its own bias.
+        /// Relative bias: number of distance buckets, each with its own bias.
         buckets: Setting<usize>,
-        /// Relative: distance from which on all distances share the last bucket.
+        /// Relative bias: distance from which on all distances share the last bucket.
         max_distance: Setting<usize>,
     }
 }
@@ -373,7 +373,8 @@ table! {
         /// Function from the router's logits to scores. Default: `softmax`.
         scoring: Setting<ScoringName>,
         /// Whether the scores of the chosen experts are divided by their sum. Default: false.
-        renormalise: Setting<bool>,
+        #[serde(alias = "renormalise")]
+        normalize_scores: Setting<bool>,
         /// Factor of the final scores. Default: 1.
         scale: Setting<f64>,
         /// Whether experts have a gate. Default: true.
@@ -396,7 +397,8 @@ table! {
         /// Whether a bias is added to the logits. Default: false.
         bias: Setting<bool>,
         /// Whether each row of the matrix is scaled to an L2 norm of 1. Default: false.
-        normalised: Setting<bool>,
+        #[serde(alias = "normalised")]
+        normalize_rows: Setting<bool>,
         /// Factor of the logits. Default: 1.
         scale: Setting<f64>,
         /// Soft cap of the logits, applied with a hyperbolic tangent. Default: 0, which means no cap.

@@ -47,19 +47,23 @@ words! {
         Sinusoidal,
         /// ALiBi: scores decrease linearly with the distance, with a slope per head.
         Alibi,
-        /// Relative: scores have a learned bias by distance and head, the same in all layers.
-        Relative,
+        /// Scores have a learned bias by distance and head, the same in all layers.
+        #[serde(alias = "relative")]
+        RelativeBias,
         None,
     }
     RopeStyleName {
         /// Pairs `(i, i + dims / 2)`, as in GPT-NeoX.
-        Halves,
+        #[serde(rename = "neox", alias = "halves")]
+        NeoX,
         /// Pairs `(2i, 2i + 1)`, as in GPT-J.
-        Interleaved,
+        #[serde(rename = "gptj", alias = "interleaved")]
+        GptJ,
     }
     SinusoidLayout {
         /// All sines, then all cosines, of frequencies that end at 1/10000.
-        Halves,
+        #[serde(alias = "halves")]
+        Concatenated,
         /// Sine, cosine, sine, cosine …
         Interleaved,
     }
@@ -89,17 +93,20 @@ words! {
     QkvLayout {
         Separate,
         /// One matrix: all queries, all keys, all values.
-        Blocks,
+        #[serde(alias = "blocks")]
+        Fused,
         /// One matrix: for each KV head its queries, its key, its value. With as many KV heads as query
         /// heads, this is head by head.
-        Groups,
+        #[serde(alias = "groups")]
+        FusedGrouped,
     }
     QkNorm {
         None,
         /// Each head separately, all with the same weights.
         PerHead,
         /// All heads together.
-        Whole,
+        #[serde(alias = "whole")]
+        Full,
     }
     MaskName {
         /// The own position and earlier ones.
@@ -108,7 +115,8 @@ words! {
     }
     MlpKind {
         /// down(act(up(x)))
-        Plain,
+        #[serde(alias = "plain")]
+        Ungated,
         /// down(act(gate(x)) * up(x))
         Gated,
         /// A mixture of experts.

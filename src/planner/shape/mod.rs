@@ -350,7 +350,8 @@ impl CostBuilder<'_> {
             at = last + 1;
             let embedding = stack.embedding.as_ref().map(|embedding| (first, &embedding.table));
             // Normalized rows are a separate matrix of the head.
-            let head = stack.head.as_ref().filter(|head| !head.normalised).map(|head| (last, &head.table));
+            let head =
+                stack.head.as_ref().filter(|head| !head.normalize_rows).map(|head| (last, &head.table));
             for (unit, piece) in embedding.into_iter().chain(head) {
                 let stored = self.table(piece).stored;
                 let before = seen.iter().rev().find(|(_, other)| other.name == piece.name);
