@@ -21,6 +21,15 @@ pub mod memory;
 /// Model specifications, weights, and the single definition of a transformer layer.
 pub mod model;
 
+/// Conversion of weights to other number formats: rules, rounding, and the importance matrix of a text.
+pub mod quantize;
+
+/// Writes a model in other number formats.
+pub mod export;
+
+/// Names of tensors and patterns of such names.
+pub mod tensor_names;
+
 /// Partition planning: which device holds which part of a model, and the predicted speed. Works on sizes and
 /// speeds only.
 pub mod planner;

@@ -122,7 +122,7 @@ mod tests {
         DeviceKind, ExpertPlacement, KvSize, LaneCount, LogFormat, Policy, SamplingDefaultsSource, TlsFiles,
         format_groups,
     };
-    use crate::model::weight_rules::WeightRules;
+    use crate::quantize::WeightRules;
     use crate::request::Pooling;
     use clap::Parser;
     use mainstem_kernels::cpu::Isa;

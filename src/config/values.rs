@@ -3,7 +3,7 @@
 //!
 //! Invariant: an error message about a secret never contains it.
 
-use super::{KvSize, LaneCount, PAGE_UNIT};
+use super::sections::{KvSize, LaneCount, PAGE_UNIT};
 use mainstem_kernels::Fraction;
 use std::path::{Path, PathBuf};
 use std::time::Duration;

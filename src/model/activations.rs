@@ -2,8 +2,8 @@
 //!
 //! Invariant: allocated once, for the largest step and the widest layer of both stacks.
 
-use super::importance_matrix::Observer;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
+use crate::quantize::Observer;
 use mainstem_kernels::{Backend, DeviceError, StepLimits};
 
 /// Activation buffers, all F32 and of shape (rows, width).

@@ -3,12 +3,13 @@
 //! Invariant: everything is allocated in `new`; `run` allocates nothing, unless the model is observed.
 
 use super::activations::{Activations, activation_bytes};
-use super::importance_matrix::Observer;
-use super::load::{self, Model, TensorRecord};
+use super::load;
 use super::schedule::{self, Caches, StepIo};
 use super::shard::Shard;
 use super::source::ModelSource;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
+use super::weights::{Model, TensorRecord};
+use crate::quantize::Observer;
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{
     Backend, DeviceError, HandoffPorts, KvLayer, KvLayout, QuantType, StepBatch, StepLimits, StepOutput,

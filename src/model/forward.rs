@@ -13,10 +13,12 @@
 //! Invariant: whatever runs layers calls these functions and adds no arithmetic of its own.
 
 use super::activations::Activations;
-use super::importance_matrix::{MatrixId, Observer};
-use super::load::{Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms};
-use super::spec::tables::Wiring;
+use super::spec::words::Wiring;
 use super::spec::{AttentionSpec, ColumnSplit, LayerSpec};
+use super::weights::{
+    Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms,
+};
+use crate::quantize::{MatrixId, Observer};
 use mainstem_kernels::{
     AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, Norm, RelativeBias, SpanStack,
     StepBatch, StepOutput,
@@ -268,7 +270,7 @@ fn cross_attention<B: Backend>(
     attention_output(b, spec, weights, norms, rows, act);
 }
 
-/// How a sub-layer's output is added to the residual stream.
+/// The way in which a sub-layer's output is added to the residual stream.
 #[derive(Clone, Copy)]
 enum ResidualEpilogue {
     /// In the epilogue of the GEMM, because no operation comes between.
@@ -319,7 +321,7 @@ enum MlpOperand<'a, Buf> {
     Normed(&'a Norm<Buf>),
 }
 
-/// Where a feed-forward network stores its output.
+/// Destination of the output of a feed-forward network.
 #[derive(Clone, Copy)]
 enum MlpEpilogue {
     /// Added to the residual stream x.

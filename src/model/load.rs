@@ -4,188 +4,26 @@
 //! F32, a matrix shared by embedding and head is loaded once, and every loaded slice is recorded. At most one
 //! slice has a copy outside of the device's memory. The devices of a group load concurrently.
 
-use super::importance_matrix::MatrixId;
 use super::relative_bias;
 use super::rope;
 use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
 use super::spec::{
-    AttentionSpec, ColumnSplit, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec,
-    ModelSpec, MoeSpec, NormSpec, Norms, PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec,
-    StackSpec, TensorSlice,
+    AttentionSpec, DenseSpec, EmbeddingSpec, HeadSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, MoeSpec,
+    NormSpec, Norms, PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, StackSpec,
+    TensorSlice,
 };
 use super::tensor_slices::{self, SliceData};
 use super::tensors;
+use super::weights::{
+    Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Model, Moe, Stack, SublayerNorms,
+    TensorRecord, WeightSource,
+};
 use crate::formats::Checkpoint;
 use anyhow::{Context, Result};
-use mainstem_kernels::{
-    Activation, Backend, Expert, MoeShape, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight,
-};
+use mainstem_kernels::{Backend, Expert, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-
-/// A model, or one rank's part of it, in a device's memory. An encoder-decoder model has two stacks.
-pub struct Model<Buf> {
-    /// Specification of this rank's part.
-    pub spec: ModelSpec,
-    pub role: StageRole,
-    pub encoder: Option<Stack<Buf>>,
-    pub decoder: Option<Stack<Buf>>,
-    /// The loaded tensors, in loading order.
-    pub tensors: Vec<TensorRecord>,
-}
-
-/// A stack of layers with its embedding, final norm and head.
-pub struct Stack<Buf> {
-    /// The embedding; `None` if the first layer is on another stage.
-    pub embedding: Option<Embedding<Buf>>,
-    /// Tables of the distinct rotary position embeddings of the layers.
-    pub ropes: Vec<Rope<Buf>>,
-    /// Relative position bias of the layers.
-    pub relative_bias: Option<RelativeBias<Buf>>,
-    pub weights: WeightSource<Buf>,
-    pub norm: Option<Norm<Buf>>,
-    pub head: Option<Head<Buf>>,
-}
-
-/// The token embedding, which maps tokens to the residual stream.
-pub struct Embedding<Buf> {
-    /// Table, (tokens, width).
-    pub table: Arc<Weight<Buf>>,
-    /// Token of the table's first row.
-    pub first_token: usize,
-    pub scale: f32,
-    /// Projection to the width of the residual stream.
-    pub project_in: Option<Linear<Buf>>,
-    /// Table that is added by position, (positions, hidden), and the row of position 0.
-    pub position_table: Option<(Weight<Buf>, usize)>,
-    pub norm: Option<Norm<Buf>>,
-}
-
-/// Provides the weights of each layer.
-pub enum WeightSource<Buf> {
-    /// All layers are in the device's memory.
-    Resident(Vec<LayerWeights<Buf>>),
-}
-
-/// The weights of one layer.
-pub struct LayerWeights<Buf> {
-    pub attention_norms: SublayerNorms<Buf>,
-    pub attention: Attention<Buf>,
-    /// Cross-attention to the encoder output, with its norms.
-    pub cross: Option<(SublayerNorms<Buf>, Attention<Buf>)>,
-    pub mlp_norms: SublayerNorms<Buf>,
-    pub mlp: Mlp<Buf>,
-}
-
-/// The norms around a sub-layer: of its input, of its output, and of the sum.
-pub struct SublayerNorms<Buf> {
-    pub pre: Option<Norm<Buf>>,
-    pub out: Option<Norm<Buf>>,
-    pub post: Option<Norm<Buf>>,
-}
-
-/// The projections around attention.
-pub struct Attention<Buf> {
-    pub q: Linear<Buf>,
-    pub k: Linear<Buf>,
-    pub v: Linear<Buf>,
-    pub o: Linear<Buf>,
-    /// Norms of queries and of keys.
-    pub qk_norms: Option<(Norm<Buf>, Norm<Buf>)>,
-    /// The split of queries and keys over ranks, if a norm spans all heads.
-    pub qk_split: Option<(ColumnSplit, ColumnSplit)>,
-}
-
-/// A feed-forward network.
-pub enum Mlp<Buf> {
-    Dense(Dense<Buf>),
-    Experts(Box<Moe<Buf>>),
-}
-
-/// A dense feed-forward network: down(act(gate(x)) * up(x)), or down(act(gate(x))) without `up`.
-pub struct Dense<Buf> {
-    pub width: usize,
-    pub activation: Activation,
-    pub gate: Linear<Buf>,
-    pub up: Option<Linear<Buf>>,
-    pub down: Linear<Buf>,
-}
-
-/// A mixture of experts.
-pub struct Moe<Buf> {
-    pub shape: MoeShape,
-    pub router: Linear<Buf>,
-    pub experts: Vec<Expert<Buf>>,
-    /// The shared expert, which processes every token.
-    pub shared: Option<Dense<Buf>>,
-    /// Gate of the shared expert, (1, hidden): its sigmoid multiplies the shared expert's output.
-    pub shared_router: Option<Linear<Buf>>,
-    /// For each local expert, the matrices that read the layer's input.
-    pub input_matrices: Vec<Vec<MatrixId>>,
-}
-
-/// A linear layer: y = x · Wᵀ (+ b).
-pub struct Linear<Buf> {
-    pub id: MatrixId,
-    pub weight: Weight<Buf>,
-    /// Bias, F32, (n).
-    pub bias: Option<Buf>,
-}
-
-/// The head, which maps the residual stream to logits.
-pub struct Head<Buf> {
-    pub transform: Option<(Linear<Buf>, Activation, Norm<Buf>)>,
-    /// Projection to the width of the embedding.
-    pub project_out: Option<Linear<Buf>>,
-    pub id: MatrixId,
-    /// Matrix (tokens, width); the embedding table if the head is tied.
-    pub table: Arc<Weight<Buf>>,
-    /// The split of the vocabulary over ranks, if it is split.
-    pub vocab_split: Option<ColumnSplit>,
-    /// Bias of the logits, F32, (tokens).
-    pub bias: Option<Buf>,
-    pub scale: f32,
-    pub softcap: Option<f32>,
-}
-
-/// Describes a loaded tensor, or a part of one.
-#[derive(Clone, Debug, PartialEq)]
-pub struct TensorRecord {
-    pub name: String,
-    pub ty: QuantType,
-    /// Loaded shape: (n, k), or the length of a vector.
-    pub shape: Vec<usize>,
-    /// Size in that number format.
-    pub bytes: usize,
-}
-
-impl TensorRecord {
-    /// Returns the size in the device's memory in bytes: vectors are converted to F32.
-    pub fn loaded_bytes(&self) -> usize {
-        match self.shape.as_slice() {
-            [width] => width * size_of::<f32>(),
-            _ => self.bytes,
-        }
-    }
-}
-
-impl TensorRecord {
-    /// Returns the record of the same tensor in F32.
-    fn in_f32(self) -> TensorRecord {
-        let bytes = self.shape.iter().product::<usize>() * size_of::<f32>();
-        TensorRecord { ty: QuantType::F32, bytes, ..self }
-    }
-}
-
-impl<Buf> WeightSource<Buf> {
-    /// Returns the weights of the layer with that index within the stage.
-    pub fn layer(&self, index: usize) -> &LayerWeights<Buf> {
-        match self {
-            WeightSource::Resident(blocks) => &blocks[index],
-        }
-    }
-}
 
 /// Loads the shard's part of `source`, described by `spec`, into the memory of `backend`. Position tables are
 /// made for the positions within `limits`.
@@ -214,13 +52,14 @@ pub fn load<B: Backend>(
 /// Returns what [`load`] would record for the part of the model described by `spec`, in another order,
 /// without reading tensor data.
 pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
-    let normalised = spec.last_stack().head.as_ref().filter(|head| head.normalised).map(|head| &head.table);
-    let is_normalised = |piece: &TensorSlice| normalised.is_some_and(|table| std::ptr::eq(table, piece));
+    let normalized =
+        spec.last_stack().head.as_ref().filter(|head| head.normalize_rows).map(|head| &head.table);
+    let is_normalized = |piece: &TensorSlice| normalized.is_some_and(|table| std::ptr::eq(table, piece));
     let mut shared = HashSet::new();
     let mut all = tensors::required_slices(spec);
     // Tables are shared, and token types are merged into the position table.
     all.retain(|piece| match piece.role {
-        _ if is_normalised(piece) => true,
+        _ if is_normalized(piece) => true,
         "embedding" | "head" => shared.insert(&piece.name),
         "token_types" => false,
         _ => true,
@@ -228,15 +67,15 @@ pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
     let record = |piece: &TensorSlice| {
         let record = tensor_slices::slice_record(piece, source.load_type(piece));
         let has_types = || spec.stacks().any(|stack| is_merged_with_token_types(stack, piece));
-        if is_normalised(piece) || has_types() { record.in_f32() } else { record }
+        if is_normalized(piece) || has_types() { record.in_f32() } else { record }
     };
     all.into_iter().map(record).collect()
 }
 
 /// Returns whether a slice is the stack's table of learned positions, into which token types are merged.
 fn is_merged_with_token_types(stack: &StackSpec, piece: &TensorSlice) -> bool {
-    let is_table = matches!(&stack.position_embedding, Some(PositionEmbeddingSpec::Learned { table, .. }) if std::ptr::eq(table, piece));
-    is_table && has_token_types(stack)
+    let Some(PositionEmbeddingSpec::Learned { table, .. }) = &stack.position_embedding else { return false };
+    std::ptr::eq(table, piece) && has_token_types(stack)
 }
 
 /// Returns whether the stack has a token type embedding.
@@ -369,11 +208,7 @@ impl<'a, B: Backend> Loader<'a, B> {
             anyhow::Ok(Expert { gate, up, down })
         };
         let reading = |dense: &DenseSpec| {
-            [&dense.gate]
-                .into_iter()
-                .chain(&dense.up)
-                .map(|linear| MatrixId::for_slice(&linear.weight))
-                .collect()
+            [&dense.gate].into_iter().chain(&dense.up).map(|linear| linear.weight.matrix_id()).collect()
         };
         Ok(Moe {
             shape,
@@ -393,8 +228,8 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(Head {
             transform,
             project_out: spec.project_out.as_ref().map(|linear| self.linear(linear)).transpose()?,
-            id: MatrixId::for_slice(&spec.table),
-            table: self.table(&spec.table, spec.normalised)?,
+            id: spec.table.matrix_id(),
+            table: self.table(&spec.table, spec.normalize_rows)?,
             vocab_split: spec.vocab_split.clone(),
             bias: spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?,
             scale: spec.scale,
@@ -421,30 +256,30 @@ impl<'a, B: Backend> Loader<'a, B> {
     fn linear(&mut self, spec: &LinearSpec) -> Result<Linear<B::Buf>> {
         let weight = self.matrix(&spec.weight, false)?;
         let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
-        Ok(Linear { id: MatrixId::for_slice(&spec.weight), weight, bias })
+        Ok(Linear { id: spec.weight.matrix_id(), weight, bias })
     }
 
     /// Loads a matrix that may be shared.
-    fn table(&mut self, piece: &TensorSlice, normalised: bool) -> Result<Arc<Weight<B::Buf>>> {
+    fn table(&mut self, piece: &TensorSlice, normalized: bool) -> Result<Arc<Weight<B::Buf>>> {
         // The matrix with normalized rows is a different one.
-        let key = if normalised { format!("{} (normalised)", piece.name) } else { piece.name.clone() };
+        let key = if normalized { format!("{} (normalized)", piece.name) } else { piece.name.clone() };
         if let Some(known) = self.tables.get(&key) {
             return Ok(known.clone());
         }
-        let table = Arc::new(self.matrix(piece, normalised)?);
+        let table = Arc::new(self.matrix(piece, normalized)?);
         self.tables.insert(key, table.clone());
         Ok(table)
     }
 
     /// Loads a matrix in its load format. Normalized ones are F32.
-    fn matrix(&mut self, piece: &TensorSlice, normalised: bool) -> Result<Weight<B::Buf>> {
+    fn matrix(&mut self, piece: &TensorSlice, normalized: bool) -> Result<Weight<B::Buf>> {
         let taken = tensor_slices::read_slice(self.checkpoint, piece)?;
-        let taken = match normalised {
+        let taken = match normalized {
             true => tensor_slices::l2_normalize_rows(taken),
             false => taken
                 .requantize(
                     self.source.load_type(piece),
-                    self.source.rounding.for_slice(piece),
+                    piece.rounding(&self.source.rounding),
                     self.backend.threads(),
                 )
                 .with_context(|| format!("tensor '{}'", piece.name))?,

@@ -19,9 +19,9 @@ pub mod shard;
 
 pub mod partition;
 
-pub mod weight_rules;
-
 pub mod progress;
+
+pub mod weights;
 
 pub mod load;
 
@@ -30,12 +30,6 @@ pub mod rope;
 pub mod relative_bias;
 
 pub mod tensor_slices;
-
-pub mod requantize;
-
-pub mod importance_matrix;
-
-pub mod quantize;
 
 pub mod activations;
 
@@ -49,8 +43,8 @@ pub mod fake;
 
 pub use executor::{Executor, ModelExecutor};
 pub use fake::FakeExecutor;
-pub use load::{Model, TensorRecord};
 pub use partition::Partition;
 pub use shard::Shard;
 pub use source::{ModelRef, ModelSource};
 pub use spec::ModelSpec;
+pub use weights::{Model, TensorRecord};

@@ -3,7 +3,7 @@
 //!
 //! Invariant: a table is a function of the specification and of the number of positions, in F32.
 
-use super::spec::tables::SinusoidLayout;
+use super::spec::words::SinusoidLayout;
 use std::ops::Range;
 
 /// Longest wavelength of the sinusoids, in units of 2π positions.
@@ -25,7 +25,7 @@ pub fn sinusoids(
             // With all sines before all cosines, the last frequency is exactly 1 / base; interleaved, it is
             // one step before.
             let (exponent, sine, cosine) = match layout {
-                SinusoidLayout::Halves => (pair as f64 / (half.max(2) - 1) as f64, pair, half + pair),
+                SinusoidLayout::Concatenated => (pair as f64 / (half.max(2) - 1) as f64, pair, half + pair),
                 SinusoidLayout::Interleaved => (2.0 * pair as f64 / width as f64, 2 * pair, 2 * pair + 1),
             };
             let frequency = SINUSOID_BASE.powf(-exponent) as f32;
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn sinusoids_begin_at_the_offset_in_either_layout() {
-        let table = sinusoids(SinusoidLayout::Halves, 4, 2, 1, 1.0);
+        let table = sinusoids(SinusoidLayout::Concatenated, 4, 2, 1, 1.0);
         let expected = [1f64.sin(), 1e-4f64.sin(), 1f64.cos(), 1e-4f64.cos(), 2f64.sin(), 2e-4f64.sin()];
         for (ours, expected) in table.iter().zip(expected) {
             assert!((f64::from(*ours) - expected).abs() < 1e-7, "{table:?}");

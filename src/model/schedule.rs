@@ -5,8 +5,8 @@
 
 use super::activations::Activations;
 use super::forward::{after_attention, attention, before_attention, embed, finish_stack, store_cross_kv};
-use super::load::{Model, Stack};
 use super::spec::LayerSpec;
+use super::weights::{Model, Stack};
 use mainstem_kernels::{Backend, HandoffPorts, KvLayer, KvTable, SpanStack, StepBatch, StepOutput};
 
 /// The KV caches of the layers.

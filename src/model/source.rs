@@ -5,19 +5,18 @@
 //! shapes of tensors; none of its weights has been read yet.
 
 use super::gguf::GgufTable;
-use super::importance_matrix::{Observations, RoundingPolicy};
 use super::progress::Progress;
 use super::shard::{self, Shard, ShardError};
 use super::spec::{Kind, ModelSpec, SpecFile, TensorSlice};
-use super::synthetic::SyntheticShape;
+use super::synthetic::{self, SyntheticShape};
 use super::tensor_slices;
 use super::tensors;
-use super::weight_rules::WeightRules;
 use crate::demo;
 use crate::formats::{
     ChatConfig, Checkpoint, DecoderStart, Folder, GenerationConfig, Gguf, HubConfig, Llama2cHeader,
     SamplingDefaults, SentenceConfig, is_pytorch,
 };
+use crate::quantize::{Observations, RoundingPolicy, WeightRules};
 use crate::specs;
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::QuantType;
@@ -27,9 +26,6 @@ use std::sync::Arc;
 
 /// Name of the demo model.
 const DEMO: &str = "demo";
-
-/// Prefix of the names of synthetic models.
-pub(super) const SYNTHETIC: &str = "synthetic:";
 
 /// Identifies a model to open.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,7 +44,7 @@ impl ModelRef {
     /// Parses a model name: an empty name or `demo` is the demo, `synthetic:SHAPE` has random weights (see
     /// [`SyntheticShape::parse`]), and anything else is a path.
     pub fn parse(name: &str) -> Result<ModelRef> {
-        match name.strip_prefix(SYNTHETIC) {
+        match name.strip_prefix(synthetic::PREFIX) {
             Some(shape) => SyntheticShape::parse(shape).map(ModelRef::Synthetic),
             None if name.is_empty() || name == DEMO => Ok(ModelRef::Demo),
             None => Ok(ModelRef::Path(name.into())),
@@ -99,7 +95,7 @@ pub enum SourceKind {
 
 /// File names of a folder's settings and of its own specification.
 const CONFIG: &str = "config.json";
-pub(super) const OWN_SPEC: &str = "spec.toml";
+pub(crate) const OWN_SPEC: &str = "spec.toml";
 
 /// llama2.c ends a text with the BOS token of the next one; EOS is included for safety.
 const LLAMA2C_EOS: [u32; 2] = [1, 2];
@@ -137,10 +133,10 @@ impl ModelSource {
 
     /// Returns the number format in which a slice is loaded.
     pub fn load_type(&self, piece: &TensorSlice) -> QuantType {
-        match self.is_normalised(piece) {
+        match self.is_normalized(piece) {
             true => QuantType::F32,
             false => self.weight_rules.load_type(
-                piece,
+                &piece.names(),
                 self.default_type(piece),
                 &tensor_slices::full_shape(piece),
             ),
@@ -149,14 +145,14 @@ impl ModelSource {
 
     /// Returns the number format in which a slice is written so that it loads as under the rules: the load
     /// format, except for matrices whose rows are normalized at loading.
-    pub(super) fn write_type(&self, piece: &TensorSlice) -> QuantType {
-        if self.is_normalised(piece) { self.stored_type(piece) } else { self.load_type(piece) }
+    pub(crate) fn write_type(&self, piece: &TensorSlice) -> QuantType {
+        if self.is_normalized(piece) { self.stored_type(piece) } else { self.load_type(piece) }
     }
 
     /// Returns whether the rows of a slice are L2-normalized at loading.
-    fn is_normalised(&self, piece: &TensorSlice) -> bool {
+    fn is_normalized(&self, piece: &TensorSlice) -> bool {
         let head = self.spec.last_stack().head.as_ref();
-        head.is_some_and(|head| head.normalised && head.table.name == piece.name)
+        head.is_some_and(|head| head.normalize_rows && head.table.name == piece.name)
     }
 
     /// Returns the stored or loaded format, whichever has larger blocks: shards must not split blocks of
@@ -212,8 +208,8 @@ fn open_path(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
     }
     if is_pytorch(path)? {
         bail!(
-            "{}: PyTorch weights are opened by their folder: specify the folder that contains pytorch_model.bin, \
-             config.json and tokenizer.json",
+            "{}: PyTorch weights are opened by their folder: specify the folder that contains \
+             pytorch_model.bin, config.json and tokenizer.json",
             path.display()
         );
     }

@@ -18,10 +18,13 @@ use serde_json::json;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+/// Prefix of the names of synthetic models.
+pub const PREFIX: &str = "synthetic:";
+
 /// Length of the random block; a prime.
 const BLOCK_LEN: usize = 1_000_003;
 
-/// Distance in the block between the starts of consecutive tensors; not a divisor of [`BLOCK`].
+/// Distance in the block between the starts of consecutive tensors; not a divisor of [`BLOCK_LEN`].
 const STRIDE: usize = 7_919;
 
 /// Standard deviation of the random numbers, which are uniformly distributed.
@@ -198,7 +201,7 @@ impl SyntheticShape {
 impl fmt::Display for SyntheticShape {
     /// Writes the name that [`super::ModelRef::parse`] accepts.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{}:{}", super::source::SYNTHETIC, self.name, self.ty)
+        write!(f, "{}{}:{}", PREFIX, self.name, self.ty)
     }
 }
 

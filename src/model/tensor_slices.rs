@@ -5,10 +5,10 @@
 //! is in memory at a time, and only the requested range of it. The exception is a tensor that the file stores
 //! in another order or type: it is converted as a whole before a slice is extracted.
 
-use super::load::TensorRecord;
-use super::requantize::{self, Rounding, SourceRows};
 use super::spec::{SliceBounds, TensorPart, TensorSlice};
+use super::weights::TensorRecord;
 use crate::formats::{Checkpoint, TensorView};
+use crate::quantize::{Rounding, SourceRows, requantize};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::QuantType;
 use std::borrow::Cow;
@@ -117,7 +117,7 @@ impl<'a> SliceData<'a> {
             return Ok(self);
         }
         let rows = SourceRows { ty: self.ty, width: self.k(), bytes: &self.bytes };
-        let bytes = requantize::requantize(rows, ty, rounding, threads)?;
+        let bytes = requantize(rows, ty, rounding, threads)?;
         Ok(SliceData { ty, shape: self.shape, bytes: Cow::Owned(bytes) })
     }
 
@@ -128,6 +128,7 @@ impl<'a> SliceData<'a> {
         values
     }
 
+    /// Returns the record of these data under that tensor name.
     pub fn record(&self, name: &str) -> TensorRecord {
         let bytes = self.bytes.len();
         TensorRecord { name: name.to_owned(), ty: self.ty, shape: self.shape.clone(), bytes }
@@ -367,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn normalised_rows_have_length_one() {
+    fn normalized_rows_have_length_one() {
         let checkpoint = counted(QuantType::F32, &[2, 2]);
         let taken =
             l2_normalize_rows(read_slice(&checkpoint, &piece(&[2, 2], TensorPart::Whole, false)).unwrap());

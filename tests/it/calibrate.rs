@@ -4,11 +4,11 @@
 use crate::common::{fixture, mainstem};
 use crate::families::family;
 use crate::quantize::{Room, loaded, opened, target};
+use mainstem::export::{OutputFormat, write_model};
 use mainstem::model::executor::{Executor, KvCacheConfig, ModelExecutor};
-use mainstem::model::importance_matrix::{Observations, RoundingPolicy};
-use mainstem::model::quantize::{OutputFormat, quantize};
 use mainstem::model::spec::{LayerSpec, MlpSpec, NormSpec, TensorSlice};
 use mainstem::model::{ModelRef, ModelSource, Shard, tensor_slices, tensors};
+use mainstem::quantize::{Observations, RoundingPolicy};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
     ActivationPrecision, Fraction, HandoffPorts, KvTable, QuantType, SamplingParams, Span, SpanModel,
@@ -105,13 +105,13 @@ fn the_first_matrices_and_the_head_are_multiplied_by_what_is_known() {
     let row = |token: &u32| &table[*token as usize * width..][..width];
     let rows: Vec<Vec<f64>> = tokens.iter().map(|token| rms_norm(&source, norm, row(token))).collect();
     for piece in [&layer.attention.q, &layer.attention.k, &layer.attention.v].map(|linear| &linear.weight) {
-        near(&seen.mean_squares(piece).expect("it was seen"), &column_mean_squares(&rows));
+        near(&seen.mean_squares(&piece.matrix_id()).expect("it was seen"), &column_mean_squares(&rows));
     }
     assert_eq!(head.table.name, embedding.name);
     let out = read(&source, &tokens, SpanOutput::Hidden);
     let states = out.hidden.chunks_exact(width).map(|row| row.iter().map(|x| f64::from(*x)).collect());
     near(
-        &seen.mean_squares(&head.table).expect("it was seen"),
+        &seen.mean_squares(&head.table.matrix_id()).expect("it was seen"),
         &column_mean_squares(&states.collect::<Vec<_>>()),
     );
 }
@@ -155,7 +155,7 @@ fn what_lies_behind_attention_and_activation_is_what_a_token_makes_of_itself() {
     let up = matrix_vector(&source, &mlp.up.as_ref().expect("it has one").weight, &read);
     let activated: Vec<f64> = gate.iter().zip(up).map(|(x, up)| x / (1.0 + (-x).exp()) * up).collect();
     for (linear, inputs) in [(&attention.o, heads), (&mlp.down, activated)] {
-        let got = seen.mean_squares(&linear.weight).expect("it was seen");
+        let got = seen.mean_squares(&linear.weight.matrix_id()).expect("it was seen");
         let want: Vec<f64> = inputs.iter().map(|x| x * x).collect();
         // Values with cancellation are compared relative to the largest.
         let close = 1e-4 * want.iter().copied().fold(0.0, f64::max);
@@ -189,16 +189,22 @@ fn every_kind_of_matrix_is_seen_and_written_as_it_is_loaded() {
             let dense = match &layer.mlp {
                 MlpSpec::Dense(dense) => Some(&**dense),
                 MlpSpec::Experts(moe) => {
-                    experts +=
-                        moe.experts.iter().filter(|e| seen.mean_squares(&e.gate.weight).is_some()).count();
-                    let behind = moe.experts.iter().find_map(|expert| seen.mean_squares(&expert.down.weight));
+                    experts += moe
+                        .experts
+                        .iter()
+                        .filter(|e| seen.mean_squares(&e.gate.weight.matrix_id()).is_some())
+                        .count();
+                    let behind = moe
+                        .experts
+                        .iter()
+                        .find_map(|expert| seen.mean_squares(&expert.down.weight.matrix_id()));
                     assert!(behind.is_none(), "{name}: there is no seam to see it at");
                     moe.shared.as_ref()
                 }
             };
             let dense = dense.into_iter().flat_map(|d| [Some(&d.gate), d.up.as_ref(), Some(&d.down)]);
             for linear in linears.chain(dense.flatten()) {
-                let columns = seen.mean_squares(&linear.weight).map(|means| means.len());
+                let columns = seen.mean_squares(&linear.weight.matrix_id()).map(|means| means.len());
                 assert_eq!(columns, Some(linear.k), "{name}: {}", linear.weight.name);
             }
         }
@@ -212,13 +218,13 @@ fn every_kind_of_matrix_is_seen_and_written_as_it_is_loaded() {
         let mut halved = opened(&model.0, "*=bf16");
         halved.rounding = fitted.clone();
         let out = room.place("halved");
-        quantize(&halved, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
+        write_model(&halved, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
         assert!(loaded(&opened(&out, "")) == loaded(&opened(&model.0, "*=bf16")), "{name}");
         for choice in [RoundingPolicy::LeastSquares(None), fitted] {
             let mut source = opened(&model.0, "*=q4,f16");
             source.rounding = choice;
             let out = room.place("out");
-            quantize(&source, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
+            write_model(&source, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
             let written = loaded(&opened(&out, ""));
             assert!(loaded(&source) == written, "{name}");
             let coded = tensors::required_slices(&source.spec).len();

@@ -3,7 +3,7 @@
 
 use crate::common::fixture;
 use crate::families::{decoders, family, others};
-use mainstem::model::spec::tables::{
+use mainstem::model::spec::words::{
     ActivationName, HeadKind, Kind, MaskName, MlpKind, NormName, Placement, PositionKind, QkNorm, QkvLayout,
     RopeStyleName, ScoringName, SinusoidLayout, Wiring,
 };
@@ -67,7 +67,7 @@ fn of_stack(stack: &StackSpec, seen: &mut Seen) {
             seen.insert(format!("alibi: power of two {}", heads.is_power_of_two()));
         }
         Some((RelativeBiasKind::Learned { bidirectional: both_ways, .. }, _)) => {
-            see(seen, "positions", PositionKind::Relative);
+            see(seen, "positions", PositionKind::RelativeBias);
             seen.insert(format!("relative: both ways {both_ways}"));
         }
         None => {}
@@ -99,7 +99,7 @@ fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
                     Scoring::Sigmoid => ScoringName::Sigmoid,
                 },
             );
-            seen.insert(format!("experts: renormalised {}", moe.renormalise));
+            seen.insert(format!("experts: normalized scores {}", moe.normalize_scores));
             seen.extend((moe.scale != 1.0).then(|| "experts: scale".to_owned()));
             let gate =
                 moe.shared.as_ref().map(|_| format!("experts: shared, gate {}", moe.shared_router.is_some()));
@@ -108,7 +108,7 @@ fn of_layer(layer: &LayerSpec, seen: &mut Seen) {
         }
     };
     if matches!(layer.mlp, MlpSpec::Dense(_)) {
-        see(seen, "mlp", if dense.up.is_some() { MlpKind::Gated } else { MlpKind::Plain });
+        see(seen, "mlp", if dense.up.is_some() { MlpKind::Gated } else { MlpKind::Ungated });
         seen.insert(format!("mlp: bias {}", dense.down.bias.is_some()));
         seen.insert(format!("mlp: fused {}", matches!(dense.gate.weight.part, TensorPart::Rows { .. })));
     }
@@ -137,8 +137,8 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
         seen,
         "qkv",
         match attention.q.weight.part {
-            TensorPart::Rows { groups: 1, .. } => QkvLayout::Blocks,
-            TensorPart::Rows { .. } => QkvLayout::Groups,
+            TensorPart::Rows { groups: 1, .. } => QkvLayout::Fused,
+            TensorPart::Rows { .. } => QkvLayout::FusedGrouped,
             TensorPart::Whole | TensorPart::Plane(_) => QkvLayout::Separate,
         },
     );
@@ -148,7 +148,7 @@ fn of_attention(attention: &AttentionSpec, seen: &mut Seen) {
         match &attention.qk_norms {
             None => QkNorm::None,
             Some((q, _)) if q.width == k_dim => QkNorm::PerHead,
-            Some(_) => QkNorm::Whole,
+            Some(_) => QkNorm::Full,
         },
     );
     let (mask, window) = match attention.mask {
@@ -201,7 +201,7 @@ fn of_head(head: Option<&HeadSpec>, seen: &mut Seen) {
     seen.insert(format!("head: tied {}", head.tied));
     for (what, is_there) in [
         ("head: bias", head.bias.is_some()),
-        ("head: normalised", head.normalised),
+        ("head: normalized rows", head.normalize_rows),
         ("head: scale", head.scale != 1.0),
         ("head: softcap", head.softcap.is_some()),
         ("head: transform", head.transform.is_some()),
@@ -249,13 +249,13 @@ fn choices() -> Seen {
         "embedding: of another width",
         "embedding: scale",
         "embedding: token types",
-        "experts: renormalised false",
-        "experts: renormalised true",
+        "experts: normalized scores false",
+        "experts: normalized scores true",
         "experts: scale",
         "experts: shared, gate false",
         "experts: shared, gate true",
         "head: bias",
-        "head: normalised",
+        "head: normalized rows",
         "head: of another width",
         "head: scale",
         "head: softcap",

@@ -3,7 +3,7 @@
 use crate::common::{Copied, fixture, mainstem};
 use crate::oracle::check_at;
 use crate::quantize::{Room, loaded, opened, target};
-use mainstem::model::quantize::{OutputFormat, quantize};
+use mainstem::export::{OutputFormat, write_model};
 use mainstem_kernels::QuantType;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -46,7 +46,7 @@ fn they_are_loaded_in_16_bits_or_by_rules() {
         assert!(types("*proj*=q8_0").contains("q8_0"), "{style}");
         for rules in ["*proj*=q8_0", "*=bf16"] {
             let (source, out) = (opened(&model.0, rules), room.place(&rules.replace('*', "")));
-            quantize(&source, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
+            write_model(&source, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
             let written = opened(&out, "");
             assert!(loaded(&source) == loaded(&written), "{style} by {rules}");
             let is_f8 = |name: &str| {

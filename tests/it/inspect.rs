@@ -50,7 +50,7 @@ fn each_value_comes_with_its_origin() {
         ("attention.kv_heads", json!(2), "config", json!(["num_key_value_heads"])),
         ("attention.head_dim", json!(6), "derived", json!(["size.hidden / attention.heads"])),
         ("attention.bias", json!(false), "default", json!(["attention_bias"])),
-        ("position.style", json!("halves"), "specification", json!(["position.style"])),
+        ("position.style", json!("neox"), "specification", json!(["position.style"])),
         ("position.theta", json!(5e5), "config", json!(["rope_parameters.rope_theta"])),
         ("position.scaling", json!({"kind": "linear", "factor": 4.0}), "config", json!(["rope_parameters"])),
         ("mlp.activation", json!("silu"), "default", json!(["hidden_act"])),

@@ -4,10 +4,10 @@
 use crate::common::{Copied, Outcome, complete_all, config, drawn, fixture, greedy, mainstem, prompt};
 use crate::families::{decoders, family, others};
 use mainstem::cli::start;
+use mainstem::export::{ExportTarget, FormatTotals, OutputFormat, write_model};
 use mainstem::formats::save::Existing;
-use mainstem::model::quantize::{FormatTotals, OutputFormat, QuantizeTarget, quantize};
-use mainstem::model::weight_rules::WeightRules;
 use mainstem::model::{ModelRef, ModelSource, tensor_slices, tensors};
+use mainstem::quantize::WeightRules;
 use mainstem::request::Request;
 use mainstem_kernels::QuantType;
 use std::path::{Path, PathBuf};
@@ -50,8 +50,8 @@ pub fn opened(path: &Path, rules: &str) -> ModelSource {
     source
 }
 
-pub fn target(path: PathBuf, format: OutputFormat) -> QuantizeTarget {
-    QuantizeTarget { path, format, existing: Existing::Refuse, spec: None, threads: 2 }
+pub fn target(path: PathBuf, format: OutputFormat) -> ExportTarget {
+    ExportTarget { path, format, existing: Existing::Refuse, spec: None, threads: 2 }
 }
 
 /// Returns the name, number format and bytes of every loaded tensor of the model.
@@ -59,7 +59,7 @@ pub fn loaded(source: &ModelSource) -> Vec<(String, QuantType, Vec<u8>)> {
     let load = |piece| {
         let taken = tensor_slices::read_slice(&source.checkpoint, piece).expect("it can be taken");
         let taken = taken
-            .requantize(source.load_type(piece), source.rounding.for_slice(piece), 1)
+            .requantize(source.load_type(piece), piece.rounding(&source.rounding), 1)
             .expect("it can be coded");
         (piece.name.clone(), taken.ty, taken.bytes.into_owned())
     };
@@ -74,7 +74,7 @@ fn models_of_every_family_load_to_the_same_bytes_as_by_rules() {
     for (name, rules) in names.zip(["*=q4,f16", "*=q8_0"].into_iter().cycle()) {
         let (model, room) = (family(name, "quantize"), Room::new("family"));
         let source = opened(&model.0, rules);
-        let parts = quantize(&source, &target(room.place("out"), OutputFormat::Safetensors));
+        let parts = write_model(&source, &target(room.place("out"), OutputFormat::Safetensors));
         let parts: Vec<FormatTotals> = parts.unwrap_or_else(|error| panic!("{name}: {error:#}"));
         let written = opened(&room.place("out"), "");
         assert!(loaded(&source) == loaded(&written), "{name} by {rules}");
@@ -147,7 +147,7 @@ fn the_settings_go_with_it_and_the_weights_do_not() {
         std::fs::write(model.file(name), content).expect("it can be written");
     }
     let out = room.place("out");
-    quantize(&opened(&model.0, "*=q8_0"), &target(out.clone(), OutputFormat::Safetensors))
+    write_model(&opened(&model.0, "*=q8_0"), &target(out.clone(), OutputFormat::Safetensors))
         .expect("it is written");
     let own = Room(out.clone());
     let expected = [
@@ -176,8 +176,8 @@ fn a_specification_that_was_given_goes_with_it() {
     std::fs::write(&spec, format!("{shipped}\n# own")).expect("it can be written");
     let source = ModelSource::open(&ModelRef::Path(model.0.clone()), Some(&spec)).expect("it opens");
     let target =
-        QuantizeTarget { spec: Some(spec.clone()), ..target(room.place("out"), OutputFormat::Safetensors) };
-    quantize(&source, &target).expect("it is written");
+        ExportTarget { spec: Some(spec.clone()), ..target(room.place("out"), OutputFormat::Safetensors) };
+    write_model(&source, &target).expect("it is written");
     assert_eq!(std::fs::read(room.place("out/spec.toml")).ok(), std::fs::read(&spec).ok());
 }
 
@@ -251,14 +251,14 @@ fn a_tensor_whose_parts_differ_is_refused_with_a_rule_that_helps() {
     let mut source = opened(&model.0, "k=q8_0,qkv=q4");
     source.spec.decoder.as_mut().expect("it has one").layers[0].attention.k.weight.role = "k";
     let target = target(room.place("out"), OutputFormat::Safetensors);
-    let error = format!("{:#}", quantize(&source, &target).expect_err("two formats"));
+    let error = format!("{:#}", write_model(&source, &target).expect_err("two formats"));
     assert!(
         error.contains("qkv_proj.weight") && error.contains("q8_0") && error.contains("q4_b32t1a"),
         "{error}"
     );
     let rule = error.split('\'').nth(3).expect("it names a rule").to_owned();
     source.weight_rules = WeightRules::parse(&format!("{rule},k=q8_0")).expect("the rule is well formed");
-    quantize(&source, &target).expect("the rule helps");
+    write_model(&source, &target).expect("the rule helps");
 }
 
 #[test]
@@ -266,8 +266,8 @@ fn what_is_stopped_leaves_nothing() {
     let (model, room) = (family("mistral", "quantize-stopped"), Room::new("stopped"));
     let source = opened(&model.0, "*=q8");
     source.progress.stop();
-    let error =
-        quantize(&source, &target(room.place("out"), OutputFormat::Safetensors)).expect_err("it is stopped");
+    let error = write_model(&source, &target(room.place("out"), OutputFormat::Safetensors))
+        .expect_err("it is stopped");
     assert!(format!("{error:#}").contains("stopped"), "{error:#}");
     assert!(room.names().is_empty(), "{:?}", room.names());
 }

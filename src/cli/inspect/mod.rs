@@ -13,8 +13,8 @@ use crate::actors::engine::{EngineSetup, available_memory};
 use crate::actors::prompting_defaults::endpoints;
 use crate::config::{Config, ConfigError, Overrides};
 use crate::formats::{GenerationConfig, HubConfig, PoolingConfig};
+use crate::model::TensorRecord;
 use crate::model::executor::{ExecutorReport, page_bytes};
-use crate::model::load::TensorRecord;
 use crate::model::provenance::{Origin, Provenance};
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
 use crate::model::spec::{Kind, MlpSpec, ModelSpec, TensorPart, TensorSlice};
@@ -347,7 +347,7 @@ fn architecture(source: &ModelSource, tensors: &[Tensor]) -> Architecture {
     let (mlp, mlp_width, mlp_bias) = match &first.mlp {
         MlpSpec::Experts(moe) => ("experts", moe.experts.first().map_or(0, |expert| expert.width), false),
         MlpSpec::Dense(dense) => {
-            let kind = if dense.up.is_some() { "gated" } else { "plain" };
+            let kind = if dense.up.is_some() { "gated" } else { "ungated" };
             (kind, dense.width, dense.down.bias.is_some())
         }
     };

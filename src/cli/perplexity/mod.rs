@@ -12,7 +12,7 @@ use super::evaluation::{Chunk, Evaluator, progress_bar};
 use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
 use super::{INTERRUPTED, print, spinner};
 use crate::config::{Config, ConfigError, ConfigSource, Overrides};
-use crate::model::weight_rules::WeightRules;
+use crate::quantize::WeightRules;
 use crate::telemetry;
 use actix_web::rt::System;
 use anyhow::{Context, Error, Result};

@@ -6,8 +6,8 @@ use super::{PerplexityOptions, ReferenceWeights, usage};
 use crate::cli::evaluation::{Chunk, Chunking, DEFAULT_CONTEXT, check_decoder_only, read_text, tokenize};
 use crate::cli::start::{self, fetch_model_async};
 use crate::config::{Config, ModelConfig};
-use crate::model::weight_rules::WeightRules;
 use crate::model::{ModelRef, ModelSource};
+use crate::quantize::WeightRules;
 use crate::text::Tokenizer;
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
@@ -148,7 +148,8 @@ fn check_config(config: &Config) -> Result<()> {
     match config.kv.sparse_attention == Fraction::ONE {
         true => Ok(()),
         false => Err(usage(
-            "kv.sparse_attention must be 1, because it applies to generated tokens and not to those of a text",
+            "kv.sparse_attention must be 1, because it applies to generated tokens and not to those of \
+             a text",
         )),
     }
 }

@@ -6,10 +6,10 @@
 use crate::cli::evaluation::{self, Chunk, Chunking, DEFAULT_CONTEXT, Evaluator};
 use crate::cli::start;
 use crate::config::{Config, ModelConfig};
-use crate::model::importance_matrix::{ImportanceMatrix, Observations};
 use crate::model::progress::Progress;
 use crate::model::source::{ModelRef, ModelSource};
-use crate::model::weight_rules::WeightRules;
+use crate::quantize::WeightRules;
+use crate::quantize::{ImportanceMatrix, Observations};
 use crate::text::Tokenizer;
 use actix_web::rt::System;
 use anyhow::{Context, Result, ensure};

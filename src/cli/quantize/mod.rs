@@ -10,10 +10,10 @@ use super::spinner::{self, Spinner};
 use super::start;
 use super::{INTERRUPTED, print};
 use crate::config::{Config, ConfigError, ConfigSource, Overrides};
+use crate::export::{self, ExportTarget, FormatTotals, OutputFormat};
 use crate::formats::save::Existing;
-use crate::model::importance_matrix::RoundingPolicy;
-use crate::model::quantize::{self, FormatTotals, OutputFormat, QuantizeTarget};
 use crate::model::source::{ModelRef, ModelSource};
+use crate::quantize::RoundingPolicy;
 use crate::telemetry;
 use anyhow::{Context, Result};
 use calibrate::Calibration;
@@ -114,7 +114,7 @@ pub fn run(args: QuantizeArgs) -> Result<ExitCode> {
     let written = {
         let _spinner = Spinner::with_progress("writing the weights", progress.clone());
         let target = target.clone();
-        until_stopped(move || quantize::quantize(&source, &target), || progress.stop())?
+        until_stopped(move || export::write_model(&source, &target), || progress.stop())?
     };
     match written {
         Some(parts) => {
@@ -139,7 +139,7 @@ impl QuantizeArgs {
     }
 
     /// Returns the configuration and the output target.
-    fn into_config(self) -> Result<(Config, QuantizeTarget), ConfigError> {
+    fn into_config(self) -> Result<(Config, ExportTarget), ConfigError> {
         let mut flags = Overrides::default();
         flags.set("model.path", Some(self.model));
         flags.set("model.spec", self.spec.map(|path| path.to_string_lossy().into_owned()));
@@ -161,7 +161,7 @@ impl QuantizeArgs {
         };
         let existing = if self.force { Existing::Replace } else { Existing::Refuse };
         let (spec, threads) = (config.model.spec.clone(), config.device.threads);
-        Ok((config, QuantizeTarget { path: self.out, format, existing, spec, threads }))
+        Ok((config, ExportTarget { path: self.out, format, existing, spec, threads }))
     }
 }
 
@@ -178,14 +178,14 @@ fn choose_rounding(
     way: RoundingMethod,
     config: &Config,
     source: &ModelSource,
-    target: &QuantizeTarget,
+    target: &ExportTarget,
 ) -> Result<Option<RoundingPolicy>> {
     let calibration = match way {
         RoundingMethod::RoundToNearest => return Ok(Some(RoundingPolicy::RoundToNearest)),
         RoundingMethod::LeastSquares(None) => return Ok(Some(RoundingPolicy::LeastSquares(None))),
         RoundingMethod::LeastSquares(Some(calibration)) => calibration,
     };
-    quantize::check(source, target)?;
+    export::check(source, target)?;
     let prepared = calibration.prepare(config, &source.progress).context("--calibrate")?;
     let importance = until_stopped(move || prepared.run(), || source.progress.stop());
     // A signal during the last step did not stop the work.
@@ -247,11 +247,15 @@ mod tests {
     use anyhow::bail;
     use mainstem_kernels::QuantType;
     use std::process::Command;
-    use std::sync::mpsc;
+    use std::sync::{Mutex, PoisonError, mpsc};
+
+    /// Held by tests that listen for signals: one of them sends one, which all listeners of the process get.
+    static SIGNALS: Mutex<()> = Mutex::new(());
 
     /// The signal listeners are installed before the work begins, so the signal cannot arrive too early.
     #[test]
     fn a_signal_stops_the_work_and_it_is_waited_for() {
+        let _alone = SIGNALS.lock().unwrap_or_else(PoisonError::into_inner);
         let (stop, stopped) = mpsc::channel();
         let (end, ended) = mpsc::channel();
         let work = move || -> Result<()> {
@@ -267,6 +271,7 @@ mod tests {
 
     #[test]
     fn work_that_ends_by_itself_has_its_answer_or_its_error() {
+        let _alone = SIGNALS.lock().unwrap_or_else(PoisonError::into_inner);
         assert_eq!(until_stopped(|| Ok(7), || ()).unwrap(), Some(7));
         let failed = until_stopped::<()>(|| bail!("full"), || ()).unwrap_err();
         assert_eq!(failed.to_string(), "full");

@@ -92,7 +92,8 @@ fn attach_tokenizer(mut source: ModelSource) -> Result<(Arc<ModelSource>, Arc<To
 pub fn open_source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource> {
     let mut source = ModelSource::open(model, config.spec.as_deref())?;
     source.weight_rules = config.weights.clone();
-    if let Some(pattern) = source.weight_rules.unused_pattern(&tensors::required_slices(&source.spec)) {
+    let names: Vec<_> = tensors::required_slices(&source.spec).iter().map(|slice| slice.names()).collect();
+    if let Some(pattern) = source.weight_rules.unused_pattern(&names) {
         bail!(
             "model.weights: '{pattern}' matches no tensor of {}, or only tensors of earlier rules",
             source.path.display()

@@ -4,27 +4,9 @@
 //! stage and shares per rank use the same two forms.
 //! Invariant: a device is named once, and the devices of a stage are of one kind.
 
-use super::{DeviceKind, ExpertPlacement};
-use std::fmt;
+use super::sections::{DeviceKind, DeviceName, ExpertPlacement, Groups};
 use strsim::levenshtein;
 use toml::Value;
-
-/// A device's name, such as `cpu:0`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceName {
-    pub kind: DeviceKind,
-    /// Index among the devices of this kind.
-    pub number: u32,
-}
-
-impl fmt::Display for DeviceName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.kind.name(), self.number)
-    }
-}
-
-/// Pipeline stages, each with its devices in rank order.
-pub type Groups = Vec<Vec<DeviceName>>;
 
 /// Expert splits by their names in the configuration.
 pub(super) const EXPERTS: [(&str, ExpertPlacement); 2] =

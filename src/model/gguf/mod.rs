@@ -29,7 +29,7 @@ const ARCH: &str = "{arch}";
 #[serde(deny_unknown_fields)]
 pub struct GgufTable {
     config: ValueSources,
-    neutral: NeutralValues,
+    supported_values: SupportedValues,
     spec: toml::Table,
     architecture: BTreeMap<String, Architecture>,
 }
@@ -38,7 +38,7 @@ pub struct GgufTable {
 type ValueSources = BTreeMap<String, Vec<ValueSource>>;
 
 /// Metadata keys, each with the values that do not change what is computed.
-type NeutralValues = BTreeMap<String, Vec<serde_json::Value>>;
+type SupportedValues = BTreeMap<String, Vec<serde_json::Value>>;
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -49,7 +49,7 @@ struct Architecture {
     #[serde(default)]
     config: ValueSources,
     #[serde(default)]
-    neutral: NeutralValues,
+    supported_values: SupportedValues,
 }
 
 /// A source of a setting's value.
@@ -128,20 +128,20 @@ impl GgufTable {
         own: Option<&Architecture>,
         spec: &SpecFile,
     ) -> Result<()> {
-        let of_own = own.map(|own| &own.neutral).into_iter().flatten();
-        let neutral: BTreeMap<_, _> = self.neutral.iter().chain(of_own).collect();
-        for (key, neutral) in
-            neutral.into_iter().filter(|(key, _)| !own.is_some_and(|own| own.reads_key(key)))
+        let of_own = own.map(|own| &own.supported_values).into_iter().flatten();
+        let supported: BTreeMap<_, _> = self.supported_values.iter().chain(of_own).collect();
+        for (key, values) in
+            supported.into_iter().filter(|(key, _)| !own.is_some_and(|own| own.reads_key(key)))
         {
             let key = key.replace(ARCH, name);
-            let neutral = spec.neutral().get(&key).unwrap_or(neutral);
+            let values = spec.supported_values().get(&key).unwrap_or(values);
             if let Some(GgufValue::Array(array)) = gguf.value(&key) {
                 return Err(
                     gguf.key_error(&key, format_args!("a list of {} values is not supported", array.len))
                 );
             }
             let Some(value) = settings::scalar(gguf, &key)? else { continue };
-            if !neutral.iter().any(|neutral| settings::values_equal(neutral, &value)) {
+            if !values.iter().any(|known| settings::values_equal(known, &value)) {
                 return Err(gguf.key_error(&key, format_args!("{value} is not supported")));
             }
         }
@@ -205,7 +205,7 @@ mod tests {
         assert!(own.reads_key("{arch}.c"));
         assert!(!own.reads_key("{arch}.b") && !own.reads_key("a"));
         for (name, own) in &GgufTable::shipped().architecture {
-            for key in own.neutral.keys() {
+            for key in own.supported_values.keys() {
                 assert!(
                     key.starts_with(ARCH) && !own.reads_key(key),
                     "{name}: '{key}' is both supported and refused"

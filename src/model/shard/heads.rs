@@ -29,6 +29,7 @@ pub struct RankHeads {
 }
 
 impl HeadSplit {
+    /// Returns the split of an attention's heads; `block` is the block size of its output projection.
     pub fn for_attention(attention: &AttentionSpec, block: usize) -> HeadSplit {
         let AttentionSpec { heads, kv_heads, v_dim, .. } = *attention;
         HeadSplit { heads, kv_heads, v_dim, block }

@@ -382,7 +382,8 @@ fn what_cannot_be_split_is_refused_with_the_reason_and_the_most_that_can() {
     let of_nine = Shard { shares: vec![1; 9], ..whole.clone() };
     assert_eq!(
         refused(of_nine),
-        "a stage cannot have 9 ranks: layer 0 of the decoder has 8 heads on 2 KV heads, so at most 8 can share it"
+        "a stage cannot have 9 ranks: layer 0 of the decoder has 8 heads on 2 KV heads, so at most 8 can \
+         share it"
     );
     assert!(source.shard_spec(&Shard { shares: vec![1; 8], rank: 7, ..whole.clone() }).is_ok());
     assert_eq!(refused(Shard { shares: vec![1, 0], ..whole.clone() }), "the share of rank 1 of a stage is 0");

@@ -2,10 +2,7 @@
 //!
 //! Invariant: unknown keys and values are errors, never ignored.
 
-use super::ModelSpec;
-use super::resolve;
 use super::tables::{EmbeddingTable, HeadTable, Override, SizeTable, SpecText};
-use crate::formats::HubConfig;
 use crate::specs;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::BTreeMap;
@@ -56,14 +53,8 @@ impl SpecFile {
 
     /// Returns the keys of the configuration that would change what is computed, each with its supported
     /// values.
-    pub fn neutral(&self) -> &BTreeMap<String, Vec<serde_json::Value>> {
-        &self.text.neutral
-    }
-
-    /// Resolves the specification with the values of `config`, for a checkpoint whose tensor names satisfy
-    /// `has`.
-    pub fn resolve(&self, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
-        resolve::resolve(self, config, has)
+    pub fn supported_values(&self) -> &BTreeMap<String, Vec<serde_json::Value>> {
+        &self.text.supported_values
     }
 }
 

@@ -2,15 +2,13 @@
 //!
 //! Invariant: every size of a layer follows from its own tables; nothing is taken from the layer before.
 
-use super::positions::{Positions, positive};
-use super::resolve::ResolveContext;
+use super::context::{ResolveContext, activation, norm_kind, positive};
+use super::positions::Positions;
 use super::setting::OneOrMore;
-use super::tables::{
-    ActivationName, MaskName, MlpKind, NormName, Placement, QkNorm, QkvLayout, ScoringName, StackName, Wiring,
-};
+use super::words::{MaskName, MlpKind, Placement, QkNorm, QkvLayout, ScoringName, StackName, Wiring};
 use super::{AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Norms, TensorPart};
 use anyhow::{Result, bail, ensure};
-use mainstem_kernels::{Activation, Mask, NormKind, Scoring};
+use mainstem_kernels::{Mask, Scoring};
 
 /// Maximum number of experts in a layer, checked before a list of them is built.
 const EXPERTS_MAX: usize = 1 << 12;
@@ -175,7 +173,7 @@ fn fused_qkv(
     biased: bool,
 ) -> Result<[LinearSpec; 3]> {
     let (names, hidden) = (&fill.tables.tensors.qkv, fill.hidden);
-    let groups = if layout == QkvLayout::Blocks { 1 } else { kv_heads };
+    let groups = if layout == QkvLayout::Fused { 1 } else { kv_heads };
     let counts = [heads * k_dim / groups, kv_heads * k_dim / groups, kv_heads * v_dim / groups];
     let stride = counts.iter().sum::<usize>();
     let mut linear = |at: usize, role, bias_role: &'static str| {
@@ -194,7 +192,7 @@ fn qk_norms(
     let (q_width, k_width) = match which {
         QkNorm::None => return Ok(None),
         QkNorm::PerHead => (k_dim, k_dim),
-        QkNorm::Whole => (heads * k_dim, kv_heads * k_dim),
+        QkNorm::Full => (heads * k_dim, kv_heads * k_dim),
     };
     let names = &fill.tables.tensors;
     let usual = fill.lookups.required("norm.kind", &fill.tables.norm.kind)?;
@@ -257,7 +255,7 @@ fn mlp(fill: &mut ResolveContext) -> Result<MlpSpec> {
     let fused = fill.lookups.or_default("mlp.fused", &table.fused, false)?;
     let bias = |role: &'static str| biased.then_some(role);
     let (gate, up) = match (kind, fused) {
-        (MlpKind::Plain, _) => (fill.linear("up", bias("up bias"), &names.up, width, hidden)?, None),
+        (MlpKind::Ungated, _) => (fill.linear("up", bias("up bias"), &names.up, width, hidden)?, None),
         (_, false) => (
             fill.linear("gate", bias("gate bias"), &names.gate, width, hidden)?,
             Some(fill.linear("up", bias("up bias"), &names.up, width, hidden)?),
@@ -288,7 +286,7 @@ fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
         ScoringName::Softmax => Scoring::Softmax,
         ScoringName::Sigmoid => Scoring::Sigmoid,
     };
-    let renormalise = look.or_default("moe.renormalise", &table.renormalise, false)?;
+    let normalize_scores = look.or_default("moe.normalize_scores", &table.normalize_scores, false)?;
     let scale = look.or_default("moe.scale", &table.scale, 1.0)? as f32;
     let gated = look.or_default("moe.gated", &table.gated, true)?;
     let shared_width = look.or_default("moe.shared_width", &table.shared_width, 0)?;
@@ -323,7 +321,7 @@ fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
     Ok(MoeSpec {
         top_k,
         scoring,
-        renormalise,
+        normalize_scores,
         scale,
         router,
         first_expert: 0,
@@ -331,29 +329,4 @@ fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
         shared,
         shared_router,
     })
-}
-
-/// Returns the activation of the layer's MLP.
-pub(super) fn activation(fill: &mut ResolveContext) -> Result<Activation> {
-    Ok(activation_of(fill.lookups.required("mlp.activation", &fill.tables.mlp.activation)?))
-}
-
-/// Returns the activation with that name.
-pub(super) fn activation_of(name: ActivationName) -> Activation {
-    match name {
-        ActivationName::Relu => Activation::Relu,
-        ActivationName::SquaredRelu => Activation::SquaredRelu,
-        ActivationName::Gelu => Activation::Gelu,
-        ActivationName::GeluTanh => Activation::GeluTanh,
-        ActivationName::QuickGelu => Activation::QuickGelu,
-        ActivationName::Silu => Activation::Silu,
-        ActivationName::Tanh => Activation::Tanh,
-    }
-}
-
-pub(super) fn norm_kind(name: NormName) -> NormKind {
-    match name {
-        NormName::Rms => NormKind::Rms,
-        NormName::Layer => NormKind::Layer,
-    }
 }

@@ -27,6 +27,7 @@ pub struct Lookups<'a> {
 }
 
 impl<'a> Lookups<'a> {
+    /// Creates lookups in a configuration, for a checkpoint whose tensor names satisfy `has`.
     pub fn new(config: &'a HubConfig, has: &'a dyn Fn(&str) -> bool) -> Lookups<'a> {
         let (values, places, numbers) = Default::default();
         Lookups { config, has_tensor: has, stack: "", layer: None, values, entries: places, numbers }
@@ -58,17 +59,17 @@ impl<'a> Lookups<'a> {
         Ok(self.record(key, value, origin))
     }
 
-    /// Returns the setting's value; without one, `neutral`, which is not recorded.
+    /// Returns the setting's value; without one, `default`, which is not recorded.
     pub fn or_default<T: Value>(
         &mut self,
         key: &'static str,
         setting: &Option<Setting<T>>,
-        neutral: T,
+        default: T,
     ) -> Result<T> {
         let found = setting.as_ref().map(|setting| self.find(key, setting)).transpose()?.flatten();
         Ok(match found {
             Some((value, origin)) => self.record(key, value, origin),
-            None => neutral,
+            None => default,
         })
     }
 
@@ -87,6 +88,7 @@ impl<'a> Lookups<'a> {
         value
     }
 
+    /// Records a value in its JSON form, with its origin.
     pub fn record_json(&mut self, key: &'static str, value: Json, origin: Origin) {
         let key = format!("{}{key}", self.stack);
         let places = self.entries.entry(key.clone()).or_default();

@@ -12,11 +12,13 @@ pub mod setting;
 
 pub mod tables;
 
+pub mod words;
+
 pub mod file;
 
 mod lookup;
 
-mod names;
+mod context;
 
 mod resolve;
 
@@ -33,10 +35,12 @@ mod tests;
 
 pub use file::SpecFile;
 
-pub use tables::Kind;
+pub use words::Kind;
 
 use super::provenance::Provenance;
 use crate::formats::RopeConfig;
+use crate::quantize::{MatrixId, MatrixNames, Rounding, RoundingPolicy};
+use crate::tensor_names::matches;
 use mainstem_kernels::{Activation, Mask, MoeShape, NormKind, RopeStyle, Scoring};
 use std::ops::Range;
 use std::sync::Arc;
@@ -99,7 +103,7 @@ pub enum PositionEmbeddingSpec {
     /// Row `position + offset` of a table (rows, hidden).
     Learned { table: TensorSlice, offset: usize },
     /// Sines and cosines (Vaswani et al. 2017, section 3.5).
-    Sinusoidal { layout: tables::SinusoidLayout, offset: usize, scale: f32 },
+    Sinusoidal { layout: words::SinusoidLayout, offset: usize, scale: f32 },
 }
 
 /// A relative position bias: a bias of attention scores by distance and head.
@@ -133,7 +137,7 @@ pub struct RopeSpec {
 /// One transformer layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerSpec {
-    pub wiring: tables::Wiring,
+    pub wiring: words::Wiring,
     /// Factor of the sub-layer outputs that are added to the residual stream.
     pub residual_scale: f32,
     pub attention_norms: Norms,
@@ -228,7 +232,7 @@ pub struct DenseSpec {
 pub struct MoeSpec {
     pub top_k: usize,
     pub scoring: Scoring,
-    pub renormalise: bool,
+    pub normalize_scores: bool,
     pub scale: f32,
     pub router: LinearSpec,
     /// Index of the first expert in `experts` among those of the router: 0 in a whole model.
@@ -255,7 +259,7 @@ pub struct HeadSpec {
     pub table: TensorSlice,
     pub bias: Option<TensorSlice>,
     /// Whether the rows of the matrix are scaled to an L2 norm of 1.
-    pub normalised: bool,
+    pub normalize_rows: bool,
     /// Factor of the logits, applied before the soft cap.
     pub scale: f32,
     pub softcap: Option<f32>,
@@ -289,6 +293,23 @@ pub struct TensorSlice {
     pub bounds: SliceBounds,
     /// Whether the part is stored as (in, out).
     pub transposed: bool,
+}
+
+impl TensorSlice {
+    /// Returns the names that weight rules may match.
+    pub fn names(&self) -> MatrixNames<'_> {
+        MatrixNames { role: self.role, name: &self.name, pattern: &self.pattern }
+    }
+
+    /// Identifies the stored matrix that contains the slice.
+    pub fn matrix_id(&self) -> MatrixId {
+        MatrixId::new(&self.name, if let TensorPart::Plane(plane) = self.part { plane } else { 0 })
+    }
+
+    /// Returns the rounding of this slice's columns under a policy.
+    pub fn rounding<'p>(&self, policy: &'p RoundingPolicy) -> Rounding<'p> {
+        policy.rounding(&self.matrix_id(), self.bounds.columns.clone())
+    }
 }
 
 /// Ranges of the rows and columns of a matrix (out, in); the values of a vector are rows. `None` is the whole
@@ -409,7 +430,7 @@ impl MlpSpec {
 impl MoeSpec {
     /// Returns the parameters that the kernels need.
     pub fn shape(&self) -> MoeShape {
-        let MoeSpec { top_k, scoring, renormalise, scale, .. } = *self;
+        let MoeSpec { top_k, scoring, normalize_scores, scale, .. } = *self;
         let first = self.experts.first().expect("there is an expert; this is a bug");
         let (experts, width, activation) = (self.router.n, first.width, first.activation);
         MoeShape {
@@ -417,7 +438,7 @@ impl MoeSpec {
             first_expert: self.first_expert,
             top_k,
             scoring,
-            normalize_scores: renormalise,
+            normalize_scores,
             scale,
             width,
             activation,
@@ -441,6 +462,6 @@ impl IgnoredTensors {
         let without = self.prefixes.iter().filter_map(|prefix| name.strip_prefix(prefix.as_str()));
         std::iter::once(name)
             .chain(without)
-            .any(|name| self.patterns.iter().any(|pattern| names::matches(pattern, name)))
+            .any(|name| self.patterns.iter().any(|pattern| matches(pattern, name)))
     }
 }

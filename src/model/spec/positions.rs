@@ -3,9 +3,10 @@
 //!
 //! Invariant: equal rotary position embeddings are stored once, however many layers use them.
 
-use super::resolve::ResolveContext;
+use super::context::ResolveContext;
 use super::setting::Setting;
-use super::tables::{PositionKind, RopeStyleName, ScalingSetting, SinusoidLayout, StackName};
+use super::tables::ScalingSetting;
+use super::words::{PositionKind, RopeStyleName, SinusoidLayout, StackName};
 use super::{PositionEmbeddingSpec, RelativeBiasKind, RelativeBiasSpec, RopeSpec, TensorPart};
 use crate::formats::{HubConfig, RopeConfig, RopeScaling};
 use crate::model::provenance::Origin;
@@ -21,11 +22,6 @@ pub struct Positions {
     relative_bias: Option<RelativeBiasSpec>,
     ropes: Vec<RopeSpec>,
     context: usize,
-}
-
-/// Returns the number if it is positive.
-pub fn positive(number: f32) -> Option<f32> {
-    (number > 0.0).then_some(number)
 }
 
 impl Positions {
@@ -49,8 +45,11 @@ impl Positions {
                 Some(PositionEmbeddingSpec::Learned { table, offset })
             }
             PositionKind::Sinusoidal => {
-                let layout =
-                    fill.lookups.or_default("position.layout", &table.layout, SinusoidLayout::Halves)?;
+                let layout = fill.lookups.or_default(
+                    "position.layout",
+                    &table.layout,
+                    SinusoidLayout::Concatenated,
+                )?;
                 let scale = fill.lookups.or_default("position.scale", &table.scale, 1.0)? as f32;
                 ensure!(
                     fill.hidden.is_multiple_of(2),
@@ -91,7 +90,7 @@ impl Positions {
                 })?;
                 Ok((None, true))
             }
-            PositionKind::Relative => {
+            PositionKind::RelativeBias => {
                 let relative_bias = learned_relative_bias(fill, heads)?;
                 self.set_relative_bias(relative_bias)?;
                 Ok((None, true))
@@ -118,9 +117,9 @@ impl Positions {
 
     fn rope(&mut self, fill: &mut ResolveContext, head_dim: usize) -> Result<RopeSpec> {
         let table = &fill.tables.position;
-        let style = match fill.lookups.or_default("position.style", &table.style, RopeStyleName::Halves)? {
-            RopeStyleName::Halves => RopeStyle::NeoX,
-            RopeStyleName::Interleaved => RopeStyle::GptJ,
+        let style = match fill.lookups.or_default("position.style", &table.style, RopeStyleName::NeoX)? {
+            RopeStyleName::NeoX => RopeStyle::NeoX,
+            RopeStyleName::GptJ => RopeStyle::GptJ,
         };
         let config = rope_config(fill)?;
         let (fraction, origin) = rotary_fraction(fill.lookups.config)?;

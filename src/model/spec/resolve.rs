@@ -3,20 +3,20 @@
 //! Invariant: stacks and layers are resolved one by one, each from its own tables: those of the file, those
 //! of its stack, and the overrides that apply to it. Later overrides take precedence.
 
+use super::context::{ResolveContext, activation, activation_of, candidate_names, positive};
 use super::layer;
 use super::lookup::Lookups;
-use super::names::{bias_name, tensor_name};
-use super::positions::{self, Positions};
+use super::positions::Positions;
 use super::setting::{OneOrMore, Setting};
-use super::tables::{Condition, HeadKind, Kind, LayerPick, Override, Placement, SpecText, StackName, Tables};
+use super::tables::{Condition, LayerPick, Override, SpecText, Tables};
+use super::words::{HeadKind, Kind, Placement, StackName};
 use super::{
-    EmbeddingSpec, HeadSpec, IgnoredTensors, LayerSpec, LinearSpec, ModelSpec, NormSpec, SliceBounds,
-    SpecFile, StackSpec, TensorPart, TensorSlice, check,
+    EmbeddingSpec, HeadSpec, IgnoredTensors, LayerSpec, ModelSpec, NormSpec, SpecFile, StackSpec, TensorPart,
+    check,
 };
 use crate::formats::HubConfig;
 use crate::model::provenance::Provenance;
 use anyhow::{Context, Result, bail, ensure};
-use mainstem_kernels::NormKind;
 use serde_json::Value as Json;
 use std::collections::BTreeSet;
 
@@ -25,16 +25,19 @@ use std::collections::BTreeSet;
 const LAYERS_MAX: usize = 1 << 12;
 const EXPERTS_MAX: usize = 1 << 16;
 
-/// Resolves a specification. Errors name the specification and the configuration.
-pub fn resolve(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
-    resolve_spec(file, config, has)
-        .with_context(|| format!("{} does not fit {}", config.file().display(), file.file))
+impl SpecFile {
+    /// Resolves the specification with the values of `config`, for a checkpoint whose tensor names satisfy
+    /// `has`. Errors name the specification and the configuration.
+    pub fn resolve(&self, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
+        resolve_spec(self, config, has)
+            .with_context(|| format!("{} does not fit {}", config.file().display(), self.file))
+    }
 }
 
 fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool) -> Result<ModelSpec> {
     let text = &file.text;
-    for (key, values) in &text.neutral {
-        let value = config.at(key).filter(|value| !values.iter().any(|neutral| values_equal(value, neutral)));
+    for (key, values) in &text.supported_values {
+        let value = config.at(key).filter(|value| !values.iter().any(|known| values_equal(value, known)));
         if let Some(value) = value {
             let supported = values.iter().map(Json::to_string).collect::<Vec<_>>().join(", ");
             let reason = format!("{value} is not supported by {} (supported: {supported})", file.file);
@@ -92,19 +95,6 @@ struct StackResolver<'f, 'a, 'b> {
     name: StackName,
 }
 
-/// Context for resolving the parts of a stack.
-pub(super) struct ResolveContext<'a, 'b> {
-    pub lookups: &'a mut Lookups<'b>,
-    pub tables: &'a Tables,
-    /// Prefixes that tensor names may have.
-    pub prefixes: &'a [String],
-    pub stack: StackName,
-    /// Whether the stack is a decoder that attends to an encoder's output.
-    pub has_encoder: bool,
-    pub vocab: usize,
-    pub hidden: usize,
-}
-
 impl<'f> StackResolver<'f, '_, '_> {
     /// Resolves the stack. Returns it with the sizes of the vocabulary and the residual stream.
     fn resolve(&mut self) -> Result<(StackSpec, (usize, usize))> {
@@ -142,29 +132,7 @@ impl<'f> StackResolver<'f, '_, '_> {
         };
         let mut positions = Positions::new(&mut fill, context)?;
         let embedding = embedding(&mut fill)?;
-        let mut specs: Vec<LayerSpec> = Vec::new();
-        let mut experts = 0;
-        for index in 0..layers {
-            let holds = |pick: &Option<Vec<bool>>| pick.as_ref().is_none_or(|pick| pick[index]);
-            let here = overrides.iter().zip(&picks).filter(|(_, pick)| holds(pick));
-            let tables = merged_tables(&self.file.text, self.name, here.map(|(given, _)| *given));
-            let (look, prefixes) = (&mut *fill.lookups, fill.prefixes);
-            look.layer = Some(index);
-            let mut fill = ResolveContext { lookups: look, tables: &tables, prefixes, ..fill };
-            let layer =
-                layer::resolve_layer(&mut fill, &mut positions).with_context(|| format!("layer {index}"))?;
-            // Fail early, before lists are built of layers that no file has.
-            ensure!(
-                (fill.lookups.has_tensor)(&layer.attention.q.weight.name),
-                "the configuration has {layers} layers, but there is no tensor '{}'",
-                layer.attention.q.weight.name
-            );
-            experts += layer.mlp.experts();
-            ensure!(experts <= EXPERTS_MAX, "{layers} layers have more than {EXPERTS_MAX} experts");
-            specs.push(layer);
-        }
-        fill.lookups.layer = None;
-        fill.tables = &around;
+        let specs = resolve_layers(&mut fill, &self.file.text, (&overrides, &picks), &mut positions, layers)?;
         let (norm, head) = (last_norm(&mut fill)?, head(&mut fill, self.file.text.kind, &embedding)?);
         let (position_embedding, relative_bias, ropes, context) = positions.finish();
         Ok((
@@ -268,6 +236,39 @@ impl<'f> StackResolver<'f, '_, '_> {
     }
 }
 
+/// Resolves the layers, each from its own tables: those of the stack, and the overrides that apply to it.
+/// `picks` has for each override the layers it is for; `None` is all layers.
+fn resolve_layers(
+    fill: &mut ResolveContext,
+    text: &SpecText,
+    (overrides, picks): (&[&Override], &[Option<Vec<bool>>]),
+    positions: &mut Positions,
+    layers: usize,
+) -> Result<Vec<LayerSpec>> {
+    let mut specs: Vec<LayerSpec> = Vec::new();
+    let mut experts = 0;
+    for index in 0..layers {
+        let holds = |pick: &Option<Vec<bool>>| pick.as_ref().is_none_or(|pick| pick[index]);
+        let here = overrides.iter().zip(picks).filter(|(_, pick)| holds(pick));
+        let tables = merged_tables(text, fill.stack, here.map(|(given, _)| *given));
+        let (look, prefixes) = (&mut *fill.lookups, fill.prefixes);
+        look.layer = Some(index);
+        let mut fill = ResolveContext { lookups: look, tables: &tables, prefixes, ..*fill };
+        let layer = layer::resolve_layer(&mut fill, positions).with_context(|| format!("layer {index}"))?;
+        // Fail early, before lists are built of layers that no file has.
+        ensure!(
+            (fill.lookups.has_tensor)(&layer.attention.q.weight.name),
+            "the configuration has {layers} layers, but there is no tensor '{}'",
+            layer.attention.q.weight.name
+        );
+        experts += layer.mlp.experts();
+        ensure!(experts <= EXPERTS_MAX, "{layers} layers have more than {EXPERTS_MAX} experts");
+        specs.push(layer);
+    }
+    fill.lookups.layer = None;
+    Ok(specs)
+}
+
 /// Merges the tables of the file, of a stack, and of some overrides; later ones take precedence.
 fn merged_tables<'o>(
     text: &SpecText,
@@ -286,138 +287,6 @@ fn values_equal(a: &Json, b: &Json) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => a == b,
         _ => a == b,
-    }
-}
-
-/// Returns the possible names in a file: first without a prefix, then with each prefix.
-fn candidate_names(names: &OneOrMore<String>, prefixes: &[String]) -> Vec<String> {
-    let each = names.as_slice().iter();
-    each.flat_map(|name| {
-        let prefixed = prefixes.iter().map(move |prefix| format!("{prefix}{name}"));
-        std::iter::once(name.clone()).chain(prefixed)
-    })
-    .collect()
-}
-
-impl ResolveContext<'_, '_> {
-    /// Returns the slice of a tensor, under the first of its names that the checkpoint has.
-    pub fn slice(
-        &self,
-        role: &'static str,
-        names: &Option<OneOrMore<String>>,
-        shape: Vec<usize>,
-        part: TensorPart,
-        expert: Option<usize>,
-    ) -> Result<TensorSlice> {
-        let names = names
-            .as_ref()
-            .with_context(|| format!("the specification has no tensor name for 'tensors.{role}'"))?;
-        let layer = self.lookups.layer;
-        let named = |pattern: &str| tensor_name(pattern, layer, expert);
-        let first = || names.as_slice().first().cloned();
-        let found = candidate_names(names, self.prefixes)
-            .into_iter()
-            .find(|pattern| (self.lookups.has_tensor)(&named(pattern)))
-            .or_else(first);
-        let pattern =
-            found.with_context(|| format!("the specification has no tensor name for 'tensors.{role}'"))?;
-        let part = match (part, expert) {
-            // One tensor contains the matrices of all experts.
-            (TensorPart::Whole, Some(expert)) if !pattern.contains("{e}") => TensorPart::Plane(expert),
-            (part, _) => part,
-        };
-        let layer = layer.filter(|_| pattern.contains("{i}"));
-        Ok(TensorSlice {
-            role,
-            name: named(&pattern),
-            pattern: pattern.into(),
-            layer,
-            shape,
-            part,
-            bounds: SliceBounds::default(),
-            transposed: false,
-        })
-    }
-
-    /// Returns the bias vector that belongs to a weight, named after it.
-    pub fn bias_of(&self, weight: &TensorSlice, role: &'static str, shape: Vec<usize>) -> TensorSlice {
-        TensorSlice {
-            role,
-            name: bias_name(&weight.name),
-            pattern: bias_name(&weight.pattern).into(),
-            shape,
-            transposed: false,
-            ..weight.clone()
-        }
-    }
-
-    /// Resolves a linear layer that is stored as a tensor of its own.
-    pub fn linear(
-        &mut self,
-        role: &'static str,
-        bias_role: Option<&'static str>,
-        names: &Option<OneOrMore<String>>,
-        n: usize,
-        k: usize,
-    ) -> Result<LinearSpec> {
-        self.linear_part(role, bias_role, names, (n, k), (n, TensorPart::Whole), None)
-    }
-
-    /// Resolves a linear layer that is a part of a tensor with `rows` rows.
-    pub fn linear_part(
-        &mut self,
-        role: &'static str,
-        bias_role: Option<&'static str>,
-        names: &Option<OneOrMore<String>>,
-        (n, k): (usize, usize),
-        (rows, part): (usize, TensorPart),
-        expert: Option<usize>,
-    ) -> Result<LinearSpec> {
-        let transposed = self.transposed()?;
-        let shape = if transposed { vec![k, rows] } else { vec![rows, k] };
-        let mut weight = TensorSlice { transposed, ..self.slice(role, names, shape, part, expert)? };
-        if let TensorPart::Plane(_) = weight.part {
-            let experts = self.lookups.or_default("moe.experts", &self.tables.moe.experts, 0)?;
-            weight.shape.insert(0, experts);
-        }
-        let bias = bias_role.map(|role| self.bias_of(&weight, role, vec![rows]));
-        Ok(LinearSpec { n, k, weight, bias })
-    }
-
-    fn transposed(&mut self) -> Result<bool> {
-        self.lookups.or_default("tensors.transposed", &self.tables.tensors.transposed, false)
-    }
-
-    /// Resolves a norm of the specification's kind.
-    pub fn norm(
-        &mut self,
-        role: &'static str,
-        names: &Option<OneOrMore<String>>,
-        width: usize,
-    ) -> Result<NormSpec> {
-        let kind = self.lookups.required("norm.kind", &self.tables.norm.kind)?;
-        self.norm_of_kind(layer::norm_kind(kind), role, names, width)
-    }
-
-    pub fn norm_of_kind(
-        &mut self,
-        kind: NormKind,
-        role: &'static str,
-        names: &Option<OneOrMore<String>>,
-        width: usize,
-    ) -> Result<NormSpec> {
-        let table = &self.tables.norm;
-        let eps = self.lookups.required("norm.eps", &table.eps)? as f32;
-        let offset = self.lookups.or_default("norm.offset", &table.offset, 0.0)? as f32;
-        let has_bias = self.lookups.or_default("norm.bias", &table.bias, kind == NormKind::Layer)?;
-        let weight = self.slice(role, names, vec![width], TensorPart::Whole, None)?;
-        let bias = (has_bias && kind == NormKind::Layer).then(|| self.bias_of(&weight, role, vec![width]));
-        Ok(NormSpec { kind, weight, bias, offset, width, eps })
-    }
-
-    /// Returns the placement of the sub-layers' norms.
-    pub fn placement(&mut self) -> Result<Placement> {
-        self.lookups.or_default("norm.placement", &self.tables.norm.placement, Placement::Pre)
     }
 }
 
@@ -472,8 +341,8 @@ fn head(fill: &mut ResolveContext, kind: Kind, embedding: &EmbeddingSpec) -> Res
             let bias_role = biased.then_some("head_transform bias");
             let linear = fill.linear("head_transform", bias_role, &names.head_transform, hidden, hidden)?;
             let activation = match &table.activation {
-                Some(_) => layer::activation_of(fill.lookups.required("head.activation", &table.activation)?),
-                None => layer::activation(fill)?,
+                Some(_) => activation_of(fill.lookups.required("head.activation", &table.activation)?),
+                None => activation(fill)?,
             };
             Some((linear, activation, fill.norm("head_transform_norm", &names.head_transform_norm, hidden)?))
         }
@@ -503,7 +372,7 @@ fn head(fill: &mut ResolveContext, kind: Kind, embedding: &EmbeddingSpec) -> Res
     };
     let scale = fill.lookups.or_default("head.scale", &table.scale, 1.0)? as f32;
     let cap = fill.lookups.or_default("head.softcap", &table.softcap, 0.0)? as f32;
-    let normalised = fill.lookups.or_default("head.normalised", &table.normalised, false)?;
+    let normalize_rows = fill.lookups.or_default("head.normalize_rows", &table.normalize_rows, false)?;
     Ok(Some(HeadSpec {
         transform,
         project_out,
@@ -511,9 +380,9 @@ fn head(fill: &mut ResolveContext, kind: Kind, embedding: &EmbeddingSpec) -> Res
         unused_names,
         table: matrix,
         bias,
-        normalised,
+        normalize_rows,
         scale,
-        softcap: positions::positive(cap),
+        softcap: positive(cap),
         vocab_split: None,
     }))
 }

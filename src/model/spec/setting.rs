@@ -48,6 +48,7 @@ pub enum OneOrMore<T> {
 }
 
 impl<T> OneOrMore<T> {
+    /// Returns all values, at least one if the file lists any.
     pub fn as_slice(&self) -> &[T] {
         match self {
             OneOrMore::One(one) => std::slice::from_ref(one),

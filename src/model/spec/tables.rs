@@ -6,9 +6,13 @@
 //!
 //! Invariant: every value is optional here; required values are checked when the specification is resolved.
 
-use super::setting::{OneOrMore, Setting, Value};
+use super::setting::{OneOrMore, Setting};
+use super::words::{
+    ActivationName, HeadKind, Kind, MaskName, MlpKind, NoneWord, NormName, Placement, PositionKind, QkNorm,
+    QkvLayout, RopeStyleName, ScoringName, SinusoidLayout, StackName, Wiring,
+};
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use std::collections::BTreeMap;
 
 /// Defines a table of optional values, and the merging of two such tables.
@@ -63,9 +67,20 @@ macro_rules! with_tables {
         impl $name {
             /// Returns only the tables.
             pub fn tables(&self) -> Tables {
-                let $name { size, embedding, position, norm, residual, attention, cross, mlp, moe, head, tensors, .. } =
-                    self.clone();
-                Tables { size, embedding, position, norm, residual, attention, cross, mlp, moe, head, tensors }
+                let all = self.clone();
+                Tables {
+                    size: all.size,
+                    embedding: all.embedding,
+                    position: all.position,
+                    norm: all.norm,
+                    residual: all.residual,
+                    attention: all.attention,
+                    cross: all.cross,
+                    mlp: all.mlp,
+                    moe: all.moe,
+                    head: all.head,
+                    tensors: all.tensors,
+                }
             }
         }
     };
@@ -126,8 +141,8 @@ with_tables! {
         #[serde(default)]
         ignored: Vec<String>,
         /// Keys of config.json that would change what is computed, each with its supported values.
-        #[serde(default)]
-        neutral: BTreeMap<String, Vec<serde_json::Value>>,
+        #[serde(default, alias = "neutral")]
+        supported_values: BTreeMap<String, Vec<serde_json::Value>>,
         /// Values for the encoder only.
         #[serde(default)]
         encoder: Tables,
@@ -220,7 +235,7 @@ table! {
     /// Representation of positions.
     PositionTable {
         kind: Setting<PositionKind>,
-        /// Rope: which dimensions form a rotated pair. Default: `halves`.
+        /// Rope: which dimensions form a rotated pair. Default: `neox`.
         style: Setting<RopeStyleName>,
         /// Rope: number of leading dimensions of a head that are rotated. Default: all, times config.json's
         /// `partial_rotary_factor`.
@@ -234,13 +249,13 @@ table! {
         offset: Setting<usize>,
         /// Learned: rows of the table. Default: `size.context` + `offset`.
         rows: Setting<usize>,
-        /// Sinusoidal: order of sines and cosines. Default: `halves`.
+        /// Sinusoidal: order of sines and cosines. Default: `concatenated`.
         layout: Setting<SinusoidLayout>,
         /// Sinusoidal: factor of the table. Alibi: factor of the slopes. Default: 1.
         scale: Setting<f64>,
-        /// Relative: number of distance buckets, each with its own bias.
+        /// Relative bias: number of distance buckets, each with its own bias.
         buckets: Setting<usize>,
-        /// Relative: distance from which on all distances share the last bucket.
+        /// Relative bias: distance from which on all distances share the last bucket.
         max_distance: Setting<usize>,
     }
 }
@@ -253,12 +268,6 @@ pub enum ScalingSetting {
     Fixed(NoneWord),
     /// The object under a key of config.json.
     Sought { key: OneOrMore<String> },
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum NoneWord {
-    None,
 }
 
 table! {
@@ -364,7 +373,8 @@ table! {
         /// Function from the router's logits to scores. Default: `softmax`.
         scoring: Setting<ScoringName>,
         /// Whether the scores of the chosen experts are divided by their sum. Default: false.
-        renormalise: Setting<bool>,
+        #[serde(alias = "renormalise")]
+        normalize_scores: Setting<bool>,
         /// Factor of the final scores. Default: 1.
         scale: Setting<f64>,
         /// Whether experts have a gate. Default: true.
@@ -387,7 +397,8 @@ table! {
         /// Whether a bias is added to the logits. Default: false.
         bias: Setting<bool>,
         /// Whether each row of the matrix is scaled to an L2 norm of 1. Default: false.
-        normalised: Setting<bool>,
+        #[serde(alias = "normalised")]
+        normalize_rows: Setting<bool>,
         /// Factor of the logits. Default: 1.
         scale: Setting<f64>,
         /// Soft cap of the logits, applied with a hyperbolic tangent. Default: 0, which means no cap.
@@ -462,159 +473,6 @@ table! {
         /// Bias of the head. Default: the bias name that belongs to `head`.
         head_bias: OneOrMore<String>,
     }
-}
-
-/// Defines enums whose values are written as names.
-macro_rules! words {
-    ($($(#[$about:meta])* $name:ident { $($(#[$word_about:meta])* $word:ident,)* })*) => {$(
-        $(#[$about])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
-        #[serde(rename_all = "snake_case")]
-        pub enum $name { $($(#[$word_about])* $word,)* }
-
-        impl Value for $name {}
-
-        impl $name {
-            /// All values.
-            pub const ALL: &[$name] = &[$($name::$word,)*];
-        }
-    )*};
-}
-
-words! {
-    /// The stacks that a model consists of.
-    Kind {
-        /// A decoder, which generates text.
-        Decoder,
-        /// An encoder-only model, which embeds texts and fills masks.
-        Encoder,
-        /// An encoder that reads the input, and a decoder that generates from it.
-        EncoderDecoder,
-    }
-    /// One of a model's two stacks of layers.
-    StackName {
-        Encoder,
-        Decoder,
-    }
-    PositionKind {
-        /// Rotary: queries and keys are rotated.
-        Rope,
-        /// Learned: a row of a table is added to the embedding.
-        Learned,
-        /// Sinusoidal: sines and cosines are added to the embedding.
-        Sinusoidal,
-        /// ALiBi: scores decrease linearly with the distance, with a slope per head.
-        Alibi,
-        /// Relative: scores have a learned bias by distance and head, the same in all layers.
-        Relative,
-        None,
-    }
-    RopeStyleName {
-        /// Pairs `(i, i + dims / 2)`, as in GPT-NeoX.
-        Halves,
-        /// Pairs `(2i, 2i + 1)`, as in GPT-J.
-        Interleaved,
-    }
-    SinusoidLayout {
-        /// All sines, then all cosines, of frequencies that end at 1/10000.
-        Halves,
-        /// Sine, cosine, sine, cosine …
-        Interleaved,
-    }
-    NormName {
-        /// Root mean square.
-        Rms,
-        /// Mean and variance.
-        Layer,
-    }
-    Placement {
-        /// Before each sub-layer.
-        Pre,
-        /// After each residual.
-        Post,
-        /// Before each sub-layer, and on its output.
-        Sandwich,
-        None,
-    }
-    Wiring {
-        /// The MLP reads the residual stream after attention.
-        Sequential,
-        /// Attention and MLP read the same normalized input.
-        Parallel,
-        /// Attention and MLP read the same input, each with a norm of its own.
-        ParallelTwoNorms,
-    }
-    QkvLayout {
-        Separate,
-        /// One matrix: all queries, all keys, all values.
-        Blocks,
-        /// One matrix: for each KV head its queries, its key, its value. With as many KV heads as query
-        /// heads, this is head by head.
-        Groups,
-    }
-    QkNorm {
-        None,
-        /// Each head separately, all with the same weights.
-        PerHead,
-        /// All heads together.
-        Whole,
-    }
-    MaskName {
-        /// The own position and earlier ones.
-        Causal,
-        Bidirectional,
-    }
-    MlpKind {
-        /// down(act(up(x)))
-        Plain,
-        /// down(act(gate(x)) * up(x))
-        Gated,
-        /// A mixture of experts.
-        Experts,
-    }
-    ScoringName {
-        /// Over all experts.
-        Softmax,
-        /// Of each expert separately.
-        Sigmoid,
-    }
-    HeadKind {
-        /// Logits over the vocabulary.
-        Lm,
-        /// No head: the model returns hidden states.
-        None,
-    }
-}
-
-/// An activation function, by its names in configurations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum ActivationName {
-    Relu,
-    /// The square of `relu`.
-    #[serde(alias = "relu2", alias = "relu_squared")]
-    SquaredRelu,
-    /// With the error function.
-    #[serde(alias = "gelu_python")]
-    Gelu,
-    /// Approximation with a hyperbolic tangent.
-    #[serde(alias = "gelu_new", alias = "gelu_pytorch_tanh", alias = "gelu_fast", alias = "gelu_accurate")]
-    GeluTanh,
-    /// Approximation with the sigmoid of 1.702 x.
-    QuickGelu,
-    #[serde(alias = "swish")]
-    Silu,
-    Tanh,
-}
-
-impl Value for ActivationName {}
-
-impl ActivationName {
-    /// All values.
-    pub const ALL: &[ActivationName] = {
-        use ActivationName::*;
-        &[Relu, SquaredRelu, Gelu, GeluTanh, QuickGelu, Silu, Tanh]
-    };
 }
 
 /// The default of `kind`.

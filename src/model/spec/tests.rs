@@ -51,7 +51,7 @@ fn every_value_tells_who_said_it() {
         ("attention.kv_heads", json!(2), config("num_key_value_heads")),
         ("attention.head_dim", json!(12), Origin::Derived("size.hidden / attention.heads")),
         ("attention.bias", json!(false), Origin::Default("attention_bias".to_owned())),
-        ("position.style", json!("halves"), Origin::Specification),
+        ("position.style", json!("neox"), Origin::Specification),
         ("position.theta", json!(5e5), config("rope_theta")),
         ("position.scaling", json!({"kind": "linear", "factor": 2.0}), config("rope_scaling")),
         ("mlp.activation", json!("silu"), Origin::Default("hidden_act".to_owned())),
@@ -214,8 +214,9 @@ fn layers_are_picked_by_range_by_period_and_by_list() {
 fn stacks_that_do_not_fit_together_are_refused() {
     let (_, text) = specs::ALL.iter().find(|(_, text)| text.contains("encoder_ffn_dim")).unwrap();
     let sizes = json!({
-        "vocab_size": 97, "d_model": 32, "max_position_embeddings": 64, "encoder_layers": 1, "decoder_layers": 1,
-        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+        "vocab_size": 97, "d_model": 32, "max_position_embeddings": 64,
+        "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+        "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
     });
     let config = HubConfig::from_entries(Path::new("config.json"), sizes.as_object().unwrap().clone());
     let resolve = |text: &str| SpecFile::parse("mine.toml", text).unwrap().resolve(&config, &|_| true);
@@ -260,4 +261,34 @@ fn what_is_made_of_the_types_is_up_to_date() {
         }
         assert!(std::fs::read_to_string(file(name)).unwrap() == text, "{name} is out of date");
     }
+}
+
+/// Words of earlier versions stay accepted: each has the meaning of the current word.
+#[test]
+fn deprecated_words_mean_what_the_current_ones_do() {
+    let parse = |[kind, style, layout, qkv, qk_norm, mlp]: [&str; 6], [scores, rows, values]: [&str; 3]| {
+        let text = format!(
+            "model_types = ['x']
+            position = {{ kind = '{kind}', style = '{style}', layout = '{layout}' }}
+            attention = {{ qkv = '{qkv}', qk_norm = '{qk_norm}' }}
+            mlp = {{ kind = '{mlp}' }}
+            moe = {{ {scores} = true }}
+            head = {{ {rows} = true }}
+            {values} = {{ some_key = [false] }}"
+        );
+        let SpecFile { text, .. } = SpecFile::parse("x.toml", &text).unwrap();
+        (text.tables(), text.supported_values)
+    };
+    let (old, new) = (
+        ["renormalise", "normalised", "neutral"],
+        ["normalize_scores", "normalize_rows", "supported_values"],
+    );
+    assert_eq!(
+        parse(["relative", "halves", "halves", "blocks", "whole", "plain"], old),
+        parse(["relative_bias", "neox", "concatenated", "fused", "full", "ungated"], new)
+    );
+    assert_eq!(
+        parse(["relative", "interleaved", "interleaved", "groups", "whole", "plain"], old),
+        parse(["relative_bias", "gptj", "interleaved", "fused_grouped", "full", "ungated"], new)
+    );
 }

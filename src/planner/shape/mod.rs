@@ -99,6 +99,7 @@ pub struct LayerCost {
 }
 
 impl LayerCost {
+    /// Returns the sum of all parts.
     pub fn total(&self) -> ResourceCost {
         self.divided + self.query_heads + self.kv_heads
     }
@@ -250,6 +251,7 @@ impl ModelShape {
         self.encoder_layers() + self.decoder.as_ref().map_or(0, |stack| stack.layers.len())
     }
 
+    /// Returns the number of encoder layers.
     pub fn encoder_layers(&self) -> usize {
         self.encoder.as_ref().map_or(0, |stack| stack.layers.len())
     }
@@ -348,7 +350,8 @@ impl CostBuilder<'_> {
             at = last + 1;
             let embedding = stack.embedding.as_ref().map(|embedding| (first, &embedding.table));
             // Normalized rows are a separate matrix of the head.
-            let head = stack.head.as_ref().filter(|head| !head.normalised).map(|head| (last, &head.table));
+            let head =
+                stack.head.as_ref().filter(|head| !head.normalize_rows).map(|head| (last, &head.table));
             for (unit, piece) in embedding.into_iter().chain(head) {
                 let stored = self.table(piece).stored;
                 let before = seen.iter().rev().find(|(_, other)| other.name == piece.name);

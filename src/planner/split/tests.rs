@@ -166,7 +166,8 @@ fn refusals_give_the_reason_and_the_nearest_possible() {
         ),
         (
             vec![("device.groups", "0;1"), ("device.layers", "20,1")],
-            "device.layers: [20, 1] adds up to 21 layers, but the model has 4; the nearest possible is [3, 1]",
+            "device.layers: [20, 1] adds up to 21 layers, but the model has 4; \
+             the nearest possible is [3, 1]",
         ),
     ] {
         assert_eq!(refused(&settings), message);

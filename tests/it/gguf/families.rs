@@ -9,8 +9,8 @@ use crate::common::{Copied, fixture};
 use crate::families::family;
 use crate::oracle::{check_at, check_within};
 use crate::quantize::{self, Room};
+use mainstem::export::{OutputFormat, write_model};
 use mainstem::formats::PoolingConfig;
-use mainstem::model::quantize::{OutputFormat, quantize};
 use mainstem::model::spec::MlpSpec;
 use mainstem::model::tensor_slices::read_slice;
 use mainstem::model::tensors::required_slices;
@@ -85,7 +85,7 @@ fn wiring(source: &ModelSource) -> String {
     let mut parts = text.split("TensorSlice {");
     let begin = parts.next().unwrap_or_default().to_owned();
     parts.fold(begin, |text, part| {
-        let end = part.find("transposed: ").expect("the last of a piece's fields");
+        let end = part.find("transposed: ").expect("the last of a slice's fields");
         text + "\nTensorSlice" + part[end..].split_once('}').expect("its end").1
     })
 }
@@ -152,7 +152,7 @@ fn experts_beside_a_shared_one_are_their_folders_piece_by_piece() {
     // A single row is still a matrix, and is quantized and written as one.
     let (room, source) = (Room::new("gguf-vector"), quantize::opened(&vector.file(), "*=q8_0"));
     let out = room.place("out");
-    quantize(&source, &quantize::target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
+    write_model(&source, &quantize::target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
     let written = opened(&out);
     assert!(quantize::loaded(&source) == quantize::loaded(&written));
     let gate = written.checkpoint.tensor("blk.0.ffn_gate_inp_shexp.weight").expect("it is there");

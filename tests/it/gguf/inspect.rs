@@ -28,7 +28,7 @@ fn inspect_tells_the_keys_that_values_are_from_and_the_types_of_tensors() {
         ("attention.heads", json!(4), "config", "llama.attention.head_count"),
         ("attention.kv_heads", json!(2), "config", "llama.attention.head_count_kv"),
         ("attention.bias", json!(false), "config", "blk.0.attn_q.bias, blk.0.attn_qkv.bias"),
-        ("position.style", json!("interleaved"), "specification", "position.style"),
+        ("position.style", json!("gptj"), "specification", "position.style"),
         ("position.dims", json!(16), "config", "llama.rope.dimension_count"),
         ("position.theta", json!(10000.0), "config", "llama.rope.freq_base"),
         ("head.tied", json!(true), "config", "output.weight"),

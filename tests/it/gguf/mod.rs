@@ -199,7 +199,7 @@ fn a_specification_of_ones_own_reads_any_architecture() {
         ("self_attn.", "attn_"),
         ("mlp.", "ffn_"),
         ("_proj", ""),
-        ("\"halves\"", "\"interleaved\""),
+        ("\"neox\"", "\"gptj\""),
     ];
     let shipped = include_str!("../../../specs/llama.toml").to_owned();
     let own = names.iter().fold(shipped, |text, (hub, gguf)| text.replace(hub, gguf));
@@ -218,7 +218,7 @@ fn a_specification_of_ones_own_reads_any_architecture() {
         let error = format!("{:#}", open().err().expect("it is refused"));
         assert!(error.contains(&format!("key '{key}': {value:?} is not supported")), "{error}");
         let text = std::fs::read_to_string(&spec).expect("it is there");
-        std::fs::write(&spec, format!("{text}\n[neutral]\n\"{key}\" = [{value:?}]\n"))
+        std::fs::write(&spec, format!("{text}\n[supported_values]\n\"{key}\" = [{value:?}]\n"))
             .expect("it can be written");
         assert!(open().is_ok(), "{key}");
         std::fs::write(&spec, text).expect("it can be written");

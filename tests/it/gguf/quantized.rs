@@ -3,7 +3,7 @@
 use super::{Placed, content, writer};
 use crate::common::fixture;
 use crate::quantize::{Room, loaded, opened, target};
-use mainstem::model::quantize::{OutputFormat, quantize};
+use mainstem::export::{OutputFormat, write_model};
 use std::path::Path;
 
 /// Returns the keys of a file that describe its model.
@@ -25,7 +25,7 @@ fn a_file_becomes_another_with_all_its_keys() {
         let room = Room::new(&format!("gguf-{name}"));
         let out = room.place("out.gguf");
         let source = opened(&fixture("gguf").join(name), rules);
-        quantize(&source, &target(out.clone(), OutputFormat::Gguf)).expect("it is written");
+        write_model(&source, &target(out.clone(), OutputFormat::Gguf)).expect("it is written");
         assert!(loaded(&source) == loaded(&opened(&out, "")), "{name}");
         let (before, after) = (writer(name), read(&out));
         assert_eq!(of_the_model(&before), of_the_model(&after), "{name}");
@@ -47,13 +47,13 @@ fn a_file_becomes_another_with_all_its_keys() {
 #[test]
 fn a_file_becomes_a_folder_in_formats_that_gguf_does_not_have() {
     let (room, source) = (Room::new("gguf-folder"), opened(&fixture("gguf/f32.gguf"), "*=q4"));
-    let refused = quantize(&source, &target(room.place("out.gguf"), OutputFormat::Gguf))
+    let refused = write_model(&source, &target(room.place("out.gguf"), OutputFormat::Gguf))
         .expect_err("GGUF has no q4_b32t1a");
     let refused = format!("{refused:#}");
     assert!(refused.contains("q4_b32t1a") && refused.contains("tensor '"), "{refused}");
     assert!(room.names().is_empty());
     let out = room.place("out");
-    quantize(&source, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
+    write_model(&source, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
     for path in [out.clone(), out.join("model.gguf")] {
         assert!(loaded(&source) == loaded(&opened(&path, "")), "{}", path.display());
     }
@@ -66,10 +66,10 @@ fn a_vocabulary_beside_the_file_goes_into_a_folder_only() {
     let placed = Placed::of("quantized", &content("mixtral.gguf"), "f16");
     let source = opened(&placed.file(), "*=q8_0");
     let refused =
-        quantize(&source, &target(room.place("out.gguf"), OutputFormat::Gguf)).expect_err("no vocabulary");
+        write_model(&source, &target(room.place("out.gguf"), OutputFormat::Gguf)).expect_err("no vocabulary");
     assert!(format!("{refused:#}").contains("it has no vocabulary"), "{refused:#}");
     let out = room.place("out");
-    quantize(&source, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
+    write_model(&source, &target(out.clone(), OutputFormat::Safetensors)).expect("it is written");
     let written = opened(&out, "");
     assert!(loaded(&source) == loaded(&written));
     // Stacked experts are ordinary matrices.

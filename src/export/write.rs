@@ -4,9 +4,9 @@
 
 use super::plan::{OutputPlan, PlannedTensor};
 use crate::formats::save::SavedFile;
-use crate::model::requantize::{self, Rounding, SourceRows};
 use crate::model::source::ModelSource;
 use crate::model::tensor_slices;
+use crate::quantize::{Rounding, SourceRows, requantize};
 use anyhow::{Context, Result};
 use std::borrow::Cow;
 use std::fs::File;
@@ -40,7 +40,7 @@ impl TensorWriter<'_> {
     }
 
     fn write_tensor(&self, tensor: &PlannedTensor, out: &mut File) -> Result<()> {
-        let ModelSource { checkpoint, rounding: codes, .. } = self.plan.source();
+        let ModelSource { checkpoint, rounding: policy, .. } = self.plan.source();
         let (matrices, turns) = (tensor.matrices(), tensor.needs_transpose());
         let stored = if turns { Cow::default() } else { tensor.stored.bytes() };
         let len = stored.len() / matrices.len().max(1);
@@ -48,7 +48,7 @@ impl TensorWriter<'_> {
             // Formats without blocks have nothing to choose when rounding, and their rows may be columns
             // here.
             let rounding =
-                if tensor.saved.ty.is_blocked() { codes.for_slice(piece) } else { Rounding::RoundToNearest };
+                if tensor.saved.ty.is_blocked() { piece.rounding(policy) } else { Rounding::RoundToNearest };
             match turns {
                 true => self.write_rows(
                     tensor,
@@ -82,7 +82,7 @@ impl TensorWriter<'_> {
                 true => out.write_all(bytes)?,
                 false => {
                     let rows = SourceRows { ty: tensor.ty, width, bytes };
-                    out.write_all(&requantize::requantize(rows, tensor.saved.ty, rounding, self.threads)?)?;
+                    out.write_all(&requantize(rows, tensor.saved.ty, rounding, self.threads)?)?;
                 }
             }
             progress.advance(bytes.len())?;

@@ -1,18 +1,29 @@
 //! Rules for the number format in which each matrix is loaded.
 //!
 //! Rules are a list, of which the first match applies: `PATTERN=TYPE` for tensors whose name or role matches
-//! the pattern (`*` matches any text), and finally `TYPE` for all others. The last rule is meant for the
-//! matrices that GEMMs stream: embeddings and heads, which are more sensitive, are loaded with at least 8
-//! bits, and no matrix becomes larger than stored.
+//! the pattern (`*` matches any text, `{i}` and `{e}` match numbers), and finally `TYPE` for all others. The
+//! last rule is meant for the matrices that GEMMs stream: embeddings and heads, which are more sensitive, are
+//! loaded with at least 8 bits, and no matrix becomes larger than stored.
 //!
 //! Invariant: vectors and position tables stay as they are stored. Routers and small matrices are not subject
 //! to the last rule, nor is a matrix whose rows are not whole blocks of the format.
 
-use super::spec::TensorSlice;
+use crate::tensor_names::matches;
 use mainstem_kernels::QuantType;
 
 /// Number of elements below which a matrix is not worth converting.
 const SMALL_ELEMENTS: usize = 1 << 14;
+
+/// The names of a matrix that rules may match.
+#[derive(Clone, Copy, Debug)]
+pub struct MatrixNames<'a> {
+    /// Key of the matrix in a specification's `[tensors]`, such as `down`.
+    pub role: &'a str,
+    /// Name of the tensor that contains the matrix.
+    pub name: &'a str,
+    /// The name with placeholders for the numbers of layer and expert.
+    pub pattern: &'a str,
+}
 
 /// A list of rules. An empty list keeps everything as it is stored.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -42,33 +53,33 @@ impl WeightRules {
         Ok(weights)
     }
 
-    /// Returns the first pattern that applies to none of these slices, because it matches none or earlier
+    /// Returns the first pattern that applies to none of these matrices, because it matches none or earlier
     /// rules take precedence.
-    pub fn unused_pattern(&self, pieces: &[&TensorSlice]) -> Option<&str> {
-        let used: Vec<_> = pieces.iter().filter_map(|piece| self.matching_rule(piece)).collect();
+    pub fn unused_pattern(&self, matrices: &[MatrixNames]) -> Option<&str> {
+        let used: Vec<_> = matrices.iter().filter_map(|matrix| self.matching_rule(matrix)).collect();
         let mut patterns = (0..).zip(&self.patterns);
         patterns.find(|(number, _)| !used.contains(number)).map(|(_, (pattern, _))| pattern.as_str())
     }
 
     /// Returns the index of the first rule whose pattern matches.
-    fn matching_rule(&self, piece: &TensorSlice) -> Option<usize> {
-        self.patterns.iter().position(|(pattern, _)| {
-            [piece.name.as_str(), piece.role, &piece.pattern].iter().any(|text| matches(pattern, text))
-        })
+    fn matching_rule(&self, matrix: &MatrixNames) -> Option<usize> {
+        let MatrixNames { role, name, pattern } = *matrix;
+        let is_match = |rule: &str| [name, role, pattern].iter().any(|text| matches(rule, text));
+        self.patterns.iter().position(|(rule, _)| is_match(rule))
     }
 
     /// Returns the format in which to load a matrix (n, k) that is stored as `stored`.
-    pub fn load_type(&self, piece: &TensorSlice, stored: QuantType, shape: &[usize]) -> QuantType {
+    pub fn load_type(&self, matrix: &MatrixNames, stored: QuantType, shape: &[usize]) -> QuantType {
         let [n, k] = *shape else { return stored };
-        if is_transformed_at_load(piece.role) {
+        if is_transformed_at_load(matrix.role) {
             return stored;
         }
         let fits = |ty: QuantType| ty.bytes(k).is_some();
-        match (self.matching_rule(piece).map(|number| self.patterns[number].1), self.default_type) {
+        match (self.matching_rule(matrix).map(|number| self.patterns[number].1), self.default_type) {
             (Some(ty), _) if fits(ty) => ty,
-            (None, Some(ty)) if n * k >= SMALL_ELEMENTS && !is_sensitive(piece.role) => {
+            (None, Some(ty)) if n * k >= SMALL_ELEMENTS && !is_sensitive(matrix.role) => {
                 let ty =
-                    if is_table(piece.role) && ty.bits_per_element() < 8.0 { QuantType::Q8_0 } else { ty };
+                    if is_table(matrix.role) && ty.bits_per_element() < 8.0 { QuantType::Q8_0 } else { ty };
                 if fits(ty) && ty.bits_per_element() < stored.bits_per_element() { ty } else { stored }
             }
             _ => stored,
@@ -99,46 +110,12 @@ fn parse_type(name: &str) -> Result<QuantType, String> {
     })
 }
 
-/// Returns whether the pattern matches all of `text`.
-fn matches(pattern: &str, text: &str) -> bool {
-    match pattern.split_once('*') {
-        None => pattern == text,
-        Some((before, after)) => text.strip_prefix(before).is_some_and(|rest| {
-            let ends = rest.char_indices().map(|(at, _)| at).chain([rest.len()]);
-            ends.into_iter().any(|at| matches(after, &rest[at..]))
-        }),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::spec::{SliceBounds, TensorPart};
 
-    #[test]
-    fn patterns_fit_as_their_stars_say() {
-        for (pattern, text) in
-            [("*", ""), ("a*", "a"), ("*.down_proj.*", "l.3.down_proj.weight"), ("ä*e", "äöe")]
-        {
-            assert!(matches(pattern, text), "{pattern} {text}");
-        }
-        for (pattern, text) in [("", "a"), ("a", "ab"), ("a*b", "abc"), ("*x*", "abc")] {
-            assert!(!matches(pattern, text), "{pattern} {text}");
-        }
-    }
-
-    fn piece(role: &'static str, name: &str) -> TensorSlice {
-        let (layer, part, cut) = (None, TensorPart::Whole, SliceBounds::default());
-        TensorSlice {
-            role,
-            name: name.into(),
-            pattern: name.into(),
-            layer,
-            shape: vec![],
-            part,
-            bounds: cut,
-            transposed: false,
-        }
+    fn names<'a>(role: &'a str, name: &'a str) -> MatrixNames<'a> {
+        MatrixNames { role, name, pattern: name }
     }
 
     /// Tests each exception with a matrix that only this exception excludes from its rule.
@@ -171,24 +148,23 @@ mod tests {
             ("q", "a.x", F32, &[512], F32),
         ] {
             assert_eq!(
-                rules.load_type(&piece(role, name), stored, shape),
+                rules.load_type(&names(role, name), stored, shape),
                 expected,
                 "{role} {name} {stored} {shape:?}"
             );
         }
         let f16 = WeightRules::parse("f16").unwrap();
-        assert_eq!(f16.load_type(&piece("embedding", "x"), F32, &large), F16);
-        assert_eq!(WeightRules::default().load_type(&piece("q", "x"), F16, &large), F16);
+        assert_eq!(f16.load_type(&names("embedding", "x"), F32, &large), F16);
+        assert_eq!(WeightRules::default().load_type(&names("q", "x"), F16, &large), F16);
     }
 
     #[test]
     fn rules_that_count_for_nothing_are_found() {
-        let pieces = [piece("q", "l.0.q"), piece("head", "lm_head")];
-        let pieces: Vec<&TensorSlice> = pieces.iter().collect();
+        let matrices = [names("q", "l.0.q"), names("head", "lm_head")];
         for (rules, idle) in
             [("q=q8,lm_*=q6,q4", None), ("q4", None), ("up=q8,q4", Some("up")), ("l.*=q8,q=q6", Some("q"))]
         {
-            assert_eq!(WeightRules::parse(rules).unwrap().unused_pattern(&pieces), idle, "{rules}");
+            assert_eq!(WeightRules::parse(rules).unwrap().unused_pattern(&matrices), idle, "{rules}");
         }
     }
 

@@ -101,12 +101,13 @@ mod tests {
         }
     }
 
-    /// Patterns may come with a model, so none may take exponential time.
+    /// Patterns may come with a model or a request to convert one, so none may take exponential time.
     #[test]
     fn no_pattern_takes_long() {
         let name = "e".repeat(1000);
         assert!(!matches(&("*e".repeat(200) + "Z"), &name));
         assert!(!matches(&"{i}a".repeat(500), &"1a".repeat(499)));
+        assert!(!matches(&("*a".repeat(10) + "*b"), &"a".repeat(10_000)));
     }
 
     #[test]

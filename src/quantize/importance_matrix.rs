@@ -8,11 +8,11 @@
 //! observed, or were all 0, has no entry.
 
 use super::requantize::Rounding;
-use super::spec::{TensorPart, TensorSlice};
 use anyhow::{Result, ensure};
 use mainstem_kernels::{Backend, MoeShape};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Identifies a stored matrix: a whole tensor, or one of the matrices stacked in it.
@@ -23,10 +23,9 @@ pub struct MatrixId {
 }
 
 impl MatrixId {
-    /// Returns the stored matrix that contains the slice.
-    pub fn for_slice(piece: &TensorSlice) -> MatrixId {
-        let plane = if let TensorPart::Plane(plane) = piece.part { plane } else { 0 };
-        MatrixId { tensor: piece.name.as_str().into(), plane }
+    /// Identifies a matrix by its tensor's name and its index in that tensor; 0 for a whole tensor.
+    pub fn new(tensor: &str, plane: usize) -> MatrixId {
+        MatrixId { tensor: tensor.into(), plane }
     }
 }
 
@@ -42,12 +41,12 @@ pub enum RoundingPolicy {
 }
 
 impl RoundingPolicy {
-    /// Returns the rounding for one slice, with the column weights of that slice if they are known.
-    pub fn for_slice(&self, piece: &TensorSlice) -> Rounding<'_> {
+    /// Returns the rounding for some columns of a matrix (`None`: all), with their weights if they are known.
+    pub fn rounding(&self, id: &MatrixId, columns: Option<Range<usize>>) -> Rounding<'_> {
         match self {
             RoundingPolicy::RoundToNearest => Rounding::RoundToNearest,
             RoundingPolicy::LeastSquares(importance) => Rounding::LeastSquares(
-                importance.as_ref().and_then(|importance| importance.column_weights(piece)),
+                importance.as_ref().and_then(|importance| importance.column_weights(id, columns)),
             ),
         }
     }
@@ -58,10 +57,10 @@ impl RoundingPolicy {
 pub struct ImportanceMatrix(HashMap<MatrixId, Vec<f32>>);
 
 impl ImportanceMatrix {
-    /// Returns the weights of the columns that the slice covers; `None` if the matrix was not observed.
-    pub fn column_weights(&self, piece: &TensorSlice) -> Option<&[f32]> {
-        let columns = self.0.get(&MatrixId::for_slice(piece))?;
-        Some(&columns[piece.bounds.columns.clone().unwrap_or(0..columns.len())])
+    /// Returns the weights of some columns of a matrix (`None`: all); `None` if the matrix was not observed.
+    pub fn column_weights(&self, id: &MatrixId, columns: Option<Range<usize>>) -> Option<&[f32]> {
+        let weights = self.0.get(id)?;
+        Some(&weights[columns.unwrap_or(0..weights.len())])
     }
 }
 
@@ -80,10 +79,10 @@ struct SquareSums {
 }
 
 impl Observations {
-    /// Returns the mean squared input of each column of the slice's matrix; `None` if it was not observed.
-    pub fn mean_squares(&self, piece: &TensorSlice) -> Option<Vec<f64>> {
+    /// Returns the mean squared input of each column of a matrix; `None` if it was not observed.
+    pub fn mean_squares(&self, id: &MatrixId) -> Option<Vec<f64>> {
         let seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let SquareSums { sums, rows } = seen.get(&MatrixId::for_slice(piece))?;
+        let SquareSums { sums, rows } = seen.get(id)?;
         (*rows > 0).then(|| sums.iter().map(|sum| sum / *rows as f64).collect())
     }
 
@@ -129,6 +128,7 @@ pub struct Observer {
 }
 
 impl Observer {
+    /// Creates an observer that adds to `seen`.
     pub fn new(seen: Arc<Observations>) -> Observer {
         Observer { observations: seen, inputs: Vec::new(), logits: Vec::new() }
     }
@@ -200,24 +200,8 @@ fn top_k_experts(logits: &[u8], top_k: usize) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::spec::SliceBounds;
     use mainstem_kernels::reference::Reference;
     use mainstem_kernels::{Activation, HostBuf, Scoring};
-
-    fn piece(name: &str, part: TensorPart, columns: Option<std::ops::Range<usize>>) -> TensorSlice {
-        let (cut, shape) = (SliceBounds { rows: None, columns }, vec![]);
-        let (role, layer, transposed) = ("q", None, false);
-        TensorSlice {
-            role,
-            name: name.into(),
-            pattern: name.into(),
-            layer,
-            shape,
-            part,
-            bounds: cut,
-            transposed,
-        }
-    }
 
     fn buf(b: &mut Reference, values: &[f32]) -> HostBuf {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
@@ -227,7 +211,7 @@ mod tests {
     }
 
     fn means(seen: &Observations, name: &str, plane: usize) -> Option<Vec<f64>> {
-        seen.mean_squares(&piece(name, TensorPart::Plane(plane), None))
+        seen.mean_squares(&MatrixId::new(name, plane))
     }
 
     /// Computed by hand: a step of two rows and a step of one. The third row of the buffer is not part of the
@@ -236,27 +220,23 @@ mod tests {
     fn squares_are_averaged_over_the_rows_of_all_steps() {
         let (mut b, seen) = (Reference::new(), Arc::<Observations>::default());
         let mut observer = Observer::new(seen.clone());
-        let whole = piece("qkv", TensorPart::Whole, None);
-        let (q, o) = (MatrixId::for_slice(&whole), MatrixId::for_slice(&piece("o", TensorPart::Whole, None)));
+        let (q, o) = (MatrixId::new("qkv", 0), MatrixId::new("o", 0));
         let x = buf(&mut b, &[1.0, -2.0, 0.0, 3.0, 4.0, 0.0, 9.0, 9.0, 9.0]);
         // The three parts of a fused matrix have the same input.
         observer.observe(&mut b, (2, 3), &[&q, &q, &q], &x);
-        assert_eq!(seen.mean_squares(&whole), Some(vec![5.0, 10.0, 0.0]));
+        assert_eq!(seen.mean_squares(&q), Some(vec![5.0, 10.0, 0.0]));
         let x = buf(&mut b, &[0.0, 1.0, 0.0]);
         observer.observe(&mut b, (1, 3), &[&q, &o], &x);
-        assert_eq!(seen.mean_squares(&whole), Some(vec![10.0 / 3.0, 7.0, 0.0]));
-        assert_eq!(seen.mean_squares(&piece("o", TensorPart::Whole, None)), Some(vec![0.0, 1.0, 0.0]));
+        assert_eq!(seen.mean_squares(&q), Some(vec![10.0 / 3.0, 7.0, 0.0]));
+        assert_eq!(seen.mean_squares(&o), Some(vec![0.0, 1.0, 0.0]));
         let importance = seen.importance_matrix().unwrap();
         let mean = (10.0 / 3.0 + 7.0) / 3.0;
         // Three observed rows, and eight rows of the prior.
         let expected = [10.0 / 3.0, 7.0, 0.0].map(|x: f64| ((3.0 * x + 8.0 * mean) / (11.0 * mean)) as f32);
-        let found = importance.column_weights(&whole).unwrap();
+        let found = importance.column_weights(&q, None).unwrap();
         assert!(found.iter().zip(expected).all(|(found, x)| (found - x).abs() < 1e-6), "{found:?}");
-        assert_eq!(
-            importance.column_weights(&piece("qkv", TensorPart::Whole, Some(1..3))),
-            Some(&found[1..])
-        );
-        assert!(importance.column_weights(&piece("k", TensorPart::Whole, None)).is_none());
+        assert_eq!(importance.column_weights(&q, Some(1..3)), Some(&found[1..]));
+        assert!(importance.column_weights(&MatrixId::new("k", 0), None).is_none());
     }
 
     /// Each row goes to the two experts with the largest logits; the local experts start at number 1.
@@ -274,7 +254,7 @@ mod tests {
             width: 1,
             activation: Activation::Silu,
         };
-        let id = |name: &str, plane| MatrixId::for_slice(&piece(name, TensorPart::Plane(plane), None));
+        let id = MatrixId::new;
         let ids =
             vec![vec![id("gate", 1), id("up", 1)], vec![id("both", 2), id("both", 2)], vec![id("gate", 3)]];
         // Experts 0 and 2, then 2 and 3, then 0 and 1 because all four logits are equal.
@@ -296,25 +276,19 @@ mod tests {
             &x,
         );
         assert_eq!(means(&seen, "idle", 3), None);
-        assert!(
-            seen.importance_matrix()
-                .unwrap()
-                .column_weights(&piece("idle", TensorPart::Plane(3), None))
-                .is_none()
-        );
+        assert!(seen.importance_matrix().unwrap().column_weights(&id("idle", 3), None).is_none());
     }
 
     #[test]
     fn what_is_no_number_is_an_error_and_what_is_all_zero_counts_alike() {
         let (mut b, seen) = (Reference::new(), Arc::<Observations>::default());
         let mut observer = Observer::new(seen.clone());
-        let (dead, strange) =
-            (piece("dead", TensorPart::Whole, None), piece("strange", TensorPart::Whole, None));
+        let (dead, strange) = (MatrixId::new("dead", 0), MatrixId::new("strange", 0));
         let x = buf(&mut b, &[0.0, 0.0]);
-        observer.observe(&mut b, (1, 2), &[&MatrixId::for_slice(&dead)], &x);
-        assert!(seen.importance_matrix().unwrap().column_weights(&dead).is_none());
+        observer.observe(&mut b, (1, 2), &[&dead], &x);
+        assert!(seen.importance_matrix().unwrap().column_weights(&dead, None).is_none());
         let x = buf(&mut b, &[1.0, f32::NAN]);
-        observer.observe(&mut b, (1, 2), &[&MatrixId::for_slice(&strange)], &x);
+        observer.observe(&mut b, (1, 2), &[&strange], &x);
         assert!(seen.importance_matrix().unwrap_err().to_string().contains("'strange'"));
     }
 }

@@ -14,10 +14,10 @@ mod write;
 
 pub use plan::{FormatTotals, OutputPlan};
 
-use super::load;
-use super::source::{ModelRef, ModelSource, OWN_SPEC, SourceKind};
 use crate::formats::save::{self, AtomicOutput, Existing, SavedFile, SavedTensor};
 use crate::formats::{Checkpoint, Folder, Gguf, PoolingConfig};
+use crate::model::load;
+use crate::model::source::{ModelRef, ModelSource, OWN_SPEC, SourceKind};
 use anyhow::{Context, Result, bail, ensure};
 use companion_files::CompanionFiles;
 use std::io::Read;
@@ -44,7 +44,7 @@ pub enum OutputFormat {
 
 /// Destination and options of a written model.
 #[derive(Clone, Debug)]
-pub struct QuantizeTarget {
+pub struct ExportTarget {
     pub path: PathBuf,
     pub format: OutputFormat,
     pub existing: Existing,
@@ -55,7 +55,7 @@ pub struct QuantizeTarget {
 }
 
 /// Checks that the model can be written to the target, before time is spent on it.
-pub fn check(source: &ModelSource, target: &QuantizeTarget) -> Result<()> {
+pub fn check(source: &ModelSource, target: &ExportTarget) -> Result<()> {
     let gguf = gguf_source(source, target)?;
     let plan = OutputPlan::new(source, None)?;
     if let (OutputFormat::Gguf, Some(gguf)) = (target.format, gguf) {
@@ -67,7 +67,7 @@ pub fn check(source: &ModelSource, target: &QuantizeTarget) -> Result<()> {
 
 /// Writes the model in the formats of its rules. Returns the totals of each format. If it is stopped through
 /// the model's progress, it fails and leaves no files.
-pub fn quantize(source: &ModelSource, target: &QuantizeTarget) -> Result<Vec<FormatTotals>> {
+pub fn write_model(source: &ModelSource, target: &ExportTarget) -> Result<Vec<FormatTotals>> {
     let gguf = gguf_source(source, target)?;
     // Tensors that hold settings are not weights any more, but must be written.
     let all = gguf.map(|gguf| Checkpoint::open_gguf(gguf.path())).transpose()?;
@@ -84,14 +84,14 @@ pub fn quantize(source: &ModelSource, target: &QuantizeTarget) -> Result<Vec<For
 }
 
 /// Returns the model's GGUF file, if it is one. Fails if the model cannot be written in the target's format.
-fn gguf_source<'a>(source: &'a ModelSource, target: &QuantizeTarget) -> Result<Option<&'a Gguf>> {
+fn gguf_source<'a>(source: &'a ModelSource, target: &ExportTarget) -> Result<Option<&'a Gguf>> {
     check_not_source(source, &target.path)?;
     match (&source.kind, target.format) {
         (SourceKind::Gguf(gguf), _) => Ok(Some(gguf.as_ref())),
         (SourceKind::HubFolder(_), OutputFormat::Safetensors) => Ok(None),
         (SourceKind::HubFolder(folder), OutputFormat::Gguf) => bail!(
-            "{}: only a GGUF model can be written as GGUF, because the file needs GGUF metadata and a GGUF vocabulary: \
-             specify a folder to write safetensors",
+            "{}: only a GGUF model can be written as GGUF, because the file needs GGUF metadata and a GGUF \
+             vocabulary: specify a folder to write safetensors",
             folder.path().display()
         ),
         (SourceKind::Llama2c | SourceKind::Synthetic, _) => {
@@ -100,7 +100,7 @@ fn gguf_source<'a>(source: &'a ModelSource, target: &QuantizeTarget) -> Result<O
     }
 }
 
-fn open_place(target: &QuantizeTarget) -> Result<AtomicOutput> {
+fn open_place(target: &ExportTarget) -> Result<AtomicOutput> {
     match target.format {
         OutputFormat::Gguf => AtomicOutput::file(&target.path, target.existing, check_file),
         OutputFormat::Safetensors => AtomicOutput::folder(&target.path, target.existing, check_folder),
@@ -142,7 +142,7 @@ fn check_file(file: &Path) -> Result<()> {
     Ok(())
 }
 
-fn write_gguf(plan: &OutputPlan, gguf: &Gguf, target: &QuantizeTarget) -> Result<AtomicOutput> {
+fn write_gguf(plan: &OutputPlan, gguf: &Gguf, target: &ExportTarget) -> Result<AtomicOutput> {
     check_gguf(plan, gguf)?;
     let place = open_place(target)?;
     let file = save::gguf_file("", gguf, &plan.saved())?;
@@ -161,7 +161,7 @@ fn check_gguf(plan: &OutputPlan, gguf: &Gguf) -> Result<()> {
     Ok(())
 }
 
-fn write_folder(plan: &OutputPlan, gguf: Option<&Gguf>, target: &QuantizeTarget) -> Result<AtomicOutput> {
+fn write_folder(plan: &OutputPlan, gguf: Option<&Gguf>, target: &ExportTarget) -> Result<AtomicOutput> {
     let settings = match (&plan.source().kind, target.spec.as_deref()) {
         (SourceKind::HubFolder(folder), spec) => CompanionFiles::of_folder(folder, spec)?,
         _ => CompanionFiles::beside_gguf(&plan.source().folder().unwrap_or(Folder::disk(Path::new("."))))?,
@@ -188,7 +188,7 @@ fn gguf_metadata_file(
     gguf.map(|gguf| save::gguf_settings_file(GGUF_FILE, gguf, settings, saved)).transpose()
 }
 
-fn writer<'a>(plan: &'a OutputPlan<'a>, target: &QuantizeTarget) -> TensorWriter<'a> {
+fn writer<'a>(plan: &'a OutputPlan<'a>, target: &ExportTarget) -> TensorWriter<'a> {
     TensorWriter { plan, threads: target.threads }
 }
 
@@ -205,7 +205,7 @@ fn is_weights(name: &str) -> bool {
 }
 
 /// Compares the written model with the original: names, formats, shapes and settings.
-fn check_written(source: &ModelSource, target: &QuantizeTarget, begun: &Path) -> Result<()> {
+fn check_written(source: &ModelSource, target: &ExportTarget, begun: &Path) -> Result<()> {
     let has_own_spec = matches!(source.kind, SourceKind::HubFolder(_));
     let spec = target.spec.as_deref().filter(|_| !has_own_spec);
     let open = || {

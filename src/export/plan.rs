@@ -110,8 +110,8 @@ fn plan_weight<'a>(
     if let Some(other) = types.iter().find(|ty| **ty != types[0]) {
         let (name, one) = (&piece.name, types[0]);
         bail!(
-            "{}: tensor '{name}': parts of it would be {one} and others {other}, but a tensor is stored in one format: \
-             add a rule for it, such as '{}={one}'",
+            "{}: tensor '{name}': parts of it would be {one} and others {other}, but a tensor is stored \
+             in one format: add a rule for it, such as '{}={one}'",
             stored.file.display(),
             piece.pattern.replace("{i}", "*").replace("{e}", "*")
         );

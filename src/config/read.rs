@@ -1,0 +1,202 @@
+//! Reads the sections of the configuration from its merged layers.
+//!
+//! Invariant: each key is read here once, with the parser of its value; an error names the key and the layer
+//! that set it.
+
+use super::devices;
+use super::layers::{ConfigError, LayeredSettings};
+use super::sections::*;
+use super::values::{
+    self, duration, integer, log_level, non_empty_string, non_zero_duration, one_of, string, whole_seconds,
+};
+use crate::quantize::WeightRules;
+use crate::request::Pooling;
+use mainstem_kernels::cpu::Isa;
+use mainstem_kernels::{ActivationPrecision, QuantType};
+use std::time::Duration;
+
+const API_KEY_FILE: &str = "server.api_key_file";
+
+impl LayeredSettings {
+    /// Returns the complete configuration, or the error of the first invalid value.
+    pub(super) fn config(&self) -> Result<Config, ConfigError> {
+        Ok(Config {
+            model: self.model()?,
+            server: self.server()?,
+            scheduler: self.scheduler()?,
+            kv: self.kv()?,
+            device: self.device()?,
+            hub: self.hub()?,
+            log: self.log()?,
+        })
+    }
+
+    fn model(&self) -> Result<ModelConfig, ConfigError> {
+        let sources =
+            [("model", SamplingDefaultsSource::Model), ("neutral", SamplingDefaultsSource::Neutral)];
+        let poolings = Pooling::ALL.map(|pooling| (pooling.name(), Some(pooling)));
+        let poolings = [&[("auto", None)], &poolings[..]].concat();
+        let normalize = [("auto", None), ("yes", Some(true)), ("no", Some(false))];
+        Ok(ModelConfig {
+            path: self.get("model.path", string)?,
+            spec: self.get("model.spec", values::path)?,
+            chat_template: self.get("model.chat_template", values::path)?,
+            sampling_defaults: self.get("model.sampling_defaults", |v| one_of(v, &sources))?,
+            weights: self.get("model.weights", |v| WeightRules::parse(&string(v)?))?,
+            served_name: self.get("model.served_name", string)?,
+            pooling: self.get("model.pooling", |v| one_of(v, &poolings))?,
+            normalize: self.get("model.normalize", |v| one_of(v, &normalize))?,
+        })
+    }
+
+    fn server(&self) -> Result<ServerConfig, ConfigError> {
+        let request_timeout = self.get("server.request_timeout", duration)?;
+        Ok(ServerConfig {
+            host: self.get("server.host", non_empty_string)?,
+            port: self.get("server.port", |v| integer(v, 0, u16::MAX.into()))? as u16,
+            workers: self.get("server.workers", |v| integer(v, 1, 1024))?,
+            body_limit_bytes: self.get("server.body_limit", |v| values::size(v, 1024))? as usize,
+            keep_alive: self.get("server.keep_alive", duration)?,
+            stream_comment_interval: self.get("server.stream_comment_interval", non_zero_duration)?,
+            stalled_after: self.get("server.stalled_after", non_zero_duration)?,
+            retry_after: self.get("server.retry_after", whole_seconds)?,
+            request_timeout: (!request_timeout.is_zero()).then_some(request_timeout),
+            api_keys: ApiKeys(self.get("server.api_keys", |v| values::strings(v, values::api_key))?),
+            api_key_file: self
+                .get(API_KEY_FILE, values::path)?
+                .map(|path| KeyFile { path, origin: self.source(API_KEY_FILE) }),
+            cors_origins: self.get("server.cors_origins", values::origins)?,
+            tls: self.tls()?,
+        })
+    }
+
+    fn tls(&self) -> Result<Option<TlsFiles>, ConfigError> {
+        let (cert, key) = ("server.tls_cert", "server.tls_key");
+        match (self.get(cert, values::path)?, self.get(key, values::path)?) {
+            (Some(cert), Some(key)) => Ok(Some(TlsFiles { cert, key })),
+            (Some(_), None) => Err(self.error_for(cert, "requires server.tls_key")),
+            (None, Some(_)) => Err(self.error_for(key, "requires server.tls_cert")),
+            (None, None) => Ok(None),
+        }
+    }
+
+    fn scheduler(&self) -> Result<SchedulerConfig, ConfigError> {
+        let (slots, token_budget) = self.slots_and_token_budget()?;
+        let window = self.get("scheduler.window", non_zero_duration)?;
+        let policies = [
+            ("fused", Policy::Fused),
+            ("window", Policy::Window { window }),
+            ("concurrent", Policy::Concurrent),
+        ];
+        Ok(SchedulerConfig {
+            slots,
+            max_waiting: self.get("scheduler.max_waiting", |v| integer(v, 0, 1 << 24))?,
+            token_budget,
+            policy: self.get("scheduler.policy", |v| one_of(v, &policies))?,
+            shuffle: self.get("scheduler.shuffle", |v| one_of(v, &[("on", true), ("off", false)]))?,
+            lanes: self.get("scheduler.lanes", values::lanes)?,
+            drain_timeout: self.get("scheduler.drain_timeout", duration)?,
+        })
+    }
+
+    /// Returns slots and token budget. The budget must exceed the slots: with all rows taken by decode,
+    /// prompts would never be processed. An error is attributed to the key that a later layer set.
+    fn slots_and_token_budget(&self) -> Result<(usize, usize), ConfigError> {
+        let (slots_key, budget_key) = ("scheduler.slots", "scheduler.token_budget");
+        let slots = self.get(slots_key, |v| integer(v, 1, 1 << 16))?;
+        let budget = self.get(budget_key, |v| integer(v, 1, 1 << 24))?;
+        if budget > slots {
+            return Ok((slots, budget));
+        }
+        Err(if self.source(slots_key) > self.source(budget_key) {
+            self.error_for(slots_key, &format!("must be less than {budget_key}, which is {budget}"))
+        } else {
+            self.error_for(budget_key, &format!("must be more than {slots_key}, which is {slots}"))
+        })
+    }
+
+    fn kv(&self) -> Result<KvConfig, ConfigError> {
+        let types: Vec<_> = QuantType::kv_cache_names().collect();
+        let max_context = self.get("kv.max_context", |v| integer(v, 0, 1 << 32))?;
+        Ok(KvConfig {
+            ty: self.get("kv.type", |v| one_of(v, &types))?,
+            page_size: self.get("kv.page_size", values::page_size)?,
+            size: self.get("kv.size", values::kv_size)?,
+            max_context: (max_context > 0).then_some(max_context),
+            sparse_attention: self.get("kv.sparse_attention", values::fraction)?,
+        })
+    }
+
+    fn device(&self) -> Result<DeviceConfig, ConfigError> {
+        let step = self.get("device.fake_step", duration)?;
+        let row = self.get("device.fake_row", duration)?;
+        let kinds = [DeviceKind::Cpu, DeviceKind::Reference, DeviceKind::Fake { step, row }];
+        let kind = self.get("device.kind", |v| one_of(v, &kinds.map(|kind| (kind.name(), kind))))?;
+        let groups = self.get("device.groups", |v| devices::parse_groups(v, kind, &kinds))?;
+        let isas = Isa::ALL.map(|isa| (isa.name(), isa));
+        let inputs = [("fast", ActivationPrecision::Int8), ("f32", ActivationPrecision::F32)];
+        let threads = self.get("device.threads", |v| integer(v, 0, 4096))?;
+        let step_timeout = self.get("device.step_timeout", duration)?;
+        Ok(DeviceConfig {
+            layers: self.get("device.layers", |v| devices::parse_layers(v, &groups))?,
+            shares: self.get("device.shares", |v| devices::parse_shares(v, &groups))?,
+            experts: self.get("device.experts", |v| one_of(v, &devices::EXPERTS))?,
+            step_timeout: (!step_timeout.is_zero()).then_some(step_timeout),
+            threads: if threads == 0 { cores_per_device(&groups) } else { threads },
+            isa: self.get("device.isa", |v| one_of(v, &isas))?,
+            activation_precision: self.get("device.activations", |v| one_of(v, &inputs))?,
+            groups,
+        })
+    }
+
+    fn hub(&self) -> Result<HubSettings, ConfigError> {
+        Ok(HubSettings {
+            cache: self.get("hub.cache", values::path)?,
+            endpoint: self.get("hub.endpoint", values::url)?,
+        })
+    }
+
+    fn log(&self) -> Result<LogConfig, ConfigError> {
+        let formats = [("text", LogFormat::Text), ("json", LogFormat::Json)];
+        Ok(LogConfig {
+            format: self.get("log.format", |v| one_of(v, &formats))?,
+            level: self.get("log.level", log_level)?,
+        })
+    }
+}
+
+impl ServerConfig {
+    /// Returns all API keys, including the current ones of the key file. If the file cannot be read or has no
+    /// key, the error has the source of its path.
+    pub fn load_api_keys(&self) -> Result<ApiKeys, ConfigError> {
+        let mut keys = self.api_keys.0.clone();
+        if let Some(KeyFile { path, origin }) = &self.api_key_file {
+            let fault = |reason| {
+                let message = format!("{API_KEY_FILE} = {:?}: {reason}", path.display().to_string());
+                ConfigError { origin: origin.clone(), message }
+            };
+            keys.extend(values::read_api_key_file(path).map_err(fault)?);
+        }
+        Ok(ApiKeys(keys))
+    }
+}
+
+/// Parses a duration in the configuration's syntax, such as `250ms`.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    duration(&text.into())
+}
+
+/// Parses a number of bytes in the configuration's syntax, such as `4MiB`.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    values::size(&text.into(), 1)
+}
+
+/// Returns the cores per CPU device when they are divided evenly; at least 1.
+fn cores_per_device(groups: &Groups) -> usize {
+    let computing = groups.iter().flatten().filter(|device| device.kind == DeviceKind::Cpu).count();
+    (cores() / computing.max(1)).max(1)
+}
+
+pub(super) fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}

@@ -1,0 +1,301 @@
+//! The sections of the configuration, each a struct of checked values for one consumer.
+//!
+//! Invariant: this is plain data; how it is written in files is defined in [`super::read`] and its parsers.
+
+use super::layers::ConfigSource;
+use crate::quantize::WeightRules;
+use crate::request::Pooling;
+use mainstem_kernels::cpu::Isa;
+use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// The complete configuration, by consumer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    pub model: ModelConfig,
+    pub server: ServerConfig,
+    pub scheduler: SchedulerConfig,
+    pub kv: KvConfig,
+    pub device: DeviceConfig,
+    pub hub: HubSettings,
+    pub log: LogConfig,
+}
+
+/// Options of the served model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// A folder or a file, or `hf:owner/name[@revision]`; empty for the built-in demo model.
+    pub path: String,
+    /// Specification file; `None` uses the folder's own, else the built-in one for the model type.
+    pub spec: Option<PathBuf>,
+    /// Chat template file; `None` uses the model's own.
+    pub chat_template: Option<PathBuf>,
+    pub sampling_defaults: SamplingDefaultsSource,
+    /// Number formats in which matrices are loaded.
+    pub weights: WeightRules,
+    /// Model name in the API; empty for the model's own.
+    pub served_name: String,
+    /// Pooling of an encoder's token states into one embedding; `None` follows the model's files.
+    pub pooling: Option<Pooling>,
+    /// Whether embeddings are L2-normalized; `None` follows the model's files.
+    pub normalize: Option<bool>,
+}
+
+/// Source of default sampling parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SamplingDefaultsSource {
+    /// The model's generation_config.json.
+    Model,
+    /// Temperature 1, without truncation.
+    Neutral,
+}
+
+/// Options of the HTTP server.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ServerConfig {
+    pub host: String,
+    /// 0 picks a free port.
+    pub port: u16,
+    /// HTTP worker threads; at least 1.
+    pub workers: usize,
+    /// Maximum size of a request body.
+    pub body_limit_bytes: usize,
+    /// Time for which an idle connection stays open.
+    pub keep_alive: Duration,
+    /// Idle time of an event stream after which a comment is sent.
+    pub stream_comment_interval: Duration,
+    /// Time since the decode loop's last iteration after which requests in flight count as stalled.
+    pub stalled_after: Duration,
+    /// Value of the Retry-After header, in whole seconds; at least 1.
+    pub retry_after: Duration,
+    /// Maximum time from a request's arrival to its end; `None` is unlimited.
+    pub request_timeout: Option<Duration>,
+    /// Accepted API keys. If there are none here and in `api_key_file`, no key is required.
+    pub api_keys: ApiKeys,
+    /// File with further API keys.
+    pub api_key_file: Option<KeyFile>,
+    /// Origins allowed to use the API: `scheme://host[:port]`, or "*" alone. If empty, no cross-origin
+    /// request is.
+    pub cors_origins: Vec<String>,
+    /// TLS certificate and key; `None` serves plain HTTP.
+    pub tls: Option<TlsFiles>,
+}
+
+/// API keys, each non-empty printable ASCII. The `Debug` form shows only their number.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ApiKeys(pub Vec<String>);
+
+impl fmt::Debug for ApiKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ApiKeys({})", self.0.len())
+    }
+}
+
+/// A file of API keys, one per line. It is opened only where keys are checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyFile {
+    pub path: PathBuf,
+    /// Source of the path.
+    pub(super) origin: ConfigSource,
+}
+
+/// PEM files for TLS.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The certificate with its intermediate certificates.
+    pub cert: PathBuf,
+    pub key: PathBuf,
+}
+
+/// Options of intake, prefill and decode.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SchedulerConfig {
+    /// Maximum number of sequences decoded at once; at least 1.
+    pub slots: usize,
+    /// Maximum number of queued requests, in addition to the running ones.
+    pub max_waiting: usize,
+    /// Maximum rows of one step; more than `slots`.
+    pub token_budget: usize,
+    pub policy: Policy,
+    /// Whether holes between slots are closed.
+    pub shuffle: bool,
+    pub lanes: LaneCount,
+    /// Time that requests in flight may take to finish at shutdown.
+    pub drain_timeout: Duration,
+}
+
+/// The number of lanes. A lane is a range of slots whose micro-batch has one step in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LaneCount {
+    /// One lane per stage.
+    PerStage,
+    /// A fixed number; at least 1.
+    Number(usize),
+}
+
+/// Batching policy: how requests share the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// New requests join the running batch at the next step.
+    Fused,
+    /// Requests that arrive within `window` run as one batch to completion.
+    Window { window: Duration },
+    /// Each request runs its own steps.
+    Concurrent,
+}
+
+impl Policy {
+    /// The policy's name in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Policy::Fused => "fused",
+            Policy::Window { .. } => "window",
+            Policy::Concurrent => "concurrent",
+        }
+    }
+}
+
+/// Options of the KV cache.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KvConfig {
+    /// Data type of cached keys and values.
+    pub ty: QuantType,
+    /// Tokens per page; a multiple of [`PAGE_UNIT`].
+    pub page_size: usize,
+    pub size: KvSize,
+    /// Maximum sequence length in tokens; `None` is the model's own limit.
+    pub max_context: Option<usize>,
+    /// Fraction of cached values attended to per generated token.
+    pub sparse_attention: Fraction,
+}
+
+/// Unit of the KV page size, in tokens: page sizes are multiples of it.
+pub const PAGE_UNIT: usize = 32;
+
+/// Size of the KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvSize {
+    /// A number of tokens.
+    Tokens(usize),
+    Bytes(u64),
+    /// Room for a sequence of full context length in every slot, if memory allows.
+    Auto,
+}
+
+/// Options of the devices.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceConfig {
+    /// The stages, at least one, each with at least one device.
+    pub groups: Groups,
+    /// Layers per stage, encoder and decoder layers together; if empty, they are divided by speed, and by
+    /// memory where devices have their own.
+    pub layers: Vec<usize>,
+    /// Relative share of its stage per rank, at least 1; if empty, all shares are equal.
+    pub shares: Vec<Vec<u32>>,
+    pub experts: ExpertPlacement,
+    /// Maximum time of a step; `None` is unlimited.
+    pub step_timeout: Option<Duration>,
+    /// Compute threads per device; at least 1.
+    pub threads: usize,
+    pub isa: Isa,
+    /// Activation precision in GEMMs with quantized or bf16 weights.
+    pub activation_precision: ActivationPrecision,
+}
+
+impl DeviceConfig {
+    /// Iterates over all devices, stage by stage, in rank order.
+    pub fn devices(&self) -> impl Iterator<Item = &DeviceName> {
+        self.groups.iter().flatten()
+    }
+
+    /// Returns the relative shares of a stage's ranks.
+    pub fn stage_shares(&self, stage: usize) -> Vec<u32> {
+        self.shares.get(stage).cloned().unwrap_or_else(|| vec![1; self.groups[stage].len()])
+    }
+
+    /// Returns this configuration with other groups and the automatic split of layers and shares.
+    pub fn regrouped(&self, groups: &[Vec<DeviceName>]) -> DeviceConfig {
+        DeviceConfig { groups: groups.to_vec(), layers: Vec::new(), shares: Vec::new(), ..self.clone() }
+    }
+
+    /// Whether layers and shares are the defaults.
+    pub fn has_default_split(&self) -> bool {
+        self.layers.is_empty() && self.shares.iter().flatten().all(|share| *share == 1)
+    }
+}
+
+/// A device's name, such as `cpu:0`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceName {
+    pub kind: DeviceKind,
+    /// Index among the devices of this kind.
+    pub number: u32,
+}
+
+impl fmt::Display for DeviceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.kind.name(), self.number)
+    }
+}
+
+/// Pipeline stages, each with its devices in rank order.
+pub type Groups = Vec<Vec<DeviceName>>;
+
+/// Split of a mixture of experts over the ranks of a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertPlacement {
+    /// Each rank has a part of every expert.
+    Column,
+    /// Each rank has some of the experts.
+    Expert,
+}
+
+/// Compute backend of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceKind {
+    Cpu,
+    Reference,
+    /// No arithmetic: a step takes `step` plus `row` for each of its rows.
+    Fake {
+        step: Duration,
+        row: Duration,
+    },
+}
+
+impl DeviceKind {
+    /// The backend's name in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            DeviceKind::Cpu => "cpu",
+            DeviceKind::Reference => "reference",
+            DeviceKind::Fake { .. } => "fake",
+        }
+    }
+}
+
+/// Options of hub downloads. Access tokens are not part of the configuration.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HubSettings {
+    /// Download folder; `None` follows the environment (HF_HUB_CACHE, HF_HOME), else it is the usual folder
+    /// in the user's home.
+    pub cache: Option<PathBuf>,
+    /// Hub URL; `None` follows the environment (HF_ENDPOINT), else it is the public hub.
+    pub endpoint: Option<String>,
+}
+
+/// Options of the log.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LogConfig {
+    pub format: LogFormat,
+    /// A level or filter directives.
+    pub level: String,
+}
+
+/// Format of log lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogFormat {
+    Text,
+    Json,
+}

@@ -1,0 +1,190 @@
+//! The context of resolving a stack, and the parts that all of its layers use: tensors, linear layers, norms
+//! and activations.
+//!
+//! Invariant: the name of a slice is one that the checkpoint has, if it has any of the possible ones.
+
+use super::lookup::Lookups;
+use super::setting::OneOrMore;
+use super::tables::Tables;
+use super::words::{ActivationName, NormName, Placement, StackName};
+use super::{LinearSpec, NormSpec, SliceBounds, TensorPart, TensorSlice};
+use crate::tensor_names::{bias_name, tensor_name};
+use anyhow::{Context, Result};
+use mainstem_kernels::{Activation, NormKind};
+
+/// Context for resolving the parts of a stack.
+pub(super) struct ResolveContext<'a, 'b> {
+    pub lookups: &'a mut Lookups<'b>,
+    pub tables: &'a Tables,
+    /// Prefixes that tensor names may have.
+    pub prefixes: &'a [String],
+    pub stack: StackName,
+    /// Whether the stack is a decoder that attends to an encoder's output.
+    pub has_encoder: bool,
+    pub vocab: usize,
+    pub hidden: usize,
+}
+
+impl ResolveContext<'_, '_> {
+    /// Returns the slice of a tensor, under the first of its names that the checkpoint has.
+    pub fn slice(
+        &self,
+        role: &'static str,
+        names: &Option<OneOrMore<String>>,
+        shape: Vec<usize>,
+        part: TensorPart,
+        expert: Option<usize>,
+    ) -> Result<TensorSlice> {
+        let names = names
+            .as_ref()
+            .with_context(|| format!("the specification has no tensor name for 'tensors.{role}'"))?;
+        let layer = self.lookups.layer;
+        let named = |pattern: &str| tensor_name(pattern, layer, expert);
+        let first = || names.as_slice().first().cloned();
+        let found = candidate_names(names, self.prefixes)
+            .into_iter()
+            .find(|pattern| (self.lookups.has_tensor)(&named(pattern)))
+            .or_else(first);
+        let pattern =
+            found.with_context(|| format!("the specification has no tensor name for 'tensors.{role}'"))?;
+        let part = match (part, expert) {
+            // One tensor contains the matrices of all experts.
+            (TensorPart::Whole, Some(expert)) if !pattern.contains("{e}") => TensorPart::Plane(expert),
+            (part, _) => part,
+        };
+        let layer = layer.filter(|_| pattern.contains("{i}"));
+        Ok(TensorSlice {
+            role,
+            name: named(&pattern),
+            pattern: pattern.into(),
+            layer,
+            shape,
+            part,
+            bounds: SliceBounds::default(),
+            transposed: false,
+        })
+    }
+
+    /// Returns the bias vector that belongs to a weight, named after it.
+    pub fn bias_of(&self, weight: &TensorSlice, role: &'static str, shape: Vec<usize>) -> TensorSlice {
+        TensorSlice {
+            role,
+            name: bias_name(&weight.name),
+            pattern: bias_name(&weight.pattern).into(),
+            shape,
+            transposed: false,
+            ..weight.clone()
+        }
+    }
+
+    /// Resolves a linear layer that is stored as a tensor of its own.
+    pub fn linear(
+        &mut self,
+        role: &'static str,
+        bias_role: Option<&'static str>,
+        names: &Option<OneOrMore<String>>,
+        n: usize,
+        k: usize,
+    ) -> Result<LinearSpec> {
+        self.linear_part(role, bias_role, names, (n, k), (n, TensorPart::Whole), None)
+    }
+
+    /// Resolves a linear layer that is a part of a tensor with `rows` rows.
+    pub fn linear_part(
+        &mut self,
+        role: &'static str,
+        bias_role: Option<&'static str>,
+        names: &Option<OneOrMore<String>>,
+        (n, k): (usize, usize),
+        (rows, part): (usize, TensorPart),
+        expert: Option<usize>,
+    ) -> Result<LinearSpec> {
+        let transposed = self.transposed()?;
+        let shape = if transposed { vec![k, rows] } else { vec![rows, k] };
+        let mut weight = TensorSlice { transposed, ..self.slice(role, names, shape, part, expert)? };
+        if let TensorPart::Plane(_) = weight.part {
+            let experts = self.lookups.or_default("moe.experts", &self.tables.moe.experts, 0)?;
+            weight.shape.insert(0, experts);
+        }
+        let bias = bias_role.map(|role| self.bias_of(&weight, role, vec![rows]));
+        Ok(LinearSpec { n, k, weight, bias })
+    }
+
+    fn transposed(&mut self) -> Result<bool> {
+        self.lookups.or_default("tensors.transposed", &self.tables.tensors.transposed, false)
+    }
+
+    /// Resolves a norm of the specification's kind.
+    pub fn norm(
+        &mut self,
+        role: &'static str,
+        names: &Option<OneOrMore<String>>,
+        width: usize,
+    ) -> Result<NormSpec> {
+        let kind = self.lookups.required("norm.kind", &self.tables.norm.kind)?;
+        self.norm_of_kind(norm_kind(kind), role, names, width)
+    }
+
+    /// Resolves a norm of the given kind.
+    pub fn norm_of_kind(
+        &mut self,
+        kind: NormKind,
+        role: &'static str,
+        names: &Option<OneOrMore<String>>,
+        width: usize,
+    ) -> Result<NormSpec> {
+        let table = &self.tables.norm;
+        let eps = self.lookups.required("norm.eps", &table.eps)? as f32;
+        let offset = self.lookups.or_default("norm.offset", &table.offset, 0.0)? as f32;
+        let has_bias = self.lookups.or_default("norm.bias", &table.bias, kind == NormKind::Layer)?;
+        let weight = self.slice(role, names, vec![width], TensorPart::Whole, None)?;
+        let bias = (has_bias && kind == NormKind::Layer).then(|| self.bias_of(&weight, role, vec![width]));
+        Ok(NormSpec { kind, weight, bias, offset, width, eps })
+    }
+
+    /// Returns the placement of the sub-layers' norms.
+    pub fn placement(&mut self) -> Result<Placement> {
+        self.lookups.or_default("norm.placement", &self.tables.norm.placement, Placement::Pre)
+    }
+}
+
+/// Returns the possible names in a file: first without a prefix, then with each prefix.
+pub(super) fn candidate_names(names: &OneOrMore<String>, prefixes: &[String]) -> Vec<String> {
+    let each = names.as_slice().iter();
+    each.flat_map(|name| {
+        let prefixed = prefixes.iter().map(move |prefix| format!("{prefix}{name}"));
+        std::iter::once(name.clone()).chain(prefixed)
+    })
+    .collect()
+}
+
+/// Returns the activation of the layer's MLP.
+pub(super) fn activation(fill: &mut ResolveContext) -> Result<Activation> {
+    Ok(activation_of(fill.lookups.required("mlp.activation", &fill.tables.mlp.activation)?))
+}
+
+/// Returns the activation with that name.
+pub(super) fn activation_of(name: ActivationName) -> Activation {
+    match name {
+        ActivationName::Relu => Activation::Relu,
+        ActivationName::SquaredRelu => Activation::SquaredRelu,
+        ActivationName::Gelu => Activation::Gelu,
+        ActivationName::GeluTanh => Activation::GeluTanh,
+        ActivationName::QuickGelu => Activation::QuickGelu,
+        ActivationName::Silu => Activation::Silu,
+        ActivationName::Tanh => Activation::Tanh,
+    }
+}
+
+/// Returns the kind of norm with that name.
+pub(super) fn norm_kind(name: NormName) -> NormKind {
+    match name {
+        NormName::Rms => NormKind::Rms,
+        NormName::Layer => NormKind::Layer,
+    }
+}
+
+/// Returns the number if it is positive.
+pub(super) fn positive(number: f32) -> Option<f32> {
+    (number > 0.0).then_some(number)
+}

@@ -1,0 +1,170 @@
+//! The weights of a loaded model, in a device's memory.
+//!
+//! Invariant: buffers are in the memory of one backend, in the layout that its operations expect.
+
+use super::shard::StageRole;
+use super::spec::{ColumnSplit, ModelSpec};
+use crate::quantize::MatrixId;
+use mainstem_kernels::{Activation, Expert, MoeShape, Norm, QuantType, RelativeBias, Rope, Weight};
+use std::sync::Arc;
+
+/// A model, or one rank's part of it, in a device's memory. An encoder-decoder model has two stacks.
+pub struct Model<Buf> {
+    /// Specification of this rank's part.
+    pub spec: ModelSpec,
+    pub role: StageRole,
+    pub encoder: Option<Stack<Buf>>,
+    pub decoder: Option<Stack<Buf>>,
+    /// The loaded tensors, in loading order.
+    pub tensors: Vec<TensorRecord>,
+}
+
+/// A stack of layers with its embedding, final norm and head.
+pub struct Stack<Buf> {
+    /// The embedding; `None` if the first layer is on another stage.
+    pub embedding: Option<Embedding<Buf>>,
+    /// Tables of the distinct rotary position embeddings of the layers.
+    pub ropes: Vec<Rope<Buf>>,
+    /// Relative position bias of the layers.
+    pub relative_bias: Option<RelativeBias<Buf>>,
+    pub weights: WeightSource<Buf>,
+    pub norm: Option<Norm<Buf>>,
+    pub head: Option<Head<Buf>>,
+}
+
+/// The token embedding, which maps tokens to the residual stream.
+pub struct Embedding<Buf> {
+    /// Table, (tokens, width).
+    pub table: Arc<Weight<Buf>>,
+    /// Token of the table's first row.
+    pub first_token: usize,
+    pub scale: f32,
+    /// Projection to the width of the residual stream.
+    pub project_in: Option<Linear<Buf>>,
+    /// Table that is added by position, (positions, hidden), and the row of position 0.
+    pub position_table: Option<(Weight<Buf>, usize)>,
+    pub norm: Option<Norm<Buf>>,
+}
+
+/// Provides the weights of each layer.
+pub enum WeightSource<Buf> {
+    /// All layers are in the device's memory.
+    Resident(Vec<LayerWeights<Buf>>),
+}
+
+/// The weights of one layer.
+pub struct LayerWeights<Buf> {
+    pub attention_norms: SublayerNorms<Buf>,
+    pub attention: Attention<Buf>,
+    /// Cross-attention to the encoder output, with its norms.
+    pub cross: Option<(SublayerNorms<Buf>, Attention<Buf>)>,
+    pub mlp_norms: SublayerNorms<Buf>,
+    pub mlp: Mlp<Buf>,
+}
+
+/// The norms around a sub-layer: of its input, of its output, and of the sum.
+pub struct SublayerNorms<Buf> {
+    pub pre: Option<Norm<Buf>>,
+    pub out: Option<Norm<Buf>>,
+    pub post: Option<Norm<Buf>>,
+}
+
+/// The projections around attention.
+pub struct Attention<Buf> {
+    pub q: Linear<Buf>,
+    pub k: Linear<Buf>,
+    pub v: Linear<Buf>,
+    pub o: Linear<Buf>,
+    /// Norms of queries and of keys.
+    pub qk_norms: Option<(Norm<Buf>, Norm<Buf>)>,
+    /// The split of queries and keys over ranks, if a norm spans all heads.
+    pub qk_split: Option<(ColumnSplit, ColumnSplit)>,
+}
+
+/// A feed-forward network.
+pub enum Mlp<Buf> {
+    Dense(Dense<Buf>),
+    Experts(Box<Moe<Buf>>),
+}
+
+/// A dense feed-forward network: down(act(gate(x)) * up(x)), or down(act(gate(x))) without `up`.
+pub struct Dense<Buf> {
+    pub width: usize,
+    pub activation: Activation,
+    pub gate: Linear<Buf>,
+    pub up: Option<Linear<Buf>>,
+    pub down: Linear<Buf>,
+}
+
+/// A mixture of experts.
+pub struct Moe<Buf> {
+    pub shape: MoeShape,
+    pub router: Linear<Buf>,
+    pub experts: Vec<Expert<Buf>>,
+    /// The shared expert, which processes every token.
+    pub shared: Option<Dense<Buf>>,
+    /// Gate of the shared expert, (1, hidden): its sigmoid multiplies the shared expert's output.
+    pub shared_router: Option<Linear<Buf>>,
+    /// For each local expert, the matrices that read the layer's input.
+    pub input_matrices: Vec<Vec<MatrixId>>,
+}
+
+/// A linear layer: y = x · Wᵀ (+ b).
+pub struct Linear<Buf> {
+    pub id: MatrixId,
+    pub weight: Weight<Buf>,
+    /// Bias, F32, (n).
+    pub bias: Option<Buf>,
+}
+
+/// The head, which maps the residual stream to logits.
+pub struct Head<Buf> {
+    pub transform: Option<(Linear<Buf>, Activation, Norm<Buf>)>,
+    /// Projection to the width of the embedding.
+    pub project_out: Option<Linear<Buf>>,
+    pub id: MatrixId,
+    /// Matrix (tokens, width); the embedding table if the head is tied.
+    pub table: Arc<Weight<Buf>>,
+    /// The split of the vocabulary over ranks, if it is split.
+    pub vocab_split: Option<ColumnSplit>,
+    /// Bias of the logits, F32, (tokens).
+    pub bias: Option<Buf>,
+    pub scale: f32,
+    pub softcap: Option<f32>,
+}
+
+/// Describes a loaded tensor, or a part of one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorRecord {
+    pub name: String,
+    pub ty: QuantType,
+    /// Loaded shape: (n, k), or the length of a vector.
+    pub shape: Vec<usize>,
+    /// Size in that number format.
+    pub bytes: usize,
+}
+
+impl TensorRecord {
+    /// Returns the size in the device's memory in bytes: vectors are converted to F32.
+    pub fn loaded_bytes(&self) -> usize {
+        match self.shape.as_slice() {
+            [width] => width * size_of::<f32>(),
+            _ => self.bytes,
+        }
+    }
+
+    /// Returns the record of the same tensor in F32.
+    pub fn in_f32(self) -> TensorRecord {
+        let bytes = self.shape.iter().product::<usize>() * size_of::<f32>();
+        TensorRecord { ty: QuantType::F32, bytes, ..self }
+    }
+}
+
+impl<Buf> WeightSource<Buf> {
+    /// Returns the weights of the layer with that index within the stage.
+    pub fn layer(&self, index: usize) -> &LayerWeights<Buf> {
+        match self {
+            WeightSource::Resident(blocks) => &blocks[index],
+        }
+    }
+}

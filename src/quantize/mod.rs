@@ -1,0 +1,13 @@
+//! Conversion of weights to other number formats: rules that select the formats, rounding, and the importance
+//! matrix of a text.
+//!
+//! Invariant: this module knows number formats and names of matrices only. Loading a model and writing one
+//! in other formats (`export`) are built on it.
+
+mod importance_matrix;
+mod requantize;
+mod weight_rules;
+
+pub use importance_matrix::{ImportanceMatrix, MatrixId, Observations, Observer, RoundingPolicy};
+pub use requantize::{Rounding, SourceRows, requantize};
+pub use weight_rules::{MatrixNames, WeightRules};
