@@ -48,7 +48,7 @@ pub enum Task {
     Generate,
     /// One vector for the encoder input.
     Embed(Pooling),
-    /// The `top` most likely tokens at each of the positions `at` of the encoder input. Positions ascend.
+    /// The `top_k` most likely tokens at each of the `positions` of the encoder input. Positions ascend.
     FillMask { positions: Arc<[u32]>, top_k: u8 },
 }
 
@@ -98,7 +98,7 @@ pub enum TokenEvent {
     Token(Token),
     /// The vector of the encoder input, not normalized ([`Task::Embed`]).
     Embedding(Vec<f32>),
-    /// The most likely token at one of the requested positions, in their order ([`Task::Fill`]).
+    /// The most likely token at one of the requested positions, in their order ([`Task::FillMask`]).
     MaskFilled(Token),
     /// The end-of-sequence or stop token that ends the sequence: generated, but not part of the text.
     EndToken(Token),
@@ -189,12 +189,14 @@ pub enum RequestError {
     /// 400: prompt and generated tokens exceed the model's context. `prompt` is the name of the prompt's
     /// parameter.
     #[error(
-        "the {prompt} has {prompt_tokens} tokens and max_tokens is {max_tokens}; together they exceed the context of {context} tokens"
+        "the {prompt} has {prompt_tokens} tokens and max_tokens is {max_tokens}; together they exceed the \
+         context of {context} tokens"
     )]
     TooLong { prompt: &'static str, prompt_tokens: usize, max_tokens: usize, context: usize },
     /// 400: the prompt alone fills the model's context. `prompt` is the name of the prompt's parameter.
     #[error(
-        "the {prompt} has {prompt_tokens} tokens, which leaves no room to generate in the context of {context} tokens"
+        "the {prompt} has {prompt_tokens} tokens, which leaves no room to generate in the context of \
+         {context} tokens"
     )]
     PromptTooLong { prompt: &'static str, prompt_tokens: usize, context: usize },
     /// 400: the request may need more KV pages than the pool has. `what` names the parameters that need them;
@@ -206,7 +208,8 @@ pub enum RequestError {
     UnknownModel { model: String, served: String },
     /// 429: the queue is full.
     #[error(
-        "the server is busy: {waiting} requests are queued, the limit is {limit}, and {coming} more do not fit"
+        "the server is busy: {waiting} requests are queued, the limit is {limit}, and {coming} more do not \
+         fit"
     )]
     Busy { coming: usize, waiting: usize, limit: usize },
     /// 504: the request took longer than the server allows.

@@ -173,7 +173,8 @@ impl IntakeLimits {
         if ends + logit_bias.len() > limit {
             let (biases, rest) = (logit_bias.len(), limit - ends);
             let message = format!(
-                "logit_bias can have at most {rest} tokens beside the {ends} that end the sequence, not {biases}"
+                "logit_bias can have at most {rest} tokens beside the {ends} that end the sequence, not \
+                 {biases}"
             );
             return Err(invalid("logit_bias", message));
         }

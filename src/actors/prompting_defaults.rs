@@ -70,8 +70,11 @@ impl PromptingDefaults {
     pub fn embedding_warning(source: &ModelSource, config: &ModelConfig) -> Option<String> {
         let instead = match config.pooling {
             Some(pooling) => format!("model.pooling overrides it: texts are pooled by {}", pooling.name()),
-            None => "embeddings are refused unless a request or model.pooling (--pooling) specifies the pooling method"
-                .to_owned(),
+            None => {
+                "embeddings are refused unless a request or model.pooling (--pooling) specifies the pooling \
+                     method"
+                    .to_owned()
+            }
         };
         let pooling = match &source.sentence.as_ref()?.pooling {
             PoolingConfig::Unsupported(unserved) => Some(format!("{unserved}; {instead}")),

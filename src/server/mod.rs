@@ -76,6 +76,7 @@ pub struct ServeParts {
 }
 
 impl ServeParts {
+    /// Collects the parts of a server.
     pub fn new(
         intake: IntakeHandle,
         status: Arc<Status>,

@@ -15,6 +15,7 @@ pub enum Prompt {
 }
 
 impl Prompt {
+    /// Returns whether the prompt has no characters or no ids.
     pub fn is_empty(&self) -> bool {
         match self {
             Prompt::Text(text) => text.is_empty(),

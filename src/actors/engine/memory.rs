@@ -42,7 +42,8 @@ pub(super) fn kv_plan(
     ensure!(pages > 0, "kv.size is less than one page of {page} bytes");
     ensure!(
         pages >= least,
-        "kv.size is one page of {page} bytes, but a sequence needs at least {least}: for its own and its encoder positions"
+        "kv.size is one page of {page} bytes, but a sequence needs at least {least}: for its own and its \
+         encoder positions"
     );
     ensure!(pages < u32::MAX as usize, "kv.size is {pages} pages, more than page numbers can represent");
     Ok(KvCacheConfig { ty: kv.ty, pages: pages + 1 })
@@ -136,8 +137,8 @@ impl MemoryPool {
             ),
             KvSize::Tokens(_) | KvSize::Bytes(_) => ensure!(
                 wanted <= self.remaining(),
-                "kv.size needs {wanted} bytes on {devices}, but only {} are available there beside {taken} for weights \
-                 and steps",
+                "kv.size needs {wanted} bytes on {devices}, but only {} are available there beside {taken} for \
+                 weights and steps",
                 self.remaining()
             ),
         }
@@ -243,7 +244,8 @@ mod tests {
         let error = pool.check(11, KvSize::Bytes(88)).unwrap_err().to_string();
         assert_eq!(
             error,
-            "kv.size needs 88 bytes on cpu:0, cpu:1, but only 80 are available there beside 20 for weights and steps"
+            "kv.size needs 88 bytes on cpu:0, cpu:1, but only 80 are available there beside 20 for weights \
+             and steps"
         );
         // Without a configured size only the minimum is checked, and weights that do not fit are another
         // matter.

@@ -40,6 +40,7 @@ struct PendingStep {
 }
 
 impl StepQueue {
+    /// Creates an empty queue for at most `max_running` steps at once.
     pub fn new(limits: StepLimits, max_running: usize) -> StepQueue {
         // A rank may still read the batch of the step that completed last.
         let batches = (0..=max_running).map(|_| Arc::new(StepBatch::with_capacity(&limits))).collect();

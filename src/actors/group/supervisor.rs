@@ -48,6 +48,7 @@ pub(super) struct Supervisor {
 }
 
 impl Supervisor {
+    /// Creates a supervisor of a group whose devices are not built yet. `factories` are by stage and rank.
     pub fn new(group: Arc<GroupState>, factories: Vec<Vec<SharedExecutorFactory>>) -> Supervisor {
         let threads = factories.iter().map(|stage| stage.iter().map(|_| None).collect()).collect();
         Supervisor { group, factories, threads, abandoned: Vec::new(), first_build_time: Duration::ZERO }
@@ -82,7 +83,8 @@ impl Supervisor {
                 Err(_) if self.group.is_stopping() => {}
                 Err(fault) => {
                     error!(
-                        "{label} is still unavailable: {fault:#}; retrying in {retry_interval:.0?}, or with the next step"
+                        "{label} is still unavailable: {fault:#}; retrying in {retry_interval:.0?}, or with the \
+                         next step"
                     )
                 }
             }

@@ -42,7 +42,8 @@ async fn a_whole_answer_is_a_message() {
     assert_eq!(
         json,
         json!({
-            "id": format!("chatcmpl-{}", request.id), "object": "chat.completion", "created": null, "model": "tiny",
+            "id": format!("chatcmpl-{}", request.id), "object": "chat.completion", "created": null,
+            "model": "tiny",
             "choices": [{
                 "index": 0, "message": { "role": "assistant", "content": "yo", "refusal": null },
                 "logprobs": null, "finish_reason": "length"

@@ -31,8 +31,14 @@ async fn a_mask_is_filled_as_transformers_fills_it() {
                 "masks": [{
                     "position": 2,
                     "candidates": [
-                        { "token": 98, "token_str": "b", "score": 0.25, "logprob": -1.3862944, "sequence": "abc" },
-                        { "token": BOS, "token_str": "<s>", "score": 0.0, "logprob": -9999.0, "sequence": "ac" }
+                        {
+                            "token": 98, "token_str": "b", "score": 0.25, "logprob": -1.3862944,
+                            "sequence": "abc"
+                        },
+                        {
+                            "token": BOS, "token_str": "<s>", "score": 0.0, "logprob": -9999.0,
+                            "sequence": "ac"
+                        }
                     ]
                 }]
             }]

@@ -112,7 +112,8 @@ async fn a_stop_string_ends_the_answer_before_it() {
             (json!(["world"]), "hello world", true, json!("world")),
         ] {
             let body = json!({
-                "prompt": "p", "stop": stop, "include_stop_str_in_output": keeps, "stream": stream, "logprobs": 0,
+                "prompt": "p", "stop": stop, "include_stop_str_in_output": keeps, "stream": stream,
+                "logprobs": 0,
             });
             let client = server.send(&body.to_string()).await;
             let (_, sender) = server.next_request().await;

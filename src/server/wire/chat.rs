@@ -75,6 +75,7 @@ struct TokenLogprob {
 }
 
 impl ResponseMessage {
+    /// Creates a message of the assistant.
     pub fn new(content: String) -> ResponseMessage {
         ResponseMessage { role: ASSISTANT, content, refusal: None }
     }

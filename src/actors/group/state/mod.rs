@@ -119,10 +119,12 @@ impl GroupState {
         GroupState { config, inner: Mutex::new(state), changed: Condvar::new() }
     }
 
+    /// Returns the configuration of the group.
     pub fn config(&self) -> &GroupConfig {
         &self.config
     }
 
+    /// Returns the limits of a step.
     pub fn limits(&self) -> &StepLimits {
         &self.config.limits
     }
