@@ -95,7 +95,7 @@ impl TestSpan {
         }
     }
 
-    fn to_span(&self, tokens: SpanTokens, output: SpanOutput) -> Span {
+    fn to_span(self, tokens: SpanTokens, output: SpanOutput) -> Span {
         let is_hole = self.kind == TestSpanKind::Hole;
         Span {
             model: SpanModel::Target,

@@ -41,8 +41,9 @@ pub enum InputValues<'a> {
 }
 
 impl GemmInput<'_> {
-    /// Calls `put(rows of the worker's tile, number within the tile, values)` for each row: tiles on several
-    /// threads if there is enough to do, a tile's rows in order. `buffers` holds a row for each thread.
+    /// Calls `put(padded rows of the worker's tile, number within the tile, values)` for each row: tiles on
+    /// several threads if there is enough to do, a tile's rows in order. `buffers` holds a row for each
+    /// thread.
     pub fn for_each(
         &self,
         pool: &mut ThreadPool,
@@ -58,9 +59,9 @@ impl GemmInput<'_> {
             // SAFETY: each worker has its own buffer and is in one item at a time.
             let buffer = unsafe { buffers.values.slice_mut(start..start + self.row_buffer_len()) };
             for tile in if is_small { 0..tiles.count() } else { item..item + 1 } {
-                let rows = tiles.rows_of(tile);
-                for (r, row) in rows.clone().enumerate() {
-                    put(&rows, r, self.row(level, row, buffer));
+                let padded = tiles.padded_rows_of(tile);
+                for (r, row) in tiles.rows_of(tile).enumerate() {
+                    put(&padded, r, self.row(level, row, buffer));
                 }
             }
         });
@@ -103,20 +104,40 @@ impl<'a> RowBuffers<'a> {
     }
 }
 
-/// Rows divided into tiles of nearly equal size.
+/// Most rows that a tile is padded with. Buffers of packed inputs and of their sums have space for as many
+/// more rows.
+pub const PADDING_ROWS_MAX: usize = 1;
+
+/// Rows divided into tiles.
 #[derive(Clone, Copy)]
 pub struct RowTiles {
-    count: usize,
-    /// Rows of a tile; the first `longer` tiles have one more.
+    /// Rows of all tiles, without padding.
     rows: usize,
+    count: usize,
+    /// Rows of a tile; the first `longer_tiles` have one more, and the last may have fewer.
+    tile_rows: usize,
     longer_tiles: usize,
+    /// Rows of all tiles, with those that the last tile is padded with.
+    padded_rows: usize,
 }
 
 impl RowTiles {
-    /// Divides `rows` rows into tiles of at most `rows_max` rows.
-    pub fn new(rows: usize, rows_max: usize) -> RowTiles {
+    /// Divides `rows` rows into tiles of nearly equal size, at most `rows_max` rows, without padding.
+    pub fn equal(rows: usize, rows_max: usize) -> RowTiles {
         let count = rows.div_ceil(rows_max).max(1);
-        RowTiles { count, rows: rows / count, longer_tiles: rows % count }
+        RowTiles { rows, count, tile_rows: rows / count, longer_tiles: rows % count, padded_rows: rows }
+    }
+
+    /// Divides `rows` rows into tiles of the largest of the given sizes, which ascend. The last tile has the
+    /// smallest size that suffices, and is padded with rows whose sums nobody reads: this way, kernels are
+    /// compiled for few numbers of rows.
+    pub fn of_sizes(rows: usize, sizes: &[usize]) -> RowTiles {
+        let tile_rows = *sizes.last().expect("a kernel has a tile size; this is a bug");
+        let count = rows.div_ceil(tile_rows).max(1);
+        let last = rows - (count - 1) * tile_rows;
+        let padded = sizes.iter().find(|size| last <= **size).filter(|_| last > 0).copied().unwrap_or(last);
+        assert!(padded - last <= PADDING_ROWS_MAX, "buffers have space for the padding; this is a bug");
+        RowTiles { rows, count, tile_rows, longer_tiles: 0, padded_rows: rows + padded - last }
     }
 
     /// Returns the number of tiles.
@@ -124,9 +145,65 @@ impl RowTiles {
         self.count
     }
 
-    /// Returns the rows of a tile.
+    /// Returns the number of rows of all tiles, with padding.
+    pub fn padded_rows(&self) -> usize {
+        self.padded_rows
+    }
+
+    /// Returns the rows of a tile, without padding.
     pub fn rows_of(&self, tile: usize) -> Range<usize> {
-        let first = tile * self.rows + tile.min(self.longer_tiles);
-        first..first + self.rows + usize::from(tile < self.longer_tiles)
+        let padded = self.padded_rows_of(tile);
+        padded.start..padded.end.min(self.rows)
+    }
+
+    /// Returns the rows of a tile, with padding.
+    pub fn padded_rows_of(&self, tile: usize) -> Range<usize> {
+        let first = tile * self.tile_rows + tile.min(self.longer_tiles);
+        let end = first + self.tile_rows + usize::from(tile < self.longer_tiles);
+        first..end.min(self.padded_rows)
+    }
+
+    /// Sets the last tile to zero if it has padding, so that no kernel computes with the padding of an
+    /// earlier input. `packed` holds all tiles.
+    pub fn clear_padding<T: Default + Clone>(&self, packed: &mut [T]) {
+        if self.padded_rows > self.rows {
+            let row_len = packed.len() / self.padded_rows;
+            packed[self.padded_rows_of(self.count - 1).start * row_len..].fill(T::default());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_hold_every_row_once_and_only_the_last_one_is_padded() {
+        for sizes in [&[1, 2][..], &[1, 3], &[1, 2, 4, 6], &[1, 2, 4, 6, 8]] {
+            for rows in 0..40 {
+                let tiles = RowTiles::of_sizes(rows, sizes);
+                let mut next = 0;
+                for tile in 0..tiles.count() {
+                    let (own, padded) = (tiles.rows_of(tile), tiles.padded_rows_of(tile));
+                    assert_eq!((own.start, padded.start), (next, next), "{rows} rows in {sizes:?}");
+                    assert!(own == padded || tile + 1 == tiles.count());
+                    assert!(rows == 0 || sizes.contains(&padded.len()), "{rows} rows in {sizes:?}");
+                    next = own.end;
+                }
+                assert_eq!(next, rows);
+                assert_eq!(tiles.padded_rows_of(tiles.count() - 1).end, tiles.padded_rows());
+            }
+        }
+    }
+
+    #[test]
+    fn only_the_padded_tile_is_cleared() {
+        let tiles = RowTiles::of_sizes(9, &[1, 2, 4, 6]);
+        let mut packed = [1; 20];
+        tiles.clear_padding(&mut packed);
+        assert_eq!(packed, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]);
+        let mut packed = [1; 8];
+        RowTiles::of_sizes(8, &[1, 2, 4, 6]).clear_padding(&mut packed);
+        assert_eq!(packed, [1; 8]);
     }
 }

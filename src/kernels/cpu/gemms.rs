@@ -71,7 +71,7 @@ pub struct GemmTask<'a> {
     y: SharedSlice<'a, f32>,
 }
 
-/// What a GEMM does with a result: write it, or add it to what is there.
+/// Epilogue of a row: a result is written, or added to what is there.
 #[derive(Clone, Copy)]
 pub enum RowEpilogue {
     Set,

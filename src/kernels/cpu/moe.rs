@@ -45,7 +45,7 @@ impl MoeScratchSizes {
 pub struct MoeScratch {
     /// The experts of each row, ascending: (rows, top_k).
     routed_experts: Vec<RoutedExpert>,
-    /// The same assignments grouped by expert, ascending by row within an expert.
+    /// Assignments of rows to experts, grouped by expert, ascending by row within an expert.
     expert_rows: Vec<ExpertRow>,
     /// End of each expert's assignments in `expert_rows`.
     expert_ends: Vec<usize>,

@@ -25,8 +25,16 @@
 //!
 //! Invariant: the layouts are those of Inferflow's code, which multiplies the odd quant of a pair by 11.
 
-use super::grid_search::Levels;
 use super::{clamp_to_f16, read_f16, write_f16};
+
+/// Evenly spaced levels `base + quant * scale`, for quants from 0 to a maximum.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Levels {
+    /// Level of quant 0.
+    pub minimum: f32,
+    /// Spacing of the levels.
+    pub scale: f32,
+}
 
 /// A block format with a minimum and a scale: its constants, and the packing of its quants.
 pub(super) trait AffineFormat {

@@ -6,19 +6,10 @@
 //!
 //! Invariant: errors are computed with the minimum and the scale as the block stores them.
 
-use super::affine::AffineFormat;
+use super::affine::{AffineFormat, Levels};
 use super::scale_search::{reciprocal, round_to_f16};
 use super::{blocks, group, write_f16};
 use half::f16;
-
-/// Evenly spaced levels `base + quant * scale`, for quants from 0 to a maximum.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Levels {
-    /// Level of quant 0.
-    pub minimum: f32,
-    /// Spacing of the levels.
-    pub scale: f32,
-}
 
 /// The properties of a block format that the search needs.
 pub(super) trait GridFormat {

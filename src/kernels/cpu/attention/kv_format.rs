@@ -58,6 +58,7 @@ pub trait KvFormat: Send + Sync + 'static {
 /// An operation that is generic over the [`KvFormat`], which is known only at run time.
 pub trait KvFormatOp {
     type Out;
+    /// Runs the operation with one format.
     fn run<C: KvFormat>(self) -> Self::Out;
 }
 

@@ -57,7 +57,7 @@ pub struct SplitResults {
     first_split: usize,
 }
 
-/// How attention is computed for the rows of a span.
+/// The division of the attention of a span's rows into work items.
 #[derive(Clone, Copy, PartialEq)]
 pub enum AttentionMethod {
     /// A hole sees only itself: the output is its own value.

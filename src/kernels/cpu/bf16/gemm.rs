@@ -16,7 +16,7 @@ use super::{BLOCK, BLOCK_BYTES, PANEL_OUTPUTS, input};
 use crate::backend::{DeviceError, Weight};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx::{self, Amx};
-use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
+use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles};
 use crate::cpu::gemms::{GemmTask, PackedInput};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::cpu::simd::Level;
@@ -52,6 +52,7 @@ impl Bf16Scratch {
         threads: usize,
         memory: &HostMemory,
     ) -> Result<Bf16Scratch, DeviceError> {
+        let rows = rows + PADDING_ROWS_MAX;
         let sums_len = rows * AVX512_PANELS * PANEL_OUTPUTS;
         Ok(Bf16Scratch {
             input: memory.zeroed(rows * input::row_bytes(k))?,
@@ -68,8 +69,8 @@ impl Bf16Scratch {
         x: &GemmInput,
         buffers: &RowBuffers,
     ) -> PackedBf16<'_> {
-        let tiles = RowTiles::new(x.rows, isa.tile_rows());
-        let input = &mut self.input.bytes_mut()[..x.rows * input::row_bytes(x.k)];
+        let tiles = isa.row_tiles(x.rows);
+        let input = &mut self.input.bytes_mut()[..tiles.padded_rows() * input::row_bytes(x.k)];
         input::pack(pool, level, x, &tiles, buffers, input);
         let (sums, sums_len) = (SharedSlice::new(self.sums.f32_mut()), self.sums_len);
         PackedBf16 { isa, tiles, rows: x.rows, input, sums, sums_len }
@@ -147,13 +148,13 @@ impl Bf16Gemm<'_> {
     fn multiply_rows(&self, simd: Avx512Bf16, panels: Range<usize>, sums: &mut [f32]) {
         let blocks = self.w().k.div_ceil(BLOCK);
         let slice = if self.input.tiles.count() == 1 { blocks } else { SLICE_BLOCKS };
-        let sums = &mut sums[..self.input.rows * AVX512_PANELS * PANEL_OUTPUTS];
+        let sums = &mut sums[..self.input.tiles.padded_rows() * AVX512_PANELS * PANEL_OUTPUTS];
         for panel in panels.clone().step_by(AVX512_PANELS) {
             sums.fill(0.0);
             let at = std::array::from_fn::<_, AVX512_PANELS, _>(|o| self.panel_address(panel + o));
             for first in (0..blocks).step_by(slice.max(1)) {
                 for tile in 0..self.input.tiles.count() {
-                    let rows = self.input.tiles.rows_of(tile);
+                    let rows = self.input.tiles.padded_rows_of(tile);
                     let sums = &mut sums[rows.start * AVX512_PANELS * PANEL_OUTPUTS
                         ..rows.end * AVX512_PANELS * PANEL_OUTPUTS];
                     let operands =

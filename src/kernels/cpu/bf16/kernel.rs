@@ -12,6 +12,7 @@ use super::{BLOCK_BYTES, PANEL_BLOCK_BYTES, PANEL_OUTPUTS};
 use crate::cpu::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx::{self, Amx};
+use crate::cpu::gemm_input::RowTiles;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -47,13 +48,13 @@ impl Bf16Isa {
 }
 
 impl Bf16Isa {
-    /// Returns the rows of the largest tile.
-    pub fn tile_rows(self) -> usize {
+    /// Divides rows into tiles for these instructions.
+    pub fn row_tiles(self, rows: usize) -> RowTiles {
         match self {
             #[cfg(target_arch = "x86_64")]
-            Bf16Isa::Amx(_) => amx::ROWS,
+            Bf16Isa::Amx(_) => RowTiles::equal(rows, amx::ROWS),
             #[cfg(target_arch = "x86_64")]
-            Bf16Isa::Avx512(_) => 6,
+            Bf16Isa::Avx512(_) => RowTiles::of_sizes(rows, &[1, 2, 4, 6]),
         }
     }
 }
@@ -167,9 +168,7 @@ impl Avx512Bf16 {
                 0 => {}
                 1 => multiply_rows::<1, O>(operands, blocks, sums),
                 2 => multiply_rows::<2, O>(operands, blocks, sums),
-                3 => multiply_rows::<3, O>(operands, blocks, sums),
                 4 => multiply_rows::<4, O>(operands, blocks, sums),
-                5 => multiply_rows::<5, O>(operands, blocks, sums),
                 6 => multiply_rows::<6, O>(operands, blocks, sums),
                 rows => unreachable!("no tile has {rows} rows; this is a bug"),
             }

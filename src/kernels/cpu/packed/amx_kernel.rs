@@ -30,7 +30,7 @@ pub struct TileColumns {
     /// F32 scales (blocks, 1, 16), or (blocks, 2, 16) with two scales to a block or with a minimum.
     pub scales: *const f32,
     pub blocks: usize,
-    /// What to prefetch meanwhile, a little in each step.
+    /// Prefetcher of what comes next, a little in each step.
     pub prefetcher: Prefetcher,
 }
 
@@ -39,6 +39,7 @@ pub struct TileColumns {
 pub struct IntSumBuffer([i32; 4 * INT_SUMS]);
 
 impl IntSumBuffer {
+    /// A buffer of zeros.
     pub const ZERO: IntSumBuffer = IntSumBuffer([0; 4 * INT_SUMS]);
 }
 

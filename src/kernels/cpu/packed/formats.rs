@@ -59,6 +59,7 @@ pub type UnpackedFormat<F> = UnpackedPanel<<<F as PackedFormat>::Scales as Scale
 /// An operation that is generic over the [`PackedFormat`], which is known only at run time.
 pub trait PackedFormatOp {
     type Out;
+    /// Runs the operation with one format.
     fn run<F: PackedFormat>(self) -> Self::Out;
 }
 

@@ -14,7 +14,7 @@ use crate::backend::{DeviceError, Weight};
 use crate::cpu::amx;
 use crate::cpu::amx::Amx;
 use crate::cpu::bf16::Bf16Isa;
-use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
+use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles};
 use crate::cpu::gemms::{self, GemmTask};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::cpu::simd::{IntKernel, Ints, LANES, Level};
@@ -52,6 +52,7 @@ impl Int8Scratch {
         threads: usize,
         memory: &HostMemory,
     ) -> Result<Int8Scratch, DeviceError> {
+        let rows = rows + PADDING_ROWS_MAX;
         let sums_len = rows * panel_group::GROUP_PANELS * LANES;
         let panels = if k == 0 { 0 } else { threads * panel_group::GROUP_PANELS };
         Ok(Int8Scratch {
@@ -73,7 +74,8 @@ impl Int8Scratch {
     ) -> PackedInt8<'_> {
         let rows = x.rows;
         let (path, tiles) = WeightPath::for_rows(level, bf16_isa, rows);
-        let input = &mut self.input.bytes_mut()[..rows * (x.k / INT8_BLOCK_LEN) * ROW_BLOCK_BYTES];
+        let row_bytes = x.k / INT8_BLOCK_LEN * ROW_BLOCK_BYTES;
+        let input = &mut self.input.bytes_mut()[..tiles.padded_rows() * row_bytes];
         input::pack(pool, level, x, &tiles, buffers, input);
         let (sums, sums_len) = (SharedSlice::new(self.sums.f32_mut()), self.sums_len);
         let (quants, scales) =
@@ -112,22 +114,22 @@ impl WeightPath {
         if let Some(Bf16Isa::Amx(amx)) = bf16_isa
             && rows >= AMX_ROWS_MIN
         {
-            return (WeightPath::Amx(amx), RowTiles::new(rows, amx::ROWS));
+            return (WeightPath::Amx(amx), RowTiles::equal(rows, amx::ROWS));
         }
         let _ = bf16_isa;
-        let tiles = RowTiles::new(rows, level.run_ints(TileRows));
+        let tiles = RowTiles::of_sizes(rows, level.run_ints(TileRows));
         (if tiles.count() < UNPACK_MIN_TILES { WeightPath::Stored } else { WeightPath::Unpacked }, tiles)
     }
 }
 
-/// Kernel that returns the rows of the instruction set's largest tile.
+/// Kernel that returns the numbers of rows of the instruction set's tiles.
 struct TileRows;
 
 impl IntKernel for TileRows {
-    type Out = usize;
+    type Out = &'static [usize];
 
     #[inline(always)]
-    fn run<S: Ints>(self, _: S) -> usize {
+    fn run<S: Ints>(self, _: S) -> &'static [usize] {
         S::INT8_TILE_ROWS
     }
 }
@@ -152,9 +154,9 @@ impl PackedInt8<'_> {
         matches!(self.path, WeightPath::Stored) && self.tiles.count() == 1
     }
 
-    /// Returns a tile's rows, and the address of their block number `block` of 32 columns.
+    /// Returns a tile's rows, with padding, and the address of their block number `block` of 32 columns.
     pub fn tile(&self, tile: usize, block: usize) -> (Range<usize>, *const u8) {
-        let (rows, row) = (self.tiles.rows_of(tile), self.input.len() / self.rows);
+        let (rows, row) = (self.tiles.padded_rows_of(tile), self.input.len() / self.tiles.padded_rows());
         let input = &self.input[rows.start * row..rows.end * row];
         let at = input[block * rows.len() * ROW_BLOCK_BYTES..].as_ptr();
         (rows, at)

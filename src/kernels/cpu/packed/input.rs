@@ -25,6 +25,7 @@ pub fn pack(
     to: &mut [u8],
 ) {
     let row = input.k / INT8_BLOCK_LEN * ROW_BLOCK_BYTES;
+    tiles.clear_padding(to);
     let to = SharedSlice::new(to);
     input.for_each(pool, level, tiles, buffers, |rows, r, x| {
         // SAFETY: each tile belongs to one item.

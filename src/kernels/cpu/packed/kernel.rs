@@ -30,7 +30,7 @@ pub struct Panels<const O: usize> {
     pub scales: [*const u8; O],
     /// Blocks of a row, if the panels are read from memory: the next panels begin after them.
     pub row_blocks: usize,
-    /// What to prefetch meanwhile, if the panels are not read from memory.
+    /// Prefetchers of what comes next, if the panels are not read from memory.
     pub prefetchers: [Prefetcher; O],
 }
 

@@ -20,7 +20,7 @@ use super::store::PackedLayout;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx::{Amx, Int8Tiles};
 use crate::cpu::gemms::GemmTask;
-use crate::cpu::simd::{Ints, LANES};
+use crate::cpu::simd::{self, Ints, LANES};
 use crate::quant::INT8_BLOCK_LEN;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -36,7 +36,7 @@ pub const SLICE_SCALES: usize = SLICE_COLUMNS / INT8_BLOCK_LEN * 2 * LANES;
 
 /// The scratch of one thread.
 pub struct GroupScratch<'a> {
-    /// (rows, GROUP_PANELS, 16).
+    /// (padded rows, GROUP_PANELS, 16).
     pub sums: &'a mut [f32],
     /// Unpacked quants: [`SLICE_QUANT_BYTES`] for each panel.
     pub quants: &'a mut [u8],
@@ -63,7 +63,7 @@ impl<'a, F: PackedFormat> PanelGroup<'a, F> {
     /// Multiplies all rows with all panels and writes the results.
     pub fn multiply<S: Ints>(&self, simd: S, scratch: &mut GroupScratch) {
         let count = self.layout.row_blocks;
-        scratch.sums[..self.input.rows * self.stride()].fill(0.0);
+        scratch.sums[..self.input.tiles.padded_rows() * self.stride()].fill(0.0);
         let slice = if self.input.is_streaming() { count.max(1) } else { SLICE_COLUMNS / F::BLOCK_LEN };
         for first in (0..count).step_by(slice) {
             let blocks = first..count.min(first + slice);
@@ -265,16 +265,10 @@ unsafe fn multiply_tile<S: Ints, F: PackedFormat, const O: usize>(
             0 => {}
             1 => simd.call_ints(TileKernel::<F, 1, O>::new(panels, input, blocks, sums)),
             2 => simd.call_ints(TileKernel::<F, 2, O>::new(panels, input, blocks, sums)),
-            3 if const { S::INT8_TILE_ROWS >= 3 } => {
-                simd.call_ints(TileKernel::<F, 3, O>::new(panels, input, blocks, sums))
-            }
-            4 if const { S::INT8_TILE_ROWS >= 4 } => {
+            4 if const { simd::contains(S::INT8_TILE_ROWS, 4) } => {
                 simd.call_ints(TileKernel::<F, 4, O>::new(panels, input, blocks, sums))
             }
-            5 if const { S::INT8_TILE_ROWS >= 5 } => {
-                simd.call_ints(TileKernel::<F, 5, O>::new(panels, input, blocks, sums))
-            }
-            6 if const { S::INT8_TILE_ROWS >= 6 } => {
+            6 if const { simd::contains(S::INT8_TILE_ROWS, 6) } => {
                 simd.call_ints(TileKernel::<F, 6, O>::new(panels, input, blocks, sums))
             }
             rows => unreachable!("no tile has {rows} rows; this is a bug"),

@@ -49,7 +49,7 @@ fn shim<K: Kernel>(simd: Avx2, kernel: K) -> K::Out {
 
 impl Simd for Avx2 {
     type V = V;
-    const TILE_ROWS: usize = 3;
+    const TILE_ROWS: &[usize] = &[1, 3];
     const TILE_OUTPUTS: usize = 2;
     const ACCUMULATORS: usize = 5;
     const TILE_QUERIES: usize = 2;
@@ -214,7 +214,7 @@ macro_rules! both {
 impl Ints for Avx2 {
     type B = W;
     type I = W;
-    const INT8_TILE_ROWS: usize = 2;
+    const INT8_TILE_ROWS: &[usize] = &[1, 2];
     const INT8_TILE_PANELS: usize = 1;
 
     #[inline(always)]

@@ -62,7 +62,7 @@ fn vnni_shim<K: IntKernel>(simd: Avx512<true>, kernel: K) -> K::Out {
 
 impl<const VNNI: bool> Simd for Avx512<VNNI> {
     type V = __m512;
-    const TILE_ROWS: usize = 8;
+    const TILE_ROWS: &[usize] = &[1, 2, 4, 6, 8];
     const TILE_OUTPUTS: usize = 3;
     const ACCUMULATORS: usize = 12;
     const TILE_QUERIES: usize = 8;
@@ -186,7 +186,7 @@ impl<const VNNI: bool> Simd for Avx512<VNNI> {
 impl<const VNNI: bool> Ints for Avx512<VNNI> {
     type B = __m512i;
     type I = __m512i;
-    const INT8_TILE_ROWS: usize = 6;
+    const INT8_TILE_ROWS: &[usize] = &[1, 2, 4, 6];
     const INT8_TILE_PANELS: usize = 2;
 
     #[inline(always)]

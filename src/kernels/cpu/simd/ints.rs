@@ -15,8 +15,10 @@ pub trait Ints: Simd {
     /// 16 signed integers of 32 bits.
     type I: Copy;
 
-    /// Rows of an int8 GEMM tile, and its panels of 16 outputs.
-    const INT8_TILE_ROWS: usize;
+    /// Numbers of rows that tiles of the int8 GEMM have, ascending, beginning with 1 and 2. They are few,
+    /// because kernels are compiled for each of them and each format.
+    const INT8_TILE_ROWS: &'static [usize];
+    /// Panels of 16 outputs of the largest tile of the int8 GEMM.
     const INT8_TILE_PANELS: usize;
 
     /// Runs a kernel with all features of this instruction set that this CPU has.

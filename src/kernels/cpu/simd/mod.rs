@@ -36,8 +36,10 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Sixteen f32.
     type V: Copy;
 
-    /// Rows and outputs of an F32 GEMM tile: its sums and one operand's vectors fit the registers.
-    const TILE_ROWS: usize;
+    /// Numbers of rows that tiles of the F32 GEMM have, ascending, beginning with 1. They are few, because
+    /// kernels are compiled for each of them.
+    const TILE_ROWS: &'static [usize];
+    /// Outputs of the largest tile of the F32 GEMM: its sums and one operand's vectors fit the registers.
     const TILE_OUTPUTS: usize;
     /// Number of accumulators that stay in registers: as many as hide the latency of an addition, up to 12.
     const ACCUMULATORS: usize;
@@ -49,19 +51,26 @@ pub trait Simd: Copy + Send + Sync + 'static {
 
     /// Returns `x` in all lanes.
     fn splat(self, x: f32) -> Self::V;
+    /// Loads F32 numbers.
     fn load(self, x: &[f32; LANES]) -> Self::V;
     /// Loads F16 numbers, given as bits.
     fn load_f16(self, x: &[u16; LANES]) -> Self::V;
     /// Loads BF16 numbers, given as bits.
     fn load_bf16(self, x: &[u16; LANES]) -> Self::V;
+    /// Loads signed bytes and converts them.
     fn load_i8(self, x: &[i8; LANES]) -> Self::V;
     /// Loads the low nibbles of sixteen bytes, and the high nibbles.
     fn load_nibbles(self, x: &[u8; LANES]) -> [Self::V; 2];
+    /// Stores all lanes.
     fn store(self, v: Self::V, to: &mut [f32; LANES]);
 
+    /// Returns a + b.
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
+    /// Returns a - b.
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
+    /// Returns a * b.
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    /// Returns a / b.
     fn div(self, a: Self::V, b: Self::V) -> Self::V;
     /// Returns a * b + c, rounded once if the instruction set can.
     fn mul_add(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
@@ -86,6 +95,18 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn sum4(self, v: [Self::V; 4]) -> [f32; 4] {
         [self.sum(v[0]), self.sum(v[1]), self.sum(v[2]), self.sum(v[3])]
     }
+}
+
+/// Returns whether a tile size is among `sizes`: guards keep kernels of other sizes from being compiled.
+pub const fn contains(sizes: &[usize], size: usize) -> bool {
+    let mut i = 0;
+    while i < sizes.len() {
+        if sizes[i] == size {
+            return true;
+        }
+        i += 1;
+    }
+    false
 }
 
 /// A computation that is compiled for each instruction set.
@@ -266,6 +287,7 @@ half_format!(Bf16, half::bf16, load_bf16);
 /// An operation that is generic over the [`FloatFormat`], which is known only at run time.
 pub trait FloatFormatOp {
     type Out;
+    /// Runs the operation with one format.
     fn run<C: FloatFormat>(self) -> Self::Out;
 }
 

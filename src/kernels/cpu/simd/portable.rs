@@ -36,7 +36,7 @@ fn zip(a: V, b: V, op: impl Fn(f32, f32) -> f32) -> V {
 
 impl Simd for Portable {
     type V = V;
-    const TILE_ROWS: usize = 3;
+    const TILE_ROWS: &[usize] = &[1, 3];
     const TILE_OUTPUTS: usize = 2;
     const ACCUMULATORS: usize = 2;
     const TILE_QUERIES: usize = 1;
@@ -136,7 +136,7 @@ impl Simd for Portable {
 impl Ints for Portable {
     type B = [u8; BYTES];
     type I = [i32; LANES];
-    const INT8_TILE_ROWS: usize = 2;
+    const INT8_TILE_ROWS: &[usize] = &[1, 2];
     const INT8_TILE_PANELS: usize = 1;
 
     fn call_ints<K: IntKernel>(self, kernel: K) -> K::Out {
