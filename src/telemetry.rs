@@ -156,26 +156,27 @@ const REQUEST_TOKEN_BUCKETS: &[f64] =
 const STEP_TOKEN_BUCKETS: &[f64] =
     &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];
 
-pub static BUILD_INFO: Metric =
+pub(crate) static BUILD_INFO: Metric =
     Metric::new("mainstem_build_info", Gauge, "1", "Always 1; the label is the running version.")
         .labelled(&[("version", &[])]);
-pub static SLOTS: Metric =
+pub(crate) static SLOTS: Metric =
     Metric::new("mainstem_slots", Gauge, "slots", "Maximum number of sequences in the decode loop.");
-pub static KV_PAGES: Metric =
+pub(crate) static KV_PAGES: Metric =
     Metric::new("mainstem_kv_pages", Gauge, "pages", "KV pages available to sequences.");
-pub static REQUESTS_RUNNING: Metric = Metric::new(
+pub(crate) static REQUESTS_RUNNING: Metric = Metric::new(
     "mainstem_num_requests_running",
     Gauge,
     "requests",
     "Sequences in prefill or decode. Each text of a request to an encoder-only model counts as one.",
 );
-pub static REQUESTS_WAITING: Metric = Metric::new(
+pub(crate) static REQUESTS_WAITING: Metric = Metric::new(
     "mainstem_num_requests_waiting",
     Gauge,
     "requests",
-    "Queued requests. The further texts of a request to an encoder-only model may exceed the queue's capacity.",
+    "Queued requests. The further texts of a request to an encoder-only model may exceed the queue's \
+     capacity.",
 );
-pub static QUEUE_CAPACITY: Metric =
+pub(crate) static QUEUE_CAPACITY: Metric =
     Metric::new("mainstem_queue_capacity", Gauge, "requests", "Maximum number of queued requests.");
 /// The deprecated name of [`QUEUE_CAPACITY`], exported with the same value.
 pub static WAITING_ROOM: Metric = Metric::new(
@@ -184,166 +185,173 @@ pub static WAITING_ROOM: Metric = Metric::new(
     "requests",
     "Deprecated: use mainstem_queue_capacity, which has the same value.",
 );
-pub static SLOTS_LIVE: Metric =
+pub(crate) static SLOTS_LIVE: Metric =
     Metric::new("mainstem_slots_live", Gauge, "slots", "Slots that hold a sequence.");
-pub static KV_CACHE_USAGE: Metric = Metric::new(
+pub(crate) static KV_CACHE_USAGE: Metric = Metric::new(
     "mainstem_kv_cache_usage_perc",
     Gauge,
     "fraction, 0 to 1",
     "Fraction of the KV pages that is reserved.",
 );
-pub static PROMPT_TOKENS: Metric = Metric::new(
+pub(crate) static PROMPT_TOKENS: Metric = Metric::new(
     "mainstem_prompt_tokens_total",
     Counter,
     "tokens",
-    "Tokens of prompts, encoder inputs and texts whose sequences have reached their first token or their result.",
+    "Tokens of prompts, encoder inputs and texts whose sequences have reached their first token or their \
+     result.",
 );
-pub static GENERATION_TOKENS: Metric = Metric::new(
+pub(crate) static GENERATION_TOKENS: Metric = Metric::new(
     "mainstem_generation_tokens_total",
     Counter,
     "tokens",
     "Generated tokens, including end tokens.",
 );
-pub static REQUEST_SUCCESS: Metric = Metric::new(
+pub(crate) static REQUEST_SUCCESS: Metric = Metric::new(
     "mainstem_request_success_total",
     Counter,
     "requests",
-    "Accepted requests that have ended, by finish reason. Each choice of a completion counts as one; the texts of a \
-     request to an encoder-only model count as one together.",
+    "Accepted requests that have ended, by finish reason. Each choice of a completion counts as one; the \
+     texts of a request to an encoder-only model count as one \
+     together.",
 )
 .labelled(&[("finished_reason", &["stop", "length", "abort", "error", "timeout"])]);
-pub static ADMISSION_REJECTIONS: Metric = Metric::new(
+pub(crate) static ADMISSION_REJECTIONS: Metric = Metric::new(
     "mainstem_admission_rejections_total",
     Counter,
     "requests",
-    "Rejected requests, by reason. too_long: exceeds the context; too_large: exceeds the KV cache; invalid: any other \
-     error in the body. Unknown paths and methods are not counted.",
+    "Rejected requests, by reason. too_long: exceeds the context; too_large: exceeds the KV cache; invalid: \
+     any other error in the body. Unknown paths and methods are not \
+     counted.",
 )
 .labelled(&[(
     "reason",
     &["invalid", "too_long", "too_large", "unknown_model", "busy", "draining", "unauthorized"],
 )]);
-pub static CLIENTS_GONE: Metric = Metric::new(
+pub(crate) static CLIENTS_GONE: Metric = Metric::new(
     "mainstem_clients_gone_total",
     Counter,
     "requests",
-    "Responses whose client disconnected before their end. Each choice of a completion counts as one; the texts of a \
-     request to an encoder-only model count as one together.",
+    "Responses whose client disconnected before their end. Each choice of a completion counts as one; the \
+     texts of a request to an encoder-only model count as one \
+     together.",
 );
-pub static TIME_TO_FIRST_TOKEN: Metric = Metric::new(
+pub(crate) static TIME_TO_FIRST_TOKEN: Metric = Metric::new(
     "mainstem_time_to_first_token_seconds",
     MetricKind::Histogram(FIRST_TOKEN_BUCKETS_S),
     "seconds",
     "Time from accepting a request to its first generated token.",
 );
-pub static INTER_TOKEN_LATENCY: Metric = Metric::new(
+pub(crate) static INTER_TOKEN_LATENCY: Metric = Metric::new(
     "mainstem_inter_token_latency_seconds",
     MetricKind::Histogram(INTER_TOKEN_BUCKETS_S),
     "seconds",
     "Time between successive generated tokens of a request.",
 );
-pub static E2E_LATENCY: Metric = Metric::new(
+pub(crate) static E2E_LATENCY: Metric = Metric::new(
     "mainstem_e2e_request_latency_seconds",
     MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
     "Time from accepting a request to its end.",
 );
-pub static QUEUE_TIME: Metric = Metric::new(
+pub(crate) static QUEUE_TIME: Metric = Metric::new(
     "mainstem_request_queue_time_seconds",
     MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
     "Time from accepting a request to the step with its first prompt chunk, encoder input or text.",
 );
-pub static PREFILL_TIME: Metric = Metric::new(
+pub(crate) static PREFILL_TIME: Metric = Metric::new(
     "mainstem_request_prefill_time_seconds",
     MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
-    "Time from the step with a request's first prompt chunk, encoder input or text to its first generated token, or \
-     to the result for the text.",
+    "Time from the step with a request's first prompt chunk, encoder input or text to its first generated \
+     token, or to the result for the \
+     text.",
 );
-pub static DECODE_TIME: Metric = Metric::new(
+pub(crate) static DECODE_TIME: Metric = Metric::new(
     "mainstem_request_decode_time_seconds",
     MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
     "Time from a request's first generated token to its last. Not recorded for encoder-only models.",
 );
-pub static INFERENCE_TIME: Metric = Metric::new(
+pub(crate) static INFERENCE_TIME: Metric = Metric::new(
     "mainstem_request_inference_time_seconds",
     MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
-    "Time from the step with a request's first prompt chunk, encoder input or text to its last generated token, or \
-     to the result for the text.",
+    "Time from the step with a request's first prompt chunk, encoder input or text to its last generated \
+     token, or to the result for the \
+     text.",
 );
-pub static TIME_PER_OUTPUT_TOKEN: Metric = Metric::new(
+pub(crate) static TIME_PER_OUTPUT_TOKEN: Metric = Metric::new(
     "mainstem_request_time_per_output_token_seconds",
     MetricKind::Histogram(INTER_TOKEN_BUCKETS_S),
     "seconds",
     "Decode time of a request divided by its generated tokens after the first.",
 );
-pub static REQUEST_PROMPT_TOKENS: Metric = Metric::new(
+pub(crate) static REQUEST_PROMPT_TOKENS: Metric = Metric::new(
     "mainstem_request_prompt_tokens",
     MetricKind::Histogram(REQUEST_TOKEN_BUCKETS),
     "tokens",
     "Prompt length of a request, or total length of the texts of a request to an encoder-only model.",
 );
-pub static REQUEST_GENERATION_TOKENS: Metric = Metric::new(
+pub(crate) static REQUEST_GENERATION_TOKENS: Metric = Metric::new(
     "mainstem_request_generation_tokens",
     MetricKind::Histogram(REQUEST_TOKEN_BUCKETS),
     "tokens",
     "Generated tokens of a request; 0 for encoder-only models.",
 );
-pub static ITERATION_TOKENS: Metric = Metric::new(
+pub(crate) static ITERATION_TOKENS: Metric = Metric::new(
     "mainstem_iteration_tokens",
     MetricKind::Histogram(STEP_TOKEN_BUCKETS),
     "tokens",
     "Tokens per step: decoded tokens and those of prompt chunks, encoder inputs and texts.",
 );
-pub static STEP_ROWS: Metric = Metric::new(
+pub(crate) static STEP_ROWS: Metric = Metric::new(
     "mainstem_step_rows",
     MetricKind::Histogram(STEP_TOKEN_BUCKETS),
     "rows",
     "Rows per step, including holes between slots.",
 );
-pub static STEP_SECONDS: Metric = Metric::new(
+pub(crate) static STEP_SECONDS: Metric = Metric::new(
     "mainstem_step_seconds",
     MetricKind::Histogram(STEP_BUCKETS_S),
     "seconds",
     "Time from sending a step to the device to its results.",
 );
-pub static STEP_PHASES: Metric = Metric::new(
+pub(crate) static STEP_PHASES: Metric = Metric::new(
     "mainstem_step_phase_seconds",
     MetricKind::Histogram(PHASE_BUCKETS_S),
     "seconds",
-    "Time of a step by phase. On the control thread: plan is from the previous results, or the end of an idle period, \
-     to sending the step; deliver is sending the previous step's events and processing this step's results. On the \
-     device: forward is from the batch to logits; sample is from logits to tokens.",
+    "Time of a step by phase. On the control thread: plan is from the previous results, or the end of an \
+     idle period, to sending the step; deliver is sending the previous step's events and processing this \
+     step's results. On the device: forward is from the batch to logits; sample is from logits to \
+     tokens.",
 )
 .labelled(&[("phase", &["plan", "forward", "sample", "deliver"])]);
-pub static STEP_SLOTS: Metric = Metric::new(
+pub(crate) static STEP_SLOTS: Metric = Metric::new(
     "mainstem_step_slots",
     MetricKind::Histogram(STEP_TOKEN_BUCKETS),
     "slots",
     "Slots whose sequence takes part in a step.",
 );
-pub static SLOT_SHUFFLES: Metric = Metric::new(
+pub(crate) static SLOT_SHUFFLES: Metric = Metric::new(
     "mainstem_slot_shuffles_total",
     Counter,
     "iterations",
     "Iterations of the decode loop that moved sequences to close holes.",
 );
-pub static SLOT_MOVES: Metric = Metric::new(
+pub(crate) static SLOT_MOVES: Metric = Metric::new(
     "mainstem_slot_moves_total",
     Counter,
     "moves",
     "Sequences moved to another slot to close holes.",
 );
-pub static DEVICE_RESTARTS: Metric = Metric::new(
+pub(crate) static DEVICE_RESTARTS: Metric = Metric::new(
     "mainstem_device_restarts_total",
     Counter,
     "restarts",
     "Rebuilds of the device after a fault.",
 );
-pub static HTTP_REQUESTS: Metric = Metric::new(
+pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
     "mainstem_http_requests_total",
     Counter,
     "requests",
@@ -461,7 +469,8 @@ pub fn documentation() -> String {
 
 const PAGE_HEAD: &str = "# Metrics
 
-`GET /metrics` answers in the Prometheus text format. The buckets of histograms are listed below. If the name of
+`GET /metrics` answers in the Prometheus text format. The buckets of histograms are listed below. If the \
+name of
 the served model is known at start, every series also has the labels `model_name` and `engine`. This page is
 generated from the table in `src/telemetry.rs`; a test compares the two.
 

@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use mainstem::formats::{ChatFiles, GenerationConfig, HubConfig, SentenceFiles};
+use mainstem::formats::{ChatConfig, GenerationConfig, HubConfig, SentenceConfig};
 use mainstem_fuzz::folder;
 
 mainstem_fuzz::target!(parse);
@@ -20,8 +20,8 @@ const FILES: [&str; 8] = [
 
 fn parse(bytes: &[u8]) {
     let folder = folder(&FILES.map(|file| (file, bytes)));
-    let _ = SentenceFiles::from_folder(&folder);
-    let _ = ChatFiles::from_folder(&folder);
+    let _ = SentenceConfig::from_folder(&folder);
+    let _ = ChatConfig::from_folder(&folder);
     if let Ok(config) = HubConfig::from_folder(&folder) {
         let _ = GenerationConfig::from_folder(&folder, &config);
     }

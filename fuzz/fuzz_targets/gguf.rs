@@ -3,7 +3,7 @@
 #![no_main]
 
 use mainstem::cli::start;
-use mainstem::formats::{ChatFiles, Checkpoint};
+use mainstem::formats::{ChatConfig, Checkpoint};
 use mainstem::model::gguf::GgufTable;
 use mainstem::model::spec::SpecFile;
 use mainstem::model::{ModelRef, ModelSource};
@@ -16,8 +16,8 @@ fn parse(bytes: &[u8]) {
     let path = file("model.gguf", bytes);
     let Ok((mut checkpoint, gguf)) = Checkpoint::open_gguf(&path) else { return };
     read_all(&checkpoint);
-    let _ = ChatFiles::from_gguf(&gguf);
-    if let Ok(Some(vocabulary)) = GgufVocabulary::of_file(&gguf)
+    let _ = ChatConfig::from_gguf(&gguf);
+    if let Ok(Some(vocabulary)) = GgufVocabulary::from_file(&gguf)
         && let Ok(tokenizer) = Tokenizer::from_gguf(&path, &vocabulary)
     {
         round_trip(tokenizer);
@@ -28,6 +28,6 @@ fn parse(bytes: &[u8]) {
     if spec.is_ok_and(|spec| table.config(&gguf, &mut checkpoint, &spec).is_ok())
         && let Ok(source) = ModelSource::open(&ModelRef::Path(path), None)
     {
-        let _ = start::tokenizer(&source);
+        let _ = start::open_tokenizer(&source);
     }
 }

@@ -66,7 +66,7 @@ impl fmt::Debug for Delivery {
     }
 }
 
-/// How a request ended.
+/// Outcome of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     Completed,

@@ -143,7 +143,7 @@ pub struct PartitionFlags {
     /// Relative share of each device in its stage, such as "2&1;1".
     #[arg(long = "shares", value_name = "NUMBERS")]
     device_shares: Option<String>,
-    /// How the devices of a stage split a mixture of experts.
+    /// Split of a mixture of experts among the devices of a stage.
     #[arg(long = "experts", value_name = "SPLIT", value_parser = ["column", "expert"])]
     device_experts: Option<String>,
 }
@@ -171,7 +171,7 @@ pub struct ServerFlags {
     /// Model name in the API.
     #[arg(long = "served-model-name", value_name = "NAME")]
     model_served_name: Option<String>,
-    /// How an encoder pools token vectors into one embedding.
+    /// Method of pooling an encoder's token vectors into one embedding.
     #[arg(long = "pooling", value_name = "METHOD", value_parser = ["auto", "mean", "cls", "last"])]
     model_pooling: Option<String>,
     /// L2-normalize embeddings.

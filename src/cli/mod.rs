@@ -26,6 +26,7 @@ pub mod quantize;
 use crate::config::{ConfigError, ConfigSource};
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
+use serde::Serialize;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
@@ -42,6 +43,12 @@ fn print(what: &str, text: &str) -> Result<()> {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         written => written.with_context(|| format!("cannot write the {what}")),
     }
+}
+
+/// Formats a report as indented JSON.
+fn to_json(document: &impl Serialize) -> String {
+    let text = serde_json::to_string_pretty(document);
+    text.expect("a report is plain data; anything else is a bug") + "\n"
 }
 
 /// Serve, run and measure transformer models.

@@ -151,7 +151,8 @@ mod tests {
     fn every_flag_of_model_and_server_reaches_its_value() {
         let config = config_of(
             "some/model --spec my.toml --chat-template my.jinja --sampling-defaults neutral \
-             --served-model-name tiny --pooling cls --normalize no --host 0.0.0.0 --port 81 --workers 3 --api-key a --api-key b \
+             --served-model-name tiny --pooling cls --normalize no --host 0.0.0.0 --port 81 --workers 3 \
+             --api-key a --api-key b \
              --cors-origin https://c.d --cors-origin http://e:1 --tls-cert cert --tls-key key \
              --request-timeout 9s --drain-timeout 8s --log-format json --log-level debug",
         );
@@ -177,7 +178,8 @@ mod tests {
             "--slots 4 --max-waiting 5 --token-budget 66 --policy window --window 7s --shuffle off \
              --kv-type bf16 --kv-size 99tokens --page-size 64 --max-context 10 --sparse-attention 0.5 \
              --lanes 3 --device fake --devices 0&1;2 --layers 2,1 --shares 3&1;1 --experts expert \
-             --step-timeout 9s --threads 11 --isa portable --activations f32 --weights head=q6,q4 --fake-step 20ms --fake-row 100us",
+             --step-timeout 9s --threads 11 --isa portable --activations f32 --weights head=q6,q4 \
+             --fake-step 20ms --fake-row 100us",
         );
         let scheduler = config.scheduler;
         assert_eq!((scheduler.slots, scheduler.max_waiting, scheduler.token_budget), (4, 5, 66));

@@ -10,7 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const CONFIG: &str = "config.json";
+/// Model configuration file of a model folder.
+pub(crate) const CONFIG: &str = "config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// Supported only for encoder-decoder models.
@@ -145,18 +146,22 @@ impl HubConfig {
         self.require(key, self.opt_usize(key)?)
     }
 
+    /// Returns a non-negative integer, or `None` if the key is absent.
     pub fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
         self.typed(key, "a non-negative integer", |v| v.as_u64()?.try_into().ok())
     }
 
+    /// Returns a 32-bit integer, or `None` if the key is absent.
     pub fn opt_u32(&self, key: &str) -> Result<Option<u32>> {
         self.typed(key, "a non-negative 32-bit integer", |v| v.as_u64()?.try_into().ok())
     }
 
+    /// Returns a number. Fails if the key is absent.
     pub fn f64(&self, key: &str) -> Result<f64> {
         self.require(key, self.opt_f64(key)?)
     }
 
+    /// Returns a number, or `None` if the key is absent.
     pub fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
         self.typed(key, "a number", Value::as_f64)
     }
@@ -166,23 +171,28 @@ impl HubConfig {
         self.require(key, self.opt_f32(key)?)
     }
 
+    /// Returns a number in the range of F32, or `None` if the key is absent.
     pub fn opt_f32(&self, key: &str) -> Result<Option<f32>> {
         let single = |v: &Value| Some(v.as_f64()? as f32).filter(|x| x.is_finite());
         self.typed(key, "a number in the range of F32", single)
     }
 
+    /// Returns a truth value. Fails if the key is absent.
     pub fn bool(&self, key: &str) -> Result<bool> {
         self.require(key, self.opt_bool(key)?)
     }
 
+    /// Returns a truth value, or `None` if the key is absent.
     pub fn opt_bool(&self, key: &str) -> Result<Option<bool>> {
         self.typed(key, "true or false", Value::as_bool)
     }
 
+    /// Returns a string. Fails if the key is absent.
     pub fn str(&self, key: &str) -> Result<&str> {
         self.require(key, self.opt_str(key)?)
     }
 
+    /// Returns a string, or `None` if the key is absent.
     pub fn opt_str(&self, key: &str) -> Result<Option<&str>> {
         self.typed(key, "a string", Value::as_str)
     }

@@ -33,6 +33,7 @@ mod safetensors;
 pub mod save;
 
 pub use chat::{ChatConfig, ChatTemplateSource};
+pub(crate) use config::CONFIG as CONFIG_FILE;
 pub use config::{DecoderStart, GenerationConfig, HubConfig, SamplingDefaults};
 pub(crate) use folder::is_plain_name;
 pub use folder::{EmbeddedFolder, Folder, MemoryFolder};
@@ -40,6 +41,7 @@ pub use gguf::Gguf;
 pub use llama2c::{Llama2cHeader, Llama2cVersion};
 pub use pickle::is_pytorch;
 pub use rope::{RopeConfig, RopeKeys, RopeScaling};
+pub(crate) use safetensors::{INDEX as SAFETENSORS_INDEX, SINGLE as SAFETENSORS_FILE};
 pub use sentence::{PoolingConfig, SentenceConfig, TextPreprocessing, UnsupportedSetting};
 
 use anyhow::{Result, bail, ensure};
@@ -297,8 +299,8 @@ impl<'a> TensorView<'a> {
         }
     }
 
-    /// Returns the number format to load the tensor in by default: the stored one, or BF16 for F8_E4M3, which has
-    /// a fraction of only 3 bits.
+    /// Returns the number format to load the tensor in by default: the stored one, or BF16 for F8_E4M3,
+    /// which has a fraction of only 3 bits.
     pub fn default_load_type(&self) -> Result<QuantType> {
         match self.entry.layout {
             Layout::Fp8(_) => Ok(QuantType::BF16),
@@ -317,7 +319,8 @@ impl<'a> TensorView<'a> {
         match self.dtype {
             Dtype::Known(ty) => Ok(*ty),
             Dtype::Unsupported(name) => bail!(
-                "{}: tensor '{}': its dtype {name} is not supported yet (supported: {}, and F8_E4M3 in safetensors)",
+                "{}: tensor '{}': its dtype {name} is not supported yet (supported: {}, and F8_E4M3 in \
+                 safetensors)",
                 self.file.display(),
                 self.name,
                 QuantType::all().map(QuantType::name).collect::<Vec<_>>().join(", ")

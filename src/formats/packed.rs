@@ -172,7 +172,10 @@ mod tests {
                 "unknown field",
             ),
             (
-                json!({VERSION_KEY: "1", TENSORS_KEY: tensors.replace("}}", r#"},"a":{"type":"q4_0","shape":[1]}}"#)}),
+                json!({
+                    VERSION_KEY: "1",
+                    TENSORS_KEY: tensors.replace("}}", r#"},"a":{"type":"q4_0","shape":[1]}}"#)
+                }),
                 "'a': it is described twice",
             ),
         ] {

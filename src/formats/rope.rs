@@ -324,7 +324,10 @@ mod tests {
             high_freq_factor: 4.0,
             original_context: 8192,
         };
-        let numbers = r#""factor":8.0,"low_freq_factor":1.0,"high_freq_factor":4.0,"original_max_position_embeddings":8192"#;
+        let numbers = concat!(
+            r#""factor":8.0,"low_freq_factor":1.0,"high_freq_factor":4.0,"#,
+            r#""original_max_position_embeddings":8192"#
+        );
         let old = format!(r#"{{"rope_theta":5e5,"rope_scaling":{{"rope_type":"llama3",{numbers}}}}}"#);
         let new =
             format!(r#"{{"rope_parameters":{{"rope_type":"llama3","rope_theta":500000.0,{numbers}}}}}"#);
@@ -385,7 +388,10 @@ mod tests {
             (r#"{"rope_theta":0}"#, "'rope_theta': 0 is not a positive number"),
             (r#"{"rope_scaling":"linear"}"#, "'rope_scaling': \"linear\" is not an object"),
             (
-                r#"{"rope_scaling":{"type":"linear","factor":2},"rope_parameters":{"type":"linear","factor":4}}"#,
+                concat!(
+                    r#"{"rope_scaling":{"type":"linear","factor":2},"#,
+                    r#""rope_parameters":{"type":"linear","factor":4}}"#
+                ),
                 "'rope_parameters': it contradicts rope_scaling",
             ),
             (

@@ -14,8 +14,10 @@ use mainstem_kernels::QuantType;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-pub(super) const SINGLE: &str = "model.safetensors";
-pub(super) const INDEX: &str = "model.safetensors.index.json";
+/// Weight file of a model folder.
+pub(crate) const SINGLE: &str = "model.safetensors";
+/// Index of weights in several files.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// Maximum header size, as the format defines it.
 const HEADER_BYTES_MAX: u64 = 100_000_000;

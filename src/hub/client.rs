@@ -106,10 +106,12 @@ pub(super) struct FetchError {
 }
 
 impl FetchError {
+    /// Creates an error that another attempt may not have.
     pub fn transient(reason: impl Into<String>) -> FetchError {
         FetchError { reason: reason.into(), transient: true }
     }
 
+    /// Creates an error that every further attempt would have.
     pub fn permanent(reason: impl Into<String>) -> FetchError {
         FetchError { reason: reason.into(), transient: false }
     }

@@ -20,6 +20,7 @@ pub use reference::HubReference;
 
 use crate::config::HubSettings;
 use crate::formats::sentence::{MODULES, TEXT_CONFIG};
+use crate::formats::{CONFIG_FILE as CONFIG, SAFETENSORS_FILE as WEIGHTS, SAFETENSORS_INDEX as INDEX};
 use crate::formats::{Folder, SentenceConfig, is_plain_name};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use client::{Client, FetchError, ListedFile, Listing};
@@ -34,8 +35,7 @@ use tracing::{info, warn};
 
 const ENDPOINT: &str = "https://huggingface.co";
 
-/// Files that the loader reads: one required, the optional ones, and the weights in one file or several.
-const CONFIG: &str = "config.json";
+/// Files that the loader reads if they exist.
 const OPTIONAL_FILES: [&str; 9] = [
     "generation_config.json",
     "tokenizer.json",
@@ -47,8 +47,6 @@ const OPTIONAL_FILES: [&str; 9] = [
     MODULES,
     TEXT_CONFIG,
 ];
-const WEIGHTS: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
 
 /// Maximum attempts per file.
 const ATTEMPTS: u32 = 3;

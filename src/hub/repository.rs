@@ -25,6 +25,7 @@ pub(super) struct Blob {
 }
 
 impl Repository {
+    /// Returns the folder of a model in the hub cache; creates nothing.
     pub fn new(cache: &Path, reference: &HubReference) -> Repository {
         let name = format!("models--{}", reference.repository().replace('/', "--"));
         Repository { folder: cache.join(name) }
@@ -59,6 +60,7 @@ impl Repository {
         self.absent(commit).join(name).exists()
     }
 
+    /// Records that a commit has no file of this name.
     pub fn mark_absent(&self, commit: &str, name: &str) -> io::Result<()> {
         if self.is_absent(commit, name) {
             return Ok(());
@@ -101,6 +103,7 @@ fn create_parent(file: &Path) -> io::Result<()> {
 }
 
 impl Blob {
+    /// Path of the complete file.
     pub fn path(&self) -> PathBuf {
         self.blobs.join(&self.etag)
     }

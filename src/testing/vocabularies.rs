@@ -103,7 +103,8 @@ pub(crate) fn byte_level() -> Value {
     let tokens = ["<s>", "</s>"].map(String::from).into_iter().chain(bytes).chain(merges.map(|m| m.concat()));
     json!({
         "added_tokens": [special(0, "<s>"), special(1, "</s>"), added(264, "two words", false)],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+        "pre_tokenizer":
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
         "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
         "model": {"type": "BPE", "vocab": vocabulary(tokens), "merges": merges},
     })
@@ -123,7 +124,10 @@ pub(crate) fn byte_fallback() -> Value {
         ]},
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "single": [
+                {"SpecialToken": {"id": "<s>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}}
+            ],
             "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
             "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
         },

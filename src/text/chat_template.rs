@@ -28,7 +28,7 @@ const PROBE: &str = "mainstem:probe";
 /// A compiled template.
 pub struct ChatTemplate {
     env: Environment<'static>,
-    /// Where the template's source comes from; also the template's name.
+    /// Origin of the template's source; also the template's name.
     origin: String,
     /// The model's special tokens by name, such as `bos_token`.
     special: Vec<(String, Value)>,
@@ -64,7 +64,7 @@ pub enum Content {
     Parts(Vec<String>),
 }
 
-/// Why rendering failed.
+/// Error of rendering a template.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TemplateError {
     /// The template rejected the conversation, or its variables are invalid: an error of the client.

@@ -177,7 +177,10 @@ mod tests {
             let mut compared = 0;
             for _ in 0..1_000 {
                 let ids: Vec<u32> = (0..dice.below(30))
-                    .map(|_| if dice.below(2) == 0 { dice.below(vocab + 2) } else { vocab - 1 - dice.below(8) } as u32)
+                    .map(|_| match dice.below(2) {
+                        0 => dice.below(vocab + 2) as u32,
+                        _ => (vocab - 1 - dice.below(8)) as u32,
+                    })
                     .collect();
                 let skip = dice.below(2) == 0;
                 let (prompt, answer) = ids.split_at(dice.below(ids.len() + 1));

@@ -247,7 +247,8 @@ impl Collective for Deaf {
     }
 }
 
-/// Grouped heads, norms over all of them, experts with a shared one, an embedding of another width, an encoder.
+/// Grouped heads, norms over all of them, experts with a shared one, an embedding of another width, an
+/// encoder.
 const PARTED: [&str; 5] =
     ["gqa", "families/invented_one", "families/qwen2_moe", "families/opt_350m", "families/m2m100"];
 

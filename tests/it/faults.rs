@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use toml::Value;
 
-/// How a device fails.
+/// Failure of a device.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
     Error,
@@ -78,7 +78,8 @@ async fn fail_and_recover(fault: Fault, at_step: u64, settings: &[(&'static str,
     let requests = (0..6).map(|i| greedy(&prompt(i, 10 + 7 * i), 12));
     let outcomes = complete_all(&engine, requests.clone()).await;
     let failed = outcomes.iter().filter(|outcome| {
-        matches!(&outcome.end, Some(Err(RequestError::DeviceFailed(why))) if why.contains("the test's device"))
+        let end = outcome.end.as_ref();
+        matches!(end, Some(Err(RequestError::DeviceFailed(why))) if why.contains("the test's device"))
     });
     let failed = failed.count();
     assert!((1..=4).contains(&failed), "{what}: {failed} of 4 slots' requests failed");

@@ -63,7 +63,8 @@ impl Server {
         let body = body.map(Value::to_string).unwrap_or_default();
         let method = if body.is_empty() { "GET" } else { "POST" };
         let head = format!(
-            "{method} {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n",
+            "{method} {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\nContent-Type: \
+             application/json\r\nContent-Length: {}\r\n\r\n",
             self.addr,
             body.len()
         );

@@ -48,7 +48,7 @@ struct State {
     ignores_ranges: bool,
     /// Whether the list contains only file names.
     lists_names_only: bool,
-    /// What it says instead of a revision's commit in its list, a file's commit, and config.json's ETag.
+    /// False answers: a revision's commit in the list, a file's commit, and config.json's ETag.
     false_sha: Option<String>,
     false_commit: Option<String>,
     false_etag: Option<String>,
@@ -363,7 +363,7 @@ fn patient() -> Timeouts {
     Timeouts { retry_delay: Duration::from_millis(1), ..Timeouts::default() }
 }
 
-/// What to wait for an answer that never comes; others come sooner, on a busy machine too.
+/// Time to wait for an answer that never comes; others come sooner, on a busy machine too.
 const SHORT: Duration = Duration::from_millis(400);
 
 fn hub_at(endpoint: &str, cache: &CacheFolder, variables: &[(&str, &str)]) -> Hub {
@@ -472,7 +472,7 @@ fn an_encoders_way_of_pooling_is_fetched_with_it() {
     assert_eq!(hub.take_requested_files(), ["2_Other/config.json"]);
 }
 
-/// What a file of the hub's names is looked for only in a folder beside it.
+/// Modules that a hub's file names are looked for only in a folder beside that file.
 #[test]
 fn a_pooling_module_that_is_elsewhere_is_not_fetched() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());

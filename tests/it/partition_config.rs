@@ -131,14 +131,16 @@ fn refusals_name_the_key_the_reason_and_the_nearest() {
         (
             vec!["--devices", "0&reference:0"],
             2,
-            "command line: device.groups = \"0&reference:0\": cpu:0 and reference:0 are in one stage, whose devices \
-             must be of one kind; the nearest possible is cpu:0;reference:0",
+            "command line: device.groups = \"0&reference:0\": cpu:0 and reference:0 are in one stage, whose \
+             devices must be of one kind; the nearest possible is \
+             cpu:0;reference:0",
         ),
         (
             vec!["--devices", "0&1;2", "--shares", "2;1"],
             2,
-            "command line: device.shares = \"2;1\": does not fit the devices of device.groups (cpu:0&cpu:1;cpu:2); \
-             the nearest possible is [[1, 1], [1]]",
+            "command line: device.shares = \"2;1\": does not fit the devices of device.groups \
+             (cpu:0&cpu:1;cpu:2); the nearest possible is [[1, 1], \
+             [1]]",
         ),
         (
             vec!["--devices", "0;gpu:1"],
@@ -248,7 +250,8 @@ fn a_plan_shows_every_device_and_both_kinds_of_links() {
     let file = std::env::temp_dir().join(format!("mainstem-plan-{}.toml", std::process::id()));
     let text = "together_gb = 48\n[[device]]\nbandwidth_gb_s = 900\ntflops = 125\nop_us = 5\nmemory_gb = 32\n\
                 [[device]]\nbandwidth_gb_s = 100\ntflops = 2\n\
-                [within]\nlatency_us = 7\nbandwidth_gb_s = 12\n[between]\nlatency_us = 90\nbandwidth_gb_s = 3";
+                [within]\nlatency_us = 7\nbandwidth_gb_s = 12\n[between]\nlatency_us = 90\nbandwidth_gb_s = \
+                3";
     std::fs::write(&file, text).expect("it can be written");
     let machine = file.to_str().expect("a path").to_owned();
     let args = ["plan", "--partition", "--shape", "7B", "--devices", "0;1;2", "--hardware", &machine];

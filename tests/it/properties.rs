@@ -25,7 +25,7 @@ struct Rig {
     batch: StepBatch,
 }
 
-/// How the tokens of a sequence are sampled.
+/// Sampling of a sequence's tokens.
 #[derive(Clone, Copy)]
 enum Pick {
     Greedy,

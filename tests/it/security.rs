@@ -55,7 +55,8 @@ impl Served {
         let mut stream = self.connect();
         write!(
             stream,
-            "{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {length}\r\n{lines}\r\n{body}"
+            "{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: \
+             {length}\r\n{lines}\r\n{body}"
         )
         .expect("the request is sent");
         let mut text = String::new();

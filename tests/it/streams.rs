@@ -196,8 +196,8 @@ struct Answer {
 }
 
 impl Answer {
-    /// Reads an answer, and checks that a stream is one: of each choice text and then one end, or an error that
-    /// ends them all, then `[DONE]`, then nothing.
+    /// Reads an answer, and checks that a stream is one: of each choice text and then one end, or an
+    /// error that ends them all, then `[DONE]`, then nothing.
     fn read(answer: &[u8], stream: bool, choices: u64) -> Answer {
         let (status, body) = crate::http::split(answer);
         if !stream {

@@ -112,7 +112,12 @@ pub struct LoadFlags {
     tokenizer: Option<PathBuf>,
 
     /// Exclusive upper bound of random prompt token ids; at most the model's vocabulary size
-    #[arg(long, default_value_t = 256, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(
+        long,
+        default_value_t = 256,
+        value_name = "COUNT",
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
     vocab: u32,
 
     /// Prompt length in tokens (or words): N, LOW-HIGH (uniform), or lognormal:MEDIAN:SIGMA[:MAX]
@@ -128,7 +133,12 @@ pub struct LoadFlags {
     shared_prefix: u32,
 
     /// Number of groups of prompts with a shared prefix
-    #[arg(long, default_value_t = 1, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_name = "COUNT",
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
     prefix_groups: u32,
 
     /// Sampling temperature; 0 is greedy
@@ -172,11 +182,22 @@ pub struct PaceFlags {
     arrivals: Arrivals,
 
     /// Requests per second with gamma-distributed gaps: the same as --arrivals gamma:RATE/s:BURSTINESS
-    #[arg(long, value_name = "RATE", value_parser = parse_positive, conflicts_with_all = ["arrivals", "trace"])]
+    #[arg(
+        long,
+        value_name = "RATE",
+        value_parser = parse_positive,
+        conflicts_with_all = ["arrivals", "trace"]
+    )]
     request_rate: Option<f64>,
 
     /// Shape of the gamma distribution of gaps: 1 is Poisson, smaller values are burstier
-    #[arg(long, value_name = "SHAPE", value_parser = parse_positive, requires = "request_rate", default_value_t = 1.0)]
+    #[arg(
+        long,
+        value_name = "SHAPE",
+        value_parser = parse_positive,
+        requires = "request_rate",
+        default_value_t = 1.0
+    )]
     burstiness: f64,
 
     /// Replay the arrivals and lengths of a trace: CSV (Azure and BurstGPT columns are supported) or JSON
@@ -185,7 +206,13 @@ pub struct PaceFlags {
     trace: Option<PathBuf>,
 
     /// Speed-up factor of the trace replay
-    #[arg(long, value_name = "FACTOR", value_parser = parse_positive, requires = "trace", default_value_t = 1.0)]
+    #[arg(
+        long,
+        value_name = "FACTOR",
+        value_parser = parse_positive,
+        requires = "trace",
+        default_value_t = 1.0
+    )]
     trace_speed: f64,
 
     /// Maximum number of requests in flight; further requests wait, and the wait counts as latency
@@ -201,7 +228,12 @@ pub struct PaceFlags {
     connections: ConnectionsName,
 
     /// Number of client threads
-    #[arg(long, default_value_t = 1, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=256))]
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_name = "COUNT",
+        value_parser = clap::value_parser!(u32).range(1..=256)
+    )]
     workers: u32,
 
     /// Warm-up requests sent before the run and not measured
@@ -233,6 +265,7 @@ pub struct LimitFlags {
 }
 
 impl LimitFlags {
+    /// Returns the limits that the flags set.
     pub fn limits(&self) -> GoodputLimits {
         self.goodput.iter().cloned().collect()
     }
@@ -346,6 +379,7 @@ fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
     serde_json::from_str(text).map_err(|error| format!("expected a JSON object: {error}"))
 }
 
+/// Parses a duration in seconds.
 pub fn parse_seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "expected a number of seconds")?;
     // The longest time that a `Delivery` can store.
@@ -362,6 +396,7 @@ fn parse_share(text: &str) -> Result<f64, String> {
         .ok_or("expected a number from 0 to 1".into())
 }
 
+/// Parses a finite number above 0.
 pub fn parse_positive(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);
     number.ok_or("expected a number above 0".into())

@@ -17,7 +17,8 @@ use std::{
 use clap::{Parser, Subcommand};
 use load_tests::run::Progress;
 
-/// Drives an OpenAI-compatible server with a planned load of streaming requests, and reports latency and throughput.
+/// Drives an OpenAI-compatible server with a planned load of streaming requests, and reports latency and
+/// throughput.
 ///
 /// The load is planned before it is sent: when each request is due, its content, and which clients hang up.
 /// In an open loop (every arrival process except `users`) a request is sent when it is due, however slow the
@@ -34,12 +35,14 @@ const EXAMPLES: &str = "\
 Examples:
   load_tests run --arrivals poisson:20/s --requests 200        200 requests, 20 per second on average
   load_tests run --arrivals users:16 --output-tokens 32-256    16 users in a closed loop
-  load_tests run --prompts ShareGPT.json --endpoint chat --html report.html --goodput ttft:500 --goodput tpot:50
+  load_tests run --prompts ShareGPT.json --endpoint chat --html report.html --goodput ttft:500 \
+--goodput tpot:50
   load_tests sweep --rates 1..64x2 --html sweep.html           rising rates until the server is saturated
   load_tests scenario load_tests/scenarios/flover-interval.toml --html flover.html
   load_tests report ours.json theirs.json --html both.html     saved runs side by side
 
-Exit codes: 0 no request failed, 1 a request failed, 2 no run took place, 130 interrupted (partial results are reported).
+Exit codes: 0 no request failed, 1 a request failed, 2 no run took place, 130 interrupted (partial results \
+are reported).
 Sweeps and scenarios report failed requests as results and exit with 0.";
 
 #[derive(Subcommand)]

@@ -28,6 +28,7 @@ pub struct ReportArgs {
     title: String,
 }
 
+/// Runs `report`: renders the given results as a page.
 pub fn run(args: &ReportArgs) -> anyhow::Result<CommandOutcome> {
     let runs = args.files.iter().map(read).collect::<anyhow::Result<Vec<RunReport>>>()?;
     let output = Output::open(&args.html)?;

@@ -26,6 +26,7 @@ pub struct RunArgs {
     outputs: OutputFlags,
 }
 
+/// Runs `run`: one load run.
 pub fn run(args: &RunArgs, progress: &Arc<Progress>) -> anyhow::Result<CommandOutcome> {
     let settings = args.settings.settings(args.outputs.label.clone())?;
     let outputs = args.outputs.open()?;

@@ -65,7 +65,12 @@ pub struct ScenarioArgs {
     variants: Vec<String>,
 
     /// Number of runs per variant and row; the median is reported
-    #[arg(long, default_value_t = 1, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_name = "COUNT",
+        value_parser = clap::value_parser!(u32).range(1..=100)
+    )]
     repeats: u32,
 
     /// Time limit in seconds for a server to load its model
@@ -77,10 +82,16 @@ pub struct ScenarioArgs {
     time_limit: Duration,
 
     /// Number of client threads
-    #[arg(long, default_value_t = 1, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=256))]
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_name = "COUNT",
+        value_parser = clap::value_parser!(u32).range(1..=256)
+    )]
     workers: u32,
 }
 
+/// Runs `scenario`: the experiments of a scenario file.
 pub fn run(args: &ScenarioArgs, progress: &Arc<Progress>) -> anyhow::Result<CommandOutcome> {
     let options = args.options()?;
     let html = Output::open(&args.html)?;

@@ -64,6 +64,7 @@ struct OutputFlags {
     html: Option<PathBuf>,
 }
 
+/// Runs `sweep`: one run per rate or number of users.
 pub fn run(args: &SweepArgs, progress: &Arc<Progress>) -> anyhow::Result<CommandOutcome> {
     let settings = args.settings.settings(Some(args.outputs.label.clone()))?;
     let ladder = args.rates.as_ref().or(args.users.as_ref()).expect("one of the two is required");

@@ -130,7 +130,9 @@ impl Client {
     async fn wait_for_abort(&self, clock: Clock, deadline: Deadline) -> Failure {
         tokio::select! {
             () = sleep_until(clock.instant(deadline.at).into()) => clock.deadline_failure(deadline),
-            () = wait_until_stopped(self.stop.clone()) => FailureKind::Interrupted.with_message("the run was interrupted"),
+            () = wait_until_stopped(self.stop.clone()) => {
+                FailureKind::Interrupted.with_message("the run was interrupted")
+            }
         }
     }
 

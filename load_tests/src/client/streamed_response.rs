@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::{event::Event, sse::SseDecoder};
 use crate::sample::{Delivery, Failure, FailureKind, Outcome};
 
-/// What the client does after a chunk of the response.
+/// The client's next action after a chunk of the response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NextAction {
     /// Read on.
@@ -136,7 +136,8 @@ mod tests {
     fn ids_count_before_usage_and_usage_before_events() {
         let text = "data: {\"choices\":[{\"text\":\"ab\"}]}\n\n";
         let ids = "data: {\"choices\":[{\"text\":\"\",\"token_ids\":[1,2,3]}]}\n\n";
-        let usage = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":9,\"total_tokens\":14}}\n\n";
+        let usage = "data: {\"choices\":[],\
+                     \"usage\":{\"prompt_tokens\":5,\"completion_tokens\":9,\"total_tokens\":14}}\n\n";
         let finish = "data: {\"choices\":[{\"text\":\"\",\"finish_reason\":\"length\"}],\"usage\":null}\n\n";
         let len = |chunks: &[&str]| answer(chunks).0.output_len();
         assert_eq!(len(&[text, text, finish]), 2);

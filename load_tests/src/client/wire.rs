@@ -71,6 +71,7 @@ impl Wire {
         Self { stream, tap: Rc::new(tap), pace: read_rate.map(ReadThrottle::new) }
     }
 
+    /// Returns the tap, which sees all bytes of the connection.
     pub fn tap(&self) -> Rc<Tap> {
         Rc::clone(&self.tap)
     }

@@ -56,7 +56,7 @@ fn is_within_limits(sample: &Sample, limits: &GoodputLimits) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::measure::fixtures::{completed, failed};
+    use crate::measure::testing::{completed, failed};
 
     fn limits(texts: &[&str]) -> GoodputLimits {
         texts.iter().map(|text| parse_limit(text).unwrap()).collect()

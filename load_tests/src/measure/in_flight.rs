@@ -99,7 +99,7 @@ fn reduce_interval(steps: &[(Duration, usize)], piece: TimeSpan) -> Vec<(f64, f6
 mod tests {
     use super::*;
     use crate::{
-        measure::fixtures::{completed, ms},
+        measure::testing::{completed, ms},
         plan::random::{Purpose, RandomStream},
     };
 

@@ -13,7 +13,7 @@ mod goodput;
 mod plan_report;
 
 #[cfg(test)]
-pub(crate) mod fixtures;
+pub(crate) mod testing;
 
 use std::time::{Duration, SystemTime};
 
@@ -151,7 +151,7 @@ fn model_report(record: &RunRecord, index: usize, model: &str) -> ModelReport {
 #[cfg(test)]
 mod tests {
     use super::{
-        fixtures::{completed, failed, ms, record, settings},
+        testing::{completed, failed, ms, record, settings},
         *,
     };
     use crate::sample::FailureKind;

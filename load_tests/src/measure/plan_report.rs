@@ -78,7 +78,7 @@ fn endpoint(endpoint: Endpoint) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{measure::fixtures::settings, plan::lengths::LengthDistribution};
+    use crate::{measure::testing::settings, plan::lengths::LengthDistribution};
 
     fn entry(prompt_len: Option<u32>, output_len: Option<u32>) -> TraceEntry {
         TraceEntry { due: Default::default(), prompt_len, output_len }

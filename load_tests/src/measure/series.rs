@@ -100,7 +100,7 @@ pub fn peak_per_second(samples: &[Sample]) -> u64 {
 mod tests {
     use super::*;
     use crate::{
-        measure::fixtures::{completed, ms},
+        measure::testing::{completed, ms},
         sample::Delivery,
     };
 

@@ -62,8 +62,9 @@ impl FromStr for LengthDistribution {
         if let Some(parameters) = text.strip_prefix("lognormal:") {
             return parse_lognormal(parameters).ok_or_else(|| {
                 format!(
-                    "'{text}' is not lognormal:MEDIAN:SIGMA[:MAX] with 1 <= MEDIAN <= MAX <= {LENGTH_MAX} and SIGMA \
-                     from 0 to {SIGMA_MAX}"
+                    "'{text}' is not lognormal:MEDIAN:SIGMA[:MAX] with 1 <= MEDIAN <= MAX <= {LENGTH_MAX} \
+                     and SIGMA from 0 to \
+                     {SIGMA_MAX}"
                 )
             });
         }
@@ -122,8 +123,8 @@ mod tests {
 
     use super::*;
     use crate::plan::{
-        fit::{KS_CRITICAL, ks_distance_discrete},
         random::Purpose,
+        testing::{KS_CRITICAL, ks_distance_discrete},
     };
 
     const N: u64 = 20_000;

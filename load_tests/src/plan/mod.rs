@@ -1,6 +1,6 @@
-#[cfg(test)]
-mod fit;
 pub mod random;
+#[cfg(test)]
+mod testing;
 
 pub mod arrivals;
 pub mod lengths;

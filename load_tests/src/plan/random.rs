@@ -108,7 +108,7 @@ mod tests {
     use statrs::distribution::{ContinuousCDF, Uniform};
 
     use super::*;
-    use crate::plan::fit::{KS_CRITICAL, ks_distance};
+    use crate::plan::testing::{KS_CRITICAL, ks_distance};
 
     #[test]
     fn between_reaches_both_ends_evenly() {

@@ -120,7 +120,7 @@ pub fn elapsed(record: &RunRecord, out: impl Write) -> anyhow::Result<()> {
 mod tests {
     use super::*;
     use crate::{
-        measure::fixtures::{completed, failed, record},
+        measure::testing::{completed, failed, record},
         sample::{Delivery, FailureKind},
     };
 

@@ -132,9 +132,8 @@ mod tests {
     use super::*;
     use crate::{
         measure::{
-            GoodputLimits,
-            fixtures::{completed, failed, ms, record, settings},
-            report,
+            GoodputLimits, report,
+            testing::{completed, failed, ms, record, settings},
         },
         plan::arrivals::Arrivals,
         run::RunSettings,

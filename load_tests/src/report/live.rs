@@ -110,7 +110,8 @@ impl DisplayState {
         let planned = self.planned.map_or(String::new(), |planned| format!("/{planned}"));
         let hung_up = if hung_up > 0 { format!(", {hung_up} hung up") } else { String::new() };
         format!(
-            "{} {} s: {sent}{planned} sent, {completed} completed, {failed} failed{hung_up}, {rate:.0} tok/s\n\
+            "{} {} s: {sent}{planned} sent, {completed} completed, {failed} failed{hung_up}, {rate:.0} \
+             tok/s\n\
              {in_flight:>6} in flight {}",
             self.label,
             now.as_secs(),

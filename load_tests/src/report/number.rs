@@ -18,10 +18,12 @@ impl From<f64> for Number {
     }
 }
 
+/// Writes an optional number, as text if JSON cannot express it.
 pub fn serialize<S: Serializer>(value: &Option<f64>, serializer: S) -> Result<S::Ok, S::Error> {
     value.map(Number::from).serialize(serializer)
 }
 
+/// Reads an optional number as [`serialize`] writes it.
 pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<f64>, D::Error> {
     match Option::deserialize(deserializer)? {
         None => Ok(None),

@@ -202,9 +202,8 @@ mod tests {
     use super::*;
     use crate::{
         measure::{
-            GoodputLimits,
-            fixtures::{completed, failed, record, settings},
-            report,
+            GoodputLimits, report,
+            testing::{completed, failed, record, settings},
         },
         plan::arrivals::Arrivals,
         report::ServerRow,

@@ -52,6 +52,7 @@ pub struct Job {
 }
 
 impl Job {
+    /// Creates the job of one worker.
     pub fn new(
         settings: &RunSettings,
         service: Arc<Service>,

@@ -130,7 +130,8 @@ fn load_scenario(file: &Path, options: &ScenarioOptions) -> Result<Scenario> {
     let count = scenario.variants.iter().filter(|variant| is_wanted(options, variant)).count();
     ensure!(
         scenario.server.url.is_none() || count == 1,
-        "{}: a running server requires exactly one variant, but {count} are selected; select one with --variants",
+        "{}: a running server requires exactly one variant, but {count} are selected; select one with \
+         --variants",
         name()
     );
     Ok(scenario)
@@ -160,7 +161,8 @@ mod tests {
         let error = load_tiny(|options| options.url = url()).unwrap_err();
         assert_eq!(
             error,
-            "tiny: a running server requires exactly one variant, but 4 are selected; select one with --variants"
+            "tiny: a running server requires exactly one variant, but 4 are selected; select one with \
+             --variants"
         );
         let scenario = load_tiny(|options| {
             options.url = url();

@@ -27,7 +27,7 @@ mod tests {
     use crate::{
         measure::{
             GoodputLimits,
-            fixtures::{completed, failed, record, settings},
+            testing::{completed, failed, record, settings},
         },
         run::RunRecord,
     };
@@ -47,7 +47,7 @@ mod tests {
         ((row.server * 1e6).round() / 1e6, row.client)
     }
 
-    const OURS_BEFORE: &str = r#"# HELP mainstem_request_success_total Requests that were taken in and are over, by how they ended.
+    const OURS_BEFORE: &str = r#"# HELP mainstem_request_success_total Accepted requests that have ended.
 # TYPE mainstem_request_success_total counter
 mainstem_request_success_total{model_name="demo",engine="0",finished_reason="stop"} 3
 mainstem_request_success_total{model_name="demo",engine="0",finished_reason="length"} 1

@@ -38,8 +38,9 @@ pub fn sections(sweep: &Sweep, title: &str) -> Vec<Section> {
     };
     let table = Section::Table {
         title: format!("{title}: steps"),
-        text: "A step is saturated when requests fail, wait longer and longer, pile up or miss the limits, or when more \
-               users do not increase throughput."
+        text: "A step is saturated when requests fail, wait longer and longer, pile up or miss the limits, \
+               or when more users do not increase \
+               throughput."
             .into(),
         columns: columns(sweep.unit),
         rows: sweep.steps.iter().map(row).collect(),

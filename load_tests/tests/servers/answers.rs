@@ -61,18 +61,21 @@ fn wire_forms() -> Vec<(&'static str, String, Option<u32>)> {
     // llama-cpp-python: CRLF, keep-alive comments, spaces in the JSON, no usage.
     let text = |text: &str, finish: &str| {
         format!(
-            "data: {{\"id\": \"cmpl-5e0a\", \"object\": \"text_completion\", \"created\": 1721155320, \"model\": \"m\", \
-             \"choices\": [{{\"text\": \"{text}\", \"index\": 0, \"logprobs\": null, \"finish_reason\": {finish}}}]}}\r\n\r\n"
+            "data: {{\"id\": \"cmpl-5e0a\", \"object\": \"text_completion\", \"created\": 1721155320, \
+             \"model\": \"m\", \
+             \"choices\": [{{\"text\": \"{text}\", \"index\": 0, \"logprobs\": null, \"finish_reason\": \
+             {finish}}}]}}\r\n\r\n"
         )
     };
     let ping = ": ping - 2025-03-16 06:41:51.280928+00:00\r\n\r\n";
     let llama_cpp_python =
         [&text(" a", "null"), ping, &text("\\n", "null"), &text(" \u{e9}", "\"length\""), done];
     // vLLM: several token ids per event, the prompt's ids first, usage in a separate event.
-    let vllm = "data: {\"id\":\"cmpl-1\",\"choices\":[{\"index\":0,\"text\":\"a\",\"logprobs\":null,\"finish_reason\":null,\
-                \"stop_reason\":null,\"prompt_token_ids\":[1,2,3,4,5],\"token_ids\":[7]}]}\n\n\
-                data: {\"id\":\"cmpl-1\",\"choices\":[{\"index\":0,\"text\":\"bc\",\"finish_reason\":\"length\",\
-                \"stop_reason\":null,\"token_ids\":[8,9]}]}\n\n\
+    let vllm = "data: {\"id\":\"cmpl-1\",\"choices\":[{\"index\":0,\"text\":\"a\",\"logprobs\":null,\
+                \"finish_reason\":null,\"stop_reason\":null,\"prompt_token_ids\":[1,2,3,4,5],\
+                \"token_ids\":[7]}]}\n\n\
+                data: {\"id\":\"cmpl-1\",\"choices\":[{\"index\":0,\"text\":\"bc\",\
+                \"finish_reason\":\"length\",\"stop_reason\":null,\"token_ids\":[8,9]}]}\n\n\
                 data: {\"id\":\"cmpl-1\",\"choices\":[],\"usage\":{\"prompt_tokens\":5,\"total_tokens\":8,\
                 \"completion_tokens\":3,\"prompt_tokens_details\":null}}\n\ndata: [DONE]\n\n";
     // A server with token counts only in its usage, and empty keep-alive events.

@@ -7,13 +7,14 @@ use super::report::{
     AllocatedMemory, BenchReport, EngineSettings, MachineInfo, ModelFacts, RowFigures, Summary,
 };
 use super::roofline::Bottleneck;
+use crate::cli::to_json;
 use mainstem_kernels::cpu::Roofline;
 use serde::Serialize;
 use std::fmt::Write;
 
 /// The report in JSON.
 #[derive(Serialize)]
-struct JsonReport<'a> {
+struct BenchDocument<'a> {
     mainstem: &'static str,
     machine: &'a MachineInfo,
     model: &'a Option<ModelFacts>,
@@ -30,7 +31,7 @@ impl BenchReport {
     /// Formats the report as JSON, with every sample.
     pub fn json(&self) -> String {
         let BenchReport { machine, model, settings, allocated, notes, interrupted, .. } = self;
-        let document = JsonReport {
+        to_json(&BenchDocument {
             mainstem: env!("CARGO_PKG_VERSION"),
             machine,
             model,
@@ -40,9 +41,7 @@ impl BenchReport {
             partitions: partition::figures(&self.partitions),
             notes,
             interrupted: *interrupted,
-        };
-        let text = serde_json::to_string_pretty(&document);
-        text.expect("a report is plain data; anything else is a bug") + "\n"
+        })
     }
 
     /// Formats the report as CSV: a header, and one line per row. Values that a row does not have are empty.
@@ -159,7 +158,8 @@ impl BenchReport {
 }
 
 const CSV_HEAD: &str = "test,sequences,depth,tokens,samples,tokens_per_s_min,tokens_per_s_median,\
-                        tokens_per_s_max,time_is,time_min,time_median,time_max,weight_bytes_per_s,share,limit,ratio";
+                        tokens_per_s_max,time_is,time_min,time_median,time_max,weight_bytes_per_s,share,\
+                        limit,ratio";
 
 const TABLE_HEAD: [&str; 9] = [
     "test",

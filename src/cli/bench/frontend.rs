@@ -64,8 +64,9 @@ pub async fn measure(
     report.record_device(&config, &built);
     let threads = config.server.workers;
     report.notes.push(format!(
-        "device, control and {threads} consumer threads share this machine's cores; with HTTP, so do {threads} \
-         server threads"
+        "device, control and {threads} consumer threads share this machine's cores; with HTTP, so do \
+         {threads} server \
+         threads"
     ));
     progress.set_length(3 * u64::from(repeat + 1));
 

@@ -60,7 +60,12 @@ pub struct PlanArgs {
     #[arg(long, value_name = "SPEED")]
     link_bandwidth: Option<String>,
     /// Sequences per step.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=65_536)
+    )]
     batch: u32,
     /// Cached tokens per sequence.
     #[arg(long, value_name = "TOKENS", default_value_t = 512)]
@@ -212,7 +217,7 @@ struct PlannedPartition {
     devices: String,
     /// Whether it is the configured partition.
     configured: bool,
-    /// Why the partition is impossible; null if it is possible.
+    /// The reason why the partition is impossible; null if it is possible.
     refused: Option<String>,
     #[serde(flatten)]
     figures: Option<PredictedFigures>,

@@ -30,7 +30,8 @@ pub fn text(plan: &PartitionPlan) -> String {
             let _ = writeln!(text, "note: {refused}");
         }
     }
-    text + "Tokens per second: decode is one sequence; one lane is one step at a time; lanes is one step in flight per stage.\n"
+    text + "Tokens per second: decode is one sequence; one lane is one step at a time; lanes is one step in \
+            flight per stage.\n"
 }
 
 fn head(plan: &PartitionPlan) -> String {

@@ -67,7 +67,7 @@ pub enum Dialect {
     Raw,
 }
 
-/// How an answer is delivered.
+/// Delivery of an answer: in pieces or at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
     Stream,

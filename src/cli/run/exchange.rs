@@ -42,7 +42,7 @@ pub struct Outcome {
     pub stats: Option<String>,
 }
 
-/// How an answer ended.
+/// The end of an answer.
 #[derive(Debug, PartialEq)]
 pub enum AnswerEnd {
     Complete,

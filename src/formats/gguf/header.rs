@@ -19,14 +19,16 @@ use anyhow::{Context, Result, bail, ensure};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-pub(super) const MAGIC: [u8; 4] = *b"GGUF";
+/// Magic number of the format.
+pub(in crate::formats) const MAGIC: [u8; 4] = *b"GGUF";
 
 /// Magic numbers of the predecessors of GGUF: their names reversed.
 const LEGACY: [(&[u8; 4], &str); 4] =
     [(b"lmgg", "ggml"), (b"fmgg", "ggmf"), (b"tjgg", "ggjt"), (b"algg", "ggla")];
 
-const ALIGNMENT: &str = "general.alignment";
-const ALIGNMENT_DEFAULT: u64 = 32;
+/// Key of the alignment of tensors in bytes, and its value if a file has no such key.
+pub(in crate::formats) const ALIGNMENT: &str = "general.alignment";
+pub(in crate::formats) const ALIGNMENT_DEFAULT: u32 = 32;
 const ALIGNMENT_MAX: u64 = 1 << 16;
 
 /// Limits of the format: bytes of a key and of a tensor name, and dimensions of a tensor.
@@ -120,7 +122,7 @@ fn read_metadata(cursor: &mut Cursor, entries: usize) -> Result<BTreeMap<String,
 
 fn alignment(metadata: &BTreeMap<String, GgufValue>) -> Result<usize> {
     let alignment = match metadata.get(ALIGNMENT) {
-        None => ALIGNMENT_DEFAULT,
+        None => ALIGNMENT_DEFAULT.into(),
         Some(value) => value.as_u64().with_context(|| {
             format!("key '{ALIGNMENT}': {} is not a non-negative integer", value.describe())
         })?,

@@ -60,10 +60,12 @@ impl Gguf {
         self.entries.get(key)
     }
 
+    /// Returns a string. Fails if the key is absent.
     pub fn str(&self, key: &str) -> Result<&str> {
         self.require(key, self.opt_str(key)?)
     }
 
+    /// Returns a string, or `None` if the key is absent.
     pub fn opt_str(&self, key: &str) -> Result<Option<&str>> {
         match self.value(key) {
             None => Ok(None),
@@ -72,10 +74,12 @@ impl Gguf {
         }
     }
 
+    /// Returns a 32-bit integer. Fails if the key is absent.
     pub fn u32(&self, key: &str) -> Result<u32> {
         self.require(key, self.opt_u32(key)?)
     }
 
+    /// Returns a 32-bit integer, or `None` if the key is absent.
     pub fn opt_u32(&self, key: &str) -> Result<Option<u32>> {
         self.typed(key, "a non-negative 32-bit integer", |value| value.as_u64()?.try_into().ok())
     }
@@ -88,10 +92,12 @@ impl Gguf {
         }
     }
 
+    /// Returns a floating-point number. Fails if the key is absent.
     pub fn f32(&self, key: &str) -> Result<f32> {
         self.require(key, self.opt_f32(key)?)
     }
 
+    /// Returns a floating-point number, or `None` if the key is absent.
     pub fn opt_f32(&self, key: &str) -> Result<Option<f32>> {
         self.typed(key, "a floating-point number", |value| match value {
             GgufValue::F32(number) => Some(*number),
@@ -100,10 +106,12 @@ impl Gguf {
         })
     }
 
+    /// Returns a truth value. Fails if the key is absent.
     pub fn bool(&self, key: &str) -> Result<bool> {
         self.require(key, self.opt_bool(key)?)
     }
 
+    /// Returns a truth value, or `None` if the key is absent.
     pub fn opt_bool(&self, key: &str) -> Result<Option<bool>> {
         self.typed(key, "true or false", |value| match value {
             GgufValue::Bool(flag) => Some(*flag),
@@ -116,6 +124,7 @@ impl Gguf {
         self.require(key, self.opt_strings(key)?)
     }
 
+    /// Returns a list of strings, or `None` if the key is absent.
     pub fn opt_strings(&self, key: &str) -> Result<Option<Vec<&str>>> {
         let Some(array) = self.array(key, "strings", |ty| ty == ValueType::String)? else { return Ok(None) };
         let mut cursor = self.cursor(array);
@@ -139,6 +148,7 @@ impl Gguf {
         self.require(key, self.opt_f32s(key)?)
     }
 
+    /// Returns a list of floating-point numbers, or `None` if the key is absent.
     pub fn opt_f32s(&self, key: &str) -> Result<Option<Vec<f32>>> {
         let is_float = |ty| matches!(ty, ValueType::F32 | ValueType::F64);
         self.numbers(key, "floating-point numbers", is_float, |value| match value {
@@ -153,6 +163,7 @@ impl Gguf {
         self.require(key, self.opt_i32s(key)?)
     }
 
+    /// Returns a list of integers, or `None` if the key is absent.
     pub fn opt_i32s(&self, key: &str) -> Result<Option<Vec<i32>>> {
         let is_whole = |ty| {
             !matches!(

@@ -23,6 +23,7 @@ mod sentence;
 #[cfg(test)]
 mod tests;
 
+pub(super) use header::{ALIGNMENT, ALIGNMENT_DEFAULT, MAGIC};
 pub use header::{GgufHeader, GgufTensor};
 pub use metadata::Gguf;
 pub(super) use types::ggml_id;

@@ -73,7 +73,8 @@ fn read_tensors(bytes: &[u8], file: usize) -> Result<Tensors> {
     let (at, tar) = TAR_MAGIC;
     if bytes.get(at..).is_some_and(|rest| rest.starts_with(tar)) {
         bail!(
-            "a tar archive: this old PyTorch format is not supported; save the model again with a current PyTorch"
+            "a tar archive: this old PyTorch format is not supported; save the model again with a current \
+             PyTorch"
         );
     }
     let (pickle, places) = stream::read(bytes)?;

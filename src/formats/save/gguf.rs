@@ -5,19 +5,16 @@
 
 use super::{SavedFile, SavedTensor};
 use crate::formats::Gguf;
-use crate::formats::gguf::{EXTERNAL_TENSORS, ggml_id};
+use crate::formats::gguf::{ALIGNMENT, ALIGNMENT_DEFAULT, EXTERNAL_TENSORS, MAGIC, ggml_id};
 use anyhow::{Context, Result, ensure};
 
-/// Magic number and version of the format.
-const MAGIC: [u8; 4] = *b"GGUF";
+/// Version of the format.
 const VERSION: u32 = 3;
 
 /// Ids of value types.
 const U32: u32 = 4;
 const BOOL: u32 = 7;
 
-const ALIGNMENT: &str = "general.alignment";
-const ALIGNMENT_DEFAULT: usize = 32;
 const QUANTIZATION: &str = "general.quantization_version";
 const QUANTIZATION_VERSION: u32 = 2;
 
@@ -31,8 +28,8 @@ pub fn check_gguf(tensors: &[SavedTensor]) -> Result<()> {
         let SavedTensor { name, ty, .. } = tensor;
         ensure!(
             ggml_id(*ty).is_some(),
-            "tensor '{name}' would be {ty}, which GGUF cannot store: choose one of its types, such as q4_K or \
-             q8_0, or name a folder to write safetensors to"
+            "tensor '{name}' would be {ty}, which GGUF cannot store: choose one of its types, such as q4_K \
+             or q8_0, or name a folder to write safetensors to"
         );
         ensure!(
             !tensor.transposed,
@@ -77,7 +74,7 @@ fn build_file(
     if !more.is_empty() {
         entries.push(more);
     }
-    let alignment = gguf.opt_u32(ALIGNMENT)?.map_or(ALIGNMENT_DEFAULT, |alignment| alignment as usize);
+    let alignment = gguf.opt_u32(ALIGNMENT)?.unwrap_or(ALIGNMENT_DEFAULT) as usize;
     let mut head =
         [&MAGIC[..], &VERSION.to_le_bytes(), &count_bytes(order.len()), &count_bytes(entries.len())].concat();
     entries.iter().for_each(|entry| head.extend_from_slice(entry));

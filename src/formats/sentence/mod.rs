@@ -60,7 +60,7 @@ impl fmt::Display for UnsupportedSetting {
 #[derive(Deserialize)]
 struct Module {
     path: String,
-    /// Such as `sentence_transformers.models.Pooling`; the last component decides.
+    /// Python class, for example `sentence_transformers.models.Pooling`; the last component decides.
     #[serde(rename = "type")]
     class: String,
 }

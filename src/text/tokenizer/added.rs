@@ -14,7 +14,7 @@ pub struct AddedTokenSpec {
     id: IdSource,
 }
 
-/// How an added token gets its id.
+/// Source of an added token's id.
 #[derive(Clone, Copy, Debug)]
 enum IdSource {
     /// The id that the file gives.

@@ -75,14 +75,14 @@ pub struct Tokenizer {
     surrounding: SurroundingTokens,
 }
 
-/// How text becomes token ids.
+/// Method of converting text to token ids.
 enum Encoder {
     Pipeline(Box<Pipeline>),
     /// One token per byte.
     Bytes,
 }
 
-/// How token ids become text.
+/// Method of converting token ids to text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DecodeMethod {
     /// The tokens' bytes are concatenated; leading spaces of the whole text may be dropped.

@@ -45,7 +45,7 @@ pub enum PieceAlgorithm {
     Unigram(Unigram),
 }
 
-/// How text that is not a piece is encoded.
+/// Encoding of text that is not a piece.
 pub enum UnknownText {
     /// One token per byte.
     Bytes(Box<[u32; 256]>),

@@ -197,7 +197,7 @@ fn key_context(settings: &HubConfig, key: &str) -> String {
     format!("{}: key '{key}'", settings.file().display())
 }
 
-/// How to determine whether a token is special.
+/// Rule that determines whether a token is special.
 #[derive(Clone, Copy)]
 enum SpecialFlag {
     /// The token is special.
@@ -260,7 +260,8 @@ mod tests {
     #[test]
     fn roles_are_taken_from_the_settings_then_the_older_file_then_the_class() {
         let settings = settings(json!({
-            "tokenizer_config.json": {"tokenizer_class": "BertTokenizer", "bos_token": "<b>", "never_split": ["x"]},
+            "tokenizer_config.json":
+                {"tokenizer_class": "BertTokenizer", "bos_token": "<b>", "never_split": ["x"]},
             "special_tokens_map.json": {"bos_token": "<c>", "sep_token": "<s>", "pad_token": "<absent>"},
         }));
         let find = |name: &str| ["<b>", "<c>", "<s>", "[CLS]"].iter().position(|known| *known == name);

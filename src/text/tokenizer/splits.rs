@@ -5,14 +5,23 @@
 use serde_json::{Value, json};
 
 /// Pattern of Qwen 2: single digits.
-pub const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+pub const QWEN2: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|",
+    r"\s+(?!\S)|\s+"
+);
 
 /// Pattern of Llama 3: groups of up to three digits.
-pub const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+pub const LLAMA3: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|",
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+);
 
 /// Returns pre-tokenizers that split by one pattern after the other, in the format of `tokenizer.json`.
 pub fn stages(patterns: &[&str]) -> Vec<Value> {
-    let split = |pattern: &&str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+    let split = |pattern: &&str| {
+        let regex = json!({"Regex": pattern});
+        json!({"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": false})
+    };
     patterns.iter().map(split).collect()
 }
 

@@ -191,8 +191,8 @@ fn gemma(model: &mut Converted) {
     model.ending("norm.weight").for_each(|norm| norm.add(1.0));
 }
 
-/// GGUF has no `query_pre_attn_scalar`: files are for a head's width, and what is between the two goes into the
-/// queries.
+/// GGUF has no `query_pre_attn_scalar`: files are for a head's width, and what is between the two goes
+/// into the queries.
 fn gemma2(model: &mut Converted) {
     let between = query_scale(model);
     gemma(model);

@@ -46,8 +46,8 @@ async fn decoders_of_every_family_give_the_recorded_answers() {
     }
 }
 
-/// The writer of the tests and the gguf package, which knows names of its own, write the same tensors; and what
-/// that one wrote is read.
+/// The writer of the tests and the gguf package, which knows names of its own, write the same tensors;
+/// and what that one wrote is read.
 #[actix::test]
 async fn what_the_gguf_package_wrote_is_read_and_is_what_the_tests_write() {
     for name in STORED {

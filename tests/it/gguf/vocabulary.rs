@@ -173,7 +173,8 @@ fn every_key_of_a_vocabulary_is_read_under_its_name() {
     let mut file = writer("q4_0.gguf");
     let keys = json!({
         "model": "t5", "pre": "p", "tokens": ["a", "é"], "scores": [-1.5, 0.0], "token_type": [1, 3],
-        "merges": ["a b"], "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 3, "seperator_token_id": 4,
+        "merges": ["a b"], "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 3,
+        "seperator_token_id": 4,
         "cls_token_id": 5, "add_bos_token": true, "add_eos_token": false, "add_space_prefix": true,
         "remove_extra_whitespaces": false, "precompiled_charsmap": [0, 255], "normalizer.lowercase": true,
         "normalizer.strip_accents": false,
@@ -218,7 +219,7 @@ fn every_key_of_a_vocabulary_is_read_under_its_name() {
     assert_eq!(read(&file, "none").expect("it is sound"), "None");
 }
 
-/// What keys say, what tokens are called, and where no key says anything what the kind of vocabulary has.
+/// End tokens come from keys, from tokens' names, and without keys from the kind of vocabulary.
 #[test]
 fn a_text_ends_with_the_tokens_that_llama_cpp_ends_it_with() {
     let (_, cases) = cases();

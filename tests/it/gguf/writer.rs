@@ -136,7 +136,7 @@ impl Written {
         self.set(key, STRING, text(value));
     }
 
-    /// The same with a list: the type of its values, and the bytes of each.
+    /// Sets a key to a list: the type of its values, and the bytes of each.
     pub fn set_list(&mut self, key: &str, ty: u32, values: &[Vec<u8>]) {
         let head = [&ty.to_le_bytes()[..], &(values.len() as u64).to_le_bytes()].concat();
         self.set(key, ARRAY, [head, values.concat()].concat());

@@ -21,7 +21,7 @@ use std::time::Instant;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape(pub usize, pub usize);
 
-/// How a device fails.
+/// Failure of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     Error,
@@ -154,7 +154,7 @@ impl Script {
     }
 }
 
-/// What is thrown, and brings down who throws it away: a thread ends by it, wherever panics are caught.
+/// Panic payload that panics again when dropped, so that a thread ends by it wherever panics are caught.
 struct Bomb;
 
 impl Drop for Bomb {

@@ -51,7 +51,7 @@ impl Executor for Acting {
     }
 }
 
-/// What it exchanges by.
+/// Collective of a scripted device, which fails as the script says.
 struct Exchanging {
     inner: Box<dyn Collective>,
     script: Arc<Script>,

@@ -15,7 +15,7 @@ const PAGE: usize = 32;
 /// Pages of a slot; its encoder input has one more.
 const PAGES: u32 = (POSITIONS / PAGE) as u32;
 
-/// What a slot has of its own is not enough to copy it.
+/// First of the pages that no slot owns, to which pages are copied.
 const SPARE: u32 = 1 + SLOTS * (PAGES + 1);
 
 /// The steps, and the output of each.

@@ -1,15 +1,17 @@
 //! Files that import one another in a circle.
 //!
-//! An import counts towards the file that defines the name: a re-export is followed to where it comes from. What a module
-//! imports from its own submodules does not count, since these are parts of it. Two files that know each other can only
-//! be read together, so the list of circles in `cycles.txt` may shrink and not grow.
+//! An import counts towards the file that defines the name: a re-export is followed to where it comes
+//! from. What a module imports from its own submodules does not count, since these are parts of it. Two
+//! files that know each other can only be read together, so the list of circles in `cycles.txt` may
+//! shrink and not grow.
 
 use crate::{Source, Tree};
 use std::collections::{BTreeMap, BTreeSet};
 use syn::UseTree;
 use syn::visit::{self, Visit};
 
-/// Groups of two and more product files each of which reaches every other by imports; ordered, with ordered paths.
+/// Groups of two and more product files each of which reaches every other by imports; ordered, with
+/// ordered paths.
 pub fn cycles(tree: &Tree) -> Vec<Vec<String>> {
     let modules = Modules::new(tree);
     let sources: Vec<&Source> = tree.products().filter(|source| !source.module[0].is_empty()).collect();
@@ -148,7 +150,8 @@ impl<'ast> Visit<'ast> for Paths {
     }
 }
 
-/// Tarjan's algorithm for strongly connected components ("Depth-first search and linear graph algorithms", 1972).
+/// Tarjan's algorithm for strongly connected components ("Depth-first search and linear graph
+/// algorithms", 1972).
 struct Components<'a> {
     edges: &'a BTreeMap<&'a str, BTreeSet<&'a str>>,
     index: BTreeMap<&'a str, usize>,

@@ -1,7 +1,8 @@
 //! Which module may import which.
 //!
-//! The rules are the block below "## Dependencies" in `docs/architecture.md`, one line for each module or group of modules:
-//! `actors, server -> request, config`. A module that no line begins with imports nothing of this workspace.
+//! The rules are the block below "## Dependencies" in `docs/architecture.md`, one line for each module or
+//! group of modules: `actors, server -> request, config`. A module that no line begins with imports
+//! nothing of this workspace.
 
 use crate::{Offence, Source, Tree};
 use std::collections::{BTreeMap, BTreeSet};
@@ -35,7 +36,8 @@ impl Doors {
     }
 }
 
-/// Imports between top-level modules of the main crate, or of other crates of the workspace, that `doors` does not allow.
+/// Imports between top-level modules of the main crate, or of other crates of the workspace, that `doors`
+/// does not allow.
 pub fn forbidden_imports(tree: &Tree, doors: &Doors) -> Vec<Offence> {
     let mut offences = Vec::new();
     for source in tree.products() {

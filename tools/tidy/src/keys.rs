@@ -2,8 +2,9 @@
 
 use crate::Offence;
 
-/// Names of `text` that `page` does not mention in backticks. A name is the first capture of a line: for TOML, the key with
-/// its section (`server.port`); for the metrics' table, every string that begins with `mainstem_`.
+/// Names of `text` that `page` does not mention in backticks. A name is the first capture of a line: for
+/// TOML, the key with its section (`server.port`); for the metrics' table, every string that begins with
+/// `mainstem_`.
 pub fn undocumented_keys(path: &str, names: &[(String, usize)], page: &str) -> Vec<Offence> {
     let missing = |name: &str| !page.contains(&format!("`{name}`"));
     let offence = |(name, line): &(String, usize)| Offence {

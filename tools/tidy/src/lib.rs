@@ -1,6 +1,6 @@
-//! Checks of the source tree that the compiler and clippy do not make: which module imports which, how long files
-//! and functions are, where tests live, and how documentation is worded. `tests/tree.rs` runs them on this
-//! repository; `docs/architecture.md` explains the rules.
+//! Checks of the source tree that the compiler and clippy do not make: which module imports which, how
+//! long files and functions are, where tests live, and how documentation is worded. `tests/tree.rs` runs
+//! them on this repository; `docs/architecture.md` explains the rules.
 //!
 //! Invariant: a check reads files and nothing else, and reports every offence with its file and line.
 
@@ -27,7 +27,7 @@ pub struct Offence {
     pub path: String,
     /// Line, counted from 1.
     pub line: usize,
-    /// What is wrong, and what would be right.
+    /// The problem, and what would be right.
     pub problem: String,
 }
 

@@ -1,4 +1,4 @@
-//! Where modules and tests live.
+//! Places of modules and tests.
 
 use crate::source::attributes;
 use crate::{Offence, Source, Tree};

@@ -98,7 +98,8 @@ fn documentation_that_says_nothing_on_hover() {
 
 #[test]
 fn a_public_item_without_documentation() {
-    let text = "pub struct A { pub field: u8 }\n\nimpl A {\n    pub fn new() -> A { A { field: 0 } }\n    fn own() {}\n}\n\n\
+    let text = "pub struct A { pub field: u8 }\n\nimpl A {\n    pub fn new() -> A { A { field: 0 } }\n    \
+                fn own() {}\n}\n\n\
                 impl Clone for A { fn clone(&self) -> A { A::new() } }\n\npub(crate) fn f() {}\n";
     assert_found(
         &tidy::undocumented(&one("src/a.rs", text)),

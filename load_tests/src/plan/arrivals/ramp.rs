@@ -5,7 +5,7 @@
 //! ```text
 //! linear       rate = from + slope t           I = from t + slope t^2 / 2       slope = (to - from) / over
 //! exponential  rate = from exp(growth t)       I = from (exp(growth t) - 1) / growth
-//!                                                                               growth = ln(to / from) / over
+//!              growth = ln(to / from) / over
 //! ```
 //!
 //! Invariant: due times ascend with the integrated rate, and after the ramp the rate is `to`.

@@ -9,8 +9,8 @@ use statrs::distribution::{ContinuousCDF, Exp, Gamma};
 
 use super::{Arrivals, Schedule};
 use crate::plan::{
-    fit::{KS_CRITICAL, ks_distance},
     random::{Purpose, RandomStream},
+    testing::{KS_CRITICAL, ks_distance},
 };
 
 const N: usize = 20_000;

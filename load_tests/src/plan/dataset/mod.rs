@@ -68,7 +68,8 @@ fn texts(content: &str, format: FileFormat, counter: &TokenCounter) -> anyhow::R
     };
     ensure!(
         !entries.is_empty(),
-        "the file contains no prompt: expected conversations of a human and a model, objects with a prompt, or text"
+        "the file contains no prompt: expected conversations of a human and a model, objects with a prompt, \
+         or text"
     );
     entries.into_iter().map(|entry| counter.count_entry(entry)).collect()
 }

@@ -105,7 +105,8 @@ impl LoadSpec {
                 ensure!(*vocab > 0, "prompts of token ids need a vocabulary of at least 1");
                 ensure!(
                     endpoint == Endpoint::Completions,
-                    "the chat endpoint requires text prompts: prompts of token ids need the completions endpoint"
+                    "the chat endpoint requires text prompts: prompts of token ids need the completions \
+                     endpoint"
                 );
             }
             PromptSource::Words => {}

@@ -3,8 +3,8 @@
 //! Fields are identified by name, ignoring case; other fields are ignored:
 //!
 //! ```text
-//! time      timestamp (a date such as 2023-11-16 18:17:03.9799600, or seconds in CSV and milliseconds in JSON),
-//!           arrival_s, arrival_ms
+//! time      timestamp (a date such as 2023-11-16 18:17:03.9799600, or seconds in CSV and milliseconds in
+//!           JSON), arrival_s, arrival_ms
 //! prompt    ContextTokens (Azure), Request tokens (BurstGPT), prompt_tokens, input_length (Mooncake)
 //! answer    GeneratedTokens (Azure), Response tokens (BurstGPT), output_tokens, output_length (Mooncake)
 //! ```

@@ -20,8 +20,11 @@ pub const LATENCY_CAPTION: &str = "latencies in milliseconds";
 /// Selects one of a run's distributions.
 pub type Measure = fn(&RunReport) -> Option<&Distribution>;
 
+/// Times to first token of a run.
 pub const TTFT: Measure = |run| run.latencies.ttft.as_ref();
+/// Inter-token latencies of a run.
 pub const ITL: Measure = |run| run.latencies.itl.as_ref();
+/// End-to-end latencies of a run.
 pub const E2EL: Measure = |run| run.latencies.e2el.as_ref();
 
 /// Returns the cells of the [`OUTCOME`] columns of a run.

@@ -9,14 +9,17 @@ use crate::report::{Distribution, RunReport};
 /// Ratio of the largest to the smallest value above which an axis is logarithmic.
 const LOG_RATIO_MIN: f64 = 30.0;
 
+/// Returns an axis with this label and scale.
 pub fn axis(label: impl Into<String>, scale: Scale) -> Axis {
     Axis { label: label.into(), scale }
 }
 
+/// Returns the linear axis of times in seconds.
 pub fn seconds() -> Axis {
     axis("seconds", Scale::Linear)
 }
 
+/// Returns the axis of percentiles.
 pub fn percentile() -> Axis {
     axis("percentile", Scale::Percentile)
 }

@@ -70,11 +70,11 @@ pub enum Scale {
 pub struct Curve {
     pub label: String,
     pub points: Vec<(f64, f64)>,
-    /// How the points are connected.
+    /// The way the points are connected.
     pub form: CurveForm,
 }
 
-/// How a curve is drawn.
+/// The form in which a curve is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CurveForm {
     Steps,

@@ -106,7 +106,8 @@ pub fn notes(run: &RunReport) -> Vec<String> {
     });
     let short = (counts.short > 0).then(|| {
         format!(
-            "{} got fewer tokens than requested although they completed, so the load was lighter than planned.",
+            "{} got fewer tokens than requested although they completed, so the load was lighter than \
+             planned.",
             format_requests(counts.short)
         )
     });
@@ -117,23 +118,26 @@ fn late(run: &RunReport) -> Option<String> {
     let lateness = run.latencies.lateness.as_ref().filter(|lateness| lateness.stats.p99 > LATE_MS_MAX)?;
     let cause = match run.plan.max_concurrency {
         Some(limit) => format!(
-            "They waited because the limit of {} requests in flight was reached, or the client machine could not keep up.",
+            "They waited because the limit of {} requests in flight was reached, or the client machine \
+             could not keep up.",
             format_count(limit)
         ),
         None => "The client machine could not keep up with the planned load.".into(),
     };
     Some(format!(
-        "1 % of the requests were sent {} ms late or later. {cause} Latencies are measured from the due time, so they \
-         include this delay.",
+        "1 % of the requests were sent {} ms late or later. {cause} Latencies are measured from the due \
+         time, so they include this \
+         delay.",
         format_value(lateness.stats.p99)
     ))
 }
 
 fn closed_loop(run: &RunReport) -> Option<String> {
     run.plan.closed_loop.then(|| {
-        "This was a closed loop: a user sends the next request only after the previous response, so a slow server \
-         receives fewer requests. The latencies do not include the time that further requests would have waited \
-         (coordinated omission); compare them only with those of other closed loops."
+        "This was a closed loop: a user sends the next request only after the previous response, so a slow \
+         server receives fewer requests. The latencies do not include the time that further requests would \
+         have waited (coordinated omission); compare them only with those of other closed \
+         loops."
             .into()
     })
 }

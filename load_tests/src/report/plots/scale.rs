@@ -28,7 +28,7 @@ pub struct AxisLayout {
     pub pixels: (f64, f64),
 }
 
-/// How the ends of an axis are chosen.
+/// Rule by which the ends of an axis are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fit {
     /// At the minimum and maximum, but a linear axis starts at zero if the minimum is close to it.

@@ -43,6 +43,7 @@ impl CurveStyle {
         Self { colour: Some(index % COLOURS), shape: index, is_repeated: index >= COLOURS }
     }
 
+    /// Returns the CSS classes of a curve of this form.
     pub fn classes(self, form: CurveForm) -> String {
         let colour = self.colour.map_or("grey".into(), |colour| format!("c{colour}"));
         match (form, self.is_repeated) {

@@ -127,7 +127,8 @@ fn cells(row: &PartitionFigures) -> [String; HEAD.len()] {
 }
 
 const CSV_HEAD: &str = "partition,devices,layers,lanes,sequences,samples,decode_min,decode_median,decode_max,\
-                        throughput_min,throughput_median,throughput_max,predicted_decode,predicted_throughput";
+                        throughput_min,throughput_median,throughput_max,predicted_decode,\
+                        predicted_throughput";
 
 /// Formats the rows as CSV, with a header.
 pub fn csv(rows: &[PartitionRow]) -> String {

@@ -263,7 +263,7 @@ fn a_memo_gives_back_what_it_was_given_and_nothing_else() {
     }
 }
 
-/// The same rules apply to every pickle of the stream container.
+/// Every pickle of the stream container obeys these rules.
 #[test]
 fn every_pickle_of_a_stream_is_held_to_the_same() {
     let payload = pickle(&call(global("os", "system"), &[text("id")]));

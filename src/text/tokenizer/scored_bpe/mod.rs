@@ -42,7 +42,7 @@ pub struct ScoredPiece<'a> {
     pub kind: PieceFormation,
 }
 
-/// How a piece is formed.
+/// Formation of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PieceFormation {
     /// By merging neighbours.

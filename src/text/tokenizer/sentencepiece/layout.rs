@@ -60,7 +60,7 @@ enum IdOrder {
     File,
     /// As in fairseq: the first three in another order, and one more among them.
     Fairseq,
-    /// Those of another file; pieces that it lacks become the unknown token.
+    /// The ids of another file; pieces that it lacks become the unknown token.
     Mapped(HashMap<String, u32>),
 }
 

@@ -20,7 +20,7 @@ pub struct Normalizer {
     pub spelling: SpaceSpelling,
 }
 
-/// Where a space is added.
+/// Place where a space is added.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SpacePrefix {
     #[default]

@@ -72,7 +72,8 @@ fn invalid_merges_are_rejected_with_file_and_line() {
         (
             refusal(&json!({"vocab.json": "vocab.json", "merges.txt": "merges.txt",
                 "tokenizer_config.json": {"tokenizer_class": "CLIPTokenizer"}})),
-            "vocab.json: CLIPTokenizer cannot be built from this file and merges.txt: it needs a tokenizer.json",
+            "vocab.json: CLIPTokenizer cannot be built from this file and merges.txt: it needs a \
+             tokenizer.json",
         ),
     ];
     for (error, reason) in cases {
@@ -108,16 +109,14 @@ fn settings_that_contradict_a_vocabulary_are_refused() {
         (with(json!({"bos_token": "<none>"})), "key 'bos_token': vocab.json has no token '<none>'"),
         (with(json!({"add_bos_token": "yes"})), "key 'add_bos_token'"),
         (
-            refusal(
-                &json!({"vocab.json": "vocab.json", "merges.txt": "merges.txt", "added_tokens.json": {"<z>": 1001},
-                "tokenizer_config.json": {"added_tokens_decoder": two}}),
-            ),
+            refusal(&json!({"vocab.json": "vocab.json", "merges.txt": "merges.txt",
+                "added_tokens.json": {"<z>": 1001},
+                "tokenizer_config.json": {"added_tokens_decoder": two}})),
             "vocab.json: the tokens '<y>' and '<z>' both have id 1001",
         ),
         (
-            refusal(
-                &json!({"vocab.txt": "vocab.txt", "tokenizer_config.json": {"tokenizer_class": "FunnelTokenizer"}}),
-            ),
+            refusal(&json!({"vocab.txt": "vocab.txt",
+                "tokenizer_config.json": {"tokenizer_class": "FunnelTokenizer"}})),
             "vocab.txt: FunnelTokenizer cannot be built from this file",
         ),
         (refused(&[("vocab.txt", b"the\n##re\n")]), "vocab.txt: it has no token '[UNK]'"),
@@ -147,9 +146,8 @@ fn invalid_rank_files_are_rejected_with_the_line() {
             "both a.tiktoken and b.tiktoken are rank files",
         ),
         (
-            refusal(
-                &json!({"x.tiktoken": "ranks.tiktoken", "tokenizer_config.json": {"tokenizer_class": "Kimi"}}),
-            ),
+            refusal(&json!({"x.tiktoken": "ranks.tiktoken",
+                "tokenizer_config.json": {"tokenizer_class": "Kimi"}})),
             "the split pattern of Kimi is not known",
         ),
         (
@@ -178,7 +176,10 @@ fn no_random_damage_makes_a_folder_panic() {
     let mut dice = Dice::new(51);
     let config = |class: &str| json!({"tokenizer_class": class});
     let roles = json!({"bos_token": "<s>", "added_tokens_decoder": {"1000": {"content": "<x>"}}});
-    let pairs = |other: Value| json!({"vocab.json": "vocab.json", "merges.txt": "merges.txt", "tokenizer_config.json": other});
+    let pairs = |other: Value| {
+        let (vocab, merges) = ("vocab.json", "merges.txt");
+        json!({"vocab.json": vocab, "merges.txt": merges, "tokenizer_config.json": other})
+    };
     // Each with the name of the file to damage.
     let folders = [
         ("tokenizer.model", json!({"tokenizer.model": "fallback.model"})),

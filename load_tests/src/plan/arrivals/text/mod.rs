@@ -7,7 +7,8 @@ use std::{fmt, str::FromStr, time::Duration};
 use super::{Arrivals, RampKind};
 
 const EXPECTED: &str = "expected all, constant:R, poisson:R, gamma:R:SHAPE, ramp:RATE-RATE:TIME, \
-    ramp-exponential:RATE-RATE:TIME, users:N or users:N:THINK, with R a rate such as 20/s or a mean gap such as 50ms";
+    ramp-exponential:RATE-RATE:TIME, users:N or users:N:THINK, with R a rate such as 20/s or a mean gap \
+    such as 50ms";
 
 const GAP_MIN: Duration = Duration::from_micros(1);
 const DAY: Duration = Duration::from_secs(86_400);

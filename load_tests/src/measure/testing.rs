@@ -15,6 +15,7 @@ use crate::{
     sample::{Delivery, FailureKind, Outcome, Sample},
 };
 
+/// Returns `ms` milliseconds.
 pub fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
