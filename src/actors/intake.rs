@@ -7,7 +7,7 @@
 //! permit is free.
 
 use super::limits::{IntakeLimits, invalid};
-use super::sequence::{Sequence, SequenceKey};
+use super::sequence::{Permit, PermitReleased, Sequence, SequenceKey};
 use super::status::Status;
 use super::stream::{EventSender, Submit, SubmitKind, TokenStream, event_channel};
 use crate::request::{FinishReason, Request, RequestError, Task, TokenEvent};
@@ -16,29 +16,6 @@ use actix::{Actor, Context, Handler, Message, MessageResult, Recipient};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// The right to one slot. Dropping it returns it to intake.
-pub struct Permit {
-    intake: Recipient<PermitReleased>,
-}
-
-impl Permit {
-    /// Creates a permit that is returned to `intake`. The caller counts it as taken.
-    pub(super) fn new(intake: Recipient<PermitReleased>) -> Permit {
-        Permit { intake }
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        self.intake.do_send(PermitReleased);
-    }
-}
-
-/// Returns a permit to intake.
-#[derive(Message)]
-#[rtype(result = "()")]
-pub struct PermitReleased;
 
 /// Hands an admitted sequence to prefill.
 #[derive(Message)]

@@ -8,14 +8,15 @@
 
 use super::sequence::SequenceKey;
 use super::stream::EventSender;
-use crate::memory::{Lease, PagePool, SlotMap, split_slots};
+use crate::memory::{ComputedPrefix, Lease, PageList, PagePool, SlotMap, split_slots};
 use crate::telemetry;
 use actix::{Actor, Context, Handler, Message, MessageResult, ResponseFuture};
-use mainstem_kernels::batch::{Page, Slot};
+use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{KvTable, PageCopy, SlotMove, TableUpdate};
 use metrics::Gauge;
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 use tokio::sync::oneshot;
 
 /// Reserves the pages of a sequence. The reply comes when enough pages are free, in the order of requests; it
@@ -27,6 +28,8 @@ pub struct Reserve {
     pub positions: usize,
     /// Encoder positions that cross-attention reads.
     pub encoder_positions: usize,
+    /// Leading positions that need no computation; `None` today, because nothing keeps K and V.
+    pub prefix: Option<ComputedPrefix>,
     pub client: EventSender,
 }
 
@@ -41,7 +44,7 @@ pub struct PagesReturned;
 pub struct IterationUpdate {
     pub lane: usize,
     /// Sequences that ended, to be removed from their slots.
-    pub finished: Vec<SequenceKey>,
+    pub finished: Vec<EndedSequence>,
     /// New sequences that need slots.
     pub joins: Vec<JoiningSequence>,
 }
@@ -50,10 +53,34 @@ pub struct IterationUpdate {
 #[derive(Debug)]
 pub struct JoiningSequence {
     pub key: SequenceKey,
-    /// Pages of the sequence's own positions.
-    pub own: Vec<Page>,
-    /// Pages of its encoder positions.
-    pub cross: Vec<Page>,
+    pub pages: PageList,
+}
+
+/// A sequence that ended, to be removed from its slot.
+#[derive(Debug)]
+pub struct EndedSequence {
+    pub key: SequenceKey,
+    /// Its tokens and pages, if it ended regularly and its K and V depend on its tokens alone, not on an
+    /// encoder input.
+    pub computed: Option<ComputedSequence>,
+}
+
+/// The tokens of a sequence that ended, and the pages with their K and V. Another sequence that begins with
+/// the same tokens can share the pages ([`Reserve::prefix`]) until a device fault loses their content.
+#[derive(Debug)]
+pub struct ComputedSequence {
+    pub prompt: Arc<[u32]>,
+    pub generated: Vec<u32>,
+    pub lease: Lease,
+}
+
+impl ComputedSequence {
+    /// Returns the tokens whose K and V are in the pages: all except the last generated one, which was never
+    /// the input of a step.
+    pub fn tokens(&self) -> impl Iterator<Item = u32> {
+        let fed = self.generated.len().saturating_sub(1);
+        self.prompt.iter().chain(&self.generated[..fed]).copied()
+    }
 }
 
 /// The slot assignment of a lane for its next step, and the changes that the devices must apply to get there.
@@ -172,7 +199,8 @@ impl KvManager {
     /// close the remaining holes.
     fn update_slots(&mut self, update: IterationUpdate) -> SlotPlan {
         let (mut plan, slots) = (SlotPlan::default(), &mut self.lanes[update.lane]);
-        for key in update.finished {
+        // Nothing keeps the K and V of finished sequences yet: dropping them here releases their pages.
+        for EndedSequence { key, .. } in update.finished {
             let slot = slots.slot_of(key).expect("a finished sequence holds a slot; anything else is a bug");
             slots.leave(slot);
         }
@@ -180,10 +208,10 @@ impl KvManager {
             slots.join(*key).expect("prefill starts no sequence in a full lane; anything else is a bug");
         }
         slots.compact(&mut plan.moves);
-        for JoiningSequence { key, own, cross } in update.joins {
+        for JoiningSequence { key, pages } in update.joins {
             let slot = slots.slot_of(key).expect("the sequence was assigned a slot above");
-            for (table, pages) in [(KvTable::Own, own), (KvTable::Cross, cross)] {
-                let entry = |(index, page)| TableUpdate { slot, table, index, page };
+            for (table, pages) in [(KvTable::Own, pages.own()), (KvTable::Cross, pages.cross())] {
+                let entry = |(index, &page)| TableUpdate { slot, table, index, page };
                 plan.tables.extend((0..).zip(pages).map(entry));
             }
         }
@@ -197,10 +225,9 @@ impl KvManager {
     fn grant_waiting(&mut self) {
         self.waiting.retain(|(request, _)| !request.client.is_closed());
         while let Some((request, _)) = self.waiting.front() {
-            let Some(lease) = self.pages.reserve_with_encoder(request.positions, request.encoder_positions)
-            else {
-                return;
-            };
+            let Reserve { positions, encoder_positions, prefix, .. } = request;
+            let lease = self.pages.reserve_with_encoder(*positions, *encoder_positions, prefix.as_ref());
+            let Some(lease) = lease else { return };
             if let Some((_, reply)) = self.waiting.pop_front() {
                 let _ = reply.send(Some(lease));
             }
@@ -214,6 +241,7 @@ mod tests {
     use super::super::testing::with_timeout;
     use super::*;
     use actix::Addr;
+    use mainstem_kernels::batch::Page;
     use mainstem_kernels::random::philox;
     use std::collections::BTreeMap;
 
@@ -229,7 +257,7 @@ mod tests {
         pages: usize,
     ) -> (impl Future<Output = Option<Lease>> + use<>, TokenStream) {
         let (client, stream) = event_channel();
-        let reply = kv.send(Reserve { positions: pages * PAGE, encoder_positions: 0, client });
+        let reply = kv.send(Reserve { positions: pages * PAGE, encoder_positions: 0, prefix: None, client });
         (async { with_timeout(reply).await.expect("kv replies") }, stream)
     }
 
@@ -242,19 +270,14 @@ mod tests {
         with_timeout(kv.send(GetUsage)).await.expect("kv replies")
     }
 
-    fn keys(keys: impl IntoIterator<Item = u64>) -> Vec<SequenceKey> {
-        keys.into_iter().map(SequenceKey).collect()
-    }
-
     fn update(
         finished: impl IntoIterator<Item = u64>,
         joins: impl IntoIterator<Item = u64>,
     ) -> IterationUpdate {
-        let join = |key| {
-            let [own @ .., cross] = pages(key);
-            JoiningSequence { key: SequenceKey(key), own: own.to_vec(), cross: vec![cross] }
-        };
-        IterationUpdate { lane: 0, finished: keys(finished), joins: joins.into_iter().map(join).collect() }
+        let end = |key| EndedSequence { key: SequenceKey(key), computed: None };
+        let join = |key| JoiningSequence { key: SequenceKey(key), pages: PageList::new(&pages(key), 2) };
+        let (finished, joins) = (finished.into_iter().map(end), joins.into_iter().map(join));
+        IterationUpdate { lane: 0, finished: finished.collect(), joins: joins.collect() }
     }
 
     /// Page numbers that identify their sequence: two of its own, one of its encoder input.
@@ -338,13 +361,13 @@ mod tests {
         let kv = kv(1, 3, true).start();
         let first = lease(&kv, 1).await;
         let (client, _stream) = event_channel();
-        let request = Reserve { positions: PAGE + 1, encoder_positions: PAGE, client };
+        let request = Reserve { positions: PAGE + 1, encoder_positions: PAGE, prefix: None, client };
         let waiting = kv.send(request);
         assert_eq!(usage(&kv).await, (0, 1), "its own two pages are free, the encoder's page is not");
         drop(first);
         kv.do_send(PagesReturned);
         let lease = with_timeout(waiting).await.expect("kv replies").expect("its client is connected");
-        assert_eq!((lease.own_count().len(), lease.cross().len()), (2, 1));
+        assert_eq!((lease.own().len(), lease.cross().len()), (2, 1));
     }
 
     #[actix::test]
@@ -352,11 +375,7 @@ mod tests {
         let recorder = telemetry::recorder(None);
         let kv = metrics::with_local_recorder(&recorder, || kv(2, 0, true)).start();
         let lease = lease(&kv, 0).await;
-        let nothing = JoiningSequence {
-            key: SequenceKey(1),
-            own: lease.own_count().to_vec(),
-            cross: lease.cross().to_vec(),
-        };
+        let nothing = JoiningSequence { key: SequenceKey(1), pages: lease.list().clone() };
         let turn = IterationUpdate { joins: vec![nothing], ..IterationUpdate::default() };
         let plan = with_timeout(kv.send(turn)).await.expect("kv replies");
         assert_eq!((plan.slots, plan.tables), (vec![(0, SequenceKey(1))], vec![]));

@@ -383,6 +383,7 @@ impl RequestMetrics {
         self
     }
 
+    /// Returns whether the end of the request has been recorded.
     pub fn is_finished(&self) -> bool {
         self.finished
     }

@@ -3,10 +3,10 @@
 //! Invariant: a sequence owns every resource it was given (permit, lease, channel), so dropping it anywhere
 //! releases all of them.
 
-use super::intake::Permit;
 use super::stream::EventSender;
 use crate::memory::Lease;
 use crate::request::{Request, Task};
+use actix::{Message, Recipient};
 use std::time::Instant;
 
 /// Identifies a sequence within the engine. Keys ascend in the order of admission.
@@ -25,6 +25,29 @@ pub struct Sequence {
     pub lease: Option<Lease>,
     pub arrived: Instant,
 }
+
+/// The right to one slot. Dropping it returns it to intake.
+pub struct Permit {
+    intake: Recipient<PermitReleased>,
+}
+
+impl Permit {
+    /// Creates a permit that is returned to `intake`. The caller counts it as taken.
+    pub(super) fn new(intake: Recipient<PermitReleased>) -> Permit {
+        Permit { intake }
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.intake.do_send(PermitReleased);
+    }
+}
+
+/// Returns a permit to intake.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub struct PermitReleased;
 
 impl Sequence {
     /// Returns the number of positions that the sequence's own pages must hold: prompt plus generated tokens.

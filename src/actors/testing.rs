@@ -1,7 +1,6 @@
 //! Helpers shared by the actors' tests: a recording actor, requests, sequences and a timeout.
 
-use super::intake::{Permit, PermitReleased};
-use super::sequence::{Sequence, SequenceKey};
+use super::sequence::{Permit, PermitReleased, Sequence, SequenceKey};
 use super::stream::{TokenStream, event_channel};
 use crate::request::Request;
 use actix::{Actor, Context, Handler, Message, Recipient};

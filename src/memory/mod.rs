@@ -8,7 +8,7 @@ pub mod slots;
 
 pub mod pages;
 
-pub use pages::{Lease, PagePool};
+pub use pages::{ComputedPrefix, Lease, PageList, PagePool};
 pub use slots::{SlotMap, split_slots};
 
 /// Reproducible random choices for the tests of this module.

@@ -1,8 +1,8 @@
 //! The page pool of the KV cache: which pages are free, and how many leases hold each of the others.
 //!
-//! A [`Lease`] is the right to its pages. Dropping it, on any thread, returns them; the pool takes returned
-//! pages back at its next call. Hold a lease until the last step that refers to its pages is sent: after the
-//! drop, later steps may use them for other sequences.
+//! A [`Lease`] is the right to its pages. Leases may share pages: a page is free again when the last lease
+//! that holds it is dropped, on any thread. Hold a lease until the last step that refers to its pages is
+//! sent: after the drop, later steps may use them for other sequences.
 //! Invariant: a page is either free or held, and the null page is neither.
 
 use mainstem_kernels::batch::{NULL_PAGE, Page};
@@ -12,29 +12,45 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 #[derive(Debug)]
 pub struct PagePool {
     page_positions: usize,
+    pages: Arc<Mutex<PageStates>>,
+}
+
+/// The state of every page.
+#[derive(Debug)]
+struct PageStates {
+    /// Number of resets; dropping a lease from an earlier epoch has no effect.
+    epoch: u64,
     /// Number of leases that hold each page, by page number. The null page's stays 0.
     holders: Vec<u32>,
     /// Free pages; the last one is leased first.
     free: Vec<Page>,
-    returned: Arc<Mutex<ReturnedPages>>,
 }
 
-/// Pages returned by dropped leases.
-#[derive(Debug)]
-struct ReturnedPages {
-    /// Number of resets; the pages of a lease from an earlier epoch are ignored.
-    epoch: u64,
-    pages: Vec<Page>,
+/// The pages of a sequence: those of its own positions, then those of its encoder positions, each in order.
+/// A clone shares the list, but is no right to the pages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PageList {
+    pages: Arc<[Page]>,
+    /// Number of pages for the sequence's own positions.
+    own: usize,
 }
 
-/// The right to use some pages, which are returned when it is dropped.
+/// The right to use some pages.
 #[derive(Debug)]
 pub struct Lease {
-    pages: Vec<Page>,
-    /// Number of pages for the sequence's own positions; the remaining pages are for its encoder positions.
-    own_count: usize,
+    list: PageList,
+    /// Number of leading positions whose K and V are in the pages already.
+    computed: usize,
     epoch: u64,
-    returned: Arc<Mutex<ReturnedPages>>,
+    pool: Arc<Mutex<PageStates>>,
+}
+
+/// Leading positions whose K and V are in the pages of another sequence, which begins with the same tokens.
+#[derive(Clone, Debug)]
+pub struct ComputedPrefix {
+    pub lease: Arc<Lease>,
+    /// Number of positions; they fill pages.
+    pub positions: usize,
 }
 
 impl PagePool {
@@ -46,13 +62,8 @@ impl PagePool {
             "a cache has a null page, and a page has at least one position"
         );
         assert!(Page::try_from(pages).is_ok(), "page numbers fit their type");
-        let returns = ReturnedPages { epoch: 0, pages: Vec::with_capacity(pages) };
-        let mut pool = PagePool {
-            page_positions,
-            holders: vec![0; pages],
-            free: Vec::with_capacity(pages),
-            returned: Arc::new(Mutex::new(returns)),
-        };
+        let states = PageStates { epoch: 0, holders: vec![0; pages], free: Vec::with_capacity(pages) };
+        let mut pool = PagePool { page_positions, pages: Arc::new(Mutex::new(states)) };
         pool.reset();
         pool
     }
@@ -60,24 +71,36 @@ impl PagePool {
     /// Leases the pages for `positions` token positions. Returns `None`, and leases nothing, if fewer are
     /// free.
     pub fn reserve(&mut self, positions: usize) -> Option<Lease> {
-        self.reserve_with_encoder(positions, 0)
+        self.reserve_with_encoder(positions, 0, None)
     }
 
     /// Leases the pages for `positions` token positions, and separate pages for the encoder positions
-    /// `source`. Returns `None`, and leases nothing, if fewer are free.
-    pub fn reserve_with_encoder(&mut self, positions: usize, source: usize) -> Option<Lease> {
-        let epoch = self.collect();
+    /// `source`. The pages of `prefix` become the first ones of the sequence and are shared; only the others
+    /// are taken from the free pages. Returns `None`, and leases nothing, if fewer are free.
+    pub fn reserve_with_encoder(
+        &mut self,
+        positions: usize,
+        source: usize,
+        prefix: Option<&ComputedPrefix>,
+    ) -> Option<Lease> {
         let (own, cross) = (self.pages_for(positions), self.pages_for(source));
-        let rest = self.free.len().checked_sub(own + cross)?;
-        let pages: Vec<Page> = self.free.drain(rest..).rev().collect();
-        Some(self.lease(pages, own, epoch))
-    }
-
-    /// Creates a second lease of the same pages: they become free when both are dropped.
-    pub fn share(&mut self, lease: &Lease) -> Lease {
-        let epoch = self.collect();
-        assert_eq!(lease.epoch, epoch, "a lease from before a reset is not shared");
-        self.lease(lease.pages.clone(), lease.own_count, epoch)
+        let computed = prefix.map_or(0, |prefix| prefix.positions);
+        assert!(
+            computed.is_multiple_of(self.page_positions) && computed <= positions,
+            "the shared positions fill pages of the sequence"
+        );
+        let states = &mut *lock(&self.pages);
+        let shared = prefix.map_or(&[][..], |prefix| {
+            assert_eq!(prefix.lease.epoch, states.epoch, "a lease from before a reset is not shared");
+            &prefix.lease.own()[..computed / self.page_positions]
+        });
+        let rest = states.free.len().checked_sub(own + cross - shared.len())?;
+        let pages: Arc<[Page]> = shared.iter().copied().chain(states.free.drain(rest..).rev()).collect();
+        for &page in &pages[..] {
+            states.holders[page as usize] += 1;
+        }
+        let list = PageList { pages, own };
+        Some(Lease { list, computed, epoch: states.epoch, pool: Arc::clone(&self.pages) })
     }
 
     /// Returns the number of pages for `positions` token positions.
@@ -87,101 +110,116 @@ impl PagePool {
 
     /// Returns the number of pages that can be leased: all except the null page.
     pub fn total(&self) -> usize {
-        self.holders.len() - 1
+        lock(&self.pages).holders.len() - 1
     }
 
     /// Returns the number of free pages.
-    pub fn free(&mut self) -> usize {
-        self.collect();
-        self.free.len()
+    pub fn free(&self) -> usize {
+        lock(&self.pages).free.len()
     }
 
-    /// Returns the number of leased pages.
-    pub fn used(&mut self) -> usize {
+    /// Returns the number of leased pages; a shared page counts once.
+    pub fn used(&self) -> usize {
         self.total() - self.free()
     }
 
     /// Frees every page, because the content of the cache is lost. Existing leases become invalid, and
     /// dropping them has no effect.
     pub fn reset(&mut self) {
-        let mut returns = lock(&self.returned);
-        returns.epoch += 1;
-        returns.pages.clear();
-        self.holders.fill(0);
-        self.free.clear();
+        let PageStates { epoch, holders, free } = &mut *lock(&self.pages);
+        *epoch += 1;
+        holders.fill(0);
+        free.clear();
         // In descending order, so that low pages are leased first.
-        self.free.extend((0..self.holders.len() as Page).rev().filter(|&page| page != NULL_PAGE));
+        free.extend((0..holders.len() as Page).rev().filter(|&page| page != NULL_PAGE));
     }
 
     /// Asserts that every page except the null page is either free, once, or held.
-    pub fn check(&mut self) {
-        self.collect();
-        let mut free = vec![false; self.holders.len()];
-        for &page in &self.free {
+    pub fn check(&self) {
+        let PageStates { holders, free: free_pages, .. } = &*lock(&self.pages);
+        let mut free = vec![false; holders.len()];
+        for &page in free_pages {
             assert!(!std::mem::replace(&mut free[page as usize], true), "page {page} is free twice");
         }
         assert!(
-            !free[NULL_PAGE as usize] && self.holders[NULL_PAGE as usize] == 0,
+            !free[NULL_PAGE as usize] && holders[NULL_PAGE as usize] == 0,
             "the null page is never free or held"
         );
-        for page in (0..self.holders.len()).filter(|&page| page != NULL_PAGE as usize) {
-            assert_eq!(free[page], self.holders[page] == 0, "page {page} is free or held");
+        for page in (0..holders.len()).filter(|&page| page != NULL_PAGE as usize) {
+            assert_eq!(free[page], holders[page] == 0, "page {page} is free or held");
         }
     }
+}
 
-    /// Takes back the pages of dropped leases; returns the current epoch.
-    fn collect(&mut self) -> u64 {
-        let mut returns = lock(&self.returned);
-        for page in returns.pages.drain(..) {
-            let holders = &mut self.holders[page as usize];
-            *holders = holders
-                .checked_sub(1)
-                .expect("a page was returned more often than it was leased; this is a bug");
-            if *holders == 0 {
-                self.free.push(page);
-            }
-        }
-        returns.epoch
+impl PageList {
+    /// Creates a list whose first `own` pages are those of the sequence's own positions.
+    pub fn new(pages: &[Page], own: usize) -> PageList {
+        assert!(own <= pages.len(), "the sequence's own pages are in the list");
+        PageList { pages: pages.into(), own }
     }
 
-    /// Creates a lease, and counts it for its pages.
-    fn lease(&mut self, pages: Vec<Page>, own: usize, epoch: u64) -> Lease {
-        for &page in &pages {
-            self.holders[page as usize] += 1;
-        }
-        Lease { pages, own_count: own, epoch, returned: Arc::clone(&self.returned) }
+    /// Returns all pages.
+    pub fn all(&self) -> &[Page] {
+        &self.pages
+    }
+
+    /// Returns the pages of the sequence's own positions.
+    pub fn own(&self) -> &[Page] {
+        &self.pages[..self.own]
+    }
+
+    /// Returns the pages of its encoder positions.
+    pub fn cross(&self) -> &[Page] {
+        &self.pages[self.own..]
     }
 }
 
 impl Lease {
+    /// Returns the list of all pages.
+    pub fn list(&self) -> &PageList {
+        &self.list
+    }
+
     /// Returns all pages: those of the sequence's own positions, then those of its encoder positions.
     pub fn pages(&self) -> &[Page] {
-        &self.pages
+        self.list.all()
     }
 
     /// Returns the pages of the sequence's own positions, in order.
-    pub fn own_count(&self) -> &[Page] {
-        &self.pages[..self.own_count]
+    pub fn own(&self) -> &[Page] {
+        self.list.own()
     }
 
     /// Returns the pages of its encoder positions, in order.
     pub fn cross(&self) -> &[Page] {
-        &self.pages[self.own_count..]
+        self.list.cross()
+    }
+
+    /// Returns the number of leading positions whose K and V were in the pages when they were leased.
+    pub fn computed(&self) -> usize {
+        self.computed
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut returns = lock(&self.returned);
-        if returns.epoch == self.epoch {
-            returns.pages.append(&mut self.pages);
+        let PageStates { epoch, holders, free } = &mut *lock(&self.pool);
+        if *epoch != self.epoch {
+            return;
+        }
+        for &page in self.list.all() {
+            let count = &mut holders[page as usize];
+            *count -= 1;
+            if *count == 0 {
+                free.push(page);
+            }
         }
     }
 }
 
-/// Locks the list, ignoring poisoning: no holder of the lock panics halfway through a change.
-fn lock(returns: &Mutex<ReturnedPages>) -> MutexGuard<'_, ReturnedPages> {
-    returns.lock().unwrap_or_else(PoisonError::into_inner)
+/// Locks the states, ignoring poisoning: no holder of the lock panics halfway through a change.
+fn lock(pages: &Mutex<PageStates>) -> MutexGuard<'_, PageStates> {
+    pages.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -274,14 +312,17 @@ mod tests {
     #[test]
     fn encoder_pages_are_leased_and_returned_with_the_sequence() {
         let mut pool = PagePool::new(6, POSITIONS);
-        assert!(pool.reserve_with_encoder(3 * POSITIONS, 2 * POSITIONS + 1).is_none(), "one page too few");
+        assert!(
+            pool.reserve_with_encoder(3 * POSITIONS, 2 * POSITIONS + 1, None).is_none(),
+            "one page too few"
+        );
         assert_eq!(pool.used(), 0, "and nothing of it stays leased");
-        let lease = pool.reserve_with_encoder(2 * POSITIONS + 1, POSITIONS).expect("there are enough");
-        assert_eq!((lease.own_count().len(), lease.cross().len(), pool.used()), (3, 1, 4));
-        assert_eq!([lease.own_count(), lease.cross()].concat(), lease.pages());
+        let lease = pool.reserve_with_encoder(2 * POSITIONS + 1, POSITIONS, None).expect("there are enough");
+        assert_eq!((lease.own().len(), lease.cross().len(), pool.used()), (3, 1, 4));
+        assert_eq!([lease.own(), lease.cross()].concat(), lease.pages());
         assert_disjoint(std::slice::from_ref(&lease));
         let without = pool.reserve(POSITIONS).expect("one is left");
-        assert_eq!((without.own_count().len(), without.cross().len()), (1, 0));
+        assert_eq!((without.own().len(), without.cross().len()), (1, 0));
         drop(lease);
         pool.check();
         assert_eq!(pool.used(), 1);
@@ -289,18 +330,64 @@ mod tests {
         assert!(nothing.pages().is_empty());
     }
 
+    /// A lease of `positions` positions whose first `pages` pages are those of another one.
+    fn share(pool: &mut PagePool, other: &Arc<Lease>, pages: usize, positions: usize) -> Option<Lease> {
+        let prefix = ComputedPrefix { lease: other.clone(), positions: pages * POSITIONS };
+        pool.reserve_with_encoder(positions, 0, Some(&prefix))
+    }
+
     #[test]
-    fn shared_pages_come_free_with_their_last_lease() {
-        let mut pool = PagePool::new(5, POSITIONS);
-        let first = pool.reserve_with_encoder(2 * POSITIONS, 1).expect("there are enough");
-        let second = pool.share(&first);
-        assert_eq!((second.own_count(), second.cross(), pool.used()), (first.own_count(), first.cross(), 3));
+    fn a_shared_page_comes_free_with_its_last_lease_and_the_others_with_their_own() {
+        let mut pool = PagePool::new(7, POSITIONS);
+        let first = Arc::new(pool.reserve_with_encoder(3 * POSITIONS, 1, None).expect("there are enough"));
+        let second = share(&mut pool, &first, 2, 3 * POSITIONS).expect("one page is needed, two are free");
+        assert_eq!((first.computed(), second.computed(), pool.used()), (0, 2 * POSITIONS, 5));
+        assert_eq!((&second.own()[..2], second.cross().len()), (&first.own()[..2], 0));
+        assert!(!first.pages().contains(&second.own()[2]));
+        assert!(share(&mut pool, &first, 2, 5 * POSITIONS).is_none(), "two more pages are not free");
+        assert_eq!(pool.used(), 5, "and nothing of it stays leased");
         drop(first);
-        assert_eq!(pool.used(), 3);
         pool.check();
+        assert_eq!(pool.used(), 3, "the pages of the first lease alone are free");
         drop(second);
-        assert_eq!(pool.used(), 0);
         pool.check();
+        assert_eq!(pool.used(), 0);
+    }
+
+    /// Random leases, with and without shared pages, and drops, against a list of the leases.
+    #[test]
+    fn random_sharing_loses_no_page_and_leases_no_held_page() {
+        let (mut pool, mut dice) = (PagePool::new(41, POSITIONS), Dice::new(11));
+        let (mut held, mut shared, mut refused): (Vec<Arc<Lease>>, _, _) = (Vec::new(), 0, 0);
+        for _ in 0..5000 {
+            let positions = dice.below(8 * POSITIONS);
+            match dice.below(5) {
+                0 | 1 if !held.is_empty() => drop(held.swap_remove(dice.below(held.len()))),
+                2 | 3 if !held.is_empty() => {
+                    let other = held[dice.below(held.len())].clone();
+                    let pages = dice.below(other.own().len().min(positions / POSITIONS) + 1);
+                    match share(&mut pool, &other, pages, positions) {
+                        Some(lease) => {
+                            assert_eq!(lease.own()[..pages], other.own()[..pages]);
+                            let fresh = &lease.own()[pages..];
+                            let taken = |page| held.iter().any(|lease| lease.pages().contains(page));
+                            assert!(!fresh.iter().any(taken), "a held page was leased");
+                            held.push(Arc::new(lease));
+                            shared += usize::from(pages > 0);
+                        }
+                        None => refused += 1,
+                    }
+                }
+                _ => held.extend(pool.reserve(positions).map(Arc::new)),
+            }
+            let pages: BTreeSet<Page> = held.iter().flat_map(|lease| lease.pages()).copied().collect();
+            assert_eq!(pool.used(), pages.len(), "a page is used as long as a lease holds it");
+            pool.check();
+        }
+        assert!(shared > 300 && refused > 50, "{shared} shared, {refused} refused");
+        held.clear();
+        pool.check();
+        assert_eq!((pool.used(), pool.free()), (0, pool.total()));
     }
 
     #[test]
@@ -335,8 +422,8 @@ mod tests {
     #[should_panic(expected = "not shared")]
     fn an_old_lease_is_not_shared() {
         let mut pool = PagePool::new(4, POSITIONS);
-        let old = pool.reserve(1).expect("enough");
+        let old = Arc::new(pool.reserve(POSITIONS).expect("enough"));
         pool.reset();
-        pool.share(&old);
+        share(&mut pool, &old, 1, POSITIONS);
     }
 }

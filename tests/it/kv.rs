@@ -50,7 +50,7 @@ fn demo(texts: usize, ty: QuantType, attended: Fraction) -> impl Executor {
     let source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
     let limits = StepLimits {
         slots: texts,
-        rows: texts,
+        rows: POSITIONS,
         logit_rows: texts,
         positions: POSITIONS,
         encoder_positions: 0,
@@ -121,6 +121,36 @@ fn log_probabilities(texts: &[Vec<u32>], ty: QuantType, attended: Fraction) -> V
         }
     }
     told
+}
+
+/// Returns the log-probability of the text's last token when all tokens but the first are computed again, in
+/// one span.
+fn log_probability_again(text: &[u32], attended: Fraction, tokens: fn(u32) -> SpanTokens) -> f32 {
+    let mut model = demo(1, QuantType::F32, attended);
+    let (mut batch, mut out) = (StepBatch { step: 1, ..StepBatch::default() }, StepOutput::default());
+    sample_next(&mut batch, 0, text, 0);
+    model.run(&batch, HandoffPorts::default(), &mut out).expect("it runs");
+    batch.clear();
+    batch.step = 2;
+    let last = text.len() - 2;
+    sample_next(&mut batch, 0, text, last);
+    batch.tokens.extend(&text[1..=last]);
+    (batch.spans[0].start, batch.spans[0].tokens) = (1, tokens(last as u32));
+    model.run(&batch, HandoffPorts::default(), &mut out).expect("it runs");
+    out.tokens[0].logprob
+}
+
+/// Sparse attention depends on whether a token was generated, not on where its id comes from.
+#[actix::test]
+async fn generated_tokens_that_are_computed_again_have_the_same_bits() {
+    let sparse = Fraction::new(0.2).expect("a share");
+    for text in texts().await {
+        let one_by_one = log_probabilities(std::slice::from_ref(&text), QuantType::F32, sparse);
+        let again = |tokens| Some(log_probability_again(&text, sparse, tokens));
+        let sampled = one_by_one[0].last().copied();
+        assert_eq!(again(|len| SpanTokens::Generated { at: 0, len }), sampled);
+        assert_ne!(again(|len| SpanTokens::Given { at: 0, len }), sampled, "a prompt attends to everything");
+    }
 }
 
 /// More bits and a larger attended fraction are closer; the full fraction is exact. docs/quantization.md

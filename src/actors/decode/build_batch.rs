@@ -3,18 +3,34 @@
 //! Invariant: encoder spans come first, and sample rows are in the order of the spans, so that the results
 //! come back in the order of the [`OutputRouting`].
 
-use super::in_flight::StepBuffers;
-use super::process_output::{RowTarget, RowUse};
-use super::running::PrefillChunk;
+use super::process_output::{OutputRouting, RowTarget, RowUse};
 use super::{DecodeLoop, SpanWork};
+use crate::actors::device::Step;
 use crate::actors::kv::SlotPlan;
 use crate::actors::loop_metrics::StepSize;
+use crate::actors::prefill::PromptChunk;
 use crate::decoding;
 use crate::request::Task;
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{
     SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch,
+    StepLimits,
 };
+
+/// The reusable buffers of a step that is not in flight, and the targets of its results.
+pub(super) struct StepBuffers {
+    pub(super) step: Box<Step>,
+    pub(super) routing: OutputRouting,
+}
+
+impl StepBuffers {
+    pub(super) fn with_capacity(limits: &StepLimits) -> StepBuffers {
+        StepBuffers {
+            step: Box::new(Step::with_capacity(limits)),
+            routing: OutputRouting::with_capacity(limits),
+        }
+    }
+}
 
 impl DecodeLoop {
     /// Builds a batch of these spans, encoder spans first, and of the slot plan's changes.
@@ -31,7 +47,7 @@ impl DecodeLoop {
             batch.table_updates.extend(plan.tables);
         }
         for span in spans {
-            if let SpanWork::Prefill(at, PrefillChunk { start: 0, .. }) = *span {
+            if let SpanWork::Prefill(at, PromptChunk { with_encoder_input: true, .. }) = *span {
                 self.add_encoder_span(buffers, at);
             }
         }
@@ -39,7 +55,7 @@ impl DecodeLoop {
             match *span {
                 SpanWork::Decode(at) => self.add_decode_span(buffers, at),
                 // An encoder span may be all the work of a sequence.
-                SpanWork::Prefill(_, PrefillChunk { len: 0, .. }) => {}
+                SpanWork::Prefill(_, PromptChunk { len: 0, .. }) => {}
                 SpanWork::Prefill(at, chunk) => self.add_prefill_span(buffers, at, chunk),
                 SpanWork::Hole(slot) => self.add_hole(buffers, slot, SpanOutput::Last),
                 SpanWork::UpdatesOnly(slot) => self.add_hole(buffers, slot, SpanOutput::None),
@@ -49,14 +65,10 @@ impl DecodeLoop {
         assert_eq!(rows, samples, "each sample row has a target");
     }
 
-    /// Adds the encoder span of a sequence that starts, if it has an encoder input, and the outputs that its
-    /// task needs.
+    /// Adds the encoder span of a sequence, and the outputs that its task needs.
     fn add_encoder_span(&self, StepBuffers { step, routing }: &mut StepBuffers, at: usize) {
         let (batch, running) = (&mut step.batch, &self.running[at]);
         let request = &running.sequence.request;
-        if request.encoder_input.is_empty() {
-            return;
-        }
         let want = match &request.task {
             Task::Generate => SpanOutput::None,
             Task::Embed(_) => SpanOutput::Hidden,
@@ -88,7 +100,7 @@ impl DecodeLoop {
     /// Adds the span that decodes the next token of a running sequence.
     fn add_decode_span(&self, buffers: &mut StepBuffers, at: usize) {
         let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
-        let tokens = self.decode_token(batch, running.last_token);
+        let tokens = self.decode_token(batch, running.last_token());
         batch.spans.push(running.span(running.next_position() - 1, tokens, SpanOutput::Last));
         self.add_sample_row(buffers, at);
     }
@@ -101,14 +113,14 @@ impl DecodeLoop {
             _ => {
                 let at = batch.tokens.len() as u32;
                 batch.tokens.push(token);
-                SpanTokens::Generated { at }
+                SpanTokens::Generated { at, len: 1 }
             }
         }
     }
 
     /// Adds the span of a prefill chunk.
-    fn add_prefill_span(&self, buffers: &mut StepBuffers, at: usize, chunk: PrefillChunk) {
-        let PrefillChunk { start, len, last } = chunk;
+    fn add_prefill_span(&self, buffers: &mut StepBuffers, at: usize, chunk: PromptChunk) {
+        let PromptChunk { start, len, last, .. } = chunk;
         let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
         let request = &running.sequence.request;
         let tokens = push_tokens(batch, &request.prompt[start..start + len]);
@@ -144,7 +156,7 @@ impl DecodeLoop {
         batch.logit_biases.extend(decoding::logit_biases(
             &running.sequence.request,
             &self.config.eos,
-            running.generated,
+            running.generated_count(),
         ));
         let bias_len = (batch.logit_biases.len() - bias_at) as u32;
         batch.sampling.push(SamplingParams { bias_at: bias_at as u32, bias_len, ..running.sample_row() });

@@ -5,23 +5,17 @@
 //! step in flight; the steps ahead of it contain prefill chunks only, which do not depend on the results of
 //! the steps before them.
 
+use super::build_batch::{StepBuffers, step_size};
 use super::process_output::OutputRouting;
-use super::running::PrefillChunk;
-use super::{DecodeLoop, SpanWork, build_batch};
-use crate::actors::device::{Step, StepResult};
+use super::{DecodeLoop, SpanWork};
+use crate::actors::device::StepResult;
 use crate::actors::group::StepFuture;
 use crate::actors::kv::SlotPlan;
 use crate::actors::loop_metrics::StepSize;
 use crate::actors::prefill::{ChunksAhead, ScheduledChunk};
 use crate::config::Policy;
-use mainstem_kernels::{DeviceError, StepLimits};
+use mainstem_kernels::DeviceError;
 use std::time::Instant;
-
-/// The reusable buffers of a step that is not in flight, and the targets of its results.
-pub(super) struct StepBuffers {
-    pub(super) step: Box<Step>,
-    pub(super) routing: OutputRouting,
-}
 
 /// A step in flight.
 pub(super) struct InFlightStep {
@@ -39,15 +33,6 @@ pub(super) enum StepKind {
     Iteration,
     /// A step of prefill chunks only.
     Ahead,
-}
-
-impl StepBuffers {
-    pub(super) fn with_capacity(limits: &StepLimits) -> StepBuffers {
-        StepBuffers {
-            step: Box::new(Step::with_capacity(limits)),
-            routing: OutputRouting::with_capacity(limits),
-        }
-    }
 }
 
 impl DecodeLoop {
@@ -98,13 +83,10 @@ impl DecodeLoop {
 
     /// Returns the work of a chunk of a prompt that started in an earlier iteration; `None` if its sequence
     /// has left.
-    fn chunk_work(
-        &mut self,
-        ScheduledChunk { key, start, len, last, .. }: ScheduledChunk,
-    ) -> Option<SpanWork> {
+    fn chunk_work(&mut self, ScheduledChunk { key, chunk, .. }: ScheduledChunk) -> Option<SpanWork> {
         let at = self.running.iter().position(|running| running.key == key)?;
-        self.running[at].prompt_scheduled = last;
-        Some(SpanWork::Prefill(at, PrefillChunk { start, len, last }))
+        self.running[at].prompt_scheduled = chunk.last;
+        Some(SpanWork::Prefill(at, chunk))
     }
 
     /// Builds and sends a step of these spans and the slot plan's changes; then sends the events of the
@@ -119,7 +101,7 @@ impl DecodeLoop {
         let mut buffers = spare.unwrap_or_else(|| StepBuffers::with_capacity(&self.config.limits));
         self.build_batch(&mut buffers, plan, work);
         let StepBuffers { step, routing } = buffers;
-        let size = build_batch::step_size(&step.batch);
+        let size = step_size(&step.batch);
         let result = self.handles.devices.send(step, self.epoch)?;
         let sent_at = self.metrics.record_sent();
         self.in_flight.push_back(InFlightStep { result, routing, kind, sent_at, size });

@@ -19,7 +19,7 @@ mod in_flight;
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
 use super::loop_metrics::LoopMetrics;
-use super::prefill::{ChunksAhead, DropStarted, NextChunks, ScheduledChunk};
+use super::prefill::{ChunksAhead, DropStarted, NextChunks, PromptChunk, ScheduledChunk};
 use super::sequence::SequenceKey;
 use super::status::Status;
 use super::stream::EventSender;
@@ -27,11 +27,12 @@ use crate::config::Policy;
 use crate::memory::split_slots;
 use crate::request::{RequestError, TokenEvent};
 use actix::{Actor, AsyncContext, Context, Recipient, WrapFuture};
+use build_batch::StepBuffers;
 use futures_util::FutureExt;
-use in_flight::{InFlightStep, StepBuffers};
+use in_flight::InFlightStep;
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{DeviceError, StepLimits};
-use running::{PrefillChunk, RunningSequence};
+use running::RunningSequence;
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -96,7 +97,8 @@ async fn run_with_restarts(lane: usize, handles: LoopHandles, config: DecodeConf
             Ok(()) => {
                 if !handles.status.is_stopping() {
                     error!(
-                        "an actor that the decode loop needs has stopped; this is a bug, and the engine serves no more requests"
+                        "an actor that the decode loop needs has stopped; this is a bug, and the engine \
+                         serves no more requests"
                     );
                     handles.status.set_failed();
                 }
@@ -142,11 +144,11 @@ struct DecodeLoop {
 /// The work of one span of a step, or of a prompt's first chunk with its encoder span. Sequences are given by
 /// their index among the running sequences.
 #[derive(Clone, Copy, Debug)]
-/// Decodes one token.
 enum SpanWork {
+    /// Decodes one token.
     Decode(usize),
     /// Prefills a chunk.
-    Prefill(usize, PrefillChunk),
+    Prefill(usize, PromptChunk),
     /// Computes a hole, whose result is discarded.
     Hole(Slot),
     /// A null row in a step that only carries the slot plan's changes. It leaves the slot's state unchanged.
@@ -205,16 +207,12 @@ impl DecodeLoop {
         Some(())
     }
 
-    /// Removes finished sequences and those of disconnected clients, which releases their slots, pages and
-    /// permits.
+    /// Removes finished sequences and those of disconnected clients, which releases their permits. The KV
+    /// manager gets their slots and pages back with the next update.
     fn remove_finished(&mut self) {
-        self.running.retain(|running| {
-            let stays = !running.finished && !running.sequence.events.is_closed();
-            if !stays {
-                self.update.finished.push(running.key);
-            }
-            stays
-        });
+        let ended = |running: &mut RunningSequence| running.finished || running.sequence.events.is_closed();
+        let ended = self.running.extract_if(.., ended).map(RunningSequence::into_ended);
+        self.update.finished.extend(ended);
     }
 
     /// Goes idle, as the lane has no sequences: processes the steps in flight, whose results nobody needs,
@@ -235,7 +233,7 @@ impl DecodeLoop {
     /// Requests prefill chunks. Without running sequences, this waits for work. The request is made between
     /// two steps and not during one, so that a request that arrives during a step joins the very next one.
     async fn request_chunks(&mut self) -> Option<Vec<ScheduledChunk>> {
-        let decoding = self.running.iter().filter(|running| running.generated > 0).count();
+        let decoding = self.running.iter().filter(|running| running.is_decoding()).count();
         let (lane, running, steps_ahead) = (self.lane, self.running.len(), self.in_flight.len());
         let (budget, free_slots) = (self.config.token_budget - decoding, self.slots - running);
         let request = NextChunks { lane, budget, running, free_slots, steps_ahead };
@@ -259,21 +257,17 @@ impl DecodeLoop {
     /// Adds the sequences that come with their first chunks, and assigns chunks to their sequences. Chunks of
     /// sequences that have left are dropped.
     fn admit_chunks(&mut self, chunks: Vec<ScheduledChunk>) {
-        for ScheduledChunk { key, sequence, start, len, last } in chunks {
+        for ScheduledChunk { key, sequence, chunk } in chunks {
             if let Some(sequence) = sequence {
                 let lease =
                     sequence.lease.as_ref().expect("prefill reserved its pages; anything else is a bug");
-                self.update.joins.push(JoiningSequence {
-                    key,
-                    own: lease.own_count().to_vec(),
-                    cross: lease.cross().to_vec(),
-                });
+                self.update.joins.push(JoiningSequence { key, pages: lease.list().clone() });
                 self.running.push(RunningSequence::new(key, sequence, &self.metrics));
             }
             // A sequence that was just added is the last one.
             if let Some(running) = self.running.iter_mut().rfind(|running| running.key == key) {
-                running.chunk = Some(PrefillChunk { start, len, last });
-                running.prompt_scheduled = last;
+                running.chunk = Some(chunk);
+                running.prompt_scheduled = chunk.last;
             }
         }
     }
@@ -304,7 +298,7 @@ impl DecodeLoop {
             // With the shuffle off, holes are computed and their results discarded: the papers' baseline.
             work.extend((next..running.slot).map(SpanWork::Hole));
             next = running.slot + 1;
-            if running.generated > 0 {
+            if running.is_decoding() {
                 work.push_back(SpanWork::Decode(at));
             }
         }

@@ -94,9 +94,9 @@ impl DecodeLoop {
         let running = &mut self.running[at];
         let request = &running.sequence.request;
         let events = &running.sequence.events;
-        running.generated += 1;
-        running.last_token = token.id;
-        if running.generated == 1 {
+        running.generated.push(token.id);
+        let generated = running.generated.len() as u32;
+        if generated == 1 {
             self.metrics.record_first_output(&mut running.times, request.input_tokens(), self.produced_at);
             if request.prompt_logprobs {
                 let first = Token { id: request.prompt[0], logprob: None, top: Vec::new() };
@@ -104,7 +104,7 @@ impl DecodeLoop {
                 self.pending_events.push((events.clone(), TokenEvent::Prompt(tokens)));
             }
         }
-        let end = decoding::finish_reason(token.id, request, &self.config.eos, running.generated);
+        let end = decoding::finish_reason(token.id, request, &self.config.eos, generated);
         let event = match end {
             Some(FinishReason::Stop | FinishReason::StopToken(_)) => TokenEvent::EndToken(token),
             Some(FinishReason::Length) | None => TokenEvent::Token(token),
@@ -115,7 +115,7 @@ impl DecodeLoop {
         }
         if let Some(reason) = end {
             self.pending_events.push((events.clone(), TokenEvent::Finished(reason)));
-            self.metrics.record_finished(running.times, running.generated, self.produced_at);
+            self.metrics.record_finished(running.times, generated, self.produced_at);
             running.finished = true;
         }
     }

@@ -2,10 +2,12 @@
 //!
 //! Invariant: the positions of a span follow from the sequence's progress.
 
+use crate::actors::kv::{ComputedSequence, EndedSequence};
 use crate::actors::loop_metrics::{LoopMetrics, SequenceTimes};
+use crate::actors::prefill::PromptChunk;
 use crate::actors::sequence::{Sequence, SequenceKey};
 use crate::decoding;
-use crate::request::Token;
+use crate::request::{Task, Token};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens};
 
@@ -15,27 +17,16 @@ pub(super) struct RunningSequence {
     pub(super) slot: Slot,
     pub(super) sequence: Box<Sequence>,
     /// The prefill chunk for the next step.
-    pub(super) chunk: Option<PrefillChunk>,
+    pub(super) chunk: Option<PromptChunk>,
     /// Whether the last chunk of its prompt has been scheduled.
     pub(super) prompt_scheduled: bool,
-    /// Number of generated tokens; 0 during prefill.
-    pub(super) generated: u32,
-    /// The last generated token; 0 if there is none.
-    pub(super) last_token: u32,
+    /// The generated tokens; none during prefill. There is room for all from the start.
+    pub(super) generated: Vec<u32>,
     /// Whether its end has been sent; it leaves at the end of the iteration.
     pub(super) finished: bool,
     pub(super) times: SequenceTimes,
     /// Log-probabilities of prompt tokens, until the first token is generated.
     pub(super) prompt_logprobs: Vec<Token>,
-}
-
-/// A contiguous part of a prompt.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct PrefillChunk {
-    pub(super) start: usize,
-    /// Whether the prompt ends with this chunk.
-    pub(super) len: usize,
-    pub(super) last: bool,
 }
 
 impl RunningSequence {
@@ -46,8 +37,7 @@ impl RunningSequence {
             slot: Slot::MAX,
             chunk: None,
             prompt_scheduled: false,
-            generated: 0,
-            last_token: 0,
+            generated: Vec::with_capacity(sequence.request.max_tokens.max(1) as usize),
             finished: false,
             times: meters.record_scheduled(sequence.arrived),
             prompt_logprobs: Vec::new(),
@@ -55,9 +45,36 @@ impl RunningSequence {
         }
     }
 
+    /// Ends the sequence. Its tokens and pages are handed over if it ended regularly.
+    pub(super) fn into_ended(self) -> EndedSequence {
+        let Sequence { request, lease, .. } = *self.sequence;
+        let reusable = self.finished && request.task == Task::Generate && request.encoder_input.is_empty();
+        let computed = lease.filter(|_| reusable).map(|lease| ComputedSequence {
+            prompt: request.prompt,
+            generated: self.generated,
+            lease,
+        });
+        EndedSequence { key: self.key, computed }
+    }
+
+    /// Whether the prompt is complete and tokens are generated.
+    pub(super) fn is_decoding(&self) -> bool {
+        !self.generated.is_empty()
+    }
+
+    /// Returns the number of generated tokens.
+    pub(super) fn generated_count(&self) -> u32 {
+        self.generated.len() as u32
+    }
+
+    /// Returns the last generated token; 0 if there is none.
+    pub(super) fn last_token(&self) -> u32 {
+        self.generated.last().copied().unwrap_or_default()
+    }
+
     /// Returns the position of the next token.
     pub(super) fn next_position(&self) -> u32 {
-        self.sequence.request.prompt.len() as u32 + self.generated
+        self.sequence.request.prompt.len() as u32 + self.generated_count()
     }
 
     /// Returns the decoder span of `tokens` from position `start` on.

@@ -4,19 +4,11 @@
 //! host. Invariant: steps arrive at every rank of the next stage, in the order in which they were sent. A
 //! link within a process allocates its buffers at creation.
 
+pub use super::mailbox::Link;
+
 use super::mailbox::{Command, Mailbox, StepMessage};
 use mainstem_kernels::{ActivationHandoff, StepBatch, StepLimits};
 use std::sync::Arc;
-
-/// The sending end of a link.
-pub trait Link: Send {
-    /// Returns the buffer for the next hand-off. It has capacity for any step, and may contain the bytes of
-    /// an earlier one.
-    fn buffer(&mut self) -> &mut ActivationHandoff;
-
-    /// Sends the step, with the content of the buffer.
-    fn send(&mut self, batch: &Arc<StepBatch>);
-}
 
 /// Creates a link to the ranks of the next stage. [`local`] is the implementation within a process.
 pub type LinkFactory = Arc<dyn Fn(Vec<StepSender>, Capacity) -> Box<dyn Link> + Send + Sync>;

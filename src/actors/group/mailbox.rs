@@ -2,7 +2,6 @@
 //!
 //! Invariant: commands are received in the order in which they were sent; waiting uses no CPU.
 
-use super::link::Link;
 use mainstem_kernels::{Abort, ActivationHandoff, Collective, StepBatch};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -43,6 +42,16 @@ pub(in crate::actors) enum Role {
     HandOver(Box<dyn Link>),
     /// Return the step's results.
     ReturnResults,
+}
+
+/// The sending end of the connection from a stage to the next one.
+pub trait Link: Send {
+    /// Returns the buffer for the next hand-off. It has capacity for any step, and may contain the bytes of
+    /// an earlier one.
+    fn buffer(&mut self) -> &mut ActivationHandoff;
+
+    /// Sends the step, with the content of the buffer.
+    fn send(&mut self, batch: &Arc<StepBatch>);
 }
 
 /// The command queue of a device.

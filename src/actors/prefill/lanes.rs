@@ -13,15 +13,15 @@ pub(super) struct LaneState {
     /// Prompts that started in this lane and are not complete, oldest first.
     pub(super) started: VecDeque<QueuedPrompt>,
     /// Running sequences. 0 until the lane's first request.
-    /// Free slots. A lane that has not made a request yet has none, and gets no sequences.
     pub(super) running: usize,
+    /// Free slots. A lane that has not made a request yet has none, and gets no sequences.
     pub(super) free_slots: usize,
     /// Token budget for prefill in its last step.
     pub(super) budget: usize,
     /// Steps of prefill chunks only that it has in flight.
     pub(super) steps_ahead: usize,
-    /// Its request and reply channel, while it waits for work.
-    pub(super) pending_request: Option<(NextChunks, oneshot::Sender<Vec<ScheduledChunk>>)>,
+    /// The reply channel of its last request, while it waits for work.
+    pub(super) pending_reply: Option<oneshot::Sender<Vec<ScheduledChunk>>>,
 }
 
 impl LaneState {
@@ -29,12 +29,12 @@ impl LaneState {
     pub(super) fn set_request(&mut self, request: NextChunks, reply: oneshot::Sender<Vec<ScheduledChunk>>) {
         (self.running, self.free_slots) = (request.running, request.free_slots);
         (self.budget, self.steps_ahead) = (request.budget, request.steps_ahead);
-        self.pending_request = Some((request, reply));
+        self.pending_reply = Some(reply);
     }
 
     /// Whether the lane has no sequences and waits for work.
     pub(super) fn is_idle(&self) -> bool {
-        self.running == 0 && self.pending_request.is_some()
+        self.running == 0 && self.pending_reply.is_some()
     }
 
     /// Whether a prompt left to this lane would start at its next request: its own prompts must leave budget

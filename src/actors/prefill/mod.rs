@@ -13,6 +13,7 @@ use super::kv::{PagesReturned, Reserve};
 use super::sequence::{Sequence, SequenceKey};
 use super::stream::EventSender;
 use crate::config::Policy;
+use crate::memory::Lease;
 use actix::{
     Actor, ActorFutureExt, AsyncContext, Context, Handler, Message, MessageResult, Recipient, ResponseFuture,
     SpawnHandle, WrapFuture,
@@ -50,18 +51,25 @@ pub struct ChunksAhead {
     pub steps_ahead: usize,
 }
 
-/// A contiguous part of a prompt, to be computed in the next step.
+/// A chunk of a sequence's prompt, to be computed in the next step.
 pub struct ScheduledChunk {
     pub key: SequenceKey,
-    /// The sequence itself, with its first chunk only. Its encoder input, if it has one, is part of that
-    /// chunk.
+    /// The sequence itself, with its first chunk only.
     pub sequence: Option<Box<Sequence>>,
+    pub chunk: PromptChunk,
+}
+
+/// A contiguous part of a prompt.
+#[derive(Clone, Copy, Debug)]
+pub struct PromptChunk {
     /// Position of the chunk's first token.
     pub start: usize,
     /// Number of tokens; 0 if the sequence has an encoder input only.
     pub len: usize,
     /// Whether the prompt ends with this chunk.
     pub last: bool,
+    /// Whether the sequence's encoder input is computed in the same step, before the chunk.
+    pub with_encoder_input: bool,
 }
 
 /// Drops the started prompts of a lane that restarts, except those of the sequences in `except`.
@@ -86,8 +94,8 @@ struct QueuedPrompt {
     /// Tokens of the encoder input, until they are scheduled.
     encoder_tokens: usize,
     /// Tokens of the prompt.
-    /// Tokens of the prompt that are scheduled.
     len: usize,
+    /// Tokens of the prompt that are scheduled, or need not be because their K and V are in its pages.
     scheduled: usize,
     events: EventSender,
     ready_at: Instant,
@@ -120,6 +128,7 @@ impl Handler<Admit> for Prefill {
         let reserve = Reserve {
             positions: sequence.positions(),
             encoder_positions: sequence.encoder_positions(),
+            prefix: None,
             client: sequence.events.clone(),
         };
         let reply = self.kv_reserve.send(reserve).into_actor(self).map(move |lease, act, ctx| {
@@ -206,12 +215,17 @@ impl Prefill {
 
     /// Queues a sequence behind those that arrived before it.
     fn enqueue(&mut self, sequence: Box<Sequence>) {
-        let key = sequence.key;
+        let (key, request) = (sequence.key, &sequence.request);
+        let computed = sequence.lease.as_ref().map_or(0, Lease::computed);
+        assert!(
+            computed == 0 || (computed < request.prompt.len() && !request.prompt_logprobs),
+            "the first token needs the output of the prompt's last row, and log-probabilities those of all"
+        );
         let prompt = QueuedPrompt {
             key,
-            encoder_tokens: sequence.request.encoder_input.len(),
-            len: sequence.request.prompt.len(),
-            scheduled: 0,
+            encoder_tokens: request.encoder_input.len(),
+            len: request.prompt.len(),
+            scheduled: computed,
             events: sequence.events.clone(),
             ready_at: Instant::now(),
             sequence: Some(sequence),
@@ -229,13 +243,12 @@ impl Prefill {
 
     /// Replies to the lane's request, unless the lane has no sequences and there is no work.
     fn reply_to_lane(&mut self, lane: usize, ctx: &mut Context<Prefill>) {
-        let Some((request, _)) = &self.lanes[lane].pending_request else { return };
-        let (budget, running) = (request.budget, request.running);
+        let LaneState { budget, running, pending_reply: Some(_), .. } = self.lanes[lane] else { return };
         self.drop_cancelled();
         self.release_batch(ctx);
         let chunks = self.schedule_chunks(lane, budget);
         if (running > 0 || !chunks.is_empty())
-            && let Some((_, reply)) = self.lanes[lane].pending_request.take()
+            && let Some(reply) = self.lanes[lane].pending_reply.take()
         {
             // The decode loop waits for the reply. If it is gone, dropping the reply releases the sequences.
             let _ = reply.send(chunks);
@@ -329,7 +342,8 @@ impl QueuedPrompt {
         let len = left.min(budget.saturating_sub(encoder_tokens).max(1));
         self.scheduled += len;
         *budget = budget.saturating_sub(encoder_tokens + len);
-        ScheduledChunk { key: self.key, sequence: self.sequence.take(), start, len, last: len == left }
+        let chunk = PromptChunk { start, len, last: len == left, with_encoder_input: encoder_tokens > 0 };
+        ScheduledChunk { key: self.key, sequence: self.sequence.take(), chunk }
     }
 }
 

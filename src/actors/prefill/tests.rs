@@ -3,10 +3,10 @@
 //! Invariant: no request is held while a test adds prompts, unless the test says so.
 
 use super::*;
-use crate::actors::intake::PermitReleased;
+use crate::actors::sequence::PermitReleased;
 use crate::actors::stream::TokenStream;
 use crate::actors::testing::{next_message, recorder, request, sequence, with_timeout};
-use crate::memory::{Lease, PagePool, split_slots};
+use crate::memory::{ComputedPrefix, PagePool, split_slots};
 use crate::request::{Pooling, Request, Task};
 use actix::{Addr, MessageResult};
 use mainstem_kernels::random::philox;
@@ -49,7 +49,7 @@ impl Handler<Peek> for Prefill {
 
     fn handle(&mut self, _: Peek, _: &mut Self::Context) -> Self::Result {
         let begun = self.prompt_count() - self.waiting.len();
-        let held = self.lanes.iter().any(|lane| lane.pending_request.is_some());
+        let held = self.lanes.iter().any(|lane| lane.pending_reply.is_some());
         MessageResult((self.prompt_count(), begun + self.releasable(), held))
     }
 }
@@ -103,7 +103,11 @@ impl Rig {
     }
 
     fn grant(&mut self, (request, reply): Reservation) {
-        let lease = self.pool.reserve_with_encoder(request.positions, request.encoder_positions);
+        let lease = self.pool.reserve_with_encoder(
+            request.positions,
+            request.encoder_positions,
+            request.prefix.as_ref(),
+        );
         assert!(reply.send(lease).is_ok(), "prefill waits for its pages");
     }
 
@@ -184,12 +188,18 @@ fn embed(source: usize) -> Request {
 type ChunkTuple = (u64, usize, usize, bool);
 
 fn to_tuples(chunks: &[ScheduledChunk]) -> Vec<ChunkTuple> {
-    for chunk in chunks {
-        assert_eq!(chunk.sequence.is_some(), chunk.start == 0, "a sequence comes with its first chunk");
-        let lease = chunk.sequence.as_ref().map(|sequence| sequence.lease.is_some());
-        assert_ne!(lease, Some(false), "and has its pages");
-    }
-    chunks.iter().map(|chunk| (chunk.key.0, chunk.start, chunk.len, chunk.last)).collect()
+    let to_tuple = |ScheduledChunk { key, sequence, chunk }: &ScheduledChunk| {
+        let mut is_first = chunk.start == 0;
+        if let Some(sequence) = sequence {
+            let lease = sequence.lease.as_ref().expect("a sequence that starts has its pages");
+            is_first = chunk.start == lease.computed();
+        }
+        assert_eq!(sequence.is_some(), is_first, "a sequence comes with its first chunk");
+        let encoder_input = sequence.as_ref().is_some_and(|it| !it.request.encoder_input.is_empty());
+        assert_eq!(chunk.with_encoder_input, encoder_input, "and its encoder input too");
+        (key.0, chunk.start, chunk.len, chunk.last)
+    };
+    chunks.iter().map(to_tuple).collect()
 }
 
 #[actix::test]
@@ -201,6 +211,22 @@ async fn prompts_share_the_budget_first_in_first_out() {
     assert_eq!(rig.chunks(5, 3).await, [(3, 2, 5, false)]);
     assert_eq!(rig.chunks(UNLIMITED, 3).await, [(3, 7, 13, true)]);
     assert_eq!(rig.chunks(UNLIMITED, 3).await, []);
+}
+
+/// The prompt's first chunk starts behind the positions whose K and V are in its pages, and the mark of an
+/// encoder input does not depend on where that is.
+#[actix::test]
+async fn a_prompt_starts_behind_its_computed_positions() {
+    for source in [0, 6] {
+        let mut rig = Rig::new(Policy::Fused, 4);
+        let other = rig.pool.reserve(3 * POSITIONS).expect("there are enough");
+        let prefix = ComputedPrefix { lease: other.into(), positions: 2 * POSITIONS };
+        let ((reserve, reply), _client) = rig.admit_request(1, translate(source, 100)).await;
+        rig.grant((Reserve { prefix: Some(prefix), ..reserve }, reply));
+        rig.wait_until(|(prompts, ..)| prompts == 1).await;
+        assert_eq!(rig.chunks(20 + source, 0).await, [(1, 64, 20, false)]);
+        assert_eq!(rig.chunks(UNLIMITED, 1).await, [(1, 84, 16, true)]);
+    }
 }
 
 #[actix::test]

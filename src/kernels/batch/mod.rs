@@ -113,13 +113,13 @@ pub enum SpanTokens {
     Given { at: u32, len: u32 },
     /// One generated token: the last one that this device sampled for the slot.
     Last,
-    /// One generated token, given as the id at index `at` of [`StepBatch::tokens`], for a device that did not
-    /// sample it.
-    Generated { at: u32 },
+    /// Generated tokens, given as `len` ids of [`StepBatch::tokens`], from index `at` on: for a device that
+    /// did not sample them, or to compute their K and V again.
+    Generated { at: u32, len: u32 },
 }
 
 impl SpanTokens {
-    /// Returns whether the token is a generated one rather than part of a prompt.
+    /// Returns whether the tokens were generated rather than part of a prompt, wherever their ids come from.
     pub fn is_generated(self) -> bool {
         match self {
             SpanTokens::Given { .. } => false,
@@ -262,8 +262,8 @@ impl Span {
     #[allow(clippy::len_without_is_empty)] // A span is never empty.
     pub fn len(&self) -> usize {
         match self.tokens {
-            SpanTokens::Given { len, .. } => len as usize,
-            SpanTokens::Last | SpanTokens::Generated { .. } => 1,
+            SpanTokens::Given { len, .. } | SpanTokens::Generated { len, .. } => len as usize,
+            SpanTokens::Last => 1,
         }
     }
 }

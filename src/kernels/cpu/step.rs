@@ -160,7 +160,7 @@ impl StepState {
         let (slot, start, len) = (span.slot as usize, span.start as usize, span.len());
         let last = [self.last_tokens[slot]];
         let tokens = match span.tokens {
-            SpanTokens::Given { at, .. } | SpanTokens::Generated { at } => &tokens[at as usize..][..len],
+            SpanTokens::Given { at, .. } | SpanTokens::Generated { at, .. } => &tokens[at as usize..][..len],
             SpanTokens::Last => &last,
         };
         let (number, first_row) = ((self.spans.len() - before.0) as u32, self.rows.len() - before.1);

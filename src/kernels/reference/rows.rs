@@ -150,7 +150,7 @@ impl Reference {
         assert!(start + len <= end && !(is_encoder && start > 0), "{span:?} is beyond the limits");
         let last = [self.slots[span.slot as usize].last_token];
         let tokens = match span.tokens {
-            SpanTokens::Given { at, .. } | SpanTokens::Generated { at } => &tokens[at as usize..][..len],
+            SpanTokens::Given { at, .. } | SpanTokens::Generated { at, .. } => &tokens[at as usize..][..len],
             SpanTokens::Last => &last,
         };
         self.stack_rows[span.stack as usize].rows.extend(tokens.iter().enumerate().map(|(i, &token)| Row {

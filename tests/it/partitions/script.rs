@@ -266,7 +266,7 @@ impl Tale {
             start: start as u32,
             tokens: match self.drawn.is_empty() {
                 true => SpanTokens::Given { at, len },
-                false => SpanTokens::Generated { at },
+                false => SpanTokens::Generated { at, len: 1 },
             },
             table: SpanTable::Own,
             reserved: (self.prompt.len() + self.tokens) as u32,

@@ -8,7 +8,7 @@ mod rig;
 use crate::config::Policy;
 use crate::request::{Request, RequestError};
 use mainstem_kernels::random::philox;
-use mainstem_kernels::{SpanOutput, SpanTable, StepBatch};
+use mainstem_kernels::{SpanOutput, SpanTable, SpanTokens, StepBatch};
 use rig::{FaultOrder, Rig, RigConfig, VOCAB, expected};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -48,6 +48,42 @@ async fn each_lane_has_a_step_in_flight() {
         }
         rig.run_to_end().await;
         rig.clients.iter().for_each(|client| client.assert_complete());
+        rig.assert_all_released().await;
+    }
+}
+
+/// A finished sequence leaves its tokens and pages; a cancelled one leaves nothing. A prompt that begins with
+/// the same tokens computes only the rest, and gets the same tokens as without sharing.
+#[actix::test]
+async fn a_prompt_continues_the_pages_of_a_finished_sequence() {
+    for (lanes, budget) in [(1, 24), (1, 3), (2, 24)] {
+        let mut rig = Rig::new(RigConfig { budget, ..RigConfig::new(4, lanes) });
+        rig.keep_finished();
+        let first = request(1, 10, 9);
+        rig.submit(first.clone()).await;
+        let cancelled = rig.submit(request(2, 10, 9)).await;
+        rig.complete_step().await;
+        rig.disconnect(cancelled);
+        rig.run_to_end().await;
+        let (tokens, lease) = rig.take_kept();
+        assert_eq!(tokens, [&first.prompt[..], &expected(&first)[..8]].concat());
+
+        let prompt = [&tokens[..], &[5, 6, 7]].concat();
+        rig.share_next(lease, 16);
+        let second = rig.submit(Request { prompt: prompt.into(), ..request(3, 0, 6) }).await;
+        let mut prompt_rows = 0;
+        loop {
+            rig.run_until_idle().await;
+            let spans = rig.in_flight().first().map_or(Vec::new(), |step| step.spans.clone());
+            let given = spans.iter().filter(|span| matches!(span.tokens, SpanTokens::Given { .. }));
+            prompt_rows += given.map(|span| span.len()).sum::<usize>();
+            if !rig.complete_step().await {
+                break;
+            }
+        }
+        assert_eq!(prompt_rows, 21 - 16, "only the rest of the prompt is computed");
+        rig.clients[second].assert_complete();
+        drop(rig.take_kept());
         rig.assert_all_released().await;
     }
 }

@@ -8,14 +8,14 @@ use super::super::{Decode, DecodeConfig, LoopHandles};
 use crate::actors::device::{Step, StepResult};
 use crate::actors::group::{Devices, Epoch, StepFuture};
 use crate::actors::intake::{GetFreePermits, Intake};
-use crate::actors::kv::{GetUsage, IterationUpdate, KvManager, SlotPlan};
+use crate::actors::kv::{ComputedSequence, GetUsage, IterationUpdate, KvManager, Reserve, SlotPlan};
 use crate::actors::limits::IntakeLimits;
 use crate::actors::prefill::{NextChunks, Prefill, ScheduledChunk};
 use crate::actors::status::Status;
 use crate::actors::stream::{Submit, SubmitKind, TokenStream};
 use crate::actors::testing::with_timeout;
 use crate::config::Policy;
-use crate::memory::{PagePool, split_slots};
+use crate::memory::{ComputedPrefix, Lease, PagePool, split_slots};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
 use actix::{Actor, Addr, Handler, ResponseFuture};
@@ -25,8 +25,8 @@ use mainstem_kernels::{
     StepBatch, StepLimits, StepOutput,
 };
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -54,8 +54,8 @@ pub fn expected(request: &Request) -> Vec<u32> {
 /// The state of the simulated devices.
 pub struct FakeModel {
     /// Page table of each slot.
-    /// Last sampled token of each slot.
     tables: Vec<Vec<Page>>,
+    /// Last sampled token of each slot.
     last_tokens: Vec<u32>,
     /// Token at each position of the pages.
     tokens: Vec<u32>,
@@ -116,8 +116,9 @@ impl FakeModel {
             return;
         }
         let given = match span.tokens {
-            SpanTokens::Given { at, len } => batch.tokens[at as usize..][..len as usize].to_vec(),
-            SpanTokens::Generated { at } => vec![batch.tokens[at as usize]],
+            SpanTokens::Given { at, len } | SpanTokens::Generated { at, len } => {
+                batch.tokens[at as usize..][..len as usize].to_vec()
+            }
             SpanTokens::Last => vec![self.last_tokens[span.slot as usize]],
         };
         for (position, token) in (span.start as usize..).zip(given) {
@@ -190,11 +191,41 @@ fn fault() -> DeviceError {
     DeviceError::Fault("the test's fault".to_owned())
 }
 
+/// A prefix cache that the test operates: what finished sequences left, and what the next one shares of it.
+#[derive(Default)]
+struct PrefixCache {
+    /// Whether finished sequences are kept.
+    keeps: bool,
+    kept: Vec<ComputedSequence>,
+    next: Option<ComputedPrefix>,
+}
+
+/// Stands between prefill and the KV manager, to share kept pages.
+struct PrefixInjector {
+    kv: Addr<KvManager>,
+    cache: Arc<Mutex<PrefixCache>>,
+}
+
+impl Actor for PrefixInjector {
+    type Context = actix::Context<PrefixInjector>;
+}
+
+impl Handler<Reserve> for PrefixInjector {
+    type Result = ResponseFuture<Option<Lease>>;
+
+    fn handle(&mut self, request: Reserve, _: &mut Self::Context) -> Self::Result {
+        let prefix = self.cache.lock().expect("no test panics with the lock").next.take();
+        let reply = self.kv.send(Reserve { prefix, ..request });
+        Box::pin(async { reply.await.expect("kv replies") })
+    }
+}
+
 /// Stands between the lanes and the actors they make requests to, to inject faults.
 struct FaultInjector {
     prefill: Addr<Prefill>,
     kv: Addr<KvManager>,
     devices: Arc<FakeDevices>,
+    cache: Arc<Mutex<PrefixCache>>,
 }
 
 impl Actor for FaultInjector {
@@ -217,7 +248,12 @@ impl Handler<NextChunks> for FaultInjector {
 impl Handler<IterationUpdate> for FaultInjector {
     type Result = ResponseFuture<SlotPlan>;
 
-    fn handle(&mut self, turn: IterationUpdate, _: &mut Self::Context) -> Self::Result {
+    fn handle(&mut self, mut turn: IterationUpdate, _: &mut Self::Context) -> Self::Result {
+        let mut cache = self.cache.lock().expect("no test panics with the lock");
+        if cache.keeps {
+            cache.kept.extend(turn.finished.iter_mut().filter_map(|ended| ended.computed.take()));
+        }
+        drop(cache);
         let (answer, devices) = (self.kv.send(turn), self.devices.clone());
         Box::pin(async move {
             let plan = answer.await.expect("kv replies");
@@ -284,6 +320,7 @@ pub struct Rig {
     pub kv: Addr<KvManager>,
     pub status: Arc<Status>,
     devices: Arc<FakeDevices>,
+    cache: Arc<Mutex<PrefixCache>>,
     sent: UnboundedReceiver<SentStep>,
     in_flight: VecDeque<InFlight>,
     model: FakeModel,
@@ -316,8 +353,9 @@ impl Rig {
         let status = Arc::new(Status::new(Duration::ZERO, lanes));
         let pages = 1 + slots * POSITIONS / PAGE;
         let kv = KvManager::new(slots, lanes, shuffle, PagePool::new(pages, PAGE)).start();
-        let prefill =
-            Prefill::new(kv.clone().recipient(), kv.clone().recipient(), policy, slots, lanes).start();
+        let cache = Arc::<Mutex<PrefixCache>>::default();
+        let reserve = PrefixInjector { kv: kv.clone(), cache: cache.clone() }.start().recipient();
+        let prefill = Prefill::new(reserve, kv.clone().recipient(), policy, slots, lanes).start();
         let (faults, fails_at_chunk_request, fails_at_slot_update) = Default::default();
         let devices = Arc::new(FakeDevices {
             device_count: stages,
@@ -326,8 +364,13 @@ impl Rig {
             fails_at_chunk_request,
             fails_at_slot_update,
         });
-        let gate =
-            FaultInjector { prefill: prefill.clone(), kv: kv.clone(), devices: devices.clone() }.start();
+        let gate = FaultInjector {
+            prefill: prefill.clone(),
+            kv: kv.clone(),
+            devices: devices.clone(),
+            cache: cache.clone(),
+        };
+        let gate = gate.start();
         let handles = LoopHandles {
             next_chunks: gate.clone().recipient(),
             chunks_ahead: prefill.clone().recipient(),
@@ -348,6 +391,7 @@ impl Rig {
             status,
             epoch: devices.epoch(),
             devices,
+            cache,
             sent,
             in_flight: VecDeque::new(),
             model: FakeModel::new(slots, pages),
@@ -368,6 +412,26 @@ impl Rig {
             (Vec::new(), Vec::new(), Vec::new(), None, false);
         self.clients.push(Client { request, stream, prompt_tokens, ids, token_times, end, closed });
         self.clients.len() - 1
+    }
+
+    /// Keeps what finished sequences leave from now on.
+    pub fn keep_finished(&self) {
+        self.cache.lock().expect("no test panics with the lock").keeps = true;
+    }
+
+    /// Takes the tokens and the pages of the only sequence that was kept.
+    pub fn take_kept(&self) -> (Vec<u32>, Arc<Lease>) {
+        let mut kept = std::mem::take(&mut self.cache.lock().expect("no test panics with the lock").kept);
+        let (only, rest) = (kept.pop(), kept.len());
+        let only = only.expect("a sequence ended regularly");
+        assert_eq!(rest, 0, "no other sequence left anything");
+        (only.tokens().collect(), Arc::new(only.lease))
+    }
+
+    /// Lets the next sequence share the first `positions` positions of a lease.
+    pub fn share_next(&self, lease: Arc<Lease>, positions: usize) {
+        let prefix = ComputedPrefix { lease, positions };
+        self.cache.lock().expect("no test panics with the lock").next = Some(prefix);
     }
 
     pub fn disconnect(&mut self, number: usize) {
