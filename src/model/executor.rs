@@ -223,7 +223,7 @@ impl<B: Backend> Executor for ModelExecutor<B> {
     }
 }
 
-/// Tells what a backend has allocated from one call to the next.
+/// Measures what a backend allocates from one call to the next.
 #[derive(Default)]
 struct AllocationMeter(usize);
 

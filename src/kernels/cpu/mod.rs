@@ -25,6 +25,7 @@ mod roofline;
 mod rope;
 mod rows;
 mod sample;
+mod scratch;
 
 pub use config::{CpuConfig, Isa};
 pub use roofline::{Roofline, RooflineMeter};
@@ -45,6 +46,7 @@ use gemms::{GEMMS_PER_JOB, GemmScratch, ScratchWidths};
 use moe::{MoeScratch, MoeScratchSizes};
 use pool::ThreadPool;
 use sample::SampleScratch;
+use scratch::ScratchSizes;
 use simd::Level;
 use std::ops::Range;
 use step::StepState;
@@ -69,43 +71,6 @@ pub struct CpuBackend {
     clock: StepClock,
 }
 
-/// Dimensions that the scratch buffers are sized for: the rows of a step, the widest weights, the widest
-/// attention heads and the largest mixture of experts.
-#[derive(Clone, Copy, Default)]
-struct ScratchSizes {
-    rows: usize,
-    widths: ScratchWidths,
-    /// Attention scratch per thread, in F32 numbers: one part depends on the KV cache, one on the number of
-    /// positions.
-    attention_per_thread: usize,
-    sparse_per_thread: usize,
-    /// F32 numbers of one partial result of attention (depends on the cache), and the number of partial
-    /// results (depends on the positions).
-    partial_len: usize,
-    partial_count: usize,
-    moe: MoeScratchSizes,
-}
-
-impl ScratchSizes {
-    /// Returns sizes that are large enough for both.
-    fn max(self, other: ScratchSizes) -> ScratchSizes {
-        ScratchSizes {
-            rows: self.rows.max(other.rows),
-            widths: self.widths.max(other.widths),
-            attention_per_thread: self.attention_per_thread.max(other.attention_per_thread),
-            sparse_per_thread: self.sparse_per_thread.max(other.sparse_per_thread),
-            partial_len: self.partial_len.max(other.partial_len),
-            partial_count: self.partial_count.max(other.partial_count),
-            moe: self.moe.max(other.moe),
-        }
-    }
-
-    /// Returns the length of the attention scratch, in F32 numbers.
-    fn attention_len(&self, threads: usize) -> usize {
-        threads * (self.attention_per_thread + self.sparse_per_thread) + self.partial_count * self.partial_len
-    }
-}
-
 impl CpuBackend {
     /// Creates device number 0 and starts its worker threads.
     ///
@@ -114,7 +79,8 @@ impl CpuBackend {
         CpuBackend::with_number(0, config)
     }
 
-    /// Creates device `number` of this kind, by which its worker threads are named (`cpu3-1`), and starts them.
+    /// Creates device `number` of this kind and starts its worker threads, whose names begin with the number
+    /// (`cpu3-1`).
     ///
     /// Fails as [`CpuBackend::new`] does.
     pub fn with_number(number: u32, config: CpuConfig) -> Result<CpuBackend, DeviceError> {

@@ -58,8 +58,8 @@ struct CacheLine<T>(T);
 type Call = unsafe fn(*const (), usize, usize);
 
 impl ThreadPool {
-    /// Creates a pool of `threads` threads for device `device`, including the calling thread. All of them run when this returns,
-    /// because starting a thread allocates and no step may.
+    /// Creates a pool of `threads` threads for device `device`, including the calling thread. All of them run
+    /// when this returns, because starting a thread allocates and no step may.
     pub fn new(device: u32, threads: usize) -> Result<ThreadPool, DeviceError> {
         let mut pool =
             ThreadPool { shared: Arc::new(SharedState::new()), workers: Vec::with_capacity(threads) };

@@ -8,9 +8,8 @@ use mainstem_kernels::random::noise;
 use mainstem_kernels::reference::sample;
 use mainstem_kernels::{
     ActivationPrecision, AttentionShape, Backend, Fraction, HostBuf, HostMemory, KvLayout, KvTable, Mask,
-    QuantType,
-    RelativeBias, SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
-    StepBatch, StepLimits, StepOutput,
+    QuantType, RelativeBias, SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable,
+    SpanTokens, StepBatch, StepLimits, StepOutput,
 };
 
 fn backend(isa: Isa, threads: usize) -> Option<CpuBackend> {
