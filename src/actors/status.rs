@@ -17,7 +17,7 @@ pub struct Status {
     pub draining: AtomicBool,
     stopping: AtomicBool,
     failed: AtomicBool,
-    /// How long a lane with work may go without a heartbeat.
+    /// Maximum time between heartbeats of a lane with work.
     allowed_silence: Duration,
     /// Milliseconds after `started` when the devices being rebuilt should be back; `NOT_REBUILDING` while
     /// they are available.

@@ -137,8 +137,8 @@ impl MemoryPool {
             ),
             KvSize::Tokens(_) | KvSize::Bytes(_) => ensure!(
                 wanted <= self.remaining(),
-                "kv.size needs {wanted} bytes on {devices}, but only {} are available there beside {taken} for \
-                 weights and steps",
+                "kv.size needs {wanted} bytes on {devices}, but only {} are available there beside {taken} \
+                 for weights and steps",
                 self.remaining()
             ),
         }

@@ -34,7 +34,7 @@ pub(in crate::actors) struct Assignment {
     pub role: Role,
 }
 
-/// What a rank does after computing its part of a step.
+/// The task of a rank after computing its part of a step.
 pub(in crate::actors) enum Role {
     /// Nothing: the other ranks of its stage compute the same result.
     Nothing,

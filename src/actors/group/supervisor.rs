@@ -26,13 +26,13 @@ pub type Reports = Vec<Vec<ExecutorReport>>;
 /// are logged.
 const STALL_REPORT_DELAY: Duration = Duration::from_secs(2);
 
-/// How many times longer than the first build a rebuild may take.
+/// Maximum time of a rebuild, as a multiple of the time of the first build.
 const REBUILD_TIME_FACTOR: u32 = 10;
 
 /// Minimum time between attempts to rebuild, unless steps wait.
 const MIN_RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
-/// How long the devices may take to finish their current step when the group is stopped.
+/// Maximum time of the devices to finish their current step when the group is stopped.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The state of the supervisor thread.
@@ -83,8 +83,8 @@ impl Supervisor {
                 Err(_) if self.group.is_stopping() => {}
                 Err(fault) => {
                     error!(
-                        "{label} is still unavailable: {fault:#}; retrying in {retry_interval:.0?}, or with the \
-                         next step"
+                        "{label} is still unavailable: {fault:#}; retrying in {retry_interval:.0?}, or with \
+                         the next step"
                     )
                 }
             }

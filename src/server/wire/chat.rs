@@ -40,7 +40,7 @@ pub struct ResponseMessage {
     refusal: Option<String>,
 }
 
-/// What a chunk appends to the message.
+/// The part of the message that a chunk appends.
 #[derive(Debug, Default, Serialize)]
 pub struct ChatDelta {
     /// Set only in a choice's first chunk.
