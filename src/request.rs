@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 pub struct Request {
     /// Shown in logs and responses; not necessarily unique.
     pub id: Arc<str>,
-    /// The computation that is requested.
+    /// The result to compute.
     pub task: Task,
     /// Token ids of the encoder input: of the source text to generate from, or of the text to embed or to
     /// fill. Empty for models without an encoder.
@@ -41,7 +41,7 @@ pub struct Request {
     pub time_limit: Option<Duration>,
 }
 
-/// The computation that a request asks for.
+/// The result that a request computes from its tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Task {
     /// Tokens that continue the prompt.
@@ -52,7 +52,7 @@ pub enum Task {
     FillMask { positions: Arc<[u32]>, top_k: u8 },
 }
 
-/// The method that turns the hidden states of a text into one vector.
+/// The method that reduces the hidden states of a text to one vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pooling {
     /// The mean of all hidden states.
@@ -108,7 +108,7 @@ pub enum TokenEvent {
     Failed(RequestError),
 }
 
-/// The reason why a sequence ended.
+/// The reason for which a sequence ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
     /// One of the model's end-of-sequence tokens.

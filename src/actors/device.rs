@@ -62,7 +62,7 @@ struct BuiltExecutor {
     next_step: Option<u64>,
 }
 
-/// The reason why a step failed.
+/// The reason for which a step failed.
 enum StepFailure {
     Fault(DeviceError),
     Panic(Box<dyn Any + Send>),

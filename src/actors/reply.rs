@@ -39,11 +39,11 @@ pub struct ReplyDelta {
     pub text: String,
     pub tokens: Vec<PlacedToken>,
     pub origin: DeltaOrigin,
-    /// The reason why the reply ended; set in the last delta only.
+    /// The reason of the end; set in the last delta only.
     pub end: Option<ReplyEnd>,
 }
 
-/// The reason why a reply ended.
+/// The reason for which a reply ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ReplyEnd {
     /// The engine ended the sequence.

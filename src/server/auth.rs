@@ -22,7 +22,7 @@ use subtle::{Choice, ConstantTimeEq};
 /// Paths without authorization, for load balancers and metric scrapers; they reveal nothing about requests.
 const OPEN_PATHS: [&str; 2] = ["/health", "/metrics"];
 
-/// Time for which a browser may cache the result of a preflight, in seconds.
+/// Maximum time for which a browser may cache the result of a preflight, in seconds.
 const PREFLIGHT_MAX_AGE_S: usize = 3600;
 
 /// Maximum length of a key in bytes.

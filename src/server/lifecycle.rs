@@ -34,7 +34,7 @@ const DRAIN_INTERVAL: Duration = Duration::from_millis(20);
 /// Interval of the metrics recorder's upkeep, which sorts observations into histogram buckets.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Time after which a connection whose client reads nothing of its response is dropped.
+/// Time for which a client may read nothing of its response before its connection is dropped.
 const UNREAD_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum number of connections that wait to be accepted.

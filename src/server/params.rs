@@ -93,7 +93,7 @@ pub struct Conversation {
     pub template_kwargs: Map<String, Value>,
 }
 
-/// The form in which the response is delivered.
+/// The form in which a response is delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
     Json,

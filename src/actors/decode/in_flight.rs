@@ -26,7 +26,7 @@ pub(super) struct InFlightStep {
     size: StepSize,
 }
 
-/// The reason for sending a step.
+/// The reason for which a step was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StepKind {
     /// A step of the current iteration: the next iteration depends on its results.

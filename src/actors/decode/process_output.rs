@@ -25,7 +25,7 @@ pub(super) enum RowTarget {
     Discard,
 }
 
-/// The use that a sequence has for a row's result.
+/// The use that a sequence makes of a row's result.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum RowUse {
     /// As the next token.

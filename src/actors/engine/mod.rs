@@ -51,7 +51,7 @@ pub struct EngineSetup {
     /// Number of micro-batches in flight (lanes), each with its own part of the slots; every lane has at
     /// least one slot.
     pub lanes: usize,
-    /// Maximum time of a step; `None` for no limit.
+    /// Maximum time of the devices for a step; `None` for no limit.
     pub step_timeout: Option<Duration>,
     pub kv: KvCacheConfig,
     pub model: ModelInfo,

@@ -32,7 +32,7 @@ const REBUILD_TIME_FACTOR: u32 = 10;
 /// Minimum time between attempts to rebuild, unless steps wait.
 const MIN_RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Maximum time for the devices to finish their current step when the group is stopped.
+/// Maximum time of the devices to finish their current step when the group is stopped.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The state of the supervisor thread.

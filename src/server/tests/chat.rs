@@ -105,7 +105,7 @@ async fn logprobs_are_listed_per_token() {
     let (request, response) = play(&mut server, body(false), events()).await;
     assert_eq!(request.logprobs, Some(2));
     let logprobs = response.json()["choices"][0]["logprobs"].clone();
-    let one = |token: &str, logprob: f32, bytes: &[u8]| json!({ "token": token, "logprob": logprob, "bytes": bytes });
+    let one = |text: &str, p: f32, bytes: &[u8]| json!({ "token": text, "logprob": p, "bytes": bytes });
     let expected = json!([
         {
             "token": "\u{fffd}", "logprob": -0.5, "bytes": [0xc3],

@@ -65,7 +65,7 @@ pub struct ChoiceOutput {
     pub end: Option<ReplyEnd>,
 }
 
-/// The reason why a choice ended, as in both APIs.
+/// The reason for which a choice ended, as in both APIs.
 #[derive(Debug, Default, Serialize)]
 pub struct Finish {
     pub finish_reason: Option<&'static str>,

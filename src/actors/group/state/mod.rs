@@ -88,7 +88,7 @@ enum ThreadState {
     Absent,
 }
 
-/// The reason why recovery is necessary. The steps in flight have failed by then.
+/// The reason for a recovery. The steps in flight have failed by then.
 pub(in crate::actors) enum RecoveryReason {
     /// A device reported a fault, or its thread ended.
     DeviceFailed,
