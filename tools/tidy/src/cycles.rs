@@ -99,7 +99,7 @@ impl<'a> Modules<'a> {
             }
         }
         while let Some(name) = rest.as_slice().first() {
-            let child = [&at[..], &[name.clone()]].concat();
+            let child = [&at[..], std::slice::from_ref(name)].concat();
             if self.files.contains_key(&child) {
                 at = child;
                 rest.next();
