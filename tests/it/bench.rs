@@ -270,6 +270,7 @@ fn simulated_devices_take_the_time_that_is_set() {
 /// One message between stages, which blocks the sending stage; within a stage, one for each of four sums, and
 /// one for the logits.
 #[test]
+#[ignore = "waits for 75 s; .ci/long runs it"]
 fn simulated_devices_wait_for_their_links() {
     let flags = "--fake-layer 40ms --link-latency 40ms";
     assert_met(flags, [[120.0, 120.0], [120.0, 80.0], [240.0, 240.0]]);
@@ -284,6 +285,7 @@ fn cpu_devices_wait_for_their_links() {
 
 /// Limited bandwidth: at 4 kB/s, the 48 numbers of a row take 48 ms, and half of 263 logits 132 ms.
 #[test]
+#[ignore = "waits for 100 s; .ci/long runs it"]
 fn cpu_devices_wait_for_narrow_links() {
     let tensors = 5.0 * 48.0 + 132.0;
     assert_met("--threads 1 --link-bandwidth 4kB/s", [[48.0, 48.0], [48.0, 48.0], [tensors, tensors]]);
