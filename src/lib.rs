@@ -1,5 +1,5 @@
 //! Mainstem serves transformer models. All running requests share one decode loop, which batches their tokens
-//! into common steps, as tributaries join a river. The modules, in suggested reading order:
+//! into common steps. The modules, in suggested reading order:
 
 #![deny(unsafe_code)]
 

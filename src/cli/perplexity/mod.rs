@@ -29,7 +29,7 @@ use tokio::select;
 /// Measure perplexity on a text, and the difference from a reference model.
 ///
 /// The text is tokenized as a whole and divided into chunks. Each chunk is evaluated independently, with the
-/// kernels, cache and scheduling used for serving; one sequence at a time, whatever the scheduler options.
+/// kernels and the KV cache used for serving, one sequence at a time; scheduler options have no effect.
 /// docs/quantization.md explains each value.
 #[derive(Args)]
 #[command(after_help = "\
