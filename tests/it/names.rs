@@ -19,7 +19,7 @@ fn words(text: &str) -> BTreeSet<String> {
 }
 
 /// No code can depend on a family, because no `model_type` occurs as a word. (`llama3` is a rotary position
-/// scaling, not a family.)
+/// scaling, not a family; `gptj` is both a family and the style of rotation named after it, which any model can have.)
 #[test]
 fn no_family_is_named_where_models_are_computed() {
     let mut types = BTreeSet::new();
@@ -27,7 +27,7 @@ fn no_family_is_named_where_models_are_computed() {
         let spec = SpecFile::parse(file, text).expect("a shipped specification is one");
         types.extend(spec.model_types().iter().cloned());
     }
-    assert!(types.len() > 30);
+    assert!(types.remove("gptj") && types.len() > 30);
     for folder in ["src/model", "src/kernels", "src/memory", "src/actors"] {
         let files = sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join(folder));
         assert!(!files.is_empty(), "{folder}");

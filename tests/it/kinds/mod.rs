@@ -385,7 +385,7 @@ async fn the_engine_says_what_it_is_and_refuses_what_it_is_not() {
     engine.stop();
     let one_page = config(&m2m100.0, &[("kv.size", "32tokens".into())]);
     let error = start::start_engine(&one_page).await.err().expect("a source and an answer need two pages");
-    assert!(error.to_string().contains("a sequence takes 2"), "{error}");
+    assert!(error.to_string().contains("a sequence needs at least 2"), "{error}");
 }
 
 #[actix::test]
