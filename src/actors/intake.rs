@@ -426,12 +426,12 @@ mod tests {
     #[test]
     fn a_group_too_large_names_the_parameter_that_made_it_so() {
         let translation = Request { encoder_input: [1].into(), ..request(2, 4) };
-        let other_source = Request { encoder_input: [1].into(), ..translation.clone() };
+        let other_input = Request { encoder_input: [1].into(), ..translation.clone() };
         let text = Request { task: Task::Embed(Pooling::Mean), ..request(0, 0) };
         let groups = [
             (vec![request(2, 4)], "n"),
             (vec![translation.clone(), translation.clone()], "n"),
-            (vec![translation, other_source], "prompt"),
+            (vec![translation, other_input], "prompt"),
             (vec![request(2, 4), request(2, 4)], "prompt"),
             (vec![text.clone(), text], "input"),
         ];

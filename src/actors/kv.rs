@@ -376,8 +376,8 @@ mod tests {
         let kv = metrics::with_local_recorder(&recorder, || kv(2, 0, true)).start();
         let lease = lease(&kv, 0).await;
         let nothing = JoiningSequence { key: SequenceKey(1), pages: lease.list().clone() };
-        let turn = IterationUpdate { joins: vec![nothing], ..IterationUpdate::default() };
-        let plan = with_timeout(kv.send(turn)).await.expect("kv replies");
+        let iteration = IterationUpdate { joins: vec![nothing], ..IterationUpdate::default() };
+        let plan = with_timeout(kv.send(iteration)).await.expect("kv replies");
         assert_eq!((plan.slots, plan.tables), (vec![(0, SequenceKey(1))], vec![]));
         let rendered = recorder.handle().render();
         let usage = rendered.lines().find(|line| line.starts_with(telemetry::KV_CACHE_USAGE.name));
@@ -401,7 +401,7 @@ mod tests {
     #[actix::test]
     async fn a_reset_affects_its_lane_only() {
         let kv = KvManager::new(5, 2, true, PagePool::new(2, PAGE)).start();
-        let of_lane = |lane, turn: IterationUpdate| kv.send(IterationUpdate { lane, ..turn });
+        let of_lane = |lane, iteration: IterationUpdate| kv.send(IterationUpdate { lane, ..iteration });
         with_timeout(of_lane(0, update([], [1, 2, 3]))).await.expect("kv replies");
         let plan = with_timeout(of_lane(1, update([], [4, 5]))).await.expect("kv replies");
         assert_eq!((plan.slots, plan.window), (vec![(3, SequenceKey(4)), (4, SequenceKey(5))], 3..5));
@@ -489,12 +489,12 @@ mod tests {
                 let lane = dice[2] as usize % lanes;
                 let LaneState { own, running: live } = &mut all[lane];
                 let leaves = |key: &&u64| (dice[0] >> (**key % 31)).is_multiple_of(3);
-                let gone: Vec<u64> = live.keys().filter(leaves).copied().collect();
-                live.retain(|key, _| !gone.contains(key));
+                let finished: Vec<u64> = live.keys().filter(leaves).copied().collect();
+                live.retain(|key, _| !finished.contains(key));
                 let joins = u64::from(dice[1]) % (own.len() - live.len() + 1) as u64;
                 let joined = next_key..next_key + joins;
                 next_key += joins;
-                let plan = kv.update_slots(IterationUpdate { lane, ..update(gone, joined.clone()) });
+                let plan = kv.update_slots(IterationUpdate { lane, ..update(finished, joined.clone()) });
                 live.extend(joined.map(|key| (key, 0)));
                 let keys: Vec<u64> = live.keys().copied().collect();
                 check_plan(&plan, own, &keys, &mut tables, shuffle);

@@ -257,17 +257,23 @@ mod tests {
         }
     }
 
-    fn translate(source: usize, prompt: usize, max_tokens: u32) -> Request {
-        Request { encoder_input: vec![3; source].into(), ..request(prompt, max_tokens) }
+    fn translate(encoder_len: usize, prompt: usize, max_tokens: u32) -> Request {
+        Request { encoder_input: vec![3; encoder_len].into(), ..request(prompt, max_tokens) }
     }
 
-    fn embed(source: &[u32]) -> Request {
+    fn embed(encoder_input: &[u32]) -> Request {
         let task = Task::Embed(Pooling::Mean);
-        Request { task, encoder_input: source.into(), prompt: [].into(), max_tokens: 0, ..request(0, 0) }
+        Request {
+            task,
+            encoder_input: encoder_input.into(),
+            prompt: [].into(),
+            max_tokens: 0,
+            ..request(0, 0)
+        }
     }
 
-    fn fill(source: &[u32], at: &[u32], top: u8) -> Request {
-        Request { task: Task::FillMask { positions: at.into(), top_k: top }, ..embed(source) }
+    fn fill(encoder_input: &[u32], at: &[u32], top: u8) -> Request {
+        Request { task: Task::FillMask { positions: at.into(), top_k: top }, ..embed(encoder_input) }
     }
 
     /// Asserts that the request is refused because of the parameter `param`, in a message with all of
@@ -342,13 +348,13 @@ mod tests {
         assert!(too_large.to_string().contains("encoder input"), "{too_large}");
         // Reducing the named parameter helps.
         let narrow = IntakeLimits { pages: 1, ..both.clone() };
-        for (source, prompt, max_tokens, named) in [
+        for (encoder_len, prompt, max_tokens, named) in [
             (33, 2, 1, "prompt"),
             (2, 33, 1, "decoder_prompt"),
             (2, 2, 1, "prompt"),
             (2, 33, 0, "decoder_prompt"),
         ] {
-            let too_large = narrow.check(&translate(source, prompt, max_tokens)).unwrap_err();
+            let too_large = narrow.check(&translate(encoder_len, prompt, max_tokens)).unwrap_err();
             assert!(
                 matches!(too_large, RequestError::TooLarge { param, .. } if param == named),
                 "{too_large:?}"

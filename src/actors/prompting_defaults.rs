@@ -204,7 +204,7 @@ mod tests {
         settings: &[(&'static str, &str)],
     ) -> Result<EncoderOnlyPrompting> {
         match defaults_of("bert_gamma", files, settings)? {
-            PromptingDefaults::Encoder(conventions) => Ok(conventions),
+            PromptingDefaults::Encoder(prompting) => Ok(prompting),
             other => panic!("{other:?}"),
         }
     }

@@ -41,15 +41,15 @@ impl TensorWriter<'_> {
 
     fn write_tensor(&self, tensor: &PlannedTensor, out: &mut File) -> Result<()> {
         let ModelSource { checkpoint, rounding: policy, .. } = self.plan.source();
-        let (matrices, turns) = (tensor.matrices(), tensor.needs_transpose());
-        let stored = if turns { Cow::default() } else { tensor.stored.bytes() };
+        let (matrices, transposed) = (tensor.matrices(), tensor.needs_transpose());
+        let stored = if transposed { Cow::default() } else { tensor.stored.bytes() };
         let len = stored.len() / matrices.len().max(1);
         for (plane, piece) in matrices.iter().enumerate() {
             // Formats without blocks have nothing to choose when rounding, and their rows may be columns
             // here.
             let rounding =
                 if tensor.saved.ty.is_blocked() { piece.rounding(policy) } else { Rounding::RoundToNearest };
-            match turns {
+            match transposed {
                 true => self.write_rows(
                     tensor,
                     rounding,

@@ -562,8 +562,8 @@ mod tests {
             assert!(error.contains(key) && error.contains(GENERATION_CONFIG), "{error}");
             assert!(generation(Some(own), model).is_ok(), "{own}");
         }
-        let wishes = r#"{"decoder_start_token_id":3,"forced_bos_token_id":8,"num_beams":4}"#;
-        let plain = generation(Some(wishes), "{}").unwrap();
+        let settings = r#"{"decoder_start_token_id":3,"forced_bos_token_id":8,"num_beams":4}"#;
+        let plain = generation(Some(settings), "{}").unwrap();
         assert!(plain.unsupported.keys().eq(["forced_bos_token_id", "num_beams"]));
         assert!(plain.for_encoder_decoder().unsupported.keys().eq(["num_beams"]));
     }
@@ -591,11 +591,11 @@ mod tests {
             "suppress_tokens": [], "early_stopping": false, "epsilon_cutoff": 0.0, "cache_config": {}
         }"#;
         assert_eq!(unserved(neutral), Value::Object(Map::new()));
-        let wishes = r#"{
+        let settings = r#"{
             "encoder_no_repeat_ngram_size": 2, "max_length": 4096, "max_new_tokens": 400, "min_length": 1,
             "no_repeat_ngram_size": 3, "num_beams": 4, "repetition_penalty": 1.05, "some_new_wish": "much",
             "stop_strings": ["END"], "suppress_tokens": [7], "typical_p": 0, "watermarking_config": {"a": 1}
         }"#;
-        assert_eq!(unserved(wishes), serde_json::from_str::<Value>(wishes).unwrap());
+        assert_eq!(unserved(settings), serde_json::from_str::<Value>(settings).unwrap());
     }
 }

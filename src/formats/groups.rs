@@ -30,11 +30,11 @@ impl QuantGroups {
 
     /// Returns the elements stored in these bytes, as F32.
     pub(super) fn dequantize(self, stored: &[u8]) -> Vec<u8> {
-        let (codes, scales) = stored.split_at(self.element_count(stored.len()));
+        let (quants, scales) = stored.split_at(self.element_count(stored.len()));
         let mut numbers = Vec::with_capacity(self.output_bytes(stored.len()));
-        for (codes, scale) in codes.chunks_exact(self.size).zip(scales.as_chunks().0) {
+        for (quants, scale) in quants.chunks_exact(self.size).zip(scales.as_chunks().0) {
             let scale = f32::from_le_bytes(*scale);
-            numbers.extend(codes.iter().flat_map(|code| (f32::from(*code as i8) * scale).to_le_bytes()));
+            numbers.extend(quants.iter().flat_map(|code| (f32::from(*code as i8) * scale).to_le_bytes()));
         }
         numbers
     }
@@ -50,10 +50,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_codes_times_the_scale_of_their_group() {
+    fn numbers_are_quants_times_the_scale_of_their_group() {
         let scales = [0.1f32, -2.5, 1e-30];
-        let codes = [1i8, -128, 127, 0, -1, 2, 3, 100, -100];
-        let stored: Vec<u8> = codes
+        let quants = [1i8, -128, 127, 0, -1, 2, 3, 100, -100];
+        let stored: Vec<u8> = quants
             .iter()
             .map(|code| *code as u8)
             .chain(scales.into_iter().flat_map(f32::to_le_bytes))

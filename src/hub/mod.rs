@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_told_and_final() {
+    fn a_full_disk_is_reported_and_final() {
         let hub = hub(&settings_with(None), &[]).unwrap();
         let failure = hub.disk_error(&ErrorKind::StorageFull.into());
         assert!(failure.reason.contains("/nowhere/cache") && !failure.transient, "{}", failure.reason);

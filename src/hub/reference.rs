@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_references_are_told_what_is_wrong() {
+    fn wrong_references_are_refused_with_what_is_wrong() {
         for (text, part) in [
             ("owner/name", "hf:"),
             ("hf:name", "owner/name"),

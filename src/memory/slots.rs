@@ -209,9 +209,9 @@ mod tests {
                     (0..slots as Slot).collect::<Vec<_>>()
                 );
                 let lens: Vec<usize> = divided.iter().map(|run| run.len()).collect();
-                let (most, least) = (lens.iter().max().unwrap(), lens.iter().min().unwrap());
+                let (most, minimum) = (lens.iter().max().unwrap(), lens.iter().min().unwrap());
                 assert!(
-                    lens.len() == runs && most - least <= 1 && lens.is_sorted_by(|a, b| a >= b),
+                    lens.len() == runs && most - minimum <= 1 && lens.is_sorted_by(|a, b| a >= b),
                     "{lens:?}"
                 );
             }

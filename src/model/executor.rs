@@ -77,10 +77,10 @@ impl<B: Backend> ModelExecutor<B> {
         limits: StepLimits,
     ) -> Result<Self> {
         let spec = source.shard_spec(shard)?;
-        let (place, (rank, members)) = ((shard.rank, shard.rank_count()), backend.rank_and_count());
+        let (place, (rank, ranks)) = ((shard.rank, shard.rank_count()), backend.rank_and_count());
         ensure!(
-            place == (rank, members),
-            "the device joined its stage as rank {rank} of {members}, not {place:?}; this is a bug"
+            place == (rank, ranks),
+            "the device joined its stage as rank {rank} of {ranks}, not {place:?}; this is a bug"
         );
         let mut allocated = AllocationMeter::default();
         let model = load::load(&mut backend, source, shard, spec, &limits)?;
@@ -94,7 +94,7 @@ impl<B: Backend> ModelExecutor<B> {
         let scratch = scratch_layout(spec, &limits).map(|layout| backend.alloc_kv(layout)).transpose();
         let scratch = scratch.context("allocating the encoder's cache")?;
         let mut act = Activations::new(&mut backend, spec, &limits).context("allocating the activations")?;
-        let is_whole = members == 1;
+        let is_whole = ranks == 1;
         ensure!(
             is_whole || source.observations.is_none(),
             "inputs cannot be observed on a split model; this is a bug"

@@ -170,10 +170,10 @@ mod tests {
             out
         };
         let one = ids((0..40).map(|position| row(position, 1)).collect());
-        let drawn = |out: &StepOutput| out.tokens.iter().map(|row| row.token).collect::<Vec<_>>();
-        assert!([7, 8, 9].iter().all(|token| drawn(&one).contains(token)));
-        assert_eq!(drawn(&ids(vec![row(17, 1)])), drawn(&one)[17..18]);
-        assert_ne!(drawn(&ids((0..40).map(|position| row(position, 2)).collect())), drawn(&one));
+        let token_ids = |out: &StepOutput| out.tokens.iter().map(|row| row.token).collect::<Vec<_>>();
+        assert!([7, 8, 9].iter().all(|token| token_ids(&one).contains(token)));
+        assert_eq!(token_ids(&ids(vec![row(17, 1)])), token_ids(&one)[17..18]);
+        assert_ne!(token_ids(&ids((0..40).map(|position| row(position, 2)).collect())), token_ids(&one));
         let out = ids(vec![row(0, 0), scored, row(1, 0)]);
         assert!(out.tokens[0].logprob.is_nan() && out.tokens[1].token == 55);
         assert!((out.tokens[1].logprob.exp() - 1.0 / 3.0).abs() < 1e-6);

@@ -207,12 +207,12 @@ impl<'a, B: Backend> Loader<'a, B> {
             let (gate, down) = (loader.linear(&dense.gate)?.weight, loader.linear(&dense.down)?.weight);
             anyhow::Ok(Expert { gate, up, down })
         };
-        let reading = |dense: &DenseSpec| {
+        let matrix_ids = |dense: &DenseSpec| {
             [&dense.gate].into_iter().chain(&dense.up).map(|linear| linear.weight.matrix_id()).collect()
         };
         Ok(Moe {
             shape,
-            input_matrices: spec.experts.iter().map(reading).collect(),
+            input_matrices: spec.experts.iter().map(matrix_ids).collect(),
             router: self.linear(&spec.router)?,
             experts: spec.experts.iter().map(|dense| expert(dense, self)).collect::<Result<_>>()?,
             shared: spec.shared.as_ref().map(|dense| self.dense(dense)).transpose()?,

@@ -46,18 +46,18 @@ impl Partition {
 
     /// Returns the names of the devices, by stage and rank.
     pub fn device_names(&self) -> Vec<Vec<String>> {
-        let of_stage = |stage: &Stage| stage.ranks.iter().map(|member| member.device.clone()).collect();
+        let of_stage = |stage: &Stage| stage.ranks.iter().map(|rank| rank.device.clone()).collect();
         self.stages.iter().map(of_stage).collect()
     }
 
     /// Returns the shard of one rank of a stage.
     pub fn shard(&self, stage: usize, rank: usize) -> Shard {
-        let Stage { encoder, decoder, ranks: members } = &self.stages[stage];
+        let Stage { encoder, decoder, ranks } = &self.stages[stage];
         Shard {
             encoder: encoder.clone(),
             decoder: decoder.clone(),
             rank,
-            shares: members.iter().map(|member| member.share).collect(),
+            shares: ranks.iter().map(|rank| rank.share).collect(),
             experts: self.experts,
         }
     }

@@ -43,7 +43,7 @@ impl Progress {
         if state.is_stopped {
             bail!("stopped");
         }
-        let is_due = state.logged_at.is_some_and(|told| told.elapsed() >= LOG_INTERVAL);
+        let is_due = state.logged_at.is_some_and(|logged_at| logged_at.elapsed() >= LOG_INTERVAL);
         if is_due && !state.is_displayed && state.done < state.total {
             state.logged_at = Some(Instant::now());
             info!(done = state.done, total = state.total, "weights: {} %", state.done * 100 / state.total);

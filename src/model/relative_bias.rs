@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn biases_lie_by_distance() {
+    fn biases_lie_by_relative_position() {
         let table = alibi_biases(2, 0..2, 2.0, 3);
         assert_eq!(table.len(), 2 * 5);
         // Slope 1/16, times the scale 2.

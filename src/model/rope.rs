@@ -79,15 +79,15 @@ fn frequency_scale(config: &RopeConfig, dims: usize, reserved: usize) -> Box<dyn
             Box::new(move |_, frequency| {
                 // Number of full turns of a pair within the original context: with many turns the frequency
                 // is kept, with few it is divided by the factor, between them it is interpolated.
-                let turns = *original_context as f64 * frequency / TAU;
-                let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                let rotations = *original_context as f64 * frequency / TAU;
+                let kept = (rotations - low_freq_factor) / (high_freq_factor - low_freq_factor);
                 blend_scale(kept, *factor)
             })
         }
         RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
             // The pair that makes so many turns within the original context.
-            let pair_of = |turns: f64| {
-                dims as f64 * (*original_context as f64 / (turns * TAU)).ln() / (2.0 * config.theta.ln())
+            let pair_of = |rotations: f64| {
+                dims as f64 * (*original_context as f64 / (rotations * TAU)).ln() / (2.0 * config.theta.ln())
             };
             let (mut low, mut high) = (pair_of(*beta_fast), pair_of(*beta_slow));
             if *truncate {

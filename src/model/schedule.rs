@@ -43,15 +43,15 @@ pub fn run_step<B: Backend>(
         to.encoder.clear();
         to.decoder.clear();
     }
-    let sources = b.select_stack(SpanStack::Encoder);
-    if sources > 0 {
-        encode(b, model, &mut caches, sources, act, &mut traffic);
+    let encoder_rows = b.select_stack(SpanStack::Encoder);
+    if encoder_rows > 0 {
+        encode(b, model, &mut caches, encoder_rows, act, &mut traffic);
     }
     let rows = b.select_stack(SpanStack::Decoder);
     if rows > 0 {
         decode(b, model, caches.decoder, rows, act, &mut traffic);
     }
-    let met = sources > 0 && model.encoder.is_some() || rows > 0 && model.decoder.is_some();
+    let met = encoder_rows > 0 && model.encoder.is_some() || rows > 0 && model.decoder.is_some();
     if !met {
         synchronize_ranks(b, act);
     }

@@ -242,7 +242,7 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         Kind::EncoderDecoder => (generation.for_encoder_decoder(), None),
         Kind::Encoder => (generation, SentenceConfig::from_folder(&folder)?),
     };
-    let opening = decoder_start(spec.kind, &folder, &config)?;
+    let decoder_start = decoder_start(spec.kind, &folder, &config)?;
     Ok(ModelSource {
         path: folder.path(),
         spec,
@@ -251,7 +251,7 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         sampling_defaults: generation.sampling,
         unsupported_settings: generation.unsupported,
         chat: ChatConfig::from_folder(&folder)?,
-        decoder_start: opening,
+        decoder_start,
         sentence,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
@@ -513,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pytorch_file_by_itself_is_told_to_come_with_its_folder() {
+    fn a_pytorch_file_by_itself_is_refused_without_its_folder() {
         for container in ["zip", "stream"] {
             let weights = on_disk("tests/fixtures/pickle").join(container).join("pytorch_model.bin");
             let folder = Scratch::new();

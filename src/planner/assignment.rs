@@ -69,16 +69,16 @@ pub fn device_assignments(
     heads: impl Fn(&Shard) -> usize,
 ) -> Vec<Vec<DeviceAssignment>> {
     let of_stage = |(stage, shards): (usize, Vec<Shard>)| {
-        let members = &partition.stages[stage].ranks;
+        let ranks = &partition.stages[stage].ranks;
         let mut head = 0;
         let assigned = |shard: &Shard| {
             let first = head;
             head += heads(shard);
             DeviceAssignment {
-                device: members[shard.rank].device.clone(),
+                device: ranks[shard.rank].device.clone(),
                 stage: stage + 1,
                 rank: shard.rank,
-                members: members.len(),
+                members: ranks.len(),
                 encoder_layers: spec
                     .decoder
                     .as_ref()
@@ -105,8 +105,8 @@ mod tests {
     use crate::model::synthetic::SHAPES;
 
     fn stage(encoder: Range<usize>, decoder: Range<usize>, devices: &[&str]) -> Stage {
-        let member = |device: &&str| StageRank { device: (*device).to_owned(), share: 1 };
-        Stage { encoder, decoder, ranks: devices.iter().map(member).collect() }
+        let rank = |device: &&str| StageRank { device: (*device).to_owned(), share: 1 };
+        Stage { encoder, decoder, ranks: devices.iter().map(rank).collect() }
     }
 
     fn lines(spec: &ModelSpec, stages: Vec<Stage>) -> Vec<String> {
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn both_stacks_of_a_model_are_told_apart() {
+    fn both_stacks_of_a_model_are_distinguished() {
         let [.., seven_b, _] = SHAPES;
         let mut spec = seven_b.resolve(SpecFile::for_model_type(crate::specs::SYNTHETIC).unwrap()).unwrap();
         spec.encoder = spec.decoder.clone();

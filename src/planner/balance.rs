@@ -41,14 +41,14 @@ impl<F: Fn(usize, Range<usize>) -> f64> StageTimes<F> {
     /// `bound`; with the combined time.
     fn best_split(&self, bound: f64, join: impl Fn(f64, f64) -> f64) -> Option<(f64, Vec<usize>)> {
         let StageTimes { layers, stages, .. } = *self;
-        let mut least = vec![f64::INFINITY; layers + 1];
-        least[0] = 0.0;
+        let mut min_times = vec![f64::INFINITY; layers + 1];
+        min_times[0] = 0.0;
         let mut begins = Vec::with_capacity(stages);
         for stage in 0..stages {
             let mut next = vec![f64::INFINITY; layers + 1];
             let mut begin = vec![0; layers + 1];
             for end in stage + 1..=layers {
-                for (start, before) in least.iter().enumerate().take(end).skip(stage) {
+                for (start, before) in min_times.iter().enumerate().take(end).skip(stage) {
                     let time = (self.time)(stage, start..end);
                     let joined = if time <= bound { join(*before, time) } else { f64::INFINITY };
                     if joined < next[end] {
@@ -56,10 +56,10 @@ impl<F: Fn(usize, Range<usize>) -> f64> StageTimes<F> {
                     }
                 }
             }
-            least = next;
+            min_times = next;
             begins.push(begin);
         }
-        least[layers].is_finite().then(|| (least[layers], layer_counts(&begins, layers)))
+        min_times[layers].is_finite().then(|| (min_times[layers], layer_counts(&begins, layers)))
     }
 }
 

@@ -33,9 +33,9 @@ pub fn strategies(configured: &DeviceConfig) -> Vec<Strategy> {
 /// Returns the groups of n stages with m ranks for every n x m that equals the number of devices, from most
 /// stages to one, except those with devices of different kinds in a stage.
 fn even_groups(devices: &[DeviceName]) -> Vec<Groups> {
-    let divides = |members: &usize| devices.len().is_multiple_of(*members);
+    let divides = |ranks: &usize| devices.len().is_multiple_of(*ranks);
     let ways = (1..=devices.len()).filter(divides);
-    let ways = ways.map(|members| devices.chunks(members).map(<[DeviceName]>::to_vec).collect());
+    let ways = ways.map(|ranks| devices.chunks(ranks).map(<[DeviceName]>::to_vec).collect());
     ways.filter(|groups: &Groups| groups.iter().all(|stage| is_of_one_kind(stage))).collect()
 }
 

@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_have_the_same_codes_together_apart_and_on_any_number_of_threads() {
+    fn rows_have_the_same_quants_together_apart_and_on_any_number_of_threads() {
         let (width, count) = (512, 130);
         let bytes = numbers(width * count);
         let rows = SourceRows { ty: QuantType::F32, width, bytes: &bytes };

@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_told_by_their_number_only() {
+    fn keys_are_reported_by_their_number_only() {
         let keys = ApiKeys(vec!["short".into(), "secret".repeat(50)]);
         let error = Keys::new(&keys).unwrap_err().to_string();
         assert_eq!(error, "API key 2 is longer than 256 bytes");

@@ -46,8 +46,8 @@ impl GenerationApi for ChatApi {
             prompts: prompts.clone(),
             choices_per_prompt: generation.n as usize,
         };
-        let wording = ChatFormat { logprobs: logprobs.is_some(), ids };
-        Ok(PreparedRequest { generation, prompts, echo: false, logprobs, format: wording })
+        let format = ChatFormat { logprobs: logprobs.is_some(), ids };
+        Ok(PreparedRequest { generation, prompts, echo: false, logprobs, format })
     }
 }
 
@@ -94,7 +94,7 @@ impl ResponseFormat for ChatFormat {
         }
     }
 
-    fn opening_chunk(&self, index: usize) -> Option<ChatChunkChoice> {
+    fn first_chunk(&self, index: usize) -> Option<ChatChunkChoice> {
         let ids = self.ids.for_choice(index, &ChoiceOutput::default(), true);
         Some(ChatChunkChoice {
             index,

@@ -43,20 +43,14 @@ impl GenerationApi for CompletionsApi {
             &parts.model.sampling_defaults,
         )?;
         check_choices(parts, params.prompts.len(), params.generation.n)?;
-        let CompletionParams {
-            generation,
-            prompts,
-            decoder_start: opening,
-            logprobs,
-            echo,
-            add_special_tokens,
-        } = params;
+        let CompletionParams { generation, prompts, decoder_start, logprobs, echo, add_special_tokens } =
+            params;
         let prompts = match &parts.model.prompting {
-            PromptingDefaults::EncoderDecoder(conventions) => {
-                opening.prompt_ids(parts, conventions, prompts, add_special_tokens)?
+            PromptingDefaults::EncoderDecoder(prompting) => {
+                decoder_start.prompt_ids(parts, prompting, prompts, add_special_tokens)?
             }
             PromptingDefaults::Decoder | PromptingDefaults::Encoder(_) => {
-                opening.reject_if_given()?;
+                decoder_start.reject_if_given()?;
                 let tokens = prompts.into_iter().map(|prompt| prompt_ids(parts, prompt, add_special_tokens));
                 tokens.map(|ids| ids.map(PromptIds::decoder_only)).collect::<Result<_, _>>()?
             }
@@ -66,8 +60,8 @@ impl GenerationApi for CompletionsApi {
             prompts: prompts.clone(),
             choices_per_prompt: generation.n as usize,
         };
-        let wording = CompletionFormat { logprobs: logprobs.is_some(), ids };
-        Ok(PreparedRequest { generation, prompts, echo, logprobs, format: wording })
+        let format = CompletionFormat { logprobs: logprobs.is_some(), ids };
+        Ok(PreparedRequest { generation, prompts, echo, logprobs, format })
     }
 }
 
@@ -127,7 +121,7 @@ impl ResponseFormat for CompletionFormat {
         self.build_choice(parts, index, part, self.logprobs, true)
     }
 
-    fn opening_chunk(&self, _: usize) -> Option<CompletionChoice> {
+    fn first_chunk(&self, _: usize) -> Option<CompletionChoice> {
         None
     }
 

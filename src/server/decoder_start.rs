@@ -83,27 +83,27 @@ impl DecoderStartParams {
     pub fn prompt_ids(
         &self,
         parts: &ServeParts,
-        conventions: &EncoderDecoderPrompting,
+        prompting: &EncoderDecoderPrompting,
         prompts: Vec<Prompt>,
         add_special: bool,
     ) -> Result<Vec<PromptIds>, ApiError> {
-        let opening: Arc<[u32]> = self.start_ids(parts, conventions)?.into();
-        check_start_ids(parts, &opening)?;
+        let start_ids: Arc<[u32]> = self.start_ids(parts, prompting)?.into();
+        check_start_ids(parts, &start_ids)?;
         let language = self.source_language_id(parts)?;
         let several = prompts.len() > 1;
-        let asked = prompts.into_iter().enumerate().map(|(index, prompt)| {
+        let prompt_ids = prompts.into_iter().enumerate().map(|(index, prompt)| {
             let name = if several { format!("'prompt[{index}]'") } else { "'prompt'".to_owned() };
-            let source = encoder_input_ids(parts, prompt, &name, language, add_special)?;
-            Ok(PromptIds { encoder_input: source.into(), prompt: opening.clone() })
+            let encoder_input = encoder_input_ids(parts, prompt, &name, language, add_special)?;
+            Ok(PromptIds { encoder_input: encoder_input.into(), prompt: start_ids.clone() })
         });
-        asked.collect()
+        prompt_ids.collect()
     }
 
     /// Returns the decoder start ids.
     fn start_ids(
         &self,
         parts: &ServeParts,
-        conventions: &EncoderDecoderPrompting,
+        prompting: &EncoderDecoderPrompting,
     ) -> Result<Vec<u32>, ApiError> {
         let text = match &self.decoder_prompt {
             Some(Prompt::Ids(ids)) => return self.explicit_start_ids(ids),
@@ -113,9 +113,9 @@ impl DecoderStartParams {
         let forced = match &self.forced_bos {
             Some(ForcedBos::Id(id)) => Some(*id),
             Some(ForcedBos::Named(name)) => Some(forced_token_id(parts, name)?),
-            None => conventions.forced_bos,
+            None => prompting.forced_bos,
         };
-        Ok([conventions.start_token].into_iter().chain(forced).chain(text).collect())
+        Ok([prompting.start_token].into_iter().chain(forced).chain(text).collect())
     }
 
     /// Checks decoder start ids that the request gives itself, which are used unchanged.
@@ -144,9 +144,9 @@ impl DecoderStartParams {
 }
 
 /// Returns an error if the decoder start ids exceed the decoder's context.
-fn check_start_ids(parts: &ServeParts, opening: &[u32]) -> Result<(), ApiError> {
-    check_vocabulary(parts, DECODER_PROMPT, "'decoder_prompt'", opening)?;
-    let (prompt_tokens, context) = (opening.len(), parts.model.context);
+fn check_start_ids(parts: &ServeParts, start_ids: &[u32]) -> Result<(), ApiError> {
+    check_vocabulary(parts, DECODER_PROMPT, "'decoder_prompt'", start_ids)?;
+    let (prompt_tokens, context) = (start_ids.len(), parts.model.context);
     match prompt_tokens > context {
         true => Err(RequestError::PromptTooLong { prompt: DECODER_PROMPT, prompt_tokens, context }.into()),
         false => Ok(()),

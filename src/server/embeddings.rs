@@ -39,14 +39,14 @@ impl EncoderApi for EmbeddingsRequest {
         parts: &ServeParts,
         body: &[u8],
     ) -> Result<(EmbeddingsRequest, Vec<EncoderInput>), ApiError> {
-        let PromptingDefaults::Encoder(conventions) = &parts.model.prompting else {
+        let PromptingDefaults::Encoder(prompting) = &parts.model.prompting else {
             unreachable!("only encoder-only models serve embeddings; this is a bug");
         };
         let mut fields = parse_fields(parts, body)?;
-        let wish = EmbeddingsRequest::parse(&mut fields, conventions)?;
+        let request = EmbeddingsRequest::parse(&mut fields, prompting)?;
         let texts = parse_texts(fields, parts, UNSUPPORTED)?;
-        let task = Task::Embed(wish.pooling);
-        Ok((wish, texts.into_iter().map(|ids| EncoderInput { ids, task: task.clone() }).collect()))
+        let task = Task::Embed(request.pooling);
+        Ok((request, texts.into_iter().map(|ids| EncoderInput { ids, task: task.clone() }).collect()))
     }
 
     fn build_response(
@@ -70,7 +70,7 @@ impl EncoderApi for EmbeddingsRequest {
 }
 
 impl EmbeddingsRequest {
-    fn parse(fields: &mut Fields, conventions: &EncoderOnlyPrompting) -> Result<EmbeddingsRequest, ApiError> {
+    fn parse(fields: &mut Fields, prompting: &EncoderOnlyPrompting) -> Result<EmbeddingsRequest, ApiError> {
         let pooling = fields.take_with("pooling", "one of \"mean\", \"cls\", \"last\"", |value| {
             Pooling::ALL.into_iter().find(|pooling| value.as_str() == Some(pooling.name()))
         })?;
@@ -81,7 +81,7 @@ impl EmbeddingsRequest {
                 _ => None,
             }
         })?;
-        let pooling = match (pooling, &conventions.pooling) {
+        let pooling = match (pooling, &prompting.pooling) {
             (Some(requested), _) => requested,
             (None, PoolingConfig::Supported(own)) => *own,
             (None, PoolingConfig::Unsupported(UnsupportedSetting { reason: why, .. })) => {
@@ -89,10 +89,10 @@ impl EmbeddingsRequest {
                 return Err(ApiError::unsupported("pooling", message));
             }
         };
-        let most = conventions.dimensions;
+        let most = prompting.dimensions;
         Ok(EmbeddingsRequest {
             pooling,
-            normalize: fields.take_bool("normalize", conventions.normalize)?,
+            normalize: fields.take_bool("normalize", prompting.normalize)?,
             dimensions: fields.take_integer("dimensions", 1, most as i64)?.map_or(most, |cut| cut as usize),
             encode: form.unwrap_or(EncodedVector::List),
         })

@@ -187,11 +187,11 @@ impl EncoderCall<'_> {
         let mut found = vec![Vec::new(); inputs.len()];
         let mut submitted = first.len();
         let numbered = first.into_iter().enumerate();
-        let mut reading: FuturesUnordered<_> =
+        let mut pending: FuturesUnordered<_> =
             numbered.map(|(index, stream)| collect_events(index, stream, measure)).collect();
-        while let Some(done) = reading.next().await {
+        while let Some(done) = pending.next().await {
             let mut finished = vec![done?];
-            while let Some(Some(another)) = reading.next().now_or_never() {
+            while let Some(Some(another)) = pending.next().now_or_never() {
                 finished.push(another?);
             }
             let next = inputs.len().min(submitted + finished.len());
@@ -204,7 +204,7 @@ impl EncoderCall<'_> {
                     .submit_continuation(self.requests(&inputs[submitted..next]))
                     .await?;
                 let numbered = (submitted..).zip(streams);
-                reading.extend(numbered.map(|(index, stream)| collect_events(index, stream, measure)));
+                pending.extend(numbered.map(|(index, stream)| collect_events(index, stream, measure)));
                 submitted = next;
             }
         }

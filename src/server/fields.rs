@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_took_is_told_with_its_path() {
+    fn unused_fields_are_reported_with_their_path() {
         let unserved: UnsupportedParams = &[("tools", NoOpValue::Empty), ("note", NoOpValue::Any)];
         let left = |members: Value| {
             let fields = Fields::from_object("messages[1]", members.as_object().unwrap().clone());

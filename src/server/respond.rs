@@ -107,7 +107,7 @@ pub trait ResponseFormat {
     fn choice(&self, parts: &ServeParts, index: usize, part: ChoiceOutput) -> Self::Choice;
 
     /// Builds the chunk that precedes a choice's text in a stream, if the API has one.
-    fn opening_chunk(&self, index: usize) -> Option<Self::ChunkChoice>;
+    fn first_chunk(&self, index: usize) -> Option<Self::ChunkChoice>;
 
     /// Builds the next chunk of a choice. `first` is set for the first chunk with output.
     fn chunk(&self, parts: &ServeParts, index: usize, part: ChoiceOutput, first: bool) -> Self::ChunkChoice;
@@ -178,10 +178,10 @@ pub async fn parse_off_loop<T: Send + 'static>(
     if body.len() <= INLINE_BODY_BYTES {
         return read(&app.parts, &body);
     }
-    let turn = app.long_bodies.acquire().await?;
+    let permit = app.long_bodies.acquire().await?;
     let app = app.clone();
     let read = web::block(move || {
-        let _turn = turn;
+        let _permit = permit;
         read(&app.parts, &body)
     });
     read.await.map_err(|error| ApiError::internal(format!("parsing the request body failed: {error}")))?
@@ -295,13 +295,13 @@ impl<W> PreparedRequest<W> {
     /// number of tokens of prompt and generated text together.
     fn engine_requests<'a>(&'a self, id: &'a Arc<str>, longest: usize) -> impl Iterator<Item = Request> + 'a {
         let generation = &self.generation;
-        self.prompts.iter().flat_map(move |PromptIds { encoder_input: source, prompt }| {
+        self.prompts.iter().flat_map(move |PromptIds { encoder_input, prompt }| {
             // If not even one token fits, intake reports it.
             let room = longest.saturating_sub(prompt.len()).max(1);
             (0..generation.n).map(move |choice| {
                 let seed = generation.sampling.seed.wrapping_add(choice.into());
                 Request {
-                    encoder_input: source.clone(),
+                    encoder_input: encoder_input.clone(),
                     ignore_eos: generation.ignore_eos,
                     stop_ids: generation.stops.ids.clone(),
                     min_tokens: generation.min_tokens,
@@ -405,8 +405,8 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
     /// first.
     fn append_delta(&self, batch: &mut BytesMut, index: usize, piece: ReplyDelta, opened: &mut bool) {
         let first = !std::mem::replace(opened, true);
-        if let Some(opening) = first.then(|| self.format.opening_chunk(index)).flatten() {
-            append_event(batch, &self.chunk(&[opening]));
+        if let Some(choice) = first.then(|| self.format.first_chunk(index)).flatten() {
+            append_event(batch, &self.chunk(&[choice]));
         }
         let choice = self.format.chunk(&self.app.parts, index, piece.into(), first);
         append_event(batch, &self.chunk(&[choice]));

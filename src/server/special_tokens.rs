@@ -32,16 +32,16 @@ enum LanguagePosition {
 
 impl SpecialTokens {
     /// Looks up the special tokens of a model with these prompting defaults.
-    pub fn new(tokenizer: &Tokenizer, conventions: &PromptingDefaults) -> SpecialTokens {
-        match conventions {
+    pub fn new(tokenizer: &Tokenizer, prompting: &PromptingDefaults) -> SpecialTokens {
+        match prompting {
             PromptingDefaults::Decoder => SpecialTokens::default(),
-            PromptingDefaults::Encoder(conventions) => {
-                let mask = conventions.mask_tokens.iter().find_map(|name| tokenizer.token_id(name));
-                let pad = conventions.pad_token.as_ref().and_then(|name| tokenizer.token_id(name));
+            PromptingDefaults::Encoder(prompting) => {
+                let mask = prompting.mask_tokens.iter().find_map(|name| tokenizer.token_id(name));
+                let pad = prompting.pad_token.as_ref().and_then(|name| tokenizer.token_id(name));
                 SpecialTokens { mask, pad, ..SpecialTokens::default() }
             }
-            PromptingDefaults::EncoderDecoder(conventions) => {
-                let roles = conventions.special_tokens.iter().filter_map(|role| tokenizer.token_id(role));
+            PromptingDefaults::EncoderDecoder(prompting) => {
+                let roles = prompting.special_tokens.iter().filter_map(|role| tokenizer.token_id(role));
                 let roles = roles.chain(tokenizer.bos_id()).chain(tokenizer.eos_id()).collect::<Vec<u32>>();
                 SpecialTokens {
                     language: find_language_position(tokenizer, &roles),

@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told_by_file() {
+    fn what_is_wrong_is_reported_by_file() {
         let folder = Scratch::new();
         let ((cert, key), (_, other_key)) = (pems(), pems());
         let broken_key = key.replacen("MI", "!!", 1);

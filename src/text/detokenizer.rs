@@ -33,8 +33,8 @@ impl Detokenizer {
     /// Creates a detokenizer at the beginning of a text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Detokenizer {
         let tail = match tokenizer.joining() {
-            DecodeMethod::Bytes { leading_spaces: opening } => {
-                DecodeState::Bytes { pending: Vec::new(), leading_spaces: opening }
+            DecodeMethod::Bytes { leading_spaces } => {
+                DecodeState::Bytes { pending: Vec::new(), leading_spaces }
             }
             DecodeMethod::Library => DecodeState::Tokens { ids: Vec::new(), shown: 0 },
         };
@@ -44,10 +44,10 @@ impl Detokenizer {
     /// Continues after a prompt, whose text is not output. A character that starts in the prompt is output
     /// once it is complete.
     pub fn with_prompt(mut self, prompt: &[u32]) -> Detokenizer {
-        if let DecodeState::Bytes { leading_spaces: opening, .. } = &mut self.state
+        if let DecodeState::Bytes { leading_spaces, .. } = &mut self.state
             && prompt.iter().any(|id| has_visible_text(&self.tokenizer, *id, self.skip_special))
         {
-            *opening = LeadingSpaces::Keep;
+            *leading_spaces = LeadingSpaces::Keep;
         }
         let spoken = prompt.iter().rev().filter(|id| self.tokenizer.has_text(**id, self.skip_special));
         let last: Vec<u32> = spoken.take(PROMPT_TOKENS).copied().collect();
@@ -63,10 +63,10 @@ impl Detokenizer {
             return String::new();
         }
         match &mut self.state {
-            DecodeState::Bytes { pending, leading_spaces: opening } => {
+            DecodeState::Bytes { pending, leading_spaces } => {
                 let bytes = self.tokenizer.token_bytes(id);
-                let (dropped, after) = opening.drop_from(bytes);
-                *opening = after;
+                let (dropped, after) = leading_spaces.drop_from(bytes);
+                *leading_spaces = after;
                 pending.extend_from_slice(&bytes[dropped..]);
                 take_complete(pending)
             }

@@ -57,7 +57,7 @@ fn span(slot: u32, start: u32, tokens: SpanTokens, table: SpanTable, want: SpanO
 /// biases.
 fn steps(limits: &StepLimits) -> Vec<StepBatch> {
     let greedy = SamplingParams { logprob: true, top_logprobs: 5, ..SamplingParams::GREEDY };
-    let drawn = SamplingParams { temperature: 0.8, top_k: 30, top_p: 0.9, min_p: 0.01, seed: 3, ..greedy };
+    let random = SamplingParams { temperature: 0.8, top_k: 30, top_p: 0.9, min_p: 0.01, seed: 3, ..greedy };
     let plain = SamplingParams { temperature: 1.0, ..SamplingParams::GREEDY };
     let mut first = StepBatch::with_capacity(limits);
     for slot in 0..SLOTS {
@@ -69,7 +69,7 @@ fn steps(limits: &StepLimits) -> Vec<StepBatch> {
     first.spans.push(span(0, 0, given(0, 40), SpanTable::Own, SpanOutput::Last));
     first.spans.push(span(1, 0, given(40, 30), SpanTable::Own, SpanOutput::All));
     first.spans.push(span(2, 0, given(70, 10), SpanTable::Own, SpanOutput::None));
-    first.sampling.push(drawn);
+    first.sampling.push(random);
     first.sampling.extend((0..29).map(|i| SamplingParams { mode: SampleMode::Score(5 + i), ..greedy }));
     first.sampling.push(greedy);
     let mut second = StepBatch::with_capacity(limits);
@@ -81,7 +81,7 @@ fn steps(limits: &StepLimits) -> Vec<StepBatch> {
     second.spans.push(span(2, 10, given(0, 3), SpanTable::Own, SpanOutput::Last));
     second.logit_biases.extend((0..limits.bias_capacity() as u32).map(|id| (id, 1.0 - id as f32)));
     let biased = |row, bias_at| SamplingParams { bias_at, bias_len: 8, ..row };
-    second.sampling.extend([plain, SamplingParams::GREEDY, biased(drawn, 0), biased(greedy, 8)]);
+    second.sampling.extend([plain, SamplingParams::GREEDY, biased(random, 0), biased(greedy, 8)]);
     vec![first, second]
 }
 
@@ -185,7 +185,7 @@ fn models_with_an_encoder_allocate_what_was_foretold_and_nothing_in_a_step() {
         let buffers = |of: &ExecutorReport| (of.kv_bytes, of.activation_bytes, of.step_bytes);
         assert_eq!(buffers(&forecast), buffers(&executor.report()), "{fixture}: the forecast");
         let mut output = StepOutput::with_capacity(&limits);
-        let mut batch = sources(&limits, has_decoder);
+        let mut batch = encoder_batch(&limits, has_decoder);
         for step in 1..10 {
             batch.step = step;
             let before = ALLOCATIONS.load(Ordering::SeqCst);
@@ -196,7 +196,7 @@ fn models_with_an_encoder_allocate_what_was_foretold_and_nothing_in_a_step() {
 }
 
 /// Two encoder inputs, with the rows of a decoder or of an encoder-only model.
-fn sources(limits: &StepLimits, has_decoder: bool) -> StepBatch {
+fn encoder_batch(limits: &StepLimits, has_decoder: bool) -> StepBatch {
     let mut batch = StepBatch::with_capacity(limits);
     batch.tokens.extend(3..73);
     let mut add = |stack, slot, at, len, table, want| {
@@ -227,7 +227,7 @@ struct Deaf {
 }
 
 /// Ranks per stage.
-const MEMBERS: usize = 2;
+const RANKS: usize = 2;
 
 impl Collective for Deaf {
     fn rank(&self) -> usize {
@@ -235,7 +235,7 @@ impl Collective for Deaf {
     }
 
     fn rank_count(&self) -> usize {
-        MEMBERS
+        RANKS
     }
 
     fn all_reduce(&mut self, _: &mut [f32]) -> Result<(), Aborted> {
@@ -256,18 +256,18 @@ const PARTED: [&str; 5] =
 fn parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step() {
     for fixture in PARTED {
         let source = open(fixture);
-        let has_source = source.spec.encoder.is_some();
-        let limits = match has_source {
+        let has_encoder = source.spec.encoder.is_some();
+        let limits = match has_encoder {
             true => StepLimits { positions: 64, encoder_positions: 40, ..limits(&source) },
             false => limits(&source),
         };
-        let batches = if has_source { vec![sources(&limits, true)] } else { steps(&limits) };
+        let batches = if has_encoder { vec![encoder_batch(&limits, true)] } else { steps(&limits) };
         let carried = |_| ActivationHandoff::with_capacity(&limits, source.spec.hidden);
         let mut carried: Vec<ActivationHandoff> = batches.iter().map(carried).collect();
         for (stage, rank) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
             let what = format!("{fixture}, member {rank} of stage {stage}");
             let shard = shard(&source, stage, rank);
-            let mut executor = member(&what, &source, &shard, limits);
+            let mut executor = rank_executor(&what, &source, &shard, limits);
             let mut output = StepOutput::with_capacity(&limits);
             for at in (0..batches.len()).cycle().take(3 * batches.len()) {
                 let (batch, carried) = (&batches[at], &mut carried[at]);
@@ -289,16 +289,21 @@ fn parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step() {
 /// Returns all layers except the last layer of the decoder, or only that one.
 fn shard(source: &ModelSource, stage: usize, rank: usize) -> Shard {
     let whole = Shard::whole(&source.spec);
-    let (layers, sources) = (whole.decoder.end, whole.encoder.end);
+    let (layers, encoder_layers) = (whole.decoder.end, whole.encoder.end);
     let (encoder, decoder) = match stage {
-        0 => (0..sources, 0..layers - 1),
-        _ => (sources..sources, layers - 1..layers),
+        0 => (0..encoder_layers, 0..layers - 1),
+        _ => (encoder_layers..encoder_layers, layers - 1..layers),
     };
-    Shard { encoder, decoder, rank, shares: vec![1; MEMBERS], ..whole }
+    Shard { encoder, decoder, rank, shares: vec![1; RANKS], ..whole }
 }
 
 /// Checks that the report of a rank equals its forecast.
-fn member(what: &str, source: &ModelSource, shard: &Shard, limits: StepLimits) -> ModelExecutor<CpuBackend> {
+fn rank_executor(
+    what: &str,
+    source: &ModelSource,
+    shard: &Shard,
+    limits: StepLimits,
+) -> ModelExecutor<CpuBackend> {
     let mut forecast = estimate_report(cpu(), source, shard, KV, limits).expect("the fixture is open");
     let mut backend = cpu();
     backend.join_stage(Box::new(Deaf { rank: shard.rank }));

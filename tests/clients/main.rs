@@ -175,9 +175,9 @@ fn promtool(page: &str, report: &mut Report) {
             report.missing(name, "promtool is not on the PATH", "PROMTOOL_REQUIRED");
             continue;
         };
-        let mut said = Vec::new();
-        let status = running.fed(input).follow(PATIENCE, |line| said.push(line.to_owned()));
-        let result = status.and_then(success).map_err(|why| format!("{why}: {}", said.join("; ")));
+        let mut printed = Vec::new();
+        let status = running.fed(input).follow(PATIENCE, |line| printed.push(line.to_owned()));
+        let result = status.and_then(success).map_err(|why| format!("{why}: {}", printed.join("; ")));
         report.result(name, result);
     }
 }
@@ -203,17 +203,17 @@ impl Server {
         let mut process = Running::start(&mut program)?;
         let log = lines(process.0.stderr.take().expect("it is piped"));
         let deadline = Instant::now() + PATIENCE;
-        let mut said = Vec::new();
+        let mut printed = Vec::new();
         loop {
             let Ok(line) = log.recv_timeout(deadline.saturating_duration_since(Instant::now())) else {
-                return Err(format!("no server listens with {flags:?}: {}", said.join("; ")));
+                return Err(format!("no server listens with {flags:?}: {}", printed.join("; ")));
             };
             if let Some((_, address)) = line.split_once("listening on ") {
                 let url = address.split_whitespace().next().expect("an address follows").to_owned();
                 // The thread of `log` reads on, so that the server never waits for its log to be read.
                 return Ok(Server { url, _process: process });
             }
-            said.push(line);
+            printed.push(line);
         }
     }
 
@@ -250,10 +250,10 @@ impl Running {
 
     /// Reads the output of the process to the end.
     fn follow(mut self, limit: Duration, mut line: impl FnMut(&str)) -> Result<ExitStatus, String> {
-        let said = lines(self.0.stdout.take().expect("it is piped"));
+        let printed = lines(self.0.stdout.take().expect("it is piped"));
         let deadline = Instant::now() + limit;
         loop {
-            match said.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            match printed.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(next) => line(&next),
                 Err(RecvTimeoutError::Timeout) => return Err(format!("it takes longer than {limit:?}")),
                 Err(RecvTimeoutError::Disconnected) => break,

@@ -132,7 +132,7 @@ fn a_report_goes_to_a_file() {
 }
 
 #[test]
-fn a_prompt_beyond_the_context_is_left_out_and_said() {
+fn a_prompt_beyond_the_context_is_left_out_and_reported() {
     let line = "--prefill 4,100000 --depth 0 --decode 2 --sequences 1 --repeat 1 --threads 1";
     let table = reported(&bench_fixture(line));
     assert!(table.contains("note: prefill of 100000 skipped"), "{table}");
@@ -152,9 +152,9 @@ fn wrong_flags_are_usage_errors_that_say_what_is_wrong() {
         ("--synthetic 1B", "MODEL"),
     ] {
         let output = bench_fixture(line);
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{line}: {said}");
-        assert!(said.contains(named), "{line}: {said}");
+        let errors = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{line}: {errors}");
+        assert!(errors.contains(named), "{line}: {errors}");
     }
     let unknown = bench("--synthetic 9Q");
     assert_eq!(unknown.status.code(), Some(2));
@@ -195,11 +195,11 @@ fn partitions_are_measured_side_by_side() {
     let line = "--partition --fake-layer 1ms --decode 4 --repeat 2 --check-model --format json";
     let report = parsed(&reported(&bench_fixture(&format!("{line} --devices 0;1"))));
     let rows = report["partitions"].as_array().expect("there are rows");
-    let told = |row: &Value| {
+    let summary = |row: &Value| {
         json!([row["partition"], row["devices"], row["layers"], row["lanes"], row["sequences"]])
     };
     assert_eq!(
-        rows.iter().map(told).collect::<Vec<_>>(),
+        rows.iter().map(summary).collect::<Vec<_>>(),
         [
             json!(["layer-wise", "fake:0;fake:1", [1, 1], 1, 1]),
             json!(["layer-wise", "fake:0;fake:1", [1, 1], 2, 2]),
@@ -293,7 +293,7 @@ fn cpu_devices_wait_for_narrow_links() {
 
 /// By default four devices with the requested number of threads each; a single device if one is named.
 #[test]
-fn devices_and_threads_are_those_that_are_asked_for() {
+fn devices_and_threads_are_those_that_are_requested() {
     let measured = |flags: &str| {
         let line = format!("--partition --threads 3 --decode 2 --repeat 1 --format json {flags}");
         parsed(&reported(&bench_fixture(&line)))
@@ -325,8 +325,8 @@ fn models_with_an_encoder_are_refused_by_their_kind() {
     {
         let model = family(name, "bench");
         let output = bench(&format!("{} {SMALL}", model.0.display()));
-        let said = text(&output.stderr);
-        assert!(output.status.code() == Some(1) && said.contains(kind), "{said}");
-        assert!(said.contains("decoder-only models only") && output.stdout.is_empty(), "{said}");
+        let errors = text(&output.stderr);
+        assert!(output.status.code() == Some(1) && errors.contains(kind), "{errors}");
+        assert!(errors.contains("decoder-only models only") && output.stdout.is_empty(), "{errors}");
     }
 }

@@ -254,7 +254,7 @@ fn texts(room: &Room) -> [PathBuf; 2] {
 
 /// The first chunk is the same for both texts; the second differs.
 #[test]
-fn as_many_chunks_are_read_as_are_asked_for() {
+fn as_many_chunks_are_read_as_are_requested() {
     let room = Room::new("calibrate-chunks");
     let [part, whole] = texts(&room);
     let mut written = Vec::new();
@@ -287,7 +287,7 @@ fn what_cannot_calibrate_is_refused_and_nothing_is_left() {
     let (whole, demo) = (text(&held_out), "demo");
     std::fs::create_dir(room.place("there")).expect("a folder");
     let names = room.names();
-    for (model, out, line, code, told) in [
+    for (model, out, line, code, message) in [
         (demo, "out", &["--calibrate", &empty][..], 1, "empty.txt with mainstem-demo: fewer than two tokens"),
         (demo, "out", &["--calibrate", &short], 1, "calibration requires at least 512"),
         (demo, "out", &["--calibrate", &bytes], 1, "bytes.txt: not UTF-8 from byte 2 on"),
@@ -308,7 +308,7 @@ fn what_cannot_calibrate_is_refused_and_nothing_is_left() {
         (text(&untold), "out", &["--calibrate", whole], 1, "tokenizer"),
     ] {
         let (found, errors) = run(&room, &[&[model, out, "--weights", "*=q8"], line].concat());
-        assert!(errors.contains(told), "{line:?}: {errors}");
+        assert!(errors.contains(message), "{line:?}: {errors}");
         assert_eq!(found, Some(code), "{line:?}: {errors}");
         assert_eq!(room.names(), names, "{line:?}");
     }

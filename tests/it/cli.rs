@@ -17,7 +17,7 @@ fn mainstem_in(variables: &[(&str, &str)], args: &[&str]) -> Output {
     common::mainstem().args(args).envs(variables.iter().copied()).output().expect("the program starts")
 }
 
-fn said(output: &Output) -> String {
+fn stderr_text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
@@ -29,12 +29,12 @@ fn serve(model: &Path) -> Output {
 fn a_wrong_flag_is_a_usage_error_that_names_it() {
     let output = mainstem(&["serve", "model", "--slotz", "4"]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(said(&output).contains("--slotz"), "{}", said(&output));
+    assert!(stderr_text(&output).contains("--slotz"), "{}", stderr_text(&output));
 }
 
 /// An error names the source of the setting on one line; only faults of the command line are usage errors.
 #[test]
-fn a_wrong_setting_is_told_where_it_was_said() {
+fn a_wrong_setting_is_reported_where_it_was_set() {
     let folder = Copied::of("mha", "settings");
     let file = folder.file("mainstem.toml");
     std::fs::write(&file, "[server]\nport = 1\n\n[kv]\ntyp = \"f32\"\n").expect("it can be written");
@@ -54,7 +54,7 @@ fn a_wrong_setting_is_told_where_it_was_said() {
 /// Asserts that `serve` prints exactly this message and exits with this code.
 fn assert_refused(variables: &[(&str, &str)], flags: &[&str], code: i32, message: &str) {
     let output = mainstem_in(variables, &[&["serve", "no/such/model"], flags].concat());
-    assert_eq!(said(&output), format!("error: {message}\n"));
+    assert_eq!(stderr_text(&output), format!("error: {message}\n"));
     assert_eq!(output.status.code(), Some(code), "{message}");
 }
 
@@ -63,7 +63,7 @@ fn assert_refused(variables: &[(&str, &str)], flags: &[&str], code: i32, message
 fn a_flag_goes_before_the_environment() {
     let output =
         mainstem_in(&[("MAINSTEM_SERVER_PORT", "70000")], &["serve", "no/such/model", "--port", "0"]);
-    assert!(said(&output).contains("no/such/model"), "{}", said(&output));
+    assert!(stderr_text(&output).contains("no/such/model"), "{}", stderr_text(&output));
 }
 
 #[test]
@@ -76,7 +76,7 @@ fn a_key_is_never_printed() {
         let args: Vec<&str> = ["serve", "no/such/model"].into_iter().chain(flags).collect();
         let output = mainstem_in(&variables, &args);
         assert!(!output.status.success());
-        assert!(!said(&output).contains("cret"), "{}", said(&output));
+        assert!(!stderr_text(&output).contains("cret"), "{}", stderr_text(&output));
     }
 }
 
@@ -90,7 +90,7 @@ fn help_shows_examples_and_completions_know_the_flags() {
     }
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let output = mainstem(&["completions", shell]);
-        assert!(output.status.success(), "{shell}: {}", said(&output));
+        assert!(output.status.success(), "{shell}: {}", stderr_text(&output));
         let script = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(script.contains("chat-template") && script.contains("completions"), "{shell}");
     }
@@ -101,7 +101,7 @@ fn help_shows_examples_and_completions_know_the_flags() {
 fn a_model_that_is_not_there_is_named() {
     let output = serve(Path::new("no/such/model"));
     assert_eq!(output.status.code(), Some(1));
-    assert!(said(&output).contains("no/such/model"), "{}", said(&output));
+    assert!(stderr_text(&output).contains("no/such/model"), "{}", stderr_text(&output));
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn a_truncated_weight_file_is_refused_by_name() {
     std::fs::write(&file, &bytes[..bytes.len() - 100]).expect("it can be written");
     let output = serve(&model.0);
     assert_eq!(output.status.code(), Some(1));
-    assert!(said(&output).contains("model.safetensors"), "{}", said(&output));
+    assert!(stderr_text(&output).contains("model.safetensors"), "{}", stderr_text(&output));
 }
 
 #[test]
@@ -140,7 +140,7 @@ fn a_config_that_does_not_match_the_tensors_names_one() {
         std::fs::write(&file, damaged.to_string()).expect("it can be written");
         let output = serve(&model.0);
         assert_eq!(output.status.code(), Some(1), "{key} {value}");
-        assert!(said(&output).contains(&named), "{key} {value}: {}", said(&output));
+        assert!(stderr_text(&output).contains(&named), "{key} {value}: {}", stderr_text(&output));
     }
 }
 
@@ -156,8 +156,8 @@ fn an_absurd_number_of_layers_is_refused_at_little_cost() {
             .arg(&model.0)
             .output()
             .expect("the shell starts");
-        assert_eq!(output.status.code(), Some(1), "{}", said(&output));
-        assert!(said(&output).contains(named), "{}", said(&output));
+        assert_eq!(output.status.code(), Some(1), "{}", stderr_text(&output));
+        assert!(stderr_text(&output).contains(named), "{}", stderr_text(&output));
     }
 }
 
@@ -182,11 +182,13 @@ fn files_and_port_are_tried_before_the_model() {
     ] {
         for model in [fixture("gqa").display().to_string(), "no/such/model".to_owned()] {
             let output = mainstem(&[&["serve", &model, "--threads", "1"], &flags[..]].concat());
-            let said = said(&output);
-            assert_eq!(output.status.code(), Some(code), "{said}");
+            let stderr_text = stderr_text(&output);
+            assert_eq!(output.status.code(), Some(code), "{stderr_text}");
             assert!(
-                said.starts_with("error: ") && said.contains(named) && said.lines().count() == 1,
-                "{said}"
+                stderr_text.starts_with("error: ")
+                    && stderr_text.contains(named)
+                    && stderr_text.lines().count() == 1,
+                "{stderr_text}"
             );
         }
     }
@@ -199,11 +201,11 @@ fn a_key_file_is_read_by_who_serves_only() {
     let model = fixture("gqa").display().to_string();
     for args in [&["inspect", &model][..], &["run", &model, "a", "--raw", "--max-tokens", "2"]] {
         let output = mainstem_in(&keys, args);
-        assert!(output.status.success(), "{}", said(&output));
+        assert!(output.status.success(), "{}", stderr_text(&output));
     }
     let refused = mainstem_in(&keys, &["serve", &model, "--port", "0"]);
     assert_eq!(refused.status.code(), Some(1));
-    assert!(said(&refused).contains("MAINSTEM_SERVER_API_KEY_FILE"), "{}", said(&refused));
+    assert!(stderr_text(&refused).contains("MAINSTEM_SERVER_API_KEY_FILE"), "{}", stderr_text(&refused));
 }
 
 /// Control characters in names of model files are escaped in the output.
@@ -219,8 +221,11 @@ fn escape_sequences_of_a_models_files_are_spelled_out() {
     for command in ["inspect", "serve"] {
         let refused = mainstem(&[command, &name]);
         assert_eq!(refused.status.code(), Some(1));
-        let said = said(&refused);
-        assert!(said.contains("\\x1b]0;title\\x07") && !said.contains(['\u{1b}', '\u{7}']), "{said:?}");
+        let stderr_text = stderr_text(&refused);
+        assert!(
+            stderr_text.contains("\\x1b]0;title\\x07") && !stderr_text.contains(['\u{1b}', '\u{7}']),
+            "{stderr_text:?}"
+        );
     }
 }
 
@@ -240,11 +245,11 @@ fn serve_can_be_stopped_while_it_loads() {
     let mut command = common::mainstem();
     command.args(["serve", "hf:owner/name", "--port", "0"]).env("HF_ENDPOINT", url).env("HF_HOME", HUB_HOME);
     let child = command.stderr(Stdio::piped()).spawn().expect("the program starts");
-    let _asked = accept_connection(&hub);
+    let _request = accept_connection(&hub);
     signal(&child, "TERM");
     let output = child.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(1));
-    assert!(said(&output).contains("stopped while the model was loading"), "{}", said(&output));
+    assert!(stderr_text(&output).contains("stopped while the model was loading"), "{}", stderr_text(&output));
 }
 
 /// Waits for the first connection to the hub; fails the test if there is none.
@@ -309,11 +314,11 @@ fn long_work_shows_a_sign_of_life_on_a_terminal() {
 
 /// While a hub is queried or a file is downloaded, only the download progress is shown.
 #[test]
-fn nothing_turns_before_the_model_is_here() {
+fn no_spinner_before_the_model_is_here() {
     let (hub, url) = silent_hub();
     let variables = [("HF_ENDPOINT", url.as_str()), ("HF_HOME", HUB_HOME)];
     let Some(mut run) = on_a_terminal(&["run", "hf:owner/name", "Hi"], &variables) else { return };
-    let _asked = accept_connection(&hub);
+    let _request = accept_connection(&hub);
     interrupt(&mut run);
     let mut shown = String::new();
     run.stdout.take().expect("it is piped").read_to_string(&mut shown).expect("it is text");

@@ -156,7 +156,7 @@ pub fn greedy(prompt: &[u32], max_tokens: u32) -> Request {
 }
 
 /// Returns a request that samples at random with `seed`.
-pub fn drawn(prompt: &[u32], max_tokens: u32, seed: u64) -> Request {
+pub fn sampled(prompt: &[u32], max_tokens: u32, seed: u64) -> Request {
     let sampling = Sampling { temperature: 0.9, top_k: 40, top_p: 0.95, min_p: 0.0, seed };
     Request { sampling, ..greedy(prompt, max_tokens) }
 }
@@ -251,8 +251,8 @@ pub fn again(test: &str, variables: &[(&str, &str)]) {
     let mut command = Command::new(std::env::current_exe().expect("this binary has a path"));
     command.args([test, "--exact"]).envs(variables.iter().copied());
     let output = command.output().expect("this binary starts");
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && said.contains("1 passed"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && printed.contains("1 passed"), "{printed}");
 }
 
 /// Sends a signal, such as `INT`.

@@ -61,7 +61,7 @@ fn of_stack(stack: &StackSpec, seen: &mut Seen) {
         }
         None => {}
     }
-    match stack.relative_bias.as_ref().map(|distance| (&distance.kind, distance.heads)) {
+    match stack.relative_bias.as_ref().map(|bias| (&bias.kind, bias.heads)) {
         Some((RelativeBiasKind::Alibi { .. }, heads)) => {
             see(seen, "positions", PositionKind::Alibi);
             seen.insert(format!("alibi: power of two {}", heads.is_power_of_two()));

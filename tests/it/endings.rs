@@ -2,7 +2,7 @@
 //! requests.
 
 use crate::common::{
-    Copied, Outcome, all_home, complete, complete_all, config, drawn, engine, greedy, outcome, prompt,
+    Copied, Outcome, all_home, complete, complete_all, config, engine, greedy, outcome, prompt, sampled,
 };
 use mainstem::actors::Engine;
 use mainstem::actors::engine::BIASES;
@@ -57,7 +57,7 @@ async fn each_of_a_group_ends_at_its_own_stop_token() {
 /// A model that would end at once must generate the minimum length first, as if its end tokens were
 /// forbidden.
 #[actix::test]
-async fn nothing_ends_before_the_least_length() {
+async fn nothing_ends_before_the_minimum_length() {
     let engine = engine("gqa", &[]).await;
     let given = prompt(5, 12);
     let eager = |min_tokens, bias| Request {
@@ -88,7 +88,7 @@ async fn with_all_tokens_forbidden_but_one_that_one_comes() {
     let engine = engine("gqa", &[]).await;
     let but = |id: u32| (0..263).filter(|other| *other != id).map(|id| (id, FORBID)).collect();
     let request = |id| Request { logit_bias: but(id), ..greedy(&prompt(1, 7), 5) };
-    let random = |id| Request { logit_bias: but(id), ..drawn(&prompt(1, 7), 5, 77) };
+    let random = |id| Request { logit_bias: but(id), ..sampled(&prompt(1, 7), 5, 77) };
     let outcomes = complete_group(&engine, vec![request(0), random(262), request(100), random(9)]).await;
     let ids: Vec<Vec<u32>> = outcomes.iter().map(Outcome::ids).collect();
     assert_eq!(ids, [[0; 5], [262; 5], [100; 5], [9; 5]]);
@@ -110,14 +110,14 @@ async fn a_bias_changes_the_token_and_no_log_probability() {
 }
 
 #[actix::test]
-async fn a_seed_gives_the_same_biased_tokens_in_any_company() {
+async fn a_seed_gives_the_same_biased_tokens_in_any_batch() {
     let engine = engine("gqa", &[]).await;
     let request = |number: usize| {
         let biases = (0..40).map(|i| ((number as u32 * 7 + i * 5) % 263, 1.5 - i as f32 / 10.0)).collect();
         Request {
             logit_bias: biases,
             min_tokens: 6,
-            ..drawn(&prompt(number, 5 + 9 * number), 15, number as u64)
+            ..sampled(&prompt(number, 5 + 9 * number), 15, number as u64)
         }
     };
     let together = complete_group(&engine, (0..8).map(request).collect()).await;

@@ -118,7 +118,7 @@ fn all_close(ours: &[f64], theirs: &[f64], what: &str) {
 }
 
 #[actix::test]
-async fn embeddings_are_those_recorded_however_they_are_asked_for() {
+async fn embeddings_are_those_recorded_however_they_are_requested() {
     let local = local(&family("bert", "embeddings")).await;
     let Encoder { inputs } = recorded("bert");
     let ids: Vec<&[u32]> = inputs.iter().map(|input| input.ids.as_slice()).collect();
@@ -171,11 +171,11 @@ async fn a_pooling_that_is_not_served_stops_nothing_but_embeddings() {
     let model = family("bert", "unserved-pooling");
     write_sentence(&model, "max_tokens");
     let output = mainstem().arg("inspect").arg(&model.0).output().expect("it starts");
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success() && said.contains("the pooling mode is max_tokens"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && printed.contains("the pooling mode is max_tokens"), "{printed}");
     let output = run(&model, &["the rain"]);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.code() == Some(1) && said.contains("is an encoder"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(1) && printed.contains("is an encoder"), "{printed}");
     let local = local(&model).await;
     let filled = post(&local, "/v1/fill-mask", json!({ "input": [8, MASK, 9] })).await;
     assert_eq!(filled["data"][0]["masks"][0]["position"], 1);
@@ -258,7 +258,7 @@ async fn a_text_may_be_nothing_but_masks() {
 
 /// All encoder inputs at once, each with the recorded decoder prompt.
 #[actix::test]
-async fn sources_are_answered_as_recorded() {
+async fn encoder_inputs_are_answered_as_recorded() {
     for name in ["m2m100", "t5"] {
         let local = local(&family(name, "sources")).await;
         for recorded in recorded::<Decoder>(name).answers {
@@ -311,7 +311,7 @@ async fn a_language_is_forced_by_its_code_or_by_the_models_settings() {
 
 /// The concatenated stream equals the whole answer, while other requests are running.
 #[actix::test]
-async fn streams_of_sources_go_on_together() {
+async fn streams_of_encoder_inputs_go_on_together() {
     let local = local(&family("m2m100", "streams")).await;
     let body = |stream: bool| {
         json!({
@@ -371,13 +371,13 @@ async fn each_kind_refuses_what_is_not_its_own_and_what_is_too_long() {
 }
 
 #[test]
-fn inspect_says_how_a_model_is_asked() {
+fn inspect_reports_how_a_model_is_prompted() {
     let inspect = |model: &Copied| -> (Value, String) {
-        let said = |args: &[&str]| {
+        let printed = |args: &[&str]| {
             let output = mainstem().arg("inspect").arg(&model.0).args(args).output().expect("it starts");
             String::from_utf8(output.stdout).expect("it is text")
         };
-        (serde_json::from_str(&said(&["--json"])).expect("it is JSON"), said(&[]))
+        (serde_json::from_str(&printed(&["--json"])).expect("it is JSON"), printed(&[]))
     };
     let cut = family("bert", "inspect-cut");
     write_sentence(&cut, "cls_token");
@@ -404,8 +404,8 @@ fn inspect_says_how_a_model_is_asked() {
     model.configure("bos_token_id", Value::Null);
     std::fs::remove_file(model.file("generation_config.json")).expect("it was there");
     let output = run(&model, &["the rain"]);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.code() == Some(1) && said.contains("'decoder_start_token_id'"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(1) && printed.contains("'decoder_start_token_id'"), "{printed}");
 }
 
 fn run(model: &Copied, args: &[&str]) -> Output {
@@ -415,11 +415,11 @@ fn run(model: &Copied, args: &[&str]) -> Output {
 }
 
 #[actix::test]
-async fn run_answers_a_source_and_refuses_an_encoder() {
+async fn run_answers_an_encoder_input_and_refuses_an_encoder() {
     let model = family("m2m100", "run");
     let output = run(&model, &["the rain", "--temperature", "0", "--max-tokens", "8"]);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success() && said.contains("is an encoder-decoder"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && printed.contains("is an encoder-decoder"), "{printed}");
     let body = json!({ "prompt": "the rain", "temperature": 0, "max_tokens": 8 });
     let whole = post(&local(&model).await, "/v1/completions", body).await;
     let text = whole["choices"][0]["text"].as_str().expect("a text");
@@ -427,7 +427,10 @@ async fn run_answers_a_source_and_refuses_an_encoder() {
     assert_eq!(String::from_utf8_lossy(&output.stdout).trim_end(), text.trim_end());
 
     let output = run(&family("bert", "run"), &["the rain"]);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.code() == Some(1) && output.stdout.is_empty(), "{said}");
-    assert!(said.contains("is an encoder") && said.contains("/v1/embeddings and /v1/fill-mask"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(1) && output.stdout.is_empty(), "{printed}");
+    assert!(
+        printed.contains("is an encoder") && printed.contains("/v1/embeddings and /v1/fill-mask"),
+        "{printed}"
+    );
 }

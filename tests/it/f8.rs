@@ -62,14 +62,14 @@ fn inspect_names_what_is_stored_and_what_is_left_out() {
     let model = placed("tensor", "inspect");
     let output = mainstem().args(["inspect", "--json"]).arg(&model.0).output().expect("it starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let told: Value = serde_json::from_slice(&output.stdout).expect("it is JSON");
-    let tensors = told["tensors"].as_array().expect("a list");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("it is JSON");
+    let tensors = report["tensors"].as_array().expect("a list");
     let down = tensors.iter().find(|tensor| tensor["role"] == "down").expect("there is one");
     assert_eq!(
         (&down["stored"], &down["type"], &down["bits"]),
         (&"f8_e4m3".into(), &"bf16".into(), &16.0.into())
     );
-    let unused = told["unused"].as_array().expect("a list");
+    let unused = report["unused"].as_array().expect("a list");
     assert_eq!(unused.len(), 7, "{unused:?}");
     for tensor in unused {
         assert_eq!(tensor["why"], "activations are not rounded to 8 bits");

@@ -97,7 +97,7 @@ async fn fail_and_recover(fault: Fault, at_step: u64, settings: &[(&'static str,
 }
 
 #[actix::test]
-async fn requests_in_flight_are_told_and_the_next_succeeds() {
+async fn requests_in_flight_fail_and_the_next_succeeds() {
     for fault in [Fault::Error, Fault::Panic] {
         for at_step in [0, 1, 2, 5, 9] {
             fail_and_recover(fault, at_step, &[]).await;
@@ -118,7 +118,7 @@ async fn a_fault_under_the_other_policies_is_no_worse() {
 /// With a step for each sequence, the first ones of an iteration have ended when a later one fails: no
 /// request gets two ends.
 #[actix::test]
-async fn who_is_over_when_a_later_step_of_the_turn_fails_is_over() {
+async fn who_is_over_when_a_later_step_of_the_iteration_fails_is_over() {
     let concurrent = [("scheduler.policy", "concurrent".into())];
     for at_step in [1, 2, 3] {
         let engine = engine_with("gqa", &concurrent, |factory| failing(factory, at_step, Fault::Error)).await;

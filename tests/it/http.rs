@@ -237,7 +237,7 @@ fn hanging_up_frees_the_slot() {
     let model = Copied::of("gqa", "long-context");
     model.configure("max_position_embeddings", json!(LONG + 1000));
     let server = Server::with_model(&model.0, &["--slots", "1", "--device", "reference"]);
-    for (gone, stream) in [(1.0, true), (2.0, false)] {
+    for (cancelled, stream) in [(1.0, true), (2.0, false)] {
         let mut long = body(1, stream);
         long["max_tokens"] = LONG.into();
         let mut client = server.connect("/v1/completions", Some(&long));
@@ -250,7 +250,7 @@ fn hanging_up_frees_the_slot() {
         drop(client);
         let (status, _) = server.post(body(2, false));
         assert_eq!(status, 200);
-        server.wait_for("mainstem_clients_gone_total", gone);
+        server.wait_for("mainstem_clients_gone_total", cancelled);
         server.wait_for("mainstem_num_requests_running", 0.0);
         server.wait_for("mainstem_slots_live", 0.0);
         server.wait_for("mainstem_kv_cache_usage_perc", 0.0);
@@ -345,7 +345,7 @@ fn check_story(server: &Server, story: &Story, stream: bool) {
 
 /// Recorded texts of a trained model, each alone, and again among thirty-two mixed requests.
 #[test]
-fn stories260k_tells_its_recorded_texts_in_any_company() {
+fn stories260k_generates_its_recorded_texts_in_any_batch() {
     let Some(folder) = stories() else { return };
     let stories = Story::all(&folder);
     for model in ["hf", "stories260K.bin"] {

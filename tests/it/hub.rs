@@ -56,7 +56,7 @@ struct State {
     has_moved: bool,
     /// Address of the weights, if not this hub.
     store: Option<String>,
-    asked: Vec<ReceivedRequest>,
+    requests: Vec<ReceivedRequest>,
 }
 
 #[derive(Clone, Copy)]
@@ -118,7 +118,7 @@ impl LocalHub {
 
     /// Takes the requests received since the last call.
     fn take_requests(&self) -> Vec<ReceivedRequest> {
-        std::mem::take(&mut self.state.lock().expect("no handler panics").asked)
+        std::mem::take(&mut self.state.lock().expect("no handler panics").requests)
     }
 
     fn fault(&self, file: &str, fault: Fault, times: usize) {
@@ -127,8 +127,8 @@ impl LocalHub {
 
     /// Takes the files requested since the last call, in order.
     fn take_requested_files(&self) -> Vec<String> {
-        let name = |asked: ReceivedRequest| {
-            Some(asked.path.split_once("/resolve/")?.1.split_once('/')?.1.to_owned())
+        let name = |request: ReceivedRequest| {
+            Some(request.path.split_once("/resolve/")?.1.split_once('/')?.1.to_owned())
         };
         let mut names: Vec<String> = self.take_requests().into_iter().filter_map(name).collect();
         names.dedup();
@@ -167,7 +167,7 @@ fn note(state: &mut State, request: &HttpRequest) -> Option<HttpResponse> {
     let is_known = state.token.as_ref().is_none_or(|token| {
         authorization.as_ref().is_some_and(|given| given.strip_prefix("Bearer ") == Some(token))
     });
-    state.asked.push(ReceivedRequest {
+    state.requests.push(ReceivedRequest {
         path: request.path().to_owned(),
         authorization,
         range: header(header::RANGE),
@@ -422,8 +422,8 @@ fn a_model_is_fetched_once_and_then_needs_no_hub() {
     assert_eq!(fetch(&hub, &cache, &format!("hf:owner/tiny@{COMMIT}")).unwrap(), folder);
     assert!(hub.take_requests().is_empty());
     assert_eq!(fetch(&hub, &cache, "hf:owner/tiny").unwrap(), folder);
-    let asked: Vec<String> = hub.take_requests().into_iter().map(|asked| asked.path).collect();
-    assert_eq!(asked, ["/api/models/owner/tiny/revision/main"]);
+    let requests: Vec<String> = hub.take_requests().into_iter().map(|request| request.path).collect();
+    assert_eq!(requests, ["/api/models/owner/tiny/revision/main"]);
     drop(hub);
     assert_eq!(fetch_with("http://127.0.0.1:1", &cache, "hf:owner/tiny", None, &mut ()).unwrap(), folder);
 }
@@ -498,7 +498,7 @@ fn revisions_have_folders_of_their_own() {
 fn the_token_goes_to_the_hub_when_there_is_one_and_into_no_message() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
     fetch(&hub, &cache, "hf:owner/tiny").unwrap();
-    assert!(hub.take_requests().iter().all(|asked| asked.authorization.is_none()));
+    assert!(hub.take_requests().iter().all(|request| request.authorization.is_none()));
 
     hub.set(|state| state.token = Some("hf_right".to_owned()));
     let cache = CacheFolder::new();
@@ -508,8 +508,11 @@ fn the_token_goes_to_the_hub_when_there_is_one_and_into_no_message() {
     assert!(error.contains("the token gives no access") && !error.contains("s3cret"), "{error}");
     hub.take_requests();
     fetch_with(&hub.endpoint, &cache, "hf:owner/tiny", Some("hf_right"), &mut ()).unwrap();
-    let asked = hub.take_requests();
-    assert!(asked.iter().all(|asked| asked.authorization.as_deref() == Some("Bearer hf_right")), "{asked:?}");
+    let requests = hub.take_requests();
+    assert!(
+        requests.iter().all(|request| request.authorization.as_deref() == Some("Bearer hf_right")),
+        "{requests:?}"
+    );
 
     // The token file of the hub's own tools.
     let cache = CacheFolder::new();
@@ -527,8 +530,11 @@ fn the_token_goes_to_no_other_address() {
     });
     let folder = fetch_with(&hub.endpoint, &cache, "hf:owner/tiny", Some("hf_right"), &mut ()).unwrap();
     same_files(&folder, "gqa");
-    let asked = store.take_requests();
-    assert!(!asked.is_empty() && asked.iter().all(|asked| asked.authorization.is_none()), "{asked:?}");
+    let requests = store.take_requests();
+    assert!(
+        !requests.is_empty() && requests.iter().all(|request| request.authorization.is_none()),
+        "{requests:?}"
+    );
 }
 
 /// Data of a hub or a mirror must not determine paths of written files.
@@ -581,7 +587,7 @@ fn a_broken_connection_is_taken_up_where_it_broke() {
     let folder = fetch(&hub, &cache, "hf:owner/tiny").unwrap();
     same_files(&folder, "gqa");
     let half = fs::metadata(folder.join(WEIGHTS)).unwrap().len() / 2;
-    let ranges: Vec<String> = hub.take_requests().into_iter().filter_map(|asked| asked.range).collect();
+    let ranges: Vec<String> = hub.take_requests().into_iter().filter_map(|request| request.range).collect();
     assert!(ranges.contains(&format!("bytes={half}-")), "{ranges:?}");
 }
 
@@ -620,7 +626,7 @@ fn what_an_ended_process_has_left_is_no_obstacle() {
     fs::write(left("part"), &content).unwrap();
     fs::write(left("lock"), []).unwrap();
     same_files(&fetch(&hub, &cache, "hf:owner/tiny").unwrap(), "gqa");
-    assert!(!hub.take_requests().iter().any(|asked| asked.path.starts_with("/blob/")));
+    assert!(!hub.take_requests().iter().any(|request| request.path.starts_with("/blob/")));
 
     let cache = CacheFolder::new();
     let longer = [&content[..], b"more"].concat();
@@ -659,7 +665,7 @@ fn a_hub_that_falls_silent_is_taken_up_where_it_did() {
     assert!(
         hub.take_requests()
             .iter()
-            .any(|asked| asked.range.as_ref().is_some_and(|range| !range.ends_with('0')))
+            .any(|request| request.range.as_ref().is_some_and(|range| !range.ends_with('0')))
     );
 }
 
@@ -694,14 +700,14 @@ fn a_branch_is_looked_at_again_for_a_moment() {
     hub.take_requests();
     assert_eq!(fetch(&hub, &cache, "hf:owner/tiny").unwrap(), cache.snapshot(BRANCH_COMMIT));
     // Unchanged files are not downloaded again.
-    assert!(!hub.take_requests().iter().any(|asked| asked.path.starts_with("/blob/")));
+    assert!(!hub.take_requests().iter().any(|request| request.path.starts_with("/blob/")));
     assert_eq!(fs::read_to_string(cache.repository().join("refs/main")).unwrap(), BRANCH_COMMIT);
     let config = fs::read(cache.snapshot(BRANCH_COMMIT).join("config.json")).unwrap();
     assert!(config.ends_with(b"\n"));
 }
 
 #[test]
-fn offline_nobody_is_asked() {
+fn offline_there_are_no_requests() {
     let (hub, cache) = (LocalHub::serving("gqa"), CacheFolder::new());
     let offline = hub_at(&hub.endpoint, &cache, &[("HF_HUB_OFFLINE", "1")]);
     let reference = HubReference::parse("hf:owner/tiny").unwrap();
@@ -722,13 +728,13 @@ fn a_file_that_another_process_fetches_is_waited_for() {
     fs::create_dir_all(cache.blobs()).unwrap();
     let lock = fs::File::create(blob.with_extension("lock")).unwrap();
     lock.lock().unwrap();
-    let mut asked = Vec::new();
+    let mut requests = Vec::new();
     let folder = std::thread::scope(|scope| {
         let fetching = scope.spawn(|| fetch(&hub, &cache, "hf:owner/tiny"));
         let start = Instant::now();
-        while !asked.iter().any(|asked: &ReceivedRequest| asked.path.ends_with("config.json")) {
+        while !requests.iter().any(|request: &ReceivedRequest| request.path.ends_with("config.json")) {
             assert!(start.elapsed() < PATIENCE, "nobody asks for config.json");
-            asked.extend(hub.take_requests());
+            requests.extend(hub.take_requests());
             std::thread::yield_now();
         }
         assert!(!fetching.is_finished());
@@ -737,9 +743,9 @@ fn a_file_that_another_process_fetches_is_waited_for() {
         fetching.join().expect("fetching does not panic").unwrap()
     });
     same_files(&folder, "gqa");
-    asked.extend(hub.take_requests());
-    let config = asked.iter().filter(|asked| asked.path.ends_with("/config.json"));
-    assert!(config.clone().all(|asked| asked.range.as_deref() == Some("bytes=0-0")), "{asked:?}");
+    requests.extend(hub.take_requests());
+    let config = requests.iter().filter(|request| request.path.ends_with("/config.json"));
+    assert!(config.clone().all(|request| request.range.as_deref() == Some("bytes=0-0")), "{requests:?}");
 }
 
 /// A cache filled by other tools may be incomplete, but is used if the hub is unreachable.
@@ -752,8 +758,8 @@ fn what_other_tools_have_fetched_is_used_when_the_hub_is_away() {
     hub.set(|state| state.is_down = true);
     let commit = format!("hf:owner/tiny@{COMMIT}");
     assert_eq!(fetch(&hub, &cache, &commit).unwrap(), folder);
-    let asked: Vec<String> = hub.take_requests().into_iter().map(|asked| asked.path).collect();
-    assert_eq!(asked, [format!("/api/models/owner/tiny/revision/{COMMIT}")]);
+    let requests: Vec<String> = hub.take_requests().into_iter().map(|request| request.path).collect();
+    assert_eq!(requests, [format!("/api/models/owner/tiny/revision/{COMMIT}")]);
     fs::remove_file(folder.join(WEIGHTS)).unwrap();
     let error = refusal(fetch(&hub, &cache, "hf:owner/tiny"));
     assert!(error.contains("503"), "{error}");
@@ -800,9 +806,10 @@ fn two_processes_fetch_a_file_once() {
         let output = process.wait_with_output().expect("the program ends");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
-    let asked = hub.take_requests();
-    let contents = asked.iter().filter(|asked| asked.range.is_none() && asked.path.starts_with("/blob/"));
-    assert_eq!(contents.count(), 1, "{asked:?}");
+    let requests = hub.take_requests();
+    let contents =
+        requests.iter().filter(|request| request.range.is_none() && request.path.starts_with("/blob/"));
+    assert_eq!(contents.count(), 1, "{requests:?}");
     same_files(&cache.snapshot(COMMIT), "gqa");
 }
 

@@ -43,7 +43,7 @@ fn each_value_comes_with_its_origin() {
     model.configure("rope_parameters", json!({"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}));
     let answer = inspect_json(&model.0, &[]);
     let values = answer["specification"]["values"].as_array().expect("a list");
-    let said = |key: &str| values.iter().find(|value| value["key"] == key).expect(key);
+    let find_setting = |key: &str| values.iter().find(|value| value["key"] == key).expect(key);
     for (key, value, origin, by) in [
         ("size.hidden", json!(48), "config", json!(["hidden_size"])),
         ("norm.eps", json!(1e-6), "default", json!(["rms_norm_eps"])),
@@ -55,14 +55,14 @@ fn each_value_comes_with_its_origin() {
         ("position.scaling", json!({"kind": "linear", "factor": 4.0}), "config", json!(["rope_parameters"])),
         ("mlp.activation", json!("silu"), "default", json!(["hidden_act"])),
     ] {
-        assert_eq!(*said(key), json!({"key": key, "value": value, "origin": origin, "by": by}));
+        assert_eq!(*find_setting(key), json!({"key": key, "value": value, "origin": origin, "by": by}));
     }
     assert_eq!(answer["specification"]["file"], "specs/llama.toml");
     assert_eq!(answer["architecture"]["rope_theta"], json!(5e5));
 }
 
 #[test]
-fn a_specification_of_ones_own_is_told_by_its_name() {
+fn a_specification_of_ones_own_is_reported_by_its_name() {
     let model = Copied::of("gqa", "own-spec");
     let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("specs/llama.toml");
     let text = std::fs::read_to_string(&shipped).expect("it is there");
@@ -89,7 +89,7 @@ fn memory_is_what_the_engine_takes() {
         ("odd_head_dim", "q4", 2),
     ] {
         let flags = ["--kv-type", kv_type, "--max-context", "100", "--slots", &slots.to_string()];
-        let told = inspect_json(&fixture(model), &flags)["memory"].clone();
+        let memory = inspect_json(&fixture(model), &flags)["memory"].clone();
         let settings = [
             ("kv.type", kv_type.into()),
             ("scheduler.slots", i64::from(slots).into()),
@@ -99,7 +99,7 @@ fn memory_is_what_the_engine_takes() {
         let source = ModelSource::open(&ModelRef::Path(fixture(model)), None).expect("the fixture opens");
         let setup = start::engine_setup(&config, &source).expect("the settings fit");
         let engine = &start::forecast(&config.device, &source, &setup).expect("the device is there")[0][0];
-        let bytes = |key: &str| told[key].as_u64().expect(key) as usize;
+        let bytes = |key: &str| memory[key].as_u64().expect(key) as usize;
         let parts = ["weights", "kv", "activations"].map(bytes);
         assert_eq!(parts, [engine.weight_bytes, engine.kv_bytes, engine.activation_bytes], "{model}");
         assert_eq!(bytes("total"), parts.iter().sum::<usize>() + bytes("step_buffers"), "{model}");
@@ -154,26 +154,26 @@ fn the_table_is_narrow_and_has_a_line_for_alike_tensors_or_for_each() {
 }
 
 #[test]
-fn end_tokens_are_told_with_who_named_them() {
+fn end_tokens_are_reported_with_their_origin() {
     let model = Copied::of("gqa", "end-tokens");
-    let told = || inspect_json(&model.0, &[])["end_tokens"].clone();
-    assert_eq!(told(), json!({"ids": [2], "said_by": "generation_config.json"}));
+    let end_tokens = || inspect_json(&model.0, &[])["end_tokens"].clone();
+    assert_eq!(end_tokens(), json!({"ids": [2], "said_by": "generation_config.json"}));
     let recommended = json!({"do_sample": true, "temperature": 0.7, "top_p": 0.95});
     std::fs::write(model.file("generation_config.json"), recommended.to_string()).expect("it can be written");
     model.configure("eos_token_id", json!([2, 5]));
-    assert_eq!(told(), json!({"ids": [2, 5], "said_by": "config.json"}));
+    assert_eq!(end_tokens(), json!({"ids": [2, 5], "said_by": "config.json"}));
     model.configure("eos_token_id", json!([5, 2, 5, 5]));
-    assert_eq!(told()["ids"], json!([5, 2]));
+    assert_eq!(end_tokens()["ids"], json!([5, 2]));
     assert_eq!(inspect_json(&model.0, &[])["sampling"], recommended);
     model.configure("eos_token_id", Value::Null);
-    let by_tokenizer = told();
+    let by_tokenizer = end_tokens();
     assert!([json!("tokenizer"), Value::Null].contains(&by_tokenizer["said_by"]), "{by_tokenizer}");
 }
 
 /// Neutral and irrelevant settings are ignored; all other unsupported ones are listed, and starting the model
 /// logs one warning.
 #[test]
-fn what_a_model_asks_for_and_does_not_get_is_told() {
+fn what_a_model_asks_for_and_does_not_get_is_reported() {
     let model = Copied::of("gqa", "unserved");
     let unserved = json!({"max_new_tokens": 400, "no_repeat_ngram_size": 3, "repetition_penalty": 1.3});
     let mut settings = json!({"temperature": 0.0, "top_k": -1, "num_beams": 1, "use_cache": true});
@@ -211,7 +211,7 @@ fn what_a_model_asks_for_and_does_not_get_is_told() {
 }
 
 #[test]
-fn an_unused_head_is_told() {
+fn an_unused_head_is_reported() {
     let model = Copied::of("gqa", "unused-head");
     model.configure("tie_word_embeddings", json!(true));
     let answer = inspect_json(&model.0, &[]);
@@ -292,8 +292,8 @@ fn inspecting_loads_no_weights() {
         .arg(&model.0)
         .output()
         .expect("the shell starts");
-    let told: Value = serde_json::from_str(&answer(&output)).expect("the answer is JSON");
-    assert!(told["memory"]["weights"].as_u64() > Some(bytes), "{}", told["memory"]);
+    let report: Value = serde_json::from_str(&answer(&output)).expect("the answer is JSON");
+    assert!(report["memory"]["weights"].as_u64() > Some(bytes), "{}", report["memory"]);
 }
 
 #[test]

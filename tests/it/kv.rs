@@ -28,7 +28,7 @@ async fn answers(kv_type: &str, share: f64, together: bool) -> Vec<Outcome> {
 }
 
 #[actix::test]
-async fn alone_and_in_company_answers_have_the_same_bits_in_every_cache() {
+async fn alone_and_batched_answers_have_the_same_bits_in_every_cache() {
     for (kv_type, share) in [("q8", 1.0), ("q4", 1.0), ("f16", 0.2), ("q4", 0.2)] {
         let [alone, together] = [false, true].map(|together| answers(kv_type, share, together));
         let (alone, together) = (alone.await, together.await);
@@ -108,7 +108,7 @@ fn sample_next(batch: &mut StepBatch, slot: usize, text: &[u32], at: usize) {
 fn log_probabilities(texts: &[Vec<u32>], ty: QuantType, attended: Fraction) -> Vec<Vec<f32>> {
     let mut model = demo(texts.len(), ty, attended);
     let (mut batch, mut out) = (StepBatch::default(), StepOutput::default());
-    let mut told = vec![Vec::new(); texts.len()];
+    let mut logprobs = vec![Vec::new(); texts.len()];
     for at in 0..texts.iter().map(Vec::len).max().expect("there are texts") - 1 {
         let going: Vec<usize> = (0..texts.len()).filter(|slot| at + 1 < texts[*slot].len()).collect();
         batch.clear();
@@ -117,10 +117,10 @@ fn log_probabilities(texts: &[Vec<u32>], ty: QuantType, attended: Fraction) -> V
         model.run(&batch, HandoffPorts::default(), &mut out).expect("it runs");
         for (slot, row) in going.iter().zip(&out.tokens) {
             assert_eq!(row.token, texts[*slot][at + 1], "there is no choice");
-            told[*slot].push(row.logprob);
+            logprobs[*slot].push(row.logprob);
         }
     }
-    told
+    logprobs
 }
 
 /// Returns the log-probability of the text's last token when all tokens but the first are computed again, in
@@ -158,10 +158,10 @@ async fn generated_tokens_that_are_computed_again_have_the_same_bits() {
 #[actix::test]
 async fn what_a_smaller_cache_costs_is_bounded_and_falls_with_its_size() {
     let texts = texts().await;
-    let told =
+    let logprobs =
         |ty, share: f64| log_probabilities(&texts, ty, Fraction::new(share).expect("a share")).concat();
-    let exact = told(QuantType::F32, 1.0);
-    let costs = |ty, share| apart(&exact, &told(ty, share));
+    let exact = logprobs(QuantType::F32, 1.0);
+    let costs = |ty, share| apart(&exact, &logprobs(ty, share));
     let by_type = [QuantType::F16, QuantType::Q8_0, QuantType::G4_B64].map(|ty| costs(ty, 1.0));
     let by_share = [0.8, 0.5, 0.2, 0.1].map(|share| costs(QuantType::F32, share));
     let figures = format!("by type {by_type:?}, by share {by_share:?}");
@@ -173,14 +173,14 @@ async fn what_a_smaller_cache_costs_is_bounded_and_falls_with_its_size() {
 /// A device that did not sample a token itself is informed that it was generated.
 #[test]
 fn every_stage_takes_the_part_of_the_past_that_one_device_takes() {
-    let told = |share: &str, more: &[&str]| {
+    let story_with = |share: &str, more: &[&str]| {
         let story = ["run", "demo", "Once upon a time", "--raw", "--temperature", "0", "--max-tokens", "50"];
         let output = mainstem().args(story).args(["--sparse-attention", share]).args(more).output();
         let output = output.expect("the program starts");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).expect("the answer is text")
     };
-    let alone = told("0.1", &[]);
-    assert_ne!(alone, told("1", &[]), "so little of the past makes another story");
-    assert_eq!(alone, told("0.1", &["--devices", "0;1"]));
+    let alone = story_with("0.1", &[]);
+    assert_ne!(alone, story_with("1", &[]), "so little of the past makes another story");
+    assert_eq!(alone, story_with("0.1", &["--devices", "0;1"]));
 }

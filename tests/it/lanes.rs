@@ -2,7 +2,7 @@
 //! faults, disconnected clients and bugs in one lane are contained.
 
 use crate::common::{
-    all_home, complete, complete_all, drawn, engine, engine_with, greedy, outcome, prompt, submit,
+    all_home, complete, complete_all, engine, engine_with, greedy, outcome, prompt, sampled, submit,
 };
 use mainstem::actors::device::ExecutorFactory;
 use mainstem::model::executor::{Executor, ExecutorReport};
@@ -62,8 +62,8 @@ fn settings(lanes: i64, shuffle: &'static str) -> Vec<(&'static str, Value)> {
 /// Returns greedy and sampled requests of various lengths, some with prompt log-probabilities.
 fn requests() -> Vec<Request> {
     let greedy = (0..7).map(|i| greedy(&prompt(i, 3 + 9 * i), 4 + 3 * i as u32));
-    let drawn = (7..14).map(|i| drawn(&prompt(i, 2 + i), 18 - i as u32, 1000 + i as u64));
-    let all = greedy.chain(drawn).enumerate();
+    let sampled = (7..14).map(|i| sampled(&prompt(i, 2 + i), 18 - i as u32, 1000 + i as u64));
+    let all = greedy.chain(sampled).enumerate();
     all.map(|(i, request)| Request { prompt_logprobs: i % 3 == 0, logprobs: Some(0), ..request }).collect()
 }
 

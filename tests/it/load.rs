@@ -1,7 +1,7 @@
 //! Tests of many requests on few slots with clients that disconnect: correct tokens, and all resources are
 //! released.
 
-use crate::common::{all_home, complete, drawn, engine, greedy, outcome, prompt, submit, within};
+use crate::common::{all_home, complete, engine, greedy, outcome, prompt, sampled, submit, within};
 use mainstem::actors::{Engine, TokenStream};
 use mainstem::request::{FinishReason, Request, TokenEvent};
 
@@ -13,7 +13,7 @@ fn request(number: usize) -> Request {
     let max_tokens = 1 + (number * 7 % 30) as u32;
     match number % 2 {
         0 => greedy(&prompt, max_tokens),
-        _ => drawn(&prompt, max_tokens, number as u64),
+        _ => sampled(&prompt, max_tokens, number as u64),
     }
 }
 
@@ -57,7 +57,7 @@ async fn serve_them_all(engine: &Engine) {
 }
 
 #[actix::test]
-async fn two_hundred_requests_on_four_slots_with_every_seventh_client_gone() {
+async fn two_hundred_requests_on_four_slots_with_every_seventh_client_disconnected() {
     // Pages are scarce too: four sequences of maximum length do not fit.
     let settings = [
         ("scheduler.max_waiting", (REQUESTS as i64).into()),

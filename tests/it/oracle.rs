@@ -69,12 +69,12 @@ impl Answer {
             logprobs: Some(5),
             prompt_logprobs: true,
             encoder_input: self.source.as_slice().into(),
-            ..greedy(&self.prompt, self.answer_len_asked())
+            ..greedy(&self.prompt, self.requested_answer_len())
         }
     }
 
     /// Returns the requested answer length; an answer that stopped could have been longer.
-    fn answer_len_asked(&self) -> u32 {
+    fn requested_answer_len(&self) -> u32 {
         self.answer.len() as u32 + u32::from(self.finish == "stop")
     }
 }
@@ -171,7 +171,10 @@ pub async fn check_prompts(path: &Path, answers: &str, settings: &[(&'static str
         .answers
         .iter()
         // Positions may depend on the reserved length.
-        .map(|answer| Request { max_tokens: answer.answer_len_asked(), ..answer.request(&engine.model.eos) });
+        .map(|answer| Request {
+            max_tokens: answer.requested_answer_len(),
+            ..answer.request(&engine.model.eos)
+        });
     let outcomes = complete_all(&engine, requests).await;
     for (answer, outcome) in recorded.answers.iter().zip(outcomes) {
         for (token, expected) in outcome.prompt[1..].iter().zip(&answer.prompt_logprobs) {

@@ -10,12 +10,12 @@ use std::path::Path;
 use std::process::Output;
 use toml::Value as Toml;
 
-fn said(args: &[&str]) -> Output {
+fn run_command(args: &[&str]) -> Output {
     mainstem().args(args).output().expect("the program starts")
 }
 
 fn answer(args: &[&str]) -> String {
-    let output = said(args);
+    let output = run_command(args);
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("the answer is text")
 }
@@ -46,7 +46,7 @@ fn every_form_of_groups_reaches_the_engine() {
         let config = config(&model, &[("device.groups", groups.clone())]);
         let setup = start::engine_setup(&config, &source).expect("it can be divided so");
         let names = |stage: &mainstem::model::partition::Stage| {
-            stage.ranks.iter().map(|member| member.device.clone()).collect::<Vec<_>>()
+            stage.ranks.iter().map(|rank| rank.device.clone()).collect::<Vec<_>>()
         };
         assert_eq!(setup.partition.stages.iter().map(names).collect::<Vec<_>>(), stages, "{groups}");
         assert_eq!(config.scheduler.lanes, LaneCount::PerStage);
@@ -74,12 +74,12 @@ fn a_file_and_the_environment_say_it_too() {
 #[test]
 fn inspect_shows_layers_heads_and_bytes_of_each_device() {
     let rows = inspected("0&1;2");
-    let told: Vec<_> = rows
+    let summary: Vec<_> = rows
         .iter()
         .map(|row| json!([row["device"], row["stage"], row["rank"], row["layers"], row["heads"]]))
         .collect();
     assert_eq!(
-        told,
+        summary,
         [
             json!(["cpu:0", 1, 0, [1, 1], [1, 4]]),
             json!(["cpu:1", 1, 1, [1, 1], [5, 8]]),
@@ -148,11 +148,11 @@ fn refusals_name_the_key_the_reason_and_the_nearest() {
             "command line: device.groups = \"0;gpu:1\": there is no device 'gpu:1'; the nearest is 'cpu:1'",
         ),
     ] {
-        let output = said(&[&["inspect", model.as_str()], &flags[..]].concat());
+        let output = run_command(&[&["inspect", model.as_str()], &flags[..]].concat());
         assert_eq!(String::from_utf8_lossy(&output.stderr), format!("error: {message}\n"));
         assert_eq!(output.status.code(), Some(code), "{message}");
     }
-    let output = said(&["inspect", &model, "--devices", "0&1&2&3&4&5&6&7&8;9"]);
+    let output = run_command(&["inspect", &model, "--devices", "0&1&2&3&4&5&6&7&8;9"]);
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(error.contains("stage 1 of cpu:0&cpu:1&") && error.contains("has 9 ranks, but"), "{error}");
     assert!(error.contains("the nearest possible is cpu:0&cpu:1&cpu:2&cpu:3&cpu:4;cpu:5&"), "{error}");
@@ -202,7 +202,7 @@ fn devices_of_two_kinds_are_planned_by_layers_alone() {
 
 /// A plan is for four devices by default; settings of a file for one device do not apply to them.
 #[test]
-fn a_plan_is_for_the_devices_that_are_said() {
+fn a_plan_is_for_the_devices_that_are_set() {
     let folder = std::env::temp_dir().join(format!("mainstem-plan-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
     let file = folder.join("one.toml");
@@ -234,7 +234,7 @@ fn a_plan_of_an_encoder_decoder_counts_what_a_token_goes_through() {
     let decoded = |name: &str| {
         let model = family(name, "plan");
         let path = model.0.display().to_string();
-        said(&["plan", "--partition", &path, "--hardware", "v100x4", "--devices", "0", "--json"])
+        run_command(&["plan", "--partition", &path, "--hardware", "v100x4", "--devices", "0", "--json"])
     };
     let output = decoded("t5");
     let plan: Value = serde_json::from_slice(&output.stdout).expect("the answer is JSON");
@@ -336,12 +336,12 @@ fn a_plan_without_a_purpose_and_wrong_numbers_are_usage_errors() {
             "--shape",
         ),
     ] {
-        let output = said(&args);
+        let output = run_command(&args);
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{args:?}: {error}");
         assert!(error.contains(named), "{args:?}: {error}");
     }
-    let output = said(&["plan", "--partition", "--shape", "7B", "--hardware", "no/such.toml"]);
+    let output = run_command(&["plan", "--partition", "--shape", "7B", "--hardware", "no/such.toml"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("no/such.toml"));
 }

@@ -2,7 +2,7 @@
 //! answers as from one device, even if other clients disconnect.
 
 use crate::common::{
-    Outcome, all_home, complete_all, config, drawn, engine, greedy, outcome, prompt, submit,
+    Outcome, all_home, complete_all, config, engine, greedy, outcome, prompt, sampled, submit,
 };
 use crate::families::family;
 use futures_util::future::{join, join_all};
@@ -66,15 +66,16 @@ fn words(number: usize, len: usize) -> Vec<u32> {
 }
 
 /// Returns more requests than slots, of many lengths; only greedy ones if results may differ in rounding.
-fn requests(exact: bool, sources: bool) -> Vec<Request> {
+fn requests(exact: bool, with_encoder: bool) -> Vec<Request> {
     let request = |i: usize| {
         let request = match exact && i % 2 == 1 {
-            true => drawn(&words(i, 4 + 4 * i), 4 + i as u32, i as u64),
+            true => sampled(&words(i, 4 + 4 * i), 4 + i as u32, i as u64),
             false => greedy(&words(i, 4 + 4 * i), 4 + i as u32),
         };
         // Some encoder inputs are longer than the budget of a step.
-        let source = if sources { words(40 + i, 3 + 2 * i).into() } else { request.encoder_input.clone() };
-        Request { encoder_input: source, prompt_logprobs: i.is_multiple_of(3), logprobs: Some(0), ..request }
+        let encoder_input =
+            if with_encoder { words(40 + i, 3 + 2 * i).into() } else { request.encoder_input.clone() };
+        Request { encoder_input, prompt_logprobs: i.is_multiple_of(3), logprobs: Some(0), ..request }
     };
     (0..10).map(request).collect()
 }
@@ -126,9 +127,9 @@ fn check(what: &str, exact: bool, got: &[Outcome], right: &[Outcome]) {
 }
 
 /// Checks each of these partitions with one lane, with several, and with more lanes than stages.
-async fn check_all(model: &str, sources: bool, partitions: &[&str], more: &Settings) {
+async fn check_all(model: &str, with_encoder: bool, partitions: &[&str], more: &Settings) {
     for exact in [true, false] {
-        let right = answers(model, &settings("", 1, "on"), requests(exact, sources)).await;
+        let right = answers(model, &settings("", 1, "on"), requests(exact, with_encoder)).await;
         for devices in partitions {
             // Sums over ranks and on other device kinds are rounded differently.
             if exact == (devices.contains('&') || devices.contains("reference")) {
@@ -136,7 +137,7 @@ async fn check_all(model: &str, sources: bool, partitions: &[&str], more: &Setti
             }
             for (lanes, shuffle) in [(1, "on"), (2, "on"), (4, "off")] {
                 let settings = [settings(devices, lanes, shuffle), more.clone()].concat();
-                let got = answers(model, &settings, requests(exact, sources)).await;
+                let got = answers(model, &settings, requests(exact, with_encoder)).await;
                 let what = format!("{model} on {devices}, {lanes} lanes, shuffle {shuffle}, {more:?}");
                 check(&what, exact, &got, &right);
             }
@@ -166,7 +167,7 @@ async fn experts_are_shared_in_either_way() {
 
 /// The last stage of the encoder passes on the encoder output that all decoder stages cache.
 #[actix::test]
-async fn sources_reach_every_stage_that_attends_to_them() {
+async fn encoder_outputs_reach_every_stage_that_attends_to_them() {
     let model = family("m2m100", "parted");
     check_all(text(&model.0), true, &PARTITIONS[..5], &Vec::new()).await;
     check_all(text(&model.0), true, &LONGER, &Vec::new()).await;
@@ -210,7 +211,7 @@ impl Collective for Meeting {
 struct Sociable {
     inner: Box<dyn Executor>,
     meetings: Arc<AtomicU64>,
-    members: usize,
+    ranks: usize,
 }
 
 impl Executor for Sociable {
@@ -222,8 +223,8 @@ impl Executor for Sociable {
     ) -> Result<(), DeviceError> {
         let before = self.meetings.load(Ordering::Relaxed);
         self.inner.run(batch, flow, out)?;
-        let met = self.members == 1 || self.meetings.load(Ordering::Relaxed) > before;
-        assert!(met, "step {} passes a stage without all its members", batch.step);
+        let met = self.ranks == 1 || self.meetings.load(Ordering::Relaxed) > before;
+        assert!(met, "step {} passes a stage without all its ranks", batch.step);
         Ok(())
     }
 
@@ -234,15 +235,15 @@ impl Executor for Sociable {
 
 fn with_exchange_check(mut factory: ExecutorFactory) -> ExecutorFactory {
     Box::new(move |inner| {
-        let (members, meetings) = (inner.rank_count(), Arc::new(AtomicU64::new(0)));
+        let (ranks, meetings) = (inner.rank_count(), Arc::new(AtomicU64::new(0)));
         let inner = factory(Box::new(Meeting { inner, meetings: meetings.clone() }))?;
-        Ok(Box::new(Sociable { inner, meetings, members }))
+        Ok(Box::new(Sociable { inner, meetings, ranks }))
     })
 }
 
 /// Also in steps that have no rows for any layer of the stage. Buffers and boxes go by that.
 #[actix::test]
-async fn the_members_of_a_stage_meet_in_every_step() {
+async fn the_ranks_of_a_stage_meet_in_every_step() {
     let model = family("m2m100", "meeting");
     for (devices, layers) in [
         ("cpu:0;cpu:1&cpu:2;cpu:3", &[1, 1, 2][..]),
@@ -270,12 +271,12 @@ async fn the_members_of_a_stage_meet_in_every_step() {
 /// Boxes of a stage of two, and buffers between two stages for two lanes.
 #[actix::test]
 async fn the_start_report_counts_what_lies_between_devices() {
-    for (devices, told) in [("", None), ("cpu:0&cpu:1;cpu:2", Some(2 * 2 * (4 << 15) + 3 * 4100 * 48 * 4))] {
+    for (devices, bytes) in [("", None), ("cpu:0&cpu:1;cpu:2", Some(2 * 2 * (4 << 15) + 3 * 4100 * 48 * 4))] {
         let settings = [settings(devices, 2, "on"), vec![("scheduler.token_budget", 4096.into())]].concat();
         let engine = engine("gqa", &settings).await;
         let line = engine.report.lines().find(|line| line.starts_with("exchanges"));
-        let mib = told.map(|bytes: usize| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20)));
-        assert_eq!(line.is_some(), told.is_some(), "{}", engine.report);
+        let mib = bytes.map(|bytes: usize| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20)));
+        assert_eq!(line.is_some(), bytes.is_some(), "{}", engine.report);
         assert!(line.zip(mib).is_none_or(|(line, mib)| line.contains(&mib)), "{line:?}");
         engine.stop();
     }

@@ -166,7 +166,7 @@ fn a_reference_is_another_model_of_the_same_words() {
     let (own, named) = (demo(&plain), demo(&format!("{plain} --reference demo")));
     assert_eq!(own["figures"], named["figures"], "the same model by its name");
     let (other, words) = (family("mistral", "reference"), fixture("f16"));
-    for (reference, told) in [
+    for (reference, message) in [
         (text_of(&other.0), "--reference: "),
         (text_of(&words), "cannot compare"),
         ("no/such/model".to_owned(), "--reference: cannot open the model no/such/model"),
@@ -174,7 +174,7 @@ fn a_reference_is_another_model_of_the_same_words() {
         let output = perplexity(Path::new("demo"), &held_out(), &format!("--reference {reference}"));
         let errors = String::from_utf8_lossy(&output.stderr);
         assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0), "{reference}: {errors}");
-        assert!(errors.contains(told), "{reference}: {errors}");
+        assert!(errors.contains(message), "{reference}: {errors}");
     }
 }
 
@@ -212,7 +212,7 @@ fn what_has_no_perplexity_is_refused_by_name() {
     std::fs::write(&short, "").unwrap();
     std::fs::write(&bytes, b"ab\xffcd").unwrap();
     let (demo, text) = (Path::new("demo").to_owned(), held_out());
-    for (model, text, line, code, told) in [
+    for (model, text, line, code, message) in [
         (
             &encoder.0,
             &text,
@@ -234,7 +234,7 @@ fn what_has_no_perplexity_is_refused_by_name() {
     ] {
         let output = perplexity(model, text, line);
         let errors = String::from_utf8_lossy(&output.stderr);
-        assert!(errors.contains(told), "{line}: {errors}");
+        assert!(errors.contains(message), "{line}: {errors}");
         assert_eq!((output.status.code(), output.stdout.len()), (Some(code), 0), "{line}: {errors}");
     }
     std::fs::remove_dir_all(folder).unwrap();

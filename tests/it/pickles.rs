@@ -1,6 +1,6 @@
 //! Tests of weights saved by PyTorch (tests/oracle/make_pickles.py): the same model as from safetensors.
 
-use crate::common::{Copied, Outcome, complete_all, config, drawn, fixture, greedy, mainstem, prompt};
+use crate::common::{Copied, Outcome, complete_all, config, fixture, greedy, mainstem, prompt, sampled};
 use mainstem::cli::start;
 use mainstem::formats::{Checkpoint, Folder};
 use mainstem::request::Token;
@@ -28,7 +28,7 @@ async fn answers(model: &Path) -> Vec<Vec<(u32, Option<u32>)>> {
     let requests = (0..6).map(|i| {
         let mut request = greedy(&prompt(i, 3 + 11 * i), 16);
         if i % 2 == 1 {
-            request = drawn(&prompt(i, 3 + 11 * i), 16, i as u64);
+            request = sampled(&prompt(i, 3 + 11 * i), 16, i as u64);
         }
         request.logprobs = Some(0);
         request
@@ -122,9 +122,9 @@ fn a_file_that_wants_something_run_is_refused_by_every_command() {
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{error}");
         let file = model.file("pytorch_model.bin");
-        let said =
+        let is_reported =
             error.contains(&file.display().to_string()) && error.contains("references posix.system: only");
-        assert!(said, "{error}");
+        assert!(is_reported, "{error}");
     }
     assert!(!trace.exists());
 }

@@ -1,13 +1,13 @@
 //! Tests that the baseline policies of the papers generate the same tokens as the fused loop.
 
-use crate::common::{all_home, complete_all, drawn, engine, greedy, prompt};
+use crate::common::{all_home, complete_all, engine, greedy, prompt, sampled};
 use mainstem::request::Request;
 use toml::Value;
 
 fn requests() -> Vec<Request> {
     let greedy = (0..6).map(|i| greedy(&prompt(i, 3 + 11 * i), 5 + 4 * i as u32));
-    let drawn = (6..12).map(|i| drawn(&prompt(i, 2 + i), 20 - i as u32, 1000 + i as u64));
-    greedy.chain(drawn).collect()
+    let sampled = (6..12).map(|i| sampled(&prompt(i, 2 + i), 20 - i as u32, 1000 + i as u64));
+    greedy.chain(sampled).collect()
 }
 
 async fn ids(settings: &[(&'static str, Value)]) -> Vec<Vec<u32>> {

@@ -30,7 +30,7 @@ struct Rig {
 enum Pick {
     Greedy,
     /// At random, from a seed.
-    Drawn(u64),
+    Sampled(u64),
 }
 
 impl Pick {
@@ -39,13 +39,13 @@ impl Pick {
         let row = SamplingParams { logprob: true, position: position as u32, ..SamplingParams::GREEDY };
         match self {
             Pick::Greedy => row,
-            Pick::Drawn(seed) => SamplingParams { temperature: 1.1, top_k: 50, top_p: 0.97, seed, ..row },
+            Pick::Sampled(seed) => SamplingParams { temperature: 1.1, top_k: 50, top_p: 0.97, seed, ..row },
         }
     }
 }
 
 /// A token and the bits of its log-probability.
-type Drawn = (u32, u32);
+type Sampled = (u32, u32);
 
 impl Rig {
     fn new(backend: &str, model: &str, ty: QuantType) -> Option<Rig> {
@@ -132,7 +132,7 @@ impl Rig {
         self.batch.sampling.extend(sample);
     }
 
-    fn run(&mut self) -> Vec<Drawn> {
+    fn run(&mut self) -> Vec<Sampled> {
         self.step += 1;
         self.batch.step = self.step;
         let mut output = StepOutput::default();
@@ -142,15 +142,15 @@ impl Rig {
     }
 
     /// Runs the whole prompt, then token by token.
-    fn alone(&mut self, prompt: &[u32], tokens: usize, pick: Pick) -> Vec<Drawn> {
+    fn alone(&mut self, prompt: &[u32], tokens: usize, pick: Pick) -> Vec<Sampled> {
         self.open(0, 0);
         self.give(0, 0, prompt, Some(pick));
-        let mut drawn = self.run();
+        let mut sampled = self.run();
         for i in 1..tokens {
             self.last(0, prompt.len() + i - 1, pick);
-            drawn.extend(self.run());
+            sampled.extend(self.run());
         }
-        drawn
+        sampled
     }
 }
 
@@ -183,18 +183,18 @@ fn a_prompt_in_chunks_is_the_prompt_whole_at_every_boundary() {
             rig.give(2, 0, &prompt[..cut], None);
             rig.run();
             rig.give(2, cut, &prompt[cut..], Some(Pick::Greedy));
-            let mut drawn = rig.run();
+            let mut sampled = rig.run();
             for i in 1..3 {
                 rig.last(2, prompt.len() + i - 1, Pick::Greedy);
-                drawn.extend(rig.run());
+                sampled.extend(rig.run());
             }
-            assert_eq!(drawn, whole, "{name}: cut at {cut}");
+            assert_eq!(sampled, whole, "{name}: cut at {cut}");
         }
         rig.open(1, 1);
         for (i, token) in prompt.iter().enumerate() {
             rig.give(1, i, &[*token], (i + 1 == prompt.len()).then_some(Pick::Greedy));
-            let drawn = rig.run();
-            assert!(drawn.is_empty() || drawn[0] == whole[0], "{name}: token by token");
+            let sampled = rig.run();
+            assert!(sampled.is_empty() || sampled[0] == whole[0], "{name}: token by token");
         }
     });
 }
@@ -202,30 +202,30 @@ fn a_prompt_in_chunks_is_the_prompt_whole_at_every_boundary() {
 /// Three sequences, greedy and sampled, join at different steps, one prompt is batched in chunks with
 /// decoding rows, and before every step one or two sequences move to other slots.
 #[test]
-fn company_and_moves_change_nothing() {
+fn batches_and_moves_change_nothing() {
     for_all_rigs(|rig, name| {
         let prompts = [prompt(1, 33), prompt(2, 5), prompt(3, 64)];
-        let picks = [Pick::Greedy, Pick::Drawn(11), Pick::Drawn(12)];
+        let picks = [Pick::Greedy, Pick::Sampled(11), Pick::Sampled(12)];
         let alone = [0, 1, 2].map(|s| rig.alone(&prompts[s], 8, picks[s]));
         let mut slots = [3u32, 1, 4];
-        let mut drawn: [Vec<Drawn>; 3] = Default::default();
+        let mut sampled: [Vec<Sampled>; 3] = Default::default();
         let mut given = [0usize; 3];
-        for turn in 0.. {
-            if drawn.iter().all(|d| d.len() == 8) {
+        for iteration in 0.. {
+            if sampled.iter().all(|d| d.len() == 8) {
                 break;
             }
             let mut waiting = Vec::new();
-            if turn > 1 {
+            if iteration > 1 {
                 // Over the iterations, every sequence moves to a free slot.
                 let free: Vec<u32> = (0..SLOTS).filter(|slot| !slots.contains(slot)).collect();
-                for (mover, to) in (turn..turn + 1 + turn % 2).zip(free) {
+                for (mover, to) in (iteration..iteration + 1 + iteration % 2).zip(free) {
                     let from = std::mem::replace(&mut slots[mover % 3], to);
                     rig.batch.moves.push(SlotMove { from, to });
                 }
             }
             for s in [2, 0, 1] {
                 let len = prompts[s].len();
-                if turn < s || drawn[s].len() == 8 {
+                if iteration < s || sampled[s].len() == 8 {
                     continue;
                 }
                 if given[s] < len {
@@ -240,15 +240,15 @@ fn company_and_moves_change_nothing() {
                         waiting.push(s);
                     }
                 } else {
-                    rig.last(slots[s], len + drawn[s].len() - 1, picks[s]);
+                    rig.last(slots[s], len + sampled[s].len() - 1, picks[s]);
                     waiting.push(s);
                 }
             }
             for (s, token) in waiting.into_iter().zip(rig.run()) {
-                drawn[s].push(token);
+                sampled[s].push(token);
             }
         }
-        assert_eq!(drawn, alone, "{name}");
+        assert_eq!(sampled, alone, "{name}");
     });
 }
 
@@ -258,9 +258,9 @@ fn instruction_sets_with_fused_multiply_add_agree_to_the_bit() {
     let grouped = [QuantType::Q8_0, QuantType::G4_B64].map(|ty| (MODELS[1], ty));
     for (model, ty) in MODELS.map(|model| (model, QuantType::F16)).into_iter().chain(grouped) {
         let prompt = prompt(5, 50);
-        let drawn = ["avx512", "avx2"]
-            .map(|isa| Rig::new(isa, model, ty).map(|mut rig| rig.alone(&prompt, 6, Pick::Drawn(5))));
-        if let [Some(wide), Some(narrow)] = drawn {
+        let sampled = ["avx512", "avx2"]
+            .map(|isa| Rig::new(isa, model, ty).map(|mut rig| rig.alone(&prompt, 6, Pick::Sampled(5))));
+        if let [Some(wide), Some(narrow)] = sampled {
             assert_eq!(wide, narrow, "{model}, cache {ty}");
         }
     }
@@ -271,14 +271,14 @@ fn page_size_and_threads_change_nothing() {
     for backend in BACKENDS {
         for model in MODELS {
             let prompt = prompt(7, 70);
-            let drawn = |page_positions, threads| {
+            let sampled = |page_positions, threads| {
                 let mut rig = Rig::with(backend, model, QuantType::F16, page_positions, threads)?;
-                Some(rig.alone(&prompt, 40, Pick::Drawn(9)))
+                Some(rig.alone(&prompt, 40, Pick::Sampled(9)))
             };
-            let Some(first) = drawn(32, 1) else { continue };
+            let Some(first) = sampled(32, 1) else { continue };
             for (page_positions, threads) in [(64, 1), (POSITIONS, 1), (32, 2), (32, 3), (64, 3)] {
                 let what = format!("{backend}, {model}: pages of {page_positions}, {threads} threads");
-                assert_eq!(drawn(page_positions, threads).as_ref(), Some(&first), "{what}");
+                assert_eq!(sampled(page_positions, threads).as_ref(), Some(&first), "{what}");
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Tests of `mainstem quantize`: the written model equals the one loaded with the same rules, and it is
 //! written completely or not at all.
 
-use crate::common::{Copied, Outcome, complete_all, config, drawn, fixture, greedy, mainstem, prompt};
+use crate::common::{Copied, Outcome, complete_all, config, fixture, greedy, mainstem, prompt, sampled};
 use crate::families::{decoders, family, others};
 use mainstem::cli::start;
 use mainstem::export::{ExportTarget, FormatTotals, OutputFormat, write_model};
@@ -93,7 +93,7 @@ async fn answers(model: &Path, rules: &str) -> Vec<Outcome> {
         start::start_engine(&config(model, &[("model.weights", rules.into())])).await.expect("it loads");
     let requests = (0..4).map(|i| {
         let (prompt, seed) = (prompt(i, 3 + 9 * i), i as u64);
-        let request = if i % 2 == 0 { greedy(&prompt, 12) } else { drawn(&prompt, 12, seed) };
+        let request = if i % 2 == 0 { greedy(&prompt, 12) } else { sampled(&prompt, 12, seed) };
         Request { prompt_logprobs: true, logprobs: Some(2), ..request }
     });
     let outcomes = complete_all(&engine, requests).await;
@@ -114,10 +114,10 @@ async fn the_demo_answers_with_the_same_bits_as_by_rules() {
     let (room, rules) = (Room::new("demo"), "*.down_proj.*=q6,*.v_proj.*=q4_K,q4");
     let out = room.place("small");
     let output = run(&["demo", text(&out), "--weights", rules]);
-    let (told, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let (printed, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{error}");
     for what in ["q6_b64t1", "q4_b32t1a", "q8_0", "bf16", "bits per number", text(&out)] {
-        assert!(told.contains(what), "{told}");
+        assert!(printed.contains(what), "{printed}");
     }
     let (by_rules, written) = (answers(Path::new(""), rules).await, answers(&out, "").await);
     for (number, (by_rules, written)) in by_rules.iter().zip(&written).enumerate() {
@@ -233,7 +233,7 @@ fn what_cannot_be_written_is_refused_and_nothing_is_left() {
 }
 
 #[test]
-fn a_written_model_is_replaced_when_asked() {
+fn a_written_model_is_replaced_on_request() {
     let room = Room::new("replaced");
     let out = room.place("out");
     for (rules, ty) in [("*=q8", QuantType::Q8_0), ("*=q4", QuantType::Q4_B32T1A)] {
@@ -274,7 +274,7 @@ fn what_is_stopped_leaves_nothing() {
 
 /// A file size limit simulates a full disk.
 #[test]
-fn a_full_disk_is_told_and_leaves_nothing() {
+fn a_full_disk_is_reported_and_leaves_nothing() {
     let room = Room::new("full");
     let script = "trap '' XFSZ; ulimit -f 1024; exec \"$0\" quantize demo out --weights '*.down_proj.*=q4'";
     let output =

@@ -94,7 +94,7 @@ fn events(body: String) -> Respond {
     })
 }
 
-fn said(text: &str) -> String {
+fn text_chunk(text: &str) -> String {
     format!("data: {}\n\n", json!({"choices": [{"index": 0, "delta": {"content": text}}]}))
 }
 
@@ -129,7 +129,7 @@ fn check(output: &Output, code: i32, stdout: &str, named: &str) {
 
 #[test]
 fn the_answer_is_all_of_standard_output() {
-    let body = format!(": keep-alive\n\n{}:\n\n{}{DONE}", said("Grüße,\n"), said("\u{1b}[1m🌊"));
+    let body = format!(": keep-alive\n\n{}:\n\n{}{DONE}", text_chunk("Grüße,\n"), text_chunk("\u{1b}[1m🌊"));
     let server = FakeServer::new(vec![events(body)]);
     check(&ask(&server, &[]), 0, "Grüße,\n\u{1b}[1m🌊", "");
     let seen = server.seen();
@@ -161,9 +161,10 @@ fn flags_become_parameters() {
 }
 
 #[test]
-fn without_a_name_the_first_model_is_asked() {
+fn without_a_name_the_first_model_answers() {
     let models = json!({"object": "list", "data": [{"id": "first"}, {"id": "second"}]});
-    let server = FakeServer::new(vec![status("200 OK", models), events(format!("{}{DONE}", said("yes")))]);
+    let server =
+        FakeServer::new(vec![status("200 OK", models), events(format!("{}{DONE}", text_chunk("yes")))]);
     let url = format!("{}/v1/", server.url);
     check(&run(&["--url", &url, "-p", "Hi"]), 0, "yes", "");
     assert_eq!(server.seen().line, "GET /v1/models");
@@ -192,7 +193,7 @@ fn json_is_the_servers_own() {
     check(&ask(&server, &["--json"]), 0, &format!("{whole}\n"), "");
     assert!(server.seen().body.get("stream").is_none());
 
-    let server = FakeServer::new(vec![events(format!("{}{DONE}", said("yes")))]);
+    let server = FakeServer::new(vec![events(format!("{}{DONE}", text_chunk("yes")))]);
     let output = ask(&server, &["--json", "--stream"]);
     assert_eq!(output.status.code(), Some(0));
     let lines: Vec<Value> =
@@ -203,7 +204,7 @@ fn json_is_the_servers_own() {
 }
 
 #[test]
-fn a_refusal_is_told_and_fails() {
+fn a_refusal_is_reported_and_fails() {
     let refused =
         json!({"error": {"message": "no such \u{1b}[31mmodel", "type": "not_found_error", "code": "x"}});
     let server = FakeServer::new(vec![status("404 Not Found", refused.clone())]);
@@ -216,7 +217,7 @@ fn a_refusal_is_told_and_fails() {
 }
 
 #[test]
-fn the_key_is_sent_and_never_told() {
+fn the_key_is_sent_and_never_shown() {
     for (flag, variables, sent) in [
         (Some("k-flag"), &[("OPENAI_API_KEY", "k-other")][..], "k-flag"),
         (None, &[("OPENAI_API_KEY", "k-other")], "k-other"),
@@ -261,10 +262,10 @@ fn an_answer_that_breaks_off_fails_and_what_came_stays() {
         ("data: {\"choices\":[{\"finish_rea".to_string(), "ended before the answer was complete"),
         ("data: oops\n\n".to_string(), "invalid JSON"),
     ] {
-        let server = FakeServer::new(vec![events(said("Once") + &rest)]);
+        let server = FakeServer::new(vec![events(text_chunk("Once") + &rest)]);
         check(&ask(&server, &[]), 1, "Once", named);
     }
-    let chunk = said("Once");
+    let chunk = text_chunk("Once");
     let head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n";
     let cut: Respond = Box::new(move |stream| {
         write(stream, &format!("{head}{:x}\r\n{chunk}\r\nff\r\ndata: {{", chunk.len()));
@@ -295,7 +296,7 @@ fn bad_usage_is_2_and_names_the_fault() {
 /// piece of the answer.
 fn halfway(form: &[&str]) -> (Child, String) {
     let endless: Respond = Box::new(|stream| {
-        let chunk = said("on and on\n");
+        let chunk = text_chunk("on and on\n");
         write(stream, EVENTS);
         while write(stream, &chunk) {}
     });
@@ -319,22 +320,22 @@ fn ctrl_c_ends_the_answer_with_130() {
 
 /// Returns a server that reads the request, never responds, and reports when the client disconnects.
 fn silent() -> (FakeServer, Receiver<()>) {
-    let (sender, gone) = channel();
+    let (sender, disconnected) = channel();
     let wait: Respond = Box::new(move |stream| {
         let _ = stream.read(&mut [0]);
         let _ = sender.send(());
     });
-    (FakeServer::new(vec![wait]), gone)
+    (FakeServer::new(vec![wait]), disconnected)
 }
 
 #[test]
 fn ctrl_c_ends_the_wait_for_an_answer_that_never_begins() {
-    let (server, gone) = silent();
+    let (server, disconnected) = silent();
     let child = command(&["--url", &server.url, "m", "Hi"]).spawn().expect("it starts");
     server.seen();
     signal(&child, "INT");
     check(&child.wait_with_output().expect("it ends"), 130, "", "");
-    gone.recv_timeout(PATIENCE).expect("the server has noticed");
+    disconnected.recv_timeout(PATIENCE).expect("the server has noticed");
 }
 
 /// Returns a model with a context too long for any test to reach its end.
@@ -360,7 +361,7 @@ fn ctrl_c_ends_an_answer_of_this_process_with_130() {
 
 #[test]
 fn ctrl_c_ends_the_loading_with_130() {
-    let (hub, _gone) = silent();
+    let (hub, _disconnected) = silent();
     let mut command = command(&["hf:owner/name", "Hi"]);
     let child = command
         .env("HF_ENDPOINT", &hub.url)
@@ -385,10 +386,10 @@ fn a_closed_standard_output_ends_it_quietly() {
 /// A streaming server notices a disconnected client with its next write.
 #[actix::test]
 async fn dropping_an_answer_hangs_up() {
-    let (sender, gone) = tokio::sync::oneshot::channel();
+    let (sender, disconnected) = tokio::sync::oneshot::channel();
     let endless: Respond = Box::new(|stream| {
         write(stream, EVENTS);
-        while write(stream, &said("on and on")) {}
+        while write(stream, &text_chunk("on and on")) {}
         let _ = sender.send(());
     });
     let server = FakeServer::new(vec![endless]);
@@ -397,18 +398,18 @@ async fn dropping_an_answer_hangs_up() {
     let Reply::Events(mut events) = reply else { panic!("the answer comes as events") };
     assert!(within(events.next()).await.expect("there is more").is_ok());
     drop(events);
-    within(gone).await.expect("the server has noticed");
+    within(disconnected).await.expect("the server has noticed");
 }
 
 /// A server that has not started to respond notices a disconnected client when it does.
 #[actix::test]
 async fn dropping_an_answer_before_it_begins_hangs_up_when_it_does() {
     let (begin, begun) = channel();
-    let (sender, gone) = tokio::sync::oneshot::channel();
+    let (sender, disconnected) = tokio::sync::oneshot::channel();
     let late: Respond = Box::new(move |stream| {
         let _ = begun.recv();
         write(stream, EVENTS);
-        while write(stream, &said("on and on")) {}
+        while write(stream, &text_chunk("on and on")) {}
         let _ = sender.send(());
     });
     let server = FakeServer::new(vec![late]);
@@ -419,7 +420,7 @@ async fn dropping_an_answer_before_it_begins_hangs_up_when_it_does() {
     server.seen();
     drop(asking);
     begin.send(()).expect("the server waits");
-    within(gone).await.expect("the server has noticed");
+    within(disconnected).await.expect("the server has noticed");
 }
 
 /// Metrics are not recorded without a server. A process has at most one recorder, so a successful
@@ -447,23 +448,23 @@ fn the_configured_template_makes_the_prompt() {
     let model = Copied::of("mha", "template");
     let (folder, template) = (model.0.display().to_string(), model.file("mine.jinja"));
     let flags = "--temperature 0 --max-tokens 8 --threads 2";
-    let told = |prompt: &str, more: &[&str]| {
+    let answer_with = |prompt: &str, more: &[&str]| {
         command(&[&folder, prompt]).args(flags.split(' ')).args(more).output().expect("it starts")
     };
     let named = template.display().to_string();
-    check(&told("a b c", &["--chat-template", &named]), 1, "", &format!("cannot read {named}"));
+    check(&answer_with("a b c", &["--chat-template", &named]), 1, "", &format!("cannot read {named}"));
     std::fs::write(&template, "{{ bos_token }}the {{ messages[0].content }} rain")
         .expect("it can be written");
-    let raw = told("the a b c rain", &["--raw"]);
+    let raw = answer_with("the a b c rain", &["--raw"]);
     assert!(!raw.stdout.is_empty());
-    check(&told("a b c", &["--chat-template", &named]), 0, text(&raw.stdout), "");
+    check(&answer_with("a b c", &["--chat-template", &named]), 0, text(&raw.stdout), "");
     std::fs::write(&template, "{{ messages[").expect("it can be written");
-    check(&told("a b c", &["--chat-template", &named]), 1, "", &named);
+    check(&answer_with("a b c", &["--chat-template", &named]), 1, "", &named);
 }
 
 /// The environment and files override the log level that `run` sets.
 #[test]
-fn the_log_is_as_quiet_as_it_is_told() {
+fn the_log_is_as_quiet_as_its_level() {
     let model = fixture("gqa").display().to_string();
     let args = [&model, "a", "--raw", "--max-tokens", "2", "--threads", "1"];
     let log = |variables: &[(&str, &str)]| {

@@ -74,7 +74,7 @@ fn options_go_before_the_file() {
 }
 
 #[test]
-fn a_server_that_does_not_start_is_told_with_what_it_said() {
+fn a_server_that_does_not_start_is_reported_with_its_output() {
     let mut options = options();
     options.model = Some("no/such/model".into());
     let error = format!("{:#}", tiny(&options).unwrap_err());

@@ -262,9 +262,9 @@ fn joining(step: &StepBatch) -> usize {
 async fn together(shuffle: &'static str, max_tokens: &[u32]) -> Vec<StepBatch> {
     let settings = [("scheduler.shuffle", shuffle.into())];
     let (engine, mut gate) = gated_slots(max_tokens.len() + 1, &settings).await;
-    let opening = begin(&engine, 0, 3, 1).await;
+    let first = begin(&engine, 0, 3, 1).await;
     gate.next().await;
-    let mut streams = vec![opening];
+    let mut streams = vec![first];
     for (number, tokens) in max_tokens.iter().enumerate() {
         streams.push(begin(&engine, 1 + number, 6, *tokens).await);
     }
@@ -333,7 +333,7 @@ async fn a_client_that_leaves_while_decoding_takes_its_row_along() {
 }
 
 #[actix::test]
-async fn concurrent_requests_step_alone_and_all_in_every_turn() {
+async fn concurrent_requests_step_alone_and_all_in_every_iteration() {
     let (engine, mut gate) = gated(&[("scheduler.policy", "concurrent".into())]).await;
     let mut streams = vec![begin(&engine, 0, 5, 10).await];
     gate.next().await;
@@ -341,15 +341,15 @@ async fn concurrent_requests_step_alone_and_all_in_every_turn() {
         streams.push(begin(&engine, number, 5, 10).await);
     }
     ready(&engine, 3).await;
-    for turn in 0..5 {
+    for iteration in 0..5 {
         let mut slots = BTreeSet::new();
         for _ in 0..3 {
             gate.pass();
             let step = gate.next().await;
-            assert_eq!(step.spans.len(), 1, "turn {turn}");
+            assert_eq!(step.spans.len(), 1, "turn {iteration}");
             slots.insert(step.spans[0].slot);
         }
-        assert_eq!(slots.len(), 3, "turn {turn}: a step for each sequence");
+        assert_eq!(slots.len(), 3, "turn {iteration}: a step for each sequence");
     }
     let outcomes = futures_util::future::join_all(streams.into_iter().map(outcome));
     let (rest, outcomes) = tokio::join!(gate.open(&engine), outcomes);

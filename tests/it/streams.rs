@@ -28,7 +28,7 @@ const SLOTS: usize = 4;
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Action {
     /// Sample this token for every sequence.
-    Draw(u32),
+    Sample(u32),
     Fail,
     Panic,
     /// Sample a token for every sequence, after the test releases the step.
@@ -83,11 +83,11 @@ impl Executor for Scripted {
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
         self.inner.run(batch, flow, out)?;
-        let draws = batch.sampling.iter().any(|sample| sample.mode == SampleMode::Sample);
-        let next = draws.then(|| self.script.steps.lock().expect("no test panics with it").pop_front());
+        let samples = batch.sampling.iter().any(|sample| sample.mode == SampleMode::Sample);
+        let next = samples.then(|| self.script.steps.lock().expect("no test panics with it").pop_front());
         let token = match next.flatten() {
             None => FILLER,
-            Some(Action::Draw(token)) => token,
+            Some(Action::Sample(token)) => token,
             Some(Action::Fail) => return Err(DeviceError::Fault("the test's device fails".into())),
             Some(Action::Panic) => panic!("the test's device panics"),
             Some(Action::Hold) => {
@@ -138,12 +138,12 @@ impl House {
     /// Sends a request and returns a future of its complete answer.
     fn ask(&self, body: &Value) -> impl Future<Output = Answer> + use<> {
         let (address, body) = (self.address, body.clone());
-        let asked = spawn(block(move || {
+        let exchange = spawn(block(move || {
             let mut answer = Vec::new();
             connect(address, &body).read_to_end(&mut answer).expect("the answer comes to its end");
             Answer::read(&answer, body["stream"] == true, body["n"].as_u64().unwrap_or(1))
         }));
-        async { asked.await.expect("the client's task").expect("the client's thread") }
+        async { exchange.await.expect("the client's task").expect("the client's thread") }
     }
 
     /// Waits until the device holds a step.
@@ -283,7 +283,7 @@ async fn by_tokens_and_lengths_and_texts() {
     let ids = [65, 66, 67, 68];
     let text = |ids: &[u32]| house.engine.tokenizer.decode(ids, true).expect("they are tokens");
     assert!(text(&ids).is_ascii() && text(&ids).len() >= 4, "four tokens with a text: {}", text(&ids));
-    let draw = ids.map(Action::Draw);
+    let actions = ids.map(Action::Sample);
     // From the middle of the second token's text to the middle of the third's, as far as their lengths allow.
     let across = text(&ids)[text(&ids[..1]).len()..text(&ids[..3]).len()].to_owned();
     let before = text(&ids[..1]);
@@ -295,20 +295,20 @@ async fn by_tokens_and_lengths_and_texts() {
             house.script.steps.lock().expect("no test panics with it").clear();
             answer
         };
-        ask(&draw, json!({})).await.is(&text(&ids), "length", Value::Null);
-        let stopped = [draw[0], Action::Draw(eos)];
+        ask(&actions, json!({})).await.is(&text(&ids), "length", Value::Null);
+        let stopped = [actions[0], Action::Sample(eos)];
         ask(&stopped, json!({})).await.is(&text(&ids[..1]), "stop", Value::Null);
-        ask(&[Action::Draw(eos)], json!({})).await.is("", "stop", Value::Null);
-        let asked = json!({ "stop_token_ids": [67] });
-        ask(&draw, asked).await.is(&text(&ids[..2]), "stop", json!(67));
-        let asked = json!({ "stop": [&across], "max_tokens": LONG });
-        ask(&draw, asked).await.is(&before, "stop", json!(across));
+        ask(&[Action::Sample(eos)], json!({})).await.is("", "stop", Value::Null);
+        let params = json!({ "stop_token_ids": [67] });
+        ask(&actions, params).await.is(&text(&ids[..2]), "stop", json!(67));
+        let params = json!({ "stop": [&across], "max_tokens": LONG });
+        ask(&actions, params).await.is(&before, "stop", json!(across));
         if !way.chat {
-            let asked = json!({ "max_tokens": 0, "echo": true });
-            ask(&[], asked).await.is(&text(&[5, 6, 7]), "length", Value::Null);
+            let params = json!({ "max_tokens": 0, "echo": true });
+            ask(&[], params).await.is(&text(&[5, 6, 7]), "length", Value::Null);
         }
-        let asked = json!({ "n": 3, "max_tokens": 2 });
-        assert_eq!(ask(&draw, asked).await.end, "length");
+        let params = json!({ "n": 3, "max_tokens": 2 });
+        assert_eq!(ask(&actions, params).await.end, "length");
     }
     assert_eq!(house.close().await, ShutdownOutcome::Drained);
 }
@@ -318,7 +318,7 @@ async fn by_a_fault_before_the_first_token_or_after() {
     let house = House::open(crate::common::PATIENCE, |_| {}).await;
     for way in WAYS {
         for fault in [Action::Fail, Action::Panic] {
-            for steps in [vec![fault], vec![Action::Draw(65), fault]] {
+            for steps in [vec![fault], vec![Action::Sample(65), fault]] {
                 house.script.write(&steps);
                 let answer = house.ask(&body(way, json!({}))).await;
                 assert_eq!(answer.end, "device_failed");
@@ -340,12 +340,12 @@ fn hung_up() -> u64 {
 
 /// Waits until a condition holds, yielding to other tasks.
 async fn until(is_so: impl Fn() -> bool) {
-    let turns = async {
+    let rounds = async {
         while !is_so() {
             tokio::task::yield_now().await;
         }
     };
-    within(turns).await;
+    within(rounds).await;
 }
 
 /// Returns a held step, followed by as many steps as an uninterrupted request of [`LONG`] would take.

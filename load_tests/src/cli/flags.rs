@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn metrics_are_beside_the_api_unless_said() {
+    fn metrics_are_beside_the_api_unless_set() {
         let url = |args: &[&str]| settings(args).unwrap().target.metrics_url;
         assert_eq!(url(&["--url", "http://h:1/"]).as_deref(), Some("http://h:1/metrics"));
         assert_eq!(url(&["--metrics-url", "http://m/x"]).as_deref(), Some("http://m/x"));

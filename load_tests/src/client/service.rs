@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_become_headers_that_debug_hides_and_bad_ones_are_told_by_their_place() {
+    fn keys_become_headers_that_debug_hides_and_bad_ones_are_reported_by_their_place() {
         let keys =
             |keys: &[&str]| key_headers(&Vec::from_iter(keys.iter().map(|key| Secret(key.to_string()))));
         let good = keys(&["sk-1", "sk-2"]).unwrap();

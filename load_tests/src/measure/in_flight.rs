@@ -17,13 +17,13 @@ pub struct InFlight {
 impl InFlight {
     /// Builds the step function. A request is in flight from its first send until its end.
     pub fn from_samples(samples: &[Sample]) -> Self {
-        let mut turns: Vec<(Duration, isize)> =
+        let mut changes: Vec<(Duration, isize)> =
             samples.iter().flat_map(|s| [(s.sent, 1), (s.ended.max(s.sent), -1)]).collect();
-        turns.sort_unstable();
+        changes.sort_unstable();
         let mut steps: Vec<(Duration, usize)> = Vec::new();
         let mut live = 0isize;
-        for at_once in turns.chunk_by(|a, b| a.0 == b.0) {
-            live += at_once.iter().map(|turn| turn.1).sum::<isize>();
+        for at_once in changes.chunk_by(|a, b| a.0 == b.0) {
+            live += at_once.iter().map(|change| change.1).sum::<isize>();
             let live = usize::try_from(live).expect("no request ends before it is sent; this is a bug");
             if steps.last().map(|step| step.1) != Some(live) {
                 steps.push((at_once[0].0, live));
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_run_is_told_step_by_step() {
+    fn a_short_run_is_counted_step_by_step() {
         // The second begins when the first ends; the third ends at once.
         let samples = [
             completed(0, 10, &[20]),

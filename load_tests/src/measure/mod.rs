@@ -134,14 +134,14 @@ fn by_model(record: &RunRecord) -> Vec<ModelReport> {
 }
 
 fn model_report(record: &RunRecord, index: usize, model: &str) -> ModelReport {
-    let asked = || record.samples.iter().filter(|sample| sample.model == index);
-    let completed = || asked().filter(|sample| sample.outcome == Outcome::Completed);
+    let of_model = || record.samples.iter().filter(|sample| sample.model == index);
+    let completed = || of_model().filter(|sample| sample.outcome == Outcome::Completed);
     ModelReport {
         model: model.to_owned(),
-        sent: asked().count(),
+        sent: of_model().count(),
         completed: completed().count(),
-        failed: asked().filter(|sample| matches!(sample.outcome, Outcome::Failed(_))).count(),
-        output_tokens: counts::tokens(asked()).1,
+        failed: of_model().filter(|sample| matches!(sample.outcome, Outcome::Failed(_))).count(),
+        output_tokens: counts::tokens(of_model()).1,
         ttft: Stats::from_values(completed().filter_map(Sample::ttft)),
         itl: Stats::from_values(completed().flat_map(Sample::itls)),
         e2el: Stats::from_values(completed().filter_map(Sample::e2e)),
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn models_are_told_apart_where_there_are_several() {
+    fn models_are_reported_separately_where_there_are_several() {
         let mut record = record(vec![
             completed(0, 0, &[10, 20, 30]),
             Sample { model: 1, ..completed(0, 0, &[40, 60]) },

@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn where_lengths_come_from_is_told() {
+    fn where_lengths_come_from_is_reported() {
         let mut load = LoadSpec { output: Some(LengthDistribution::Fixed(7)), ..settings().load };
         let lengths = |load: &LoadSpec| (prompt(load), output(load));
         assert_eq!(lengths(&load), ("4".into(), "7".into()));

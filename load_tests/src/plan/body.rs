@@ -156,8 +156,8 @@ mod tests {
         // A duplicate field would be ambiguous.
         assert_eq!((text.matches("temperature").count(), text.matches("stream_options").count()), (1, 1));
         let body: Value = serde_json::from_str(&text).unwrap();
-        for gone in ["max_tokens", "return_token_ids", "not_there"] {
-            assert!(body.get(gone).is_none(), "{gone}");
+        for absent in ["max_tokens", "return_token_ids", "not_there"] {
+            assert!(body.get(absent).is_none(), "{absent}");
         }
         assert_eq!((&body["max_completion_tokens"], &body["temperature"]), (&json!(9), &json!(1)));
         assert_eq!(body["stream_options"]["continuous_usage_stats"], true);

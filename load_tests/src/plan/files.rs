@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_order_mark_is_no_content_and_what_is_not_utf8_is_told_by_line() {
+    fn a_byte_order_mark_is_no_content_and_what_is_not_utf8_is_reported_by_line() {
         assert_eq!(text_within("\u{feff}a\u{feff}".as_bytes(), 99).unwrap(), "a\u{feff}");
         assert_eq!(error_text(text_within(&b"a\nb\n\xffc\n"[..], 99)), "line 3: not UTF-8");
         assert!(error_text(read_text(Path::new("/nowhere/to/be/found"))).starts_with("cannot be opened"));

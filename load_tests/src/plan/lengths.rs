@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused_and_told_what_is_expected() {
+    fn nonsense_is_refused_with_what_is_expected() {
         for text in ["", "0", "-4", "4-", "a", "1-2-3", "0-3", "99999999999", "10000001", "1.5", "NaN"] {
             let refused = text.parse::<LengthDistribution>().unwrap_err();
             assert!(refused.contains("expected N, LOW-HIGH or lognormal"), "{text}: {refused}");

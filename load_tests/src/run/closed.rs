@@ -35,11 +35,11 @@ pub async fn send_all(
 async fn run_user(worker: Rc<Worker>, first: PreparedRequest, think: Duration, clock: Clock) -> Vec<Sample> {
     let (mut samples, mut ready, mut next) = (Vec::new(), Duration::ZERO, Some(first));
     while let Some(outgoing) = next {
-        let turn = async {
+        let permit = async {
             worker.job.alarm.sleep_until(clock.instant(ready)).await;
             worker.permit().await
         };
-        let Some(permit) = worker.unless_ended(clock, turn).await else { break };
+        let Some(permit) = worker.unless_ended(clock, permit).await else { break };
         let sample = worker.send(outgoing, ready, clock).await;
         drop(permit);
         ready = sample.ended.saturating_add(think);

@@ -81,11 +81,11 @@ pub async fn send_all(worker: &Rc<Worker>, mut ahead: PreparedQueue<'_>, clock: 
         if clock.is_over(due) {
             break;
         }
-        let turn = async {
+        let permit = async {
             ahead.wait(due, clock).await;
             worker.permit().await
         };
-        let Some(permit) = worker.unless_ended(clock, turn).await else { break };
+        let Some(permit) = worker.unless_ended(clock, permit).await else { break };
         let worker = Rc::clone(worker);
         in_flight.spawn_local(async move {
             let sample = worker.send(outgoing, due, clock).await;

@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_comes_later_has_its_way() {
+    fn later_arguments_override_earlier_ones() {
         assert_eq!(line(None, &[], None), "serve --host 127.0.0.1 --port 0");
         assert_eq!(
             line(Some("hf:a/b"), &["--slots 32 --device fake --fake-step 2ms", "--policy fused"], Some(8)),

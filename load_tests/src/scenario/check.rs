@@ -101,14 +101,14 @@ impl Scenario {
 
     fn check_values(&self, vary: &VarySpec) -> Result<(), ScenarioError> {
         let values = vary.values.get_ref();
-        let least = match (vary.what.get_ref(), &self.load.output_tokens_min) {
+        let minimum = match (vary.what.get_ref(), &self.load.output_tokens_min) {
             (VariedParameter::GapMs, _) => *BOUNDS.start(),
             (VariedParameter::OutputTokens, Some(min)) => f64::from(*min.get_ref()),
             (VariedParameter::Requests | VariedParameter::OutputTokens, _) => 1.0,
         };
         let must_be_whole = *vary.what.get_ref() != VariedParameter::GapMs;
         let is_wrong =
-            |value: &&f64| !(least..=1e7).contains(*value) || must_be_whole && value.fract() != 0.0;
+            |value: &&f64| !(minimum..=1e7).contains(*value) || must_be_whole && value.fract() != 0.0;
         if values.is_empty() {
             return reject(&vary.values, "must not be empty");
         }
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_told_by_file_line_and_key() {
+    fn what_is_wrong_is_reported_by_file_line_and_key() {
         for (line, expected) in [
             ("title = 5", "f:1: title: invalid type: integer"),
             ("requests = 0", "f:3: requests: must be from 1"),
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_belong_is_told() {
+    fn what_does_not_belong_is_reported() {
         for (more, expected) in [
             ("[[table]]\ntitle = \"t\"\ncolumns = []\n", "unknown field `columns`"),
             ("[[table.column]]\nname = \"x\"\n", "f:32: name: requires either figure or paper"),

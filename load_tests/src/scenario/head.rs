@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn trouble_is_told_and_a_clean_run_is_not() {
+    fn trouble_is_reported_and_a_clean_run_is_not() {
         let mut run = report(8);
         assert_eq!(describe_problems(&run), None);
         run.counts.failed = 2;

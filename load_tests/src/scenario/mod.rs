@@ -181,7 +181,7 @@ mod tests {
 
     /// No server is started if any file is invalid, and a program that is not a server is reported.
     #[test]
-    fn mistakes_are_told_before_anything_runs() {
+    fn mistakes_are_reported_before_anything_runs() {
         let options = ScenarioOptions::new("/bin/false".into());
         let of = |files: &[&str]| {
             let files: Vec<&Path> = files.iter().map(Path::new).collect();

@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_is_found_and_is_gone_when_it_is_dropped() {
+    fn a_server_is_found_and_ends_when_it_is_dropped() {
         let script = Script::new(
             "listens",
             "echo loading $1 $2 >&2\necho 'INFO x: listening on http://127.0.0.1:4711 for all' >&2\n\
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_ends_is_told_with_its_last_words() {
+    fn a_server_that_ends_is_reported_with_its_last_output() {
         let script = Script::new("ends", "echo first >&2\necho 'error: no such model' >&2\nexit 3\n");
         let error = script.start(PATIENCE).err().expect("it ended").to_string();
         assert!(
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_wants_to_stop_does_not_wait_for_a_server() {
+    fn an_interrupt_does_not_wait_for_a_server() {
         let script = Script::new("slow", "exec sleep 1000\n");
         let progress = Progress::default();
         progress.stop.store(true, Ordering::Relaxed);

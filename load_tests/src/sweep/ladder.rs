@@ -108,14 +108,14 @@ impl StepSize {
             StepSize::Requests(requests) => return requests,
             StepSize::Time(time) => time.as_secs_f64(),
         };
-        let (rate, least) = match unit {
+        let (rate, minimum) = match unit {
             LoadUnit::Rate => (x, Self::REQUESTS_MIN),
             LoadUnit::Users => {
                 let pace = lower.last().map_or(0.0, |step| step.run.request_throughput);
                 (pace, Self::REQUESTS_MIN.max(Self::REQUESTS_PER_USER_MIN * x as usize))
             }
         };
-        ((rate * time).ceil().min(REQUESTS_MAX) as usize).max(least)
+        ((rate * time).ceil().min(REQUESTS_MAX) as usize).max(minimum)
     }
 }
 

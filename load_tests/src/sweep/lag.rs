@@ -271,7 +271,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_generator_that_is_late_is_told_apart() {
+    fn a_generator_that_is_late_is_distinguished() {
         let mut samples = queue(&constant(0.5, 50));
         for sample in &mut samples {
             let late = sample.scheduled / 4;

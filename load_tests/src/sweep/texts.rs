@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn the_knee_is_told_in_words() {
+    fn the_knee_is_described_in_words() {
         let steps = [(4.0, None), (8.0, None), (16.0, Some("TTFT grows by 0.41 s per second"))];
         let describe = |steps: &[_], at| describe_knee(&sweep(LoadUnit::Rate, steps, at));
         assert_eq!(

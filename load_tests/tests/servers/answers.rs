@@ -24,7 +24,7 @@ use super::support::{
 
 #[test]
 fn a_good_server_completes_every_request_in_full() {
-    let address = serve_bytes(|asked| good_response(&asked));
+    let address = serve_bytes(|request| good_response(&request));
     let record = run_to_end(&settings(address, 20));
     assert!(all_completed(&record), "{:?}", record.samples);
     assert_eq!((record.samples.len(), record.unsent), (20, 0));
@@ -39,20 +39,20 @@ fn a_good_server_completes_every_request_in_full() {
 
 #[test]
 fn a_request_says_what_it_wants_and_who_it_is() {
-    let (seen, asked) = mpsc::channel();
-    let address = serve(move |mut stream, asked| {
-        stream.write_all(good_response(&asked).as_bytes()).unwrap();
-        seen.send(asked).unwrap();
+    let (seen, request) = mpsc::channel();
+    let address = serve(move |mut stream, request| {
+        stream.write_all(good_response(&request).as_bytes()).unwrap();
+        seen.send(request).unwrap();
     });
     one_sample(&settings(address, 1));
-    let asked = asked.recv_timeout(PATIENCE).unwrap();
-    assert_eq!(asked.line(), "post /v1/completions http/1.1");
-    assert_eq!(asked.header("host"), Some(address.to_string().as_str()));
-    assert_eq!(asked.header("content-type"), Some("application/json"));
-    assert_eq!(asked.header("accept"), Some("text/event-stream"));
-    assert!(asked.header("user-agent").unwrap().starts_with("load_tests/"));
-    assert_eq!((asked.header("connection"), asked.header("authorization")), (Some("close"), None));
-    assert_eq!(asked.json()["model"], "m");
+    let request = request.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(request.line(), "post /v1/completions http/1.1");
+    assert_eq!(request.header("host"), Some(address.to_string().as_str()));
+    assert_eq!(request.header("content-type"), Some("application/json"));
+    assert_eq!(request.header("accept"), Some("text/event-stream"));
+    assert!(request.header("user-agent").unwrap().starts_with("load_tests/"));
+    assert_eq!((request.header("connection"), request.header("authorization")), (Some("close"), None));
+    assert_eq!(request.json()["model"], "m");
 }
 
 /// Returns what four different servers send for three tokens, and the prompt length if they report it.
@@ -111,7 +111,7 @@ fn every_servers_form_counts_the_same_in_every_framing() {
 }
 
 #[test]
-fn a_chat_is_asked_for_as_one_and_its_thoughts_count() {
+fn a_chat_is_requested_as_one_and_its_thoughts_count() {
     let delta = |delta: &str, finish: &str| {
         format!(
             "data: {{\"choices\":[{{\"index\":0,\"delta\":{{{delta}}},\"finish_reason\":{finish}}}]}}\n\n"
@@ -125,10 +125,10 @@ fn a_chat_is_asked_for_as_one_and_its_thoughts_count() {
         delta("", "\"stop\""),
         DONE.to_string(),
     ];
-    let (seen, asked) = mpsc::channel();
-    let address = serve(move |mut connection, asked| {
+    let (seen, request) = mpsc::channel();
+    let address = serve(move |mut connection, request| {
         connection.write_all(stream(&events.concat()).as_bytes()).unwrap();
-        seen.send(asked).unwrap();
+        seen.send(request).unwrap();
     });
     let good = settings(address, 1);
     let settings = RunSettings {
@@ -138,9 +138,9 @@ fn a_chat_is_asked_for_as_one_and_its_thoughts_count() {
     };
     let sample = one_sample(&settings);
     assert_eq!((sample.outcome, sample.output_len, sample.deliveries.len()), (Outcome::Completed, 3, 3));
-    let asked = asked.recv_timeout(PATIENCE).unwrap();
-    assert_eq!(asked.line(), "post /v1/chat/completions http/1.1");
-    assert_eq!(asked.json()["messages"][0]["role"], "user");
+    let request = request.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(request.line(), "post /v1/chat/completions http/1.1");
+    assert_eq!(request.json()["messages"][0]["role"], "user");
 }
 
 #[test]
@@ -223,13 +223,17 @@ fn clients_that_leave_really_leave_and_are_no_failures() {
 /// Rejects the first `refusals` requests with `refusal` and completes the later ones.
 fn serve_after(refusals: usize, refusal: String) -> std::net::SocketAddr {
     let count = AtomicUsize::new(0);
-    serve_bytes(move |asked| {
-        if count.fetch_add(1, Ordering::SeqCst) < refusals { refusal.clone() } else { good_response(&asked) }
+    serve_bytes(move |request| {
+        if count.fetch_add(1, Ordering::SeqCst) < refusals {
+            refusal.clone()
+        } else {
+            good_response(&request)
+        }
     })
 }
 
 #[test]
-fn a_refusal_that_passes_is_asked_again_and_counted() {
+fn a_temporary_refusal_is_retried_and_counted() {
     for status in ["503 X", "429 X"] {
         let busy = page(status, "retry-after: 0\r\n", "busy");
         let sample = one_sample(&RunSettings { retries: 3, ..settings(serve_after(2, busy), 1) });
@@ -264,7 +268,7 @@ fn a_closed_port_is_a_failure_to_connect_however_often_it_is_tried() {
 #[test]
 fn an_answer_of_one_token_and_one_of_thousands_are_read_alike() {
     for tokens in [1, 5000] {
-        let address = serve_bytes(|asked| good_response(&asked));
+        let address = serve_bytes(|request| good_response(&request));
         let mut settings = settings(address, 1);
         settings.load.output = Some(LengthDistribution::Fixed(tokens));
         let sample = one_sample(&settings);

@@ -38,8 +38,8 @@ fn serve_counted(answers: usize) -> (SocketAddr, Arc<AtomicUsize>) {
     let address = serve_connections(move |mut stream| {
         counted.fetch_add(1, SeqCst);
         for _ in 0..answers {
-            let Some(asked) = read_request(&stream) else { return };
-            stream.write_all(good_response(&asked).as_bytes()).unwrap();
+            let Some(request) = read_request(&stream) else { return };
+            stream.write_all(good_response(&request).as_bytes()).unwrap();
         }
         read_request(&stream);
     });
@@ -119,8 +119,11 @@ fn a_slow_reader_has_its_whole_answer_in_the_end() {
         assert!(all_completed(&record));
         let answer = 30 * chunk(TOKEN).len();
         // Every chunk but the first is delayed by the rate limit.
-        let least = Duration::from_secs_f64((answer - 1000) as f64 / 20_000.0);
-        assert!(record.samples.iter().all(|s| s.output_len == 30 && s.ended - s.sent >= least), "{least:?}");
+        let minimum = Duration::from_secs_f64((answer - 1000) as f64 / 20_000.0);
+        assert!(
+            record.samples.iter().all(|s| s.output_len == 30 && s.ended - s.sent >= minimum),
+            "{minimum:?}"
+        );
     }
 }
 
@@ -147,8 +150,8 @@ fn serve_tls(name: &str, talk: impl Fn(TlsStream) + Send + Sync + 'static) -> (S
 }
 
 fn answer_all(mut stream: TlsStream) {
-    while let Some(asked) = read_request(&mut stream) {
-        stream.write_all(good_response(&asked).as_bytes()).unwrap();
+    while let Some(request) = read_request(&mut stream) {
+        stream.write_all(good_response(&request).as_bytes()).unwrap();
         stream.flush().unwrap();
     }
 }

@@ -31,8 +31,8 @@ fn serve_when_all_arrived(count: usize) -> SocketAddr {
     thread::spawn(move || {
         let streams: Vec<TcpStream> = listener.incoming().take(count).map(Result::unwrap).collect();
         for mut stream in streams {
-            let asked = read_request(&stream).unwrap();
-            stream.write_all(good_response(&asked).as_bytes()).unwrap();
+            let request = read_request(&stream).unwrap();
+            stream.write_all(good_response(&request).as_bytes()).unwrap();
         }
     });
     address
@@ -43,12 +43,12 @@ fn serve_when_all_arrived(count: usize) -> SocketAddr {
 fn serve_in_groups(count: usize) -> (SocketAddr, Arc<AtomicUsize>) {
     let (group, now, most) = (Barrier::new(count), AtomicUsize::new(0), Arc::new(AtomicUsize::new(0)));
     let seen = Arc::clone(&most);
-    let address = serve_bytes(move |asked| {
+    let address = serve_bytes(move |request| {
         seen.fetch_max(now.fetch_add(1, SeqCst) + 1, SeqCst);
         group.wait();
         // Decremented before the response, after which the next request may arrive.
         now.fetch_sub(1, SeqCst);
-        good_response(&asked)
+        good_response(&request)
     });
     (address, most)
 }
@@ -120,7 +120,7 @@ fn what_waits_for_others_at_the_limit_is_never_sent() {
 
 #[test]
 fn a_run_with_nothing_more_due_before_its_limit_does_not_wait_for_it() {
-    let address = serve_bytes(|asked| good_response(&asked));
+    let address = serve_bytes(|request| good_response(&request));
     let begin = Instant::now();
     let record = run_to_end(&RunSettings { arrivals: constant(PATIENCE * 2), ..settings(address, 2) });
     assert!(all_completed(&record) && begin.elapsed() < PATIENCE);
@@ -144,7 +144,7 @@ fn users_begin_together_and_none_has_two_requests_in_flight() {
 
 #[test]
 fn a_user_thinks_from_the_end_of_one_answer_to_the_next_request() {
-    let address = serve_bytes(|asked| good_response(&asked));
+    let address = serve_bytes(|request| good_response(&request));
     let think = Duration::from_millis(5);
     let arrivals = Arrivals::Users { count: 1, think };
     let record = run_to_end(&RunSettings { arrivals, ..settings(address, 4) });
@@ -156,7 +156,7 @@ fn a_user_thinks_from_the_end_of_one_answer_to_the_next_request() {
 
 #[test]
 fn more_users_than_requests_send_each_request_once() {
-    let address = serve_bytes(|asked| good_response(&asked));
+    let address = serve_bytes(|request| good_response(&request));
     let record = run_to_end(&RunSettings { arrivals: users(10), ..settings(address, 4) });
     assert!(all_completed(&record));
     assert_eq!(record.samples.iter().map(|s| s.index).collect::<Vec<_>>(), [0, 1, 2, 3]);
@@ -252,9 +252,9 @@ fn a_pause_before_another_try_is_cut_short_by_the_end_of_the_run() {
 
 #[test]
 fn the_watcher_sees_the_counts_of_the_run() {
-    let address = serve_bytes(|asked| {
-        let text = good_response(&asked);
-        if asked.json()["max_tokens"] == 3 { page("500 X", "", "") } else { text }
+    let address = serve_bytes(|request| {
+        let text = good_response(&request);
+        if request.json()["max_tokens"] == 3 { page("500 X", "", "") } else { text }
     });
     let progress = Progress::default();
     let record = run(&settings(address, 30), &progress).unwrap();

@@ -50,9 +50,9 @@ fn output_text(output: &Output) -> String {
 
 #[test]
 fn a_run_is_written_in_every_form_and_read_again() {
-    let address = serve_bytes(|asked| match asked.line().starts_with("get") {
+    let address = serve_bytes(|request| match request.line().starts_with("get") {
         true => page("200 OK", "", r#"{"data":[{"id":"tiny"}]}"#),
-        false => good_response(&asked),
+        false => good_response(&request),
     });
     let folder = Folder::new("forms");
     let names =
@@ -82,7 +82,7 @@ fn a_run_is_written_in_every_form_and_read_again() {
 }
 
 #[test]
-fn failed_requests_are_told_by_the_code_and_in_words() {
+fn failed_requests_are_reported_by_the_code_and_in_words() {
     let address = serve_bytes(|_| page("500 X", "", "oops"));
     let output = run(address, &["--model", "m"]);
     assert_eq!(output.status.code(), Some(1), "{}", output_text(&output));
@@ -118,7 +118,7 @@ fn what_cannot_be_run_has_a_code_of_its_own() {
 
 #[test]
 fn a_sweep_names_its_knee() {
-    let address = serve_bytes(|asked| good_response(&asked));
+    let address = serve_bytes(|request| good_response(&request));
     let folder = Folder::new("sweep");
     let (url, json, html) = (format!("http://{address}"), folder.file("json"), folder.file("html"));
     let load =

@@ -26,20 +26,24 @@ const MODELS: &str =
 fn serve_service() -> (SocketAddr, Arc<Mutex<Vec<ReceivedRequest>>>) {
     let log = Arc::new(Mutex::new(Vec::new()));
     let kept = Arc::clone(&log);
-    let address = serve_bytes(move |asked| {
+    let address = serve_bytes(move |request| {
         let mut log = log.lock().unwrap();
-        log.push(asked.clone());
-        match asked.line() {
+        log.push(request.clone());
+        match request.line() {
             line if line.contains("/v1/models") => page("200 OK", "", MODELS),
             line if line.contains("/metrics") => page("200 OK", "", &format!("asked {}\n", log.len())),
-            _ => good_response(&asked),
+            _ => good_response(&request),
         }
     });
     (address, kept)
 }
 
 fn lines(log: &Mutex<Vec<ReceivedRequest>>) -> Vec<String> {
-    log.lock().unwrap().iter().map(|asked| asked.line().trim_end_matches(" http/1.1").to_string()).collect()
+    log.lock()
+        .unwrap()
+        .iter()
+        .map(|request| request.line().trim_end_matches(" http/1.1").to_string())
+        .collect()
 }
 
 /// Returns `settings` with a changed target.
@@ -48,7 +52,7 @@ fn with_target(settings: RunSettings, change: impl Fn(Target) -> Target) -> RunS
 }
 
 #[test]
-fn the_server_is_asked_for_its_model_under_the_prefix_of_its_url_with_the_key() {
+fn the_model_is_requested_under_the_prefix_of_the_servers_url_with_the_key() {
     let (address, log) = serve_service();
     let url = format!("http://{address}/a/b/");
     let settings = with_target(with_keys(settings(address, 1), &["sesame"]), |target| Target {
@@ -61,7 +65,7 @@ fn the_server_is_asked_for_its_model_under_the_prefix_of_its_url_with_the_key() 
     assert_eq!(record.models, ["tiny"]);
     assert_eq!(lines(&log), ["get /a/b/v1/models", "post /a/b/v1/completions"]);
     let log = log.lock().unwrap();
-    assert!(log.iter().all(|asked| asked.header("authorization") == Some("bearer sesame")));
+    assert!(log.iter().all(|request| request.header("authorization") == Some("bearer sesame")));
     assert_eq!(log[1].json()["model"], "tiny");
 }
 
@@ -77,25 +81,26 @@ fn models_and_keys_are_spread_over_the_requests() {
     for (model, name) in ["first", "second"].iter().enumerate() {
         let sampled = record.samples.iter().filter(|s| s.model == model).count();
         assert!(sampled > 0);
-        assert_eq!(log.iter().filter(|asked| asked.json()["model"] == *name).count(), sampled);
+        assert_eq!(log.iter().filter(|request| request.json()["model"] == *name).count(), sampled);
     }
     for key in ["bearer ka", "bearer kb", "bearer kc"] {
-        assert!(log.iter().any(|asked| asked.header("authorization") == Some(key)), "{key}");
+        assert!(log.iter().any(|request| request.header("authorization") == Some(key)), "{key}");
     }
 }
 
 #[test]
 fn no_key_is_ever_shown() {
     // The server echoes the key, as some servers do.
-    let echo = |asked: &ReceivedRequest| format!("who is {}?", asked.header("authorization").unwrap());
-    let address = serve_bytes(move |asked| page("401 X", "", &echo(&asked)));
+    let echo = |request: &ReceivedRequest| format!("who is {}?", request.header("authorization").unwrap());
+    let address = serve_bytes(move |request| page("401 X", "", &echo(&request)));
     let good = with_keys(settings(address, 2), &["sk-hunter2"]);
     let mut shown = format!("{good:?}");
     let record = run_to_end(&good);
     assert_eq!(failure_kinds(&record), [FailureKind::Status(401); 2]);
     shown += &format!("{record:?}");
     assert!(shown.contains("who is bearer [key]?"), "{shown}");
-    let address = serve_bytes(move |asked| stream(&format!("data: {{\"error\":\"{}\"}}\n\n", echo(&asked))));
+    let address =
+        serve_bytes(move |request| stream(&format!("data: {{\"error\":\"{}\"}}\n\n", echo(&request))));
     let within = run_to_end(&with_keys(settings(address, 1), &["sk-hunter2"]));
     shown += &format!("{within:?}");
     let asking = with_target(good.clone(), |target| Target { models: Vec::new(), ..target });
@@ -119,7 +124,7 @@ fn metrics_are_read_before_the_run_and_after_it() {
 }
 
 #[test]
-fn a_key_is_not_shown_to_whoever_has_the_metrics() {
+fn a_key_is_not_shown_in_the_metrics() {
     let (address, _) = serve_service();
     let (elsewhere, log) = serve_service();
     let url = format!("http://{elsewhere}/metrics");
@@ -127,14 +132,14 @@ fn a_key_is_not_shown_to_whoever_has_the_metrics() {
     run_to_end(&with_target(settings, |target| Target { metrics_url: Some(url.clone()), ..target }));
     let log = log.lock().unwrap();
     assert_eq!(log.len(), 2);
-    assert!(log.iter().all(|asked| asked.header("authorization").is_none()));
+    assert!(log.iter().all(|request| request.header("authorization").is_none()));
 }
 
 #[test]
 fn metrics_that_cannot_be_read_are_none_and_no_failure() {
     let missing = serve_bytes(|_| page("404 X", "", "no"));
     for other in [missing, closed_port()] {
-        let address = serve_bytes(|asked| good_response(&asked));
+        let address = serve_bytes(|request| good_response(&request));
         let url = format!("http://{other}/metrics");
         let settings =
             with_target(settings(address, 1), |target| Target { metrics_url: Some(url.clone()), ..target });
@@ -149,7 +154,8 @@ fn warm_ups_come_first_one_by_one_with_other_prompts_and_do_not_count() {
     let record = run_to_end(&RunSettings { warmups: 3, arrivals: users(1), ..settings(address, 2) });
     assert_eq!((record.samples.len(), record.unsent), (2, 0));
     assert!(record.samples.iter().all(|s| s.retries == 0 && s.outcome == Outcome::Completed));
-    let prompts: Vec<_> = log.lock().unwrap().iter().map(|asked| asked.json()["prompt"].clone()).collect();
+    let prompts: Vec<_> =
+        log.lock().unwrap().iter().map(|request| request.json()["prompt"].clone()).collect();
     assert_eq!(prompts.len(), 5);
     assert!(prompts[..3].iter().all(|prompt| !prompts[3..].contains(prompt)), "{prompts:?}");
 }
@@ -197,9 +203,9 @@ fn lists_that_name_no_model_are_refused() {
 }
 
 #[test]
-fn a_server_that_asks_for_a_key_is_told_apart() {
-    let address = serve_bytes(|asked| match asked.header("authorization") {
-        Some("bearer right") => good_response(&asked),
+fn a_server_that_requires_a_key_is_distinguished() {
+    let address = serve_bytes(|request| match request.header("authorization") {
+        Some("bearer right") => good_response(&request),
         _ => page("401 X", "", ""),
     });
     assert_eq!(one_sample(&with_keys(settings(address, 1), &["right"])).outcome, Outcome::Completed);

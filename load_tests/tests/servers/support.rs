@@ -85,8 +85,8 @@ pub fn serve_connections(talk: impl Fn(TcpStream) + Send + Sync + 'static) -> So
 /// Handles one request per connection with `answer` and closes the connection.
 pub fn serve(answer: impl Fn(TcpStream, ReceivedRequest) + Send + Sync + 'static) -> SocketAddr {
     serve_connections(move |stream| {
-        if let Some(asked) = read_request(&stream) {
-            answer(stream, asked);
+        if let Some(request) = read_request(&stream) {
+            answer(stream, request);
         }
     })
 }
@@ -94,8 +94,8 @@ pub fn serve(answer: impl Fn(TcpStream, ReceivedRequest) + Send + Sync + 'static
 /// Responds to every request with the bytes returned by `answer`, and keeps connections open.
 pub fn serve_bytes(answer: impl Fn(ReceivedRequest) -> String + Send + Sync + 'static) -> SocketAddr {
     serve_connections(move |mut stream| {
-        while let Some(asked) = read_request(&stream) {
-            if stream.write_all(answer(asked).as_bytes()).is_err() {
+        while let Some(request) = read_request(&stream) {
+            if stream.write_all(answer(request).as_bytes()).is_err() {
                 return;
             }
         }
@@ -140,8 +140,8 @@ pub fn stream(events: &str) -> String {
 }
 
 /// Formats a correct response: every requested token in its own chunk, and the end mark.
-pub fn good_response(asked: &ReceivedRequest) -> String {
-    let tokens = asked.json()["max_tokens"].as_u64().unwrap() as usize;
+pub fn good_response(request: &ReceivedRequest) -> String {
+    let tokens = request.json()["max_tokens"].as_u64().unwrap() as usize;
     format!("{HEAD}{}{}0\r\n\r\n", chunk(TOKEN).repeat(tokens), chunk(DONE))
 }
 

@@ -221,12 +221,12 @@ mod tests {
 
     #[test]
     fn sequences_with_spans_in_both_stacks_are_counted_once() {
-        let source = span(SpanStack::Encoder, SpanTable::Scratch, 5);
+        let encoder_span = span(SpanStack::Encoder, SpanTable::Scratch, 5);
         let (own, hole) =
             (span(SpanStack::Decoder, SpanTable::Own, 2), span(SpanStack::Decoder, SpanTable::Null, 1));
         for (spans, expected) in [
-            (vec![source, source], (10, 0, 2)),
-            (vec![source, source, own, own, own, hole], (17, 1, 3)),
+            (vec![encoder_span, encoder_span], (10, 0, 2)),
+            (vec![encoder_span, encoder_span, own, own, own, hole], (17, 1, 3)),
             (vec![own, hole, hole, own], (6, 2, 2)),
         ] {
             let StepSize { rows, holes, slots } = step_size(&StepBatch { spans, ..StepBatch::default() });

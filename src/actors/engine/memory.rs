@@ -30,19 +30,19 @@ pub(super) fn kv_plan(
     // Bytes of one page on all devices together.
     let page = pools.iter().map(|pool| pool.page_bytes).fold(0, usize::saturating_add).max(1);
     let whole = limits.slots * (limits.table_len() + limits.cross_table_len());
-    let least = 1 + min_encoder_pages(limits);
+    let minimum = 1 + min_encoder_pages(limits);
     let pages = match kv.size {
         KvSize::Tokens(tokens) => tokens.div_ceil(kv.page_size),
         KvSize::Bytes(bytes) => (bytes / page as u64) as usize,
-        KvSize::Auto => pools.iter().map(MemoryPool::spare_pages).fold(whole, usize::min).max(least),
+        KvSize::Auto => pools.iter().map(MemoryPool::spare_pages).fold(whole, usize::min).max(minimum),
     };
     // More pages than all slots can use would waste memory.
     let pages = pages.min(whole);
     pools.iter().try_for_each(|pool| pool.check(pages, kv.size))?;
     ensure!(pages > 0, "kv.size is less than one page of {page} bytes");
     ensure!(
-        pages >= least,
-        "kv.size is one page of {page} bytes, but a sequence needs at least {least}: for its own and its \
+        pages >= minimum,
+        "kv.size is one page of {page} bytes, but a sequence needs at least {minimum}: for its own and its \
          encoder positions"
     );
     ensure!(pages < u32::MAX as usize, "kv.size is {pages} pages, more than page numbers can represent");

@@ -342,15 +342,15 @@ fn context_length(kv: &KvConfig, model: usize) -> Result<usize> {
 /// Returns the limits of a step, before the KV cache limits the positions.
 fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits {
     let SchedulerConfig { slots, token_budget, .. } = config.scheduler;
-    let source_positions = spec.encoder_context().min(config.kv.max_context.unwrap_or(usize::MAX));
+    let encoder_positions = spec.encoder_context().min(config.kv.max_context.unwrap_or(usize::MAX));
     StepLimits {
         slots,
         // Prompt tokens of one step, or one longer encoder input, beside a window that may be full of
         // decoding slots and holes.
-        rows: token_budget.max(source_positions) + slots,
+        rows: token_budget.max(encoder_positions) + slots,
         logit_rows: if spec.has_head() { slots.max(32) } else { 1 },
         positions: if spec.decoder.is_some() { context } else { 0 },
-        encoder_positions: source_positions,
+        encoder_positions,
         page_positions: config.kv.page_size,
         top_logprobs: TOP_LOGPROBS,
         logit_biases: BIASES,

@@ -114,9 +114,9 @@ mod tests {
     /// A model without an encoder or without a decoder hands nothing over for it.
     #[test]
     fn a_link_allocates_the_announced_bytes() {
-        for (positions, source_positions, stacks) in [(9, 0, 1), (0, 9, 1), (9, 9, 2)] {
+        for (positions, encoder_positions, stacks) in [(9, 0, 1), (0, 9, 1), (9, 9, 2)] {
             let (_, _, limits) = link();
-            let limits = StepLimits { positions, encoder_positions: source_positions, ..limits };
+            let limits = StepLimits { positions, encoder_positions, ..limits };
             let capacity = Capacity { limits, width: 2, max_steps: 3 };
             let ActivationHandoff { encoder, decoder } = capacity.new_handoff();
             let made = (encoder.capacity() + decoder.capacity()) * capacity.buffer_count();

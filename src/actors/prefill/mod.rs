@@ -307,12 +307,12 @@ impl Prefill {
 
     /// Drops the prompts of disconnected clients.
     fn drop_cancelled(&mut self) {
-        let gone = |prompt: &QueuedPrompt| prompt.events.is_closed();
+        let is_cancelled = |prompt: &QueuedPrompt| prompt.events.is_closed();
         let before = self.prompt_count();
         self.released_in_window -=
-            self.waiting.iter().take(self.released_in_window).filter(|prompt| gone(prompt)).count();
-        self.waiting.retain(|prompt| !gone(prompt));
-        self.lanes.iter_mut().for_each(|lane| lane.started.retain(|prompt| !gone(prompt)));
+            self.waiting.iter().take(self.released_in_window).filter(|prompt| is_cancelled(prompt)).count();
+        self.waiting.retain(|prompt| !is_cancelled(prompt));
+        self.lanes.iter_mut().for_each(|lane| lane.started.retain(|prompt| !is_cancelled(prompt)));
         if self.prompt_count() < before {
             self.kv_returned.do_send(PagesReturned);
         }

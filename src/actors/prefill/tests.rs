@@ -175,13 +175,13 @@ impl Rig {
 }
 
 /// A request to an encoder-decoder model.
-fn translate(source: usize, len: usize) -> Request {
-    Request { encoder_input: vec![5; source].into(), ..request(len, 4) }
+fn translate(encoder_len: usize, len: usize) -> Request {
+    Request { encoder_input: vec![5; encoder_len].into(), ..request(len, 4) }
 }
 
 /// A request to an encoder-only model.
-fn embed(source: usize) -> Request {
-    Request { task: Task::Embed(Pooling::Mean), max_tokens: 0, ..translate(source, 0) }
+fn embed(encoder_len: usize) -> Request {
+    Request { task: Task::Embed(Pooling::Mean), max_tokens: 0, ..translate(encoder_len, 0) }
 }
 
 /// A chunk as (key, start, length, last).
@@ -217,14 +217,14 @@ async fn prompts_share_the_budget_first_in_first_out() {
 /// encoder input does not depend on where that is.
 #[actix::test]
 async fn a_prompt_starts_behind_its_computed_positions() {
-    for source in [0, 6] {
+    for encoder_len in [0, 6] {
         let mut rig = Rig::new(Policy::Fused, 4);
         let other = rig.pool.reserve(3 * POSITIONS).expect("there are enough");
         let prefix = ComputedPrefix { lease: other.into(), positions: 2 * POSITIONS };
-        let ((reserve, reply), _client) = rig.admit_request(1, translate(source, 100)).await;
+        let ((reserve, reply), _client) = rig.admit_request(1, translate(encoder_len, 100)).await;
         rig.grant((Reserve { prefix: Some(prefix), ..reserve }, reply));
         rig.wait_until(|(prompts, ..)| prompts == 1).await;
-        assert_eq!(rig.chunks(20 + source, 0).await, [(1, 64, 20, false)]);
+        assert_eq!(rig.chunks(20 + encoder_len, 0).await, [(1, 64, 20, false)]);
         assert_eq!(rig.chunks(UNLIMITED, 1).await, [(1, 84, 16, true)]);
     }
 }
@@ -233,8 +233,8 @@ async fn a_prompt_starts_behind_its_computed_positions() {
 async fn encoder_inputs_are_not_split_and_share_the_budget() {
     let mut rig = Rig::new(Policy::Fused, 8);
     let mut clients = Vec::new();
-    for (key, source, len) in [(1, 10, 2), (2, 5, 1), (3, 30, 3), (4, 2, 9), (5, 19, 4), (6, 20, 1)] {
-        clients.push(rig.add_request(key, translate(source, len)).await);
+    for (key, encoder_len, len) in [(1, 10, 2), (2, 5, 1), (3, 30, 3), (4, 2, 9), (5, 19, 4), (6, 20, 1)] {
+        clients.push(rig.add_request(key, translate(encoder_len, len)).await);
     }
     assert_eq!(rig.chunks(20, 0).await, [(1, 0, 2, true), (2, 0, 1, true)], "the third input does not fit");
     assert_eq!(rig.chunks(20, 2).await, [(3, 0, 1, false)], "an input that never fits is scheduled alone");
@@ -254,8 +254,8 @@ async fn encoder_inputs_are_not_split_and_share_the_budget() {
 async fn encoder_only_texts_share_a_step() {
     let mut rig = Rig::new(Policy::Fused, 8);
     let mut clients = Vec::new();
-    for (key, source) in [(1, 8), (2, 8), (3, 1), (4, 50), (5, 2)] {
-        clients.push(rig.add_request(key, embed(source)).await);
+    for (key, encoder_len) in [(1, 8), (2, 8), (3, 1), (4, 50), (5, 2)] {
+        clients.push(rig.add_request(key, embed(encoder_len)).await);
     }
     assert_eq!(rig.pool.used(), 0);
     assert_eq!(rig.chunks(16, 0).await, [(1, 0, 0, true), (2, 0, 0, true)]);
@@ -558,8 +558,8 @@ async fn prompts_are_distributed_evenly_in_any_order_of_requests() {
             order.extend(new);
         }
         assert_eq!(order, (0..count as u64).collect::<Vec<_>>(), "first in, first out");
-        let (least, most) = (live.iter().min().unwrap(), live.iter().max().unwrap());
-        assert!(most - least <= 1, "round {round}: {live:?} of {count}");
+        let (minimum, most) = (live.iter().min().unwrap(), live.iter().max().unwrap());
+        assert!(most - minimum <= 1, "round {round}: {live:?} of {count}");
     }
 }
 
@@ -577,14 +577,14 @@ async fn no_prompt_starves() {
         let mut live: Vec<Vec<(u64, bool)>> =
             (0..lanes).map(|lane| vec![(1000 + lane as u64, true)]).collect();
         let (mut next, mut begun, mut waited, mut clients) = (0, 0, 0, Vec::new());
-        for turn in 0..200u32 {
-            let lane = turn as usize % lanes;
+        for iteration in 0..200u32 {
+            let lane = iteration as usize % lanes;
             let held = live.iter().map(Vec::len).sum::<usize>() + (next - begun) as usize;
-            if held < SLOTS * lanes && dice(1000 + turn, 2) == 0 {
-                clients.push(rig.add_prompt(next, [3, 9, 60][dice(2000 + turn, 3)]).await);
+            if held < SLOTS * lanes && dice(1000 + iteration, 2) == 0 {
+                clients.push(rig.add_prompt(next, [3, 9, 60][dice(2000 + iteration, 3)]).await);
                 next += 1;
             }
-            let leaves = |key: u64| key < 1000 && dice(3000 + turn * 1000 + key as u32, 3) == 0;
+            let leaves = |key: u64| key < 1000 && dice(3000 + iteration * 1000 + key as u32, 3) == 0;
             live[lane].retain(|(key, through)| !(*through && leaves(*key)));
             let free = live.iter().any(|lane| lane.len() < SLOTS);
             for (key, start, _, last) in rig.lane_chunks(lane, 16, live[lane].len()).await {

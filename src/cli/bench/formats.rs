@@ -144,11 +144,11 @@ impl BenchReport {
                 mib(*step_bytes)
             );
         }
-        if let Some(Roofline { read, f32, int8: codes, bf16 }) = self.roofline() {
-            let (f32, codes, bf16) = (f32 / 1e12, codes / 1e12, bf16 / 1e12);
+        if let Some(Roofline { read, f32, int8, bf16 }) = self.roofline() {
+            let (f32, int8, bf16) = (f32 / 1e12, int8 / 1e12, bf16 / 1e12);
             let _ = writeln!(
                 text,
-                "roofline:  reads {:.1} GB/s; {f32:.2} Top/s in F32, {codes:.2} in int8, {bf16:.2} in BF16",
+                "roofline:  reads {:.1} GB/s; {f32:.2} Top/s in F32, {int8:.2} in int8, {bf16:.2} in BF16",
                 read / 1e9
             );
         }

@@ -37,14 +37,14 @@ pub async fn open_model(
 /// Runs the selected tests. If the future is dropped, the report keeps the results so far.
 pub async fn measure(
     mut config: Config,
-    asked: &SuiteArgs,
+    args: &SuiteArgs,
     repeat: u32,
     report: &mut BenchReport,
     progress: &ProgressBar,
 ) -> Result<()> {
     let (source, tokenizer) = open_model(&mut config, report).await?;
     let context = config.kv.max_context.unwrap_or(source.spec.context);
-    let tests = asked.select_tests(&mut config, context, &mut report.notes)?;
+    let tests = args.select_tests(&mut config, context, &mut report.notes)?;
     size_cache(&mut config, &tests)?;
 
     let setup = start::engine_setup(&config, &source)?;

@@ -218,13 +218,15 @@ impl TestKind {
 impl BenchRow {
     /// Iterates over the samples with the minimum time of a step and its bottleneck.
     fn min_step_seconds(&self) -> impl Iterator<Item = (&Sample, (f64, Bottleneck))> {
-        let least = |sample: &Sample| Some(self.work?.min_seconds(&sample.roofline?));
-        self.samples.iter().filter_map(move |sample| Some((sample, least(sample)?)))
+        let min_seconds = |sample: &Sample| Some(self.work?.min_seconds(&sample.roofline?));
+        self.samples.iter().filter_map(move |sample| Some((sample, min_seconds(sample)?)))
     }
 
     fn share(&self) -> Option<Summary> {
-        let mut shares =
-            self.min_step_seconds().map(|(sample, (least, _))| least / sample.seconds_per_step()).peekable();
+        let mut shares = self
+            .min_step_seconds()
+            .map(|(sample, (min_seconds, _))| min_seconds / sample.seconds_per_step())
+            .peekable();
         shares.peek().is_some().then_some(())?;
         Some(Summary::from_values(shares))
     }
@@ -384,9 +386,8 @@ pub mod tests {
     }
 
     pub fn row(what: TestKind, sequences: usize, seconds: &[f64]) -> BenchRow {
-        let ceilings = Some(Roofline { read: 1e4, f32: 1e6, int8: 1e6, bf16: 1e6 });
-        let sample =
-            |&seconds: &f64| Sample { tokens: 10 * sequences as u64, steps: 10, seconds, roofline: ceilings };
+        let roofline = Some(Roofline { read: 1e4, f32: 1e6, int8: 1e6, bf16: 1e6 });
+        let sample = |&seconds: &f64| Sample { tokens: 10 * sequences as u64, steps: 10, seconds, roofline };
         let samples = seconds.iter().map(sample).collect();
         let work = Some(StepWork { read: 1000.0, f32: 2e4 * sequences as f64, ..StepWork::default() });
         BenchRow { kind: what, sequences, tokens: 10, weight_bytes: Some(1000), work, samples }

@@ -132,9 +132,9 @@ impl StepWork {
     }
 
     /// Returns the minimum time of the work in seconds, and its bottleneck.
-    pub fn min_seconds(&self, ceilings: &Roofline) -> (f64, Bottleneck) {
-        let reading = self.read / ceilings.read;
-        let arithmetic = self.f32 / ceilings.f32 + self.int8 / ceilings.int8 + self.bf16 / ceilings.bf16;
+    pub fn min_seconds(&self, roofline: &Roofline) -> (f64, Bottleneck) {
+        let reading = self.read / roofline.read;
+        let arithmetic = self.f32 / roofline.f32 + self.int8 / roofline.int8 + self.bf16 / roofline.bf16;
         if reading >= arithmetic {
             (reading, Bottleneck::Reading)
         } else {

@@ -184,7 +184,7 @@ mod tests {
     use super::*;
     use crate::config::Overrides;
 
-    fn asked(depth: Option<&[u32]>, decode: u32, sequences: &[u32]) -> SuiteArgs {
+    fn args(depth: Option<&[u32]>, decode: u32, sequences: &[u32]) -> SuiteArgs {
         let (depth, sequences) = (depth.map(<[u32]>::to_vec), sequences.to_vec());
         SuiteArgs { prefill: None, depth, decode, sequences, fused_depth: 8 }
     }
@@ -196,7 +196,7 @@ mod tests {
     #[test]
     fn default_tests_beyond_the_context_are_skipped_and_noted() {
         let (mut config, mut notes) = (config(), Vec::new());
-        let tests = asked(None, 64, &[1, 2]).select_tests(&mut config, 1024, &mut notes).unwrap();
+        let tests = args(None, 64, &[1, 2]).select_tests(&mut config, 1024, &mut notes).unwrap();
         let kinds: Vec<TestKind> = tests.iter().map(|test| test.kind).collect();
         let (decode, fused) = (|depth| TestKind::Decode { depth }, TestKind::Fused { depth: 8 });
         assert_eq!(kinds, [TestKind::Prefill, TestKind::Prefill, decode(0), decode(512), fused, fused]);
@@ -216,12 +216,11 @@ mod tests {
 
     #[test]
     fn explicitly_requested_tests_must_fit() {
-        let error = |asked: SuiteArgs| {
-            asked.select_tests(&mut config(), 64, &mut Vec::new()).unwrap_err().to_string()
-        };
-        assert!(error(asked(Some(&[60]), 8, &[1])).contains("decode of 8 tokens at 60: needs 69 positions"));
-        assert!(error(asked(Some(&[0]), 60, &[1])).contains("in each of 1 at 8: needs 69"));
-        assert!(error(asked(None, 64, &[1])).contains("at 0: needs 66"));
+        let error =
+            |args: SuiteArgs| args.select_tests(&mut config(), 64, &mut Vec::new()).unwrap_err().to_string();
+        assert!(error(args(Some(&[60]), 8, &[1])).contains("decode of 8 tokens at 60: needs 69 positions"));
+        assert!(error(args(Some(&[0]), 60, &[1])).contains("in each of 1 at 8: needs 69"));
+        assert!(error(args(None, 64, &[1])).contains("at 0: needs 66"));
     }
 
     /// The token budget leaves room for prompts beside all decoding sequences, and the cache holds them all.
@@ -229,7 +228,7 @@ mod tests {
     fn the_engine_is_as_large_as_its_tests() {
         let mut config = config();
         let tests =
-            asked(Some(&[100]), 10, &[4, 600]).select_tests(&mut config, 4096, &mut Vec::new()).unwrap();
+            args(Some(&[100]), 10, &[4, 600]).select_tests(&mut config, 4096, &mut Vec::new()).unwrap();
         assert_eq!((config.scheduler.slots, config.scheduler.token_budget), (600, 1200));
         size_cache(&mut config, &tests).unwrap();
         let fused = tests.last().unwrap();

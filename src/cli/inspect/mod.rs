@@ -294,7 +294,7 @@ fn unused(source: &ModelSource, used: &[Tensor]) -> Vec<Unused> {
 
 /// Returns the end tokens that serving would use, and their source.
 fn end_tokens(source: &ModelSource, tokenizer_eos: Option<u32>) -> Result<EndTokens> {
-    let said_by = match &source.kind {
+    let origin = match &source.kind {
         _ if source.eos.is_empty() => tokenizer_eos.map(|_| "tokenizer"),
         SourceKind::Llama2c => Some("format"),
         SourceKind::Synthetic => None,
@@ -303,11 +303,11 @@ fn end_tokens(source: &ModelSource, tokenizer_eos: Option<u32>) -> Result<EndTok
         SourceKind::Gguf(_) => Some("GGUF metadata"),
     };
     let ids = if source.eos.is_empty() { tokenizer_eos.into_iter().collect() } else { source.eos.clone() };
-    Ok(EndTokens { ids, origin: said_by })
+    Ok(EndTokens { ids, origin })
 }
 
-fn prompting_defaults(conventions: &PromptingDefaults) -> Map<String, Value> {
-    let values: Vec<(&str, Value)> = match conventions {
+fn prompting_defaults(prompting: &PromptingDefaults) -> Map<String, Value> {
+    let values: Vec<(&str, Value)> = match prompting {
         PromptingDefaults::Decoder => vec![],
         PromptingDefaults::Encoder(encoder) => vec![
             match &encoder.pooling {
@@ -321,7 +321,7 @@ fn prompting_defaults(conventions: &PromptingDefaults) -> Map<String, Value> {
             vec![("decoder_start", decoder.start_token.into()), ("forced_bos", decoder.forced_bos.into())]
         }
     };
-    let texts = match conventions {
+    let texts = match prompting {
         PromptingDefaults::Encoder(encoder) => encoder.unsupported.iter().map(|it| it.to_string()).collect(),
         PromptingDefaults::Decoder | PromptingDefaults::EncoderDecoder(_) => Vec::new(),
     };

@@ -102,11 +102,11 @@ fn parse_against(text: &str) -> Result<ReferenceWeights, String> {
 
 /// Runs the measurement and prints the report. The exit code is 0, or 130 after an interruption.
 pub fn run(args: PerplexityArgs) -> Result<ExitCode> {
-    let (asked, file, flags) = args.layers();
+    let (options, file, flags) = args.layers();
     let config = Config::from_process(file.as_deref(), flags)?;
     telemetry::start_log(&config.log, || spinner::Stderr);
-    let report = System::new().block_on(measure(&asked, config))?;
-    let text = if asked.json { report.json() } else { report.table() };
+    let report = System::new().block_on(measure(&options, config))?;
+    let text = if options.json { report.json() } else { report.table() };
     print("report", &text)?;
     Ok(if report.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
 }
@@ -127,8 +127,8 @@ impl PerplexityArgs {
 }
 
 /// Evaluates the text until its end or a SIGINT. The report covers what was evaluated.
-async fn measure(asked: &PerplexityOptions, config: Config) -> Result<PerplexityReport> {
-    let subject = Evaluation::open(asked, config).await?;
+async fn measure(options: &PerplexityOptions, config: Config) -> Result<PerplexityReport> {
+    let subject = Evaluation::open(options, config).await?;
     let mut report = PerplexityReport::new(&subject);
     let bar = progress_bar(subject.chunks().len());
     let interrupted = select! {
@@ -205,10 +205,10 @@ mod tests {
         Alone::command().debug_assert();
         let line = "perplexity m --text t --weights q4 --threads 3 --against F32";
         let alone = Alone::try_parse_from(line.split(' ')).unwrap();
-        let (asked, file, flags) = alone.args.layers();
+        let (options, file, flags) = alone.args.layers();
         let config = Config::load(file.as_deref(), flags).unwrap();
         assert_eq!((config.model.path.as_str(), config.device.threads), ("m", 3));
-        assert_eq!(asked.against.unwrap().weights, WeightRules::default());
+        assert_eq!(options.against.unwrap().weights, WeightRules::default());
     }
 
     #[test]

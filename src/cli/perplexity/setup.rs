@@ -44,17 +44,17 @@ pub struct Reference {
 impl Evaluation {
     /// Opens the configured model and the reference, and reads the text; weights are not loaded yet. Fails if
     /// a model is not decoder-only, or if the text or the chunk length does not suit it.
-    pub async fn open(asked: &PerplexityOptions, mut config: Config) -> Result<Evaluation> {
-        let text = read_text(&asked.text)?;
+    pub async fn open(options: &PerplexityOptions, mut config: Config) -> Result<Evaluation> {
+        let text = read_text(&options.text)?;
         config.model = fetch_model_async(config.model.clone(), config.hub.clone()).await?;
         let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
         let (source, tokenizer) = start::open_configured(&model, &config.model)?;
         check_decoder_only(&source, "perplexity supports")?;
         check_config(&config)?;
-        let cut = chunking(asked, &config, &source)?;
+        let cut = chunking(options, &config, &source)?;
         let tokens = tokenize(&text, &tokenizer, &source);
-        let tokens = tokens.with_context(|| format!("{} with {}", asked.text.display(), source.name()))?;
-        let reference = match (&asked.reference, &asked.against) {
+        let tokens = tokens.with_context(|| format!("{} with {}", options.text.display(), source.name()))?;
+        let reference = match (&options.reference, &options.against) {
             (Some(other), against) => {
                 let reference = Reference::open_other_model(other, against.as_ref(), &config).await;
                 let reference = reference.context("--reference")?;
@@ -65,12 +65,12 @@ impl Evaluation {
             (None, Some(against)) => Some(Reference::open(against, &model, &config).context("--against")?),
             (None, None) => None,
         };
-        let limit = asked.limit_chunks.map_or(usize::MAX, |chunks| chunks as usize);
+        let limit = options.limit_chunks.map_or(usize::MAX, |chunks| chunks as usize);
         Ok(Evaluation {
             config,
             source,
             tokenizer,
-            text: asked.text.clone(),
+            text: options.text.clone(),
             tokens,
             chunking: cut,
             limit,
@@ -155,14 +155,14 @@ fn check_config(config: &Config) -> Result<()> {
 }
 
 /// Returns chunk length and stride. Fails if they exceed the model's context or `kv.max_context`.
-fn chunking(asked: &PerplexityOptions, config: &Config, source: &ModelSource) -> Result<Chunking> {
+fn chunking(options: &PerplexityOptions, config: &Config, source: &ModelSource) -> Result<Chunking> {
     let made_for = source.spec.context;
     let limit = config.kv.max_context.map_or(made_for, |limit| limit.min(made_for));
-    let context = asked.context.map_or(DEFAULT_CONTEXT.min(limit), |tokens| tokens as usize);
+    let context = options.context.map_or(DEFAULT_CONTEXT.min(limit), |tokens| tokens as usize);
     if context > limit {
         return Err(usage(format!("--context {context}: {} has a context of {limit} tokens", source.name())));
     }
-    let stride = asked.stride.map_or(context, |tokens| tokens as usize);
+    let stride = options.stride.map_or(context, |tokens| tokens as usize);
     if stride > context {
         return Err(usage(format!("--stride {stride}: must be at most the chunk length, {context}")));
     }

@@ -85,10 +85,10 @@ pub struct PlanArgs {
 
 /// Computes the plan and prints it.
 pub fn run(args: PlanArgs) -> Result<()> {
-    let (asked, config) = args.options()?;
+    let (options, config) = args.options()?;
     telemetry::start_log(&config.log, || spinner::Stderr);
-    let plan = PartitionPlan::new(&asked, config)?;
-    let text = match asked.json {
+    let plan = PartitionPlan::new(&options, config)?;
+    let text = match options.json {
         true => serde_json::to_string_pretty(&plan)? + "\n",
         false => table::text(&plan),
     };
@@ -115,23 +115,23 @@ impl PlanArgs {
         flags.set("device.threads", self.threads);
         flags.set_default("log.level", "warn");
         self.devices.add_to(&mut flags);
-        let (config, is_said) = load_with_several_devices(self.config.as_deref(), flags)?;
+        let (config, is_explicit) = load_with_several_devices(self.config.as_deref(), flags)?;
         let latency = self.link_latency.map(|text| parse_duration(&text)).transpose();
         let latency = latency.map_err(|reason| usage("--link-latency", &reason))?;
         let speed = |text: String| parse_bytes(text.strip_suffix("/s").unwrap_or(&text));
         let speed = self.link_bandwidth.map(speed).transpose();
         let speed = speed.map_err(|reason| usage("--link-bandwidth", &reason))?;
-        let asked = PlanOptions {
+        let options = PlanOptions {
             shape: self.shape,
             hardware: self.hardware,
             link_latency_s: latency.map(|latency| latency.as_secs_f64()),
             link_bandwidth: speed.map(|speed| speed as f64),
             batch: self.batch as usize,
             context: self.context as usize,
-            is_explicit: is_said,
+            is_explicit,
             json: self.json,
         };
-        Ok((asked, config))
+        Ok((options, config))
     }
 }
 
@@ -242,21 +242,20 @@ struct PredictedFigures {
 }
 
 impl PartitionPlan {
-    fn new(asked: &PlanOptions, mut config: Config) -> Result<PartitionPlan> {
+    fn new(options: &PlanOptions, mut config: Config) -> Result<PartitionPlan> {
         let _spinner = spinner::Spinner::start("inspecting model and hardware");
         config.model = start::fetch_model(config.model, &config.hub)?;
-        let subject = PlannedModel::open(asked.shape.as_deref(), &config)?;
-        let hardware = asked.hardware(&config.device)?;
-        let planner =
-            Planner { subject: &subject, hardware: &hardware, options: asked, config: &config.device };
+        let subject = PlannedModel::open(options.shape.as_deref(), &config)?;
+        let hardware = options.hardware(&config.device)?;
+        let planner = Planner { subject: &subject, hardware: &hardware, options, config: &config.device };
         Ok(PartitionPlan {
             model: ModelSummary {
                 name: one_line(&subject.shape.name).into_owned(),
                 layers: subject.shape.layers(),
                 weight_bytes: subject.shape.stored(),
             },
-            batch: asked.batch,
-            context: asked.context,
+            batch: options.batch,
+            context: options.context,
             partitions: planner.partitions(),
             hardware: MachineSummary::new(&hardware, &config.device),
         })

@@ -56,17 +56,14 @@ impl PlannedModel {
             return Ok(());
         };
         let HeadSplit { heads, kv_heads, v_dim, block } = deal;
-        let members_max = deal.max_ranks().max(1);
-        if shard.rank_count() <= members_max {
+        let max_ranks = deal.max_ranks().max(1);
+        if shard.rank_count() <= max_ranks {
             return Ok(());
         }
         let shared = if kv_heads < heads { format!(" on {kv_heads} KV heads") } else { String::new() };
         let blocks =
             if block > 1 { format!(" of {v_dim} values stored in blocks of {block}") } else { String::new() };
-        Err(ShardLimit {
-            reason: format!("its layers have {heads} heads{shared}{blocks}"),
-            max_ranks: members_max,
-        })
+        Err(ShardLimit { reason: format!("its layers have {heads} heads{shared}{blocks}"), max_ranks })
     }
 }
 
@@ -193,9 +190,9 @@ mod tests {
     /// 32.
     #[test]
     fn a_shape_has_at_most_as_many_ranks_as_its_heads_allow() {
-        let most = |text: &str, members: usize| {
+        let most = |text: &str, ranks: usize| {
             let subject = PlannedModel { shape: parse_sizes(text, QuantType::F16).unwrap(), source: None };
-            let shares = vec![1; members];
+            let shares = vec![1; ranks];
             let shard = Shard { encoder: 0..0, decoder: 0..1, rank: 0, shares, experts: Default::default() };
             subject.fits(&shard).map_err(|unfit| (unfit.max_ranks, unfit.reason))
         };

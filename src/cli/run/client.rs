@@ -276,9 +276,9 @@ mod tests {
 
     #[test]
     fn the_rate_leaves_the_first_token_out() {
-        let asked = Instant::now();
-        let first = asked + Duration::from_millis(250);
-        let pace = Timing { sent: asked, first: Some(first), last: first + Duration::from_secs(2) };
+        let sent = Instant::now();
+        let first = sent + Duration::from_millis(250);
+        let pace = Timing { sent, first: Some(first), last: first + Duration::from_secs(2) };
         assert_eq!(pace.describe(Some(11)), "11 tokens, 5.0 tokens/s, first token after 0.250 s");
         assert_eq!(pace.describe(Some(1)), "1 token, first token after 0.250 s");
         assert_eq!(pace.describe(None), "first token after 0.250 s");

@@ -49,11 +49,11 @@ pub fn factories(
     setup: &EngineSetup,
 ) -> Vec<Vec<ExecutorFactory>> {
     let of_stage = |(devices, shards): (&Vec<DeviceName>, Vec<Shard>)| {
-        let member = |(device, shard): (&DeviceName, Shard)| {
+        let rank_factory = |(device, shard): (&DeviceName, Shard)| {
             let part = DevicePart { source: source.clone(), shard, kv: setup.kv, limits: setup.limits };
             factory(*device, config.clone(), part, tokenizer.clone())
         };
-        devices.iter().zip(shards).map(member).collect()
+        devices.iter().zip(shards).map(rank_factory).collect()
     };
     config.groups.iter().zip(setup.partition.shards()).map(of_stage).collect()
 }

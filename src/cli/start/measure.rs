@@ -87,7 +87,7 @@ fn measure_device(config: &DeviceConfig, kind: DeviceKind, memory: f64) -> Resul
 fn combined_bandwidth(config: &DeviceConfig) -> Result<f64> {
     let devices = config.devices().count();
     let (begin, out) = (Arc::new(Barrier::new(devices)), rows_per_device(devices));
-    let reading = |device: &DeviceName| {
+    let start_reading = |device: &DeviceName| {
         let (config, begin, kind) = (config.clone(), begin.clone(), device.kind);
         thread::spawn(move || -> Result<f64> {
             let product = gemm(&config, kind, (out, WIDTH), 1);
@@ -95,7 +95,7 @@ fn combined_bandwidth(config: &DeviceConfig) -> Result<f64> {
             Ok(row_bytes(out) / mean_seconds(product?))
         })
     };
-    let threads: Vec<_> = config.devices().map(reading).collect();
+    let threads: Vec<_> = config.devices().map(start_reading).collect();
     let each =
         threads.into_iter().map(|thread| thread.join().ok().context("a measurement thread has panicked")?);
     each.sum()

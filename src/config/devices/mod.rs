@@ -17,8 +17,7 @@ const DEVICES_MAX: usize = 256;
 
 /// Formats groups in the short form. Parsing the result gives the same groups.
 pub fn format_groups(groups: &[Vec<DeviceName>]) -> String {
-    let stage =
-        |members: &Vec<DeviceName>| members.iter().map(ToString::to_string).collect::<Vec<_>>().join("&");
+    let stage = |ranks: &Vec<DeviceName>| ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join("&");
     groups.iter().map(stage).collect::<Vec<_>>().join(";")
 }
 
@@ -198,7 +197,7 @@ fn parse_list(items: &[Value]) -> Result<Vec<Vec<String>>, String> {
     for item in items {
         match item {
             Value::String(text) => stages.extend(parse_short_form(text)?),
-            Value::Array(members) => stages.push(members.iter().map(parse_item).collect::<Result<_, _>>()?),
+            Value::Array(ranks) => stages.push(ranks.iter().map(parse_item).collect::<Result<_, _>>()?),
             alone => stages.push(vec![parse_item(alone)?]),
         }
     }
@@ -220,7 +219,7 @@ fn parse_item(value: &Value) -> Result<String, String> {
 fn parse_short_form(text: &str) -> Result<Vec<Vec<String>>, String> {
     let stages: Vec<Vec<String>> = text
         .split([';', ','])
-        .map(|stage| stage.split(['&', '|']).map(|member| member.trim().to_string()).collect())
+        .map(|stage| stage.split(['&', '|']).map(|rank| rank.trim().to_string()).collect())
         .collect();
     match stages.iter().flatten().any(String::is_empty) {
         true => Err(format!("'{text}' has an empty entry; the format is 0&1;2&3")),

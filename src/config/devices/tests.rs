@@ -87,7 +87,7 @@ fn invalid_groups_are_rejected_with_a_valid_suggestion() {
 }
 
 #[test]
-fn layers_and_shares_are_as_many_as_stages_and_members() {
+fn layers_and_shares_are_as_many_as_stages_and_ranks() {
     let groups = groups_of("0&1;2").unwrap();
     for same in ["[20, 20]", "20,20", "20;20", "[[20], [20]]"] {
         assert_eq!(parse_layers(&same.into(), &groups), Ok(vec![20, 20]), "{same}");

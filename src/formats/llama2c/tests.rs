@@ -68,9 +68,9 @@ fn plain(at: usize, count: usize) -> Vec<u8> {
 
 /// Tensor number `at` in group-quantized form, with the scales 1, 2 and so on.
 fn grouped(at: usize, count: usize) -> Vec<u8> {
-    let codes = numbers(at, count).into_iter().map(|number| number as i8 as u8);
+    let quants = numbers(at, count).into_iter().map(|number| number as i8 as u8);
     let scales = (0..count / GROUP).flat_map(|group| (group as f32 + 1.0).to_le_bytes());
-    codes.chain(scales).collect()
+    quants.chain(scales).collect()
 }
 
 fn is_grouped(version: u32, name: &str) -> bool {

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_is_replaced_only_when_asked_and_as_a_whole() {
+    fn what_is_there_is_replaced_only_on_request_and_as_a_whole() {
         let scratch = Scratch::new();
         let (file, folder) = (scratch.write("a", b"old"), scratch.path().join("b"));
         fs::create_dir_all(folder.join("1_Pooling")).unwrap();

@@ -58,7 +58,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_would_be_done_to_texts_is_told_where_it_makes_a_difference() {
+    fn unsupported_preprocessing_is_reported_where_it_makes_a_difference() {
         let folder = Scratch::new();
         for (settings, context, expected) in [
             (json!({"max_seq_length": 128, "do_lower_case": false}), 512, &["max_seq_length is 128"][..]),

@@ -62,15 +62,8 @@ struct MatmulCase {
 
 impl MatmulCase {
     fn new(ty: QuantType, rows: usize, n: usize, k: usize, with_bias: bool) -> MatmulCase {
-        let codes = quantize_values(ty, &noise(11, n * k));
-        MatmulCase {
-            ty,
-            n,
-            k,
-            quantized: codes,
-            bias: with_bias.then(|| noise(12, n)),
-            x: noise(13, rows * k),
-        }
+        let quantized = quantize_values(ty, &noise(11, n * k));
+        MatmulCase { ty, n, k, quantized, bias: with_bias.then(|| noise(12, n)), x: noise(13, rows * k) }
     }
 
     /// Returns the number of rows.
@@ -89,10 +82,10 @@ impl MatmulCase {
         let mut weights = vec![0.0; self.n * self.k];
         self.ty.dequantize(&self.quantized, &mut weights);
         let abs = |values: &[f32]| -> Vec<f32> { values.iter().map(|v| v.abs()).collect() };
-        let codes = quantize_values(QuantType::F32, &abs(&weights));
+        let quantized = quantize_values(QuantType::F32, &abs(&weights));
         MatmulCase {
             ty: QuantType::F32,
-            quantized: codes,
+            quantized,
             bias: self.bias.as_deref().map(abs),
             x: abs(&self.x),
             ..*self

@@ -53,9 +53,9 @@ pub(super) fn rope_with_dependence<B: Backend>(
 
 /// Returns spans of sequences with every reserved length.
 fn pieces() -> [TestSpan; 6] {
-    let source = TestSpan::encoder_input(1);
+    let encoder_span = TestSpan::encoder_input(1);
     let (first, second) = (TestSpan::given(2, 100, 5), TestSpan::last(0, 511));
-    [source, first, second, TestSpan::hole(4), TestSpan::given(1, 0, 10), TestSpan::given(3, 300, 5)]
+    [encoder_span, first, second, TestSpan::hole(4), TestSpan::given(1, 0, 10), TestSpan::given(3, 300, 5)]
 }
 
 fn angles_on<B: Backend>(rig: &mut Rig<B>, dims: usize, lengths: LengthDependence) -> Vec<f32> {

@@ -68,15 +68,16 @@ pub fn non_finite_values<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
 /// Tests groups with equal numbers, with a tiny range, and with very small or very large numbers.
 pub fn extreme_groups<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for ty in QuantType::kv_cache_types().filter(|ty| ty.is_blocked()) {
-        for (base, spread) in [(0.375, 0.0), (0.0, 0.0), (0.25, 1e-6), (0.0, 1e-7), (0.0, 1e-41), (0.0, 1e4)]
+        for (minimum, spread) in
+            [(0.375, 0.0), (0.0, 0.0), (0.25, 1e-6), (0.0, 1e-7), (0.0, 1e-41), (0.0, 1e4)]
         {
             let [k, v] = ordinary_kv();
-            let v: Vec<f32> = v.iter().map(|x| base + x * spread).collect();
+            let v: Vec<f32> = v.iter().map(|x| minimum + x * spread).collect();
             let numbers = [k, v];
             let got = attend(&mut Rig::new(make(), limits(32)), ty, &numbers);
             let want = attend(&mut Rig::new(Reference::new(), limits(32)), ty, &numbers);
-            let magnitude = (base + spread) * (1.0 + 0.2 * DIM as f32);
-            let what = format_args!("{ty}, {base} and up to {spread} around it");
+            let magnitude = (minimum + spread) * (1.0 + 0.2 * DIM as f32);
+            let what = format_args!("{ty}, {minimum} and up to {spread} around it");
             assert_close(what, &got, &want, (bounds.attention)(ty), |_| magnitude);
         }
     }

@@ -68,15 +68,15 @@ impl Int8Block {
         let largest = f32::from_bits(largest);
         // For smaller magnitudes the reciprocal overflows.
         let inverse = if largest < 127.0 / f32::MAX { 0.0 } else { 127.0 / largest };
-        let mut codes = [0; INT8_BLOCK_LEN];
-        for (quant, x) in codes.iter_mut().zip(x) {
+        let mut quants = [0; INT8_BLOCK_LEN];
+        for (quant, x) in quants.iter_mut().zip(x) {
             // A float-to-byte conversion would not be vectorized; here the integer is in the low bits of the
             // sum. The clamping is for NaN.
             let rounded = (x * inverse).max(-127.0).min(127.0) + ROUNDING_CONSTANT;
             *quant = rounded.to_bits() as i8;
         }
         let scale = if largest.is_finite() { largest / 127.0 } else { f32::NAN };
-        Int8Block { quants: codes, scale }
+        Int8Block { quants, scale }
     }
 
     /// Dequantizes the block.

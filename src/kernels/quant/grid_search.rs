@@ -113,9 +113,9 @@ impl BestLevels {
     fn try_neighbors<G: GridFormat>(&mut self, run: &WeightedBlock, step: Levels) {
         let Some(line) = self.levels else { return };
         for (across, along) in (-2i8..=2).flat_map(|across| (-2i8..=2).map(move |along| (across, along))) {
-            let base = line.minimum + f32::from(across) * step.minimum;
+            let minimum = line.minimum + f32::from(across) * step.minimum;
             let scale = line.scale + f32::from(along) * step.scale;
-            self.evaluate::<G>(run, G::round_levels(Levels { minimum: base, scale }));
+            self.evaluate::<G>(run, G::round_levels(Levels { minimum, scale }));
         }
     }
 
@@ -193,11 +193,11 @@ impl QuantSums {
         }
         // The minimum that fits the rounded scale.
         let scale = G::round_levels(Levels { minimum: 0.0, scale }).scale;
-        let base = match G::ZERO_QUANT {
+        let minimum = match G::ZERO_QUANT {
             None => (run.wx - scale * wc) / run.w,
             Some(zero) => -f32::from(zero) * scale,
         };
-        let line = G::round_levels(Levels { minimum: base, scale });
+        let line = G::round_levels(Levels { minimum, scale });
         (line.minimum.is_finite() && line.scale.is_finite() && line.scale != 0.0).then_some(line)
     }
 }
@@ -209,8 +209,8 @@ impl<T: AffineFormat> GridFormat for T {
     fn round_levels(line: Levels) -> Levels {
         let mut params = [0; 4];
         T::write_params(line.minimum, line.scale, &mut params[..T::PARAM_BYTES]);
-        let (base, scale) = T::read_params(&params[..T::PARAM_BYTES]);
-        Levels { minimum: base, scale }
+        let (minimum, scale) = T::read_params(&params[..T::PARAM_BYTES]);
+        Levels { minimum, scale }
     }
 
     fn write_block(line: Levels, quants: &[u8], block: &mut [u8]) {

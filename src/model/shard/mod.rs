@@ -56,8 +56,8 @@ pub type TypeLookup<'a> = &'a dyn Fn(&TensorSlice) -> QuantType;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShardError {
     /// More ranks than a part of the stage can be split into.
-    #[error("a stage cannot have {members} ranks: {reason}, so at most {most} can share it")]
-    TooManyRanks { members: usize, most: usize, reason: String },
+    #[error("a stage cannot have {ranks} ranks: {reason}, so at most {most} can share it")]
+    TooManyRanks { ranks: usize, most: usize, reason: String },
     /// Layers that the model does not have, or that are out of order.
     #[error("{0}")]
     InvalidLayers(String),

@@ -28,12 +28,12 @@ pub(super) fn check(spec: &ModelSpec, shard: &Shard, types: TypeLookup) -> Resul
     if let Some(rank) = shard.shares.iter().position(|share| *share == 0) {
         return Err(ShardError::ZeroShare(rank));
     }
-    let members = shard.rank_count();
-    if members == 1 {
+    let ranks = shard.rank_count();
+    if ranks == 1 {
         return Ok(());
     }
     let RankLimit { ranks: most, reason } = smallest_limit(spec, shard, types);
-    if members > most { Err(ShardError::TooManyRanks { members, most, reason }) } else { Ok(()) }
+    if ranks > most { Err(ShardError::TooManyRanks { ranks, most, reason }) } else { Ok(()) }
 }
 
 fn check_layers(spec: &ModelSpec, shard: &Shard) -> Result<(), ShardError> {
@@ -84,11 +84,11 @@ fn stack_limits(
     all.extend(shared_head_limit(name, &stack.layers[own.clone()]));
     for (index, layer) in own.clone().zip(&stack.layers[own]) {
         let what = format!("layer {index} of the {name}");
-        let RankLimit { ranks: members, reason } = match &layer.mlp {
+        let RankLimit { ranks, reason } = match &layer.mlp {
             MlpSpec::Dense(dense) => dense_limit(dense, types),
             MlpSpec::Experts(moe) => moe_limit(moe, experts, types),
         };
-        all.push(RankLimit { ranks: members, reason: format!("{what} has {reason}") });
+        all.push(RankLimit { ranks, reason: format!("{what} has {reason}") });
         all.push(attention_limit(&what, &layer.attention, block));
     }
 }

@@ -142,7 +142,7 @@ fn shares_that_can_be_met_are_met() {
 }
 
 #[test]
-fn heads_have_as_many_members_as_end_with_blocks() {
+fn heads_have_as_many_ranks_as_end_with_blocks() {
     let most = |heads, kv_heads, v_dim, block| {
         let mut attention = open("gqa").spec.decoder.unwrap().layers.swap_remove(0).attention;
         (attention.heads, attention.kv_heads, attention.v_dim) = (heads, kv_heads, v_dim);
@@ -222,7 +222,7 @@ fn is_kv((_, part, role): &SliceKey) -> bool {
 }
 
 #[test]
-fn members_have_everything_together_and_nothing_twice() {
+fn ranks_have_everything_together_and_nothing_twice() {
     let mut tried = 0;
     for (name, source) in all_models() {
         for (shares, experts) in [
@@ -311,13 +311,9 @@ fn who_answers_and_who_hands_on_follows_from_the_layers() {
     let whole = Shard::whole(&source.spec);
     let seams = |encoder, decoder, rank| {
         let shard = Shard { encoder, decoder, rank, shares: vec![1, 1], ..whole.clone() };
-        let StageRole {
-            returns_output: answers,
-            ends_encoder,
-            ends_decoder,
-            forwards_encoder_output: hands_on_source,
-        } = StageRole::for_shard(&source.spec, &shard);
-        [answers, ends_encoder, ends_decoder, hands_on_source]
+        let StageRole { returns_output: answers, ends_encoder, ends_decoder, forwards_encoder_output } =
+            StageRole::for_shard(&source.spec, &shard);
+        [answers, ends_encoder, ends_decoder, forwards_encoder_output]
     };
     assert_eq!(seams(0..1, 0..0, 0), [false, false, false, true]);
     assert_eq!(seams(1..2, 0..1, 0), [false, true, false, true]);
@@ -370,7 +366,7 @@ fn blocks_of_numbers_are_not_cut() {
     }
     let refused =
         source.shard_spec(&stage_shards(&source.spec, &[1, 1, 1], ExpertSplit::Column)[1]).unwrap_err();
-    let ShardError::TooManyRanks { members: 3, most: 2, reason } = refused else { panic!("{refused:?}") };
+    let ShardError::TooManyRanks { ranks: 3, most: 2, reason } = refused else { panic!("{refused:?}") };
     assert!(reason.contains("blocks of 32"), "{reason}");
 }
 

@@ -112,7 +112,7 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
     };
     let o = fill.linear("o", out_bias.then_some("o bias"), &names.o, hidden, heads * v_dim)?;
     let qk_norms = qk_norms(fill, qk_norm, (heads, kv_heads, k_dim))?;
-    let (rope, by_distance) = positions.resolve_layer(fill, (heads, k_dim))?;
+    let (rope, has_relative_bias) = positions.resolve_layer(fill, (heads, k_dim))?;
     Ok(AttentionSpec {
         heads,
         kv_heads,
@@ -122,7 +122,7 @@ fn attention(fill: &mut ResolveContext, positions: &mut Positions) -> Result<Att
         softcap,
         mask,
         rope,
-        has_relative_bias: by_distance,
+        has_relative_bias,
         q,
         k,
         v,

@@ -120,13 +120,13 @@ impl<'f> StackResolver<'f, '_, '_> {
             .iter()
             .map(|given| given.layers.as_ref().map(|pick| self.picked_layers(pick, layers)).transpose())
             .collect::<Result<Vec<_>>>()?;
-        let has_source = self.file.text.kind == Kind::EncoderDecoder && self.name == StackName::Decoder;
+        let has_encoder = self.file.text.kind == Kind::EncoderDecoder && self.name == StackName::Decoder;
         let mut fill = ResolveContext {
             lookups: self.lookups,
             tables: &around,
             prefixes: &self.file.text.prefixes,
             stack: self.name,
-            has_encoder: has_source,
+            has_encoder,
             vocab,
             hidden,
         };

@@ -37,7 +37,7 @@ fn what_config_leaves_out_is_derived_or_has_its_default() {
 }
 
 #[test]
-fn every_value_tells_who_said_it() {
+fn every_value_has_its_origin() {
     let spec = usual(json!({
         "num_key_value_heads": 2, "mlp_bias": true, "rope_theta": 5e5,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
@@ -138,7 +138,7 @@ fn changed(from: &str, to: &str) -> Result<ModelSpec> {
 }
 
 #[test]
-fn what_is_said_in_the_wrong_place_or_not_at_all_is_refused() {
+fn settings_in_the_wrong_place_or_missing_are_refused() {
     let overriding = |text: &str| changed("[tensors]", &format!("[[override]]\n{text}\n[tensors]"));
     for (text, named) in [
         ("layers = { only = [0] }\n[override.head]\nscale = 2.0", "table 'head'"),

@@ -110,7 +110,7 @@ impl LayerCost {
         let all = f64::from(shares.iter().sum::<u32>());
         let deal = self.head_split.filter(|deal| (2..=deal.max_ranks()).contains(&shares.len()));
         let heads = deal.map(|deal| (deal, deal.by_rank(shares)));
-        let member = |(rank, share): (usize, &u32)| {
+        let rank_cost = |(rank, share): (usize, &u32)| {
             let share = f64::from(*share) / all;
             let (queries, kv) = heads.as_ref().map_or((share, share), |(deal, by_rank)| {
                 let own = &by_rank[rank];
@@ -118,7 +118,7 @@ impl LayerCost {
             });
             self.divided * share + self.query_heads * queries + self.kv_heads * kv
         };
-        shares.iter().enumerate().map(member).collect()
+        shares.iter().enumerate().map(rank_cost).collect()
     }
 }
 

@@ -50,7 +50,7 @@ fn the_papers_model_has_its_size() {
 /// A layer's heads and cache match those of the shard for any shares: one KV head is replicated on all ranks
 /// with query heads of it, and three ranks cannot have a third of four heads each.
 #[test]
-fn members_have_the_heads_of_their_shards() {
+fn ranks_have_the_heads_of_their_shards() {
     for (fixture, shares) in [
         ("mqa", &[1, 1][..]),
         ("gqa", &[1, 1, 1, 1]),

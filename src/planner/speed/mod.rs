@@ -94,7 +94,7 @@ fn rank_costs(model: &ModelShape, partition: &Partition) -> Vec<Vec<RankCost>> {
         end = own.end;
         let decoding = own.start.max(first_decoding)..own.end.max(first_decoding);
         let twice = model.duplicate_bytes(&own);
-        let shares: Vec<u32> = stage.ranks.iter().map(|member| member.share).collect();
+        let shares: Vec<u32> = stage.ranks.iter().map(|rank| rank.share).collect();
         let all = f64::from(shares.iter().sum::<u32>());
         let held = sum_by_rank(&units[own], &shares).into_iter().zip(&shares);
         let held = held.map(|(held, share)| ResourceCost {
@@ -160,13 +160,13 @@ impl Estimator<'_> {
     /// Returns the time of the all-reduces of a stage in seconds: each rank receives the others' results one
     /// after another, and after the head their parts of the logits.
     fn all_reduce_seconds(&self, stage: usize, load: Workload) -> f64 {
-        let (members, rows) = (self.costs[stage].len() as f64, load.batch as f64);
-        let others = members - 1.0;
+        let (ranks, rows) = (self.costs[stage].len() as f64, load.batch as f64);
+        let others = ranks - 1.0;
         let sum =
             others * self.hardware.intra_stage_link.seconds(rows * self.model.hidden as f64 * VALUE_BYTES);
         let is_last = stage + 1 == self.costs.len();
-        let logits = rows * self.model.vocab as f64 / members * VALUE_BYTES;
-        let gathered = if is_last && members > 1.0 {
+        let logits = rows * self.model.vocab as f64 / ranks * VALUE_BYTES;
+        let gathered = if is_last && ranks > 1.0 {
             others * self.hardware.intra_stage_link.seconds(logits)
         } else {
             0.0

@@ -5,13 +5,13 @@ use crate::model::partition::StageRank;
 use crate::model::shard::{ExpertSplit, HeadSplit};
 
 /// Returns a partition of n stages with m ranks, with the layers evenly split.
-fn even(model: &ModelShape, stages: usize, members: usize) -> Partition {
+fn even(model: &ModelShape, stages: usize, ranks: usize) -> Partition {
     let each = model.layers() / stages;
-    let member = StageRank { device: "it".to_owned(), share: 1 };
+    let rank = StageRank { device: "it".to_owned(), share: 1 };
     let stage = |number: usize| Stage {
         encoder: 0..0,
         decoder: number * each..(number + 1) * each,
-        ranks: vec![member.clone(); members],
+        ranks: vec![rank.clone(); ranks],
     };
     Partition { stages: (0..stages).map(stage).collect(), experts: ExpertSplit::Column }
 }
@@ -23,7 +23,7 @@ const ONE: Workload = Workload { batch: 1, context: 128, sequences: 4 };
 #[test]
 fn table_5() {
     let model = ModelShape::uniform("falcon-40b", &FALCON_40B);
-    let ours = |stages, members| forecast(&model, &even(&model, stages, members), &v100x4(), ONE);
+    let ours = |stages, ranks| forecast(&model, &even(&model, stages, ranks), &v100x4(), ONE);
     let (layer, tensor, hybrid) = (ours(4, 1), ours(1, 4), ours(2, 2));
     println!("              throughput tok/s    decode tok/s");
     println!("               model   paper     model   paper");
@@ -170,7 +170,7 @@ fn slow_devices_leave_the_shared_memory_to_fast_ones() {
 /// Four heads are split over three ranks as two, one and one, and all ranks wait for the first. With shares
 /// 1:1:4, eight heads on two KV heads are split as two, two and four, and each rank has one KV head.
 #[test]
-fn members_have_whole_heads() {
+fn ranks_have_whole_heads() {
     let (mut model, hardware) = by_hand();
     let mut dealt = |kv_heads| {
         for layer in &mut model.decoder.as_mut().unwrap().layers {
@@ -252,7 +252,7 @@ fn a_shared_table_is_held_once() {
     (stack.embedding, stack.head) = (table, table);
     model.shared_tables.push(SharedTable { first: 0, last: 1, stored: 30.0 });
     let load = Workload { batch: 1, context: 0, sequences: 1 };
-    let bytes = |stages, members| forecast(&model, &even(&model, stages, members), &hardware, load).bytes;
+    let bytes = |stages, ranks| forecast(&model, &even(&model, stages, ranks), &hardware, load).bytes;
     assert_eq!(bytes(1, 1), [[230.0]]);
     assert_eq!(bytes(1, 2), [[115.0, 115.0]]);
     assert_eq!(bytes(2, 1), [[130.0], [130.0]]);
@@ -260,7 +260,7 @@ fn a_shared_table_is_held_once() {
 
 /// One KV head on four ranks: each has a copy, with its cache and reads.
 #[test]
-fn replicated_kv_heads_are_held_by_all_members() {
+fn replicated_kv_heads_are_held_by_all_ranks() {
     let (mut model, hardware) = by_hand();
     for layer in &mut model.decoder.as_mut().unwrap().layers {
         layer.kv_heads = ResourceCost { stored: 8.0, kv: 4.0, ..ResourceCost::default() };

@@ -32,17 +32,18 @@ pub struct ShardLimit {
 /// value, if there is one; there is none if memory is insufficient.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PartitionError {
-    #[error("device.groups: {asked} makes {stages} stages, but the model has {layers} {}; {nearest}",
+    #[error("device.groups: {requested} makes {stages} stages, but the model has {layers} {}; {nearest}",
             if *.layers == 1 { "layer" } else { "layers" })]
-    TooManyStages { asked: String, stages: usize, layers: usize, nearest: String },
-    #[error("device.groups: stage {stage} of {asked} has {members} ranks, but {reason}; {nearest}")]
-    TooManyRanks { asked: String, stage: usize, members: usize, reason: String, nearest: String },
-    #[error("device.layers: {asked:?} adds up to {sum} layers, but the model has {layers}; {nearest}")]
-    WrongLayerSum { asked: Vec<usize>, sum: usize, layers: usize, nearest: String },
+    TooManyStages { requested: String, stages: usize, layers: usize, nearest: String },
+    #[error("device.groups: stage {stage} of {requested} has {ranks} ranks, but {reason}; {nearest}")]
+    TooManyRanks { requested: String, stage: usize, ranks: usize, reason: String, nearest: String },
+    #[error("device.layers: {requested:?} adds up to {sum} layers, but the model has {layers}; {nearest}")]
+    WrongLayerSum { requested: Vec<usize>, sum: usize, layers: usize, nearest: String },
     #[error(
-        "device.groups: no split of the model's {layers} layers into {asked} fits the memory of each device"
+        "device.groups: no split of the model's {layers} layers into {requested} fits the memory of each \
+         device"
     )]
-    InsufficientMemory { asked: String, layers: usize },
+    InsufficientMemory { requested: String, layers: usize },
 }
 
 /// Splits a model as configured by `config`. What the configuration leaves open is chosen by the speed and
@@ -85,7 +86,7 @@ impl Partitioner<'_> {
         }
         let counts = match &config.layers[..] {
             [] => self.balanced_counts(config).ok_or(Conflict::Memory)?,
-            asked if asked.iter().sum::<usize>() == layers => asked.to_vec(),
+            requested if requested.iter().sum::<usize>() == layers => requested.to_vec(),
             _ => return Err(Conflict::Layers),
         };
         let partition = build_partition(config, self.model, &counts);
@@ -115,24 +116,24 @@ impl Partitioner<'_> {
     }
 
     fn error(&self, config: &DeviceConfig, obstacle: Conflict) -> PartitionError {
-        let (asked, layers) = (format_groups(&config.groups), self.model.layers());
+        let (requested, layers) = (format_groups(&config.groups), self.model.layers());
         match obstacle {
             Conflict::Stages => {
                 let (stages, nearest) = (config.groups.len(), self.nearest(config));
-                PartitionError::TooManyStages { asked, stages, layers, nearest }
+                PartitionError::TooManyStages { requested, stages, layers, nearest }
             }
             Conflict::Layers => {
-                let (asked, sum) = (config.layers.clone(), config.layers.iter().sum());
+                let (requested, sum) = (config.layers.clone(), config.layers.iter().sum());
                 let nearest = self.nearest_counts(config);
-                PartitionError::WrongLayerSum { asked, sum, layers, nearest }
+                PartitionError::WrongLayerSum { requested, sum, layers, nearest }
             }
-            Conflict::Memory => PartitionError::InsufficientMemory { asked, layers },
+            Conflict::Memory => PartitionError::InsufficientMemory { requested, layers },
             Conflict::Ranks { stage, limit: unfit } => {
-                let (members, nearest) = (config.groups[stage].len(), self.nearest(config));
+                let (ranks, nearest) = (config.groups[stage].len(), self.nearest(config));
                 PartitionError::TooManyRanks {
-                    asked,
+                    requested,
                     stage: stage + 1,
-                    members,
+                    ranks,
                     reason: unfit.reason,
                     nearest,
                 }
@@ -176,9 +177,9 @@ impl Partitioner<'_> {
 }
 
 /// Splits the ranks of a stage into as few stages as possible, at least two, with at most `most` ranks each.
-fn split_stage(members: &[DeviceName], most: usize) -> Groups {
-    let stages = members.len().div_ceil(most.clamp(1, members.len() - 1));
-    members.chunks(members.len().div_ceil(stages)).map(<[DeviceName]>::to_vec).collect()
+fn split_stage(ranks: &[DeviceName], most: usize) -> Groups {
+    let stages = ranks.len().div_ceil(most.clamp(1, ranks.len() - 1));
+    ranks.chunks(ranks.len().div_ceil(stages)).map(<[DeviceName]>::to_vec).collect()
 }
 
 /// Returns the text that names the keys to reset if the groups change.
@@ -232,11 +233,11 @@ impl RankLoad {
 
 /// Scales layer counts to a sum of `layers`, keeping their proportions as well as whole numbers of at least 1
 /// allow.
-fn rescale_counts(asked: &[usize], layers: usize) -> Vec<usize> {
-    let sum = asked.iter().sum::<usize>() as f64;
+fn rescale_counts(requested: &[usize], layers: usize) -> Vec<usize> {
+    let sum = requested.iter().sum::<usize>() as f64;
     let wanted = |count: usize| count as f64 * layers as f64 / sum;
-    let mut counts: Vec<usize> = asked.iter().map(|count| (wanted(*count) as usize).max(1)).collect();
-    let short = |counts: &[usize], stage: usize| wanted(asked[stage]) - counts[stage] as f64;
+    let mut counts: Vec<usize> = requested.iter().map(|count| (wanted(*count) as usize).max(1)).collect();
+    let short = |counts: &[usize], stage: usize| wanted(requested[stage]) - counts[stage] as f64;
     let by_want = |counts: &[usize], a: usize, b: usize| short(counts, a).total_cmp(&short(counts, b));
     // The stage furthest below its target gets a layer; the stage furthest above loses one.
     while counts.iter().sum::<usize>() < layers {
@@ -260,11 +261,11 @@ fn build_partition(config: &DeviceConfig, model: &ModelShape, counts: &[usize]) 
     let stage = |(stage, devices): (usize, &Vec<DeviceName>)| {
         let end = start + counts[stage];
         let layers = std::mem::replace(&mut start, end)..end;
-        let member = |(device, share): (&DeviceName, u32)| StageRank { device: device.to_string(), share };
+        let rank = |(device, share): (&DeviceName, u32)| StageRank { device: device.to_string(), share };
         Stage {
             encoder: layers.start.min(encoder)..layers.end.min(encoder),
             decoder: layers.start.max(encoder) - encoder..layers.end.max(encoder) - encoder,
-            ranks: devices.iter().zip(config.stage_shares(stage)).map(member).collect(),
+            ranks: devices.iter().zip(config.stage_shares(stage)).map(rank).collect(),
         }
     };
     let stages = config.groups.iter().enumerate().map(stage).collect();

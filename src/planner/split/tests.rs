@@ -55,26 +55,26 @@ fn refused(settings: &[(&'static str, &str)]) -> String {
 fn table_4_is_what_the_paper_draws() {
     let partition = split(&TABLE_4, &[("device.groups", "0&1;2&3")]).unwrap();
     assert_eq!((partition.stages[0].decoder.clone(), partition.stages[1].decoder.clone()), (0..20, 20..40));
-    let members = |stage: usize| {
+    let ranks = |stage: usize| {
         partition.stages[stage].ranks.iter().map(|m| (m.device.as_str(), m.share)).collect::<Vec<_>>()
     };
-    assert_eq!(members(0), [("cpu:0", 1), ("cpu:1", 1)]);
-    assert_eq!(members(1), [("cpu:2", 1), ("cpu:3", 1)]);
+    assert_eq!(ranks(0), [("cpu:0", 1), ("cpu:1", 1)]);
+    assert_eq!(ranks(1), [("cpu:2", 1), ("cpu:3", 1)]);
 }
 
 #[test]
 fn every_split_has_every_layer_once_and_in_order() {
     for sizes in [vec![1], vec![2, 1], vec![1, 2, 1], vec![1; 7], vec![3, 1, 1, 2]] {
         let mut numbers = 0..;
-        let mut stage = |members: &usize| -> Vec<String> {
-            numbers.by_ref().take(*members).map(|number: usize| number.to_string()).collect()
+        let mut stage = |ranks: &usize| -> Vec<String> {
+            numbers.by_ref().take(*ranks).map(|number: usize| number.to_string()).collect()
         };
-        let stages: Vec<String> = sizes.iter().map(|members| stage(members).join("&")).collect();
+        let stages: Vec<String> = sizes.iter().map(|ranks| stage(ranks).join("&")).collect();
         let partition = split(&FALCON_40B, &[("device.groups", &stages.join(";"))]).unwrap();
         let mut next = 0;
-        for (stage, members) in partition.stages.iter().zip(&sizes) {
+        for (stage, ranks) in partition.stages.iter().zip(&sizes) {
             assert!(stage.decoder.start == next && !stage.decoder.is_empty(), "{partition:?}");
-            assert_eq!((stage.ranks.len(), stage.encoder.clone()), (*members, 0..0));
+            assert_eq!((stage.ranks.len(), stage.encoder.clone()), (*ranks, 0..0));
             next = stage.decoder.end;
         }
         assert_eq!(next, 60);
@@ -176,13 +176,13 @@ fn refusals_give_the_reason_and_the_nearest_possible() {
 
 #[test]
 fn the_nearest_counts_sum_up_and_leave_nobody_without() {
-    for (asked, layers, nearest) in [
+    for (requested, layers, nearest) in [
         (vec![1, 1, 1], 7, vec![3, 2, 2]),
         (vec![100, 1, 1], 5, vec![3, 1, 1]),
         (vec![1, 9], 2, vec![1, 1]),
         (vec![2, 1], 9, vec![6, 3]),
     ] {
-        assert_eq!(rescale_counts(&asked, layers), nearest, "{asked:?} for {layers}");
+        assert_eq!(rescale_counts(&requested, layers), nearest, "{requested:?} for {layers}");
     }
 }
 
@@ -247,7 +247,7 @@ fn of_units(layers: usize, unit: LayerCost) -> StackShape {
 
 /// With four heads on three ranks one has two: the stage is as fast as two devices.
 #[test]
-fn a_stage_is_as_fast_as_the_member_with_most_heads() {
+fn a_stage_is_as_fast_as_the_rank_with_most_heads() {
     let deal = Some(HeadSplit { heads: 4, kv_heads: 4, v_dim: 1, block: 1 });
     let unit = LayerCost { query_heads: stored(1.0), head_split: deal, ..LayerCost::default() };
     let shape = ModelShape { decoder: Some(of_units(12, unit)), ..ModelShape::uniform("it", &TABLE_4) };
@@ -257,7 +257,7 @@ fn a_stage_is_as_fast_as_the_member_with_most_heads() {
 
 /// Both ranks have a copy of the only KV head.
 #[test]
-fn members_need_room_for_a_kv_head_that_both_have() {
+fn ranks_need_room_for_a_kv_head_that_both_have() {
     let deal = Some(HeadSplit { heads: 2, kv_heads: 1, v_dim: 1, block: 1 });
     let unit =
         LayerCost { divided: stored(10.0), kv_heads: stored(10.0), head_split: deal, ..LayerCost::default() };

@@ -1,7 +1,7 @@
 //! Tests of the embeddings API with a fake encoder-only engine.
 
 use super::encoder_server::{
-    EMBEDDINGS, FILL_MASK, LONGEST, MASK, around, begin, conventions, encoder, encoder_server, play, post,
+    EMBEDDINGS, FILL_MASK, LONGEST, MASK, around, begin, encoder, encoder_server, play, post, prompting,
     server_for, server_with_config,
 };
 use super::test_server::{COMPLETIONS, TestServer, wait_until};
@@ -42,24 +42,24 @@ async fn a_text_becomes_a_normalized_vector() {
 async fn every_form_of_input_keeps_its_order() {
     let mut server = encoder_server();
     let long: Vec<u32> = (0..LONGEST as u32).collect();
-    for (input, sources) in [
+    for (input, encoder_inputs) in [
         (json!(["a", "bc"]), vec![around("a"), around("bc")]),
         (json!([7, 8]), vec![vec![7, 8]]),
         (json!([[7], long, [MASK]]), vec![vec![7], long.clone(), vec![MASK]]),
     ] {
-        let answers = (0..sources.len()).map(|index| vector(&[index as f32, 0.0, 1.0])).collect();
+        let answers = (0..encoder_inputs.len()).map(|index| vector(&[index as f32, 0.0, 1.0])).collect();
         let body = json!({ "input": input, "normalize": false });
         let (requests, response) = play(&mut server, EMBEDDINGS, body, answers).await;
         assert!(
-            requests.iter().map(|request| request.encoder_input.to_vec()).eq(sources.iter().cloned()),
+            requests.iter().map(|request| request.encoder_input.to_vec()).eq(encoder_inputs.iter().cloned()),
             "{input}"
         );
         let answer = response.json();
-        for index in 0..sources.len() {
+        for index in 0..encoder_inputs.len() {
             let one = json!({ "object": "embedding", "index": index, "embedding": [index as f32, 0.0, 1.0] });
             assert_eq!(answer["data"][index], one);
         }
-        let tokens: usize = sources.iter().map(Vec::len).sum();
+        let tokens: usize = encoder_inputs.iter().map(Vec::len).sum();
         assert_eq!(answer["usage"], json!({ "prompt_tokens": tokens, "total_tokens": tokens }));
     }
     let body = json!({ "input": "a", "add_special_tokens": false });
@@ -81,7 +81,7 @@ async fn base64_is_of_single_precision_little_endian() {
 #[actix_web::test]
 async fn a_vector_is_truncated_then_normalized() {
     let mut server = encoder_server();
-    for (wish, made, expected) in [
+    for (params, made, expected) in [
         (json!({ "dimensions": 2 }), [0.0, 2.0, 9.0], vec![0.0, 1.0]),
         (json!({ "dimensions": 1 }), [-2.0, 2.0, 9.0], vec![-1.0]),
         (json!({ "dimensions": 2, "normalize": false }), [0.0, 2.0, 9.0], vec![0.0, 2.0]),
@@ -89,10 +89,10 @@ async fn a_vector_is_truncated_then_normalized() {
         (json!({ "dimensions": 3 }), [0.0, 0.0, 1e-30], vec![0.0, 0.0, 1.0]),
         (json!({}), [0.0, 3e38, 0.0], vec![0.0, 1.0, 0.0]),
     ] {
-        let mut body = wish.clone();
+        let mut body = params.clone();
         body["input"] = "a".into();
         let (_, response) = play(&mut server, EMBEDDINGS, body, vec![vector(&made)]).await;
-        assert_eq!(response.json()["data"][0]["embedding"], json!(expected), "{wish}");
+        assert_eq!(response.json()["data"][0]["embedding"], json!(expected), "{params}");
     }
     server.close().await;
 }
@@ -102,15 +102,16 @@ async fn a_request_overrides_pooling_and_normalization() {
     let own = EncoderOnlyPrompting {
         normalize: false,
         pooling: PoolingConfig::Supported(Pooling::Last),
-        ..conventions()
+        ..prompting()
     };
     let mut server = server_for(encoder(own));
-    for (wish, pooling, length) in [
+    for (params, pooling, length) in [
         (json!({ "input": "a" }), Pooling::Last, 2.0),
         (json!({ "input": "a", "pooling": "mean", "normalize": true }), Pooling::Mean, 1.0),
         (json!({ "input": "a", "pooling": "cls" }), Pooling::Cls, 2.0),
     ] {
-        let (requests, response) = play(&mut server, EMBEDDINGS, wish, vec![vector(&[0.0, 2.0, 0.0])]).await;
+        let (requests, response) =
+            play(&mut server, EMBEDDINGS, params, vec![vector(&[0.0, 2.0, 0.0])]).await;
         assert_eq!(requests[0].task, Task::Embed(pooling));
         assert_eq!(response.json()["data"][0]["embedding"][1], length);
     }
@@ -120,7 +121,7 @@ async fn a_request_overrides_pooling_and_normalization() {
 /// Some tokenizers have more tokens than the model's vocabulary.
 #[actix_web::test]
 async fn a_token_outside_the_models_vocabulary_is_named_with_its_text() {
-    let server = server_for(ModelInfo { vocab: 258, ..encoder(conventions()) });
+    let server = server_for(ModelInfo { vocab: 258, ..encoder(prompting()) });
     let response = post(&server, EMBEDDINGS, &json!({ "input": ["a", "b<mask>"] })).await;
     assert_eq!((response.status, response.error().1), (400, json!("input")));
     let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
@@ -133,7 +134,7 @@ async fn a_token_outside_the_models_vocabulary_is_named_with_its_text() {
 async fn an_unsupported_pooling_is_rejected_unless_the_request_sets_one() {
     let unserved =
         UnsupportedSetting { file: "/secret/place".into(), reason: "the pooling mode is max".into() };
-    let own = EncoderOnlyPrompting { pooling: PoolingConfig::Unsupported(unserved), ..conventions() };
+    let own = EncoderOnlyPrompting { pooling: PoolingConfig::Unsupported(unserved), ..prompting() };
     let mut server = server_for(encoder(own));
     let response = post(&server, EMBEDDINGS, &json!({ "input": "a" })).await;
     assert_eq!((response.status, response.error().1), (400, json!("pooling")));
@@ -198,7 +199,7 @@ async fn errors_name_the_parameter() {
 #[actix_web::test]
 async fn the_wrong_endpoint_names_the_right_ones() {
     let encoders = encoder_server();
-    let headless = server_for(ModelInfo { endpoints: vec![EMBEDDINGS], ..encoder(conventions()) });
+    let headless = server_for(ModelInfo { endpoints: vec![EMBEDDINGS], ..encoder(prompting()) });
     let decoders = TestServer::start();
     let both = "/v1/embeddings and /v1/fill-mask";
     for (server, path, kind, right) in [
@@ -228,7 +229,7 @@ fn through(sender: &EventSender) {
 /// order.
 #[actix_web::test]
 async fn many_texts_leave_capacity_for_others() {
-    let mut server = server_for(ModelInfo { max_choices: 6, ..encoder(conventions()) });
+    let mut server = server_for(ModelInfo { max_choices: 6, ..encoder(prompting()) });
     let client = begin(&server, EMBEDDINGS, &json!({ "input": ["a", "b", "c", "d", "e"] })).await;
     let mut senders = Vec::new();
     for (text, ends) in [("a", None), ("b", None), ("c", Some(1)), ("d", Some(0)), ("e", None)] {
@@ -249,7 +250,7 @@ async fn many_texts_leave_capacity_for_others() {
 /// A request whose first texts were accepted is in flight, including its remaining texts.
 #[actix_web::test]
 async fn draining_still_submits_the_remaining_texts() {
-    let mut server = server_for(ModelInfo { max_choices: 6, ..encoder(conventions()) });
+    let mut server = server_for(ModelInfo { max_choices: 6, ..encoder(prompting()) });
     let client = begin(&server, EMBEDDINGS, &json!({ "input": ["a", "b", "c", "d", "e"] })).await;
     let mut senders = Vec::new();
     for _ in 0..3 {
@@ -292,7 +293,7 @@ async fn one_failed_text_fails_the_request() {
 
 #[actix_web::test]
 async fn the_time_limit_ends_a_request() {
-    let mut server = server_with_config(encoder(conventions()), |config| {
+    let mut server = server_with_config(encoder(prompting()), |config| {
         config.request_timeout = Some(Duration::from_millis(1));
     });
     let client = begin(&server, EMBEDDINGS, &json!({ "input": "a" })).await;

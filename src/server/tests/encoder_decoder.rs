@@ -57,20 +57,23 @@ async fn ask(server: &mut TestServer, body: Value) -> (Request, Response) {
 }
 
 #[actix_web::test]
-async fn the_prompt_is_the_source_and_the_decoder_starts() {
-    for (forced, opening) in [(None, vec![EOS]), (Some(DE), vec![EOS, DE])] {
+async fn the_prompt_is_the_encoder_input_and_the_decoder_starts() {
+    for (forced, start_ids) in [(None, vec![EOS]), (Some(DE), vec![EOS, DE])] {
         let mut server = translation_server(forced);
         let body = json!({ "prompt": "ab", "return_token_ids": true, "max_tokens": 3 });
         let (request, response) = server.exchange(body, answer("xyz")).await;
-        assert_eq!((&request.encoder_input[..], &request.prompt[..]), (&[EN, 97, 98, EOS][..], &opening[..]));
+        assert_eq!(
+            (&request.encoder_input[..], &request.prompt[..]),
+            (&[EN, 97, 98, EOS][..], &start_ids[..])
+        );
         assert_eq!(request.max_tokens, 3);
         let mut json = response.json();
         let usage = json["usage"].take();
-        assert_eq!(usage["prompt_tokens"], 4 + opening.len(), "of encoder input and decoder start");
+        assert_eq!(usage["prompt_tokens"], 4 + start_ids.len(), "of encoder input and decoder start");
         let choice = json!({
             "index": 0, "text": "xyz", "logprobs": null, "finish_reason": "length",
             "token_ids": [120, 121, 122], "prompt_token_ids": [EN, 97, 98, EOS],
-            "decoder_prompt_token_ids": opening
+            "decoder_prompt_token_ids": start_ids
         });
         assert_eq!(json["choices"], json!([choice]));
         server.close().await;
@@ -80,7 +83,7 @@ async fn the_prompt_is_the_source_and_the_decoder_starts() {
 #[actix_web::test]
 async fn the_request_determines_the_decoder_start() {
     let mut server = translation_server(Some(FR));
-    for (wish, opening) in [
+    for (params, start_ids) in [
         (json!({ "forced_bos_token": "__de__" }), vec![EOS, DE]),
         (json!({ "forced_bos_token": "de" }), vec![EOS, DE]),
         (json!({ "forced_bos_token": "</s>" }), vec![EOS, EOS]),
@@ -93,11 +96,11 @@ async fn the_request_determines_the_decoder_start() {
         (json!({ "decoder_prompt": [BOS, 104] }), vec![BOS, 104]),
         (json!({ "decoder_prompt": null, "forced_bos_token_id": null }), vec![EOS, FR]),
     ] {
-        let mut body = wish.clone();
+        let mut body = params.clone();
         body["prompt"] = "a".into();
         let (request, response) = ask(&mut server, body).await;
-        assert_eq!(request.prompt[..], opening[..], "{wish}: {}", response.body);
-        assert_eq!(request.encoder_input[..], [EN, 97, EOS], "{wish}");
+        assert_eq!(request.prompt[..], start_ids[..], "{params}: {}", response.body);
+        assert_eq!(request.encoder_input[..], [EN, 97, EOS], "{params}");
     }
     server.close().await;
 }
@@ -111,11 +114,11 @@ async fn the_language_token_is_set() {
         (&[], &["</s>"], vec![DE, 97, EOS]),
         (&["<s>"], &["</s>"], vec![DE, BOS, 97, EOS]),
     ];
-    for (before, after, source) in cases {
+    for (before, after, encoder_input) in cases {
         let mut server = server_with_tokens(translator(None), before, after);
         for name in ["de", "__de__"] {
             let (request, _) = ask(&mut server, json!({ "prompt": "a", "source_lang": name })).await;
-            assert_eq!(request.encoder_input[..], source[..], "{before:?} {after:?}");
+            assert_eq!(request.encoder_input[..], encoder_input[..], "{before:?} {after:?}");
         }
         let bare = json!({ "prompt": "a", "source_lang": "de", "add_special_tokens": false });
         assert_eq!(ask(&mut server, bare).await.0.encoder_input[..], [DE, 97]);
@@ -126,22 +129,22 @@ async fn the_language_token_is_set() {
 }
 
 #[actix_web::test]
-async fn each_source_gets_its_choices() {
+async fn each_encoder_input_gets_its_choices() {
     let mut server = translation_server(None);
     let client = server
         .send(r#"{"prompt": ["a", "bc"], "n": 2, "seed": 3, "stream": true, "return_token_ids": true}"#)
         .await;
-    for (source, seed) in [("a", 3), ("a", 4), ("bc", 3), ("bc", 4)] {
+    for (prompt, seed) in [("a", 3), ("a", 4), ("bc", 3), ("bc", 4)] {
         let (request, sender) = server.next_request().await;
-        assert_eq!((request.encoder_input.len(), request.sampling.seed), (source.len() + 2, seed));
-        answer(source).into_iter().for_each(|event| sender.send(event));
+        assert_eq!((request.encoder_input.len(), request.sampling.seed), (prompt.len() + 2, seed));
+        answer(prompt).into_iter().for_each(|event| sender.send(event));
     }
     let events = client.response().await.events();
-    for (index, source) in ["a", "a", "bc", "bc"].iter().enumerate() {
+    for (index, prompt) in ["a", "a", "bc", "bc"].iter().enumerate() {
         let mine =
             || events.iter().map(|event| &event["choices"][0]).filter(|choice| choice["index"] == index);
         let text: String = mine().map(|choice| choice["text"].as_str().unwrap()).collect();
-        assert_eq!(text, *source);
+        assert_eq!(text, *prompt);
         assert_eq!(mine().filter(|choice| choice.get("decoder_prompt_token_ids").is_some()).count(), 1);
     }
     server.close().await;
@@ -170,7 +173,7 @@ async fn echo_repeats_the_decoder_prompt() {
 #[actix_web::test]
 async fn errors_name_the_parameter() {
     let server = translation_server(None);
-    for (wish, code, param, part) in [
+    for (params, code, param, part) in [
         (json!({ "decoder_prompt": 5 }), "invalid_value", "decoder_prompt", "not 5"),
         (json!({ "decoder_prompt": [] }), "invalid_value", "decoder_prompt", "at least one token id"),
         (json!({ "decoder_prompt": [261] }), "invalid_value", "decoder_prompt", "token id 261"),
@@ -209,7 +212,7 @@ async fn errors_name_the_parameter() {
         ),
     ] {
         let mut body = json!({ "prompt": "a" });
-        body.as_object_mut().unwrap().extend(wish.as_object().unwrap().clone());
+        body.as_object_mut().unwrap().extend(params.as_object().unwrap().clone());
         let response = server.post(&body.to_string()).await;
         let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
         assert_eq!(
@@ -233,7 +236,7 @@ async fn errors_name_the_index_of_the_prompt() {
         |_| {},
         DEADLINE,
     );
-    for (wish, code, param, part) in [
+    for (params, code, param, part) in [
         (
             json!({ "prompt": ["a", vec!["b"; 13].concat()] }),
             "context_length_exceeded",
@@ -254,7 +257,7 @@ async fn errors_name_the_index_of_the_prompt() {
         (json!({ "decoder_prompt": vec![1; 21] }), "context_length_exceeded", "decoder_prompt", "21 tokens"),
     ] {
         let mut body = json!({ "prompt": ["a", "b"] });
-        body.as_object_mut().unwrap().extend(wish.as_object().unwrap().clone());
+        body.as_object_mut().unwrap().extend(params.as_object().unwrap().clone());
         let response = short.post(&body.to_string()).await;
         let message = response.json()["error"]["message"].as_str().unwrap().to_owned();
         assert_eq!(response.error(), (code.into(), json!(param)), "{body}: {message}");
@@ -279,13 +282,13 @@ async fn decoder_start_ids_are_shared() {
 #[actix_web::test]
 async fn endpoints_and_parameters_depend_on_the_kind_of_model() {
     let decoders = TestServer::start();
-    for (wish, param) in [
+    for (params, param) in [
         (json!({ "decoder_prompt": "a" }), "decoder_prompt"),
         (json!({ "forced_bos_token": "a" }), "forced_bos_token"),
         (json!({ "forced_bos_token_id": 1 }), "forced_bos_token_id"),
         (json!({ "source_lang": "en" }), "source_lang"),
     ] {
-        let mut body = wish;
+        let mut body = params;
         body["prompt"] = "a".into();
         let response = decoders.post(&body.to_string()).await;
         assert_eq!(response.error(), ("unsupported_parameter".into(), json!(param)));

@@ -18,7 +18,7 @@ pub const MASK: u32 = 258;
 /// Maximum number of tokens of a text.
 pub const LONGEST: usize = 16;
 
-pub fn conventions() -> EncoderOnlyPrompting {
+pub fn prompting() -> EncoderOnlyPrompting {
     EncoderOnlyPrompting {
         dimensions: 3,
         pooling: PoolingConfig::Supported(Pooling::Cls),
@@ -29,7 +29,7 @@ pub fn conventions() -> EncoderOnlyPrompting {
     }
 }
 
-pub fn encoder(conventions: EncoderOnlyPrompting) -> ModelInfo {
+pub fn encoder(prompting: EncoderOnlyPrompting) -> ModelInfo {
     ModelInfo {
         kind: Kind::Encoder,
         encoder_context: LONGEST,
@@ -37,7 +37,7 @@ pub fn encoder(conventions: EncoderOnlyPrompting) -> ModelInfo {
         context: LONGEST,
         vocab: 259,
         endpoints: vec![EMBEDDINGS, FILL_MASK],
-        prompting: PromptingDefaults::Encoder(conventions),
+        prompting: PromptingDefaults::Encoder(prompting),
         ..model()
     }
 }
@@ -61,7 +61,7 @@ pub fn server_with_config(model: ModelInfo, configure: impl FnOnce(&mut ServerCo
 }
 
 pub fn encoder_server() -> TestServer {
-    server_for(encoder(conventions()))
+    server_for(encoder(prompting()))
 }
 
 pub async fn begin(server: &TestServer, path: &str, body: &Value) -> Client {

@@ -38,8 +38,8 @@ async fn each_prompt_gets_its_choices_with_seeds_of_their_own() {
             "stream_options": if stream { json!({ "include_usage": true }) } else { Value::Null },
         });
         let (requests, response) = play_all(&mut server, body, answers()).await;
-        let asked: Vec<_> = requests.iter().map(|r| (r.prompt.to_vec(), r.sampling.seed)).collect();
-        assert_eq!(asked, [(vec![97], 9), (vec![97], 10), (vec![98, 99], 9), (vec![98, 99], 10)]);
+        let requested: Vec<_> = requests.iter().map(|r| (r.prompt.to_vec(), r.sampling.seed)).collect();
+        assert_eq!(requested, [(vec![97], 9), (vec![97], 10), (vec![98, 99], 9), (vec![98, 99], 10)]);
         let usage = json!({ "prompt_tokens": 3, "completion_tokens": 15, "total_tokens": 18 });
         let ids = |text: &str| json!(text.bytes().collect::<Vec<_>>());
         if stream {
@@ -221,7 +221,7 @@ async fn the_last_token_is_counted_and_listed() {
 }
 
 #[actix_web::test]
-async fn special_tokens_show_if_asked_for() {
+async fn special_tokens_show_on_request() {
     let mut server = TestServer::start();
     let events = || vec![TokenEvent::Token(bare(256)), TokenEvent::Finished(FinishReason::Stop)];
     for (skip, text) in [(true, ""), (false, "<s>")] {

@@ -516,17 +516,20 @@ async fn long_bodies_take_turns_and_all_are_served() {
 
 #[actix_web::test]
 async fn excess_waiters_for_long_bodies_are_rejected_and_cancelled_ones_no_longer_counted() {
-    let turns = super::BoundedSemaphore::new(1);
-    let held = turns.acquire().await.unwrap();
+    let semaphore = super::BoundedSemaphore::new(1);
+    let held = semaphore.acquire().await.unwrap();
     let mut waiting: Vec<_> =
-        (0..super::BoundedSemaphore::WAITERS_MAX).map(|_| Box::pin(turns.acquire())).collect();
+        (0..super::BoundedSemaphore::WAITERS_MAX).map(|_| Box::pin(semaphore.acquire())).collect();
     for wait in &mut waiting {
         assert!(wait.as_mut().now_or_never().is_none());
     }
     let limit = super::BoundedSemaphore::WAITERS_MAX;
-    assert_eq!(turns.acquire().await.map(drop), Err(RequestError::Busy { coming: 1, waiting: limit, limit }));
+    assert_eq!(
+        semaphore.acquire().await.map(drop),
+        Err(RequestError::Busy { coming: 1, waiting: limit, limit })
+    );
     waiting.pop();
-    let mut last = Box::pin(turns.acquire());
+    let mut last = Box::pin(semaphore.acquire());
     assert!(last.as_mut().now_or_never().is_none());
     drop(held);
     drop(timeout(DEADLINE, waiting.remove(0)).await.expect("the permit becomes free").unwrap());

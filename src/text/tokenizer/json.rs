@@ -60,11 +60,11 @@ fn read_token_bytes(pipeline: &Pipeline) -> Result<(DecodeMethod, TokenBytes)> {
     let largest = library.get_vocab(true).into_values().max().context("its vocabulary is empty")?;
     ensure!(largest < VOCAB_MAX, "its largest token id is {largest}: ids must be below {VOCAB_MAX}");
     let decoder = serde_json::to_value(library.get_decoder())?;
-    let Some((spelling, opening)) = ByteSpelling::from_decoder(&decoder) else {
+    let Some((spelling, leading_spaces)) = ByteSpelling::from_decoder(&decoder) else {
         return Ok((DecodeMethod::Library, library_token_bytes(pipeline, largest)?));
     };
     let bytes = |id| library.id_to_token(id).map(|token| spelling.bytes(&token)).unwrap_or_default();
-    Ok((DecodeMethod::Bytes { leading_spaces: opening }, (0..=largest).map(bytes).collect()))
+    Ok((DecodeMethod::Bytes { leading_spaces }, (0..=largest).map(bytes).collect()))
 }
 
 /// Returns the bytes of all tokens up to `largest`, as the library decodes them.

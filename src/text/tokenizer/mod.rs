@@ -195,11 +195,11 @@ impl Tokenizer {
     /// Decodes token ids. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are ignored.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         let spoken = ids.iter().copied().filter(|id| self.has_text(*id, skip_special));
-        let DecodeMethod::Bytes { leading_spaces: opening } = self.joining else {
+        let DecodeMethod::Bytes { leading_spaces } = self.joining else {
             return self.decode_with_library(&spoken.collect::<Vec<_>>());
         };
         let bytes: Vec<u8> = spoken.flat_map(|id| self.pieces.get(id)).copied().collect();
-        let (dropped, _) = opening.drop_from(&bytes);
+        let (dropped, _) = leading_spaces.drop_from(&bytes);
         Ok(String::from_utf8_lossy(&bytes[dropped..]).into_owned())
     }
 

@@ -236,7 +236,7 @@ fn what_berts_files_say_of_token_types_and_pooling_is_read() {
     let mut file = conversion("bert").written();
     let pooling = |file: &Written| {
         let source = opened(&placed("pooling", file).file());
-        source.sentence.map(|said| (said.pooling, said.normalize))
+        source.sentence.map(|config| (config.pooling, config.normalize))
     };
     assert_eq!(pooling(&file), None);
     for (number, served) in [(1, Pooling::Mean), (2, Pooling::Cls), (3, Pooling::Last)] {

@@ -20,7 +20,7 @@ fn inspected(path: &Path, flags: &[&str]) -> Value {
 fn inspect_tells_the_keys_that_values_are_from_and_the_types_of_tensors() {
     let answer = inspected(&fixture("gguf/q4_0.gguf"), &[]);
     let values = answer["specification"]["values"].as_array().expect("a list");
-    let said = |key: &str| values.iter().find(|value| value["key"] == key).expect(key);
+    let find_setting = |key: &str| values.iter().find(|value| value["key"] == key).expect(key);
     for (key, value, origin, by) in [
         ("size.hidden", json!(64), "config", "llama.embedding_length"),
         ("size.vocab", json!(288), "config", "tokenizer.ggml.tokens"),
@@ -33,9 +33,9 @@ fn inspect_tells_the_keys_that_values_are_from_and_the_types_of_tensors() {
         ("position.theta", json!(10000.0), "config", "llama.rope.freq_base"),
         ("head.tied", json!(true), "config", "output.weight"),
     ] {
-        assert_eq!(*said(key), json!({"key": key, "value": value, "origin": origin, "by": [by]}));
+        assert_eq!(*find_setting(key), json!({"key": key, "value": value, "origin": origin, "by": [by]}));
     }
-    assert_eq!(said("position.scaling")["origin"], "format");
+    assert_eq!(find_setting("position.scaling")["origin"], "format");
     assert_eq!(answer["specification"]["file"], "specs/llama.toml with specs/gguf.toml");
     assert_eq!(answer["end_tokens"], json!({"ids": [2], "said_by": "GGUF metadata"}));
     let types = |name: &str| {
@@ -61,13 +61,13 @@ fn factors_of_rotary_frequencies_are_a_setting_and_no_weight() {
 fn memory_is_what_the_engine_takes() {
     for name in ["q8_0.gguf", "q4_0.gguf"] {
         let path = fixture("gguf").join(name);
-        let told = inspected(&path, &["--kv-type", "f16", "--slots", "3"])["memory"].clone();
+        let memory = inspected(&path, &["--kv-type", "f16", "--slots", "3"])["memory"].clone();
         let settings = [("kv.type", "f16".into()), ("scheduler.slots", 3.into())];
         let config = config(&path, &settings);
         let source = ModelSource::open(&ModelRef::Path(path), None).expect("the fixture opens");
         let setup = start::engine_setup(&config, &source).expect("the settings fit");
         let engine = &start::forecast(&config.device, &source, &setup).expect("the device is there")[0][0];
-        assert_eq!(told["weights"], json!(engine.weight_bytes), "{name}");
+        assert_eq!(memory["weights"], json!(engine.weight_bytes), "{name}");
         let stored = source.checkpoint.total_bytes();
         // A table of cosines and sines beside what the file holds: 128 positions, 8 pairs.
         assert_eq!(engine.weight_bytes, stored + 128 * 8 * 2 * 4, "{name}");
@@ -83,8 +83,8 @@ fn scaling_is_read_as_llama_cpp_reads_it() {
         let placed = Placed::of(name, &written.bytes(3, 32, |at| at), "f16");
         let answer = inspected(&placed.file(), &[]);
         let values = answer["specification"]["values"].as_array().expect("a list");
-        let said = values.iter().find(|value| value["key"] == "position.scaling").expect("it is there");
-        (said["value"].clone(), said["by"].clone())
+        let setting = values.iter().find(|value| value["key"] == "position.scaling").expect("it is there");
+        (setting["value"].clone(), setting["by"].clone())
     };
     let f32_of = |written: &mut Written, key: &str, value: f32| {
         written.entries.push((key.to_owned(), 6, value.to_le_bytes().to_vec()));

@@ -139,7 +139,7 @@ async fn a_model_in_several_files_is_served_by_any_of_them() {
 
 /// The quantized bytes that the gguf package produces for blocks of values.
 #[test]
-fn codes_of_blocks_are_those_of_the_gguf_package() {
+fn quants_of_blocks_are_those_of_the_gguf_package() {
     #[derive(Deserialize)]
     struct Blocks {
         /// The bits of the values.
@@ -152,9 +152,9 @@ fn codes_of_blocks_are_those_of_the_gguf_package() {
         assert!(blocks.values.len() == expected.len() && expected.len() > 10);
         for (values, expected) in blocks.values.iter().zip(expected) {
             let values: Vec<f32> = values.iter().map(|bits| f32::from_bits(*bits)).collect();
-            let mut codes = vec![0; ty.bytes(values.len()).expect("a whole block")];
-            ty.quantize(&values, &mut codes);
-            let hex: String = codes.iter().map(|byte| format!("{byte:02x}")).collect();
+            let mut quantized = vec![0; ty.bytes(values.len()).expect("a whole block")];
+            ty.quantize(&values, &mut quantized);
+            let hex: String = quantized.iter().map(|byte| format!("{byte:02x}")).collect();
             assert_eq!(&hex, expected, "{ty} of {values:?}");
         }
     }

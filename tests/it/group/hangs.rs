@@ -27,7 +27,7 @@ async fn until_served(group: &Group) -> Vec<String> {
 
 /// Clients get an error in time, and a step that ends soon after leaves no second model in memory.
 #[actix::test]
-async fn a_member_that_is_only_slow_is_not_replaced() {
+async fn a_rank_that_is_only_slow_is_not_replaced() {
     for shape in [Shape(1, 1), Shape(2, 2)] {
         let last = shape.0 * shape.1 - 1;
         let script = Script::new(shape, [stall(last, 2, Moment::Middle)]);
@@ -74,7 +74,7 @@ async fn of_a_device_one_thread_hangs_beside_its_own() {
 
 /// Dropping a device may hang too, whether on request or at the end of its thread.
 #[actix::test]
-async fn a_member_that_hangs_while_it_is_dropped_is_replaced() {
+async fn a_rank_that_hangs_while_it_is_dropped_is_replaced() {
     for (shape, fault) in
         [(Shape(1, 1), Fault::Kill), (Shape(2, 2), Fault::Kill), (Shape(1, 2), Fault::Error)]
     {
@@ -102,9 +102,9 @@ async fn steps_do_not_wait_for_a_build_that_hangs() {
         let config = GroupConfig { step_timeout: Some(STEP_TIMEOUT), ..config(shape) };
         let (group, _) = Group::start(script.factories(LIMITS), config).await.expect("it starts");
         assert!(run(&group, 5).await.iter().any(Result::is_err));
-        let told = run(&group, 3).await;
+        let outcomes = run(&group, 3).await;
         let why = format!("device fault: {name}: is still being built and exceeds its time limit");
-        assert_eq!(told, [(); 3].map(|()| Err(why.clone())));
+        assert_eq!(outcomes, [(); 3].map(|()| Err(why.clone())));
         assert_eq!(run(&group, 1).await, [Err(why)]);
         script.release();
         until_served(&group).await;

@@ -6,7 +6,7 @@ mod rank;
 mod real;
 mod steps;
 
-use crate::common::{self, Outcome, all_home, complete_all, drawn, fixture, prompt};
+use crate::common::{self, Outcome, all_home, complete_all, fixture, prompt, sampled};
 use mainstem::actors::engine::{self, Engine};
 use mainstem::cli::start::PreparedModel;
 use mainstem::model::ModelRef;
@@ -39,16 +39,16 @@ async fn engine(script: &Arc<Script>, step_timeout: Option<Duration>) -> Engine 
 /// Returns stages with this number of devices, named by index.
 fn named(stages: impl Iterator<Item = usize>) -> Partition {
     let mut names = (0..).map(|number| format!("device:{number}"));
-    let stage = |members: usize| {
-        let member = |device| StageRank { device, share: 1 };
-        Stage { encoder: 0..0, decoder: 0..0, ranks: names.by_ref().take(members).map(member).collect() }
+    let stage = |ranks: usize| {
+        let rank = |device| StageRank { device, share: 1 };
+        Stage { encoder: 0..0, decoder: 0..0, ranks: names.by_ref().take(ranks).map(rank).collect() }
     };
     Partition { stages: stages.map(stage).collect(), experts: ExpertSplit::Column }
 }
 
 /// Returns six requests for four slots, with prompts in chunks.
 fn requests() -> Vec<Request> {
-    (0..6).map(|i| drawn(&prompt(i, 10 + 7 * i), 12, i as u64)).collect()
+    (0..6).map(|i| sampled(&prompt(i, 10 + 7 * i), 12, i as u64)).collect()
 }
 
 /// Returns the outcomes on one device without failures.
@@ -67,8 +67,8 @@ fn served(outcome: &Outcome, right: &[u32], why: &[&str]) -> bool {
             assert_eq!(outcome.ids(), right);
             true
         }
-        Some(Err(RequestError::DeviceFailed(told))) => {
-            assert!(why.iter().all(|why| told.contains(why)), "{told:?} says nothing of {why:?}");
+        Some(Err(RequestError::DeviceFailed(message))) => {
+            assert!(why.iter().all(|why| message.contains(why)), "{message:?} says nothing of {why:?}");
             assert!(right.starts_with(&outcome.ids()));
             false
         }
@@ -77,7 +77,7 @@ fn served(outcome: &Outcome, right: &[u32], why: &[&str]) -> bool {
 }
 
 /// Returns the error that clients get.
-fn told_of(failure: Failure) -> [String; 2] {
+fn failure_messages(failure: Failure) -> [String; 2] {
     let why = match failure.fault {
         Fault::Error | Fault::Panic => "the test's device fails",
         Fault::Kill => "a panic without words",
@@ -92,7 +92,7 @@ async fn fail_and_recover(shape: Shape, failure: Failure, right: &[Vec<u32>]) {
     let script = Script::new(shape, [failure]);
     let timeout = (failure.fault == Fault::Stall).then_some(STEP_TIMEOUT);
     let engine = engine(&script, timeout).await;
-    let why = told_of(failure);
+    let why = failure_messages(failure);
     let outcomes = complete_all(&engine, requests()).await;
     let served = outcomes
         .iter()
@@ -120,7 +120,7 @@ fn devices(shape: Shape) -> impl Iterator<Item = usize> {
 }
 
 #[actix::test]
-async fn whatever_member_fails_the_group_comes_back() {
+async fn whatever_rank_fails_the_group_comes_back() {
     let right = expected().await;
     for shape in SHAPES {
         for device in devices(shape) {
@@ -136,7 +136,7 @@ async fn whatever_member_fails_the_group_comes_back() {
 }
 
 #[actix::test]
-async fn a_member_that_hangs_is_left_behind() {
+async fn a_rank_that_hangs_is_left_behind() {
     let right = expected().await;
     let mut trials = Vec::new();
     for shape in SHAPES {

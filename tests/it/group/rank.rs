@@ -86,16 +86,16 @@ impl Script {
 
     /// Returns the factories of all devices. Tokens depend only on seed and position.
     pub fn factories(self: &Arc<Script>, limits: StepLimits) -> Vec<Vec<ExecutorFactory>> {
-        let Shape(stages, members) = self.shape;
+        let Shape(stages, ranks) = self.shape;
         let factory = |device| {
             let script = self.clone();
             let factory: ExecutorFactory = Box::new(move |collective| {
                 let build = script.build(device)?;
-                Ok(Box::new(Member::new(script.clone(), (device, build), collective, limits)))
+                Ok(Box::new(ScriptedRank::new(script.clone(), (device, build), collective, limits)))
             });
             factory
         };
-        (0..stages).map(|stage| (0..members).map(|rank| factory(stage * members + rank)).collect()).collect()
+        (0..stages).map(|stage| (0..ranks).map(|rank| factory(stage * ranks + rank)).collect()).collect()
     }
 
     /// Records that the device is being built on this thread. Returns the number of the build.
@@ -163,7 +163,7 @@ impl Drop for Bomb {
     }
 }
 
-struct Member {
+struct ScriptedRank {
     script: Arc<Script>,
     device: usize,
     build: u64,
@@ -174,18 +174,18 @@ struct Member {
     seen: HashMap<u32, u32>,
 }
 
-impl Member {
+impl ScriptedRank {
     fn new(
         script: Arc<Script>,
         (device, build): (usize, u64),
         collective: Box<dyn Collective>,
         limits: StepLimits,
-    ) -> Member {
-        let Shape(_, members) = script.shape;
-        assert_eq!((collective.rank(), collective.rank_count()), (device % members, members));
+    ) -> ScriptedRank {
+        let Shape(_, ranks) = script.shape;
+        assert_eq!((collective.rank(), collective.rank_count()), (device % ranks, ranks));
         let answers = FakeExecutor::new((3..200).collect(), limits);
-        let (stage, seen) = (device / members, HashMap::new());
-        Member { script, device, build, stage, collective, answers, seen }
+        let (stage, seen) = (device / ranks, HashMap::new());
+        ScriptedRank { script, device, build, stage, collective, answers, seen }
     }
 
     /// Checks that a continued sequence started on this device.
@@ -203,21 +203,21 @@ impl Member {
 
     /// Sums of different sizes, and columns.
     fn exchange(&mut self, step: u64) -> Result<(), Aborted> {
-        let members = self.collective.rank_count();
+        let ranks = self.collective.rank_count();
         let mut x = vec![(self.collective.rank() + 1) as f32; 1 + step as usize % 100];
         self.collective.all_reduce(&mut x)?;
-        assert!(x.iter().all(|x| *x == (members * (members + 1) / 2) as f32), "{x:?}");
-        let widths: Vec<usize> = (1..=members).collect();
+        assert!(x.iter().all(|x| *x == (ranks * (ranks + 1) / 2) as f32), "{x:?}");
+        let widths: Vec<usize> = (1..=ranks).collect();
         let own = vec![self.collective.rank() as f32; 2 * widths[self.collective.rank()]];
         let mut all = vec![-1.0; 2 * widths.iter().sum::<usize>()];
         self.collective.all_gather(2, &widths, &own, &mut all)?;
-        let row = (0..members).flat_map(|rank| vec![rank as f32; rank + 1]);
+        let row = (0..ranks).flat_map(|rank| vec![rank as f32; rank + 1]);
         assert_eq!(all, row.clone().chain(row).collect::<Vec<_>>());
         Ok(())
     }
 }
 
-impl Executor for Member {
+impl Executor for ScriptedRank {
     fn run(
         &mut self,
         batch: &StepBatch,
@@ -249,7 +249,7 @@ impl Executor for Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for ScriptedRank {
     fn drop(&mut self) {
         let _ = self.script.act(self.device, self.build, Moment::Drop);
     }

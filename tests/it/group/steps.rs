@@ -108,7 +108,7 @@ async fn a_fault_ends_every_step_in_flight_and_no_other() {
             let before = group.epoch();
             let outcomes = run(&group, 20).await;
             let (stage, rank) = (device / shape.1, device % shape.1);
-            let told = Err(format!("device fault: t{stage}:{rank}: the test's device fails"));
+            let fault = Err(format!("device fault: t{stage}:{rank}: the test's device fails"));
             let answered = outcomes.iter().take_while(|outcome| outcome.is_ok()).count();
             // Stages behind the one that fails may not have got so far.
             assert!(
@@ -116,10 +116,10 @@ async fn a_fault_ends_every_step_in_flight_and_no_other() {
                 "{shape:?}, {device}: {answered}"
             );
             // Who comes late, behind the fault, is served by the group as it is then.
-            let failed = outcomes[answered..].iter().take_while(|outcome| **outcome == told).count();
+            let failed = outcomes[answered..].iter().take_while(|outcome| **outcome == fault).count();
             assert!(failed >= 1 && outcomes[answered + failed..].iter().all(Result::is_ok), "{outcomes:?}");
             let stale = group.send(step(0), before).err().map(|fault| fault.to_string());
-            assert_eq!(stale, told.err(), "who has not heard of it goes on from nothing");
+            assert_eq!(stale, fault.err(), "who has not heard of it goes on from nothing");
             assert!(run(&group, 20).await.iter().all(Result::is_ok));
             group.stop();
             script.threads_end();
@@ -210,8 +210,8 @@ async fn devices_need_no_memory_in_common() {
 /// Returns the factory of one device that fails at given builds.
 fn failing_builds(script: &Arc<Script>, device: usize, at: &'static [u64]) -> Vec<Vec<ExecutorFactory>> {
     let mut factories = script.factories(LIMITS);
-    let Shape(_, members) = script.shape;
-    let place = &mut factories[device / members][device % members];
+    let Shape(_, ranks) = script.shape;
+    let place = &mut factories[device / ranks][device % ranks];
     let mut inner = std::mem::replace(place, Box::new(|_| unreachable!("it is replaced at once")));
     let builds = AtomicU64::new(0);
     *place = Box::new(move |stage| match at.contains(&builds.fetch_add(1, Ordering::SeqCst)) {
@@ -323,10 +323,12 @@ async fn a_link_that_breaks_is_named_with_its_device() {
         });
         let config = GroupConfig { link_factory, ..config(shape) };
         let (group, _) = Group::start(script.factories(LIMITS), config).await.expect("it starts");
-        let told = run(&group, 10).await.into_iter().find_map(Result::err).expect("it breaks");
+        let error = run(&group, 10).await.into_iter().find_map(Result::err).expect("it breaks");
         assert!(
-            told.starts_with("device fault: t") && told.contains(":0: ") && told.contains("the link is cut"),
-            "{told}"
+            error.starts_with("device fault: t")
+                && error.contains(":0: ")
+                && error.contains("the link is cut"),
+            "{error}"
         );
         assert!(run(&group, 10).await.iter().all(Result::is_ok));
         group.stop();

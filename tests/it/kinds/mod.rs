@@ -4,7 +4,7 @@
 mod recorded;
 
 use crate::common::{
-    Copied, Outcome, all_home, complete, complete_all, config, drawn, engine_with, greedy, outcome, prompt,
+    Copied, Outcome, all_home, complete, complete_all, config, engine_with, greedy, outcome, prompt, sampled,
     submit,
 };
 use crate::families::family;
@@ -93,16 +93,19 @@ async fn plain(model: &Copied, settings: Settings<'_>) -> Engine {
     watched(model, settings, u64::MAX).await.0
 }
 
-fn embed(source: &[u32], pooling: Pooling) -> Request {
-    Request { task: Task::Embed(pooling), encoder_input: source.into(), ..greedy(&[], 0) }
+fn embed(encoder_input: &[u32], pooling: Pooling) -> Request {
+    Request { task: Task::Embed(pooling), encoder_input: encoder_input.into(), ..greedy(&[], 0) }
 }
 
-fn fill(source: &[u32], at: &[u32], top: u8) -> Request {
-    Request { task: Task::FillMask { positions: at.into(), top_k: top }, ..embed(source, Pooling::Mean) }
+fn fill(encoder_input: &[u32], at: &[u32], top: u8) -> Request {
+    Request {
+        task: Task::FillMask { positions: at.into(), top_k: top },
+        ..embed(encoder_input, Pooling::Mean)
+    }
 }
 
-fn translate(source: &[u32], request: Request) -> Request {
-    Request { encoder_input: source.into(), ..request }
+fn translate(encoder_input: &[u32], request: Request) -> Request {
+    Request { encoder_input: encoder_input.into(), ..request }
 }
 
 /// Returns token ids of a vocabulary of 96.
@@ -139,7 +142,7 @@ async fn check_recorded(name: &str, kind: &str) {
 }
 
 #[actix::test]
-async fn texts_give_the_same_bits_in_any_company() {
+async fn texts_give_the_same_bits_in_any_batch() {
     let model = family("bert", "kinds-company");
     let requests = (0..12).map(|i| {
         let text = words(i, 1 + (i * 11) % 40);
@@ -202,7 +205,7 @@ fn translations() -> Vec<Request> {
         let (prompt, tokens) = (words(50 + i, 1 + (i * 5) % 13), 3 + (i as u32 * 7) % 19);
         let request = match i % 2 {
             0 => greedy(&prompt, tokens),
-            _ => drawn(&prompt, tokens, 7 + i as u64),
+            _ => sampled(&prompt, tokens, 7 + i as u64),
         };
         translate(&words(i, 1 + (i * 17) % 60), Request { logprobs: Some(2), ..request })
     };
@@ -220,7 +223,7 @@ async fn encoder_decoders_give_the_recorded_answers() {
 }
 
 #[actix::test]
-async fn translations_are_the_same_in_any_company() {
+async fn translations_are_the_same_in_any_batch() {
     for name in ["m2m100", "t5"] {
         let model = family(name, "kinds-company");
         let requests = translations();
@@ -230,7 +233,7 @@ async fn translations_are_the_same_in_any_company() {
             alone.push(complete(&engine, request.clone()).await);
         }
         engine.stop();
-        let other_source = translate(&words(77, 20), requests[4].clone());
+        let other_input = translate(&words(77, 20), requests[4].clone());
         let mut moves = 0;
         for (number, mut settings) in schedules().into_iter().enumerate() {
             // Pages for little more than the longest request, so that most wait for pages of others, or pages
@@ -242,7 +245,7 @@ async fn translations_are_the_same_in_any_company() {
                 assert_eq!(ours.tokens, alone.tokens, "{name}, {settings:?}, request {number}");
                 assert_eq!(ours.end, alone.end, "{name}, {settings:?}, request {number}");
             }
-            assert_ne!(complete(&engine, other_source.clone()).await.tokens, alone[4].tokens, "{name}");
+            assert_ne!(complete(&engine, other_input.clone()).await.tokens, alone[4].tokens, "{name}");
             all_home(&engine, 4).await;
             engine.stop();
             moves += steps.try_iter().map(|step| step.moves.len()).sum::<usize>();
@@ -254,7 +257,7 @@ async fn translations_are_the_same_in_any_company() {
 /// A short and a long encoder input, where the long one exceeds the budget: it is processed whole and alone,
 /// while decoding requests continue.
 #[actix::test]
-async fn a_source_goes_whole_before_its_prompt_and_stalls_nobody() {
+async fn an_encoder_input_goes_whole_before_its_prompt_and_stalls_nobody() {
     let model = family("m2m100", "kinds-spans");
     for policy in ["fused", "concurrent"] {
         let settings = [("scheduler.token_budget", 8.into()), ("scheduler.policy", policy.into())];
@@ -270,7 +273,7 @@ async fn a_source_goes_whole_before_its_prompt_and_stalls_nobody() {
 }
 
 fn check_steps(steps: &[StepBatch], policy: &str) {
-    let mut sources = Vec::new();
+    let mut encoder_lens = Vec::new();
     for step in steps {
         assert!(step.spans.is_sorted_by_key(|span| span.stack), "sources come first");
         let (encoder, decoder): (Vec<&Span>, Vec<&Span>) =
@@ -289,11 +292,11 @@ fn check_steps(steps: &[StepBatch], policy: &str) {
             let entries = |table| step.table_updates.iter().filter(|entry| entry.table == table).count();
             let joined_before = policy == "concurrent" && step.table_updates.is_empty();
             assert!(joined_before || entries(KvTable::Cross) == span.len().div_ceil(32), "cross pages");
-            sources.push(span.len());
+            encoder_lens.push(span.len());
         }
         assert!(decoder.iter().all(|span| span.encoder_len > 0 && span.table == SpanTable::Own));
     }
-    assert_eq!(sources, [3, 40], "each source is computed once, {policy}");
+    assert_eq!(encoder_lens, [3, 40], "each source is computed once, {policy}");
 }
 
 #[actix::test]
@@ -427,7 +430,7 @@ async fn refused(engine: &Engine, request: Request, param: &str, word: &str) {
 
 /// A sequence and its encoder input have pages; an encoder-only model has none.
 #[test]
-fn inspect_counts_the_pages_of_sources_as_the_engine_does() {
+fn inspect_counts_the_pages_of_encoder_inputs_as_the_engine_does() {
     for (name, pages_each) in [("bert", 0), ("m2m100", 2 + 2), ("t5", 4 + 4)] {
         let model = family(name, "kinds-memory");
         let longest = if name == "t5" { 100 } else { 40 };
@@ -436,8 +439,8 @@ fn inspect_counts_the_pages_of_sources_as_the_engine_does() {
         let setup = start::engine_setup(&config, &source).expect("the settings fit");
         assert_eq!(setup.kv.pages, 4 * pages_each + 1, "{name}");
         let page = page_bytes(&source.spec, setup.kv.ty, 32).expect("a page has a size");
-        let told = Inspection::inspect(config).expect("it can be looked at").memory;
-        assert_eq!((told.kv_per_sequence, told.kv), (pages_each * page, setup.kv.pages * page), "{name}");
-        assert_eq!((told.kv_for_slots, told.longest_tokens), (told.kv, longest as usize), "{name}");
+        let memory = Inspection::inspect(config).expect("it can be looked at").memory;
+        assert_eq!((memory.kv_per_sequence, memory.kv), (pages_each * page, setup.kv.pages * page), "{name}");
+        assert_eq!((memory.kv_for_slots, memory.longest_tokens), (memory.kv, longest as usize), "{name}");
     }
 }

@@ -139,12 +139,12 @@ fn play(source: &ModelSource, partition: &Partition, script: &Script, exchanged:
         }
         // Joins every rank; a failed one has reported its error.
         let outputs: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
-        let mut outputs = outputs.into_iter().map(|output| output.expect("every member plays to the end"));
+        let mut outputs = outputs.into_iter().map(|output| output.expect("every rank plays to the end"));
         let answers = outputs.next().expect("the last stage was the first to begin");
-        for said in outputs.flatten() {
+        for output in outputs.flatten() {
             assert!(
-                said.tokens.is_empty() && said.top_logprobs.is_empty() && said.hidden.is_empty(),
-                "{said:?}"
+                output.tokens.is_empty() && output.top_logprobs.is_empty() && output.hidden.is_empty(),
+                "{output:?}"
             );
         }
         answers
@@ -157,7 +157,7 @@ fn shapes() -> Vec<Vec<usize>> {
     let mut at = 0;
     while at < all.len() {
         let left = 4 - all[at].iter().sum::<usize>();
-        let longer: Vec<_> = (1..=left).map(|members| [&all[at][..], &[members]].concat()).collect();
+        let longer: Vec<_> = (1..=left).map(|ranks| [&all[at][..], &[ranks]].concat()).collect();
         all.extend(longer);
         at += 1;
     }
@@ -174,7 +174,7 @@ fn layer_counts(layers: usize, shape: &[usize]) -> Vec<Vec<usize>> {
     }
     let even = (0..stages).map(|stage| (stage + 1) * layers / stages - stage * layers / stages).collect();
     let mut all = vec![even];
-    if shape.iter().all(|members| *members == 1) {
+    if shape.iter().all(|ranks| *ranks == 1) {
         for heavy in [0, stages - 1] {
             all.push((0..stages).map(|stage| if stage == heavy { layers + 1 - stages } else { 1 }).collect());
         }
@@ -192,9 +192,8 @@ fn partition(spec: &ModelSpec, counts: &[usize], shares: &[Vec<u32>], experts: E
         first = layers.end;
         let decoder = layers.start.saturating_sub(of_encoder)..layers.end.saturating_sub(of_encoder);
         let encoder = layers.start.min(of_encoder)..layers.end.min(of_encoder);
-        let member =
-            |(rank, share): (usize, &u32)| StageRank { device: format!("cpu:{rank}"), share: *share };
-        Stage { encoder, decoder, ranks: shares.iter().enumerate().map(member).collect() }
+        let rank = |(rank, share): (usize, &u32)| StageRank { device: format!("cpu:{rank}"), share: *share };
+        Stage { encoder, decoder, ranks: shares.iter().enumerate().map(rank).collect() }
     });
     Partition { stages: stages.collect(), experts }
 }
@@ -205,10 +204,10 @@ fn partitions(spec: &ModelSpec) -> Vec<Partition> {
         spec.stacks().flat_map(|stack| &stack.layers).any(|layer| matches!(layer.mlp, MlpSpec::Experts(_)));
     let mut all = Vec::new();
     for shape in shapes() {
-        let is_tensor_split = shape.iter().any(|members| *members > 1);
+        let is_tensor_split = shape.iter().any(|ranks| *ranks > 1);
         for counts in layer_counts(spec.layers(), &shape) {
             let mut add = |share: fn(usize) -> u32, experts| {
-                let shares: Vec<_> = shape.iter().map(|members| (0..*members).map(share).collect()).collect();
+                let shares: Vec<_> = shape.iter().map(|ranks| (0..*ranks).map(share).collect()).collect();
                 all.push(partition(spec, &counts, &shares, experts));
             };
             add(|_| 1, ExpertSplit::Column);
@@ -258,8 +257,8 @@ fn check_partitions(name: &str, source: &ModelSource, (ty, tolerance): (QuantTyp
         let is_too_small = |stage: &&Stage| stage.ranks.len() > most(source, stage);
         match (refusal(source, &partition), partition.stages.iter().find(is_too_small)) {
             (None, None) => {}
-            (Some(ShardError::TooManyRanks { members, most: allowed, .. }), Some(stage)) => {
-                assert_eq!((members, allowed), (stage.ranks.len(), most(source, stage)), "{what}");
+            (Some(ShardError::TooManyRanks { ranks, most: allowed, .. }), Some(stage)) => {
+                assert_eq!((ranks, allowed), (stage.ranks.len(), most(source, stage)), "{what}");
                 continue;
             }
             (refusal, expected) => panic!("{what}: {refusal:?}, expected of {expected:?}"),
@@ -278,9 +277,9 @@ fn check_partitions(name: &str, source: &ModelSource, (ty, tolerance): (QuantTyp
 fn check_all(name: &str, source: &ModelSource) {
     let played = check_partitions(name, source, (QuantType::F32, TOLERANCE));
     let most = most(source, &Partition::single(&source.spec, "cpu:0").stages[0]);
-    let least = if most >= 4 { 12 } else { 5 };
+    let minimum = if most >= 4 { 12 } else { 5 };
     let is_small = most < 2 || source.spec.layers() < 2;
-    assert!(!is_small && played >= least, "{name}: only {played} were played, by {most} at most");
+    assert!(!is_small && played >= minimum, "{name}: only {played} were played, by {most} at most");
 }
 
 fn check_families(names: impl Iterator<Item = &'static str>) {

@@ -79,34 +79,34 @@ impl Script {
     /// and a hole.
     fn tell(&mut self, source: &ModelSource, device: &mut dyn Executor) {
         let mut tales = tales(source.spec.encoder.is_some());
-        for turn in 0.. {
+        for iteration in 0.. {
             let mut batch = StepBatch::default();
-            for (_, number, to) in MOVES.iter().filter(|(at, ..)| *at == turn) {
+            for (_, number, to) in MOVES.iter().filter(|(at, ..)| *at == iteration) {
                 batch.moves.push(SlotMove { from: tales[*number].slot, to: *to });
                 tales[*number].slot = *to;
             }
-            if turn == 5 {
+            if iteration == 5 {
                 tales[0].copy(&mut batch);
             }
-            let mut drawn = Vec::new();
-            let live = |tale: &Tale| turn >= tale.joins && tale.drawn.len() < tale.tokens;
+            let mut sampled = Vec::new();
+            let live = |tale: &Tale| iteration >= tale.joins && tale.sampled.len() < tale.tokens;
             for tale in tales.iter().filter(|tale| live(tale) && tale.given == 0) {
                 tale.open(&mut batch);
             }
             for (number, tale) in tales.iter_mut().enumerate().filter(|(_, tale)| live(tale)) {
                 if tale.go_on(&mut batch) {
-                    drawn.push((number, batch.sampling.len() - 1));
+                    sampled.push((number, batch.sampling.len() - 1));
                 }
             }
             if batch.spans.is_empty() {
                 return;
             }
-            if turn == 3 {
+            if iteration == 3 {
                 hole(&mut batch);
             }
             let output = self.ask(batch, device);
-            for (number, row) in drawn {
-                tales[number].drawn.push(output.tokens[row].token);
+            for (number, row) in sampled {
+                tales[number].sampled.push(output.tokens[row].token);
             }
         }
     }
@@ -175,7 +175,7 @@ fn hole(batch: &mut StepBatch) {
 struct Tale {
     slot: u32,
     prompt: Vec<u32>,
-    source: Vec<u32>,
+    encoder_input: Vec<u32>,
     /// Prompt tokens per step.
     chunk: usize,
     /// The iteration at which the sequence joins.
@@ -183,7 +183,7 @@ struct Tale {
     /// Number of tokens to sample.
     tokens: usize,
     given: usize,
-    drawn: Vec<u32>,
+    sampled: Vec<u32>,
 }
 
 /// Moves as (sequence, slot, iteration): of a decoding sequence, of one with an incomplete prompt, and of two
@@ -191,16 +191,16 @@ struct Tale {
 const MOVES: [(usize, usize, u32); 4] = [(4, 0, 4), (5, 3, 0), (6, 1, 3), (6, 0, 2)];
 
 /// The third sequence leaves early, and the fourth takes its slot and pages.
-fn tales(has_source: bool) -> Vec<Tale> {
+fn tales(has_encoder: bool) -> Vec<Tale> {
     let tale = |(slot, len, chunk, joins, tokens): (u32, usize, usize, usize, usize)| Tale {
         slot,
         prompt: words(len, len),
-        source: if has_source { words(50 + len, 3 + len) } else { Vec::new() },
+        encoder_input: if has_encoder { words(50 + len, 3 + len) } else { Vec::new() },
         chunk,
         joins,
         tokens,
         given: 0,
-        drawn: Vec::new(),
+        sampled: Vec::new(),
     };
     [(0, 13, 32, 0, 8), (1, 17, 6, 0, 6), (2, 3, 32, 1, 2), (2, 9, 5, 4, 3)].map(tale).into()
 }
@@ -212,9 +212,9 @@ impl Tale {
         let entry = |table, index, page| TableUpdate { slot: self.slot, table, index, page };
         let own = (0..PAGES).map(|index| entry(KvTable::Own, index, first + PAGES - 1 - index));
         batch.table_updates.extend(own);
-        if !self.source.is_empty() {
+        if !self.encoder_input.is_empty() {
             batch.table_updates.push(entry(KvTable::Cross, 0, first + PAGES));
-            encoder_span(batch, self.slot, &self.source);
+            encoder_span(batch, self.slot, &self.encoder_input);
         }
     }
 
@@ -226,25 +226,25 @@ impl Tale {
             batch.table_updates.push(TableUpdate { slot: self.slot, table, index: 0, page: to });
         };
         copied(KvTable::Own, PAGES, SPARE);
-        if !self.source.is_empty() {
+        if !self.encoder_input.is_empty() {
             copied(KvTable::Cross, PAGES + 1, SPARE + 1);
         }
     }
 
     /// Adds the next chunk or the last token to the batch. Returns whether a token is sampled.
     fn go_on(&mut self, batch: &mut StepBatch) -> bool {
-        let (start, begins) = (self.given + self.drawn.len().saturating_sub(1), self.given == 0);
-        let tokens = match self.drawn.last() {
+        let (start, begins) = (self.given + self.sampled.len().saturating_sub(1), self.given == 0);
+        let tokens = match self.sampled.last() {
             Some(last) => vec![*last],
             None => self.prompt[self.given..].iter().take(self.chunk).copied().collect(),
         };
-        if self.drawn.is_empty() {
+        if self.sampled.is_empty() {
             self.given += tokens.len();
         }
-        let draws = self.given == self.prompt.len();
+        let samples = self.given == self.prompt.len();
         // A prompt in one chunk also returns the log-probabilities of its tokens.
-        let is_whole = begins && draws;
-        let want = match (draws, is_whole) {
+        let is_whole = begins && samples;
+        let want = match (samples, is_whole) {
             (false, _) => SpanOutput::None,
             (true, true) => SpanOutput::All,
             (true, false) => SpanOutput::Last,
@@ -256,7 +256,7 @@ impl Tale {
                 |(at, token): (usize, &u32)| SamplingParams { mode: SampleMode::Score(*token), ..sample(at) };
             batch.sampling.extend(scored.map(score));
         }
-        batch.sampling.extend(draws.then(|| sample(end)));
+        batch.sampling.extend(samples.then(|| sample(end)));
         let (at, len) = (batch.tokens.len() as u32, tokens.len() as u32);
         batch.tokens.extend(tokens);
         batch.spans.push(Span {
@@ -264,15 +264,15 @@ impl Tale {
             stack: SpanStack::Decoder,
             slot: self.slot,
             start: start as u32,
-            tokens: match self.drawn.is_empty() {
+            tokens: match self.sampled.is_empty() {
                 true => SpanTokens::Given { at, len },
                 false => SpanTokens::Generated { at, len: 1 },
             },
             table: SpanTable::Own,
             reserved: (self.prompt.len() + self.tokens) as u32,
-            encoder_len: self.source.len() as u32,
+            encoder_len: self.encoder_input.len() as u32,
             output: want,
         });
-        draws
+        samples
     }
 }

@@ -19,7 +19,7 @@ fn stages_can_be_of_different_kinds() {
             let shares = vec![vec![1, 1]; kinds.len()];
             let mut partition = partition(&source.spec, &counts, &shares, ExpertSplit::Column);
             for (stage, kind) in partition.stages.iter_mut().zip(kinds) {
-                stage.ranks.iter_mut().for_each(|member| member.device = format!("{kind}:0"));
+                stage.ranks.iter_mut().for_each(|rank| rank.device = format!("{kind}:0"));
             }
             let what = format!("{name} on {kinds:?}");
             let answers = play(&source, &partition, &script, EXCHANGED[1]);
@@ -58,7 +58,7 @@ fn devices_that_load_at_once_report_their_own_bytes() {
             all_are_there.wait();
             bytes(device("cpu", &source, shard, kv, Some(place)).report())
         };
-        let said: Vec<_> = thread::scope(|scope| {
+        let reports: Vec<_> = thread::scope(|scope| {
             let places = local::create_ranks(MEMBERS, 1, &Abort::new());
             let build = &build;
             let threads: Vec<_> = shards
@@ -68,7 +68,7 @@ fn devices_that_load_at_once_report_their_own_bytes() {
                 .collect();
             threads.into_iter().map(|thread| thread.join().expect("a member is built")).collect()
         });
-        assert_eq!(said, foretold);
+        assert_eq!(reports, foretold);
     }
 }
 
@@ -85,8 +85,8 @@ fn a_token_that_there_is_not_is_a_fault_on_every_device() {
         let mut device = device("cpu", &source, &shard, script.kv, None);
         let flow = HandoffPorts { input: Some(&ActivationHandoff::default()), output: None };
         let ran = catch_unwind(AssertUnwindSafe(|| device.run(&batch, flow, &mut StepOutput::default())));
-        let said = ran.expect_err("it is a fault");
-        let said = said.downcast_ref::<String>().expect("it says why");
-        assert!(said.contains("a token is not in the vocabulary of 263"), "{said}");
+        let message = ran.expect_err("it is a fault");
+        let message = message.downcast_ref::<String>().expect("it says why");
+        assert!(message.contains("a token is not in the vocabulary of 263"), "{message}");
     }
 }

@@ -214,7 +214,7 @@ fn stretching_scales_every_time_exactly() {
 }
 
 #[test]
-fn rate_and_burstiness_are_told_where_they_are_known() {
+fn rate_and_burstiness_are_reported_where_they_are_known() {
     let properties = |text: &str| (parsed(text).rate(), parsed(text).burstiness());
     assert_eq!(properties("all"), (Some(f64::INFINITY), None));
     assert_eq!(properties("constant:50"), (Some(20.0), Some(f64::INFINITY)));

@@ -68,7 +68,7 @@ const SHARE_GPT: &str = r#"[
 ]"#;
 
 #[test]
-fn of_conversations_the_first_pair_counts_and_whoever_has_none_is_left_out() {
+fn of_conversations_the_first_pair_counts_and_those_without_one_are_left_out() {
     let expected = [("how are you".to_string(), 3, Some(3)), ("how".to_string(), 1, Some(1))];
     assert_eq!(read_lengths("sharegpt.json", SHARE_GPT), expected);
     assert_eq!(read_lengths("sharegpt-bom.json", &format!("\u{feff}\n{SHARE_GPT}")), expected);
@@ -139,7 +139,7 @@ fn a_file_without_a_prompt_is_refused() {
 }
 
 #[test]
-fn what_is_wrong_is_told_with_its_place() {
+fn what_is_wrong_is_reported_with_its_place() {
     let deep = format!("[{{\"prompt\": \"a\"}},\n{}", "[".repeat(1_000_000));
     let long = r#"{"prompt": "a", "output_len": 10000001}"#;
     for (name, content, expected) in [

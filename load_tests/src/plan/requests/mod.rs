@@ -150,13 +150,13 @@ impl LoadSpec {
         let prompt_len = entry.and_then(|entry| entry.prompt_len);
         let prompt_len =
             prompt_len.unwrap_or_else(|| self.prompt.sample(&mut self.stream(Purpose::PromptLength, index)));
-        let drawn = self.prompts.generate(&self.prompt_seed(index), prompt_len);
+        let generated = self.prompts.generate(&self.prompt_seed(index), prompt_len);
         let output_len = entry.and_then(|entry| entry.output_len).or_else(|| self.output_len(index));
         Request {
             index,
-            prompt: drawn.prompt,
-            prompt_len: drawn.len,
-            output_len: output_len.or(drawn.output_len).unwrap_or(OUTPUT_LEN_FALLBACK),
+            prompt: generated.prompt,
+            prompt_len: generated.len,
+            output_len: output_len.or(generated.output_len).unwrap_or(OUTPUT_LEN_FALLBACK),
             hang_up_after: self
                 .is_in_share(self.hangup_share, Purpose::HangUp, index)
                 .then_some(self.hangup_after),

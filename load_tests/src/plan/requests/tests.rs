@@ -58,8 +58,8 @@ fn requests_keep_their_bounds_and_reach_them() {
     let all = all(&load());
     let lens = all.iter().map(|request| ids(request).len());
     assert_eq!((lens.clone().min(), lens.max()), (Some(3), Some(9)));
-    let drawn = all.iter().flat_map(|request| ids(request).iter().copied());
-    assert_eq!((drawn.clone().min(), drawn.max()), (Some(0), Some(6)));
+    let sampled = all.iter().flat_map(|request| ids(request).iter().copied());
+    assert_eq!((sampled.clone().min(), sampled.max()), (Some(0), Some(6)));
     assert!(all.iter().all(|request| request.output_len == 5));
     assert!(all.iter().all(|request| request.prompt_len as usize == ids(request).len()));
 }
@@ -73,7 +73,7 @@ fn a_request_depends_on_seed_and_index_only() {
 }
 
 #[test]
-fn words_are_as_many_as_asked_and_many_kinds() {
+fn words_are_as_many_as_requested_and_many_kinds() {
     let all = all(&LoadSpec { prompts: PromptSource::Words, ..load() });
     assert!(all.iter().all(|request| words(request).len() == request.prompt_len as usize));
     let kinds: std::collections::BTreeSet<&str> = all.iter().flat_map(words).collect();
@@ -126,7 +126,7 @@ fn a_prompt_shorter_than_its_prefix_is_the_prefixs_beginning() {
 }
 
 #[test]
-fn texts_are_drawn_evenly_and_a_shared_beginning_goes_before_them() {
+fn texts_are_sampled_evenly_and_a_shared_prefix_goes_before_them() {
     let load = LoadSpec { prompts: texts(), output: None, ..load() };
     let all = all(&load);
     for (text, prompt_len, output_len) in [("one text", 2, 11), ("another", 1, 128), ("a third one", 3, 33)] {
@@ -236,7 +236,7 @@ fn models_and_keys_are_evenly_spread_in_all_pairs() {
 }
 
 #[test]
-fn a_load_that_cannot_be_is_told_so() {
+fn an_impossible_load_is_rejected() {
     let refused = |load: LoadSpec, endpoint| load.check(endpoint).err().map(|error| error.to_string());
     assert_eq!(refused(load(), Endpoint::Completions), None);
     assert!(

@@ -89,13 +89,13 @@ fn generic_traces_are_sorted_and_may_lack_lengths() {
     // Simultaneous requests keep the order of the file.
     let at_once = "arrival_s,prompt_tokens\n1,5\n1,4\n0,3\n1,2\n";
     assert_eq!(
-        read_entries("at-once.csv", at_once).iter().map(|told| told.1.unwrap()).collect::<Vec<_>>(),
+        read_entries("at-once.csv", at_once).iter().map(|entry| entry.1.unwrap()).collect::<Vec<_>>(),
         [3, 5, 4, 2]
     );
 }
 
 #[test]
-fn what_is_wrong_is_told_with_its_place() {
+fn what_is_wrong_is_reported_with_its_place() {
     let deep = format!("{{\"timestamp\": 1}}\n{{\"hash_ids\": {}", "[".repeat(1_000_000));
     for (name, content, expected) in [
         ("empty.csv", "", "line 1: no column is named timestamp"),

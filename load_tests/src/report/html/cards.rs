@@ -38,10 +38,10 @@ fn completed(run: &RunReport) -> Card {
 
 fn throughput(run: &RunReport) -> [Card; 2] {
     let peak = format!("peak {} per second", format_count(run.peak_output_tokens_per_s));
-    let asked = run.plan.rate.map_or(String::new(), |rate| format!("{} planned", format_setting(rate)));
+    let planned = run.plan.rate.map_or(String::new(), |rate| format!("{} planned", format_setting(rate)));
     [
         card("Output", format_value(run.output_throughput), "tok/s", peak),
-        card("Requests", format_value(run.request_throughput), "req/s", asked),
+        card("Requests", format_value(run.request_throughput), "req/s", planned),
     ]
 }
 

@@ -158,14 +158,14 @@ mod tests {
     }
 
     #[test]
-    fn the_line_of_what_was_asked_for_is_there_for_rates_only() {
+    fn the_line_of_the_offered_load_is_there_for_rates_only() {
         let mut points = points("a", &[1.0, 2.0, 4.0]);
-        let asked = |points: &[SweepPoint]| {
+        let has_offered_load = |points: &[SweepPoint]| {
             pictures(points)[0].curves.iter().any(|curve| curve.label == "offered load")
         };
-        assert!(asked(&points));
+        assert!(has_offered_load(&points));
         points.iter_mut().for_each(|point| point.run.plan.closed_loop = true);
-        assert!(!asked(&points));
+        assert!(!has_offered_load(&points));
     }
 
     #[test]

@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lone_point_can_be_seen_whatever_its_form() {
+    fn a_single_point_can_be_seen_whatever_its_form() {
         for form in [
             CurveForm::Steps,
             CurveForm::Line,

@@ -102,7 +102,7 @@ fn linear(extent: (f64, f64), room: AxisLayout) -> AxisExtent {
 
 /// Lays out a logarithmic axis. If the minimum of all values is at or below zero, the axis has an extra tick
 /// for it at the lower end.
-fn log(positive: (f64, f64), least: f64, room: AxisLayout) -> AxisExtent {
+fn log(positive: (f64, f64), minimum: f64, room: AxisLayout) -> AxisExtent {
     let (low, high) = match positive {
         (low, high) if high / low < 1.0 + 1e-9 => (low / 2.0, high * 2.0),
         apart => apart,
@@ -113,9 +113,9 @@ fn log(positive: (f64, f64), least: f64, room: AxisLayout) -> AxisExtent {
     };
     let mut ticks = ticks::log((low, high), room.labels);
     let mut ends = (low.log10(), high.log10());
-    if least < POSITIVE_MIN {
+    if minimum < POSITIVE_MIN {
         ends.0 -= (0.15 * (ends.1 - ends.0)).max(0.2);
-        let label = if least < 0.0 { "≤0" } else { "0" };
+        let label = if minimum < 0.0 { "≤0" } else { "0" };
         ticks.insert(0, Tick { value: 0.0, label: label.into() });
     }
     (Scale::Log, ends, ticks)

@@ -248,13 +248,13 @@ impl Handler<NextChunks> for FaultInjector {
 impl Handler<IterationUpdate> for FaultInjector {
     type Result = ResponseFuture<SlotPlan>;
 
-    fn handle(&mut self, mut turn: IterationUpdate, _: &mut Self::Context) -> Self::Result {
+    fn handle(&mut self, mut update: IterationUpdate, _: &mut Self::Context) -> Self::Result {
         let mut cache = self.cache.lock().expect("no test panics with the lock");
         if cache.keeps {
-            cache.kept.extend(turn.finished.iter_mut().filter_map(|ended| ended.computed.take()));
+            cache.kept.extend(update.finished.iter_mut().filter_map(|ended| ended.computed.take()));
         }
         drop(cache);
-        let (answer, devices) = (self.kv.send(turn), self.devices.clone());
+        let (answer, devices) = (self.kv.send(update), self.devices.clone());
         Box::pin(async move {
             let plan = answer.await.expect("kv replies");
             devices.fail_once_if(&devices.fails_at_slot_update);
@@ -449,7 +449,7 @@ impl Rig {
             }
         }
         let clock = self.clock;
-        self.clients.iter_mut().for_each(|told| told.poll_events(clock));
+        self.clients.iter_mut().for_each(|client| client.poll_events(clock));
     }
 
     /// Receives the steps sent by the lanes, and applies faults. Returns whether there were any.

@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 
 /// Wraps factories so that their devices communicate over `link`.
 pub fn slow_links(factories: Vec<Vec<ExecutorFactory>>, link: Link) -> Vec<Vec<ExecutorFactory>> {
-    let members: Vec<usize> = factories.iter().map(Vec::len).collect();
+    let ranks: Vec<usize> = factories.iter().map(Vec::len).collect();
     let of_stage = |(stage, factories): (usize, Vec<ExecutorFactory>)| {
-        let next = members.get(stage + 1).copied().unwrap_or(0);
+        let next = ranks.get(stage + 1).copied().unwrap_or(0);
         factories.into_iter().map(|factory| slow_factory(factory, link, next)).collect()
     };
     factories.into_iter().enumerate().map(of_stage).collect()

@@ -190,8 +190,8 @@ impl<'a> PartitionBench<'a> {
             step: Duration::from_secs_f64(*empty),
             row: Duration::from_secs_f64((one_row - empty).max(0.0)),
         });
-        let stage = |(members, kind): (&Vec<DeviceName>, DeviceKind)| {
-            members.iter().map(|member| DeviceName { kind, ..*member }).collect()
+        let stage = |(ranks, kind): (&Vec<DeviceName>, DeviceKind)| {
+            ranks.iter().map(|rank| DeviceName { kind, ..*rank }).collect()
         };
         let groups: Groups = device.groups.iter().zip(times).map(stage).collect();
         Ok((DeviceConfig { groups, ..device }, partition))
@@ -199,9 +199,9 @@ impl<'a> PartitionBench<'a> {
 
     /// Measures the engine's overhead per step and per hand-off between stages.
     async fn calibrate(&mut self) -> Result<()> {
-        let turn = self.engine_overhead(1).await?;
-        let hop = if self.shape.layers() > 1 { self.engine_overhead(2).await? - turn } else { 0.0 };
-        apply_calibration(&mut self.hardware, self.tests.link(), turn, hop);
+        let step_seconds = self.engine_overhead(1).await?;
+        let hop = if self.shape.layers() > 1 { self.engine_overhead(2).await? - step_seconds } else { 0.0 };
+        apply_calibration(&mut self.hardware, self.tests.link(), step_seconds, hop);
         Ok(())
     }
 
@@ -318,17 +318,17 @@ impl<'a> PartitionBench<'a> {
 fn with_fake_devices(device: &DeviceConfig) -> DeviceConfig {
     let kind = DeviceKind::Fake { step: Duration::ZERO, row: Duration::ZERO };
     let mut numbers = 0..;
-    let mut stage = |members: &Vec<DeviceName>| -> Vec<DeviceName> {
-        numbers.by_ref().take(members.len()).map(|number| DeviceName { kind, number }).collect()
+    let mut stage = |ranks: &Vec<DeviceName>| -> Vec<DeviceName> {
+        numbers.by_ref().take(ranks.len()).map(|number| DeviceName { kind, number }).collect()
     };
     DeviceConfig { groups: device.groups.iter().map(&mut stage).collect(), ..device.clone() }
 }
 
-/// Sets the measured overhead, in seconds: `turn` per step, and `hop` per hand-off between stages in addition
-/// to the latency of `link`. The measured hand-off includes the one between threads, so it replaces the
-/// earlier latency.
-fn apply_calibration(hardware: &mut Hardware, link: Link, turn: f64, hop: f64) {
-    hardware.overhead_seconds = turn.max(0.0);
+/// Sets the measured overhead, in seconds: `step_seconds` per step, and `hop` per hand-off between stages in
+/// addition to the latency of `link`. The measured hand-off includes the one between threads, so it replaces
+/// the earlier latency.
+fn apply_calibration(hardware: &mut Hardware, link: Link, step_seconds: f64, hop: f64) {
+    hardware.overhead_seconds = step_seconds.max(0.0);
     hardware.inter_stage_link.latency = link.latency + hop.max(0.0);
 }
 

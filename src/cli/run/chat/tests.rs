@@ -119,10 +119,10 @@ async fn run_chat(
     answers: Vec<Result<Vec<Event>, Failure>>,
 ) -> (Vec<(String, Value)>, ScriptedUser) {
     let mut user = ScriptedUser { inputs: inputs.into(), ..ScriptedUser::default() };
-    let asked = ReceivedRequests::default();
+    let requests = ReceivedRequests::default();
     let server = ScriptedServer {
         answers: RefCell::new(answers.into()),
-        received: asked.clone(),
+        received: requests.clone(),
         interrupt: user.interrupt.clone(),
     };
     let client = Client {
@@ -134,8 +134,8 @@ async fn run_chat(
     };
     let dialog = Dialog::default();
     Chat { client, dialog, console: &mut user, stats: false }.run().await.expect("the user stays");
-    let asked = asked.borrow().clone();
-    (asked, user)
+    let requests = requests.borrow().clone();
+    (requests, user)
 }
 
 fn lines(lines: &[&str]) -> Vec<Input> {
@@ -154,11 +154,11 @@ fn messages((path, body): &(String, Value)) -> Vec<String> {
 async fn the_conversation_so_far_is_sent_with_each_question() {
     let answers =
         vec![Ok(vec![Text("Hello"), Text("."), Done("stop")]), Ok(vec![Text("Bye."), Done("length")])];
-    let (asked, user) = run_chat(lines(&["Hi", "", "  ", "So long"]), answers).await;
-    assert_eq!(messages(&asked[0]), ["user: Hi"]);
-    assert_eq!(messages(&asked[1]), ["user: Hi", "assistant: Hello.", "user: So long"]);
-    assert_eq!(asked.len(), 2, "empty lines are no questions");
-    assert_eq!(asked[0].1["stream_options"], json!({"include_usage": true}));
+    let (requests, user) = run_chat(lines(&["Hi", "", "  ", "So long"]), answers).await;
+    assert_eq!(messages(&requests[0]), ["user: Hi"]);
+    assert_eq!(messages(&requests[1]), ["user: Hi", "assistant: Hello.", "user: So long"]);
+    assert_eq!(requests.len(), 2, "empty lines are no questions");
+    assert_eq!(requests[0].1["stream_options"], json!({"include_usage": true}));
     assert_eq!(user.shown, "Hello.\nBye.\n");
     assert!(user.notes[0].contains("maximum number of tokens"), "{:?}", user.notes);
 }
@@ -166,8 +166,8 @@ async fn the_conversation_so_far_is_sent_with_each_question() {
 #[actix::test]
 async fn the_received_part_of_an_interrupted_answer_is_kept() {
     let answers = vec![Ok(vec![Text("Once "), Text("upon"), Interrupt]), Ok(vec![Text("ok"), Done("stop")])];
-    let (asked, user) = run_chat(lines(&["A story", "Go on"]), answers).await;
-    assert_eq!(messages(&asked[1]), ["user: A story", "assistant: Once upon", "user: Go on"]);
+    let (requests, user) = run_chat(lines(&["A story", "Go on"]), answers).await;
+    assert_eq!(messages(&requests[1]), ["user: A story", "assistant: Once upon", "user: Go on"]);
     assert_eq!(
         (user.shown.as_str(), user.notes.as_slice()),
         ("Once upon\nok\n", &["(stopped)".to_string()][..])
@@ -186,14 +186,15 @@ async fn an_encoder_decoder_gets_completion_requests() {
         Ok(vec![Text("eins"), Done("stop")]),
         Ok(vec![Text("zwei"), Done("stop")]),
     ];
-    let (asked, user) = run_chat(lines(&["one", "two"]), answers).await;
-    let asked: Vec<_> = asked[1..].iter().map(|(path, body)| (path.as_str(), &body["prompt"])).collect();
-    assert_eq!(asked, [("/v1/completions", &json!("one")), ("/v1/completions", &json!("two"))]);
+    let (requests, user) = run_chat(lines(&["one", "two"]), answers).await;
+    let requests: Vec<_> =
+        requests[1..].iter().map(|(path, body)| (path.as_str(), &body["prompt"])).collect();
+    assert_eq!(requests, [("/v1/completions", &json!("one")), ("/v1/completions", &json!("two"))]);
     assert!(user.notes.len() == 1 && user.notes[0].contains("encoder-decoder"), "{:?}", user.notes);
     assert_eq!(user.shown, "eins\nzwei\n");
 
-    let (asked, user) = run_chat(lines(&["one"]), vec![Err(refusal("/v1/embeddings"))]).await;
-    assert!(asked.len() == 1 && user.notes[0].contains("/v1/embeddings"), "{:?}", user.notes);
+    let (requests, user) = run_chat(lines(&["one"]), vec![Err(refusal("/v1/embeddings"))]).await;
+    assert!(requests.len() == 1 && user.notes[0].contains("/v1/embeddings"), "{:?}", user.notes);
 }
 
 #[actix::test]
@@ -206,9 +207,9 @@ async fn a_question_without_any_answer_is_not_repeated() {
         Ok(vec![Text("less"), Cut]),
         Ok(vec![Done("stop")]),
     ];
-    let (asked, user) = run_chat(lines(&["one", "two", "three", "four", "five"]), answers).await;
+    let (requests, user) = run_chat(lines(&["one", "two", "three", "four", "five"]), answers).await;
     let expected = ["user: three", "assistant: half", "user: four", "assistant: less", "user: five"];
-    assert_eq!(messages(&asked[4]), expected);
+    assert_eq!(messages(&requests[4]), expected);
     let errors = ["too long: 9 of 8 tokens", "the device failed", "the connection broke"];
     assert_eq!(user.notes[0], "(stopped)");
     assert_eq!(user.notes[1..], errors.map(|error| format!("error: {error}")));
@@ -235,17 +236,17 @@ async fn commands_change_what_is_sent() {
         "never",
     ]);
     let answers = ["1", "1'", "2", "2'", "3", "4"].map(answer).into();
-    let (asked, user) = run_chat(inputs, answers).await;
+    let (requests, user) = run_chat(inputs, answers).await;
     assert!(user.notes[0].contains("no question to retry"));
-    assert_eq!(messages(&asked[0]), ["system: Be brief.", "user: one"]);
-    assert_eq!(messages(&asked[1]), messages(&asked[0]));
-    assert_eq!(messages(&asked[2]), ["system: Be brief.", "user: one", "assistant: 1'", "user: two"]);
-    assert_eq!(messages(&asked[3]), messages(&asked[2]));
-    assert_eq!(messages(&asked[4]), ["system: Be brief.", "user: three"]);
-    assert_eq!(messages(&asked[5]), ["user: three", "assistant: 3", "user: four"]);
-    assert_eq!((&asked[0].1["temperature"], &asked[0].1["seed"]), (&json!(0.0), &json!(3)));
-    assert_eq!((&asked[4].1["temperature"], &asked[4].1["seed"]), (&json!(0.0), &Value::Null));
-    assert_eq!(asked.len(), 6, "nothing comes after /exit");
+    assert_eq!(messages(&requests[0]), ["system: Be brief.", "user: one"]);
+    assert_eq!(messages(&requests[1]), messages(&requests[0]));
+    assert_eq!(messages(&requests[2]), ["system: Be brief.", "user: one", "assistant: 1'", "user: two"]);
+    assert_eq!(messages(&requests[3]), messages(&requests[2]));
+    assert_eq!(messages(&requests[4]), ["system: Be brief.", "user: three"]);
+    assert_eq!(messages(&requests[5]), ["user: three", "assistant: 3", "user: four"]);
+    assert_eq!((&requests[0].1["temperature"], &requests[0].1["seed"]), (&json!(0.0), &json!(3)));
+    assert_eq!((&requests[4].1["temperature"], &requests[4].1["seed"]), (&json!(0.0), &Value::Null));
+    assert_eq!(requests.len(), 6, "nothing comes after /exit");
 }
 
 /// A retry without an answer keeps the earlier answer.
@@ -258,9 +259,9 @@ async fn a_retry_without_an_answer_keeps_the_old_one() {
         Ok(vec![Cut]),
         Ok(vec![Text("2"), Done("stop")]),
     ];
-    let (asked, _) = run_chat(lines(&["one", "/retry", "/retry", "/retry", "two"]), answers).await;
-    assert_eq!(messages(&asked[3]), ["user: one"]);
-    assert_eq!(messages(&asked[4]), ["user: one", "assistant: 1", "user: two"]);
+    let (requests, _) = run_chat(lines(&["one", "/retry", "/retry", "/retry", "two"]), answers).await;
+    assert_eq!(messages(&requests[3]), ["user: one"]);
+    assert_eq!(messages(&requests[4]), ["user: one", "assistant: 1", "user: two"]);
 }
 
 #[actix::test]
@@ -273,23 +274,23 @@ async fn an_unknown_command_is_reported_and_not_sent() {
         "/stats maybe",
         "/help",
     ]);
-    let (asked, user) = run_chat(inputs, vec![]).await;
-    assert!(asked.is_empty());
+    let (requests, user) = run_chat(inputs, vec![]).await;
+    assert!(requests.is_empty());
     for (note, named) in
         user.notes.iter().zip(["/frobnicate", "heat", "warm", "top_k VALUE", "/stats", "/retry"])
     {
         assert!(note.contains(named), "{note}");
     }
     assert_eq!(user.notes.len(), 6);
-    let (asked, _) = run_chat(lines(&[" /etc/passwd"]), vec![Ok(vec![Done("stop")])]).await;
-    assert_eq!(messages(&asked[0]), ["user:  /etc/passwd"]);
+    let (requests, _) = run_chat(lines(&[" /etc/passwd"]), vec![Ok(vec![Done("stop")])]).await;
+    assert_eq!(messages(&requests[0]), ["user:  /etc/passwd"]);
 }
 
 #[actix::test]
 async fn a_backslash_continues_the_line() {
     let inputs = lines(&["first\\", "second\\", "third"]);
-    let (asked, user) = run_chat(inputs, vec![Ok(vec![Done("stop")])]).await;
-    assert_eq!(messages(&asked[0]), ["user: first\nsecond\nthird"]);
+    let (requests, user) = run_chat(inputs, vec![Ok(vec![Done("stop")])]).await;
+    assert_eq!(messages(&requests[0]), ["user: first\nsecond\nthird"]);
     assert_eq!(user.marks[..3], [PromptMark::Question, PromptMark::Continued, PromptMark::Continued]);
     assert_eq!(user.entries, ["first\nsecond\nthird"]);
 }
@@ -299,8 +300,8 @@ async fn ctrl_c_at_the_prompt_hints_and_drops_what_was_begun() {
     let mut inputs = lines(&["begun\\"]);
     inputs.push(Input::Interrupt);
     inputs.extend(lines(&["whole"]));
-    let (asked, user) = run_chat(inputs, vec![Ok(vec![Done("stop")])]).await;
-    assert_eq!(messages(&asked[0]), ["user: whole"]);
+    let (requests, user) = run_chat(inputs, vec![Ok(vec![Done("stop")])]).await;
+    assert_eq!(messages(&requests[0]), ["user: whole"]);
     assert_eq!(user.notes, [HINT]);
 }
 
@@ -317,10 +318,13 @@ async fn stats_are_shown_if_enabled() {
 async fn a_model_without_a_template_completes_and_says_so_once() {
     let refused = Failure::from_body(json!({"error": {"message": "sorry", "code": "no_chat_template"}}));
     let answers = vec![Err(refused), Ok(vec![Text(" a time"), Done("length")]), Ok(vec![Done("stop")])];
-    let (asked, user) = run_chat(lines(&["Once upon", "/system Be brief.", "The end"]), answers).await;
-    let paths: Vec<_> = asked.iter().map(|(path, _)| path.as_str()).collect();
+    let (requests, user) = run_chat(lines(&["Once upon", "/system Be brief.", "The end"]), answers).await;
+    let paths: Vec<_> = requests.iter().map(|(path, _)| path.as_str()).collect();
     assert_eq!(paths, ["/v1/chat/completions", "/v1/completions", "/v1/completions"]);
-    assert_eq!((&asked[1].1["prompt"], &asked[2].1["prompt"]), (&json!("Once upon"), &json!("The end")));
-    assert_eq!(asked[1].1["max_tokens"], json!(128));
+    assert_eq!(
+        (&requests[1].1["prompt"], &requests[2].1["prompt"]),
+        (&json!("Once upon"), &json!("The end"))
+    );
+    assert_eq!(requests[1].1["max_tokens"], json!(128));
     assert_eq!(user.notes.iter().filter(|note| note.contains("no chat template")).count(), 1);
 }

@@ -78,7 +78,7 @@ fn tensors_have_their_shapes_and_bytes_wherever_they_lie() {
 }
 
 #[test]
-fn types_that_cannot_be_computed_with_are_told_by_their_names() {
+fn types_that_cannot_be_computed_with_are_reported_by_their_names() {
     for (id, name) in [(16, "iq2_xxs"), (17, "iq2_xs"), (99, "type 99")] {
         let (_folder, opened) = open_made(&GgufBuilder::sample(3).with(|made| {
             made.tensors[0] = ("m", vec![256], id, 192);

@@ -90,7 +90,7 @@ fn an_archive_that_is_not_as_pytorch_writes_it_is_refused_by_member() {
 }
 
 #[test]
-fn other_files_of_the_same_name_are_told_apart() {
+fn other_files_of_the_same_name_are_distinguished() {
     let mut tar = vec![0; 1024];
     tar[257..262].copy_from_slice(b"ustar");
     let cases = [

@@ -52,7 +52,7 @@ fn numbers_that_lie_as_they_are_wanted_are_not_copied() {
 
 /// 8-bit float weights are rejected, because it is unknown how a pickle stores their scales.
 #[test]
-fn codes_of_8_bits_are_refused_by_name() {
+fn quants_of_8_bits_are_refused_by_name() {
     let folder = Scratch::new();
     folder.write("pytorch_model.bin", &content("kinds/zip2.bin"));
     let checkpoint = Checkpoint::open_folder(&folder.folder()).unwrap();

@@ -134,7 +134,7 @@ pub fn attention(
     let plan = WorkPlan::new(step, shape, layout.kv_heads, threads, capacity);
     let (out, scratch) = (SharedSlice::new(out), SharedSlice::new(scratch));
     let op = Attention { step, shape, group, layout, q, cache, out };
-    assert!(op.covers_distances(), "the relative position bias covers every distance");
+    assert!(op.covers_relative_positions(), "the relative position bias covers every distance");
     dispatch_kv_format(layout.ty, RunAttention { pool, level, op: &op, plan, scratch, thread_len });
 }
 
@@ -223,7 +223,7 @@ fn attend<C: KvFormat>(
 impl Attention<'_> {
     /// Returns whether the relative position bias, if there is one, has an entry for every position that a
     /// row sees.
-    fn covers_distances(&self) -> bool {
+    fn covers_relative_positions(&self) -> bool {
         let Some(bias) = self.shape.bias else { return true };
         self.step.rows().iter().all(|row| {
             let seen = plan::visible_positions(self.shape, self.step.span_of(row), row.position);

@@ -277,9 +277,9 @@ impl IntKernel for IntOperations {
                 let tops = simd.bits(simd.gather_top_bits([w, joined, rest, w, divided, joined, w]), 0, 7);
                 let tops_of_others =
                     simd.bits(simd.gather_top_bits([rest, rest, w, joined, w, w, divided]), 0, 7);
-                for codes in [w, rest, divided, simd.bits(w, 4, 4), joined, tops, tops_of_others] {
+                for quants in [w, rest, divided, simd.bits(w, 4, 4), joined, tops, tops_of_others] {
                     let mut sums = [0.0; LANES];
-                    simd.store(simd.to_float(simd.dot(simd.shift_left(x, 1), codes, x)), &mut sums);
+                    simd.store(simd.to_float(simd.dot(simd.shift_left(x, 1), quants, x)), &mut sums);
                     all.extend(sums);
                 }
             }

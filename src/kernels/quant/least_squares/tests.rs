@@ -138,8 +138,8 @@ fn a_block_on_a_grid_is_exact() {
         let numbers = row.block_elements;
         let quant =
             |n: usize| if levels > numbers { n * (levels - 1) / (numbers - 1) } else { n * 13 % levels };
-        let (base, scale) = if ty == QuantType::Q4_B16 { (-0.5, 0.05) } else { (-1.25, 0.25) };
-        let values: Vec<f32> = (0..numbers).map(|n| base + quant(n) as f32 * scale).collect();
+        let (minimum, scale) = if ty == QuantType::Q4_B16 { (-0.5, 0.05) } else { (-1.25, 0.25) };
+        let values: Vec<f32> = (0..numbers).map(|n| minimum + quant(n) as f32 * scale).collect();
         let lost = errors(ty, &values, &least_squares(ty, &values, None));
         assert!(lost.iter().all(|lost| lost.abs() < 1e-6), "{ty}: {lost:?}");
     }

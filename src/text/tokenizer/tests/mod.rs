@@ -75,7 +75,7 @@ fn tokens_are_found_by_name() {
 }
 
 #[test]
-fn special_tokens_are_skipped_only_when_asked() {
+fn special_tokens_are_skipped_only_on_request() {
     let tokenizer = from_tokenizer_json(&byte_fallback(), None).unwrap();
     let ids = [1, 266, 2, 266];
     assert_eq!(tokenizer.decode(&ids, true).unwrap(), "the the");
@@ -133,8 +133,8 @@ fn bos_stands_before_a_text_once_if_the_files_say_so() {
         let tokenizer = from_tokenizer_json(&sample, config.clone()).unwrap();
         assert_eq!((tokenizer.bos_id(), tokenizer.eos_id()), (bos, eos), "{config:?}");
         assert_eq!(tokenizer.encode("a", true).unwrap(), ids, "{config:?}");
-        let opening = ids.len() - tokenizer.encode("a", false).unwrap().len();
-        assert_eq!(tokenizer.encode("a", false).unwrap(), ids[opening..], "{config:?}");
+        let special_len = ids.len() - tokenizer.encode("a", false).unwrap().len();
+        assert_eq!(tokenizer.encode("a", false).unwrap(), ids[special_len..], "{config:?}");
     }
     let tokenizer = llama2c();
     assert_eq!((tokenizer.bos_id(), tokenizer.eos_id()), (Some(1), Some(2)));

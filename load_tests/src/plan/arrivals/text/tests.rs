@@ -88,7 +88,7 @@ fn whatever_is_shown_reads_back_to_the_nanosecond_and_the_last_digit() {
 }
 
 #[test]
-fn nonsense_is_refused_and_told_what_is_expected() {
+fn nonsense_is_refused_with_what_is_expected() {
     for (text, expected) in [
         ("", "expected all"),
         ("all:5", "expected all"),
