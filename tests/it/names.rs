@@ -19,7 +19,7 @@ fn words(text: &str) -> BTreeSet<String> {
 }
 
 /// No code can depend on a family, because no `model_type` occurs as a word. (`llama3` is a rotary position
-/// scaling, not a family; `gptj` is both a family and the style of rotation named after it, which any model can have.)
+/// scaling, not a family; `gptj` is both a family and a style of rotation that any model can have.)
 #[test]
 fn no_family_is_named_where_models_are_computed() {
     let mut types = BTreeSet::new();
