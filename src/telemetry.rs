@@ -178,7 +178,7 @@ pub(crate) static REQUESTS_WAITING: Metric = Metric::new(
 );
 pub(crate) static QUEUE_CAPACITY: Metric =
     Metric::new("mainstem_queue_capacity", Gauge, "requests", "Maximum number of queued requests.");
-/// The deprecated name of [`QUEUE_CAPACITY`], exported with the same value.
+/// The deprecated name of `QUEUE_CAPACITY`, exported with the same value.
 pub static WAITING_ROOM: Metric = Metric::new(
     "mainstem_waiting_room",
     Gauge,

@@ -1,6 +1,6 @@
 //! The report as JSON with the field names of `vllm bench serve`, so that scripts made for it can read it.
 //!
-//! Invariant: [`read`] restores exactly the report that [`json`] wrote.
+//! Invariant: [`read`] restores exactly the report that [`json()`] wrote.
 
 use anyhow::Context;
 use serde::Deserialize;
@@ -26,7 +26,7 @@ pub fn json(report: &RunReport, samples: Option<&RunRecord>) -> Value {
     Value::Object(object)
 }
 
-/// Reads a report written by [`json`].
+/// Reads a report written by [`json()`].
 pub fn read(text: &str) -> anyhow::Result<RunReport> {
     #[derive(Deserialize)]
     struct File {

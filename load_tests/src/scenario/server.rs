@@ -1,6 +1,6 @@
 //! The server of a variant: a child process.
 //!
-//! Invariant: dropping a [`Server`] leaves no process behind, and its log output never blocks on a full pipe.
+//! Invariant: dropping a server leaves no process behind, and its log output never blocks on a full pipe.
 
 use std::{
     collections::VecDeque,

@@ -5,7 +5,7 @@
 
 use crate::quant::ActivationPrecision;
 
-/// Configuration of a [`CpuBackend`].
+/// Configuration of a [`CpuBackend`](super::CpuBackend).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuConfig {
     /// Number of threads that work on a step, including the calling thread; at least 1.

@@ -22,7 +22,7 @@ pub struct LoadSpec {
     /// Number of requests.
     pub requests: usize,
     pub prompts: PromptSource,
-    /// Tokens per prompt. Ignored with [`Prompts::Texts`].
+    /// Tokens per prompt. Ignored with `Prompts::Texts`.
     pub prompt: LengthDistribution,
     /// Output tokens per request; `None` uses the length of the trace or the text, or [`OUTPUT_LEN_FALLBACK`]
     /// if they have none.

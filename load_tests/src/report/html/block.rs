@@ -42,7 +42,7 @@ pub struct ReportTable {
     pub rows: Vec<ReportRow>,
 }
 
-/// A column of a [`Table`].
+/// A column of a table.
 #[derive(Clone, Debug, Serialize)]
 pub struct ReportColumn {
     pub name: String,
@@ -50,7 +50,7 @@ pub struct ReportColumn {
     pub class: &'static str,
 }
 
-/// A row of a [`Table`].
+/// A row of a table.
 #[derive(Clone, Debug, Serialize)]
 pub struct ReportRow {
     /// CSS classes of the row's curve; empty for none.

@@ -1,7 +1,7 @@
 //! F32 GEMM: x · wᵀ, for x (m, k) in F32 and w (n, k) in any number format.
 //!
 //! Each output element is one sum in 16 lanes: lane i adds the products of columns i, i + 16, i + 32, ... in
-//! this order, each with a fused multiply-add; then the lanes are added as [`Simd::sum`] does. Columns beyond
+//! this order, each with a fused multiply-add; then the lanes are added as `Simd::sum` does. Columns beyond
 //! the last are zero. Everything else is loop order and data layout, and departs from a plain loop for these
 //! reasons:
 //!
