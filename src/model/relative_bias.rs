@@ -57,7 +57,8 @@ pub fn alibi_biases(heads: usize, own: Range<usize>, scale: f32, reach: usize) -
         .collect()
 }
 
-/// Returns learned relative position biases in the layout of [`alibi_biases`], from a table `(buckets, heads)`.
+/// Returns learned relative position biases in the layout of [`alibi_biases`], from a table
+/// `(buckets, heads)`.
 pub fn learned_biases(
     learned: &[f32],
     (heads, own): (usize, Range<usize>),

@@ -96,7 +96,8 @@ fn build_executor<B: Backend>(
     Ok(Box::new(ModelExecutor::new(backend, source, shard, *kv, *limits)?))
 }
 
-/// Predicts the allocations of the configured devices, stage by stage, by rank; see [`executor::estimate_report`].
+/// Predicts the allocations of the configured devices, stage by stage, by rank; see
+/// [`executor::estimate_report`].
 pub fn forecast(
     config: &DeviceConfig,
     source: &ModelSource,
