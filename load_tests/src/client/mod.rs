@@ -9,7 +9,6 @@ mod event;
 mod rejection;
 mod server;
 mod service;
-mod sse;
 mod streamed_response;
 mod tls;
 mod wire;

@@ -5,7 +5,9 @@
 
 use std::time::Duration;
 
-use super::{event::Event, sse::SseDecoder};
+use mainstem_sse::SseDecoder;
+
+use super::event::Event;
 use crate::sample::{Delivery, Failure, FailureKind, Outcome};
 
 /// The client's next action after a chunk of the response.

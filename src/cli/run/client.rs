@@ -5,11 +5,11 @@
 //! Invariant: an answer is complete only if the server says so; a stream that ends without it is a failure.
 
 use super::settings::SamplingSettings;
-use super::sse::Parser;
 use super::transport::{ChatUnsupported, Failure, Reply, Transport};
 use actix_web::web::Bytes;
 use futures_util::StreamExt;
 use futures_util::stream::LocalBoxStream;
+use mainstem_sse::{SseDecoder, SseError};
 use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -134,7 +134,7 @@ pub struct Chunk {
 /// An answer as it arrives. Dropping it closes the connection; see [`super::transport`].
 pub struct Answer {
     source: ReplySource,
-    parser: Parser,
+    decoder: SseDecoder,
     /// Data of events that have arrived but have not been processed.
     events: VecDeque<String>,
     timing: Timing,
@@ -157,8 +157,8 @@ impl Answer {
             Reply::Whole(bytes) => ReplySource::Whole(bytes),
             Reply::Events(events) => ReplySource::Events(events),
         };
-        let (parser, events) = (Parser::default(), VecDeque::new());
-        Answer { source, parser, events, timing: pace, finish: None, tokens: None }
+        let (decoder, events) = (SseDecoder::default(), VecDeque::new());
+        Answer { source, decoder, events, timing: pace, finish: None, tokens: None }
     }
 
     /// Returns the next chunk; `None` when the answer is complete.
@@ -193,7 +193,13 @@ impl Answer {
             }
             let ReplySource::Events(stream) = &mut self.source else { break };
             match stream.next().await {
-                Some(bytes) => self.events.extend(self.parser.push(&bytes?).map_err(too_long)?),
+                Some(bytes) => {
+                    let bytes = bytes?;
+                    let mut rest = &bytes[..];
+                    while let Some(data) = self.decoder.next(&mut rest).map_err(invalid_stream)? {
+                        self.events.push_back(data.to_owned());
+                    }
+                }
                 None => return Err(Failure::new("the connection ended before the answer was complete")),
             }
         }
@@ -214,8 +220,8 @@ impl Answer {
     }
 }
 
-fn too_long(error: super::sse::TooLong) -> Failure {
-    Failure::new(error.to_string())
+fn invalid_stream(error: SseError) -> Failure {
+    Failure::new(format!("the server sent an invalid event stream: {error}"))
 }
 
 /// Timing of an answer.

@@ -7,8 +7,6 @@ pub mod args;
 
 pub mod settings;
 
-pub mod sse;
-
 pub mod transport;
 
 pub mod remote;

@@ -5,16 +5,16 @@
 //! Invariant: a check reads files and nothing else, and reports every offence with its file and line.
 
 mod cycles;
+mod dependencies;
 mod docs;
-mod doors;
 mod keys;
 mod modules;
 mod sizes;
 mod source;
 
 pub use cycles::{cycles, known_cycles};
+pub use dependencies::{Dependencies, forbidden_imports};
 pub use docs::{first_words, undocumented};
-pub use doors::{Doors, forbidden_imports};
 pub use keys::{strings_with, toml_keys, undocumented_keys};
 pub use modules::{misplaced_tests, module_style};
 pub use sizes::{long_files, long_functions, wide_lines};

@@ -1,6 +1,6 @@
 //! Each check finds an offence that is planted for it, and nothing in the same tree without it.
 
-use tidy::{Doors, Offence, Tree};
+use tidy::{Dependencies, Offence, Tree};
 
 const DOC: &str = "//! A module.\n\n";
 
@@ -26,7 +26,7 @@ fn assert_found(offences: &[Offence], expected: &[(&str, usize, &str)]) {
 #[test]
 fn an_import_through_a_closed_door() {
     let page = "x\n## Dependencies\n\n```\ntext, server -> formats\nserver -> actors\n```\n";
-    let doors = Doors::parse(page).expect("the page has rules");
+    let dependencies = Dependencies::parse(page).expect("the page has rules");
     let files = [
         ("src/text/mod.rs", "use crate::formats::Folder;\nuse crate::{formats, server::Api};\n"),
         ("src/server/mod.rs", "fn f() { crate::actors::go(); crate::text::stop() }\n"),
@@ -37,7 +37,7 @@ fn an_import_through_a_closed_door() {
     ];
     let files = files.map(|(path, text)| (path, format!("{DOC}{text}")));
     assert_found(
-        &tidy::forbidden_imports(&tree(&files), &doors),
+        &tidy::forbidden_imports(&tree(&files), &dependencies),
         &[
             ("src/text/mod.rs", 4, "`text` imports `server`"),
             ("src/server/mod.rs", 3, "`server` imports `text`"),
@@ -45,7 +45,7 @@ fn an_import_through_a_closed_door() {
         ],
     );
     for broken in ["", "\n## Dependencies\n", "\n## Dependencies\n\n```\ntext formats\n```\n"] {
-        assert!(Doors::parse(broken).is_err(), "{broken:?}");
+        assert!(Dependencies::parse(broken).is_err(), "{broken:?}");
     }
 }
 

@@ -1,7 +1,7 @@
 //! This repository keeps the rules that `tidy` checks.
 
 use std::path::{Path, PathBuf};
-use tidy::{Doors, Offence, Tree};
+use tidy::{Dependencies, Offence, Tree};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -28,8 +28,8 @@ fn the_whole_tree_is_read() {
 
 #[test]
 fn modules_import_what_the_architecture_allows() {
-    let doors = Doors::parse(&page("docs/architecture.md")).expect("the page has the rules");
-    assert_none(&tidy::forbidden_imports(&tree(), &doors));
+    let dependencies = Dependencies::parse(&page("docs/architecture.md")).expect("the page has the rules");
+    assert_none(&tidy::forbidden_imports(&tree(), &dependencies));
 }
 
 #[test]

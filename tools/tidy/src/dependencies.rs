@@ -9,26 +9,26 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Allowed imports: for each module, the modules it may import. `*` allows all.
 #[derive(Debug, Default)]
-pub struct Doors(BTreeMap<String, BTreeSet<String>>);
+pub struct Dependencies(BTreeMap<String, BTreeSet<String>>);
 
-impl Doors {
+impl Dependencies {
     /// Reads the first fenced block below the heading "## Dependencies" of `page`.
     ///
     /// # Errors
     /// Names what is missing: the heading, the block, or the arrow of a line.
-    pub fn parse(page: &str) -> Result<Doors, String> {
+    pub fn parse(page: &str) -> Result<Dependencies, String> {
         let (_, below) = page.split_once("\n## Dependencies\n").ok_or("no heading \"## Dependencies\"")?;
         let (_, block) = below.split_once("\n```\n").ok_or("no block below \"## Dependencies\"")?;
         let (block, _) = block.split_once("\n```").ok_or("the block below \"## Dependencies\" has no end")?;
-        let mut doors = Doors::default();
+        let mut dependencies = Dependencies::default();
         for line in block.lines().filter(|line| !line.trim().is_empty()) {
             let (from, to) = line.split_once("->").ok_or_else(|| format!("no arrow in {line:?}"))?;
             let names = |list: &str| list.split(',').map(|it| it.trim().to_owned()).collect::<BTreeSet<_>>();
             for name in names(from) {
-                doors.0.entry(name).or_default().extend(names(to));
+                dependencies.0.entry(name).or_default().extend(names(to));
             }
         }
-        Ok(doors)
+        Ok(dependencies)
     }
 
     fn allows(&self, from: &str, to: &str) -> bool {
@@ -36,14 +36,14 @@ impl Doors {
     }
 }
 
-/// Imports between top-level modules of the main crate, or of other crates of the workspace, that `doors`
+/// Imports between top-level modules of the main crate, or of other crates of the workspace, that `dependencies`
 /// does not allow.
-pub fn forbidden_imports(tree: &Tree, doors: &Doors) -> Vec<Offence> {
+pub fn forbidden_imports(tree: &Tree, dependencies: &Dependencies) -> Vec<Offence> {
     let mut offences = Vec::new();
     for source in tree.products() {
-        let Some(from) = room(&source.module) else { continue };
+        let Some(from) = module_of(&source.module) else { continue };
         for (to, line) in imports(source) {
-            if !doors.allows(&from, &to) {
+            if !dependencies.allows(&from, &to) {
                 let problem = format!("`{from}` imports `{to}`, which docs/architecture.md does not allow");
                 offences.push(Offence::new(source, line, problem));
             }
@@ -53,17 +53,18 @@ pub fn forbidden_imports(tree: &Tree, doors: &Doors) -> Vec<Offence> {
 }
 
 /// The module of the main crate, or the other crate, that a file belongs to.
-fn room(module: &[String]) -> Option<String> {
+fn module_of(module: &[String]) -> Option<String> {
     match module.first()?.as_str() {
         "mainstem" => Some(module.get(1).map_or("lib", String::as_str).to_owned()),
         "mainstem_kernels" => Some("kernels".to_owned()),
         "mainstem_conformance" => Some("conformance".to_owned()),
+        "mainstem_sse" => Some("sse".to_owned()),
         "" => None,
         other => Some(other.to_owned()),
     }
 }
 
-/// Rooms that a file's product part names, with the line of each mention.
+/// Modules that a file's product part names, with the line of each mention.
 fn imports(source: &Source) -> Vec<(String, usize)> {
     let tokens = source.product_tokens();
     let text = |at: usize| tokens.get(at).map_or("", |(text, _)| text.as_str());
@@ -74,6 +75,7 @@ fn imports(source: &Source) -> Vec<(String, usize)> {
         match token.as_str() {
             "mainstem_kernels" if is_path => found.push(("kernels".to_owned(), *line)),
             "mainstem_conformance" if is_path => found.push(("conformance".to_owned(), *line)),
+            "mainstem_sse" if is_path => found.push(("sse".to_owned(), *line)),
             "load_tests" if is_path => found.push(("load_tests".to_owned(), *line)),
             "mainstem" if is_path => found.extend(named(&tokens, at + 3)),
             "crate" if is_path && in_main => found.extend(named(&tokens, at + 3)),
