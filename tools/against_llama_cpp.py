@@ -75,7 +75,7 @@ class Bench:
         name = {"prefill": "prefill", "decode": "decode", "fused": "fused decode"}[test]
         row = next(row for row in report["rows"] if row["test"] == name)
         share = row["share"] and row["share"]["median"]
-        return row["tokens_per_s"]["median"], share, row["limit"] or "", row["samples"][0]["ceilings"]["read"]
+        return row["tokens_per_s"]["median"], share, row["limit"] or "", row["samples"][0]["roofline"]["read"]
 
     def report(self, file: str, fused: bool) -> dict:
         """Returns the report of `mainstem bench` for a file, which runs once per round."""

@@ -9,7 +9,35 @@ use mainstem_kernels::cpu::Isa;
 use std::path::PathBuf;
 
 /// KV cache data types.
-pub const KV_TYPES: [&str; 7] = ["f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64"];
+const KV_TYPES: [&str; 7] = ["f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64"];
+
+/// Help text of the argument MODEL.
+pub const MODEL_HELP: &str = "Folder, file or hf:owner/name[@revision]; the built-in demo model if not given";
+
+/// The options of all subcommands that configure an engine, other than the model's path.
+#[derive(Args)]
+pub struct ConfigFlags {
+    #[command(flatten)]
+    model: ModelFlags,
+    #[command(flatten)]
+    engine: EngineFlags,
+    #[command(flatten)]
+    partition: PartitionFlags,
+    #[command(flatten)]
+    log: LogFlags,
+}
+
+impl ConfigFlags {
+    /// Adds the flags that are given, and returns the configuration file, if given.
+    pub fn add_to(mut self, overrides: &mut Overrides) -> Option<PathBuf> {
+        let file = self.model.config.take();
+        self.model.add_to(overrides);
+        self.engine.add_to(overrides);
+        self.partition.add_to(overrides);
+        self.log.add_to(overrides);
+        file
+    }
+}
 
 /// Model options other than its path.
 #[derive(Args)]
@@ -49,7 +77,7 @@ pub struct EngineFlags {
     /// Maximum sequences decoded at once.
     #[arg(long = "slots", value_name = "N")]
     scheduler_slots: Option<u32>,
-    /// Maximum queued requests.
+    /// Maximum queued sequences.
     #[arg(long = "max-waiting", value_name = "N")]
     scheduler_max_waiting: Option<u32>,
     /// Maximum batched tokens per step; must be greater than slots.
@@ -85,7 +113,7 @@ pub struct EngineFlags {
     /// Compute backend.
     #[arg(long = "device", value_name = "DEVICE", value_parser = ["cpu", "reference", "fake"])]
     device_kind: Option<String>,
-    /// Maximum duration of a step, such as 60s; 0s is unlimited.
+    /// Maximum time without a step result while steps are pending; 0s is unlimited.
     #[arg(long = "step-timeout", value_name = "TIME")]
     device_step_timeout: Option<String>,
     /// Compute threads per device; 0 divides the cores among the devices.

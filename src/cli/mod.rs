@@ -27,6 +27,7 @@ use crate::config::{ConfigError, ConfigSource};
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
 use serde::Serialize;
+use serde_json::Value;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
@@ -45,10 +46,41 @@ fn print(what: &str, text: &str) -> Result<()> {
     }
 }
 
-/// Formats a report as indented JSON.
+/// Deprecated keys of JSON reports, each with the current key, whose value it repeats.
+const DEPRECATED_KEYS: [(&str, &str); 10] = [
+    ("ceilings", "roofline"),
+    ("codes", "int8"),
+    ("conventions", "prompting_defaults"),
+    ("page_positions", "page_size"),
+    ("refused", "rejected"),
+    ("said_by", "source"),
+    ("source_context", "encoder_context"),
+    ("unserved", "unsupported_settings"),
+    ("unserved_pooling", "unsupported_pooling"),
+    ("unserved_texts", "unsupported_texts"),
+];
+
+/// Formats a report as indented JSON, with the deprecated keys after the current ones.
 fn to_json(document: &impl Serialize) -> String {
-    let text = serde_json::to_string_pretty(document);
-    text.expect("a report is plain data; anything else is a bug") + "\n"
+    let document = serde_json::to_value(document);
+    let mut document = document.expect("a report is plain data; anything else is a bug");
+    repeat_deprecated_keys(&mut document);
+    format!("{document:#}\n")
+}
+
+fn repeat_deprecated_keys(value: &mut Value) {
+    match value {
+        Value::Array(items) => items.iter_mut().for_each(repeat_deprecated_keys),
+        Value::Object(members) => {
+            members.values_mut().for_each(repeat_deprecated_keys);
+            for (deprecated, current) in DEPRECATED_KEYS {
+                if let Some(value) = members.get(current).cloned() {
+                    members.insert(deprecated.to_owned(), value);
+                }
+            }
+        }
+        _ => {}
+    }
 }
 
 /// Serve, run and measure transformer models.

@@ -3,7 +3,7 @@
 //! Invariant: nothing is loaded before the configuration is checked, including the files and the port that it
 //! names.
 
-use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags, ServerFlags};
+use super::flags::{EngineFlags, LogFlags, MODEL_HELP, ModelFlags, PartitionFlags, ServerFlags};
 use super::{spinner, start};
 use crate::config::{Config, Overrides};
 use crate::server::{BoundServer, ServeParts, ShutdownOutcome};
@@ -29,8 +29,7 @@ Examples:
   mainstem serve hf:owner/name@main --host 0.0.0.0 --api-key-file keys.txt
   MAINSTEM_SERVER_PORT=8000 mainstem serve path/to/model --config my.toml")]
 pub struct ServeArgs {
-    /// Folder, file or hf:owner/name[@revision]; the built-in demo model if not given
-    #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath)]
+    #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     model_path: Option<String>,
     #[command(flatten)]
     model: ModelFlags,

@@ -157,17 +157,20 @@ fn the_table_is_narrow_and_has_a_line_for_alike_tensors_or_for_each() {
 fn end_tokens_are_reported_with_their_origin() {
     let model = Copied::of("gqa", "end-tokens");
     let end_tokens = || inspect_json(&model.0, &[])["end_tokens"].clone();
-    assert_eq!(end_tokens(), json!({"ids": [2], "said_by": "generation_config.json"}));
+    assert_eq!(
+        end_tokens(),
+        json!({"ids": [2], "source": "generation_config.json", "said_by": "generation_config.json"})
+    );
     let recommended = json!({"do_sample": true, "temperature": 0.7, "top_p": 0.95});
     std::fs::write(model.file("generation_config.json"), recommended.to_string()).expect("it can be written");
     model.configure("eos_token_id", json!([2, 5]));
-    assert_eq!(end_tokens(), json!({"ids": [2, 5], "said_by": "config.json"}));
+    assert_eq!(end_tokens(), json!({"ids": [2, 5], "source": "config.json", "said_by": "config.json"}));
     model.configure("eos_token_id", json!([5, 2, 5, 5]));
     assert_eq!(end_tokens()["ids"], json!([5, 2]));
     assert_eq!(inspect_json(&model.0, &[])["sampling"], recommended);
     model.configure("eos_token_id", Value::Null);
     let by_tokenizer = end_tokens();
-    assert!([json!("tokenizer"), Value::Null].contains(&by_tokenizer["said_by"]), "{by_tokenizer}");
+    assert!([json!("tokenizer"), Value::Null].contains(&by_tokenizer["source"]), "{by_tokenizer}");
 }
 
 /// Neutral and irrelevant settings are ignored; all other unsupported ones are listed, and starting the model
@@ -191,7 +194,7 @@ fn what_a_model_asks_for_and_does_not_get_is_reported() {
     write(&settings);
     assert_eq!(inspect_json(&model.0, &[])["unserved"], json!({}));
     assert_eq!(inspect_json(&model.0, &[])["sampling"], json!({"temperature": 0.0, "top_k": 0}));
-    assert!(!answer(&inspect(&model.0, &[])).contains("not served"));
+    assert!(!answer(&inspect(&model.0, &[])).contains("not supported"));
     assert_eq!(run(&[]), "");
 
     let entries = unserved.as_object().expect("an object").clone();
@@ -199,7 +202,7 @@ fn what_a_model_asks_for_and_does_not_get_is_reported() {
     write(&settings);
     let output = inspect(&model.0, &[]);
     let listed = answer(&output);
-    let listed = listed.lines().filter_map(|line| line.trim().strip_prefix("not served"));
+    let listed = listed.lines().filter_map(|line| line.trim().strip_prefix("not supported"));
     let settings = ["max_new_tokens 400", "no_repeat_ngram_size 3", "repetition_penalty 1.3"];
     assert_eq!(listed.map(str::trim).collect::<Vec<_>>(), settings);
     assert!(output.stderr.is_empty(), "it is in the answer");
@@ -224,7 +227,7 @@ fn an_unused_head_is_reported() {
 fn a_llama2c_file_is_a_model_too() {
     let answer = inspect_json(&fixture("llama2c").join("v1.bin"), &["--slots", "3"]);
     assert_eq!(answer["architecture"]["family"], json!(["llama2c"]));
-    assert_eq!(answer["end_tokens"], json!({"ids": [1, 2], "said_by": "format"}));
+    assert_eq!(answer["end_tokens"], json!({"ids": [1, 2], "source": "format", "said_by": "format"}));
     assert_eq!(answer["memory"]["slots"], 3);
     let values = answer["specification"]["values"].as_array().expect("a list");
     let origin = |key: &str| values.iter().find(|value| value["key"] == key).expect(key)["origin"].clone();

@@ -13,7 +13,7 @@ pub(super) mod report;
 mod roofline;
 mod suite;
 
-use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
+use super::flags::{ConfigFlags, MODEL_HELP};
 use super::plan::load_with_several_devices;
 use super::start::merge_reports;
 use super::{INTERRUPTED, spinner};
@@ -57,8 +57,7 @@ Examples:
   mainstem bench --partition path/to/model          compare partitions over four devices
   mainstem bench --fake-device --duration 10s       measure loop, text and HTTP without a model")]
 pub struct BenchArgs {
-    /// Folder, file or hf:owner/name[@revision]; the built-in demo model if not given
-    #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath,
+    #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath,
           conflicts_with_all = ["synthetic", "fake_device"])]
     model_path: Option<String>,
     /// Model with random weights of this shape, such as 110M or 1B, instead of files.
@@ -73,13 +72,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N")]
     workers: Option<u32>,
     #[command(flatten)]
-    model: ModelFlags,
-    #[command(flatten)]
-    engine: EngineFlags,
-    #[command(flatten)]
-    partition: PartitionFlags,
-    #[command(flatten)]
-    log: LogFlags,
+    config: ConfigFlags,
 }
 
 /// Options of the tests and of the report.
@@ -176,7 +169,7 @@ async fn measure_all(run: &RunOptions, config: Config) -> Result<BenchReport> {
 
 impl BenchArgs {
     /// Returns the test options, the configuration file, if given, and the flags that override it.
-    fn layers(mut self) -> (RunOptions, Option<PathBuf>, Overrides) {
+    fn layers(self) -> (RunOptions, Option<PathBuf>, Overrides) {
         let mut flags = Overrides::default();
         let synthetic = self.synthetic.as_ref().map(|shape| match &self.dtype {
             Some(dtype) => format!("synthetic:{shape}:{dtype}"),
@@ -188,11 +181,7 @@ impl BenchArgs {
         if self.run.fake_device {
             flags.set_default("scheduler.slots", FAKE_SLOTS);
         }
-        let file = self.model.config.take();
-        self.model.add_to(&mut flags);
-        self.engine.add_to(&mut flags);
-        self.partition.add_to(&mut flags);
-        self.log.add_to(&mut flags);
+        let file = self.config.add_to(&mut flags);
         (self.run, file, flags)
     }
 }

@@ -60,7 +60,6 @@ pub struct EngineSettings {
     pub shuffle: bool,
     pub kv_type: &'static str,
     /// KV page size in tokens.
-    #[serde(rename = "page_positions")]
     pub page_size: usize,
 }
 
@@ -83,7 +82,6 @@ pub struct Sample {
     pub steps: u64,
     pub seconds: f64,
     /// Roofline measured right before the sample.
-    #[serde(rename = "ceilings")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub roofline: Option<Roofline>,
 }
@@ -342,17 +340,9 @@ impl BenchReport {
 impl EngineSettings {
     fn from_config(config: &Config, repeat: u32) -> EngineSettings {
         let SchedulerConfig { slots, token_budget, policy, shuffle, .. } = config.scheduler;
-        let KvConfig { ty, page_size: page_positions, .. } = config.kv;
+        let KvConfig { ty, page_size, .. } = config.kv;
         let policy = policy.name();
-        EngineSettings {
-            repeat,
-            slots,
-            token_budget,
-            policy,
-            shuffle,
-            kv_type: ty.name(),
-            page_size: page_positions,
-        }
+        EngineSettings { repeat, slots, token_budget, policy, shuffle, kv_type: ty.name(), page_size }
     }
 }
 

@@ -101,11 +101,11 @@ impl fmt::Display for BenchTest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let BenchTest { kind: what, sequences, tokens, .. } = self;
         match what {
-            TestKind::Decode { depth } => write!(f, "decode of {tokens} tokens at {depth}"),
+            TestKind::Decode { depth } => write!(f, "decode of {tokens} tokens at depth {depth}"),
             TestKind::Fused { depth } => {
-                write!(f, "decode of {tokens} tokens in each of {sequences} at {depth}")
+                write!(f, "decode of {tokens} tokens in each of {sequences} sequences at depth {depth}")
             }
-            _ => write!(f, "prefill of {tokens}"),
+            _ => write!(f, "prefill of {tokens} tokens"),
         }
     }
 }
@@ -201,7 +201,10 @@ mod tests {
         let (decode, fused) = (|depth| TestKind::Decode { depth }, TestKind::Fused { depth: 8 });
         assert_eq!(kinds, [TestKind::Prefill, TestKind::Prefill, decode(0), decode(512), fused, fused]);
         assert_eq!(notes.len(), 2, "{notes:?}");
-        assert!(notes[0].starts_with("prefill of 2048 skipped") && notes[0].contains("1024"), "{notes:?}");
+        assert!(
+            notes[0].starts_with("prefill of 2048 tokens skipped") && notes[0].contains("1024"),
+            "{notes:?}"
+        );
     }
 
     /// Warm-up keeps measured prompts and the number of decoded tokens, and shortens other prompts.
@@ -218,7 +221,9 @@ mod tests {
     fn explicitly_requested_tests_must_fit() {
         let error =
             |args: SuiteArgs| args.select_tests(&mut config(), 64, &mut Vec::new()).unwrap_err().to_string();
-        assert!(error(args(Some(&[60]), 8, &[1])).contains("decode of 8 tokens at 60: needs 69 positions"));
+        assert!(
+            error(args(Some(&[60]), 8, &[1])).contains("decode of 8 tokens at depth 60: needs 69 positions")
+        );
         assert!(error(args(Some(&[0]), 60, &[1])).contains("in each of 1 at 8: needs 69"));
         assert!(error(args(None, 64, &[1])).contains("at 0: needs 66"));
     }

@@ -6,7 +6,7 @@
 mod report;
 mod text;
 
-use super::flags::{KV_TYPES, PartitionFlags};
+use super::flags::{ConfigFlags, MODEL_HELP};
 use super::spinner::{self, Spinner};
 use super::{print, start, to_json};
 use crate::actors::PromptingDefaults;
@@ -43,41 +43,15 @@ const EXAMPLES: &str = "Examples:
 ///
 /// Prints the architecture, the effective specification with the source of each value, tensors, end tokens,
 /// the part of each device, and the memory for a number of sequences. Weights are not loaded.
-#[derive(Debug, Args)]
+#[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct InspectArgs {
-    /// Folder, file or hf:owner/name[@revision]; the built-in demo model if not given
-    #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath)]
+    #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     model: Option<String>,
     #[command(flatten)]
-    sizes: SizeArgs,
-    #[command(flatten)]
     output: OutputArgs,
-}
-
-/// Options that determine the memory requirements.
-#[derive(Debug, Args)]
-struct SizeArgs {
-    /// Model specification file, instead of the model's own or the built-in one.
-    #[arg(long, value_name = "FILE")]
-    spec: Option<PathBuf>,
-    /// Number formats to load weight matrices in, such as q4 or "head=q6,q4".
-    #[arg(long, value_name = "RULES")]
-    weights: Option<String>,
-    /// Configuration file (TOML), as for `serve`.
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Maximum sequences decoded at once.
-    #[arg(long, value_name = "N")]
-    slots: Option<u32>,
-    /// Maximum prompt and output length together, in tokens; 0 is the model's limit.
-    #[arg(long, value_name = "N")]
-    max_context: Option<u32>,
-    /// KV cache data type.
-    #[arg(long, visible_alias = "kv", value_parser = KV_TYPES)]
-    kv_type: Option<String>,
     #[command(flatten)]
-    partition: PartitionFlags,
+    config: ConfigFlags,
 }
 
 /// Output options.
@@ -94,16 +68,10 @@ pub struct OutputArgs {
 impl InspectArgs {
     /// Returns the configuration that `serve` would have with these flags, and the output options.
     pub fn config(self) -> Result<(Config, OutputArgs), ConfigError> {
-        let SizeArgs { spec, weights, config, slots, max_context, kv_type, partition } = self.sizes;
         let mut flags = Overrides::default();
         flags.set("model.path", self.model);
-        flags.set("model.spec", spec.map(|path| path.to_string_lossy().into_owned()));
-        flags.set("model.weights", weights);
-        flags.set("scheduler.slots", slots);
-        flags.set("kv.max_context", max_context);
-        flags.set("kv.type", kv_type);
-        partition.add_to(&mut flags);
-        Ok((Config::from_process(config.as_deref(), flags)?, self.output))
+        let file = self.config.add_to(&mut flags);
+        Ok((Config::from_process(file.as_deref(), flags)?, self.output))
     }
 }
 
@@ -147,7 +115,7 @@ impl Inspection {
             end_tokens,
             prompting_defaults: prompting_defaults(&setup.model.prompting),
             sampling: sampling(&source)?,
-            unserved: source.unsupported_settings.clone(),
+            unsupported_settings: source.unsupported_settings.clone(),
             partition: setup
                 .assignments
                 .iter()
@@ -303,7 +271,7 @@ fn end_tokens(source: &ModelSource, tokenizer_eos: Option<u32>) -> Result<EndTok
         SourceKind::Gguf(_) => Some("GGUF metadata"),
     };
     let ids = if source.eos.is_empty() { tokenizer_eos.into_iter().collect() } else { source.eos.clone() };
-    Ok(EndTokens { ids, origin })
+    Ok(EndTokens { ids, source: origin })
 }
 
 fn prompting_defaults(prompting: &PromptingDefaults) -> Map<String, Value> {
@@ -312,7 +280,7 @@ fn prompting_defaults(prompting: &PromptingDefaults) -> Map<String, Value> {
         PromptingDefaults::Encoder(encoder) => vec![
             match &encoder.pooling {
                 PoolingConfig::Supported(pooling) => ("pooling", pooling.name().into()),
-                PoolingConfig::Unsupported(unserved) => ("unserved_pooling", unserved.to_string().into()),
+                PoolingConfig::Unsupported(setting) => ("unsupported_pooling", setting.to_string().into()),
             },
             ("normalize", encoder.normalize.into()),
             ("dimensions", encoder.dimensions.into()),
@@ -325,7 +293,7 @@ fn prompting_defaults(prompting: &PromptingDefaults) -> Map<String, Value> {
         PromptingDefaults::Encoder(encoder) => encoder.unsupported.iter().map(|it| it.to_string()).collect(),
         PromptingDefaults::Decoder | PromptingDefaults::EncoderDecoder(_) => Vec::new(),
     };
-    let texts = (!texts.is_empty()).then(|| ("unserved_texts", texts.join("; ").into()));
+    let texts = (!texts.is_empty()).then(|| ("unsupported_texts", texts.join("; ").into()));
     values.into_iter().chain(texts).map(|(key, value)| (key.to_owned(), value)).collect()
 }
 

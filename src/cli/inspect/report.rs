@@ -21,12 +21,11 @@ pub struct Inspection {
     pub tokenizer: Tokenizer,
     pub end_tokens: EndTokens,
     /// Prompting defaults of a model with an encoder.
-    #[serde(rename = "conventions")]
     pub prompting_defaults: Map<String, Value>,
     /// Sampling parameters that generation_config.json recommends, by its keys.
     pub sampling: Map<String, Value>,
     /// Further features that the model requests and the server does not support.
-    pub unserved: Map<String, Value>,
+    pub unsupported_settings: Map<String, Value>,
     /// The part of each device, stage by stage, by rank.
     pub partition: Vec<DeviceMemory>,
     pub memory: MemorySummary,
@@ -84,7 +83,6 @@ pub struct Architecture {
     pub vocab: usize,
     pub context: usize,
     /// Maximum length of the encoder input; 0 without an encoder before a decoder.
-    #[serde(rename = "source_context")]
     pub encoder_context: usize,
     /// Whether the head is the embedding matrix; null without a head.
     pub tied_head: Option<bool>,
@@ -153,8 +151,7 @@ pub struct Tokenizer {
 pub struct EndTokens {
     pub ids: Vec<u32>,
     /// File or format that names the end tokens; null if nothing does.
-    #[serde(rename = "said_by")]
-    pub origin: Option<&'static str>,
+    pub source: Option<&'static str>,
 }
 
 /// Memory requirements, in bytes unless the name says otherwise.
@@ -168,7 +165,6 @@ pub struct MemorySummary {
     /// Maximum sequence length in tokens that fits the cache.
     pub longest_tokens: usize,
     /// KV page size in tokens.
-    #[serde(rename = "page_positions")]
     pub page_size: usize,
     pub weights: usize,
     pub kv_per_token: usize,

@@ -71,14 +71,14 @@ fn row<const N: usize>(cells: [&str; N]) -> Row {
 
 fn model(inspection: &Inspection) -> Vec<Row> {
     let ids: Vec<String> = inspection.end_tokens.ids.iter().map(u32::to_string).collect();
-    let end = match inspection.end_tokens.origin {
-        Some(origin) => format!("{} ({origin})", ids.join(", ")),
+    let end = match inspection.end_tokens.source {
+        Some(source) => format!("{} ({source})", ids.join(", ")),
         None => "none".to_owned(),
     };
     let setting = |(key, value): (&String, &Value)| format!("{key} {value}");
     let sampling: Vec<String> = inspection.sampling.iter().map(setting).collect();
     let sampling = match sampling.is_empty() {
-        true => "no recommendation".to_owned(),
+        true => "no recommended values".to_owned(),
         false => format!("{} (generation_config.json)", sampling.join(", ")),
     };
     let tokenizer = match &inspection.tokenizer.error {
@@ -94,7 +94,7 @@ fn model(inspection: &Inspection) -> Vec<Row> {
     if !defaults.is_empty() {
         rows.push(row(["prompting", &defaults.join(", ")]));
     }
-    rows.extend(inspection.unserved.iter().map(|unserved| row(["not served", &setting(unserved)])));
+    rows.extend(inspection.unsupported_settings.iter().map(|it| row(["not supported", &setting(it)])));
     rows.push(row(["tokenizer", tokenizer]));
     rows
 }
@@ -122,7 +122,7 @@ fn architecture(inspection: &Inspection) -> Vec<Row> {
     let mut rows = vec![
         row(["family", &a.family.join(", ")]),
         row(["kind", &plain_text(&json!(a.kind)).replace('_', "-")]),
-        row(["serves", &a.serves.join(", ")]),
+        row(["endpoints", &a.serves.join(", ")]),
         row(["parameters", &format!("{}, {:.2} bits each", HumanCount(a.parameters as u64), a.bits)]),
         row(["layers", &layers]),
         row(["hidden", &a.hidden.to_string()]),

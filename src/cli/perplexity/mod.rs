@@ -9,7 +9,7 @@ mod setup;
 mod stats;
 
 use super::evaluation::{Chunk, Evaluator, progress_bar};
-use super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
+use super::flags::{ConfigFlags, MODEL_HELP};
 use super::{INTERRUPTED, print, spinner};
 use crate::config::{Config, ConfigError, ConfigSource, Overrides};
 use crate::quantize::WeightRules;
@@ -40,19 +40,12 @@ Examples:
   mainstem perplexity path/to/model --text wiki.test.raw --weights q4 --against q8 --json
   mainstem perplexity models/small --text wiki.test.raw --reference path/to/model")]
 pub struct PerplexityArgs {
-    /// Folder, file or hf:owner/name[@revision]; the built-in demo model if not given
-    #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath)]
+    #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     model_path: Option<String>,
     #[command(flatten)]
     options: PerplexityOptions,
     #[command(flatten)]
-    model: ModelFlags,
-    #[command(flatten)]
-    engine: EngineFlags,
-    #[command(flatten)]
-    partition: PartitionFlags,
-    #[command(flatten)]
-    log: LogFlags,
+    config: ConfigFlags,
 }
 
 /// Options of the measurement.
@@ -113,15 +106,11 @@ pub fn run(args: PerplexityArgs) -> Result<ExitCode> {
 
 impl PerplexityArgs {
     /// Returns the measurement options, the configuration file, if given, and the flags that override it.
-    fn layers(mut self) -> (PerplexityOptions, Option<PathBuf>, Overrides) {
+    fn layers(self) -> (PerplexityOptions, Option<PathBuf>, Overrides) {
         let mut flags = Overrides::default();
         flags.set("model.path", self.model_path);
         flags.set_default("log.level", "warn");
-        let file = self.model.config.take();
-        self.model.add_to(&mut flags);
-        self.engine.add_to(&mut flags);
-        self.partition.add_to(&mut flags);
-        self.log.add_to(&mut flags);
+        let file = self.config.add_to(&mut flags);
         (self.options, file, flags)
     }
 }

@@ -7,6 +7,7 @@ use super::stats::{Estimate, PerplexityStats, ReferenceStats, TokenScores};
 use crate::cli::bench::report::ModelFacts;
 use crate::cli::escape::one_line;
 use crate::cli::evaluation::Evaluator;
+use crate::cli::to_json;
 use mainstem_kernels::ActivationPrecision;
 use serde::Serialize;
 use std::fmt::{self, Write};
@@ -37,7 +38,6 @@ struct EvaluationSettings {
     activations: &'static str,
     kv_type: &'static str,
     /// KV page size in tokens.
-    #[serde(rename = "page_positions")]
     page_size: usize,
 }
 
@@ -139,7 +139,7 @@ impl PerplexityReport {
 
     /// Formats the report as JSON.
     pub fn json(&self) -> String {
-        let document = JsonReport {
+        to_json(&JsonReport {
             mainstem: env!("CARGO_PKG_VERSION"),
             device: &self.device,
             model: &self.model,
@@ -151,9 +151,7 @@ impl PerplexityReport {
             chunks_read: self.chunks,
             tokens_per_s: self.tokens_per_s(),
             interrupted: self.interrupted,
-        };
-        let text = serde_json::to_string_pretty(&document);
-        text.expect("a report is plain data; anything else is a bug") + "\n"
+        })
     }
 
     /// Formats the report as text, one line per value.

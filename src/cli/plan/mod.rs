@@ -7,9 +7,9 @@ mod model;
 mod table;
 
 use super::escape::one_line;
-use super::flags::PartitionFlags;
+use super::flags::{MODEL_HELP, PartitionFlags};
 use super::start::measure;
-use super::{print, spinner, start};
+use super::{print, spinner, start, to_json};
 use crate::config::{
     Config, ConfigError, ConfigSource, DeviceConfig, DeviceName, Overrides, format_groups, parse_bytes,
     parse_duration,
@@ -44,8 +44,7 @@ pub struct PlanArgs {
     #[arg(long, required = true)]
     #[allow(dead_code, reason = "the kind of plan is explicit, so that others can be added")]
     partition: bool,
-    /// Folder, file or hf:owner/name[@revision]; the built-in demo model if not given
-    #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath, conflicts_with = "shape")]
+    #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath, conflicts_with = "shape")]
     model: Option<String>,
     /// Model shape instead of files: 8B, 1B:f32, falcon-40b, or layers=40,hidden=5120,...
     #[arg(long, value_name = "SHAPE")]
@@ -89,7 +88,7 @@ pub fn run(args: PlanArgs) -> Result<()> {
     telemetry::start_log(&config.log, || spinner::Stderr);
     let plan = PartitionPlan::new(&options, config)?;
     let text = match options.json {
-        true => serde_json::to_string_pretty(&plan)? + "\n",
+        true => to_json(&plan),
         false => table::text(&plan),
     };
     print("plan", &text)
@@ -218,7 +217,7 @@ struct PlannedPartition {
     /// Whether it is the configured partition.
     configured: bool,
     /// The reason why the partition is impossible; null if it is possible.
-    refused: Option<String>,
+    rejected: Option<String>,
     #[serde(flatten)]
     figures: Option<PredictedFigures>,
 }
@@ -304,13 +303,13 @@ impl Planner<'_> {
         let devices = format_groups(&device.groups);
         match self.predict(&device) {
             Ok(figures) => {
-                PlannedPartition { strategy, devices, configured, refused: None, figures: Some(figures) }
+                PlannedPartition { strategy, devices, configured, rejected: None, figures: Some(figures) }
             }
             Err(refusal) => PlannedPartition {
                 strategy,
                 devices,
                 configured,
-                refused: Some(refusal.to_string()),
+                rejected: Some(refusal.to_string()),
                 figures: None,
             },
         }

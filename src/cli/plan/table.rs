@@ -26,8 +26,8 @@ pub fn text(plan: &PartitionPlan) -> String {
         let _ = writeln!(text, "{}", line.trim_end());
     }
     for planned in &plan.partitions {
-        if let Some(refused) = &planned.refused {
-            let _ = writeln!(text, "note: {refused}");
+        if let Some(rejected) = &planned.rejected {
+            let _ = writeln!(text, "note: {rejected}");
         }
     }
     text + "Tokens per second: decode is one sequence; one lane is one step at a time; lanes is one step in \
@@ -79,7 +79,7 @@ fn cells(planned: &PlannedPartition) -> [String; HEAD.len()] {
         return [
             name,
             planned.devices.clone(),
-            "refused".to_owned(),
+            "rejected".to_owned(),
             nothing(),
             nothing(),
             nothing(),

@@ -2,7 +2,7 @@
 //!
 //! Invariant: a plan is consistent; only opening the model, the server or the prompt can still fail.
 
-use super::super::flags::{EngineFlags, LogFlags, ModelFlags, PartitionFlags};
+use super::super::flags::ConfigFlags;
 use super::client::{Delivery, Dialect};
 use super::remote::{BaseUrl, Remote};
 use super::settings::{SamplingSettings, number, whole_number};
@@ -69,13 +69,7 @@ pub struct RunArgs {
     #[command(flatten)]
     remote: RemoteFlags,
     #[command(flatten)]
-    local: ModelFlags,
-    #[command(flatten)]
-    engine: EngineFlags,
-    #[command(flatten)]
-    partition: PartitionFlags,
-    #[command(flatten)]
-    log: LogFlags,
+    config: ConfigFlags,
 }
 
 /// Sampling parameters. Parameters that are not given have the defaults of the model or server.
@@ -162,12 +156,7 @@ impl RunArgs {
             system: self.system,
             target: match server {
                 Some(server) => AnswerSource::Remote { server, model: self.model.filter(is_named) },
-                None => AnswerSource::Local(Box::new(local_config(
-                    self.model,
-                    self.local,
-                    (self.engine, self.partition),
-                    self.log,
-                )?)),
+                None => AnswerSource::Local(Box::new(local_config(self.model, self.config)?)),
             },
         })
     }
@@ -211,21 +200,12 @@ fn is_named(model: &String) -> bool {
 }
 
 /// Loads the configuration of an engine for a single user: one slot and a quiet log by default.
-fn local_config(
-    model: Option<String>,
-    mut local: ModelFlags,
-    (engine, partition): (EngineFlags, PartitionFlags),
-    log: LogFlags,
-) -> Result<Config, ConfigError> {
-    let file = local.config.take();
+fn local_config(model: Option<String>, config: ConfigFlags) -> Result<Config, ConfigError> {
     let mut flags = Overrides::default();
     flags.set_default("scheduler.slots", 1);
     flags.set_default("log.level", "warn");
     flags.set("model.path", model.filter(is_named));
-    local.add_to(&mut flags);
-    engine.add_to(&mut flags);
-    partition.add_to(&mut flags);
-    log.add_to(&mut flags);
+    let file = config.add_to(&mut flags);
     Config::from_process(file.as_deref(), flags)
 }
 

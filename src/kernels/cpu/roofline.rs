@@ -36,7 +36,6 @@ pub struct Roofline {
     /// F32 operations (multiplications and additions) per second.
     pub f32: f64,
     /// Int8 operations per second.
-    #[serde(rename = "codes")]
     pub int8: f64,
     /// BF16 operations per second; equal to `f32` where the CPU has no BF16 instructions.
     pub bf16: f64,

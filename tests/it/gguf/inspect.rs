@@ -37,7 +37,10 @@ fn inspect_tells_the_keys_that_values_are_from_and_the_types_of_tensors() {
     }
     assert_eq!(find_setting("position.scaling")["origin"], "format");
     assert_eq!(answer["specification"]["file"], "specs/llama.toml with specs/gguf.toml");
-    assert_eq!(answer["end_tokens"], json!({"ids": [2], "said_by": "GGUF metadata"}));
+    assert_eq!(
+        answer["end_tokens"],
+        json!({"ids": [2], "source": "GGUF metadata", "said_by": "GGUF metadata"})
+    );
     let types = |name: &str| {
         let tensors = answer["tensors"].as_array().expect("a list");
         tensors.iter().find(|tensor| tensor["name"] == name).expect(name).clone()
