@@ -195,8 +195,8 @@ pub enum RequestError {
     TooLong { prompt: &'static str, prompt_tokens: usize, max_tokens: usize, context: usize },
     /// 400: the prompt alone fills the model's context. `prompt` is the name of the prompt's parameter.
     #[error(
-        "the {prompt} has {prompt_tokens} tokens, which leaves no room to generate in the context of \
-         {context} tokens"
+        "the {prompt} has {prompt_tokens} tokens, which leaves no room for generated tokens in the \
+         context of {context} tokens"
     )]
     PromptTooLong { prompt: &'static str, prompt_tokens: usize, context: usize },
     /// 400: the request may need more KV pages than the pool has. `what` names the parameters that need them;
@@ -206,12 +206,15 @@ pub enum RequestError {
     /// 404: no such model.
     #[error("the model '{model}' does not exist; this server serves '{served}'")]
     UnknownModel { model: String, served: String },
-    /// 429: the queue is full.
+    /// 429: the queue has no space for the `coming` sequences of the request.
     #[error(
-        "the server is busy: {waiting} requests are queued, the limit is {limit}, and {coming} more do not \
+        "the server is busy: {waiting} sequences are queued, the limit is {limit}, and {coming} more do not \
          fit"
     )]
     Busy { coming: usize, waiting: usize, limit: usize },
+    /// 429: `limit` long request bodies wait to be parsed already.
+    #[error("the server is busy: {limit} long request bodies wait to be parsed, which is the limit")]
+    TooManyLongBodies { limit: usize },
     /// 504: the request took longer than the server allows.
     #[error("the request took longer than the {limit_s} s this server allows")]
     TimedOut { limit_s: u64 },

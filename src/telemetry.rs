@@ -8,6 +8,7 @@ use crate::config::{LogConfig, LogFormat};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use std::io::{IsTerminal, Write};
 use std::sync::OnceLock;
+use std::time::Duration;
 use tracing_subscriber::EnvFilter;
 
 /// A metric: one row of the table.
@@ -173,11 +174,11 @@ pub(crate) static REQUESTS_WAITING: Metric = Metric::new(
     "mainstem_num_requests_waiting",
     Gauge,
     "requests",
-    "Queued requests. The further texts of a request to an encoder-only model may exceed the queue's \
+    "Queued sequences. The further texts of a request to an encoder-only model may exceed the queue's \
      capacity.",
 );
 pub(crate) static QUEUE_CAPACITY: Metric =
-    Metric::new("mainstem_queue_capacity", Gauge, "requests", "Maximum number of queued requests.");
+    Metric::new("mainstem_queue_capacity", Gauge, "requests", "Maximum number of queued sequences.");
 /// The deprecated name of `QUEUE_CAPACITY`, exported with the same value.
 pub static WAITING_ROOM: Metric = Metric::new(
     "mainstem_waiting_room",
@@ -448,6 +449,11 @@ pub fn start_log<W: Write + 'static>(config: &LogConfig, writer: fn() -> W) {
         LogFormat::Text => lines.try_init(),
         LogFormat::Json => lines.json().flatten_event(true).try_init(),
     };
+}
+
+/// Returns a duration in milliseconds, rounded down to microseconds, for the log.
+pub fn milliseconds(duration: Duration) -> f64 {
+    duration.as_micros() as f64 / 1e3
 }
 
 /// Renders the table as the page `docs/metrics.md`.

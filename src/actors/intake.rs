@@ -103,7 +103,7 @@ impl Intake {
         let capacity = slots + limit;
         if coming > capacity {
             let message = format!(
-                "{coming} sequences at once exceed the {capacity} that slots and queue hold together"
+                "the request has {coming} sequences, but slots and queue hold only {capacity} together"
             );
             return Err(invalid(group_size_param(requests), message));
         }

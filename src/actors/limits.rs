@@ -12,7 +12,7 @@ use crate::request::{Request, RequestError, Task};
 pub struct IntakeLimits {
     /// Maximum number of running sequences.
     pub slots: usize,
-    /// Maximum number of queued requests.
+    /// Maximum number of queued sequences.
     pub max_waiting: usize,
     /// Maximum positions of a sequence, prompt and generated tokens.
     pub context: usize,
@@ -89,7 +89,7 @@ impl IntakeLimits {
     fn check_ids(&self, param: &'static str, ids: &[u32]) -> Result<(), RequestError> {
         match ids.iter().find(|id| **id as usize >= self.vocab) {
             Some(id) => {
-                let message = format!("token id {id} is not in the vocabulary of {}", self.vocab);
+                let message = format!("token id {id} is not in the vocabulary of {} tokens", self.vocab);
                 Err(invalid(param, message))
             }
             None => Ok(()),
@@ -161,7 +161,7 @@ impl IntakeLimits {
             return Err(invalid("min_tokens", message));
         }
         if let Some(id) = stop_ids.iter().find(|id| **id as usize >= vocab) {
-            let message = format!("stop token id {id} is not in the vocabulary of {vocab}");
+            let message = format!("stop token id {id} is not in the vocabulary of {vocab} tokens");
             return Err(invalid("stop_token_ids", message));
         }
         let eos = if request.ignore_eos { 0 } else { self.eos_count };
@@ -215,7 +215,9 @@ fn check_encoder_only(request: &Request) -> Result<(), RequestError> {
 /// Checks a request's own logit biases.
 fn check_biases(biases: &[(u32, f32)], vocab: usize) -> Result<(), String> {
     if let Some((id, _)) = biases.iter().find(|(id, _)| *id as usize >= vocab) {
-        return Err(format!("logit_bias names token id {id}, which is not in the vocabulary of {vocab}"));
+        return Err(format!(
+            "logit_bias names token id {id}, which is not in the vocabulary of {vocab} tokens"
+        ));
     }
     if let Some((id, _)) = biases.iter().find(|(_, bias)| bias.is_nan()) {
         return Err(format!("logit_bias of token id {id} is not a number"));

@@ -71,7 +71,7 @@ impl PromptingDefaults {
         let instead = match config.pooling {
             Some(pooling) => format!("model.pooling overrides it: texts are pooled by {}", pooling.name()),
             None => {
-                "embeddings are refused unless a request or model.pooling (--pooling) specifies the pooling \
+                "embeddings are rejected unless a request or model.pooling (--pooling) specifies the pooling \
                      method"
                     .to_owned()
             }
@@ -137,7 +137,11 @@ fn encoder_decoder_defaults(source: &ModelSource) -> Result<EncoderDecoderPrompt
     {
         let vocab = source.spec.vocab;
         let is_known = id.is_none_or(|id| (id as usize) < vocab);
-        ensure!(is_known, "{path}: {key} {} is not in the vocabulary of {vocab}", id.unwrap_or_default());
+        ensure!(
+            is_known,
+            "{path}: {key} {} is not in the vocabulary of {vocab} tokens",
+            id.unwrap_or_default()
+        );
     }
     let special_tokens = source.chat.special_tokens.values().cloned().collect();
     Ok(EncoderDecoderPrompting {

@@ -434,14 +434,14 @@ impl RequestMetrics {
         telemetry::E2E_LATENCY.record(took.as_secs_f64());
         telemetry::REQUEST_PROMPT_TOKENS.record(prompt_tokens as f64);
         telemetry::REQUEST_GENERATION_TOKENS.record(completion_tokens as f64);
-        let first_token_ms = self.first_token_after.map(|after| after.as_secs_f64() * 1e3);
+        let first_token_ms = self.first_token_after.map(telemetry::milliseconds);
         info!(
             request = &*self.id,
             reason,
             prompt_tokens,
             completion_tokens,
             first_token_ms,
-            took_ms = took.as_secs_f64() * 1e3,
+            took_ms = telemetry::milliseconds(took),
             "request finished"
         );
     }

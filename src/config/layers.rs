@@ -253,20 +253,20 @@ impl LayeredSettings {
         }
         let nearest = self.sections().min_by_key(|section| levenshtein(section, name));
         let nearest = nearest.expect("there are sections");
-        let message = format!("there is no section '{name}'; the nearest is '{nearest}'");
+        let message = format!("there is no section '{name}'; did you mean '{nearest}'?");
         Err(ConfigError { origin, message })
     }
 
     fn unknown_key(&self, key: &str, origin: ConfigSource) -> ConfigError {
         let nearest = nearest(key, self.defaults.keys().map(String::as_str));
-        ConfigError { origin, message: format!("there is no key '{key}'; the nearest is '{nearest}'") }
+        ConfigError { origin, message: format!("there is no key '{key}'; did you mean '{nearest}'?") }
     }
 
     fn unknown_variable(&self, name: &str) -> ConfigError {
         let key = name[PREFIX.len()..].to_lowercase().replacen('_', ".", 1);
         let nearest =
             variable_name(nearest(&key, self.defaults.keys().map(String::as_str).chain(["config"])));
-        let message = format!("there is no such setting; the nearest is {nearest}");
+        let message = format!("there is no such setting; did you mean {nearest}?");
         ConfigError { origin: ConfigSource::Environment(name.to_string()), message }
     }
 
@@ -361,14 +361,14 @@ mod tests {
     fn an_unknown_key_is_reported_with_its_line_and_the_nearest() {
         assert_eq!(
             error_of("# A comment\n[server]\n\nprot = 1"),
-            "some.toml:4: there is no key 'server.prot'; the nearest is 'server.port'"
+            "some.toml:4: there is no key 'server.prot'; did you mean 'server.port'?"
         );
         for (toml, part) in [
-            ("[server]\nslots = 1", "2: there is no key 'server.slots'; the nearest is 'scheduler.slots'"),
-            ("slots = 1", "1: there is no key 'slots'; the nearest is 'scheduler.slots'"),
+            ("[server]\nslots = 1", "2: there is no key 'server.slots'; did you mean 'scheduler.slots'?"),
+            ("slots = 1", "1: there is no key 'slots'; did you mean 'scheduler.slots'?"),
             ("\"server.port\" = 1", "1: there is no key 'server.port'"),
             ("[server.tls]\ncert = 1", "1: there is no key 'server.tls'"),
-            ("[schedular]\nslots = 1", "1: there is no section 'schedular'; the nearest is 'scheduler'"),
+            ("[schedular]\nslots = 1", "1: there is no section 'schedular'; did you mean 'scheduler'?"),
             ("\n[schedular]", "2: there is no section 'schedular'"),
             ("[kv]\n[log]\nx = 1\ny = 2\n[server]\na = 1", "3: there is no key 'log.x'"),
         ] {
@@ -418,7 +418,7 @@ mod tests {
         ] {
             let error = LayeredSettings::new().add_environment(environment(&[(name, "x")])).unwrap_err();
             assert_eq!(error.origin, ConfigSource::Environment(name.into()));
-            assert!(error.message.contains(&format!("the nearest is {nearest}")), "{error}");
+            assert!(error.message.contains(&format!("did you mean {nearest}?")), "{error}");
         }
     }
 

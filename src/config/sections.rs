@@ -114,7 +114,7 @@ pub struct TlsFiles {
 pub struct SchedulerConfig {
     /// Maximum number of sequences decoded at once; at least 1.
     pub slots: usize,
-    /// Maximum number of queued requests, in addition to the running ones.
+    /// Maximum number of queued sequences, in addition to the running ones.
     pub max_waiting: usize,
     /// Maximum rows of one step; more than `slots`.
     pub token_budget: usize,

@@ -67,7 +67,7 @@ fn synchronize_ranks<B: Backend>(b: &mut B, act: &mut Activations<B::Buf>) {
 /// another rank.
 fn check_tokens(batch: &StepBatch, vocab: usize) {
     let foreign = batch.tokens.iter().find(|token| **token as usize >= vocab);
-    assert_eq!(foreign, None, "a token is not in the vocabulary of {vocab}; this is a bug");
+    assert_eq!(foreign, None, "a token is not in the vocabulary of {vocab} tokens; this is a bug");
 }
 
 /// Runs the encoder rows through the local encoder layers, and stores the local decoder layers'

@@ -113,7 +113,7 @@ impl ModelSource {
         for id in &source.eos {
             ensure!(
                 (*id as usize) < source.spec.vocab,
-                "{}: eos_token_id {id} is not in the vocabulary of {}",
+                "{}: eos_token_id {id} is not in the vocabulary of {} tokens",
                 source.path.display(),
                 source.spec.vocab
             );

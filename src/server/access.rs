@@ -88,13 +88,13 @@ fn log_response<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant
     let path = pattern.as_deref().unwrap_or("other");
     telemetry::HTTP_REQUESTS.count([method, path, response.status().as_str()]);
     let (request_id, status) = (&*id.0, response.status().as_u16());
-    let took_ms = began.elapsed().as_secs_f64() * 1e3;
+    let took_ms = telemetry::milliseconds(began.elapsed());
     // Completed requests log a line of their own; scrapes and probes would fill the log.
     match status {
         _ if path == "/health" => debug!(request = request_id, status, took_ms, "probed"),
-        503 => info!(request = request_id, method, path = request.path(), status, took_ms, "refused"),
+        503 => info!(request = request_id, method, path = request.path(), status, took_ms, "rejected"),
         500.. => warn!(request = request_id, method, path = request.path(), status, took_ms, "failed"),
-        400.. => info!(request = request_id, method, path = request.path(), status, took_ms, "refused"),
+        400.. => info!(request = request_id, method, path = request.path(), status, took_ms, "rejected"),
         _ => debug!(request = request_id, method, path = request.path(), status, took_ms, "answered"),
     }
 }

@@ -119,7 +119,7 @@ impl ApiError {
     /// 403: a browser sent the request for a page of another origin.
     pub fn cross_origin() -> ApiError {
         let message = "cross-origin requests are allowed only from the origins in server.cors_origins";
-        ApiError::new(StatusCode::FORBIDDEN, "foreign_origin", message)
+        ApiError::new(StatusCode::FORBIDDEN, "origin_not_allowed", message)
     }
 
     /// 404: the path does not exist.
@@ -179,7 +179,9 @@ impl From<RequestError> for ApiError {
             RequestError::UnknownModel { .. } => {
                 ApiError::new(StatusCode::NOT_FOUND, "model_not_found", message).with_param("model")
             }
-            RequestError::Busy { .. } => ApiError::new(StatusCode::TOO_MANY_REQUESTS, "server_busy", message),
+            RequestError::Busy { .. } | RequestError::TooManyLongBodies { .. } => {
+                ApiError::new(StatusCode::TOO_MANY_REQUESTS, "server_busy", message)
+            }
             RequestError::Interrupted => ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shut_down", message),
             RequestError::Draining => {
                 ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shutting_down", message)

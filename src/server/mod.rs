@@ -143,15 +143,12 @@ impl BoundedSemaphore {
         BoundedSemaphore { semaphore: Arc::new(Semaphore::new(permits)), waiting: AtomicUsize::new(0) }
     }
 
-    /// Waits for a permit. Fails with [`RequestError::Busy`] if too many requests wait already.
+    /// Waits for a permit. Fails with [`RequestError::TooManyLongBodies`] if too many
+    /// requests wait already.
     async fn acquire(&self) -> Result<OwnedSemaphorePermit, RequestError> {
         let waiting = WaiterGuard::new(&self.waiting);
         if waiting.waiting_before >= BoundedSemaphore::WAITERS_MAX {
-            return Err(RequestError::Busy {
-                coming: 1,
-                waiting: waiting.waiting_before,
-                limit: BoundedSemaphore::WAITERS_MAX,
-            });
+            return Err(RequestError::TooManyLongBodies { limit: BoundedSemaphore::WAITERS_MAX });
         }
         self.semaphore.clone().acquire_owned().await.map_err(|_| RequestError::EngineStopped)
     }

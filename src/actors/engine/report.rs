@@ -5,6 +5,7 @@
 
 use super::memory::stage_exchange_bytes;
 use super::{EngineSetup, ModelInfo};
+use crate::config::Policy;
 use crate::model::executor::ExecutorReport;
 use crate::model::spec::Kind;
 use crate::planner::DeviceAssignment;
@@ -31,7 +32,7 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
             built.iter().flatten().map(|it| it.tensors.len()).sum::<usize>()
         ),
         format!(
-            "kv cache     {:.1} MiB: {} pages of {} positions, {}, {} bytes per position{}",
+            "kv cache     {:.1} MiB: {} pages of {} tokens, {}, {} bytes per token{}",
             sum(|it| it.kv_bytes),
             kv.pages - 1,
             limits.page_positions,
@@ -44,16 +45,24 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
     ]);
     lines.extend(exchange_line(setup));
     lines.push(format!(
-        "scheduler    {} slots, queue of {}, {:?}, shuffle {shuffle}{}",
+        "scheduler    {} slots, queue of {}, policy {}, shuffle {shuffle}{}",
         limits.slots,
         scheduler.max_waiting,
-        scheduler.policy,
+        policy_name(scheduler.policy),
         lanes_note(setup)
     ));
     lines.iter().fold(String::new(), |mut text, line| {
         let _ = writeln!(text, "{line}");
         text
     })
+}
+
+/// Returns the name of a policy, with the length of its window.
+fn policy_name(policy: Policy) -> String {
+    match policy {
+        Policy::Window { window } => format!("{} ({window:?})", policy.name()),
+        _ => policy.name().to_owned(),
+    }
 }
 
 /// Returns the line about communication buffers, if there are several devices.

@@ -79,7 +79,7 @@ impl Supervisor {
         let retry_interval = self.first_build_time.max(MIN_RETRY_INTERVAL);
         while let Some(reason) = self.group.wait_for_recovery(retry_interval) {
             match self.recover(reason) {
-                Ok(_) => info!("{label} is back"),
+                Ok(_) => info!("{label} is available again"),
                 Err(_) if self.group.is_stopping() => {}
                 Err(fault) => {
                     error!(

@@ -49,7 +49,7 @@ fn parse_device(text: &str, default: DeviceKind, kinds: &[DeviceKind]) -> Result
     let number = Some(number).filter(|number| number.len() <= 5 && is_number(number));
     match (found, number.and_then(|number| number.parse().ok())) {
         (Some(kind), Some(number)) => Ok(DeviceName { kind: *kind, number }),
-        _ => Err(format!("there is no device '{text}'; the nearest is '{}'", nearest(text, kinds))),
+        _ => Err(format!("there is no device '{text}'; did you mean '{}'?", nearest(text, kinds))),
     }
 }
 

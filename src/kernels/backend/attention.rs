@@ -19,7 +19,7 @@ pub struct KvLayout {
     pub ty: QuantType,
     /// Pages in the pool, including the null page (page 0).
     pub pages: usize,
-    /// Token positions of one page; a multiple of [`KvLayout::BLOCK_POSITIONS`].
+    /// KV page size in tokens; a multiple of [`KvLayout::BLOCK_POSITIONS`].
     pub page_positions: usize,
     /// KV heads.
     pub kv_heads: usize,

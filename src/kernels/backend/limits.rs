@@ -20,7 +20,7 @@ pub struct StepLimits {
     /// Tokens of one encoder input, which an encoder processes in a single step; 0 without an encoder. At
     /// most `rows`.
     pub encoder_positions: usize,
-    /// Token positions of one KV page.
+    /// KV page size in tokens.
     pub page_positions: usize,
     /// Most likely tokens that can be reported for one row.
     pub top_logprobs: usize,

@@ -248,7 +248,7 @@ pub(super) static FORMATS: [FormatRow; 31] = [
         dequantize: affine::dequantize::<affine::Q4B64T1>,
         quantize: Some(affine::quantize::<affine::Q4B64T1>),
         layout: "minimum, scale (F16), 64 nibbles",
-        purpose: "4 bits with the least memory",
+        purpose: "4 bits with larger blocks: smaller than q4_b32t1a, less accurate",
     },
     FormatRow {
         ty: QuantType::Q4_B32T1A,
@@ -291,8 +291,8 @@ pub(super) static FORMATS: [FormatRow; 31] = [
         block_bytes: <affine::Q3HB64T1 as AffineFormat>::BLOCK_BYTES,
         dequantize: affine::dequantize::<affine::Q3HB64T1>,
         quantize: Some(affine::quantize::<affine::Q3HB64T1>),
-        layout: "minimum, scale (F16), of 32 pairs: high bits, middle bit pairs, low nibbles",
-        purpose: "3.5 bits, if 4 bits do not fit in memory",
+        layout: "minimum, scale (F16), 32 pairs of quants as 7-bit numbers: bit 6, bits 4 and 5, bits 0 to 3",
+        purpose: "3.5-bit quants: between 3 and 4 bits",
     },
     FormatRow {
         ty: QuantType::Q3_B32T1A,

@@ -100,13 +100,13 @@ impl GgufTable {
         settings.finish()
     }
 
-    /// Returns the shipped specification for the file's architecture, with the overrides for GGUF.
+    /// Returns the built-in specification for the file's architecture, with the overrides for GGUF.
     pub fn specification(&self, gguf: &Gguf) -> Result<SpecFile> {
         let architecture = architecture(gguf)?;
         let own = self.architecture.get(architecture).with_context(|| {
             let known = self.architecture.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
             let reason = format!(
-                "there is no shipped specification for '{architecture}' (known: {known}); use --spec FILE"
+                "there is no built-in specification for '{architecture}' (known: {known}); use --spec FILE"
             );
             gguf.key_error(ARCHITECTURE, reason)
         })?;

@@ -116,9 +116,9 @@ impl<'a> GgufSettings<'a> {
     /// Checks an id against the size of the vocabulary, if that is known.
     fn check_id(&self, key: &str, id: u32) -> Result<()> {
         match self.vocab() {
-            Some(vocab) if u64::from(id) >= vocab => {
-                Err(self.gguf.key_error(key, format_args!("token {id} is not in the vocabulary of {vocab}")))
-            }
+            Some(vocab) if u64::from(id) >= vocab => Err(self
+                .gguf
+                .key_error(key, format_args!("token {id} is not in the vocabulary of {vocab} tokens"))),
             _ => Ok(()),
         }
     }

@@ -29,7 +29,7 @@ impl SpecFile {
         SpecFile::parse(file, text)
     }
 
-    /// Returns file name and text of the shipped specification for a `model_type` of config.json.
+    /// Returns file name and text of the built-in specification for a `model_type` of config.json.
     pub fn shipped(model_type: &str) -> Result<(&'static str, &'static str)> {
         let mut known = Vec::new();
         for (file, text) in specs::ALL {
@@ -41,7 +41,7 @@ impl SpecFile {
         }
         known.sort();
         bail!(
-            "there is no shipped specification for model_type '{model_type}' (known: {}); use --spec FILE",
+            "there is no built-in specification for model_type '{model_type}' (known: {}); use --spec FILE",
             known.join(", ")
         )
     }

@@ -281,7 +281,10 @@ fn moe(fill: &mut ResolveContext) -> Result<MoeSpec> {
     let width = look.required("moe.width", &table.width)?;
     super::check::check_sizes(&[("number of experts", experts), ("width of an expert", width)])?;
     ensure!(experts <= EXPERTS_MAX, "{experts} experts are more than {EXPERTS_MAX}");
-    ensure!((1..=experts).contains(&top_k), "each token goes through {top_k} of {experts} experts");
+    ensure!(
+        (1..=experts).contains(&top_k),
+        "top_k is {top_k}, but must be between 1 and {experts}, the number of experts"
+    );
     let scoring = match look.or_default("moe.scoring", &table.scoring, ScoringName::Softmax)? {
         ScoringName::Softmax => Scoring::Softmax,
         ScoringName::Sigmoid => Scoring::Sigmoid,

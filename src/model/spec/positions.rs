@@ -96,7 +96,9 @@ impl Positions {
                 Ok((None, true))
             }
             PositionKind::Learned | PositionKind::Sinusoidal if self.position_embedding.is_none() => {
-                bail!("positions that are added to the embedding apply to all layers, not to some")
+                bail!(
+                    "learned and sinusoidal positions are added to the embedding, so they cannot be set for some layers only"
+                )
             }
             PositionKind::Learned | PositionKind::Sinusoidal | PositionKind::None => Ok((None, false)),
         }

@@ -250,7 +250,7 @@ fn shipped_specifications_are_those_of_their_folder_and_each_type_has_one() {
 /// The generated files are up to date; `UPDATE_SCHEMA=1 cargo test made_of_the_types` regenerates them.
 #[test]
 fn what_is_made_of_the_types_is_up_to_date() {
-    const MARK: &str = "<!-- From here on made from the types. -->\n\n";
+    const MARK: &str = "<!-- The rest is generated from the types. -->\n\n";
     let file = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
     let page = std::fs::read_to_string(file("docs/models.md")).unwrap();
     let (by_hand, _) = page.split_once(MARK).unwrap();

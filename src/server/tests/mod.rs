@@ -524,10 +524,8 @@ async fn excess_waiters_for_long_bodies_are_rejected_and_cancelled_ones_no_longe
         assert!(wait.as_mut().now_or_never().is_none());
     }
     let limit = super::BoundedSemaphore::WAITERS_MAX;
-    assert_eq!(
-        semaphore.acquire().await.map(drop),
-        Err(RequestError::Busy { coming: 1, waiting: limit, limit })
-    );
+    let full = Err(RequestError::TooManyLongBodies { limit });
+    assert_eq!(semaphore.acquire().await.map(drop), full);
     waiting.pop();
     let mut last = Box::pin(semaphore.acquire());
     assert!(last.as_mut().now_or_never().is_none());

@@ -53,7 +53,7 @@ impl GroupState {
 
     /// Fails the group because of a timeout; which devices stalled is found out later.
     fn fail_timeout(&self, state: &mut Inner, timeout: Duration) {
-        let fault = DeviceError::Fault(format!("no answer within {timeout:?}"));
+        let fault = DeviceError::Fault(format!("no step result within {timeout:?}"));
         let label = self.config.label();
         error!(step = state.steps.oldest_number(), %fault, "{label} failed; it is being rebuilt");
         state.fail_build(&fault);
