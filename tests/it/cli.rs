@@ -39,9 +39,9 @@ fn a_wrong_setting_is_reported_where_it_was_set() {
     let file = folder.file("mainstem.toml");
     std::fs::write(&file, "[server]\nport = 1\n\n[kv]\ntyp = \"f32\"\n").expect("it can be written");
     let file = file.display().to_string();
-    let in_file = format!("{file}:5: there is no key 'kv.typ'; the nearest is 'kv.type'");
+    let in_file = format!("{file}:5: there is no key 'kv.typ'; did you mean 'kv.type'?");
     let no_variable = "environment variable MAINSTEM_SERVER_PROT: there is no such setting; \
-                       the nearest is MAINSTEM_SERVER_PORT";
+                       did you mean MAINSTEM_SERVER_PORT?";
     let variable = "environment variable MAINSTEM_SERVER_PORT: server.port = 70000: must be from 0 to 65535";
     let flag = "command line: server.tls_key = \"key.pem\": requires server.tls_cert";
     assert_refused(&[], &["--config", &file], 1, &in_file);

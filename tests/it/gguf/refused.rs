@@ -13,7 +13,7 @@ fn what_is_not_served_is_refused_by_key() {
     let cases: [(Edit, &str); 22] = [
         (
             |w| w.set_string("general.architecture", "unheard"),
-            "key 'general.architecture': there is no shipped",
+            "key 'general.architecture': there is no built-in",
         ),
         (
             |w| w.set_string("general.architecture", &"x".repeat(65)),
@@ -102,7 +102,7 @@ fn every_architecture_refuses_by_its_own_keys() {
             |w| w.set_bool("llama.expert_weights_norm", false),
             "key 'llama.expert_weights_norm': false",
         ),
-        ("mixtral", |w| w.set_u32("llama.expert_used_count", 6), "each token goes through 6 of 5 experts"),
+        ("mixtral", |w| w.set_u32("llama.expert_used_count", 6), "top_k is 6, but must be between 1 and 5"),
         (
             "bloom",
             |w| w.set_f32("bloom.attention.max_alibi_bias", 4.0),

@@ -82,7 +82,7 @@ fn failure_messages(failure: Failure) -> [String; 2] {
         Fault::Error | Fault::Panic => "the test's device fails",
         Fault::Kill => "a panic without words",
         // Only the log names the device.
-        Fault::Stall => return ["device fault: ", "no answer within 5s"].map(str::to_owned),
+        Fault::Stall => return ["device fault: ", "no step result within 5s"].map(str::to_owned),
     };
     [format!("device:{}", failure.device), why.to_owned()]
 }
