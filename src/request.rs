@@ -1,7 +1,7 @@
 //! Requests, token events and request errors: plain data that the server and the actors exchange, without
 //! tensors or HTTP types.
 //!
-//! Invariant: a [`Request`] that intake has admitted is valid; nothing behind intake checks it again.
+//! Invariant: a `Request` that intake has admitted is valid; nothing behind intake checks it again.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -2,7 +2,7 @@
 //! where the meaning is the same, with the prefix `mainstem_`; counters end in `_total`, times are in
 //! seconds, and fractions are from 0 to 1.
 //!
-//! Invariant: only metrics of [`METRICS`] are recorded, and all of them are described to the recorder.
+//! Invariant: only metrics of `METRICS` are recorded, and all of them are described to the recorder.
 
 use crate::config::{LogConfig, LogFormat};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};

@@ -1,7 +1,7 @@
 //! Model weights in files, read as named tensors over memory-mapped bytes, and the configuration files that
 //! accompany them.
 //!
-//! Invariant: every [`Checkpoint`] is consistent. The bytes of each tensor lie inside its file and have
+//! Invariant: every `Checkpoint` is consistent. The bytes of each tensor lie inside its file and have
 //! exactly the length that its shape and type require (for gathered tensors, they contain every element that
 //! is read); only tensors of an unsupported type are not measured. A file that violates this is rejected,
 //! with the file, the tensor and the reason, before memory is allocated from a number in the file.

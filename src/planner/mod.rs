@@ -1,8 +1,8 @@
 //! Plans where a model runs: which device holds which part of it, and how fast it will be.
 //!
-//! A model is described by its sizes ([`shape`]), a device by its speeds ([`hardware`]). They determine the
-//! default split ([`balance`], [`split`]; [`model_source`] for an opened model) and a forecast of any split's
-//! speed ([`speed`]).
+//! A model is described by its sizes (`shape`), a device by its speeds (`hardware`). They determine the
+//! default split (`balance`, `split`; `model_source` for an opened model) and a forecast of any split's
+//! speed (`speed`).
 //!
 //! Invariant: nothing is opened, allocated or measured; the same inputs give the same plan.
 

@@ -1,6 +1,6 @@
 //! Tokenization, incremental detokenization, stop strings and chat templates.
 //!
-//! Invariant: the concatenated output of a [`Detokenizer`] equals [`Tokenizer::decode`] of all its ids.
+//! Invariant: the concatenated output of a `Detokenizer` equals `Tokenizer::decode` of all its ids.
 
 pub mod tokenizer;
 

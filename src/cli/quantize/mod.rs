@@ -27,6 +27,9 @@ use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
+/// Help text of the argument MODEL.
+const MODEL_HELP: &str = "Folder, GGUF file or hf:owner/name[@revision]";
+
 /// Write a model with its matrices in other number formats.
 ///
 /// Quantizes once what --weights would quantize at every start. A name that ends in .gguf becomes a GGUF
@@ -42,8 +45,7 @@ Examples:
   mainstem quantize model-f16.gguf model-q4_K.gguf --weights q4_K
   mainstem quantize model-f16.gguf models/small --weights q4      in formats that GGUF does not have")]
 pub struct QuantizeArgs {
-    /// Folder, GGUF file or hf:owner/name[@revision]
-    #[arg(value_name = "MODEL", value_hint = ValueHint::AnyPath)]
+    #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     model: String,
     /// Output: NAME.gguf, or a folder
     #[arg(value_name = "OUT", value_hint = ValueHint::AnyPath)]

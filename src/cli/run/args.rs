@@ -19,6 +19,10 @@ const API_KEY_VARIABLE: &str = "OPENAI_API_KEY";
 const KEY_NOT_SENT: &str = "OPENAI_API_KEY is not sent, because http to another machine is not encrypted; \
                       use https, or --api-key to send a key anyway";
 
+/// Help text of the argument MODEL.
+const MODEL_HELP: &str =
+    "Folder, file or hf:owner/name[@revision]; \"demo\" is built in. With --url, a model of the server";
+
 const EXAMPLES: &str = "\
 Examples:
   mainstem run                                       chat with the demo model
@@ -37,8 +41,7 @@ Exit codes: 0 answered, 1 failed, 2 bad usage, 130 stopped by Ctrl-C.";
 #[derive(Args)]
 #[command(after_help = EXAMPLES)]
 pub struct RunArgs {
-    /// Folder, file or hf:owner/name[@revision]; "demo" is built in. With --url, a model of the server.
-    #[arg(value_hint = ValueHint::AnyPath)]
+    #[arg(help = MODEL_HELP, value_hint = ValueHint::AnyPath)]
     model: Option<String>,
     /// Prompt to answer; - reads it from stdin. Without one, chat at the terminal.
     #[arg(conflicts_with = "prompt_flag")]

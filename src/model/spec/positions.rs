@@ -97,7 +97,8 @@ impl Positions {
             }
             PositionKind::Learned | PositionKind::Sinusoidal if self.position_embedding.is_none() => {
                 bail!(
-                    "learned and sinusoidal positions are added to the embedding, so they cannot be set for some layers only"
+                    "learned and sinusoidal positions are added to the embedding, so they cannot be set for \
+                     some layers only"
                 )
             }
             PositionKind::Learned | PositionKind::Sinusoidal | PositionKind::None => Ok((None, false)),

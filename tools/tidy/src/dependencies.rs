@@ -36,8 +36,8 @@ impl Dependencies {
     }
 }
 
-/// Imports between top-level modules of the main crate, or of other crates of the workspace, that `dependencies`
-/// does not allow.
+/// Imports between top-level modules of the main crate, or of other crates of the workspace, that
+/// `dependencies` does not allow.
 pub fn forbidden_imports(tree: &Tree, dependencies: &Dependencies) -> Vec<Offence> {
     let mut offences = Vec::new();
     for source in tree.products() {
