@@ -228,6 +228,20 @@ pub(crate) static ADMISSION_REJECTIONS: Metric = Metric::new(
     "reason",
     &["invalid", "too_long", "too_large", "unknown_model", "busy", "draining", "unauthorized"],
 )]);
+pub(crate) static REJECTED_PARAMETERS: Metric = Metric::new(
+    "mainstem_rejected_parameters_total",
+    Counter,
+    "requests",
+    "Requests rejected because of a parameter, by the parameter, without indices, and the error's code. \
+     Unknown parameters count as \"unknown\".",
+)
+.labelled(&[("param", &[]), ("code", &[])]);
+pub(crate) static IGNORED_FIELDS: Metric = Metric::new(
+    "mainstem_ignored_fields_total",
+    Counter,
+    "fields",
+    "Unknown fields of requests that were ignored.",
+);
 pub(crate) static CLIENTS_GONE: Metric = Metric::new(
     "mainstem_clients_gone_total",
     Counter,
@@ -375,6 +389,8 @@ pub static METRICS: &[&Metric] = &[
     &GENERATION_TOKENS,
     &REQUEST_SUCCESS,
     &ADMISSION_REJECTIONS,
+    &REJECTED_PARAMETERS,
+    &IGNORED_FIELDS,
     &CLIENTS_GONE,
     &TIME_TO_FIRST_TOKEN,
     &INTER_TOKEN_LATENCY,

@@ -134,6 +134,7 @@ mod tests {
                 stalled_after: Duration::from_secs(30),
                 retry_after: Duration::from_secs(1),
                 request_timeout: Some(Duration::from_secs(3600)),
+                unknown_fields: UnknownFieldsPolicy::Ignore,
                 api_keys: ApiKeys(vec![]),
                 api_key_file: None,
                 cors_origins: vec![],

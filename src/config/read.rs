@@ -51,6 +51,7 @@ impl LayeredSettings {
 
     fn server(&self) -> Result<ServerConfig, ConfigError> {
         let request_timeout = self.get("server.request_timeout", duration)?;
+        let policies = [("ignore", UnknownFieldsPolicy::Ignore), ("reject", UnknownFieldsPolicy::Reject)];
         Ok(ServerConfig {
             host: self.get("server.host", non_empty_string)?,
             port: self.get("server.port", |v| integer(v, 0, u16::MAX.into()))? as u16,
@@ -61,6 +62,7 @@ impl LayeredSettings {
             stalled_after: self.get("server.stalled_after", non_zero_duration)?,
             retry_after: self.get("server.retry_after", whole_seconds)?,
             request_timeout: (!request_timeout.is_zero()).then_some(request_timeout),
+            unknown_fields: self.get("server.unknown_fields", |v| one_of(v, &policies))?,
             api_keys: ApiKeys(self.get("server.api_keys", |v| values::strings(v, values::api_key))?),
             api_key_file: self
                 .get(API_KEY_FILE, values::path)?

@@ -72,6 +72,7 @@ pub struct ServerConfig {
     pub retry_after: Duration,
     /// Maximum time from a request's arrival to its end; `None` is unlimited.
     pub request_timeout: Option<Duration>,
+    pub unknown_fields: UnknownFieldsPolicy,
     /// Accepted API keys. If there are none here and in `api_key_file`, no key is required.
     pub api_keys: ApiKeys,
     /// File with further API keys.
@@ -81,6 +82,15 @@ pub struct ServerConfig {
     pub cors_origins: Vec<String>,
     /// TLS certificate and key; `None` serves plain HTTP.
     pub tls: Option<TlsFiles>,
+}
+
+/// The treatment of request fields that the server does not know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UnknownFieldsPolicy {
+    /// The field is ignored, and named in the log and in a response header.
+    Ignore,
+    /// The request is rejected.
+    Reject,
 }
 
 /// API keys, each non-empty printable ASCII. The `Debug` form shows only their number.

@@ -4,6 +4,7 @@
 //! Invariant: every response has an `X-Request-Id`, and every 429 and 503 a `Retry-After`.
 
 use super::App;
+use super::error::ApiError;
 use crate::telemetry;
 use actix_web::body::MessageBody;
 use actix_web::dev::{ServiceRequest, ServiceResponse};
@@ -89,12 +90,25 @@ fn log_response<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant
     telemetry::HTTP_REQUESTS.count([method, path, response.status().as_str()]);
     let (request_id, status) = (&*id.0, response.status().as_u16());
     let took_ms = telemetry::milliseconds(began.elapsed());
+    // The error's message is escaped by the log, because it may quote the request.
+    let error = response.response().error().and_then(|error| error.as_error::<ApiError>());
+    let reason = error.map(ApiError::to_string);
+    let (reason, param) = (reason.as_deref(), error.and_then(ApiError::param));
     // Completed requests log a line of their own; scrapes and probes would fill the log.
     match status {
         _ if path == "/health" => debug!(request = request_id, status, took_ms, "probed"),
         503 => info!(request = request_id, method, path = request.path(), status, took_ms, "rejected"),
         500.. => warn!(request = request_id, method, path = request.path(), status, took_ms, "failed"),
-        400.. => info!(request = request_id, method, path = request.path(), status, took_ms, "rejected"),
+        400.. => info!(
+            request = request_id,
+            method,
+            path = request.path(),
+            status,
+            took_ms,
+            param,
+            reason,
+            "rejected"
+        ),
         _ => debug!(request = request_id, method, path = request.path(), status, took_ms, "answered"),
     }
 }

@@ -5,10 +5,9 @@
 use super::ServeParts;
 use super::completions::ResponseTokenIds;
 use super::error::ApiError;
+use super::fields::Fields;
 use super::params::{ChatParams, Conversation};
-use super::respond::{
-    GenerationApi, PreparedRequest, PromptIds, ResponseFormat, check_choices, encode, parse_fields,
-};
+use super::respond::{GenerationApi, PreparedRequest, PromptIds, ResponseFormat, check_choices, encode};
 use super::wire::chat::{ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ResponseMessage};
 use super::wire::{ChoiceOutput, Finish};
 use crate::text::chat_template::{Chat, TemplateError};
@@ -28,10 +27,10 @@ impl GenerationApi for ChatApi {
     const PATH: &'static str = "/v1/chat/completions";
     const PROMPT_PARAM: &'static str = "messages";
 
-    fn parse_body(parts: &ServeParts, body: &[u8]) -> Result<PreparedRequest<ChatFormat>, ApiError> {
+    fn parse(parts: &ServeParts, fields: Fields) -> Result<PreparedRequest<ChatFormat>, ApiError> {
         let ChatParams { generation, conversation, logprobs } =
-            ChatParams::parse(parse_fields(parts, body)?, parts.model.vocab, &parts.model.sampling_defaults)?;
-        check_choices(parts, 1, generation.n)?;
+            ChatParams::parse(fields, parts.model.vocab, &parts.model.sampling_defaults)?;
+        check_choices(parts, 1, &generation)?;
         let text = render_conversation(parts, &conversation)?;
         let prompt: Arc<[u32]> = encode(parts, &text, false, "messages")?.into();
         if prompt.is_empty() {

@@ -4,11 +4,11 @@
 
 use super::ServeParts;
 use super::error::ApiError;
+use super::fields::Fields;
+use super::fill_in_the_middle::FillInTheMiddle;
 use super::params::CompletionParams;
 use super::prompts::Prompt;
-use super::respond::{
-    GenerationApi, PreparedRequest, PromptIds, ResponseFormat, check_choices, encode, parse_fields,
-};
+use super::respond::{GenerationApi, PreparedRequest, PromptIds, ResponseFormat, check_choices, encode};
 use super::wire::completion::{CompletionChoice, CompletionLogprobs};
 use super::wire::{ChoiceOutput, TokenIds};
 use crate::actors::PromptingDefaults;
@@ -36,22 +36,32 @@ impl GenerationApi for CompletionsApi {
     const PATH: &'static str = "/v1/completions";
     const PROMPT_PARAM: &'static str = "prompt";
 
-    fn parse_body(parts: &ServeParts, body: &[u8]) -> Result<PreparedRequest<CompletionFormat>, ApiError> {
-        let params = CompletionParams::parse(
-            parse_fields(parts, body)?,
-            parts.model.vocab,
-            &parts.model.sampling_defaults,
-        )?;
-        check_choices(parts, params.prompts.len(), params.generation.n)?;
-        let CompletionParams { generation, prompts, decoder_start, logprobs, echo, add_special_tokens } =
-            params;
+    fn parse(parts: &ServeParts, fields: Fields) -> Result<PreparedRequest<CompletionFormat>, ApiError> {
+        let params = CompletionParams::parse(fields, parts.model.vocab, &parts.model.sampling_defaults)?;
+        check_choices(parts, params.prompts.len(), &params.generation)?;
+        let CompletionParams {
+            mut generation,
+            prompts,
+            decoder_start,
+            logprobs,
+            echo,
+            suffix,
+            add_special_tokens,
+        } = params;
+        let middle = suffix.map(|suffix| FillInTheMiddle::new(parts, suffix, echo)).transpose()?;
+        if let Some(middle) = &middle {
+            middle.add_stop(&mut generation.stops);
+        }
         let prompts = match &parts.model.prompting {
             PromptingDefaults::EncoderDecoder(prompting) => {
                 decoder_start.prompt_ids(parts, prompting, prompts, add_special_tokens)?
             }
             PromptingDefaults::Decoder | PromptingDefaults::Encoder(_) => {
                 decoder_start.reject_if_given()?;
-                let tokens = prompts.into_iter().map(|prompt| prompt_ids(parts, prompt, add_special_tokens));
+                let tokens = prompts.into_iter().map(|prompt| match &middle {
+                    Some(middle) => middle.prompt_ids(parts, prompt, add_special_tokens),
+                    None => prompt_ids(parts, prompt, add_special_tokens),
+                });
                 tokens.map(|ids| ids.map(PromptIds::decoder_only)).collect::<Result<_, _>>()?
             }
         };

@@ -6,7 +6,6 @@ use super::ServeParts;
 use super::encoders::{EncoderApi, EncoderInput, EncoderOutput, parse_texts};
 use super::error::ApiError;
 use super::fields::{self, Fields, NoOpValue};
-use super::respond::parse_fields;
 use super::wire::InputUsage;
 use super::wire::embedding::{Embedding, EmbeddingsResponse, EncodedVector};
 use crate::actors::{EncoderOnlyPrompting, PromptingDefaults};
@@ -35,15 +34,14 @@ impl EncoderApi for EmbeddingsRequest {
     const PATH: &'static str = "/v1/embeddings";
     type Response = EmbeddingsResponse;
 
-    fn parse_body(
+    fn parse(
         parts: &ServeParts,
-        body: &[u8],
+        mut fields: Fields,
     ) -> Result<(EmbeddingsRequest, Vec<EncoderInput>), ApiError> {
         let PromptingDefaults::Encoder(prompting) = &parts.model.prompting else {
             unreachable!("only encoder-only models serve embeddings; this is a bug");
         };
-        let mut fields = parse_fields(parts, body)?;
-        let request = EmbeddingsRequest::parse(&mut fields, prompting)?;
+        let request = EmbeddingsRequest::parse_options(&mut fields, prompting)?;
         let texts = parse_texts(fields, parts, UNSUPPORTED)?;
         let task = Task::Embed(request.pooling);
         Ok((request, texts.into_iter().map(|ids| EncoderInput { ids, task: task.clone() }).collect()))
@@ -70,7 +68,11 @@ impl EncoderApi for EmbeddingsRequest {
 }
 
 impl EmbeddingsRequest {
-    fn parse(fields: &mut Fields, prompting: &EncoderOnlyPrompting) -> Result<EmbeddingsRequest, ApiError> {
+    /// Parses everything except the texts.
+    fn parse_options(
+        fields: &mut Fields,
+        prompting: &EncoderOnlyPrompting,
+    ) -> Result<EmbeddingsRequest, ApiError> {
         let pooling = fields.take_with("pooling", "one of \"mean\", \"cls\", \"last\"", |value| {
             Pooling::ALL.into_iter().find(|pooling| value.as_str() == Some(pooling.name()))
         })?;

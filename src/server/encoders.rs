@@ -6,7 +6,7 @@
 //! first texts are accepted, the others are accepted too.
 
 use super::error::ApiError;
-use super::fields::{Fields, UnsupportedParams};
+use super::fields::{Fields, IgnoredFields, UnsupportedParams};
 use super::prompts::{Prompt, parse_prompts};
 use super::respond::{admit, check_encoder_input_len, check_vocabulary, encode, interrupt, parse_off_loop};
 use super::{App, ServeParts};
@@ -35,8 +35,8 @@ pub trait EncoderApi: Sized + Send + 'static {
     /// Response body.
     type Response: Serialize;
 
-    /// Parses a request body into the request and its inputs, in order.
-    fn parse_body(parts: &ServeParts, body: &[u8]) -> Result<(Self, Vec<EncoderInput>), ApiError>;
+    /// Parses the fields of a request into the request and its inputs, in order.
+    fn parse(parts: &ServeParts, fields: Fields) -> Result<(Self, Vec<EncoderInput>), ApiError>;
 
     /// Builds the response from the outputs of all inputs, in their order.
     fn build_response(
@@ -66,17 +66,17 @@ pub struct EncoderOutput {
     pub events: Vec<TokenEvent>,
 }
 
-/// Takes the shared parameters of the encoder APIs out of a body and returns its tokenized texts. Any other
-/// parameter is an error, unless it is in `unserved` with a value that has no effect.
+/// Takes the shared parameters of the encoder APIs out of a body and returns its tokenized texts. Parameters
+/// in `unsupported` are an error unless their value has no effect.
 pub fn parse_texts(
     mut fields: Fields,
     parts: &ServeParts,
-    unserved: UnsupportedParams,
+    unsupported: UnsupportedParams,
 ) -> Result<Vec<Arc<[u32]>>, ApiError> {
     let add_special = fields.take_bool("add_special_tokens", true)?;
     let value = fields.take("input");
     // Tokenization may take a while, so other errors are reported first.
-    fields.reject_unknown(&[unserved])?;
+    fields.finish(&[unsupported])?;
     let is_list = value.as_ref().and_then(|value| value.get(0)).is_some_and(|first| !first.is_number());
     let texts = parse_prompts("input", value, parts.model.vocab)?;
     if texts.len() > INPUTS_MAX {
@@ -111,22 +111,24 @@ fn tokenize_text(
     Ok(ids.into())
 }
 
-/// Handles a request: parses the body, runs its inputs and serializes the response.
+/// Handles a request: parses the body, runs its inputs and serializes the response. Returns it with the
+/// ignored fields of the request.
 pub async fn run_encoder_request<Q: EncoderApi>(
     app: &Arc<App>,
     id: Arc<str>,
     body: Bytes,
-) -> Result<Bytes, ApiError> {
+) -> Result<(Bytes, IgnoredFields), ApiError> {
     let arrived = Instant::now();
     let _open = admit(app, Q::PATH)?;
-    let (question, inputs) = parse_off_loop(app, body, Q::parse_body).await?;
+    let ((question, inputs), ignored) = parse_off_loop(app, body, Q::parse).await?;
     let found = EncoderCall::new(app, id, arrived).run(&inputs).await?;
     if !question.is_large(found.len()) {
-        return serialize_response(&app.parts, &question, found);
+        return Ok((serialize_response(&app.parts, &question, found)?, ignored));
     }
     let app = app.clone();
     let written = web::block(move || serialize_response(&app.parts, &question, found));
-    written.await.map_err(|error| ApiError::internal(format!("serializing the response failed: {error}")))?
+    let failed = |error| ApiError::internal(format!("serializing the response failed: {error}"));
+    Ok((written.await.map_err(failed)??, ignored))
 }
 
 fn serialize_response<Q: EncoderApi>(

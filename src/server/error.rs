@@ -12,6 +12,9 @@ use serde::Serialize;
 use std::fmt;
 use std::time::Duration;
 
+/// Code of errors about unknown fields.
+const UNKNOWN_PARAMETER: &str = "unknown_parameter";
+
 /// An error response: status and error object.
 #[derive(Clone, Debug)]
 pub struct ApiError {
@@ -78,6 +81,14 @@ impl ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "unsupported_parameter", message).with_param(param)
     }
 
+    /// 400: the field at `path` is unknown, and [`UnknownFieldsPolicy::Reject`] applies.
+    ///
+    /// [`UnknownFieldsPolicy::Reject`]: crate::config::UnknownFieldsPolicy::Reject
+    pub fn unknown_parameter(path: &str) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, UNKNOWN_PARAMETER, format!("unknown parameter '{path}'"))
+            .with_param(path)
+    }
+
     /// 400: the model does not support the endpoint `path`.
     pub fn wrong_endpoint(path: &str, model: &ModelInfo) -> ApiError {
         let (kind, endpoints) = (model.prompting.kind_name(), model.endpoints.join(" and "));
@@ -122,9 +133,14 @@ impl ApiError {
         ApiError::new(StatusCode::FORBIDDEN, "origin_not_allowed", message)
     }
 
-    /// 404: the path does not exist.
-    pub fn not_found() -> ApiError {
-        ApiError::new(StatusCode::NOT_FOUND, "not_found", "this path does not exist")
+    /// 404: the path does not exist. `endpoints` are those of the served model.
+    pub fn not_found(endpoints: &[&str]) -> ApiError {
+        let message = format!(
+            "this path does not exist; there are POST {}, /v1/tokenize and /v1/detokenize, and GET \
+             /v1/models, /health, /metrics and /version",
+            endpoints.join(", ")
+        );
+        ApiError::new(StatusCode::NOT_FOUND, "not_found", message)
     }
 
     /// 405: the path does not support this method.
@@ -153,6 +169,34 @@ impl ApiError {
             }
             _ => None,
         }
+    }
+
+    /// Returns the code of the error object.
+    pub fn code(&self) -> &'static str {
+        self.object.code
+    }
+
+    /// Returns the parameter that the error is about.
+    pub fn param(&self) -> Option<&str> {
+        self.object.param.as_deref()
+    }
+
+    /// Returns the label of the parameter in metrics: without indices, and "unknown" for names that clients
+    /// make up.
+    fn param_label(&self) -> Option<String> {
+        let param = self.param()?;
+        if self.object.code == UNKNOWN_PARAMETER {
+            return Some("unknown".to_owned());
+        }
+        let mut label = String::with_capacity(param.len());
+        let mut in_index = false;
+        for c in param.chars() {
+            in_index = c == '[' || in_index && c != ']';
+            if !in_index && c != ']' {
+                label.push(c);
+            }
+        }
+        Some(label)
     }
 
     /// Returns the response body, which is also sent as an event if a stream has started already.
@@ -212,6 +256,9 @@ impl ResponseError for ApiError {
         if let Some(reason) = self.rejection_reason() {
             telemetry::ADMISSION_REJECTIONS.count([reason]);
         }
+        if let Some(param) = self.param_label().filter(|_| self.status.is_client_error()) {
+            telemetry::REJECTED_PARAMETERS.count([&*param, self.object.code]);
+        }
         HttpResponse::build(self.status).json(self.body())
     }
 }
@@ -255,7 +302,7 @@ mod tests {
             (busy.into(), Some("busy")),
             (RequestError::Draining.into(), Some("draining")),
             (ApiError::unauthorized(), Some("unauthorized")),
-            (ApiError::not_found(), None),
+            (ApiError::not_found(&["/v1/completions"]), None),
             (ApiError::method_not_allowed("GET"), None),
             (RequestError::Interrupted.into(), None),
             (RequestError::EngineStopped.into(), None),
@@ -269,11 +316,25 @@ mod tests {
             let response = call_service(&app, TestRequest::default().to_request()).await;
             assert_eq!(response.status(), error.status_code());
             let text = recorder.handle().render();
-            let counted: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
+            let counted: Vec<_> =
+                text.lines().filter(|line| line.starts_with("mainstem_admission_rejections")).collect();
             let expected = reason
                 .map(|reason| format!("mainstem_admission_rejections_total{{reason=\"{reason}\"}} 1"))
                 .unwrap_or_default();
             assert_eq!(counted.join("\n").trim(), expected, "{error}");
+        }
+    }
+
+    /// Clients cannot create series of their own: indices and unknown names are not labels.
+    #[test]
+    fn rejected_parameters_are_counted_without_what_clients_make_up() {
+        for (error, label) in [
+            (ApiError::invalid("top_p", "no"), Some("top_p")),
+            (ApiError::invalid("messages[17].content[2].type", "no"), Some("messages.content.type")),
+            (ApiError::unknown_parameter("bogus"), Some("unknown")),
+            (ApiError::malformed("no"), None),
+        ] {
+            assert_eq!(error.param_label().as_deref(), label, "{error}");
         }
     }
 }

@@ -1,17 +1,71 @@
 //! Access to the fields of a JSON object. Each is taken out once, so that the remaining, unknown ones can be
 //! reported.
 //!
-//! Invariant: no field is silently ignored. Unsupported ones are rejected by name unless their value has no
-//! effect.
+//! Invariant: no field is silently ignored. A known one that is not supported is rejected unless its value
+//! has no effect, and unknown ones are listed in [`UnknownFields`].
 
 use super::error::ApiError;
+use crate::config::UnknownFieldsPolicy;
 use serde_json::{Map, Value};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Fields of a JSON object that have not been read yet.
 pub struct Fields {
     /// Path of the object within the body, followed by a dot; empty for the body itself.
     prefix: String,
     members: Map<String, Value>,
+    /// Shared by all objects of a body.
+    unknown: UnknownFields,
+}
+
+/// The unknown fields of a body, by their paths. Clones share one list.
+#[derive(Clone, Debug, Default)]
+pub struct UnknownFields(Arc<Mutex<UnknownPaths>>);
+
+#[derive(Debug, Default)]
+struct UnknownPaths {
+    /// Paths of the first ones.
+    listed: Vec<String>,
+    count: usize,
+}
+
+/// Maximum number of unknown fields of a body that are listed by name.
+const UNKNOWN_LISTED_MAX: usize = 16;
+
+impl UnknownFields {
+    /// Adds a field.
+    fn add(&self, path: String) {
+        let mut unknown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        unknown.count += 1;
+        if unknown.listed.len() < UNKNOWN_LISTED_MAX {
+            unknown.listed.push(path);
+        }
+    }
+
+    /// Returns the ignored fields. With [`UnknownFieldsPolicy::Reject`], any unknown field is an error.
+    pub fn apply(&self, policy: UnknownFieldsPolicy) -> Result<IgnoredFields, ApiError> {
+        let unknown = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match (policy, unknown.listed.first()) {
+            (UnknownFieldsPolicy::Reject, Some(path)) => Err(ApiError::unknown_parameter(path)),
+            (UnknownFieldsPolicy::Reject, None) | (UnknownFieldsPolicy::Ignore, _) => Ok(IgnoredFields {
+                names: unknown.listed.iter().map(|path| to_header_text(path)).collect::<Vec<_>>().join(", "),
+                count: unknown.count,
+            }),
+        }
+    }
+}
+
+/// The fields of a request that were ignored because they are unknown.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct IgnoredFields {
+    /// Paths of the first ones, separated by ", ". Printable ASCII, so that they can be a header's value.
+    pub names: String,
+    pub count: usize,
+}
+
+/// Replaces the characters of a path that must not be in a header.
+fn to_header_text(path: &str) -> String {
+    path.chars().map(|c| if c.is_ascii_graphic() && c != ',' { c } else { '?' }).collect()
 }
 
 /// The value of an unsupported parameter that has no effect and is therefore accepted.
@@ -36,14 +90,21 @@ impl Fields {
         let value: Value = serde_json::from_slice(body)
             .map_err(|error| ApiError::malformed(format!("request body is not valid JSON: {error}")))?;
         match value {
-            Value::Object(members) => Ok(Fields { prefix: String::new(), members }),
+            Value::Object(members) => {
+                Ok(Fields { prefix: String::new(), members, unknown: UnknownFields::default() })
+            }
             _ => Err(ApiError::malformed("request body is not a JSON object")),
         }
     }
 
-    /// Creates the fields of the object at `path` in the body.
-    pub fn from_object(path: &str, members: Map<String, Value>) -> Fields {
-        Fields { prefix: format!("{path}."), members }
+    /// Returns the fields of an object within this one. `path` is its path in the body.
+    pub fn nested(&self, path: &str, members: Map<String, Value>) -> Fields {
+        Fields { prefix: format!("{path}."), members, unknown: self.unknown.clone() }
+    }
+
+    /// Returns the unknown fields of the whole body, which are known once all fields have been read.
+    pub fn unknown(&self) -> UnknownFields {
+        self.unknown.clone()
     }
 
     /// Returns the full name of a field for messages.
@@ -106,18 +167,20 @@ impl Fields {
         self.take_with(name, "an object", |value| value.as_object().cloned())
     }
 
-    /// Returns an error that names a remaining field, unless all of them are in `unserved` with their
-    /// accepted values.
-    pub fn reject_unknown(self, unserved: &[UnsupportedParams]) -> Result<(), ApiError> {
-        let known = |name: &str| unserved.iter().copied().flatten().find(|(known, _)| *known == name);
+    /// Ends the reading of this object: the remaining fields are unknown. Those in `unsupported` are an
+    /// error instead, unless they have their accepted values.
+    pub fn finish(self, unsupported: &[UnsupportedParams]) -> Result<(), ApiError> {
+        let known = |name: &str| unsupported.iter().copied().flatten().find(|(known, _)| *known == name);
         for (name, value) in self.members.iter().filter(|(_, value)| !value.is_null()) {
             let path = self.path(&shorten(name));
-            let message = match known(name) {
-                Some((_, neutral)) if neutral.matches(value) => continue,
-                Some(_) => format!("'{path}' is not supported yet"),
-                None => format!("unknown parameter '{path}'"),
-            };
-            return Err(ApiError::unsupported(path, message));
+            match known(name) {
+                Some((_, no_op)) if no_op.matches(value) => {}
+                Some(_) => {
+                    let message = format!("'{path}' is not supported yet");
+                    return Err(ApiError::unsupported(path, message));
+                }
+                None => self.unknown.add(path),
+            }
         }
         Ok(())
     }
@@ -194,8 +257,11 @@ mod tests {
     fn unused_fields_are_reported_with_their_path() {
         let unserved: UnsupportedParams = &[("tools", NoOpValue::Empty), ("note", NoOpValue::Any)];
         let left = |members: Value| {
-            let fields = Fields::from_object("messages[1]", members.as_object().unwrap().clone());
-            fields.reject_unknown(&[unserved]).map_err(|error| error.to_string())
+            let body = Fields::parse(b"{}").unwrap();
+            let fields = body.nested("messages[1]", members.as_object().unwrap().clone());
+            fields.finish(&[unserved]).map_err(|error| error.to_string())?;
+            let reject = body.unknown().apply(UnknownFieldsPolicy::Reject);
+            reject.map(|_| ()).map_err(|error| error.to_string())
         };
         assert_eq!(left(json!({"tools": [], "note": [1], "unknown": null})), Ok(()));
         let refused = left(json!({"tools": [1]})).unwrap_err();

@@ -5,8 +5,7 @@
 use super::ServeParts;
 use super::encoders::{EncoderApi, EncoderInput, EncoderOutput, INLINE_INPUTS, parse_texts};
 use super::error::ApiError;
-use super::fields::{NoOpValue, UnsupportedParams};
-use super::respond::parse_fields;
+use super::fields::{Fields, NoOpValue, UnsupportedParams};
 use super::wire::fill_mask::{FillMaskResponse, FilledMask, FilledText, MaskCandidate};
 use super::wire::{InputUsage, finite_logprob};
 use crate::actors::engine::TOP_LOGPROBS;
@@ -35,8 +34,10 @@ impl EncoderApi for FillMaskRequest {
     const PATH: &'static str = "/v1/fill-mask";
     type Response = FillMaskResponse;
 
-    fn parse_body(parts: &ServeParts, body: &[u8]) -> Result<(FillMaskRequest, Vec<EncoderInput>), ApiError> {
-        let mut fields = parse_fields(parts, body)?;
+    fn parse(
+        parts: &ServeParts,
+        mut fields: Fields,
+    ) -> Result<(FillMaskRequest, Vec<EncoderInput>), ApiError> {
         let unknown = "the model's tokenizer has no mask token";
         let mask = parts.special_tokens.mask.ok_or_else(|| ApiError::invalid("input", unknown))?;
         let top = fields.take_integer("top_k", 1, TOP_LOGPROBS as i64)?.unwrap_or(TOP_K_DEFAULT) as u8;

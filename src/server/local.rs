@@ -31,15 +31,17 @@ impl LocalApi {
         let (app, id) = (&self.0, RequestId::generate().0);
         let body = body.to_string().into();
         match path {
-            CompletionsApi::PATH => respond::<CompletionsApi>(app, id, body).await,
-            ChatApi::PATH => respond::<ChatApi>(app, id, body).await,
+            CompletionsApi::PATH => Ok(respond::<CompletionsApi>(app, id, body).await?.body),
+            ChatApi::PATH => Ok(respond::<ChatApi>(app, id, body).await?.body),
             EmbeddingsRequest::PATH => {
-                run_encoder_request::<EmbeddingsRequest>(app, id, body).await.map(ResponseBody::Json)
+                let (json, _) = run_encoder_request::<EmbeddingsRequest>(app, id, body).await?;
+                Ok(ResponseBody::Json(json))
             }
             FillMaskRequest::PATH => {
-                run_encoder_request::<FillMaskRequest>(app, id, body).await.map(ResponseBody::Json)
+                let (json, _) = run_encoder_request::<FillMaskRequest>(app, id, body).await?;
+                Ok(ResponseBody::Json(json))
             }
-            _ => Err(ApiError::not_found()),
+            _ => Err(ApiError::not_found(&app.parts.model.endpoints)),
         }
     }
 

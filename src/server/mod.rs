@@ -36,6 +36,8 @@ mod params;
 
 mod decoder_start;
 
+mod fill_in_the_middle;
+
 mod prompts;
 
 mod special_tokens;

@@ -8,12 +8,14 @@ use super::completions::CompletionsApi;
 use super::embeddings::EmbeddingsRequest;
 use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
+use super::fields::{Fields, IgnoredFields};
 use super::fill_mask::FillMaskRequest;
-use super::respond::{GenerationApi, ResponseBody, parse_off_loop, respond};
+use super::respond::{ApiResponse, GenerationApi, ResponseBody, parse_off_loop, respond};
 use super::tokenize::{detokenize, tokenize};
 use super::{App, OpenResponse, ServeParts, info};
+use crate::telemetry;
 use actix_web::body::SizedStream;
-use actix_web::http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
+use actix_web::http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use actix_web::web::{self, Bytes};
 use actix_web::{HttpResponse, Resource, ResponseError, Route, guard, rt};
 use async_stream::stream;
@@ -21,6 +23,10 @@ use futures_util::{Stream, StreamExt};
 use serde::Serialize;
 use std::convert::Infallible;
 use std::time::Duration;
+use tracing::info;
+
+/// Response header with the ignored fields of a request.
+const IGNORED_FIELDS: HeaderName = HeaderName::from_static("x-mainstem-ignored");
 
 /// Maximum time for a request body to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -48,19 +54,20 @@ pub fn routes(config: &mut web::ServiceConfig) {
         .service(resource("/health", GET).route(get().to(info::health)))
         .service(resource("/metrics", GET).route(get().to(info::metrics)))
         .service(resource("/version", GET).route(get().to(info::version)))
-        .default_service(web::to(async || ApiError::not_found().error_response()));
+        .default_service(web::to(async |app: web::Data<App>| {
+            Err::<HttpResponse, ApiError>(ApiError::not_found(&app.parts.model.endpoints))
+        }));
     // Other servers have these paths without the prefix.
     for prefix in ["/v1", ""] {
         let tokens = resource(&format!("{prefix}/tokenize"), "POST");
         let texts = resource(&format!("{prefix}/detokenize"), "POST");
         config
-            .service(
-                tokens.route(web::post().to(|app, payload| handle_tokenizer_request(app, payload, tokenize))),
-            )
-            .service(
-                texts
-                    .route(web::post().to(|app, payload| handle_tokenizer_request(app, payload, detokenize))),
-            );
+            .service(tokens.route(
+                web::post().to(|app, id, payload| handle_tokenizer_request(app, id, payload, tokenize)),
+            ))
+            .service(texts.route(
+                web::post().to(|app, id, payload| handle_tokenizer_request(app, id, payload, detokenize)),
+            ));
     }
 }
 
@@ -90,14 +97,27 @@ async fn handle_generation<A: GenerationApi + 'static>(
     // Registered after the upload: shutdown must not wait for an upload that never ends.
     let body = read_body(payload, app.config.body_limit_bytes).await?;
     let open = app.open_response();
-    Ok(match respond::<A>(&app, id.0.clone(), body).await? {
+    let ApiResponse { body, ignored } = respond::<A>(&app, id.0.clone(), body).await?;
+    let response = match body {
         ResponseBody::Json(json) => json_response(json, open),
         ResponseBody::Events(events) => HttpResponse::Ok()
             .insert_header((CONTENT_TYPE, "text/event-stream; charset=utf-8"))
             .insert_header((CACHE_CONTROL, "no-cache"))
             .insert_header(("X-Accel-Buffering", "no"))
             .streaming(events.map(Ok::<_, Infallible>)),
-    })
+    };
+    Ok(name_ignored_fields(response, &id, &ignored))
+}
+
+/// Names the ignored fields of a request in a header, in the log and in a metric.
+fn name_ignored_fields(mut response: HttpResponse, id: &RequestId, ignored: &IgnoredFields) -> HttpResponse {
+    if ignored.count > 0 {
+        let names = HeaderValue::from_str(&ignored.names).expect("the names are ASCII; this is a bug");
+        response.headers_mut().insert(IGNORED_FIELDS, names);
+        telemetry::IGNORED_FIELDS.add(ignored.count as u64);
+        info!(request = &*id.0, count = ignored.count, fields = ignored.names, "ignored unknown fields");
+    }
+    response
 }
 
 /// Handles a request to an encoder API.
@@ -108,7 +128,8 @@ async fn handle_encoder_request<Q: EncoderApi>(
 ) -> Result<HttpResponse, ApiError> {
     let body = read_body(payload, app.config.body_limit_bytes).await?;
     let open = app.open_response();
-    Ok(json_response(run_encoder_request::<Q>(&app, id.0.clone(), body).await?, open))
+    let (json, ignored) = run_encoder_request::<Q>(&app, id.0.clone(), body).await?;
+    Ok(name_ignored_fields(json_response(json, open), &id, &ignored))
 }
 
 /// Returns a JSON response. `open` is dropped once the body has been passed to the connection.
@@ -131,11 +152,13 @@ fn body_chunks(body: Bytes, open: OpenResponse) -> impl Stream<Item = Result<Byt
 /// Handles a request that needs only the tokenizer.
 async fn handle_tokenizer_request<T: Serialize + Send + 'static>(
     app: web::Data<App>,
+    id: web::ReqData<RequestId>,
     payload: web::Payload,
-    answer: fn(&ServeParts, &[u8]) -> Result<T, ApiError>,
+    answer: fn(&ServeParts, Fields) -> Result<T, ApiError>,
 ) -> Result<HttpResponse, ApiError> {
     let body = read_body(payload, app.config.body_limit_bytes).await?;
-    Ok(HttpResponse::Ok().json(parse_off_loop(&app, body, answer).await?))
+    let (answer, ignored) = parse_off_loop(&app, body, answer).await?;
+    Ok(name_ignored_fields(HttpResponse::Ok().json(answer), &id, &ignored))
 }
 
 /// Reads a request body of at most `limit` bytes.

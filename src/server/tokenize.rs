@@ -5,17 +5,16 @@
 use super::ServeParts;
 use super::chat::render_conversation;
 use super::error::ApiError;
-use super::fields::describe;
+use super::fields::{Fields, describe};
 use super::params::parse_conversation;
 use super::prompts::parse_token_id;
-use super::respond::{encode, parse_fields};
+use super::respond::encode;
 use super::wire::{DetokenizeResponse, TokenizeResponse};
 use crate::actors::Kind;
 use serde_json::Value;
 
 /// Handles `POST /v1/tokenize`: returns the token ids of a text or of chat messages.
-pub fn tokenize(parts: &ServeParts, body: &[u8]) -> Result<TokenizeResponse, ApiError> {
-    let mut fields = parse_fields(parts, body)?;
+pub fn tokenize(parts: &ServeParts, mut fields: Fields) -> Result<TokenizeResponse, ApiError> {
     let with_texts = fields.take_bool("return_token_strs", false)?;
     let prompt = fields.take_string("prompt")?;
     if prompt.is_some() && fields.take("messages").is_some() {
@@ -27,7 +26,7 @@ pub fn tokenize(parts: &ServeParts, body: &[u8]) -> Result<TokenizeResponse, Api
         Some(text) => (text, "prompt"),
         None => (render_conversation(parts, &parse_conversation(&mut fields)?)?, "messages"),
     };
-    fields.reject_unknown(&[])?;
+    fields.finish(&[])?;
     let tokens = encode(parts, &text, add_special, param)?;
     let texts = || tokens.iter().map(|id| parts.tokenizer.token_text(*id)).collect();
     Ok(TokenizeResponse {
@@ -43,8 +42,7 @@ pub fn tokenize(parts: &ServeParts, body: &[u8]) -> Result<TokenizeResponse, Api
 }
 
 /// Handles `POST /v1/detokenize`: returns the text of token ids, including special tokens.
-pub fn detokenize(parts: &ServeParts, body: &[u8]) -> Result<DetokenizeResponse, ApiError> {
-    let mut fields = parse_fields(parts, body)?;
+pub fn detokenize(parts: &ServeParts, mut fields: Fields) -> Result<DetokenizeResponse, ApiError> {
     let error = |message| ApiError::invalid("tokens", message);
     let ids: Vec<u32> = match fields.take("tokens") {
         Some(Value::Array(list)) => {
@@ -56,7 +54,7 @@ pub fn detokenize(parts: &ServeParts, body: &[u8]) -> Result<DetokenizeResponse,
             return Err(error(format!("'tokens' must be a list of token ids, not {}", describe(&other))));
         }
     };
-    fields.reject_unknown(&[])?;
+    fields.finish(&[])?;
     let text = parts.tokenizer.decode(&ids, false);
     let prompt = text.map_err(|reason| error(format!("'tokens' cannot be decoded: {reason}")))?;
     Ok(DetokenizeResponse { prompt })

@@ -318,7 +318,7 @@ async fn tokens_and_texts_go_both_ways() {
     assert_eq!(tokens["tokens"], json!([256, 117, 115, 101, 114, 58, 120, 59]));
     for (path, body, param) in [
         ("/v1/tokenize", json!({}), "messages"),
-        ("/v1/tokenize", json!({ "prompt": "a", "bogus": 1 }), "bogus"),
+        ("/v1/tokenize", json!({ "prompt": "a", "return_token_strs": 1 }), "return_token_strs"),
         ("/v1/detokenize", json!({ "tokens": [257] }), "tokens"),
         ("/v1/detokenize", json!({ "tokens": "a" }), "tokens"),
         ("/v1/detokenize", json!({}), "tokens"),

@@ -17,8 +17,10 @@ mod embeddings;
 mod fill_mask;
 
 use super::ShutdownOutcome;
+use crate::actors::ModelInfo;
 use crate::actors::reply::{ReplySpec, ReplyStream};
 use crate::actors::stream::event_channel;
+use crate::config::UnknownFieldsPolicy;
 use crate::request::{FinishReason, Request, RequestError, Sampling, TokenEvent};
 use actix_web::rt::{net::TcpStream, time::timeout};
 use futures_util::FutureExt;
@@ -28,7 +30,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use test_server::{
-    BOS, COMPLETIONS, Client, DEADLINE, TestServer, answer, bare, joined, scored, tokenizer, wait_until,
+    BOS, COMPLETIONS, Client, DEADLINE, TestServer, answer, bare, joined, model, scored, tokenizer,
+    tokenizer_with, wait_until,
 };
 
 #[actix_web::test]
@@ -256,7 +259,7 @@ async fn every_refusal_has_its_status_and_object() {
 
 #[actix_web::test]
 async fn errors_in_bodies_name_the_parameter() {
-    let server = TestServer::start();
+    let server = TestServer::with_config(None, |config| config.unknown_fields = UnknownFieldsPolicy::Reject);
     let ids = "token id 257 is not in the vocabulary of 257";
     for (body, code, param, part) in [
         ("{", "malformed_body", Value::Null, "JSON"),
@@ -270,7 +273,7 @@ async fn errors_in_bodies_name_the_parameter() {
         (r#"{"prompt": [1, -2]}"#, "invalid_value", json!("prompt"), "-2 is not a token id"),
         (r#"{"prompt": [1, 257]}"#, "invalid_value", json!("prompt"), ids),
         (r#"{"prompt": "p", "max_tokens": "9"}"#, "invalid_value", json!("max_tokens"), "not \"9\""),
-        (r#"{"prompt": "p", "max_tokens": -1}"#, "invalid_value", json!("max_tokens"), "not -1"),
+        (r#"{"prompt": "p", "max_tokens": -2}"#, "invalid_value", json!("max_tokens"), "not -2"),
         (r#"{"prompt": "p", "max_tokens": 0}"#, "invalid_value", json!("max_tokens"), "echo"),
         (r#"{"prompt": "p", "temperature": "hot"}"#, "invalid_value", json!("temperature"), "a number"),
         (r#"{"prompt": "p", "top_p": []}"#, "invalid_value", json!("top_p"), "a list"),
@@ -289,7 +292,8 @@ async fn errors_in_bodies_name_the_parameter() {
         (r#"{"prompt": 5, "model": "big"}"#, "model_not_found", json!("model"), "'big'"),
         (r#"{"prompt": "p", "n": 0}"#, "invalid_value", json!("n"), "from 1 to 128"),
         (r#"{"prompt": "p", "n": 129}"#, "invalid_value", json!("n"), "from 1 to 128"),
-        (r#"{"prompt": "p", "best_of": 2}"#, "unsupported_parameter", json!("best_of"), "not supported"),
+        (r#"{"prompt": "p", "n": 3, "best_of": 2}"#, "invalid_value", json!("best_of"), "at least n"),
+        (r#"{"prompt": "p", "stream": true, "best_of": 2}"#, "invalid_value", json!("best_of"), "stream"),
         (r#"{"prompt": "p", "stop": [""]}"#, "invalid_value", json!("stop"), "empty string"),
         (r#"{"prompt": "p", "stop": [true]}"#, "invalid_value", json!("stop"), "must not contain true"),
         (r#"{"prompt": "p", "stop": [257]}"#, "invalid_value", json!("stop"), ids),
@@ -304,12 +308,8 @@ async fn errors_in_bodies_name_the_parameter() {
             "only one",
         ),
         (r#"{"prompt": "p", "suffix": "x"}"#, "unsupported_parameter", json!("suffix"), "not supported"),
-        (
-            r#"{"prompt": "p", "bogus": 1}"#,
-            "unsupported_parameter",
-            json!("bogus"),
-            "unknown parameter 'bogus'",
-        ),
+        (r#"{"prompt": "p", "suffix": "x", "echo": true}"#, "invalid_value", json!("suffix"), "echo"),
+        (r#"{"prompt": "p", "bogus": 1}"#, "unknown_parameter", json!("bogus"), "unknown parameter 'bogus'"),
     ] {
         let response = server.post(body).await;
         assert_eq!(response.status, if code == "model_not_found" { 404 } else { 400 }, "{body}");
@@ -325,6 +325,7 @@ async fn unsupported_parameters_without_effect_are_accepted() {
     let mut server = TestServer::start();
     let body = json!({
         "prompt": "p", "n": 1, "best_of": 1, "stop": [], "suffix": null, "presence_penalty": 0.0,
+        "max_tokens": -1, "store": true, "cache_prompt": true, "reasoning_effort": "low", "verbosity": "low",
         "frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "logprobs": null,
         "unheard_of": null
     });
@@ -333,11 +334,97 @@ async fn unsupported_parameters_without_effect_are_accepted() {
     server.close().await;
 }
 
+/// An unknown field changes nothing, but the client can see that it was ignored, whatever its name is.
+#[actix_web::test]
+async fn unknown_fields_are_ignored_and_named() {
+    let mut server = TestServer::start();
+    let (_, known) = server.exchange(json!({ "prompt": "p" }), answer("x")).await;
+    assert_eq!(known.header("x-mainstem-ignored"), None);
+    let body = json!({ "prompt": "p", "bogus": 1, "line\nbreak, é": {}, "stream": true,
+                       "stream_options": { "x": [] } });
+    let (_, response) = server.exchange(body, answer("x")).await;
+    assert_eq!(response.status, 200, "{}", response.body);
+    let ignored = response.header("x-mainstem-ignored").unwrap();
+    let mut names: Vec<_> = ignored.split(", ").collect();
+    names.sort_unstable();
+    assert_eq!(names, ["bogus", "line?break???", "stream_options.x"]);
+    let many: Value = (0..50).map(|i| (format!("field{i}"), json!(i))).collect();
+    let mut body = json!({ "prompt": "p" });
+    body.as_object_mut().unwrap().extend(many.as_object().unwrap().clone());
+    let (_, response) = server.exchange(body, answer("x")).await;
+    assert_eq!(response.header("x-mainstem-ignored").unwrap().split(", ").count(), 16);
+    server.close().await;
+}
+
+/// With `best_of`, the choice with the highest mean log-probability per token is returned.
+#[actix_web::test]
+async fn the_best_of_the_computed_choices_are_returned() {
+    let mut server = TestServer::start();
+    let body = json!({ "prompt": "p", "n": 2, "best_of": 3 });
+    let client = server.send(&body.to_string()).await;
+    let answers = [("ab", -2.0), ("c", -3.0), ("d", -1.0)];
+    for (text, logprob) in answers {
+        let (request, events) = server.next_request().await;
+        assert_eq!(request.logprobs, Some(0));
+        for byte in text.bytes() {
+            events.send(TokenEvent::Token(scored(byte.into(), logprob, &[])));
+        }
+        events.send(TokenEvent::Finished(FinishReason::Length));
+    }
+    let response = client.response().await.json();
+    let choices = response["choices"].as_array().unwrap();
+    let texts: Vec<_> = choices.iter().map(|choice| (&choice["index"], &choice["text"])).collect();
+    assert_eq!(texts, [(&json!(0), &json!("d")), (&json!(1), &json!("ab"))]);
+    assert!(choices.iter().all(|choice| choice["logprobs"].is_null()), "{response}");
+    assert_eq!(response["usage"]["completion_tokens"], 4);
+    server.close().await;
+}
+
+/// The parts of a prompt with a suffix are in the order of the model's family, marked by its tokens.
+#[actix_web::test]
+async fn a_suffix_becomes_a_prompt_for_filling_in_the_middle() {
+    const SPM: &[&str] = &["<s>", "[SUFFIX]", "[PREFIX]"];
+    const PSM: &[&str] = &["<s>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"];
+    const EOT: &[&str] = &["<s>", "▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"];
+    let (a, z) = (u32::from(b'a'), u32::from(b'z'));
+    for (special, prompt, stop) in [
+        (PSM, vec![BOS + 1, a, BOS + 2, z, BOS + 3], None),
+        (SPM, vec![BOS + 1, z, BOS + 2, a], None),
+        (EOT, vec![BOS + 1, a, BOS + 2, z, BOS + 3], Some(BOS + 4)),
+    ] {
+        let tokenizer = tokenizer_with(special, Value::Null);
+        let model = ModelInfo { vocab: 300, ..model() };
+        let mut server = TestServer::for_model(model, tokenizer, None, |_| {}, DEADLINE);
+        let (request, response) = server.exchange(json!({ "prompt": "a", "suffix": "z" }), answer("x")).await;
+        assert_eq!(response.status, 200, "{}", response.body);
+        assert_eq!(request.prompt[..], prompt);
+        assert_eq!(request.stop_ids.iter().copied().next(), stop);
+        let ids = server.post(r#"{"prompt": [1], "suffix": "z"}"#).await;
+        assert_eq!(ids.error(), ("invalid_value".to_owned(), json!("suffix")));
+        server.close().await;
+    }
+}
+
+#[actix_web::test]
+async fn continuous_usage_is_in_every_chunk() {
+    let mut server = TestServer::start();
+    let options = json!({ "include_usage": true, "continuous_usage_stats": true });
+    let body = json!({ "prompt": "p", "stream": true, "stream_options": options });
+    let (_, response) = server.exchange(body, answer("hi")).await;
+    let counts = response.events().into_iter().map(|event| event["usage"]["completion_tokens"].clone());
+    let counts: Vec<_> = counts.collect();
+    assert_eq!(counts.len(), 4);
+    assert!(counts.iter().all(Value::is_u64), "{counts:?}");
+    assert_eq!(counts.last(), Some(&json!(2)));
+    server.close().await;
+}
+
 #[actix_web::test]
 async fn wrong_paths_methods_and_sizes_have_error_objects() {
     let server = TestServer::with_config(None, |config| config.body_limit_bytes = 1024);
     let nowhere = server.get("/v2/nothing").await;
     assert_eq!((nowhere.status, nowhere.error().0.as_str()), (404, "not_found"));
+    assert!(nowhere.body.contains(COMPLETIONS) && nowhere.body.contains("/health"), "{}", nowhere.body);
     let method = server.get(COMPLETIONS).await;
     assert_eq!((method.status, method.error().0.as_str()), (405, "method_not_allowed"));
     assert_eq!(method.header("allow"), Some("post"));

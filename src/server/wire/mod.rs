@@ -179,6 +179,15 @@ impl ChoiceOutput {
         self.end = end;
     }
 
+    /// Returns the mean log-probability of the generated tokens; negative infinity if there are none, or
+    /// none is known.
+    pub fn mean_logprob(&self) -> f64 {
+        let generated = &self.tokens[self.prompt_tokens..];
+        let known = generated.iter().filter_map(|placed| placed.token.logprob).map(f64::from);
+        let (count, sum) = known.fold((0.0, 0.0), |(count, sum), logprob| (count + 1.0, sum + logprob));
+        if count > 0.0 && !f64::is_nan(sum) { sum / count } else { f64::NEG_INFINITY }
+    }
+
     /// Returns the ids of the generated tokens.
     pub fn token_ids(&self) -> Vec<u32> {
         self.tokens[self.prompt_tokens..].iter().map(|placed| placed.token.id).collect()

@@ -1,0 +1,259 @@
+//! Generation parameters that both text generation APIs share.
+
+use crate::actors::SamplingDefaults;
+use crate::request::Sampling;
+use crate::server::access::random;
+use crate::server::error::ApiError;
+use crate::server::fields::{Fields, NoOpValue, describe, to_finite_f32};
+use crate::server::prompts::parse_token_id;
+use crate::server::wire::ChoiceOutput;
+use serde_json::Value;
+use std::sync::Arc;
+
+/// Maximum number of choices per prompt.
+const CHOICES_MAX: i64 = 128;
+
+/// Maximum number of stop strings and stop tokens together.
+const STOPS_MAX: usize = 64;
+/// Maximum length of a stop string in bytes.
+const STOP_BYTES_MAX: usize = 1024;
+
+/// Largest absolute value of a logit bias.
+const BIAS_MAX: f32 = 100.0;
+
+/// Generation parameters, with defaults filled in. Intake checks the ranges of the sampling parameters and
+/// those that depend on the model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerationParams {
+    /// Maximum number of generated tokens; `None` is what remains of the context.
+    pub max_tokens: Option<u32>,
+    /// Name under which the client gave `max_tokens`.
+    pub limit_name: &'static str,
+    pub min_tokens: u32,
+    /// Number of choices per prompt in the response; at least 1.
+    pub n: u32,
+    /// Number of choices per prompt that are computed, of which the best are returned; at least `n`.
+    pub best_of: u32,
+    pub sampling: Sampling,
+    /// Logit biases as in [`Request`](crate::request::Request), each id once.
+    pub logit_bias: Arc<[(u32, f32)]>,
+    pub stops: StopConditions,
+    pub include_stop: bool,
+    pub show_special: bool,
+    pub ignore_eos: bool,
+    pub return_token_ids: bool,
+    pub delivery: Delivery,
+}
+
+/// Stop conditions in addition to the model's own end tokens.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StopConditions {
+    /// Stop strings; none is empty.
+    pub strings: Arc<[String]>,
+    /// Stop token ids, each below the vocabulary size, each once.
+    pub ids: Arc<[u32]>,
+}
+
+/// The form in which a response is delivered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Delivery {
+    Json,
+    Stream { usage: StreamUsage },
+}
+
+/// The chunks of a stream that contain the usage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamUsage {
+    None,
+    /// An additional last chunk.
+    LastChunk,
+    /// Every chunk has the usage so far, and an additional last chunk the whole.
+    EveryChunk,
+}
+
+/// Selection of the best choices per prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChoiceSelection {
+    /// Number of computed choices per prompt.
+    computed: usize,
+    /// Number of returned choices per prompt.
+    returned: usize,
+}
+
+impl ChoiceSelection {
+    /// Returns the choices of each prompt with the highest mean log-probability per generated token, the best
+    /// first, ties in their order.
+    pub fn apply(self, choices: Vec<ChoiceOutput>) -> Vec<ChoiceOutput> {
+        let mut scored = choices.into_iter().map(|choice| (choice.mean_logprob(), choice));
+        let mut selected = Vec::new();
+        loop {
+            let mut group: Vec<_> = scored.by_ref().take(self.computed).collect();
+            if group.is_empty() {
+                return selected;
+            }
+            group.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+            selected.extend(group.into_iter().take(self.returned).map(|(_, choice)| choice));
+        }
+    }
+}
+
+impl GenerationParams {
+    /// Returns the number of choices per prompt that are computed.
+    pub fn computed_choices(&self) -> u32 {
+        self.best_of
+    }
+
+    /// Returns how the returned choices are selected; `None` if all computed ones are returned.
+    pub fn selection(&self) -> Option<ChoiceSelection> {
+        let (computed, returned) = (self.best_of as usize, self.n as usize);
+        (computed > returned).then_some(ChoiceSelection { computed, returned })
+    }
+}
+
+/// Parses the parameters that both APIs share.
+pub(super) fn parse_generation(
+    fields: &mut Fields,
+    vocab: usize,
+    defaults: &SamplingDefaults,
+) -> Result<GenerationParams, ApiError> {
+    let (max_tokens, limit_name) = parse_max_tokens(fields)?;
+    let n = fields.take_integer("n", 1, CHOICES_MAX)?.unwrap_or(1) as u32;
+    let delivery = parse_delivery(fields)?;
+    Ok(GenerationParams {
+        max_tokens,
+        limit_name,
+        min_tokens: fields.take_integer("min_tokens", 0, u32::MAX.into())?.unwrap_or(0) as u32,
+        n,
+        best_of: parse_best_of(fields, n, delivery)?,
+        sampling: parse_sampling(fields, defaults)?,
+        logit_bias: parse_logit_bias(fields, vocab)?,
+        stops: parse_stops(fields, vocab)?,
+        include_stop: fields.take_bool("include_stop_str_in_output", false)?,
+        show_special: !fields.take_bool("skip_special_tokens", true)?,
+        ignore_eos: fields.take_bool("ignore_eos", false)?,
+        return_token_ids: fields.take_bool("return_token_ids", false)?,
+        delivery,
+    })
+}
+
+/// Parses `best_of`, the number of choices of which the best `n` are returned.
+fn parse_best_of(fields: &mut Fields, n: u32, delivery: Delivery) -> Result<u32, ApiError> {
+    let best_of = fields.take_integer("best_of", 1, CHOICES_MAX)?.map_or(n, |best_of| best_of as u32);
+    let error = |message: String| Err(ApiError::invalid("best_of", message));
+    match delivery {
+        _ if best_of < n => error(format!("'best_of' is {best_of} but must be at least n, which is {n}")),
+        Delivery::Stream { .. } if best_of > n => {
+            error("a stream cannot select the best choices: 'best_of' must equal n".to_owned())
+        }
+        Delivery::Stream { .. } | Delivery::Json => Ok(best_of),
+    }
+}
+
+/// Parses the limit of generated tokens. Returns it with the name under which it was given.
+fn parse_max_tokens(fields: &mut Fields) -> Result<(Option<u32>, &'static str), ApiError> {
+    const NAMES: [&str; 2] = ["max_tokens", "max_completion_tokens"];
+    // llama.cpp's clients write -1 for no limit.
+    let limit = |name| Ok(fields.take_integer(name, -1, u32::MAX.into())?.filter(|limit| *limit >= 0));
+    let [old, new]: [Result<Option<i64>, ApiError>; 2] = NAMES.map(limit);
+    match (old?, new?) {
+        (Some(old), Some(new)) if old != new => {
+            let message =
+                format!("'max_completion_tokens' is {new} and 'max_tokens' is {old}: give only one of them");
+            Err(ApiError::invalid(NAMES[1], message))
+        }
+        (None, Some(limit)) => Ok((Some(limit as u32), NAMES[1])),
+        (limit, _) => Ok((limit.map(|limit| limit as u32), NAMES[0])),
+    }
+}
+
+/// Parses the sampling parameters.
+fn parse_sampling(fields: &mut Fields, defaults: &SamplingDefaults) -> Result<Sampling, ApiError> {
+    // -1 also means all tokens.
+    let top_k = fields.take_integer("top_k", -1, u32::MAX.into())?.map(|k| k.max(0) as u32);
+    let seed = fields.take_with("seed", "a 64-bit integer", |value| {
+        value.as_u64().or_else(|| value.as_i64().map(|seed| seed as u64))
+    })?;
+    Ok(Sampling {
+        temperature: fields.take_number("temperature")?.or(defaults.temperature).unwrap_or(1.0),
+        top_k: top_k.or(defaults.top_k).unwrap_or(0),
+        top_p: fields.take_number("top_p")?.or(defaults.top_p).unwrap_or(1.0),
+        min_p: fields.take_number("min_p")?.or(defaults.min_p).unwrap_or(0.0),
+        seed: seed.unwrap_or_else(random),
+    })
+}
+
+/// Parses `logit_bias`, an object from token ids as strings to biases.
+fn parse_logit_bias(fields: &mut Fields, vocab: usize) -> Result<Arc<[(u32, f32)]>, ApiError> {
+    let Some(entries) = fields.take_object("logit_bias")? else { return Ok(Arc::default()) };
+    let entry = |(id, bias): (&String, &Value)| {
+        let error = |message| ApiError::invalid("logit_bias", message);
+        let known = id.parse().ok().filter(|id: &u32| (*id as usize) < vocab);
+        let known = known
+            .ok_or_else(|| error(format!("'{id}' is not a token id of the vocabulary of {vocab} tokens")))?;
+        let number = bias.as_f64().map(to_finite_f32).filter(|bias| bias.abs() <= BIAS_MAX);
+        let number = number.ok_or_else(|| {
+            error(format!(
+                "the bias of token {id} must be a number from -{BIAS_MAX} to {BIAS_MAX}, not {}",
+                describe(bias)
+            ))
+        })?;
+        // In the API the lower limit bans the token.
+        Ok((known, if number == -BIAS_MAX { f32::NEG_INFINITY } else { number }))
+    };
+    entries.iter().map(entry).collect()
+}
+
+/// Parses the stop conditions: `stop` may hold strings and token ids, `stop_token_ids` only token ids.
+fn parse_stops(fields: &mut Fields, vocab: usize) -> Result<StopConditions, ApiError> {
+    let (mut strings, mut ids) = (Vec::new(), Vec::new());
+    for name in ["stop", "stop_token_ids"] {
+        let error = |message: String| ApiError::invalid(name, message);
+        let list = match fields.take(name) {
+            None => continue,
+            Some(Value::Array(list)) => list,
+            Some(Value::String(text)) if text.is_empty() => continue,
+            Some(single) => vec![single],
+        };
+        for entry in list {
+            match &entry {
+                Value::String(text) if name == "stop" => match text.len() {
+                    0 => return Err(error("'stop' must not contain an empty string".into())),
+                    1..=STOP_BYTES_MAX => strings.push(text.clone()),
+                    _ => return Err(error(format!("'stop' has a string of over {STOP_BYTES_MAX} bytes"))),
+                },
+                Value::Number(_) => ids.push(parse_token_id(&entry, vocab).map_err(error)?),
+                other => {
+                    return Err(error(format!("'{name}' must not contain {}", describe(other))));
+                }
+            }
+        }
+    }
+    if strings.len() + ids.len() > STOPS_MAX {
+        return Err(ApiError::invalid("stop", format!("'stop' must not have more than {STOPS_MAX} entries")));
+    }
+    ids.sort_unstable();
+    ids.dedup();
+    Ok(StopConditions { strings: strings.into(), ids: ids.into() })
+}
+
+/// Parses `stream` and `stream_options`.
+fn parse_delivery(fields: &mut Fields) -> Result<Delivery, ApiError> {
+    let stream = fields.take_bool("stream", false)?;
+    let Some(options) = fields.take_object("stream_options")? else {
+        return Ok(if stream { Delivery::Stream { usage: StreamUsage::None } } else { Delivery::Json });
+    };
+    if !stream {
+        return Err(ApiError::invalid("stream_options", "'stream_options' needs 'stream' to be true"));
+    }
+    let mut options = fields.nested("stream_options", options);
+    let in_last_chunk = options.take_bool("include_usage", false)?;
+    let in_every_chunk = options.take_bool("continuous_usage_stats", false)?;
+    // Obfuscation is a random padding against observers of the connection; without it, nothing is wrong.
+    options.finish(&[&[("include_obfuscation", NoOpValue::Any)]])?;
+    let usage = match (in_last_chunk, in_every_chunk) {
+        (true, true) => StreamUsage::EveryChunk,
+        (true, false) => StreamUsage::LastChunk,
+        (false, _) => StreamUsage::None,
+    };
+    Ok(Delivery::Stream { usage })
+}

@@ -1,0 +1,172 @@
+//! Parameters of the text generation APIs: those that both share, and those of each.
+//!
+//! Invariant: no parameter that would change the answer is ignored, see [`Fields`].
+
+mod conversation;
+
+mod generation;
+
+pub use conversation::{Conversation, parse_conversation};
+pub use generation::{ChoiceSelection, Delivery, GenerationParams, StopConditions, StreamUsage};
+
+use super::decoder_start::DecoderStartParams;
+use super::error::ApiError;
+use super::fields::{Fields, NoOpValue, UnsupportedParams, shorten};
+use super::prompts::{Prompt, parse_prompts};
+use crate::actors::SamplingDefaults;
+use crate::actors::engine::TOP_LOGPROBS;
+use generation::parse_generation;
+use serde_json::Value;
+
+/// Default of `max_tokens` in the completions API.
+const MAX_TOKENS_DEFAULT: u32 = 16;
+
+/// Maximum number of most likely tokens per position that a request can ask for.
+const LOGPROBS_MAX: i64 = TOP_LOGPROBS as i64;
+
+/// Parameters of a completions request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CompletionParams {
+    pub generation: GenerationParams,
+    /// At least one.
+    pub prompts: Vec<Prompt>,
+    pub decoder_start: DecoderStartParams,
+    pub logprobs: Option<u8>,
+    pub echo: bool,
+    /// Text after the generated one, for models that can fill in the middle.
+    pub suffix: Option<String>,
+    /// Whether the tokenizer adds its special tokens around texts.
+    pub add_special_tokens: bool,
+}
+
+/// Parameters of a chat completions request.
+#[derive(Debug)]
+pub struct ChatParams {
+    pub generation: GenerationParams,
+    pub conversation: Conversation,
+    pub logprobs: Option<u8>,
+}
+
+/// Parameters of both OpenAI APIs and of other servers that are not supported, and those that only advise
+/// the server or its operator.
+const UNSUPPORTED: UnsupportedParams = &[
+    ("user", NoOpValue::Any),
+    ("metadata", NoOpValue::Any),
+    ("safety_identifier", NoOpValue::Any),
+    ("prompt_cache_key", NoOpValue::Any),
+    ("prompt_cache_retention", NoOpValue::Any),
+    ("store", NoOpValue::Any),
+    ("cache_prompt", NoOpValue::Any),
+    ("id_slot", NoOpValue::Any),
+    ("reasoning_effort", NoOpValue::Any),
+    ("verbosity", NoOpValue::Any),
+    ("presence_penalty", NoOpValue::Number(0.0)),
+    ("frequency_penalty", NoOpValue::Number(0.0)),
+    ("repetition_penalty", NoOpValue::Number(1.0)),
+    ("length_penalty", NoOpValue::Number(1.0)),
+    ("spaces_between_special_tokens", NoOpValue::Bool(true)),
+    ("truncate_prompt_tokens", NoOpValue::OnlyNull),
+    ("prompt_logprobs", NoOpValue::OnlyNull),
+    ("allowed_token_ids", NoOpValue::OnlyNull),
+    ("bad_words", NoOpValue::Empty),
+    ("use_beam_search", NoOpValue::Bool(false)),
+    ("structured_outputs", NoOpValue::OnlyNull),
+    ("priority", NoOpValue::Number(0.0)),
+    ("service_tier", NoOpValue::Any),
+];
+
+/// Unsupported parameters of the completions API only.
+const UNSUPPORTED_COMPLETIONS: UnsupportedParams = &[("response_format", NoOpValue::OnlyNull)];
+
+/// Unsupported parameters of the chat API only.
+const UNSUPPORTED_CHAT: UnsupportedParams = &[
+    ("tools", NoOpValue::Empty),
+    ("functions", NoOpValue::Empty),
+    ("tool_choice", NoOpValue::Text("none")),
+    ("function_call", NoOpValue::Text("none")),
+    ("parallel_tool_calls", NoOpValue::Any),
+    ("modalities", NoOpValue::OnlyNull),
+    ("audio", NoOpValue::OnlyNull),
+    ("prediction", NoOpValue::OnlyNull),
+    ("web_search_options", NoOpValue::OnlyNull),
+    ("chat_template", NoOpValue::OnlyNull),
+    ("documents", NoOpValue::Empty),
+    ("echo", NoOpValue::Bool(false)),
+    ("add_special_tokens", NoOpValue::Bool(false)),
+];
+
+impl CompletionParams {
+    /// Parses a request body, from which `model` has been taken out. `vocab` is the vocabulary size.
+    pub fn parse(
+        mut fields: Fields,
+        vocab: usize,
+        defaults: &SamplingDefaults,
+    ) -> Result<CompletionParams, ApiError> {
+        let mut generation = parse_generation(&mut fields, vocab, defaults)?;
+        generation.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
+        let params = CompletionParams {
+            generation,
+            prompts: parse_prompts("prompt", fields.take("prompt"), vocab)?,
+            decoder_start: DecoderStartParams::parse(&mut fields, vocab)?,
+            logprobs: fields.take_integer("logprobs", 0, LOGPROBS_MAX)?.map(|n| n as u8),
+            echo: fields.take_bool("echo", false)?,
+            suffix: fields.take_string("suffix")?.filter(|suffix| !suffix.is_empty()),
+            add_special_tokens: fields.take_bool("add_special_tokens", true)?,
+        };
+        fields.finish(&[UNSUPPORTED, UNSUPPORTED_COMPLETIONS])?;
+        if params.generation.max_tokens == Some(0) && !params.echo {
+            return Err(ApiError::invalid("max_tokens", "'max_tokens' can be 0 only with 'echo'"));
+        }
+        Ok(params)
+    }
+}
+
+impl ChatParams {
+    /// Parses a request body, from which `model` has been taken out. `vocab` is the vocabulary size.
+    pub fn parse(
+        mut fields: Fields,
+        vocab: usize,
+        defaults: &SamplingDefaults,
+    ) -> Result<ChatParams, ApiError> {
+        let generation = parse_generation(&mut fields, vocab, defaults)?;
+        if generation.max_tokens == Some(0) {
+            let name = generation.limit_name;
+            return Err(ApiError::invalid(name, format!("'{name}' must be at least 1")));
+        }
+        let conversation = parse_conversation(&mut fields)?;
+        let logprobs = parse_chat_logprobs(&mut fields)?;
+        parse_response_format(&mut fields)?;
+        fields.finish(&[UNSUPPORTED, UNSUPPORTED_CHAT])?;
+        Ok(ChatParams { generation, conversation, logprobs })
+    }
+}
+
+/// Parses `response_format`, an object whose only supported type is "text".
+fn parse_response_format(fields: &mut Fields) -> Result<(), ApiError> {
+    let Some(format) = fields.take_object("response_format")? else { return Ok(()) };
+    match format.get("type").and_then(Value::as_str) {
+        Some("text") => Ok(()),
+        Some(other) => {
+            let message =
+                format!("'response_format.type' is \"{}\", which is not supported yet", shorten(other));
+            Err(ApiError::unsupported("response_format.type", message))
+        }
+        None => Err(ApiError::invalid(
+            "response_format.type",
+            "'response_format.type' must be a string".to_owned(),
+        )),
+    }
+}
+
+/// Parses `logprobs`, a switch, and `top_logprobs`, the number of most likely tokens per position.
+fn parse_chat_logprobs(fields: &mut Fields) -> Result<Option<u8>, ApiError> {
+    let on = fields.take_bool("logprobs", false)?;
+    let top = fields.take_integer("top_logprobs", 0, LOGPROBS_MAX)?;
+    match (on, top) {
+        (true, top) => Ok(Some(top.unwrap_or(0) as u8)),
+        (false, None | Some(0)) => Ok(None),
+        (false, Some(_)) => {
+            Err(ApiError::invalid("top_logprobs", "'top_logprobs' needs 'logprobs' to be true"))
+        }
+    }
+}

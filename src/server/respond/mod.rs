@@ -1,0 +1,231 @@
+//! From a request body to the response, as JSON or as server-sent events: the shared part of the completions
+//! and the chat API.
+//!
+//! Invariant: the reply streams are owned only by the handler's future or by the returned event stream, so
+//! that dropping either cancels the request; every event stream ends with `[DONE]`, also after an error.
+
+mod parse;
+
+mod writer;
+
+pub use parse::{
+    check_choices, check_encoder_input_len, check_model, check_vocabulary, encode, parse_off_loop,
+};
+
+use super::error::ApiError;
+use super::fields::{Fields, IgnoredFields};
+use super::params::{Delivery, GenerationParams};
+use super::wire::ChoiceOutput;
+use super::{App, OpenResponse, ServeParts};
+use crate::actors::reply::{ChoiceStreams, ReplySpec, ReplyStream};
+use crate::request::{Request, RequestError, Sampling};
+use actix_web::web::Bytes;
+use futures_util::Stream;
+use serde::Serialize;
+use std::future::pending;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout_at};
+use writer::ResponseWriter;
+
+/// A response, and what the client should know about its request.
+pub struct ApiResponse {
+    pub body: ResponseBody,
+    pub ignored: IgnoredFields,
+}
+
+/// Body of a response.
+pub enum ResponseBody {
+    /// One JSON object.
+    Json(Bytes),
+    /// Server-sent events, one or several per item. Dropping the stream cancels the request in the engine.
+    Events(Pin<Box<dyn Stream<Item = Bytes>>>),
+}
+
+/// A parsed and tokenized request.
+pub struct PreparedRequest<W> {
+    pub generation: GenerationParams,
+    /// At least one.
+    pub prompts: Vec<PromptIds>,
+    /// Whether the response text starts with the prompt.
+    pub echo: bool,
+    pub logprobs: Option<u8>,
+    pub format: W,
+}
+
+/// Token ids of a prompt.
+#[derive(Clone, Debug)]
+pub struct PromptIds {
+    /// Encoder input; empty for models without an encoder.
+    pub encoder_input: Arc<[u32]>,
+    /// Decoder tokens to continue: the prompt, or the decoder start tokens. Never empty.
+    pub prompt: Arc<[u32]>,
+}
+
+impl PromptIds {
+    /// Creates the ids of a prompt for a model without an encoder.
+    pub fn decoder_only(prompt: Arc<[u32]>) -> PromptIds {
+        PromptIds { encoder_input: Arc::default(), prompt }
+    }
+
+    /// Returns the number of tokens of encoder input and decoder prompt together.
+    fn token_count(&self) -> usize {
+        self.encoder_input.len() + self.prompt.len()
+    }
+}
+
+/// A text generation API: parsing of its request bodies.
+pub trait GenerationApi {
+    type Format: ResponseFormat + Send + 'static;
+
+    /// Path of the endpoint.
+    const PATH: &'static str;
+
+    /// Parses the fields of a request. Errors name the API's own parameters.
+    fn parse(parts: &ServeParts, fields: Fields) -> Result<PreparedRequest<Self::Format>, ApiError>;
+
+    /// Name of the prompt parameter in this API.
+    const PROMPT_PARAM: &'static str;
+}
+
+/// Response format of an API.
+pub trait ResponseFormat {
+    /// Prefix of response ids.
+    const ID_PREFIX: &'static str;
+    const OBJECT: &'static str;
+    const CHUNK_OBJECT: &'static str;
+    type Choice: Serialize;
+    type ChunkChoice: Serialize;
+
+    /// Builds a choice of a JSON response.
+    fn choice(&self, parts: &ServeParts, index: usize, part: ChoiceOutput) -> Self::Choice;
+
+    /// Builds the chunk that precedes a choice's text in a stream, if the API has one.
+    fn first_chunk(&self, index: usize) -> Option<Self::ChunkChoice>;
+
+    /// Builds the next chunk of a choice. `first` is set for the first chunk with output.
+    fn chunk(&self, parts: &ServeParts, index: usize, part: ChoiceOutput, first: bool) -> Self::ChunkChoice;
+}
+
+/// Handles a text generation request.
+pub async fn respond<A: GenerationApi + 'static>(
+    app: &Arc<App>,
+    id: Arc<str>,
+    body: Bytes,
+) -> Result<ApiResponse, ApiError> {
+    let arrived = Instant::now();
+    let open = admit(app, A::PATH)?;
+    let (job, ignored) = parse_off_loop(app, body, A::parse).await?;
+    let names = [("prompt", A::PROMPT_PARAM), ("max_tokens", job.generation.limit_name)];
+    let own_names =
+        |error: ApiError| names.iter().fold(error, |error, (from, to)| error.rename_param(from, to));
+    let replies = submit(app, id.clone(), &job, arrived).await.map_err(own_names)?;
+    let talk = ResponseWriter::<A::Format> {
+        app: app.clone(),
+        id: format!("{}{id}", A::Format::ID_PREFIX),
+        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        choices: job.prompts.len() * job.generation.computed_choices() as usize,
+        selection: job.generation.selection(),
+        format: job.format,
+    };
+    let body = match job.generation.delivery {
+        Delivery::Json => ResponseBody::Json(talk.write_json(replies).await?),
+        Delivery::Stream { usage } => ResponseBody::Events(Box::pin(talk.event_stream(replies, usage, open))),
+    };
+    Ok(ApiResponse { body, ignored })
+}
+
+/// Admits a request unless the server drains or the model does not serve `path`. Shutdown waits until the
+/// returned value is dropped.
+pub fn admit(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
+    let open = app.open_response();
+    if app.parts.status.is_draining() {
+        return Err(RequestError::Draining.into());
+    }
+    let model = &app.parts.model;
+    match model.endpoints.contains(&path) {
+        true => Ok(open),
+        false => Err(ApiError::wrong_endpoint(path, model)),
+    }
+}
+
+/// Submits the requests of all choices to the engine at once.
+async fn submit<W>(
+    app: &Arc<App>,
+    id: Arc<str>,
+    job: &PreparedRequest<W>,
+    arrived: Instant,
+) -> Result<ChoiceStreams, ApiError> {
+    let time_limit = app.config.request_timeout;
+    let requests = job.engine_requests(&id, app.parts.model.max_sequence_tokens);
+    let requests: Vec<Request> =
+        requests.map(|request| Request { arrived: arrived.into(), time_limit, ..request }).collect();
+    let events = app.parts.intake.submit(requests.clone()).await?;
+    let spec = ReplySpec {
+        echo: job.echo,
+        stop: job.generation.stops.strings.clone(),
+        include_stop: job.generation.include_stop,
+        show_special: job.generation.show_special,
+    };
+    let tokenizer = &app.parts.tokenizer;
+    let replies = events
+        .into_iter()
+        .zip(&requests)
+        .map(|(events, request)| ReplyStream::new(events, tokenizer.clone(), request, &spec));
+    let prompt_tokens = job.prompts.iter().map(PromptIds::token_count).sum();
+    let interrupt = interrupt(time_limit.map(|limit| (arrived + limit, limit)), app.abort.subscribe());
+    Ok(ChoiceStreams::new(replies.collect(), prompt_tokens, Box::pin(interrupt)))
+}
+
+/// Completes when the request's time limit is exceeded, or when the server aborts the requests in flight.
+pub async fn interrupt(limit: Option<(Instant, Duration)>, mut cut: watch::Receiver<bool>) -> RequestError {
+    // The sender lives as long as the server; without it nothing is aborted.
+    let cut = async {
+        if cut.wait_for(|cut| *cut).await.is_err() {
+            pending::<()>().await;
+        }
+    };
+    match limit {
+        None => {
+            cut.await;
+            RequestError::Interrupted
+        }
+        Some((deadline, limit)) => match timeout_at(deadline, cut).await {
+            Ok(()) => RequestError::Interrupted,
+            Err(_) => RequestError::TimedOut { limit_s: limit.as_secs() },
+        },
+    }
+}
+
+impl<W> PreparedRequest<W> {
+    /// Returns the engine requests of all choices, those of the first prompt first. `longest` is the maximum
+    /// number of tokens of prompt and generated text together.
+    fn engine_requests<'a>(&'a self, id: &'a Arc<str>, longest: usize) -> impl Iterator<Item = Request> + 'a {
+        let generation = &self.generation;
+        self.prompts.iter().flat_map(move |PromptIds { encoder_input, prompt }| {
+            // If not even one token fits, intake reports it.
+            let room = longest.saturating_sub(prompt.len()).max(1);
+            (0..generation.computed_choices()).map(move |choice| {
+                let seed = generation.sampling.seed.wrapping_add(choice.into());
+                Request {
+                    encoder_input: encoder_input.clone(),
+                    ignore_eos: generation.ignore_eos,
+                    stop_ids: generation.stops.ids.clone(),
+                    min_tokens: generation.min_tokens,
+                    logit_bias: generation.logit_bias.clone(),
+                    sampling: Sampling { seed, ..generation.sampling },
+                    // Choices are compared by their log-probabilities.
+                    logprobs: self.logprobs.or(generation.selection().map(|_| 0)),
+                    prompt_logprobs: self.echo && self.logprobs.is_some(),
+                    ..Request::greedy(
+                        id.clone(),
+                        prompt.clone(),
+                        generation.max_tokens.unwrap_or(room as u32),
+                    )
+                }
+            })
+        })
+    }
+}

@@ -1,0 +1,115 @@
+//! Parsing of request bodies off the event loop, and checks that several APIs share.
+
+use crate::request::RequestError;
+use crate::server::error::ApiError;
+use crate::server::fields::{Fields, IgnoredFields, shorten};
+use crate::server::params::GenerationParams;
+use crate::server::{App, ServeParts};
+use actix_web::web::{self, Bytes};
+use std::sync::Arc;
+
+/// Bodies longer than this are parsed and tokenized off the event loop, a few at a time.
+const INLINE_BODY_BYTES: usize = 8192;
+
+/// Number of choices that one request may always ask for, even if the engine's limit is lower: the API's own
+/// limit; some choices may need no slot.
+const CHOICES_MAX: usize = 2048;
+
+/// Parses a body into its fields and checks that `model` names the served model.
+fn parse_fields(parts: &ServeParts, body: &[u8]) -> Result<Fields, ApiError> {
+    let mut fields = Fields::parse(body)?;
+    check_model(&fields.take_string("model")?, &parts.model.name)?;
+    Ok(fields)
+}
+
+/// Parses a body with `read`, and returns its result and the fields that it did not know. A long body is
+/// parsed on a thread of the blocking pool, few at a time, since parsing takes a multiple of its memory.
+pub async fn parse_off_loop<T: Send + 'static>(
+    app: &Arc<App>,
+    body: Bytes,
+    read: impl FnOnce(&ServeParts, Fields) -> Result<T, ApiError> + Send + 'static,
+) -> Result<(T, IgnoredFields), ApiError> {
+    let policy = app.config.unknown_fields;
+    let parse = move |parts: &ServeParts, body: &[u8]| {
+        let fields = parse_fields(parts, body)?;
+        let unknown = fields.unknown();
+        let parsed = read(parts, fields)?;
+        Ok((parsed, unknown.apply(policy)?))
+    };
+    if body.len() <= INLINE_BODY_BYTES {
+        return parse(&app.parts, &body);
+    }
+    let permit = app.long_bodies.acquire().await?;
+    let app = app.clone();
+    let read = web::block(move || {
+        let _permit = permit;
+        parse(&app.parts, &body)
+    });
+    read.await.map_err(|error| ApiError::internal(format!("parsing the request body failed: {error}")))?
+}
+
+/// Returns an error if a request names another model than the served one.
+pub fn check_model(requested: &Option<String>, served: &str) -> Result<(), ApiError> {
+    match requested {
+        Some(model) if model != served => {
+            Err(RequestError::UnknownModel { model: shorten(model), served: served.to_owned() }.into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Tokenizes a text. Errors name the parameter `param`.
+pub fn encode(parts: &ServeParts, text: &str, add_special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
+    let ids = parts.tokenizer.encode(text, add_special);
+    ids.map_err(|error| ApiError::invalid(param, format!("'{param}' cannot be tokenized: {error}")))
+}
+
+/// Returns an error if a token is not in the model's vocabulary; a tokenizer may have more tokens than the
+/// model. `what` is what the message calls the value of the parameter `param`.
+pub fn check_vocabulary(parts: &ServeParts, param: &str, what: &str, ids: &[u32]) -> Result<(), ApiError> {
+    let vocab = parts.model.vocab;
+    let Some(id) = ids.iter().find(|id| **id as usize >= vocab) else { return Ok(()) };
+    let name = shorten(&parts.tokenizer.token_text(*id)).escape_debug().to_string();
+    let message = format!(
+        "{what} has the token '{name}', whose id {id} is not in the model's vocabulary of {vocab} tokens"
+    );
+    Err(ApiError::invalid(param, message))
+}
+
+/// Returns an error for more choices than the server can ever accept at once, before anything is allocated
+/// per choice. Intake checks the exact limits.
+pub fn check_choices(
+    parts: &ServeParts,
+    prompts: usize,
+    generation: &GenerationParams,
+) -> Result<(), ApiError> {
+    let (computed, most) = (generation.computed_choices(), parts.model.max_choices.max(CHOICES_MAX));
+    let choices = prompts.saturating_mul(computed as usize);
+    if choices <= most {
+        return Ok(());
+    }
+    let param = match (generation.n, computed) {
+        (_, 1) => "prompt",
+        (n, computed) if n == computed => "n",
+        _ => "best_of",
+    };
+    let message =
+        format!("{prompts} prompts with {computed} choices each make {choices}; the maximum is {most}");
+    Err(ApiError::invalid(param, message))
+}
+
+/// Returns an error if an encoder input has more `tokens` than the encoder's context. `what` is what the
+/// message calls the value of the parameter `param`.
+pub fn check_encoder_input_len(
+    parts: &ServeParts,
+    param: &str,
+    what: &str,
+    tokens: usize,
+) -> Result<(), ApiError> {
+    let most = parts.model.encoder_context;
+    if tokens <= most {
+        return Ok(());
+    }
+    let message = format!("{what} has {tokens} tokens, more than the {most} that the encoder accepts");
+    Err(ApiError::too_long(param, message))
+}

@@ -1,0 +1,194 @@
+//! Writing of a response, as JSON or as an event stream.
+
+use super::ResponseFormat;
+use crate::actors::reply::{ChoiceStreams, ReplyDelta, Usage};
+use crate::request::RequestError;
+use crate::server::error::ApiError;
+use crate::server::params::{ChoiceSelection, StreamUsage};
+use crate::server::wire::{ChoiceOutput, Envelope};
+use crate::server::{App, OpenResponse};
+use actix_web::web::{self, BufMut, Bytes, BytesMut};
+use async_stream::stream;
+use futures_util::{FutureExt, Stream};
+use serde::Serialize;
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+use tokio::time::{Instant, Sleep, sleep};
+
+/// JSON responses with more tokens are serialized off the event loop: with log-probabilities that takes a
+/// while.
+const INLINE_TOKENS: usize = 1024;
+
+/// Events that are ready at the same time are sent together, up to about this many bytes.
+const BATCH_BYTES: usize = 16 << 10;
+
+const KEEP_ALIVE_COMMENT: Bytes = Bytes::from_static(b": keep-alive\n\n");
+const DONE_EVENT: &[u8] = b"data: [DONE]\n\n";
+
+/// Writes the response of one request: the fields that all its chunks share, and their format.
+pub(super) struct ResponseWriter<W> {
+    pub(super) app: Arc<App>,
+    pub(super) id: String,
+    pub(super) created: u64,
+    /// Number of computed choices.
+    pub(super) choices: usize,
+    pub(super) selection: Option<ChoiceSelection>,
+    pub(super) format: W,
+}
+
+impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
+    /// Waits for all choices and returns the JSON response.
+    pub(super) async fn write_json(self, mut replies: ChoiceStreams) -> Result<Bytes, ApiError> {
+        let mut parts: Vec<ChoiceOutput> = (0..self.choices).map(|_| ChoiceOutput::default()).collect();
+        while let Some(next) = replies.next().await {
+            let (index, piece) = next?;
+            parts[index].append(piece);
+        }
+        let usage = replies.usage();
+        if let Some(selection) = self.selection {
+            parts = selection.apply(parts);
+        }
+        if usage.completion_tokens <= INLINE_TOKENS {
+            return Ok(self.serialize_json(parts, usage));
+        }
+        let put_together = web::block(move || self.serialize_json(parts, usage));
+        put_together
+            .await
+            .map_err(|error| ApiError::internal(format!("serializing the response failed: {error}")))
+    }
+
+    /// Serializes the JSON response with all its choices.
+    fn serialize_json(&self, parts: Vec<ChoiceOutput>, usage: Usage) -> Bytes {
+        let choices = parts.into_iter().enumerate();
+        let choices: Vec<_> =
+            choices.map(|(index, part)| self.format.choice(&self.app.parts, index, part)).collect();
+        let answer = Envelope { usage: Some(usage.into()), ..self.envelope(W::OBJECT, &choices) };
+        serde_json::to_vec(&answer).expect(SERIALIZE_BUG).into()
+    }
+
+    /// Returns the event stream: a chunk for each reply delta, comments when nothing was sent for a while,
+    /// and `[DONE]` at the end, also after an error.
+    pub(super) fn event_stream(
+        self,
+        mut replies: ChoiceStreams,
+        usage: StreamUsage,
+        open: OpenResponse,
+    ) -> impl Stream<Item = Bytes> {
+        let mut silence = KeepAliveTimer::new(self.app.config.stream_comment_interval);
+        let mut opened = vec![false; self.choices];
+        let mut batch = BytesMut::new();
+        stream! {
+            let _open = open;
+            loop {
+                let Some(next) = silence.next_or_elapsed(&mut replies).await else {
+                    yield KEEP_ALIVE_COMMENT;
+                    continue;
+                };
+                let mut next = Some(next);
+                // Deltas that are ready already are sent in the same batch.
+                while let Some(Some(Ok((index, piece)))) = next {
+                    let so_far = (usage == StreamUsage::EveryChunk).then(|| replies.usage());
+                    self.append_delta(&mut batch, index, piece, &mut opened[index], so_far);
+                    let full = batch.len() >= BATCH_BYTES;
+                    next = if full { None } else { replies.next().now_or_never() };
+                }
+                match next {
+                    None => yield batch.split().freeze(),
+                    Some(Some(Err(error))) => {
+                        append_event(&mut batch, &ApiError::from(error).body());
+                        break;
+                    }
+                    Some(_) => {
+                        if usage != StreamUsage::None {
+                            append_event(&mut batch, &self.chunk(&[], Some(replies.usage())));
+                        }
+                        break;
+                    }
+                }
+            }
+            batch.extend_from_slice(DONE_EVENT);
+            yield batch.freeze();
+        }
+    }
+
+    /// Appends the event of a reply delta, preceded by the choice's opening chunk if it is the choice's
+    /// first. `usage` is included in each chunk.
+    fn append_delta(
+        &self,
+        batch: &mut BytesMut,
+        index: usize,
+        piece: ReplyDelta,
+        opened: &mut bool,
+        usage: Option<Usage>,
+    ) {
+        let first = !std::mem::replace(opened, true);
+        if let Some(choice) = first.then(|| self.format.first_chunk(index)).flatten() {
+            append_event(batch, &self.chunk(&[choice], usage));
+        }
+        let choice = self.format.chunk(&self.app.parts, index, piece.into(), first);
+        append_event(batch, &self.chunk(&[choice], usage));
+    }
+
+    fn chunk<'a>(
+        &'a self,
+        choices: &'a [W::ChunkChoice],
+        usage: Option<Usage>,
+    ) -> Envelope<'a, W::ChunkChoice> {
+        Envelope { usage: usage.map(Into::into), ..self.envelope(W::CHUNK_OBJECT, choices) }
+    }
+
+    fn envelope<'a, C>(&'a self, object: &'static str, choices: &'a [C]) -> Envelope<'a, C> {
+        let model = &self.app.parts.model.name;
+        Envelope { id: &self.id, object, created: self.created, model, choices, usage: None }
+    }
+}
+
+/// Timer for keep-alive comments: expires when nothing was sent for an interval.
+struct KeepAliveTimer {
+    interval: Duration,
+    last_sent: Instant,
+    timer: Pin<Box<Sleep>>,
+}
+
+impl KeepAliveTimer {
+    fn new(interval: Duration) -> KeepAliveTimer {
+        KeepAliveTimer { interval, last_sent: Instant::now(), timer: Box::pin(sleep(interval)) }
+    }
+
+    /// Returns the next item of `replies`, or `None` if the interval elapses first.
+    async fn next_or_elapsed(
+        &mut self,
+        replies: &mut ChoiceStreams,
+    ) -> Option<Option<Result<(usize, ReplyDelta), RequestError>>> {
+        let next = poll_fn(|cx| {
+            if let Poll::Ready(next) = replies.poll_next(cx) {
+                return Poll::Ready(Some(next));
+            }
+            // The timer is reset only when it fires, not with every token.
+            while self.timer.as_mut().poll(cx).is_ready() {
+                let due = self.last_sent + self.interval;
+                if due <= Instant::now() {
+                    self.timer.as_mut().reset(Instant::now() + self.interval);
+                    return Poll::Ready(None);
+                }
+                self.timer.as_mut().reset(due);
+            }
+            Poll::Pending
+        })
+        .await;
+        self.last_sent = Instant::now();
+        next
+    }
+}
+
+const SERIALIZE_BUG: &str = "wire types always serialize; this is a bug";
+
+/// Appends an event: a `data:` line and the empty line that ends it.
+fn append_event(batch: &mut BytesMut, value: &impl Serialize) {
+    batch.extend_from_slice(b"data: ");
+    serde_json::to_writer((&mut *batch).writer(), value).expect(SERIALIZE_BUG);
+    batch.extend_from_slice(b"\n\n");
+}
