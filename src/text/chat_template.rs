@@ -623,8 +623,9 @@ mod tests {
 
     #[test]
     fn arguments_are_text_only_where_an_object_cannot_be_rendered() {
-        let each = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ EXPRESSION }}{% endfor %}{% endfor %}";
-        let of = |expression: &str| template(&each.replace("EXPRESSION", expression));
+        let each =
+            "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ WHAT }}{% endfor %}{% endfor %}";
+        let of = |expression: &str| template(&each.replace("WHAT", expression));
         for (expression, text) in [
             ("c.function.arguments | tojson", r#"{"b": [1, "x"], "a": null}"#),
             ("c.function.arguments.keys() | join", "ba"),
@@ -644,12 +645,11 @@ mod tests {
         let demo = template(&source);
         assert_eq!(demo.call_format().unwrap().name, "json");
         assert!(demo.reasoning_format().is_none());
-        let expected = "<|begin|><|system|>You can call these functions:\n\
-                        add(a, b): Adds\n\
-                        To call one, answer with {\"name\": its name, \"arguments\": {its arguments}}.<|end|>\
-                        <|user|>1+1?<|end|>\
-                        <|assistant|>{\"name\": \"add\", \"arguments\": {\"b\": [1, \"x\"], \"a\": null}}<|end|>\
-                        <|user|>2<|end|><|assistant|>";
+        let expected = r#"<|begin|><|system|>You can call these functions:
+add(a, b): Adds
+To call one, answer with {"name": its name, "arguments": {its arguments}}.<|end|><|user|>1+1?<|end|>
+<|assistant|>{"name": "add", "arguments": {"b": [1, "x"], "a": null}}<|end|><|user|>2<|end|><|assistant|>"#;
+        let expected = expected.replace("<|end|>\n", "<|end|>");
         assert_eq!(render_call(&demo).unwrap(), expected);
         assert_eq!(
             render(&demo, &[Message::new("user", " hi ")]).unwrap(),

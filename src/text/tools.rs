@@ -385,9 +385,8 @@ mod tests {
         ] {
             assert_eq!(fault(tools, Json::Null), path);
         }
-        let many: Vec<Json> = (0..100)
-            .map(|i| json!({"type": "function", "function": {"name": format!("f{i}"), "description": "x".repeat(20_000)}}))
-            .collect();
+        let big = |i| json!({"name": format!("f{i}"), "description": "x".repeat(20_000)});
+        let many: Vec<Json> = (0..100).map(|i| json!({"type": "function", "function": big(i)})).collect();
         assert_eq!(fault(many.into(), Json::Null), "tools");
         let named = |name: &str| json!({"type": "function", "function": {"name": name}});
         for (tools, choice, path) in [

@@ -1,8 +1,8 @@
 //! Search for marked tool calls in the text of an answer.
 //!
-//! Invariant: text that is not part of a call is content, unchanged, except for white space and markers around
-//! calls. Text that is taken for a call and turns out not to be one is content, and the search continues after
-//! it.
+//! Invariant: text that is not part of a call is content, unchanged, except for white space and markers
+//! around calls. Text that is taken for a call and turns out not to be one is content, and the search
+//! continues after it.
 
 use super::events::{EventSink, Progress};
 use super::formats::{Body, Markers};

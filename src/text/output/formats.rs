@@ -12,7 +12,7 @@ pub struct CallFormat {
     /// Other names, mostly those of vLLM.
     pub aliases: &'static [&'static str],
     pub(super) syntax: Syntax,
-    /// How calls are written if they must be written; `None` if their arguments are not JSON.
+    /// Form in which calls must be written if they are required; `None` if their arguments are not JSON.
     pub(super) writing: Option<Writing>,
     /// Texts that a chat template for this format contains: all of one of the lists.
     signatures: &'static [&'static [&'static str]],
@@ -43,7 +43,7 @@ pub(super) struct Markers {
     pub(super) body: Body,
 }
 
-/// What follows an opening marker.
+/// Form of the text after an opening marker.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Body {
     /// A JSON object with name and arguments, or an array of them; or, with a parser of headers, a name and
@@ -58,7 +58,7 @@ pub(super) enum Body {
 /// Parser of the text between an opening marker and the arguments.
 pub(super) type HeaderParser = fn(&str) -> Option<Header>;
 
-/// How calls are written: `open`, then calls with `separator` between them, then `close`. A call is `before`,
+/// Form in which calls are written: `open`, then calls with `separator` between them, then `close`. A call is `before`,
 /// the name, `middle`, the arguments, `after`.
 #[derive(Debug)]
 pub(super) struct Writing {
@@ -420,7 +420,7 @@ mod tests {
     fn templates_show_the_format() {
         for (template, expected) in [
             (
-                "{% if tools %}<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>",
+                "{% if tools %}<tool_call>\n{\"name\": <function-name>, \"arguments\": <args>}\n</tool_call>",
                 "hermes",
             ),
             ("{{ tools }}<tool_call>\n<function=f>\n<parameter=p>\n1\n</parameter>", "qwen3_coder"),
@@ -428,10 +428,7 @@ mod tests {
                 "{%- set tools = custom_tools %}<|start_header_id|>'{\"name\": \"' \"parameters\": ",
                 "llama3_json",
             ),
-            (
-                "{{ tools }} Respond in the format [func_name1(params_name1=params_value1, func_name2(params)]",
-                "pythonic",
-            ),
+            ("{{ tools }} Respond in the format [func_name1(name1=value1), func_name2(params)]", "pythonic"),
             ("{{ tools }}[AVAILABLE_TOOLS] [TOOL_CALLS] [", "mistral"),
             ("{{ tools }}[TOOL_CALLS]' + name + '[ARGS]'", "mistral_args"),
             (

@@ -1,5 +1,5 @@
-//! Harmony messages, of GPT-OSS: `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>...`. The
-//! channel `analysis` is reasoning, a message to `functions.name` is a call, and all others are content.
+//! Harmony messages, of GPT-OSS: `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>...`.
+//! The channel `analysis` is reasoning, a message to `functions.name` is a call, and all others are content.
 //!
 //! Invariant: headers are dropped only if they are in the format; the text of messages is never dropped.
 

@@ -34,7 +34,8 @@ pub(super) fn mistral_header(text: &str) -> Option<Header> {
 /// `name<｜tool▁sep｜>`, of DeepSeek V3.1.
 pub(super) fn deepseek_header(text: &str) -> Option<Header> {
     let (kind, rest) = text.split_once("<｜tool▁sep｜>")?;
-    let name = rest.trim().trim_end_matches("json").trim_end_matches("```");
+    let rest = rest.trim();
+    let name = rest.strip_suffix("```json").or(rest.strip_suffix("```")).unwrap_or(rest);
     match name.trim().is_empty() {
         false if kind.trim() == "function" => Some(Header::new(name)),
         false => None,
@@ -48,4 +49,31 @@ pub(super) fn kimi_header(text: &str) -> Option<Header> {
     let (path, number) = id.rsplit_once(':')?;
     number.parse::<u32>().ok()?;
     Some(Header { id: Some(id.to_owned()), ..Header::new(path.strip_prefix("functions.").unwrap_or(path)) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_have_names_and_ids() {
+        for (parse, text, name, id) in [
+            (mistral_header as fn(&str) -> Option<Header>, " f[ARGS]", "f", None),
+            (mistral_header, "f", "f", None),
+            (mistral_header, "f[CALL_ID]a1[ARGS]", "f", Some("a1")),
+            (deepseek_header, "function<｜tool▁sep｜>to_json\n```json\n", "to_json", None),
+            (deepseek_header, "function<｜tool▁sep｜>to_json\n", "to_json", None),
+            (deepseek_header, "to_json<｜tool▁sep｜>", "to_json", None),
+            (deepseek_header, "to_json<｜tool▁sep｜>```json\n", "to_json", None),
+            (kimi_header, "functions.f:12<|tool_call_argument_begin|>", "f", Some("functions.f:12")),
+        ] {
+            let expected = Header { name: name.into(), id: id.map(String::from) };
+            assert_eq!(parse(text), Some(expected), "{text}");
+        }
+        assert_eq!(mistral_header("f[CALL_ID]a 1[ARGS]"), None);
+        assert_eq!(deepseek_header("tool<｜tool▁sep｜>f"), None);
+        assert_eq!(deepseek_header("f"), None);
+        assert_eq!(kimi_header("functions.f:x<|tool_call_argument_begin|>"), None);
+        assert_eq!(kimi_header("functions.f:1"), None);
+    }
 }

@@ -23,7 +23,7 @@ pub(super) struct Place {
     pub(super) part: Part,
 }
 
-/// What a character is part of.
+/// Part of a JSON text that a character belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {
     /// White space between other parts.
@@ -48,7 +48,7 @@ enum Container {
     Object,
 }
 
-/// What comes next outside of strings, numbers and literals.
+/// The next part outside of strings, numbers and literals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Expected {
     Value,

@@ -56,7 +56,7 @@ struct Call {
     arguments: Arguments,
     /// The current key, with quotes and escapes.
     key: String,
-    /// What the current value is.
+    /// Role of the current value.
     target: Target,
     /// The current name, with quotes and escapes.
     text: String,

@@ -128,7 +128,8 @@ impl OutputParser {
         self.sink.take()
     }
 
-    /// Returns whether the output has calls so far: the finish reason is then `tool_calls`.
+    /// Returns whether the output has calls so far. If the model ends such an output, the finish reason is
+    /// `tool_calls`.
     pub fn has_calls(&self) -> bool {
         self.sink.calls() > 0
     }

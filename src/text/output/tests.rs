@@ -58,9 +58,12 @@ impl Answer {
 }
 
 fn tools() -> Arc<[Tool]> {
+    let properties = json!({
+        "city": {"type": "string"}, "days": {"type": "integer"}, "where": {"type": "object"}
+    });
+    let parameters = json!({"type": "object", "properties": properties});
     let definitions = json!([
-        {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {
-            "city": {"type": "string"}, "days": {"type": "integer"}, "where": {"type": "object"}}}}},
+        {"type": "function", "function": {"name": "get_weather", "parameters": parameters}},
         {"type": "function", "function": {"name": "search-web", "parameters": {"type": "object"}}},
     ]);
     ToolSettings::parse(Some(&definitions), None, None).unwrap().tools.into()
@@ -121,88 +124,78 @@ const NESTED: &str =
 
 /// Outputs with one call each of `get_weather` with PARIS and with NESTED, by format.
 fn two_calls() -> Vec<(&'static str, String)> {
-    let object = |arguments: &str, key: &str| format!(r#"{{"name": "get_weather", "{key}": {arguments}}}"#);
-    let [first, second] = [PARIS, NESTED].map(|arguments| object(arguments, "arguments"));
-    let [llama_first, llama_second] = [PARIS, NESTED].map(|arguments| object(arguments, "parameters"));
+    let each = |form: fn(&str) -> String| [PARIS, NESTED].map(form);
+    let [first, second] = each(|arguments| format!(r#"{{"name": "get_weather", "arguments": {arguments}}}"#));
     let list = format!("[{first}, {second}]");
-    let [cohere_first, cohere_second] = [PARIS, NESTED].map(|arguments| {
+    let late = format!(r#"{{"arguments": {PARIS}, "name": "get_weather"}}"#);
+    let llama = each(|arguments| format!(r#"{{"name": "get_weather", "parameters": {arguments}}}"#));
+    let typed = each(|arguments| {
+        format!(r#"{{"type": "function", "name": "get_weather", "parameters": {arguments}}}"#)
+    });
+    let cohere = each(|arguments| {
         format!(r#"{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {arguments}}}"#)
     });
+    let mistral = each(|arguments| format!("[TOOL_CALLS]get_weather[ARGS]{arguments}"));
+    let with_id = format!("[TOOL_CALLS]get_weather[CALL_ID]a1B2c3D4e[ARGS]{NESTED}");
+    let v3 = each(|arguments| {
+        let code = format!("get_weather\n```json\n{arguments}\n```");
+        format!("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{code}<｜tool▁call▁end｜>")
+    });
+    let v31 = each(|arguments| {
+        format!("<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>")
+    });
+    let kimi = each(|arguments| {
+        let id = "functions.get_weather:0";
+        format!("<|tool_call_begin|>{id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>")
+    });
+    let [recipient, name] = [" to=functions.get_weather", "<|channel|>commentary"];
+    let harmony = [
+        format!("{name}{recipient} <|constrain|>json<|message|>{PARIS}<|call|>"),
+        format!("<|start|>assistant{recipient}{name} json<|message|>{NESTED}"),
+    ];
     vec![
         ("hermes", format!("<tool_call>\n{first}\n</tool_call>\n<tool_call>\n{second}\n</tool_call>")),
         ("hermes", format!("<tool_call>{list}</tool_call>")),
-        (
-            "hermes",
-            format!(
-                "<tool_call>\n{{\"arguments\": {PARIS}, \"name\": \"get_weather\"}}\n</tool_call><tool_call>{second}"
-            ),
-        ),
-        ("llama3_json", format!("{llama_first}; {llama_second}")),
-        ("llama3_json", format!("<|python_tag|>{llama_first}<|python_tag|>{llama_second}")),
-        ("llama3_json", format!("[{{\"type\": \"function\", {}, {llama_second}]", &llama_first[1..])),
+        ("hermes", format!("<tool_call>\n{late}\n</tool_call><tool_call>{second}")),
+        ("llama3_json", llama.join("; ")),
+        ("llama3_json", llama.map(|call| format!("<|python_tag|>{call}")).concat()),
+        ("llama3_json", format!("[{}]", typed.join(","))),
         ("mistral", format!("[TOOL_CALLS]{list}")),
         ("mistral", format!("[TOOL_CALLS] {list}")),
-        (
-            "mistral",
-            format!(
-                "[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]get_weather[CALL_ID]a1B2c3D4e[ARGS]{NESTED}"
-            ),
-        ),
-        ("mistral_args", format!("[TOOL_CALLS]get_weather{PARIS}[TOOL_CALLS]get_weather[ARGS] {NESTED}")),
-        (
-            "deepseek_v3",
-            format!(
-                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{PARIS}\n```<｜tool▁call▁end｜>\n\
-             <｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{NESTED}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-            ),
-        ),
-        (
-            "deepseek_v31",
-            format!(
-                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>\
-             <｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{NESTED}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-            ),
-        ),
-        (
-            "kimi_k2",
-            format!(
-                "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{PARIS}<|tool_call_end|>\
-             <|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{NESTED}<|tool_call_end|><|tool_calls_section_end|>"
-            ),
-        ),
+        ("mistral", format!("{}{with_id}", mistral[0])),
+        ("mistral_args", mistral.concat()),
+        ("deepseek_v3", format!("<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>", v3.join("\n"))),
+        ("deepseek_v31", format!("<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>", v31.concat())),
+        ("kimi_k2", format!("<|tool_calls_section_begin|>{}<|tool_calls_section_end|>", kimi.concat())),
         ("granite", format!("<|tool_call|>{list}")),
         ("granite", format!("<tool_call>{list}")),
         ("granite-20b-fc", format!("<function_call> {first}\n<function_call> {second}")),
         ("phi4_mini_json", format!("functools{list}")),
         ("phi4_mini", format!("<|tool_call|>{list}<|/tool_call|>")),
-        ("cohere", format!("<|START_ACTION|>[{cohere_first},\n {cohere_second}]<|END_ACTION|>")),
+        ("cohere", format!("<|START_ACTION|>[{}]<|END_ACTION|>", cohere.join(",\n "))),
         ("json", format!("```json\n{list}\n```")),
         ("json", format!("{first}\n{second}")),
-        (
-            "openai",
-            format!(
-                "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>\
-             <|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{NESTED}"
-            ),
-        ),
+        ("openai", harmony.concat()),
     ]
 }
 
 /// Outputs of formats whose arguments are not JSON, with the arguments that they mean.
 fn other_calls() -> Vec<(&'static str, String, [String; 2])> {
-    let python = r#"[get_weather(city='Paris', days=2), search-web(q="a \"b\"\n", deep=True, list=[1, None, {'k': (1.5, -2)}])]"#;
-    let xml = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>\n\
-               </function>\n</tool_call>\n<tool_call><function=search-web><parameter=q>\n1 < 2\n\n</parameter></function></tool_call>";
+    let search = r#"search-web(q="a \"b\"\n", deep=True, list=[1, None, {'k': (1.5, -2)}])"#;
+    let python = format!("[get_weather(city='Paris', days=2), {search}]");
     let list = r#"{"q": "a \"b\"\n", "deep": true, "list": [1, null, {"k": [1.5, -2]}]}"#;
+    let arguments = [PARIS.to_owned(), list.to_owned()];
+    let weather = "<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>";
+    let search = "<function=search-web><parameter=q>\n1 < 2\n\n</parameter></function>";
+    let xml = format!(
+        "<tool_call>\n<function=get_weather>\n{weather}\n</function>\n</tool_call>\n\
+         <tool_call>{search}</tool_call>"
+    );
     vec![
-        ("pythonic", python.to_owned(), [PARIS.to_owned(), list.to_owned()]),
-        (
-            "pythonic",
-            format!("<|tool_call_start|>{python}<|tool_call_end|>"),
-            [PARIS.to_owned(), list.to_owned()],
-        ),
-        ("pythonic", format!("<|python_start|>{python}<|python_end|>"), [PARIS.to_owned(), list.to_owned()]),
-        ("qwen3_coder", xml.to_owned(), [PARIS.to_owned(), r#"{"q": "1 < 2\n"}"#.to_owned()]),
+        ("pythonic", python.clone(), arguments.clone()),
+        ("pythonic", format!("<|tool_call_start|>{python}<|tool_call_end|>"), arguments.clone()),
+        ("pythonic", format!("<|python_start|>{python}<|python_end|>"), arguments),
+        ("qwen3_coder", xml, [PARIS.to_owned(), r#"{"q": "1 < 2\n"}"#.to_owned()]),
     ]
 }
 
@@ -243,10 +236,8 @@ fn text_around_calls_is_content() {
         assert_eq!(read.content, "I look.\n Then. \n", "{format}: {output}");
         assert_eq!(read.calls.len(), 2, "{format}");
     }
-    let read = parse(
-        settings("openai"),
-        "<|channel|>commentary<|message|>I look. <|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>",
-    );
+    let [first, last] = ["<|channel|>commentary<|message|>I look. ", "<|channel|>final<|message|>So."];
+    let read = parse(settings("openai"), &format!("{first}<|end|><|start|>assistant{last}<|return|>"));
     assert_eq!(read, answer("I look. So.", &[]));
 }
 
@@ -424,8 +415,10 @@ fn reasoning_is_separated() {
 
 #[test]
 fn harmony_channels_are_separated() {
-    let output = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather \
-                  <|constrain|>json<|message|>{\"city\": \"Paris\"}<|call|>";
+    let call_message = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>";
+    let thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant";
+    let output = format!("{thought}{call_message}{{\"city\": \"Paris\"}}<|call|>");
+    let output = output.as_str();
     let read = parse(settings("openai"), output);
     let expected =
         Answer { reasoning: "Hm.".into(), ..answer("", &[call("get_weather", "{\"city\": \"Paris\"}")]) };

@@ -1,5 +1,5 @@
-//! Calls as XML elements, of Qwen3-Coder: `<function=name>`, `<parameter=key>` with its value, and the closing
-//! tags. Values are plain text: the schema of the parameter says what they mean.
+//! Calls as XML elements, of Qwen3-Coder: `<function=name>`, `<parameter=key>` with its value, and the
+//! closing tags. Values are plain text: the schema of the parameter says what they mean.
 //!
 //! Invariant: each argument is returned as JSON once its element is complete.
 
