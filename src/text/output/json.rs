@@ -273,7 +273,7 @@ mod tests {
     fn what_is_accepted_is_what_serde_accepts() {
         let pieces = [
             "{", "}", "[", "]", ",", ":", "\"", "\"a\"", "\"\\", "n\"", "\\u00e9", "0", "-", "1", ".", "e",
-            "+", "12.5e-3", "true", "null", "false", " ", "{\"k\":", "[1,", "é",
+            "+", "12.5e-3", "0.5", "-0E+1", "01", "true", "null", "false", " ", "{\"k\":", "[1,", "é",
         ];
         let mut dice = Dice::new(1801);
         let mut valid = 0;

@@ -181,9 +181,9 @@ fn two_calls() -> Vec<(&'static str, String)> {
 
 /// Outputs of formats whose arguments are not JSON, with the arguments that they mean.
 fn other_calls() -> Vec<(&'static str, String, [String; 2])> {
-    let search = r#"search-web(q="a \"b\"\n", deep=True, list=[1, None, {'k': (1.5, -2)}])"#;
+    let search = r#"search-web(q="a \"b, (\n", deep=True, list=[1, None, {'k': (1.5, -2)}])"#;
     let python = format!("[get_weather(city='Paris', days=2), {search}]");
-    let list = r#"{"q": "a \"b\"\n", "deep": true, "list": [1, null, {"k": [1.5, -2]}]}"#;
+    let list = r#"{"q": "a \"b, (\n", "deep": true, "list": [1, null, {"k": [1.5, -2]}]}"#;
     let arguments = [PARIS.to_owned(), list.to_owned()];
     let weather = "<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>";
     let search = "<function=search-web><parameter=q>\n1 < 2\n\n</parameter></function>";
@@ -286,6 +286,9 @@ fn malformed_calls_are_content() {
     ] {
         assert_eq!(parse(settings(format), output), answer(output, &[]), "{format}");
     }
+    // White space and markers before such a call keep their places.
+    let output = "A \n <｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>{ B";
+    assert_eq!(parse(settings("deepseek_v31"), output), answer(output, &[]));
     // A marker right after another one counts.
     let read = parse(settings("hermes"), "<tool_call><tool_call>{\"name\": \"f\"}</tool_call>");
     assert_eq!(read, answer("<tool_call>", &[call("f", "{}")]));
@@ -320,6 +323,25 @@ fn arguments_have_several_forms() {
         let read =
             parse(settings("hermes"), &format!("<tool_call>{{\"name\": \"f\"{arguments}}}</tool_call>"));
         assert_eq!(read, answer("", &[call("f", expected)]));
+    }
+}
+
+#[test]
+fn values_of_elements_are_what_the_schema_says() {
+    for (key, value, expected) in [
+        ("city", "75", r#""75""#),
+        ("city", "\n\n7\n", r#""\n7""#),
+        ("days", "75", "75"),
+        ("days", "many", r#""many""#),
+        ("where", "{\"a\": [True]}", r#""{\"a\": [True]}""#),
+        ("where", "\n{\"a\": [1]}\n", r#"{"a":[1]}"#),
+        ("where", "None", "null"),
+        ("unknown", "75", r#""75""#),
+    ] {
+        let output =
+            format!("<tool_call><function=get_weather><parameter={key}>{value}</parameter></function>");
+        let expected = format!("{{\"{key}\": {expected}}}");
+        assert_eq!(parse(settings("qwen3_coder"), &output), answer("", &[call("get_weather", &expected)]));
     }
 }
 
