@@ -59,6 +59,7 @@ pub fn render_conversation(parts: &ServeParts, conversation: &Conversation) -> R
     };
     let chat = Chat {
         messages: &conversation.messages,
+        tools: &[],
         add_generation_prompt: conversation.add_generation_prompt,
         continue_final_message: conversation.continue_final_message,
         kwargs: &conversation.template_kwargs,

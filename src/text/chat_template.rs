@@ -6,10 +6,11 @@
 //! Invariant: rendering is deterministic, except for templates that read the current time.
 
 use super::jinja::{self, Clock, RaisedException};
+use super::output::{CallFormat, ReasoningFormat};
 use anyhow::{Context, Result, anyhow};
 use jiff::Zoned;
 use minijinja::{Environment, Error, ErrorKind, Value};
-use serde_json::{Map, Value as Json};
+use serde_json::{Map, Value as Json, json};
 use std::collections::BTreeMap;
 use std::error::Error as _;
 use std::fmt;
@@ -33,12 +34,18 @@ pub struct ChatTemplate {
     /// The model's special tokens by name, such as `bos_token`.
     special: Vec<(String, Value)>,
     content_form: ContentForm,
+    /// Whether the template reads the arguments of tool calls as text rather than as an object.
+    reads_arguments_as_text: bool,
+    call_format: Option<&'static CallFormat>,
+    reasoning_format: Option<&'static ReasoningFormat>,
 }
 
 /// A conversation, and options for rendering it.
 #[derive(Clone, Copy, Debug)]
 pub struct Chat<'a> {
     pub messages: &'a [Message],
+    /// Definitions of tools, as in the API; templates that do not show tools ignore them.
+    pub tools: &'a [Json],
     /// Start the assistant's message at the end.
     pub add_generation_prompt: bool,
     /// Leave the final message open, so that the model continues it.
@@ -52,7 +59,8 @@ pub struct Chat<'a> {
 pub struct Message {
     pub role: String,
     pub content: Option<Content>,
-    /// Other fields, such as `name`, unchanged.
+    /// Other fields, unchanged: `name`, `tool_call_id`, `reasoning_content`, and `tool_calls` as
+    /// [`parse_message_calls`](super::tools::parse_message_calls) returns them.
     pub extra: Map<String, Json>,
 }
 
@@ -100,10 +108,29 @@ impl ChatTemplate {
             .map_err(|error| anyhow!(describe_error(origin, &error)))
             .context("the chat template cannot be compiled")?;
         let special = special.into_iter().map(|(name, token)| (name, Value::from(token))).collect();
-        let mut template =
-            ChatTemplate { env, origin: origin.to_string(), special, content_form: ContentForm::Text };
+        let mut template = ChatTemplate {
+            env,
+            origin: origin.to_string(),
+            special,
+            content_form: ContentForm::Text,
+            reads_arguments_as_text: false,
+            call_format: CallFormat::detect(source),
+            reasoning_format: ReasoningFormat::detect(source),
+        };
         template.content_form = template.detect_content_form();
+        template.reads_arguments_as_text = template.detect_arguments_as_text();
         Ok(template)
+    }
+
+    /// Returns the format of tool calls that the template's source indicates. `None` if the template does not
+    /// show tools.
+    pub fn call_format(&self) -> Option<&'static CallFormat> {
+        self.call_format
+    }
+
+    /// Returns the format of reasoning that the template's source indicates.
+    pub fn reasoning_format(&self) -> Option<&'static ReasoningFormat> {
+        self.reasoning_format
     }
 
     /// Renders the prompt for `chat`.
@@ -134,7 +161,9 @@ impl ChatTemplate {
         let special = self.special.iter().map(|(name, token)| (name.as_str(), token.clone()));
         let kwargs = chat.kwargs.iter().map(|(name, value)| (name.as_str(), to_template_value(value)));
         let usual = [("messages", messages), ("add_generation_prompt", chat.add_generation_prompt.into())];
-        let variables = nothing.into_iter().chain(special).chain(kwargs).chain(usual);
+        let tools = Some(chat.tools).filter(|tools| !tools.is_empty());
+        let tools = tools.map(|tools| ("tools", tools.iter().map(to_template_value).collect::<Value>()));
+        let variables = nothing.into_iter().chain(special).chain(kwargs).chain(usual).chain(tools);
         let mut text = LimitedWriter(Vec::new());
         let template = self.env.get_template(&self.origin).expect("the template was added; this is a bug");
         template
@@ -151,7 +180,15 @@ impl ChatTemplate {
             (Content::Parts(texts), _) => text_parts(texts),
         });
         let fields = [("role", Value::from(&message.role)), ("content", content.into())];
-        let extra = message.extra.iter().map(|(name, value)| (name.as_str(), to_template_value(value)));
+        let extra = message.extra.iter().map(|(name, value)| {
+            let value = match value.as_array() {
+                Some(calls) if name == "tool_calls" && self.reads_arguments_as_text => {
+                    calls.iter().map(call_with_text).collect()
+                }
+                _ => to_template_value(value),
+            };
+            (name.as_str(), value)
+        });
         Value::from_pairs(fields.into_iter().chain(extra))
     }
 
@@ -160,15 +197,8 @@ impl ChatTemplate {
     fn detect_content_form(&mut self) -> ContentForm {
         let mut with = |takes| {
             self.content_form = takes;
-            let message = Message::new("user", PROBE);
-            let kwargs = Map::new();
-            let chat = Chat {
-                messages: &[message],
-                add_generation_prompt: false,
-                continue_final_message: false,
-                kwargs: &kwargs,
-            };
-            self.render(&chat).ok().filter(|text| text.contains(PROBE))
+            let text = self.render_probe(&[Message::new("user", PROBE)]);
+            text.filter(|text| text.contains(PROBE))
         };
         // Quotes around the probe mean that the template printed the list itself.
         let read =
@@ -178,6 +208,32 @@ impl ChatTemplate {
             (Some(text), Some(parts)) if text == parts => ContentForm::Either,
             _ => ContentForm::Text,
         }
+    }
+
+    /// Detects whether the template can render the arguments of a tool call only as text.
+    fn detect_arguments_as_text(&mut self) -> bool {
+        let function = json!({"name": "probe", "arguments": {"probe": 1}});
+        let call = json!([{"id": "probe0000", "type": "function", "function": function}]);
+        let extra = Map::from_iter([("tool_calls".to_owned(), call)]);
+        let answer = Message { extra, ..Message::new("assistant", "") };
+        let messages = [Message::new("user", PROBE), answer];
+        [false, true].map(|as_text| {
+            self.reads_arguments_as_text = as_text;
+            self.render_probe(&messages).is_some()
+        }) == [false, true]
+    }
+
+    /// Renders messages without options. `None` if that fails.
+    fn render_probe(&self, messages: &[Message]) -> Option<String> {
+        let kwargs = Map::new();
+        let chat = Chat {
+            messages,
+            tools: &[],
+            add_generation_prompt: false,
+            continue_final_message: false,
+            kwargs: &kwargs,
+        };
+        self.render(&chat).ok()
     }
 
     /// Converts an error of the template engine.
@@ -249,6 +305,17 @@ fn describe_error(origin: &str, error: &Error) -> String {
 /// Converts texts to a list of parts of type "text".
 fn text_parts(texts: &[String]) -> Value {
     texts.iter().map(|text| Value::from_pairs([("type", "text"), ("text", text)])).collect()
+}
+
+/// Converts a tool call to a template value, with its arguments as text.
+fn call_with_text(call: &Json) -> Value {
+    let mut call = call.clone();
+    if let Some(arguments) = call.pointer_mut("/function/arguments")
+        && !arguments.is_string()
+    {
+        *arguments = Json::String(jinja::to_json_text(&to_template_value(arguments)));
+    }
+    to_template_value(&call)
 }
 
 /// Converts a JSON value to a template value.
@@ -367,6 +434,7 @@ mod tests {
         let kwargs = Map::new();
         template.render(&Chat {
             messages,
+            tools: &[],
             add_generation_prompt: true,
             continue_final_message: false,
             kwargs: &kwargs,
@@ -386,6 +454,7 @@ mod tests {
             for case in file["cases"].as_array().unwrap() {
                 let outcome = template.render(&Chat {
                     messages: &messages(&case["messages"]),
+                    tools: &[],
                     add_generation_prompt: case["add_generation_prompt"] == true,
                     continue_final_message: case["continue_final_message"] == true,
                     kwargs: case["kwargs"].as_object().unwrap(),
@@ -493,6 +562,7 @@ mod tests {
         let kwargs = Map::from_iter([("messages".to_string(), Json::Null)]);
         let chat = Chat {
             messages: &[],
+            tools: &[],
             add_generation_prompt: true,
             continue_final_message: false,
             kwargs: &kwargs,
@@ -508,6 +578,7 @@ mod tests {
         let render_open = |messages: &[Message], source: &str| {
             template(source).render(&Chat {
                 messages,
+                tools: &[],
                 add_generation_prompt: false,
                 continue_final_message: true,
                 kwargs: &kwargs,
@@ -525,5 +596,76 @@ mod tests {
         ] {
             assert!(matches!(render_open(messages, source), Err(TemplateError::Rejected(_))), "{source}");
         }
+    }
+
+    /// Renders a call and its result after a question, with the definition of a tool.
+    fn render_call(template: &ChatTemplate) -> Result<String, TemplateError> {
+        let call = json!([{"id": "abcdefghi", "type": "function",
+                           "function": {"name": "add", "arguments": {"b": [1, "x"], "a": null}}}]);
+        let calls = Map::from_iter([("tool_calls".to_string(), call)]);
+        let result = Map::from_iter([("tool_call_id".to_string(), "abcdefghi".into())]);
+        let messages = [
+            Message::new("user", "1+1?"),
+            Message { extra: calls, ..Message::new("assistant", "") },
+            Message { extra: result, ..Message::new("tool", "2") },
+        ];
+        let tools = [json!({"type": "function", "function": {
+            "name": "add", "description": "Adds", "parameters": {"properties": {"a": {}, "b": {}}}}})];
+        let kwargs = Map::new();
+        template.render(&Chat {
+            messages: &messages,
+            tools: &tools,
+            add_generation_prompt: true,
+            continue_final_message: false,
+            kwargs: &kwargs,
+        })
+    }
+
+    #[test]
+    fn arguments_are_text_only_where_an_object_cannot_be_rendered() {
+        let each =
+            "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ WHAT }}{% endfor %}{% endfor %}";
+        let of = |expression: &str| template(&each.replace("WHAT", expression));
+        for (expression, text) in [
+            ("c.function.arguments | tojson", r#"{"b": [1, "x"], "a": null}"#),
+            ("c.function.arguments.keys() | join", "ba"),
+            ("'<' + c.function.arguments + '>'", r#"<{"b": [1, "x"], "a": null}>"#),
+            ("c.id", "abcdefghi"),
+        ] {
+            assert_eq!(render_call(&of(expression)).unwrap(), text, "{expression}");
+        }
+        assert!(of("'<' + c.function.arguments + '>'").reads_arguments_as_text);
+        assert!(!of("c.function.arguments.items() + 1").reads_arguments_as_text);
+    }
+
+    #[test]
+    fn the_demo_model_is_shown_tools_calls_and_results() {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo/tokenizer_config.json");
+        let source = read_json(&file)["chat_template"].as_str().unwrap().to_string();
+        let demo = template(&source);
+        assert_eq!(demo.call_format().unwrap().name, "json");
+        assert!(demo.reasoning_format().is_none());
+        let expected = r#"<|begin|><|system|>You can call these functions:
+add(a, b): Adds
+To call one, answer with {"name": its name, "arguments": {its arguments}}.<|end|><|user|>1+1?<|end|>
+<|assistant|>{"name": "add", "arguments": {"b": [1, "x"], "a": null}}<|end|><|user|>2<|end|><|assistant|>"#;
+        let expected = expected.replace("<|end|>\n", "<|end|>");
+        assert_eq!(render_call(&demo).unwrap(), expected);
+        assert_eq!(
+            render(&demo, &[Message::new("user", " hi ")]).unwrap(),
+            "<|begin|><|user|>hi<|end|><|assistant|>"
+        );
+        let bare = template(&source);
+        let kwargs = Map::new();
+        let tools = [json!({"type": "function", "function": {"name": "stop", "description": null}})];
+        let text = bare.render(&Chat {
+            messages: &[Message::new("system", "s")],
+            tools: &tools,
+            add_generation_prompt: false,
+            continue_final_message: false,
+            kwargs: &kwargs,
+        });
+        assert!(text.unwrap().contains("functions:\nstop()\nTo call"));
+        assert!(matches!(render(&demo, &[Message::new("robot", "x")]), Err(TemplateError::Rejected(_))));
     }
 }

@@ -17,6 +17,8 @@ const HELD_TOKENS: usize = 4;
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special: bool,
+    /// Special tokens that are not skipped.
+    kept: Arc<[u32]>,
     state: DecodeState,
 }
 
@@ -38,7 +40,14 @@ impl Detokenizer {
             }
             DecodeMethod::Library => DecodeState::Tokens { ids: Vec::new(), shown: 0 },
         };
-        Detokenizer { tokenizer, skip_special, state: tail }
+        Detokenizer { tokenizer, skip_special, kept: Arc::default(), state: tail }
+    }
+
+    /// Keeps the text of these special tokens, such as the markers of a call format, though others are
+    /// skipped. The parser of the output reads them.
+    pub fn with_kept(mut self, kept: Arc<[u32]>) -> Detokenizer {
+        self.kept = kept;
+        self
     }
 
     /// Continues after a prompt, whose text is not output. A character that starts in the prompt is output
@@ -59,7 +68,7 @@ impl Detokenizer {
 
     /// Adds the next id. Returns the text that is final now, which may be empty.
     pub fn push(&mut self, id: u32) -> String {
-        if !self.tokenizer.has_text(id, self.skip_special) {
+        if !self.tokenizer.has_text(id, self.skip_special && !self.kept.contains(&id)) {
             return String::new();
         }
         match &mut self.state {
@@ -224,6 +233,8 @@ mod tests {
         assert_eq!(pieces(&tokenizer, true, &[1], &[the, the]), ["the", " the", ""]);
         assert_eq!(pieces(&tokenizer, true, &[1, the], &[the, 2, the]), [" the", "", " the", ""]);
         assert_eq!(pieces(&tokenizer, false, &[1], &[the, 2]), [" the", "</s>", ""]);
+        let mut keeping = Detokenizer::new(tokenizer.clone(), true).with_kept([2].into());
+        assert_eq!([1, the, 2, the].map(|id| keeping.push(id)), ["", "the", "</s>", " the"]);
         // More special tokens at the prompt's end than are considered do not hide the text before them.
         let prompt = [&[the][..], &[2; 3 * PROMPT_TOKENS]].concat();
         assert_eq!(pieces(&tokenizer, true, &prompt, &[the]), [" the", ""]);

@@ -229,6 +229,12 @@ fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     Ok(out)
 }
 
+/// Returns a value as JSON, as the `tojson` filter writes it. A value that is nested too deeply is null.
+pub fn to_json_text(value: &Value) -> String {
+    let options: [(&str, Value); 0] = [];
+    to_json(value, Kwargs::from_iter(options)).unwrap_or_else(|_| "null".to_owned())
+}
+
 impl JsonWriter {
     fn write_value(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > DEPTH_MAX {

@@ -1,4 +1,5 @@
-//! Tokenization, incremental detokenization, stop strings and chat templates.
+//! Tokenization, incremental detokenization, stop strings, chat templates, tools, and parsing of answers with
+//! reasoning and tool calls.
 //!
 //! Invariant: the concatenated output of a `Detokenizer` equals `Tokenizer::decode` of all its ids.
 
@@ -9,6 +10,10 @@ mod jinja;
 pub mod detokenizer;
 
 pub mod stop;
+
+pub mod tools;
+
+pub mod output;
 
 pub mod chat_template;
 

@@ -22,11 +22,25 @@ ROPE_THETA = 10000.0
 
 CHAT_TEMPLATE = (
     "{{ '<|begin|>' }}"
-    "{%- for message in messages %}"
-    "{%- if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{- raise_exception('the demo model knows only the roles system, user and assistant') }}"
+    "{%- if tools %}"
+    "{{- '<|system|>You can call these functions:\\n' }}"
+    "{%- for tool in tools %}"
+    "{%- set properties = (tool.function.parameters or {}).properties or {} %}"
+    "{{- tool.function.name + '(' + (properties | join(', ')) + ')' }}"
+    "{{- (': ' + tool.function.description if tool.function.description else '') + '\\n' }}"
+    "{%- endfor %}"
+    '{{- \'To call one, answer with {"name": its name, "arguments": {its arguments}}.<|end|>\' }}'
     "{%- endif %}"
-    "{{- '<|' + message['role'] + '|>' + (message['content'] | trim) + '<|end|>' }}"
+    "{%- for message in messages %}"
+    "{%- set role = 'user' if message['role'] == 'tool' else message['role'] %}"
+    "{%- if role not in ['system', 'user', 'assistant'] %}"
+    "{{- raise_exception('the demo model knows only the roles system, user, assistant and tool') }}"
+    "{%- endif %}"
+    "{{- '<|' + role + '|>' + ((message['content'] or '') | trim) }}"
+    "{%- for call in message['tool_calls'] or [] %}"
+    '{{- \'{"name": "\' + call.function.name + \'", "arguments": \' + (call.function.arguments | tojson) + \'}\' }}'
+    "{%- endfor %}"
+    "{{- '<|end|>' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )

@@ -1,0 +1,154 @@
+//! Parsing of a model's output: content, reasoning and tool calls, from text that arrives in pieces.
+//!
+//! Invariant: the parts of an answer do not depend on where the pieces are split, because the parser reads
+//! character by character. No text is lost: what is not in the format is content.
+
+mod calls;
+
+mod events;
+
+mod formats;
+
+mod grammar;
+
+mod harmony;
+
+mod headers;
+
+mod json;
+
+mod json_calls;
+
+mod pythonic;
+
+mod reasoning;
+
+#[cfg(test)]
+mod tests;
+
+mod xml_calls;
+
+pub use events::OutputEvent;
+pub use formats::CallFormat;
+pub use grammar::{CallForm, CallGrammar, GrammarText};
+pub use reasoning::ReasoningFormat;
+
+use super::tools::Tool;
+use calls::CallReader;
+use events::{CallIds, EventSink};
+use formats::Syntax;
+use harmony::HarmonyReader;
+use reasoning::{Piece, ReasoningReader, ReasoningSyntax};
+use std::sync::Arc;
+
+/// Settings of the parser of one choice.
+#[derive(Clone, Debug)]
+pub struct OutputSettings<'a> {
+    /// Format of calls; `None` returns them as content, which is right for the choice `none`.
+    pub calls: Option<&'static CallFormat>,
+    /// Format of reasoning; `None` returns it as content.
+    pub reasoning: Option<&'static ReasoningFormat>,
+    /// The tools of the request.
+    pub tools: Arc<[Tool]>,
+    /// The rendered prompt: the output may begin within reasoning or within a message.
+    pub prompt: &'a str,
+    /// Whether the model continues the last message of the prompt.
+    pub is_continued: bool,
+    /// Return a call only when it is complete, and calls that are cut or malformed as content. This suits
+    /// answers that are not streamed. Otherwise, the arguments are returned as they arrive, and such a call
+    /// ends with `complete: false`.
+    pub whole_calls: bool,
+    /// Maximum number of calls; further ones are dropped. See
+    /// [`ToolSettings::max_calls`](super::tools::ToolSettings::max_calls).
+    pub max_calls: usize,
+    /// Seed of the ids of calls, which must differ between choices.
+    pub id_seed: u64,
+}
+
+/// Parser of the output of one choice.
+#[derive(Debug)]
+pub struct OutputParser {
+    reader: Reader,
+    sink: EventSink,
+}
+
+#[derive(Debug)]
+enum Reader {
+    Marked { reasoning: Option<ReasoningReader>, calls: Option<CallReader> },
+    Harmony(HarmonyReader),
+}
+
+impl OutputParser {
+    /// Creates a parser at the beginning of an output.
+    pub fn new(settings: OutputSettings) -> OutputParser {
+        let OutputSettings { calls, reasoning, tools, prompt, is_continued, .. } = settings;
+        let is_short = calls.is_some_and(|format| format.name.starts_with("mistral"));
+        let new_sink = || {
+            let ids = CallIds { seed: settings.id_seed, is_short };
+            EventSink::new(ids, settings.whole_calls, settings.max_calls)
+        };
+        let is_inside = reasoning.is_some_and(|format| format.starts_inside(prompt, is_continued));
+        let marked_reasoning = match reasoning.map(|format| &format.syntax) {
+            Some(ReasoningSyntax::Marked { open, close }) => {
+                Some(ReasoningReader::new(open, close, is_inside))
+            }
+            Some(ReasoningSyntax::Harmony) | None => None,
+        };
+        let is_harmony = matches!(reasoning.map(|format| &format.syntax), Some(ReasoningSyntax::Harmony));
+        let reader = match calls.map(|format| &format.syntax) {
+            Some(Syntax::Marked(markers)) => {
+                Reader::Marked { reasoning: marked_reasoning, calls: Some(CallReader::new(markers, tools)) }
+            }
+            Some(Syntax::Harmony) => Reader::Harmony(HarmonyReader::new(prompt, true, &mut new_sink())),
+            None if is_harmony => Reader::Harmony(HarmonyReader::new(prompt, false, &mut new_sink())),
+            None => Reader::Marked { reasoning: marked_reasoning, calls: None },
+        };
+        OutputParser { reader, sink: new_sink() }
+    }
+
+    /// Reads the next piece of the output. Returns the parts that are final now.
+    pub fn push(&mut self, text: &str) -> Vec<OutputEvent> {
+        text.chars().for_each(|c| self.character(c));
+        self.sink.take()
+    }
+
+    /// Returns the rest at the end of the output. The parser must not be used again.
+    pub fn finish(&mut self) -> Vec<OutputEvent> {
+        match &mut self.reader {
+            Reader::Marked { reasoning, calls } => {
+                if let Some(reasoning) = reasoning {
+                    reasoning.finish(&mut |piece| read_piece(piece, calls, &mut self.sink));
+                }
+                if let Some(calls) = calls {
+                    calls.finish(&mut self.sink);
+                }
+            }
+            Reader::Harmony(reader) => reader.finish(&mut self.sink),
+        }
+        self.sink.take()
+    }
+
+    /// Returns whether the output has calls so far. If the model ends such an output, the finish reason is
+    /// `tool_calls`.
+    pub fn has_calls(&self) -> bool {
+        self.sink.calls() > 0
+    }
+
+    fn character(&mut self, c: char) {
+        match &mut self.reader {
+            Reader::Marked { reasoning: Some(reasoning), calls } => {
+                reasoning.push(c, &mut |piece| read_piece(piece, calls, &mut self.sink));
+            }
+            Reader::Marked { reasoning: None, calls } => read_piece(Piece::Rest(c), calls, &mut self.sink),
+            Reader::Harmony(reader) => reader.push(c, &mut self.sink),
+        }
+    }
+}
+
+fn read_piece(piece: Piece, calls: &mut Option<CallReader>, sink: &mut EventSink) {
+    match (piece, calls) {
+        (Piece::Reasoning(c), _) => sink.reasoning(c.encode_utf8(&mut [0; 4])),
+        (Piece::Rest(c), Some(calls)) => calls.push(c, sink),
+        (Piece::Rest(c), None) => sink.content(c.encode_utf8(&mut [0; 4])),
+    }
+}
