@@ -165,7 +165,7 @@ mod tests {
     fn an_event_without_end_is_refused_before_it_fills_the_memory() {
         let endless = vec![b'x'; EVENT_BYTES_MAX / 4];
         assert_eq!(decode(&[b"data: ", &endless, &endless, &endless, &endless]), Err(SseError::TooLong));
-        let line = [b"data: ", &endless[..1 << 16], b"\n"].concat();
+        let line = [b"data: ", &endless[..(1 << 16) - 100], b"\n"].concat();
         assert_eq!(decode(&[&line.repeat(EVENT_BYTES_MAX >> 16)]), Ok(vec![]));
         assert_eq!(decode(&[&line.repeat((EVENT_BYTES_MAX >> 16) + 1)]), Err(SseError::TooLong));
         let event = [&line[..], b"\n"].concat();

@@ -385,7 +385,7 @@ fn inspect_reports_how_a_model_is_prompted() {
         .expect("it can be written");
     let (answer, text) = inspect(&cut);
     assert_eq!(answer["conventions"]["pooling"], "cls");
-    assert!(text.contains("unserved_texts") && text.contains("max_seq_length is 10"), "{text}");
+    assert!(text.contains("unsupported_texts") && text.contains("max_seq_length is 10"), "{text}");
     let (answer, text) = inspect(&family("bert", "inspect"));
     assert_eq!(answer["conventions"], json!({ "pooling": "mean", "normalize": true, "dimensions": 32 }));
     assert_eq!(answer["architecture"]["serves"], json!(["/v1/embeddings", "/v1/fill-mask"]));

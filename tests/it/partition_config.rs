@@ -177,7 +177,7 @@ fn a_plan_compares_every_way_and_the_configured_one() {
     let configured = text.lines().find(|line| line.starts_with("hybrid (configured)")).expect("its line");
     assert!(configured.contains("cpu:0&cpu:1;cpu:2") && configured.contains("3,1"), "{text}");
     let too_many = answer(&["plan", "--partition", "--devices", "0;1;2;3;4", "--hardware", "v100x4"]);
-    assert!(too_many.contains("refused") && too_many.contains("note: device.groups: "), "{too_many}");
+    assert!(too_many.contains("rejected") && too_many.contains("note: device.groups: "), "{too_many}");
 }
 
 /// The device names of a plan are valid values of `--devices`.
