@@ -6,9 +6,8 @@ use super::ServeParts;
 use super::completions::ResponseTokenIds;
 use super::error::ApiError;
 use super::params::{ChatParams, Conversation};
-use super::respond::{
-    GenerationApi, PreparedRequest, PromptIds, ResponseFormat, check_choices, encode, parse_fields,
-};
+use super::prompt_ids::{PromptIds, encode};
+use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, check_choices, parse_fields};
 use super::wire::chat::{ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ResponseMessage};
 use super::wire::{ChoiceOutput, Finish};
 use crate::text::chat_template::{Chat, TemplateError};

@@ -5,10 +5,9 @@
 use super::ServeParts;
 use super::error::ApiError;
 use super::params::CompletionParams;
+use super::prompt_ids::{PromptIds, encode};
 use super::prompts::Prompt;
-use super::respond::{
-    GenerationApi, PreparedRequest, PromptIds, ResponseFormat, check_choices, encode, parse_fields,
-};
+use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, check_choices, parse_fields};
 use super::wire::completion::{CompletionChoice, CompletionLogprobs};
 use super::wire::{ChoiceOutput, TokenIds};
 use crate::actors::PromptingDefaults;

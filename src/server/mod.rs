@@ -38,6 +38,8 @@ mod decoder_start;
 
 mod prompts;
 
+mod prompt_ids;
+
 mod special_tokens;
 
 mod fields;

@@ -23,8 +23,8 @@ mod supervisor;
 
 pub use supervisor::Reports;
 
-use super::device::{ExecutorFactory, Step, StepResult};
 use super::status::Status;
+use super::step::{ExecutorFactory, Step, StepResult};
 use anyhow::{Context, Result, ensure};
 use link::{Capacity, LinkFactory};
 use mainstem_kernels::{DeviceError, StepLimits};

@@ -10,7 +10,8 @@ mod links;
 pub mod rows;
 
 use super::measure::{Prompts, open_model as open, run_test};
-use super::report::{BenchReport, TestKind};
+use super::report::BenchReport;
+use super::sample::TestKind;
 use super::suite::{BenchTest, size_cache};
 use crate::actors::EngineSetup;
 use crate::actors::device::ExecutorFactory;
