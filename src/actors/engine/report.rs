@@ -58,7 +58,8 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
 
 /// Returns the line about communication buffers, if there are several devices.
 fn exchange_line(setup: &EngineSetup) -> Option<String> {
-    let bytes: usize = stage_exchange_bytes(&setup.limits, setup.lanes, setup.width, &setup.partition).sum();
+    let EngineSetup { limits, lanes, row_bytes, partition, .. } = setup;
+    let bytes: usize = stage_exchange_bytes(limits, *lanes, *row_bytes, partition).sum();
     (bytes > 0).then(|| format!("exchanges    {:.1} MiB between devices", mib(bytes)))
 }
 

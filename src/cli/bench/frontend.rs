@@ -316,7 +316,7 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
     let setup = EngineSetup {
         scheduler,
         limits,
-        width: 0,
+        row_bytes: 0,
         lanes: 1,
         step_timeout: None,
         kv,
