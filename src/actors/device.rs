@@ -5,40 +5,17 @@
 //! it, nothing is allocated. A device thread that was abandoned while it ran something finds its mailbox
 //! closed when it resumes, drops its executor, and exits.
 
+pub use super::step::{ExecutorFactory, Step, StepResult};
+
 use super::group::mailbox::{Assignment, Command, Mailbox, Role, StepMessage};
 use super::group::state::{DeviceId, GroupState};
 use crate::model::executor::{Executor, ExecutorReport};
 use anyhow::{Context as _, Result, anyhow};
-use mainstem_kernels::{Aborted, Collective, DeviceError, HandoffPorts, StepBatch, StepLimits, StepOutput};
+use mainstem_kernels::{Aborted, Collective, DeviceError, HandoffPorts, StepOutput};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
-
-/// A batch and the buffers for its output. Both are reused from step to step.
-#[derive(Debug, Default)]
-pub struct Step {
-    pub batch: StepBatch,
-    pub output: StepOutput,
-}
-
-impl Step {
-    /// Allocates buffers for any step within `limits`.
-    pub fn with_capacity(limits: &StepLimits) -> Step {
-        Step { batch: StepBatch::with_capacity(limits), output: StepOutput::with_capacity(limits) }
-    }
-}
-
-/// The result of a step. If it failed, the output is undefined. The batch may be an earlier step's; it is
-/// returned for reuse.
-pub struct StepResult {
-    pub step: Box<Step>,
-    pub result: Result<(), DeviceError>,
-}
-
-/// Builds an executor from scratch, for the tensor-parallel rank that the collective specifies. Called on the
-/// device's thread, once per (re)build.
-pub type ExecutorFactory = Box<dyn FnMut(Box<dyn Collective>) -> Result<Box<dyn Executor>> + Send>;
 
 /// A factory shared by the successive threads of a device.
 pub(super) type SharedExecutorFactory = Arc<Mutex<ExecutorFactory>>;
@@ -227,7 +204,7 @@ fn panic_message(panic: &(dyn Any + Send)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mainstem_kernels::Abort;
+    use mainstem_kernels::{Abort, StepBatch};
 
     /// An executor that does nothing.
     struct NoopExecutor;

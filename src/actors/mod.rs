@@ -24,6 +24,8 @@ pub mod group;
 
 pub mod device;
 
+mod step;
+
 pub mod reply;
 
 pub mod status;

@@ -26,6 +26,10 @@ const VERSION_KEY: &str = "mainstem.format_version";
 const TENSORS_KEY: &str = "mainstem.tensors";
 const VERSION: &str = "1";
 
+/// The types of other tensors, by their names in the header.
+pub(super) const DTYPES: [(&str, QuantType); 3] =
+    [("F32", QuantType::F32), ("F16", QuantType::F16), ("BF16", QuantType::BF16)];
+
 /// The safetensors type of packed tensors.
 pub(super) const U8_DTYPE: &str = "U8";
 
@@ -59,9 +63,14 @@ pub(super) fn parse_metadata(metadata: &Metadata) -> Result<BTreeMap<String, Pac
     Ok(coded.tensors)
 }
 
+/// Whether safetensors cannot express the tensor, so that it is stored as U8 with metadata.
+pub(super) fn is_packed(tensor: &SavedTensor) -> bool {
+    tensor.transposed || !DTYPES.iter().any(|(_, ty)| *ty == tensor.ty)
+}
+
 /// Returns the header metadata of a file with these tensors.
 pub(super) fn build_metadata<'a>(tensors: impl IntoIterator<Item = &'a SavedTensor>) -> Value {
-    let coded = tensors.into_iter().filter(|tensor| tensor.is_packed());
+    let coded = tensors.into_iter().filter(|tensor| is_packed(tensor));
     let coded: Map<String, Value> =
         coded.map(|tensor| (tensor.name.clone(), json!(PackedTensor::from_saved(tensor)))).collect();
     match coded.is_empty() {

@@ -10,7 +10,6 @@ use super::packed::{self, PackedTensor};
 use super::sharded::{ByTensor, FolderFormat};
 use super::{Checkpoint, Dtype, Layout, TensorEntry, elements, fixed_bytes};
 use anyhow::{Context, Result, bail, ensure};
-use mainstem_kernels::QuantType;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
@@ -25,10 +24,6 @@ const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// File names of safetensors weights in a model folder.
 pub(super) const FOLDER_FORMAT: FolderFormat =
     FolderFormat { single: SINGLE, index: INDEX, read: read_tensors };
-
-/// Supported element types, by their names in the header.
-pub(super) const DTYPES: [(&str, QuantType); 3] =
-    [("F32", QuantType::F32), ("F16", QuantType::F16), ("BF16", QuantType::BF16)];
 
 impl Checkpoint {
     /// Opens a folder's safetensors: `model.safetensors`, or the files listed in
@@ -110,7 +105,7 @@ impl TensorHeader {
     /// Converts the description to an entry. Its byte range must lie inside the data section.
     fn entry(self, name: &str, file: usize, data_start: usize) -> Result<TensorEntry> {
         let TensorHeader { dtype, shape, data_offsets: [begin, end] } = self;
-        let dtype = match DTYPES.into_iter().find(|(known, _)| *known == dtype) {
+        let dtype = match packed::DTYPES.into_iter().find(|(known, _)| *known == dtype) {
             Some((_, ty)) => Dtype::Known(ty),
             None => Dtype::Unsupported(dtype),
         };
@@ -142,6 +137,7 @@ impl TensorHeader {
 mod tests {
     use super::*;
     use crate::testing::Scratch;
+    use mainstem_kernels::QuantType;
     use mainstem_kernels::random::philox;
 
     const HEADER: &str = r#"{"__metadata__":{"format":"pt","shape":"free text"},

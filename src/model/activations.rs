@@ -3,10 +3,9 @@
 //! Invariant: allocated once, for the largest step and the widest layer of both stacks.
 
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
-use crate::quantize::Observer;
-use mainstem_kernels::{Backend, DeviceError, StepLimits};
+use mainstem_kernels::{ActivationType, Backend, DeviceError, StepLimits};
 
-/// Activation buffers, all F32 and of shape (rows, width).
+/// Activation buffers of shape (rows, width), in the backend's activation type.
 pub struct Activations<Buf> {
     /// The residual stream, (rows, hidden).
     pub x: Buf,
@@ -29,7 +28,7 @@ pub struct Activations<Buf> {
     /// Router logits, (rows, experts), and the output of the shared expert, (rows, hidden).
     pub router: Buf,
     pub shared: Buf,
-    /// Cosines and sines of the step's positions, (rows, dims / 2, 2), for each kind of rotary position
+    /// Cosines and sines of the step's positions, (rows, dims / 2, 2), F32, for each kind of rotary position
     /// embedding.
     pub angles: Vec<Buf>,
     /// The rows whose logits are computed, (logit rows, hidden).
@@ -41,9 +40,10 @@ pub struct Activations<Buf> {
     pub local_logits: Buf,
     /// Number of rows whose logits fit into the buffers at once.
     pub logit_rows: usize,
+    /// Width of the residual stream.
     pub hidden: usize,
-    /// Records the inputs of the GEMMs, if they are observed.
-    pub observer: Option<Observer>,
+    /// Bytes of a row of the residual stream.
+    pub row_bytes: usize,
 }
 
 impl<Buf> Activations<Buf> {
@@ -54,8 +54,10 @@ impl<Buf> Activations<Buf> {
         limits: &StepLimits,
     ) -> Result<Activations<Buf>, DeviceError> {
         let w = Widths::for_spec(spec);
-        let mut alloc = |rows: usize, width: usize| backend.alloc(rows * width * size_of::<f32>());
-        let angles = w.angles.iter().map(|width| alloc(limits.rows, *width)).collect::<Result<_, _>>()?;
+        let angles = w.angles.iter().map(|width| backend.alloc(limits.rows * width * size_of::<f32>()));
+        let angles = angles.collect::<Result<_, _>>()?;
+        let size = backend.activation_type().size();
+        let mut alloc = |rows: usize, width: usize| backend.alloc(rows * width * size);
         Ok(Activations {
             x: alloc(limits.rows, w.hidden)?,
             h: alloc(limits.rows, w.hidden)?,
@@ -76,18 +78,18 @@ impl<Buf> Activations<Buf> {
             local_logits: alloc(limits.logit_rows, w.local_vocab)?,
             logit_rows: limits.logit_rows,
             hidden: w.hidden,
-            observer: None,
+            row_bytes: w.hidden * size,
         })
     }
 }
 
-/// Returns the size of all activation buffers in bytes.
-pub fn activation_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
+/// Returns the size of all activation buffers in bytes, on a backend with this activation type.
+pub fn activation_bytes(spec: &ModelSpec, limits: &StepLimits, ty: ActivationType) -> usize {
     let w = Widths::for_spec(spec);
     let row = 2 * w.hidden + w.stream + w.q + w.k + w.v + w.gathered + w.a + 2 * w.mlp + w.router + w.shared;
-    let row = row + w.angles.iter().sum::<usize>();
     let logit_row = w.hidden + w.stream + w.vocab + w.local_vocab;
-    (limits.rows * row + limits.logit_rows * logit_row) * size_of::<f32>()
+    let angles = limits.rows * w.angles.iter().sum::<usize>() * size_of::<f32>();
+    (limits.rows * row + limits.logit_rows * logit_row) * ty.size() + angles
 }
 
 /// Widths of the buffers: the maximum over all layers.

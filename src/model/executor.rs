@@ -1,6 +1,6 @@
 //! A model with its KV cache on one device, which turns a [`StepBatch`] into a [`StepOutput`].
 //!
-//! Invariant: everything is allocated in `new`; `run` allocates nothing, unless the model is observed.
+//! Invariant: everything is allocated in `new`; `run` allocates nothing, unless logits are returned.
 
 use super::activations::{Activations, activation_bytes};
 use super::load;
@@ -9,10 +9,10 @@ use super::shard::Shard;
 use super::source::ModelSource;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
 use super::weights::{Model, TensorRecord};
-use crate::quantize::Observer;
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{
-    Backend, DeviceError, HandoffPorts, KvLayer, KvLayout, QuantType, StepBatch, StepLimits, StepOutput,
+    ActivationType, Backend, DeviceError, HandoffPorts, KvLayer, KvLayout, QuantType, StepBatch, StepLimits,
+    StepOutput,
 };
 
 /// Runs steps on one device; used by a device's actor. The backend's type does not appear above this trait.
@@ -93,13 +93,7 @@ impl<B: Backend> ModelExecutor<B> {
         let kv_bytes = allocated.since_last(&backend);
         let scratch = scratch_layout(spec, &limits).map(|layout| backend.alloc_kv(layout)).transpose();
         let scratch = scratch.context("allocating the encoder's cache")?;
-        let mut act = Activations::new(&mut backend, spec, &limits).context("allocating the activations")?;
-        let is_whole = ranks == 1;
-        ensure!(
-            is_whole || source.observations.is_none(),
-            "inputs cannot be observed on a split model; this is a bug"
-        );
-        act.observer = source.observations.clone().map(Observer::new);
+        let act = Activations::new(&mut backend, spec, &limits).context("allocating the activations")?;
         let activation_bytes = allocated.since_last(&backend);
         backend.prepare(&limits).context("allocating the step buffers")?;
         let report = ExecutorReport {
@@ -154,7 +148,7 @@ pub fn estimate_report<B: Backend>(
         weight_bytes,
         tensors,
         kv_bytes: kv.pages.saturating_mul(page),
-        activation_bytes: working_bytes(&spec, &limits),
+        activation_bytes: working_bytes(&spec, &limits, backend.activation_type()),
         step_bytes,
     })
 }
@@ -167,11 +161,11 @@ pub fn page_bytes(spec: &ModelSpec, ty: QuantType, page_positions: usize) -> Opt
 }
 
 /// Returns the size of the buffers whose contents last for one step, in bytes, for a model or one rank's
-/// part: activations, and an encoder's cache.
-pub fn working_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
+/// part: activations of this type, and an encoder's cache.
+pub fn working_bytes(spec: &ModelSpec, limits: &StepLimits, ty: ActivationType) -> usize {
     let scratch =
         scratch_layout(spec, limits).and_then(|layout| layout.page_bytes()?.checked_mul(layout.pages));
-    activation_bytes(spec, limits).saturating_add(scratch.unwrap_or(0))
+    activation_bytes(spec, limits, ty).saturating_add(scratch.unwrap_or(0))
 }
 
 /// Returns the cache layouts of the decoder's layers.

@@ -18,7 +18,6 @@ use super::spec::{AttentionSpec, ColumnSplit, LayerSpec};
 use super::weights::{
     Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms,
 };
-use crate::quantize::{MatrixId, Observer};
 use mainstem_kernels::{
     AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, Norm, RelativeBias, SpanStack,
     StepBatch, StepOutput,
@@ -37,7 +36,6 @@ pub fn embed<B: Backend>(
     b.embed(table, *first, to);
     b.all_reduce(rows, table.k, to);
     if let Some(project) = project_in {
-        observe(b, &mut act.observer, (rows, project.weight.k), &[&project.id], &act.y);
         linear(b, rows, project, &act.y, &mut act.x);
     }
     if *scale != 1.0 {
@@ -72,7 +70,7 @@ pub fn before_attention<B: Backend>(
     };
     let [q, k, v] = [&mut act.q, &mut act.k, &mut act.v].map(Epilogue::Set);
     let terms = [(&weights.q, q), (&weights.k, k), (&weights.v, v)];
-    run_gemms(b, rows, input, &mut act.observer, terms);
+    run_gemms(b, rows, input, terms);
     if let Some((q_norm, k_norm)) = &weights.qk_norms {
         let (q, k) = weights.qk_split.as_ref().map(|(q, k)| (q, k)).unzip();
         norm_heads(b, rows, (q_norm, shape.q_width(), q), &mut act.q, &mut act.gathered);
@@ -118,22 +116,7 @@ pub fn after_attention<B: Backend>(
     if let (Some((norms, weights)), Some((_, shape_of))) = (&block.cross, &spec.cross) {
         cross_attention(b, spec, (norms, weights, shape_of), cache, rows, act);
     }
-    let norms = &block.mlp_norms;
-    let input = match (spec.wiring, &norms.pre) {
-        (Wiring::Sequential, Some(norm)) => MlpOperand::Normed(norm),
-        (Wiring::Sequential | Wiring::ParallelTwoNorms, None) => MlpOperand::X,
-        (Wiring::Parallel | Wiring::ParallelTwoNorms, _) => MlpOperand::H,
-    };
-    let epilogue = ResidualEpilogue::for_sublayer(b, spec, norms);
-    match (&block.mlp, epilogue) {
-        (Mlp::Dense(mlp), ResidualEpilogue::Fused) => {
-            dense(b, rows, mlp, input, MlpEpilogue::AddToStream, act)
-        }
-        (Mlp::Dense(mlp), ResidualEpilogue::Separate) => dense(b, rows, mlp, input, MlpEpilogue::SetY, act),
-        (Mlp::Experts(moe), _) => experts(b, rows, moe, input, act),
-    }
-    let epilogue = if let Mlp::Dense(_) = block.mlp { epilogue } else { ResidualEpilogue::Separate };
-    add_residual(b, rows, norms, spec.residual_scale, epilogue, act);
+    mlp(b, spec, &block.mlp, &block.mlp_norms, rows, act);
 }
 
 /// Ends a stack: returns hidden states of the rows that request them, and samples the tokens of the output
@@ -180,17 +163,14 @@ pub fn finish_stack<B: Backend>(
 fn compute_logits<B: Backend>(b: &mut B, head: &Head<B::Buf>, rows: usize, act: &mut Activations<B::Buf>) {
     let hidden = act.hidden;
     if let Some((project, activation, norm)) = &head.transform {
-        observe(b, &mut act.observer, (rows, hidden), &[&project.id], &act.selected);
         linear(b, rows, project, &act.selected, &mut act.selected_h);
         b.activate(rows, hidden, *activation, &mut act.selected_h, None);
         b.norm(rows, norm, &act.selected_h, &mut act.selected);
     }
     if let Some(project) = &head.project_out {
-        observe(b, &mut act.observer, (rows, hidden), &[&project.id], &act.selected);
         linear(b, rows, project, &act.selected, &mut act.selected_h);
     }
     let input = if head.project_out.is_some() { &act.selected_h } else { &act.selected };
-    observe(b, &mut act.observer, (rows, head.table.k), &[&head.id], input);
     let own = if head.vocab_split.is_some() { &mut act.local_logits } else { &mut act.logits };
     b.matmul(rows, &head.table, head.bias.as_ref(), input, own);
     if head.scale != 1.0 {
@@ -204,7 +184,7 @@ fn compute_logits<B: Backend>(b: &mut B, head: &Head<B::Buf>, rows: usize, act: 
     }
 }
 
-/// Appends `rows` rows of logits to `out`.
+/// Appends `rows` rows of logits to `out`, which allocates.
 fn append_logits<B: Backend>(
     b: &mut B,
     head: &Head<B::Buf>,
@@ -213,9 +193,10 @@ fn append_logits<B: Backend>(
     out: &mut StepOutput,
 ) {
     let vocab = head.vocab_split.as_ref().map_or(head.table.n, |spread| spread.widths.iter().sum());
-    let given = out.logits.len();
-    out.logits.resize(given + rows * vocab * size_of::<f32>(), 0);
-    b.download(logits, 0, &mut out.logits[given..]);
+    let ty = b.activation_type();
+    let mut bytes = vec![0; rows * vocab * ty.size()];
+    b.download(logits, 0, &mut bytes);
+    ty.append_f32(&bytes, &mut out.logits);
 }
 
 /// Stores the cross-attention keys and values of the encoder output in every decoder layer's cache, once per
@@ -244,13 +225,10 @@ fn attention_output<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    let epilogue = ResidualEpilogue::for_sublayer(b, spec, norms);
-    let to = match epilogue {
-        ResidualEpilogue::Fused => Epilogue::Add { x: &mut act.x, buffer: &mut act.y },
-        ResidualEpilogue::Separate => Epilogue::Set(&mut act.y),
-    };
-    run_gemms(b, rows, InputOperand::Given(&act.a), &mut act.observer, [(&weights.o, to)]);
-    add_residual(b, rows, norms, spec.residual_scale, epilogue, act);
+    let is_fused = can_fuse_residual(b, spec, norms);
+    let epilogue = residual_epilogue(is_fused, &mut act.x, &mut act.y);
+    run_gemms(b, rows, InputOperand::Given(&act.a), [(&weights.o, epilogue)]);
+    add_residual(b, rows, norms, spec.residual_scale, is_fused, act);
 }
 
 fn cross_attention<B: Backend>(
@@ -265,43 +243,36 @@ fn cross_attention<B: Backend>(
         Some(norm) => InputOperand::Normed { norm, x: &act.x, buffer: &mut act.h },
         None => InputOperand::Given(&act.x),
     };
-    run_gemms(b, rows, input, &mut act.observer, [(&weights.q, Epilogue::Set(&mut act.q))]);
+    run_gemms(b, rows, input, [(&weights.q, Epilogue::Set(&mut act.q))]);
     b.attention(&attention_shape(own, KvTable::Cross, None), &act.q, cache, &mut act.a);
     attention_output(b, spec, weights, norms, rows, act);
 }
 
-/// The way in which a sub-layer's output is added to the residual stream.
-#[derive(Clone, Copy)]
-enum ResidualEpilogue {
-    /// In the epilogue of the GEMM, because no operation comes between.
-    Fused,
-    /// In an operation of its own, after a reduction, a norm or a scale.
-    Separate,
+/// Returns whether the GEMM that ends a sub-layer can add its result to the residual stream: no reduction,
+/// norm or scale comes between.
+fn can_fuse_residual<B: Backend>(b: &B, spec: &LayerSpec, norms: &SublayerNorms<B::Buf>) -> bool {
+    let is_alone = b.rank_and_count().1 == 1;
+    is_alone && norms.out.is_none() && spec.residual_scale == 1.0
 }
 
-impl ResidualEpilogue {
-    fn for_sublayer<B: Backend>(b: &B, spec: &LayerSpec, norms: &SublayerNorms<B::Buf>) -> ResidualEpilogue {
-        let is_alone = b.rank_and_count().1 == 1;
-        if is_alone && norms.out.is_none() && spec.residual_scale == 1.0 {
-            ResidualEpilogue::Fused
-        } else {
-            ResidualEpilogue::Separate
-        }
-    }
+/// Returns the epilogue of the GEMM that ends a sub-layer: it adds to the residual stream x, or stores the
+/// sub-layer's output in y.
+fn residual_epilogue<'a, Buf>(is_fused: bool, x: &'a mut Buf, y: &'a mut Buf) -> Epilogue<&'a mut Buf> {
+    if is_fused { Epilogue::Add { x, buffer: y } } else { Epilogue::Set(y) }
 }
 
-/// Adds scale * y, the sub-layer's output, to x unless the GEMM has added it already, and applies the
-/// sub-layer's norms.
+/// Adds scale * y, the sub-layer's output, to x unless the GEMM has added it already (`is_fused`), and
+/// applies the sub-layer's norms.
 fn add_residual<B: Backend>(
     b: &mut B,
     rows: usize,
     norms: &SublayerNorms<B::Buf>,
     scale: f32,
-    epilogue: ResidualEpilogue,
+    is_fused: bool,
     act: &mut Activations<B::Buf>,
 ) {
     let hidden = act.hidden;
-    if let ResidualEpilogue::Separate = epilogue {
+    if !is_fused {
         b.all_reduce(rows, hidden, &mut act.y);
         if let Some(norm) = &norms.out {
             b.norm_in_place(rows, norm, &mut act.y);
@@ -313,86 +284,98 @@ fn add_residual<B: Backend>(
     }
 }
 
-/// The input of a feed-forward network.
-enum MlpOperand<'a, Buf> {
-    X,
-    H,
-    /// x after this norm.
-    Normed(&'a Norm<Buf>),
+/// Runs the feed-forward network of a layer, and adds its output to x. With parallel wiring, its input is in
+/// h already.
+fn mlp<B: Backend>(
+    b: &mut B,
+    spec: &LayerSpec,
+    mlp: &Mlp<B::Buf>,
+    norms: &SublayerNorms<B::Buf>,
+    rows: usize,
+    act: &mut Activations<B::Buf>,
+) {
+    let Activations { x, h, y, gate, up, router, shared, .. } = act;
+    let input = match (spec.wiring, &norms.pre) {
+        (Wiring::Sequential, Some(norm)) => InputOperand::Normed { norm, x, buffer: h },
+        (Wiring::Sequential | Wiring::ParallelTwoNorms, None) => InputOperand::Given(x),
+        (Wiring::Parallel | Wiring::ParallelTwoNorms, _) => InputOperand::Given(h),
+    };
+    let is_fused = match mlp {
+        Mlp::Dense(mlp) => {
+            dense_inner(b, rows, mlp, input, (gate, up));
+            let is_fused = can_fuse_residual(b, spec, norms);
+            dense_output(b, rows, mlp, (gate, up), residual_epilogue(is_fused, x, y));
+            is_fused
+        }
+        Mlp::Experts(moe) => {
+            // The input is read more than once.
+            let input = input.materialize(b, rows, moe.router.weight.k);
+            experts(b, rows, moe, input, MoeBuffers { gate, up, router, shared, y });
+            false
+        }
+    };
+    add_residual(b, rows, norms, spec.residual_scale, is_fused, act);
 }
 
-/// Destination of the output of a feed-forward network.
-#[derive(Clone, Copy)]
-enum MlpEpilogue {
-    /// Added to the residual stream x.
-    AddToStream,
-    /// Stored in y, the sub-layer's output.
-    SetY,
-    /// Stored beside the output of the chosen experts.
-    SetShared,
-}
-
-fn dense<B: Backend>(
+/// Computes gate and up, the inner layers of a dense feed-forward network before the activation function.
+fn dense_inner<B: Backend>(
     b: &mut B,
     rows: usize,
     mlp: &Dense<B::Buf>,
-    input: MlpOperand<B::Buf>,
-    epilogue: MlpEpilogue,
-    act: &mut Activations<B::Buf>,
+    input: InputOperand<B::Buf>,
+    (gate, up): (&mut B::Buf, &mut B::Buf),
 ) {
-    let input = match input {
-        MlpOperand::X => InputOperand::Given(&act.x),
-        MlpOperand::H => InputOperand::Given(&act.h),
-        MlpOperand::Normed(norm) => InputOperand::Normed { norm, x: &act.x, buffer: &mut act.h },
-    };
-    let (gate, up) = ((&mlp.gate, Epilogue::Set(&mut act.gate)), Epilogue::Set(&mut act.up));
+    let gate = (&mlp.gate, Epilogue::Set(gate));
     match &mlp.up {
-        Some(weight) => run_gemms(b, rows, input, &mut act.observer, [gate, (weight, up)]),
-        None => run_gemms(b, rows, input, &mut act.observer, [gate]),
+        Some(weight) => run_gemms(b, rows, input, [gate, (weight, Epilogue::Set(up))]),
+        None => run_gemms(b, rows, input, [gate]),
     }
-    let up = mlp.up.is_some().then_some(&act.up);
-    let activated = InputOperand::Activated { act: mlp.activation, gate: &mut act.gate, up };
-    let to = match epilogue {
-        MlpEpilogue::AddToStream => Epilogue::Add { x: &mut act.x, buffer: &mut act.y },
-        MlpEpilogue::SetY => Epilogue::Set(&mut act.y),
-        MlpEpilogue::SetShared => Epilogue::Set(&mut act.shared),
-    };
-    run_gemms(b, rows, activated, &mut act.observer, [(&mlp.down, to)]);
 }
 
+/// Computes the output of a dense feed-forward network from gate and up.
+fn dense_output<B: Backend>(
+    b: &mut B,
+    rows: usize,
+    mlp: &Dense<B::Buf>,
+    (gate, up): (&mut B::Buf, &B::Buf),
+    epilogue: Epilogue<&mut B::Buf>,
+) {
+    let up = mlp.up.is_some().then_some(up);
+    let activated = InputOperand::Activated { act: mlp.activation, gate, up };
+    run_gemms(b, rows, activated, [(&mlp.down, epilogue)]);
+}
+
+/// The activation buffers of a mixture of experts, besides its input.
+struct MoeBuffers<'a, Buf> {
+    gate: &'a mut Buf,
+    up: &'a mut Buf,
+    router: &'a mut Buf,
+    shared: &'a mut Buf,
+    /// The output.
+    y: &'a mut Buf,
+}
+
+/// Computes y, the output of a mixture of experts for its input x (rows, hidden).
 fn experts<B: Backend>(
     b: &mut B,
     rows: usize,
     moe: &Moe<B::Buf>,
-    input: MlpOperand<B::Buf>,
-    act: &mut Activations<B::Buf>,
+    x: &B::Buf,
+    MoeBuffers { gate, up, router, shared, y }: MoeBuffers<B::Buf>,
 ) {
-    // The normalized input is read more than once.
-    if let MlpOperand::Normed(norm) = input {
-        b.norm(rows, norm, &act.x, &mut act.h);
+    linear(b, rows, &moe.router, x, router);
+    b.moe(rows, &moe.shape, router, &moe.experts, x, y);
+    let Some(mlp) = &moe.shared else { return };
+    if let Some(gate_of_shared) = &moe.shared_router {
+        linear(b, rows, gate_of_shared, x, router);
     }
-    let (input, rest) = match input {
-        MlpOperand::X => (&act.x, MlpOperand::X),
-        MlpOperand::H | MlpOperand::Normed(_) => (&act.h, MlpOperand::H),
-    };
-    observe(b, &mut act.observer, (rows, moe.router.weight.k), &[&moe.router.id], input);
-    linear(b, rows, &moe.router, input, &mut act.router);
-    if let Some(observer) = &mut act.observer {
-        let width = moe.router.weight.k;
-        observer.observe_experts(b, (rows, width), (&moe.shape, &moe.input_matrices), &act.router, input);
-    }
-    b.moe(rows, &moe.shape, &act.router, &moe.experts, input, &mut act.y);
-    let Some(shared) = &moe.shared else { return };
-    if let Some(router) = &moe.shared_router {
-        observe(b, &mut act.observer, (rows, router.weight.k), &[&router.id], input);
-        linear(b, rows, router, input, &mut act.router);
-    }
-    dense(b, rows, shared, rest, MlpEpilogue::SetShared, act);
-    let hidden = act.hidden;
+    dense_inner(b, rows, mlp, InputOperand::Given(x), (gate, up));
+    dense_output(b, rows, mlp, (gate, up), Epilogue::Set(shared));
+    let hidden = moe.router.weight.k;
     if moe.shared_router.is_some() {
-        b.gate_rows(rows, hidden, &act.router, &mut act.shared);
+        b.gate_rows(rows, hidden, router, shared);
     }
-    b.add(rows, hidden, 1.0, &mut act.y, &act.shared);
+    b.add(rows, hidden, 1.0, y, shared);
 }
 
 /// Normalizes each head separately if the norm is as wide as a head, otherwise all heads together, including
@@ -428,39 +411,16 @@ fn linear<B: Backend>(b: &mut B, rows: usize, linear: &Linear<B::Buf>, x: &B::Bu
 }
 
 /// A weight, and the epilogue of its GEMM.
-type GemmTerm<'a, Buf> = (&'a Linear<Buf>, Epilogue<'a, Buf>);
+type GemmTerm<'a, Buf> = (&'a Linear<Buf>, Epilogue<&'a mut Buf>);
 
-/// Runs several GEMMs with the same input. If inputs are observed, the input is computed first and recorded.
+/// Runs several GEMMs with the same input.
 fn run_gemms<B: Backend, const N: usize>(
     b: &mut B,
     rows: usize,
     input: InputOperand<B::Buf>,
-    observer: &mut Option<Observer>,
     terms: [GemmTerm<B::Buf>; N],
 ) {
-    let input = match observer {
-        None => input,
-        Some(_) => {
-            let x = input.materialize(b, rows, terms[0].0.weight.k);
-            let ids = terms.each_ref().map(|(linear, _)| &linear.id);
-            observe(b, observer, (rows, terms[0].0.weight.k), &ids, x);
-            InputOperand::Given(x)
-        }
-    };
     let mut gemms =
-        terms.map(|(Linear { weight, bias, .. }, to)| Gemm { w: weight, bias: bias.as_ref(), epilogue: to });
+        terms.map(|(Linear { weight, bias }, epilogue)| Gemm { w: weight, bias: bias.as_ref(), epilogue });
     b.gemms(rows, input, &mut gemms);
-}
-
-/// Records x (rows, width) as the input of the matrices `ids`, if inputs are observed.
-fn observe<B: Backend>(
-    b: &mut B,
-    observer: &mut Option<Observer>,
-    size: (usize, usize),
-    ids: &[&MatrixId],
-    x: &B::Buf,
-) {
-    if let Some(observer) = observer {
-        observer.observe(b, size, ids, x);
-    }
 }

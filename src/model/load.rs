@@ -207,12 +207,8 @@ impl<'a, B: Backend> Loader<'a, B> {
             let (gate, down) = (loader.linear(&dense.gate)?.weight, loader.linear(&dense.down)?.weight);
             anyhow::Ok(Expert { gate, up, down })
         };
-        let matrix_ids = |dense: &DenseSpec| {
-            [&dense.gate].into_iter().chain(&dense.up).map(|linear| linear.weight.matrix_id()).collect()
-        };
         Ok(Moe {
             shape,
-            input_matrices: spec.experts.iter().map(matrix_ids).collect(),
             router: self.linear(&spec.router)?,
             experts: spec.experts.iter().map(|dense| expert(dense, self)).collect::<Result<_>>()?,
             shared: spec.shared.as_ref().map(|dense| self.dense(dense)).transpose()?,
@@ -228,7 +224,6 @@ impl<'a, B: Backend> Loader<'a, B> {
         Ok(Head {
             transform,
             project_out: spec.project_out.as_ref().map(|linear| self.linear(linear)).transpose()?,
-            id: spec.table.matrix_id(),
             table: self.table(&spec.table, spec.normalize_rows)?,
             vocab_split: spec.vocab_split.clone(),
             bias: spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?,
@@ -256,7 +251,7 @@ impl<'a, B: Backend> Loader<'a, B> {
     fn linear(&mut self, spec: &LinearSpec) -> Result<Linear<B::Buf>> {
         let weight = self.matrix(&spec.weight, false)?;
         let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
-        Ok(Linear { id: spec.weight.matrix_id(), weight, bias })
+        Ok(Linear { weight, bias })
     }
 
     /// Loads a matrix that may be shared.
@@ -287,8 +282,9 @@ impl<'a, B: Backend> Loader<'a, B> {
         self.record(taken.record(&piece.name))?;
         let (n, k) = (taken.n(), taken.k());
         let uploaded = self.backend.upload_weight(taken.ty, n, k, &taken.bytes);
-        let uploaded =
+        let mut uploaded =
             uploaded.with_context(|| format!("tensor '{}' of {} bytes", piece.name, taken.bytes.len()))?;
+        uploaded.id = Some(piece.matrix_id());
         // A copy read from disk is not needed any more.
         self.checkpoint.release(&piece.name);
         Ok(uploaded)

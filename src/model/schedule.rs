@@ -150,18 +150,14 @@ fn receive_activations<B: Backend>(
     act: &mut Activations<B::Buf>,
 ) {
     let from = from.expect("a stage without embeddings has a previous stage; this is a bug");
-    assert_eq!(
-        from.len(),
-        rows * act.hidden * size_of::<f32>(),
-        "not the bytes of {rows} rows; this is a bug"
-    );
+    assert_eq!(from.len(), rows * act.row_bytes, "not the bytes of {rows} rows; this is a bug");
     b.upload(&mut act.x, 0, from);
 }
 
 /// Sends x to the next stage, if this rank has to send it.
 fn send_activations<B: Backend>(b: &mut B, rows: usize, act: &Activations<B::Buf>, to: Option<&mut Vec<u8>>) {
     if let Some(to) = to {
-        to.resize(rows * act.hidden * size_of::<f32>(), 0);
+        to.resize(rows * act.row_bytes, 0);
         b.download(&act.x, 0, to);
     }
 }

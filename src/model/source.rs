@@ -16,7 +16,7 @@ use crate::formats::{
     ChatConfig, Checkpoint, DecoderStart, Folder, GenerationConfig, Gguf, HubConfig, Llama2cHeader,
     SamplingDefaults, SentenceConfig, is_pytorch,
 };
-use crate::quantize::{Observations, RoundingPolicy, WeightRules};
+use crate::quantize::{RoundingPolicy, WeightRules};
 use crate::specs;
 use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::QuantType;
@@ -74,8 +74,6 @@ pub struct ModelSource {
     pub weight_rules: WeightRules,
     /// Rounding of matrices that are converted to another format.
     pub rounding: RoundingPolicy,
-    /// Collects the inputs of GEMMs on all devices, if they are observed.
-    pub observations: Option<Arc<Observations>>,
     /// Progress of the devices that load the model.
     pub progress: Arc<Progress>,
 }
@@ -255,7 +253,6 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         sentence,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
-        observations: None,
         progress: Arc::default(),
         kind: SourceKind::HubFolder(folder),
     })
@@ -311,7 +308,6 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         sentence,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
-        observations: None,
         progress: Arc::default(),
         kind: SourceKind::Gguf(Arc::new(gguf)),
     })
@@ -333,7 +329,6 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         sentence: None,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
-        observations: None,
         progress: Arc::default(),
     })
 }
@@ -354,7 +349,6 @@ fn open_synthetic(shape: &SyntheticShape, spec_file: Option<&Path>) -> Result<Mo
         sentence: None,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
-        observations: None,
         progress: Arc::default(),
     })
 }

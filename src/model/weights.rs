@@ -4,7 +4,6 @@
 
 use super::shard::StageRole;
 use super::spec::{ColumnSplit, ModelSpec};
-use crate::quantize::MatrixId;
 use mainstem_kernels::{Activation, Expert, MoeShape, Norm, QuantType, RelativeBias, Rope, Weight};
 use std::sync::Arc;
 
@@ -105,13 +104,10 @@ pub struct Moe<Buf> {
     pub shared: Option<Dense<Buf>>,
     /// Gate of the shared expert, (1, hidden): its sigmoid multiplies the shared expert's output.
     pub shared_router: Option<Linear<Buf>>,
-    /// For each local expert, the matrices that read the layer's input.
-    pub input_matrices: Vec<Vec<MatrixId>>,
 }
 
 /// A linear layer: y = x · Wᵀ (+ b).
 pub struct Linear<Buf> {
-    pub id: MatrixId,
     pub weight: Weight<Buf>,
     /// Bias, F32, (n).
     pub bias: Option<Buf>,
@@ -122,7 +118,6 @@ pub struct Head<Buf> {
     pub transform: Option<(Linear<Buf>, Activation, Norm<Buf>)>,
     /// Projection to the width of the embedding.
     pub project_out: Option<Linear<Buf>>,
-    pub id: MatrixId,
     /// Matrix (tokens, width); the embedding table if the head is tied.
     pub table: Arc<Weight<Buf>>,
     /// The split of the vocabulary over ranks, if it is split.

@@ -7,8 +7,8 @@
 use super::ServeParts;
 use super::error::ApiError;
 use super::fields::{Fields, shorten};
+use super::prompt_ids::{PromptIds, check_encoder_input_len, check_vocabulary, encode};
 use super::prompts::{Prompt, parse_prompt, parse_token_id};
-use super::respond::{PromptIds, check_encoder_input_len, check_vocabulary, encode};
 use crate::actors::EncoderDecoderPrompting;
 use crate::request::RequestError;
 use serde_json::Value;

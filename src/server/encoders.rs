@@ -7,8 +7,9 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields, UnsupportedParams};
+use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode};
 use super::prompts::{Prompt, parse_prompts};
-use super::respond::{admit, check_encoder_input_len, check_vocabulary, encode, interrupt, parse_off_loop};
+use super::respond::{admit, interrupt, parse_off_loop};
 use super::{App, ServeParts};
 use crate::actors::TokenStream;
 use crate::actors::reply::RequestMetrics;

@@ -6,8 +6,8 @@
 use super::ServeParts;
 use super::error::ApiError;
 use super::params::StopConditions;
+use super::prompt_ids::encode;
 use super::prompts::Prompt;
-use super::respond::encode;
 use crate::actors::PromptingDefaults;
 use crate::text::Tokenizer;
 use std::sync::Arc;

@@ -40,6 +40,8 @@ mod fill_in_the_middle;
 
 mod prompts;
 
+mod prompt_ids;
+
 mod special_tokens;
 
 mod fields;

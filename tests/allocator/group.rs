@@ -61,7 +61,7 @@ pub fn devices_of_a_group_allocate_nothing_for_a_step(limits: StepLimits) {
     let factories = (0..3).map(|_| vec![idle(), idle()]).collect();
     let names = (0..3).map(|stage| (0..2).map(|rank| format!("a{stage}:{rank}")).collect()).collect();
     actix::System::new().block_on(async {
-        let config = GroupConfig { lanes: LANES, ..GroupConfig::new(names, limits, WIDTH) };
+        let config = GroupConfig { lanes: LANES, ..GroupConfig::new(names, limits, 4 * WIDTH) };
         let (group, _) = Group::start(factories, config).await.expect("it starts");
         let lane = |steps: usize| {
             let group = &group;

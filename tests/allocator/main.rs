@@ -262,7 +262,7 @@ fn parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step() {
             false => limits(&source),
         };
         let batches = if has_encoder { vec![encoder_batch(&limits, true)] } else { steps(&limits) };
-        let carried = |_| ActivationHandoff::with_capacity(&limits, source.spec.hidden);
+        let carried = |_| ActivationHandoff::with_capacity(&limits, 4 * source.spec.hidden);
         let mut carried: Vec<ActivationHandoff> = batches.iter().map(carried).collect();
         for (stage, rank) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
             let what = format!("{fixture}, member {rank} of stage {stage}");

@@ -8,19 +8,28 @@ use mainstem::export::{OutputFormat, write_model};
 use mainstem::model::executor::{Executor, KvCacheConfig, ModelExecutor};
 use mainstem::model::spec::{LayerSpec, MlpSpec, NormSpec, TensorSlice};
 use mainstem::model::{ModelRef, ModelSource, Shard, tensor_slices, tensors};
-use mainstem::quantize::{Observations, RoundingPolicy};
+use mainstem::quantize::{Observations, Observed, RoundingPolicy};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
-    ActivationPrecision, Fraction, HandoffPorts, KvTable, QuantType, SamplingParams, Span, SpanModel,
-    SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate,
+    ActivationPrecision, Backend, Fraction, HandoffPorts, KvTable, QuantType, SamplingParams, Span,
+    SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const ROWS: usize = 32;
 
-/// Runs the model on some tokens in one step and returns its output.
-fn read(source: &ModelSource, tokens: &[u32], want: SpanOutput) -> StepOutput {
+fn cpu() -> CpuBackend {
+    let cpu = CpuBackend::new(CpuConfig {
+        threads: 2,
+        isa: Isa::Auto,
+        activation_precision: ActivationPrecision::F32,
+    });
+    cpu.expect("there is a CPU")
+}
+
+/// Runs the model on some tokens in one step of a device and returns its output.
+fn read(device: impl Backend, source: &ModelSource, tokens: &[u32], want: SpanOutput) -> StepOutput {
     let limits = StepLimits {
         slots: 1,
         rows: ROWS,
@@ -34,14 +43,9 @@ fn read(source: &ModelSource, tokens: &[u32], want: SpanOutput) -> StepOutput {
         hidden: source.spec.hidden,
         attended_fraction: Fraction::ONE,
     };
-    let cpu = CpuBackend::new(CpuConfig {
-        threads: 2,
-        isa: Isa::Auto,
-        activation_precision: ActivationPrecision::F32,
-    });
     let kv = KvCacheConfig { ty: QuantType::F32, pages: 2 };
-    let (cpu, whole) = (cpu.expect("there is a CPU"), Shard::whole(&source.spec));
-    let mut model = ModelExecutor::new(cpu, source, &whole, kv, limits).expect("there is room");
+    let whole = Shard::whole(&source.spec);
+    let mut model = ModelExecutor::new(device, source, &whole, kv, limits).expect("there is room");
     let (mut batch, mut out) = (StepBatch::default(), StepOutput::default());
     batch.tokens.extend(tokens);
     batch.table_updates.push(TableUpdate { slot: 0, table: KvTable::Own, index: 0, page: 1 });
@@ -64,11 +68,9 @@ fn read(source: &ModelSource, tokens: &[u32], want: SpanOutput) -> StepOutput {
 }
 
 /// Runs the model on some tokens and returns the observed GEMM inputs.
-fn observed(source: &mut ModelSource, tokens: &[u32]) -> Arc<Observations> {
+fn observed(source: &ModelSource, tokens: &[u32]) -> Arc<Observations> {
     let seen = Arc::<Observations>::default();
-    source.observations = Some(seen.clone());
-    read(source, tokens, SpanOutput::All);
-    source.observations = None;
+    read(Observed::new(cpu(), seen.clone()), source, tokens, SpanOutput::All);
     seen
 }
 
@@ -94,9 +96,9 @@ fn numbers(source: &ModelSource, piece: &TensorSlice) -> Vec<f64> {
 /// final hidden states. The head is tied to the embedding.
 #[test]
 fn the_first_matrices_and_the_head_are_multiplied_by_what_is_known() {
-    let mut source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
+    let source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
     let tokens: Vec<u32> = (0..20).map(|n| 5 + n * 13).collect();
-    let seen = observed(&mut source, &tokens);
+    let seen = observed(&source, &tokens);
     let stack = source.spec.decoder.as_ref().expect("it is a decoder");
     let (layer, head) = (&stack.layers[0], stack.head.as_ref().expect("it has a head"));
     let embedding = &stack.embedding.as_ref().expect("it has one").table;
@@ -108,7 +110,7 @@ fn the_first_matrices_and_the_head_are_multiplied_by_what_is_known() {
         near(&seen.mean_squares(&piece.matrix_id()).expect("it was seen"), &column_mean_squares(&rows));
     }
     assert_eq!(head.table.name, embedding.name);
-    let out = read(&source, &tokens, SpanOutput::Hidden);
+    let out = read(cpu(), &source, &tokens, SpanOutput::Hidden);
     let states = out.hidden.chunks_exact(width).map(|row| row.iter().map(|x| f64::from(*x)).collect());
     near(
         &seen.mean_squares(&head.table.matrix_id()).expect("it was seen"),
@@ -133,9 +135,9 @@ fn rms_norm(source: &ModelSource, norm: &NormSpec, x: &[f64]) -> Vec<f64> {
 /// them. The input of `down` follows from that.
 #[test]
 fn what_lies_behind_attention_and_activation_is_what_a_token_makes_of_itself() {
-    let mut source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
+    let source = ModelSource::open(&ModelRef::Demo, None).expect("it is built in");
     let token = 77;
-    let seen = observed(&mut source, &[token]);
+    let seen = observed(&source, &[token]);
     let stack = source.spec.decoder.as_ref().expect("it is a decoder");
     let LayerSpec { attention, attention_norms, mlp, mlp_norms, .. } = &stack.layers[0];
     let MlpSpec::Dense(mlp) = mlp else { panic!("the demo model is dense") };
@@ -178,9 +180,9 @@ fn every_kind_of_matrix_is_seen_and_written_as_it_is_loaded() {
         ["gpt2", "phi3", "bloom", "opt_350m", "gemma2", "mixtral", "qwen2_moe", "dots1", "falcon_40b"];
     for name in names {
         let (model, room) = (family(name, "calibrate"), Room::new("calibrate"));
-        let mut source = opened(&model.0, "");
+        let source = opened(&model.0, "");
         let tokens: Vec<u32> = (0..24).map(|n| 1 + n * 7 % 90).collect();
-        let seen = observed(&mut source, &tokens);
+        let seen = observed(&source, &tokens);
         let stack = source.spec.decoder.as_ref().expect("it is a decoder");
         let mut experts = 0;
         for layer in &stack.layers {

@@ -10,22 +10,23 @@ use crate::model::executor::{KvCacheConfig, page_bytes, working_bytes};
 use crate::model::load;
 use crate::model::{ModelSource, ModelSpec, Partition, Shard, TensorRecord};
 use anyhow::{Context, Result, ensure};
-use mainstem_kernels::{QuantType, StepLimits};
+use mainstem_kernels::{ActivationType, QuantType, StepLimits};
 
 /// Returns the number of pages of the KV cache, including the null page, given the memory that `lanes` lanes
-/// need otherwise. An encoder-only model caches nothing: it has only the null page.
+/// need otherwise, and the type of the activations. An encoder-only model caches nothing: it has only the
+/// null page.
 pub(super) fn kv_plan(
     config: &Config,
     limits: &StepLimits,
     lanes: usize,
     source: &ModelSource,
-    partition: &Partition,
+    (partition, activation_type): (&Partition, ActivationType),
 ) -> Result<KvCacheConfig> {
     let kv = &config.kv;
     if source.spec.decoder.is_none() {
         return Ok(KvCacheConfig { ty: kv.ty, pages: 1 });
     }
-    let pools = memory_pools(config, limits, lanes, source, partition)
+    let pools = memory_pools(config, limits, lanes, source, (partition, activation_type))
         .with_context(|| format!("kv.page_size: a page of {} tokens is too large", kv.page_size))?;
     // Bytes of one page on all devices together.
     let page = pools.iter().map(|pool| pool.page_bytes).fold(0, usize::saturating_add).max(1);
@@ -70,10 +71,10 @@ struct MemoryPool {
 pub(super) fn stage_exchange_bytes(
     limits: &StepLimits,
     lanes: usize,
-    width: usize,
+    row_bytes: usize,
     partition: &Partition,
 ) -> impl Iterator<Item = usize> {
-    let room = Capacity { limits: *limits, width, max_steps: lanes };
+    let room = Capacity { limits: *limits, row_bytes, max_steps: lanes };
     let last = partition.stages.len() - 1;
     let stages = partition.stages.iter().enumerate();
     stages.map(move |(at, stage)| stage_buffer_bytes(stage.ranks.len(), (at < last).then_some(room)))
@@ -86,11 +87,12 @@ fn memory_pools(
     limits: &StepLimits,
     lanes: usize,
     source: &ModelSource,
-    partition: &Partition,
+    (partition, activation_type): (&Partition, ActivationType),
 ) -> Option<Vec<MemoryPool>> {
     let pool = |free| MemoryPool { devices: Vec::new(), free, page_bytes: 0, reserved: 0 };
     let (mut machine, mut nowhere) = (pool(available_memory()), pool(usize::MAX));
-    let between = stage_exchange_bytes(limits, lanes, source.spec.hidden, partition);
+    let row_bytes = source.spec.hidden * activation_type.size();
+    let between = stage_exchange_bytes(limits, lanes, row_bytes, partition);
     for ((devices, shards), between) in config.device.groups.iter().zip(partition.shards()).zip(between) {
         // The communication buffers are in the machine's memory, whatever the devices are.
         machine.reserved = machine.reserved.saturating_add(between);
@@ -100,7 +102,8 @@ fn memory_pools(
                 DeviceKind::Fake { .. } => &mut nowhere,
             };
             pool.add_device(device, shard_page_bytes(source, &shard, config.kv.ty, limits.page_positions)?);
-            pool.reserved = pool.reserved.saturating_add(shard_bytes(source, &shard, limits));
+            pool.reserved =
+                pool.reserved.saturating_add(shard_bytes(source, &shard, limits, activation_type));
         }
     }
     Some([machine, nowhere].into_iter().filter(|pool| !pool.devices.is_empty()).collect())
@@ -157,10 +160,11 @@ fn shard_page_bytes(
 }
 
 /// Returns the bytes of the shard's weights, lookup tables and activations.
-fn shard_bytes(source: &ModelSource, shard: &Shard, limits: &StepLimits) -> usize {
+fn shard_bytes(source: &ModelSource, shard: &Shard, limits: &StepLimits, ty: ActivationType) -> usize {
     let part = shard_spec(source, shard);
     let weights = load::records(source, &part).iter().map(TensorRecord::loaded_bytes).sum::<usize>();
-    weights.saturating_add(load::table_bytes(&part, limits)).saturating_add(working_bytes(&part, limits))
+    let tables = load::table_bytes(&part, limits);
+    weights.saturating_add(tables).saturating_add(working_bytes(&part, limits, ty))
 }
 
 /// Returns the specification of a shard.

@@ -29,7 +29,7 @@ use crate::telemetry;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
 use anyhow::{Result, ensure};
-use mainstem_kernels::StepLimits;
+use mainstem_kernels::{ActivationType, StepLimits};
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -46,8 +46,8 @@ pub const BIASES: usize = 512;
 pub struct EngineSetup {
     pub scheduler: SchedulerConfig,
     pub limits: StepLimits,
-    /// Width of the residual stream.
-    pub width: usize,
+    /// Bytes of a row of the residual stream, which a stage hands to the next.
+    pub row_bytes: usize,
     /// Number of micro-batches in flight (lanes), each with its own part of the slots; every lane has at
     /// least one slot.
     pub lanes: usize,
@@ -118,8 +118,14 @@ pub struct Actors {
 }
 
 impl EngineSetup {
-    /// Computes the sizes for the model `source`, partitioned by `partition`, under `config`.
-    pub fn new(config: &Config, source: &ModelSource, partition: Partition) -> Result<EngineSetup> {
+    /// Computes the sizes for the model `source`, partitioned by `partition`, under `config`. The activations
+    /// of all devices are of `activation_type`.
+    pub fn new(
+        config: &Config,
+        source: &ModelSource,
+        partition: Partition,
+        activation_type: ActivationType,
+    ) -> Result<EngineSetup> {
         let spec = &source.spec;
         let scheduler = config.scheduler.clone();
         ensure!(
@@ -130,7 +136,7 @@ impl EngineSetup {
         let context = context_length(&config.kv, spec.context)?;
         let mut limits = step_limits(config, spec, context);
         let lanes = lane_count(&scheduler, partition.stages.len());
-        let kv = memory::kv_plan(config, &limits, lanes, source, &partition)?;
+        let kv = memory::kv_plan(config, &limits, lanes, source, (&partition, activation_type))?;
         // No sequence is longer than the pool allows, so page tables need no more entries.
         let own_pages = (kv.pages - 1).saturating_sub(memory::min_encoder_pages(&limits));
         limits.positions = limits.positions.min(own_pages * limits.page_positions);
@@ -164,13 +170,12 @@ impl EngineSetup {
         };
         let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
         let assignments = model_source::assignments(source, &partition);
-        let (width, step_timeout) = (spec.hidden, config.device.step_timeout);
         Ok(EngineSetup {
             scheduler,
             limits,
-            width,
+            row_bytes: spec.hidden * activation_type.size(),
             lanes,
-            step_timeout,
+            step_timeout: config.device.step_timeout,
             kv,
             model,
             partition,
@@ -197,7 +202,7 @@ pub async fn start(
         lanes,
         step_timeout,
         status: status.clone(),
-        ..GroupConfig::new(names, setup.limits, setup.width)
+        ..GroupConfig::new(names, setup.limits, setup.row_bytes)
     };
     let (group, built) = Group::start(factories, config).await?;
     let group = Arc::new(group);

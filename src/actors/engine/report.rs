@@ -67,7 +67,8 @@ fn policy_name(policy: Policy) -> String {
 
 /// Returns the line about communication buffers, if there are several devices.
 fn exchange_line(setup: &EngineSetup) -> Option<String> {
-    let bytes: usize = stage_exchange_bytes(&setup.limits, setup.lanes, setup.width, &setup.partition).sum();
+    let EngineSetup { limits, lanes, row_bytes, partition, .. } = setup;
+    let bytes: usize = stage_exchange_bytes(limits, *lanes, *row_bytes, partition).sum();
     (bytes > 0).then(|| format!("exchanges    {:.1} MiB between devices", mib(bytes)))
 }
 

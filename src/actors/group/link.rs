@@ -24,8 +24,8 @@ pub struct StepSender {
 #[derive(Clone, Copy, Debug)]
 pub struct Capacity {
     pub limits: StepLimits,
-    /// Width of the residual stream.
-    pub width: usize,
+    /// Bytes of a row of the residual stream.
+    pub row_bytes: usize,
     /// Maximum number of steps on the group's devices at once.
     pub max_steps: usize,
 }
@@ -44,7 +44,7 @@ impl StepSender {
 impl Capacity {
     /// Allocates empty hand-off buffers of this capacity.
     pub fn new_handoff(&self) -> ActivationHandoff {
-        ActivationHandoff::with_capacity(&self.limits, self.width)
+        ActivationHandoff::with_capacity(&self.limits, self.row_bytes)
     }
 
     /// Returns the number of buffers of a link within a process: one per step in flight, and one for the step
@@ -56,7 +56,7 @@ impl Capacity {
 
     /// Returns the bytes of a link within a process.
     pub fn bytes(&self) -> usize {
-        ActivationHandoff::capacity_bytes(&self.limits, self.width).saturating_mul(self.buffer_count())
+        ActivationHandoff::capacity_bytes(&self.limits, self.row_bytes).saturating_mul(self.buffer_count())
     }
 }
 
@@ -99,7 +99,7 @@ mod tests {
         let boxes = [(); 2].map(|()| Arc::new(Mailbox::new(2)));
         let limits = LIMITS;
         let senders = boxes.iter().map(|mailbox| StepSender::new(mailbox.clone(), 7)).collect();
-        (local(senders, Capacity { limits, width: 2, max_steps: 2 }), boxes, limits)
+        (local(senders, Capacity { limits, row_bytes: 8, max_steps: 2 }), boxes, limits)
     }
 
     fn receive(mailbox: &Mailbox) -> (u64, u64, Arc<ActivationHandoff>) {
@@ -117,10 +117,10 @@ mod tests {
         for (positions, encoder_positions, stacks) in [(9, 0, 1), (0, 9, 1), (9, 9, 2)] {
             let (_, _, limits) = link();
             let limits = StepLimits { positions, encoder_positions, ..limits };
-            let capacity = Capacity { limits, width: 2, max_steps: 3 };
+            let capacity = Capacity { limits, row_bytes: 6, max_steps: 3 };
             let ActivationHandoff { encoder, decoder } = capacity.new_handoff();
             let made = (encoder.capacity() + decoder.capacity()) * capacity.buffer_count();
-            assert_eq!((capacity.bytes(), made), (4 * stacks * 4 * 2 * 4, capacity.bytes()));
+            assert_eq!((capacity.bytes(), made), (4 * stacks * 4 * 6, capacity.bytes()));
         }
     }
 

@@ -23,8 +23,8 @@ mod supervisor;
 
 pub use supervisor::Reports;
 
-use super::device::{ExecutorFactory, Step, StepResult};
 use super::status::Status;
+use super::step::{ExecutorFactory, Step, StepResult};
 use anyhow::{Context, Result, ensure};
 use link::{Capacity, LinkFactory};
 use mainstem_kernels::{DeviceError, StepLimits};
@@ -42,8 +42,8 @@ pub struct GroupConfig {
     /// The devices' names, by stage and rank.
     pub names: Vec<Vec<String>>,
     pub limits: StepLimits,
-    /// Width of the residual stream, which is handed over from stage to stage.
-    pub width: usize,
+    /// Bytes of a row of the residual stream, which is handed over from stage to stage.
+    pub row_bytes: usize,
     /// Maximum number of steps in flight, which is the number of lanes. More steps wait.
     pub lanes: usize,
     /// Maximum time between results while steps are in flight; `None` for no limit.
@@ -86,12 +86,12 @@ pub struct Group {
 impl GroupConfig {
     /// A configuration for devices of these names in one process, with one step in flight per stage and no
     /// timeout.
-    pub fn new(names: Vec<Vec<String>>, limits: StepLimits, width: usize) -> GroupConfig {
+    pub fn new(names: Vec<Vec<String>>, limits: StepLimits, row_bytes: usize) -> GroupConfig {
         let (lanes, status) = (names.len(), Arc::new(Status::new(Duration::ZERO, 0)));
         GroupConfig {
             names,
             limits,
-            width,
+            row_bytes,
             lanes,
             step_timeout: None,
             link_factory: Arc::new(link::local),
@@ -101,7 +101,7 @@ impl GroupConfig {
 
     /// Returns the maximum size of activation hand-offs between stages.
     fn link_capacity(&self) -> Capacity {
-        Capacity { limits: self.limits, width: self.width, max_steps: self.lanes }
+        Capacity { limits: self.limits, row_bytes: self.row_bytes, max_steps: self.lanes }
     }
 
     /// Returns what the log calls the group.

@@ -4,7 +4,7 @@
 //! on state lost in a fault runs or waits: a fault fails all of them, and later steps of the old epoch are
 //! refused.
 
-use crate::actors::device::{Step, StepResult};
+use crate::actors::step::{Step, StepResult};
 use mainstem_kernels::{DeviceError, StepBatch, StepLimits, StepOutput};
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -3,10 +3,9 @@
 //! Invariant: all formats show the same values.
 
 use super::partition::rows::{self as partition, PartitionFigures};
-use super::report::{
-    AllocatedMemory, BenchReport, EngineSettings, MachineInfo, ModelFacts, RowFigures, Summary,
-};
+use super::report::{AllocatedMemory, BenchReport, EngineSettings, MachineInfo, ModelFacts, RowFigures};
 use super::roofline::Bottleneck;
+use super::sample::Summary;
 use crate::cli::to_json;
 use mainstem_kernels::cpu::Roofline;
 use serde::Serialize;
@@ -211,8 +210,8 @@ fn mib(bytes: usize) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::TestKind;
     use super::super::report::tests::{report, row};
+    use super::super::sample::TestKind;
 
     #[test]
     fn all_forms_show_the_same_rows() {

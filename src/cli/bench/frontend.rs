@@ -7,7 +7,8 @@
 //! Invariant: a token is counted once, where it arrives.
 
 use super::client::{Client, events_in};
-use super::report::{BenchReport, BenchRow, Sample, TestKind};
+use super::report::{BenchReport, BenchRow};
+use super::sample::{Sample, TestKind};
 use crate::actors::device::ExecutorFactory;
 use crate::actors::engine::{BIASES, TOP_LOGPROBS};
 use crate::actors::{Engine, EngineSetup, IntakeHandle, ModelInfo, PromptingDefaults, SamplingDefaults};
@@ -315,7 +316,7 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
     let setup = EngineSetup {
         scheduler,
         limits,
-        width: 0,
+        row_bytes: 0,
         lanes: 1,
         step_timeout: None,
         kv,

@@ -2,8 +2,9 @@
 //!
 //! Invariant: fused decode is timed only while every sequence of the test is decoding.
 
-use super::report::{AllocatedMemory, BenchReport, BenchRow, ModelFacts, Sample, TestKind};
+use super::report::{AllocatedMemory, BenchReport, BenchRow, ModelFacts};
 use super::roofline::{self, StepWork};
+use super::sample::{Sample, TestKind};
 use super::suite::{BenchTest, SuiteArgs, size_cache};
 use super::usage;
 use crate::actors::{EngineSetup, IntakeHandle, TokenStream};

@@ -11,6 +11,7 @@ mod measure;
 mod partition;
 pub(super) mod report;
 mod roofline;
+mod sample;
 mod suite;
 
 use super::flags::{ConfigFlags, MODEL_HELP};

@@ -7,7 +7,7 @@
 //! Invariant: a fraction refers to the roofline measured right before its sample, with the device's threads
 //! and instruction set.
 
-use super::report::TestKind;
+use super::sample::TestKind;
 use crate::actors::engine::available_memory;
 use crate::config::{DeviceConfig, DeviceKind};
 use crate::model::ModelSource;

@@ -3,7 +3,7 @@
 //! Invariant: the engine has slots, rows, positions and pages for every selected test, so that none is
 //! rejected.
 
-use super::report::TestKind;
+use super::sample::TestKind;
 use super::usage;
 use crate::config::{Config, KvSize};
 use anyhow::Result;

@@ -11,6 +11,7 @@ use crate::actors::group::{Devices, Epoch, Group, GroupConfig};
 use crate::cli::start;
 use crate::config::{Config, DeviceKind, KvSize};
 use crate::model::ModelSource;
+use crate::quantize::Observations;
 use crate::text::Tokenizer;
 use anyhow::{Result, ensure};
 use mainstem_kernels::{
@@ -41,12 +42,14 @@ pub struct Evaluator {
 }
 
 impl Evaluator {
-    /// Loads the model for chunks of at most `context` tokens.
+    /// Loads the model for chunks of at most `context` tokens. If there are `observations`, the inputs of its
+    /// GEMMs are added to them.
     pub async fn start(
         config: &Config,
         source: &Arc<ModelSource>,
         tokenizer: &Arc<Tokenizer>,
         context: usize,
+        observations: Option<&Arc<Observations>>,
     ) -> Result<Evaluator> {
         let vocab = source.spec.vocab;
         let rows = (LOGIT_BYTES / (vocab * size_of::<f32>())).clamp(1, context);
@@ -55,7 +58,10 @@ impl Evaluator {
         let computes = !config.device.devices().any(|device| is_fake(device.kind));
         ensure!(computes, "fake devices compute nothing, so there are no logits");
         let setup = start::engine_setup(&config, source)?;
-        let factories = start::factories(&config.device, source, tokenizer, &setup);
+        let factories = match observations {
+            None => start::factories(&config.device, source, tokenizer, &setup),
+            Some(seen) => start::observed_factories(&config.device, source, tokenizer, &setup, seen),
+        };
         let (group, built) = Group::start(factories, group_config(&setup)).await?;
         let mut step = Box::new(Step::with_capacity(&setup.limits));
         step.batch.table_updates.extend(page_table(setup.limits.table_len()));
@@ -108,7 +114,7 @@ fn size_config(config: &Config, context: usize, rows: usize) -> Config {
 fn group_config(setup: &EngineSetup) -> GroupConfig {
     GroupConfig {
         step_timeout: setup.step_timeout,
-        ..GroupConfig::new(setup.partition.device_names(), setup.limits, setup.width)
+        ..GroupConfig::new(setup.partition.device_names(), setup.limits, setup.row_bytes)
     }
 }
 

@@ -134,11 +134,11 @@ async fn measure(options: &PerplexityOptions, config: Config) -> Result<Perplexi
 async fn score_all(subject: &Evaluation, report: &mut PerplexityReport, bar: &ProgressBar) -> Result<()> {
     bar.set_message("loading");
     let Evaluation { config, source, tokenizer, chunking: cut, .. } = subject;
-    let mut model = Evaluator::start(config, source, tokenizer, cut.context).await?;
+    let mut model = Evaluator::start(config, source, tokenizer, cut.context, None).await?;
     report.device = model.device.clone();
     let mut reference = match &subject.reference {
         Some(Reference { flag, config, source, .. }) => {
-            Some(Evaluator::start(config, source, tokenizer, cut.context).await.context(*flag)?)
+            Some(Evaluator::start(config, source, tokenizer, cut.context, None).await.context(*flag)?)
         }
         None => None,
     };

@@ -56,14 +56,13 @@ impl Calibration {
             named(),
             tokens.len()
         );
-        let seen = Arc::<Observations>::default();
-        (source.observations, source.progress) = (Some(seen.clone()), progress.clone());
+        source.progress = progress.clone();
         let cut = Chunking { context, stride: context };
         Ok(PreparedCalibration {
             config,
             source: Arc::new(source),
             tokenizer,
-            observations: seen,
+            observations: Arc::default(),
             tokens,
             chunking: cut,
             chunks: self.chunks,
@@ -79,11 +78,11 @@ impl PreparedCalibration {
     }
 
     async fn evaluate(&self) -> Result<()> {
-        let PreparedCalibration { config, source, tokenizer, chunking: cut, .. } = self;
+        let PreparedCalibration { config, source, tokenizer, observations, chunking: cut, .. } = self;
         let chunks: Vec<Chunk> = cut.chunks(&self.tokens).take(self.chunks).collect();
         let bar = evaluation::progress_bar(chunks.len());
         bar.set_message("loading");
-        let mut model = Evaluator::start(config, source, tokenizer, cut.context).await?;
+        let mut model = Evaluator::start(config, source, tokenizer, cut.context, Some(observations)).await?;
         bar.set_message("calibrating");
         for chunk in &chunks {
             for (rows, wanted) in chunk.steps(model.rows) {

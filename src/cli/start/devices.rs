@@ -6,38 +6,35 @@ use super::super::vocabulary;
 use crate::actors::EngineSetup;
 use crate::actors::device::ExecutorFactory;
 use crate::config::{DeviceConfig, DeviceKind, DeviceName};
+use crate::model::Shard;
 use crate::model::executor::{self, Executor, ExecutorReport, KvCacheConfig, ModelExecutor};
 use crate::model::fake::{self, FakeExecutor, StepTime};
 use crate::model::source::ModelSource;
-use crate::model::{Partition, Shard};
-use crate::planner::{DeviceCapacity, model_source};
+use crate::quantize::{Observations, Observed};
 use crate::text::Tokenizer;
-use anyhow::Result;
+use anyhow::{Result, bail};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig};
 use mainstem_kernels::reference::Reference;
-use mainstem_kernels::{Backend, Collective, StepLimits};
-use std::collections::BTreeMap;
+use mainstem_kernels::{ActivationType, Backend, Collective, StepLimits};
 use std::sync::Arc;
 
-/// Divides the model among the configured devices. If the kinds of devices differ and no layers are
-/// configured, the speed of each kind is measured first, which takes a fraction of a second.
-pub fn partition(config: &DeviceConfig, source: &ModelSource) -> Result<Partition> {
-    let mut speeds = BTreeMap::new();
-    let kinds = || config.devices().map(|device| device.kind);
-    let differ = kinds().any(|kind| kind != config.groups[0][0].kind);
-    if differ && config.layers.is_empty() {
-        for kind in kinds() {
-            if !speeds.contains_key(kind.name()) {
-                speeds.insert(kind.name(), super::measure::bandwidth(config, kind)?);
-            }
-        }
+/// Returns the type of the activations of the configured devices. Fails if they differ, because a stage hands
+/// its activations to the next as they are.
+pub fn activation_type(config: &DeviceConfig) -> Result<ActivationType> {
+    common_type(config.devices().map(|device| match device.kind {
+        DeviceKind::Cpu => CpuBackend::ACTIVATION_TYPE,
+        DeviceKind::Reference => Reference::ACTIVATION_TYPE,
+        DeviceKind::Fake { .. } => ActivationType::F32,
+    }))
+}
+
+fn common_type(types: impl Iterator<Item = ActivationType>) -> Result<ActivationType> {
+    let mut types: Vec<ActivationType> = types.collect();
+    types.dedup();
+    match types[..] {
+        [ty] => Ok(ty),
+        _ => bail!("device.groups: all devices must have activations of one type, not {types:?}"),
     }
-    // The devices share the machine's memory, so the split does not affect whether the model fits.
-    let place = |device: &DeviceName| DeviceCapacity {
-        speed: speeds.get(device.kind.name()).copied().unwrap_or(1.0),
-        memory: f64::INFINITY,
-    };
-    Ok(model_source::partition(source, config, place)?)
 }
 
 /// Returns a factory per device, stage by stage, by rank. Each call of a factory builds an executor from the
@@ -48,9 +45,36 @@ pub fn factories(
     tokenizer: &Arc<Tokenizer>,
     setup: &EngineSetup,
 ) -> Vec<Vec<ExecutorFactory>> {
+    factories_with(config, source, tokenizer, setup, None)
+}
+
+/// Returns factories as [`factories`] does, of devices that add the inputs of their GEMMs to `observations`.
+pub fn observed_factories(
+    config: &DeviceConfig,
+    source: &Arc<ModelSource>,
+    tokenizer: &Arc<Tokenizer>,
+    setup: &EngineSetup,
+    observations: &Arc<Observations>,
+) -> Vec<Vec<ExecutorFactory>> {
+    factories_with(config, source, tokenizer, setup, Some(observations))
+}
+
+fn factories_with(
+    config: &DeviceConfig,
+    source: &Arc<ModelSource>,
+    tokenizer: &Arc<Tokenizer>,
+    setup: &EngineSetup,
+    observations: Option<&Arc<Observations>>,
+) -> Vec<Vec<ExecutorFactory>> {
     let of_stage = |(devices, shards): (&Vec<DeviceName>, Vec<Shard>)| {
         let rank_factory = |(device, shard): (&DeviceName, Shard)| {
-            let part = DevicePart { source: source.clone(), shard, kv: setup.kv, limits: setup.limits };
+            let part = DevicePart {
+                source: source.clone(),
+                shard,
+                kv: setup.kv,
+                limits: setup.limits,
+                observations: observations.cloned(),
+            };
             factory(*device, config.clone(), part, tokenizer.clone())
         };
         devices.iter().zip(shards).map(rank_factory).collect()
@@ -64,6 +88,8 @@ struct DevicePart {
     shard: Shard,
     kv: KvCacheConfig,
     limits: StepLimits,
+    /// Collects the inputs of GEMMs, if they are observed.
+    observations: Option<Arc<Observations>>,
 }
 
 fn factory(
@@ -87,12 +113,23 @@ fn factory(
 
 /// Builds the executor of a rank of `stage` and loads its weights.
 fn build_executor<B: Backend>(
+    backend: B,
+    stage: Box<dyn Collective>,
+    part: &DevicePart,
+) -> Result<Box<dyn Executor>> {
+    match &part.observations {
+        None => load_executor(backend, stage, part),
+        Some(seen) => load_executor(Observed::new(backend, seen.clone()), stage, part),
+    }
+}
+
+fn load_executor<B: Backend>(
     mut backend: B,
     stage: Box<dyn Collective>,
     part: &DevicePart,
 ) -> Result<Box<dyn Executor>> {
     backend.join_stage(stage);
-    let DevicePart { source, shard, kv, limits } = part;
+    let DevicePart { source, shard, kv, limits, .. } = part;
     Ok(Box::new(ModelExecutor::new(backend, source, shard, *kv, *limits)?))
 }
 
@@ -153,4 +190,18 @@ pub fn merge_reports(built: Vec<ExecutorReport>) -> ExecutorReport {
 pub(super) fn cpu_backend(number: u32, config: &DeviceConfig) -> Result<CpuBackend> {
     let DeviceConfig { threads, isa, activation_precision: inputs, .. } = *config;
     Ok(CpuBackend::with_number(number, CpuConfig { threads, isa, activation_precision: inputs })?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_of_one_model_have_activations_of_one_type() {
+        use ActivationType::{BF16, F32};
+        let common = |types: &[ActivationType]| common_type(types.iter().copied());
+        assert_eq!(common(&[BF16, BF16]).ok(), Some(BF16));
+        let error = common(&[F32, BF16, BF16]).unwrap_err().to_string();
+        assert!(error.contains("device.groups") && error.contains("[F32, BF16]"), "{error}");
+    }
 }

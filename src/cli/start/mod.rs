@@ -4,9 +4,12 @@
 
 mod devices;
 
+mod partition;
+
 pub mod measure;
 
-pub use devices::{factories, forecast, merge_reports, partition};
+pub use devices::{activation_type, factories, forecast, merge_reports, observed_factories};
+pub use partition::partition;
 
 use super::spinner::Spinner;
 use crate::actors::engine::{self, Engine, EngineSetup};
@@ -65,7 +68,8 @@ pub async fn start_engine(config: &Config) -> Result<Engine> {
 
 /// Computes the engine's sizes for a model divided among the configured devices.
 pub fn engine_setup(config: &Config, source: &ModelSource) -> Result<EngineSetup> {
-    EngineSetup::new(config, source, partition(&config.device, source)?)
+    let activation_type = activation_type(&config.device)?;
+    EngineSetup::new(config, source, partition(&config.device, source)?, activation_type)
 }
 
 /// Opens a model and its tokenizer.

@@ -3,7 +3,8 @@
 //! Invariant: execution only creates values; no opcode has other effects. What a program can create is
 //! bounded before it is created: the stack here, everything else in the heap.
 
-use super::globals::{self, Global};
+use super::calls;
+use super::globals::Global;
 use super::opcodes::{Op, Reader};
 use super::tensor;
 use super::value::{Heap, Value};
@@ -184,7 +185,7 @@ impl<'a> Machine<'a> {
 
     fn reduce(&mut self) -> Result<()> {
         let (args, callable) = (self.pop()?, self.pop()?);
-        let made = globals::call(&mut self.heap, callable, args)?;
+        let made = calls::call(&mut self.heap, callable, args)?;
         self.push(made)
     }
 

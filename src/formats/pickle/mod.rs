@@ -7,11 +7,13 @@
 //! Invariant: any input yields tensors that lie inside the file, or an error. The cost is bounded: no
 //! recursion, and no more memory than a fixed amount plus a fraction of the file's length.
 
+mod calls;
 mod dtypes;
 mod globals;
 mod machine;
 mod opcodes;
 mod state_dict;
+mod storage;
 mod stream;
 mod tensor;
 mod value;

@@ -1,10 +1,11 @@
-//! Storages and tensors, from their description in the pickle to the location of their elements in the file.
+//! Storages and tensors: from their description in the pickle to the location of their elements in the file.
 //!
 //! Invariant: an entry created here lies inside its storage, which lies inside the file. All arithmetic is
 //! checked, because every number comes from the file.
 
 use super::dtypes::TorchDtype;
 use super::globals::Global;
+use super::storage::{PickledTensor, Storage};
 use super::value::{Heap, Value};
 use crate::formats::gather::{Gather, StoredElement};
 use crate::formats::{Layout, TensorEntry, elements};
@@ -17,31 +18,6 @@ const DIMENSIONS_MAX: usize = 64;
 
 /// Byte range of each storage in the file, by storage key.
 pub(super) type StorageRanges = BTreeMap<String, Range<usize>>;
-
-/// A storage, which is a sequence of elements in the file that tensors refer to, or a part of one.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Storage<'a> {
-    /// Key of the whole storage in the file.
-    pub(super) key: &'a str,
-    /// Element type; `None` for a storage of raw bytes.
-    ty: Option<&'static TorchDtype>,
-    /// Bytes of the whole storage.
-    bytes: usize,
-    /// Start and end of the part in use, in bytes from the start of the storage.
-    view_range: [usize; 2],
-}
-
-/// A tensor as the pickle describes it, not yet validated.
-#[derive(Debug)]
-pub(super) struct PickledTensor<'a> {
-    storage: Storage<'a>,
-    ty: &'static TorchDtype,
-    /// Index of the first element in the storage.
-    offset: usize,
-    pub(super) shape: Vec<usize>,
-    /// Distance between consecutive indices of each dimension, in elements.
-    pub(super) strides: Vec<usize>,
-}
 
 /// Creates the storage for a persistent id: ('storage', class, key, device, count), in older files followed
 /// by a view, which is None or (key, offset, count).

@@ -5,7 +5,7 @@
 //! The heap's size is bounded by [`CELLS_MAX`] for any sequence of opcodes.
 
 use super::globals::Global;
-use super::tensor::{PickledTensor, Storage};
+use super::storage::{PickledTensor, Storage};
 use anyhow::{Result, bail, ensure};
 
 /// Maximum size of a pickle's containers, tensors and memo together, in values; larger objects count as

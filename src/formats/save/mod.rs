@@ -15,7 +15,6 @@ pub use output::{AtomicOutput, Existing, check_only_known_files};
 pub use safetensors::safetensors_files;
 
 use super::elements;
-use super::safetensors::DTYPES;
 use mainstem_kernels::QuantType;
 
 /// A tensor to be written.
@@ -34,11 +33,6 @@ impl SavedTensor {
     pub fn bytes(&self) -> usize {
         let bytes = elements(&self.shape).and_then(|count| self.ty.bytes(count));
         bytes.expect("the size was checked when the tensor was read; this is a bug")
-    }
-
-    /// Whether safetensors cannot express the tensor, so that it is stored as U8 with metadata.
-    pub(super) fn is_packed(&self) -> bool {
-        self.transposed || !DTYPES.iter().any(|(_, ty)| *ty == self.ty)
     }
 }
 

@@ -5,7 +5,7 @@
 
 use super::{SavedFile, SavedTensor};
 use crate::formats::packed;
-use crate::formats::safetensors::{DTYPES, INDEX, SINGLE};
+use crate::formats::safetensors::{INDEX, SINGLE};
 use crate::formats::sharded::METADATA;
 use serde_json::{Map, Value, json};
 
@@ -48,7 +48,7 @@ fn shards(tensors: &[SavedTensor], bytes_max: usize) -> Vec<Vec<usize>> {
 }
 
 fn element_bytes(tensor: &SavedTensor) -> usize {
-    if tensor.is_packed() { 1 } else { tensor.ty.row().block_bytes }
+    if packed::is_packed(tensor) { 1 } else { tensor.ty.row().block_bytes }
 }
 
 /// Returns the header's length followed by the header.
@@ -68,7 +68,7 @@ fn header(tensors: &[SavedTensor], order: &[usize]) -> Vec<u8> {
 }
 
 fn tensor_header(tensor: &SavedTensor, begin: usize, end: usize) -> Value {
-    let known = DTYPES.iter().find(|(_, ty)| *ty == tensor.ty && !tensor.transposed);
+    let known = packed::DTYPES.iter().find(|(_, ty)| *ty == tensor.ty && !tensor.transposed);
     let (dtype, shape) = match known {
         Some((name, _)) => (*name, tensor.shape.clone()),
         None => {

@@ -20,15 +20,38 @@ pub struct Gemm<'a, Buf> {
     pub w: &'a Weight<Buf>,
     /// Bias (n), F32.
     pub bias: Option<&'a Buf>,
-    pub epilogue: Epilogue<'a, Buf>,
+    pub epilogue: Epilogue<&'a mut Buf>,
 }
 
-/// The epilogue of a GEMM: the destination of its result (rows, n).
-pub enum Epilogue<'a, Buf> {
+/// The epilogue of a GEMM: the destination of its result (rows, n), of type `Y`, and what happens to the
+/// values there.
+#[derive(Clone, Copy)]
+pub enum Epilogue<Y> {
     /// Overwrites y (rows, n).
-    Set(&'a mut Buf),
+    Set(Y),
     /// Adds to x (rows, n). `buffer` (rows, n) may be overwritten.
-    Add { x: &'a mut Buf, buffer: &'a mut Buf },
+    Add { x: Y, buffer: Y },
+}
+
+impl<Y> Epilogue<Y> {
+    /// Returns the epilogue with destinations of another type.
+    pub fn map<Z>(self, mut convert: impl FnMut(Y) -> Z) -> Epilogue<Z> {
+        match self {
+            Epilogue::Set(y) => Epilogue::Set(convert(y)),
+            Epilogue::Add { x, buffer } => Epilogue::Add { x: convert(x), buffer: convert(buffer) },
+        }
+    }
+}
+
+impl<Buf> Gemm<'_, Buf> {
+    /// Borrows the GEMM with its destination.
+    pub fn reborrow(&mut self) -> Gemm<'_, Buf> {
+        let epilogue = match &mut self.epilogue {
+            Epilogue::Set(y) => Epilogue::Set(&mut **y),
+            Epilogue::Add { x, buffer } => Epilogue::Add { x: &mut **x, buffer: &mut **buffer },
+        };
+        Gemm { w: self.w, bias: self.bias, epilogue }
+    }
 }
 
 impl<'a, Buf> InputOperand<'a, Buf> {

@@ -1,11 +1,18 @@
 //! The interface to a compute device: buffers, and the operations that a transformer layer consists of.
 //!
-//! Activations are F32, row-major and without padding: `(rows, width)`. Weights are `(n, k)`, row-major, in
-//! any [`QuantType`]. Every operation works on the rows of the current step.
+//! Activations are row-major and without padding: `(rows, width)`, in the backend's [`ActivationType`].
+//! Weights are `(n, k)`, row-major, in any [`QuantType`]. Every operation works on the rows of the current
+//! step.
 //!
 //! Invariant: the arithmetic of an output element depends only on the weight type, the shape and the
 //! position. It depends neither on how many rows share the step (batch invariance), nor on how a prompt is
 //! divided into spans, nor on slots, pages or the number of threads.
+
+mod error;
+
+mod delegate;
+
+mod activation_type;
 
 mod operands;
 
@@ -15,32 +22,20 @@ mod limits;
 
 mod gemms;
 
+pub use activation_type::ActivationType;
 pub use attention::{AttentionShape, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
+pub use error::DeviceError;
 pub use gemms::run_gemms_separately;
 pub use gemms::{Epilogue, Gemm, InputOperand};
 pub use limits::{Fraction, StepLimits};
 pub use operands::{
-    Activation, DynamicNtk, Expert, MoeShape, Norm, NormKind, Rope, RopeStyle, Scoring, Weight,
+    Activation, DynamicNtk, Expert, MatrixId, MoeShape, Norm, NormKind, Rope, RopeStyle, Scoring, Weight,
 };
 
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepTimes};
 use crate::collective::Collective;
 use crate::quant::{ActivationPrecision, QuantType};
 use std::ops::Range;
-
-/// An error of a device.
-#[derive(Clone, Debug, thiserror::Error)]
-pub enum DeviceError {
-    /// An allocation failed.
-    #[error("out of memory: {bytes} bytes cannot be allocated ({reason})")]
-    OutOfMemory { bytes: usize, reason: String },
-    /// The device does not support what was asked of it; the text says what.
-    #[error("{0}")]
-    Unsupported(String),
-    /// The device failed.
-    #[error("device fault: {0}")]
-    Fault(String),
-}
 
 /// A compute device: memory, the operations of a transformer, and the state of the slots.
 ///
@@ -50,8 +45,10 @@ pub enum DeviceError {
 /// starts with [`Backend::begin_step`], which sets the current rows; all further operations of the step work
 /// on them; and it ends with [`Backend::end_step`]. Nothing is allocated during a step.
 ///
-/// Shapes are written after the name of a buffer: x (rows, width). Unless stated otherwise, elements are F32
-/// and a buffer may be longer than its shape; elements beyond the shape are neither read nor written.
+/// Shapes are written after the name of a buffer: x (rows, width). Elements of activations, which include
+/// logits, are of [`Backend::activation_type`]. All other elements are F32 unless stated otherwise: norms,
+/// biases, and the tables and angles of RoPE. A buffer may be longer than its shape; elements beyond the
+/// shape are neither read nor written.
 /// Operations return no errors: sizes and indices are validated when a model is loaded and when a step is
 /// built. An implementation asserts them, so a violation is a bug and panics.
 pub trait Backend: Send + 'static {
@@ -74,6 +71,10 @@ pub trait Backend: Send + 'static {
     /// Returns the precision of the activations in GEMMs with quantized weights.
     fn activation_precision(&self) -> ActivationPrecision;
 
+    /// Returns the element type of activation buffers, which is also that of the rows that a pipeline stage
+    /// hands to the next.
+    fn activation_type(&self) -> ActivationType;
+
     /// Joins a stage as one of its tensor-parallel ranks; before, the device is the only rank. A device whose
     /// buffers lie in host memory runs its collective operations through `stage`. A device with its own
     /// memory uses `stage` only to set up a direct connection to the other ranks (for example NCCL).
@@ -92,7 +93,7 @@ pub trait Backend: Send + 'static {
     fn download(&mut self, from: &Self::Buf, offset: usize, bytes: &mut [u8]);
 
     /// Uploads a matrix (n, k). `bytes` holds its blocks of format `ty`, little-endian, row-major; the device
-    /// may repack them. Fails when memory is exhausted or the format is not supported.
+    /// may repack them. The weight has no id. Fails when memory is exhausted or the format is not supported.
     fn upload_weight(
         &mut self,
         ty: QuantType,

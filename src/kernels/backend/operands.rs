@@ -3,9 +3,13 @@
 //! Invariant: every number that affects the arithmetic is in one of these types or in a weight.
 
 use crate::quant::QuantType;
+use std::sync::Arc;
 
 /// A weight matrix (n, k) in device memory: n outputs, k inputs.
 pub struct Weight<Buf> {
+    /// The matrix of the model's files that this is, or is a part of; `None` until the loader sets it.
+    /// Backends ignore it, unless they report something by matrix.
+    pub id: Option<MatrixId>,
     /// The data, in a layout that is private to the backend.
     pub buf: Buf,
     /// Storage format.
@@ -14,6 +18,25 @@ pub struct Weight<Buf> {
     pub n: usize,
     /// Input features: columns of the matrix.
     pub k: usize,
+}
+
+/// Identifies a stored matrix: a whole tensor, or one of the matrices stacked in it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct MatrixId {
+    tensor: Arc<str>,
+    plane: usize,
+}
+
+impl MatrixId {
+    /// Identifies a matrix by its tensor's name and its index in that tensor; 0 for a whole tensor.
+    pub fn new(tensor: &str, plane: usize) -> MatrixId {
+        MatrixId { tensor: tensor.into(), plane }
+    }
+
+    /// Returns the name of the tensor.
+    pub fn tensor(&self) -> &str {
+        &self.tensor
+    }
 }
 
 /// Normalization of each row, followed by `* weight + bias`. Weight and bias are F32 (width); both are

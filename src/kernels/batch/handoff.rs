@@ -3,10 +3,9 @@
 //! Invariant: for steps within the limits, the buffers never grow.
 
 use serde::{Deserialize, Serialize};
-use std::mem::size_of;
 
-/// The residual stream of a step between two pipeline stages: (rows, hidden) for each stack, F32,
-/// little-endian.
+/// The residual stream of a step between two pipeline stages: (rows, hidden) for each stack, in the
+/// [`crate::ActivationType`] of the sending device, little-endian. The receiving device has the same type.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ActivationHandoff {
     /// Rows of the encoder; after its last layer, the encoder output that the decoder attends to. Empty if no
@@ -26,22 +25,22 @@ pub struct HandoffPorts<'a> {
 }
 
 impl ActivationHandoff {
-    /// Allocates buffers for any step within `limits` of a model with width `hidden`.
-    pub fn with_capacity(limits: &crate::StepLimits, hidden: usize) -> ActivationHandoff {
-        let [encoder, decoder] = Self::stack_capacities(limits, hidden);
+    /// Allocates buffers for any step within `limits` whose rows have `row_bytes` bytes.
+    pub fn with_capacity(limits: &crate::StepLimits, row_bytes: usize) -> ActivationHandoff {
+        let [encoder, decoder] = Self::stack_capacities(limits, row_bytes);
         ActivationHandoff { encoder: Vec::with_capacity(encoder), decoder: Vec::with_capacity(decoder) }
     }
 
     /// Returns the total capacity of such buffers, in bytes.
-    pub fn capacity_bytes(limits: &crate::StepLimits, hidden: usize) -> usize {
-        let [encoder, decoder] = Self::stack_capacities(limits, hidden);
+    pub fn capacity_bytes(limits: &crate::StepLimits, row_bytes: usize) -> usize {
+        let [encoder, decoder] = Self::stack_capacities(limits, row_bytes);
         encoder.saturating_add(decoder)
     }
 
     /// Returns the capacity for each stack, in bytes: the rows of the largest step if the model has the
     /// stack.
-    fn stack_capacities(limits: &crate::StepLimits, hidden: usize) -> [usize; 2] {
-        let rows = limits.rows.saturating_mul(hidden).saturating_mul(size_of::<f32>());
-        [limits.encoder_positions, limits.positions].map(|positions| if positions > 0 { rows } else { 0 })
+    fn stack_capacities(limits: &crate::StepLimits, row_bytes: usize) -> [usize; 2] {
+        let bytes = limits.rows.saturating_mul(row_bytes);
+        [limits.encoder_positions, limits.positions].map(|positions| if positions > 0 { bytes } else { 0 })
     }
 }

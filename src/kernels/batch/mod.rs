@@ -1,17 +1,19 @@
 //! The data that the decode loop and a device exchange: the input and the output of one step, without
-//! padding.
+//! padding; and the state that a device derives from the inputs.
 //!
 //! Invariant: plain data with fixed capacity. The decode loop builds a batch, the device reads it, and the
 //! batch returns to be reused; neither direction allocates.
 
 mod handoff;
 mod sampling;
+mod step;
 
 #[cfg(test)]
 mod tests;
 
 pub use handoff::{ActivationHandoff, HandoffPorts};
 pub use sampling::{SampleMode, SampledToken, SamplingParams, StepOutput, StepTimes};
+pub use step::{RowSpan, StepRow, StepState};
 
 use crate::backend::KvTable;
 use serde::{Deserialize, Serialize};

@@ -20,6 +20,7 @@ mod matmul;
 mod moe;
 mod norm;
 mod rope;
+mod rows;
 mod stage;
 mod state;
 
@@ -46,6 +47,7 @@ pub use moe::{moe, moe_batch_invariance, moe_expert_subsets, moe_preparation};
 pub use norm::norm;
 pub use properties::{batch_invariance, chunking, moves, output_selection, paging, stale_pages};
 pub use rope::{angles, rope};
+pub use rows::{row_tokens, visible_values};
 pub use sampling::sample_tokens;
 pub use sparse::{top_k_attention, unselected_values};
 pub use splits::{
@@ -95,6 +97,8 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     allocated_bytes(make);
     step_brackets(make);
     slot_state(make);
+    row_tokens(make);
+    visible_values(make);
     gather(make);
     samples_by_stack(make);
     hidden(make);

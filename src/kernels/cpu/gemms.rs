@@ -6,13 +6,12 @@
 //! Invariant: how a weight is stored and multiplied depends only on its format and the device's
 //! [`ActivationPrecision`].
 
-#![allow(unsafe_code)]
-
 use super::bf16::{Bf16Isa, Bf16Scratch};
 use super::f32_gemm::F32Scratch;
 use super::gemm_input::{GemmInput, RowBuffers};
+use super::gemm_task::{GemmTask, PackedInput};
 use super::packed::Int8Scratch;
-use super::pool::{SharedSlice, ThreadPool};
+use super::pool::ThreadPool;
 use super::simd::Level;
 use crate::backend::{DeviceError, Weight};
 use crate::host::{HostBuf, HostMemory};
@@ -60,67 +59,6 @@ impl ScratchWidths {
             bf16: self.bf16.max(other.bf16),
         }
     }
-}
-
-/// One of several GEMMs with the same input, whose output the threads share.
-pub struct GemmTask<'a> {
-    pub w: &'a Weight<HostBuf>,
-    bias: Option<&'a [f32]>,
-    epilogue: RowEpilogue,
-    /// (m, n).
-    y: SharedSlice<'a, f32>,
-}
-
-/// Epilogue of a row: a result is written, or added to what is there.
-#[derive(Clone, Copy)]
-pub enum RowEpilogue {
-    Set,
-    Add,
-}
-
-impl<'a> GemmTask<'a> {
-    /// Creates a GEMM that writes or adds x · wᵀ, plus `bias` if given, to y (m, n).
-    pub fn new(
-        w: &'a Weight<HostBuf>,
-        bias: Option<&'a HostBuf>,
-        (epilogue, y): (RowEpilogue, &'a mut HostBuf),
-        rows: usize,
-    ) -> GemmTask<'a> {
-        let bias = bias.map(|bias| &bias.f32()[..w.n]);
-        GemmTask { w, bias, epilogue, y: SharedSlice::new(&mut y.f32_mut()[..rows * w.n]) }
-    }
-
-    /// Applies the epilogue to the sums of one row, for the outputs from `first` on.
-    ///
-    /// # Safety
-    /// * No other thread writes these outputs of this row.
-    #[inline(always)]
-    pub unsafe fn write(&self, row: usize, first: usize, sums: &[f32]) {
-        let start = row * self.w.n + first;
-        // SAFETY: the caller's promise.
-        let y = unsafe { self.y.slice_mut(start..start + sums.len()) };
-        let zip = y.iter_mut().zip(sums);
-        match (self.bias, self.epilogue) {
-            (None, RowEpilogue::Set) => zip.for_each(|(y, sum)| *y = *sum),
-            (None, RowEpilogue::Add) => zip.for_each(|(y, sum)| *y += *sum),
-            (Some(bias), RowEpilogue::Set) => {
-                zip.zip(&bias[first..]).for_each(|((y, sum), bias)| *y = *sum + *bias);
-            }
-            (Some(bias), RowEpilogue::Add) => {
-                zip.zip(&bias[first..]).for_each(|((y, sum), bias)| *y += *sum + *bias);
-            }
-        }
-    }
-}
-
-/// An input that is packed for one kind of GEMM.
-pub trait PackedInput: Sync {
-    /// Returns the number of outputs of one work item: as many as give it a suitable number of bytes, at most
-    /// `max`, rounded up to whole tiles.
-    fn outputs_per_item(&self, w: &Weight<HostBuf>, max: usize) -> usize;
-
-    /// Computes a work item: all rows with a range of outputs. `worker` runs no other item meanwhile.
-    fn multiply(&self, worker: usize, gemm: &GemmTask, outputs: Range<usize>);
 }
 
 /// Scratch of all kinds of GEMMs.

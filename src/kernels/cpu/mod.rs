@@ -9,10 +9,10 @@ mod config;
 #[cfg_attr(not(target_arch = "x86_64"), path = "no_amx.rs")]
 mod amx;
 mod gemm_input;
+mod gemm_task;
 mod gemms;
 mod pool;
 mod simd;
-mod step;
 
 mod activation;
 mod attention;
@@ -31,17 +31,19 @@ pub use config::{CpuConfig, Isa};
 pub use roofline::{Roofline, RooflineMeter};
 
 use crate::backend::{
-    Activation, AttentionShape, Backend, DeviceError, Epilogue, Expert, Gemm, InputOperand, KvLayer,
-    KvLayout, KvTable, MoeShape, Norm, Rope, StepLimits, Weight,
+    Activation, ActivationType, AttentionShape, Backend, DeviceError, Epilogue, Expert, Gemm, InputOperand,
+    KvLayer, KvLayout, KvTable, MoeShape, Norm, Rope, StepLimits, Weight,
 };
-use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepTimes};
+use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepState, StepTimes};
 use crate::clock::StepClock;
 use crate::collective::Collective;
 use crate::host::{HostBuf, HostMemory};
 use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
 use crate::stage::StageCollective;
+use attention::SpanItems;
 use bf16::Bf16Isa;
 use gemm_input::{GemmInput, InputValues};
+use gemm_task::GemmTask;
 use gemms::{GEMMS_PER_JOB, GemmScratch, ScratchWidths};
 use moe::{MoeScratch, MoeScratchSizes};
 use pool::ThreadPool;
@@ -49,7 +51,6 @@ use sample::SampleScratch;
 use scratch::ScratchSizes;
 use simd::Level;
 use std::ops::Range;
-use step::StepState;
 
 /// Bytes of a weight that one work item copies during an upload.
 const UPLOAD_ITEM_BYTES: usize = 1 << 22;
@@ -65,6 +66,8 @@ pub struct CpuBackend {
     bf16_isa: Option<Bf16Isa>,
     gemm_scratch: Option<GemmScratch>,
     attention_scratch: Option<HostBuf>,
+    /// Attention's map from work items to spans.
+    span_items: Vec<SpanItems>,
     moe_scratch: Option<MoeScratch>,
     scratch_sizes: ScratchSizes,
     memory: HostMemory,
@@ -72,6 +75,9 @@ pub struct CpuBackend {
 }
 
 impl CpuBackend {
+    /// The element type of activations.
+    pub const ACTIVATION_TYPE: ActivationType = ActivationType::F32;
+
     /// Creates device number 0 and starts its worker threads.
     ///
     /// Fails when the configuration has no threads or the CPU lacks the requested instruction set.
@@ -107,6 +113,7 @@ impl CpuBackend {
             bf16_isa,
             gemm_scratch: None,
             attention_scratch: None,
+            span_items: Vec::new(),
             moe_scratch: None,
             scratch_sizes: ScratchSizes::default(),
             memory: HostMemory::default(),
@@ -162,15 +169,6 @@ impl CpuBackend {
 
 const NOT_PREPARED: &str = "prepare must be called before the first step; this is a bug";
 
-/// Converts a backend GEMM to the form that the kernels' threads use.
-fn gemm_task<'a>(gemm: &'a mut Gemm<HostBuf>, rows: usize) -> gemms::GemmTask<'a> {
-    let to = match &mut gemm.epilogue {
-        Epilogue::Set(y) => (gemms::RowEpilogue::Set, &mut **y),
-        Epilogue::Add { x, .. } => (gemms::RowEpilogue::Add, &mut **x),
-    };
-    gemms::GemmTask::new(gemm.w, gemm.bias, to, rows)
-}
-
 impl Backend for CpuBackend {
     type Buf = HostBuf;
 
@@ -189,6 +187,10 @@ impl Backend for CpuBackend {
 
     fn activation_precision(&self) -> ActivationPrecision {
         self.activation_precision
+    }
+
+    fn activation_type(&self) -> ActivationType {
+        CpuBackend::ACTIVATION_TYPE
     }
 
     fn join_stage(&mut self, stage: Box<dyn Collective>) {
@@ -232,7 +234,7 @@ impl Backend for CpuBackend {
                 to.copy_from_slice(&bytes[part * UPLOAD_ITEM_BYTES..][..to.len()]);
             }),
         }
-        Ok(Weight { buf, ty, n, k })
+        Ok(Weight { id: None, buf, ty, n, k })
     }
 
     fn weight_bytes(&self, ty: QuantType, n: usize, k: usize) -> usize {
@@ -263,6 +265,7 @@ impl Backend for CpuBackend {
             ..ScratchSizes::default()
         })?;
         self.step = Some(StepState::new(limits));
+        self.span_items = Vec::with_capacity(limits.rows);
         self.sample_scratch = Some(SampleScratch::new(limits, self.pool.threads()));
         Ok(())
     }
@@ -328,7 +331,7 @@ impl Backend for CpuBackend {
         let scratch = self.gemm_scratch.as_mut().expect(NOT_PREPARED);
         for gemms in gemms.chunks_mut(GEMMS_PER_JOB) {
             let mut gemms = gemms.iter_mut();
-            let job = std::array::from_fn(|_| gemms.next().map(|gemm| gemm_task(gemm, rows)));
+            let job = std::array::from_fn(|_| gemms.next().map(|gemm| GemmTask::new(gemm.reborrow(), rows)));
             scratch.multiply(&mut self.pool, self.level, &input, &job);
         }
     }
@@ -372,13 +375,14 @@ impl Backend for CpuBackend {
         cache: &KvLayer<HostBuf>,
         out: &mut HostBuf,
     ) {
-        let step = self.step.as_mut().expect(NOT_PREPARED);
+        let step = self.step.as_ref().expect(NOT_PREPARED);
         let scratch = self
             .attention_scratch
             .as_mut()
             .expect("attention scratch exists once alloc_kv has allocated a cache; this is a bug")
             .f32_mut();
         let inputs = attention::AttentionInputs { shape, q: q.f32(), cache };
+        let scratch = (&mut self.span_items, scratch);
         attention::attention(&mut self.pool, self.level, step, inputs, out.f32_mut(), scratch);
     }
 

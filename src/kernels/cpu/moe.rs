@@ -10,10 +10,11 @@
 #![allow(unsafe_code)]
 
 use super::gemm_input::{GemmInput, InputValues};
-use super::gemms::{GemmScratch, GemmTask, RowEpilogue};
+use super::gemm_task::GemmTask;
+use super::gemms::GemmScratch;
 use super::pool::{SharedSlice, ThreadPool};
 use super::simd::{Kernel, LANES, Level, Simd, exp, sigmoid};
-use crate::backend::{DeviceError, Expert, MoeShape, Scoring};
+use crate::backend::{DeviceError, Epilogue, Expert, Gemm, MoeShape, Scoring, Weight};
 use crate::host::{HostBuf, HostMemory};
 use std::ops::Range;
 
@@ -280,8 +281,8 @@ impl ExpertPass<'_> {
         let MoeScratch { x, y, gate, up, .. } = &mut **scratch;
         let x = GemmInput { rows, k: hidden, values: InputValues::Given(&x.f32()[..rows * hidden]) };
         let both = [
-            Some(GemmTask::new(&expert.gate, None, (RowEpilogue::Set, gate), rows)),
-            expert.up.as_ref().map(|w| GemmTask::new(w, None, (RowEpilogue::Set, up), rows)),
+            Some(gemm_to(&expert.gate, gate, rows)),
+            expert.up.as_ref().map(|w| gemm_to(w, up, rows)),
             None,
             None,
         ];
@@ -289,7 +290,7 @@ impl ExpertPass<'_> {
         let up = expert.up.as_ref().map(|_| up.f32());
         let values = InputValues::Activated(shape.activation, gate.f32(), up);
         let x = GemmInput { rows, k: shape.width, values };
-        let down = GemmTask::new(&expert.down, None, (RowEpilogue::Set, y), rows);
+        let down = gemm_to(&expert.down, y, rows);
         gemms.multiply(pool, *level, &x, &[Some(down), None, None, None]);
     }
 
@@ -305,4 +306,9 @@ impl ExpertPass<'_> {
             y.iter_mut().zip(result).for_each(|(y, result)| *y += score * *result);
         });
     }
+}
+
+/// Returns the GEMM of an expert's weight, without bias, that overwrites y (rows, n).
+fn gemm_to<'a>(w: &'a Weight<HostBuf>, y: &'a mut HostBuf, rows: usize) -> GemmTask<'a> {
+    GemmTask::new(Gemm { w, bias: None, epilogue: Epilogue::Set(y) }, rows)
 }

@@ -4,8 +4,8 @@
 //! Invariant: the angles of a row depend only on its position and on the reserved length of its sequence.
 
 use super::pool::ThreadPool;
-use super::step::StepState;
 use crate::backend::{DynamicNtk, Rope, RopeStyle};
+use crate::batch::StepState;
 use crate::host::HostBuf;
 
 /// Writes the cosine and sine of each row's pairs to angles (rows, dims / 2, 2).

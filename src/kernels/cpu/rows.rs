@@ -5,9 +5,9 @@
 
 use super::pool::ThreadPool;
 use super::simd::{FloatFormat, FloatFormatOp, dispatch_float_format};
-use super::step::StepState;
 use super::{bf16, packed};
 use crate::backend::Weight;
+use crate::batch::StepState;
 use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, OperandFormat};
 use std::ops::Range;

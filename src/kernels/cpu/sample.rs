@@ -10,9 +10,8 @@
 #![allow(unsafe_code)]
 
 use super::pool::{SharedSlice, ThreadPool};
-use super::step::StepState;
 use crate::backend::StepLimits;
-use crate::batch::{SampleMode, SampledToken, SamplingParams, StepOutput};
+use crate::batch::{SampleMode, SampledToken, SamplingParams, StepOutput, StepState};
 use crate::random::uniform;
 use std::ops::Range;
 

@@ -4,7 +4,8 @@
 //! Invariant: joining the result of a split gives the original block, byte for byte.
 
 use super::affine::{self, AffineFormat};
-use super::{QuantType, blocks, group, superblocks};
+use super::superblocks::{join_q4_k, join_q6_k, split_q4_k, split_q6_k};
+use super::{QuantType, blocks, group};
 
 /// Functions that split the blocks of a format and join them again. A quant is an unsigned byte, in the order
 /// of the elements.
@@ -25,9 +26,9 @@ pub(super) fn block_split(ty: QuantType) -> Option<BlockSplit> {
         Q8_0 => BlockSplit { param_bytes: 2, split: blocks::split_q8_0, join: blocks::join_q8_0 },
         Q4_0 => BlockSplit { param_bytes: 2, split: blocks::split_q4::<2>, join: blocks::join_q4::<2> },
         Q4_1 => BlockSplit { param_bytes: 4, split: blocks::split_q4::<4>, join: blocks::join_q4::<4> },
-        Q4_K => superblocks::q4_k_split::<4>(),
-        Q5_K => superblocks::q4_k_split::<5>(),
-        Q6_K => superblocks::Q6_K_SPLIT,
+        Q4_K => BlockSplit { param_bytes: 16, split: split_q4_k::<4>, join: join_q4_k::<4> },
+        Q5_K => BlockSplit { param_bytes: 16, split: split_q4_k::<5>, join: join_q4_k::<5> },
+        Q6_K => BlockSplit { param_bytes: 18, split: split_q6_k, join: join_q6_k },
         Q6_B64T1 => affine_split::<affine::Q6B64T1>(),
         Q5_B64T1 => affine_split::<affine::Q5B64T1>(),
         Q4_B64T1 => affine_split::<affine::Q4B64T1>(),

@@ -14,7 +14,6 @@
 //!
 //! Invariant: dequantization follows ggml's order of operations, so that the values agree bit for bit.
 
-use super::block_split::BlockSplit;
 use super::scale_search::{self, AffineFit, ErrorWeights, SymmetricFit};
 use super::{clamp_to_f16, read_f16, write_f16};
 
@@ -165,12 +164,8 @@ pub(super) fn dequantize_q6_k(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Returns the split of Q4_K and Q5_K: d, m and the 12 bytes of scales and minima are the parameters.
-pub(super) fn q4_k_split<const BITS: usize>() -> BlockSplit {
-    BlockSplit { param_bytes: 16, split: split_k::<BITS>, join: join_k::<BITS> }
-}
-
-fn split_k<const BITS: usize>(block: &[u8], quants: &mut [u8], params: &mut [u8]) {
+/// Splits a block of Q4_K or Q5_K: d, m and the 12 bytes of scales and minima are the parameters.
+pub(super) fn split_q4_k<const BITS: usize>(block: &[u8], quants: &mut [u8], params: &mut [u8]) {
     params.copy_from_slice(&block[..16]);
     let (upper, lower) = block[16..].split_at(if BITS == 5 { 32 } else { 0 });
     for (e, quant) in quants.iter_mut().enumerate() {
@@ -178,7 +173,8 @@ fn split_k<const BITS: usize>(block: &[u8], quants: &mut [u8], params: &mut [u8]
     }
 }
 
-fn join_k<const BITS: usize>(quants: &[u8], params: &[u8], block: &mut [u8]) {
+/// Joins a block of Q4_K or Q5_K.
+pub(super) fn join_q4_k<const BITS: usize>(quants: &[u8], params: &[u8], block: &mut [u8]) {
     block.fill(0);
     block[..16].copy_from_slice(params);
     let (upper, lower) = block[16..].split_at_mut(if BITS == 5 { 32 } else { 0 });
@@ -190,26 +186,25 @@ fn join_k<const BITS: usize>(quants: &[u8], params: &[u8], block: &mut [u8]) {
     }
 }
 
-/// The split of Q6_K: the scales and d are the parameters. An unsigned quant is the signed one plus 32.
-pub(super) const Q6_K_SPLIT: BlockSplit = BlockSplit {
-    param_bytes: 18,
-    split: |block, quants, params| {
-        params.copy_from_slice(&block[192..]);
-        for (e, quant) in quants.iter_mut().enumerate() {
-            let (byte, shift) = q6_k_position(e);
-            *quant = block[byte] >> shift & 15 | read_field(&block[128..192], e, 2) << 4;
-        }
-    },
-    join: |quants, params, block| {
-        block[..192].fill(0);
-        block[192..].copy_from_slice(params);
-        for (e, quant) in quants.iter().enumerate() {
-            let (byte, shift) = q6_k_position(e);
-            block[byte] |= (quant & 15) << shift;
-            write_field(&mut block[128..192], e, 2, quant >> 4);
-        }
-    },
-};
+/// Splits a block of Q6_K: the scales and d are the parameters. An unsigned quant is the signed one plus 32.
+pub(super) fn split_q6_k(block: &[u8], quants: &mut [u8], params: &mut [u8]) {
+    params.copy_from_slice(&block[192..]);
+    for (e, quant) in quants.iter_mut().enumerate() {
+        let (byte, shift) = q6_k_position(e);
+        *quant = block[byte] >> shift & 15 | read_field(&block[128..192], e, 2) << 4;
+    }
+}
+
+/// Joins a block of Q6_K.
+pub(super) fn join_q6_k(quants: &[u8], params: &[u8], block: &mut [u8]) {
+    block[..192].fill(0);
+    block[192..].copy_from_slice(params);
+    for (e, quant) in quants.iter().enumerate() {
+        let (byte, shift) = q6_k_position(e);
+        block[byte] |= (quant & 15) << shift;
+        write_field(&mut block[128..192], e, 2, quant >> 4);
+    }
+}
 
 /// Pairs the elements of each superblock, clamped to the range of F16, with zeroed bytes for them.
 fn prepare_superblocks<'a>(

@@ -16,11 +16,11 @@ pub(crate) use formulas::erfc;
 pub use sample::{LogProbs, logprobs, sample};
 
 use crate::backend::{
-    Activation, AttentionShape, Backend, DeviceError, Expert, Fraction, KvLayer, KvLayout, KvTable, MoeShape,
-    Norm, Rope, RopeStyle, StepLimits, Weight,
+    Activation, ActivationType, AttentionShape, Backend, DeviceError, Expert, Fraction, KvLayer, KvLayout,
+    KvTable, MoeShape, Norm, Rope, RopeStyle, StepLimits, Weight,
 };
 use crate::batch::{
-    Page, PageCopy, SampleMode, SampledToken, SamplingParams, SpanStack, SpanTable, StepBatch, StepOutput,
+    Page, PageCopy, SampleMode, SampledToken, SamplingParams, SpanStack, StepBatch, StepOutput, StepState,
     StepTimes,
 };
 use crate::clock::StepClock;
@@ -32,7 +32,7 @@ use formulas::{
     apply_activation, dot, expert_mlp, normalize_row, read_history, read_matrix_row, relative_bias,
     round_input, route, row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum, write_run,
 };
-use rows::{SlotState, StackRows, visible_positions};
+use rows::visible_positions;
 use std::ops::Range;
 
 /// The reference backend (the oracle of the conformance tests), in host memory.
@@ -40,20 +40,16 @@ use std::ops::Range;
 pub struct Reference {
     collective: StageCollective,
     activation_precision: ActivationPrecision,
-    limits: Option<StepLimits>,
-    slots: Vec<SlotState>,
-    /// Rows of the current step, by stack.
-    stack_rows: [StackRows; 2],
-    /// Index of the stack whose rows are current.
-    current_stack: usize,
-    /// Sampling parameters of each output row, of both stacks.
-    sampling: Vec<SamplingParams>,
-    logit_biases: Vec<(u32, f32)>,
+    /// The state of the slots, and the current rows.
+    step: Option<StepState>,
     memory: HostMemory,
     clock: StepClock,
 }
 
 impl Reference {
+    /// The element type of activations.
+    pub const ACTIVATION_TYPE: ActivationType = ActivationType::F32;
+
     /// Creates a backend without slots, which [`Backend::prepare`] allocates. Activations stay F32.
     pub fn new() -> Reference {
         Reference::with_precision(ActivationPrecision::F32)
@@ -68,16 +64,15 @@ impl Reference {
 impl Reference {
     /// Samples or scores output rows.
     fn sample_rows(&mut self, outputs: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
-        let vocab = self.limits().vocab;
-        for (i, logits) in outputs.zip(logits.f32().chunks_exact(vocab)) {
-            let part = &self.stack_rows[self.current_stack];
-            let (row, params) = (part.rows[part.output_rows[i]], self.sampling[part.first_sample + i]);
+        let step = self.step_mut();
+        for (i, logits) in outputs.zip(logits.f32().chunks_exact(step.limits.vocab)) {
+            let params = step.samples()[i];
             let token = match params.mode {
-                SampleMode::Sample => sample(logits, params.logit_biases(&self.logit_biases), &params),
+                SampleMode::Sample => sample(logits, params.logit_biases(&step.biases), &params),
                 SampleMode::Score(token) => token,
             };
-            if params.mode == SampleMode::Sample && row.table != SpanTable::Null {
-                self.slots[row.slot].last_token = token;
+            if params.mode == SampleMode::Sample {
+                step.store_last_token(i, token);
             }
             append_result(token, logits, &params, out);
         }
@@ -97,6 +92,10 @@ impl Backend for Reference {
 
     fn activation_precision(&self) -> ActivationPrecision {
         self.activation_precision
+    }
+
+    fn activation_type(&self) -> ActivationType {
+        Reference::ACTIVATION_TYPE
     }
 
     fn join_stage(&mut self, stage: Box<dyn Collective>) {
@@ -129,7 +128,7 @@ impl Backend for Reference {
         assert_eq!(Some(bytes.len()), ty.bytes(k).map(|row| row * n), "size of a {n} x {k} matrix of {ty}");
         let mut buf = self.memory.zeroed(bytes.len())?;
         buf.bytes_mut().copy_from_slice(bytes);
-        Ok(Weight { buf, ty, n, k })
+        Ok(Weight { id: None, buf, ty, n, k })
     }
 
     fn weight_bytes(&self, ty: QuantType, n: usize, k: usize) -> usize {
@@ -149,19 +148,13 @@ impl Backend for Reference {
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
-        self.limits = Some(*limits);
-        self.slots = vec![SlotState::new(limits); limits.slots];
+        self.step = Some(StepState::new(limits));
         Ok(())
     }
 
     fn begin_step(&mut self, batch: &StepBatch) {
         self.clock.begin();
-        self.move_slots(batch);
-        self.update_tables(batch);
-        self.map_rows(batch);
-        self.select_stack(SpanStack::Decoder);
-        self.sampling.clone_from(&batch.sampling);
-        self.logit_biases.clone_from(&batch.logit_biases);
+        self.step_mut().begin(batch);
     }
 
     fn end_step(&mut self) -> StepTimes {
@@ -169,8 +162,7 @@ impl Backend for Reference {
     }
 
     fn select_stack(&mut self, stack: SpanStack) -> usize {
-        self.current_stack = stack as usize;
-        self.rows().len()
+        self.step_mut().select(stack)
     }
 
     fn copy_pages(&mut self, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
@@ -185,7 +177,7 @@ impl Backend for Reference {
 
     fn embed(&mut self, table: &Weight<HostBuf>, first: usize, x: &mut HostBuf) {
         let tokens = first..first + table.n;
-        for (row, x) in self.rows().iter().zip(x.f32_mut().chunks_exact_mut(table.k)) {
+        for (row, x) in self.step().rows().iter().zip(x.f32_mut().chunks_exact_mut(table.k)) {
             match tokens.contains(&(row.token as usize)) {
                 true => read_matrix_row(table.ty, &table.buf, row.token as usize - first, x),
                 false => x.fill(0.0),
@@ -195,7 +187,7 @@ impl Backend for Reference {
 
     fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, x: &mut HostBuf) {
         let mut vector = vec![0.0; table.k];
-        for (row, x) in self.rows().iter().zip(x.f32_mut().chunks_exact_mut(table.k)) {
+        for (row, x) in self.step().rows().iter().zip(x.f32_mut().chunks_exact_mut(table.k)) {
             assert!(row.position + offset < table.n, "position {} has no embedding", row.position);
             read_matrix_row(table.ty, &table.buf, row.position + offset, &mut vector);
             x.iter_mut().zip(&vector).for_each(|(x, v)| *x += v);
@@ -235,8 +227,9 @@ impl Backend for Reference {
     }
 
     fn rope_angles(&mut self, rope: &Rope<HostBuf>, angles: &mut HostBuf) {
-        for (row, angles) in self.rows().iter().zip(angles.f32_mut().chunks_exact_mut(rope.dims)) {
-            row_angles(rope, row.position, row.reserved, angles);
+        let step = self.step();
+        for (row, angles) in step.rows().iter().zip(angles.f32_mut().chunks_exact_mut(rope.dims)) {
+            row_angles(rope, row.position, step.span_of(row).reserved, angles);
         }
     }
 
@@ -250,7 +243,7 @@ impl Backend for Reference {
     ) {
         assert!(rope.dims <= head_dim && rope.dims.is_multiple_of(2), "{} of {head_dim} dims", rope.dims);
         let half = rope.dims / 2;
-        let rows = angles.f32().chunks_exact(rope.dims).take(self.rows().len());
+        let rows = angles.f32().chunks_exact(rope.dims).take(self.step().rows().len());
         for (cos_sin, x) in rows.zip(x.f32_mut().chunks_exact_mut(heads * head_dim)) {
             for head in x.chunks_exact_mut(head_dim) {
                 for i in 0..half {
@@ -269,8 +262,9 @@ impl Backend for Reference {
 
     fn store_kv(&mut self, table: KvTable, k: &HostBuf, v: &HostBuf, cache: &mut KvLayer<HostBuf>) {
         let layout = cache.layout;
-        for (r, row) in self.rows().iter().enumerate() {
-            let place = self.locate(row, table, row.position, &layout);
+        let step = self.step();
+        for (r, row) in step.rows().iter().enumerate() {
+            let place = self.locate(step.span_of(row), table, row.position, &layout);
             for head in 0..layout.kv_heads {
                 let (from, to) = (r * layout.kv_heads + head, place * layout.kv_heads + head);
                 write_run(layout.ty, &k.f32()[from * layout.k_dim..][..layout.k_dim], &mut cache.k, to);
@@ -290,11 +284,13 @@ impl Backend for Reference {
         let group = shape.heads / layout.kv_heads;
         assert_eq!(group * layout.kv_heads, shape.heads, "query heads share KV heads evenly");
         assert!(shape.mask.is_valid_for(shape.table), "{:?} is not valid for {:?}", shape.mask, shape.table);
-        for (r, row) in self.rows().iter().enumerate() {
-            let seen = visible_positions(row, shape.mask, shape.table);
-            let fraction = self.attended_fraction(row, shape.table);
+        let step = self.step();
+        for (r, row) in step.rows().iter().enumerate() {
+            let span = step.span_of(row);
+            let seen = visible_positions(span, row.position, shape.mask, shape.table);
+            let fraction = self.attended_fraction(span, shape.table);
             for kv_head in 0..layout.kv_heads {
-                let positions = seen.clone().map(|p| self.locate(row, shape.table, p, &layout));
+                let positions = seen.clone().map(|p| self.locate(span, shape.table, p, &layout));
                 let (keys, values) = read_history(cache, kv_head, positions);
                 for head in kv_head * group..(kv_head + 1) * group {
                     let at = r * shape.heads + head;
@@ -411,11 +407,9 @@ impl Backend for Reference {
     }
 
     fn gather_output_rows(&mut self, outputs: Range<usize>, width: usize, x: &HostBuf, y: &mut HostBuf) {
-        for (row, y) in self.stack_rows[self.current_stack].output_rows[outputs]
-            .iter()
-            .zip(y.f32_mut().chunks_exact_mut(width))
-        {
-            y.copy_from_slice(&x.f32()[row * width..][..width]);
+        let rows = &self.step().wanted()[outputs];
+        for (row, y) in rows.iter().zip(y.f32_mut().chunks_exact_mut(width)) {
+            y.copy_from_slice(&x.f32()[*row as usize * width..][..width]);
         }
     }
 
@@ -431,12 +425,7 @@ impl Backend for Reference {
     }
 
     fn read_page_table(&self, slot: u32, table: KvTable) -> Vec<Page> {
-        let slot = &self.slots[slot as usize];
-        match table {
-            KvTable::Own => slot.own_table.clone(),
-            KvTable::Cross => slot.cross_table.clone(),
-            KvTable::Scratch => Vec::new(),
-        }
+        self.step().table(slot as usize, table).to_vec()
     }
 }
 

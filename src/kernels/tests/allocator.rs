@@ -291,7 +291,7 @@ impl Everything {
 fn gemm_with_bias<'a>(
     w: &'a Weight<HostBuf>,
     bias: &'a HostBuf,
-    to: Epilogue<'a, HostBuf>,
+    to: Epilogue<&'a mut HostBuf>,
 ) -> Gemm<'a, HostBuf> {
     Gemm { w, bias: Some(bias), epilogue: to }
 }

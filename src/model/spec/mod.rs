@@ -39,9 +39,9 @@ pub use words::Kind;
 
 use super::provenance::Provenance;
 use crate::formats::RopeConfig;
-use crate::quantize::{MatrixId, MatrixNames, Rounding, RoundingPolicy};
+use crate::quantize::{MatrixNames, Rounding, RoundingPolicy};
 use crate::tensor_names::matches;
-use mainstem_kernels::{Activation, Mask, MoeShape, NormKind, RopeStyle, Scoring};
+use mainstem_kernels::{Activation, Mask, MatrixId, MoeShape, NormKind, RopeStyle, Scoring};
 use std::ops::Range;
 use std::sync::Arc;
 

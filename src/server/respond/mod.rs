@@ -8,13 +8,12 @@ mod parse;
 
 mod writer;
 
-pub use parse::{
-    check_choices, check_encoder_input_len, check_model, check_vocabulary, encode, parse_off_loop,
-};
+pub use parse::{check_choices, check_model, parse_off_loop};
 
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields};
 use super::params::{Delivery, GenerationParams};
+use super::prompt_ids::PromptIds;
 use super::wire::ChoiceOutput;
 use super::{App, OpenResponse, ServeParts};
 use crate::actors::reply::{ChoiceStreams, ReplySpec, ReplyStream};
@@ -53,27 +52,6 @@ pub struct PreparedRequest<W> {
     pub echo: bool,
     pub logprobs: Option<u8>,
     pub format: W,
-}
-
-/// Token ids of a prompt.
-#[derive(Clone, Debug)]
-pub struct PromptIds {
-    /// Encoder input; empty for models without an encoder.
-    pub encoder_input: Arc<[u32]>,
-    /// Decoder tokens to continue: the prompt, or the decoder start tokens. Never empty.
-    pub prompt: Arc<[u32]>,
-}
-
-impl PromptIds {
-    /// Creates the ids of a prompt for a model without an encoder.
-    pub fn decoder_only(prompt: Arc<[u32]>) -> PromptIds {
-        PromptIds { encoder_input: Arc::default(), prompt }
-    }
-
-    /// Returns the number of tokens of encoder input and decoder prompt together.
-    fn token_count(&self) -> usize {
-        self.encoder_input.len() + self.prompt.len()
-    }
 }
 
 /// A text generation API: parsing of its request bodies.

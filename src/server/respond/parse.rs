@@ -58,24 +58,6 @@ pub fn check_model(requested: &Option<String>, served: &str) -> Result<(), ApiEr
     }
 }
 
-/// Tokenizes a text. Errors name the parameter `param`.
-pub fn encode(parts: &ServeParts, text: &str, add_special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
-    let ids = parts.tokenizer.encode(text, add_special);
-    ids.map_err(|error| ApiError::invalid(param, format!("'{param}' cannot be tokenized: {error}")))
-}
-
-/// Returns an error if a token is not in the model's vocabulary; a tokenizer may have more tokens than the
-/// model. `what` is what the message calls the value of the parameter `param`.
-pub fn check_vocabulary(parts: &ServeParts, param: &str, what: &str, ids: &[u32]) -> Result<(), ApiError> {
-    let vocab = parts.model.vocab;
-    let Some(id) = ids.iter().find(|id| **id as usize >= vocab) else { return Ok(()) };
-    let name = shorten(&parts.tokenizer.token_text(*id)).escape_debug().to_string();
-    let message = format!(
-        "{what} has the token '{name}', whose id {id} is not in the model's vocabulary of {vocab} tokens"
-    );
-    Err(ApiError::invalid(param, message))
-}
-
 /// Returns an error for more choices than the server can ever accept at once, before anything is allocated
 /// per choice. Intake checks the exact limits.
 pub fn check_choices(
@@ -96,20 +78,4 @@ pub fn check_choices(
     let message =
         format!("{prompts} prompts with {computed} choices each make {choices}; the maximum is {most}");
     Err(ApiError::invalid(param, message))
-}
-
-/// Returns an error if an encoder input has more `tokens` than the encoder's context. `what` is what the
-/// message calls the value of the parameter `param`.
-pub fn check_encoder_input_len(
-    parts: &ServeParts,
-    param: &str,
-    what: &str,
-    tokens: usize,
-) -> Result<(), ApiError> {
-    let most = parts.model.encoder_context;
-    if tokens <= most {
-        return Ok(());
-    }
-    let message = format!("{what} has {tokens} tokens, more than the {most} that the encoder accepts");
-    Err(ApiError::too_long(param, message))
 }

@@ -4,6 +4,7 @@
 //! The driver is minimal: one thread per rank plays the whole script; stages pass on bytes, and ranks use the
 //! collectives of serving with smaller buffers, so that sums and columns are exchanged in several pieces.
 
+mod activation_types;
 mod script;
 mod special_cases;
 mod tolerance;

@@ -12,7 +12,7 @@ pub(super) use recovery::collective_bytes;
 use super::mailbox::{Command, Mailbox, StepMessage};
 use super::step_queue::StepQueue;
 use super::{Epoch, GroupConfig};
-use crate::actors::device::{Step, StepResult};
+use crate::actors::step::{Step, StepResult};
 use crate::model::executor::ExecutorReport;
 use anyhow::Result;
 use mainstem_kernels::{Abort, DeviceError, StepLimits, StepOutput};

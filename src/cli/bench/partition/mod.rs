@@ -10,7 +10,8 @@ mod links;
 pub mod rows;
 
 use super::measure::{Prompts, open_model as open, run_test};
-use super::report::{BenchReport, TestKind};
+use super::report::BenchReport;
+use super::sample::TestKind;
 use super::suite::{BenchTest, size_cache};
 use crate::actors::EngineSetup;
 use crate::actors::device::ExecutorFactory;
@@ -236,7 +237,12 @@ impl<'a> PartitionBench<'a> {
         let sequences = self.tests.batch as usize * way.lanes;
         let tests = [BenchTest::decode(0, self.tokens), decode_together(sequences, self.tokens)];
         let config = self.size_config(&way.device, way.lanes, &tests)?;
-        let setup = EngineSetup::new(&config, &self.source, way.partition.clone())?;
+        let setup = EngineSetup::new(
+            &config,
+            &self.source,
+            way.partition.clone(),
+            start::activation_type(&config.device)?,
+        )?;
         report.partitions.push(self.row(way, &setup, sequences));
         let factories = factories(&config.device, &self.source, &self.tokenizer, &setup);
         let factories = if self.tests.slows_links() && self.tests.fake_layer.is_none() {

@@ -2,7 +2,7 @@
 //!
 //! Invariant: only samples are stored; all formats show the same values.
 
-use super::super::report::{Sample, Summary};
+use super::super::sample::{Sample, Summary};
 use serde::Serialize;
 use std::fmt::Write;
 

@@ -2,9 +2,8 @@
 //!
 //! Invariant: the adjustment of a score depends only on its head, its two positions and the shape.
 
-use super::Attention;
-use super::cache::BLOCK;
 use super::query::Query;
+use super::{Attention, BLOCK};
 use crate::cpu::activation::softcap_lanes;
 use crate::cpu::simd::{Kernel, LANES, Simd};
 

@@ -6,16 +6,14 @@
 //!
 //! Invariant: all data in a cache was written by [`store_kv`] or copied with its whole page.
 
-use super::kv_format::{KvFormat, KvFormatOp, dispatch_kv_format};
+use super::BLOCK;
+use super::dispatch::{KvFormatOp, dispatch_kv_format};
+use super::kv_format::KvFormat;
 use crate::backend::{DeviceError, KvLayer, KvLayout, KvTable};
-use crate::batch::{Page, PageCopy};
+use crate::batch::{Page, PageCopy, StepState};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
-use crate::cpu::step::StepState;
 use crate::host::{HostBuf, HostMemory};
 use std::ops::Range;
-
-/// Positions of a block.
-pub const BLOCK: usize = KvLayout::BLOCK_POSITIONS;
 
 /// Layout of a layer's cache, in units of its storage format. Positions are those within a page.
 #[derive(Clone, Copy)]

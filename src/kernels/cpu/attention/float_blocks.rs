@@ -3,7 +3,7 @@
 //! Invariant: a sum takes its terms in the order of dimensions, or of positions, however many query vectors
 //! and columns are processed together.
 
-use super::cache::BLOCK;
+use super::BLOCK;
 use super::kv_format::KvFormat;
 use super::query::VisibleRange;
 use crate::cpu::simd::{FloatFormat, LANES, Simd};

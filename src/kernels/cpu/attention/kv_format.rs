@@ -1,15 +1,12 @@
-//! Storage formats of the KV cache, and how attention reads them: one implementation for floating-point
-//! formats, one for quantized groups.
+//! The interface of a storage format of the KV cache: how attention writes and reads its blocks. There is one
+//! implementation for floating-point formats, and one for quantized groups.
 //!
 //! Invariant: numbers are widened only in registers, within a pass over a block.
 
-use super::cache::BLOCK;
-use super::float_blocks::FloatBlocks;
-use super::quantized_blocks::{Q4Groups, Q8Groups, QuantizedBlocks};
+use super::BLOCK;
 use super::query::VisibleRange;
-use crate::cpu::simd::{Bf16, F16, F32, Simd};
+use crate::cpu::simd::Simd;
 use crate::host::HostBuf;
-use crate::quant::QuantType;
 
 /// A storage format of cache blocks. A block holds the keys, or the values, of 32 positions of one KV head.
 pub trait KvFormat: Send + Sync + 'static {
@@ -53,23 +50,4 @@ pub trait KvFormat: Send + Sync + 'static {
         v: &[Self::Unit],
         sums: &mut [f32],
     );
-}
-
-/// An operation that is generic over the [`KvFormat`], which is known only at run time.
-pub trait KvFormatOp {
-    type Out;
-    /// Runs the operation with one format.
-    fn run<C: KvFormat>(self) -> Self::Out;
-}
-
-/// Calls `op` with the [`KvFormat`] for `ty`, which must be one of [`QuantType::kv_cache_types`].
-pub fn dispatch_kv_format<O: KvFormatOp>(ty: QuantType, op: O) -> O::Out {
-    match ty {
-        QuantType::F32 => op.run::<FloatBlocks<F32>>(),
-        QuantType::F16 => op.run::<FloatBlocks<F16>>(),
-        QuantType::BF16 => op.run::<FloatBlocks<Bf16>>(),
-        QuantType::Q8_0 => op.run::<QuantizedBlocks<Q8Groups>>(),
-        QuantType::G4_B64 => op.run::<QuantizedBlocks<Q4Groups>>(),
-        _ => unreachable!("{ty} is not a KV cache format; this is a bug"),
-    }
 }

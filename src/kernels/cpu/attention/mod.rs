@@ -20,6 +20,7 @@
 
 mod cache;
 
+mod dispatch;
 mod float_blocks;
 mod kv_format;
 mod quantized_blocks;
@@ -39,16 +40,19 @@ pub use plan::{SpanItems, partial_capacity};
 
 use super::pool::{SharedSlice, ThreadPool};
 use super::simd::{LANES, Level};
-use super::step::StepState;
 use crate::backend::{AttentionShape, KvLayer, KvLayout, StepLimits};
+use crate::batch::StepState;
 use crate::host::HostBuf;
-use cache::{BLOCK, CacheLayout};
-use kv_format::{KvFormat, KvFormatOp, dispatch_kv_format};
+use cache::CacheLayout;
+use dispatch::{KvFormatOp, dispatch_kv_format};
+use kv_format::KvFormat;
 use partial::{MergeSplits, PartialResults};
 use plan::{AttentionItem, AttentionMethod, WorkPlan};
 use sparse::TopKAttention;
 use tile::{QueryTile, SplitOutput};
 
+/// Positions of a block.
+const BLOCK: usize = KvLayout::BLOCK_POSITIONS;
 /// Largest number of query vectors in one work item.
 const ITEM_QUERIES: usize = 32;
 
@@ -97,15 +101,16 @@ pub struct AttentionInputs<'a> {
     pub cache: &'a KvLayer<HostBuf>,
 }
 
-/// Computes attention to `out` (rows, heads, v_dim). `scratch` holds `scratch_len` and `sparse_scratch_len`
-/// numbers per thread; the remainder is used for partial results.
+/// Computes attention to `out` (rows, heads, v_dim). `span_items` is overwritten, and has capacity for all
+/// spans of a step. `scratch` holds `scratch_len` and `sparse_scratch_len` numbers per thread; the remainder
+/// is used for partial results.
 pub fn attention(
     pool: &mut ThreadPool,
     level: Level,
-    step: &mut StepState,
+    step: &StepState,
     inputs: AttentionInputs,
     out: &mut [f32],
-    scratch: &mut [f32],
+    (span_items, scratch): (&mut Vec<SpanItems>, &mut [f32]),
 ) {
     let AttentionInputs { shape, q, cache } = inputs;
     let layout = cache.layout;
@@ -131,9 +136,9 @@ pub fn attention(
     let thread_len = scratch_len(&layout) + sparse_scratch_len(&step.limits);
     let threads = pool.threads();
     let capacity = (scratch.len() - threads * thread_len) / partial_len(&layout);
-    let plan = WorkPlan::new(step, shape, layout.kv_heads, threads, capacity);
+    let plan = WorkPlan::new((step, span_items), shape, layout.kv_heads, threads, capacity);
     let (out, scratch) = (SharedSlice::new(out), SharedSlice::new(scratch));
-    let op = Attention { step, shape, group, layout, q, cache, out };
+    let op = Attention { step, span_items, shape, group, layout, q, cache, out };
     assert!(op.covers_relative_positions(), "the relative position bias covers every distance");
     dispatch_kv_format(layout.ty, RunAttention { pool, level, op: &op, plan, scratch, thread_len });
 }
@@ -141,6 +146,8 @@ pub fn attention(
 /// An attention operation, shared by the threads.
 struct Attention<'a> {
     step: &'a StepState,
+    /// The work items of each span.
+    span_items: &'a [SpanItems],
     shape: &'a AttentionShape<'a, HostBuf>,
     /// Query heads per KV head.
     group: usize,

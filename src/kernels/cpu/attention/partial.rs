@@ -12,9 +12,9 @@
 use super::plan::SplitResults;
 use super::query::Query;
 use super::{Attention, padded_len};
+use crate::batch::RowSpan;
 use crate::cpu::pool::SharedSlice;
 use crate::cpu::simd::{Kernel, LANES, Simd, exp};
-use crate::cpu::step::RowSpan;
 use std::ops::Range;
 
 /// Returns the F32 numbers of a partial result: its sums, and a vector of [`PartialResult::rest`].

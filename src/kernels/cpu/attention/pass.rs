@@ -3,20 +3,12 @@
 //! Invariant: the number of query vectors in a pass decides only when a block is loaded, never the order of
 //! additions.
 
-use super::cache::BLOCK;
 use super::kv_format::KvFormat;
 use super::partial::softmax_base;
 use super::query::{Query, VisibleRange};
-use super::tile::QueryTile;
-use super::{ITEM_QUERIES, padded_len};
+use super::tile::{QueryTile, SoftmaxState};
+use super::{BLOCK, padded_len};
 use crate::cpu::simd::{LANES, Simd, exp};
-
-/// Online softmax state of the query vectors of a tile, besides their sums: the largest score so far, and the
-/// sum of the weights, by lane.
-pub struct SoftmaxState<S: Simd> {
-    pub largest: [f32; ITEM_QUERIES],
-    pub totals: [S::V; ITEM_QUERIES],
-}
 
 impl<C: KvFormat> QueryTile<'_, '_, C> {
     /// Processes a block for queries from `first` on, as many as the instruction set has registers for;

@@ -6,8 +6,7 @@
 
 use super::{Attention, ITEM_QUERIES};
 use crate::backend::{AttentionShape, KvLayout, KvTable, Mask, StepLimits};
-use crate::batch::SpanTable;
-use crate::cpu::step::{RowSpan, StepState};
+use crate::batch::{RowSpan, SpanTable, StepState};
 use crate::host::HostBuf;
 use std::ops::Range;
 
@@ -110,31 +109,29 @@ pub fn splits_of(seen: &Range<usize>) -> Range<usize> {
 }
 
 impl WorkPlan {
-    /// Plans the work items and stores those of each span in `step`. `capacity` is the number of partial
-    /// results that fit the scratch.
+    /// Plans the work items, and replaces the contents of `span_items` by those of each span. `capacity` is
+    /// the number of partial results that fit the scratch.
     pub fn new(
-        step: &mut StepState,
+        (step, span_items): (&StepState, &mut Vec<SpanItems>),
         shape: &AttentionShape<HostBuf>,
         kv_heads: usize,
         threads: usize,
         capacity: usize,
     ) -> WorkPlan {
-        let mut span_items = std::mem::take(&mut step.span_items);
         span_items.clear();
         span_items
             .extend(step.spans().iter().map(|span| SpanItems::new(&step.limits, shape, kv_heads, span)));
-        if !should_split(&span_items, kv_heads, threads, capacity) {
+        if !should_split(span_items, kv_heads, threads, capacity) {
             span_items.iter_mut().for_each(|items| items.splits = 0..0);
         }
         let (mut plan, mut partials, mut is_split) = (WorkPlan { items: 0, merges: 0 }, 0, false);
-        for items in &mut span_items {
+        for items in span_items {
             plan.items += items.tiles(kv_heads) * items.splits.len().max(1);
             plan.merges += items.tiles(kv_heads);
             is_split |= !items.splits.is_empty();
             (items.end, items.tiles_end, items.first_partial) = (plan.items, plan.merges, partials);
             partials += items.partials(kv_heads);
         }
-        step.span_items = span_items;
         WorkPlan { merges: if is_split { plan.merges } else { 0 }, ..plan }
     }
 }
@@ -197,9 +194,9 @@ impl SplitResults {
 impl<'a> Attention<'a> {
     /// Returns work item number `item`.
     pub fn item(&self, item: usize) -> AttentionItem<'a> {
-        let number = self.step.span_items.partition_point(|items| items.end <= item);
-        let items = &self.step.span_items[number];
-        let within = item - if number == 0 { 0 } else { self.step.span_items[number - 1].end };
+        let number = self.span_items.partition_point(|items| items.end <= item);
+        let items = &self.span_items[number];
+        let within = item - if number == 0 { 0 } else { self.span_items[number - 1].end };
         let splits = items.splits.len().max(1);
         let mut tile = self.tile_of(number, within / splits);
         if let Some(results) = &mut tile.split_results {
@@ -211,14 +208,14 @@ impl<'a> Attention<'a> {
 
     /// Returns tile number `tile`.
     pub fn tile(&self, tile: usize) -> AttentionItem<'a> {
-        let number = self.step.span_items.partition_point(|items| items.tiles_end <= tile);
-        let before = if number == 0 { 0 } else { self.step.span_items[number - 1].tiles_end };
+        let number = self.span_items.partition_point(|items| items.tiles_end <= tile);
+        let before = if number == 0 { 0 } else { self.span_items[number - 1].tiles_end };
         self.tile_of(number, tile - before)
     }
 
     /// Returns tile number `tile` of span number `number`.
     fn tile_of(&self, number: usize, tile: usize) -> AttentionItem<'a> {
-        let (items, span) = (&self.step.span_items[number], &self.step.spans()[number]);
+        let (items, span) = (&self.span_items[number], &self.step.spans()[number]);
         let (kv_head, first) = (tile % self.layout.kv_heads, tile / self.layout.kv_heads * ITEM_QUERIES);
         let stride = items.splits.len();
         let results = (stride > 0).then(|| SplitResults {
@@ -280,7 +277,8 @@ mod tests {
 
     /// Returns the numbers of items and of merged tiles, for 2 KV heads.
     fn plan(spans: &[(u32, u32)], window: Option<usize>, threads: usize, capacity: usize) -> (usize, usize) {
-        let plan = WorkPlan::new(&mut step(spans, Fraction::ONE), &shape(window), 2, threads, capacity);
+        let step = step(spans, Fraction::ONE);
+        let plan = WorkPlan::new((&step, &mut Vec::new()), &shape(window), 2, threads, capacity);
         (plan.items, plan.merges)
     }
 
@@ -305,7 +303,8 @@ mod tests {
     #[test]
     fn rows_with_sparse_attention_are_not_split() {
         let some = Fraction::new(0.5).unwrap();
-        let plan = WorkPlan::new(&mut step(&[(2599, 1), (2599, 1)], some), &shape(None), 2, 8, 1000);
+        let step = step(&[(2599, 1), (2599, 1)], some);
+        let plan = WorkPlan::new((&step, &mut Vec::new()), &shape(None), 2, 8, 1000);
         assert_eq!((plan.items, plan.merges), (12 + 2, 4));
     }
 }

@@ -15,7 +15,7 @@
 //! Invariant: the order of a sum depends only on dimensions and positions, and a position that is not visible
 //! enters nothing.
 
-use super::cache::BLOCK;
+use super::BLOCK;
 use super::kv_format::KvFormat;
 use super::query::VisibleRange;
 use crate::cpu::simd::{LANES, Simd};

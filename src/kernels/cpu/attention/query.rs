@@ -4,8 +4,8 @@
 
 use super::plan::{splits_of, visible_positions};
 use super::{Attention, BLOCK};
+use crate::batch::RowSpan;
 use crate::cpu::simd::{LANES, Simd, store_partial};
-use crate::cpu::step::RowSpan;
 use std::ops::Range;
 
 /// One query vector.

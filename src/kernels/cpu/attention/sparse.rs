@@ -7,11 +7,10 @@
 //! Invariant: which positions are selected, and the order of additions, depends only on the query vector and
 //! the scores, so on nothing outside the sequence. V of other positions is not read, even if it is NaN.
 
-use super::cache::BLOCK;
 use super::kv_format::KvFormat;
 use super::query::{Query, VisibleRange};
 use super::tile::QueryTile;
-use super::{ITEM_QUERIES, padded_len};
+use super::{BLOCK, ITEM_QUERIES, padded_len};
 use crate::cpu::simd::{Kernel, LANES, Simd, exp};
 
 /// Kernel: a work item of one row, whose query vectors are processed one after another.

@@ -3,16 +3,15 @@
 //! Invariant: each split starts from empty sums, and a query vector that sees only one split is not merged.
 
 use super::adjust::AdjustScores;
-use super::cache::{BLOCK, CacheLayout};
+use super::cache::CacheLayout;
 use super::kv_format::KvFormat;
 use super::partial::{self, PartialResult, PartialResults};
-use super::pass::SoftmaxState;
 use super::plan::{SPLIT, SplitResults, splits_of};
 use super::query::Query;
-use super::{Attention, ITEM_QUERIES, padded_len, summed_groups};
+use super::{Attention, BLOCK, ITEM_QUERIES, padded_len, summed_groups};
 use crate::backend::KvTable;
+use crate::batch::RowSpan;
 use crate::cpu::simd::{Kernel, LANES, Simd};
-use crate::cpu::step::RowSpan;
 use std::ops::Range;
 
 /// A work item of attention.
@@ -38,6 +37,13 @@ pub enum SplitOutput<'a> {
     Merged(&'a mut [f32]),
     /// Each split is a separate work item that stores its result.
     Separate(SplitResults, PartialResults<'a>),
+}
+
+/// Online softmax state of the query vectors of a tile, besides their sums: the largest score so far, and the
+/// sum of the weights, by lane.
+pub struct SoftmaxState<S: Simd> {
+    pub largest: [f32; ITEM_QUERIES],
+    pub totals: [S::V; ITEM_QUERIES],
 }
 
 impl<'a, C: KvFormat> QueryTile<'a, '_, C> {

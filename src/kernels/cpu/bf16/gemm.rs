@@ -17,7 +17,7 @@ use crate::backend::{DeviceError, Weight};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx::{self, Amx};
 use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles};
-use crate::cpu::gemms::{GemmTask, PackedInput};
+use crate::cpu::gemm_task::{GemmTask, PackedInput};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::cpu::simd::Level;
 use crate::host::{HostBuf, HostMemory};

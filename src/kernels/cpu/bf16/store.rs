@@ -64,7 +64,7 @@ mod tests {
             QuantType::BF16.quantize(&numbers, &mut bytes);
             let mut buf = HostMemory::default().zeroed(packed_bytes(n, k)).unwrap();
             pack(&mut ThreadPool::new(0, 2).unwrap(), (n, k), &bytes, &mut buf);
-            let w = Weight { buf, ty: QuantType::BF16, n, k };
+            let w = Weight { id: None, buf, ty: QuantType::BF16, n, k };
             for row in 0..n {
                 for first in [0, k / 2] {
                     let mut values = vec![0.0; k - first];

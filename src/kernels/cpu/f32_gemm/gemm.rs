@@ -7,7 +7,7 @@ use super::panel::F32Panel;
 use super::stream::StreamTile;
 use super::weight_slice::WeightSlice;
 use crate::backend::Weight;
-use crate::cpu::gemms::{GemmTask, PackedInput};
+use crate::cpu::gemm_task::{GemmTask, PackedInput};
 use crate::cpu::simd::{F32, FloatFormat, FloatFormatOp, Kernel, Simd, dispatch_float_format};
 use crate::host::HostBuf;
 use std::ops::Range;

@@ -4,7 +4,7 @@
 
 use super::input::PackedF32;
 use crate::backend::Weight;
-use crate::cpu::gemms::GemmTask;
+use crate::cpu::gemm_task::GemmTask;
 use crate::cpu::simd::{FloatFormat, LANES, Simd, load_partial};
 use crate::host::HostBuf;
 

@@ -7,26 +7,18 @@
 
 use super::PANEL_OUTPUTS;
 use super::formats::{PackedFormat, PackedFormatOp, dispatch_format};
-use super::input::{self, ROW_BLOCK_BYTES};
+use super::input::{self, PackedInt8, ROW_BLOCK_BYTES, WeightPath};
 use super::panel_group::{self, GroupScratch, PanelGroup, SLICE_QUANT_BYTES, SLICE_SCALES};
 use crate::backend::{DeviceError, Weight};
-#[cfg(target_arch = "x86_64")]
-use crate::cpu::amx;
-use crate::cpu::amx::Amx;
 use crate::cpu::bf16::Bf16Isa;
-use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles};
-use crate::cpu::gemms::{self, GemmTask};
+use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers};
+use crate::cpu::gemm_task::{GemmTask, PackedInput};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::cpu::simd::{IntKernel, Ints, LANES, Level};
 use crate::host::{HostBuf, HostMemory};
 use crate::quant::INT8_BLOCK_LEN;
 use std::ops::Range;
 
-/// Smallest number of tiles of rows for which panels are unpacked.
-const UNPACK_MIN_TILES: usize = 3;
-/// Smallest number of rows for which AMX is used; each of its tiles then has at least six rows.
-#[cfg(target_arch = "x86_64")]
-const AMX_ROWS_MIN: usize = 12;
 /// Bytes of weights that one work item takes when the weights stream.
 const STREAM_BYTES: usize = 128 * 1024;
 /// The number of panels of a work item is a multiple of this, the number of panels of the largest tile.
@@ -95,75 +87,7 @@ impl Int8Scratch {
     }
 }
 
-/// The kernel path: how the weights are read and multiplied.
-#[derive(Clone, Copy)]
-pub enum WeightPath {
-    /// Directly from the stored panels.
-    Stored,
-    /// From panels that are unpacked first.
-    Unpacked,
-    /// From unpacked panels, with AMX.
-    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-    Amx(Amx),
-}
-
-impl WeightPath {
-    /// Returns the path for `rows` rows, and the tiles of rows for it.
-    fn for_rows(level: Level, bf16_isa: Option<Bf16Isa>, rows: usize) -> (WeightPath, RowTiles) {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(Bf16Isa::Amx(amx)) = bf16_isa
-            && rows >= AMX_ROWS_MIN
-        {
-            return (WeightPath::Amx(amx), RowTiles::equal(rows, amx::ROWS));
-        }
-        let _ = bf16_isa;
-        let tiles = RowTiles::of_sizes(rows, level.run_ints(TileRows));
-        (if tiles.count() < UNPACK_MIN_TILES { WeightPath::Stored } else { WeightPath::Unpacked }, tiles)
-    }
-}
-
-/// Kernel that returns the numbers of rows of the instruction set's tiles.
-struct TileRows;
-
-impl IntKernel for TileRows {
-    type Out = &'static [usize];
-
-    #[inline(always)]
-    fn run<S: Ints>(self, _: S) -> &'static [usize] {
-        S::INT8_TILE_ROWS
-    }
-}
-
-/// A packed int8 input, and the scratch of each thread.
-pub struct PackedInt8<'a> {
-    level: Level,
-    pub threads: usize,
-    pub path: WeightPath,
-    pub tiles: RowTiles,
-    pub rows: usize,
-    input: &'a [u8],
-    sums: SharedSlice<'a, f32>,
-    sums_len: usize,
-    quants: SharedSlice<'a, u8>,
-    scales: SharedSlice<'a, f32>,
-}
-
-impl PackedInt8<'_> {
-    /// Returns whether a weight is read only once, as it is stored.
-    pub fn is_streaming(&self) -> bool {
-        matches!(self.path, WeightPath::Stored) && self.tiles.count() == 1
-    }
-
-    /// Returns a tile's rows, with padding, and the address of their block number `block` of 32 columns.
-    pub fn tile(&self, tile: usize, block: usize) -> (Range<usize>, *const u8) {
-        let (rows, row) = (self.tiles.padded_rows_of(tile), self.input.len() / self.tiles.padded_rows());
-        let input = &self.input[rows.start * row..rows.end * row];
-        let at = input[block * rows.len() * ROW_BLOCK_BYTES..].as_ptr();
-        (rows, at)
-    }
-}
-
-impl gemms::PackedInput for PackedInt8<'_> {
+impl PackedInput for PackedInt8<'_> {
     fn outputs_per_item(&self, w: &Weight<HostBuf>, max: usize) -> usize {
         let panel_bytes = w.buf.len() / w.n.div_ceil(PANEL_OUTPUTS);
         let streamed = STREAM_BYTES / panel_bytes.clamp(1, STREAM_BYTES);

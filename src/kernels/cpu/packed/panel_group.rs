@@ -10,7 +10,7 @@ use super::PANEL_OUTPUTS;
 #[cfg(target_arch = "x86_64")]
 use super::amx_kernel::{self, IntSumBuffer, TileColumns};
 use super::formats::{PackedFormat, UnpackedFormat};
-use super::gemm::{PackedInt8, WeightPath};
+use super::input::{PackedInt8, WeightPath};
 use super::kernel::{Panels, TileKernel, UnpackKernel};
 use super::prefetch::Prefetcher;
 use super::scales::ScaleLayout;
@@ -19,7 +19,7 @@ use super::scales::ZeroPoint;
 use super::store::PackedLayout;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx::{Amx, Int8Tiles};
-use crate::cpu::gemms::GemmTask;
+use crate::cpu::gemm_task::GemmTask;
 use crate::cpu::simd::{self, Ints, LANES};
 use crate::quant::INT8_BLOCK_LEN;
 use std::marker::PhantomData;

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::backend::{DynamicNtk, Fraction, Mask, NormKind, RelativeBias, Scoring};
-use crate::batch::{Span, SpanModel, SpanOutput, SpanTokens, TableUpdate};
+use crate::batch::{Span, SpanModel, SpanOutput, SpanTable, SpanTokens, TableUpdate};
 use crate::host::HostMemory;
 
 mod attention;

@@ -1,15 +1,17 @@
-//! State of the slots, and the rows of the current step.
+//! State of the slots of a device, and the map of a step's rows to slots, tokens, positions and pages.
 //!
+//! Every backend keeps this state in host memory, whatever it copies to its device.
 //! Invariant: after [`StepState::new`] nothing here allocates. A batch beyond the limits is a bug and fails
 //! an assertion.
 
+use super::{NULL_PAGE, Page, SamplingParams, Span, SpanStack, SpanTable, SpanTokens, StepBatch};
 use crate::backend::{KvLayout, KvTable, StepLimits};
-use crate::batch::{NULL_PAGE, Page, SamplingParams, Span, SpanStack, SpanTable, SpanTokens, StepBatch};
-use crate::cpu::attention::SpanItems;
 use std::ops::Range;
 
 /// The state of all slots, and the rows of the current step.
+#[derive(Debug)]
 pub struct StepState {
+    /// The limits that all steps are within.
     pub limits: StepLimits,
     /// The last token sampled in each slot.
     last_tokens: Vec<u32>,
@@ -17,26 +19,26 @@ pub struct StepState {
     cross_tables: PageTables,
     /// The step's spans and their rows: first those of the encoder, then those of the decoder.
     spans: Vec<RowSpan>,
-    rows: Vec<Row>,
+    rows: Vec<StepRow>,
     /// Rows whose logits are wanted, and how to sample each.
     wanted: Vec<u32>,
     samples: Vec<SamplingParams>,
+    /// Logit biases of the step, which sampling parameters refer to.
     pub biases: Vec<(u32, f32)>,
     stack_ranges: [StackRanges; 2],
     /// The stack whose rows are selected.
     stack: SpanStack,
-    /// Attention's map from work items to spans.
-    pub span_items: Vec<SpanItems>,
 }
 
 /// One page table for each slot: (slots, len).
+#[derive(Debug)]
 struct PageTables {
     entries: Vec<Page>,
     len: usize,
 }
 
 /// The ranges of a step's spans and rows that belong to one stack.
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct StackRanges {
     spans: Range<usize>,
     rows: Range<usize>,
@@ -44,27 +46,34 @@ struct StackRanges {
 }
 
 /// A span of the current step: consecutive rows of one sequence.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct RowSpan {
+    /// Slot of the sequence.
     pub slot: usize,
     /// Position of the first row.
     pub start: usize,
     /// Number of the first row among the rows of its stack.
     pub first_row: usize,
+    /// Number of rows.
     pub len: usize,
     /// Whether its tokens were generated rather than given.
     pub is_generated: bool,
+    /// Destination of its K and V.
     pub table: SpanTable,
+    /// Maximum number of tokens of the sequence.
     pub reserved: usize,
+    /// Tokens of the encoder input of the sequence.
     pub encoder_len: usize,
     /// Start of the span in the scratch cache, if it uses that.
     scratch_start: usize,
 }
 
 /// One row of the step.
-#[derive(Clone, Copy)]
-pub struct Row {
+#[derive(Clone, Copy, Debug)]
+pub struct StepRow {
+    /// Token id.
     pub token: u32,
+    /// Position in its sequence.
     pub position: usize,
     /// Number of its span among the spans of its stack.
     pub span: u32,
@@ -85,7 +94,6 @@ impl StepState {
             biases: Vec::with_capacity(limits.bias_capacity()),
             stack_ranges: Default::default(),
             stack: SpanStack::Decoder,
-            span_items: Vec::with_capacity(limits.rows),
         }
     }
 
@@ -164,7 +172,7 @@ impl StepState {
             SpanTokens::Last => &last,
         };
         let (number, first_row) = ((self.spans.len() - before.0) as u32, self.rows.len() - before.1);
-        let row = |(i, &token): (usize, &u32)| Row { token, position: start + i, span: number };
+        let row = |(i, &token): (usize, &u32)| StepRow { token, position: start + i, span: number };
         self.rows.extend(tokens.iter().enumerate().map(row));
         self.spans.push(RowSpan {
             slot,
@@ -207,7 +215,7 @@ impl StepState {
     }
 
     /// Returns the selected rows.
-    pub fn rows(&self) -> &[Row] {
+    pub fn rows(&self) -> &[StepRow] {
         &self.rows[self.current_ranges().rows.clone()]
     }
 
@@ -227,7 +235,7 @@ impl StepState {
     }
 
     /// Returns the span of a row.
-    pub fn span_of(&self, row: &Row) -> &RowSpan {
+    pub fn span_of(&self, row: &StepRow) -> &RowSpan {
         &self.spans()[row.span as usize]
     }
 
@@ -283,5 +291,149 @@ impl PageTables {
 
     fn copy(&mut self, from: usize, to: usize) {
         self.entries.copy_within(from * self.len..(from + 1) * self.len, to * self.len);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Fraction;
+    use crate::batch::{SlotMove, SpanModel, SpanOutput, TableUpdate};
+
+    /// Own tables have 3 entries, cross tables 2.
+    const LIMITS: StepLimits = StepLimits {
+        slots: 4,
+        rows: 80,
+        logit_rows: 4,
+        positions: 96,
+        encoder_positions: 40,
+        page_positions: 32,
+        top_logprobs: 0,
+        logit_biases: 4,
+        vocab: 100,
+        hidden: 0,
+        attended_fraction: Fraction::ONE,
+    };
+
+    fn span(slot: u32, start: u32, tokens: SpanTokens, output: SpanOutput) -> Span {
+        Span {
+            model: SpanModel::Target,
+            stack: SpanStack::Decoder,
+            slot,
+            start,
+            tokens,
+            table: SpanTable::Own,
+            reserved: 90,
+            encoder_len: 33,
+            output,
+        }
+    }
+
+    fn encoder_span(slot: u32, at: u32, len: u32) -> Span {
+        Span {
+            stack: SpanStack::Encoder,
+            table: SpanTable::Scratch,
+            ..span(slot, 0, SpanTokens::Given { at, len }, SpanOutput::None)
+        }
+    }
+
+    fn entry((slot, table, index, page): (u32, KvTable, u32, Page)) -> TableUpdate {
+        TableUpdate { slot, table, index, page }
+    }
+
+    /// Returns (slot, token, position) of each selected row.
+    fn rows(step: &StepState) -> Vec<(usize, u32, usize)> {
+        step.rows().iter().map(|row| (step.span_of(row).slot, row.token, row.position)).collect()
+    }
+
+    /// Two encoder inputs, a chunk of three tokens, a hole and a generated token.
+    fn mixed() -> StepBatch {
+        let hole = Span { table: SpanTable::Null, ..span(0, 0, SpanTokens::Last, SpanOutput::None) };
+        StepBatch {
+            table_updates: [
+                (3, KvTable::Own, 1, 7),
+                (3, KvTable::Own, 2, 5),
+                (1, KvTable::Own, 0, 6),
+                (1, KvTable::Cross, 0, 9),
+                (1, KvTable::Cross, 1, 4),
+            ]
+            .map(entry)
+            .to_vec(),
+            spans: vec![
+                encoder_span(1, 0, 33),
+                Span { output: SpanOutput::All, ..encoder_span(2, 33, 2) },
+                span(3, 63, SpanTokens::Given { at: 35, len: 3 }, SpanOutput::All),
+                hole,
+                span(1, 5, SpanTokens::Last, SpanOutput::Last),
+            ],
+            tokens: (0..38).collect(),
+            sampling: (0..6).map(|seed| SamplingParams { seed, ..SamplingParams::GREEDY }).collect(),
+            ..StepBatch::default()
+        }
+    }
+
+    #[test]
+    fn rows_have_the_slots_tokens_and_positions_of_their_spans() {
+        let mut step = StepState::new(&LIMITS);
+        step.begin(&mixed());
+        assert_eq!(rows(&step), [(3, 35, 63), (3, 36, 64), (3, 37, 65), (0, 0, 0), (1, 0, 5)]);
+        assert_eq!(step.wanted(), [0, 1, 2, 4]);
+        let seeds = |step: &StepState| step.samples().iter().map(|row| row.seed).collect::<Vec<_>>();
+        assert_eq!(seeds(&step), [2, 3, 4, 5]);
+        let spans = step.spans().iter().map(|span| (span.first_row, span.len, span.is_generated));
+        assert_eq!(spans.collect::<Vec<_>>(), [(0, 3, false), (3, 1, true), (4, 1, true)]);
+        assert_eq!(step.select(SpanStack::Encoder), 35);
+        assert_eq!(rows(&step)[31..], [(1, 31, 31), (1, 32, 32), (2, 33, 0), (2, 34, 1)]);
+        assert_eq!((step.wanted(), seeds(&step)), (&[33, 34][..], vec![0, 1]));
+        step.begin(&StepBatch::default());
+        assert!(step.rows().is_empty() && step.wanted().is_empty(), "a step begins with no rows of another");
+    }
+
+    /// Position 63 is the last one of the second page. Encoder inputs begin at multiples of 32 positions of
+    /// the scratch cache.
+    #[test]
+    fn positions_are_found_through_the_tables_of_their_slot() {
+        let mut step = StepState::new(&LIMITS);
+        step.begin(&mixed());
+        let [chunk, hole, generated] = [0, 1, 2].map(|number| step.spans()[number]);
+        let own = |span, position| step.locate(span, KvTable::Own, position);
+        assert_eq!([own(&chunk, 63), own(&chunk, 64), own(&generated, 5)], [(7, 31), (5, 0), (6, 5)]);
+        assert_eq!(own(&hole, 33), (NULL_PAGE, 1));
+        let cross = |span, position| step.locate(span, KvTable::Cross, position);
+        assert_eq!([cross(&generated, 0), cross(&generated, 32), cross(&hole, 3)], [(9, 0), (4, 0), (0, 3)]);
+        step.select(SpanStack::Encoder);
+        let [first, second] = [0, 1].map(|number| step.spans()[number]);
+        let scratch = |span, position| step.locate(span, KvTable::Scratch, position);
+        assert_eq!(
+            [scratch(&first, 31), scratch(&first, 32), scratch(&second, 1)],
+            [(0, 31), (1, 0), (2, 1)]
+        );
+    }
+
+    /// A move takes the last token and both tables along; updates of the same step apply after it.
+    #[test]
+    fn the_state_of_a_slot_follows_sampling_and_moves() {
+        let mut step = StepState::new(&LIMITS);
+        step.begin(&mixed());
+        // The last output row is the generated token of slot 1, the one before it a token of slot 3.
+        step.store_last_token(3, 77);
+        step.store_last_token(2, 55);
+        let last = |slot| span(slot, 6, SpanTokens::Last, SpanOutput::None);
+        let hole = Span { table: SpanTable::Null, ..span(1, 0, SpanTokens::Last, SpanOutput::Last) };
+        step.begin(&StepBatch {
+            moves: vec![SlotMove { from: 1, to: 2 }],
+            table_updates: [(2, KvTable::Own, 1, 8)].map(entry).to_vec(),
+            spans: vec![last(2), last(3), last(0), hole],
+            sampling: vec![SamplingParams::GREEDY],
+            ..StepBatch::default()
+        });
+        assert_eq!(rows(&step), [(2, 77, 6), (3, 55, 6), (0, 0, 6), (1, 77, 0)]);
+        assert_eq!(step.table(2, KvTable::Own), [6, 8, 0]);
+        assert_eq!(step.table(2, KvTable::Cross), [9, 4]);
+        assert_eq!(step.table(1, KvTable::Own), [6, 0, 0], "the slot that was left is unchanged");
+        // The result of a hole is discarded.
+        step.store_last_token(0, 99);
+        step.begin(&StepBatch { spans: vec![last(1)], ..StepBatch::default() });
+        assert_eq!(rows(&step), [(1, 77, 6)]);
     }
 }

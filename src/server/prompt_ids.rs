@@ -1,0 +1,63 @@
+//! Token ids of prompts: tokenization, and checks against the model's limits.
+//!
+//! Invariant: an error names the parameter that the ids come from.
+
+use super::ServeParts;
+use super::error::ApiError;
+use super::fields::shorten;
+use std::sync::Arc;
+
+/// Token ids of a prompt.
+#[derive(Clone, Debug)]
+pub struct PromptIds {
+    /// Encoder input; empty for models without an encoder.
+    pub encoder_input: Arc<[u32]>,
+    /// Decoder tokens to continue: the prompt, or the decoder start tokens. Never empty.
+    pub prompt: Arc<[u32]>,
+}
+
+impl PromptIds {
+    /// Creates the ids of a prompt for a model without an encoder.
+    pub fn decoder_only(prompt: Arc<[u32]>) -> PromptIds {
+        PromptIds { encoder_input: Arc::default(), prompt }
+    }
+
+    /// Returns the number of tokens of encoder input and decoder prompt together.
+    pub fn token_count(&self) -> usize {
+        self.encoder_input.len() + self.prompt.len()
+    }
+}
+
+/// Tokenizes a text. Errors name the parameter `param`.
+pub fn encode(parts: &ServeParts, text: &str, add_special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
+    let ids = parts.tokenizer.encode(text, add_special);
+    ids.map_err(|error| ApiError::invalid(param, format!("'{param}' cannot be tokenized: {error}")))
+}
+
+/// Returns an error if a token is not in the model's vocabulary; a tokenizer may have more tokens than the
+/// model. `what` is what the message calls the value of the parameter `param`.
+pub fn check_vocabulary(parts: &ServeParts, param: &str, what: &str, ids: &[u32]) -> Result<(), ApiError> {
+    let vocab = parts.model.vocab;
+    let Some(id) = ids.iter().find(|id| **id as usize >= vocab) else { return Ok(()) };
+    let name = shorten(&parts.tokenizer.token_text(*id)).escape_debug().to_string();
+    let message = format!(
+        "{what} has the token '{name}', whose id {id} is not in the model's vocabulary of {vocab} tokens"
+    );
+    Err(ApiError::invalid(param, message))
+}
+
+/// Returns an error if an encoder input has more `tokens` than the encoder's context. `what` is what the
+/// message calls the value of the parameter `param`.
+pub fn check_encoder_input_len(
+    parts: &ServeParts,
+    param: &str,
+    what: &str,
+    tokens: usize,
+) -> Result<(), ApiError> {
+    let most = parts.model.encoder_context;
+    if tokens <= most {
+        return Ok(());
+    }
+    let message = format!("{what} has {tokens} tokens, more than the {most} that the encoder accepts");
+    Err(ApiError::too_long(param, message))
+}
