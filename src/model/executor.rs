@@ -2,17 +2,19 @@
 //!
 //! Invariant: everything is allocated in `new`; `run` allocates nothing, unless the model is observed.
 
-use super::activations::{Activations, activation_bytes};
+use super::activations::Activations;
 use super::load;
+use super::load_target::{ByteCounter, LoadTarget};
 use super::schedule::{self, Caches, StepIo};
 use super::shard::Shard;
 use super::source::ModelSource;
-use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
+use super::spec::{AttentionSpec, ModelSpec};
 use super::weights::{Model, TensorRecord};
 use crate::quantize::Observer;
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{
-    Backend, DeviceError, HandoffPorts, KvLayer, KvLayout, QuantType, StepBatch, StepLimits, StepOutput,
+    Backend, DeviceError, DeviceSizes, HandoffPorts, KvLayer, KvLayout, QuantType, StepBatch, StepLimits,
+    StepOutput,
 };
 
 /// Runs steps on one device; used by a device's actor. The backend's type does not appear above this trait.
@@ -20,7 +22,8 @@ pub trait Executor: Send {
     /// Runs this device's part of one forward pass, between the activations that `flow` receives and sends.
     /// Clears `out` first, then writes the times to it; the first rank of the last stage also writes the
     /// results of the whole model. The ranks of a stage synchronize in every step, whatever it contains, so
-    /// no rank is more than a step behind, which bounds the queue of messages for it.
+    /// no rank is more than a step behind, which bounds the queue of messages for it. Fails if weights that
+    /// are not in the device's memory cannot be read.
     fn run(
         &mut self,
         batch: &StepBatch,
@@ -47,6 +50,13 @@ pub struct ExecutorReport {
     pub step_bytes: usize,
 }
 
+impl ExecutorReport {
+    /// Returns all bytes that are allocated.
+    pub fn total_bytes(&self) -> usize {
+        self.weight_bytes + self.kv_bytes + self.activation_bytes + self.step_bytes
+    }
+}
+
 /// Number format and size of the KV cache: everything that the model does not determine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvCacheConfig {
@@ -58,12 +68,17 @@ pub struct KvCacheConfig {
 /// A model on a device of type `B`.
 pub struct ModelExecutor<B: Backend> {
     backend: B,
-    model: Model<B::Buf>,
-    kv: Vec<KvLayer<B::Buf>>,
-    /// The encoder's cache, whose contents last for one layer.
-    scratch: Option<KvLayer<B::Buf>>,
-    act: Activations<B::Buf>,
+    allocated: Allocated<B::Buf>,
     report: ExecutorReport,
+}
+
+/// Everything that an executor allocates, apart from the backend's own buffers.
+struct Allocated<Buf> {
+    model: Model<Buf>,
+    kv: Vec<KvLayer<Buf>>,
+    /// The encoder's cache, whose contents last for one layer.
+    scratch: Option<KvLayer<Buf>>,
+    act: Activations<Buf>,
 }
 
 impl<B: Backend> ModelExecutor<B> {
@@ -76,87 +91,64 @@ impl<B: Backend> ModelExecutor<B> {
         kv: KvCacheConfig,
         limits: StepLimits,
     ) -> Result<Self> {
-        let spec = source.shard_spec(shard)?;
         let (place, (rank, ranks)) = ((shard.rank, shard.rank_count()), backend.rank_and_count());
         ensure!(
             place == (rank, ranks),
             "the device joined its stage as rank {rank} of {ranks}, not {place:?}; this is a bug"
         );
-        let mut allocated = AllocationMeter::default();
-        let model = load::load(&mut backend, source, shard, spec, &limits)?;
-        let spec = &model.spec;
-        let weight_bytes = allocated.since_last(&backend);
-        let caches = kv_layouts(spec, kv, limits.page_positions)
-            .map(|layout| backend.alloc_kv(layout))
-            .collect::<Result<_, _>>()
-            .context("allocating the KV cache")?;
-        let kv_bytes = allocated.since_last(&backend);
-        let scratch = scratch_layout(spec, &limits).map(|layout| backend.alloc_kv(layout)).transpose();
-        let scratch = scratch.context("allocating the encoder's cache")?;
-        let mut act = Activations::new(&mut backend, spec, &limits).context("allocating the activations")?;
-        let is_whole = ranks == 1;
         ensure!(
-            is_whole || source.observations.is_none(),
+            ranks == 1 || source.observations.is_none(),
             "inputs cannot be observed on a split model; this is a bug"
         );
-        act.observer = source.observations.clone().map(Observer::new);
-        let activation_bytes = allocated.since_last(&backend);
-        backend.prepare(&limits).context("allocating the step buffers")?;
-        let report = ExecutorReport {
-            device: backend.describe(),
-            tensors: model.tensors.clone(),
-            weight_bytes,
-            kv_bytes,
-            activation_bytes,
-            step_bytes: allocated.since_last(&backend),
-        };
-        Ok(ModelExecutor { backend, model, kv: caches, scratch, act, report })
+        let (mut allocated, report) = allocate(&mut backend, source, shard, kv, &limits)?;
+        allocated.act.observer = source.observations.clone().map(Observer::new);
+        Ok(ModelExecutor { backend, allocated, report })
     }
 }
 
-/// Returns what a [`ModelExecutor`] of these sizes would report, with the tensors in another order. Weights,
-/// cache and activations are only counted; the step buffers are allocated by `backend`, which is consumed.
-pub fn estimate_report<B: Backend>(
-    mut backend: B,
+/// Returns what a [`ModelExecutor`] with these sizes would report on a device of these sizes. Neither is a
+/// device created nor tensor data read.
+pub fn estimate_report(
+    sizes: &dyn DeviceSizes,
     source: &ModelSource,
     shard: &Shard,
     kv: KvCacheConfig,
     limits: StepLimits,
 ) -> Result<ExecutorReport> {
-    let spec = source.shard_spec(shard)?;
-    let tensors = load::records(source, &spec);
-    // The size of the step buffers depends on what the backend has allocated: matrices and a cache without
-    // rows.
-    for tensor in &tensors {
-        if let [_, k] = tensor.shape[..] {
-            backend.upload_weight(tensor.ty, 0, k, &[])?;
-        }
-    }
-    for layout in kv_layouts(&spec, kv, limits.page_positions).chain(scratch_layout(&spec, &limits)) {
-        backend.alloc_kv(KvLayout { pages: 0, ..layout })?;
-    }
-    for layer in spec.stacks().flat_map(|stack| &stack.layers) {
-        if let MlpSpec::Experts(moe) = &layer.mlp {
-            backend.prepare_moe(&moe.shape(), spec.hidden)?;
-        }
-    }
-    let bytes = |tensor: &TensorRecord| match tensor.shape[..] {
-        [n, k] => backend.weight_bytes(tensor.ty, n, k),
-        _ => tensor.loaded_bytes(),
-    };
-    let weight_bytes = tensors.iter().map(bytes).sum::<usize>() + load::table_bytes(&spec, &limits);
-    let before = backend.allocated_bytes();
-    backend.prepare(&limits).context("allocating the step buffers")?;
-    let step_bytes = backend.allocated_bytes() - before;
-    let page = page_bytes(&spec, kv.ty, limits.page_positions).context("a page is too large")?;
-    Ok(ExecutorReport {
-        device: backend.describe(),
+    Ok(allocate(&mut ByteCounter::new(sizes), source, shard, kv, &limits)?.1)
+}
+
+/// Loads the shard's part of the model into `target` and allocates everything that steps within `limits` need.
+fn allocate<T: LoadTarget>(
+    target: &mut T,
+    source: &ModelSource,
+    shard: &Shard,
+    kv: KvCacheConfig,
+    limits: &StepLimits,
+) -> Result<(Allocated<T::Buf>, ExecutorReport)> {
+    let mut meter = AllocationMeter::default();
+    let model = load::load(target, source, shard, source.shard_spec(shard)?, limits)?;
+    let spec = &model.spec;
+    let weight_bytes = meter.since_last(target);
+    let caches = kv_layouts(spec, kv, limits.page_positions)
+        .map(|layout| target.alloc_kv(layout))
+        .collect::<Result<_, _>>()
+        .context("allocating the KV cache")?;
+    let kv_bytes = meter.since_last(target);
+    let scratch = scratch_layout(spec, limits).map(|layout| target.alloc_kv(layout)).transpose();
+    let scratch = scratch.context("allocating the encoder's cache")?;
+    let act = Activations::new(target, spec, limits).context("allocating the activations")?;
+    let activation_bytes = meter.since_last(target);
+    target.prepare(limits).context("allocating the step buffers")?;
+    let report = ExecutorReport {
+        device: target.describe(),
+        tensors: model.tensors.clone(),
         weight_bytes,
-        tensors,
-        kv_bytes: kv.pages.saturating_mul(page),
-        activation_bytes: working_bytes(&spec, &limits),
-        step_bytes,
-    })
+        kv_bytes,
+        activation_bytes,
+        step_bytes: meter.since_last(target),
+    };
+    Ok((Allocated { model, kv: caches, scratch, act }, report))
 }
 
 /// Returns the size of one page in all layers of a model, or of one rank's part, in bytes; `None` on
@@ -164,14 +156,6 @@ pub fn estimate_report<B: Backend>(
 pub fn page_bytes(spec: &ModelSpec, ty: QuantType, page_positions: usize) -> Option<usize> {
     let mut layouts = kv_layouts(spec, KvCacheConfig { ty, pages: 1 }, page_positions);
     layouts.try_fold(0usize, |bytes, layout| bytes.checked_add(layout.page_bytes()?))
-}
-
-/// Returns the size of the buffers whose contents last for one step, in bytes, for a model or one rank's
-/// part: activations, and an encoder's cache.
-pub fn working_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
-    let scratch =
-        scratch_layout(spec, limits).and_then(|layout| layout.page_bytes()?.checked_mul(layout.pages));
-    activation_bytes(spec, limits).saturating_add(scratch.unwrap_or(0))
 }
 
 /// Returns the cache layouts of the decoder's layers.
@@ -205,16 +189,18 @@ impl<B: Backend> Executor for ModelExecutor<B> {
     ) -> Result<(), DeviceError> {
         out.clear();
         out.step = batch.step;
-        schedule::run_step(
+        let Allocated { model, kv, scratch, act } = &mut self.allocated;
+        let outcome = schedule::run_step(
             &mut self.backend,
-            &self.model,
-            Caches { decoder: &mut self.kv, scratch: self.scratch.as_mut() },
-            &mut self.act,
+            model,
+            Caches { decoder: kv, scratch: scratch.as_mut() },
+            act,
             StepIo { batch, handoff: flow, out },
         );
-        let wanted = if self.model.role.returns_output { batch.sampling.len() } else { 0 };
-        assert_eq!(out.tokens.len(), wanted, "there must be a result for each output row");
         out.times = self.backend.end_step();
+        outcome?;
+        let wanted = if self.allocated.model.role.returns_output { batch.sampling.len() } else { 0 };
+        assert_eq!(out.tokens.len(), wanted, "there must be a result for each output row");
         Ok(())
     }
 
@@ -223,13 +209,13 @@ impl<B: Backend> Executor for ModelExecutor<B> {
     }
 }
 
-/// Measures what a backend allocates from one call to the next.
+/// Measures what is allocated from one call to the next.
 #[derive(Default)]
 struct AllocationMeter(usize);
 
 impl AllocationMeter {
-    fn since_last(&mut self, backend: &impl Backend) -> usize {
-        let now = backend.allocated_bytes();
+    fn since_last(&mut self, target: &impl LoadTarget) -> usize {
+        let now = target.allocated_bytes();
         now - std::mem::replace(&mut self.0, now)
     }
 }

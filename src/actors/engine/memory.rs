@@ -6,11 +6,15 @@
 use crate::actors::group::link::Capacity;
 use crate::actors::group::stage_buffer_bytes;
 use crate::config::{Config, DeviceKind, DeviceName, KvSize};
-use crate::model::executor::{KvCacheConfig, page_bytes, working_bytes};
-use crate::model::load;
-use crate::model::{ModelSource, ModelSpec, Partition, Shard, TensorRecord};
+use crate::model::executor::{ExecutorReport, KvCacheConfig, page_bytes};
+use crate::model::{ModelSource, Partition, Shard};
 use anyhow::{Context, Result, ensure};
-use mainstem_kernels::{QuantType, StepLimits};
+use mainstem_kernels::StepLimits;
+
+/// Predicts the allocations of a configured device with a part of the model. Only the program knows the kinds
+/// of devices.
+pub type DeviceEstimate<'a> =
+    dyn Fn(&DeviceName, &Shard, KvCacheConfig, StepLimits) -> Result<ExecutorReport> + 'a;
 
 /// Returns the number of pages of the KV cache, including the null page, given the memory that `lanes` lanes
 /// need otherwise. An encoder-only model caches nothing: it has only the null page.
@@ -19,14 +23,13 @@ pub(super) fn kv_plan(
     limits: &StepLimits,
     lanes: usize,
     source: &ModelSource,
-    partition: &Partition,
+    (partition, estimate): (&Partition, &DeviceEstimate),
 ) -> Result<KvCacheConfig> {
     let kv = &config.kv;
     if source.spec.decoder.is_none() {
         return Ok(KvCacheConfig { ty: kv.ty, pages: 1 });
     }
-    let pools = memory_pools(config, limits, lanes, source, partition)
-        .with_context(|| format!("kv.page_size: a page of {} tokens is too large", kv.page_size))?;
+    let pools = memory_pools(config, limits, lanes, source, (partition, estimate))?;
     // Bytes of one page on all devices together.
     let page = pools.iter().map(|pool| pool.page_bytes).fold(0, usize::saturating_add).max(1);
     let whole = limits.slots * (limits.table_len() + limits.cross_table_len());
@@ -80,14 +83,14 @@ pub(super) fn stage_exchange_bytes(
 }
 
 /// Returns the memories in use: the machine's, for all devices that compute on the CPU, and an unlimited one
-/// for fake devices. `None` if a page's size overflows.
+/// for fake devices. Fails if a page's size overflows.
 fn memory_pools(
     config: &Config,
     limits: &StepLimits,
     lanes: usize,
     source: &ModelSource,
-    partition: &Partition,
-) -> Option<Vec<MemoryPool>> {
+    (partition, estimate): (&Partition, &DeviceEstimate),
+) -> Result<Vec<MemoryPool>> {
     let pool = |free| MemoryPool { devices: Vec::new(), free, page_bytes: 0, reserved: 0 };
     let (mut machine, mut nowhere) = (pool(available_memory()), pool(usize::MAX));
     let between = stage_exchange_bytes(limits, lanes, source.spec.hidden, partition);
@@ -99,15 +102,21 @@ fn memory_pools(
                 DeviceKind::Cpu | DeviceKind::Reference => &mut machine,
                 DeviceKind::Fake { .. } => &mut nowhere,
             };
-            pool.add_device(device, shard_page_bytes(source, &shard, config.kv.ty, limits.page_positions)?);
-            pool.reserved = pool.reserved.saturating_add(shard_bytes(source, &shard, limits));
+            let page = page_bytes(&source.shard_spec(&shard)?, config.kv.ty, limits.page_positions);
+            let page = page.with_context(|| {
+                format!("kv.page_size: a page of {} tokens is too large", config.kv.page_size)
+            })?;
+            pool.add_device(device, page);
+            let kv = KvCacheConfig { ty: config.kv.ty, pages: 1 };
+            let needed = estimate(device, &shard, kv, *limits)?;
+            pool.reserved = pool.reserved.saturating_add(needed.total_bytes() - needed.kv_bytes);
         }
     }
-    Some([machine, nowhere].into_iter().filter(|pool| !pool.devices.is_empty()).collect())
+    Ok([machine, nowhere].into_iter().filter(|pool| !pool.devices.is_empty()).collect())
 }
 
-/// Adds a device with `page` bytes per page.
 impl MemoryPool {
+    /// Adds a device with `page` bytes per page.
     fn add_device(&mut self, device: &DeviceName, page: usize) {
         self.devices.push(device.to_string());
         self.page_bytes = self.page_bytes.saturating_add(page);
@@ -144,28 +153,6 @@ impl MemoryPool {
         }
         Ok(())
     }
-}
-
-/// Returns the bytes of a page of the shard's layers and heads; `None` on overflow.
-fn shard_page_bytes(
-    source: &ModelSource,
-    shard: &Shard,
-    ty: QuantType,
-    page_positions: usize,
-) -> Option<usize> {
-    page_bytes(&shard_spec(source, shard), ty, page_positions)
-}
-
-/// Returns the bytes of the shard's weights, lookup tables and activations.
-fn shard_bytes(source: &ModelSource, shard: &Shard, limits: &StepLimits) -> usize {
-    let part = shard_spec(source, shard);
-    let weights = load::records(source, &part).iter().map(TensorRecord::loaded_bytes).sum::<usize>();
-    weights.saturating_add(load::table_bytes(&part, limits)).saturating_add(working_bytes(&part, limits))
-}
-
-/// Returns the specification of a shard.
-fn shard_spec(source: &ModelSource, shard: &Shard) -> ModelSpec {
-    source.shard_spec(shard).expect("the partition was checked; anything else is a bug")
 }
 
 /// Returns the bytes that the system and this process's control group can still provide; `usize::MAX` if

@@ -6,7 +6,7 @@ mod memory;
 
 mod report;
 
-pub use memory::available_memory;
+pub use memory::{DeviceEstimate, available_memory};
 
 use super::decode::{Decode, DecodeConfig, LoopHandles};
 use super::device::ExecutorFactory;
@@ -118,8 +118,14 @@ pub struct Actors {
 }
 
 impl EngineSetup {
-    /// Computes the sizes for the model `source`, partitioned by `partition`, under `config`.
-    pub fn new(config: &Config, source: &ModelSource, partition: Partition) -> Result<EngineSetup> {
+    /// Computes the sizes for the model `source`, partitioned by `partition`, under `config`. `estimate`
+    /// predicts what each device allocates.
+    pub fn new(
+        config: &Config,
+        source: &ModelSource,
+        partition: Partition,
+        estimate: &DeviceEstimate,
+    ) -> Result<EngineSetup> {
         let spec = &source.spec;
         let scheduler = config.scheduler.clone();
         ensure!(
@@ -130,7 +136,7 @@ impl EngineSetup {
         let context = context_length(&config.kv, spec.context)?;
         let mut limits = step_limits(config, spec, context);
         let lanes = lane_count(&scheduler, partition.stages.len());
-        let kv = memory::kv_plan(config, &limits, lanes, source, &partition)?;
+        let kv = memory::kv_plan(config, &limits, lanes, source, (&partition, estimate))?;
         // No sequence is longer than the pool allows, so page tables need no more entries.
         let own_pages = (kv.pages - 1).saturating_sub(memory::min_encoder_pages(&limits));
         limits.positions = limits.positions.min(own_pages * limits.page_positions);

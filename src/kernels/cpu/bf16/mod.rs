@@ -25,6 +25,10 @@ pub use store::{pack, packed_bytes, read};
 
 use super::simd::LANES;
 
+/// Name and version of the arrangement, for stored weights. A change of the packed bytes increases the version.
+pub const ARRANGEMENT: &str = "bf16-panels-16x32";
+pub const VERSION: u32 = 1;
+
 /// Outputs of a panel.
 const PANEL_OUTPUTS: usize = LANES;
 /// Columns of a block.

@@ -28,5 +28,9 @@ mod store;
 pub use gemm::Int8Scratch;
 pub use store::{pack, packed_bytes, read};
 
+/// Name and version of the arrangement, for stored weights. A change of the packed bytes increases the version.
+pub const ARRANGEMENT: &str = "int8-panels-16";
+pub const VERSION: u32 = 1;
+
 /// Outputs of a panel.
 const PANEL_OUTPUTS: usize = super::simd::LANES;
