@@ -118,7 +118,7 @@ pub fn estimate_report(
     Ok(allocate(&mut ByteCounter::new(sizes), source, shard, kv, &limits)?.1)
 }
 
-/// Loads the shard's part of the model into `target` and allocates everything that steps within `limits` need.
+/// Loads the shard's part of the model into `target`, and allocates what steps within `limits` need.
 fn allocate<T: LoadTarget>(
     target: &mut T,
     source: &ModelSource,
@@ -217,5 +217,240 @@ impl AllocationMeter {
     fn since_last(&mut self, target: &impl LoadTarget) -> usize {
         let now = target.allocated_bytes();
         now - std::mem::replace(&mut self.0, now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::weights::{LayerWeights, Mlp, WeightSource};
+    use crate::model::{ModelRef, ModelSource};
+    use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+    use mainstem_kernels::{
+        ActivationPrecision, Fraction, HostBuf, KvTable, PackedLayout, SamplingParams, Span, SpanModel,
+        SpanOutput, SpanStack, SpanTable, SpanTokens, TableUpdate, Weight,
+    };
+    use std::any::Any;
+    use std::path::Path;
+    use std::sync::{Arc, Mutex};
+
+    /// Events of layers with their stacks: the layer's number when it was acquired, and its number plus
+    /// [`RELEASED`] when it was released.
+    type Log = Arc<Mutex<Vec<(SpanStack, usize)>>>;
+
+    const RELEASED: usize = 1000;
+
+    /// A source that keeps the matrices of one layer. It overwrites those of released layers with bytes that
+    /// mean NaN or nonsense, and fills those of acquired layers from their packed bytes.
+    struct OneLayer {
+        stack: SpanStack,
+        layers: Vec<LayerWeights<HostBuf>>,
+        packed: Vec<Vec<(PackedLayout, Vec<u8>)>>,
+        present: Option<usize>,
+        log: Log,
+        /// The number of acquisitions until one fails.
+        until_failure: usize,
+    }
+
+    impl OneLayer {
+        fn wrap(
+            resident: &mut Box<dyn WeightSource<HostBuf>>,
+            backend: &mut CpuBackend,
+            stack: SpanStack,
+            log: &Log,
+        ) {
+            let taken = std::mem::replace(resident, Box::new(Vec::new()));
+            let layers = *(taken as Box<dyn Any>)
+                .downcast::<Vec<LayerWeights<HostBuf>>>()
+                .expect("all layers are resident");
+            let (log, present, until_failure) = (log.clone(), None, usize::MAX);
+            let mut source = OneLayer { stack, layers, packed: Vec::new(), present, log, until_failure };
+            for layer in &mut source.layers {
+                let pack = |w: &mut Weight<HostBuf>| {
+                    let layout = w.packed_layout(backend.sizes());
+                    let mut packed = vec![0; layout.bytes];
+                    backend.download(&w.buf, 0, &mut packed);
+                    w.buf.bytes_mut().fill(0xff);
+                    (layout, packed)
+                };
+                source.packed.push(matrices(layer).into_iter().map(pack).collect());
+            }
+            *resident = Box::new(source);
+        }
+
+        fn record(&self, event: usize) {
+            self.log.lock().expect("no test has panicked").push((self.stack, event));
+        }
+    }
+
+    impl WeightSource<HostBuf> for OneLayer {
+        fn acquire(
+            &mut self,
+            device: &mut dyn Backend<Buf = HostBuf>,
+            layer: usize,
+        ) -> Result<(), DeviceError> {
+            assert_eq!(self.present, None, "a layer is still acquired");
+            self.until_failure -= 1;
+            if self.until_failure == 0 {
+                return Err(DeviceError::Fault(format!("layer {layer} cannot be read")));
+            }
+            for (w, (layout, packed)) in
+                matrices(&mut self.layers[layer]).into_iter().zip(&self.packed[layer])
+            {
+                device.refill_weight(w, layout, packed)?;
+            }
+            self.present = Some(layer);
+            self.record(layer);
+            Ok(())
+        }
+
+        fn layer(&self, layer: usize) -> &LayerWeights<HostBuf> {
+            assert_eq!(self.present, Some(layer), "the layer is not acquired");
+            &self.layers[layer]
+        }
+
+        fn release(&mut self, _: &mut dyn Backend<Buf = HostBuf>, layer: usize) {
+            assert_eq!(self.present.take(), Some(layer), "the layer is not acquired");
+            matrices(&mut self.layers[layer]).into_iter().for_each(|w| w.buf.bytes_mut().fill(0xff));
+            self.record(layer + RELEASED);
+        }
+    }
+
+    /// Returns all matrices of a layer.
+    fn matrices(layer: &mut LayerWeights<HostBuf>) -> Vec<&mut Weight<HostBuf>> {
+        let cross = layer.cross.as_mut().map(|(_, cross)| cross);
+        let attentions = [&mut layer.attention].into_iter().chain(cross);
+        let mut all: Vec<_> =
+            attentions.flat_map(|it| [&mut it.q, &mut it.k, &mut it.v, &mut it.o]).collect();
+        match &mut layer.mlp {
+            Mlp::Dense(dense) => {
+                all.extend([&mut dense.gate, &mut dense.down].into_iter().chain(&mut dense.up))
+            }
+            Mlp::Experts(_) => panic!("the fixtures of this test have no experts"),
+        }
+        all.into_iter().map(|linear| &mut linear.weight).collect()
+    }
+
+    fn open(fixture: &str) -> ModelSource {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(fixture);
+        ModelSource::open(&ModelRef::Path(path), None).unwrap()
+    }
+
+    fn executor(source: &ModelSource) -> ModelExecutor<CpuBackend> {
+        let config =
+            CpuConfig { threads: 1, isa: Isa::Auto, activation_precision: ActivationPrecision::Int8 };
+        let kv = KvCacheConfig { ty: QuantType::F16, pages: 5 };
+        let limits = StepLimits {
+            slots: 2,
+            rows: 32,
+            logit_rows: 8,
+            positions: if source.spec.decoder.is_some() { 32 } else { 0 },
+            encoder_positions: if source.spec.encoder.is_some() { 32 } else { 0 },
+            page_positions: 32,
+            top_logprobs: 0,
+            logit_biases: 0,
+            vocab: source.spec.vocab,
+            hidden: source.spec.hidden,
+            attended_fraction: Fraction::ONE,
+        };
+        let backend = CpuBackend::new(config).unwrap();
+        ModelExecutor::new(backend, source, &Shard::whole(&source.spec), kv, limits).unwrap()
+    }
+
+    /// Returns the executor with one layer of each stack in memory.
+    fn streamed(source: &ModelSource) -> (ModelExecutor<CpuBackend>, Log) {
+        let (mut executor, log) = (executor(source), Log::default());
+        let ModelExecutor { backend, allocated: Allocated { model, .. }, .. } = &mut executor;
+        let stacks = [(SpanStack::Encoder, &mut model.encoder), (SpanStack::Decoder, &mut model.decoder)];
+        for (which, stack) in stacks {
+            if let Some(stack) = stack {
+                OneLayer::wrap(&mut stack.weights, backend, which, &log);
+            }
+        }
+        (executor, log)
+    }
+
+    /// Returns a step with encoder inputs for the slots `encoded` and prompts for the slots `decoded`.
+    fn batch(source: &ModelSource, encoded: &[u32], decoded: &[u32]) -> StepBatch {
+        let ModelSpec { encoder, decoder, .. } = &source.spec;
+        let mut batch = StepBatch { tokens: (5..25).collect(), return_logits: true, ..StepBatch::default() };
+        let span = |stack, slot, table, len, output| Span {
+            model: SpanModel::Target,
+            stack,
+            slot,
+            start: 0,
+            tokens: SpanTokens::Given { at: slot, len },
+            table,
+            reserved: 32,
+            encoder_len: if encoder.is_some() { 9 } else { 0 },
+            output,
+        };
+        let hidden = if decoder.is_some() { SpanOutput::None } else { SpanOutput::Hidden };
+        for slot in encoded.iter().filter(|_| encoder.is_some()) {
+            batch.spans.push(span(SpanStack::Encoder, *slot, SpanTable::Scratch, 9, hidden));
+        }
+        for slot in decoded.iter().filter(|_| decoder.is_some()) {
+            batch.spans.push(span(SpanStack::Decoder, *slot, SpanTable::Own, 4, SpanOutput::Last));
+            batch.sampling.push(SamplingParams::GREEDY);
+        }
+        let entry = |slot, table, page| TableUpdate { slot, table, index: 0, page };
+        let own = (0..2).map(|slot| entry(slot, KvTable::Own, 1 + slot));
+        batch.table_updates.extend(own.filter(|_| decoder.is_some()));
+        let cross = (0..2).map(|slot| entry(slot, KvTable::Cross, 3 + slot));
+        batch.table_updates.extend(cross.filter(|_| decoder.is_some() && encoder.is_some()));
+        batch
+    }
+
+    fn run(executor: &mut ModelExecutor<CpuBackend>, batch: &StepBatch) -> Result<StepOutput, DeviceError> {
+        let mut out = StepOutput::default();
+        executor.run(batch, HandoffPorts::default(), &mut out).map(|()| out)
+    }
+
+    /// Encoder inputs are also computed in steps without decoder rows, and decoder rows in steps without
+    /// encoder inputs.
+    #[test]
+    fn layers_are_used_one_at_a_time_in_order_while_they_are_acquired() {
+        for fixture in ["gqa", "gguf/q8_0.gguf", "families/bert", "families/t5", "families/m2m100"] {
+            let source = open(fixture);
+            let (mut resident, (mut streamed, log)) = (executor(&source), streamed(&source));
+            for (encoded, decoded) in [(&[0][..], &[0][..]), (&[1], &[]), (&[], &[0, 1]), (&[0, 1], &[0, 1])]
+            {
+                let batch = batch(&source, encoded, decoded);
+                let [expected, found] = [&mut resident, &mut streamed].map(|it| run(it, &batch).unwrap());
+                let what = format!("{fixture}: inputs of {encoded:?} and prompts of {decoded:?}");
+                assert!(!batch.spans.is_empty() || expected.tokens.is_empty(), "{what}");
+                assert_eq!((expected.hidden, expected.logits), (found.hidden, found.logits), "{what}");
+                let ModelSpec { encoder, decoder, .. } = &source.spec;
+                let layers =
+                    |stack: SpanStack, spec: &Option<crate::model::spec::StackSpec>, is_used: bool| {
+                        let count = spec.as_ref().map_or(0, |spec| spec.layers.len());
+                        let used = if is_used { 0..count } else { 0..0 };
+                        used.flat_map(move |layer| [(stack, layer), (stack, layer + RELEASED)])
+                    };
+                let has_spans = !batch.spans.is_empty();
+                let expected: Vec<_> = layers(SpanStack::Encoder, encoder, !encoded.is_empty())
+                    .chain(layers(SpanStack::Decoder, decoder, has_spans))
+                    .collect();
+                assert_eq!(std::mem::take(&mut *log.lock().unwrap()), expected, "{what}");
+            }
+        }
+    }
+
+    /// The next step succeeds, if its layers can be read.
+    #[test]
+    fn a_layer_that_cannot_be_read_fails_the_step() {
+        let source = open("gqa");
+        let (mut streamed, _) = streamed(&source);
+        let batch = batch(&source, &[], &[0]);
+        let expected = run(&mut streamed, &batch).unwrap();
+        let decoder = streamed.allocated.model.decoder.as_mut().unwrap();
+        let weights: &mut dyn Any = &mut *decoder.weights;
+        weights.downcast_mut::<OneLayer>().unwrap().until_failure = 2;
+        let failed = run(&mut streamed, &batch).unwrap_err().to_string();
+        assert_eq!(failed, "device fault: layer 1 cannot be read");
+        let decoder = streamed.allocated.model.decoder.as_mut().unwrap();
+        let weights: &mut dyn Any = &mut *decoder.weights;
+        weights.downcast_mut::<OneLayer>().unwrap().until_failure = usize::MAX;
+        assert_eq!(run(&mut streamed, &batch).unwrap().logits, expected.logits);
     }
 }

@@ -22,7 +22,7 @@ use super::weights::{
 };
 use anyhow::{Context, Result};
 use mainstem_kernels::reference::ReferenceSizes;
-use mainstem_kernels::{DeviceSizes, Expert, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight};
+use mainstem_kernels::{Expert, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -53,19 +53,15 @@ pub fn load<T: LoadTarget>(
 /// Returns what [`load`] would record for the part of the model described by `spec`, without reading tensor
 /// data.
 pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
-    count(&ReferenceSizes, spec, &|piece| source.load_type(piece)).tensors
+    count(spec, &|piece| source.load_type(piece)).tensors
 }
 
-/// Counts the bytes of the tensors of a model, or of a part of it, on a device of these sizes. `types` returns
-/// the number formats in which slices are loaded. Tables that are computed for the positions of a step are
-/// empty.
-pub fn count(
-    sizes: &dyn DeviceSizes,
-    spec: &ModelSpec,
-    types: &dyn Fn(&TensorSlice) -> QuantType,
-) -> LoadedStacks<usize> {
+/// Counts the bytes of the tensors of a model, or of a part of it, without the padding of any device. `types`
+/// returns the number formats in which slices are loaded. Tables that are computed for the positions of a
+/// step are empty.
+pub fn count(spec: &ModelSpec, types: &dyn Fn(&TensorSlice) -> QuantType) -> LoadedStacks<usize> {
     let tensors = ModelTensors { types, data: None };
-    let counted = load_stacks(&mut ByteCounter::new(sizes), tensors, spec, Default::default());
+    let counted = load_stacks(&mut ByteCounter::new(&ReferenceSizes), tensors, spec, Default::default());
     counted.expect("counting reads and allocates nothing, so it does not fail; this is a bug")
 }
 
@@ -402,7 +398,7 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
         Ok(buf)
     }
 
-    /// Records a slice that is loaded in the format `ty`, and reads its stored data unless it is only counted.
+    /// Records a slice that is loaded in the format `ty`. Reads its stored data, unless it is only counted.
     fn read(&mut self, piece: &TensorSlice, ty: QuantType) -> Result<(TensorRecord, Option<SliceData<'a>>)> {
         let record = tensor_slices::slice_record(piece, ty);
         self.records.push(record.clone());

@@ -1,4 +1,4 @@
-//! What a model is loaded into: a device, or a counter of the bytes that a device would allocate.
+//! The targets of loading a model: a device, or a counter of the bytes that a device would allocate.
 //!
 //! Invariant: a model is loaded into both by the same code, so the counted bytes are the allocated ones.
 

@@ -8,6 +8,7 @@ use crate::quantize::MatrixId;
 use mainstem_kernels::{
     Activation, Backend, DeviceError, Expert, MoeShape, Norm, QuantType, RelativeBias, Rope, Weight,
 };
+use std::any::Any;
 use std::sync::Arc;
 
 /// A model, or one rank's part of it, in a device's memory. An encoder-decoder model has two stacks.
@@ -51,7 +52,7 @@ pub struct Embedding<Buf> {
 /// Provides the weights of a stack's layers, by index within the stack. A step uses the layers in ascending
 /// order, one at a time, each between one call of [`WeightSource::acquire`] and one of
 /// [`WeightSource::release`]. Nothing is allocated in them.
-pub trait WeightSource<Buf>: Send {
+pub trait WeightSource<Buf>: Any + Send {
     /// Waits until the weights of a layer are in the memory of `device`, where they stay until they are
     /// released. Fails if they cannot be read.
     fn acquire(&mut self, device: &mut dyn Backend<Buf = Buf>, layer: usize) -> Result<(), DeviceError>;

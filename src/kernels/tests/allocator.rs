@@ -9,9 +9,9 @@ use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::random::noise;
 use mainstem_kernels::{
     Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, Fraction, Gemm, HostBuf, InputOperand,
-    KvLayer, KvLayout, KvTable, Mask, MoeShape, Norm, NormKind, PackedLayout, PageCopy, QuantType, RelativeBias, Rope,
-    RopeStyle, SamplingParams, Scoring, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable,
-    SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Weight,
+    KvLayer, KvLayout, KvTable, Mask, MoeShape, Norm, NormKind, PackedLayout, PageCopy, QuantType,
+    RelativeBias, Rope, RopeStyle, SamplingParams, Scoring, SlotMove, Span, SpanModel, SpanOutput, SpanStack,
+    SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Weight,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};

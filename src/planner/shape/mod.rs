@@ -7,7 +7,6 @@ use crate::model::load::{self, LoadedStacks};
 use crate::model::shard::HeadSplit;
 use crate::model::spec::{AttentionSpec, LayerSpec, ModelSpec, StackSpec, TensorSlice};
 use crate::model::weights::{Attention, Dense, Embedding, LayerWeights, Linear, Mlp, Stack, SublayerNorms};
-use mainstem_kernels::reference::ReferenceSizes;
 use mainstem_kernels::{KvLayout, Norm, QuantType, Weight};
 use std::iter::Sum;
 use std::ops::{Add, Mul, Range};
@@ -192,15 +191,15 @@ pub const FALCON_40B: UniformDecoder = UniformDecoder {
 };
 
 impl ModelShape {
-    /// Returns the shape of a model whose tensors are loaded in the formats that `stored` returns, with a cache
-    /// in the format `kv`. The sizes are those of the loaded tensors without padding.
+    /// Returns the shape of a model whose tensors are loaded in the formats that `stored` returns, with a
+    /// cache in the format `kv`. The sizes are those of the loaded tensors without padding.
     pub fn from_spec(
         name: &str,
         spec: &ModelSpec,
         stored: impl Fn(&TensorSlice) -> QuantType,
         kv: QuantType,
     ) -> Self {
-        let held = load::count(&ReferenceSizes, spec, &stored);
+        let held = load::count(spec, &stored);
         let shape = |spec: &Option<StackSpec>, held: &Option<Stack<usize>>| {
             spec.as_ref().zip(held.as_ref()).map(|(spec, held)| stack_shape(spec, held, kv))
         };
