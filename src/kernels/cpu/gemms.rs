@@ -13,7 +13,7 @@ use super::f32_gemm::F32Scratch;
 use super::gemm_input::{GemmInput, RowBuffers};
 use super::packed::Int8Scratch;
 use super::pool::{SharedSlice, ThreadPool};
-use super::scratch::ScratchMemory;
+use super::scratch_memory::ScratchMemory;
 use super::simd::Level;
 use crate::backend::{DeviceError, Weight};
 use crate::host::HostBuf;

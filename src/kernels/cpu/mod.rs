@@ -26,6 +26,7 @@ mod rope;
 mod rows;
 mod sample;
 mod scratch;
+mod scratch_memory;
 mod sizes;
 
 pub use config::{CpuConfig, Isa};
@@ -106,7 +107,7 @@ impl CpuBackend {
     /// Reallocates the scratch buffers that are too small for `to`. Before `prepare` has set the number of
     /// rows, only records the sizes.
     fn grow_scratch(&mut self, to: ScratchSizes) -> Result<(), DeviceError> {
-        self.scratch.grow(&self.sizes, to, &self.memory)
+        self.scratch.grow(self.sizes.threads_and_operands(), to, &self.memory)
     }
 
     /// Copies packed bytes to the buffer of a weight, on all threads.

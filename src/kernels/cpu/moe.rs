@@ -12,7 +12,7 @@
 use super::gemm_input::{GemmInput, InputValues};
 use super::gemms::{GemmScratch, GemmTask, RowEpilogue};
 use super::pool::{SharedSlice, ThreadPool};
-use super::scratch::ScratchMemory;
+use super::scratch_memory::ScratchMemory;
 use super::simd::{Kernel, LANES, Level, Simd, exp, sigmoid};
 use crate::backend::{DeviceError, Expert, MoeShape, Scoring};
 use crate::host::HostBuf;

@@ -2,48 +2,13 @@
 //!
 //! Invariant: sizes only grow, so a buffer that was large enough stays so.
 
+use super::bf16::Bf16Isa;
 use super::gemms::{GemmScratch, ScratchWidths};
 use super::moe::{MoeScratch, MoeScratchSizes};
-use super::sizes::CpuSizes;
+use super::scratch_memory::ScratchMemory;
 use crate::backend::DeviceError;
-use crate::host::{HostBuf, HostMemory};
-use std::cell::Cell;
-
-/// The memory that scratch buffers are allocated from, or a counter of their bytes.
-pub trait ScratchMemory {
-    type Buf;
-
-    /// Allocates `bytes` zeroed bytes.
-    fn zeroed(&self, bytes: usize) -> Result<Self::Buf, DeviceError>;
-}
-
-impl ScratchMemory for HostMemory {
-    type Buf = HostBuf;
-
-    fn zeroed(&self, bytes: usize) -> Result<HostBuf, DeviceError> {
-        HostMemory::zeroed(self, bytes)
-    }
-}
-
-/// Counts the bytes of buffers instead of allocating them.
-#[derive(Default)]
-pub struct ByteCount(Cell<usize>);
-
-impl ByteCount {
-    /// Returns the bytes of all buffers.
-    pub fn bytes(&self) -> usize {
-        self.0.get()
-    }
-}
-
-impl ScratchMemory for ByteCount {
-    type Buf = ();
-
-    fn zeroed(&self, bytes: usize) -> Result<(), DeviceError> {
-        self.0.set(self.0.get().saturating_add(bytes));
-        Ok(())
-    }
-}
+use crate::host::HostBuf;
+use crate::quant::ActivationPrecision;
 
 /// All scratch buffers of a device.
 pub struct CpuScratch<Buf = HostBuf> {
@@ -60,11 +25,11 @@ impl<Buf> Default for CpuScratch<Buf> {
 }
 
 impl<Buf> CpuScratch<Buf> {
-    /// Reallocates the buffers that are too small for `to`. As long as the number of rows is 0, only records
-    /// the sizes.
+    /// Reallocates the buffers that are too small for `to`, for `threads` threads. As long as the number of
+    /// rows is 0, only records the sizes.
     pub fn grow<M: ScratchMemory<Buf = Buf>>(
         &mut self,
-        device: &CpuSizes,
+        (threads, operands): (usize, (ActivationPrecision, Option<Bf16Isa>)),
         to: ScratchSizes,
         memory: &M,
     ) -> Result<(), DeviceError> {
@@ -74,15 +39,9 @@ impl<Buf> CpuScratch<Buf> {
         if sizes.rows == 0 {
             return Ok(());
         }
-        let (threads, more_rows) = (device.threads, sizes.rows > from.rows);
+        let more_rows = sizes.rows > from.rows;
         if self.gemm.is_none() || more_rows || sizes.widths != from.widths {
-            self.gemm = Some(GemmScratch::new(
-                (device.precision, device.bf16_isa),
-                sizes.rows,
-                sizes.widths,
-                threads,
-                memory,
-            )?);
+            self.gemm = Some(GemmScratch::new(operands, sizes.rows, sizes.widths, threads, memory)?);
         }
         let attention = sizes.attention_len(threads);
         if self.attention.is_none() || attention > from.attention_len(threads) {

@@ -9,7 +9,8 @@ use super::config::{CpuConfig, Isa};
 use super::gemms::ScratchWidths;
 use super::moe::MoeScratchSizes;
 use super::packed;
-use super::scratch::{ByteCount, CpuScratch, ScratchSizes};
+use super::scratch::{CpuScratch, ScratchSizes};
+use super::scratch_memory::ByteCount;
 use super::simd::Level;
 use crate::backend::{DeviceError, DeviceSizes, HeldShapes, KvLayout, MoeShape, PackedLayout, StepLimits};
 use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
@@ -53,6 +54,11 @@ impl CpuSizes {
             Some(Bf16Isa::Avx512(_)) => Isa::Avx512,
             _ => self.level.isa(),
         }
+    }
+
+    /// Returns the number of threads, and what decides about the operands of GEMMs.
+    pub(super) fn threads_and_operands(&self) -> (usize, (ActivationPrecision, Option<Bf16Isa>)) {
+        (self.threads, (self.precision, self.bf16_isa))
     }
 
     /// Returns the dimensions of the scratch for a weight of `ty` with `k` columns.
@@ -118,7 +124,7 @@ impl DeviceSizes for CpuSizes {
         let mixtures = mixtures.iter().map(|(shape, hidden)| self.moe_scratch(shape, *hidden));
         let sizes = weights.chain(caches).chain(mixtures).fold(self.step_scratch(limits), ScratchSizes::max);
         let count = ByteCount::default();
-        let counted = CpuScratch::default().grow(self, sizes, &count);
+        let counted = CpuScratch::default().grow(self.threads_and_operands(), sizes, &count);
         counted.expect("counting allocates nothing; this is a bug");
         count.bytes()
     }

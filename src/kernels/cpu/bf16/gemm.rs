@@ -19,7 +19,7 @@ use crate::cpu::amx::{self, Amx};
 use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles};
 use crate::cpu::gemms::{GemmTask, PackedInput};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
-use crate::cpu::scratch::ScratchMemory;
+use crate::cpu::scratch_memory::ScratchMemory;
 use crate::cpu::simd::Level;
 use crate::host::HostBuf;
 use std::ops::Range;

@@ -5,7 +5,7 @@
 use crate::backend::{DeviceError, Weight};
 use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
-use crate::cpu::scratch::ScratchMemory;
+use crate::cpu::scratch_memory::ScratchMemory;
 use crate::cpu::simd::{Kernel, LANES, Level, Simd};
 use crate::host::HostBuf;
 use std::ops::Range;

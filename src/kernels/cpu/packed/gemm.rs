@@ -17,7 +17,7 @@ use crate::cpu::bf16::Bf16Isa;
 use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles};
 use crate::cpu::gemms::{self, GemmTask};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
-use crate::cpu::scratch::ScratchMemory;
+use crate::cpu::scratch_memory::ScratchMemory;
 use crate::cpu::simd::{IntKernel, Ints, LANES, Level};
 use crate::host::HostBuf;
 use crate::quant::INT8_BLOCK_LEN;

@@ -89,8 +89,8 @@ fn pack<B: Backend>(backend: &mut B, ty: QuantType, n: usize, k: usize) -> (Pack
     (layout, packed)
 }
 
-/// What is packed for one device is valid on every other one with the same layout, and the layout says which
-/// operand type it is for.
+/// A weight that was packed for one device is valid on every other one with the same layout, and the layout
+/// says which operand type it is for.
 #[test]
 fn equal_layouts_have_equal_bytes_on_every_device() {
     let mut known = std::collections::HashMap::<String, Vec<u8>>::new();
