@@ -24,9 +24,9 @@ pub mod reference;
 pub mod cpu;
 
 pub use backend::{
-    Activation, ActivationType, AttentionShape, Backend, DeviceError, DynamicNtk, Epilogue, Expert, Fraction,
-    Gemm, InputOperand, KvLayer, KvLayout, KvTable, Mask, MatrixId, MoeShape, Norm, NormKind, RelativeBias,
-    Rope, RopeStyle, Scoring, StepLimits, Weight,
+    Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, DynamicNtk, Epilogue,
+    Expert, Fraction, Gemm, HeldShapes, InputOperand, KvLayer, KvLayout, KvTable, Mask, MatrixId, MoeShape,
+    Norm, NormKind, PackedLayout, RelativeBias, Rope, RopeStyle, Scoring, StepLimits, Weight,
 };
 pub use batch::{
     ActivationHandoff, HandoffPorts, PageCopy, SampleMode, SampledToken, SamplingParams, SlotMove, Span,

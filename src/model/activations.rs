@@ -2,8 +2,9 @@
 //!
 //! Invariant: allocated once, for the largest step and the widest layer of both stacks.
 
+use super::load_target::LoadTarget;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
-use mainstem_kernels::{ActivationType, Backend, DeviceError, StepLimits};
+use mainstem_kernels::{DeviceError, StepLimits};
 
 /// Activation buffers of shape (rows, width), in the backend's activation type.
 pub struct Activations<Buf> {
@@ -12,6 +13,9 @@ pub struct Activations<Buf> {
     /// The normalized residual stream and the output of a sub-layer, (rows, hidden).
     pub h: Buf,
     pub y: Buf,
+    /// The encoder output, (rows, hidden), from which the decoder layers compute the K and V of their
+    /// cross-attention.
+    pub encoder_output: Buf,
     /// Queries, (rows, heads, k_dim).
     pub q: Buf,
     /// Keys, (rows, kv_heads, k_dim).
@@ -48,20 +52,21 @@ pub struct Activations<Buf> {
 
 impl<Buf> Activations<Buf> {
     /// Allocates buffers for every step within `limits`.
-    pub fn new<B: Backend<Buf = Buf>>(
-        backend: &mut B,
+    pub fn new<T: LoadTarget<Buf = Buf>>(
+        target: &mut T,
         spec: &ModelSpec,
         limits: &StepLimits,
     ) -> Result<Activations<Buf>, DeviceError> {
         let w = Widths::for_spec(spec);
-        let angles = w.angles.iter().map(|width| backend.alloc(limits.rows * width * size_of::<f32>()));
+        let angles = w.angles.iter().map(|width| target.alloc(limits.rows * width * size_of::<f32>()));
         let angles = angles.collect::<Result<_, _>>()?;
-        let size = backend.activation_type().size();
-        let mut alloc = |rows: usize, width: usize| backend.alloc(rows * width * size);
+        let size = target.activation_type().size();
+        let mut alloc = |rows: usize, width: usize| target.alloc(rows * width * size);
         Ok(Activations {
             x: alloc(limits.rows, w.hidden)?,
             h: alloc(limits.rows, w.hidden)?,
             y: alloc(limits.rows, w.stream)?,
+            encoder_output: alloc(limits.rows, w.encoder_output)?,
             q: alloc(limits.rows, w.q)?,
             k: alloc(limits.rows, w.k)?,
             v: alloc(limits.rows, w.v)?,
@@ -83,20 +88,13 @@ impl<Buf> Activations<Buf> {
     }
 }
 
-/// Returns the size of all activation buffers in bytes, on a backend with this activation type.
-pub fn activation_bytes(spec: &ModelSpec, limits: &StepLimits, ty: ActivationType) -> usize {
-    let w = Widths::for_spec(spec);
-    let row = 2 * w.hidden + w.stream + w.q + w.k + w.v + w.gathered + w.a + 2 * w.mlp + w.router + w.shared;
-    let logit_row = w.hidden + w.stream + w.vocab + w.local_vocab;
-    let angles = limits.rows * w.angles.iter().sum::<usize>() * size_of::<f32>();
-    (limits.rows * row + limits.logit_rows * logit_row) * ty.size() + angles
-}
-
 /// Widths of the buffers: the maximum over all layers.
 struct Widths {
     hidden: usize,
     /// Width of the residual stream, or of an embedding that is wider.
     stream: usize,
+    /// Zero without cross-attention.
+    encoder_output: usize,
     q: usize,
     k: usize,
     v: usize,
@@ -138,6 +136,7 @@ impl Widths {
         Widths {
             hidden: spec.hidden,
             stream: spec.hidden.max(embedding).max(head_input),
+            encoder_output: if layers().any(|layer| layer.cross.is_some()) { spec.hidden } else { 0 },
             q: widest(AttentionSpec::q_width),
             k: widest(AttentionSpec::k_width),
             v: widest(AttentionSpec::v_width),

@@ -2,16 +2,17 @@
 //!
 //! Invariant: everything is allocated in `new`; `run` allocates nothing, unless logits are returned.
 
-use super::activations::{Activations, activation_bytes};
+use super::activations::Activations;
 use super::load;
+use super::load_target::{ByteCounter, LoadTarget};
 use super::schedule::{self, Caches, StepIo};
 use super::shard::Shard;
 use super::source::ModelSource;
-use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
+use super::spec::{AttentionSpec, ModelSpec};
 use super::weights::{Model, TensorRecord};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{
-    ActivationType, Backend, DeviceError, HandoffPorts, KvLayer, KvLayout, QuantType, StepBatch, StepLimits,
+    Backend, DeviceError, DeviceSizes, HandoffPorts, KvLayer, KvLayout, QuantType, StepBatch, StepLimits,
     StepOutput,
 };
 
@@ -20,7 +21,8 @@ pub trait Executor: Send {
     /// Runs this device's part of one forward pass, between the activations that `flow` receives and sends.
     /// Clears `out` first, then writes the times to it; the first rank of the last stage also writes the
     /// results of the whole model. The ranks of a stage synchronize in every step, whatever it contains, so
-    /// no rank is more than a step behind, which bounds the queue of messages for it.
+    /// no rank is more than a step behind, which bounds the queue of messages for it. Fails if weights that
+    /// are not in the device's memory cannot be read.
     fn run(
         &mut self,
         batch: &StepBatch,
@@ -47,6 +49,13 @@ pub struct ExecutorReport {
     pub step_bytes: usize,
 }
 
+impl ExecutorReport {
+    /// Returns all bytes that are allocated.
+    pub fn total_bytes(&self) -> usize {
+        self.weight_bytes + self.kv_bytes + self.activation_bytes + self.step_bytes
+    }
+}
+
 /// Number format and size of the KV cache: everything that the model does not determine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvCacheConfig {
@@ -58,12 +67,17 @@ pub struct KvCacheConfig {
 /// A model on a device of type `B`.
 pub struct ModelExecutor<B: Backend> {
     backend: B,
-    model: Model<B::Buf>,
-    kv: Vec<KvLayer<B::Buf>>,
-    /// The encoder's cache, whose contents last for one layer.
-    scratch: Option<KvLayer<B::Buf>>,
-    act: Activations<B::Buf>,
+    allocated: Allocated<B::Buf>,
     report: ExecutorReport,
+}
+
+/// Everything that an executor allocates, apart from the backend's own buffers.
+struct Allocated<Buf> {
+    model: Model<Buf>,
+    kv: Vec<KvLayer<Buf>>,
+    /// The encoder's cache, whose contents last for one layer.
+    scratch: Option<KvLayer<Buf>>,
+    act: Activations<Buf>,
 }
 
 impl<B: Backend> ModelExecutor<B> {
@@ -76,81 +90,59 @@ impl<B: Backend> ModelExecutor<B> {
         kv: KvCacheConfig,
         limits: StepLimits,
     ) -> Result<Self> {
-        let spec = source.shard_spec(shard)?;
         let (place, (rank, ranks)) = ((shard.rank, shard.rank_count()), backend.rank_and_count());
         ensure!(
             place == (rank, ranks),
             "the device joined its stage as rank {rank} of {ranks}, not {place:?}; this is a bug"
         );
-        let mut allocated = AllocationMeter::default();
-        let model = load::load(&mut backend, source, shard, spec, &limits)?;
-        let spec = &model.spec;
-        let weight_bytes = allocated.since_last(&backend);
-        let caches = kv_layouts(spec, kv, limits.page_positions)
-            .map(|layout| backend.alloc_kv(layout))
-            .collect::<Result<_, _>>()
-            .context("allocating the KV cache")?;
-        let kv_bytes = allocated.since_last(&backend);
-        let scratch = scratch_layout(spec, &limits).map(|layout| backend.alloc_kv(layout)).transpose();
-        let scratch = scratch.context("allocating the encoder's cache")?;
-        let act = Activations::new(&mut backend, spec, &limits).context("allocating the activations")?;
-        let activation_bytes = allocated.since_last(&backend);
-        backend.prepare(&limits).context("allocating the step buffers")?;
-        let report = ExecutorReport {
-            device: backend.describe(),
-            tensors: model.tensors.clone(),
-            weight_bytes,
-            kv_bytes,
-            activation_bytes,
-            step_bytes: allocated.since_last(&backend),
-        };
-        Ok(ModelExecutor { backend, model, kv: caches, scratch, act, report })
+        let (allocated, report) = allocate(&mut backend, source, shard, kv, &limits)?;
+        Ok(ModelExecutor { backend, allocated, report })
     }
 }
 
-/// Returns what a [`ModelExecutor`] of these sizes would report, with the tensors in another order. Weights,
-/// cache and activations are only counted; the step buffers are allocated by `backend`, which is consumed.
-pub fn estimate_report<B: Backend>(
-    mut backend: B,
+/// Returns what a [`ModelExecutor`] with these sizes would report on a device of these sizes. Neither is a
+/// device created nor tensor data read.
+pub fn estimate_report(
+    sizes: &dyn DeviceSizes,
     source: &ModelSource,
     shard: &Shard,
     kv: KvCacheConfig,
     limits: StepLimits,
 ) -> Result<ExecutorReport> {
-    let spec = source.shard_spec(shard)?;
-    let tensors = load::records(source, &spec);
-    // The size of the step buffers depends on what the backend has allocated: matrices and a cache without
-    // rows.
-    for tensor in &tensors {
-        if let [_, k] = tensor.shape[..] {
-            backend.upload_weight(tensor.ty, 0, k, &[])?;
-        }
-    }
-    for layout in kv_layouts(&spec, kv, limits.page_positions).chain(scratch_layout(&spec, &limits)) {
-        backend.alloc_kv(KvLayout { pages: 0, ..layout })?;
-    }
-    for layer in spec.stacks().flat_map(|stack| &stack.layers) {
-        if let MlpSpec::Experts(moe) = &layer.mlp {
-            backend.prepare_moe(&moe.shape(), spec.hidden)?;
-        }
-    }
-    let bytes = |tensor: &TensorRecord| match tensor.shape[..] {
-        [n, k] => backend.weight_bytes(tensor.ty, n, k),
-        _ => tensor.loaded_bytes(),
-    };
-    let weight_bytes = tensors.iter().map(bytes).sum::<usize>() + load::table_bytes(&spec, &limits);
-    let before = backend.allocated_bytes();
-    backend.prepare(&limits).context("allocating the step buffers")?;
-    let step_bytes = backend.allocated_bytes() - before;
-    let page = page_bytes(&spec, kv.ty, limits.page_positions).context("a page is too large")?;
-    Ok(ExecutorReport {
-        device: backend.describe(),
+    Ok(allocate(&mut ByteCounter::new(sizes), source, shard, kv, &limits)?.1)
+}
+
+/// Loads the shard's part of the model into `target`, and allocates what steps within `limits` need.
+fn allocate<T: LoadTarget>(
+    target: &mut T,
+    source: &ModelSource,
+    shard: &Shard,
+    kv: KvCacheConfig,
+    limits: &StepLimits,
+) -> Result<(Allocated<T::Buf>, ExecutorReport)> {
+    let mut meter = AllocationMeter::default();
+    let model = load::load(target, source, shard, source.shard_spec(shard)?, limits)?;
+    let spec = &model.spec;
+    let weight_bytes = meter.since_last(target);
+    let caches = kv_layouts(spec, kv, limits.page_positions)
+        .map(|layout| target.alloc_kv(layout))
+        .collect::<Result<_, _>>()
+        .context("allocating the KV cache")?;
+    let kv_bytes = meter.since_last(target);
+    let scratch = scratch_layout(spec, limits).map(|layout| target.alloc_kv(layout)).transpose();
+    let scratch = scratch.context("allocating the encoder's cache")?;
+    let act = Activations::new(target, spec, limits).context("allocating the activations")?;
+    let activation_bytes = meter.since_last(target);
+    target.prepare(limits).context("allocating the step buffers")?;
+    let report = ExecutorReport {
+        device: target.describe(),
+        tensors: model.tensors.clone(),
         weight_bytes,
-        tensors,
-        kv_bytes: kv.pages.saturating_mul(page),
-        activation_bytes: working_bytes(&spec, &limits, backend.activation_type()),
-        step_bytes,
-    })
+        kv_bytes,
+        activation_bytes,
+        step_bytes: meter.since_last(target),
+    };
+    Ok((Allocated { model, kv: caches, scratch, act }, report))
 }
 
 /// Returns the size of one page in all layers of a model, or of one rank's part, in bytes; `None` on
@@ -158,14 +150,6 @@ pub fn estimate_report<B: Backend>(
 pub fn page_bytes(spec: &ModelSpec, ty: QuantType, page_positions: usize) -> Option<usize> {
     let mut layouts = kv_layouts(spec, KvCacheConfig { ty, pages: 1 }, page_positions);
     layouts.try_fold(0usize, |bytes, layout| bytes.checked_add(layout.page_bytes()?))
-}
-
-/// Returns the size of the buffers whose contents last for one step, in bytes, for a model or one rank's
-/// part: activations of this type, and an encoder's cache.
-pub fn working_bytes(spec: &ModelSpec, limits: &StepLimits, ty: ActivationType) -> usize {
-    let scratch =
-        scratch_layout(spec, limits).and_then(|layout| layout.page_bytes()?.checked_mul(layout.pages));
-    activation_bytes(spec, limits, ty).saturating_add(scratch.unwrap_or(0))
 }
 
 /// Returns the cache layouts of the decoder's layers.
@@ -199,16 +183,18 @@ impl<B: Backend> Executor for ModelExecutor<B> {
     ) -> Result<(), DeviceError> {
         out.clear();
         out.step = batch.step;
-        schedule::run_step(
+        let Allocated { model, kv, scratch, act } = &mut self.allocated;
+        let outcome = schedule::run_step(
             &mut self.backend,
-            &self.model,
-            Caches { decoder: &mut self.kv, scratch: self.scratch.as_mut() },
-            &mut self.act,
+            model,
+            Caches { decoder: kv, scratch: scratch.as_mut() },
+            act,
             StepIo { batch, handoff: flow, out },
         );
-        let wanted = if self.model.role.returns_output { batch.sampling.len() } else { 0 };
-        assert_eq!(out.tokens.len(), wanted, "there must be a result for each output row");
         out.times = self.backend.end_step();
+        outcome?;
+        let wanted = if self.allocated.model.role.returns_output { batch.sampling.len() } else { 0 };
+        assert_eq!(out.tokens.len(), wanted, "there must be a result for each output row");
         Ok(())
     }
 
@@ -217,13 +203,248 @@ impl<B: Backend> Executor for ModelExecutor<B> {
     }
 }
 
-/// Measures what a backend allocates from one call to the next.
+/// Measures what is allocated from one call to the next.
 #[derive(Default)]
 struct AllocationMeter(usize);
 
 impl AllocationMeter {
-    fn since_last(&mut self, backend: &impl Backend) -> usize {
-        let now = backend.allocated_bytes();
+    fn since_last(&mut self, target: &impl LoadTarget) -> usize {
+        let now = target.allocated_bytes();
         now - std::mem::replace(&mut self.0, now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::weights::{LayerWeights, Mlp, WeightSource};
+    use crate::model::{ModelRef, ModelSource};
+    use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+    use mainstem_kernels::{
+        ActivationPrecision, Fraction, HostBuf, KvTable, PackedLayout, SamplingParams, Span, SpanModel,
+        SpanOutput, SpanStack, SpanTable, SpanTokens, TableUpdate, Weight,
+    };
+    use std::any::Any;
+    use std::path::Path;
+    use std::sync::{Arc, Mutex};
+
+    /// Events of layers with their stacks: the layer's number when it was acquired, and its number plus
+    /// [`RELEASED`] when it was released.
+    type Log = Arc<Mutex<Vec<(SpanStack, usize)>>>;
+
+    const RELEASED: usize = 1000;
+
+    /// A source that keeps the matrices of one layer. It overwrites those of released layers with bytes that
+    /// mean NaN or nonsense, and fills those of acquired layers from their packed bytes.
+    struct OneLayer {
+        stack: SpanStack,
+        layers: Vec<LayerWeights<HostBuf>>,
+        packed: Vec<Vec<(PackedLayout, Vec<u8>)>>,
+        present: Option<usize>,
+        log: Log,
+        /// The number of acquisitions until one fails.
+        until_failure: usize,
+    }
+
+    impl OneLayer {
+        fn wrap(
+            resident: &mut Box<dyn WeightSource<HostBuf>>,
+            backend: &mut CpuBackend,
+            stack: SpanStack,
+            log: &Log,
+        ) {
+            let taken = std::mem::replace(resident, Box::new(Vec::new()));
+            let layers = *(taken as Box<dyn Any>)
+                .downcast::<Vec<LayerWeights<HostBuf>>>()
+                .expect("all layers are resident");
+            let (log, present, until_failure) = (log.clone(), None, usize::MAX);
+            let mut source = OneLayer { stack, layers, packed: Vec::new(), present, log, until_failure };
+            for layer in &mut source.layers {
+                let pack = |w: &mut Weight<HostBuf>| {
+                    let layout = w.packed_layout(backend.sizes());
+                    let mut packed = vec![0; layout.bytes];
+                    backend.download(&w.buf, 0, &mut packed);
+                    w.buf.bytes_mut().fill(0xff);
+                    (layout, packed)
+                };
+                source.packed.push(matrices(layer).into_iter().map(pack).collect());
+            }
+            *resident = Box::new(source);
+        }
+
+        fn record(&self, event: usize) {
+            self.log.lock().expect("no test has panicked").push((self.stack, event));
+        }
+    }
+
+    impl WeightSource<HostBuf> for OneLayer {
+        fn acquire(
+            &mut self,
+            device: &mut dyn Backend<Buf = HostBuf>,
+            layer: usize,
+        ) -> Result<(), DeviceError> {
+            assert_eq!(self.present, None, "a layer is still acquired");
+            self.until_failure -= 1;
+            if self.until_failure == 0 {
+                return Err(DeviceError::Fault(format!("layer {layer} cannot be read")));
+            }
+            for (w, (layout, packed)) in
+                matrices(&mut self.layers[layer]).into_iter().zip(&self.packed[layer])
+            {
+                device.refill_weight(w, layout, packed)?;
+            }
+            self.present = Some(layer);
+            self.record(layer);
+            Ok(())
+        }
+
+        fn layer(&self, layer: usize) -> &LayerWeights<HostBuf> {
+            assert_eq!(self.present, Some(layer), "the layer is not acquired");
+            &self.layers[layer]
+        }
+
+        fn release(&mut self, _: &mut dyn Backend<Buf = HostBuf>, layer: usize) {
+            assert_eq!(self.present.take(), Some(layer), "the layer is not acquired");
+            matrices(&mut self.layers[layer]).into_iter().for_each(|w| w.buf.bytes_mut().fill(0xff));
+            self.record(layer + RELEASED);
+        }
+    }
+
+    /// Returns all matrices of a layer.
+    fn matrices(layer: &mut LayerWeights<HostBuf>) -> Vec<&mut Weight<HostBuf>> {
+        let cross = layer.cross.as_mut().map(|(_, cross)| cross);
+        let attentions = [&mut layer.attention].into_iter().chain(cross);
+        let mut all: Vec<_> =
+            attentions.flat_map(|it| [&mut it.q, &mut it.k, &mut it.v, &mut it.o]).collect();
+        match &mut layer.mlp {
+            Mlp::Dense(dense) => {
+                all.extend([&mut dense.gate, &mut dense.down].into_iter().chain(&mut dense.up))
+            }
+            Mlp::Experts(_) => panic!("the fixtures of this test have no experts"),
+        }
+        all.into_iter().map(|linear| &mut linear.weight).collect()
+    }
+
+    fn open(fixture: &str) -> ModelSource {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(fixture);
+        ModelSource::open(&ModelRef::Path(path), None).unwrap()
+    }
+
+    fn executor(source: &ModelSource) -> ModelExecutor<CpuBackend> {
+        let config =
+            CpuConfig { threads: 1, isa: Isa::Auto, activation_precision: ActivationPrecision::Int8 };
+        let kv = KvCacheConfig { ty: QuantType::F16, pages: 5 };
+        let limits = StepLimits {
+            slots: 2,
+            rows: 32,
+            logit_rows: 8,
+            positions: if source.spec.decoder.is_some() { 32 } else { 0 },
+            encoder_positions: if source.spec.encoder.is_some() { 32 } else { 0 },
+            page_positions: 32,
+            top_logprobs: 0,
+            logit_biases: 0,
+            vocab: source.spec.vocab,
+            hidden: source.spec.hidden,
+            attended_fraction: Fraction::ONE,
+        };
+        let backend = CpuBackend::new(config).unwrap();
+        ModelExecutor::new(backend, source, &Shard::whole(&source.spec), kv, limits).unwrap()
+    }
+
+    /// Returns the executor with one layer of each stack in memory.
+    fn streamed(source: &ModelSource) -> (ModelExecutor<CpuBackend>, Log) {
+        let (mut executor, log) = (executor(source), Log::default());
+        let ModelExecutor { backend, allocated: Allocated { model, .. }, .. } = &mut executor;
+        let stacks = [(SpanStack::Encoder, &mut model.encoder), (SpanStack::Decoder, &mut model.decoder)];
+        for (which, stack) in stacks {
+            if let Some(stack) = stack {
+                OneLayer::wrap(&mut stack.weights, backend, which, &log);
+            }
+        }
+        (executor, log)
+    }
+
+    /// Returns a step with encoder inputs for the slots `encoded` and prompts for the slots `decoded`.
+    fn batch(source: &ModelSource, encoded: &[u32], decoded: &[u32]) -> StepBatch {
+        let ModelSpec { encoder, decoder, .. } = &source.spec;
+        let mut batch = StepBatch { tokens: (5..25).collect(), return_logits: true, ..StepBatch::default() };
+        let span = |stack, slot, table, len, output| Span {
+            model: SpanModel::Target,
+            stack,
+            slot,
+            start: 0,
+            tokens: SpanTokens::Given { at: slot, len },
+            table,
+            reserved: 32,
+            encoder_len: if encoder.is_some() { 9 } else { 0 },
+            output,
+        };
+        let hidden = if decoder.is_some() { SpanOutput::None } else { SpanOutput::Hidden };
+        for slot in encoded.iter().filter(|_| encoder.is_some()) {
+            batch.spans.push(span(SpanStack::Encoder, *slot, SpanTable::Scratch, 9, hidden));
+        }
+        for slot in decoded.iter().filter(|_| decoder.is_some()) {
+            batch.spans.push(span(SpanStack::Decoder, *slot, SpanTable::Own, 4, SpanOutput::Last));
+            batch.sampling.push(SamplingParams::GREEDY);
+        }
+        let entry = |slot, table, page| TableUpdate { slot, table, index: 0, page };
+        let own = (0..2).map(|slot| entry(slot, KvTable::Own, 1 + slot));
+        batch.table_updates.extend(own.filter(|_| decoder.is_some()));
+        let cross = (0..2).map(|slot| entry(slot, KvTable::Cross, 3 + slot));
+        batch.table_updates.extend(cross.filter(|_| decoder.is_some() && encoder.is_some()));
+        batch
+    }
+
+    fn run(executor: &mut ModelExecutor<CpuBackend>, batch: &StepBatch) -> Result<StepOutput, DeviceError> {
+        let mut out = StepOutput::default();
+        executor.run(batch, HandoffPorts::default(), &mut out).map(|()| out)
+    }
+
+    /// Encoder inputs are also computed in steps without decoder rows, and decoder rows in steps without
+    /// encoder inputs.
+    #[test]
+    fn layers_are_used_one_at_a_time_in_order_while_they_are_acquired() {
+        for fixture in ["gqa", "gguf/q8_0.gguf", "families/bert", "families/t5", "families/m2m100"] {
+            let source = open(fixture);
+            let (mut resident, (mut streamed, log)) = (executor(&source), streamed(&source));
+            for (encoded, decoded) in [(&[0][..], &[0][..]), (&[1], &[]), (&[], &[0, 1]), (&[0, 1], &[0, 1])]
+            {
+                let batch = batch(&source, encoded, decoded);
+                let [expected, found] = [&mut resident, &mut streamed].map(|it| run(it, &batch).unwrap());
+                let what = format!("{fixture}: inputs of {encoded:?} and prompts of {decoded:?}");
+                assert!(!batch.spans.is_empty() || expected.tokens.is_empty(), "{what}");
+                assert_eq!((expected.hidden, expected.logits), (found.hidden, found.logits), "{what}");
+                let ModelSpec { encoder, decoder, .. } = &source.spec;
+                let layers =
+                    |stack: SpanStack, spec: &Option<crate::model::spec::StackSpec>, is_used: bool| {
+                        let count = spec.as_ref().map_or(0, |spec| spec.layers.len());
+                        let used = if is_used { 0..count } else { 0..0 };
+                        used.flat_map(move |layer| [(stack, layer), (stack, layer + RELEASED)])
+                    };
+                let has_spans = !batch.spans.is_empty();
+                let expected: Vec<_> = layers(SpanStack::Encoder, encoder, !encoded.is_empty())
+                    .chain(layers(SpanStack::Decoder, decoder, has_spans))
+                    .collect();
+                assert_eq!(std::mem::take(&mut *log.lock().unwrap()), expected, "{what}");
+            }
+        }
+    }
+
+    /// The next step succeeds, if its layers can be read.
+    #[test]
+    fn a_layer_that_cannot_be_read_fails_the_step() {
+        let source = open("gqa");
+        let (mut streamed, _) = streamed(&source);
+        let batch = batch(&source, &[], &[0]);
+        let expected = run(&mut streamed, &batch).unwrap();
+        let decoder = streamed.allocated.model.decoder.as_mut().unwrap();
+        let weights: &mut dyn Any = &mut *decoder.weights;
+        weights.downcast_mut::<OneLayer>().unwrap().until_failure = 2;
+        let failed = run(&mut streamed, &batch).unwrap_err().to_string();
+        assert_eq!(failed, "device fault: layer 1 cannot be read");
+        let decoder = streamed.allocated.model.decoder.as_mut().unwrap();
+        let weights: &mut dyn Any = &mut *decoder.weights;
+        weights.downcast_mut::<OneLayer>().unwrap().until_failure = usize::MAX;
+        assert_eq!(run(&mut streamed, &batch).unwrap().logits, expected.logits);
     }
 }

@@ -199,21 +199,19 @@ fn append_logits<B: Backend>(
     ty.append_f32(&bytes, &mut out.logits);
 }
 
-/// Stores the cross-attention keys and values of the encoder output in every decoder layer's cache, once per
-/// request.
+/// Stores the cross-attention keys and values of the encoder output in a decoder layer's cache, once per
+/// request. The rows of the encoder must be the current rows.
 pub fn store_cross_kv<B: Backend>(
     b: &mut B,
-    decoder: &Stack<B::Buf>,
-    caches: &mut [KvLayer<B::Buf>],
+    block: &LayerWeights<B::Buf>,
+    cache: &mut KvLayer<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    for (index, cache) in caches.iter_mut().enumerate() {
-        let Some((_, weights)) = &decoder.weights.layer(index).cross else { continue };
-        linear(b, rows, &weights.k, &act.x, &mut act.k);
-        linear(b, rows, &weights.v, &act.x, &mut act.v);
-        b.store_kv(KvTable::Cross, &act.k, &act.v, cache);
-    }
+    let Some((_, weights)) = &block.cross else { return };
+    linear(b, rows, &weights.k, &act.encoder_output, &mut act.k);
+    linear(b, rows, &weights.v, &act.encoder_output, &mut act.v);
+    b.store_kv(KvTable::Cross, &act.k, &act.v, cache);
 }
 
 /// Adds the attention output, projected by o, to x.

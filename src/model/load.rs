@@ -2,8 +2,10 @@
 //!
 //! Invariant: a matrix keeps its stored number format unless the source's rules change it, vectors become
 //! F32, a matrix shared by embedding and head is loaded once, and every loaded slice is recorded. At most one
-//! slice has a copy outside of the device's memory. The devices of a group load concurrently.
+//! slice has a copy outside of the device's memory. The devices of a group load concurrently. What a device
+//! would allocate is counted by the same code.
 
+use super::load_target::{ByteCounter, LoadTarget};
 use super::relative_bias;
 use super::rope;
 use super::shard::{Shard, StageRole};
@@ -14,107 +16,106 @@ use super::spec::{
     TensorSlice,
 };
 use super::tensor_slices::{self, SliceData};
-use super::tensors;
 use super::weights::{
     Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Model, Moe, Stack, SublayerNorms,
-    TensorRecord, WeightSource,
+    TensorRecord,
 };
-use crate::formats::Checkpoint;
 use anyhow::{Context, Result};
-use mainstem_kernels::{Backend, Expert, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight};
-use std::collections::{HashMap, HashSet};
+use mainstem_kernels::reference::ReferenceSizes;
+use mainstem_kernels::{Expert, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight};
+use std::borrow::Cow;
+use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Loads the shard's part of `source`, described by `spec`, into the memory of `backend`. Position tables are
-/// made for the positions within `limits`.
-pub fn load<B: Backend>(
-    backend: &mut B,
+/// Loads the shard's part of `source`, described by `spec`, into `target`. Position tables are made for the
+/// positions within `limits`.
+pub fn load<T: LoadTarget>(
+    target: &mut T,
     source: &ModelSource,
     shard: &Shard,
     spec: ModelSpec,
     limits: &StepLimits,
-) -> Result<Model<B::Buf>> {
-    let (checkpoint, tables, tensors) = (&source.checkpoint, HashMap::new(), Vec::new());
-    let mut loader = Loader { backend, source, checkpoint, tables, tensors };
-    let mut stacks = || -> Result<_> {
-        let encoder = spec.encoder.as_ref();
-        let encoder = encoder.map(|stack| loader.stack(stack, shard.encoder.start, limits.encoder_positions));
-        let decoder = spec.decoder.as_ref();
-        let decoder = decoder.map(|stack| loader.stack(stack, shard.decoder.start, limits.positions));
-        Ok((encoder.transpose()?, decoder.transpose()?))
-    };
-    source.progress.add_total(records(source, &spec).iter().map(|record| record.bytes).sum());
-    let (encoder, decoder) = stacks().with_context(|| format!("loading {}", source.path.display()))?;
-    let tensors = loader.tensors;
+) -> Result<Model<T::Buf>> {
+    if T::READS_DATA {
+        source.progress.add_total(records(source, &spec).iter().map(|record| record.bytes).sum());
+    }
+    let tensors =
+        ModelTensors { types: &|piece| source.load_type(piece), data: T::READS_DATA.then_some(source) };
+    let stacks = [
+        StackScope { first_layer: shard.encoder.start, positions: limits.encoder_positions },
+        StackScope { first_layer: shard.decoder.start, positions: limits.positions },
+    ];
+    let LoadedStacks { encoder, decoder, tensors } = load_stacks(target, tensors, &spec, stacks)
+        .with_context(|| format!("loading {}", source.path.display()))?;
     Ok(Model { role: StageRole::for_shard(&source.spec, shard), spec, encoder, decoder, tensors })
 }
 
-/// Returns what [`load`] would record for the part of the model described by `spec`, in another order,
-/// without reading tensor data.
+/// Returns what [`load`] would record for the part of the model described by `spec`, without reading tensor
+/// data.
 pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
-    let normalized =
-        spec.last_stack().head.as_ref().filter(|head| head.normalize_rows).map(|head| &head.table);
-    let is_normalized = |piece: &TensorSlice| normalized.is_some_and(|table| std::ptr::eq(table, piece));
-    let mut shared = HashSet::new();
-    let mut all = tensors::required_slices(spec);
-    // Tables are shared, and token types are merged into the position table.
-    all.retain(|piece| match piece.role {
-        _ if is_normalized(piece) => true,
-        "embedding" | "head" => shared.insert(&piece.name),
-        "token_types" => false,
-        _ => true,
-    });
-    let record = |piece: &TensorSlice| {
-        let record = tensor_slices::slice_record(piece, source.load_type(piece));
-        let has_types = || spec.stacks().any(|stack| is_merged_with_token_types(stack, piece));
-        if is_normalized(piece) || has_types() { record.in_f32() } else { record }
-    };
-    all.into_iter().map(record).collect()
+    count(spec, &|piece| source.load_type(piece)).tensors
 }
 
-/// Returns whether a slice is the stack's table of learned positions, into which token types are merged.
-fn is_merged_with_token_types(stack: &StackSpec, piece: &TensorSlice) -> bool {
-    let Some(PositionEmbeddingSpec::Learned { table, .. }) = &stack.position_embedding else { return false };
-    std::ptr::eq(table, piece) && has_token_types(stack)
+/// Counts the bytes of the tensors of a model, or of a part of it, without the padding of any device. `types`
+/// returns the number formats in which slices are loaded. Tables that are computed for the positions of a
+/// step are empty.
+pub fn count(spec: &ModelSpec, types: &dyn Fn(&TensorSlice) -> QuantType) -> LoadedStacks<usize> {
+    let tensors = ModelTensors { types, data: None };
+    let counted = load_stacks(&mut ByteCounter::new(&ReferenceSizes), tensors, spec, Default::default());
+    counted.expect("counting reads and allocates nothing, so it does not fail; this is a bug")
 }
 
-/// Returns whether the stack has a token type embedding.
-fn has_token_types(stack: &StackSpec) -> bool {
-    stack.embedding.as_ref().is_some_and(|embedding| embedding.token_types.is_some())
+/// The stacks of a model in the memory of a device, or their sizes.
+pub struct LoadedStacks<Buf> {
+    pub encoder: Option<Stack<Buf>>,
+    pub decoder: Option<Stack<Buf>>,
+    /// The loaded tensors, in loading order.
+    pub tensors: Vec<TensorRecord>,
 }
 
-/// Returns the size of the tables computed from the specification, in bytes, for a model whose steps stay
-/// within `limits`.
-pub fn table_bytes(spec: &ModelSpec, limits: &StepLimits) -> usize {
-    let of_stack = |stack: &StackSpec, positions: usize| {
-        let rope = |rope: &RopeSpec| {
-            rope::length_bounds(&rope.config).len() * rope::table_bytes(rope.dims, positions)
-        };
-        let sinusoids = match &stack.position_embedding {
-            Some(PositionEmbeddingSpec::Sinusoidal { .. }) => positions * spec.hidden,
-            None if has_token_types(stack) => positions * spec.hidden,
-            Some(PositionEmbeddingSpec::Learned { .. }) | None => 0,
-        };
-        let heads = stack.relative_bias.as_ref().map_or(0, |bias| bias.local_heads.len());
-        let biases = heads * (2 * positions).saturating_sub(1);
-        stack.ropes.iter().map(rope).sum::<usize>() + (sinusoids + biases) * size_of::<f32>()
-    };
-    let encoder = spec.encoder.as_ref().map_or(0, |stack| of_stack(stack, limits.encoder_positions));
-    encoder + spec.decoder.as_ref().map_or(0, |stack| of_stack(stack, limits.positions))
+/// The tensors to load.
+#[derive(Clone, Copy)]
+struct ModelTensors<'a> {
+    /// Returns the number format in which a slice is loaded.
+    types: &'a dyn Fn(&TensorSlice) -> QuantType,
+    /// The model with the data; `None` to count only.
+    data: Option<&'a ModelSource>,
 }
 
-struct Loader<'a, B: Backend> {
-    backend: &'a mut B,
-    source: &'a ModelSource,
-    checkpoint: &'a Checkpoint,
+/// The part of a stack to load.
+#[derive(Clone, Copy, Default)]
+struct StackScope {
+    /// Number of the first layer in the whole model, for error messages.
+    first_layer: usize,
+    /// Positions that tables are made for.
+    positions: usize,
+}
+
+/// Loads the encoder and the decoder of `spec`.
+fn load_stacks<T: LoadTarget>(
+    target: &mut T,
+    tensors: ModelTensors,
+    spec: &ModelSpec,
+    [encoder, decoder]: [StackScope; 2],
+) -> Result<LoadedStacks<T::Buf>> {
+    let mut loader = Loader { target, tensors, tables: HashMap::new(), records: Vec::new() };
+    let encoder = spec.encoder.as_ref().map(|stack| loader.stack(stack, encoder)).transpose()?;
+    let decoder = spec.decoder.as_ref().map(|stack| loader.stack(stack, decoder)).transpose()?;
+    Ok(LoadedStacks { encoder, decoder, tensors: loader.records })
+}
+
+struct Loader<'a, T: LoadTarget> {
+    target: &'a mut T,
+    tensors: ModelTensors<'a>,
     /// Embeddings and heads by name, which encoder, decoder and head may share.
-    tables: HashMap<String, Arc<Weight<B::Buf>>>,
-    tensors: Vec<TensorRecord>,
+    tables: HashMap<String, Arc<Weight<T::Buf>>>,
+    records: Vec<TensorRecord>,
 }
 
-impl<'a, B: Backend> Loader<'a, B> {
-    /// Loads a stack. Errors number layers as in the whole model, starting with `first_layer`.
-    fn stack(&mut self, spec: &StackSpec, first_layer: usize, positions: usize) -> Result<Stack<B::Buf>> {
+impl<'a, T: LoadTarget> Loader<'a, T> {
+    /// Loads a stack. Errors number layers as in the whole model.
+    fn stack(&mut self, spec: &StackSpec, scope: StackScope) -> Result<Stack<T::Buf>> {
+        let StackScope { first_layer, positions } = scope;
         let embedding = spec
             .embedding
             .as_ref()
@@ -123,13 +124,13 @@ impl<'a, B: Backend> Loader<'a, B> {
         let relative_bias =
             spec.relative_bias.as_ref().map(|spec| self.relative_bias(spec, positions)).transpose()?;
         let ropes = spec.ropes.iter().map(|spec| self.rope(spec, positions)).collect::<Result<_>>()?;
-        let blocks = (first_layer..)
+        let layers = (first_layer..)
             .zip(&spec.layers)
             .map(|(number, layer)| self.block(layer).with_context(|| format!("layer {number}")))
             .collect::<Result<Vec<_>>>()?;
         let norm = self.opt_norm(&spec.norm)?;
         let head = spec.head.as_ref().map(|head| self.head(head)).transpose()?;
-        Ok(Stack { embedding, ropes, relative_bias, weights: WeightSource::Resident(blocks), norm, head })
+        Ok(Stack { embedding, ropes, relative_bias, weights: Box::new(layers), norm, head })
     }
 
     fn embedding(
@@ -137,45 +138,55 @@ impl<'a, B: Backend> Loader<'a, B> {
         spec: &EmbeddingSpec,
         added: &Option<PositionEmbeddingSpec>,
         positions: usize,
-    ) -> Result<Embedding<B::Buf>> {
+    ) -> Result<Embedding<T::Buf>> {
         let EmbeddingSpec { table, scale, project_in, token_types, norm } = spec;
         let hidden = project_in.as_ref().map_or(table.shape[1], |linear| linear.n);
-        let types = token_types.as_ref().map(|piece| self.first_row(piece)).transpose()?;
-        let added = match added {
-            // The token type embedding is the same for all tokens, so it is added to each position's row.
-            Some(PositionEmbeddingSpec::Learned { table, offset }) => {
-                Some((self.positions(table, types.as_deref())?, *offset))
-            }
-            Some(PositionEmbeddingSpec::Sinusoidal { layout, offset, scale }) => {
-                let rows = relative_bias::sinusoids(*layout, hidden, positions, *offset, *scale);
-                Some((self.upload_rows(rows, hidden, types.as_deref())?, 0))
-            }
-            None => match &types {
-                Some(_) => {
-                    Some((self.upload_rows(vec![0.0; positions * hidden], hidden, types.as_deref())?, 0))
-                }
-                None => None,
-            },
-        };
         Ok(Embedding {
             table: self.table(table, false)?,
             first_token: table.bounds.rows.as_ref().map_or(0, |rows| rows.start),
             scale: *scale,
             project_in: project_in.as_ref().map(|linear| self.linear(linear)).transpose()?,
-            position_table: added,
+            position_table: self.position_table(added, token_types.as_ref(), (positions, hidden))?,
             norm: self.opt_norm(norm)?,
         })
     }
 
-    fn block(&mut self, spec: &LayerSpec) -> Result<LayerWeights<B::Buf>> {
-        let cross = match &spec.cross {
-            Some((norms, attention)) => Some((self.sublayer_norms(norms)?, self.attention(attention)?)),
+    /// Loads or computes the table that is added by position, with the row of position 0.
+    fn position_table(
+        &mut self,
+        spec: &Option<PositionEmbeddingSpec>,
+        token_types: Option<&TensorSlice>,
+        (positions, hidden): (usize, usize),
+    ) -> Result<Option<(Weight<T::Buf>, usize)>> {
+        // The token type embedding is the same for all tokens, so it is added to each position's row.
+        let types = token_types.map(|piece| self.first_row(piece)).transpose()?;
+        let types = types.as_deref();
+        let is_read = self.tensors.data.is_some();
+        Ok(match spec {
+            Some(PositionEmbeddingSpec::Learned { table, offset }) => {
+                Some((self.learned_positions(table, types)?, *offset))
+            }
+            Some(PositionEmbeddingSpec::Sinusoidal { layout, offset, scale }) => {
+                let rows =
+                    is_read.then(|| relative_bias::sinusoids(*layout, hidden, positions, *offset, *scale));
+                Some((self.upload_rows((positions, hidden), rows, types)?, 0))
+            }
+            None if types.is_some() => {
+                let rows = is_read.then(|| vec![0.0; positions * hidden]);
+                Some((self.upload_rows((positions, hidden), rows, types)?, 0))
+            }
             None => None,
-        };
+        })
+    }
+
+    fn block(&mut self, spec: &LayerSpec) -> Result<LayerWeights<T::Buf>> {
         Ok(LayerWeights {
             attention_norms: self.sublayer_norms(&spec.attention_norms)?,
             attention: self.attention(&spec.attention)?,
-            cross,
+            cross: match &spec.cross {
+                Some((norms, attention)) => Some((self.sublayer_norms(norms)?, self.attention(attention)?)),
+                None => None,
+            },
             mlp_norms: self.sublayer_norms(&spec.mlp_norms)?,
             mlp: match &spec.mlp {
                 MlpSpec::Dense(dense) => Mlp::Dense(self.dense(dense)?),
@@ -184,28 +195,29 @@ impl<'a, B: Backend> Loader<'a, B> {
         })
     }
 
-    fn attention(&mut self, spec: &AttentionSpec) -> Result<Attention<B::Buf>> {
+    fn attention(&mut self, spec: &AttentionSpec) -> Result<Attention<T::Buf>> {
+        let [q, k, v, o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|linear| self.linear(linear));
         let qk_norms = match &spec.qk_norms {
             Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
             None => None,
         };
-        let [q, k, v, o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|linear| self.linear(linear));
         Ok(Attention { q: q?, k: k?, v: v?, o: o?, qk_norms, qk_split: spec.qk_split.clone() })
     }
 
-    fn dense(&mut self, spec: &DenseSpec) -> Result<Dense<B::Buf>> {
+    fn dense(&mut self, spec: &DenseSpec) -> Result<Dense<T::Buf>> {
         let DenseSpec { width, activation, .. } = *spec;
+        let gate = self.linear(&spec.gate)?;
         let up = spec.up.as_ref().map(|up| self.linear(up)).transpose()?;
-        Ok(Dense { width, activation, gate: self.linear(&spec.gate)?, up, down: self.linear(&spec.down)? })
+        Ok(Dense { width, activation, gate, up, down: self.linear(&spec.down)? })
     }
 
-    fn moe(&mut self, spec: &MoeSpec) -> Result<Moe<B::Buf>> {
+    fn moe(&mut self, spec: &MoeSpec) -> Result<Moe<T::Buf>> {
         let shape = spec.shape();
-        self.backend.prepare_moe(&shape, spec.router.k)?;
+        self.target.prepare_moe(&shape, spec.router.k)?;
         let expert = |dense: &DenseSpec, loader: &mut Self| {
+            let gate = loader.linear(&dense.gate)?.weight;
             let up = dense.up.as_ref().map(|up| loader.linear(up)).transpose()?.map(|up| up.weight);
-            let (gate, down) = (loader.linear(&dense.gate)?.weight, loader.linear(&dense.down)?.weight);
-            anyhow::Ok(Expert { gate, up, down })
+            anyhow::Ok(Expert { gate, up, down: loader.linear(&dense.down)?.weight })
         };
         Ok(Moe {
             shape,
@@ -216,7 +228,7 @@ impl<'a, B: Backend> Loader<'a, B> {
         })
     }
 
-    fn head(&mut self, spec: &HeadSpec) -> Result<Head<B::Buf>> {
+    fn head(&mut self, spec: &HeadSpec) -> Result<Head<T::Buf>> {
         let transform = match &spec.transform {
             Some((linear, activation, norm)) => Some((self.linear(linear)?, *activation, self.norm(norm)?)),
             None => None,
@@ -232,30 +244,30 @@ impl<'a, B: Backend> Loader<'a, B> {
         })
     }
 
-    fn sublayer_norms(&mut self, spec: &Norms) -> Result<SublayerNorms<B::Buf>> {
+    fn sublayer_norms(&mut self, spec: &Norms) -> Result<SublayerNorms<T::Buf>> {
         let [pre, out, post] = [&spec.pre, &spec.out, &spec.post].map(|norm| self.opt_norm(norm));
         Ok(SublayerNorms { pre: pre?, out: out?, post: post? })
     }
 
-    fn opt_norm(&mut self, spec: &Option<NormSpec>) -> Result<Option<Norm<B::Buf>>> {
+    fn opt_norm(&mut self, spec: &Option<NormSpec>) -> Result<Option<Norm<T::Buf>>> {
         spec.as_ref().map(|norm| self.norm(norm)).transpose()
     }
 
-    fn norm(&mut self, spec: &NormSpec) -> Result<Norm<B::Buf>> {
+    fn norm(&mut self, spec: &NormSpec) -> Result<Norm<T::Buf>> {
         let NormSpec { kind, width, eps, offset, .. } = *spec;
         let weight = Some(self.vector(&spec.weight, offset)?);
         let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
         Ok(Norm { kind, weight, bias, width, eps })
     }
 
-    fn linear(&mut self, spec: &LinearSpec) -> Result<Linear<B::Buf>> {
+    fn linear(&mut self, spec: &LinearSpec) -> Result<Linear<T::Buf>> {
         let weight = self.matrix(&spec.weight, false)?;
         let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
         Ok(Linear { weight, bias })
     }
 
     /// Loads a matrix that may be shared.
-    fn table(&mut self, piece: &TensorSlice, normalized: bool) -> Result<Arc<Weight<B::Buf>>> {
+    fn table(&mut self, piece: &TensorSlice, normalized: bool) -> Result<Arc<Weight<T::Buf>>> {
         // The matrix with normalized rows is a different one.
         let key = if normalized { format!("{} (normalized)", piece.name) } else { piece.name.clone() };
         if let Some(known) = self.tables.get(&key) {
@@ -267,76 +279,76 @@ impl<'a, B: Backend> Loader<'a, B> {
     }
 
     /// Loads a matrix in its load format. Normalized ones are F32.
-    fn matrix(&mut self, piece: &TensorSlice, normalized: bool) -> Result<Weight<B::Buf>> {
-        let taken = tensor_slices::read_slice(self.checkpoint, piece)?;
-        let taken = match normalized {
-            true => tensor_slices::l2_normalize_rows(taken),
-            false => taken
-                .requantize(
-                    self.source.load_type(piece),
-                    piece.rounding(&self.source.rounding),
-                    self.backend.threads(),
-                )
-                .with_context(|| format!("tensor '{}'", piece.name))?,
+    fn matrix(&mut self, piece: &TensorSlice, normalized: bool) -> Result<Weight<T::Buf>> {
+        let ty = if normalized { QuantType::F32 } else { (self.tensors.types)(piece) };
+        let (record, stored) = self.read(piece, ty)?;
+        let data = match (stored, self.tensors.data) {
+            (Some(stored), _) if normalized => tensor_slices::l2_normalize_rows(stored).bytes,
+            (Some(stored), Some(source)) => {
+                stored
+                    .requantize(ty, piece.rounding(&source.rounding), self.target.threads())
+                    .with_context(|| format!("tensor '{}'", piece.name))?
+                    .bytes
+            }
+            _ => Cow::default(),
         };
-        self.record(taken.record(&piece.name))?;
-        let (n, k) = (taken.n(), taken.k());
-        let uploaded = self.backend.upload_weight(taken.ty, n, k, &taken.bytes);
+        let uploaded = self.target.upload_weight(ty, record.n(), record.k(), &data);
         let mut uploaded =
-            uploaded.with_context(|| format!("tensor '{}' of {} bytes", piece.name, taken.bytes.len()))?;
+            uploaded.with_context(|| format!("tensor '{}' of {} bytes", piece.name, record.bytes))?;
         uploaded.id = Some(piece.matrix_id());
-        // A copy read from disk is not needed any more.
-        self.checkpoint.release(&piece.name);
+        if let Some(source) = self.tensors.data {
+            // A copy read from disk is not needed any more.
+            source.checkpoint.release(&piece.name);
+        }
         Ok(uploaded)
     }
 
     /// Loads a vector in F32, with `offset` added.
-    fn vector(&mut self, piece: &TensorSlice, offset: f32) -> Result<B::Buf> {
-        let mut values = self.read_slice(piece)?.to_f32();
-        values.iter_mut().for_each(|value| *value += offset);
-        self.upload(&values).with_context(|| format!("tensor '{}'", piece.name))
+    fn vector(&mut self, piece: &TensorSlice, offset: f32) -> Result<T::Buf> {
+        let (record, stored) = self.read(piece, (self.tensors.types)(piece))?;
+        let mut values = stored.map(|stored| stored.to_f32());
+        values.iter_mut().flatten().for_each(|value| *value += offset);
+        self.upload(record.n(), values).with_context(|| format!("tensor '{}'", piece.name))
     }
 
     /// Loads a table of learned positions, adding `row` to each of its rows if there is one.
-    fn positions(&mut self, piece: &TensorSlice, row: Option<&[f32]>) -> Result<Weight<B::Buf>> {
-        match row {
-            None => self.matrix(piece, false),
-            Some(_) => {
-                let taken = tensor_slices::read_slice(self.checkpoint, piece)?;
-                self.record(taken.record(&piece.name).in_f32())?;
-                self.upload_rows(taken.to_f32(), taken.k(), row)
-            }
+    fn learned_positions(&mut self, piece: &TensorSlice, row: Option<&[f32]>) -> Result<Weight<T::Buf>> {
+        if row.is_none() {
+            return self.matrix(piece, false);
         }
+        let (record, stored) = self.read(piece, QuantType::F32)?;
+        self.upload_rows((record.n(), record.k()), stored.map(|stored| stored.to_f32()), row)
     }
 
-    /// Reads the first row of a matrix.
+    /// Reads the first row of a matrix; it is empty if data is not read.
     fn first_row(&mut self, piece: &TensorSlice) -> Result<Vec<f32>> {
-        let taken = tensor_slices::read_slice(self.checkpoint, piece)?;
-        let mut rows = taken.to_f32();
-        rows.truncate(taken.k());
+        let Some(source) = self.tensors.data else { return Ok(Vec::new()) };
+        let stored = tensor_slices::read_slice(&source.checkpoint, piece)?;
+        let mut rows = stored.to_f32();
+        rows.truncate(stored.k());
         Ok(rows)
     }
 
-    /// Uploads a computed matrix, adding `row` to each of its rows if there is one.
+    /// Uploads a computed matrix (n, width), adding `row` to each of its rows if there is one.
     fn upload_rows(
         &mut self,
-        mut rows: Vec<f32>,
-        width: usize,
+        (n, width): (usize, usize),
+        rows: Option<Vec<f32>>,
         row: Option<&[f32]>,
-    ) -> Result<Weight<B::Buf>> {
+    ) -> Result<Weight<T::Buf>> {
+        let mut rows = rows.unwrap_or_default();
         for (value, added) in rows.iter_mut().zip(row.into_iter().flatten().cycle()) {
             *value += added;
         }
-        let n = rows.len() / width;
-        let bytes: Vec<u8> = rows.iter().flat_map(|value| value.to_le_bytes()).collect();
-        Ok(self.backend.upload_weight(QuantType::F32, n, width, &bytes)?)
+        Ok(self.target.upload_weight(QuantType::F32, n, width, &little_endian(&rows))?)
     }
 
-    fn rope(&mut self, spec: &RopeSpec, positions: usize) -> Result<Rope<B::Buf>> {
+    fn rope(&mut self, spec: &RopeSpec, positions: usize) -> Result<Rope<T::Buf>> {
         let mut tables = Vec::new();
         for bound in rope::length_bounds(&spec.config) {
-            let table = rope::table(&spec.config, spec.dims, positions, bound);
-            tables.push((bound, self.upload_bytes(&table).context("allocating the rotary position table")?));
+            let table = self.tensors.data.map(|_| rope::table(&spec.config, spec.dims, positions, bound));
+            let uploaded = self.upload_bytes(rope::table_bytes(spec.dims, positions), table);
+            tables.push((bound, uploaded.context("allocating the rotary position table")?));
         }
         Ok(Rope {
             tables,
@@ -347,44 +359,52 @@ impl<'a, B: Backend> Loader<'a, B> {
         })
     }
 
-    fn relative_bias(&mut self, spec: &RelativeBiasSpec, reach: usize) -> Result<RelativeBias<B::Buf>> {
+    fn relative_bias(&mut self, spec: &RelativeBiasSpec, reach: usize) -> Result<RelativeBias<T::Buf>> {
         let RelativeBiasSpec { kind, heads, local_heads: own } = spec;
         let table = match kind {
             RelativeBiasKind::Alibi { scale } => {
-                relative_bias::alibi_biases(*heads, own.clone(), *scale, reach)
+                self.tensors.data.map(|_| relative_bias::alibi_biases(*heads, own.clone(), *scale, reach))
             }
             RelativeBiasKind::Learned { table, buckets, max_distance, bidirectional: both_ways } => {
-                let learned = self.read_slice(table)?.to_f32();
+                let (_, stored) = self.read(table, (self.tensors.types)(table))?;
                 let heads = (*heads, own.clone());
-                relative_bias::learned_biases(&learned, heads, *buckets, *max_distance, *both_ways, reach)
+                stored.map(|stored| {
+                    let learned = stored.to_f32();
+                    relative_bias::learned_biases(&learned, heads, *buckets, *max_distance, *both_ways, reach)
+                })
             }
         };
-        let (table, heads) =
-            (self.upload(&table).context("allocating the relative position bias")?, own.len());
-        Ok(RelativeBias { table, heads, reach })
+        let columns = (2 * reach).saturating_sub(1);
+        let table =
+            self.upload(own.len() * columns, table).context("allocating the relative position bias")?;
+        Ok(RelativeBias { table, heads: own.len(), reach })
     }
 
-    fn upload(&mut self, values: &[f32]) -> Result<B::Buf> {
-        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        self.upload_bytes(&bytes)
+    /// Uploads `len` values, which are given if data is read.
+    fn upload(&mut self, len: usize, values: Option<Vec<f32>>) -> Result<T::Buf> {
+        self.upload_bytes(len * size_of::<f32>(), values.map(|values| little_endian(&values)))
     }
 
-    fn upload_bytes(&mut self, bytes: &[u8]) -> Result<B::Buf> {
-        let mut buf = self.backend.alloc(bytes.len())?;
-        self.backend.upload(&mut buf, 0, bytes);
+    fn upload_bytes(&mut self, len: usize, bytes: Option<Vec<u8>>) -> Result<T::Buf> {
+        let mut buf = self.target.alloc(len)?;
+        if let Some(bytes) = bytes {
+            assert_eq!(bytes.len(), len, "the size of a buffer is known in advance; this is a bug");
+            self.target.upload(&mut buf, &bytes);
+        }
         Ok(buf)
     }
 
-    /// Reads the data of a slice and records it.
-    fn read_slice(&mut self, piece: &TensorSlice) -> Result<SliceData<'a>> {
-        let taken = tensor_slices::read_slice(self.checkpoint, piece)?;
-        self.record(taken.record(&piece.name))?;
-        Ok(taken)
+    /// Records a slice that is loaded in the format `ty`. Reads its stored data, unless it is only counted.
+    fn read(&mut self, piece: &TensorSlice, ty: QuantType) -> Result<(TensorRecord, Option<SliceData<'a>>)> {
+        let record = tensor_slices::slice_record(piece, ty);
+        self.records.push(record.clone());
+        let Some(source) = self.tensors.data else { return Ok((record, None)) };
+        let stored = tensor_slices::read_slice(&source.checkpoint, piece)?;
+        source.progress.advance(record.bytes)?;
+        Ok((record, Some(stored)))
     }
+}
 
-    fn record(&mut self, record: TensorRecord) -> Result<()> {
-        self.source.progress.advance(record.bytes)?;
-        self.tensors.push(record);
-        Ok(())
-    }
+fn little_endian(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }

@@ -23,6 +23,8 @@ pub mod progress;
 
 pub mod weights;
 
+pub mod load_target;
+
 pub mod load;
 
 pub mod rope;

@@ -6,8 +6,10 @@
 use super::activations::Activations;
 use super::forward::{after_attention, attention, before_attention, embed, finish_stack, store_cross_kv};
 use super::spec::LayerSpec;
-use super::weights::{Model, Stack};
-use mainstem_kernels::{Backend, HandoffPorts, KvLayer, KvTable, SpanStack, StepBatch, StepOutput};
+use super::weights::{LayerWeights, Model, Stack};
+use mainstem_kernels::{
+    Backend, DeviceError, HandoffPorts, KvLayer, KvTable, SpanStack, StepBatch, StepOutput,
+};
 
 /// The KV caches of the layers.
 pub struct Caches<'a, Buf> {
@@ -26,14 +28,14 @@ pub struct StepIo<'a> {
 
 /// Runs one step of the whole batch: for each layer, all rows. Encoder rows go first, and decoder rows may
 /// belong to the same sequences. A shard runs its layers between the activations of the previous stage and
-/// those for the next.
+/// those for the next. Fails if the weights of a layer cannot be acquired; the step then has no results.
 pub fn run_step<B: Backend>(
     b: &mut B,
-    model: &Model<B::Buf>,
-    mut caches: Caches<B::Buf>,
+    model: &mut Model<B::Buf>,
+    caches: Caches<B::Buf>,
     act: &mut Activations<B::Buf>,
     mut traffic: StepIo,
-) {
+) -> Result<(), DeviceError> {
     check_tokens(traffic.batch, model.spec.vocab);
     b.begin_step(traffic.batch);
     for cache in caches.decoder.iter_mut() {
@@ -45,16 +47,22 @@ pub fn run_step<B: Backend>(
     }
     let encoder_rows = b.select_stack(SpanStack::Encoder);
     if encoder_rows > 0 {
-        encode(b, model, &mut caches, encoder_rows, act, &mut traffic);
+        encode(b, model, caches.scratch, encoder_rows, act, &mut traffic)?;
     }
     let rows = b.select_stack(SpanStack::Decoder);
-    if rows > 0 {
-        decode(b, model, caches.decoder, rows, act, &mut traffic);
-    }
+    decode(b, model, caches.decoder, StackRows { encoder: encoder_rows, decoder: rows }, act, &mut traffic)?;
     let met = encoder_rows > 0 && model.encoder.is_some() || rows > 0 && model.decoder.is_some();
     if !met {
         synchronize_ranks(b, act);
     }
+    Ok(())
+}
+
+/// Numbers of rows of a step.
+#[derive(Clone, Copy)]
+struct StackRows {
+    encoder: usize,
+    decoder: usize,
 }
 
 /// Reduces one unused value over the ranks of a stage. The ranks synchronize in each layer; this keeps them
@@ -70,22 +78,24 @@ fn check_tokens(batch: &StepBatch, vocab: usize) {
     assert_eq!(foreign, None, "a token is not in the vocabulary of {vocab} tokens; this is a bug");
 }
 
-/// Runs the encoder rows through the local encoder layers, and stores the local decoder layers'
-/// cross-attention keys and values.
+/// Runs the encoder rows through the local encoder layers. If the stage has layers of the decoder, keeps the
+/// encoder output for them.
 fn encode<B: Backend>(
     b: &mut B,
-    model: &Model<B::Buf>,
-    caches: &mut Caches<B::Buf>,
+    model: &mut Model<B::Buf>,
+    scratch: Option<&mut KvLayer<B::Buf>>,
     rows: usize,
     act: &mut Activations<B::Buf>,
     traffic: &mut StepIo,
-) {
+) -> Result<(), DeviceError> {
     let from = traffic.handoff.input.map(|from| &from.encoder);
-    match (&model.encoder, &model.spec.encoder, &mut caches.scratch) {
+    match (&mut model.encoder, &model.spec.encoder, scratch) {
         (Some(stack), Some(spec), Some(scratch)) => {
             enter_stack(b, stack, rows, from, act);
             for (index, layer) in spec.layers.iter().enumerate() {
-                run_layer(b, stack, layer, index, (KvTable::Scratch, scratch), rows, act);
+                with_layer(b, stack, index, |b, stack, block| {
+                    run_layer(b, stack, (layer, block), (KvTable::Scratch, scratch), rows, act);
+                })?;
             }
             if model.role.ends_encoder {
                 let out = model.role.returns_output.then_some(&mut *traffic.out);
@@ -95,33 +105,54 @@ fn encode<B: Backend>(
         // An earlier stage has computed the encoder output.
         _ => receive_activations(b, rows, from, act),
     }
-    if let Some(decoder) = &model.decoder {
-        store_cross_kv(b, decoder, caches.decoder, rows, act);
-    }
     if model.role.forwards_encoder_output {
         send_activations(b, rows, act, traffic.handoff.output.as_mut().map(|to| &mut to.encoder));
     }
+    if model.decoder.is_some() {
+        std::mem::swap(&mut act.x, &mut act.encoder_output);
+    }
+    Ok(())
 }
 
-/// Runs the decoder rows through the local decoder layers.
+/// Runs the decoder rows through the local decoder layers, the current rows being those of the decoder. Each
+/// layer first stores the cross-attention keys and values of the encoder rows, which need the same weights.
 fn decode<B: Backend>(
     b: &mut B,
-    model: &Model<B::Buf>,
+    model: &mut Model<B::Buf>,
     caches: &mut [KvLayer<B::Buf>],
-    rows: usize,
+    rows: StackRows,
     act: &mut Activations<B::Buf>,
     traffic: &mut StepIo,
-) {
-    let (Some(stack), Some(spec)) = (&model.decoder, &model.spec.decoder) else { return };
-    enter_stack(b, stack, rows, traffic.handoff.input.map(|from| &from.decoder), act);
-    for (index, cache) in caches.iter_mut().enumerate() {
-        run_layer(b, stack, &spec.layers[index], index, (KvTable::Own, cache), rows, act);
+) -> Result<(), DeviceError> {
+    let (Some(stack), Some(spec)) = (&mut model.decoder, &model.spec.decoder) else { return Ok(()) };
+    if rows.decoder > 0 {
+        enter_stack(b, stack, rows.decoder, traffic.handoff.input.map(|from| &from.decoder), act);
+    }
+    let is_idle = rows.encoder + rows.decoder == 0;
+    for ((index, layer), cache) in spec.layers.iter().enumerate().zip(caches).filter(|_| !is_idle) {
+        with_layer(b, stack, index, |b, stack, block| {
+            if rows.encoder > 0 {
+                b.select_stack(SpanStack::Encoder);
+                store_cross_kv(b, block, cache, rows.encoder, act);
+                b.select_stack(SpanStack::Decoder);
+            }
+            if rows.decoder > 0 {
+                run_layer(b, stack, (layer, block), (KvTable::Own, cache), rows.decoder, act);
+            }
+        })?;
+    }
+    if rows.decoder == 0 {
+        return Ok(());
     }
     let out = model.role.returns_output.then_some(&mut *traffic.out);
     match model.role.ends_decoder {
-        true => finish_stack(b, stack, (SpanStack::Decoder, traffic.batch), rows, act, out),
-        false => send_activations(b, rows, act, traffic.handoff.output.as_mut().map(|to| &mut to.decoder)),
+        true => finish_stack(b, stack, (SpanStack::Decoder, traffic.batch), rows.decoder, act, out),
+        false => {
+            let to = traffic.handoff.output.as_mut().map(|to| &mut to.decoder);
+            send_activations(b, rows.decoder, act, to);
+        }
     }
+    Ok(())
 }
 
 /// Computes or receives x, the input of the first local layer of a stack, and the rotary angles of its
@@ -162,17 +193,28 @@ fn send_activations<B: Backend>(b: &mut B, rows: usize, act: &Activations<B::Buf
     }
 }
 
+/// Calls `use_layer` with the weights of a layer, which are acquired before and released after it.
+fn with_layer<B: Backend>(
+    b: &mut B,
+    stack: &mut Stack<B::Buf>,
+    index: usize,
+    use_layer: impl FnOnce(&mut B, &Stack<B::Buf>, &LayerWeights<B::Buf>),
+) -> Result<(), DeviceError> {
+    stack.weights.acquire(b, index)?;
+    use_layer(b, stack, stack.weights.layer(index));
+    stack.weights.release(b, index);
+    Ok(())
+}
+
 /// Runs one layer, which stores its keys and values in `cache`.
 fn run_layer<B: Backend>(
     b: &mut B,
     stack: &Stack<B::Buf>,
-    spec: &LayerSpec,
-    index: usize,
+    (spec, block): (&LayerSpec, &LayerWeights<B::Buf>),
     (table, cache): (KvTable, &mut KvLayer<B::Buf>),
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    let block = stack.weights.layer(index);
     before_attention(b, spec, stack, block, rows, act);
     attention(b, &spec.attention, stack.relative_bias.as_ref(), table, cache, act);
     after_attention(b, spec, block, cache, rows, act);

@@ -4,7 +4,10 @@
 
 use super::shard::StageRole;
 use super::spec::{ColumnSplit, ModelSpec};
-use mainstem_kernels::{Activation, Expert, MoeShape, Norm, QuantType, RelativeBias, Rope, Weight};
+use mainstem_kernels::{
+    Activation, Backend, DeviceError, Expert, MoeShape, Norm, QuantType, RelativeBias, Rope, Weight,
+};
+use std::any::Any;
 use std::sync::Arc;
 
 /// A model, or one rank's part of it, in a device's memory. An encoder-decoder model has two stacks.
@@ -26,7 +29,7 @@ pub struct Stack<Buf> {
     pub ropes: Vec<Rope<Buf>>,
     /// Relative position bias of the layers.
     pub relative_bias: Option<RelativeBias<Buf>>,
-    pub weights: WeightSource<Buf>,
+    pub weights: Box<dyn WeightSource<Buf>>,
     pub norm: Option<Norm<Buf>>,
     pub head: Option<Head<Buf>>,
 }
@@ -45,10 +48,19 @@ pub struct Embedding<Buf> {
     pub norm: Option<Norm<Buf>>,
 }
 
-/// Provides the weights of each layer.
-pub enum WeightSource<Buf> {
-    /// All layers are in the device's memory.
-    Resident(Vec<LayerWeights<Buf>>),
+/// Provides the weights of a stack's layers, by index within the stack. A step uses the layers in ascending
+/// order, one at a time, each between one call of [`WeightSource::acquire`] and one of
+/// [`WeightSource::release`]. Nothing is allocated in them.
+pub trait WeightSource<Buf>: Any + Send {
+    /// Waits until the weights of a layer are in the memory of `device`, where they stay until they are
+    /// released. Fails if they cannot be read.
+    fn acquire(&mut self, device: &mut dyn Backend<Buf = Buf>, layer: usize) -> Result<(), DeviceError>;
+
+    /// Returns the weights of the acquired layer.
+    fn layer(&self, layer: usize) -> &LayerWeights<Buf>;
+
+    /// Ends the use of the acquired layer's weights: their memory may be overwritten.
+    fn release(&mut self, device: &mut dyn Backend<Buf = Buf>, layer: usize);
 }
 
 /// The weights of one layer.
@@ -140,26 +152,26 @@ pub struct TensorRecord {
 }
 
 impl TensorRecord {
-    /// Returns the size in the device's memory in bytes: vectors are converted to F32.
-    pub fn loaded_bytes(&self) -> usize {
-        match self.shape.as_slice() {
-            [width] => width * size_of::<f32>(),
-            _ => self.bytes,
-        }
+    /// Returns the rows of a matrix, or the length of a vector.
+    pub fn n(&self) -> usize {
+        self.shape[0]
     }
 
-    /// Returns the record of the same tensor in F32.
-    pub fn in_f32(self) -> TensorRecord {
-        let bytes = self.shape.iter().product::<usize>() * size_of::<f32>();
-        TensorRecord { ty: QuantType::F32, bytes, ..self }
+    /// Returns the columns of a matrix; 1 for a vector.
+    pub fn k(&self) -> usize {
+        self.shape.get(1).copied().unwrap_or(1)
     }
 }
 
-impl<Buf> WeightSource<Buf> {
-    /// Returns the weights of the layer with that index within the stage.
-    pub fn layer(&self, index: usize) -> &LayerWeights<Buf> {
-        match self {
-            WeightSource::Resident(blocks) => &blocks[index],
-        }
+/// All layers in the device's memory, where they stay.
+impl<Buf: Send + Sync + 'static> WeightSource<Buf> for Vec<LayerWeights<Buf>> {
+    fn acquire(&mut self, _: &mut dyn Backend<Buf = Buf>, _: usize) -> Result<(), DeviceError> {
+        Ok(())
     }
+
+    fn layer(&self, layer: usize) -> &LayerWeights<Buf> {
+        &self[layer]
+    }
+
+    fn release(&mut self, _: &mut dyn Backend<Buf = Buf>, _: usize) {}
 }

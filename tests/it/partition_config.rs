@@ -5,6 +5,7 @@ use crate::families::family;
 use mainstem::cli::start;
 use mainstem::config::{LaneCount, format_groups};
 use mainstem::model::{ModelRef, ModelSource};
+use mainstem_kernels::SingleRank;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Output;
@@ -53,6 +54,24 @@ fn every_form_of_groups_reaches_the_engine() {
         let layers: usize = setup.partition.stages.iter().map(|stage| stage.decoder.len()).sum();
         assert_eq!(layers, source.spec.layers());
     }
+}
+
+/// The worker threads of a CPU device are named after its number.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_devices_number_reaches_its_factory() {
+    let model = fixture("gqa");
+    let config = config(&model, &[("device.groups", "0;41".into())]);
+    let (source, tokenizer) = start::open(&ModelRef::Path(model), None).expect("the fixture opens");
+    let setup = start::engine_setup(&config, &source).expect("it can be divided so");
+    let mut factories = start::factories(&config.device, &source, &tokenizer, &setup);
+    let _device = factories[1][0](Box::new(SingleRank)).expect("the part loads");
+    let threads = Path::new("/proc/self/task").read_dir().expect("the threads are listed");
+    // A thread of another test may have ended meanwhile.
+    let names =
+        threads.flatten().filter_map(|thread| std::fs::read_to_string(thread.path().join("comm")).ok());
+    let names: Vec<String> = names.map(|name| name.trim().to_owned()).collect();
+    assert!(names.iter().any(|name| name == "cpu41-1"), "{names:?}");
 }
 
 #[test]

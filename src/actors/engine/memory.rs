@@ -6,28 +6,37 @@
 use crate::actors::group::link::Capacity;
 use crate::actors::group::stage_buffer_bytes;
 use crate::config::{Config, DeviceKind, DeviceName, KvSize};
-use crate::model::executor::{KvCacheConfig, page_bytes, working_bytes};
-use crate::model::load;
-use crate::model::{ModelSource, ModelSpec, Partition, Shard, TensorRecord};
+use crate::model::executor::{ExecutorReport, KvCacheConfig, page_bytes};
+use crate::model::{ModelSource, Partition, Shard};
 use anyhow::{Context, Result, ensure};
-use mainstem_kernels::{ActivationType, QuantType, StepLimits};
+use mainstem_kernels::{ActivationType, StepLimits};
+
+/// Predicts the allocations of a configured device with a part of the model.
+pub type DeviceEstimate<'a> =
+    dyn Fn(&DeviceName, &Shard, KvCacheConfig, StepLimits) -> Result<ExecutorReport> + 'a;
+
+/// Properties of the configured devices. Only the program knows the kinds of devices.
+#[derive(Clone, Copy)]
+pub struct DeviceProperties<'a> {
+    /// Type of the activations of all devices.
+    pub activation_type: ActivationType,
+    pub estimate: &'a DeviceEstimate<'a>,
+}
 
 /// Returns the number of pages of the KV cache, including the null page, given the memory that `lanes` lanes
-/// need otherwise, and the type of the activations. An encoder-only model caches nothing: it has only the
-/// null page.
+/// need otherwise. An encoder-only model caches nothing: it has only the null page.
 pub(super) fn kv_plan(
     config: &Config,
     limits: &StepLimits,
     lanes: usize,
     source: &ModelSource,
-    (partition, activation_type): (&Partition, ActivationType),
+    (partition, devices): (&Partition, DeviceProperties),
 ) -> Result<KvCacheConfig> {
     let kv = &config.kv;
     if source.spec.decoder.is_none() {
         return Ok(KvCacheConfig { ty: kv.ty, pages: 1 });
     }
-    let pools = memory_pools(config, limits, lanes, source, (partition, activation_type))
-        .with_context(|| format!("kv.page_size: a page of {} tokens is too large", kv.page_size))?;
+    let pools = memory_pools(config, limits, lanes, source, (partition, devices))?;
     // Bytes of one page on all devices together.
     let page = pools.iter().map(|pool| pool.page_bytes).fold(0, usize::saturating_add).max(1);
     let whole = limits.slots * (limits.table_len() + limits.cross_table_len());
@@ -81,17 +90,17 @@ pub(super) fn stage_exchange_bytes(
 }
 
 /// Returns the memories in use: the machine's, for all devices that compute on the CPU, and an unlimited one
-/// for fake devices. `None` if a page's size overflows.
+/// for fake devices. Fails if a page's size overflows.
 fn memory_pools(
     config: &Config,
     limits: &StepLimits,
     lanes: usize,
     source: &ModelSource,
-    (partition, activation_type): (&Partition, ActivationType),
-) -> Option<Vec<MemoryPool>> {
+    (partition, properties): (&Partition, DeviceProperties),
+) -> Result<Vec<MemoryPool>> {
     let pool = |free| MemoryPool { devices: Vec::new(), free, page_bytes: 0, reserved: 0 };
     let (mut machine, mut nowhere) = (pool(available_memory()), pool(usize::MAX));
-    let row_bytes = source.spec.hidden * activation_type.size();
+    let row_bytes = source.spec.hidden * properties.activation_type.size();
     let between = stage_exchange_bytes(limits, lanes, row_bytes, partition);
     for ((devices, shards), between) in config.device.groups.iter().zip(partition.shards()).zip(between) {
         // The communication buffers are in the machine's memory, whatever the devices are.
@@ -101,16 +110,21 @@ fn memory_pools(
                 DeviceKind::Cpu | DeviceKind::Reference => &mut machine,
                 DeviceKind::Fake { .. } => &mut nowhere,
             };
-            pool.add_device(device, shard_page_bytes(source, &shard, config.kv.ty, limits.page_positions)?);
-            pool.reserved =
-                pool.reserved.saturating_add(shard_bytes(source, &shard, limits, activation_type));
+            let page = page_bytes(&source.shard_spec(&shard)?, config.kv.ty, limits.page_positions);
+            let page = page.with_context(|| {
+                format!("kv.page_size: a page of {} tokens is too large", config.kv.page_size)
+            })?;
+            pool.add_device(device, page);
+            let kv = KvCacheConfig { ty: config.kv.ty, pages: 1 };
+            let needed = (properties.estimate)(device, &shard, kv, *limits)?;
+            pool.reserved = pool.reserved.saturating_add(needed.total_bytes() - needed.kv_bytes);
         }
     }
-    Some([machine, nowhere].into_iter().filter(|pool| !pool.devices.is_empty()).collect())
+    Ok([machine, nowhere].into_iter().filter(|pool| !pool.devices.is_empty()).collect())
 }
 
-/// Adds a device with `page` bytes per page.
 impl MemoryPool {
+    /// Adds a device with `page` bytes per page.
     fn add_device(&mut self, device: &DeviceName, page: usize) {
         self.devices.push(device.to_string());
         self.page_bytes = self.page_bytes.saturating_add(page);
@@ -147,29 +161,6 @@ impl MemoryPool {
         }
         Ok(())
     }
-}
-
-/// Returns the bytes of a page of the shard's layers and heads; `None` on overflow.
-fn shard_page_bytes(
-    source: &ModelSource,
-    shard: &Shard,
-    ty: QuantType,
-    page_positions: usize,
-) -> Option<usize> {
-    page_bytes(&shard_spec(source, shard), ty, page_positions)
-}
-
-/// Returns the bytes of the shard's weights, lookup tables and activations.
-fn shard_bytes(source: &ModelSource, shard: &Shard, limits: &StepLimits, ty: ActivationType) -> usize {
-    let part = shard_spec(source, shard);
-    let weights = load::records(source, &part).iter().map(TensorRecord::loaded_bytes).sum::<usize>();
-    let tables = load::table_bytes(&part, limits);
-    weights.saturating_add(tables).saturating_add(working_bytes(&part, limits, ty))
-}
-
-/// Returns the specification of a shard.
-fn shard_spec(source: &ModelSource, shard: &Shard) -> ModelSpec {
-    source.shard_spec(shard).expect("the partition was checked; anything else is a bug")
 }
 
 /// Returns the bytes that the system and this process's control group can still provide; `usize::MAX` if

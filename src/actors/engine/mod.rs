@@ -6,7 +6,7 @@ mod memory;
 
 mod report;
 
-pub use memory::available_memory;
+pub use memory::{DeviceEstimate, DeviceProperties, available_memory};
 
 use super::decode::{Decode, DecodeConfig, LoopHandles};
 use super::device::ExecutorFactory;
@@ -29,7 +29,7 @@ use crate::telemetry;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
 use anyhow::{Result, ensure};
-use mainstem_kernels::{ActivationType, StepLimits};
+use mainstem_kernels::StepLimits;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -118,13 +118,12 @@ pub struct Actors {
 }
 
 impl EngineSetup {
-    /// Computes the sizes for the model `source`, partitioned by `partition`, under `config`. The activations
-    /// of all devices are of `activation_type`.
+    /// Computes the sizes for the model `source`, partitioned by `partition`, under `config`.
     pub fn new(
         config: &Config,
         source: &ModelSource,
         partition: Partition,
-        activation_type: ActivationType,
+        devices: DeviceProperties,
     ) -> Result<EngineSetup> {
         let spec = &source.spec;
         let scheduler = config.scheduler.clone();
@@ -136,7 +135,7 @@ impl EngineSetup {
         let context = context_length(&config.kv, spec.context)?;
         let mut limits = step_limits(config, spec, context);
         let lanes = lane_count(&scheduler, partition.stages.len());
-        let kv = memory::kv_plan(config, &limits, lanes, source, (&partition, activation_type))?;
+        let kv = memory::kv_plan(config, &limits, lanes, source, (&partition, devices))?;
         // No sequence is longer than the pool allows, so page tables need no more entries.
         let own_pages = (kv.pages - 1).saturating_sub(memory::min_encoder_pages(&limits));
         limits.positions = limits.positions.min(own_pages * limits.page_positions);
@@ -173,7 +172,7 @@ impl EngineSetup {
         Ok(EngineSetup {
             scheduler,
             limits,
-            row_bytes: spec.hidden * activation_type.size(),
+            row_bytes: spec.hidden * devices.activation_type.size(),
             lanes,
             step_timeout: config.device.step_timeout,
             kv,

@@ -91,15 +91,10 @@ fn lanes_note(setup: &EngineSetup) -> String {
 /// Returns a line for each device: its name, part of the model, and memory.
 fn device_lines(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Vec<String> {
     let line = |(assigned, built): (&DeviceAssignment, &ExecutorReport)| {
-        let (name, bytes) = (&assigned.device, mib(device_bytes(built)));
+        let (name, bytes) = (&assigned.device, mib(built.total_bytes()));
         format!("device       {name}: {assigned}, {bytes:.1} MiB on {}", built.device)
     };
     setup.assignments.iter().flatten().zip(built.iter().flatten()).map(line).collect()
-}
-
-/// Returns all bytes that a device allocates.
-fn device_bytes(built: &ExecutorReport) -> usize {
-    built.weight_bytes + built.kv_bytes + built.activation_bytes + built.step_bytes
 }
 
 fn mib(bytes: usize) -> f64 {

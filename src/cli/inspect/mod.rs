@@ -331,7 +331,7 @@ fn device_memory((assigned, forecast): (&DeviceAssignment, &ExecutorReport)) -> 
         kv: kv_bytes,
         activations: activation_bytes,
         step_buffers: step_bytes,
-        total: weight_bytes + kv_bytes + activation_bytes + step_bytes,
+        total: forecast.total_bytes(),
     }
 }
 
@@ -356,7 +356,7 @@ fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) 
         kv: kv_bytes,
         activations: activation_bytes,
         step_buffers: step_bytes,
-        total: weight_bytes + kv_bytes + activation_bytes + step_bytes,
+        total: forecast.total_bytes(),
         free: available_memory(),
     })
 }

@@ -13,16 +13,16 @@ use crate::model::source::ModelSource;
 use crate::quantize::{Observations, Observed};
 use crate::text::Tokenizer;
 use anyhow::{Result, bail};
-use mainstem_kernels::cpu::{CpuBackend, CpuConfig};
-use mainstem_kernels::reference::Reference;
-use mainstem_kernels::{ActivationType, Backend, Collective, StepLimits};
+use mainstem_kernels::cpu::{CpuBackend, CpuConfig, CpuSizes};
+use mainstem_kernels::reference::{Reference, ReferenceSizes};
+use mainstem_kernels::{ActivationType, Backend, Collective, DeviceSizes, StepLimits};
 use std::sync::Arc;
 
 /// Returns the type of the activations of the configured devices. Fails if they differ, because a stage hands
 /// its activations to the next as they are.
 pub fn activation_type(config: &DeviceConfig) -> Result<ActivationType> {
     common_type(config.devices().map(|device| match device.kind {
-        DeviceKind::Cpu => CpuBackend::ACTIVATION_TYPE,
+        DeviceKind::Cpu => CpuSizes::ACTIVATION_TYPE,
         DeviceKind::Reference => Reference::ACTIVATION_TYPE,
         DeviceKind::Fake { .. } => ActivationType::F32,
     }))
@@ -140,31 +140,29 @@ pub fn forecast(
     source: &ModelSource,
     setup: &EngineSetup,
 ) -> Result<Vec<Vec<ExecutorReport>>> {
+    let sizes = (setup.kv, setup.limits);
     let of_stage = |(devices, shards): (&Vec<DeviceName>, Vec<Shard>)| {
-        devices
-            .iter()
-            .zip(shards)
-            .map(|(device, shard)| forecast_device(device, &shard, config, source, setup))
-            .collect()
+        let members = devices.iter().zip(shards);
+        members.map(|(device, shard)| estimate_device(device, &shard, config, source, sizes)).collect()
     };
     config.groups.iter().zip(setup.partition.shards()).map(of_stage).collect()
 }
 
-fn forecast_device(
+/// Predicts the allocations of a device with a part of the model, without creating the device; see
+/// [`executor::estimate_report`].
+pub(super) fn estimate_device(
     device: &DeviceName,
     shard: &Shard,
     config: &DeviceConfig,
     source: &ModelSource,
-    setup: &EngineSetup,
+    (kv, limits): (KvCacheConfig, StepLimits),
 ) -> Result<ExecutorReport> {
-    let (kv, limits) = (setup.kv, setup.limits);
-    match device.kind {
-        DeviceKind::Cpu => {
-            executor::estimate_report(cpu_backend(device.number, config)?, source, shard, kv, limits)
-        }
-        DeviceKind::Reference => executor::estimate_report(Reference::new(), source, shard, kv, limits),
-        DeviceKind::Fake { step, row } => Ok(fake::estimate_report(StepTime { step, row })),
-    }
+    let sizes: Box<dyn DeviceSizes> = match device.kind {
+        DeviceKind::Cpu => Box::new(CpuSizes::new(cpu_config(config))?),
+        DeviceKind::Reference => Box::new(ReferenceSizes),
+        DeviceKind::Fake { step, row } => return Ok(fake::estimate_report(StepTime { step, row })),
+    };
+    executor::estimate_report(&*sizes, source, shard, kv, limits)
 }
 
 /// Merges the reports of several devices into one: tensors and sizes are added up.
@@ -188,8 +186,12 @@ pub fn merge_reports(built: Vec<ExecutorReport>) -> ExecutorReport {
 
 /// Creates CPU device `number` with the configured threads, instruction set and activation precision.
 pub(super) fn cpu_backend(number: u32, config: &DeviceConfig) -> Result<CpuBackend> {
-    let DeviceConfig { threads, isa, activation_precision: inputs, .. } = *config;
-    Ok(CpuBackend::with_number(number, CpuConfig { threads, isa, activation_precision: inputs })?)
+    Ok(CpuBackend::with_number(number, cpu_config(config))?)
+}
+
+fn cpu_config(config: &DeviceConfig) -> CpuConfig {
+    let DeviceConfig { threads, isa, activation_precision, .. } = *config;
+    CpuConfig { threads, isa, activation_precision }
 }
 
 #[cfg(test)]

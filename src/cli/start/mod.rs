@@ -12,12 +12,13 @@ pub use devices::{activation_type, factories, forecast, merge_reports, observed_
 pub use partition::partition;
 
 use super::spinner::Spinner;
-use crate::actors::engine::{self, Engine, EngineSetup};
-use crate::config::{Config, DeviceConfig, HubSettings, ModelConfig};
+use crate::actors::engine::{self, DeviceProperties, Engine, EngineSetup};
+use crate::config::{Config, DeviceConfig, DeviceName, HubSettings, ModelConfig};
 use crate::formats::{ChatTemplateSource, Gguf};
 use crate::hub::{self, HubReference, ProgressBars};
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
 use crate::model::tensors;
+use crate::model::{Partition, Shard};
 use crate::text::{GgufVocabulary, Tokenizer};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
@@ -68,8 +69,16 @@ pub async fn start_engine(config: &Config) -> Result<Engine> {
 
 /// Computes the engine's sizes for a model divided among the configured devices.
 pub fn engine_setup(config: &Config, source: &ModelSource) -> Result<EngineSetup> {
-    let activation_type = activation_type(&config.device)?;
-    EngineSetup::new(config, source, partition(&config.device, source)?, activation_type)
+    partitioned_setup(config, source, partition(&config.device, source)?)
+}
+
+/// Computes the engine's sizes for a model divided as `partition` says.
+pub fn partitioned_setup(config: &Config, source: &ModelSource, partition: Partition) -> Result<EngineSetup> {
+    let estimate = |device: &DeviceName, shard: &Shard, kv, limits| {
+        devices::estimate_device(device, shard, &config.device, source, (kv, limits))
+    };
+    let activation_type = devices::activation_type(&config.device)?;
+    EngineSetup::new(config, source, partition, DeviceProperties { activation_type, estimate: &estimate })
 }
 
 /// Opens a model and its tokenizer.

@@ -63,6 +63,18 @@ impl KvLayout {
         k.checked_add(v)?.checked_mul(self.kv_heads)
     }
 
+    /// Returns the bytes of K and of V in the whole cache, for heads of these sizes in bytes. Fails with
+    /// [`DeviceError::OutOfMemory`] on overflow.
+    pub(crate) fn cache_bytes(&self, heads: [usize; 2]) -> Result<[usize; 2], DeviceError> {
+        let positions = self.pages.checked_mul(self.page_positions);
+        let vectors = positions.and_then(|positions| positions.checked_mul(self.kv_heads));
+        let [k, v] = heads.map(|bytes| bytes.checked_mul(vectors?));
+        k.zip(v).map(|(k, v)| [k, v]).ok_or_else(|| DeviceError::OutOfMemory {
+            bytes: usize::MAX,
+            reason: "the KV cache is larger than the address space".into(),
+        })
+    }
+
     /// Returns the bytes of one page; `None` on overflow.
     pub fn page_bytes(&self) -> Option<usize> {
         self.position_bytes()?.checked_mul(self.page_positions)

@@ -20,6 +20,7 @@ macro_rules! delegate_backend {
             $this.$inner.$name($($arg),*)
         }
     };
+    (@sizes $inner:ident) => { $crate::delegate_backend!(@ref $inner sizes(self) -> &dyn $crate::DeviceSizes); };
     (@describe $inner:ident) => { $crate::delegate_backend!(@ref $inner describe(self) -> String); };
     (@threads $inner:ident) => { $crate::delegate_backend!(@ref $inner threads(self) -> usize); };
     (@allocated_bytes $inner:ident) => { $crate::delegate_backend!(@ref $inner
@@ -41,8 +42,9 @@ macro_rules! delegate_backend {
     (@upload_weight $inner:ident) => { $crate::delegate_backend!(@mut $inner
         upload_weight(self, ty: $crate::QuantType, n: usize, k: usize,
             bytes: &[u8]) -> Result<$crate::Weight<Self::Buf>, $crate::DeviceError>); };
-    (@weight_bytes $inner:ident) => { $crate::delegate_backend!(@ref $inner
-        weight_bytes(self, ty: $crate::QuantType, n: usize, k: usize) -> usize); };
+    (@refill_weight $inner:ident) => { $crate::delegate_backend!(@mut $inner
+        refill_weight(self, w: &mut $crate::Weight<Self::Buf>, layout: &$crate::PackedLayout,
+            packed: &[u8]) -> Result<(), $crate::DeviceError>); };
     (@alloc_kv $inner:ident) => { $crate::delegate_backend!(@mut $inner
         alloc_kv(self,
             layout: $crate::KvLayout) -> Result<$crate::KvLayer<Self::Buf>, $crate::DeviceError>); };

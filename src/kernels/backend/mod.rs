@@ -22,6 +22,8 @@ mod limits;
 
 mod gemms;
 
+mod sizes;
+
 pub use activation_type::ActivationType;
 pub use attention::{AttentionShape, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
 pub use error::DeviceError;
@@ -31,6 +33,7 @@ pub use limits::{Fraction, StepLimits};
 pub use operands::{
     Activation, DynamicNtk, Expert, MatrixId, MoeShape, Norm, NormKind, Rope, RopeStyle, Scoring, Weight,
 };
+pub use sizes::{DeviceSizes, HeldShapes, PackedLayout};
 
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepTimes};
 use crate::collective::Collective;
@@ -55,8 +58,13 @@ pub trait Backend: Send + 'static {
     /// A buffer in the memory of this device, with a length in bytes. A new buffer is zeroed.
     type Buf: Send + Sync + 'static;
 
+    /// Returns the sizes of everything that this device allocates.
+    fn sizes(&self) -> &dyn DeviceSizes;
+
     /// Returns the name, instruction set and number of threads, for the startup report.
-    fn describe(&self) -> String;
+    fn describe(&self) -> String {
+        self.sizes().describe()
+    }
 
     /// Returns the number of host threads that compute for this device. They are idle while a model is
     /// loaded, so loading may use as many.
@@ -73,7 +81,9 @@ pub trait Backend: Send + 'static {
 
     /// Returns the element type of activation buffers, which is also that of the rows that a pipeline stage
     /// hands to the next.
-    fn activation_type(&self) -> ActivationType;
+    fn activation_type(&self) -> ActivationType {
+        self.sizes().activation_type()
+    }
 
     /// Joins a stage as one of its tensor-parallel ranks; before, the device is the only rank. A device whose
     /// buffers lie in host memory runs its collective operations through `stage`. A device with its own
@@ -92,8 +102,10 @@ pub trait Backend: Send + 'static {
     /// Copies `bytes.len()` bytes of `from`, starting at byte `offset`, to the host.
     fn download(&mut self, from: &Self::Buf, offset: usize, bytes: &mut [u8]);
 
-    /// Uploads a matrix (n, k). `bytes` holds its blocks of format `ty`, little-endian, row-major; the device
-    /// may repack them. The weight has no id. Fails when memory is exhausted or the format is not supported.
+    /// Uploads a matrix (n, k). `bytes` holds its blocks of format `ty`, little-endian, row-major. The device
+    /// packs them: the weight's buffer then holds the bytes of [`DeviceSizes::packed_layout`], which
+    /// [`Backend::download`] returns. The weight has no id. Fails when memory is exhausted or the format is
+    /// not supported.
     fn upload_weight(
         &mut self,
         ty: QuantType,
@@ -102,8 +114,19 @@ pub trait Backend: Send + 'static {
         bytes: &[u8],
     ) -> Result<Weight<Self::Buf>, DeviceError>;
 
-    /// Returns the bytes of device memory that a matrix (n, k) of format `ty` occupies.
-    fn weight_bytes(&self, ty: QuantType, n: usize, k: usize) -> usize;
+    /// Overwrites a weight with `packed` bytes in the layout `layout`, as downloaded from the buffer of a
+    /// weight of this type and shape. Allocates nothing. Fails with [`DeviceError::Unsupported`], and leaves
+    /// the weight as it was, if its layout is another or takes another number of bytes.
+    fn refill_weight(
+        &mut self,
+        w: &mut Weight<Self::Buf>,
+        layout: &PackedLayout,
+        packed: &[u8],
+    ) -> Result<(), DeviceError> {
+        w.packed_layout(self.sizes()).check(layout, packed)?;
+        self.upload(&mut w.buf, 0, packed);
+        Ok(())
+    }
 
     /// Allocates the KV cache of one layer, zeroed. Fails when memory is exhausted or
     /// [`KvLayout::check_type`] fails.

@@ -44,7 +44,7 @@ pub fn allocated_bytes<B: Backend>(make: &impl Fn() -> B) {
     assert_eq!(backend.allocated_bytes() - before, 1000);
     let matrix = vec![0; QuantType::Q8_0.bytes(64).expect("whole blocks") * 24];
     let weight = backend.upload_weight(QuantType::Q8_0, 24, 64, &matrix).expect("memory for a small matrix");
-    assert_eq!(backend.allocated_bytes() - before - 1000, backend.weight_bytes(QuantType::Q8_0, 24, 64));
+    assert_eq!(backend.allocated_bytes() - before - 1000, weight.packed_layout(backend.sizes()).bytes);
     drop((small, weight));
     assert_eq!(backend.allocated_bytes(), before);
 }

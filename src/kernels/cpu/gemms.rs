@@ -12,9 +12,10 @@ use super::gemm_input::{GemmInput, RowBuffers};
 use super::gemm_task::{GemmTask, PackedInput};
 use super::packed::Int8Scratch;
 use super::pool::ThreadPool;
+use super::scratch_memory::ScratchMemory;
 use super::simd::Level;
 use crate::backend::{DeviceError, Weight};
-use crate::host::{HostBuf, HostMemory};
+use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
 use std::ops::Range;
 
@@ -62,26 +63,26 @@ impl ScratchWidths {
 }
 
 /// Scratch of all kinds of GEMMs.
-pub struct GemmScratch {
+pub struct GemmScratch<Buf = HostBuf> {
     activation_precision: ActivationPrecision,
-    f32: F32Scratch,
-    int8: Int8Scratch,
-    bf16: Bf16Scratch,
+    f32: F32Scratch<Buf>,
+    int8: Int8Scratch<Buf>,
+    bf16: Bf16Scratch<Buf>,
     bf16_isa: Option<Bf16Isa>,
     /// A row buffer for each thread.
-    row_buffers: HostBuf,
+    row_buffers: Buf,
     row_buffer_len: usize,
 }
 
-impl GemmScratch {
+impl<Buf> GemmScratch<Buf> {
     /// Allocates scratch for `rows` rows on `threads` threads.
-    pub fn new(
+    pub fn new<M: ScratchMemory<Buf = Buf>>(
         (precision, bf16_isa): (ActivationPrecision, Option<Bf16Isa>),
         rows: usize,
         widths: ScratchWidths,
         threads: usize,
-        memory: &HostMemory,
-    ) -> Result<GemmScratch, DeviceError> {
+        memory: &M,
+    ) -> Result<GemmScratch<Buf>, DeviceError> {
         let row_len = widths.f32.max(widths.int8).max(widths.bf16);
         Ok(GemmScratch {
             activation_precision: precision,
@@ -93,7 +94,9 @@ impl GemmScratch {
             row_buffer_len: row_len,
         })
     }
+}
 
+impl GemmScratch {
     /// Computes all GEMMs, which share the input.
     pub fn multiply(
         &mut self,

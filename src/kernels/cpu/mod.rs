@@ -26,13 +26,16 @@ mod rope;
 mod rows;
 mod sample;
 mod scratch;
+mod scratch_memory;
+mod sizes;
 
 pub use config::{CpuConfig, Isa};
 pub use roofline::{Roofline, RooflineMeter};
+pub use sizes::CpuSizes;
 
 use crate::backend::{
-    Activation, ActivationType, AttentionShape, Backend, DeviceError, Epilogue, Expert, Gemm, InputOperand,
-    KvLayer, KvLayout, KvTable, MoeShape, Norm, Rope, StepLimits, Weight,
+    Activation, AttentionShape, Backend, DeviceError, DeviceSizes, Epilogue, Expert, Gemm, InputOperand,
+    KvLayer, KvLayout, KvTable, MoeShape, Norm, PackedLayout, Rope, StepLimits, Weight,
 };
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepState, StepTimes};
 use crate::clock::StepClock;
@@ -41,14 +44,12 @@ use crate::host::{HostBuf, HostMemory};
 use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
 use crate::stage::StageCollective;
 use attention::SpanItems;
-use bf16::Bf16Isa;
 use gemm_input::{GemmInput, InputValues};
 use gemm_task::GemmTask;
-use gemms::{GEMMS_PER_JOB, GemmScratch, ScratchWidths};
-use moe::{MoeScratch, MoeScratchSizes};
+use gemms::GEMMS_PER_JOB;
 use pool::ThreadPool;
 use sample::SampleScratch;
-use scratch::ScratchSizes;
+use scratch::{CpuScratch, ScratchSizes};
 use simd::Level;
 use std::ops::Range;
 
@@ -57,27 +58,20 @@ const UPLOAD_ITEM_BYTES: usize = 1 << 22;
 
 /// The backend that computes on the CPU.
 pub struct CpuBackend {
+    sizes: CpuSizes,
     level: Level,
     pool: ThreadPool,
     stage: StageCollective,
     step: Option<StepState>,
     sample_scratch: Option<SampleScratch>,
-    activation_precision: ActivationPrecision,
-    bf16_isa: Option<Bf16Isa>,
-    gemm_scratch: Option<GemmScratch>,
-    attention_scratch: Option<HostBuf>,
+    scratch: CpuScratch,
     /// Attention's map from work items to spans.
     span_items: Vec<SpanItems>,
-    moe_scratch: Option<MoeScratch>,
-    scratch_sizes: ScratchSizes,
     memory: HostMemory,
     clock: StepClock,
 }
 
 impl CpuBackend {
-    /// The element type of activations.
-    pub const ACTIVATION_TYPE: ActivationType = ActivationType::F32;
-
     /// Creates device number 0 and starts its worker threads.
     ///
     /// Fails when the configuration has no threads or the CPU lacks the requested instruction set.
@@ -90,32 +84,16 @@ impl CpuBackend {
     ///
     /// Fails as [`CpuBackend::new`] does.
     pub fn with_number(number: u32, config: CpuConfig) -> Result<CpuBackend, DeviceError> {
-        if config.threads == 0 {
-            return Err(DeviceError::Unsupported("a CPU device needs at least one thread".into()));
-        }
-        let bf16_isa = Bf16Isa::new(config.isa);
-        if config.isa == Isa::Amx && bf16_isa.is_none() {
-            return Err(DeviceError::Unsupported(
-                "this CPU or its operating system does not support amx".into(),
-            ));
-        }
+        let sizes = CpuSizes::new(config)?;
         Ok(CpuBackend {
-            level: Level::new(config.isa)?,
+            sizes,
+            level: sizes.level,
             pool: ThreadPool::new(number, config.threads)?,
             stage: StageCollective::default(),
             step: None,
             sample_scratch: None,
-            activation_precision: if bf16_isa.is_some() {
-                config.activation_precision.with_bf16()
-            } else {
-                config.activation_precision
-            },
-            bf16_isa,
-            gemm_scratch: None,
-            attention_scratch: None,
+            scratch: CpuScratch::default(),
             span_items: Vec::new(),
-            moe_scratch: None,
-            scratch_sizes: ScratchSizes::default(),
             memory: HostMemory::default(),
             clock: StepClock::default(),
         })
@@ -123,13 +101,7 @@ impl CpuBackend {
 
     /// Returns the instruction set in use; never `Auto`.
     pub fn isa(&self) -> Isa {
-        match self.bf16_isa {
-            #[cfg(target_arch = "x86_64")]
-            Some(Bf16Isa::Amx(_)) => Isa::Amx,
-            #[cfg(target_arch = "x86_64")]
-            Some(Bf16Isa::Avx512(_)) => Isa::Avx512,
-            _ => self.level.isa(),
-        }
+        self.sizes.isa()
     }
 
     fn step(&self) -> &StepState {
@@ -139,31 +111,14 @@ impl CpuBackend {
     /// Reallocates the scratch buffers that are too small for `to`. Before `prepare` has set the number of
     /// rows, only records the sizes.
     fn grow_scratch(&mut self, to: ScratchSizes) -> Result<(), DeviceError> {
-        let from = self.scratch_sizes;
-        let sizes = from.max(to);
-        self.scratch_sizes = sizes;
-        if sizes.rows == 0 {
-            return Ok(());
-        }
-        let (threads, more_rows) = (self.pool.threads(), sizes.rows > from.rows);
-        if self.gemm_scratch.is_none() || more_rows || sizes.widths != from.widths {
-            self.gemm_scratch = Some(GemmScratch::new(
-                (self.activation_precision, self.bf16_isa),
-                sizes.rows,
-                sizes.widths,
-                threads,
-                &self.memory,
-            )?);
-        }
-        let attention = sizes.attention_len(threads);
-        if self.attention_scratch.is_none() || attention > from.attention_len(threads) {
-            self.attention_scratch = Some(self.memory.zeroed(attention * size_of::<f32>())?);
-        }
-        let has_moe = sizes.moe != MoeScratchSizes::default();
-        if has_moe && (self.moe_scratch.is_none() || more_rows || sizes.moe != from.moe) {
-            self.moe_scratch = Some(MoeScratch::new(sizes.rows, sizes.moe, &self.memory)?);
-        }
-        Ok(())
+        self.scratch.grow(self.sizes.threads_and_operands(), to, &self.memory)
+    }
+
+    /// Copies packed bytes to the buffer of a weight, on all threads.
+    fn copy_packed(pool: &mut ThreadPool, packed: &[u8], to: &mut HostBuf) {
+        pool.for_chunks(to.bytes_mut(), UPLOAD_ITEM_BYTES, |part, to| {
+            to.copy_from_slice(&packed[part * UPLOAD_ITEM_BYTES..][..to.len()]);
+        });
     }
 }
 
@@ -172,9 +127,8 @@ const NOT_PREPARED: &str = "prepare must be called before the first step; this i
 impl Backend for CpuBackend {
     type Buf = HostBuf;
 
-    fn describe(&self) -> String {
-        let threads = self.pool.threads();
-        format!("cpu ({}, {threads} {})", self.isa().name(), if threads == 1 { "thread" } else { "threads" })
+    fn sizes(&self) -> &dyn DeviceSizes {
+        &self.sizes
     }
 
     fn threads(&self) -> usize {
@@ -186,11 +140,7 @@ impl Backend for CpuBackend {
     }
 
     fn activation_precision(&self) -> ActivationPrecision {
-        self.activation_precision
-    }
-
-    fn activation_type(&self) -> ActivationType {
-        CpuBackend::ACTIVATION_TYPE
+        self.sizes.precision
     }
 
     fn join_stage(&mut self, stage: Box<dyn Collective>) {
@@ -222,48 +172,35 @@ impl Backend for CpuBackend {
     ) -> Result<Weight<HostBuf>, DeviceError> {
         let expected = ty.bytes(k).and_then(|row| row.checked_mul(n));
         assert_eq!(Some(bytes.len()), expected, "size of a {n} x {k} matrix of {ty}");
-        self.grow_scratch(ScratchSizes {
-            widths: ScratchWidths::for_weight(self.activation_precision, ty, k),
-            ..ScratchSizes::default()
-        })?;
-        let mut buf = self.memory.zeroed(self.weight_bytes(ty, n, k))?;
-        match ty.operand_format(self.activation_precision) {
+        self.grow_scratch(self.sizes.weight_scratch(ty, k))?;
+        let mut buf = self.memory.zeroed(self.sizes.packed_layout(ty, n, k).bytes)?;
+        match ty.operand_format(self.sizes.precision) {
             OperandFormat::Int8 => packed::pack(&mut self.pool, ty, (n, k), bytes, &mut buf),
             OperandFormat::Bf16 => bf16::pack(&mut self.pool, (n, k), bytes, &mut buf),
-            OperandFormat::F32 => self.pool.for_chunks(buf.bytes_mut(), UPLOAD_ITEM_BYTES, |part, to| {
-                to.copy_from_slice(&bytes[part * UPLOAD_ITEM_BYTES..][..to.len()]);
-            }),
+            OperandFormat::F32 => CpuBackend::copy_packed(&mut self.pool, bytes, &mut buf),
         }
         Ok(Weight { id: None, buf, ty, n, k })
     }
 
-    fn weight_bytes(&self, ty: QuantType, n: usize, k: usize) -> usize {
-        match ty.operand_format(self.activation_precision) {
-            OperandFormat::Int8 => {
-                packed::packed_bytes(ty, n, k).expect("the format is packed; this is a bug")
-            }
-            OperandFormat::Bf16 => bf16::packed_bytes(n, k),
-            OperandFormat::F32 => ty.bytes(k).expect("rows are whole blocks; this is a bug") * n,
-        }
+    fn refill_weight(
+        &mut self,
+        w: &mut Weight<HostBuf>,
+        layout: &PackedLayout,
+        packed: &[u8],
+    ) -> Result<(), DeviceError> {
+        w.packed_layout(&self.sizes).check(layout, packed)?;
+        CpuBackend::copy_packed(&mut self.pool, packed, &mut w.buf);
+        Ok(())
     }
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
-        layout.check_type()?;
-        self.grow_scratch(ScratchSizes {
-            attention_per_thread: attention::scratch_len(&layout),
-            partial_len: attention::partial_len(&layout),
-            ..ScratchSizes::default()
-        })?;
-        attention::alloc_kv(layout, &self.memory)
+        let [k, v] = self.sizes.kv_bytes(&layout)?;
+        self.grow_scratch(self.sizes.kv_scratch(&layout))?;
+        Ok(KvLayer { k: self.memory.zeroed(k)?, v: self.memory.zeroed(v)?, layout })
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
-        self.grow_scratch(ScratchSizes {
-            rows: limits.rows.max(limits.logit_rows),
-            sparse_per_thread: attention::sparse_scratch_len(limits),
-            partial_count: attention::partial_capacity(limits, self.pool.threads()),
-            ..ScratchSizes::default()
-        })?;
+        self.grow_scratch(self.sizes.step_scratch(limits))?;
         self.step = Some(StepState::new(limits));
         self.span_items = Vec::with_capacity(limits.rows);
         self.sample_scratch = Some(SampleScratch::new(limits, self.pool.threads()));
@@ -290,13 +227,13 @@ impl Backend for CpuBackend {
     fn embed(&mut self, table: &Weight<HostBuf>, first: usize, x: &mut HostBuf) {
         let step = self.step.as_ref().expect(NOT_PREPARED);
         let x = &mut x.f32_mut()[..step.rows().len() * table.k];
-        rows::embed(&mut self.pool, step, (self.activation_precision, table), first, x);
+        rows::embed(&mut self.pool, step, (self.sizes.precision, table), first, x);
     }
 
     fn embed_positions(&mut self, table: &Weight<HostBuf>, offset: usize, x: &mut HostBuf) {
         let step = self.step.as_ref().expect(NOT_PREPARED);
         let x = &mut x.f32_mut()[..step.rows().len() * table.k];
-        rows::embed_positions(&mut self.pool, step, (self.activation_precision, table), offset, x);
+        rows::embed_positions(&mut self.pool, step, (self.sizes.precision, table), offset, x);
     }
 
     fn matmul(
@@ -311,7 +248,7 @@ impl Backend for CpuBackend {
     }
 
     fn gemms(&mut self, rows: usize, input: InputOperand<HostBuf>, gemms: &mut [Gemm<HostBuf>]) {
-        assert!(rows <= self.scratch_sizes.rows, "{rows} rows exceed the limits");
+        assert!(rows <= self.scratch.sizes.rows, "{rows} rows exceed the limits");
         let Some(k) = gemms.first().map(|gemm| gemm.w.k) else { return };
         let input = match input {
             InputOperand::Given(_) => input,
@@ -328,7 +265,7 @@ impl Backend for CpuBackend {
             }
         };
         let input = GemmInput { rows, k, values };
-        let scratch = self.gemm_scratch.as_mut().expect(NOT_PREPARED);
+        let scratch = self.scratch.gemm.as_mut().expect(NOT_PREPARED);
         for gemms in gemms.chunks_mut(GEMMS_PER_JOB) {
             let mut gemms = gemms.iter_mut();
             let job = std::array::from_fn(|_| gemms.next().map(|gemm| GemmTask::new(gemm.reborrow(), rows)));
@@ -377,7 +314,8 @@ impl Backend for CpuBackend {
     ) {
         let step = self.step.as_ref().expect(NOT_PREPARED);
         let scratch = self
-            .attention_scratch
+            .scratch
+            .attention
             .as_mut()
             .expect("attention scratch exists once alloc_kv has allocated a cache; this is a bug")
             .f32_mut();
@@ -416,8 +354,7 @@ impl Backend for CpuBackend {
     }
 
     fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError> {
-        let moe = MoeScratchSizes { experts: shape.experts, top_k: shape.top_k, hidden, width: shape.width };
-        self.grow_scratch(ScratchSizes { moe, ..ScratchSizes::default() })
+        self.grow_scratch(self.sizes.moe_scratch(shape, hidden))
     }
 
     fn moe(
@@ -429,12 +366,13 @@ impl Backend for CpuBackend {
         x: &HostBuf,
         y: &mut HostBuf,
     ) {
-        assert!(rows <= self.scratch_sizes.rows, "{rows} rows exceed the limits");
+        assert!(rows <= self.scratch.sizes.rows, "{rows} rows exceed the limits");
         let scratch = self
-            .moe_scratch
+            .scratch
+            .moe
             .as_mut()
             .expect("prepare_moe must be called before the first step; this is a bug");
-        let gemms = self.gemm_scratch.as_mut().expect(NOT_PREPARED);
+        let gemms = self.scratch.gemm.as_mut().expect(NOT_PREPARED);
         let hidden = experts[0].down.n;
         let (router, x) = (&router.f32()[..rows * shape.experts], &x.f32()[..rows * hidden]);
         let inputs = moe::MoeInputs { shape, router, experts, x };

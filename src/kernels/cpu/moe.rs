@@ -13,9 +13,10 @@ use super::gemm_input::{GemmInput, InputValues};
 use super::gemm_task::GemmTask;
 use super::gemms::GemmScratch;
 use super::pool::{SharedSlice, ThreadPool};
+use super::scratch_memory::ScratchMemory;
 use super::simd::{Kernel, LANES, Level, Simd, exp, sigmoid};
 use crate::backend::{DeviceError, Epilogue, Expert, Gemm, MoeShape, Scoring, Weight};
-use crate::host::{HostBuf, HostMemory};
+use crate::host::HostBuf;
 use std::ops::Range;
 
 /// Rows that one work item routes.
@@ -43,7 +44,7 @@ impl MoeScratchSizes {
 }
 
 /// Buffers for the rows of one expert, and for the assignment of rows to experts.
-pub struct MoeScratch {
+pub struct MoeScratch<Buf = HostBuf> {
     /// The experts of each row, ascending: (rows, top_k).
     routed_experts: Vec<RoutedExpert>,
     /// Assignments of rows to experts, grouped by expert, ascending by row within an expert.
@@ -51,11 +52,11 @@ pub struct MoeScratch {
     /// End of each expert's assignments in `expert_rows`.
     expert_ends: Vec<usize>,
     /// Input and result of an expert: (rows of the expert, hidden).
-    x: HostBuf,
-    y: HostBuf,
+    x: Buf,
+    y: Buf,
     /// Gate and up projections: (rows of the expert, width).
-    gate: HostBuf,
-    up: HostBuf,
+    gate: Buf,
+    up: Buf,
 }
 
 /// An expert that a row is routed to, with its score.
@@ -73,9 +74,13 @@ struct ExpertRow {
     score: f32,
 }
 
-impl MoeScratch {
+impl<Buf> MoeScratch<Buf> {
     /// Allocates scratch for `rows` rows.
-    pub fn new(rows: usize, sizes: MoeScratchSizes, memory: &HostMemory) -> Result<MoeScratch, DeviceError> {
+    pub fn new<M: ScratchMemory<Buf = Buf>>(
+        rows: usize,
+        sizes: MoeScratchSizes,
+        memory: &M,
+    ) -> Result<MoeScratch<Buf>, DeviceError> {
         let floats = |width: usize| memory.zeroed(rows * width * size_of::<f32>());
         Ok(MoeScratch {
             routed_experts: vec![RoutedExpert::default(); rows * sizes.top_k],

@@ -76,14 +76,14 @@ impl RooflineMeter {
         };
         let sums = level.run(AccumulatorCount);
         let f32 = rate(ITERATIONS * sums * LANES * 2, &|| level.run(MultiplyAdd));
-        let int8 = match cpu.bf16_isa {
+        let int8 = match cpu.sizes.bf16_isa {
             #[cfg(target_arch = "x86_64")]
             Some(Bf16Isa::Amx(amx)) => {
                 rate(AMX_ITERATIONS * 4 * amx::ROWS * LANES * amx::ROW_BYTES * 2, &|| multiply_int8(amx))
             }
             _ => rate(ITERATIONS * sums * BYTES * 2, &|| level.run_ints(Int8Dot)),
         };
-        let bf16 = match cpu.bf16_isa {
+        let bf16 = match cpu.sizes.bf16_isa {
             None => f32,
             Some(isa) => rate(bf16_operations(isa), &|| multiply_bf16(isa)),
         };

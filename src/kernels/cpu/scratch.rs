@@ -1,9 +1,59 @@
-//! The dimensions that a device's scratch buffers are made for.
+//! A device's scratch buffers, and the dimensions that they are made for.
 //!
 //! Invariant: sizes only grow, so a buffer that was large enough stays so.
 
-use super::gemms::ScratchWidths;
-use super::moe::MoeScratchSizes;
+use super::bf16::Bf16Isa;
+use super::gemms::{GemmScratch, ScratchWidths};
+use super::moe::{MoeScratch, MoeScratchSizes};
+use super::scratch_memory::ScratchMemory;
+use crate::backend::DeviceError;
+use crate::host::HostBuf;
+use crate::quant::ActivationPrecision;
+
+/// All scratch buffers of a device.
+pub struct CpuScratch<Buf = HostBuf> {
+    pub gemm: Option<GemmScratch<Buf>>,
+    pub attention: Option<Buf>,
+    pub moe: Option<MoeScratch<Buf>>,
+    pub sizes: ScratchSizes,
+}
+
+impl<Buf> Default for CpuScratch<Buf> {
+    fn default() -> CpuScratch<Buf> {
+        CpuScratch { gemm: None, attention: None, moe: None, sizes: ScratchSizes::default() }
+    }
+}
+
+impl<Buf> CpuScratch<Buf> {
+    /// Reallocates the buffers that are too small for `to`, for `threads` threads. As long as the number of
+    /// rows is 0, only records the sizes.
+    pub fn grow<M: ScratchMemory<Buf = Buf>>(
+        &mut self,
+        (threads, operands): (usize, (ActivationPrecision, Option<Bf16Isa>)),
+        to: ScratchSizes,
+        memory: &M,
+    ) -> Result<(), DeviceError> {
+        let from = self.sizes;
+        let sizes = from.max(to);
+        self.sizes = sizes;
+        if sizes.rows == 0 {
+            return Ok(());
+        }
+        let more_rows = sizes.rows > from.rows;
+        if self.gemm.is_none() || more_rows || sizes.widths != from.widths {
+            self.gemm = Some(GemmScratch::new(operands, sizes.rows, sizes.widths, threads, memory)?);
+        }
+        let attention = sizes.attention_len(threads);
+        if self.attention.is_none() || attention > from.attention_len(threads) {
+            self.attention = Some(memory.zeroed(attention * size_of::<f32>())?);
+        }
+        let has_moe = sizes.moe != MoeScratchSizes::default();
+        if has_moe && (self.moe.is_none() || more_rows || sizes.moe != from.moe) {
+            self.moe = Some(MoeScratch::new(sizes.rows, sizes.moe, memory)?);
+        }
+        Ok(())
+    }
+}
 
 /// Dimensions that the scratch buffers are sized for: the rows of a step, the widest weights, the widest
 /// attention heads and the largest mixture of experts.

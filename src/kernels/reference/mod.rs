@@ -16,8 +16,9 @@ pub(crate) use formulas::erfc;
 pub use sample::{LogProbs, logprobs, sample};
 
 use crate::backend::{
-    Activation, ActivationType, AttentionShape, Backend, DeviceError, Expert, Fraction, KvLayer, KvLayout,
-    KvTable, MoeShape, Norm, Rope, RopeStyle, StepLimits, Weight,
+    Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, Expert, Fraction,
+    HeldShapes, KvLayer, KvLayout, KvTable, MoeShape, Norm, PackedLayout, Rope, RopeStyle, StepLimits,
+    Weight,
 };
 use crate::batch::{
     Page, PageCopy, SampleMode, SampledToken, SamplingParams, SpanStack, StepBatch, StepOutput, StepState,
@@ -79,11 +80,43 @@ impl Reference {
     }
 }
 
+/// The sizes of the reference backend: everything has the size of its elements, and there is no scratch
+/// memory.
+#[derive(Clone, Copy, Debug)]
+pub struct ReferenceSizes;
+
+impl DeviceSizes for ReferenceSizes {
+    fn describe(&self) -> String {
+        "reference (scalar F64, 1 thread)".into()
+    }
+
+    fn activation_type(&self) -> ActivationType {
+        Reference::ACTIVATION_TYPE
+    }
+
+    fn packed_layout(&self, ty: QuantType, n: usize, k: usize) -> PackedLayout {
+        PackedLayout::rows(ty, n, k)
+    }
+
+    fn kv_bytes(&self, layout: &KvLayout) -> Result<[usize; 2], DeviceError> {
+        layout.check_type()?;
+        let head_bytes = |width: usize| {
+            let unsupported = || format!("heads of width {width} in a {} cache", layout.ty);
+            layout.ty.run_bytes(width).ok_or_else(|| DeviceError::Unsupported(unsupported()))
+        };
+        layout.cache_bytes([head_bytes(layout.k_dim)?, head_bytes(layout.v_dim)?])
+    }
+
+    fn step_bytes(&self, _: &StepLimits, _: &HeldShapes) -> usize {
+        0
+    }
+}
+
 impl Backend for Reference {
     type Buf = HostBuf;
 
-    fn describe(&self) -> String {
-        "reference (scalar F64, 1 thread)".into()
+    fn sizes(&self) -> &dyn DeviceSizes {
+        &ReferenceSizes
     }
 
     fn allocated_bytes(&self) -> usize {
@@ -92,10 +125,6 @@ impl Backend for Reference {
 
     fn activation_precision(&self) -> ActivationPrecision {
         self.activation_precision
-    }
-
-    fn activation_type(&self) -> ActivationType {
-        Reference::ACTIVATION_TYPE
     }
 
     fn join_stage(&mut self, stage: Box<dyn Collective>) {
@@ -131,20 +160,11 @@ impl Backend for Reference {
         Ok(Weight { id: None, buf, ty, n, k })
     }
 
-    fn weight_bytes(&self, ty: QuantType, n: usize, k: usize) -> usize {
-        ty.bytes(k).expect("rows are whole blocks; this is a bug") * n
-    }
-
     /// Both buffers are (pages, page_positions, kv_heads) runs of format `layout.ty`.
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
         assert_eq!(layout.page_positions % KvLayout::BLOCK_POSITIONS, 0, "pages hold whole blocks");
-        layout.check_type()?;
-        let vectors = layout.pages * layout.page_positions * layout.kv_heads;
-        let allocate = |width: usize| match layout.ty.run_bytes(width) {
-            Some(bytes) => self.memory.zeroed(vectors * bytes),
-            None => Err(DeviceError::Unsupported(format!("heads of width {width} in a {} cache", layout.ty))),
-        };
-        Ok(KvLayer { k: allocate(layout.k_dim)?, v: allocate(layout.v_dim)?, layout })
+        let [k, v] = ReferenceSizes.kv_bytes(&layout)?;
+        Ok(KvLayer { k: self.memory.zeroed(k)?, v: self.memory.zeroed(v)?, layout })
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {

@@ -9,9 +9,9 @@ use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::random::noise;
 use mainstem_kernels::{
     Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, Fraction, Gemm, HostBuf, InputOperand,
-    KvLayer, KvLayout, KvTable, Mask, MoeShape, Norm, NormKind, PageCopy, QuantType, RelativeBias, Rope,
-    RopeStyle, SamplingParams, Scoring, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable,
-    SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Weight,
+    KvLayer, KvLayout, KvTable, Mask, MoeShape, Norm, NormKind, PackedLayout, PageCopy, QuantType,
+    RelativeBias, Rope, RopeStyle, SamplingParams, Scoring, SlotMove, Span, SpanModel, SpanOutput, SpanStack,
+    SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Weight,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -140,6 +140,8 @@ struct Everything {
     matrix: Weight<HostBuf>,
     /// Quantized matrices: one multiplied with int8 activations, one dequantized first.
     blocks: [Weight<HostBuf>; 2],
+    /// The packed bytes of `matrix` and `blocks`, which they are refilled with in each step.
+    packed: [(PackedLayout, Vec<u8>); 3],
     vector: HostBuf,
     norm: Norm<HostBuf>,
     rope: Rope<HostBuf>,
@@ -158,9 +160,12 @@ impl Everything {
     fn new(mut cpu: CpuBackend, ty: QuantType) -> Everything {
         let [x, y, angles] = [(); 3].map(|()| floats(&mut cpu, LIMITS.rows * WIDTH));
         let table = floats(&mut cpu, HEADS * (2 * LIMITS.positions - 1));
+        let floats16 = matrix(&mut cpu, QuantType::F16, LIMITS.positions, 1);
+        let blocks = [QuantType::Q4_0, QuantType::Q5_0].map(|ty| matrix(&mut cpu, ty, LIMITS.positions, 1));
         let mut everything = Everything {
-            matrix: matrix(&mut cpu, QuantType::F16, LIMITS.positions, 1),
-            blocks: [QuantType::Q4_0, QuantType::Q5_0].map(|ty| matrix(&mut cpu, ty, LIMITS.positions, 1)),
+            packed: [&floats16, &blocks[0], &blocks[1]].map(|w| packed(&mut cpu, w)),
+            matrix: floats16,
+            blocks,
             vector: floats(&mut cpu, LIMITS.positions),
             norm: norm(&mut cpu),
             rope: rope(&mut cpu),
@@ -189,6 +194,7 @@ impl Everything {
     /// Runs every operation, for both stacks.
     fn step(&mut self, batch: &StepBatch, out: &mut StepOutput) {
         self.cpu.begin_step(batch);
+        self.refill();
         self.cpu.copy_pages(&batch.page_copies, &mut self.cache);
         for stack in [SpanStack::Encoder, SpanStack::Decoder] {
             let rows = self.cpu.select_stack(stack);
@@ -202,6 +208,13 @@ impl Everything {
         self.cpu.gather_output_rows(0..2, WIDTH, &self.x, &mut self.y);
         self.cpu.sample(0..2, &self.logits, out);
         self.cpu.end_step();
+    }
+
+    fn refill(&mut self) {
+        let Everything { cpu, matrix, blocks: [four, five], packed, .. } = self;
+        for (w, (layout, bytes)) in [matrix, four, five].into_iter().zip(packed) {
+            cpu.refill_weight(w, layout, bytes).expect("the layout is the weight's own");
+        }
     }
 
     fn before_attention(&mut self, rows: usize) {
@@ -306,6 +319,14 @@ fn matrix(cpu: &mut CpuBackend, ty: QuantType, n: usize, tag: u32) -> Weight<Hos
     let mut quantized = vec![0; ty.bytes(n * WIDTH).expect("whole blocks")];
     ty.quantize(&noise(tag, n * WIDTH), &mut quantized);
     cpu.upload_weight(ty, n, WIDTH, &quantized).expect("memory is available")
+}
+
+/// Returns the layout and the packed bytes of a weight.
+fn packed(cpu: &mut CpuBackend, w: &Weight<HostBuf>) -> (PackedLayout, Vec<u8>) {
+    let layout = w.packed_layout(cpu.sizes());
+    let mut bytes = vec![0; layout.bytes];
+    cpu.download(&w.buf, 0, &mut bytes);
+    (layout, bytes)
 }
 
 fn norm(cpu: &mut CpuBackend) -> Norm<HostBuf> {

@@ -3,14 +3,14 @@
 //! Invariant: only sizes in bytes and numbers of multiplications; every layer of the model is included, in
 //! order.
 
+use crate::model::load::{self, LoadedStacks};
 use crate::model::shard::HeadSplit;
-use crate::model::spec::{
-    AttentionSpec, DenseSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec, Norms, StackSpec,
-    TensorSlice,
-};
-use mainstem_kernels::{KvLayout, QuantType};
+use crate::model::spec::{AttentionSpec, LayerSpec, ModelSpec, StackSpec, TensorSlice};
+use crate::model::weights::{Attention, Dense, Embedding, LayerWeights, Linear, Mlp, Stack, SublayerNorms};
+use mainstem_kernels::{KvLayout, Norm, QuantType, Weight};
 use std::iter::Sum;
 use std::ops::{Add, Mul, Range};
+use std::sync::Arc;
 
 /// The resources that a part of a model costs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -191,22 +191,25 @@ pub const FALCON_40B: UniformDecoder = UniformDecoder {
 };
 
 impl ModelShape {
-    /// Returns the shape of a model whose tensors are stored in the formats that `stored` returns, with a
-    /// cache in the format `kv`.
+    /// Returns the shape of a model whose tensors are loaded in the formats that `stored` returns, with a
+    /// cache in the format `kv`. The sizes are those of the loaded tensors without padding.
     pub fn from_spec(
         name: &str,
         spec: &ModelSpec,
         stored: impl Fn(&TensorSlice) -> QuantType,
         kv: QuantType,
     ) -> Self {
-        let sizes = CostBuilder { stored: &stored, kv };
+        let held = load::count(spec, &stored);
+        let shape = |spec: &Option<StackSpec>, held: &Option<Stack<usize>>| {
+            spec.as_ref().zip(held.as_ref()).map(|(spec, held)| stack_shape(spec, held, kv))
+        };
         ModelShape {
             name: name.to_owned(),
             hidden: spec.hidden,
             vocab: spec.vocab,
-            encoder: spec.encoder.as_ref().map(|stack| sizes.stack(stack)),
-            decoder: spec.decoder.as_ref().map(|stack| sizes.stack(stack)),
-            shared_tables: sizes.shared_tables(spec),
+            encoder: shape(&spec.encoder, &held.encoder),
+            decoder: shape(&spec.decoder, &held.decoder),
+            shared_tables: shared_tables(spec, &held),
         }
     }
 
@@ -309,9 +312,9 @@ fn lookup_cost(table: ResourceCost) -> ResourceCost {
     ResourceCost { read: 0.0, read_max: 0.0, macs: 0.0, ops: 1.0, all_reduces: 1.0, ..table }
 }
 
-/// Returns the cost of F32 values that only take memory and bandwidth.
-fn vector_cost(numbers: usize) -> ResourceCost {
-    let stored = stored_bytes(QuantType::F32, numbers);
+/// Returns the cost of vectors or tables of `bytes` bytes, which only take memory and bandwidth.
+fn vector_cost(bytes: usize) -> ResourceCost {
+    let stored = bytes as f64;
     ResourceCost { stored, read: stored, read_max: stored, ..ResourceCost::default() }
 }
 
@@ -320,128 +323,131 @@ fn without_step_cost(products: ResourceCost) -> ResourceCost {
     ResourceCost { read: 0.0, read_max: 0.0, macs: 0.0, ops: 0.0, ..products }
 }
 
-/// Computes costs from the storage formats of tensors and cache.
-struct CostBuilder<'a> {
-    stored: &'a dyn Fn(&TensorSlice) -> QuantType,
-    kv: QuantType,
+/// Returns the costs of a stack, given its tensors in memory and the format of the KV cache.
+fn stack_shape(spec: &StackSpec, held: &Stack<usize>, kv: QuantType) -> StackShape {
+    let layers = spec.layers.iter().enumerate();
+    StackShape {
+        embedding: held.embedding.as_ref().map_or(ResourceCost::default(), embedding_cost),
+        layers: layers.map(|(index, layer)| layer_cost(layer, held.weights.layer(index), kv)).collect(),
+        head: head_cost(held),
+    }
 }
 
-impl CostBuilder<'_> {
-    fn stack(&self, stack: &StackSpec) -> StackShape {
-        let embedding = stack.embedding.as_ref();
-        let embedding =
-            embedding.map_or(ResourceCost::default(), |embedding| lookup_cost(self.table(&embedding.table)));
-        let head = stack.head.as_ref().map_or(ResourceCost::default(), |head| {
-            let bias = head.bias.as_ref().map_or(0, |bias| bias.shape.iter().product());
-            ResourceCost { ops: 2.0, ..self.table(&head.table) + vector_cost(bias) }
-        });
-        StackShape { embedding, layers: stack.layers.iter().map(|layer| self.layer(layer)).collect(), head }
-    }
+fn embedding_cost(held: &Embedding<usize>) -> ResourceCost {
+    let positions = held.position_table.as_ref().map_or(0, |(table, _)| table.buf);
+    let positions = ResourceCost { read: 0.0, read_max: 0.0, ..vector_cost(positions) };
+    let around = held.project_in.iter().map(linear_cost).chain(held.norm.iter().map(norm_cost));
+    lookup_cost(weight_cost(&held.table)) + positions + around.sum()
+}
 
-    fn table(&self, piece: &TensorSlice) -> ResourceCost {
-        matrix_cost((self.stored)(piece), piece.shape.iter().product())
-    }
+/// Returns the cost of what follows the last layer: the final norm and the head.
+fn head_cost(held: &Stack<usize>) -> ResourceCost {
+    let norm: ResourceCost = held.norm.iter().map(norm_cost).sum();
+    let Some(head) = &held.head else { return norm };
+    let transform = head.transform.iter().map(|(linear, _, norm)| linear_cost(linear) + norm_cost(norm));
+    let before: ResourceCost = transform.chain(head.project_out.iter().map(linear_cost)).sum();
+    let table = weight_cost(&head.table) + vector_cost(head.bias.unwrap_or(0));
+    ResourceCost { ops: 2.0, ..table + before + norm }
+}
 
-    /// Returns every table that several layers have in common. Like loading, this compares names.
-    fn shared_tables(&self, spec: &ModelSpec) -> Vec<SharedTable> {
-        let (mut tables, mut seen, mut at) = (Vec::new(), Vec::<(usize, &TensorSlice)>::new(), 0);
-        for stack in spec.encoder.iter().chain(&spec.decoder) {
-            let (first, last) = (at, at + stack.layers.len() - 1);
-            at = last + 1;
-            let embedding = stack.embedding.as_ref().map(|embedding| (first, &embedding.table));
-            // Normalized rows are a separate matrix of the head.
-            let head =
-                stack.head.as_ref().filter(|head| !head.normalize_rows).map(|head| (last, &head.table));
-            for (unit, piece) in embedding.into_iter().chain(head) {
-                let stored = self.table(piece).stored;
-                let before = seen.iter().rev().find(|(_, other)| other.name == piece.name);
-                tables.extend(before.map(|(first, _)| SharedTable { first: *first, last: unit, stored }));
-                seen.push((unit, piece));
-            }
+/// Returns every table that several layers have in common.
+fn shared_tables(spec: &ModelSpec, held: &LoadedStacks<usize>) -> Vec<SharedTable> {
+    let (mut tables, mut seen, mut at) = (Vec::new(), Vec::<(usize, &Arc<Weight<usize>>)>::new(), 0);
+    for (spec, held) in spec.stacks().zip(held.encoder.iter().chain(&held.decoder)) {
+        let (first, last) = (at, at + spec.layers.len() - 1);
+        at = last + 1;
+        let embedding = held.embedding.as_ref().map(|embedding| (first, &embedding.table));
+        let head = held.head.as_ref().map(|head| (last, &head.table));
+        for (unit, table) in embedding.into_iter().chain(head) {
+            let before = seen.iter().rev().find(|(_, other)| Arc::ptr_eq(other, table));
+            let stored = table.buf as f64;
+            tables.extend(before.map(|(first, _)| SharedTable { first: *first, last: unit, stored }));
+            seen.push((unit, table));
         }
-        tables
     }
+    tables
+}
 
-    fn layer(&self, layer: &LayerSpec) -> LayerCost {
-        let own = self.attention(&layer.attention);
-        let around = norms_cost(&layer.attention_norms) + self.mlp(&layer.mlp) + norms_cost(&layer.mlp_norms);
-        let cross = layer.cross.as_ref().map_or(LayerCost::default(), |(around, cross)| {
-            let cross = self.attention(cross);
-            LayerCost {
-                divided: cross.divided + norms_cost(around),
-                kv_heads: without_step_cost(cross.kv_heads),
-                ..cross
-            }
-        });
+fn layer_cost(spec: &LayerSpec, held: &LayerWeights<usize>, kv: QuantType) -> LayerCost {
+    let own = attention_cost(&spec.attention, &held.attention, kv);
+    let around = norms_cost(&held.attention_norms) + mlp_cost(&held.mlp) + norms_cost(&held.mlp_norms);
+    let cross = spec.cross.as_ref().zip(held.cross.as_ref());
+    let cross = cross.map_or(LayerCost::default(), |((_, spec), (norms, held))| {
+        let cross = attention_cost(spec, held, kv);
         LayerCost {
-            divided: own.divided + cross.divided + around,
-            query_heads: own.query_heads + cross.query_heads,
-            kv_heads: own.kv_heads + cross.kv_heads,
-            head_split: own.head_split,
+            divided: cross.divided + norms_cost(norms),
+            kv_heads: without_step_cost(cross.kv_heads),
+            ..cross
         }
+    });
+    LayerCost {
+        divided: own.divided + cross.divided + around,
+        query_heads: own.query_heads + cross.query_heads,
+        kv_heads: own.kv_heads + cross.kv_heads,
+        head_split: own.head_split,
     }
+}
 
-    fn attention(&self, spec: &AttentionSpec) -> LayerCost {
-        let between = ResourceCost {
-            macs_per_position: (spec.q_width() + spec.out_width()) as f64,
-            ops: 5.0,
-            all_reduces: 1.0,
-            ..ResourceCost::default()
-        };
-        let qk_norms = spec.qk_norms.iter().flat_map(|(q, k)| [norm_cost(q), norm_cost(k)]).sum();
-        let cache = ResourceCost {
-            kv: kv_bytes(self.kv, spec.kv_heads, (spec.k_dim, spec.v_dim)),
-            ..ResourceCost::default()
-        };
-        let block = (self.stored)(&spec.o.weight).row().block_elements;
-        LayerCost {
-            divided: qk_norms,
-            query_heads: self.linear(&spec.q) + self.linear(&spec.o) + between,
-            kv_heads: self.linear(&spec.k) + self.linear(&spec.v) + cache,
-            head_split: Some(HeadSplit::for_attention(spec, block)),
-        }
+fn attention_cost(spec: &AttentionSpec, held: &Attention<usize>, kv: QuantType) -> LayerCost {
+    let between = ResourceCost {
+        macs_per_position: (spec.q_width() + spec.out_width()) as f64,
+        ops: 5.0,
+        all_reduces: 1.0,
+        ..ResourceCost::default()
+    };
+    let qk_norms = held.qk_norms.iter().flat_map(|(q, k)| [norm_cost(q), norm_cost(k)]).sum();
+    let cache =
+        ResourceCost { kv: kv_bytes(kv, spec.kv_heads, (spec.k_dim, spec.v_dim)), ..ResourceCost::default() };
+    let block = held.o.weight.ty.row().block_elements;
+    LayerCost {
+        divided: qk_norms,
+        query_heads: linear_cost(&held.q) + linear_cost(&held.o) + between,
+        kv_heads: linear_cost(&held.k) + linear_cost(&held.v) + cache,
+        head_split: Some(HeadSplit::for_attention(spec, block)),
     }
+}
 
-    fn mlp(&self, spec: &MlpSpec) -> ResourceCost {
-        let sum = ResourceCost { all_reduces: 1.0, ops: 2.0, ..ResourceCost::default() };
-        match spec {
-            MlpSpec::Dense(dense) => self.dense(dense) + sum,
-            MlpSpec::Experts(moe) => {
-                let experts: ResourceCost = moe.experts.iter().map(|expert| self.dense(expert)).sum();
-                let chosen = moe.top_k as f64 / moe.experts.len().max(1) as f64;
-                let experts = ResourceCost {
-                    read: 0.0,
-                    read_per_row: experts.stored * chosen,
-                    macs: experts.macs * chosen,
-                    ops: 3.0,
-                    ..experts
-                };
-                let shared = moe.shared.as_ref().map_or(ResourceCost::default(), |shared| self.dense(shared));
-                experts + shared + self.linear(&moe.router) + sum
-            }
-        }
-    }
-
-    fn dense(&self, spec: &DenseSpec) -> ResourceCost {
-        [&spec.gate, &spec.down].into_iter().chain(&spec.up).map(|linear| self.linear(linear)).sum()
-    }
-
-    fn linear(&self, spec: &LinearSpec) -> ResourceCost {
-        let bias = if spec.bias.is_some() { spec.n } else { 0 };
-        ResourceCost {
-            ops: 1.0,
-            ..matrix_cost((self.stored)(&spec.weight), spec.n * spec.k) + vector_cost(bias)
+fn mlp_cost(held: &Mlp<usize>) -> ResourceCost {
+    let sum = ResourceCost { all_reduces: 1.0, ops: 2.0, ..ResourceCost::default() };
+    match held {
+        Mlp::Dense(dense) => dense_cost(dense) + sum,
+        Mlp::Experts(moe) => {
+            let matrices = moe.experts.iter().flat_map(|it| [&it.gate, &it.down].into_iter().chain(&it.up));
+            let experts: ResourceCost = matrices.map(weight_cost).sum();
+            let chosen = moe.shape.top_k as f64 / moe.experts.len().max(1) as f64;
+            let experts = ResourceCost {
+                read: 0.0,
+                read_per_row: experts.stored * chosen,
+                macs: experts.macs * chosen,
+                ops: 3.0,
+                ..experts
+            };
+            let shared = moe.shared.iter().map(dense_cost).sum();
+            let routers = [&moe.router].into_iter().chain(&moe.shared_router).map(linear_cost).sum();
+            experts + shared + routers + sum
         }
     }
 }
 
-fn norms_cost(spec: &Norms) -> ResourceCost {
-    spec.pre.iter().chain(&spec.out).chain(&spec.post).map(norm_cost).sum()
+fn dense_cost(held: &Dense<usize>) -> ResourceCost {
+    [&held.gate, &held.down].into_iter().chain(&held.up).map(linear_cost).sum()
 }
 
-fn norm_cost(spec: &NormSpec) -> ResourceCost {
-    let numbers = spec.width * (1 + usize::from(spec.bias.is_some()));
-    ResourceCost { ops: 1.0, ..vector_cost(numbers) }
+fn linear_cost(held: &Linear<usize>) -> ResourceCost {
+    ResourceCost { ops: 1.0, ..weight_cost(&held.weight) + vector_cost(held.bias.unwrap_or(0)) }
+}
+
+/// Returns the cost of a matrix in memory that every row is multiplied by.
+fn weight_cost(held: &Weight<usize>) -> ResourceCost {
+    ResourceCost { macs: (held.n * held.k) as f64, ..vector_cost(held.buf) }
+}
+
+fn norms_cost(held: &SublayerNorms<usize>) -> ResourceCost {
+    held.pre.iter().chain(&held.out).chain(&held.post).map(norm_cost).sum()
+}
+
+fn norm_cost(held: &Norm<usize>) -> ResourceCost {
+    ResourceCost { ops: 1.0, ..vector_cost(held.weight.unwrap_or(0) + held.bias.unwrap_or(0)) }
 }
 
 #[cfg(test)]

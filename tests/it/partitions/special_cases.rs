@@ -48,8 +48,9 @@ fn devices_that_load_at_once_report_their_own_bytes() {
     let bytes = |report: ExecutorReport| {
         [report.weight_bytes, report.kv_bytes, report.activation_bytes, report.step_bytes]
     };
-    let foretold =
-        |shard| bytes(estimate_report(cpu(), &source, shard, kv, limits).expect("the fixture is open"));
+    let foretold = |shard| {
+        bytes(estimate_report(cpu().sizes(), &source, shard, kv, limits).expect("the fixture is open"))
+    };
     let foretold: Vec<_> = shards.iter().map(foretold).collect();
     // What is built concurrently differs.
     for _ in 0..10 {

@@ -237,12 +237,7 @@ impl<'a> PartitionBench<'a> {
         let sequences = self.tests.batch as usize * way.lanes;
         let tests = [BenchTest::decode(0, self.tokens), decode_together(sequences, self.tokens)];
         let config = self.size_config(&way.device, way.lanes, &tests)?;
-        let setup = EngineSetup::new(
-            &config,
-            &self.source,
-            way.partition.clone(),
-            start::activation_type(&config.device)?,
-        )?;
+        let setup = start::partitioned_setup(&config, &self.source, way.partition.clone())?;
         report.partitions.push(self.row(way, &setup, sequences));
         let factories = factories(&config.device, &self.source, &self.tokenizer, &setup);
         let factories = if self.tests.slows_links() && self.tests.fake_layer.is_none() {

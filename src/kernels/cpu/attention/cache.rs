@@ -12,7 +12,7 @@ use super::kv_format::KvFormat;
 use crate::backend::{DeviceError, KvLayer, KvLayout, KvTable};
 use crate::batch::{Page, PageCopy, StepState};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
-use crate::host::{HostBuf, HostMemory};
+use crate::host::HostBuf;
 use std::ops::Range;
 
 /// Layout of a layer's cache, in units of its storage format. Positions are those within a page.
@@ -51,19 +51,12 @@ impl CacheLayout {
     }
 }
 
-/// Allocates the cache of one layer.
-pub fn alloc_kv(layout: KvLayout, memory: &HostMemory) -> Result<KvLayer<HostBuf>, DeviceError> {
+/// Returns the bytes of K and of V in the cache of one layer.
+pub fn kv_bytes(layout: &KvLayout) -> Result<[usize; 2], DeviceError> {
     assert!(layout.page_positions.is_multiple_of(BLOCK), "a page holds whole blocks");
     layout.check_type()?;
-    let positions = || layout.pages.checked_mul(layout.kv_heads)?.checked_mul(layout.page_positions);
-    let allocate = |which: usize| {
-        let bytes = layout.head_bytes().and_then(|bytes| bytes[which].checked_mul(positions()?));
-        memory.zeroed(bytes.ok_or_else(|| DeviceError::OutOfMemory {
-            bytes: usize::MAX,
-            reason: "the KV cache is larger than the address space".into(),
-        })?)
-    };
-    Ok(KvLayer { k: allocate(0)?, v: allocate(1)?, layout })
+    // A head that is too large for a number of bytes makes the cache so too.
+    layout.cache_bytes(layout.head_bytes().unwrap_or([usize::MAX; 2]))
 }
 
 /// Copies whole pages within a cache.

@@ -35,7 +35,7 @@ mod pass;
 mod sparse;
 mod tile;
 
-pub use cache::{alloc_kv, copy_pages, store_kv};
+pub use cache::{copy_pages, kv_bytes, store_kv};
 pub use plan::{SpanItems, partial_capacity};
 
 use super::pool::{SharedSlice, ThreadPool};

@@ -19,8 +19,9 @@ use crate::cpu::amx::{self, Amx};
 use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles};
 use crate::cpu::gemm_task::{GemmTask, PackedInput};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::scratch_memory::ScratchMemory;
 use crate::cpu::simd::Level;
-use crate::host::{HostBuf, HostMemory};
+use crate::host::HostBuf;
 use std::ops::Range;
 
 /// Panels that AVX-512 multiplies at once.
@@ -36,22 +37,22 @@ const ITEM_BYTES: usize = 512 * 1024;
 
 /// Buffers of the BF16 GEMM. Their size follows from the step limits and the widest weight; they do not grow
 /// during steps.
-pub struct Bf16Scratch {
+pub struct Bf16Scratch<Buf = HostBuf> {
     /// The packed input.
-    input: HostBuf,
+    input: Buf,
     /// For each thread: sums of all rows with the panels that are multiplied at once.
-    sums: HostBuf,
+    sums: Buf,
     sums_len: usize,
 }
 
-impl Bf16Scratch {
+impl<Buf> Bf16Scratch<Buf> {
     /// Allocates scratch for `rows` rows of `k` columns on `threads` threads.
-    pub fn new(
+    pub fn new<M: ScratchMemory<Buf = Buf>>(
         rows: usize,
         k: usize,
         threads: usize,
-        memory: &HostMemory,
-    ) -> Result<Bf16Scratch, DeviceError> {
+        memory: &M,
+    ) -> Result<Bf16Scratch<Buf>, DeviceError> {
         let rows = rows + PADDING_ROWS_MAX;
         let sums_len = rows * AVX512_PANELS * PANEL_OUTPUTS;
         Ok(Bf16Scratch {
@@ -60,7 +61,9 @@ impl Bf16Scratch {
             sums_len,
         })
     }
+}
 
+impl Bf16Scratch {
     /// Converts and packs the input.
     pub fn pack(
         &mut self,

@@ -25,6 +25,11 @@ pub use store::{pack, packed_bytes, read};
 
 use super::simd::LANES;
 
+/// Name of the arrangement, for stored weights.
+pub const ARRANGEMENT: &str = "bf16-panels-16x32";
+/// Version of the arrangement, which increases with every change of the packed bytes.
+pub const VERSION: u32 = 1;
+
 /// Outputs of a panel.
 const PANEL_OUTPUTS: usize = LANES;
 /// Columns of a block.

@@ -5,8 +5,9 @@
 use crate::backend::{DeviceError, Weight};
 use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers, RowTiles};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::scratch_memory::ScratchMemory;
 use crate::cpu::simd::{Kernel, LANES, Level, Simd};
-use crate::host::{HostBuf, HostMemory};
+use crate::host::HostBuf;
 use std::ops::Range;
 
 /// F32 numbers of an F32 panel: half of a second-level cache of 2 MiB.
@@ -26,26 +27,26 @@ pub const SUMS_LEN: usize = TILE_ROWS_MAX * F32_PANEL_OUTPUTS * LANES;
 
 /// Buffers of the F32 GEMM. Their size follows from the step limits and the widest weight; they do not grow
 /// during steps.
-pub struct F32Scratch {
+pub struct F32Scratch<Buf = HostBuf> {
     /// The packed input (m, k).
-    x: HostBuf,
+    x: Buf,
     /// For each thread: the converted panel, then the sums of a tile of rows with all outputs of the panel,
     /// then the dequantized outputs, if there are any.
-    panels: HostBuf,
+    panels: Buf,
     panel_len: usize,
     dequantized_len: usize,
 }
 
-impl F32Scratch {
+impl<Buf> F32Scratch<Buf> {
     /// Allocates scratch for `rows` rows of `k` columns on `threads` threads. `written` is the largest number
     /// of columns of a weight that must be dequantized first, 0 without such weights.
-    pub fn new(
+    pub fn new<M: ScratchMemory<Buf = Buf>>(
         rows: usize,
         k: usize,
         written: usize,
         threads: usize,
-        memory: &HostMemory,
-    ) -> Result<F32Scratch, DeviceError> {
+        memory: &M,
+    ) -> Result<F32Scratch<Buf>, DeviceError> {
         let padded = k.next_multiple_of(LANES);
         let panel_len = F32_PANEL_LEN.max(TILE_OUTPUTS_MAX * padded);
         let written_len = if written == 0 { 0 } else { F32_PANEL_LEN.max(STREAM_OUTPUTS * written) };
@@ -57,7 +58,9 @@ impl F32Scratch {
             dequantized_len: written_len,
         })
     }
+}
 
+impl F32Scratch {
     /// Packs the input: for each tile (steps, tile rows, 16), zero beyond the last column.
     pub fn pack(
         &mut self,

@@ -14,8 +14,9 @@ use crate::cpu::bf16::Bf16Isa;
 use crate::cpu::gemm_input::{GemmInput, PADDING_ROWS_MAX, RowBuffers};
 use crate::cpu::gemm_task::{GemmTask, PackedInput};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::scratch_memory::ScratchMemory;
 use crate::cpu::simd::{IntKernel, Ints, LANES, Level};
-use crate::host::{HostBuf, HostMemory};
+use crate::host::HostBuf;
 use crate::quant::INT8_BLOCK_LEN;
 use std::ops::Range;
 
@@ -26,24 +27,24 @@ const TILE_PANELS_MAX: usize = 2;
 
 /// Buffers of the int8 GEMM. Their size follows from the step limits and the widest weight; they do not grow
 /// during steps.
-pub struct Int8Scratch {
+pub struct Int8Scratch<Buf = HostBuf> {
     /// The packed input.
-    input: HostBuf,
+    input: Buf,
     /// For each thread: the sums of all rows with a panel group, and the group's unpacked quants and scales.
-    sums: HostBuf,
+    sums: Buf,
     sums_len: usize,
-    quants: HostBuf,
-    scales: HostBuf,
+    quants: Buf,
+    scales: Buf,
 }
 
-impl Int8Scratch {
+impl<Buf> Int8Scratch<Buf> {
     /// Allocates scratch for `rows` rows of `k` columns on `threads` threads.
-    pub fn new(
+    pub fn new<M: ScratchMemory<Buf = Buf>>(
         rows: usize,
         k: usize,
         threads: usize,
-        memory: &HostMemory,
-    ) -> Result<Int8Scratch, DeviceError> {
+        memory: &M,
+    ) -> Result<Int8Scratch<Buf>, DeviceError> {
         let rows = rows + PADDING_ROWS_MAX;
         let sums_len = rows * panel_group::GROUP_PANELS * LANES;
         let panels = if k == 0 { 0 } else { threads * panel_group::GROUP_PANELS };
@@ -55,7 +56,9 @@ impl Int8Scratch {
             scales: memory.zeroed(panels * SLICE_SCALES * size_of::<f32>())?,
         })
     }
+}
 
+impl Int8Scratch {
     /// Quantizes and packs the input.
     pub fn pack(
         &mut self,

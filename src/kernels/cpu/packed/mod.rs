@@ -28,5 +28,10 @@ mod store;
 pub use gemm::Int8Scratch;
 pub use store::{pack, packed_bytes, read};
 
+/// Name of the arrangement, for stored weights.
+pub const ARRANGEMENT: &str = "int8-panels-16";
+/// Version of the arrangement, which increases with every change of the packed bytes.
+pub const VERSION: u32 = 1;
+
 /// Outputs of a panel.
 const PANEL_OUTPUTS: usize = super::simd::LANES;

@@ -2,7 +2,7 @@
 
 use mainstem_conformance::{
     Bounds, batch_invariance, embed, embed_positions, fingerprint, gemms, matmul, matmul_batch_invariance,
-    moe, moe_batch_invariance, run,
+    moe, moe_batch_invariance, packed_weights, run,
 };
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
@@ -44,6 +44,7 @@ fn gemms_conform(isa: Isa) {
         matmul(&make, &Bounds::F32_FIXED_ORDER);
         matmul_batch_invariance(&make, &Bounds::F32_FIXED_ORDER);
         gemms(&make, &Bounds::F32_FIXED_ORDER);
+        packed_weights(&make);
         moe(&make, &Bounds::F32_FIXED_ORDER);
         moe_batch_invariance(&make, &Bounds::F32_FIXED_ORDER);
         batch_invariance(&make, &Bounds::F32_FIXED_ORDER);
@@ -69,6 +70,7 @@ fn cpu_conforms(isa: Isa) {
     let config = CpuConfig { threads: 2, isa, activation_precision: ActivationPrecision::F32 };
     let plain: Make = &|| CpuBackend::new(config).expect("this machine has the instruction set");
     matmul(&plain, &Bounds::F32_FIXED_ORDER);
+    packed_weights(&plain);
     matmul_batch_invariance(&plain, &Bounds::F32_FIXED_ORDER);
     moe(&plain, &Bounds::F32_FIXED_ORDER);
 }

@@ -5,11 +5,11 @@ use mainstem_conformance::{few_types, fingerprint, split_bits};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::quant::OperandFormat;
 use mainstem_kernels::random::noise;
-use mainstem_kernels::reference::sample;
+use mainstem_kernels::reference::{Reference, sample};
 use mainstem_kernels::{
     ActivationPrecision, AttentionShape, Backend, Fraction, HostBuf, HostMemory, KvLayout, KvTable, Mask,
-    QuantType, RelativeBias, SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable,
-    SpanTokens, StepBatch, StepLimits, StepOutput,
+    PackedLayout, QuantType, RelativeBias, SampleMode, SamplingParams, Span, SpanModel, SpanOutput,
+    SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
 };
 
 fn backend(isa: Isa, threads: usize) -> Option<CpuBackend> {
@@ -76,6 +76,71 @@ impl GemmOperands {
         let mut y = cpu.alloc(rows * n * 4).unwrap();
         cpu.matmul(rows, &w, Some(&bias), &x, &mut y);
         y.f32().chunks(*n).map(|row| row.iter().map(|y| y.to_bits()).collect()).collect()
+    }
+}
+
+/// Packs a (n, k) matrix whose stored bytes are a fixed pattern. Returns the packed bytes with their layout.
+fn pack<B: Backend>(backend: &mut B, ty: QuantType, n: usize, k: usize) -> (PackedLayout, Vec<u8>) {
+    let bytes: Vec<u8> = (0..ty.bytes(k).unwrap() * n).map(|i| (i * 37 % 251) as u8).collect();
+    let weight = backend.upload_weight(ty, n, k, &bytes).unwrap();
+    let layout = weight.packed_layout(backend.sizes());
+    let mut packed = vec![0; layout.bytes];
+    backend.download(&weight.buf, 0, &mut packed);
+    (layout, packed)
+}
+
+/// A weight that was packed for one device is valid on every other one with the same layout, and the layout
+/// says which operand type it is for.
+#[test]
+fn equal_layouts_have_equal_bytes_on_every_device() {
+    let mut known = std::collections::HashMap::<String, Vec<u8>>::new();
+    for isa in isas() {
+        for precision in [ActivationPrecision::Int8, ActivationPrecision::F32] {
+            let config = CpuConfig { threads: 2, isa, activation_precision: precision };
+            let mut cpu = CpuBackend::new(config).unwrap();
+            for ty in QuantType::all() {
+                let (layout, packed) = pack(&mut cpu, ty, 35, 512);
+                let arrangement = match ty.operand_format(cpu.activation_precision()) {
+                    OperandFormat::F32 => "rows/1",
+                    OperandFormat::Int8 => "int8-panels-16/1",
+                    OperandFormat::Bf16 => "bf16-panels-16x32/1",
+                };
+                assert_eq!(layout.to_string(), format!("{arrangement} {ty} (35, 512)"), "{isa:?}");
+                assert!(*known.entry(layout.to_string()).or_insert(packed.clone()) == packed, "{layout}");
+            }
+        }
+    }
+    for ty in QuantType::all() {
+        let (layout, packed) = pack(&mut Reference::new(), ty, 35, 512);
+        assert!(known[&layout.to_string()] == packed, "{layout} of the reference backend");
+    }
+}
+
+/// Packed bytes that were stored by an earlier version of the program must stay valid. If this fails because
+/// an arrangement has changed, increase its version.
+#[test]
+fn a_version_of_a_layout_has_always_the_same_bytes() {
+    let mut sums = std::collections::BTreeMap::<String, u64>::new();
+    for isa in isas() {
+        let mut cpu = backend(isa, 1).expect("this instruction set is available");
+        for ty in QuantType::all() {
+            let (PackedLayout { arrangement, version, .. }, packed) = pack(&mut cpu, ty, 19, 512);
+            // FNV-1a, over all formats of the arrangement for the first instruction set that has it.
+            let sum = sums
+                .entry(format!("{arrangement}/{version} {}", isa.name()))
+                .or_insert(0xcbf2_9ce4_8422_2325);
+            *sum =
+                packed.iter().fold(*sum, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
+        }
+    }
+    for (layout, sum) in sums {
+        match layout.split(' ').next() {
+            Some("int8-panels-16/1") => assert_eq!(sum, 0xa945_c665_1e41_6407, "{layout}: {sum:#x}"),
+            Some("bf16-panels-16x32/1") => assert_eq!(sum, 0x5f58_b4c2_08fb_94fd, "{layout}: {sum:#x}"),
+            // Rows as they are stored, of the remaining formats.
+            Some("rows/1") => {}
+            _ => panic!("{layout} has no known bytes"),
+        }
     }
 }
 

@@ -1,0 +1,178 @@
+//! The targets of loading a model: a device, or a counter of the bytes that a device would allocate.
+//!
+//! Invariant: a model is loaded into both by the same code, so the counted bytes are the allocated ones.
+
+use mainstem_kernels::{
+    ActivationType, Backend, DeviceError, DeviceSizes, HeldShapes, KvLayer, KvLayout, MoeShape, QuantType,
+    StepLimits, Weight,
+};
+
+/// The part of [`Backend`] that loading a model uses.
+pub trait LoadTarget {
+    /// A buffer of the target.
+    type Buf: Send + Sync + 'static;
+    /// Whether uploads need data. Otherwise they are empty.
+    const READS_DATA: bool;
+
+    /// See [`Backend::describe`].
+    fn describe(&self) -> String;
+
+    /// See [`Backend::threads`].
+    fn threads(&self) -> usize;
+
+    /// See [`Backend::allocated_bytes`].
+    fn allocated_bytes(&self) -> usize;
+
+    /// See [`Backend::activation_type`].
+    fn activation_type(&self) -> ActivationType;
+
+    /// See [`Backend::alloc`].
+    fn alloc(&mut self, bytes: usize) -> Result<Self::Buf, DeviceError>;
+
+    /// Copies `bytes` from the host to the beginning of `to`.
+    fn upload(&mut self, to: &mut Self::Buf, bytes: &[u8]);
+
+    /// See [`Backend::upload_weight`].
+    fn upload_weight(
+        &mut self,
+        ty: QuantType,
+        n: usize,
+        k: usize,
+        bytes: &[u8],
+    ) -> Result<Weight<Self::Buf>, DeviceError>;
+
+    /// See [`Backend::alloc_kv`].
+    fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<Self::Buf>, DeviceError>;
+
+    /// See [`Backend::prepare_moe`].
+    fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError>;
+
+    /// See [`Backend::prepare`].
+    fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError>;
+}
+
+impl<B: Backend> LoadTarget for B {
+    type Buf = B::Buf;
+    const READS_DATA: bool = true;
+
+    fn describe(&self) -> String {
+        Backend::describe(self)
+    }
+
+    fn threads(&self) -> usize {
+        Backend::threads(self)
+    }
+
+    fn allocated_bytes(&self) -> usize {
+        Backend::allocated_bytes(self)
+    }
+
+    fn activation_type(&self) -> ActivationType {
+        Backend::activation_type(self)
+    }
+
+    fn alloc(&mut self, bytes: usize) -> Result<B::Buf, DeviceError> {
+        Backend::alloc(self, bytes)
+    }
+
+    fn upload(&mut self, to: &mut B::Buf, bytes: &[u8]) {
+        Backend::upload(self, to, 0, bytes);
+    }
+
+    fn upload_weight(
+        &mut self,
+        ty: QuantType,
+        n: usize,
+        k: usize,
+        bytes: &[u8],
+    ) -> Result<Weight<B::Buf>, DeviceError> {
+        Backend::upload_weight(self, ty, n, k, bytes)
+    }
+
+    fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<B::Buf>, DeviceError> {
+        Backend::alloc_kv(self, layout)
+    }
+
+    fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError> {
+        Backend::prepare_moe(self, shape, hidden)
+    }
+
+    fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
+        Backend::prepare(self, limits)
+    }
+}
+
+/// Counts what a device of certain sizes would allocate. Its buffers are their sizes in bytes.
+pub struct ByteCounter<'a> {
+    sizes: &'a dyn DeviceSizes,
+    shapes: HeldShapes,
+    bytes: usize,
+}
+
+impl<'a> ByteCounter<'a> {
+    /// Creates the counter of a device that has allocated nothing.
+    pub fn new(sizes: &'a dyn DeviceSizes) -> ByteCounter<'a> {
+        ByteCounter { sizes, shapes: HeldShapes::default(), bytes: 0 }
+    }
+
+    fn count(&mut self, bytes: usize) -> usize {
+        self.bytes = self.bytes.saturating_add(bytes);
+        bytes
+    }
+}
+
+impl LoadTarget for ByteCounter<'_> {
+    type Buf = usize;
+    const READS_DATA: bool = false;
+
+    fn describe(&self) -> String {
+        self.sizes.describe()
+    }
+
+    fn threads(&self) -> usize {
+        1
+    }
+
+    fn allocated_bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn activation_type(&self) -> ActivationType {
+        self.sizes.activation_type()
+    }
+
+    fn alloc(&mut self, bytes: usize) -> Result<usize, DeviceError> {
+        Ok(self.count(bytes))
+    }
+
+    fn upload(&mut self, _: &mut usize, _: &[u8]) {}
+
+    fn upload_weight(
+        &mut self,
+        ty: QuantType,
+        n: usize,
+        k: usize,
+        _: &[u8],
+    ) -> Result<Weight<usize>, DeviceError> {
+        self.shapes.add_weight(ty, k);
+        let buf = self.count(self.sizes.packed_layout(ty, n, k).bytes);
+        Ok(Weight { id: None, buf, ty, n, k })
+    }
+
+    fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<usize>, DeviceError> {
+        self.shapes.add_cache(layout);
+        let [k, v] = self.sizes.kv_bytes(&layout)?.map(|bytes| self.count(bytes));
+        Ok(KvLayer { k, v, layout })
+    }
+
+    fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError> {
+        self.shapes.add_mixture(*shape, hidden);
+        Ok(())
+    }
+
+    fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
+        let bytes = self.sizes.step_bytes(limits, &self.shapes);
+        self.count(bytes);
+        Ok(())
+    }
+}
