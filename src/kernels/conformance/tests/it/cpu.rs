@@ -125,7 +125,7 @@ fn a_version_of_a_layout_has_always_the_same_bytes() {
         let mut cpu = backend(isa, 1).expect("this instruction set is available");
         for ty in QuantType::all() {
             let (PackedLayout { arrangement, version, .. }, packed) = pack(&mut cpu, ty, 19, 512);
-            // FNV-1a, over all formats of the arrangement for the first instruction set that has it.
+            // FNV-1a, over all formats that the instruction set has in this arrangement.
             let sum = sums
                 .entry(format!("{arrangement}/{version} {}", isa.name()))
                 .or_insert(0xcbf2_9ce4_8422_2325);
