@@ -397,7 +397,7 @@ mod tests {
             let refused = rig.submit_all(too_many).await.map(drop);
             assert!(
                 matches!(&refused, Err(RequestError::Invalid { param, message })
-                    if *param == name && message.contains("5 sequences") && message.contains("the 4")),
+                    if *param == name && message.contains("5 sequences") && message.contains("only 4")),
                 "{refused:?}"
             );
         }

@@ -418,7 +418,7 @@ mod tests {
         ] {
             let error = LayeredSettings::new().add_environment(environment(&[(name, "x")])).unwrap_err();
             assert_eq!(error.origin, ConfigSource::Environment(name.into()));
-            assert!(error.message.contains(&format!("did you mean {nearest}?")), "{error}");
+            assert!(error.message.contains(&format!("did you mean {nearest}")), "{error}");
         }
     }
 

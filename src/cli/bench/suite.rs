@@ -103,7 +103,7 @@ impl fmt::Display for BenchTest {
         match what {
             TestKind::Decode { depth } => write!(f, "decode of {tokens} tokens at depth {depth}"),
             TestKind::Fused { depth } => {
-                write!(f, "decode of {tokens} tokens in each of {sequences} sequences at depth {depth}")
+                write!(f, "decode of {tokens} tokens at depth {depth}, sequences: {sequences}")
             }
             _ => write!(f, "prefill of {tokens} tokens"),
         }
@@ -224,8 +224,8 @@ mod tests {
         assert!(
             error(args(Some(&[60]), 8, &[1])).contains("decode of 8 tokens at depth 60: needs 69 positions")
         );
-        assert!(error(args(Some(&[0]), 60, &[1])).contains("in each of 1 at 8: needs 69"));
-        assert!(error(args(None, 64, &[1])).contains("at 0: needs 66"));
+        assert!(error(args(Some(&[0]), 60, &[1])).contains("at depth 8, sequences: 1: needs 69"));
+        assert!(error(args(None, 64, &[1])).contains("at depth 0: needs 66"));
     }
 
     /// The token budget leaves room for prompts beside all decoding sequences, and the cache holds them all.

@@ -143,7 +143,7 @@ fn settings_in_the_wrong_place_or_missing_are_refused() {
     for (text, named) in [
         ("layers = { only = [0] }\n[override.head]\nscale = 2.0", "table 'head'"),
         ("layers = { only = [0] }\n[override.size]\nvocab = 7", "table 'size'"),
-        ("layers = { only = [0] }\n[override.position]\nkind = 'learned'", "apply to all layers"),
+        ("layers = { only = [0] }\n[override.position]\nkind = 'learned'", "for some layers only"),
         ("layers = { at = 1 }\n[override.attention]\nwindow = 8", "'layers.every'"),
         ("layers = { is = 1 }\n[override.attention]\nwindow = 8", "'layers.key'"),
         ("layers = { to = { key = 'nowhere' } }\n[override.attention]\nwindow = 8", "'nowhere' is missing"),
