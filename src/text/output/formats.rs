@@ -273,7 +273,6 @@ pub(super) static CALL_FORMATS: &[CallFormat] = &[
         signatures: &[&["<tool_call>"]],
         // GLM writes arguments as XML elements.
         foreign: &["<arg_key>"],
-        ..FORMAT
     },
     CallFormat {
         name: "cohere",
