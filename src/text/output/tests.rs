@@ -589,7 +589,7 @@ fn random_outputs_are_read() {
         }
         calls += streamed;
     }
-    assert!(calls > 500, "{calls}");
+    assert!(calls > 250, "{calls}");
 }
 
 #[test]
