@@ -58,8 +58,8 @@ pub(super) enum Body {
 /// Parser of the text between an opening marker and the arguments.
 pub(super) type HeaderParser = fn(&str) -> Option<Header>;
 
-/// Form in which calls are written: `open`, then calls with `separator` between them, then `close`. A call is `before`,
-/// the name, `middle`, the arguments, `after`.
+/// Form in which calls are written: `open`, then calls with `separator` between them, then `close`. A call is
+/// `before`, the name, `middle`, the arguments, `after`.
 #[derive(Debug)]
 pub(super) struct Writing {
     pub(super) open: Literal,
@@ -273,7 +273,6 @@ pub(super) static CALL_FORMATS: &[CallFormat] = &[
         signatures: &[&["<tool_call>"]],
         // GLM writes arguments as XML elements.
         foreign: &["<arg_key>"],
-        ..FORMAT
     },
     CallFormat {
         name: "cohere",

@@ -74,7 +74,7 @@ pub struct OutputParser {
 
 #[derive(Debug)]
 enum Reader {
-    Marked { reasoning: Option<ReasoningReader>, calls: Option<CallReader> },
+    Marked { reasoning: Option<ReasoningReader>, calls: Option<Box<CallReader>> },
     Harmony(HarmonyReader),
 }
 
@@ -96,9 +96,10 @@ impl OutputParser {
         };
         let is_harmony = matches!(reasoning.map(|format| &format.syntax), Some(ReasoningSyntax::Harmony));
         let reader = match calls.map(|format| &format.syntax) {
-            Some(Syntax::Marked(markers)) => {
-                Reader::Marked { reasoning: marked_reasoning, calls: Some(CallReader::new(markers, tools)) }
-            }
+            Some(Syntax::Marked(markers)) => Reader::Marked {
+                reasoning: marked_reasoning,
+                calls: Some(Box::new(CallReader::new(markers, tools))),
+            },
             Some(Syntax::Harmony) => Reader::Harmony(HarmonyReader::new(prompt, true, &mut new_sink())),
             None if is_harmony => Reader::Harmony(HarmonyReader::new(prompt, false, &mut new_sink())),
             None => Reader::Marked { reasoning: marked_reasoning, calls: None },
@@ -145,7 +146,7 @@ impl OutputParser {
     }
 }
 
-fn read_piece(piece: Piece, calls: &mut Option<CallReader>, sink: &mut EventSink) {
+fn read_piece(piece: Piece, calls: &mut Option<Box<CallReader>>, sink: &mut EventSink) {
     match (piece, calls) {
         (Piece::Reasoning(c), _) => sink.reasoning(c.encode_utf8(&mut [0; 4])),
         (Piece::Rest(c), Some(calls)) => calls.push(c, sink),

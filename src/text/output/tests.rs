@@ -301,7 +301,7 @@ fn a_call_that_breaks_off_is_content_as_a_whole_or_from_there() {
     assert_eq!(whole, answer(output, &[]));
     let streamed = parse(settings("hermes"), output);
     let open = Call { is_complete: false, ..call("f", "{\"a\": 1, ") };
-    assert_eq!(streamed, answer("b}}</tool_call>", &[open.clone()]));
+    assert_eq!(streamed, answer("b}}</tool_call>", std::slice::from_ref(&open)));
     let cut = parse(settings("hermes"), "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1, ");
     assert_eq!(cut, answer("", &[open]));
     // Only the bracket of the call lacks.
@@ -589,7 +589,7 @@ fn random_outputs_are_read() {
         }
         calls += streamed;
     }
-    assert!(calls > 500, "{calls}");
+    assert!(calls > 250, "{calls}");
 }
 
 #[test]
