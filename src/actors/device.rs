@@ -9,23 +9,36 @@ use super::group::mailbox::{Assignment, Command, Mailbox, Role, StepMessage};
 use super::group::state::{DeviceId, GroupState};
 use crate::model::executor::{Executor, ExecutorReport};
 use anyhow::{Context as _, Result, anyhow};
-use mainstem_kernels::{Aborted, Collective, DeviceError, HandoffPorts, StepBatch, StepLimits, StepOutput};
+use mainstem_kernels::{
+    Aborted, Collective, DeviceError, HandoffPorts, LateInputs, StepBatch, StepLimits, StepOutput,
+};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
 
-/// A batch and the buffers for its output. Both are reused from step to step.
+/// A batch, its late inputs, and the buffers for its output. Batch and output are reused from step to step.
 #[derive(Debug, Default)]
 pub struct Step {
     pub batch: StepBatch,
+    /// The inputs of sampling that the step is launched without. The group aborts them if the step fails.
+    pub late: Arc<LateInputs>,
     pub output: StepOutput,
 }
 
 impl Step {
     /// Allocates buffers for any step within `limits`.
     pub fn with_capacity(limits: &StepLimits) -> Step {
-        Step { batch: StepBatch::with_capacity(limits), output: StepOutput::with_capacity(limits) }
+        let (batch, output) = (StepBatch::with_capacity(limits), StepOutput::with_capacity(limits));
+        Step { batch, late: Arc::default(), output }
+    }
+
+    /// Clears the batch and the late inputs for another step.
+    pub fn clear(&mut self) {
+        self.batch.clear();
+        if !self.late.is_unused() {
+            self.late = Arc::default();
+        }
     }
 }
 
@@ -156,10 +169,11 @@ impl Device {
     fn run(&mut self, message: StepMessage) {
         let Some(built) = self.built.as_mut().filter(|built| built.accepts(&message)) else { return };
         let (build, number) = (message.build, message.batch.step);
-        let ran = built.run(&message, &mut self.output);
         let answers = matches!(built.assignment.role, Role::ReturnResults);
+        let late = if answers { self.group.late_inputs(build, number) } else { None };
+        let ran = built.run(&message, late.as_ref(), &mut self.output);
         // The batch must be released before the step completes, so that it can be reused.
-        drop(message);
+        drop((message, late));
         match ran {
             Err(failure) => self.report_fault(build, number, failure),
             Ok(()) if answers => self.group.report_result(build, number, &mut self.output),
@@ -185,7 +199,12 @@ impl BuiltExecutor {
         message.build == self.assignment.build && !self.assignment.abort.is_aborted()
     }
 
-    fn run(&mut self, message: &StepMessage, output: &mut StepOutput) -> Result<(), StepFailure> {
+    fn run(
+        &mut self,
+        message: &StepMessage,
+        late: Option<&Arc<LateInputs>>,
+        output: &mut StepOutput,
+    ) -> Result<(), StepFailure> {
         let (number, expected) = (message.batch.step, self.next_step.replace(message.batch.step + 1));
         let BuiltExecutor { assignment, executor, .. } = self;
         let ran = catch_unwind(AssertUnwindSafe(|| {
@@ -199,7 +218,7 @@ impl BuiltExecutor {
             };
             executor.run(
                 &message.batch,
-                HandoffPorts { input: message.handoff.as_deref(), output: to },
+                HandoffPorts { input: message.handoff.as_deref(), output: to, late },
                 output,
             )?;
             match &mut assignment.role {
@@ -249,7 +268,7 @@ mod tests {
         let mut output = StepOutput::default();
         for (step, fits) in [(7, true), (8, true), (10, false), (11, true), (12, true), (12, false)] {
             let batch = Arc::new(StepBatch { step, ..StepBatch::default() });
-            let ran = built.run(&StepMessage { build: 1, batch, handoff: None }, &mut output);
+            let ran = built.run(&StepMessage { build: 1, batch, handoff: None }, None, &mut output);
             assert_eq!(ran.is_ok(), fits, "step {step}");
         }
     }

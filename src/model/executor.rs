@@ -21,6 +21,9 @@ pub trait Executor: Send {
     /// Clears `out` first, then writes the times to it; the first rank of the last stage also writes the
     /// results of the whole model. The ranks of a stage synchronize in every step, whatever it contains, so
     /// no rank is more than a step behind, which bounds the queue of messages for it.
+    ///
+    /// The rank that writes the results waits for the late inputs of `flow`, right before it samples the rows
+    /// that have one. Unwinds with [`mainstem_kernels::Aborted`] if the step is aborted meanwhile.
     fn run(
         &mut self,
         batch: &StepBatch,

@@ -29,7 +29,6 @@ fn read(source: &ModelSource, tokens: &[u32], want: SpanOutput) -> StepOutput {
         encoder_positions: 0,
         page_positions: ROWS,
         top_logprobs: 0,
-        logit_biases: 1,
         vocab: source.spec.vocab,
         hidden: source.spec.hidden,
         attended_fraction: Fraction::ONE,

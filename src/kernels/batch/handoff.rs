@@ -2,8 +2,10 @@
 //!
 //! Invariant: for steps within the limits, the buffers never grow.
 
+use crate::late::LateInputs;
 use serde::{Deserialize, Serialize};
 use std::mem::size_of;
+use std::sync::Arc;
 
 /// The residual stream of a step between two pipeline stages: (rows, hidden) for each stack, F32,
 /// little-endian.
@@ -16,13 +18,16 @@ pub struct ActivationHandoff {
     pub decoder: Vec<u8>,
 }
 
-/// Activation buffers at the start and the end of a pipeline stage.
+/// What a device exchanges with others during a step: activation buffers at the start and the end of a
+/// pipeline stage, and the late inputs.
 #[derive(Debug, Default)]
 pub struct HandoffPorts<'a> {
     /// Activations from the previous stage; `None` in the first stage.
     pub input: Option<&'a ActivationHandoff>,
     /// Activations for the next stage, overwritten; `None` in the last stage.
     pub output: Option<&'a mut ActivationHandoff>,
+    /// Late inputs, for the rank that samples. Without them, rows that need one fail.
+    pub late: Option<&'a Arc<LateInputs>>,
 }
 
 impl ActivationHandoff {

@@ -21,7 +21,6 @@ pub struct StepState {
     /// Rows whose logits are wanted, and how to sample each.
     wanted: Vec<u32>,
     samples: Vec<SamplingParams>,
-    pub biases: Vec<(u32, f32)>,
     stack_ranges: [StackRanges; 2],
     /// The stack whose rows are selected.
     stack: SpanStack,
@@ -82,7 +81,6 @@ impl StepState {
             rows: Vec::with_capacity(limits.rows),
             wanted: Vec::with_capacity(limits.rows),
             samples: Vec::with_capacity(limits.rows),
-            biases: Vec::with_capacity(limits.bias_capacity()),
             stack_ranges: Default::default(),
             stack: SpanStack::Decoder,
             span_items: Vec::with_capacity(limits.rows),
@@ -107,10 +105,6 @@ impl StepState {
         assert_eq!(self.wanted.len(), batch.sampling.len(), "each wanted row has a sampling entry");
         self.samples.clear();
         self.samples.extend_from_slice(&batch.sampling);
-        let biases = batch.logit_biases.len();
-        assert!(biases <= self.limits.bias_capacity(), "{biases} biases exceed the limits");
-        self.biases.clear();
-        self.biases.extend_from_slice(&batch.logit_biases);
         self.stack = SpanStack::Decoder;
     }
 
@@ -224,6 +218,11 @@ impl StepState {
     /// Returns how to sample each wanted row.
     pub fn samples(&self) -> &[SamplingParams] {
         &self.samples[self.current_ranges().wanted.clone()]
+    }
+
+    /// Returns the number of the first wanted row of the selected stack among those of the batch.
+    pub fn first_sample(&self) -> usize {
+        self.current_ranges().wanted.start
     }
 
     /// Returns the span of a row.

@@ -17,11 +17,11 @@ pub use sample::{LogProbs, logprobs, sample};
 
 use crate::backend::{
     Activation, AttentionShape, Backend, DeviceError, Expert, Fraction, KvLayer, KvLayout, KvTable, MoeShape,
-    Norm, Rope, RopeStyle, StepLimits, Weight,
+    Norm, Rope, RopeStyle, SamplingInputs, StepLimits, Weight,
 };
 use crate::batch::{
-    Page, PageCopy, SampleMode, SampledToken, SamplingParams, SpanStack, SpanTable, StepBatch, StepOutput,
-    StepTimes,
+    Page, PageCopy, RowFailure, SampleMode, SampledToken, SamplingParams, SpanStack, SpanTable, StepBatch,
+    StepOutput, StepTimes,
 };
 use crate::clock::StepClock;
 use crate::collective::Collective;
@@ -48,7 +48,6 @@ pub struct Reference {
     current_stack: usize,
     /// Sampling parameters of each output row, of both stacks.
     sampling: Vec<SamplingParams>,
-    logit_biases: Vec<(u32, f32)>,
     memory: HostMemory,
     clock: StepClock,
 }
@@ -67,19 +66,50 @@ impl Reference {
 
 impl Reference {
     /// Samples or scores output rows.
-    fn sample_rows(&mut self, outputs: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
+    fn sample_rows(
+        &mut self,
+        outputs: Range<usize>,
+        logits: &HostBuf,
+        inputs: SamplingInputs<'_>,
+        out: &mut StepOutput,
+    ) {
         let vocab = self.limits().vocab;
-        for (i, logits) in outputs.zip(logits.f32().chunks_exact(vocab)) {
+        let first = self.stack_rows[self.current_stack].first_sample;
+        let rows = || outputs.clone().zip(logits.f32().chunks_exact(vocab));
+        for (i, logits) in rows().filter(|(i, _)| self.sampling[first + i].mode == SampleMode::Host) {
+            inputs.begin_draw(first + i, logits);
+        }
+        for (i, logits) in rows() {
             let part = &self.stack_rows[self.current_stack];
-            let (row, params) = (part.rows[part.output_rows[i]], self.sampling[part.first_sample + i]);
-            let token = match params.mode {
-                SampleMode::Sample => sample(logits, params.logit_biases(&self.logit_biases), &params),
-                SampleMode::Score(token) => token,
-            };
-            if params.mode == SampleMode::Sample && row.table != SpanTable::Null {
+            let (row, params) = (part.rows[part.output_rows[i]], self.sampling[first + i]);
+            let token = self.sample_row(first + i, logits, &params, inputs);
+            if let Some(token) = token
+                && !matches!(params.mode, SampleMode::Score(_))
+                && row.table != SpanTable::Null
+            {
                 self.slots[row.slot].last_token = token;
             }
             append_result(token, logits, &params, out);
+        }
+    }
+
+    /// Returns the token of a row of the batch; `None` if its late input does not come.
+    fn sample_row(
+        &self,
+        row: usize,
+        logits: &[f32],
+        params: &SamplingParams,
+        inputs: SamplingInputs<'_>,
+    ) -> Option<u32> {
+        let biases = params.logit_biases(inputs.biases);
+        let mut mask = vec![0; self.limits().mask_words()];
+        match params.mode {
+            SampleMode::Sample if params.masked => {
+                inputs.wait_mask(row, &mut mask).then(|| sample(logits, biases, Some(&mask), params))
+            }
+            SampleMode::Sample => Some(sample(logits, biases, None, params)),
+            SampleMode::Host => inputs.wait_token(row, logits.len()),
+            SampleMode::Score(token) => Some(token),
         }
     }
 }
@@ -161,7 +191,6 @@ impl Backend for Reference {
         self.map_rows(batch);
         self.select_stack(SpanStack::Decoder);
         self.sampling.clone_from(&batch.sampling);
-        self.logit_biases.clone_from(&batch.logit_biases);
     }
 
     fn end_step(&mut self) -> StepTimes {
@@ -423,10 +452,16 @@ impl Backend for Reference {
         out.hidden.extend_from_slice(&x.f32()[rows.start * width..rows.end * width]);
     }
 
-    fn sample(&mut self, outputs: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
+    fn sample(
+        &mut self,
+        outputs: Range<usize>,
+        logits: &HostBuf,
+        inputs: SamplingInputs<'_>,
+        out: &mut StepOutput,
+    ) {
         // The clock leaves its place, because sampling needs the whole backend.
         let mut clock = std::mem::take(&mut self.clock);
-        clock.sample(|| self.sample_rows(outputs, logits, out));
+        clock.sample(|| self.sample_rows(outputs, logits, inputs, out));
         self.clock = clock;
     }
 
@@ -440,11 +475,13 @@ impl Backend for Reference {
     }
 }
 
-/// Appends the result of one output row.
-fn append_result(token: u32, logits: &[f32], params: &SamplingParams, out: &mut StepOutput) {
-    let mut result =
-        SampledToken { token, logprob: f32::NAN, top_at: out.top_logprobs.len() as u32, top_len: 0 };
-    if params.logprob || params.top_logprobs > 0 {
+/// Appends the result of one output row, which has no token if its late input did not come.
+fn append_result(token: Option<u32>, logits: &[f32], params: &SamplingParams, out: &mut StepOutput) {
+    let result = token.map_or(SampledToken::failed(RowFailure::NoLateInput), SampledToken::new);
+    let mut result = SampledToken { top_at: out.top_logprobs.len() as u32, ..result };
+    if let Some(token) = token
+        && (params.logprob || params.top_logprobs > 0)
+    {
         let logprobs = logprobs(logits, params.top_logprobs.into());
         result.top_len = logprobs.top.len() as u32;
         if params.logprob {
