@@ -50,15 +50,15 @@ pub struct FakeExecutor {
     limits: StepLimits,
     time: StepTime,
     collective: Box<dyn Collective>,
-    /// The logits of every row (vocabulary), for draws of the host: 0 for the listed tokens, negative infinity
-    /// for the others.
+    /// The logits of every row (vocabulary), for draws of the host: 0 for the listed tokens, negative
+    /// infinity for the others.
     logits: Vec<f32>,
     mask: Vec<u32>,
 }
 
 impl FakeExecutor {
-    /// Creates a device whose model has only `tokens` (at least one, in the vocabulary), for steps within `limits`. Without an
-    /// end-of-sequence token among them, every request runs to its maximum length.
+    /// Creates a device whose model has only `tokens` (at least one, in the vocabulary), for steps within
+    /// `limits`. Without an end-of-sequence token among them, every request runs to its maximum length.
     pub fn new(tokens: Vec<u32>, limits: StepLimits) -> FakeExecutor {
         assert!(!tokens.is_empty(), "there must be at least one token");
         let mut logits = vec![f32::NEG_INFINITY; limits.vocab];
@@ -217,8 +217,8 @@ mod tests {
         assert_eq!((out.top_logprobs_of(&out.tokens[2]).len(), out.top_logprobs.len()), (0, 2));
     }
 
-    /// A masked row gets an allowed token of the list, and any if the mask allows none. A row of the host gets
-    /// the host's token, and none if the host gives up.
+    /// A masked row gets an allowed token of the list, and any if the mask allows none. A row of the host
+    /// gets the host's token, and none if the host gives up.
     #[test]
     fn late_inputs_are_used() {
         let mut device = FakeExecutor::new(vec![7, 8, 39], LIMITS);

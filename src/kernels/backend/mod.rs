@@ -271,9 +271,9 @@ pub trait Backend: Send + 'static {
     fn append_hidden(&mut self, rows: Range<usize>, width: usize, x: &Self::Buf, out: &mut StepOutput);
 
     /// Samples or scores the output rows number `outputs` of the current stack from their logits
-    /// (outputs.len(), vocab), at most [`StepLimits::logit_rows`] rows. Appends the results to `out` in order,
-    /// and stores each sampled token as the last token of its slot; of several rows of a slot, the last one
-    /// counts.
+    /// (outputs.len(), vocab), at most [`StepLimits::logit_rows`] rows. Appends the results to `out` in
+    /// order, and stores each sampled token as the last token of its slot; of several rows of a slot, the
+    /// last one counts.
     ///
     /// The result is defined by [`crate::reference::sample`]: add biases, apply the mask; order the logits
     /// descending, ties by id; apply temperature, then top-k, top-p and min-p; take the random number
@@ -281,7 +281,7 @@ pub trait Backend: Send + 'static {
     ///
     /// The logits of all rows that the host draws are handed over before anything is waited for, and a fast
     /// backend samples the rows without late inputs before it waits. A row whose late input does not come
-    /// fails ([`crate::batch::RowFailure`]). Unwinds with [`crate::Aborted`] if the step is aborted meanwhile.
+    /// fails ([`crate::batch::RowFailure`]). Unwinds with [`crate::Aborted`] if the step is aborted.
     fn sample(
         &mut self,
         outputs: Range<usize>,

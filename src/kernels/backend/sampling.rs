@@ -6,7 +6,7 @@ use crate::late::LateInputs;
 use crate::stage::unwind_if_aborted;
 use std::sync::Arc;
 
-/// What [`Backend::sample`](super::Backend::sample) reads besides logits and sampling parameters. Rows are
+/// Inputs of [`Backend::sample`](super::Backend::sample) besides logits and sampling parameters. Rows are
 /// numbered as in [`crate::batch::StepBatch::sampling`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SamplingInputs<'a> {

@@ -18,8 +18,7 @@ pub struct ActivationHandoff {
     pub decoder: Vec<u8>,
 }
 
-/// What a device exchanges with others during a step: activation buffers at the start and the end of a
-/// pipeline stage, and the late inputs.
+/// Activation buffers at the start and the end of a pipeline stage, and the late inputs of the step.
 #[derive(Debug, Default)]
 pub struct HandoffPorts<'a> {
     /// Activations from the previous stage; `None` in the first stage.

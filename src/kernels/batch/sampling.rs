@@ -121,7 +121,7 @@ pub struct StepTimes {
 pub struct SampledToken {
     /// The sampled token, or the one that was scored; 0 if the row failed.
     pub token: u32,
-    /// Why there is no token; `None` if there is one.
+    /// The reason for which there is no token; `None` if there is one.
     pub failure: Option<RowFailure>,
     /// Log-probability of the token; NaN if it was not requested.
     pub logprob: f32,

@@ -1,4 +1,5 @@
-//! Tests of sampling with biases and masks, and of scoring, against the definition in [`mainstem_kernels::reference`].
+//! Tests of sampling with biases and masks, and of scoring, against the definition in
+//! [`mainstem_kernels::reference`].
 
 use super::Bounds;
 use super::inputs::*;
@@ -189,8 +190,8 @@ fn sampling_params(step: u32, row: u32, vocab: usize) -> SamplingParams {
 /// Largest number of biases of a row that has none for every token.
 const MAX_BIASES: usize = 8;
 
-/// Returns biases of many kinds: none, of every token, small, decisive, forbidding some tokens, all but one, or
-/// all of a small vocabulary; some tokens have two biases.
+/// Returns biases of many kinds: none, of every token, small, decisive, forbidding some tokens, all but one,
+/// or all of a small vocabulary; some tokens have two biases.
 fn row_biases(step: u32, row: u32, vocab: usize) -> Vec<(u32, f32)> {
     let tag = 700 + step * 1000 + row;
     let [kind, count, first, _] = philox([row, step, 6, 0], [77, 0]).map(|word| word as usize);

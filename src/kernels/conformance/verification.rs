@@ -39,8 +39,8 @@ fn run<B: Backend>(
     (logits.clone(), sampled.map(|(row, token)| (*row, *token)).collect(), tiny.rig.last_tokens(&[0, 1]))
 }
 
-/// Tests that every row of a span of drafts has the logits and the token of a separate step, and that the last
-/// row determines the last token of the slot.
+/// Tests that every row of a span of drafts has the logits and the token of a separate step, and that the
+/// last row determines the last token of the slot.
 pub fn verification<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for case in ModelFamily::with_formats() {
         let what = format!("{} model, {}, drafts", case.1, case.0.name);

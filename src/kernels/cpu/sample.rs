@@ -37,7 +37,7 @@ pub struct SampleScratch {
     top: Vec<(u32, f32)>,
 }
 
-/// What a row waits for.
+/// The late input that a row waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Awaited {
     Nothing,

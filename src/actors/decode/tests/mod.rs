@@ -292,10 +292,10 @@ async fn a_row_without_a_token_ends_its_sequence_and_no_other() {
         for _ in 0..steps {
             rig.complete_step().await;
         }
-        rig.complete_step_failing_row(1).await;
+        rig.complete_step_failing_row(0).await;
         rig.run_to_end().await;
         for (number, client) in rig.clients.iter().enumerate() {
-            if number == 1 {
+            if number == 0 {
                 let why = "the host supplied no valid mask or token".to_owned();
                 assert_eq!(client.end, Some(Err(RequestError::SamplingFailed(why))));
                 assert_eq!(client.ids, expected(&client.request)[..steps]);
