@@ -230,4 +230,7 @@ pub enum RequestError {
     /// 500: the device failed while the request was in flight.
     #[error("the device failed while the request was in flight: {0}")]
     DeviceFailed(String),
+    /// 500: no token could be sampled; other requests are not affected.
+    #[error("the next token could not be sampled: {0}")]
+    SamplingFailed(String),
 }

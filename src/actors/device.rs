@@ -11,7 +11,7 @@ use super::group::mailbox::{Assignment, Command, Mailbox, Role, StepMessage};
 use super::group::state::{DeviceId, GroupState};
 use crate::model::executor::{Executor, ExecutorReport};
 use anyhow::{Context as _, Result, anyhow};
-use mainstem_kernels::{Aborted, Collective, DeviceError, HandoffPorts, StepOutput};
+use mainstem_kernels::{Aborted, Collective, DeviceError, HandoffPorts, LateInputs, StepOutput};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -133,10 +133,11 @@ impl Device {
     fn run(&mut self, message: StepMessage) {
         let Some(built) = self.built.as_mut().filter(|built| built.accepts(&message)) else { return };
         let (build, number) = (message.build, message.batch.step);
-        let ran = built.run(&message, &mut self.output);
         let answers = matches!(built.assignment.role, Role::ReturnResults);
+        let late = if answers { self.group.late_inputs(build, number) } else { None };
+        let ran = built.run(&message, late.as_ref(), &mut self.output);
         // The batch must be released before the step completes, so that it can be reused.
-        drop(message);
+        drop((message, late));
         match ran {
             Err(failure) => self.report_fault(build, number, failure),
             Ok(()) if answers => self.group.report_result(build, number, &mut self.output),
@@ -162,7 +163,12 @@ impl BuiltExecutor {
         message.build == self.assignment.build && !self.assignment.abort.is_aborted()
     }
 
-    fn run(&mut self, message: &StepMessage, output: &mut StepOutput) -> Result<(), StepFailure> {
+    fn run(
+        &mut self,
+        message: &StepMessage,
+        late: Option<&Arc<LateInputs>>,
+        output: &mut StepOutput,
+    ) -> Result<(), StepFailure> {
         let (number, expected) = (message.batch.step, self.next_step.replace(message.batch.step + 1));
         let BuiltExecutor { assignment, executor, .. } = self;
         let ran = catch_unwind(AssertUnwindSafe(|| {
@@ -176,7 +182,7 @@ impl BuiltExecutor {
             };
             executor.run(
                 &message.batch,
-                HandoffPorts { input: message.handoff.as_deref(), output: to },
+                HandoffPorts { input: message.handoff.as_deref(), output: to, late },
                 output,
             )?;
             match &mut assignment.role {
@@ -226,7 +232,7 @@ mod tests {
         let mut output = StepOutput::default();
         for (step, fits) in [(7, true), (8, true), (10, false), (11, true), (12, true), (12, false)] {
             let batch = Arc::new(StepBatch { step, ..StepBatch::default() });
-            let ran = built.run(&StepMessage { build: 1, batch, handoff: None }, &mut output);
+            let ran = built.run(&StepMessage { build: 1, batch, handoff: None }, None, &mut output);
             assert_eq!(ran.is_ok(), fits, "step {step}");
         }
     }

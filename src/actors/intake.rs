@@ -197,8 +197,6 @@ mod tests {
                 context: 64,
                 vocab: 10,
                 top_logprobs: 5,
-                biases: 4,
-                eos_count: 1,
                 pages: 1,
                 page_positions: 32,
                 kind: Kind::Decoder,
@@ -359,20 +357,20 @@ mod tests {
         let plain = || Request { ignore_eos: false, ..request(4, 4) };
         let biases = |biases: &[(u32, f32)]| Request { logit_bias: biases.into(), ..plain() };
         let stops = |ids: &[u32]| Request { stop_ids: ids.into(), ..plain() };
-        // The model's end-of-sequence token counts as one of the four biases of a sequence.
+        let every_token: Vec<(u32, f32)> = (0..10).map(|id| (id, -1.0)).collect();
         let accepted = [
             biases(&[(9, -100.0), (0, f32::NEG_INFINITY), (3, 1e9)]),
+            Request { stop_ids: [1, 2, 3, 4].into(), ..biases(&every_token) },
             stops(&[9, 9, 0]),
-            Request { ignore_eos: true, ..stops(&[1, 2, 3, 4]) },
+            stops(&[1; 10]),
             Request { min_tokens: 4, ..plain() },
         ];
         let refused = [
             (biases(&[(10, 0.0)]), "logit_bias", "10"),
             (biases(&[(2, f32::NAN)]), "logit_bias", "2"),
             (biases(&[(7, 1.0), (3, 1.0), (7, -1.0)]), "logit_bias", "7 twice"),
-            (biases(&[(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0)]), "logit_bias", "at most 3 tokens"),
             (stops(&[5, 10]), "stop_token_ids", "10"),
-            (stops(&[1, 2, 3, 4]), "stop_token_ids", "at most 4"),
+            (stops(&[1; 11]), "stop_token_ids", "at most 10"),
             (Request { min_tokens: 5, ..plain() }, "min_tokens", "is 5"),
         ];
         for request in accepted {

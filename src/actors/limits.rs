@@ -21,10 +21,6 @@ pub struct IntakeLimits {
     pub vocab: usize,
     /// Maximum number of most likely tokens reported per token.
     pub top_logprobs: usize,
-    /// Maximum logit biases of a sequence, including its stop tokens and the model's end-of-sequence tokens.
-    pub biases: usize,
-    /// Number of the model's end-of-sequence tokens.
-    pub eos_count: usize,
     /// KV pages that can be leased, without the null page.
     pub pages: usize,
     pub page_positions: usize,
@@ -155,7 +151,7 @@ impl IntakeLimits {
     /// Checks `min_tokens`, stop tokens and logit biases.
     fn check_stop_tokens_and_biases(&self, request: &Request) -> Result<(), RequestError> {
         let Request { max_tokens, min_tokens, stop_ids, logit_bias, .. } = request;
-        let (vocab, limit) = (self.vocab, self.biases);
+        let vocab = self.vocab;
         if min_tokens > max_tokens {
             let message = format!("min_tokens is {min_tokens} but max_tokens is {max_tokens}");
             return Err(invalid("min_tokens", message));
@@ -164,19 +160,10 @@ impl IntakeLimits {
             let message = format!("stop token id {id} is not in the vocabulary of {vocab} tokens");
             return Err(invalid("stop_token_ids", message));
         }
-        let eos = if request.ignore_eos { 0 } else { self.eos_count };
-        let ends = stop_ids.len() + eos;
-        if ends > limit {
-            let message = format!("at most {limit} tokens can end the sequence, not {ends}");
+        // The biases, too, are at most as many, because each token has one.
+        if stop_ids.len() > vocab {
+            let message = format!("at most {vocab} stop tokens are possible, not {}", stop_ids.len());
             return Err(invalid("stop_token_ids", message));
-        }
-        if ends + logit_bias.len() > limit {
-            let (biases, rest) = (logit_bias.len(), limit - ends);
-            let message = format!(
-                "logit_bias can have at most {rest} tokens beside the {ends} that end the sequence, not \
-                 {biases}"
-            );
-            return Err(invalid("logit_bias", message));
         }
         check_biases(logit_bias, vocab).map_err(|message| invalid("logit_bias", message))
     }
@@ -249,8 +236,6 @@ mod tests {
             encoder_context: if kind == Kind::Decoder { 0 } else { 40 },
             vocab: 10,
             top_logprobs: 5,
-            biases: 4,
-            eos_count: 1,
             pages: if kind == Kind::Encoder { 0 } else { 3 },
             page_positions: 32,
             kind,

@@ -1,22 +1,35 @@
 //! Steps for devices, their results, and the factories of the executors that run them.
 //!
-//! Invariant: the buffers of a step go to the devices and back, and are never allocated anew.
+//! Invariant: the buffers of a step go to the devices and back, and are never allocated anew, except for late
+//! inputs that were used.
 
 use crate::model::executor::Executor;
 use anyhow::Result;
-use mainstem_kernels::{Collective, DeviceError, StepBatch, StepLimits, StepOutput};
+use mainstem_kernels::{Collective, DeviceError, LateInputs, StepBatch, StepLimits, StepOutput};
+use std::sync::Arc;
 
-/// A batch and the buffers for its output. Both are reused from step to step.
+/// A batch, its late inputs, and the buffers for its output. Batch and output are reused from step to step.
 #[derive(Debug, Default)]
 pub struct Step {
     pub batch: StepBatch,
+    /// The inputs of sampling that the step is launched without. The group aborts them if the step fails.
+    pub late: Arc<LateInputs>,
     pub output: StepOutput,
 }
 
 impl Step {
     /// Allocates buffers for any step within `limits`.
     pub fn with_capacity(limits: &StepLimits) -> Step {
-        Step { batch: StepBatch::with_capacity(limits), output: StepOutput::with_capacity(limits) }
+        let (batch, output) = (StepBatch::with_capacity(limits), StepOutput::with_capacity(limits));
+        Step { batch, late: Arc::default(), output }
+    }
+
+    /// Clears the batch and the late inputs for another step.
+    pub fn clear(&mut self) {
+        self.batch.clear();
+        if !self.late.is_unused() {
+            self.late = Arc::default();
+        }
     }
 }
 

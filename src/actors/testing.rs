@@ -17,7 +17,6 @@ pub const LIMITS: StepLimits = StepLimits {
     encoder_positions: 0,
     page_positions: 32,
     top_logprobs: 0,
-    logit_biases: 0,
     vocab: 9,
     hidden: 0,
     attended_fraction: Fraction::ONE,

@@ -24,7 +24,7 @@ pub fn validate(sampling: &Sampling) -> Result<(), (&'static str, String)> {
 
 /// Returns the row that samples the token at `position` of its sequence. `logprobs` is the number of most
 /// likely tokens to report, as in [`Request`](crate::request::Request). The caller adds the biases to the
-/// batch and sets their range.
+/// batch and sets their range, and sets whether the row is masked.
 pub fn sample_row(sampling: &Sampling, position: u32, logprobs: Option<u8>) -> SamplingParams {
     SamplingParams {
         mode: SampleMode::Sample,
@@ -36,6 +36,7 @@ pub fn sample_row(sampling: &Sampling, position: u32, logprobs: Option<u8>) -> S
         min_p: sampling.min_p,
         bias_at: 0,
         bias_len: 0,
+        masked: false,
         logprob: logprobs.is_some(),
         top_logprobs: logprobs.unwrap_or(0),
     }
@@ -89,6 +90,7 @@ mod tests {
             min_p: 0.05,
             bias_at: 0,
             bias_len: 0,
+            masked: false,
             logprob: true,
             top_logprobs: 5,
         };

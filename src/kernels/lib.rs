@@ -7,6 +7,8 @@ pub mod quant;
 
 pub mod batch;
 
+pub mod late;
+
 pub mod backend;
 
 pub mod collective;
@@ -26,13 +28,15 @@ pub mod cpu;
 pub use backend::{
     Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, DynamicNtk, Epilogue,
     Expert, Fraction, Gemm, HeldShapes, InputOperand, KvLayer, KvLayout, KvTable, Mask, MatrixId, MoeShape,
-    Norm, NormKind, PackedLayout, RelativeBias, Rope, RopeStyle, Scoring, StepLimits, Weight,
+    Norm, NormKind, PackedLayout, RelativeBias, Rope, RopeStyle, SamplingInputs, Scoring, StepLimits, Weight,
 };
 pub use batch::{
-    ActivationHandoff, HandoffPorts, PageCopy, SampleMode, SampledToken, SamplingParams, SlotMove, Span,
-    SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepOutput, StepTimes, TableUpdate,
+    ActivationHandoff, HandoffPorts, PageCopy, RowFailure, SampleMode, SampledToken, SamplingParams,
+    SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepOutput,
+    StepTimes, TableUpdate,
 };
 pub use collective::local::{Abort, LocalRank};
 pub use collective::{Aborted, Collective, SingleRank};
 pub use host::{HostBuf, HostMemory};
+pub use late::LateInputs;
 pub use quant::{ActivationPrecision, QuantType};

@@ -49,7 +49,7 @@ impl fmt::Debug for StageCollective {
     }
 }
 
-/// Unwinds if the stage was aborted.
-fn unwind_if_aborted(outcome: Result<(), Aborted>) {
-    outcome.unwrap_or_else(|aborted| resume_unwind(Box::new(aborted)));
+/// Returns the value, or unwinds if the stage was aborted.
+pub(crate) fn unwind_if_aborted<T>(outcome: Result<T, Aborted>) -> T {
+    outcome.unwrap_or_else(|aborted| resume_unwind(Box::new(aborted)))
 }

@@ -23,6 +23,9 @@ pub trait Executor: Send {
     /// results of the whole model. The ranks of a stage synchronize in every step, whatever it contains, so
     /// no rank is more than a step behind, which bounds the queue of messages for it. Fails if weights that
     /// are not in the device's memory cannot be read.
+    ///
+    /// The rank that writes the results waits for the late inputs of `flow`, right before it samples the rows
+    /// that have one. Unwinds with [`mainstem_kernels::Aborted`] if the step is aborted meanwhile.
     fn run(
         &mut self,
         batch: &StepBatch,

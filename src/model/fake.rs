@@ -1,14 +1,16 @@
 //! A device without arithmetic, which responds at once or after a set time, to measure everything except the
 //! model. As a rank of a stage it synchronizes with the others in each step and contributes nothing.
 //!
-//! Invariant: a token depends only on its row's seed and position. There are no logits, so neither the prompt
-//! nor the other sampling parameters, including logit biases, change it. Hidden states are all ones.
+//! Invariant: a token depends only on its row's seed, position and mask: it is one of the list that the mask
+//! allows, or any of the list if it allows none. Neither the prompt nor the other sampling parameters,
+//! including logit biases, change it. Hidden states are all ones.
 
 use super::executor::{Executor, ExecutorReport};
+use mainstem_kernels::batch::is_allowed;
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{
-    Aborted, Collective, DeviceError, HandoffPorts, SampleMode, SampledToken, SamplingParams, SingleRank,
-    SpanStack, StepBatch, StepLimits, StepOutput,
+    Aborted, Collective, DeviceError, HandoffPorts, RowFailure, SampleMode, SampledToken, SamplingInputs,
+    SamplingParams, SingleRank, SpanStack, StepBatch, StepLimits, StepOutput,
 };
 use std::panic::resume_unwind;
 use std::thread;
@@ -48,14 +50,24 @@ pub struct FakeExecutor {
     limits: StepLimits,
     time: StepTime,
     collective: Box<dyn Collective>,
+    /// The logits of every row (vocabulary), for draws of the host: 0 for the listed tokens, negative
+    /// infinity for the others.
+    logits: Vec<f32>,
+    mask: Vec<u32>,
 }
 
 impl FakeExecutor {
-    /// Creates a device whose model has only `tokens` (at least one), for steps within `limits`. Without an
-    /// end-of-sequence token among them, every request runs to its maximum length.
+    /// Creates a device whose model has only `tokens` (at least one, in the vocabulary), for steps within
+    /// `limits`. Without an end-of-sequence token among them, every request runs to its maximum length.
     pub fn new(tokens: Vec<u32>, limits: StepLimits) -> FakeExecutor {
         assert!(!tokens.is_empty(), "there must be at least one token");
-        FakeExecutor { tokens, limits, time: StepTime::default(), collective: Box::new(SingleRank) }
+        let mut logits = vec![f32::NEG_INFINITY; limits.vocab];
+        for token in &tokens {
+            logits[*token as usize] = 0.0;
+        }
+        let mask = vec![0; limits.mask_words()];
+        let (time, collective) = (StepTime::default(), Box::new(SingleRank));
+        FakeExecutor { tokens, limits, time, collective, logits, mask }
     }
 
     /// Returns the device as a rank of a stage, with that stage's collective.
@@ -68,33 +80,52 @@ impl FakeExecutor {
         FakeExecutor { time, ..self }
     }
 
-    fn sample_row(&self, row: &SamplingParams, top: &mut Vec<(u32, f32)>) -> SampledToken {
+    fn sample_row(
+        &mut self,
+        (number, row): (usize, &SamplingParams),
+        inputs: SamplingInputs<'_>,
+        top: &mut Vec<(u32, f32)>,
+    ) -> SampledToken {
         let token = match row.mode {
-            SampleMode::Sample => self.sample(row),
-            SampleMode::Score(token) => token,
+            SampleMode::Sample if row.masked => {
+                let has_mask = inputs.wait_mask(number, &mut self.mask);
+                has_mask.then(|| self.sample_masked(row))
+            }
+            SampleMode::Sample => Some(self.sample(row)),
+            SampleMode::Host => inputs.wait_token(number, self.limits.vocab),
+            SampleMode::Score(token) => Some(token),
+        };
+        let top_at = top.len() as u32;
+        let Some(token) = token else {
+            return SampledToken { top_at, ..SampledToken::failed(RowFailure::NoLateInput) };
         };
         let likely = -(self.tokens.len() as f32).ln();
-        let top_at = top.len();
         top.extend(self.tokens.iter().take(row.top_logprobs.into()).map(|token| (*token, likely)));
-        SampledToken {
-            token,
-            logprob: if row.logprob { likely } else { f32::NAN },
-            top_at: top_at as u32,
-            top_len: (top.len() - top_at) as u32,
-        }
+        let logprob = if row.logprob { likely } else { f32::NAN };
+        SampledToken { logprob, top_at, top_len: top.len() as u32 - top_at, ..SampledToken::new(token) }
     }
 
     fn sample(&self, row: &SamplingParams) -> u32 {
-        let [word, ..] = philox([row.position, 0, 0, 0], [row.seed as u32, (row.seed >> 32) as u32]);
-        self.tokens[word as usize % self.tokens.len()]
+        self.tokens[random_word(row) % self.tokens.len()]
     }
+
+    fn sample_masked(&self, row: &SamplingParams) -> u32 {
+        let allowed = || self.tokens.iter().copied().filter(|token| is_allowed(&self.mask, *token));
+        let chosen = random_word(row).checked_rem(allowed().count()).and_then(|at| allowed().nth(at));
+        chosen.unwrap_or_else(|| self.sample(row))
+    }
+}
+
+/// Returns the random number of a row.
+fn random_word(row: &SamplingParams) -> usize {
+    philox([row.position, 0, 0, 0], [row.seed as u32, (row.seed >> 32) as u32])[0] as usize
 }
 
 impl Executor for FakeExecutor {
     fn run(
         &mut self,
         batch: &StepBatch,
-        _: HandoffPorts<'_>,
+        flow: HandoffPorts<'_>,
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
         let began = Instant::now();
@@ -104,8 +135,13 @@ impl Executor for FakeExecutor {
         wait_until(began + self.time.for_rows(batch.rows()));
         self.collective.all_reduce(&mut [0.0]).unwrap_or_else(|Aborted| resume_unwind(Box::new(Aborted)));
         out.times.forward = began.elapsed();
-        for row in &batch.sampling {
-            let result = self.sample_row(row, &mut out.top_logprobs);
+        let inputs = SamplingInputs { biases: &batch.logit_biases, late: flow.late };
+        let rows = || batch.sampling.iter().enumerate();
+        for (number, _) in rows().filter(|(_, row)| row.mode == SampleMode::Host) {
+            inputs.begin_draw(number, &self.logits);
+        }
+        for row in rows() {
+            let result = self.sample_row(row, inputs, &mut out.top_logprobs);
             out.tokens.push(result);
         }
         let hidden: usize = batch.hidden_rows(SpanStack::Encoder).map(|rows| rows.len()).sum();
@@ -136,7 +172,8 @@ pub fn wait_until(deadline: Instant) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mainstem_kernels::{Fraction, Span, SpanModel, SpanOutput, SpanTable, SpanTokens};
+    use mainstem_kernels::{Fraction, LateInputs, Span, SpanModel, SpanOutput, SpanTable, SpanTokens};
+    use std::sync::Arc;
 
     const LIMITS: StepLimits = StepLimits {
         slots: 4,
@@ -146,7 +183,6 @@ mod tests {
         encoder_positions: 0,
         page_positions: 32,
         top_logprobs: 2,
-        logit_biases: 0,
         vocab: 100,
         hidden: 0,
         attended_fraction: Fraction::ONE,
@@ -179,6 +215,37 @@ mod tests {
         assert!((out.tokens[1].logprob.exp() - 1.0 / 3.0).abs() < 1e-6);
         assert_eq!(out.top_logprobs_of(&out.tokens[1]).iter().map(|top| top.0).collect::<Vec<_>>(), [7, 8]);
         assert_eq!((out.top_logprobs_of(&out.tokens[2]).len(), out.top_logprobs.len()), (0, 2));
+    }
+
+    /// A masked row gets an allowed token of the list, and any if the mask allows none. A row of the host
+    /// gets the host's token, and none if the host gives up.
+    #[test]
+    fn late_inputs_are_used() {
+        let mut device = FakeExecutor::new(vec![7, 8, 39], LIMITS);
+        let masked = |position| SamplingParams { masked: true, position, ..SamplingParams::GREEDY };
+        let host = SamplingParams { mode: SampleMode::Host, logprob: true, ..SamplingParams::GREEDY };
+        let mut sampling: Vec<SamplingParams> = (0..20).map(masked).collect();
+        sampling.extend([host; 3]);
+        let late: Arc<LateInputs> = Arc::default();
+        // Bits of tokens 8 and 39, then of token 9, which is not in the list.
+        (0..19).for_each(|row| late.mask_sender(row).send([1 << 8, 1 << 7, 0, 0].into()));
+        late.mask_sender(19).send([1 << 9, 0, 0, 0].into());
+        late.draw_with(20, |logits, sender| {
+            assert_eq!((logits.len(), logits[39], logits[40]), (100, 0.0, f32::NEG_INFINITY));
+            sender.send(50);
+        });
+        late.draw_with(21, |_, sender| sender.send(100));
+        let batch = StepBatch { sampling, ..StepBatch::default() };
+        let mut out = StepOutput::default();
+        let flow = HandoffPorts { late: Some(&late), ..HandoffPorts::default() };
+        device.run(&batch, flow, &mut out).expect("it never fails");
+        let tokens: Vec<u32> = out.tokens.iter().map(|row| row.token).collect();
+        assert!([8, 39].iter().all(|token| tokens[..19].contains(token)) && !tokens[..19].contains(&7));
+        assert!([7, 8, 39].contains(&tokens[19]));
+        assert_eq!((tokens[20], out.tokens[20].failure), (50, None));
+        assert!(out.tokens[20].logprob.is_finite() && out.tokens[21].logprob.is_nan());
+        // The vocabulary has 100 tokens, and row 22 is not registered.
+        assert_eq!([21, 22].map(|row: usize| out.tokens[row].failure), [Some(RowFailure::NoLateInput); 2]);
     }
 
     /// The step's time is attributed to the forward pass in the reported times.

@@ -19,9 +19,10 @@ use super::weights::{
     Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms,
 };
 use mainstem_kernels::{
-    AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, Norm, RelativeBias, SpanStack,
-    StepBatch, StepOutput,
+    AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, LateInputs, Norm, RelativeBias,
+    SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
+use std::sync::Arc;
 
 /// Computes x, the embeddings of the step's tokens and positions.
 pub fn embed<B: Backend>(
@@ -120,15 +121,16 @@ pub fn after_attention<B: Backend>(
 }
 
 /// Ends a stack: returns hidden states of the rows that request them, and samples the tokens of the output
-/// rows. Ranks that return no output have no `out`, but do the same work.
+/// rows. Ranks that return no output have no `out`, but do the same work. Sampling waits for the late inputs.
 pub fn finish_stack<B: Backend>(
     b: &mut B,
     stack: &Stack<B::Buf>,
     (which, batch): (SpanStack, &StepBatch),
     rows: usize,
     act: &mut Activations<B::Buf>,
-    mut out: Option<&mut StepOutput>,
+    (late, mut out): (Option<&Arc<LateInputs>>, Option<&mut StepOutput>),
 ) {
+    let inputs = SamplingInputs { biases: &batch.logit_biases, late };
     let hidden = act.hidden;
     let wants_hidden = batch.hidden_rows(which).next().is_some();
     // All rows are normalized if a decoder attends to them or hidden states are requested.
@@ -151,7 +153,7 @@ pub fn finish_stack<B: Backend>(
         }
         compute_logits(b, head_of, block.len(), act);
         if let Some(out) = &mut out {
-            b.sample(block.clone(), &act.logits, out);
+            b.sample(block.clone(), &act.logits, inputs, out);
             if batch.return_logits {
                 append_logits(b, head_of, block.len(), &act.logits, out);
             }

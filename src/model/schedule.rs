@@ -99,7 +99,8 @@ fn encode<B: Backend>(
             }
             if model.role.ends_encoder {
                 let out = model.role.returns_output.then_some(&mut *traffic.out);
-                finish_stack(b, stack, (SpanStack::Encoder, traffic.batch), rows, act, out);
+                let output = (traffic.handoff.late, out);
+                finish_stack(b, stack, (SpanStack::Encoder, traffic.batch), rows, act, output);
             }
         }
         // An earlier stage has computed the encoder output.
@@ -146,7 +147,10 @@ fn decode<B: Backend>(
     }
     let out = model.role.returns_output.then_some(&mut *traffic.out);
     match model.role.ends_decoder {
-        true => finish_stack(b, stack, (SpanStack::Decoder, traffic.batch), rows.decoder, act, out),
+        true => {
+            let output = (traffic.handoff.late, out);
+            finish_stack(b, stack, (SpanStack::Decoder, traffic.batch), rows.decoder, act, output)
+        }
         false => {
             let to = traffic.handoff.output.as_mut().map(|to| &mut to.decoder);
             send_activations(b, rows.decoder, act, to);

@@ -237,6 +237,9 @@ impl From<RequestError> for ApiError {
             RequestError::DeviceFailed(_) => {
                 ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "device_failed", message)
             }
+            RequestError::SamplingFailed(_) => {
+                ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "sampling_failed", message)
+            }
         }
     }
 }

@@ -15,12 +15,13 @@ use mainstem_kernels::ActivationPrecision;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
-    Aborted, ActivationHandoff, Backend, Collective, Fraction, HandoffPorts, HostBuf, KvTable, QuantType,
-    SampleMode, SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
-    StepBatch, StepLimits, StepOutput, TableUpdate,
+    Aborted, ActivationHandoff, Backend, Collective, Fraction, HandoffPorts, HostBuf, KvTable, LateInputs,
+    QuantType, SampleMode, SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable,
+    SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 struct Counting;
@@ -54,7 +55,7 @@ fn span(slot: u32, start: u32, tokens: SpanTokens, table: SpanTable, want: SpanO
 }
 
 /// Whole prompts, chunks, decoded rows, a hole, a move, scores and all sampling modes, with and without
-/// biases.
+/// biases and late inputs.
 fn steps(limits: &StepLimits) -> Vec<StepBatch> {
     let greedy = SamplingParams { logprob: true, top_logprobs: 5, ..SamplingParams::GREEDY };
     let random = SamplingParams { temperature: 0.8, top_k: 30, top_p: 0.9, min_p: 0.01, seed: 3, ..greedy };
@@ -79,10 +80,17 @@ fn steps(limits: &StepLimits) -> Vec<StepBatch> {
     second.spans.push(span(1, 0, SpanTokens::Last, SpanTable::Null, SpanOutput::Last));
     second.spans.push(span(3, 30, SpanTokens::Last, SpanTable::Own, SpanOutput::Last));
     second.spans.push(span(2, 10, given(0, 3), SpanTable::Own, SpanOutput::Last));
-    second.logit_biases.extend((0..limits.bias_capacity() as u32).map(|id| (id, 1.0 - id as f32)));
-    let biased = |row, bias_at| SamplingParams { bias_at, bias_len: 8, ..row };
+    second.logit_biases.extend((0..2 * limits.vocab as u32).map(|id| (id / 2, 1.0 - id as f32)));
+    let biased = |row, bias_at| SamplingParams { bias_at, bias_len: limits.vocab as u32, ..row };
     second.sampling.extend([plain, SamplingParams::GREEDY, biased(random, 0), biased(greedy, 8)]);
-    vec![first, second]
+    let masked = SamplingParams { masked: true, ..random };
+    let host = SamplingParams { mode: SampleMode::Host, ..greedy };
+    let third = StepBatch {
+        sampling: vec![masked, host, SamplingParams { masked: true, ..biased(greedy, 9) }, greedy],
+        moves: Vec::new(),
+        ..second.clone()
+    };
+    vec![first, second, third]
 }
 
 fn open(fixture: &str) -> ModelSource {
@@ -99,7 +107,6 @@ fn limits(source: &ModelSource) -> StepLimits {
         encoder_positions: 0,
         page_positions: 32,
         top_logprobs: 5,
-        logit_biases: 4,
         vocab: source.spec.vocab,
         hidden: 0,
         attended_fraction: Fraction::ONE,
@@ -311,9 +318,9 @@ fn parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step() {
             for at in (0..batches.len()).cycle().take(3 * batches.len()) {
                 let (batch, carried) = (&batches[at], &mut carried[at]);
                 let flow = match (stage, rank) {
-                    (0, 0) => HandoffPorts { input: None, output: Some(carried) },
+                    (0, 0) => HandoffPorts { output: Some(carried), ..HandoffPorts::default() },
                     (0, _) => HandoffPorts::default(),
-                    _ => HandoffPorts { input: Some(carried), output: None },
+                    _ => HandoffPorts { input: Some(carried), ..HandoffPorts::default() },
                 };
                 let before = ALLOCATIONS.load(Ordering::SeqCst);
                 executor.run(batch, flow, &mut output).expect("the step runs");
@@ -370,9 +377,11 @@ fn steps_allocate_nothing(fixture: &str) {
     let buffers = HostBuf::total_allocated();
     for round in 0..20 {
         for (number, batch) in batches.iter_mut().enumerate() {
-            batch.step = 1 + round * 2 + number as u64;
+            batch.step = 1 + round * 3 + number as u64;
+            let late = late_inputs(batch, &limits);
+            let flow = HandoffPorts { late: Some(&late), ..HandoffPorts::default() };
             let before = ALLOCATIONS.load(Ordering::SeqCst);
-            executor.run(batch, HandoffPorts::default(), &mut output).expect("the step runs");
+            executor.run(batch, flow, &mut output).expect("the step runs");
             let made = ALLOCATIONS.load(Ordering::SeqCst) - before;
             assert_eq!(
                 (made, HostBuf::total_allocated()),
@@ -380,6 +389,20 @@ fn steps_allocate_nothing(fixture: &str) {
                 "{fixture}, round {round}, step {number}"
             );
             assert_eq!(output.tokens.len(), batch.sampling.len());
+            assert!(output.tokens.iter().all(|row| row.failure.is_none()));
         }
     }
+}
+
+/// Supplies the late inputs of a batch.
+fn late_inputs(batch: &StepBatch, limits: &StepLimits) -> Arc<LateInputs> {
+    let late: Arc<LateInputs> = Arc::default();
+    for (row, params) in batch.sampling.iter().enumerate() {
+        match params.mode {
+            SampleMode::Host => late.draw_with(row, |logits, sender| sender.send(logits.len() as u32 - 1)),
+            _ if params.is_masked() => late.mask_sender(row).send(vec![0xf0; limits.mask_words()].into()),
+            _ => {}
+        }
+    }
+    late
 }

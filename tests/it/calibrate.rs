@@ -38,7 +38,6 @@ fn read(device: impl Backend, source: &ModelSource, tokens: &[u32], want: SpanOu
         encoder_positions: 0,
         page_positions: ROWS,
         top_logprobs: 0,
-        logit_biases: 1,
         vocab: source.spec.vocab,
         hidden: source.spec.hidden,
         attended_fraction: Fraction::ONE,

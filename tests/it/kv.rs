@@ -56,7 +56,6 @@ fn demo(texts: usize, ty: QuantType, attended: Fraction) -> impl Executor {
         encoder_positions: 0,
         page_positions: PAGE_POSITIONS,
         top_logprobs: 0,
-        logit_biases: 1,
         vocab: source.spec.vocab,
         hidden: 0,
         attended_fraction: attended,

@@ -63,7 +63,6 @@ impl Rig {
             encoder_positions: 0,
             page_positions,
             top_logprobs: 0,
-            logit_biases: 0,
             vocab: source.spec.vocab,
             hidden: 0,
             attended_fraction: Fraction::ONE,

@@ -36,9 +36,9 @@ impl DecodeLoop {
     /// Builds a batch of these spans, encoder spans first, and of the slot plan's changes.
     pub(super) fn build_batch(&self, buffers: &mut StepBuffers, plan: Option<SlotPlan>, spans: &[SpanWork]) {
         let StepBuffers { step, routing } = buffers;
-        let batch = &mut step.batch;
-        batch.clear();
+        step.clear();
         routing.clear();
+        let batch = &mut step.batch;
         batch.lane = self.lane as u32;
         if let Some(plan) = plan {
             self.metrics.record_moves(plan.moves.len());

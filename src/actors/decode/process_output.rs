@@ -6,8 +6,8 @@
 use super::DecodeLoop;
 use crate::actors::sequence::SequenceKey;
 use crate::decoding;
-use crate::request::{FinishReason, Task, Token, TokenEvent};
-use mainstem_kernels::{SampledToken, StepLimits, StepOutput};
+use crate::request::{FinishReason, RequestError, Task, Token, TokenEvent};
+use mainstem_kernels::{RowFailure, SampledToken, StepLimits, StepOutput};
 
 /// The targets of a step's results.
 pub(super) struct OutputRouting {
@@ -80,6 +80,10 @@ impl DecodeLoop {
         for (row, target) in output.tokens.iter().zip(&routing.targets) {
             let RowTarget::Sequence(sequence, usage) = *target else { continue };
             let Some(at) = self.index_of(sequence) else { continue };
+            if let Some(failure) = row.failure {
+                self.fail_sequence(at, failure);
+                continue;
+            }
             match usage {
                 RowUse::PromptLogprob => self.running[at].prompt_logprobs.push(token_of_row(output, row)),
                 RowUse::NextToken => self.process_token(at, token_of_row(output, row)),
@@ -118,6 +122,14 @@ impl DecodeLoop {
             self.metrics.record_finished(running.times, generated, self.produced_at);
             running.finished = true;
         }
+    }
+
+    /// Fails a sequence whose row has no token; the others continue.
+    fn fail_sequence(&mut self, at: usize, failure: RowFailure) {
+        let running = &mut self.running[at];
+        let failure = RequestError::SamplingFailed(failure.to_string());
+        self.pending_events.push((running.sequence.events.clone(), TokenEvent::Failed(failure)));
+        running.finished = true;
     }
 
     /// Sends the most likely tokens at a masked position.

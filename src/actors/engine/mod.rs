@@ -38,9 +38,6 @@ use tracing::warn;
 /// Maximum number of most likely tokens reported per token.
 pub const TOP_LOGPROBS: usize = 20;
 
-/// Maximum logit biases of a sequence, including the tokens that end it.
-pub const BIASES: usize = 512;
-
 /// The sizes of everything, derived from configuration and model before any allocation.
 #[derive(Clone, Debug)]
 pub struct EngineSetup {
@@ -161,7 +158,7 @@ impl EngineSetup {
             encoder_context: limits.encoder_positions,
             max_choices: scheduler.slots + scheduler.max_waiting,
             vocab: spec.vocab,
-            eos: eos_tokens(source)?,
+            eos: eos_tokens(source),
             sampling_defaults,
             prompting: PromptingDefaults::from_model(source, &config.model)?,
             chat_template,
@@ -301,8 +298,6 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, stat
         encoder_context: limits.encoder_positions,
         vocab: limits.vocab,
         top_logprobs: limits.top_logprobs,
-        biases: limits.logit_biases,
-        eos_count: setup.model.eos.len(),
         pages: pages - 1,
         page_positions: limits.page_positions,
         kind: setup.model.kind,
@@ -320,20 +315,12 @@ fn chat_template(source: &ModelSource) -> Result<Option<ChatTemplate>> {
     ChatTemplate::new(origin, text, source.chat.special_tokens.clone()).map(Some)
 }
 
-/// Returns the tokens that end a sequence, without duplicates. They take the places of biases while
-/// `min_tokens` bans them.
-fn eos_tokens(source: &ModelSource) -> Result<Vec<u32>> {
+/// Returns the tokens that end a sequence, without duplicates.
+fn eos_tokens(source: &ModelSource) -> Vec<u32> {
     let mut seen = HashSet::new();
     // Tokens outside the vocabulary are never sampled.
-    let ids = source.eos.iter().copied().filter(|id| (*id as usize) < source.spec.vocab && seen.insert(*id));
-    let ids: Vec<u32> = ids.collect();
-    ensure!(
-        ids.len() <= BIASES,
-        "{}: eos_token_id names {} tokens, but at most {BIASES} can end a sequence",
-        source.path.display(),
-        ids.len()
-    );
-    Ok(ids)
+    let ids = source.eos.iter().copied();
+    ids.filter(|id| (*id as usize) < source.spec.vocab && seen.insert(*id)).collect()
 }
 
 /// Returns the context length by configuration and model.
@@ -357,7 +344,6 @@ fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits 
         encoder_positions,
         page_positions: config.kv.page_size,
         top_logprobs: TOP_LOGPROBS,
-        logit_biases: BIASES,
         vocab: spec.vocab,
         hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
         attended_fraction: config.kv.sparse_attention,

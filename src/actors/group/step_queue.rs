@@ -1,11 +1,11 @@
 //! The steps of a group: those in flight on the devices, and those that wait.
 //!
 //! Invariant: every accepted step is completed once, in the order of the step numbers. No step that depends
-//! on state lost in a fault runs or waits: a fault fails all of them, and later steps of the old epoch are
-//! refused.
+//! on state lost in a fault runs or waits: a fault fails all of them and aborts their late inputs, and later
+//! steps of the old epoch are refused.
 
 use crate::actors::step::{Step, StepResult};
-use mainstem_kernels::{DeviceError, StepBatch, StepLimits, StepOutput};
+use mainstem_kernels::{DeviceError, LateInputs, StepBatch, StepLimits, StepOutput};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -122,14 +122,20 @@ impl StepQueue {
         self.epoch += 1;
         self.last_fault = Some(fault.clone());
         for pending in self.running.drain(..).chain(self.waiting.drain(..)) {
+            pending.step.late.abort();
             pending.reply(Err(fault.clone()));
         }
     }
 
     /// Drops all steps without completing them.
     pub fn clear(&mut self) {
-        self.running.clear();
-        self.waiting.clear();
+        self.running.drain(..).chain(self.waiting.drain(..)).for_each(|pending| pending.step.late.abort());
+    }
+
+    /// Returns the late inputs of the step in flight with this number; `None` if it is not in flight.
+    pub fn late_inputs(&self, number: u64) -> Option<Arc<LateInputs>> {
+        let at = number.checked_sub(self.oldest_number())?;
+        self.running.get(at as usize).map(|pending| pending.step.late.clone())
     }
 
     /// Returns the number of the oldest step in flight.
@@ -196,5 +202,38 @@ mod tests {
         assert!(steps.check_epoch(steps.epoch()).is_ok(), "the new epoch is not affected");
         steps.fail_all(&DeviceError::Fault("two".to_owned()));
         assert_eq!(steps.check_epoch(before).unwrap_err().to_string(), "device fault: two");
+    }
+
+    /// A device may wait for the inputs of any step in flight.
+    #[test]
+    fn late_inputs_are_found_by_number_and_aborted_with_their_steps() {
+        let mut steps = StepQueue::new(LIMITS, 2);
+        let mut pushed = Vec::new();
+        let mut push = |steps: &mut StepQueue| {
+            let (answer, answered) = oneshot::channel();
+            let step = Box::new(Step::with_capacity(&LIMITS));
+            pushed.push((step.late.clone(), answered));
+            steps.push(step, answer);
+        };
+        (0..3).for_each(|_| push(&mut steps));
+        while steps.start_next().is_some() {}
+        steps.complete(1, &mut StepOutput::default());
+        assert!(steps.start_next().is_some());
+        push(&mut steps);
+        let found = |steps: &StepQueue, number: u64| steps.late_inputs(number);
+        assert!([0, 1, 4].iter().all(|number| found(&steps, *number).is_none()), "these are not in flight");
+        let in_flight = [2, 3].map(|number| found(&steps, number).expect("it is in flight"));
+        steps.fail_all(&DeviceError::Fault("one".to_owned()));
+        (0..2).for_each(|_| push(&mut steps));
+        assert!(steps.start_next().is_some());
+        let last = found(&steps, 4).expect("it is in flight");
+        steps.clear();
+        let is_aborted = |late: &Arc<LateInputs>| late.wait_token(0).is_err();
+        assert_eq!(
+            pushed.iter().map(|(late, _)| is_aborted(late)).collect::<Vec<_>>(),
+            [false, true, true, true, true, true]
+        );
+        assert!(Arc::ptr_eq(&in_flight[0], &pushed[1].0) && Arc::ptr_eq(&in_flight[1], &pushed[2].0));
+        assert!(Arc::ptr_eq(&last, &pushed[4].0));
     }
 }

@@ -10,7 +10,7 @@ use super::client::{Client, events_in};
 use super::report::{BenchReport, BenchRow};
 use super::sample::{Sample, TestKind};
 use crate::actors::device::ExecutorFactory;
-use crate::actors::engine::{BIASES, TOP_LOGPROBS};
+use crate::actors::engine::TOP_LOGPROBS;
 use crate::actors::{Engine, EngineSetup, IntakeHandle, ModelInfo, PromptingDefaults, SamplingDefaults};
 use crate::config::{ApiKeys, Config, LaneCount, SchedulerConfig, ServerConfig};
 use crate::model::executor::{ExecutorReport, KvCacheConfig};
@@ -289,7 +289,6 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
         encoder_positions: 0,
         page_positions: config.kv.page_size,
         top_logprobs: TOP_LOGPROBS,
-        logit_biases: BIASES,
         vocab: VOCAB,
         hidden: 0,
         attended_fraction: Fraction::ONE,

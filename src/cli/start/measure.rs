@@ -158,7 +158,6 @@ fn gemm_on<B: Backend + 'static>(mut backend: B, (n, k): (usize, usize), rows: u
         encoder_positions: 0,
         page_positions: 32,
         top_logprobs: 0,
-        logit_biases: 0,
         vocab: 1,
         hidden: 0,
         attended_fraction: Fraction::ONE,

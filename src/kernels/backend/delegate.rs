@@ -113,7 +113,8 @@ macro_rules! delegate_backend {
         append_hidden(self, rows: std::ops::Range<usize>, width: usize, x: &Self::Buf,
             out: &mut $crate::StepOutput)); };
     (@sample $inner:ident) => { $crate::delegate_backend!(@mut $inner
-        sample(self, outputs: std::ops::Range<usize>, logits: &Self::Buf, out: &mut $crate::StepOutput)); };
+        sample(self, outputs: std::ops::Range<usize>, logits: &Self::Buf,
+            inputs: $crate::SamplingInputs<'_>, out: &mut $crate::StepOutput)); };
     (@read_page_table $inner:ident) => { $crate::delegate_backend!(@ref $inner
         read_page_table(self, slot: u32, table: $crate::KvTable) -> Vec<$crate::batch::Page>); };
 }

@@ -24,8 +24,6 @@ pub struct StepLimits {
     pub page_positions: usize,
     /// Most likely tokens that can be reported for one row.
     pub top_logprobs: usize,
-    /// Logit biases of one sequence.
-    pub logit_biases: usize,
     /// Entries of the vocabulary.
     pub vocab: usize,
     /// Width of the hidden states that spans may return; 0 if none do.
@@ -85,9 +83,9 @@ impl StepLimits {
         }
     }
 
-    /// Returns the largest number of logit biases of a step: each slot samples one token in it.
-    pub fn bias_capacity(&self) -> usize {
-        self.slots * self.logit_biases
+    /// Returns the number of words of a mask over the vocabulary.
+    pub fn mask_words(&self) -> usize {
+        self.vocab.div_ceil(u32::BITS as usize)
     }
 }
 

@@ -22,6 +22,8 @@ mod limits;
 
 mod gemms;
 
+mod sampling;
+
 mod sizes;
 
 pub use activation_type::ActivationType;
@@ -33,6 +35,7 @@ pub use limits::{Fraction, StepLimits};
 pub use operands::{
     Activation, DynamicNtk, Expert, MatrixId, MoeShape, Norm, NormKind, Rope, RopeStyle, Scoring, Weight,
 };
+pub use sampling::SamplingInputs;
 pub use sizes::{DeviceSizes, HeldShapes, PackedLayout};
 
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepTimes};
@@ -292,13 +295,24 @@ pub trait Backend: Send + 'static {
     fn append_hidden(&mut self, rows: Range<usize>, width: usize, x: &Self::Buf, out: &mut StepOutput);
 
     /// Samples or scores the output rows number `outputs` of the current stack from their logits
-    /// (outputs.len(), vocab). Appends the results to `out` in order, and stores each sampled token as the
-    /// last token of its slot.
+    /// (outputs.len(), vocab), at most [`StepLimits::logit_rows`] rows. Appends the results to `out` in
+    /// order, and stores each sampled token as the last token of its slot; of several rows of a slot, the
+    /// last one counts.
     ///
-    /// The result is defined by [`crate::reference::sample`]: add biases; order the logits descending, ties
-    /// by id; apply temperature, then top-k, top-p and min-p; take the random number
+    /// The result is defined by [`crate::reference::sample`]: add biases, apply the mask; order the logits
+    /// descending, ties by id; apply temperature, then top-k, top-p and min-p; take the random number
     /// [`crate::random::uniform`] of (seed, position).
-    fn sample(&mut self, outputs: Range<usize>, logits: &Self::Buf, out: &mut StepOutput);
+    ///
+    /// The logits of all rows that the host draws are handed over before anything is waited for, and a fast
+    /// backend samples the rows without late inputs before it waits. A row whose late input does not come
+    /// fails ([`crate::batch::RowFailure`]). Unwinds with [`crate::Aborted`] if the step is aborted.
+    fn sample(
+        &mut self,
+        outputs: Range<usize>,
+        logits: &Self::Buf,
+        inputs: SamplingInputs<'_>,
+        out: &mut StepOutput,
+    );
 
     /// Copies one of the page tables of a slot to the host, for checks and tests.
     fn read_page_table(&self, slot: u32, table: KvTable) -> Vec<Page>;

@@ -2,7 +2,9 @@
 //!
 //! Invariant: for steps within the limits, the buffers never grow.
 
+use crate::late::LateInputs;
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// The residual stream of a step between two pipeline stages: (rows, hidden) for each stack, in the
 /// [`crate::ActivationType`] of the sending device, little-endian. The receiving device has the same type.
@@ -15,13 +17,15 @@ pub struct ActivationHandoff {
     pub decoder: Vec<u8>,
 }
 
-/// Activation buffers at the start and the end of a pipeline stage.
+/// Activation buffers at the start and the end of a pipeline stage, and the late inputs of the step.
 #[derive(Debug, Default)]
 pub struct HandoffPorts<'a> {
     /// Activations from the previous stage; `None` in the first stage.
     pub input: Option<&'a ActivationHandoff>,
     /// Activations for the next stage, overwritten; `None` in the last stage.
     pub output: Option<&'a mut ActivationHandoff>,
+    /// Late inputs, for the rank that samples. Without them, rows that need one fail.
+    pub late: Option<&'a Arc<LateInputs>>,
 }
 
 impl ActivationHandoff {

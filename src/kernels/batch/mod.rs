@@ -1,8 +1,8 @@
 //! The data that the decode loop and a device exchange: the input and the output of one step, without
 //! padding; and the state that a device derives from the inputs.
 //!
-//! Invariant: plain data with fixed capacity. The decode loop builds a batch, the device reads it, and the
-//! batch returns to be reused; neither direction allocates.
+//! Invariant: plain data. The decode loop builds a batch, the device reads it, and the batch returns to be
+//! reused. Only the decode loop may allocate, and only for more logit biases than any batch had before.
 
 mod handoff;
 mod sampling;
@@ -12,7 +12,7 @@ mod step;
 mod tests;
 
 pub use handoff::{ActivationHandoff, HandoffPorts};
-pub use sampling::{SampleMode, SampledToken, SamplingParams, StepOutput, StepTimes};
+pub use sampling::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput, StepTimes, is_allowed};
 pub use step::{RowSpan, StepRow, StepState};
 
 use crate::backend::KvTable;
@@ -113,10 +113,12 @@ pub enum SpanStack {
 pub enum SpanTokens {
     /// Prompt tokens: `len` ids of [`StepBatch::tokens`], from index `at` on.
     Given { at: u32, len: u32 },
-    /// One generated token: the last one that this device sampled for the slot.
+    /// One generated token: the last one that this device sampled for the slot, which is that of the last
+    /// sampled row in row order. After a step that verified drafts and rejected some, it is a wrong one, so
+    /// the next span is [`SpanTokens::Generated`].
     Last,
     /// Generated tokens, given as `len` ids of [`StepBatch::tokens`], from index `at` on: for a device that
-    /// did not sample them, or to compute their K and V again.
+    /// did not sample them, to verify drafts, or to compute their K and V again.
     Generated { at: u32, len: u32 },
 }
 
@@ -149,7 +151,7 @@ pub enum SpanOutput {
     None,
     /// Logits of the last row.
     Last,
-    /// Logits of every row.
+    /// Logits of every row. To verify drafts, each row samples the token after it, as separate steps would.
     All,
     /// Logits of `len` rows, whose indices are in [`StepBatch::selected_rows`] from index `at` on.
     Selected { at: u32, len: u32 },
@@ -189,7 +191,7 @@ pub struct PageCopy {
 }
 
 impl StepBatch {
-    /// Creates an empty batch whose lists never grow for steps within `limits`.
+    /// Creates an empty batch whose lists, except for the biases, never grow for steps within `limits`.
     pub fn with_capacity(limits: &crate::StepLimits) -> StepBatch {
         StepBatch {
             step: 0,
@@ -201,7 +203,7 @@ impl StepBatch {
             tokens: Vec::with_capacity(limits.rows),
             selected_rows: Vec::with_capacity(limits.rows),
             sampling: Vec::with_capacity(limits.rows),
-            logit_biases: Vec::with_capacity(limits.bias_capacity()),
+            logit_biases: Vec::new(),
             return_logits: false,
         }
     }

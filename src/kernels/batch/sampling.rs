@@ -1,4 +1,4 @@
-//! Sampling parameters of an output row, and the results of a step.
+//! Sampling parameters of an output row, token masks, and the results of a step.
 //!
 //! Invariant: as long as requests stay within the limits, a [`StepOutput`] never grows.
 
@@ -27,6 +27,9 @@ pub struct SamplingParams {
     pub bias_at: u32,
     /// Number of these entries.
     pub bias_len: u32,
+    /// Whether a mask ([`crate::late::LateInputs`]) restricts the sampled token. Used with
+    /// [`SampleMode::Sample`] only.
+    pub masked: bool,
     /// Whether to report the log-probability of the token, computed from the raw logits.
     pub logprob: bool,
     /// Number of most likely tokens to report with their log-probabilities.
@@ -38,6 +41,9 @@ pub struct SamplingParams {
 pub enum SampleMode {
     /// Sample a token, and store it as the last token of the slot.
     Sample,
+    /// Let the host draw a token from the raw logits ([`crate::late::LateInputs`]), and store it as the last
+    /// token of the slot. The host applies biases, mask, temperature and filters itself.
+    Host,
     /// Score the given token: report its log-probability only.
     Score(u32),
 }
@@ -57,6 +63,7 @@ impl SamplingParams {
         min_p: 0.0,
         bias_at: 0,
         bias_len: 0,
+        masked: false,
         logprob: false,
         top_logprobs: 0,
     };
@@ -66,10 +73,20 @@ impl SamplingParams {
         self.temperature < SamplingParams::GREEDY_BELOW || self.top_k == 1
     }
 
+    /// Returns whether the row is sampled with a mask.
+    pub fn is_masked(&self) -> bool {
+        self.masked && self.mode == SampleMode::Sample
+    }
+
     /// Returns the entries of this row in the logit biases of its batch.
     pub fn logit_biases<'a>(&self, biases: &'a [(u32, f32)]) -> &'a [(u32, f32)] {
         &biases[self.bias_at as usize..][..self.bias_len as usize]
     }
+}
+
+/// Returns whether a mask allows a token. Bit `token % 32` of word `token / 32` is set if it does.
+pub fn is_allowed(mask: &[u32], token: u32) -> bool {
+    mask.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
 }
 
 /// The results of a step.
@@ -95,21 +112,44 @@ pub struct StepOutput {
 pub struct StepTimes {
     /// Forward pass: from the batch to the last logits.
     pub forward: Duration,
-    /// Sampling: from logits to tokens and log-probabilities.
+    /// Sampling: from logits to tokens and log-probabilities, including the wait for late inputs.
     pub sample: Duration,
 }
 
 /// The result of one output row.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SampledToken {
-    /// The sampled token, or the one that was scored.
+    /// The sampled token, or the one that was scored; 0 if the row failed.
     pub token: u32,
+    /// The reason for which there is no token; `None` if there is one.
+    pub failure: Option<RowFailure>,
     /// Log-probability of the token; NaN if it was not requested.
     pub logprob: f32,
     /// Start of the entries of this row in [`StepOutput::top_logprobs`], most likely first.
     pub top_at: u32,
     /// Number of these entries.
     pub top_len: u32,
+}
+
+/// The reason for which a row has no token. The last token of its slot is unchanged, and no other row is
+/// affected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+pub enum RowFailure {
+    /// The host gave up the late input of the row, or supplied an invalid one.
+    #[error("the host supplied no valid mask or token")]
+    NoLateInput,
+}
+
+impl SampledToken {
+    /// Creates the result of a row without log-probabilities.
+    pub fn new(token: u32) -> SampledToken {
+        SampledToken { token, failure: None, logprob: f32::NAN, top_at: 0, top_len: 0 }
+    }
+
+    /// Creates the result of a row that failed.
+    pub fn failed(failure: RowFailure) -> SampledToken {
+        SampledToken { failure: Some(failure), ..SampledToken::new(0) }
+    }
 }
 
 impl StepOutput {

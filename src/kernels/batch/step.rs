@@ -23,8 +23,6 @@ pub struct StepState {
     /// Rows whose logits are wanted, and how to sample each.
     wanted: Vec<u32>,
     samples: Vec<SamplingParams>,
-    /// Logit biases of the step, which sampling parameters refer to.
-    pub biases: Vec<(u32, f32)>,
     stack_ranges: [StackRanges; 2],
     /// The stack whose rows are selected.
     stack: SpanStack,
@@ -91,7 +89,6 @@ impl StepState {
             rows: Vec::with_capacity(limits.rows),
             wanted: Vec::with_capacity(limits.rows),
             samples: Vec::with_capacity(limits.rows),
-            biases: Vec::with_capacity(limits.bias_capacity()),
             stack_ranges: Default::default(),
             stack: SpanStack::Decoder,
         }
@@ -115,10 +112,6 @@ impl StepState {
         assert_eq!(self.wanted.len(), batch.sampling.len(), "each wanted row has a sampling entry");
         self.samples.clear();
         self.samples.extend_from_slice(&batch.sampling);
-        let biases = batch.logit_biases.len();
-        assert!(biases <= self.limits.bias_capacity(), "{biases} biases exceed the limits");
-        self.biases.clear();
-        self.biases.extend_from_slice(&batch.logit_biases);
         self.stack = SpanStack::Decoder;
     }
 
@@ -234,6 +227,11 @@ impl StepState {
         &self.samples[self.current_ranges().wanted.clone()]
     }
 
+    /// Returns the number of the first wanted row of the selected stack among those of the batch.
+    pub fn first_sample(&self) -> usize {
+        self.current_ranges().wanted.start
+    }
+
     /// Returns the span of a row.
     pub fn span_of(&self, row: &StepRow) -> &RowSpan {
         &self.spans()[row.span as usize]
@@ -309,7 +307,6 @@ mod tests {
         encoder_positions: 40,
         page_positions: 32,
         top_logprobs: 0,
-        logit_biases: 4,
         vocab: 100,
         hidden: 0,
         attended_fraction: Fraction::ONE,

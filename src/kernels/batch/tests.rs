@@ -54,6 +54,7 @@ fn step_messages_survive_serialization() {
     let row = SamplingParams {
         seed: u64::MAX,
         temperature: f32::MIN_POSITIVE,
+        masked: true,
         logprob: true,
         ..SamplingParams::GREEDY
     };
@@ -81,15 +82,18 @@ fn step_messages_survive_serialization() {
         ],
         tokens: vec![0, 127, 128, u32::MAX],
         selected_rows: vec![1, 0, 3],
-        sampling: vec![row, SamplingParams { mode: SampleMode::Score(5), ..row }],
+        sampling: [row.mode, SampleMode::Score(5), SampleMode::Host]
+            .map(|mode| SamplingParams { mode, ..row })
+            .to_vec(),
         logit_biases: vec![(3, f32::NEG_INFINITY), (4, -0.0), (5, f32::INFINITY)],
         return_logits: true,
     });
     assert_round_trip(&ActivationHandoff { encoder: vec![], decoder: (0..=255).collect() });
-    let sampled = SampledToken { token: 4, logprob: f32::NAN, top_at: 1, top_len: 2 };
+    let sampled = SampledToken { top_at: 1, top_len: 2, ..SampledToken::new(4) };
+    let failed = SampledToken::failed(RowFailure::NoLateInput);
     assert_round_trip(&StepOutput {
         step: 12,
-        tokens: vec![sampled, SampledToken { logprob: -0.0, ..sampled }],
+        tokens: vec![sampled, SampledToken { logprob: -0.0, ..sampled }, failed],
         top_logprobs: vec![(4, f32::NEG_INFINITY)],
         hidden: vec![f32::MAX, 1e-45],
         logits: vec![0, 128, 255],

@@ -63,7 +63,6 @@ fn limits() -> StepLimits {
         encoder_positions: 0,
         page_positions: 32,
         top_logprobs: 0,
-        logit_biases: 0,
         vocab: 8,
         hidden: 0,
         attended_fraction: Fraction::ONE,

@@ -31,7 +31,6 @@ pub(super) fn limits(page_positions: usize) -> StepLimits {
         encoder_positions: 128,
         page_positions,
         top_logprobs: 8,
-        logit_biases: 64,
         vocab: 57,
         hidden: 64,
         attended_fraction: Fraction::ONE,

@@ -31,7 +31,9 @@ mod sparse;
 mod splits;
 mod unusual_values;
 
+mod late;
 mod sampling;
+mod verification;
 
 mod family;
 mod properties;
@@ -43,6 +45,7 @@ pub use attention::{
 pub use elementwise::{activate, caps_and_gates, embed, embed_positions, sums};
 pub use gemms::gemms;
 pub use inputs::few_types;
+pub use late::{host_draws, late_abort, lost_late_inputs};
 pub use matmul::{matmul, matmul_batch_invariance};
 pub use moe::{moe, moe_batch_invariance, moe_expert_subsets, moe_preparation};
 pub use norm::norm;
@@ -58,6 +61,7 @@ pub use splits::{
 pub use stage::{columns, stage_abort, stage_all_gather, stage_all_reduce};
 pub use state::{allocated_bytes, buffers, gather, hidden, samples_by_stack, slot_state, step_brackets};
 pub use unusual_values::{extreme_groups, non_finite_values};
+pub use verification::verification;
 
 use elementwise::{ACTIVATIONS, activate_on};
 use family::ModelFamily;
@@ -139,6 +143,10 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     encoder_batch_invariance(make, bounds);
     copy_pages(make, bounds);
     sample_tokens(make, bounds);
+    host_draws(make, bounds);
+    lost_late_inputs(make);
+    late_abort(make);
+    verification(make, bounds);
     batch_invariance(make, bounds);
     chunking(make, bounds);
     moves(make, bounds);

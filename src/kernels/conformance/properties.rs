@@ -152,7 +152,7 @@ fn expected_outputs<B: Backend>(
 
 /// Returns a step of these spans. In a model with an encoder, the first span of a sequence is preceded by its
 /// encoder input.
-fn step_of(family: ModelFamily, pieces: &[TestSpan]) -> ModelStep {
+pub(super) fn step_of(family: ModelFamily, pieces: &[TestSpan]) -> ModelStep {
     let is_first = |piece: &&TestSpan| piece.start == 0 && piece.kind == TestSpanKind::Given;
     let encoder_inputs = pieces.iter().filter(is_first).map(|piece| TestSpan {
         len: encoder_len(piece.sequence),

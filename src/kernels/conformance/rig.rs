@@ -3,7 +3,9 @@
 use super::inputs::*;
 use super::memo::ROPE_TABLES;
 use super::spans::*;
-use mainstem_kernels::backend::{Backend, KvLayer, KvLayout, Rope, RopeStyle, StepLimits, Weight};
+use mainstem_kernels::backend::{
+    Backend, KvLayer, KvLayout, Rope, RopeStyle, SamplingInputs, StepLimits, Weight,
+};
 use mainstem_kernels::batch::{SamplingParams, SlotMove, SpanOutput, StepBatch, StepOutput};
 use mainstem_kernels::quant::QuantType;
 use mainstem_kernels::reference::Reference;
@@ -70,8 +72,22 @@ impl<B: Backend> Rig<B> {
         let logits: Vec<f32> = tokens.iter().flat_map(|token| one_hot(*token, self.limits.vocab)).collect();
         let logits = self.input(&logits);
         let mut out = StepOutput::with_capacity(&self.limits);
-        self.backend.sample(0..tokens.len(), &logits, &mut out);
+        self.backend.sample(0..tokens.len(), &logits, SamplingInputs::default(), &mut out);
         out
+    }
+
+    /// Begins a step, and returns the last tokens of these slots. The vocabulary has less than 2^24 tokens.
+    pub(super) fn last_tokens(&mut self, slots: &[u32]) -> Vec<u32> {
+        let vocab = self.limits.vocab;
+        let table = self.weight(QuantType::F32, vocab, &(0..vocab).map(|id| id as f32).collect::<Vec<_>>());
+        let last = |slot: &u32| TestSpan { sequence: 0, ..TestSpan::last(*slot, 0) };
+        let spans: Vec<TestSpan> = slots.iter().map(last).collect();
+        let book = &mut PageBook::scattered(self.limits.page_positions);
+        self.begin(build_batch(&spans, SpanOutput::None, book));
+        let mut x = self.output(slots.len());
+        self.backend.embed(&table, 0, &mut x);
+        let tokens = self.read(&x, slots.len(), format_args!("embed of last tokens"));
+        tokens.into_iter().map(|token| token as u32).collect()
     }
 
     /// Allocates a buffer of exactly these values.

@@ -1,14 +1,18 @@
-//! Tests of sampling and scoring, against the definition in [`mainstem_kernels::reference`].
+//! Tests of sampling with biases and masks, and of scoring, against the definition in
+//! [`mainstem_kernels::reference`].
 
 use super::Bounds;
 use super::inputs::*;
 use super::rig::*;
 use super::spans::*;
-use mainstem_kernels::backend::{Backend, StepLimits};
-use mainstem_kernels::batch::{SampleMode, SampledToken, SamplingParams, SpanOutput, StepOutput};
+use mainstem_kernels::backend::{Backend, SamplingInputs, StepLimits};
+use mainstem_kernels::batch::{SampleMode, SampledToken, SamplingParams, SpanOutput, StepOutput, is_allowed};
+use mainstem_kernels::late::{LateInputs, MaskSender};
 use mainstem_kernels::random::philox;
 use mainstem_kernels::reference::{logprobs, sample};
 use std::fmt::Arguments;
+use std::sync::Arc;
+use std::thread;
 
 /// Tests that tokens and log-probabilities are exactly those of `reference::params` and
 /// `reference::logprobs`.
@@ -25,42 +29,92 @@ pub fn sample_tokens<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
 /// Rows sampled in one step.
 const SAMPLED_ROWS: usize = 64;
 
-/// Tests one step.
+/// The rows of a step: their logits, and how to sample each.
+struct SampledRows {
+    logits: Vec<Vec<f32>>,
+    params: Vec<SamplingParams>,
+    biases: Vec<Vec<(u32, f32)>>,
+    masks: Vec<Vec<u32>>,
+}
+
+impl SampledRows {
+    fn new(step: u32, vocab: usize) -> SampledRows {
+        let rows = || 0..SAMPLED_ROWS as u32;
+        SampledRows {
+            logits: rows().map(|row| logits_row(step, row, vocab)).collect(),
+            params: rows().map(|row| sampling_params(step, row, vocab)).collect(),
+            biases: rows().map(|row| row_biases(step, row, vocab)).collect(),
+            masks: rows().map(|row| row_mask(step, row, vocab)).collect(),
+        }
+    }
+
+    /// Returns the mask of a row, if it is sampled with one.
+    fn mask(&self, row: usize) -> Option<&[u32]> {
+        self.params[row].is_masked().then_some(&self.masks[row])
+    }
+
+    /// Replaces the masks by biases that forbid the same tokens.
+    fn replace_masks_by_biases(&mut self) {
+        for row in 0..SAMPLED_ROWS {
+            let ids = 0..self.logits[row].len() as u32;
+            if let Some(mask) = self.mask(row) {
+                let forbidden: Vec<u32> = ids.filter(|id| !is_allowed(mask, *id)).collect();
+                self.biases[row].extend(forbidden.iter().map(|id| (*id, f32::NEG_INFINITY)));
+                self.params[row].masked = false;
+            }
+        }
+    }
+
+    /// Samples the rows in blocks. The masks come from another thread, the last one first.
+    fn sample<B: Backend>(&mut self, rig: &mut Rig<B>) -> StepOutput {
+        let piece = TestSpan::given(0, 0, SAMPLED_ROWS);
+        let mut batch = build_batch(&[piece], SpanOutput::All, &mut PageBook::scattered(32));
+        for (params, biases) in self.params.iter_mut().zip(&self.biases) {
+            (params.bias_at, params.bias_len) = (batch.logit_biases.len() as u32, biases.len() as u32);
+            batch.logit_biases.extend(biases);
+        }
+        batch.sampling = self.params.clone();
+        let late = Arc::new(LateInputs::default());
+        let masked = (0..SAMPLED_ROWS).filter(|row| self.mask(*row).is_some());
+        let masked = masked.map(|row| (late.mask_sender(row), Arc::from(&self.masks[row][..])));
+        let masks: Vec<(MaskSender, Arc<[u32]>)> = masked.collect();
+        let mut out = StepOutput::with_capacity(&rig.limits);
+        rig.begin(batch.clone());
+        thread::scope(|scope| {
+            scope.spawn(|| masks.into_iter().rev().for_each(|(sender, mask)| sender.send(mask)));
+            for block in [0..1, 1..40, 40..SAMPLED_ROWS] {
+                let buf = rig.input(&self.logits[block.clone()].concat());
+                let inputs = SamplingInputs { biases: &batch.logit_biases, late: Some(&late) };
+                rig.backend.sample(block, &buf, inputs, &mut out);
+            }
+        });
+        out
+    }
+}
+
+/// Tests one step, and that biases have the effect of masks.
 fn assert_step<B: Backend>(rig: &mut Rig<B>, step: u32, bounds: &Bounds) {
     let vocab = rig.limits.vocab;
-    let logits: Vec<Vec<f32>> = (0..SAMPLED_ROWS as u32).map(|row| logits_row(step, row, vocab)).collect();
-    let mut samples: Vec<SamplingParams> =
-        (0..SAMPLED_ROWS as u32).map(|row| sampling_params(step, row, vocab)).collect();
-    let biases: Vec<Vec<(u32, f32)>> =
-        (0..SAMPLED_ROWS as u32).map(|row| row_biases(step, row, vocab)).collect();
-    let mut batch =
-        build_batch(&[TestSpan::given(0, 0, SAMPLED_ROWS)], SpanOutput::All, &mut PageBook::scattered(32));
-    for (params, biases) in samples.iter_mut().zip(&biases) {
-        (params.bias_at, params.bias_len) = (batch.logit_biases.len() as u32, biases.len() as u32);
-        batch.logit_biases.extend(biases);
-    }
-    batch.sampling = samples.clone();
-    let mut out = StepOutput::with_capacity(&rig.limits);
-    rig.begin(batch);
-    for block in [0..1, 1..40, 40..SAMPLED_ROWS] {
-        let buf = rig.input(&logits[block.clone()].concat());
-        rig.backend.sample(block, &buf, &mut out);
-    }
+    let mut rows = SampledRows::new(step, vocab);
+    let out = rows.sample(rig);
     assert_eq!(out.tokens.len(), SAMPLED_ROWS, "sampled rows, vocabulary {vocab}");
     let mut top_at = 0;
-    for (row, ((result, logits), params)) in out.tokens.iter().zip(&logits).zip(&samples).enumerate() {
-        let biases = &biases[row];
-        let what = format_args!("sample, vocabulary {vocab}, step {step}, row {row}, {params:?}, {biases:?}");
+    for (row, (result, params)) in out.tokens.iter().zip(&rows.params).enumerate() {
+        let (logits, biases, mask) = (&rows.logits[row], &rows.biases[row], rows.mask(row));
+        let what = format_args!("sample, vocabulary {vocab}, step {step}, row {row}, {params:?}");
         let expected = match params.mode {
-            SampleMode::Sample => sample(logits, biases, params),
             SampleMode::Score(token) => token,
+            _ => sample(logits, biases, mask, params),
         };
-        assert_eq!(result.token, expected, "{what}: token");
+        assert_eq!((result.token, result.failure), (expected, None), "{what}: token");
         assert_eq!(result.top_at, top_at, "{what}: start of the most likely tokens");
         top_at += result.top_len;
         assert_logprobs(what, &out, result, (logits, params), bounds);
     }
     assert_eq!(out.top_logprobs.len(), top_at as usize, "reported tokens, vocabulary {vocab}");
+    rows.replace_masks_by_biases();
+    let tokens = |out: &StepOutput| out.tokens.iter().map(|row| row.token).collect::<Vec<_>>();
+    assert_eq!(tokens(&rows.sample(rig)), tokens(&out), "biases in the place of masks, vocabulary {vocab}");
 }
 
 /// Checks the log-probabilities of one row.
@@ -126,17 +180,18 @@ fn sampling_params(step: u32, row: u32, vocab: usize) -> SamplingParams {
         top_k: [0, 0, 0, 1, 2, 40, vocab as u32, vocab as u32 + 5][pick(c, 0, 8)],
         top_p: [1.0, 1.0, 0.95, 0.5, 1e-6, 0.999_999][pick(c, 8, 6)],
         min_p: [0.0, 0.0, 0.02, 0.5, 1.0][pick(c, 16, 5)],
+        masked: pick(d, 20, 3) == 0,
         logprob,
         top_logprobs: if logprob { pick(d, 8, 9) as u8 } else { 0 },
         ..SamplingParams::GREEDY
     }
 }
 
-/// Largest number of biases of a row.
+/// Largest number of biases of a row that has none for every token.
 const MAX_BIASES: usize = 8;
 
-/// Returns biases of many kinds: none, small, decisive, forbidding some tokens, all but one, or all of a
-/// small vocabulary; some tokens have two biases.
+/// Returns biases of many kinds: none, of every token, small, decisive, forbidding some tokens, all but one,
+/// or all of a small vocabulary; some tokens have two biases.
 fn row_biases(step: u32, row: u32, vocab: usize) -> Vec<(u32, f32)> {
     let tag = 700 + step * 1000 + row;
     let [kind, count, first, _] = philox([row, step, 6, 0], [77, 0]).map(|word| word as usize);
@@ -146,12 +201,34 @@ fn row_biases(step: u32, row: u32, vocab: usize) -> Vec<(u32, f32)> {
         (0..1 + count % MAX_BIASES).map(|i| (id(i), bias(i))).collect()
     };
     let forbidden = |ids: std::ops::Range<usize>| ids.map(|id| (id as u32, f32::NEG_INFINITY)).collect();
-    match kind % 8 {
+    match kind % 9 {
         0..=2 => Vec::new(),
+        8 => noise(tag, vocab).into_iter().enumerate().map(|(id, bias)| (id as u32, bias * 5.0)).collect(),
         3 => some(&|i| values[i] * 3.0),
         4 => some(&|i| values[i] * 100.0),
         5 => some(&|_| f32::NEG_INFINITY),
         6 => some(&|i| if i % 2 == 0 { f32::NEG_INFINITY } else { values[i] * 10.0 }),
         _ => forbidden(count % 2..vocab.min(MAX_BIASES)),
+    }
+}
+
+/// Returns masks of many kinds: of every token, of none, of one, of a few and of many. Bits beyond the
+/// vocabulary are arbitrary.
+fn row_mask(step: u32, row: u32, vocab: usize) -> Vec<u32> {
+    let [kind, token, ..] = philox([row, step, 7, 0], [77, 0]);
+    let random =
+        |round: u32| (0..vocab.div_ceil(32) as u32).map(move |i| philox([row, step, 8, i], [77, round])[0]);
+    match kind % 6 {
+        0 => random(0).map(|_| u32::MAX).collect(),
+        1 => random(0).map(|_| 0).collect(),
+        2 => {
+            let token = token as usize % vocab;
+            (0..vocab.div_ceil(32))
+                .map(|word| if word == token / 32 { 1 << (token % 32) } else { 0 })
+                .collect()
+        }
+        3 => random(0).zip(random(1)).zip(random(2)).map(|((a, b), c)| a & b & c).collect(),
+        4 => random(0).zip(random(1)).map(|(a, b)| a | b).collect(),
+        _ => random(0).collect(),
     }
 }

@@ -31,6 +31,8 @@ pub(super) struct TestSpan {
 pub(super) enum TestSpanKind {
     /// Tokens that are given with the batch.
     Given,
+    /// Generated tokens that are given with the batch.
+    Generated,
     /// Given tokens whose K and V are stored, without attention.
     Stored,
     /// Given tokens whose stored K and V are NaN.
@@ -47,6 +49,11 @@ impl TestSpan {
     /// Returns a span of given tokens, of the sequence with the number of the slot.
     pub(super) fn given(slot: u32, start: usize, len: usize) -> TestSpan {
         TestSpan { sequence: slot, slot, start, len, kind: TestSpanKind::Given }
+    }
+
+    /// Returns a span of generated tokens, for example drafts.
+    pub(super) fn generated(slot: u32, start: usize, len: usize) -> TestSpan {
+        TestSpan { kind: TestSpanKind::Generated, ..TestSpan::given(slot, start, len) }
     }
 
     /// Returns a span whose K and V are only stored.
@@ -87,9 +94,11 @@ impl TestSpan {
 
     fn table(&self) -> SpanTable {
         match self.kind {
-            TestSpanKind::Given | TestSpanKind::Stored | TestSpanKind::Poison | TestSpanKind::Last => {
-                SpanTable::Own
-            }
+            TestSpanKind::Given
+            | TestSpanKind::Generated
+            | TestSpanKind::Stored
+            | TestSpanKind::Poison
+            | TestSpanKind::Last => SpanTable::Own,
             TestSpanKind::EncoderInput => SpanTable::Scratch,
             TestSpanKind::Hole => SpanTable::Null,
         }
@@ -186,6 +195,7 @@ pub(super) fn build_batch(spans: &[TestSpan], output: SpanOutput, book: &mut Pag
         let (at, len) = (batch.tokens.len() as u32, span.len as u32);
         let tokens = match span.kind {
             TestSpanKind::Last | TestSpanKind::Hole => SpanTokens::Last,
+            TestSpanKind::Generated => SpanTokens::Generated { at, len },
             _ => SpanTokens::Given { at, len },
         };
         if tokens != SpanTokens::Last {

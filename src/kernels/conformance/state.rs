@@ -3,11 +3,13 @@
 use super::inputs::*;
 use super::rig::*;
 use super::spans::*;
-use mainstem_kernels::backend::{Backend, KvTable};
+use mainstem_kernels::backend::{Backend, KvTable, SamplingInputs};
 use mainstem_kernels::batch::{
     SampleMode, SamplingParams, SlotMove, SpanOutput, SpanStack, StepBatch, StepOutput, TableUpdate,
 };
+use mainstem_kernels::late::LateInputs;
 use mainstem_kernels::quant::QuantType;
+use std::sync::Arc;
 
 /// Tests that new buffers are zero, and that downloads return uploads, at any offset.
 pub fn buffers<B: Backend>(make: &impl Fn() -> B) {
@@ -174,19 +176,26 @@ fn assert_gather<B: Backend>(rig: &mut Rig<B>, width: usize, stack: &str, rows: 
     }
 }
 
-/// Tests that the output rows of each stack have their own sampling parameters.
+/// Tests that the output rows of each stack have their own sampling parameters and late inputs.
 pub fn samples_by_stack<B: Backend>(make: &impl Fn() -> B) {
     let mut rig = Rig::new(make(), limits(32));
     let score = |token| SamplingParams { mode: SampleMode::Score(token), ..SamplingParams::GREEDY };
-    rig.begin(StepBatch { sampling: (10..17).map(score).collect(), ..mixed_outputs() });
+    let drawn = SamplingParams { mode: SampleMode::Host, ..SamplingParams::GREEDY };
     let logits = rig.input(&noise(14, 5 * rig.limits.vocab));
-    for (stack, tokens) in [(SpanStack::Decoder, &[12, 13, 14, 15, 16][..]), (SpanStack::Encoder, &[10, 11])]
-    {
-        let mut out = StepOutput::with_capacity(&rig.limits);
-        rig.backend.select_stack(stack);
-        rig.backend.sample(0..tokens.len(), &logits, &mut out);
-        let got: Vec<u32> = out.tokens.iter().map(|row| row.token).collect();
-        assert_eq!(got, tokens, "tokens scored for the {stack:?}");
+    for sampling in [(10..17).map(score).collect(), vec![drawn; 7]] {
+        let late = Arc::new(LateInputs::default());
+        (0..7).for_each(|row| late.draw_with(row, move |_, sender| sender.send(10 + row as u32)));
+        rig.begin(StepBatch { sampling, ..mixed_outputs() });
+        let tokens = [(SpanStack::Decoder, &[12, 13, 14, 15, 16][..]), (SpanStack::Encoder, &[10, 11])];
+        for (stack, tokens) in tokens {
+            let mut out = StepOutput::with_capacity(&rig.limits);
+            let inputs = SamplingInputs { late: Some(&late), ..SamplingInputs::default() };
+            rig.backend.select_stack(stack);
+            rig.backend.sample(0..1, &logits, inputs, &mut out);
+            rig.backend.sample(1..tokens.len(), &logits, inputs, &mut out);
+            let got: Vec<u32> = out.tokens.iter().map(|row| row.token).collect();
+            assert_eq!(got, tokens, "tokens of the {stack:?}");
+        }
     }
 }
 

@@ -35,7 +35,7 @@ pub use sizes::CpuSizes;
 
 use crate::backend::{
     Activation, AttentionShape, Backend, DeviceError, DeviceSizes, Epilogue, Expert, Gemm, InputOperand,
-    KvLayer, KvLayout, KvTable, MoeShape, Norm, PackedLayout, Rope, StepLimits, Weight,
+    KvLayer, KvLayout, KvTable, MoeShape, Norm, PackedLayout, Rope, SamplingInputs, StepLimits, Weight,
 };
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepState, StepTimes};
 use crate::clock::StepClock;
@@ -409,11 +409,17 @@ impl Backend for CpuBackend {
         out.hidden.extend_from_slice(&x.f32()[rows.start * width..rows.end * width]);
     }
 
-    fn sample(&mut self, wanted: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
+    fn sample(
+        &mut self,
+        wanted: Range<usize>,
+        logits: &HostBuf,
+        inputs: SamplingInputs<'_>,
+        out: &mut StepOutput,
+    ) {
         let step = self.step.as_mut().expect(NOT_PREPARED);
         let scratch = self.sample_scratch.as_mut().expect(NOT_PREPARED);
         let clock = &mut self.clock;
-        clock.sample(|| sample::sample(&mut self.pool, scratch, step, wanted, logits.f32(), out));
+        clock.sample(|| scratch.sample(&mut self.pool, step, wanted, (logits.f32(), inputs), out));
     }
 
     fn read_page_table(&self, slot: u32, table: KvTable) -> Vec<Page> {

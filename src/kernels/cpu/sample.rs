@@ -10,78 +10,150 @@
 #![allow(unsafe_code)]
 
 use super::pool::{SharedSlice, ThreadPool};
-use crate::backend::StepLimits;
-use crate::batch::{SampleMode, SampledToken, SamplingParams, StepOutput, StepState};
+use crate::backend::{SamplingInputs, StepLimits};
+use crate::batch::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput, StepState};
 use crate::random::uniform;
 use std::ops::Range;
 
 /// Number of candidates that are sorted first.
 const FIRST_SORTED: usize = 64;
 
-/// Buffers for sampling: logits and keys per thread, results per row.
+/// Buffers for sampling: logits and keys per thread, masks and results per row.
 pub struct SampleScratch {
     vocab: usize,
     top_max: usize,
+    mask_words: usize,
     /// Logits with their biases, (threads, vocab).
     biased: Vec<f32>,
     /// (threads, vocab).
     keys: Vec<u64>,
+    /// (logit rows, mask words).
+    masks: Vec<u32>,
+    /// Rows to be computed at once, with their numbers in the block.
+    ready: Vec<(usize, SamplingParams)>,
     results: Vec<SampledToken>,
     /// (rows, top_max).
     top: Vec<(u32, f32)>,
 }
 
+/// The late input that a row waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Awaited {
+    Nothing,
+    Mask,
+    Token,
+}
+
 impl SampleScratch {
     /// Allocates scratch for steps within `limits` on `threads` threads.
     pub fn new(limits: &StepLimits, threads: usize) -> SampleScratch {
-        let nothing = SampledToken { token: 0, logprob: f32::NAN, top_at: 0, top_len: 0 };
         let rows = limits.rows.max(limits.logit_rows);
         SampleScratch {
             vocab: limits.vocab,
             top_max: limits.top_logprobs.min(limits.vocab),
+            mask_words: limits.mask_words(),
             biased: vec![0.0; threads * limits.vocab],
             keys: vec![0; threads * limits.vocab],
-            results: vec![nothing; rows],
+            masks: vec![0; limits.logit_rows * limits.mask_words()],
+            ready: Vec::with_capacity(rows),
+            results: vec![SampledToken::new(0); rows],
             top: vec![(0, 0.0); rows * limits.top_logprobs.min(limits.vocab)],
         }
     }
+
+    /// Samples or scores the rows `wanted` from logits (wanted.len(), vocab), and appends their results to
+    /// `out`.
+    pub fn sample(
+        &mut self,
+        pool: &mut ThreadPool,
+        step: &mut StepState,
+        wanted: Range<usize>,
+        (logits, inputs): (&[f32], SamplingInputs<'_>),
+        out: &mut StepOutput,
+    ) {
+        let first = step.first_sample() + wanted.start;
+        let rows = &step.samples()[wanted.clone()];
+        for (i, _) in rows.iter().enumerate().filter(|(_, row)| awaited(row) == Awaited::Token) {
+            inputs.begin_draw(first + i, &logits[i * self.vocab..][..self.vocab]);
+        }
+        for awaits in [Awaited::Nothing, Awaited::Mask, Awaited::Token] {
+            self.ready.clear();
+            for (i, row) in rows.iter().enumerate().filter(|(_, row)| awaited(row) == awaits) {
+                match self.wait(first, i, row, inputs) {
+                    Some(row) => self.ready.push((i, row)),
+                    None => self.results[i] = SampledToken::failed(RowFailure::NoLateInput),
+                }
+            }
+            self.compute(pool, logits, inputs.biases);
+        }
+        for (i, wanted) in wanted.enumerate() {
+            let top_at = out.top_logprobs.len() as u32;
+            let result = SampledToken { top_at, ..self.results[i] };
+            out.top_logprobs.extend_from_slice(&self.top[i * self.top_max..][..result.top_len as usize]);
+            let is_score = matches!(step.samples()[wanted].mode, SampleMode::Score(_));
+            if !is_score && result.failure.is_none() {
+                step.store_last_token(wanted, result.token);
+            }
+            out.tokens.push(result);
+        }
+    }
+
+    /// Waits for the late input of row `i` of the block, if it has one. Returns the parameters with which the
+    /// row is computed; `None` if the input does not come.
+    fn wait(
+        &mut self,
+        first: usize,
+        i: usize,
+        row: &SamplingParams,
+        inputs: SamplingInputs<'_>,
+    ) -> Option<SamplingParams> {
+        match awaited(row) {
+            Awaited::Nothing => Some(*row),
+            Awaited::Mask => {
+                let mask = &mut self.masks[i * self.mask_words..][..self.mask_words];
+                inputs.wait_mask(first + i, mask).then_some(*row)
+            }
+            Awaited::Token => {
+                let token = inputs.wait_token(first + i, self.vocab)?;
+                Some(SamplingParams { mode: SampleMode::Score(token), ..*row })
+            }
+        }
+    }
+
+    /// Computes the results of the rows that are ready.
+    fn compute(&mut self, pool: &mut ThreadPool, logits: &[f32], biases: &[(u32, f32)]) {
+        if self.ready.is_empty() {
+            return;
+        }
+        let (vocab, top_max, mask_words) = (self.vocab, self.top_max, self.mask_words);
+        let (biased, keys) = (SharedSlice::new(&mut self.biased), SharedSlice::new(&mut self.keys));
+        let (results, top) = (SharedSlice::new(&mut self.results), SharedSlice::new(&mut self.top));
+        let (ready, masks) = (&self.ready, &self.masks);
+        pool.run(ready.len(), |worker, item| {
+            let (i, row) = &ready[item];
+            let own = worker * vocab..(worker + 1) * vocab;
+            // SAFETY: logits and keys are the worker's own, and it is in one item at a time; results and top
+            // tokens are those of the item's row, which no other item has.
+            let (buffers, result, top) = unsafe {
+                (
+                    WorkerBuffers { biased: biased.slice_mut(own.clone()), keys: keys.slice_mut(own) },
+                    &mut results.slice_mut(*i..i + 1)[0],
+                    top.slice_mut(i * top_max..(i + 1) * top_max),
+                )
+            };
+            let mask = row.is_masked().then(|| &masks[i * mask_words..][..mask_words]);
+            let bans = (row.logit_biases(biases), mask);
+            *result = sample_row(&logits[i * vocab..][..vocab], row, bans, buffers, top);
+        });
+    }
 }
 
-/// Samples or scores the rows `wanted` from logits (wanted.len(), vocab), and appends their results to `out`.
-pub fn sample(
-    pool: &mut ThreadPool,
-    scratch: &mut SampleScratch,
-    step: &mut StepState,
-    wanted: Range<usize>,
-    logits: &[f32],
-    out: &mut StepOutput,
-) {
-    let (vocab, top_max) = (scratch.vocab, scratch.top_max);
-    let (biased, keys) = (SharedSlice::new(&mut scratch.biased), SharedSlice::new(&mut scratch.keys));
-    let (results, top) = (SharedSlice::new(&mut scratch.results), SharedSlice::new(&mut scratch.top));
-    let (samples, biases) = (&step.samples()[wanted.clone()], &step.biases);
-    pool.run(samples.len(), |worker, i| {
-        let own = worker * vocab..(worker + 1) * vocab;
-        // SAFETY: logits and keys are the worker's own, and it is in one item at a time; results and top
-        // tokens are the item's own.
-        let (buffers, result, top) = unsafe {
-            (
-                WorkerBuffers { biased: biased.slice_mut(own.clone()), keys: keys.slice_mut(own) },
-                &mut results.slice_mut(i..i + 1)[0],
-                top.slice_mut(i * top_max..(i + 1) * top_max),
-            )
-        };
-        let row = &samples[i];
-        *result = sample_row(&logits[i * vocab..][..vocab], row, row.logit_biases(biases), buffers, top);
-    });
-    for (i, wanted) in wanted.enumerate() {
-        let mut result = scratch.results[i];
-        result.top_at = out.top_logprobs.len() as u32;
-        out.top_logprobs.extend_from_slice(&scratch.top[i * top_max..][..result.top_len as usize]);
-        if step.samples()[wanted].mode == SampleMode::Sample {
-            step.store_last_token(wanted, result.token);
-        }
-        out.tokens.push(result);
+/// Returns what a row waits for before it is computed.
+fn awaited(row: &SamplingParams) -> Awaited {
+    match row.mode {
+        SampleMode::Sample if row.masked => Awaited::Mask,
+        SampleMode::Sample | SampleMode::Score(_) => Awaited::Nothing,
+        SampleMode::Host => Awaited::Token,
     }
 }
 
@@ -96,15 +168,16 @@ struct WorkerBuffers<'a> {
 fn sample_row(
     logits: &[f32],
     row: &SamplingParams,
-    biases: &[(u32, f32)],
+    (biases, mask): (&[(u32, f32)], Option<&[u32]>),
     WorkerBuffers { biased, keys }: WorkerBuffers,
     top: &mut [(u32, f32)],
 ) -> SampledToken {
     let token = match row.mode {
-        SampleMode::Sample => sample_token(apply_biases(logits, biases, biased), row, keys),
+        SampleMode::Sample => sample_token(apply_biases(logits, biases, mask, biased), row, keys),
         SampleMode::Score(token) => token,
+        SampleMode::Host => unreachable!("the token of the host is scored"),
     };
-    let mut result = SampledToken { token, logprob: f32::NAN, top_at: 0, top_len: 0 };
+    let mut result = SampledToken::new(token);
     if !row.logprob && row.top_logprobs == 0 {
         return result;
     }
@@ -126,15 +199,25 @@ fn sample_row(
     result
 }
 
-/// Returns the logits with their biases added, computed in `buffer`; the unbiased logits if the biases leave
+/// Returns the logits with biases and mask applied, computed in `buffer`; the logits unchanged if that leaves
 /// no candidate.
-fn apply_biases<'a>(logits: &'a [f32], biases: &[(u32, f32)], buffer: &'a mut [f32]) -> &'a [f32] {
-    if biases.is_empty() {
+fn apply_biases<'a>(
+    logits: &'a [f32],
+    biases: &[(u32, f32)],
+    mask: Option<&[u32]>,
+    buffer: &'a mut [f32],
+) -> &'a [f32] {
+    if biases.is_empty() && mask.is_none() {
         return logits;
     }
     buffer.copy_from_slice(logits);
     for &(id, bias) in biases {
         buffer[id as usize] += bias;
+    }
+    for (logits, allowed) in buffer.chunks_mut(32).zip(mask.unwrap_or_default()) {
+        for (bit, logit) in logits.iter_mut().enumerate() {
+            *logit = if allowed >> bit & 1 == 1 { *logit } else { f32::NEG_INFINITY };
+        }
     }
     if max_value(buffer, |logit| logit) == f32::NEG_INFINITY { logits } else { buffer }
 }

@@ -17,12 +17,12 @@ pub use sample::{LogProbs, logprobs, sample};
 
 use crate::backend::{
     Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, Expert, Fraction,
-    HeldShapes, KvLayer, KvLayout, KvTable, MoeShape, Norm, PackedLayout, Rope, RopeStyle, StepLimits,
-    Weight,
+    HeldShapes, KvLayer, KvLayout, KvTable, MoeShape, Norm, PackedLayout, Rope, RopeStyle, SamplingInputs,
+    StepLimits, Weight,
 };
 use crate::batch::{
-    Page, PageCopy, SampleMode, SampledToken, SamplingParams, SpanStack, StepBatch, StepOutput, StepState,
-    StepTimes,
+    Page, PageCopy, RowFailure, SampleMode, SampledToken, SamplingParams, SpanStack, StepBatch, StepOutput,
+    StepState, StepTimes,
 };
 use crate::clock::StepClock;
 use crate::collective::Collective;
@@ -64,19 +64,48 @@ impl Reference {
 
 impl Reference {
     /// Samples or scores output rows.
-    fn sample_rows(&mut self, outputs: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
+    fn sample_rows(
+        &mut self,
+        outputs: Range<usize>,
+        logits: &HostBuf,
+        inputs: SamplingInputs<'_>,
+        out: &mut StepOutput,
+    ) {
         let step = self.step_mut();
-        for (i, logits) in outputs.zip(logits.f32().chunks_exact(step.limits.vocab)) {
+        let (vocab, first) = (step.limits.vocab, step.first_sample());
+        let rows = || outputs.clone().zip(logits.f32().chunks_exact(vocab));
+        for (i, logits) in rows().filter(|(i, _)| step.samples()[*i].mode == SampleMode::Host) {
+            inputs.begin_draw(first + i, logits);
+        }
+        for (i, logits) in rows() {
             let params = step.samples()[i];
-            let token = match params.mode {
-                SampleMode::Sample => sample(logits, params.logit_biases(&step.biases), &params),
-                SampleMode::Score(token) => token,
-            };
-            if params.mode == SampleMode::Sample {
+            let token = sample_row(first + i, logits, &params, inputs);
+            if let Some(token) = token
+                && !matches!(params.mode, SampleMode::Score(_))
+            {
                 step.store_last_token(i, token);
             }
             append_result(token, logits, &params, out);
         }
+    }
+}
+
+/// Returns the token of a row of the batch; `None` if its late input does not come.
+fn sample_row(
+    row: usize,
+    logits: &[f32],
+    params: &SamplingParams,
+    inputs: SamplingInputs<'_>,
+) -> Option<u32> {
+    let biases = params.logit_biases(inputs.biases);
+    match params.mode {
+        SampleMode::Sample if params.masked => {
+            let mut mask = vec![0; logits.len().div_ceil(u32::BITS as usize)];
+            inputs.wait_mask(row, &mut mask).then(|| sample(logits, biases, Some(&mask), params))
+        }
+        SampleMode::Sample => Some(sample(logits, biases, None, params)),
+        SampleMode::Host => inputs.wait_token(row, logits.len()),
+        SampleMode::Score(token) => Some(token),
     }
 }
 
@@ -437,10 +466,16 @@ impl Backend for Reference {
         out.hidden.extend_from_slice(&x.f32()[rows.start * width..rows.end * width]);
     }
 
-    fn sample(&mut self, outputs: Range<usize>, logits: &HostBuf, out: &mut StepOutput) {
+    fn sample(
+        &mut self,
+        outputs: Range<usize>,
+        logits: &HostBuf,
+        inputs: SamplingInputs<'_>,
+        out: &mut StepOutput,
+    ) {
         // The clock leaves its place, because sampling needs the whole backend.
         let mut clock = std::mem::take(&mut self.clock);
-        clock.sample(|| self.sample_rows(outputs, logits, out));
+        clock.sample(|| self.sample_rows(outputs, logits, inputs, out));
         self.clock = clock;
     }
 
@@ -449,11 +484,13 @@ impl Backend for Reference {
     }
 }
 
-/// Appends the result of one output row.
-fn append_result(token: u32, logits: &[f32], params: &SamplingParams, out: &mut StepOutput) {
-    let mut result =
-        SampledToken { token, logprob: f32::NAN, top_at: out.top_logprobs.len() as u32, top_len: 0 };
-    if params.logprob || params.top_logprobs > 0 {
+/// Appends the result of one output row, which has no token if its late input did not come.
+fn append_result(token: Option<u32>, logits: &[f32], params: &SamplingParams, out: &mut StepOutput) {
+    let result = token.map_or(SampledToken::failed(RowFailure::NoLateInput), SampledToken::new);
+    let mut result = SampledToken { top_at: out.top_logprobs.len() as u32, ..result };
+    if let Some(token) = token
+        && (params.logprob || params.top_logprobs > 0)
+    {
         let logprobs = logprobs(logits, params.top_logprobs.into());
         result.top_len = logprobs.top.len() as u32;
         if params.logprob {

@@ -1,8 +1,8 @@
 //! The definition of token sampling, and of the log-probabilities that are reported with a token.
 //!
-//! Invariant: pure functions of logits, biases and the sampling parameters of one row.
+//! Invariant: pure functions of logits, biases, mask and the sampling parameters of one row.
 
-use crate::batch::SamplingParams;
+use crate::batch::{SamplingParams, is_allowed};
 use crate::random::uniform;
 
 /// The log-probabilities for one row of raw logits.
@@ -21,11 +21,12 @@ impl LogProbs {
     }
 }
 
-/// Samples a token from `logits` (vocabulary) with logit biases and the sampling parameters `row`.
+/// Samples a token from `logits` (vocabulary) with logit biases, a mask and the sampling parameters `row`.
 /// [`Backend::sample`](crate::Backend::sample) must return exactly this token.
 ///
-/// 1. Biases are added first, in their order. If they leave no logit above negative infinity, they are
-///    ignored, because a token must be sampled.
+/// 1. Biases are added first, in their order. Then the logits of tokens that the mask does not allow
+///    ([`is_allowed`](crate::batch::is_allowed)) become negative infinity, as if they had that bias. If no
+///    logit above negative infinity is left, biases and mask are ignored, because a token must be sampled.
 /// 2. Greedy rows take the largest logit, and the lowest id on ties. So do rows whose largest scaled logit is
 ///    not finite, because then there are no weights.
 /// 3. Scaled = logit / temperature. Candidates are ordered by scaled value, descending, ties by id.
@@ -37,8 +38,8 @@ impl LogProbs {
 ///    total weight of the kept candidates, or the last kept candidate if there is none.
 ///
 /// A NaN logit counts as negative infinity.
-pub fn sample(logits: &[f32], biases: &[(u32, f32)], row: &SamplingParams) -> u32 {
-    let logits = &apply_biases(logits, biases)[..];
+pub fn sample(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>, row: &SamplingParams) -> u32 {
+    let logits = &apply_biases(logits, biases, mask)[..];
     let scaled: Vec<f32> = logits.iter().map(|l| nan_to_lowest(l / row.temperature)).collect();
     let largest = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if row.is_greedy() || !largest.is_finite() {
@@ -65,11 +66,16 @@ pub fn logprobs(logits: &[f32], n: usize) -> LogProbs {
     result
 }
 
-/// Returns the logits with biases added, or unchanged if that would forbid every token.
-fn apply_biases(logits: &[f32], biases: &[(u32, f32)]) -> Vec<f32> {
+/// Returns the logits with biases and mask applied, or unchanged if that would forbid every token.
+fn apply_biases(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>) -> Vec<f32> {
     let mut biased = logits.to_vec();
     for &(id, bias) in biases {
         biased[id as usize] += bias;
+    }
+    for (id, logit) in biased.iter_mut().enumerate() {
+        if mask.is_some_and(|mask| !is_allowed(mask, id as u32)) {
+            *logit = f32::NEG_INFINITY;
+        }
     }
     let forbids_all = biased.iter().all(|&logit| nan_to_lowest(logit) == f32::NEG_INFINITY);
     if forbids_all { logits.to_vec() } else { biased }
@@ -146,12 +152,12 @@ mod tests {
     #[test]
     fn greedy_rows_take_the_lowest_id_of_the_largest_logit() {
         let greedy = SamplingParams::GREEDY;
-        assert_eq!(sample(&[1.0, 3.0, 3.0, 2.0], &[], &greedy), 1);
-        assert_eq!(sample(&[f32::NAN, -3.0, f32::NAN, -2.0], &[], &greedy), 3);
-        assert_eq!(sample(&[f32::NAN; 3], &[], &greedy), 0);
-        assert_eq!(sample(&[-0.0, 0.0], &[], &greedy), 0);
+        assert_eq!(sample(&[1.0, 3.0, 3.0, 2.0], &[], None, &greedy), 1);
+        assert_eq!(sample(&[f32::NAN, -3.0, f32::NAN, -2.0], &[], None, &greedy), 3);
+        assert_eq!(sample(&[f32::NAN; 3], &[], None, &greedy), 0);
+        assert_eq!(sample(&[-0.0, 0.0], &[], None, &greedy), 0);
         let without_weights = SamplingParams { temperature: 1.0, ..greedy };
-        assert_eq!(sample(&[1.0, f32::INFINITY, f32::INFINITY], &[], &without_weights), 1);
+        assert_eq!(sample(&[1.0, f32::INFINITY, f32::INFINITY], &[], None, &without_weights), 1);
     }
 
     #[test]
@@ -160,13 +166,37 @@ mod tests {
         let sampled = SamplingParams { temperature: 0.5, top_k: 2, seed: 3, ..SamplingParams::GREEDY };
         for row in [SamplingParams::GREEDY, sampled, SamplingParams { top_p: 0.1, top_k: 0, ..sampled }] {
             let logits = [1.0, 3.0, 2.0, f32::NAN];
-            assert_eq!(sample(&logits, &[(0, 90.0)], &row), 0, "{row:?}: raised above all others");
-            assert_eq!(sample(&logits, &[(1, FORBID), (2, -90.0)], &row), 0, "{row:?}: the only one left");
-            assert_eq!(sample(&logits, &[(1, FORBID), (1, 90.0), (2, FORBID)], &row), 0, "{row:?}");
+            assert_eq!(sample(&logits, &[(0, 90.0)], None, &row), 0, "{row:?}: raised above all others");
+            assert_eq!(
+                sample(&logits, &[(1, FORBID), (2, -90.0)], None, &row),
+                0,
+                "{row:?}: the only one left"
+            );
+            assert_eq!(sample(&logits, &[(1, FORBID), (1, 90.0), (2, FORBID)], None, &row), 0, "{row:?}");
             let all = [(0, FORBID), (1, FORBID), (2, FORBID)];
-            assert_eq!(sample(&logits, &all, &row), sample(&logits, &[], &row), "{row:?}: ignored");
+            assert_eq!(
+                sample(&logits, &all, None, &row),
+                sample(&logits, &[], None, &row),
+                "{row:?}: ignored"
+            );
         }
-        assert_eq!(sample(&[f32::INFINITY, 0.0], &[(0, FORBID)], &SamplingParams::GREEDY), 1);
+        assert_eq!(sample(&[f32::INFINITY, 0.0], &[(0, FORBID)], None, &SamplingParams::GREEDY), 1);
+    }
+
+    #[test]
+    fn a_mask_forbids_the_tokens_without_a_bit() {
+        let sampled = SamplingParams { temperature: 0.5, seed: 3, ..SamplingParams::GREEDY };
+        for row in [SamplingParams::GREEDY, sampled] {
+            let logits: Vec<f32> = (0..40).map(|id| id as f32).collect();
+            let masked = |mask, biases| sample(&logits, biases, Some(mask), &row);
+            assert_eq!(masked(&[1 << 7, 0], &[]), 7, "{row:?}");
+            assert_eq!(masked(&[0, 1 << 6], &[(39, f32::INFINITY)]), 38, "{row:?}: a bias allows nothing");
+            let any = sample(&logits, &[], None, &row);
+            assert_eq!(masked(&[u32::MAX; 2], &[]), any, "{row:?}");
+            // Bits beyond the vocabulary count for nothing, and what forbids everything is ignored.
+            assert_eq!(masked(&[0, 1 << 9], &[(0, 90.0)]), any, "{row:?}");
+            assert_eq!(masked(&[1, 0], &[(0, f32::NEG_INFINITY)]), any, "{row:?}");
+        }
     }
 
     /// Weights 8, 4, 2, 1 of ids 2, 0, 3, 1 at temperature 1.
@@ -177,7 +207,8 @@ mod tests {
     fn frequencies(row: SamplingParams) -> [f64; 4] {
         let mut frequencies = [0.0; 4];
         for position in 0..4096 {
-            frequencies[sample(&LOGITS, &[], &SamplingParams { position, ..row }) as usize] += 1.0 / 4096.0;
+            frequencies[sample(&LOGITS, &[], None, &SamplingParams { position, ..row }) as usize] +=
+                1.0 / 4096.0;
         }
         frequencies
     }

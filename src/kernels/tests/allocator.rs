@@ -9,11 +9,13 @@ use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::random::noise;
 use mainstem_kernels::{
     Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, Fraction, Gemm, HostBuf, InputOperand,
-    KvLayer, KvLayout, KvTable, Mask, MoeShape, Norm, NormKind, PackedLayout, PageCopy, QuantType,
-    RelativeBias, Rope, RopeStyle, SamplingParams, Scoring, SlotMove, Span, SpanModel, SpanOutput, SpanStack,
-    SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate, Weight,
+    KvLayer, KvLayout, KvTable, LateInputs, Mask, MoeShape, Norm, NormKind, PackedLayout, PageCopy,
+    QuantType, RelativeBias, Rope, RopeStyle, SamplingInputs, SamplingParams, Scoring, SlotMove, Span,
+    SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate,
+    Weight,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// An allocator that counts allocations.
@@ -46,7 +48,6 @@ const LIMITS: StepLimits = StepLimits {
     encoder_positions: 32,
     page_positions: 32,
     top_logprobs: 3,
-    logit_biases: 2,
     vocab: 50,
     hidden: WIDTH,
     attended_fraction: Fraction::ONE,
@@ -85,12 +86,14 @@ fn no_operation_allocates(ty: QuantType) {
     })
     .expect("a CPU backend");
     let (mut everything, batch) = (Everything::new(cpu, ty), test_batch());
+    let late: Arc<LateInputs> = Arc::default();
+    late.mask_sender(0).send(vec![0xf0; LIMITS.mask_words()].into());
     let mut out = StepOutput::with_capacity(&LIMITS);
     let buffers = HostBuf::total_allocated();
     for round in 0..20 {
         out.clear();
         let before = ALLOCATIONS.load(Ordering::SeqCst);
-        everything.step(&batch, &mut out);
+        everything.step(&batch, &late, &mut out);
         let allocations = ALLOCATIONS.load(Ordering::SeqCst) - before;
         assert_eq!((allocations, HostBuf::total_allocated()), (0, buffers), "cache {ty}, round {round}");
         assert_eq!((out.tokens.len(), out.hidden.len()), (2, 22 * WIDTH), "round {round}");
@@ -114,7 +117,8 @@ fn test_batch() -> StepBatch {
         output: want,
     };
     let (encoder, decoder) = (SpanStack::Encoder, SpanStack::Decoder);
-    let reported = SamplingParams { logprob: true, top_logprobs: 3, bias_len: 2, ..SamplingParams::GREEDY };
+    let reported = SamplingParams { logprob: true, top_logprobs: 3, ..SamplingParams::GREEDY };
+    let reported = SamplingParams { bias_len: 2, masked: true, ..reported };
     StepBatch {
         moves: vec![SlotMove { from: 0, to: 3 }],
         table_updates: own.chain((0..3).map(|slot| entry(slot, KvTable::Cross, 0, 10 + slot))).collect(),
@@ -192,7 +196,7 @@ impl Everything {
     }
 
     /// Runs every operation, for both stacks.
-    fn step(&mut self, batch: &StepBatch, out: &mut StepOutput) {
+    fn step(&mut self, batch: &StepBatch, late: &Arc<LateInputs>, out: &mut StepOutput) {
         self.cpu.begin_step(batch);
         self.refill();
         self.cpu.copy_pages(&batch.page_copies, &mut self.cache);
@@ -206,7 +210,8 @@ impl Everything {
             }
         }
         self.cpu.gather_output_rows(0..2, WIDTH, &self.x, &mut self.y);
-        self.cpu.sample(0..2, &self.logits, out);
+        let inputs = SamplingInputs { biases: &batch.logit_biases, late: Some(late) };
+        self.cpu.sample(0..2, &self.logits, inputs, out);
         self.cpu.end_step();
     }
 

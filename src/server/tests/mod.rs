@@ -244,6 +244,7 @@ async fn every_refusal_has_its_status_and_object() {
         (busy, 429, "server_busy", Value::Null, Some("3")),
         (RequestError::Draining, 503, "shutting_down", Value::Null, Some("3")),
         (RequestError::DeviceFailed("smoke".into()), 500, "device_failed", Value::Null, None),
+        (RequestError::SamplingFailed("no mask".into()), 500, "sampling_failed", Value::Null, None),
     ] {
         let message = refusal.to_string();
         let server =

@@ -2,6 +2,7 @@
 //! the group is rebuilt, later requests are correct, and no thread is left.
 
 mod hangs;
+mod late;
 mod rank;
 mod real;
 mod steps;

@@ -61,7 +61,7 @@ pub struct Script {
     pub shape: Shape,
     failures: Vec<Failure>,
     /// Number of steps started by each device.
-    steps: Vec<AtomicU64>,
+    pub steps: Vec<AtomicU64>,
     /// Number of builds of each device.
     pub builds: Vec<AtomicU64>,
     /// The threads that devices were built on.
@@ -239,7 +239,7 @@ impl Executor for ScriptedRank {
         }
         out.clear();
         if self.collective.rank() == 0 && last {
-            self.answers.run(batch, HandoffPorts::default(), out)?;
+            self.answers.run(batch, HandoffPorts { late: flow.late, ..HandoffPorts::default() }, out)?;
         }
         self.script.act(self.device, step, Moment::End)
     }

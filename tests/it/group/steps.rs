@@ -23,7 +23,6 @@ pub(super) const LIMITS: StepLimits = StepLimits {
     encoder_positions: 0,
     page_positions: 32,
     top_logprobs: 0,
-    logit_biases: 0,
     vocab: 200,
     hidden: 0,
     attended_fraction: Fraction::ONE,
@@ -36,7 +35,7 @@ pub(super) fn config(shape: Shape) -> GroupConfig {
 }
 
 /// Returns the prompt of sequence `number`.
-fn step(number: u32) -> Box<Step> {
+pub(super) fn step(number: u32) -> Box<Step> {
     let span = Span {
         model: SpanModel::Target,
         stack: SpanStack::Decoder,

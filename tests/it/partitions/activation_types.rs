@@ -2,9 +2,11 @@
 
 use super::*;
 use mainstem::model::executor::estimate_report;
+use mainstem_kernels::reference::ReferenceSizes;
 use mainstem_kernels::{
-    ActivationType, DeviceError, HostBuf, KvTable, SamplingParams, Span, SpanModel, SpanOutput, SpanStack,
-    SpanTable, SpanTokens, StepBatch, StepTimes, TableUpdate,
+    ActivationType, DeviceError, DeviceSizes, HeldShapes, HostBuf, KvLayout, KvTable, PackedLayout,
+    SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepTimes,
+    TableUpdate,
 };
 
 /// A reference backend with F16 activations outside of its operations: its buffers are twice as long as asked
@@ -12,6 +14,31 @@ use mainstem_kernels::{
 struct HalfActivations {
     inner: Reference,
     is_in_step: bool,
+}
+
+/// The sizes that a device with these activations would have.
+struct HalfSizes;
+
+impl DeviceSizes for HalfSizes {
+    fn describe(&self) -> String {
+        ReferenceSizes.describe()
+    }
+
+    fn activation_type(&self) -> ActivationType {
+        ActivationType::F16
+    }
+
+    fn packed_layout(&self, ty: QuantType, n: usize, k: usize) -> PackedLayout {
+        ReferenceSizes.packed_layout(ty, n, k)
+    }
+
+    fn kv_bytes(&self, layout: &KvLayout) -> Result<[usize; 2], DeviceError> {
+        ReferenceSizes.kv_bytes(layout)
+    }
+
+    fn step_bytes(&self, limits: &StepLimits, shapes: &HeldShapes) -> usize {
+        ReferenceSizes.step_bytes(limits, shapes)
+    }
 }
 
 /// Converts little-endian F16 values to F32 values.
@@ -109,7 +136,7 @@ fn buffers_and_logits_follow_the_devices_type() {
     let kv = KvCacheConfig { ty: QuantType::F32, pages: 3 };
     let mut wide = ModelExecutor::new(Reference::new(), &source, &whole, kv, limits).expect("it loads");
     let angles = limits.rows * source.spec.last_stack().ropes[0].dims * size_of::<f32>();
-    let foretold = estimate_report(half(), &source, &whole, kv, limits).expect("it is known");
+    let foretold = estimate_report(&HalfSizes, &source, &whole, kv, limits).expect("it is known");
     assert_eq!(foretold.activation_bytes - angles, (wide.report().activation_bytes - angles) / 2);
     // The device allocates twice what it is asked for.
     let mut half = executor(&source, &whole, kv);

@@ -40,7 +40,6 @@ pub fn limits(spec: &ModelSpec) -> StepLimits {
         encoder_positions: spec.encoder.as_ref().map_or(0, |_| PAGE),
         page_positions: PAGE,
         top_logprobs: 3,
-        logit_biases: 0,
         vocab: spec.vocab,
         hidden: if spec.decoder.is_some() { 0 } else { spec.hidden },
         attended_fraction: Fraction::ONE,

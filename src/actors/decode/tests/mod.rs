@@ -281,6 +281,32 @@ async fn a_fault_fails_every_lane() {
     rig.assert_all_released().await;
 }
 
+/// In a step with its prompt, or later.
+#[actix::test]
+async fn a_row_without_a_token_ends_its_sequence_and_no_other() {
+    for steps in [0, 3] {
+        let mut rig = Rig::new(RigConfig::new(4, 1));
+        for number in 0..5 {
+            rig.submit(request(number, 3, 12)).await;
+        }
+        for _ in 0..steps {
+            rig.complete_step().await;
+        }
+        rig.complete_step_failing_row(0).await;
+        rig.run_to_end().await;
+        for (number, client) in rig.clients.iter().enumerate() {
+            if number == 0 {
+                let why = "the host supplied no valid mask or token".to_owned();
+                assert_eq!(client.end, Some(Err(RequestError::SamplingFailed(why))));
+                assert_eq!(client.ids, expected(&client.request)[..steps]);
+            } else {
+                client.assert_complete();
+            }
+        }
+        rig.assert_all_released().await;
+    }
+}
+
 /// A step that completed before another lane's step failed may be processed before or after the fault is
 /// reported. Its sequences are lost too, and its token is their last.
 #[actix::test]

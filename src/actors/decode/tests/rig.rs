@@ -21,8 +21,8 @@ use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
 use actix::{Actor, Addr, Handler, ResponseFuture};
 use mainstem_kernels::batch::{NULL_PAGE, Page};
 use mainstem_kernels::{
-    DeviceError, Fraction, KvTable, SampleMode, SampledToken, Span, SpanOutput, SpanTable, SpanTokens,
-    StepBatch, StepLimits, StepOutput,
+    DeviceError, Fraction, KvTable, RowFailure, SampleMode, SampledToken, Span, SpanOutput, SpanTable,
+    SpanTokens, StepBatch, StepLimits, StepOutput,
 };
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -90,14 +90,14 @@ impl FakeModel {
                 let sample = samples.next().expect("there is a sample row for each output row");
                 let next = self.next_token(span, row);
                 let token = match sample.mode {
-                    SampleMode::Sample => next,
+                    SampleMode::Sample | SampleMode::Host => next,
                     SampleMode::Score(token) => token,
                 };
                 if sample.mode == SampleMode::Sample {
                     self.last_tokens[span.slot as usize] = token;
                 }
                 let logprob = if sample.logprob { next as f32 } else { f32::NAN };
-                output.tokens.push(SampledToken { token, logprob, top_at: 0, top_len: 0 });
+                output.tokens.push(SampledToken { logprob, ..SampledToken::new(token) });
             }
         }
         assert!(samples.next().is_none(), "there is an output row for each sample row");
@@ -344,7 +344,6 @@ impl Rig {
             encoder_positions: 0,
             page_positions: PAGE,
             top_logprobs: 0,
-            logit_biases: 4,
             vocab: VOCAB as usize,
             hidden: 0,
             attended_fraction: Fraction::ONE,
@@ -516,6 +515,16 @@ impl Rig {
         true
     }
 
+    /// Completes the oldest step in flight, with a failure of this row.
+    pub async fn complete_step_failing_row(&mut self, row: usize) {
+        self.run_until_idle().await;
+        let InFlight { mut step, reply, done_at } = self.in_flight.pop_front().expect("a step is in flight");
+        self.clock = done_at;
+        step.output = self.model.run(&step.batch);
+        step.output.tokens[row] = SampledToken::failed(RowFailure::NoLateInput);
+        let _ = reply.send(StepResult { step, result: Ok(()) });
+    }
+
     /// Completes the oldest step in flight without results, which makes its lane panic.
     pub fn complete_without_results(&mut self) {
         let Some(InFlight { mut step, reply, done_at: done }) = self.in_flight.pop_front() else { return };
@@ -619,8 +628,6 @@ fn intake_limits(slots: usize, pages: usize) -> IntakeLimits {
         encoder_context: 0,
         vocab: VOCAB as usize,
         top_logprobs: 0,
-        biases: 4,
-        eos_count: 0,
         pages: pages - 1,
         page_positions: PAGE,
         kind: Kind::Decoder,

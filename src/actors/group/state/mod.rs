@@ -15,7 +15,7 @@ use super::{Epoch, GroupConfig};
 use crate::actors::step::{Step, StepResult};
 use crate::model::executor::ExecutorReport;
 use anyhow::Result;
-use mainstem_kernels::{Abort, DeviceError, StepLimits, StepOutput};
+use mainstem_kernels::{Abort, DeviceError, LateInputs, StepLimits, StepOutput};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 use tracing::error;
@@ -207,6 +207,13 @@ impl GroupState {
             }
             self.changed.notify_all();
         }
+    }
+
+    /// Returns the late inputs of a step in flight; `None` if its build is over. They do not travel with the
+    /// batch, because the stages between need not share memory with the control thread.
+    pub fn late_inputs(&self, build: u64, number: u64) -> Option<Arc<LateInputs>> {
+        let state = self.lock();
+        if build == state.build { state.steps.late_inputs(number) } else { None }
     }
 
     /// Reports that the last stage has completed a step. `output` is exchanged for a buffer to reuse. Then

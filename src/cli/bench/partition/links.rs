@@ -82,8 +82,8 @@ impl Executor for SlowExecutor {
         flow: HandoffPorts<'_>,
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
-        let HandoffPorts { input: from, output: mut to } = flow;
-        self.inner.run(batch, HandoffPorts { input: from, output: to.as_deref_mut() }, out)?;
+        let HandoffPorts { input, output: mut to, late } = flow;
+        self.inner.run(batch, HandoffPorts { input, output: to.as_deref_mut(), late }, out)?;
         if let Some(ActivationHandoff { encoder, decoder }) = to {
             wait_for_messages(self.link, self.next, encoder.len() + decoder.len());
         }
@@ -170,9 +170,8 @@ mod tests {
         let mut first = factories[0][0](Box::new(SingleRank)).unwrap();
         let (mut to, mut out) = (ActivationHandoff::default(), StepOutput::default());
         let began = Instant::now();
-        first
-            .run(&StepBatch::default(), HandoffPorts { input: None, output: Some(&mut to) }, &mut out)
-            .unwrap();
+        let flow = HandoffPorts { output: Some(&mut to), ..HandoffPorts::default() };
+        first.run(&StepBatch::default(), flow, &mut out).unwrap();
         assert!(began.elapsed() >= Duration::from_millis(6), "{:?}", began.elapsed());
         assert_eq!(to.decoder, [7; 100]);
     }

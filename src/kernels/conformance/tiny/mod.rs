@@ -11,9 +11,14 @@ use super::inputs::*;
 use super::rig::*;
 use super::rope::rope_with_dependence;
 use super::spans::*;
-use mainstem_kernels::backend::{Backend, KvLayer, KvLayout, KvTable, Norm, NormKind, RelativeBias, Rope};
-use mainstem_kernels::batch::{Page, SlotMove, SpanOutput, SpanStack, StepBatch, StepOutput, TableUpdate};
+use mainstem_kernels::backend::{
+    Backend, KvLayer, KvLayout, KvTable, Norm, NormKind, RelativeBias, Rope, SamplingInputs,
+};
+use mainstem_kernels::batch::{
+    Page, SamplingParams, SlotMove, SpanOutput, SpanStack, StepBatch, StepOutput, TableUpdate,
+};
 use mainstem_kernels::quant::QuantType;
+use std::collections::BTreeMap;
 use weights::{ModelSizes, ModelWeights};
 
 /// A step of the small model.
@@ -35,6 +40,11 @@ pub(super) struct TinyModel<B: Backend> {
     family: ModelFamily,
     pub(super) rig: Rig<B>,
     pub(super) book: PageBook,
+    /// The sampling parameters of a row by its sequence and position. Without them, the tokens of the test
+    /// sequences are sampled, not those of the model, so that every schedule processes the same text.
+    pub(super) sampling: Option<fn(u32, usize) -> SamplingParams>,
+    /// The tokens that were sampled with these parameters.
+    pub(super) sampled: BTreeMap<(u32, usize), u32>,
     sizes: ModelSizes,
     weights: ModelWeights<B>,
     norm: Norm<B::Buf>,
@@ -66,6 +76,8 @@ impl<B: Backend> TinyModel<B> {
         }
         TinyModel {
             book: PageBook::scattered(page_positions),
+            sampling: None,
+            sampled: BTreeMap::new(),
             weights: ModelWeights::new(&mut rig, ty, &sizes),
             norm: norm_of(&mut rig, family.norm, sizes.hidden),
             head_norm: Norm {
@@ -98,6 +110,7 @@ impl<B: Backend> TinyModel<B> {
                 span.output = *output;
             }
             sample_all_greedily(&mut batch);
+            self.set_sampling(&step.spans, &mut batch);
             self.rig.begin(batch.clone());
             for stack in [SpanStack::Encoder, SpanStack::Decoder] {
                 let rows = stack_rows(&step.spans, stack);
@@ -112,8 +125,17 @@ impl<B: Backend> TinyModel<B> {
         answers
     }
 
-    /// Computes logits, in blocks of as many rows as can have logits at the same time. The sampled tokens are
-    /// those of the test sequence, not of the model, so that every schedule processes the same text.
+    /// Sets the sampling parameters of the output rows, if the model has any.
+    fn set_sampling(&self, spans: &[TestSpan], batch: &mut StepBatch) {
+        let Some(params) = self.sampling else { return };
+        let rows = [SpanStack::Encoder, SpanStack::Decoder].map(|stack| {
+            let rows = stack_rows(spans, stack);
+            batch.output_rows(stack).map(|row| rows[row]).collect::<Vec<_>>()
+        });
+        batch.sampling = rows.concat().into_iter().map(|(sequence, at)| params(sequence, at)).collect();
+    }
+
+    /// Computes logits, in blocks of as many rows as can have logits at the same time, and samples.
     fn append_logits(
         &mut self,
         x: &B::Buf,
@@ -139,10 +161,13 @@ impl<B: Backend> TinyModel<B> {
             answers.extend(
                 rows[block.clone()].iter().copied().zip(got.chunks_exact(vocab).map(<[f32]>::to_vec)),
             );
-            let next = rows[block.clone()].iter().map(|&(sequence, p)| token_at(sequence, p + 1));
-            let forced = self.rig.input(&next.flat_map(|token| one_hot(token, vocab)).collect::<Vec<_>>());
-            self.rig.backend.sample(block, &forced, &mut out);
+            if self.sampling.is_none() {
+                let next = rows[block.clone()].iter().map(|&(sequence, p)| token_at(sequence, p + 1));
+                logits = self.rig.input(&next.flat_map(|token| one_hot(token, vocab)).collect::<Vec<_>>());
+            }
+            self.rig.backend.sample(block, &logits, SamplingInputs::default(), &mut out);
         }
+        self.sampled.extend(rows.into_iter().zip(out.tokens.iter().map(|result| result.token)));
     }
 
     /// Returns the hidden states of the spans that request them.

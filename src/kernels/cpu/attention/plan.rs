@@ -249,7 +249,6 @@ mod tests {
             encoder_positions: 0,
             page_positions: 32,
             top_logprobs: 0,
-            logit_biases: 0,
             vocab: 1,
             hidden: 0,
             attended_fraction: attended,

@@ -28,7 +28,6 @@ const LIMITS: StepLimits = StepLimits {
     encoder_positions: 8,
     page_positions: 32,
     top_logprobs: 4,
-    logit_biases: 4,
     vocab: 4,
     hidden: 4,
     attended_fraction: Fraction::ONE,

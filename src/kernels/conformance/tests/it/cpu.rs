@@ -8,8 +8,8 @@ use mainstem_kernels::random::noise;
 use mainstem_kernels::reference::{Reference, sample};
 use mainstem_kernels::{
     ActivationPrecision, AttentionShape, Backend, Fraction, HostBuf, HostMemory, KvLayout, KvTable, Mask,
-    PackedLayout, QuantType, RelativeBias, SampleMode, SamplingParams, Span, SpanModel, SpanOutput,
-    SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
+    PackedLayout, QuantType, RelativeBias, SampleMode, SamplingInputs, SamplingParams, Span, SpanModel,
+    SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
 };
 
 fn backend(isa: Isa, threads: usize) -> Option<CpuBackend> {
@@ -32,7 +32,6 @@ fn limits(rows: usize, vocab: usize) -> StepLimits {
         encoder_positions: 0,
         page_positions: 32,
         top_logprobs: 5,
-        logit_biases: 0,
         vocab,
         hidden: 0,
         attended_fraction: Fraction::ONE,
@@ -285,9 +284,9 @@ fn assert_samples_match_reference(logits: &[f32], rows: &[SamplingParams]) {
     batch.spans.extend((0..rows.len() as u32).map(span));
     cpu.begin_step(&batch);
     let mut out = StepOutput::default();
-    cpu.sample(0..rows.len(), &f32_buf(&logits.repeat(rows.len())), &mut out);
+    cpu.sample(0..rows.len(), &f32_buf(&logits.repeat(rows.len())), SamplingInputs::default(), &mut out);
     for (row, result) in rows.iter().zip(&out.tokens) {
-        assert_eq!(result.token, sample(logits, &[], row), "{row:?}");
+        assert_eq!(result.token, sample(logits, &[], None, row), "{row:?}");
     }
 }
 
