@@ -9,23 +9,30 @@ use super::group::mailbox::{Assignment, Command, Mailbox, Role, StepMessage};
 use super::group::state::{DeviceId, GroupState};
 use crate::model::executor::{Executor, ExecutorReport};
 use anyhow::{Context as _, Result, anyhow};
-use mainstem_kernels::{Aborted, Collective, DeviceError, HandoffPorts, StepBatch, StepLimits, StepOutput};
+use mainstem_kernels::{
+    Aborted, Collective, DeviceError, HandoffPorts, LastLayerSignal, StepBatch, StepLimits, StepOutput,
+};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
 
 /// A batch and the buffers for its output. Both are reused from step to step.
 #[derive(Debug, Default)]
 pub struct Step {
     pub batch: StepBatch,
     pub output: StepOutput,
+    /// Time of the device between its previous step and this one; `None` for its first step. Written with
+    /// the output.
+    pub gap: Option<Duration>,
 }
 
 impl Step {
     /// Allocates buffers for any step within `limits`.
     pub fn with_capacity(limits: &StepLimits) -> Step {
-        Step { batch: StepBatch::with_capacity(limits), output: StepOutput::with_capacity(limits) }
+        let (batch, output) = (StepBatch::with_capacity(limits), StepOutput::with_capacity(limits));
+        Step { batch, output, gap: None }
     }
 }
 
@@ -52,6 +59,8 @@ pub(super) struct Device {
     built: Option<BuiltExecutor>,
     /// Output buffer of the steps. Ranks that do not return results write it too, and nobody reads it.
     output: StepOutput,
+    /// When the last step ended.
+    last_step_end: Option<Instant>,
 }
 
 /// The executor and its assignment, from one build to the next.
@@ -102,7 +111,9 @@ impl Device {
             // of the stage notice that and must not report it first; and until the executor is dropped, the
             // thread may still hang.
             let _leaving = ExitedGuard(group.clone(), id);
-            let mut device = Device { id, group: group.clone(), mailbox, factory, built: None, output };
+            let (built, last_step_end) = (None, None);
+            let mut device =
+                Device { id, group: group.clone(), mailbox, factory, built, output, last_step_end };
             let _ending = ExitingGuard(group, id);
             device.serve();
         })
@@ -148,6 +159,7 @@ impl Device {
             })
             .with_context(|| format!("building the device {}", self.group.name(self.id)))?;
         let report = executor.report();
+        self.last_step_end = None;
         self.built = Some(BuiltExecutor { assignment, executor, next_step: None });
         Ok(report)
     }
@@ -156,13 +168,17 @@ impl Device {
     fn run(&mut self, message: StepMessage) {
         let Some(built) = self.built.as_mut().filter(|built| built.accepts(&message)) else { return };
         let (build, number) = (message.build, message.batch.step);
-        let ran = built.run(&message, &mut self.output);
         let answers = matches!(built.assignment.role, Role::ReturnResults);
+        let signal = || self.group.report_last_layer(build, number);
+        let signal = if answers { LastLayerSignal::new(&signal) } else { LastLayerSignal::default() };
+        let gap = self.last_step_end.map(|end| end.elapsed());
+        let ran = built.run(&message, signal, &mut self.output);
+        self.last_step_end = Some(Instant::now());
         // The batch must be released before the step completes, so that it can be reused.
         drop(message);
         match ran {
             Err(failure) => self.report_fault(build, number, failure),
-            Ok(()) if answers => self.group.report_result(build, number, &mut self.output),
+            Ok(()) if answers => self.group.report_result(build, number, &mut self.output, gap),
             Ok(()) => {}
         }
     }
@@ -185,7 +201,12 @@ impl BuiltExecutor {
         message.build == self.assignment.build && !self.assignment.abort.is_aborted()
     }
 
-    fn run(&mut self, message: &StepMessage, output: &mut StepOutput) -> Result<(), StepFailure> {
+    fn run(
+        &mut self,
+        message: &StepMessage,
+        last_layer: LastLayerSignal<'_>,
+        output: &mut StepOutput,
+    ) -> Result<(), StepFailure> {
         let (number, expected) = (message.batch.step, self.next_step.replace(message.batch.step + 1));
         let BuiltExecutor { assignment, executor, .. } = self;
         let ran = catch_unwind(AssertUnwindSafe(|| {
@@ -199,7 +220,7 @@ impl BuiltExecutor {
             };
             executor.run(
                 &message.batch,
-                HandoffPorts { input: message.handoff.as_deref(), output: to },
+                HandoffPorts { input: message.handoff.as_deref(), output: to, last_layer },
                 output,
             )?;
             match &mut assignment.role {
@@ -249,7 +270,8 @@ mod tests {
         let mut output = StepOutput::default();
         for (step, fits) in [(7, true), (8, true), (10, false), (11, true), (12, true), (12, false)] {
             let batch = Arc::new(StepBatch { step, ..StepBatch::default() });
-            let ran = built.run(&StepMessage { build: 1, batch, handoff: None }, &mut output);
+            let message = StepMessage { build: 1, batch, handoff: None };
+            let ran = built.run(&message, LastLayerSignal::default(), &mut output);
             assert_eq!(ran.is_ok(), fits, "step {step}");
         }
     }

@@ -29,8 +29,9 @@ pub use backend::{
     Scoring, StepLimits, Weight,
 };
 pub use batch::{
-    ActivationHandoff, HandoffPorts, PageCopy, SampleMode, SampledToken, SamplingParams, SlotMove, Span,
-    SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepOutput, StepTimes, TableUpdate,
+    ActivationHandoff, HandoffPorts, LastLayerSignal, PageCopy, SampleMode, SampledToken, SamplingParams,
+    SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepOutput,
+    StepTimes, TableUpdate,
 };
 pub use collective::local::{Abort, LocalRank};
 pub use collective::{Aborted, Collective, SingleRank};

@@ -19,8 +19,10 @@ use mainstem_kernels::{
 pub trait Executor: Send {
     /// Runs this device's part of one forward pass, between the activations that `flow` receives and sends.
     /// Clears `out` first, then writes the times to it; the first rank of the last stage also writes the
-    /// results of the whole model. The ranks of a stage synchronize in every step, whatever it contains, so
-    /// no rank is more than a step behind, which bounds the queue of messages for it.
+    /// results of the whole model. That rank sends the signal of `flow` before the decoder's final norm, if
+    /// the step has decoder rows: then the next step is scheduled, and waits when this one returns. The ranks
+    /// of a stage synchronize in every step, whatever it contains, so no rank is more than a step behind,
+    /// which bounds the queue of messages for it.
     fn run(
         &mut self,
         batch: &StepBatch,

@@ -119,7 +119,10 @@ fn decode<B: Backend>(
     }
     let out = model.role.returns_output.then_some(&mut *traffic.out);
     match model.role.ends_decoder {
-        true => finish_stack(b, stack, (SpanStack::Decoder, traffic.batch), rows, act, out),
+        true => {
+            traffic.handoff.last_layer.send();
+            finish_stack(b, stack, (SpanStack::Decoder, traffic.batch), rows, act, out);
+        }
         false => send_activations(b, rows, act, traffic.handoff.output.as_mut().map(|to| &mut to.decoder)),
     }
 }

@@ -272,9 +272,9 @@ fn parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step() {
             for at in (0..batches.len()).cycle().take(3 * batches.len()) {
                 let (batch, carried) = (&batches[at], &mut carried[at]);
                 let flow = match (stage, rank) {
-                    (0, 0) => HandoffPorts { input: None, output: Some(carried) },
+                    (0, 0) => HandoffPorts { output: Some(carried), ..HandoffPorts::default() },
                     (0, _) => HandoffPorts::default(),
-                    _ => HandoffPorts { input: Some(carried), output: None },
+                    _ => HandoffPorts { input: Some(carried), ..HandoffPorts::default() },
                 };
                 let before = ALLOCATIONS.load(Ordering::SeqCst);
                 executor.run(batch, flow, &mut output).expect("the step runs");

@@ -161,7 +161,7 @@ ROWS = {
             "Fraction of wall time by phase",
             "percentunit",
             [("{{phase}}", rate("mainstem_step_phase_seconds_sum", by="phase"))],
-            "Forward and sample run on the device; plan and deliver run on the control thread, partly at the same time.",
+            "Gap, forward and sample are on the device, where gap is waiting for the next step; plan and deliver run on the control thread, partly at the same time.",
             stacked=True,
         ),
         quantiles("Step", "s", "mainstem_step_seconds"),

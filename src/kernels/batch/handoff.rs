@@ -3,6 +3,7 @@
 //! Invariant: for steps within the limits, the buffers never grow.
 
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::mem::size_of;
 
 /// The residual stream of a step between two pipeline stages: (rows, hidden) for each stack, F32,
@@ -16,13 +17,40 @@ pub struct ActivationHandoff {
     pub decoder: Vec<u8>,
 }
 
-/// Activation buffers at the start and the end of a pipeline stage.
+/// A signal from a running step to whoever schedules the next one. Sending it allocates nothing.
+#[derive(Clone, Copy, Default)]
+pub struct LastLayerSignal<'a>(Option<&'a dyn Fn()>);
+
+/// The connections of a device during a step: activation buffers at the start and the end of its pipeline
+/// stage, and a signal.
 #[derive(Debug, Default)]
 pub struct HandoffPorts<'a> {
     /// Activations from the previous stage; `None` in the first stage.
     pub input: Option<&'a ActivationHandoff>,
     /// Activations for the next stage, overwritten; `None` in the last stage.
     pub output: Option<&'a mut ActivationHandoff>,
+    /// Sent when the decoder's last layer is computed, or queued on a device with its own queue.
+    pub last_layer: LastLayerSignal<'a>,
+}
+
+impl<'a> LastLayerSignal<'a> {
+    /// Creates a signal that calls `on_sent` on the device's thread.
+    pub fn new(on_sent: &'a dyn Fn()) -> LastLayerSignal<'a> {
+        LastLayerSignal(Some(on_sent))
+    }
+
+    /// Sends the signal. The default signal goes nowhere.
+    pub fn send(self) {
+        if let Some(on_sent) = self.0 {
+            on_sent();
+        }
+    }
+}
+
+impl fmt::Debug for LastLayerSignal<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("LastLayerSignal").field(&self.0.is_some()).finish()
+    }
 }
 
 impl ActivationHandoff {

@@ -10,7 +10,7 @@ mod sampling;
 #[cfg(test)]
 mod tests;
 
-pub use handoff::{ActivationHandoff, HandoffPorts};
+pub use handoff::{ActivationHandoff, HandoffPorts, LastLayerSignal};
 pub use sampling::{SampleMode, SampledToken, SamplingParams, StepOutput, StepTimes};
 
 use crate::backend::KvTable;

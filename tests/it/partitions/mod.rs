@@ -105,7 +105,11 @@ impl Player<'_> {
             let (mut carried, mut output) = (ActivationHandoff::default(), StepOutput::default());
             let to = (!self.to.is_empty()).then_some(&mut carried);
             executor
-                .run(batch, HandoffPorts { input: from.as_deref(), output: to }, &mut output)
+                .run(
+                    batch,
+                    HandoffPorts { input: from.as_deref(), output: to, ..HandoffPorts::default() },
+                    &mut output,
+                )
                 .expect("the step runs");
             let carried = Arc::new(carried);
             self.to.iter().for_each(|to| to.send(carried.clone()).expect("the next stage is there"));

@@ -83,7 +83,7 @@ fn a_token_that_there_is_not_is_a_fault_on_every_device() {
     let partition = partition(&source.spec, &[1, 1], &[vec![1], vec![1]], ExpertSplit::Column);
     for shard in [Shard::whole(&source.spec), partition.shard(0, 0), partition.shard(1, 0)] {
         let mut device = device("cpu", &source, &shard, script.kv, None);
-        let flow = HandoffPorts { input: Some(&ActivationHandoff::default()), output: None };
+        let flow = HandoffPorts { input: Some(&ActivationHandoff::default()), ..HandoffPorts::default() };
         let ran = catch_unwind(AssertUnwindSafe(|| device.run(&batch, flow, &mut StepOutput::default())));
         let message = ran.expect_err("it is a fault");
         let message = message.downcast_ref::<String>().expect("it says why");

@@ -82,8 +82,8 @@ impl Executor for SlowExecutor {
         flow: HandoffPorts<'_>,
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
-        let HandoffPorts { input: from, output: mut to } = flow;
-        self.inner.run(batch, HandoffPorts { input: from, output: to.as_deref_mut() }, out)?;
+        let HandoffPorts { output: mut to, .. } = flow;
+        self.inner.run(batch, HandoffPorts { output: to.as_deref_mut(), ..flow }, out)?;
         if let Some(ActivationHandoff { encoder, decoder }) = to {
             wait_for_messages(self.link, self.next, encoder.len() + decoder.len());
         }
@@ -171,7 +171,11 @@ mod tests {
         let (mut to, mut out) = (ActivationHandoff::default(), StepOutput::default());
         let began = Instant::now();
         first
-            .run(&StepBatch::default(), HandoffPorts { input: None, output: Some(&mut to) }, &mut out)
+            .run(
+                &StepBatch::default(),
+                HandoffPorts { output: Some(&mut to), ..HandoffPorts::default() },
+                &mut out,
+            )
             .unwrap();
         assert!(began.elapsed() >= Duration::from_millis(6), "{:?}", began.elapsed());
         assert_eq!(to.decoder, [7; 100]);
