@@ -532,7 +532,7 @@ async fn each_client_gets_its_own_tokens() {
 /// its request alone determines.
 #[actix::test]
 async fn running_ahead_changes_no_token() {
-    for seed in 0..16 {
+    for seed in 0..8 {
         for (run_ahead, signals) in
             [(false, Signals::Always), (true, Signals::Always), (true, Signals::Sometimes(seed))]
         {

@@ -67,16 +67,19 @@ async fn a_request_that_arrives_before_the_signal_joins_the_next_step() {
 #[actix::test]
 async fn a_sequence_that_is_known_to_end_has_no_row_in_the_next_step() {
     let mut rig = rig(2);
-    for (number, tokens) in [(0, 2), (1, 9), (2, 4)] {
+    for (number, tokens) in [(0, 3), (1, 9), (2, 4)] {
         rig.submit(request(number, 3, tokens)).await;
     }
-    rig.signal_last_layer().await;
-    rig.complete_step().await;
+    // The first sequence starts a step before the second one.
+    for _ in 0..2 {
+        rig.signal_last_layer().await;
+        rig.complete_step().await;
+    }
     rig.signal_last_layer().await;
     assert_eq!(rows(&rig), [(2, 2), (1, 1)]);
     let (slots, pages) = with_timeout(rig.kv.send(GetUsage)).await.expect("kv replies");
     assert_eq!((slots, pages), (1, (3 + 9usize).div_ceil(PAGE)));
-    assert_eq!((rig.clients[0].ids.len(), &rig.clients[0].end), (1, &None));
+    assert_eq!((rig.clients[0].ids.len(), &rig.clients[0].end), (2, &None));
     rig.complete_step().await;
     rig.run_until_idle().await;
     rig.clients[0].assert_complete();
@@ -94,8 +97,11 @@ async fn nothing_is_sent_ahead_of_the_last_step() {
     let mut rig = rig(2);
     rig.submit(Request { prompt_logprobs: true, ..request(0, 3, 0) }).await;
     rig.submit(request(1, 3, 1)).await;
-    rig.signal_last_layer().await;
-    assert_eq!(rows(&rig), [(6, 0)]);
+    for _ in 0..2 {
+        rig.signal_last_layer().await;
+        assert_eq!(rows(&rig), [(3, 0)]);
+        rig.complete_step().await;
+    }
     rig.run_to_end().await;
     assert!(rig.clients.iter().all(|client| client.end == Some(Ok(FinishReason::Length))));
     assert_eq!(rig.clients[0].prompt_tokens.len(), 3);
@@ -135,6 +141,8 @@ async fn a_disconnect_after_the_signal_wastes_one_row() {
     rig.submit(request(0, 3, 20)).await;
     rig.submit(request(1, 3, 20)).await;
     rig.signal_last_layer().await;
+    rig.complete_step().await;
+    rig.signal_last_layer().await;
     rig.disconnect(0);
     rig.complete_step().await;
     rig.signal_last_layer().await;
@@ -151,11 +159,13 @@ async fn a_fault_fails_both_steps_once() {
     for through in [0, 1, 2] {
         for order in [FaultOrder::First, FaultOrder::Last] {
             let mut rig = rig(3);
-            for (number, tokens) in [(0, 2), (1, 9), (2, 9)] {
+            for (number, tokens) in [(0, 3), (1, 9), (2, 9)] {
                 rig.submit(request(number, 3, tokens)).await;
             }
-            rig.signal_last_layer().await;
-            rig.complete_step().await;
+            for _ in 0..2 {
+                rig.signal_last_layer().await;
+                rig.complete_step().await;
+            }
             rig.signal_last_layer().await;
             assert_eq!(rows(&rig), [(3, 3), (2, 2)]);
             rig.fail(through, order);
@@ -229,7 +239,7 @@ async fn other_configurations_wait_for_the_results() {
     ] {
         let (lanes, mut rig) = (config.lanes, Rig::new(config));
         for number in 0..4 {
-            rig.submit(request(number, 3, 9)).await;
+            rig.submit(request(number, 3, 20)).await;
         }
         for _ in 0..12 {
             rig.signal_last_layer().await;
