@@ -75,7 +75,7 @@ async fn running_ahead_changes_no_bit_of_a_result() {
                 ("scheduler.token_budget", Value::from(budget)),
             ];
             let engine = engine("gqa", &settings).await;
-            let outcomes = complete_all(&engine, (0..24).map(ending_requests).collect()).await;
+            let outcomes = complete_all(&engine, (0..24).map(ending_requests)).await;
             all_home(&engine, 4).await;
             engine.stop();
             let results: Vec<String> = outcomes.iter().map(bits).collect();
