@@ -350,8 +350,8 @@ pub(crate) static WASTED_ROWS: Metric = Metric::new(
     "mainstem_wasted_rows_total",
     Counter,
     "rows",
-    "Output rows that were discarded because their sequence had ended, or its client was gone, when their step \
-     ran.",
+    "Output rows that were discarded because their sequence had ended, or its client was gone, when their \
+     step ran.",
 );
 pub(crate) static DEVICE_RESTARTS: Metric = Metric::new(
     "mainstem_device_restarts_total",

@@ -1,5 +1,5 @@
-//! Tests that the baseline policies of the papers generate the same tokens as the fused loop, and that running
-//! ahead changes no result.
+//! Tests that the baseline policies of the papers generate the same tokens as the fused loop, and that
+//! running ahead changes no result.
 
 use crate::common::{Outcome, all_home, complete_all, engine, greedy, prompt, sampled};
 use mainstem::request::Request;

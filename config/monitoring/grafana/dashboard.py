@@ -171,7 +171,15 @@ ROWS = {
             [("rows", mean("mainstem_step_rows")), ("tokens", mean("mainstem_iteration_tokens"))],
             "Rows without a token are holes between slots, whose computation is wasted.",
         ),
-        graph("Steps", "ops", [("steps", rate("mainstem_step_seconds_count"))], width=12),
+        graph(
+            "Steps",
+            "ops",
+            [
+                ("steps", rate("mainstem_step_seconds_count")),
+                ("wasted rows", rate("mainstem_wasted_rows_total")),
+            ],
+            width=12,
+        ),
         graph(
             "Closing holes",
             "ops",

@@ -6,8 +6,8 @@
 //! A text for an encoder-only model is a sequence of one step: it takes a slot and no pages, and leaves with
 //! its result.
 //! With one lane on one device, the loop runs ahead: it schedules an iteration when the step before it has
-//! passed its last layer, so that the device finds the next step when it completes this one. Rows of sequences
-//! that turn out to have ended are wasted.
+//! passed its last layer, so that the device finds the next step when it completes this one. Rows of
+//! sequences that turn out to have ended are wasted.
 //! Invariant: slots and pages that a step in flight refers to are reused by later steps only, which every
 //! device runs after it. At most one step is sent before the results of the step before it.
 

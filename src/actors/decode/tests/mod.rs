@@ -458,8 +458,8 @@ fn computed_holes(steps: &[&StepBatch]) -> usize {
 }
 
 /// Random test of everything at once: requests of all lengths at random times, some of which end at a stop
-/// token, clients that disconnect, and faults if `faults` is set. Every token that a client gets is the right one, and all resources are released
-/// at the end. Returns the number of faults.
+/// token, clients that disconnect, and faults if `faults` is set. Every token that a client gets is the right
+/// one, and all resources are released at the end. Returns the number of faults.
 async fn stress(config: RigConfig, dice: Dice, faults: bool) -> usize {
     let label = format!("{config:?}, seed {}", dice.0);
     let mut rig = Rig::new(config);

@@ -542,7 +542,7 @@ impl Rig {
         self.in_flight.iter().map(|flying| &flying.step.batch).collect()
     }
 
-    /// Tells the lane of the oldest step in flight that it has passed its last layer, and runs the actors
+    /// Sends the signal of the oldest step in flight, that it has passed its last layer, and runs the actors
     /// until they wait.
     pub async fn signal_last_layer(&mut self) {
         self.run_until_idle().await;

@@ -62,8 +62,8 @@ async fn a_request_that_arrives_before_the_signal_joins_the_next_step() {
     rig.clients.iter().for_each(|client| client.assert_complete());
 }
 
-/// A sequence of maximum length leaves with the step that samples its last token: the next step has no row for
-/// it, its slot and pages are free, and its last token still arrives.
+/// A sequence of maximum length leaves with the step that samples its last token: the next step has no row
+/// for it, its slot and pages are free, and its last token still arrives.
 #[actix::test]
 async fn a_sequence_that_is_known_to_end_has_no_row_in_the_next_step() {
     let mut rig = rig(2);

@@ -142,8 +142,8 @@ impl GroupState {
 
 /// The interface of the control thread.
 impl GroupState {
-    /// Submits a step: it is sent to the devices, or waits for them. Returns the channels of its result and of
-    /// its signal after the last layer. Fails if the epoch is over.
+    /// Submits a step: it is sent to the devices, or waits for them. Returns the channels of its result and
+    /// of its signal after the last layer. Fails if the epoch is over.
     pub fn submit(
         &self,
         step: Box<Step>,
