@@ -336,12 +336,13 @@ pub(crate) static STEP_PHASES: Metric = Metric::new(
     "mainstem_step_phase_seconds",
     MetricKind::Histogram(PHASE_BUCKETS_S),
     "seconds",
-    "Time of a step by phase. On the control thread: plan is from the previous results, or the end of an \
-     idle period, to sending the step; deliver is sending the previous step's events and processing this \
-     step's results. On the device: forward is from the batch to logits; sample is from logits to \
-     tokens.",
+    "Time of a step by phase. On the control thread: plan is from the previous results, the end of an idle \
+     period, or the end of the previous step's last layer, to sending the step; deliver is sending the \
+     previous step's events and processing this step's results. On the device: gap is from the end of the \
+     previous step to the begin of this one, unless there was no work; forward is from the batch to \
+     logits; sample is from logits to tokens.",
 )
-.labelled(&[("phase", &["plan", "forward", "sample", "deliver"])]);
+.labelled(&[("phase", &["plan", "gap", "forward", "sample", "deliver"])]);
 pub(crate) static STEP_SLOTS: Metric = Metric::new(
     "mainstem_step_slots",
     MetricKind::Histogram(STEP_TOKEN_BUCKETS),
@@ -359,6 +360,13 @@ pub(crate) static SLOT_MOVES: Metric = Metric::new(
     Counter,
     "moves",
     "Sequences moved to another slot to close holes.",
+);
+pub(crate) static WASTED_ROWS: Metric = Metric::new(
+    "mainstem_wasted_rows_total",
+    Counter,
+    "rows",
+    "Output rows that were discarded because their sequence had ended, or its client was gone, when their \
+     step ran.",
 );
 pub(crate) static DEVICE_RESTARTS: Metric = Metric::new(
     "mainstem_device_restarts_total",
@@ -409,6 +417,7 @@ pub static METRICS: &[&Metric] = &[
     &STEP_PHASES,
     &SLOT_SHUFFLES,
     &SLOT_MOVES,
+    &WASTED_ROWS,
     &DEVICE_RESTARTS,
     &HTTP_REQUESTS,
 ];

@@ -11,11 +11,14 @@ use super::group::mailbox::{Assignment, Command, Mailbox, Role, StepMessage};
 use super::group::state::{DeviceId, GroupState};
 use crate::model::executor::{Executor, ExecutorReport};
 use anyhow::{Context as _, Result, anyhow};
-use mainstem_kernels::{Aborted, Collective, DeviceError, HandoffPorts, LateInputs, StepOutput};
+use mainstem_kernels::{
+    Aborted, Collective, DeviceError, HandoffPorts, LastLayerSignal, LateInputs, StepOutput,
+};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Builder, JoinHandle};
+use std::time::Instant;
 
 /// A factory shared by the successive threads of a device.
 pub(super) type SharedExecutorFactory = Arc<Mutex<ExecutorFactory>>;
@@ -29,6 +32,8 @@ pub(super) struct Device {
     built: Option<BuiltExecutor>,
     /// Output buffer of the steps. Ranks that do not return results write it too, and nobody reads it.
     output: StepOutput,
+    /// When the last step ended.
+    last_step_end: Option<Instant>,
 }
 
 /// The executor and its assignment, from one build to the next.
@@ -79,7 +84,9 @@ impl Device {
             // of the stage notice that and must not report it first; and until the executor is dropped, the
             // thread may still hang.
             let _leaving = ExitedGuard(group.clone(), id);
-            let mut device = Device { id, group: group.clone(), mailbox, factory, built: None, output };
+            let (built, last_step_end) = (None, None);
+            let mut device =
+                Device { id, group: group.clone(), mailbox, factory, built, output, last_step_end };
             let _ending = ExitingGuard(group, id);
             device.serve();
         })
@@ -125,6 +132,7 @@ impl Device {
             })
             .with_context(|| format!("building the device {}", self.group.name(self.id)))?;
         let report = executor.report();
+        self.last_step_end = None;
         self.built = Some(BuiltExecutor { assignment, executor, next_step: None });
         Ok(report)
     }
@@ -135,12 +143,16 @@ impl Device {
         let (build, number) = (message.build, message.batch.step);
         let answers = matches!(built.assignment.role, Role::ReturnResults);
         let late = if answers { self.group.late_inputs(build, number) } else { None };
-        let ran = built.run(&message, late.as_ref(), &mut self.output);
+        let signal = || self.group.report_last_layer(build, number);
+        let last_layer = if answers { LastLayerSignal::new(&signal) } else { LastLayerSignal::default() };
+        let gap = self.last_step_end.map(|end| end.elapsed());
+        let ran = built.run(&message, (late.as_ref(), last_layer), &mut self.output);
+        self.last_step_end = Some(Instant::now());
         // The batch must be released before the step completes, so that it can be reused.
         drop((message, late));
         match ran {
             Err(failure) => self.report_fault(build, number, failure),
-            Ok(()) if answers => self.group.report_result(build, number, &mut self.output),
+            Ok(()) if answers => self.group.report_result(build, number, &mut self.output, gap),
             Ok(()) => {}
         }
     }
@@ -166,7 +178,7 @@ impl BuiltExecutor {
     fn run(
         &mut self,
         message: &StepMessage,
-        late: Option<&Arc<LateInputs>>,
+        (late, last_layer): (Option<&Arc<LateInputs>>, LastLayerSignal<'_>),
         output: &mut StepOutput,
     ) -> Result<(), StepFailure> {
         let (number, expected) = (message.batch.step, self.next_step.replace(message.batch.step + 1));
@@ -182,7 +194,7 @@ impl BuiltExecutor {
             };
             executor.run(
                 &message.batch,
-                HandoffPorts { input: message.handoff.as_deref(), output: to, late },
+                HandoffPorts { input: message.handoff.as_deref(), output: to, late, last_layer },
                 output,
             )?;
             match &mut assignment.role {
@@ -232,7 +244,8 @@ mod tests {
         let mut output = StepOutput::default();
         for (step, fits) in [(7, true), (8, true), (10, false), (11, true), (12, true), (12, false)] {
             let batch = Arc::new(StepBatch { step, ..StepBatch::default() });
-            let ran = built.run(&StepMessage { build: 1, batch, handoff: None }, None, &mut output);
+            let message = StepMessage { build: 1, batch, handoff: None };
+            let ran = built.run(&message, (None, LastLayerSignal::default()), &mut output);
             assert_eq!(ran.is_ok(), fits, "step {step}");
         }
     }

@@ -66,20 +66,20 @@ pub struct EndedSequence {
 }
 
 /// The tokens of a sequence that ended, and the pages with their K and V. Another sequence that begins with
-/// the same tokens can share the pages ([`Reserve::prefix`]) until a device fault loses their content.
+/// the same tokens can share the pages ([`Reserve::prefix`]) until a device fault loses their content. The
+/// last of them may be written by a step in flight, which every device runs before the sharing sequence's.
 #[derive(Debug)]
 pub struct ComputedSequence {
     pub prompt: Arc<[u32]>,
+    /// All generated tokens except the last one, which is not the input of a step.
     pub generated: Vec<u32>,
     pub lease: Lease,
 }
 
 impl ComputedSequence {
-    /// Returns the tokens whose K and V are in the pages: all except the last generated one, which was never
-    /// the input of a step.
+    /// Returns the tokens whose K and V are in the pages.
     pub fn tokens(&self) -> impl Iterator<Item = u32> {
-        let fed = self.generated.len().saturating_sub(1);
-        self.prompt.iter().chain(&self.generated[..fed]).copied()
+        self.prompt.iter().chain(&self.generated).copied()
     }
 }
 

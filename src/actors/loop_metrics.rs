@@ -13,18 +13,22 @@ use std::time::{Duration, Instant};
 pub struct LoopMetrics {
     /// When the current phase began.
     phase_start: Instant,
+    /// Whether the device has had no work since the last step that completed.
+    was_idle: bool,
     /// Time spent sending events since the last step completed.
     delivery_time: Duration,
     plan: Histogram,
     forward: Histogram,
     sample: Histogram,
     deliver: Histogram,
+    gap: Histogram,
     step_seconds: Histogram,
     step_rows: Histogram,
     step_slots: Histogram,
     step_tokens: Histogram,
     moves: Counter,
     shuffles: Counter,
+    wasted_rows: Counter,
     prompts: Counter,
     generated: Counter,
     queue: Histogram,
@@ -59,17 +63,20 @@ impl LoopMetrics {
         let phase = |name| telemetry::STEP_PHASES.histogram_with([name]);
         LoopMetrics {
             phase_start: Instant::now(),
+            was_idle: true,
             delivery_time: Duration::ZERO,
             plan: phase("plan"),
             forward: phase("forward"),
             sample: phase("sample"),
             deliver: phase("deliver"),
+            gap: phase("gap"),
             step_seconds: telemetry::STEP_SECONDS.histogram(),
             step_rows: telemetry::STEP_ROWS.histogram(),
             step_slots: telemetry::STEP_SLOTS.histogram(),
             step_tokens: telemetry::ITERATION_TOKENS.histogram(),
             moves: telemetry::SLOT_MOVES.counter(),
             shuffles: telemetry::SLOT_SHUFFLES.counter(),
+            wasted_rows: telemetry::WASTED_ROWS.counter(),
             prompts: telemetry::PROMPT_TOKENS.counter(),
             generated: telemetry::GENERATION_TOKENS.counter(),
             queue: telemetry::QUEUE_TIME.histogram(),
@@ -82,6 +89,12 @@ impl LoopMetrics {
 
     /// Restarts the clock: the time before was spent waiting for work and belongs to no step.
     pub fn restart_clock(&mut self) {
+        self.was_idle = true;
+        self.resume_clock();
+    }
+
+    /// Begins the planning phase while a step runs: the time before was spent waiting for the device.
+    pub fn resume_clock(&mut self) {
         self.phase_start = Instant::now();
     }
 
@@ -98,10 +111,23 @@ impl LoopMetrics {
         self.delivery_time += delivering;
     }
 
-    /// Records a completed step that was sent at `sent`. Returns the time.
-    pub fn record_completed(&mut self, sent: Instant, times: StepTimes, size: StepSize) -> Instant {
+    /// Records a completed step that the device could begin at `began`, `gap` after its previous one. Returns
+    /// the time.
+    pub fn record_completed(
+        &mut self,
+        began: Instant,
+        times: StepTimes,
+        size: StepSize,
+        gap: Option<Duration>,
+    ) -> Instant {
         self.lap();
-        self.step_seconds.record((self.phase_start - sent).as_secs_f64());
+        // After an idle period, the gap contains the time without work.
+        if !std::mem::take(&mut self.was_idle)
+            && let Some(gap) = gap
+        {
+            self.gap.record(gap.as_secs_f64());
+        }
+        self.step_seconds.record((self.phase_start - began).as_secs_f64());
         self.forward.record(times.forward.as_secs_f64());
         self.sample.record(times.sample.as_secs_f64());
         self.step_rows.record(size.rows as f64);
@@ -123,6 +149,11 @@ impl LoopMetrics {
             self.shuffles.increment(1);
             self.moves.increment(moves as u64);
         }
+    }
+
+    /// Counts an output row whose sequence had ended when its step ran.
+    pub fn count_wasted_row(&self) {
+        self.wasted_rows.increment(1);
     }
 
     /// Records that the first chunk of a request that arrived at `arrived` was scheduled.
@@ -189,7 +220,8 @@ mod tests {
             meters.record_delivery();
             // As if the device had taken an hour.
             meters.phase_start -= Duration::from_secs(3600);
-            let ran = meters.record_completed(sent, times, StepSize { rows: 9, holes: 2, slots: 5 });
+            let size = StepSize { rows: 9, holes: 2, slots: 5 };
+            let ran = meters.record_completed(sent, times, size, Some(Duration::from_secs(3600)));
             meters.record_processed();
             ran - sent
         });
@@ -208,6 +240,29 @@ mod tests {
         assert_eq!((phase("forward", "sum"), phase("sample", "sum")), (2.0, 1.0));
         let sizes = ["rows", "slots"].map(|name| value(&text, &format!("mainstem_step_{name}_sum")));
         assert_eq!((sizes, value(&text, "mainstem_iteration_tokens_sum")), ([9.0, 5.0], 7.0));
+    }
+
+    #[test]
+    fn gaps_of_idle_periods_are_not_recorded() {
+        let recorder = telemetry::recorder(None);
+        let handle = recorder.handle();
+        metrics::with_local_recorder(&recorder, || {
+            let mut meters = LoopMetrics::new();
+            let mut complete = |restart, seconds: Option<u64>| {
+                if restart {
+                    meters.restart_clock();
+                }
+                let (sent, size) = (meters.record_sent(), StepSize { rows: 1, holes: 0, slots: 1 });
+                let gap = seconds.map(Duration::from_secs);
+                meters.record_completed(sent, StepTimes::default(), size, gap);
+            };
+            for (restart, gap) in [(false, None), (false, Some(2)), (true, Some(900)), (false, Some(3))] {
+                complete(restart, gap);
+            }
+        });
+        let text = handle.render();
+        let gap = |part| value(&text, &format!("mainstem_step_phase_seconds_{part}{{phase=\"gap\"}}"));
+        assert_eq!((gap("count"), gap("sum")), (2.0, 5.0));
     }
 
     #[test]

@@ -7,6 +7,7 @@ use crate::model::executor::Executor;
 use anyhow::Result;
 use mainstem_kernels::{Collective, DeviceError, LateInputs, StepBatch, StepLimits, StepOutput};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A batch, its late inputs, and the buffers for its output. Batch and output are reused from step to step.
 #[derive(Debug, Default)]
@@ -15,13 +16,16 @@ pub struct Step {
     /// The inputs of sampling that the step is launched without. The group aborts them if the step fails.
     pub late: Arc<LateInputs>,
     pub output: StepOutput,
+    /// Time of the device between its previous step and this one; `None` for its first step. Written with
+    /// the output.
+    pub gap: Option<Duration>,
 }
 
 impl Step {
     /// Allocates buffers for any step within `limits`.
     pub fn with_capacity(limits: &StepLimits) -> Step {
         let (batch, output) = (StepBatch::with_capacity(limits), StepOutput::with_capacity(limits));
-        Step { batch, late: Arc::default(), output }
+        Step { batch, late: Arc::default(), output, gap: None }
     }
 
     /// Clears the batch and the late inputs for another step.

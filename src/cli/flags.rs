@@ -95,6 +95,9 @@ pub struct EngineFlags {
     /// Micro-batches in flight at once: a number, or auto for one per stage.
     #[arg(long = "lanes", value_name = "N")]
     scheduler_lanes: Option<String>,
+    /// Send a step before the tokens of the previous one are back.
+    #[arg(long = "run-ahead", value_name = "MODE", value_parser = ["on", "off"])]
+    scheduler_run_ahead: Option<String>,
     /// KV cache data type.
     #[arg(long = "kv-type", visible_alias = "kv", value_name = "TYPE", value_parser = KV_TYPES)]
     kv_type: Option<String>,
@@ -143,6 +146,7 @@ impl EngineFlags {
         overrides.set("scheduler.window", self.scheduler_window);
         overrides.set("scheduler.shuffle", self.scheduler_shuffle);
         overrides.set("scheduler.lanes", self.scheduler_lanes);
+        overrides.set("scheduler.run_ahead", self.scheduler_run_ahead);
         overrides.set("kv.type", self.kv_type);
         overrides.set("kv.size", self.kv_size);
         overrides.set("kv.page_size", self.kv_page_size);

@@ -147,6 +147,7 @@ mod tests {
                 policy: Policy::Fused,
                 shuffle: true,
                 lanes: LaneCount::PerStage,
+                run_ahead: true,
                 drain_timeout: Duration::from_secs(30),
             },
             kv: KvConfig {

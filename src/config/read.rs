@@ -97,6 +97,7 @@ impl LayeredSettings {
             policy: self.get("scheduler.policy", |v| one_of(v, &policies))?,
             shuffle: self.get("scheduler.shuffle", |v| one_of(v, &[("on", true), ("off", false)]))?,
             lanes: self.get("scheduler.lanes", values::lanes)?,
+            run_ahead: self.get("scheduler.run_ahead", |v| one_of(v, &[("on", true), ("off", false)]))?,
             drain_timeout: self.get("scheduler.drain_timeout", duration)?,
         })
     }

@@ -132,6 +132,8 @@ pub struct SchedulerConfig {
     /// Whether holes between slots are closed.
     pub shuffle: bool,
     pub lanes: LaneCount,
+    /// Whether a step may be sent before the results of the previous one.
+    pub run_ahead: bool,
     /// Time that requests in flight may take to finish at shutdown.
     pub drain_timeout: Duration,
 }

@@ -31,9 +31,9 @@ pub use backend::{
     Norm, NormKind, PackedLayout, RelativeBias, Rope, RopeStyle, SamplingInputs, Scoring, StepLimits, Weight,
 };
 pub use batch::{
-    ActivationHandoff, HandoffPorts, PageCopy, RowFailure, SampleMode, SampledToken, SamplingParams,
-    SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepOutput,
-    StepTimes, TableUpdate,
+    ActivationHandoff, HandoffPorts, LastLayerSignal, PageCopy, RowFailure, SampleMode, SampledToken,
+    SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch,
+    StepOutput, StepTimes, TableUpdate,
 };
 pub use collective::local::{Abort, LocalRank};
 pub use collective::{Aborted, Collective, SingleRank};

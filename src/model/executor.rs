@@ -20,9 +20,11 @@ use mainstem_kernels::{
 pub trait Executor: Send {
     /// Runs this device's part of one forward pass, between the activations that `flow` receives and sends.
     /// Clears `out` first, then writes the times to it; the first rank of the last stage also writes the
-    /// results of the whole model. The ranks of a stage synchronize in every step, whatever it contains, so
-    /// no rank is more than a step behind, which bounds the queue of messages for it. Fails if weights that
-    /// are not in the device's memory cannot be read.
+    /// results of the whole model. That rank sends the signal of `flow` before the decoder's final norm, if
+    /// the step has decoder rows: then the next step is scheduled, and waits when this one returns. The ranks
+    /// of a stage synchronize in every step, whatever it contains, so no rank is more than a step behind,
+    /// which bounds the queue of messages for it. Fails if weights that are not in the device's memory cannot
+    /// be read.
     ///
     /// The rank that writes the results waits for the late inputs of `flow`, right before it samples the rows
     /// that have one. Unwinds with [`mainstem_kernels::Aborted`] if the step is aborted meanwhile.
@@ -345,7 +347,6 @@ mod tests {
             encoder_positions: if source.spec.encoder.is_some() { 32 } else { 0 },
             page_positions: 32,
             top_logprobs: 0,
-            logit_biases: 0,
             vocab: source.spec.vocab,
             hidden: source.spec.hidden,
             attended_fraction: Fraction::ONE,

@@ -29,6 +29,11 @@ impl StepTime {
         self.step + self.row * rows as u32
     }
 
+    /// Returns the part of a step's time until the last layer is computed.
+    fn until_last_layer(time: Duration) -> Duration {
+        time - time / HEAD_FRACTION
+    }
+
     fn describe(self) -> String {
         match (self.step.is_zero(), self.row.is_zero()) {
             (true, true) => "answers at once".to_owned(),
@@ -38,6 +43,9 @@ impl StepTime {
         }
     }
 }
+
+/// The final norm, the head and sampling take one part of this many of a step's time.
+const HEAD_FRACTION: u32 = 20;
 
 /// Returns the report of a [`FakeExecutor`] with this step time: it allocates nothing.
 pub fn estimate_report(time: StepTime) -> ExecutorReport {
@@ -125,17 +133,20 @@ impl Executor for FakeExecutor {
     fn run(
         &mut self,
         batch: &StepBatch,
-        flow: HandoffPorts<'_>,
+        ports: HandoffPorts<'_>,
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
         let began = Instant::now();
         assert!(batch.rows() <= self.limits.rows, "{} rows exceed the limits", batch.rows());
         out.clear();
         out.step = batch.step;
-        wait_until(began + self.time.for_rows(batch.rows()));
+        let time = self.time.for_rows(batch.rows());
+        wait_until(began + StepTime::until_last_layer(time));
+        ports.last_layer.send();
+        wait_until(began + time);
         self.collective.all_reduce(&mut [0.0]).unwrap_or_else(|Aborted| resume_unwind(Box::new(Aborted)));
         out.times.forward = began.elapsed();
-        let inputs = SamplingInputs { biases: &batch.logit_biases, late: flow.late };
+        let inputs = SamplingInputs { biases: &batch.logit_biases, late: ports.late };
         let rows = || batch.sampling.iter().enumerate();
         for (number, _) in rows().filter(|(_, row)| row.mode == SampleMode::Host) {
             inputs.begin_draw(number, &self.logits);

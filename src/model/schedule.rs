@@ -148,6 +148,7 @@ fn decode<B: Backend>(
     let out = model.role.returns_output.then_some(&mut *traffic.out);
     match model.role.ends_decoder {
         true => {
+            traffic.handoff.last_layer.send();
             let output = (traffic.handoff.late, out);
             finish_stack(b, stack, (SpanStack::Decoder, traffic.batch), rows.decoder, act, output)
         }

@@ -39,6 +39,7 @@ impl Executor for Idle {
         IS_DEVICE.set(true);
         self.collective.all_reduce(&mut self.x).map_err(|fault| DeviceError::Fault(fault.to_string()))?;
         out.clear();
+        flow.last_layer.send();
         if let Some(to) = flow.output {
             to.decoder.clear();
             to.decoder.extend_from_slice(&[1; 4 * WIDTH]);
@@ -74,7 +75,8 @@ pub fn devices_of_a_group_allocate_nothing_for_a_step(limits: StepLimits) {
                 }
             }
         };
-        let lanes = |steps| futures_util::future::join_all((0..LANES).map(move |_| lane(steps)));
+        // One step more than fit on the devices: it waits until a device's thread takes it.
+        let lanes = |steps| futures_util::future::join_all((0..=LANES).map(move |_| lane(steps)));
         // Who wakes the lanes has to find its room first.
         lanes(200).await;
         let before = MADE.load(Ordering::SeqCst);

@@ -82,18 +82,19 @@ impl Executor for Scripted {
         flow: HandoffPorts<'_>,
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
-        self.inner.run(batch, flow, out)?;
         let samples = batch.sampling.iter().any(|sample| sample.mode == SampleMode::Sample);
         let next = samples.then(|| self.script.steps.lock().expect("no test panics with it").pop_front());
-        let token = match next.flatten() {
-            None => FILLER,
+        let next = next.flatten();
+        if next == Some(Action::Hold) {
+            // Before the step's last layer, after which the next step is scheduled.
+            self.script.wait();
+        }
+        self.inner.run(batch, flow, out)?;
+        let token = match next {
+            None | Some(Action::Hold) => FILLER,
             Some(Action::Sample(token)) => token,
             Some(Action::Fail) => return Err(DeviceError::Fault("the test's device fails".into())),
             Some(Action::Panic) => panic!("the test's device panics"),
-            Some(Action::Hold) => {
-                self.script.wait();
-                FILLER
-            }
             Some(Action::Stray) => {
                 self.script.strays.fetch_add(1, Ordering::SeqCst);
                 FILLER

@@ -161,7 +161,7 @@ ROWS = {
             "Fraction of wall time by phase",
             "percentunit",
             [("{{phase}}", rate("mainstem_step_phase_seconds_sum", by="phase"))],
-            "Forward and sample run on the device; plan and deliver run on the control thread, partly at the same time.",
+            "Gap, forward and sample are on the device, where gap is waiting for the next step; plan and deliver run on the control thread, partly at the same time.",
             stacked=True,
         ),
         quantiles("Step", "s", "mainstem_step_seconds"),
@@ -171,7 +171,15 @@ ROWS = {
             [("rows", mean("mainstem_step_rows")), ("tokens", mean("mainstem_iteration_tokens"))],
             "Rows without a token are holes between slots, whose computation is wasted.",
         ),
-        graph("Steps", "ops", [("steps", rate("mainstem_step_seconds_count"))], width=12),
+        graph(
+            "Steps",
+            "ops",
+            [
+                ("steps", rate("mainstem_step_seconds_count")),
+                ("wasted rows", rate("mainstem_wasted_rows_total")),
+            ],
+            width=12,
+        ),
         graph(
             "Closing holes",
             "ops",

@@ -108,7 +108,7 @@ impl ReportBuilder<'_> {
     }
 
     fn phases(&mut self) {
-        for phase in ["plan", "forward", "sample", "deliver"] {
+        for phase in ["plan", "gap", "forward", "sample", "deliver"] {
             let matches = |labels: &Labels| labels.get("phase").is_some_and(|label| label == phase);
             let total = self
                 .server

@@ -2,14 +2,15 @@
 //! complete.
 //!
 //! Invariant: the steps of a lane complete in the order in which they were sent. An iteration has at most one
-//! step in flight; the steps ahead of it contain prefill chunks only, which do not depend on the results of
-//! the steps before them.
+//! step in flight, and with run-ahead the next iteration one more; the steps ahead of it contain prefill
+//! chunks only, which do not depend on the results of the steps before them.
 
 use super::build_batch::{StepBuffers, step_size};
 use super::process_output::OutputRouting;
+use super::running::RunningSequence;
 use super::{DecodeLoop, SpanWork};
 use crate::actors::device::StepResult;
-use crate::actors::group::StepFuture;
+use crate::actors::group::SentStep;
 use crate::actors::kv::SlotPlan;
 use crate::actors::loop_metrics::StepSize;
 use crate::actors::prefill::{ChunksAhead, ScheduledChunk};
@@ -19,7 +20,7 @@ use std::time::Instant;
 
 /// A step in flight.
 pub(super) struct InFlightStep {
-    result: StepFuture,
+    sent: SentStep,
     routing: OutputRouting,
     kind: StepKind,
     sent_at: Instant,
@@ -41,18 +42,39 @@ impl DecodeLoop {
         self.pending_work.is_empty() && self.count_in_flight(StepKind::Iteration) == 0
     }
 
-    /// Sends what can be sent, and processes the oldest step in flight. Returns at once if nothing is in
-    /// flight.
-    pub(super) async fn step(&mut self) -> Result<(), DeviceError> {
-        self.send_pending()?;
-        self.send_chunks_ahead().await?;
-        self.process_oldest().await
+    /// Sends what can be sent without running ahead.
+    pub(super) async fn send_steps(&mut self) -> Result<(), DeviceError> {
+        if self.count_in_flight(StepKind::Iteration) == 0 {
+            self.send_pending()?;
+        }
+        self.send_chunks_ahead().await
     }
 
-    /// Sends the iteration's step, if it is not in flight. Under [`Policy::Concurrent`] there is one step per
+    /// Waits until the only step in flight has passed its last layer, and returns whether the next iteration
+    /// may be scheduled before its results. Returns false at once if the loop does not run ahead.
+    pub(super) async fn may_run_ahead(&mut self) -> bool {
+        if !self.runs_ahead || self.running.iter().any(RunningSequence::needs_token_before_next_step) {
+            return false;
+        }
+        self.flush_events();
+        match self.in_flight.front_mut() {
+            Some(oldest) => (&mut oldest.sent.last_layer).await.is_ok(),
+            None => false,
+        }
+    }
+
+    /// Sends the step that was scheduled ahead, if there is one, and processes the oldest step in flight:
+    /// what completed before a fault still counts. Returns at once if nothing is in flight.
+    pub(super) async fn send_ahead_and_process(&mut self) -> Result<(), DeviceError> {
+        let sent = if self.runs_ahead { self.send_pending() } else { Ok(()) };
+        self.process_oldest().await?;
+        sent
+    }
+
+    /// Sends the iteration's step, if there is work left. Under [`Policy::Concurrent`] there is one step per
     /// sequence, sent one after the other.
     fn send_pending(&mut self) -> Result<(), DeviceError> {
-        if self.pending_work.is_empty() || self.count_in_flight(StepKind::Iteration) > 0 {
+        if self.pending_work.is_empty() {
             return Ok(());
         }
         let spans = match self.config.policy {
@@ -102,23 +124,39 @@ impl DecodeLoop {
         self.build_batch(&mut buffers, plan, work);
         let StepBuffers { step, routing } = buffers;
         let size = step_size(&step.batch);
-        let result = self.handles.devices.send(step, self.epoch)?;
+        let sent = self.handles.devices.send(step, self.epoch)?;
         let sent_at = self.metrics.record_sent();
-        self.in_flight.push_back(InFlightStep { result, routing, kind, sent_at, size });
+        self.in_flight.push_back(InFlightStep { sent, routing, kind, sent_at, size });
+        if self.runs_ahead {
+            self.count_scheduled(work);
+        }
         self.flush_events();
         Ok(())
+    }
+
+    /// Counts the tokens that a step samples as scheduled.
+    fn count_scheduled(&mut self, work: &[SpanWork]) {
+        for span in work {
+            match *span {
+                SpanWork::Decode(at) => self.running[at].scheduled += 1,
+                SpanWork::Prefill(at, chunk) if chunk.last => self.running[at].scheduled += 1,
+                SpanWork::Prefill(..) | SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {}
+            }
+        }
     }
 
     /// Waits for the oldest step in flight, and processes its results.
     pub(super) async fn process_oldest(&mut self) -> Result<(), DeviceError> {
         self.flush_events();
-        let Some(InFlightStep { result, routing, sent_at, size, .. }) = self.in_flight.pop_front() else {
+        let Some(InFlightStep { sent, routing, sent_at, size, .. }) = self.in_flight.pop_front() else {
             return Ok(());
         };
-        let StepResult { step, result } = result.await;
+        let StepResult { step, result } = sent.await;
         self.handles.status.heartbeat(self.lane);
         result?;
-        self.produced_at = self.metrics.record_completed(sent_at, step.output.times, size);
+        // A step that was sent ahead begins when the one before it completes.
+        let began = if self.runs_ahead { sent_at.max(self.produced_at) } else { sent_at };
+        self.produced_at = self.metrics.record_completed(began, step.output.times, size, step.gap);
         self.process_output(&step.output, &routing);
         self.metrics.record_processed();
         self.spare_buffers.push(StepBuffers { step, routing });
@@ -126,7 +164,7 @@ impl DecodeLoop {
     }
 
     /// Returns the number of steps of a kind in flight.
-    fn count_in_flight(&self, kind: StepKind) -> usize {
+    pub(super) fn count_in_flight(&self, kind: StepKind) -> usize {
         self.in_flight.iter().filter(|step| step.kind == kind).count()
     }
 }

@@ -5,8 +5,11 @@
 //! issue device work. They never wait for a client, never see text, and do not assign slots.
 //! A text for an encoder-only model is a sequence of one step: it takes a slot and no pages, and leaves with
 //! its result.
-//! Invariant: a sequence leaves between two iterations. Slots and pages that a step in flight refers to are
-//! reused by later steps only, which every device runs after it.
+//! With one lane on one device, the loop runs ahead: it schedules an iteration when the step before it has
+//! passed its last layer, so that the device finds the next step when it completes this one. Rows of
+//! sequences that turn out to have ended are wasted.
+//! Invariant: slots and pages that a step in flight refers to are reused by later steps only, which every
+//! device runs after it. At most one step is sent before the results of the step before it.
 
 mod running;
 
@@ -29,7 +32,7 @@ use crate::request::{RequestError, TokenEvent};
 use actix::{Actor, AsyncContext, Context, Recipient, WrapFuture};
 use build_batch::StepBuffers;
 use futures_util::FutureExt;
-use in_flight::InFlightStep;
+use in_flight::{InFlightStep, StepKind};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{DeviceError, StepLimits};
 use running::RunningSequence;
@@ -62,6 +65,9 @@ pub struct DecodeConfig {
     pub eos: Vec<u32>,
     /// Number of lanes that share the slots; at most the number of slots.
     pub lanes: usize,
+    /// Whether a step may be sent before the results of the previous one are back. It takes effect with one
+    /// lane on one device, which remembers the tokens that it sampled.
+    pub run_ahead: bool,
 }
 
 /// The actor of one lane. It only keeps the loop running; the loop requests all its work itself.
@@ -120,8 +126,12 @@ struct DecodeLoop {
     config: DecodeConfig,
     /// Number of slots of the lane.
     slots: usize,
+    /// Whether a step is sent before the results of the previous one.
+    runs_ahead: bool,
     /// Running sequences in the order of their slots; new ones are at the end until the slot plan arrives.
     running: Vec<RunningSequence>,
+    /// Sequences that end with the step in flight and have given up slot and pages.
+    leaving: Vec<RunningSequence>,
     /// Changes to send to the KV manager with the next update.
     update: IterationUpdate,
     /// Spans of the current iteration that are still to be sent.
@@ -160,18 +170,25 @@ impl DecodeLoop {
         let slots = split_slots(config.limits.slots, config.lanes).nth(lane);
         let slots =
             slots.expect("the lane's index is below the number of lanes; anything else is a bug").len();
+        let runs_ahead = config.run_ahead
+            && config.lanes == 1
+            && config.policy != Policy::Concurrent
+            && handles.devices.count() == 1;
+        let buffers = if runs_ahead { 2 } else { 1 };
         DecodeLoop {
             lane,
             slots,
+            runs_ahead,
             running: Vec::with_capacity(slots),
+            leaving: Vec::with_capacity(slots),
             update: IterationUpdate { lane, ..IterationUpdate::default() },
             pending_work: VecDeque::with_capacity(slots),
             slot_plan: None,
-            in_flight: VecDeque::with_capacity(config.lanes),
+            in_flight: VecDeque::with_capacity(config.lanes.max(buffers)),
             epoch: handles.devices.epoch(),
             pending_events: Vec::new(),
             produced_at: Instant::now(),
-            spare_buffers: vec![StepBuffers::with_capacity(&config.limits)],
+            spare_buffers: (0..buffers).map(|_| StepBuffers::with_capacity(&config.limits)).collect(),
             metrics: LoopMetrics::new(),
             handles,
             config,
@@ -179,13 +196,21 @@ impl DecodeLoop {
     }
 
     /// Runs until another actor is gone, which is when the engine stops. Each pass schedules the next
-    /// iteration once the previous one is complete, sends steps, and processes the oldest step in flight.
+    /// iteration once the previous one is complete or has passed its last layer, sends steps, and processes
+    /// the oldest step in flight.
     async fn run(mut self) {
         loop {
             if self.iteration_is_complete() && self.schedule_iteration().await.is_none() {
                 return;
             }
-            if let Err(fault) = self.step().await {
+            if let Err(fault) = self.send_steps().await {
+                self.fail_all(&fault);
+                continue;
+            }
+            if self.may_run_ahead().await && self.schedule_ahead().await.is_none() {
+                return;
+            }
+            if let Err(fault) = self.send_ahead_and_process().await {
                 self.fail_all(&fault);
             }
         }
@@ -197,8 +222,30 @@ impl DecodeLoop {
         if self.running.is_empty() {
             self.go_idle().await?;
         }
+        self.plan_iteration().await
+    }
+
+    /// Schedules the next iteration while a step is in flight. Sequences that end with that step leave now.
+    /// If no others are left, nothing is scheduled, because the lane may be idle after the step.
+    async fn schedule_ahead(&mut self) -> Option<()> {
+        self.metrics.resume_clock();
+        let ending =
+            self.running.extract_if(.., |running| !running.finished && running.ends_with_scheduled());
+        for mut running in ending {
+            self.update.finished.push(running.release());
+            self.leaving.push(running);
+        }
+        self.remove_finished();
+        if self.running.is_empty() {
+            return Some(());
+        }
+        self.plan_iteration().await
+    }
+
+    /// Adds new sequences and plans the spans of the next iteration.
+    async fn plan_iteration(&mut self) -> Option<()> {
         let chunks = self.request_chunks().await?;
-        self.fail_lost_sequences(&chunks);
+        self.fail_lost_sequences(&chunks).await;
         self.admit_chunks(chunks);
         let plan = self.update_slots().await?;
         self.reorder(&plan.slots);
@@ -211,7 +258,7 @@ impl DecodeLoop {
     /// manager gets their slots and pages back with the next update.
     fn remove_finished(&mut self) {
         let ended = |running: &mut RunningSequence| running.finished || running.sequence.events.is_closed();
-        let ended = self.running.extract_if(.., ended).map(RunningSequence::into_ended);
+        let ended = self.running.extract_if(.., ended).map(|mut running| running.release());
         self.update.finished.extend(ended);
     }
 
@@ -231,10 +278,11 @@ impl DecodeLoop {
     }
 
     /// Requests prefill chunks. Without running sequences, this waits for work. The request is made between
-    /// two steps and not during one, so that a request that arrives during a step joins the very next one.
+    /// two steps, or at the end of one, so that a request that arrives during a step joins the very next one.
     async fn request_chunks(&mut self) -> Option<Vec<ScheduledChunk>> {
         let decoding = self.running.iter().filter(|running| running.is_decoding()).count();
-        let (lane, running, steps_ahead) = (self.lane, self.running.len(), self.in_flight.len());
+        let (lane, running) = (self.lane, self.running.len());
+        let steps_ahead = self.count_in_flight(StepKind::Ahead);
         let (budget, free_slots) = (self.config.token_budget - decoding, self.slots - running);
         let request = NextChunks { lane, budget, running, free_slots, steps_ahead };
         let chunks = self.handles.next_chunks.send(request).await.ok();
@@ -246,9 +294,11 @@ impl DecodeLoop {
     }
 
     /// Fails the running sequences if a fault has ended their epoch. New sequences are not affected: a
-    /// sequence belongs to an epoch from the iteration on in which it gets its slot.
-    fn fail_lost_sequences(&mut self, chunks: &[ScheduledChunk]) {
+    /// sequence belongs to an epoch from the iteration on in which it gets its slot. Results from before the
+    /// fault still count.
+    async fn fail_lost_sequences(&mut self, chunks: &[ScheduledChunk]) {
         if let Err(fault) = self.handles.devices.check_epoch(self.epoch) {
+            while !self.in_flight.is_empty() && self.process_oldest().await.is_ok() {}
             let new = chunks.iter().filter(|chunk| chunk.sequence.is_some());
             self.fail_all_except(&fault, new.map(|chunk| chunk.key).collect());
         }
@@ -336,8 +386,9 @@ impl DecodeLoop {
     /// about to be added.
     fn fail_all_except(&mut self, fault: &DeviceError, kept: Vec<SequenceKey>) {
         self.flush_events();
+        let lost = self.running.drain(..).chain(self.leaving.drain(..));
         // Clients of finished sequences have already received their end.
-        for running in self.running.drain(..).filter(|running| !running.finished) {
+        for running in lost.filter(|running| !running.finished) {
             let failure = RequestError::DeviceFailed(fault.to_string());
             running.sequence.events.send(TokenEvent::Failed(failure));
         }

@@ -1,13 +1,14 @@
 //! Converts the results of a step to events.
 //!
-//! Invariant: a result is delivered to the sequence that the step was built for, if it still runs; nothing
+//! Invariant: a result is delivered to the sequence that the step was built for, unless it has ended; nothing
 //! here waits for a client.
 
 use super::DecodeLoop;
+use super::running::RunningSequence;
 use crate::actors::sequence::SequenceKey;
 use crate::decoding;
 use crate::request::{FinishReason, RequestError, Task, Token, TokenEvent};
-use mainstem_kernels::{RowFailure, SampledToken, StepLimits, StepOutput};
+use mainstem_kernels::{SampledToken, StepLimits, StepOutput};
 
 /// The targets of a step's results.
 pub(super) struct OutputRouting {
@@ -36,8 +37,8 @@ pub(super) enum RowUse {
     MaskPrediction,
 }
 
-/// Refers to a sequence, with its index among the running sequences when the step was built. Nothing leaves
-/// before the next iteration, so the index is usually still right.
+/// Refers to a sequence, with its index among the running sequences when the step was built. Few sequences
+/// leave or move while a step is in flight, so the index is usually still right.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct SequenceRef {
     key: SequenceKey,
@@ -64,42 +65,43 @@ impl DecodeLoop {
         SequenceRef { key: self.running[at].key, at }
     }
 
-    /// Returns the sequence's current index; `None` if it left while its step was in flight.
-    fn index_of(&self, sequence: SequenceRef) -> Option<usize> {
-        let stayed = self.running.get(sequence.at).is_some_and(|running| running.key == sequence.key);
-        if stayed {
-            Some(sequence.at)
-        } else {
-            self.running.iter().position(|running| running.key == sequence.key)
-        }
-    }
-
-    /// Delivers each result to its target.
+    /// Delivers each result to its target. The sequences that leave with this step have all of theirs then.
     pub(super) fn process_output(&mut self, output: &StepOutput, routing: &OutputRouting) {
         assert_eq!(output.tokens.len(), routing.targets.len(), "one result for each sample row");
         for (row, target) in output.tokens.iter().zip(&routing.targets) {
             let RowTarget::Sequence(sequence, usage) = *target else { continue };
-            let Some(at) = self.index_of(sequence) else { continue };
+            let Some(running) = find(&mut self.running, &mut self.leaving, sequence) else {
+                self.metrics.count_wasted_row();
+                continue;
+            };
             if let Some(failure) = row.failure {
-                self.fail_sequence(at, failure);
+                let failed = TokenEvent::Failed(RequestError::SamplingFailed(failure.to_string()));
+                self.pending_events.push((running.sequence.events.clone(), failed));
+                running.finished = true;
                 continue;
             }
             match usage {
-                RowUse::PromptLogprob => self.running[at].prompt_logprobs.push(token_of_row(output, row)),
-                RowUse::NextToken => self.process_token(at, token_of_row(output, row)),
-                RowUse::MaskPrediction => self.send_mask_prediction(at, output.top_logprobs_of(row)),
+                RowUse::PromptLogprob => running.prompt_logprobs.push(token_of_row(output, row)),
+                RowUse::NextToken => self.process_token(sequence, token_of_row(output, row)),
+                RowUse::MaskPrediction => {
+                    let event = mask_prediction(output.top_logprobs_of(row));
+                    self.pending_events.push((running.sequence.events.clone(), event));
+                }
             }
         }
         self.finish_encoder_only(&output.hidden, &routing.encoder_only);
+        let all_ended = self.leaving.drain(..).all(|leaving| leaving.finished);
+        assert!(all_ended, "a sequence leaves with its last step; anything else is a bug");
     }
 
     /// Processes a sampled token: sends its events, and marks the sequence as finished if it ends.
-    fn process_token(&mut self, at: usize, token: Token) {
-        let running = &mut self.running[at];
+    fn process_token(&mut self, sequence: SequenceRef, token: Token) {
+        let Some(running) = find(&mut self.running, &mut self.leaving, sequence) else { return };
+        let generated = running.received + 1;
+        let end = decoding::finish_reason(token.id, &running.sequence.request, &self.config.eos, generated);
+        running.receive(token.id, end.is_none());
         let request = &running.sequence.request;
         let events = &running.sequence.events;
-        running.generated.push(token.id);
-        let generated = running.generated.len() as u32;
         if generated == 1 {
             self.metrics.record_first_output(&mut running.times, request.input_tokens(), self.produced_at);
             if request.prompt_logprobs {
@@ -108,7 +110,6 @@ impl DecodeLoop {
                 self.pending_events.push((events.clone(), TokenEvent::Prompt(tokens)));
             }
         }
-        let end = decoding::finish_reason(token.id, request, &self.config.eos, generated);
         let event = match end {
             Some(FinishReason::Stop | FinishReason::StopToken(_)) => TokenEvent::EndToken(token),
             Some(FinishReason::Length) | None => TokenEvent::Token(token),
@@ -124,30 +125,13 @@ impl DecodeLoop {
         }
     }
 
-    /// Fails a sequence whose row has no token; the others continue.
-    fn fail_sequence(&mut self, at: usize, failure: RowFailure) {
-        let running = &mut self.running[at];
-        let failure = RequestError::SamplingFailed(failure.to_string());
-        self.pending_events.push((running.sequence.events.clone(), TokenEvent::Failed(failure)));
-        running.finished = true;
-    }
-
-    /// Sends the most likely tokens at a masked position.
-    fn send_mask_prediction(&mut self, at: usize, top: &[(u32, f32)]) {
-        let (id, logprob) = *top.first().expect("intake checked that at least one token is requested");
-        let token = Token { id, logprob: Some(logprob), top: top.to_vec() };
-        self.pending_events.push((self.running[at].sequence.events.clone(), TokenEvent::MaskFilled(token)));
-    }
-
     /// Ends the encoder-only sequences of this step. `hidden` are the states of those that are embedded, in
     /// order, (tokens, width).
     fn finish_encoder_only(&mut self, mut hidden: &[f32], whole: &[SequenceRef]) {
         let width = self.config.limits.hidden;
         for sequence in whole {
-            let at = self
-                .index_of(*sequence)
-                .expect("no sequence leaves during an iteration; anything else is a bug");
-            let running = &mut self.running[at];
+            let running = find(&mut self.running, &mut self.leaving, *sequence);
+            let running = running.expect("it stays until its only step ends; anything else is a bug");
             let (request, events) = (&running.sequence.request, &running.sequence.events);
             if let Task::Embed(pooling) = request.task {
                 let (own, others) = hidden.split_at(request.encoder_input.len() * width);
@@ -162,6 +146,26 @@ impl DecodeLoop {
         }
         assert!(hidden.is_empty(), "each hidden state belongs to a sequence");
     }
+}
+
+/// Returns a sequence that runs or leaves; `None` if it ended while its step was in flight.
+fn find<'a>(
+    running: &'a mut [RunningSequence],
+    leaving: &'a mut [RunningSequence],
+    sequence: SequenceRef,
+) -> Option<&'a mut RunningSequence> {
+    let is_wanted = |other: &RunningSequence| other.key == sequence.key;
+    let found = match running.get(sequence.at).is_some_and(is_wanted) {
+        true => Some(&mut running[sequence.at]),
+        false => running.iter_mut().chain(leaving).find(|other| is_wanted(other)),
+    };
+    found.filter(|found| !found.finished)
+}
+
+/// Returns the event with the most likely tokens at a masked position.
+fn mask_prediction(top: &[(u32, f32)]) -> TokenEvent {
+    let (id, logprob) = *top.first().expect("intake checked that at least one token is requested");
+    TokenEvent::MaskFilled(Token { id, logprob: Some(logprob), top: top.to_vec() })
 }
 
 /// Returns a row's token with its reported log-probabilities.

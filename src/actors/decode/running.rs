@@ -1,6 +1,7 @@
 //! A running sequence, and the spans that it adds to a step.
 //!
-//! Invariant: the positions of a span follow from the sequence's progress.
+//! Invariant: the positions of a span follow from the steps that were sent, whether their results are back or
+//! not.
 
 use crate::actors::kv::{ComputedSequence, EndedSequence};
 use crate::actors::loop_metrics::{LoopMetrics, SequenceTimes};
@@ -20,9 +21,14 @@ pub(super) struct RunningSequence {
     pub(super) chunk: Option<PromptChunk>,
     /// Whether the last chunk of its prompt has been scheduled.
     pub(super) prompt_scheduled: bool,
-    /// The generated tokens; none during prefill. There is room for all from the start.
+    /// Number of tokens that the next step continues from: those received, and with run-ahead the one that
+    /// the step in flight samples.
+    pub(super) scheduled: u32,
+    /// Number of generated tokens whose results are back; 0 during prefill.
+    pub(super) received: u32,
+    /// These tokens, without the one that ends the sequence. There is room for all from the start.
     pub(super) generated: Vec<u32>,
-    /// Whether its end has been sent; it leaves at the end of the iteration.
+    /// Whether its end has been sent; it leaves when the next iteration is scheduled.
     pub(super) finished: bool,
     pub(super) times: SequenceTimes,
     /// Log-probabilities of prompt tokens, until the first token is generated.
@@ -37,6 +43,8 @@ impl RunningSequence {
             slot: Slot::MAX,
             chunk: None,
             prompt_scheduled: false,
+            scheduled: 0,
+            received: 0,
             generated: Vec::with_capacity(sequence.request.max_tokens.max(1) as usize),
             finished: false,
             times: meters.record_scheduled(sequence.arrived),
@@ -45,29 +53,55 @@ impl RunningSequence {
         }
     }
 
-    /// Ends the sequence. Its tokens and pages are handed over if it ended regularly.
-    pub(super) fn into_ended(self) -> EndedSequence {
-        let Sequence { request, lease, .. } = *self.sequence;
-        let reusable = self.finished && request.task == Task::Generate && request.encoder_input.is_empty();
-        let computed = lease.filter(|_| reusable).map(|lease| ComputedSequence {
-            prompt: request.prompt,
-            generated: self.generated,
+    /// Gives up the slot and the pages, when no later step has rows of the sequence. Its tokens and pages are
+    /// handed over if it ends regularly.
+    pub(super) fn release(&mut self) -> EndedSequence {
+        let ends = self.finished || self.ends_with_scheduled();
+        let Sequence { request, lease, .. } = &mut *self.sequence;
+        let reusable = ends && request.task == Task::Generate && request.encoder_input.is_empty();
+        let computed = lease.take().filter(|_| reusable).map(|lease| ComputedSequence {
+            prompt: request.prompt.clone(),
+            generated: std::mem::take(&mut self.generated),
             lease,
         });
         EndedSequence { key: self.key, computed }
     }
 
+    /// Whether the sequence ends with the steps that were sent, whatever their results are.
+    pub(super) fn ends_with_scheduled(&self) -> bool {
+        let request = &self.sequence.request;
+        match request.task {
+            Task::Generate => self.scheduled >= request.max_tokens.max(1),
+            Task::Embed(_) | Task::FillMask { .. } => self.prompt_scheduled,
+        }
+    }
+
+    /// Whether the sequence's next row depends on the value of the token in flight in more than the row's
+    /// input. Sampling depends on no earlier token yet; a grammar evaluated on the host would.
+    pub(super) fn needs_token_before_next_step(&self) -> bool {
+        false
+    }
+
     /// Whether the prompt is complete and tokens are generated.
     pub(super) fn is_decoding(&self) -> bool {
-        !self.generated.is_empty()
+        self.scheduled > 0
     }
 
-    /// Returns the number of generated tokens.
+    /// Returns the number of generated tokens before the next one.
     pub(super) fn generated_count(&self) -> u32 {
-        self.generated.len() as u32
+        self.scheduled
     }
 
-    /// Returns the last generated token; 0 if there is none.
+    /// Counts a generated token whose result is back; `continues` is whether it is the input of a later step.
+    pub(super) fn receive(&mut self, token: u32, continues: bool) {
+        self.received += 1;
+        self.scheduled = self.scheduled.max(self.received);
+        if continues {
+            self.generated.push(token);
+        }
+    }
+
+    /// Returns the last token that was received; 0 if there is none.
     pub(super) fn last_token(&self) -> u32 {
         self.generated.last().copied().unwrap_or_default()
     }

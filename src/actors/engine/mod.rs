@@ -265,7 +265,8 @@ fn lane_count(scheduler: &SchedulerConfig, stages: usize) -> usize {
 
 /// Starts the actors of the control thread.
 fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, status: Arc<Status>) -> Actors {
-    let SchedulerConfig { slots, max_waiting, token_budget, policy, shuffle, .. } = setup.scheduler;
+    let SchedulerConfig { slots, max_waiting, token_budget, policy, shuffle, run_ahead, .. } =
+        setup.scheduler;
     let (limits, lanes, pages) = (setup.limits, setup.lanes, setup.kv.pages);
     let thread = control.handle();
     let kv = KvManager::start_in_arbiter(&thread, move |_| {
@@ -277,7 +278,8 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, stat
             Prefill::new(kv.clone().recipient(), kv.recipient(), policy, slots, lanes)
         })
     };
-    let config = DecodeConfig { policy, limits, token_budget, eos: setup.model.eos.clone(), lanes };
+    let eos = setup.model.eos.clone();
+    let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead };
     let handles = LoopHandles {
         next_chunks: prefill.clone().recipient(),
         chunks_ahead: prefill.clone().recipient(),

@@ -61,11 +61,27 @@ pub struct Epoch(pub u64);
 /// The future result of a step.
 pub type StepFuture = Pin<Box<dyn Future<Output = StepResult>>>;
 
+/// A step that was sent. Awaiting it gives its result.
+pub struct SentStep {
+    pub result: StepFuture,
+    /// Resolves when the step has passed its last layer, or with an error when it has ended without a signal.
+    pub last_layer: oneshot::Receiver<()>,
+}
+
+impl IntoFuture for SentStep {
+    type Output = StepResult;
+    type IntoFuture = StepFuture;
+
+    fn into_future(self) -> StepFuture {
+        self.result
+    }
+}
+
 /// Devices that run steps in the order in which they are sent.
 pub trait Devices: Send + Sync {
     /// Sends a step whose sequences got their slots in `epoch`; fails if the epoch is over. The step is sent
     /// when this returns; the result is awaited.
-    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<StepFuture, DeviceError>;
+    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<SentStep, DeviceError>;
 
     /// Returns the current epoch.
     fn epoch(&self) -> Epoch;
@@ -155,11 +171,11 @@ impl Group {
 }
 
 /// Any number of steps can be sent; those beyond the devices' capacity wait, as all do while the devices are
-/// rebuilt.
+/// rebuilt. A waiting step is passed to the first stage by the device that completes an earlier one.
 impl Devices for Group {
-    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<StepFuture, DeviceError> {
-        let result = self.state.submit(step, epoch)?;
-        Ok(Box::pin(async move {
+    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<SentStep, DeviceError> {
+        let (result, last_layer) = self.state.submit(step, epoch)?;
+        let result: StepFuture = Box::pin(async move {
             match result.await {
                 Ok(ran) => ran,
                 Err(_) => StepResult {
@@ -167,7 +183,8 @@ impl Devices for Group {
                     result: Err(DeviceError::Fault(STOPPED_MESSAGE.to_owned())),
                 },
             }
-        }))
+        });
+        Ok(SentStep { result, last_layer })
     }
 
     fn epoch(&self) -> Epoch {

@@ -27,8 +27,8 @@ pub(super) struct StepQueue {
     /// Batches that the devices read, and free ones for reuse.
     batch_pool: Vec<Arc<StepBatch>>,
     /// Number of faults so far.
-    /// The last fault.
     epoch: u64,
+    /// The last fault.
     last_fault: Option<DeviceError>,
 }
 
@@ -36,6 +36,8 @@ pub(super) struct StepQueue {
 struct PendingStep {
     step: Box<Step>,
     reply: oneshot::Sender<StepResult>,
+    /// The signal after the last layer, until it is sent. It is dropped with the step.
+    signal: Option<oneshot::Sender<()>>,
     sent_at: Instant,
 }
 
@@ -71,8 +73,9 @@ impl StepQueue {
     }
 
     /// Adds a step of the current epoch to the waiting ones.
-    pub fn push(&mut self, step: Box<Step>, reply: oneshot::Sender<StepResult>) {
-        self.waiting.push_back(PendingStep { step, reply, sent_at: Instant::now() });
+    pub fn push(&mut self, step: Box<Step>, reply: oneshot::Sender<StepResult>, signal: oneshot::Sender<()>) {
+        let signal = Some(signal);
+        self.waiting.push_back(PendingStep { step, reply, signal, sent_at: Instant::now() });
     }
 
     /// Moves the next waiting step to those in flight, and returns its batch; `None` if no step waits or the
@@ -105,13 +108,22 @@ impl StepQueue {
         self.batch_pool[at].clone()
     }
 
+    /// Sends the signal of the oldest step, which must have this number; at most once.
+    pub fn signal(&mut self, number: u64) {
+        assert_eq!(number, self.oldest_number(), "steps complete in order; anything else is a bug");
+        if let Some(signal) = self.running.front_mut().and_then(|oldest| oldest.signal.take()) {
+            let _ = signal.send(());
+        }
+    }
+
     /// Completes the oldest step, which must have this number. `output` is exchanged for a buffer to reuse.
-    pub fn complete(&mut self, number: u64, output: &mut StepOutput) {
+    pub fn complete(&mut self, number: u64, output: &mut StepOutput, gap: Option<Duration>) {
         let mut pending =
             self.running.pop_front().expect("a completed step was in flight; anything else is a bug");
         let oldest = self.last_number - self.running.len() as u64;
         assert_eq!(number, oldest, "steps complete in order; anything else is a bug");
         std::mem::swap(&mut pending.step.output, output);
+        pending.step.gap = gap;
         self.last_completed_at = Instant::now();
         pending.reply(Ok(()));
     }
@@ -168,7 +180,7 @@ mod tests {
 
     fn push_step(steps: &mut StepQueue) -> oneshot::Receiver<StepResult> {
         let (answer, answered) = oneshot::channel();
-        steps.push(Box::new(Step::with_capacity(&LIMITS)), answer);
+        steps.push(Box::new(Step::with_capacity(&LIMITS)), answer, oneshot::channel().0);
         answered
     }
 
@@ -179,7 +191,7 @@ mod tests {
         let on_devices: Vec<u64> =
             std::iter::from_fn(|| steps.start_next()).map(|batch| batch.step).collect();
         assert_eq!((on_devices, steps.oldest_number()), (vec![1, 2], 1));
-        steps.complete(1, &mut StepOutput::default());
+        steps.complete(1, &mut StepOutput::default(), None);
         assert!(answers[0].try_recv().is_ok_and(|ran| ran.result.is_ok()));
         assert_eq!(steps.start_next().map(|batch| batch.step), Some(3));
         assert!(steps.start_next().is_none() && steps.has_waiting());
@@ -213,11 +225,11 @@ mod tests {
             let (answer, answered) = oneshot::channel();
             let step = Box::new(Step::with_capacity(&LIMITS));
             pushed.push((step.late.clone(), answered));
-            steps.push(step, answer);
+            steps.push(step, answer, oneshot::channel().0);
         };
         (0..3).for_each(|_| push(&mut steps));
         while steps.start_next().is_some() {}
-        steps.complete(1, &mut StepOutput::default());
+        steps.complete(1, &mut StepOutput::default(), None);
         assert!(steps.start_next().is_some());
         push(&mut steps);
         let found = |steps: &StepQueue, number: u64| steps.late_inputs(number);

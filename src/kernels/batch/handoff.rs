@@ -4,6 +4,7 @@
 
 use crate::late::LateInputs;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::sync::Arc;
 
 /// The residual stream of a step between two pipeline stages: (rows, hidden) for each stack, in the
@@ -17,7 +18,12 @@ pub struct ActivationHandoff {
     pub decoder: Vec<u8>,
 }
 
-/// Activation buffers at the start and the end of a pipeline stage, and the late inputs of the step.
+/// A signal from a running step to whoever schedules the next one. Sending it allocates nothing.
+#[derive(Clone, Copy, Default)]
+pub struct LastLayerSignal<'a>(Option<&'a dyn Fn()>);
+
+/// The connections of a device during a step: activation buffers at the start and the end of its pipeline
+/// stage, the late inputs, and a signal.
 #[derive(Debug, Default)]
 pub struct HandoffPorts<'a> {
     /// Activations from the previous stage; `None` in the first stage.
@@ -26,6 +32,28 @@ pub struct HandoffPorts<'a> {
     pub output: Option<&'a mut ActivationHandoff>,
     /// Late inputs, for the rank that samples. Without them, rows that need one fail.
     pub late: Option<&'a Arc<LateInputs>>,
+    /// Sent when the decoder's last layer is computed, or queued on a device with its own queue.
+    pub last_layer: LastLayerSignal<'a>,
+}
+
+impl<'a> LastLayerSignal<'a> {
+    /// Creates a signal that calls `on_sent` on the device's thread.
+    pub fn new(on_sent: &'a dyn Fn()) -> LastLayerSignal<'a> {
+        LastLayerSignal(Some(on_sent))
+    }
+
+    /// Sends the signal. The default signal goes nowhere.
+    pub fn send(self) {
+        if let Some(on_sent) = self.0 {
+            on_sent();
+        }
+    }
+}
+
+impl fmt::Debug for LastLayerSignal<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("LastLayerSignal").field(&self.0.is_some()).finish()
+    }
 }
 
 impl ActivationHandoff {

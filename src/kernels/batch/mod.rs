@@ -11,7 +11,7 @@ mod step;
 #[cfg(test)]
 mod tests;
 
-pub use handoff::{ActivationHandoff, HandoffPorts};
+pub use handoff::{ActivationHandoff, HandoffPorts, LastLayerSignal};
 pub use sampling::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput, StepTimes, is_allowed};
 pub use step::{RowSpan, StepRow, StepState};
 

@@ -7,7 +7,7 @@ use super::steps::{LIMITS, config, run, step};
 use crate::common::{self, PATIENCE, fixture, within};
 use futures_util::FutureExt;
 use mainstem::actors::device::{Step, StepResult};
-use mainstem::actors::group::{Devices, Group, GroupConfig, StepFuture};
+use mainstem::actors::group::{Devices, Group, GroupConfig, SentStep};
 use mainstem::cli::start::{self, PreparedModel};
 use mainstem::model::ModelRef;
 use mainstem_kernels::late::{MaskSender, TokenSender};
@@ -17,7 +17,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
 /// Sends a step.
-fn launch(group: &Group, step: Box<Step>) -> StepFuture {
+fn launch(group: &Group, step: Box<Step>) -> SentStep {
     group.send(step, group.epoch()).expect("the group has not failed")
 }
 
@@ -46,7 +46,7 @@ fn only(token: u32, limits: &StepLimits) -> Vec<u32> {
 }
 
 /// Returns the token of the first row, or the failure of the row; an error if the step fails.
-async fn first_token(running: StepFuture) -> Result<Result<u32, RowFailure>, String> {
+async fn first_token(running: SentStep) -> Result<Result<u32, RowFailure>, String> {
     let StepResult { step, result } = within(running).await;
     let row = result.map(|()| step.output.tokens[0]).map_err(|fault| fault.to_string())?;
     Ok(row.failure.map_or(Ok(row.token), Err))
@@ -143,7 +143,7 @@ async fn model_group(devices: &str) -> (Group, StepLimits) {
     let prepared = PreparedModel::open(&config, &ModelRef::Path(fixture("gqa"))).expect("the fixture opens");
     let PreparedModel { setup, source, tokenizer, device } = prepared;
     let factories = start::factories(&device, &source, &tokenizer, &setup);
-    let config = GroupConfig::new(setup.partition.device_names(), setup.limits, setup.width);
+    let config = GroupConfig::new(setup.partition.device_names(), setup.limits, setup.row_bytes);
     let (group, _) = Group::start(factories, config).await.expect("it starts");
     (group, setup.limits)
 }

@@ -224,7 +224,7 @@ impl Executor for ScriptedRank {
         flow: HandoffPorts<'_>,
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
-        let step = self.script.step(self.device);
+        let (step, last_layer) = (self.script.step(self.device), flow.last_layer);
         let given_up = |Aborted| resume_unwind(Box::new(Aborted));
         self.script.act(self.device, step, Moment::Begin)?;
         self.remember(batch);
@@ -239,7 +239,11 @@ impl Executor for ScriptedRank {
         }
         out.clear();
         if self.collective.rank() == 0 && last {
-            self.answers.run(batch, HandoffPorts { late: flow.late, ..HandoffPorts::default() }, out)?;
+            self.answers.run(
+                batch,
+                HandoffPorts { late: flow.late, last_layer, ..HandoffPorts::default() },
+                out,
+            )?;
         }
         self.script.act(self.device, step, Moment::End)
     }

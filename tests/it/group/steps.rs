@@ -6,7 +6,7 @@ use crate::common::{PATIENCE, within};
 use mainstem::actors::Status;
 use mainstem::actors::device::{ExecutorFactory, Step, StepResult};
 use mainstem::actors::group::link::{self, Link};
-use mainstem::actors::group::{Devices, Group, GroupConfig, StepFuture};
+use mainstem::actors::group::{Devices, Group, GroupConfig, SentStep, StepFuture};
 use mainstem_kernels::{
     Aborted, ActivationHandoff, Collective, Fraction, SamplingParams, Span, SpanModel, SpanOutput, SpanStack,
     SpanTable, SpanTokens, StepBatch, StepLimits,
@@ -59,7 +59,7 @@ pub(super) fn send(group: &Group, number: u32) -> StepFuture {
     loop {
         // A fault between the two is as good as one before.
         if let Ok(running) = group.send(step(number), group.epoch()) {
-            return running;
+            return running.into_future();
         }
     }
 }
@@ -90,6 +90,31 @@ async fn steps_in_flight_come_back_in_order_with_their_own_results() {
             assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
             assert_eq!(*right.get_or_insert(outcomes.clone()), outcomes);
         }
+        group.stop();
+        script.threads_end();
+    }
+}
+
+/// The device that returns results hangs after its signal, so that the next step is sent while the first one
+/// runs, and waits until then.
+#[actix::test]
+async fn a_step_signals_its_last_layer_before_its_result() {
+    for shape in SHAPES {
+        let device = (shape.0 - 1) * shape.1;
+        let hangs = Failure { device, at_step: 0, fault: Fault::Stall, moment: Moment::End };
+        let fails = Failure { device, at_step: 2, fault: Fault::Error, moment: Moment::Begin };
+        let script = Script::new(shape, [hangs, fails]);
+        let (group, _) = Group::start(script.factories(LIMITS), config(shape)).await.expect("it starts");
+        let SentStep { result, last_layer } = group.send(step(0), group.epoch()).expect("nothing failed");
+        assert_eq!(within(last_layer).await, Ok(()));
+        let next = send(&group, 1);
+        script.release();
+        for result in [result, next] {
+            assert!(within(result).await.result.is_ok());
+        }
+        let SentStep { result, last_layer } = group.send(step(2), group.epoch()).expect("nothing failed");
+        assert!(within(last_layer).await.is_err(), "a step that fails before sends no signal");
+        assert!(within(result).await.result.is_err());
         group.stop();
         script.threads_end();
     }

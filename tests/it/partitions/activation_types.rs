@@ -5,8 +5,8 @@ use mainstem::model::executor::estimate_report;
 use mainstem_kernels::reference::ReferenceSizes;
 use mainstem_kernels::{
     ActivationType, DeviceError, DeviceSizes, HeldShapes, HostBuf, KvLayout, KvTable, PackedLayout,
-    SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepTimes,
-    TableUpdate,
+    SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
+    StepTimes, TableUpdate,
 };
 
 /// A reference backend with F16 activations outside of its operations: its buffers are twice as long as asked
@@ -115,12 +115,12 @@ fn stages_hand_on_rows_in_the_devices_type() {
             [0, 1].map(|stage| executor(&source, &partition.shard(stage, 0), script.kv));
         let outputs = script.batches.iter().map(|batch| {
             let (mut handoff, mut output) = (ActivationHandoff::default(), StepOutput::default());
-            let to_last = HandoffPorts { input: None, output: Some(&mut handoff) };
+            let to_last = HandoffPorts { output: Some(&mut handoff), ..HandoffPorts::default() };
             first.run(batch, to_last, &mut output).expect("the first stage runs");
             let rows = |stack| batch.rows_of(stack) * source.spec.hidden * 2;
             let expected = [SpanStack::Encoder, SpanStack::Decoder].map(rows);
             assert_eq!([handoff.encoder.len(), handoff.decoder.len()], expected, "{model}");
-            let from_first = HandoffPorts { input: Some(&handoff), output: None };
+            let from_first = HandoffPorts { input: Some(&handoff), ..HandoffPorts::default() };
             last.run(batch, from_first, &mut output).expect("the last stage runs");
             output
         });

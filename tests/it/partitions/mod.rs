@@ -105,7 +105,7 @@ impl Player<'_> {
             let from = self.from.as_ref().map(|from| from.recv().expect("the stage before is there"));
             let (mut carried, mut output) = (ActivationHandoff::default(), StepOutput::default());
             let to = (!self.to.is_empty()).then_some(&mut carried);
-            let flow = HandoffPorts { input: from.as_deref(), output: to, late: None };
+            let flow = HandoffPorts { input: from.as_deref(), output: to, ..HandoffPorts::default() };
             executor.run(batch, flow, &mut output).expect("the step runs");
             let carried = Arc::new(carried);
             self.to.iter().for_each(|to| to.send(carried.clone()).expect("the next stage is there"));

@@ -5,11 +5,13 @@
 
 mod rig;
 
+mod run_ahead;
+
 use crate::config::Policy;
 use crate::request::{Request, RequestError};
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{SpanOutput, SpanTable, SpanTokens, StepBatch};
-use rig::{FaultOrder, Rig, RigConfig, VOCAB, expected};
+use rig::{FaultOrder, Rig, RigConfig, Signals, VOCAB, expected};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -481,9 +483,9 @@ fn computed_holes(steps: &[&StepBatch]) -> usize {
     spans.filter(|span| span.table == SpanTable::Null && span.output == SpanOutput::Last).count()
 }
 
-/// Random test of everything at once: requests of all lengths at random times, clients that disconnect, and
-/// faults if `faults` is set. Every token that a client gets is the right one, and all resources are released
-/// at the end. Returns the number of faults.
+/// Random test of everything at once: requests of all lengths at random times, some of which end at a stop
+/// token, clients that disconnect, and faults if `faults` is set. Every token that a client gets is the right
+/// one, and all resources are released at the end. Returns the number of faults.
 async fn stress(config: RigConfig, dice: Dice, faults: bool) -> usize {
     let label = format!("{config:?}, seed {}", dice.0);
     let mut rig = Rig::new(config);
@@ -496,7 +498,11 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> usize {
                 let n = submitted as u32;
                 let (len, tokens) = (1 + dice.throw(90_000 + n, 70), 1 + dice.throw(91_000 + n, 25) as u32);
                 let prompt_logprobs = dice.throw(92_000 + n, 4) == 0;
-                rig.submit(Request { prompt_logprobs, ..request(submitted, len, tokens) }).await;
+                let stops = 4 * (dice.throw(93_000 + n, 2) as u32);
+                let stop_ids = (0..stops).map(|i| (n * 7 + i * 20) % VOCAB).collect();
+                let min_tokens = dice.throw(94_000 + n, tokens as usize + 1) as u32;
+                let request = request(submitted, len, tokens);
+                rig.submit(Request { prompt_logprobs, stop_ids, min_tokens, ..request }).await;
                 submitted += 1;
             }
         }
@@ -544,6 +550,24 @@ async fn each_client_gets_its_own_tokens() {
                 RigConfig { budget: 11, shuffle: seed % 3 > 0, row_cost: 1, ..RigConfig::new(9, lanes) };
             stress(RigConfig { stages: 1, ..config.clone() }, Dice(seed), false).await;
             stress(config, Dice(seed + 50), false).await;
+        }
+    }
+}
+
+/// With and without run-ahead, and with signals that come too late for it, each client gets the tokens that
+/// its request alone determines.
+#[actix::test]
+async fn running_ahead_changes_no_token() {
+    for seed in 0..8 {
+        for (run_ahead, signals) in
+            [(false, Signals::Always), (true, Signals::Always), (true, Signals::Sometimes(seed))]
+        {
+            let policy =
+                if seed % 4 == 3 { Policy::Window { window: Duration::ZERO } } else { Policy::Fused };
+            let config = RigConfig { budget: 11, shuffle: seed % 3 > 0, policy, ..RigConfig::new(9, 1) };
+            let config = RigConfig { run_ahead, signals, ..config };
+            stress(config.clone(), Dice(seed + 400), false).await;
+            stress(config, Dice(seed + 500), true).await;
         }
     }
 }

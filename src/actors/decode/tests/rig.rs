@@ -6,7 +6,7 @@
 
 use super::super::{Decode, DecodeConfig, LoopHandles};
 use crate::actors::device::{Step, StepResult};
-use crate::actors::group::{Devices, Epoch, StepFuture};
+use crate::actors::group::{Devices, Epoch, SentStep};
 use crate::actors::intake::{GetFreePermits, Intake};
 use crate::actors::kv::{ComputedSequence, GetUsage, IterationUpdate, KvManager, Reserve, SlotPlan};
 use crate::actors::limits::IntakeLimits;
@@ -20,6 +20,7 @@ use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
 use actix::{Actor, Addr, Handler, ResponseFuture};
 use mainstem_kernels::batch::{NULL_PAGE, Page};
+use mainstem_kernels::random::philox;
 use mainstem_kernels::{
     DeviceError, Fraction, KvTable, RowFailure, SampleMode, SampledToken, Span, SpanOutput, SpanTable,
     SpanTokens, StepBatch, StepLimits, StepOutput,
@@ -42,11 +43,23 @@ pub fn next_token_after<'a>(tokens: impl IntoIterator<Item = &'a u32>) -> u32 {
         % VOCAB
 }
 
-/// The tokens that a greedy request must generate.
+/// The token that is sampled in the place of `token` if some are banned: the next one that is not.
+fn next_allowed(token: u32, is_banned: impl Fn(u32) -> bool) -> u32 {
+    let mut others = (0..VOCAB).map(|offset| (token + offset) % VOCAB);
+    others.find(|token| !is_banned(*token)).expect("not all tokens are banned")
+}
+
+/// The tokens that a greedy request must generate, including the stop token that ends it.
 pub fn expected(request: &Request) -> Vec<u32> {
     let mut all = request.prompt.to_vec();
-    for _ in 0..request.max_tokens {
-        all.push(next_token_after(&all));
+    for generated in 0..request.max_tokens {
+        let stops = |token| request.stop_ids.contains(&token);
+        let token =
+            next_allowed(next_token_after(&all), |token| generated < request.min_tokens && stops(token));
+        all.push(token);
+        if stops(token) {
+            break;
+        }
     }
     all.split_off(request.prompt.len())
 }
@@ -89,8 +102,11 @@ impl FakeModel {
             for row in wanted {
                 let sample = samples.next().expect("there is a sample row for each output row");
                 let next = self.next_token(span, row);
+                let biases = &batch.logit_biases[sample.bias_at as usize..][..sample.bias_len as usize];
                 let token = match sample.mode {
-                    SampleMode::Sample | SampleMode::Host => next,
+                    SampleMode::Sample | SampleMode::Host => {
+                        next_allowed(next, |token| biases.contains(&(token, f32::NEG_INFINITY)))
+                    }
                     SampleMode::Score(token) => token,
                 };
                 if sample.mode == SampleMode::Sample {
@@ -141,16 +157,18 @@ impl FakeModel {
 struct InFlight {
     step: Box<Step>,
     reply: oneshot::Sender<StepResult>,
+    /// The signal after the last layer, until it is sent.
+    last_layer: Option<oneshot::Sender<()>>,
     done_at: u64,
 }
 
-/// A step sent in an epoch, and its reply channel.
-type SentStep = (Epoch, Box<Step>, oneshot::Sender<StepResult>);
+/// A step as the devices receive it: sent in an epoch, with the channels of its result and of its signal.
+type ReceivedStep = (Epoch, Box<Step>, oneshot::Sender<StepResult>, oneshot::Sender<()>);
 
 /// The devices as the lanes see them.
 struct FakeDevices {
     device_count: usize,
-    sent: UnboundedSender<SentStep>,
+    sent: UnboundedSender<ReceivedStep>,
     faults: AtomicU64,
     /// Whether the devices fail while the next request for chunks is answered.
     fails_at_chunk_request: AtomicBool,
@@ -167,11 +185,13 @@ impl FakeDevices {
 }
 
 impl Devices for FakeDevices {
-    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<StepFuture, DeviceError> {
+    fn send(&self, step: Box<Step>, epoch: Epoch) -> Result<SentStep, DeviceError> {
         self.check_epoch(epoch)?;
         let (reply, ran) = oneshot::channel();
-        let _ = self.sent.send((epoch, step, reply));
-        Ok(Box::pin(async { ran.await.expect("the test completes each step") }))
+        let (signal, last_layer) = oneshot::channel();
+        let _ = self.sent.send((epoch, step, reply, signal));
+        let result = Box::pin(async { ran.await.expect("the test completes each step") });
+        Ok(SentStep { result, last_layer })
     }
 
     fn epoch(&self) -> Epoch {
@@ -272,6 +292,8 @@ pub struct RigConfig {
     pub budget: usize,
     pub policy: Policy,
     pub shuffle: bool,
+    pub run_ahead: bool,
+    pub signals: Signals,
     /// Cost of a step on each stage, without its rows.
     pub step_cost: u64,
     pub row_cost: u64,
@@ -287,10 +309,21 @@ impl RigConfig {
             budget: 24,
             policy,
             shuffle: true,
+            run_ahead: true,
+            signals: Signals::Always,
             step_cost: 10,
             row_cost: 0,
         }
     }
+}
+
+/// Which steps the lanes are told have passed their last layer, before they get the results.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Signals {
+    Never,
+    Always,
+    /// Random ones, from a seed.
+    Sometimes(u32),
 }
 
 /// Whether a fault is reported before or after the results of the steps before it.
@@ -321,7 +354,7 @@ pub struct Rig {
     pub status: Arc<Status>,
     devices: Arc<FakeDevices>,
     cache: Arc<Mutex<PrefixCache>>,
-    sent: UnboundedReceiver<SentStep>,
+    sent: UnboundedReceiver<ReceivedStep>,
     in_flight: VecDeque<InFlight>,
     model: FakeModel,
     /// The epoch of the devices' state.
@@ -348,7 +381,7 @@ impl Rig {
             hidden: 0,
             attended_fraction: Fraction::ONE,
         };
-        let RigConfig { slots, lanes, stages, policy, shuffle, budget, .. } = rig_config;
+        let RigConfig { slots, lanes, stages, policy, shuffle, budget, run_ahead, .. } = rig_config;
         let status = Arc::new(Status::new(Duration::ZERO, lanes));
         let pages = 1 + slots * POSITIONS / PAGE;
         let kv = KvManager::new(slots, lanes, shuffle, PagePool::new(pages, PAGE)).start();
@@ -379,7 +412,7 @@ impl Rig {
             devices: devices.clone(),
             status: status.clone(),
         };
-        let config = DecodeConfig { policy, limits, token_budget: budget, eos: Vec::new(), lanes };
+        let config = DecodeConfig { policy, limits, token_budget: budget, eos: Vec::new(), lanes, run_ahead };
         for lane in 0..lanes {
             Decode::new(lane, handles.clone(), config.clone()).start();
         }
@@ -461,10 +494,10 @@ impl Rig {
                 let _ = reply.send(StepResult { step, result: Err(fault()) });
             }
         }
-        while let Ok((epoch, step, reply)) = self.sent.try_recv() {
+        while let Ok((epoch, step, reply, signal)) = self.sent.try_recv() {
             any = true;
             match self.devices.check_epoch(epoch) {
-                Ok(()) => self.enter_pipeline(step, reply),
+                Ok(()) => self.enter_pipeline(step, reply, signal),
                 result => _ = reply.send(StepResult { step, result }),
             }
         }
@@ -473,7 +506,12 @@ impl Rig {
 
     /// Schedules a step through the pipeline: it enters each stage when it has left the previous one and the
     /// stage is free.
-    fn enter_pipeline(&mut self, mut step: Box<Step>, reply: oneshot::Sender<StepResult>) {
+    fn enter_pipeline(
+        &mut self,
+        mut step: Box<Step>,
+        reply: oneshot::Sender<StepResult>,
+        signal: oneshot::Sender<()>,
+    ) {
         self.steps_sent += 1;
         step.batch.step = self.steps_sent;
         self.check(&step.batch);
@@ -483,7 +521,7 @@ impl Rig {
             now = now.max(*free) + cost;
             *free = now;
         }
-        self.in_flight.push_back(InFlight { step, reply, done_at: now });
+        self.in_flight.push_back(InFlight { step, reply, last_layer: Some(signal), done_at: now });
     }
 
     /// Asserts that a step refers to slots of its lane only, and contains its tokens if there are several
@@ -503,10 +541,29 @@ impl Rig {
         self.in_flight.iter().map(|flying| &flying.step.batch).collect()
     }
 
-    /// Completes the oldest step in flight once all actors wait. Returns whether there was one.
+    /// Sends the signal of the oldest step in flight, that it has passed its last layer, and runs the actors
+    /// until they wait.
+    pub async fn signal_last_layer(&mut self) {
+        self.run_until_idle().await;
+        if let Some(signal) = self.in_flight.front_mut().and_then(|oldest| oldest.last_layer.take()) {
+            let _ = signal.send(());
+            self.run_until_idle().await;
+        }
+    }
+
+    /// Completes the oldest step in flight once all actors wait, after its signal if it has one. Returns
+    /// whether there was one.
     pub async fn complete_step(&mut self) -> bool {
         self.run_until_idle().await;
-        let Some(InFlight { mut step, reply, done_at: done }) = self.in_flight.pop_front() else {
+        let signals = match self.config.signals {
+            Signals::Never => false,
+            Signals::Always => true,
+            Signals::Sometimes(seed) => philox([self.steps_sent as u32, 0, 0, 0], [seed, 1])[0] % 3 > 0,
+        };
+        if signals {
+            self.signal_last_layer().await;
+        }
+        let Some(InFlight { mut step, reply, done_at: done, .. }) = self.in_flight.pop_front() else {
             return false;
         };
         self.clock = done;
@@ -518,7 +575,8 @@ impl Rig {
     /// Completes the oldest step in flight, with a failure of this row.
     pub async fn complete_step_failing_row(&mut self, row: usize) {
         self.run_until_idle().await;
-        let InFlight { mut step, reply, done_at } = self.in_flight.pop_front().expect("a step is in flight");
+        let oldest = self.in_flight.pop_front().expect("a step is in flight");
+        let InFlight { mut step, reply, done_at, .. } = oldest;
         self.clock = done_at;
         step.output = self.model.run(&step.batch);
         step.output.tokens[row] = SampledToken::failed(RowFailure::NoLateInput);
@@ -527,7 +585,9 @@ impl Rig {
 
     /// Completes the oldest step in flight without results, which makes its lane panic.
     pub fn complete_without_results(&mut self) {
-        let Some(InFlight { mut step, reply, done_at: done }) = self.in_flight.pop_front() else { return };
+        let Some(InFlight { mut step, reply, done_at: done, .. }) = self.in_flight.pop_front() else {
+            return;
+        };
         self.clock = done;
         step.output = StepOutput::default();
         let _ = reply.send(StepResult { step, result: Ok(()) });
@@ -596,7 +656,7 @@ impl Client {
         assert!(self.end.is_none(), "{event:?} after the end");
         match event {
             TokenEvent::Prompt(tokens) => self.prompt_tokens = tokens,
-            TokenEvent::Token(token) => {
+            TokenEvent::Token(token) | TokenEvent::EndToken(token) => {
                 self.ids.push(token.id);
                 self.token_times.push(clock);
             }
@@ -609,8 +669,10 @@ impl Client {
     /// Asserts that the request ended with the right tokens, and with the prompt's log-probabilities if
     /// requested.
     pub fn assert_complete(&self) {
-        assert_eq!(self.end, Some(Ok(FinishReason::Length)));
         assert_eq!(self.ids, expected(&self.request));
+        let stop = self.ids.last().filter(|last| self.request.stop_ids.contains(last));
+        let reason = stop.map_or(FinishReason::Length, |stop| FinishReason::StopToken(*stop));
+        assert_eq!(self.end, Some(Ok(reason)));
         if self.request.prompt_logprobs {
             let reported = |token: &Token| (token.id, token.logprob);
             let likely = |at: usize| (at > 0).then(|| next_token_after(&self.request.prompt[..at]) as f32);

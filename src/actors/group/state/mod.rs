@@ -17,6 +17,7 @@ use crate::model::executor::ExecutorReport;
 use anyhow::Result;
 use mainstem_kernels::{Abort, DeviceError, LateInputs, StepLimits, StepOutput};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use tokio::sync::oneshot;
 use tracing::error;
 
@@ -141,24 +142,26 @@ impl GroupState {
 
 /// The interface of the control thread.
 impl GroupState {
-    /// Submits a step: it is sent to the devices, or waits for them. Fails if the epoch is over.
+    /// Submits a step: it is sent to the devices, or waits for them. Returns the channels of its result and
+    /// of its signal after the last layer. Fails if the epoch is over.
     pub fn submit(
         &self,
         step: Box<Step>,
         epoch: Epoch,
-    ) -> Result<oneshot::Receiver<StepResult>, DeviceError> {
+    ) -> Result<(oneshot::Receiver<StepResult>, oneshot::Receiver<()>), DeviceError> {
         let (answer, answered) = oneshot::channel();
+        let (signal, signalled) = oneshot::channel();
         let mut state = self.lock();
         state.steps.check_epoch(epoch.0)?;
         if state.phase == Phase::Stopping {
-            return Ok(answered); // The sender is dropped.
+            return Ok((answered, signalled)); // The senders are dropped.
         }
-        state.steps.push(step, answer);
+        state.steps.push(step, answer, signal);
         match state.phase {
             Phase::Serving => state.dispatch_waiting(),
             Phase::Unavailable | Phase::Failed | Phase::Stopping => self.changed.notify_all(),
         }
-        Ok(answered)
+        Ok((answered, signalled))
     }
 
     /// Returns the current epoch.
@@ -216,12 +219,20 @@ impl GroupState {
         if build == state.build { state.steps.late_inputs(number) } else { None }
     }
 
-    /// Reports that the last stage has completed a step. `output` is exchanged for a buffer to reuse. Then
-    /// the next waiting steps are sent.
-    pub fn report_result(&self, build: u64, number: u64, output: &mut StepOutput) {
+    /// Reports that a step has passed the last layer.
+    pub fn report_last_layer(&self, build: u64, number: u64) {
         let mut state = self.lock();
         if build == state.build && state.phase == Phase::Serving {
-            state.steps.complete(number, output);
+            state.steps.signal(number);
+        }
+    }
+
+    /// Reports that the last stage has completed a step, and the time between its previous step and this one.
+    /// `output` is exchanged for a buffer to reuse. Then the next waiting steps are sent.
+    pub fn report_result(&self, build: u64, number: u64, output: &mut StepOutput, gap: Option<Duration>) {
+        let mut state = self.lock();
+        if build == state.build && state.phase == Phase::Serving {
+            state.steps.complete(number, output, gap);
             state.dispatch_waiting();
         }
     }

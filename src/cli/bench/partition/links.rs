@@ -82,8 +82,8 @@ impl Executor for SlowExecutor {
         flow: HandoffPorts<'_>,
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
-        let HandoffPorts { input, output: mut to, late } = flow;
-        self.inner.run(batch, HandoffPorts { input, output: to.as_deref_mut(), late }, out)?;
+        let HandoffPorts { output: mut to, .. } = flow;
+        self.inner.run(batch, HandoffPorts { output: to.as_deref_mut(), ..flow }, out)?;
         if let Some(ActivationHandoff { encoder, decoder }) = to {
             wait_for_messages(self.link, self.next, encoder.len() + decoder.len());
         }
