@@ -30,6 +30,8 @@ pub struct ReplySpec {
     pub include_stop: bool,
     /// Whether the text includes special tokens.
     pub show_special: bool,
+    /// Special tokens that the text includes in any case.
+    pub shown_tokens: Arc<[u32]>,
 }
 
 /// A part of the reply: text, and the tokens whose text is complete with it.
@@ -102,8 +104,8 @@ pub struct ReplyStream {
     /// token's end.
     pending: VecDeque<(PlacedToken, usize)>,
     /// Characters decoded from tokens.
-    /// Characters emitted so far.
     decoded_chars: usize,
+    /// Characters emitted so far.
     emitted_chars: usize,
     metrics: RequestMetrics,
 }
@@ -116,7 +118,7 @@ impl ReplyStream {
         request: &Request,
         spec: &ReplySpec,
     ) -> ReplyStream {
-        let fresh = Detokenizer::new(tokenizer, !spec.show_special);
+        let fresh = Detokenizer::new(tokenizer, !spec.show_special).with_kept(spec.shown_tokens.clone());
         let (detokenizer, unsent_prompt) = match spec.echo {
             false => (fresh.with_prompt(&request.prompt), None),
             true if request.prompt_logprobs => (fresh, None),

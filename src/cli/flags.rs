@@ -55,6 +55,12 @@ pub struct ModelFlags {
     /// Chat template file, instead of the model's own template.
     #[arg(long = "chat-template", value_name = "FILE", value_hint = ValueHint::FilePath)]
     model_chat_template: Option<String>,
+    /// Format of the model's tool calls, such as hermes; docs/tools.md lists them.
+    #[arg(long = "tool-parser", value_name = "NAME")]
+    model_tool_parser: Option<String>,
+    /// Format of the model's reasoning, such as deepseek_r1; docs/tools.md lists them.
+    #[arg(long = "reasoning-parser", value_name = "NAME")]
+    model_reasoning_parser: Option<String>,
     /// Source of default sampling parameters.
     #[arg(long = "sampling-defaults", value_name = "SOURCE", value_parser = ["model", "neutral"])]
     model_sampling_defaults: Option<String>,
@@ -66,6 +72,8 @@ impl ModelFlags {
         overrides.set("model.spec", self.model_spec);
         overrides.set("model.weights", self.model_weights);
         overrides.set("model.chat_template", self.model_chat_template);
+        overrides.set("model.tool_parser", self.model_tool_parser);
+        overrides.set("model.reasoning_parser", self.model_reasoning_parser);
         overrides.set("model.sampling_defaults", self.model_sampling_defaults);
     }
 }

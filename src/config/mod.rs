@@ -118,6 +118,8 @@ mod tests {
                 path: "".into(),
                 spec: None,
                 chat_template: None,
+                tool_parser: "auto".into(),
+                reasoning_parser: "auto".into(),
                 sampling_defaults: SamplingDefaultsSource::Model,
                 weights: WeightRules::default(),
                 served_name: "".into(),

@@ -41,6 +41,8 @@ impl LayeredSettings {
             path: self.get("model.path", string)?,
             spec: self.get("model.spec", values::path)?,
             chat_template: self.get("model.chat_template", values::path)?,
+            tool_parser: self.get("model.tool_parser", non_empty_string)?,
+            reasoning_parser: self.get("model.reasoning_parser", non_empty_string)?,
             sampling_defaults: self.get("model.sampling_defaults", |v| one_of(v, &sources))?,
             weights: self.get("model.weights", |v| WeightRules::parse(&string(v)?))?,
             served_name: self.get("model.served_name", string)?,

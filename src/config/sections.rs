@@ -32,6 +32,10 @@ pub struct ModelConfig {
     pub spec: Option<PathBuf>,
     /// Chat template file; `None` uses the model's own.
     pub chat_template: Option<PathBuf>,
+    /// Name of the format of tool calls, "auto" or "none".
+    pub tool_parser: String,
+    /// Name of the format of reasoning, "auto" or "none".
+    pub reasoning_parser: String,
     pub sampling_defaults: SamplingDefaultsSource,
     /// Number formats in which matrices are loaded.
     pub weights: WeightRules,

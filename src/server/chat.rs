@@ -3,6 +3,7 @@
 //! Invariant: the rendered text is tokenized without adding special tokens.
 
 use super::ServeParts;
+use super::access::random;
 use super::completions::ResponseTokenIds;
 use super::error::ApiError;
 use super::fields::Fields;
@@ -12,6 +13,8 @@ use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, check_choic
 use super::wire::chat::{ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ResponseMessage};
 use super::wire::{ChoiceOutput, Finish};
 use crate::text::chat_template::{Chat, TemplateError};
+use crate::text::output::{OutputEvent, OutputFormats, OutputParser, OutputSettings};
+use crate::text::tools::{Tool, ToolChoice};
 use std::sync::Arc;
 
 /// The chat completions API.
@@ -21,6 +24,78 @@ pub struct ChatApi;
 pub struct ChatFormat {
     logprobs: bool,
     ids: ResponseTokenIds,
+    output: OutputSpec,
+}
+
+/// Settings of the parsers of all choices.
+struct OutputSpec {
+    formats: OutputFormats,
+    tools: Arc<[Tool]>,
+    max_calls: usize,
+    /// The rendered prompt.
+    prompt: Arc<str>,
+    is_continued: bool,
+    include_reasoning: bool,
+    /// Seed of the ids of tool calls.
+    id_seed: u64,
+}
+
+impl OutputSpec {
+    /// Creates the settings for the answer to a conversation. Tools that the model may call need a format of
+    /// calls.
+    fn new(
+        parts: &ServeParts,
+        conversation: &Conversation,
+        prompt: &str,
+        include_reasoning: bool,
+    ) -> Result<OutputSpec, ApiError> {
+        let tools = &conversation.tools;
+        let formats = parts.model.output_formats;
+        match tools.choice {
+            ToolChoice::None => {}
+            ToolChoice::Auto if formats.calls.is_some() => {}
+            ToolChoice::Auto => {
+                let message = "the chat template of this model does not show tools, or its format of calls is \
+                               unknown; start the server with --tool-parser";
+                return Err(ApiError::unsupported("tools", message));
+            }
+            ToolChoice::Required | ToolChoice::Named(_) => {
+                let message = "'tool_choice' can only be \"none\" or \"auto\" yet";
+                return Err(ApiError::unsupported("tool_choice", message));
+            }
+        }
+        Ok(OutputSpec {
+            formats: OutputFormats { calls: formats.calls.filter(|_| tools.max_calls() > 0), ..formats },
+            tools: tools.tools.clone().into(),
+            max_calls: tools.max_calls(),
+            prompt: prompt.into(),
+            is_continued: conversation.continue_final_message,
+            include_reasoning,
+            id_seed: random(),
+        })
+    }
+
+    /// Returns the parser of a choice's output.
+    fn parser(&self, index: usize, whole_calls: bool) -> OutputParser {
+        OutputParser::new(OutputSettings {
+            calls: self.formats.calls,
+            reasoning: self.formats.reasoning,
+            tools: self.tools.clone(),
+            prompt: &self.prompt,
+            is_continued: self.is_continued,
+            whole_calls,
+            max_calls: self.max_calls,
+            id_seed: self.id_seed.wrapping_add(index as u64),
+        })
+    }
+
+    /// Removes the reasoning if the response must not have it.
+    fn filter(&self, mut events: Vec<OutputEvent>) -> Vec<OutputEvent> {
+        if !self.include_reasoning {
+            events.retain(|event| !matches!(event, OutputEvent::Reasoning(_)));
+        }
+        events
+    }
 }
 
 impl GenerationApi for ChatApi {
@@ -29,7 +104,7 @@ impl GenerationApi for ChatApi {
     const PROMPT_PARAM: &'static str = "messages";
 
     fn parse(parts: &ServeParts, fields: Fields) -> Result<PreparedRequest<ChatFormat>, ApiError> {
-        let ChatParams { generation, conversation, logprobs } =
+        let ChatParams { generation, conversation, logprobs, include_reasoning } =
             ChatParams::parse(fields, parts.model.vocab, &parts.model.sampling_defaults)?;
         check_choices(parts, 1, &generation)?;
         let text = render_conversation(parts, &conversation)?;
@@ -46,8 +121,10 @@ impl GenerationApi for ChatApi {
             prompts: prompts.clone(),
             choices_per_prompt: generation.n as usize,
         };
-        let format = ChatFormat { logprobs: logprobs.is_some(), ids };
-        Ok(PreparedRequest { generation, prompts, echo: false, logprobs, format })
+        let output = OutputSpec::new(parts, &conversation, &text, include_reasoning)?;
+        let shown_tokens = parts.special_tokens.output_markers.clone();
+        let format = ChatFormat { logprobs: logprobs.is_some(), ids, output };
+        Ok(PreparedRequest { generation, prompts, echo: false, logprobs, shown_tokens, format })
     }
 }
 
@@ -60,6 +137,7 @@ pub fn render_conversation(parts: &ServeParts, conversation: &Conversation) -> R
     };
     let chat = Chat {
         messages: &conversation.messages,
+        tools: &conversation.tools.shown(),
         tools: &[],
         add_generation_prompt: conversation.add_generation_prompt,
         continue_final_message: conversation.continue_final_message,
@@ -82,16 +160,24 @@ impl ResponseFormat for ChatFormat {
     const CHUNK_OBJECT: &'static str = "chat.completion.chunk";
     type Choice = ChatChoice;
     type ChunkChoice = ChatChunkChoice;
+    type ChoiceState = OutputParser;
+
+    fn begin_choice(&self, index: usize) -> OutputParser {
+        self.output.parser(index, false)
+    }
 
     fn choice(&self, parts: &ServeParts, index: usize, part: ChoiceOutput) -> ChatChoice {
         let logprobs = self.logprobs.then(|| ChatLogprobs::from_output(&part, &parts.tokenizer));
         let ids = self.ids.for_choice(index, &part, true);
+        let mut parser = self.output.parser(index, true);
+        let mut events = parser.push(&part.text);
+        events.extend(parser.finish());
         ChatChoice {
             index,
             logprobs,
             ids,
-            finish: part.end.as_ref().into(),
-            message: ResponseMessage::new(part.text),
+            finish: Finish::from(part.end.as_ref()).with_calls(parser.has_calls()),
+            message: ResponseMessage::from_events(self.output.filter(events)),
         }
     }
 
@@ -106,16 +192,27 @@ impl ResponseFormat for ChatFormat {
         })
     }
 
-    fn chunk(&self, parts: &ServeParts, index: usize, part: ChoiceOutput, _: bool) -> ChatChunkChoice {
+    fn chunk(
+        &self,
+        parts: &ServeParts,
+        index: usize,
+        part: ChoiceOutput,
+        _: bool,
+        parser: &mut OutputParser,
+    ) -> ChatChunkChoice {
         let with_logprobs = self.logprobs && !part.tokens.is_empty();
         let logprobs = with_logprobs.then(|| ChatLogprobs::from_output(&part, &parts.tokenizer));
         let ids = self.ids.for_choice(index, &part, false);
+        let mut events = parser.push(&part.text);
+        if part.end.is_some() {
+            events.extend(parser.finish());
+        }
         ChatChunkChoice {
             index,
             logprobs,
             ids,
-            finish: part.end.as_ref().into(),
-            delta: ChatDelta::text(part.text),
+            finish: Finish::from(part.end.as_ref()).with_calls(parser.has_calls()),
+            delta: ChatDelta::from_events(self.output.filter(events)),
         }
     }
 }

@@ -72,7 +72,7 @@ impl GenerationApi for CompletionsApi {
             choices_per_prompt: generation.n as usize,
         };
         let format = CompletionFormat { logprobs: logprobs.is_some(), ids };
-        Ok(PreparedRequest { generation, prompts, echo, logprobs, format })
+        Ok(PreparedRequest { generation, prompts, echo, logprobs, shown_tokens: Arc::default(), format })
     }
 }
 
@@ -127,6 +127,9 @@ impl ResponseFormat for CompletionFormat {
     const CHUNK_OBJECT: &'static str = Self::OBJECT;
     type Choice = CompletionChoice;
     type ChunkChoice = CompletionChoice;
+    type ChoiceState = ();
+
+    fn begin_choice(&self, _: usize) {}
 
     fn choice(&self, parts: &ServeParts, index: usize, part: ChoiceOutput) -> CompletionChoice {
         self.build_choice(parts, index, part, self.logprobs, true)
@@ -136,7 +139,14 @@ impl ResponseFormat for CompletionFormat {
         None
     }
 
-    fn chunk(&self, parts: &ServeParts, index: usize, part: ChoiceOutput, first: bool) -> CompletionChoice {
+    fn chunk(
+        &self,
+        parts: &ServeParts,
+        index: usize,
+        part: ChoiceOutput,
+        first: bool,
+        (): &mut (),
+    ) -> CompletionChoice {
         // A chunk without tokens has null rather than an object of empty lists.
         let with_logprobs = self.logprobs && !part.tokens.is_empty();
         self.build_choice(parts, index, part, with_logprobs, first)

@@ -6,6 +6,7 @@
 use crate::actors::ModelInfo;
 use crate::request::RequestError;
 use crate::telemetry;
+use crate::text::tools::ToolError;
 use actix_web::http::StatusCode;
 use actix_web::{HttpResponse, ResponseError};
 use serde::Serialize;
@@ -202,6 +203,12 @@ impl ApiError {
     /// Returns the response body, which is also sent as an event if a stream has started already.
     pub fn body(&self) -> ErrorBody<'_> {
         ErrorBody { error: &self.object }
+    }
+}
+
+impl From<ToolError> for ApiError {
+    fn from(ToolError { path, message }: ToolError) -> ApiError {
+        ApiError::invalid(path, message)
     }
 }
 

@@ -87,7 +87,7 @@ impl ServeParts {
         tokenizer: Arc<Tokenizer>,
         model: ModelInfo,
     ) -> ServeParts {
-        let tokens = SpecialTokens::new(&tokenizer, &model.prompting);
+        let tokens = SpecialTokens::new(&tokenizer, &model.prompting, &model.output_formats);
         ServeParts { intake, status, tokenizer, model, special_tokens: tokens }
     }
 }

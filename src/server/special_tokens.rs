@@ -1,10 +1,13 @@
-//! Special tokens of requests to models with an encoder: the mask token and language tokens.
+//! Special tokens that the API reads or writes: the mask token, language tokens, and markers of tool calls
+//! and reasoning.
 //!
 //! Invariant: they are looked up once, when the server is created; only tokens that a request names are
 //! looked up per request.
 
 use crate::actors::PromptingDefaults;
 use crate::text::Tokenizer;
+use crate::text::output::OutputFormats;
+use std::sync::Arc;
 
 /// Special tokens of the served model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -13,6 +16,8 @@ pub struct SpecialTokens {
     pub mask: Option<u32>,
     /// Padding token.
     pub pad: Option<u32>,
+    /// Special tokens that mark tool calls and reasoning in the output.
+    pub output_markers: Arc<[u32]>,
     language: LanguagePosition,
     /// Special tokens that are not language tokens, such as BOS and EOS.
     non_language: Vec<u32>,
@@ -32,9 +37,17 @@ enum LanguagePosition {
 
 impl SpecialTokens {
     /// Looks up the special tokens of a model with these prompting defaults.
-    pub fn new(tokenizer: &Tokenizer, prompting: &PromptingDefaults) -> SpecialTokens {
+    pub fn new(
+        tokenizer: &Tokenizer,
+        prompting: &PromptingDefaults,
+        formats: &OutputFormats,
+    ) -> SpecialTokens {
         match prompting {
-            PromptingDefaults::Decoder => SpecialTokens::default(),
+            PromptingDefaults::Decoder => {
+                let markers = formats.markers().filter_map(|name| tokenizer.token_id(name));
+                let output_markers = markers.filter(|id| tokenizer.is_special(*id)).collect();
+                SpecialTokens { output_markers, ..SpecialTokens::default() }
+            }
             PromptingDefaults::Encoder(prompting) => {
                 let mask = prompting.mask_tokens.iter().find_map(|name| tokenizer.token_id(name));
                 let pad = prompting.pad_token.as_ref().and_then(|name| tokenizer.token_id(name));

@@ -26,9 +26,10 @@ use crate::model::spec::{Kind, ModelSpec};
 use crate::model::{ModelSource, Partition};
 use crate::planner::{DeviceAssignment, model_source};
 use crate::telemetry;
+use crate::text::output::OutputFormats;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
-use anyhow::{Result, ensure};
+use anyhow::{Result, anyhow, ensure};
 use mainstem_kernels::StepLimits;
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -89,6 +90,8 @@ pub struct ModelInfo {
     pub prompting: PromptingDefaults,
     /// The template that renders chat messages to a prompt, if the model has one.
     pub chat_template: Option<Arc<ChatTemplate>>,
+    /// Formats of tool calls and reasoning in the model's output.
+    pub output_formats: OutputFormats,
     /// When the model was loaded, in seconds of Unix time.
     pub created: u64,
 }
@@ -142,6 +145,9 @@ impl EngineSetup {
             false => config.model.served_name.clone(),
         };
         let chat_template = chat_template(source)?.map(Arc::new);
+        let parsers = (&*config.model.tool_parser, &*config.model.reasoning_parser);
+        let output_formats = OutputFormats::select(parsers, chat_template.as_deref())
+            .map_err(|problem| anyhow!("model.tool_parser or model.reasoning_parser: {problem}"))?;
         let (sampling_defaults, unsupported_keys) = match config.model.sampling_defaults {
             SamplingDefaultsSource::Model => {
                 (source.sampling_defaults, source.unsupported_settings.keys().cloned().collect())
@@ -162,6 +168,7 @@ impl EngineSetup {
             sampling_defaults,
             prompting: PromptingDefaults::from_model(source, &config.model)?,
             chat_template,
+            output_formats,
             created,
         };
         let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);

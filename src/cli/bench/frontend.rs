@@ -21,6 +21,7 @@ use crate::model::spec::Kind;
 use crate::request::{Request, RequestError, TokenEvent};
 use crate::server::{LocalApi, ResponseBody, ServeParts, Server};
 use crate::text::Tokenizer;
+use crate::text::output::OutputFormats;
 use actix::Arbiter;
 use actix_web::rt::{self, time};
 use anyhow::{Result, anyhow, ensure};
@@ -308,6 +309,7 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
         sampling_defaults: SamplingDefaults::default(),
         prompting: PromptingDefaults::Decoder,
         chat_template: None,
+        output_formats: OutputFormats::default(),
         created: 0,
     };
     let factory: ExecutorFactory =

@@ -142,6 +142,8 @@ pub struct Answer {
     finish: Option<String>,
     /// Token count of the answer that the server reported.
     tokens: Option<u64>,
+    /// Whether the text so far ends with reasoning.
+    ends_with_reasoning: bool,
 }
 
 /// The source of an answer's data.
@@ -158,7 +160,15 @@ impl Answer {
             Reply::Events(events) => ReplySource::Events(events),
         };
         let (decoder, events) = (SseDecoder::default(), VecDeque::new());
-        Answer { source, decoder, events, timing: pace, finish: None, tokens: None }
+        Answer {
+            source,
+            decoder,
+            events,
+            timing: pace,
+            finish: None,
+            tokens: None,
+            ends_with_reasoning: false,
+        }
     }
 
     /// Returns the next chunk; `None` when the answer is complete.
@@ -170,13 +180,27 @@ impl Answer {
             return Err(Failure::from_body(value));
         }
         let choice = &value["choices"][0];
-        let texts = [&choice["delta"]["content"], &choice["text"], &choice["message"]["content"]];
-        let text = texts.into_iter().find_map(Value::as_str).unwrap_or_default().to_string();
+        let text = self.shown_text(choice);
         self.timing.note(&text);
         self.finish = choice["finish_reason"].as_str().map(str::to_string).or(self.finish.take());
         self.tokens = value["usage"]["completion_tokens"].as_u64().or(self.tokens);
         // Line feeds are whitespace in JSON; in strings they are escaped.
         Ok(Some(Chunk { json: data.trim().replace(['\n', '\r'], " "), text }))
+    }
+
+    /// Returns the text of a choice: reasoning and, after an empty line, content.
+    fn shown_text(&mut self, choice: &Value) -> String {
+        let message = if choice["message"].is_null() { &choice["delta"] } else { &choice["message"] };
+        let mut text = message["reasoning_content"].as_str().unwrap_or_default().to_string();
+        self.ends_with_reasoning |= !text.is_empty();
+        let content = message["content"].as_str().or(choice["text"].as_str()).unwrap_or_default();
+        if !content.is_empty() {
+            if std::mem::take(&mut self.ends_with_reasoning) {
+                text += "\n\n";
+            }
+            text += content;
+        }
+        text
     }
 
     /// Returns the next JSON text; `None` after the last.

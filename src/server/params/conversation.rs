@@ -3,6 +3,7 @@
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue, UnsupportedParams, describe};
 use crate::text::chat_template::{Content, Message};
+use crate::text::tools::{ToolSettings, parse_message_calls};
 use serde_json::{Map, Value};
 
 /// Messages, and the options for rendering them with the chat template.
@@ -10,6 +11,7 @@ use serde_json::{Map, Value};
 pub struct Conversation {
     /// At least one.
     pub messages: Vec<Message>,
+    pub tools: ToolSettings,
     pub add_generation_prompt: bool,
     pub continue_final_message: bool,
     pub template_kwargs: Map<String, Value>,
@@ -18,13 +20,10 @@ pub struct Conversation {
 /// Unsupported fields of messages. Their empty values are accepted, since clients send responses back
 /// unchanged.
 const UNSUPPORTED_IN_MESSAGES: UnsupportedParams = &[
-    ("tool_calls", NoOpValue::Empty),
     ("function_call", NoOpValue::OnlyNull),
     ("refusal", NoOpValue::Empty),
     ("audio", NoOpValue::OnlyNull),
     ("annotations", NoOpValue::Empty),
-    ("reasoning_content", NoOpValue::Empty),
-    ("reasoning", NoOpValue::Empty),
 ];
 
 /// Parses the messages and the template options of a body of the chat or the tokenize API.
@@ -36,7 +35,10 @@ pub fn parse_conversation(fields: &mut Fields) -> Result<Conversation, ApiError>
         Some(Value::Array(list)) => list,
         Some(_) => return Err(bad("'messages' must be a list")),
     };
+    let [tools, choice, parallel] =
+        ["tools", "tool_choice", "parallel_tool_calls"].map(|name| fields.take(name));
     let conversation = Conversation {
+        tools: ToolSettings::parse(tools.as_ref(), choice.as_ref(), parallel.as_ref())?,
         messages: list
             .into_iter()
             .enumerate()
@@ -80,10 +82,24 @@ fn parse_message(body: &Fields, index: usize, value: Value) -> Result<Message, A
         None if role == "assistant" => Content::Text(String::new()),
         None => return Err(missing("content")),
     };
-    let name = fields.take_string("name")?;
+    let extra = parse_extra_fields(&mut fields, &path)?;
     fields.finish(&[UNSUPPORTED_IN_MESSAGES])?;
-    let extra = name.map(|name| ("name".to_owned(), name.into())).into_iter().collect();
     Ok(Message { role, content: Some(content), extra })
+}
+
+/// Parses the fields of a message besides role and content, as the chat template gets them.
+fn parse_extra_fields(fields: &mut Fields, path: &str) -> Result<Map<String, Value>, ApiError> {
+    let mut extra = Map::new();
+    for name in ["name", "tool_call_id"] {
+        extra.extend(fields.take_string(name)?.map(|text| (name.to_owned(), text.into())));
+    }
+    // Clients send responses back unchanged, and some servers call the field "reasoning".
+    let other_name = fields.take_string("reasoning")?;
+    let reasoning = fields.take_string("reasoning_content")?.or(other_name).filter(|text| !text.is_empty());
+    extra.extend(reasoning.map(|text| ("reasoning_content".to_owned(), text.into())));
+    let calls = fields.take("tool_calls").unwrap_or_default();
+    extra.extend(parse_message_calls(path, &calls)?.map(|calls| ("tool_calls".to_owned(), calls)));
+    Ok(extra)
 }
 
 /// Parses a part of a message's content, which must be text.

@@ -45,6 +45,8 @@ pub struct ChatParams {
     pub generation: GenerationParams,
     pub conversation: Conversation,
     pub logprobs: Option<u8>,
+    /// Whether the response has the reasoning.
+    pub include_reasoning: bool,
 }
 
 /// Parameters of both OpenAI APIs and of other servers that are not supported, and those that only advise
@@ -80,11 +82,8 @@ const UNSUPPORTED_COMPLETIONS: UnsupportedParams = &[("response_format", NoOpVal
 
 /// Unsupported parameters of the chat API only.
 const UNSUPPORTED_CHAT: UnsupportedParams = &[
-    ("tools", NoOpValue::Empty),
     ("functions", NoOpValue::Empty),
-    ("tool_choice", NoOpValue::Text("none")),
     ("function_call", NoOpValue::Text("none")),
-    ("parallel_tool_calls", NoOpValue::Any),
     ("modalities", NoOpValue::OnlyNull),
     ("audio", NoOpValue::OnlyNull),
     ("prediction", NoOpValue::OnlyNull),
@@ -136,8 +135,9 @@ impl ChatParams {
         let conversation = parse_conversation(&mut fields)?;
         let logprobs = parse_chat_logprobs(&mut fields)?;
         parse_response_format(&mut fields)?;
+        let include_reasoning = fields.take_bool("include_reasoning", true)?;
         fields.finish(&[UNSUPPORTED, UNSUPPORTED_CHAT])?;
-        Ok(ChatParams { generation, conversation, logprobs })
+        Ok(ChatParams { generation, conversation, logprobs, include_reasoning })
     }
 }
 

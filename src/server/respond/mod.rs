@@ -51,6 +51,8 @@ pub struct PreparedRequest<W> {
     /// Whether the response text starts with the prompt.
     pub echo: bool,
     pub logprobs: Option<u8>,
+    /// Special tokens that the text includes in any case, because the format reads them.
+    pub shown_tokens: Arc<[u32]>,
     pub format: W,
 }
 
@@ -76,6 +78,11 @@ pub trait ResponseFormat {
     const CHUNK_OBJECT: &'static str;
     type Choice: Serialize;
     type ChunkChoice: Serialize;
+    /// State of a choice while it is streamed.
+    type ChoiceState;
+
+    /// Returns the state of a choice before its first chunk.
+    fn begin_choice(&self, index: usize) -> Self::ChoiceState;
 
     /// Builds a choice of a JSON response.
     fn choice(&self, parts: &ServeParts, index: usize, part: ChoiceOutput) -> Self::Choice;
@@ -84,7 +91,14 @@ pub trait ResponseFormat {
     fn first_chunk(&self, index: usize) -> Option<Self::ChunkChoice>;
 
     /// Builds the next chunk of a choice. `first` is set for the first chunk with output.
-    fn chunk(&self, parts: &ServeParts, index: usize, part: ChoiceOutput, first: bool) -> Self::ChunkChoice;
+    fn chunk(
+        &self,
+        parts: &ServeParts,
+        index: usize,
+        part: ChoiceOutput,
+        first: bool,
+        state: &mut Self::ChoiceState,
+    ) -> Self::ChunkChoice;
 }
 
 /// Handles a text generation request.
@@ -146,6 +160,7 @@ async fn submit<W>(
         stop: job.generation.stops.strings.clone(),
         include_stop: job.generation.include_stop,
         show_special: job.generation.show_special,
+        shown_tokens: job.shown_tokens.clone(),
     };
     let tokenizer = &app.parts.tokenizer;
     let replies = events

@@ -78,7 +78,7 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
         open: OpenResponse,
     ) -> impl Stream<Item = Bytes> {
         let mut silence = KeepAliveTimer::new(self.app.config.stream_comment_interval);
-        let mut opened = vec![false; self.choices];
+        let mut states: Vec<Option<W::ChoiceState>> = (0..self.choices).map(|_| None).collect();
         let mut batch = BytesMut::new();
         stream! {
             let _open = open;
@@ -91,7 +91,7 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
                 // Deltas that are ready already are sent in the same batch.
                 while let Some(Some(Ok((index, piece)))) = next {
                     let so_far = (usage == StreamUsage::EveryChunk).then(|| replies.usage());
-                    self.append_delta(&mut batch, index, piece, &mut opened[index], so_far);
+                    self.append_delta(&mut batch, index, piece, &mut states[index], so_far);
                     let full = batch.len() >= BATCH_BYTES;
                     next = if full { None } else { replies.next().now_or_never() };
                 }
@@ -121,14 +121,15 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
         batch: &mut BytesMut,
         index: usize,
         piece: ReplyDelta,
-        opened: &mut bool,
+        state: &mut Option<W::ChoiceState>,
         usage: Option<Usage>,
     ) {
-        let first = !std::mem::replace(opened, true);
+        let first = state.is_none();
+        let state = state.get_or_insert_with(|| self.format.begin_choice(index));
         if let Some(choice) = first.then(|| self.format.first_chunk(index)).flatten() {
             append_event(batch, &self.chunk(&[choice], usage));
         }
-        let choice = self.format.chunk(&self.app.parts, index, piece.into(), first);
+        let choice = self.format.chunk(&self.app.parts, index, piece.into(), first, state);
         append_event(batch, &self.chunk(&[choice], usage));
     }
 

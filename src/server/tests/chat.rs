@@ -1,7 +1,9 @@
 //! Tests of the chat API: rendering of messages, and responses as messages and as deltas.
 
-use super::test_server::{Client, Response, TestServer, answer, scored};
+use super::test_server::{Client, DEADLINE, Response, TestServer, answer, model, scored, tokenizer};
+use crate::actors::ModelInfo;
 use crate::request::{FinishReason, TokenEvent};
+use crate::text::output::OutputFormats;
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -172,11 +174,13 @@ async fn errors_in_messages_name_their_position() {
         (json!({ "messages": user(json!([{ "type": "text" }])) }), "messages[0].content[0].text", "missing"),
         (
             json!({ "messages": [{ "role": "user", "content": "x", "tool_calls": [1] }] }),
-            "messages[0].tool_calls",
-            "not supported yet",
+            "messages[0].tool_calls[0]",
+            "an object",
         ),
         (json!({ "messages": [{ "role": "robot", "content": "x" }] }), "messages", "no robots"),
-        (json!({ "messages": hello(), "tools": [1] }), "tools", "not supported yet"),
+        (json!({ "messages": hello(), "tools": [1] }), "tools[0]", "an object"),
+        (json!({ "messages": hello(), "tools": [tool()] }), "tools", "does not show tools"),
+        (json!({ "messages": hello(), "tool_choice": "auto!" }), "tool_choice", "\"auto\""),
         (json!({ "messages": hello(), "top_logprobs": 2 }), "top_logprobs", "'logprobs'"),
         (json!({ "messages": hello(), "max_tokens": 0 }), "max_tokens", "at least 1"),
         (
@@ -191,6 +195,69 @@ async fn errors_in_messages_name_their_position() {
         let message = response.json()["error"]["message"].to_string();
         assert_eq!((response.status, response.error().1), (400, json!(param)), "{body}: {message}");
         assert!(message.replace("\\\"", "\"").contains(part), "{body}: {message}");
+    }
+    server.close().await;
+}
+
+/// A tool for requests.
+fn tool() -> Value {
+    let parameters = json!({ "type": "object", "properties": { "city": { "type": "string" } } });
+    json!({ "type": "function", "function": { "name": "weather", "parameters": parameters } })
+}
+
+/// Starts a server for a model that writes calls as Hermes does, and reasons in `<think>`.
+fn server_with_tools() -> TestServer {
+    let formats = OutputFormats::select(("hermes", "deepseek_r1"), None).unwrap();
+    let model = ModelInfo { output_formats: formats, ..model() };
+    TestServer::for_model(model, tokenizer(), None, |_| {}, DEADLINE)
+}
+
+const CALL: &str = "<think>Hm.</think>I look.<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"Ulm\"}}</tool_call>";
+
+/// The output is divided into reasoning, content and calls, and a stream has the same parts as a whole
+/// response.
+#[actix_web::test]
+async fn calls_and_reasoning_are_fields_of_their_own() {
+    let mut server = server_with_tools();
+    let mut events = answer(CALL);
+    events.pop();
+    events.push(TokenEvent::Finished(FinishReason::Stop));
+    for (tools, include_reasoning) in [(json!([tool()]), true), (json!([tool()]), false), (Value::Null, true)]
+    {
+        let body = json!({ "messages": hello(), "tools": tools, "include_reasoning": include_reasoning });
+        let whole = play(&mut server, body.clone(), events.clone()).await.1.json();
+        let mut body = body;
+        body["stream"] = json!(true);
+        let (_, stream) = play(&mut server, body, events.clone()).await;
+        let (mut content, mut reasoning, mut arguments) = (String::new(), String::new(), String::new());
+        let (mut heads, mut reason) = (Vec::new(), Value::Null);
+        for event in stream.events() {
+            let choice = &event["choices"][0];
+            let delta = &choice["delta"];
+            content += delta["content"].as_str().unwrap_or_default();
+            reasoning += delta["reasoning_content"].as_str().unwrap_or_default();
+            for call in delta["tool_calls"].as_array().into_iter().flatten() {
+                assert_eq!(call["index"], 0);
+                heads.extend(call["function"].get("name").cloned());
+                arguments += call["function"]["arguments"].as_str().unwrap();
+            }
+            reason = choice["finish_reason"].clone();
+        }
+        let message = &whole["choices"][0]["message"];
+        assert_eq!(whole["choices"][0]["finish_reason"], reason);
+        assert_eq!(message["content"], content);
+        let shown = message.get("reasoning_content").map_or("", |text| text.as_str().unwrap());
+        assert_eq!((shown, &*reasoning), if include_reasoning { ("Hm.", "Hm.") } else { ("", "") });
+        if tools.is_null() {
+            assert_eq!((reason, message.get("tool_calls")), (json!("stop"), None));
+            assert_eq!(content, &CALL["<think>Hm.</think>".len()..]);
+        } else {
+            assert_eq!((reason, content.as_str()), (json!("tool_calls"), "I look."));
+            let function = &message["tool_calls"][0]["function"];
+            assert_eq!((&function["name"], &function["arguments"]), (&heads[0], &json!(arguments)));
+            assert_eq!(serde_json::from_str::<Value>(&arguments).unwrap(), json!({ "city": "Ulm" }));
+            assert!(message["tool_calls"][0]["id"].as_str().unwrap().starts_with("call_"));
+        }
     }
     server.close().await;
 }

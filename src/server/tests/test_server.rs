@@ -284,6 +284,7 @@ pub fn model() -> ModelInfo {
         sampling_defaults: Default::default(),
         prompting: PromptingDefaults::Decoder,
         chat_template: Some(Arc::new(template())),
+        output_formats: Default::default(),
         created: 1,
     }
 }

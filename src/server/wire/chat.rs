@@ -4,6 +4,7 @@
 
 use super::{ChoiceOutput, Finish, TokenIds, finite_logprob};
 use crate::text::Tokenizer;
+use crate::text::output::OutputEvent;
 use serde::Serialize;
 
 const ASSISTANT: &str = "assistant";
@@ -36,8 +37,36 @@ pub struct ChatChunkChoice {
 #[derive(Debug, Serialize)]
 pub struct ResponseMessage {
     role: &'static str,
-    content: String,
+    /// Null if the message has tool calls and no text.
+    content: Option<String>,
     refusal: Option<String>,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    reasoning_content: String,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<ToolCall>,
+}
+
+/// A tool call, or in a stream a part of one.
+#[derive(Debug, Serialize)]
+struct ToolCall {
+    /// Number of the call in its message; only in a stream.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    index: Option<usize>,
+    /// Only in the first part of a call, as `type` and the name are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<String>,
+    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
+    function: CalledFunction,
+}
+
+/// The function of a tool call.
+#[derive(Debug, Serialize)]
+struct CalledFunction {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    /// JSON text, or a part of it.
+    arguments: String,
 }
 
 /// The part of the message that a chunk appends.
@@ -48,6 +77,10 @@ pub struct ChatDelta {
     role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<String>,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    reasoning_content: String,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<ToolCall>,
 }
 
 /// Log-probabilities of the generated tokens.
@@ -74,22 +107,66 @@ struct TokenLogprob {
     bytes: Vec<u8>,
 }
 
+/// Parts of an output, sorted by the fields that they belong to.
+#[derive(Default)]
+struct SortedOutput {
+    content: String,
+    reasoning: String,
+    /// Numbered calls, each once.
+    calls: Vec<ToolCall>,
+}
+
+impl SortedOutput {
+    fn new(events: Vec<OutputEvent>) -> SortedOutput {
+        let mut sorted = SortedOutput::default();
+        for event in events {
+            match event {
+                OutputEvent::Content(text) => sorted.content += &text,
+                OutputEvent::Reasoning(text) => sorted.reasoning += &text,
+                OutputEvent::ToolCallStart { index, id, name } => {
+                    let call = sorted.call(index);
+                    (call.id, call.kind, call.function.name) = (Some(id), Some("function"), Some(name));
+                }
+                OutputEvent::ToolCallArguments { index, delta } => {
+                    sorted.call(index).function.arguments += &delta;
+                }
+                OutputEvent::ToolCallEnd { .. } => {}
+            }
+        }
+        sorted
+    }
+
+    fn call(&mut self, index: usize) -> &mut ToolCall {
+        let at = self.calls.iter().position(|call| call.index == Some(index)).unwrap_or_else(|| {
+            let function = CalledFunction { name: None, arguments: String::new() };
+            self.calls.push(ToolCall { index: Some(index), id: None, kind: None, function });
+            self.calls.len() - 1
+        });
+        &mut self.calls[at]
+    }
+}
+
 impl ResponseMessage {
-    /// Creates a message of the assistant.
-    pub fn new(content: String) -> ResponseMessage {
-        ResponseMessage { role: ASSISTANT, content, refusal: None }
+    /// Creates a message of the assistant from the parts of the whole output.
+    pub fn from_events(events: Vec<OutputEvent>) -> ResponseMessage {
+        let SortedOutput { content, reasoning, calls } = SortedOutput::new(events);
+        let content = (calls.is_empty() || !content.is_empty()).then_some(content);
+        let tool_calls = calls.into_iter().map(|call| ToolCall { index: None, ..call }).collect();
+        ResponseMessage { role: ASSISTANT, content, refusal: None, reasoning_content: reasoning, tool_calls }
     }
 }
 
 impl ChatDelta {
     /// Returns the first delta of a choice: the role, and empty text.
     pub fn with_role() -> ChatDelta {
-        ChatDelta { role: Some(ASSISTANT), content: Some(String::new()) }
+        ChatDelta { role: Some(ASSISTANT), content: Some(String::new()), ..ChatDelta::default() }
     }
 
-    /// Returns a delta with more text; without content if `content` is empty.
-    pub fn text(content: String) -> ChatDelta {
-        ChatDelta { role: None, content: (!content.is_empty()).then_some(content) }
+    /// Returns a delta with the next parts of the output; without content if there is none.
+    pub fn from_events(events: Vec<OutputEvent>) -> ChatDelta {
+        let SortedOutput { content, reasoning, calls } = SortedOutput::new(events);
+        let content = (!content.is_empty()).then_some(content);
+        ChatDelta { role: None, content, reasoning_content: reasoning, tool_calls: calls }
     }
 }
 

@@ -194,6 +194,16 @@ impl ChoiceOutput {
     }
 }
 
+impl Finish {
+    /// Changes the reason of an output that the model ended to "tool_calls" if the output has calls.
+    pub fn with_calls(self, has_calls: bool) -> Finish {
+        match self.finish_reason {
+            Some("stop") if has_calls => Finish { finish_reason: Some("tool_calls"), ..self },
+            _ => self,
+        }
+    }
+}
+
 impl From<Option<&ReplyEnd>> for Finish {
     fn from(end: Option<&ReplyEnd>) -> Finish {
         let stop_reason = match end {

@@ -33,6 +33,7 @@ pub use formats::CallFormat;
 pub use grammar::{CallForm, CallGrammar, GrammarText};
 pub use reasoning::ReasoningFormat;
 
+use super::ChatTemplate;
 use super::tools::Tool;
 use calls::CallReader;
 use events::{CallIds, EventSink};
@@ -40,6 +41,50 @@ use formats::Syntax;
 use harmony::HarmonyReader;
 use reasoning::{Piece, ReasoningReader, ReasoningSyntax};
 use std::sync::Arc;
+
+/// Formats of a model's output.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OutputFormats {
+    /// Format of tool calls; `None` if the model cannot be shown tools.
+    pub calls: Option<&'static CallFormat>,
+    pub reasoning: Option<&'static ReasoningFormat>,
+}
+
+impl OutputFormats {
+    /// Selects formats by their names. For "auto", it is that of the chat template; for "none", there is none.
+    /// The error is a message that lists the names.
+    pub fn select(
+        (calls, reasoning): (&str, &str),
+        template: Option<&ChatTemplate>,
+    ) -> Result<OutputFormats, String> {
+        Ok(OutputFormats {
+            calls: match calls {
+                "auto" => template.and_then(ChatTemplate::call_format),
+                "none" => None,
+                name => Some(CallFormat::named(name).ok_or_else(|| unknown(name, CallFormat::names()))?),
+            },
+            reasoning: match reasoning {
+                "auto" => template.and_then(ChatTemplate::reasoning_format),
+                "none" => None,
+                name => {
+                    let format = ReasoningFormat::named(name);
+                    Some(format.ok_or_else(|| unknown(name, ReasoningFormat::names()))?)
+                }
+            },
+        })
+    }
+
+    /// Returns the markers that the parser must see.
+    pub fn markers(&self) -> impl Iterator<Item = &'static str> {
+        let calls = self.calls.into_iter().flat_map(CallFormat::markers);
+        calls.chain(self.reasoning.into_iter().flat_map(ReasoningFormat::markers))
+    }
+}
+
+fn unknown(name: &str, names: impl Iterator<Item = &'static str>) -> String {
+    let names = names.map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ");
+    format!("\"{name}\" is not one of \"auto\", \"none\", {names}")
+}
 
 /// Settings of the parser of one choice.
 #[derive(Clone, Debug)]
