@@ -110,7 +110,7 @@ struct Cli {
 enum Command {
     Serve(Box<serve::ServeArgs>),
     Run(Box<run::RunArgs>),
-    Inspect(inspect::InspectArgs),
+    Inspect(Box<inspect::InspectArgs>),
     Bench(Box<bench::BenchArgs>),
     Perplexity(Box<perplexity::PerplexityArgs>),
     Plan(plan::PlanArgs),
@@ -124,7 +124,7 @@ pub fn run() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Serve(args) => serve::run(*args).map(succeeded),
         Command::Run(args) => run::run(*args),
-        Command::Inspect(args) => inspect::run(args).map(succeeded),
+        Command::Inspect(args) => inspect::run(*args).map(succeeded),
         Command::Bench(args) => bench::run(*args),
         Command::Perplexity(args) => perplexity::run(*args),
         Command::Plan(args) => plan::run(args).map(succeeded),

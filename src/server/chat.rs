@@ -55,8 +55,8 @@ impl OutputSpec {
             ToolChoice::None => {}
             ToolChoice::Auto if formats.calls.is_some() => {}
             ToolChoice::Auto => {
-                let message = "the chat template of this model does not show tools, or its format of calls is \
-                               unknown; start the server with --tool-parser";
+                let message = "the chat template of this model does not show tools, or its format of calls \
+                               is unknown; start the server with --tool-parser";
                 return Err(ApiError::unsupported("tools", message));
             }
             ToolChoice::Required | ToolChoice::Named(_) => {
@@ -138,7 +138,6 @@ pub fn render_conversation(parts: &ServeParts, conversation: &Conversation) -> R
     let chat = Chat {
         messages: &conversation.messages,
         tools: &conversation.tools.shown(),
-        tools: &[],
         add_generation_prompt: conversation.add_generation_prompt,
         continue_final_message: conversation.continue_final_message,
         kwargs: &conversation.template_kwargs,

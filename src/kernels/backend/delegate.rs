@@ -20,7 +20,8 @@ macro_rules! delegate_backend {
             $this.$inner.$name($($arg),*)
         }
     };
-    (@sizes $inner:ident) => { $crate::delegate_backend!(@ref $inner sizes(self) -> &dyn $crate::DeviceSizes); };
+    (@sizes $inner:ident) => { $crate::delegate_backend!(@ref $inner
+        sizes(self) -> &dyn $crate::DeviceSizes); };
     (@describe $inner:ident) => { $crate::delegate_backend!(@ref $inner describe(self) -> String); };
     (@threads $inner:ident) => { $crate::delegate_backend!(@ref $inner threads(self) -> usize); };
     (@allocated_bytes $inner:ident) => { $crate::delegate_backend!(@ref $inner

@@ -166,7 +166,7 @@ pub fn late_abort<B: Backend>(make: &impl Fn() -> B) {
             });
             catch_unwind(AssertUnwindSafe(|| run_step(&mut rig, &spans, &[HOST, params], &logits, &late)))
         });
-        let payload = payload.err().expect("the step does not end");
+        let payload = payload.expect_err("the step does not end");
         assert!(payload.is::<Aborted>(), "{params:?}");
         drop((mask, kept));
     }

@@ -24,13 +24,16 @@ fn params(sequence: u32, position: usize) -> SamplingParams {
     }
 }
 
+/// A sampled token of each row (sequence, position).
+type RowTokens = Vec<((u32, usize), u32)>;
+
 /// Runs the steps; returns the logits and the sampled tokens of all rows, and the last tokens of slots 0 and
 /// 1.
 fn run<B: Backend>(
     backend: B,
     case: (ModelFamily, QuantType),
     steps: &[Vec<TestSpan>],
-) -> (RowResults, Vec<((u32, usize), u32)>, Vec<u32>) {
+) -> (RowResults, RowTokens, Vec<u32>) {
     let mut tiny = TinyModel::new(backend, case, 32);
     tiny.sampling = Some(params);
     let steps: Vec<ModelStep> = steps.iter().map(|spans| step_of(case.0, spans)).collect();

@@ -11,6 +11,8 @@ mod formulas;
 
 mod sample;
 
+mod sample_row;
+
 #[cfg(test)]
 pub(crate) use formulas::erfc;
 pub use sample::{LogProbs, logprobs, sample};
@@ -20,10 +22,7 @@ use crate::backend::{
     HeldShapes, KvLayer, KvLayout, KvTable, MoeShape, Norm, PackedLayout, Rope, RopeStyle, SamplingInputs,
     StepLimits, Weight,
 };
-use crate::batch::{
-    Page, PageCopy, RowFailure, SampleMode, SampledToken, SamplingParams, SpanStack, StepBatch, StepOutput,
-    StepState, StepTimes,
-};
+use crate::batch::{Page, PageCopy, SampleMode, SpanStack, StepBatch, StepOutput, StepState, StepTimes};
 use crate::clock::StepClock;
 use crate::collective::Collective;
 use crate::host::{HostBuf, HostMemory};
@@ -34,6 +33,7 @@ use formulas::{
     round_input, route, row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum, write_run,
 };
 use rows::visible_positions;
+use sample_row::{append_result, sample_row};
 use std::ops::Range;
 
 /// The reference backend (the oracle of the conformance tests), in host memory.
@@ -87,25 +87,6 @@ impl Reference {
             }
             append_result(token, logits, &params, out);
         }
-    }
-}
-
-/// Returns the token of a row of the batch; `None` if its late input does not come.
-fn sample_row(
-    row: usize,
-    logits: &[f32],
-    params: &SamplingParams,
-    inputs: SamplingInputs<'_>,
-) -> Option<u32> {
-    let biases = params.logit_biases(inputs.biases);
-    match params.mode {
-        SampleMode::Sample if params.masked => {
-            let mut mask = vec![0; logits.len().div_ceil(u32::BITS as usize)];
-            inputs.wait_mask(row, &mut mask).then(|| sample(logits, biases, Some(&mask), params))
-        }
-        SampleMode::Sample => Some(sample(logits, biases, None, params)),
-        SampleMode::Host => inputs.wait_token(row, logits.len()),
-        SampleMode::Score(token) => Some(token),
     }
 }
 
@@ -482,23 +463,6 @@ impl Backend for Reference {
     fn read_page_table(&self, slot: u32, table: KvTable) -> Vec<Page> {
         self.step().table(slot as usize, table).to_vec()
     }
-}
-
-/// Appends the result of one output row, which has no token if its late input did not come.
-fn append_result(token: Option<u32>, logits: &[f32], params: &SamplingParams, out: &mut StepOutput) {
-    let result = token.map_or(SampledToken::failed(RowFailure::NoLateInput), SampledToken::new);
-    let mut result = SampledToken { top_at: out.top_logprobs.len() as u32, ..result };
-    if let Some(token) = token
-        && (params.logprob || params.top_logprobs > 0)
-    {
-        let logprobs = logprobs(logits, params.top_logprobs.into());
-        result.top_len = logprobs.top.len() as u32;
-        if params.logprob {
-            result.logprob = logprobs.logprob(logits[token as usize]);
-        }
-        out.top_logprobs.extend(logprobs.top);
-    }
-    out.tokens.push(result);
 }
 
 #[cfg(test)]

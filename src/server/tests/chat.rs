@@ -212,7 +212,8 @@ fn server_with_tools() -> TestServer {
     TestServer::for_model(model, tokenizer(), None, |_| {}, DEADLINE)
 }
 
-const CALL: &str = "<think>Hm.</think>I look.<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"Ulm\"}}</tool_call>";
+const CALL: &str = "<think>Hm.</think>I look.\
+                    <tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"Ulm\"}}</tool_call>";
 
 /// The output is divided into reasoning, content and calls, and a stream has the same parts as a whole
 /// response.

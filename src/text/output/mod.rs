@@ -51,8 +51,8 @@ pub struct OutputFormats {
 }
 
 impl OutputFormats {
-    /// Selects formats by their names. For "auto", it is that of the chat template; for "none", there is none.
-    /// The error is a message that lists the names.
+    /// Selects formats by their names. For "auto", it is that of the chat template; for "none", there is
+    /// none. The error is a message that lists the names.
     pub fn select(
         (calls, reasoning): (&str, &str),
         template: Option<&ChatTemplate>,

@@ -7,7 +7,7 @@ use super::steps::{LIMITS, config, run, step};
 use crate::common::{self, PATIENCE, fixture, within};
 use futures_util::FutureExt;
 use mainstem::actors::device::{Step, StepResult};
-use mainstem::actors::group::{Devices, Group, GroupConfig, SentStep};
+use mainstem::actors::group::{Devices, Group, GroupConfig, StepFuture};
 use mainstem::cli::start::{self, PreparedModel};
 use mainstem::model::ModelRef;
 use mainstem_kernels::late::{MaskSender, TokenSender};
@@ -17,8 +17,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
 /// Sends a step.
-fn launch(group: &Group, step: Box<Step>) -> SentStep {
-    group.send(step, group.epoch()).expect("the group has not failed")
+fn launch(group: &Group, step: Box<Step>) -> StepFuture {
+    group.send(step, group.epoch()).expect("the group has not failed").result
 }
 
 /// Returns a step with a prompt that is sampled with a mask, and the mask's sender.
@@ -46,7 +46,7 @@ fn only(token: u32, limits: &StepLimits) -> Vec<u32> {
 }
 
 /// Returns the token of the first row, or the failure of the row; an error if the step fails.
-async fn first_token(running: SentStep) -> Result<Result<u32, RowFailure>, String> {
+async fn first_token(running: StepFuture) -> Result<Result<u32, RowFailure>, String> {
     let StepResult { step, result } = within(running).await;
     let row = result.map(|()| step.output.tokens[0]).map_err(|fault| fault.to_string())?;
     Ok(row.failure.map_or(Ok(row.token), Err))

@@ -87,9 +87,9 @@ fn every_key_and_metric_has_a_row() {
         &tidy::toml_keys(&keys),
         &page("docs/configuration.md"),
     ));
-    let table = page("src/telemetry.rs");
+    let table = page("src/telemetry/mod.rs");
     let (table, _) = table.split_once("#[cfg(test)]").unwrap_or((&table, ""));
     let metrics = tidy::strings_with(table, "mainstem_");
     assert!(metrics.len() > 20, "the table of metrics is read");
-    assert_none(&tidy::undocumented_keys("src/telemetry.rs", &metrics, &page("docs/metrics.md")));
+    assert_none(&tidy::undocumented_keys("src/telemetry/mod.rs", &metrics, &page("docs/metrics.md")));
 }

@@ -558,7 +558,9 @@ impl Rig {
         let signals = match self.config.signals {
             Signals::Never => false,
             Signals::Always => true,
-            Signals::Sometimes(seed) => philox([self.steps_sent as u32, 0, 0, 0], [seed, 1])[0] % 3 > 0,
+            Signals::Sometimes(seed) => {
+                !philox([self.steps_sent as u32, 0, 0, 0], [seed, 1])[0].is_multiple_of(3)
+            }
         };
         if signals {
             self.signal_last_layer().await;

@@ -4,12 +4,12 @@
 //!
 //! Invariant: only metrics of `METRICS` are recorded, and all of them are described to the recorder.
 
-use crate::config::{LogConfig, LogFormat};
+mod log;
+
+pub use log::{milliseconds, start_log};
+
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
-use std::io::{IsTerminal, Write};
 use std::sync::OnceLock;
-use std::time::Duration;
-use tracing_subscriber::EnvFilter;
 
 /// A metric: one row of the table.
 #[derive(Debug)]
@@ -463,24 +463,6 @@ fn register_metrics() {
     metrics::gauge!(BUILD_INFO.name, &BUILD_INFO.label_pairs(&[env!("CARGO_PKG_VERSION")])).set(1.0);
 }
 
-/// Starts the log, which writes to stderr through `writer`. Later calls have no effect.
-pub fn start_log<W: Write + 'static>(config: &LogConfig, writer: fn() -> W) {
-    let filter = EnvFilter::new(&config.level);
-    let lines = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(writer)
-        .with_ansi(std::io::stderr().is_terminal());
-    let _ = match config.format {
-        LogFormat::Text => lines.try_init(),
-        LogFormat::Json => lines.json().flatten_event(true).try_init(),
-    };
-}
-
-/// Returns a duration in milliseconds, rounded down to microseconds, for the log.
-pub fn milliseconds(duration: Duration) -> f64 {
-    duration.as_micros() as f64 / 1e3
-}
-
 /// Renders the table as the page `docs/metrics.md`.
 pub fn documentation() -> String {
     let mut page = String::from(PAGE_HEAD);
@@ -503,7 +485,7 @@ const PAGE_HEAD: &str = "# Metrics
 `GET /metrics` answers in the Prometheus text format. The buckets of histograms are listed below. If the \
 name of
 the served model is known at start, every series also has the labels `model_name` and `engine`. This page is
-generated from the table in `src/telemetry.rs`; a test compares the two.
+generated from the table in `src/telemetry/mod.rs`; a test compares the two.
 
 | name | type | unit | labels | meaning |
 |---|---|---|---|---|
@@ -519,7 +501,7 @@ mod tests {
 
     #[test]
     fn the_page_is_the_table() {
-        let page = include_str!("../docs/metrics.md");
+        let page = include_str!("../../docs/metrics.md");
         assert_eq!(page, documentation(), "docs/metrics.md differs from telemetry::documentation()");
     }
 
