@@ -301,7 +301,7 @@ fn errors_name_what_is_wrong() {
         (json!({"prompt": "a", "temperature": -1.0}), 400, "temperature"),
         (json!({"prompt": "a", "max_tokens": 100_000}), 400, "100000"),
         (json!({"prompt": [1, 99_999]}), 400, "99999"),
-        (json!({"prompt": "a", "no_such_thing": 1}), 400, "no_such_thing"),
+        (json!({"prompt": "a", "presence_penalty": 1.0}), 400, "presence_penalty"),
         (json!({"prompt": "a", "model": "another"}), 404, "another"),
     ];
     for (body, status, named) in cases {

@@ -124,8 +124,17 @@ ROWS = {
             [("{{reason}}", rate("mainstem_admission_rejections_total", by="reason"))],
             stacked=True,
         ),
-        quantiles("Prompt length", "none", "mainstem_request_prompt_tokens", width=12),
-        quantiles("Answer length", "none", "mainstem_request_generation_tokens", width=12),
+        graph(
+            "Rejected parameters and ignored fields",
+            "reqps",
+            [
+                ("{{param}}", rate("mainstem_rejected_parameters_total", by="param")),
+                ("ignored fields", rate("mainstem_ignored_fields_total")),
+            ],
+            "Fields that the server does not know are ignored; the log names them.",
+        ),
+        quantiles("Prompt length", "none", "mainstem_request_prompt_tokens", width=8),
+        quantiles("Answer length", "none", "mainstem_request_generation_tokens", width=8),
     ],
     "Decode loop": [
         graph(
