@@ -104,7 +104,7 @@ pub struct EngineFlags {
     #[arg(long = "lanes", value_name = "N")]
     scheduler_lanes: Option<String>,
     /// Send a step before the tokens of the previous one are back.
-    #[arg(long = "run-ahead", value_name = "MODE", value_parser = ["on", "off"])]
+    #[arg(long = "run-ahead", value_name = "MODE", value_parser = ["auto", "on", "off"])]
     scheduler_run_ahead: Option<String>,
     /// KV cache data type.
     #[arg(long = "kv-type", visible_alias = "kv", value_name = "TYPE", value_parser = KV_TYPES)]

@@ -149,7 +149,7 @@ mod tests {
                 policy: Policy::Fused,
                 shuffle: true,
                 lanes: LaneCount::PerStage,
-                run_ahead: true,
+                run_ahead: false,
                 drain_timeout: Duration::from_secs(30),
             },
             kv: KvConfig {
@@ -289,6 +289,19 @@ mod tests {
     }
 
     /// Deprecated names set the same value, whichever layer uses which name.
+    /// Running ahead takes time from the cores that a CPU device computes on.
+    #[test]
+    fn steps_are_sent_ahead_where_the_host_is_not_the_device() {
+        for (text, runs_ahead) in [
+            ("", false),
+            ("[device]\nkind = \"fake\"", true),
+            ("[device]\nkind = \"fake\"\n[scheduler]\nrun_ahead = \"off\"", false),
+            ("[scheduler]\nrun_ahead = \"on\"", true),
+        ] {
+            assert_eq!(parse_config(text).unwrap().scheduler.run_ahead, runs_ahead, "{text}");
+        }
+    }
+
     #[test]
     fn deprecated_names_are_accepted() {
         let page = |config: Result<Config, ConfigError>| config.unwrap().kv.page_size;

@@ -20,12 +20,13 @@ const API_KEY_FILE: &str = "server.api_key_file";
 impl LayeredSettings {
     /// Returns the complete configuration, or the error of the first invalid value.
     pub(super) fn config(&self) -> Result<Config, ConfigError> {
+        let device = self.device()?;
         Ok(Config {
             model: self.model()?,
             server: self.server()?,
-            scheduler: self.scheduler()?,
+            scheduler: self.scheduler(&device)?,
             kv: self.kv()?,
-            device: self.device()?,
+            device,
             hub: self.hub()?,
             log: self.log()?,
         })
@@ -84,9 +85,11 @@ impl LayeredSettings {
         }
     }
 
-    fn scheduler(&self) -> Result<SchedulerConfig, ConfigError> {
+    fn scheduler(&self, device: &DeviceConfig) -> Result<SchedulerConfig, ConfigError> {
         let (slots, token_budget) = self.slots_and_token_budget()?;
         let window = self.get("scheduler.window", non_zero_duration)?;
+        let run_ahead = [("auto", None), ("on", Some(true)), ("off", Some(false))];
+        let run_ahead = self.get("scheduler.run_ahead", |v| one_of(v, &run_ahead))?;
         let policies = [
             ("fused", Policy::Fused),
             ("window", Policy::Window { window }),
@@ -99,7 +102,7 @@ impl LayeredSettings {
             policy: self.get("scheduler.policy", |v| one_of(v, &policies))?,
             shuffle: self.get("scheduler.shuffle", |v| one_of(v, &[("on", true), ("off", false)]))?,
             lanes: self.get("scheduler.lanes", values::lanes)?,
-            run_ahead: self.get("scheduler.run_ahead", |v| one_of(v, &[("on", true), ("off", false)]))?,
+            run_ahead: run_ahead.unwrap_or_else(|| device.devices().all(|device| !device.kind.is_host())),
             drain_timeout: self.get("scheduler.drain_timeout", duration)?,
         })
     }

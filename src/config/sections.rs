@@ -289,6 +289,14 @@ impl DeviceKind {
             DeviceKind::Fake { .. } => "fake",
         }
     }
+
+    /// Whether the device computes on the cores of the host.
+    pub fn is_host(self) -> bool {
+        match self {
+            DeviceKind::Cpu | DeviceKind::Reference => true,
+            DeviceKind::Fake { .. } => false,
+        }
+    }
 }
 
 /// Options of hub downloads. Access tokens are not part of the configuration.

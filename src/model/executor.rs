@@ -408,7 +408,8 @@ mod tests {
     /// encoder inputs.
     #[test]
     fn layers_are_used_one_at_a_time_in_order_while_they_are_acquired() {
-        for fixture in ["gqa", "gguf/q8_0.gguf", "families/bert_gamma", "families/flan_t5", "families/m2m100"] {
+        for fixture in ["gqa", "gguf/q8_0.gguf", "families/bert_gamma", "families/flan_t5", "families/m2m100"]
+        {
             let source = open(fixture);
             let (mut resident, (mut streamed, log)) = (executor(&source), streamed(&source));
             for (encoded, decoded) in [(&[0][..], &[0][..]), (&[1], &[]), (&[], &[0, 1]), (&[0, 1], &[0, 1])]
