@@ -9,6 +9,9 @@ use mainstem_kernels::{Collective, DeviceError, LateInputs, StepBatch, StepLimit
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Number of logit biases for which a batch keeps memory. A request may have one for each token.
+const BIASES_KEPT: usize = 1 << 16;
+
 /// A batch, its late inputs, and the buffers for its output. Batch and output are reused from step to step.
 #[derive(Debug, Default)]
 pub struct Step {
@@ -31,6 +34,7 @@ impl Step {
     /// Clears the batch and the late inputs for another step.
     pub fn clear(&mut self) {
         self.batch.clear();
+        self.batch.logit_biases.shrink_to(BIASES_KEPT);
         if !self.late.is_unused() {
             self.late = Arc::default();
         }

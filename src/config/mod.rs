@@ -288,7 +288,6 @@ mod tests {
         );
     }
 
-    /// Deprecated names set the same value, whichever layer uses which name.
     /// Running ahead takes time from the cores that a CPU device computes on.
     #[test]
     fn steps_are_sent_ahead_where_the_host_is_not_the_device() {
@@ -302,6 +301,7 @@ mod tests {
         }
     }
 
+    /// Deprecated names set the same value, whichever layer uses which name.
     #[test]
     fn deprecated_names_are_accepted() {
         let page = |config: Result<Config, ConfigError>| config.unwrap().kv.page_size;

@@ -49,7 +49,7 @@ impl fmt::Debug for StageCollective {
     }
 }
 
-/// Returns the value, or unwinds if the stage was aborted.
+/// Returns the value, or unwinds if the stage or the step was aborted.
 pub(crate) fn unwind_if_aborted<T>(outcome: Result<T, Aborted>) -> T {
     outcome.unwrap_or_else(|aborted| resume_unwind(Box::new(aborted)))
 }

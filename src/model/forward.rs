@@ -19,8 +19,8 @@ use super::weights::{
     Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms,
 };
 use mainstem_kernels::{
-    AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, LateInputs, Norm, RelativeBias,
-    SamplingInputs, SpanStack, StepBatch, StepOutput,
+    ActivationType, AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, LateInputs,
+    Norm, RelativeBias, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
 use std::sync::Arc;
 
@@ -196,6 +196,11 @@ fn append_logits<B: Backend>(
 ) {
     let vocab = head.vocab_split.as_ref().map_or(head.table.n, |spread| spread.widths.iter().sum());
     let ty = b.activation_type();
+    if ty == ActivationType::F32 {
+        let start = out.logits.len();
+        out.logits.resize(start + rows * vocab * ty.size(), 0);
+        return b.download(logits, 0, &mut out.logits[start..]);
+    }
     let mut bytes = vec![0; rows * vocab * ty.size()];
     b.download(logits, 0, &mut bytes);
     ty.append_f32(&bytes, &mut out.logits);

@@ -23,6 +23,9 @@ pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Maximum number of characters of a client's request id; the rest is cut off.
 const ID_CHARS_MAX: usize = 128;
 
+/// Maximum number of characters of an error message in the log: some quote the request.
+const REASON_CHARS_MAX: usize = 300;
+
 /// Id of a request in logs and responses.
 #[derive(Clone, Debug)]
 pub struct RequestId(pub Arc<str>);
@@ -92,7 +95,7 @@ fn log_response<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant
     let took_ms = telemetry::milliseconds(began.elapsed());
     // The error's message is escaped by the log, because it may quote the request.
     let error = response.response().error().and_then(|error| error.as_error::<ApiError>());
-    let reason = error.map(ApiError::to_string);
+    let reason = error.map(|error| error.to_string().chars().take(REASON_CHARS_MAX).collect::<String>());
     let (reason, param) = (reason.as_deref(), error.and_then(ApiError::param));
     // Completed requests log a line of their own; scrapes and probes would fill the log.
     match status {

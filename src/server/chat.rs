@@ -55,8 +55,8 @@ impl OutputSpec {
             ToolChoice::None => {}
             ToolChoice::Auto if formats.calls.is_some() => {}
             ToolChoice::Auto => {
-                let message = "the chat template of this model does not show tools, or its format of calls \
-                               is unknown; start the server with --tool-parser";
+                let message = "the chat template of this model does not show tools; start the server with one \
+                               that does (--chat-template)";
                 return Err(ApiError::unsupported("tools", message));
             }
             ToolChoice::Required | ToolChoice::Named(_) => {
@@ -122,7 +122,7 @@ impl GenerationApi for ChatApi {
             choices_per_prompt: generation.n as usize,
         };
         let output = OutputSpec::new(parts, &conversation, &text, include_reasoning)?;
-        let shown_tokens = parts.special_tokens.output_markers.clone();
+        let shown_tokens = parts.special_tokens.markers_of(&output.formats);
         let format = ChatFormat { logprobs: logprobs.is_some(), ids, output };
         Ok(PreparedRequest { generation, prompts, echo: false, logprobs, shown_tokens, format })
     }

@@ -16,8 +16,8 @@ pub struct SpecialTokens {
     pub mask: Option<u32>,
     /// Padding token.
     pub pad: Option<u32>,
-    /// Special tokens that mark tool calls and reasoning in the output.
-    pub output_markers: Arc<[u32]>,
+    /// Special tokens that mark tool calls and reasoning in the output, by name.
+    output_markers: Vec<(&'static str, u32)>,
     language: LanguagePosition,
     /// Special tokens that are not language tokens, such as BOS and EOS.
     non_language: Vec<u32>,
@@ -44,8 +44,8 @@ impl SpecialTokens {
     ) -> SpecialTokens {
         match prompting {
             PromptingDefaults::Decoder => {
-                let markers = formats.markers().filter_map(|name| tokenizer.token_id(name));
-                let output_markers = markers.filter(|id| tokenizer.is_special(*id)).collect();
+                let markers = formats.markers().filter_map(|name| Some((name, tokenizer.token_id(name)?)));
+                let output_markers = markers.filter(|(_, id)| tokenizer.is_special(*id)).collect();
                 SpecialTokens { output_markers, ..SpecialTokens::default() }
             }
             PromptingDefaults::Encoder(prompting) => {
@@ -63,6 +63,12 @@ impl SpecialTokens {
                 }
             }
         }
+    }
+
+    /// Returns the special tokens that the parsers of these formats must see, which are among the model's.
+    pub fn markers_of(&self, formats: &OutputFormats) -> Arc<[u32]> {
+        let id = |name| self.output_markers.iter().find(|marker| marker.0 == name).map(|marker| marker.1);
+        formats.markers().filter_map(id).collect()
     }
 
     /// Returns the language token with this name, or `__name__`. Tokens in angle brackets are not language

@@ -330,7 +330,8 @@ pub(crate) static STEP_SECONDS: Metric = Metric::new(
     "mainstem_step_seconds",
     MetricKind::Histogram(STEP_BUCKETS_S),
     "seconds",
-    "Time from sending a step to the device to its results.",
+    "Time from sending a step to the device, or from the results of the previous step if it was sent before \
+     them, to its results.",
 );
 pub(crate) static STEP_PHASES: Metric = Metric::new(
     "mainstem_step_phase_seconds",

@@ -25,7 +25,8 @@ pub struct Tool {
     pub name: String,
     /// JSON schema of the arguments; always of type `object`. A tool without one has no parameters.
     pub parameters: Json,
-    /// Whether the arguments must satisfy the schema, also if the model may choose whether to call.
+    /// Whether the client wants arguments that satisfy the schema also if the model may choose whether to
+    /// call. Not enforced yet.
     pub strict: bool,
     /// The definition as the client sent it, for the chat template.
     pub source: Json,

@@ -130,8 +130,8 @@ impl DecodeLoop {
     fn finish_encoder_only(&mut self, mut hidden: &[f32], whole: &[SequenceRef]) {
         let width = self.config.limits.hidden;
         for sequence in whole {
-            let running = find(&mut self.running, &mut self.leaving, *sequence);
-            let running = running.expect("it stays until its only step ends; anything else is a bug");
+            // A sequence whose row failed has ended.
+            let Some(running) = find(&mut self.running, &mut self.leaving, *sequence) else { continue };
             let (request, events) = (&running.sequence.request, &running.sequence.events);
             if let Task::Embed(pooling) = request.task {
                 let (own, others) = hidden.split_at(request.encoder_input.len() * width);

@@ -128,7 +128,10 @@ impl Client {
 pub struct Chunk {
     /// The JSON of the event, on one line.
     pub json: String,
+    /// Text to show: reasoning and content.
     pub text: String,
+    /// Content, which is the answer in later requests.
+    pub content: String,
 }
 
 /// An answer as it arrives. Dropping it closes the connection; see [`super::transport`].
@@ -180,16 +183,16 @@ impl Answer {
             return Err(Failure::from_body(value));
         }
         let choice = &value["choices"][0];
-        let text = self.shown_text(choice);
+        let (text, content) = self.texts(choice);
         self.timing.note(&text);
         self.finish = choice["finish_reason"].as_str().map(str::to_string).or(self.finish.take());
         self.tokens = value["usage"]["completion_tokens"].as_u64().or(self.tokens);
         // Line feeds are whitespace in JSON; in strings they are escaped.
-        Ok(Some(Chunk { json: data.trim().replace(['\n', '\r'], " "), text }))
+        Ok(Some(Chunk { json: data.trim().replace(['\n', '\r'], " "), text, content }))
     }
 
-    /// Returns the text of a choice: reasoning and, after an empty line, content.
-    fn shown_text(&mut self, choice: &Value) -> String {
+    /// Returns the text of a choice to show, reasoning and after an empty line content, and the content alone.
+    fn texts(&mut self, choice: &Value) -> (String, String) {
         let message = if choice["message"].is_null() { &choice["delta"] } else { &choice["message"] };
         let mut text = message["reasoning_content"].as_str().unwrap_or_default().to_string();
         self.ends_with_reasoning |= !text.is_empty();
@@ -200,7 +203,7 @@ impl Answer {
             }
             text += content;
         }
-        text
+        (text, content.to_string())
     }
 
     /// Returns the next JSON text; `None` after the last.

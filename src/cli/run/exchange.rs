@@ -35,8 +35,10 @@ fn no_chat_note(why: ChatUnsupported) -> &'static str {
 /// The result of a question.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Text of the answer that was received.
+    /// Text that was shown, with the model's reasoning.
     pub text: String,
+    /// The answer, as far as it was received.
+    pub answer: String,
     pub ending: AnswerEnd,
     /// Token count and speed; `None` if the answer did not begin.
     pub stats: Option<String>,
@@ -54,7 +56,7 @@ pub enum AnswerEnd {
 
 /// Sends the dialog's last question and shows the answer. Fails if it cannot be shown.
 pub async fn answer(client: &mut Client, dialog: &Dialog, screen: &mut dyn Screen) -> io::Result<Outcome> {
-    let mut text = String::new();
+    let (mut text, mut content) = (String::new(), String::new());
     let mut answer = loop {
         let ending = match unless_stopped(screen.interrupted(), client.ask(dialog)).await {
             Some(Ok(answer)) => break answer,
@@ -67,12 +69,13 @@ pub async fn answer(client: &mut Client, dialog: &Dialog, screen: &mut dyn Scree
             },
             None => AnswerEnd::Interrupted,
         };
-        return Ok(Outcome { text, ending, stats: None });
+        return Ok(Outcome { text, answer: content, ending, stats: None });
     };
     let ending = loop {
         match unless_stopped(screen.interrupted(), answer.next()).await {
             Some(Ok(Some(chunk))) => {
                 text += &chunk.text;
+                content += &chunk.content;
                 screen.show(&chunk)?;
             }
             Some(Ok(None)) if answer.is_cut() => break AnswerEnd::Cut,
@@ -81,7 +84,7 @@ pub async fn answer(client: &mut Client, dialog: &Dialog, screen: &mut dyn Scree
             None => break AnswerEnd::Interrupted,
         }
     };
-    Ok(Outcome { text, ending, stats: Some(answer.stats()) })
+    Ok(Outcome { text, answer: content, ending, stats: Some(answer.stats()) })
 }
 
 /// Awaits `work` and returns its result, or `None` if `stop` completes first.

@@ -46,8 +46,8 @@ use std::ops::Range;
 /// A compute device: memory, the operations of a transformer, and the state of the slots.
 ///
 /// One thread drives a device, which may have worker threads of its own. The life of a device:
-/// [`Backend::join_stage`] if it is not alone in its stage, then [`Backend::upload_weight`] and
-/// [`Backend::alloc_kv`], then [`Backend::prepare`] (and [`Backend::prepare_moe`]), and then steps. A step
+/// [`Backend::join_stage`] if it is not alone in its stage, then [`Backend::upload_weight`],
+/// [`Backend::alloc_kv`] and [`Backend::prepare_moe`] in any order, then [`Backend::prepare`], and then steps. A step
 /// starts with [`Backend::begin_step`], which sets the current rows; all further operations of the step work
 /// on them; and it ends with [`Backend::end_step`]. Nothing is allocated during a step.
 ///
@@ -55,6 +55,7 @@ use std::ops::Range;
 /// logits, are of [`Backend::activation_type`]. All other elements are F32 unless stated otherwise: norms,
 /// biases, and the tables and angles of RoPE. A buffer may be longer than its shape; elements beyond the
 /// shape are neither read nor written.
+///
 /// Operations return no errors: sizes and indices are validated when a model is loaded and when a step is
 /// built. An implementation asserts them, so a violation is a bug and panics.
 pub trait Backend: Send + 'static {
@@ -249,8 +250,8 @@ pub trait Backend: Send + 'static {
     /// Gates rows: x (rows, width) *= sigmoid(gate), with one gate logit per row: gate (rows).
     fn gate_rows(&mut self, rows: usize, width: usize, gate: &Self::Buf, x: &mut Self::Buf);
 
-    /// Allocates the scratch memory of [`Backend::moe`] for inputs of width `hidden`. Called once for each
-    /// shape, before the first step. Fails when memory is exhausted.
+    /// Allocates the scratch memory of [`Backend::moe`] for inputs of width `hidden`. It may be called
+    /// again with the same shape. Fails when memory is exhausted.
     fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError>;
 
     /// Computes a mixture of experts: y (rows, hidden) = the sum of the selected experts' results for x
@@ -303,7 +304,7 @@ pub trait Backend: Send + 'static {
     /// descending, ties by id; apply temperature, then top-k, top-p and min-p; take the random number
     /// [`crate::random::uniform`] of (seed, position).
     ///
-    /// The logits of all rows that the host draws are handed over before anything is waited for, and a fast
+    /// The logits of all rows of the call that the host draws are handed over before anything is waited for, and a fast
     /// backend samples the rows without late inputs before it waits. A row whose late input does not come
     /// fails ([`crate::batch::RowFailure`]). Unwinds with [`crate::Aborted`] if the step is aborted.
     fn sample(

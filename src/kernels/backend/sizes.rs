@@ -1,13 +1,14 @@
 //! The memory that a device takes, computed without creating the device.
 //!
-//! Invariant: a device allocates what its sizes say, to the byte.
+//! Invariant: the buffers that a device allocates have the bytes that its sizes say. The state of rows and
+//! slots on the host and the buffers of sampling are not counted.
 
 use super::{ActivationType, DeviceError, KvLayout, MoeShape, StepLimits, Weight};
 use crate::quant::QuantType;
 use std::fmt;
 
-/// The sizes of everything that a device with certain settings allocates. They are known before the device is
-/// created.
+/// The sizes of the buffers that a device with certain settings allocates. They are known before the device
+/// is created.
 pub trait DeviceSizes: Send {
     /// Returns the name, instruction set and number of threads, for the startup report.
     fn describe(&self) -> String;

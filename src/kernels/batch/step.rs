@@ -124,7 +124,7 @@ impl StepState {
     /// Copies the state of moved slots.
     fn apply_moves(&mut self, batch: &StepBatch) {
         for moved in &batch.moves {
-            debug_assert!(batch.moves.iter().all(|other| other.from != moved.to), "moves overlap");
+            assert!(batch.moves.iter().all(|other| other.from != moved.to), "moves overlap");
             let (from, to) = (moved.from as usize, moved.to as usize);
             assert!(from.max(to) < self.limits.slots, "{moved:?} is beyond the slots");
             self.last_tokens[to] = self.last_tokens[from];

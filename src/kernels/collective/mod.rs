@@ -14,7 +14,7 @@
 
 pub mod local;
 
-/// The error of an operation on an aborted stage: another rank failed, or did not arrive in time.
+/// The error of an operation of an aborted stage or step: another rank failed, or did not arrive in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the stage was aborted")]
 pub struct Aborted;

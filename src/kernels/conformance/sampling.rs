@@ -14,7 +14,7 @@ use std::fmt::Arguments;
 use std::sync::Arc;
 use std::thread;
 
-/// Tests that tokens and log-probabilities are exactly those of `reference::params` and
+/// Tests that tokens and log-probabilities are exactly those of `reference::sample` and
 /// `reference::logprobs`.
 pub fn sample_tokens<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for (vocab, steps) in [(1, 1), (5, 6), (1000, 8), (32_000, 1)] {

@@ -99,7 +99,7 @@ pub struct MoeInputs<'a> {
     pub shape: &'a MoeShape,
     /// Router logits (rows, experts).
     pub router: &'a [f32],
-    /// The experts from `shape.first` on that this device holds.
+    /// The experts from `shape.first_expert` on that this device holds.
     pub experts: &'a [Expert<HostBuf>],
     /// (rows, hidden)
     pub x: &'a [f32],

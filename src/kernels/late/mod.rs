@@ -2,6 +2,9 @@
 //!
 //! The host registers the rows when it builds the step, and supplies masks and tokens while the device
 //! computes. Only the rank that samples waits, right before it draws the rows concerned.
+//! A sender that is kept without being used holds up the step until its timeout fails the group, so whoever
+//! supplies an input must drop the sender at a limit of its own; and an input must not depend on a draw of
+//! the same step, which may come later.
 //! Invariant: every wait ends, with the input, with the drop of its sender, or with an abort. Nothing is
 //! allocated on the thread that waits.
 

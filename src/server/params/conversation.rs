@@ -1,7 +1,7 @@
 //! Messages of the chat and the tokenize API, and the options for rendering them.
 
 use crate::server::error::ApiError;
-use crate::server::fields::{Fields, NoOpValue, UnsupportedParams, describe};
+use crate::server::fields::{Fields, NoOpValue, UnsupportedParams, describe, shorten};
 use crate::text::chat_template::{Content, Message};
 use crate::text::tools::{ToolSettings, parse_message_calls};
 use serde_json::{Map, Value};
@@ -112,7 +112,7 @@ fn parse_text_part(body: &Fields, path: &str, value: Value) -> Result<String, Ap
         Some("text") => {}
         other => {
             let path = fields.path("type");
-            let found = other.map_or("missing".to_owned(), |found| format!("\"{found}\""));
+            let found = other.map_or("missing".to_owned(), |found| format!("\"{}\"", shorten(found)));
             let message = format!("'{path}' is {found}: only parts of type \"text\" are supported");
             return Err(ApiError::unsupported(path, message));
         }

@@ -4,7 +4,7 @@ use crate::actors::SamplingDefaults;
 use crate::request::Sampling;
 use crate::server::access::random;
 use crate::server::error::ApiError;
-use crate::server::fields::{Fields, NoOpValue, describe, to_finite_f32};
+use crate::server::fields::{Fields, NoOpValue, describe, shorten, to_finite_f32};
 use crate::server::prompts::parse_token_id;
 use crate::server::wire::ChoiceOutput;
 use serde_json::Value;
@@ -27,6 +27,8 @@ const BIAS_MAX: f32 = 100.0;
 pub struct GenerationParams {
     /// Maximum number of generated tokens; `None` is what remains of the context.
     pub max_tokens: Option<u32>,
+    /// Whether the request asks for the rest of the context with -1, as llama.cpp's clients do.
+    pub is_unlimited: bool,
     /// Name under which the client gave `max_tokens`.
     pub limit_name: &'static str,
     pub min_tokens: u32,
@@ -120,7 +122,8 @@ pub(super) fn parse_generation(
     let n = fields.take_integer("n", 1, CHOICES_MAX)?.unwrap_or(1) as u32;
     let delivery = parse_delivery(fields)?;
     Ok(GenerationParams {
-        max_tokens,
+        max_tokens: max_tokens.and_then(|limit| u32::try_from(limit).ok()),
+        is_unlimited: max_tokens.is_some_and(|limit| limit < 0),
         limit_name,
         min_tokens: fields.take_integer("min_tokens", 0, u32::MAX.into())?.unwrap_or(0) as u32,
         n,
@@ -150,19 +153,17 @@ fn parse_best_of(fields: &mut Fields, n: u32, delivery: Delivery) -> Result<u32,
 }
 
 /// Parses the limit of generated tokens. Returns it with the name under which it was given.
-fn parse_max_tokens(fields: &mut Fields) -> Result<(Option<u32>, &'static str), ApiError> {
+fn parse_max_tokens(fields: &mut Fields) -> Result<(Option<i64>, &'static str), ApiError> {
     const NAMES: [&str; 2] = ["max_tokens", "max_completion_tokens"];
-    // llama.cpp's clients write -1 for no limit.
-    let limit = |name| Ok(fields.take_integer(name, -1, u32::MAX.into())?.filter(|limit| *limit >= 0));
-    let [old, new]: [Result<Option<i64>, ApiError>; 2] = NAMES.map(limit);
+    let [old, new] = NAMES.map(|name| fields.take_integer(name, -1, u32::MAX.into()));
     match (old?, new?) {
         (Some(old), Some(new)) if old != new => {
             let message =
                 format!("'max_completion_tokens' is {new} and 'max_tokens' is {old}: give only one of them");
             Err(ApiError::invalid(NAMES[1], message))
         }
-        (None, Some(limit)) => Ok((Some(limit as u32), NAMES[1])),
-        (limit, _) => Ok((limit.map(|limit| limit as u32), NAMES[0])),
+        (None, Some(limit)) => Ok((Some(limit), NAMES[1])),
+        (limit, _) => Ok((limit, NAMES[0])),
     }
 }
 
@@ -188,8 +189,10 @@ fn parse_logit_bias(fields: &mut Fields, vocab: usize) -> Result<Arc<[(u32, f32)
     let entry = |(id, bias): (&String, &Value)| {
         let error = |message| ApiError::invalid("logit_bias", message);
         let known = id.parse().ok().filter(|id: &u32| (*id as usize) < vocab);
-        let known = known
-            .ok_or_else(|| error(format!("'{id}' is not a token id of the vocabulary of {vocab} tokens")))?;
+        let known = known.ok_or_else(|| {
+            let id = shorten(id);
+            error(format!("'{id}' is not a token id of the vocabulary of {vocab} tokens"))
+        })?;
         let number = bias.as_f64().map(to_finite_f32).filter(|bias| bias.abs() <= BIAS_MAX);
         let number = number.ok_or_else(|| {
             error(format!(

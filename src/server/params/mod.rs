@@ -1,6 +1,7 @@
 //! Parameters of the text generation APIs: those that both share, and those of each.
 //!
-//! Invariant: no parameter that would change the answer is ignored, see [`Fields`].
+//! Invariant: a parameter that would change the answer and is not supported is rejected. What only advises is
+//! listed as such, and unknown fields are named, see [`Fields`].
 
 mod conversation;
 
@@ -102,7 +103,9 @@ impl CompletionParams {
         defaults: &SamplingDefaults,
     ) -> Result<CompletionParams, ApiError> {
         let mut generation = parse_generation(&mut fields, vocab, defaults)?;
-        generation.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
+        if !generation.is_unlimited {
+            generation.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
+        }
         let params = CompletionParams {
             generation,
             prompts: parse_prompts("prompt", fields.take("prompt"), vocab)?,
@@ -132,7 +135,11 @@ impl ChatParams {
             let name = generation.limit_name;
             return Err(ApiError::invalid(name, format!("'{name}' must be at least 1")));
         }
-        let conversation = parse_conversation(&mut fields)?;
+        let mut conversation = parse_conversation(&mut fields)?;
+        // Templates of models with several efforts read it; others ignore it.
+        if let Some(Value::String(effort)) = fields.take("reasoning_effort") {
+            conversation.template_kwargs.entry("reasoning_effort").or_insert(effort.into());
+        }
         let logprobs = parse_chat_logprobs(&mut fields)?;
         parse_response_format(&mut fields)?;
         let include_reasoning = fields.take_bool("include_reasoning", true)?;

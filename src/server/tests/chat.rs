@@ -1,6 +1,8 @@
 //! Tests of the chat API: rendering of messages, and responses as messages and as deltas.
 
-use super::test_server::{Client, DEADLINE, Response, TestServer, answer, model, scored, tokenizer};
+use super::test_server::{
+    Client, DEADLINE, Response, TestServer, answer, bare, model, scored, tokenizer, tokenizer_with,
+};
 use crate::actors::ModelInfo;
 use crate::request::{FinishReason, TokenEvent};
 use crate::text::output::OutputFormats;
@@ -259,6 +261,45 @@ async fn calls_and_reasoning_are_fields_of_their_own() {
             assert_eq!(serde_json::from_str::<Value>(&arguments).unwrap(), json!({ "city": "Ulm" }));
             assert!(message["tool_calls"][0]["id"].as_str().unwrap().starts_with("call_"));
         }
+    }
+    server.close().await;
+}
+
+/// A marker of calls or of reasoning is shown to the parser that reads it, and to nobody else.
+#[actix_web::test]
+async fn markers_that_no_parser_reads_are_hidden() {
+    let tokenizer = tokenizer_with(&["<s>", "<tool_call>", "<think>"], Value::Null);
+    let formats = OutputFormats::select(("hermes", "none"), None).unwrap();
+    let model = ModelInfo { output_formats: formats, vocab: 300, ..model() };
+    let mut server = TestServer::for_model(model, tokenizer, None, |_| {}, DEADLINE);
+    let events: Vec<TokenEvent> = [97, 257, 258, 98].map(|id| TokenEvent::Token(bare(id))).into();
+    for (tools, content) in [(Value::Null, "ab"), (json!([tool()]), "a<tool_call>b")] {
+        let mut events = events.clone();
+        events.push(TokenEvent::Finished(FinishReason::Stop));
+        let body = json!({ "messages": hello(), "tools": tools });
+        let response = play(&mut server, body, events).await.1.json();
+        assert_eq!(response["choices"][0]["message"]["content"], content, "{tools}");
+        assert_eq!(response["choices"][0]["finish_reason"], "stop");
+    }
+    server.close().await;
+}
+
+/// A call that turns out to be malformed is not the reason for which an answer ended.
+#[actix_web::test]
+async fn a_malformed_call_is_no_reason_to_end() {
+    let mut server = server_with_tools();
+    let text = "<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": nothing";
+    let mut events = answer(text);
+    events.pop();
+    events.push(TokenEvent::Finished(FinishReason::Stop));
+    for stream in [false, true] {
+        let body = json!({ "messages": hello(), "tools": [tool()], "stream": stream });
+        let (_, response) = play(&mut server, body, events.clone()).await;
+        let last = match stream {
+            true => response.events().pop().unwrap(),
+            false => response.json(),
+        };
+        assert_eq!(last["choices"][0]["finish_reason"], "stop", "{last}");
     }
     server.close().await;
 }

@@ -406,6 +406,17 @@ async fn a_suffix_becomes_a_prompt_for_filling_in_the_middle() {
     }
 }
 
+/// -1 is the rest of the context, not the default of the API.
+#[actix_web::test]
+async fn a_negative_limit_is_the_rest_of_the_context() {
+    let mut server = TestServer::start();
+    for (limit, tokens) in [(json!(-1), 63), (Value::Null, 16)] {
+        let (request, _) = server.exchange(json!({ "prompt": "p", "max_tokens": limit }), answer("x")).await;
+        assert_eq!(request.max_tokens, tokens, "{limit}");
+    }
+    server.close().await;
+}
+
 #[actix_web::test]
 async fn continuous_usage_is_in_every_chunk() {
     let mut server = TestServer::start();

@@ -1,6 +1,7 @@
 //! Choices of chat completions: a message, or a chunk's delta to it, and log-probabilities per token.
 //!
-//! Invariant: the concatenated deltas of a stream are the message.
+//! Invariant: the concatenated deltas of a stream are the message, except for a malformed tool call, whose
+//! beginning may have been sent.
 
 use super::{ChoiceOutput, Finish, TokenIds, finite_logprob};
 use crate::text::Tokenizer;
@@ -137,7 +138,7 @@ impl SortedOutput {
     }
 
     fn call(&mut self, index: usize) -> &mut ToolCall {
-        let at = self.calls.iter().position(|call| call.index == Some(index)).unwrap_or_else(|| {
+        let at = self.calls.iter().rposition(|call| call.index == Some(index)).unwrap_or_else(|| {
             let function = CalledFunction { name: None, arguments: String::new() };
             self.calls.push(ToolCall { index: Some(index), id: None, kind: None, function });
             self.calls.len() - 1

@@ -53,6 +53,7 @@ pub(super) struct EventSink {
     ids: CallIds,
     calls: usize,
     is_open: bool,
+    has_complete_call: bool,
     has_delivered: bool,
 }
 
@@ -66,6 +67,7 @@ impl EventSink {
             ids,
             calls: 0,
             is_open: false,
+            has_complete_call: false,
             has_delivered: false,
         }
     }
@@ -75,9 +77,9 @@ impl EventSink {
         std::mem::take(&mut self.events)
     }
 
-    /// Returns the number of complete and open calls.
-    pub(super) fn calls(&self) -> usize {
-        self.calls.min(self.max_calls)
+    /// Returns whether there is a complete call.
+    pub(super) fn has_complete_call(&self) -> bool {
+        self.has_complete_call && self.max_calls > 0
     }
 
     /// Returns whether, since the last time, a part of a call was delivered, which can no longer be returned
@@ -130,6 +132,7 @@ impl EventSink {
         self.call_event(OutputEvent::ToolCallEnd { index: self.calls.saturating_sub(1), complete: true });
         self.events.append(&mut self.held);
         self.is_open = false;
+        self.has_complete_call = true;
         self.has_delivered = true;
     }
 

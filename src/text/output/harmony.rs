@@ -73,6 +73,10 @@ impl HarmonyReader {
             Stage::Header => reader.raw.strip_prefix(ROLE).unwrap_or(&reader.raw).to_owned(),
             _ => String::new(),
         };
+        // A call that the prompt begins has no start in the output: the rest of its text is content.
+        if matches!(reader.stage, Stage::Call { .. } | Stage::AfterCall) {
+            reader.stage = Stage::Content;
+        }
         reader
     }
 

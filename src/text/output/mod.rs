@@ -174,10 +174,10 @@ impl OutputParser {
         self.sink.take()
     }
 
-    /// Returns whether the output has calls so far. If the model ends such an output, the finish reason is
-    /// `tool_calls`.
+    /// Returns whether the output has complete calls so far. If the model ends such an output, the finish
+    /// reason is `tool_calls`.
     pub fn has_calls(&self) -> bool {
-        self.sink.calls() > 0
+        self.sink.has_complete_call()
     }
 
     fn character(&mut self, c: char) {

@@ -576,6 +576,7 @@ impl Rig {
 
     /// Completes the oldest step in flight, with a failure of this row.
     pub async fn complete_step_failing_row(&mut self, row: usize) {
+        self.signal_last_layer().await;
         self.run_until_idle().await;
         let oldest = self.in_flight.pop_front().expect("a step is in flight");
         let InFlight { mut step, reply, done_at, .. } = oldest;

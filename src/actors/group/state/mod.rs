@@ -56,8 +56,8 @@ struct Inner {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// The devices are being built, or could not be built.
-    /// The devices run steps.
     Unavailable,
+    /// The devices run steps.
     Serving,
     /// A fault occurred, and recovery has not begun.
     Failed,

@@ -129,8 +129,8 @@ impl Chat<'_> {
             self.console.note(&stats);
         }
         let turn = self.dialog.turns.last_mut().expect("a question was asked; anything else is a bug");
-        if !outcome.text.is_empty() {
-            turn.answer = outcome.text;
+        if !outcome.answer.is_empty() {
+            turn.answer = outcome.answer;
         }
         Ok(())
     }

@@ -19,6 +19,7 @@ use tokio::sync::Notify;
 #[derive(Clone)]
 enum Event {
     Text(&'static str),
+    Reasoning(&'static str),
     /// The user presses Ctrl-C before the server has finished.
     Interrupt,
     /// The server's last event and the end of the stream.
@@ -27,7 +28,7 @@ enum Event {
     /// The connection ends.
     Cut,
 }
-use Event::{Cut, Done, Interrupt, Text};
+use Event::{Cut, Done, Interrupt, Reasoning, Text};
 
 /// Requests that the server received: path and body.
 type ReceivedRequests = Rc<RefCell<Vec<(String, Value)>>>;
@@ -45,6 +46,7 @@ fn sse(value: Value) -> Bytes {
 async fn bytes(event: Event, interrupt: Rc<Notify>) -> Result<Bytes, Failure> {
     match event {
         Text(text) => Ok(sse(json!({"choices": [{"delta": {"content": text}, "text": text}]}))),
+        Reasoning(text) => Ok(sse(json!({"choices": [{"delta": {"reasoning_content": text}}]}))),
         Done(reason) => {
             let last = json!({"choices": [{"delta": {}, "finish_reason": reason}]});
             let usage = json!({"choices": [], "usage": {"completion_tokens": 7}});
@@ -161,6 +163,16 @@ async fn the_conversation_so_far_is_sent_with_each_question() {
     assert_eq!(requests[0].1["stream_options"], json!({"include_usage": true}));
     assert_eq!(user.shown, "Hello.\nBye.\n");
     assert!(user.notes[0].contains("maximum number of tokens"), "{:?}", user.notes);
+}
+
+/// Reasoning is shown, but it is no part of the answer that later requests contain.
+#[actix::test]
+async fn reasoning_is_shown_and_not_sent_back() {
+    let first = vec![Reasoning("Hm"), Reasoning("."), Text("Yes"), Text("."), Done("stop")];
+    let answers = vec![Ok(first), Ok(vec![Text("ok"), Done("stop")])];
+    let (requests, user) = run_chat(lines(&["Is it?", "Sure?"]), answers).await;
+    assert_eq!(messages(&requests[1]), ["user: Is it?", "assistant: Yes.", "user: Sure?"]);
+    assert_eq!(user.shown, "Hm.\n\nYes.\nok\n");
 }
 
 #[actix::test]
