@@ -55,8 +55,8 @@ impl OutputSpec {
             ToolChoice::None => {}
             ToolChoice::Auto if formats.calls.is_some() => {}
             ToolChoice::Auto => {
-                let message = "the chat template of this model does not show tools; start the server with one \
-                               that does (--chat-template)";
+                let message = "the chat template of this model does not show tools; start the server with \
+                               one that does (--chat-template)";
                 return Err(ApiError::unsupported("tools", message));
             }
             ToolChoice::Required | ToolChoice::Named(_) => {

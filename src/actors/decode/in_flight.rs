@@ -30,7 +30,8 @@ pub(super) struct InFlightStep {
 /// The reason for which a step was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StepKind {
-    /// A step of the current iteration: the next iteration depends on its results, unless the loop runs ahead.
+    /// A step of the current iteration: the next iteration depends on its results, unless the loop runs
+    /// ahead.
     Iteration,
     /// A step of prefill chunks only.
     Ahead,

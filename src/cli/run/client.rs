@@ -191,7 +191,8 @@ impl Answer {
         Ok(Some(Chunk { json: data.trim().replace(['\n', '\r'], " "), text, content }))
     }
 
-    /// Returns the text of a choice to show, reasoning and after an empty line content, and the content alone.
+    /// Returns the text of a choice to show, reasoning and after an empty line content, and the content
+    /// alone.
     fn texts(&mut self, choice: &Value) -> (String, String) {
         let message = if choice["message"].is_null() { &choice["delta"] } else { &choice["message"] };
         let mut text = message["reasoning_content"].as_str().unwrap_or_default().to_string();

@@ -47,9 +47,9 @@ use std::ops::Range;
 ///
 /// One thread drives a device, which may have worker threads of its own. The life of a device:
 /// [`Backend::join_stage`] if it is not alone in its stage, then [`Backend::upload_weight`],
-/// [`Backend::alloc_kv`] and [`Backend::prepare_moe`] in any order, then [`Backend::prepare`], and then steps. A step
-/// starts with [`Backend::begin_step`], which sets the current rows; all further operations of the step work
-/// on them; and it ends with [`Backend::end_step`]. Nothing is allocated during a step.
+/// [`Backend::alloc_kv`] and [`Backend::prepare_moe`] in any order, then [`Backend::prepare`], and then
+/// steps. A step starts with [`Backend::begin_step`], which sets the current rows; all further operations of
+/// the step work on them; and it ends with [`Backend::end_step`]. Nothing is allocated during a step.
 ///
 /// Shapes are written after the name of a buffer: x (rows, width). Elements of activations, which include
 /// logits, are of [`Backend::activation_type`]. All other elements are F32 unless stated otherwise: norms,
@@ -304,9 +304,9 @@ pub trait Backend: Send + 'static {
     /// descending, ties by id; apply temperature, then top-k, top-p and min-p; take the random number
     /// [`crate::random::uniform`] of (seed, position).
     ///
-    /// The logits of all rows of the call that the host draws are handed over before anything is waited for, and a fast
-    /// backend samples the rows without late inputs before it waits. A row whose late input does not come
-    /// fails ([`crate::batch::RowFailure`]). Unwinds with [`crate::Aborted`] if the step is aborted.
+    /// The logits of all rows of the call that the host draws are handed over before anything is waited for,
+    /// and a fast backend samples the rows without late inputs before it waits. A row whose late input does
+    /// not come fails ([`crate::batch::RowFailure`]). Unwinds with [`crate::Aborted`] if the step is aborted.
     fn sample(
         &mut self,
         outputs: Range<usize>,

@@ -286,7 +286,8 @@ async fn a_fault_fails_every_lane() {
 /// In a step with its prompt, or later.
 #[actix::test]
 async fn a_row_without_a_token_ends_its_sequence_and_no_other() {
-    // The step after the failing one is in flight already, and the last one is that of a sequence that leaves.
+    // The step after the failing one is in flight already, and the last one is that of a sequence that
+    // leaves.
     for steps in [0, 3, 11] {
         let mut rig = Rig::new(RigConfig::new(4, 1));
         for number in 0..5 {
