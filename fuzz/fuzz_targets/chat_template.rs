@@ -19,7 +19,8 @@ fn parse(bytes: &[u8]) {
         json!({"tools": [{"name": "f", "parameters": {"x": [1, 2.5, null]}}], "enable_thinking": true});
     let kwargs = kwargs.as_object().expect("an object");
     for (add_generation_prompt, continue_final_message) in [(true, false), (false, true)] {
-        let chat = Chat { messages: &messages, tools: &[], add_generation_prompt, continue_final_message, kwargs };
+        let chat =
+            Chat { messages: &messages, tools: &[], add_generation_prompt, continue_final_message, kwargs };
         let _ = template.render(&chat);
     }
 }

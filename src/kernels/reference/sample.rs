@@ -25,7 +25,7 @@ impl LogProbs {
 /// [`Backend::sample`](crate::Backend::sample) must return exactly this token.
 ///
 /// 1. Biases are added first, in their order. Then the logits of tokens that the mask does not allow
-///    ([`is_allowed`](crate::batch::is_allowed)) become negative infinity, as if they had that bias. If no
+///    ([`is_allowed`]) become negative infinity, as if they had that bias. If no
 ///    logit above negative infinity is left, biases and mask are ignored, because a token must be sampled.
 /// 2. Greedy rows take the largest logit, and the lowest id on ties. So do rows whose largest scaled logit is
 ///    not finite, because then there are no weights.
