@@ -11,6 +11,8 @@ mod formulas;
 
 mod sample;
 
+pub mod draw;
+
 #[cfg(test)]
 pub(crate) use formulas::erfc;
 pub use sample::{LogProbs, logprobs, sample};
