@@ -1,7 +1,7 @@
 //! From logits to tokens and from hidden states to vectors: the meaning of a request's sampling and pooling
 //! parameters, and when a sequence ends.
 //!
-//! [`strategies`] holds all ways to choose a token, for rows that the host samples; no request reaches it yet.
+//! [`strategies`] has all ways to choose a token, for rows that the host samples; no request reaches it yet.
 //! [`validate`] checks a request's parameters, [`sample_row`] converts them to a device's sampling
 //! parameters, and the re-exported reference functions for sampling and [`logprobs`] define the result that
 //! every device must give.

@@ -85,11 +85,13 @@ impl<'a> Candidates<'a> {
         }
     }
 
-    /// Returns the sum of all weights, in units of 2^-40 of the largest.
+    /// Returns the sum of all weights, in units of 2^-30 of the largest.
     pub fn total_weight(&self) -> u64 {
-        let mut total = 0;
-        self.visit(|_, value| total += weight(value - self.largest));
-        total
+        let largest = self.largest;
+        if self.listed {
+            return self.keys.iter().map(|&key| weight(value_of(key) - largest)).sum();
+        }
+        sum_in_lanes(self.values, |value| weight(value - largest))
     }
 
     /// Returns the sum of all weights, in units of the largest.
@@ -99,14 +101,19 @@ impl<'a> Candidates<'a> {
 
     /// Returns the entropy of the candidates' probabilities, in nats.
     pub fn entropy(&self) -> f64 {
-        let (mut total, mut weighted) = (0.0, 0.0);
-        self.visit(|_, value| {
-            let x = value - self.largest;
-            let e = f64::from(exp(x));
-            total += e;
-            weighted += if e > 0.0 { e * f64::from(x) } else { 0.0 };
-        });
-        f64::ln(total) - weighted / total
+        let largest = self.largest;
+        // The logarithm is limited, so that no zero is multiplied by infinity.
+        let logarithm = |value: f32| (value - largest).max(-99.0);
+        let e = |value: f32| f64::from(exp(value - largest));
+        let weighted = |value: f32| f64::from(exp(value - largest) * logarithm(value));
+        let (total, weighted): (f64, f64) = match self.listed {
+            true => (
+                self.keys.iter().map(|&key| e(value_of(key))).sum(),
+                self.keys.iter().map(|&key| weighted(value_of(key))).sum(),
+            ),
+            false => (sum_in_lanes(self.values, e), sum_in_lanes(self.values, weighted)),
+        };
+        total.ln() - weighted / total
     }
 
     /// Divides all values by a temperature. If that leaves no finite value, only the most likely candidate
@@ -167,7 +174,8 @@ impl<'a> Candidates<'a> {
         }
         let enough = f64::from(fraction) * total as f64;
         let largest = self.largest;
-        let len = weighted_prefix(self.keys, |key| weight(value_of(key) - largest), enough);
+        let behind = |key| largest - value_of(key);
+        let len = weighted_prefix(self.keys, behind, |key| weight(-behind(key)), enough);
         self.keys.truncate(len);
         self.sorted = 0;
     }
@@ -177,28 +185,38 @@ impl<'a> Candidates<'a> {
     /// is not negative.
     pub fn keep_fraction_by(&mut self, fraction: f32, order: impl Fn(f32) -> f32) {
         let enough = f64::from(fraction) * self.total_weight() as f64;
-        self.key_by(order);
+        self.key_by(order, enough);
         let weight_of = |key: u64| weight(self.values[key as u32 as usize] - self.largest);
-        let len = weighted_prefix(self.others, weight_of, enough);
+        let order = |key: u64| f32::from_bits((key >> 32) as u32);
+        let len = weighted_prefix(self.others, order, weight_of, enough);
         self.keep_others(len);
     }
 
     /// Keeps the first candidate by `order`, lowest first, ties by id, and further ones up to the first that
     /// `keep` refuses by its weight. `order` is as in [`Self::keep_fraction_by`].
     pub fn keep_while_by(&mut self, order: impl Fn(f32) -> f32, mut keep: impl FnMut(u64) -> bool) {
-        self.key_by(order);
+        self.key_by(order, f64::INFINITY);
         self.others.sort_unstable();
         let weight_of = |&key: &u64| weight(self.values[key as u32 as usize] - self.largest);
         let further = self.others[1..].iter().map(weight_of).take_while(|&weight| keep(weight)).count();
         self.keep_others(1 + further);
     }
 
-    /// Writes the keys of all candidates by `order` to the other buffer.
-    fn key_by(&mut self, order: impl Fn(f32) -> f32) {
-        self.list_from(self.largest - NEGLIGIBLE);
-        let key = |&key: &u64| u64::from(order(value_of(key) - self.largest).to_bits()) << 32 | key & ID;
+    /// Writes keys by `order` to the other buffer: those of all candidates, except some that come after the
+    /// first ones whose weights sum up to `enough`.
+    fn key_by(&mut self, order: impl Fn(f32) -> f32, enough: f64) {
+        let key = |order: f32, id: u32| u64::from(order.to_bits()) << 32 | u64::from(id);
+        let relative = |value: f32| value - self.largest;
         self.others.clear();
-        self.others.extend(self.keys.iter().map(key));
+        if self.listed {
+            let keys = self.keys.iter().map(|&listed| key(order(relative(value_of(listed))), listed as u32));
+            return self.others.extend(keys);
+        }
+        let order_of = |value: f32| order(relative(value));
+        let (last, _) = last_bucket(self.values, order_of, |value| weight(relative(value)), enough);
+        let near = (0..).zip(&*self.values).filter(|&(_, &value)| bucket(order_of(value)) <= last);
+        self.others.extend(near.map(|(id, &value)| key(order_of(value), id)));
+        self.listed = true;
     }
 
     /// Makes the first `len` keys of the other buffer the candidates.
@@ -309,9 +327,6 @@ impl<'a> Candidates<'a> {
     }
 }
 
-/// Mask of the id in a key.
-const ID: u64 = u32::MAX as u64;
-
 /// Returns the key of a candidate: ascends as values descend, then by id.
 fn key_of(value: f32, id: u32) -> u64 {
     // The sum maps -0.0 to 0.0.
@@ -327,9 +342,27 @@ fn value_of(key: u64) -> f32 {
 }
 
 /// Moves the shortest prefix of the ordered keys whose weights sum up to `enough` to the front, and returns
-/// its length: at least 1, and all if they do not suffice. The keys are ordered around its end only.
-fn weighted_prefix(keys: &mut [u64], weight: impl Fn(u64) -> u64, enough: f64) -> usize {
-    let (mut low, mut high, mut sum) = (0, keys.len(), 0u64);
+/// its length: at least 1, and all if they do not suffice. The keys are ordered around its end only. `order`
+/// is a number that is not negative and ascends with the keys.
+fn weighted_prefix(
+    keys: &mut Vec<u64>,
+    order: impl Fn(u64) -> f32,
+    weight: impl Fn(u64) -> u64,
+    enough: f64,
+) -> usize {
+    let (mut low, mut sum) = (0, 0u64);
+    if keys.len() > BUCKETS {
+        let last;
+        (last, sum) = last_bucket(keys, &order, &weight, enough);
+        keys.retain(|&key| bucket(order(key)) <= last);
+        for i in 0..keys.len() {
+            if bucket(order(keys[i])) < last {
+                keys.swap(low, i);
+                low += 1;
+            }
+        }
+    }
+    let mut high = keys.len();
     while high - low > 32 {
         let count = (3 * low).max(FIRST).min((high - low) / 2);
         keys[low..high].select_nth_unstable(count - 1);
@@ -349,6 +382,53 @@ fn weighted_prefix(keys: &mut [u64], weight: impl Fn(u64) -> u64, enough: f64) -
         }
     }
     high
+}
+
+/// Number of buckets of a search for a prefix.
+const BUCKETS: usize = 4096;
+
+/// Returns the bucket of a number that is not negative; larger ones are in the same or a later one.
+fn bucket(order: f32) -> usize {
+    ((order * 128.0) as usize).min(BUCKETS - 1)
+}
+
+/// Returns the bucket in which the weights of the items, bucket by bucket, sum up to `enough`, the last one if
+/// they do not; and the sum of the weights before it.
+fn last_bucket<T: Copy>(
+    items: &[T],
+    order: impl Fn(T) -> f32,
+    weight: impl Fn(T) -> u64,
+    enough: f64,
+) -> (usize, u64) {
+    let mut sums = [0u64; BUCKETS];
+    let (chunks, rest) = items.as_chunks::<16>();
+    for chunk in chunks {
+        // Computed apart from the additions, so that it vectorizes.
+        let (weights, orders) = (chunk.map(&weight), chunk.map(&order));
+        weights.iter().zip(orders).for_each(|(weight, order)| sums[bucket(order)] += weight);
+    }
+    rest.iter().for_each(|&item| sums[bucket(order(item))] += weight(item));
+    let (mut last, mut sum) = (0, 0);
+    while last < BUCKETS - 1 && ((sum + sums[last]) as f64) < enough {
+        sum += sums[last];
+        last += 1;
+    }
+    (last, sum)
+}
+
+/// Returns the sum of a term of each value, computed in lanes, so that it vectorizes.
+fn sum_in_lanes<T>(values: &[f32], term: impl Fn(f32) -> T) -> T
+where
+    T: Copy + Default + std::ops::AddAssign + std::iter::Sum,
+{
+    let mut lanes = [T::default(); 16];
+    let (chunks, rest) = values.as_chunks::<16>();
+    for chunk in chunks {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+            *lane += term(value);
+        }
+    }
+    rest.iter().map(|&value| term(value)).chain(lanes).sum()
 }
 
 /// Returns the largest value, computed in lanes, so that it vectorizes.

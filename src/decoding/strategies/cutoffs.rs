@@ -48,7 +48,9 @@ impl Filter for Cutoff {
         if self.by_entropy {
             least = least.min(least.sqrt() * (-candidates.entropy()).exp());
         }
-        let total = candidates.total();
-        candidates.retain(|x| f64::from(exp(x)) >= least * total);
+        let least = least * candidates.total();
+        // Most candidates are far below the limit, and need no exponential function.
+        let near = least.ln() as f32 - 0.01;
+        candidates.retain(|x| x >= near && f64::from(exp(x)) >= least);
     }
 }

@@ -34,6 +34,8 @@ fn build(values: &Values, _: &dyn Vocabulary) -> Result<Option<Unit>, ParamError
 
 impl Filter for MinP {
     fn filter(&self, candidates: &mut Candidates<'_>, _: &Context<'_>) {
-        candidates.retain(|x| exp(x) >= self.0);
+        // Most candidates are far below the limit, and need no exponential function.
+        let near = self.0.ln() - 0.01;
+        candidates.retain(|x| x >= near && exp(x) >= self.0);
     }
 }

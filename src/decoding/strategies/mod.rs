@@ -26,6 +26,8 @@ mod parse;
 
 pub mod plan;
 
+pub mod state;
+
 pub mod sampler;
 
 mod bad_words;
@@ -72,8 +74,9 @@ mod xtc;
 mod tests;
 
 pub use candidates::{Buffers, Candidates};
-pub use history::{Checkpoint, History, SequenceState};
+pub use history::History;
 pub use params::{Kind, Param, ParamError, Values, Vocabulary};
 pub use plan::{DeviceSampling, LogprobsMode, SamplingPlan};
-pub use sampler::{Draw, EmptyMask, HostSampler, Row};
+pub use sampler::{EmptyMask, HostSampler, Row};
+pub use state::{Checkpoint, Draw, SequenceState};
 pub use unit::{Choose, Edit, Filter, Place, Registers, Strategy, Unit};

@@ -133,7 +133,7 @@ impl ParamError {
     }
 }
 
-/// What parameters need to know of a model and of a request's other parts.
+/// A model's vocabulary, with what parameters need to know of the model and of the rest of a request.
 pub trait Vocabulary {
     /// Returns the number of logits of a row.
     fn size(&self) -> usize;

@@ -119,7 +119,7 @@ impl SamplingPlan {
     }
 }
 
-/// What one source of parameters says.
+/// The checked parameters of one source: the defaults or the request.
 #[derive(Default)]
 struct Settings {
     values: Values,

@@ -1,9 +1,9 @@
 //! The host's sampler: draws the token of one row according to a plan.
 
 use super::candidates::{Buffers, Candidates, largest};
-use super::history::SequenceState;
 use super::plan::{LogprobsMode, SamplingPlan};
-use super::unit::{Context, EditScratch, Registers};
+use super::state::{Draw, SequenceState};
+use super::unit::{Context, EditScratch};
 
 /// The logits of one row, and what else decides its token.
 #[derive(Clone, Copy, Debug)]
@@ -18,16 +18,6 @@ pub struct Row<'a> {
     pub mask: Option<&'a [u32]>,
     /// Number of most likely tokens to report; `Some(0)` reports the log-probability of the token only.
     pub logprobs: Option<usize>,
-}
-
-/// The result of one row.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Draw {
-    pub token: u32,
-    /// Log-probability of the token; NaN if it was not requested.
-    pub logprob: f32,
-    /// The chooser's registers after this token, for [`SequenceState::accept`].
-    pub(super) registers: Registers,
 }
 
 /// The mask allows no token of the vocabulary.

@@ -30,9 +30,9 @@ fn build(values: &Values, _: &dyn Vocabulary) -> Result<Option<Unit>, ParamError
 
 /// Returns the distance of the surprise from the entropy, as a function of a value minus the largest.
 pub fn distance(candidates: &Candidates<'_>) -> impl Fn(f32) -> f32 + use<> {
-    let entropy = candidates.entropy();
-    let log_total = candidates.total().ln();
-    move |x| (log_total - f64::from(x) - entropy).abs() as f32
+    // -ln p is ln of the total minus the relative value.
+    let typical = (candidates.total().ln() - candidates.entropy()) as f32;
+    move |x| (typical - x).abs()
 }
 
 impl Filter for Typical {

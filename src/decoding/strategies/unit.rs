@@ -73,7 +73,7 @@ pub trait Choose: Debug + Send + Sync {
 /// The numbers that a chooser keeps for a sequence, apart from its tokens. Each chooser says what they mean.
 pub type Registers = [f64; 2];
 
-/// What filters and choosers may depend on, besides the candidates.
+/// The facts that filters and choosers may depend on, besides the candidates.
 #[derive(Clone, Copy, Debug)]
 pub struct Context<'a> {
     pub history: &'a History,

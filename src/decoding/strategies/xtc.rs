@@ -51,8 +51,12 @@ impl Filter for Xtc {
         let largest = candidates.largest();
         let threshold = self.threshold * total;
         let (mut count, mut least) = (0, (f32::INFINITY, 0));
+        let near = threshold.ln() as f32 - 0.01;
         candidates.visit(|id, value| {
-            if f64::from(exp(value - largest)) >= threshold && value > f32::NEG_INFINITY {
+            if value - largest >= near
+                && f64::from(exp(value - largest)) >= threshold
+                && value > f32::NEG_INFINITY
+            {
                 count += 1;
                 // Of equal candidates, the one with the highest id comes last.
                 if value < least.0 || (value == least.0 && id > least.1) {

@@ -33,9 +33,9 @@ fn tables() -> String {
     ];
     let mut text = String::new();
     for (title, places) in sections {
-        text += &format!(
-            "\n### {title}\n\n| name | what it does | parameter | default | values | meaning |\n|---|---|---|---|---|---|\n"
-        );
+        text +=
+            &format!("\n### {title}\n\n| name | what it does | parameter | default | values | meaning |\n");
+        text += "|---|---|---|---|---|---|\n";
         TABLE.iter().filter(|row| places.contains(&row.place)).for_each(|row| add_rows(&mut text, row));
     }
     text += "\n### General parameters\n\n| parameter | meaning |\n|---|---|\n";
