@@ -11,7 +11,7 @@ fn random_logits(case: u32, vocab: usize) -> Vec<f32> {
     let scale = [0.5, 4.0, 20.0][case as usize % 3];
     let mut logits: Vec<f32> =
         noise(case, vocab).into_iter().map(|x| (scale * x * 8.0).round() / 8.0).collect();
-    if case % 4 == 0 {
+    if case.is_multiple_of(4) {
         logits[case as usize % vocab] = f32::NAN;
         logits[case as usize * 7 % vocab] = f32::NEG_INFINITY;
     }
