@@ -24,6 +24,16 @@ pub struct Buffers {
     others: Vec<u64>,
 }
 
+impl Buffers {
+    /// Allocates memory for a vocabulary of this size, unless there is enough.
+    pub fn reserve(&mut self, vocab: usize) {
+        self.keys.clear();
+        self.keys.reserve(vocab);
+        self.others.clear();
+        self.others.reserve(vocab);
+    }
+}
+
 /// The candidates of one row. Each has a value: its logit, divided by the temperature once that was applied.
 #[derive(Debug)]
 pub struct Candidates<'a> {

@@ -25,6 +25,11 @@ impl History {
         self.tokens.truncate(len);
     }
 
+    /// Returns the number of tokens for which there is memory.
+    pub fn capacity(&self) -> usize {
+        self.tokens.capacity()
+    }
+
     /// Returns all tokens.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens

@@ -104,6 +104,8 @@ impl HostSampler {
         }
         let HostSampler { buffers, scratch, .. } = self;
         scratch.marks.resize(row.logits.len(), 0);
+        scratch.lengths.clear();
+        scratch.lengths.reserve(state.history().capacity());
         for edit in &plan.edits {
             edit.edit(&mut buffers.values, state.history(), scratch);
         }
@@ -121,6 +123,7 @@ impl HostSampler {
 
 /// Copies logits to the values of candidates.
 fn load_values(buffers: &mut Buffers, logits: &[f32]) {
+    buffers.reserve(logits.len());
     buffers.values.clear();
     buffers.values.extend(logits.iter().map(|&logit| nan_to_lowest(logit)));
 }
