@@ -402,8 +402,8 @@ fn bucket(order: f32) -> usize {
     ((order * 128.0) as usize).min(BUCKETS - 1)
 }
 
-/// Returns the bucket in which the weights of the items, bucket by bucket, sum up to `enough`, the last one if
-/// they do not; and the sum of the weights before it.
+/// Returns the bucket in which the weights of the items, bucket by bucket, sum up to `enough`, the last one
+/// if they do not; and the sum of the weights before it.
 fn last_bucket<T: Copy>(
     items: &[T],
     order: impl Fn(T) -> f32,
