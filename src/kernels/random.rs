@@ -26,9 +26,25 @@ pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 /// Returns a uniform random number in [0, 1) with 24 random bits, for the `seed` of a sequence and the
 /// `position` of the token to be sampled.
 pub fn uniform(seed: u64, position: u64) -> f32 {
-    let key = [seed as u32, (seed >> 32) as u32];
-    let words = philox([position as u32, (position >> 32) as u32, 0, 0], key);
+    uniform_of_stream(seed, position, 0)
+}
+
+/// Returns the number of one `stream` of a seed and a position, for strategies that need more than one.
+/// Numbers of different streams are independent; stream 0 is [`uniform`].
+pub fn uniform_of_stream(seed: u64, position: u64, stream: u32) -> f32 {
+    let words = philox([position as u32, (position >> 32) as u32, stream, 0], key(seed));
     (words[0] >> 8) as f32 * (1.0 / (1 << 24) as f32)
+}
+
+/// Returns the random words of the tokens `4 * group` to `4 * group + 3` for a seed and a position. They are
+/// independent of every stream of [`uniform_of_stream`].
+pub fn token_words(seed: u64, position: u64, group: u32) -> [u32; 4] {
+    philox([position as u32, (position >> 32) as u32, group, 1], key(seed))
+}
+
+/// Returns the key of a seed.
+fn key(seed: u64) -> [u32; 2] {
+    [seed as u32, (seed >> 32) as u32]
 }
 
 /// Generates `n` pseudo-random numbers in [-1, 1] with full mantissas; equal tags give equal numbers. For
@@ -63,5 +79,15 @@ mod tests {
         assert!((mean - 0.5).abs() < 0.03, "{mean}");
         assert_ne!(uniform(1, 2), uniform(2, 1));
         assert_ne!(uniform(1 << 40, 0), uniform(0, 0));
+    }
+
+    #[test]
+    fn streams_and_token_words_differ_and_stream_0_is_the_plain_number() {
+        let numbers = [0, 1, 2].map(|stream| uniform_of_stream(7, 9, stream));
+        assert_eq!(numbers[0], uniform(7, 9));
+        assert!(numbers[1] != numbers[0] && numbers[2] != numbers[1], "{numbers:?}");
+        assert_ne!(token_words(7, 9, 0), philox([9, 0, 0, 0], [7, 0]));
+        assert_ne!(token_words(7, 9, 0), token_words(7, 9, 1));
+        assert_ne!(token_words(7, 9, 0), token_words(7, 10, 0));
     }
 }

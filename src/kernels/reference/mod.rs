@@ -13,6 +13,8 @@ mod sample;
 
 mod sample_row;
 
+pub mod draw;
+
 #[cfg(test)]
 pub(crate) use formulas::erfc;
 pub use sample::{LogProbs, logprobs, sample};

@@ -67,7 +67,7 @@ pub fn logprobs(logits: &[f32], n: usize) -> LogProbs {
 }
 
 /// Returns the logits with biases and mask applied, or unchanged if that would forbid every token.
-fn apply_biases(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>) -> Vec<f32> {
+pub(super) fn apply_biases(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>) -> Vec<f32> {
     let mut biased = logits.to_vec();
     for &(id, bias) in biases {
         biased[id as usize] += bias;
@@ -114,7 +114,7 @@ fn shortest_prefix(ids: &[u32], weight_of: impl Fn(&u32) -> f64, enough: impl Fn
 }
 
 /// Returns the id of the largest logit, the lowest id on ties, and 0 if no logit is above negative infinity.
-fn greedy_token(logits: &[f32]) -> u32 {
+pub(super) fn greedy_token(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, &logit) in logits.iter().enumerate() {
         if logit > nan_to_lowest(logits[best]) {

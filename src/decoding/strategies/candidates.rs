@@ -1,0 +1,454 @@
+//! The candidates of one row: the tokens that filters have left, with their scaled logits.
+//!
+//! At first every token of the vocabulary is a candidate, in one dense array. The first filter that removes
+//! candidates lists those that stay. They are put in order only as far as a filter needs it: what a filter
+//! keeps is found by selection, with sums of integer weights that do not depend on the order.
+//!
+//! Invariant: at least one candidate stays; nothing is allocated once the buffers have grown.
+
+use mainstem_kernels::random::token_words;
+use mainstem_kernels::reference::draw::{Best, WEIGHT_BITS, draw_from_all, exp, weight};
+
+/// Number of candidates by which a search for a prefix begins.
+const FIRST: usize = 64;
+
+/// Candidates that are behind the first by more than this have weight 0 and are never drawn.
+const NEGLIGIBLE: f32 = 28.0;
+
+/// Memory of the candidates of one row, which is kept from row to row.
+#[derive(Debug, Default)]
+pub struct Buffers {
+    /// Values of the whole vocabulary.
+    pub values: Vec<f32>,
+    keys: Vec<u64>,
+    others: Vec<u64>,
+}
+
+impl Buffers {
+    /// Allocates memory for a vocabulary of this size, unless there is enough.
+    pub fn reserve(&mut self, vocab: usize) {
+        self.keys.clear();
+        self.keys.reserve(vocab);
+        self.others.clear();
+        self.others.reserve(vocab);
+    }
+}
+
+/// The candidates of one row. Each has a value: its logit, divided by the temperature once that was applied.
+#[derive(Debug)]
+pub struct Candidates<'a> {
+    /// Values of the vocabulary; those of removed tokens have no meaning.
+    values: &'a mut [f32],
+    /// The listed candidates: the value, mapped so that the largest comes first, << 32 | id.
+    keys: &'a mut Vec<u64>,
+    others: &'a mut Vec<u64>,
+    /// Whether the candidates are those in `keys`, or else the whole vocabulary.
+    listed: bool,
+    /// Number of the first keys that are in order.
+    sorted: usize,
+    /// The largest value.
+    largest: f32,
+}
+
+impl<'a> Candidates<'a> {
+    /// Makes a candidate of every token, with the values of the buffers, none of which may be NaN.
+    pub fn new(buffers: &'a mut Buffers) -> Candidates<'a> {
+        let Buffers { values, keys, others } = buffers;
+        let largest = largest(values);
+        keys.clear();
+        Candidates { values, keys, others, listed: false, sorted: 0, largest }
+    }
+
+    /// Returns the number of candidates that can be drawn: those above negative infinity.
+    pub fn count(&self) -> usize {
+        let mut count = 0;
+        self.visit(|_, value| count += usize::from(value > f32::NEG_INFINITY));
+        count
+    }
+
+    /// Returns the largest value.
+    pub fn largest(&self) -> f32 {
+        self.largest
+    }
+
+    /// Returns the value of a candidate.
+    pub fn value(&self, id: u32) -> f32 {
+        self.values[id as usize]
+    }
+
+    /// Returns the most likely candidate, the lowest id on ties.
+    pub fn most_likely(&self) -> u32 {
+        if self.listed {
+            let first = self.keys.iter().min().expect("one candidate stays; this is a bug");
+            return *first as u32;
+        }
+        let id = self.values.iter().position(|&value| value == self.largest);
+        id.unwrap_or(0) as u32
+    }
+
+    /// Calls `visit` with the id and the value of each candidate, in an order that filters determine.
+    pub fn visit(&self, mut visit: impl FnMut(u32, f32)) {
+        if self.listed {
+            self.keys.iter().for_each(|&key| visit(key as u32, value_of(key)));
+        } else {
+            self.values.iter().enumerate().for_each(|(id, &value)| visit(id as u32, value));
+        }
+    }
+
+    /// Returns the sum of all weights, in units of 2^-30 of the largest.
+    pub fn total_weight(&self) -> u64 {
+        let largest = self.largest;
+        if self.listed {
+            return self.keys.iter().map(|&key| weight(value_of(key) - largest)).sum();
+        }
+        sum_in_lanes(self.values, |value| weight(value - largest))
+    }
+
+    /// Returns the sum of all weights, in units of the largest.
+    pub fn total(&self) -> f64 {
+        self.total_weight() as f64 / (1u64 << WEIGHT_BITS) as f64
+    }
+
+    /// Returns the entropy of the candidates' probabilities, in nats.
+    pub fn entropy(&self) -> f64 {
+        let largest = self.largest;
+        // The logarithm is limited, so that no zero is multiplied by infinity.
+        let logarithm = |value: f32| (value - largest).max(-99.0);
+        let e = |value: f32| f64::from(exp(value - largest));
+        let weighted = |value: f32| f64::from(exp(value - largest) * logarithm(value));
+        let (total, weighted): (f64, f64) = match self.listed {
+            true => (
+                self.keys.iter().map(|&key| e(value_of(key))).sum(),
+                self.keys.iter().map(|&key| weighted(value_of(key))).sum(),
+            ),
+            false => (sum_in_lanes(self.values, e), sum_in_lanes(self.values, weighted)),
+        };
+        total.ln() - weighted / total
+    }
+
+    /// Divides all values by a temperature. If that leaves no finite value, only the most likely candidate
+    /// stays.
+    pub fn divide_by(&mut self, temperature: f32) {
+        if !(self.largest / temperature).is_finite() {
+            return self.keep_most_likely();
+        }
+        self.largest /= temperature;
+        if !self.listed {
+            self.values.iter_mut().for_each(|value| *value /= temperature);
+            return;
+        }
+        for key in &mut *self.keys {
+            let id = *key as u32;
+            let value = &mut self.values[id as usize];
+            *value /= temperature;
+            *key = key_of(*value, id);
+        }
+        // Values that have become equal are no longer in the order of their ids.
+        self.sorted = 0;
+    }
+
+    /// Removes all but the most likely candidate.
+    pub fn keep_most_likely(&mut self) {
+        let id = self.most_likely();
+        let key = key_of(self.values[id as usize], id);
+        self.keys.clear();
+        self.keys.push(key);
+        (self.listed, self.sorted) = (true, 1);
+    }
+
+    /// Keeps the `n` most likely candidates, at least one.
+    pub fn keep_first(&mut self, n: usize) {
+        let n = n.max(1);
+        if !self.listed {
+            self.list_first(n);
+        }
+        if n < self.keys.len() {
+            if n > self.sorted {
+                self.keys.select_nth_unstable(n - 1);
+                self.sorted = 0;
+            }
+            self.keys.truncate(n);
+        }
+    }
+
+    /// Keeps the shortest prefix of the candidates, most likely first, whose weights sum up to `fraction` of
+    /// all; at least one.
+    pub fn keep_fraction(&mut self, fraction: f32) {
+        let total = self.total_weight();
+        if !self.listed {
+            // What is below the mean of the remaining fraction cannot be needed. The subtrahend covers the
+            // rounding.
+            let mean = (1.0 - f64::from(fraction)) * total as f64 / self.values.len() as f64;
+            let relative = mean.max(0.5).ln() - f64::from(WEIGHT_BITS) * std::f64::consts::LN_2;
+            self.list_from(self.largest + relative as f32 - 0.01);
+        }
+        let enough = f64::from(fraction) * total as f64;
+        let largest = self.largest;
+        let behind = |key| largest - value_of(key);
+        let len = weighted_prefix(self.keys, behind, |key| weight(-behind(key)), enough);
+        self.keys.truncate(len);
+        self.sorted = 0;
+    }
+
+    /// Keeps the shortest prefix of the candidates by `order`, lowest first, ties by id, whose weights sum up
+    /// to `fraction` of all; at least one. `order` gets a value minus the largest, and returns a number that
+    /// is not negative.
+    pub fn keep_fraction_by(&mut self, fraction: f32, order: impl Fn(f32) -> f32) {
+        let enough = f64::from(fraction) * self.total_weight() as f64;
+        self.key_by(order, enough);
+        let weight_of = |key: u64| weight(self.values[key as u32 as usize] - self.largest);
+        let order = |key: u64| f32::from_bits((key >> 32) as u32);
+        let len = weighted_prefix(self.others, order, weight_of, enough);
+        self.keep_others(len);
+    }
+
+    /// Keeps the first candidate by `order`, lowest first, ties by id, and further ones up to the first that
+    /// `keep` refuses by its weight. `order` is as in [`Self::keep_fraction_by`].
+    pub fn keep_while_by(&mut self, order: impl Fn(f32) -> f32, mut keep: impl FnMut(u64) -> bool) {
+        self.key_by(order, f64::INFINITY);
+        self.others.sort_unstable();
+        let weight_of = |&key: &u64| weight(self.values[key as u32 as usize] - self.largest);
+        let further = self.others[1..].iter().map(weight_of).take_while(|&weight| keep(weight)).count();
+        self.keep_others(1 + further);
+    }
+
+    /// Writes keys by `order` to the other buffer: those of all candidates, except some that come after the
+    /// first ones whose weights sum up to `enough`.
+    fn key_by(&mut self, order: impl Fn(f32) -> f32, enough: f64) {
+        let key = |order: f32, id: u32| u64::from(order.to_bits()) << 32 | u64::from(id);
+        let relative = |value: f32| value - self.largest;
+        self.others.clear();
+        if self.listed {
+            let keys = self.keys.iter().map(|&listed| key(order(relative(value_of(listed))), listed as u32));
+            return self.others.extend(keys);
+        }
+        let order_of = |value: f32| order(relative(value));
+        let (last, _) = last_bucket(self.values, order_of, |value| weight(relative(value)), enough);
+        let near = (0..).zip(&*self.values).filter(|&(_, &value)| bucket(order_of(value)) <= last);
+        self.others.extend(near.map(|(id, &value)| key(order_of(value), id)));
+        self.listed = true;
+    }
+
+    /// Makes the first `len` keys of the other buffer the candidates.
+    fn keep_others(&mut self, len: usize) {
+        self.keys.clear();
+        let ids = self.others[..len].iter().map(|&key| key as u32);
+        self.keys.extend(ids.map(|id| key_of(self.values[id as usize], id)));
+        self.sorted = 0;
+        self.largest = self.keys.iter().min().map_or(self.largest, |&key| value_of(key));
+    }
+
+    /// Keeps the candidates of whose value minus the largest `keep` approves; the most likely one if there is
+    /// none.
+    pub fn retain(&mut self, keep: impl Fn(f32) -> bool) {
+        let first = self.most_likely();
+        let first = key_of(self.values[first as usize], first);
+        let largest = self.largest;
+        if self.listed {
+            self.keys.retain(|&key| keep(value_of(key) - largest));
+        } else {
+            let kept = self.values.iter().enumerate().filter(|&(_, &value)| keep(value - largest));
+            self.keys.extend(kept.map(|(id, &value)| key_of(value, id as u32)));
+            self.listed = true;
+        }
+        if self.keys.is_empty() {
+            self.keys.push(first);
+        }
+        self.sorted = 0;
+        self.largest = self.keys.iter().min().map_or(largest, |&key| value_of(key));
+    }
+
+    /// Removes the candidates that come before the one with this value and id.
+    pub fn remove_before(&mut self, value: f32, id: u32) {
+        self.list_from(self.largest - NEGLIGIBLE);
+        let first = key_of(value, id);
+        self.keys.retain(|&key| key >= first);
+        self.sorted = 0;
+        self.largest = value;
+    }
+
+    /// Puts the first `n` candidates in order, and returns them as (id, value), most likely first. Candidates
+    /// of weight 0 may be missing.
+    pub fn first(&mut self, n: usize) -> impl ExactSizeIterator<Item = (u32, f32)> + '_ {
+        self.list_from(self.largest - NEGLIGIBLE);
+        let n = n.min(self.keys.len());
+        if n > self.sorted {
+            if n < self.keys.len() {
+                self.keys.select_nth_unstable(n - 1);
+            }
+            self.keys[..n].sort_unstable();
+            self.sorted = n;
+        }
+        self.keys[..n].iter().map(|&key| (key as u32, value_of(key)))
+    }
+
+    /// Draws a candidate with the noise of a seed and a position, as the definition of the draw says.
+    pub fn draw(&self, seed: u64, position: u64) -> u32 {
+        let first = self.most_likely();
+        if !self.listed {
+            return draw_from_all(self.values, first, seed, position);
+        }
+        let mut best = Best::new(first, self.largest, seed, position);
+        for (id, value) in self.keys.iter().map(|&key| (key as u32, value_of(key))) {
+            if best.may_lose_to(value) {
+                best.offer(id, value, token_words(seed, position, id / 4)[id as usize % 4]);
+            }
+        }
+        best.id
+    }
+
+    /// Lists the `n` most likely candidates and perhaps others of the whole vocabulary.
+    fn list_first(&mut self, n: usize) {
+        let capacity = n.saturating_mul(4).max(4 * FIRST);
+        // Later tokens of the same value come after those that are listed.
+        let mut threshold = None;
+        let may_be_first = |value: f32, threshold: Option<f32>| threshold.is_none_or(|least| value > least);
+        self.listed = true;
+        for (start, chunk) in (0..).step_by(16).zip(self.values.chunks(16)) {
+            if !chunk.iter().fold(false, |any, &value| any | may_be_first(value, threshold)) {
+                continue;
+            }
+            let above = (start..).zip(chunk).filter(|&(_, &value)| may_be_first(value, threshold));
+            self.keys.extend(above.map(|(id, &value)| key_of(value, id)));
+            if self.keys.len() >= capacity {
+                let (_, last, _) = self.keys.select_nth_unstable(n - 1);
+                threshold = Some(value_of(*last));
+                self.keys.truncate(n);
+            }
+        }
+    }
+
+    /// Lists the candidates of at least this value, unless they are listed already.
+    fn list_from(&mut self, value: f32) {
+        if self.listed {
+            return;
+        }
+        for (start, chunk) in (0..).step_by(16).zip(self.values.chunks(16)) {
+            if chunk.iter().fold(false, |any, &v| any | (v >= value)) {
+                let above = (start..).zip(chunk).filter(|&(_, &v)| v >= value);
+                self.keys.extend(above.map(|(id, &v)| key_of(v, id)));
+            }
+        }
+        self.listed = true;
+        if self.keys.is_empty() {
+            let id = self.values.iter().position(|&value| value == self.largest).unwrap_or(0) as u32;
+            self.keys.push(key_of(self.largest, id));
+        }
+    }
+}
+
+/// Returns the key of a candidate: ascends as values descend, then by id.
+fn key_of(value: f32, id: u32) -> u64 {
+    // The sum maps -0.0 to 0.0.
+    let bits = (value + 0.0).to_bits();
+    let descending = if bits >> 31 == 1 { bits } else { !bits & (u32::MAX >> 1) };
+    u64::from(descending) << 32 | u64::from(id)
+}
+
+/// Returns the value in a key.
+fn value_of(key: u64) -> f32 {
+    let bits = (key >> 32) as u32;
+    f32::from_bits(if bits >> 31 == 1 { bits } else { !bits & (u32::MAX >> 1) })
+}
+
+/// Moves the shortest prefix of the ordered keys whose weights sum up to `enough` to the front, and returns
+/// its length: at least 1, and all if they do not suffice. The keys are ordered around its end only. `order`
+/// is a number that is not negative and ascends with the keys.
+fn weighted_prefix(
+    keys: &mut Vec<u64>,
+    order: impl Fn(u64) -> f32,
+    weight: impl Fn(u64) -> u64,
+    enough: f64,
+) -> usize {
+    let (mut low, mut sum) = (0, 0u64);
+    if keys.len() > BUCKETS {
+        let last;
+        (last, sum) = last_bucket(keys, &order, &weight, enough);
+        keys.retain(|&key| bucket(order(key)) <= last);
+        for i in 0..keys.len() {
+            if bucket(order(keys[i])) < last {
+                keys.swap(low, i);
+                low += 1;
+            }
+        }
+    }
+    let mut high = keys.len();
+    while high - low > 32 {
+        let count = (3 * low).max(FIRST).min((high - low) / 2);
+        keys[low..high].select_nth_unstable(count - 1);
+        let part: u64 = keys[low..low + count].iter().map(|&key| weight(key)).sum();
+        if (sum + part) as f64 >= enough {
+            high = low + count;
+        } else {
+            sum += part;
+            low += count;
+        }
+    }
+    keys[low..high].sort_unstable();
+    for (i, &key) in keys[low..high].iter().enumerate() {
+        sum += weight(key);
+        if sum as f64 >= enough {
+            return low + i + 1;
+        }
+    }
+    high
+}
+
+/// Number of buckets of a search for a prefix.
+const BUCKETS: usize = 4096;
+
+/// Returns the bucket of a number that is not negative; larger ones are in the same or a later one.
+fn bucket(order: f32) -> usize {
+    ((order * 128.0) as usize).min(BUCKETS - 1)
+}
+
+/// Returns the bucket in which the weights of the items, bucket by bucket, sum up to `enough`, the last one
+/// if they do not; and the sum of the weights before it.
+fn last_bucket<T: Copy>(
+    items: &[T],
+    order: impl Fn(T) -> f32,
+    weight: impl Fn(T) -> u64,
+    enough: f64,
+) -> (usize, u64) {
+    let mut sums = [0u64; BUCKETS];
+    let (chunks, rest) = items.as_chunks::<16>();
+    for chunk in chunks {
+        // Computed apart from the additions, so that it vectorizes.
+        let (weights, orders) = (chunk.map(&weight), chunk.map(&order));
+        weights.iter().zip(orders).for_each(|(weight, order)| sums[bucket(order)] += weight);
+    }
+    rest.iter().for_each(|&item| sums[bucket(order(item))] += weight(item));
+    let (mut last, mut sum) = (0, 0);
+    while last < BUCKETS - 1 && ((sum + sums[last]) as f64) < enough {
+        sum += sums[last];
+        last += 1;
+    }
+    (last, sum)
+}
+
+/// Returns the sum of a term of each value, computed in lanes, so that it vectorizes.
+fn sum_in_lanes<T>(values: &[f32], term: impl Fn(f32) -> T) -> T
+where
+    T: Copy + Default + std::ops::AddAssign + std::iter::Sum,
+{
+    let mut lanes = [T::default(); 16];
+    let (chunks, rest) = values.as_chunks::<16>();
+    for chunk in chunks {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+            *lane += term(value);
+        }
+    }
+    rest.iter().map(|&value| term(value)).chain(lanes).sum()
+}
+
+/// Returns the largest value, computed in lanes, so that it vectorizes.
+pub(super) fn largest(values: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    let (chunks, rest) = values.as_chunks::<16>();
+    for chunk in chunks {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+            *lane = if value > *lane { value } else { *lane };
+        }
+    }
+    rest.iter().chain(&lanes).copied().fold(f32::NEG_INFINITY, f32::max)
+}

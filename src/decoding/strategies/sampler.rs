@@ -1,0 +1,170 @@
+//! The host's sampler: draws the token of one row according to a plan.
+
+use super::candidates::{Buffers, Candidates, largest};
+use super::plan::{LogprobsMode, SamplingPlan};
+use super::state::{Draw, SequenceState};
+use super::unit::{Context, EditScratch};
+
+/// The logits of one row, and what else decides its token.
+#[derive(Clone, Copy, Debug)]
+pub struct Row<'a> {
+    /// Raw logits (vocabulary). NaN counts as negative infinity.
+    pub logits: &'a [f32],
+    pub seed: u64,
+    /// Position of the token to be drawn.
+    pub position: u64,
+    /// A bit per token, the lowest bit of a word first: whether a grammar allows it. Tokens beyond the mask
+    /// are not allowed.
+    pub mask: Option<&'a [u32]>,
+    /// Number of most likely tokens to report; `Some(0)` reports the log-probability of the token only.
+    pub logprobs: Option<usize>,
+}
+
+/// The mask allows no token of the vocabulary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the grammar allows no token")]
+pub struct EmptyMask;
+
+/// Draws rows, one after another. It keeps its memory, so that it allocates nothing once it has seen the
+/// largest vocabulary and the longest sequence.
+#[derive(Debug, Default)]
+pub struct HostSampler {
+    buffers: Buffers,
+    scratch: EditScratch,
+    top: Vec<(u32, f32)>,
+}
+
+impl HostSampler {
+    /// Creates a sampler without memory.
+    pub fn new() -> HostSampler {
+        HostSampler::default()
+    }
+
+    /// Draws the token of a row. The state stays as it is until it accepts the result.
+    ///
+    /// 1. Tokens that the mask does not allow get negative infinity, then the plan's edits are applied. Edits
+    ///    that leave no logit above negative infinity are ignored, all of them; the mask never is.
+    /// 2. If still no logit is above negative infinity, the token is the lowest id that the mask allows.
+    /// 3. A greedy plan takes the largest logit, the lowest id on ties; so does every plan if that is
+    ///    infinite.
+    /// 4. Otherwise filters remove candidates, each leaving at least the most likely one, and the plan's
+    ///    chooser takes one.
+    pub fn draw(
+        &mut self,
+        plan: &SamplingPlan,
+        state: &SequenceState,
+        row: &Row<'_>,
+    ) -> Result<Draw, EmptyMask> {
+        let lowest = self.load(row)?;
+        self.edit(plan, state, row)?;
+        let mut registers = state.registers();
+        let context = Context { history: state.history(), seed: row.seed, position: row.position };
+        let mut candidates = Candidates::new(&mut self.buffers);
+        let token = if candidates.largest() == f32::NEG_INFINITY {
+            lowest
+        } else if plan.is_greedy || candidates.largest() == f32::INFINITY {
+            candidates.most_likely()
+        } else {
+            plan.filters.iter().for_each(|filter| filter.filter(&mut candidates, &context));
+            match &plan.chooser {
+                Some(chooser) => chooser.choose(&mut candidates, &context, &mut registers),
+                None => candidates.draw(row.seed, row.position),
+            }
+        };
+        let logprob = match (row.logprobs, plan.logprobs_mode()) {
+            (None, _) => f32::NAN,
+            (Some(n), LogprobsMode::Processed) => report(&mut candidates, token, n, &mut self.top),
+            (Some(n), LogprobsMode::Raw) => {
+                load_values(&mut self.buffers, row.logits);
+                report(&mut Candidates::new(&mut self.buffers), token, n, &mut self.top)
+            }
+        };
+        Ok(Draw { token, logprob, registers })
+    }
+
+    /// Returns the most likely tokens (id, log-probability) of the last row that requested them, most likely
+    /// first. In processed mode, fewer than requested if fewer candidates were left.
+    pub fn top(&self) -> &[(u32, f32)] {
+        &self.top
+    }
+
+    /// Copies the logits that the mask allows, and returns the lowest allowed id.
+    fn load(&mut self, row: &Row<'_>) -> Result<u32, EmptyMask> {
+        load_values(&mut self.buffers, row.logits);
+        match row.mask {
+            Some(mask) => forbid(&mut self.buffers.values, mask).ok_or(EmptyMask),
+            None => Ok(0),
+        }
+    }
+
+    /// Applies the plan's edits, unless they leave no candidate.
+    fn edit(&mut self, plan: &SamplingPlan, state: &SequenceState, row: &Row<'_>) -> Result<(), EmptyMask> {
+        if plan.edits.is_empty() {
+            return Ok(());
+        }
+        let HostSampler { buffers, scratch, .. } = self;
+        scratch.marks.resize(row.logits.len(), 0);
+        scratch.lengths.clear();
+        scratch.lengths.reserve(state.history().capacity());
+        for edit in &plan.edits {
+            edit.edit(&mut buffers.values, state.history(), scratch);
+        }
+        buffers.values.iter_mut().for_each(|value| *value = nan_to_lowest(*value));
+        if let Some(mask) = row.mask {
+            // An edit that forces a token may have undone the mask.
+            forbid(&mut buffers.values, mask);
+        }
+        if largest(&buffers.values) == f32::NEG_INFINITY {
+            self.load(row)?;
+        }
+        Ok(())
+    }
+}
+
+/// Copies logits to the values of candidates.
+fn load_values(buffers: &mut Buffers, logits: &[f32]) {
+    buffers.reserve(logits.len());
+    buffers.values.clear();
+    buffers.values.extend(logits.iter().map(|&logit| nan_to_lowest(logit)));
+}
+
+/// Computes the log-probability of a token among the candidates, and of the `n` most likely ones.
+fn report(candidates: &mut Candidates<'_>, token: u32, n: usize, top: &mut Vec<(u32, f32)>) -> f32 {
+    let largest = candidates.largest();
+    let mut sum = 0.0;
+    candidates.visit(|_, value| sum += f64::from((value - largest).exp()));
+    let log_sum = f64::from(largest) + f64::ln(sum);
+    let logprob = |value: f32| (f64::from(value) - log_sum) as f32;
+    let of_token = logprob(candidates.value(token));
+    top.clear();
+    if n > 0 {
+        candidates.keep_first(n);
+        top.extend(candidates.first(n).map(|(id, value)| (id, logprob(value))));
+    }
+    of_token
+}
+
+/// Sets what the mask does not allow to negative infinity, and returns the lowest id that it allows.
+fn forbid(values: &mut [f32], mask: &[u32]) -> Option<u32> {
+    let mut lowest = None;
+    for (i, values) in values.chunks_mut(32).enumerate() {
+        let word = mask.get(i).copied().unwrap_or(0);
+        // Bits beyond the vocabulary allow nothing.
+        let word = if values.len() < 32 { word & ((1 << values.len()) - 1) } else { word };
+        if word == 0 {
+            values.fill(f32::NEG_INFINITY);
+            continue;
+        }
+        lowest = lowest.or(Some(32 * i as u32 + word.trailing_zeros()));
+        if word != u32::MAX {
+            let forbidden = values.iter_mut().enumerate().filter(|(bit, _)| word >> bit & 1 == 0);
+            forbidden.for_each(|(_, value)| *value = f32::NEG_INFINITY);
+        }
+    }
+    lowest
+}
+
+/// Replaces NaN by negative infinity.
+fn nan_to_lowest(value: f32) -> f32 {
+    if value.is_nan() { f32::NEG_INFINITY } else { value }
+}
