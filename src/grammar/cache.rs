@@ -46,14 +46,19 @@ impl Entry {
 }
 
 impl GrammarCache {
-    /// Creates an empty cache of at most `entries_max` grammars that take about `bytes_max` bytes. At least one
-    /// is kept.
-    pub fn new(vocabulary: Arc<Vocabulary>, limits: Limits, entries_max: usize, bytes_max: usize) -> GrammarCache {
+    /// Creates an empty cache of at most `entries_max` grammars that take about `bytes_max` bytes. At least
+    /// one is kept.
+    pub fn new(
+        vocabulary: Arc<Vocabulary>,
+        limits: Limits,
+        entries_max: usize,
+        bytes_max: usize,
+    ) -> GrammarCache {
         GrammarCache { vocabulary, limits, entries_max, bytes_max, entries: Mutex::default() }
     }
 
-    /// Returns the grammar of a specification. Compiles it on the calling thread if it is not cached, or waits
-    /// while another thread does. Fails as [`Grammar::compile`].
+    /// Returns the grammar of a specification. Compiles it on the calling thread if it is not cached, or
+    /// waits while another thread does. Fails as [`Grammar::compile`].
     pub fn get(&self, spec: Spec) -> Compiled {
         if spec.bytes() > self.limits.text_bytes {
             // A text that is too long is refused without keeping it.
@@ -70,7 +75,8 @@ impl GrammarCache {
         compiled
     }
 
-    /// Returns the grammar of a specification if it is cached, without waiting; `None` if it must be compiled.
+    /// Returns the grammar of a specification if it is cached, without waiting; `None` if it must be
+    /// compiled.
     pub fn cached(&self, spec: &Spec) -> Option<Compiled> {
         let mut entries = self.lock();
         entries.clock += 1;
@@ -102,11 +108,12 @@ impl GrammarCache {
         entry.compiled.clone()
     }
 
-    /// Drops the entries used longest ago until the rest is within the bounds. Entries that are being compiled
-    /// stay.
+    /// Drops the entries used longest ago until the rest is within the bounds. Entries that are being
+    /// compiled stay.
     fn evict(&self) {
         let mut entries = self.lock();
-        let mut compiled: Vec<_> = entries.by_spec.iter().filter(|(_, entry)| entry.compiled.get().is_some()).collect();
+        let mut compiled: Vec<_> =
+            entries.by_spec.iter().filter(|(_, entry)| entry.compiled.get().is_some()).collect();
         compiled.sort_by_key(|(_, entry)| std::cmp::Reverse(entry.last_used));
         let mut total = 0;
         let mut dropped = Vec::new();

@@ -1,12 +1,12 @@
 //! Compilation of specifications.
 //!
 //! Invariant: compiling neither overflows the stack nor panics, whatever the specification is. llguidance
-//! recurses over references, properties and rules, which [`Limits`] bounds, so it runs on a stack that is large
-//! enough for that.
+//! recurses over references, properties and rules, which [`Limits`] bounds, so it runs on a stack that is
+//! large enough for that.
 
 use crate::{Form, GrammarError, Limits, Matcher, Spec, Vocabulary, error, gbnf, json_schema, lark};
-use llguidance::api::{GrammarWithLexer, ParserLimits, TopLevelGrammar};
 use llguidance::JsonCompileOptions;
+use llguidance::api::{GrammarWithLexer, ParserLimits, TopLevelGrammar};
 use serde_json::Value;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -36,7 +36,11 @@ impl Grammar {
     /// Compiles a specification. Runs until it is done, a fraction of a second at most, and keeps the calling
     /// thread waiting; [`crate::GrammarCache`] avoids compiling the same twice. Fails with
     /// [`GrammarError::Refused`].
-    pub fn compile(spec: &Spec, vocabulary: &Arc<Vocabulary>, limits: &Limits) -> Result<Grammar, GrammarError> {
+    pub fn compile(
+        spec: &Spec,
+        vocabulary: &Arc<Vocabulary>,
+        limits: &Limits,
+    ) -> Result<Grammar, GrammarError> {
         let begin = Instant::now();
         if spec.bytes() > limits.text_bytes {
             let reason = format!("{} bytes: at most {}", spec.bytes(), limits.text_bytes);
@@ -45,7 +49,8 @@ impl Grammar {
         let thread = std::thread::Builder::new().name("grammar".to_owned()).stack_size(STACK);
         let (start, bytes) = std::thread::scope(|scope| {
             let compiled = thread.spawn_scoped(scope, || compile(spec, vocabulary, limits));
-            let compiled = compiled.map_err(|error| GrammarError::refused(name(&spec.form), error.to_string()))?;
+            let compiled =
+                compiled.map_err(|error| GrammarError::refused(name(&spec.form), error.to_string()))?;
             let panicked = |_| GrammarError::refused(name(&spec.form), "an internal error of the compiler");
             compiled.join().map_err(panicked)?
         })?;
@@ -100,8 +105,12 @@ fn compile(
     let parser = || {
         let init = llguidance::api::GrammarInit::Serialized(TopLevelGrammar::from_grammar(grammar));
         let caps = llguidance::toktrie::InferenceCapabilities::default();
-        let mut parser =
-            factory.create_parser_from_init_ext(init, llguidance::Logger::new(0, 0), caps, limits.parser())?;
+        let mut parser = factory.create_parser_from_init_ext(
+            init,
+            llguidance::Logger::new(0, 0),
+            caps,
+            limits.parser(),
+        )?;
         parser.start_without_prompt();
         // Refuses a grammar without any text, and sequences start with what was computed for it.
         parser.compute_mask()?;
@@ -138,7 +147,8 @@ fn source(spec: &Spec, limits: &Limits) -> Result<(GrammarWithLexer, Option<Valu
 fn refusal(message: &str, form: &Form, schema: Option<&Value>, limits: &Limits) -> GrammarError {
     let reason = match message {
         _ if message.contains("oneOf constraints are not supported") => {
-            "'oneOf' is supported only if its options exclude each other; 'anyOf' allows all of them".to_owned()
+            "'oneOf' is supported only if its options exclude each other; 'anyOf' allows all of them"
+                .to_owned()
         }
         _ if message.contains("NoExtensionBias") => "allows no text".to_owned(),
         _ if error::is_limit(message) => "too complex".to_owned(),

@@ -6,8 +6,8 @@ const REASON: usize = 300;
 /// Reason why a grammar is not served, or why a sequence cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GrammarError {
-    /// The specification is invalid, too large, or needs something that is not supported. `part` is the place,
-    /// such as `$.properties.a.pattern` or `line 3, column 7`.
+    /// The specification is invalid, too large, or needs something that is not supported. `part` is the
+    /// place, such as `$.properties.a.pattern` or `line 3, column 7`.
     #[error("{part}: {reason}")]
     Refused { part: String, reason: String },
     /// The grammar does not allow this token here. The matcher's state is unchanged.
@@ -44,7 +44,8 @@ pub(crate) fn is_limit(message: &str) -> bool {
 pub(crate) fn summary(message: &str) -> String {
     const REGEX: &str = "\nerror: ";
     let message = message.rfind(REGEX).map_or(message, |at| &message[at + REGEX.len()..]);
-    let end = ["\n<", "<non-verbose", "\n  while processing"].iter().filter_map(|mark| message.find(mark)).min();
+    let end =
+        ["\n<", "<non-verbose", "\n  while processing"].iter().filter_map(|mark| message.find(mark)).min();
     let first = message[..end.unwrap_or(message.len())].trim();
     let mut lines = first.lines().map(str::trim).filter(|line| !line.is_empty());
     let line = lines.next().unwrap_or("unknown error");

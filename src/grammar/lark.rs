@@ -37,7 +37,11 @@ pub(crate) fn choice(choices: &[String], limits: &Limits) -> Result<String, Gram
 pub(crate) fn calls(calls: &Calls, spaces: bool, limits: &Limits) -> Result<String, GrammarError> {
     let refused = |reason: String| Err(GrammarError::refused("calls", reason));
     if calls.calls.is_empty() || calls.calls.len() > limits.choices.min(limits.rules) {
-        return refused(format!("{} functions: between 1 and {} are supported", calls.calls.len(), limits.rules));
+        return refused(format!(
+            "{} functions: between 1 and {} are supported",
+            calls.calls.len(),
+            limits.rules
+        ));
     }
     let max = calls.max.unwrap_or(u32::MAX);
     if calls.min == 0 || calls.min > max || calls.min > i32::MAX as u32 {
@@ -75,7 +79,8 @@ pub(crate) fn literal(text: &str) -> String {
 /// Checks a user's grammar. Returns it with its JSON schemas rewritten as other schemas are, so that JSON is
 /// compact in grammars too.
 pub(crate) fn check(text: &str, limits: &Limits) -> Result<String, GrammarError> {
-    let rules = text.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_alphabetic() || "_!?".contains(c)));
+    let rules =
+        text.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_alphabetic() || "_!?".contains(c)));
     if rules.count() > limits.rules {
         return Err(GrammarError::refused("grammar", format!("more than {} rules", limits.rules)));
     }
@@ -90,7 +95,8 @@ pub(crate) fn check(text: &str, limits: &Limits) -> Result<String, GrammarError>
             '/' => {
                 let regex = quoted(rest, '/');
                 if regex > limits.regex_bytes {
-                    let reason = format!("a regular expression of {regex} bytes: at most {}", limits.regex_bytes);
+                    let reason =
+                        format!("a regular expression of {regex} bytes: at most {}", limits.regex_bytes);
                     return Err(GrammarError::refused(at(), reason));
                 }
                 regex
@@ -109,7 +115,8 @@ pub(crate) fn check(text: &str, limits: &Limits) -> Result<String, GrammarError>
                 ENGINE_OPTIONS.len()
             }
             first if first.is_ascii_alphabetic() || first == '_' => {
-                let name: usize = rest.bytes().take_while(|b| b.is_ascii_alphanumeric() || b"_-".contains(b)).count();
+                let name: usize =
+                    rest.bytes().take_while(|b| b.is_ascii_alphanumeric() || b"_-".contains(b)).count();
                 if ATTRIBUTES.contains(&&rest[..name]) && rest[name..].trim_start().starts_with('=') {
                     let reason = format!("the attribute '{}' is not supported", &rest[..name]);
                     return Err(GrammarError::refused(at(), reason));

@@ -5,7 +5,8 @@
 //! [`Limits`], which count work, not time.
 //!
 //! Invariant: text whose end a matcher accepts satisfies the specification, and what cannot be served is an
-//! error, never ignored. This crate knows neither models nor requests, and imports no other crate of Mainstem.
+//! error, never ignored. This crate knows neither models nor requests, and imports no other crate of
+//! Mainstem.
 
 #![deny(unsafe_code)]
 

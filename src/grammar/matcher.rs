@@ -20,12 +20,12 @@ impl Matcher {
         Matcher { inner, vocabulary, ended: 0 }
     }
 
-    /// Writes the mask of the tokens that may come next: bit `id % 32` of word `id / 32`. EOS is set where the
-    /// text may end, and alone where it must. Words after the vocabulary, for padded logits, become 0. Returns
-    /// the token if only one is allowed, which may be generated without asking the model; `None` otherwise. The
-    /// mask is empty only if the text is complete and the vocabulary has no EOS. Takes tens of microseconds
-    /// typically, and milliseconds at times. Fails if nothing continues the text or a limit is exceeded. Panics
-    /// if `mask` is shorter than [`Vocabulary::mask_words`].
+    /// Writes the mask of the tokens that may come next: bit `id % 32` of word `id / 32`. EOS is set where
+    /// the text may end, and alone where it must. Words after the vocabulary, for padded logits, become 0.
+    /// Returns the token if only one is allowed, which may be generated without asking the model; `None`
+    /// otherwise. The mask is empty only if the text is complete and the vocabulary has no EOS. Takes tens of
+    /// microseconds typically, and milliseconds at times. Fails if nothing continues the text or a limit is
+    /// exceeded. Panics if `mask` is shorter than [`Vocabulary::mask_words`].
     pub fn mask(&mut self, mask: &mut [u32]) -> Result<Option<u32>, GrammarError> {
         mask.fill(0);
         if self.is_complete() {
@@ -40,8 +40,9 @@ impl Matcher {
         Ok(only_token(mask))
     }
 
-    /// Accepts the next token. Fails with [`GrammarError::Token`], and changes nothing, if the grammar does not
-    /// allow it. Every token of the mask is allowed; of text that leaves no choice, other tokenizations are too.
+    /// Accepts the next token. Fails with [`GrammarError::Token`], and changes nothing, if the grammar does
+    /// not allow it. Every token of the mask is allowed; of text that leaves no choice, other tokenizations
+    /// are too.
     pub fn accept(&mut self, token: u32) -> Result<(), GrammarError> {
         if self.vocabulary.eos().contains(&token) {
             if !self.is_accepting()? {
@@ -69,8 +70,8 @@ impl Matcher {
         Ok(())
     }
 
-    /// Accepts tokens as long as only one is allowed, at most `limit`, and returns them. EOS is not among them.
-    /// `mask` is as in [`Matcher::mask`]; its content afterwards is unspecified.
+    /// Accepts tokens as long as only one is allowed, at most `limit`, and returns them. EOS is not among
+    /// them. `mask` is as in [`Matcher::mask`]; its content afterwards is unspecified.
     pub fn accept_forced(&mut self, limit: usize, mask: &mut [u32]) -> Result<Vec<u32>, GrammarError> {
         let mut forced = Vec::new();
         while forced.len() < limit && !self.is_complete() {

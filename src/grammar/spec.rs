@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-/// What an answer must be. Equal specifications compile to the same grammar.
+/// The specification of an answer. Equal specifications compile to the same grammar.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Spec {
     /// The form of the answer.

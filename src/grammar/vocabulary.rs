@@ -21,7 +21,7 @@ const SPECIAL: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
 /// space before texts.
 const SEPARATOR: &str = "\u{2}";
 
-/// What a token is to a grammar.
+/// A token as a grammar sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Token<'a> {
     /// Text, as bytes; a part of a character is allowed.
@@ -42,10 +42,10 @@ pub struct Vocabulary {
 
 impl Vocabulary {
     /// Creates the vocabulary of `size` tokens. `eos` are the tokens that end a sequence; they are never
-    /// text, and ids beyond the vocabulary are ignored. With `tokenize`, text that a grammar leaves no choice about is
-    /// tokenized as the model's own tokenizer does, and masks there have a single token; without it, any
-    /// tokens that spell the text are allowed. Takes time and memory in proportion to the vocabulary: for 128k
-    /// tokens about half a second and 40 MB. Fails for vocabularies that the trie cannot hold.
+    /// text, and ids beyond the vocabulary are ignored. With `tokenize`, text that a grammar leaves no choice
+    /// about is tokenized as the model's own tokenizer does, and masks there have a single token; without it,
+    /// any tokens that spell the text are allowed. Takes time and memory in proportion to the vocabulary: for
+    /// 128k tokens about half a second and 40 MB. Fails for vocabularies that the trie cannot hold.
     pub fn new<'a>(
         size: usize,
         token: impl Fn(u32) -> Token<'a>,

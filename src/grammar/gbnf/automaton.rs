@@ -33,7 +33,13 @@ struct Fragment {
 impl Automaton {
     /// Builds the automaton of a node without recursive rules. Returns `None` if it would be too large.
     pub fn new(node: &Node, rules: &[Node]) -> Option<Automaton> {
-        let mut builder = Builder { rules, classes: vec![Characters::default()], next: vec![Vec::new()], visits: 0, transitions: 0 };
+        let mut builder = Builder {
+            rules,
+            classes: vec![Characters::default()],
+            next: vec![Vec::new()],
+            visits: 0,
+            transitions: 0,
+        };
         let whole = builder.visit(node)?;
         let Builder { classes, mut next, .. } = builder;
         let mut accepting = vec![false; classes.len()];
@@ -55,8 +61,8 @@ impl Automaton {
         first
     }
 
-    /// Returns whether a word of this automaton can be read on, as the beginning of a word of `other`, with one
-    /// of the characters `follow`. Assumes that it cannot if there is too much to compare.
+    /// Returns whether a word of this automaton can be read on, as the beginning of a word of `other`, with
+    /// one of the characters `follow`. Assumes that it cannot if there is too much to compare.
     pub fn is_read_on(&self, other: &Automaton, follow: &Characters) -> bool {
         let mut seen = std::collections::HashSet::from([(0, 0)]);
         let mut open = vec![(0, 0)];

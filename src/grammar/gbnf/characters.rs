@@ -58,7 +58,11 @@ impl Characters {
             if x.0 <= y.1 && y.0 <= x.1 {
                 return true;
             }
-            if x.1 < y.1 { a.next() } else { b.next() };
+            if x.1 < y.1 {
+                a.next()
+            } else {
+                b.next()
+            };
         }
         false
     }

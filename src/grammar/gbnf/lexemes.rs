@@ -125,7 +125,12 @@ struct Cutter<'a> {
 }
 
 impl<'a> Cutter<'a> {
-    fn new(rules: &'a [Node], regular: &'a [bool], split: &'a HashSet<Node>, limits: &'a Limits) -> Cutter<'a> {
+    fn new(
+        rules: &'a [Node],
+        regular: &'a [bool],
+        split: &'a HashSet<Node>,
+        limits: &'a Limits,
+    ) -> Cutter<'a> {
         let (symbols, symbol_of_rule, lexemes, lexeme_of) = Default::default();
         Cutter { rules, regular, split, limits, symbols, symbol_of_rule, lexemes, lexeme_of }
     }
@@ -178,7 +183,8 @@ impl<'a> Cutter<'a> {
             Node::Sequence(nodes) => Ok(vec![self.sequence(nodes)?]),
             Node::Repeat { node, min, max } => self.repeat(node, *min, *max),
             Node::Choice(nodes) => {
-                let (together, apart): (Vec<&Node>, Vec<&Node>) = nodes.iter().partition(|node| self.is_lexeme(node));
+                let (together, apart): (Vec<&Node>, Vec<&Node>) =
+                    nodes.iter().partition(|node| self.is_lexeme(node));
                 let merged = Node::Choice(together.iter().copied().cloned().collect());
                 let mut all = Vec::new();
                 if together.len() > 1 && !self.split.contains(&merged) {
@@ -238,7 +244,7 @@ impl<'a> Cutter<'a> {
 /// A set of lexemes.
 type Lexemes = BTreeSet<usize>;
 
-/// What follows what in a grammar over lexemes.
+/// The order of lexemes in a grammar: which may begin a symbol, and which may follow.
 struct Analysis<'a> {
     cut: &'a Cut,
     /// The automaton of each lexeme; `None` if it is too large.
@@ -284,7 +290,7 @@ impl<'a> Analysis<'a> {
         let cut = self.cut;
         for (symbol, alternatives) in cut.symbols.iter().enumerate().rev() {
             for items in alternatives {
-                // What begins the rest of the production; and whether the rest may be empty.
+                // The lexemes that begin the rest of the production, and whether the rest may be empty.
                 let (mut next, mut empty) = (Lexemes::new(), true);
                 for item in items.iter().rev() {
                     let mut after = next.clone();

@@ -1,8 +1,8 @@
 //! llama.cpp's grammars (GBNF), which vLLM's `grammar` has too, as grammars of llguidance.
 //!
-//! GBNF describes text character by character. llguidance reads the longest lexeme first, so a lexeme must not
-//! swallow what the grammar wants to follow it. `lexemes` cuts the grammar into lexemes for which reading the
-//! longest is exact, as large as possible, because masks over large ones are fast.
+//! GBNF describes text character by character. llguidance reads the longest lexeme first, so a lexeme must
+//! not swallow what the grammar wants to follow it. `lexemes` cuts the grammar into lexemes for which reading
+//! the longest is exact, as large as possible, because masks over large ones are fast.
 //!
 //! Invariant: the converted grammar describes no text that the original does not describe, whatever the cut.
 
@@ -21,14 +21,15 @@ use parse::Node;
 /// Returns whether a grammar is GBNF rather than Lark: GBNF defines rules with `::=`.
 pub(crate) fn is_gbnf(text: &str) -> bool {
     let definition = |line: &str| {
-        let after = line.trim_start().trim_start_matches(|c: char| c.is_ascii_alphanumeric() || "_-".contains(c));
+        let after =
+            line.trim_start().trim_start_matches(|c: char| c.is_ascii_alphanumeric() || "_-".contains(c));
         after.trim_start().starts_with("::=") && after.len() < line.trim_start().len()
     };
     text.lines().any(definition)
 }
 
-/// Converts a grammar to llguidance's dialect of Lark. The rule `root` describes the text. Errors name the line
-/// and column.
+/// Converts a grammar to llguidance's dialect of Lark. The rule `root` describes the text. Errors name the
+/// line and column.
 pub(crate) fn to_lark(text: &str, limits: &Limits) -> Result<String, GrammarError> {
     let rules = parse::parse(text, limits)?;
     let cut = lexemes::cut(&rules, limits)?;

@@ -23,7 +23,11 @@ pub enum Node {
     Rule(usize),
     Sequence(Vec<Node>),
     Choice(Vec<Node>),
-    Repeat { node: Box<Node>, min: u32, max: Option<u32> },
+    Repeat {
+        node: Box<Node>,
+        min: u32,
+        max: Option<u32>,
+    },
 }
 
 /// The rules of a grammar; the first is `root`.
@@ -42,7 +46,8 @@ pub fn parse(text: &str, limits: &Limits) -> Result<Rules, GrammarError> {
     }
     let defined = |(at, rule): (usize, Option<Node>)| {
         rule.ok_or_else(|| {
-            let (name, (_, place)) = parser.names.iter().find(|(_, (index, _))| *index == at).expect("rules have names");
+            let (name, (_, place)) =
+                parser.names.iter().find(|(_, (index, _))| *index == at).expect("rules have names");
             let place = if at == 0 { "grammar".to_owned() } else { lark::place(text, place) };
             GrammarError::refused(place, format!("the rule '{name}' is not defined"))
         })
@@ -67,7 +72,9 @@ impl<'a> Parser<'a> {
     /// Skips blanks and comments, and line ends too if `lines` is set.
     fn blanks(&mut self, lines: bool) {
         loop {
-            self.rest = self.rest.trim_start_matches(|c: char| c == ' ' || c == '\t' || (lines && "\r\n".contains(c)));
+            self.rest = self
+                .rest
+                .trim_start_matches(|c: char| c == ' ' || c == '\t' || (lines && "\r\n".contains(c)));
             if !self.rest.starts_with('#') {
                 return;
             }
@@ -137,7 +144,10 @@ impl<'a> Parser<'a> {
         loop {
             self.nodes += 1;
             if self.nodes > NODES {
-                return Err(GrammarError::refused("grammar", format!("more than {NODES} characters and groups")));
+                return Err(GrammarError::refused(
+                    "grammar",
+                    format!("more than {NODES} characters and groups"),
+                ));
             }
             let first = match self.rest.chars().next() {
                 Some('"') => self.literal()?,
@@ -157,7 +167,9 @@ impl<'a> Parser<'a> {
                     inner
                 }
                 Some(c) if c.is_ascii_alphanumeric() || c == '_' || c == '-' => Node::Rule(self.name()?),
-                Some('<' | '!') => return self.error("tokens are not supported: use text, or the syntax of Lark"),
+                Some('<' | '!') => {
+                    return self.error("tokens are not supported: use text, or the syntax of Lark");
+                }
                 _ => break,
             };
             self.blanks(depth > 0);

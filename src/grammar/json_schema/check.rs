@@ -1,5 +1,6 @@
 //! The check of a schema: every schema within it is visited, with its path.
 
+use super::pointer::{escape, unescape_percent};
 use super::{child_path, disjoint, formats, pattern};
 use crate::{GrammarError, Limits};
 use serde_json::{Map, Value};
@@ -62,7 +63,7 @@ pub fn check(mut schema: Value, limits: &Limits) -> Result<Value, GrammarError> 
     Ok(schema)
 }
 
-/// What was found in the schema so far.
+/// A check in progress: what was found in the schema so far.
 struct Check<'a> {
     limits: &'a Limits,
     /// JSON pointers, as fragments, of all schemas.
@@ -154,7 +155,9 @@ impl<'a> Check<'a> {
             }
             (name, Value::Array(items)) if SCHEMA_LISTS.contains(&name) || name == "items" => {
                 let indexed = items.iter_mut().enumerate();
-                indexed.map(|(i, item)| self.schema(item, &format!("{path}[{i}]"), &format!("{at}/{i}"))).collect()
+                indexed
+                    .map(|(i, item)| self.schema(item, &format!("{path}[{i}]"), &format!("{at}/{i}")))
+                    .collect()
             }
             (name, schema) if SCHEMAS.contains(&name) => self.schema(schema, &path, &at),
             _ => Ok(()),
@@ -285,23 +288,4 @@ fn exact(number: &serde_json::Number, path: &str) -> Result<(), GrammarError> {
 
 fn greatest_divisor(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { greatest_divisor(b, a % b) }
-}
-
-/// Escapes a name for a JSON pointer.
-pub fn escape(name: &str) -> String {
-    name.replace('~', "~0").replace('/', "~1")
-}
-
-/// Decodes `%XX` of a reference; sequences that are no UTF-8 stay as they are.
-pub fn unescape_percent(reference: &str) -> String {
-    let mut bytes = Vec::with_capacity(reference.len());
-    let mut rest = reference.as_bytes();
-    while let Some((first, after)) = rest.split_first() {
-        let digits = after.get(..2).filter(|_| *first == b'%').and_then(|digits| str::from_utf8(digits).ok());
-        match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
-            Some(byte) => (bytes.push(byte), rest = &after[2..]).1,
-            None => (bytes.push(*first), rest = after).1,
-        }
-    }
-    String::from_utf8(bytes).unwrap_or_else(|_| reference.to_owned())
 }

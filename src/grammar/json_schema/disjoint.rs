@@ -2,7 +2,7 @@
 //!
 //! llguidance finds that itself unless the options are references.
 
-use super::check::unescape_percent;
+use super::pointer::unescape_percent;
 use serde_json::{Map, Value};
 use std::collections::HashSet;
 
@@ -21,7 +21,8 @@ pub fn resolve(schema: &mut Value) {
 fn rename(schema: &mut Value, root: &Value) {
     match schema {
         Value::Object(keywords) => {
-            let disjoint = keywords.get("oneOf").and_then(Value::as_array).is_some_and(|all| exclusive(all, root));
+            let disjoint =
+                keywords.get("oneOf").and_then(Value::as_array).is_some_and(|all| exclusive(all, root));
             if disjoint && !keywords.contains_key("anyOf") {
                 let renamed = std::mem::take(keywords).into_iter();
                 let name = |name: String| if name == "oneOf" { "anyOf".to_owned() } else { name };

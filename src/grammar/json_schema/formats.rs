@@ -16,16 +16,12 @@ const TIME: &str = concat!(
 );
 
 /// At most 248 characters, without two hyphens in a row, which mark encoded names.
-const HOSTNAME: &str = concat!(
-    "[a-zA-Z0-9](?:-?[a-zA-Z0-9]){0,30}",
-    "(?:[.][a-zA-Z0-9](?:-?[a-zA-Z0-9]){0,30}){0,3}",
-);
+const HOSTNAME: &str =
+    concat!("[a-zA-Z0-9](?:-?[a-zA-Z0-9]){0,30}", "(?:[.][a-zA-Z0-9](?:-?[a-zA-Z0-9]){0,30}){0,3}",);
 
 /// The part before the sign; at most 64 characters.
-const MAILBOX: &str = concat!(
-    "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,32}",
-    "(?:[.][a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,15}){0,2}",
-);
+const MAILBOX: &str =
+    concat!("[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,32}", "(?:[.][a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,15}){0,2}",);
 
 const DURATION: &str = concat!(
     "P(?:[0-9]{1,6}W|(?:[0-9]{1,6}D|[0-9]{1,6}M(?:[0-9]{1,6}D)?|[0-9]{1,6}Y(?:[0-9]{1,6}M(?:[0-9]{1,6}D)?)?)",

@@ -11,6 +11,8 @@ mod formats;
 
 mod pattern;
 
+mod pointer;
+
 use crate::{GrammarError, Limits};
 use serde_json::{Map, Value, json};
 

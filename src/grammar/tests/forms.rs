@@ -45,7 +45,8 @@ fn answers_match_their_regular_expression() {
 
 #[test]
 fn answers_are_members_of_their_choice() {
-    let choices = ["yes", "yes, no", "no", "a \"quoted\"\n\u{7f}/\\", "日本", "aaa", "aa"].map(str::to_owned);
+    let choices = ["yes", "yes, no", "no", "a \"quoted\"\n\u{7f}/\\", "日本", "aaa", "aa"];
+    let choices = choices.map(str::to_owned);
     let answers = answers(Form::Choice(choices.clone().into()), 100);
     assert_eq!(answers.len(), 200);
     assert!(answers.iter().all(|answer| choices.contains(answer)));
@@ -88,7 +89,8 @@ fn calls() -> Calls {
 
 #[test]
 fn calls_have_their_marks_and_arguments() {
-    let one = r#"<call>\{"name":("weather","arguments":\{"city":"(Rome|Oslo)"\}|"time","arguments":\{\})\}</call>"#;
+    let one =
+        r#"<call>\{"name":("weather","arguments":\{"city":"(Rome|Oslo)"\}|"time","arguments":\{\})\}</call>"#;
     let expected = regex::bytes::Regex::new(&format!(r"(?-u)\A\xff{one}(\n\xff{one}){{0,2}}\z")).unwrap();
     let grammar = compile(Form::Calls(calls().into())).unwrap();
     let mut dice = Dice(5);

@@ -23,7 +23,11 @@ fn every_construct_means_what_it_means_in_gbnf() {
         ("root ::= [^a-c\\]]", &["d", "é", "\n", "["], &["a", "]"]),
         ("root ::= [-a]", &["-", "a"], &["b"]),
         ("root ::= [a-]", &["-", "a"], &["b"]),
-        ("root ::= [\\x41\\u0042\\U0001F600\\n\\t\\\\\\\"\\[]", &["A", "B", "😀", "\n", "\t", "\\", "\"", "["], &["x", "n"]),
+        (
+            "root ::= [\\x41\\u0042\\U0001F600\\n\\t\\\\\\\"\\[]",
+            &["A", "B", "😀", "\n", "\t", "\\", "\"", "["],
+            &["x", "n"],
+        ),
         ("root ::= \"\\x41\\u00e9\\U0001F600\\n\\\"\\\\\"", &["Aé😀\n\"\\"], &["A"]),
         ("root ::= .", &["a", "\n", "日"], &["", "ab"]),
         ("root ::= \"a\"*", &["", "a", "aaa"], &["b"]),
@@ -36,7 +40,11 @@ fn every_construct_means_what_it_means_in_gbnf() {
         ("root ::= \"a\" | # nothing\n  \"b\"\n# end", &["a", "b"], &["#"]),
         ("root ::= (\n  \"a\" # one\n  | \"b\"\n)\r\n", &["a", "b"], &["ab"]),
         ("root ::= \"(\" root \")\" |", &["", "()", "((()))"], &["(", "())"]),
-        ("root ::= other-rule_2 | root \"+\" other-rule_2\nother-rule_2 ::= [0-9]", &["1", "1+2+3"], &["+", "1+"]),
+        (
+            "root ::= other-rule_2 | root \"+\" other-rule_2\nother-rule_2 ::= [0-9]",
+            &["1", "1+2+3"],
+            &["+", "1+"],
+        ),
     ];
     for (text, accepted, refused) in cases {
         let grammar = compile(form(text)).unwrap_or_else(|error| panic!("{text}: {error}"));
@@ -93,10 +101,18 @@ fn lexemes_do_not_swallow_what_follows_them() {
     let cases = [
         ("root ::= [a-b]+ \"b\" | \"(\" root \")\"", r"\A\(*[ab]+b\)*\z", "ab()"),
         ("root ::= a | \"(\" root \")\"\na ::= \"a\" \"ab\"? \"b\"?", r"\A\(*a(ab)?b?\)*\z", "ab()"),
-        ("root ::= a x\na ::= \"a\" | \"ab\" | \"(\" a \")\"\nx ::= \"b\"* \"c\" | \"(\" x \")\"", r"\A(\(*)ab?(\)*)(\(*)b*c(\)*)\z", "abc()"),
+        (
+            "root ::= a x\na ::= \"a\" | \"ab\" | \"(\" a \")\"\nx ::= \"b\"* \"c\" | \"(\" x \")\"",
+            r"\A(\(*)ab?(\)*)(\(*)b*c(\)*)\z",
+            "abc()",
+        ),
         ("root ::= s \"a\"\ns ::= \"a\"* | \"(\" s \")\"", r"\A\(*a*\)*a\z", "a()"),
         ("root ::= s s\ns ::= \"a\"? \"b\"* | \"(\" s \")\"", r"\A\(*a?b*\)*\(*a?b*\)*\z", "ab()"),
-        ("root ::= (t \"\\n\")+\nt ::= [a] ws | \"(\" ws t \")\" ws\nws ::= \"\\n\"*", r"\A((\(\n*)*a\n*(\)\n*)*\n)+\z", "a\n()"),
+        (
+            "root ::= (t \"\\n\")+\nt ::= [a] ws | \"(\" ws t \")\" ws\nws ::= \"\\n\"*",
+            r"\A((\(\n*)*a\n*(\)\n*)*\n)+\z",
+            "a\n()",
+        ),
     ];
     for (text, expected, alphabet) in cases {
         let expected = regex::Regex::new(expected).unwrap();
@@ -127,7 +143,8 @@ fn lexemes_do_not_swallow_what_follows_them() {
 fn grammars_of_llama_cpp_are_followed() {
     let arithmetic = regex::Regex::new(r"\A([-+*/=() \t\na-z0-9_]*=[ \t\n]*[(a-z0-9_][^=]*\n)+\z").unwrap();
     let list = regex::Regex::new(r"\A(- [^\r\n]+\n)+\z").unwrap();
-    let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).is_ok_and(|value| value.is_object());
+    let json =
+        |text: &str| serde_json::from_str::<serde_json::Value>(text).is_ok_and(|value| value.is_object());
     let grammars: [(&str, Box<dyn Fn(&str) -> bool>); 3] = [
         (include_str!("grammars/json.gbnf"), Box::new(json)),
         (include_str!("grammars/arithmetic.gbnf"), Box::new(move |text| arithmetic.is_match(text))),
@@ -139,7 +156,9 @@ fn grammars_of_llama_cpp_are_followed() {
         for vocabulary in [&*TOY, &*DEMO] {
             let grammar = Grammar::compile(&Spec::new(form(text)), vocabulary, &Limits::default()).unwrap();
             for _ in 0..20 {
-                let Some(answer) = generate(&mut grammar.matcher(), vocabulary, &mut dice, 400) else { continue };
+                let Some(answer) = generate(&mut grammar.matcher(), vocabulary, &mut dice, 400) else {
+                    continue;
+                };
                 let answer = String::from_utf8(answer).unwrap();
                 // Surrogates that JSON does not allow can be escaped by this grammar.
                 let escaped = answer.contains("\\uD") || answer.contains("\\ud");

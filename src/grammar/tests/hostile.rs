@@ -15,12 +15,16 @@ fn hostile() -> Vec<(&'static str, Form)> {
     let text = |text: String| Form::JsonSchema(text.into());
     let object = |members: Vec<(String, Value)>| Value::Object(members.into_iter().collect());
     let chain = |count: usize| {
-        let link = |at: usize| (format!("a{at}"), json!({ "properties": { "x": { "$ref": format!("#/$defs/a{}", at + 1) } } }));
+        let link = |at: usize| {
+            (format!("a{at}"), json!({ "properties": { "x": { "$ref": format!("#/$defs/a{}", at + 1) } } }))
+        };
         let mut links: Vec<_> = (0..count).map(link).collect();
         links.push((format!("a{count}"), json!({ "type": "null" })));
         json!({ "$ref": "#/$defs/a0", "$defs": object(links) })
     };
-    let wide = |count: usize| object((0..count).map(|at| (format!("p{at}"), json!({ "type": "integer" }))).collect());
+    let wide = |count: usize| {
+        object((0..count).map(|at| (format!("p{at}"), json!({ "type": "integer" }))).collect())
+    };
     let any_of = |count: usize| -> Value {
         (0..count).map(|at| json!({ "properties": { format!("k{at}"): { "type": "string" } } })).collect()
     };
@@ -37,27 +41,60 @@ fn hostile() -> Vec<(&'static str, Form)> {
         ("990 properties", schema(&json!({ "properties": wide(990) }))),
         ("990 required properties", schema(&json!({ "properties": wide(990), "minProperties": 1 }))),
         ("30,000 properties", schema(&json!({ "properties": wide(30_000) }))),
-        ("30,000 required names", schema(&json!({ "required": (0..30_000).map(|at| format!("r{at}")).collect::<Vec<_>>() }))),
+        (
+            "30,000 required names",
+            schema(&json!({ "required": (0..30_000).map(|at| format!("r{at}")).collect::<Vec<_>>() })),
+        ),
         ("2^20 combinations", schema(&json!({ "allOf": vec![json!({ "anyOf": any_of(2) }); 20] }))),
         ("100^5 combinations", schema(&json!({ "allOf": vec![json!({ "anyOf": any_of(100) }); 5] }))),
         ("oneOf of 1000 objects", schema(&json!({ "oneOf": any_of(1000) }))),
-        ("anyOf of 5000 patterns", schema(&json!({ "anyOf": (0..5000).map(|at| json!({ "pattern": format!("^a{at}.*b$") })).collect::<Value>() }))),
+        (
+            "anyOf of 5000 patterns",
+            schema(&json!({ "anyOf": (0..5000).map(|at| json!({ "pattern": format!("^a{at}.*b$") }))
+                    .collect::<Value>() })),
+        ),
         ("enum of 100,000", schema(&json!({ "enum": (0..100_000).collect::<Vec<_>>() }))),
-        ("enum of 9,000 strings", schema(&json!({ "enum": (0..9000).map(|at| format!("value {at}")).collect::<Vec<_>>() }))),
-        ("900 patterns of properties", schema(&json!({ "patternProperties":
-            object((0..900).map(|at| (format!("^k{at}$"), json!({}))).collect()) }))),
-        ("minItems 10^9", schema(&json!({ "type": "array", "items": { "type": "null" }, "minItems": 1_000_000_000 }))),
+        (
+            "enum of 9,000 strings",
+            schema(&json!({ "enum": (0..9000).map(|at| format!("value {at}")).collect::<Vec<_>>() })),
+        ),
+        (
+            "900 patterns of properties",
+            schema(&json!({ "patternProperties":
+            object((0..900).map(|at| (format!("^k{at}$"), json!({}))).collect()) })),
+        ),
+        (
+            "minItems 10^9",
+            schema(&json!({ "type": "array", "items": { "type": "null" }, "minItems": 1_000_000_000 })),
+        ),
         ("maxItems 10^15", schema(&json!({ "type": "array", "maxItems": 1_000_000_000_000_000u64 }))),
         ("minLength 10^9", schema(&json!({ "type": "string", "minLength": 1_000_000_000 }))),
         ("minLength 10^15", schema(&json!({ "type": "string", "minLength": 1_000_000_000_000_000u64 }))),
-        ("maxLength 10^6 with a pattern", schema(&json!({ "type": "string", "maxLength": 1_000_000, "pattern": "a.*b.*c" }))),
+        (
+            "maxLength 10^6 with a pattern",
+            schema(&json!({ "type": "string", "maxLength": 1_000_000, "pattern": "a.*b.*c" })),
+        ),
         ("a reference to itself", schema(&json!({ "$ref": "#" }))),
-        ("references in a circle", schema(&json!({ "$ref": "#/$defs/a", "$defs": { "a": { "$ref": "#/$defs/b" }, "b": { "$ref": "#/$defs/a" } } }))),
-        ("an endless object", schema(&json!({ "type": "object", "properties": { "a": { "$ref": "#" } }, "required": ["a"] }))),
-        ("intersection of endless trees", schema(&json!({ "allOf": [{ "$ref": "#/$defs/a" }, { "$ref": "#/$defs/b" }], "$defs": {
-            "a": { "properties": { "c": { "$ref": "#/$defs/a" } } }, "b": { "properties": { "c": { "$ref": "#/$defs/b" } } } } }))),
+        (
+            "references in a circle",
+            schema(&json!({ "$ref": "#/$defs/a",
+                    "$defs": { "a": { "$ref": "#/$defs/b" }, "b": { "$ref": "#/$defs/a" } } })),
+        ),
+        (
+            "an endless object",
+            schema(&json!({ "type": "object", "properties": { "a": { "$ref": "#" } }, "required": ["a"] })),
+        ),
+        (
+            "intersection of endless trees",
+            schema(&json!({ "allOf": [{ "$ref": "#/$defs/a" }, { "$ref": "#/$defs/b" }], "$defs": {
+            "a": { "properties": { "c": { "$ref": "#/$defs/a" } } },
+            "b": { "properties": { "c": { "$ref": "#/$defs/b" } } } } })),
+        ),
         ("pattern (a+)+$", schema(&json!({ "type": "string", "pattern": "^(a+)+$" }))),
-        ("pattern of 12 KB", schema(&json!({ "type": "string", "pattern": format!("^{}$", "(a|b)*c".repeat(1700)) }))),
+        (
+            "pattern of 12 KB",
+            schema(&json!({ "type": "string", "pattern": format!("^{}$", "(a|b)*c".repeat(1700)) })),
+        ),
         ("200 characters of difference", Form::Regex("(a|b)*a(a|b){200}".into())),
         ("nested repetition", Form::Regex("((a{1000}){1000}){1000}".into())),
         ("nested repetition of classes", Form::Regex(r"((\w{1,100}\s?){1,100}!){1,100}".into())),
@@ -69,22 +106,91 @@ fn hostile() -> Vec<(&'static str, Form)> {
         ("unicode classes", Form::Regex(r"(\p{L}\p{N}\p{P}){50}".into())),
         ("choice of 9,000", Form::Choice((0..9000).map(|at| format!("choice number {at}")).collect())),
         ("choice of 1 MB", Form::Choice([("ab".repeat(1 << 19))].into())),
-        ("choice of 1 MB in 1000", Form::Choice((0..1000).map(|at| format!("{at}{}", "x".repeat(1000))).collect())),
+        (
+            "choice of 1 MB in 1000",
+            Form::Choice((0..1000).map(|at| format!("{at}{}", "x".repeat(1000))).collect()),
+        ),
         ("choice of nothing", Form::Choice([].into())),
-        ("lark groups nested 10,000 deep", Form::Grammar(format!("start: {}\n", nested("(", ")", 10_000).replace('1', "\"a\"")).into())),
-        ("lark chain of 900 rules", Form::Grammar(format!("start: r0\n{}r900: \"a\"\n", many(900, &|at| format!("r{at}: r{}\n", at + 1))).into())),
-        ("lark chain of 900 terminals", Form::Grammar(format!("start: R0\n{}R900: \"a\"\n", many(900, &|at| format!("R{at}: R{} \"x\"?\n", at + 1))).into())),
-        ("lark chain of 30,000 rules", Form::Grammar(format!("start: r0\n{}r30000: \"a\"\n", many(30_000, &|at| format!("r{at}: r{}\n", at + 1))).into())),
-        ("lark doubling 60 times", Form::Grammar(format!("start: r0\n{}r60: \"a\"\n", many(60, &|at| format!("r{at}: r{} r{}\n", at + 1, at + 1))).into())),
-        ("lark doubling of terminals", Form::Grammar(format!("start: R0\n{}R60: \"a\" | \"b\"\n", many(60, &|at| format!("R{at}: R{} R{}\n", at + 1, at + 1))).into())),
+        (
+            "lark groups nested 10,000 deep",
+            Form::Grammar(format!("start: {}\n", nested("(", ")", 10_000).replace('1', "\"a\"")).into()),
+        ),
+        (
+            "lark chain of 900 rules",
+            Form::Grammar(
+                format!("start: r0\n{}r900: \"a\"\n", many(900, &|at| format!("r{at}: r{}\n", at + 1)))
+                    .into(),
+            ),
+        ),
+        (
+            "lark chain of 900 terminals",
+            Form::Grammar(
+                format!(
+                    "start: R0\n{}R900: \"a\"\n",
+                    many(900, &|at| format!("R{at}: R{} \"x\"?\n", at + 1))
+                )
+                .into(),
+            ),
+        ),
+        (
+            "lark chain of 30,000 rules",
+            Form::Grammar(
+                format!("start: r0\n{}r30000: \"a\"\n", many(30_000, &|at| format!("r{at}: r{}\n", at + 1)))
+                    .into(),
+            ),
+        ),
+        (
+            "lark doubling 60 times",
+            Form::Grammar(
+                format!(
+                    "start: r0\n{}r60: \"a\"\n",
+                    many(60, &|at| format!("r{at}: r{} r{}\n", at + 1, at + 1))
+                )
+                .into(),
+            ),
+        ),
+        (
+            "lark doubling of terminals",
+            Form::Grammar(
+                format!(
+                    "start: R0\n{}R60: \"a\" | \"b\"\n",
+                    many(60, &|at| format!("R{at}: R{} R{}\n", at + 1, at + 1))
+                )
+                .into(),
+            ),
+        ),
         ("lark ambiguity", Form::Grammar("start: e\ne: e e | e e e | \"a\" | \"a\" \"a\" |\n".into())),
         ("lark without an end", Form::Grammar("start: start \"a\"\n".into())),
         ("lark repeated 10^9 times", Form::Grammar("start: (\"a\" | \"b\" start){1000000000}\n".into())),
-        ("gbnf groups nested 10,000 deep", Form::Grammar(format!("root ::= {}\n", nested("(", ")", 10_000).replace('1', "\"a\"")).into())),
-        ("gbnf chain of 30,000 rules", Form::Grammar(format!("root ::= r0\n{}r30000 ::= \"a\"\n", many(30_000, &|at| format!("r{at} ::= r{}\n", at + 1))).into())),
-        ("gbnf chain of 900 rules", Form::Grammar(format!("root ::= r0\n{}r900 ::= \"a\" root?\n", many(900, &|at| format!("r{at} ::= r{}\n", at + 1))).into())),
+        (
+            "gbnf groups nested 10,000 deep",
+            Form::Grammar(format!("root ::= {}\n", nested("(", ")", 10_000).replace('1', "\"a\"")).into()),
+        ),
+        (
+            "gbnf chain of 30,000 rules",
+            Form::Grammar(
+                format!(
+                    "root ::= r0\n{}r30000 ::= \"a\"\n",
+                    many(30_000, &|at| format!("r{at} ::= r{}\n", at + 1))
+                )
+                .into(),
+            ),
+        ),
+        (
+            "gbnf chain of 900 rules",
+            Form::Grammar(
+                format!(
+                    "root ::= r0\n{}r900 ::= \"a\" root?\n",
+                    many(900, &|at| format!("r{at} ::= r{}\n", at + 1))
+                )
+                .into(),
+            ),
+        ),
         ("gbnf repeated 10^9 times", Form::Grammar("root ::= (\"a\" | \"b\" root){1000000000}\n".into())),
-        ("gbnf nested repetition", Form::Grammar("root ::= ((([a-z]{1,99} root?){1,99} \".\"){1,99}){1,99}\n".into())),
+        (
+            "gbnf nested repetition",
+            Form::Grammar("root ::= ((([a-z]{1,99} root?){1,99} \".\"){1,99}){1,99}\n".into()),
+        ),
         ("gbnf class of 1 MB", Form::Grammar(format!("root ::= [{}]\n", "a-z".repeat(300_000)).into())),
         ("gbnf ambiguity", Form::Grammar("root ::= root root | root root root | \"a\" | \n".into())),
     ]
@@ -117,7 +223,11 @@ fn hostile_specifications_are_refused_or_stay_within_limits() {
                     steps += 1;
                 };
                 assert!(!matches!(stopped, Some(GrammarError::Refused { .. } | GrammarError::Token(_))));
-                format!("{} bytes, {steps} steps {:?}, {stopped:?}", grammar.bytes(), begin.elapsed() - compile_time)
+                format!(
+                    "{} bytes, {steps} steps {:?}, {stopped:?}",
+                    grammar.bytes(),
+                    begin.elapsed() - compile_time
+                )
             }
             Err(GrammarError::Refused { part, reason }) => {
                 assert!(reason.len() < 1000 && !reason.contains('\n'));

@@ -51,7 +51,9 @@ fn a_mask_has_exactly_the_tokens_that_are_accepted() {
 #[test]
 fn rolling_back_restores_every_mask() {
     let mut dice = Dice(11);
-    for (vocabulary, form) in [&*TOY, &*DEMO].into_iter().flat_map(|v| forms().into_iter().map(move |f| (v, f))) {
+    for (vocabulary, form) in
+        [&*TOY, &*DEMO].into_iter().flat_map(|v| forms().into_iter().map(move |f| (v, f)))
+    {
         let grammar = Grammar::compile(&Spec::new(form.clone()), vocabulary, &Limits::default()).unwrap();
         let mut matcher = grammar.matcher();
         let mut masks = Vec::new();
@@ -151,7 +153,8 @@ fn a_refused_token_changes_nothing() {
 fn a_vocabulary_without_eos_ends_where_the_grammar_does() {
     let token = |id: u32| if id == 1 { Token::Text(b"a") } else { Token::Text(b"b") };
     let vocabulary = std::sync::Arc::new(Vocabulary::new(2, token, &[], None).unwrap());
-    let grammar = Grammar::compile(&Spec::new(Form::Regex("ab".into())), &vocabulary, &Limits::default()).unwrap();
+    let grammar =
+        Grammar::compile(&Spec::new(Form::Regex("ab".into())), &vocabulary, &Limits::default()).unwrap();
     assert_eq!(generate(&mut grammar.matcher(), &vocabulary, &mut Dice(1), 10).unwrap(), b"ab");
     assert!(vocabulary.eos().is_empty());
 }
@@ -165,7 +168,8 @@ fn every_eos_token_is_set_where_the_text_may_end() {
         _ => Token::Special("<end>"),
     };
     let vocabulary = std::sync::Arc::new(Vocabulary::new(3, token, &[1, 2, 77], None).unwrap());
-    let grammar = Grammar::compile(&Spec::new(Form::Regex("a+".into())), &vocabulary, &Limits::default()).unwrap();
+    let grammar =
+        Grammar::compile(&Spec::new(Form::Regex("a+".into())), &vocabulary, &Limits::default()).unwrap();
     let mut matcher = grammar.matcher();
     assert_eq!(mask_of(&mut matcher, &vocabulary), [0]);
     matcher.accept(0).unwrap();
@@ -184,6 +188,7 @@ fn vocabularies_that_the_trie_cannot_hold_are_refused_and_long_tokens_unused() {
     assert!(Vocabulary::new(5000, |_| Token::Text(&long[..999]), &[], None).is_err());
     let token = |id: u32| if id == 0 { Token::Text(&long) } else { Token::Text(b"a") };
     let vocabulary = std::sync::Arc::new(Vocabulary::new(2, token, &[], None).unwrap());
-    let grammar = Grammar::compile(&Spec::new(Form::Regex("a{6000}".into())), &vocabulary, &Limits::default());
+    let grammar =
+        Grammar::compile(&Spec::new(Form::Regex("a{6000}".into())), &vocabulary, &Limits::default());
     assert_eq!(mask_of(&mut grammar.unwrap().matcher(), &vocabulary), [1]);
 }

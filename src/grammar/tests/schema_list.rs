@@ -5,7 +5,9 @@ use serde_json::{Value, json};
 /// Schemas written by hand, a few per keyword.
 pub fn written() -> Vec<Value> {
     let text = include_str!("schemas.jsonl");
-    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{line}: {error}"))).collect()
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{line}: {error}")))
+        .collect()
 }
 
 /// Schemas made of parts: each scalar within each container.
@@ -37,20 +39,34 @@ pub fn combined() -> Vec<Value> {
                 "required": ["a"], "patternProperties": { "^x.?$": item }, "additionalProperties": false })
         },
         |item: &Value| {
-            json!({ "type": "object", "additionalProperties": item, "minProperties": 1, "maxProperties": 2 })
+            json!({ "type": "object", "additionalProperties": item, "minProperties": 1,
+            "maxProperties": 2 })
         },
-        |item: &Value| json!({ "allOf": [{ "type": "object", "properties": { "k": item } },
-            { "required": ["k"], "additionalProperties": false, "properties": { "k": {} } }] }),
-        |item: &Value| json!({ "anyOf": [{ "type": "boolean" }, { "type": "array", "items": item, "maxItems": 2 }] }),
-        |item: &Value| json!({ "type": "object", "properties": { "deep": { "type": "object",
+        |item: &Value| {
+            json!({ "allOf": [{ "type": "object", "properties": { "k": item } },
+            { "required": ["k"], "additionalProperties": false, "properties": { "k": {} } }] })
+        },
+        |item: &Value| {
+            json!({ "anyOf": [{ "type": "boolean" },
+            { "type": "array", "items": item, "maxItems": 2 }] })
+        },
+        |item: &Value| {
+            json!({ "type": "object", "properties": { "deep": { "type": "object",
             "properties": { "er": { "type": "array", "items": item, "maxItems": 2 } }, "required": ["er"],
-            "additionalProperties": false } }, "required": ["deep"], "additionalProperties": false }),
-        |item: &Value| json!({ "type": "array", "items": { "type": "object", "properties": { "v": item },
-            "additionalProperties": false }, "maxItems": 2 }),
-        |item: &Value| json!({ "oneOf": [{ "type": "null" }, { "type": "object", "properties": { "x": item },
-            "required": ["x"], "additionalProperties": false }] }),
-        |item: &Value| json!({ "items": item, "type": "array", "maxItems": 2, "uniqueItems": false,
-            "deprecated": true, "title": "t" }),
+            "additionalProperties": false } }, "required": ["deep"], "additionalProperties": false })
+        },
+        |item: &Value| {
+            json!({ "type": "array", "items": { "type": "object", "properties": { "v": item },
+            "additionalProperties": false }, "maxItems": 2 })
+        },
+        |item: &Value| {
+            json!({ "oneOf": [{ "type": "null" }, { "type": "object", "properties": { "x": item },
+            "required": ["x"], "additionalProperties": false }] })
+        },
+        |item: &Value| {
+            json!({ "items": item, "type": "array", "maxItems": 2, "uniqueItems": false,
+            "deprecated": true, "title": "t" })
+        },
     ];
     let with_definitions = |mut schema: Value| {
         schema["$defs"] = word.clone();

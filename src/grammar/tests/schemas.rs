@@ -13,7 +13,10 @@ fn validate(schema: &Value, answer: &[u8]) -> Result<(), String> {
         value => value.map_err(|error| error.to_string())?,
     };
     let validator = jsonschema::options().should_validate_formats(true).build(schema);
-    validator.unwrap_or_else(|error| panic!("{schema}: {error}")).validate(&value).map_err(|error| error.to_string())
+    validator
+        .unwrap_or_else(|error| panic!("{schema}: {error}"))
+        .validate(&value)
+        .map_err(|error| error.to_string())
 }
 
 #[test]
@@ -80,7 +83,10 @@ fn refused_schemas_name_the_part_and_the_reason() {
         (json!({ "dependentRequired": {} }), "$.dependentRequired"),
         (json!({ "unevaluatedProperties": false }), "$.unevaluatedProperties"),
         (json!({ "x-guidance": { "lenient": true } }), "$.x-guidance"),
-        (json!({ "properties": { "a b": { "type": "string", "pattern": "(" } } }), "$.properties[\"a b\"].pattern"),
+        (
+            json!({ "properties": { "a b": { "type": "string", "pattern": "(" } } }),
+            "$.properties[\"a b\"].pattern",
+        ),
         (json!({ "type": "string", "pattern": "(?=a)b" }), "$.pattern"),
         (json!({ "type": "string", "pattern": r"a\b" }), "$.pattern"),
         (json!({ "type": "string", "pattern": "(?i)a" }), "$.pattern"),
@@ -123,7 +129,9 @@ fn refused_schemas_name_the_part_and_the_reason() {
 #[test]
 fn patterns_have_the_meaning_of_json_schema() {
     // Text that the syntax of the crate `regex` would match, but ECMAScript's does not.
-    for (pattern, text) in [("^.$", "\r"), (r"^\s$", "\u{85}"), (r"^\d$", "٣"), (r"^\w$", "é"), ("^[a&&b]$", "c")] {
+    for (pattern, text) in
+        [("^.$", "\r"), (r"^\s$", "\u{85}"), (r"^\d$", "٣"), (r"^\w$", "é"), ("^[a&&b]$", "c")]
+    {
         let grammar = compile(schema(&json!({ "type": "string", "pattern": pattern }))).unwrap();
         let mut matcher = grammar.matcher();
         let written = Value::from(text).to_string();

@@ -24,10 +24,10 @@ pub const EOS: u32 = 256;
 pub const CALL: u32 = 257;
 
 const WORDS: [&str; 60] = [
-    "{\"", "\":", "\":\"", "\",\"", "\"}", "},", "[{", "}]", "null", "true", "false", "tr", "ue", "name", "age", "na",
-    "me", "10", "00", "12", ".5", "-1", "e+", "  ", "\n ", ": ", ", ", "abc", "ab", "bc", "hello", " world", "é", "日本",
-    "😀", "\\n", "\\\"", "\\u", "aa", "aaa", "a\"", "[1", "[]", "{}", "]]", "yes", "no", "ye", "s,", "x", "x", "foo",
-    "bar", "<call>", "</call>", "get", "city", "-0", "0.", "::",
+    "{\"", "\":", "\":\"", "\",\"", "\"}", "},", "[{", "}]", "null", "true", "false", "tr", "ue", "name",
+    "age", "na", "me", "10", "00", "12", ".5", "-1", "e+", "  ", "\n ", ": ", ", ", "abc", "ab", "bc",
+    "hello", " world", "é", "日本", "😀", "\\n", "\\\"", "\\u", "aa", "aaa", "a\"", "[1", "[]", "{}", "]]",
+    "yes", "no", "ye", "s,", "x", "x", "foo", "bar", "<call>", "</call>", "get", "city", "-0", "0.", "::",
 ];
 
 /// Single bytes, EOS, a special token, words (one of them twice, one the name of the special token), and an
@@ -48,12 +48,16 @@ pub static TOY: LazyLock<Arc<Vocabulary>> = LazyLock::new(|| {
 pub fn demo_tokens() -> Vec<(String, Option<Vec<u8>>)> {
     let file: Value = serde_json::from_str(include_str!("../../../assets/demo/tokenizer.json")).unwrap();
     let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
-    let mut characters: HashMap<char, u8> = (0..=255u8).filter(printable).map(|byte| (byte as char, byte)).collect();
+    let mut characters: HashMap<char, u8> =
+        (0..=255u8).filter(printable).map(|byte| (byte as char, byte)).collect();
     let others = (0..=255u8).filter(|byte| !printable(byte)).zip(256u32..);
     characters.extend(others.map(|(byte, code)| (char::from_u32(code).unwrap(), byte)));
     let mut tokens = HashMap::new();
     for (name, id) in file["model"]["vocab"].as_object().unwrap() {
-        tokens.insert(id.as_u64().unwrap(), (name.clone(), name.chars().map(|c| characters.get(&c).copied()).collect()));
+        tokens.insert(
+            id.as_u64().unwrap(),
+            (name.clone(), name.chars().map(|c| characters.get(&c).copied()).collect()),
+        );
     }
     for added in file["added_tokens"].as_array().unwrap() {
         tokens.insert(added["id"].as_u64().unwrap(), (added["content"].as_str().unwrap().to_owned(), None));
@@ -105,7 +109,12 @@ pub fn text_of(vocabulary: &Vocabulary, id: u32) -> Vec<u8> {
 
 /// Draws tokens from the masks, uniformly but EOS more often, until the grammar ends the text. Returns its
 /// bytes, or `None` after `limit` tokens.
-pub fn generate(matcher: &mut Matcher, vocabulary: &Vocabulary, dice: &mut Dice, limit: usize) -> Option<Vec<u8>> {
+pub fn generate(
+    matcher: &mut Matcher,
+    vocabulary: &Vocabulary,
+    dice: &mut Dice,
+    limit: usize,
+) -> Option<Vec<u8>> {
     let mut mask = vec![0; vocabulary.mask_words()];
     let mut text = Vec::new();
     for _ in 0..limit {

@@ -10,8 +10,9 @@ use std::path::Path;
 use syn::spanned::Spanned;
 
 /// The root file of each crate of the workspace, and the name that other crates import it by.
-const CRATES: [(&str, &str); 5] = [
+const CRATES: [(&str, &str); 6] = [
     ("mainstem", "src/lib.rs"),
+    ("mainstem_grammar", "src/grammar/lib.rs"),
     ("mainstem_kernels", "src/kernels/lib.rs"),
     ("mainstem_conformance", "src/kernels/conformance/lib.rs"),
     ("load_tests", "load_tests/src/lib.rs"),
