@@ -13,8 +13,14 @@ pub struct Limits {
     pub schemas: usize,
     /// Most references within a JSON schema. Each may nest the work of resolving it by one level.
     pub references: usize,
+    /// Most levels of schemas within schemas, multiplied by the number of schemas that are referred to: the
+    /// levels of resolving all references, at most.
+    pub levels: usize,
     /// Most properties of one object of a JSON schema.
     pub properties: usize,
+    /// Most pairs of properties of the same object, all objects together: properties may be left out in any
+    /// combination.
+    pub property_pairs: usize,
     /// Most patterns and formats within a JSON schema. Each may need an automaton of its own.
     pub patterns: usize,
     /// Most pairs of patterns of the properties of one object, all objects together: each pair is compared.
@@ -45,7 +51,9 @@ impl Default for Limits {
             text_bytes: 1 << 20,
             schemas: 10_000,
             references: 500,
+            levels: 3_000,
             properties: 1_000,
+            property_pairs: 1_000_000,
             patterns: 100,
             pattern_pairs: 50,
             string_characters: 1_000_000,

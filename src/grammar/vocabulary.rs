@@ -45,7 +45,7 @@ impl Vocabulary {
     /// text, and ids beyond the vocabulary are ignored. With `tokenize`, text that a grammar leaves no choice
     /// about is tokenized as the model's own tokenizer does, and masks there have a single token; without it,
     /// any tokens that spell the text are allowed. Takes time and memory in proportion to the vocabulary: for
-    /// 128k tokens about half a second and 40 MB. Fails for vocabularies that the trie cannot hold.
+    /// 128k tokens about half a second and 55 MB. Fails for vocabularies that the trie cannot hold.
     pub fn new<'a>(
         size: usize,
         token: impl Fn(u32) -> Token<'a>,

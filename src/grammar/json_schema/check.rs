@@ -75,12 +75,22 @@ struct Check<'a> {
     combines: bool,
     patterns: usize,
     pattern_pairs: usize,
+    property_pairs: usize,
 }
 
 impl<'a> Check<'a> {
     fn new(limits: &'a Limits) -> Check<'a> {
         let (places, references, multiples) = Default::default();
-        Check { limits, places, references, multiples, combines: false, patterns: 0, pattern_pairs: 0 }
+        Check {
+            limits,
+            places,
+            references,
+            multiples,
+            combines: false,
+            patterns: 0,
+            pattern_pairs: 0,
+            property_pairs: 0,
+        }
     }
 
     /// Checks the schema at a path; `place` is its JSON pointer. The depth is bounded, because the parser of
@@ -140,6 +150,10 @@ impl<'a> Check<'a> {
             ("pattern" | "format", Value::String(pattern)) => self.regex(pattern, &path),
             (name, Value::Object(members)) if SCHEMA_MAPS.contains(&name) => {
                 self.count(members.len(), self.limits.properties, &path)?;
+                if name == "properties" {
+                    self.property_pairs += members.len() * members.len();
+                    self.count(self.property_pairs, self.limits.property_pairs, &path)?;
+                }
                 if name == "patternProperties" {
                     self.pattern_pairs += members.len() * members.len().saturating_sub(1) / 2;
                     self.count(self.pattern_pairs, self.limits.pattern_pairs, &path)?;
@@ -198,6 +212,11 @@ impl<'a> Check<'a> {
     /// Checks that every reference leads to a schema that was checked.
     fn references(&self) -> Result<(), GrammarError> {
         self.count(self.references.len(), self.limits.references, "$")?;
+        let targets: HashSet<&String> = self.references.iter().map(|(_, target)| target).collect();
+        let levels = self.places.iter().map(|place| place.matches('/').count() + 1).max().unwrap_or(1);
+        if levels * (targets.len() + 1) > self.limits.levels {
+            return Err(GrammarError::refused("$", "nested too deeply through references"));
+        }
         for (path, target) in &self.references {
             if !self.places.contains(target) {
                 let reason = format!("'{target}' is no schema within this schema");

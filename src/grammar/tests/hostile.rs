@@ -2,7 +2,7 @@
 //!
 //! What is asserted is that they are refused, or compiled within the limits of work: time is not asserted.
 
-use super::vocabularies::{Dice, TOY, compile, generate, schema};
+use super::vocabularies::{Dice, TOY, compile, schema};
 use crate::{Form, Grammar, GrammarError, Limits, Spec};
 use serde_json::{Value, json};
 use std::time::Instant;
@@ -17,6 +17,20 @@ fn hostile() -> Vec<(&'static str, Form)> {
     let chain = |count: usize| {
         let link = |at: usize| {
             (format!("a{at}"), json!({ "properties": { "x": { "$ref": format!("#/$defs/a{}", at + 1) } } }))
+        };
+        let mut links: Vec<_> = (0..count).map(link).collect();
+        links.push((format!("a{count}"), json!({ "type": "null" })));
+        json!({ "$ref": "#/$defs/a0", "$defs": object(links) })
+    };
+    let deep_chain = |count: usize, depth: usize| {
+        let link = |at: usize| {
+            let inner = json!({ "$ref": format!("#/$defs/a{}", at + 1) });
+            let nested = (0..depth).fold(inner, |schema, at| match at % 3 {
+                0 => json!({ "items": schema }),
+                1 => json!({ "allOf": [schema] }),
+                _ => json!({ "properties": { "p": schema } }),
+            });
+            (format!("a{at}"), nested)
         };
         let mut links: Vec<_> = (0..count).map(link).collect();
         links.push((format!("a{count}"), json!({ "type": "null" })));
@@ -37,8 +51,15 @@ fn hostile() -> Vec<(&'static str, Form)> {
         ("2 MB", text(format!("{{\"title\":\"{}\"}}", "x".repeat(2 << 20)))),
         ("1 MB of title", text(format!("{{\"title\":\"{}\"}}", "x".repeat((1 << 20) - 20)))),
         ("a chain of 900 references", schema(&chain(900))),
+        ("a chain of 490 references", schema(&chain(490))),
+        ("a chain of 490 references in nested schemas", schema(&deep_chain(490, 18))),
+        ("a chain of 40 references in nested schemas", schema(&deep_chain(40, 40))),
         ("a chain of 20,000 references", schema(&chain(20_000))),
         ("990 properties", schema(&json!({ "properties": wide(990) }))),
+        (
+            "990 properties in each of 9 objects",
+            schema(&json!({ "prefixItems": vec![json!({ "properties": wide(990) }); 9] })),
+        ),
         ("990 required properties", schema(&json!({ "properties": wide(990), "minProperties": 1 }))),
         ("30,000 properties", schema(&json!({ "properties": wide(30_000) }))),
         (
@@ -262,9 +283,15 @@ fn a_sequence_that_exceeds_a_limit_ends_with_an_error() {
 
 #[test]
 fn one_sequence_does_not_use_up_the_limits_of_another() {
-    let grammar = compile(Form::Regex("[a-z]{1,200}x".into())).unwrap();
-    let text = |seed| generate(&mut grammar.matcher(), &TOY, &mut Dice(seed), 400);
-    let first = text(1);
-    (2..20).for_each(|seed| drop(text(seed)));
-    assert_eq!(text(1), first);
+    let limits = Limits { lexer_states: 700, ..Limits::default() };
+    let spec = Spec::new(Form::Regex("(a|b)*a(a|b){12}c".into()));
+    let grammar = Grammar::compile(&spec, &TOY, &limits).unwrap();
+    let mut mask = vec![0; TOY.mask_words()];
+    for seed in 1..30 {
+        let (mut matcher, mut dice) = (grammar.matcher(), Dice(seed));
+        for _ in 0..40 {
+            matcher.mask(&mut mask).unwrap();
+            matcher.accept(u32::from(b'a') + dice.below(2) as u32).unwrap();
+        }
+    }
 }
