@@ -168,10 +168,10 @@ impl<'a> Check<'a> {
                 Ok(())
             }
             (name, Value::Array(items)) if SCHEMA_LISTS.contains(&name) || name == "items" => {
-                let indexed = items.iter_mut().enumerate();
-                indexed
-                    .map(|(i, item)| self.schema(item, &format!("{path}[{i}]"), &format!("{at}/{i}")))
-                    .collect()
+                let mut indexed = items.iter_mut().enumerate();
+                indexed.try_for_each(|(index, item)| {
+                    self.schema(item, &format!("{path}[{index}]"), &format!("{at}/{index}"))
+                })
             }
             (name, schema) if SCHEMAS.contains(&name) => self.schema(schema, &path, &at),
             _ => Ok(()),

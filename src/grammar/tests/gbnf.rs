@@ -145,7 +145,8 @@ fn grammars_of_llama_cpp_are_followed() {
     let list = regex::Regex::new(r"\A(- [^\r\n]+\n)+\z").unwrap();
     let json =
         |text: &str| serde_json::from_str::<serde_json::Value>(text).is_ok_and(|value| value.is_object());
-    let grammars: [(&str, Box<dyn Fn(&str) -> bool>); 3] = [
+    type IsValid = Box<dyn Fn(&str) -> bool>;
+    let grammars: [(&str, IsValid); 3] = [
         (include_str!("grammars/json.gbnf"), Box::new(json)),
         (include_str!("grammars/arithmetic.gbnf"), Box::new(move |text| arithmetic.is_match(text))),
         (include_str!("grammars/list.gbnf"), Box::new(move |text| list.is_match(text))),

@@ -72,6 +72,6 @@ pub fn combined() -> Vec<Value> {
         schema["$defs"] = word.clone();
         schema
     };
-    let pairs = containers.iter().flat_map(|container| scalars.iter().map(move |item| container(item)));
+    let pairs = containers.iter().flat_map(|container| scalars.iter().map(container));
     pairs.map(with_definitions).collect()
 }
