@@ -15,9 +15,12 @@ pub mod tools;
 
 pub mod output;
 
+pub mod grammar_vocabulary;
+
 pub mod chat_template;
 
 pub use chat_template::ChatTemplate;
 pub use detokenizer::Detokenizer;
+pub use grammar_vocabulary::grammar_vocabulary;
 pub use stop::StopMatcher;
 pub use tokenizer::{GgufVocabulary, Tokenizer};

@@ -56,6 +56,7 @@ pub fn forbidden_imports(tree: &Tree, dependencies: &Dependencies) -> Vec<Offenc
 fn module_of(module: &[String]) -> Option<String> {
     match module.first()?.as_str() {
         "mainstem" => Some(module.get(1).map_or("lib", String::as_str).to_owned()),
+        "mainstem_grammar" => Some("grammar".to_owned()),
         "mainstem_kernels" => Some("kernels".to_owned()),
         "mainstem_conformance" => Some("conformance".to_owned()),
         "mainstem_sse" => Some("sse".to_owned()),
@@ -73,6 +74,7 @@ fn imports(source: &Source) -> Vec<(String, usize)> {
     for (at, (token, line)) in tokens.iter().enumerate() {
         let is_path = text(at + 1) == ":" && text(at + 2) == ":";
         match token.as_str() {
+            "mainstem_grammar" if is_path => found.push(("grammar".to_owned(), *line)),
             "mainstem_kernels" if is_path => found.push(("kernels".to_owned(), *line)),
             "mainstem_conformance" if is_path => found.push(("conformance".to_owned(), *line)),
             "mainstem_sse" if is_path => found.push(("sse".to_owned(), *line)),

@@ -12,6 +12,7 @@ use syn::spanned::Spanned;
 /// The root file of each crate of the workspace, and the name that other crates import it by.
 const CRATES: [(&str, &str); 6] = [
     ("mainstem", "src/lib.rs"),
+    ("mainstem_grammar", "src/grammar/lib.rs"),
     ("mainstem_kernels", "src/kernels/lib.rs"),
     ("mainstem_conformance", "src/kernels/conformance/lib.rs"),
     ("mainstem_sse", "src/sse/lib.rs"),

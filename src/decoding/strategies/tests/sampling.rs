@@ -47,9 +47,9 @@ fn the_devices_parameters_give_the_tokens_of_the_definition() {
             let host =
                 Row { logits: &logits, seed: 77, position: position.into(), mask: None, logprobs: None };
             let token = sampler.draw(&plan, &state, &host).expect("no mask").token;
-            assert_eq!(token, sample_by_noise(&logits, &[], &row), "case {case}, {row:?}");
+            assert_eq!(token, sample_by_noise(&logits, &[], None, &row), "case {case}, {row:?}");
             if row.is_greedy() {
-                assert_eq!(token, sample(&logits, &[], &row), "case {case}");
+                assert_eq!(token, sample(&logits, &[], None, &row), "case {case}");
             }
         }
     }
@@ -85,7 +85,7 @@ fn a_large_vocabulary_gives_the_tokens_of_the_definition() {
             let host =
                 Row { logits: &logits, seed: 0, position: position.into(), mask: None, logprobs: None };
             let token = sampler.draw(&plan, &state, &host).expect("no mask").token;
-            assert_eq!(token, sample_by_noise(&logits, &[], &row), "{params}");
+            assert_eq!(token, sample_by_noise(&logits, &[], None, &row), "{params}");
         }
     }
 }

@@ -1,0 +1,177 @@
+//! Compilation of specifications.
+//!
+//! Invariant: compiling neither overflows the stack nor panics, whatever the specification is. llguidance
+//! recurses over references, properties and rules, which [`Limits`] bounds, so it runs on a stack that is
+//! large enough for that.
+
+use crate::{Form, GrammarError, Limits, Matcher, Spec, Vocabulary, error, gbnf, json_schema, lark};
+use llguidance::JsonCompileOptions;
+use llguidance::api::{GrammarWithLexer, ParserLimits, TopLevelGrammar};
+use serde_json::Value;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Stack of a compilation in bytes, most of which is never touched.
+const STACK: usize = 256 << 20;
+
+/// Most parts of a schema that are tried alone, to find the one that was refused.
+const TRIED_PARTS: usize = 100;
+
+/// Memory of a grammar that the lexer's figures do not include, in bytes per byte of the specification and in
+/// bytes; estimated.
+const BYTES_PER_BYTE: usize = 10;
+const BYTES: usize = 20_000;
+
+/// A compiled grammar, which any number of sequences can follow.
+pub struct Grammar {
+    vocabulary: Arc<Vocabulary>,
+    /// The state at the beginning of a text. Sequences get copies of their own, so that no sequence uses up
+    /// the limits of another.
+    start: Mutex<llguidance::Matcher>,
+    bytes: usize,
+    compile_time: Duration,
+}
+
+impl Grammar {
+    /// Compiles a specification. Runs until it is done, a fraction of a second at most, and keeps the calling
+    /// thread waiting; [`crate::GrammarCache`] avoids compiling the same twice. Fails with
+    /// [`GrammarError::Refused`].
+    pub fn compile(
+        spec: &Spec,
+        vocabulary: &Arc<Vocabulary>,
+        limits: &Limits,
+    ) -> Result<Grammar, GrammarError> {
+        let begin = Instant::now();
+        if spec.bytes() > limits.text_bytes {
+            let reason = format!("{} bytes: at most {}", spec.bytes(), limits.text_bytes);
+            return Err(GrammarError::refused(name(&spec.form), reason));
+        }
+        let thread = std::thread::Builder::new().name("grammar".to_owned()).stack_size(STACK);
+        let (start, bytes) = std::thread::scope(|scope| {
+            let compiled = thread.spawn_scoped(scope, || compile(spec, vocabulary, limits));
+            let compiled =
+                compiled.map_err(|error| GrammarError::refused(name(&spec.form), error.to_string()))?;
+            let panicked = |_| GrammarError::refused(name(&spec.form), "an internal error of the compiler");
+            compiled.join().map_err(panicked)?
+        })?;
+        let bytes = bytes + spec.bytes() * BYTES_PER_BYTE + BYTES;
+        let (vocabulary, start) = (vocabulary.clone(), Mutex::new(start));
+        Ok(Grammar { vocabulary, start, bytes, compile_time: begin.elapsed() })
+    }
+
+    /// Starts a sequence at the beginning of the grammar's text.
+    pub fn matcher(&self) -> Matcher {
+        let start = self.start.lock().unwrap_or_else(PoisonError::into_inner).deep_clone();
+        Matcher::new(start, self.vocabulary.clone())
+    }
+
+    /// Returns about how many bytes of memory the grammar takes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Returns how long compiling took.
+    pub fn compile_time(&self) -> Duration {
+        self.compile_time
+    }
+}
+
+impl std::fmt::Debug for Grammar {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Grammar({} bytes)", self.bytes)
+    }
+}
+
+/// The form in messages, for errors without a place of their own.
+fn name(form: &Form) -> &'static str {
+    match form {
+        Form::JsonObject | Form::JsonSchema(_) => "$",
+        Form::Regex(_) => "regex",
+        Form::Choice(_) => "choice",
+        Form::Grammar(_) => "grammar",
+        Form::Calls(_) => "calls",
+    }
+}
+
+/// Compiles a specification, and the first mask with it. Returns the state at the beginning and the bytes of
+/// its lexer.
+fn compile(
+    spec: &Spec,
+    vocabulary: &Vocabulary,
+    limits: &Limits,
+) -> Result<(llguidance::Matcher, usize), GrammarError> {
+    let (grammar, schema) = source(spec, limits)?;
+    let factory = vocabulary.factory();
+    let parser = || {
+        let init = llguidance::api::GrammarInit::Serialized(TopLevelGrammar::from_grammar(grammar));
+        let caps = llguidance::toktrie::InferenceCapabilities::default();
+        let mut parser = factory.create_parser_from_init_ext(
+            init,
+            llguidance::Logger::new(0, 0),
+            caps,
+            limits.parser(),
+        )?;
+        parser.start_without_prompt();
+        // Refuses a grammar without any text, and sequences start with what was computed for it.
+        parser.compute_mask()?;
+        Ok(parser)
+    };
+    let parser = llguidance::panic_utils::catch_unwind(std::panic::AssertUnwindSafe(parser));
+    let refused = |error| refusal(&format!("{error:#}"), &spec.form, schema.as_ref(), limits);
+    let parser = parser.map_err(refused)?;
+    let bytes = parser.parser.lexer_stats().num_bytes;
+    Ok((llguidance::Matcher::new(Ok(parser)), bytes))
+}
+
+/// Returns the grammar of a specification as llguidance takes it, and the schema if it is one.
+fn source(spec: &Spec, limits: &Limits) -> Result<(GrammarWithLexer, Option<Value>), GrammarError> {
+    let lark = |text: String| Ok((GrammarWithLexer::from_lark(text), None));
+    match &spec.form {
+        Form::JsonObject => {
+            let schema = json_schema::any_object(spec.json_spaces);
+            Ok((GrammarWithLexer::from_json_schema(schema), None))
+        }
+        Form::JsonSchema(text) => {
+            let schema = json_schema::prepare(text, spec.json_spaces, limits)?;
+            Ok((GrammarWithLexer::from_json_schema(schema.clone()), Some(schema)))
+        }
+        Form::Regex(regex) => lark(lark::regex(regex, limits)?),
+        Form::Choice(choices) => lark(lark::choice(choices, limits)?),
+        Form::Grammar(text) if gbnf::is_gbnf(text) => lark(gbnf::to_lark(text, limits)?),
+        Form::Grammar(text) => lark(lark::check(text, limits)?),
+        Form::Calls(calls) => lark(lark::calls(calls, spec.json_spaces, limits)?),
+    }
+}
+
+/// Returns the error for the user of one of llguidance.
+fn refusal(message: &str, form: &Form, schema: Option<&Value>, limits: &Limits) -> GrammarError {
+    let reason = match message {
+        _ if message.contains("oneOf constraints are not supported") => {
+            "'oneOf' is supported only if its options exclude each other; 'anyOf' allows all of them"
+                .to_owned()
+        }
+        _ if message.contains("NoExtensionBias") => "allows no text".to_owned(),
+        _ if error::is_limit(message) => "too complex".to_owned(),
+        _ => error::summary(message),
+    };
+    let part = schema.and_then(|schema| refused_part(schema, limits));
+    let (part, reason) = part.unwrap_or_else(|| (name(form).to_owned(), reason));
+    GrammarError::Refused { part, reason }
+}
+
+/// Compiles the parts of a refused schema alone. Returns the path of the first that is refused, and why.
+fn refused_part(schema: &Value, limits: &Limits) -> Option<(String, String)> {
+    json_schema::leaves(schema).into_iter().take(TRIED_PARTS).find_map(|(path, part)| {
+        let error = compile_part(part, limits.parser())?;
+        Some((path, error::summary(&error)))
+    })
+}
+
+/// Compiles a schema without a vocabulary. Returns the error.
+fn compile_part(schema: Value, limits: ParserLimits) -> Option<String> {
+    let compiled = llguidance::panic_utils::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let builder = llguidance::GrammarBuilder::new(None, limits);
+        JsonCompileOptions::default().json_to_llg(builder, schema).map(|_| ())
+    }));
+    compiled.err().map(|error| format!("{error:#}"))
+}

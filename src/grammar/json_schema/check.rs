@@ -1,0 +1,310 @@
+//! The check of a schema: every schema within it is visited, with its path.
+
+use super::pointer::{escape, unescape_percent};
+use super::{child_path, disjoint, formats, pattern};
+use crate::{GrammarError, Limits};
+use serde_json::{Map, Value};
+use std::collections::HashSet;
+
+/// Keywords that would change which values are valid, and are not served.
+const UNSUPPORTED: [&str; 22] = [
+    "not",
+    "if",
+    "then",
+    "else",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "propertyNames",
+    "contains",
+    "minContains",
+    "maxContains",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "$dynamicRef",
+    "$dynamicAnchor",
+    "$recursiveRef",
+    "$recursiveAnchor",
+    "divisibleBy",
+    "extends",
+    "disallow",
+    "x-guidance",
+    "$vocabulary",
+];
+
+/// Keywords whose members are schemas.
+const SCHEMA_MAPS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+
+/// Keywords whose items are schemas.
+const SCHEMA_LISTS: [&str; 4] = ["prefixItems", "anyOf", "oneOf", "allOf"];
+
+/// Keywords whose value is a schema.
+const SCHEMAS: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
+
+/// Least integer that other integers are rounded to in the arithmetic of numeric bounds.
+const INEXACT: f64 = 9_007_199_254_740_992.0;
+
+/// Most decimals of `multipleOf`.
+const DECIMALS: u32 = 6;
+
+/// Largest common multiple of all `multipleOf`, in units of the last decimal: a product of two fits into the
+/// arithmetic of 32 bits. Without keywords that combine schemas none are multiplied.
+const COMBINED_MULTIPLE: u64 = 65_535;
+const SINGLE_MULTIPLE: u64 = 100_000_000;
+
+/// Checks a schema and returns it rewritten: annotations are dropped, and patterns are in the syntax of
+/// llguidance.
+pub fn check(mut schema: Value, limits: &Limits) -> Result<Value, GrammarError> {
+    let mut check = Check::new(limits);
+    disjoint::resolve(&mut schema);
+    check.schema(&mut schema, "$", "#")?;
+    check.references()?;
+    check.multiples()?;
+    Ok(schema)
+}
+
+/// A check in progress: what was found in the schema so far.
+struct Check<'a> {
+    limits: &'a Limits,
+    /// JSON pointers, as fragments, of all schemas.
+    places: HashSet<String>,
+    /// Targets of references, with the path of each.
+    references: Vec<(String, String)>,
+    /// Values of `multipleOf`: path, digits, decimals.
+    multiples: Vec<(String, u64, u32)>,
+    combines: bool,
+    patterns: usize,
+    pattern_pairs: usize,
+    property_pairs: usize,
+}
+
+impl<'a> Check<'a> {
+    fn new(limits: &'a Limits) -> Check<'a> {
+        let (places, references, multiples) = Default::default();
+        Check {
+            limits,
+            places,
+            references,
+            multiples,
+            combines: false,
+            patterns: 0,
+            pattern_pairs: 0,
+            property_pairs: 0,
+        }
+    }
+
+    /// Checks the schema at a path; `place` is its JSON pointer. The depth is bounded, because the parser of
+    /// JSON bounds it.
+    fn schema(&mut self, schema: &mut Value, path: &str, place: &str) -> Result<(), GrammarError> {
+        self.places.insert(place.to_owned());
+        if self.places.len() > self.limits.schemas {
+            let reason = format!("more than {} schemas", self.limits.schemas);
+            return Err(GrammarError::refused("$", reason));
+        }
+        match schema {
+            Value::Bool(_) => Ok(()),
+            Value::Object(keywords) => {
+                drop_annotations(keywords);
+                self.sizes(keywords, path)?;
+                for (name, value) in keywords.iter_mut() {
+                    self.keyword(name, value, path, place)?;
+                }
+                translate_patterns(keywords, path)?;
+                formats::replace(keywords);
+                Ok(())
+            }
+            _ => Err(GrammarError::refused(path, "a schema must be an object or a boolean")),
+        }
+    }
+
+    fn keyword(&mut self, name: &str, value: &mut Value, path: &str, at: &str) -> Result<(), GrammarError> {
+        let path = child_path(path, name);
+        let at = format!("{at}/{}", escape(name));
+        if UNSUPPORTED.contains(&name) {
+            return Err(GrammarError::refused(path, "this keyword is not supported"));
+        }
+        self.combines |= matches!(name, "allOf" | "anyOf" | "oneOf" | "$ref");
+        match (name, value) {
+            ("$id" | "id", Value::String(_)) if at != format!("#/{name}") => {
+                Err(GrammarError::refused(path, "schemas with their own identifier are not supported"))
+            }
+            ("$ref", Value::String(target)) => {
+                self.references.push((path, unescape_percent(target)));
+                Ok(())
+            }
+            ("const", value) => literal(value, &path),
+            ("enum", Value::Array(values)) => {
+                self.count(values.len(), self.limits.choices, &path)?;
+                values.iter().try_for_each(|value| literal(value, &path))
+            }
+            ("minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum", Value::Number(number)) => {
+                exact(number, &path)
+            }
+            ("minLength" | "maxLength", Value::Number(number)) => {
+                let most = self.limits.string_characters;
+                let refused = || GrammarError::refused(path, format!("{number} is too many: at most {most}"));
+                number.as_u64().is_none_or(|count| count <= most).then_some(()).ok_or_else(refused)
+            }
+            ("multipleOf", Value::Number(number)) => self.multiple(number, path),
+            ("uniqueItems", _) => Err(GrammarError::refused(path, "this keyword is not supported")),
+            ("pattern" | "format", Value::String(pattern)) => self.regex(pattern, &path),
+            (name, Value::Object(members)) if SCHEMA_MAPS.contains(&name) => {
+                self.count(members.len(), self.limits.properties, &path)?;
+                if name == "properties" {
+                    self.property_pairs += members.len() * members.len();
+                    self.count(self.property_pairs, self.limits.property_pairs, &path)?;
+                }
+                if name == "patternProperties" {
+                    self.pattern_pairs += members.len() * members.len().saturating_sub(1) / 2;
+                    self.count(self.pattern_pairs, self.limits.pattern_pairs, &path)?;
+                }
+                for (member, schema) in members.iter_mut() {
+                    if name == "patternProperties" {
+                        self.regex(member, &child_path(&path, member))?;
+                    }
+                    let (path, at) = (child_path(&path, member), format!("{at}/{}", escape(member)));
+                    self.schema(schema, &path, &at)?;
+                }
+                Ok(())
+            }
+            (name, Value::Array(items)) if SCHEMA_LISTS.contains(&name) || name == "items" => {
+                let mut indexed = items.iter_mut().enumerate();
+                indexed.try_for_each(|(index, item)| {
+                    self.schema(item, &format!("{path}[{index}]"), &format!("{at}/{index}"))
+                })
+            }
+            (name, schema) if SCHEMAS.contains(&name) => self.schema(schema, &path, &at),
+            _ => Ok(()),
+        }
+    }
+
+    fn count(&self, count: usize, most: usize, path: &str) -> Result<(), GrammarError> {
+        let refused = || GrammarError::refused(path, format!("{count} is too many: at most {most}"));
+        (count <= most).then_some(()).ok_or_else(refused)
+    }
+
+    fn regex(&mut self, pattern: &str, path: &str) -> Result<(), GrammarError> {
+        self.patterns += 1;
+        self.count(self.patterns, self.limits.patterns, path)?;
+        let refused = || {
+            let most = self.limits.regex_bytes;
+            GrammarError::refused(path, format!("a pattern of {} bytes: at most {most}", pattern.len()))
+        };
+        (pattern.len() <= self.limits.regex_bytes).then_some(()).ok_or_else(refused)
+    }
+
+    /// Checks keywords of objects that depend on each other.
+    fn sizes(&self, keywords: &Map<String, Value>, path: &str) -> Result<(), GrammarError> {
+        let names = keywords.get("required").and_then(Value::as_array);
+        self.count(names.map_or(0, Vec::len), self.limits.properties, &child_path(path, "required"))?;
+        let required: HashSet<&str> = names.into_iter().flatten().filter_map(Value::as_str).collect();
+        // A name may be written twice, and counts once: of further properties, only the first is certain.
+        match keywords.get("minProperties").and_then(Value::as_u64) {
+            Some(least) if least > required.len() as u64 + 1 => {
+                let path = child_path(path, "minProperties");
+                let reason = format!("at most one more than the {} required properties", required.len());
+                Err(GrammarError::refused(path, reason))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that every reference leads to a schema that was checked.
+    fn references(&self) -> Result<(), GrammarError> {
+        self.count(self.references.len(), self.limits.references, "$")?;
+        let targets: HashSet<&String> = self.references.iter().map(|(_, target)| target).collect();
+        let levels = self.places.iter().map(|place| place.matches('/').count() + 1).max().unwrap_or(1);
+        if levels * (targets.len() + 1) > self.limits.levels {
+            return Err(GrammarError::refused("$", "nested too deeply through references"));
+        }
+        for (path, target) in &self.references {
+            if !self.places.contains(target) {
+                let reason = format!("'{target}' is no schema within this schema");
+                return Err(GrammarError::refused(path, reason));
+            }
+        }
+        Ok(())
+    }
+
+    fn multiple(&mut self, number: &serde_json::Number, path: String) -> Result<(), GrammarError> {
+        let value = number.as_f64().unwrap_or(f64::NAN);
+        let scaled = (0..=DECIMALS).map(|decimals| (decimals, value.abs() * 10f64.powi(decimals as i32)));
+        let found = scaled.into_iter().find(|(_, scaled)| scaled.fract() == 0.0);
+        match found {
+            Some((decimals, digits)) if digits >= 1.0 && digits <= SINGLE_MULTIPLE as f64 => {
+                self.multiples.push((path, digits as u64, decimals));
+                Ok(())
+            }
+            _ => Err(GrammarError::refused(path, "not a positive number with few digits")),
+        }
+    }
+
+    /// Checks that common multiples of `multipleOf` can be computed.
+    fn multiples(&self) -> Result<(), GrammarError> {
+        let most = if self.combines { COMBINED_MULTIPLE } else { SINGLE_MULTIPLE };
+        let decimals = self.multiples.iter().map(|(.., decimals)| *decimals).max().unwrap_or(0);
+        let mut common = 1;
+        for (path, digits, own) in &self.multiples {
+            let digits = digits * 10u64.pow(decimals - own);
+            let multiple = digits / greatest_divisor(digits, common) * common;
+            common = if self.combines { multiple } else { digits };
+            if common > most {
+                return Err(GrammarError::refused(path, "too large, alone or combined with others"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Removes keywords that allow every value.
+fn drop_annotations(keywords: &mut Map<String, Value>) {
+    keywords.retain(|name, value| match name.as_str() {
+        "deprecated" | "discriminator" => false,
+        "uniqueItems" => *value != Value::Bool(false),
+        _ => true,
+    });
+}
+
+/// Rewrites the patterns of a schema whose members were checked.
+fn translate_patterns(keywords: &mut Map<String, Value>, path: &str) -> Result<(), GrammarError> {
+    let translated = |text: &str, path: &str| {
+        pattern::translate(text).map_err(|reason| GrammarError::refused(child_path(path, "pattern"), reason))
+    };
+    if let Some(Value::String(text)) = keywords.get_mut("pattern") {
+        *text = translated(text, path)?;
+    }
+    if let Some(Value::Object(members)) = keywords.get_mut("patternProperties") {
+        let path = child_path(path, "patternProperties");
+        let renamed = std::mem::take(members).into_iter().map(|(name, schema)| {
+            let name = pattern::translate(&name);
+            Ok((name.map_err(|reason| GrammarError::refused(&path, reason))?, schema))
+        });
+        *members = renamed.collect::<Result<_, GrammarError>>()?;
+    }
+    Ok(())
+}
+
+/// Checks a constant: its numbers are exact, and its strings can be written without `\u`.
+fn literal(value: &Value, path: &str) -> Result<(), GrammarError> {
+    let strange = |c: char| (c < ' ' && !"\u{8}\t\n\u{c}\r".contains(c)) || c == '\u{7f}';
+    match value {
+        Value::Number(number) => exact(number, path),
+        Value::String(text) if text.contains(strange) => {
+            Err(GrammarError::refused(path, "a string with control characters"))
+        }
+        Value::Array(items) => items.iter().try_for_each(|item| literal(item, path)),
+        Value::Object(members) => members.values().try_for_each(|member| literal(member, path)),
+        Value::Null | Value::Bool(_) | Value::String(_) => Ok(()),
+    }
+}
+
+fn exact(number: &serde_json::Number, path: &str) -> Result<(), GrammarError> {
+    match number.as_f64() {
+        Some(value) if value.abs() < INEXACT => Ok(()),
+        _ => Err(GrammarError::refused(path, format!("{number} is too large: at most 2^53 - 1"))),
+    }
+}
+
+fn greatest_divisor(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { greatest_divisor(b, a % b) }
+}

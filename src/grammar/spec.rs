@@ -1,0 +1,93 @@
+//! Specifications: what an answer must be.
+
+use std::sync::Arc;
+
+/// The specification of an answer. Equal specifications compile to the same grammar.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Spec {
+    /// The form of the answer.
+    pub form: Form,
+    /// Allow spaces and line breaks between the tokens of JSON. Without them JSON is compact, so that small
+    /// models cannot go on writing spaces.
+    pub json_spaces: bool,
+}
+
+impl Spec {
+    /// Creates the specification of an answer with compact JSON.
+    pub fn new(form: Form) -> Spec {
+        Spec { form, json_spaces: false }
+    }
+
+    /// Returns the size of the specification's text in bytes.
+    pub fn bytes(&self) -> usize {
+        let pieces = |pieces: &[Piece]| pieces.iter().map(Piece::bytes).sum::<usize>();
+        match &self.form {
+            Form::JsonObject => 0,
+            Form::JsonSchema(text) | Form::Regex(text) | Form::Grammar(text) => text.len(),
+            Form::Choice(choices) => choices.iter().map(|choice| choice.len() + 1).sum(),
+            Form::Calls(all) => {
+                let Calls { begin, calls, separator, end, .. } = &**all;
+                let call = |call: &Call| pieces(&call.prefix) + call.schema.len() + pieces(&call.suffix);
+                calls.iter().map(call).sum::<usize>() + pieces(begin) + pieces(separator) + pieces(end)
+            }
+        }
+    }
+}
+
+/// The form of an answer.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Form {
+    /// Any JSON object.
+    JsonObject,
+    /// JSON that satisfies this schema, given as JSON text; properties are written in the schema's order.
+    JsonSchema(Arc<str>),
+    /// Text of which all matches this regular expression, in the syntax of the crate `regex`, without
+    /// look-around.
+    Regex(Arc<str>),
+    /// One of these strings.
+    Choice(Arc<[String]>),
+    /// Text that this grammar describes: GBNF if it has `::=`, Lark otherwise.
+    Grammar(Arc<str>),
+    /// Calls of functions.
+    Calls(Arc<Calls>),
+}
+
+/// Calls of functions: `begin`, then `min` to `max` calls with `separator` between them, then `end`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Calls {
+    pub begin: Vec<Piece>,
+    /// The calls to choose from.
+    pub calls: Vec<Call>,
+    pub separator: Vec<Piece>,
+    pub end: Vec<Piece>,
+    /// Least number of calls, at least 1.
+    pub min: u32,
+    /// Largest number of calls, or no limit.
+    pub max: Option<u32>,
+}
+
+/// One call: `prefix`, arguments as JSON, `suffix`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Call {
+    pub prefix: Vec<Piece>,
+    /// JSON schema of the arguments, as JSON text.
+    pub schema: Arc<str>,
+    pub suffix: Vec<Piece>,
+}
+
+/// A fixed piece of an answer.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Piece {
+    Text(String),
+    /// A token by id, such as a special token that begins calls.
+    Token(u32),
+}
+
+impl Piece {
+    fn bytes(&self) -> usize {
+        match self {
+            Piece::Text(text) => text.len(),
+            Piece::Token(_) => size_of::<u32>(),
+        }
+    }
+}
