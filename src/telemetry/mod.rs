@@ -344,6 +344,14 @@ pub(crate) static STEP_PHASES: Metric = Metric::new(
      logits; sample is from logits to tokens.",
 )
 .labelled(&[("phase", &["plan", "gap", "forward", "sample", "deliver"])]);
+pub(crate) static HOST_SAMPLING: Metric = Metric::new(
+    "mainstem_host_sampling_seconds",
+    MetricKind::Histogram(PHASE_BUCKETS_S),
+    "seconds",
+    "Time of the host's part in sampling one token, while the device works on other rows: draw is the draw of \
+     a token that the device cannot draw, mask is the mask of a grammar.",
+)
+.labelled(&[("work", &["draw", "mask"])]);
 pub(crate) static STEP_SLOTS: Metric = Metric::new(
     "mainstem_step_slots",
     MetricKind::Histogram(STEP_TOKEN_BUCKETS),
@@ -416,6 +424,7 @@ pub static METRICS: &[&Metric] = &[
     &STEP_SLOTS,
     &STEP_SECONDS,
     &STEP_PHASES,
+    &HOST_SAMPLING,
     &SLOT_SHUFFLES,
     &SLOT_MOVES,
     &WASTED_ROWS,
