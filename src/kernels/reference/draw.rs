@@ -298,7 +298,10 @@ mod tests {
         let logits = crate::random::noise(5, 300).iter().map(|x| 9.0 * x).collect::<Vec<f32>>();
         for (top_k, top_p, min_p) in [(1, 1.0, 0.0), (0, 1e-6, 0.0), (0, 1.0, 1.0), (5, 0.1, 0.0)] {
             let row = SamplingParams { temperature: 0.8, top_k, top_p, min_p, ..SamplingParams::GREEDY };
-            assert_eq!(sample_by_noise(&logits, &[], None, &row), super::super::sample(&logits, &[], None, &row));
+            assert_eq!(
+                sample_by_noise(&logits, &[], None, &row),
+                super::super::sample(&logits, &[], None, &row)
+            );
         }
         let two = SamplingParams { temperature: 1.0, top_k: 2, ..SamplingParams::GREEDY };
         let set: std::collections::BTreeSet<u32> = (0..200)

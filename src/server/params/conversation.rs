@@ -66,25 +66,30 @@ fn parse_message(body: &Fields, index: usize, value: Value) -> Result<Message, A
         |name: &str| ApiError::invalid(format!("{path}.{name}"), format!("'{path}.{name}' is missing"));
     let role = fields.take_string("role")?.filter(|role| !role.is_empty()).ok_or_else(|| missing("role"))?;
     let content = match fields.take("content") {
-        Some(Value::String(text)) => Content::Text(text),
-        Some(Value::Array(parts)) => Content::Parts(
+        Some(Value::String(text)) => Some(Content::Text(text)),
+        Some(Value::Array(parts)) => Some(Content::Parts(
             parts
                 .into_iter()
                 .enumerate()
                 .map(|(part, value)| parse_text_part(body, &format!("{path}.content[{part}]"), value))
                 .collect::<Result<_, _>>()?,
-        ),
+        )),
         Some(other) => {
             let path = format!("{path}.content");
             let message = format!("'{path}' must be a string or a list of parts, not {}", describe(&other));
             return Err(ApiError::invalid(path, message));
         }
-        None if role == "assistant" => Content::Text(String::new()),
+        None if role == "assistant" => None,
         None => return Err(missing("content")),
     };
     let extra = parse_extra_fields(&mut fields, &path)?;
     fields.finish(&[UNSUPPORTED_IN_MESSAGES])?;
-    Ok(Message { role, content: Some(content), extra })
+    // A message without content and calls is an empty text.
+    let content = match content {
+        None if !extra.contains_key("tool_calls") => Some(Content::Text(String::new())),
+        content => content,
+    };
+    Ok(Message { role, content, extra })
 }
 
 /// Parses the fields of a message besides role and content, as the chat template gets them.
