@@ -665,6 +665,42 @@ mod tests {
     }
 
     #[test]
+    fn absent_content_stays_absent_where_the_template_can_render_it() {
+        let each = "{% for m in messages %}{% if m.role == 'assistant' %}<{{ WHAT }}>{% endif %}{% endfor %}";
+        let calls = Message { content: None, ..probe_call() };
+        for (expression, text) in [
+            // As DeepSeek V3 does.
+            ("'call' if m.content is none else 'text'", "<call>"),
+            ("m.content or 'nothing'", "<nothing>"),
+            ("m.content", "<>"),
+            ("m.content | trim", "<>"),
+            ("m.content | tojson", "<\"\">"),
+            ("'[' + m.content + ']'", "<[]>"),
+            ("m.content.strip()", "<>"),
+        ] {
+            let messages = [Message::new("user", "None"), calls.clone()];
+            let rendered = render(&template(&each.replace("WHAT", expression)), &messages);
+            assert_eq!(rendered.unwrap(), text, "{expression}");
+        }
+        let parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endfor %}";
+        let rendered = render(&template(parts), &[Message::new("user", "a"), calls.clone()]);
+        assert_eq!(rendered.unwrap(), "a;");
+        for file in fs_templates() {
+            let source = std::fs::read_to_string(&file).unwrap();
+            let one = template(&source);
+            let [empty, absent] = [probe_call(), calls.clone()]
+                .map(|answer| render(&one, &[Message::new("user", PROBE), answer]));
+            assert_eq!(absent, empty, "{}: nothing but the content differs", file.display());
+        }
+    }
+
+    /// Returns the template files of the fixtures.
+    fn fs_templates() -> Vec<PathBuf> {
+        let files = std::fs::read_dir(fixtures()).unwrap().map(|entry| entry.unwrap().path());
+        files.filter(|file| file.extension().is_some_and(|name| name == "jinja")).collect()
+    }
+
+    #[test]
     fn the_demo_model_is_shown_tools_calls_and_results() {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo/tokenizer_config.json");
         let source = read_json(&file)["chat_template"].as_str().unwrap().to_string();

@@ -127,3 +127,21 @@ fn parse_text_part(body: &Fields, path: &str, value: Value) -> Result<String, Ap
     fields.finish(&[])?;
     text.ok_or_else(|| ApiError::invalid(path.clone(), format!("'{path}' is missing")))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn content_is_absent_beside_calls_only() {
+        let body = br#"{"messages": [
+            {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f"}}]},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+            {"role": "assistant", "content": null, "tool_calls": []},
+            {"role": "assistant"}]}"#;
+        let conversation = parse_conversation(&mut Fields::parse(body).unwrap()).unwrap();
+        let contents: Vec<_> = conversation.messages.into_iter().map(|message| message.content).collect();
+        let empty = || Some(Content::Text(String::new()));
+        assert_eq!(contents, [None, empty(), empty(), empty()]);
+    }
+}
