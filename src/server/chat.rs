@@ -83,6 +83,7 @@ impl OutputSpec {
             tools: self.tools.clone(),
             prompt: &self.prompt,
             is_continued: self.is_continued,
+            is_constrained: false,
             whole_calls,
             max_calls: self.max_calls,
             id_seed: self.id_seed.wrapping_add(index as u64),
