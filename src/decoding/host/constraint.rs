@@ -12,7 +12,7 @@ pub struct Constraint {
     pub start: ConstraintStart,
 }
 
-/// Where in the output a grammar begins to apply.
+/// The place in the output where a grammar begins to apply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConstraintStart {
     /// From the first token on.

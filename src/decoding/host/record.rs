@@ -1,16 +1,15 @@
-//! What the host knows of a sequence whose tokens it draws or masks. It never moves; the running sequence
-//! refers to it, wherever its slot is.
+//! The record of a sequence whose tokens the host draws or masks. It never moves; the running sequence refers
+//! to it, wherever its slot is.
 //!
 //! Invariant: the state depends on the tokens alone, in their order: the draw of a token or the mask after it
 //! begins when the work for the token before is done.
 
 use super::constraint::ConstraintState;
-use super::pool::lock;
 use crate::decoding::strategies::{HostSampler, LogprobsMode, Row, SamplingPlan, SequenceState};
 use mainstem_grammar::GrammarError;
 use mainstem_kernels::late::{MaskSender, TokenSender};
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The record of one sequence.
 pub(super) struct Record {
@@ -69,7 +68,7 @@ impl Work {
 
 /// The mask of the next token that the device draws.
 enum MaskState {
-    /// It is being computed, and no row waits for it.
+    /// Being computed, and no row waits for it.
     Pending,
     Ready(Arc<[u32]>),
     /// The row of the next token waits for it.
@@ -199,4 +198,9 @@ impl Record {
         lock(&self.error).get_or_insert(error);
         *lock(&self.mask) = MaskState::Failed;
     }
+}
+
+/// Locks a mutex. What it protects is valid after a panic, too.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
