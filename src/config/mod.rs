@@ -150,6 +150,7 @@ mod tests {
                 shuffle: true,
                 lanes: LaneCount::PerStage,
                 run_ahead: false,
+                sampling_threads: None,
                 drain_timeout: Duration::from_secs(30),
             },
             kv: KvConfig {

@@ -13,6 +13,7 @@ use crate::quantize::WeightRules;
 use crate::request::Pooling;
 use mainstem_kernels::cpu::Isa;
 use mainstem_kernels::{ActivationPrecision, QuantType};
+use std::num::NonZero;
 use std::time::Duration;
 
 const API_KEY_FILE: &str = "server.api_key_file";
@@ -103,6 +104,7 @@ impl LayeredSettings {
             shuffle: self.get("scheduler.shuffle", |v| one_of(v, &[("on", true), ("off", false)]))?,
             lanes: self.get("scheduler.lanes", values::lanes)?,
             run_ahead: run_ahead.unwrap_or_else(|| device.devices().all(|device| !device.kind.is_host())),
+            sampling_threads: NonZero::new(self.get("scheduler.sampling_threads", |v| integer(v, 0, 256))?),
             drain_timeout: self.get("scheduler.drain_timeout", duration)?,
         })
     }

@@ -8,6 +8,7 @@ use crate::request::Pooling;
 use mainstem_kernels::cpu::Isa;
 use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
 use std::fmt;
+use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -138,6 +139,8 @@ pub struct SchedulerConfig {
     pub lanes: LaneCount,
     /// Whether a step may be sent before the results of the previous one.
     pub run_ahead: bool,
+    /// Number of threads that draw and mask tokens on the host; `None` is as many as the machine has cores.
+    pub sampling_threads: Option<NonZero<usize>>,
     /// Time that requests in flight may take to finish at shutdown.
     pub drain_timeout: Duration,
 }

@@ -2,8 +2,8 @@
 //!
 //! Invariant: seeds are fixed, so every statistic is a fixed number that is either within its bound or not.
 
-use super::{logprobs, sample, sample_row};
-use crate::request::Sampling;
+use super::{logprobs, sample};
+use crate::request::{Sampling, sample_row};
 use mainstem_kernels::SamplingParams;
 use mainstem_kernels::random::uniform;
 use std::collections::BTreeSet;

@@ -27,6 +27,7 @@ use super::sequence::SequenceKey;
 use super::status::Status;
 use super::stream::EventSender;
 use crate::config::Policy;
+use crate::decoding::HostPool;
 use crate::memory::split_slots;
 use crate::request::{RequestError, TokenEvent};
 use actix::{Actor, AsyncContext, Context, Recipient, WrapFuture};
@@ -52,6 +53,7 @@ pub struct LoopHandles {
     pub reset_lane: Recipient<ResetLane>,
     pub devices: Arc<dyn Devices>,
     pub status: Arc<Status>,
+    pub host_pool: Arc<HostPool>,
 }
 
 /// Configuration of the decode loops.
@@ -312,7 +314,12 @@ impl DecodeLoop {
                 let lease =
                     sequence.lease.as_ref().expect("prefill reserved its pages; anything else is a bug");
                 self.update.joins.push(JoiningSequence { key, pages: lease.list().clone() });
-                self.running.push(RunningSequence::new(key, sequence, &self.metrics));
+                self.running.push(RunningSequence::new(
+                    key,
+                    sequence,
+                    &self.metrics,
+                    &self.handles.host_pool,
+                ));
             }
             // A sequence that was just added is the last one.
             if let Some(running) = self.running.iter_mut().rfind(|running| running.key == key) {

@@ -6,8 +6,8 @@
 use super::DecodeLoop;
 use super::running::RunningSequence;
 use crate::actors::sequence::SequenceKey;
-use crate::decoding;
-use crate::request::{FinishReason, RequestError, Task, Token, TokenEvent};
+use crate::decoding::{self, HostSequence};
+use crate::request::{self, FinishReason, RequestError, Task, Token, TokenEvent};
 use mainstem_kernels::{SampledToken, StepLimits, StepOutput};
 
 /// The targets of a step's results.
@@ -75,14 +75,23 @@ impl DecodeLoop {
                 continue;
             };
             if let Some(failure) = row.failure {
-                let failed = TokenEvent::Failed(RequestError::SamplingFailed(failure.to_string()));
+                // What the host knows says more than the device does.
+                let why = running.host.as_ref().and_then(HostSequence::error);
+                let why = why.map_or_else(|| failure.to_string(), |error| error.to_string());
+                let failed = TokenEvent::Failed(RequestError::SamplingFailed(why));
                 self.pending_events.push((running.sequence.events.clone(), failed));
                 running.finished = true;
                 continue;
             }
             match usage {
                 RowUse::PromptLogprob => running.prompt_logprobs.push(token_of_row(output, row)),
-                RowUse::NextToken => self.process_token(sequence, token_of_row(output, row)),
+                RowUse::NextToken => {
+                    let mut token = token_of_row(output, row);
+                    if let Some(report) = running.host.as_ref().and_then(HostSequence::take_report) {
+                        (token.logprob, token.top) = (Some(report.logprob), report.top);
+                    }
+                    self.process_token(sequence, token);
+                }
                 RowUse::MaskPrediction => {
                     let event = mask_prediction(output.top_logprobs_of(row));
                     self.pending_events.push((running.sequence.events.clone(), event));
@@ -98,7 +107,7 @@ impl DecodeLoop {
     fn process_token(&mut self, sequence: SequenceRef, token: Token) {
         let Some(running) = find(&mut self.running, &mut self.leaving, sequence) else { return };
         let generated = running.received + 1;
-        let end = decoding::finish_reason(token.id, &running.sequence.request, &self.config.eos, generated);
+        let end = request::finish_reason(token.id, &running.sequence.request, &self.config.eos, generated);
         running.receive(token.id, end.is_none());
         let request = &running.sequence.request;
         let events = &running.sequence.events;
