@@ -237,6 +237,20 @@ pub(crate) static HOST_SAMPLING: Metric = Metric::new(
      of a token that the device cannot draw, mask is the mask of a grammar.",
 )
 .labelled(&[("work", &["draw", "mask"])]);
+pub(crate) static GRAMMAR_COMPILE: Metric = Metric::new(
+    "mainstem_grammar_compile_seconds",
+    MetricKind::Histogram(STEP_BUCKETS_S),
+    "seconds",
+    "Time to compile, or to reject, the schema or grammar of a request whose grammar was not cached.",
+);
+pub(crate) static CONSTRAINED_REQUESTS: Metric = Metric::new(
+    "mainstem_constrained_requests_total",
+    Counter,
+    "requests",
+    "Requests for constrained output, by its form, including those whose schema or grammar is rejected. tools \
+     are calls that are required.",
+)
+.labelled(&[("kind", &["json_schema", "json_object", "regex", "choice", "grammar", "tools"])]);
 pub(crate) static STEP_SLOTS: Metric = Metric::new(
     "mainstem_step_slots",
     MetricKind::Histogram(STEP_TOKEN_BUCKETS),
@@ -310,6 +324,8 @@ pub static METRICS: &[&Metric] = &[
     &STEP_SECONDS,
     &STEP_PHASES,
     &HOST_SAMPLING,
+    &CONSTRAINED_REQUESTS,
+    &GRAMMAR_COMPILE,
     &SLOT_SHUFFLES,
     &SLOT_MOVES,
     &WASTED_ROWS,
