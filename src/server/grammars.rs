@@ -13,7 +13,7 @@ use crate::telemetry;
 use crate::text::Tokenizer;
 use crate::text::grammar_vocabulary::grammar_vocabulary;
 use actix_web::web;
-use mainstem_grammar::{Form, Grammar, GrammarCache, GrammarError, Limits};
+use mainstem_grammar::{Grammar, GrammarCache, GrammarError, Limits};
 use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
@@ -50,7 +50,7 @@ impl Grammars {
     /// cached, for its compilation on a thread of the blocking pool. The error of a refused specification
     /// names its part.
     pub async fn constraint(&self, params: &ConstraintParams) -> Result<Arc<Constraint>, ApiError> {
-        telemetry::CONSTRAINED_REQUESTS.count([kind(&params.spec.form)]);
+        telemetry::CONSTRAINED_REQUESTS.count([params.kind]);
         let cache = self.cache(&params.param).await?;
         let grammar = match cache.cached(&params.spec) {
             Some(compiled) => compiled,
@@ -110,24 +110,17 @@ fn build_cache(
 
 /// Returns the error of a specification that is refused: the path of the parameter, the part, the reason.
 fn refusal(param: &str, error: &GrammarError) -> ApiError {
-    let message = match error {
+    match error {
         // The parameter is the part.
-        GrammarError::Refused { part, reason } if ["regex", "choice", "grammar"].contains(&&**part) => {
-            format!("{param}: {reason}")
+        GrammarError::Refused { part, reason }
+            if ["regex", "choice", "grammar", "calls"].contains(&&**part) =>
+        {
+            ApiError::invalid(param, format!("{param}: {reason}"))
         }
-        error => format!("{param}: {error}"),
-    };
-    ApiError::invalid(param, message)
-}
-
-/// Returns the label of a form in metrics.
-fn kind(form: &Form) -> &'static str {
-    match form {
-        Form::JsonObject => "json_object",
-        Form::JsonSchema(_) => "json_schema",
-        Form::Regex(_) => "regex",
-        Form::Choice(_) => "choice",
-        Form::Grammar(_) => "grammar",
-        Form::Calls(_) => "tools",
+        // The part is a path of its own: that of a tool's parameters.
+        GrammarError::Refused { part, .. } if part.starts_with("tools[") => {
+            ApiError::invalid("tools", error.to_string())
+        }
+        error => ApiError::invalid(param, format!("{param}: {error}")),
     }
 }

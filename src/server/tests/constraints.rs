@@ -5,7 +5,8 @@ use super::test_server::{
 };
 use crate::actors::ModelInfo;
 use crate::decoding::{Constraint, ConstraintStart};
-use crate::request::{RequestError, TokenEvent};
+use crate::request::{FinishReason, RequestError, TokenEvent};
+use crate::text::output::OutputFormats;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -178,8 +179,8 @@ async fn hostile_specifications_are_refused() {
     let server = server();
     let deep = format!("{}{}", "[".repeat(10_000), "]".repeat(10_000));
     let object = format!(r#"{{"prompt": "p", "json_schema": {{"const": {deep}}}}}"#);
-    let one_of_two = |at: usize| json!({ "anyOf": [{ "required": [at.to_string()] }, { "title": "x" }] });
-    let exponential: Vec<Value> = (0..30).map(one_of_two).collect();
+    let option = |at: usize| json!({ "properties": { format!("k{at}"): { "type": "string" } } });
+    let any_of = json!({ "anyOf": (0..100).map(option).collect::<Vec<_>>() });
     let body = |members: Value| with_prompt(COMPLETIONS, members);
     let gbnf = format!("root ::= {}\"a\"", "\"a\" | ".repeat(150_000));
     for (name, body, part) in [
@@ -189,7 +190,7 @@ async fn hostile_specifications_are_refused() {
         ("1 MB schema", body(json!({ "guided_json": { "enum": vec!["x"; 250_000] } })), "guided_json: "),
         ("2 MB schema", body(json!({ "guided_json": { "title": "x".repeat(2 << 20) } })), "guided_json: "),
         ("1 MB GBNF", body(json!({ "grammar": gbnf })), "grammar: "),
-        ("exponential", body(json!({ "guided_json": { "allOf": exponential } })), "guided_json: "),
+        ("exponential", body(json!({ "guided_json": { "allOf": vec![any_of; 5] } })), "guided_json: "),
         ("many states", body(json!({ "guided_regex": "((a|b){1,999}){1,999}" })), "guided_regex: "),
     ] {
         let begin = std::time::Instant::now();
@@ -221,5 +222,118 @@ async fn a_stuck_answer_says_why() {
     let (_, response) = server.exchange(json!({ "prompt": "p", "guided_regex": "a" }), events).await;
     assert_eq!((response.status, response.error().0.as_str()), (500, "sampling_failed"));
     assert!(message(&response).contains(why), "{}", response.body);
+    server.close().await;
+}
+
+/// A tool that answers about the weather of a city, and one without parameters.
+fn tools() -> Value {
+    let city = json!({ "type": "object", "properties": { "city": { "enum": ["Ulm", "Rom"] } },
+                       "required": ["city"], "additionalProperties": false });
+    let weather = json!({ "name": "weather", "parameters": city });
+    json!([{ "type": "function", "function": weather }, { "type": "function", "function": { "name": "stop" } }])
+}
+
+/// Starts a server for a model that writes calls as Hermes does.
+fn server_with_tools() -> TestServer {
+    let output_formats = OutputFormats::select(("hermes", "deepseek_r1"), None).unwrap();
+    let model = ModelInfo { eos: vec![EOS], vocab: 258, output_formats, ..model() };
+    TestServer::for_model(model, tokenizer_with(&["<s>", "</s>"], Value::Null), None, |_| {}, DEADLINE)
+}
+
+const WEATHER: &str = "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\":\"Ulm\"}}\n</tool_call>";
+const STOP: &str = "<tool_call>\n{\"name\": \"stop\", \"arguments\": {}}\n</tool_call>";
+
+/// Calls that are required are a constraint, and the answer has them whole and streamed. The reason for which
+/// it ended is that of OpenAI and vLLM.
+#[actix_web::test]
+async fn required_calls_are_a_constraint() {
+    let mut server = server_with_tools();
+    let named = json!({ "type": "function", "function": { "name": "weather" } });
+    for (choice, reason) in [(json!("required"), "tool_calls"), (named.clone(), "stop")] {
+        for stream in [false, true] {
+            let body = json!({ "tools": tools(), "tool_choice": choice, "stream": stream, "n": 2 });
+            let client = send(&server, CHAT, &body).await;
+            for _ in 0..2 {
+                let (request, events) = server.next_request().await;
+                let constraint = request.constraint.expect("there is a constraint");
+                assert!(allows(&constraint, WEATHER) && !allows(&constraint, "Hello"));
+                assert_eq!(allows(&constraint, STOP), choice != named);
+                assert!(!allows(&constraint, &WEATHER.replace("Ulm", "Bonn")));
+                WEATHER.bytes().for_each(|byte| events.send(TokenEvent::Token(bare(byte.into()))));
+                events.send(TokenEvent::Finished(FinishReason::Stop));
+            }
+            let response = client.response().await;
+            for index in 0..2 {
+                let (calls, end) = calls_of(&response, stream, index);
+                assert_eq!((calls.as_str(), end), ("weather {\"city\":\"Ulm\"}", json!(reason)), "{choice}");
+            }
+        }
+    }
+    server.close().await;
+}
+
+/// Returns the calls of a choice, each as name and arguments, and its finish reason.
+fn calls_of(response: &Response, stream: bool, index: u64) -> (String, Value) {
+    let chunks = if stream { response.events() } else { vec![response.json()] };
+    let (mut calls, mut end) = (String::new(), Value::Null);
+    let choices = chunks.iter().flat_map(|chunk| chunk["choices"].as_array().unwrap());
+    for choice in choices.filter(|choice| choice["index"] == index) {
+        let message = &choice[if stream { "delta" } else { "message" }];
+        for call in message["tool_calls"].as_array().into_iter().flatten() {
+            if let Some(name) = call["function"]["name"].as_str() {
+                calls += &format!("{name} ");
+            }
+            calls += call["function"]["arguments"].as_str().unwrap();
+        }
+        end = choice["finish_reason"].clone();
+    }
+    (calls, end)
+}
+
+#[actix_web::test]
+async fn tools_and_other_constraints_do_not_mix() {
+    let mut server = server_with_tools();
+    let body = |choice: &str, name: &str, value: Value| json!({ "tools": tools(), "tool_choice": choice, name: value });
+    let format = json!({ "type": "json_object" });
+    let mut bad = tools();
+    bad[0]["function"]["parameters"]["properties"]["city"] = json!({ "type": "string", "pattern": "(" });
+    for (body, param, part) in [
+        (body("required", "response_format", format.clone()), "response_format", "'tool_choice'"),
+        (body("auto", "response_format", format.clone()), "response_format", "'tools'"),
+        (body("required", "stop", json!("}")), "stop", "'tool_choice'"),
+        (body("required", "ignore_eos", json!(true)), "ignore_eos", "'tool_choice'"),
+        (
+            json!({ "tools": bad, "tool_choice": "required" }),
+            "tools",
+            "tools[0].function.parameters.properties.city.pattern: ",
+        ),
+    ] {
+        let response = send(&server, CHAT, &body).await.response().await;
+        let message = message(&response);
+        assert_eq!((response.status, response.error().1), (400, json!(param)), "{body}: {message}");
+        assert!(message.contains(part), "{body}: {message}");
+    }
+    // Without tools that the model may call, the constraint is that of the answer, and calls are not read.
+    let client = send(&server, CHAT, &body("none", "response_format", format)).await;
+    let (request, events) = server.next_request().await;
+    assert!(allows(&request.constraint.expect("there is a constraint"), "{}"));
+    answer("{}").into_iter().for_each(|event| events.send(event));
+    assert_eq!(client.response().await.json()["choices"][0]["message"]["content"], "{}");
+    server.close().await;
+}
+
+/// The answer of a model that reasons is constrained behind its reasoning.
+#[actix_web::test]
+async fn reasoning_is_not_constrained() {
+    let mut server = server_with_tools();
+    let message = json!({ "role": "assistant", "content": "<think>" });
+    let body = json!({ "messages": [message], "add_generation_prompt": false, "continue_final_message": true,
+                       "response_format": { "type": "json_object" } });
+    let client = Client::send(server.address, "POST", CHAT, "", &body.to_string()).await;
+    let (request, events) = server.next_request().await;
+    assert_eq!(request.constraint.unwrap().start, ConstraintStart::After("</think>".into()));
+    answer("Hm.</think>{\"a\":1}").into_iter().for_each(|event| events.send(event));
+    let answer = client.response().await.json()["choices"][0]["message"].take();
+    assert_eq!((&answer["reasoning_content"], &answer["content"]), (&json!("Hm."), &json!("{\"a\":1}")));
     server.close().await;
 }
