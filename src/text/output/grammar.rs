@@ -252,14 +252,9 @@ mod tests {
             let mut ids = Vec::new();
             while ids.len() < TOKENS_MAX {
                 matcher.mask(&mut mask).unwrap();
-                let is_allowed = |id: &&u32| mask[**id as usize / 32] >> (**id % 32) & 1 == 1;
-                let ending: Vec<u32> = self.ending.iter().filter(is_allowed).copied().collect();
-                let words = mask.iter().enumerate().filter(|(_, word)| **word != 0);
-                let allowed: Vec<u32> = words
-                    .flat_map(|(at, word)| {
-                        (0..32).filter(|bit| word >> bit & 1 == 1).map(move |bit| at as u32 * 32 + bit)
-                    })
-                    .collect();
+                let is_allowed = |id: &u32| mask[*id as usize / 32] >> (id % 32) & 1 == 1;
+                let ending: Vec<u32> = self.ending.iter().copied().filter(is_allowed).collect();
+                let allowed: Vec<u32> = (0..self.vocabulary.size() as u32).filter(is_allowed).collect();
                 let id = match dice.below(3) {
                     0 if !ending.is_empty() => *dice.pick(&ending),
                     _ => *dice.pick(&allowed),
