@@ -3,9 +3,8 @@
 //! Invariant: a request that passes can be computed: the model supports its task, all its token ids are in
 //! the vocabulary, and it fits into the context and the KV cache.
 
-use crate::decoding;
 use crate::model::spec::Kind;
-use crate::request::{Request, RequestError, Task};
+use crate::request::{self, Request, RequestError, Task};
 
 /// The bounds that every request is checked against.
 #[derive(Clone, Debug)]
@@ -94,7 +93,7 @@ impl IntakeLimits {
 
     /// Checks a request that generates tokens.
     fn check_generation(&self, request: &Request) -> Result<(), RequestError> {
-        decoding::validate(&request.sampling).map_err(|(param, message)| invalid(param, message))?;
+        request::validate(&request.sampling).map_err(|(param, message)| invalid(param, message))?;
         if request.prompt.is_empty() {
             let prompt = self.prompt_param();
             return Err(invalid(prompt, format!("the {prompt} has no tokens")));

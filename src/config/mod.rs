@@ -141,6 +141,12 @@ mod tests {
                 api_key_file: None,
                 cors_origins: vec![],
                 tls: None,
+                grammar: GrammarConfig {
+                    threads: 2,
+                    cache_entries: 256,
+                    cache_bytes: 256 << 20,
+                    text_bytes: 1 << 20,
+                },
             },
             scheduler: SchedulerConfig {
                 slots: 32,
@@ -150,6 +156,7 @@ mod tests {
                 shuffle: true,
                 lanes: LaneCount::PerStage,
                 run_ahead: false,
+                sampling_threads: None,
                 drain_timeout: Duration::from_secs(30),
             },
             kv: KvConfig {

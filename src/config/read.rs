@@ -13,6 +13,7 @@ use crate::quantize::WeightRules;
 use crate::request::Pooling;
 use mainstem_kernels::cpu::Isa;
 use mainstem_kernels::{ActivationPrecision, QuantType};
+use std::num::NonZero;
 use std::time::Duration;
 
 const API_KEY_FILE: &str = "server.api_key_file";
@@ -72,6 +73,17 @@ impl LayeredSettings {
                 .map(|path| KeyFile { path, origin: self.source(API_KEY_FILE) }),
             cors_origins: self.get("server.cors_origins", values::origins)?,
             tls: self.tls()?,
+            grammar: self.grammar()?,
+        })
+    }
+
+    fn grammar(&self) -> Result<GrammarConfig, ConfigError> {
+        let size = |key| self.get(key, |v| values::size(v, 1024)).map(|size| size as usize);
+        Ok(GrammarConfig {
+            threads: self.get("grammar.threads", |v| integer(v, 1, 256))?,
+            cache_entries: self.get("grammar.cache_entries", |v| integer(v, 1, 1 << 24))?,
+            cache_bytes: size("grammar.cache_size")?,
+            text_bytes: size("grammar.text_limit")?,
         })
     }
 
@@ -103,6 +115,7 @@ impl LayeredSettings {
             shuffle: self.get("scheduler.shuffle", |v| one_of(v, &[("on", true), ("off", false)]))?,
             lanes: self.get("scheduler.lanes", values::lanes)?,
             run_ahead: run_ahead.unwrap_or_else(|| device.devices().all(|device| !device.kind.is_host())),
+            sampling_threads: NonZero::new(self.get("scheduler.sampling_threads", |v| integer(v, 0, 256))?),
             drain_timeout: self.get("scheduler.drain_timeout", duration)?,
         })
     }

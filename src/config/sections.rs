@@ -8,6 +8,7 @@ use crate::request::Pooling;
 use mainstem_kernels::cpu::Isa;
 use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
 use std::fmt;
+use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -86,6 +87,20 @@ pub struct ServerConfig {
     pub cors_origins: Vec<String>,
     /// TLS certificate and key; `None` serves plain HTTP.
     pub tls: Option<TlsFiles>,
+    pub grammar: GrammarConfig,
+}
+
+/// Options of constrained output.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GrammarConfig {
+    /// Maximum number of grammars compiled at once; at least 1.
+    pub threads: usize,
+    /// Maximum number of compiled grammars that are kept; at least 1.
+    pub cache_entries: usize,
+    /// Maximum memory of compiled grammars that are kept, in bytes.
+    pub cache_bytes: usize,
+    /// Maximum size of a schema or grammar in a request, in bytes.
+    pub text_bytes: usize,
 }
 
 /// The treatment of request fields that the server does not know.
@@ -138,6 +153,8 @@ pub struct SchedulerConfig {
     pub lanes: LaneCount,
     /// Whether a step may be sent before the results of the previous one.
     pub run_ahead: bool,
+    /// Number of threads that draw and mask tokens on the host; `None` is as many as the machine has cores.
+    pub sampling_threads: Option<NonZero<usize>>,
     /// Time that requests in flight may take to finish at shutdown.
     pub drain_timeout: Duration,
 }

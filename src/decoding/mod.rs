@@ -1,24 +1,20 @@
-//! From logits to tokens and from hidden states to vectors: the meaning of a request's sampling and pooling
-//! parameters, and when a sequence ends.
+//! From logits to tokens and from hidden states to vectors.
 //!
-//! [`strategies`] has all ways to choose a token, for rows that the host samples.
-//! `validate` checks a request's parameters, `sample_row` converts them to a device's sampling
-//! parameters, and the re-exported reference functions for sampling and `logprobs` define the result that
-//! every device must give.
-//! Invariant: pure functions. A token depends on its logits, the parameters, the seed and its position only.
-
-pub mod sampling;
+//! [`strategies`] has all ways to choose a token, [`host`] the threads that compute the host's part, and the
+//! re-exported reference functions `sample` and `logprobs` define the result that every device must give.
+//! Invariant: a token depends on its logits, the request's parameters, the tokens before it, the seed and its
+//! position only.
 
 pub mod strategies;
 
-pub mod finish;
-
 pub mod pooling;
+
+pub mod host;
 
 #[cfg(test)]
 mod tests;
 
-pub use finish::{finish_reason, logit_biases};
+pub use host::{Constraint, ConstraintStart, HostPool, HostSequence, HostWork};
 pub use mainstem_kernels::reference::{LogProbs, logprobs, sample};
-pub use pooling::pool;
-pub use sampling::{sample_row, validate};
+pub use pooling::{Pooling, pool};
+pub use strategies::SamplingPlan;

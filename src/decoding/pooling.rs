@@ -3,7 +3,30 @@
 //! Invariant: batch-invariant: only the text's own rows count, in their order, so the vector does not depend
 //! on the other sequences of the batch.
 
-use crate::request::Pooling;
+/// The method that reduces the hidden states of a text to one vector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pooling {
+    /// The mean of all hidden states.
+    Mean,
+    /// The first token's hidden state.
+    Cls,
+    /// The last token's hidden state.
+    Last,
+}
+
+impl Pooling {
+    /// All pooling methods.
+    pub const ALL: [Pooling; 3] = [Pooling::Mean, Pooling::Cls, Pooling::Last];
+
+    /// Returns the name used in the configuration and in requests.
+    pub fn name(self) -> &'static str {
+        match self {
+            Pooling::Mean => "mean",
+            Pooling::Cls => "cls",
+            Pooling::Last => "last",
+        }
+    }
+}
 
 /// Pools the hidden states `rows` of a text, (tokens, width), with at least one token, to a vector of `width`
 /// numbers.

@@ -99,6 +99,11 @@ impl Matcher {
         self.ended > 0 || (self.inner.is_stopped() && !self.inner.is_error())
     }
 
+    /// Returns the vocabulary that tokens are of.
+    pub fn vocabulary(&self) -> &Arc<Vocabulary> {
+        &self.vocabulary
+    }
+
     /// Returns a matcher with the same state, which shares nothing with this one.
     pub fn fork(&self) -> Matcher {
         Matcher { inner: self.inner.deep_clone(), vocabulary: self.vocabulary.clone(), ended: self.ended }

@@ -93,6 +93,13 @@ impl Vocabulary {
         }
     }
 
+    /// Returns the bytes of a token's text, of a special token those of its name; empty for a token that is
+    /// never produced and for an id beyond the vocabulary.
+    pub fn text(&self, token: u32) -> &[u8] {
+        let bytes = if (token as usize) < self.size() { self.trie().token(token) } else { &[] };
+        bytes.strip_prefix(&[SPECIAL]).unwrap_or(bytes)
+    }
+
     pub(crate) fn factory(&self) -> &ParserFactory {
         &self.factory
     }

@@ -9,8 +9,8 @@ use crate::actors::device::Step;
 use crate::actors::kv::SlotPlan;
 use crate::actors::loop_metrics::StepSize;
 use crate::actors::prefill::PromptChunk;
-use crate::decoding;
-use crate::request::Task;
+use crate::decoding::HostSequence;
+use crate::request::{self, Task};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{
     SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch,
@@ -97,11 +97,20 @@ impl DecodeLoop {
         }
     }
 
-    /// Adds the span that decodes the next token of a running sequence.
+    /// Adds the span that decodes the next token of a running sequence. It computes the last sampled token, and
+    /// those that a grammar forced after it.
     fn add_decode_span(&self, buffers: &mut StepBuffers, at: usize) {
         let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
-        let tokens = self.decode_token(batch, running.last_token());
-        batch.spans.push(running.span(running.next_position() - 1, tokens, SpanOutput::Last));
+        let tokens = match running.forced {
+            0 => self.decode_token(batch, running.last_token()),
+            forced => {
+                let at = batch.tokens.len() as u32;
+                batch.tokens.extend_from_slice(running.next_input());
+                SpanTokens::Generated { at, len: 1 + forced }
+            }
+        };
+        let start = running.next_position() - 1 - running.forced;
+        batch.spans.push(running.span(start, tokens, SpanOutput::Last));
         self.add_sample_row(buffers, at);
     }
 
@@ -149,17 +158,25 @@ impl DecodeLoop {
         }
     }
 
-    /// Adds the row that samples a sequence's next token, with its logit biases.
+    /// Adds the row that samples a sequence's next token, with its logit biases, and the host's part in it.
     fn add_sample_row(&self, StepBuffers { step, routing }: &mut StepBuffers, at: usize) {
         let (batch, running) = (&mut step.batch, &self.running[at]);
-        let bias_at = batch.logit_biases.len();
-        batch.logit_biases.extend(decoding::logit_biases(
-            &running.sequence.request,
-            &self.config.eos,
-            running.generated_count(),
-        ));
-        let bias_len = (batch.logit_biases.len() - bias_at) as u32;
-        batch.sampling.push(SamplingParams { bias_at: bias_at as u32, bias_len, ..running.sample_row() });
+        let mut params = running.sample_row();
+        let host = running.host.as_ref();
+        // A plan of the host includes the biases.
+        if !host.is_some_and(HostSequence::draws) {
+            params.bias_at = batch.logit_biases.len() as u32;
+            batch.logit_biases.extend(request::logit_biases(
+                &running.sequence.request,
+                &self.config.eos,
+                running.generated_count(),
+            ));
+            params.bias_len = batch.logit_biases.len() as u32 - params.bias_at;
+        }
+        if let Some(host) = host {
+            host.register(&step.late, batch.sampling.len(), &mut params);
+        }
+        batch.sampling.push(params);
         routing.targets.push(RowTarget::Sequence(self.sequence_ref(at), RowUse::NextToken));
     }
 

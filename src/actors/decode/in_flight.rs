@@ -7,7 +7,6 @@
 
 use super::build_batch::{StepBuffers, step_size};
 use super::process_output::OutputRouting;
-use super::running::RunningSequence;
 use super::{DecodeLoop, SpanWork};
 use crate::actors::device::StepResult;
 use crate::actors::group::SentStep;
@@ -54,7 +53,7 @@ impl DecodeLoop {
     /// Waits until the only step in flight has passed its last layer, and returns whether the next iteration
     /// may be scheduled before its results. Returns false at once if the loop does not run ahead.
     pub(super) async fn may_run_ahead(&mut self) -> bool {
-        if !self.runs_ahead || self.running.iter().any(RunningSequence::needs_token_before_next_step) {
+        if !self.runs_ahead {
             return false;
         }
         self.flush_events();

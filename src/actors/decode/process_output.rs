@@ -6,8 +6,8 @@
 use super::DecodeLoop;
 use super::running::RunningSequence;
 use crate::actors::sequence::SequenceKey;
-use crate::decoding;
-use crate::request::{FinishReason, RequestError, Task, Token, TokenEvent};
+use crate::decoding::{self, HostSequence};
+use crate::request::{self, FinishReason, RequestError, Task, Token, TokenEvent};
 use mainstem_kernels::{SampledToken, StepLimits, StepOutput};
 
 /// The targets of a step's results.
@@ -75,14 +75,23 @@ impl DecodeLoop {
                 continue;
             };
             if let Some(failure) = row.failure {
-                let failed = TokenEvent::Failed(RequestError::SamplingFailed(failure.to_string()));
+                // What the host knows says more than the device does.
+                let why = running.host.as_ref().and_then(HostSequence::error);
+                let why = why.map_or_else(|| failure.to_string(), |error| error.to_string());
+                let failed = TokenEvent::Failed(RequestError::SamplingFailed(why));
                 self.pending_events.push((running.sequence.events.clone(), failed));
                 running.finished = true;
                 continue;
             }
             match usage {
                 RowUse::PromptLogprob => running.prompt_logprobs.push(token_of_row(output, row)),
-                RowUse::NextToken => self.process_token(sequence, token_of_row(output, row)),
+                RowUse::NextToken => {
+                    let mut token = token_of_row(output, row);
+                    if let Some(report) = running.host.as_ref().and_then(HostSequence::take_report) {
+                        (token.logprob, token.top) = (Some(report.logprob), report.top);
+                    }
+                    self.process_token(sequence, token);
+                }
                 RowUse::MaskPrediction => {
                     let event = mask_prediction(output.top_logprobs_of(row));
                     self.pending_events.push((running.sequence.events.clone(), event));
@@ -94,11 +103,24 @@ impl DecodeLoop {
         assert!(all_ended, "a sequence leaves with its last step; anything else is a bug");
     }
 
-    /// Processes a sampled token: sends its events, and marks the sequence as finished if it ends.
+    /// Processes a sampled token, and those that a grammar forces after it.
     fn process_token(&mut self, sequence: SequenceRef, token: Token) {
-        let Some(running) = find(&mut self.running, &mut self.leaving, sequence) else { return };
+        let id = token.id;
+        let Some(running) = self.deliver_token(sequence, token) else { return };
+        running.forced = 0;
+        let forced = running.host.as_ref().map_or_else(Vec::new, |host| host.accept(id));
+        for id in forced {
+            let token = Token { id, logprob: None, top: Vec::new() };
+            let Some(running) = self.deliver_token(sequence, token) else { return };
+            running.forced += 1;
+        }
+    }
+
+    /// Sends the events of a token. Returns the sequence if it continues; otherwise marks it as finished.
+    fn deliver_token(&mut self, sequence: SequenceRef, token: Token) -> Option<&mut RunningSequence> {
+        let running = find(&mut self.running, &mut self.leaving, sequence)?;
         let generated = running.received + 1;
-        let end = decoding::finish_reason(token.id, &running.sequence.request, &self.config.eos, generated);
+        let end = request::finish_reason(token.id, &running.sequence.request, &self.config.eos, generated);
         running.receive(token.id, end.is_none());
         let request = &running.sequence.request;
         let events = &running.sequence.events;
@@ -123,6 +145,7 @@ impl DecodeLoop {
             self.metrics.record_finished(running.times, generated, self.produced_at);
             running.finished = true;
         }
+        end.is_none().then_some(running)
     }
 
     /// Ends the encoder-only sequences of this step. `hidden` are the states of those that are embedded, in

@@ -7,10 +7,11 @@ use crate::actors::kv::{ComputedSequence, EndedSequence};
 use crate::actors::loop_metrics::{LoopMetrics, SequenceTimes};
 use crate::actors::prefill::PromptChunk;
 use crate::actors::sequence::{Sequence, SequenceKey};
-use crate::decoding;
-use crate::request::{Task, Token};
+use crate::decoding::{HostPool, HostSequence};
+use crate::request::{self, Request, Task, Token};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens};
+use std::sync::Arc;
 
 /// A sequence that holds a slot.
 pub(super) struct RunningSequence {
@@ -33,12 +34,29 @@ pub(super) struct RunningSequence {
     pub(super) times: SequenceTimes,
     /// Log-probabilities of prompt tokens, until the first token is generated.
     pub(super) prompt_logprobs: Vec<Token>,
+    /// Number of tokens that a grammar forced after the last sampled one.
+    pub(super) forced: u32,
+    /// The host's part in choosing its tokens, if it has one.
+    pub(super) host: Option<HostSequence>,
 }
 
 impl RunningSequence {
-    /// Creates the state of a sequence whose first chunk was just scheduled. It has no slot yet.
-    pub(super) fn new(key: SequenceKey, sequence: Box<Sequence>, meters: &LoopMetrics) -> RunningSequence {
+    /// Creates the state of a sequence whose first chunk was just scheduled. It has no slot yet. `jump_limit`
+    /// is the maximum number of tokens that a grammar may force at once.
+    pub(super) fn new(
+        key: SequenceKey,
+        sequence: Box<Sequence>,
+        meters: &LoopMetrics,
+        pool: &Arc<HostPool>,
+        jump_limit: usize,
+    ) -> RunningSequence {
+        let Request { plan, constraint, prompt, max_tokens, logprobs, .. } = &sequence.request;
+        // Forced tokens have no rows, and so no log-probabilities.
+        let limit = if logprobs.is_none() { jump_limit } else { 0 };
+        let host = HostSequence::begin(pool, plan.as_ref(), constraint.as_ref(), prompt, *max_tokens, limit);
         RunningSequence {
+            host,
+            forced: 0,
             key,
             slot: Slot::MAX,
             chunk: None,
@@ -76,12 +94,6 @@ impl RunningSequence {
         }
     }
 
-    /// Whether the sequence's next row depends on the value of the token in flight in more than the row's
-    /// input. Sampling depends on no earlier token yet; a grammar evaluated on the host would.
-    pub(super) fn needs_token_before_next_step(&self) -> bool {
-        false
-    }
-
     /// Whether the prompt is complete and tokens are generated.
     pub(super) fn is_decoding(&self) -> bool {
         self.scheduled > 0
@@ -99,6 +111,11 @@ impl RunningSequence {
         if continues {
             self.generated.push(token);
         }
+    }
+
+    /// Returns the tokens that the next decode step computes: the last sampled one and those forced after it.
+    pub(super) fn next_input(&self) -> &[u32] {
+        &self.generated[self.generated.len().saturating_sub(1 + self.forced as usize)..]
     }
 
     /// Returns the last token that was received; 0 if there is none.
@@ -143,6 +160,6 @@ impl RunningSequence {
     /// Returns the row that samples the next token, without logit biases.
     pub(super) fn sample_row(&self) -> SamplingParams {
         let request = &self.sequence.request;
-        decoding::sample_row(&request.sampling, self.next_position(), request.logprobs)
+        request::sample_row(&request.sampling, self.next_position(), request.logprobs)
     }
 }

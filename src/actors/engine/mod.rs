@@ -19,6 +19,7 @@ use super::prompting_defaults::{self, PromptingDefaults};
 use super::status::Status;
 use super::stream::IntakeHandle;
 use crate::config::{Config, KvConfig, LaneCount, Policy, SamplingDefaultsSource, SchedulerConfig};
+use crate::decoding::{HostPool, HostWork};
 use crate::formats::{ChatTemplateSource, SamplingDefaults};
 use crate::memory::PagePool;
 use crate::model::executor::KvCacheConfig;
@@ -29,10 +30,12 @@ use crate::telemetry;
 use crate::text::output::OutputFormats;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
 use mainstem_kernels::StepLimits;
 use std::collections::HashSet;
+use std::num::NonZero;
 use std::sync::Arc;
+use std::thread::available_parallelism;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tracing::warn;
 
@@ -222,8 +225,12 @@ pub async fn start(
     telemetry::WAITING_ROOM.set(setup.scheduler.max_waiting as f64);
     telemetry::KV_PAGES.set((setup.kv.pages - 1) as f64);
 
+    let threads = setup.scheduler.sampling_threads.or_else(|| available_parallelism().ok());
+    let threads = threads.map_or(1, NonZero::get);
+    let host_pool = HostPool::new(threads, setup.limits.vocab, record_host_sampling);
+    let host_pool = Arc::new(host_pool.context("cannot start the threads of sampling")?);
     let control = Arbiter::new();
-    let actors = start_control(&control, &setup, group.clone(), status.clone());
+    let actors = start_control(&control, &setup, group.clone(), status.clone(), host_pool);
     Ok(Engine {
         intake: IntakeHandle(actors.intake.clone().recipient()),
         status,
@@ -270,8 +277,23 @@ fn lane_count(scheduler: &SchedulerConfig, stages: usize) -> usize {
     configured.clamp(1, scheduler.slots)
 }
 
+/// Records the time of the host's part in sampling a token.
+fn record_host_sampling(work: HostWork, time: Duration) {
+    let label = match work {
+        HostWork::Draw => "draw",
+        HostWork::Mask => "mask",
+    };
+    telemetry::HOST_SAMPLING.histogram_with([label]).record(time.as_secs_f64());
+}
+
 /// Starts the actors of the control thread.
-fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, status: Arc<Status>) -> Actors {
+fn start_control(
+    control: &Arbiter,
+    setup: &EngineSetup,
+    group: Arc<Group>,
+    status: Arc<Status>,
+    host_pool: Arc<HostPool>,
+) -> Actors {
     let SchedulerConfig { slots, max_waiting, token_budget, policy, shuffle, run_ahead, .. } =
         setup.scheduler;
     let (limits, lanes, pages) = (setup.limits, setup.lanes, setup.kv.pages);
@@ -295,6 +317,7 @@ fn start_control(control: &Arbiter, setup: &EngineSetup, group: Arc<Group>, stat
         reset_lane: kv.clone().recipient(),
         devices: group,
         status: status.clone(),
+        host_pool,
     };
     for lane in 0..lanes {
         let (handles, config) = (handles.clone(), config.clone());

@@ -3,19 +3,23 @@
 //! Invariant: a parameter that would change the answer and is not supported is rejected. What only advises is
 //! listed as such, and unknown fields are named, see [`Fields`].
 
+mod constraint;
+
 mod conversation;
 
 mod generation;
 
+pub use constraint::ConstraintParams;
 pub use conversation::{Conversation, parse_conversation};
 pub use generation::{ChoiceSelection, Delivery, GenerationParams, StopConditions, StreamUsage};
 
 use super::decoder_start::DecoderStartParams;
 use super::error::ApiError;
-use super::fields::{Fields, NoOpValue, UnsupportedParams, shorten};
+use super::fields::{Fields, NoOpValue, UnsupportedParams};
 use super::prompts::{Prompt, parse_prompts};
 use crate::actors::SamplingDefaults;
 use crate::actors::engine::TOP_LOGPROBS;
+use constraint::{UNSUPPORTED_CONSTRAINTS, check_tools, find_cut, parse_constraint};
 use generation::parse_generation;
 use serde_json::Value;
 
@@ -36,6 +40,7 @@ pub struct CompletionParams {
     pub echo: bool,
     /// Text after the generated one, for models that can fill in the middle.
     pub suffix: Option<String>,
+    pub constraint: Option<ConstraintParams>,
     /// Whether the tokenizer adds its special tokens around texts.
     pub add_special_tokens: bool,
 }
@@ -46,6 +51,7 @@ pub struct ChatParams {
     pub generation: GenerationParams,
     pub conversation: Conversation,
     pub logprobs: Option<u8>,
+    pub constraint: Option<ConstraintParams>,
     /// Whether the response has the reasoning.
     pub include_reasoning: bool,
 }
@@ -73,13 +79,9 @@ const UNSUPPORTED: UnsupportedParams = &[
     ("allowed_token_ids", NoOpValue::OnlyNull),
     ("bad_words", NoOpValue::Empty),
     ("use_beam_search", NoOpValue::Bool(false)),
-    ("structured_outputs", NoOpValue::OnlyNull),
     ("priority", NoOpValue::Number(0.0)),
     ("service_tier", NoOpValue::Any),
 ];
-
-/// Unsupported parameters of the completions API only.
-const UNSUPPORTED_COMPLETIONS: UnsupportedParams = &[("response_format", NoOpValue::OnlyNull)];
 
 /// Unsupported parameters of the chat API only.
 const UNSUPPORTED_CHAT: UnsupportedParams = &[
@@ -102,6 +104,7 @@ impl CompletionParams {
         vocab: usize,
         defaults: &SamplingDefaults,
     ) -> Result<CompletionParams, ApiError> {
+        let constraint = parse_constraint(&mut fields)?;
         let mut generation = parse_generation(&mut fields, vocab, defaults)?;
         if !generation.is_unlimited {
             generation.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
@@ -113,9 +116,10 @@ impl CompletionParams {
             logprobs: fields.take_integer("logprobs", 0, LOGPROBS_MAX)?.map(|n| n as u8),
             echo: fields.take_bool("echo", false)?,
             suffix: fields.take_string("suffix")?.filter(|suffix| !suffix.is_empty()),
+            constraint,
             add_special_tokens: fields.take_bool("add_special_tokens", true)?,
         };
-        fields.finish(&[UNSUPPORTED, UNSUPPORTED_COMPLETIONS])?;
+        fields.finish(&[UNSUPPORTED, UNSUPPORTED_CONSTRAINTS])?;
         if params.generation.max_tokens == Some(0) && !params.echo {
             return Err(ApiError::invalid("max_tokens", "'max_tokens' can be 0 only with 'echo'"));
         }
@@ -130,38 +134,23 @@ impl ChatParams {
         vocab: usize,
         defaults: &SamplingDefaults,
     ) -> Result<ChatParams, ApiError> {
+        let cut = find_cut(&fields);
+        let constraint = parse_constraint(&mut fields)?;
         let generation = parse_generation(&mut fields, vocab, defaults)?;
         if generation.max_tokens == Some(0) {
             let name = generation.limit_name;
             return Err(ApiError::invalid(name, format!("'{name}' must be at least 1")));
         }
         let mut conversation = parse_conversation(&mut fields)?;
+        check_tools(&conversation.tools, constraint.as_ref(), cut)?;
         // Templates of models with several efforts read it; others ignore it.
         if let Some(Value::String(effort)) = fields.take("reasoning_effort") {
             conversation.template_kwargs.entry("reasoning_effort").or_insert(effort.into());
         }
         let logprobs = parse_chat_logprobs(&mut fields)?;
-        parse_response_format(&mut fields)?;
         let include_reasoning = fields.take_bool("include_reasoning", true)?;
-        fields.finish(&[UNSUPPORTED, UNSUPPORTED_CHAT])?;
-        Ok(ChatParams { generation, conversation, logprobs, include_reasoning })
-    }
-}
-
-/// Parses `response_format`, an object whose only supported type is "text".
-fn parse_response_format(fields: &mut Fields) -> Result<(), ApiError> {
-    let Some(format) = fields.take_object("response_format")? else { return Ok(()) };
-    match format.get("type").and_then(Value::as_str) {
-        Some("text") => Ok(()),
-        Some(other) => {
-            let message =
-                format!("'response_format.type' is \"{}\", which is not supported yet", shorten(other));
-            Err(ApiError::unsupported("response_format.type", message))
-        }
-        None => Err(ApiError::invalid(
-            "response_format.type",
-            "'response_format.type' must be a string".to_owned(),
-        )),
+        fields.finish(&[UNSUPPORTED, UNSUPPORTED_CONSTRAINTS, UNSUPPORTED_CHAT])?;
+        Ok(ChatParams { generation, conversation, logprobs, constraint, include_reasoning })
     }
 }
 

@@ -15,6 +15,7 @@ use crate::actors::status::Status;
 use crate::actors::stream::{Submit, SubmitKind, TokenStream};
 use crate::actors::testing::with_timeout;
 use crate::config::Policy;
+use crate::decoding::HostPool;
 use crate::memory::{ComputedPrefix, Lease, PagePool, split_slots};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
@@ -403,6 +404,7 @@ impl Rig {
             cache: cache.clone(),
         };
         let gate = gate.start();
+        let host_pool = Arc::new(HostPool::new(1, VOCAB as usize, |_, _| ()).unwrap());
         let handles = LoopHandles {
             next_chunks: gate.clone().recipient(),
             chunks_ahead: prefill.clone().recipient(),
@@ -411,6 +413,7 @@ impl Rig {
             reset_lane: kv.clone().recipient(),
             devices: devices.clone(),
             status: status.clone(),
+            host_pool,
         };
         let config = DecodeConfig { policy, limits, token_budget: budget, eos: Vec::new(), lanes, run_ahead };
         for lane in 0..lanes {

@@ -3,7 +3,7 @@
 //! Invariant: every backend can sample with parameters that [`validate`] accepts; [`sample_row`] changes no
 //! value.
 
-use crate::request::Sampling;
+use super::Sampling;
 use mainstem_kernels::{SampleMode, SamplingParams};
 
 /// Checks the parameters. The error is the name of the first invalid one, and a message with its value and
@@ -23,7 +23,7 @@ pub fn validate(sampling: &Sampling) -> Result<(), (&'static str, String)> {
 }
 
 /// Returns the row that samples the token at `position` of its sequence. `logprobs` is the number of most
-/// likely tokens to report, as in [`Request`](crate::request::Request). The caller adds the biases to the
+/// likely tokens to report, as in [`Request`](super::Request). The caller adds the biases to the
 /// batch and sets their range, and sets whether the row is masked.
 pub fn sample_row(sampling: &Sampling, position: u32, logprobs: Option<u8>) -> SamplingParams {
     SamplingParams {

@@ -4,7 +4,7 @@
 //! Invariant: the decision depends on one token only; stop strings are found in the detokenized text. The
 //! tokens that [`logit_biases`] bans are exactly those that [`finish_reason`] would end the sequence with.
 
-use crate::request::{FinishReason, Request};
+use super::{FinishReason, Request};
 
 /// Returns why `request`'s sequence ends with `token`, if it does. `generated` counts the generated tokens,
 /// including this one; `eos` are the model's end-of-sequence tokens. A request for 0 tokens ends with the

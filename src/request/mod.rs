@@ -1,8 +1,17 @@
 //! Requests, token events and request errors: plain data that the server and the actors exchange, without
-//! tensors or HTTP types.
+//! tensors or HTTP types; and what a request's sampling parameters and end conditions mean.
 //!
 //! Invariant: a `Request` that intake has admitted is valid; nothing behind intake checks it again.
 
+pub mod finish;
+
+pub mod sampling;
+
+pub use crate::decoding::Pooling;
+pub use finish::{finish_reason, logit_biases};
+pub use sampling::{sample_row, validate};
+
+use crate::decoding::{Constraint, SamplingPlan};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,6 +39,11 @@ pub struct Request {
     /// Biases added to the logits before sampling, as (token id, bias). Each id occurs once.
     pub logit_bias: Arc<[(u32, f32)]>,
     pub sampling: Sampling,
+    /// The sampling plan, if the host draws the tokens. Of `sampling`, only the seed applies then, and the
+    /// plan includes `min_tokens` and `logit_bias`.
+    pub plan: Option<Arc<SamplingPlan>>,
+    /// The grammar that the output must follow.
+    pub constraint: Option<Arc<Constraint>>,
     /// Number of most likely tokens to report with each generated token. `Some(0)` reports the
     /// log-probability of the token alone; `None` reports nothing.
     pub logprobs: Option<u8>,
@@ -50,17 +64,6 @@ pub enum Task {
     Embed(Pooling),
     /// The `top_k` most likely tokens at each of the `positions` of the encoder input. Positions ascend.
     FillMask { positions: Arc<[u32]>, top_k: u8 },
-}
-
-/// The method that reduces the hidden states of a text to one vector.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pooling {
-    /// The mean of all hidden states.
-    Mean,
-    /// The first token's hidden state.
-    Cls,
-    /// The last token's hidden state.
-    Last,
 }
 
 /// Sampling parameters.
@@ -133,6 +136,8 @@ impl Request {
             min_tokens: 0,
             logit_bias: Arc::default(),
             sampling: Sampling::GREEDY,
+            plan: None,
+            constraint: None,
             logprobs: None,
             prompt_logprobs: false,
             arrived: Instant::now(),
@@ -148,20 +153,6 @@ impl Request {
     /// Returns the time at which the request times out, if it has a limit.
     pub fn deadline(&self) -> Option<Instant> {
         self.time_limit.map(|limit| self.arrived + limit)
-    }
-}
-
-impl Pooling {
-    /// All pooling methods.
-    pub const ALL: [Pooling; 3] = [Pooling::Mean, Pooling::Cls, Pooling::Last];
-
-    /// Returns the name used in the configuration and in requests.
-    pub fn name(self) -> &'static str {
-        match self {
-            Pooling::Mean => "mean",
-            Pooling::Cls => "cls",
-            Pooling::Last => "last",
-        }
     }
 }
 
@@ -215,6 +206,11 @@ pub enum RequestError {
     /// 429: `limit` long request bodies wait to be parsed already.
     #[error("the server is busy: {limit} long request bodies wait to be parsed, which is the limit")]
     TooManyLongBodies { limit: usize },
+    /// 429: `limit` requests wait for their grammars to be compiled already.
+    #[error(
+        "the server is busy: {limit} requests wait for their grammars to be compiled, which is the limit"
+    )]
+    TooManyGrammars { limit: usize },
     /// 504: the request took longer than the server allows.
     #[error("the request took longer than the {limit_s} s this server allows")]
     TimedOut { limit_s: u64 },

@@ -1,0 +1,104 @@
+//! The host's part in choosing the tokens of a sequence: draws that a device cannot make, and the masks of
+//! grammars. It is computed by a pool of threads while the device works, and reaches the device as late
+//! inputs of the step, so that neither the decode loop nor rows that the device draws wait for it.
+//!
+//! Invariant: which tokens come out depends on the logits, the plan, the grammar, the seed and the position,
+//! not on when anything is computed.
+
+mod constraint;
+
+mod pool;
+
+mod record;
+
+#[cfg(test)]
+mod tests;
+
+pub use constraint::{Constraint, ConstraintStart};
+pub use pool::{HostPool, HostWork, Observer};
+pub use record::LogprobReport;
+
+use super::strategies::{SamplingPlan, SequenceState};
+use constraint::ConstraintState;
+use mainstem_grammar::GrammarError;
+use mainstem_kernels::late::LateInputs;
+use mainstem_kernels::{SampleMode, SamplingParams};
+use pool::Job;
+use record::{Record, RowContext};
+use std::sync::Arc;
+
+/// The host's part of one sequence. Dropping it ends its work.
+pub struct HostSequence {
+    record: Arc<Record>,
+    pool: Arc<HostPool>,
+}
+
+impl HostSequence {
+    /// Begins a sequence of at most `max_tokens` generated tokens. The host draws them if there is a `plan`,
+    /// and computes masks if there is a `constraint`; `None` if there is neither. `jump_limit` is the maximum
+    /// number of tokens that [`Self::accept`] returns.
+    pub fn begin(
+        pool: &Arc<HostPool>,
+        plan: Option<&Arc<SamplingPlan>>,
+        constraint: Option<&Arc<Constraint>>,
+        prompt: &[u32],
+        max_tokens: u32,
+        jump_limit: usize,
+    ) -> Option<HostSequence> {
+        if plan.is_none() && constraint.is_none() {
+            return None;
+        }
+        let state = plan.map(|plan| SequenceState::new(plan, prompt, max_tokens as usize));
+        let matcher = constraint.map(|constraint| ConstraintState::new(constraint));
+        let words = pool.vocabulary().div_ceil(u32::BITS as usize);
+        let record = Arc::new(Record::new(plan.cloned(), state, matcher, words, jump_limit));
+        if constraint.is_some() {
+            pool.submit(Job::Begin { record: record.clone() });
+        }
+        Some(HostSequence { record, pool: pool.clone() })
+    }
+
+    /// Returns whether the host draws the tokens.
+    pub fn draws(&self) -> bool {
+        self.record.plan.is_some()
+    }
+
+    /// Registers the row that samples the next token with the late inputs of its step, and completes its
+    /// parameters.
+    pub fn register(&self, late: &Arc<LateInputs>, row: usize, params: &mut SamplingParams) {
+        if self.draws() {
+            let logprobs = params.logprob.then_some(params.top_logprobs);
+            let context = RowContext { seed: params.seed, position: params.position, logprobs };
+            params.mode = SampleMode::Host;
+            late.draw_with(row, self.pool.draw(self.record.clone(), context));
+        } else {
+            params.masked = true;
+            self.record.want_mask(late.mask_sender(row));
+        }
+    }
+
+    /// Takes note of a sampled token that continues the sequence. It must be called for each in order, whoever
+    /// drew it. Returns the tokens that follow without a choice, if the grammar allowed no other token than
+    /// this one: they belong to the output, the next row samples the token after them, and they are not
+    /// accepted again. Whether there are such tokens depends on the grammar and the tokens before alone.
+    pub fn accept(&self, token: u32) -> Vec<u32> {
+        if self.draws() {
+            return Vec::new();
+        }
+        self.record.take_forced().unwrap_or_else(|| {
+            self.pool.submit(Job::Advance { record: self.record.clone(), token });
+            Vec::new()
+        })
+    }
+
+    /// Returns the log-probabilities of the next token that was drawn, if they are those of the candidates
+    /// and not of the model.
+    pub fn take_report(&self) -> Option<LogprobReport> {
+        self.record.take_report()
+    }
+
+    /// Returns why the sequence cannot go on, if it cannot.
+    pub fn error(&self) -> Option<GrammarError> {
+        self.record.error()
+    }
+}

@@ -1,0 +1,177 @@
+//! The threads that compute the host's part of sampling: draws, and masks of grammars.
+//!
+//! Invariant: a job waits for no device and no client. A job that fails or panics gives up the row that waits
+//! for it, and no other.
+
+use super::record::{Record, RowContext, lock};
+use crate::decoding::strategies::HostSampler;
+use mainstem_kernels::late::TokenSender;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::Builder;
+use std::time::{Duration, Instant};
+
+/// Number of jobs for which the queue has memory from the start.
+const JOBS: usize = 1024;
+
+/// A kind of work of the pool, for measurements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostWork {
+    /// The draw of a token.
+    Draw,
+    /// The mask of a grammar, for one token.
+    Mask,
+}
+
+/// Receives the duration of each piece of work.
+pub type Observer = fn(HostWork, Duration);
+
+/// The threads of the host's part of sampling, and their queue. They end when the pool is dropped.
+#[derive(Debug)]
+pub struct HostPool {
+    queue: Arc<Queue>,
+    /// Number of logits of a row.
+    vocabulary: usize,
+}
+
+/// Work for a thread.
+pub(super) enum Job {
+    /// Draws a token from a copy of the row's logits, and sends it.
+    Draw { record: Arc<Record>, row: RowContext, logits: Vec<f32>, sender: TokenSender },
+    /// Computes the first mask of a sequence.
+    Begin { record: Arc<Record> },
+    /// Advances the grammar by a token that the device drew, and computes the next mask.
+    Advance { record: Arc<Record>, token: u32 },
+}
+
+struct Queue {
+    state: Mutex<QueueState>,
+    changed: Condvar,
+    /// Buffers of logits that are not in use.
+    buffers: Mutex<Vec<Vec<f32>>>,
+    observe: Observer,
+}
+
+struct QueueState {
+    jobs: VecDeque<Job>,
+    closed: bool,
+}
+
+impl HostPool {
+    /// Starts `threads` threads for a model with `vocabulary` logits. Fails if the system creates none.
+    pub fn new(threads: usize, vocabulary: usize, observe: Observer) -> std::io::Result<HostPool> {
+        let state = QueueState { jobs: VecDeque::with_capacity(JOBS), closed: false };
+        let queue =
+            Queue { state: Mutex::new(state), changed: Condvar::new(), buffers: Mutex::default(), observe };
+        // If a thread cannot be created, dropping the pool ends the others.
+        let pool = HostPool { queue: Arc::new(queue), vocabulary };
+        for index in 0..threads.max(1) {
+            let queue = pool.queue.clone();
+            Builder::new().name(format!("sampler {index}")).spawn(move || queue.serve())?;
+        }
+        Ok(pool)
+    }
+
+    /// Returns the number of logits of a row.
+    pub(super) fn vocabulary(&self) -> usize {
+        self.vocabulary
+    }
+
+    /// Queues a job.
+    pub(super) fn submit(&self, job: Job) {
+        self.queue.submit(job);
+    }
+
+    /// Returns a function that copies logits and queues the draw of their row. Calling it allocates nothing.
+    pub(super) fn draw(
+        &self,
+        record: Arc<Record>,
+        row: RowContext,
+    ) -> impl FnOnce(&[f32], TokenSender) + Send + 'static {
+        let queue = self.queue.clone();
+        let mut buffer = lock(&queue.buffers).pop().unwrap_or_default();
+        buffer.clear();
+        buffer.reserve(self.vocabulary);
+        move |logits, sender| {
+            buffer.extend_from_slice(logits);
+            queue.submit(Job::Draw { record, row, logits: buffer, sender });
+        }
+    }
+}
+
+impl Drop for HostPool {
+    fn drop(&mut self) {
+        let mut state = lock(&self.queue.state);
+        state.closed = true;
+        let jobs = std::mem::take(&mut state.jobs);
+        drop(state);
+        drop(jobs);
+        self.queue.changed.notify_all();
+    }
+}
+
+impl Queue {
+    fn submit(&self, job: Job) {
+        let mut state = lock(&self.state);
+        // After the end, the job is dropped, and with it the row's sender.
+        if !state.closed {
+            state.jobs.push_back(job);
+            self.changed.notify_one();
+        }
+    }
+
+    /// Runs jobs until the pool is dropped.
+    fn serve(&self) {
+        let mut sampler = HostSampler::new();
+        while let Some(job) = self.next() {
+            let done = catch_unwind(AssertUnwindSafe(|| self.run(job, &mut sampler)));
+            if done.is_err() {
+                // Its buffers may be in any state.
+                sampler = HostSampler::new();
+            }
+        }
+    }
+
+    fn next(&self) -> Option<Job> {
+        let mut state = lock(&self.state);
+        loop {
+            if state.closed {
+                return None;
+            }
+            if let Some(job) = state.jobs.pop_front() {
+                return Some(job);
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn run(&self, job: Job, sampler: &mut HostSampler) {
+        match job {
+            Job::Draw { record, row, logits, sender } => {
+                self.timed(HostWork::Draw, || record.draw(sampler, &row, &logits, sender));
+                lock(&self.buffers).push(logits);
+                if record.is_constrained() {
+                    self.timed(HostWork::Mask, || record.prepare_mask());
+                }
+            }
+            Job::Begin { record } if record.plan.is_some() => {
+                self.timed(HostWork::Mask, || record.prepare_mask());
+            }
+            Job::Begin { record } => self.timed(HostWork::Mask, || record.advance(None)),
+            Job::Advance { record, token } => self.timed(HostWork::Mask, || record.advance(Some(token))),
+        }
+    }
+
+    fn timed(&self, work: HostWork, run: impl FnOnce()) {
+        let begin = Instant::now();
+        run();
+        (self.observe)(work, begin.elapsed());
+    }
+}
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Queue").finish_non_exhaustive()
+    }
+}
