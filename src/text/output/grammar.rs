@@ -39,12 +39,12 @@ pub enum ConstraintStart {
 
 /// A grammar, and where in the output it applies.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Constraint {
+pub struct OutputGrammar {
     pub spec: Spec,
     pub start: ConstraintStart,
 }
 
-/// What constraints on an output depend on besides the request's grammar or tools.
+/// Model and prompt that the grammars of a request's output depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct ConstraintContext<'a> {
     pub tokenizer: &'a Tokenizer,
@@ -60,7 +60,7 @@ impl ConstraintContext<'_> {
     /// Returns the constraint for a choice of tools that requires calls, and the format in which the output
     /// must be parsed: the generic one in place of formats whose arguments are not JSON. Of errors of the
     /// grammar, the part is a path of the request. `None` if no call is required, or if there is no format.
-    pub fn calls(&self, tools: &ToolSettings) -> Option<(Constraint, &'static CallFormat)> {
+    pub fn calls(&self, tools: &ToolSettings) -> Option<(OutputGrammar, &'static CallFormat)> {
         let (format, writing) = self.formats.calls?.written()?;
         let is_allowed = |tool: &Tool| match &tools.choice {
             ToolChoice::Required => true,
@@ -96,15 +96,15 @@ impl ConstraintContext<'_> {
             true => self.message(calls),
             false => (calls, self.start()),
         };
-        Some((Constraint { spec: Spec::new(Form::Calls(spec.into())), start }, format))
+        Some((OutputGrammar { spec: Spec::new(Form::Calls(spec.into())), start }, format))
     }
 
     /// Returns the constraint for an answer that `spec` describes. The parser of such an output needs
     /// [`OutputSettings::is_constrained`](super::OutputSettings::is_constrained), and no format of calls.
-    pub fn answer(&self, spec: Spec) -> Constraint {
+    pub fn answer(&self, spec: Spec) -> OutputGrammar {
         let end = PromptEnd::of(self.prompt);
         if !self.formats.is_harmony() || end == PromptEnd::Content {
-            return Constraint { spec, start: self.start() };
+            return OutputGrammar { spec, start: self.start() };
         }
         let header = match &end {
             PromptEnd::Header(begun) => without_beginning(FINAL_HEADER, begun),
@@ -120,7 +120,7 @@ impl ConstraintContext<'_> {
             Some(rest) => (call(rest), ConstraintStart::Immediately),
             None => self.message(call(FINAL_HEADER)),
         };
-        Constraint { spec: Spec { form: Form::Calls(message.into()), ..spec }, start }
+        OutputGrammar { spec: Spec { form: Form::Calls(message.into()), ..spec }, start }
     }
 
     /// Returns where an answer begins whose grammar has no header.
@@ -252,14 +252,9 @@ mod tests {
             let mut ids = Vec::new();
             while ids.len() < TOKENS_MAX {
                 matcher.mask(&mut mask).unwrap();
-                let is_allowed = |id: &&u32| mask[**id as usize / 32] >> (**id % 32) & 1 == 1;
-                let ending: Vec<u32> = self.ending.iter().filter(is_allowed).copied().collect();
-                let words = mask.iter().enumerate().filter(|(_, word)| **word != 0);
-                let allowed: Vec<u32> = words
-                    .flat_map(|(at, word)| {
-                        (0..32).filter(|bit| word >> bit & 1 == 1).map(move |bit| at as u32 * 32 + bit)
-                    })
-                    .collect();
+                let is_allowed = |id: &u32| mask[*id as usize / 32] >> (id % 32) & 1 == 1;
+                let ending: Vec<u32> = self.ending.iter().copied().filter(is_allowed).collect();
+                let allowed: Vec<u32> = (0..self.vocabulary.size() as u32).filter(is_allowed).collect();
                 let id = match dice.below(3) {
                     0 if !ending.is_empty() => *dice.pick(&ending),
                     _ => *dice.pick(&allowed),
@@ -313,7 +308,10 @@ mod tests {
             "required": ["city"], "additionalProperties": false });
         let search = json!({ "type": "object", "required": ["q"], "additionalProperties": false,
             "properties": { "q": { "enum": hostile_strings() }, "free": { "type": ["string", "null"] } } });
-        let tool = |name: &str, parameters: Json| json!({ "type": "function", "function": { "name": name, "parameters": parameters } });
+        let tool = |name: &str, parameters: Json| {
+            let function = json!({ "name": name, "parameters": parameters });
+            json!({ "type": "function", "function": function })
+        };
         let any = json!({ "type": "object" });
         let all = json!([
             tool("get_weather", weather),
@@ -459,7 +457,7 @@ mod tests {
             let spec = Spec::new(Form::JsonObject);
             assert_eq!(
                 context.answer(spec.clone()),
-                Constraint { spec, start: expected.clone() },
+                OutputGrammar { spec, start: expected.clone() },
                 "{prompt}"
             );
             let formats = formats("hermes", reasoning);

@@ -30,7 +30,7 @@ mod xml_calls;
 
 pub use events::OutputEvent;
 pub use formats::CallFormat;
-pub use grammar::{Constraint, ConstraintContext, ConstraintStart};
+pub use grammar::{ConstraintContext, ConstraintStart, OutputGrammar};
 pub use reasoning::ReasoningFormat;
 
 use super::ChatTemplate;
@@ -52,7 +52,8 @@ pub struct OutputFormats {
 
 impl OutputFormats {
     /// Selects formats by their names. For "auto", it is that of the chat template; for "none", there is
-    /// none, and there is none of calls if the template does not show tools. The error is a message that lists the names.
+    /// none, and there is none of calls if the template does not show tools. The error is a message that
+    /// lists the names.
     pub fn select(
         (calls, reasoning): (&str, &str),
         template: Option<&ChatTemplate>,
