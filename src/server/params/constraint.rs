@@ -6,7 +6,7 @@
 use crate::decoding::ConstraintStart;
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue, UnsupportedParams, describe, shorten};
-use crate::text::output::{self, ConstraintContext};
+use crate::text::output::{self, ConstraintContext, OutputGrammar};
 use crate::text::tools::{ToolChoice, ToolSettings};
 use mainstem_grammar::{Form, Spec};
 use serde_json::Value;
@@ -36,7 +36,7 @@ impl ConstraintParams {
     }
 
     /// Creates the constraint of calls that `tool_choice` requires.
-    pub fn of_calls(calls: output::Constraint) -> ConstraintParams {
+    pub fn of_calls(calls: OutputGrammar) -> ConstraintParams {
         ConstraintParams::new("tool_choice".to_owned(), calls.spec.clone()).with(calls)
     }
 
@@ -46,7 +46,7 @@ impl ConstraintParams {
         self.with(in_context)
     }
 
-    fn with(self, output::Constraint { spec, start }: output::Constraint) -> ConstraintParams {
+    fn with(self, OutputGrammar { spec, start }: OutputGrammar) -> ConstraintParams {
         let start = match start {
             output::ConstraintStart::Immediately => ConstraintStart::Immediately,
             output::ConstraintStart::After { marker } => ConstraintStart::After(marker),

@@ -1,7 +1,7 @@
 //! Tests of constrained output with a fake intake: parameters, errors, and what reaches the engine.
 
 use super::test_server::{
-    COMPLETIONS, Client, DEADLINE, Response, TestServer, answer, model, tokenizer_with,
+    COMPLETIONS, Client, DEADLINE, Response, TestServer, answer, bare, model, tokenizer_with,
 };
 use crate::actors::ModelInfo;
 use crate::decoding::{Constraint, ConstraintStart};
