@@ -59,6 +59,7 @@ mod tests {
     use super::read::cores;
     use super::*;
     use crate::quantize::WeightRules;
+    use crate::request::ParamList;
     use mainstem_kernels::cpu::Isa;
     use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
     use std::ffi::OsString;
@@ -121,6 +122,7 @@ mod tests {
                 tool_parser: "auto".into(),
                 reasoning_parser: "auto".into(),
                 sampling_defaults: SamplingDefaultsSource::Model,
+                sampling: ParamList::default(),
                 weights: WeightRules::default(),
                 served_name: "".into(),
                 pooling: None,

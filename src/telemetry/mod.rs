@@ -236,6 +236,14 @@ pub(crate) static REJECTED_PARAMETERS: Metric = Metric::new(
      Unknown parameters count as \"unknown\".",
 )
 .labelled(&[("param", &[]), ("code", &[])]);
+pub(crate) static REQUESTS_BY_STRATEGY: Metric = Metric::new(
+    "mainstem_requests_by_strategy_total",
+    Counter,
+    "requests",
+    "Accepted completions by sampling strategy that is on, by the names of docs/sampling.md; a request with \
+     several counts for each.",
+)
+.labelled(&[("strategy", &[])]);
 pub(crate) static IGNORED_FIELDS: Metric = Metric::new(
     "mainstem_ignored_fields_total",
     Counter,
@@ -407,6 +415,7 @@ pub static METRICS: &[&Metric] = &[
     &REQUEST_SUCCESS,
     &ADMISSION_REJECTIONS,
     &REJECTED_PARAMETERS,
+    &REQUESTS_BY_STRATEGY,
     &IGNORED_FIELDS,
     &CLIENTS_GONE,
     &TIME_TO_FIRST_TOKEN,

@@ -7,14 +7,17 @@ mod conversation;
 
 mod generation;
 
-pub use conversation::{Conversation, parse_conversation};
-pub use generation::{ChoiceSelection, Delivery, GenerationParams, StopConditions, StreamUsage};
+mod sampling;
 
+pub use conversation::{Conversation, parse_conversation};
+pub use generation::{ChoiceSelection, Delivery, GenerationParams, StreamUsage};
+
+use super::ServeParts;
 use super::decoder_start::DecoderStartParams;
 use super::error::ApiError;
 use super::fields::{Fields, NoOpValue, UnsupportedParams, shorten};
+use super::fill_in_the_middle;
 use super::prompts::{Prompt, parse_prompts};
-use crate::actors::SamplingDefaults;
 use crate::actors::engine::TOP_LOGPROBS;
 use generation::parse_generation;
 use serde_json::Value;
@@ -26,7 +29,7 @@ const MAX_TOKENS_DEFAULT: u32 = 16;
 const LOGPROBS_MAX: i64 = TOP_LOGPROBS as i64;
 
 /// Parameters of a completions request.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct CompletionParams {
     pub generation: GenerationParams,
     /// At least one.
@@ -63,15 +66,10 @@ const UNSUPPORTED: UnsupportedParams = &[
     ("id_slot", NoOpValue::Any),
     ("reasoning_effort", NoOpValue::Any),
     ("verbosity", NoOpValue::Any),
-    ("presence_penalty", NoOpValue::Number(0.0)),
-    ("frequency_penalty", NoOpValue::Number(0.0)),
-    ("repetition_penalty", NoOpValue::Number(1.0)),
     ("length_penalty", NoOpValue::Number(1.0)),
     ("spaces_between_special_tokens", NoOpValue::Bool(true)),
     ("truncate_prompt_tokens", NoOpValue::OnlyNull),
     ("prompt_logprobs", NoOpValue::OnlyNull),
-    ("allowed_token_ids", NoOpValue::OnlyNull),
-    ("bad_words", NoOpValue::Empty),
     ("use_beam_search", NoOpValue::Bool(false)),
     ("structured_outputs", NoOpValue::OnlyNull),
     ("priority", NoOpValue::Number(0.0)),
@@ -96,13 +94,12 @@ const UNSUPPORTED_CHAT: UnsupportedParams = &[
 ];
 
 impl CompletionParams {
-    /// Parses a request body, from which `model` has been taken out. `vocab` is the vocabulary size.
-    pub fn parse(
-        mut fields: Fields,
-        vocab: usize,
-        defaults: &SamplingDefaults,
-    ) -> Result<CompletionParams, ApiError> {
-        let mut generation = parse_generation(&mut fields, vocab, defaults)?;
+    /// Parses a request body, from which `model` has been taken out.
+    pub fn parse(mut fields: Fields, parts: &ServeParts) -> Result<CompletionParams, ApiError> {
+        let vocab = parts.model.vocab;
+        let suffix = fields.take_string("suffix")?.filter(|suffix| !suffix.is_empty());
+        let stop = suffix.as_ref().and_then(|_| fill_in_the_middle::end_token(parts));
+        let mut generation = parse_generation(&mut fields, parts, stop)?;
         if !generation.is_unlimited {
             generation.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
         }
@@ -112,7 +109,7 @@ impl CompletionParams {
             decoder_start: DecoderStartParams::parse(&mut fields, vocab)?,
             logprobs: fields.take_integer("logprobs", 0, LOGPROBS_MAX)?.map(|n| n as u8),
             echo: fields.take_bool("echo", false)?,
-            suffix: fields.take_string("suffix")?.filter(|suffix| !suffix.is_empty()),
+            suffix,
             add_special_tokens: fields.take_bool("add_special_tokens", true)?,
         };
         fields.finish(&[UNSUPPORTED, UNSUPPORTED_COMPLETIONS])?;
@@ -124,13 +121,9 @@ impl CompletionParams {
 }
 
 impl ChatParams {
-    /// Parses a request body, from which `model` has been taken out. `vocab` is the vocabulary size.
-    pub fn parse(
-        mut fields: Fields,
-        vocab: usize,
-        defaults: &SamplingDefaults,
-    ) -> Result<ChatParams, ApiError> {
-        let generation = parse_generation(&mut fields, vocab, defaults)?;
+    /// Parses a request body, from which `model` has been taken out.
+    pub fn parse(mut fields: Fields, parts: &ServeParts) -> Result<ChatParams, ApiError> {
+        let generation = parse_generation(&mut fields, parts, None)?;
         if generation.max_tokens == Some(0) {
             let name = generation.limit_name;
             return Err(ApiError::invalid(name, format!("'{name}' must be at least 1")));
