@@ -64,7 +64,7 @@ pub struct ModelFlags {
     /// Source of default sampling parameters.
     #[arg(long = "sampling-defaults", value_name = "SOURCE", value_parser = ["model", "neutral"])]
     model_sampling_defaults: Option<String>,
-    /// Default sampling parameters, such as "repetition_penalty=1.1,top_p=0.9"; docs/sampling.md lists them.
+    /// Default sampling parameters, such as "repetition_penalty=1.1,top_p=0.9".
     #[arg(long = "sampling", value_name = "PARAMETERS")]
     model_sampling: Option<String>,
 }

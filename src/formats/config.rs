@@ -581,7 +581,8 @@ mod tests {
         sorted.1.sort_by(|a, b| a.0.cmp(&b.0));
         assert_eq!(sorted.0, sorted.1);
         assert!(found.unsupported.is_empty());
-        let off = r#"{"bad_words_ids": [], "suppress_tokens": [], "typical_p": 1, "repetition_penalty": 1.0}"#;
+        let off =
+            r#"{"bad_words_ids": [], "suppress_tokens": [], "typical_p": 1, "repetition_penalty": 1.0}"#;
         assert_eq!(generation(Some(off), "{}").unwrap().sampling.check(), Ok(()));
     }
 }

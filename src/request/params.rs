@@ -1,7 +1,8 @@
 //! Sampling parameters by name, as requests, configurations and models' files give them.
 //!
-//! Invariant: this is plain data; [`SamplingPlan`](crate::decoding::SamplingPlan) defines what it means.
+//! Invariant: this is plain data; [`SamplingPlan`] defines what it means.
 
+use crate::decoding::SamplingPlan;
 use crate::decoding::strategies::{AnyVocabulary, CheckedDefaults, ParamError};
 use serde_json::Value;
 
@@ -19,6 +20,11 @@ pub struct SamplingDefaults {
 }
 
 impl ParamList {
+    /// Returns the names of all sampling parameters, each followed by its other names.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        SamplingPlan::param_names()
+    }
+
     /// Returns the parameters by name.
     pub fn pairs(&self) -> impl Iterator<Item = (&str, &Value)> {
         self.0.iter().map(|(name, value)| (name.as_str(), value))
@@ -40,7 +46,8 @@ impl ParamList {
         let mut list = ParamList::default();
         for entry in split_entries(text).filter(|entry| !entry.is_empty()) {
             let pair = entry.split_once('=').map(|(name, value)| (name.trim(), value.trim()));
-            let Some((name, value)) = pair.filter(|(name, value)| !name.is_empty() && !value.is_empty()) else {
+            let Some((name, value)) = pair.filter(|(name, value)| !name.is_empty() && !value.is_empty())
+            else {
                 return Err(format!("expected parameters such as top_p=0.9,min_p=0.05, not \"{entry}\""));
             };
             list.0.push((name.to_owned(), ParamList::parse_value(value)));

@@ -546,6 +546,7 @@ mod tests {
     fn the_exposition_has_every_metric() {
         let handle = install(None);
         HTTP_REQUESTS.count(["GET", "/health", "200"]);
+        REQUESTS_BY_STRATEGY.count(["penalties"]);
         STEP_SECONDS.record(0.004);
         let text = handle.render();
         for metric in METRICS {

@@ -36,6 +36,7 @@ mod policies;
 mod properties;
 mod quantize;
 mod run;
+mod sampling;
 mod scenarios;
 mod scheduling;
 mod security;

@@ -57,7 +57,9 @@ pub fn value(
                 let biases = biases(json, vocabulary).map_err(|problem| ParamError::new(name, problem))?;
                 Ok(Value::Biases(biases))
             }
-            _ => Err(refuse("an object from token ids or texts to biases, or a list of such pairs".to_owned())),
+            _ => {
+                Err(refuse("an object from token ids or texts to biases, or a list of such pairs".to_owned()))
+            }
         },
     }
 }

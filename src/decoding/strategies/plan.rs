@@ -91,8 +91,7 @@ impl CheckedDefaults {
 impl SamplingPlan {
     /// Returns the names of all parameters that [`Self::parse`] knows, each followed by its other names.
     pub fn param_names() -> impl Iterator<Item = &'static str> {
-        let of_strategies =
-            request_params().flat_map(|param| [&[param.name], param.aliases].concat());
+        let of_strategies = request_params().flat_map(|param| [&[param.name], param.aliases].concat());
         of_strategies.chain(GENERAL_PARAMS.iter().map(|(name, _)| *name))
     }
 

@@ -67,11 +67,15 @@ async fn every_spelling_reaches_the_plan() {
         (json!({ "samplers": "top_k;temperature", "temp": 0.5, "top_k": 3 }), &["top_k", "temperature"]),
         (json!({ "allowed_token_ids": [1, 2] }), &["allowed_token_ids"]),
         (json!({ "bad_words": ["ab", [4, 5]] }), &["bad_words"]),
-        (json!({ "min_p": 0.1, "presence_penalty": 1, "logit_bias": { "a": -1 } }),
-            &["logit_bias", "penalties", "min_p"]),
+        (
+            json!({ "min_p": 0.1, "presence_penalty": 1, "logit_bias": { "a": -1 } }),
+            &["logit_bias", "penalties", "min_p"],
+        ),
         (json!({ "logprobs_mode": "processed_logprobs", "logprobs": 1, "top_k": 3 }), &["top_k"]),
-        (json!({ "presence_penalty": 1, "min_tokens": 3, "temperature": 0 }),
-            &["min_tokens", "penalties", "temperature"]),
+        (
+            json!({ "presence_penalty": 1, "min_tokens": 3, "temperature": 0 }),
+            &["min_tokens", "penalties", "temperature"],
+        ),
     ] {
         let request = request(&mut server, params.clone()).await;
         let plan = request.plan.unwrap_or_else(|| panic!("{params} has no plan"));
@@ -170,7 +174,11 @@ async fn nonsense_is_refused_by_name() {
         (json!({ "bad_words": words(1, 1 << 21) }), "bad_words", "bytes in its texts"),
         (json!({ "bad_words": words(100_000, 2) }), "bad_words", "at most 1024"),
         (json!({ "bad_words": [vec![1; 100_000]] }), "bad_words", "token ids"),
-        (json!({ "dry_multiplier": 1, "dry_sequence_breakers": words(65, 1) }), "dry_sequence_breakers", "64"),
+        (
+            json!({ "dry_multiplier": 1, "dry_sequence_breakers": words(65, 1) }),
+            "dry_sequence_breakers",
+            "64",
+        ),
     ] {
         let response = refused(&server, &params).await;
         assert_eq!(response.error(), ("invalid_value".into(), json!(param)), "{}", response.body);
@@ -186,7 +194,8 @@ async fn the_largest_lists_are_parsed_in_time() {
     let mut server = TestServer::start();
     let words: Vec<String> = (0..1024).map(|n| format!("{n:x}")).collect();
     let texts: Vec<String> = (0..64).map(|n| char::from(b'0' + n).to_string()).collect();
-    let biases: Value = (0..257).map(|id| (id.to_string(), json!(-1))).collect::<serde_json::Map<_, _>>().into();
+    let biases: Value =
+        (0..257).map(|id| (id.to_string(), json!(-1))).collect::<serde_json::Map<_, _>>().into();
     let params = json!({ "bad_words": words, "dry_multiplier": 1, "dry_sequence_breakers": texts,
                          "logit_bias": biases, "allowed_token_ids": (0..257).collect::<Vec<u32>>() });
     let began = Instant::now();

@@ -76,8 +76,10 @@ mod tests {
 
     #[test]
     fn tokens_that_contain_a_text_are_found_but_not_across_tokens() {
-        let pieces: TokenBytes =
-            ["ab", "", "a", "b", "cabc", "abab", "ba", "x"].map(|piece| piece.as_bytes().to_vec()).into_iter().collect();
+        let pieces: TokenBytes = ["ab", "", "a", "b", "cabc", "abab", "ba", "x"]
+            .map(|piece| piece.as_bytes().to_vec())
+            .into_iter()
+            .collect();
         assert_eq!(pieces.containing(b"ab"), [0, 4, 5]);
         assert_eq!(pieces.containing(b"ba"), [5, 6]);
         assert_eq!(pieces.containing(b"x"), [7]);

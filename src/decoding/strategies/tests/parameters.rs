@@ -39,10 +39,7 @@ fn nonsense_is_refused_with_its_name_value_and_bounds() {
             "bad_words is [[]] but must be a list of texts, or of lists that are each a list of \
              token ids below 24",
         ),
-        (
-            r#"{"logit_bias": {"24": 1}}"#,
-            "logit_bias has \"24\", which is not a token id below 24",
-        ),
+        (r#"{"logit_bias": {"24": 1}}"#, "logit_bias has \"24\", which is not a token id below 24"),
         (r#"{"logit_bias": {"-1": 1}}"#, "logit_bias has \"-1\", which is not a token id below 24"),
         (r#"{"logit_bias": [["A", 1]]}"#, "logit_bias has \"A\", which has no tokens"),
         (r#"{"logit_bias": [[1]]}"#, "logit_bias has [1], which is not a pair of a token and a bias"),
