@@ -127,16 +127,16 @@ fn answers_over_http_are_those_of_the_definition() {
         }
     }
     let (_, metrics) = server.ask("/metrics", None);
-    let count = |strategy: &str| {
+    let count = |strategy: &str| -> u32 {
         let label = format!("strategy=\"{strategy}\"");
         let lines = metrics.lines().filter(|line| line.starts_with("mainstem_requests_by_strategy_total"));
         lines
             .filter(|line| line.contains(&label))
-            .filter_map(|line| line.rsplit(' ').next()?.parse().ok())
+            .filter_map(|line| line.rsplit(' ').next()?.parse::<u32>().ok())
             .sum()
     };
     // Each case was requested twice; a request counts once, whatever its number of choices.
-    assert_eq!([count("penalties"), count("xtc"), count("random_fsd")], [4, 2, 2u32], "{metrics}");
+    assert_eq!([count("penalties"), count("xtc"), count("random_fsd")], [4, 2, 2], "{metrics}");
 }
 
 /// Defaults that the model cannot serve are refused at start, with the key.
