@@ -123,7 +123,7 @@ impl GenerationApi for ChatApi {
 
     fn parse(parts: &ServeParts, fields: Fields) -> Result<PreparedRequest<ChatFormat>, ApiError> {
         let ChatParams { generation, conversation, logprobs, constraint, include_reasoning } =
-            ChatParams::parse(fields, parts.model.vocab, &parts.model.sampling_defaults)?;
+            ChatParams::parse(fields, parts)?;
         check_choices(parts, 1, &generation)?;
         let text = render_conversation(parts, &conversation)?;
         let prompt: Arc<[u32]> = encode(parts, &text, false, "messages")?.into();

@@ -61,7 +61,7 @@ pub use lifecycle::{BoundServer, Server, ShutdownOutcome};
 pub use local::LocalApi;
 pub use respond::ResponseBody;
 
-use crate::actors::{Engine, IntakeHandle, ModelInfo, Status};
+use crate::actors::{Engine, IntakeHandle, ModelInfo, ModelSampling, Status};
 use crate::config::ServerConfig;
 use crate::request::RequestError;
 use crate::text::Tokenizer;
@@ -79,6 +79,7 @@ pub struct ServeParts {
     pub status: Arc<Status>,
     pub tokenizer: Arc<Tokenizer>,
     pub model: ModelInfo,
+    pub sampling: Arc<ModelSampling>,
     special_tokens: SpecialTokens,
 }
 
@@ -89,16 +90,18 @@ impl ServeParts {
         status: Arc<Status>,
         tokenizer: Arc<Tokenizer>,
         model: ModelInfo,
+        sampling: Arc<ModelSampling>,
     ) -> ServeParts {
         let tokens = SpecialTokens::new(&tokenizer, &model.prompting, &model.output_formats);
-        ServeParts { intake, status, tokenizer, model, special_tokens: tokens }
+        ServeParts { intake, status, tokenizer, model, sampling, special_tokens: tokens }
     }
 }
 
 impl From<&Engine> for ServeParts {
     fn from(engine: &Engine) -> ServeParts {
-        let Engine { intake, status, tokenizer, model, .. } = engine;
-        ServeParts::new(intake.clone(), status.clone(), tokenizer.clone(), model.clone())
+        let Engine { intake, status, tokenizer, model, sampling, .. } = engine;
+        let (tokenizer, sampling) = (tokenizer.clone(), sampling.clone());
+        ServeParts::new(intake.clone(), status.clone(), tokenizer, model.clone(), sampling)
     }
 }
 

@@ -3,7 +3,9 @@
 //! Invariant: nothing here sleeps; each wait is for an event, with a deadline.
 
 use crate::actors::stream::{SubmitKind, event_channel};
-use crate::actors::{EventSender, IntakeHandle, ModelInfo, PromptingDefaults, Status, Submit, TokenStream};
+use crate::actors::{
+    EventSender, IntakeHandle, ModelInfo, ModelSampling, PromptingDefaults, Status, Submit, TokenStream,
+};
 use crate::config::{Config, Overrides, ServerConfig};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
@@ -98,7 +100,9 @@ impl TestServer {
         let (calls, receiver) = unbounded_channel();
         let status = Arc::new(Status::new(Duration::ZERO, 1));
         let intake = IntakeHandle(FakeIntake { calls, refusal, status: status.clone() }.start().recipient());
-        let parts = ServeParts::new(intake, status.clone(), Arc::new(tokenizer), model);
+        let tokenizer = Arc::new(tokenizer);
+        let sampling = Arc::new(ModelSampling::new(tokenizer.clone(), &model).unwrap());
+        let parts = ServeParts::new(intake, status.clone(), tokenizer, model, sampling);
         let server = Server::bind(parts, config).unwrap();
         let address = server.address();
         let (stops, stopped) = unbounded_channel();
