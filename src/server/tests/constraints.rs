@@ -191,14 +191,11 @@ async fn hostile_specifications_are_refused() {
         ("2 MB schema", body(json!({ "guided_json": { "title": "x".repeat(2 << 20) } })), "guided_json: "),
         ("1 MB GBNF", body(json!({ "grammar": gbnf })), "grammar: "),
         ("exponential", body(json!({ "guided_json": { "allOf": vec![any_of; 5] } })), "guided_json: "),
-        ("many states", body(json!({ "guided_regex": "((a|b){1,999}){1,999}" })), "guided_regex: "),
     ] {
-        let begin = std::time::Instant::now();
         let response = server.post(&body).await;
         assert_eq!(response.status, 400, "{name}: {}", response.body.chars().take(500).collect::<String>());
         let message = message(&response);
         assert!(message.contains(part) && message.len() < 500, "{name}: {message}");
-        println!("{name}: {:?}: {message}", begin.elapsed());
     }
     server.close().await;
 }
