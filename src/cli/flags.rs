@@ -113,6 +113,12 @@ pub struct EngineFlags {
     /// Threads that choose tokens on the host; 0 for as many as there are cores.
     #[arg(long = "sampling-threads", value_name = "N")]
     scheduler_sampling_threads: Option<u32>,
+    /// Schemas and grammars of constrained output compiled at once.
+    #[arg(long = "grammar-threads", value_name = "N")]
+    grammar_threads: Option<u32>,
+    /// Memory of compiled schemas and grammars that are kept, such as 256MiB.
+    #[arg(long = "grammar-cache-size", value_name = "SIZE")]
+    grammar_cache_size: Option<String>,
     /// KV cache data type.
     #[arg(long = "kv-type", visible_alias = "kv", value_name = "TYPE", value_parser = KV_TYPES)]
     kv_type: Option<String>,
@@ -163,6 +169,8 @@ impl EngineFlags {
         overrides.set("scheduler.lanes", self.scheduler_lanes);
         overrides.set("scheduler.run_ahead", self.scheduler_run_ahead);
         overrides.set("scheduler.sampling_threads", self.scheduler_sampling_threads);
+        overrides.set("grammar.threads", self.grammar_threads);
+        overrides.set("grammar.cache_size", self.grammar_cache_size);
         overrides.set("kv.type", self.kv_type);
         overrides.set("kv.size", self.kv_size);
         overrides.set("kv.page_size", self.kv_page_size);

@@ -143,6 +143,12 @@ mod tests {
                 api_key_file: None,
                 cors_origins: vec![],
                 tls: None,
+                grammar: GrammarConfig {
+                    threads: 2,
+                    cache_entries: 256,
+                    cache_bytes: 256 << 20,
+                    text_bytes: 1 << 20,
+                },
             },
             scheduler: SchedulerConfig {
                 slots: 32,

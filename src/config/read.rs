@@ -74,6 +74,17 @@ impl LayeredSettings {
                 .map(|path| KeyFile { path, origin: self.source(API_KEY_FILE) }),
             cors_origins: self.get("server.cors_origins", values::origins)?,
             tls: self.tls()?,
+            grammar: self.grammar()?,
+        })
+    }
+
+    fn grammar(&self) -> Result<GrammarConfig, ConfigError> {
+        let size = |key| self.get(key, |v| values::size(v, 1024)).map(|size| size as usize);
+        Ok(GrammarConfig {
+            threads: self.get("grammar.threads", |v| integer(v, 1, 256))?,
+            cache_entries: self.get("grammar.cache_entries", |v| integer(v, 1, 1 << 24))?,
+            cache_bytes: size("grammar.cache_size")?,
+            text_bytes: size("grammar.text_limit")?,
         })
     }
 

@@ -89,6 +89,20 @@ pub struct ServerConfig {
     pub cors_origins: Vec<String>,
     /// TLS certificate and key; `None` serves plain HTTP.
     pub tls: Option<TlsFiles>,
+    pub grammar: GrammarConfig,
+}
+
+/// Options of constrained output.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GrammarConfig {
+    /// Maximum number of grammars compiled at once; at least 1.
+    pub threads: usize,
+    /// Maximum number of compiled grammars that are kept; at least 1.
+    pub cache_entries: usize,
+    /// Maximum memory of compiled grammars that are kept, in bytes.
+    pub cache_bytes: usize,
+    /// Maximum size of a schema or grammar in a request, in bytes.
+    pub text_bytes: usize,
 }
 
 /// The treatment of request fields that the server does not know.

@@ -21,9 +21,14 @@ fn logits(shares: &[f64]) -> Vec<f32> {
     shares.iter().map(|share| share.ln() as f32 + 3.0).collect()
 }
 
+/// The token of a row without biases and mask.
+fn token(logits: &[f32], row: &SamplingParams) -> u32 {
+    sample(logits, &[], None, row).expect("there is no mask")
+}
+
 /// The tokens sampled at positions `0..draws`.
 fn sampled(logits: &[f32], sampling: &Sampling, draws: u32) -> Vec<u32> {
-    (0..draws).map(|position| sample(logits, &[], None, &sample_row(sampling, position, None))).collect()
+    (0..draws).map(|position| token(logits, &sample_row(sampling, position, None))).collect()
 }
 
 /// The set of sampled tokens: with 2000 samples, every token of probability 0.01 or more.
@@ -129,13 +134,13 @@ fn ties_go_by_id() {
     assert_eq!(sampled_set(&even, Sampling { top_p: 0.5, ..PLAIN }), [0, 1]);
     assert_eq!(sampled_set(&even, Sampling { min_p: 1.0, ..PLAIN }), [0, 1, 2, 3]);
     assert_eq!(sampled_set(&even, Sampling { temperature: 0.0, ..PLAIN }), [0]);
-    assert_eq!(sample(&[0.5, 2.0, 2.0, -1.0], &[], None, &SamplingParams::GREEDY), 1);
+    assert_eq!(token(&[0.5, 2.0, 2.0, -1.0], &SamplingParams::GREEDY), 1);
 }
 
 #[test]
 fn temperature_zero_top_k_one_and_greedy_are_the_same() {
     for case in 0..200u64 {
-        let logits: Vec<f32> = (0..50).map(|token| 8.0 * uniform(case, token) - 4.0).collect();
+        let logits: Vec<f32> = (0..50).map(|token| 8.0 * uniform(case, token, 0) - 4.0).collect();
         let likeliest = (0..50usize).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).expect("fifty") as u32;
         for sampling in [
             Sampling { temperature: 0.0, seed: case, ..PLAIN },
@@ -143,13 +148,10 @@ fn temperature_zero_top_k_one_and_greedy_are_the_same() {
             Sampling { top_k: 1, seed: case, ..PLAIN },
             Sampling { temperature: 0.0, top_k: 5, top_p: 0.3, min_p: 0.5, seed: case },
         ] {
-            assert_eq!(
-                sample(&logits, &[], None, &sample_row(&sampling, case as u32, None)),
-                likeliest,
-                "{sampling:?}"
-            );
+            let row = sample_row(&sampling, case as u32, None);
+            assert_eq!(token(&logits, &row), likeliest, "{sampling:?}");
         }
-        assert_eq!(sample(&logits, &[], None, &SamplingParams::GREEDY), likeliest);
+        assert_eq!(token(&logits, &SamplingParams::GREEDY), likeliest);
     }
 }
 
@@ -160,7 +162,7 @@ fn impossible_tokens_are_never_sampled() {
         let set: BTreeSet<u32> = sampled(&masked, &sampling, 2000).into_iter().collect();
         assert_eq!(set, BTreeSet::from([1, 3]), "{sampling:?}");
     }
-    assert_eq!(sample(&[f32::NAN, -3.0, f32::NAN, -2.0], &[], None, &SamplingParams::GREEDY), 3);
+    assert_eq!(token(&[f32::NAN, -3.0, f32::NAN, -2.0], &SamplingParams::GREEDY), 3);
 }
 
 #[test]
@@ -177,7 +179,7 @@ fn a_seed_and_a_position_fix_the_token() {
     }
     // The random number depends on the seed and the position only, so sampling one position alone gives the
     // same token as sampling all of them.
-    let alone = sample(&logits, &[], None, &sample_row(&PLAIN, 321, None));
+    let alone = token(&logits, &sample_row(&PLAIN, 321, None));
     assert_eq!(alone, sampled(&logits, &PLAIN, 500)[321]);
 }
 

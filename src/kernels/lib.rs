@@ -23,6 +23,8 @@ pub mod random;
 
 pub mod reference;
 
+pub mod candidates;
+
 pub mod cpu;
 
 pub use backend::{

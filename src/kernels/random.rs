@@ -1,4 +1,5 @@
-//! The counter-based random number generator of sampling: a pure function of a seed and a position.
+//! The counter-based random number generator of sampling: pure functions of a seed, a position, and a stream
+//! or a token id.
 //!
 //! Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 //! Invariant: stateless. The same seed and position give the same number on every device and in every batch.
@@ -24,20 +25,14 @@ pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 }
 
 /// Returns a uniform random number in [0, 1) with 24 random bits, for the `seed` of a sequence and the
-/// `position` of the token to be sampled.
-pub fn uniform(seed: u64, position: u64) -> f32 {
-    uniform_of_stream(seed, position, 0)
-}
-
-/// Returns the number of one `stream` of a seed and a position, for strategies that need more than one.
-/// Numbers of different streams are independent; stream 0 is [`uniform`].
-pub fn uniform_of_stream(seed: u64, position: u64, stream: u32) -> f32 {
+/// `position` of a token. Numbers of different streams are independent, so that strategies may need several.
+pub fn uniform(seed: u64, position: u64, stream: u32) -> f32 {
     let words = philox([position as u32, (position >> 32) as u32, stream, 0], key(seed));
     (words[0] >> 8) as f32 * (1.0 / (1 << 24) as f32)
 }
 
 /// Returns the random words of the tokens `4 * group` to `4 * group + 3` for a seed and a position. They are
-/// independent of every stream of [`uniform_of_stream`].
+/// independent of every stream of [`uniform`].
 pub fn token_words(seed: u64, position: u64, group: u32) -> [u32; 4] {
     philox([position as u32, (position >> 32) as u32, group, 1], key(seed))
 }
@@ -73,19 +68,17 @@ mod tests {
     }
 
     #[test]
-    fn uniform_stays_below_one_and_depends_on_both_arguments() {
-        let mean = (0..4096).map(|p| uniform(7, p)).inspect(|u| assert!((0.0..1.0).contains(u))).sum::<f32>()
-            / 4096.0;
+    fn uniform_stays_below_one_and_depends_on_all_arguments() {
+        let numbers = (0..4096).map(|p| uniform(7, p, 0)).inspect(|u| assert!((0.0..1.0).contains(u)));
+        let mean = numbers.sum::<f32>() / 4096.0;
         assert!((mean - 0.5).abs() < 0.03, "{mean}");
-        assert_ne!(uniform(1, 2), uniform(2, 1));
-        assert_ne!(uniform(1 << 40, 0), uniform(0, 0));
+        assert_ne!(uniform(1, 2, 0), uniform(2, 1, 0));
+        assert_ne!(uniform(1 << 40, 0, 0), uniform(0, 0, 0));
+        assert_ne!(uniform(1, 2, 1), uniform(1, 2, 2));
     }
 
     #[test]
-    fn streams_and_token_words_differ_and_stream_0_is_the_plain_number() {
-        let numbers = [0, 1, 2].map(|stream| uniform_of_stream(7, 9, stream));
-        assert_eq!(numbers[0], uniform(7, 9));
-        assert!(numbers[1] != numbers[0] && numbers[2] != numbers[1], "{numbers:?}");
+    fn token_words_differ_from_streams_and_from_each_other() {
         assert_ne!(token_words(7, 9, 0), philox([9, 0, 0, 0], [7, 0]));
         assert_ne!(token_words(7, 9, 0), token_words(7, 9, 1));
         assert_ne!(token_words(7, 9, 0), token_words(7, 10, 0));

@@ -2,11 +2,11 @@
 //! model. As a rank of a stage it synchronizes with the others in each step and contributes nothing.
 //!
 //! Invariant: a token depends only on its row's seed, position and mask: it is one of the list that the mask
-//! allows, or any of the list if it allows none. Neither the prompt nor the other sampling parameters,
+//! allows, or the lowest that it allows if none of the list is. Neither the prompt nor the other sampling parameters,
 //! including logit biases, change it. Hidden states are all ones.
 
 use super::executor::{Executor, ExecutorReport};
-use mainstem_kernels::batch::is_allowed;
+use mainstem_kernels::batch::{is_allowed, lowest_allowed};
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{
     Aborted, Collective, DeviceError, HandoffPorts, RowFailure, SampleMode, SampledToken, SamplingInputs,
@@ -95,17 +95,18 @@ impl FakeExecutor {
         top: &mut Vec<(u32, f32)>,
     ) -> SampledToken {
         let token = match row.mode {
-            SampleMode::Sample if row.masked => {
-                let has_mask = inputs.wait_mask(number, &mut self.mask);
-                has_mask.then(|| self.sample_masked(row))
-            }
-            SampleMode::Sample => Some(self.sample(row)),
-            SampleMode::Host => inputs.wait_token(number, self.limits.vocab),
-            SampleMode::Score(token) => Some(token),
+            SampleMode::Sample if row.masked => match inputs.wait_mask(number, &mut self.mask) {
+                true => self.sample_masked(row).ok_or(RowFailure::EmptyMask),
+                false => Err(RowFailure::NoLateInput),
+            },
+            SampleMode::Sample => Ok(self.tokens[random_word(row) % self.tokens.len()]),
+            SampleMode::Host => inputs.wait_token(number, self.limits.vocab).ok_or(RowFailure::NoLateInput),
+            SampleMode::Score(token) => Ok(token),
         };
         let top_at = top.len() as u32;
-        let Some(token) = token else {
-            return SampledToken { top_at, ..SampledToken::failed(RowFailure::NoLateInput) };
+        let token = match token {
+            Ok(token) => token,
+            Err(failure) => return SampledToken { top_at, ..SampledToken::failed(failure) },
         };
         let likely = -(self.tokens.len() as f32).ln();
         top.extend(self.tokens.iter().take(row.top_logprobs.into()).map(|token| (*token, likely)));
@@ -113,14 +114,10 @@ impl FakeExecutor {
         SampledToken { logprob, top_at, top_len: top.len() as u32 - top_at, ..SampledToken::new(token) }
     }
 
-    fn sample(&self, row: &SamplingParams) -> u32 {
-        self.tokens[random_word(row) % self.tokens.len()]
-    }
-
-    fn sample_masked(&self, row: &SamplingParams) -> u32 {
+    fn sample_masked(&self, row: &SamplingParams) -> Option<u32> {
         let allowed = || self.tokens.iter().copied().filter(|token| is_allowed(&self.mask, *token));
         let chosen = random_word(row).checked_rem(allowed().count()).and_then(|at| allowed().nth(at));
-        chosen.unwrap_or_else(|| self.sample(row))
+        chosen.or_else(|| lowest_allowed(&self.mask, self.limits.vocab))
     }
 }
 
@@ -230,8 +227,8 @@ mod tests {
         assert_eq!((out.top_logprobs_of(&out.tokens[2]).len(), out.top_logprobs.len()), (0, 2));
     }
 
-    /// A masked row gets an allowed token of the list, and any if the mask allows none. A row of the host
-    /// gets the host's token, and none if the host gives up.
+    /// A masked row gets an allowed token of the list, or the lowest allowed one, and none if the mask allows
+    /// none. A row of the host gets the host's token, and none if the host gives up.
     #[test]
     fn late_inputs_are_used() {
         let mut device = FakeExecutor::new(vec![7, 8, 39], LIMITS);
@@ -239,10 +236,12 @@ mod tests {
         let host = SamplingParams { mode: SampleMode::Host, logprob: true, ..SamplingParams::GREEDY };
         let mut sampling: Vec<SamplingParams> = (0..20).map(masked).collect();
         sampling.extend([host; 3]);
+        sampling.push(masked(0));
         let late: Arc<LateInputs> = Arc::default();
-        // Bits of tokens 8 and 39, then of token 9, which is not in the list.
+        // Bits of tokens 8 and 39; of 9 and 32, which are not in the list; and of 100, beyond the vocabulary.
         (0..19).for_each(|row| late.mask_sender(row).send([1 << 8, 1 << 7, 0, 0].into()));
-        late.mask_sender(19).send([1 << 9, 0, 0, 0].into());
+        late.mask_sender(19).send([1 << 9, 1, 0, 0].into());
+        late.mask_sender(23).send([0, 0, 0, 1 << 4].into());
         late.draw_with(20, |logits, sender| {
             assert_eq!((logits.len(), logits[39], logits[40]), (100, 0.0, f32::NEG_INFINITY));
             sender.send(50);
@@ -254,7 +253,7 @@ mod tests {
         device.run(&batch, flow, &mut out).expect("it never fails");
         let tokens: Vec<u32> = out.tokens.iter().map(|row| row.token).collect();
         assert!([8, 39].iter().all(|token| tokens[..19].contains(token)) && !tokens[..19].contains(&7));
-        assert!([7, 8, 39].contains(&tokens[19]));
+        assert_eq!((tokens[19], out.tokens[23].failure), (9, Some(RowFailure::EmptyMask)));
         assert_eq!((tokens[20], out.tokens[20].failure), (50, None));
         assert!(out.tokens[20].logprob.is_finite() && out.tokens[21].logprob.is_nan());
         // The vocabulary has 100 tokens, and row 22 is not registered.

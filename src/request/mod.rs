@@ -209,6 +209,11 @@ pub enum RequestError {
     /// 429: `limit` long request bodies wait to be parsed already.
     #[error("the server is busy: {limit} long request bodies wait to be parsed, which is the limit")]
     TooManyLongBodies { limit: usize },
+    /// 429: `limit` requests wait for their grammars to be compiled already.
+    #[error(
+        "the server is busy: {limit} requests wait for their grammars to be compiled, which is the limit"
+    )]
+    TooManyGrammars { limit: usize },
     /// 504: the request took longer than the server allows.
     #[error("the request took longer than the {limit_s} s this server allows")]
     TimedOut { limit_s: u64 },

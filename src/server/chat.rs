@@ -104,7 +104,7 @@ impl GenerationApi for ChatApi {
     const PROMPT_PARAM: &'static str = "messages";
 
     fn parse(parts: &ServeParts, fields: Fields) -> Result<PreparedRequest<ChatFormat>, ApiError> {
-        let ChatParams { generation, conversation, logprobs, include_reasoning } =
+        let ChatParams { generation, conversation, logprobs, constraint, include_reasoning } =
             ChatParams::parse(fields, parts)?;
         check_choices(parts, 1, &generation)?;
         let text = render_conversation(parts, &conversation)?;
@@ -124,7 +124,7 @@ impl GenerationApi for ChatApi {
         let output = OutputSpec::new(parts, &conversation, &text, include_reasoning)?;
         let shown_tokens = parts.special_tokens.markers_of(&output.formats);
         let format = ChatFormat { logprobs: logprobs.is_some(), ids, output };
-        Ok(PreparedRequest { generation, prompts, echo: false, logprobs, shown_tokens, format })
+        Ok(PreparedRequest { generation, prompts, echo: false, logprobs, constraint, shown_tokens, format })
     }
 }
 

@@ -47,6 +47,7 @@ impl GenerationApi for CompletionsApi {
             logprobs,
             echo,
             suffix,
+            constraint,
             add_special_tokens,
         } = params;
         let middle = suffix.map(|suffix| FillInTheMiddle::new(parts, suffix, echo)).transpose()?;
@@ -69,7 +70,15 @@ impl GenerationApi for CompletionsApi {
             choices_per_prompt: generation.n as usize,
         };
         let format = CompletionFormat { logprobs: logprobs.is_some(), ids };
-        Ok(PreparedRequest { generation, prompts, echo, logprobs, shown_tokens: Arc::default(), format })
+        Ok(PreparedRequest {
+            generation,
+            prompts,
+            echo,
+            logprobs,
+            constraint,
+            shown_tokens: Arc::default(),
+            format,
+        })
     }
 }
 

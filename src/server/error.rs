@@ -230,7 +230,9 @@ impl From<RequestError> for ApiError {
             RequestError::UnknownModel { .. } => {
                 ApiError::new(StatusCode::NOT_FOUND, "model_not_found", message).with_param("model")
             }
-            RequestError::Busy { .. } | RequestError::TooManyLongBodies { .. } => {
+            RequestError::Busy { .. }
+            | RequestError::TooManyLongBodies { .. }
+            | RequestError::TooManyGrammars { .. } => {
                 ApiError::new(StatusCode::TOO_MANY_REQUESTS, "server_busy", message)
             }
             RequestError::Interrupted => ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shut_down", message),

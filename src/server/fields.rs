@@ -87,8 +87,15 @@ pub type UnsupportedParams = &'static [(&'static str, NoOpValue)];
 impl Fields {
     /// Parses a request body, which must be a JSON object.
     pub fn parse(body: &[u8]) -> Result<Fields, ApiError> {
-        let value: Value = serde_json::from_slice(body)
-            .map_err(|error| ApiError::malformed(format!("request body is not valid JSON: {error}")))?;
+        let value: Value = serde_json::from_slice(body).map_err(|error| {
+            let message = error.to_string();
+            ApiError::malformed(match message.strip_prefix("recursion limit exceeded") {
+                Some(place) => {
+                    format!("request body has lists and objects nested too deep (over 127){place}")
+                }
+                None => format!("request body is not valid JSON: {message}"),
+            })
+        })?;
         match value {
             Value::Object(members) => {
                 Ok(Fields { prefix: String::new(), members, unknown: UnknownFields::default() })
@@ -110,6 +117,11 @@ impl Fields {
     /// Returns the full name of a field for messages.
     pub fn path(&self, name: &str) -> String {
         format!("{}{name}", self.prefix)
+    }
+
+    /// Returns a field that has not been taken out.
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        self.members.get(name)
     }
 
     /// Takes a field out. Null counts as absent.

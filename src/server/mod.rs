@@ -32,6 +32,8 @@ pub mod tokenize;
 
 mod encoders;
 
+mod grammars;
+
 mod params;
 
 mod decoder_start;
@@ -64,6 +66,7 @@ use crate::config::ServerConfig;
 use crate::request::RequestError;
 use crate::text::Tokenizer;
 use access::RequestId;
+use grammars::Grammars;
 use special_tokens::SpecialTokens;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -106,6 +109,7 @@ impl From<&Engine> for ServeParts {
 pub struct App {
     pub parts: ServeParts,
     pub config: ServerConfig,
+    grammars: Grammars,
     /// Limits how many long request bodies are parsed at once.
     long_bodies: BoundedSemaphore,
     open_responses: Arc<AtomicUsize>,
@@ -115,8 +119,16 @@ pub struct App {
 
 impl App {
     fn new(parts: ServeParts, config: ServerConfig) -> App {
-        let long_bodies = BoundedSemaphore::new(config.workers);
-        App { parts, config, long_bodies, open_responses: Arc::default(), abort: watch::Sender::new(false) }
+        App {
+            grammars: Grammars::new(&parts, &config.grammar),
+            long_bodies: BoundedSemaphore::new(config.workers, |limit| RequestError::TooManyLongBodies {
+                limit,
+            }),
+            parts,
+            config,
+            open_responses: Arc::default(),
+            abort: watch::Sender::new(false),
+        }
     }
 
     /// Registers a response that shutdown waits for until the returned value is dropped.
@@ -140,22 +152,24 @@ impl App {
 struct BoundedSemaphore {
     semaphore: Arc<Semaphore>,
     waiting: AtomicUsize,
+    /// Makes the error for further requests, with the maximum number of waiters.
+    busy: fn(usize) -> RequestError,
 }
 
 impl BoundedSemaphore {
     /// Maximum number of waiters; further requests are rejected as busy.
     const WAITERS_MAX: usize = 32;
 
-    fn new(permits: usize) -> BoundedSemaphore {
-        BoundedSemaphore { semaphore: Arc::new(Semaphore::new(permits)), waiting: AtomicUsize::new(0) }
+    fn new(permits: usize, busy: fn(usize) -> RequestError) -> BoundedSemaphore {
+        let semaphore = Arc::new(Semaphore::new(permits));
+        BoundedSemaphore { semaphore, waiting: AtomicUsize::new(0), busy }
     }
 
-    /// Waits for a permit. Fails with [`RequestError::TooManyLongBodies`] if too many
-    /// requests wait already.
+    /// Waits for a permit. Fails with the error of a busy server if too many requests wait already.
     async fn acquire(&self) -> Result<OwnedSemaphorePermit, RequestError> {
         let waiting = WaiterGuard::new(&self.waiting);
         if waiting.waiting_before >= BoundedSemaphore::WAITERS_MAX {
-            return Err(RequestError::TooManyLongBodies { limit: BoundedSemaphore::WAITERS_MAX });
+            return Err((self.busy)(BoundedSemaphore::WAITERS_MAX));
         }
         self.semaphore.clone().acquire_owned().await.map_err(|_| RequestError::EngineStopped)
     }

@@ -97,11 +97,20 @@ impl DecodeLoop {
         }
     }
 
-    /// Adds the span that decodes the next token of a running sequence.
+    /// Adds the span that decodes the next token of a running sequence. It computes the last sampled token, and
+    /// those that a grammar forced after it.
     fn add_decode_span(&self, buffers: &mut StepBuffers, at: usize) {
         let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
-        let tokens = self.decode_token(batch, running.last_token());
-        batch.spans.push(running.span(running.next_position() - 1, tokens, SpanOutput::Last));
+        let tokens = match running.forced {
+            0 => self.decode_token(batch, running.last_token()),
+            forced => {
+                let at = batch.tokens.len() as u32;
+                batch.tokens.extend_from_slice(running.next_input());
+                SpanTokens::Generated { at, len: 1 + forced }
+            }
+        };
+        let start = running.next_position() - 1 - running.forced;
+        batch.spans.push(running.span(start, tokens, SpanOutput::Last));
         self.add_sample_row(buffers, at);
     }
 

@@ -121,6 +121,9 @@ async fn run_with_restarts(lane: usize, handles: LoopHandles, config: DecodeConf
     }
 }
 
+/// Maximum number of tokens that a grammar forces at once, whose masks delay the next one.
+const FORCED_MAX: usize = 16;
+
 /// The state of a decode loop.
 struct DecodeLoop {
     lane: usize,
@@ -130,6 +133,9 @@ struct DecodeLoop {
     slots: usize,
     /// Whether a step is sent before the results of the previous one.
     runs_ahead: bool,
+    /// Maximum number of tokens that a grammar forces at once: what each slot can add to a step within the
+    /// budget. None if the loop runs ahead, because the next step is sent before they are known.
+    jump_limit: usize,
     /// Running sequences in the order of their slots; new ones are at the end until the slot plan arrives.
     running: Vec<RunningSequence>,
     /// Sequences that end with the step in flight and have given up slot and pages.
@@ -177,10 +183,12 @@ impl DecodeLoop {
             && config.policy != Policy::Concurrent
             && handles.devices.count() == 1;
         let buffers = if runs_ahead { 2 } else { 1 };
+        let jump_limit = config.token_budget.saturating_sub(slots) / slots;
         DecodeLoop {
             lane,
             slots,
             runs_ahead,
+            jump_limit: if runs_ahead { 0 } else { jump_limit.min(FORCED_MAX) },
             running: Vec::with_capacity(slots),
             leaving: Vec::with_capacity(slots),
             update: IterationUpdate { lane, ..IterationUpdate::default() },
@@ -282,7 +290,8 @@ impl DecodeLoop {
     /// Requests prefill chunks. Without running sequences, this waits for work. The request is made between
     /// two steps, or at the end of one, so that a request that arrives during a step joins the very next one.
     async fn request_chunks(&mut self) -> Option<Vec<ScheduledChunk>> {
-        let decoding = self.running.iter().filter(|running| running.is_decoding()).count();
+        let decoding = self.running.iter().filter(|running| running.is_decoding());
+        let decoding: usize = decoding.map(|running| 1 + running.forced as usize).sum();
         let (lane, running) = (self.lane, self.running.len());
         let steps_ahead = self.count_in_flight(StepKind::Ahead);
         let (budget, free_slots) = (self.config.token_budget - decoding, self.slots - running);
@@ -314,12 +323,9 @@ impl DecodeLoop {
                 let lease =
                     sequence.lease.as_ref().expect("prefill reserved its pages; anything else is a bug");
                 self.update.joins.push(JoiningSequence { key, pages: lease.list().clone() });
-                self.running.push(RunningSequence::new(
-                    key,
-                    sequence,
-                    &self.metrics,
-                    &self.handles.host_pool,
-                ));
+                let pool = &self.handles.host_pool;
+                let running = RunningSequence::new(key, sequence, &self.metrics, pool, self.jump_limit);
+                self.running.push(running);
             }
             // A sequence that was just added is the last one.
             if let Some(running) = self.running.iter_mut().rfind(|running| running.key == key) {

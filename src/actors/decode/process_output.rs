@@ -103,9 +103,22 @@ impl DecodeLoop {
         assert!(all_ended, "a sequence leaves with its last step; anything else is a bug");
     }
 
-    /// Processes a sampled token: sends its events, and marks the sequence as finished if it ends.
+    /// Processes a sampled token, and those that a grammar forces after it.
     fn process_token(&mut self, sequence: SequenceRef, token: Token) {
-        let Some(running) = find(&mut self.running, &mut self.leaving, sequence) else { return };
+        let id = token.id;
+        let Some(running) = self.deliver_token(sequence, token) else { return };
+        running.forced = 0;
+        let forced = running.host.as_ref().map_or_else(Vec::new, |host| host.accept(id));
+        for id in forced {
+            let token = Token { id, logprob: None, top: Vec::new() };
+            let Some(running) = self.deliver_token(sequence, token) else { return };
+            running.forced += 1;
+        }
+    }
+
+    /// Sends the events of a token. Returns the sequence if it continues; otherwise marks it as finished.
+    fn deliver_token(&mut self, sequence: SequenceRef, token: Token) -> Option<&mut RunningSequence> {
+        let running = find(&mut self.running, &mut self.leaving, sequence)?;
         let generated = running.received + 1;
         let end = request::finish_reason(token.id, &running.sequence.request, &self.config.eos, generated);
         running.receive(token.id, end.is_none());
@@ -132,6 +145,7 @@ impl DecodeLoop {
             self.metrics.record_finished(running.times, generated, self.produced_at);
             running.finished = true;
         }
+        end.is_none().then_some(running)
     }
 
     /// Ends the encoder-only sequences of this step. `hidden` are the states of those that are embedded, in

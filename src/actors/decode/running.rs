@@ -34,22 +34,29 @@ pub(super) struct RunningSequence {
     pub(super) times: SequenceTimes,
     /// Log-probabilities of prompt tokens, until the first token is generated.
     pub(super) prompt_logprobs: Vec<Token>,
+    /// Number of tokens that a grammar forced after the last sampled one.
+    pub(super) forced: u32,
     /// The host's part in choosing its tokens, if it has one.
     pub(super) host: Option<HostSequence>,
 }
 
 impl RunningSequence {
-    /// Creates the state of a sequence whose first chunk was just scheduled. It has no slot yet.
+    /// Creates the state of a sequence whose first chunk was just scheduled. It has no slot yet. `jump_limit`
+    /// is the maximum number of tokens that a grammar may force at once.
     pub(super) fn new(
         key: SequenceKey,
         sequence: Box<Sequence>,
         meters: &LoopMetrics,
         pool: &Arc<HostPool>,
+        jump_limit: usize,
     ) -> RunningSequence {
-        let Request { plan, constraint, prompt, max_tokens, .. } = &sequence.request;
-        let host = HostSequence::begin(pool, plan.as_ref(), constraint.as_ref(), prompt, *max_tokens);
+        let Request { plan, constraint, prompt, max_tokens, logprobs, .. } = &sequence.request;
+        // Forced tokens have no rows, and so no log-probabilities.
+        let limit = if logprobs.is_none() { jump_limit } else { 0 };
+        let host = HostSequence::begin(pool, plan.as_ref(), constraint.as_ref(), prompt, *max_tokens, limit);
         RunningSequence {
             host,
+            forced: 0,
             key,
             slot: Slot::MAX,
             chunk: None,
@@ -103,10 +110,12 @@ impl RunningSequence {
         self.scheduled = self.scheduled.max(self.received);
         if continues {
             self.generated.push(token);
-            if let Some(host) = &self.host {
-                host.accept(token);
-            }
         }
+    }
+
+    /// Returns the tokens that the next decode step computes: the last sampled one and those forced after it.
+    pub(super) fn next_input(&self) -> &[u32] {
+        &self.generated[self.generated.len().saturating_sub(1 + self.forced as usize)..]
     }
 
     /// Returns the last token that was received; 0 if there is none.

@@ -2,6 +2,7 @@
 //!
 //! Invariant: fused decode is timed only while every sequence of the test is decoding.
 
+use super::host_part::HostPart;
 use super::report::{AllocatedMemory, BenchReport, BenchRow, ModelFacts};
 use super::roofline::{self, StepWork};
 use super::sample::{Sample, TestKind};
@@ -61,6 +62,7 @@ pub async fn measure(
         report.notes.push(note.to_owned());
     }
     let mut prompts = Prompts::new(&source, &tokenizer);
+    let host_part = HostPart::new(&tests, &source, &tokenizer)?;
     let factories = factories(&config.device, &source, &tokenizer, &setup);
     progress.set_message("loading");
     let (engine, built) = super::start_engine(setup, tokenizer, factories).await?;
@@ -79,7 +81,8 @@ pub async fn measure(
         for number in 0..=repeat {
             let roofline = machine.as_mut().filter(|_| work.is_some()).map(roofline::RooflineBench::measure);
             let run = if number == 0 { test.warm_up() } else { test };
-            let sample = Sample { roofline, ..run_test(&engine.intake, &run, &mut prompts).await? };
+            let sample =
+                Sample { roofline, ..run_test(&engine.intake, &run, &mut prompts, &host_part).await? };
             let row = report.rows.last_mut().expect("it was pushed above; anything else is a bug");
             row.samples.extend((number > 0).then_some(sample));
             progress.inc(1);
@@ -130,10 +133,16 @@ impl Prompts {
 }
 
 /// Runs a test once and returns its sample.
-pub async fn run_test(intake: &IntakeHandle, test: &BenchTest, prompts: &mut Prompts) -> Result<Sample> {
-    let request = |_| Request {
-        ignore_eos: true,
-        ..Request::greedy("bench", prompts.next(test.prompt), test.max_tokens as u32)
+pub async fn run_test(
+    intake: &IntakeHandle,
+    test: &BenchTest,
+    prompts: &mut Prompts,
+    host_part: &HostPart,
+) -> Result<Sample> {
+    let request = |number| {
+        let (plan, constraint) = host_part.of_sequence(test.kind, number);
+        let greedy = Request::greedy("bench", prompts.next(test.prompt), test.max_tokens as u32);
+        Request { ignore_eos: true, plan, constraint, ..greedy }
     };
     let requests = (0..test.sequences).map(request).collect();
     let began = Instant::now();

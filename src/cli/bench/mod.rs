@@ -7,6 +7,7 @@
 mod client;
 mod formats;
 mod frontend;
+mod host_part;
 mod measure;
 mod partition;
 pub(super) mod report;

@@ -124,9 +124,10 @@ impl StepWork {
     ) -> Option<StepWork> {
         match what {
             TestKind::Prefill => StepWork::for_rows(source, inputs, sequences * tokens, sequences),
-            TestKind::Decode { .. } | TestKind::Fused { .. } => {
-                StepWork::for_rows(source, inputs, sequences, sequences)
-            }
+            TestKind::Decode { .. }
+            | TestKind::Fused { .. }
+            | TestKind::Constrained { .. }
+            | TestKind::HostDrawn { .. } => StepWork::for_rows(source, inputs, sequences, sequences),
             TestKind::Loop | TestKind::Events | TestKind::Http => None,
         }
     }

@@ -30,6 +30,15 @@ pub enum TestKind {
     Fused {
         depth: usize,
     },
+    /// As `Fused`, with output that follows a JSON schema.
+    Constrained {
+        depth: usize,
+    },
+    /// As `Fused`, with `rows` sequences whose tokens the host draws.
+    HostDrawn {
+        depth: usize,
+        rows: usize,
+    },
     /// The decode loop around a fake device.
     Loop,
     /// The loop with text output.
@@ -84,6 +93,8 @@ impl TestKind {
             TestKind::Prefill => "prefill",
             TestKind::Decode { .. } => "decode",
             TestKind::Fused { .. } => "fused decode",
+            TestKind::Constrained { .. } => "constrained decode",
+            TestKind::HostDrawn { .. } => "host-drawn decode",
             TestKind::Loop => "loop",
             TestKind::Events => "loop + text",
             TestKind::Http => "loop + text + HTTP",
@@ -92,13 +103,17 @@ impl TestKind {
 
     /// Whether several sequences decode at once.
     pub fn is_fused(self) -> bool {
-        matches!(self, TestKind::Fused { .. })
+        use TestKind::{Constrained, Fused, HostDrawn};
+        matches!(self, Fused { .. } | Constrained { .. } | HostDrawn { .. })
     }
 
     /// Returns the number of cached tokens, if the test has one.
     pub fn depth(self) -> Option<usize> {
         match self {
-            TestKind::Decode { depth } | TestKind::Fused { depth } => Some(depth),
+            TestKind::Decode { depth }
+            | TestKind::Fused { depth }
+            | TestKind::Constrained { depth }
+            | TestKind::HostDrawn { depth, .. } => Some(depth),
             _ => None,
         }
     }
@@ -108,7 +123,9 @@ impl TestKind {
         match self {
             TestKind::Prefill => ("ms to first token", 1e3),
             TestKind::Decode { .. } => ("ms per token", 1e3),
-            TestKind::Fused { .. } => ("ms per step", 1e3),
+            TestKind::Fused { .. } | TestKind::Constrained { .. } | TestKind::HostDrawn { .. } => {
+                ("ms per step", 1e3)
+            }
             TestKind::Loop | TestKind::Events | TestKind::Http => ("us per step", 1e6),
         }
     }

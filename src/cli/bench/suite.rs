@@ -34,6 +34,12 @@ pub struct SuiteArgs {
     /// Cached tokens per sequence at the start of fused decode tests.
     #[arg(long, value_name = "POSITIONS", default_value_t = 8, value_parser = positive())]
     fused_depth: u32,
+    /// Repeat the fused decode tests with output that follows a JSON schema.
+    #[arg(long)]
+    constrained: bool,
+    /// Repeat the fused decode tests with this many sequences whose tokens the host draws.
+    #[arg(long, value_name = "SEQUENCES", value_parser = positive())]
+    host_drawn: Option<u32>,
 }
 
 fn positive() -> clap::builder::RangedI64ValueParser<u32> {
@@ -102,8 +108,10 @@ impl fmt::Display for BenchTest {
         let BenchTest { kind: what, sequences, tokens, .. } = self;
         match what {
             TestKind::Decode { depth } => write!(f, "decode of {tokens} tokens at depth {depth}"),
-            TestKind::Fused { depth } => {
-                write!(f, "decode of {tokens} tokens at depth {depth}, sequences: {sequences}")
+            TestKind::Fused { depth }
+            | TestKind::Constrained { depth }
+            | TestKind::HostDrawn { depth, .. } => {
+                write!(f, "{} of {tokens} tokens at depth {depth}, sequences: {sequences}", what.name())
             }
             _ => write!(f, "prefill of {tokens} tokens"),
         }
@@ -139,7 +147,7 @@ impl SuiteArgs {
             |&number: &u32| BenchTest::fused((number as usize, depth), decode, scheduler.token_budget);
         let all = prompts.iter().map(|&tokens| BenchTest::prefill(tokens as usize));
         let all = all.chain(depths.iter().map(|&depth| BenchTest::decode(depth as usize, decode)));
-        let all = all.chain(self.sequences.iter().map(fused));
+        let all = all.chain(self.sequences.iter().map(fused).flat_map(|test| self.variants(test)));
         let mut tests = Vec::new();
         for test in all {
             let may_be_left_out = match test.kind {
@@ -155,6 +163,17 @@ impl SuiteArgs {
             }
         }
         Ok(tests)
+    }
+}
+
+impl SuiteArgs {
+    /// Returns a fused decode test, and those that repeat it with the host's part in sampling.
+    fn variants(&self, test: BenchTest) -> impl Iterator<Item = BenchTest> {
+        let depth = test.prompt;
+        let constrained = self.constrained.then_some(TestKind::Constrained { depth });
+        let host_drawn = self.host_drawn.map(|rows| TestKind::HostDrawn { depth, rows: rows as usize });
+        let kinds = [Some(test.kind), constrained, host_drawn].into_iter().flatten();
+        kinds.map(move |kind| BenchTest { kind, ..test })
     }
 }
 
@@ -186,7 +205,8 @@ mod tests {
 
     fn args(depth: Option<&[u32]>, decode: u32, sequences: &[u32]) -> SuiteArgs {
         let (depth, sequences) = (depth.map(<[u32]>::to_vec), sequences.to_vec());
-        SuiteArgs { prefill: None, depth, decode, sequences, fused_depth: 8 }
+        let (constrained, host_drawn) = (false, None);
+        SuiteArgs { prefill: None, depth, decode, sequences, fused_depth: 8, constrained, host_drawn }
     }
 
     fn config() -> Config {

@@ -12,7 +12,7 @@ pub struct Constraint {
     pub start: ConstraintStart,
 }
 
-/// Where in the output a grammar begins to apply.
+/// The place in the output where a grammar begins to apply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConstraintStart {
     /// From the first token on.
@@ -55,11 +55,13 @@ impl ConstraintState {
     }
 
     /// Writes the mask of the tokens that may come next, a bit for each, least significant bit first; at
-    /// least one is set. Words beyond the vocabulary become 0 or have no meaning. Fails if nothing continues
-    /// the output or the grammar is too complex at this place.
-    pub fn mask(&mut self, mask: &mut [u32]) -> Result<(), GrammarError> {
+    /// least one is set. Words beyond the vocabulary become 0 or have no meaning. Returns the token if the
+    /// grammar allows only one. Fails if nothing continues the output or the grammar is too complex at this
+    /// place.
+    pub fn mask(&mut self, mask: &mut [u32]) -> Result<Option<u32>, GrammarError> {
+        let mut only = None;
         match &self.phase {
-            Phase::Constrained => drop(self.matcher.mask(mask)?),
+            Phase::Constrained => only = self.matcher.mask(mask)?,
             Phase::MayOpen { open, .. } => {
                 self.matcher.mask(mask)?;
                 set_bit(mask, *open, true);
@@ -70,9 +72,25 @@ impl ConstraintState {
             }
         }
         match mask.iter().any(|&word| word != 0) {
-            true => Ok(()),
+            true => Ok(only),
             false => Err(GrammarError::Stuck("no token continues it, and the model has no end token".into())),
         }
+    }
+
+    /// Returns the tokens after the only one that the grammar allows, `first`, which it leaves no choice about
+    /// either, at most `limit`. They are accepted; the end of the output is not among them. `None` if `first`
+    /// ends the output. `scratch` is as long as a mask.
+    pub fn force(
+        &mut self,
+        first: u32,
+        limit: usize,
+        scratch: &mut [u32],
+    ) -> Result<Option<Vec<u32>>, GrammarError> {
+        if self.matcher.vocabulary().eos().contains(&first) {
+            return Ok(None);
+        }
+        self.matcher.accept(first)?;
+        self.matcher.accept_forced(limit, scratch).map(Some)
     }
 
     /// Accepts the next token, which must be one that the mask allows.

@@ -35,13 +35,15 @@ pub struct HostSequence {
 
 impl HostSequence {
     /// Begins a sequence of at most `max_tokens` generated tokens. The host draws them if there is a `plan`,
-    /// and computes masks if there is a `constraint`; `None` if there is neither.
+    /// and computes masks if there is a `constraint`; `None` if there is neither. `jump_limit` is the maximum
+    /// number of tokens that [`Self::accept`] returns.
     pub fn begin(
         pool: &Arc<HostPool>,
         plan: Option<&Arc<SamplingPlan>>,
         constraint: Option<&Arc<Constraint>>,
         prompt: &[u32],
         max_tokens: u32,
+        jump_limit: usize,
     ) -> Option<HostSequence> {
         if plan.is_none() && constraint.is_none() {
             return None;
@@ -49,7 +51,7 @@ impl HostSequence {
         let state = plan.map(|plan| SequenceState::new(plan, prompt, max_tokens as usize));
         let matcher = constraint.map(|constraint| ConstraintState::new(constraint));
         let words = pool.vocabulary().div_ceil(u32::BITS as usize);
-        let record = Arc::new(Record::new(plan.cloned(), state, matcher, words));
+        let record = Arc::new(Record::new(plan.cloned(), state, matcher, words, jump_limit));
         if constraint.is_some() {
             pool.submit(Job::Begin { record: record.clone() });
         }
@@ -75,12 +77,18 @@ impl HostSequence {
         }
     }
 
-    /// Takes note of a token that continues the sequence. It must be called for each in order, whoever drew
-    /// it.
-    pub fn accept(&self, token: u32) {
-        if !self.draws() {
-            self.pool.submit(Job::Advance { record: self.record.clone(), token });
+    /// Takes note of a sampled token that continues the sequence. It must be called for each in order, whoever
+    /// drew it. Returns the tokens that follow without a choice, if the grammar allowed no other token than
+    /// this one: they belong to the output, the next row samples the token after them, and they are not
+    /// accepted again. Whether there are such tokens depends on the grammar and the tokens before alone.
+    pub fn accept(&self, token: u32) -> Vec<u32> {
+        if self.draws() {
+            return Vec::new();
         }
+        self.record.take_forced().unwrap_or_else(|| {
+            self.pool.submit(Job::Advance { record: self.record.clone(), token });
+            Vec::new()
+        })
     }
 
     /// Returns the log-probabilities of the next token that was drawn, if they are those of the candidates

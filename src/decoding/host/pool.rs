@@ -3,12 +3,12 @@
 //! Invariant: a job waits for no device and no client. A job that fails or panics gives up the row that waits
 //! for it, and no other.
 
-use super::record::{Record, RowContext};
+use super::record::{Record, RowContext, lock};
 use crate::decoding::strategies::HostSampler;
 use mainstem_kernels::late::TokenSender;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
@@ -174,9 +174,4 @@ impl std::fmt::Debug for Queue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Queue").finish_non_exhaustive()
     }
-}
-
-/// Locks a mutex. What it protects is valid after a panic, too.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

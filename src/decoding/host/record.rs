@@ -1,16 +1,15 @@
-//! What the host knows of a sequence whose tokens it draws or masks. It never moves; the running sequence
-//! refers to it, wherever its slot is.
+//! The record of a sequence whose tokens the host draws or masks. It never moves; the running sequence refers
+//! to it, wherever its slot is.
 //!
 //! Invariant: the state depends on the tokens alone, in their order: the draw of a token or the mask after it
 //! begins when the work for the token before is done.
 
 use super::constraint::ConstraintState;
-use super::pool::lock;
 use crate::decoding::strategies::{HostSampler, LogprobsMode, Row, SamplingPlan, SequenceState};
 use mainstem_grammar::GrammarError;
 use mainstem_kernels::late::{MaskSender, TokenSender};
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The record of one sequence.
 pub(super) struct Record {
@@ -19,7 +18,11 @@ pub(super) struct Record {
     is_constrained: bool,
     /// Locked by the threads of the pool only, for as long as they compute.
     work: Mutex<Work>,
-    mask: Mutex<MaskState>,
+    masks: Mutex<Masks>,
+    /// Maximum number of tokens to force at once.
+    jump_limit: usize,
+    /// The tokens that follow the only one that the last supplied mask allows.
+    forced: Mutex<Option<Vec<u32>>>,
     reports: Mutex<VecDeque<LogprobReport>>,
     error: Mutex<Option<GrammarError>>,
 }
@@ -51,13 +54,23 @@ struct Work {
 }
 
 impl Work {
-    /// Computes the mask of the next token, unless that was done.
-    fn prepare_mask(&mut self) -> Result<(), GrammarError> {
+    /// Computes the mask of the next token, unless that was done. Returns the token if the grammar allows
+    /// only one.
+    fn prepare_mask(&mut self) -> Result<Option<u32>, GrammarError> {
+        let mut only = None;
         if let Some(constraint) = self.constraint.as_mut().filter(|_| !self.mask_is_ready) {
-            constraint.mask(&mut self.next_mask)?;
+            only = constraint.mask(&mut self.next_mask)?;
             self.mask_is_ready = true;
         }
-        Ok(())
+        Ok(only)
+    }
+
+    /// Returns the tokens that follow the only one that the grammar allows, and accepts them.
+    fn force(&mut self, only: u32, limit: usize) -> Result<Option<Vec<u32>>, GrammarError> {
+        let Some(constraint) = &mut self.constraint else { return Ok(None) };
+        let forced = constraint.force(only, limit, &mut self.next_mask)?;
+        self.mask_is_ready = forced.is_none();
+        Ok(forced)
     }
 
     /// Advances the grammar by a token.
@@ -67,25 +80,27 @@ impl Work {
     }
 }
 
-/// The mask of the next token that the device draws.
-enum MaskState {
-    /// It is being computed, and no row waits for it.
-    Pending,
-    Ready(Arc<[u32]>),
-    /// The row of the next token waits for it.
-    Wanted(MaskSender),
-    /// There will be no mask; see the error.
-    Failed,
+/// The masks of the next tokens that the device draws.
+#[derive(Default)]
+struct Masks {
+    /// Masks that no row waits for, in the order of the tokens: one, or two if the first allows one token
+    /// only.
+    ready: VecDeque<Arc<[u32]>>,
+    /// The row that waits for the next mask.
+    wanted: Option<MaskSender>,
+    /// Whether there will be no further mask; see the error.
+    failed: bool,
 }
 
 impl Record {
     /// Creates the record of a sequence before its first generated token. `mask_words` is the length of
-    /// masks.
+    /// masks, and `jump_limit` the maximum number of tokens that a grammar forces at once.
     pub(super) fn new(
         plan: Option<Arc<SamplingPlan>>,
         state: Option<SequenceState>,
         constraint: Option<ConstraintState>,
         mask_words: usize,
+        jump_limit: usize,
     ) -> Record {
         let is_constrained = constraint.is_some();
         let next_mask = if is_constrained { vec![0; mask_words] } else { Vec::new() };
@@ -93,7 +108,9 @@ impl Record {
             plan,
             is_constrained,
             work: Mutex::new(Work { state, constraint, next_mask, mask_is_ready: false }),
-            mask: Mutex::new(MaskState::Pending),
+            masks: Mutex::default(),
+            jump_limit,
+            forced: Mutex::default(),
             reports: Mutex::default(),
             error: Mutex::default(),
         }
@@ -165,38 +182,67 @@ impl Record {
     }
 
     /// Advances the grammar by a token, if there is one, and computes the mask of the next token, which the
-    /// device draws.
+    /// device draws. If the grammar allows only one, it is advanced by that one and by what must follow, too.
     pub(super) fn advance(&self, token: Option<u32>) {
-        let work = &mut *lock(&self.work);
-        let accepted = token.map_or(Ok(()), |token| work.accept(token));
-        match accepted.and_then(|()| work.prepare_mask()) {
-            Ok(()) => self.supply_mask(work.next_mask.as_slice().into()),
-            Err(error) => self.fail(error),
+        if let Err(error) = self.try_advance(token) {
+            self.fail(error);
         }
+    }
+
+    fn try_advance(&self, token: Option<u32>) -> Result<(), GrammarError> {
+        let work = &mut *lock(&self.work);
+        token.map_or(Ok(()), |token| work.accept(token))?;
+        let only = work.prepare_mask()?;
+        let mask: Arc<[u32]> = work.next_mask.as_slice().into();
+        let forced = match only.filter(|_| self.jump_limit > 0) {
+            Some(only) => work.force(only, self.jump_limit)?,
+            None => None,
+        };
+        let is_forced = forced.is_some();
+        // Before the mask, so that whoever sees its token finds them.
+        *lock(&self.forced) = forced;
+        self.supply_mask(mask);
+        if is_forced {
+            work.prepare_mask()?;
+            self.supply_mask(work.next_mask.as_slice().into());
+        }
+        Ok(())
+    }
+
+    /// Returns the tokens that follow the last one without a choice, if its mask allowed no other; the
+    /// grammar is behind them then.
+    pub(super) fn take_forced(&self) -> Option<Vec<u32>> {
+        lock(&self.forced).take()
     }
 
     /// Registers the row of the next token that the device draws.
     pub(super) fn want_mask(&self, sender: MaskSender) {
-        let mut mask = lock(&self.mask);
-        match std::mem::replace(&mut *mask, MaskState::Pending) {
-            MaskState::Ready(words) => sender.send(words),
-            MaskState::Failed => *mask = MaskState::Failed,
-            MaskState::Pending | MaskState::Wanted(_) => *mask = MaskState::Wanted(sender),
+        let masks = &mut *lock(&self.masks);
+        match masks.ready.pop_front() {
+            Some(words) => sender.send(words),
+            None if masks.failed => drop(sender),
+            None => masks.wanted = Some(sender),
         }
     }
 
     fn supply_mask(&self, words: Arc<[u32]>) {
-        let mut mask = lock(&self.mask);
-        match std::mem::replace(&mut *mask, MaskState::Pending) {
-            MaskState::Wanted(sender) => sender.send(words),
-            MaskState::Failed => *mask = MaskState::Failed,
-            MaskState::Pending | MaskState::Ready(_) => *mask = MaskState::Ready(words),
+        let masks = &mut *lock(&self.masks);
+        match masks.wanted.take() {
+            Some(sender) => sender.send(words),
+            None => masks.ready.push_back(words),
         }
     }
 
-    /// Ends the sequence with an error: its rows, present and later, fail.
+    /// Ends the sequence with an error: rows without a mask or token, present and later, fail.
     fn fail(&self, error: GrammarError) {
         lock(&self.error).get_or_insert(error);
-        *lock(&self.mask) = MaskState::Failed;
+        let masks = &mut *lock(&self.masks);
+        masks.failed = true;
+        masks.wanted = None;
     }
+}
+
+/// Locks a mutex. What it protects is valid after a panic, too.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -61,8 +61,8 @@ fn pool(threads: usize) -> Arc<HostPool> {
 }
 
 /// Generates up to `steps` tokens as a device would that takes the largest logit which the mask allows, with
-/// logits that fall with the id. With `ahead`, each row is registered before the token before it is accepted.
-/// Ends with the first row that has no token.
+/// logits that fall with the id. With `ahead`, each row is registered before the token before it is accepted,
+/// which no token may be forced with. Ends with the first row that has no token.
 fn generate(host: &HostSequence, steps: u32, ahead: bool) -> Vec<u32> {
     let register = |position| {
         let late = Arc::new(LateInputs::default());
@@ -73,7 +73,7 @@ fn generate(host: &HostSequence, steps: u32, ahead: bool) -> Vec<u32> {
     let logits: Vec<f32> = (0..SIZE).map(|id| -(id as f32) / 8.0).collect();
     let mut generated = Vec::new();
     let mut next = register(0);
-    for position in 1..=steps {
+    while generated.len() < steps as usize {
         let (late, params) = next;
         let token = if params.mode == SampleMode::Host {
             late.begin_draw(0, &logits);
@@ -87,11 +87,11 @@ fn generate(host: &HostSequence, steps: u32, ahead: bool) -> Vec<u32> {
         let Some(token) = token else { break };
         generated.push(token);
         if ahead {
-            next = register(position);
-            host.accept(token);
+            next = register(generated.len() as u32);
+            assert!(host.accept(token).is_empty());
         } else {
-            host.accept(token);
-            next = register(position);
+            generated.extend(host.accept(token));
+            next = register(generated.len() as u32);
         }
     }
     generated
@@ -106,7 +106,7 @@ fn tokens_do_not_depend_on_when_rows_are_registered_nor_on_the_number_of_threads
     for (plan, constraint) in cases {
         let results: Vec<Vec<u32>> = [(1, false), (1, true), (4, false), (4, true)]
             .map(|(threads, ahead)| {
-                let host = HostSequence::begin(&pool(threads), plan, constraint, &[1, 2], 30).unwrap();
+                let host = HostSequence::begin(&pool(threads), plan, constraint, &[1, 2], 30, 0).unwrap();
                 generate(&host, 30, ahead)
             })
             .into();
@@ -118,6 +118,21 @@ fn tokens_do_not_depend_on_when_rows_are_registered_nor_on_the_number_of_threads
             assert!((9..=15).contains(&end) && results[0][end..].iter().all(|&token| token == EOS));
         }
     }
+}
+
+/// Catches masks that belong to another token than the row's after a jump, and jumps over the end.
+#[test]
+fn tokens_without_a_choice_need_no_rows() {
+    let grammar = constraint("(abc|xyz|hello){3}(no|yes)", ConstraintStart::Immediately);
+    let begin = |limit| HostSequence::begin(&pool(2), None, Some(&grammar), &[1], 30, limit).unwrap();
+    let one_by_one = generate(&begin(0), 30, false);
+    for limit in 1..9 {
+        let host = begin(limit);
+        assert_eq!(generate(&host, 30, false)[..30], one_by_one, "{limit}");
+    }
+    // "bc" follows "a": b is sampled under its mask, c is not.
+    let host = begin(8);
+    assert_eq!(generate(&host, 2, false), Letters.encode("abc"));
 }
 
 #[test]
@@ -158,7 +173,7 @@ fn a_grammar_that_cannot_go_on_ends_its_sequence_with_an_error() {
     let constraint = Arc::new(Constraint { grammar, start: ConstraintStart::Immediately });
     for plan in [None, Some(plan(json!({"mirostat": 2})))] {
         let pool = pool(2);
-        let host = HostSequence::begin(&pool, plan.as_ref(), Some(&constraint), &[1], 9).unwrap();
+        let host = HostSequence::begin(&pool, plan.as_ref(), Some(&constraint), &[1], 9, 0).unwrap();
         assert_eq!(generate(&host, 9, false).len(), 2);
         assert!(host.error().unwrap().to_string().contains("no end token"), "{:?}", host.error());
     }
@@ -168,7 +183,7 @@ fn a_grammar_that_cannot_go_on_ends_its_sequence_with_an_error() {
 fn log_probabilities_of_candidates_are_reported_in_the_order_of_the_tokens() {
     let plan = plan(json!({"top_k": 1, "logprobs_mode": "processed_logprobs"}));
     let pool = pool(3);
-    let host = HostSequence::begin(&pool, Some(&plan), None, &[1], 9).unwrap();
+    let host = HostSequence::begin(&pool, Some(&plan), None, &[1], 9, 0).unwrap();
     for position in 0..4 {
         let late = Arc::new(LateInputs::default());
         let mut params =
@@ -188,7 +203,7 @@ fn log_probabilities_of_candidates_are_reported_in_the_order_of_the_tokens() {
 fn dropping_the_pool_gives_up_rows_that_wait() {
     let plan = plan(json!({"mirostat": 2}));
     let pool = pool(1);
-    let host = HostSequence::begin(&pool, Some(&plan), None, &[1], 9).unwrap();
+    let host = HostSequence::begin(&pool, Some(&plan), None, &[1], 9, 0).unwrap();
     let late = Arc::new(LateInputs::default());
     host.register(&late, 0, &mut SamplingParams::GREEDY.clone());
     drop((host, pool));

@@ -1,8 +1,8 @@
 //! Epsilon and eta cutoffs: smallest probabilities, fixed or dependent on the entropy.
 
-use super::candidates::Candidates;
 use super::params::{Bounds, Param, ParamError};
 use super::unit::{Context, Filter, Place, Strategy, Unit};
+use mainstem_kernels::candidates::Candidates;
 use mainstem_kernels::reference::draw::exp;
 
 const EPSILON: Param =

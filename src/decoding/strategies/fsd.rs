@@ -1,9 +1,9 @@
 //! Frustratingly simple decoding (FSD): an n-gram model of the text so far penalizes repetitions.
 
-use super::candidates::Candidates;
 use super::params::{Bounds, Param, Values};
 use super::pool::{POOL_SIZE, Prefix};
 use super::unit::{Choose, Context, Filter, Place, Registers, Strategy, Unit, stream};
+use mainstem_kernels::candidates::Candidates;
 use mainstem_kernels::reference::draw::weight;
 
 const K: Param = Param::integer("k", 6, 1, Fsd::MOST as i64, "number of candidates");

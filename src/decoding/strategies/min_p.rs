@@ -1,9 +1,8 @@
 //! Min-p.
 
-use super::candidates::Candidates;
 use super::params::{Bounds, Param, ParamError, Values, Vocabulary};
 use super::unit::{Context, Filter, Place, Strategy, Unit};
-use mainstem_kernels::reference::draw::exp;
+use mainstem_kernels::candidates::Candidates;
 
 /// Smallest probability, relative to the largest.
 pub const MIN_P: Param = Param::float(
@@ -34,8 +33,6 @@ fn build(values: &Values, _: &dyn Vocabulary) -> Result<Option<Unit>, ParamError
 
 impl Filter for MinP {
     fn filter(&self, candidates: &mut Candidates<'_>, _: &Context<'_>) {
-        // Most candidates are far below the limit, and need no exponential function.
-        let near = self.0.ln() - 0.01;
-        candidates.retain(|x| x >= near && exp(x) >= self.0);
+        candidates.keep_likely(self.0);
     }
 }

@@ -1,8 +1,8 @@
 //! Mirostat: a chooser that keeps the mean surprise of the tokens near a target.
 
-use super::candidates::Candidates;
 use super::params::{Bounds, Param, ParamError, Values, Vocabulary};
 use super::unit::{Choose, Context, Place, Registers, Strategy, Unit};
+use mainstem_kernels::candidates::Candidates;
 use mainstem_kernels::reference::draw::weight;
 
 const VERSION: Param = Param::integer("mirostat", 0, 0, 2, "version of the algorithm; 0: off");

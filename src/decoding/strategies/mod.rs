@@ -16,8 +16,6 @@ pub mod unit;
 
 pub mod params;
 
-pub mod candidates;
-
 pub mod history;
 
 pub mod registry;
@@ -73,7 +71,6 @@ mod xtc;
 #[cfg(test)]
 mod tests;
 
-pub use candidates::{Buffers, Candidates};
 pub use history::History;
 pub use params::{AnyVocabulary, Kind, Param, ParamError, Values, Vocabulary};
 pub use plan::{CheckedDefaults, DeviceSampling, LogprobsMode, SamplingPlan};

@@ -1,13 +1,13 @@
 //! The strategies of Inferflow, which choose from a pool of the most likely tokens. Probabilities are
 //! relative to the pool.
 
-use super::candidates::Candidates;
 use super::min_p::MinP;
 use super::mirostat::Mirostat;
 use super::params::{Bounds, Param, ParamError, Values, Vocabulary};
 use super::tail_free::curvatures;
 use super::typical::distance;
 use super::unit::{Choose, Context, Filter, Place, Registers, Strategy, Unit};
+use mainstem_kernels::candidates::Candidates;
 use mainstem_kernels::reference::draw::weight;
 
 /// Number of tokens of a pool.

@@ -1,9 +1,9 @@
 //! The host's sampler: draws the token of one row according to a plan.
 
-use super::candidates::{Buffers, Candidates, largest};
 use super::plan::{LogprobsMode, SamplingPlan};
 use super::state::{Draw, SequenceState};
 use super::unit::{Context, EditScratch};
+use mainstem_kernels::candidates::{Buffers, Candidates, largest, nan_to_lowest};
 
 /// The logits of one row, and what else decides its token.
 #[derive(Clone, Copy, Debug)]
@@ -75,7 +75,7 @@ impl HostSampler {
             (None, _) => f32::NAN,
             (Some(n), LogprobsMode::Processed) => report(&mut candidates, token, n, &mut self.top),
             (Some(n), LogprobsMode::Raw) => {
-                load_values(&mut self.buffers, row.logits);
+                self.buffers.load(row.logits, None);
                 report(&mut Candidates::new(&mut self.buffers), token, n, &mut self.top)
             }
         };
@@ -90,11 +90,8 @@ impl HostSampler {
 
     /// Copies the logits that the mask allows, and returns the lowest allowed id.
     fn load(&mut self, row: &Row<'_>) -> Result<u32, EmptyMask> {
-        load_values(&mut self.buffers, row.logits);
-        match row.mask {
-            Some(mask) => forbid(&mut self.buffers.values, mask).ok_or(EmptyMask),
-            None => Ok(0),
-        }
+        self.buffers.reserve(row.logits.len());
+        self.buffers.load(row.logits, row.mask).ok_or(EmptyMask)
     }
 
     /// Applies the plan's edits, unless they leave no candidate.
@@ -112,20 +109,13 @@ impl HostSampler {
         buffers.values.iter_mut().for_each(|value| *value = nan_to_lowest(*value));
         if let Some(mask) = row.mask {
             // An edit that forces a token may have undone the mask.
-            forbid(&mut buffers.values, mask);
+            buffers.forbid(mask);
         }
         if largest(&buffers.values) == f32::NEG_INFINITY {
             self.load(row)?;
         }
         Ok(())
     }
-}
-
-/// Copies logits to the values of candidates.
-fn load_values(buffers: &mut Buffers, logits: &[f32]) {
-    buffers.reserve(logits.len());
-    buffers.values.clear();
-    buffers.values.extend(logits.iter().map(|&logit| nan_to_lowest(logit)));
 }
 
 /// Computes the log-probability of a token among the candidates, and of the `n` most likely ones.
@@ -142,29 +132,4 @@ fn report(candidates: &mut Candidates<'_>, token: u32, n: usize, top: &mut Vec<(
         top.extend(candidates.first(n).map(|(id, value)| (id, logprob(value))));
     }
     of_token
-}
-
-/// Sets what the mask does not allow to negative infinity, and returns the lowest id that it allows.
-fn forbid(values: &mut [f32], mask: &[u32]) -> Option<u32> {
-    let mut lowest = None;
-    for (i, values) in values.chunks_mut(32).enumerate() {
-        let word = mask.get(i).copied().unwrap_or(0);
-        // Bits beyond the vocabulary allow nothing.
-        let word = if values.len() < 32 { word & ((1 << values.len()) - 1) } else { word };
-        if word == 0 {
-            values.fill(f32::NEG_INFINITY);
-            continue;
-        }
-        lowest = lowest.or(Some(32 * i as u32 + word.trailing_zeros()));
-        if word != u32::MAX {
-            let forbidden = values.iter_mut().enumerate().filter(|(bit, _)| word >> bit & 1 == 0);
-            forbidden.for_each(|(_, value)| *value = f32::NEG_INFINITY);
-        }
-    }
-    lowest
-}
-
-/// Replaces NaN by negative infinity.
-fn nan_to_lowest(value: f32) -> f32 {
-    if value.is_nan() { f32::NEG_INFINITY } else { value }
 }

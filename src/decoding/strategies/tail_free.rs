@@ -1,8 +1,8 @@
 //! Tail-free sampling.
 
-use super::candidates::Candidates;
 use super::params::{Bounds, Param, ParamError, Values, Vocabulary};
 use super::unit::{Context, Filter, Place, Strategy, Unit};
+use mainstem_kernels::candidates::Candidates;
 use mainstem_kernels::reference::draw::weight;
 
 const Z: Param =

@@ -1,8 +1,8 @@
 //! Temperature, fixed or chosen by the entropy of the candidates.
 
-use super::candidates::Candidates;
 use super::params::{Bounds, Param, ParamError, Values, Vocabulary};
 use super::unit::{Context, Filter, Place, Strategy, Unit};
+use mainstem_kernels::candidates::Candidates;
 
 /// Divisor of the logits.
 pub const TEMPERATURE: Param = Param::float(

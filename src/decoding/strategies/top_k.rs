@@ -1,8 +1,8 @@
 //! Top-k.
 
-use super::candidates::Candidates;
 use super::params::{Param, ParamError, Values, Vocabulary};
 use super::unit::{Context, Filter, Place, Strategy, Unit};
+use mainstem_kernels::candidates::Candidates;
 
 /// Number of candidates to keep.
 pub const TOP_K: Param =

@@ -1,8 +1,8 @@
 //! Top-n-sigma.
 
-use super::candidates::Candidates;
 use super::params::{Bounds, Param, ParamError, Values, Vocabulary};
 use super::unit::{Context, Filter, Place, Strategy, Unit};
+use mainstem_kernels::candidates::Candidates;
 
 const N: Param = Param::float(
     "top_n_sigma",

@@ -1,8 +1,8 @@
 //! Top-p (nucleus sampling).
 
-use super::candidates::Candidates;
 use super::params::{Bounds, Param, ParamError, Values, Vocabulary};
 use super::unit::{Context, Filter, Place, Strategy, Unit};
+use mainstem_kernels::candidates::Candidates;
 
 /// Probability to keep.
 pub const TOP_P: Param =

@@ -1,8 +1,8 @@
 //! Locally typical sampling.
 
-use super::candidates::Candidates;
 use super::params::{Bounds, Param, ParamError, Values, Vocabulary};
 use super::unit::{Context, Filter, Place, Strategy, Unit};
+use mainstem_kernels::candidates::Candidates;
 
 const P: Param =
     Param::float("typical_p", 1.0, Bounds::above(0.0, 1.0), "probability of the candidates to keep; 1: off")

@@ -1,9 +1,9 @@
 //! The three forms of a strategy, and the row that describes one in the table.
 
-use super::candidates::Candidates;
 use super::history::History;
 use super::params::{Param, ParamError, Values, Vocabulary};
-use mainstem_kernels::random::uniform_of_stream;
+use mainstem_kernels::candidates::Candidates;
+use mainstem_kernels::random::uniform;
 use std::fmt::Debug;
 
 /// A row of the table: a strategy with its parameters.
@@ -93,7 +93,7 @@ pub mod stream {
 impl Context<'_> {
     /// Returns a uniform number in [0, 1) of one of the [`stream`]s.
     pub fn uniform(&self, stream: u32) -> f32 {
-        uniform_of_stream(self.seed, self.position, stream)
+        uniform(self.seed, self.position, stream)
     }
 }
 

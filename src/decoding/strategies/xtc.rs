@@ -1,8 +1,8 @@
 //! XTC: excludes top choices.
 
-use super::candidates::Candidates;
 use super::params::{Bounds, Param, ParamError, Values, Vocabulary};
 use super::unit::{Context, Filter, Place, Strategy, Unit, stream};
+use mainstem_kernels::candidates::Candidates;
 use mainstem_kernels::reference::draw::exp;
 
 const PROBABILITY: Param = Param::float(

@@ -300,13 +300,14 @@ pub trait Backend: Send + 'static {
     /// order, and stores each sampled token as the last token of its slot; of several rows of a slot, the
     /// last one counts.
     ///
-    /// The result is defined by [`crate::reference::sample`]: add biases, apply the mask; order the logits
-    /// descending, ties by id; apply temperature, then top-k, top-p and min-p; take the random number
-    /// [`crate::random::uniform`] of (seed, position).
+    /// The result is defined by [`crate::reference::sample`]: add biases, apply the mask; divide by the
+    /// temperature; apply top-k, top-p and min-p to the candidates in descending order, ties by id; take the
+    /// candidate with the largest sum of scaled logit and noise ([`crate::reference::draw`]), which is a
+    /// function of seed, position and token id. Biases that leave no candidate are ignored, a mask never is.
     ///
     /// The logits of all rows of the call that the host draws are handed over before anything is waited for,
     /// and a fast backend samples the rows without late inputs before it waits. A row whose late input does
-    /// not come fails ([`crate::batch::RowFailure`]). Unwinds with [`crate::Aborted`] if the step is aborted.
+    /// not come, or whose mask allows no token, fails ([`crate::batch::RowFailure`]). Unwinds with [`crate::Aborted`] if the step is aborted.
     fn sample(
         &mut self,
         outputs: Range<usize>,

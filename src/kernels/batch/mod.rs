@@ -12,7 +12,9 @@ mod step;
 mod tests;
 
 pub use handoff::{ActivationHandoff, HandoffPorts, LastLayerSignal};
-pub use sampling::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput, StepTimes, is_allowed};
+pub use sampling::{
+    RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput, StepTimes, is_allowed, lowest_allowed,
+};
 pub use step::{RowSpan, StepRow, StepState};
 
 use crate::backend::KvTable;

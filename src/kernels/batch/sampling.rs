@@ -14,7 +14,7 @@ pub struct SamplingParams {
     pub position: u32,
     /// Key of the random number generator.
     pub seed: u64,
-    /// Divisor of the logits. Below [`Self::GREEDY_BELOW`], sampling is greedy.
+    /// Divisor of the logits after biases and mask. Below [`Self::GREEDY_BELOW`], sampling is greedy.
     pub temperature: f32,
     /// Top-k: keeps the k largest logits; 0 keeps all.
     pub top_k: u32,
@@ -23,12 +23,13 @@ pub struct SamplingParams {
     /// Min-p: drops tokens whose probability is below this fraction of the largest; 0 keeps all.
     pub min_p: f32,
     /// Start of the entries of this row in [`super::StepBatch::logit_biases`]. A bias of negative infinity
-    /// forbids its token.
+    /// forbids its token. Biases that leave no logit above negative infinity are ignored, all of them.
     pub bias_at: u32,
     /// Number of these entries.
     pub bias_len: u32,
-    /// Whether a mask ([`crate::late::LateInputs`]) restricts the sampled token. Used with
-    /// [`SampleMode::Sample`] only.
+    /// Whether a mask ([`crate::late::LateInputs`]) restricts the sampled token, which it does whatever the
+    /// logits and biases are; a mask that allows no token fails the row. Used with [`SampleMode::Sample`]
+    /// only.
     pub masked: bool,
     /// Whether to report the log-probability of the token, computed from the raw logits.
     pub logprob: bool,
@@ -89,6 +90,13 @@ pub fn is_allowed(mask: &[u32], token: u32) -> bool {
     mask.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
 }
 
+/// Returns the lowest token of the vocabulary that a mask allows, if there is one.
+pub fn lowest_allowed(mask: &[u32], vocab: usize) -> Option<u32> {
+    let word = mask.iter().position(|&word| word != 0)?;
+    let token = word * 32 + mask[word].trailing_zeros() as usize;
+    (token < vocab).then_some(token as u32)
+}
+
 /// The results of a step.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct StepOutput {
@@ -138,6 +146,9 @@ pub enum RowFailure {
     /// The host gave up the late input of the row, or supplied an invalid one.
     #[error("the host supplied no valid mask or token")]
     NoLateInput,
+    /// The mask of the row allows no token of the vocabulary.
+    #[error("the mask allows no token")]
+    EmptyMask,
 }
 
 impl SampledToken {

@@ -53,7 +53,7 @@ pub use packed::packed_weights;
 pub use properties::{batch_invariance, chunking, moves, output_selection, paging, stale_pages};
 pub use rope::{angles, rope};
 pub use rows::{row_tokens, visible_values};
-pub use sampling::sample_tokens;
+pub use sampling::{drawn_frequencies, sample_tokens};
 pub use sparse::{top_k_attention, unselected_values};
 pub use splits::{
     attention_over_splits, encoder_inputs_over_splits, masked_splits, negative_infinite_scores, split_bits,
@@ -143,6 +143,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     encoder_batch_invariance(make, bounds);
     copy_pages(make, bounds);
     sample_tokens(make, bounds);
+    drawn_frequencies(make);
     host_draws(make, bounds);
     lost_late_inputs(make);
     late_abort(make);

@@ -1,5 +1,5 @@
 //! Tests of sampling with biases and masks, and of scoring, against the definition in
-//! [`mainstem_kernels::reference`].
+//! [`mainstem_kernels::reference`], and of how often tokens are drawn.
 
 use super::Bounds;
 use super::inputs::*;
@@ -53,11 +53,17 @@ impl SampledRows {
         self.params[row].is_masked().then_some(&self.masks[row])
     }
 
-    /// Replaces the masks by biases that forbid the same tokens.
+    /// Replaces the masks by biases that forbid the same tokens, where mask and biases leave a candidate: a
+    /// mask is never ignored.
     fn replace_masks_by_biases(&mut self) {
         for row in 0..SAMPLED_ROWS {
             let ids = 0..self.logits[row].len() as u32;
             if let Some(mask) = self.mask(row) {
+                let mut biased = self.logits[row].clone();
+                self.biases[row].iter().for_each(|&(id, bias)| biased[id as usize] += bias);
+                if !ids.clone().any(|id| is_allowed(mask, id) && biased[id as usize] > f32::NEG_INFINITY) {
+                    continue;
+                }
                 let forbidden: Vec<u32> = ids.filter(|id| !is_allowed(mask, *id)).collect();
                 self.biases[row].extend(forbidden.iter().map(|id| (*id, f32::NEG_INFINITY)));
                 self.params[row].masked = false;
@@ -103,13 +109,16 @@ fn assert_step<B: Backend>(rig: &mut Rig<B>, step: u32, bounds: &Bounds) {
         let (logits, biases, mask) = (&rows.logits[row], &rows.biases[row], rows.mask(row));
         let what = format_args!("sample, vocabulary {vocab}, step {step}, row {row}, {params:?}");
         let expected = match params.mode {
-            SampleMode::Score(token) => token,
+            SampleMode::Score(token) => Ok(token),
             _ => sample(logits, biases, mask, params),
         };
-        assert_eq!((result.token, result.failure), (expected, None), "{what}: token");
+        assert_eq!(result.failure.map_or(Ok(result.token), Err), expected, "{what}: token");
         assert_eq!(result.top_at, top_at, "{what}: start of the most likely tokens");
         top_at += result.top_len;
-        assert_logprobs(what, &out, result, (logits, params), bounds);
+        match result.failure {
+            None => assert_logprobs(what, &out, result, (logits, params), bounds),
+            Some(_) => assert!(result.logprob.is_nan() && result.top_len == 0, "{what}: {result:?}"),
+        }
     }
     assert_eq!(out.top_logprobs.len(), top_at as usize, "reported tokens, vocabulary {vocab}");
     rows.replace_masks_by_biases();
@@ -145,6 +154,75 @@ fn assert_logprobs(
             near(format_args!("log-probability at rank {rank}"), got.1, logits[got.0 as usize]);
         }
     }
+}
+
+/// Tests that tokens are drawn with their probabilities, by Pearson's chi-square test of 50,000 draws at
+/// p = 0.001. Seeds are fixed, so the outcome is too.
+pub fn drawn_frequencies<B: Backend>(make: &impl Fn() -> B) {
+    const STEPS: usize = 500;
+    let (vocab, rows) = (70, 100);
+    let mut rig = Rig::new(make(), StepLimits { vocab, rows, logit_rows: rows, ..limits(32) });
+    let logits = scaled(77, vocab, 2.0);
+    let buf = rig.input(&logits.repeat(rows));
+    let plain = SamplingParams { temperature: 0.9, seed: 12, ..SamplingParams::GREEDY };
+    for params in [
+        plain,
+        SamplingParams { temperature: 1.7, seed: 1 << 40, ..plain },
+        SamplingParams { top_p: 0.8, ..plain },
+        SamplingParams { top_k: 40, top_p: 0.95, ..plain },
+        SamplingParams { min_p: 0.3, ..plain },
+    ] {
+        let mut counts = vec![0u32; vocab];
+        for step in 0..STEPS {
+            let piece = TestSpan::given(0, 0, rows);
+            let mut batch = build_batch(&[piece], SpanOutput::All, &mut PageBook::scattered(32));
+            let positions = (step * rows) as u32..((step + 1) * rows) as u32;
+            batch.sampling = positions.map(|position| SamplingParams { position, ..params }).collect();
+            rig.begin(batch);
+            let mut out = StepOutput::with_capacity(&rig.limits);
+            rig.backend.sample(0..rows, &buf, SamplingInputs::default(), &mut out);
+            out.tokens.iter().for_each(|row| counts[row.token as usize] += 1);
+        }
+        assert_frequencies(&counts, &probabilities(&logits, &params), &params);
+    }
+}
+
+/// Returns the probability of each token.
+fn probabilities(logits: &[f32], params: &SamplingParams) -> Vec<f64> {
+    let weights = logits.iter().map(|&logit| f64::from(logit / params.temperature).exp()).enumerate();
+    let mut kept: Vec<(usize, f64)> = weights.collect();
+    kept.sort_by(|a, b| b.1.total_cmp(&a.1));
+    if params.top_k > 0 {
+        kept.truncate(params.top_k as usize);
+    }
+    let sum = |kept: &[(usize, f64)]| kept.iter().map(|(_, weight)| weight).sum::<f64>();
+    let enough = f64::from(params.top_p) * sum(&kept);
+    let prefix = (1..kept.len()).find(|&len| sum(&kept[..len]) >= enough);
+    kept.truncate(prefix.unwrap_or(kept.len()));
+    let least = f64::from(params.min_p) * kept[0].1;
+    kept.retain(|(_, weight)| *weight >= least);
+    let mut probabilities = vec![0.0; logits.len()];
+    kept.iter().for_each(|(id, weight)| probabilities[*id] = weight / sum(&kept));
+    probabilities
+}
+
+/// Tests that the counts of drawn tokens follow the probabilities.
+fn assert_frequencies(counts: &[u32], probabilities: &[f64], params: &SamplingParams) {
+    let draws = f64::from(counts.iter().sum::<u32>());
+    let (mut statistic, mut possible) = (0.0, 0.0);
+    for (token, (&count, probability)) in counts.iter().zip(probabilities).enumerate() {
+        let expected = draws * probability;
+        if expected > 0.0 {
+            statistic += (f64::from(count) - expected).powi(2) / expected;
+            possible += 1.0;
+        } else {
+            assert_eq!(count, 0, "{params:?}: token {token} is impossible");
+        }
+    }
+    // Wilson and Hilferty's approximation of the value that is exceeded once in 1,000 times.
+    let part = 2.0 / (9.0 * (possible - 1.0));
+    let critical = (possible - 1.0) * (1.0 - part + 3.0902 * f64::sqrt(part)).powi(3);
+    assert!(statistic < critical, "{params:?}: {statistic} above {critical} for {possible} tokens");
 }
 
 /// Returns logits of many kinds: spread, tied, equal, flat, masked, with NaN and infinities.
@@ -212,15 +290,18 @@ fn row_biases(step: u32, row: u32, vocab: usize) -> Vec<(u32, f32)> {
     }
 }
 
-/// Returns masks of many kinds: of every token, of none, of one, of a few and of many. Bits beyond the
+/// Returns masks of many kinds: of every token, of none, beyond the vocabulary only, of one, of a few and of many. Bits beyond the
 /// vocabulary are arbitrary.
 fn row_mask(step: u32, row: u32, vocab: usize) -> Vec<u32> {
     let [kind, token, ..] = philox([row, step, 7, 0], [77, 0]);
     let random =
         |round: u32| (0..vocab.div_ceil(32) as u32).map(move |i| philox([row, step, 8, i], [77, round])[0]);
-    match kind % 6 {
+    match kind % 7 {
         0 => random(0).map(|_| u32::MAX).collect(),
         1 => random(0).map(|_| 0).collect(),
+        6 => (0..vocab.div_ceil(32))
+            .map(|word| if word == vocab / 32 { u32::MAX << (vocab % 32) } else { 0 })
+            .collect(),
         2 => {
             let token = token as usize % vocab;
             (0..vocab.div_ceil(32))

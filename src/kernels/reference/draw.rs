@@ -9,8 +9,6 @@
 //! order in which it is written; none may be fused or reordered. No function of a mathematical library is
 //! called, because their last bits differ.
 
-use super::sample::{apply_biases, greedy_token, ids_descending, nan_to_lowest};
-use crate::batch::SamplingParams;
 use crate::random::token_words;
 use std::f32::consts::{LN_2, LOG2_E, SQRT_2};
 
@@ -172,41 +170,6 @@ impl Best {
     }
 }
 
-/// Samples a token as [`super::sample`] does, except for the weights and the draw: weights are those of
-/// [`weight`], top-p compares sums of them, min-p compares [`exp`], and the token is that of [`draw`].
-///
-/// Backends do not use this definition yet.
-pub fn sample_by_noise(
-    logits: &[f32],
-    biases: &[(u32, f32)],
-    mask: Option<&[u32]>,
-    row: &SamplingParams,
-) -> u32 {
-    let logits = &apply_biases(logits, biases, mask)[..];
-    let scaled: Vec<f32> = logits.iter().map(|l| nan_to_lowest(l / row.temperature)).collect();
-    let largest = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    if row.is_greedy() || !largest.is_finite() {
-        return greedy_token(logits);
-    }
-    let mut kept = ids_descending(&scaled);
-    let weight_of = |id: &u32| weight(scaled[*id as usize] - largest);
-    if row.top_k > 0 {
-        kept.truncate(row.top_k as usize);
-    }
-    if row.top_p < 1.0 {
-        let enough = f64::from(row.top_p) * kept.iter().map(weight_of).sum::<u64>() as f64;
-        let sums = kept.iter().scan(0, |sum, id| {
-            *sum += weight_of(id);
-            Some(*sum)
-        });
-        let below = sums.take_while(|&sum| (sum as f64) < enough).count();
-        kept.truncate(below + 1);
-    }
-    kept.retain(|&id| exp(scaled[id as usize] - largest) >= row.min_p);
-    let candidates = kept.iter().map(|&id| (id, scaled[id as usize]));
-    draw(candidates, row.seed, row.position.into()).unwrap_or_else(|| greedy_token(logits))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -273,42 +236,5 @@ mod tests {
             assert!((f64::from(got) - want).abs() < 4e-6, "{word}: {got} {want}");
             assert!(got >= NOISE_BOUNDS.0 && got <= NOISE_BOUNDS.1 && got <= gumbel_bound(word), "{word}");
         }
-    }
-
-    #[test]
-    fn tokens_are_drawn_with_their_probabilities() {
-        let weights = [8.0f32, 4.0, 2.0, 1.0, 0.0];
-        let logits = weights.map(|w| w.ln() + 7.0);
-        let row = SamplingParams { temperature: 1.0, seed: 3, ..SamplingParams::GREEDY };
-        let mut counts = [0u32; 5];
-        for position in 0..50_000 {
-            counts[sample_by_noise(&logits, &[], None, &SamplingParams { position, ..row }) as usize] += 1;
-        }
-        let terms = counts.iter().zip(weights).take(4).map(|(&count, weight)| {
-            let expected = 50_000.0 * f64::from(weight) / 15.0;
-            (f64::from(count) - expected).powi(2) / expected
-        });
-        assert!(terms.sum::<f64>() < 16.27, "{counts:?}");
-        assert_eq!(counts[4], 0);
-    }
-
-    /// Both definitions give the same token if no random number decides.
-    #[test]
-    fn filters_are_those_of_the_other_definition() {
-        let logits = crate::random::noise(5, 300).iter().map(|x| 9.0 * x).collect::<Vec<f32>>();
-        for (top_k, top_p, min_p) in [(1, 1.0, 0.0), (0, 1e-6, 0.0), (0, 1.0, 1.0), (5, 0.1, 0.0)] {
-            let row = SamplingParams { temperature: 0.8, top_k, top_p, min_p, ..SamplingParams::GREEDY };
-            assert_eq!(
-                sample_by_noise(&logits, &[], None, &row),
-                super::super::sample(&logits, &[], None, &row)
-            );
-        }
-        let two = SamplingParams { temperature: 1.0, top_k: 2, ..SamplingParams::GREEDY };
-        let set: std::collections::BTreeSet<u32> = (0..200)
-            .map(|position| sample_by_noise(&logits, &[], None, &SamplingParams { position, ..two }))
-            .collect();
-        assert_eq!(set.into_iter().collect::<Vec<_>>().len(), 2);
-        assert_eq!(sample_by_noise(&[f32::NAN; 3], &[], None, &two), 0);
-        assert_eq!(sample_by_noise(&[1.0, f32::INFINITY, f32::INFINITY], &[], None, &two), 1);
     }
 }

@@ -82,7 +82,7 @@ impl Reference {
         for (i, logits) in rows() {
             let params = step.samples()[i];
             let token = sample_row(first + i, logits, &params, inputs);
-            if let Some(token) = token
+            if let Ok(token) = token
                 && !matches!(params.mode, SampleMode::Score(_))
             {
                 step.store_last_token(i, token);

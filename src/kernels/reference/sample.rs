@@ -2,8 +2,8 @@
 //!
 //! Invariant: pure functions of logits, biases, mask and the sampling parameters of one row.
 
-use crate::batch::{SamplingParams, is_allowed};
-use crate::random::uniform;
+use super::draw::{draw, exp, weight};
+use crate::batch::{RowFailure, SamplingParams, is_allowed, lowest_allowed};
 
 /// The log-probabilities for one row of raw logits.
 #[derive(Clone, Debug)]
@@ -24,34 +24,40 @@ impl LogProbs {
 /// Samples a token from `logits` (vocabulary) with logit biases, a mask and the sampling parameters `row`.
 /// [`Backend::sample`](crate::Backend::sample) must return exactly this token.
 ///
-/// 1. Biases are added first, in their order. Then the logits of tokens that the mask does not allow
-///    ([`is_allowed`]) become negative infinity, as if they had that bias. If no
-///    logit above negative infinity is left, biases and mask are ignored, because a token must be sampled.
+/// 1. Biases are added, in their order, and the logits of tokens that the mask does not allow
+///    ([`is_allowed`]) become negative infinity. If no logit above negative infinity is left, the biases are
+///    ignored, all of them; the mask never is. If there still is none, the token is the lowest id that the
+///    mask allows. A mask that allows no token of the vocabulary fails the row.
 /// 2. Greedy rows take the largest logit, and the lowest id on ties. So do rows whose largest scaled logit is
-///    not finite, because then there are no weights.
-/// 3. Scaled = logit / temperature. Candidates are ordered by scaled value, descending, ties by id.
-///    Weights = exp(scaled - largest), in F32; their sums are F64.
-/// 4. Top-k keeps the first k. Top-p keeps the shortest prefix, at least one candidate, whose weight reaches
-///    that fraction of what top-k kept. Min-p then keeps those of at least that fraction of the largest
-///    weight.
-/// 5. The result is the first candidate whose cumulative weight exceeds `uniform(seed, position)` times the
-///    total weight of the kept candidates, or the last kept candidate if there is none.
+///    not finite.
+/// 3. Scaled = logit / temperature, in F32. Candidates are ordered by scaled value, descending, ties by id.
+///    Their weights are integers, [`weight`] of (scaled - largest).
+/// 4. Top-k keeps the first k. Top-p keeps the shortest prefix, at least one candidate, whose weights sum up
+///    to that fraction of what top-k kept. Min-p then keeps those whose [`exp`] of (scaled - largest) is at
+///    least that fraction.
+/// 5. The result is the [`draw`] from the scaled values of the kept candidates.
 ///
 /// A NaN logit counts as negative infinity.
-pub fn sample(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>, row: &SamplingParams) -> u32 {
-    let logits = &apply_biases(logits, biases, mask)[..];
-    let scaled: Vec<f32> = logits.iter().map(|l| nan_to_lowest(l / row.temperature)).collect();
+pub fn sample(
+    logits: &[f32],
+    biases: &[(u32, f32)],
+    mask: Option<&[u32]>,
+    row: &SamplingParams,
+) -> Result<u32, RowFailure> {
+    let lowest = mask.map_or(Some(0), |mask| lowest_allowed(mask, logits.len()));
+    let lowest = lowest.ok_or(RowFailure::EmptyMask)?;
+    let is_possible = |logits: &Vec<f32>| logits.iter().any(|&logit| logit > f32::NEG_INFINITY);
+    let edited = [biases, &[]].into_iter().map(|biases| edit(logits, biases, mask));
+    let Some(logits) = edited.into_iter().find(is_possible) else { return Ok(lowest) };
+    let scaled: Vec<f32> = logits.iter().map(|l| l / row.temperature).collect();
     let largest = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if row.is_greedy() || !largest.is_finite() {
-        return greedy_token(logits);
+        return Ok(ids_descending(&logits)[0]);
     }
-    let weights: Vec<f32> = scaled.iter().map(|s| (s - largest).exp()).collect();
-    let kept = filter_candidates(&scaled, &weights, row);
-    let weight_of = |&id: &u32| f64::from(weights[id as usize]);
-    let threshold =
-        f64::from(uniform(row.seed, row.position.into())) * kept.iter().map(weight_of).sum::<f64>();
-    let len = shortest_prefix(&kept, weight_of, |sum| sum > threshold);
-    kept[len - 1]
+    let kept = filter_candidates(&scaled, largest, row);
+    let candidates = kept.iter().map(|&id| (id, scaled[id as usize]));
+    let drawn = draw(candidates, row.seed, row.position.into());
+    Ok(drawn.expect("the most likely candidate is kept; this is a bug"))
 }
 
 /// Returns the log-probabilities for `logits` (vocabulary), with the `n` most likely tokens. All are NaN if
@@ -66,62 +72,38 @@ pub fn logprobs(logits: &[f32], n: usize) -> LogProbs {
     result
 }
 
-/// Returns the logits with biases and mask applied, or unchanged if that would forbid every token.
-pub(super) fn apply_biases(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>) -> Vec<f32> {
-    let mut biased = logits.to_vec();
+/// Returns the logits with biases and mask applied, none of them NaN.
+fn edit(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>) -> Vec<f32> {
+    let mut edited = logits.to_vec();
     for &(id, bias) in biases {
-        biased[id as usize] += bias;
+        edited[id as usize] += bias;
     }
-    for (id, logit) in biased.iter_mut().enumerate() {
-        if mask.is_some_and(|mask| !is_allowed(mask, id as u32)) {
-            *logit = f32::NEG_INFINITY;
-        }
+    for (id, logit) in edited.iter_mut().enumerate() {
+        let is_forbidden = mask.is_some_and(|mask| !is_allowed(mask, id as u32));
+        *logit = if is_forbidden { f32::NEG_INFINITY } else { nan_to_lowest(*logit) };
     }
-    let forbids_all = biased.iter().all(|&logit| nan_to_lowest(logit) == f32::NEG_INFINITY);
-    if forbids_all { logits.to_vec() } else { biased }
+    edited
 }
 
-/// Returns the ids that top-k, top-p and min-p keep, most likely first; at least one.
-fn filter_candidates(scaled: &[f32], weights: &[f32], row: &SamplingParams) -> Vec<u32> {
-    let weight_of = |&id: &u32| f64::from(weights[id as usize]);
+/// Returns the ids that top-k, top-p and min-p keep, most likely first; at least one if min-p is at most 1.
+fn filter_candidates(scaled: &[f32], largest: f32, row: &SamplingParams) -> Vec<u32> {
+    let relative = |id: u32| scaled[id as usize] - largest;
     let mut kept = ids_descending(scaled);
-    let mut total: f64 = weights.iter().map(|&w| f64::from(w)).sum();
     if row.top_k > 0 {
         kept.truncate(row.top_k as usize);
-        total = kept.iter().map(weight_of).sum();
     }
     if row.top_p < 1.0 {
-        let threshold = f64::from(row.top_p) * total;
-        kept.truncate(shortest_prefix(&kept, weight_of, |sum| sum >= threshold));
+        let total: u64 = kept.iter().map(|&id| weight(relative(id))).sum();
+        let enough = f64::from(row.top_p) * total as f64;
+        let sums = kept.iter().scan(0, |sum, &id| {
+            *sum += weight(relative(id));
+            Some(*sum)
+        });
+        let below = sums.take_while(|&sum| (sum as f64) < enough).count();
+        kept.truncate(below + 1);
     }
-    let min_weight = row.min_p * weights[kept[0] as usize];
-    let likely = kept.iter().filter(|&&id| weights[id as usize] >= min_weight).count();
-    kept.truncate(likely.max(1));
+    kept.retain(|&id| exp(relative(id)) >= row.min_p);
     kept
-}
-
-/// Returns the length of the shortest prefix, at least 1, whose sum of weights is `enough`, or of the whole
-/// list if there is none.
-fn shortest_prefix(ids: &[u32], weight_of: impl Fn(&u32) -> f64, enough: impl Fn(f64) -> bool) -> usize {
-    let mut sum = 0.0;
-    for (i, id) in ids.iter().enumerate() {
-        sum += weight_of(id);
-        if enough(sum) {
-            return i + 1;
-        }
-    }
-    ids.len()
-}
-
-/// Returns the id of the largest logit, the lowest id on ties, and 0 if no logit is above negative infinity.
-pub(super) fn greedy_token(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (id, &logit) in logits.iter().enumerate() {
-        if logit > nan_to_lowest(logits[best]) {
-            best = id;
-        }
-    }
-    best as u32
 }
 
 /// Returns the ids by value, descending, ties by id. No value may be NaN.
@@ -149,53 +131,63 @@ mod tests {
         }
     }
 
+    /// Samples a row that does not fail.
+    fn token(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>, row: &SamplingParams) -> u32 {
+        sample(logits, biases, mask, row).expect("the mask allows a token")
+    }
+
     #[test]
     fn greedy_rows_take_the_lowest_id_of_the_largest_logit() {
         let greedy = SamplingParams::GREEDY;
-        assert_eq!(sample(&[1.0, 3.0, 3.0, 2.0], &[], None, &greedy), 1);
-        assert_eq!(sample(&[f32::NAN, -3.0, f32::NAN, -2.0], &[], None, &greedy), 3);
-        assert_eq!(sample(&[f32::NAN; 3], &[], None, &greedy), 0);
-        assert_eq!(sample(&[-0.0, 0.0], &[], None, &greedy), 0);
-        let without_weights = SamplingParams { temperature: 1.0, ..greedy };
-        assert_eq!(sample(&[1.0, f32::INFINITY, f32::INFINITY], &[], None, &without_weights), 1);
+        let of = |logits: &[f32], row| token(logits, &[], None, &row);
+        assert_eq!(of(&[1.0, 3.0, 3.0, 2.0], greedy), 1);
+        assert_eq!(of(&[f32::NAN, -3.0, f32::NAN, -2.0], greedy), 3);
+        assert_eq!(of(&[f32::NAN; 3], greedy), 0);
+        assert_eq!(of(&[-0.0, 0.0], greedy), 0);
+        let drawn = SamplingParams { temperature: 1.0, ..greedy };
+        assert_eq!(of(&[1.0, f32::INFINITY, f32::INFINITY], drawn), 1);
+        // The scaled logits are infinite, but not the logits.
+        assert_eq!(of(&[1e38, 2e38, 2e38], SamplingParams { temperature: 0.1, ..greedy }), 1);
     }
+
+    const FORBID: f32 = f32::NEG_INFINITY;
 
     #[test]
     fn biases_are_added_first() {
-        const FORBID: f32 = f32::NEG_INFINITY;
         let sampled = SamplingParams { temperature: 0.5, top_k: 2, seed: 3, ..SamplingParams::GREEDY };
         for row in [SamplingParams::GREEDY, sampled, SamplingParams { top_p: 0.1, top_k: 0, ..sampled }] {
             let logits = [1.0, 3.0, 2.0, f32::NAN];
-            assert_eq!(sample(&logits, &[(0, 90.0)], None, &row), 0, "{row:?}: raised above all others");
-            assert_eq!(
-                sample(&logits, &[(1, FORBID), (2, -90.0)], None, &row),
-                0,
-                "{row:?}: the only one left"
-            );
-            assert_eq!(sample(&logits, &[(1, FORBID), (1, 90.0), (2, FORBID)], None, &row), 0, "{row:?}");
+            let biased = |biases| token(&logits, biases, None, &row);
+            assert_eq!(biased(&[(0, 90.0)]), 0, "{row:?}: raised above all others");
+            assert_eq!(biased(&[(1, FORBID), (2, -90.0)]), 0, "{row:?}: the only one left");
+            assert_eq!(biased(&[(1, FORBID), (1, 90.0), (2, FORBID)]), 0, "{row:?}");
             let all = [(0, FORBID), (1, FORBID), (2, FORBID)];
-            assert_eq!(
-                sample(&logits, &all, None, &row),
-                sample(&logits, &[], None, &row),
-                "{row:?}: ignored"
-            );
+            assert_eq!(biased(&all), biased(&[]), "{row:?}: ignored");
+            let raised = [(0, FORBID), (2, 90.0), (1, FORBID), (2, FORBID)];
+            assert_eq!(biased(&raised), biased(&[]), "{row:?}: ignored as a whole");
         }
-        assert_eq!(sample(&[f32::INFINITY, 0.0], &[(0, FORBID)], None, &SamplingParams::GREEDY), 1);
+        assert_eq!(token(&[f32::INFINITY, 0.0], &[(0, FORBID)], None, &SamplingParams::GREEDY), 1);
     }
 
     #[test]
-    fn a_mask_forbids_the_tokens_without_a_bit() {
+    fn a_mask_is_never_ignored() {
         let sampled = SamplingParams { temperature: 0.5, seed: 3, ..SamplingParams::GREEDY };
-        for row in [SamplingParams::GREEDY, sampled] {
-            let logits: Vec<f32> = (0..40).map(|id| id as f32).collect();
-            let masked = |mask, biases| sample(&logits, biases, Some(mask), &row);
-            assert_eq!(masked(&[1 << 7, 0], &[]), 7, "{row:?}");
-            assert_eq!(masked(&[0, 1 << 6], &[(39, f32::INFINITY)]), 38, "{row:?}: a bias allows nothing");
-            let any = sample(&logits, &[], None, &row);
-            assert_eq!(masked(&[u32::MAX; 2], &[]), any, "{row:?}");
-            // Bits beyond the vocabulary count for nothing, and what forbids everything is ignored.
-            assert_eq!(masked(&[0, 1 << 9], &[(0, 90.0)]), any, "{row:?}");
-            assert_eq!(masked(&[1, 0], &[(0, f32::NEG_INFINITY)]), any, "{row:?}");
+        for row in [SamplingParams::GREEDY, sampled, SamplingParams { top_k: 3, top_p: 0.5, ..sampled }] {
+            let mut logits: Vec<f32> = (0..40).map(|id| id as f32).collect();
+            (logits[0], logits[1]) = (f32::NEG_INFINITY, f32::NAN);
+            let masked = |mask: &[u32], biases: &[_]| sample(&logits, biases, Some(mask), &row);
+            assert_eq!(masked(&[1 << 7, 0], &[]), Ok(7), "{row:?}");
+            let raised = masked(&[0, 1 << 6], &[(39, f32::INFINITY)]);
+            assert_eq!(raised, Ok(38), "{row:?}: a bias allows nothing");
+            assert_eq!(masked(&[u32::MAX; 2], &[]), sample(&logits, &[], None, &row), "{row:?}");
+            // Only the biases are ignored if they forbid what the mask allows.
+            assert_eq!(masked(&[1 << 9, 0], &[(9, FORBID), (39, 90.0)]), Ok(9), "{row:?}");
+            // If the model forbids that too, the lowest allowed id is taken.
+            assert_eq!(masked(&[0b11, 0], &[(1, 90.0)]), Ok(0), "{row:?}");
+            assert_eq!(masked(&[0b10, 0], &[]), Ok(1), "{row:?}");
+            for empty in [&[0, 0][..], &[0, 1 << 9], &[]] {
+                assert_eq!(masked(empty, &[(0, 90.0)]), Err(RowFailure::EmptyMask), "{row:?} {empty:?}");
+            }
         }
     }
 
@@ -207,8 +199,8 @@ mod tests {
     fn frequencies(row: SamplingParams) -> [f64; 4] {
         let mut frequencies = [0.0; 4];
         for position in 0..4096 {
-            frequencies[sample(&LOGITS, &[], None, &SamplingParams { position, ..row }) as usize] +=
-                1.0 / 4096.0;
+            let row = SamplingParams { position, ..row };
+            frequencies[token(&LOGITS, &[], None, &row) as usize] += 1.0 / 4096.0;
         }
         frequencies
     }
@@ -237,6 +229,24 @@ mod tests {
         check(SamplingParams { top_p: 0.82, ..plain }, [4.0 / 14.0, 0.0, 8.0 / 14.0, 2.0 / 14.0]);
         check(SamplingParams { min_p: 0.4, ..plain }, [4.0 / 12.0, 0.0, 8.0 / 12.0, 0.0]);
         check(SamplingParams { top_p: 1e-9, ..plain }, [0.0, 0.0, 1.0, 0.0]);
+    }
+
+    #[test]
+    fn tokens_are_drawn_with_their_probabilities() {
+        let weights = [8.0f32, 4.0, 2.0, 1.0, 0.0];
+        let logits = weights.map(|w| w.ln() + 7.0);
+        let row = SamplingParams { temperature: 1.0, seed: 3, ..SamplingParams::GREEDY };
+        let mut counts = [0u32; 5];
+        for position in 0..50_000 {
+            counts[token(&logits, &[], None, &SamplingParams { position, ..row }) as usize] += 1;
+        }
+        let terms = counts.iter().zip(weights).take(4).map(|(&count, weight)| {
+            let expected = 50_000.0 * f64::from(weight) / 15.0;
+            (f64::from(count) - expected).powi(2) / expected
+        });
+        // The value that 3 degrees of freedom exceed once in 1,000 times.
+        assert!(terms.sum::<f64>() < 16.27, "{counts:?}");
+        assert_eq!(counts[4], 0);
     }
 
     #[test]

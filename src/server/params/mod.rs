@@ -3,22 +3,26 @@
 //! Invariant: a parameter that would change the answer and is not supported is rejected. What only advises is
 //! listed as such, and unknown fields are named, see [`Fields`].
 
+mod constraint;
+
 mod conversation;
 
 mod generation;
 
 mod sampling;
 
+pub use constraint::ConstraintParams;
 pub use conversation::{Conversation, parse_conversation};
 pub use generation::{ChoiceSelection, Delivery, GenerationParams, StreamUsage};
 
 use super::ServeParts;
 use super::decoder_start::DecoderStartParams;
 use super::error::ApiError;
-use super::fields::{Fields, NoOpValue, UnsupportedParams, shorten};
+use super::fields::{Fields, NoOpValue, UnsupportedParams};
 use super::fill_in_the_middle;
 use super::prompts::{Prompt, parse_prompts};
 use crate::actors::engine::TOP_LOGPROBS;
+use constraint::{UNSUPPORTED_CONSTRAINTS, check_tools, find_cut, parse_constraint};
 use generation::parse_generation;
 use serde_json::Value;
 
@@ -39,6 +43,7 @@ pub struct CompletionParams {
     pub echo: bool,
     /// Text after the generated one, for models that can fill in the middle.
     pub suffix: Option<String>,
+    pub constraint: Option<ConstraintParams>,
     /// Whether the tokenizer adds its special tokens around texts.
     pub add_special_tokens: bool,
 }
@@ -49,6 +54,7 @@ pub struct ChatParams {
     pub generation: GenerationParams,
     pub conversation: Conversation,
     pub logprobs: Option<u8>,
+    pub constraint: Option<ConstraintParams>,
     /// Whether the response has the reasoning.
     pub include_reasoning: bool,
 }
@@ -71,13 +77,9 @@ const UNSUPPORTED: UnsupportedParams = &[
     ("truncate_prompt_tokens", NoOpValue::OnlyNull),
     ("prompt_logprobs", NoOpValue::OnlyNull),
     ("use_beam_search", NoOpValue::Bool(false)),
-    ("structured_outputs", NoOpValue::OnlyNull),
     ("priority", NoOpValue::Number(0.0)),
     ("service_tier", NoOpValue::Any),
 ];
-
-/// Unsupported parameters of the completions API only.
-const UNSUPPORTED_COMPLETIONS: UnsupportedParams = &[("response_format", NoOpValue::OnlyNull)];
 
 /// Unsupported parameters of the chat API only.
 const UNSUPPORTED_CHAT: UnsupportedParams = &[
@@ -96,6 +98,7 @@ const UNSUPPORTED_CHAT: UnsupportedParams = &[
 impl CompletionParams {
     /// Parses a request body, from which `model` has been taken out.
     pub fn parse(mut fields: Fields, parts: &ServeParts) -> Result<CompletionParams, ApiError> {
+        let constraint = parse_constraint(&mut fields)?;
         let vocab = parts.model.vocab;
         let suffix = fields.take_string("suffix")?.filter(|suffix| !suffix.is_empty());
         let stop = suffix.as_ref().and_then(|_| fill_in_the_middle::end_token(parts));
@@ -110,9 +113,10 @@ impl CompletionParams {
             logprobs: fields.take_integer("logprobs", 0, LOGPROBS_MAX)?.map(|n| n as u8),
             echo: fields.take_bool("echo", false)?,
             suffix,
+            constraint,
             add_special_tokens: fields.take_bool("add_special_tokens", true)?,
         };
-        fields.finish(&[UNSUPPORTED, UNSUPPORTED_COMPLETIONS])?;
+        fields.finish(&[UNSUPPORTED, UNSUPPORTED_CONSTRAINTS])?;
         if params.generation.max_tokens == Some(0) && !params.echo {
             return Err(ApiError::invalid("max_tokens", "'max_tokens' can be 0 only with 'echo'"));
         }
@@ -123,38 +127,23 @@ impl CompletionParams {
 impl ChatParams {
     /// Parses a request body, from which `model` has been taken out.
     pub fn parse(mut fields: Fields, parts: &ServeParts) -> Result<ChatParams, ApiError> {
+        let cut = find_cut(&fields);
+        let constraint = parse_constraint(&mut fields)?;
         let generation = parse_generation(&mut fields, parts, None)?;
         if generation.max_tokens == Some(0) {
             let name = generation.limit_name;
             return Err(ApiError::invalid(name, format!("'{name}' must be at least 1")));
         }
         let mut conversation = parse_conversation(&mut fields)?;
+        check_tools(&conversation.tools, constraint.as_ref(), cut)?;
         // Templates of models with several efforts read it; others ignore it.
         if let Some(Value::String(effort)) = fields.take("reasoning_effort") {
             conversation.template_kwargs.entry("reasoning_effort").or_insert(effort.into());
         }
         let logprobs = parse_chat_logprobs(&mut fields)?;
-        parse_response_format(&mut fields)?;
         let include_reasoning = fields.take_bool("include_reasoning", true)?;
-        fields.finish(&[UNSUPPORTED, UNSUPPORTED_CHAT])?;
-        Ok(ChatParams { generation, conversation, logprobs, include_reasoning })
-    }
-}
-
-/// Parses `response_format`, an object whose only supported type is "text".
-fn parse_response_format(fields: &mut Fields) -> Result<(), ApiError> {
-    let Some(format) = fields.take_object("response_format")? else { return Ok(()) };
-    match format.get("type").and_then(Value::as_str) {
-        Some("text") => Ok(()),
-        Some(other) => {
-            let message =
-                format!("'response_format.type' is \"{}\", which is not supported yet", shorten(other));
-            Err(ApiError::unsupported("response_format.type", message))
-        }
-        None => Err(ApiError::invalid(
-            "response_format.type",
-            "'response_format.type' must be a string".to_owned(),
-        )),
+        fields.finish(&[UNSUPPORTED, UNSUPPORTED_CONSTRAINTS, UNSUPPORTED_CHAT])?;
+        Ok(ChatParams { generation, conversation, logprobs, constraint, include_reasoning })
     }
 }
 

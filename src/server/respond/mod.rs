@@ -12,11 +12,12 @@ pub use parse::{check_choices, check_model, parse_off_loop};
 
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields};
-use super::params::{Delivery, GenerationParams};
+use super::params::{ConstraintParams, Delivery, GenerationParams};
 use super::prompt_ids::PromptIds;
 use super::wire::ChoiceOutput;
 use super::{App, OpenResponse, ServeParts};
 use crate::actors::reply::{ChoiceStreams, ReplySpec, ReplyStream};
+use crate::decoding::Constraint;
 use crate::request::{Request, RequestError};
 use actix_web::web::Bytes;
 use futures_util::Stream;
@@ -51,6 +52,7 @@ pub struct PreparedRequest<W> {
     /// Whether the response text starts with the prompt.
     pub echo: bool,
     pub logprobs: Option<u8>,
+    pub constraint: Option<ConstraintParams>,
     /// Special tokens that the text includes in any case, because the format reads them.
     pub shown_tokens: Arc<[u32]>,
     pub format: W,
@@ -151,7 +153,11 @@ async fn submit<W>(
     arrived: Instant,
 ) -> Result<ChoiceStreams, ApiError> {
     let time_limit = app.config.request_timeout;
-    let requests = job.engine_requests(&id, app.parts.model.max_sequence_tokens);
+    let constraint = match &job.constraint {
+        Some(params) => Some(app.grammars.constraint(params).await?),
+        None => None,
+    };
+    let requests = job.engine_requests(&id, app.parts.model.max_sequence_tokens, constraint);
     let requests: Vec<Request> =
         requests.map(|request| Request { arrived: arrived.into(), time_limit, ..request }).collect();
     let events = app.parts.intake.submit(requests.clone()).await?;
@@ -196,16 +202,23 @@ pub async fn interrupt(limit: Option<(Instant, Duration)>, mut cut: watch::Recei
 impl<W> PreparedRequest<W> {
     /// Returns the engine requests of all choices, those of the first prompt first. `longest` is the maximum
     /// number of tokens of prompt and generated text together.
-    fn engine_requests<'a>(&'a self, id: &'a Arc<str>, longest: usize) -> impl Iterator<Item = Request> + 'a {
+    fn engine_requests<'a>(
+        &'a self,
+        id: &'a Arc<str>,
+        longest: usize,
+        constraint: Option<Arc<Constraint>>,
+    ) -> impl Iterator<Item = Request> + 'a {
         let generation = &self.generation;
         self.prompts.iter().flat_map(move |PromptIds { encoder_input, prompt }| {
             // If not even one token fits, intake reports it.
             let room = longest.saturating_sub(prompt.len()).max(1);
+            let constraint = constraint.clone();
             (0..generation.computed_choices()).map(move |choice| {
                 let request = Request {
                     encoder_input: encoder_input.clone(),
                     ignore_eos: generation.ignore_eos,
                     stop_ids: generation.stops.ids.clone(),
+                    constraint: constraint.clone(),
                     // Choices are compared by their log-probabilities.
                     logprobs: self.logprobs.or(generation.selection().map(|_| 0)),
                     prompt_logprobs: self.echo && self.logprobs.is_some(),

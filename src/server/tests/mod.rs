@@ -636,7 +636,7 @@ async fn long_bodies_take_turns_and_all_are_served() {
 
 #[actix_web::test]
 async fn excess_waiters_for_long_bodies_are_rejected_and_cancelled_ones_no_longer_counted() {
-    let semaphore = super::BoundedSemaphore::new(1);
+    let semaphore = super::BoundedSemaphore::new(1, |limit| RequestError::TooManyLongBodies { limit });
     let held = semaphore.acquire().await.unwrap();
     let mut waiting: Vec<_> =
         (0..super::BoundedSemaphore::WAITERS_MAX).map(|_| Box::pin(semaphore.acquire())).collect();

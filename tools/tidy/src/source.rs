@@ -10,7 +10,7 @@ use std::path::Path;
 use syn::spanned::Spanned;
 
 /// The root file of each crate of the workspace, and the name that other crates import it by.
-const CRATES: [(&str, &str); 6] = [
+const CRATES: [(&str, &str); 7] = [
     ("mainstem", "src/lib.rs"),
     ("mainstem_grammar", "src/grammar/lib.rs"),
     ("mainstem_kernels", "src/kernels/lib.rs"),

@@ -9,6 +9,7 @@ mod links;
 
 pub mod rows;
 
+use super::host_part::HostPart;
 use super::measure::{Prompts, open_model as open, run_test};
 use super::report::BenchReport;
 use super::sample::TestKind;
@@ -219,7 +220,7 @@ impl<'a> PartitionBench<'a> {
         let mut prompts = Prompts::new(&self.source, &self.tokenizer);
         let mut shortest = f64::INFINITY;
         for _ in 0..CALIBRATIONS {
-            let sample = run_test(&engine.intake, &test, &mut prompts).await?;
+            let sample = run_test(&engine.intake, &test, &mut prompts, &HostPart::default()).await?;
             shortest = shortest.min(sample.seconds / sample.steps as f64);
         }
         engine.stop();
@@ -264,7 +265,7 @@ impl<'a> PartitionBench<'a> {
         for test in tests {
             // The first run warms up.
             for number in 0..=repeat {
-                let sample = run_test(&engine.intake, &test, &mut prompts).await?;
+                let sample = run_test(&engine.intake, &test, &mut prompts, &HostPart::default()).await?;
                 let row = report.partitions.last_mut().expect("it was pushed; anything else is a bug");
                 let samples = match test.kind {
                     TestKind::Fused { .. } => &mut row.throughput,

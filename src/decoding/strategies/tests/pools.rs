@@ -1,9 +1,10 @@
 //! Hand-worked examples: which candidates a strategy keeps, and what it does to logits.
 
+use super::super::History;
 use super::super::fsd::add_penalties;
 use super::super::unit::Context;
-use super::super::{Buffers, Candidates, History};
 use super::*;
+use mainstem_kernels::candidates::{Buffers, Candidates};
 use std::collections::BTreeSet;
 
 /// Returns the ids that the filters of a plan keep of tokens with these probabilities.

@@ -286,14 +286,14 @@ fn assert_samples_match_reference(logits: &[f32], rows: &[SamplingParams]) {
     let mut out = StepOutput::default();
     cpu.sample(0..rows.len(), &f32_buf(&logits.repeat(rows.len())), SamplingInputs::default(), &mut out);
     for (row, result) in rows.iter().zip(&out.tokens) {
-        assert_eq!(result.token, sample(logits, &[], None, row), "{row:?}");
+        assert_eq!(Ok(result.token), sample(logits, &[], None, row), "{row:?}");
     }
 }
 
 #[test]
 fn samples_from_flat_and_steep_logits_equal_the_references() {
     for (tag, steepness) in [(1, 0.0), (2, 1e-3), (3, 1.0), (4, 4.0), (5, 60.0)] {
-        let logits: Vec<f32> = noise(tag, 5000).iter().map(|x| x * steepness).collect();
+        let logits: Vec<f32> = noise(tag, 5003).iter().map(|x| x * steepness).collect();
         let mut rows = Vec::new();
         for (i, (top_k, top_p, min_p)) in [
             (0, 1.0, 0.0),

@@ -1,4 +1,5 @@
-//! The candidates of one row: the tokens that filters have left, with their scaled logits.
+//! The candidates of one row: the tokens that filters have left, with their scaled logits. The samplers of
+//! the CPU and of the host both draw from them.
 //!
 //! At first every token of the vocabulary is a candidate, in one dense array. The first filter that removes
 //! candidates lists those that stay. They are put in order only as far as a filter needs it: what a filter
@@ -6,8 +7,9 @@
 //!
 //! Invariant: at least one candidate stays; nothing is allocated once the buffers have grown.
 
-use mainstem_kernels::random::token_words;
-use mainstem_kernels::reference::draw::{Best, WEIGHT_BITS, draw_from_all, exp, weight};
+use crate::batch::lowest_allowed;
+use crate::random::token_words;
+use crate::reference::draw::{Best, WEIGHT_BITS, draw_from_all, exp, weight};
 
 /// Number of candidates by which a search for a prefix begins.
 const FIRST: usize = 64;
@@ -25,12 +27,44 @@ pub struct Buffers {
 }
 
 impl Buffers {
-    /// Allocates memory for a vocabulary of this size, unless there is enough.
+    /// Allocates memory for a vocabulary of this size that suffices for all operations but
+    /// [`Candidates::keep_fraction_by`] and [`Candidates::keep_while_by`].
+    pub fn with_capacity(vocab: usize) -> Buffers {
+        let (values, keys) = (Vec::with_capacity(vocab), Vec::with_capacity(vocab));
+        Buffers { values, keys, others: Vec::new() }
+    }
+
+    /// Allocates memory for a vocabulary of this size and all operations, unless there is enough.
     pub fn reserve(&mut self, vocab: usize) {
-        self.keys.clear();
-        self.keys.reserve(vocab);
-        self.others.clear();
-        self.others.reserve(vocab);
+        for keys in [&mut self.keys, &mut self.others] {
+            keys.clear();
+            keys.reserve(vocab);
+        }
+    }
+
+    /// Sets the values to the logits of a row (vocabulary), and to negative infinity where they are NaN or a
+    /// mask does not allow the token. Returns the lowest id that the mask allows; `None` if it allows no
+    /// token of the vocabulary.
+    pub fn load(&mut self, logits: &[f32], mask: Option<&[u32]>) -> Option<u32> {
+        self.values.clear();
+        self.values.extend(logits.iter().map(|&logit| nan_to_lowest(logit)));
+        let Some(mask) = mask else { return Some(0) };
+        self.forbid(mask);
+        lowest_allowed(mask, logits.len())
+    }
+
+    /// Sets the values of the tokens that a mask does not allow to negative infinity. Tokens beyond the mask
+    /// are not allowed.
+    pub fn forbid(&mut self, mask: &[u32]) {
+        for (i, values) in self.values.chunks_mut(32).enumerate() {
+            let word = mask.get(i).copied().unwrap_or(0);
+            if word != u32::MAX {
+                let allow = |(bit, value): (usize, &mut f32)| {
+                    *value = if word >> bit & 1 == 1 { *value } else { f32::NEG_INFINITY };
+                };
+                values.iter_mut().enumerate().for_each(allow);
+            }
+        }
     }
 }
 
@@ -258,6 +292,13 @@ impl<'a> Candidates<'a> {
         self.largest = self.keys.iter().min().map_or(largest, |&key| value_of(key));
     }
 
+    /// Keeps the candidates of at least this fraction of the largest probability.
+    pub fn keep_likely(&mut self, fraction: f32) {
+        // Most candidates are far below the limit, and need no exponential function.
+        let near = fraction.ln() - 0.01;
+        self.retain(|x| x >= near && exp(x) >= fraction);
+    }
+
     /// Removes the candidates that come before the one with this value and id.
     pub fn remove_before(&mut self, value: f32, id: u32) {
         self.list_from(self.largest - NEGLIGIBLE);
@@ -441,8 +482,8 @@ where
     rest.iter().map(|&value| term(value)).chain(lanes).sum()
 }
 
-/// Returns the largest value, computed in lanes, so that it vectorizes.
-pub(super) fn largest(values: &[f32]) -> f32 {
+/// Returns the largest value, computed in lanes, so that it vectorizes. NaN counts as negative infinity.
+pub fn largest(values: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 16];
     let (chunks, rest) = values.as_chunks::<16>();
     for chunk in chunks {
@@ -451,4 +492,10 @@ pub(super) fn largest(values: &[f32]) -> f32 {
         }
     }
     rest.iter().chain(&lanes).copied().fold(f32::NEG_INFINITY, f32::max)
+}
+
+/// Replaces NaN by negative infinity.
+#[inline]
+pub fn nan_to_lowest(value: f32) -> f32 {
+    if value.is_nan() { f32::NEG_INFINITY } else { value }
 }
