@@ -3,10 +3,10 @@
 //!
 //! Invariant: defaults are checked against the vocabulary once, when the engine starts.
 
-use super::ModelInfo;
 use crate::decoding::SamplingPlan;
 use crate::decoding::strategies::{CheckedDefaults, ParamError, Vocabulary};
 use crate::formats::sampling_keys;
+use crate::request::SamplingDefaults;
 use crate::text::Tokenizer;
 use crate::text::output::OutputFormats;
 use anyhow::{Result, anyhow};
@@ -33,13 +33,18 @@ struct RequestVocabulary<'a> {
 }
 
 impl ModelSampling {
-    /// Creates the plan builder of a model. Fails for defaults that the model cannot serve.
-    pub fn new(tokenizer: Arc<Tokenizer>, model: &ModelInfo) -> Result<ModelSampling> {
-        let thinking = thinking_tokens(&tokenizer, &model.output_formats);
-        let (size, eos) = (model.vocab, model.eos.clone());
+    /// Creates the plan builder of a model with rows of `size` logits. Fails for defaults (`given`) that the
+    /// model cannot serve.
+    pub fn new(
+        tokenizer: Arc<Tokenizer>,
+        size: usize,
+        eos: Vec<u32>,
+        formats: &OutputFormats,
+        given: &SamplingDefaults,
+    ) -> Result<ModelSampling> {
+        let thinking = thinking_tokens(&tokenizer, formats);
         let defaults = CheckedDefaults::default();
         let mut sampling = ModelSampling { tokenizer, size, eos, thinking, defaults };
-        let given = &model.sampling_defaults;
         let by_server = |error: ParamError| anyhow!("model.sampling: {error}");
         let by_model = |error: ParamError| {
             anyhow!("generation_config.json: key '{}' {}", sampling_keys::key(&error.param), error.rest())

@@ -225,9 +225,17 @@ impl HubConfig {
         anyhow!("{}: key '{}': {reason}", self.file.display(), self.file_key(key))
     }
 
-    /// Returns an error about a key's value; `problem` begins with a verb.
-    pub(super) fn value_error(&self, key: &str, problem: &str) -> anyhow::Error {
-        anyhow!("{}: key '{}' {problem}", self.file.display(), self.file_key(key))
+    /// Returns the sampling parameters among the keys.
+    fn sampling_params(&self) -> Result<ParamList> {
+        let mut list = ParamList::default();
+        for key in sampling_keys::keys() {
+            let Some(value) = self.get(key) else { continue };
+            let one = sampling_keys::convert(key, value).map_err(|problem| {
+                anyhow!("{}: key '{}' {problem}", self.file.display(), self.file_key(key))
+            })?;
+            list.0.extend(one.0);
+        }
+        Ok(list)
     }
 
     pub(super) fn typed<'a, T>(
@@ -308,7 +316,7 @@ impl GenerationConfig {
         let Some(own) = &own else {
             return Ok(GenerationConfig { eos, bos, ..Default::default() });
         };
-        let (do_sample, sampling) = (own.opt_bool("do_sample")?, sampling_keys::read(own)?);
+        let (do_sample, sampling) = (own.opt_bool("do_sample")?, own.sampling_params()?);
         let unserved = own.entries.iter().filter(|(key, value)| is_unsupported(key, value));
         let unserved = unserved.map(|(key, value)| (key.clone(), value.clone())).collect();
         Ok(GenerationConfig { eos, bos, do_sample, sampling, unsupported: unserved })
@@ -495,7 +503,7 @@ mod tests {
             (r#"{"min_p":1.01}"#, "'min_p' is 1.01"),
             (r#"{"repetition_penalty":0}"#, "'repetition_penalty' is 0"),
             (r#"{"bad_words_ids":[[]]}"#, "'bad_words_ids' is [[]]"),
-            (r#"{"suppress_tokens":[1,"a"]}"#, "'suppress_tokens': [1,\"a\"]"),
+            (r#"{"suppress_tokens":[1,"a"]}"#, "'suppress_tokens' is [1,\"a\"]"),
             (r#"{"do_sample":1}"#, "'do_sample': 1"),
             (r#"{"eos_token_id":"</s>"}"#, "'eos_token_id'"),
         ] {

@@ -2,9 +2,7 @@
 //!
 //! Invariant: values are checked when the file is read, except token ids, which need the vocabulary.
 
-use super::HubConfig;
 use crate::request::ParamList;
-use anyhow::Result;
 use serde_json::{Value, json};
 
 /// Keys with the parameters that they are.
@@ -28,33 +26,33 @@ pub fn param(key: &str) -> Option<&'static str> {
     KEYS.iter().find(|(known, _)| *known == key).map(|(_, param)| *param)
 }
 
+/// Returns the keys in the order of the table.
+pub(super) fn keys() -> impl Iterator<Item = &'static str> {
+    KEYS.iter().map(|(key, _)| *key)
+}
+
 /// Returns the key of a parameter.
 pub fn key(param: &str) -> &str {
     KEYS.iter().find(|(_, known)| *known == param).map_or(param, |(key, _)| key)
 }
 
-/// Reads the parameters. The error names the file and the key.
-pub(super) fn read(settings: &HubConfig) -> Result<ParamList> {
-    let mut list = ParamList::default();
-    for (key, param) in KEYS {
-        let Some(value) = settings.get(key) else { continue };
-        let value = match key {
-            "suppress_tokens" => forbidden(settings)?,
-            _ => value.clone(),
-        };
-        let one = ParamList(vec![(param.to_owned(), value)]);
-        one.check().map_err(|error| settings.value_error(key, error.rest()))?;
-        list.0.extend(one.0);
-    }
+/// Converts a key's value to that of its parameter. The error begins with a verb.
+pub(super) fn convert(key: &str, value: &Value) -> Result<ParamList, String> {
+    let Some(param) = param(key) else { return Ok(ParamList::default()) };
+    let value = match key {
+        "suppress_tokens" => {
+            forbidden(value).ok_or_else(|| format!("is {value} but must be a list of token ids"))?
+        }
+        _ => value.clone(),
+    };
+    let list = ParamList(vec![(param.to_owned(), value)]);
+    list.check().map_err(|error| error.rest().to_owned())?;
     Ok(list)
 }
 
 /// Returns the tokens to suppress as biases. The libraries also write -1, which is no token.
-fn forbidden(settings: &HubConfig) -> Result<Value> {
+fn forbidden(ids: &Value) -> Option<Value> {
     let id = |id: &Value| id.as_i64().filter(|id| (-1..=u32::MAX.into()).contains(id));
-    let ids = settings.typed("suppress_tokens", "a list of token ids", |list| {
-        list.as_array()?.iter().map(id).collect::<Option<Vec<i64>>>()
-    })?;
-    let ids = ids.unwrap_or_default().into_iter().filter(|id| *id >= 0);
-    Ok(ids.map(|id| json!([id, false])).collect())
+    let ids = ids.as_array()?.iter().map(id).collect::<Option<Vec<i64>>>()?;
+    Some(ids.into_iter().filter(|id| *id >= 0).map(|id| json!([id, false])).collect())
 }

@@ -101,6 +101,14 @@ pub struct ModelInfo {
     pub created: u64,
 }
 
+impl ModelInfo {
+    /// Creates the plan builder of the model's requests. Fails for defaults that the model cannot serve.
+    pub fn sampling(&self, tokenizer: &Arc<Tokenizer>) -> Result<ModelSampling> {
+        let (size, eos) = (self.vocab, self.eos.clone());
+        ModelSampling::new(tokenizer.clone(), size, eos, &self.output_formats, &self.sampling_defaults)
+    }
+}
+
 /// A running engine.
 pub struct Engine {
     pub intake: IntakeHandle,
@@ -202,7 +210,7 @@ pub async fn start(
     tokenizer: Arc<Tokenizer>,
     factories: Vec<Vec<ExecutorFactory>>,
 ) -> Result<Engine> {
-    let sampling = Arc::new(ModelSampling::new(tokenizer.clone(), &setup.model)?);
+    let sampling = Arc::new(setup.model.sampling(&tokenizer)?);
     let (names, lanes, step_timeout) = (setup.partition.device_names(), setup.lanes, setup.step_timeout);
     let status = Arc::new(Status::new(
         allowed_silence(setup.scheduler.policy, setup.lanes, setup.step_timeout),

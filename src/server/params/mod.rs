@@ -98,6 +98,7 @@ const UNSUPPORTED_CHAT: UnsupportedParams = &[
 impl CompletionParams {
     /// Parses a request body, from which `model` has been taken out.
     pub fn parse(mut fields: Fields, parts: &ServeParts) -> Result<CompletionParams, ApiError> {
+        let constraint = parse_constraint(&mut fields)?;
         let vocab = parts.model.vocab;
         let suffix = fields.take_string("suffix")?.filter(|suffix| !suffix.is_empty());
         let stop = suffix.as_ref().and_then(|_| fill_in_the_middle::end_token(parts));

@@ -3,9 +3,7 @@
 //! Invariant: nothing here sleeps; each wait is for an event, with a deadline.
 
 use crate::actors::stream::{SubmitKind, event_channel};
-use crate::actors::{
-    EventSender, IntakeHandle, ModelInfo, ModelSampling, PromptingDefaults, Status, Submit, TokenStream,
-};
+use crate::actors::{EventSender, IntakeHandle, ModelInfo, PromptingDefaults, Status, Submit, TokenStream};
 use crate::config::{Config, Overrides, ServerConfig};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
@@ -101,7 +99,7 @@ impl TestServer {
         let status = Arc::new(Status::new(Duration::ZERO, 1));
         let intake = IntakeHandle(FakeIntake { calls, refusal, status: status.clone() }.start().recipient());
         let tokenizer = Arc::new(tokenizer);
-        let sampling = Arc::new(ModelSampling::new(tokenizer.clone(), &model).unwrap());
+        let sampling = Arc::new(model.sampling(&tokenizer).unwrap());
         let parts = ServeParts::new(intake, status.clone(), tokenizer, model, sampling);
         let server = Server::bind(parts, config).unwrap();
         let address = server.address();
