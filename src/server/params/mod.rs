@@ -102,7 +102,6 @@ impl CompletionParams {
         let vocab = parts.model.vocab;
         let suffix = fields.take_string("suffix")?.filter(|suffix| !suffix.is_empty());
         let stop = suffix.as_ref().and_then(|_| fill_in_the_middle::end_token(parts));
-        let constraint = parse_constraint(&mut fields)?;
         let mut generation = parse_generation(&mut fields, parts, stop)?;
         if !generation.is_unlimited {
             generation.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
