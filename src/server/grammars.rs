@@ -19,6 +19,10 @@ use std::thread;
 use std::time::Instant;
 use tokio::sync::watch;
 
+/// Maximum number of requests that wait for their grammars to be compiled, which takes a few milliseconds as a
+/// rule.
+const WAITERS_MAX: usize = 128;
+
 /// The grammars of a server.
 pub struct Grammars {
     /// The cache, or why this model has no constrained output; `None` while the vocabulary is being built.
@@ -32,8 +36,8 @@ impl Grammars {
     /// vocabularies. Models that generate no text have none.
     pub fn new(parts: &ServeParts, config: &GrammarConfig) -> Grammars {
         let (sender, cache) = watch::channel(None);
-        let compiling =
-            BoundedSemaphore::new(config.threads, |limit| RequestError::TooManyGrammars { limit });
+        let busy = |limit| RequestError::TooManyGrammars { limit };
+        let compiling = BoundedSemaphore::new(config.threads, busy).with_waiters(WAITERS_MAX);
         if parts.model.has_head && !parts.model.endpoints.is_empty() {
             let (tokenizer, size) = (parts.tokenizer.clone(), parts.model.vocab);
             let (eos, config, on_thread) = (parts.model.eos.clone(), config.clone(), sender.clone());
