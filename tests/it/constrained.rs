@@ -77,8 +77,11 @@ async fn answers_that_end_satisfy_their_schema() {
             }
             assert_eq!(reason, "stop");
             ended += 1;
-            let value =
-                serde_json::from_str(&text).unwrap_or_else(|error| panic!("{schema}\n{text}\n{error}"));
+            let value = match serde_json::from_str(&text) {
+                // A number may have any exponent unless the schema bounds it.
+                Err(error) if error.to_string().contains("out of range") => continue,
+                value => value.unwrap_or_else(|error| panic!("{schema}\n{text}\n{error}")),
+            };
             if let Err(error) = validator.validate(&value) {
                 panic!("{schema}\n{text}\n{error}");
             }
