@@ -46,8 +46,8 @@ struct OutputSpec {
 }
 
 impl OutputSpec {
-    /// Creates the settings for the answer to a conversation, and its constraint: `constraint`, or that of the
-    /// calls if some are required. Tools that the model may call need a format of calls.
+    /// Creates the settings for the answer to a conversation, and its constraint: `constraint`, or that of
+    /// calls if they are required. Tools that the model may call need a format of calls.
     fn new(
         parts: &ServeParts,
         conversation: &Conversation,

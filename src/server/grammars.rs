@@ -19,8 +19,7 @@ use std::thread;
 use std::time::Instant;
 use tokio::sync::watch;
 
-/// Maximum number of requests that wait for their grammars to be compiled, which takes a few milliseconds as a
-/// rule.
+/// Maximum number of requests that wait for their grammars to be compiled, which usually takes milliseconds.
 const WAITERS_MAX: usize = 128;
 
 /// The grammars of a server.

@@ -406,8 +406,8 @@ def bad_requests(server):
     refused(bad, lambda: server.complete(n=0), param="n", code="invalid_value")
     refused(
         bad,
-        lambda: server.complete(frequency_penalty=0.5),
-        param="frequency_penalty",
+        lambda: server.complete(extra_body={"length_penalty": 0.5}),
+        param="length_penalty",
         code="unsupported_parameter",
     )
     completions = server.client.completions.with_raw_response

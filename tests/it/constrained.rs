@@ -34,7 +34,7 @@ fn choices(answer: &Value) -> Vec<(String, String)> {
     choices.map(|choice| (text(&choice["text"]), text(&choice["finish_reason"]))).collect()
 }
 
-/// At least 250 bounded schemas: those of the grammar's tests, and the same within arrays and objects.
+/// Returns about 250 bounded schemas: those of the grammar's tests, and the same within arrays and objects.
 fn schemas() -> Vec<Value> {
     let written = include_str!("../../src/grammar/tests/schemas.jsonl").lines();
     let written: Vec<Value> = written.map(|line| serde_json::from_str(line).expect("it is JSON")).collect();
@@ -58,9 +58,14 @@ async fn answers_that_end_satisfy_their_schema() {
     let schemas = schemas();
     assert!(schemas.len() >= 200, "{}", schemas.len());
     let local = start(&fixture("mha"), &[]).await;
-    let bodies: Vec<Value> = schemas.iter().zip(1..).map(|(schema, seed)| {
-        json!({ "prompt": "a", "guided_json": schema, "n": 4, "seed": 9 * seed, "temperature": 1, "max_tokens": 100 })
-    }).collect();
+    let bodies: Vec<Value> = schemas
+        .iter()
+        .zip(1..)
+        .map(|(schema, seed)| {
+            json!({ "prompt": "a", "guided_json": schema, "n": 5, "seed": 9 * seed, "temperature": 1,
+                "max_tokens": 100 })
+        })
+        .collect();
     let mut answers = Vec::new();
     // Fewer at once than may wait for their grammars to be compiled.
     for bodies in bodies.chunks(100) {
@@ -88,7 +93,7 @@ async fn answers_that_end_satisfy_their_schema() {
         }
     }
     println!("{} schemas, {ended} answers ended, {cut} were cut", schemas.len());
-    assert!(ended + cut >= 1000 && ended >= 800, "{ended} ended, {cut} were cut");
+    assert!(ended >= 1000, "{ended} ended, {cut} were cut");
 }
 
 /// Bodies with every form, drawn on the device and on the host.

@@ -99,7 +99,7 @@ pub(super) const UNSUPPORTED_CONSTRAINTS: UnsupportedParams = &[
     ("grammar_triggers", NoOpValue::Empty),
 ];
 
-/// Such parameters within `structured_outputs`.
+/// Parameters within `structured_outputs` that are not supported or have no effect.
 const UNSUPPORTED_STRUCTURED_OUTPUTS: UnsupportedParams = &[
     ("disable_fallback", NoOpValue::Any),
     ("disable_additional_properties", NoOpValue::Bool(false)),
@@ -207,7 +207,8 @@ fn parse_response_format(fields: &mut Fields) -> Result<Option<NamedForm>, ApiEr
         }
         other => {
             let message = format!(
-                "'{path}' is \"{}\", which is not supported: use \"text\", \"json_object\" or \"json_schema\"",
+                "'{path}' is \"{}\", which is not supported: use \"text\", \"json_object\" or \
+                 \"json_schema\"",
                 shorten(other)
             );
             return Err(ApiError::unsupported(path, message));

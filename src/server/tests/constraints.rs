@@ -227,7 +227,8 @@ fn tools() -> Value {
     let city = json!({ "type": "object", "properties": { "city": { "enum": ["Ulm", "Rom"] } },
                        "required": ["city"], "additionalProperties": false });
     let weather = json!({ "name": "weather", "parameters": city });
-    json!([{ "type": "function", "function": weather }, { "type": "function", "function": { "name": "stop" } }])
+    let tool = |function: Value| json!({ "type": "function", "function": function });
+    json!([tool(weather), tool(json!({ "name": "stop" }))])
 }
 
 /// Starts a server for a model that writes calls as Hermes does.
