@@ -32,14 +32,16 @@ pub mod status;
 
 pub mod prompting_defaults;
 
+mod model_sampling;
+
 pub mod engine;
 
 #[cfg(test)]
 mod testing;
 
-pub use crate::formats::SamplingDefaults;
 pub use crate::model::spec::Kind;
 pub use engine::{Engine, EngineSetup, ModelInfo};
+pub use model_sampling::ModelSampling;
 pub use prompting_defaults::{EncoderDecoderPrompting, EncoderOnlyPrompting, PromptingDefaults};
 pub use status::Status;
 pub use stream::{EventSender, IntakeHandle, Submit, TokenStream};

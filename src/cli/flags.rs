@@ -64,6 +64,9 @@ pub struct ModelFlags {
     /// Source of default sampling parameters.
     #[arg(long = "sampling-defaults", value_name = "SOURCE", value_parser = ["model", "neutral"])]
     model_sampling_defaults: Option<String>,
+    /// Default sampling parameters, such as "repetition_penalty=1.1,top_p=0.9".
+    #[arg(long = "sampling", value_name = "PARAMETERS")]
+    model_sampling: Option<String>,
 }
 
 impl ModelFlags {
@@ -75,6 +78,7 @@ impl ModelFlags {
         overrides.set("model.tool_parser", self.model_tool_parser);
         overrides.set("model.reasoning_parser", self.model_reasoning_parser);
         overrides.set("model.sampling_defaults", self.model_sampling_defaults);
+        overrides.set("model.sampling", self.model_sampling);
     }
 }
 

@@ -122,7 +122,7 @@ mod tests {
         format_groups,
     };
     use crate::quantize::WeightRules;
-    use crate::request::Pooling;
+    use crate::request::{ParamList, Pooling};
     use clap::Parser;
     use mainstem_kernels::cpu::Isa;
     use mainstem_kernels::{ActivationPrecision, QuantType};
@@ -150,6 +150,7 @@ mod tests {
     fn every_flag_of_model_and_server_reaches_its_value() {
         let config = config_of(
             "some/model --spec my.toml --chat-template my.jinja --sampling-defaults neutral \
+             --sampling top_p=0.5,min_p=0.25 \
              --served-model-name tiny --pooling cls --normalize no --host 0.0.0.0 --port 81 --workers 3 \
              --api-key a --api-key b \
              --cors-origin https://c.d --cors-origin http://e:1 --tls-cert cert --tls-key key \
@@ -161,6 +162,7 @@ mod tests {
         assert_eq!((model.pooling, model.normalize), (Some(Pooling::Cls), Some(false)));
         assert_eq!(model.chat_template, Some("my.jinja".into()));
         assert_eq!(model.sampling_defaults, SamplingDefaultsSource::Neutral);
+        assert_eq!(model.sampling, ParamList::parse_text("top_p=0.5,min_p=0.25").unwrap());
         let server = config.server;
         assert_eq!((server.host.as_str(), server.port, server.workers), ("0.0.0.0", 81, 3));
         assert_eq!(server.api_keys.0, ["a", "b"]);

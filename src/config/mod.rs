@@ -59,6 +59,7 @@ mod tests {
     use super::read::cores;
     use super::*;
     use crate::quantize::WeightRules;
+    use crate::request::ParamList;
     use mainstem_kernels::cpu::Isa;
     use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
     use std::ffi::OsString;
@@ -121,6 +122,7 @@ mod tests {
                 tool_parser: "auto".into(),
                 reasoning_parser: "auto".into(),
                 sampling_defaults: SamplingDefaultsSource::Model,
+                sampling: ParamList::default(),
                 weights: WeightRules::default(),
                 served_name: "".into(),
                 pooling: None,
@@ -231,6 +233,12 @@ mod tests {
             ("[kv]\nsparse_attention = 1.01", "must be more than 0 and at most 1"),
             ("[kv]\nsparse_attention = nan", "must be more than 0 and at most 1"),
             ("[kv]\nsparse_attention = \"half\"", "must be more than 0 and at most 1"),
+            (
+                "[model]\nsampling = \"top_p=2\"",
+                "model.sampling = \"top_p=2\": top_p is 2 but must be above 0",
+            ),
+            ("[model.sampling]\ntop_q = 2", "some.toml:1: model.sampling = { top_q = 2 }: top_q is not a"),
+            ("[model]\nsampling = \"top_p\"", "expected parameters such as top_p=0.9"),
             ("[scheduler]\nslots = 0", "scheduler.slots = 0: must be from 1"),
             ("[scheduler]\nlanes = 0", "scheduler.lanes = 0: must be from 1 to 65536, or be \"auto\""),
             ("[scheduler]\nlanes = \"many\"", "expected a whole number, or \"auto\""),

@@ -46,6 +46,7 @@ impl LayeredSettings {
             tool_parser: self.get("model.tool_parser", non_empty_string)?,
             reasoning_parser: self.get("model.reasoning_parser", non_empty_string)?,
             sampling_defaults: self.get("model.sampling_defaults", |v| one_of(v, &sources))?,
+            sampling: self.get("model.sampling", values::sampling)?,
             weights: self.get("model.weights", |v| WeightRules::parse(&string(v)?))?,
             served_name: self.get("model.served_name", string)?,
             pooling: self.get("model.pooling", |v| one_of(v, &poolings))?,

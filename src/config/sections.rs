@@ -4,7 +4,7 @@
 
 use super::layers::ConfigSource;
 use crate::quantize::WeightRules;
-use crate::request::Pooling;
+use crate::request::{ParamList, Pooling};
 use mainstem_kernels::cpu::Isa;
 use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
 use std::fmt;
@@ -38,6 +38,8 @@ pub struct ModelConfig {
     /// Name of the format of reasoning, "auto" or "none".
     pub reasoning_parser: String,
     pub sampling_defaults: SamplingDefaultsSource,
+    /// Default sampling parameters, which override those of `sampling_defaults`.
+    pub sampling: ParamList,
     /// Number formats in which matrices are loaded.
     pub weights: WeightRules,
     /// Model name in the API; empty for the model's own.

@@ -4,6 +4,7 @@
 //! Invariant: an error message about a secret never contains it.
 
 use super::sections::{KvSize, LaneCount, PAGE_UNIT};
+use crate::request::ParamList;
 use mainstem_kernels::Fraction;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -204,6 +205,25 @@ pub(super) fn page_size(value: &Value) -> Result<usize, String> {
 pub(super) fn fraction(value: &Value) -> Result<Fraction, String> {
     let number = value.as_float().or_else(|| value.as_integer().map(|whole| whole as f64));
     number.and_then(Fraction::new).ok_or_else(|| "must be more than 0 and at most 1".to_string())
+}
+
+/// Parses sampling parameters, given as a table or as text.
+pub(super) fn sampling(value: &Value) -> Result<ParamList, String> {
+    let list = match value {
+        Value::String(text) => ParamList::parse_text(text)?,
+        Value::Table(table) => {
+            let entries = table.iter().map(|(name, value)| Ok((name.clone(), json(value)?)));
+            ParamList(entries.collect::<Result<_, String>>()?)
+        }
+        _ => return Err("expected a table, or text such as \"top_p=0.9,min_p=0.05\"".to_string()),
+    };
+    list.check().map_err(|error| error.message)?;
+    Ok(list)
+}
+
+/// Converts a TOML value to JSON.
+fn json(value: &Value) -> Result<serde_json::Value, String> {
+    serde_json::to_value(value).map_err(|error| error.to_string())
 }
 
 pub(super) fn log_level(value: &Value) -> Result<String, String> {

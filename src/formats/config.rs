@@ -3,7 +3,8 @@
 //! Invariant: a value of the wrong type or out of range is an error that names the file and the key. A null
 //! value counts as absent, as in the programs that write these files.
 
-use super::Folder;
+use super::{Folder, sampling_keys};
+use crate::request::ParamList;
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
@@ -46,17 +47,8 @@ const IGNORED_KEYS: [&str; 24] = [
     "use_cache",
 ];
 
-/// Supported keys of generation_config.json.
-const SUPPORTED_KEYS: [&str; 8] = [
-    "bos_token_id",
-    "decoder_start_token_id",
-    "do_sample",
-    "eos_token_id",
-    "min_p",
-    "temperature",
-    "top_k",
-    "top_p",
-];
+/// Supported keys of generation_config.json, besides those of [`sampling_keys`].
+const SUPPORTED_KEYS: [&str; 4] = ["bos_token_id", "decoder_start_token_id", "do_sample", "eos_token_id"];
 
 /// A JSON object of settings, with typed lookups by key.
 ///
@@ -233,6 +225,19 @@ impl HubConfig {
         anyhow!("{}: key '{}': {reason}", self.file.display(), self.file_key(key))
     }
 
+    /// Returns the sampling parameters among the keys.
+    fn sampling_params(&self) -> Result<ParamList> {
+        let mut list = ParamList::default();
+        for key in sampling_keys::keys() {
+            let Some(value) = self.get(key) else { continue };
+            let one = sampling_keys::convert(key, value).map_err(|problem| {
+                anyhow!("{}: key '{}' {problem}", self.file.display(), self.file_key(key))
+            })?;
+            list.0.extend(one.0);
+        }
+        Ok(list)
+    }
+
     pub(super) fn typed<'a, T>(
         &'a self,
         key: &str,
@@ -286,7 +291,8 @@ pub struct GenerationConfig {
     pub eos: Vec<u32>,
     pub bos: Option<u32>,
     pub do_sample: Option<bool>,
-    pub sampling: SamplingDefaults,
+    /// Default sampling parameters, independent of `do_sample`.
+    pub sampling: ParamList,
     /// Unsupported settings that would change the output, with their values.
     pub unsupported: Map<String, Value>,
 }
@@ -300,20 +306,6 @@ pub struct DecoderStart {
     pub forced_bos: Option<u32>,
 }
 
-/// Default sampling parameters from generation_config.json, independent of its `do_sample`. They apply where
-/// a request leaves a parameter out; `None` means no default.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct SamplingDefaults {
-    /// 0 means greedy decoding.
-    pub temperature: Option<f32>,
-    /// 0 disables the filter.
-    pub top_k: Option<u32>,
-    /// Greater than 0, at most 1.
-    pub top_p: Option<f32>,
-    /// From 0 to 1.
-    pub min_p: Option<f32>,
-}
-
 impl GenerationConfig {
     /// Reads the `generation_config.json` of a model folder, if it exists. Token ids that it does not have
     /// are taken from the model's `config`.
@@ -324,7 +316,7 @@ impl GenerationConfig {
         let Some(own) = &own else {
             return Ok(GenerationConfig { eos, bos, ..Default::default() });
         };
-        let (do_sample, sampling) = (own.opt_bool("do_sample")?, SamplingDefaults::read(own)?);
+        let (do_sample, sampling) = (own.opt_bool("do_sample")?, own.sampling_params()?);
         let unserved = own.entries.iter().filter(|(key, value)| is_unsupported(key, value));
         let unserved = unserved.map(|(key, value)| (key.clone(), value.clone())).collect();
         Ok(GenerationConfig { eos, bos, do_sample, sampling, unsupported: unserved })
@@ -368,7 +360,8 @@ fn is_unsupported(key: &str, value: &Value) -> bool {
         Value::Array(list) => list.is_empty(),
         Value::Object(entries) => entries.is_empty(),
     };
-    let has_say = !key.starts_with('_') && !IGNORED_KEYS.contains(&key) && !SUPPORTED_KEYS.contains(&key);
+    let is_supported = SUPPORTED_KEYS.contains(&key) || sampling_keys::param(key).is_some();
+    let has_say = !key.starts_with('_') && !IGNORED_KEYS.contains(&key) && !is_supported;
     has_say && !is_neutral
 }
 
@@ -380,30 +373,10 @@ fn neutral_number(key: &str) -> f64 {
         | "length_penalty"
         | "num_beam_groups"
         | "num_beams"
-        | "num_return_sequences"
-        | "repetition_penalty"
-        | "typical_p" => 1.0,
+        | "num_return_sequences" => 1.0,
         // The default of the libraries that write this file, which store it even if nobody chose it.
         "max_length" => 20.0,
         _ => 0.0,
-    }
-}
-
-impl SamplingDefaults {
-    fn read(settings: &HubConfig) -> Result<SamplingDefaults> {
-        let number = |key: &str, range: &str, fits: fn(f32) -> bool| {
-            settings.check_range(key, settings.opt_f32(key)?, range, fits)
-        };
-        Ok(SamplingDefaults {
-            temperature: number("temperature", "a number of 0 or more", |x| x >= 0.0)?,
-            top_k: match settings.get("top_k").and_then(Value::as_i64) {
-                // Another notation for a disabled filter.
-                Some(-1) => Some(0),
-                _ => settings.opt_u32("top_k")?,
-            },
-            top_p: number("top_p", "a number above 0 and at most 1", |x| x > 0.0 && x <= 1.0)?,
-            min_p: number("min_p", "a number from 0 to 1", |x| (0.0..=1.0).contains(&x))?,
-        })
     }
 }
 
@@ -513,23 +486,24 @@ mod tests {
         )
         .unwrap();
         assert_eq!((g.eos, g.bos, g.do_sample), (vec![5, 6], Some(1), None));
-        let sampling =
-            SamplingDefaults { temperature: Some(0.6), top_k: Some(50), top_p: Some(0.9), min_p: Some(0.05) };
-        assert_eq!(g.sampling, sampling);
+        let sampling = "temperature=0.6,top_k=50,top_p=0.9,min_p=0.05";
+        assert_eq!(g.sampling, ParamList::parse_text(sampling).unwrap());
         let absent = GenerationConfig { eos: vec![2], bos: Some(1), ..Default::default() };
         assert_eq!(generation(None, model).unwrap(), absent);
         assert_eq!(generation(Some("{}"), model).unwrap(), absent);
         for (own, key) in [
-            (r#"{"temperature":-0.1}"#, "'temperature': -0.1"),
-            (r#"{"top_p":0}"#, "'top_p': 0"),
-            (r#"{"top_p":1.5}"#, "'top_p': 1.5"),
-            (r#"{"temperature":1e39}"#, "'temperature': 1e+39"),
-            (r#"{"temperature":"0.7"}"#, "'temperature': \"0.7\""),
-            (r#"{"top_p":1e-60}"#, "'top_p': 0"),
-            (r#"{"top_k":-2}"#, "'top_k': -2"),
-            (r#"{"top_k":4294967296}"#, "'top_k': 4294967296"),
-            (r#"{"min_p":-0.5}"#, "'min_p': -0.5"),
-            (r#"{"min_p":1.01}"#, "'min_p': 1.01"),
+            (r#"{"temperature":-0.1}"#, "'temperature' is -0.1 but must be finite and at least 0"),
+            (r#"{"top_p":0}"#, "'top_p' is 0"),
+            (r#"{"top_p":1.5}"#, "'top_p' is 1.5"),
+            (r#"{"temperature":1e39}"#, "'temperature' is 1e+39"),
+            (r#"{"temperature":"0.7"}"#, "'temperature' is \"0.7\""),
+            (r#"{"top_k":-2}"#, "'top_k' is -2"),
+            (r#"{"top_k":4294967296}"#, "'top_k' is 4294967296"),
+            (r#"{"min_p":-0.5}"#, "'min_p' is -0.5"),
+            (r#"{"min_p":1.01}"#, "'min_p' is 1.01"),
+            (r#"{"repetition_penalty":0}"#, "'repetition_penalty' is 0"),
+            (r#"{"bad_words_ids":[[]]}"#, "'bad_words_ids' is [[]]"),
+            (r#"{"suppress_tokens":[1,"a"]}"#, "'suppress_tokens' is [1,\"a\"]"),
             (r#"{"do_sample":1}"#, "'do_sample': 1"),
             (r#"{"eos_token_id":"</s>"}"#, "'eos_token_id'"),
         ] {
@@ -572,12 +546,12 @@ mod tests {
     #[test]
     fn only_values_that_are_given_are_defaults() {
         for own in ["{}", r#"{"do_sample":false}"#, r#"{"do_sample":true,"temperature":null}"#] {
-            assert_eq!(generation(Some(own), "{}").unwrap().sampling, SamplingDefaults::default(), "{own}");
+            assert_eq!(generation(Some(own), "{}").unwrap().sampling, ParamList::default(), "{own}");
         }
         let given = generation(Some(r#"{"do_sample":false,"temperature":0}"#), "{}").unwrap().sampling;
-        assert_eq!(given, SamplingDefaults { temperature: Some(0.0), ..Default::default() });
+        assert_eq!(given, ParamList::parse_text("temperature=0").unwrap());
         let all = generation(Some(r#"{"top_k":-1}"#), "{}").unwrap();
-        assert_eq!((all.sampling.top_k, all.unsupported.len()), (Some(0), 0));
+        assert_eq!((all.sampling, all.unsupported.len()), (ParamList::parse_text("top_k=-1").unwrap(), 0));
     }
 
     #[test]
@@ -593,9 +567,30 @@ mod tests {
         assert_eq!(unserved(neutral), Value::Object(Map::new()));
         let settings = r#"{
             "encoder_no_repeat_ngram_size": 2, "max_length": 4096, "max_new_tokens": 400, "min_length": 1,
-            "no_repeat_ngram_size": 3, "num_beams": 4, "repetition_penalty": 1.05, "some_new_wish": "much",
-            "stop_strings": ["END"], "suppress_tokens": [7], "typical_p": 0, "watermarking_config": {"a": 1}
+            "num_beams": 4, "some_new_wish": "much", "stop_strings": ["END"], "begin_suppress_tokens": [7],
+            "watermarking_config": {"a": 1}
         }"#;
         assert_eq!(unserved(settings), serde_json::from_str::<Value>(settings).unwrap());
+    }
+
+    /// Keys that another name has here, and values that the libraries write for "off".
+    #[test]
+    fn penalties_and_forbidden_tokens_are_served() {
+        let own = r#"{
+            "repetition_penalty": 1.05, "no_repeat_ngram_size": 3, "typical_p": 0.9, "epsilon_cutoff": 0.0003,
+            "eta_cutoff": 0.002, "min_new_tokens": 4, "bad_words_ids": [[5, 6], [7]], "suppress_tokens": [8, -1],
+            "top_k": null
+        }"#;
+        let found = generation(Some(own), "{}").unwrap();
+        let expected = r#"repetition_penalty=1.05,no_repeat_ngram_size=3,typical_p=0.9,epsilon_cutoff=0.0003,
+            eta_cutoff=0.002,min_new_tokens=4,bad_words=[[5,6],[7]],logit_bias=[[8,false]]"#;
+        let mut sorted = (found.sampling.0, ParamList::parse_text(expected).unwrap().0);
+        sorted.0.sort_by(|a, b| a.0.cmp(&b.0));
+        sorted.1.sort_by(|a, b| a.0.cmp(&b.0));
+        assert_eq!(sorted.0, sorted.1);
+        assert!(found.unsupported.is_empty());
+        let off =
+            r#"{"bad_words_ids": [], "suppress_tokens": [], "typical_p": 1, "repetition_penalty": 1.0}"#;
+        assert_eq!(generation(Some(off), "{}").unwrap().sampling.check(), Ok(()));
     }
 }

@@ -20,6 +20,8 @@ pub mod gguf;
 
 pub mod sentence;
 
+pub mod sampling_keys;
+
 mod fp8;
 mod gather;
 mod groups;
@@ -34,7 +36,7 @@ pub mod save;
 
 pub use chat::{ChatConfig, ChatTemplateSource};
 pub(crate) use config::CONFIG as CONFIG_FILE;
-pub use config::{DecoderStart, GenerationConfig, HubConfig, SamplingDefaults};
+pub use config::{DecoderStart, GenerationConfig, HubConfig};
 pub(crate) use folder::is_plain_name;
 pub use folder::{EmbeddedFolder, Folder, MemoryFolder};
 pub use gguf::Gguf;
@@ -44,6 +46,7 @@ pub use rope::{RopeConfig, RopeKeys, RopeScaling};
 pub(crate) use safetensors::{INDEX as SAFETENSORS_INDEX, SINGLE as SAFETENSORS_FILE};
 pub use sentence::{PoolingConfig, SentenceConfig, TextPreprocessing, UnsupportedSetting};
 
+pub use crate::request::ParamList;
 use anyhow::{Result, bail, ensure};
 use folder::FileBytes;
 use fp8::Fp8Layout;

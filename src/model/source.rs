@@ -14,7 +14,7 @@ use super::tensors;
 use crate::demo;
 use crate::formats::{
     ChatConfig, Checkpoint, DecoderStart, Folder, GenerationConfig, Gguf, HubConfig, Llama2cHeader,
-    SamplingDefaults, SentenceConfig, is_pytorch,
+    ParamList, SentenceConfig, is_pytorch,
 };
 use crate::quantize::{RoundingPolicy, WeightRules};
 use crate::specs;
@@ -62,7 +62,7 @@ pub struct ModelSource {
     /// Tokens that end a sequence.
     pub eos: Vec<u32>,
     /// Default sampling parameters for requests.
-    pub sampling_defaults: SamplingDefaults,
+    pub sampling_defaults: ParamList,
     /// Settings of generation_config.json that are not supported.
     pub unsupported_settings: Map<String, Value>,
     pub chat: ChatConfig,
@@ -322,7 +322,7 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         spec: spec.resolve(&llama2c_config(path, &header), &|name| checkpoint.tensor(name).is_some())?,
         checkpoint,
         eos: LLAMA2C_EOS.into_iter().filter(|id| (*id as usize) < header.vocab).collect(),
-        sampling_defaults: SamplingDefaults::default(),
+        sampling_defaults: ParamList::default(),
         unsupported_settings: Map::new(),
         chat: ChatConfig::default(),
         decoder_start: DecoderStart::default(),
@@ -342,7 +342,7 @@ fn open_synthetic(shape: &SyntheticShape, spec_file: Option<&Path>) -> Result<Mo
         checkpoint: shape.checkpoint(&spec),
         spec,
         eos: Vec::new(),
-        sampling_defaults: SamplingDefaults::default(),
+        sampling_defaults: ParamList::default(),
         unsupported_settings: Map::new(),
         chat: ChatConfig::default(),
         decoder_start: DecoderStart::default(),
@@ -464,7 +464,7 @@ mod tests {
     fn defaults_and_chat_template_come_from_the_folder() {
         let settings = br#"{"temperature": 0.25, "top_k": 7, "do_sample": true}"#;
         let (_folder, source) = with_file("generation_config.json", settings);
-        let expected = SamplingDefaults { temperature: Some(0.25), top_k: Some(7), ..Default::default() };
+        let expected = ParamList::parse_text("temperature=0.25,top_k=7").unwrap();
         assert_eq!(source.unwrap().sampling_defaults, expected);
 
         let (folder, source) = with_file("chat_template.jinja", b"{{ bos_token }}");

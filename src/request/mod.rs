@@ -5,10 +5,13 @@
 
 pub mod finish;
 
+mod params;
+
 pub mod sampling;
 
 pub use crate::decoding::Pooling;
 pub use finish::{finish_reason, logit_biases};
+pub use params::{ParamList, SamplingDefaults};
 pub use sampling::{sample_row, validate};
 
 use crate::decoding::{Constraint, SamplingPlan};

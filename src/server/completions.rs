@@ -38,10 +38,10 @@ impl GenerationApi for CompletionsApi {
     const PROMPT_PARAM: &'static str = "prompt";
 
     fn parse(parts: &ServeParts, fields: Fields) -> Result<PreparedRequest<CompletionFormat>, ApiError> {
-        let params = CompletionParams::parse(fields, parts.model.vocab, &parts.model.sampling_defaults)?;
+        let params = CompletionParams::parse(fields, parts)?;
         check_choices(parts, params.prompts.len(), &params.generation)?;
         let CompletionParams {
-            mut generation,
+            generation,
             prompts,
             decoder_start,
             logprobs,
@@ -51,9 +51,6 @@ impl GenerationApi for CompletionsApi {
             add_special_tokens,
         } = params;
         let middle = suffix.map(|suffix| FillInTheMiddle::new(parts, suffix, echo)).transpose()?;
-        if let Some(middle) = &middle {
-            middle.add_stop(&mut generation.stops);
-        }
         let prompts = match &parts.model.prompting {
             PromptingDefaults::EncoderDecoder(prompting) => {
                 decoder_start.prompt_ids(parts, prompting, prompts, add_special_tokens)?

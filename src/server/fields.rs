@@ -129,6 +129,11 @@ impl Fields {
         self.members.remove(name).filter(|value| !value.is_null())
     }
 
+    /// Takes out the fields with these names. Those that are null or absent are left out.
+    pub fn take_all(&mut self, names: impl Iterator<Item = &'static str>) -> Vec<(&'static str, Value)> {
+        names.filter_map(|name| Some((name, self.take(name)?))).collect()
+    }
+
     /// Takes a field out and converts it with `read`. `expected` describes the valid values in the error
     /// message.
     pub fn take_with<T>(
@@ -156,11 +161,6 @@ impl Fields {
     /// Takes out a string field.
     pub fn take_string(&mut self, name: &str) -> Result<Option<String>, ApiError> {
         self.take_with(name, "a string", |value| value.as_str().map(str::to_string))
-    }
-
-    /// Takes out a number field, rounded to single precision.
-    pub fn take_number(&mut self, name: &str) -> Result<Option<f32>, ApiError> {
-        self.take_with(name, "a number", |value| value.as_f64().map(to_finite_f32))
     }
 
     /// Takes out an integer field from `min` to `max`.
@@ -243,27 +243,10 @@ fn to_integer(value: &Value) -> Option<i64> {
     value.as_i64().or_else(|| rounded().map(|number| number as i64))
 }
 
-/// Rounds to the nearest finite single-precision number. Only zero is rounded to zero.
-pub fn to_finite_f32(number: f64) -> f32 {
-    let rounded = number as f32;
-    let limits = f32::MIN_POSITIVE..=f32::MAX;
-    if number == 0.0 || limits.contains(&rounded.abs()) {
-        return rounded;
-    }
-    rounded.abs().clamp(*limits.start(), *limits.end()).copysign(rounded)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
-
-    #[test]
-    fn numbers_beyond_single_precision_stay_what_they_are_to_the_checks() {
-        assert_eq!((to_finite_f32(0.0), to_finite_f32(0.9), to_finite_f32(-2.5)), (0.0, 0.9, -2.5));
-        assert_eq!((to_finite_f32(1e-50), to_finite_f32(-1e-50)), (f32::MIN_POSITIVE, -f32::MIN_POSITIVE));
-        assert_eq!((to_finite_f32(1e39), to_finite_f32(-1e300)), (f32::MAX, -f32::MAX));
-    }
 
     #[test]
     fn unused_fields_are_reported_with_their_path() {

@@ -5,7 +5,6 @@
 
 use super::ServeParts;
 use super::error::ApiError;
-use super::params::StopConditions;
 use super::prompt_ids::encode;
 use super::prompts::Prompt;
 use crate::actors::PromptingDefaults;
@@ -58,22 +57,12 @@ impl FillInTheMiddle {
         if echo {
             return Err(ApiError::invalid("suffix", "'suffix' and 'echo' are mutually exclusive"));
         }
-        let is_decoder = matches!(parts.model.prompting, PromptingDefaults::Decoder);
-        let tokenizer = &parts.tokenizer;
-        let family = FAMILIES.iter().filter(|_| is_decoder).find_map(|names| find_markers(tokenizer, names));
-        let family = family.ok_or_else(|| {
+        let family = find_family(parts).ok_or_else(|| {
             let message = "'suffix' is not supported by this model, whose vocabulary has no tokens for \
                            filling in the middle";
             ApiError::unsupported("suffix", message)
         })?;
         Ok(FillInTheMiddle { suffix_text: encode(parts, &suffix, false, "suffix")?, ..family })
-    }
-
-    /// Adds the token that ends the generated text.
-    pub fn add_stop(&self, stops: &mut StopConditions) {
-        if let Some(end) = self.end.filter(|end| !stops.ids.contains(end)) {
-            stops.ids = stops.ids.iter().copied().chain([end]).collect();
-        }
     }
 
     /// Returns the token ids of a prompt with the suffix.
@@ -98,6 +87,17 @@ impl FillInTheMiddle {
         };
         Ok(bos.into_iter().chain(ordered.concat()).collect())
     }
+}
+
+/// Returns the token that ends the generated text, if the model can fill in the middle and has one.
+pub fn end_token(parts: &ServeParts) -> Option<u32> {
+    find_family(parts)?.end
+}
+
+/// Looks up the tokens of the model's family; `None` if it cannot fill in the middle.
+fn find_family(parts: &ServeParts) -> Option<FillInTheMiddle> {
+    let is_decoder = matches!(parts.model.prompting, PromptingDefaults::Decoder);
+    FAMILIES.iter().filter(|_| is_decoder).find_map(|names| find_markers(&parts.tokenizer, names))
 }
 
 /// Looks up the tokens of a family; `None` if the tokenizer lacks one.

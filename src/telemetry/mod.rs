@@ -121,6 +121,14 @@ pub(crate) static REJECTED_PARAMETERS: Metric = Metric::new(
      Unknown parameters count as \"unknown\".",
 )
 .labelled(&[("param", &[]), ("code", &[])]);
+pub(crate) static REQUESTS_BY_STRATEGY: Metric = Metric::new(
+    "mainstem_requests_by_strategy_total",
+    Counter,
+    "requests",
+    "Accepted completions by sampling strategy that is on, by the names of docs/sampling.md; a request with \
+     several counts for each.",
+)
+.labelled(&[("strategy", &[])]);
 pub(crate) static IGNORED_FIELDS: Metric = Metric::new(
     "mainstem_ignored_fields_total",
     Counter,
@@ -306,6 +314,7 @@ pub static METRICS: &[&Metric] = &[
     &REQUEST_SUCCESS,
     &ADMISSION_REJECTIONS,
     &REJECTED_PARAMETERS,
+    &REQUESTS_BY_STRATEGY,
     &IGNORED_FIELDS,
     &CLIENTS_GONE,
     &TIME_TO_FIRST_TOKEN,
@@ -438,6 +447,7 @@ mod tests {
     fn the_exposition_has_every_metric() {
         let handle = install(None);
         HTTP_REQUESTS.count(["GET", "/health", "200"]);
+        REQUESTS_BY_STRATEGY.count(["penalties"]);
         STEP_SECONDS.record(0.004);
         let text = handle.render();
         for metric in METRICS {

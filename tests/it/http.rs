@@ -12,14 +12,14 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
 /// A running program.
-struct Server {
+pub struct Server {
     child: Child,
     addr: String,
     log: Mutex<Receiver<String>>,
 }
 
 impl Server {
-    fn start(fixture_name: &str, flags: &[&str]) -> Server {
+    pub fn start(fixture_name: &str, flags: &[&str]) -> Server {
         Server::with_model(&fixture(fixture_name), flags)
     }
 
@@ -73,18 +73,18 @@ impl Server {
         stream
     }
 
-    fn ask(&self, path: &str, body: Option<&Value>) -> (u16, String) {
+    pub fn ask(&self, path: &str, body: Option<&Value>) -> (u16, String) {
         let mut answer = Vec::new();
         self.connect(path, body).read_to_end(&mut answer).expect("the answer comes to its end");
         split(&answer)
     }
 
-    fn post(&self, body: Value) -> (u16, Value) {
+    pub fn post(&self, body: Value) -> (u16, Value) {
         let (status, text) = self.ask("/v1/completions", Some(&body));
         (status, serde_json::from_str(&text).unwrap_or_else(|_| panic!("not JSON: {text}")))
     }
 
-    fn stream(&self, body: &Value) -> Streamed {
+    pub fn stream(&self, body: &Value) -> Streamed {
         let (status, text) = self.ask("/v1/completions", Some(body));
         assert_eq!(status, 200, "{text}");
         Streamed::parse(&text)
@@ -151,10 +151,10 @@ pub fn split(answer: &[u8]) -> (u16, String) {
 }
 
 /// A complete stream of completion chunks.
-struct Streamed {
-    text: String,
-    ids: Vec<u64>,
-    finish: String,
+pub struct Streamed {
+    pub text: String,
+    pub ids: Vec<u64>,
+    pub finish: String,
 }
 
 impl Streamed {
@@ -301,7 +301,7 @@ fn errors_name_what_is_wrong() {
         (json!({"prompt": "a", "temperature": -1.0}), 400, "temperature"),
         (json!({"prompt": "a", "max_tokens": 100_000}), 400, "100000"),
         (json!({"prompt": [1, 99_999]}), 400, "99999"),
-        (json!({"prompt": "a", "presence_penalty": 1.0}), 400, "presence_penalty"),
+        (json!({"prompt": "a", "presence_penalty": 3.0}), 400, "presence_penalty"),
         (json!({"prompt": "a", "model": "another"}), 404, "another"),
     ];
     for (body, status, named) in cases {

@@ -178,7 +178,7 @@ fn end_tokens_are_reported_with_their_origin() {
 #[test]
 fn what_a_model_asks_for_and_does_not_get_is_reported() {
     let model = Copied::of("gqa", "unserved");
-    let unserved = json!({"max_new_tokens": 400, "no_repeat_ngram_size": 3, "repetition_penalty": 1.3});
+    let unserved = json!({"max_new_tokens": 400, "encoder_no_repeat_ngram_size": 3, "length_penalty": 1.3});
     let mut settings = json!({"temperature": 0.0, "top_k": -1, "num_beams": 1, "use_cache": true});
     let write = |settings: &Value| {
         std::fs::write(model.file("generation_config.json"), settings.to_string())
@@ -193,7 +193,7 @@ fn what_a_model_asks_for_and_does_not_get_is_reported() {
     };
     write(&settings);
     assert_eq!(inspect_json(&model.0, &[])["unserved"], json!({}));
-    assert_eq!(inspect_json(&model.0, &[])["sampling"], json!({"temperature": 0.0, "top_k": 0}));
+    assert_eq!(inspect_json(&model.0, &[])["sampling"], json!({"temperature": 0.0, "top_k": -1}));
     assert!(!answer(&inspect(&model.0, &[])).contains("not supported"));
     assert_eq!(run(&[]), "");
 
@@ -203,12 +203,12 @@ fn what_a_model_asks_for_and_does_not_get_is_reported() {
     let output = inspect(&model.0, &[]);
     let listed = answer(&output);
     let listed = listed.lines().filter_map(|line| line.trim().strip_prefix("not supported"));
-    let settings = ["max_new_tokens 400", "no_repeat_ngram_size 3", "repetition_penalty 1.3"];
+    let settings = ["max_new_tokens 400", "encoder_no_repeat_ngram_size 3", "length_penalty 1.3"];
     assert_eq!(listed.map(str::trim).collect::<Vec<_>>(), settings);
     assert!(output.stderr.is_empty(), "it is in the answer");
     assert_eq!(inspect_json(&model.0, &[])["unserved"], unserved);
     let warned = run(&[]);
-    let keys = "max_new_tokens, no_repeat_ngram_size, repetition_penalty";
+    let keys = "max_new_tokens, encoder_no_repeat_ngram_size, length_penalty";
     assert!(warned.lines().count() == 1 && warned.contains("WARN") && warned.contains(keys), "{warned}");
     assert_eq!(run(&["--sampling-defaults", "neutral"]), "");
 }

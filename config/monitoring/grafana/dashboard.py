@@ -132,9 +132,17 @@ ROWS = {
                 ("ignored fields", rate("mainstem_ignored_fields_total")),
             ],
             "Fields that the server does not know are ignored; the log names them.",
+            width=12,
         ),
-        quantiles("Prompt length", "none", "mainstem_request_prompt_tokens", width=8),
-        quantiles("Answer length", "none", "mainstem_request_generation_tokens", width=8),
+        graph(
+            "Requests by sampling strategy",
+            "reqps",
+            [("{{strategy}}", rate("mainstem_requests_by_strategy_total", by="strategy"))],
+            "A request with several strategies counts for each.",
+            width=12,
+        ),
+        quantiles("Prompt length", "none", "mainstem_request_prompt_tokens", width=12),
+        quantiles("Answer length", "none", "mainstem_request_generation_tokens", width=12),
     ],
     "Decode loop": [
         graph(
@@ -175,6 +183,17 @@ ROWS = {
         ),
         quantiles("Step", "s", "mainstem_step_seconds"),
         graph(
+            "Host sampling time per token, mean",
+            "s",
+            [
+                (
+                    "{{work}}",
+                    f"{rate('mainstem_host_sampling_seconds_sum', by='work')} / {rate('mainstem_host_sampling_seconds_count', by='work')}",
+                )
+            ],
+            "Draws of tokens that the device cannot draw, and masks of grammars.",
+        ),
+        graph(
             "Rows and tokens of a step, mean",
             "none",
             [("rows", mean("mainstem_step_rows")), ("tokens", mean("mainstem_iteration_tokens"))],
@@ -187,7 +206,6 @@ ROWS = {
                 ("steps", rate("mainstem_step_seconds_count")),
                 ("wasted rows", rate("mainstem_wasted_rows_total")),
             ],
-            width=12,
         ),
         graph(
             "Closing holes",
@@ -196,8 +214,14 @@ ROWS = {
                 ("shuffles", rate("mainstem_slot_shuffles_total")),
                 ("moves", rate("mainstem_slot_moves_total")),
             ],
+        ),
+        graph(
+            "Constrained requests",
+            "reqps",
+            [("{{kind}}", rate("mainstem_constrained_requests_total", by="kind"))],
             width=12,
         ),
+        quantiles("Compilation of grammars", "s", "mainstem_grammar_compile_seconds", width=12),
     ],
     "HTTP": [
         graph(

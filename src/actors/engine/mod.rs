@@ -14,18 +14,20 @@ use super::group::{Group, GroupConfig};
 use super::intake::Intake;
 use super::kv::KvManager;
 use super::limits::IntakeLimits;
+use super::model_sampling::ModelSampling;
 use super::prefill::Prefill;
 use super::prompting_defaults::{self, PromptingDefaults};
 use super::status::Status;
 use super::stream::IntakeHandle;
 use crate::config::{Config, KvConfig, LaneCount, Policy, SamplingDefaultsSource, SchedulerConfig};
 use crate::decoding::{HostPool, HostWork};
-use crate::formats::{ChatTemplateSource, SamplingDefaults};
+use crate::formats::ChatTemplateSource;
 use crate::memory::PagePool;
 use crate::model::executor::KvCacheConfig;
 use crate::model::spec::{Kind, ModelSpec};
 use crate::model::{ModelSource, Partition};
 use crate::planner::{DeviceAssignment, model_source};
+use crate::request::{ParamList, SamplingDefaults};
 use crate::telemetry;
 use crate::text::output::OutputFormats;
 use crate::text::{ChatTemplate, Tokenizer};
@@ -99,11 +101,20 @@ pub struct ModelInfo {
     pub created: u64,
 }
 
+impl ModelInfo {
+    /// Creates the plan builder of the model's requests. Fails for defaults that the model cannot serve.
+    pub fn sampling(&self, tokenizer: &Arc<Tokenizer>) -> Result<ModelSampling> {
+        let (size, eos) = (self.vocab, self.eos.clone());
+        ModelSampling::new(tokenizer.clone(), size, eos, &self.output_formats, &self.sampling_defaults)
+    }
+}
+
 /// A running engine.
 pub struct Engine {
     pub intake: IntakeHandle,
     pub status: Arc<Status>,
     pub tokenizer: Arc<Tokenizer>,
+    pub sampling: Arc<ModelSampling>,
     pub model: ModelInfo,
     /// Multi-line report of what was allocated.
     pub report: String,
@@ -151,11 +162,11 @@ impl EngineSetup {
         let parsers = (&*config.model.tool_parser, &*config.model.reasoning_parser);
         let output_formats = OutputFormats::select(parsers, chat_template.as_deref())
             .map_err(|problem| anyhow!("model.tool_parser or model.reasoning_parser: {problem}"))?;
-        let (sampling_defaults, unsupported_keys) = match config.model.sampling_defaults {
+        let (of_model, unsupported_keys) = match config.model.sampling_defaults {
             SamplingDefaultsSource::Model => {
-                (source.sampling_defaults, source.unsupported_settings.keys().cloned().collect())
+                (source.sampling_defaults.clone(), source.unsupported_settings.keys().cloned().collect())
             }
-            SamplingDefaultsSource::Neutral => (SamplingDefaults::default(), Vec::new()),
+            SamplingDefaultsSource::Neutral => (ParamList::default(), Vec::new()),
         };
         let model = ModelInfo {
             name,
@@ -168,7 +179,7 @@ impl EngineSetup {
             max_choices: scheduler.slots + scheduler.max_waiting,
             vocab: spec.vocab,
             eos: eos_tokens(source),
-            sampling_defaults,
+            sampling_defaults: SamplingDefaults { server: config.model.sampling.clone(), model: of_model },
             prompting: PromptingDefaults::from_model(source, &config.model)?,
             chat_template,
             output_formats,
@@ -199,6 +210,7 @@ pub async fn start(
     tokenizer: Arc<Tokenizer>,
     factories: Vec<Vec<ExecutorFactory>>,
 ) -> Result<Engine> {
+    let sampling = Arc::new(setup.model.sampling(&tokenizer)?);
     let (names, lanes, step_timeout) = (setup.partition.device_names(), setup.lanes, setup.step_timeout);
     let status = Arc::new(Status::new(
         allowed_silence(setup.scheduler.policy, setup.lanes, setup.step_timeout),
@@ -235,6 +247,7 @@ pub async fn start(
         intake: IntakeHandle(actors.intake.clone().recipient()),
         status,
         tokenizer,
+        sampling,
         model: setup.model,
         report,
         actors,

@@ -11,7 +11,7 @@ use super::report::{BenchReport, BenchRow};
 use super::sample::{Sample, TestKind};
 use crate::actors::device::ExecutorFactory;
 use crate::actors::engine::TOP_LOGPROBS;
-use crate::actors::{Engine, EngineSetup, IntakeHandle, ModelInfo, PromptingDefaults, SamplingDefaults};
+use crate::actors::{Engine, EngineSetup, IntakeHandle, ModelInfo, PromptingDefaults};
 use crate::config::{ApiKeys, Config, LaneCount, SchedulerConfig, ServerConfig};
 use crate::model::executor::{ExecutorReport, KvCacheConfig};
 use crate::model::fake::FakeExecutor;
@@ -306,7 +306,7 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
         max_choices: scheduler.slots + scheduler.max_waiting,
         vocab: VOCAB,
         eos: Vec::new(),
-        sampling_defaults: SamplingDefaults::default(),
+        sampling_defaults: Default::default(),
         prompting: PromptingDefaults::Decoder,
         chat_template: None,
         output_formats: OutputFormats::default(),

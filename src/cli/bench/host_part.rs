@@ -4,7 +4,7 @@
 
 use super::sample::TestKind;
 use super::suite::BenchTest;
-use crate::decoding::strategies::Vocabulary;
+use crate::decoding::strategies::{CheckedDefaults, Vocabulary};
 use crate::decoding::{Constraint, SamplingPlan};
 use crate::model::ModelSource;
 use crate::text::Tokenizer;
@@ -103,5 +103,5 @@ fn plan(vocab: usize) -> Result<Arc<SamplingPlan>> {
     }
     let params = [("repetition_penalty", json!(1.1)), ("temperature", json!(0.8)), ("top_p", json!(0.95))];
     let pairs = params.iter().map(|(name, value)| (*name, value));
-    Ok(Arc::new(SamplingPlan::parse([], pairs, &Size(vocab))?))
+    Ok(Arc::new(SamplingPlan::parse(&CheckedDefaults::default(), pairs, &Size(vocab))?))
 }

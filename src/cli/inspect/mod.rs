@@ -13,7 +13,7 @@ use crate::actors::PromptingDefaults;
 use crate::actors::engine::{EngineSetup, available_memory};
 use crate::actors::prompting_defaults::endpoints;
 use crate::config::{Config, ConfigError, Overrides};
-use crate::formats::{GenerationConfig, HubConfig, PoolingConfig};
+use crate::formats::{GenerationConfig, HubConfig, PoolingConfig, sampling_keys};
 use crate::model::TensorRecord;
 use crate::model::executor::{ExecutorReport, page_bytes};
 use crate::model::provenance::{Origin, Provenance};
@@ -299,19 +299,10 @@ fn prompting_defaults(prompting: &PromptingDefaults) -> Map<String, Value> {
 
 fn sampling(source: &ModelSource) -> Result<Map<String, Value>> {
     let config = generation_config(source)?;
-    let values = [
-        ("do_sample", config.do_sample.map(Value::from)),
-        ("temperature", config.sampling.temperature.map(shortest_number)),
-        ("top_p", config.sampling.top_p.map(shortest_number)),
-        ("top_k", config.sampling.top_k.map(Value::from)),
-        ("min_p", config.sampling.min_p.map(shortest_number)),
-    ];
-    Ok(values.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect())
-}
-
-/// Converts a number to JSON with the shortest digits that identify it in single precision.
-fn shortest_number(number: f32) -> Value {
-    number.to_string().parse::<f64>().map_or(Value::Null, Value::from)
+    let do_sample = config.do_sample.map(|on| ("do_sample".to_owned(), on.into()));
+    let sampling = config.sampling.0.into_iter();
+    let sampling = sampling.map(|(param, value)| (sampling_keys::key(&param).to_owned(), value));
+    Ok(do_sample.into_iter().chain(sampling).collect())
 }
 
 /// Reads generation_config.json, without values from config.json; the default if there is no such file.

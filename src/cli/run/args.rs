@@ -100,6 +100,9 @@ struct SamplingFlags {
     /// End the answer before this text; repeatable.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
+    /// Set a sampling parameter of docs/sampling.md, such as mirostat=2; repeatable.
+    #[arg(long, value_name = "NAME=VALUE")]
+    set: Vec<String>,
 }
 
 /// Options for a remote server instead of an engine in this process.
@@ -153,7 +156,7 @@ impl RunArgs {
             dialect: if self.raw { Dialect::Raw } else { Dialect::Chat },
             delivery,
             form: if self.json { AnswerFormat::Json } else { AnswerFormat::Text },
-            settings: self.sampling.settings(),
+            settings: self.sampling.settings().map_err(usage)?,
             stats: self.stats,
             note,
             system: self.system,
@@ -225,7 +228,7 @@ fn usage(message: impl Into<String>) -> ConfigError {
 }
 
 impl SamplingFlags {
-    fn settings(self) -> SamplingSettings {
+    fn settings(self) -> Result<SamplingSettings, String> {
         let mut settings = SamplingSettings::default();
         settings.insert("temperature", self.temperature);
         settings.insert("top_p", self.top_p);
@@ -234,7 +237,8 @@ impl SamplingFlags {
         settings.insert("seed", self.seed);
         settings.insert("max_tokens", self.max_tokens);
         settings.insert("stop", Some(self.stop).filter(|stop| !stop.is_empty()));
-        settings
+        self.set.iter().try_for_each(|pair| settings.set_pair(pair))?;
+        Ok(settings)
     }
 }
 

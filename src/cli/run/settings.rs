@@ -1,14 +1,16 @@
 //! Sampling parameters set by the user. Parameters that are not set are not sent, so that the defaults of the
 //! server or model apply.
 //!
-//! Invariant: all parameters are in one table. The server checks their ranges.
+//! Invariant: a parameter is one of the table here or of the strategies. The server checks their ranges.
 
+use crate::request::ParamList;
 use serde_json::{Map, Number, Value};
+use strsim::levenshtein;
 
 /// Parser of a parameter's value.
 type ParseValue = fn(&str) -> Result<Value, String>;
 
-/// All parameters, by their names in the API.
+/// The parameters that are always listed, by their names in the API.
 const PARAMETERS: [(&str, ParseValue); 6] = [
     ("temperature", number),
     ("top_p", number),
@@ -32,14 +34,24 @@ impl SamplingSettings {
     /// invalid value.
     pub fn set(&mut self, name: &str, text: &str) -> Result<(), String> {
         let name = name.replace('-', "_");
-        let Some((name, read)) = PARAMETERS.iter().find(|(known, _)| *known == name) else {
-            return Err(format!("there is no parameter '{name}'; the parameters are {}", names()));
+        let read = match PARAMETERS.iter().find(|(known, _)| *known == name) {
+            Some((_, read)) => *read,
+            None if ParamList::names().any(|known| known == name) => any_value,
+            None => return Err(format!("there is no parameter '{name}'; did you mean {}?", similar(&name))),
         };
         match text {
-            "default" => _ = self.0.remove(*name),
-            text => self.insert(name, Some(read(text).map_err(|error| format!("{name}: {error}"))?)),
+            "default" => _ = self.0.shift_remove(&name),
+            text => self.insert(&name, Some(read(text).map_err(|error| format!("{name}: {error}"))?)),
         }
         Ok(())
+    }
+
+    /// Sets a parameter from text such as `min_p=0.1`, as [`Self::set`] does.
+    pub fn set_pair(&mut self, pair: &str) -> Result<(), String> {
+        match pair.split_once('=') {
+            Some((name, value)) => self.set(name.trim(), value.trim()),
+            None => Err(format!("'{pair}' is not of the form NAME=VALUE")),
+        }
     }
 
     /// Whether the parameter is set.
@@ -52,16 +64,35 @@ impl SamplingSettings {
         body.extend(self.0.clone());
     }
 
-    /// Formats all parameters with their values.
+    /// Formats the parameters of the table and all others that are set, with their values.
     pub fn describe(&self) -> String {
         let value = |name| self.0.get(name).map_or("default".to_string(), Value::to_string);
-        PARAMETERS.map(|(name, _)| format!("{name} {}", value(name))).join(", ")
+        let of_table = PARAMETERS.map(|(name, _)| format!("{name} {}", value(name)));
+        let is_other = |name: &str| PARAMETERS.iter().all(|(known, _)| *known != name);
+        let others = self.0.iter().filter(|(name, _)| is_other(name));
+        let others = others.map(|(name, value)| format!("{name} {value}"));
+        of_table.into_iter().chain(others).collect::<Vec<_>>().join(", ")
     }
 }
 
-/// The names of all parameters.
+/// The names of the parameters that are always listed.
 pub fn names() -> String {
     PARAMETERS.map(|(name, _)| name).join(", ")
+}
+
+/// Returns the names that are most similar to an unknown one.
+fn similar(name: &str) -> String {
+    const MOST: usize = 3;
+    let mut names: Vec<&str> = PARAMETERS.iter().map(|(name, _)| *name).chain(ParamList::names()).collect();
+    names.sort_by_key(|known| (levenshtein(name, known), *known));
+    names.dedup();
+    names.truncate(MOST);
+    names.join(", ")
+}
+
+/// Parses JSON; other text is a string.
+fn any_value(text: &str) -> Result<Value, String> {
+    Ok(ParamList::parse_value(text))
 }
 
 /// Parses a number such as 0.7.
@@ -100,6 +131,26 @@ mod tests {
         settings.set("top_k", "default").unwrap();
         settings.set("seed", "default").unwrap();
         assert_eq!(body(&settings), json!({"temperature": 0.7}));
+    }
+
+    #[test]
+    fn parameters_of_all_strategies_can_be_set() {
+        let mut settings = SamplingSettings::default();
+        for pair in ["mirostat = 2", "strategy=fsd", "strategy_params={\"k\": 4}", "xtc-probability=0.5"] {
+            settings.set_pair(pair).unwrap();
+        }
+        let all =
+            json!({ "mirostat": 2, "strategy": "fsd", "strategy_params": {"k": 4}, "xtc_probability": 0.5 });
+        assert_eq!(body(&settings), all);
+        let described = settings.describe();
+        assert!(
+            described.starts_with("temperature default, ") && described.contains(", mirostat 2, "),
+            "{described}"
+        );
+        settings.set("mirostat", "default").unwrap();
+        assert!(!settings.describe().contains("mirostat"));
+        assert!(settings.set("repetition_penalti", "1").unwrap_err().contains("repetition_penalty"));
+        assert!(settings.set_pair("top_p").unwrap_err().contains("NAME=VALUE"));
     }
 
     #[test]

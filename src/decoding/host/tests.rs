@@ -1,5 +1,5 @@
 use super::*;
-use crate::decoding::strategies::Vocabulary as _;
+use crate::decoding::strategies::{CheckedDefaults, Vocabulary as _};
 use mainstem_grammar::{ConstraintStart, Form, Grammar, Limits, Spec, Token, Vocabulary};
 use serde_json::{Value, json};
 use std::borrow::Cow;
@@ -53,7 +53,7 @@ fn constraint(regex: &str, start: ConstraintStart) -> Arc<Constraint> {
 
 fn plan(params: Value) -> Arc<SamplingPlan> {
     let pairs = params.as_object().unwrap().iter().map(|(name, value)| (name.as_str(), value));
-    Arc::new(SamplingPlan::parse([], pairs, &Letters).unwrap())
+    Arc::new(SamplingPlan::parse(&CheckedDefaults::default(), pairs, &Letters).unwrap())
 }
 
 fn pool(threads: usize) -> Arc<HostPool> {

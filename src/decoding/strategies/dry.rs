@@ -64,10 +64,12 @@ fn build(values: &Values, vocabulary: &dyn Vocabulary) -> Result<Option<Unit>, P
     if multiplier == 0.0 || last_n == 0 {
         return Ok(None);
     }
-    let texts = values.texts(&BREAKERS);
-    let mut breakers: Vec<u32> = texts.iter().flat_map(|text| vocabulary.tokens_with(text)).collect();
-    breakers.sort_unstable();
-    breakers.dedup();
+    // Many texts may share most tokens of the vocabulary, so the tokens are marked instead of collected.
+    let mut marks = vec![false; vocabulary.size()];
+    for id in values.texts(&BREAKERS).iter().flat_map(|text| vocabulary.tokens_with(text)) {
+        marks.get_mut(id as usize).into_iter().for_each(|mark| *mark = true);
+    }
+    let breakers = (0..).zip(marks).filter(|(_, mark)| *mark).map(|(id, _)| id).collect();
     let (base, allowed_length) = (values.float(&BASE), values.count(&ALLOWED_LENGTH) as u32);
     Ok(Some(Unit::Edit(Box::new(Dry { multiplier, base, allowed_length, last_n, breakers }))))
 }
@@ -103,7 +105,7 @@ impl Edit for Dry {
 
 /// Sets `lengths[i]`, for i from 1, to the number of tokens that end `tokens` and also stand before the last
 /// `i` tokens: the Z-function of the reversed list. Linear in the number of tokens.
-fn matches(tokens: &[u32], lengths: &mut Vec<u32>) {
+pub(super) fn matches(tokens: &[u32], lengths: &mut Vec<u32>) {
     let n = tokens.len();
     let reversed = |i: usize| tokens[n - 1 - i];
     lengths.clear();

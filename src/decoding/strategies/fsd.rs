@@ -8,7 +8,7 @@ use mainstem_kernels::reference::draw::weight;
 
 const K: Param = Param::integer("k", 6, 1, Fsd::MOST as i64, "number of candidates");
 const ALPHA: Param = Param::float("alpha", 0.5, Bounds::within(0.0, 1.0), "weight of the penalty");
-const N: Param = Param::integer("n", 3, 1, 64, "length of the longest n-grams");
+const N: Param = Param::integer("n", 3, 1, 16, "length of the longest n-grams");
 const BETA: Param = Param::float("beta", 0.9, Bounds::within(0.0, 1.0), "share of the longest n-gram");
 const TOP_P: Param =
     Param::float("top_p", 0.93, Bounds::above(0.0, 1.0), "probability to keep when a token is drawn");

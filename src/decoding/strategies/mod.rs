@@ -72,8 +72,8 @@ mod xtc;
 mod tests;
 
 pub use history::History;
-pub use params::{Kind, Param, ParamError, Values, Vocabulary};
-pub use plan::{DeviceSampling, LogprobsMode, SamplingPlan};
+pub use params::{AnyVocabulary, Kind, Param, ParamError, Values, Vocabulary};
+pub use plan::{CheckedDefaults, DeviceSampling, LogprobsMode, SamplingPlan};
 pub use sampler::{EmptyMask, HostSampler, Row};
 pub use state::{Checkpoint, Draw, SequenceState};
 pub use unit::{Choose, Edit, Filter, Place, Registers, Strategy, Unit};

@@ -1,5 +1,6 @@
 //! No-repeat n-grams.
 
+use super::dry::matches;
 use super::history::History;
 use super::params::{Param, ParamError, Values, Vocabulary};
 use super::unit::{Edit, EditScratch, Place, Strategy, Unit};
@@ -33,19 +34,25 @@ fn build(values: &Values, _: &dyn Vocabulary) -> Result<Option<Unit>, ParamError
 }
 
 impl Edit for NoRepeatNgram {
-    fn edit(&self, logits: &mut [f32], history: &History, _: &mut EditScratch) {
+    fn edit(&self, logits: &mut [f32], history: &History, scratch: &mut EditScratch) {
         let tokens = history.tokens();
         if tokens.len() < self.0 {
             return;
         }
-        let suffix = &tokens[tokens.len() + 1 - self.0..];
-        for ngram in tokens.windows(self.0) {
-            let (last, before) = ngram.split_last().expect("the size is above 0; this is a bug");
-            if before == suffix
-                && let Some(logit) = logits.get_mut(*last as usize)
-            {
+        let mut forbid = |token: u32| {
+            if let Some(logit) = logits.get_mut(token as usize) {
                 *logit = f32::NEG_INFINITY;
             }
+        };
+        if self.0 == 1 {
+            tokens.iter().for_each(|&token| forbid(token));
+            return;
+        }
+        // A token completes a sequence that has occurred if the tokens before it are those at the end.
+        let lengths = &mut scratch.lengths;
+        matches(tokens, lengths);
+        for i in (1..tokens.len()).filter(|&i| lengths[i] as usize >= self.0 - 1) {
+            forbid(tokens[tokens.len() - i]);
         }
     }
 }

@@ -131,6 +131,11 @@ impl ParamError {
     pub fn new(param: &str, rest: impl fmt::Display) -> ParamError {
         ParamError { param: param.to_owned(), message: format!("{param} {rest}") }
     }
+
+    /// Returns the message without the parameter's name, with which it begins.
+    pub fn rest(&self) -> &str {
+        self.message.strip_prefix(&self.param).unwrap_or(&self.message).trim_start()
+    }
 }
 
 /// A model's vocabulary, with what parameters need to know of the model and of the rest of a request.
@@ -150,6 +155,33 @@ pub trait Vocabulary {
     /// Returns the token that begins the model's thinking, and those that end it, if it has them.
     fn thinking(&self) -> Option<(u32, Cow<'_, [u32]>)> {
         None
+    }
+}
+
+/// A vocabulary for checks of parameters where no model is known: it has every token id. Plans are not built
+/// with it.
+#[derive(Clone, Copy, Debug)]
+pub struct AnyVocabulary;
+
+impl Vocabulary for AnyVocabulary {
+    fn size(&self) -> usize {
+        u32::MAX as usize
+    }
+
+    fn end_tokens(&self) -> Cow<'_, [u32]> {
+        Cow::Borrowed(&[])
+    }
+
+    fn encode(&self, _: &str) -> Vec<u32> {
+        vec![0]
+    }
+
+    fn tokens_with(&self, _: &str) -> Vec<u32> {
+        Vec::new()
+    }
+
+    fn thinking(&self) -> Option<(u32, Cow<'_, [u32]>)> {
+        Some((0, Cow::Borrowed(&[0])))
     }
 }
 

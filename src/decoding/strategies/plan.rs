@@ -2,13 +2,14 @@
 
 use super::params::{ParamError, Values, Vocabulary};
 use super::parse;
-use super::registry::{TABLE, find, find_param};
+use super::registry::{TABLE, find, find_param, request_params};
 use super::temperature::{TEMPERATURE, Temperature};
 use super::top_k::TOP_K;
 use super::unit::{Choose, Edit, Filter, Place, Registers, Strategy, Unit};
-use super::{min_p::MIN_P, top_p::TOP_P};
+use super::{logit_bias::BIAS, min_p::MIN_P, min_tokens::MIN_TOKENS, top_p::TOP_P};
 use mainstem_kernels::SamplingParams;
 use serde_json::Value as Json;
+use std::sync::Arc;
 
 /// Temperatures of named strategies are at least this.
 const LEAST_TEMPERATURE: f32 = 0.001;
@@ -57,12 +58,41 @@ pub struct SamplingPlan {
     mode: LogprobsMode,
     active: Vec<&'static str>,
     device: Option<DeviceSampling>,
+    min_tokens: u32,
+    logit_bias: Arc<[(u32, f32)]>,
+}
+
+/// Default parameters of requests, checked.
+#[derive(Clone, Debug, Default)]
+pub struct CheckedDefaults(Settings);
+
+impl CheckedDefaults {
+    /// Checks parameters. JSON's null is no value. The error names the first parameter that is unknown or out
+    /// of bounds.
+    pub fn parse<'v>(
+        pairs: impl IntoIterator<Item = (&'v str, &'v Json)>,
+        vocabulary: &dyn Vocabulary,
+    ) -> Result<CheckedDefaults, ParamError> {
+        Settings::read(pairs, vocabulary).map(CheckedDefaults)
+    }
+
+    /// Returns these defaults and, for parameters without one, the `others`.
+    pub fn or(self, others: CheckedDefaults) -> CheckedDefaults {
+        let (CheckedDefaults(own), CheckedDefaults(others)) = (self, others);
+        CheckedDefaults(Settings {
+            values: own.values.or(&others.values),
+            strategy: own.strategy.or(others.strategy),
+            samplers: own.samplers.or(others.samplers),
+            mode: own.mode.or(others.mode),
+        })
+    }
 }
 
 impl SamplingPlan {
-    /// Returns whether this is the name of a parameter that [`Self::parse`] knows.
-    pub fn is_param(name: &str) -> bool {
-        GENERAL_PARAMS.iter().any(|(general, _)| *general == name) || find_param(name).is_some()
+    /// Returns the names of all parameters that [`Self::parse`] knows, each followed by its other names.
+    pub fn param_names() -> impl Iterator<Item = &'static str> {
+        let of_strategies = request_params().flat_map(|param| [&[param.name], param.aliases].concat());
+        of_strategies.chain(GENERAL_PARAMS.iter().map(|(name, _)| *name))
     }
 
     /// Builds the plan of a request from its parameters, with those of the server or the model where the
@@ -72,11 +102,10 @@ impl SamplingPlan {
     /// `mirostat`. Filters of the defaults are ignored then, and all filters beside `mirostat`, as llama.cpp
     /// does. The error names the first parameter that is unknown, out of bounds, or contradicts another.
     pub fn parse<'v>(
-        defaults: impl IntoIterator<Item = (&'v str, &'v Json)>,
+        CheckedDefaults(defaults): &CheckedDefaults,
         request: impl IntoIterator<Item = (&'v str, &'v Json)>,
         vocabulary: &dyn Vocabulary,
     ) -> Result<SamplingPlan, ParamError> {
-        let defaults = Settings::read(defaults, vocabulary)?;
         let request = Settings::read(request, vocabulary)?;
         let replaced = request.first_active(&[Place::Filter, Place::Instead], vocabulary)?;
         if let (Some((strategy, _)), Some(row)) = (&request.strategy, replaced)
@@ -88,11 +117,11 @@ impl SamplingPlan {
         let strategy = match (request.strategy, replaced) {
             (Some(strategy), _) => Some(strategy),
             (None, Some(_)) => None,
-            (None, None) => defaults.strategy,
+            (None, None) => defaults.strategy.clone(),
         };
         let order = match strategy {
             Some((row, _)) if row.name != "sample" => None,
-            _ => request.samplers.or(defaults.samplers),
+            _ => request.samplers.or(defaults.samplers.clone()),
         };
         let mode = request.mode.or(defaults.mode).unwrap_or_default();
         Builder::new(request.values.or(&defaults.values), mode, vocabulary).build(strategy, order)
@@ -117,10 +146,20 @@ impl SamplingPlan {
     pub fn device(&self) -> Option<DeviceSampling> {
         self.device
     }
+
+    /// Returns the number of tokens before which no token that ends the sequence is chosen.
+    pub fn min_tokens(&self) -> u32 {
+        self.min_tokens
+    }
+
+    /// Returns the logit biases, each token id once.
+    pub fn logit_bias(&self) -> &Arc<[(u32, f32)]> {
+        &self.logit_bias
+    }
 }
 
 /// The checked parameters of one source: the defaults or the request.
-#[derive(Default)]
+#[derive(Clone, Debug, Default)]
 struct Settings {
     values: Values,
     strategy: Option<(&'static Strategy, Values)>,
@@ -176,7 +215,8 @@ impl Settings {
             let Some(param) = row.params.iter().find(|param| param.is_named(name)) else {
                 let known: Vec<&str> = row.params.iter().map(|param| param.name).collect();
                 let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-                return error(format!("has {name:?}, but the parameters of {:?} are: {known}", row.name));
+                let name = parse::shown(&Json::String(name.clone()));
+                return error(format!("has {name}, but the parameters of {:?} are: {known}", row.name));
             };
             values.set(param, parse::value(&format!("strategy_params.{name}"), param, json, vocabulary)?);
         }
@@ -225,7 +265,8 @@ fn read_samplers(json: &Json) -> Result<Vec<&'static Strategy>, ParamError> {
         let places = [Place::Edit, Place::Filter];
         let row = find(name, &places).ok_or_else(|| {
             let known = TABLE.iter().filter(|row| places.contains(&row.place)).map(|row| row.name);
-            error(format!("has {name:?}, but the names are: {}", known.collect::<Vec<_>>().join(", ")))
+            let name = parse::shown(&Json::from(name));
+            error(format!("has {name}, but the names are: {}", known.collect::<Vec<_>>().join(", ")))
         })?;
         if rows.iter().any(|other| other.name == row.name) {
             return Err(error(format!("has {:?} twice", row.name)));
@@ -265,6 +306,8 @@ struct Builder<'a> {
 impl<'a> Builder<'a> {
     fn new(values: Values, mode: LogprobsMode, vocabulary: &'a dyn Vocabulary) -> Builder<'a> {
         let plan = SamplingPlan {
+            min_tokens: u32::try_from(values.integer(&MIN_TOKENS)).unwrap_or(0),
+            logit_bias: values.biases(&BIAS).into(),
             edits: Vec::new(),
             filters: Vec::new(),
             chooser: None,

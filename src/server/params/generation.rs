@@ -1,10 +1,9 @@
 //! Generation parameters that both text generation APIs share.
 
-use crate::actors::SamplingDefaults;
-use crate::request::Sampling;
-use crate::server::access::random;
+use super::sampling::RequestSampling;
+use crate::server::ServeParts;
 use crate::server::error::ApiError;
-use crate::server::fields::{Fields, NoOpValue, describe, shorten, to_finite_f32};
+use crate::server::fields::{Fields, NoOpValue, describe};
 use crate::server::prompts::parse_token_id;
 use crate::server::wire::ChoiceOutput;
 use serde_json::Value;
@@ -18,12 +17,8 @@ const STOPS_MAX: usize = 64;
 /// Maximum length of a stop string in bytes.
 const STOP_BYTES_MAX: usize = 1024;
 
-/// Largest absolute value of a logit bias.
-const BIAS_MAX: f32 = 100.0;
-
-/// Generation parameters, with defaults filled in. Intake checks the ranges of the sampling parameters and
-/// those that depend on the model.
-#[derive(Clone, Debug, PartialEq)]
+/// Generation parameters, with defaults filled in. Intake checks those that depend on the model's limits.
+#[derive(Clone, Debug)]
 pub struct GenerationParams {
     /// Maximum number of generated tokens; `None` is what remains of the context.
     pub max_tokens: Option<u32>,
@@ -31,14 +26,11 @@ pub struct GenerationParams {
     pub is_unlimited: bool,
     /// Name under which the client gave `max_tokens`.
     pub limit_name: &'static str,
-    pub min_tokens: u32,
     /// Number of choices per prompt in the response; at least 1.
     pub n: u32,
     /// Number of choices per prompt that are computed, of which the best are returned; at least `n`.
     pub best_of: u32,
-    pub sampling: Sampling,
-    /// Logit biases as in [`Request`](crate::request::Request), each id once.
-    pub logit_bias: Arc<[(u32, f32)]>,
+    pub sampling: RequestSampling,
     pub stops: StopConditions,
     pub include_stop: bool,
     pub show_special: bool,
@@ -112,28 +104,28 @@ impl GenerationParams {
     }
 }
 
-/// Parses the parameters that both APIs share.
+/// Parses the parameters that both APIs share. `stop` is a further stop token.
 pub(super) fn parse_generation(
     fields: &mut Fields,
-    vocab: usize,
-    defaults: &SamplingDefaults,
+    parts: &ServeParts,
+    stop: Option<u32>,
 ) -> Result<GenerationParams, ApiError> {
     let (max_tokens, limit_name) = parse_max_tokens(fields)?;
     let n = fields.take_integer("n", 1, CHOICES_MAX)?.unwrap_or(1) as u32;
     let delivery = parse_delivery(fields)?;
+    let stops = parse_stops(fields, parts.model.vocab, stop)?;
+    let ignore_eos = fields.take_bool("ignore_eos", false)?;
     Ok(GenerationParams {
         max_tokens: max_tokens.and_then(|limit| u32::try_from(limit).ok()),
         is_unlimited: max_tokens.is_some_and(|limit| limit < 0),
         limit_name,
-        min_tokens: fields.take_integer("min_tokens", 0, u32::MAX.into())?.unwrap_or(0) as u32,
         n,
         best_of: parse_best_of(fields, n, delivery)?,
-        sampling: parse_sampling(fields, defaults)?,
-        logit_bias: parse_logit_bias(fields, vocab)?,
-        stops: parse_stops(fields, vocab)?,
+        sampling: RequestSampling::parse(fields, &parts.sampling, ignore_eos, &stops.ids)?,
+        stops,
         include_stop: fields.take_bool("include_stop_str_in_output", false)?,
         show_special: !fields.take_bool("skip_special_tokens", true)?,
-        ignore_eos: fields.take_bool("ignore_eos", false)?,
+        ignore_eos,
         return_token_ids: fields.take_bool("return_token_ids", false)?,
         delivery,
     })
@@ -167,47 +159,9 @@ fn parse_max_tokens(fields: &mut Fields) -> Result<(Option<i64>, &'static str), 
     }
 }
 
-/// Parses the sampling parameters.
-fn parse_sampling(fields: &mut Fields, defaults: &SamplingDefaults) -> Result<Sampling, ApiError> {
-    // -1 also means all tokens.
-    let top_k = fields.take_integer("top_k", -1, u32::MAX.into())?.map(|k| k.max(0) as u32);
-    let seed = fields.take_with("seed", "a 64-bit integer", |value| {
-        value.as_u64().or_else(|| value.as_i64().map(|seed| seed as u64))
-    })?;
-    Ok(Sampling {
-        temperature: fields.take_number("temperature")?.or(defaults.temperature).unwrap_or(1.0),
-        top_k: top_k.or(defaults.top_k).unwrap_or(0),
-        top_p: fields.take_number("top_p")?.or(defaults.top_p).unwrap_or(1.0),
-        min_p: fields.take_number("min_p")?.or(defaults.min_p).unwrap_or(0.0),
-        seed: seed.unwrap_or_else(random),
-    })
-}
-
-/// Parses `logit_bias`, an object from token ids as strings to biases.
-fn parse_logit_bias(fields: &mut Fields, vocab: usize) -> Result<Arc<[(u32, f32)]>, ApiError> {
-    let Some(entries) = fields.take_object("logit_bias")? else { return Ok(Arc::default()) };
-    let entry = |(id, bias): (&String, &Value)| {
-        let error = |message| ApiError::invalid("logit_bias", message);
-        let known = id.parse().ok().filter(|id: &u32| (*id as usize) < vocab);
-        let known = known.ok_or_else(|| {
-            let id = shorten(id);
-            error(format!("'{id}' is not a token id of the vocabulary of {vocab} tokens"))
-        })?;
-        let number = bias.as_f64().map(to_finite_f32).filter(|bias| bias.abs() <= BIAS_MAX);
-        let number = number.ok_or_else(|| {
-            error(format!(
-                "the bias of token {id} must be a number from -{BIAS_MAX} to {BIAS_MAX}, not {}",
-                describe(bias)
-            ))
-        })?;
-        // In the API the lower limit bans the token.
-        Ok((known, if number == -BIAS_MAX { f32::NEG_INFINITY } else { number }))
-    };
-    entries.iter().map(entry).collect()
-}
-
 /// Parses the stop conditions: `stop` may hold strings and token ids, `stop_token_ids` only token ids.
-fn parse_stops(fields: &mut Fields, vocab: usize) -> Result<StopConditions, ApiError> {
+/// `more` is a further stop token.
+fn parse_stops(fields: &mut Fields, vocab: usize, more: Option<u32>) -> Result<StopConditions, ApiError> {
     let (mut strings, mut ids) = (Vec::new(), Vec::new());
     for name in ["stop", "stop_token_ids"] {
         let error = |message: String| ApiError::invalid(name, message);
@@ -234,6 +188,7 @@ fn parse_stops(fields: &mut Fields, vocab: usize) -> Result<StopConditions, ApiE
     if strings.len() + ids.len() > STOPS_MAX {
         return Err(ApiError::invalid("stop", format!("'stop' must not have more than {STOPS_MAX} entries")));
     }
+    ids.extend(more);
     ids.sort_unstable();
     ids.dedup();
     Ok(StopConditions { strings: strings.into(), ids: ids.into() })

@@ -9,15 +9,18 @@ mod conversation;
 
 mod generation;
 
+mod sampling;
+
 pub use constraint::ConstraintParams;
 pub use conversation::{Conversation, parse_conversation};
-pub use generation::{ChoiceSelection, Delivery, GenerationParams, StopConditions, StreamUsage};
+pub use generation::{ChoiceSelection, Delivery, GenerationParams, StreamUsage};
 
+use super::ServeParts;
 use super::decoder_start::DecoderStartParams;
 use super::error::ApiError;
 use super::fields::{Fields, NoOpValue, UnsupportedParams};
+use super::fill_in_the_middle;
 use super::prompts::{Prompt, parse_prompts};
-use crate::actors::SamplingDefaults;
 use crate::actors::engine::TOP_LOGPROBS;
 use constraint::{UNSUPPORTED_CONSTRAINTS, check_tools, find_cut, parse_constraint};
 use generation::parse_generation;
@@ -30,7 +33,7 @@ const MAX_TOKENS_DEFAULT: u32 = 16;
 const LOGPROBS_MAX: i64 = TOP_LOGPROBS as i64;
 
 /// Parameters of a completions request.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct CompletionParams {
     pub generation: GenerationParams,
     /// At least one.
@@ -69,15 +72,10 @@ const UNSUPPORTED: UnsupportedParams = &[
     ("id_slot", NoOpValue::Any),
     ("reasoning_effort", NoOpValue::Any),
     ("verbosity", NoOpValue::Any),
-    ("presence_penalty", NoOpValue::Number(0.0)),
-    ("frequency_penalty", NoOpValue::Number(0.0)),
-    ("repetition_penalty", NoOpValue::Number(1.0)),
     ("length_penalty", NoOpValue::Number(1.0)),
     ("spaces_between_special_tokens", NoOpValue::Bool(true)),
     ("truncate_prompt_tokens", NoOpValue::OnlyNull),
     ("prompt_logprobs", NoOpValue::OnlyNull),
-    ("allowed_token_ids", NoOpValue::OnlyNull),
-    ("bad_words", NoOpValue::Empty),
     ("use_beam_search", NoOpValue::Bool(false)),
     ("priority", NoOpValue::Number(0.0)),
     ("service_tier", NoOpValue::Any),
@@ -98,14 +96,13 @@ const UNSUPPORTED_CHAT: UnsupportedParams = &[
 ];
 
 impl CompletionParams {
-    /// Parses a request body, from which `model` has been taken out. `vocab` is the vocabulary size.
-    pub fn parse(
-        mut fields: Fields,
-        vocab: usize,
-        defaults: &SamplingDefaults,
-    ) -> Result<CompletionParams, ApiError> {
+    /// Parses a request body, from which `model` has been taken out.
+    pub fn parse(mut fields: Fields, parts: &ServeParts) -> Result<CompletionParams, ApiError> {
         let constraint = parse_constraint(&mut fields)?;
-        let mut generation = parse_generation(&mut fields, vocab, defaults)?;
+        let vocab = parts.model.vocab;
+        let suffix = fields.take_string("suffix")?.filter(|suffix| !suffix.is_empty());
+        let stop = suffix.as_ref().and_then(|_| fill_in_the_middle::end_token(parts));
+        let mut generation = parse_generation(&mut fields, parts, stop)?;
         if !generation.is_unlimited {
             generation.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
         }
@@ -115,7 +112,7 @@ impl CompletionParams {
             decoder_start: DecoderStartParams::parse(&mut fields, vocab)?,
             logprobs: fields.take_integer("logprobs", 0, LOGPROBS_MAX)?.map(|n| n as u8),
             echo: fields.take_bool("echo", false)?,
-            suffix: fields.take_string("suffix")?.filter(|suffix| !suffix.is_empty()),
+            suffix,
             constraint,
             add_special_tokens: fields.take_bool("add_special_tokens", true)?,
         };
@@ -128,15 +125,11 @@ impl CompletionParams {
 }
 
 impl ChatParams {
-    /// Parses a request body, from which `model` has been taken out. `vocab` is the vocabulary size.
-    pub fn parse(
-        mut fields: Fields,
-        vocab: usize,
-        defaults: &SamplingDefaults,
-    ) -> Result<ChatParams, ApiError> {
+    /// Parses a request body, from which `model` has been taken out.
+    pub fn parse(mut fields: Fields, parts: &ServeParts) -> Result<ChatParams, ApiError> {
         let cut = find_cut(&fields);
         let constraint = parse_constraint(&mut fields)?;
-        let generation = parse_generation(&mut fields, vocab, defaults)?;
+        let generation = parse_generation(&mut fields, parts, None)?;
         if generation.max_tokens == Some(0) {
             let name = generation.limit_name;
             return Err(ApiError::invalid(name, format!("'{name}' must be at least 1")));

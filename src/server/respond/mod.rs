@@ -18,7 +18,7 @@ use super::wire::ChoiceOutput;
 use super::{App, OpenResponse, ServeParts};
 use crate::actors::reply::{ChoiceStreams, ReplySpec, ReplyStream};
 use crate::decoding::Constraint;
-use crate::request::{Request, RequestError, Sampling};
+use crate::request::{Request, RequestError};
 use actix_web::web::Bytes;
 use futures_util::Stream;
 use serde::Serialize;
@@ -161,6 +161,7 @@ async fn submit<W>(
     let requests: Vec<Request> =
         requests.map(|request| Request { arrived: arrived.into(), time_limit, ..request }).collect();
     let events = app.parts.intake.submit(requests.clone()).await?;
+    job.generation.sampling.count();
     let spec = ReplySpec {
         echo: job.echo,
         stop: job.generation.stops.strings.clone(),
@@ -213,15 +214,11 @@ impl<W> PreparedRequest<W> {
             let room = longest.saturating_sub(prompt.len()).max(1);
             let constraint = constraint.clone();
             (0..generation.computed_choices()).map(move |choice| {
-                let seed = generation.sampling.seed.wrapping_add(choice.into());
-                Request {
+                let request = Request {
                     encoder_input: encoder_input.clone(),
                     ignore_eos: generation.ignore_eos,
                     stop_ids: generation.stops.ids.clone(),
-                    min_tokens: generation.min_tokens,
-                    logit_bias: generation.logit_bias.clone(),
                     constraint: constraint.clone(),
-                    sampling: Sampling { seed, ..generation.sampling },
                     // Choices are compared by their log-probabilities.
                     logprobs: self.logprobs.or(generation.selection().map(|_| 0)),
                     prompt_logprobs: self.echo && self.logprobs.is_some(),
@@ -230,7 +227,8 @@ impl<W> PreparedRequest<W> {
                         prompt.clone(),
                         generation.max_tokens.unwrap_or(room as u32),
                     )
-                }
+                };
+                generation.sampling.apply(choice, request)
             })
         })
     }

@@ -4,7 +4,10 @@
 
 mod chat;
 
+mod constraints;
+
 mod generation;
+mod sampling;
 
 mod test_server;
 
@@ -277,9 +280,24 @@ async fn errors_in_bodies_name_the_parameter() {
         (r#"{"prompt": "p", "max_tokens": -2}"#, "invalid_value", json!("max_tokens"), "not -2"),
         (r#"{"prompt": "p", "max_tokens": 0}"#, "invalid_value", json!("max_tokens"), "echo"),
         (r#"{"prompt": "p", "temperature": "hot"}"#, "invalid_value", json!("temperature"), "a number"),
-        (r#"{"prompt": "p", "top_p": []}"#, "invalid_value", json!("top_p"), "a list"),
-        (r#"{"prompt": "p", "min_p": {}}"#, "invalid_value", json!("min_p"), "an object"),
-        (r#"{"prompt": "p", "top_k": 1.5}"#, "invalid_value", json!("top_k"), "integer"),
+        (
+            r#"{"prompt": "p", "top_p": []}"#,
+            "invalid_value",
+            json!("top_p"),
+            "'top_p' is [] but must be a number",
+        ),
+        (
+            r#"{"prompt": "p", "min_p": {}}"#,
+            "invalid_value",
+            json!("min_p"),
+            "'min_p' is {} but must be a number",
+        ),
+        (
+            r#"{"prompt": "p", "top_k": 1.5}"#,
+            "invalid_value",
+            json!("top_k"),
+            "is 1.5 but must be a whole number",
+        ),
         (r#"{"prompt": "p", "top_k": -2}"#, "invalid_value", json!("top_k"), "-2"),
         (r#"{"prompt": "p", "seed": 1.5}"#, "invalid_value", json!("seed"), "integer"),
         (r#"{"prompt": "p", "logprobs": 21}"#, "invalid_value", json!("logprobs"), "20"),
@@ -299,9 +317,14 @@ async fn errors_in_bodies_name_the_parameter() {
         (r#"{"prompt": "p", "stop": [true]}"#, "invalid_value", json!("stop"), "must not contain true"),
         (r#"{"prompt": "p", "stop": [257]}"#, "invalid_value", json!("stop"), ids),
         (r#"{"prompt": "p", "stop_token_ids": ["x"]}"#, "invalid_value", json!("stop_token_ids"), "\"x\""),
-        (r#"{"prompt": "p", "min_tokens": -1}"#, "invalid_value", json!("min_tokens"), "not -1"),
-        (r#"{"prompt": "p", "logit_bias": {"257": 1}}"#, "invalid_value", json!("logit_bias"), "'257'"),
-        (r#"{"prompt": "p", "logit_bias": {"1": 101}}"#, "invalid_value", json!("logit_bias"), "not 101"),
+        (r#"{"prompt": "p", "min_tokens": -1}"#, "invalid_value", json!("min_tokens"), "is -1"),
+        (r#"{"prompt": "p", "logit_bias": {"257": 1}}"#, "invalid_value", json!("logit_bias"), "\"257\""),
+        (
+            r#"{"prompt": "p", "logit_bias": {"1": 101}}"#,
+            "invalid_value",
+            json!("logit_bias"),
+            "has 101 for \"1\"",
+        ),
         (
             r#"{"prompt": "p", "max_tokens": 1, "max_completion_tokens": 2}"#,
             "invalid_value",
@@ -322,7 +345,7 @@ async fn errors_in_bodies_name_the_parameter() {
 }
 
 #[actix_web::test]
-async fn unsupported_parameters_without_effect_are_accepted() {
+async fn parameters_without_effect_are_accepted() {
     let mut server = TestServer::start();
     let body = json!({
         "prompt": "p", "n": 1, "best_of": 1, "stop": [], "suffix": null, "presence_penalty": 0.0,

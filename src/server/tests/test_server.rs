@@ -98,7 +98,9 @@ impl TestServer {
         let (calls, receiver) = unbounded_channel();
         let status = Arc::new(Status::new(Duration::ZERO, 1));
         let intake = IntakeHandle(FakeIntake { calls, refusal, status: status.clone() }.start().recipient());
-        let parts = ServeParts::new(intake, status.clone(), Arc::new(tokenizer), model);
+        let tokenizer = Arc::new(tokenizer);
+        let sampling = Arc::new(model.sampling(&tokenizer).unwrap());
+        let parts = ServeParts::new(intake, status.clone(), tokenizer, model, sampling);
         let server = Server::bind(parts, config).unwrap();
         let address = server.address();
         let (stops, stopped) = unbounded_channel();

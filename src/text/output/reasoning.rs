@@ -89,6 +89,15 @@ impl ReasoningFormat {
         open.iter().chain(close).copied()
     }
 
+    /// Returns the markers around reasoning: alternatives of the one before it, and of the one after it.
+    /// `None` if reasoning is a part of a larger format.
+    pub fn delimiters(&self) -> Option<(&'static [&'static str], &'static [&'static str])> {
+        match self.syntax {
+            ReasoningSyntax::Marked { open, close } => Some((open, close)),
+            ReasoningSyntax::Harmony => None,
+        }
+    }
+
     /// Returns whether the model's output after this rendered prompt begins within reasoning. `is_continued`
     /// is set if the prompt ends with a message that the model continues.
     pub fn starts_inside(&self, prompt: &str, is_continued: bool) -> bool {

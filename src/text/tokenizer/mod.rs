@@ -213,6 +213,11 @@ impl Tokenizer {
         self.pieces.get(id)
     }
 
+    /// Returns the tokens whose bytes contain `text`, which must not be empty, in order.
+    pub fn tokens_containing(&self, text: &str) -> Vec<u32> {
+        self.pieces.containing(text.as_bytes())
+    }
+
     /// Returns the text of a single token, as within a text. Invalid UTF-8 becomes U+FFFD.
     pub fn token_text(&self, id: u32) -> String {
         String::from_utf8_lossy(self.pieces.get(id)).into_owned()

@@ -25,6 +25,27 @@ impl TokenBytes {
         &self.bytes[begin..*end]
     }
 
+    /// Returns the tokens whose bytes contain `part`, in order. `part` must not be empty.
+    pub fn containing(&self, part: &[u8]) -> Vec<u32> {
+        let mut ids = Vec::new();
+        let mut id = 0;
+        // One search of all bytes is faster than one per token.
+        let finder = memchr::memmem::Finder::new(part);
+        let mut at = 0;
+        while let Some(found) = finder.find(&self.bytes[at..]).map(|offset| at + offset) {
+            id += self.ends[id..].partition_point(|&end| end <= found);
+            at = match self.ends.get(id) {
+                Some(&end) if found + part.len() <= end => {
+                    ids.push(id as u32);
+                    end
+                }
+                // The match extends over several tokens.
+                _ => found + 1,
+            };
+        }
+        ids
+    }
+
     /// Returns the largest id plus one.
     pub fn len(&self) -> usize {
         self.ends.len()
@@ -51,5 +72,17 @@ mod tests {
         assert!((0u32..).zip(all).all(|(id, piece)| pieces.get(id) == piece));
         assert!(pieces.get(4).is_empty() && pieces.get(u32::MAX).is_empty());
         assert_eq!(pieces.len(), 4);
+    }
+
+    #[test]
+    fn tokens_that_contain_a_text_are_found_but_not_across_tokens() {
+        let pieces: TokenBytes = ["ab", "", "a", "b", "cabc", "abab", "ba", "x"]
+            .map(|piece| piece.as_bytes().to_vec())
+            .into_iter()
+            .collect();
+        assert_eq!(pieces.containing(b"ab"), [0, 4, 5]);
+        assert_eq!(pieces.containing(b"ba"), [5, 6]);
+        assert_eq!(pieces.containing(b"x"), [7]);
+        assert!(pieces.containing(b"cc").is_empty() && pieces.containing(b"aba").len() == 1);
     }
 }

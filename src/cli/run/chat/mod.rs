@@ -195,7 +195,8 @@ fn help() -> String {
         "/system TEXT     set the system prompt; without TEXT, remove it\n\
          /retry           answer the last question again\n\
          /clear           clear the conversation\n\
-         /set NAME VALUE  set {}; 'default' resets it\n\
+         /set NAME VALUE  set {},\n\
+         \x20                or a parameter of docs/sampling.md; 'default' resets it\n\
          /set             show the settings\n\
          /stats on|off    show token count and speed after each answer\n\
          /exit            or Ctrl-D: end the chat\n\

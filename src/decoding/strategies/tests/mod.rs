@@ -12,7 +12,9 @@ mod pools;
 
 mod sampling;
 
-use super::{Checkpoint, Draw, HostSampler, ParamError, Row, SamplingPlan, SequenceState, Vocabulary};
+use super::{
+    CheckedDefaults, Checkpoint, Draw, HostSampler, ParamError, Row, SamplingPlan, SequenceState, Vocabulary,
+};
 use mainstem_kernels::random::{noise, uniform};
 use serde_json::Value as Json;
 use std::borrow::Cow;
@@ -46,7 +48,11 @@ impl Vocabulary for Letters {
 /// Returns the plan of a request's parameters, a JSON object, for a vocabulary of `size`.
 fn parse(params: &Json, size: usize) -> Result<SamplingPlan, ParamError> {
     let params = params.as_object().expect("an object");
-    SamplingPlan::parse([], params.iter().map(|(name, value)| (name.as_str(), value)), &Letters(size))
+    SamplingPlan::parse(
+        &CheckedDefaults::default(),
+        params.iter().map(|(name, value)| (name.as_str(), value)),
+        &Letters(size),
+    )
 }
 
 /// Returns the plan of valid parameters, as JSON text.

@@ -39,10 +39,21 @@ fn nonsense_is_refused_with_its_name_value_and_bounds() {
             "bad_words is [[]] but must be a list of texts, or of lists that are each a list of \
              token ids below 24",
         ),
+        (r#"{"logit_bias": {"24": 1}}"#, "logit_bias has \"24\", which is not a token id below 24"),
+        (r#"{"logit_bias": {"-1": 1}}"#, "logit_bias has \"-1\", which is not a token id below 24"),
+        (r#"{"logit_bias": [["A", 1]]}"#, "logit_bias has \"A\", which has no tokens"),
+        (r#"{"logit_bias": [[1]]}"#, "logit_bias has [1], which is not a pair of a token and a bias"),
         (
-            r#"{"logit_bias": {"24": 1}}"#,
-            "logit_bias is {\"24\":1} but must be an object from token ids below 24 or texts to \
-             numbers or false, or a list of such pairs",
+            r#"{"logit_bias": {"1": -101}}"#,
+            "logit_bias has -101 for \"1\", but a bias must be false or a number from -100 to 100",
+        ),
+        (
+            r#"{"logit_bias": [["b", true]]}"#,
+            "logit_bias has true for \"b\", but a bias must be false or a number from -100 to 100",
+        ),
+        (
+            r#"{"logit_bias": 3}"#,
+            "logit_bias is 3 but must be an object from token ids or texts to biases, or a list of such pairs",
         ),
         (
             r#"{"dry_sequence_breakers": [1]}"#,
@@ -144,8 +155,9 @@ fn a_request_overrides_the_defaults() {
     let build = |defaults: Json, request: Json| {
         let pairs = |json: &Json| json.as_object().expect("an object").clone();
         let (defaults, request) = (pairs(&defaults), pairs(&request));
+        let defaults = defaults.iter().map(|(name, value)| (name.as_str(), value));
         let plan = SamplingPlan::parse(
-            defaults.iter().map(|(name, value)| (name.as_str(), value)),
+            &CheckedDefaults::parse(defaults, &Letters(24)).expect("valid"),
             request.iter().map(|(name, value)| (name.as_str(), value)),
             &Letters(24),
         );
@@ -209,6 +221,6 @@ fn names_are_unique_and_defaults_switch_everything_off() {
         }
     }
     assert!(plan(r#"{}"#, 24).active().is_empty());
-    assert!(SamplingPlan::is_param("repeat_penalty") && SamplingPlan::is_param("samplers"));
-    assert!(!SamplingPlan::is_param("max_tokens"));
+    let is_param = |name: &str| SamplingPlan::param_names().any(|known| known == name);
+    assert!(is_param("repeat_penalty") && is_param("samplers") && !is_param("max_tokens"));
 }

@@ -117,7 +117,7 @@ fn hostile_logits_never_panic_and_never_escape_the_mask() {
         r#"{"repetition_penalty": 1e38, "presence_penalty": 2, "frequency_penalty": -2}"#,
         r#"{"repetition_penalty": 1e-38, "no_repeat_ngram_size": 1}"#,
         r#"{"dry_multiplier": 1e38, "dry_base": 1e38, "dry_allowed_length": 1}"#,
-        r#"{"allowed_token_ids": [2], "bad_words": [[2]], "logit_bias": {"2": -1e38}}"#,
+        r#"{"allowed_token_ids": [2], "bad_words": [[2]], "logit_bias": {"2": -99}}"#,
         r#"{"min_tokens": 99, "thinking_token_budget": 0}"#,
         r#"{"mirostat": 1, "mirostat_tau": 0, "mirostat_eta": 1e38}"#,
         r#"{"mirostat": 2, "mirostat_tau": 3e38}"#,
@@ -127,7 +127,7 @@ fn hostile_logits_never_panic_and_never_escape_the_mask() {
         r#"{"strategy": "tfs"}"#,
         r#"{"strategy": "typical"}"#,
         r#"{"strategy": "mirostat"}"#,
-        r#"{"strategy": "fsd", "strategy_params": {"k": 64, "n": 64}}"#,
+        r#"{"strategy": "fsd", "strategy_params": {"k": 64, "n": 16}}"#,
         r#"{"strategy": "random_fsd", "strategy_params": {"pool_size": 1}}"#,
         r#"{"logprobs_mode": "processed_logprobs", "top_p": 0.5}"#,
     ];
