@@ -105,3 +105,16 @@ impl Piece {
         }
     }
 }
+
+/// Position in an output from which on a grammar applies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ConstraintStart {
+    /// The first token.
+    Immediately,
+    /// The first token after this text: the prompt ends within reasoning, which the text closes. In the
+    /// output, a special token stands for its name.
+    After { marker: Arc<str> },
+    /// The first token, unless that is `open`, which begins reasoning: then the first one after the text
+    /// `close`.
+    UnlessOpened { open: u32, close: Arc<str> },
+}

@@ -14,7 +14,7 @@ mod record;
 #[cfg(test)]
 mod tests;
 
-pub use constraint::{Constraint, ConstraintStart};
+pub use constraint::Constraint;
 pub use pool::{HostPool, HostWork, Observer};
 pub use record::LogprobReport;
 

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use super::pool::{SharedSlice, ThreadPool};
+use super::simd::Level;
 use crate::backend::{SamplingInputs, StepLimits};
 use crate::batch::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput, StepState};
 use crate::candidates::{Buffers, Candidates, largest, nan_to_lowest};
@@ -36,14 +37,14 @@ enum Awaited {
 }
 
 impl SampleScratch {
-    /// Allocates scratch for steps within `limits` on `threads` threads.
-    pub fn new(limits: &StepLimits, threads: usize) -> SampleScratch {
+    /// Allocates scratch for steps within `limits` on `threads` threads with this instruction set.
+    pub fn new(limits: &StepLimits, threads: usize, level: Level) -> SampleScratch {
         let rows = limits.rows.max(limits.logit_rows);
         SampleScratch {
             vocab: limits.vocab,
             top_max: limits.top_logprobs.min(limits.vocab),
             mask_words: limits.mask_words(),
-            buffers: (0..threads).map(|_| Buffers::with_capacity(limits.vocab)).collect(),
+            buffers: (0..threads).map(|_| Buffers::with_capacity(limits.vocab, level)).collect(),
             masks: vec![0; limits.logit_rows * limits.mask_words()],
             ready: Vec::with_capacity(rows),
             results: vec![SampledToken::new(0); rows],
@@ -121,8 +122,8 @@ impl SampleScratch {
         let (ready, masks) = (&self.ready, &self.masks);
         pool.run(ready.len(), |worker, item| {
             let (i, row) = &ready[item];
-            // SAFETY: the buffers are the worker's own, and it is in one item at a time; results and top tokens
-            // are those of the item's row, which no other item has.
+            // SAFETY: the buffers are the worker's own, and it is in one item at a time; results and top
+            // tokens are those of the item's row, which no other item has.
             let (buffers, result, top) = unsafe {
                 (
                     &mut buffers.slice_mut(worker..worker + 1)[0],

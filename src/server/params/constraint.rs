@@ -3,12 +3,11 @@
 //! Invariant: a request has at most one constraint, and no parameter beside it could cut the answer out of
 //! the form that it demands.
 
-use crate::decoding::ConstraintStart;
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue, UnsupportedParams, describe, shorten};
 use crate::text::output::{self, ConstraintContext, OutputGrammar};
 use crate::text::tools::{ToolChoice, ToolSettings};
-use mainstem_grammar::{Form, Spec};
+use mainstem_grammar::{ConstraintStart, Form, Spec};
 use serde_json::Value;
 
 /// The constraint of a request's output.

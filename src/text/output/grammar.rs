@@ -10,7 +10,7 @@ use super::harmony::{self, PromptEnd};
 use super::reasoning::ReasoningSyntax;
 use crate::text::tokenizer::Tokenizer;
 use crate::text::tools::{Tool, ToolChoice, ToolSettings};
-use mainstem_grammar::{Call, Calls, Form, Piece, Spec};
+use mainstem_grammar::{Call, Calls, ConstraintStart, Form, Piece, Spec};
 use std::sync::Arc;
 
 /// Maximum number of calls of a constrained answer. Without a bound, a small model calls until the answer is
@@ -23,19 +23,6 @@ const ANALYSIS_HEADER: Literal =
 const FINAL_HEADER: Literal = &[Marker(harmony::CHANNEL), Text("final"), Marker(harmony::MESSAGE)];
 const NEXT_MESSAGE: Literal = &[Marker(harmony::START), Text(harmony::ROLE)];
 const END_AND_NEXT_MESSAGE: Literal = &[Marker(harmony::END), Marker(harmony::START), Text(harmony::ROLE)];
-
-/// Position in an output from which on a grammar applies.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ConstraintStart {
-    /// The first token.
-    Immediately,
-    /// The first token after this text: the prompt ends within reasoning, which the text closes. In the
-    /// output, a special token stands for its name.
-    After { marker: Arc<str> },
-    /// The first token, unless that is `open`, which begins reasoning: then the first one after the text
-    /// `close`.
-    UnlessOpened { open: u32, close: Arc<str> },
-}
 
 /// A grammar, and where in the output it applies.
 #[derive(Clone, Debug, PartialEq, Eq)]

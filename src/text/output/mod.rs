@@ -30,7 +30,7 @@ mod xml_calls;
 
 pub use events::OutputEvent;
 pub use formats::CallFormat;
-pub use grammar::{ConstraintContext, ConstraintStart, OutputGrammar};
+pub use grammar::{ConstraintContext, OutputGrammar};
 pub use reasoning::ReasoningFormat;
 
 use super::ChatTemplate;
