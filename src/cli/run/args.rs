@@ -4,6 +4,7 @@
 
 use super::super::flags::ConfigFlags;
 use super::client::{Delivery, Dialect};
+use super::constraint::{grammar, json_schema};
 use super::remote::{BaseUrl, Remote};
 use super::settings::{SamplingSettings, number, whole_number};
 use super::terminal::{self, AnswerFormat};
@@ -103,6 +104,13 @@ struct SamplingFlags {
     /// Set a sampling parameter of docs/sampling.md, such as mirostat=2; repeatable.
     #[arg(long, value_name = "NAME=VALUE")]
     set: Vec<String>,
+    /// Answer with JSON that satisfies this schema: a file, or the schema itself.
+    #[arg(long, value_name = "FILE", value_parser = json_schema, value_hint = ValueHint::FilePath,
+          conflicts_with = "grammar")]
+    json_schema: Option<Value>,
+    /// Answer in the form of the grammar (GBNF or Lark) in this file.
+    #[arg(long, value_name = "FILE", value_parser = grammar, value_hint = ValueHint::FilePath)]
+    grammar: Option<Value>,
 }
 
 /// Options for a remote server instead of an engine in this process.
@@ -237,6 +245,8 @@ impl SamplingFlags {
         settings.insert("seed", self.seed);
         settings.insert("max_tokens", self.max_tokens);
         settings.insert("stop", Some(self.stop).filter(|stop| !stop.is_empty()));
+        settings.insert("response_format", self.json_schema);
+        settings.insert("grammar", self.grammar);
         self.set.iter().try_for_each(|pair| settings.set_pair(pair))?;
         Ok(settings)
     }

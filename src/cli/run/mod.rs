@@ -13,6 +13,8 @@ pub mod remote;
 
 pub mod client;
 
+mod constraint;
+
 pub mod exchange;
 
 pub mod chat;

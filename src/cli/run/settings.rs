@@ -3,12 +3,13 @@
 //!
 //! Invariant: a parameter is one of the table here or of the strategies. The server checks their ranges.
 
+use super::constraint::FORMS;
 use crate::request::ParamList;
 use serde_json::{Map, Number, Value};
 use strsim::levenshtein;
 
 /// Parser of a parameter's value.
-type ParseValue = fn(&str) -> Result<Value, String>;
+pub type ParseValue = fn(&str) -> Result<Value, String>;
 
 /// The parameters that are always listed, by their names in the API.
 const PARAMETERS: [(&str, ParseValue); 6] = [
@@ -34,14 +35,21 @@ impl SamplingSettings {
     /// invalid value.
     pub fn set(&mut self, name: &str, text: &str) -> Result<(), String> {
         let name = name.replace('-', "_");
+        if let Some((_, param, read)) = FORMS.iter().find(|(known, ..)| *known == name) {
+            return self.set_with(param, text, *read);
+        }
         let read = match PARAMETERS.iter().find(|(known, _)| *known == name) {
             Some((_, read)) => *read,
             None if ParamList::names().any(|known| known == name) => any_value,
             None => return Err(format!("there is no parameter '{name}'; did you mean {}?", similar(&name))),
         };
+        self.set_with(&name, text, read)
+    }
+
+    fn set_with(&mut self, name: &str, text: &str, read: ParseValue) -> Result<(), String> {
         match text {
-            "default" => _ = self.0.shift_remove(&name),
-            text => self.insert(&name, Some(read(text).map_err(|error| format!("{name}: {error}"))?)),
+            "default" => _ = self.0.shift_remove(name),
+            text => self.insert(name, Some(read(text).map_err(|error| format!("{name}: {error}"))?)),
         }
         Ok(())
     }
@@ -151,6 +159,22 @@ mod tests {
         assert!(!settings.describe().contains("mirostat"));
         assert!(settings.set("repetition_penalti", "1").unwrap_err().contains("repetition_penalty"));
         assert!(settings.set_pair("top_p").unwrap_err().contains("NAME=VALUE"));
+    }
+
+    #[test]
+    fn forms_of_answers_are_texts_or_files() {
+        let mut settings = SamplingSettings::default();
+        settings.set("json-schema", "{\"type\": \"null\"}").unwrap();
+        let schema = json!({ "name": "answer", "schema": { "type": "null" } });
+        let format = json!({ "type": "json_schema", "json_schema": schema });
+        assert_eq!(body(&settings), json!({ "response_format": format }));
+        settings.set("json_schema", "default").unwrap();
+        let folder = crate::testing::Scratch::new();
+        let file = folder.write("answer.gbnf", b"root ::= \"a\"");
+        settings.set("grammar", file.to_str().unwrap()).unwrap();
+        assert_eq!(body(&settings), json!({ "grammar": "root ::= \"a\"" }));
+        assert!(settings.set("grammar", "/no/such/file").unwrap_err().contains("cannot read /no/such/file"));
+        assert!(settings.set("json_schema", "{").unwrap_err().contains("not valid JSON"));
     }
 
     #[test]

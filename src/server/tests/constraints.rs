@@ -291,7 +291,11 @@ fn calls_of(response: &Response, stream: bool, index: u64) -> (String, Value) {
 #[actix_web::test]
 async fn tools_and_other_constraints_do_not_mix() {
     let mut server = server_with_tools();
-    let body = |choice: &str, name: &str, value: Value| json!({ "tools": tools(), "tool_choice": choice, name: value });
+    let body = |tool_choice: &str, name: &str, value: Value| {
+        let mut body = json!({ "tools": tools(), "tool_choice": tool_choice });
+        body[name] = value;
+        body
+    };
     let format = json!({ "type": "json_object" });
     let mut bad = tools();
     bad[0]["function"]["parameters"]["properties"]["city"] = json!({ "type": "string", "pattern": "(" });
@@ -329,7 +333,7 @@ async fn reasoning_is_not_constrained() {
                        "response_format": { "type": "json_object" } });
     let client = Client::send(server.address, "POST", CHAT, "", &body.to_string()).await;
     let (request, events) = server.next_request().await;
-    assert_eq!(request.constraint.unwrap().start, ConstraintStart::After("</think>".into()));
+    assert_eq!(request.constraint.unwrap().start, ConstraintStart::After { marker: "</think>".into() });
     answer("Hm.</think>{\"a\":1}").into_iter().for_each(|event| events.send(event));
     let answer = client.response().await.json()["choices"][0]["message"].take();
     assert_eq!((&answer["reasoning_content"], &answer["content"]), (&json!("Hm."), &json!("{\"a\":1}")));

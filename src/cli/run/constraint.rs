@@ -1,0 +1,23 @@
+//! Forms of answers that the user asks for, as parameters of the API.
+
+use serde_json::{Value, json};
+
+/// Names of the forms in the chat's `/set`, each with its parameter and the parser of its value.
+pub const FORMS: [(&str, &str, super::settings::ParseValue); 2] =
+    [("json_schema", "response_format", json_schema), ("grammar", "grammar", grammar)];
+
+/// Returns the `response_format` of a JSON schema, given as JSON text, or as the name of a file with it.
+pub fn json_schema(text: &str) -> Result<Value, String> {
+    let schema = if text.trim_start().starts_with('{') { text.to_owned() } else { read(text)? };
+    let schema: Value = serde_json::from_str(&schema).map_err(|error| format!("not valid JSON: {error}"))?;
+    Ok(json!({ "type": "json_schema", "json_schema": { "name": "answer", "schema": schema } }))
+}
+
+/// Returns the grammar in a file.
+pub fn grammar(file: &str) -> Result<Value, String> {
+    read(file).map(Value::String)
+}
+
+fn read(file: &str) -> Result<String, String> {
+    std::fs::read_to_string(file).map_err(|error| format!("cannot read {file}: {error}"))
+}
