@@ -5,7 +5,7 @@
 
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue, UnsupportedParams, describe, shorten};
-use crate::text::output::{self, ConstraintContext, OutputGrammar};
+use crate::text::output::{ConstraintContext, OutputGrammar};
 use crate::text::tools::{ToolChoice, ToolSettings};
 use mainstem_grammar::{ConstraintStart, Form, Spec};
 use serde_json::Value;
@@ -46,13 +46,6 @@ impl ConstraintParams {
     }
 
     fn with(self, OutputGrammar { spec, start }: OutputGrammar) -> ConstraintParams {
-        let start = match start {
-            output::ConstraintStart::Immediately => ConstraintStart::Immediately,
-            output::ConstraintStart::After { marker } => ConstraintStart::After(marker),
-            output::ConstraintStart::UnlessOpened { open, close } => {
-                ConstraintStart::UnlessOpened { open, close }
-            }
-        };
         ConstraintParams { spec, start, ..self }
     }
 }

@@ -4,9 +4,10 @@ use super::test_server::{
     COMPLETIONS, Client, DEADLINE, Response, TestServer, answer, bare, model, tokenizer_with,
 };
 use crate::actors::ModelInfo;
-use crate::decoding::{Constraint, ConstraintStart};
+use crate::decoding::Constraint;
 use crate::request::{FinishReason, RequestError, TokenEvent};
 use crate::text::output::OutputFormats;
+use mainstem_grammar::ConstraintStart;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -328,7 +329,7 @@ async fn reasoning_is_not_constrained() {
                        "response_format": { "type": "json_object" } });
     let client = Client::send(server.address, "POST", CHAT, "", &body.to_string()).await;
     let (request, events) = server.next_request().await;
-    assert_eq!(request.constraint.unwrap().start, ConstraintStart::After("</think>".into()));
+    assert_eq!(request.constraint.unwrap().start, ConstraintStart::After { marker: "</think>".into() });
     answer("Hm.</think>{\"a\":1}").into_iter().for_each(|event| events.send(event));
     let answer = client.response().await.json()["choices"][0]["message"].take();
     assert_eq!((&answer["reasoning_content"], &answer["content"]), (&json!("Hm."), &json!("{\"a\":1}")));
