@@ -6,7 +6,7 @@ use memmap2::MmapMut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Total bytes of all live buffers of the process.
+/// Total bytes of all live buffers and counted lists of the process.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
 /// The host memory of one backend: allocates its buffers, and counts the bytes of those that are alive.
@@ -52,12 +52,14 @@ impl HostLists {
     /// Counts the bytes of a list.
     pub fn count(&mut self, bytes: usize) {
         self.bytes += bytes;
+        ALLOCATED.fetch_add(bytes, Ordering::Relaxed);
         self.memory.0.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 
 impl Drop for HostLists {
     fn drop(&mut self) {
+        ALLOCATED.fetch_sub(self.bytes, Ordering::Relaxed);
         self.memory.0.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
@@ -70,7 +72,7 @@ pub struct HostBuf {
 }
 
 impl HostBuf {
-    /// Returns the total bytes of all live buffers of the process.
+    /// Returns the total bytes of all live buffers and counted lists of the process.
     pub fn total_allocated() -> usize {
         ALLOCATED.load(Ordering::Relaxed)
     }
