@@ -172,7 +172,7 @@ mod tests {
         std::thread::spawn(move || drop(second)).join().unwrap();
         assert_eq!((first.len(), memory.clone().used()), (30, 30));
         let mut lists = memory.lists();
-        [5, 7].map(|bytes| lists.count(bytes));
+        [5, 7].into_iter().for_each(|bytes| lists.count(bytes));
         assert_eq!(memory.used(), 42);
         drop(lists);
         assert_eq!(memory.used(), 30);

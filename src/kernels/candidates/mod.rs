@@ -41,8 +41,8 @@ impl Default for Buffers {
 }
 
 impl Buffers {
-    /// Creates buffers of empty lists. If both have capacity for a vocabulary, that is enough for all operations
-    /// but [`Candidates::keep_fraction_by`] and [`Candidates::keep_while_by`].
+    /// Creates buffers of empty lists. If both have capacity for a vocabulary, that is enough for all
+    /// operations but [`Candidates::keep_fraction_by`] and [`Candidates::keep_while_by`].
     pub(crate) fn of_lists(values: Vec<f32>, keys: Vec<u64>, level: Level) -> Buffers {
         Buffers { values, keys, others: Vec::new(), level }
     }
