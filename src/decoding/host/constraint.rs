@@ -65,9 +65,9 @@ impl ConstraintState {
         }
     }
 
-    /// Returns the tokens after the only one that the grammar allows, `first`, which it leaves no choice about
-    /// either, at most `limit`. They are accepted; the end of the output is not among them. `None` if `first`
-    /// ends the output. `scratch` is as long as a mask.
+    /// Accepts `first`, the only token that the grammar allows, and the tokens after it as long as it leaves
+    /// no choice either, at most `limit` of these. Returns those after `first`; the end of the output is not
+    /// among them. `None` if `first` ends the output. `scratch` is as long as a mask.
     pub fn force(
         &mut self,
         first: u32,

@@ -41,10 +41,9 @@ impl Default for Buffers {
 }
 
 impl Buffers {
-    /// Allocates memory for a vocabulary of this size that suffices for all operations but
-    /// [`Candidates::keep_fraction_by`] and [`Candidates::keep_while_by`].
-    pub(crate) fn with_capacity(vocab: usize, level: Level) -> Buffers {
-        let (values, keys) = (Vec::with_capacity(vocab), Vec::with_capacity(vocab));
+    /// Creates buffers of empty lists. If both have capacity for a vocabulary, that is enough for all
+    /// operations but [`Candidates::keep_fraction_by`] and [`Candidates::keep_while_by`].
+    pub(crate) fn of_lists(values: Vec<f32>, keys: Vec<u64>, level: Level) -> Buffers {
         Buffers { values, keys, others: Vec::new(), level }
     }
 

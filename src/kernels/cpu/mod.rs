@@ -203,7 +203,8 @@ impl Backend for CpuBackend {
         self.grow_scratch(self.sizes.step_scratch(limits))?;
         self.step = Some(StepState::new(limits));
         self.span_items = Vec::with_capacity(limits.rows);
-        self.sample_scratch = Some(SampleScratch::new(limits, self.pool.threads(), self.level));
+        let threads = (self.pool.threads(), self.level);
+        self.sample_scratch = Some(SampleScratch::new(limits, threads, self.memory.lists()));
         Ok(())
     }
 

@@ -4,9 +4,10 @@ use super::test_server::{
     COMPLETIONS, Client, DEADLINE, Response, TestServer, answer, bare, model, tokenizer_with,
 };
 use crate::actors::ModelInfo;
-use crate::decoding::{Constraint, ConstraintStart};
+use crate::decoding::Constraint;
 use crate::request::{FinishReason, RequestError, TokenEvent};
 use crate::text::output::OutputFormats;
+use mainstem_grammar::ConstraintStart;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
