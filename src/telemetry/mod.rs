@@ -255,8 +255,8 @@ pub(crate) static CONSTRAINED_REQUESTS: Metric = Metric::new(
     "mainstem_constrained_requests_total",
     Counter,
     "requests",
-    "Requests for constrained output, by its form, including those whose schema or grammar is rejected. tools \
-     are calls that are required.",
+    "Requests for constrained output, by its form, including those whose schema or grammar is rejected. \
+     tools are calls that are required.",
 )
 .labelled(&[("kind", &["json_schema", "json_object", "regex", "choice", "grammar", "tools"])]);
 pub(crate) static STEP_SLOTS: Metric = Metric::new(

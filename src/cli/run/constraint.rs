@@ -2,8 +2,11 @@
 
 use serde_json::{Value, json};
 
+/// Parser of the value of a form.
+type ParseForm = fn(&str) -> Result<Value, String>;
+
 /// Names of the forms in the chat's `/set`, each with its parameter and the parser of its value.
-pub const FORMS: [(&str, &str, super::settings::ParseValue); 2] =
+pub const FORMS: [(&str, &str, ParseForm); 2] =
     [("json_schema", "response_format", json_schema), ("grammar", "grammar", grammar)];
 
 /// Returns the `response_format` of a JSON schema, given as JSON text, or as the name of a file with it.

@@ -9,7 +9,7 @@ use serde_json::{Map, Number, Value};
 use strsim::levenshtein;
 
 /// Parser of a parameter's value.
-pub type ParseValue = fn(&str) -> Result<Value, String>;
+type ParseValue = fn(&str) -> Result<Value, String>;
 
 /// The parameters that are always listed, by their names in the API.
 const PARAMETERS: [(&str, ParseValue); 6] = [

@@ -205,7 +205,8 @@ fn add_bias(
             None => {
                 let (key, bias) = (shown(key), shown(bias));
                 return Err(format!(
-                    "has {bias} for {key}, but a bias must be false or a number from -{BIAS_MAX} to {BIAS_MAX}"
+                    "has {bias} for {key}, but a bias must be false or a number from -{BIAS_MAX} to \
+                     {BIAS_MAX}"
                 ));
             }
         },
