@@ -578,8 +578,8 @@ mod tests {
     fn penalties_and_forbidden_tokens_are_served() {
         let own = r#"{
             "repetition_penalty": 1.05, "no_repeat_ngram_size": 3, "typical_p": 0.9, "epsilon_cutoff": 0.0003,
-            "eta_cutoff": 0.002, "min_new_tokens": 4, "bad_words_ids": [[5, 6], [7]], "suppress_tokens": [8, -1],
-            "top_k": null
+            "eta_cutoff": 0.002, "min_new_tokens": 4, "bad_words_ids": [[5, 6], [7]], "top_k": null,
+            "suppress_tokens": [8, -1]
         }"#;
         let found = generation(Some(own), "{}").unwrap();
         let expected = r#"repetition_penalty=1.05,no_repeat_ngram_size=3,typical_p=0.9,epsilon_cutoff=0.0003,

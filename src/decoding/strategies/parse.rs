@@ -204,9 +204,8 @@ fn add_bias(
             Some(bias) => bias as f32,
             None => {
                 let (key, bias) = (shown(key), shown(bias));
-                return Err(format!(
-                    "has {bias} for {key}, but a bias must be false or a number from -{BIAS_MAX} to {BIAS_MAX}"
-                ));
+                let bounds = format!("false or a number from -{BIAS_MAX} to {BIAS_MAX}");
+                return Err(format!("has {bias} for {key}, but a bias must be {bounds}"));
             }
         },
     };

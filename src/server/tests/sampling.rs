@@ -85,7 +85,7 @@ async fn every_spelling_reaches_the_plan() {
     server.close().await;
 }
 
-/// What the device can do stays there.
+/// Biases, temperature and the common filters stay on the device.
 #[actix_web::test]
 async fn the_device_gets_what_it_can_do() {
     let mut server = TestServer::start();

@@ -53,7 +53,8 @@ fn nonsense_is_refused_with_its_name_value_and_bounds() {
         ),
         (
             r#"{"logit_bias": 3}"#,
-            "logit_bias is 3 but must be an object from token ids or texts to biases, or a list of such pairs",
+            "logit_bias is 3 but must be an object from token ids or texts to biases, or a list of such \
+             pairs",
         ),
         (
             r#"{"dry_sequence_breakers": [1]}"#,
