@@ -179,7 +179,7 @@ struct Dice(u64, u64);
 impl Dice {
     fn below(&mut self, end: usize) -> usize {
         self.1 += 1;
-        (uniform(self.0, self.1) * end as f32) as usize % end
+        (uniform(self.0, self.1, 0) * end as f32) as usize % end
     }
 
     fn shuffle<T>(&mut self, list: &mut [T]) {
