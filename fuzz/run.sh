@@ -10,7 +10,8 @@ cd "$(dirname "$0")"
 
 longest() {
     case $1 in
-    formula) echo 512 ;;
+    formula | regex) echo 512 ;;
+    grammar | json_schema | output_parser) echo 4096 ;;
     chat_template | config | generation_config | safetensors | spec) echo 8192 ;;
     gguf) echo 65536 ;;
     *) echo 20000 ;;

@@ -28,6 +28,7 @@ into sentencepiece "$fixtures"/tokenizers/files/*.model
 into tiktoken "$fixtures"/tokenizers/files/ranks.tiktoken
 into word_piece "$fixtures"/tokenizers/files/vocab.txt
 into chat_template "$fixtures"/chat/*.jinja
+into grammar "$here"/../src/grammar/tests/grammars/*.gbnf
 into generation_config "$fixtures"/*/generation_config.json "$fixtures"/*/tokenizer_config.json \
     "$fixtures"/families/xlm_roberta/1_Pooling/config.json
 

@@ -118,3 +118,21 @@ for spec in sorted((FIXTURES / "../../specs").glob("*.toml")):
     formulas |= set(re.findall(r'formula = "([^"]*)"', spec.read_text()))
 for at, formula in enumerate(sorted(formulas)):
     lay("formula", str(at), formula.encode())
+
+schemas = (FIXTURES / "../../src/grammar/tests/schemas.jsonl").read_text().splitlines()
+for at, schema in enumerate(schemas):
+    lay("json_schema", str(at), schema.encode())
+lay("grammar", "lark", b'start: "a" word\nword: /[a-z]{2,5}/ | %json {"type": "object"}\n')
+lay("regex", "number", rb"-?(0|[1-9][0-9]{0,5})(\.[0-9]+)?")
+HEAD = bytes([0, 0, 0, 3, 1, 7])
+outputs = [
+    '<think>Hm</think><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
+    '[TOOL_CALLS]f[ARGS]{"a": "\\u00e9"}',
+    "[f(a=1, b='x', c=[None])]",
+    "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",
+    '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+    '```json\n{"name": "f", "arguments": {}}\n```\n',
+]
+for format in range(17):
+    for at, output in enumerate(outputs):
+        lay("output_parser", f"{format}_{at}", bytes([format]) + HEAD[1:] + output.encode())

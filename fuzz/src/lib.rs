@@ -4,6 +4,8 @@
 //! Invariant: a panic that the program itself catches, as it does for the tokenizers library, does not end a
 //! run; any other panic does.
 
+pub mod constraint;
+
 use mainstem::formats::{Checkpoint, Dtype, Folder};
 use mainstem::text::{Detokenizer, Tokenizer};
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -14,7 +14,7 @@ pub mod host;
 #[cfg(test)]
 mod tests;
 
-pub use host::{Constraint, ConstraintStart, HostPool, HostSequence, HostWork};
+pub use host::{Constraint, HostPool, HostSequence, HostWork};
 pub use mainstem_kernels::reference::{LogProbs, logprobs, sample};
 pub use pooling::{Pooling, pool};
 pub use strategies::SamplingPlan;

@@ -4,7 +4,7 @@
 //! recurses over references, properties and rules, which [`Limits`] bounds, so it runs on a stack that is
 //! large enough for that.
 
-use crate::{Form, GrammarError, Limits, Matcher, Spec, Vocabulary, error, gbnf, json_schema, lark};
+use crate::{Form, GrammarError, Limits, Matcher, Spec, Vocabulary, error, json_schema, lark};
 use llguidance::JsonCompileOptions;
 use llguidance::api::{GrammarWithLexer, ParserLimits, TopLevelGrammar};
 use serde_json::Value;
@@ -100,7 +100,7 @@ fn compile(
     vocabulary: &Vocabulary,
     limits: &Limits,
 ) -> Result<(llguidance::Matcher, usize), GrammarError> {
-    let (grammar, schema) = source(spec, limits)?;
+    let (grammar, schemas) = source(spec, limits)?;
     let factory = vocabulary.factory();
     let parser = || {
         let init = llguidance::api::GrammarInit::Serialized(TopLevelGrammar::from_grammar(grammar));
@@ -117,34 +117,35 @@ fn compile(
         Ok(parser)
     };
     let parser = llguidance::panic_utils::catch_unwind(std::panic::AssertUnwindSafe(parser));
-    let refused = |error| refusal(&format!("{error:#}"), &spec.form, schema.as_ref(), limits);
+    let refused = |error| refusal(&format!("{error:#}"), &spec.form, &schemas, limits);
     let parser = parser.map_err(refused)?;
     let bytes = parser.parser.lexer_stats().num_bytes;
     Ok((llguidance::Matcher::new(Ok(parser)), bytes))
 }
 
-/// Returns the grammar of a specification as llguidance takes it, and the schema if it is one.
-fn source(spec: &Spec, limits: &Limits) -> Result<(GrammarWithLexer, Option<Value>), GrammarError> {
-    let lark = |text: String| Ok((GrammarWithLexer::from_lark(text), None));
+/// Schemas, each with its place.
+type Schemas = Vec<(String, Value)>;
+
+/// Returns the grammar of a specification as llguidance takes it, and its schemas.
+fn source(spec: &Spec, limits: &Limits) -> Result<(GrammarWithLexer, Schemas), GrammarError> {
     match &spec.form {
         Form::JsonObject => {
             let schema = json_schema::any_object(spec.json_spaces);
-            Ok((GrammarWithLexer::from_json_schema(schema), None))
+            Ok((GrammarWithLexer::from_json_schema(schema), Schemas::new()))
         }
         Form::JsonSchema(text) => {
             let schema = json_schema::prepare(text, spec.json_spaces, limits)?;
-            Ok((GrammarWithLexer::from_json_schema(schema.clone()), Some(schema)))
+            Ok((GrammarWithLexer::from_json_schema(schema.clone()), vec![("$".to_owned(), schema)]))
         }
-        Form::Regex(regex) => lark(lark::regex(regex, limits)?),
-        Form::Choice(choices) => lark(lark::choice(choices, limits)?),
-        Form::Grammar(text) if gbnf::is_gbnf(text) => lark(gbnf::to_lark(text, limits)?),
-        Form::Grammar(text) => lark(lark::check(text, limits)?),
-        Form::Calls(calls) => lark(lark::calls(calls, spec.json_spaces, limits)?),
+        form => {
+            let (text, schemas) = lark::form(form, spec.json_spaces, limits)?;
+            Ok((GrammarWithLexer::from_lark(text), schemas))
+        }
     }
 }
 
 /// Returns the error for the user of one of llguidance.
-fn refusal(message: &str, form: &Form, schema: Option<&Value>, limits: &Limits) -> GrammarError {
+fn refusal(message: &str, form: &Form, schemas: &Schemas, limits: &Limits) -> GrammarError {
     let reason = match message {
         _ if message.contains("oneOf constraints are not supported") => {
             "'oneOf' is supported only if its options exclude each other; 'anyOf' allows all of them"
@@ -154,14 +155,15 @@ fn refusal(message: &str, form: &Form, schema: Option<&Value>, limits: &Limits) 
         _ if error::is_limit(message) => "too complex".to_owned(),
         _ => error::summary(message),
     };
-    let part = schema.and_then(|schema| refused_part(schema, limits));
+    let part = refused_part(schemas, limits);
     let (part, reason) = part.unwrap_or_else(|| (name(form).to_owned(), reason));
     GrammarError::Refused { part, reason }
 }
 
-/// Compiles the parts of a refused schema alone. Returns the path of the first that is refused, and why.
-fn refused_part(schema: &Value, limits: &Limits) -> Option<(String, String)> {
-    json_schema::leaves(schema).into_iter().take(TRIED_PARTS).find_map(|(path, part)| {
+/// Compiles the parts of refused schemas alone. Returns the path of the first that is refused, and why.
+fn refused_part(schemas: &Schemas, limits: &Limits) -> Option<(String, String)> {
+    let leaves = schemas.iter().flat_map(|(place, schema)| json_schema::leaves(place, schema));
+    leaves.take(TRIED_PARTS).find_map(|(path, part)| {
         let error = compile_part(part, limits.parser())?;
         Some((path, error::summary(&error)))
     })

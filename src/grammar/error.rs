@@ -24,6 +24,17 @@ impl GrammarError {
         GrammarError::Refused { part: part.into(), reason: reason.into() }
     }
 
+    /// Puts the path of a schema before the place of an error within it, which begins with `$`.
+    pub(crate) fn within(self, path: &str) -> GrammarError {
+        match self {
+            GrammarError::Refused { part, reason } => match part.strip_prefix('$') {
+                Some(rest) => GrammarError::refused(format!("{path}{rest}"), reason),
+                None => GrammarError::Refused { part, reason },
+            },
+            other => other,
+        }
+    }
+
     /// Creates the error of a sequence from one of llguidance.
     pub(crate) fn stuck(error: &dyn std::fmt::Display) -> GrammarError {
         let message = error.to_string();

@@ -1,6 +1,7 @@
 //! Grammars in llguidance's dialect of Lark: those of users are checked, those of other forms are written.
 
-use crate::{Calls, GrammarError, Limits, Piece, json_schema};
+use crate::{Calls, Form, GrammarError, Limits, Piece, gbnf, json_schema};
+use serde_json::Value;
 
 /// Attributes of rules that need control of sampling, or remove text that was generated.
 const ATTRIBUTES: [&str; 4] = ["temperature", "max_tokens", "stop", "stop_capture"];
@@ -33,8 +34,30 @@ pub(crate) fn choice(choices: &[String], limits: &Limits) -> Result<String, Gram
     Ok(format!("start: CHOICE\nCHOICE: {}", strings.join(" | ")))
 }
 
-/// Returns the grammar of calls.
-pub(crate) fn calls(calls: &Calls, spaces: bool, limits: &Limits) -> Result<String, GrammarError> {
+/// Returns the grammar of a form that is not JSON alone, and the schemas in it with their places.
+pub(crate) fn form(
+    form: &Form,
+    spaces: bool,
+    limits: &Limits,
+) -> Result<(String, Vec<(String, Value)>), GrammarError> {
+    let text = match form {
+        Form::Calls(calls) => return self::calls(calls, spaces, limits),
+        Form::Regex(text) => regex(text, limits)?,
+        Form::Choice(choices) => choice(choices, limits)?,
+        Form::Grammar(text) if gbnf::is_gbnf(text) => gbnf::to_lark(text, limits)?,
+        Form::Grammar(text) => check(text, limits)?,
+        Form::JsonObject => format!("start: %json {}", json_schema::any_object(spaces)),
+        Form::JsonSchema(text) => format!("start: %json {}", json_schema::prepare(text, spaces, limits)?),
+    };
+    Ok((text, Vec::new()))
+}
+
+/// Returns the grammar of calls, and their schemas with their places.
+fn calls(
+    calls: &Calls,
+    spaces: bool,
+    limits: &Limits,
+) -> Result<(String, Vec<(String, Value)>), GrammarError> {
     let refused = |reason: String| Err(GrammarError::refused("calls", reason));
     if calls.calls.is_empty() || calls.calls.len() > limits.choices.min(limits.rules) {
         return refused(format!(
@@ -56,19 +79,32 @@ pub(crate) fn calls(calls: &Calls, spaces: bool, limits: &Limits) -> Result<Stri
     let mut text = format!("start: {} call {more} {}\n", pieces(&calls.begin), pieces(&calls.end));
     let names: Vec<String> = (0..calls.calls.len()).map(|at| format!("call{at}")).collect();
     text += &format!("call: {}\n", names.join(" | "));
+    let mut schemas = Vec::new();
     for (name, call) in names.iter().zip(&calls.calls) {
-        let schema = json_schema::prepare(&call.schema, spaces, limits)?;
-        text += &format!("{name}: {} %json {schema} {}\n", pieces(&call.prefix), pieces(&call.suffix));
+        let body = match &call.body {
+            Form::JsonSchema(schema) => {
+                let schema = json_schema::prepare(schema, spaces, limits);
+                let schema = schema.map_err(|error| error.within(&call.place))?;
+                let body = format!("%json {schema}");
+                schemas.push((call.place.clone(), schema));
+                body
+            }
+            Form::Calls(_) => return refused("calls within calls".to_owned()),
+            body => format!("%lark {{\n{}\n}}", form(body, spaces, limits)?.0),
+        };
+        text += &format!("{name}: {} {body} {}\n", pieces(&call.prefix), pieces(&call.suffix));
     }
-    Ok(text)
+    Ok((text, schemas))
 }
 
-fn pieces(pieces: &[Piece]) -> String {
+fn pieces(all: &[Piece]) -> String {
     let piece = |piece: &Piece| match piece {
         Piece::Text(text) => literal(text),
         Piece::Token(id) => format!("<[{id}]>"),
+        Piece::AnyText => "/(?s:.)+/".to_owned(),
+        Piece::Optional(some) => format!("({})?", pieces(some)),
     };
-    pieces.iter().map(piece).collect::<Vec<_>>().join(" ")
+    all.iter().map(piece).collect::<Vec<_>>().join(" ")
 }
 
 /// Returns a string in Lark's syntax, which is JSON's without DEL.

@@ -35,7 +35,7 @@ pub use compile::Grammar;
 pub use error::GrammarError;
 pub use limits::Limits;
 pub use matcher::Matcher;
-pub use spec::{Call, Calls, Form, Piece, Spec};
+pub use spec::{Call, Calls, ConstraintStart, Form, Piece, Spec};
 pub use vocabulary::{Token, Tokenize, Vocabulary};
 
 #[cfg(test)]

@@ -20,17 +20,7 @@ impl Spec {
 
     /// Returns the size of the specification's text in bytes.
     pub fn bytes(&self) -> usize {
-        let pieces = |pieces: &[Piece]| pieces.iter().map(Piece::bytes).sum::<usize>();
-        match &self.form {
-            Form::JsonObject => 0,
-            Form::JsonSchema(text) | Form::Regex(text) | Form::Grammar(text) => text.len(),
-            Form::Choice(choices) => choices.iter().map(|choice| choice.len() + 1).sum(),
-            Form::Calls(all) => {
-                let Calls { begin, calls, separator, end, .. } = &**all;
-                let call = |call: &Call| pieces(&call.prefix) + call.schema.len() + pieces(&call.suffix);
-                calls.iter().map(call).sum::<usize>() + pieces(begin) + pieces(separator) + pieces(end)
-            }
-        }
+        self.form.bytes()
     }
 }
 
@@ -48,8 +38,24 @@ pub enum Form {
     Choice(Arc<[String]>),
     /// Text that this grammar describes: GBNF if it has `::=`, Lark otherwise.
     Grammar(Arc<str>),
-    /// Calls of functions.
+    /// Calls of functions, or another form with fixed text around it.
     Calls(Arc<Calls>),
+}
+
+impl Form {
+    fn bytes(&self) -> usize {
+        let pieces = |pieces: &[Piece]| pieces.iter().map(Piece::bytes).sum::<usize>();
+        match self {
+            Form::JsonObject => 0,
+            Form::JsonSchema(text) | Form::Regex(text) | Form::Grammar(text) => text.len(),
+            Form::Choice(choices) => choices.iter().map(|choice| choice.len() + 1).sum(),
+            Form::Calls(all) => {
+                let Calls { begin, calls, separator, end, .. } = &**all;
+                let call = |call: &Call| pieces(&call.prefix) + call.body.bytes() + pieces(&call.suffix);
+                calls.iter().map(call).sum::<usize>() + pieces(begin) + pieces(separator) + pieces(end)
+            }
+        }
+    }
 }
 
 /// Calls of functions: `begin`, then `min` to `max` calls with `separator` between them, then `end`.
@@ -66,12 +72,15 @@ pub struct Calls {
     pub max: Option<u32>,
 }
 
-/// One call: `prefix`, arguments as JSON, `suffix`.
+/// One call: `prefix`, arguments, `suffix`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Call {
+    /// Path of the body's schema in errors, such as `tools[2].function.parameters`; `$` for a schema that has
+    /// no path of its own.
+    pub place: String,
     pub prefix: Vec<Piece>,
-    /// JSON schema of the arguments, as JSON text.
-    pub schema: Arc<str>,
+    /// Form of the arguments, a JSON schema; any form but calls is supported.
+    pub body: Form,
     pub suffix: Vec<Piece>,
 }
 
@@ -81,13 +90,31 @@ pub enum Piece {
     Text(String),
     /// A token by id, such as a special token that begins calls.
     Token(u32),
+    /// At least one character of any text, without special tokens. A token must follow: it ends the text.
+    AnyText,
+    /// These pieces, or nothing.
+    Optional(Vec<Piece>),
 }
 
 impl Piece {
     fn bytes(&self) -> usize {
         match self {
             Piece::Text(text) => text.len(),
-            Piece::Token(_) => size_of::<u32>(),
+            Piece::Token(_) | Piece::AnyText => size_of::<u32>(),
+            Piece::Optional(pieces) => pieces.iter().map(Piece::bytes).sum(),
         }
     }
+}
+
+/// Position in an output from which on a grammar applies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ConstraintStart {
+    /// The first token.
+    Immediately,
+    /// The first token after this text: the prompt ends within reasoning, which the text closes. In the
+    /// output, a special token stands for its name.
+    After { marker: Arc<str> },
+    /// The first token, unless that is `open`, which begins reasoning: then the first one after the text
+    /// `close`.
+    UnlessOpened { open: u32, close: Arc<str> },
 }

@@ -6,7 +6,7 @@ use memmap2::MmapMut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Total bytes of all live buffers of the process.
+/// Total bytes of all live buffers and counted lists of the process.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
 /// The host memory of one backend: allocates its buffers, and counts the bytes of those that are alive.
@@ -30,9 +30,37 @@ impl HostMemory {
         Ok(HostBuf { map, len: bytes, memory: self.clone() })
     }
 
-    /// Returns the bytes of all live buffers that were allocated here.
+    /// Returns a count of lists that are allocated elsewhere and used like buffers.
+    pub fn lists(&self) -> HostLists {
+        HostLists { bytes: 0, memory: self.clone() }
+    }
+
+    /// Returns the bytes of all live buffers that were allocated here, and of lists that were counted here.
     pub fn used(&self) -> usize {
         self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Counts the bytes of lists as memory of a backend, until it is dropped. Its owner keeps it with the lists.
+#[derive(Debug)]
+pub struct HostLists {
+    bytes: usize,
+    memory: HostMemory,
+}
+
+impl HostLists {
+    /// Counts the bytes of a list.
+    pub fn count(&mut self, bytes: usize) {
+        self.bytes += bytes;
+        ALLOCATED.fetch_add(bytes, Ordering::Relaxed);
+        self.memory.0.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Drop for HostLists {
+    fn drop(&mut self) {
+        ALLOCATED.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.memory.0.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
@@ -44,7 +72,7 @@ pub struct HostBuf {
 }
 
 impl HostBuf {
-    /// Returns the total bytes of all live buffers of the process.
+    /// Returns the total bytes of all live buffers and counted lists of the process.
     pub fn total_allocated() -> usize {
         ALLOCATED.load(Ordering::Relaxed)
     }
@@ -143,5 +171,10 @@ mod tests {
         assert_eq!((memory.used(), other.used()), (4126, 1000));
         std::thread::spawn(move || drop(second)).join().unwrap();
         assert_eq!((first.len(), memory.clone().used()), (30, 30));
+        let mut lists = memory.lists();
+        [5, 7].into_iter().for_each(|bytes| lists.count(bytes));
+        assert_eq!(memory.used(), 42);
+        drop(lists);
+        assert_eq!(memory.used(), 30);
     }
 }

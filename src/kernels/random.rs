@@ -37,6 +37,35 @@ pub fn token_words(seed: u64, position: u64, group: u32) -> [u32; 4] {
     philox([position as u32, (position >> 32) as u32, group, 1], key(seed))
 }
 
+/// Returns the random words of the tokens `64 * block` to `64 * block + 63`, as [`token_words`] does.
+#[inline(always)]
+pub fn block_words(seed: u64, position: u64, block: u32) -> [u32; 64] {
+    const LANES: usize = 16;
+    let [mut a, mut b] = [[position as u32; LANES], [(position >> 32) as u32; LANES]];
+    let [mut c, mut d] = [[0; LANES], [1; LANES]];
+    for (lane, group) in c.iter_mut().enumerate() {
+        *group = LANES as u32 * block + lane as u32;
+    }
+    let mut key = key(seed);
+    for _ in 0..ROUNDS {
+        for lane in 0..LANES {
+            let first = u64::from(MULTIPLIERS[0]) * u64::from(a[lane]);
+            let second = u64::from(MULTIPLIERS[1]) * u64::from(c[lane]);
+            a[lane] = (second >> 32) as u32 ^ b[lane] ^ key[0];
+            b[lane] = second as u32;
+            c[lane] = (first >> 32) as u32 ^ d[lane] ^ key[1];
+            d[lane] = first as u32;
+        }
+        key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
+    }
+    let mut words = [0; 4 * LANES];
+    for lane in 0..LANES {
+        (words[4 * lane], words[4 * lane + 1]) = (a[lane], b[lane]);
+        (words[4 * lane + 2], words[4 * lane + 3]) = (c[lane], d[lane]);
+    }
+    words
+}
+
 /// Returns the key of a seed.
 fn key(seed: u64) -> [u32; 2] {
     [seed as u32, (seed >> 32) as u32]
@@ -82,5 +111,7 @@ mod tests {
         assert_ne!(token_words(7, 9, 0), philox([9, 0, 0, 0], [7, 0]));
         assert_ne!(token_words(7, 9, 0), token_words(7, 9, 1));
         assert_ne!(token_words(7, 9, 0), token_words(7, 10, 0));
+        let groups = (3 * 16..4 * 16).map(|group| token_words(7 << 33, 9 << 32 | 1, group));
+        assert_eq!(block_words(7 << 33, 9 << 32 | 1, 3)[..], groups.collect::<Vec<_>>().concat());
     }
 }

@@ -2,8 +2,8 @@
 //! model. As a rank of a stage it synchronizes with the others in each step and contributes nothing.
 //!
 //! Invariant: a token depends only on its row's seed, position and mask: it is one of the list that the mask
-//! allows, or the lowest that it allows if none of the list is. Neither the prompt nor the other sampling parameters,
-//! including logit biases, change it. Hidden states are all ones.
+//! allows, or the lowest that it allows if none of the list is. Neither the prompt nor the other sampling
+//! parameters, including logit biases, change it. Hidden states are all ones.
 
 use super::executor::{Executor, ExecutorReport};
 use mainstem_kernels::batch::{is_allowed, lowest_allowed};

@@ -7,13 +7,13 @@ use super::access::random;
 use super::completions::ResponseTokenIds;
 use super::error::ApiError;
 use super::fields::Fields;
-use super::params::{ChatParams, Conversation};
+use super::params::{ChatParams, ConstraintParams, Conversation};
 use super::prompt_ids::{PromptIds, encode};
 use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, check_choices};
 use super::wire::chat::{ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ResponseMessage};
 use super::wire::{ChoiceOutput, Finish};
 use crate::text::chat_template::{Chat, TemplateError};
-use crate::text::output::{OutputEvent, OutputFormats, OutputParser, OutputSettings};
+use crate::text::output::{ConstraintContext, OutputEvent, OutputFormats, OutputParser, OutputSettings};
 use crate::text::tools::{Tool, ToolChoice};
 use std::sync::Arc;
 
@@ -35,44 +35,56 @@ struct OutputSpec {
     /// The rendered prompt.
     prompt: Arc<str>,
     is_continued: bool,
+    /// Whether a grammar other than one of calls describes the answer.
+    is_constrained: bool,
+    /// Whether calls are the reason for which an answer ended. OpenAI and vLLM report the end of an answer
+    /// that had to call a named tool as "stop".
+    reports_calls: bool,
     include_reasoning: bool,
     /// Seed of the ids of tool calls.
     id_seed: u64,
 }
 
 impl OutputSpec {
-    /// Creates the settings for the answer to a conversation. Tools that the model may call need a format of
-    /// calls.
+    /// Creates the settings for the answer to a conversation, and its constraint: `constraint`, or that of the
+    /// calls if some are required. Tools that the model may call need a format of calls.
     fn new(
         parts: &ServeParts,
         conversation: &Conversation,
         prompt: &str,
         include_reasoning: bool,
-    ) -> Result<OutputSpec, ApiError> {
+        constraint: Option<ConstraintParams>,
+    ) -> Result<(OutputSpec, Option<ConstraintParams>), ApiError> {
         let tools = &conversation.tools;
         let formats = parts.model.output_formats;
-        match tools.choice {
-            ToolChoice::None => {}
-            ToolChoice::Auto if formats.calls.is_some() => {}
-            ToolChoice::Auto => {
-                let message = "the chat template of this model does not show tools; start the server with \
-                               one that does (--chat-template)";
-                return Err(ApiError::unsupported("tools", message));
-            }
-            ToolChoice::Required | ToolChoice::Named(_) => {
-                let message = "'tool_choice' can only be \"none\" or \"auto\" yet";
-                return Err(ApiError::unsupported("tool_choice", message));
-            }
+        if tools.choice != ToolChoice::None && formats.calls.is_none() {
+            let message = "the chat template of this model does not show tools; start the server with one \
+                           that does (--chat-template)";
+            return Err(ApiError::unsupported("tools", message));
         }
-        Ok(OutputSpec {
-            formats: OutputFormats { calls: formats.calls.filter(|_| tools.max_calls() > 0), ..formats },
+        let mut formats = OutputFormats { calls: formats.calls.filter(|_| tools.max_calls() > 0), ..formats };
+        let is_continued = conversation.continue_final_message;
+        let context = ConstraintContext { tokenizer: &parts.tokenizer, formats, prompt, is_continued };
+        let is_constrained = constraint.is_some();
+        let constraint = match context.calls(tools) {
+            Some((calls, format)) => {
+                formats.calls = Some(format);
+                Some(ConstraintParams::of_calls(calls))
+            }
+            None => constraint.map(|given| given.in_context(&context)),
+        };
+        let output = OutputSpec {
+            formats,
             tools: tools.tools.clone().into(),
             max_calls: tools.max_calls(),
             prompt: prompt.into(),
-            is_continued: conversation.continue_final_message,
+            is_continued,
+            is_constrained,
+            reports_calls: !matches!(tools.choice, ToolChoice::Named(_)),
             include_reasoning,
             id_seed: random(),
-        })
+        };
+        Ok((output, constraint))
     }
 
     /// Returns the parser of a choice's output.
@@ -83,10 +95,16 @@ impl OutputSpec {
             tools: self.tools.clone(),
             prompt: &self.prompt,
             is_continued: self.is_continued,
+            is_constrained: self.is_constrained,
             whole_calls,
             max_calls: self.max_calls,
             id_seed: self.id_seed.wrapping_add(index as u64),
         })
+    }
+
+    /// Returns why a choice ended, if this part of its output is the last.
+    fn finish(&self, part: &ChoiceOutput, parser: &OutputParser) -> Finish {
+        Finish::from(part.end.as_ref()).with_calls(self.reports_calls && parser.has_calls())
     }
 
     /// Removes the reasoning if the response must not have it.
@@ -121,7 +139,8 @@ impl GenerationApi for ChatApi {
             prompts: prompts.clone(),
             choices_per_prompt: generation.n as usize,
         };
-        let output = OutputSpec::new(parts, &conversation, &text, include_reasoning)?;
+        let (output, constraint) =
+            OutputSpec::new(parts, &conversation, &text, include_reasoning, constraint)?;
         let shown_tokens = parts.special_tokens.markers_of(&output.formats);
         let format = ChatFormat { logprobs: logprobs.is_some(), ids, output };
         Ok(PreparedRequest { generation, prompts, echo: false, logprobs, constraint, shown_tokens, format })
@@ -175,7 +194,7 @@ impl ResponseFormat for ChatFormat {
             index,
             logprobs,
             ids,
-            finish: Finish::from(part.end.as_ref()).with_calls(parser.has_calls()),
+            finish: self.output.finish(&part, &parser),
             message: ResponseMessage::from_events(self.output.filter(events)),
         }
     }
@@ -210,7 +229,7 @@ impl ResponseFormat for ChatFormat {
             index,
             logprobs,
             ids,
-            finish: Finish::from(part.end.as_ref()).with_calls(parser.has_calls()),
+            finish: self.output.finish(&part, parser),
             delta: ChatDelta::from_events(self.output.filter(events)),
         }
     }

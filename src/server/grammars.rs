@@ -13,11 +13,15 @@ use crate::telemetry;
 use crate::text::Tokenizer;
 use crate::text::grammar_vocabulary::grammar_vocabulary;
 use actix_web::web;
-use mainstem_grammar::{Form, Grammar, GrammarCache, GrammarError, Limits};
+use mainstem_grammar::{Grammar, GrammarCache, GrammarError, Limits};
 use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 use tokio::sync::watch;
+
+/// Maximum number of requests that wait for their grammars to be compiled, which takes a few milliseconds as a
+/// rule.
+const WAITERS_MAX: usize = 128;
 
 /// The grammars of a server.
 pub struct Grammars {
@@ -32,8 +36,8 @@ impl Grammars {
     /// vocabularies. Models that generate no text have none.
     pub fn new(parts: &ServeParts, config: &GrammarConfig) -> Grammars {
         let (sender, cache) = watch::channel(None);
-        let compiling =
-            BoundedSemaphore::new(config.threads, |limit| RequestError::TooManyGrammars { limit });
+        let busy = |limit| RequestError::TooManyGrammars { limit };
+        let compiling = BoundedSemaphore::new(config.threads, busy).with_waiters(WAITERS_MAX);
         if parts.model.has_head && !parts.model.endpoints.is_empty() {
             let (tokenizer, size) = (parts.tokenizer.clone(), parts.model.vocab);
             let (eos, config, on_thread) = (parts.model.eos.clone(), config.clone(), sender.clone());
@@ -50,7 +54,7 @@ impl Grammars {
     /// cached, for its compilation on a thread of the blocking pool. The error of a refused specification
     /// names its part.
     pub async fn constraint(&self, params: &ConstraintParams) -> Result<Arc<Constraint>, ApiError> {
-        telemetry::CONSTRAINED_REQUESTS.count([kind(&params.spec.form)]);
+        telemetry::CONSTRAINED_REQUESTS.count([params.kind]);
         let cache = self.cache(&params.param).await?;
         let grammar = match cache.cached(&params.spec) {
             Some(compiled) => compiled,
@@ -110,24 +114,17 @@ fn build_cache(
 
 /// Returns the error of a specification that is refused: the path of the parameter, the part, the reason.
 fn refusal(param: &str, error: &GrammarError) -> ApiError {
-    let message = match error {
+    match error {
         // The parameter is the part.
-        GrammarError::Refused { part, reason } if ["regex", "choice", "grammar"].contains(&&**part) => {
-            format!("{param}: {reason}")
+        GrammarError::Refused { part, reason }
+            if ["regex", "choice", "grammar", "calls"].contains(&&**part) =>
+        {
+            ApiError::invalid(param, format!("{param}: {reason}"))
         }
-        error => format!("{param}: {error}"),
-    };
-    ApiError::invalid(param, message)
-}
-
-/// Returns the label of a form in metrics.
-fn kind(form: &Form) -> &'static str {
-    match form {
-        Form::JsonObject => "json_object",
-        Form::JsonSchema(_) => "json_schema",
-        Form::Regex(_) => "regex",
-        Form::Choice(_) => "choice",
-        Form::Grammar(_) => "grammar",
-        Form::Calls(_) => "tools",
+        // The part is a path of its own: that of a tool's parameters.
+        GrammarError::Refused { part, .. } if part.starts_with("tools[") => {
+            ApiError::invalid("tools", error.to_string())
+        }
+        error => ApiError::invalid(param, format!("{param}: {error}")),
     }
 }

@@ -152,24 +152,32 @@ impl App {
 struct BoundedSemaphore {
     semaphore: Arc<Semaphore>,
     waiting: AtomicUsize,
+    /// Maximum number of waiters.
+    waiters_max: usize,
     /// Makes the error for further requests, with the maximum number of waiters.
     busy: fn(usize) -> RequestError,
 }
 
 impl BoundedSemaphore {
-    /// Maximum number of waiters; further requests are rejected as busy.
+    /// Default of the maximum number of waiters; further requests are rejected as busy.
     const WAITERS_MAX: usize = 32;
 
     fn new(permits: usize, busy: fn(usize) -> RequestError) -> BoundedSemaphore {
         let semaphore = Arc::new(Semaphore::new(permits));
-        BoundedSemaphore { semaphore, waiting: AtomicUsize::new(0), busy }
+        let waiters_max = BoundedSemaphore::WAITERS_MAX;
+        BoundedSemaphore { semaphore, waiting: AtomicUsize::new(0), waiters_max, busy }
+    }
+
+    /// Sets the maximum number of waiters.
+    fn with_waiters(self, waiters_max: usize) -> BoundedSemaphore {
+        BoundedSemaphore { waiters_max, ..self }
     }
 
     /// Waits for a permit. Fails with the error of a busy server if too many requests wait already.
     async fn acquire(&self) -> Result<OwnedSemaphorePermit, RequestError> {
         let waiting = WaiterGuard::new(&self.waiting);
-        if waiting.waiting_before >= BoundedSemaphore::WAITERS_MAX {
-            return Err((self.busy)(BoundedSemaphore::WAITERS_MAX));
+        if waiting.waiting_before >= self.waiters_max {
+            return Err((self.busy)(self.waiters_max));
         }
         self.semaphore.clone().acquire_owned().await.map_err(|_| RequestError::EngineStopped)
     }

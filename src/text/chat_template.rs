@@ -36,6 +36,8 @@ pub struct ChatTemplate {
     content_form: ContentForm,
     /// Whether the template reads the arguments of tool calls as text rather than as an object.
     reads_arguments_as_text: bool,
+    /// Whether the template can render a message of the assistant with tool calls and no content.
+    reads_absent_content: bool,
     call_format: Option<&'static CallFormat>,
     reasoning_format: Option<&'static ReasoningFormat>,
 }
@@ -58,6 +60,7 @@ pub struct Chat<'a> {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Message {
     pub role: String,
+    /// `None` if the message has tool calls only. A template that cannot render that gets an empty text.
     pub content: Option<Content>,
     /// Other fields, unchanged: `name`, `tool_call_id`, `reasoning_content`, and `tool_calls` as
     /// [`parse_message_calls`](super::tools::parse_message_calls) returns them.
@@ -114,11 +117,13 @@ impl ChatTemplate {
             special,
             content_form: ContentForm::Text,
             reads_arguments_as_text: false,
+            reads_absent_content: false,
             call_format: CallFormat::detect(source),
             reasoning_format: ReasoningFormat::detect(source),
         };
         template.content_form = template.detect_content_form();
         template.reads_arguments_as_text = template.detect_arguments_as_text();
+        template.reads_absent_content = template.detect_absent_content();
         Ok(template)
     }
 
@@ -173,7 +178,9 @@ impl ChatTemplate {
     }
 
     fn message_value(&self, message: &Message) -> Value {
-        let content = message.content.as_ref().map(|content| match (content, self.content_form) {
+        let empty = Content::Text(String::new());
+        let content = message.content.as_ref().or((!self.reads_absent_content).then_some(&empty));
+        let content = content.map(|content| match (content, self.content_form) {
             (Content::Text(text), ContentForm::Parts) => text_parts(std::slice::from_ref(text)),
             (Content::Text(text), _) => text.into(),
             (Content::Parts(texts), ContentForm::Text) => texts.join("\n").into(),
@@ -212,15 +219,26 @@ impl ChatTemplate {
 
     /// Detects whether the template can render the arguments of a tool call only as text.
     fn detect_arguments_as_text(&mut self) -> bool {
-        let function = json!({"name": "probe", "arguments": {"probe": 1}});
-        let call = json!([{"id": "probe0000", "type": "function", "function": function}]);
-        let extra = Map::from_iter([("tool_calls".to_owned(), call)]);
-        let answer = Message { extra, ..Message::new("assistant", "") };
-        let messages = [Message::new("user", PROBE), answer];
+        let messages = [Message::new("user", PROBE), probe_call()];
         [false, true].map(|as_text| {
             self.reads_arguments_as_text = as_text;
             self.render_probe(&messages).is_some()
         }) == [false, true]
+    }
+
+    /// Detects whether the template renders absent content beside tool calls, and not as a word for it.
+    fn detect_absent_content(&mut self) -> bool {
+        let messages = [Message::new("user", PROBE), Message { content: None, ..probe_call() }];
+        let [empty, absent] = [false, true].map(|is_read| {
+            self.reads_absent_content = is_read;
+            self.render_probe(&messages)
+        });
+        let words = |text: String| ["none", "None", "null"].map(|word| text.matches(word).count());
+        match (empty.map(words), absent.map(words)) {
+            (_, None) => false,
+            (None, Some(_)) => true,
+            (Some(empty), Some(absent)) => empty.iter().zip(absent).all(|(empty, absent)| absent <= *empty),
+        }
     }
 
     /// Renders messages without options. `None` if that fails.
@@ -274,6 +292,14 @@ impl Content {
             Content::Parts(texts) => texts.last_mut(),
         }
     }
+}
+
+/// Returns a message of the assistant with a tool call and empty content, to probe templates.
+fn probe_call() -> Message {
+    let function = json!({"name": "probe", "arguments": {"probe": 1}});
+    let call = json!([{"id": "probe0000", "type": "function", "function": function}]);
+    let extra = Map::from_iter([("tool_calls".to_owned(), call)]);
+    Message { extra, ..Message::new("assistant", "") }
 }
 
 /// Truncates a rendered text at the end marker of the final message, whose trimmed text is `content`.
@@ -636,6 +662,42 @@ mod tests {
         }
         assert!(of("'<' + c.function.arguments + '>'").reads_arguments_as_text);
         assert!(!of("c.function.arguments.items() + 1").reads_arguments_as_text);
+    }
+
+    #[test]
+    fn absent_content_stays_absent_where_the_template_can_render_it() {
+        let each = "{% for m in messages %}{% if m.role == 'assistant' %}<{{ WHAT }}>{% endif %}{% endfor %}";
+        let calls = Message { content: None, ..probe_call() };
+        for (expression, text) in [
+            // As DeepSeek V3 does.
+            ("'call' if m.content is none else 'text'", "<call>"),
+            ("m.content or 'nothing'", "<nothing>"),
+            ("m.content", "<>"),
+            ("m.content | trim", "<>"),
+            ("m.content | tojson", "<\"\">"),
+            ("'[' + m.content + ']'", "<[]>"),
+            ("m.content.strip()", "<>"),
+        ] {
+            let messages = [Message::new("user", "None"), calls.clone()];
+            let rendered = render(&template(&each.replace("WHAT", expression)), &messages);
+            assert_eq!(rendered.unwrap(), text, "{expression}");
+        }
+        let parts = "{% for m in messages %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endfor %}";
+        let rendered = render(&template(parts), &[Message::new("user", "a"), calls.clone()]);
+        assert_eq!(rendered.unwrap(), "a;");
+        for file in fs_templates() {
+            let source = std::fs::read_to_string(&file).unwrap();
+            let one = template(&source);
+            let [empty, absent] = [probe_call(), calls.clone()]
+                .map(|answer| render(&one, &[Message::new("user", PROBE), answer]));
+            assert_eq!(absent, empty, "{}: nothing but the content differs", file.display());
+        }
+    }
+
+    /// Returns the template files of the fixtures.
+    fn fs_templates() -> Vec<PathBuf> {
+        let files = std::fs::read_dir(fixtures()).unwrap().map(|entry| entry.unwrap().path());
+        files.filter(|file| file.extension().is_some_and(|name| name == "jinja")).collect()
     }
 
     #[test]

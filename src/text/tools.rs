@@ -25,9 +25,6 @@ pub struct Tool {
     pub name: String,
     /// JSON schema of the arguments; always of type `object`. A tool without one has no parameters.
     pub parameters: Json,
-    /// Whether the client wants arguments that satisfy the schema also if the model may choose whether to
-    /// call. Not enforced yet.
-    pub strict: bool,
     /// The definition as the client sent it, for the chat template.
     pub source: Json,
 }
@@ -163,14 +160,13 @@ fn parse_tool(path: &str, value: &Json) -> Result<Tool, ToolError> {
     if function.get("description").is_some_and(|text| !text.is_string() && !text.is_null()) {
         return Err(ToolError::new(format!("{path}.description"), "must be a string"));
     }
-    // Some clients set `strict` beside the function.
-    let strict = match function.get("strict").or(fields.get("strict")) {
-        None | Some(Json::Null) => false,
-        Some(Json::Bool(strict)) => *strict,
-        Some(_) => return Err(ToolError::new(format!("{path}.strict"), "must be true or false")),
-    };
+    // Required calls satisfy the schema anyway, and a call that the model chooses is not constrained. Some
+    // clients set `strict` beside the function.
+    if !matches!(function.get("strict").or(fields.get("strict")), None | Some(Json::Null | Json::Bool(_))) {
+        return Err(ToolError::new(format!("{path}.strict"), "must be true or false"));
+    }
     let parameters = parse_parameters(&format!("{path}.parameters"), function.get("parameters"))?;
-    Ok(Tool { name, parameters, strict, source: value.clone() })
+    Ok(Tool { name, parameters, source: value.clone() })
 }
 
 /// Returns the schema of a function's arguments, which are always an object.
@@ -321,8 +317,7 @@ mod tests {
         assert_eq!(settings.choice, ToolChoice::Auto);
         assert_eq!(settings.shown(), [tool("get_weather"), bare]);
         let [weather, stop] = &settings.tools[..] else { panic!("two tools") };
-        assert_eq!((weather.name.as_str(), weather.strict), ("get_weather", false));
-        assert_eq!((stop.name.as_str(), stop.strict), ("stop", true));
+        assert_eq!((weather.name.as_str(), stop.name.as_str()), ("get_weather", "stop"));
         assert_eq!(stop.parameters["additionalProperties"], false);
         let open = json!([{"type": "function", "function": {"name": "f", "parameters": {"properties": {}}}}]);
         assert_eq!(parse(open, Json::Null).unwrap().tools[0].parameters["type"], "object");

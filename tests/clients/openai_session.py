@@ -13,14 +13,17 @@ they compare shapes, and answers that must be equal, but never the content of an
 
 import argparse
 import asyncio
+import json
 import re
 import sys
 import time
 import traceback
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 
 STORY = "Once upon a time, there was a"
 CHAT = [{"role": "user", "content": "Hello! Who are you?"}]
@@ -635,6 +638,71 @@ def sources(server):
     equal(streamed.texts, {choice.index: choice.text for choice in whole.choices}, "the texts, streamed")
     error = refused(openai.BadRequestError, lambda: server.chat(), code="wrong_endpoint", param="model")
     assert "/v1/completions" in error.message, error.message
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Rome", "Oslo"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@check("plain")
+def a_pydantic_model_as_the_response_format(server):
+    class Cat(pydantic.BaseModel):
+        color: Literal["black", "white", "red"]
+        age: Annotated[int, pydantic.Field(ge=0, le=30)]
+        names: Annotated[list[Literal["Tom", "Kit"]], pydantic.Field(max_length=3)]
+
+    wish = server.wish({"max_tokens": 200, "n": 2, "temperature": 1, "seed": 5})
+    answer = server.client.chat.completions.parse(**wish, messages=CHAT, response_format=Cat)
+    for choice in answer.choices:
+        assert isinstance(choice.message.parsed, Cat), f"the model's instance: {choice.message}"
+        equal(choice.finish_reason, "stop", "the end of a constrained answer")
+    error = refused(
+        openai.BadRequestError,
+        lambda: server.chat(stop="x", response_format={"type": "json_object"}),
+        param="stop",
+    )
+    assert "response_format" in error.message, error.message
+
+
+@check("plain")
+def required_calls_streamed_or_not(server):
+    wish = {"tools": [WEATHER], "max_tokens": 120, "n": 2, "temperature": 1, "seed": 3}
+    wish["parallel_tool_calls"] = False
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice, reason in (("required", "tool_calls"), (named, "stop")):
+        whole = server.chat(**wish, tool_choice=choice)
+        equal([end.finish_reason for end in whole.choices], [reason] * 2, f"the ends of calls with {choice}")
+        written = {}
+        for chunk in server.chat(**wish, tool_choice=choice, stream=True):
+            for piece in chunk.choices:
+                for call in piece.delta.tool_calls or []:
+                    name, arguments = written.get(piece.index, ("", ""))
+                    name, arguments = name + (call.function.name or ""), arguments + (call.function.arguments or "")
+                    written[piece.index] = (name, arguments)
+        for end in whole.choices:
+            function = end.message.tool_calls[0].function
+            equal(written[end.index], (function.name, function.arguments), "a streamed call")
+            equal(function.name, "weather", "the name")
+            arguments = json.loads(function.arguments)
+            assert arguments["city"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9, f"arguments: {arguments}"
+        # The call goes back with its result.
+        said = whole.choices[0].message
+        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "sunny"}
+        after = server.chat(CHAT + [said, result], tools=[WEATHER])
+        assert after.choices[0].finish_reason, "an answer follows the result"
 
 
 def run(name, server, function):

@@ -8,6 +8,7 @@ mod bench;
 mod boundaries;
 mod calibrate;
 mod cli;
+mod constrained;
 mod endings;
 mod endpoints;
 mod f8;

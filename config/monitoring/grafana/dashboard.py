@@ -215,6 +215,13 @@ ROWS = {
                 ("moves", rate("mainstem_slot_moves_total")),
             ],
         ),
+        graph(
+            "Constrained requests",
+            "reqps",
+            [("{{kind}}", rate("mainstem_constrained_requests_total", by="kind"))],
+            width=12,
+        ),
+        quantiles("Compilation of grammars", "s", "mainstem_grammar_compile_seconds", width=12),
     ],
     "HTTP": [
         graph(

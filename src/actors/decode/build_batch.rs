@@ -97,8 +97,8 @@ impl DecodeLoop {
         }
     }
 
-    /// Adds the span that decodes the next token of a running sequence. It computes the last sampled token, and
-    /// those that a grammar forced after it.
+    /// Adds the span that decodes the next token of a running sequence. It computes the last sampled token,
+    /// and those that a grammar forced after it.
     fn add_decode_span(&self, buffers: &mut StepBuffers, at: usize) {
         let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
         let tokens = match running.forced {

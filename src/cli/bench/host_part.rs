@@ -5,12 +5,12 @@
 use super::sample::TestKind;
 use super::suite::BenchTest;
 use crate::decoding::strategies::{AnyVocabulary, CheckedDefaults};
-use crate::decoding::{Constraint, ConstraintStart, SamplingPlan};
+use crate::decoding::{Constraint, SamplingPlan};
 use crate::model::ModelSource;
 use crate::text::Tokenizer;
 use crate::text::grammar_vocabulary::grammar_vocabulary;
 use anyhow::{Context, Result};
-use mainstem_grammar::{Form, Grammar, Limits, Spec};
+use mainstem_grammar::{ConstraintStart, Form, Grammar, Limits, Spec};
 use serde_json::json;
 use std::sync::Arc;
 

@@ -2,7 +2,7 @@
 //!
 //! Invariant: from the constraint's beginning on, every accepted token continues a text of the grammar.
 
-use mainstem_grammar::{Grammar, GrammarError, Matcher};
+use mainstem_grammar::{ConstraintStart, Grammar, GrammarError, Matcher};
 use std::sync::Arc;
 
 /// A grammar that the output of a request must follow.
@@ -10,18 +10,6 @@ use std::sync::Arc;
 pub struct Constraint {
     pub grammar: Arc<Grammar>,
     pub start: ConstraintStart,
-}
-
-/// The place in the output where a grammar begins to apply.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ConstraintStart {
-    /// From the first token on.
-    Immediately,
-    /// After this text, which ends the model's reasoning. The output cannot end before it.
-    After(Arc<str>),
-    /// From the first token on, unless that is `open`, which begins the model's reasoning: then after the
-    /// text `close`.
-    UnlessOpened { open: u32, close: Arc<str> },
 }
 
 /// Follows the constraint of one sequence.
@@ -48,7 +36,7 @@ impl ConstraintState {
     pub fn new(constraint: &Constraint) -> ConstraintState {
         let phase = match constraint.start.clone() {
             ConstraintStart::Immediately => Phase::Constrained,
-            ConstraintStart::After(marker) => Phase::Free(marker),
+            ConstraintStart::After { marker } => Phase::Free(marker),
             ConstraintStart::UnlessOpened { open, close } => Phase::MayOpen { open, close },
         };
         ConstraintState { matcher: constraint.grammar.matcher(), phase, tail: Vec::new() }
@@ -77,9 +65,9 @@ impl ConstraintState {
         }
     }
 
-    /// Returns the tokens after the only one that the grammar allows, `first`, which it leaves no choice about
-    /// either, at most `limit`. They are accepted; the end of the output is not among them. `None` if `first`
-    /// ends the output. `scratch` is as long as a mask.
+    /// Accepts `first`, the only token that the grammar allows, and the tokens after it as long as it leaves
+    /// no choice either, at most `limit` of these. Returns those after `first`; the end of the output is not
+    /// among them. `None` if `first` ends the output. `scratch` is as long as a mask.
     pub fn force(
         &mut self,
         first: u32,

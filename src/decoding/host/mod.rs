@@ -14,7 +14,7 @@ mod record;
 #[cfg(test)]
 mod tests;
 
-pub use constraint::{Constraint, ConstraintStart};
+pub use constraint::Constraint;
 pub use pool::{HostPool, HostWork, Observer};
 pub use record::LogprobReport;
 
@@ -77,8 +77,8 @@ impl HostSequence {
         }
     }
 
-    /// Takes note of a sampled token that continues the sequence. It must be called for each in order, whoever
-    /// drew it. Returns the tokens that follow without a choice, if the grammar allowed no other token than
+    /// Takes note of a sampled token that continues the sequence, whoever drew it. It must be called for each,
+    /// in order. Returns the tokens that follow without a choice, if the grammar allowed no other token than
     /// this one: they belong to the output, the next row samples the token after them, and they are not
     /// accepted again. Whether there are such tokens depends on the grammar and the tokens before alone.
     pub fn accept(&self, token: u32) -> Vec<u32> {

@@ -1,6 +1,6 @@
 use super::*;
 use crate::decoding::strategies::{CheckedDefaults, Vocabulary as _};
-use mainstem_grammar::{Form, Grammar, Limits, Spec, Token, Vocabulary};
+use mainstem_grammar::{ConstraintStart, Form, Grammar, Limits, Spec, Token, Vocabulary};
 use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::thread;
@@ -148,7 +148,7 @@ fn reasoning_is_free_and_the_constraint_begins_behind_its_marker() {
         mask
     };
     let only = |letter: u8| [1 << token(letter), 0];
-    let free = constraint("no", ConstraintStart::After("end".into()));
+    let free = constraint("no", ConstraintStart::After { marker: "end".into() });
     let mut state = ConstraintState::new(&free);
     let mask = accept(&mut state, "anything eeeen".replace(' ', "").as_str());
     assert_eq!(mask[1] >> (EOS - 32) & 1, 0, "the output does not end within the reasoning");

@@ -55,11 +55,11 @@ fn options(spaces: bool) -> Value {
     })
 }
 
-/// Returns every schema that has a value of its own to check (a string or a number), with its path, to find
-/// the one that llguidance refuses.
-pub(crate) fn leaves(schema: &Value) -> Vec<(String, Value)> {
+/// Returns every schema within the one at `place` that has a value of its own to check (a string or a
+/// number), with its path, to find the one that llguidance refuses.
+pub(crate) fn leaves(place: &str, schema: &Value) -> Vec<(String, Value)> {
     let mut found = Vec::new();
-    collect_leaves(schema, "$", &mut found);
+    collect_leaves(schema, place, &mut found);
     found
 }
 

@@ -71,7 +71,8 @@ fn a_lark_grammar_is_followed_and_its_json_is_compact() {
 fn calls() -> Calls {
     let call = |name: &str, schema: Value| Call {
         prefix: vec![Piece::Token(CALL), Piece::Text(format!("{{\"name\":\"{name}\",\"arguments\":"))],
-        schema: schema.to_string().into(),
+        body: Form::JsonSchema(schema.to_string().into()),
+        place: format!("tools.{name}"),
         suffix: vec![Piece::Text("}</call>".to_owned())],
     };
     let city = json!({ "type": "object", "properties": { "city": { "enum": ["Rome", "Oslo"] } },
@@ -116,7 +117,61 @@ fn ranges_of_calls_are_checked() {
     assert!(compiled(|calls| calls.min = 0).is_err());
     assert!(compiled(|calls| (calls.min, calls.max) = (4, Some(3))).is_err());
     assert!(compiled(|calls| calls.calls.clear()).is_err());
-    assert!(compiled(|calls| calls.calls[0].schema = "{\"not\":{}}".into()).is_err());
+    assert!(compiled(|calls| calls.calls[0].body = Form::Calls(calls.clone().into())).is_err());
+}
+
+#[test]
+fn errors_of_calls_name_the_schema() {
+    for (schema, expected) in [
+        (json!({ "not": {} }), "tools.time.not"),
+        // Refused by llguidance, not by the check before it.
+        (
+            json!({ "properties": { "a": { "type": "string", "pattern": "(" } } }),
+            "tools.time.properties.a.pattern",
+        ),
+    ] {
+        let mut calls = calls();
+        calls.calls[1].body = Form::JsonSchema(schema.to_string().into());
+        let error = compile(Form::Calls(calls.into())).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{error}");
+    }
+}
+
+#[test]
+fn any_form_can_have_text_before_it_that_may_be_left_out() {
+    let lark = "start: greeting \" \" NAME\ngreeting: \"hi\" | \"yo\"\nNAME: /[a-c]{2}/\n";
+    let gbnf = "root ::= greeting \" \" [a-c] [a-c]\ngreeting ::= \"hi\" | \"yo\"\n";
+    for (body, pattern) in [
+        (Form::Regex("(?:hi|yo) [a-c]{2}".into()), "(?:hi|yo) [a-c]{2}"),
+        (Form::Choice(["yes".to_owned(), "no".to_owned()].into()), "yes|no"),
+        (Form::Grammar(lark.into()), "(?:hi|yo) [a-c]{2}"),
+        (Form::Grammar(gbnf.into()), "(?:hi|yo) [a-c]{2}"),
+        (schema(&json!({ "enum": [1, "a"] })), "1|\"a\""),
+    ] {
+        let note = vec![Piece::Text("note".to_owned()), Piece::AnyText, Piece::Token(CALL)];
+        let prefix = vec![Piece::Text("final:".to_owned())];
+        let call = Call { place: "$".to_owned(), prefix, body, suffix: vec![] };
+        let calls = Calls {
+            begin: vec![Piece::Token(CALL), Piece::Optional(note)],
+            calls: vec![call],
+            separator: vec![],
+            end: vec![],
+            min: 1,
+            max: Some(1),
+        };
+        let expected = format!(r"(?s-u)\A\xff<call>(note[^\xff]+\xff<call>)?final:({pattern})\z");
+        let expected = regex::bytes::Regex::new(&expected).unwrap();
+        let grammar = compile(Form::Calls(calls.into())).unwrap();
+        let mut dice = Dice(6);
+        let (mut long, mut short) = (0, 0);
+        for _ in 0..60 {
+            let Some(answer) = generate(&mut grammar.matcher(), &TOY, &mut dice, 1000) else { continue };
+            assert!(expected.is_match(&answer), "{}", String::from_utf8_lossy(&answer));
+            let has_note = answer.iter().filter(|byte| **byte == 0xff).count() == 2;
+            *(if has_note { &mut long } else { &mut short }) += 1;
+        }
+        assert!(long > 3 && short > 3, "{pattern}: {long} and {short}");
+    }
 }
 
 #[test]

@@ -307,7 +307,8 @@ pub trait Backend: Send + 'static {
     ///
     /// The logits of all rows of the call that the host draws are handed over before anything is waited for,
     /// and a fast backend samples the rows without late inputs before it waits. A row whose late input does
-    /// not come, or whose mask allows no token, fails ([`crate::batch::RowFailure`]). Unwinds with [`crate::Aborted`] if the step is aborted.
+    /// not come, or whose mask allows no token, fails ([`crate::batch::RowFailure`]). Unwinds with
+    /// [`crate::Aborted`] if the step is aborted.
     fn sample(
         &mut self,
         outputs: Range<usize>,

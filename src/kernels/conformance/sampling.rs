@@ -206,7 +206,7 @@ fn probabilities(logits: &[f32], params: &SamplingParams) -> Vec<f64> {
     probabilities
 }
 
-/// Tests that the counts of drawn tokens follow the probabilities.
+/// Tests that the counts of sampled tokens follow the probabilities.
 fn assert_frequencies(counts: &[u32], probabilities: &[f64], params: &SamplingParams) {
     let draws = f64::from(counts.iter().sum::<u32>());
     let (mut statistic, mut possible) = (0.0, 0.0);
@@ -290,8 +290,8 @@ fn row_biases(step: u32, row: u32, vocab: usize) -> Vec<(u32, f32)> {
     }
 }
 
-/// Returns masks of many kinds: of every token, of none, beyond the vocabulary only, of one, of a few and of many. Bits beyond the
-/// vocabulary are arbitrary.
+/// Returns masks of many kinds: of every token, of none, beyond the vocabulary only, of one, of a few and of
+/// many. Other bits beyond the vocabulary are arbitrary.
 fn row_mask(step: u32, row: u32, vocab: usize) -> Vec<u32> {
     let [kind, token, ..] = philox([row, step, 7, 0], [77, 0]);
     let random =

@@ -12,7 +12,7 @@ mod gemm_input;
 mod gemm_task;
 mod gemms;
 mod pool;
-mod simd;
+pub(crate) mod simd;
 
 mod activation;
 mod attention;
@@ -203,7 +203,8 @@ impl Backend for CpuBackend {
         self.grow_scratch(self.sizes.step_scratch(limits))?;
         self.step = Some(StepState::new(limits));
         self.span_items = Vec::with_capacity(limits.rows);
-        self.sample_scratch = Some(SampleScratch::new(limits, self.pool.threads()));
+        let threads = (self.pool.threads(), self.level);
+        self.sample_scratch = Some(SampleScratch::new(limits, threads, self.memory.lists()));
         Ok(())
     }
 

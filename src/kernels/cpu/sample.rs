@@ -6,13 +6,16 @@
 #![allow(unsafe_code)]
 
 use super::pool::{SharedSlice, ThreadPool};
+use super::scratch_memory::ListMemory;
+use super::simd::Level;
 use crate::backend::{SamplingInputs, StepLimits};
 use crate::batch::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput, StepState};
 use crate::candidates::{Buffers, Candidates, largest, nan_to_lowest};
+use crate::host::HostLists;
 use std::ops::Range;
 
 /// Buffers for sampling: candidates per thread, masks and results per row.
-pub struct SampleScratch {
+pub struct SampleScratch<M = HostLists> {
     vocab: usize,
     top_max: usize,
     mask_words: usize,
@@ -25,6 +28,8 @@ pub struct SampleScratch {
     results: Vec<SampledToken>,
     /// (rows, top_max).
     top: Vec<(u32, f32)>,
+    /// Counts the lists for as long as they live.
+    _memory: M,
 }
 
 /// The late input that a row waits for.
@@ -35,22 +40,27 @@ enum Awaited {
     Token,
 }
 
-impl SampleScratch {
-    /// Allocates scratch for steps within `limits` on `threads` threads.
-    pub fn new(limits: &StepLimits, threads: usize) -> SampleScratch {
+impl<M: ListMemory> SampleScratch<M> {
+    /// Allocates scratch for steps within `limits` on `threads` threads with this instruction set.
+    pub fn new(limits: &StepLimits, (threads, level): (usize, Level), mut memory: M) -> SampleScratch<M> {
         let rows = limits.rows.max(limits.logit_rows);
+        let buffers =
+            |memory: &mut M| Buffers::of_lists(memory.empty(limits.vocab), memory.empty(limits.vocab), level);
         SampleScratch {
             vocab: limits.vocab,
             top_max: limits.top_logprobs.min(limits.vocab),
             mask_words: limits.mask_words(),
-            buffers: (0..threads).map(|_| Buffers::with_capacity(limits.vocab)).collect(),
-            masks: vec![0; limits.logit_rows * limits.mask_words()],
-            ready: Vec::with_capacity(rows),
-            results: vec![SampledToken::new(0); rows],
-            top: vec![(0, 0.0); rows * limits.top_logprobs.min(limits.vocab)],
+            buffers: (0..threads).map(|_| buffers(&mut memory)).collect(),
+            masks: memory.filled(limits.logit_rows * limits.mask_words(), 0),
+            ready: memory.empty(rows),
+            results: memory.filled(rows, SampledToken::new(0)),
+            top: memory.filled(rows * limits.top_logprobs.min(limits.vocab), (0, 0.0)),
+            _memory: memory,
         }
     }
+}
 
+impl SampleScratch {
     /// Samples or scores the rows `wanted` from logits (wanted.len(), vocab), and appends their results to
     /// `out`.
     pub fn sample(
@@ -121,8 +131,8 @@ impl SampleScratch {
         let (ready, masks) = (&self.ready, &self.masks);
         pool.run(ready.len(), |worker, item| {
             let (i, row) = &ready[item];
-            // SAFETY: the buffers are the worker's own, and it is in one item at a time; results and top tokens
-            // are those of the item's row, which no other item has.
+            // SAFETY: the buffers are the worker's own, and it is in one item at a time; results and top
+            // tokens are those of the item's row, which no other item has.
             let (buffers, result, top) = unsafe {
                 (
                     &mut buffers.slice_mut(worker..worker + 1)[0],

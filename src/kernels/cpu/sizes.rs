@@ -9,6 +9,7 @@ use super::config::{CpuConfig, Isa};
 use super::gemms::ScratchWidths;
 use super::moe::MoeScratchSizes;
 use super::packed;
+use super::sample::SampleScratch;
 use super::scratch::{CpuScratch, ScratchSizes};
 use super::scratch_memory::ByteCount;
 use super::simd::Level;
@@ -135,6 +136,7 @@ impl DeviceSizes for CpuSizes {
         let count = ByteCount::default();
         let counted = CpuScratch::default().grow(self.threads_and_operands(), sizes, &count);
         counted.expect("counting allocates nothing; this is a bug");
+        drop(SampleScratch::new(limits, (self.threads, self.level), &count));
         count.bytes()
     }
 }

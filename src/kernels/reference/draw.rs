@@ -56,7 +56,7 @@ pub fn weight(x: f32) -> u64 {
 
 /// Returns the integer nearest to a number of magnitude below 2^22, the even one on ties.
 #[inline(always)]
-fn nearest(x: f32) -> (f32, i32) {
+pub(crate) fn nearest(x: f32) -> (f32, i32) {
     let shifted = x + ROUNDING;
     (shifted - ROUNDING, shifted.to_bits() as i32 - ROUNDING.to_bits() as i32)
 }
@@ -99,8 +99,10 @@ pub fn gumbel(word: u32) -> f32 {
 /// Returns an upper bound of [`gumbel`] of a word, without a logarithm.
 #[inline(always)]
 pub fn gumbel_bound(word: u32) -> f32 {
-    // -ln(1 - r) is above r, and r is at least 2^-(leading zeros + 1). The addend covers the rounding.
-    ((word | 1).leading_zeros() + 1) as f32 * LN_2 + 0.001
+    // -ln(1 - r) is above r, and r at least n / 2^31. The bits of n, as an integer, are 2^23 times a lower
+    // bound of 127 + log2 n. The addend covers the rounding.
+    let n = (word >> 1) as i32 as f32;
+    (158.0 - n.to_bits() as i32 as f32 * (1.0 / (1 << 23) as f32)) * LN_2 + 0.001
 }
 
 /// Returns the noise of a token for a seed and a position.
@@ -121,22 +123,6 @@ pub fn draw(candidates: impl Iterator<Item = (u32, f32)>, seed: u64, position: u
     best.map(|(id, _)| id)
 }
 
-/// Draws as [`draw`] does from the logits of a whole vocabulary, `first` being the id of the largest. It
-/// computes no noise for tokens that cannot win with the largest.
-pub fn draw_from_all(scaled: &[f32], first: u32, seed: u64, position: u64) -> u32 {
-    let mut best = Best::new(first, scaled[first as usize], seed, position);
-    for (group, values) in scaled.chunks(4).enumerate() {
-        let highest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        if best.may_lose_to(highest) {
-            let words = token_words(seed, position, group as u32);
-            for (i, (&value, word)) in values.iter().zip(words).enumerate() {
-                best.offer((4 * group + i) as u32, value, word);
-            }
-        }
-    }
-    best.id
-}
-
 /// The winner of a draw so far, for callers that offer the candidates one by one.
 #[derive(Clone, Copy, Debug)]
 pub struct Best {
@@ -152,15 +138,21 @@ impl Best {
     }
 
     /// Returns whether a candidate with this scaled logit can win with any noise.
-    #[inline]
+    #[inline(always)]
     pub fn may_lose_to(&self, scaled: f32) -> bool {
         scaled + NOISE_BOUNDS.1 >= self.score
+    }
+
+    /// Returns whether a candidate with this scaled logit and random word may win.
+    #[inline(always)]
+    pub fn may_lose_with(&self, scaled: f32, word: u32) -> bool {
+        scaled + gumbel_bound(word) >= self.score
     }
 
     /// Takes a candidate with its random word if it wins.
     #[inline]
     pub fn offer(&mut self, id: u32, scaled: f32, word: u32) {
-        if scaled + gumbel_bound(word) < self.score || scaled == f32::NEG_INFINITY {
+        if !self.may_lose_with(scaled, word) {
             return;
         }
         let score = scaled + gumbel(word);

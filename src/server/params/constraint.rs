@@ -3,11 +3,11 @@
 //! Invariant: a request has at most one constraint, and no parameter beside it could cut the answer out of
 //! the form that it demands.
 
-use crate::decoding::ConstraintStart;
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue, UnsupportedParams, describe, shorten};
+use crate::text::output::{ConstraintContext, OutputGrammar};
 use crate::text::tools::{ToolChoice, ToolSettings};
-use mainstem_grammar::{Form, Spec};
+use mainstem_grammar::{ConstraintStart, Form, Spec};
 use serde_json::Value;
 
 /// The constraint of a request's output.
@@ -15,8 +15,39 @@ use serde_json::Value;
 pub struct ConstraintParams {
     /// Path of the parameter that asks for it, for errors.
     pub param: String,
+    /// Label of its form in metrics.
+    pub kind: &'static str,
     pub spec: Spec,
     pub start: ConstraintStart,
+}
+
+impl ConstraintParams {
+    fn new(param: String, spec: Spec) -> ConstraintParams {
+        let kind = match spec.form {
+            Form::JsonObject => "json_object",
+            Form::JsonSchema(_) => "json_schema",
+            Form::Regex(_) => "regex",
+            Form::Choice(_) => "choice",
+            Form::Grammar(_) => "grammar",
+            Form::Calls(_) => "tools",
+        };
+        ConstraintParams { param, kind, spec, start: ConstraintStart::Immediately }
+    }
+
+    /// Creates the constraint of calls that `tool_choice` requires.
+    pub fn of_calls(calls: OutputGrammar) -> ConstraintParams {
+        ConstraintParams::new("tool_choice".to_owned(), calls.spec.clone()).with(calls)
+    }
+
+    /// Returns the constraint as it applies to the answer of a chat, which may begin with reasoning.
+    pub fn in_context(self, context: &ConstraintContext) -> ConstraintParams {
+        let in_context = context.answer(self.spec.clone());
+        self.with(in_context)
+    }
+
+    fn with(self, OutputGrammar { spec, start }: OutputGrammar) -> ConstraintParams {
+        ConstraintParams { spec, start, ..self }
+    }
 }
 
 /// Parameters that name a form of constrained output, by what their values are.
@@ -85,8 +116,7 @@ pub(super) fn parse_constraint(fields: &mut Fields) -> Result<Option<ConstraintP
     if let Some(cut) = find_cut(fields) {
         return Err(cut_error(cut, &param));
     }
-    let spec = Spec { form, json_spaces };
-    Ok(Some(ConstraintParams { param, spec, start: ConstraintStart::Immediately }))
+    Ok(Some(ConstraintParams::new(param, Spec { form, json_spaces })))
 }
 
 /// Checks a request's tools against its other parameters: calls that are required are a constraint of their

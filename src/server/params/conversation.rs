@@ -66,25 +66,30 @@ fn parse_message(body: &Fields, index: usize, value: Value) -> Result<Message, A
         |name: &str| ApiError::invalid(format!("{path}.{name}"), format!("'{path}.{name}' is missing"));
     let role = fields.take_string("role")?.filter(|role| !role.is_empty()).ok_or_else(|| missing("role"))?;
     let content = match fields.take("content") {
-        Some(Value::String(text)) => Content::Text(text),
-        Some(Value::Array(parts)) => Content::Parts(
+        Some(Value::String(text)) => Some(Content::Text(text)),
+        Some(Value::Array(parts)) => Some(Content::Parts(
             parts
                 .into_iter()
                 .enumerate()
                 .map(|(part, value)| parse_text_part(body, &format!("{path}.content[{part}]"), value))
                 .collect::<Result<_, _>>()?,
-        ),
+        )),
         Some(other) => {
             let path = format!("{path}.content");
             let message = format!("'{path}' must be a string or a list of parts, not {}", describe(&other));
             return Err(ApiError::invalid(path, message));
         }
-        None if role == "assistant" => Content::Text(String::new()),
+        None if role == "assistant" => None,
         None => return Err(missing("content")),
     };
     let extra = parse_extra_fields(&mut fields, &path)?;
     fields.finish(&[UNSUPPORTED_IN_MESSAGES])?;
-    Ok(Message { role, content: Some(content), extra })
+    // A message without content and calls is an empty text.
+    let content = match content {
+        None if !extra.contains_key("tool_calls") => Some(Content::Text(String::new())),
+        content => content,
+    };
+    Ok(Message { role, content, extra })
 }
 
 /// Parses the fields of a message besides role and content, as the chat template gets them.
@@ -121,4 +126,22 @@ fn parse_text_part(body: &Fields, path: &str, value: Value) -> Result<String, Ap
     let path = fields.path("text");
     fields.finish(&[])?;
     text.ok_or_else(|| ApiError::invalid(path.clone(), format!("'{path}' is missing")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn content_is_absent_beside_calls_only() {
+        let body = br#"{"messages": [
+            {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f"}}]},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+            {"role": "assistant", "content": null, "tool_calls": []},
+            {"role": "assistant"}]}"#;
+        let conversation = parse_conversation(&mut Fields::parse(body).unwrap()).unwrap();
+        let contents: Vec<_> = conversation.messages.into_iter().map(|message| message.content).collect();
+        let empty = || Some(Content::Text(String::new()));
+        assert_eq!(contents, [None, empty(), empty(), empty()]);
+    }
 }

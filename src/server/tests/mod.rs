@@ -4,6 +4,8 @@
 
 mod chat;
 
+mod constraints;
+
 mod generation;
 mod sampling;
 

@@ -131,7 +131,6 @@ impl SortedOutput {
                 OutputEvent::ToolCallArguments { index, delta } => {
                     sorted.call(index).function.arguments += &delta;
                 }
-                OutputEvent::ToolCallEnd { .. } => {}
             }
         }
         sorted

@@ -81,10 +81,8 @@ impl CallReader {
 
     /// Returns what is held back at the end of the output.
     pub(super) fn finish(&mut self, sink: &mut EventSink) {
+        self.search(true, sink);
         self.leave_calls(sink);
-        for c in std::mem::take(&mut self.held).chars() {
-            self.content_character(c, sink);
-        }
         let gap = std::mem::take(&mut self.gap);
         if !(self.is_after_call && gap.trim().is_empty()) {
             sink.content(&gap);
@@ -132,18 +130,25 @@ impl CallReader {
     /// Reads a character outside of calls.
     fn text_character(&mut self, c: char, sink: &mut EventSink) {
         self.held.push(c);
+        self.search(false, sink);
+    }
+
+    /// Searches the held characters for the longest marker, and returns those that are not the beginning of
+    /// one. At the end of the output, no longer marker follows.
+    fn search(&mut self, is_end: bool, sink: &mut EventSink) {
         while let Some(first) = self.held.chars().next() {
-            match self.marker() {
-                Some(kind) => {
-                    let marker = std::mem::take(&mut self.held);
-                    return self.read_marker(kind, &marker, sink);
-                }
-                None if self.may_be_marker() => return,
-                None => {
-                    self.held.remove(0);
-                    self.content_character(first, sink);
-                }
+            if !is_end && self.may_be_longer_marker() {
+                return;
             }
+            let Some((kind, marker)) = self.marker() else {
+                self.held.remove(0);
+                self.content_character(first, sink);
+                continue;
+            };
+            let rest = self.held.split_off(marker.len());
+            self.held.clear();
+            self.read_marker(kind, marker, sink);
+            rest.chars().for_each(|c| self.push(c, sink));
         }
     }
 
@@ -159,13 +164,15 @@ impl CallReader {
             .chain(list(MarkerKind::Bare, markers.bare, self.is_beginning || self.is_after_call))
     }
 
-    /// Returns the kind of the marker that the held characters are.
-    fn marker(&self) -> Option<MarkerKind> {
-        self.active_markers().find(|(_, marker)| *marker == self.held).map(|(kind, _)| kind)
+    /// Returns the longest marker with which the held characters begin.
+    fn marker(&self) -> Option<(MarkerKind, &'static str)> {
+        let begin = self.active_markers().filter(|(_, marker)| self.held.starts_with(marker));
+        begin.max_by_key(|(_, marker)| marker.len())
     }
 
-    fn may_be_marker(&self) -> bool {
-        self.active_markers().any(|(_, marker)| marker.starts_with(&self.held))
+    fn may_be_longer_marker(&self) -> bool {
+        let is_longer = |marker: &str| marker.len() > self.held.len() && marker.starts_with(&self.held);
+        self.active_markers().any(|(_, marker)| is_longer(marker))
     }
 
     fn read_marker(&mut self, kind: MarkerKind, marker: &str, sink: &mut EventSink) {

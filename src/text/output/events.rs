@@ -18,15 +18,9 @@ pub enum OutputEvent {
         id: String,
         name: String,
     },
-    /// More text of a call's arguments. All of a complete call together are one JSON object.
+    /// More text of a call's arguments. All of a call together are one JSON object, unless the output ends
+    /// before, or what follows is not in the format and is returned as content.
     ToolCallArguments { index: usize, delta: String },
-    /// A tool call ends.
-    ToolCallEnd {
-        index: usize,
-        /// False if its arguments are incomplete: the output ended, or what follows is not in the format and
-        /// was returned as content.
-        complete: bool,
-    },
 }
 
 /// State of a reader of calls after a character.
@@ -129,7 +123,6 @@ impl EventSink {
 
     /// Ends the open call, which is complete.
     pub(super) fn end(&mut self) {
-        self.call_event(OutputEvent::ToolCallEnd { index: self.calls.saturating_sub(1), complete: true });
         self.events.append(&mut self.held);
         self.is_open = false;
         self.has_complete_call = true;
@@ -138,14 +131,9 @@ impl EventSink {
 
     /// Ends the open call, if any, because its text is not in the format. What is held back of it is dropped.
     pub(super) fn abandon(&mut self) {
-        if !std::mem::take(&mut self.is_open) {
-            return;
-        }
-        if self.whole_calls {
+        if std::mem::take(&mut self.is_open) && self.whole_calls {
             self.held.clear();
             self.calls -= 1;
-        } else {
-            self.call_event(OutputEvent::ToolCallEnd { index: self.calls - 1, complete: false });
         }
     }
 

@@ -349,6 +349,13 @@ impl CallFormat {
         CALL_FORMATS.last().expect("the table is not empty; this is a bug")
     }
 
+    /// Returns the form in which required calls are written, and its format: the generic one in place of
+    /// formats whose arguments are not JSON.
+    pub(super) fn written(&'static self) -> Option<(&'static CallFormat, &'static Writing)> {
+        let formats = [self, CallFormat::generic()];
+        formats.into_iter().find_map(|format| Some((format, format.writing.as_ref()?)))
+    }
+
     /// Returns the names of all formats, without aliases.
     pub fn names() -> impl Iterator<Item = &'static str> {
         CALL_FORMATS.iter().map(|format| format.name)

@@ -7,16 +7,19 @@ use super::events::EventSink;
 use super::json::{JsonScanner, push_character};
 use crate::text::tools::is_function_name;
 
-const START: &str = "<|start|>";
-const CHANNEL: &str = "<|channel|>";
-const MESSAGE: &str = "<|message|>";
+pub(super) const START: &str = "<|start|>";
+pub(super) const CHANNEL: &str = "<|channel|>";
+pub(super) const MESSAGE: &str = "<|message|>";
 const CONSTRAIN: &str = "<|constrain|>";
-const END: &str = "<|end|>";
+pub(super) const END: &str = "<|end|>";
 const CALL: &str = "<|call|>";
 const RETURN: &str = "<|return|>";
 
 /// The role of the model's messages, which begins their headers.
-const ROLE: &str = "assistant";
+pub(super) const ROLE: &str = "assistant";
+
+/// The channel of reasoning.
+pub(super) const ANALYSIS: &str = "analysis";
 
 /// All markers.
 pub(super) const MARKERS: &[&str] = &[START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN];
@@ -29,6 +32,8 @@ const HEADER_BYTES_MAX: usize = 512;
 pub(super) struct HarmonyReader {
     /// Whether the request has tools; without them, calls are content.
     has_tools: bool,
+    /// Whether markers within content are text.
+    is_constrained: bool,
     stage: Stage,
     /// Characters that may be the beginning of a marker.
     held: String,
@@ -51,6 +56,39 @@ enum Stage {
     AfterCall,
 }
 
+/// The place in a Harmony message at which a rendered prompt ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum PromptEnd {
+    /// Before the role of a message.
+    Outside,
+    /// After the role.
+    Role,
+    /// Within a header, of which the prompt has this text after the role.
+    Header(String),
+    Reasoning,
+    /// Within any other message.
+    Content,
+}
+
+impl PromptEnd {
+    /// Returns where a prompt ends.
+    pub(super) fn of(prompt: &str) -> PromptEnd {
+        let (_, last) = prompt.rsplit_once(START).unwrap_or_default();
+        if last.contains(END) || last.is_empty() {
+            return PromptEnd::Outside;
+        }
+        let last = last.strip_prefix(ROLE).unwrap_or(last);
+        match last.split_once(MESSAGE) {
+            None if last.trim().is_empty() => PromptEnd::Role,
+            None => PromptEnd::Header(last.to_owned()),
+            Some((header, _)) if matches!(message_kind(header, true), MessageKind::Reasoning) => {
+                PromptEnd::Reasoning
+            }
+            Some(_) => PromptEnd::Content,
+        }
+    }
+}
+
 /// Kind of the message that a header begins.
 enum MessageKind {
     Reasoning,
@@ -59,10 +97,22 @@ enum MessageKind {
 }
 
 impl HarmonyReader {
-    /// Creates a reader of the output after a rendered prompt, which may end within a message.
-    pub(super) fn new(prompt: &str, has_tools: bool, scratch: &mut EventSink) -> HarmonyReader {
-        let mut reader =
-            HarmonyReader { has_tools, stage: Stage::Header, held: String::new(), raw: String::new() };
+    /// Creates a reader of the output after a rendered prompt, which may end within a message. If the output
+    /// `is_constrained`, the text of a message that is neither reasoning nor a call has no end but that of
+    /// the output.
+    pub(super) fn new(
+        prompt: &str,
+        has_tools: bool,
+        is_constrained: bool,
+        scratch: &mut EventSink,
+    ) -> HarmonyReader {
+        let mut reader = HarmonyReader {
+            has_tools,
+            is_constrained,
+            stage: Stage::Header,
+            held: String::new(),
+            raw: String::new(),
+        };
         let begun = prompt.rfind(START).map_or("", |start| &prompt[start + START.len()..]);
         // A message that has ended begins nothing.
         if !begun.contains(END) {
@@ -84,6 +134,10 @@ impl HarmonyReader {
     pub(super) fn push(&mut self, c: char, sink: &mut EventSink) {
         self.held.push(c);
         while let Some(first) = self.held.chars().next() {
+            if self.is_within_text() {
+                let held = std::mem::take(&mut self.held);
+                return held.chars().for_each(|c| self.character(c, sink));
+            }
             if let Some(marker) = MARKERS.iter().find(|marker| **marker == self.held) {
                 self.held.clear();
                 return self.marker(marker, sink);
@@ -93,6 +147,16 @@ impl HarmonyReader {
             }
             self.held.remove(0);
             self.character(first, sink);
+        }
+    }
+
+    /// Returns whether a marker that comes next is text: one within a string of a call's arguments, or within
+    /// an answer that a grammar describes.
+    fn is_within_text(&self) -> bool {
+        match &self.stage {
+            Stage::Call { scanner, .. } => scanner.is_within_string(),
+            Stage::Content => self.is_constrained,
+            Stage::Header | Stage::Reasoning | Stage::AfterCall => false,
         }
     }
 
@@ -221,7 +285,7 @@ fn message_kind(header: &str, has_tools: bool) -> MessageKind {
     let function = recipient.and_then(|recipient| recipient.strip_prefix("functions."));
     match (function.filter(|name| has_tools && is_function_name(name)), recipient, channel) {
         (Some(name), _, _) => MessageKind::Call(name.to_owned()),
-        (None, None, Some("analysis")) => MessageKind::Reasoning,
+        (None, None, Some(ANALYSIS)) => MessageKind::Reasoning,
         _ => MessageKind::Content,
     }
 }

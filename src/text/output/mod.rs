@@ -30,7 +30,7 @@ mod xml_calls;
 
 pub use events::OutputEvent;
 pub use formats::CallFormat;
-pub use grammar::{CallForm, CallGrammar, GrammarText};
+pub use grammar::{ConstraintContext, OutputGrammar};
 pub use reasoning::ReasoningFormat;
 
 use super::ChatTemplate;
@@ -52,7 +52,8 @@ pub struct OutputFormats {
 
 impl OutputFormats {
     /// Selects formats by their names. For "auto", it is that of the chat template; for "none", there is
-    /// none. The error is a message that lists the names.
+    /// none, and there is none of calls if the template does not show tools. The error is a message that
+    /// lists the names.
     pub fn select(
         (calls, reasoning): (&str, &str),
         template: Option<&ChatTemplate>,
@@ -61,7 +62,11 @@ impl OutputFormats {
             calls: match calls {
                 "auto" => template.and_then(ChatTemplate::call_format),
                 "none" => None,
-                name => Some(CallFormat::named(name).ok_or_else(|| unknown(name, CallFormat::names()))?),
+                name => {
+                    let format = CallFormat::named(name).ok_or_else(|| unknown(name, CallFormat::names()))?;
+                    // A template that does not show tools drops them, whatever the format is.
+                    Some(format).filter(|_| template.is_none_or(|template| template.call_format().is_some()))
+                }
             },
             reasoning: match reasoning {
                 "auto" => template.and_then(ChatTemplate::reasoning_format),
@@ -72,6 +77,14 @@ impl OutputFormats {
                 }
             },
         })
+    }
+
+    /// Returns whether the output is Harmony messages.
+    fn is_harmony(&self) -> bool {
+        match self.calls {
+            Some(format) => matches!(format.syntax, Syntax::Harmony),
+            None => self.reasoning.is_some_and(|format| matches!(format.syntax, ReasoningSyntax::Harmony)),
+        }
     }
 
     /// Returns the markers that the parser must see.
@@ -99,6 +112,9 @@ pub struct OutputSettings<'a> {
     pub prompt: &'a str,
     /// Whether the model continues the last message of the prompt.
     pub is_continued: bool,
+    /// Whether a grammar other than one of calls describes the answer: text in it that looks like a marker is
+    /// text.
+    pub is_constrained: bool,
     /// Return a call only when it is complete, and calls that are cut or malformed as content. This suits
     /// answers that are not streamed. Otherwise, the arguments are returned as they arrive, and such a call
     /// ends with `complete: false`.
@@ -126,7 +142,7 @@ enum Reader {
 impl OutputParser {
     /// Creates a parser at the beginning of an output.
     pub fn new(settings: OutputSettings) -> OutputParser {
-        let OutputSettings { calls, reasoning, tools, prompt, is_continued, .. } = settings;
+        let OutputSettings { calls, reasoning, tools, prompt, is_continued, is_constrained, .. } = settings;
         let is_short = calls.is_some_and(|format| format.name.starts_with("mistral"));
         let new_sink = || {
             let ids = CallIds { seed: settings.id_seed, is_short };
@@ -139,15 +155,16 @@ impl OutputParser {
             }
             Some(ReasoningSyntax::Harmony) | None => None,
         };
-        let is_harmony = matches!(reasoning.map(|format| &format.syntax), Some(ReasoningSyntax::Harmony));
         let reader = match calls.map(|format| &format.syntax) {
+            _ if (OutputFormats { calls, reasoning }).is_harmony() => {
+                let scratch = &mut new_sink();
+                Reader::Harmony(HarmonyReader::new(prompt, calls.is_some(), is_constrained, scratch))
+            }
             Some(Syntax::Marked(markers)) => Reader::Marked {
                 reasoning: marked_reasoning,
                 calls: Some(Box::new(CallReader::new(markers, tools))),
             },
-            Some(Syntax::Harmony) => Reader::Harmony(HarmonyReader::new(prompt, true, &mut new_sink())),
-            None if is_harmony => Reader::Harmony(HarmonyReader::new(prompt, false, &mut new_sink())),
-            None => Reader::Marked { reasoning: marked_reasoning, calls: None },
+            Some(Syntax::Harmony) | None => Reader::Marked { reasoning: marked_reasoning, calls: None },
         };
         OutputParser { reader, sink: new_sink() }
     }

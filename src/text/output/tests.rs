@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::testing::vocabularies::Dice;
-use crate::text::tools::{ToolChoice, ToolSettings};
+use crate::text::tools::ToolSettings;
 use serde_json::{Value as Json, json};
 
 /// An answer put together from its events.
@@ -25,34 +25,28 @@ impl Answer {
     /// Puts an answer together, and checks the order of the events.
     fn new(events: &[OutputEvent]) -> Answer {
         let mut answer = Answer::default();
-        let mut open = None;
         for event in events {
             match event {
                 OutputEvent::Content(text) => {
-                    assert!(open.is_none() && !text.is_empty(), "{events:?}");
+                    assert!(!text.is_empty(), "{events:?}");
                     answer.content += text;
                 }
                 OutputEvent::Reasoning(text) => answer.reasoning += text,
                 OutputEvent::ToolCallStart { index, id, name } => {
-                    assert!(open.is_none() && *index == answer.calls.len(), "{events:?}");
+                    assert_eq!(*index, answer.calls.len(), "{events:?}");
                     assert!(!id.is_empty() && !name.is_empty());
-                    open = Some(*index);
                     let call = Call { name: name.clone(), arguments: String::new(), is_complete: false };
                     answer.calls.push(call);
                 }
                 OutputEvent::ToolCallArguments { index, delta } => {
-                    assert_eq!(open, Some(*index), "{events:?}");
+                    assert_eq!(*index + 1, answer.calls.len(), "{events:?}");
                     answer.calls[*index].arguments += delta;
-                }
-                OutputEvent::ToolCallEnd { index, complete } => {
-                    assert_eq!(open.take(), Some(*index), "{events:?}");
-                    answer.calls[*index].is_complete = *complete;
-                    let arguments = serde_json::from_str::<Json>(&answer.calls[*index].arguments);
-                    assert!(!complete || arguments.is_ok_and(|value| value.is_object()), "{events:?}");
                 }
             }
         }
-        assert_eq!(open, None, "every call ends: {events:?}");
+        for call in &mut answer.calls {
+            call.is_complete = serde_json::from_str::<Json>(&call.arguments).is_ok_and(|all| all.is_object());
+        }
         answer
     }
 }
@@ -76,6 +70,7 @@ fn settings(calls: &str) -> OutputSettings<'static> {
         tools: tools(),
         prompt: "",
         is_continued: false,
+        is_constrained: false,
         whole_calls: false,
         max_calls: usize::MAX,
         id_seed: 7,
@@ -118,9 +113,9 @@ fn answer(content: &str, calls: &[Call]) -> Answer {
 }
 
 const PARIS: &str = r#"{"city": "Paris", "days": 2}"#;
-/// Arguments with brackets, markers and escapes in strings.
-const NESTED: &str =
-    r#"{"where": {"a": ["}{", "]</tool_call>", {"q": "\"x\\"}], "b": {}}, "city": "Zürich 世界 😀"}"#;
+/// Arguments with brackets, markers of several formats and escapes in strings.
+const NESTED: &str = r#"{"where": {"a": ["}{", "]</tool_call>", {"q": "\"x\\"}], "b": {}},
+ "city": "Zürich 世界 😀", "marks": ["<|end|><|start|>", "```", "</think>[TOOL_CALLS]", "<|channel|>"]}"#;
 
 /// Outputs with one call each of `get_weather` with PARIS and with NESTED, by format.
 fn two_calls() -> Vec<(&'static str, String)> {
@@ -175,6 +170,7 @@ fn two_calls() -> Vec<(&'static str, String)> {
         ("cohere", format!("<|START_ACTION|>[{}]<|END_ACTION|>", cohere.join(",\n "))),
         ("json", format!("```json\n{list}\n```")),
         ("json", format!("{first}\n{second}")),
+        ("json", format!("```json\n{first}\n```\n```json\n{second}\n```")),
         ("openai", harmony.concat()),
     ]
 }
@@ -362,8 +358,7 @@ fn arguments_are_returned_as_they_arrive() {
     assert!(id.len() == 29 && id.starts_with("call_"), "{id}");
     assert!(!parser.has_calls(), "the call may still turn out to be malformed");
     assert_eq!(parser.push("y\"}"), [OutputEvent::ToolCallArguments { index: 0, delta: "y\"}".into() }]);
-    assert_eq!(parser.push("}\n</tool"), [OutputEvent::ToolCallEnd { index: 0, complete: true }]);
-    assert_eq!((parser.push("_call>"), parser.finish()), (vec![], vec![]));
+    assert_eq!((parser.push("}\n</tool_call>"), parser.finish()), (vec![], vec![]));
     assert!(parser.has_calls());
 }
 
@@ -466,6 +461,33 @@ fn harmony_channels_are_separated() {
         let read = parse(OutputSettings { prompt, ..without_tools.clone() }, output);
         assert_eq!(read, answer("Yes", &[]), "{prompt} {output}");
     }
+}
+
+#[test]
+fn markers_within_a_constrained_answer_are_text() {
+    let harmony = OutputSettings {
+        calls: None,
+        reasoning: ReasoningFormat::named("openai_gptoss"),
+        is_constrained: true,
+        ..settings("json")
+    };
+    let text = "{\"a\": \"<|end|> <|channel|>analysis<|message|>\"}";
+    let thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant";
+    let read = parse(harmony, &format!("{thought}<|channel|>final<|message|>{text}"));
+    assert_eq!(read, Answer { reasoning: "Hm.".into(), ..answer(text, &[]) });
+}
+
+#[test]
+fn formats_of_calls_need_a_template_that_shows_tools() {
+    let template = |source: &str| ChatTemplate::new("t", source, Default::default()).unwrap();
+    let selected = |name: &str, source: &str| {
+        let formats = OutputFormats::select((name, "none"), Some(&template(source))).unwrap();
+        formats.calls.map(|format| format.name)
+    };
+    let shows = "{{ tools | tojson }}";
+    assert_eq!((selected("hermes", shows), selected("auto", shows)), (Some("hermes"), Some("json")));
+    assert_eq!((selected("hermes", "{{ messages }}"), selected("auto", "{{ messages }}")), (None, None));
+    assert!(OutputFormats::select(("nonsense", "none"), Some(&template(shows))).is_err());
 }
 
 #[test]
@@ -610,67 +632,4 @@ fn long_outputs_take_linear_time() {
             assert_eq!(read.content.len(), output.len(), "{format}");
         }
     }
-}
-
-/// Writes a text of a grammar with these arguments for each call.
-fn write(grammar: &CallGrammar, calls: &[(usize, &str)]) -> String {
-    let text = |texts: &[GrammarText]| -> String {
-        texts
-            .iter()
-            .map(|part| match part {
-                GrammarText::Text(text) => text.as_str(),
-                GrammarText::Marker(marker) => marker,
-            })
-            .collect()
-    };
-    let written: Vec<String> = calls
-        .iter()
-        .map(|(call, arguments)| {
-            let CallForm { prefix, suffix, .. } = &grammar.calls[*call];
-            format!("{}{arguments}{}", text(prefix), text(suffix))
-        })
-        .collect();
-    format!("{}{}{}", text(&grammar.open), written.join(&text(&grammar.separator)), text(&grammar.close))
-}
-
-#[test]
-fn calls_of_a_grammar_are_read_in_its_format() {
-    let settings_of = |choice| ToolSettings { tools: tools().to_vec(), choice, parallel: true };
-    for format in CallFormat::names().map(|name| CallFormat::named(name).unwrap()) {
-        let required = format.grammar(&settings_of(ToolChoice::Required)).unwrap();
-        assert_eq!(
-            required.calls.iter().map(|call| call.name.as_str()).collect::<Vec<_>>(),
-            ["get_weather", "search-web"]
-        );
-        assert_eq!(required.calls[0].schema, tools()[0].parameters);
-        let arguments = [(0, PARIS), (1, "{}"), (0, NESTED)];
-        let arguments = &arguments[..required.max_calls.min(3)];
-        let read = parse(settings(required.format.name), &write(&required, arguments));
-        let expected: Vec<Call> =
-            arguments.iter().map(|(index, text)| call(&tools()[*index].name, text)).collect();
-        assert_eq!(read, answer("", &expected), "{}", format.name);
-
-        let named = format.grammar(&settings_of(ToolChoice::Named("search-web".into()))).unwrap();
-        assert_eq!((named.calls.len(), named.max_calls), (1, 1));
-        let read = parse(settings(named.format.name), &write(&named, &[(0, "{}")]));
-        assert_eq!(read, answer("", &[call("search-web", "{}")]), "{}", format.name);
-
-        // Every marker of the grammar is shown to the parser.
-        let markers: Vec<&str> = required.format.markers().collect();
-        let used = required
-            .open
-            .iter()
-            .chain(&required.calls[0].prefix)
-            .chain(&required.calls[0].suffix)
-            .chain(&required.close);
-        for part in used {
-            assert!(!matches!(part, GrammarText::Marker(marker) if !markers.contains(marker)), "{part:?}");
-        }
-        assert!(format.grammar(&settings_of(ToolChoice::Auto)).is_none());
-    }
-    let hermes = CallFormat::named("hermes").unwrap().grammar(&settings_of(ToolChoice::Required)).unwrap();
-    assert_eq!(
-        write(&hermes, &[(0, PARIS)]),
-        format!("<tool_call>\n{{\"name\": \"get_weather\", \"arguments\": {PARIS}}}\n</tool_call>")
-    );
 }

@@ -1,7 +1,7 @@
 //! Every strategy against its definition in numpy (`tests/oracle/make_sampling.py`), by 50,000 draws.
 
 use super::*;
-use mainstem_kernels::reference::draw::draw_from_all;
+use mainstem_kernels::reference::draw::draw;
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -38,11 +38,10 @@ fn counts(answers: &Answers, params: &Json) -> Vec<u32> {
     sampler.draw(&plan, &state, &row).expect("no mask");
     let mut candidates = vec![f32::NEG_INFINITY; answers.logits.len()];
     sampler.top().iter().for_each(|&(id, logprob)| candidates[id as usize] = logprob);
-    let first = sampler.top()[0].0;
     let is_fixed = plan.chooser.is_none() && !plan.active().contains(&"xtc");
     let mut counts = vec![0u32; candidates.len()];
     for position in 0..answers.draws {
-        let token = || draw_from_all(&candidates, first, 11, position);
+        let token = || draw((0..).zip(candidates.iter().copied()), 11, position).expect("a candidate");
         if is_fixed && position >= 500 {
             counts[token() as usize] += 1;
             continue;

@@ -128,7 +128,18 @@ pub enum Level {
     Portable(portable::Portable),
 }
 
+impl std::fmt::Debug for Level {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.isa().name())
+    }
+}
+
 impl Level {
+    /// Returns the best instruction set of this CPU.
+    pub fn best() -> Level {
+        Level::new(Isa::Auto).expect("the portable one needs nothing; this is a bug")
+    }
+
     /// Returns the requested instruction set, or an error if this CPU does not support it.
     pub fn new(isa: Isa) -> Result<Level, DeviceError> {
         let found = match isa {

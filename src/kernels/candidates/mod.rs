@@ -7,31 +7,44 @@
 //!
 //! Invariant: at least one candidate stays; nothing is allocated once the buffers have grown.
 
-use crate::batch::lowest_allowed;
-use crate::random::token_words;
-use crate::reference::draw::{Best, WEIGHT_BITS, draw_from_all, exp, weight};
+mod passes;
+mod prefix;
 
-/// Number of candidates by which a search for a prefix begins.
-const FIRST: usize = 64;
+use crate::batch::lowest_allowed;
+use crate::cpu::simd::Level;
+use crate::random::token_words;
+use crate::reference::draw::{Best, WEIGHT_BITS, exp, weight};
+use passes::{DrawFromAll, TotalWeight, WeightBuckets};
+use prefix::{Bucket, bucket, last_bucket, weighted_prefix};
+
+/// Number of listed candidates from which the random words of the whole vocabulary are computed for a draw.
+const MANY: usize = 1024;
 
 /// Candidates that are behind the first by more than this have weight 0 and are never drawn.
 const NEGLIGIBLE: f32 = 28.0;
 
 /// Memory of the candidates of one row, which is kept from row to row.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Buffers {
     /// Values of the whole vocabulary.
     pub values: Vec<f32>,
     keys: Vec<u64>,
     others: Vec<u64>,
+    level: Level,
+}
+
+impl Default for Buffers {
+    /// Creates buffers without memory, for the best instruction set of this CPU.
+    fn default() -> Buffers {
+        Buffers { values: Vec::new(), keys: Vec::new(), others: Vec::new(), level: Level::best() }
+    }
 }
 
 impl Buffers {
-    /// Allocates memory for a vocabulary of this size that suffices for all operations but
-    /// [`Candidates::keep_fraction_by`] and [`Candidates::keep_while_by`].
-    pub fn with_capacity(vocab: usize) -> Buffers {
-        let (values, keys) = (Vec::with_capacity(vocab), Vec::with_capacity(vocab));
-        Buffers { values, keys, others: Vec::new() }
+    /// Creates buffers of empty lists. If both have capacity for a vocabulary, that is enough for all
+    /// operations but [`Candidates::keep_fraction_by`] and [`Candidates::keep_while_by`].
+    pub(crate) fn of_lists(values: Vec<f32>, keys: Vec<u64>, level: Level) -> Buffers {
+        Buffers { values, keys, others: Vec::new(), level }
     }
 
     /// Allocates memory for a vocabulary of this size and all operations, unless there is enough.
@@ -82,15 +95,16 @@ pub struct Candidates<'a> {
     sorted: usize,
     /// The largest value.
     largest: f32,
+    level: Level,
 }
 
 impl<'a> Candidates<'a> {
     /// Makes a candidate of every token, with the values of the buffers, none of which may be NaN.
     pub fn new(buffers: &'a mut Buffers) -> Candidates<'a> {
-        let Buffers { values, keys, others } = buffers;
+        let Buffers { values, keys, others, level } = buffers;
         let largest = largest(values);
         keys.clear();
-        Candidates { values, keys, others, listed: false, sorted: 0, largest }
+        Candidates { values, keys, others, listed: false, sorted: 0, largest, level: *level }
     }
 
     /// Returns the number of candidates that can be drawn: those above negative infinity.
@@ -135,7 +149,7 @@ impl<'a> Candidates<'a> {
         if self.listed {
             return self.keys.iter().map(|&key| weight(value_of(key) - largest)).sum();
         }
-        sum_in_lanes(self.values, |value| weight(value - largest))
+        self.level.run(TotalWeight { values: self.values, largest })
     }
 
     /// Returns the sum of all weights, in units of the largest.
@@ -208,18 +222,17 @@ impl<'a> Candidates<'a> {
     /// Keeps the shortest prefix of the candidates, most likely first, whose weights sum up to `fraction` of
     /// all; at least one.
     pub fn keep_fraction(&mut self, fraction: f32) {
-        let total = self.total_weight();
-        if !self.listed {
-            // What is below the mean of the remaining fraction cannot be needed. The subtrahend covers the
-            // rounding.
-            let mean = (1.0 - f64::from(fraction)) * total as f64 / self.values.len() as f64;
-            let relative = mean.max(0.5).ln() - f64::from(WEIGHT_BITS) * std::f64::consts::LN_2;
-            self.list_from(self.largest + relative as f32 - 0.01);
-        }
-        let enough = f64::from(fraction) * total as f64;
         let largest = self.largest;
         let behind = |key| largest - value_of(key);
-        let len = weighted_prefix(self.keys, behind, |key| weight(-behind(key)), enough);
+        let weight_of = |key| weight(-behind(key));
+        let (end, enough) = if self.listed {
+            let enough = f64::from(fraction) * self.total_weight() as f64;
+            (last_bucket(self.keys, behind, weight_of, enough), enough)
+        } else {
+            self.level.run(WeightBuckets { values: self.values, largest, fraction })
+        };
+        self.list_where(|value| bucket(largest - value) <= end.number);
+        let len = weighted_prefix(self.keys, behind, weight_of, end, enough);
         self.keys.truncate(len);
         self.sorted = 0;
     }
@@ -229,10 +242,10 @@ impl<'a> Candidates<'a> {
     /// is not negative.
     pub fn keep_fraction_by(&mut self, fraction: f32, order: impl Fn(f32) -> f32) {
         let enough = f64::from(fraction) * self.total_weight() as f64;
-        self.key_by(order, enough);
+        let end = self.key_by(order, enough);
         let weight_of = |key: u64| weight(self.values[key as u32 as usize] - self.largest);
         let order = |key: u64| f32::from_bits((key >> 32) as u32);
-        let len = weighted_prefix(self.others, order, weight_of, enough);
+        let len = weighted_prefix(self.others, order, weight_of, end, enough);
         self.keep_others(len);
     }
 
@@ -247,20 +260,23 @@ impl<'a> Candidates<'a> {
     }
 
     /// Writes keys by `order` to the other buffer: those of all candidates, except some that come after the
-    /// first ones whose weights sum up to `enough`.
-    fn key_by(&mut self, order: impl Fn(f32) -> f32, enough: f64) {
+    /// first ones whose weights sum up to `enough`. Returns the bucket in which they do.
+    fn key_by(&mut self, order: impl Fn(f32) -> f32, enough: f64) -> Bucket {
         let key = |order: f32, id: u32| u64::from(order.to_bits()) << 32 | u64::from(id);
         let relative = |value: f32| value - self.largest;
+        let order_of = |value: f32| order(relative(value));
+        let weight_of = |value: f32| weight(relative(value));
         self.others.clear();
         if self.listed {
-            let keys = self.keys.iter().map(|&listed| key(order(relative(value_of(listed))), listed as u32));
-            return self.others.extend(keys);
+            let order_of = |listed| order_of(value_of(listed));
+            self.others.extend(self.keys.iter().map(|&listed| key(order_of(listed), listed as u32)));
+            return last_bucket(self.keys, order_of, |listed| weight_of(value_of(listed)), enough);
         }
-        let order_of = |value: f32| order(relative(value));
-        let (last, _) = last_bucket(self.values, order_of, |value| weight(relative(value)), enough);
-        let near = (0..).zip(&*self.values).filter(|&(_, &value)| bucket(order_of(value)) <= last);
+        let end = last_bucket(self.values, order_of, weight_of, enough);
+        let near = (0..).zip(&*self.values).filter(|&(_, &value)| bucket(order_of(value)) <= end.number);
         self.others.extend(near.map(|(id, &value)| key(order_of(value), id)));
         self.listed = true;
+        end
     }
 
     /// Makes the first `len` keys of the other buffer the candidates.
@@ -324,10 +340,14 @@ impl<'a> Candidates<'a> {
     }
 
     /// Draws a candidate with the noise of a seed and a position, as the definition of the draw says.
-    pub fn draw(&self, seed: u64, position: u64) -> u32 {
+    pub fn draw(&mut self, seed: u64, position: u64) -> u32 {
         let first = self.most_likely();
-        if !self.listed {
-            return draw_from_all(self.values, first, seed, position);
+        if self.listed && self.keys.len() >= MANY {
+            self.values.fill(f32::NEG_INFINITY);
+            self.keys.iter().for_each(|&key| self.values[key as u32 as usize] = value_of(key));
+        }
+        if !self.listed || self.keys.len() >= MANY {
+            return self.level.run(DrawFromAll { values: self.values, first, seed, position });
         }
         let mut best = Best::new(first, self.largest, seed, position);
         for (id, value) in self.keys.iter().map(|&key| (key as u32, value_of(key))) {
@@ -340,7 +360,7 @@ impl<'a> Candidates<'a> {
 
     /// Lists the `n` most likely candidates and perhaps others of the whole vocabulary.
     fn list_first(&mut self, n: usize) {
-        let capacity = n.saturating_mul(4).max(4 * FIRST);
+        let capacity = n.saturating_mul(4).max(256);
         // Later tokens of the same value come after those that are listed.
         let mut threshold = None;
         let may_be_first = |value: f32, threshold: Option<f32>| threshold.is_none_or(|least| value > least);
@@ -361,20 +381,25 @@ impl<'a> Candidates<'a> {
 
     /// Lists the candidates of at least this value, unless they are listed already.
     fn list_from(&mut self, value: f32) {
-        if self.listed {
-            return;
-        }
-        for (start, chunk) in (0..).step_by(16).zip(self.values.chunks(16)) {
-            if chunk.iter().fold(false, |any, &v| any | (v >= value)) {
-                let above = (start..).zip(chunk).filter(|&(_, &v)| v >= value);
-                self.keys.extend(above.map(|(id, &v)| key_of(v, id)));
-            }
-        }
-        self.listed = true;
+        self.list_where(|v| v >= value);
         if self.keys.is_empty() {
             let id = self.values.iter().position(|&value| value == self.largest).unwrap_or(0) as u32;
             self.keys.push(key_of(self.largest, id));
         }
+    }
+
+    /// Lists the candidates of whose value `keep` approves, unless they are listed already.
+    fn list_where(&mut self, keep: impl Fn(f32) -> bool) {
+        if self.listed {
+            return;
+        }
+        for (start, chunk) in (0..).step_by(16).zip(self.values.chunks(16)) {
+            if chunk.iter().fold(false, |any, &value| any | keep(value)) {
+                let kept = (start..).zip(chunk).filter(|&(_, &value)| keep(value));
+                self.keys.extend(kept.map(|(id, &value)| key_of(value, id)));
+            }
+        }
+        self.listed = true;
     }
 }
 
@@ -390,81 +415,6 @@ fn key_of(value: f32, id: u32) -> u64 {
 fn value_of(key: u64) -> f32 {
     let bits = (key >> 32) as u32;
     f32::from_bits(if bits >> 31 == 1 { bits } else { !bits & (u32::MAX >> 1) })
-}
-
-/// Moves the shortest prefix of the ordered keys whose weights sum up to `enough` to the front, and returns
-/// its length: at least 1, and all if they do not suffice. The keys are ordered around its end only. `order`
-/// is a number that is not negative and ascends with the keys.
-fn weighted_prefix(
-    keys: &mut Vec<u64>,
-    order: impl Fn(u64) -> f32,
-    weight: impl Fn(u64) -> u64,
-    enough: f64,
-) -> usize {
-    let (mut low, mut sum) = (0, 0u64);
-    if keys.len() > BUCKETS {
-        let last;
-        (last, sum) = last_bucket(keys, &order, &weight, enough);
-        keys.retain(|&key| bucket(order(key)) <= last);
-        for i in 0..keys.len() {
-            if bucket(order(keys[i])) < last {
-                keys.swap(low, i);
-                low += 1;
-            }
-        }
-    }
-    let mut high = keys.len();
-    while high - low > 32 {
-        let count = (3 * low).max(FIRST).min((high - low) / 2);
-        keys[low..high].select_nth_unstable(count - 1);
-        let part: u64 = keys[low..low + count].iter().map(|&key| weight(key)).sum();
-        if (sum + part) as f64 >= enough {
-            high = low + count;
-        } else {
-            sum += part;
-            low += count;
-        }
-    }
-    keys[low..high].sort_unstable();
-    for (i, &key) in keys[low..high].iter().enumerate() {
-        sum += weight(key);
-        if sum as f64 >= enough {
-            return low + i + 1;
-        }
-    }
-    high
-}
-
-/// Number of buckets of a search for a prefix.
-const BUCKETS: usize = 4096;
-
-/// Returns the bucket of a number that is not negative; larger ones are in the same or a later one.
-fn bucket(order: f32) -> usize {
-    ((order * 128.0) as usize).min(BUCKETS - 1)
-}
-
-/// Returns the bucket in which the weights of the items, bucket by bucket, sum up to `enough`, the last one
-/// if they do not; and the sum of the weights before it.
-fn last_bucket<T: Copy>(
-    items: &[T],
-    order: impl Fn(T) -> f32,
-    weight: impl Fn(T) -> u64,
-    enough: f64,
-) -> (usize, u64) {
-    let mut sums = [0u64; BUCKETS];
-    let (chunks, rest) = items.as_chunks::<16>();
-    for chunk in chunks {
-        // Computed apart from the additions, so that it vectorizes.
-        let (weights, orders) = (chunk.map(&weight), chunk.map(&order));
-        weights.iter().zip(orders).for_each(|(weight, order)| sums[bucket(order)] += weight);
-    }
-    rest.iter().for_each(|&item| sums[bucket(order(item))] += weight(item));
-    let (mut last, mut sum) = (0, 0);
-    while last < BUCKETS - 1 && ((sum + sums[last]) as f64) < enough {
-        sum += sums[last];
-        last += 1;
-    }
-    (last, sum)
 }
 
 /// Returns the sum of a term of each value, computed in lanes, so that it vectorizes.

@@ -1,0 +1,12 @@
+//! A regular expression of a request.
+
+#![no_main]
+
+use mainstem_grammar::Form;
+
+mainstem_fuzz::target!(parse);
+
+fn parse(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    mainstem_fuzz::constraint::check(Form::Regex(text.into()));
+}
