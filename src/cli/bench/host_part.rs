@@ -4,7 +4,7 @@
 
 use super::sample::TestKind;
 use super::suite::BenchTest;
-use crate::decoding::strategies::{CheckedDefaults, Vocabulary};
+use crate::decoding::strategies::{AnyVocabulary, CheckedDefaults};
 use crate::decoding::{Constraint, SamplingPlan};
 use crate::model::ModelSource;
 use crate::text::Tokenizer;
@@ -12,7 +12,6 @@ use crate::text::grammar_vocabulary::grammar_vocabulary;
 use anyhow::{Context, Result};
 use mainstem_grammar::{ConstraintStart, Form, Grammar, Limits, Spec};
 use serde_json::json;
-use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Number of records in the output, more than any test generates.
@@ -35,7 +34,7 @@ impl HostPart {
                     part.constraint = Some(constraint(source, tokenizer)?);
                 }
                 TestKind::HostDrawn { .. } if part.plan.is_none() => {
-                    part.plan = Some(plan(source.spec.vocab)?);
+                    part.plan = Some(plan()?);
                 }
                 _ => {}
             }
@@ -82,26 +81,8 @@ fn constraint(source: &ModelSource, tokenizer: &Arc<Tokenizer>) -> Result<Arc<Co
 }
 
 /// Returns a plan that needs the history and a sum over the vocabulary.
-fn plan(vocab: usize) -> Result<Arc<SamplingPlan>> {
-    struct Size(usize);
-    impl Vocabulary for Size {
-        fn size(&self) -> usize {
-            self.0
-        }
-
-        fn end_tokens(&self) -> Cow<'_, [u32]> {
-            Cow::Borrowed(&[])
-        }
-
-        fn encode(&self, _: &str) -> Vec<u32> {
-            Vec::new()
-        }
-
-        fn tokens_with(&self, _: &str) -> Vec<u32> {
-            Vec::new()
-        }
-    }
+fn plan() -> Result<Arc<SamplingPlan>> {
     let params = [("repetition_penalty", json!(1.1)), ("temperature", json!(0.8)), ("top_p", json!(0.95))];
     let pairs = params.iter().map(|(name, value)| (*name, value));
-    Ok(Arc::new(SamplingPlan::parse(&CheckedDefaults::default(), pairs, &Size(vocab))?))
+    Ok(Arc::new(SamplingPlan::parse(&CheckedDefaults::default(), pairs, &AnyVocabulary)?))
 }

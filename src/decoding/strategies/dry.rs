@@ -65,9 +65,10 @@ fn build(values: &Values, vocabulary: &dyn Vocabulary) -> Result<Option<Unit>, P
         return Ok(None);
     }
     // Many texts may share most tokens of the vocabulary, so the tokens are marked instead of collected.
-    let mut marks = vec![false; vocabulary.size()];
+    let mut marks = Vec::new();
     for id in values.texts(&BREAKERS).iter().flat_map(|text| vocabulary.tokens_with(text)) {
-        marks.get_mut(id as usize).into_iter().for_each(|mark| *mark = true);
+        marks.resize(marks.len().max(id as usize + 1), false);
+        marks[id as usize] = true;
     }
     let breakers = (0..).zip(marks).filter(|(_, mark)| *mark).map(|(id, _)| id).collect();
     let (base, allowed_length) = (values.float(&BASE), values.count(&ALLOWED_LENGTH) as u32);

@@ -158,8 +158,8 @@ pub trait Vocabulary {
     }
 }
 
-/// A vocabulary for checks of parameters where no model is known: it has every token id. Plans are not built
-/// with it.
+/// A vocabulary for checks of parameters where no model is known: it has every token id, every text is a
+/// token, and no token contains a text.
 #[derive(Clone, Copy, Debug)]
 pub struct AnyVocabulary;
 

@@ -482,7 +482,7 @@ mod tests {
                 let output = thought.to_owned() + &model.pieces(&formats, &ids).concat();
                 let none = tools(ToolChoice::None, true);
                 let settings = OutputSettings { is_constrained: true, ..settings(formats, &none, &prompt) };
-                let (content, reasoning, calls, _) = read(settings, &[output.clone()]);
+                let (content, reasoning, calls, _) = read(settings, std::slice::from_ref(&output));
                 let value = serde_json::from_str(&content).unwrap_or(Json::Null);
                 assert!(jsonschema::is_valid(&schema, &value), "{prompt} {output}");
                 assert_eq!(calls, []);
