@@ -365,7 +365,7 @@ impl<'a> Builder<'a> {
         };
         let applies_temperature = filters.iter().any(|row| row.name == "temperature");
         let instead = of_place(Place::Instead).filter(|_| has_instead);
-        for row in of_place(Place::First).chain(edits).chain(instead) {
+        for row in of_place(Place::First).chain(edits).chain(of_place(Place::Last)).chain(instead) {
             self.add(row, None)?;
         }
         if let Some((row, values)) = strategy.filter(|_| self.plan.chooser.is_none()) {
@@ -390,7 +390,7 @@ impl<'a> Builder<'a> {
     fn name_draw(&mut self) {
         let SamplingPlan { active, is_greedy, .. } = &mut self.plan;
         if *is_greedy {
-            let is_edit = |name: &str| find(name, &[Place::First, Place::Edit]).is_some();
+            let is_edit = |name: &str| find(name, &[Place::First, Place::Edit, Place::Last]).is_some();
             active.retain(|name| is_edit(name));
             active.push("greedy");
         } else if active.is_empty() {
