@@ -225,6 +225,9 @@ async fn tokens_depend_on_nothing_but_the_request() {
     };
     let whole = engine(MODEL, &settings("")).await;
     let divided = [engine(MODEL, &settings("0;1")).await, engine(MODEL, &settings("0&1")).await];
+    let mut ahead = settings("");
+    ahead.push(("scheduler.run_ahead", "on".into()));
+    let ahead = engine(MODEL, &ahead).await;
     for case in 0..6 {
         let mut dice = Dice(case, 0);
         let mut requests: Vec<(usize, Request)> =
@@ -235,7 +238,7 @@ async fn tokens_depend_on_nothing_but_the_request() {
             assert_eq!(outcome.end, Some(Ok(FinishReason::Length)), "{case}");
             alone.push(outcome.ids());
         }
-        for engine in [&whole, &whole, &divided[0], &divided[1]] {
+        for engine in [&whole, &whole, &divided[0], &divided[1], &ahead] {
             let outcomes = complete_all(engine, requests.iter().map(|(_, request)| request.clone())).await;
             for ((number, request), outcome) in requests.iter().zip(&outcomes) {
                 let plan = request.plan.as_ref().map(|plan| plan.active());
@@ -244,7 +247,7 @@ async fn tokens_depend_on_nothing_but_the_request() {
             dice.shuffle(&mut requests);
         }
     }
-    for engine in divided.into_iter().chain([whole]) {
+    for engine in divided.into_iter().chain([whole, ahead]) {
         all_home(&engine, 5).await;
         engine.stop();
     }

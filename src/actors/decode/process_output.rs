@@ -106,13 +106,26 @@ impl DecodeLoop {
     /// Processes a sampled token, and those that a grammar forces after it.
     fn process_token(&mut self, sequence: SequenceRef, token: Token) {
         let id = token.id;
+        if let Some(running) = find(&mut self.running, &mut self.leaving, sequence) {
+            running.forced = 0;
+        }
         let Some(running) = self.deliver_token(sequence, token) else { return };
-        running.forced = 0;
         let forced = running.host.as_ref().map_or_else(Vec::new, |host| host.accept(id));
         for id in forced {
             let token = Token { id, logprob: None, top: Vec::new() };
-            let Some(running) = self.deliver_token(sequence, token) else { return };
-            running.forced += 1;
+            match self.deliver_token(sequence, token) {
+                Some(running) => running.forced += 1,
+                None => return self.discard_uncomputed(sequence),
+            }
+        }
+    }
+
+    /// Discards the sampled token of a sequence that ended with a forced one, and those forced before, because
+    /// no step computes their K and V.
+    fn discard_uncomputed(&mut self, sequence: SequenceRef) {
+        if let Some(running) = find(&mut self.running, &mut self.leaving, sequence) {
+            let computed = running.generated.len().saturating_sub(1 + running.forced as usize);
+            running.generated.truncate(computed);
         }
     }
 

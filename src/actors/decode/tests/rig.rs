@@ -404,7 +404,7 @@ impl Rig {
             cache: cache.clone(),
         };
         let gate = gate.start();
-        let host_pool = Arc::new(HostPool::new(1, VOCAB as usize, |_, _| ()).unwrap());
+        let host_pool = Arc::new(HostPool::new(1, slots, VOCAB as usize, |_, _| ()).unwrap());
         let handles = LoopHandles {
             next_chunks: gate.clone().recipient(),
             chunks_ahead: prefill.clone().recipient(),
