@@ -19,8 +19,8 @@ pub const STRATEGY: Strategy = Strategy {
     place: Place::Last,
     params: &[BUDGET],
     summary: "After this many tokens inside the thinking part, forces the tokens that end it, whatever other \
-              edits forbid. The part begins after the last token of the prompt or the output that begins one, \
-              also in a message that quotes it.",
+              edits forbid. The part begins after the last token of the prompt or the output that begins \
+              one, also in a message that quotes it.",
     build,
 };
 

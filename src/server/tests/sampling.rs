@@ -73,8 +73,8 @@ async fn every_spelling_reaches_the_plan() {
         (json!({ "eta_cutoff": 0.125 }), &["eta_cutoff"], "Cutoff { least: 0.125, by_entropy: true }"),
         (json!({ "epsilon_cutoff": 0.25 }), &["epsilon_cutoff"], "Cutoff { least: 0.25, by_entropy: false }"),
         (
-            json!({ "dry_multiplier": 0.875, "dry_base": 1.5, "dry_allowed_length": 3, "dry_penalty_last_n": 9,
-                    "dry_sequence_breakers": ["\n", "x"] }),
+            json!({ "dry_multiplier": 0.875, "dry_base": 1.5, "dry_allowed_length": 3,
+                    "dry_penalty_last_n": 9, "dry_sequence_breakers": ["\n", "x"] }),
             &["dry"],
             "Dry { multiplier: 0.875, base: 1.5, allowed_length: 3, last_n: 9, breakers: [10, 120] }",
         ),

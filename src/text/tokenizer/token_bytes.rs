@@ -86,7 +86,7 @@ mod tests {
         assert!(pieces.containing(b"cc").is_empty() && pieces.containing(b"aba").len() == 1);
     }
 
-    /// The same tokens as a search in each token, however far apart they are and however long the part is.
+    /// One search of all bytes equals a search in each token, whatever the distance and the part's length.
     #[test]
     fn a_search_of_all_bytes_finds_what_a_search_of_each_token_finds() {
         let pieces: TokenBytes = (0u32..3000).map(|n| format!("{:b}", n * n).into_bytes()).collect();
