@@ -102,8 +102,8 @@ impl SamplingPlan {
     /// `strategy` contradicts filters that are on, `mirostat` and `samplers` within a request; those of the
     /// defaults are ignored then. `strategy` and `mirostat` of the defaults are ignored if the request has
     /// `samplers`, and the former if it has a filter or `mirostat`. Beside `mirostat`, all filters are
-    /// ignored, as llama.cpp does. The error names the first parameter that is unknown, out of bounds, or contradicts
-    /// another.
+    /// ignored, as llama.cpp does. The error names the first parameter that is unknown, out of bounds, or
+    /// contradicts another.
     pub fn parse<'v>(
         CheckedDefaults(defaults): &CheckedDefaults,
         request: impl IntoIterator<Item = (&'v str, &'v Json)>,
