@@ -23,7 +23,7 @@ pub struct ConstraintParams {
 
 impl ConstraintParams {
     fn new(param: String, spec: Spec) -> ConstraintParams {
-        let kind = match spec.form {
+        let kind = match spec.form() {
             Form::JsonObject => "json_object",
             Form::JsonSchema(_) => "json_schema",
             Form::Regex(_) => "regex",
@@ -116,7 +116,7 @@ pub(super) fn parse_constraint(fields: &mut Fields) -> Result<Option<ConstraintP
     if let Some(cut) = find_cut(fields) {
         return Err(cut_error(cut, &param));
     }
-    Ok(Some(ConstraintParams::new(param, Spec { form, json_spaces })))
+    Ok(Some(ConstraintParams::new(param, Spec::with_spaces(form, json_spaces))))
 }
 
 /// Checks a request's tools against its other parameters: calls that are required are a constraint of their

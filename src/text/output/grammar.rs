@@ -100,14 +100,14 @@ impl ConstraintContext<'_> {
         let call = |header| {
             let (begin, separator, end) = (Vec::new(), Vec::new(), Vec::new());
             let (place, prefix, suffix) = ("$".to_owned(), self.pieces(header), Vec::new());
-            let calls = vec![Call { place, prefix, body: spec.form.clone(), suffix }];
+            let calls = vec![Call { place, prefix, body: spec.form().clone(), suffix }];
             Calls { begin, calls, separator, end, min: 1, max: Some(1) }
         };
         let (message, start) = match header {
             Some(rest) => (call(rest), ConstraintStart::Immediately),
             None => self.message(call(FINAL_HEADER)),
         };
-        OutputGrammar { spec: Spec { form: Form::Calls(message.into()), ..spec }, start }
+        OutputGrammar { spec: spec.with_form(Form::Calls(message.into())), start }
     }
 
     /// Returns where an answer begins whose grammar has no header.
@@ -391,6 +391,16 @@ mod tests {
                 let named = ToolChoice::Named("search-web".into());
                 assert_eq!(check_calls(model, formats, &tools(named, true), count), count, "{name}");
             }
+        }
+    }
+
+    #[test]
+    fn the_documentation_lists_the_formats_of_single_calls() {
+        let docs = include_str!("../../../docs/tools.md");
+        let row = docs.lines().find(|line| line.starts_with("| `required` |")).unwrap();
+        for name in CallFormat::names() {
+            let is_parallel = CallFormat::named(name).unwrap().written().unwrap().1.is_parallel;
+            assert_eq!(row.contains(&format!("`{name}`")), !is_parallel, "{name}");
         }
     }
 
