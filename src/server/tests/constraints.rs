@@ -356,6 +356,37 @@ fn calls_of(response: &Response, stream: bool, index: u64) -> (String, Value) {
     (calls, end)
 }
 
+/// Beside tools that the model may call, the answer is one call or of the form, and is returned as what it is.
+#[actix_web::test]
+async fn a_form_beside_tools_allows_both() {
+    let mut server = server_with_tools();
+    for (text, stream) in [(WEATHER, false), (WEATHER, true), ("{\"a\":1}", false), ("{\"a\":1}", true)] {
+        let body =
+            json!({ "tools": tools(), "response_format": { "type": "json_object" }, "stream": stream });
+        let client = send(&server, CHAT, &body).await;
+        let (request, events) = server.next_request().await;
+        let constraint = request.constraint.expect("there is a constraint");
+        for (text, is_allowed) in
+            [(WEATHER, true), (STOP, true), ("{\"a\":1}", true), ("Hello", false), ("<tool_call>", false)]
+        {
+            assert_eq!(allows(&constraint, text), is_allowed, "{text}");
+        }
+        text.bytes().for_each(|byte| events.send(TokenEvent::Token(bare(byte.into()))));
+        events.send(TokenEvent::Finished(FinishReason::Stop));
+        let response = client.response().await;
+        let (calls, end) = calls_of(&response, stream, 0);
+        let expected =
+            if text == WEATHER { ("weather {\"city\":\"Ulm\"}", "tool_calls") } else { ("", "stop") };
+        assert_eq!((calls.as_str(), end), (expected.0, json!(expected.1)));
+        assert_eq!(response.body.contains("content\":\"{"), text != WEATHER, "{}", response.body);
+    }
+    // A regular expression could begin as a call does, whose marker is no token here.
+    let body = json!({ "tools": tools(), "guided_regex": "<a>" });
+    let response = send(&server, CHAT, &body).await.response().await;
+    assert_eq!((response.status, response.error().1), (400, json!("guided_regex")), "{}", response.body);
+    server.close().await;
+}
+
 #[actix_web::test]
 async fn tools_and_other_constraints_do_not_mix() {
     let mut server = server_with_tools();
@@ -369,7 +400,6 @@ async fn tools_and_other_constraints_do_not_mix() {
     bad[0]["function"]["parameters"]["properties"]["city"] = json!({ "type": "string", "pattern": "(" });
     for (body, param, part) in [
         (body("required", "response_format", format.clone()), "response_format", "'tool_choice'"),
-        (body("auto", "response_format", format.clone()), "response_format", "'tools'"),
         (body("required", "stop", json!("}")), "stop", "'tool_choice'"),
         (body("required", "ignore_eos", json!(true)), "ignore_eos", "'tool_choice'"),
         (
