@@ -122,6 +122,10 @@ for at, formula in enumerate(sorted(formulas)):
 schemas = (FIXTURES / "../../src/grammar/tests/schemas.jsonl").read_text().splitlines()
 for at, schema in enumerate(schemas):
     lay("json_schema", str(at), schema.encode())
+for grammar in sorted((FIXTURES / "../../src/grammar/tests/grammars").glob("*.gbnf")):
+    lay("grammar", grammar.stem, grammar.read_bytes())
+lay("grammar", "tokens", b'start: "a" <[250-256]> | <[256]> "b" | <[*]>\n')
+lay("grammar", "nested", b'start: "a" inner\ninner: %lark {\n  start: /[0-9]+/ | "b" start\n}\n')
 lay("grammar", "lark", b'start: "a" word\nword: /[a-z]{2,5}/ | %json {"type": "object"}\n')
 lay("regex", "number", rb"-?(0|[1-9][0-9]{0,5})(\.[0-9]+)?")
 HEAD = bytes([0, 0, 0, 3, 1, 7])

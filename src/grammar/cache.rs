@@ -6,6 +6,7 @@
 use crate::{Grammar, GrammarError, Limits, Spec, Vocabulary};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Memory of an entry without its texts and its grammar, estimated in bytes.
 const ENTRY: usize = 500;
@@ -60,19 +61,31 @@ impl GrammarCache {
     /// Returns the grammar of a specification. Compiles it on the calling thread if it is not cached, or
     /// waits while another thread does. Fails as [`Grammar::compile`].
     pub fn get(&self, spec: Spec) -> Compiled {
+        self.get_timed(spec).0
+    }
+
+    /// Returns the grammar of a specification as [`Self::get`], and how long this call compiled, refusals
+    /// included; `None` if it did not.
+    pub fn get_timed(&self, spec: Spec) -> (Compiled, Option<Duration>) {
+        let mut time = None;
+        let mut compile = |spec: &Spec| {
+            let begin = Instant::now();
+            let compiled = Grammar::compile(spec, &self.vocabulary, &self.limits).map(Arc::new);
+            time = Some(begin.elapsed());
+            compiled
+        };
         if spec.bytes() > self.limits.text_bytes {
             // A text that is too long is refused without keeping it.
-            return Grammar::compile(&spec, &self.vocabulary, &self.limits).map(Arc::new);
+            return (compile(&spec), time);
         }
         let spec = Arc::new(spec);
         let entry = self.use_entry(&spec);
         if let Some(compiled) = entry.get() {
-            return compiled.clone();
+            return (compiled.clone(), None);
         }
-        let compile = || Grammar::compile(&spec, &self.vocabulary, &self.limits).map(Arc::new);
-        let compiled = entry.get_or_init(compile).clone();
+        let compiled = entry.get_or_init(|| compile(&spec)).clone();
         self.evict();
-        compiled
+        (compiled, time)
     }
 
     /// Returns the grammar of a specification if it is cached, without waiting; `None` if it must be

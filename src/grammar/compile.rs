@@ -15,8 +15,12 @@ use std::time::{Duration, Instant};
 /// Stack of a compilation in bytes, most of which is never touched.
 const STACK: usize = 256 << 20;
 
-/// Most parts of a schema that are tried alone, to find the one that was refused.
+/// Most parts of a schema that are tried alone, to find the one that was refused. Together they may take as
+/// much work as one compilation.
 const TRIED_PARTS: usize = 100;
+
+/// Most parts that are tried alone to find one that is too complex, each with the work of a compilation.
+const TRIED_COMPLEX_PARTS: usize = 4;
 
 /// Memory of a grammar that the lexer's figures do not include, in bytes per byte of the specification and in
 /// bytes; estimated.
@@ -34,8 +38,8 @@ pub struct Grammar {
 }
 
 impl Grammar {
-    /// Compiles a specification. Runs until it is done, a fraction of a second at most, and keeps the calling
-    /// thread waiting; [`crate::GrammarCache`] avoids compiling the same twice. Fails with
+    /// Compiles a specification. Takes milliseconds typically; the limits bound its work, not its time. Keeps
+    /// the calling thread waiting; [`crate::GrammarCache`] avoids compiling the same twice. Fails with
     /// [`GrammarError::Refused`].
     pub fn compile(
         spec: &Spec,
@@ -148,27 +152,41 @@ fn source(spec: &Spec, limits: &Limits) -> Result<(GrammarWithLexer, Schemas), G
 
 /// Returns the error for the user of one of llguidance.
 fn refusal(message: &str, form: &Form, schemas: &Schemas, limits: &Limits) -> GrammarError {
+    let is_limit = error::is_limit(message);
     let reason = match message {
         _ if message.contains("oneOf constraints are not supported") => {
             "'oneOf' is supported only if its options exclude each other; 'anyOf' allows all of them"
                 .to_owned()
         }
         _ if message.contains("NoExtensionBias") => "allows no text".to_owned(),
-        _ if error::is_limit(message) => "too complex".to_owned(),
+        _ if is_limit => "too complex".to_owned(),
         _ => error::summary(message),
     };
-    let part = refused_part(schemas, limits);
+    let part = refused_part(schemas, is_limit, limits);
     let (part, reason) = part.unwrap_or_else(|| (name(form).to_owned(), reason));
     GrammarError::Refused { part, reason }
 }
 
 /// Compiles the parts of refused schemas alone. Returns the path of the first that is refused, and why.
-fn refused_part(schemas: &Schemas, limits: &Limits) -> Option<(String, String)> {
+/// `is_limit` says that the whole exceeded a limit.
+fn refused_part(schemas: &Schemas, is_limit: bool, limits: &Limits) -> Option<(String, String)> {
     let leaves = schemas.iter().flat_map(|(place, schema)| json_schema::leaves(place, schema));
-    leaves.take(TRIED_PARTS).find_map(|(path, part)| {
-        let error = compile_part(part, limits.parser())?;
-        Some((path, error::summary(&error)))
+    let (most, limits) = trials(is_limit, limits);
+    leaves.take(most).find_map(|(path, part)| {
+        let error = compile_part(part, limits.clone())?;
+        // With its share of the work, a part may exceed limits within which the whole is.
+        (is_limit || !error::is_limit(&error)).then(|| (path, error::summary(&error)))
     })
+}
+
+/// Returns how many parts of a refused schema are tried, and the limits of each.
+fn trials(is_limit: bool, limits: &Limits) -> (usize, ParserLimits) {
+    let whole = limits.parser();
+    if is_limit {
+        return (TRIED_COMPLEX_PARTS, whole);
+    }
+    let share = whole.initial_lexer_fuel / TRIED_PARTS as u64;
+    (TRIED_PARTS, ParserLimits { initial_lexer_fuel: share, ..whole })
 }
 
 /// Compiles a schema without a vocabulary. Returns the error.
@@ -178,4 +196,30 @@ fn compile_part(schema: Value, limits: ParserLimits) -> Option<String> {
         JsonCompileOptions::default().json_to_llg(builder, schema).map(|_| ())
     }));
     compiled.err().map(|error| format!("{error:#}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Naming the part of a refused schema takes no more work than a few compilations.
+    #[test]
+    fn the_work_of_a_refusal_is_bounded() {
+        let limits = Limits::default();
+        for is_limit in [false, true] {
+            let (most, each) = trials(is_limit, &limits);
+            assert!(most as u64 * each.initial_lexer_fuel <= 4 * limits.compile_nodes, "{is_limit}");
+        }
+        let parts = |count: usize| {
+            let refused = serde_json::json!({ "type": "string", "pattern": "(" });
+            let pattern = |at: usize| match at == count {
+                true => refused.clone(),
+                false => serde_json::json!({ "type": "string", "pattern": format!("^[a-z]{{{at},}}$") }),
+            };
+            vec![("$".to_owned(), (0..=count).map(pattern).collect::<Value>())]
+        };
+        let (path, _) = refused_part(&parts(50), false, &limits).expect("a part is refused");
+        assert_eq!(path, "$[50].pattern");
+        assert_eq!(refused_part(&parts(TRIED_PARTS), false, &limits), None);
+    }
 }

@@ -36,8 +36,28 @@ impl Matcher {
             let allowed = self.inner.compute_mask().map_err(|error| GrammarError::stuck(&error))?;
             let words = self.vocabulary.mask_words();
             mask[..words].copy_from_slice(&allowed.as_slice()[..words]);
+            self.remove_early_eos(mask)?;
         }
         Ok(only_token(mask))
+    }
+
+    /// Removes EOS where the text may not end: a user's grammar can name its token, which would end the
+    /// answer.
+    fn remove_early_eos(&mut self, mask: &mut [u32]) -> Result<(), GrammarError> {
+        let bit = |id: &u32| (*id as usize / WORD, 1u32 << (*id as usize % WORD));
+        let is_set = |id: &u32| mask[bit(id).0] & bit(id).1 != 0;
+        if !self.vocabulary.eos().iter().any(is_set) || self.is_accepting()? {
+            return Ok(());
+        }
+        for (word, bit) in self.vocabulary.eos().iter().map(bit) {
+            mask[word] &= !bit;
+        }
+        match mask.iter().all(|word| *word == 0) {
+            true => {
+                Err(GrammarError::Stuck("only the end is allowed, where the text may not end".to_owned()))
+            }
+            false => Ok(()),
+        }
     }
 
     /// Accepts the next token. Fails with [`GrammarError::Token`], and changes nothing, if the grammar does

@@ -1,21 +1,46 @@
 //! Specifications: what an answer must be.
 
-use std::sync::Arc;
+use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+use std::sync::{Arc, LazyLock};
+
+/// The hash function of specifications, with random keys: clients choose the texts.
+static HASHING: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
 /// The specification of an answer. Equal specifications compile to the same grammar.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spec {
-    /// The form of the answer.
-    pub form: Form,
-    /// Allow spaces and line breaks between the tokens of JSON. Without them JSON is compact, so that small
-    /// models cannot go on writing spaces.
-    pub json_spaces: bool,
+    /// Of all else. A text may be long, so it is hashed once, where it is parsed.
+    hash: u64,
+    pub(crate) form: Form,
+    pub(crate) json_spaces: bool,
+}
+
+impl Hash for Spec {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
+    }
 }
 
 impl Spec {
-    /// Creates the specification of an answer with compact JSON.
+    /// Creates the specification of an answer with compact JSON. Takes time in proportion to the text.
     pub fn new(form: Form) -> Spec {
-        Spec { form, json_spaces: false }
+        Spec::with_spaces(form, false)
+    }
+
+    /// Creates the specification of an answer. With `json_spaces`, spaces and line breaks are allowed between
+    /// the tokens of JSON. Without them JSON is compact, so that small models cannot go on writing spaces.
+    pub fn with_spaces(form: Form, json_spaces: bool) -> Spec {
+        Spec { hash: HASHING.hash_one((&form, json_spaces)), form, json_spaces }
+    }
+
+    /// Returns the form of the answer.
+    pub fn form(&self) -> &Form {
+        &self.form
+    }
+
+    /// Returns the specification of another form, with the same spaces in JSON.
+    pub fn with_form(&self, form: Form) -> Spec {
+        Spec::with_spaces(form, self.json_spaces)
     }
 
     /// Returns the size of the specification's text in bytes.

@@ -3,6 +3,7 @@
 //! Invariant: this is plain data; [`SamplingPlan`] defines what it means.
 
 use crate::decoding::SamplingPlan;
+use crate::decoding::strategies::registry::request_params;
 use crate::decoding::strategies::{AnyVocabulary, CheckedDefaults, ParamError};
 use serde_json::Value;
 
@@ -23,6 +24,11 @@ impl ParamList {
     /// Returns the names of all sampling parameters, each followed by its other names.
     pub fn names() -> impl Iterator<Item = &'static str> {
         SamplingPlan::param_names()
+    }
+
+    /// Returns the first name of the parameter that has this name; `None` if there is none.
+    pub fn main_name(name: &str) -> Option<&'static str> {
+        request_params().find(|param| param.is_named(name)).map(|param| param.name)
     }
 
     /// Returns the parameters by name.

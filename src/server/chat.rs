@@ -66,12 +66,17 @@ impl OutputSpec {
         let is_continued = conversation.continue_final_message;
         let context = ConstraintContext { tokenizer: &parts.tokenizer, formats, prompt, is_continued };
         let is_constrained = constraint.is_some();
-        let constraint = match context.calls(tools) {
-            Some((calls, format)) => {
+        let constraint = match (context.calls(tools), constraint) {
+            (Some((calls, format)), _) => {
                 formats.calls = Some(format);
                 Some(ConstraintParams::of_calls(calls))
             }
-            None => constraint.map(|given| given.in_context(&context)),
+            (None, Some(given)) if tools.choice == ToolChoice::Auto => {
+                let (either, format) = given.or_call(tools, &context)?;
+                formats.calls = Some(format);
+                Some(either)
+            }
+            (None, given) => given.map(|given| given.in_context(&context)),
         };
         let output = OutputSpec {
             formats,

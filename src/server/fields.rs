@@ -72,7 +72,10 @@ fn to_header_text(path: &str) -> String {
 pub enum NoOpValue {
     Number(f64),
     Bool(bool),
-    Text(&'static str),
+    /// A number that is not larger.
+    AtMost(f64),
+    /// One of these texts, or a list of only such texts.
+    Texts(&'static [&'static str]),
     /// An empty string, list or object.
     Empty,
     /// No value except null.
@@ -203,7 +206,11 @@ impl NoOpValue {
         match self {
             NoOpValue::Number(number) => value.as_f64() == Some(*number),
             NoOpValue::Bool(flag) => value.as_bool() == Some(*flag),
-            NoOpValue::Text(text) => value.as_str() == Some(text),
+            NoOpValue::AtMost(number) => value.as_f64().is_some_and(|value| value <= *number),
+            NoOpValue::Texts(texts) => {
+                let is_listed = |value: &Value| value.as_str().is_some_and(|text| texts.contains(&text));
+                value.as_array().map_or(is_listed(value), |list| list.iter().all(is_listed))
+            }
             NoOpValue::Empty => match value {
                 Value::String(text) => text.is_empty(),
                 Value::Array(list) => list.is_empty(),

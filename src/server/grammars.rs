@@ -16,7 +16,6 @@ use actix_web::web;
 use mainstem_grammar::{Grammar, GrammarCache, GrammarError, Limits};
 use std::sync::Arc;
 use std::thread;
-use std::time::Instant;
 use tokio::sync::watch;
 
 /// Maximum number of requests that wait for their grammars to be compiled, which usually takes milliseconds.
@@ -82,12 +81,17 @@ impl Grammars {
         params: &ConstraintParams,
     ) -> Result<Result<Arc<Grammar>, GrammarError>, ApiError> {
         let permit = self.compiling.acquire().await?;
+        // Another request may have had the same one compiled meanwhile.
+        if let Some(compiled) = cache.cached(&params.spec) {
+            return Ok(compiled);
+        }
         let spec = params.spec.clone();
         let compile = move || {
             let _permit = permit;
-            let begin = Instant::now();
-            let compiled = cache.get(spec);
-            telemetry::GRAMMAR_COMPILE.record(begin.elapsed().as_secs_f64());
+            let (compiled, time) = cache.get_timed(spec);
+            if let Some(time) = time {
+                telemetry::GRAMMAR_COMPILE.record(time.as_secs_f64());
+            }
             compiled
         };
         let failed = |error| ApiError::internal(format!("compiling the grammar failed: {error}"));

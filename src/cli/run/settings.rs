@@ -36,20 +36,21 @@ impl SamplingSettings {
     pub fn set(&mut self, name: &str, text: &str) -> Result<(), String> {
         let name = name.replace('-', "_");
         if let Some((_, param, read)) = FORMS.iter().find(|(known, ..)| *known == name) {
-            return self.set_with(param, text, *read);
+            return self.set_with((&name, param), text, *read);
         }
         let read = match PARAMETERS.iter().find(|(known, _)| *known == name) {
             Some((_, read)) => *read,
             None if ParamList::names().any(|known| known == name) => any_value,
             None => return Err(format!("there is no parameter '{name}'; did you mean {}?", similar(&name))),
         };
-        self.set_with(&name, text, read)
+        self.set_with((&name, main_name(&name)), text, read)
     }
 
-    fn set_with(&mut self, name: &str, text: &str, read: ParseValue) -> Result<(), String> {
+    /// Sets a parameter of the API, which the user called `name`.
+    fn set_with(&mut self, (name, param): (&str, &str), text: &str, read: ParseValue) -> Result<(), String> {
         match text {
-            "default" => _ = self.0.shift_remove(name),
-            text => self.insert(name, Some(read(text).map_err(|error| format!("{name}: {error}"))?)),
+            "default" => _ = self.0.shift_remove(param),
+            text => self.insert(param, Some(read(text).map_err(|error| format!("{name}: {error}"))?)),
         }
         Ok(())
     }
@@ -88,10 +89,17 @@ pub fn names() -> String {
     PARAMETERS.map(|(name, _)| name).join(", ")
 }
 
+/// Returns the first of a sampling parameter's names, so that another name of it replaces its value.
+fn main_name(name: &str) -> &str {
+    ParamList::main_name(name).unwrap_or(name)
+}
+
 /// Returns the names that are most similar to an unknown one.
 fn similar(name: &str) -> String {
     const MOST: usize = 3;
-    let mut names: Vec<&str> = PARAMETERS.iter().map(|(name, _)| *name).chain(ParamList::names()).collect();
+    let forms = FORMS.iter().map(|(name, ..)| *name);
+    let mut names: Vec<&str> =
+        PARAMETERS.iter().map(|(name, _)| *name).chain(ParamList::names()).chain(forms).collect();
     names.sort_by_key(|known| (levenshtein(name, known), *known));
     names.dedup();
     names.truncate(MOST);
@@ -161,6 +169,20 @@ mod tests {
         assert!(settings.set_pair("top_p").unwrap_err().contains("NAME=VALUE"));
     }
 
+    /// The names of a parameter are one setting: a request with two of them is refused.
+    #[test]
+    fn another_name_of_a_parameter_replaces_it() {
+        let mut settings = SamplingSettings::default();
+        settings.set("temp", "0.5").unwrap();
+        settings.set("temperature", "0.7").unwrap();
+        settings.set("repetition_penalty", "1.1").unwrap();
+        settings.set("repeat_penalty", "1.2").unwrap();
+        assert_eq!(body(&settings), json!({ "temperature": 0.7, "repetition_penalty": 1.2 }));
+        assert!(settings.describe().contains("temperature 0.7"));
+        settings.set("temp", "default").unwrap();
+        assert_eq!(body(&settings), json!({ "repetition_penalty": 1.2 }));
+    }
+
     #[test]
     fn forms_of_answers_are_texts_or_files() {
         let mut settings = SamplingSettings::default();
@@ -175,6 +197,11 @@ mod tests {
         assert_eq!(body(&settings), json!({ "grammar": "root ::= \"a\"" }));
         assert!(settings.set("grammar", "/no/such/file").unwrap_err().contains("cannot read /no/such/file"));
         assert!(settings.set("json_schema", "{").unwrap_err().contains("not valid JSON"));
+        let error = settings.set("json-schema", "/no/such/file").unwrap_err();
+        assert!(error.starts_with("json_schema: cannot read /no/such/file"), "{error}");
+        for (name, meant) in [("json_shema", "json_schema"), ("gramar", "grammar")] {
+            assert!(settings.set(name, "x").unwrap_err().contains(meant), "{name}");
+        }
     }
 
     #[test]

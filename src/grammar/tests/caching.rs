@@ -2,6 +2,7 @@
 
 use super::vocabularies::TOY;
 use crate::{Form, GrammarCache, Limits, Spec};
+use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Barrier};
 
 fn spec(text: &str) -> Spec {
@@ -18,7 +19,7 @@ fn equal_specifications_share_a_grammar_and_the_oldest_is_dropped() {
     cache.get(spec("c")).unwrap();
     assert_eq!(cache.size().0, 2);
     assert!(cache.cached(&spec("b")).is_none() && cache.cached(&spec("a")).is_some());
-    let spaces = Spec { json_spaces: true, ..spec("a") };
+    let spaces = Spec::with_spaces(spec("a").form().clone(), true);
     assert!(cache.cached(&spaces).is_none());
 }
 
@@ -33,6 +34,38 @@ fn memory_is_bounded_and_refusals_are_kept() {
     let long = "a".repeat(Limits::default().text_bytes + 1);
     assert!(cache.get(spec(&long)).is_err());
     assert!(cache.cached(&spec(&long)).is_none());
+}
+
+/// Only a call that compiles has a time.
+#[test]
+fn a_grammar_from_the_cache_took_no_time() {
+    let cache = GrammarCache::new(TOY.clone(), Limits::default(), 10, usize::MAX);
+    for text in ["a", "("] {
+        let (first, time) = cache.get_timed(spec(text));
+        assert!(time.is_some(), "{text}");
+        let (second, time) = cache.get_timed(spec(text));
+        assert_eq!((first.is_ok(), second.is_ok(), time), (text == "a", text == "a", None));
+    }
+    let long = "a".repeat(Limits::default().text_bytes + 1);
+    assert!(cache.get_timed(spec(&long)).1.is_some());
+}
+
+/// A look-up holds the lock of the cache, so it does not read a long text to hash it.
+#[test]
+fn a_specification_is_hashed_once() {
+    struct Counting(usize);
+    impl Hasher for Counting {
+        fn write(&mut self, bytes: &[u8]) {
+            self.0 += bytes.len();
+        }
+
+        fn finish(&self) -> u64 {
+            0
+        }
+    }
+    let mut counting = Counting(0);
+    spec(&"a".repeat(1 << 20)).hash(&mut counting);
+    assert_eq!(counting.0, size_of::<u64>());
 }
 
 #[test]

@@ -195,7 +195,7 @@ fn special_tokens_are_not_text() {
 fn spaces_in_json_are_allowed_on_request_only() {
     let form = schema(&json!({ "type": "array", "items": { "type": "null" }, "minItems": 2, "maxItems": 2 }));
     let texts = |json_spaces| {
-        let spec = Spec { form: form.clone(), json_spaces };
+        let spec = Spec::with_spaces(form.clone(), json_spaces);
         let mut matcher = Grammar::compile(&spec, &TOY, &Limits::default()).unwrap().matcher();
         "[ null, null]".bytes().try_for_each(|byte| matcher.accept(byte.into()))
     };

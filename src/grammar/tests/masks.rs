@@ -48,6 +48,20 @@ fn a_mask_has_exactly_the_tokens_that_are_accepted() {
     }
 }
 
+/// A user's grammar may name EOS, but the answer does not end there unless its text may.
+#[test]
+fn a_grammar_cannot_end_the_text_early() {
+    let matcher = |text: &str| compile(Form::Grammar(text.into())).unwrap().matcher();
+    let mut early = matcher("start: <[255-257]> \"a\"\n");
+    assert_eq!(mask_of(&mut early, &TOY), [255, 257]);
+    let mut mask = vec![0; TOY.mask_words()];
+    let mut stuck = matcher("start: <[256]> \"a\"\n");
+    assert!(matches!(stuck.mask(&mut mask), Err(GrammarError::Stuck(_))));
+    let mut allowed = matcher("start: \"a\" <[256-257]>?\n");
+    allowed.accept(b'a'.into()).unwrap();
+    assert_eq!(mask_of(&mut allowed, &TOY), [256, 257]);
+}
+
 #[test]
 fn rolling_back_restores_every_mask() {
     let mut dice = Dice(11);

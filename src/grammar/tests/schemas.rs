@@ -27,7 +27,7 @@ fn answers_that_end_satisfy_their_schema() {
     let (mut ended, mut cut) = (0, 0);
     for (at, text) in schemas.iter().enumerate() {
         let vocabulary = if at % 2 == 0 { &*TOY } else { &*DEMO };
-        let spec = Spec { form: schema(text), json_spaces: at % 5 == 0 };
+        let spec = Spec::with_spaces(schema(text), at % 5 == 0);
         let grammar = Grammar::compile(&spec, vocabulary, &Limits::default());
         let grammar = grammar.unwrap_or_else(|error| panic!("{text}\n{error}"));
         for _ in 0..6 {

@@ -5,7 +5,7 @@
 
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue, UnsupportedParams, describe, shorten};
-use crate::text::output::{ConstraintContext, OutputGrammar};
+use crate::text::output::{CallFormat, ConstraintContext, OutputGrammar};
 use crate::text::tools::{ToolChoice, ToolSettings};
 use mainstem_grammar::{ConstraintStart, Form, Spec};
 use serde_json::Value;
@@ -23,7 +23,7 @@ pub struct ConstraintParams {
 
 impl ConstraintParams {
     fn new(param: String, spec: Spec) -> ConstraintParams {
-        let kind = match spec.form {
+        let kind = match spec.form() {
             Form::JsonObject => "json_object",
             Form::JsonSchema(_) => "json_schema",
             Form::Regex(_) => "regex",
@@ -43,6 +43,25 @@ impl ConstraintParams {
     pub fn in_context(self, context: &ConstraintContext) -> ConstraintParams {
         let in_context = context.answer(self.spec.clone());
         self.with(in_context)
+    }
+
+    /// Returns the constraint of an answer that may be a call of a tool instead, and the format of calls. Fails
+    /// for models whose calls cannot be told from answers.
+    pub fn or_call(
+        self,
+        tools: &ToolSettings,
+        context: &ConstraintContext,
+    ) -> Result<(ConstraintParams, &'static CallFormat), ApiError> {
+        let Some((either, format)) = context.call_or_answer(tools, &self.spec) else {
+            let param = &self.param;
+            let message = format!(
+                "'{param}' is not supported together with 'tools' that the model may call, because calls of \
+                 this model could not be told from such an answer: set 'tool_choice' to \"none\", or leave \
+                 '{param}' out"
+            );
+            return Err(ApiError::unsupported(param, message));
+        };
+        Ok((self.with(either), format))
     }
 
     fn with(self, OutputGrammar { spec, start }: OutputGrammar) -> ConstraintParams {
@@ -116,7 +135,7 @@ pub(super) fn parse_constraint(fields: &mut Fields) -> Result<Option<ConstraintP
     if let Some(cut) = find_cut(fields) {
         return Err(cut_error(cut, &param));
     }
-    Ok(Some(ConstraintParams::new(param, Spec { form, json_spaces })))
+    Ok(Some(ConstraintParams::new(param, Spec::with_spaces(form, json_spaces))))
 }
 
 /// Checks a request's tools against its other parameters: calls that are required are a constraint of their
@@ -127,15 +146,8 @@ pub(super) fn check_tools(
     cut: Option<&'static str>,
 ) -> Result<(), ApiError> {
     match (&tools.choice, constraint) {
-        (ToolChoice::None, _) | (ToolChoice::Auto, None) => Ok(()),
-        (ToolChoice::Auto, Some(constraint)) => {
-            let param = &constraint.param;
-            let message = format!(
-                "'{param}' cannot be given together with 'tools' that the model may call: set 'tool_choice' \
-                 to \"none\", or leave '{param}' out"
-            );
-            Err(ApiError::invalid(param, message))
-        }
+        // Beside tools that the model may call, the answer is a call or of the form.
+        (ToolChoice::None | ToolChoice::Auto, _) => Ok(()),
         (ToolChoice::Required | ToolChoice::Named(_), Some(constraint)) => {
             Err(conflict(&constraint.param, "tool_choice"))
         }

@@ -153,17 +153,19 @@ fn parse_best_of(fields: &mut Fields, n: u32, delivery: Delivery) -> Result<u32,
 
 /// Parses the limit of generated tokens. Returns it with the name under which it was given.
 fn parse_max_tokens(fields: &mut Fields) -> Result<(Option<i64>, &'static str), ApiError> {
-    const NAMES: [&str; 2] = ["max_tokens", "max_completion_tokens"];
-    let [old, new] = NAMES.map(|name| fields.take_integer(name, -1, u32::MAX.into()));
-    match (old?, new?) {
-        (Some(old), Some(new)) if old != new => {
-            let message =
-                format!("'max_completion_tokens' is {new} and 'max_tokens' is {old}: give only one of them");
-            Err(ApiError::invalid(NAMES[1], message))
+    const NAMES: [&str; 4] = ["max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens"];
+    let mut given: Option<(i64, &str)> = None;
+    for name in NAMES {
+        match (fields.take_integer(name, -1, u32::MAX.into())?, given) {
+            (Some(limit), Some((other, first))) if limit != other => {
+                let message = format!("'{name}' is {limit} and '{first}' is {other}: give only one of them");
+                return Err(ApiError::invalid(name, message));
+            }
+            (Some(limit), None) => given = Some((limit, name)),
+            _ => {}
         }
-        (None, Some(limit)) => Ok((Some(limit), NAMES[1])),
-        (limit, _) => Ok((limit, NAMES[0])),
     }
+    Ok(given.map_or((None, NAMES[0]), |(limit, name)| (Some(limit), name)))
 }
 
 /// Parses the stop conditions: `stop` may hold strings and token ids, `stop_token_ids` only token ids.

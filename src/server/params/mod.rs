@@ -11,6 +11,8 @@ mod generation;
 
 mod sampling;
 
+mod unsupported;
+
 pub use constraint::ConstraintParams;
 pub use conversation::{Conversation, parse_conversation};
 pub use generation::{ChoiceSelection, Delivery, GenerationParams, StreamUsage};
@@ -18,13 +20,14 @@ pub use generation::{ChoiceSelection, Delivery, GenerationParams, StreamUsage};
 use super::ServeParts;
 use super::decoder_start::DecoderStartParams;
 use super::error::ApiError;
-use super::fields::{Fields, NoOpValue, UnsupportedParams};
+use super::fields::Fields;
 use super::fill_in_the_middle;
 use super::prompts::{Prompt, parse_prompts};
 use crate::actors::engine::TOP_LOGPROBS;
 use constraint::{UNSUPPORTED_CONSTRAINTS, check_tools, find_cut, parse_constraint};
 use generation::parse_generation;
 use serde_json::Value;
+use unsupported::{UNSUPPORTED, UNSUPPORTED_CHAT};
 
 /// Default of `max_tokens` in the completions API.
 const MAX_TOKENS_DEFAULT: u32 = 16;
@@ -59,42 +62,6 @@ pub struct ChatParams {
     pub include_reasoning: bool,
 }
 
-/// Parameters of both OpenAI APIs and of other servers that are not supported, and those that only advise
-/// the server or its operator.
-const UNSUPPORTED: UnsupportedParams = &[
-    ("user", NoOpValue::Any),
-    ("metadata", NoOpValue::Any),
-    ("safety_identifier", NoOpValue::Any),
-    ("prompt_cache_key", NoOpValue::Any),
-    ("prompt_cache_retention", NoOpValue::Any),
-    ("store", NoOpValue::Any),
-    ("cache_prompt", NoOpValue::Any),
-    ("id_slot", NoOpValue::Any),
-    ("reasoning_effort", NoOpValue::Any),
-    ("verbosity", NoOpValue::Any),
-    ("length_penalty", NoOpValue::Number(1.0)),
-    ("spaces_between_special_tokens", NoOpValue::Bool(true)),
-    ("truncate_prompt_tokens", NoOpValue::OnlyNull),
-    ("prompt_logprobs", NoOpValue::OnlyNull),
-    ("use_beam_search", NoOpValue::Bool(false)),
-    ("priority", NoOpValue::Number(0.0)),
-    ("service_tier", NoOpValue::Any),
-];
-
-/// Unsupported parameters of the chat API only.
-const UNSUPPORTED_CHAT: UnsupportedParams = &[
-    ("functions", NoOpValue::Empty),
-    ("function_call", NoOpValue::Text("none")),
-    ("modalities", NoOpValue::OnlyNull),
-    ("audio", NoOpValue::OnlyNull),
-    ("prediction", NoOpValue::OnlyNull),
-    ("web_search_options", NoOpValue::OnlyNull),
-    ("chat_template", NoOpValue::OnlyNull),
-    ("documents", NoOpValue::Empty),
-    ("echo", NoOpValue::Bool(false)),
-    ("add_special_tokens", NoOpValue::Bool(false)),
-];
-
 impl CompletionParams {
     /// Parses a request body, from which `model` has been taken out.
     pub fn parse(mut fields: Fields, parts: &ServeParts) -> Result<CompletionParams, ApiError> {
@@ -110,7 +77,7 @@ impl CompletionParams {
             generation,
             prompts: parse_prompts("prompt", fields.take("prompt"), vocab)?,
             decoder_start: DecoderStartParams::parse(&mut fields, vocab)?,
-            logprobs: fields.take_integer("logprobs", 0, LOGPROBS_MAX)?.map(|n| n as u8),
+            logprobs: parse_logprobs(&mut fields)?,
             echo: fields.take_bool("echo", false)?,
             suffix,
             constraint,
@@ -144,6 +111,20 @@ impl ChatParams {
         let include_reasoning = fields.take_bool("include_reasoning", true)?;
         fields.finish(&[UNSUPPORTED, UNSUPPORTED_CONSTRAINTS, UNSUPPORTED_CHAT])?;
         Ok(ChatParams { generation, conversation, logprobs, constraint, include_reasoning })
+    }
+}
+
+/// Parses `logprobs` of completions, or `n_probs`, as llama.cpp calls it, where 0 means none.
+fn parse_logprobs(fields: &mut Fields) -> Result<Option<u8>, ApiError> {
+    let logprobs = fields.take_integer("logprobs", 0, LOGPROBS_MAX)?;
+    let n_probs = fields.take_integer("n_probs", 0, LOGPROBS_MAX)?.filter(|count| *count > 0);
+    match (logprobs, n_probs) {
+        (Some(logprobs), Some(n_probs)) if logprobs != n_probs => {
+            let message =
+                format!("'n_probs' is {n_probs} and 'logprobs' is {logprobs}: give only one of them");
+            Err(ApiError::invalid("n_probs", message))
+        }
+        (logprobs, n_probs) => Ok(logprobs.or(n_probs).map(|count| count as u8)),
     }
 }
 

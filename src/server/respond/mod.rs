@@ -26,6 +26,7 @@ use std::future::pending;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::select;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 use writer::ResponseWriter;
@@ -153,8 +154,13 @@ async fn submit<W>(
     arrived: Instant,
 ) -> Result<ChoiceStreams, ApiError> {
     let time_limit = app.config.request_timeout;
+    let interrupt = interrupt(time_limit.map(|limit| (arrived + limit, limit)), app.abort.subscribe());
+    let mut interrupt = Box::pin(interrupt);
     let constraint = match &job.constraint {
-        Some(params) => Some(app.grammars.constraint(params).await?),
+        Some(params) => Some(select! {
+            constraint = app.grammars.constraint(params) => constraint?,
+            error = &mut interrupt => return Err(error.into()),
+        }),
         None => None,
     };
     let requests = job.engine_requests(&id, app.parts.model.max_sequence_tokens, constraint);
@@ -175,8 +181,7 @@ async fn submit<W>(
         .zip(&requests)
         .map(|(events, request)| ReplyStream::new(events, tokenizer.clone(), request, &spec));
     let prompt_tokens = job.prompts.iter().map(PromptIds::token_count).sum();
-    let interrupt = interrupt(time_limit.map(|limit| (arrived + limit, limit)), app.abort.subscribe());
-    Ok(ChoiceStreams::new(replies.collect(), prompt_tokens, Box::pin(interrupt)))
+    Ok(ChoiceStreams::new(replies.collect(), prompt_tokens, interrupt))
 }
 
 /// Completes when the request's time limit is exceeded, or when the server aborts the requests in flight.

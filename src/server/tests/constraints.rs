@@ -4,20 +4,26 @@ use super::test_server::{
     COMPLETIONS, Client, DEADLINE, Response, TestServer, answer, bare, model, tokenizer_with,
 };
 use crate::actors::ModelInfo;
+use crate::config::ServerConfig;
 use crate::decoding::Constraint;
 use crate::request::{FinishReason, RequestError, TokenEvent};
 use crate::text::output::OutputFormats;
 use mainstem_grammar::ConstraintStart;
 use serde_json::{Value, json};
 use std::sync::Arc;
+use std::time::Duration;
 
 const CHAT: &str = "/v1/chat/completions";
 const EOS: u32 = 257;
 
 /// Starts a server for a model with a token per byte and an end token.
 fn server() -> TestServer {
+    server_with(|_| {})
+}
+
+fn server_with(configure: impl FnOnce(&mut ServerConfig)) -> TestServer {
     let model = ModelInfo { eos: vec![EOS], vocab: 258, ..model() };
-    TestServer::for_model(model, tokenizer_with(&["<s>", "</s>"], Value::Null), None, |_| {}, DEADLINE)
+    TestServer::for_model(model, tokenizer_with(&["<s>", "</s>"], Value::Null), None, configure, DEADLINE)
 }
 
 /// Adds the prompt of an endpoint to a body.
@@ -113,6 +119,67 @@ async fn a_grammar_is_compiled_once() {
         assert_eq!(client.response().await.status, 200);
     }
     assert!(grammars.iter().all(|grammar| Arc::ptr_eq(grammar, &grammars[0])));
+    server.close().await;
+}
+
+/// A request does not wait for its grammar beyond its time limit, here for a compilation that never begins.
+#[actix_web::test]
+async fn waiting_for_a_grammar_counts_towards_the_time_limit() {
+    let mut server = server_with(|config| {
+        config.grammar.threads = 0;
+        config.request_timeout = Some(Duration::from_millis(1));
+    });
+    for stream in [false, true] {
+        let body = json!({ "guided_regex": "a", "stream": stream });
+        let response = send(&server, COMPLETIONS, &body).await.response().await;
+        assert_eq!(
+            (response.status, response.error().0.as_str()),
+            (504, "request_timeout"),
+            "{}",
+            response.body
+        );
+    }
+    assert!(server.calls.try_recv().is_err(), "nothing was submitted");
+    server.close().await;
+}
+
+/// Another stream goes on while a grammar is compiled, which takes many times as long as a token's way.
+#[actix_web::test]
+async fn a_hostile_schema_does_not_hold_up_a_stream() {
+    let mut server = server();
+    let mut stream = server.send(r#"{"prompt": "p", "stream": true}"#).await;
+    let (_, events) = server.next_request().await;
+    let link = |at: usize| {
+        let next = json!({ "$ref": format!("#/$defs/a{}", at + 1) });
+        let nested = (0..40).fold(next, |schema, at| match at % 2 {
+            0 => json!({ "items": schema }),
+            _ => json!({ "properties": { "p": schema } }),
+        });
+        (format!("a{at}"), nested)
+    };
+    let mut links: serde_json::Map<_, _> = (0..40).map(link).collect();
+    links.insert("a40".to_owned(), json!({ "type": "null" }));
+    let schema = json!({ "$ref": "#/$defs/a0", "$defs": links });
+    let mut hostile = send(&server, COMPLETIONS, &json!({ "guided_json": schema })).await;
+    let mut tokens = 0u32;
+    let (request, hostile_events) = loop {
+        if let Ok(submitted) = server.calls.try_recv() {
+            break submitted;
+        }
+        assert!(!hostile.has_more(), "{}", String::from_utf8_lossy(&hostile.read));
+        tokens += 1;
+        let letter = b'a' + (tokens % 26) as u8;
+        events.send(TokenEvent::Token(bare(letter.into())));
+        let text = format!("\"text\":\"{}\"", char::from(letter));
+        stream.read.clear();
+        stream.read_until(&text).await;
+    };
+    assert!(tokens >= 5, "{tokens} tokens came before the schema was compiled");
+    assert!(request.constraint.is_some());
+    hostile_events.send(TokenEvent::Finished(FinishReason::Stop));
+    assert_eq!(hostile.response().await.status, 200);
+    events.send(TokenEvent::Finished(FinishReason::Stop));
+    stream.read_until("[DONE]").await;
     server.close().await;
 }
 
@@ -289,6 +356,37 @@ fn calls_of(response: &Response, stream: bool, index: u64) -> (String, Value) {
     (calls, end)
 }
 
+/// Beside tools that the model may call, the answer is one call or of the form, and is returned as what it is.
+#[actix_web::test]
+async fn a_form_beside_tools_allows_both() {
+    let mut server = server_with_tools();
+    for (text, stream) in [(WEATHER, false), (WEATHER, true), ("{\"a\":1}", false), ("{\"a\":1}", true)] {
+        let body =
+            json!({ "tools": tools(), "response_format": { "type": "json_object" }, "stream": stream });
+        let client = send(&server, CHAT, &body).await;
+        let (request, events) = server.next_request().await;
+        let constraint = request.constraint.expect("there is a constraint");
+        for (text, is_allowed) in
+            [(WEATHER, true), (STOP, true), ("{\"a\":1}", true), ("Hello", false), ("<tool_call>", false)]
+        {
+            assert_eq!(allows(&constraint, text), is_allowed, "{text}");
+        }
+        text.bytes().for_each(|byte| events.send(TokenEvent::Token(bare(byte.into()))));
+        events.send(TokenEvent::Finished(FinishReason::Stop));
+        let response = client.response().await;
+        let (calls, end) = calls_of(&response, stream, 0);
+        let expected =
+            if text == WEATHER { ("weather {\"city\":\"Ulm\"}", "tool_calls") } else { ("", "stop") };
+        assert_eq!((calls.as_str(), end), (expected.0, json!(expected.1)));
+        assert_eq!(response.body.contains("content\":\"{"), text != WEATHER, "{}", response.body);
+    }
+    // A regular expression could begin as a call does, whose marker is no token here.
+    let body = json!({ "tools": tools(), "guided_regex": "<a>" });
+    let response = send(&server, CHAT, &body).await.response().await;
+    assert_eq!((response.status, response.error().1), (400, json!("guided_regex")), "{}", response.body);
+    server.close().await;
+}
+
 #[actix_web::test]
 async fn tools_and_other_constraints_do_not_mix() {
     let mut server = server_with_tools();
@@ -302,7 +400,6 @@ async fn tools_and_other_constraints_do_not_mix() {
     bad[0]["function"]["parameters"]["properties"]["city"] = json!({ "type": "string", "pattern": "(" });
     for (body, param, part) in [
         (body("required", "response_format", format.clone()), "response_format", "'tool_choice'"),
-        (body("auto", "response_format", format.clone()), "response_format", "'tools'"),
         (body("required", "stop", json!("}")), "stop", "'tool_choice'"),
         (body("required", "ignore_eos", json!(true)), "ignore_eos", "'tool_choice'"),
         (

@@ -331,6 +331,13 @@ async fn errors_in_bodies_name_the_parameter() {
             json!("max_completion_tokens"),
             "only one",
         ),
+        (
+            r#"{"prompt": "p", "max_tokens": 1, "n_predict": 2}"#,
+            "invalid_value",
+            json!("n_predict"),
+            "only one",
+        ),
+        (r#"{"prompt": "p", "logprobs": 1, "n_probs": 2}"#, "invalid_value", json!("n_probs"), "only one"),
         (r#"{"prompt": "p", "suffix": "x"}"#, "unsupported_parameter", json!("suffix"), "not supported"),
         (r#"{"prompt": "p", "suffix": "x", "echo": true}"#, "invalid_value", json!("suffix"), "echo"),
         (r#"{"prompt": "p", "bogus": 1}"#, "unknown_parameter", json!("bogus"), "unknown parameter 'bogus'"),
@@ -355,6 +362,81 @@ async fn parameters_without_effect_are_accepted() {
     });
     let (_, response) = server.exchange(body, answer("x")).await;
     assert_eq!(response.status, 200, "{}", response.body);
+    server.close().await;
+}
+
+/// Fields of other servers are known: with a value that changes nothing they are accepted, and otherwise
+/// refused rather than ignored.
+#[actix_web::test]
+async fn fields_of_other_servers_are_accepted_or_refused() {
+    let mut server = TestServer::start();
+    let neutral = json!({ "min_keep": 0, "logits_processors": [], "post_sampling_probs": false, "lora": [],
+        "t_max_predict_ms": -1, "return_tokens_as_token_ids": false, "prompt_embeds": null, "n_keep": 5,
+        "beam_width": 1, "kv_transfer_params": {}, "adaptive_target": -1.0, "regex": null, "n_probs": 0 });
+    let prompts = [
+        (COMPLETIONS, json!({ "prompt": "p" })),
+        ("/v1/chat/completions", json!({ "messages": [{ "role": "user", "content": "p" }] })),
+    ];
+    for (path, prompt) in &prompts {
+        let with = |fields: &Value| {
+            let mut body = prompt.clone();
+            body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+            body.to_string()
+        };
+        let mut fields = neutral.clone();
+        if *path != COMPLETIONS {
+            fields["modalities"] = json!(["text"]);
+            fields["prediction"] = json!({ "type": "content", "content": "x" });
+            fields["reasoning_format"] = json!("auto");
+        }
+        let client = Client::send(server.address, "POST", path, "", &with(&fields)).await;
+        let (_, events) = server.next_request().await;
+        answer("x").into_iter().for_each(|event| events.send(event));
+        let response = client.response().await;
+        assert_eq!(
+            (response.status, response.header("x-mainstem-ignored")),
+            (200, None),
+            "{}",
+            response.body
+        );
+        for (name, value) in [
+            ("min_keep", json!(5)),
+            ("logits_processors", json!(["x"])),
+            ("post_sampling_probs", json!(true)),
+            ("t_max_predict_ms", json!(100)),
+            ("lora", json!([{ "id": 0, "scale": 0.5 }])),
+            ("return_tokens_as_token_ids", json!(true)),
+            ("prompt_embeds", json!("AAAA")),
+            ("beam_width", json!(4)),
+            ("adaptive_target", json!(0.5)),
+            ("regex", json!("a+")),
+        ] {
+            let response =
+                Client::send(server.address, "POST", path, "", &with(&json!({ name: value }))).await;
+            let response = response.response().await;
+            assert_eq!((response.status, response.error().1), (400, json!(name)), "{}", response.body);
+        }
+    }
+    for body in
+        [r#"{"modalities": ["text", "audio"]}"#, r#"{"n_probs": 3}"#, r#"{"reasoning_format": "none"}"#]
+    {
+        let mut fields: Value = serde_json::from_str(body).unwrap();
+        fields["messages"] = prompts[1].1["messages"].clone();
+        let client = Client::send(server.address, "POST", prompts[1].0, "", &fields.to_string()).await;
+        assert_eq!(client.response().await.status, 400, "{body}");
+    }
+    server.close().await;
+}
+
+/// llama.cpp's names of OpenAI's parameters mean the same.
+#[actix_web::test]
+async fn other_names_of_limits_and_log_probabilities() {
+    let mut server = TestServer::start();
+    let body = json!({ "prompt": "p", "n_predict": 7, "max_tokens": 7, "n_probs": 2 });
+    let (request, _) = server.exchange(body, answer("x")).await;
+    assert_eq!((request.max_tokens, request.logprobs), (7, Some(2)));
+    let (request, _) = server.exchange(json!({ "prompt": "p", "n_predict": -1 }), answer("x")).await;
+    assert_eq!((request.max_tokens, request.logprobs), (63, None));
     server.close().await;
 }
 

@@ -189,6 +189,14 @@ impl Client {
         }
     }
 
+    /// Reads what has arrived, without waiting. Returns whether anything has.
+    pub fn has_more(&mut self) -> bool {
+        let mut buffer = [0; 4096];
+        let length = self.stream.try_read(&mut buffer).unwrap_or(0);
+        self.read.extend_from_slice(&buffer[..length]);
+        length > 0
+    }
+
     pub async fn read_until(&mut self, needle: &str) {
         while !String::from_utf8_lossy(&self.read).contains(needle) {
             assert!(self.read_more().await, "no {needle} in {}", String::from_utf8_lossy(&self.read));

@@ -5,7 +5,7 @@
 
 use super::OutputFormats;
 use super::formats::LiteralPart::{Marker, Text};
-use super::formats::{CallFormat, Literal, LiteralPart};
+use super::formats::{CallFormat, Literal, LiteralPart, Writing};
 use super::harmony::{self, PromptEnd};
 use super::reasoning::ReasoningSyntax;
 use crate::text::tokenizer::Tokenizer;
@@ -54,19 +54,8 @@ impl ConstraintContext<'_> {
             ToolChoice::Named(only) => tool.name == *only,
             ToolChoice::None | ToolChoice::Auto => false,
         };
-        let call = |(index, tool): (usize, &Tool)| Call {
-            place: format!("tools[{index}].function.parameters"),
-            prefix: [
-                self.pieces(writing.before),
-                vec![Piece::Text(tool.name.clone())],
-                self.pieces(writing.middle),
-            ]
-            .concat(),
-            body: Form::JsonSchema(tool.parameters.to_string().into()),
-            suffix: self.pieces(writing.after),
-        };
         let allowed = tools.tools.iter().enumerate().filter(|(_, tool)| is_allowed(tool));
-        let calls: Vec<Call> = allowed.map(call).collect();
+        let calls: Vec<Call> = allowed.map(|(index, tool)| self.call(writing, index, tool)).collect();
         if calls.is_empty() {
             return None;
         }
@@ -86,6 +75,54 @@ impl ConstraintContext<'_> {
         Some((OutputGrammar { spec: Spec::new(Form::Calls(spec.into())), start }, format))
     }
 
+    /// Returns the constraint for an answer that is either one call of any tool or what `spec` describes, and
+    /// the format in which calls must be parsed. `None` if there is no format, or if the beginning of an
+    /// answer does not tell which of both it is.
+    pub fn call_or_answer(
+        &self,
+        tools: &ToolSettings,
+        spec: &Spec,
+    ) -> Option<(OutputGrammar, &'static CallFormat)> {
+        let (format, writing) = self.formats.calls?.written()?;
+        let (is_harmony, end) = (self.formats.is_harmony(), PromptEnd::of(self.prompt));
+        let header = match end {
+            _ if !is_harmony => &[],
+            PromptEnd::Role | PromptEnd::Outside => FINAL_HEADER,
+            PromptEnd::Header(_) | PromptEnd::Reasoning | PromptEnd::Content => return None,
+        };
+        let whole = |(index, tool): (usize, &Tool)| {
+            let mut call = self.call(writing, index, tool);
+            call.prefix.splice(0..0, self.pieces(writing.open));
+            call.suffix.extend(self.pieces(writing.close));
+            call
+        };
+        let mut calls: Vec<Call> = tools.tools.iter().enumerate().map(whole).collect();
+        let is_json = matches!(spec.form(), Form::JsonObject | Form::JsonSchema(_));
+        // The lexer reads the longest text, so neither may begin with the beginning of the other.
+        match calls.first()?.prefix.first()? {
+            Piece::Token(_) => {}
+            Piece::Text(text) if is_json && text.starts_with('<') => {}
+            _ => return None,
+        }
+        let (place, prefix, suffix) = ("$".to_owned(), self.pieces(header), Vec::new());
+        calls.push(Call { place, prefix, body: spec.form().clone(), suffix });
+        let (begin, separator, end) = (Vec::new(), Vec::new(), Vec::new());
+        let either = Calls { begin, calls, separator, end, min: 1, max: Some(1) };
+        let (either, start) = if is_harmony { self.message(either) } else { (either, self.start()) };
+        Some((OutputGrammar { spec: spec.with_form(Form::Calls(either.into())), start }, format))
+    }
+
+    /// Returns a call of the tool with this index.
+    fn call(&self, writing: &Writing, index: usize, tool: &Tool) -> Call {
+        let name = vec![Piece::Text(tool.name.clone())];
+        Call {
+            place: format!("tools[{index}].function.parameters"),
+            prefix: [self.pieces(writing.before), name, self.pieces(writing.middle)].concat(),
+            body: Form::JsonSchema(tool.parameters.to_string().into()),
+            suffix: self.pieces(writing.after),
+        }
+    }
+
     /// Returns the constraint for an answer that `spec` describes. The parser of such an output needs
     /// [`OutputSettings::is_constrained`](super::OutputSettings::is_constrained), and no format of calls.
     pub fn answer(&self, spec: Spec) -> OutputGrammar {
@@ -100,14 +137,14 @@ impl ConstraintContext<'_> {
         let call = |header| {
             let (begin, separator, end) = (Vec::new(), Vec::new(), Vec::new());
             let (place, prefix, suffix) = ("$".to_owned(), self.pieces(header), Vec::new());
-            let calls = vec![Call { place, prefix, body: spec.form.clone(), suffix }];
+            let calls = vec![Call { place, prefix, body: spec.form().clone(), suffix }];
             Calls { begin, calls, separator, end, min: 1, max: Some(1) }
         };
         let (message, start) = match header {
             Some(rest) => (call(rest), ConstraintStart::Immediately),
             None => self.message(call(FINAL_HEADER)),
         };
-        OutputGrammar { spec: Spec { form: Form::Calls(message.into()), ..spec }, start }
+        OutputGrammar { spec: spec.with_form(Form::Calls(message.into())), start }
     }
 
     /// Returns where an answer begins whose grammar has no header.
@@ -391,6 +428,66 @@ mod tests {
                 let named = ToolChoice::Named("search-web".into());
                 assert_eq!(check_calls(model, formats, &tools(named, true), count), count, "{name}");
             }
+        }
+    }
+
+    /// Beside tools that the model may call, each answer is read as one valid call or as valid content.
+    #[test]
+    fn every_answer_is_a_call_or_of_the_form() {
+        let [special, plain] = [Model::new(&all_markers()), Model::new(&[])];
+        let tools = tools(ToolChoice::Auto, true);
+        let schema = json!({ "enum": hostile_strings() });
+        let spec = Spec::new(Form::JsonSchema(schema.to_string().into()));
+        let prompt = "<|start|>assistant";
+        for (name, model) in CallFormat::names().flat_map(|name| [(name, &special), (name, &plain)]) {
+            let formats = formats(name, if name == "openai" { "harmony" } else { "think" });
+            let Some((constraint, format)) = model.context(formats, prompt).call_or_answer(&tools, &spec)
+            else {
+                let is_marked = format_begins_with_marker(formats);
+                assert!(!is_marked || std::ptr::eq(model, &plain), "{name}");
+                continue;
+            };
+            let formats = OutputFormats { calls: Some(format), ..formats };
+            let grammar = Grammar::compile(&constraint.spec, &model.vocabulary, &Limits::default()).unwrap();
+            let (mut dice, mut read_as) = (Dice::new(31), [0, 0]);
+            for _ in 0..20 {
+                let Some(ids) = model.answer(&grammar, &mut dice) else { continue };
+                let pieces = model.pieces(&formats, &ids);
+                let settings = OutputSettings { is_constrained: true, ..settings(formats, &tools, prompt) };
+                let (content, _, calls, has_calls) = read(settings, &pieces);
+                match &calls[..] {
+                    [] => {
+                        let value = serde_json::from_str(&content).unwrap_or(Json::Null);
+                        assert!(jsonschema::is_valid(&schema, &value), "{name} {}", pieces.concat());
+                        read_as[0] += 1;
+                    }
+                    [(called, arguments)] => {
+                        assert!(content.is_empty() && has_calls, "{name} {content}");
+                        let tool = tools.tools.iter().find(|tool| tool.name == *called).unwrap();
+                        let arguments: Json = serde_json::from_str(arguments).unwrap();
+                        assert!(jsonschema::is_valid(&tool.parameters, &arguments), "{called} {arguments}");
+                        read_as[1] += 1;
+                    }
+                    _ => panic!("{name} {calls:?}"),
+                }
+            }
+            assert!(read_as.iter().all(|count| *count > 0), "{name} {read_as:?}");
+        }
+    }
+
+    /// Returns whether calls begin with a marker, which the model's vocabulary may have as a token.
+    fn format_begins_with_marker(formats: OutputFormats) -> bool {
+        let writing = formats.calls.unwrap().written().unwrap().1;
+        matches!(writing.open.first().or(writing.before.first()), Some(LiteralPart::Marker(_)))
+    }
+
+    #[test]
+    fn the_documentation_lists_the_formats_of_single_calls() {
+        let docs = include_str!("../../../docs/tools.md");
+        let row = docs.lines().find(|line| line.starts_with("| `required` |")).unwrap();
+        for name in CallFormat::names() {
+            let is_parallel = CallFormat::named(name).unwrap().written().unwrap().1.is_parallel;
+            assert_eq!(row.contains(&format!("`{name}`")), !is_parallel, "{name}");
         }
     }
 

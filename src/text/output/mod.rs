@@ -116,8 +116,8 @@ pub struct OutputSettings<'a> {
     /// text.
     pub is_constrained: bool,
     /// Return a call only when it is complete, and calls that are cut or malformed as content. This suits
-    /// answers that are not streamed. Otherwise, the arguments are returned as they arrive, and such a call
-    /// ends with `complete: false`.
+    /// answers that are not streamed. Otherwise, the arguments are returned as they arrive, and those of such
+    /// a call just end.
     pub whole_calls: bool,
     /// Maximum number of calls; further ones are dropped. See
     /// [`ToolSettings::max_calls`](super::tools::ToolSettings::max_calls).

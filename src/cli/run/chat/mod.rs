@@ -197,6 +197,8 @@ fn help() -> String {
          /clear           clear the conversation\n\
          /set NAME VALUE  set {},\n\
          \x20                or a parameter of docs/sampling.md; 'default' resets it\n\
+         /set json_schema FILE, /set grammar FILE\n\
+         \x20                answer in this form; a schema can also be given as JSON text\n\
          /set             show the settings\n\
          /stats on|off    show token count and speed after each answer\n\
          /exit            or Ctrl-D: end the chat\n\
