@@ -45,8 +45,8 @@ impl ConstraintParams {
         self.with(in_context)
     }
 
-    /// Returns the constraint of an answer that may be a call of a tool instead, and the format of calls. Fails
-    /// for models whose calls cannot be told from answers.
+    /// Returns the constraint of an answer that may be a call of a tool instead, and the format of calls.
+    /// Fails for models whose calls cannot be told from answers.
     pub fn or_call(
         self,
         tools: &ToolSettings,
