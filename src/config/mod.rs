@@ -238,6 +238,8 @@ mod tests {
                 "model.sampling = \"top_p=2\": top_p is 2 but must be above 0",
             ),
             ("[model.sampling]\ntop_q = 2", "some.toml:1: model.sampling = { top_q = 2 }: top_q is not a"),
+            ("[model.sampling]\ntemperature = nan", "temperature is nan but numbers must be finite"),
+            ("[model.sampling.logit_bias]\n5 = -inf", "logit_bias is { 5 = -inf } but numbers must be"),
             ("[model]\nsampling = \"top_p\"", "expected parameters such as top_p=0.9"),
             ("[scheduler]\nslots = 0", "scheduler.slots = 0: must be from 1"),
             ("[scheduler]\nlanes = 0", "scheduler.lanes = 0: must be from 1 to 65536, or be \"auto\""),

@@ -212,7 +212,7 @@ pub(super) fn sampling(value: &Value) -> Result<ParamList, String> {
     let list = match value {
         Value::String(text) => ParamList::parse_text(text)?,
         Value::Table(table) => {
-            let entries = table.iter().map(|(name, value)| Ok((name.clone(), json(value)?)));
+            let entries = table.iter().map(|(name, value)| Ok((name.clone(), json(name, value)?)));
             ParamList(entries.collect::<Result<_, String>>()?)
         }
         _ => return Err("expected a table, or text such as \"top_p=0.9,min_p=0.05\"".to_string()),
@@ -221,9 +221,22 @@ pub(super) fn sampling(value: &Value) -> Result<ParamList, String> {
     Ok(list)
 }
 
-/// Converts a TOML value to JSON.
-fn json(value: &Value) -> Result<serde_json::Value, String> {
+/// Converts the TOML value of a parameter to JSON, which has no infinities and no NaN.
+fn json(name: &str, value: &Value) -> Result<serde_json::Value, String> {
+    if !is_finite(value) {
+        return Err(format!("{name} is {value} but numbers must be finite"));
+    }
     serde_json::to_value(value).map_err(|error| error.to_string())
+}
+
+/// Returns whether all numbers within a value are finite.
+fn is_finite(value: &Value) -> bool {
+    match value {
+        Value::Float(number) => number.is_finite(),
+        Value::Array(values) => values.iter().all(is_finite),
+        Value::Table(table) => table.values().all(is_finite),
+        _ => true,
+    }
 }
 
 pub(super) fn log_level(value: &Value) -> Result<String, String> {

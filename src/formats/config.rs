@@ -584,7 +584,7 @@ mod tests {
         }"#;
         let found = generation(Some(own), "{}").unwrap();
         let expected = r#"repetition_penalty=1.05,no_repeat_ngram_size=3,typical_p=0.9,epsilon_cutoff=0.0003,
-            eta_cutoff=0.002,min_new_tokens=4,bad_words=[[5,6],[7]],logit_bias=[[8,false]]"#;
+            eta_cutoff=0.002,min_new_tokens=4,bad_words=[[5,6],[7]],suppress_tokens=[8]"#;
         let mut sorted = (found.sampling.0, ParamList::parse_text(expected).unwrap().0);
         sorted.0.sort_by(|a, b| a.0.cmp(&b.0));
         sorted.1.sort_by(|a, b| a.0.cmp(&b.0));

@@ -3,7 +3,7 @@
 //! Invariant: values are checked when the file is read, except token ids, which need the vocabulary.
 
 use crate::request::ParamList;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// Keys with the parameters that they are.
 const KEYS: [(&str, &str); 12] = [
@@ -18,7 +18,7 @@ const KEYS: [(&str, &str); 12] = [
     ("eta_cutoff", "eta_cutoff"),
     ("min_new_tokens", "min_new_tokens"),
     ("bad_words_ids", "bad_words"),
-    ("suppress_tokens", "logit_bias"),
+    ("suppress_tokens", "suppress_tokens"),
 ];
 
 /// Returns the parameter of a key.
@@ -41,7 +41,7 @@ pub(super) fn convert(key: &str, value: &Value) -> Result<ParamList, String> {
     let Some(param) = param(key) else { return Ok(ParamList::default()) };
     let value = match key {
         "suppress_tokens" => {
-            forbidden(value).ok_or_else(|| format!("is {value} but must be a list of token ids"))?
+            token_ids(value).ok_or_else(|| format!("is {value} but must be a list of token ids"))?
         }
         _ => value.clone(),
     };
@@ -50,9 +50,9 @@ pub(super) fn convert(key: &str, value: &Value) -> Result<ParamList, String> {
     Ok(list)
 }
 
-/// Returns the tokens to suppress as biases. The libraries also write -1, which is no token.
-fn forbidden(ids: &Value) -> Option<Value> {
+/// Returns the tokens of a list. The libraries also write -1, which is no token.
+fn token_ids(ids: &Value) -> Option<Value> {
     let id = |id: &Value| id.as_i64().filter(|id| (-1..=u32::MAX.into()).contains(id));
     let ids = ids.as_array()?.iter().map(id).collect::<Option<Vec<i64>>>()?;
-    Some(ids.into_iter().filter(|id| *id >= 0).map(|id| json!([id, false])).collect())
+    Some(ids.into_iter().filter(|id| *id >= 0).collect())
 }

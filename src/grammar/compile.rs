@@ -4,6 +4,7 @@
 //! recurses over references, properties and rules, which [`Limits`] bounds, so it runs on a stack that is
 //! large enough for that.
 
+use crate::limits::Budget;
 use crate::{Form, GrammarError, Limits, Matcher, Spec, Vocabulary, error, json_schema, lark};
 use llguidance::JsonCompileOptions;
 use llguidance::api::{GrammarWithLexer, ParserLimits, TopLevelGrammar};
@@ -132,17 +133,18 @@ type Schemas = Vec<(String, Value)>;
 
 /// Returns the grammar of a specification as llguidance takes it, and its schemas.
 fn source(spec: &Spec, limits: &Limits) -> Result<(GrammarWithLexer, Schemas), GrammarError> {
+    let budget = &mut Budget::new(limits);
     match &spec.form {
         Form::JsonObject => {
             let schema = json_schema::any_object(spec.json_spaces);
             Ok((GrammarWithLexer::from_json_schema(schema), Schemas::new()))
         }
         Form::JsonSchema(text) => {
-            let schema = json_schema::prepare(text, spec.json_spaces, limits)?;
+            let schema = json_schema::prepare(text, spec.json_spaces, budget)?;
             Ok((GrammarWithLexer::from_json_schema(schema.clone()), vec![("$".to_owned(), schema)]))
         }
         form => {
-            let (text, schemas) = lark::form(form, spec.json_spaces, limits)?;
+            let (text, schemas) = lark::form(form, spec.json_spaces, budget)?;
             Ok((GrammarWithLexer::from_lark(text), schemas))
         }
     }

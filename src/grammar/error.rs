@@ -21,7 +21,7 @@ pub enum GrammarError {
 impl GrammarError {
     /// Creates the error of a part of a specification.
     pub(crate) fn refused(part: impl Into<String>, reason: impl Into<String>) -> GrammarError {
-        GrammarError::Refused { part: part.into(), reason: reason.into() }
+        GrammarError::Refused { part: part.into(), reason: shortened(&reason.into()) }
     }
 
     /// Puts the path of a schema before the place of an error within it, which begins with `$`.
@@ -60,8 +60,13 @@ pub(crate) fn summary(message: &str) -> String {
     let first = message[..end.unwrap_or(message.len())].trim();
     let mut lines = first.lines().map(str::trim).filter(|line| !line.is_empty());
     let line = lines.next().unwrap_or("unknown error");
-    match line.char_indices().nth(REASON) {
-        Some((cut, _)) => format!("{}...", &line[..cut]),
-        None => line.to_owned(),
+    shortened(line)
+}
+
+/// Returns a reason that is not too long: it may quote names of a specification.
+fn shortened(reason: &str) -> String {
+    match reason.char_indices().nth(REASON) {
+        Some((cut, _)) => format!("{}...", &reason[..cut]),
+        None => reason.to_owned(),
     }
 }

@@ -112,7 +112,7 @@ async fn a_bias_changes_the_token_and_no_log_probability() {
 async fn a_seed_gives_the_same_biased_tokens_in_any_batch() {
     let engine = engine("gqa", &[]).await;
     let request = |number: usize| {
-        let biases = (0..40).map(|i| ((number as u32 * 7 + i * 5) % 263, 1.5 - i as f32 / 10.0)).collect();
+        let biases = (0..40).map(|i| ((number as u32 * 7 + i * 5) % 263, 6.0 - i as f32 / 4.0)).collect();
         Request {
             logit_bias: biases,
             min_tokens: 6,

@@ -8,7 +8,7 @@ use mainstem::decoding::SamplingPlan;
 use mainstem::decoding::strategies::{AnyVocabulary, CheckedDefaults, HostSampler, Row, SequenceState};
 use mainstem::model::executor::{Executor, KvCacheConfig, ModelExecutor};
 use mainstem::model::{ModelRef, ModelSource, Shard};
-use mainstem::request::{FinishReason, Request, Sampling};
+use mainstem::request::{Request, Sampling};
 use mainstem_kernels::random::uniform;
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
@@ -156,7 +156,7 @@ fn defaults_that_do_not_fit_the_model_are_refused_at_start() {
 }
 
 /// Parameters of all kinds of strategies: drawn by the device, and by the host with and without state.
-const STRATEGIES: [&str; 14] = [
+const STRATEGIES: [&str; 17] = [
     r#"{"temperature": 0}"#,
     r#"{"temperature": 0.9, "top_p": 0.95, "top_k": 40}"#,
     r#"{"temperature": 0, "repetition_penalty": 1.3}"#,
@@ -168,6 +168,9 @@ const STRATEGIES: [&str; 14] = [
     r#"{"mirostat": 1, "mirostat_tau": 3, "mirostat_eta": 0.3}"#,
     r#"{"xtc_probability": 0.5, "xtc_threshold": 0.01, "top_n_sigma": 2}"#,
     r#"{"dynatemp_range": 0.5, "eta_cutoff": 0.001}"#,
+    r#"{"epsilon_cutoff": 0.002, "min_tokens": 6, "logprobs_mode": "processed_logprobs"}"#,
+    r#"{"allowed_token_ids": [5, 6, 7, 8, 9, 10, 11, 12], "frequency_penalty": 1}"#,
+    r#"{"temperature": 1.2, "min_tokens": 4}"#,
     r#"{"strategy": "fsd"}"#,
     r#"{"strategy": "random_fsd", "strategy_params": {"random_tokens": 30}}"#,
     r#"{"strategy": "sample.std", "bad_words": [[9], [10]], "logit_bias": [[12, 3]]}"#,
@@ -191,9 +194,14 @@ impl Dice {
 fn random_request(engine: &Engine, dice: &mut Dice) -> Request {
     let params: Value = serde_json::from_str(STRATEGIES[dice.below(STRATEGIES.len())]).expect("JSON");
     let pairs = params.as_object().expect("an object").iter().map(|(name, value)| (name.as_str(), value));
-    let plan = engine.sampling.plan(pairs, true, &[]).expect("valid");
+    // Some sequences end early, so that others move to their slots.
+    let stop_ids: Vec<u32> = (0..dice.below(40) as u32).map(|id| 3 * id).collect();
+    let plan = engine.sampling.plan(pairs, true, &stop_ids).expect("valid");
+    let min_tokens = params.get("min_tokens").and_then(Value::as_u64).unwrap_or(0) as u32;
     let (number, len) = (dice.below(1000), 1 + dice.below(40));
-    let request = greedy(&prompt(number, len), 1 + dice.below(24) as u32);
+    let max_tokens = min_tokens + 1 + dice.below(24) as u32;
+    let request =
+        Request { stop_ids: stop_ids.into(), min_tokens, ..greedy(&prompt(number, len), max_tokens) };
     let seed = dice.below(1 << 20) as u64;
     match plan.device() {
         Some(device) => {
@@ -225,26 +233,31 @@ async fn tokens_depend_on_nothing_but_the_request() {
     };
     let whole = engine(MODEL, &settings("")).await;
     let divided = [engine(MODEL, &settings("0;1")).await, engine(MODEL, &settings("0&1")).await];
+    let mut ahead = settings("");
+    ahead.push(("scheduler.run_ahead", "on".into()));
+    let ahead = engine(MODEL, &ahead).await;
     for case in 0..6 {
         let mut dice = Dice(case, 0);
         let mut requests: Vec<(usize, Request)> =
             (0..8).map(|number| (number, random_request(&whole, &mut dice))).collect();
-        let mut alone = Vec::new();
+        let (mut alone, mut ends) = (Vec::new(), Vec::new());
         for (_, request) in &requests {
             let outcome = complete(&whole, request.clone()).await;
-            assert_eq!(outcome.end, Some(Ok(FinishReason::Length)), "{case}");
+            ends.push(outcome.end.clone());
             alone.push(outcome.ids());
         }
-        for engine in [&whole, &whole, &divided[0], &divided[1]] {
+        for engine in [&whole, &whole, &divided[0], &divided[1], &ahead] {
             let outcomes = complete_all(engine, requests.iter().map(|(_, request)| request.clone())).await;
             for ((number, request), outcome) in requests.iter().zip(&outcomes) {
                 let plan = request.plan.as_ref().map(|plan| plan.active());
                 assert_eq!(Outcome::ids(outcome), alone[*number], "case {case}, request {number}, {plan:?}");
+                assert_eq!(outcome.end, ends[*number], "case {case}, request {number}, {plan:?}");
+                assert!(matches!(outcome.end, Some(Ok(_))), "{:?}", outcome.end);
             }
             dice.shuffle(&mut requests);
         }
     }
-    for engine in divided.into_iter().chain([whole]) {
+    for engine in divided.into_iter().chain([whole, ahead]) {
         all_home(&engine, 5).await;
         engine.stop();
     }

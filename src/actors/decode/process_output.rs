@@ -106,19 +106,26 @@ impl DecodeLoop {
     /// Processes a sampled token, and those that a grammar forces after it.
     fn process_token(&mut self, sequence: SequenceRef, token: Token) {
         let id = token.id;
-        let Some(running) = self.deliver_token(sequence, token) else { return };
-        running.forced = 0;
+        let Some(running) = self.deliver_token(sequence, token, 0) else { return };
         let forced = running.host.as_ref().map_or_else(Vec::new, |host| host.accept(id));
-        for id in forced {
+        for (id, number) in forced.into_iter().zip(1..) {
             let token = Token { id, logprob: None, top: Vec::new() };
-            let Some(running) = self.deliver_token(sequence, token) else { return };
-            running.forced += 1;
+            if self.deliver_token(sequence, token, number).is_none() {
+                return;
+            }
         }
     }
 
-    /// Sends the events of a token. Returns the sequence if it continues; otherwise marks it as finished.
-    fn deliver_token(&mut self, sequence: SequenceRef, token: Token) -> Option<&mut RunningSequence> {
+    /// Sends the events of a token, which is the `forced`-th that a grammar forces after a sampled one, or
+    /// that one. Returns the sequence if it continues; otherwise marks it as finished.
+    fn deliver_token(
+        &mut self,
+        sequence: SequenceRef,
+        token: Token,
+        forced: u32,
+    ) -> Option<&mut RunningSequence> {
         let running = find(&mut self.running, &mut self.leaving, sequence)?;
+        running.forced = forced;
         let generated = running.received + 1;
         let end = request::finish_reason(token.id, &running.sequence.request, &self.config.eos, generated);
         running.receive(token.id, end.is_none());
@@ -144,6 +151,9 @@ impl DecodeLoop {
             self.pending_events.push((events.clone(), TokenEvent::Finished(reason)));
             self.metrics.record_finished(running.times, generated, self.produced_at);
             running.finished = true;
+            // No step computes the tokens since the sampled one.
+            let computed = running.generated.len().saturating_sub(forced as usize);
+            running.generated.truncate(computed);
         }
         end.is_none().then_some(running)
     }

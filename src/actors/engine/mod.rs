@@ -239,7 +239,7 @@ pub async fn start(
 
     let threads = setup.scheduler.sampling_threads.or_else(|| available_parallelism().ok());
     let threads = threads.map_or(1, NonZero::get);
-    let host_pool = HostPool::new(threads, setup.limits.vocab, record_host_sampling);
+    let host_pool = HostPool::new(threads, setup.limits.slots, setup.limits.vocab, record_host_sampling);
     let host_pool = Arc::new(host_pool.context("cannot start the threads of sampling")?);
     let control = Arbiter::new();
     let actors = start_control(&control, &setup, group.clone(), status.clone(), host_pool);

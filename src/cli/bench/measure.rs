@@ -178,19 +178,21 @@ async fn token_times(mut stream: TokenStream) -> Result<Vec<Instant>, RequestErr
     }
 }
 
-/// Computes the sample of a decode test: the tokens that all sequences generated during the `tokens` steps
-/// after the first token of the sequence that began last.
+/// Computes the sample of a decode test: the tokens that all sequences generated from the first token of the
+/// sequence that began last to its `tokens`-th after that, or to the first end of a sequence. Tokens of a
+/// step have the same time.
 fn decode_sample(times: &[Vec<Instant>], tokens: usize) -> Sample {
     let last =
         times.iter().max_by_key(|times| times[0]).expect("a test has a sequence; anything else is a bug");
-    let (began, ended) = (last[0], last[tokens]);
-    let generated = times.iter().flatten().filter(|time| **time > began && **time <= ended).count();
-    Sample {
-        tokens: generated as u64,
-        steps: tokens as u64,
-        seconds: (ended - began).as_secs_f64(),
-        roofline: None,
-    }
+    // Where a grammar forces tokens, a step has several, and sequences end at different times.
+    let ends = times.iter().filter_map(|times| times.last());
+    let (began, ended) = (last[0], ends.fold(last[tokens], |ended, end| ended.min(*end)));
+    let mut generated: Vec<Instant> =
+        times.iter().flatten().copied().filter(|time| *time > began && *time <= ended).collect();
+    let tokens = generated.len() as u64;
+    generated.sort_unstable();
+    generated.dedup();
+    Sample { tokens, steps: generated.len() as u64, seconds: (ended - began).as_secs_f64(), roofline: None }
 }
 
 #[cfg(test)]

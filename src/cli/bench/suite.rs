@@ -37,7 +37,7 @@ pub struct SuiteArgs {
     /// Repeat the fused decode tests with output that follows a JSON schema.
     #[arg(long)]
     constrained: bool,
-    /// Repeat the fused decode tests with this many sequences whose tokens the host draws.
+    /// Repeat the fused decode tests with this many sequences, or all, whose tokens the host draws.
     #[arg(long, value_name = "SEQUENCES", value_parser = positive())]
     host_drawn: Option<u32>,
 }
@@ -171,7 +171,8 @@ impl SuiteArgs {
     fn variants(&self, test: BenchTest) -> impl Iterator<Item = BenchTest> {
         let depth = test.prompt;
         let constrained = self.constrained.then_some(TestKind::Constrained { depth });
-        let host_drawn = self.host_drawn.map(|rows| TestKind::HostDrawn { depth, rows: rows as usize });
+        let rows = self.host_drawn.map(|rows| test.sequences.min(rows as usize));
+        let host_drawn = rows.map(|rows| TestKind::HostDrawn { depth, rows });
         let kinds = [Some(test.kind), constrained, host_drawn].into_iter().flatten();
         kinds.map(move |kind| BenchTest { kind, ..test })
     }

@@ -19,6 +19,9 @@ pub struct ConstraintState {
     phase: Phase,
     /// The last bytes of the free text, fewer than the marker that ends it has.
     tail: Vec<u8>,
+    /// Tokens that would end the marker and begin the constrained text, each with the number of bytes of the
+    /// marker that must precede it. They are forbidden, because the grammar sees whole tokens.
+    spilling: Vec<(u32, usize)>,
 }
 
 #[derive(Debug)]
@@ -39,7 +42,10 @@ impl ConstraintState {
             ConstraintStart::After { marker } => Phase::Free(marker),
             ConstraintStart::UnlessOpened { open, close } => Phase::MayOpen { open, close },
         };
-        ConstraintState { matcher: constraint.grammar.matcher(), phase, tail: Vec::new() }
+        let (tail, spilling) = (Vec::new(), Vec::new());
+        let mut state = ConstraintState { matcher: constraint.grammar.matcher(), phase, tail, spilling };
+        state.find_spilling_tokens();
+        state
     }
 
     /// Writes the mask of the tokens that may come next, a bit for each, least significant bit first; at
@@ -54,14 +60,33 @@ impl ConstraintState {
                 self.matcher.mask(mask)?;
                 set_bit(mask, *open, true);
             }
-            Phase::Free(_) => {
+            Phase::Free(marker) => {
                 mask.fill(u32::MAX);
                 self.matcher.vocabulary().eos().iter().for_each(|&id| set_bit(mask, id, false));
+                let would_spill = |preceding: &usize| self.tail.ends_with(&marker.as_bytes()[..*preceding]);
+                let spilling = self.spilling.iter().filter(|(_, preceding)| would_spill(preceding));
+                spilling.for_each(|(id, _)| set_bit(mask, *id, false));
             }
         }
         match mask.iter().any(|&word| word != 0) {
             true => Ok(only),
             false => Err(GrammarError::Stuck("no token continues it, and the model has no end token".into())),
+        }
+    }
+
+    /// Lists the tokens that would end the free text and begin the constrained one.
+    fn find_spilling_tokens(&mut self) {
+        let Phase::Free(marker) = &self.phase else { return };
+        let (marker, vocabulary) = (marker.as_bytes(), self.matcher.vocabulary());
+        let spills = |text: &[u8], preceding: usize| {
+            let rest = text.strip_prefix(&marker[preceding..]);
+            rest.is_some_and(|rest| !rest.trim_ascii().is_empty())
+        };
+        for id in 0..vocabulary.size() as u32 {
+            let text = vocabulary.text(id);
+            let within = (1..marker.len()).filter(|&preceding| spills(text, preceding));
+            let whole = (0..text.len()).any(|at| spills(&text[at..], 0)).then_some(0);
+            self.spilling.extend(within.chain(whole).map(|preceding| (id, preceding)));
         }
     }
 
@@ -84,7 +109,10 @@ impl ConstraintState {
     /// Accepts the next token, which must be one that the mask allows.
     pub fn accept(&mut self, token: u32) -> Result<(), GrammarError> {
         match &self.phase {
-            Phase::MayOpen { open, close } if token == *open => self.phase = Phase::Free(close.clone()),
+            Phase::MayOpen { open, close } if token == *open => {
+                self.phase = Phase::Free(close.clone());
+                self.find_spilling_tokens();
+            }
             Phase::Constrained | Phase::MayOpen { .. } => {
                 self.phase = Phase::Constrained;
                 self.matcher.accept(token)?;
@@ -92,7 +120,7 @@ impl ConstraintState {
             Phase::Free(marker) => {
                 self.tail.extend_from_slice(self.matcher.vocabulary().text(token));
                 let marker = marker.as_bytes();
-                // What follows the marker within its token, such as a line break, belongs to neither side.
+                // White space that follows the marker within its token belongs to neither side.
                 if self.tail.windows(marker.len()).any(|window| window == marker) {
                     self.phase = Phase::Constrained;
                     self.tail = Vec::new();

@@ -19,7 +19,6 @@ pub use pool::{HostPool, HostWork, Observer};
 pub use record::LogprobReport;
 
 use super::strategies::{SamplingPlan, SequenceState};
-use constraint::ConstraintState;
 use mainstem_grammar::GrammarError;
 use mainstem_kernels::late::LateInputs;
 use mainstem_kernels::{SampleMode, SamplingParams};
@@ -27,7 +26,7 @@ use pool::Job;
 use record::{Record, RowContext};
 use std::sync::Arc;
 
-/// The host's part of one sequence. Dropping it ends its work.
+/// The host's part of one sequence. Work that was queued before it is dropped is still done, for nobody.
 pub struct HostSequence {
     record: Arc<Record>,
     pool: Arc<HostPool>,
@@ -49,9 +48,8 @@ impl HostSequence {
             return None;
         }
         let state = plan.map(|plan| SequenceState::new(plan, prompt, max_tokens as usize));
-        let matcher = constraint.map(|constraint| ConstraintState::new(constraint));
         let words = pool.vocabulary().div_ceil(u32::BITS as usize);
-        let record = Arc::new(Record::new(plan.cloned(), state, matcher, words, jump_limit));
+        let record = Arc::new(Record::new(plan.cloned(), state, constraint.cloned(), words, jump_limit));
         if constraint.is_some() {
             pool.submit(Job::Begin { record: record.clone() });
         }
@@ -101,5 +99,14 @@ impl HostSequence {
     /// Returns why the sequence cannot go on, if it cannot.
     pub fn error(&self) -> Option<GrammarError> {
         self.record.error()
+    }
+}
+
+impl Drop for HostSequence {
+    fn drop(&mut self) {
+        // Freeing a grammar's state takes time, which the threads of the pool have.
+        if self.record.is_constrained() {
+            self.pool.submit(Job::End { record: self.record.clone() });
+        }
     }
 }

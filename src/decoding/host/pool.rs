@@ -5,6 +5,7 @@
 
 use super::record::{Record, RowContext, lock};
 use crate::decoding::strategies::HostSampler;
+use mainstem_grammar::GrammarError;
 use mainstem_kernels::late::TokenSender;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,8 +13,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-/// Number of jobs for which the queue has memory from the start.
-const JOBS: usize = 1024;
+/// Number of jobs per sequence for which the queue has memory from the start: a draw, and with run-ahead the
+/// one before it; the begin and the end of sequences that follow each other in a slot.
+const JOBS: usize = 4;
 
 /// A kind of work of the pool, for measurements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +45,19 @@ pub(super) enum Job {
     Begin { record: Arc<Record> },
     /// Advances the grammar by a token that the device drew, and computes the next mask.
     Advance { record: Arc<Record>, token: u32 },
+    /// Frees the state of a sequence.
+    End { record: Arc<Record> },
+}
+
+impl Job {
+    fn record(&self) -> &Arc<Record> {
+        match self {
+            Job::Draw { record, .. }
+            | Job::Begin { record }
+            | Job::Advance { record, .. }
+            | Job::End { record } => record,
+        }
+    }
 }
 
 struct Queue {
@@ -59,9 +74,15 @@ struct QueueState {
 }
 
 impl HostPool {
-    /// Starts `threads` threads for a model with `vocabulary` logits. Fails if the system creates none.
-    pub fn new(threads: usize, vocabulary: usize, observe: Observer) -> std::io::Result<HostPool> {
-        let state = QueueState { jobs: VecDeque::with_capacity(JOBS), closed: false };
+    /// Starts `threads` threads for `sequences` sequences at once of a model with `vocabulary` logits. Fails
+    /// if the system creates none.
+    pub fn new(
+        threads: usize,
+        sequences: usize,
+        vocabulary: usize,
+        observe: Observer,
+    ) -> std::io::Result<HostPool> {
+        let state = QueueState { jobs: VecDeque::with_capacity(JOBS * sequences), closed: false };
         let queue =
             Queue { state: Mutex::new(state), changed: Condvar::new(), buffers: Mutex::default(), observe };
         // If a thread cannot be created, dropping the pool ends the others.
@@ -125,8 +146,10 @@ impl Queue {
     fn serve(&self) {
         let mut sampler = HostSampler::new();
         while let Some(job) = self.next() {
+            let record = job.record().clone();
             let done = catch_unwind(AssertUnwindSafe(|| self.run(job, &mut sampler)));
             if done.is_err() {
+                record.fail(GrammarError::Stuck("an internal error; this is a bug".to_owned()));
                 // Its buffers may be in any state.
                 sampler = HostSampler::new();
             }
@@ -159,6 +182,7 @@ impl Queue {
                 self.timed(HostWork::Mask, || record.prepare_mask());
             }
             Job::Begin { record } => self.timed(HostWork::Mask, || record.advance(None)),
+            Job::End { record } => drop(record),
             Job::Advance { record, token } => self.timed(HostWork::Mask, || record.advance(Some(token))),
         }
     }

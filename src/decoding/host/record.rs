@@ -4,7 +4,7 @@
 //! Invariant: the state depends on the tokens alone, in their order: the draw of a token or the mask after it
 //! begins when the work for the token before is done.
 
-use super::constraint::ConstraintState;
+use super::constraint::{Constraint, ConstraintState};
 use crate::decoding::strategies::{HostSampler, LogprobsMode, Row, SamplingPlan, SequenceState};
 use mainstem_grammar::GrammarError;
 use mainstem_kernels::late::{MaskSender, TokenSender};
@@ -46,6 +46,8 @@ pub struct LogprobReport {
 
 struct Work {
     state: Option<SequenceState>,
+    /// The constraint whose state is created by the first job, because that copies the compiled grammar.
+    new_constraint: Option<Arc<Constraint>>,
     constraint: Option<ConstraintState>,
     /// Mask of the next token.
     next_mask: Vec<u32>,
@@ -58,6 +60,9 @@ impl Work {
     /// only one.
     fn prepare_mask(&mut self) -> Result<Option<u32>, GrammarError> {
         let mut only = None;
+        if let Some(constraint) = self.new_constraint.take() {
+            self.constraint = Some(ConstraintState::new(&constraint));
+        }
         if let Some(constraint) = self.constraint.as_mut().filter(|_| !self.mask_is_ready) {
             only = constraint.mask(&mut self.next_mask)?;
             self.mask_is_ready = true;
@@ -86,8 +91,9 @@ struct Masks {
     /// Masks that no row waits for, in the order of the tokens: one, or two if the first allows one token
     /// only.
     ready: VecDeque<Arc<[u32]>>,
-    /// The row that waits for the next mask.
-    wanted: Option<MaskSender>,
+    /// The rows that wait for the next masks: with run-ahead, a row is registered while the one before it
+    /// still waits.
+    wanted: VecDeque<MaskSender>,
     /// Whether there will be no further mask; see the error.
     failed: bool,
 }
@@ -98,7 +104,7 @@ impl Record {
     pub(super) fn new(
         plan: Option<Arc<SamplingPlan>>,
         state: Option<SequenceState>,
-        constraint: Option<ConstraintState>,
+        constraint: Option<Arc<Constraint>>,
         mask_words: usize,
         jump_limit: usize,
     ) -> Record {
@@ -107,7 +113,13 @@ impl Record {
         Record {
             plan,
             is_constrained,
-            work: Mutex::new(Work { state, constraint, next_mask, mask_is_ready: false }),
+            work: Mutex::new(Work {
+                state,
+                new_constraint: constraint,
+                constraint: None,
+                next_mask,
+                mask_is_ready: false,
+            }),
             masks: Mutex::default(),
             jump_limit,
             forced: Mutex::default(),
@@ -139,7 +151,9 @@ impl Record {
         sender: TokenSender,
     ) {
         let work = &mut *lock(&self.work);
-        if let Err(error) = self.try_draw(work, sampler, row, logits, sender) {
+        let mut sender = Some(sender);
+        if let Err(error) = self.try_draw(work, sampler, row, logits, &mut sender) {
+            // Before the sender is dropped, so that whoever sees the row fail finds the reason.
             self.fail(error);
         }
     }
@@ -150,7 +164,7 @@ impl Record {
         sampler: &mut HostSampler,
         row: &RowContext,
         logits: &[f32],
-        sender: TokenSender,
+        sender: &mut Option<TokenSender>,
     ) -> Result<(), GrammarError> {
         let Some(plan) = self.plan.as_ref().filter(|_| self.error().is_none()) else { return Ok(()) };
         work.prepare_mask()?;
@@ -169,7 +183,9 @@ impl Record {
             let report = LogprobReport { logprob: draw.logprob, top: sampler.top().to_vec() };
             lock(&self.reports).push_back(report);
         }
-        sender.send(draw.token);
+        if let Some(sender) = sender.take() {
+            sender.send(draw.token);
+        }
         state.accept(&draw);
         work.accept(draw.token)
     }
@@ -221,24 +237,24 @@ impl Record {
         match masks.ready.pop_front() {
             Some(words) => sender.send(words),
             None if masks.failed => drop(sender),
-            None => masks.wanted = Some(sender),
+            None => masks.wanted.push_back(sender),
         }
     }
 
     fn supply_mask(&self, words: Arc<[u32]>) {
         let masks = &mut *lock(&self.masks);
-        match masks.wanted.take() {
+        match masks.wanted.pop_front() {
             Some(sender) => sender.send(words),
             None => masks.ready.push_back(words),
         }
     }
 
     /// Ends the sequence with an error: rows without a mask or token, present and later, fail.
-    fn fail(&self, error: GrammarError) {
+    pub(super) fn fail(&self, error: GrammarError) {
         lock(&self.error).get_or_insert(error);
         let masks = &mut *lock(&self.masks);
         masks.failed = true;
-        masks.wanted = None;
+        masks.wanted.clear();
     }
 }
 

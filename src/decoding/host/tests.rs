@@ -1,8 +1,10 @@
+use super::constraint::ConstraintState;
 use super::*;
 use crate::decoding::strategies::{CheckedDefaults, Vocabulary as _};
 use mainstem_grammar::{ConstraintStart, Form, Grammar, Limits, Spec, Token, Vocabulary};
 use serde_json::{Value, json};
 use std::borrow::Cow;
+use std::sync::Mutex;
 use std::thread;
 
 const SIZE: usize = 40;
@@ -57,7 +59,7 @@ fn plan(params: Value) -> Arc<SamplingPlan> {
 }
 
 fn pool(threads: usize) -> Arc<HostPool> {
-    Arc::new(HostPool::new(threads, SIZE, |_, _| ()).unwrap())
+    Arc::new(HostPool::new(threads, 1, SIZE, |_, _| ()).unwrap())
 }
 
 /// Generates up to `steps` tokens as a device would that takes the largest logit which the mask allows, with
@@ -212,4 +214,65 @@ fn dropping_the_pool_gives_up_rows_that_wait() {
     });
     // The queue is gone with its jobs, or the draw was made before.
     assert!(late.wait_token(0).is_ok());
+}
+
+/// With run-ahead, a row is registered before the mask of the row before it has come.
+#[test]
+fn rows_may_wait_for_masks_one_behind_the_other() {
+    static GATE: Mutex<()> = Mutex::new(());
+    let pool = HostPool::new(1, 2, SIZE, |_, _| drop(GATE.lock().unwrap())).unwrap();
+    let pool = Arc::new(pool);
+    let grammar = constraint("ab", ConstraintStart::Immediately);
+    let begin = || HostSequence::begin(&pool, None, Some(&grammar), &[1], 9, 0).unwrap();
+    let closed = GATE.lock().unwrap();
+    // The only thread waits behind the job of the first sequence.
+    let (_first, host) = (begin(), begin());
+    let rows = [0, 1].map(|position| {
+        let late = Arc::new(LateInputs::default());
+        host.register(&late, 0, &mut SamplingParams { position, ..SamplingParams::GREEDY });
+        late
+    });
+    drop(closed);
+    for (late, letter) in rows.iter().zip(*b"ab") {
+        let mut mask = [0; SIZE.div_ceil(32)];
+        assert_eq!((late.wait_mask(0, &mut mask), mask), (Ok(true), [1 << token(letter), 0]));
+        host.accept(token(letter));
+    }
+}
+
+#[test]
+fn a_panic_of_a_job_ends_its_sequence() {
+    let panicking = Arc::new(HostPool::new(1, 1, SIZE, |_, _| panic!("planted")).unwrap());
+    let grammar = constraint("[a-z]*", ConstraintStart::Immediately);
+    for plan in [None, Some(plan(json!({"mirostat": 2})))] {
+        let host = HostSequence::begin(&panicking, plan.as_ref(), Some(&grammar), &[1], 9, 0).unwrap();
+        assert!(generate(&host, 9, false).len() < 9);
+        assert!(host.error().unwrap().to_string().contains("internal error"));
+    }
+}
+
+/// Otherwise, text that the grammar has not seen would stand before the constrained text.
+#[test]
+fn no_token_ends_the_reasoning_and_begins_the_answer() {
+    let texts: [&[u8]; 6] = [b"x", b"</", b"end>", b"end>\n", b"end>{", b"a</end>{"];
+    let vocabulary = Vocabulary::new(
+        8,
+        |id| texts.get(id as usize).map_or(Token::Unused, |text| Token::Text(text)),
+        &[7],
+        None,
+    );
+    let spec = Spec::new(Form::Regex("x".into()));
+    let grammar = Grammar::compile(&spec, &Arc::new(vocabulary.unwrap()), &Limits::default()).unwrap();
+    let start = ConstraintStart::After { marker: "</end>".into() };
+    let mut state = ConstraintState::new(&Constraint { grammar: Arc::new(grammar), start });
+    let mut mask = [0];
+    let mut allowed = |state: &mut ConstraintState| {
+        state.mask(&mut mask).unwrap();
+        (0..6).filter(|id| mask[0] >> id & 1 == 1).collect::<Vec<u32>>()
+    };
+    assert_eq!(allowed(&mut state), [0, 1, 2, 3, 4], "the rest of a marker may stand anywhere else");
+    state.accept(1).unwrap();
+    assert_eq!(allowed(&mut state), [0, 1, 2, 3]);
+    state.accept(3).unwrap();
+    assert_eq!(allowed(&mut state), [0], "a line break behind the marker belongs to neither side");
 }

@@ -40,7 +40,7 @@ pub enum Kind {
     Biases,
 }
 
-/// The bounds of a number. NaN and infinities are never within them.
+/// The bounds of a number, which also hold for its F32. NaN and infinities are never within them.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     pub min: f64,
@@ -68,11 +68,17 @@ impl Bounds {
         Bounds { min, with_min: true, max, with_max: false }
     }
 
-    /// Returns whether a number is finite, also as F32, and within the bounds.
+    /// Returns whether a number is finite and within the bounds, and also its F32, which is what is used.
     pub fn contain(&self, value: f64) -> bool {
+        let single = value as f32;
+        single.is_finite() && self.surround(value) && self.surround(single.into())
+    }
+
+    /// Returns whether a number is within the bounds, whatever its F32 is.
+    pub fn surround(&self, value: f64) -> bool {
         let above = value > self.min || (self.with_min && value == self.min);
         let below = value < self.max || (self.with_max && value == self.max);
-        (value as f32).is_finite() && above && below
+        above && below
     }
 }
 

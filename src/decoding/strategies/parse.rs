@@ -2,11 +2,12 @@
 
 use super::params::{Kind, Param, ParamError, Value, Vocabulary};
 use serde_json::Value as Json;
+use std::collections::BTreeSet;
 
 /// Maximum number of words or texts of a list, each of which is tokenized.
 const WORDS_MAX: usize = 1024;
 /// Maximum number of texts of a list, for each of which the vocabulary is searched.
-const SEARCHED_TEXTS_MAX: usize = 64;
+const SEARCHED_TEXTS_MAX: usize = 16;
 /// Maximum number of bytes of all texts of a list together.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 /// Maximum number of token ids of all sequences of a list together.
@@ -26,10 +27,13 @@ pub fn value(
     match param.kind {
         Kind::Float { bounds, .. } => {
             let number = json.as_f64().ok_or_else(|| refuse("a number".to_owned()))?;
-            if !bounds.contain(number) {
-                return Err(refuse(bounds.to_string()));
+            match bounds.contain(number) {
+                true => Ok(Value::Float(number)),
+                false if bounds.surround(number) && (number as f32).is_finite() => {
+                    Err(refuse(format!("{bounds} as a 32-bit number")))
+                }
+                false => Err(refuse(bounds.to_string())),
             }
-            Ok(Value::Float(number))
         }
         Kind::Integer { min, max, .. } => {
             let fits = whole(json).filter(|number| (min..=max).contains(number));
@@ -49,8 +53,11 @@ pub fn value(
         }),
         Kind::Texts(_) => {
             let text = |text: &Json| text.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
-            let texts = json.as_array().and_then(|texts| texts.iter().map(text).collect());
-            texts.map(Value::Texts).ok_or_else(|| refuse("a list of texts that are not empty".to_owned()))
+            // A search of the vocabulary takes up to a millisecond, so no text is searched twice.
+            let texts: Option<BTreeSet<String>> =
+                json.as_array().and_then(|texts| texts.iter().map(text).collect());
+            let texts = texts.map(|texts| Value::Texts(texts.into_iter().collect()));
+            texts.ok_or_else(|| refuse("a list of texts that are not empty".to_owned()))
         }
         Kind::Biases => match json {
             Json::Object(_) | Json::Array(_) => {

@@ -4,6 +4,7 @@ use super::params::{ParamError, Values, Vocabulary};
 use super::parse;
 use super::registry::{TABLE, find, find_param, request_params};
 use super::temperature::{TEMPERATURE, Temperature};
+use super::token_filter::SUPPRESSED;
 use super::top_k::TOP_K;
 use super::unit::{Choose, Edit, Filter, Place, Registers, Strategy, Unit};
 use super::{logit_bias::BIAS, min_p::MIN_P, min_tokens::MIN_TOKENS, top_p::TOP_P};
@@ -98,33 +99,34 @@ impl SamplingPlan {
     /// Builds the plan of a request from its parameters, with those of the server or the model where the
     /// request gives none. JSON's null is no value.
     ///
-    /// `strategy` and filters that are on contradict each other within a request; so do `strategy` and
-    /// `mirostat`. Filters of the defaults are ignored then, and all filters beside `mirostat`, as llama.cpp
-    /// does. The error names the first parameter that is unknown, out of bounds, or contradicts another.
+    /// `strategy` contradicts filters that are on, `mirostat` and `samplers` within a request; those of the
+    /// defaults are ignored then. `strategy` and `mirostat` of the defaults are ignored if the request has
+    /// `samplers`, and the former if it has a filter or `mirostat`. Beside `mirostat`, all filters are
+    /// ignored, as llama.cpp does. The error names the first parameter that is unknown, out of bounds, or contradicts
+    /// another.
     pub fn parse<'v>(
         CheckedDefaults(defaults): &CheckedDefaults,
         request: impl IntoIterator<Item = (&'v str, &'v Json)>,
         vocabulary: &dyn Vocabulary,
     ) -> Result<SamplingPlan, ParamError> {
         let request = Settings::read(request, vocabulary)?;
-        let replaced = request.first_active(&[Place::Filter, Place::Instead], vocabulary)?;
-        if let (Some((strategy, _)), Some(row)) = (&request.strategy, replaced)
-            && strategy.name != "sample"
-        {
-            let rest = format!("is {:?}, which replaces {}; set one of them", strategy.name, row.name);
-            return Err(ParamError::new("strategy", rest));
-        }
-        let strategy = match (request.strategy, replaced) {
-            (Some(strategy), _) => Some(strategy),
-            (None, Some(_)) => None,
-            (None, None) => defaults.strategy.clone(),
-        };
+        let instead = request.first_active(Place::Instead, vocabulary)?;
+        let replaced = request.first_active(Place::Filter, vocabulary)?.or(instead);
+        request.check_strategy(replaced)?;
+        let names_none = request.strategy.is_none() && request.samplers.is_none();
+        let has_instead = names_none || instead.is_some();
+        let default = defaults.strategy.clone().filter(|_| names_none && replaced.is_none());
+        let strategy = request.strategy.or(default);
         let order = match strategy {
             Some((row, _)) if row.name != "sample" => None,
             _ => request.samplers.or(defaults.samplers.clone()),
         };
         let mode = request.mode.or(defaults.mode).unwrap_or_default();
-        Builder::new(request.values.or(&defaults.values), mode, vocabulary).build(strategy, order)
+        Builder::new(request.values.or(&defaults.values), mode, vocabulary).build(
+            strategy,
+            order,
+            has_instead,
+        )
     }
 
     /// Returns the registers of a new sequence.
@@ -137,7 +139,8 @@ impl SamplingPlan {
         self.mode
     }
 
-    /// Returns the names of the strategies that are on.
+    /// Returns the names of the strategies that are on; `greedy` stands for filters that have no effect
+    /// because of the temperature, and `sample` for nothing.
     pub fn active(&self) -> &[&'static str] {
         &self.active
     }
@@ -152,7 +155,7 @@ impl SamplingPlan {
         self.min_tokens
     }
 
-    /// Returns the logit biases, each token id once.
+    /// Returns the logit biases with those that suppress tokens, each token id once, in order.
     pub fn logit_bias(&self) -> &Arc<[(u32, f32)]> {
         &self.logit_bias
     }
@@ -223,13 +226,31 @@ impl Settings {
         Ok(())
     }
 
-    /// Returns the first row of these places, except the temperature, that these settings switch on.
+    /// Checks that a named strategy does not stand beside what it replaces: the row `replaced`, which these
+    /// settings switch on, and an order.
+    fn check_strategy(&self, replaced: Option<&Strategy>) -> Result<(), ParamError> {
+        let Some((strategy, _)) = self.strategy.as_ref().filter(|(row, _)| row.name != "sample") else {
+            return Ok(());
+        };
+        let name = strategy.name;
+        if let Some(row) = replaced {
+            let rest = format!("is {name:?}, which replaces {}; set one of them", row.name);
+            return Err(ParamError::new("strategy", rest));
+        }
+        if self.samplers.is_some() {
+            let rest = format!("is given, but strategy is {name:?}, which replaces it; set one of them");
+            return Err(ParamError::new("samplers", rest));
+        }
+        Ok(())
+    }
+
+    /// Returns the first row of a place, except the temperature, that these settings switch on.
     fn first_active(
         &self,
-        places: &[Place],
+        place: Place,
         vocabulary: &dyn Vocabulary,
     ) -> Result<Option<&'static Strategy>, ParamError> {
-        for row in TABLE.iter().filter(|row| places.contains(&row.place) && row.name != "temperature") {
+        for row in TABLE.iter().filter(|row| row.place == place && row.name != "temperature") {
             if (row.build)(&self.values, vocabulary)?.is_some() {
                 return Ok(Some(row));
             }
@@ -296,6 +317,16 @@ fn read_mode(json: &Json) -> Result<LogprobsMode, ParamError> {
     }
 }
 
+/// Returns the biases of tokens, including those that suppress tokens, each token id once, in order.
+fn all_biases(values: &Values) -> Vec<(u32, f32)> {
+    let suppressed = values.tokens(&SUPPRESSED).iter().map(|&id| (id, f32::NEG_INFINITY));
+    let mut biases: Vec<(u32, f32)> = values.biases(&BIAS).iter().copied().chain(suppressed).collect();
+    // Of one token, negative infinity comes first and stays.
+    biases.sort_by(|(id, bias), (other, more)| id.cmp(other).then(bias.total_cmp(more)));
+    biases.dedup_by_key(|(id, _)| *id);
+    biases
+}
+
 /// Builds a plan from checked values.
 struct Builder<'a> {
     values: Values,
@@ -307,7 +338,7 @@ impl<'a> Builder<'a> {
     fn new(values: Values, mode: LogprobsMode, vocabulary: &'a dyn Vocabulary) -> Builder<'a> {
         let plan = SamplingPlan {
             min_tokens: u32::try_from(values.integer(&MIN_TOKENS)).unwrap_or(0),
-            logit_bias: values.biases(&BIAS).into(),
+            logit_bias: all_biases(&values).into(),
             edits: Vec::new(),
             filters: Vec::new(),
             chooser: None,
@@ -319,10 +350,12 @@ impl<'a> Builder<'a> {
         Builder { values, vocabulary, plan }
     }
 
+    /// Builds the plan. `has_instead` is whether the rows of [`Place::Instead`] count.
     fn build(
         mut self,
         strategy: Option<(&'static Strategy, Values)>,
         order: Option<Vec<&'static Strategy>>,
+        has_instead: bool,
     ) -> Result<SamplingPlan, ParamError> {
         let has_order = order.is_some();
         let of_place = |place: Place| TABLE.iter().filter(move |row| row.place == place);
@@ -331,7 +364,8 @@ impl<'a> Builder<'a> {
             None => (of_place(Place::Edit).collect(), of_place(Place::Filter).collect::<Vec<_>>()),
         };
         let applies_temperature = filters.iter().any(|row| row.name == "temperature");
-        for row in of_place(Place::First).chain(edits).chain(of_place(Place::Instead)) {
+        let instead = of_place(Place::Instead).filter(|_| has_instead);
+        for row in of_place(Place::First).chain(edits).chain(of_place(Place::Last)).chain(instead) {
             self.add(row, None)?;
         }
         if let Some((row, values)) = strategy.filter(|_| self.plan.chooser.is_none()) {
@@ -348,13 +382,26 @@ impl<'a> Builder<'a> {
         let is_named = self.plan.chooser.is_some() && !self.plan.active.contains(&"mirostat");
         self.plan.is_greedy = applies_temperature && !is_named && warmest < SamplingParams::GREEDY_BELOW;
         self.plan.device = self.device(has_order);
+        self.name_draw();
         Ok(self.plan)
+    }
+
+    /// Names what draws the token, if no filter or chooser does.
+    fn name_draw(&mut self) {
+        let SamplingPlan { active, is_greedy, .. } = &mut self.plan;
+        if *is_greedy {
+            let is_edit = |name: &str| find(name, &[Place::First, Place::Edit, Place::Last]).is_some();
+            active.retain(|name| is_edit(name));
+            active.push("greedy");
+        } else if active.is_empty() {
+            active.push("sample");
+        }
     }
 
     /// Adds a row, if its values switch it on.
     fn add(&mut self, row: &'static Strategy, values: Option<&Values>) -> Result<(), ParamError> {
         let unit = (row.build)(values.unwrap_or(&self.values), self.vocabulary)?;
-        if unit.is_some() || row.place == Place::Named {
+        if unit.is_some() {
             self.plan.active.push(row.name);
         }
         match unit {
@@ -381,7 +428,7 @@ impl<'a> Builder<'a> {
     /// Returns the parameters for the device, if nothing else is on.
     fn device(&self, has_order: bool) -> Option<DeviceSampling> {
         const ON_DEVICE: [&str; 7] =
-            ["logit_bias", "min_tokens", "temperature", "top_k", "top_p", "min_p", "sample"];
+            ["suppress_tokens", "logit_bias", "min_tokens", "temperature", "top_k", "top_p", "min_p"];
         let values = &self.values;
         let temperature = values.float(&TEMPERATURE);
         let is_fixed = Temperature::warmest(values) == temperature;

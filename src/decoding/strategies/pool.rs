@@ -50,10 +50,8 @@ pub const STD: Strategy = Strategy {
     build: |values, vocabulary| {
         let (min_k, max_k) = (values.count(&MIN_K), values.count(&MAX_K));
         if min_k > max_k {
-            return Err(ParamError::new(
-                MIN_K.name,
-                format!("is {min_k} but must be at most max_k, {max_k}"),
-            ));
+            let rest = format!("is {min_k} but must be at most max_k, {max_k}");
+            return Err(ParamError::new("strategy_params.min_k", rest));
         }
         pool(values, Box::new(Prefix { top_p: values.float(&TOP_P), min_k, max_k }), Some(vocabulary))
     },
@@ -61,8 +59,8 @@ pub const STD: Strategy = Strategy {
 
 /// The row of the table.
 pub const TOP_K: Strategy = Strategy {
-    name: "top_k",
-    aliases: &["sample.top_k"],
+    name: "sample.top_k",
+    aliases: &["top_k"],
     place: Place::Named,
     params: &[POOL_SIZE, MAX_K, EOS_BYPASSING_MAX],
     summary: "Keeps the first `max_k` candidates, and draws one.",
@@ -74,8 +72,8 @@ pub const TOP_K: Strategy = Strategy {
 
 /// The row of the table.
 pub const POOL_MIN_P: Strategy = Strategy {
-    name: "min_p",
-    aliases: &["sample.min_p"],
+    name: "sample.min_p",
+    aliases: &["min_p"],
     place: Place::Named,
     params: &[POOL_SIZE, MIN_P],
     summary: "Keeps candidates of at least the fraction `min_p` of the largest probability, and draws one.",
@@ -84,8 +82,8 @@ pub const POOL_MIN_P: Strategy = Strategy {
 
 /// The row of the table.
 pub const POOL_TAIL_FREE: Strategy = Strategy {
-    name: "tfs",
-    aliases: &["sample.tfs"],
+    name: "sample.tfs",
+    aliases: &["tfs"],
     place: Place::Named,
     params: &[POOL_SIZE, Z],
     summary: "Tail-free sampling in the pool: the first second difference is not counted, all are equal if \
@@ -95,8 +93,8 @@ pub const POOL_TAIL_FREE: Strategy = Strategy {
 
 /// The row of the table.
 pub const POOL_TYPICAL: Strategy = Strategy {
-    name: "typical",
-    aliases: &["sample.typical"],
+    name: "sample.typical",
+    aliases: &["typical"],
     place: Place::Named,
     params: &[POOL_SIZE, P],
     summary: "Typical sampling in the pool: the most typical candidate is always kept and not counted, \
@@ -106,8 +104,8 @@ pub const POOL_TYPICAL: Strategy = Strategy {
 
 /// The row of the table.
 pub const POOL_MIROSTAT: Strategy = Strategy {
-    name: "mirostat",
-    aliases: &["sample.mirostat"],
+    name: "sample.mirostat",
+    aliases: &["mirostat"],
     place: Place::Named,
     params: &[POOL_SIZE, TAU, ETA],
     summary: "Mirostat, version 2, in the pool.",

@@ -8,9 +8,10 @@ use super::{
 };
 
 /// All strategies. Rows of a place run in this order.
-pub static TABLE: [Strategy; 29] = [
+pub static TABLE: [Strategy; 30] = [
     token_filter::STRATEGY,
     logit_bias::STRATEGY,
+    token_filter::SUPPRESS,
     bad_words::STRATEGY,
     min_tokens::STRATEGY,
     thinking::STRATEGY,

@@ -73,7 +73,12 @@ impl HostSampler {
         };
         let logprob = match (row.logprobs, plan.logprobs_mode()) {
             (None, _) => f32::NAN,
-            (Some(n), LogprobsMode::Processed) => report(&mut candidates, token, n, &mut self.top),
+            (Some(n), LogprobsMode::Processed) => {
+                let of_token = report(&mut candidates, token, n, &mut self.top);
+                // Forbidden tokens are no candidates.
+                self.top.retain(|(_, logprob)| *logprob > f32::NEG_INFINITY);
+                of_token
+            }
             (Some(n), LogprobsMode::Raw) => {
                 self.buffers.load(row.logits, None);
                 report(&mut Candidates::new(&mut self.buffers), token, n, &mut self.top)
@@ -118,7 +123,8 @@ impl HostSampler {
     }
 }
 
-/// Computes the log-probability of a token among the candidates, and of the `n` most likely ones.
+/// Computes the log-probability of a token among the candidates, and of the `n` most likely ones. All are NaN
+/// if the largest value is not finite, as [`mainstem_kernels::reference::logprobs`] defines.
 fn report(candidates: &mut Candidates<'_>, token: u32, n: usize, top: &mut Vec<(u32, f32)>) -> f32 {
     let largest = candidates.largest();
     let mut sum = 0.0;

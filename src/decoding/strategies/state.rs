@@ -8,7 +8,7 @@ use super::unit::Registers;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Draw {
     pub token: u32,
-    /// Log-probability of the token; NaN if it was not requested.
+    /// Log-probability of the token; NaN if it was not requested, or if the row has no finite largest logit.
     pub logprob: f32,
     /// The chooser's registers after this token, for [`SequenceState::accept`].
     pub(super) registers: Registers,

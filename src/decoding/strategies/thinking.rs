@@ -16,9 +16,11 @@ const BUDGET: Param = Param::integer(
 pub const STRATEGY: Strategy = Strategy {
     name: "thinking_token_budget",
     aliases: &[],
-    place: Place::First,
+    place: Place::Last,
     params: &[BUDGET],
-    summary: "After this many tokens inside the thinking part, forces the tokens that end it.",
+    summary: "After this many tokens inside the thinking part, forces the tokens that end it, whatever other \
+              edits forbid. The part begins after the last token of the prompt or the output that begins \
+              one, also in a message that quotes it.",
     build,
 };
 

@@ -1,4 +1,4 @@
-//! A list of allowed tokens.
+//! Lists of allowed and of forbidden tokens.
 
 use super::history::History;
 use super::params::{Kind, Param, ParamError, Values, Vocabulary};
@@ -17,6 +17,20 @@ pub const STRATEGY: Strategy = Strategy {
     build,
 };
 
+/// Tokens that are never generated.
+pub const SUPPRESSED: Param =
+    Param::list("suppress_tokens", Kind::Tokens, "tokens that must not be generated, whatever their bias");
+
+/// The row of the table.
+pub const SUPPRESS: Strategy = Strategy {
+    name: "suppress_tokens",
+    aliases: &[],
+    place: Place::First,
+    params: &[SUPPRESSED],
+    summary: "Forbids tokens.",
+    build: build_suppressed,
+};
+
 /// The allowed tokens, in order.
 #[derive(Debug)]
 struct Allowed(Vec<u32>);
@@ -25,6 +39,25 @@ fn build(values: &Values, _: &dyn Vocabulary) -> Result<Option<Unit>, ParamError
     let mut allowed = values.tokens(&ALLOWED).to_vec();
     allowed.sort_unstable();
     Ok((!allowed.is_empty()).then(|| Unit::Edit(Box::new(Allowed(allowed)))))
+}
+
+/// The forbidden tokens.
+#[derive(Debug)]
+struct Suppressed(Vec<u32>);
+
+fn build_suppressed(values: &Values, _: &dyn Vocabulary) -> Result<Option<Unit>, ParamError> {
+    let suppressed = values.tokens(&SUPPRESSED).to_vec();
+    Ok((!suppressed.is_empty()).then(|| Unit::Edit(Box::new(Suppressed(suppressed)))))
+}
+
+impl Edit for Suppressed {
+    fn edit(&self, logits: &mut [f32], _: &History, _: &mut EditScratch) {
+        for &id in &self.0 {
+            if let Some(logit) = logits.get_mut(id as usize) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+    }
 }
 
 impl Edit for Allowed {

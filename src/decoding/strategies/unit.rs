@@ -29,6 +29,8 @@ pub enum Place {
     First,
     /// Changes logits. `samplers` may reorder these among themselves.
     Edit,
+    /// Runs after all other edits, which it may undo.
+    Last,
     /// Changes or removes candidates. `samplers` may reorder these among themselves.
     Filter,
     /// Replaces all filters but the temperature, if its parameters switch it on.

@@ -2,6 +2,8 @@
 
 use super::characters::Characters;
 use super::parse::Node;
+use crate::GrammarError;
+use crate::limits::Budget;
 
 /// Most states of an automaton.
 const STATES: usize = 2000;
@@ -31,22 +33,26 @@ struct Fragment {
 }
 
 impl Automaton {
-    /// Builds the automaton of a node without recursive rules. Returns `None` if it would be too large.
-    pub fn new(node: &Node, rules: &[Node]) -> Option<Automaton> {
+    /// Builds the automaton of a node without recursive rules. Returns `None` if it would be too large. Fails
+    /// if the grammar's budget is spent.
+    pub fn new(node: &Node, rules: &[Node], budget: &Budget) -> Result<Option<Automaton>, GrammarError> {
         let mut builder = Builder {
             rules,
+            budget,
             classes: vec![Characters::default()],
             next: vec![Vec::new()],
             visits: 0,
             transitions: 0,
         };
-        let whole = builder.visit(node)?;
+        let whole = builder.visit(node);
+        budget.cutting(0)?;
+        let Some(whole) = whole else { return Ok(None) };
         let Builder { classes, mut next, .. } = builder;
         let mut accepting = vec![false; classes.len()];
         accepting[0] = whole.nullable;
         whole.last.iter().for_each(|state| accepting[*state] = true);
         next[0] = whole.first;
-        Some(Automaton { classes, next, accepting })
+        Ok(Some(Automaton { classes, next, accepting }))
     }
 
     /// Returns whether the empty word is a word.
@@ -54,25 +60,39 @@ impl Automaton {
         self.accepting[0]
     }
 
-    /// Returns the characters that words begin with.
-    pub fn first(&self) -> Characters {
+    /// Returns the characters that words begin with. Fails if the grammar's budget is spent.
+    pub fn first(&self, budget: &Budget) -> Result<Characters, GrammarError> {
         let mut first = Characters::default();
-        self.next[0].iter().for_each(|state| first.add(&self.classes[*state]));
-        first
+        for state in &self.next[0] {
+            budget.cutting(first.size() + self.classes[*state].size())?;
+            first.add(&self.classes[*state]);
+        }
+        Ok(first)
     }
 
     /// Returns whether a word of this automaton can be read on, as the beginning of a word of `other`, with
-    /// one of the characters `follow`. Assumes that it cannot if there is too much to compare.
-    pub fn is_read_on(&self, other: &Automaton, follow: &Characters) -> bool {
+    /// one of the characters `follow`. Assumes that it cannot if there is too much to compare. Fails if the
+    /// grammar's budget is spent.
+    pub fn is_read_on(
+        &self,
+        other: &Automaton,
+        follow: &Characters,
+        budget: &Budget,
+    ) -> Result<bool, GrammarError> {
         let mut seen = std::collections::HashSet::from([(0, 0)]);
         let mut open = vec![(0, 0)];
         while let Some((own, others)) = open.pop() {
-            let goes_on = || other.next[others].iter().any(|state| other.classes[*state].meets(follow));
-            if own > 0 && self.accepting[own] && goes_on() {
-                return true;
+            if own > 0 && self.accepting[own] {
+                for state in &other.next[others] {
+                    budget.cutting(other.classes[*state].size() + follow.size())?;
+                    if other.classes[*state].meets(follow) {
+                        return Ok(true);
+                    }
+                }
             }
             for a in &self.next[own] {
                 for b in &other.next[others] {
+                    budget.cutting(self.classes[*a].size() + other.classes[*b].size())?;
                     let same = self.classes[*a].meets(&other.classes[*b]);
                     if same && seen.len() < PAIRS && seen.insert((*a, *b)) {
                         open.push((*a, *b));
@@ -80,24 +100,27 @@ impl Automaton {
                 }
             }
         }
-        false
+        Ok(false)
     }
 }
 
-struct Builder<'a> {
+struct Builder<'a, 'b> {
     rules: &'a [Node],
+    budget: &'a Budget<'b>,
     classes: Vec<Characters>,
     next: Vec<Vec<usize>>,
     visits: usize,
     transitions: usize,
 }
 
-impl Builder<'_> {
+impl Builder<'_, '_> {
     fn visit(&mut self, node: &Node) -> Option<Fragment> {
         self.visits += 1;
         if self.visits > VISITS {
             return None;
         }
+        let size = if let Node::Class(class) = node { class.size() } else { 1 };
+        self.budget.cutting(size).ok()?;
         match node {
             Node::Class(class) => {
                 let state = self.classes.len();
@@ -159,6 +182,7 @@ impl Builder<'_> {
         if self.transitions > TRANSITIONS {
             return None;
         }
+        self.budget.cutting(from.len() * to.len()).ok()?;
         from.iter().for_each(|state| self.next[*state].extend(to));
         Some(())
     }

@@ -28,6 +28,11 @@ impl Characters {
         Characters { ranges: vec![(character.into(), character.into())] }
     }
 
+    /// Returns about how many steps a comparison with the set takes.
+    pub fn size(&self) -> usize {
+        self.ranges.len() + 1
+    }
+
     /// Returns the set of all other characters.
     pub fn negated(&self) -> Characters {
         let mut from = 0;
@@ -46,7 +51,11 @@ impl Characters {
 
     /// Adds all characters of another set.
     pub fn add(&mut self, other: &Characters) {
-        if !other.ranges.iter().all(|range| self.ranges.contains(range)) {
+        let within = |(first, last): &(u32, u32)| {
+            let at = self.ranges.partition_point(|range| range.1 < *first);
+            self.ranges.get(at).is_some_and(|range| range.0 <= *first && *last <= range.1)
+        };
+        if !other.ranges.iter().all(within) {
             *self = Characters::new([&self.ranges[..], &other.ranges].concat());
         }
     }

@@ -2,12 +2,14 @@
 //!
 //! Parts without recursion become lexemes, neighbours as one. Where reading the longest lexeme would swallow
 //! what may follow it, the lexeme is split into its parts, until none is left for which that happens; single
-//! characters never do. If the grammar is too large for that analysis, some of its texts may be lost.
+//! characters never do. If a part is too large for that analysis, some of its texts may be lost; if all is, the
+//! grammar is refused.
 
 use super::automaton::Automaton;
 use super::characters::Characters;
 use super::parse::Node;
-use crate::{GrammarError, Limits};
+use crate::GrammarError;
+use crate::limits::Budget;
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// Most rounds of splitting.
@@ -36,17 +38,19 @@ pub struct Cut {
     pub shared: Vec<(usize, Node)>,
 }
 
-/// Cuts a grammar into lexemes.
-pub fn cut(rules: &[Node], limits: &Limits) -> Result<Cut, GrammarError> {
+/// Cuts a grammar into lexemes. Fails if it is too large.
+pub fn cut(rules: &[Node], budget: &Budget) -> Result<Cut, GrammarError> {
     let regular = regular_rules(rules);
     let mut split = HashSet::new();
     for round in 0.. {
-        let mut cutter = Cutter::new(rules, &regular, &split, limits);
+        let mut cutter = Cutter::new(rules, &regular, &split, budget);
         let start = cutter.item(&Node::Rule(0))?;
         let Cutter { symbols, lexemes, .. } = cutter;
-        let cut = Cut { start, symbols, shared: shared(&lexemes, rules), lexemes };
-        let swallowing = if round < ROUNDS { Analysis::new(&cut, rules).swallowing() } else { Vec::new() };
+        let mut cut = Cut { start, symbols, shared: Vec::new(), lexemes };
+        let swallowing =
+            if round < ROUNDS { Analysis::new(&cut, rules, budget)?.swallowing()? } else { Vec::new() };
         if swallowing.is_empty() {
+            cut.shared = shared(&cut.lexemes, rules);
             return Ok(cut);
         }
         split.extend(swallowing.into_iter().map(|at| cut.lexemes[at].clone()));
@@ -61,6 +65,16 @@ fn references(node: &Node, found: &mut impl FnMut(usize)) {
         Node::Rule(at) => found(*at),
         Node::Sequence(nodes) | Node::Choice(nodes) => nodes.iter().for_each(|node| references(node, found)),
         Node::Repeat { node, .. } => references(node, found),
+    }
+}
+
+/// Returns about how many steps it takes to copy or compare a node.
+fn size(node: &Node) -> usize {
+    match node {
+        Node::Class(class) => class.size(),
+        Node::Rule(_) => 1,
+        Node::Sequence(nodes) | Node::Choice(nodes) => nodes.iter().map(size).sum::<usize>() + 1,
+        Node::Repeat { node, .. } => size(node) + 1,
     }
 }
 
@@ -112,47 +126,53 @@ fn shared(lexemes: &[Node], rules: &[Node]) -> Vec<(usize, Node)> {
     found.into_iter().map(|at| (at, rules[at].clone())).collect()
 }
 
-struct Cutter<'a> {
+struct Cutter<'a, 'b> {
     rules: &'a [Node],
     regular: &'a [bool],
     /// Nodes that must not be lexemes.
     split: &'a HashSet<Node>,
-    limits: &'a Limits,
+    budget: &'a Budget<'b>,
     symbols: Vec<Vec<Vec<Item>>>,
     symbol_of_rule: HashMap<usize, usize>,
     lexemes: Vec<Node>,
     lexeme_of: HashMap<Node, usize>,
 }
 
-impl<'a> Cutter<'a> {
+impl<'a, 'b> Cutter<'a, 'b> {
     fn new(
         rules: &'a [Node],
         regular: &'a [bool],
         split: &'a HashSet<Node>,
-        limits: &'a Limits,
-    ) -> Cutter<'a> {
+        budget: &'a Budget<'b>,
+    ) -> Cutter<'a, 'b> {
         let (symbols, symbol_of_rule, lexemes, lexeme_of) = Default::default();
-        Cutter { rules, regular, split, limits, symbols, symbol_of_rule, lexemes, lexeme_of }
+        Cutter { rules, regular, split, budget, symbols, symbol_of_rule, lexemes, lexeme_of }
     }
 
+    /// Returns whether a node may be a lexeme; says no once the budget is spent, which others report.
     fn is_lexeme(&self, node: &Node) -> bool {
+        if self.budget.cutting(size(node)).is_err() {
+            return false;
+        }
         let mut regular = true;
         references(node, &mut |at| regular &= self.regular[at]);
         regular && !self.split.contains(node) && !is_empty(node)
     }
 
-    fn lexeme(&mut self, node: Node) -> Item {
+    fn lexeme(&mut self, node: Node) -> Result<Item, GrammarError> {
+        self.budget.cutting(size(&node))?;
         let next = self.lexemes.len();
         let at = *self.lexeme_of.entry(node.clone()).or_insert(next);
         if at == next {
             self.lexemes.push(node);
         }
-        Item::Lexeme(at)
+        Ok(Item::Lexeme(at))
     }
 
     fn symbol(&mut self) -> Result<usize, GrammarError> {
         self.symbols.push(Vec::new());
-        let most = self.limits.symbols / 10;
+        self.budget.cutting(1)?;
+        let most = self.budget.limits.symbols / 10;
         if self.symbols.len() > most {
             return Err(GrammarError::refused("grammar", format!("more than {most} parts")));
         }
@@ -161,7 +181,7 @@ impl<'a> Cutter<'a> {
 
     fn item(&mut self, node: &Node) -> Result<Item, GrammarError> {
         if self.is_lexeme(node) {
-            return Ok(self.lexeme(node.clone()));
+            return self.lexeme(node.clone());
         }
         if let Node::Rule(at) = node {
             if let Some(symbol) = self.symbol_of_rule.get(at) {
@@ -188,10 +208,10 @@ impl<'a> Cutter<'a> {
                 let merged = Node::Choice(together.iter().copied().cloned().collect());
                 let mut all = Vec::new();
                 if together.len() > 1 && !self.split.contains(&merged) {
-                    all.push(vec![self.lexeme(merged)]);
+                    all.push(vec![self.lexeme(merged)?]);
                 } else {
                     for node in together {
-                        all.push(vec![self.lexeme(node.clone())]);
+                        all.push(vec![self.lexeme(node.clone())?]);
                     }
                 }
                 for node in apart {
@@ -208,9 +228,10 @@ impl<'a> Cutter<'a> {
         let mut rest = nodes;
         while let Some(first) = rest.first() {
             let run = rest.iter().take_while(|node| self.is_lexeme(node)).count();
+            self.budget.cutting(rest[..run].iter().map(size).sum())?;
             let merged = Node::Sequence(rest[..run].to_vec());
             if run > 1 && !self.split.contains(&merged) {
-                items.push(self.lexeme(merged));
+                items.push(self.lexeme(merged)?);
                 rest = &rest[run..];
             } else {
                 items.push(self.item(first)?);
@@ -222,6 +243,7 @@ impl<'a> Cutter<'a> {
 
     fn repeat(&mut self, node: &Node, min: u32, max: Option<u32>) -> Result<Vec<Vec<Item>>, GrammarError> {
         let item = self.item(node)?;
+        self.budget.cutting(min as usize)?;
         let mut items = vec![item; min as usize];
         let Some(max) = max else {
             let more = self.symbol()?;
@@ -245,10 +267,13 @@ impl<'a> Cutter<'a> {
 type Lexemes = BTreeSet<usize>;
 
 /// The order of lexemes in a grammar: which may begin a symbol, and which may follow.
-struct Analysis<'a> {
+struct Analysis<'a, 'b> {
     cut: &'a Cut,
+    budget: &'a Budget<'b>,
     /// The automaton of each lexeme; `None` if it is too large.
     automata: Vec<Option<Automaton>>,
+    /// The characters that each lexeme begins with.
+    characters: Vec<Characters>,
     nullable: Vec<bool>,
     /// The lexemes that each symbol may begin with.
     first: Vec<Lexemes>,
@@ -257,24 +282,32 @@ struct Analysis<'a> {
     after_lexeme: Vec<Lexemes>,
 }
 
-impl<'a> Analysis<'a> {
-    fn new(cut: &'a Cut, rules: &[Node]) -> Analysis<'a> {
-        let automata = cut.lexemes.iter().map(|lexeme| Automaton::new(lexeme, rules)).collect();
+impl<'a, 'b> Analysis<'a, 'b> {
+    /// Examines a cut. Fails if the budget is spent, as do the methods.
+    fn new(cut: &'a Cut, rules: &[Node], budget: &'a Budget<'b>) -> Result<Analysis<'a, 'b>, GrammarError> {
+        let automata = cut.lexemes.iter().map(|lexeme| Automaton::new(lexeme, rules, budget));
+        let automata: Vec<Option<Automaton>> = automata.collect::<Result<_, _>>()?;
+        let first = |automaton: &Option<Automaton>| {
+            automaton.as_ref().map_or_else(|| Ok(Characters::default()), |automaton| automaton.first(budget))
+        };
+        let characters = automata.iter().map(first).collect::<Result<_, _>>()?;
         let symbols = cut.symbols.len();
         let mut analysis = Analysis {
             cut,
+            budget,
             automata,
+            characters,
             nullable: vec![false; symbols],
             first: vec![Lexemes::new(); symbols],
             after_symbol: vec![Lexemes::new(); symbols],
             after_lexeme: vec![Lexemes::new(); cut.lexemes.len()],
         };
         for _ in 0..PASSES {
-            if !analysis.pass() {
+            if !analysis.pass()? {
                 break;
             }
         }
-        analysis
+        Ok(analysis)
     }
 
     fn is_nullable(&self, item: Item) -> bool {
@@ -285,7 +318,7 @@ impl<'a> Analysis<'a> {
     }
 
     /// Extends all sets by what the productions say. Returns whether any grew.
-    fn pass(&mut self) -> bool {
+    fn pass(&mut self) -> Result<bool, GrammarError> {
         let mut grew = false;
         let cut = self.cut;
         for (symbol, alternatives) in cut.symbols.iter().enumerate().rev() {
@@ -293,6 +326,9 @@ impl<'a> Analysis<'a> {
                 // The lexemes that begin the rest of the production, and whether the rest may be empty.
                 let (mut next, mut empty) = (Lexemes::new(), true);
                 for item in items.iter().rev() {
+                    let begins = if let Item::Symbol(at) = item { self.first[*at].len() } else { 1 };
+                    let ends = if empty { self.after_symbol[symbol].len() } else { 0 };
+                    self.budget.cutting(1 + next.len() + begins + ends)?;
                     let mut after = next.clone();
                     if empty {
                         after.extend(&self.after_symbol[symbol]);
@@ -315,24 +351,24 @@ impl<'a> Analysis<'a> {
                 self.nullable[symbol] |= empty;
             }
         }
-        grew
+        Ok(grew)
     }
 
     /// Returns the characters that may follow a lexeme.
-    fn follow(&self, lexeme: usize) -> Characters {
+    fn follow(&self, lexeme: usize) -> Result<Characters, GrammarError> {
         let mut all = Characters::default();
-        let automata = self.after_lexeme[lexeme].iter().filter_map(|at| self.automata[*at].as_ref());
-        automata.for_each(|automaton| all.add(&automaton.first()));
-        all
+        for at in &self.after_lexeme[lexeme] {
+            self.budget.cutting(all.size() + self.characters[*at].size())?;
+            all.add(&self.characters[*at]);
+        }
+        Ok(all)
     }
 
     /// Returns the lexemes that swallow what may follow a lexeme expected at the same place.
-    fn swallowing(&self) -> Vec<usize> {
-        let Item::Symbol(start) = self.cut.start else { return Vec::new() };
-        let lexemes = 0..self.cut.lexemes.len();
-        let follow: Vec<Characters> = lexemes.clone().map(|at| self.follow(at)).collect();
-        let first: Vec<Characters> =
-            self.automata.iter().map(|a| a.as_ref().map(Automaton::first).unwrap_or_default()).collect();
+    fn swallowing(&self) -> Result<Vec<usize>, GrammarError> {
+        let Item::Symbol(start) = self.cut.start else { return Ok(Vec::new()) };
+        let follow: Vec<Characters> =
+            (0..self.cut.lexemes.len()).map(|at| self.follow(at)).collect::<Result<_, _>>()?;
         let mut examined = HashSet::new();
         let mut found = BTreeSet::new();
         let mut sets = HashSet::from([self.first[start].clone()]);
@@ -340,22 +376,28 @@ impl<'a> Analysis<'a> {
         while let Some(set) = open.pop() {
             for own in &set {
                 let mut next = Lexemes::new();
-                for other in set.iter().filter(|other| first[**other].meets(&first[*own])) {
+                for other in &set {
+                    self.budget.cutting(self.characters[*other].size() + self.characters[*own].size())?;
+                    if !self.characters[*other].meets(&self.characters[*own]) {
+                        continue;
+                    }
+                    self.budget.cutting(self.after_lexeme[*other].len())?;
                     next.extend(&self.after_lexeme[*other]);
                     if !examined.insert((*own, *other)) {
                         continue;
                     }
                     if let (Some(a), Some(b)) = (&self.automata[*own], &self.automata[*other])
-                        && a.is_read_on(b, &follow[*own])
+                        && a.is_read_on(b, &follow[*own], self.budget)?
                     {
                         found.insert(*other);
                     }
                 }
+                self.budget.cutting(next.len())?;
                 if sets.len() < SETS && sets.insert(next.clone()) {
                     open.push(next);
                 }
             }
         }
-        found.into_iter().collect()
+        Ok(found.into_iter().collect())
     }
 }

@@ -14,7 +14,8 @@ mod automaton;
 
 mod lexemes;
 
-use crate::{GrammarError, Limits};
+use crate::GrammarError;
+use crate::limits::Budget;
 use lexemes::{Cut, Item};
 use parse::Node;
 
@@ -30,9 +31,9 @@ pub(crate) fn is_gbnf(text: &str) -> bool {
 
 /// Converts a grammar to llguidance's dialect of Lark. The rule `root` describes the text. Errors name the
 /// line and column.
-pub(crate) fn to_lark(text: &str, limits: &Limits) -> Result<String, GrammarError> {
-    let rules = parse::parse(text, limits)?;
-    let cut = lexemes::cut(&rules, limits)?;
+pub(crate) fn to_lark(text: &str, budget: &mut Budget) -> Result<String, GrammarError> {
+    let rules = parse::parse(text, budget)?;
+    let cut = lexemes::cut(&rules, budget)?;
     Ok(write(&cut))
 }
 

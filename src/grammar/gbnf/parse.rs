@@ -3,7 +3,8 @@
 //! Invariant: the depth of a rule's tree is bounded, so that functions over trees may recurse.
 
 use super::characters::Characters;
-use crate::{GrammarError, Limits, lark};
+use crate::limits::Budget;
+use crate::{GrammarError, lark};
 use std::collections::HashMap;
 
 /// Most groups within groups.
@@ -34,16 +35,18 @@ pub enum Node {
 pub type Rules = Vec<Node>;
 
 /// Reads the rules of a grammar.
-pub fn parse(text: &str, limits: &Limits) -> Result<Rules, GrammarError> {
+pub fn parse(text: &str, budget: &mut Budget) -> Result<Rules, GrammarError> {
     let mut parser = Parser { text, rest: text, rules: vec![None], names: HashMap::new(), nodes: 0 };
     parser.names.insert("root".to_owned(), (0, text));
     parser.blanks(true);
     while !parser.rest.is_empty() {
         parser.rule()?;
-        if parser.rules.len() > limits.rules {
-            return Err(GrammarError::refused("grammar", format!("more than {} rules", limits.rules)));
+        let most = budget.limits.rules;
+        if budget.rules + parser.rules.len() > most {
+            return Err(GrammarError::refused("grammar", format!("more than {most} rules")));
         }
     }
+    budget.rules += parser.rules.len();
     let defined = |(at, rule): (usize, Option<Node>)| {
         rule.ok_or_else(|| {
             let (name, (_, place)) =

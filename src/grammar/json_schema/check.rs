@@ -1,8 +1,10 @@
 //! The check of a schema: every schema within it is visited, with its path.
 
-use super::pointer::{escape, unescape_percent};
-use super::{child_path, disjoint, formats, pattern};
-use crate::{GrammarError, Limits};
+use super::names::Names;
+use super::pointer::unescape_percent;
+use super::{child_path, disjoint, formats, pattern, pointer};
+use crate::GrammarError;
+use crate::limits::Budget;
 use serde_json::{Map, Value};
 use std::collections::HashSet;
 
@@ -33,13 +35,13 @@ const UNSUPPORTED: [&str; 22] = [
 ];
 
 /// Keywords whose members are schemas.
-const SCHEMA_MAPS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+pub const SCHEMA_MAPS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 
 /// Keywords whose items are schemas.
-const SCHEMA_LISTS: [&str; 4] = ["prefixItems", "anyOf", "oneOf", "allOf"];
+pub const SCHEMA_LISTS: [&str; 4] = ["prefixItems", "anyOf", "oneOf", "allOf"];
 
 /// Keywords whose value is a schema.
-const SCHEMAS: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
+pub const SCHEMAS: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
 
 /// Least integer that other integers are rounded to in the arithmetic of numeric bounds.
 const INEXACT: f64 = 9_007_199_254_740_992.0;
@@ -54,52 +56,43 @@ const SINGLE_MULTIPLE: u64 = 100_000_000;
 
 /// Checks a schema and returns it rewritten: annotations are dropped, and patterns are in the syntax of
 /// llguidance.
-pub fn check(mut schema: Value, limits: &Limits) -> Result<Value, GrammarError> {
-    let mut check = Check::new(limits);
+pub fn check(mut schema: Value, budget: &mut Budget) -> Result<Value, GrammarError> {
+    let mut check = Check::new(budget);
+    check.schema(&mut schema, "$", 0)?;
     disjoint::resolve(&mut schema);
-    check.schema(&mut schema, "$", "#")?;
-    check.references()?;
+    check.references(&schema)?;
     check.multiples()?;
+    check.names.check(check.budget)?;
     Ok(schema)
 }
 
 /// A check in progress: what was found in the schema so far.
-struct Check<'a> {
-    limits: &'a Limits,
-    /// JSON pointers, as fragments, of all schemas.
-    places: HashSet<String>,
+struct Check<'a, 'b> {
+    budget: &'a mut Budget<'b>,
     /// Targets of references, with the path of each.
     references: Vec<(String, String)>,
     /// Values of `multipleOf`: path, digits, decimals.
     multiples: Vec<(String, u64, u32)>,
+    names: Names,
     combines: bool,
-    patterns: usize,
-    pattern_pairs: usize,
-    property_pairs: usize,
+    /// Steps of the longest JSON pointer of a schema.
+    depth: usize,
 }
 
-impl<'a> Check<'a> {
-    fn new(limits: &'a Limits) -> Check<'a> {
-        let (places, references, multiples) = Default::default();
-        Check {
-            limits,
-            places,
-            references,
-            multiples,
-            combines: false,
-            patterns: 0,
-            pattern_pairs: 0,
-            property_pairs: 0,
-        }
+impl<'a, 'b> Check<'a, 'b> {
+    fn new(budget: &'a mut Budget<'b>) -> Check<'a, 'b> {
+        let (references, multiples, names) = Default::default();
+        Check { budget, references, multiples, names, combines: false, depth: 0 }
     }
 
-    /// Checks the schema at a path; `place` is its JSON pointer. The depth is bounded, because the parser of
-    /// JSON bounds it.
-    fn schema(&mut self, schema: &mut Value, path: &str, place: &str) -> Result<(), GrammarError> {
-        self.places.insert(place.to_owned());
-        if self.places.len() > self.limits.schemas {
-            let reason = format!("more than {} schemas", self.limits.schemas);
-            return Err(GrammarError::refused("$", reason));
+    /// Checks the schema at a path; its JSON pointer has `depth` steps. The depth is bounded, because the
+    /// parser of JSON bounds it.
+    fn schema(&mut self, schema: &mut Value, path: &str, depth: usize) -> Result<(), GrammarError> {
+        self.depth = self.depth.max(depth);
+        self.budget.schemas += 1;
+        let most = self.budget.limits.schemas;
+        if self.budget.schemas > most {
+            return Err(GrammarError::refused("$", format!("more than {most} schemas")));
         }
         match schema {
             Value::Bool(_) => Ok(()),
@@ -107,7 +100,7 @@ impl<'a> Check<'a> {
                 drop_annotations(keywords);
                 self.sizes(keywords, path)?;
                 for (name, value) in keywords.iter_mut() {
-                    self.keyword(name, value, path, place)?;
+                    self.keyword(name, value, path, depth)?;
                 }
                 translate_patterns(keywords, path)?;
                 formats::replace(keywords);
@@ -117,31 +110,39 @@ impl<'a> Check<'a> {
         }
     }
 
-    fn keyword(&mut self, name: &str, value: &mut Value, path: &str, at: &str) -> Result<(), GrammarError> {
+    fn keyword(
+        &mut self,
+        name: &str,
+        value: &mut Value,
+        path: &str,
+        depth: usize,
+    ) -> Result<(), GrammarError> {
+        let limits = self.budget.limits;
         let path = child_path(path, name);
-        let at = format!("{at}/{}", escape(name));
         if UNSUPPORTED.contains(&name) {
             return Err(GrammarError::refused(path, "this keyword is not supported"));
         }
         self.combines |= matches!(name, "allOf" | "anyOf" | "oneOf" | "$ref");
         match (name, value) {
-            ("$id" | "id", Value::String(_)) if at != format!("#/{name}") => {
+            ("$id" | "id", Value::String(_)) if depth > 0 => {
                 Err(GrammarError::refused(path, "schemas with their own identifier are not supported"))
             }
             ("$ref", Value::String(target)) => {
+                self.budget.references += 1;
+                self.count(self.budget.references, limits.references, "$")?;
                 self.references.push((path, unescape_percent(target)));
                 Ok(())
             }
             ("const", value) => literal(value, &path),
             ("enum", Value::Array(values)) => {
-                self.count(values.len(), self.limits.choices, &path)?;
+                self.count(values.len(), limits.choices, &path)?;
                 values.iter().try_for_each(|value| literal(value, &path))
             }
             ("minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum", Value::Number(number)) => {
                 exact(number, &path)
             }
             ("minLength" | "maxLength", Value::Number(number)) => {
-                let most = self.limits.string_characters;
+                let most = limits.string_characters;
                 let refused = || GrammarError::refused(path, format!("{number} is too many: at most {most}"));
                 number.as_u64().is_none_or(|count| count <= most).then_some(()).ok_or_else(refused)
             }
@@ -149,33 +150,57 @@ impl<'a> Check<'a> {
             ("uniqueItems", _) => Err(GrammarError::refused(path, "this keyword is not supported")),
             ("pattern" | "format", Value::String(pattern)) => self.regex(pattern, &path),
             (name, Value::Object(members)) if SCHEMA_MAPS.contains(&name) => {
-                self.count(members.len(), self.limits.properties, &path)?;
-                if name == "properties" {
-                    self.property_pairs += members.len() * members.len();
-                    self.count(self.property_pairs, self.limits.property_pairs, &path)?;
-                }
-                if name == "patternProperties" {
-                    self.pattern_pairs += members.len() * members.len().saturating_sub(1) / 2;
-                    self.count(self.pattern_pairs, self.limits.pattern_pairs, &path)?;
-                }
-                for (member, schema) in members.iter_mut() {
-                    if name == "patternProperties" {
-                        self.regex(member, &child_path(&path, member))?;
-                    }
-                    let (path, at) = (child_path(&path, member), format!("{at}/{}", escape(member)));
-                    self.schema(schema, &path, &at)?;
-                }
-                Ok(())
+                self.members(name, members, &path, depth + 1)
             }
             (name, Value::Array(items)) if SCHEMA_LISTS.contains(&name) || name == "items" => {
                 let mut indexed = items.iter_mut().enumerate();
-                indexed.try_for_each(|(index, item)| {
-                    self.schema(item, &format!("{path}[{index}]"), &format!("{at}/{index}"))
-                })
+                indexed
+                    .try_for_each(|(index, item)| self.schema(item, &format!("{path}[{index}]"), depth + 2))
             }
-            (name, schema) if SCHEMAS.contains(&name) => self.schema(schema, &path, &at),
+            (name, schema) if SCHEMAS.contains(&name) => self.schema(schema, &path, depth + 1),
             _ => Ok(()),
         }
+    }
+
+    /// Checks the schemas that are the members of a keyword.
+    fn members(
+        &mut self,
+        keyword: &str,
+        members: &mut Map<String, Value>,
+        path: &str,
+        depth: usize,
+    ) -> Result<(), GrammarError> {
+        let limits = self.budget.limits;
+        self.count(members.len(), limits.properties, path)?;
+        if keyword == "properties" {
+            self.budget.property_pairs += members.len() * members.len();
+            self.count(self.budget.property_pairs, limits.property_pairs, path)?;
+        }
+        if keyword == "patternProperties" {
+            self.budget.pattern_pairs += members.len() * members.len().saturating_sub(1) / 2;
+            self.count(self.budget.pattern_pairs, limits.pattern_pairs, path)?;
+        }
+        for (member, schema) in members.iter_mut() {
+            if keyword == "patternProperties" {
+                self.regex(member, &child_path(path, member))?;
+                self.names.patterns.push(member.clone());
+            } else {
+                self.name(member, path)?;
+            }
+            self.schema(schema, &child_path(path, member), depth + 1)?;
+        }
+        Ok(())
+    }
+
+    /// Checks the name of a property or of a definition.
+    fn name(&mut self, name: &str, path: &str) -> Result<(), GrammarError> {
+        let most = self.budget.limits.name_bytes;
+        if name.len() > most {
+            let reason = format!("a name of {} bytes: at most {most}", name.len());
+            return Err(GrammarError::refused(path, reason));
+        }
+        self.names.names.insert(name.to_owned());
+        Ok(())
     }
 
     fn count(&self, count: usize, most: usize, path: &str) -> Result<(), GrammarError> {
@@ -184,20 +209,23 @@ impl<'a> Check<'a> {
     }
 
     fn regex(&mut self, pattern: &str, path: &str) -> Result<(), GrammarError> {
-        self.patterns += 1;
-        self.count(self.patterns, self.limits.patterns, path)?;
+        let limits = self.budget.limits;
+        self.budget.patterns += 1;
+        self.count(self.budget.patterns, limits.patterns, path)?;
         let refused = || {
-            let most = self.limits.regex_bytes;
+            let most = limits.regex_bytes;
             GrammarError::refused(path, format!("a pattern of {} bytes: at most {most}", pattern.len()))
         };
-        (pattern.len() <= self.limits.regex_bytes).then_some(()).ok_or_else(refused)
+        (pattern.len() <= limits.regex_bytes).then_some(()).ok_or_else(refused)
     }
 
     /// Checks keywords of objects that depend on each other.
-    fn sizes(&self, keywords: &Map<String, Value>, path: &str) -> Result<(), GrammarError> {
+    fn sizes(&mut self, keywords: &Map<String, Value>, path: &str) -> Result<(), GrammarError> {
         let names = keywords.get("required").and_then(Value::as_array);
-        self.count(names.map_or(0, Vec::len), self.limits.properties, &child_path(path, "required"))?;
+        let required_path = child_path(path, "required");
+        self.count(names.map_or(0, Vec::len), self.budget.limits.properties, &required_path)?;
         let required: HashSet<&str> = names.into_iter().flatten().filter_map(Value::as_str).collect();
+        required.iter().try_for_each(|name| self.name(name, &required_path))?;
         // A name may be written twice, and counts once: of further properties, only the first is certain.
         match keywords.get("minProperties").and_then(Value::as_u64) {
             Some(least) if least > required.len() as u64 + 1 => {
@@ -209,16 +237,14 @@ impl<'a> Check<'a> {
         }
     }
 
-    /// Checks that every reference leads to a schema that was checked.
-    fn references(&self) -> Result<(), GrammarError> {
-        self.count(self.references.len(), self.limits.references, "$")?;
+    /// Checks that every reference leads to a schema within the one that was checked.
+    fn references(&self, root: &Value) -> Result<(), GrammarError> {
         let targets: HashSet<&String> = self.references.iter().map(|(_, target)| target).collect();
-        let levels = self.places.iter().map(|place| place.matches('/').count() + 1).max().unwrap_or(1);
-        if levels * (targets.len() + 1) > self.limits.levels {
+        if (self.depth + 1) * (targets.len() + 1) > self.budget.limits.levels {
             return Err(GrammarError::refused("$", "nested too deeply through references"));
         }
         for (path, target) in &self.references {
-            if !self.places.contains(target) {
+            if !pointer::is_schema(root, target) {
                 let reason = format!("'{target}' is no schema within this schema");
                 return Err(GrammarError::refused(path, reason));
             }

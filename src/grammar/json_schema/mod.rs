@@ -9,11 +9,14 @@ mod disjoint;
 
 mod formats;
 
+mod names;
+
 mod pattern;
 
 mod pointer;
 
-use crate::{GrammarError, Limits};
+use crate::GrammarError;
+use crate::limits::Budget;
 use serde_json::{Map, Value, json};
 
 /// Escapes that strings may have. Without `\u`, each string has exactly one spelling, so a property's name
@@ -24,7 +27,7 @@ const ESCAPES: &str = "nrbtf\\\"";
 const SPACES: &str = r"[\x20\x0A\x0D\x09]{1,40}";
 
 /// Reads a schema from JSON text and returns it as llguidance compiles it, with the options of its dialect.
-pub(crate) fn prepare(text: &str, spaces: bool, limits: &Limits) -> Result<Value, GrammarError> {
+pub(crate) fn prepare(text: &str, spaces: bool, budget: &mut Budget) -> Result<Value, GrammarError> {
     let schema = serde_json::from_str(text).map_err(|error| {
         let reason = error.to_string();
         let deep = reason.starts_with("recursion limit");
@@ -35,7 +38,7 @@ pub(crate) fn prepare(text: &str, spaces: bool, limits: &Limits) -> Result<Value
         Value::Bool(false) => return Err(GrammarError::refused("$", "the schema allows no value")),
         schema => schema,
     };
-    let mut schema = check::check(schema, limits)?;
+    let mut schema = check::check(schema, budget)?;
     if let Value::Object(keywords) = &mut schema {
         keywords.insert("x-guidance".to_owned(), options(spaces));
     }
@@ -55,8 +58,11 @@ fn options(spaces: bool) -> Value {
     })
 }
 
-/// Returns every schema within the one at `place` that has a value of its own to check (a string or a
-/// number), with its path, to find the one that llguidance refuses.
+/// Most schemas that are tried alone.
+const LEAVES: usize = 100;
+
+/// Returns the first schemas within the one at `place` that have a value of their own to check (a string or a
+/// number), with their paths, to find the one that llguidance refuses.
 pub(crate) fn leaves(place: &str, schema: &Value) -> Vec<(String, Value)> {
     let mut found = Vec::new();
     collect_leaves(schema, place, &mut found);
@@ -78,6 +84,7 @@ const LEAF_KEYWORDS: [&str; 9] = [
 
 fn collect_leaves(schema: &Value, path: &str, found: &mut Vec<(String, Value)>) {
     match schema {
+        _ if found.len() >= LEAVES => {}
         Value::Object(keywords) => {
             for (name, value) in keywords {
                 let path = child_path(path, name);
@@ -101,9 +108,13 @@ fn collect_leaves(schema: &Value, path: &str, found: &mut Vec<(String, Value)>) 
     }
 }
 
-/// Returns the path of a member of an object, in the manner of JSONPath.
+/// Returns the path of a member of an object, in the manner of JSONPath. Long paths end early.
 fn child_path(path: &str, name: &str) -> String {
     const LONGEST: usize = 60;
+    const LONGEST_PATH: usize = 500;
+    if path.len() > LONGEST_PATH {
+        return if path.ends_with("...") { path.to_owned() } else { format!("{path}...") };
+    }
     let plain = |name: &str| name.chars().all(|c| c.is_ascii_alphanumeric() || "_$-".contains(c));
     match name.char_indices().nth(LONGEST) {
         Some((cut, _)) => format!("{path}[{:?}...]", &name[..cut]),

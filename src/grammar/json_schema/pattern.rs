@@ -40,6 +40,9 @@ pub fn translate(pattern: &str) -> Result<String, String> {
             '-' if in_class && characters.peek() == Some(&'-') => {
                 return Err("'--' within a class is not supported".to_owned());
             }
+            '{' if !in_class && characters.peek() == Some(&',') => {
+                return Err("'{,' would be literal: write '{0,' for a repetition".to_owned());
+            }
             '(' if characters.peek() == Some(&'?') => {
                 out.push('(');
                 check_group(characters.clone().skip(1))?;

@@ -1,8 +1,39 @@
 //! JSON pointers, by which references name a place of a schema.
 
-/// Escapes a name for a JSON pointer.
-pub fn escape(name: &str) -> String {
-    name.replace('~', "~0").replace('/', "~1")
+use super::check::{SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS};
+use serde_json::Value;
+
+/// Returns whether a JSON pointer, as a fragment, leads from a schema to a schema within it.
+pub fn is_schema(root: &Value, fragment: &str) -> bool {
+    let Some(pointer) = fragment.strip_prefix('#') else { return false };
+    let mut steps = pointer.split('/');
+    let mut schema = root;
+    if steps.next() != Some("") {
+        return false;
+    }
+    while let Some(keyword) = steps.next() {
+        let found = match schema.get(keyword) {
+            Some(Value::Object(members)) if SCHEMA_MAPS.contains(&keyword) => {
+                steps.next().and_then(name).and_then(|name| members.get(&name))
+            }
+            Some(Value::Array(items)) if SCHEMA_LISTS.contains(&keyword) || keyword == "items" => {
+                let index = steps.next().and_then(|step| Some((step, step.parse::<usize>().ok()?)));
+                index
+                    .filter(|(step, index)| *step == index.to_string())
+                    .and_then(|(_, index)| items.get(index))
+            }
+            found => found.filter(|_| SCHEMAS.contains(&keyword)),
+        };
+        let Some(found) = found else { return false };
+        schema = found;
+    }
+    true
+}
+
+/// Returns the name that a step of a JSON pointer stands for.
+fn name(step: &str) -> Option<String> {
+    let name = step.replace("~1", "/").replace("~0", "~");
+    (name.replace('~', "~0").replace('/', "~1") == step).then_some(name)
 }
 
 /// Decodes `%XX` of a reference; sequences that are no UTF-8 stay as they are.

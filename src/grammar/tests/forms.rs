@@ -44,6 +44,12 @@ fn answers_match_their_regular_expression() {
 }
 
 #[test]
+fn a_regular_expression_does_not_lose_its_end() {
+    let compiled = |regex: &str| compile(Form::Regex(regex.into())).is_ok();
+    assert!(!compiled(r"abc\") && !compiled(r"abc\\\") && compiled(r"abc\\"));
+}
+
+#[test]
 fn answers_are_members_of_their_choice() {
     let choices = ["yes", "yes, no", "no", "a \"quoted\"\n\u{7f}/\\", "日本", "aaa", "aa"];
     let choices = choices.map(str::to_owned);

@@ -1,11 +1,20 @@
 //! Specifications made to take long, to take much memory, or to overflow the stack.
 //!
-//! What is asserted is that they are refused, or compiled within the limits of work: time is not asserted.
+//! What is asserted is that they are refused, or compiled within the limits of work, in a time that leaves a
+//! slow or busy machine room: what they take is printed.
 
 use super::vocabularies::{Dice, TOY, compile, schema};
-use crate::{Form, Grammar, GrammarError, Limits, Spec};
+use crate::{Call, Calls, Form, Grammar, GrammarError, Limits, Spec};
 use serde_json::{Value, json};
-use std::time::Instant;
+use std::fmt::Write as _;
+use std::time::{Duration, Instant};
+
+/// Longest time of compiling a specification, and of one mask.
+const LONGEST: (Duration, Duration) = if cfg!(debug_assertions) {
+    (Duration::from_secs(5), Duration::from_secs(1))
+} else {
+    (Duration::from_millis(500), Duration::from_millis(50))
+};
 
 fn nested(open: &str, close: &str, depth: usize) -> String {
     format!("{}1{}", open.repeat(depth), close.repeat(depth))
@@ -42,7 +51,6 @@ fn hostile() -> Vec<(&'static str, Form)> {
     let any_of = |count: usize| -> Value {
         (0..count).map(|at| json!({ "properties": { format!("k{at}"): { "type": "string" } } })).collect()
     };
-    let many = |count: usize, each: &dyn Fn(usize) -> String| (0..count).map(each).collect::<String>();
     vec![
         ("arrays nested 10,000 deep", text(nested("{\"items\":", "}", 10_000))),
         ("objects nested 10,000 deep", text(nested("{\"properties\":{\"a\":", "}}", 10_000))),
@@ -217,13 +225,212 @@ fn hostile() -> Vec<(&'static str, Form)> {
     ]
 }
 
+/// Returns the text of many parts.
+fn many(count: usize, each: &dyn Fn(usize) -> String) -> String {
+    (0..count).map(each).collect()
+}
+
+/// Schemas whose parts multiply.
+fn multiplying_schemas() -> Vec<(&'static str, Form)> {
+    let text = |text: String| Form::JsonSchema(text.into());
+    let long = "n".repeat(900_000);
+    let deep = |inner: &str| {
+        let name = "\u{e0001}".repeat(60);
+        format!("{}{inner}{}", format!("{{\"properties\":{{\"{name}\":").repeat(50), "}}".repeat(50))
+    };
+    let empty = |count: usize| format!("[{}{{}}]", "{},".repeat(count - 1));
+    let keywords = many(60_000, &|at| format!("\"k{at}\":1,"));
+    let consts = |count: usize, twice: &str| {
+        let properties = many(count, &|at| format!("\"p{at}\":{{\"const\":\"c{twice}\"}},"));
+        let required = many(count, &|at| format!("\"p{at}\","));
+        format!(
+            "{{\"type\":\"object\",\"properties\":{{{}}},\"required\":[{}]}}",
+            properties.trim_end_matches(','),
+            required.trim_end_matches(',')
+        )
+    };
+    let pairs = |count: usize, required: usize| {
+        let pair = "{\"oneOf\":[{\"$ref\":\"#/$defs/a\"},{\"$ref\":\"#/$defs/a\"}]},";
+        let all = pair.repeat(count);
+        format!(
+            "{{\"$defs\":{{\"a\":{}}},\"x\":[{}],\"anyOf\":[{}]}}",
+            consts(required, ""),
+            all.trim_end_matches(','),
+            all.trim_end_matches(',')
+        )
+    };
+    let distinct = {
+        let all = many(40, &|at| format!("{},", consts(400, &at.to_string())));
+        format!("{{\"oneOf\":[{all}{}]}}", consts(400, "0"))
+    };
+    let matched = |pattern: &str, name: &str| {
+        text(json!({ "patternProperties": { pattern: {} }, "required": [name] }).to_string())
+    };
+    let names: Vec<String> = (0..900).map(|at| format!("{}{at}", "ab".repeat(400))).collect();
+    let patterns: Vec<(String, Value)> =
+        (0..9).map(|at| (format!("^{at}(a|b)*a(a|b){{200}}{}$", "x".repeat(9_000)), json!({}))).collect();
+    let patterns = Value::Object(patterns.into_iter().collect());
+    vec![
+        (
+            "10,000 schemas under a name of 900 KB",
+            text(format!("{{\"properties\":{{\"{long}\":{{\"anyOf\":{}}}}}}}", empty(9_900))),
+        ),
+        ("9,000 schemas under long names", text(deep(&format!("{{\"anyOf\":{}}}", empty(9_000))))),
+        ("60,000 keywords under long names", text(deep(&format!("{{{keywords}\"type\":\"null\"}}")))),
+        (
+            "20,000 refused leaves under long names",
+            text(deep(&format!(
+                "{{\"anyOf\":[{}{{\"pattern\":\"(?=a)\"}}]}}",
+                "{\"minimum\":1},".repeat(9_000)
+            ))),
+        ),
+        ("a reference of 900 KB", text(format!("{{\"$ref\":\"#/{long}\"}}"))),
+        ("10,000 oneOf of 10,000 constants", text(pairs(6_000, 10_000))),
+        ("250 oneOf of 1,000 constants", text(pairs(249, 1_000))),
+        ("oneOf of 41 times 400 constants", text(distinct)),
+        (
+            "oneOf of 9,000 constants",
+            text(
+                format!("{{\"oneOf\":[{}1]}}", many(9_000, &|at| format!("{{\"const\":{at}}},")))
+                    .replace(",1]}", "]}"),
+            ),
+        ),
+        ("a name of 900 KB and a pattern", matched("^(a|b)*a(a|b){200}$", &"ab".repeat(450_000))),
+        ("a name of 990 bytes and a pattern", matched("^(a|b)*a(a|b){200}$", &"ab".repeat(495))),
+        (
+            "a name of 500 bytes and nested patterns",
+            matched("^((a|b){0,50}a){0,50}(a|b){200}$", &"ab".repeat(250)),
+        ),
+        ("a name and a pattern of 12 KB", matched(&"(a|b)*a(a|b){20}".repeat(750), &"ab".repeat(450))),
+        (
+            "900 names and a pattern",
+            schema(&json!({ "patternProperties": { "^(a|b)*a(a|b){200}$": {} }, "required": names })),
+        ),
+        (
+            "900 short names and 9 patterns",
+            schema(&json!({ "patternProperties": patterns,
+                "required": (0..900).map(|at| format!("{at}ab")).collect::<Vec<_>>() })),
+        ),
+    ]
+}
+
+/// Grammars whose parts multiply.
+fn multiplying_grammars() -> Vec<(&'static str, Form)> {
+    let grammar = |text: String| Form::Grammar(text.into());
+    let letter = |at: usize| char::from_u32(0x4e00 + 2 * at as u32).unwrap();
+    let ideographs = many(10_000, &|at| letter(at).to_string());
+    let big = |count: usize| {
+        let rules = many(20, &|at| format!("b{at} ::= [a-y]{{95}} \"{}\"\n", "z".repeat(at + 1)));
+        let all = many(20, &|at| format!("| b{at} "));
+        let starts = many(count, &|at| format!("| big \"{}\" root ", letter(at)));
+        format!("root ::= \"end\" {starts}\nbig ::= {}\n{rules}", &all[2..])
+    };
+    let indented = many(70_000, &|at| format!(" a{at:x}:a{:x}", at + 1));
+    let tool = |at: usize, body: Form| Call {
+        place: format!("tools[{at}]"),
+        prefix: vec![crate::Piece::Text(format!("<{at}>"))],
+        body,
+        suffix: vec![crate::Piece::Text("</>".to_owned())],
+    };
+    let calls = |count: usize, body: &dyn Fn(usize) -> Form| {
+        let calls = (0..count).map(|at| tool(at, body(at))).collect();
+        Form::Calls(Calls { begin: vec![], calls, separator: vec![], end: vec![], min: 1, max: None }.into())
+    };
+    let wide = |count: usize| -> Value {
+        Value::Object((0..count).map(|at| (format!("p{at}"), json!({ "type": "integer" }))).collect())
+    };
+    let references = |count: usize| {
+        let links =
+            (0..count).map(|at| (format!("a{at}"), json!({ "$ref": format!("#/$defs/a{}", at + 1) })));
+        let mut links: Vec<(String, Value)> = links.collect();
+        links.push((format!("a{count}"), json!({})));
+        json!({ "$ref": "#/$defs/a0", "$defs": Value::Object(links.into_iter().collect()) })
+    };
+    let patterns = |at: usize, count: usize| {
+        let one = |n: usize| (format!("p{n}"), json!({ "pattern": format!("^x{at}_{n}(a|b)*a(a|b){{9}}$") }));
+        json!({ "properties": Value::Object((0..count).map(one).collect()) })
+    };
+    vec![
+        (
+            "gbnf of 10,000 lexemes",
+            grammar(format!(
+                "root ::= \"a\" {}\n",
+                many(10_000, &|at| format!("| \"{}\" root ", letter(at)))
+            )),
+        ),
+        ("gbnf of a large lexeme before 10 others", grammar(big(10))),
+        ("gbnf of a large lexeme before 5,000 others", grammar(big(5_000))),
+        (
+            "gbnf of 10,000 uses of a large class",
+            grammar(format!("root ::= {}[b] root?\nc ::= [{ideographs}]\n", "c ".repeat(10_000))),
+        ),
+        (
+            "gbnf of 9,000 repetitions of recursion",
+            grammar(format!("root ::= \"a\" | {}\n", "root{2000} ".repeat(9_000))),
+        ),
+        (
+            "gbnf of groups within groups",
+            grammar(format!(
+                "root ::= {}{} root?{}\n",
+                "(".repeat(39),
+                "\"ab\" ".repeat(9_000),
+                ")".repeat(39)
+            )),
+        ),
+        ("gbnf with a name of 900 KB", grammar(format!("root ::= {}\n", "n".repeat(900_000)))),
+        ("lark of 130,000 schemas", grammar(format!("start: {}\n", "%json{} ".repeat(130_000)))),
+        ("lark of 199 schemas", grammar(format!("start: {}\n", "%json {} ".repeat(199)))),
+        (
+            "lark of 190 wide schemas",
+            grammar(format!(
+                "start: {}\n",
+                format!("%json {} ", json!({ "properties": wide(70) })).repeat(190)
+            )),
+        ),
+        (
+            "lark of 70,000 indented rules",
+            grammar(format!("start: a0\n{} :\"x\"\n", indented.replace(" a", "\n a"))),
+        ),
+        ("lark of 70,000 rules in a line", grammar(format!("start: a0\n{indented}: \"x\"\n"))),
+        ("lark groups nested 400,000 deep", grammar(format!("start: {}\n", "(".repeat(400_000)))),
+        ("lark of 200,000 names", grammar(format!("start: {}\n", "a ".repeat(200_000)))),
+        (
+            "lark substring of 16 KB",
+            grammar(format!(
+                "start: S\nS: %regex {{\"substring_chars\":\"{}\"}}\n",
+                many(16_000, &|at| char::from(b'a' + (at * at / 7 % 26) as u8).to_string())
+            )),
+        ),
+        (
+            "lark substring of 900 KB",
+            grammar(format!("start: S\nS: %regex {{\"substring_chars\":\"{}\"}}\n", "ab".repeat(450_000))),
+        ),
+        (
+            "lark of 60 regular expressions of 15 KB",
+            grammar(format!(
+                "start: {}\n",
+                many(60, &|at| format!("/{at}{}/ ", "(a|b)*a(a|b){20}".repeat(900)))
+            )),
+        ),
+        ("128 tools of wide objects", calls(128, &|_| schema(&json!({ "properties": wide(200) })))),
+        ("128 tools of 70 properties", calls(128, &|_| schema(&json!({ "properties": wide(70) })))),
+        ("128 tools of 100 references", calls(128, &|_| schema(&references(100)))),
+        ("10 tools of 90 references", calls(10, &|_| schema(&references(90)))),
+        ("128 tools of 90 patterns", calls(128, &|at| schema(&patterns(at, 90)))),
+        ("99 tools of a pattern", calls(99, &|at| schema(&patterns(at, 1)))),
+        ("900 tools with grammars", calls(900, &|at| grammar(format!("start: \"a{at}\" start?\n")))),
+    ]
+}
+
 #[test]
 fn hostile_specifications_are_refused_or_stay_within_limits() {
     let mut dice = Dice(17);
-    for (name, form) in hostile() {
+    let mut late = String::new();
+    for (name, form) in hostile().into_iter().chain(multiplying_schemas()).chain(multiplying_grammars()) {
         let begin = Instant::now();
         let compiled = compile(form);
         let compile_time = begin.elapsed();
+        let mut worst_mask = Duration::ZERO;
         let outcome = match &compiled {
             Ok(grammar) => {
                 // Some tokens: a limit ends the sequence with an error, never with a panic.
@@ -234,7 +441,10 @@ fn hostile_specifications_are_refused_or_stay_within_limits() {
                     if steps == 10 || matcher.is_complete() {
                         break None;
                     }
-                    if let Err(error) = matcher.mask(&mut mask) {
+                    let begin = Instant::now();
+                    let masked = matcher.mask(&mut mask);
+                    worst_mask = worst_mask.max(begin.elapsed());
+                    if let Err(error) = masked {
                         break Some(error);
                     }
                     let allowed = super::vocabularies::bits(&mask);
@@ -245,19 +455,61 @@ fn hostile_specifications_are_refused_or_stay_within_limits() {
                 };
                 assert!(!matches!(stopped, Some(GrammarError::Refused { .. } | GrammarError::Token(_))));
                 format!(
-                    "{} bytes, {steps} steps {:?}, {stopped:?}",
-                    grammar.bytes(),
-                    begin.elapsed() - compile_time
+                    "{} bytes, {steps} steps, masks in {worst_mask:?} at most, {stopped:?}",
+                    grammar.bytes()
                 )
             }
             Err(GrammarError::Refused { part, reason }) => {
+                assert!(part.len() < 1000, "{name}: {} bytes", part.len());
                 assert!(reason.len() < 1000 && !reason.contains('\n'));
                 format!("{part}: {reason}")
             }
             Err(other) => panic!("{name}: {other}"),
         };
         println!("{name}: {compile_time:?}: {outcome}");
+        if compile_time > LONGEST.0 || worst_mask > LONGEST.1 {
+            writeln!(late, "{name}: {compile_time:?}, masks {worst_mask:?}").unwrap();
+        }
     }
+    assert!(late.is_empty(), "{late}");
+}
+
+/// Returns why a form is refused.
+fn reason(form: Form) -> String {
+    match compile(form) {
+        Err(GrammarError::Refused { reason, .. }) => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn nothing_hides_a_schema_or_an_attribute_from_the_check() {
+    let hidden = [
+        // Names of tokens with quotes, slashes and comment signs in them.
+        "start: <x\"> | %json {\"not\":{}} // \"",
+        "start: <x/y> | %json {\"not\":{}} /b/",
+        "start: <x#> | %json {\"not\":{}}",
+        "start: <x//> | %json {\"not\":{}}",
+        // A regular expression of two lines, or with a quote in it.
+        "start: /a\nb/ | %json {\"not\":{}} | /c/",
+        "start: /\"/ | %json {\"not\":{}} | \"b\"",
+        // Escapes, and a comment with a quote in it.
+        "start: \"\\\\\" | %json {\"not\":{}} | \"b\"",
+        "start: \"a\" # \"\n | %json {\"not\":{}}",
+        // JSON with the signs of other things in it.
+        "start: %json {\"const\":\"/\"} | %json {\"not\":{}} | /b/",
+        "start: S | %json {\"not\":{}}\nS: %regex {\"substring_chars\":\"a\\\" /b #\"}",
+        "start: %json{\"not\":{}}",
+        "start: %lark { start: %json {\"not\":{}} }",
+    ];
+    for text in hidden {
+        assert_eq!(reason(Form::Grammar(text.into())), "$.not: this keyword is not supported", "{text}");
+    }
+    for text in ["start: a\na[temperature =1]: \"a\"", "start: a\n a[capture, max_tokens=1]: \"a\""] {
+        assert!(reason(Form::Grammar(text.into())).starts_with("the attribute"), "{text}");
+    }
+    assert!(reason(Form::Grammar("start: \"a\"\n%llguidance {\"x\":1}".into())).contains("options"));
+    assert!(compile(Form::Grammar("%llguidance\n{}\nstart: \"a\" %json{}".into())).is_ok());
 }
 
 #[test]

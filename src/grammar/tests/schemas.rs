@@ -77,6 +77,9 @@ fn refused_schemas_name_the_part_and_the_reason() {
     let cases = [
         (json!({ "properties": { "a": { "not": {} } } }), "$.properties.a.not"),
         (json!({ "items": { "if": {}, "then": {} } }), "$.items.if"),
+        (json!({ "type": "string", "pattern": "^a{,5}$" }), "$.pattern"),
+        (json!({ "properties": { "a": {} }, "allOf": [{ "$ref": "#/properties" }] }), "$.allOf[0].$ref"),
+        (json!({ "anyOf": [{}, { "$ref": "#/anyOf/00" }] }), "$.anyOf[1].$ref"),
         (json!({ "anyOf": [{}, { "contains": {} }] }), "$.anyOf[1].contains"),
         (json!({ "uniqueItems": true, "type": "array" }), "$.uniqueItems"),
         (json!({ "$defs": { "x": { "propertyNames": {} } } }), "$.$defs.x.propertyNames"),

@@ -315,9 +315,10 @@ impl<'a> Candidates<'a> {
         self.retain(|x| x >= near && exp(x) >= fraction);
     }
 
-    /// Removes the candidates that come before the one with this value and id.
+    /// Removes the candidates that come before the one with this value and id. All others stay, as a
+    /// temperature may follow.
     pub fn remove_before(&mut self, value: f32, id: u32) {
-        self.list_from(self.largest - NEGLIGIBLE);
+        self.list_where(|v| v <= value && v > f32::NEG_INFINITY);
         let first = key_of(value, id);
         self.keys.retain(|&key| key >= first);
         self.sorted = 0;

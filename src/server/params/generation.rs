@@ -115,13 +115,20 @@ pub(super) fn parse_generation(
     let delivery = parse_delivery(fields)?;
     let stops = parse_stops(fields, parts.model.vocab, stop)?;
     let ignore_eos = fields.take_bool("ignore_eos", false)?;
+    let limit = max_tokens.and_then(|limit| u32::try_from(limit).ok());
     Ok(GenerationParams {
-        max_tokens: max_tokens.and_then(|limit| u32::try_from(limit).ok()),
+        max_tokens: limit,
         is_unlimited: max_tokens.is_some_and(|limit| limit < 0),
         limit_name,
         n,
         best_of: parse_best_of(fields, n, delivery)?,
-        sampling: RequestSampling::parse(fields, &parts.sampling, ignore_eos, &stops.ids)?,
+        sampling: RequestSampling::parse(
+            fields,
+            &parts.sampling,
+            (limit, limit_name),
+            ignore_eos,
+            &stops.ids,
+        )?,
         stops,
         include_stop: fields.take_bool("include_stop_str_in_output", false)?,
         show_special: !fields.take_bool("skip_special_tokens", true)?,

@@ -18,30 +18,50 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct RequestSampling {
     plan: Arc<SamplingPlan>,
+    /// The plan without minimum length, for choices that are shorter than a default minimum.
+    short_plan: Option<Arc<SamplingPlan>>,
     /// Seed of the first choice.
     seed: u64,
-    /// Whether the request itself has a minimum number of tokens.
-    has_min_tokens: bool,
 }
 
 impl RequestSampling {
-    /// Parses the sampling parameters. `stop_ids` are the request's own stop tokens.
+    /// Parses the sampling parameters. `limit` is the request's maximum number of tokens, with its name.
+    /// `stop_ids` are the request's own stop tokens.
     pub(super) fn parse(
         fields: &mut Fields,
         model: &ModelSampling,
+        (limit, limit_name): (Option<u32>, &str),
         ignore_eos: bool,
         stop_ids: &[u32],
     ) -> Result<RequestSampling, ApiError> {
-        let seed = fields.take_with("seed", "a 64-bit integer", |value| {
-            value.as_u64().or_else(|| value.as_i64().map(|seed| seed as u64))
+        // llama.cpp and vLLM take -1 for a random seed.
+        let seed = fields.take_with("seed", "a 64-bit integer", |value| match value.as_i64() {
+            Some(-1) => Some(random()),
+            seed => value.as_u64().or(seed.map(|seed| seed as u64)),
         })?;
         let params = fields.take_all(SamplingPlan::param_names());
-        let pairs = params.iter().map(|(name, value): &(&str, Value)| (*name, value));
-        let plan = model.plan(pairs, ignore_eos, stop_ids)?;
+        let pairs = || params.iter().map(|(name, value): &(&str, Value)| (*name, value));
+        let plan = model.plan(pairs(), ignore_eos, stop_ids)?;
+        let min_tokens = plan.min_tokens();
+        let is_short = limit.map(|limit| limit < min_tokens);
+        let own_minimum = params.iter().find(|(name, _)| ["min_tokens", "min_new_tokens"].contains(name));
+        let short_plan = match (own_minimum, is_short) {
+            (Some((name, _)), Some(true)) => {
+                let most = limit.unwrap_or_default();
+                let message = format!("'{name}' is {min_tokens} but '{limit_name}' is {most}");
+                return Err(ApiError::invalid(*name, message));
+            }
+            (Some(_), _) | (None, Some(false)) => None,
+            (None, _) if min_tokens == 0 => None,
+            // Without a limit, it depends on the prompt whether a choice is shorter.
+            (None, _) => {
+                Some(model.plan(pairs().chain([("min_tokens", &0.into())]), ignore_eos, stop_ids)?)
+            }
+        };
         Ok(RequestSampling {
             plan: Arc::new(plan),
+            short_plan: short_plan.map(Arc::new),
             seed: seed.unwrap_or_else(random),
-            has_min_tokens: params.iter().any(|(name, _)| ["min_tokens", "min_new_tokens"].contains(name)),
         })
     }
 
@@ -53,17 +73,18 @@ impl RequestSampling {
     /// Sets the sampling of the engine request for a choice, whose `max_tokens` are set.
     pub fn apply(&self, choice: u32, request: Request) -> Request {
         let seed = self.seed.wrapping_add(choice.into());
-        // A default does not apply to a request that is shorter.
-        let most = if self.has_min_tokens { u32::MAX } else { request.max_tokens };
-        let min_tokens = self.plan.min_tokens().min(most);
-        let Some(device) = self.plan.device() else {
+        // A default minimum does not apply to a choice that is shorter.
+        let is_short = request.max_tokens < self.plan.min_tokens();
+        let plan = self.short_plan.as_ref().filter(|_| is_short).unwrap_or(&self.plan);
+        let min_tokens = plan.min_tokens();
+        let Some(device) = plan.device() else {
             let sampling = Sampling { seed, ..Sampling::GREEDY };
-            return Request { min_tokens, sampling, plan: Some(self.plan.clone()), ..request };
+            return Request { min_tokens, sampling, plan: Some(plan.clone()), ..request };
         };
         let (temperature, top_k, top_p, min_p) =
             (device.temperature, device.top_k, device.top_p, device.min_p);
         let sampling = Sampling { temperature, top_k, top_p, min_p, seed };
-        Request { min_tokens, sampling, logit_bias: self.plan.logit_bias().clone(), ..request }
+        Request { min_tokens, sampling, logit_bias: plan.logit_bias().clone(), ..request }
     }
 
     /// Counts the request in the metric of strategies.

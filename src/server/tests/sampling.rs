@@ -1,9 +1,7 @@
 //! Tests of sampling parameters: each reaches the engine as a plan, or as what the device can do itself, and
 //! bad ones are refused by name.
 
-use super::test_server::{
-    COMPLETIONS, Client, DEADLINE, Response, TestServer, answer, model, tokenizer, tokenizer_with,
-};
+use super::test_server::{Client, DEADLINE, Response, TestServer, answer, model, tokenizer, tokenizer_with};
 use crate::actors::ModelInfo;
 use crate::request::{ParamList, Request, Sampling, SamplingDefaults};
 use crate::text::output::OutputFormats;
@@ -34,52 +32,125 @@ fn server_with(model: ModelInfo) -> TestServer {
     TestServer::for_model(model, tokenizer(), None, |_| {}, DEADLINE)
 }
 
-/// The parameters of llama.cpp, vLLM and transformers, each with the strategies that it switches on.
+/// The parameters of llama.cpp, vLLM and transformers, each with the strategies that it switches on, and with
+/// the values that these get. All values differ from each other and from the defaults.
 #[actix_web::test]
 async fn every_spelling_reaches_the_plan() {
     let mut server = TestServer::start();
-    for (params, active) in [
-        (json!({ "repetition_penalty": 1.1 }), &["penalties"][..]),
-        (json!({ "repeat_penalty": 1.1, "repeat_last_n": 64 }), &["penalties"]),
-        (json!({ "repeat_penalty": 1.1, "penalty_last_n": 64 }), &["penalties"]),
-        (json!({ "presence_penalty": 0.5 }), &["penalties"]),
-        (json!({ "frequency_penalty": -0.5 }), &["penalties"]),
-        (json!({ "no_repeat_ngram_size": 3 }), &["no_repeat_ngram"]),
-        (json!({ "typical_p": 0.9 }), &["typical_p"]),
-        (json!({ "tfs_z": 0.9 }), &["tfs_z"]),
-        (json!({ "mirostat": 2, "mirostat_tau": 3, "mirostat_eta": 0.2 }), &["mirostat"]),
-        (json!({ "mirostat": 1, "top_k": 40 }), &["mirostat"]),
-        (json!({ "top_n_sigma": 1 }), &["top_n_sigma"]),
-        (json!({ "eta_cutoff": 0.001 }), &["eta_cutoff"]),
-        (json!({ "epsilon_cutoff": 0.001 }), &["epsilon_cutoff"]),
+    let penalties = |values: &str| format!("Penalties {{ {values} }}");
+    for (params, active, values) in [
         (
-            json!({ "dry_multiplier": 0.8, "dry_base": 1.7, "dry_allowed_length": 3, "dry_penalty_last_n": 9,
-                    "dry_sequence_breakers": ["\n", "x"] }),
+            json!({ "repetition_penalty": 1.25 }),
+            &["penalties"][..],
+            &penalties("repetition: 1.25, presence: 0.0, frequency: 0.0, last_n: -1")[..],
+        ),
+        (
+            json!({ "repeat_penalty": 1.25, "repeat_last_n": 64, "presence_penalty": 0.5,
+                    "frequency_penalty": -0.75 }),
+            &["penalties"],
+            &penalties("repetition: 1.25, presence: 0.5, frequency: -0.75, last_n: 64"),
+        ),
+        (
+            json!({ "presence_penalty": 0.5, "penalty_last_n": 9 }),
+            &["penalties"],
+            &penalties("repetition: 1.0, presence: 0.5, frequency: 0.0, last_n: 9"),
+        ),
+        (json!({ "no_repeat_ngram_size": 3 }), &["no_repeat_ngram"], "NoRepeatNgram(3)"),
+        (json!({ "typical_p": 0.875 }), &["typical_p"], "Typical(0.875)"),
+        (json!({ "typical": 0.875 }), &["typical_p"], "Typical(0.875)"),
+        (json!({ "tfs_z": 0.75 }), &["tfs_z"], "TailFree(0.75)"),
+        (
+            json!({ "mirostat": 2, "mirostat_tau": 3, "mirostat_eta": 0.25 }),
+            &["mirostat"],
+            "Mirostat { first_version: false, tau: 3.0, eta: 0.25 }",
+        ),
+        (
+            json!({ "mirostat": 1, "top_k": 40, "mirostat_eta": 0.25 }),
+            &["mirostat"],
+            "Mirostat { first_version: true, tau: 5.0, eta: 0.25 }",
+        ),
+        (json!({ "top_n_sigma": 1.5 }), &["top_n_sigma"], "TopNSigma(1.5)"),
+        (json!({ "eta_cutoff": 0.125 }), &["eta_cutoff"], "Cutoff { least: 0.125, by_entropy: true }"),
+        (json!({ "epsilon_cutoff": 0.25 }), &["epsilon_cutoff"], "Cutoff { least: 0.25, by_entropy: false }"),
+        (
+            json!({ "dry_multiplier": 0.875, "dry_base": 1.5, "dry_allowed_length": 3,
+                    "dry_penalty_last_n": 9, "dry_sequence_breakers": ["\n", "x"] }),
             &["dry"],
+            "Dry { multiplier: 0.875, base: 1.5, allowed_length: 3, last_n: 9, breakers: [10, 120] }",
         ),
-        (json!({ "xtc_probability": 0.5, "xtc_threshold": 0.2 }), &["xtc"]),
-        (json!({ "dynatemp_range": 0.5, "dynatemp_exponent": 2 }), &["temperature"]),
-        (json!({ "strategy": "fsd", "strategy_params": { "k": 4 } }), &["fsd"]),
-        (json!({ "strategy": "random_fsd" }), &["random_fsd"]),
-        (json!({ "strategy": "sample.std", "strategy_params": { "max_k": 9 } }), &["sample.std"]),
-        (json!({ "strategy": "greedy" }), &["greedy"]),
-        (json!({ "samplers": ["penalties", "top_p"], "top_p": 0.5, "top_k": 3 }), &["top_p"]),
-        (json!({ "samplers": "top_k;temperature", "temp": 0.5, "top_k": 3 }), &["top_k", "temperature"]),
-        (json!({ "allowed_token_ids": [1, 2] }), &["allowed_token_ids"]),
-        (json!({ "bad_words": ["ab", [4, 5]] }), &["bad_words"]),
         (
-            json!({ "min_p": 0.1, "presence_penalty": 1, "logit_bias": { "a": -1 } }),
-            &["logit_bias", "penalties", "min_p"],
+            json!({ "xtc_probability": 0.5, "xtc_threshold": 0.25 }),
+            &["xtc"],
+            "Xtc { probability: 0.5, threshold: 0.25 }",
         ),
-        (json!({ "logprobs_mode": "processed_logprobs", "logprobs": 1, "top_k": 3 }), &["top_k"]),
+        (
+            json!({ "temperature": 2, "dynatemp_range": 0.5, "dynatemp_exponent": 3 }),
+            &["temperature"],
+            "Temperature { low: 1.5, high: 2.5, exponent: 3.0 }",
+        ),
+        (
+            json!({ "strategy": "fsd", "strategy_params": { "pool_size": 70, "k": 4, "alpha": 0.25, "n": 5,
+                                                            "beta": 0.75 } }),
+            &["fsd"],
+            "Fsd { pool_size: 70, k: 4, alpha: 0.25, n: 5, beta: 0.75 }",
+        ),
+        (
+            json!({ "strategy": "random_fsd", "strategy_params": { "top_p": 0.5, "max_k": 9,
+                                                                   "random_tokens": 7 } }),
+            &["random_fsd"],
+            "prefix: Prefix { top_p: 0.5, min_k: 1, max_k: 9 }, tokens: 7 }",
+        ),
+        (
+            json!({ "strategy": "sample.std", "strategy_params": { "pool_size": 30, "top_p": 0.5, "max_k": 9,
+                                                                   "min_k": 2, "eos_bypassing_max": 4 } }),
+            &["sample.std"],
+            "PoolOf { size: 30, chooser: DrawFrom { filter: Prefix { top_p: 0.5, min_k: 2, max_k: 9 }, \
+             bypassing_max: 4.0,",
+        ),
+        (
+            json!({ "strategy": "mirostat", "strategy_params": { "tau": 3, "eta": 0.25, "pool_size": 30 } }),
+            &["sample.mirostat"],
+            "PoolOf { size: 30, chooser: Mirostat { first_version: false, tau: 3.0, eta: 0.25 } }",
+        ),
+        (json!({ "strategy": "greedy" }), &["greedy"], "chooser: Some(Greedy)"),
+        (
+            json!({ "samplers": ["penalties", "top_p"], "top_p": 0.5, "top_k": 3 }),
+            &["top_p"],
+            "filters: [TopP(0.5)]",
+        ),
+        (
+            json!({ "samplers": "top_k;temperature", "temp": 0.5, "top_k": 3 }),
+            &["top_k", "temperature"],
+            "filters: [TopK(3), Temperature { low: 0.5, high: 0.5, exponent: 1.0 }]",
+        ),
+        (json!({ "allowed_token_ids": [1, 2] }), &["allowed_token_ids"], "Allowed([1, 2])"),
+        (
+            json!({ "bad_words": ["ab", [4, 5]] }),
+            &["bad_words"],
+            "BadWords([[4, 5], [32, 97, 98], [97, 98]])",
+        ),
+        (
+            json!({ "min_p": 0.125, "presence_penalty": 1, "logit_bias": { "a": -1 },
+                    "suppress_tokens": [3] }),
+            &["logit_bias", "suppress_tokens", "penalties", "min_p"],
+            "[LogitBias([(97, -1.0)]), Suppressed([3]), ",
+        ),
+        (
+            json!({ "logprobs_mode": "processed_logprobs", "logprobs": 1, "top_k": 3 }),
+            &["top_k"],
+            "mode: Processed",
+        ),
         (
             json!({ "presence_penalty": 1, "min_tokens": 3, "temperature": 0 }),
-            &["min_tokens", "penalties", "temperature"],
+            &["min_tokens", "penalties", "greedy"],
+            "MinTokens { least: 3,",
         ),
     ] {
         let request = request(&mut server, params.clone()).await;
         let plan = request.plan.unwrap_or_else(|| panic!("{params} has no plan"));
         assert_eq!(plan.active(), active, "{params}");
+        let printed = format!("{plan:?}");
+        assert!(printed.contains(values), "{params}: {printed}");
         assert!(request.logit_bias.is_empty(), "{params}");
     }
     server.close().await;
@@ -112,6 +183,20 @@ async fn choices_share_a_plan_and_have_seeds_of_their_own() {
     server.close().await;
 }
 
+/// The seed -1 is a random one, as for llama.cpp and vLLM; other numbers are seeds.
+#[actix_web::test]
+async fn a_seed_of_minus_one_is_random() {
+    let mut server = TestServer::start();
+    let mut seeds = Vec::new();
+    for seed in [json!(-1), json!(-1), json!(u64::MAX), json!(-2)] {
+        seeds.push(request(&mut server, json!({ "seed": seed })).await.sampling.seed);
+    }
+    assert_ne!(seeds[0], seeds[1]);
+    assert!(!seeds[..2].contains(&u64::MAX));
+    assert_eq!(seeds[2..], [u64::MAX, u64::MAX - 1]);
+    server.close().await;
+}
+
 /// A request overrides the server's defaults, and these those of the model. A default minimum length does not
 /// apply to shorter requests.
 #[actix_web::test]
@@ -122,9 +207,16 @@ async fn defaults_apply_where_a_request_says_nothing() {
         model: list("top_p=0.5,top_k=9,min_new_tokens=20"),
     };
     let mut server = server_with(ModelInfo { sampling_defaults, ..model() });
-    let plain = request(&mut server, json!({})).await;
+    let plain = request(&mut server, json!({ "max_tokens": 20 })).await;
     assert_eq!(plain.plan.unwrap().active(), ["min_tokens", "penalties", "top_k", "top_p"]);
-    assert_eq!(plain.min_tokens, 8);
+    assert_eq!(plain.min_tokens, 20);
+    for max_tokens in [json!(19), json!(null)] {
+        let short = request(&mut server, json!({ "max_tokens": max_tokens })).await;
+        assert!(short.max_tokens < 20 && short.min_tokens == 0, "{max_tokens}");
+        assert_eq!(short.plan.unwrap().active(), ["penalties", "top_k", "top_p"]);
+    }
+    let params = json!({ "min_tokens": 19, "max_tokens": 19 });
+    assert_eq!(request(&mut server, params).await.min_tokens, 19);
     let params = json!({ "presence_penalty": 0, "top_p": 0.25, "top_k": null });
     let own = request(&mut server, params).await;
     assert_eq!((own.sampling.top_p, own.sampling.top_k, own.plan.is_none()), (0.25, 9, true));
@@ -159,6 +251,23 @@ async fn nonsense_is_refused_by_name() {
         (json!({ "strategy": "fsd", "mirostat": 1 }), "strategy", "replaces mirostat"),
         (json!({ "strategy": "fsd", "strategy_params": { "k": 0 } }), "strategy_params.k", "from 1 to 64"),
         (json!({ "strategy_params": { "k": 1 } }), "strategy_params", "needs strategy"),
+        (
+            json!({ "strategy": "std", "strategy_params": { "min_k": 9 } }),
+            "strategy_params.min_k",
+            "'strategy_params.min_k' is 9 but must be at most max_k, 8",
+        ),
+        (json!({ "strategy": "fsd", "samplers": ["top_k"] }), "samplers", "which replaces it"),
+        (
+            json!({ "max_tokens": 5, "min_new_tokens": 6 }),
+            "min_new_tokens",
+            "'min_new_tokens' is 6 but 'max_tokens' is 5",
+        ),
+        (
+            json!({ "max_completion_tokens": 5, "min_tokens": 6 }),
+            "min_tokens",
+            "'min_tokens' is 6 but 'max_completion_tokens' is 5",
+        ),
+        (json!({ "repetition_penalty": 1e-50 }), "repetition_penalty", "as a 32-bit number"),
         (json!({ "repetition_penalty": 1.1, "repeat_penalty": 1.2 }), "repeat_penalty", "given twice"),
         (json!({ "samplers": ["top_q"] }), "samplers", "the names are"),
         (json!({ "samplers": ["x".repeat(1 << 20)] }), "samplers", "..."),
@@ -175,9 +284,9 @@ async fn nonsense_is_refused_by_name() {
         (json!({ "bad_words": words(100_000, 2) }), "bad_words", "at most 1024"),
         (json!({ "bad_words": [vec![1; 100_000]] }), "bad_words", "token ids"),
         (
-            json!({ "dry_multiplier": 1, "dry_sequence_breakers": words(65, 1) }),
+            json!({ "dry_multiplier": 1, "dry_sequence_breakers": words(17, 1) }),
             "dry_sequence_breakers",
-            "64",
+            "17 entries, but at most 16",
         ),
     ] {
         let response = refused(&server, &params).await;
@@ -193,7 +302,7 @@ async fn nonsense_is_refused_by_name() {
 async fn the_largest_lists_are_parsed_in_time() {
     let mut server = TestServer::start();
     let words: Vec<String> = (0..1024).map(|n| format!("{n:x}")).collect();
-    let texts: Vec<String> = (0..64).map(|n| char::from(b'0' + n).to_string()).collect();
+    let texts: Vec<String> = (0..16).map(|n| char::from(b'0' + n).to_string()).collect();
     let biases: Value =
         (0..257).map(|id| (id.to_string(), json!(-1))).collect::<serde_json::Map<_, _>>().into();
     let params = json!({ "bad_words": words, "dry_multiplier": 1, "dry_sequence_breakers": texts,
@@ -236,6 +345,5 @@ async fn the_chat_api_has_the_same_parameters() {
     let body = chat(json!({ "xtc_probability": 2 }));
     let refused = Client::send(server.address, "POST", path, "", &body).await.response().await;
     assert_eq!(refused.error().1, json!("xtc_probability"));
-    assert_ne!(path, COMPLETIONS);
     server.close().await;
 }

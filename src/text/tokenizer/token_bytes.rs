@@ -29,11 +29,11 @@ impl TokenBytes {
     pub fn containing(&self, part: &[u8]) -> Vec<u32> {
         let mut ids = Vec::new();
         let mut id = 0;
-        // One search of all bytes is faster than one per token.
+        // One search of all bytes is faster than one per token. The id follows its position.
         let finder = memchr::memmem::Finder::new(part);
         let mut at = 0;
         while let Some(found) = finder.find(&self.bytes[at..]).map(|offset| at + offset) {
-            id += self.ends[id..].partition_point(|&end| end <= found);
+            id += self.ends[id..].iter().take_while(|end| **end <= found).count();
             at = match self.ends.get(id) {
                 Some(&end) if found + part.len() <= end => {
                     ids.push(id as u32);
@@ -84,5 +84,16 @@ mod tests {
         assert_eq!(pieces.containing(b"ba"), [5, 6]);
         assert_eq!(pieces.containing(b"x"), [7]);
         assert!(pieces.containing(b"cc").is_empty() && pieces.containing(b"aba").len() == 1);
+    }
+
+    /// One search of all bytes equals a search in each token, whatever the distance and the part's length.
+    #[test]
+    fn a_search_of_all_bytes_finds_what_a_search_of_each_token_finds() {
+        let pieces: TokenBytes = (0u32..3000).map(|n| format!("{:b}", n * n).into_bytes()).collect();
+        for part in ["0", "1", "11", "0000000", "101010101010", "11111111111"] {
+            let part = part.as_bytes();
+            let contains = |id: &u32| pieces.get(*id).windows(part.len()).any(|window| window == part);
+            assert_eq!(pieces.containing(part), (0..3000).filter(contains).collect::<Vec<_>>(), "{part:?}");
+        }
     }
 }

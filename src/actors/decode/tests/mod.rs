@@ -3,6 +3,8 @@
 //!
 //! Invariant: no test measures real time; the clock is the simulated devices'.
 
+mod constrained;
+
 mod rig;
 
 mod run_ahead;

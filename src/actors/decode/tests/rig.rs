@@ -20,7 +20,7 @@ use crate::memory::{ComputedPrefix, Lease, PagePool, split_slots};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
 use actix::{Actor, Addr, Handler, ResponseFuture};
-use mainstem_kernels::batch::{NULL_PAGE, Page};
+use mainstem_kernels::batch::{NULL_PAGE, Page, is_allowed};
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{
     DeviceError, Fraction, KvTable, RowFailure, SampleMode, SampledToken, Span, SpanOutput, SpanTable,
@@ -81,7 +81,7 @@ impl FakeModel {
         FakeModel { tables, last_tokens: vec![0; slots], tokens: vec![0; pages * PAGE] }
     }
 
-    fn run(&mut self, batch: &StepBatch) -> StepOutput {
+    fn run(&mut self, Step { batch, late, .. }: &Step) -> StepOutput {
         for m in &batch.moves {
             let (from, to) = (m.from as usize, m.to as usize);
             self.tables[to] = self.tables[from].clone();
@@ -91,7 +91,7 @@ impl FakeModel {
             self.tables[entry.slot as usize][entry.index as usize] = entry.page;
         }
         let mut output = StepOutput { step: batch.step, ..StepOutput::default() };
-        let mut samples = batch.sampling.iter();
+        let mut samples = batch.sampling.iter().enumerate();
         for span in &batch.spans {
             self.write_tokens(span, batch);
             let wanted = match span.output {
@@ -101,13 +101,17 @@ impl FakeModel {
                 SpanOutput::Selected { .. } | SpanOutput::Hidden => panic!("the model has no encoder"),
             };
             for row in wanted {
-                let sample = samples.next().expect("there is a sample row for each output row");
+                let (number, sample) = samples.next().expect("there is a sample row for each output row");
                 let next = self.next_token(span, row);
                 let biases = &batch.logit_biases[sample.bias_at as usize..][..sample.bias_len as usize];
+                let mut mask = [u32::MAX; VOCAB.div_ceil(32) as usize];
+                if sample.masked {
+                    assert_eq!(late.wait_mask(number, &mut mask), Ok(true), "a mask for each row");
+                }
                 let token = match sample.mode {
-                    SampleMode::Sample | SampleMode::Host => {
-                        next_allowed(next, |token| biases.contains(&(token, f32::NEG_INFINITY)))
-                    }
+                    SampleMode::Sample | SampleMode::Host => next_allowed(next, |token| {
+                        biases.contains(&(token, f32::NEG_INFINITY)) || !is_allowed(&mask, token)
+                    }),
                     SampleMode::Score(token) => token,
                 };
                 if sample.mode == SampleMode::Sample {
@@ -404,7 +408,7 @@ impl Rig {
             cache: cache.clone(),
         };
         let gate = gate.start();
-        let host_pool = Arc::new(HostPool::new(1, VOCAB as usize, |_, _| ()).unwrap());
+        let host_pool = Arc::new(HostPool::new(1, slots, VOCAB as usize, |_, _| ()).unwrap());
         let handles = LoopHandles {
             next_chunks: gate.clone().recipient(),
             chunks_ahead: prefill.clone().recipient(),
@@ -461,6 +465,12 @@ impl Rig {
         let only = only.expect("a sequence ended regularly");
         assert_eq!(rest, 0, "no other sequence left anything");
         (only.tokens().collect(), Arc::new(only.lease))
+    }
+
+    /// Returns the first `len` tokens in the pages of a lease, as the devices computed them.
+    pub fn computed_tokens(&self, lease: &Lease, len: usize) -> Vec<u32> {
+        let place = |position: usize| lease.own()[position / PAGE] as usize * PAGE + position % PAGE;
+        (0..len).map(|position| self.model.tokens[place(position)]).collect()
     }
 
     /// Lets the next sequence share the first `positions` positions of a lease.
@@ -572,7 +582,7 @@ impl Rig {
             return false;
         };
         self.clock = done;
-        step.output = self.model.run(&step.batch);
+        step.output = self.model.run(&step);
         let _ = reply.send(StepResult { step, result: Ok(()) });
         true
     }
@@ -584,7 +594,7 @@ impl Rig {
         let oldest = self.in_flight.pop_front().expect("a step is in flight");
         let InFlight { mut step, reply, done_at, .. } = oldest;
         self.clock = done_at;
-        step.output = self.model.run(&step.batch);
+        step.output = self.model.run(&step);
         step.output.tokens[row] = SampledToken::failed(RowFailure::NoLateInput);
         let _ = reply.send(StepResult { step, result: Ok(()) });
     }
@@ -607,7 +617,7 @@ impl Rig {
         for (number, InFlight { mut step, reply, .. }) in self.in_flight.drain(..).enumerate() {
             let result = if number < through { Ok(()) } else { Err(fault()) };
             if result.is_ok() {
-                step.output = self.model.run(&step.batch);
+                step.output = self.model.run(&step);
             }
             replies.push((reply, StepResult { step, result }));
         }

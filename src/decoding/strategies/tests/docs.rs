@@ -24,9 +24,10 @@ fn the_documented_tables_of_strategies_are_up_to_date() {
 
 /// Formats the table of strategies as Markdown, a section per place.
 fn tables() -> String {
-    let sections: [(&str, &[Place]); 5] = [
+    let sections: [(&str, &[Place]); 6] = [
         ("Always first", &[Place::First]),
         ("Edits of logits", &[Place::Edit]),
+        ("Last edits", &[Place::Last]),
         ("Filters and temperature", &[Place::Filter]),
         ("Mirostat", &[Place::Instead]),
         ("Named strategies", &[Place::Named]),

@@ -21,6 +21,15 @@ fn nonsense_is_refused_with_its_name_value_and_bounds() {
         (r#"{"temperature": "hot"}"#, "temperature is \"hot\" but must be a number"),
         (r#"{"temperature": true}"#, "temperature is true but must be a number"),
         (r#"{"top_p": 0}"#, "top_p is 0 but must be above 0 and at most 1"),
+        (r#"{"top_p": 1e-60}"#, "top_p is 1e-60 but must be above 0 and at most 1 as a 32-bit number"),
+        (
+            r#"{"repetition_penalty": 1e-50}"#,
+            "repetition_penalty is 1e-50 but must be finite and above 0 as a 32-bit number",
+        ),
+        (
+            r#"{"eta_cutoff": 0.99999999999}"#,
+            "eta_cutoff is 0.99999999999 but must be at least 0 and below 1 as a 32-bit number",
+        ),
         (r#"{"top_p": 1.5}"#, "top_p is 1.5 but must be above 0 and at most 1"),
         (r#"{"top_k": -2}"#, "top_k is -2 but must be a whole number from -1 to 4294967295"),
         (r#"{"top_k": 2.5}"#, "top_k is 2.5 but must be a whole number from -1 to 4294967295"),
@@ -63,8 +72,8 @@ fn nonsense_is_refused_with_its_name_value_and_bounds() {
         (r#"{"warmth": 1}"#, "warmth is not a sampling parameter"),
         (
             r#"{"strategy": "best"}"#,
-            "strategy is \"best\" but must be one of greedy, sample.std, top_k, min_p, tfs, typical, \
-             mirostat, fsd, random_fsd, sample",
+            "strategy is \"best\" but must be one of greedy, sample.std, sample.top_k, sample.min_p, \
+             sample.tfs, sample.typical, sample.mirostat, fsd, random_fsd, sample",
         ),
         (
             r#"{"strategy": "fsd", "strategy_params": {"k": 0}}"#,
@@ -72,7 +81,7 @@ fn nonsense_is_refused_with_its_name_value_and_bounds() {
         ),
         (
             r#"{"strategy": "tfs", "strategy_params": {"k": 1}}"#,
-            "strategy_params has \"k\", but the parameters of \"tfs\" are: pool_size, z",
+            "strategy_params has \"k\", but the parameters of \"sample.tfs\" are: pool_size, z",
         ),
         (
             r#"{"strategy": "greedy", "strategy_params": {"k": 1}}"#,
@@ -82,7 +91,7 @@ fn nonsense_is_refused_with_its_name_value_and_bounds() {
         (r#"{"strategy": "fsd", "strategy_params": 3}"#, "strategy_params is 3 but must be an object"),
         (
             r#"{"strategy": "sample.std", "strategy_params": {"min_k": 9}}"#,
-            "min_k is 9 but must be at most max_k, 8",
+            "strategy_params.min_k is 9 but must be at most max_k, 8",
         ),
         (
             r#"{"samplers": ["top_q"]}"#,
@@ -117,6 +126,10 @@ fn nonsense_is_refused_with_its_name_value_and_bounds() {
         (
             r#"{"strategy": "sample.std", "mirostat": 2}"#,
             "strategy is \"sample.std\", which replaces mirostat; set one of them",
+        ),
+        (
+            r#"{"strategy": "fsd", "samplers": ["penalties"]}"#,
+            "samplers is given, but strategy is \"fsd\", which replaces it; set one of them",
         ),
     ];
     for (params, expected) in cases {
@@ -176,6 +189,67 @@ fn a_request_overrides_the_defaults() {
         build(json!({"samplers": ["top_p"], "top_p": 0.5, "top_k": 2}), json!({})).active(),
         ["top_p"]
     );
+    // Whatever chooses by default gives way to a choice of the request, but not to a value beside it.
+    let active = |defaults: Json, request: Json| build(defaults, request).active().to_vec();
+    let mirostat = || json!({"mirostat": 2, "top_k": 5});
+    assert_eq!(active(mirostat(), json!({})), ["mirostat"]);
+    assert_eq!(active(mirostat(), json!({"mirostat_tau": 3, "min_p": 0.1})), ["mirostat"]);
+    assert_eq!(active(mirostat(), json!({"strategy": "fsd"})), ["fsd"]);
+    assert_eq!(active(mirostat(), json!({"strategy": "sample.top_k"})), ["sample.top_k"]);
+    assert_eq!(active(mirostat(), json!({"strategy": "sample"})), ["top_k"]);
+    assert_eq!(active(mirostat(), json!({"strategy": "sample", "mirostat": 1})), ["mirostat"]);
+    assert_eq!(active(mirostat(), json!({"samplers": ["top_k"]})), ["top_k"]);
+    assert_eq!(active(mirostat(), json!({"samplers": ["penalties"], "mirostat": 1})), ["mirostat"]);
+    let fsd = || json!({"strategy": "fsd", "presence_penalty": 1});
+    assert_eq!(active(fsd(), json!({"samplers": ["penalties"]})), ["penalties"]);
+    assert_eq!(active(fsd(), json!({"samplers": []})), ["sample"]);
+    assert_eq!(active(fsd(), json!({"strategy": "sample"})), ["penalties"]);
+    let order = json!({"samplers": ["top_p"], "top_p": 0.5});
+    assert_eq!(active(order, json!({"strategy": "fsd"})), ["fsd"]);
+}
+
+/// The tokens that a model suppresses stay suppressed when a request has biases of its own.
+#[test]
+fn suppressed_tokens_stay_beside_biases() {
+    let defaults = serde_json::json!({"suppress_tokens": [4, 2], "logit_bias": {"9": 1}});
+    let defaults = defaults.as_object().expect("an object");
+    let pairs = defaults.iter().map(|(name, value)| (name.as_str(), value));
+    let defaults = CheckedDefaults::parse(pairs, &Letters(24)).expect("valid");
+    let plan = |name: &'static str, value: Json| {
+        SamplingPlan::parse(&defaults, [(name, &value)], &Letters(24)).expect("valid")
+    };
+    const NEVER: f32 = f32::NEG_INFINITY;
+    let biased = plan("logit_bias", serde_json::json!({"4": 50, "7": 1.5}));
+    assert_eq!(biased.logit_bias()[..], [(2, NEVER), (4, NEVER), (7, 1.5)]);
+    assert!(biased.device().is_some());
+    assert_eq!(plan("suppress_tokens", serde_json::json!([])).logit_bias()[..], [(9, 1.0)]);
+    // The host forbids the same tokens.
+    let host = plan("presence_penalty", 1.into());
+    let logits: Vec<f32> = (0..24).map(|id| if id < 5 { 20.0 - id as f32 } else { -90.0 }).collect();
+    assert_eq!(host.active(), ["logit_bias", "suppress_tokens", "penalties"]);
+    let drawn: BTreeSet<u32> = (0..200).map(|position| draw(&host, &logits, position).token).collect();
+    assert_eq!(drawn.into_iter().collect::<Vec<_>>(), [0, 1, 3]);
+}
+
+#[test]
+fn strategies_are_counted_by_distinct_names() {
+    for (params, active) in [
+        (r#"{}"#, &["sample"][..]),
+        (r#"{"strategy": "sample"}"#, &["sample"]),
+        (r#"{"strategy": "sample", "top_k": 3}"#, &["top_k"]),
+        (r#"{"strategy": "top_k"}"#, &["sample.top_k"]),
+        (r#"{"strategy": "mirostat"}"#, &["sample.mirostat"]),
+        (r#"{"temperature": 0}"#, &["greedy"]),
+        (
+            r#"{"temperature": 0, "top_p": 0.5, "mirostat": 2, "presence_penalty": 1}"#,
+            &["penalties", "greedy"],
+        ),
+        (r#"{"strategy": "greedy"}"#, &["greedy"]),
+        // Named strategies have a temperature of at least 0.001.
+        (r#"{"strategy": "mirostat", "temperature": 0}"#, &["sample.mirostat"]),
+    ] {
+        assert_eq!(plan(params, 24).active(), active, "{params}");
+    }
 }
 
 #[test]
@@ -221,7 +295,7 @@ fn names_are_unique_and_defaults_switch_everything_off() {
             all.for_each(|name| assert!(names.insert(name), "{name} twice"));
         }
     }
-    assert!(plan(r#"{}"#, 24).active().is_empty());
+    assert_eq!(plan(r#"{}"#, 24).active(), ["sample"]);
     let is_param = |name: &str| SamplingPlan::param_names().any(|known| known == name);
     assert!(is_param("repeat_penalty") && is_param("samplers") && !is_param("max_tokens"));
 }

@@ -206,6 +206,44 @@ fn filters_are_monotone() {
     }
 }
 
+/// In llama.cpp's order, the temperature comes after XTC and raises candidates that were negligible before.
+#[test]
+fn candidates_far_behind_survive_xtc_before_the_temperature() {
+    let xtc = r#"{"samplers": ["xtc", "temperature"], "xtc_probability": 1, "xtc_threshold": 0.1,
+        "temperature": 50}"#;
+    let plan = plan(xtc, 24);
+    let mut logits = vec![0.0; 24];
+    (logits[3], logits[4], logits[7]) = (40.0, 39.5, f32::NEG_INFINITY);
+    let mut drawn = [0; 24];
+    (0..2400).for_each(|position| drawn[draw(&plan, &logits, position).token as usize] += 1);
+    assert_eq!((drawn[3], drawn[7]), (0, 0), "removed and forbidden");
+    // e^(39.5 / 50) = 2.2 times as likely as each of the other 21.
+    assert!((170..=290).contains(&drawn[4]), "{drawn:?}");
+    assert!(
+        (0..24).filter(|id| ![3, 4, 7].contains(id)).all(|id| (60..=150).contains(&drawn[id])),
+        "{drawn:?}"
+    );
+}
+
+/// The end of the thinking part is forced, whatever another edit forbids.
+#[test]
+fn a_used_up_budget_wins_over_other_edits() {
+    let mut logits = vec![0.0; 24];
+    logits[9] = 5.0;
+    for (params, prompt) in [
+        (r#"{"thinking_token_budget": 1}"#, [20, 5, 5]),
+        (r#"{"thinking_token_budget": 1, "no_repeat_ngram_size": 1}"#, [20, 21, 5]),
+        (r#"{"thinking_token_budget": 1, "logit_bias": {"21": -100}}"#, [20, 5, 5]),
+        (r#"{"thinking_token_budget": 1, "suppress_tokens": [21], "min_tokens": 9}"#, [20, 5, 5]),
+        (r#"{"thinking_token_budget": 1, "dry_multiplier": 3e38, "dry_base": 3e38}"#, [20, 21, 5]),
+    ] {
+        let plan = plan(params, 24);
+        let row = Row { logits: &logits, seed: 0, position: 3, mask: None, logprobs: None };
+        let draw = HostSampler::new().draw(&plan, &state(&plan, &prompt, &[]), &row).expect("no mask");
+        assert_eq!(draw.token, 21, "{params}");
+    }
+}
+
 /// Over a long text, the mean surprise of both versions is the target.
 #[test]
 fn mirostat_converges_to_its_target() {
@@ -283,4 +321,23 @@ fn log_probabilities_are_those_of_the_mode() {
     let (a, b) = (top[0], top[1]);
     let ratio = (logits[a.0 as usize] - logits[b.0 as usize]) / 0.5;
     assert!((a.1 - b.1 - ratio).abs() < 1e-5);
+}
+
+/// Forbidden tokens are no candidates, and rows without a finite largest logit have no probabilities.
+#[test]
+fn only_candidates_are_reported() {
+    let plan = plan(r#"{"logit_bias": {"1": false}, "logprobs_mode": "processed_logprobs"}"#, 4);
+    let mut sampler = HostSampler::new();
+    let mut reported = |logits: [f32; 4]| {
+        let row = Row { logits: &logits, seed: 0, position: 1, mask: Some(&[0b1011]), logprobs: Some(4) };
+        let draw = sampler.draw(&plan, &state(&plan, &[], &[]), &row).expect("tokens are allowed");
+        (draw.token, draw.logprob, sampler.top().iter().map(|(id, _)| *id).collect::<Vec<_>>())
+    };
+    let (token, logprob, top) = reported([1.0, 9.0, 5.0, 2.0]);
+    assert!([0, 3].contains(&token) && logprob < 0.0);
+    assert_eq!(top, [3, 0]);
+    for logits in [[f32::NEG_INFINITY; 4], [f32::NAN; 4], [f32::INFINITY; 4]] {
+        let (token, logprob, top) = reported(logits);
+        assert!(token == 0 && logprob.is_nan() && top.is_empty(), "{logits:?}");
+    }
 }

@@ -1,13 +1,14 @@
 //! Grammars in llguidance's dialect of Lark: those of users are checked, those of other forms are written.
 
+mod tokens;
+
+use crate::limits::Budget;
 use crate::{Calls, Form, GrammarError, Limits, Piece, gbnf, json_schema};
 use serde_json::Value;
+use tokens::Token;
 
 /// Attributes of rules that need control of sampling, or remove text that was generated.
 const ATTRIBUTES: [&str; 4] = ["temperature", "max_tokens", "stop", "stop_capture"];
-
-/// Statements with options of the engine.
-const ENGINE_OPTIONS: &str = "%llguidance";
 
 /// Returns the grammar of a regular expression that matches a whole text.
 pub(crate) fn regex(regex: &str, limits: &Limits) -> Result<String, GrammarError> {
@@ -17,6 +18,10 @@ pub(crate) fn regex(regex: &str, limits: &Limits) -> Result<String, GrammarError
     }
     if regex.is_empty() {
         return Err(GrammarError::refused("regex", "matches only the empty text"));
+    }
+    if regex.bytes().rev().take_while(|byte| *byte == b'\\').count() % 2 == 1 {
+        // llguidance would drop it.
+        return Err(GrammarError::refused("regex", "ends with a backslash"));
     }
     Ok(format!("start: /{}/", llguidance::regex_to_lark(regex, "")))
 }
@@ -38,16 +43,16 @@ pub(crate) fn choice(choices: &[String], limits: &Limits) -> Result<String, Gram
 pub(crate) fn form(
     form: &Form,
     spaces: bool,
-    limits: &Limits,
+    budget: &mut Budget,
 ) -> Result<(String, Vec<(String, Value)>), GrammarError> {
     let text = match form {
-        Form::Calls(calls) => return self::calls(calls, spaces, limits),
-        Form::Regex(text) => regex(text, limits)?,
-        Form::Choice(choices) => choice(choices, limits)?,
-        Form::Grammar(text) if gbnf::is_gbnf(text) => gbnf::to_lark(text, limits)?,
-        Form::Grammar(text) => check(text, limits)?,
+        Form::Calls(calls) => return self::calls(calls, spaces, budget),
+        Form::Regex(text) => regex(text, budget.limits)?,
+        Form::Choice(choices) => choice(choices, budget.limits)?,
+        Form::Grammar(text) if gbnf::is_gbnf(text) => gbnf::to_lark(text, budget)?,
+        Form::Grammar(text) => check(text, budget)?,
         Form::JsonObject => format!("start: %json {}", json_schema::any_object(spaces)),
-        Form::JsonSchema(text) => format!("start: %json {}", json_schema::prepare(text, spaces, limits)?),
+        Form::JsonSchema(text) => format!("start: %json {}", json_schema::prepare(text, spaces, budget)?),
     };
     Ok((text, Vec::new()))
 }
@@ -56,8 +61,9 @@ pub(crate) fn form(
 fn calls(
     calls: &Calls,
     spaces: bool,
-    limits: &Limits,
+    budget: &mut Budget,
 ) -> Result<(String, Vec<(String, Value)>), GrammarError> {
+    let limits = budget.limits;
     let refused = |reason: String| Err(GrammarError::refused("calls", reason));
     if calls.calls.is_empty() || calls.calls.len() > limits.choices.min(limits.rules) {
         return refused(format!(
@@ -83,14 +89,14 @@ fn calls(
     for (name, call) in names.iter().zip(&calls.calls) {
         let body = match &call.body {
             Form::JsonSchema(schema) => {
-                let schema = json_schema::prepare(schema, spaces, limits);
+                let schema = json_schema::prepare(schema, spaces, budget);
                 let schema = schema.map_err(|error| error.within(&call.place))?;
                 let body = format!("%json {schema}");
                 schemas.push((call.place.clone(), schema));
                 body
             }
             Form::Calls(_) => return refused("calls within calls".to_owned()),
-            body => format!("%lark {{\n{}\n}}", form(body, spaces, limits)?.0),
+            body => format!("%lark {{\n{}\n}}", form(body, spaces, budget)?.0),
         };
         text += &format!("{name}: {} {body} {}\n", pieces(&call.prefix), pieces(&call.suffix));
     }
@@ -114,88 +120,86 @@ pub(crate) fn literal(text: &str) -> String {
 
 /// Checks a user's grammar. Returns it with its JSON schemas rewritten as other schemas are, so that JSON is
 /// compact in grammars too.
-pub(crate) fn check(text: &str, limits: &Limits) -> Result<String, GrammarError> {
-    let rules =
-        text.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_alphabetic() || "_!?".contains(c)));
-    if rules.count() > limits.rules {
-        return Err(GrammarError::refused("grammar", format!("more than {} rules", limits.rules)));
-    }
+pub(crate) fn check(text: &str, budget: &mut Budget) -> Result<String, GrammarError> {
+    let limits = budget.limits;
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
-    while let Some(first) = rest.chars().next() {
-        let at = || place(text, rest);
-        let taken = match first {
-            '"' => quoted(rest, '"'),
-            '/' if rest.starts_with("//") => line(rest),
-            '#' => line(rest),
-            '/' => {
-                let regex = quoted(rest, '/');
-                if regex > limits.regex_bytes {
-                    let reason =
-                        format!("a regular expression of {regex} bytes: at most {}", limits.regex_bytes);
-                    return Err(GrammarError::refused(at(), reason));
-                }
-                regex
-            }
-            '%' if rest.starts_with("%json") => {
-                let (schema, taken) = embedded(&rest["%json".len()..], limits, &at())?;
-                out += &format!("%json {schema}");
-                rest = &rest["%json".len() + taken..];
-                continue;
-            }
-            '%' if rest.starts_with(ENGINE_OPTIONS) => {
-                let options = rest[ENGINE_OPTIONS.len()..].trim_start();
-                if !options.starts_with("{}") {
-                    return Err(GrammarError::refused(at(), "options of the engine are not supported"));
-                }
-                ENGINE_OPTIONS.len()
-            }
-            first if first.is_ascii_alphabetic() || first == '_' => {
-                let name: usize =
-                    rest.bytes().take_while(|b| b.is_ascii_alphanumeric() || b"_-".contains(b)).count();
-                if ATTRIBUTES.contains(&&rest[..name]) && rest[name..].trim_start().starts_with('=') {
-                    let reason = format!("the attribute '{}' is not supported", &rest[..name]);
-                    return Err(GrammarError::refused(at(), reason));
-                }
-                name
-            }
-            first => first.len_utf8(),
+    // The last token that is not blank.
+    let mut last = "";
+    while !rest.is_empty() {
+        let refused = |reason: String| Err(GrammarError::refused(place(text, rest), reason));
+        let Some((token, mut taken)) = tokens::first(rest) else {
+            return refused("no name, string, regular expression or sign that is known".to_owned());
         };
-        out += &rest[..taken];
+        let all = &rest[..taken];
+        match token {
+            Token::Colon => {
+                budget.rules += 1;
+                if budget.rules > limits.rules {
+                    return Err(GrammarError::refused(
+                        "grammar",
+                        format!("more than {} rules", limits.rules),
+                    ));
+                }
+            }
+            Token::Regex if taken > limits.regex_bytes => {
+                let most = limits.regex_bytes;
+                return refused(format!("a regular expression of {taken} bytes: at most {most}"));
+            }
+            Token::Other if all == "=" && ATTRIBUTES.contains(&last) => {
+                return refused(format!("the attribute '{last}' is not supported"));
+            }
+            Token::Json | Token::Substring | Token::Options => {
+                let (json, len) = match json(&rest[taken..]) {
+                    Ok(found) => found,
+                    Err(reason) => return refused(format!("'{all}' needs JSON: {reason}")),
+                };
+                taken += len;
+                // What llguidance reads after JSON depends on what separates it from the word before it.
+                out += &format!("{all} {}", embedded(token, json, budget).or_else(refused)?);
+            }
+            Token::Blank | Token::Name | Token::Regex | Token::Other => {}
+        }
+        if !matches!(token, Token::Json | Token::Substring | Token::Options) {
+            out += all;
+        }
+        if token != Token::Blank {
+            last = all;
+        }
         rest = &rest[taken..];
     }
     Ok(out)
 }
 
-/// Reads the JSON schema at the beginning of `rest`. Returns it prepared, and its length in bytes.
-fn embedded(rest: &str, limits: &Limits, at: &str) -> Result<(serde_json::Value, usize), GrammarError> {
-    let mut values = serde_json::Deserializer::from_str(rest).into_iter::<serde_json::Value>();
-    let refused = |reason: String| GrammarError::refused(at, reason);
-    let schema = values.next().ok_or_else(|| refused("'%json' needs a schema".to_owned()))?;
-    let schema = schema.map_err(|error| refused(error.to_string()))?;
-    let taken = values.byte_offset();
-    let prepared = json_schema::prepare(&schema.to_string(), false, limits).map_err(|error| match error {
-        GrammarError::Refused { part, reason } => refused(format!("{part}: {reason}")),
-        other => other,
-    })?;
-    Ok((prepared, taken))
+/// Reads the JSON at the beginning of a text. Returns it, and its length with the blanks before it.
+fn json(text: &str) -> Result<(&str, usize), String> {
+    let mut values = serde_json::Deserializer::from_str(text).into_iter::<Value>();
+    match values.next() {
+        Some(Ok(_)) => Ok((text[..values.byte_offset()].trim_start(), values.byte_offset())),
+        Some(Err(error)) => Err(error.to_string()),
+        None => Err("the grammar ends".to_owned()),
+    }
 }
 
-/// Returns the length of what is quoted at the beginning of `text`, quotes included; a quote behind a
-/// backslash does not end it.
-fn quoted(text: &str, quote: char) -> usize {
-    let mut escaped = false;
-    let end = text.char_indices().skip(1).find(|(_, c)| {
-        let ends = !escaped && (*c == quote || *c == '\n');
-        escaped = !escaped && *c == '\\';
-        ends
-    });
-    end.map_or(text.len(), |(at, c)| at + c.len_utf8())
-}
-
-/// Returns the length of the first line without its end.
-fn line(text: &str) -> usize {
-    text.find('\n').unwrap_or(text.len())
+/// Checks the JSON behind a token. Returns it as it is served, or why it is refused.
+fn embedded(token: Token, json: &str, budget: &mut Budget) -> Result<String, String> {
+    let limits = budget.limits;
+    budget.embedded += 1;
+    if budget.embedded > limits.embedded {
+        return Err(format!("more than {} schemas", limits.embedded));
+    }
+    match token {
+        Token::Json => match json_schema::prepare(json, false, budget) {
+            Ok(schema) => Ok(schema.to_string()),
+            Err(GrammarError::Refused { part, reason }) => Err(format!("{part}: {reason}")),
+            Err(other) => Err(other.to_string()),
+        },
+        Token::Options if json != "{}" => Err("options of the engine are not supported".to_owned()),
+        _ if json.len() > limits.regex_bytes => {
+            Err(format!("an expression of {} bytes: at most {}", json.len(), limits.regex_bytes))
+        }
+        _ => Ok(json.to_owned()),
+    }
 }
 
 /// Names the place of `rest`, which is the end of `text`.
