@@ -356,7 +356,7 @@ fn calls_of(response: &Response, stream: bool, index: u64) -> (String, Value) {
     (calls, end)
 }
 
-/// Beside tools that the model may call, the answer is a call or of the form, and is returned as what it is.
+/// Beside tools that the model may call, the answer is one call or of the form.
 #[actix_web::test]
 async fn a_form_beside_tools_allows_both() {
     let mut server = server_with_tools();
