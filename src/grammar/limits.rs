@@ -1,6 +1,7 @@
 //! Limits on the work and memory of one grammar.
 //!
-//! Limits hold for a whole specification, however many schemas and grammars it has, unless they are of a part.
+//! Limits hold for a whole specification, however many schemas and grammars it has, unless they are of a
+//! part.
 //!
 //! Invariant: no limit depends on time, so the same specification is accepted or refused on every machine.
 
@@ -100,7 +101,7 @@ impl Limits {
     }
 }
 
-/// What a specification has used of its limits so far. All parts of a specification share it.
+/// The use that a specification has made of its limits so far. All parts of a specification share it.
 pub(crate) struct Budget<'a> {
     pub limits: &'a Limits,
     pub schemas: usize,
@@ -115,6 +116,7 @@ pub(crate) struct Budget<'a> {
 }
 
 impl<'a> Budget<'a> {
+    /// Creates the budget of a specification.
     pub fn new(limits: &'a Limits) -> Budget<'a> {
         Budget {
             limits,
