@@ -1,6 +1,7 @@
 //! Limits on the work and memory of one grammar.
 //!
-//! Limits hold for a whole specification, however many schemas and grammars it has, unless they are of a part.
+//! Limits hold for a whole specification, however many schemas and grammars it has, unless they are of a
+//! part.
 //!
 //! Invariant: no limit depends on time, so the same specification is accepted or refused on every machine.
 
@@ -112,7 +113,7 @@ impl Limits {
     }
 }
 
-/// What a specification has used of its limits so far. All parts of a specification share it.
+/// Amounts of the limits that a specification has used so far. All parts of a specification share it.
 pub(crate) struct Budget<'a> {
     pub limits: &'a Limits,
     pub schemas: usize,
@@ -131,6 +132,7 @@ pub(crate) struct Budget<'a> {
 }
 
 impl<'a> Budget<'a> {
+    /// Creates the budget of a specification.
     pub fn new(limits: &'a Limits) -> Budget<'a> {
         Budget {
             limits,

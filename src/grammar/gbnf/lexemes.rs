@@ -2,8 +2,8 @@
 //!
 //! Parts without recursion become lexemes, neighbours as one. Where reading the longest lexeme would swallow
 //! what may follow it, the lexeme is split into its parts, until none is left for which that happens; single
-//! characters never do. If a part is too large for that analysis, some of its texts may be lost; if all is, the
-//! grammar is refused.
+//! characters never do. If a part is too large for that analysis, some of its texts may be lost; if all is,
+//! the grammar is refused.
 
 use super::automaton::Automaton;
 use super::characters::Characters;

@@ -1,7 +1,7 @@
 //! The check of a schema: every schema within it is visited, with its path.
 
 use super::names::Names;
-use super::pointer::unescape_percent;
+use super::pointer::{SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS, unescape_percent};
 use super::{child_path, disjoint, formats, pattern, pointer};
 use crate::GrammarError;
 use crate::limits::Budget;
@@ -33,15 +33,6 @@ const UNSUPPORTED: [&str; 22] = [
     "x-guidance",
     "$vocabulary",
 ];
-
-/// Keywords whose members are schemas.
-pub const SCHEMA_MAPS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
-
-/// Keywords whose items are schemas.
-pub const SCHEMA_LISTS: [&str; 4] = ["prefixItems", "anyOf", "oneOf", "allOf"];
-
-/// Keywords whose value is a schema.
-pub const SCHEMAS: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
 
 /// Least integer that other integers are rounded to in the arithmetic of numeric bounds.
 const INEXACT: f64 = 9_007_199_254_740_992.0;

@@ -1,7 +1,15 @@
 //! JSON pointers, by which references name a place of a schema.
 
-use super::check::{SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS};
 use serde_json::Value;
+
+/// Keywords whose members are schemas.
+pub const SCHEMA_MAPS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+
+/// Keywords whose items are schemas.
+pub const SCHEMA_LISTS: [&str; 4] = ["prefixItems", "anyOf", "oneOf", "allOf"];
+
+/// Keywords whose value is a schema.
+pub const SCHEMAS: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
 
 /// Returns the schema within another that a JSON pointer, as a fragment, leads to.
 pub fn schema<'a>(root: &'a Value, fragment: &str) -> Option<&'a Value> {
