@@ -18,11 +18,15 @@ pub struct Limits {
     pub schemas: usize,
     /// Most references. Each may nest the work of resolving it by one level.
     pub references: usize,
+    /// Most values within the targets of references, counted once per reference: llguidance copies targets.
+    pub referenced: usize,
     /// Most levels of schemas within schemas, multiplied by the number of schemas that are referred to: the
     /// levels of resolving all references, at most.
     pub levels: usize,
     /// Most properties of one object of a JSON schema.
     pub properties: usize,
+    /// Most properties of all objects together.
+    pub all_properties: usize,
     /// Most bytes of a property's name.
     pub name_bytes: usize,
     /// Most pairs of properties of the same object, all objects together: properties may be left out in any
@@ -44,6 +48,10 @@ pub struct Limits {
     pub rules: usize,
     /// Most bytes of one regular expression.
     pub regex_bytes: usize,
+    /// Most bytes of all regular expressions of a grammar or JSON schema together.
+    pub all_regex_bytes: usize,
+    /// Most tokens of a grammar in Lark.
+    pub tokens: usize,
     /// Most strings of a choice, values of an `enum`, or alternative calls.
     pub choices: usize,
     /// Work of building regular expressions while a grammar is compiled, in nodes.
@@ -64,18 +72,22 @@ impl Default for Limits {
             text_bytes: 1 << 20,
             schemas: 10_000,
             references: 1_000,
+            referenced: 200_000,
             levels: 3_000,
             properties: 1_000,
+            all_properties: 3_000,
             name_bytes: 1_000,
             property_pairs: 1_000_000,
             patterns: 100,
             pattern_pairs: 50,
             name_matches: 200_000,
             embedded: 200,
-            cutting: 2_000_000,
+            cutting: 1_000_000,
             string_characters: 1_000_000,
             rules: 1_000,
             regex_bytes: 16 << 10,
+            all_regex_bytes: 256 << 10,
+            tokens: 100_000,
             choices: 10_000,
             compile_nodes: 500_000,
             mask_nodes: 200_000,
@@ -101,13 +113,17 @@ impl Limits {
     }
 }
 
-/// The use that a specification has made of its limits so far. All parts of a specification share it.
+/// Amounts of the limits that a specification has used so far. All parts of a specification share it.
 pub(crate) struct Budget<'a> {
     pub limits: &'a Limits,
     pub schemas: usize,
     pub references: usize,
+    pub referenced: usize,
+    pub all_properties: usize,
     pub property_pairs: usize,
     pub patterns: usize,
+    pub all_regex_bytes: usize,
+    pub tokens: usize,
     pub pattern_pairs: usize,
     pub name_matches: usize,
     pub rules: usize,
@@ -122,8 +138,12 @@ impl<'a> Budget<'a> {
             limits,
             schemas: 0,
             references: 0,
+            referenced: 0,
+            all_properties: 0,
             property_pairs: 0,
             patterns: 0,
+            all_regex_bytes: 0,
+            tokens: 0,
             pattern_pairs: 0,
             name_matches: 0,
             rules: 0,

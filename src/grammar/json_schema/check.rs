@@ -6,7 +6,7 @@ use super::{child_path, disjoint, formats, pattern, pointer};
 use crate::GrammarError;
 use crate::limits::Budget;
 use serde_json::{Map, Value};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 /// Keywords that would change which values are valid, and are not served.
 const UNSUPPORTED: [&str; 22] = [
@@ -164,6 +164,8 @@ impl<'a, 'b> Check<'a, 'b> {
         let limits = self.budget.limits;
         self.count(members.len(), limits.properties, path)?;
         if keyword == "properties" {
+            self.budget.all_properties += members.len();
+            self.count(self.budget.all_properties, limits.all_properties, path)?;
             self.budget.property_pairs += members.len() * members.len();
             self.count(self.budget.property_pairs, limits.property_pairs, path)?;
         }
@@ -203,6 +205,8 @@ impl<'a, 'b> Check<'a, 'b> {
         let limits = self.budget.limits;
         self.budget.patterns += 1;
         self.count(self.budget.patterns, limits.patterns, path)?;
+        self.budget.all_regex_bytes += pattern.len();
+        self.count(self.budget.all_regex_bytes, limits.all_regex_bytes, path)?;
         let refused = || {
             let most = limits.regex_bytes;
             GrammarError::refused(path, format!("a pattern of {} bytes: at most {most}", pattern.len()))
@@ -229,15 +233,22 @@ impl<'a, 'b> Check<'a, 'b> {
     }
 
     /// Checks that every reference leads to a schema within the one that was checked.
-    fn references(&self, root: &Value) -> Result<(), GrammarError> {
+    fn references(&mut self, root: &Value) -> Result<(), GrammarError> {
         let targets: HashSet<&String> = self.references.iter().map(|(_, target)| target).collect();
         if (self.depth + 1) * (targets.len() + 1) > self.budget.limits.levels {
             return Err(GrammarError::refused("$", "nested too deeply through references"));
         }
+        let mut sizes = HashMap::new();
+        let most = self.budget.limits.referenced;
         for (path, target) in &self.references {
-            if !pointer::is_schema(root, target) {
+            let Some(schema) = pointer::schema(root, target) else {
                 let reason = format!("'{target}' is no schema within this schema");
                 return Err(GrammarError::refused(path, reason));
+            };
+            let left = most - self.budget.referenced;
+            self.budget.referenced += *sizes.entry(target).or_insert_with(|| size(schema, left + 1));
+            if self.budget.referenced > most {
+                return Err(GrammarError::refused("$", "references to too large schemas"));
             }
         }
         Ok(())
@@ -271,6 +282,17 @@ impl<'a, 'b> Check<'a, 'b> {
         }
         Ok(())
     }
+}
+
+/// Returns the number of values within a value, or `most` if it has more.
+fn size(value: &Value, most: usize) -> usize {
+    let add = |sum: usize, inner: &Value| (sum < most).then(|| sum + size(inner, most - sum));
+    let sum = match value {
+        Value::Array(items) => items.iter().try_fold(1, add),
+        Value::Object(members) => members.values().try_fold(1, add),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => Some(1),
+    };
+    sum.unwrap_or(most)
 }
 
 /// Removes keywords that allow every value.

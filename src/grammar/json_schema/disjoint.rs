@@ -21,7 +21,7 @@ pub fn resolve(schema: &mut Value) {
     rename(schema, &mut Search { root: &root, work: 0 });
 }
 
-/// The schema that options are searched in, and the work so far.
+/// The schema that options refer to, and the work so far.
 struct Search<'a> {
     root: &'a Value,
     work: usize,

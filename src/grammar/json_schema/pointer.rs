@@ -2,22 +2,21 @@
 
 use serde_json::Value;
 
-/// Keywords whose value is a schema.
-pub const SCHEMAS: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
-
 /// Keywords whose members are schemas.
 pub const SCHEMA_MAPS: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 
 /// Keywords whose items are schemas.
 pub const SCHEMA_LISTS: [&str; 4] = ["prefixItems", "anyOf", "oneOf", "allOf"];
 
-/// Returns whether a JSON pointer, as a fragment, leads from a schema to a schema within it.
-pub fn is_schema(root: &Value, fragment: &str) -> bool {
-    let Some(pointer) = fragment.strip_prefix('#') else { return false };
-    let mut steps = pointer.split('/');
+/// Keywords whose value is a schema.
+pub const SCHEMAS: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
+
+/// Returns the schema within another that a JSON pointer, as a fragment, leads to.
+pub fn schema<'a>(root: &'a Value, fragment: &str) -> Option<&'a Value> {
+    let mut steps = fragment.strip_prefix('#')?.split('/');
     let mut schema = root;
     if steps.next() != Some("") {
-        return false;
+        return None;
     }
     while let Some(keyword) = steps.next() {
         let found = match schema.get(keyword) {
@@ -32,10 +31,9 @@ pub fn is_schema(root: &Value, fragment: &str) -> bool {
             }
             found => found.filter(|_| SCHEMAS.contains(&keyword)),
         };
-        let Some(found) = found else { return false };
-        schema = found;
+        schema = found?;
     }
-    true
+    Some(schema)
 }
 
 /// Returns the name that a step of a JSON pointer stands for.

@@ -131,6 +131,10 @@ pub(crate) fn check(text: &str, budget: &mut Budget) -> Result<String, GrammarEr
         let Some((token, mut taken)) = tokens::first(rest) else {
             return refused("no name, string, regular expression or sign that is known".to_owned());
         };
+        budget.tokens += 1;
+        if budget.tokens > limits.tokens {
+            return refused(format!("more than {} tokens", limits.tokens));
+        }
         let all = &rest[..taken];
         match token {
             Token::Colon => {
@@ -146,6 +150,12 @@ pub(crate) fn check(text: &str, budget: &mut Budget) -> Result<String, GrammarEr
                 let most = limits.regex_bytes;
                 return refused(format!("a regular expression of {taken} bytes: at most {most}"));
             }
+            Token::Regex => {
+                budget.all_regex_bytes += taken;
+                if budget.all_regex_bytes > limits.all_regex_bytes {
+                    return refused("too many long regular expressions".to_owned());
+                }
+            }
             Token::Other if all == "=" && ATTRIBUTES.contains(&last) => {
                 return refused(format!("the attribute '{last}' is not supported"));
             }
@@ -158,7 +168,7 @@ pub(crate) fn check(text: &str, budget: &mut Budget) -> Result<String, GrammarEr
                 // What llguidance reads after JSON depends on what separates it from the word before it.
                 out += &format!("{all} {}", embedded(token, json, budget).or_else(refused)?);
             }
-            Token::Blank | Token::Name | Token::Regex | Token::Other => {}
+            Token::Blank | Token::Name | Token::Other => {}
         }
         if !matches!(token, Token::Json | Token::Substring | Token::Options) {
             out += all;

@@ -3,7 +3,7 @@
 //! Invariant: a text is cut exactly as llguidance cuts it, so that nothing it reads is hidden from the check.
 //! A text that it cannot cut has no tokens here either. Numbers are cut smaller, which hides nothing.
 
-/// The kind of a token, as far as the check needs to know.
+/// Kinds of tokens, as far as the check needs to know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Token {
     /// Blanks or a comment.

@@ -414,6 +414,7 @@ fn multiplying_grammars() -> Vec<(&'static str, Form)> {
         ),
         ("128 tools of wide objects", calls(128, &|_| schema(&json!({ "properties": wide(200) })))),
         ("128 tools of 70 properties", calls(128, &|_| schema(&json!({ "properties": wide(70) })))),
+        ("128 tools of 20 properties", calls(128, &|_| schema(&json!({ "properties": wide(20) })))),
         ("128 tools of 100 references", calls(128, &|_| schema(&references(100)))),
         ("10 tools of 90 references", calls(10, &|_| schema(&references(90)))),
         ("128 tools of 90 patterns", calls(128, &|at| schema(&patterns(at, 90)))),
