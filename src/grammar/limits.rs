@@ -78,7 +78,7 @@ impl Default for Limits {
             all_properties: 3_000,
             name_bytes: 1_000,
             property_pairs: 1_000_000,
-            patterns: 100,
+            patterns: 300,
             pattern_pairs: 50,
             name_matches: 200_000,
             embedded: 200,
