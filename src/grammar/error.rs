@@ -47,7 +47,9 @@ impl GrammarError {
 
 /// Returns whether an error of llguidance says that a limit was exceeded.
 pub(crate) fn is_limit(message: &str) -> bool {
-    ["too big", "too large", "fuel", "Too many", "too many"].iter().any(|mark| message.contains(mark))
+    ["too big", "too large", "fuel", "Too many", "too many", "; max is "]
+        .iter()
+        .any(|mark| message.contains(mark))
 }
 
 /// Returns the first line of an error of llguidance, without backtraces, its state and source excerpts. Of a

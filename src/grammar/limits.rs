@@ -60,6 +60,8 @@ pub struct Limits {
     pub mask_nodes: u64,
     /// Work of the parser for one mask, in items.
     pub mask_items: usize,
+    /// Most items of the parser at one byte of the text: several for each property that may come next.
+    pub row_items: usize,
     /// Most symbols of a compiled grammar.
     pub symbols: usize,
     /// Most states of a sequence's lexer, of one to two kilobytes each.
@@ -92,6 +94,7 @@ impl Default for Limits {
             compile_nodes: 500_000,
             mask_nodes: 200_000,
             mask_items: 200_000,
+            row_items: 10_000,
             symbols: 200_000,
             lexer_states: 5_000,
         }
@@ -106,6 +109,7 @@ impl Limits {
             step_lexer_fuel: self.mask_nodes,
             step_max_items: self.mask_items,
             max_lexer_states: self.lexer_states,
+            max_items_in_row: self.row_items,
             max_grammar_size: self.symbols,
             verbose_errors: false,
             ..ParserLimits::default()

@@ -48,6 +48,20 @@ fn a_mask_has_exactly_the_tokens_that_are_accepted() {
     }
 }
 
+/// Each property that may come next is several items of the parser.
+#[test]
+fn an_object_may_have_as_many_optional_properties_as_a_schema() {
+    let count = Limits::default().properties;
+    let properties: serde_json::Map<_, _> =
+        (0..count).map(|at| (format!("p{at}"), json!({ "type": "null" }))).collect();
+    let mut matcher = compile(schema(&json!({ "properties": properties }))).unwrap().matcher();
+    for token in format!("{{\"p0\":null,\"p{}\":null}}", count - 1).bytes() {
+        assert!(mask_of(&mut matcher, &TOY).contains(&token.into()), "{}", token as char);
+        matcher.accept(token.into()).unwrap();
+    }
+    assert!(matcher.is_accepting().unwrap());
+}
+
 /// A user's grammar may name EOS, but the answer does not end there unless its text may.
 #[test]
 fn a_grammar_cannot_end_the_text_early() {
