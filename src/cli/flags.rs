@@ -134,6 +134,9 @@ pub struct EngineFlags {
     /// Fraction of cached values attended to per generated token, such as 0.1.
     #[arg(long = "sparse-attention", alias = "attended-share", value_name = "FRACTION")]
     kv_sparse_attention: Option<f64>,
+    /// Skip the part of a prompt whose keys and values are cached.
+    #[arg(long = "prefix-cache", value_name = "MODE", value_parser = ["on", "off"])]
+    kv_prefix_cache: Option<String>,
     /// Compute backend.
     #[arg(long = "device", value_name = "DEVICE", value_parser = ["cpu", "reference", "fake"])]
     device_kind: Option<String>,
@@ -176,6 +179,7 @@ impl EngineFlags {
         overrides.set("kv.page_size", self.kv_page_size);
         overrides.set("kv.max_context", self.kv_max_context);
         overrides.set("kv.sparse_attention", self.kv_sparse_attention);
+        overrides.set("kv.prefix_cache", self.kv_prefix_cache);
         overrides.set("device.kind", self.device_kind);
         overrides.set("device.step_timeout", self.device_step_timeout);
         overrides.set("device.threads", self.device_threads);

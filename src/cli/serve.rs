@@ -178,7 +178,7 @@ mod tests {
         let config = config_of(
             "--slots 4 --max-waiting 5 --token-budget 66 --policy window --window 7s --shuffle off \
              --kv-type bf16 --kv-size 99tokens --page-size 64 --max-context 10 --sparse-attention 0.5 \
-             --lanes 3 --device fake --devices 0&1;2 --layers 2,1 --shares 3&1;1 --experts expert \
+             --prefix-cache off --lanes 3 --device fake --devices 0&1;2 --layers 2,1 --shares 3&1;1 --experts expert \
              --step-timeout 9s --threads 11 --isa portable --activations f32 --weights head=q6,q4 \
              --fake-step 20ms --fake-row 100us",
         );
@@ -189,6 +189,7 @@ mod tests {
         let kv = config.kv;
         assert_eq!((kv.ty, kv.size, kv.page_size), (QuantType::BF16, KvSize::Tokens(99), 64));
         assert_eq!((kv.max_context, kv.sparse_attention.floor_of(100)), (Some(10), 50));
+        assert!(!kv.prefix_cache);
         assert_eq!(config.model.weights, WeightRules::parse("head=q6,q4").unwrap());
         let device = config.device;
         assert_eq!(

@@ -167,6 +167,7 @@ mod tests {
                 size: KvSize::Auto,
                 max_context: None,
                 sparse_attention: Fraction::ONE,
+                prefix_cache: true,
             },
             device: DeviceConfig {
                 groups: vec![vec![DeviceName { kind: DeviceKind::Cpu, number: 0 }]],
@@ -297,6 +298,7 @@ mod tests {
         let nanos = parse_config("[device]\nkind = \"fake\"\nfake_step = \"7 ns\"").unwrap().device.groups;
         assert_eq!(nanos[0][0].kind, DeviceKind::Fake { step: Duration::from_nanos(7), row: Duration::ZERO });
         assert_eq!(parse_config("[kv]\nsize = \"4096 tokens\"").unwrap().kv.size, KvSize::Tokens(4096));
+        assert!(!parse_config("[kv]\nprefix_cache = \"off\"").unwrap().kv.prefix_cache);
         let few = parse_config("[kv]\nsparse_attention = 0.1\ntype = \"q4\"").unwrap().kv;
         assert_eq!(
             (few.sparse_attention.floor_of(20), few.ty),

@@ -146,6 +146,7 @@ impl LayeredSettings {
             size: self.get("kv.size", values::kv_size)?,
             max_context: (max_context > 0).then_some(max_context),
             sparse_attention: self.get("kv.sparse_attention", values::fraction)?,
+            prefix_cache: self.get("kv.prefix_cache", |v| one_of(v, &[("on", true), ("off", false)]))?,
         })
     }
 

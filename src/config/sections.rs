@@ -204,6 +204,8 @@ pub struct KvConfig {
     pub max_context: Option<usize>,
     /// Fraction of cached values attended to per generated token.
     pub sparse_attention: Fraction,
+    /// Whether a prompt's leading tokens are found in the pages of earlier sequences.
+    pub prefix_cache: bool,
 }
 
 /// Unit of the KV page size, in tokens: page sizes are multiples of it.
