@@ -79,6 +79,24 @@ pub(crate) static KV_CACHE_USAGE: Metric = Metric::new(
     "fraction, 0 to 1",
     "Fraction of the KV pages that is reserved.",
 );
+pub(crate) static PREFIX_CACHE_QUERIES: Metric = Metric::new(
+    "mainstem_prefix_cache_queries_total",
+    Counter,
+    "tokens",
+    "Tokens of prompts that were looked up in the prefix cache.",
+);
+pub(crate) static PREFIX_CACHE_HITS: Metric = Metric::new(
+    "mainstem_prefix_cache_hits_total",
+    Counter,
+    "tokens",
+    "Tokens of prompts that were in the prefix cache and were not computed.",
+);
+pub(crate) static PREEMPTIONS: Metric = Metric::new(
+    "mainstem_num_preemptions_total",
+    Counter,
+    "preemptions",
+    "Sequences that gave up their KV pages to others, to be continued later.",
+);
 pub(crate) static PROMPT_TOKENS: Metric = Metric::new(
     "mainstem_prompt_tokens_total",
     Counter,
@@ -309,6 +327,9 @@ pub static METRICS: &[&Metric] = &[
     &SLOTS_LIVE,
     &KV_PAGES,
     &KV_CACHE_USAGE,
+    &PREFIX_CACHE_QUERIES,
+    &PREFIX_CACHE_HITS,
+    &PREEMPTIONS,
     &PROMPT_TOKENS,
     &GENERATION_TOKENS,
     &REQUEST_SUCCESS,

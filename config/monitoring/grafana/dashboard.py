@@ -175,6 +175,19 @@ ROWS = {
             ],
         ),
         graph(
+            "Prefix cache hit rate",
+            "percentunit",
+            [
+                (
+                    "hit rate",
+                    f"{rate('mainstem_prefix_cache_hits_total')} / {rate('mainstem_prefix_cache_queries_total')}",
+                )
+            ],
+            "Fraction of the tokens looked up that were in the prefix cache.",
+            width=12,
+        ),
+        graph("Preemptions", "ops", [("preemptions", rate("mainstem_num_preemptions_total"))], width=12),
+        graph(
             "Fraction of wall time by phase",
             "percentunit",
             [("{{phase}}", rate("mainstem_step_phase_seconds_sum", by="phase"))],
