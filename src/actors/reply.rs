@@ -85,6 +85,8 @@ pub struct PlacedToken {
 pub struct Usage {
     pub prompt_tokens: usize,
     pub completion_tokens: usize,
+    /// Number of prompt tokens whose K and V were in the prefix cache.
+    pub cached_tokens: usize,
 }
 
 /// Converts a sequence's events to text deltas.
@@ -159,6 +161,10 @@ impl ReplyStream {
                     Some(delta) => Ok(delta),
                     None => continue,
                 },
+                Some(TokenEvent::Started { cached_tokens }) => {
+                    self.metrics.usage.cached_tokens = cached_tokens;
+                    continue;
+                }
                 // These events are not text.
                 Some(TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_)) => continue,
                 Some(TokenEvent::Finished(reason)) => Ok(self.final_delta(reason)),
@@ -292,6 +298,8 @@ pub struct ChoiceStreams {
     choices: Vec<ReplyStream>,
     /// Number of prompt tokens, each prompt counted once.
     prompt_tokens: usize,
+    /// Number of choices of each prompt; they are next to each other.
+    choices_per_prompt: usize,
     /// Index of the choice that is polled first, so that polling is fair.
     next_choice: usize,
     finished: bool,
@@ -299,10 +307,16 @@ pub struct ChoiceStreams {
 }
 
 impl ChoiceStreams {
-    /// Creates the streams of a request from its `choices`, whose prompts have `prompt_tokens` tokens in
-    /// total.
-    pub fn new(choices: Vec<ReplyStream>, prompt_tokens: usize, interrupt: Interrupt) -> ChoiceStreams {
-        ChoiceStreams { choices, prompt_tokens, next_choice: 0, finished: false, interrupt }
+    /// Creates the streams of a request from its `choices`, `choices_per_prompt` (at least 1) for each of its
+    /// prompts, which have `prompt_tokens` tokens in total.
+    pub fn new(
+        choices: Vec<ReplyStream>,
+        choices_per_prompt: usize,
+        prompt_tokens: usize,
+        interrupt: Interrupt,
+    ) -> ChoiceStreams {
+        let (next_choice, finished) = (0, false);
+        ChoiceStreams { choices, prompt_tokens, choices_per_prompt, next_choice, finished, interrupt }
     }
 
     /// Polls for the next delta and the index of its choice. There is nothing after the end of every choice,
@@ -344,10 +358,15 @@ impl ChoiceStreams {
         self.choices.iter_mut().fold(error, |error, choice| choice.fail(error))
     }
 
-    /// Returns the token counts so far.
+    /// Returns the token counts so far. Cached tokens are those of the first choice of each prompt: the others
+    /// have the same prompt, which counts once.
     pub fn usage(&self) -> Usage {
-        let completion_tokens = self.choices.iter().map(|reply| reply.metrics.usage.completion_tokens).sum();
-        Usage { prompt_tokens: self.prompt_tokens, completion_tokens }
+        let counts = || self.choices.iter().map(|reply| reply.metrics.usage);
+        Usage {
+            prompt_tokens: self.prompt_tokens,
+            completion_tokens: counts().map(|usage| usage.completion_tokens).sum(),
+            cached_tokens: counts().step_by(self.choices_per_prompt).map(|usage| usage.cached_tokens).sum(),
+        }
     }
 }
 
@@ -372,7 +391,7 @@ impl RequestMetrics {
             arrived: request.arrived,
             first_token_after: None,
             last_token: request.arrived,
-            usage: Usage { prompt_tokens: request.input_tokens(), completion_tokens: 0 },
+            usage: Usage { prompt_tokens: request.input_tokens(), completion_tokens: 0, cached_tokens: 0 },
             finished: false,
             inter_token_latency: telemetry::INTER_TOKEN_LATENCY.histogram(),
             time_limit: request.time_limit,
@@ -431,7 +450,7 @@ impl RequestMetrics {
     pub fn finish(&mut self, reason: &'static str) {
         self.finished = true;
         let took = self.arrived.elapsed();
-        let Usage { prompt_tokens, completion_tokens } = self.usage;
+        let Usage { prompt_tokens, completion_tokens, cached_tokens } = self.usage;
         telemetry::REQUEST_SUCCESS.count([reason]);
         telemetry::E2E_LATENCY.record(took.as_secs_f64());
         telemetry::REQUEST_PROMPT_TOKENS.record(prompt_tokens as f64);
@@ -442,6 +461,7 @@ impl RequestMetrics {
             reason,
             prompt_tokens,
             completion_tokens,
+            cached_tokens,
             first_token_ms,
             took_ms = telemetry::milliseconds(took),
             "request finished"

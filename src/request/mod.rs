@@ -52,6 +52,12 @@ pub struct Request {
     pub logprobs: Option<u8>,
     /// Whether to report the log-probabilities of the prompt's tokens (the first has none).
     pub prompt_logprobs: bool,
+    /// Text that separates the request in the prefix cache: only requests with an equal salt share K and V.
+    /// `None` is a salt of its own.
+    pub cache_salt: Option<Arc<str>>,
+    /// Name of the adapter that changes K and V of the model. Requests with different ones share none. No
+    /// API sets it yet.
+    pub adapter: Option<Arc<str>>,
     /// When the request arrived.
     pub arrived: Instant,
     /// Maximum duration of the request from its arrival; `None` for no limit.
@@ -94,10 +100,14 @@ pub struct Token {
     pub top: Vec<(u32, f32)>,
 }
 
-/// An event of a sequence's channel. The order is: prompt tokens (only with `prompt_logprobs`), generated
-/// tokens, and then exactly one [`Finished`](TokenEvent::Finished) or [`Failed`](TokenEvent::Failed).
+/// An event of a sequence's channel. The order is: the start, prompt tokens (only with `prompt_logprobs`),
+/// generated tokens, and then exactly one [`Finished`](TokenEvent::Finished) or
+/// [`Failed`](TokenEvent::Failed).
 #[derive(Clone, Debug, PartialEq)]
 pub enum TokenEvent {
+    /// The prompt is computed, of which K and V of the first `cached_tokens` tokens were in the prefix cache.
+    /// Sent once, before the first token.
+    Started { cached_tokens: usize },
     /// A run of the prompt's tokens with their log-probabilities.
     Prompt(Vec<Token>),
     /// A generated token.
@@ -143,6 +153,8 @@ impl Request {
             constraint: None,
             logprobs: None,
             prompt_logprobs: false,
+            cache_salt: None,
+            adapter: None,
             arrived: Instant::now(),
             time_limit: None,
         }

@@ -169,6 +169,8 @@ pub fn prompt(number: usize, len: usize) -> Vec<u32> {
 /// The collected events of a request.
 #[derive(Debug, Default)]
 pub struct Outcome {
+    /// Number of prompt tokens that were in the prefix cache.
+    pub cached_tokens: usize,
     pub prompt: Vec<Token>,
     pub tokens: Vec<Token>,
     /// The stop token that ended the sequence, if any.
@@ -190,6 +192,7 @@ pub async fn outcome(mut stream: TokenStream) -> Outcome {
     while let Some(event) = within(stream.next()).await {
         assert!(outcome.end.is_none(), "nothing comes after the end, but {event:?} did");
         match event {
+            TokenEvent::Started { cached_tokens } => outcome.cached_tokens = cached_tokens,
             TokenEvent::Prompt(tokens) => outcome.prompt = tokens,
             TokenEvent::Token(token) => outcome.tokens.push(token),
             TokenEvent::EndToken(token) => outcome.last = Some(token),

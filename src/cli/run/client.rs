@@ -145,6 +145,8 @@ pub struct Answer {
     finish: Option<String>,
     /// Token count of the answer that the server reported.
     tokens: Option<u64>,
+    /// Number of cached prompt tokens that the server reported.
+    cached: u64,
     /// Whether the text so far ends with reasoning.
     ends_with_reasoning: bool,
 }
@@ -170,6 +172,7 @@ impl Answer {
             timing: pace,
             finish: None,
             tokens: None,
+            cached: 0,
             ends_with_reasoning: false,
         }
     }
@@ -186,7 +189,9 @@ impl Answer {
         let (text, content) = self.texts(choice);
         self.timing.note(&text);
         self.finish = choice["finish_reason"].as_str().map(str::to_string).or(self.finish.take());
-        self.tokens = value["usage"]["completion_tokens"].as_u64().or(self.tokens);
+        let usage = &value["usage"];
+        self.tokens = usage["completion_tokens"].as_u64().or(self.tokens);
+        self.cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(self.cached);
         // Line feeds are whitespace in JSON; in strings they are escaped.
         Ok(Some(Chunk { json: data.trim().replace(['\n', '\r'], " "), text, content }))
     }
@@ -242,9 +247,14 @@ impl Answer {
         self.finish.as_deref() == Some("length")
     }
 
-    /// Formats token count, tokens per second and time to first token, as far as they are known.
+    /// Formats token count, tokens per second and time to first token, as far as they are known, and the
+    /// number of cached prompt tokens, if there are any.
     pub fn stats(&self) -> String {
-        self.timing.describe(self.tokens)
+        let stats = self.timing.describe(self.tokens);
+        match self.cached {
+            0 => stats,
+            cached => format!("{stats}, {cached} prompt tokens cached"),
+        }
     }
 }
 

@@ -17,6 +17,9 @@ const STOPS_MAX: usize = 64;
 /// Maximum length of a stop string in bytes.
 const STOP_BYTES_MAX: usize = 1024;
 
+/// Maximum length of a salt of the prefix cache, in characters.
+const CACHE_SALT_MAX: usize = 1024;
+
 /// Generation parameters, with defaults filled in. Intake checks those that depend on the model's limits.
 #[derive(Clone, Debug)]
 pub struct GenerationParams {
@@ -36,6 +39,8 @@ pub struct GenerationParams {
     pub show_special: bool,
     pub ignore_eos: bool,
     pub return_token_ids: bool,
+    /// Text that separates the request in the prefix cache; not empty.
+    pub cache_salt: Option<Arc<str>>,
     pub delivery: Delivery,
 }
 
@@ -134,8 +139,22 @@ pub(super) fn parse_generation(
         show_special: !fields.take_bool("skip_special_tokens", true)?,
         ignore_eos,
         return_token_ids: fields.take_bool("return_token_ids", false)?,
+        cache_salt: parse_cache_salt(fields)?,
         delivery,
     })
+}
+
+/// Parses `cache_salt`, with the bounds of vLLM.
+fn parse_cache_salt(fields: &mut Fields) -> Result<Option<Arc<str>>, ApiError> {
+    let Some(salt) = fields.take_string("cache_salt")? else { return Ok(None) };
+    match salt.chars().count() {
+        1..=CACHE_SALT_MAX => Ok(Some(salt.into())),
+        length => {
+            let message =
+                format!("'cache_salt' has {length} characters, but must have 1 to {CACHE_SALT_MAX}");
+            Err(ApiError::invalid("cache_salt", message))
+        }
+    }
 }
 
 /// Parses `best_of`, the number of choices of which the best `n` are returned.

@@ -19,7 +19,6 @@ pub(super) const UNSUPPORTED: UnsupportedParams = &[
     ("verbosity", NoOpValue::Any),
     ("prediction", NoOpValue::Any),
     ("cache_prompt", NoOpValue::Any),
-    ("cache_salt", NoOpValue::Any),
     ("n_cache_reuse", NoOpValue::Any),
     ("id_slot", NoOpValue::Any),
     ("request_id", NoOpValue::Any),

@@ -181,7 +181,8 @@ async fn submit<W>(
         .zip(&requests)
         .map(|(events, request)| ReplyStream::new(events, tokenizer.clone(), request, &spec));
     let prompt_tokens = job.prompts.iter().map(PromptIds::token_count).sum();
-    Ok(ChoiceStreams::new(replies.collect(), prompt_tokens, interrupt))
+    let per_prompt = job.generation.computed_choices() as usize;
+    Ok(ChoiceStreams::new(replies.collect(), per_prompt, prompt_tokens, interrupt))
 }
 
 /// Completes when the request's time limit is exceeded, or when the server aborts the requests in flight.
@@ -227,6 +228,7 @@ impl<W> PreparedRequest<W> {
                     // Choices are compared by their log-probabilities.
                     logprobs: self.logprobs.or(generation.selection().map(|_| 0)),
                     prompt_logprobs: self.echo && self.logprobs.is_some(),
+                    cache_salt: generation.cache_salt.clone(),
                     ..Request::greedy(
                         id.clone(),
                         prompt.clone(),

@@ -52,7 +52,10 @@ async fn a_whole_answer_is_a_message() {
                 "index": 0, "message": { "role": "assistant", "content": "yo", "refusal": null },
                 "logprobs": null, "finish_reason": "length"
             }],
-            "usage": { "prompt_tokens": 29, "completion_tokens": 2, "total_tokens": 31 }
+            "usage": {
+                "prompt_tokens": 29, "completion_tokens": 2, "total_tokens": 31,
+                "prompt_tokens_details": { "cached_tokens": 0 }
+            }
         })
     );
     server.close().await;
@@ -89,7 +92,11 @@ async fn a_stream_opens_with_the_role_and_closes_with_the_reason() {
         assert!(choices[1..].iter().all(|choice| choice.get("prompt_token_ids").is_none()));
     }
     let last = events.last().unwrap();
-    assert_eq!(last["usage"], json!({ "prompt_tokens": 29, "completion_tokens": 2, "total_tokens": 31 }));
+    let usage = json!({
+        "prompt_tokens": 29, "completion_tokens": 2, "total_tokens": 31,
+        "prompt_tokens_details": { "cached_tokens": 0 }
+    });
+    assert_eq!(last["usage"], usage);
     assert!(events.iter().all(|event| event["object"] == "chat.completion.chunk"));
     server.close().await;
 }

@@ -31,7 +31,13 @@ fn text_of(events: &[Value], index: u64) -> String {
 #[actix_web::test]
 async fn each_prompt_gets_its_choices_with_seeds_of_their_own() {
     let mut server = TestServer::start();
-    let answers = || ["one", "two", "three", "four"].map(answer).to_vec();
+    // The second choice of a prompt finds the pages of the first, which counts as one prompt all the same.
+    let cached = [0, 1, 1, 2].map(|cached_tokens| TokenEvent::Started { cached_tokens });
+    let texts = ["one", "two", "three", "four"].map(answer);
+    let answers = || {
+        let started = cached.clone().into_iter().zip(texts.clone());
+        started.map(|(event, answer)| [vec![event], answer].concat()).collect::<Vec<_>>()
+    };
     for stream in [false, true] {
         let body = json!({
             "prompt": ["a", "bc"], "n": 2, "seed": 9, "stream": stream, "return_token_ids": true,
@@ -40,7 +46,10 @@ async fn each_prompt_gets_its_choices_with_seeds_of_their_own() {
         let (requests, response) = play_all(&mut server, body, answers()).await;
         let requested: Vec<_> = requests.iter().map(|r| (r.prompt.to_vec(), r.sampling.seed)).collect();
         assert_eq!(requested, [(vec![97], 9), (vec![97], 10), (vec![98, 99], 9), (vec![98, 99], 10)]);
-        let usage = json!({ "prompt_tokens": 3, "completion_tokens": 15, "total_tokens": 18 });
+        let usage = json!({
+            "prompt_tokens": 3, "completion_tokens": 15, "total_tokens": 18,
+            "prompt_tokens_details": { "cached_tokens": 1 }
+        });
         let ids = |text: &str| json!(text.bytes().collect::<Vec<_>>());
         if stream {
             let events = response.events();

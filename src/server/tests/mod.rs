@@ -7,6 +7,9 @@ mod chat;
 mod constraints;
 
 mod generation;
+
+mod prompts;
+
 mod sampling;
 
 mod test_server;
@@ -57,7 +60,10 @@ async fn a_whole_answer_has_the_shape_of_the_api() {
             "id": format!("cmpl-{}", request.id), "object": "text_completion",
             "created": null, "model": "tiny",
             "choices": [{ "index": 0, "text": "xyz", "logprobs": null, "finish_reason": "length" }],
-            "usage": { "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5 }
+            "usage": {
+                "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5,
+                "prompt_tokens_details": { "cached_tokens": 0 }
+            }
         })
     );
     server.close().await;
@@ -83,7 +89,10 @@ async fn a_stream_has_the_shape_of_the_api() {
         [choice("h", Value::Null), choice("i", Value::Null), choice("", json!("length")), json!([])];
     assert_eq!(choices, expected);
     let usage: Vec<_> = events.iter().map(|event| event.get("usage").cloned()).collect();
-    let last = json!({ "prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4 });
+    let last = json!({
+        "prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4,
+        "prompt_tokens_details": { "cached_tokens": 0 }
+    });
     assert_eq!(usage, [None, None, None, Some(last)]);
     for event in &events {
         assert_eq!(event["id"], format!("cmpl-{}", request.id));

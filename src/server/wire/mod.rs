@@ -38,6 +38,14 @@ pub struct Usage {
     pub prompt_tokens: usize,
     pub completion_tokens: usize,
     pub total_tokens: usize,
+    pub prompt_tokens_details: PromptTokensDetails,
+}
+
+/// What is known about the prompt tokens of a request.
+#[derive(Debug, Serialize)]
+pub struct PromptTokensDetails {
+    /// Number of prompt tokens that were in the prefix cache.
+    pub cached_tokens: usize,
 }
 
 /// Token counts of a request that generates no tokens.
@@ -157,8 +165,13 @@ pub struct Version {
 
 impl From<Tokens> for Usage {
     fn from(tokens: Tokens) -> Usage {
-        let Tokens { prompt_tokens, completion_tokens } = tokens;
-        Usage { prompt_tokens, completion_tokens, total_tokens: prompt_tokens + completion_tokens }
+        let Tokens { prompt_tokens, completion_tokens, cached_tokens } = tokens;
+        Usage {
+            prompt_tokens,
+            completion_tokens,
+            total_tokens: prompt_tokens + completion_tokens,
+            prompt_tokens_details: PromptTokensDetails { cached_tokens },
+        }
     }
 }
 

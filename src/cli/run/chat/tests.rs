@@ -49,7 +49,9 @@ async fn bytes(event: Event, interrupt: Rc<Notify>) -> Result<Bytes, Failure> {
         Reasoning(text) => Ok(sse(json!({"choices": [{"delta": {"reasoning_content": text}}]}))),
         Done(reason) => {
             let last = json!({"choices": [{"delta": {}, "finish_reason": reason}]});
-            let usage = json!({"choices": [], "usage": {"completion_tokens": 7}});
+            let details = json!({"cached_tokens": 5});
+            let usage = json!({"completion_tokens": 7, "prompt_tokens_details": details});
+            let usage = json!({"choices": [], "usage": usage});
             Ok([sse(last), sse(usage), "data: [DONE]\n\n".into()].concat().into())
         }
         Event::Error(message) => Ok(sse(json!({"error": {"message": message}}))),
@@ -324,6 +326,7 @@ async fn stats_are_shown_if_enabled() {
     let (_, user) = run_chat(inputs, vec![answer(), answer()]).await;
     assert_eq!(user.notes.len(), 1, "{:?}", user.notes);
     assert!(user.notes[0].starts_with("7 tokens, "), "{:?}", user.notes);
+    assert!(user.notes[0].ends_with(", 5 prompt tokens cached"), "{:?}", user.notes);
 }
 
 #[actix::test]
