@@ -420,7 +420,13 @@ mod tests {
     }
 
     fn lease(pool: &PagePool, pages: usize) -> Lease {
-        let demand = PageDemand { positions: pages * PAGE, encoder_positions: 0, reusable: 0, margin: 0 };
+        let demand = PageDemand {
+            positions: pages * PAGE,
+            max_positions: 0,
+            encoder_positions: 0,
+            reusable: 0,
+            margin: 0,
+        };
         pool.begin(demand, None).expect("there are enough pages")
     }
 
@@ -464,7 +470,13 @@ mod tests {
             finished: impl IntoIterator<Item = u64>,
             joins: impl IntoIterator<Item = u64>,
         ) -> SlotPlan {
-            let demand = PageDemand { positions: 2 * PAGE, encoder_positions: 1, reusable: 0, margin: 0 };
+            let demand = PageDemand {
+                positions: 2 * PAGE,
+                max_positions: 0,
+                encoder_positions: 1,
+                reusable: 0,
+                margin: 0,
+            };
             let pool = self.pool.clone();
             let lease = move |_| pool.begin(demand, None).expect("there are enough pages");
             let joins = joins.into_iter().map(move |key| (key, lease(key)));
@@ -551,8 +563,13 @@ mod tests {
         let begin = |pool: &PagePool| {
             let mut chain = TokenChain::new(PageHash::root(&[]), PAGE);
             chain.extend(0..2 * PAGE as u32);
-            let demand =
-                PageDemand { positions: 2 * PAGE, encoder_positions: 0, reusable: 2 * PAGE - 1, margin: 0 };
+            let demand = PageDemand {
+                positions: 2 * PAGE,
+                max_positions: 0,
+                encoder_positions: 0,
+                reusable: 2 * PAGE - 1,
+                margin: 0,
+            };
             pool.begin(demand, Some(chain)).map_err(|(why, _)| why)
         };
         let (mut kv, pool, mut notices) = rig(3, 1, 9);
@@ -583,7 +600,8 @@ mod tests {
         let begin = || {
             let mut chain = TokenChain::new(PageHash::root(&[]), PAGE);
             chain.extend(0..9);
-            let demand = PageDemand { positions: 9, encoder_positions: 0, reusable: 8, margin: 0 };
+            let demand =
+                PageDemand { positions: 9, max_positions: 0, encoder_positions: 0, reusable: 8, margin: 0 };
             pool.begin(demand, Some(chain)).expect("there are enough")
         };
         let mut first = begin();

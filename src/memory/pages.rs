@@ -34,19 +34,24 @@ struct PageStates {
     released_at: Vec<u64>,
     /// Number of releases so far.
     clock: u64,
+    /// Number of pages that all sequences together may still need.
+    growth: usize,
     index: PrefixIndex,
 }
 
 /// The pages that a sequence needs to begin.
 #[derive(Clone, Copy, Debug)]
 pub struct PageDemand {
-    /// Positions of the sequence itself.
+    /// Positions of the sequence itself, at the beginning.
     pub positions: usize,
+    /// Positions that it may grow to.
+    pub max_positions: usize,
     /// Encoder positions, which have pages of their own.
     pub encoder_positions: usize,
     /// Maximum number of leading tokens whose K and V may be taken over from other sequences.
     pub reusable: usize,
-    /// Pages that must be left after the lease, unless no page is held.
+    /// Pages that must be left for growing sequences after the lease, unless they need fewer, or no page is
+    /// held.
     pub margin: usize,
 }
 
@@ -64,6 +69,8 @@ pub enum NoLease {
 pub struct Lease {
     own: Vec<Page>,
     cross: Vec<Page>,
+    /// Number of pages of its own that the sequence may still need.
+    growth: usize,
     /// Number of leading positions whose K and V were in the pages, or will be after the copy.
     computed: usize,
     /// The page that the last of these positions are copied from, held until the copy is sent.
@@ -95,6 +102,7 @@ impl PagePool {
             idle: BTreeMap::new(),
             released_at: vec![0; pages],
             clock: 0,
+            growth: 0,
             index: PrefixIndex::default(),
         };
         PagePool { page_positions, states: Arc::new(Mutex::new(states)) }
@@ -108,7 +116,7 @@ impl PagePool {
         demand: PageDemand,
         chain: Option<TokenChain>,
     ) -> Result<Lease, (NoLease, Option<TokenChain>)> {
-        let PageDemand { positions, encoder_positions, reusable, margin } = demand;
+        let PageDemand { positions, max_positions, encoder_positions, reusable, margin } = demand;
         let (own, cross) = (self.pages_for(positions), self.pages_for(encoder_positions));
         let states = &mut *self.lock();
         let found = chain.as_ref().map(|chain| states.index.find(chain, reusable)).unwrap_or_default();
@@ -116,7 +124,8 @@ impl PagePool {
             return Err((NoLease::Coming, chain));
         }
         assert!(found.full.len() <= own, "the shared pages are pages of the sequence");
-        let margin = if states.held() > 0 { margin } else { 0 };
+        let growth = self.pages_for(max_positions).saturating_sub(own);
+        let margin = if states.held() > 0 { margin.min(states.growth + growth) } else { 0 };
         let needed = own + cross - found.full.len() + margin;
         let idle = found.full.iter().filter(|page| states.is_idle(**page)).count();
         let Some(rest) = (states.available() - idle).checked_sub(needed) else {
@@ -128,6 +137,7 @@ impl PagePool {
         if let Some((page, _)) = source {
             states.hold(page);
         }
+        states.growth += growth;
         let computed = found.full.len() * self.page_positions + source.map_or(0, |(_, common)| common);
         let taken = found.full.len()..own;
         let mut pages = found.full;
@@ -142,6 +152,7 @@ impl PagePool {
         Ok(Lease {
             own: pages,
             cross,
+            growth,
             computed,
             source: source.map(|(page, _)| page),
             chain,
@@ -200,7 +211,10 @@ impl PagePool {
         }
         assert!(states.free.iter().all(|page| !states.index.contains(*page)), "free pages have no entry");
         assert!(states.idle.values().all(|page| states.index.contains(*page)), "idle pages have one");
-        assert!(states.held() > 0 || states.index.coming() == 0, "nobody computes pages that nobody holds");
+        assert!(
+            states.held() > 0 || states.index.coming() + states.growth == 0,
+            "nobody computes or needs pages without holding some"
+        );
     }
 
     /// Locks the states, ignoring poisoning: no holder of the lock panics halfway through a change.
@@ -299,6 +313,8 @@ impl Lease {
             return false;
         }
         self.own.extend((0..more).map(|_| states.take()));
+        states.growth -= more.min(self.growth);
+        self.growth -= more.min(self.growth);
         true
     }
 
@@ -341,6 +357,7 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         let states = &mut *self.pool.lock();
+        states.growth -= self.growth;
         self.announced.iter().for_each(|hash| states.index.retract(*hash));
         // The last page first: without the pages before it, an idle page is of no use.
         let own = self.own.iter().rev().chain(&self.cross).chain(&self.source);
@@ -363,7 +380,11 @@ mod tests {
     }
 
     fn lease_with_encoder(pool: &PagePool, positions: usize, encoder_positions: usize) -> Option<Lease> {
-        pool.begin(PageDemand { positions, encoder_positions, reusable: 0, margin: 0 }, None).ok()
+        pool.begin(
+            PageDemand { positions, max_positions: 0, encoder_positions, reusable: 0, margin: 0 },
+            None,
+        )
+        .ok()
     }
 
     /// Asserts that the pages of all leases are distinct, and that none is the null page.
@@ -469,6 +490,7 @@ mod tests {
         chain.extend(tokens.iter().copied());
         let demand = PageDemand {
             positions: tokens.len(),
+            max_positions: 0,
             encoder_positions: 0,
             reusable: tokens.len() - 1,
             margin: 0,
@@ -518,7 +540,8 @@ mod tests {
         first.note_computed(8);
         let mut chain = TokenChain::new(root(&[b"salt"]), 4);
         chain.extend(tokens(8));
-        let demand = PageDemand { positions: 8, encoder_positions: 0, reusable: 7, margin: 0 };
+        let demand =
+            PageDemand { positions: 8, max_positions: 0, encoder_positions: 0, reusable: 7, margin: 0 };
         assert_eq!(pool.begin(demand, Some(chain)).expect("there are enough").computed(), 0);
     }
 
@@ -595,12 +618,22 @@ mod tests {
     #[test]
     fn the_margin_applies_while_pages_are_held() {
         let pool = PagePool::new(5, 4);
-        let demand = |positions| PageDemand { positions, encoder_positions: 0, reusable: 0, margin: 2 };
-        let first = pool.begin(demand(16), None).expect("nobody else needs pages");
+        let demand = |positions, max_positions| PageDemand {
+            positions,
+            max_positions,
+            encoder_positions: 0,
+            reusable: 0,
+            margin: 2,
+        };
+        let first = pool.begin(demand(16, 99), None).expect("nobody else needs pages");
         drop(first);
-        let _first = pool.begin(demand(4), None).expect("there are enough");
-        assert!(pool.begin(demand(8), None).is_err());
-        assert!(pool.begin(demand(4), None).is_ok());
+        let mut first = pool.begin(demand(4, 8), None).expect("there are enough");
+        assert!(pool.begin(demand(8, 12), None).is_err());
+        assert!(pool.begin(demand(8, 8), None).is_ok(), "one page is left, and no more can be needed");
+        assert!(pool.begin(demand(4, 99), None).is_ok());
+        assert!(first.grow(8) && pool.begin(demand(8, 8), None).is_ok());
+        drop(first);
+        pool.check();
     }
 
     #[test]

@@ -316,6 +316,7 @@ impl Prefill {
         let reusable = if sequence.request.prompt_logprobs { 0 } else { prompt.len.saturating_sub(1) };
         let demand = PageDemand {
             positions: if sequence.positions() == 0 { 0 } else { prompt.len },
+            max_positions: sequence.positions(),
             encoder_positions: sequence.encoder_positions(),
             reusable,
             margin: self.margin,

@@ -288,7 +288,10 @@ async fn a_preempted_sequence_keeps_its_place() {
 #[actix::test]
 async fn a_prompt_without_pages_holds_back_those_behind_it() {
     let mut rig = Rig::with_pages((Policy::Fused, 8, 1), 5, PrefixRules::default());
-    let _clients = [rig.add_prompt(1, 70).await, rig.add_prompt(2, 40).await, rig.add_prompt(3, 5).await];
+    let mut clients = Vec::new();
+    for (key, len) in [(1, 70), (2, 40), (3, 5)] {
+        clients.push(rig.add_request(key, request(len, 80)).await);
+    }
     let first = start(&rig, UNLIMITED).await;
     assert_eq!((first.len(), rig.pool.used()), (1, 3), "a page must be left");
     assert_eq!(rig.chunks(UNLIMITED, 1).await, []);
