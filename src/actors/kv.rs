@@ -16,7 +16,7 @@ use super::sequence::SequenceKey;
 use crate::memory::{Lease, PagePool, SlotMap, split_slots};
 use crate::telemetry;
 use actix::{Actor, Context, Handler, Message, MessageResult, Recipient, ResponseFuture};
-use mainstem_kernels::batch::Slot;
+use mainstem_kernels::batch::{Page, Slot};
 use mainstem_kernels::{KvTable, PageCopy, SlotMove, TableUpdate};
 use metrics::{Counter, Gauge};
 use std::collections::{BTreeMap, BTreeSet};
@@ -41,6 +41,8 @@ pub struct IterationUpdate {
     pub finished: Vec<EndedSequence>,
     /// New sequences that need slots.
     pub joins: Vec<JoiningSequence>,
+    /// Beam searches that continue with other beams.
+    pub beams: Vec<BeamUpdate>,
     /// Sequences that have no pages for the positions of the next step.
     pub grown: Vec<GrowingSequence>,
     /// Positions whose steps were sent.
@@ -54,6 +56,19 @@ pub struct IterationUpdate {
 pub struct JoiningSequence {
     pub key: SequenceKey,
     pub lease: Lease,
+}
+
+/// The beams of a search that continue. Each takes over the pages of its parent, as the indirection of Flover
+/// (section V-D) does without moving K and V: full pages are shared, and a page that several beams continue to
+/// fill is copied.
+#[derive(Debug)]
+pub struct BeamUpdate {
+    /// Key of the sequence that the search began as.
+    pub search: SequenceKey,
+    /// Each beam, and the one before that it continues. Beams that none continues end.
+    pub beams: Vec<(SequenceKey, SequenceKey)>,
+    /// Number of computed positions of every parent.
+    pub positions: usize,
 }
 
 /// A running sequence whose next step needs pages for `positions` positions in total.
@@ -140,7 +155,9 @@ struct Lane {
 /// An update whose plan is not complete.
 struct OpenUpdate {
     plan: SlotPlan,
-    joins: Vec<SequenceKey>,
+    /// Sequences whose page tables are written anew, with the pages that the tables of their slots hold;
+    /// `None` for a new slot.
+    rewritten: Vec<(SequenceKey, Option<Vec<Page>>)>,
     /// Sequences that still need pages, with the positions that these are for.
     needs: Vec<GrowingSequence>,
     /// Pages that sequences got: the numbers of the first one in the sequence.
@@ -153,6 +170,8 @@ struct OpenUpdate {
 struct HeldSequence {
     lane: usize,
     lease: Lease,
+    /// The beam search that it belongs to, by the key of the sequence that this began as.
+    search: Option<SequenceKey>,
 }
 
 impl Actor for KvManager {
@@ -225,7 +244,7 @@ impl KvManager {
 
     /// Applies a lane's changes, and finds pages for its sequences and those of lanes that wait.
     fn update(&mut self, update: IterationUpdate) -> oneshot::Receiver<SlotPlan> {
-        let IterationUpdate { lane, epoch, finished, joins, grown, computed, with_work } = update;
+        let IterationUpdate { lane, epoch, finished, joins, beams, grown, computed, with_work } = update;
         self.enter_epoch(epoch);
         // The step with the copies of the last plan is sent.
         for key in std::mem::take(&mut self.lanes[lane].copied) {
@@ -237,18 +256,17 @@ impl KvManager {
         computed.into_iter().for_each(|computed| self.note_computed(epoch, computed));
         for EndedSequence { key, computed } in finished {
             self.note_computed(epoch, computed);
-            self.remove(key);
+            drop(self.remove(key));
         }
-        let keys = joins.iter().map(|join| join.key).collect();
+        let mut rewritten: Vec<_> = joins.iter().map(|join| (join.key, None)).collect();
         for JoiningSequence { key, lease } in joins {
-            let slot = self.lanes[lane].slots.join(key);
-            slot.expect("prefill starts no sequence in a full lane; anything else is a bug");
-            self.held.insert(key, HeldSequence { lane, lease });
+            self.join(key, HeldSequence { lane, lease, search: None });
         }
+        beams.into_iter().for_each(|beams| self.continue_beams(lane, beams, &mut rewritten));
         let (reply, plan) = oneshot::channel();
         self.lanes[lane].open = Some(OpenUpdate {
             plan: SlotPlan::default(),
-            joins: keys,
+            rewritten,
             needs: grown,
             got: Vec::new(),
             with_work,
@@ -283,14 +301,69 @@ impl KvManager {
         }
     }
 
-    /// Removes a sequence from its slot and releases its pages.
-    fn remove(&mut self, key: SequenceKey) {
+    /// Gives a sequence a slot.
+    fn join(&mut self, key: SequenceKey, held: HeldSequence) {
+        let slot = self.lanes[held.lane].slots.join(key);
+        slot.expect("prefill starts no sequence in a full lane; anything else is a bug");
+        self.held.insert(key, held);
+    }
+
+    /// Removes a sequence from its slot, and returns its lease.
+    fn remove(&mut self, key: SequenceKey) -> Lease {
         let held = self.held.remove(&key);
         let held = held.expect("a finished sequence holds a slot; anything else is a bug");
         let slots = &mut self.lanes[held.lane].slots;
         let slot = slots.slot_of(key).expect("a held sequence has a slot; anything else is a bug");
         slots.leave(slot);
         self.giving_up.remove(&key);
+        held.lease
+    }
+
+    /// Gives the beams of a search that continue the pages of their parents.
+    fn continue_beams(
+        &mut self,
+        lane: usize,
+        update: BeamUpdate,
+        rewritten: &mut Vec<(SequenceKey, Option<Vec<Page>>)>,
+    ) {
+        let BeamUpdate { search, beams, positions } = update;
+        let is_member =
+            |key: &SequenceKey, held: &HeldSequence| *key == search || held.search == Some(search);
+        let before = self.held.iter().filter(|(key, held)| is_member(key, held));
+        let before: Vec<SequenceKey> = before.map(|(key, _)| *key).collect();
+        // A beam that continues itself keeps its lease; of another parent's, the first one takes it.
+        let keeps = |parent: SequenceKey| {
+            let of_parent = || beams.iter().filter(|(_, other)| *other == parent).map(|(key, _)| *key);
+            of_parent().find(|key| *key == parent).or_else(|| of_parent().next())
+        };
+        let lease_of =
+            |key| &self.held.get(&key).expect("a beam's parent is held; anything else is a bug").lease;
+        let forks = beams.iter().filter(|(key, parent)| keeps(*parent) != Some(*key));
+        let forks = forks.map(|(key, parent)| (*key, lease_of(*parent).fork(positions)));
+        let mut leases: Vec<(SequenceKey, Lease)> = forks.collect();
+        for &key in &before {
+            // A beam's slot stays its own, whatever pages it has.
+            let stays = beams.iter().any(|(beam, _)| *beam == key);
+            let (pages, lease) = match stays {
+                true => {
+                    let held = self.held.remove(&key).expect("it is held, as seen above");
+                    (Some(held.lease.own().to_vec()), held.lease)
+                }
+                false => (None, self.remove(key)),
+            };
+            rewritten.extend(pages.map(|pages| (key, Some(pages))));
+            leases.extend(keeps(key).map(|beam| (beam, lease)));
+        }
+        for (key, lease) in leases {
+            let held = HeldSequence { lane, lease, search: Some(search) };
+            match before.contains(&key) {
+                true => _ = self.held.insert(key, held),
+                false => {
+                    self.join(key, held);
+                    rewritten.push((key, None));
+                }
+            }
+        }
     }
 
     /// Finds pages for all lanes that wait for a plan, the oldest sequence first, and replies to those that
@@ -321,7 +394,7 @@ impl KvManager {
     /// Leases pages for a sequence that needs them, if necessary after preempting others. It stays among
     /// those with needs if another lane has to give up a sequence first.
     fn find_pages(&mut self, GrowingSequence { key, positions }: GrowingSequence) {
-        while let Some(HeldSequence { lane, lease }) = self.held.get_mut(&key) {
+        while let Some(HeldSequence { lane, lease, .. }) = self.held.get_mut(&key) {
             let (lane, before) = (*lane, lease.own().len());
             if lease.grow(positions) {
                 if let Some(open) = &mut self.lanes[lane].open {
@@ -348,42 +421,57 @@ impl KvManager {
         self.held.get(&key).is_some_and(|held| self.lanes[held.lane].open.is_some())
     }
 
-    /// Takes slot and pages from a sequence whose lane waits for a plan.
+    /// Takes slot and pages from a sequence whose lane waits for a plan, or from all beams of its search.
     fn preempt(&mut self, key: SequenceKey) {
-        let Some(lane) = self.held.get(&key).map(|held| held.lane) else { return };
-        self.remove(key);
+        let Some(HeldSequence { lane, search, .. }) = self.held.get(&key) else { return };
+        let (lane, search) = (*lane, *search);
+        let is_victim = |other: &SequenceKey, held: &HeldSequence| {
+            *other == key || (search.is_some() && held.search == search)
+        };
+        let victims = self.held.iter().filter(|(key, held)| is_victim(key, held));
+        let victims: Vec<SequenceKey> = victims.map(|(key, _)| *key).collect();
         self.preemptions.increment(1);
-        if let Some(open) = &mut self.lanes[lane].open {
-            open.plan.preempted.push(key);
-            open.needs.retain(|need| need.key != key);
+        for victim in victims {
+            drop(self.remove(victim));
+            if let Some(open) = &mut self.lanes[lane].open {
+                open.plan.preempted.push(victim);
+                open.needs.retain(|need| need.key != victim);
+            }
         }
     }
 
     /// Completes a lane's plan and sends it: lets the shuffle close the holes, and lists what changes in page
     /// tables.
     fn reply(&mut self, lane: usize, open: OpenUpdate) {
-        let OpenUpdate { mut plan, joins, needs, got, reply, .. } = open;
+        let OpenUpdate { mut plan, rewritten, needs, got, reply, .. } = open;
         let Lane { slots, copied, .. } = &mut self.lanes[lane];
         slots.compact(&mut plan.moves);
         plan.stalled.extend(needs.iter().map(|need| need.key));
-        let mut add_entries = |key, first: usize, with_cross: bool| {
-            let Some(HeldSequence { lease, .. }) = self.held.get(&key) else { return };
+        let is_rewritten = |key| rewritten.iter().any(|(other, _)| *other == key);
+        let grown = got.iter().filter(|(key, _)| !is_rewritten(*key));
+        let changes = rewritten.iter().map(|(key, pages)| (*key, pages.as_deref(), 0));
+        for (key, before, first) in changes.chain(grown.map(|(key, first)| (*key, Some(&[][..]), *first))) {
+            let Some(HeldSequence { lease, .. }) = self.held.get(&key) else { continue };
             let slot = slots.slot_of(key).expect("a held sequence has a slot; anything else is a bug");
-            let own = (first as u32..).zip(&lease.own()[first..]);
             let entry = |table| move |(index, &page)| TableUpdate { slot, table, index, page };
+            let held_before = |index: u32| before.and_then(|before| before.get(index as usize));
+            let own = (first as u32..).zip(&lease.own()[first..]);
+            let own = own.filter(|(index, page)| held_before(*index) != Some(page));
             plan.tables.extend(own.map(entry(KvTable::Own)));
-            if with_cross {
+            if before.is_none() {
                 plan.tables.extend((0..).zip(lease.cross()).map(entry(KvTable::Cross)));
-                if let Some(copy) = lease.copy() {
-                    plan.copies.push(copy);
-                    copied.push(key);
-                }
             }
-        };
-        joins.iter().for_each(|key| add_entries(*key, 0, true));
-        got.iter()
-            .filter(|(key, _)| !joins.contains(key))
-            .for_each(|(key, first)| add_entries(*key, *first, false));
+        }
+        // Copies wait for the page that they fill.
+        let may_copy = rewritten.iter().map(|(key, _)| key).chain(got.iter().map(|(key, _)| key));
+        for key in may_copy {
+            if let Some(copy) = self.held.get(key).and_then(|held| held.lease.copy())
+                && !copied.contains(key)
+            {
+                plan.copies.push(copy);
+                copied.push(*key);
+            }
+        }
         plan.slots.extend(slots.iter());
         plan.window = slots.window();
         // The lane may be gone.
@@ -397,7 +485,6 @@ mod tests {
     use super::*;
     use crate::memory::{PageDemand, PageHash, TokenChain};
     use actix::Addr;
-    use mainstem_kernels::batch::Page;
     use mainstem_kernels::random::philox;
     use tokio::sync::mpsc::UnboundedReceiver;
 

@@ -293,8 +293,32 @@ impl Lease {
     /// Returns the copy that must precede the sequence's first step: of a page that holds some of the tokens
     /// of the sequence's page.
     pub fn copy(&self) -> Option<PageCopy> {
-        let to = || self.own[self.computed / self.pool.page_positions];
-        self.source.map(|from| PageCopy { from, to: to() })
+        let to = self.own.get(self.computed / self.pool.page_positions).copied();
+        self.source.zip(to).map(|(from, to)| PageCopy { from, to })
+    }
+
+    /// Leases the pages of the first `positions` positions for a sequence that continues them otherwise. Full
+    /// pages are shared; a page that is not full is copied once the new lease has grown.
+    pub fn fork(&self, positions: usize) -> Lease {
+        let size = self.pool.page_positions;
+        let own = self.own[..positions / size].to_vec();
+        let source = (!positions.is_multiple_of(size)).then(|| self.own[positions / size]);
+        let growth = self.own.len() + self.growth - own.len();
+        let states = &mut *self.pool.lock();
+        own.iter().chain(&self.cross).chain(&source).for_each(|page| states.hold(*page));
+        states.growth += growth;
+        Lease {
+            own,
+            cross: self.cross.clone(),
+            growth,
+            computed: positions,
+            source,
+            chain: None,
+            noted: 0,
+            begun: 0,
+            announced: Vec::new(),
+            pool: self.pool.clone(),
+        }
     }
 
     /// Releases the source of the copy, once the step with the copy is sent.
@@ -633,6 +657,29 @@ mod tests {
         assert!(pool.begin(demand(4, 99), None).is_ok());
         assert!(first.grow(8) && pool.begin(demand(8, 8), None).is_ok());
         drop(first);
+        pool.check();
+    }
+
+    #[test]
+    fn a_fork_shares_full_pages_and_copies_the_last_one() {
+        let pool = PagePool::new(9, 4);
+        let mut first = lease_with_encoder(&pool, 10, 3).expect("there are enough");
+        let mut second = first.fork(10);
+        assert_eq!((second.own(), second.copy(), pool.used()), (&first.own()[..2], None, 4));
+        assert!(second.grow(11) && first.grow(13));
+        assert_eq!(second.cross(), first.cross());
+        assert_eq!(second.copy(), Some(PageCopy { from: first.own()[2], to: second.own()[2] }));
+        let copied = first.own()[2];
+        drop(first);
+        pool.check();
+        assert_eq!(pool.used(), 5, "the source is held until the copy is sent");
+        second.release_source();
+        assert!(pool.used() == 4 && !second.own().contains(&copied));
+        let even = second.fork(8);
+        assert_eq!((even.own().len(), even.copy(), pool.used()), (2, None, 4));
+        drop(even);
+        drop(second);
+        assert_eq!(pool.used(), 0);
         pool.check();
     }
 
