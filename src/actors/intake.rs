@@ -33,7 +33,16 @@ struct QueuedRequest {
     group: u64,
     request: Request,
     events: EventSender,
+    /// Senders of the further results of a beam search.
+    followers: Vec<EventSender>,
     arrived: Instant,
+}
+
+impl QueuedRequest {
+    /// Returns the number of permits that it needs.
+    fn permits(&self) -> usize {
+        self.request.beams.map_or(1, |beams| beams.width)
+    }
 }
 
 /// The intake actor.
@@ -111,7 +120,7 @@ impl Intake {
     /// Checks that free slots and the queue have capacity for all of the requests.
     fn check_capacity(&mut self, requests: &[Request]) -> Result<(), RequestError> {
         let IntakeLimits { slots, max_waiting: limit, .. } = self.limits;
-        let coming = requests.iter().filter(|request| !needs_no_work(request)).count();
+        let coming = requests.iter().map(needed_slots).sum::<usize>();
         let capacity = slots + limit;
         if coming > capacity {
             let message = format!(
@@ -120,7 +129,7 @@ impl Intake {
             return Err(invalid(group_size_param(requests), message));
         }
         self.drop_cancelled();
-        let waiting = self.queue.len();
+        let waiting = self.queue.iter().map(QueuedRequest::permits).sum::<usize>();
         if waiting + coming > self.free_permits + limit {
             return Err(RequestError::Busy { coming, waiting, limit });
         }
@@ -131,12 +140,15 @@ impl Intake {
     /// work is finished at once.
     fn enqueue(&mut self, request: Request) -> TokenStream {
         let (events, stream) = event_channel();
+        let is_further_result = request.beams.is_some_and(|beams| beams.answer > 0);
         if needs_no_work(&request) {
             events.send(TokenEvent::Finished(FinishReason::Length));
+        } else if let Some(search) = self.queue.back_mut().filter(|_| is_further_result) {
+            search.followers.push(events);
         } else {
             let events = events.with_deadline(request.deadline());
-            let (group, arrived) = (self.groups, Instant::now());
-            self.queue.push_back(QueuedRequest { group, request, events, arrived });
+            let (group, followers, arrived) = (self.groups, Vec::new(), Instant::now());
+            self.queue.push_back(QueuedRequest { group, request, events, followers, arrived });
         }
         stream
     }
@@ -145,15 +157,17 @@ impl Intake {
     fn admit(&mut self, ctx: &mut Context<Intake>) {
         use actix::AsyncContext;
         self.drop_cancelled();
-        while self.free_permits > 0
-            && let Some(QueuedRequest { group, request, events, arrived }) = self.queue.pop_front()
-        {
-            self.free_permits -= 1;
-            self.next_key += 1;
-            let permit = Permit::new(ctx.address().recipient());
-            let key = SequenceKey(self.next_key);
+        while let Some(queued) = self.queue.pop_front_if(|queued| queued.permits() <= self.free_permits) {
+            let count = queued.permits();
+            let QueuedRequest { group, request, events, followers, arrived } = queued;
+            self.free_permits -= count;
+            let permits = (0..count).map(|_| Permit::new(ctx.address().recipient())).collect();
+            // Each beam has a key of its own.
+            let key = SequenceKey(self.next_key + 1);
+            self.next_key += count as u64;
             let (lease, progress) = (None, None);
-            let sequence = Sequence { key, group, request, events, permit, lease, arrived, progress };
+            let sequence =
+                Sequence { key, group, request, events, followers, permits, lease, arrived, progress };
             self.prefill.do_send(Admit(Box::new(sequence)));
         }
         self.status.set_counts(self.queue.len(), self.limits.slots - self.free_permits);
@@ -164,6 +178,16 @@ impl Intake {
     /// Removes queued requests whose clients have disconnected or timed out.
     fn drop_cancelled(&mut self) {
         self.queue.retain(|waiting| !waiting.events.is_closed());
+    }
+}
+
+/// Returns the number of slots that a request needs, apart from those of the requests before it.
+fn needed_slots(request: &Request) -> usize {
+    match request.beams {
+        _ if needs_no_work(request) => 0,
+        Some(beams) if beams.answer == 0 => beams.width,
+        Some(_) => 0,
+        None => 1,
     }
 }
 
@@ -207,9 +231,11 @@ mod tests {
         fn new(slots: usize, max_waiting: usize) -> IntakeRig {
             let limits = IntakeLimits {
                 slots,
+                max_beams: slots,
                 max_waiting,
                 context: 64,
                 vocab: 10,
+                eos: 0,
                 top_logprobs: 5,
                 pages: 1,
                 page_positions: 32,

@@ -254,15 +254,16 @@ impl KvManager {
         }
         let has_changes = !(finished.is_empty() && computed.is_empty());
         computed.into_iter().for_each(|computed| self.note_computed(epoch, computed));
+        let mut rewritten: Vec<_> = joins.iter().map(|join| (join.key, None)).collect();
+        // Before what ended: that may be beams which continued others before.
+        beams.into_iter().for_each(|beams| self.continue_beams(lane, beams, &mut rewritten));
         for EndedSequence { key, computed } in finished {
             self.note_computed(epoch, computed);
             drop(self.remove(key));
         }
-        let mut rewritten: Vec<_> = joins.iter().map(|join| (join.key, None)).collect();
         for JoiningSequence { key, lease } in joins {
             self.join(key, HeldSequence { lane, lease, search: None });
         }
-        beams.into_iter().for_each(|beams| self.continue_beams(lane, beams, &mut rewritten));
         let (reply, plan) = oneshot::channel();
         self.lanes[lane].open = Some(OpenUpdate {
             plan: SlotPlan::default(),

@@ -6,11 +6,20 @@
 use crate::model::spec::Kind;
 use crate::request::{self, Request, RequestError, Task};
 
+/// Maximum number of beams of a search.
+pub const BEAMS_MAX: usize = 64;
+
+/// Maximum number of most likely tokens that the results of a beam's row have: one for each beam and for each
+/// token that ends a sequence.
+pub const BEAM_CANDIDATES: usize = 128;
+
 /// The bounds that every request is checked against.
 #[derive(Clone, Debug)]
 pub struct IntakeLimits {
     /// Maximum number of running sequences.
     pub slots: usize,
+    /// Maximum number of beams of a search: the slots of the smallest lane.
+    pub max_beams: usize,
     /// Maximum number of queued sequences.
     pub max_waiting: usize,
     /// Maximum positions of a sequence, prompt and generated tokens.
@@ -18,6 +27,8 @@ pub struct IntakeLimits {
     /// Maximum tokens of the encoder input; 0 without an encoder.
     pub encoder_context: usize,
     pub vocab: usize,
+    /// Number of the model's end-of-sequence tokens.
+    pub eos: usize,
     /// Maximum number of most likely tokens reported per token.
     pub top_logprobs: usize,
     /// KV pages that can be leased, without the null page.
@@ -104,7 +115,27 @@ impl IntakeLimits {
             let message = format!("logprobs can be at most {}", self.top_logprobs);
             return Err(invalid("logprobs", message));
         }
+        self.check_beams(request)?;
         self.check_capacity(request)
+    }
+
+    /// Checks that the beams of a search fit into the slots and the results of a row.
+    fn check_beams(&self, request: &Request) -> Result<(), RequestError> {
+        let Some(beams) = request.beams else { return Ok(()) };
+        let most = self.max_beams.min(BEAMS_MAX);
+        if beams.width > most {
+            let message = format!("beam_width is {} but must be at most {most}", beams.width);
+            return Err(invalid("beam_width", message));
+        }
+        let ends = request.stop_ids.len() + self.eos;
+        match beams.width + ends <= BEAM_CANDIDATES {
+            true => Ok(()),
+            false => {
+                let most = BEAM_CANDIDATES.saturating_sub(beams.width + self.eos);
+                let message = format!("a beam search can have at most {most} stop tokens here");
+                Err(invalid("stop_token_ids", message))
+            }
+        }
     }
 
     /// The name of the parameter that holds the decoder's prompt; of an encoder-decoder model, `prompt` is
@@ -131,9 +162,13 @@ impl IntakeLimits {
         if prompt_tokens + max_tokens > self.context {
             return Err(RequestError::TooLong { prompt, prompt_tokens, max_tokens, context: self.context });
         }
+        let beams = request.beams.map_or(1, |beams| beams.width);
         let pages_with = |answer: usize| {
             let pages_for = |positions: usize| positions.div_ceil(self.page_positions);
-            pages_for(prompt_tokens + answer) + pages_for(request.encoder_input.len())
+            // Beams share the full pages of their prompt.
+            let shared = if beams > 1 { prompt_tokens / self.page_positions } else { 0 };
+            let own = pages_for(prompt_tokens + answer) - shared;
+            shared + beams * own + pages_for(request.encoder_input.len())
         };
         let (needed, pages) = (pages_with(max_tokens), self.pages);
         if needed <= pages {
@@ -230,10 +265,12 @@ mod tests {
     fn limits(kind: Kind) -> IntakeLimits {
         IntakeLimits {
             slots: 1,
+            max_beams: 1,
             max_waiting: 0,
             context: 64,
             encoder_context: if kind == Kind::Decoder { 0 } else { 40 },
             vocab: 10,
+            eos: 1,
             top_logprobs: 5,
             pages: if kind == Kind::Encoder { 0 } else { 3 },
             page_positions: 32,

@@ -166,7 +166,9 @@ impl ReplyStream {
                     continue;
                 }
                 // These events are not text.
-                Some(TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_)) => continue,
+                Some(TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_) | TokenEvent::BeamScore(_)) => {
+                    continue;
+                }
                 Some(TokenEvent::Finished(reason)) => Ok(self.final_delta(reason)),
                 Some(TokenEvent::Failed(error)) => Err(self.fail(error)),
                 None => {

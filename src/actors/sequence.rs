@@ -7,7 +7,7 @@ use super::loop_metrics::SequenceTimes;
 use super::stream::EventSender;
 use crate::decoding::HostSequence;
 use crate::memory::Lease;
-use crate::request::{Request, Task};
+use crate::request::{Request, RequestError, Task, TokenEvent};
 use actix::{Message, Recipient};
 use std::time::Instant;
 
@@ -23,8 +23,10 @@ pub struct Sequence {
     pub request: Request,
     /// Sender of the sequence's events; closed when the client is gone.
     pub events: EventSender,
-    /// The right to a slot.
-    pub permit: Permit,
+    /// Senders of the further results of a beam search.
+    pub followers: Vec<EventSender>,
+    /// The right to a slot; of a beam search, to one for each beam. The beams themselves have none.
+    pub permits: Vec<Permit>,
     /// The sequence's KV pages, on the way from prefill to the KV manager.
     pub lease: Option<Lease>,
     pub arrived: Instant,
@@ -65,6 +67,21 @@ impl Drop for Permit {
 pub struct PermitReleased;
 
 impl Sequence {
+    /// Returns the senders of all its clients: those of a beam search, one for each result.
+    pub fn clients(&self) -> impl Iterator<Item = &EventSender> {
+        std::iter::once(&self.events).chain(&self.followers)
+    }
+
+    /// Sends an error to all its clients.
+    pub fn fail(&self, error: &RequestError) {
+        self.clients().for_each(|events| events.send(TokenEvent::Failed(error.clone())));
+    }
+
+    /// Returns the number of slots that the sequence needs: one for each beam.
+    pub fn slots(&self) -> usize {
+        self.request.beams.map_or(1, |beams| beams.width)
+    }
+
     /// Returns the maximum number of positions of the sequence: prompt plus generated tokens.
     pub fn positions(&self) -> usize {
         match self.request.task {

@@ -68,8 +68,9 @@ pub fn sequence(
     intake: Recipient<PermitReleased>,
 ) -> (Box<Sequence>, TokenStream) {
     let (events, stream) = event_channel();
-    let (key, permit, arrived) = (SequenceKey(key), Permit::new(intake), Instant::now());
+    let (key, permits, arrived) = (SequenceKey(key), vec![Permit::new(intake)], Instant::now());
+    let (followers, lease, progress) = (Vec::new(), None, None);
     let sequence =
-        Sequence { key, group: key.0, request, events, permit, lease: None, arrived, progress: None };
+        Sequence { key, group: key.0, request, events, followers, permits, lease, arrived, progress };
     (Box::new(sequence), stream)
 }

@@ -14,6 +14,7 @@ pub use finish::{finish_reason, logit_biases};
 pub use params::{ParamList, SamplingDefaults};
 pub use sampling::{sample_row, validate};
 
+use crate::decoding::beams::EarlyStopping;
 use crate::decoding::{Constraint, SamplingPlan};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -47,6 +48,8 @@ pub struct Request {
     pub plan: Option<Arc<SamplingPlan>>,
     /// The grammar that the output must follow.
     pub constraint: Option<Arc<Constraint>>,
+    /// The beam search to find the output with, instead of sampling tokens.
+    pub beams: Option<BeamOptions>,
     /// Number of most likely tokens to report with each generated token. `Some(0)` reports the
     /// log-probability of the token alone; `None` reports nothing.
     pub logprobs: Option<u8>,
@@ -73,6 +76,20 @@ pub enum Task {
     Embed(Pooling),
     /// The `top_k` most likely tokens at each of the `positions` of the encoder input. Positions ascend.
     FillMask { positions: Arc<[u32]>, top_k: u8 },
+}
+
+/// A beam search, whose parameters [`crate::decoding::beams::BeamParams`] explains.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BeamOptions {
+    /// Number of beams, each of which takes a slot.
+    pub width: usize,
+    pub length_penalty: f64,
+    pub early_stopping: EarlyStopping,
+    /// Number of the last prompt tokens that count as generated ones.
+    pub forced_tokens: u32,
+    /// The place of the request's answer among the results, from 0 for the best one. Requests for further
+    /// results of the same search directly follow the first one in their group, and are otherwise equal to it.
+    pub answer: usize,
 }
 
 /// Sampling parameters.
@@ -118,6 +135,8 @@ pub enum TokenEvent {
     MaskFilled(Token),
     /// The end-of-sequence or stop token that ends the sequence: generated, but not part of the text.
     EndToken(Token),
+    /// The score of the output, which a beam search found; sent after its last token.
+    BeamScore(f32),
     /// The sequence ended regularly.
     Finished(FinishReason),
     /// The sequence ended with an error.
@@ -151,6 +170,7 @@ impl Request {
             sampling: Sampling::GREEDY,
             plan: None,
             constraint: None,
+            beams: None,
             logprobs: None,
             prompt_logprobs: false,
             cache_salt: None,

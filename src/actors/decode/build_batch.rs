@@ -4,7 +4,7 @@
 //! come back in the order of the [`OutputRouting`].
 
 use super::process_output::{OutputRouting, RowTarget, RowUse};
-use super::{DecodeLoop, SpanWork};
+use super::{DecodeLoop, SpanWork, beams};
 use crate::actors::device::Step;
 use crate::actors::kv::SlotPlan;
 use crate::actors::loop_metrics::StepSize;
@@ -103,7 +103,8 @@ impl DecodeLoop {
     fn add_decode_span(&self, buffers: &mut StepBuffers, at: usize) {
         let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
         let tokens = match running.forced {
-            0 => self.decode_token(batch, running.last_token()),
+            // The device did not choose a beam's token.
+            0 if !running.is_beam => self.decode_token(batch, running.last_token()),
             forced => {
                 let at = batch.tokens.len() as u32;
                 batch.tokens.extend_from_slice(running.next_input());
@@ -186,6 +187,16 @@ impl DecodeLoop {
     fn add_sample_row(&self, StepBuffers { step, routing }: &mut StepBuffers, at: usize) {
         let (batch, running) = (&mut step.batch, &self.running[at]);
         let mut params = running.sample_row();
+        if let Some(search) = beams::beam_params(&running.sequence.request, &self.config.eos) {
+            let candidates = search.width + search.end_tokens.len();
+            batch.sampling.push(SamplingParams {
+                logprob: true,
+                top_logprobs: candidates as u8,
+                ..SamplingParams::GREEDY
+            });
+            routing.targets.push(RowTarget::Sequence(self.sequence_ref(at), RowUse::BeamCandidates));
+            return;
+        }
         let host = running.host.as_ref();
         // A plan of the host includes the biases.
         if !host.is_some_and(HostSequence::draws) {

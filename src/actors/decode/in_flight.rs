@@ -53,7 +53,7 @@ impl DecodeLoop {
     /// Waits until the only step in flight has passed its last layer, and returns whether the next iteration
     /// may be scheduled before its results. Returns false at once if the loop does not run ahead.
     pub(super) async fn may_run_ahead(&mut self) -> bool {
-        if !self.runs_ahead {
+        if !self.runs_ahead || self.has_beams() {
             return false;
         }
         self.flush_events();

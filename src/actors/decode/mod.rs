@@ -19,6 +19,8 @@ mod process_output;
 
 mod in_flight;
 
+mod beams;
+
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
 use super::loop_metrics::LoopMetrics;
@@ -31,6 +33,7 @@ use crate::decoding::HostPool;
 use crate::memory::split_slots;
 use crate::request::{RequestError, TokenEvent};
 use actix::{Actor, AsyncContext, Context, Recipient, WrapFuture};
+use beams::RunningSearch;
 use build_batch::StepBuffers;
 use futures_util::FutureExt;
 use in_flight::{InFlightStep, StepKind};
@@ -142,6 +145,10 @@ struct DecodeLoop {
     /// Sequences that have given up slot and pages and wait for results in flight: those that end with them,
     /// and preempted ones.
     leaving: Vec<RunningSequence>,
+    /// Beam searches whose prompts are computed.
+    searches: Vec<RunningSearch>,
+    /// The most likely tokens after beams, by the results since the last iteration.
+    beam_rows: Vec<(SequenceKey, Vec<(u32, f32)>)>,
     /// Changes to send to the KV manager with the next update.
     update: IterationUpdate,
     /// Spans of the current iteration that are still to be sent.
@@ -193,6 +200,8 @@ impl DecodeLoop {
             jump_limit: if runs_ahead { 0 } else { jump_limit.min(FORCED_MAX) },
             running: Vec::with_capacity(slots),
             leaving: Vec::with_capacity(slots),
+            searches: Vec::new(),
+            beam_rows: Vec::new(),
             update: IterationUpdate { lane, ..IterationUpdate::default() },
             pending_work: VecDeque::with_capacity(slots),
             slot_plan: None,
@@ -230,6 +239,7 @@ impl DecodeLoop {
 
     /// Schedules the next iteration: removes finished sequences, adds new ones, and plans the spans.
     async fn schedule_iteration(&mut self) -> Option<()> {
+        self.advance_searches();
         self.remove_finished();
         if self.running.is_empty() {
             self.go_idle().await?;
@@ -273,6 +283,7 @@ impl DecodeLoop {
         let ended = |running: &mut RunningSequence| running.finished || running.sequence.events.is_closed();
         let ended = self.running.extract_if(.., ended).map(|mut running| running.release());
         self.update.finished.extend(ended);
+        self.drop_ended_searches();
     }
 
     /// Goes idle, as the lane has no sequences: processes the steps in flight, whose results nobody needs,
@@ -297,7 +308,8 @@ impl DecodeLoop {
         let decoding: usize = decoding.map(|running| 1 + running.forced as usize).sum();
         let (lane, running) = (self.lane, self.running.len());
         let steps_ahead = self.count_in_flight(StepKind::Ahead);
-        let (budget, free_slots) = (self.config.token_budget - decoding, self.slots - running);
+        let free_slots = self.slots - running - self.reserved_slots();
+        let budget = self.config.token_budget - decoding;
         let request = NextChunks { lane, budget, running, free_slots, steps_ahead };
         let chunks = self.handles.next_chunks.send(request).await.ok();
         self.handles.status.heartbeat(lane);
@@ -370,13 +382,18 @@ impl DecodeLoop {
     /// Lets go of preempted sequences, and gives the others their slots.
     fn apply_plan(&mut self, plan: &SlotPlan) {
         let preempted = self.running.extract_if(.., |running| plan.preempted.contains(&running.key));
+        let (beams, others): (Vec<_>, Vec<_>) = preempted.partition(|running| running.is_beam);
+        beams.into_iter().for_each(|beam| self.requeue_search(beam.key));
         // The client has, or gets, all tokens so far: they are kept, and those in flight are waited for.
-        self.leaving.extend(preempted);
+        self.leaving.extend(others);
         self.let_go();
         self.reorder(&plan.slots);
         let page_positions = self.config.limits.page_positions;
         for running in &mut self.running {
             running.is_stalled = plan.stalled.contains(&running.key);
+        }
+        self.stall_whole_searches();
+        for running in &mut self.running {
             if running.is_decoding() && !running.is_stalled {
                 running.pages =
                     running.pages.max(running.next_position().div_ceil(page_positions as u32) as usize);
@@ -449,12 +466,14 @@ impl DecodeLoop {
     /// Fails all sequences of the lane, because the devices lost their state, and restarts the lane empty.
     fn fail_all(&mut self, fault: &DeviceError) {
         self.flush_events();
+        let failure = RequestError::DeviceFailed(fault.to_string());
         let lost = self.running.drain(..).chain(self.leaving.drain(..));
         // Clients of finished sequences have already received their end.
-        for running in lost.filter(|running| !running.finished) {
-            let failure = RequestError::DeviceFailed(fault.to_string());
-            running.sequence.events.send(TokenEvent::Failed(failure));
+        for running in lost.filter(|running| !running.finished && !running.is_beam) {
+            running.sequence.fail(&failure);
         }
+        self.fail_all_searches(&failure);
+        self.beam_rows.clear();
         let lane = self.lane;
         self.pending_work.clear();
         self.slot_plan = None;

@@ -31,6 +31,8 @@ pub(super) enum RowTarget {
 pub(super) enum RowUse {
     /// As the next token.
     NextToken,
+    /// As the candidates for the next token of a beam, or for the first ones of a search.
+    BeamCandidates,
     /// As the log-probability of a prompt token.
     PromptLogprob,
     /// As the prediction at a masked position of the encoder input.
@@ -88,9 +90,7 @@ impl DecodeLoop {
                 // What the host knows says more than the device does.
                 let why = running.host.as_ref().and_then(HostSequence::error);
                 let why = why.map_or_else(|| failure.to_string(), |error| error.to_string());
-                let failed = TokenEvent::Failed(RequestError::SamplingFailed(why));
-                self.pending_events.push((running.sequence.events.clone(), failed));
-                running.finished = true;
+                self.fail_sequence(sequence, RequestError::SamplingFailed(why));
                 continue;
             }
             match usage {
@@ -102,6 +102,9 @@ impl DecodeLoop {
                     }
                     self.process_token(sequence, token);
                 }
+                RowUse::BeamCandidates => {
+                    self.beam_rows.push((running.key, output.top_logprobs_of(row).to_vec()));
+                }
                 RowUse::MaskPrediction => {
                     let event = mask_prediction(output.top_logprobs_of(row));
                     self.pending_events.push((running.sequence.events.clone(), event));
@@ -111,6 +114,18 @@ impl DecodeLoop {
         self.finish_encoder_only(&output.hidden, &routing.encoder_only);
         self.leaving.retain(|leaving| !leaving.finished);
         self.let_go();
+    }
+
+    /// Ends a sequence whose row failed.
+    fn fail_sequence(&mut self, sequence: SequenceRef, error: RequestError) {
+        let Some(running) = find(&mut self.running, &mut self.leaving, sequence) else { return };
+        if running.is_beam {
+            return self.fail_search(sequence.key, &error);
+        }
+        let failed =
+            running.sequence.clients().map(|events| (events.clone(), TokenEvent::Failed(error.clone())));
+        self.pending_events.extend(failed);
+        running.finished = true;
     }
 
     /// Processes a sampled token, and those that a grammar forces after it.

@@ -18,6 +18,8 @@ pub(super) struct RunningSequence {
     pub(super) key: SequenceKey,
     pub(super) slot: Slot,
     pub(super) sequence: Box<Sequence>,
+    /// Whether it is a beam of a search, which has the tokens before its last one.
+    pub(super) is_beam: bool,
     /// The prefill chunk for the next step.
     pub(super) chunk: Option<PromptChunk>,
     /// Whether the last chunk of its prompt has been scheduled.
@@ -96,8 +98,50 @@ impl RunningSequence {
             prompt_logprobs: Vec::new(),
             forced: 0,
             host,
+            is_beam: false,
             sequence,
         }
+    }
+
+    /// Returns the state of a beam like this one, or of the only beam of the search that this sequence begins.
+    pub(super) fn as_beam(&self, key: SequenceKey) -> RunningSequence {
+        let Sequence { group, ref request, ref events, arrived, .. } = *self.sequence;
+        let (request, events) = (request.clone(), events.clone());
+        let (followers, permits, lease, progress) = (Vec::new(), Vec::new(), None, None);
+        let sequence = Sequence { key, group, request, events, followers, permits, lease, arrived, progress };
+        RunningSequence {
+            key,
+            slot: self.slot,
+            sequence: Box::new(sequence),
+            is_beam: true,
+            chunk: None,
+            prompt_scheduled: true,
+            scheduled: self.received,
+            received: self.received,
+            generated: Vec::new(),
+            resumed: 0,
+            // The search's first sequence has reported what is in the pages of the prompt.
+            sent_positions: 0,
+            reported_positions: 0,
+            reported_tokens: 0,
+            pages: self.pages,
+            is_stalled: false,
+            awaited: self.awaited,
+            finished: false,
+            times: self.times,
+            prompt_logprobs: Vec::new(),
+            forced: 0,
+            host: None,
+        }
+    }
+
+    /// Continues a beam with a token. It shares `pages` full pages, and may need another one.
+    pub(super) fn continue_beam(&mut self, token: u32, pages: usize) {
+        self.received += 1;
+        self.scheduled = self.received;
+        self.generated.clear();
+        self.generated.push(token);
+        self.pages = pages;
     }
 
     /// Gives up the slot and the pages, when no later step has rows of the sequence.
@@ -128,7 +172,7 @@ impl RunningSequence {
     }
 
     /// Reports the positions whose steps were sent and whose tokens are known.
-    fn report(&mut self) -> ComputedPositions {
+    pub(super) fn report(&mut self) -> ComputedPositions {
         self.reported_positions = self.known_positions();
         // The tokens of these positions; the prompt's are known.
         let end = self.reported_positions.saturating_sub(self.sequence.request.prompt.len());
@@ -138,6 +182,9 @@ impl RunningSequence {
     }
 
     fn known_positions(&self) -> usize {
+        if self.is_beam {
+            return 0;
+        }
         self.sent_positions.min(self.sequence.request.prompt.len() + self.generated.len())
     }
 

@@ -13,7 +13,7 @@ use super::device::ExecutorFactory;
 use super::group::{Group, GroupConfig};
 use super::intake::Intake;
 use super::kv::KvManager;
-use super::limits::IntakeLimits;
+use super::limits::{BEAM_CANDIDATES, IntakeLimits};
 use super::model_sampling::ModelSampling;
 use super::prefill::Prefill;
 use super::prefix_rules::PrefixRules;
@@ -350,11 +350,13 @@ fn start_control(
     }
     let intake_limits = IntakeLimits {
         slots,
+        max_beams: slots / lanes,
         max_waiting,
         context: setup.model.context,
         encoder_context: limits.encoder_positions,
         vocab: limits.vocab,
-        top_logprobs: limits.top_logprobs,
+        eos: setup.model.eos.len(),
+        top_logprobs: TOP_LOGPROBS,
         pages: pages - 1,
         page_positions: limits.page_positions,
         kind: setup.model.kind,
@@ -400,7 +402,7 @@ fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits 
         positions: if spec.decoder.is_some() { context } else { 0 },
         encoder_positions,
         page_positions: config.kv.page_size,
-        top_logprobs: TOP_LOGPROBS,
+        top_logprobs: BEAM_CANDIDATES.max(TOP_LOGPROBS),
         vocab: spec.vocab,
         hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
         attended_fraction: config.kv.sparse_attention,

@@ -44,10 +44,10 @@ impl LaneState {
         self.free_slots > 0 && (self.is_idle() || backlog < self.budget)
     }
 
-    /// Counts one more sequence in the lane.
-    pub(super) fn add_sequence(&mut self) {
+    /// Counts one more sequence in the lane, which needs so many slots.
+    pub(super) fn add_sequence(&mut self, slots: usize) {
         self.running += 1;
-        self.free_slots -= 1;
+        self.free_slots -= slots;
     }
 
     /// Resets a lane that restarts. It gets no sequences before its next request.

@@ -38,7 +38,7 @@ pub struct NextChunks {
     pub budget: usize,
     /// Running sequences of the lane. With none, the reply is held back until there is work.
     pub running: usize,
-    /// Free slots of the lane.
+    /// Free slots of the lane, without those that beams of running searches will take.
     pub free_slots: usize,
     /// Steps of [`ChunksAhead`] that the lane has in flight.
     pub steps_ahead: usize,
@@ -103,6 +103,8 @@ struct QueuedPrompt {
     sequence: Option<Box<Sequence>>,
     /// Its tokens, until it has pages; `None` if these are not shared.
     chain: Option<TokenChain>,
+    /// Number of slots that it needs.
+    slots: usize,
     /// Tokens of the encoder input, until they are scheduled.
     encoder_tokens: usize,
     /// Tokens of the prompt, and those generated before a preemption.
@@ -244,6 +246,7 @@ impl Prefill {
         let prompt = QueuedPrompt {
             key,
             chain: self.prefix_rules.chain(&sequence, self.pool.page_positions()),
+            slots: sequence.slots(),
             encoder_tokens: request.encoder_input.len(),
             len: request.prompt.len() + sequence.generated().len(),
             scheduled: 0,
@@ -283,7 +286,10 @@ impl Prefill {
         let mut share = lanes::lane_share(&self.lanes, lane, self.releasable());
         let mut at = 0;
         while budget > 0 && share > 0 && at < self.releasable() {
-            if self.waiting[at].min_chunk() > budget && !chunks.is_empty() {
+            let QueuedPrompt { slots, .. } = self.waiting[at];
+            if slots > self.lanes[lane].free_slots
+                || self.waiting[at].min_chunk() > budget && !chunks.is_empty()
+            {
                 break;
             }
             match self.lease_pages(at) {
@@ -299,7 +305,7 @@ impl Prefill {
             self.released_in_window = self.released_in_window.saturating_sub(1);
             share -= 1;
             let lane = &mut self.lanes[lane];
-            lane.add_sequence();
+            lane.add_sequence(slots);
             if prompt.remaining() > 0 {
                 lane.started.push_back(prompt);
             }

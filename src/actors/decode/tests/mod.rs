@@ -10,11 +10,12 @@ mod rig;
 mod run_ahead;
 
 use crate::config::Policy;
-use crate::request::{Request, RequestError};
+use crate::decoding::beams::EarlyStopping;
+use crate::request::{BeamOptions, Request, RequestError};
 use crate::telemetry;
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{SpanOutput, SpanTable, SpanTokens, StepBatch};
-use rig::{FaultOrder, Rig, RigConfig, Signals, VOCAB, expected};
+use rig::{FaultOrder, PAGE, Rig, RigConfig, Signals, VOCAB, expected};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -55,6 +56,70 @@ async fn each_lane_has_a_step_in_flight() {
         rig.clients.iter().for_each(|client| client.assert_complete());
         rig.assert_all_released().await;
     }
+}
+
+/// Returns the requests for the best `answers` results of a beam search.
+fn search(request: &Request, width: usize, answers: usize) -> Vec<Request> {
+    let answer = |answer| {
+        let early_stopping = EarlyStopping::Estimate;
+        let beams = BeamOptions { width, length_penalty: 1.0, early_stopping, forced_tokens: 0, answer };
+        Request { beams: Some(beams), prompt_logprobs: false, ..request.clone() }
+    };
+    (0..answers).map(answer).collect()
+}
+
+/// Beams permute their pages in every step, beside other sequences, in every lane, and begin anew after they
+/// are preempted.
+#[actix::test]
+async fn beams_find_what_a_search_over_whole_sequences_finds() {
+    for (lanes, run_ahead) in [(1, false), (1, true), (2, true)] {
+        for (pages, stops) in [(None, &[][..]), (None, &[5, 50, 60, 70][..]), (Some(30), &[][..])] {
+            let mut rig = Rig::new(RigConfig { pages, run_ahead, ..RigConfig::new(12, lanes) });
+            rig.submit(request(1, 9, 40)).await;
+            for (number, width) in [(2, 4), (3, 2), (4, 5), (5, 1)] {
+                let plain = Request { stop_ids: stops.into(), ..request(number, 7 + number as usize, 12) };
+                rig.submit_all(search(&plain, width, width.min(3))).await;
+            }
+            rig.submit(request(6, 9, 40)).await;
+            rig.run_to_end().await;
+            rig.clients.iter().for_each(|client| client.assert_complete());
+            rig.assert_all_released().await;
+            let preemptions = rig.count(&telemetry::PREEMPTIONS);
+            assert_eq!(preemptions > 0, pages.is_some(), "{preemptions}");
+        }
+    }
+}
+
+/// A search that fails tells all its clients, once; one whose client leaves gives up its slots.
+#[actix::test]
+async fn a_search_ends_as_a_whole() {
+    let submit = async |rig: &mut Rig| {
+        let others = rig.submit_all(search(&request(1, 5, 30), 4, 3)).await;
+        for _ in 0..5 {
+            rig.complete_step().await;
+        }
+        rig.run_until_idle().await;
+        others
+    };
+    let mut rig = Rig::new(RigConfig::new(6, 1));
+    submit(&mut rig).await;
+    rig.complete_step_failing_row(2).await;
+    rig.run_to_end().await;
+    let ends =
+        rig.clients.iter().map(|client| matches!(client.end, Some(Err(RequestError::SamplingFailed(_)))));
+    assert_eq!(ends.collect::<Vec<_>>(), [true; 3]);
+    rig.assert_all_released().await;
+    submit(&mut rig).await;
+    rig.fail(0, FaultOrder::First);
+    rig.run_to_end().await;
+    let ends =
+        rig.clients[3..].iter().map(|client| matches!(client.end, Some(Err(RequestError::DeviceFailed(_)))));
+    assert_eq!(ends.collect::<Vec<_>>(), [true; 3]);
+    rig.assert_all_released().await;
+    let last = submit(&mut rig).await;
+    (last - 2..=last).for_each(|number| rig.disconnect(number));
+    rig.run_to_end().await;
+    rig.assert_all_released().await;
 }
 
 /// Returns the number of prompt rows in the steps that the rig completes until nothing is left.
@@ -591,14 +656,28 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
                 let request = request(dice.throw(95_000 + n, 3) as u64, len, tokens);
                 let request = Request { prompt_logprobs, stop_ids, min_tokens, ..request };
                 let answers = 1 + dice.throw(96_000 + n, 8) / 6;
-                rig.submit_all(vec![request; answers]).await;
-                submitted += answers as u64;
+                let width = (1 + dice.throw(97_000 + n, 4)).min(rig.config.slots / rig.config.lanes);
+                let shared = len / PAGE;
+                let needed = shared + width * ((len + tokens as usize).div_ceil(PAGE) - shared);
+                let requests = match dice.throw(98_000 + n, 5) {
+                    0 if needed <= rig.config.pages.unwrap_or(usize::MAX) => {
+                        search(&request, width, answers.min(width))
+                    }
+                    _ => vec![request; answers],
+                };
+                submitted += requests.len() as u64;
+                rig.submit_all(requests).await;
             }
         }
         if throw(2, 12) == 0 && submitted > 0 {
             let number = throw(3, submitted as usize);
-            rig.disconnect(number);
-            hung_up.insert(number);
+            // The clients of a search are one.
+            let answer = |number: usize| rig.clients.get(number)?.request.beams.map(|beams| beams.answer);
+            let first = number - answer(number).unwrap_or(0);
+            let more = (first + 1..).take_while(|number| answer(*number).is_some_and(|answer| answer > 0));
+            let all: Vec<usize> = std::iter::once(first).chain(more).collect();
+            all.iter().for_each(|number| rig.disconnect(*number));
+            hung_up.extend(all);
         }
         if faults && throw(4, 25) == 0 {
             if throw(6, 3) > 0 {
@@ -618,7 +697,8 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
     }
     rig.run_to_end().await;
     for (number, client) in rig.clients.iter().enumerate() {
-        assert!(expected(&client.request).starts_with(&client.ids), "{label}: request {number}");
+        let is_search = client.request.beams.is_some();
+        assert!(is_search || expected(&client.request).starts_with(&client.ids), "{label}: request {number}");
         match client.end {
             _ if hung_up.contains(&number) => {}
             Some(Ok(_)) => client.assert_complete(),

@@ -4,6 +4,7 @@
 //! Invariant: a token depends on every token before it as the devices' state has them, so that a write to a
 //! wrong slot, page or position shows in the tokens.
 
+use super::super::beams::beam_params;
 use super::super::{Decode, DecodeConfig, LoopHandles};
 use crate::actors::device::{Step, StepResult};
 use crate::actors::group::{Devices, Epoch, SentStep};
@@ -17,6 +18,7 @@ use crate::actors::stream::{Submit, SubmitKind, TokenStream};
 use crate::actors::testing::with_timeout;
 use crate::config::Policy;
 use crate::decoding::HostPool;
+use crate::decoding::beams::{BeamSearch, BeamStep, Hypothesis, NewBeam};
 use crate::memory::{PagePool, split_slots};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
@@ -45,6 +47,30 @@ const POSITIONS: usize = 160;
 pub fn next_token_after<'a>(tokens: impl IntoIterator<Item = &'a u32>) -> u32 {
     tokens.into_iter().fold(17, |sum: u32, token| sum.wrapping_mul(31).wrapping_add(*token + 7) % 65_521)
         % VOCAB
+}
+
+/// The most likely tokens where the most likely one is `next`, with their log-probabilities.
+fn candidates(next: u32) -> impl Iterator<Item = (u32, f32)> {
+    // Different from place to place, so that searches change their minds.
+    (0..VOCAB).map(move |rank| ((next + rank) % VOCAB, -0.3 - rank as f32 * (0.1 + (next % 7) as f32 * 0.05)))
+}
+
+/// The result of a search for `request`, computed from all tokens of each beam.
+pub fn expected_beams(request: &Request) -> Vec<Hypothesis> {
+    let params = beam_params(request, &[]).expect("it is a search");
+    let mut search = BeamSearch::new(params).expect("its parameters are valid");
+    let mut beams = vec![request.prompt.to_vec()];
+    loop {
+        let row = |beam: &Vec<u32>| candidates(next_token_after(beam)).take(20).collect::<Vec<_>>();
+        let rows: Vec<_> = beams.iter().map(row).collect();
+        match search.advance(rows.iter().map(Vec::as_slice)) {
+            BeamStep::Done => return search.finish(),
+            BeamStep::Continue(next) => {
+                let grow = |beam: &NewBeam| [&beams[beam.parent as usize][..], &[beam.token]].concat();
+                beams = next.iter().map(grow).collect();
+            }
+        }
+    }
 }
 
 /// The token that is sampled in the place of `token` if some are banned: the next one that is not.
@@ -125,7 +151,9 @@ impl FakeModel {
                     self.last_tokens[span.slot as usize] = token;
                 }
                 let logprob = if sample.logprob { next as f32 } else { f32::NAN };
-                output.tokens.push(SampledToken { logprob, ..SampledToken::new(token) });
+                let (top_at, top_len) = (output.top_logprobs.len() as u32, sample.top_logprobs.into());
+                output.top_logprobs.extend(candidates(next).take(sample.top_logprobs.into()));
+                output.tokens.push(SampledToken { logprob, top_at, top_len, ..SampledToken::new(token) });
             }
         }
         assert!(samples.next().is_none(), "there is an output row for each sample row");
@@ -322,6 +350,8 @@ pub struct Client {
     /// Number of cached prompt tokens, once it has started.
     pub cached: Option<usize>,
     pub prompt_tokens: Vec<Token>,
+    /// Score of a beam search's result.
+    pub score: Option<f32>,
     pub ids: Vec<u32>,
     /// Time of each token, on the simulated clock.
     pub token_times: Vec<u64>,
@@ -433,12 +463,13 @@ impl Rig {
         for (request, stream) in requests.into_iter().zip(streams.expect("the requests are accepted")) {
             let (prompt_tokens, ids, token_times, end, closed) =
                 (Vec::new(), Vec::new(), Vec::new(), None, false);
-            let (stream, cached) = (Some(stream), None);
+            let (stream, cached, score) = (Some(stream), None, None);
             self.clients.push(Client {
                 request,
                 stream,
                 cached,
                 prompt_tokens,
+                score,
                 ids,
                 token_times,
                 end,
@@ -651,6 +682,7 @@ impl Client {
                 assert!(self.cached.replace(cached_tokens).is_none(), "a sequence starts once");
             }
             TokenEvent::Prompt(tokens) => self.prompt_tokens = tokens,
+            TokenEvent::BeamScore(score) => self.score = Some(score),
             TokenEvent::Token(token) | TokenEvent::EndToken(token) => {
                 self.ids.push(token.id);
                 self.token_times.push(clock);
@@ -664,6 +696,11 @@ impl Client {
     /// Asserts that the request ended with the right tokens, and with the prompt's log-probabilities if
     /// requested.
     pub fn assert_complete(&self) {
+        if let Some(beams) = self.request.beams {
+            let expected = &expected_beams(&self.request)[beams.answer];
+            assert_eq!((&self.ids, self.score), (&expected.tokens, Some(expected.score)));
+            return assert!(matches!(self.end, Some(Ok(_))), "{:?}", self.end);
+        }
         assert_eq!(self.ids, expected(&self.request));
         let stop = self.ids.last().filter(|last| self.request.stop_ids.contains(last));
         let reason = stop.map_or(FinishReason::Length, |stop| FinishReason::StopToken(*stop));
@@ -680,10 +717,12 @@ impl Client {
 fn intake_limits(slots: usize, pages: usize) -> IntakeLimits {
     IntakeLimits {
         slots,
+        max_beams: slots,
         max_waiting: 1000,
         context: POSITIONS,
         encoder_context: 0,
         vocab: VOCAB as usize,
+        eos: 0,
         top_logprobs: 0,
         pages: pages - 1,
         page_positions: PAGE,
