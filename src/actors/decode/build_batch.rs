@@ -134,17 +134,18 @@ impl DecodeLoop {
         let request = &running.sequence.request;
         let tokens = push_tokens(batch, &request.prompt[start..start + len]);
         let want = match (request.prompt_logprobs, last) {
-            (true, _) => SpanOutput::All,
-            (false, true) => SpanOutput::Last,
-            (false, false) => SpanOutput::None,
+            (Some(_), _) => SpanOutput::All,
+            (None, true) => SpanOutput::Last,
+            (None, false) => SpanOutput::None,
         };
         batch.spans.push(running.span(start as u32, tokens, want));
-        if request.prompt_logprobs {
+        if let Some(top_logprobs) = request.prompt_logprobs {
             // The logits of a row are those of the token after it.
             for token in request.prompt[start + 1..].iter().take(len) {
                 batch.sampling.push(SamplingParams {
                     mode: SampleMode::Score(*token),
                     logprob: true,
+                    top_logprobs,
                     ..running.sample_row()
                 });
                 buffers

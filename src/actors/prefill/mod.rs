@@ -218,7 +218,7 @@ impl Prefill {
         let (key, request) = (sequence.key, &sequence.request);
         let computed = sequence.lease.as_ref().map_or(0, Lease::computed);
         assert!(
-            computed == 0 || (computed < request.prompt.len() && !request.prompt_logprobs),
+            computed == 0 || (computed < request.prompt.len() && request.prompt_logprobs.is_none()),
             "the first token needs the output of the prompt's last row, and log-probabilities those of all"
         );
         let prompt = QueuedPrompt {
