@@ -24,7 +24,7 @@ use tracing::info;
 pub struct ReplySpec {
     /// Whether the reply starts with the prompt's text.
     pub echo: bool,
-    /// Whether the prompt's tokens with their log-probabilities are kept, for [`ChoiceStreams::take_prompts`].
+    /// Whether the prompt's scored tokens are kept for [`ChoiceStreams::take_prompts`].
     pub keep_prompt: bool,
     /// Strings that end the reply; none is empty.
     pub stop: Arc<[String]>,
@@ -372,15 +372,14 @@ impl ChoiceStreams {
         self.choices.iter_mut().fold(error, |error, choice| choice.fail(error))
     }
 
-    /// Takes the tokens of each prompt with their log-probabilities, as far as the engine has sent them, if the
-    /// streams keep them. Those of a prompt's first choice stand for all.
+    /// Takes the scored tokens of each prompt, if the streams keep them. Those of a prompt's first choice stand
+    /// for all.
     pub fn take_prompts(&mut self) -> Vec<Vec<Token>> {
         let first_choices = self.choices.iter_mut().step_by(self.choices_per_prompt);
         first_choices.filter_map(|reply| reply.prompt.take()).collect()
     }
 
-    /// Returns the token counts so far. Cached tokens are those of the first choice of each prompt: the others
-    /// have the same prompt, which counts once.
+    /// Returns the token counts so far. Each prompt counts once, with the cached tokens of its first choice.
     pub fn usage(&self) -> Usage {
         let counts = || self.choices.iter().map(|reply| reply.metrics.usage);
         Usage {

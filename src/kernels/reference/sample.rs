@@ -72,7 +72,7 @@ pub fn logprobs(logits: &[f32], n: usize) -> LogProbs {
     result
 }
 
-/// Returns the rank of a token of `logits` (vocabulary): 1 for the most likely, ties by id. A NaN logit counts
+/// Returns the rank of a token in `logits` (vocabulary): 1 is the most likely, ties by id. A NaN logit counts
 /// as negative infinity.
 pub fn rank(logits: &[f32], token: u32) -> u32 {
     let values: Vec<f32> = logits.iter().map(|&l| nan_to_lowest(l)).collect();

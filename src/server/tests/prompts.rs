@@ -128,7 +128,8 @@ async fn echoed_and_listed_scores_have_numbers_of_their_own() {
     {
         let prompt = [BOS, 97, 98];
         let body = json!({
-            "prompt": prompt, "max_tokens": 0, "echo": true, "n": 2, "logprobs": logprobs, "prompt_logprobs": 1
+            "prompt": prompt, "max_tokens": 0, "echo": true, "n": 2, "logprobs": logprobs,
+            "prompt_logprobs": 1
         });
         let client = begin(&server, COMPLETIONS, &body).await;
         for asked in asked {

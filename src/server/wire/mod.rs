@@ -48,7 +48,7 @@ pub struct Usage {
     pub prompt_tokens_details: PromptTokensDetails,
 }
 
-/// What is known about the prompt tokens of a request.
+/// Details of the prompt tokens of a request.
 #[derive(Debug, Serialize)]
 pub struct PromptTokensDetails {
     /// Number of prompt tokens that were in the prefix cache.
