@@ -372,8 +372,7 @@ impl ChoiceStreams {
         self.choices.iter_mut().fold(error, |error, choice| choice.fail(error))
     }
 
-    /// Takes the scored tokens of each prompt, if the streams keep them. Those of a prompt's first choice stand
-    /// for all.
+    /// Takes the scored tokens of each prompt, if the streams keep them: those of its first choice.
     pub fn take_prompts(&mut self) -> Vec<Vec<Token>> {
         let first_choices = self.choices.iter_mut().step_by(self.choices_per_prompt);
         first_choices.filter_map(|reply| reply.prompt.take()).collect()

@@ -80,7 +80,9 @@ fn scores() -> TokenEvent {
 
 /// Returns the response's list of these scores, with one likely token for each token.
 fn listed() -> Value {
-    let entry = |logprob: f32, rank: u32, text: &str| json!({ "logprob": logprob, "rank": rank, "decoded_token": text });
+    let entry = |logprob: f32, rank: u32, text: &str| -> Value {
+        json!({ "logprob": logprob, "rank": rank, "decoded_token": text })
+    };
     json!([
         null,
         { "97": entry(-1.5, 2, "a"), "99": entry(-0.5, 1, "c") },
