@@ -251,10 +251,9 @@ fn rank(logits: &[f32], token: u32) -> u32 {
     let own = nan_to_lowest(logits[token as usize]);
     let (before, after) = logits.split_at(token as usize);
     // Sums of conditions, which the compiler vectorizes.
-    let precede = |values: &[f32], test: fn(f32, f32) -> bool| -> u32 {
-        values.iter().map(|&logit| u32::from(test(nan_to_lowest(logit), own))).sum()
-    };
-    1 + precede(before, |logit, own| logit >= own) + precede(after, |logit, own| logit > own)
+    let equal_or_larger: u32 = before.iter().map(|&logit| u32::from(nan_to_lowest(logit) >= own)).sum();
+    let larger: u32 = after.iter().map(|&logit| u32::from(nan_to_lowest(logit) > own)).sum();
+    1 + equal_or_larger + larger
 }
 
 /// Returns the id of the largest logit; the lowest id on ties; 0 when no logit is above negative infinity.
