@@ -29,6 +29,8 @@ pub struct GetFreePermits;
 
 /// A validated request that waits for a permit.
 struct QueuedRequest {
+    /// Number of the group that it belongs to.
+    group: u64,
     request: Request,
     events: EventSender,
     arrived: Instant,
@@ -40,6 +42,7 @@ pub struct Intake {
     free_permits: usize,
     queue: VecDeque<QueuedRequest>,
     next_key: u64,
+    groups: u64,
     prefill: Recipient<Admit>,
     status: Arc<Status>,
 }
@@ -66,6 +69,7 @@ impl Handler<Submit> for Intake {
         if is_new {
             self.check_capacity(&requests)?;
         }
+        self.groups += 1;
         let streams = requests.into_iter().map(|request| self.enqueue(request)).collect();
         self.admit(ctx);
         Ok(streams)
@@ -93,7 +97,15 @@ impl Handler<GetFreePermits> for Intake {
 impl Intake {
     /// An intake with all permits free.
     pub fn new(limits: IntakeLimits, prefill: Recipient<Admit>, status: Arc<Status>) -> Intake {
-        Intake { free_permits: limits.slots, limits, queue: VecDeque::new(), next_key: 0, prefill, status }
+        Intake {
+            free_permits: limits.slots,
+            limits,
+            queue: VecDeque::new(),
+            next_key: 0,
+            groups: 0,
+            prefill,
+            status,
+        }
     }
 
     /// Checks that free slots and the queue have capacity for all of the requests.
@@ -123,7 +135,8 @@ impl Intake {
             events.send(TokenEvent::Finished(FinishReason::Length));
         } else {
             let events = events.with_deadline(request.deadline());
-            self.queue.push_back(QueuedRequest { request, events, arrived: Instant::now() });
+            let (group, arrived) = (self.groups, Instant::now());
+            self.queue.push_back(QueuedRequest { group, request, events, arrived });
         }
         stream
     }
@@ -133,13 +146,14 @@ impl Intake {
         use actix::AsyncContext;
         self.drop_cancelled();
         while self.free_permits > 0
-            && let Some(QueuedRequest { request, events, arrived }) = self.queue.pop_front()
+            && let Some(QueuedRequest { group, request, events, arrived }) = self.queue.pop_front()
         {
             self.free_permits -= 1;
             self.next_key += 1;
             let permit = Permit::new(ctx.address().recipient());
             let key = SequenceKey(self.next_key);
-            let sequence = Sequence { key, request, events, permit, lease: None, arrived };
+            let (lease, progress) = (None, None);
+            let sequence = Sequence { key, group, request, events, permit, lease, arrived, progress };
             self.prefill.do_send(Admit(Box::new(sequence)));
         }
         self.status.set_counts(self.queue.len(), self.limits.slots - self.free_permits);

@@ -1,86 +1,98 @@
-//! The KV cache manager: assigns slots and pages to sequences.
+//! The KV cache manager: assigns slots to sequences, and pages as they grow.
 //!
-//! Owns the slot map of each lane (with the sliding-window shuffle) and the page pool, which all lanes share.
-//! It never touches a device: its [`SlotPlan`] is sent with the lane's next step.
+//! Owns the slot map of each lane (with the sliding-window shuffle), and the leases of running sequences; the
+//! page pool is shared with prefill, which leases the pages of prompts. It never touches a device: its
+//! [`SlotPlan`] is sent with the lane's next step.
+//! When pages run out, the youngest sequence of all lanes is preempted: it gives up slot and pages, and is
+//! computed again later. A lane gives up its sequences between two of its iterations only; a lane that can do
+//! nothing without pages waits for the reply to its update, which is such a time, so lanes never wait for
+//! each other in a circle.
 //! Invariant: slots are assigned, moved and freed only in an [`IterationUpdate`] of their lane. Slots and
 //! pages that a step in flight refers to are reused by later steps only, which every device runs after that
 //! step.
 
+use super::group::Epoch;
 use super::sequence::SequenceKey;
-use super::stream::EventSender;
-use crate::memory::{ComputedPrefix, Lease, PageList, PagePool, SlotMap, split_slots};
+use crate::memory::{Lease, PagePool, SlotMap, split_slots};
 use crate::telemetry;
-use actix::{Actor, Context, Handler, Message, MessageResult, ResponseFuture};
-use mainstem_kernels::batch::Slot;
+use actix::{Actor, Context, Handler, Message, MessageResult, Recipient, ResponseFuture};
+use mainstem_kernels::batch::{Page, Slot};
 use mainstem_kernels::{KvTable, PageCopy, SlotMove, TableUpdate};
-use metrics::Gauge;
-use std::collections::VecDeque;
+use metrics::{Counter, Gauge};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::Arc;
 use tokio::sync::oneshot;
 
-/// Reserves the pages of a sequence. The reply comes when enough pages are free, in the order of requests; it
-/// is `None` if the client disconnects first.
-#[derive(Message)]
-#[rtype(result = "Option<Lease>")]
-pub struct Reserve {
-    /// Positions of the sequence itself.
-    pub positions: usize,
-    /// Encoder positions that cross-attention reads.
-    pub encoder_positions: usize,
-    /// Leading positions that need no computation; `None` today, because nothing keeps K and V.
-    pub prefix: Option<ComputedPrefix>,
-    pub client: EventSender,
-}
-
-/// Notifies the manager that leases were dropped elsewhere, so that waiting reservations are retried.
+/// Notifies prefill that pages were released or computed, so that waiting prompts may start.
 #[derive(Message)]
 #[rtype(result = "()")]
-pub struct PagesReturned;
+pub struct PagesChanged;
 
-/// The changes of a lane's sequences since its last iteration. The reply is the slot plan of its next step.
+/// The changes of a lane's sequences since its last iteration, and the pages that its next step needs. The
+/// reply is the slot plan of that step. It comes later if no sequence of the lane can be computed without
+/// pages that another lane must give up first.
 #[derive(Message, Default)]
 #[rtype(result = "SlotPlan")]
 pub struct IterationUpdate {
     pub lane: usize,
+    /// The epoch of the lane. Nothing is shared of what was computed in an earlier one.
+    pub epoch: Epoch,
     /// Sequences that ended, to be removed from their slots.
     pub finished: Vec<EndedSequence>,
     /// New sequences that need slots.
     pub joins: Vec<JoiningSequence>,
+    /// Beam searches that continue with other beams.
+    pub beams: Vec<BeamUpdate>,
+    /// Sequences that have no pages for the positions of the next step.
+    pub grown: Vec<GrowingSequence>,
+    /// Positions whose steps were sent.
+    pub computed: Vec<ComputedPositions>,
+    /// Number of sequences with work in the next step.
+    pub with_work: usize,
 }
 
 /// A new sequence that needs a slot, with its pages.
 #[derive(Debug)]
 pub struct JoiningSequence {
     pub key: SequenceKey,
-    pub pages: PageList,
+    pub lease: Lease,
+}
+
+/// The beams of a search that continue. Each takes over the pages of its parent, as the indirection of Flover
+/// (section V-D) does without moving K and V: full pages are shared, and a page that several beams continue to
+/// fill is copied.
+#[derive(Debug)]
+pub struct BeamUpdate {
+    /// Key of the sequence that the search began as.
+    pub search: SequenceKey,
+    /// Each beam, and the one before that it continues. Beams that none continues end.
+    pub beams: Vec<(SequenceKey, SequenceKey)>,
+    /// Number of computed positions of every parent.
+    pub positions: usize,
+}
+
+/// A running sequence whose next step needs pages for `positions` positions in total.
+#[derive(Clone, Copy, Debug)]
+pub struct GrowingSequence {
+    pub key: SequenceKey,
+    pub positions: usize,
+}
+
+/// The leading positions of a sequence whose steps were sent, and the tokens that were generated since the
+/// last report.
+#[derive(Debug)]
+pub struct ComputedPositions {
+    pub key: SequenceKey,
+    pub positions: usize,
+    pub generated: Vec<u32>,
 }
 
 /// A sequence that ended, to be removed from its slot.
 #[derive(Debug)]
 pub struct EndedSequence {
     pub key: SequenceKey,
-    /// Its tokens and pages, if it ended regularly and its K and V depend on its tokens alone, not on an
-    /// encoder input.
-    pub computed: Option<ComputedSequence>,
-}
-
-/// The tokens of a sequence that ended, and the pages with their K and V. Another sequence that begins with
-/// the same tokens can share the pages ([`Reserve::prefix`]) until a device fault loses their content. The
-/// last of them may be written by a step in flight, which every device runs before the sharing sequence's.
-#[derive(Debug)]
-pub struct ComputedSequence {
-    pub prompt: Arc<[u32]>,
-    /// All generated tokens except the last one, which is not the input of a step.
-    pub generated: Vec<u32>,
-    pub lease: Lease,
-}
-
-impl ComputedSequence {
-    /// Returns the tokens whose K and V are in the pages.
-    pub fn tokens(&self) -> impl Iterator<Item = u32> {
-        self.prompt.iter().chain(&self.generated).copied()
-    }
+    /// What is in its pages.
+    pub computed: ComputedPositions,
 }
 
 /// The slot assignment of a lane for its next step, and the changes that the devices must apply to get there.
@@ -93,6 +105,10 @@ pub struct SlotPlan {
     pub moves: Vec<SlotMove>,
     pub copies: Vec<PageCopy>,
     pub tables: Vec<TableUpdate>,
+    /// Sequences that gave up slot and pages.
+    pub preempted: Vec<SequenceKey>,
+    /// Sequences that keep theirs, but have no pages for the next step.
+    pub stalled: Vec<SequenceKey>,
 }
 
 /// Frees all slots of a lane, because the lane restarts without sequences.
@@ -100,6 +116,8 @@ pub struct SlotPlan {
 #[rtype(result = "()")]
 pub struct ResetLane {
     pub lane: usize,
+    /// The epoch that the lane restarts in.
+    pub epoch: Epoch,
 }
 
 /// Queries (occupied slots, used pages); for tests and diagnostics.
@@ -109,62 +127,83 @@ pub struct GetUsage;
 
 /// The KV manager actor.
 pub struct KvManager {
-    /// The slot map of each lane.
-    lanes: Vec<SlotMap<SequenceKey>>,
-    pages: PagePool,
-    /// Reservations that wait for pages, in the order of requests.
-    waiting: VecDeque<(Reserve, oneshot::Sender<Option<Lease>>)>,
+    lanes: Vec<Lane>,
+    pool: PagePool,
+    /// Sequences in slots.
+    held: BTreeMap<SequenceKey, HeldSequence>,
+    /// Sequences that their lanes will give up at their next update.
+    giving_up: BTreeSet<SequenceKey>,
+    /// The latest epoch that a lane reported.
+    epoch: Epoch,
+    /// Marks generated tokens, if K and V of a generated token differ from those of a prompt's.
+    generated_mark: u32,
+    changed: Recipient<PagesChanged>,
     slots_live: Gauge,
     pages_used: Gauge,
+    preemptions: Counter,
+}
+
+/// A lane's slots, and its update.
+struct Lane {
+    slots: SlotMap<SequenceKey>,
+    /// The update that the lane waits for the reply of.
+    open: Option<OpenUpdate>,
+    /// Sequences whose pages are copied from others in the step of the last plan.
+    copied: Vec<SequenceKey>,
+}
+
+/// An update whose plan is not complete.
+struct OpenUpdate {
+    plan: SlotPlan,
+    /// Sequences whose page tables are written anew, with the pages that the tables of their slots hold;
+    /// `None` for a new slot.
+    rewritten: Vec<(SequenceKey, Option<Vec<Page>>)>,
+    /// Sequences that still need pages, with the positions that these are for.
+    needs: Vec<GrowingSequence>,
+    /// Pages that sequences got: the numbers of the first one in the sequence.
+    got: Vec<(SequenceKey, usize)>,
+    with_work: usize,
+    reply: oneshot::Sender<SlotPlan>,
+}
+
+/// A sequence in a slot.
+struct HeldSequence {
+    lane: usize,
+    lease: Lease,
+    /// The beam search that it belongs to, by the key of the sequence that this began as.
+    search: Option<SequenceKey>,
 }
 
 impl Actor for KvManager {
     type Context = Context<KvManager>;
 }
 
-impl Handler<Reserve> for KvManager {
-    type Result = ResponseFuture<Option<Lease>>;
-
-    fn handle(&mut self, msg: Reserve, _: &mut Self::Context) -> Self::Result {
-        let (tx, rx) = oneshot::channel();
-        self.waiting.push_back((msg, tx));
-        self.grant_waiting();
-        Box::pin(async { rx.await.unwrap_or_default() })
-    }
-}
-
-impl Handler<PagesReturned> for KvManager {
-    type Result = ();
-
-    fn handle(&mut self, _: PagesReturned, _: &mut Self::Context) {
-        self.grant_waiting();
-    }
-}
-
 impl Handler<IterationUpdate> for KvManager {
-    type Result = MessageResult<IterationUpdate>;
+    type Result = ResponseFuture<SlotPlan>;
 
     fn handle(&mut self, update: IterationUpdate, _: &mut Self::Context) -> Self::Result {
-        let plan = self.update_slots(update);
-        self.grant_waiting();
-        self.slots_live.set(self.occupied_slots() as f64);
-        // A model without a KV cache has no pages.
-        self.pages_used.set(self.pages.used() as f64 / self.pages.total().max(1) as f64);
-        MessageResult(plan)
+        let reply = self.update(update);
+        Box::pin(async { reply.await.unwrap_or_default() })
     }
 }
 
 impl Handler<ResetLane> for KvManager {
     type Result = ();
 
-    fn handle(&mut self, ResetLane { lane }: ResetLane, _: &mut Self::Context) {
-        let slots = &mut self.lanes[lane];
+    fn handle(&mut self, ResetLane { lane, epoch }: ResetLane, _: &mut Self::Context) {
+        self.enter_epoch(epoch);
+        let Lane { slots, open, copied } = &mut self.lanes[lane];
+        *open = None;
+        copied.clear();
         for slot in slots.window() {
             if slots.get(slot).is_some() {
-                slots.leave(slot);
+                let key = slots.leave(slot);
+                self.held.remove(&key);
+                self.giving_up.remove(&key);
             }
         }
-        self.grant_waiting();
+        self.settle();
+        self.changed.do_send(PagesChanged);
     }
 }
 
@@ -172,211 +211,503 @@ impl Handler<GetUsage> for KvManager {
     type Result = MessageResult<GetUsage>;
 
     fn handle(&mut self, _: GetUsage, _: &mut Self::Context) -> Self::Result {
-        self.lanes.iter().for_each(SlotMap::check);
-        self.pages.check();
-        MessageResult((self.occupied_slots(), self.pages.used()))
+        self.lanes.iter().for_each(|lane| lane.slots.check());
+        self.pool.check();
+        MessageResult((self.held.len(), self.pool.used()))
     }
 }
 
 impl KvManager {
-    /// Creates a manager of `slots` slots, split among `lanes` lanes, and of the pages of `pages`, all free.
-    pub fn new(slots: usize, lanes: usize, shuffle: bool, pages: PagePool) -> KvManager {
+    /// Creates a manager of `slots` slots, split among `lanes` lanes, and of the pages of `pool`.
+    /// `generated_mark` is added to generated tokens, so that others do not find their pages; 0 if K and V do
+    /// not depend on where a token comes from.
+    pub fn new(
+        (slots, lanes, shuffle): (usize, usize, bool),
+        pool: PagePool,
+        generated_mark: u32,
+        changed: Recipient<PagesChanged>,
+    ) -> KvManager {
+        let lane = |slots| Lane { slots: SlotMap::new(slots, shuffle), open: None, copied: Vec::new() };
         KvManager {
-            lanes: split_slots(slots, lanes).map(|slots| SlotMap::new(slots, shuffle)).collect(),
-            pages,
-            waiting: VecDeque::new(),
+            lanes: split_slots(slots, lanes).map(lane).collect(),
+            pool,
+            held: BTreeMap::new(),
+            giving_up: BTreeSet::new(),
+            epoch: Epoch::default(),
+            generated_mark,
+            changed,
             slots_live: telemetry::SLOTS_LIVE.gauge(),
             pages_used: telemetry::KV_CACHE_USAGE.gauge(),
+            preemptions: telemetry::PREEMPTIONS.counter(),
         }
     }
 
-    /// Returns the number of occupied slots in all lanes.
-    fn occupied_slots(&self) -> usize {
-        self.lanes.iter().map(SlotMap::occupied_slots).sum()
+    /// Applies a lane's changes, and finds pages for its sequences and those of lanes that wait.
+    fn update(&mut self, update: IterationUpdate) -> oneshot::Receiver<SlotPlan> {
+        let IterationUpdate { lane, epoch, finished, joins, beams, grown, computed, with_work } = update;
+        self.enter_epoch(epoch);
+        // The step with the copies of the last plan is sent.
+        for key in std::mem::take(&mut self.lanes[lane].copied) {
+            if let Some(held) = self.held.get_mut(&key) {
+                held.lease.release_source();
+            }
+        }
+        let has_changes = !(finished.is_empty() && computed.is_empty());
+        computed.into_iter().for_each(|computed| self.note_computed(epoch, computed));
+        for EndedSequence { key, computed } in finished {
+            self.note_computed(epoch, computed);
+            drop(self.remove(key));
+        }
+        let mut rewritten: Vec<_> = joins.iter().map(|join| (join.key, None)).collect();
+        for JoiningSequence { key, lease } in joins {
+            self.join(key, HeldSequence { lane, lease, search: None });
+        }
+        beams.into_iter().for_each(|beams| self.continue_beams(lane, beams, &mut rewritten));
+        let (reply, plan) = oneshot::channel();
+        self.lanes[lane].open = Some(OpenUpdate {
+            plan: SlotPlan::default(),
+            rewritten,
+            needs: grown,
+            got: Vec::new(),
+            with_work,
+            reply,
+        });
+        let gave_up = self.settle();
+        if has_changes || gave_up {
+            self.changed.do_send(PagesChanged);
+        }
+        self.slots_live.set(self.held.len() as f64);
+        // A model without a KV cache has no pages.
+        self.pages_used.set(self.pool.used() as f64 / self.pool.total().max(1) as f64);
+        plan
     }
 
-    /// Frees the slots of finished sequences, assigns slots to new ones (holes first), and lets the shuffle
-    /// close the remaining holes.
-    fn update_slots(&mut self, update: IterationUpdate) -> SlotPlan {
-        let (mut plan, slots) = (SlotPlan::default(), &mut self.lanes[update.lane]);
-        // Nothing keeps the K and V of finished sequences yet: dropping them here releases their pages.
-        for EndedSequence { key, .. } in update.finished {
-            let slot = slots.slot_of(key).expect("a finished sequence holds a slot; anything else is a bug");
-            slots.leave(slot);
+    /// Begins a new epoch if this one is later: the contents of all pages are lost.
+    fn enter_epoch(&mut self, epoch: Epoch) {
+        if epoch > self.epoch {
+            self.epoch = epoch;
+            self.pool.forget_contents();
         }
-        for JoiningSequence { key, .. } in &update.joins {
-            slots.join(*key).expect("prefill starts no sequence in a full lane; anything else is a bug");
+    }
+
+    /// Notes what is in a sequence's pages, unless a fault has lost it.
+    fn note_computed(&mut self, epoch: Epoch, computed: ComputedPositions) {
+        let ComputedPositions { key, positions, generated } = computed;
+        if let Some(HeldSequence { lease, .. }) = self.held.get_mut(&key)
+            && epoch == self.epoch
+        {
+            lease.append_tokens(generated.into_iter().map(|token| token | self.generated_mark));
+            lease.note_computed(positions);
         }
+    }
+
+    /// Gives a sequence a slot.
+    fn join(&mut self, key: SequenceKey, held: HeldSequence) {
+        let slot = self.lanes[held.lane].slots.join(key);
+        slot.expect("prefill starts no sequence in a full lane; anything else is a bug");
+        self.held.insert(key, held);
+    }
+
+    /// Removes a sequence from its slot, and returns its lease.
+    fn remove(&mut self, key: SequenceKey) -> Lease {
+        let held = self.held.remove(&key);
+        let held = held.expect("a finished sequence holds a slot; anything else is a bug");
+        let slots = &mut self.lanes[held.lane].slots;
+        let slot = slots.slot_of(key).expect("a held sequence has a slot; anything else is a bug");
+        slots.leave(slot);
+        self.giving_up.remove(&key);
+        held.lease
+    }
+
+    /// Gives the beams of a search that continue the pages of their parents.
+    fn continue_beams(
+        &mut self,
+        lane: usize,
+        update: BeamUpdate,
+        rewritten: &mut Vec<(SequenceKey, Option<Vec<Page>>)>,
+    ) {
+        let BeamUpdate { search, beams, positions } = update;
+        let is_member =
+            |key: &SequenceKey, held: &HeldSequence| *key == search || held.search == Some(search);
+        let before = self.held.iter().filter(|(key, held)| is_member(key, held));
+        let before: Vec<SequenceKey> = before.map(|(key, _)| *key).collect();
+        // A beam that continues itself keeps its lease; of another parent's, the first one takes it.
+        let keeps = |parent: SequenceKey| {
+            let of_parent = || beams.iter().filter(|(_, other)| *other == parent).map(|(key, _)| *key);
+            of_parent().find(|key| *key == parent).or_else(|| of_parent().next())
+        };
+        let lease_of =
+            |key| &self.held.get(&key).expect("a beam's parent is held; anything else is a bug").lease;
+        let forks = beams.iter().filter(|(key, parent)| keeps(*parent) != Some(*key));
+        let forks = forks.map(|(key, parent)| (*key, lease_of(*parent).fork(positions)));
+        let mut leases: Vec<(SequenceKey, Lease)> = forks.collect();
+        for &key in &before {
+            // A beam's slot stays its own, whatever pages it has.
+            let stays = beams.iter().any(|(beam, _)| *beam == key);
+            let (pages, lease) = match stays {
+                true => {
+                    let held = self.held.remove(&key).expect("it is held, as seen above");
+                    (Some(held.lease.own().to_vec()), held.lease)
+                }
+                false => (None, self.remove(key)),
+            };
+            rewritten.extend(pages.map(|pages| (key, Some(pages))));
+            leases.extend(keeps(key).map(|beam| (beam, lease)));
+        }
+        for (key, lease) in leases {
+            let held = HeldSequence { lane, lease, search: Some(search) };
+            match before.contains(&key) {
+                true => _ = self.held.insert(key, held),
+                false => {
+                    self.join(key, held);
+                    rewritten.push((key, None));
+                }
+            }
+        }
+    }
+
+    /// Finds pages for all lanes that wait for a plan, the oldest sequence first, and replies to those that
+    /// can go on. Returns whether sequences were preempted.
+    fn settle(&mut self) -> bool {
+        let before: usize = self.held.len();
+        let asked: Vec<SequenceKey> = self.giving_up.iter().copied().collect();
+        for key in asked {
+            if self.lane_waits(key) {
+                self.preempt(key);
+            }
+        }
+        let open = self.lanes.iter().filter_map(|lane| lane.open.as_ref());
+        let mut needs: Vec<GrowingSequence> = open.flat_map(|open| &open.needs).copied().collect();
+        needs.sort_unstable_by_key(|need| need.key);
+        needs.into_iter().for_each(|need| self.find_pages(need));
+        for lane in 0..self.lanes.len() {
+            let can_go_on = |open: &mut OpenUpdate| {
+                open.needs.is_empty() || !open.plan.preempted.is_empty() || open.needs.len() < open.with_work
+            };
+            if let Some(open) = self.lanes[lane].open.take_if(can_go_on) {
+                self.reply(lane, open);
+            }
+        }
+        self.held.len() < before
+    }
+
+    /// Leases pages for a sequence that needs them, if necessary after preempting others. It stays among
+    /// those with needs if another lane has to give up a sequence first.
+    fn find_pages(&mut self, GrowingSequence { key, positions }: GrowingSequence) {
+        while let Some(HeldSequence { lane, lease, .. }) = self.held.get_mut(&key) {
+            let (lane, before) = (*lane, lease.own().len());
+            if lease.grow(positions) {
+                if let Some(open) = &mut self.lanes[lane].open {
+                    open.needs.retain(|need| need.key != key);
+                    open.got.push((key, before));
+                }
+                return;
+            }
+            if !self.giving_up.is_empty() {
+                return;
+            }
+            let youngest = self.held.last_key_value().map(|(key, _)| *key);
+            let youngest = youngest.expect("at least this sequence is held");
+            if self.lane_waits(youngest) {
+                self.preempt(youngest);
+            } else {
+                self.giving_up.insert(youngest);
+            }
+        }
+    }
+
+    /// Whether the lane of a sequence waits for a plan, so that it can give up the sequence.
+    fn lane_waits(&self, key: SequenceKey) -> bool {
+        self.held.get(&key).is_some_and(|held| self.lanes[held.lane].open.is_some())
+    }
+
+    /// Takes slot and pages from a sequence whose lane waits for a plan, or from all beams of its search.
+    fn preempt(&mut self, key: SequenceKey) {
+        let Some(HeldSequence { lane, search, .. }) = self.held.get(&key) else { return };
+        let (lane, search) = (*lane, *search);
+        let is_victim = |other: &SequenceKey, held: &HeldSequence| {
+            *other == key || (search.is_some() && held.search == search)
+        };
+        let victims = self.held.iter().filter(|(key, held)| is_victim(key, held));
+        let victims: Vec<SequenceKey> = victims.map(|(key, _)| *key).collect();
+        self.preemptions.increment(1);
+        for victim in victims {
+            drop(self.remove(victim));
+            if let Some(open) = &mut self.lanes[lane].open {
+                open.plan.preempted.push(victim);
+                open.needs.retain(|need| need.key != victim);
+            }
+        }
+    }
+
+    /// Completes a lane's plan and sends it: lets the shuffle close the holes, and lists what changes in page
+    /// tables.
+    fn reply(&mut self, lane: usize, open: OpenUpdate) {
+        let OpenUpdate { mut plan, rewritten, needs, got, reply, .. } = open;
+        let Lane { slots, copied, .. } = &mut self.lanes[lane];
         slots.compact(&mut plan.moves);
-        for JoiningSequence { key, pages } in update.joins {
-            let slot = slots.slot_of(key).expect("the sequence was assigned a slot above");
-            for (table, pages) in [(KvTable::Own, pages.own()), (KvTable::Cross, pages.cross())] {
-                let entry = |(index, &page)| TableUpdate { slot, table, index, page };
-                plan.tables.extend((0..).zip(pages).map(entry));
+        plan.stalled.extend(needs.iter().map(|need| need.key));
+        let is_rewritten = |key| rewritten.iter().any(|(other, _)| *other == key);
+        let grown = got.iter().filter(|(key, _)| !is_rewritten(*key));
+        let changes = rewritten.iter().map(|(key, pages)| (*key, pages.as_deref(), 0));
+        for (key, before, first) in changes.chain(grown.map(|(key, first)| (*key, Some(&[][..]), *first))) {
+            let Some(HeldSequence { lease, .. }) = self.held.get(&key) else { continue };
+            let slot = slots.slot_of(key).expect("a held sequence has a slot; anything else is a bug");
+            let entry = |table| move |(index, &page)| TableUpdate { slot, table, index, page };
+            let held_before = |index: u32| before.and_then(|before| before.get(index as usize));
+            let own = (first as u32..).zip(&lease.own()[first..]);
+            let own = own.filter(|(index, page)| held_before(*index) != Some(page));
+            plan.tables.extend(own.map(entry(KvTable::Own)));
+            if before.is_none() {
+                plan.tables.extend((0..).zip(lease.cross()).map(entry(KvTable::Cross)));
+            }
+        }
+        // Copies wait for the page that they fill.
+        let may_copy = rewritten.iter().map(|(key, _)| key).chain(got.iter().map(|(key, _)| key));
+        for key in may_copy {
+            if let Some(copy) = self.held.get(key).and_then(|held| held.lease.copy())
+                && !copied.contains(key)
+            {
+                plan.copies.push(copy);
+                copied.push(*key);
             }
         }
         plan.slots.extend(slots.iter());
         plan.window = slots.window();
-        plan
-    }
-
-    /// Grants pages to waiting reservations in order, until one does not fit. Reservations of disconnected
-    /// clients are dropped, wherever they are in the queue.
-    fn grant_waiting(&mut self) {
-        self.waiting.retain(|(request, _)| !request.client.is_closed());
-        while let Some((request, _)) = self.waiting.front() {
-            let Reserve { positions, encoder_positions, prefix, .. } = request;
-            let lease = self.pages.reserve_with_encoder(*positions, *encoder_positions, prefix.as_ref());
-            let Some(lease) = lease else { return };
-            if let Some((_, reply)) = self.waiting.pop_front() {
-                let _ = reply.send(Some(lease));
-            }
-        }
+        // The lane may be gone.
+        let _ = reply.send(plan);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::stream::{TokenStream, event_channel};
-    use super::super::testing::with_timeout;
+    use super::super::testing::{next_message, recorder, with_timeout};
     use super::*;
+    use crate::memory::{PageDemand, PageHash, TokenChain};
     use actix::Addr;
-    use mainstem_kernels::batch::Page;
     use mainstem_kernels::random::philox;
-    use std::collections::BTreeMap;
+    use tokio::sync::mpsc::UnboundedReceiver;
 
     const PAGE: usize = 32;
 
-    fn kv(slots: usize, pages: usize, shuffle: bool) -> KvManager {
-        KvManager::new(slots, 1, shuffle, PagePool::new(pages + 1, PAGE))
+    fn manager(slots: usize, lanes: usize, shuffle: bool, pool: &PagePool) -> KvManager {
+        let (changed, _) = recorder();
+        KvManager::new((slots, lanes, shuffle), pool.clone(), 0, changed)
     }
 
-    /// Requests `pages` pages; returns the future reply and the requesting client.
-    fn reserve(
-        kv: &Addr<KvManager>,
+    /// A manager with `pages` pages, and the notices that it sends.
+    fn rig(
+        slots: usize,
+        lanes: usize,
         pages: usize,
-    ) -> (impl Future<Output = Option<Lease>> + use<>, TokenStream) {
-        let (client, stream) = event_channel();
-        let reply = kv.send(Reserve { positions: pages * PAGE, encoder_positions: 0, prefix: None, client });
-        (async { with_timeout(reply).await.expect("kv replies") }, stream)
+    ) -> (KvManager, PagePool, UnboundedReceiver<PagesChanged>) {
+        let pool = PagePool::new(pages + 1, PAGE);
+        let (changed, notices) = recorder();
+        (KvManager::new((slots, lanes, true), pool.clone(), 0, changed), pool, notices)
     }
 
-    async fn lease(kv: &Addr<KvManager>, pages: usize) -> Lease {
-        let (reply, _client) = reserve(kv, pages);
-        reply.await.expect("there are enough pages")
+    fn lease(pool: &PagePool, pages: usize) -> Lease {
+        let demand = PageDemand {
+            positions: pages * PAGE,
+            max_positions: 0,
+            encoder_positions: 0,
+            reusable: 0,
+            margin: 0,
+        };
+        pool.begin(demand, None).expect("there are enough pages")
     }
 
     async fn usage(kv: &Addr<KvManager>) -> (usize, usize) {
         with_timeout(kv.send(GetUsage)).await.expect("kv replies")
     }
 
+    fn computed(key: u64) -> ComputedPositions {
+        ComputedPositions { key: SequenceKey(key), positions: 0, generated: Vec::new() }
+    }
+
+    /// An update of lane 0 with these sequences, each with so many pages of a pool that has more than enough.
     fn update(
         finished: impl IntoIterator<Item = u64>,
-        joins: impl IntoIterator<Item = u64>,
+        joins: impl IntoIterator<Item = (u64, Lease)>,
     ) -> IterationUpdate {
-        let end = |key| EndedSequence { key: SequenceKey(key), computed: None };
-        let join = |key| JoiningSequence { key: SequenceKey(key), pages: PageList::new(&pages(key), 2) };
+        let end = |key| EndedSequence { key: SequenceKey(key), computed: computed(key) };
+        let join = |(key, lease)| JoiningSequence { key: SequenceKey(key), lease };
         let (finished, joins) = (finished.into_iter().map(end), joins.into_iter().map(join));
-        IterationUpdate { lane: 0, finished: finished.collect(), joins: joins.collect() }
+        IterationUpdate { finished: finished.collect(), joins: joins.collect(), ..IterationUpdate::default() }
     }
 
-    /// Page numbers that identify their sequence: two of its own, one of its encoder input.
-    fn pages(key: u64) -> [Page; 3] {
-        [0, 1, 2].map(|index| key as Page * 3 + index)
+    /// An update in which sequences need pages for so many positions.
+    fn growing(lane: usize, grown: &[(u64, usize)]) -> IterationUpdate {
+        let grown =
+            grown.iter().map(|&(key, positions)| GrowingSequence { key: SequenceKey(key), positions });
+        IterationUpdate { lane, grown: grown.collect(), with_work: 1, ..IterationUpdate::default() }
     }
 
-    #[derive(Clone, Copy, Debug)]
-    enum AnyMessage {
-        Update,
-        PagesReturned,
-        Reserve,
-        Reset,
-    }
-
-    const ALL_MESSAGES: [AnyMessage; 4] =
-        [AnyMessage::Update, AnyMessage::PagesReturned, AnyMessage::Reserve, AnyMessage::Reset];
-
-    /// Sends any message that the manager accepts. A reservation's client is returned, because dropping it
-    /// would have an effect of its own.
-    async fn send_any(kv: &Addr<KvManager>, message: AnyMessage) -> Option<TokenStream> {
-        match message {
-            AnyMessage::Update => _ = with_timeout(kv.send(IterationUpdate::default())).await,
-            AnyMessage::PagesReturned => kv.do_send(PagesReturned),
-            AnyMessage::Reset => kv.do_send(ResetLane { lane: 0 }),
-            AnyMessage::Reserve => {
-                let (reply, client) = reserve(kv, 1);
-                actix::spawn(reply);
-                return Some(client);
-            }
+    impl KvManager {
+        /// Returns the plan of an update whose reply comes at once.
+        fn plan(&mut self, update: IterationUpdate) -> SlotPlan {
+            self.update(update).try_recv().expect("the plan is complete")
         }
-        None
+
+        /// Returns the plan of an update with `joins`, each with two pages of its own, and one for its encoder
+        /// input.
+        fn plan_with(
+            &mut self,
+            lane: usize,
+            finished: impl IntoIterator<Item = u64>,
+            joins: impl IntoIterator<Item = u64>,
+        ) -> SlotPlan {
+            let demand = PageDemand {
+                positions: 2 * PAGE,
+                max_positions: 0,
+                encoder_positions: 1,
+                reusable: 0,
+                margin: 0,
+            };
+            let pool = self.pool.clone();
+            let lease = move |_| pool.begin(demand, None).expect("there are enough pages");
+            let joins = joins.into_iter().map(move |key| (key, lease(key)));
+            self.plan(IterationUpdate { lane, ..update(finished, joins) })
+        }
+    }
+
+    fn keys(keys: &[SequenceKey]) -> Vec<u64> {
+        keys.iter().map(|key| key.0).collect()
     }
 
     #[actix::test]
-    async fn reservations_are_granted_in_order_even_if_a_later_one_would_fit() {
-        let kv = kv(4, 4, true).start();
-        let first = lease(&kv, 2).await;
-        let (big, _big) = reserve(&kv, 3);
-        let (small, _small) = reserve(&kv, 1);
-        assert_eq!(usage(&kv).await, (0, 2), "the small request would fit, but waits behind the big one");
+    async fn a_sequence_gets_pages_as_it_grows() {
+        let (mut kv, pool, _) = rig(2, 1, 4);
+        let plan = kv.plan(update([], [(1, lease(&pool, 2))]));
+        assert_eq!(plan.tables.iter().map(|entry| entry.index).collect::<Vec<_>>(), [0, 1]);
+        let plan = kv.plan(growing(0, &[(1, 3 * PAGE - 4)]));
+        let [entry] = plan.tables[..] else { panic!("{plan:?}") };
+        assert_eq!((entry.slot, entry.table, entry.index), (0, KvTable::Own, 2));
+        assert!(plan.stalled.is_empty() && plan.preempted.is_empty());
+        assert_eq!(pool.used(), 3);
+    }
+
+    /// The youngest sequences give up their pages, even if one of them is the one that needs more.
+    #[actix::test]
+    async fn the_youngest_sequences_are_preempted() {
+        let (mut kv, pool, mut notices) = rig(4, 1, 6);
+        let of = |key, pages| (key, lease(&pool, pages));
+        kv.plan(update([], [of(5, 2), of(3, 1), of(4, 1), of(9, 1)]));
+        let plan = kv.plan(growing(0, &[(3, 4 * PAGE)]));
+        // One page is free; sequence 9 has another, and sequence 5 two.
+        assert_eq!((keys(&plan.preempted), keys(&plan.stalled)), (vec![9, 5], vec![]));
+        assert_eq!(plan.slots.iter().map(|(_, key)| key.0).collect::<BTreeSet<_>>(), BTreeSet::from([3, 4]));
+        next_message(&mut notices).await;
+        assert_eq!(pool.used(), 5);
+        let plan = kv.plan(growing(0, &[(3, 5 * PAGE), (4, 2 * PAGE)]));
+        assert_eq!(keys(&plan.preempted), [4], "the older one has what there is");
+        assert_eq!((plan.slots.len(), plan.window.len(), pool.used()), (1, 1, 5));
+        let plan = kv.plan(growing(0, &[(3, 7 * PAGE)]));
+        assert_eq!((keys(&plan.preempted), pool.used()), (vec![3], 0));
+    }
+
+    /// The youngest sequence runs in another lane, which gives it up at its next update only. The lane that
+    /// needs the page waits if it can do nothing else.
+    #[actix::test]
+    async fn a_lane_gives_up_its_sequence_between_its_iterations() {
+        let (mut kv, pool, _) = rig(4, 2, 3);
+        kv.plan(update([], [(1, lease(&pool, 1)), (2, lease(&pool, 1))]));
+        kv.plan(IterationUpdate { lane: 1, ..update([], [(3, lease(&pool, 1))]) });
+        let with_work = |with_work, update| IterationUpdate { with_work, ..update };
+        let plan = kv.plan(with_work(2, growing(0, &[(1, 2 * PAGE)])));
+        assert_eq!((keys(&plan.stalled), keys(&plan.preempted)), (vec![1], vec![]), "the other one goes on");
+        let mut waiting = kv.update(with_work(1, growing(0, &[(1, 2 * PAGE)])));
+        assert!(waiting.try_recv().is_err(), "nothing can be done without the page");
+        let plan = kv.plan(growing(1, &[]));
+        assert_eq!(keys(&plan.preempted), [3]);
+        let plan = waiting.try_recv().expect("the page is there");
+        assert_eq!((plan.tables.len(), plan.stalled.len()), (1, 0));
+        assert_eq!(kv.giving_up.len(), 0);
+    }
+
+    /// Every lane waits for pages, so the youngest sequence of all is given up at once, whatever its lane.
+    #[actix::test]
+    async fn lanes_do_not_wait_for_each_other() {
+        for first in [0, 1] {
+            let (mut kv, pool, _) = rig(2, 2, 2);
+            kv.plan(update([], [(1, lease(&pool, 1))]));
+            kv.plan(IterationUpdate { lane: 1, ..update([], [(2, lease(&pool, 1))]) });
+            let needs = |lane: usize| growing(lane, &[(lane as u64 + 1, 2 * PAGE)]);
+            let mut early = kv.update(needs(first));
+            // The lane of sequence 2 gives it up itself; the other one has to wait for that.
+            assert_eq!(early.try_recv().is_ok(), first == 1);
+            let plans = [early, kv.update(needs(1 - first))];
+            let mut plans: Vec<SlotPlan> =
+                plans.into_iter().filter_map(|mut plan| plan.try_recv().ok()).collect();
+            plans.retain(|plan| !plan.slots.is_empty());
+            let [plan] = &plans[..] else { panic!("{plans:?}") };
+            assert_eq!((plan.slots[0].1.0, plan.tables.len(), pool.used()), (1, 1, 2));
+        }
+    }
+
+    #[actix::test]
+    async fn computed_pages_are_found_and_contents_of_an_earlier_epoch_are_not() {
+        let begin = |pool: &PagePool| {
+            let mut chain = TokenChain::new(PageHash::root(&[]), PAGE);
+            chain.extend(0..2 * PAGE as u32);
+            let demand = PageDemand {
+                positions: 2 * PAGE,
+                max_positions: 0,
+                encoder_positions: 0,
+                reusable: 2 * PAGE - 1,
+                margin: 0,
+            };
+            pool.begin(demand, Some(chain)).map_err(|(why, _)| why)
+        };
+        let (mut kv, pool, mut notices) = rig(3, 1, 9);
+        let first = begin(&pool).expect("there are enough");
+        kv.plan(update([], [(1, first)]));
+        let positions = |epoch, positions| {
+            let computed = vec![ComputedPositions { key: SequenceKey(1), positions, generated: vec![] }];
+            IterationUpdate { computed, epoch: Epoch(epoch), ..IterationUpdate::default() }
+        };
+        kv.plan(positions(0, 2 * PAGE));
+        next_message(&mut notices).await;
+        let second = begin(&pool).expect("there are enough");
+        assert_eq!((second.computed(), pool.used()), (2 * PAGE - 1, 3));
+        let plan = kv.plan(update([], [(2, second)]));
+        assert_eq!(plan.copies.len(), 1);
+        let copied = plan.copies[0].to;
+        assert!(plan.tables.iter().any(|entry| (entry.index, entry.page) == (1, copied)));
+        kv.enter_epoch(Epoch(1));
+        kv.plan(positions(0, 2 * PAGE));
+        assert_eq!(begin(&pool).expect("there are enough").computed(), 0, "the fault has lost it");
+        assert_eq!(pool.used(), 3);
+    }
+
+    /// The source of a copy stays until the step with the copy is sent, even if nobody else holds it.
+    #[actix::test]
+    async fn the_source_of_a_copy_is_held_until_the_next_update() {
+        let (mut kv, pool, _) = rig(2, 1, 2);
+        let begin = || {
+            let mut chain = TokenChain::new(PageHash::root(&[]), PAGE);
+            chain.extend(0..9);
+            let demand =
+                PageDemand { positions: 9, max_positions: 0, encoder_positions: 0, reusable: 8, margin: 0 };
+            pool.begin(demand, Some(chain)).expect("there are enough")
+        };
+        let mut first = begin();
+        first.note_computed(9);
         drop(first);
-        kv.do_send(PagesReturned);
-        let leases =
-            [big.await, small.await].map(|lease| lease.expect("there are enough pages").pages().len());
-        assert_eq!(leases, [3, 1]);
-    }
-
-    #[actix::test]
-    async fn every_message_grants_waiting_reservations() {
-        for message in ALL_MESSAGES {
-            let kv = kv(1, 2, true).start();
-            let all = lease(&kv, 2).await;
-            let (waiting, _client) = reserve(&kv, 1);
-            assert_eq!(usage(&kv).await, (0, 2), "{message:?}");
-            drop(all);
-            let _asking = send_any(&kv, message).await;
-            assert!(waiting.await.is_some(), "{message:?}");
-        }
-    }
-
-    #[actix::test]
-    async fn every_message_drops_reservations_of_disconnected_clients() {
-        for message in ALL_MESSAGES {
-            let kv = kv(1, 2, true).start();
-            let all = lease(&kv, 2).await;
-            let (head, _client) = reserve(&kv, 2);
-            let (behind, leaving) = reserve(&kv, 1);
-            assert_eq!(usage(&kv).await, (0, 2), "{message:?}");
-            drop(leaving);
-            let _asking = send_any(&kv, message).await;
-            assert!(behind.await.is_none(), "{message:?}");
-            drop(all);
-            kv.do_send(PagesReturned);
-            assert!(head.await.is_some(), "{message:?}: the first request keeps waiting");
-        }
-    }
-
-    #[actix::test]
-    async fn a_sequence_waits_for_its_encoder_pages_too() {
-        let kv = kv(1, 3, true).start();
-        let first = lease(&kv, 1).await;
-        let (client, _stream) = event_channel();
-        let request = Reserve { positions: PAGE + 1, encoder_positions: PAGE, prefix: None, client };
-        let waiting = kv.send(request);
-        assert_eq!(usage(&kv).await, (0, 1), "its own two pages are free, the encoder's page is not");
-        drop(first);
-        kv.do_send(PagesReturned);
-        let lease = with_timeout(waiting).await.expect("kv replies").expect("its client is connected");
-        assert_eq!((lease.own().len(), lease.cross().len()), (2, 1));
+        kv.plan(update([], [(1, begin())]));
+        assert_eq!(pool.used(), 2);
+        kv.plan(update([], []));
+        assert_eq!(pool.used(), 1);
+        kv.plan(update([1], []));
+        assert_eq!(pool.used(), 0);
     }
 
     #[actix::test]
     async fn a_model_without_a_kv_cache_needs_no_pages() {
         let recorder = telemetry::recorder(None);
-        let kv = metrics::with_local_recorder(&recorder, || kv(2, 0, true)).start();
-        let lease = lease(&kv, 0).await;
-        let nothing = JoiningSequence { key: SequenceKey(1), pages: lease.list().clone() };
-        let iteration = IterationUpdate { joins: vec![nothing], ..IterationUpdate::default() };
+        let pool = PagePool::new(1, PAGE);
+        let kv = metrics::with_local_recorder(&recorder, || manager(2, 1, true, &pool)).start();
+        let iteration = update([], [(1, lease(&pool, 0))]);
         let plan = with_timeout(kv.send(iteration)).await.expect("kv replies");
         assert_eq!((plan.slots, plan.tables), (vec![(0, SequenceKey(1))], vec![]));
         let rendered = recorder.handle().render();
@@ -385,39 +716,31 @@ mod tests {
     }
 
     #[actix::test]
-    async fn a_reset_frees_every_slot_and_no_page() {
-        let kv = kv(3, 6, true).start();
-        let lease = lease(&kv, 2).await;
-        with_timeout(kv.send(update([], [1, 2, 3]))).await.expect("kv replies");
-        assert_eq!(usage(&kv).await, (3, 2));
-        kv.do_send(ResetLane { lane: 0 });
-        assert_eq!(usage(&kv).await, (0, 2), "pages stay with their leases");
-        let plan = with_timeout(kv.send(update([], [4, 5, 6]))).await.expect("kv replies");
-        assert_eq!((plan.slots.len(), plan.window), (3, 0..3));
-        drop(lease);
-        assert_eq!(usage(&kv).await, (3, 0));
-    }
-
-    #[actix::test]
     async fn a_reset_affects_its_lane_only() {
-        let kv = KvManager::new(5, 2, true, PagePool::new(2, PAGE)).start();
+        let pool = PagePool::new(20, PAGE);
+        let (changed, mut notices) = recorder();
+        let kv = KvManager::new((5, 2, true), pool.clone(), 0, changed).start();
+        let reset = |lane| ResetLane { lane, epoch: Epoch::default() };
         let of_lane = |lane, iteration: IterationUpdate| kv.send(IterationUpdate { lane, ..iteration });
-        with_timeout(of_lane(0, update([], [1, 2, 3]))).await.expect("kv replies");
-        let plan = with_timeout(of_lane(1, update([], [4, 5]))).await.expect("kv replies");
+        let two = |keys: [u64; 2]| keys.map(|key| (key, lease(&pool, 2)));
+        with_timeout(of_lane(0, update([], two([1, 2])))).await.expect("kv replies");
+        let plan = with_timeout(of_lane(1, update([], two([4, 5])))).await.expect("kv replies");
         assert_eq!((plan.slots, plan.window), (vec![(3, SequenceKey(4)), (4, SequenceKey(5))], 3..5));
-        kv.do_send(ResetLane { lane: 0 });
-        assert_eq!(usage(&kv).await.0, 2);
+        assert_eq!(usage(&kv).await, (4, 8));
+        kv.do_send(reset(0));
+        assert_eq!(usage(&kv).await, (2, 4));
+        next_message(&mut notices).await;
         let plan = with_timeout(of_lane(1, update([4], []))).await.expect("kv replies");
         assert_eq!((plan.slots, plan.window), (vec![(4, SequenceKey(5))], 4..5));
-        let plan = with_timeout(of_lane(0, update([], [6]))).await.expect("kv replies");
+        let plan = with_timeout(of_lane(0, update([], [(6, lease(&pool, 1))]))).await.expect("kv replies");
         assert_eq!((plan.slots, plan.window), (vec![(0, SequenceKey(6))], 0..1));
     }
 
-    #[test]
-    fn new_sequences_fill_holes_so_that_no_sequence_moves() {
-        let mut kv = kv(5, 1, true);
-        kv.update_slots(update([], [1, 2, 3, 4, 5]));
-        let plan = kv.update_slots(update([2, 4], [6, 7]));
+    #[actix::test]
+    async fn new_sequences_fill_holes_so_that_no_sequence_moves() {
+        let mut kv = manager(5, 1, true, &PagePool::new(99, PAGE));
+        kv.plan_with(0, [], [1, 2, 3, 4, 5]);
+        let plan = kv.plan_with(0, [2, 4], [6, 7]);
         assert_eq!((plan.moves.len(), plan.window), (0, 0..5));
         let holders = [(0, 1), (1, 6), (2, 3), (3, 7), (4, 5)].map(|(slot, key)| (slot, SequenceKey(key)));
         assert_eq!(plan.slots, holders);
@@ -466,8 +789,8 @@ mod tests {
     }
 
     /// Random updates of every kind and lane, from empty to full lanes.
-    #[test]
-    fn every_plan_keeps_the_pages_with_their_sequences() {
+    #[actix::test]
+    async fn every_plan_keeps_the_pages_with_their_sequences() {
         for (slots, lanes, shuffle) in [
             (1, 1, true),
             (6, 1, true),
@@ -480,7 +803,7 @@ mod tests {
             (12, 4, true),
             (3, 4, true),
         ] {
-            let mut kv = KvManager::new(slots, lanes, shuffle, PagePool::new(2, PAGE));
+            let mut kv = manager(slots, lanes, shuffle, &PagePool::new(99, PAGE));
             let (mut tables, mut next_key, mut moves) = (vec![[0; 3]; slots], 1, 0);
             let of = |own| LaneState { own, running: BTreeMap::new() };
             let mut all: Vec<LaneState> = split_slots(slots, lanes).map(of).collect();
@@ -494,7 +817,7 @@ mod tests {
                 let joins = u64::from(dice[1]) % (own.len() - live.len() + 1) as u64;
                 let joined = next_key..next_key + joins;
                 next_key += joins;
-                let plan = kv.update_slots(IterationUpdate { lane, ..update(finished, joined.clone()) });
+                let plan = kv.plan_with(lane, finished, joined.clone());
                 live.extend(joined.map(|key| (key, 0)));
                 let keys: Vec<u64> = live.keys().copied().collect();
                 check_plan(&plan, own, &keys, &mut tables, shuffle);
@@ -502,7 +825,9 @@ mod tests {
                 moves += plan.moves.len();
                 // Updates of one lane must not affect the pages of any other.
                 for (key, slot) in all.iter().flat_map(|lane| &lane.running) {
-                    assert_eq!(tables[*slot as usize], pages(*key), "sequence {key}, round {round}");
+                    let lease = &kv.held[&SequenceKey(*key)].lease;
+                    let pages = [lease.own(), lease.cross()].concat();
+                    assert_eq!(tables[*slot as usize][..], pages, "sequence {key}, round {round}");
                 }
             }
             assert_eq!(moves > 0, shuffle && slots > 2 * lanes, "{slots} slots in {lanes} lanes");

@@ -12,6 +12,8 @@ pub mod intake;
 
 pub mod prefill;
 
+mod prefix_rules;
+
 pub mod kv;
 
 pub mod sequence;
@@ -42,6 +44,7 @@ mod testing;
 pub use crate::model::spec::Kind;
 pub use engine::{Engine, EngineSetup, ModelInfo};
 pub use model_sampling::ModelSampling;
+pub use prefix_rules::PrefixRules;
 pub use prompting_defaults::{EncoderDecoderPrompting, EncoderOnlyPrompting, PromptingDefaults};
 pub use status::Status;
 pub use stream::{EventSender, IntakeHandle, Submit, TokenStream};

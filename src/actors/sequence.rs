@@ -3,7 +3,9 @@
 //! Invariant: a sequence owns every resource it was given (permit, lease, channel), so dropping it anywhere
 //! releases all of them.
 
+use super::loop_metrics::SequenceTimes;
 use super::stream::EventSender;
+use crate::decoding::HostSequence;
 use crate::memory::Lease;
 use crate::request::{Request, Task};
 use actix::{Message, Recipient};
@@ -16,14 +18,27 @@ pub struct SequenceKey(pub u64);
 /// An admitted request.
 pub struct Sequence {
     pub key: SequenceKey,
+    /// Number of the group of requests that it was submitted with.
+    pub group: u64,
     pub request: Request,
     /// Sender of the sequence's events; closed when the client is gone.
     pub events: EventSender,
     /// The right to a slot.
     pub permit: Permit,
-    /// The sequence's KV pages; `None` until prefill has reserved them.
+    /// The sequence's KV pages, on the way from prefill to the KV manager.
     pub lease: Option<Lease>,
     pub arrived: Instant,
+    /// What it had reached when it was preempted, if it was.
+    pub progress: Option<Progress>,
+}
+
+/// What a preempted sequence had reached, besides its K and V.
+pub struct Progress {
+    /// The tokens generated so far; the client has them.
+    pub generated: Vec<u32>,
+    /// The host's part in choosing its tokens, if it has one.
+    pub host: Option<HostSequence>,
+    pub times: SequenceTimes,
 }
 
 /// The right to one slot. Dropping it returns it to intake.
@@ -50,12 +65,17 @@ impl Drop for Permit {
 pub struct PermitReleased;
 
 impl Sequence {
-    /// Returns the number of positions that the sequence's own pages must hold: prompt plus generated tokens.
+    /// Returns the maximum number of positions of the sequence: prompt plus generated tokens.
     pub fn positions(&self) -> usize {
         match self.request.task {
             Task::Generate => self.request.prompt.len() + self.request.max_tokens as usize,
             Task::Embed(_) | Task::FillMask { .. } => 0,
         }
+    }
+
+    /// Returns the tokens that were generated before the sequence was preempted.
+    pub fn generated(&self) -> &[u32] {
+        self.progress.as_ref().map_or(&[], |progress| &progress.generated)
     }
 
     /// Returns the number of encoder positions whose keys and values stay cached until the sequence ends:

@@ -69,5 +69,7 @@ pub fn sequence(
 ) -> (Box<Sequence>, TokenStream) {
     let (events, stream) = event_channel();
     let (key, permit, arrived) = (SequenceKey(key), Permit::new(intake), Instant::now());
-    (Box::new(Sequence { key, request, events, permit, lease: None, arrived }), stream)
+    let sequence =
+        Sequence { key, group: key.0, request, events, permit, lease: None, arrived, progress: None };
+    (Box::new(sequence), stream)
 }

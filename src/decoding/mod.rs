@@ -1,9 +1,10 @@
 //! From logits to tokens and from hidden states to vectors.
 //!
-//! `strategies` has all ways to choose a token, `host` the threads that compute the host's part, and the
-//! re-exported reference functions `sample` and `logprobs` define the result that every device must give.
+//! `strategies` has all ways to choose a token, `host` the threads that compute the host's part, `beams` the
+//! search for sequences of tokens, and the re-exported reference functions `sample` and `logprobs` define the
+//! result that every device must give.
 //! Invariant: a token depends on its logits, the request's parameters, the tokens before it, the seed and its
-//! position only.
+//! position only; of a beam search, also on the logits of the other beams.
 
 pub mod strategies;
 
@@ -11,9 +12,12 @@ pub mod pooling;
 
 pub mod host;
 
+pub mod beams;
+
 #[cfg(test)]
 mod tests;
 
+pub use beams::{BeamParams, BeamSearch, BeamStep, EarlyStopping, Hypothesis, NewBeam};
 pub use host::{Constraint, HostPool, HostSequence, HostWork};
 pub use mainstem_kernels::reference::{LogProbs, logprobs, sample};
 pub use pooling::{Pooling, pool};

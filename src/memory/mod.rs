@@ -1,4 +1,5 @@
-//! Bookkeeping of slots and KV pages: which sequence holds them, and the sliding window of occupied slots.
+//! Bookkeeping of slots and KV pages: which sequence holds them, the sliding window of occupied slots, and the
+//! tokens that pages hold.
 //!
 //! Invariant: pure bookkeeping. Nothing here touches a device, waits, or knows what a sequence is.
 
@@ -6,9 +7,12 @@ pub mod shuffle;
 
 pub mod slots;
 
+pub mod prefix;
+
 pub mod pages;
 
-pub use pages::{ComputedPrefix, Lease, PageList, PagePool};
+pub use pages::{Lease, NoLease, PageDemand, PagePool};
+pub use prefix::{PageHash, TokenChain};
 pub use slots::{SlotMap, split_slots};
 
 /// Reproducible random choices for the tests of this module.

@@ -1,56 +1,89 @@
-//! The page pool of the KV cache: which pages are free, and how many leases hold each of the others.
+//! The page pool of the KV cache: which pages are free, how many leases hold each of the others, and which
+//! tokens the pages hold.
 //!
-//! A [`Lease`] is the right to its pages. Leases may share pages: a page is free again when the last lease
-//! that holds it is dropped, on any thread. Hold a lease until the last step that refers to its pages is
-//! sent: after the drop, later steps may use them for other sequences.
-//! Invariant: a page is either free or held, and the null page is neither.
+//! A [`Lease`] is the right to the pages of a sequence. Leases may share pages: a page is released when the
+//! last lease that holds it is dropped, on any thread. Hold a lease until the last step that refers to its
+//! pages is sent: after the drop, later steps may use them for other sequences. A released page whose tokens
+//! are known is idle: another sequence can share it, until it is taken for others, the longest unused first.
+//! Invariant: a page is free, idle or held, and the null page is none of these. Positions whose tokens the
+//! index knows are not written to again.
 
+use super::prefix::{PageHash, PrefixIndex, TokenChain};
+use mainstem_kernels::PageCopy;
 use mainstem_kernels::batch::{NULL_PAGE, Page};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// All pages of the KV cache except the null page. The pool has one owner; only leases are passed around.
-#[derive(Debug)]
+/// All pages of the KV cache except the null page. Clones are handles to the same pool.
+#[derive(Clone, Debug)]
 pub struct PagePool {
     page_positions: usize,
-    pages: Arc<Mutex<PageStates>>,
+    states: Arc<Mutex<PageStates>>,
 }
 
 /// The state of every page.
 #[derive(Debug)]
 struct PageStates {
-    /// Number of resets; dropping a lease from an earlier epoch has no effect.
-    epoch: u64,
     /// Number of leases that hold each page, by page number. The null page's stays 0.
     holders: Vec<u32>,
     /// Free pages; the last one is leased first.
     free: Vec<Page>,
+    /// Idle pages by the time of their release: those that nobody holds, but whose tokens are in the index.
+    idle: BTreeMap<u64, Page>,
+    /// Time of the release of each idle page.
+    released_at: Vec<u64>,
+    /// Number of releases so far.
+    clock: u64,
+    /// Number of pages that all sequences together may still need.
+    growth: usize,
+    index: PrefixIndex,
 }
 
-/// The pages of a sequence: those of its own positions, then those of its encoder positions, each in order.
-/// A clone shares the list, but is no right to the pages.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PageList {
-    pages: Arc<[Page]>,
-    /// Number of pages for the sequence's own positions.
-    own: usize,
+/// The pages that a sequence needs to begin.
+#[derive(Clone, Copy, Debug)]
+pub struct PageDemand {
+    /// Positions of the sequence itself, at the beginning.
+    pub positions: usize,
+    /// Positions that it may grow to.
+    pub max_positions: usize,
+    /// Encoder positions, which have pages of their own.
+    pub encoder_positions: usize,
+    /// Maximum number of leading tokens whose K and V may be taken over from other sequences.
+    pub reusable: usize,
+    /// Pages that must be left for growing sequences after the lease, unless they need fewer, or no page is
+    /// held.
+    pub margin: usize,
 }
 
-/// The right to use some pages.
+/// The reason for which a sequence cannot begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoLease {
+    /// Too few pages can be leased.
+    Short,
+    /// A page that it needs is being computed for another sequence, and can be shared afterwards.
+    Coming,
+}
+
+/// The right to the pages of a sequence, in the order of its positions.
 #[derive(Debug)]
 pub struct Lease {
-    list: PageList,
-    /// Number of leading positions whose K and V are in the pages already.
+    own: Vec<Page>,
+    cross: Vec<Page>,
+    /// Number of pages of its own that the sequence may still need.
+    growth: usize,
+    /// Number of leading positions whose K and V were in the pages, or will be after the copy.
     computed: usize,
-    epoch: u64,
-    pool: Arc<Mutex<PageStates>>,
-}
-
-/// Leading positions whose K and V are in the pages of another sequence, which begins with the same tokens.
-#[derive(Clone, Debug)]
-pub struct ComputedPrefix {
-    pub lease: Arc<Lease>,
-    /// Number of positions; they fill pages.
-    pub positions: usize,
+    /// The page that the last of these positions are copied from, held until the copy is sent.
+    source: Option<Page>,
+    /// The tokens of the sequence, if its pages may be found by others.
+    chain: Option<TokenChain>,
+    /// Number of leading positions that the index knows as far as it needs to.
+    noted: usize,
+    /// Number of tokens when the sequence began.
+    begun: usize,
+    /// Hashes of the pages of these tokens that are announced as being computed, the last page first.
+    announced: Vec<PageHash>,
+    pool: PagePool,
 }
 
 impl PagePool {
@@ -62,45 +95,72 @@ impl PagePool {
             "a cache has a null page, and a page has at least one position"
         );
         assert!(Page::try_from(pages).is_ok(), "page numbers fit their type");
-        let states = PageStates { epoch: 0, holders: vec![0; pages], free: Vec::with_capacity(pages) };
-        let mut pool = PagePool { page_positions, pages: Arc::new(Mutex::new(states)) };
-        pool.reset();
-        pool
+        let states = PageStates {
+            holders: vec![0; pages],
+            // In descending order, so that low pages are leased first.
+            free: (0..pages as Page).rev().filter(|&page| page != NULL_PAGE).collect(),
+            idle: BTreeMap::new(),
+            released_at: vec![0; pages],
+            clock: 0,
+            growth: 0,
+            index: PrefixIndex::default(),
+        };
+        PagePool { page_positions, states: Arc::new(Mutex::new(states)) }
     }
 
-    /// Leases the pages for `positions` token positions. Returns `None`, and leases nothing, if fewer are
-    /// free.
-    pub fn reserve(&mut self, positions: usize) -> Option<Lease> {
-        self.reserve_with_encoder(positions, 0, None)
-    }
-
-    /// Leases the pages for `positions` token positions, and separate pages for the encoder positions
-    /// `source`. The pages of `prefix` become the first ones of the sequence and are shared; only the others
-    /// are taken from the free pages. Returns `None`, and leases nothing, if fewer are free.
-    pub fn reserve_with_encoder(
-        &mut self,
-        positions: usize,
-        source: usize,
-        prefix: Option<&ComputedPrefix>,
-    ) -> Option<Lease> {
-        let (own, cross) = (self.pages_for(positions), self.pages_for(source));
-        let computed = prefix.map_or(0, |prefix| prefix.positions);
-        assert!(
-            computed.is_multiple_of(self.page_positions) && computed <= positions,
-            "the shared positions fill pages of the sequence"
-        );
-        let states = &mut *lock(&self.pages);
-        let shared = prefix.map_or(&[][..], |prefix| {
-            assert_eq!(prefix.lease.epoch, states.epoch, "a lease from before a reset is not shared");
-            &prefix.lease.own()[..computed / self.page_positions]
-        });
-        let rest = states.free.len().checked_sub(own + cross - shared.len())?;
-        let pages: Arc<[Page]> = shared.iter().copied().chain(states.free.drain(rest..).rev()).collect();
-        for &page in &pages[..] {
-            states.holders[page as usize] += 1;
+    /// Leases the pages of a sequence that begins. With a `chain` of its first tokens, it shares the pages
+    /// that hold them already, and the others are announced as being computed; the chain comes back if there
+    /// is no lease. Nothing is leased then.
+    pub fn begin(
+        &self,
+        demand: PageDemand,
+        chain: Option<TokenChain>,
+    ) -> Result<Lease, (NoLease, Option<TokenChain>)> {
+        let PageDemand { positions, max_positions, encoder_positions, reusable, margin } = demand;
+        let (own, cross) = (self.pages_for(positions), self.pages_for(encoder_positions));
+        let states = &mut *self.lock();
+        let found = chain.as_ref().map(|chain| states.index.find(chain, reusable)).unwrap_or_default();
+        if found.is_coming {
+            return Err((NoLease::Coming, chain));
         }
-        let list = PageList { pages, own };
-        Some(Lease { list, computed, epoch: states.epoch, pool: Arc::clone(&self.pages) })
+        assert!(found.full.len() <= own, "the shared pages are pages of the sequence");
+        let growth = self.pages_for(max_positions).saturating_sub(own);
+        let margin = if states.held() > 0 { margin.min(states.growth + growth) } else { 0 };
+        let needed = own + cross - found.full.len() + margin;
+        let idle = found.full.iter().filter(|page| states.is_idle(**page)).count();
+        let Some(rest) = (states.available() - idle).checked_sub(needed) else {
+            return Err((NoLease::Short, chain));
+        };
+        // Without a page to spare, what is in the source is computed again.
+        let source = found.partial.filter(|(page, _)| rest > 0 || !states.is_idle(*page));
+        found.full.iter().for_each(|page| states.hold(*page));
+        if let Some((page, _)) = source {
+            states.hold(page);
+        }
+        states.growth += growth;
+        let computed = found.full.len() * self.page_positions + source.map_or(0, |(_, common)| common);
+        let taken = found.full.len()..own;
+        let mut pages = found.full;
+        pages.extend(taken.clone().map(|_| states.take()));
+        let cross = (0..cross).map(|_| states.take()).collect();
+        let begun = chain.as_ref().map_or(0, TokenChain::len);
+        let announced: Vec<PageHash> = match &chain {
+            Some(chain) => (taken.start..chain.pages()).rev().map(|page| chain.hash_at(page)).collect(),
+            None => Vec::new(),
+        };
+        announced.iter().for_each(|hash| states.index.announce(*hash));
+        Ok(Lease {
+            own: pages,
+            cross,
+            growth,
+            computed,
+            source: source.map(|(page, _)| page),
+            chain,
+            noted: computed,
+            begun,
+            announced,
+            pool: self.clone(),
+        })
     }
 
     /// Returns the number of pages for `positions` token positions.
@@ -108,118 +168,225 @@ impl PagePool {
         positions.div_ceil(self.page_positions)
     }
 
-    /// Returns the number of pages that can be leased: all except the null page.
+    /// Returns the number of positions of a page.
+    pub fn page_positions(&self) -> usize {
+        self.page_positions
+    }
+
+    /// Returns the number of pages that can be leased in total: all except the null page.
     pub fn total(&self) -> usize {
-        lock(&self.pages).holders.len() - 1
+        self.lock().holders.len() - 1
     }
 
-    /// Returns the number of free pages.
-    pub fn free(&self) -> usize {
-        lock(&self.pages).free.len()
+    /// Returns the number of pages that can be leased now: free and idle ones.
+    pub fn available(&self) -> usize {
+        self.lock().available()
     }
 
-    /// Returns the number of leased pages; a shared page counts once.
+    /// Returns the number of held pages; a shared page counts once.
     pub fn used(&self) -> usize {
-        self.total() - self.free()
+        self.lock().held()
     }
 
-    /// Frees every page, because the content of the cache is lost. Existing leases become invalid, and
-    /// dropping them has no effect.
-    pub fn reset(&mut self) {
-        let PageStates { epoch, holders, free } = &mut *lock(&self.pages);
-        *epoch += 1;
-        holders.fill(0);
-        free.clear();
-        // In descending order, so that low pages are leased first.
-        free.extend((0..holders.len() as Page).rev().filter(|&page| page != NULL_PAGE));
+    /// Forgets which tokens the pages hold, because their content is lost. Leases stay valid.
+    pub fn forget_contents(&self) {
+        let states = &mut *self.lock();
+        states.index.clear();
+        states.free.extend(std::mem::take(&mut states.idle).into_values());
     }
 
-    /// Asserts that every page except the null page is either free, once, or held.
+    /// Asserts that every page except the null page is either free, once, or idle, or held.
     pub fn check(&self) {
-        let PageStates { holders, free: free_pages, .. } = &*lock(&self.pages);
-        let mut free = vec![false; holders.len()];
-        for &page in free_pages {
-            assert!(!std::mem::replace(&mut free[page as usize], true), "page {page} is free twice");
-        }
+        let states = &*self.lock();
+        states.index.check();
+        let mut places = vec![0; states.holders.len()];
+        states.free.iter().chain(states.idle.values()).for_each(|page| places[*page as usize] += 1);
         assert!(
-            !free[NULL_PAGE as usize] && holders[NULL_PAGE as usize] == 0,
+            places[NULL_PAGE as usize] == 0 && states.holders[NULL_PAGE as usize] == 0,
             "the null page is never free or held"
         );
-        for page in (0..holders.len()).filter(|&page| page != NULL_PAGE as usize) {
-            assert_eq!(free[page], holders[page] == 0, "page {page} is free or held");
+        for (page, place) in places.iter().enumerate().filter(|(page, _)| *page != NULL_PAGE as usize) {
+            let held = usize::from(states.holders[page] > 0);
+            assert_eq!(place + held, 1, "page {page} is free, idle or held");
         }
+        assert!(states.free.iter().all(|page| !states.index.contains(*page)), "free pages have no entry");
+        assert!(states.idle.values().all(|page| states.index.contains(*page)), "idle pages have one");
+        assert!(
+            states.held() > 0 || states.index.coming() + states.growth == 0,
+            "nobody computes or needs pages without holding some"
+        );
+    }
+
+    /// Locks the states, ignoring poisoning: no holder of the lock panics halfway through a change.
+    fn lock(&self) -> MutexGuard<'_, PageStates> {
+        self.states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl PageList {
-    /// Creates a list whose first `own` pages are those of the sequence's own positions.
-    pub fn new(pages: &[Page], own: usize) -> PageList {
-        assert!(own <= pages.len(), "the sequence's own pages are in the list");
-        PageList { pages: pages.into(), own }
+impl PageStates {
+    fn available(&self) -> usize {
+        self.free.len() + self.idle.len()
     }
 
-    /// Returns all pages.
-    pub fn all(&self) -> &[Page] {
-        &self.pages
+    fn held(&self) -> usize {
+        self.holders.len() - 1 - self.available()
     }
 
-    /// Returns the pages of the sequence's own positions.
-    pub fn own(&self) -> &[Page] {
-        &self.pages[..self.own]
+    fn is_idle(&self, page: Page) -> bool {
+        self.holders[page as usize] == 0 && self.index.contains(page)
     }
 
-    /// Returns the pages of its encoder positions.
-    pub fn cross(&self) -> &[Page] {
-        &self.pages[self.own..]
+    /// Adds a holder to a page that is held or idle.
+    fn hold(&mut self, page: Page) {
+        if self.holders[page as usize] == 0 {
+            let idle = self.idle.remove(&self.released_at[page as usize]);
+            assert_eq!(idle, Some(page), "a page that is shared is held or idle; anything else is a bug");
+        }
+        self.holders[page as usize] += 1;
+    }
+
+    /// Takes a free page, or else the idle one that was released first. The caller checked that there is one.
+    fn take(&mut self) -> Page {
+        let page = self.free.pop().unwrap_or_else(|| {
+            let (_, page) = self.idle.pop_first().expect("a page is available, as seen before");
+            self.index.remove(page);
+            page
+        });
+        self.holders[page as usize] = 1;
+        page
+    }
+
+    /// Removes a holder of a page.
+    fn release(&mut self, page: Page) {
+        let holders = &mut self.holders[page as usize];
+        *holders -= 1;
+        if *holders > 0 {
+            return;
+        }
+        if self.index.contains(page) {
+            self.clock += 1;
+            self.released_at[page as usize] = self.clock;
+            self.idle.insert(self.clock, page);
+        } else {
+            self.free.push(page);
+        }
     }
 }
 
 impl Lease {
-    /// Returns the list of all pages.
-    pub fn list(&self) -> &PageList {
-        &self.list
-    }
-
-    /// Returns all pages: those of the sequence's own positions, then those of its encoder positions.
-    pub fn pages(&self) -> &[Page] {
-        self.list.all()
-    }
-
     /// Returns the pages of the sequence's own positions, in order.
     pub fn own(&self) -> &[Page] {
-        self.list.own()
+        &self.own
     }
 
     /// Returns the pages of its encoder positions, in order.
     pub fn cross(&self) -> &[Page] {
-        self.list.cross()
+        &self.cross
     }
 
-    /// Returns the number of leading positions whose K and V were in the pages when they were leased.
+    /// Returns the number of leading positions that need no computation: their K and V are in the pages, or
+    /// will be after [`Lease::copy`].
     pub fn computed(&self) -> usize {
         self.computed
+    }
+
+    /// Returns the copy that must precede the sequence's first step: of a page that holds some of the tokens
+    /// of the sequence's page.
+    pub fn copy(&self) -> Option<PageCopy> {
+        let to = self.own.get(self.computed / self.pool.page_positions).copied();
+        self.source.zip(to).map(|(from, to)| PageCopy { from, to })
+    }
+
+    /// Leases the pages of the first `positions` positions for a sequence that continues them otherwise. Full
+    /// pages are shared; a page that is not full is copied once the new lease has grown.
+    pub fn fork(&self, positions: usize) -> Lease {
+        let size = self.pool.page_positions;
+        let own = self.own[..positions / size].to_vec();
+        let source = (!positions.is_multiple_of(size)).then(|| self.own[positions / size]);
+        let growth = self.own.len() + self.growth - own.len();
+        let states = &mut *self.pool.lock();
+        own.iter().chain(&self.cross).chain(&source).for_each(|page| states.hold(*page));
+        states.growth += growth;
+        Lease {
+            own,
+            cross: self.cross.clone(),
+            growth,
+            computed: positions,
+            source,
+            chain: None,
+            noted: 0,
+            begun: 0,
+            announced: Vec::new(),
+            pool: self.pool.clone(),
+        }
+    }
+
+    /// Releases the source of the copy, once the step with the copy is sent.
+    pub fn release_source(&mut self) {
+        if let Some(page) = self.source.take() {
+            self.pool.lock().release(page);
+        }
+    }
+
+    /// Leases further pages, so that there are enough for `positions` positions. Returns false, and leases
+    /// nothing, if there are too few.
+    pub fn grow(&mut self, positions: usize) -> bool {
+        let more = self.pool.pages_for(positions).saturating_sub(self.own.len());
+        let states = &mut *self.pool.lock();
+        if states.available() < more {
+            return false;
+        }
+        self.own.extend((0..more).map(|_| states.take()));
+        states.growth -= more.min(self.growth);
+        self.growth -= more.min(self.growth);
+        true
+    }
+
+    /// Appends tokens to those that are known of the sequence.
+    pub fn append_tokens(&mut self, tokens: impl IntoIterator<Item = u32>) {
+        if let Some(chain) = &mut self.chain {
+            chain.extend(tokens);
+        }
+    }
+
+    /// Returns the number of tokens that are known of the sequence; 0 if its pages are not shared.
+    pub fn known_tokens(&self) -> usize {
+        self.chain.as_ref().map_or(0, TokenChain::len)
+    }
+
+    /// Notes that the steps that compute the first `positions` positions are sent, so that later steps can
+    /// share the pages.
+    pub fn note_computed(&mut self, positions: usize) {
+        let Some(chain) = &self.chain else { return };
+        let (end, size) = (positions.min(chain.len()), self.pool.page_positions);
+        if end <= self.noted {
+            return;
+        }
+        let states = &mut *self.pool.lock();
+        for page in self.noted / size..end.div_ceil(size) {
+            states.index.insert(chain, page, end, self.own[page]);
+        }
+        self.noted = end;
+        while let Some(hash) = self.announced.last() {
+            let page = self.begun.div_ceil(size) - self.announced.len();
+            if end < self.begun.min((page + 1) * size) {
+                break;
+            }
+            states.index.retract(*hash);
+            self.announced.pop();
+        }
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let PageStates { epoch, holders, free } = &mut *lock(&self.pool);
-        if *epoch != self.epoch {
-            return;
-        }
-        for &page in self.list.all() {
-            let count = &mut holders[page as usize];
-            *count -= 1;
-            if *count == 0 {
-                free.push(page);
-            }
-        }
+        let states = &mut *self.pool.lock();
+        states.growth -= self.growth;
+        self.announced.iter().for_each(|hash| states.index.retract(*hash));
+        // The last page first: without the pages before it, an idle page is of no use.
+        let own = self.own.iter().rev().chain(&self.cross).chain(&self.source);
+        own.for_each(|page| states.release(*page));
     }
-}
-
-/// Locks the states, ignoring poisoning: no holder of the lock panics halfway through a change.
-fn lock(pages: &Mutex<PageStates>) -> MutexGuard<'_, PageStates> {
-    pages.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -231,37 +398,51 @@ mod tests {
 
     const POSITIONS: usize = 32;
 
+    /// A lease of pages for so many positions, of a sequence whose tokens nobody shares.
+    fn lease(pool: &PagePool, positions: usize) -> Option<Lease> {
+        lease_with_encoder(pool, positions, 0)
+    }
+
+    fn lease_with_encoder(pool: &PagePool, positions: usize, encoder_positions: usize) -> Option<Lease> {
+        pool.begin(
+            PageDemand { positions, max_positions: 0, encoder_positions, reusable: 0, margin: 0 },
+            None,
+        )
+        .ok()
+    }
+
     /// Asserts that the pages of all leases are distinct, and that none is the null page.
     fn assert_disjoint(leases: &[Lease]) {
-        let pages: Vec<Page> = leases.iter().flat_map(|lease| lease.pages().iter().copied()).collect();
+        let pages: Vec<Page> =
+            leases.iter().flat_map(|lease| lease.own().iter().chain(lease.cross())).copied().collect();
         assert!(!pages.contains(&NULL_PAGE));
         assert_eq!(pages.iter().collect::<BTreeSet<_>>().len(), pages.len());
     }
 
     #[test]
     fn positions_are_rounded_up_to_pages() {
-        let mut pool = PagePool::new(5, POSITIONS);
+        let pool = PagePool::new(5, POSITIONS);
         for (positions, pages) in [(0, 0), (1, 1), (32, 1), (33, 2), (128, 4)] {
             assert_eq!(pool.pages_for(positions), pages);
-            let lease = pool.reserve(positions).expect("there are enough");
-            assert_eq!((lease.pages().len(), pool.used()), (pages, pages));
+            let lease = lease(&pool, positions).expect("there are enough");
+            assert_eq!((lease.own().len(), pool.used()), (pages, pages));
         }
-        assert_eq!((pool.total(), pool.used(), pool.free()), (4, 0, 4));
+        assert_eq!((pool.total(), pool.used(), pool.available()), (4, 0, 4));
     }
 
     #[test]
     fn an_exhausted_pool_refuses_and_keeps_nothing() {
-        let mut pool = PagePool::new(5, POSITIONS);
-        let first = pool.reserve(3 * POSITIONS).expect("there are enough");
-        assert!(pool.reserve(2 * POSITIONS).is_none());
-        assert_eq!(pool.free(), 1);
-        let second = pool.reserve(POSITIONS).expect("one is left");
-        assert!(pool.reserve(1).is_none());
+        let pool = PagePool::new(5, POSITIONS);
+        let first = lease(&pool, 3 * POSITIONS).expect("there are enough");
+        assert!(lease(&pool, 2 * POSITIONS).is_none());
+        assert_eq!(pool.available(), 1);
+        let mut second = lease(&pool, POSITIONS).expect("one is left");
+        assert!(lease(&pool, 1).is_none() && !second.grow(POSITIONS + 1) && second.grow(POSITIONS));
         assert_disjoint(&[first, second]);
-        assert!(pool.reserve(5 * POSITIONS).is_none(), "more than there are");
-        let all = pool.reserve(4 * POSITIONS).expect("all are back");
-        assert_eq!(all.pages().iter().copied().collect::<BTreeSet<_>>(), BTreeSet::from([1, 2, 3, 4]));
-        assert!(PagePool::new(1, POSITIONS).reserve(1).is_none(), "the null page cannot be leased");
+        assert!(lease(&pool, 5 * POSITIONS).is_none(), "more than there are");
+        let all = lease(&pool, 4 * POSITIONS).expect("all are back");
+        assert_eq!(all.own().iter().copied().collect::<BTreeSet<_>>(), BTreeSet::from([1, 2, 3, 4]));
+        assert!(lease(&PagePool::new(1, POSITIONS), 1).is_none(), "the null page cannot be leased");
     }
 
     #[test]
@@ -274,7 +455,7 @@ mod tests {
                 done.send(()).expect("the test holds the receiver");
             }
         });
-        let (mut pool, mut dice, mut held) = (PagePool::new(41, POSITIONS), Dice::new(7), Vec::new());
+        let (pool, mut dice, mut held) = (PagePool::new(41, POSITIONS), Dice::new(7), Vec::new());
         let (mut granted, mut refused, mut away) = (0, 0, 0);
         for _ in 0..3000 {
             let positions = dice.below(10 * POSITIONS);
@@ -284,9 +465,9 @@ mod tests {
                     sender.send(held.swap_remove(dice.below(held.len()))).expect("the other thread listens");
                     away += 1;
                 }
-                _ => match pool.reserve(positions) {
+                _ => match lease(&pool, positions) {
                     Some(lease) => {
-                        assert_eq!(lease.pages().len(), pool.pages_for(positions));
+                        assert_eq!(lease.own().len(), pool.pages_for(positions));
                         held.push(lease);
                         granted += 1;
                     }
@@ -306,124 +487,284 @@ mod tests {
         drop(sender);
         dropper.join().expect("dropping a lease does not panic");
         pool.check();
-        assert_eq!((pool.used(), pool.free()), (0, pool.total()));
+        assert_eq!((pool.used(), pool.available()), (0, pool.total()));
     }
 
     #[test]
     fn encoder_pages_are_leased_and_returned_with_the_sequence() {
-        let mut pool = PagePool::new(6, POSITIONS);
-        assert!(
-            pool.reserve_with_encoder(3 * POSITIONS, 2 * POSITIONS + 1, None).is_none(),
-            "one page too few"
-        );
+        let pool = PagePool::new(6, POSITIONS);
+        let refused = lease_with_encoder(&pool, 3 * POSITIONS, 2 * POSITIONS + 1);
+        assert!(refused.is_none(), "one page too few");
         assert_eq!(pool.used(), 0, "and nothing of it stays leased");
-        let lease = pool.reserve_with_encoder(2 * POSITIONS + 1, POSITIONS, None).expect("there are enough");
-        assert_eq!((lease.own().len(), lease.cross().len(), pool.used()), (3, 1, 4));
-        assert_eq!([lease.own(), lease.cross()].concat(), lease.pages());
-        assert_disjoint(std::slice::from_ref(&lease));
-        let without = pool.reserve(POSITIONS).expect("one is left");
+        let both = lease_with_encoder(&pool, 2 * POSITIONS + 1, POSITIONS).expect("there are enough");
+        assert_eq!((both.own().len(), both.cross().len(), pool.used()), (3, 1, 4));
+        assert_disjoint(std::slice::from_ref(&both));
+        let without = lease(&pool, POSITIONS).expect("one is left");
         assert_eq!((without.own().len(), without.cross().len()), (1, 0));
-        drop(lease);
+        drop(both);
         pool.check();
         assert_eq!(pool.used(), 1);
-        let nothing = pool.reserve(0).expect("a lease of no pages always succeeds");
-        assert!(nothing.pages().is_empty());
+        let nothing = lease(&pool, 0).expect("a lease of no pages always succeeds");
+        assert!(nothing.own().is_empty());
     }
 
-    /// A lease of `positions` positions whose first `pages` pages are those of another one.
-    fn share(pool: &mut PagePool, other: &Arc<Lease>, pages: usize, positions: usize) -> Option<Lease> {
-        let prefix = ComputedPrefix { lease: other.clone(), positions: pages * POSITIONS };
-        pool.reserve_with_encoder(positions, 0, Some(&prefix))
+    /// Begins a sequence with these tokens, all but the last of which it may share.
+    fn begin(pool: &PagePool, tokens: &[u32]) -> Result<Lease, NoLease> {
+        let mut chain = TokenChain::new(PageHash::root(&[]), pool.page_positions());
+        chain.extend(tokens.iter().copied());
+        let demand = PageDemand {
+            positions: tokens.len(),
+            max_positions: 0,
+            encoder_positions: 0,
+            reusable: tokens.len() - 1,
+            margin: 0,
+        };
+        pool.begin(demand, Some(chain)).map_err(|(why, chain)| {
+            assert_eq!(chain.map(|chain| chain.len()), Some(tokens.len()), "the chain comes back");
+            why
+        })
+    }
+
+    fn tokens(count: u32) -> Vec<u32> {
+        (0..count).collect()
     }
 
     #[test]
-    fn a_shared_page_comes_free_with_its_last_lease_and_the_others_with_their_own() {
-        let mut pool = PagePool::new(7, POSITIONS);
-        let first = Arc::new(pool.reserve_with_encoder(3 * POSITIONS, 1, None).expect("there are enough"));
-        let second = share(&mut pool, &first, 2, 3 * POSITIONS).expect("one page is needed, two are free");
-        assert_eq!((first.computed(), second.computed(), pool.used()), (0, 2 * POSITIONS, 5));
-        assert_eq!((&second.own()[..2], second.cross().len()), (&first.own()[..2], 0));
-        assert!(!first.pages().contains(&second.own()[2]));
-        assert!(share(&mut pool, &first, 2, 5 * POSITIONS).is_none(), "two more pages are not free");
-        assert_eq!(pool.used(), 5, "and nothing of it stays leased");
-        drop(first);
-        pool.check();
-        assert_eq!(pool.used(), 3, "the pages of the first lease alone are free");
-        drop(second);
-        pool.check();
-        assert_eq!(pool.used(), 0);
-    }
-
-    /// Random leases, with and without shared pages, and drops, against a list of the leases.
-    #[test]
-    fn random_sharing_loses_no_page_and_leases_no_held_page() {
-        let (mut pool, mut dice) = (PagePool::new(41, POSITIONS), Dice::new(11));
-        let (mut held, mut shared, mut refused): (Vec<Arc<Lease>>, _, _) = (Vec::new(), 0, 0);
-        for _ in 0..5000 {
-            let positions = dice.below(8 * POSITIONS);
-            match dice.below(5) {
-                0 | 1 if !held.is_empty() => drop(held.swap_remove(dice.below(held.len()))),
-                2 | 3 if !held.is_empty() => {
-                    let other = held[dice.below(held.len())].clone();
-                    let pages = dice.below(other.own().len().min(positions / POSITIONS) + 1);
-                    match share(&mut pool, &other, pages, positions) {
-                        Some(lease) => {
-                            assert_eq!(lease.own()[..pages], other.own()[..pages]);
-                            let fresh = &lease.own()[pages..];
-                            let taken = |page| held.iter().any(|lease| lease.pages().contains(page));
-                            assert!(!fresh.iter().any(taken), "a held page was leased");
-                            held.push(Arc::new(lease));
-                            shared += usize::from(pages > 0);
-                        }
-                        None => refused += 1,
-                    }
-                }
-                _ => held.extend(pool.reserve(positions).map(Arc::new)),
+    fn computed_pages_are_shared_to_the_token() {
+        let pool = PagePool::new(10, 4);
+        let mut first = begin(&pool, &tokens(10)).expect("there are enough");
+        first.note_computed(10);
+        for (len, full, copied) in [(10, 2, 1), (9, 2, 0), (8, 1, 3), (20, 2, 2), (4, 0, 3), (1, 0, 0)] {
+            let second = begin(&pool, &tokens(len)).expect("there are enough");
+            assert_eq!(second.computed(), full * 4 + copied, "{len} tokens");
+            assert_eq!(second.own()[..full], first.own()[..full]);
+            let copy = second.copy();
+            assert_eq!(copy.is_some(), copied > 0);
+            if let Some(PageCopy { from, to }) = copy {
+                assert_eq!((from, to), (first.own()[full], second.own()[full]));
             }
-            let pages: BTreeSet<Page> = held.iter().flat_map(|lease| lease.pages()).copied().collect();
-            assert_eq!(pool.used(), pages.len(), "a page is used as long as a lease holds it");
+            assert!(second.own()[full..].iter().all(|page| !first.own().contains(page)));
             pool.check();
         }
-        assert!(shared > 300 && refused > 50, "{shared} shared, {refused} refused");
-        held.clear();
-        pool.check();
-        assert_eq!((pool.used(), pool.free()), (0, pool.total()));
+        let mut other = tokens(10);
+        other[6] = 99;
+        let second = begin(&pool, &other).expect("there are enough");
+        assert_eq!((second.computed(), second.own()[0]), (6, first.own()[0]));
+        other[0] = 99;
+        assert_eq!(begin(&pool, &other).expect("there are enough").computed(), 0);
     }
 
     #[test]
-    fn leases_from_before_a_reset_are_harmless() {
-        let mut pool = PagePool::new(5, POSITIONS);
-        let (old, late) = (pool.reserve(64).expect("enough"), pool.reserve(64).expect("enough"));
-        pool.reset();
-        assert_eq!(pool.free(), 4);
-        let new = pool.reserve(3 * POSITIONS).expect("all are free again");
-        // The old lease refers to pages that the new one holds.
-        assert!(old.pages().iter().any(|page| new.pages().contains(page)));
-        drop(old);
+    fn roots_separate_chains() {
+        let root = |facts: &[&[u8]]| PageHash::root(facts);
+        assert_ne!(root(&[b"ab", b""]), root(&[b"a", b"b"]));
+        assert_ne!(root(&[b""]), root(&[]));
+        let pool = PagePool::new(9, 4);
+        let mut first = begin(&pool, &tokens(8)).expect("there are enough");
+        first.note_computed(8);
+        let mut chain = TokenChain::new(root(&[b"salt"]), 4);
+        chain.extend(tokens(8));
+        let demand =
+            PageDemand { positions: 8, max_positions: 0, encoder_positions: 0, reusable: 7, margin: 0 };
+        assert_eq!(pool.begin(demand, Some(chain)).expect("there are enough").computed(), 0);
+    }
+
+    #[test]
+    fn a_sequence_waits_for_pages_that_another_one_computes() {
+        let pool = PagePool::new(20, 4);
+        let mut first = begin(&pool, &tokens(10)).expect("there are enough");
+        let again = |len| begin(&pool, &tokens(len)).map(|lease| lease.computed());
+        assert_eq!((again(10), again(4), again(3)), (Err(NoLease::Coming), Err(NoLease::Coming), Ok(0)));
+        first.note_computed(4);
+        assert_eq!((again(8), again(4), again(5)), (Err(NoLease::Coming), Ok(3), Ok(4)));
+        first.note_computed(8);
+        assert_eq!((again(10), again(9), again(11)), (Err(NoLease::Coming), Ok(8), Ok(8)));
+        // Tokens that were generated do not change what was announced.
+        first.append_tokens([70, 71, 72]);
+        first.note_computed(10);
+        assert_eq!(again(10), Ok(9));
+        let waiting = begin(&pool, &[5; 6]).expect("there are enough");
+        assert_eq!(begin(&pool, &[5; 6]).map(drop), Err(NoLease::Coming));
+        drop(waiting);
+        assert!(begin(&pool, &[5; 6]).is_ok(), "the one that would compute them is gone");
+        drop(first);
         pool.check();
-        assert_eq!(pool.used(), 3);
-        drop(new);
         assert_eq!(pool.used(), 0);
-        drop(late);
-        pool.check();
-        assert_eq!(pool.free(), 4);
     }
 
     #[test]
-    fn pages_returned_just_before_a_reset_come_free_once() {
-        let mut pool = PagePool::new(4, POSITIONS);
-        drop(pool.reserve(64));
-        pool.reset();
-        pool.check();
-        assert_eq!(pool.free(), 3);
+    fn the_longest_unused_page_is_taken_first_and_the_end_of_a_sequence_before_its_beginning() {
+        let pool = PagePool::new(7, 4);
+        let computed = |first: u32| {
+            let tokens: Vec<u32> = (first..first + 12).collect();
+            let mut lease = begin(&pool, &tokens).expect("there are enough");
+            lease.note_computed(12);
+            lease
+        };
+        let (old, new) = (computed(100), computed(200));
+        drop(old);
+        drop(new);
+        assert_eq!((pool.used(), pool.available()), (0, 6));
+        let found = |first: u32| {
+            let tokens: Vec<u32> = (first..first + 13).collect();
+            let mut chain = TokenChain::new(PageHash::root(&[]), 4);
+            chain.extend(tokens);
+            pool.lock().index.find(&chain, 12).full.len()
+        };
+        let mut grows = lease(&pool, 0).expect("it needs none");
+        for (pages, left) in [(1, (2, 3)), (2, (1, 3)), (3, (0, 3)), (4, (0, 2)), (6, (0, 0))] {
+            assert!(grows.grow(4 * pages));
+            assert_eq!((found(100), found(200)), left, "{pages} pages taken");
+            pool.check();
+        }
+        assert!(!grows.grow(25));
     }
 
     #[test]
-    #[should_panic(expected = "not shared")]
-    fn an_old_lease_is_not_shared() {
-        let mut pool = PagePool::new(4, POSITIONS);
-        let old = Arc::new(pool.reserve(POSITIONS).expect("enough"));
-        pool.reset();
-        share(&mut pool, &old, 1, POSITIONS);
+    fn shared_and_copied_pages_are_not_taken_for_the_same_sequence() {
+        let pool = PagePool::new(4, 4);
+        let mut first = begin(&pool, &tokens(12)).expect("there are enough");
+        first.note_computed(12);
+        drop(first);
+        // All pages are idle. Two are shared; the last one is needed itself, so nothing is copied from it.
+        let mut second = begin(&pool, &tokens(11)).expect("there are enough");
+        assert_eq!((second.computed(), second.copy(), pool.available()), (8, None, 0));
+        second.note_computed(11);
+        assert_eq!(begin(&pool, &tokens(11)).map(drop), Err(NoLease::Short));
+        drop(second);
+        let third = begin(&pool, &[tokens(6), vec![50]].concat()).expect("there are enough");
+        assert_eq!(third.computed(), 6);
+        assert!(third.copy().is_some() && pool.used() == 3, "the source is held until the copy is sent");
+        drop(third);
+        assert_eq!(pool.used(), 0);
+    }
+
+    #[test]
+    fn the_margin_applies_while_pages_are_held() {
+        let pool = PagePool::new(5, 4);
+        let demand = |positions, max_positions| PageDemand {
+            positions,
+            max_positions,
+            encoder_positions: 0,
+            reusable: 0,
+            margin: 2,
+        };
+        let first = pool.begin(demand(16, 99), None).expect("nobody else needs pages");
+        drop(first);
+        let mut first = pool.begin(demand(4, 8), None).expect("there are enough");
+        assert!(pool.begin(demand(8, 12), None).is_err());
+        assert!(pool.begin(demand(8, 8), None).is_ok(), "one page is left, and no more can be needed");
+        assert!(pool.begin(demand(4, 99), None).is_ok());
+        assert!(first.grow(8) && pool.begin(demand(8, 8), None).is_ok());
+        drop(first);
+        pool.check();
+    }
+
+    #[test]
+    fn a_fork_shares_full_pages_and_copies_the_last_one() {
+        let pool = PagePool::new(9, 4);
+        let mut first = lease_with_encoder(&pool, 10, 3).expect("there are enough");
+        let mut second = first.fork(10);
+        assert_eq!((second.own(), second.copy(), pool.used()), (&first.own()[..2], None, 4));
+        assert!(second.grow(11) && first.grow(13));
+        assert_eq!(second.cross(), first.cross());
+        assert_eq!(second.copy(), Some(PageCopy { from: first.own()[2], to: second.own()[2] }));
+        let copied = first.own()[2];
+        drop(first);
+        pool.check();
+        assert_eq!(pool.used(), 5, "the source is held until the copy is sent");
+        second.release_source();
+        assert!(pool.used() == 4 && !second.own().contains(&copied));
+        let even = second.fork(8);
+        assert_eq!((even.own().len(), even.copy(), pool.used()), (2, None, 4));
+        drop(even);
+        drop(second);
+        assert_eq!(pool.used(), 0);
+        pool.check();
+    }
+
+    #[test]
+    fn lost_contents_are_not_shared_again() {
+        let pool = PagePool::new(9, 4);
+        let mut held = begin(&pool, &tokens(8)).expect("there are enough");
+        held.note_computed(8);
+        let mut other = begin(&pool, &[9; 8]).expect("there are enough");
+        other.note_computed(8);
+        drop(other);
+        pool.forget_contents();
+        pool.check();
+        assert_eq!((pool.used(), pool.available()), (2, 6));
+        assert_eq!(begin(&pool, &tokens(8)).expect("there are enough").computed(), 0);
+        assert_eq!(begin(&pool, &[9; 8]).expect("there are enough").computed(), 0);
+    }
+
+    /// A page as the model of [`random_histories_of_sharing`] sees it.
+    type Content = Vec<(u32, u32)>;
+
+    /// Random sequences over few tokens begin, grow, share and end. A model writes what each page holds, and
+    /// each sequence must find its own tokens, and the right ones before each, in its pages.
+    #[test]
+    fn random_histories_of_sharing() {
+        const SIZE: usize = 4;
+        for seed in 0..20 {
+            let (pool, mut dice) = (PagePool::new(24, SIZE), Dice::new(seed));
+            // Of each page: token and hash of all tokens up to it, by position.
+            let mut cache: Vec<Content> = vec![vec![(u32::MAX, 0); SIZE]; 24];
+            let mut running: Vec<(Lease, Vec<u32>, usize)> = Vec::new();
+            let (mut shared, mut short, mut coming) = (0, 0, 0);
+            let fold = |tokens: &[u32]| tokens.iter().fold(1u32, |sum, t| sum.wrapping_mul(31) + t + 1);
+            for _ in 0..1500 {
+                match dice.below(6) {
+                    0 | 1 => {
+                        let tokens: Vec<u32> =
+                            (0..1 + dice.below(18)).map(|_| dice.below(2) as u32).collect();
+                        match begin(&pool, &tokens) {
+                            Ok(mut lease) => {
+                                if let Some(PageCopy { from, to }) = lease.copy() {
+                                    cache[to as usize] = cache[from as usize].clone();
+                                }
+                                lease.release_source();
+                                let computed = lease.computed();
+                                shared += computed;
+                                running.push((lease, tokens, computed));
+                            }
+                            Err(NoLease::Short) => short += 1,
+                            Err(NoLease::Coming) => coming += 1,
+                        }
+                    }
+                    2 if !running.is_empty() => drop(running.swap_remove(dice.below(running.len()))),
+                    _ if !running.is_empty() => {
+                        let at = dice.below(running.len());
+                        let (lease, tokens, computed) = &mut running[at];
+                        if *computed == tokens.len() && lease.grow(tokens.len() + 1) {
+                            tokens.push(dice.below(2) as u32);
+                            lease.append_tokens(tokens.last().copied());
+                        }
+                        let end = tokens.len().min(*computed + 1 + dice.below(6));
+                        for position in *computed..end {
+                            let page = lease.own()[position / SIZE] as usize;
+                            cache[page][position % SIZE] = (tokens[position], fold(&tokens[..=position]));
+                        }
+                        *computed = end;
+                        if dice.below(3) > 0 {
+                            lease.note_computed(end);
+                        }
+                    }
+                    _ => {}
+                }
+                pool.check();
+                for (lease, tokens, computed) in &running {
+                    for position in 0..*computed {
+                        let page = lease.own()[position / SIZE] as usize;
+                        let expected = (tokens[position], fold(&tokens[..=position]));
+                        assert_eq!(cache[page][position % SIZE], expected, "seed {seed}");
+                    }
+                }
+            }
+            assert!(shared > 200 && short > 10 && coming > 10, "{shared} {short} {coming}");
+            running.clear();
+            pool.check();
+            assert_eq!((pool.used(), pool.available()), (0, 23));
+        }
     }
 }

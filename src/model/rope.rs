@@ -6,6 +6,7 @@
 //!
 //! Invariant: angles are products of F32 frequencies and positions, as the reference computes them.
 
+use super::spec::ModelSpec;
 use crate::formats::{RopeConfig, RopeScaling};
 use mainstem_kernels::DynamicNtk;
 use std::f64::consts::TAU;
@@ -28,6 +29,42 @@ pub fn length_bounds(config: &RopeConfig) -> Vec<usize> {
     match &config.scaling {
         RopeScaling::LongRope { original_context, .. } => vec![*original_context, usize::MAX],
         _ => vec![usize::MAX],
+    }
+}
+
+/// How rotations depend on the reserved length of a sequence. Sequences of one class have the same.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ReservedLengths {
+    /// The upper bounds of lengths with a table of their own, ascending; the last table is for all longer
+    /// sequences.
+    bounds: Vec<usize>,
+    /// The length beyond which each length has rotations of its own.
+    dynamic_above: Option<usize>,
+}
+
+impl ReservedLengths {
+    /// Returns the classes of a model.
+    pub fn of(spec: &ModelSpec) -> ReservedLengths {
+        let ropes = || spec.decoder.iter().flat_map(|stack| &stack.ropes);
+        let mut bounds: Vec<usize> = ropes().flat_map(|rope| length_bounds(&rope.config)).collect();
+        bounds.sort_unstable();
+        bounds.dedup();
+        let stretches = ropes().filter_map(|rope| dynamic_stretch(&rope.config));
+        ReservedLengths::new(bounds, stretches.map(|stretch| stretch.context).min())
+    }
+
+    /// Creates the classes of lengths up to each of the `bounds`, which ascend, and of each length above
+    /// `dynamic_above`.
+    pub fn new(bounds: Vec<usize>, dynamic_above: Option<usize>) -> ReservedLengths {
+        ReservedLengths { bounds, dynamic_above }
+    }
+
+    /// Returns the class of sequences with `reserved` reserved tokens.
+    pub fn class_of(&self, reserved: usize) -> usize {
+        match self.dynamic_above {
+            Some(context) if reserved > context => self.bounds.len() + reserved,
+            _ => self.bounds.partition_point(|bound| *bound < reserved),
+        }
     }
 }
 
@@ -139,6 +176,19 @@ mod tests {
         assert_eq!(scaled[0], plain[0]); // 10 turns
         assert!((scaled[7] * 8.0 - plain[7]).abs() < 1e-9); // 0.003 turns
         assert!(scaled[1] < plain[1] && scaled[1] > plain[1] / 8.0); // 3.2 turns: between
+    }
+
+    #[test]
+    fn reserved_lengths_are_of_one_class_where_they_share_a_table() {
+        let classes = |bounds: &[usize], dynamic_above, lengths: &[usize]| {
+            let all = ReservedLengths::new(bounds.to_vec(), dynamic_above);
+            lengths.iter().map(|length| all.class_of(*length)).collect::<Vec<_>>()
+        };
+        assert_eq!(classes(&[usize::MAX], None, &[1, 500, 100_000]), [0, 0, 0]);
+        assert_eq!(classes(&[64, usize::MAX], None, &[1, 64, 65, 900]), [0, 0, 1, 1]);
+        let dynamic = classes(&[usize::MAX], Some(64), &[1, 64, 65, 66, 65]);
+        assert!(dynamic[0] == dynamic[1] && dynamic[2] == dynamic[4]);
+        assert!(dynamic[1] != dynamic[2] && dynamic[2] != dynamic[3]);
     }
 
     #[test]

@@ -16,6 +16,7 @@ use mainstem_kernels::{
     SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch,
     StepLimits,
 };
+use std::ops::Range;
 
 /// The reusable buffers of a step that is not in flight, and the targets of its results.
 pub(super) struct StepBuffers {
@@ -127,35 +128,58 @@ impl DecodeLoop {
         }
     }
 
-    /// Adds the span of a prefill chunk.
+    /// Adds the spans of a prefill chunk: of prompt tokens, and after a preemption of generated ones.
     fn add_prefill_span(&self, buffers: &mut StepBuffers, at: usize, chunk: PromptChunk) {
-        let PromptChunk { start, len, last, .. } = chunk;
+        let running = &self.running[at];
+        let prompt = &running.sequence.request.prompt;
+        let end = chunk.start + chunk.len;
+        if chunk.start < prompt.len() {
+            self.add_prompt_span(
+                buffers,
+                at,
+                chunk.start..end.min(prompt.len()),
+                chunk.last && end <= prompt.len(),
+            );
+        }
+        if end > prompt.len() {
+            let start = chunk.start.max(prompt.len());
+            let batch = &mut buffers.step.batch;
+            let from = batch.tokens.len() as u32;
+            batch.tokens.extend_from_slice(&running.generated[start - prompt.len()..end - prompt.len()]);
+            let tokens = SpanTokens::Generated { at: from, len: (end - start) as u32 };
+            let want = if chunk.last { SpanOutput::Last } else { SpanOutput::None };
+            batch.spans.push(running.span(start as u32, tokens, want));
+        }
+        if chunk.last {
+            self.add_sample_row(buffers, at);
+        }
+    }
+
+    /// Adds a span of prompt tokens, which end the prompt if it is the `last`.
+    fn add_prompt_span(&self, buffers: &mut StepBuffers, at: usize, range: Range<usize>, last: bool) {
         let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
         let request = &running.sequence.request;
-        let tokens = push_tokens(batch, &request.prompt[start..start + len]);
-        let want = match (request.prompt_logprobs, last) {
+        let tokens = push_tokens(batch, &request.prompt[range.clone()]);
+        // Those of a preempted sequence were reported with its first token.
+        let logprobs = request.prompt_logprobs.filter(|_| running.resumed == 0);
+        let want = match (logprobs, last) {
             (Some(_), _) => SpanOutput::All,
             (None, true) => SpanOutput::Last,
             (None, false) => SpanOutput::None,
         };
-        batch.spans.push(running.span(start as u32, tokens, want));
-        if let Some(top_logprobs) = request.prompt_logprobs {
+        batch.spans.push(running.span(range.start as u32, tokens, want));
+        if let Some(top_logprobs) = logprobs {
             // The logits of a row are those of the token after it.
-            for token in request.prompt[start + 1..].iter().take(len) {
+            for token in request.prompt[range.start + 1..].iter().take(range.len()) {
                 batch.sampling.push(SamplingParams {
                     mode: SampleMode::Score(*token),
                     logprob: true,
                     top_logprobs,
                     ..running.sample_row()
                 });
-                buffers
-                    .routing
-                    .targets
-                    .push(RowTarget::Sequence(self.sequence_ref(at), RowUse::PromptLogprob));
+                let target = RowTarget::Sequence(self.sequence_ref(at), RowUse::PromptLogprob);
+                buffers.routing.targets.push(target);
             }
-        }
-        if last {
-            self.add_sample_row(buffers, at);
         }
     }
 

@@ -124,6 +124,7 @@ impl DecodeLoop {
         self.build_batch(&mut buffers, plan, work);
         let StepBuffers { step, routing } = buffers;
         let size = step_size(&step.batch);
+        self.count_sent(work, &routing);
         let sent = self.handles.devices.send(step, self.epoch)?;
         let sent_at = self.metrics.record_sent();
         self.in_flight.push_back(InFlightStep { sent, routing, kind, sent_at, size });
@@ -132,6 +133,21 @@ impl DecodeLoop {
         }
         self.flush_events();
         Ok(())
+    }
+
+    /// Counts the positions that a step computes and the results that it has.
+    fn count_sent(&mut self, work: &[SpanWork], routing: &OutputRouting) {
+        for span in work {
+            match *span {
+                SpanWork::Decode(at) => {
+                    let running = &mut self.running[at];
+                    running.sent_positions = running.next_position() as usize;
+                }
+                SpanWork::Prefill(at, chunk) => self.running[at].sent_positions = chunk.start + chunk.len,
+                SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {}
+            }
+        }
+        routing.sequences().for_each(|at| self.running[at].awaited += 1);
     }
 
     /// Counts the tokens that a step samples as scheduled.

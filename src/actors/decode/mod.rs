@@ -22,7 +22,7 @@ mod in_flight;
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
 use super::loop_metrics::LoopMetrics;
-use super::prefill::{ChunksAhead, DropStarted, NextChunks, PromptChunk, ScheduledChunk};
+use super::prefill::{ChunksAhead, DropStarted, NextChunks, PromptChunk, Requeue, ScheduledChunk};
 use super::sequence::SequenceKey;
 use super::status::Status;
 use super::stream::EventSender;
@@ -49,6 +49,7 @@ pub struct LoopHandles {
     pub next_chunks: Recipient<NextChunks>,
     pub chunks_ahead: Recipient<ChunksAhead>,
     pub drop_started: Recipient<DropStarted>,
+    pub requeue: Recipient<Requeue>,
     pub update_slots: Recipient<IterationUpdate>,
     pub reset_lane: Recipient<ResetLane>,
     pub devices: Arc<dyn Devices>,
@@ -116,8 +117,8 @@ async fn run_with_restarts(lane: usize, handles: LoopHandles, config: DecodeConf
                 error!(lane, "the decode loop panicked; this is a bug. It restarts without its sequences")
             }
         }
-        handles.drop_started.do_send(DropStarted { lane, except: Vec::new() });
-        handles.reset_lane.do_send(ResetLane { lane });
+        handles.drop_started.do_send(DropStarted { lane });
+        handles.reset_lane.do_send(ResetLane { lane, epoch: handles.devices.epoch() });
     }
 }
 
@@ -138,7 +139,8 @@ struct DecodeLoop {
     jump_limit: usize,
     /// Running sequences in the order of their slots; new ones are at the end until the slot plan arrives.
     running: Vec<RunningSequence>,
-    /// Sequences that end with the step in flight and have given up slot and pages.
+    /// Sequences that have given up slot and pages and wait for results in flight: those that end with them,
+    /// and preempted ones.
     leaving: Vec<RunningSequence>,
     /// Changes to send to the KV manager with the next update.
     update: IterationUpdate,
@@ -255,10 +257,11 @@ impl DecodeLoop {
     /// Adds new sequences and plans the spans of the next iteration.
     async fn plan_iteration(&mut self) -> Option<()> {
         let chunks = self.request_chunks().await?;
-        self.fail_lost_sequences(&chunks).await;
+        let chunks = self.fail_lost_sequences(chunks).await;
         self.admit_chunks(chunks);
+        self.report_sequences();
         let plan = self.update_slots().await?;
-        self.reorder(&plan.slots);
+        self.apply_plan(&plan);
         self.pending_work = self.plan_work(&plan);
         self.slot_plan = Some(plan);
         Some(())
@@ -304,27 +307,32 @@ impl DecodeLoop {
         chunks
     }
 
-    /// Fails the running sequences if a fault has ended their epoch. New sequences are not affected: a
-    /// sequence belongs to an epoch from the iteration on in which it gets its slot. Results from before the
-    /// fault still count.
-    async fn fail_lost_sequences(&mut self, chunks: &[ScheduledChunk]) {
-        if let Err(fault) = self.handles.devices.check_epoch(self.epoch) {
-            while !self.in_flight.is_empty() && self.process_oldest().await.is_ok() {}
-            let new = chunks.iter().filter(|chunk| chunk.sequence.is_some());
-            self.fail_all_except(&fault, new.map(|chunk| chunk.key).collect());
+    /// Fails the running sequences if a fault has ended their epoch; results from before the fault still
+    /// count. New sequences go back to prefill, because what their pages share is lost. Returns the chunks
+    /// that are left.
+    async fn fail_lost_sequences(&mut self, chunks: Vec<ScheduledChunk>) -> Vec<ScheduledChunk> {
+        let Err(fault) = self.handles.devices.check_epoch(self.epoch) else { return chunks };
+        while !self.in_flight.is_empty() && self.process_oldest().await.is_ok() {}
+        self.fail_all(&fault);
+        for mut sequence in chunks.into_iter().filter_map(|chunk| chunk.sequence) {
+            sequence.lease = None;
+            self.handles.requeue.do_send(Requeue(sequence));
         }
+        Vec::new()
     }
 
     /// Adds the sequences that come with their first chunks, and assigns chunks to their sequences. Chunks of
     /// sequences that have left are dropped.
     fn admit_chunks(&mut self, chunks: Vec<ScheduledChunk>) {
         for ScheduledChunk { key, sequence, chunk } in chunks {
-            if let Some(sequence) = sequence {
-                let lease =
-                    sequence.lease.as_ref().expect("prefill reserved its pages; anything else is a bug");
-                self.update.joins.push(JoiningSequence { key, pages: lease.list().clone() });
-                let pool = &self.handles.host_pool;
-                let running = RunningSequence::new(key, sequence, &self.metrics, pool, self.jump_limit);
+            if let Some(mut sequence) = sequence {
+                let lease = sequence.lease.take().expect("prefill leased its pages; anything else is a bug");
+                if sequence.progress.is_none() {
+                    sequence.events.send(TokenEvent::Started { cached_tokens: lease.computed() });
+                }
+                let (pages, pool) = (lease.own().len(), &self.handles.host_pool);
+                self.update.joins.push(JoiningSequence { key, lease });
+                let running = RunningSequence::new(sequence, pages, &self.metrics, pool, self.jump_limit);
                 self.running.push(running);
             }
             // A sequence that was just added is the last one.
@@ -335,10 +343,58 @@ impl DecodeLoop {
         }
     }
 
+    /// Adds to the next update what the KV manager must know of the running sequences: what is in their
+    /// pages, and the pages that they need.
+    fn report_sequences(&mut self) {
+        let page_positions = self.config.limits.page_positions;
+        for running in &mut self.running {
+            self.update.computed.extend(running.report_filled(page_positions));
+            if running.is_decoding() {
+                self.update.grown.extend(running.growth(page_positions));
+            }
+            self.update.with_work += usize::from(running.is_decoding() || running.chunk.is_some());
+        }
+    }
+
     /// Sends the changes to the KV manager, and returns the new slot plan.
     async fn update_slots(&mut self) -> Option<SlotPlan> {
-        let next = IterationUpdate { lane: self.lane, ..IterationUpdate::default() };
+        let next = self.empty_update();
         self.handles.update_slots.send(std::mem::replace(&mut self.update, next)).await.ok()
+    }
+
+    /// Returns an update without changes.
+    fn empty_update(&self) -> IterationUpdate {
+        IterationUpdate { lane: self.lane, epoch: self.epoch, ..IterationUpdate::default() }
+    }
+
+    /// Lets go of preempted sequences, and gives the others their slots.
+    fn apply_plan(&mut self, plan: &SlotPlan) {
+        let preempted = self.running.extract_if(.., |running| plan.preempted.contains(&running.key));
+        // The client has, or gets, all tokens so far: they are kept, and those in flight are waited for.
+        self.leaving.extend(preempted);
+        self.let_go();
+        self.reorder(&plan.slots);
+        let page_positions = self.config.limits.page_positions;
+        for running in &mut self.running {
+            running.is_stalled = plan.stalled.contains(&running.key);
+            if running.is_decoding() && !running.is_stalled {
+                running.pages =
+                    running.pages.max(running.next_position().div_ceil(page_positions as u32) as usize);
+            }
+        }
+    }
+
+    /// Drops the sequences that have all their results and ended, and hands preempted ones back to prefill.
+    fn let_go(&mut self) {
+        for leaving in self.leaving.extract_if(.., |leaving| leaving.awaited == 0) {
+            if !leaving.finished {
+                assert!(
+                    !leaving.ends_with_scheduled(),
+                    "a sequence leaves with its last step; anything else is a bug"
+                );
+                self.handles.requeue.do_send(Requeue(leaving.suspend()));
+            }
+        }
     }
 
     /// Reorders the running sequences by slot. `slots` is sorted by slot.
@@ -361,7 +417,7 @@ impl DecodeLoop {
             // With the shuffle off, holes are computed and their results discarded: the papers' baseline.
             work.extend((next..running.slot).map(SpanWork::Hole));
             next = running.slot + 1;
-            if running.is_decoding() {
+            if running.is_decoding() && !running.is_stalled {
                 work.push_back(SpanWork::Decode(at));
             }
         }
@@ -392,12 +448,6 @@ impl DecodeLoop {
 
     /// Fails all sequences of the lane, because the devices lost their state, and restarts the lane empty.
     fn fail_all(&mut self, fault: &DeviceError) {
-        self.fail_all_except(fault, Vec::new());
-    }
-
-    /// Fails all sequences of the lane, and restarts the lane empty. Prefill keeps those in `kept`, which are
-    /// about to be added.
-    fn fail_all_except(&mut self, fault: &DeviceError, kept: Vec<SequenceKey>) {
         self.flush_events();
         let lost = self.running.drain(..).chain(self.leaving.drain(..));
         // Clients of finished sequences have already received their end.
@@ -406,13 +456,13 @@ impl DecodeLoop {
             running.sequence.events.send(TokenEvent::Failed(failure));
         }
         let lane = self.lane;
-        self.update = IterationUpdate { lane, ..IterationUpdate::default() };
         self.pending_work.clear();
         self.slot_plan = None;
         self.in_flight.clear();
         self.epoch = self.handles.devices.epoch();
-        self.handles.drop_started.do_send(DropStarted { lane, except: kept });
-        self.handles.reset_lane.do_send(ResetLane { lane });
+        self.update = self.empty_update();
+        self.handles.drop_started.do_send(DropStarted { lane });
+        self.handles.reset_lane.do_send(ResetLane { lane, epoch: self.epoch });
     }
 }
 

@@ -57,6 +57,15 @@ impl OutputRouting {
         self.targets.clear();
         self.encoder_only.clear();
     }
+
+    /// Returns the index of the sequence of each result, while the step is being built.
+    pub(super) fn sequences(&self) -> impl Iterator<Item = usize> {
+        let rows = self.targets.iter().filter_map(|target| match target {
+            RowTarget::Sequence(sequence, _) => Some(sequence.at),
+            RowTarget::Discard => None,
+        });
+        rows.chain(self.encoder_only.iter().map(|sequence| sequence.at))
+    }
 }
 
 impl DecodeLoop {
@@ -74,6 +83,7 @@ impl DecodeLoop {
                 self.metrics.count_wasted_row();
                 continue;
             };
+            running.awaited -= 1;
             if let Some(failure) = row.failure {
                 // What the host knows says more than the device does.
                 let why = running.host.as_ref().and_then(HostSequence::error);
@@ -99,8 +109,8 @@ impl DecodeLoop {
             }
         }
         self.finish_encoder_only(&output.hidden, &routing.encoder_only);
-        let all_ended = self.leaving.drain(..).all(|leaving| leaving.finished);
-        assert!(all_ended, "a sequence leaves with its last step; anything else is a bug");
+        self.leaving.retain(|leaving| !leaving.finished);
+        self.let_go();
     }
 
     /// Processes a sampled token, and those that a grammar forces after it.
@@ -151,9 +161,6 @@ impl DecodeLoop {
             self.pending_events.push((events.clone(), TokenEvent::Finished(reason)));
             self.metrics.record_finished(running.times, generated, self.produced_at);
             running.finished = true;
-            // No step computes the tokens since the sampled one.
-            let computed = running.generated.len().saturating_sub(forced as usize);
-            running.generated.truncate(computed);
         }
         end.is_none().then_some(running)
     }
@@ -166,6 +173,7 @@ impl DecodeLoop {
             // A sequence whose row failed has ended.
             let Some(running) = find(&mut self.running, &mut self.leaving, *sequence) else { continue };
             let (request, events) = (&running.sequence.request, &running.sequence.events);
+            running.awaited -= 1;
             if let Task::Embed(pooling) = request.task {
                 let (own, others) = hidden.split_at(request.encoder_input.len() * width);
                 hidden = others;

@@ -3,10 +3,10 @@
 //! Invariant: the positions of a span follow from the steps that were sent, whether their results are back or
 //! not.
 
-use crate::actors::kv::{ComputedSequence, EndedSequence};
+use crate::actors::kv::{ComputedPositions, EndedSequence, GrowingSequence};
 use crate::actors::loop_metrics::{LoopMetrics, SequenceTimes};
 use crate::actors::prefill::PromptChunk;
-use crate::actors::sequence::{Sequence, SequenceKey};
+use crate::actors::sequence::{Progress, Sequence, SequenceKey};
 use crate::decoding::{HostPool, HostSequence};
 use crate::request::{self, Request, Task, Token};
 use mainstem_kernels::batch::Slot;
@@ -27,8 +27,21 @@ pub(super) struct RunningSequence {
     pub(super) scheduled: u32,
     /// Number of generated tokens whose results are back; 0 during prefill.
     pub(super) received: u32,
-    /// These tokens, without the one that ends the sequence. There is room for all from the start.
+    /// These tokens, without the one that ends the sequence.
     pub(super) generated: Vec<u32>,
+    /// Number of these tokens that are computed like a prompt, because the sequence was preempted.
+    pub(super) resumed: u32,
+    /// Number of leading positions whose steps were sent, and of those that the KV manager knows of.
+    pub(super) sent_positions: usize,
+    reported_positions: usize,
+    /// Number of generated tokens that the KV manager knows.
+    reported_tokens: usize,
+    /// Number of pages that the sequence has.
+    pub(super) pages: usize,
+    /// Whether it skips this iteration, because it has no page for the next position.
+    pub(super) is_stalled: bool,
+    /// Number of its rows in flight that have results.
+    pub(super) awaited: usize,
     /// Whether its end has been sent; it leaves when the next iteration is scheduled.
     pub(super) finished: bool,
     pub(super) times: SequenceTimes,
@@ -41,48 +54,96 @@ pub(super) struct RunningSequence {
 }
 
 impl RunningSequence {
-    /// Creates the state of a sequence whose first chunk was just scheduled. It has no slot yet. `jump_limit`
-    /// is the maximum number of tokens that a grammar may force at once.
+    /// Creates the state of a sequence whose first chunk was just scheduled, and which has `pages` pages. It
+    /// has no slot yet. `jump_limit` is the maximum number of tokens that a grammar may force at once.
     pub(super) fn new(
-        key: SequenceKey,
-        sequence: Box<Sequence>,
+        mut sequence: Box<Sequence>,
+        pages: usize,
         meters: &LoopMetrics,
         pool: &Arc<HostPool>,
         jump_limit: usize,
     ) -> RunningSequence {
-        let Request { plan, constraint, prompt, max_tokens, logprobs, .. } = &sequence.request;
-        // Forced tokens have no rows, and so no log-probabilities.
-        let limit = if logprobs.is_none() { jump_limit } else { 0 };
-        let host = HostSequence::begin(pool, plan.as_ref(), constraint.as_ref(), prompt, *max_tokens, limit);
+        let progress = sequence.progress.take().unwrap_or_else(|| {
+            let Request { plan, constraint, prompt, max_tokens, logprobs, .. } = &sequence.request;
+            // Forced tokens have no rows, and so no log-probabilities.
+            let limit = if logprobs.is_none() { jump_limit } else { 0 };
+            let (plan, constraint) = (plan.as_ref(), constraint.as_ref());
+            Progress {
+                generated: Vec::new(),
+                host: HostSequence::begin(pool, plan, constraint, prompt, *max_tokens, limit),
+                times: meters.record_scheduled(sequence.arrived),
+            }
+        });
+        let Progress { generated, host, times } = progress;
+        let resumed = generated.len() as u32;
         RunningSequence {
-            host,
-            forced: 0,
-            key,
+            key: sequence.key,
             slot: Slot::MAX,
             chunk: None,
             prompt_scheduled: false,
-            scheduled: 0,
-            received: 0,
-            generated: Vec::with_capacity(sequence.request.max_tokens.max(1) as usize),
+            scheduled: resumed,
+            received: resumed,
+            generated,
+            resumed,
+            sent_positions: 0,
+            reported_positions: 0,
+            reported_tokens: resumed as usize,
+            pages,
+            is_stalled: false,
+            awaited: 0,
             finished: false,
-            times: meters.record_scheduled(sequence.arrived),
+            times,
             prompt_logprobs: Vec::new(),
+            forced: 0,
+            host,
             sequence,
         }
     }
 
-    /// Gives up the slot and the pages, when no later step has rows of the sequence. Its tokens and pages are
-    /// handed over if it ends regularly.
+    /// Gives up the slot and the pages, when no later step has rows of the sequence.
     pub(super) fn release(&mut self) -> EndedSequence {
-        let ends = self.finished || self.ends_with_scheduled();
-        let Sequence { request, lease, .. } = &mut *self.sequence;
-        let reusable = ends && request.task == Task::Generate && request.encoder_input.is_empty();
-        let computed = lease.take().filter(|_| reusable).map(|lease| ComputedSequence {
-            prompt: request.prompt.clone(),
-            generated: std::mem::take(&mut self.generated),
-            lease,
-        });
-        EndedSequence { key: self.key, computed }
+        EndedSequence { key: self.key, computed: self.report() }
+    }
+
+    /// Returns the sequence as it waits to be computed again, after it was preempted.
+    pub(super) fn suspend(self) -> Box<Sequence> {
+        let RunningSequence { mut sequence, generated, host, times, .. } = self;
+        sequence.progress = Some(Progress { generated, host, times });
+        sequence
+    }
+
+    /// Returns the pages that the next token to decode needs, if the sequence has too few.
+    pub(super) fn growth(&self, page_positions: usize) -> Option<GrowingSequence> {
+        let positions = self.next_position() as usize;
+        let needed = positions.div_ceil(page_positions);
+        (needed > self.pages).then_some(GrowingSequence { key: self.key, positions })
+    }
+
+    /// Returns a report of the positions whose steps were sent and whose tokens are known, if they fill a page
+    /// or complete the prompt.
+    pub(super) fn report_filled(&mut self, page_positions: usize) -> Option<ComputedPositions> {
+        let (known, before, prompt) = (self.known_positions(), self.reported_positions, self.prompt_len());
+        let is_new = known / page_positions > before / page_positions || (before < prompt && prompt <= known);
+        is_new.then(|| self.report())
+    }
+
+    /// Reports the positions whose steps were sent and whose tokens are known.
+    fn report(&mut self) -> ComputedPositions {
+        self.reported_positions = self.known_positions();
+        // The tokens of these positions; the prompt's are known.
+        let end = self.reported_positions.saturating_sub(self.sequence.request.prompt.len());
+        let generated = self.generated.get(self.reported_tokens..end).unwrap_or_default().to_vec();
+        self.reported_tokens = self.reported_tokens.max(end);
+        ComputedPositions { key: self.key, positions: self.reported_positions, generated }
+    }
+
+    fn known_positions(&self) -> usize {
+        self.sent_positions.min(self.sequence.request.prompt.len() + self.generated.len())
+    }
+
+    /// Returns the number of tokens that are computed like a prompt.
+    fn prompt_len(&self) -> usize {
+        self.sequence.request.prompt.len() + self.resumed as usize
     }
 
     /// Whether the sequence ends with the steps that were sent, whatever their results are.
@@ -96,7 +157,7 @@ impl RunningSequence {
 
     /// Whether the prompt is complete and tokens are generated.
     pub(super) fn is_decoding(&self) -> bool {
-        self.scheduled > 0
+        self.scheduled > self.resumed
     }
 
     /// Returns the number of generated tokens before the next one.

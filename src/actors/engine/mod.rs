@@ -16,6 +16,7 @@ use super::kv::KvManager;
 use super::limits::IntakeLimits;
 use super::model_sampling::ModelSampling;
 use super::prefill::Prefill;
+use super::prefix_rules::PrefixRules;
 use super::prompting_defaults::{self, PromptingDefaults};
 use super::status::Status;
 use super::stream::IntakeHandle;
@@ -24,6 +25,7 @@ use crate::decoding::{HostPool, HostWork};
 use crate::formats::ChatTemplateSource;
 use crate::memory::PagePool;
 use crate::model::executor::KvCacheConfig;
+use crate::model::rope::ReservedLengths;
 use crate::model::spec::{Kind, ModelSpec};
 use crate::model::{ModelSource, Partition};
 use crate::planner::{DeviceAssignment, model_source};
@@ -33,7 +35,7 @@ use crate::text::output::OutputFormats;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
 use anyhow::{Context as _, Result, anyhow, ensure};
-use mainstem_kernels::StepLimits;
+use mainstem_kernels::{Fraction, StepLimits};
 use std::collections::HashSet;
 use std::num::NonZero;
 use std::sync::Arc;
@@ -57,6 +59,8 @@ pub struct EngineSetup {
     /// Maximum time of the devices for a step; `None` for no limit.
     pub step_timeout: Option<Duration>,
     pub kv: KvCacheConfig,
+    /// The rules by which sequences share pages.
+    pub prefix_rules: PrefixRules,
     pub model: ModelInfo,
     /// The part of the model that each device holds.
     pub partition: Partition,
@@ -187,9 +191,15 @@ impl EngineSetup {
         };
         let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
         let assignments = model_source::assignments(source, &partition);
+        let prefix_rules = PrefixRules {
+            across_requests: config.kv.prefix_cache,
+            marks_generated: limits.attended_fraction != Fraction::ONE,
+            lengths: ReservedLengths::of(spec),
+        };
         Ok(EngineSetup {
             scheduler,
             limits,
+            prefix_rules,
             row_bytes: spec.hidden * devices.activation_type.size(),
             lanes,
             step_timeout: config.device.step_timeout,
@@ -311,21 +321,23 @@ fn start_control(
         setup.scheduler;
     let (limits, lanes, pages) = (setup.limits, setup.lanes, setup.kv.pages);
     let thread = control.handle();
-    let kv = KvManager::start_in_arbiter(&thread, move |_| {
-        KvManager::new(slots, lanes, shuffle, PagePool::new(pages, limits.page_positions))
-    });
+    let (pool, prefix_rules) = (PagePool::new(pages, limits.page_positions), setup.prefix_rules.clone());
+    let generated_mark = prefix_rules.generated_mark();
     let prefill = {
-        let kv = kv.clone();
-        Prefill::start_in_arbiter(&thread, move |_| {
-            Prefill::new(kv.clone().recipient(), kv.recipient(), policy, slots, lanes)
-        })
+        let pool = pool.clone();
+        Prefill::start_in_arbiter(&thread, move |_| Prefill::new(pool, prefix_rules, policy, (slots, lanes)))
     };
+    let changed = prefill.clone().recipient();
+    let kv = KvManager::start_in_arbiter(&thread, move |_| {
+        KvManager::new((slots, lanes, shuffle), pool, generated_mark, changed)
+    });
     let eos = setup.model.eos.clone();
     let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead };
     let handles = LoopHandles {
         next_chunks: prefill.clone().recipient(),
         chunks_ahead: prefill.clone().recipient(),
         drop_started: prefill.clone().recipient(),
+        requeue: prefill.clone().recipient(),
         update_slots: kv.clone().recipient(),
         reset_lane: kv.clone().recipient(),
         devices: group,

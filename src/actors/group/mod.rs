@@ -55,7 +55,7 @@ pub struct GroupConfig {
 }
 
 /// The period between two faults, in which the devices keep the state of sequences.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Epoch(pub u64);
 
 /// The future result of a step.

@@ -50,10 +50,9 @@ impl LaneState {
         self.free_slots -= 1;
     }
 
-    /// Resets a lane that restarts. It gets no sequences before its next request. Prompts of `except` are
-    /// kept.
-    pub(super) fn reset(&mut self, except: &[SequenceKey]) {
-        self.started.retain(|prompt| except.contains(&prompt.key));
+    /// Resets a lane that restarts. It gets no sequences before its next request.
+    pub(super) fn reset(&mut self) {
+        self.started.clear();
         (self.running, self.free_slots, self.steps_ahead) = (0, 0, 0);
     }
 

@@ -1,27 +1,32 @@
-//! Prefill: schedules prompt chunks, and reserves the pages of sequences.
+//! Prefill: schedules prompt chunks, and leases the pages of prompts when they start.
 //!
-//! Owns the admitted requests whose prompts are not complete. It issues no device work: the decode loops
-//! request chunks. A new sequence goes to the lane with the fewest sequences, and stays there.
+//! Owns the admitted requests whose prompts are not complete, and preempted sequences, whose tokens are
+//! computed again like a prompt. It issues no device work: the decode loops request chunks. A new sequence
+//! goes to the lane with the fewest sequences, and stays there until it ends or is preempted.
 //! Invariant: first in, first out, among waiting prompts and among the prompts that started in a lane. A
-//! request that waits for pages holds back those behind it, and so does an encoder input that exceeds the
-//! step's budget: it is computed in one step.
+//! request without enough pages holds back those behind it, and so does an encoder input that exceeds the
+//! step's budget: it is computed in one step. A prompt whose next page another one is computing waits for that
+//! page and holds back nobody.
 
 mod lanes;
 
 use super::intake::Admit;
-use super::kv::{PagesReturned, Reserve};
+use super::kv::PagesChanged;
+use super::prefix_rules::PrefixRules;
 use super::sequence::{Sequence, SequenceKey};
 use super::stream::EventSender;
 use crate::config::Policy;
-use crate::memory::Lease;
-use actix::{
-    Actor, ActorFutureExt, AsyncContext, Context, Handler, Message, MessageResult, Recipient, ResponseFuture,
-    SpawnHandle, WrapFuture,
-};
+use crate::memory::{NoLease, PageDemand, PagePool, TokenChain};
+use crate::telemetry;
+use actix::{Actor, AsyncContext, Context, Handler, Message, MessageResult, ResponseFuture, SpawnHandle};
 use lanes::LaneState;
+use metrics::Counter;
 use std::collections::VecDeque;
 use std::time::Instant;
 use tokio::sync::oneshot;
+
+/// A prompt starts if one of so many pages is left for running sequences.
+const MARGIN_DIVISOR: usize = 50;
 
 /// Requests the prefill chunks of a lane's next step.
 #[derive(Message)]
@@ -59,7 +64,7 @@ pub struct ScheduledChunk {
     pub chunk: PromptChunk,
 }
 
-/// A contiguous part of a prompt.
+/// A contiguous part of a prompt; of a preempted sequence, of its prompt and generated tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct PromptChunk {
     /// Position of the chunk's first token.
@@ -72,13 +77,18 @@ pub struct PromptChunk {
     pub with_encoder_input: bool,
 }
 
-/// Drops the started prompts of a lane that restarts, except those of the sequences in `except`.
+/// Drops the started prompts of a lane that restarts.
 #[derive(Message)]
 #[rtype(result = "()")]
 pub struct DropStarted {
     pub lane: usize,
-    pub except: Vec<SequenceKey>,
 }
+
+/// Hands back a sequence that was preempted, or that had not begun when a fault lost what its pages shared.
+/// It keeps its place before sequences that arrived later.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub struct Requeue(pub Box<Sequence>);
 
 /// Replies to the pending requests, after all prompts that became ready at the same time are queued: with no
 /// running sequences, requests that arrive together start together.
@@ -86,14 +96,16 @@ pub struct DropStarted {
 #[rtype(result = "()")]
 struct ReplyToLanes;
 
-/// A prompt with its pages, and its progress.
+/// A prompt and its progress.
 struct QueuedPrompt {
     key: SequenceKey,
     /// The sequence, until the first chunk is scheduled.
     sequence: Option<Box<Sequence>>,
+    /// Its tokens, until it has pages; `None` if these are not shared.
+    chain: Option<TokenChain>,
     /// Tokens of the encoder input, until they are scheduled.
     encoder_tokens: usize,
-    /// Tokens of the prompt.
+    /// Tokens of the prompt, and those generated before a preemption.
     len: usize,
     /// Tokens of the prompt that are scheduled, or need not be because their K and V are in its pages.
     scheduled: usize,
@@ -103,8 +115,10 @@ struct QueuedPrompt {
 
 /// The prefill actor.
 pub struct Prefill {
-    kv_reserve: Recipient<Reserve>,
-    kv_returned: Recipient<PagesReturned>,
+    pool: PagePool,
+    prefix_rules: PrefixRules,
+    /// Pages that are left for running sequences when a prompt starts.
+    margin: usize,
     /// Prompts that have not started, in the order of arrival.
     waiting: VecDeque<QueuedPrompt>,
     /// Under [`Policy::Window`], how many of the waiting prompts belong to the current batch; 0 under other
@@ -115,6 +129,8 @@ pub struct Prefill {
     slots: usize,
     /// Set while a window is open.
     window_timer: Option<SpawnHandle>,
+    queried_tokens: Counter,
+    found_tokens: Counter,
 }
 
 impl Actor for Prefill {
@@ -124,21 +140,28 @@ impl Actor for Prefill {
 impl Handler<Admit> for Prefill {
     type Result = ();
 
-    fn handle(&mut self, Admit(mut sequence): Admit, ctx: &mut Self::Context) {
-        let reserve = Reserve {
-            positions: sequence.positions(),
-            encoder_positions: sequence.encoder_positions(),
-            prefix: None,
-            client: sequence.events.clone(),
-        };
-        let reply = self.kv_reserve.send(reserve).into_actor(self).map(move |lease, act, ctx| {
-            if let Ok(Some(lease)) = lease {
-                sequence.lease = Some(lease);
-                act.enqueue(sequence);
-                ctx.notify(ReplyToLanes);
-            }
-        });
-        ctx.spawn(reply);
+    fn handle(&mut self, Admit(sequence): Admit, ctx: &mut Self::Context) {
+        self.enqueue(sequence);
+        ctx.notify(ReplyToLanes);
+    }
+}
+
+impl Handler<Requeue> for Prefill {
+    type Result = ();
+
+    fn handle(&mut self, Requeue(sequence): Requeue, ctx: &mut Self::Context) {
+        let key = sequence.key;
+        self.lanes.iter_mut().for_each(|lane| lane.started.retain(|prompt| prompt.key != key));
+        self.enqueue(sequence);
+        ctx.notify(ReplyToLanes);
+    }
+}
+
+impl Handler<PagesChanged> for Prefill {
+    type Result = ();
+
+    fn handle(&mut self, _: PagesChanged, ctx: &mut Self::Context) {
+        self.reply_to_all(ctx);
     }
 }
 
@@ -187,45 +210,43 @@ impl Handler<ChunksAhead> for Prefill {
 impl Handler<DropStarted> for Prefill {
     type Result = ();
 
-    fn handle(&mut self, DropStarted { lane, except }: DropStarted, _: &mut Self::Context) {
-        self.lanes[lane].reset(&except);
+    fn handle(&mut self, DropStarted { lane }: DropStarted, _: &mut Self::Context) {
+        self.lanes[lane].reset();
     }
 }
 
 impl Prefill {
     /// Creates a prefill without prompts, for `lanes` lanes with `slots` slots in total.
     pub fn new(
-        kv_reserve: Recipient<Reserve>,
-        kv_returned: Recipient<PagesReturned>,
+        pool: PagePool,
+        prefix_rules: PrefixRules,
         policy: Policy,
-        slots: usize,
-        lanes: usize,
+        (slots, lanes): (usize, usize),
     ) -> Prefill {
         Prefill {
-            kv_reserve,
-            kv_returned,
+            margin: (pool.total() / MARGIN_DIVISOR).max(1),
+            pool,
+            prefix_rules,
             waiting: VecDeque::new(),
             released_in_window: 0,
             lanes: (0..lanes).map(|_| LaneState::default()).collect(),
             policy,
             slots,
             window_timer: None,
+            queried_tokens: telemetry::PREFIX_CACHE_QUERIES.counter(),
+            found_tokens: telemetry::PREFIX_CACHE_HITS.counter(),
         }
     }
 
     /// Queues a sequence behind those that arrived before it.
     fn enqueue(&mut self, sequence: Box<Sequence>) {
         let (key, request) = (sequence.key, &sequence.request);
-        let computed = sequence.lease.as_ref().map_or(0, Lease::computed);
-        assert!(
-            computed == 0 || (computed < request.prompt.len() && request.prompt_logprobs.is_none()),
-            "the first token needs the output of the prompt's last row, and log-probabilities those of all"
-        );
         let prompt = QueuedPrompt {
             key,
+            chain: self.prefix_rules.chain(&sequence, self.pool.page_positions()),
             encoder_tokens: request.encoder_input.len(),
-            len: request.prompt.len(),
-            scheduled: computed,
+            len: request.prompt.len() + sequence.generated().len(),
+            scheduled: 0,
             events: sequence.events.clone(),
             ready_at: Instant::now(),
             sequence: Some(sequence),
@@ -260,12 +281,20 @@ impl Prefill {
     fn schedule_chunks(&mut self, lane: usize, mut budget: usize) -> Vec<ScheduledChunk> {
         let mut chunks = self.lanes[lane].continue_prompts(&mut budget);
         let mut share = lanes::lane_share(&self.lanes, lane, self.releasable());
-        while budget > 0 && share > 0 {
-            let prompt = &self.waiting[0];
-            if prompt.min_chunk() > budget && !chunks.is_empty() {
+        let mut at = 0;
+        while budget > 0 && share > 0 && at < self.releasable() {
+            if self.waiting[at].min_chunk() > budget && !chunks.is_empty() {
                 break;
             }
-            let mut prompt = self.waiting.pop_front().expect("the queue is not empty, as seen above");
+            match self.lease_pages(at) {
+                Ok(()) => {}
+                Err(NoLease::Short) => break,
+                Err(NoLease::Coming) => {
+                    at += 1;
+                    continue;
+                }
+            }
+            let mut prompt = self.waiting.remove(at).expect("the index is within the queue, as seen above");
             chunks.push(prompt.next_chunk(&mut budget));
             self.released_in_window = self.released_in_window.saturating_sub(1);
             share -= 1;
@@ -276,6 +305,39 @@ impl Prefill {
             }
         }
         chunks
+    }
+
+    /// Leases the pages of a waiting prompt, with those that hold its first tokens already.
+    fn lease_pages(&mut self, at: usize) -> Result<(), NoLease> {
+        let prompt = &mut self.waiting[at];
+        let sequence =
+            prompt.sequence.as_mut().expect("a waiting prompt has not started; anything else is a bug");
+        // The last row gives the next token.
+        let reusable =
+            if sequence.request.prompt_logprobs.is_some() { 0 } else { prompt.len.saturating_sub(1) };
+        let demand = PageDemand {
+            positions: if sequence.positions() == 0 { 0 } else { prompt.len },
+            max_positions: sequence.positions(),
+            encoder_positions: sequence.encoder_positions(),
+            reusable,
+            margin: self.margin,
+        };
+        let is_shared = prompt.chain.is_some();
+        match self.pool.begin(demand, prompt.chain.take()) {
+            Ok(lease) => {
+                prompt.scheduled = lease.computed();
+                if is_shared && reusable > 0 {
+                    self.queried_tokens.increment(prompt.len as u64);
+                    self.found_tokens.increment(lease.computed() as u64);
+                }
+                sequence.lease = Some(lease);
+                Ok(())
+            }
+            Err((why, chain)) => {
+                prompt.chain = chain;
+                Err(why)
+            }
+        }
     }
 
     /// Returns how many of the waiting prompts may start, from the first on.
@@ -308,19 +370,10 @@ impl Prefill {
     /// Drops the prompts of disconnected clients.
     fn drop_cancelled(&mut self) {
         let is_cancelled = |prompt: &QueuedPrompt| prompt.events.is_closed();
-        let before = self.prompt_count();
         self.released_in_window -=
             self.waiting.iter().take(self.released_in_window).filter(|prompt| is_cancelled(prompt)).count();
         self.waiting.retain(|prompt| !is_cancelled(prompt));
         self.lanes.iter_mut().for_each(|lane| lane.started.retain(|prompt| !is_cancelled(prompt)));
-        if self.prompt_count() < before {
-            self.kv_returned.do_send(PagesReturned);
-        }
-    }
-
-    /// Returns the number of prompts that are not complete.
-    fn prompt_count(&self) -> usize {
-        self.waiting.len() + self.lanes.iter().map(|lane| lane.started.len()).sum::<usize>()
     }
 }
 

@@ -11,7 +11,7 @@ use super::report::{BenchReport, BenchRow};
 use super::sample::{Sample, TestKind};
 use crate::actors::device::ExecutorFactory;
 use crate::actors::engine::TOP_LOGPROBS;
-use crate::actors::{Engine, EngineSetup, IntakeHandle, ModelInfo, PromptingDefaults};
+use crate::actors::{Engine, EngineSetup, IntakeHandle, ModelInfo, PrefixRules, PromptingDefaults};
 use crate::config::{ApiKeys, Config, LaneCount, SchedulerConfig, ServerConfig};
 use crate::model::executor::{ExecutorReport, KvCacheConfig};
 use crate::model::fake::FakeExecutor;
@@ -316,6 +316,7 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
     let factory: ExecutorFactory =
         Box::new(move |_| Ok(Box::new(FakeExecutor::new(WORDS.collect(), limits))));
     let setup = EngineSetup {
+        prefix_rules: PrefixRules::default(),
         scheduler,
         limits,
         row_bytes: 0,

@@ -27,7 +27,11 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Starts an engine on a group of test devices.
 async fn engine(script: &Arc<Script>, step_timeout: Option<Duration>) -> Engine {
-    let config = common::config(&fixture("gqa"), &[("scheduler.token_budget", 16.into())]);
+    let config = common::config(
+        &fixture("gqa"),
+        // The scripted devices know of no shared pages.
+        &[("scheduler.token_budget", 16.into()), ("kv.prefix_cache", "off".into())],
+    );
     let prepared = PreparedModel::open(&config, &ModelRef::Path(fixture("gqa"))).expect("the fixture opens");
     let PreparedModel { mut setup, tokenizer, .. } = prepared;
     setup.step_timeout = step_timeout;

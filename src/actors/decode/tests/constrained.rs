@@ -95,16 +95,18 @@ async fn a_sequence_that_ends_with_a_forced_token_leaves_only_computed_ones() {
     let mut ended_with_forced = 0;
     for max_tokens in 1..24 {
         let mut rig = Rig::new(RigConfig { run_ahead: false, ..RigConfig::new(2, 1) });
-        rig.keep_finished();
         let first = constrained(0, 5, max_tokens);
         let prompt = first.prompt.clone();
         rig.submit(first).await;
         rig.run_to_end().await;
-        let (tokens, lease) = rig.take_kept();
-        let computed = tokens.len() - prompt.len();
-        ended_with_forced += usize::from(computed + 1 < max_tokens as usize);
-        assert_eq!(tokens[prompt.len()..], rig.clients[0].ids[..computed]);
-        assert_eq!(rig.computed_tokens(&lease, tokens.len()), tokens);
+        let all = [&prompt[..], &rig.clients[0].ids].concat();
+        let next = Request { prompt: [&all[..], &[5]].concat().into(), ..request(1, 0, 4) };
+        let next = rig.submit(next).await;
+        rig.run_to_end().await;
+        rig.clients[next].assert_complete();
+        let cached = rig.clients[next].cached.expect("it started");
+        ended_with_forced += usize::from(cached + 1 < all.len());
+        assert!(cached >= prompt.len() && cached < all.len(), "{cached} of {}", all.len());
     }
     assert!(ended_with_forced > 3, "{ended_with_forced}");
 }

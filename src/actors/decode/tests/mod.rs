@@ -11,6 +11,7 @@ mod run_ahead;
 
 use crate::config::Policy;
 use crate::request::{Request, RequestError};
+use crate::telemetry;
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{SpanOutput, SpanTable, SpanTokens, StepBatch};
 use rig::{FaultOrder, Rig, RigConfig, Signals, VOCAB, expected};
@@ -56,38 +57,119 @@ async fn each_lane_has_a_step_in_flight() {
     }
 }
 
-/// A finished sequence leaves its tokens and pages; a cancelled one leaves nothing. A prompt that begins with
-/// the same tokens computes only the rest, and gets the same tokens as without sharing.
-#[actix::test]
-async fn a_prompt_continues_the_pages_of_a_finished_sequence() {
-    for (lanes, budget) in [(1, 24), (1, 3), (2, 24)] {
-        let mut rig = Rig::new(RigConfig { budget, ..RigConfig::new(4, lanes) });
-        rig.keep_finished();
-        let first = request(1, 10, 9);
-        rig.submit(first.clone()).await;
-        let cancelled = rig.submit(request(2, 10, 9)).await;
-        rig.complete_step().await;
-        rig.disconnect(cancelled);
-        rig.run_to_end().await;
-        let (tokens, lease) = rig.take_kept();
-        assert_eq!(tokens, [&first.prompt[..], &expected(&first)[..8]].concat());
-
-        let prompt = [&tokens[..], &[5, 6, 7]].concat();
-        rig.share_next(lease, 16);
-        let second = rig.submit(Request { prompt: prompt.into(), ..request(3, 0, 6) }).await;
-        let mut prompt_rows = 0;
-        loop {
-            rig.run_until_idle().await;
-            let spans = rig.in_flight().first().map_or(Vec::new(), |step| step.spans.clone());
-            let given = spans.iter().filter(|span| matches!(span.tokens, SpanTokens::Given { .. }));
-            prompt_rows += given.map(|span| span.len()).sum::<usize>();
-            if !rig.complete_step().await {
-                break;
-            }
+/// Returns the number of prompt rows in the steps that the rig completes until nothing is left.
+async fn prompt_rows_to_end(rig: &mut Rig) -> usize {
+    let mut rows = 0;
+    loop {
+        rig.run_until_idle().await;
+        let spans = rig.in_flight().first().map_or(Vec::new(), |step| step.spans.clone());
+        let given = spans.iter().filter(|span| matches!(span.tokens, SpanTokens::Given { .. }));
+        rows += given.map(|span| span.len()).sum::<usize>();
+        if !rig.complete_step().await {
+            return rows;
         }
-        assert_eq!(prompt_rows, 21 - 16, "only the rest of the prompt is computed");
-        rig.clients[second].assert_complete();
-        drop(rig.take_kept());
+    }
+}
+
+/// A prompt that begins with the tokens of a finished sequence, of a running one, or of one that was
+/// cancelled, computes only the rest, and gets the same tokens as without sharing.
+#[actix::test]
+async fn a_prompt_continues_the_pages_of_other_sequences() {
+    for (lanes, budget) in [(1, 24), (1, 3), (2, 24)] {
+        for (rounds, cancelled) in [(usize::MAX, false), (9, false), (9, true)] {
+            let mut rig = Rig::new(RigConfig { budget, ..RigConfig::new(4, lanes) });
+            let first = request(1, 10, 60);
+            rig.submit(first.clone()).await;
+            let mut round = 0;
+            while round < rounds && rig.complete_step().await {
+                round += 1;
+            }
+            rig.run_until_idle().await;
+            let known = [&first.prompt[..], &rig.clients[0].ids].concat();
+            if cancelled {
+                rig.disconnect(0);
+            }
+            if rounds == usize::MAX {
+                assert_eq!(known.len(), 70);
+            } else {
+                rig.complete_step().await;
+                rig.run_until_idle().await;
+            }
+            // The last token of a running sequence may not be computed; pages are found when they are full.
+            let len = known.len() - 1;
+            let prompt = [&known[..len], &[5, 6, 7]].concat();
+            let second = rig.submit(Request { prompt: prompt.into(), ..request(3, 0, 6) }).await;
+            let rows = prompt_rows_to_end(&mut rig).await;
+            let cached = rig.clients[second].cached.expect("it started");
+            assert_eq!(rows, len + 3 - cached, "only the rest of the prompt is computed");
+            let expected = if rounds == usize::MAX || cancelled { len } else { len - len % 4 };
+            assert!(cached >= expected, "{cached} of {len} tokens, {rounds} rounds, {cancelled}");
+            let ended: Vec<usize> = if cancelled { vec![second] } else { vec![0, second] };
+            ended.iter().for_each(|number| rig.clients[*number].assert_complete());
+            rig.assert_all_released().await;
+        }
+    }
+}
+
+/// The answers of one prompt compute it once.
+#[actix::test]
+async fn answers_of_one_prompt_compute_it_once() {
+    for (prefix_cache, lanes, run_ahead) in [(true, 1, true), (false, 1, false), (false, 3, true)] {
+        let mut rig = Rig::new(RigConfig { prefix_cache, run_ahead, ..RigConfig::new(9, lanes) });
+        rig.submit_all(vec![request(1, 70, 9); 5]).await;
+        let rows = prompt_rows_to_end(&mut rig).await;
+        assert_eq!(rows, 70 + 4, "the others compute the last row of the prompt");
+        rig.clients.iter().for_each(|client| client.assert_complete());
+        rig.assert_all_released().await;
+    }
+}
+
+/// What a fault has lost is not shared, also by sequences that were about to start.
+#[actix::test]
+async fn a_fault_forgets_the_prefix_cache() {
+    for (lanes, starts) in [(1, true), (1, false), (2, false), (3, false)] {
+        let mut rig = Rig::new(RigConfig::new(6, lanes));
+        rig.submit(request(1, 30, 4)).await;
+        rig.run_to_end().await;
+        rig.submit(request(2, 3, 30)).await;
+        rig.complete_step().await;
+        rig.run_until_idle().await;
+        if starts {
+            let next = rig.submit(request(1, 30, 4)).await;
+            rig.fail_at_chunk_request();
+            rig.run_to_end().await;
+            rig.clients[next].assert_complete();
+        } else {
+            rig.fail(0, FaultOrder::First);
+            rig.run_until_idle().await;
+            let next = rig.submit(request(1, 30, 4)).await;
+            rig.run_to_end().await;
+            rig.clients[next].assert_complete();
+            assert_eq!(rig.clients[next].cached, Some(0));
+        }
+        let last = rig.submit(request(1, 30, 4)).await;
+        rig.run_to_end().await;
+        rig.clients[last].assert_complete();
+        assert_eq!(rig.clients[last].cached, Some(29), "what was computed since is found");
+        rig.assert_all_released().await;
+    }
+}
+
+/// Sequences that do not fit together all end with their tokens, those that have waited longest first.
+#[actix::test]
+async fn sequences_are_preempted_and_continue() {
+    for (lanes, run_ahead) in [(1, false), (1, true), (2, false), (3, false)] {
+        let pages = Some(24);
+        let mut rig = Rig::new(RigConfig { pages, run_ahead, ..RigConfig::new(6, lanes) });
+        // Each needs 20 pages at its end.
+        for number in 0..6 {
+            rig.submit(request(number, 10, 70)).await;
+        }
+        rig.run_to_end().await;
+        rig.clients.iter().for_each(|client| client.assert_complete());
+        assert!(rig.count(&telemetry::PREEMPTIONS) >= 5);
+        let ends: Vec<u64> = rig.clients.iter().map(|client| client.token_times[69]).collect();
+        assert!(ends.is_sorted(), "{ends:?}");
         rig.assert_all_released().await;
     }
 }
@@ -489,8 +571,8 @@ fn computed_holes(steps: &[&StepBatch]) -> usize {
 
 /// Random test of everything at once: requests of all lengths at random times, some of which end at a stop
 /// token, clients that disconnect, and faults if `faults` is set. Every token that a client gets is the right
-/// one, and all resources are released at the end. Returns the number of faults.
-async fn stress(config: RigConfig, dice: Dice, faults: bool) -> usize {
+/// one, and all resources are released at the end.
+async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
     let label = format!("{config:?}, seed {}", dice.0);
     let mut rig = Rig::new(config);
     let (mut submitted, mut faulty, mut hung_up) = (0, 0, BTreeSet::new());
@@ -505,9 +587,12 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> usize {
                 let stops = 4 * (dice.throw(93_000 + n, 2) as u32);
                 let stop_ids = (0..stops).map(|i| (n * 7 + i * 20) % VOCAB).collect();
                 let min_tokens = dice.throw(94_000 + n, tokens as usize + 1) as u32;
-                let request = request(submitted, len, tokens);
-                rig.submit(Request { prompt_logprobs, stop_ids, min_tokens, ..request }).await;
-                submitted += 1;
+                // Prompts of one family begin alike.
+                let request = request(dice.throw(95_000 + n, 3) as u64, len, tokens);
+                let request = Request { prompt_logprobs, stop_ids, min_tokens, ..request };
+                let answers = 1 + dice.throw(96_000 + n, 8) / 6;
+                rig.submit_all(vec![request; answers]).await;
+                submitted += answers as u64;
             }
         }
         if throw(2, 12) == 0 && submitted > 0 {
@@ -543,7 +628,33 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> usize {
     }
     assert_eq!(submitted, rig.clients.len() as u64);
     rig.assert_all_released().await;
-    faulty
+    let (hits, queries) =
+        (rig.count(&telemetry::PREFIX_CACHE_HITS), rig.count(&telemetry::PREFIX_CACHE_QUERIES));
+    assert!(hits < queries && (hits > 0 || !rig.config.prefix_cache), "{label}: {hits} of {queries}");
+    StressCounts { faults: faulty, preemptions: rig.count(&telemetry::PREEMPTIONS) }
+}
+
+/// What happened in a random test.
+struct StressCounts {
+    faults: usize,
+    preemptions: u64,
+}
+
+/// With few pages, sequences are preempted all the time, and each client still gets its own tokens.
+#[actix::test]
+async fn preemption_changes_no_token() {
+    let mut preemptions = 0;
+    for seed in 0..10 {
+        for lanes in 1..5 {
+            let pages = Some(24 + 5 * (seed as usize % 4));
+            let config = RigConfig { budget: 11, shuffle: seed % 3 > 0, pages, ..RigConfig::new(9, lanes) };
+            let stages = if seed % 2 == 0 { 1 } else { lanes };
+            let config = RigConfig { stages, prefix_cache: seed % 4 > 0, ..config };
+            let counts = stress(config, Dice(seed + 600), seed % 3 == 1).await;
+            preemptions += counts.preemptions;
+        }
+    }
+    assert!(preemptions > 200, "{preemptions}");
 }
 
 #[actix::test]
@@ -583,7 +694,7 @@ async fn faults_cause_no_wrong_tokens() {
         for lanes in 1..5 {
             let config = RigConfig { budget: 11, shuffle: seed % 3 > 0, ..RigConfig::new(9, lanes) };
             let stages = if seed % 2 == 0 { 1 } else { lanes };
-            faults += stress(RigConfig { stages, ..config }, Dice(seed + 100), true).await;
+            faults += stress(RigConfig { stages, ..config }, Dice(seed + 100), true).await.faults;
         }
     }
     assert!(faults > 100, "{faults}");

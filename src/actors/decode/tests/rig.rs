@@ -8,17 +8,19 @@ use super::super::{Decode, DecodeConfig, LoopHandles};
 use crate::actors::device::{Step, StepResult};
 use crate::actors::group::{Devices, Epoch, SentStep};
 use crate::actors::intake::{GetFreePermits, Intake};
-use crate::actors::kv::{ComputedSequence, GetUsage, IterationUpdate, KvManager, Reserve, SlotPlan};
+use crate::actors::kv::{GetUsage, IterationUpdate, KvManager, SlotPlan};
 use crate::actors::limits::IntakeLimits;
 use crate::actors::prefill::{NextChunks, Prefill, ScheduledChunk};
+use crate::actors::prefix_rules::PrefixRules;
 use crate::actors::status::Status;
 use crate::actors::stream::{Submit, SubmitKind, TokenStream};
 use crate::actors::testing::with_timeout;
 use crate::config::Policy;
 use crate::decoding::HostPool;
-use crate::memory::{ComputedPrefix, Lease, PagePool, split_slots};
+use crate::memory::{PagePool, split_slots};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
+use crate::telemetry;
 use actix::{Actor, Addr, Handler, ResponseFuture};
 use mainstem_kernels::batch::{NULL_PAGE, Page, is_allowed};
 use mainstem_kernels::random::philox;
@@ -26,9 +28,10 @@ use mainstem_kernels::{
     DeviceError, Fraction, KvTable, RowFailure, SampleMode, SampledToken, Span, SpanOutput, SpanTable,
     SpanTokens, StepBatch, StepLimits, StepOutput,
 };
+use metrics_exporter_prometheus::PrometheusRecorder;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -89,6 +92,10 @@ impl FakeModel {
         }
         for entry in batch.table_updates.iter().filter(|entry| entry.table == KvTable::Own) {
             self.tables[entry.slot as usize][entry.index as usize] = entry.page;
+        }
+        for copy in &batch.page_copies {
+            let from = copy.from as usize * PAGE;
+            self.tokens.copy_within(from..from + PAGE, copy.to as usize * PAGE);
         }
         let mut output = StepOutput { step: batch.step, ..StepOutput::default() };
         let mut samples = batch.sampling.iter().enumerate();
@@ -216,41 +223,11 @@ fn fault() -> DeviceError {
     DeviceError::Fault("the test's fault".to_owned())
 }
 
-/// A prefix cache that the test operates: what finished sequences left, and what the next one shares of it.
-#[derive(Default)]
-struct PrefixCache {
-    /// Whether finished sequences are kept.
-    keeps: bool,
-    kept: Vec<ComputedSequence>,
-    next: Option<ComputedPrefix>,
-}
-
-/// Stands between prefill and the KV manager, to share kept pages.
-struct PrefixInjector {
-    kv: Addr<KvManager>,
-    cache: Arc<Mutex<PrefixCache>>,
-}
-
-impl Actor for PrefixInjector {
-    type Context = actix::Context<PrefixInjector>;
-}
-
-impl Handler<Reserve> for PrefixInjector {
-    type Result = ResponseFuture<Option<Lease>>;
-
-    fn handle(&mut self, request: Reserve, _: &mut Self::Context) -> Self::Result {
-        let prefix = self.cache.lock().expect("no test panics with the lock").next.take();
-        let reply = self.kv.send(Reserve { prefix, ..request });
-        Box::pin(async { reply.await.expect("kv replies") })
-    }
-}
-
 /// Stands between the lanes and the actors they make requests to, to inject faults.
 struct FaultInjector {
     prefill: Addr<Prefill>,
     kv: Addr<KvManager>,
     devices: Arc<FakeDevices>,
-    cache: Arc<Mutex<PrefixCache>>,
 }
 
 impl Actor for FaultInjector {
@@ -273,12 +250,7 @@ impl Handler<NextChunks> for FaultInjector {
 impl Handler<IterationUpdate> for FaultInjector {
     type Result = ResponseFuture<SlotPlan>;
 
-    fn handle(&mut self, mut update: IterationUpdate, _: &mut Self::Context) -> Self::Result {
-        let mut cache = self.cache.lock().expect("no test panics with the lock");
-        if cache.keeps {
-            cache.kept.extend(update.finished.iter_mut().filter_map(|ended| ended.computed.take()));
-        }
-        drop(cache);
+    fn handle(&mut self, update: IterationUpdate, _: &mut Self::Context) -> Self::Result {
         let (answer, devices) = (self.kv.send(update), self.devices.clone());
         Box::pin(async move {
             let plan = answer.await.expect("kv replies");
@@ -302,6 +274,9 @@ pub struct RigConfig {
     /// Cost of a step on each stage, without its rows.
     pub step_cost: u64,
     pub row_cost: u64,
+    /// Number of pages; enough for all slots if `None`.
+    pub pages: Option<usize>,
+    pub prefix_cache: bool,
 }
 
 impl RigConfig {
@@ -318,6 +293,8 @@ impl RigConfig {
             signals: Signals::Always,
             step_cost: 10,
             row_cost: 0,
+            pages: None,
+            prefix_cache: true,
         }
     }
 }
@@ -342,6 +319,8 @@ pub enum FaultOrder {
 pub struct Client {
     pub request: Request,
     stream: Option<TokenStream>,
+    /// Number of cached prompt tokens, once it has started.
+    pub cached: Option<usize>,
     pub prompt_tokens: Vec<Token>,
     pub ids: Vec<u32>,
     /// Time of each token, on the simulated clock.
@@ -358,7 +337,7 @@ pub struct Rig {
     pub kv: Addr<KvManager>,
     pub status: Arc<Status>,
     devices: Arc<FakeDevices>,
-    cache: Arc<Mutex<PrefixCache>>,
+    recorder: PrometheusRecorder,
     sent: UnboundedReceiver<ReceivedStep>,
     in_flight: VecDeque<InFlight>,
     model: FakeModel,
@@ -388,11 +367,15 @@ impl Rig {
         };
         let RigConfig { slots, lanes, stages, policy, shuffle, budget, run_ahead, .. } = rig_config;
         let status = Arc::new(Status::new(Duration::ZERO, lanes));
-        let pages = 1 + slots * POSITIONS / PAGE;
-        let kv = KvManager::new(slots, lanes, shuffle, PagePool::new(pages, PAGE)).start();
-        let cache = Arc::<Mutex<PrefixCache>>::default();
-        let reserve = PrefixInjector { kv: kv.clone(), cache: cache.clone() }.start().recipient();
-        let prefill = Prefill::new(reserve, kv.clone().recipient(), policy, slots, lanes).start();
+        let pages = 1 + rig_config.pages.unwrap_or(slots * POSITIONS / PAGE);
+        let pool = PagePool::new(pages, PAGE);
+        let rules = PrefixRules { across_requests: rig_config.prefix_cache, ..PrefixRules::default() };
+        let recorder = telemetry::recorder(None);
+        let (prefill, kv) = metrics::with_local_recorder(&recorder, || {
+            let prefill = Prefill::new(pool.clone(), rules, policy, (slots, lanes)).start();
+            let changed = prefill.clone().recipient();
+            (prefill, KvManager::new((slots, lanes, shuffle), pool, 0, changed).start())
+        });
         let (faults, fails_at_chunk_request, fails_at_slot_update) = Default::default();
         let devices = Arc::new(FakeDevices {
             device_count: stages,
@@ -401,18 +384,14 @@ impl Rig {
             fails_at_chunk_request,
             fails_at_slot_update,
         });
-        let gate = FaultInjector {
-            prefill: prefill.clone(),
-            kv: kv.clone(),
-            devices: devices.clone(),
-            cache: cache.clone(),
-        };
+        let gate = FaultInjector { prefill: prefill.clone(), kv: kv.clone(), devices: devices.clone() };
         let gate = gate.start();
         let host_pool = Arc::new(HostPool::new(1, slots, VOCAB as usize, |_, _| ()).unwrap());
         let handles = LoopHandles {
             next_chunks: gate.clone().recipient(),
             chunks_ahead: prefill.clone().recipient(),
             drop_started: prefill.clone().recipient(),
+            requeue: prefill.clone().recipient(),
             update_slots: gate.recipient(),
             reset_lane: kv.clone().recipient(),
             devices: devices.clone(),
@@ -430,7 +409,7 @@ impl Rig {
             status,
             epoch: devices.epoch(),
             devices,
-            cache,
+            recorder,
             sent,
             in_flight: VecDeque::new(),
             model: FakeModel::new(slots, pages),
@@ -444,39 +423,36 @@ impl Rig {
 
     /// Submits a request; returns its index in `clients`.
     pub async fn submit(&mut self, request: Request) -> usize {
-        let message = Submit { requests: vec![request.clone()], kind: SubmitKind::New };
+        self.submit_all(vec![request]).await
+    }
+
+    /// Submits a group of requests; returns the index of the last one in `clients`.
+    pub async fn submit_all(&mut self, requests: Vec<Request>) -> usize {
+        let message = Submit { requests: requests.clone(), kind: SubmitKind::New };
         let streams = with_timeout(self.intake.send(message)).await.expect("intake replies");
-        let stream = streams.expect("the request is accepted").pop();
-        let (prompt_tokens, ids, token_times, end, closed) =
-            (Vec::new(), Vec::new(), Vec::new(), None, false);
-        self.clients.push(Client { request, stream, prompt_tokens, ids, token_times, end, closed });
+        for (request, stream) in requests.into_iter().zip(streams.expect("the requests are accepted")) {
+            let (prompt_tokens, ids, token_times, end, closed) =
+                (Vec::new(), Vec::new(), Vec::new(), None, false);
+            let (stream, cached) = (Some(stream), None);
+            self.clients.push(Client {
+                request,
+                stream,
+                cached,
+                prompt_tokens,
+                ids,
+                token_times,
+                end,
+                closed,
+            });
+        }
         self.clients.len() - 1
     }
 
-    /// Keeps what finished sequences leave from now on.
-    pub fn keep_finished(&self) {
-        self.cache.lock().expect("no test panics with the lock").keeps = true;
-    }
-
-    /// Takes the tokens and the pages of the only sequence that was kept.
-    pub fn take_kept(&self) -> (Vec<u32>, Arc<Lease>) {
-        let mut kept = std::mem::take(&mut self.cache.lock().expect("no test panics with the lock").kept);
-        let (only, rest) = (kept.pop(), kept.len());
-        let only = only.expect("a sequence ended regularly");
-        assert_eq!(rest, 0, "no other sequence left anything");
-        (only.tokens().collect(), Arc::new(only.lease))
-    }
-
-    /// Returns the first `len` tokens in the pages of a lease, as the devices computed them.
-    pub fn computed_tokens(&self, lease: &Lease, len: usize) -> Vec<u32> {
-        let place = |position: usize| lease.own()[position / PAGE] as usize * PAGE + position % PAGE;
-        (0..len).map(|position| self.model.tokens[place(position)]).collect()
-    }
-
-    /// Lets the next sequence share the first `positions` positions of a lease.
-    pub fn share_next(&self, lease: Arc<Lease>, positions: usize) {
-        let prefix = ComputedPrefix { lease, positions };
-        self.cache.lock().expect("no test panics with the lock").next = Some(prefix);
+    /// Returns the value of a counter of prefill or the KV manager.
+    pub fn count(&self, metric: &telemetry::Metric) -> u64 {
+        let rendered = self.recorder.handle().render();
+        let line = rendered.lines().find_map(|line| line.strip_prefix(metric.name)?.strip_prefix(' '));
+        line.map_or(0, |value| value.parse().expect("it is a whole number"))
     }
 
     pub fn disconnect(&mut self, number: usize) {
@@ -671,6 +647,9 @@ impl Client {
     fn record(&mut self, event: TokenEvent, clock: u64) {
         assert!(self.end.is_none(), "{event:?} after the end");
         match event {
+            TokenEvent::Started { cached_tokens } => {
+                assert!(self.cached.replace(cached_tokens).is_none(), "a sequence starts once");
+            }
             TokenEvent::Prompt(tokens) => self.prompt_tokens = tokens,
             TokenEvent::Token(token) | TokenEvent::EndToken(token) => {
                 self.ids.push(token.id);
