@@ -193,7 +193,7 @@ fn needed_slots(request: &Request) -> usize {
 
 /// Whether a request asks for no tokens and no log-probabilities, so that it is finished at once.
 fn needs_no_work(request: &Request) -> bool {
-    request.task == Task::Generate && request.max_tokens == 0 && !request.prompt_logprobs
+    request.task == Task::Generate && request.max_tokens == 0 && request.prompt_logprobs.is_none()
 }
 
 /// The parameter to blame for the size of a group: `n` if all requests share one prompt (the same allocation,
@@ -379,6 +379,12 @@ mod tests {
         let with_logprobs = |n| Request { logprobs: Some(n), ..request(4, 4) };
         let refused = rig.submit(with_logprobs(6)).await.map(drop);
         assert!(matches!(refused, Err(RequestError::Invalid { param: "logprobs", .. })), "{refused:?}");
+        let of_the_prompt = Request { prompt_logprobs: Some(6), ..request(4, 4) };
+        let refused = rig.submit(of_the_prompt).await.map(drop);
+        assert!(
+            matches!(refused, Err(RequestError::Invalid { param: "prompt_logprobs", .. })),
+            "{refused:?}"
+        );
         let too_large = RequestError::TooLarge {
             param: "max_tokens",
             what: "prompt and max_tokens",

@@ -111,9 +111,10 @@ impl IntakeLimits {
         }
         self.check_ids(self.prompt_param(), &request.prompt)?;
         self.check_stop_tokens_and_biases(request)?;
-        if request.logprobs.is_some_and(|n| usize::from(n) > self.top_logprobs) {
-            let message = format!("logprobs can be at most {}", self.top_logprobs);
-            return Err(invalid("logprobs", message));
+        for (param, top) in [("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)] {
+            if top.is_some_and(|n| usize::from(n) > self.top_logprobs) {
+                return Err(invalid(param, format!("{param} can be at most {}", self.top_logprobs)));
+            }
         }
         self.check_beams(request)?;
         self.check_capacity(request)

@@ -24,6 +24,8 @@ use tracing::info;
 pub struct ReplySpec {
     /// Whether the reply starts with the prompt's text.
     pub echo: bool,
+    /// Whether the prompt's scored tokens are kept for [`ChoiceStreams::take_prompts`].
+    pub keep_prompt: bool,
     /// Strings that end the reply; none is empty.
     pub stop: Arc<[String]>,
     /// Whether the reply includes the stop string or token that ends it.
@@ -102,6 +104,10 @@ pub struct ReplyStream {
     /// The prompt's tokens while they are still to be echoed from here: without log-probabilities, the engine
     /// does not send them.
     unsent_prompt: Option<Arc<[u32]>>,
+    /// Whether the reply starts with the prompt's text.
+    echo: bool,
+    /// The prompt's tokens with their log-probabilities, if they are to be kept.
+    prompt: Option<Vec<Token>>,
     /// Tokens whose text is not emitted completely, each with the reply's length in characters up to the
     /// token's end.
     pending: VecDeque<(PlacedToken, usize)>,
@@ -123,7 +129,7 @@ impl ReplyStream {
         let fresh = Detokenizer::new(tokenizer, !spec.show_special).with_kept(spec.shown_tokens.clone());
         let (detokenizer, unsent_prompt) = match spec.echo {
             false => (fresh.with_prompt(&request.prompt), None),
-            true if request.prompt_logprobs => (fresh, None),
+            true if request.prompt_logprobs.is_some() => (fresh, None),
             true => (fresh, Some(request.prompt.clone())),
         };
         ReplyStream {
@@ -134,6 +140,8 @@ impl ReplyStream {
             include_stop: spec.include_stop,
             unsearched_tokens: request.min_tokens as usize,
             unsent_prompt,
+            echo: spec.echo,
+            prompt: spec.keep_prompt.then(Vec::new),
             pending: VecDeque::new(),
             decoded_chars: 0,
             emitted_chars: 0,
@@ -147,12 +155,18 @@ impl ReplyStream {
             return Poll::Ready(None);
         }
         if let Some(prompt) = self.unsent_prompt.take() {
-            let bare = |id: &u32| Token { id: *id, logprob: None, top: Vec::new() };
+            let bare = |id: &u32| Token { id: *id, logprob: None, rank: None, top: Vec::new() };
             return Poll::Ready(Some(Ok(self.prompt_delta(prompt.iter().map(bare)))));
         }
         loop {
             let delta = match ready!(self.events.poll_next(cx)) {
-                Some(TokenEvent::Prompt(tokens)) => Ok(self.prompt_delta(tokens.into_iter())),
+                Some(TokenEvent::Prompt(tokens)) => {
+                    self.prompt.iter_mut().for_each(|kept| kept.extend_from_slice(&tokens));
+                    match self.echo {
+                        true => Ok(self.prompt_delta(tokens.into_iter())),
+                        false => continue,
+                    }
+                }
                 Some(TokenEvent::Token(token)) => match self.answer_delta(token) {
                     Some(delta) => Ok(delta),
                     None => continue,
@@ -360,8 +374,13 @@ impl ChoiceStreams {
         self.choices.iter_mut().fold(error, |error, choice| choice.fail(error))
     }
 
-    /// Returns the token counts so far. Cached tokens are those of the first choice of each prompt: the others
-    /// have the same prompt, which counts once.
+    /// Takes the scored tokens of each prompt, if the streams keep them: those of its first choice.
+    pub fn take_prompts(&mut self) -> Vec<Vec<Token>> {
+        let first_choices = self.choices.iter_mut().step_by(self.choices_per_prompt);
+        first_choices.filter_map(|reply| reply.prompt.take()).collect()
+    }
+
+    /// Returns the token counts so far. Each prompt counts once, with the cached tokens of its first choice.
     pub fn usage(&self) -> Usage {
         let counts = || self.choices.iter().map(|reply| reply.metrics.usage);
         Usage {

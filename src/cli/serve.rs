@@ -178,9 +178,9 @@ mod tests {
         let config = config_of(
             "--slots 4 --max-waiting 5 --token-budget 66 --policy window --window 7s --shuffle off \
              --kv-type bf16 --kv-size 99tokens --page-size 64 --max-context 10 --sparse-attention 0.5 \
-             --prefix-cache off --lanes 3 --device fake --devices 0&1;2 --layers 2,1 --shares 3&1;1 --experts expert \
-             --step-timeout 9s --threads 11 --isa portable --activations f32 --weights head=q6,q4 \
-             --fake-step 20ms --fake-row 100us",
+             --prefix-cache off --lanes 3 --device fake --devices 0&1;2 --layers 2,1 --shares 3&1;1 \
+             --experts expert --step-timeout 9s --threads 11 --isa portable --activations f32 \
+             --weights head=q6,q4 --fake-step 20ms --fake-row 100us",
         );
         let scheduler = config.scheduler;
         assert_eq!((scheduler.slots, scheduler.max_waiting, scheduler.token_budget), (4, 5, 66));

@@ -111,7 +111,14 @@ impl FakeExecutor {
         let likely = -(self.tokens.len() as f32).ln();
         top.extend(self.tokens.iter().take(row.top_logprobs.into()).map(|token| (*token, likely)));
         let logprob = if row.logprob { likely } else { f32::NAN };
-        SampledToken { logprob, top_at, top_len: top.len() as u32 - top_at, ..SampledToken::new(token) }
+        let rank = match row.mode {
+            // Tokens that are not listed share a rank.
+            SampleMode::Score(token) if row.logprob => {
+                1 + self.tokens.iter().take_while(|listed| **listed != token).count() as u32
+            }
+            _ => 0,
+        };
+        SampledToken { logprob, rank, top_at, top_len: top.len() as u32 - top_at, ..SampledToken::new(token) }
     }
 
     fn sample_masked(&self, row: &SamplingParams) -> Option<u32> {
@@ -223,6 +230,7 @@ mod tests {
         let out = ids(vec![row(0, 0), scored, row(1, 0)]);
         assert!(out.tokens[0].logprob.is_nan() && out.tokens[1].token == 55);
         assert!((out.tokens[1].logprob.exp() - 1.0 / 3.0).abs() < 1e-6);
+        assert_eq!((out.tokens[0].rank, out.tokens[1].rank), (0, 4));
         assert_eq!(out.top_logprobs_of(&out.tokens[1]).iter().map(|top| top.0).collect::<Vec<_>>(), [7, 8]);
         assert_eq!((out.top_logprobs_of(&out.tokens[2]).len(), out.top_logprobs.len()), (0, 2));
     }

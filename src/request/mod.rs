@@ -53,8 +53,9 @@ pub struct Request {
     /// Number of most likely tokens to report with each generated token. `Some(0)` reports the
     /// log-probability of the token alone; `None` reports nothing.
     pub logprobs: Option<u8>,
-    /// Whether to report the log-probabilities of the prompt's tokens (the first has none).
-    pub prompt_logprobs: bool,
+    /// Number of most likely tokens to report with each token of the prompt, except the first, as in
+    /// `logprobs`.
+    pub prompt_logprobs: Option<u8>,
     /// Text that separates the request in the prefix cache: only requests with an equal salt share K and V.
     /// `None` is a salt of its own.
     pub cache_salt: Option<Arc<str>>,
@@ -113,6 +114,9 @@ pub struct Token {
     pub id: u32,
     /// Log-probability under the raw logits; `None` when not requested, and for a prompt's first token.
     pub logprob: Option<f32>,
+    /// Rank among all tokens under the raw logits, 1 for the most likely; of a prompt's tokens only, with
+    /// their log-probabilities.
+    pub rank: Option<u32>,
     /// Most likely tokens at the token's position, most likely first: (id, log-probability).
     pub top: Vec<(u32, f32)>,
 }
@@ -172,7 +176,7 @@ impl Request {
             constraint: None,
             beams: None,
             logprobs: None,
-            prompt_logprobs: false,
+            prompt_logprobs: None,
             cache_salt: None,
             adapter: None,
             arrived: Instant::now(),

@@ -11,7 +11,7 @@ use super::params::{ChatParams, ConstraintParams, Conversation};
 use super::prompt_ids::{PromptIds, encode};
 use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, check_choices};
 use super::wire::chat::{ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ResponseMessage};
-use super::wire::{ChoiceOutput, Finish};
+use super::wire::{ChoiceOutput, Finish, PromptLogprobs};
 use crate::text::chat_template::{Chat, TemplateError};
 use crate::text::output::{ConstraintContext, OutputEvent, OutputFormats, OutputParser, OutputSettings};
 use crate::text::tools::{Tool, ToolChoice};
@@ -181,6 +181,7 @@ impl ResponseFormat for ChatFormat {
     const ID_PREFIX: &'static str = "chatcmpl-";
     const OBJECT: &'static str = "chat.completion";
     const CHUNK_OBJECT: &'static str = "chat.completion.chunk";
+    const PROMPT_LOGPROBS_IN_CHOICES: bool = false;
     type Choice = ChatChoice;
     type ChunkChoice = ChatChunkChoice;
     type ChoiceState = OutputParser;
@@ -189,7 +190,13 @@ impl ResponseFormat for ChatFormat {
         self.output.parser(index, false)
     }
 
-    fn choice(&self, parts: &ServeParts, index: usize, part: ChoiceOutput) -> ChatChoice {
+    fn choice(
+        &self,
+        parts: &ServeParts,
+        index: usize,
+        part: ChoiceOutput,
+        _: Option<PromptLogprobs>,
+    ) -> ChatChoice {
         let logprobs = self.logprobs.then(|| ChatLogprobs::from_output(&part, &parts.tokenizer));
         let ids = self.ids.for_choice(index, &part, true);
         let mut parser = self.output.parser(index, true);

@@ -11,7 +11,7 @@ use super::prompt_ids::{PromptIds, encode};
 use super::prompts::Prompt;
 use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, check_choices};
 use super::wire::completion::{CompletionChoice, CompletionLogprobs};
-use super::wire::{ChoiceOutput, TokenIds};
+use super::wire::{ChoiceOutput, PromptLogprobs, TokenIds};
 use crate::actors::PromptingDefaults;
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub struct CompletionsApi;
 
 /// Response format of the completions API.
 pub struct CompletionFormat {
-    logprobs: bool,
+    logprobs: Option<u8>,
     ids: ResponseTokenIds,
 }
 
@@ -69,7 +69,7 @@ impl GenerationApi for CompletionsApi {
             prompts: prompts.clone(),
             choices_per_prompt: generation.n as usize,
         };
-        let format = CompletionFormat { logprobs: logprobs.is_some(), ids };
+        let format = CompletionFormat { logprobs, ids };
         Ok(PreparedRequest {
             generation,
             prompts,
@@ -118,12 +118,12 @@ impl CompletionFormat {
         parts: &ServeParts,
         index: usize,
         part: ChoiceOutput,
-        logprobs: bool,
+        logprobs: Option<u8>,
         first: bool,
     ) -> CompletionChoice {
-        let logprobs = logprobs.then(|| CompletionLogprobs::from_output(&part, &parts.tokenizer));
-        let ids = self.ids.for_choice(index, &part, first);
-        CompletionChoice { index, logprobs, ids, finish: part.end.as_ref().into(), text: part.text }
+        let logprobs = logprobs.map(|top| CompletionLogprobs::from_output(&part, top, &parts.tokenizer));
+        let (ids, finish) = (self.ids.for_choice(index, &part, first), part.end.as_ref().into());
+        CompletionChoice { index, logprobs, ids, finish, text: part.text, prompt_logprobs: None }
     }
 }
 
@@ -131,14 +131,22 @@ impl ResponseFormat for CompletionFormat {
     const ID_PREFIX: &'static str = "cmpl-";
     const OBJECT: &'static str = "text_completion";
     const CHUNK_OBJECT: &'static str = Self::OBJECT;
+    const PROMPT_LOGPROBS_IN_CHOICES: bool = true;
     type Choice = CompletionChoice;
     type ChunkChoice = CompletionChoice;
     type ChoiceState = ();
 
     fn begin_choice(&self, _: usize) {}
 
-    fn choice(&self, parts: &ServeParts, index: usize, part: ChoiceOutput) -> CompletionChoice {
-        self.build_choice(parts, index, part, self.logprobs, true)
+    fn choice(
+        &self,
+        parts: &ServeParts,
+        index: usize,
+        part: ChoiceOutput,
+        prompt_logprobs: Option<PromptLogprobs>,
+    ) -> CompletionChoice {
+        let choice = self.build_choice(parts, index, part, self.logprobs, true);
+        CompletionChoice { prompt_logprobs, ..choice }
     }
 
     fn first_chunk(&self, _: usize) -> Option<CompletionChoice> {
@@ -154,7 +162,7 @@ impl ResponseFormat for CompletionFormat {
         (): &mut (),
     ) -> CompletionChoice {
         // A chunk without tokens has null rather than an object of empty lists.
-        let with_logprobs = self.logprobs && !part.tokens.is_empty();
-        self.build_choice(parts, index, part, with_logprobs, first)
+        let logprobs = self.logprobs.filter(|_| !part.tokens.is_empty());
+        self.build_choice(parts, index, part, logprobs, first)
     }
 }

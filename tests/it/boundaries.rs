@@ -11,7 +11,7 @@ const CONTEXT: usize = 128;
 
 fn with_logprobs(len: usize, max_tokens: usize) -> Request {
     let prompt = prompt(len, len);
-    Request { logprobs: Some(3), prompt_logprobs: true, ..greedy(&prompt, max_tokens as u32) }
+    Request { logprobs: Some(3), prompt_logprobs: Some(3), ..greedy(&prompt, max_tokens as u32) }
 }
 
 /// Submits all requests at once to an engine with these settings and returns their outcomes.

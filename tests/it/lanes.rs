@@ -64,7 +64,12 @@ fn requests() -> Vec<Request> {
     let greedy = (0..7).map(|i| greedy(&prompt(i, 3 + 9 * i), 4 + 3 * i as u32));
     let sampled = (7..14).map(|i| sampled(&prompt(i, 2 + i), 18 - i as u32, 1000 + i as u64));
     let all = greedy.chain(sampled).enumerate();
-    all.map(|(i, request)| Request { prompt_logprobs: i % 3 == 0, logprobs: Some(0), ..request }).collect()
+    all.map(|(i, request)| Request {
+        prompt_logprobs: (i % 3 == 0).then_some(2),
+        logprobs: Some(0),
+        ..request
+    })
+    .collect()
 }
 
 /// No mishap.

@@ -21,7 +21,7 @@ fn request(number: usize) -> Request {
 async fn hang_up_after(mut stream: TokenStream, events: usize) {
     for _ in 0..events {
         match within(stream.next()).await {
-            Some(TokenEvent::Token(_) | TokenEvent::EndToken(_)) => {}
+            Some(TokenEvent::Started { .. } | TokenEvent::Token(_) | TokenEvent::EndToken(_)) => {}
             _ => return,
         }
     }

@@ -35,6 +35,7 @@ mod partitions;
 mod perplexity;
 mod pickles;
 mod policies;
+mod prompt_logprobs;
 mod properties;
 mod quantize;
 mod run;

@@ -67,7 +67,7 @@ impl Answer {
         Request {
             ignore_eos: self.ignore_eos || eos.contains(&1),
             logprobs: Some(5),
-            prompt_logprobs: true,
+            prompt_logprobs: Some(5),
             encoder_input: self.source.as_slice().into(),
             ..greedy(&self.prompt, self.requested_answer_len())
         }

@@ -75,7 +75,12 @@ fn requests(exact: bool, with_encoder: bool) -> Vec<Request> {
         // Some encoder inputs are longer than the budget of a step.
         let encoder_input =
             if with_encoder { words(40 + i, 3 + 2 * i).into() } else { request.encoder_input.clone() };
-        Request { encoder_input, prompt_logprobs: i.is_multiple_of(3), logprobs: Some(0), ..request }
+        Request {
+            encoder_input,
+            prompt_logprobs: i.is_multiple_of(3).then_some(i as u8),
+            logprobs: Some(0),
+            ..request
+        }
     };
     (0..10).map(request).collect()
 }

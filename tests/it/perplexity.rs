@@ -113,7 +113,7 @@ async fn what_is_measured_is_what_is_served() {
     let tokens = tokenizer.encode(&text, true).unwrap()[..300].to_vec();
     let settings = [("model.weights", "q4".into()), ("kv.type", "f16".into())];
     let engine = start::start_engine(&config(Path::new(""), &settings)).await.unwrap();
-    let request = Request { prompt_logprobs: true, logprobs: Some(0), ..greedy(&tokens, 1) };
+    let request = Request { prompt_logprobs: Some(0), ..greedy(&tokens, 1) };
     let outcome = complete(&engine, request).await;
     engine.stop();
     let logprobs: Vec<f64> = outcome.prompt.iter().filter_map(|token| token.logprob).map(f64::from).collect();

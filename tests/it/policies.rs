@@ -53,7 +53,7 @@ fn ending_requests(number: usize) -> Request {
     Request {
         stop_ids: (0..10).map(|i| 3 + ((i * 19 + number) % 200) as u32).collect(),
         min_tokens: (number as u32 % 4).min(max_tokens),
-        prompt_logprobs: number.is_multiple_of(3) || max_tokens == 0,
+        prompt_logprobs: (number.is_multiple_of(3) || max_tokens == 0).then_some(number as u8 % 4),
         logprobs: Some(number as u8 % 3),
         ..request
     }

@@ -94,7 +94,7 @@ async fn answers(model: &Path, rules: &str) -> Vec<Outcome> {
     let requests = (0..4).map(|i| {
         let (prompt, seed) = (prompt(i, 3 + 9 * i), i as u64);
         let request = if i % 2 == 0 { greedy(&prompt, 12) } else { sampled(&prompt, 12, seed) };
-        Request { prompt_logprobs: true, logprobs: Some(2), ..request }
+        Request { prompt_logprobs: Some(2), logprobs: Some(2), ..request }
     });
     let outcomes = complete_all(&engine, requests).await;
     engine.stop();

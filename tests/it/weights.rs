@@ -15,7 +15,7 @@ pub fn requests() -> Vec<Request> {
             0 => greedy(&prompt(i, 3 + 9 * i), 6),
             _ => sampled(&prompt(i, 3 + 9 * i), 6, i as u64),
         };
-        Request { prompt_logprobs: true, logprobs: Some(0), ..request }
+        Request { prompt_logprobs: Some(0), logprobs: Some(0), ..request }
     };
     (0..6).map(request).collect()
 }
@@ -63,7 +63,8 @@ async fn scores(weights: &str, activations: &str, texts: &[Vec<u32>]) -> Vec<f32
 }
 
 async fn scored(engine: Engine, texts: &[Vec<u32>]) -> Vec<f32> {
-    let request = |text: &Vec<u32>| Request { prompt_logprobs: true, logprobs: Some(0), ..greedy(text, 1) };
+    let request =
+        |text: &Vec<u32>| Request { prompt_logprobs: Some(0), logprobs: Some(0), ..greedy(text, 1) };
     let outcomes = complete_all(&engine, texts.iter().map(request)).await;
     engine.stop();
     outcomes.iter().flat_map(|outcome| &outcome.prompt).filter_map(|token| token.logprob).collect()

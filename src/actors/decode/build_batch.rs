@@ -162,19 +162,20 @@ impl DecodeLoop {
         let request = &running.sequence.request;
         let tokens = push_tokens(batch, &request.prompt[range.clone()]);
         // Those of a preempted sequence were reported with its first token.
-        let logprobs = request.prompt_logprobs && running.resumed == 0;
+        let logprobs = request.prompt_logprobs.filter(|_| running.resumed == 0);
         let want = match (logprobs, last) {
-            (true, _) => SpanOutput::All,
-            (false, true) => SpanOutput::Last,
-            (false, false) => SpanOutput::None,
+            (Some(_), _) => SpanOutput::All,
+            (None, true) => SpanOutput::Last,
+            (None, false) => SpanOutput::None,
         };
         batch.spans.push(running.span(range.start as u32, tokens, want));
-        if logprobs {
+        if let Some(top_logprobs) = logprobs {
             // The logits of a row are those of the token after it.
             for token in request.prompt[range.start + 1..].iter().take(range.len()) {
                 batch.sampling.push(SamplingParams {
                     mode: SampleMode::Score(*token),
                     logprob: true,
+                    top_logprobs,
                     ..running.sample_row()
                 });
                 let target = RowTarget::Sequence(self.sequence_ref(at), RowUse::PromptLogprob);

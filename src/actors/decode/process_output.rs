@@ -134,7 +134,7 @@ impl DecodeLoop {
         let Some(running) = self.deliver_token(sequence, token, 0) else { return };
         let forced = running.host.as_ref().map_or_else(Vec::new, |host| host.accept(id));
         for (id, number) in forced.into_iter().zip(1..) {
-            let token = Token { id, logprob: None, top: Vec::new() };
+            let token = Token { id, logprob: None, rank: None, top: Vec::new() };
             if self.deliver_token(sequence, token, number).is_none() {
                 return;
             }
@@ -158,8 +158,8 @@ impl DecodeLoop {
         let events = &running.sequence.events;
         if generated == 1 {
             self.metrics.record_first_output(&mut running.times, request.input_tokens(), self.produced_at);
-            if request.prompt_logprobs {
-                let first = Token { id: request.prompt[0], logprob: None, top: Vec::new() };
+            if request.prompt_logprobs.is_some() {
+                let first = Token { id: request.prompt[0], logprob: None, rank: None, top: Vec::new() };
                 let tokens = std::iter::once(first).chain(running.prompt_logprobs.drain(..)).collect();
                 self.pending_events.push((events.clone(), TokenEvent::Prompt(tokens)));
             }
@@ -221,11 +221,12 @@ fn find<'a>(
 /// Returns the event with the most likely tokens at a masked position.
 fn mask_prediction(top: &[(u32, f32)]) -> TokenEvent {
     let (id, logprob) = *top.first().expect("intake checked that at least one token is requested");
-    TokenEvent::MaskFilled(Token { id, logprob: Some(logprob), top: top.to_vec() })
+    TokenEvent::MaskFilled(Token { id, logprob: Some(logprob), rank: None, top: top.to_vec() })
 }
 
 /// Returns a row's token with its reported log-probabilities.
 fn token_of_row(output: &StepOutput, row: &SampledToken) -> Token {
     let logprob = (!row.logprob.is_nan()).then_some(row.logprob);
-    Token { id: row.token, logprob, top: output.top_logprobs_of(row).to_vec() }
+    let rank = (row.rank > 0).then_some(row.rank);
+    Token { id: row.token, logprob, rank, top: output.top_logprobs_of(row).to_vec() }
 }

@@ -319,7 +319,8 @@ impl Prefill {
         let sequence =
             prompt.sequence.as_mut().expect("a waiting prompt has not started; anything else is a bug");
         // The last row gives the next token.
-        let reusable = if sequence.request.prompt_logprobs { 0 } else { prompt.len.saturating_sub(1) };
+        let reusable =
+            if sequence.request.prompt_logprobs.is_some() { 0 } else { prompt.len.saturating_sub(1) };
         let demand = PageDemand {
             positions: if sequence.positions() == 0 { 0 } else { prompt.len },
             max_positions: sequence.positions(),

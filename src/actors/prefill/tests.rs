@@ -192,7 +192,7 @@ async fn a_prompt_starts_behind_its_computed_positions() {
     let adapted = Request { adapter: Some("a".into()), ..prompt(0..100) };
     let _client = rig.add_request(6, adapted).await;
     assert_eq!(rig.chunks(UNLIMITED, 1).await, [(6, 0, 100, true)]);
-    let scored = Request { prompt_logprobs: true, ..prompt(0..100) };
+    let scored = Request { prompt_logprobs: Some(0), ..prompt(0..100) };
     let _client = rig.add_request(7, scored).await;
     assert_eq!(rig.chunks(UNLIMITED, 1).await, [(7, 0, 100, true)], "each row is needed");
 }

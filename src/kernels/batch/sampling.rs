@@ -45,7 +45,7 @@ pub enum SampleMode {
     /// Let the host draw a token from the raw logits ([`crate::late::LateInputs`]), and store it as the last
     /// token of the slot. The host applies biases, mask, temperature and filters itself.
     Host,
-    /// Score the given token: report its log-probability only.
+    /// Score the given token: report its log-probability and rank only.
     Score(u32),
 }
 
@@ -133,6 +133,9 @@ pub struct SampledToken {
     pub failure: Option<RowFailure>,
     /// Log-probability of the token; NaN if it was not requested.
     pub logprob: f32,
+    /// Rank of a scored token ([`SampleMode::Score`]) among all tokens by raw logit, ties by id: 1 is the
+    /// most likely. 0 if the token was not scored, or its log-probability was not requested.
+    pub rank: u32,
     /// Start of the entries of this row in [`StepOutput::top_logprobs`], most likely first.
     pub top_at: u32,
     /// Number of these entries.
@@ -154,7 +157,7 @@ pub enum RowFailure {
 impl SampledToken {
     /// Creates the result of a row without log-probabilities.
     pub fn new(token: u32) -> SampledToken {
-        SampledToken { token, failure: None, logprob: f32::NAN, top_at: 0, top_len: 0 }
+        SampledToken { token, failure: None, logprob: f32::NAN, rank: 0, top_at: 0, top_len: 0 }
     }
 
     /// Creates the result of a row that failed.

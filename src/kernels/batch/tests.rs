@@ -89,7 +89,7 @@ fn step_messages_survive_serialization() {
         return_logits: true,
     });
     assert_round_trip(&ActivationHandoff { encoder: vec![], decoder: (0..=255).collect() });
-    let sampled = SampledToken { top_at: 1, top_len: 2, ..SampledToken::new(4) };
+    let sampled = SampledToken { rank: 3, top_at: 1, top_len: 2, ..SampledToken::new(4) };
     let failed = SampledToken::failed(RowFailure::NoLateInput);
     assert_round_trip(&StepOutput {
         step: 12,

@@ -9,13 +9,13 @@ use mainstem_kernels::backend::{Backend, SamplingInputs, StepLimits};
 use mainstem_kernels::batch::{SampleMode, SampledToken, SamplingParams, SpanOutput, StepOutput, is_allowed};
 use mainstem_kernels::late::{LateInputs, MaskSender};
 use mainstem_kernels::random::philox;
-use mainstem_kernels::reference::{logprobs, sample};
+use mainstem_kernels::reference::{logprobs, rank, sample};
 use std::fmt::Arguments;
 use std::sync::Arc;
 use std::thread;
 
-/// Tests that tokens and log-probabilities are exactly those of `reference::sample` and
-/// `reference::logprobs`.
+/// Tests that tokens, log-probabilities and ranks are exactly those of `reference::sample`,
+/// `reference::logprobs` and `reference::rank`.
 pub fn sample_tokens<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for (vocab, steps) in [(1, 1), (5, 6), (1000, 8), (32_000, 1)] {
         let limits = StepLimits { vocab, rows: SAMPLED_ROWS, logit_rows: SAMPLED_ROWS, ..limits(32) };
@@ -119,6 +119,11 @@ fn assert_step<B: Backend>(rig: &mut Rig<B>, step: u32, bounds: &Bounds) {
             None => assert_logprobs(what, &out, result, (logits, params), bounds),
             Some(_) => assert!(result.logprob.is_nan() && result.top_len == 0, "{what}: {result:?}"),
         }
+        let expected = match params.mode {
+            SampleMode::Score(token) if params.logprob => rank(logits, token),
+            _ => 0,
+        };
+        assert_eq!(result.rank, expected, "{what}: rank");
     }
     assert_eq!(out.top_logprobs.len(), top_at as usize, "reported tokens, vocabulary {vocab}");
     rows.replace_masks_by_biases();

@@ -88,9 +88,11 @@ impl SampleScratch {
         }
         for (i, wanted) in wanted.enumerate() {
             let top_at = out.top_logprobs.len() as u32;
-            let result = SampledToken { top_at, ..self.results[i] };
-            out.top_logprobs.extend_from_slice(&self.top[i * self.top_max..][..result.top_len as usize]);
             let is_score = matches!(step.samples()[wanted].mode, SampleMode::Score(_));
+            // A token of the host is scored as well, but has no rank.
+            let rank = if is_score { self.results[i].rank } else { 0 };
+            let result = SampledToken { top_at, rank, ..self.results[i] };
+            out.top_logprobs.extend_from_slice(&self.top[i * self.top_max..][..result.top_len as usize]);
             if !is_score && result.failure.is_none() {
                 step.store_last_token(wanted, result.token);
             }
@@ -182,6 +184,9 @@ fn sample_row(
     let logprob_of = |logit: f32| (f64::from(nan_to_lowest(logit)) - log_sum) as f32;
     if row.logprob {
         result.logprob = logprob_of(logits[token as usize]);
+        if let SampleMode::Score(token) = row.mode {
+            result.rank = rank(logits, token);
+        }
     }
     let n = usize::from(row.top_logprobs).min(logits.len());
     assert!(n <= top.len(), "{n} top tokens are beyond the limits");
@@ -239,6 +244,16 @@ fn log_sum_exp(logits: &[f32]) -> f64 {
     let largest = largest(logits);
     let sum: f64 = logits.iter().map(|&logit| f64::from((nan_to_lowest(logit) - largest).exp())).sum();
     f64::from(largest) + sum.ln()
+}
+
+/// Returns the rank of a token by its logit: 1 for the largest, ties by id. NaN counts as negative infinity.
+fn rank(logits: &[f32], token: u32) -> u32 {
+    let own = nan_to_lowest(logits[token as usize]);
+    let (before, after) = logits.split_at(token as usize);
+    // Sums of conditions, which the compiler vectorizes.
+    let equal_or_larger: u32 = before.iter().map(|&logit| u32::from(nan_to_lowest(logit) >= own)).sum();
+    let larger: u32 = after.iter().map(|&logit| u32::from(nan_to_lowest(logit) > own)).sum();
+    1 + equal_or_larger + larger
 }
 
 /// Returns the id of the largest logit; the lowest id on ties; 0 when no logit is above negative infinity.

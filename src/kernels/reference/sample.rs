@@ -72,6 +72,14 @@ pub fn logprobs(logits: &[f32], n: usize) -> LogProbs {
     result
 }
 
+/// Returns the rank of a token in `logits` (vocabulary): 1 is the most likely, ties by id. A NaN logit counts
+/// as negative infinity.
+pub fn rank(logits: &[f32], token: u32) -> u32 {
+    let values: Vec<f32> = logits.iter().map(|&l| nan_to_lowest(l)).collect();
+    let position = ids_descending(&values).into_iter().position(|id| id == token);
+    1 + position.expect("a scored token is in the vocabulary; anything else is a bug") as u32
+}
+
 /// Returns the logits with biases and mask applied, none of them NaN.
 fn edit(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>) -> Vec<f32> {
     let mut edited = logits.to_vec();
@@ -259,5 +267,15 @@ mod tests {
             [1, 2, 0]
         );
         assert_eq!(logprobs(&[0.0, f32::NAN], 0).logprob(f32::NAN), f32::NEG_INFINITY);
+    }
+
+    #[test]
+    fn ranks_are_those_of_the_most_likely_tokens() {
+        let logits = [1.0, 2.0, f32::NAN, 2.0, f32::NEG_INFINITY, -0.0, 0.0];
+        let ranks = [0, 1, 2, 3, 4, 5, 6].map(|token| rank(&logits, token));
+        assert_eq!(ranks, [3, 1, 6, 2, 7, 4, 5]);
+        for (at, (id, _)) in logprobs(&logits, 7).top.into_iter().enumerate() {
+            assert_eq!(ranks[id as usize] as usize, at + 1);
+        }
     }
 }

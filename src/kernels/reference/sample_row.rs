@@ -2,7 +2,7 @@
 //!
 //! Invariant: a row that fails has a result without a token.
 
-use super::sample::{logprobs, sample};
+use super::sample::{logprobs, rank, sample};
 use crate::backend::SamplingInputs;
 use crate::batch::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput};
 
@@ -44,6 +44,9 @@ pub(super) fn append_result(
         result.top_len = logprobs.top.len() as u32;
         if params.logprob {
             result.logprob = logprobs.logprob(logits[token as usize]);
+            if let SampleMode::Score(token) = params.mode {
+                result.rank = rank(logits, token);
+            }
         }
         out.top_logprobs.extend(logprobs.top);
     }

@@ -1,5 +1,6 @@
 //! Generation parameters that both text generation APIs share.
 
+use super::LOGPROBS_MAX;
 use super::sampling::RequestSampling;
 use crate::server::ServeParts;
 use crate::server::error::ApiError;
@@ -39,6 +40,8 @@ pub struct GenerationParams {
     pub show_special: bool,
     pub ignore_eos: bool,
     pub return_token_ids: bool,
+    /// Number of most likely tokens to list for each token of the prompt; never in a stream.
+    pub prompt_logprobs: Option<u8>,
     /// Text that separates the request in the prefix cache; not empty.
     pub cache_salt: Option<Arc<str>>,
     pub delivery: Delivery,
@@ -139,9 +142,20 @@ pub(super) fn parse_generation(
         show_special: !fields.take_bool("skip_special_tokens", true)?,
         ignore_eos,
         return_token_ids: fields.take_bool("return_token_ids", false)?,
+        prompt_logprobs: parse_prompt_logprobs(fields, delivery)?,
         cache_salt: parse_cache_salt(fields)?,
         delivery,
     })
+}
+
+/// Parses `prompt_logprobs`. As in vLLM, a stream has none.
+fn parse_prompt_logprobs(fields: &mut Fields, delivery: Delivery) -> Result<Option<u8>, ApiError> {
+    let top = fields.take_integer("prompt_logprobs", 0, LOGPROBS_MAX)?;
+    if top.is_some() && delivery != Delivery::Json {
+        let message = "'prompt_logprobs' is not available in a stream: set 'stream' to false";
+        return Err(ApiError::invalid("prompt_logprobs", message));
+    }
+    Ok(top.map(|top| top as u8))
 }
 
 /// Parses `cache_salt`, with the bounds of vLLM.

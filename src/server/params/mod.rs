@@ -84,8 +84,10 @@ impl CompletionParams {
             add_special_tokens: fields.take_bool("add_special_tokens", true)?,
         };
         fields.finish(&[UNSUPPORTED, UNSUPPORTED_CONSTRAINTS])?;
-        if params.generation.max_tokens == Some(0) && !params.echo {
-            return Err(ApiError::invalid("max_tokens", "'max_tokens' can be 0 only with 'echo'"));
+        let scores_only = params.echo || params.generation.prompt_logprobs.is_some();
+        if params.generation.max_tokens == Some(0) && !scores_only {
+            let message = "'max_tokens' can be 0 only with 'echo' or 'prompt_logprobs'";
+            return Err(ApiError::invalid("max_tokens", message));
         }
         Ok(params)
     }

@@ -34,7 +34,6 @@ pub(super) const UNSUPPORTED: UnsupportedParams = &[
     ("spaces_between_special_tokens", NoOpValue::Bool(true)),
     ("detokenize", NoOpValue::Bool(true)),
     ("truncate_prompt_tokens", NoOpValue::OnlyNull),
-    ("prompt_logprobs", NoOpValue::OnlyNull),
     ("prompt_embeds", NoOpValue::Empty),
     ("logprob_token_ids", NoOpValue::Empty),
     ("return_tokens_as_token_ids", NoOpValue::Bool(false)),

@@ -14,7 +14,7 @@ use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields};
 use super::params::{ConstraintParams, Delivery, GenerationParams};
 use super::prompt_ids::PromptIds;
-use super::wire::ChoiceOutput;
+use super::wire::{ChoiceOutput, PromptLogprobs};
 use super::{App, OpenResponse, ServeParts};
 use crate::actors::reply::{ChoiceStreams, ReplySpec, ReplyStream};
 use crate::decoding::Constraint;
@@ -79,6 +79,8 @@ pub trait ResponseFormat {
     const ID_PREFIX: &'static str;
     const OBJECT: &'static str;
     const CHUNK_OBJECT: &'static str;
+    /// Whether each choice has the log-probabilities of its prompt; otherwise the response has them.
+    const PROMPT_LOGPROBS_IN_CHOICES: bool;
     type Choice: Serialize;
     type ChunkChoice: Serialize;
     /// State of a choice while it is streamed.
@@ -87,8 +89,14 @@ pub trait ResponseFormat {
     /// Returns the state of a choice before its first chunk.
     fn begin_choice(&self, index: usize) -> Self::ChoiceState;
 
-    /// Builds a choice of a JSON response.
-    fn choice(&self, parts: &ServeParts, index: usize, part: ChoiceOutput) -> Self::Choice;
+    /// Builds a choice of a JSON response. `prompt` are the log-probabilities that it has of its prompt.
+    fn choice(
+        &self,
+        parts: &ServeParts,
+        index: usize,
+        part: ChoiceOutput,
+        prompt: Option<PromptLogprobs>,
+    ) -> Self::Choice;
 
     /// Builds the chunk that precedes a choice's text in a stream, if the API has one.
     fn first_chunk(&self, index: usize) -> Option<Self::ChunkChoice>;
@@ -123,6 +131,7 @@ pub async fn respond<A: GenerationApi + 'static>(
         created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         choices: job.prompts.len() * job.generation.computed_choices() as usize,
         selection: job.generation.selection(),
+        prompt_logprobs: job.generation.prompt_logprobs,
         format: job.format,
     };
     let body = match job.generation.delivery {
@@ -170,6 +179,7 @@ async fn submit<W>(
     job.generation.sampling.count();
     let spec = ReplySpec {
         echo: job.echo,
+        keep_prompt: job.generation.prompt_logprobs.is_some(),
         stop: job.generation.stops.strings.clone(),
         include_stop: job.generation.include_stop,
         show_special: job.generation.show_special,
@@ -215,6 +225,7 @@ impl<W> PreparedRequest<W> {
         constraint: Option<Arc<Constraint>>,
     ) -> impl Iterator<Item = Request> + 'a {
         let generation = &self.generation;
+        let echoed = self.logprobs.filter(|_| self.echo);
         self.prompts.iter().flat_map(move |PromptIds { encoder_input, prompt }| {
             // If not even one token fits, intake reports it.
             let room = longest.saturating_sub(prompt.len()).max(1);
@@ -227,7 +238,8 @@ impl<W> PreparedRequest<W> {
                     constraint: constraint.clone(),
                     // Choices are compared by their log-probabilities.
                     logprobs: self.logprobs.or(generation.selection().map(|_| 0)),
-                    prompt_logprobs: self.echo && self.logprobs.is_some(),
+                    // The choices of a prompt have the same ones: the first reports them for all.
+                    prompt_logprobs: echoed.max(generation.prompt_logprobs.filter(|_| choice == 0)),
                     cache_salt: generation.cache_salt.clone(),
                     ..Request::greedy(
                         id.clone(),

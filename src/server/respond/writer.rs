@@ -2,10 +2,10 @@
 
 use super::ResponseFormat;
 use crate::actors::reply::{ChoiceStreams, ReplyDelta, Usage};
-use crate::request::RequestError;
+use crate::request::{RequestError, Token};
 use crate::server::error::ApiError;
 use crate::server::params::{ChoiceSelection, StreamUsage};
-use crate::server::wire::{ChoiceOutput, Envelope};
+use crate::server::wire::{ChoiceOutput, Envelope, PromptLogprobs};
 use crate::server::{App, OpenResponse};
 use actix_web::web::{self, BufMut, Bytes, BytesMut};
 use async_stream::stream;
@@ -36,6 +36,8 @@ pub(super) struct ResponseWriter<W> {
     /// Number of computed choices.
     pub(super) choices: usize,
     pub(super) selection: Option<ChoiceSelection>,
+    /// Number of most likely tokens to list for each token of a prompt, if those are to be listed.
+    pub(super) prompt_logprobs: Option<u8>,
     pub(super) format: W,
 }
 
@@ -47,25 +49,36 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
             let (index, piece) = next?;
             parts[index].append(piece);
         }
-        let usage = replies.usage();
+        let (usage, prompts) = (replies.usage(), replies.take_prompts());
         if let Some(selection) = self.selection {
             parts = selection.apply(parts);
         }
-        if usage.completion_tokens <= INLINE_TOKENS {
-            return Ok(self.serialize_json(parts, usage));
+        if usage.completion_tokens + prompts.iter().map(Vec::len).sum::<usize>() <= INLINE_TOKENS {
+            return Ok(self.serialize_json(parts, &prompts, usage));
         }
-        let put_together = web::block(move || self.serialize_json(parts, usage));
+        let put_together = web::block(move || self.serialize_json(parts, &prompts, usage));
         put_together
             .await
             .map_err(|error| ApiError::internal(format!("serializing the response failed: {error}")))
     }
 
-    /// Serializes the JSON response with all its choices.
-    fn serialize_json(&self, parts: Vec<ChoiceOutput>, usage: Usage) -> Bytes {
-        let choices = parts.into_iter().enumerate();
-        let choices: Vec<_> =
-            choices.map(|(index, part)| self.format.choice(&self.app.parts, index, part)).collect();
-        let answer = Envelope { usage: Some(usage.into()), ..self.envelope(W::OBJECT, &choices) };
+    /// Serializes the JSON response with all its choices. `prompts` are the scored tokens of each prompt, if
+    /// they are to be listed.
+    fn serialize_json(&self, parts: Vec<ChoiceOutput>, prompts: &[Vec<Token>], usage: Usage) -> Bytes {
+        let tokenizer = &self.app.parts.tokenizer;
+        let scores = |top| prompts.iter().map(move |tokens| PromptLogprobs::new(tokens, top, tokenizer));
+        let scores: Vec<PromptLogprobs> = self.prompt_logprobs.into_iter().flat_map(scores).collect();
+        let per_prompt = parts.len() / prompts.len().max(1);
+        let choice = |(index, part)| {
+            let own = scores.get(index / per_prompt).filter(|_| W::PROMPT_LOGPROBS_IN_CHOICES);
+            self.format.choice(&self.app.parts, index, part, own.cloned())
+        };
+        let choices: Vec<_> = parts.into_iter().enumerate().map(choice).collect();
+        let answer = Envelope {
+            usage: Some(usage.into()),
+            prompt_logprobs: scores.into_iter().next().filter(|_| !W::PROMPT_LOGPROBS_IN_CHOICES),
+            ..self.envelope(W::OBJECT, &choices)
+        };
         serde_json::to_vec(&answer).expect(SERIALIZE_BUG).into()
     }
 
@@ -143,7 +156,8 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
 
     fn envelope<'a, C>(&'a self, object: &'static str, choices: &'a [C]) -> Envelope<'a, C> {
         let model = &self.app.parts.model.name;
-        Envelope { id: &self.id, object, created: self.created, model, choices, usage: None }
+        let (id, created) = (&self.id, self.created);
+        Envelope { id, object, created, model, choices, usage: None, prompt_logprobs: None }
     }
 }
 

@@ -6,7 +6,7 @@ use super::test_server::{
 };
 use crate::actors::{EncoderDecoderPrompting, ModelInfo, PromptingDefaults};
 use crate::model::spec::Kind;
-use crate::request::{FinishReason, Request, TokenEvent};
+use crate::request::{FinishReason, Request, Token, TokenEvent};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -163,10 +163,16 @@ async fn echo_repeats_the_decoder_prompt() {
         TokenEvent::Finished(FinishReason::Stop),
     ];
     let (request, response) = server.exchange(body, events).await;
-    assert!(request.prompt_logprobs);
+    assert_eq!(request.prompt_logprobs, Some(0));
     let logprobs = response.json()["choices"][0]["logprobs"].clone();
     assert_eq!(logprobs["tokens"], json!(["</s>", "h", "i"]));
     assert_eq!(logprobs["token_logprobs"], json!([null, -1.0, -0.5]));
+    let body = json!({ "prompt": "a", "decoder_prompt": "h", "prompt_logprobs": 0 });
+    let scores = vec![bare(EOS), Token { rank: Some(3), ..scored(104, -1.0, &[]) }];
+    let events = [vec![TokenEvent::Prompt(scores)], answer("!")].concat();
+    let choice = server.exchange(body, events).await.1.json()["choices"][0].take();
+    let expected = json!([null, { "104": { "logprob": -1.0, "rank": 3, "decoded_token": "h" } }]);
+    assert_eq!((&choice["prompt_logprobs"], &choice["text"]), (&expected, &json!("!")));
     server.close().await;
 }
 

@@ -11,7 +11,7 @@ use serde_json::json;
 /// Returns the engine's event for a mask: tokens with their probabilities.
 fn filled(candidates: &[(u32, f32)]) -> TokenEvent {
     let top: Vec<(u32, f32)> = candidates.iter().map(|(id, probability)| (*id, probability.ln())).collect();
-    TokenEvent::MaskFilled(Token { id: top[0].0, logprob: Some(top[0].1), top })
+    TokenEvent::MaskFilled(Token { id: top[0].0, logprob: Some(top[0].1), rank: None, top })
 }
 
 #[actix_web::test]

@@ -146,8 +146,7 @@ async fn echo_with_logprobs_places_every_token() {
         })
     };
     let (request, response) = server.exchange(body(false), events()).await;
-    assert!(request.prompt_logprobs);
-    assert_eq!(request.logprobs, Some(2));
+    assert_eq!((request.prompt_logprobs, request.logprobs), (Some(2), Some(2)));
     let choice = &response.json()["choices"][0];
     assert_eq!(choice["text"], "ébc");
     let expected = json!({
@@ -184,7 +183,7 @@ async fn echo_alone_repeats_the_prompt_and_needs_no_answer() {
     let mut server = TestServer::start();
     let body = json!({ "prompt": "héllo", "echo": true, "max_tokens": 0 });
     let (request, response) = server.exchange(body, vec![TokenEvent::Finished(FinishReason::Length)]).await;
-    assert_eq!((request.max_tokens, request.prompt_logprobs), (0, false));
+    assert_eq!((request.max_tokens, request.prompt_logprobs), (0, None));
     assert_eq!(response.json()["choices"][0]["text"], "héllo");
     assert_eq!(response.json()["usage"]["completion_tokens"], 0);
     let (_, response) =

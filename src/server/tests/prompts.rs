@@ -1,7 +1,7 @@
 //! Tests of what a request says about its prompt, and of what the response says about it.
 
-use super::test_server::{COMPLETIONS, Client, TestServer, answer};
-use crate::request::TokenEvent;
+use super::test_server::{BOS, COMPLETIONS, Client, TestServer, answer, bare, scored};
+use crate::request::{Token, TokenEvent};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -60,6 +60,131 @@ async fn cached_tokens_are_part_of_the_usage() {
         let objects = if stream { response.events() } else { vec![response.json()] };
         for object in objects {
             assert_eq!(object["usage"]["prompt_tokens_details"], json!({ "cached_tokens": 2 }), "{object}");
+        }
+    }
+    server.close().await;
+}
+
+fn ranked(id: u32, logprob: f32, rank: u32, top: &[(u32, f32)]) -> Token {
+    Token { rank: Some(rank), ..scored(id, logprob, top) }
+}
+
+/// The scores of the prompt `[BOS, 97, 98]`, with two likely tokens for each token.
+fn scores() -> TokenEvent {
+    TokenEvent::Prompt(vec![
+        bare(BOS),
+        ranked(97, -1.5, 2, &[(99, -0.5), (97, -1.5)]),
+        ranked(98, f32::NEG_INFINITY, 200, &[(100, -0.25), (101, -2.0)]),
+    ])
+}
+
+/// Returns the response's list of these scores, with one likely token for each token.
+fn listed() -> Value {
+    let entry = |logprob: f32, rank: u32, text: &str| -> Value {
+        json!({ "logprob": logprob, "rank": rank, "decoded_token": text })
+    };
+    json!([
+        null,
+        { "97": entry(-1.5, 2, "a"), "99": entry(-0.5, 1, "c") },
+        { "98": entry(-9999.0, 200, "b"), "100": entry(-0.25, 1, "d") },
+    ])
+}
+
+/// The first choice of a prompt computes the scores for all, and the text is that of the answer alone.
+#[actix_web::test]
+async fn completions_list_the_scores_of_the_prompt_in_each_choice() {
+    let mut server = TestServer::start();
+    let prompt = json!([BOS, 97, 98]);
+    let body = json!({ "prompt": [prompt, prompt], "n": 2, "best_of": 3, "prompt_logprobs": 1 });
+    let client = begin(&server, COMPLETIONS, &body).await;
+    for choice in 0..6 {
+        let (request, events) = server.next_request().await;
+        assert_eq!(request.prompt_logprobs, (choice % 3 == 0).then_some(1));
+        let texts = if choice % 3 == 0 { vec![scores()] } else { Vec::new() };
+        texts.into_iter().chain(answer("xy")).for_each(|event| events.send(event));
+    }
+    let response = client.response().await;
+    let json = response.json();
+    assert_eq!(json.get("prompt_logprobs"), None);
+    assert_eq!(json["choices"].as_array().unwrap().len(), 4);
+    for choice in json["choices"].as_array().unwrap() {
+        assert_eq!((&choice["text"], &choice["logprobs"]), (&json!("xy"), &Value::Null));
+        assert_eq!(choice["prompt_logprobs"], listed());
+    }
+    // The token itself comes first, then the most likely ones.
+    let list = serde_json::to_string(&listed()).unwrap();
+    assert!(response.body.contains(&list), "{} has no {list}", response.body);
+
+    let (request, response) = server.exchange(json!({ "prompt": prompt }), answer("xy")).await;
+    assert_eq!(request.prompt_logprobs, None);
+    assert_eq!(response.json()["choices"][0].get("prompt_logprobs"), None);
+    server.close().await;
+}
+
+/// The engine is asked for the larger number, and each list has its own.
+#[actix_web::test]
+async fn echoed_and_listed_scores_have_numbers_of_their_own() {
+    let mut server = TestServer::start();
+    for (logprobs, asked) in
+        [(json!(2), [Some(2), Some(2)]), (json!(0), [Some(1), Some(0)]), (Value::Null, [Some(1), None])]
+    {
+        let prompt = [BOS, 97, 98];
+        let body = json!({
+            "prompt": prompt, "max_tokens": 0, "echo": true, "n": 2, "logprobs": logprobs,
+            "prompt_logprobs": 1
+        });
+        let client = begin(&server, COMPLETIONS, &body).await;
+        for asked in asked {
+            let (request, events) = server.next_request().await;
+            assert_eq!((request.prompt_logprobs, request.max_tokens), (asked, 0));
+            asked.map(|_| scores()).into_iter().chain(answer("")).for_each(|event| events.send(event));
+        }
+        let json = client.response().await.json();
+        for choice in json["choices"].as_array().unwrap() {
+            assert_eq!((&choice["text"], &choice["prompt_logprobs"]), (&json!("ab"), &listed()));
+            let top = match logprobs.as_u64() {
+                Some(2) => json!([null, { "c": -0.5, "a": -1.5 }, { "d": -0.25, "e": -2.0, "b": -9999.0 }]),
+                Some(_) => json!([null, { "a": -1.5 }, { "b": -9999.0 }]),
+                None => Value::Null,
+            };
+            assert_eq!(choice["logprobs"]["top_logprobs"], top);
+        }
+    }
+    server.close().await;
+}
+
+#[actix_web::test]
+async fn a_chat_lists_the_scores_of_its_prompt_once() {
+    let mut server = TestServer::start();
+    let mut body = body(CHAT);
+    body["prompt_logprobs"] = json!(1);
+    body["n"] = json!(2);
+    let client = begin(&server, CHAT, &body).await;
+    for asked in [Some(1), None] {
+        let (request, events) = server.next_request().await;
+        assert_eq!(request.prompt_logprobs, asked);
+        asked.map(|_| scores()).into_iter().chain(answer("xy")).for_each(|event| events.send(event));
+    }
+    let json = client.response().await.json();
+    assert_eq!(json["prompt_logprobs"], listed());
+    for choice in json["choices"].as_array().unwrap() {
+        assert_eq!((&choice["message"]["content"], choice.get("prompt_logprobs")), (&json!("xy"), None));
+    }
+    server.close().await;
+}
+
+#[actix_web::test]
+async fn numbers_out_of_bounds_and_streams_have_no_scores_of_the_prompt() {
+    let server = TestServer::start();
+    for path in [COMPLETIONS, CHAT] {
+        for (prompt_logprobs, stream) in
+            [(json!(-1), false), (json!(21), false), (json!("1"), false), (json!(0), true)]
+        {
+            let mut body = body(path);
+            body["prompt_logprobs"] = prompt_logprobs;
+            body["stream"] = json!(stream);
+            let refused = begin(&server, path, &body).await.response().await;
+            assert_eq!((refused.status, refused.error().1), (400, json!("prompt_logprobs")), "{body}");
         }
     }
     server.close().await;

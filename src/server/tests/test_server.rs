@@ -345,11 +345,11 @@ pub fn answer(text: &str) -> Vec<TokenEvent> {
 }
 
 pub fn bare(id: u32) -> Token {
-    Token { id, logprob: None, top: vec![] }
+    Token { id, logprob: None, rank: None, top: vec![] }
 }
 
 pub fn scored(id: u32, logprob: f32, top: &[(u32, f32)]) -> Token {
-    Token { id, logprob: Some(logprob), top: top.to_vec() }
+    Token { id, logprob: Some(logprob), rank: None, top: top.to_vec() }
 }
 
 /// Waits until `condition` is true, at most until the deadline.

@@ -2,7 +2,7 @@
 //!
 //! Invariant: the lists have one entry per token, and offsets count characters of the choice's text.
 
-use super::{ChoiceOutput, Finish, TokenIds, finite_logprob};
+use super::{ChoiceOutput, Finish, PromptLogprobs, TokenIds, finite_logprob};
 use crate::actors::reply::PlacedToken;
 use crate::text::Tokenizer;
 use serde::ser::SerializeMap;
@@ -18,6 +18,9 @@ pub struct CompletionChoice {
     pub finish: Finish,
     #[serde(flatten)]
     pub ids: TokenIds,
+    /// Log-probabilities of the prompt, if the request asks for them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_logprobs: Option<PromptLogprobs>,
 }
 
 /// Log-probabilities of a choice's tokens, as parallel lists.
@@ -37,17 +40,19 @@ pub struct CompletionLogprobs {
 pub struct TopLogprobs(Vec<(String, f32)>);
 
 impl CompletionLogprobs {
-    /// Builds the log-probabilities of the tokens of `part`.
-    pub fn from_output(part: &ChoiceOutput, tokenizer: &Tokenizer) -> CompletionLogprobs {
+    /// Builds the log-probabilities of the tokens of `part`, with the `top` most likely ones of each.
+    pub fn from_output(part: &ChoiceOutput, top: u8, tokenizer: &Tokenizer) -> CompletionLogprobs {
         let mut logprobs = CompletionLogprobs::default();
-        part.tokens.iter().for_each(|placed| logprobs.push(placed, tokenizer));
+        part.tokens.iter().for_each(|placed| logprobs.push(placed, top, tokenizer));
         logprobs
     }
 
-    fn push(&mut self, PlacedToken { token, offset }: &PlacedToken, tokenizer: &Tokenizer) {
+    fn push(&mut self, PlacedToken { token, offset }: &PlacedToken, top: u8, tokenizer: &Tokenizer) {
         let text = tokenizer.token_text(token.id);
         let own = token.logprob.map(finite_logprob);
-        self.top_logprobs.push(own.map(|own| TopLogprobs::new(&token.top, (&text, own), tokenizer)));
+        // A prompt's tokens may have more, for `prompt_logprobs`.
+        let likely = &token.top[..token.top.len().min(top.into())];
+        self.top_logprobs.push(own.map(|own| TopLogprobs::new(likely, (&text, own), tokenizer)));
         self.tokens.push(text);
         self.token_logprobs.push(own);
         self.text_offset.push(*offset);

@@ -10,6 +10,10 @@ pub mod embedding;
 
 pub mod fill_mask;
 
+mod prompt_logprobs;
+
+pub use prompt_logprobs::PromptLogprobs;
+
 use crate::actors::Kind;
 use crate::actors::reply::{DeltaOrigin, PlacedToken, ReplyDelta, ReplyEnd, Usage as Tokens};
 use crate::request::FinishReason;
@@ -30,6 +34,9 @@ pub struct Envelope<'a, C> {
     pub choices: &'a [C],
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
+    /// Log-probabilities of the prompt, if the request asks for them and the API has them here.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_logprobs: Option<PromptLogprobs>,
 }
 
 /// Token counts of a generation request.
@@ -41,7 +48,7 @@ pub struct Usage {
     pub prompt_tokens_details: PromptTokensDetails,
 }
 
-/// What is known about the prompt tokens of a request.
+/// Details of the prompt tokens of a request.
 #[derive(Debug, Serialize)]
 pub struct PromptTokensDetails {
     /// Number of prompt tokens that were in the prefix cache.

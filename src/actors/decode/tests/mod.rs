@@ -301,7 +301,7 @@ async fn chunks_of_a_long_prompt_use_idle_lanes_capacity() {
         let config = RigConfig { budget: 9, ..RigConfig::new(8, lanes) };
         let step = config.step_cost;
         let mut rig = Rig::new(config);
-        rig.submit(Request { prompt_logprobs: true, ..request(1, 120, 3) }).await;
+        rig.submit(Request { prompt_logprobs: Some(0), ..request(1, 120, 3) }).await;
         let chunks = 120usize.div_ceil(9);
         for landed in 0..chunks {
             rig.run_until_idle().await;
@@ -606,7 +606,7 @@ async fn results_reach_their_sequence_when_its_index_changes() {
     for _ in 0..4 {
         rig.complete_step().await;
     }
-    let long = rig.submit(Request { prompt_logprobs: true, ..request(20, 130, 5) }).await;
+    let long = rig.submit(Request { prompt_logprobs: Some(0), ..request(20, 130, 5) }).await;
     for _ in 0..6 {
         rig.complete_step().await;
     }
@@ -648,7 +648,7 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
             for _ in 0..1 + throw(1, 4) {
                 let n = submitted as u32;
                 let (len, tokens) = (1 + dice.throw(90_000 + n, 70), 1 + dice.throw(91_000 + n, 25) as u32);
-                let prompt_logprobs = dice.throw(92_000 + n, 4) == 0;
+                let prompt_logprobs = (dice.throw(92_000 + n, 4) == 0).then_some(0);
                 let stops = 4 * (dice.throw(93_000 + n, 2) as u32);
                 let stop_ids = (0..stops).map(|i| (n * 7 + i * 20) % VOCAB).collect();
                 let min_tokens = dice.throw(94_000 + n, tokens as usize + 1) as u32;

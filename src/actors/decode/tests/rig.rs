@@ -705,7 +705,7 @@ impl Client {
         let stop = self.ids.last().filter(|last| self.request.stop_ids.contains(last));
         let reason = stop.map_or(FinishReason::Length, |stop| FinishReason::StopToken(*stop));
         assert_eq!(self.end, Some(Ok(reason)));
-        if self.request.prompt_logprobs {
+        if self.request.prompt_logprobs.is_some() {
             let reported = |token: &Token| (token.id, token.logprob);
             let likely = |at: usize| (at > 0).then(|| next_token_after(&self.request.prompt[..at]) as f32);
             let given = self.request.prompt.iter().enumerate().map(|(at, id)| (*id, likely(at)));

@@ -96,7 +96,7 @@ async fn a_sequence_that_is_known_to_end_has_no_row_in_the_next_step() {
 #[actix::test]
 async fn nothing_is_sent_ahead_of_the_last_step() {
     let mut rig = rig(2);
-    rig.submit(Request { prompt_logprobs: true, ..request(0, 3, 0) }).await;
+    rig.submit(Request { prompt_logprobs: Some(0), ..request(0, 3, 0) }).await;
     rig.submit(request(1, 3, 1)).await;
     for _ in 0..2 {
         rig.signal_last_layer().await;
