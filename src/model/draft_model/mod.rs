@@ -3,6 +3,9 @@
 //! Invariant: it lies whole on one device, and its caches have the pages of the target, with the same numbers.
 //! A step allocates nothing.
 
+#[cfg(test)]
+mod tests;
+
 use super::activations::Activations;
 use super::drafter::Drafter;
 use super::load;
