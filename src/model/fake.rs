@@ -99,7 +99,7 @@ impl FakeExecutor {
                 true => self.sample_masked(row).ok_or(RowFailure::EmptyMask),
                 false => Err(RowFailure::NoLateInput),
             },
-            SampleMode::Sample => Ok(self.tokens[random_word(row) % self.tokens.len()]),
+            SampleMode::Sample => Ok(self.sample(row)),
             SampleMode::Host => inputs.wait_token(number, self.limits.vocab).ok_or(RowFailure::NoLateInput),
             SampleMode::Score(token) => Ok(token),
         };
@@ -112,6 +112,10 @@ impl FakeExecutor {
         top.extend(self.tokens.iter().take(row.top_logprobs.into()).map(|token| (*token, likely)));
         let logprob = if row.logprob { likely } else { f32::NAN };
         SampledToken { logprob, top_at, top_len: top.len() as u32 - top_at, ..SampledToken::new(token) }
+    }
+
+    fn sample(&self, row: &SamplingParams) -> u32 {
+        self.tokens[random_word(row) % self.tokens.len()]
     }
 
     fn sample_masked(&self, row: &SamplingParams) -> Option<u32> {
@@ -153,6 +157,10 @@ impl Executor for FakeExecutor {
         for row in rows() {
             let result = self.sample_row(row, inputs, &mut out.top_logprobs);
             out.tokens.push(result);
+        }
+        for span in &batch.drafts {
+            let params = |draft| SamplingParams { position: span.sampling.position + draft, ..span.sampling };
+            out.drafts.extend((0..span.count).map(|draft| self.sample(&params(draft))));
         }
         let hidden: usize = batch.hidden_rows(SpanStack::Encoder).map(|rows| rows.len()).sum();
         out.hidden.resize(hidden * self.limits.hidden, 1.0);

@@ -560,3 +560,32 @@ fn drafts_end_at_the_context_of_the_draft_model() {
     sequence.add_draft_span(&mut batch, &[], 4);
     executor(cpu(), &source).run(&batch, HandoffPorts::default(), &mut StepOutput::default()).unwrap();
 }
+
+/// Prints the time of a step with 4 drafts of one slot and their verification, of the same in separate steps,
+/// and of one step without drafts: `cargo test --lib draft_model:: -- --ignored --nocapture`.
+#[test]
+#[ignore = "a measurement"]
+fn time_of_drafts() {
+    let source = open(&ModelRef::Demo, &ModelRef::DemoDraft);
+    for mode in [Mode::Plain, Mode::Together, Mode::Apart, Mode::OneByOne] {
+        let mut run = single(cpu(), &source);
+        let mut all = sequences(source.spec.vocab);
+        all.truncate(1);
+        let mut driver = Driver { run: &mut *run, mode, batch: StepBatch::default(), steps: 0 };
+        let entry = |index| TableUpdate { slot: 0, table: KvTable::Own, index, page: 1 + index };
+        driver.batch.table_updates.extend((0..PAGES).map(entry));
+        let mut times = Vec::new();
+        for _ in 0..40 {
+            let began = std::time::Instant::now();
+            driver.round(&mut [&mut all[0]]);
+            times.push(began.elapsed());
+            // The sequence stays at its length.
+            if all[0].tokens.len() > 50 {
+                all[0].tokens.truncate(40);
+                (all[0].computed, all[0].drafted) = (39, 39);
+            }
+        }
+        times.sort();
+        println!("{mode:?}: median {:?}, fastest {:?}", times[times.len() / 2], times[0]);
+    }
+}
