@@ -405,6 +405,8 @@ fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits 
         top_logprobs: BEAM_CANDIDATES.max(TOP_LOGPROBS),
         vocab: spec.vocab,
         hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: config.kv.sparse_attention,
     }
 }
