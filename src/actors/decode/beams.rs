@@ -181,7 +181,7 @@ impl DecodeLoop {
             let mut reason = FinishReason::Length;
             for (number, (id, logprob)) in (1..).zip(tokens.into_iter().zip(logprobs)) {
                 let logprob = origin.request.logprobs.map(|_| logprob);
-                let token = Token { id, logprob, top: Vec::new() };
+                let token = Token { id, logprob, rank: None, top: Vec::new() };
                 let end = request::finish_reason(id, &origin.request, &self.config.eos, number);
                 let event = match end {
                     Some(FinishReason::Stop | FinishReason::StopToken(_)) => TokenEvent::EndToken(token),

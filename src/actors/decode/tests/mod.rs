@@ -63,7 +63,7 @@ fn search(request: &Request, width: usize, answers: usize) -> Vec<Request> {
     let answer = |answer| {
         let early_stopping = EarlyStopping::Estimate;
         let beams = BeamOptions { width, length_penalty: 1.0, early_stopping, forced_tokens: 0, answer };
-        Request { beams: Some(beams), prompt_logprobs: false, ..request.clone() }
+        Request { beams: Some(beams), prompt_logprobs: None, ..request.clone() }
     };
     (0..answers).map(answer).collect()
 }
