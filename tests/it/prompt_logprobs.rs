@@ -102,3 +102,31 @@ async fn apis_agree_on_the_log_probabilities_of_a_prompt() {
     }
     engine.stop();
 }
+
+/// A prompt is scored as a whole, whatever is cached; and what is cached belongs to a salt.
+#[actix::test]
+async fn scores_do_not_depend_on_cached_pages_and_pages_have_a_salt() {
+    let config = config(&fixture("gqa"), &[]);
+    let engine = start::start_engine(&config).await.expect("the fixture loads");
+    let local = LocalApi::new(ServeParts::from(&engine), config.server);
+    let prompt = prompt(3, 100);
+    let scores = async || {
+        let body = json!({ "prompt": prompt, "max_tokens": 3, "prompt_logprobs": 2, "temperature": 0 });
+        let mut response = post(&local, COMPLETIONS, body).await;
+        assert_eq!(response["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
+        response["choices"].take()
+    };
+    let cached = async |salt: Option<&str>| {
+        let body = json!({ "prompt": prompt, "max_tokens": 1, "cache_salt": salt });
+        let usage = &post(&local, COMPLETIONS, body).await["usage"];
+        usage["prompt_tokens_details"]["cached_tokens"].as_u64().expect("a number")
+    };
+    let first = scores().await;
+    // The last token is computed for its logits.
+    assert_eq!(cached(None).await, 99);
+    assert!(scores().await == first, "bits and answer are the same");
+    for salt in ["a", "b"] {
+        assert_eq!((cached(Some(salt)).await, cached(Some(salt)).await), (0, 99), "{salt}");
+    }
+    engine.stop();
+}
