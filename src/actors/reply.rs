@@ -180,7 +180,12 @@ impl ReplyStream {
                     continue;
                 }
                 // These events are not text.
-                Some(TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_) | TokenEvent::BeamScore(_)) => {
+                Some(
+                    TokenEvent::Embedding(_)
+                    | TokenEvent::MaskFilled(_)
+                    | TokenEvent::BeamScore(_)
+                    | TokenEvent::Speculated { .. },
+                ) => {
                     continue;
                 }
                 Some(TokenEvent::Finished(reason)) => Ok(self.final_delta(reason)),

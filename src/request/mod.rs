@@ -50,6 +50,8 @@ pub struct Request {
     pub constraint: Option<Arc<Constraint>>,
     /// The beam search to find the output with, instead of sampling tokens.
     pub beams: Option<BeamOptions>,
+    /// Speculative decoding of the output; `None` decodes token by token.
+    pub speculation: Option<Speculation>,
     /// Number of most likely tokens to report with each generated token. `Some(0)` reports the
     /// log-probability of the token alone; `None` reports nothing.
     pub logprobs: Option<u8>,
@@ -77,6 +79,23 @@ pub enum Task {
     Embed(Pooling),
     /// The `top_k` most likely tokens at each of the `positions` of the encoder input. Positions ascend.
     FillMask { positions: Arc<[u32]>, top_k: u8 },
+}
+
+/// Speculative decoding of a request: drafts of tokens are verified together in one step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Speculation {
+    pub drafter: DraftSource,
+    /// Maximum number of drafts in a step, at least 1.
+    pub max_drafts: usize,
+}
+
+/// Where drafts come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DraftSource {
+    /// The draft model.
+    Model,
+    /// The text so far: what followed the last tokens where they occurred before.
+    PromptLookup,
 }
 
 /// A beam search, whose parameters [`crate::decoding::beams::BeamParams`] explains.
@@ -141,6 +160,8 @@ pub enum TokenEvent {
     EndToken(Token),
     /// The score of the output, which a beam search found; sent after its last token.
     BeamScore(f32),
+    /// The numbers of drafts that were made and accepted for the sequence; sent once, after its last token.
+    Speculated { drafted: usize, accepted: usize },
     /// The sequence ended regularly.
     Finished(FinishReason),
     /// The sequence ended with an error.
@@ -175,6 +196,7 @@ impl Request {
             plan: None,
             constraint: None,
             beams: None,
+            speculation: None,
             logprobs: None,
             prompt_logprobs: None,
             cache_salt: None,

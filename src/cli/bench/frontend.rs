@@ -225,7 +225,12 @@ async fn drain_events(intake: IntakeHandle, tally: TokenCounter) -> Result<()> {
         loop {
             match stream.next().await {
                 Some(TokenEvent::Token(_) | TokenEvent::EndToken(_)) => tally.add(1),
-                Some(TokenEvent::Started { .. } | TokenEvent::Prompt(_) | TokenEvent::BeamScore(_)) => {}
+                Some(
+                    TokenEvent::Started { .. }
+                    | TokenEvent::Prompt(_)
+                    | TokenEvent::BeamScore(_)
+                    | TokenEvent::Speculated { .. },
+                ) => {}
                 Some(TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_)) => {}
                 Some(TokenEvent::Finished(_)) => break,
                 Some(TokenEvent::Failed(error)) => return Err(error.into()),

@@ -170,7 +170,12 @@ async fn token_times(mut stream: TokenStream) -> Result<Vec<Instant>, RequestErr
     loop {
         match stream.next().await {
             Some(TokenEvent::Token(_) | TokenEvent::EndToken(_)) => times.push(stream.produced_at()),
-            Some(TokenEvent::Started { .. } | TokenEvent::Prompt(_) | TokenEvent::BeamScore(_)) => {}
+            Some(
+                TokenEvent::Started { .. }
+                | TokenEvent::Prompt(_)
+                | TokenEvent::BeamScore(_)
+                | TokenEvent::Speculated { .. },
+            ) => {}
             Some(TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_)) => {}
             Some(TokenEvent::Finished(_)) => return Ok(times),
             Some(TokenEvent::Failed(error)) => return Err(error),
