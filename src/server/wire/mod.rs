@@ -15,7 +15,8 @@ mod prompt_logprobs;
 pub use prompt_logprobs::PromptLogprobs;
 
 use crate::actors::Kind;
-use crate::actors::reply::{DeltaOrigin, PlacedToken, ReplyDelta, ReplyEnd, Usage as Tokens};
+use crate::actors::reply::{DeltaOrigin, PlacedToken, ReplyDelta, ReplyEnd};
+use crate::actors::request_metrics::Usage as Tokens;
 use crate::request::FinishReason;
 use serde::Serialize;
 
