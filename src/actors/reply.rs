@@ -43,6 +43,8 @@ pub struct ReplyDelta {
     pub origin: DeltaOrigin,
     /// The reason of the end; set in the last delta only.
     pub end: Option<ReplyEnd>,
+    /// The score of a beam search's result; set in the last delta only, unless a stop string cut the result.
+    pub beam_score: Option<f32>,
 }
 
 /// The reason for which a reply ended.
@@ -104,6 +106,7 @@ pub struct ReplyStream {
     decoded_chars: usize,
     /// Characters emitted so far.
     emitted_chars: usize,
+    beam_score: Option<f32>,
     metrics: RequestMetrics,
 }
 
@@ -134,6 +137,7 @@ impl ReplyStream {
             pending: VecDeque::new(),
             decoded_chars: 0,
             emitted_chars: 0,
+            beam_score: None,
             metrics: RequestMetrics::new(request),
         }
     }
@@ -168,12 +172,13 @@ impl ReplyStream {
                     self.metrics.usage.cached_tokens = cached_tokens;
                     continue;
                 }
+                Some(TokenEvent::BeamScore(score)) => {
+                    self.beam_score = Some(score);
+                    continue;
+                }
                 // These events are not text.
                 Some(
-                    TokenEvent::Embedding(_)
-                    | TokenEvent::MaskFilled(_)
-                    | TokenEvent::BeamScore(_)
-                    | TokenEvent::Speculated { .. },
+                    TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_) | TokenEvent::Speculated { .. },
                 ) => {
                     continue;
                 }
@@ -255,7 +260,7 @@ impl ReplyStream {
         self.emitted_chars += text.chars().count();
         let complete = self.pending.iter().take_while(|(_, end)| *end <= self.emitted_chars).count();
         let tokens = self.pending.drain(..complete).map(|(token, _)| token).collect();
-        ReplyDelta { text, tokens, origin, end: None }
+        ReplyDelta { text, tokens, origin, end: None, beam_score: None }
     }
 
     /// Builds the delta of the prompt. It contains all prompt tokens; a character that the prompt leaves
@@ -272,13 +277,15 @@ impl ReplyStream {
         let rest = self.detokenizer.finish();
         self.decoded_chars += rest.chars().count();
         // The text of an incomplete character may complete a stop string, too.
-        let (text, end) = match self.search(rest) {
-            StopSearch { text, hit: Some(index) } => (text, ReplyEnd::StopString(self.stop[index].clone())),
-            StopSearch { text, hit: None } => (text + &self.matcher.finish(), ReplyEnd::Engine(reason)),
-        };
+        let StopSearch { text, hit } = self.search(rest);
+        if let Some(index) = hit {
+            return self.stop_string_delta(text, index);
+        }
+        let (text, end) = (text + &self.matcher.finish(), ReplyEnd::Engine(reason));
         self.metrics.finish(end.as_str());
         let tokens = self.take_pending().collect();
-        ReplyDelta { text, tokens, origin: DeltaOrigin::Answer, end: Some(end) }
+        let origin = DeltaOrigin::Answer;
+        ReplyDelta { text, tokens, origin, end: Some(end), beam_score: self.beam_score }
     }
 
     /// Builds the last delta after a stop string was found, and cancels the sequence.
@@ -291,6 +298,7 @@ impl ReplyStream {
             tokens: self.take_pending().collect(),
             origin: DeltaOrigin::Answer,
             end: Some(end),
+            beam_score: None,
         }
     }
 
