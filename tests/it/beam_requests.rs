@@ -280,24 +280,25 @@ async fn a_search_without_a_client_ends() {
     let recorded = recorded("gqa.json", "");
     let (engine, local) = engine(&recorded, &[]).await;
     let (search, run) = (&recorded.searches[0], &recorded.searches[0].runs[0]);
+    let max_tokens = engine.model.context - search.prompt.len();
     for stream in [false, true] {
-        let long = json!({ "prompt": search.prompt, "num_beams": 8, "n": 8, "max_tokens": 200, "ignore_eos": true, "stream": stream });
-        {
-            let long = local.post(COMPLETIONS, &long);
-            let other = async {
-                check(&post(&local, &search.body(run, stream)).await, search, run, "beside a long search");
-            };
-            tokio::pin!(long, other);
-            // The short search ends long before the other one, which is dropped then: as a future, or as the
-            // stream that it became.
-            match futures_util::future::select(long, other).await {
-                futures_util::future::Either::Left((response, other)) => {
-                    assert!(stream, "the long search does not end first");
-                    let _stream = response.unwrap_or_else(|error| panic!("{error}"));
-                    other.await;
-                }
-                futures_util::future::Either::Right(_) => assert!(!stream),
-            }
+        let long = json!({
+            "prompt": search.prompt, "num_beams": 8, "n": 8, "max_tokens": max_tokens, "ignore_eos": true,
+            "stream": stream
+        });
+        let long = async {
+            // As a stream, the response begins before the search ends.
+            let response = local.post(COMPLETIONS, &long).await.unwrap_or_else(|error| panic!("{error}"));
+            assert!(stream, "the short search ends first");
+            let ResponseBody::Events(mut events) = response else { panic!("it is a stream") };
+            assert_eq!(events.next().await, None, "the short search ends first");
+        };
+        let short = async {
+            check(&post(&local, &search.body(run, stream)).await, search, run, "beside a long search");
+        };
+        tokio::select! {
+            () = long => {}
+            () = short => {}
         }
         all_home(&engine, SLOTS).await;
     }
