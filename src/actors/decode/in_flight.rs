@@ -53,7 +53,7 @@ impl DecodeLoop {
     /// Waits until the only step in flight has passed its last layer, and returns whether the next iteration
     /// may be scheduled before its results. Returns false at once if the loop does not run ahead.
     pub(super) async fn may_run_ahead(&mut self) -> bool {
-        if !self.runs_ahead || self.has_beams() {
+        if !self.runs_ahead || self.has_beams() || self.speculates() {
             return false;
         }
         self.flush_events();
@@ -143,7 +143,10 @@ impl DecodeLoop {
                     let running = &mut self.running[at];
                     running.sent_positions = running.next_position() as usize;
                 }
-                SpanWork::Prefill(at, chunk) => self.running[at].sent_positions = chunk.start + chunk.len,
+                SpanWork::Prefill(at, chunk) => {
+                    self.running[at].sent_positions = chunk.start + chunk.len;
+                    self.running[at].count_drafted_chunk(chunk);
+                }
                 SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {}
             }
         }

@@ -1,0 +1,207 @@
+//! Speculative decoding in the loop: how many drafts each sequence verifies in the next step, the spans for
+//! them, and which of them are accepted.
+//!
+//! A verification has a row for the last known token and for each draft. Row by row, the token that a row
+//! gives is the sequence's next one; the row after it counts only if its draft is that token.
+//! Invariant: what a sequence knows are the tokens that were delivered. Drafts leave K and V behind the known
+//! positions only, which the next step overwrites.
+
+use super::DecodeLoop;
+use super::build_batch::StepBuffers;
+use super::process_output::{DraftRef, RowUse};
+use super::running::RunningSequence;
+use crate::actors::prefill::PromptChunk;
+use crate::request::{DraftSource, Speculation};
+use mainstem_kernels::batch::DraftSpan;
+use mainstem_kernels::{SpanOutput, SpanTokens, StepBatch};
+use std::ops::Range;
+
+/// The speculation of one sequence.
+pub struct Speculator {
+    source: DraftSource,
+    max_drafts: usize,
+    /// Number of leading positions whose tokens the draft model has computed.
+    draft_positions: usize,
+    /// Number of drafts in the next step.
+    pub(super) depth: usize,
+    /// These drafts, if they do not come from the draft model.
+    given: Vec<u32>,
+    /// Whether all drafts so far of the step that is being processed were accepted.
+    is_open: bool,
+    /// Numbers of drafts, and of those that were accepted, in all steps.
+    drafted: usize,
+    accepted: usize,
+}
+
+impl Speculator {
+    /// Creates the speculation of a sequence.
+    pub(super) fn new(speculation: Speculation) -> Speculator {
+        let Speculation { drafter: source, max_drafts } = speculation;
+        Speculator {
+            source,
+            max_drafts,
+            draft_positions: 0,
+            depth: 0,
+            given: Vec::new(),
+            is_open: false,
+            drafted: 0,
+            accepted: 0,
+        }
+    }
+
+    /// Begins, or begins anew after a preemption, with the first positions computed by both models.
+    pub(super) fn begin(&mut self, computed: usize) {
+        self.draft_positions = computed;
+        self.depth = 0;
+    }
+
+    /// Returns the numbers of drafts that were made and accepted.
+    pub(super) fn counts(&self) -> (usize, usize) {
+        (self.drafted, self.accepted)
+    }
+}
+
+impl DecodeLoop {
+    /// Whether a running sequence speculates: how many tokens a step gives it is known with its results.
+    pub(super) fn speculates(&self) -> bool {
+        self.running.iter().any(|running| running.speculator.is_some())
+    }
+
+    /// Chooses how many drafts each decoding sequence verifies in the next step.
+    pub(super) fn choose_depths(&mut self) {
+        let decoding = self.running.iter().filter(|running| running.is_decoding()).count();
+        let mut rows = (self.config.token_budget - decoding) / 2;
+        for running in &mut self.running {
+            let limit = running.draft_limit();
+            let is_decoding = running.is_decoding();
+            let Some(speculator) = &mut running.speculator else { continue };
+            speculator.depth = if is_decoding { speculator.max_drafts.min(limit).min(rows) } else { 0 };
+            rows -= speculator.depth;
+        }
+    }
+
+    /// Adds the spans that make and verify drafts of a sequence.
+    pub(super) fn add_verification(&self, buffers: &mut StepBuffers, at: usize, depth: usize) {
+        let running = &self.running[at];
+        let batch = &mut buffers.step.batch;
+        let first_draft = batch.draft_count() as u32;
+        let last = running.next_position() as usize - 1;
+        let tokens = match &running.speculator {
+            Some(Speculator { source: DraftSource::Model, draft_positions, .. }) => {
+                self.add_draft_span(batch, running, *draft_positions..last + 1, depth);
+                let at = push_known(batch, running, last..last + 1);
+                SpanTokens::Drafted { at, len: 1 + depth as u32 }
+            }
+            Some(Speculator { given, .. }) => {
+                let at = push_known(batch, running, last..last + 1);
+                batch.tokens.extend_from_slice(given);
+                SpanTokens::Generated { at, len: 1 + depth as u32 }
+            }
+            None => return,
+        };
+        batch.spans.push(running.span(last as u32, tokens, SpanOutput::All));
+        for number in 0..=depth {
+            let draft = (number < depth).then(|| match tokens {
+                SpanTokens::Drafted { .. } => DraftRef::Made(first_draft + number as u32),
+                _ => DraftRef::Given(running.given_draft(number)),
+            });
+            let usage = RowUse::Verified { number: number as u32, draft };
+            self.add_sample_row(buffers, at, number as u32, usage);
+        }
+    }
+
+    /// Adds the span of the draft model for a chunk of a prompt, if the sequence uses the draft model.
+    pub(super) fn add_prompt_draft(&self, batch: &mut StepBatch, at: usize, chunk: PromptChunk) {
+        let running = &self.running[at];
+        if running.uses_draft_model() {
+            self.add_draft_span(batch, running, chunk.start..chunk.start + chunk.len, 0);
+        }
+    }
+
+    /// Adds the span in which the draft model computes the tokens at these positions and makes `count` drafts.
+    fn add_draft_span(
+        &self,
+        batch: &mut StepBatch,
+        running: &RunningSequence,
+        positions: Range<usize>,
+        count: usize,
+    ) {
+        let (start, len) = (positions.start as u32, positions.len() as u32);
+        let at = push_known(batch, running, positions);
+        batch.drafts.push(DraftSpan {
+            slot: running.slot,
+            start,
+            tokens: SpanTokens::Generated { at, len },
+            reserved: running.sequence.positions() as u32,
+            count: count as u32,
+            sampling: running.sample_row(),
+        });
+    }
+}
+
+impl RunningSequence {
+    /// Whether drafts of the sequence come from the draft model.
+    pub(super) fn uses_draft_model(&self) -> bool {
+        self.speculator.as_ref().is_some_and(|speculator| speculator.source == DraftSource::Model)
+    }
+
+    /// Returns the number of drafts in the next step.
+    pub(super) fn depth(&self) -> usize {
+        self.speculator.as_ref().map_or(0, |speculator| speculator.depth)
+    }
+
+    /// Returns how many drafts can be useful: with all of them accepted, the sequence does not exceed its
+    /// maximum length.
+    fn draft_limit(&self) -> usize {
+        (self.sequence.request.max_tokens as usize).saturating_sub(self.generated_count() as usize + 1)
+    }
+
+    fn given_draft(&self, number: usize) -> u32 {
+        self.speculator.as_ref().map_or(0, |speculator| speculator.given[number])
+    }
+
+    /// Notes that the draft model computes a chunk of the prompt.
+    pub(super) fn count_drafted_chunk(&mut self, chunk: PromptChunk) {
+        if let Some(speculator) = &mut self.speculator {
+            speculator.draft_positions = chunk.start + chunk.len;
+        }
+    }
+
+    /// Whether a row of a verification does not count, because a draft before it was not accepted.
+    pub(super) fn skips(&self, usage: RowUse) -> bool {
+        let is_open = || self.speculator.as_ref().is_some_and(|speculator| speculator.is_open);
+        matches!(usage, RowUse::Verified { number: 1.., .. }) && !is_open()
+    }
+
+    /// Takes note of the token that a row of a verification gives, and of the draft that the next row
+    /// verifies, if there is one. Returns whether it was accepted.
+    pub(super) fn verify(&mut self, number: u32, token: u32, draft: Option<u32>) -> bool {
+        let known = self.next_known_position();
+        let Some(speculator) = &mut self.speculator else { return false };
+        if number == 0 {
+            speculator.drafted += speculator.depth;
+            // The draft model computes all drafts but the last one.
+            speculator.draft_positions = known;
+        }
+        speculator.is_open = draft == Some(token);
+        if speculator.is_open {
+            speculator.accepted += 1;
+            if number as usize + 1 < speculator.depth {
+                speculator.draft_positions += 1;
+            }
+            self.sent_positions += 1;
+        }
+        self.speculator.as_ref().is_some_and(|speculator| speculator.is_open)
+    }
+}
+
+/// Appends known tokens of a sequence at these positions to a batch. Returns the index of the first one.
+fn push_known(batch: &mut StepBatch, running: &RunningSequence, positions: Range<usize>) -> u32 {
+    let at = batch.tokens.len() as u32;
+    let prompt = &running.sequence.request.prompt;
+    let len = prompt.len();
+    batch.tokens.extend_from_slice(&prompt[positions.start.min(len)..positions.end.min(len)]);
+    let generated = positions.start.saturating_sub(len)..positions.end.saturating_sub(len);
+    batch.tokens.extend_from_slice(&running.generated[generated]);
+    at
+}
