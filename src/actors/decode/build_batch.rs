@@ -55,6 +55,7 @@ impl DecodeLoop {
         for span in spans {
             match *span {
                 SpanWork::Decode(at) => self.add_decode_span(buffers, at),
+                SpanWork::Draft(at) => self.add_drafts(buffers, at),
                 // An encoder span may be all the work of a sequence.
                 SpanWork::Prefill(_, PromptChunk { len: 0, .. }) => {}
                 SpanWork::Prefill(at, chunk) => self.add_prefill_span(buffers, at, chunk),

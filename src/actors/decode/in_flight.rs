@@ -34,6 +34,8 @@ pub(super) enum StepKind {
     Iteration,
     /// A step of prefill chunks only.
     Ahead,
+    /// A step that makes drafts for the iteration's step.
+    Drafts,
 }
 
 impl DecodeLoop {
@@ -45,6 +47,7 @@ impl DecodeLoop {
     /// Sends what can be sent without running ahead.
     pub(super) async fn send_steps(&mut self) -> Result<(), DeviceError> {
         if self.count_in_flight(StepKind::Iteration) == 0 {
+            self.make_drafts_before().await?;
             self.send_pending()?;
         }
         self.send_chunks_ahead().await
@@ -113,7 +116,7 @@ impl DecodeLoop {
 
     /// Builds and sends a step of these spans and the slot plan's changes; then sends the events of the
     /// previous step.
-    fn send_step(
+    pub(super) fn send_step(
         &mut self,
         plan: Option<SlotPlan>,
         work: &[SpanWork],
@@ -147,7 +150,7 @@ impl DecodeLoop {
                     self.running[at].sent_positions = chunk.start + chunk.len;
                     self.running[at].count_drafted_chunk(chunk);
                 }
-                SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {}
+                SpanWork::Draft(_) | SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {}
             }
         }
         routing.sequences().for_each(|at| self.running[at].awaited += 1);
@@ -159,7 +162,8 @@ impl DecodeLoop {
             match *span {
                 SpanWork::Decode(at) => self.running[at].scheduled += 1,
                 SpanWork::Prefill(at, chunk) if chunk.last => self.running[at].scheduled += 1,
-                SpanWork::Prefill(..) | SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {}
+                SpanWork::Prefill(..) | SpanWork::Draft(_) | SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {
+                }
             }
         }
     }

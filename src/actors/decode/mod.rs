@@ -176,8 +176,10 @@ struct DecodeLoop {
 /// their index among the running sequences.
 #[derive(Clone, Copy, Debug)]
 enum SpanWork {
-    /// Decodes one token.
+    /// Decodes one token, or verifies drafts.
     Decode(usize),
+    /// Makes drafts for a later step.
+    Draft(usize),
     /// Prefills a chunk.
     Prefill(usize, PromptChunk),
     /// Computes a hole, whose result is discarded.

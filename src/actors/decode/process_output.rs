@@ -17,6 +17,8 @@ pub(super) struct OutputRouting {
     pub(super) targets: Vec<RowTarget>,
     /// Sequences that end with this step: those of encoder-only models, in row order.
     pub(super) encoder_only: Vec<SequenceRef>,
+    /// Sequences that the step makes drafts for, which a later step verifies, and their numbers of drafts.
+    pub(super) drafts: Vec<(SequenceRef, usize)>,
 }
 
 /// The target of a row's result.
@@ -64,12 +66,14 @@ impl OutputRouting {
         OutputRouting {
             targets: Vec::with_capacity(limits.rows),
             encoder_only: Vec::with_capacity(limits.slots),
+            drafts: Vec::new(),
         }
     }
 
     pub(super) fn clear(&mut self) {
         self.targets.clear();
         self.encoder_only.clear();
+        self.drafts.clear();
     }
 
     /// Returns the index of the sequence of each result, while the step is being built.
@@ -83,6 +87,11 @@ impl OutputRouting {
 }
 
 impl DecodeLoop {
+    /// Returns a sequence that runs or leaves; `None` if it ended while its step was in flight.
+    pub(super) fn find(&mut self, sequence: SequenceRef) -> Option<&mut RunningSequence> {
+        find(&mut self.running, &mut self.leaving, sequence)
+    }
+
     /// Returns a reference to the running sequence at an index.
     pub(super) fn sequence_ref(&self, at: usize) -> SequenceRef {
         SequenceRef { key: self.running[at].key, at }
@@ -129,6 +138,9 @@ impl DecodeLoop {
                 }
             }
         }
+        if !routing.drafts.is_empty() {
+            self.keep_drafts(&output.drafts, routing);
+        }
         self.finish_encoder_only(&output.hidden, &routing.encoder_only);
         self.leaving.retain(|leaving| !leaving.finished);
         self.let_go();
@@ -148,7 +160,7 @@ impl DecodeLoop {
 
     /// Processes the token of a row.
     fn process_row(&mut self, sequence: SequenceRef, output: &StepOutput, row: &SampledToken) {
-        let Some(running) = find(&mut self.running, &mut self.leaving, sequence) else { return };
+        let Some(running) = self.find(sequence) else { return };
         let mut token = token_of_row(output, row);
         if let Some(report) = running.host.as_ref().and_then(HostSequence::take_report) {
             (token.logprob, token.top) = (Some(report.logprob), report.top);

@@ -6,14 +6,15 @@
 //! Invariant: what a sequence knows are the tokens that were delivered. Drafts leave K and V behind the known
 //! positions only, which the next step overwrites.
 
-use super::DecodeLoop;
 use super::build_batch::StepBuffers;
-use super::process_output::{DraftRef, RowUse};
+use super::in_flight::StepKind;
+use super::process_output::{DraftRef, OutputRouting, RowUse};
 use super::running::RunningSequence;
+use super::{DecodeLoop, SpanWork};
 use crate::actors::prefill::PromptChunk;
 use crate::request::{DraftSource, Speculation};
 use mainstem_kernels::batch::DraftSpan;
-use mainstem_kernels::{SpanOutput, SpanTokens, StepBatch};
+use mainstem_kernels::{DeviceError, SpanOutput, SpanTokens, StepBatch};
 use std::ops::Range;
 
 /// The speculation of one sequence.
@@ -24,7 +25,8 @@ pub struct Speculator {
     draft_positions: usize,
     /// Number of drafts in the next step.
     pub(super) depth: usize,
-    /// These drafts, if they do not come from the draft model.
+    /// These drafts, if they are known before the step: those of the draft model are only if a step before
+    /// made them.
     given: Vec<u32>,
     /// Whether all drafts so far of the step that is being processed were accepted.
     is_open: bool,
@@ -80,6 +82,55 @@ impl DecodeLoop {
         }
     }
 
+    /// Makes the drafts of the next step in a step before it, if there are several devices: the draft model is
+    /// on the one that returns results, and all of them need the drafts.
+    pub(super) async fn make_drafts_before(&mut self) -> Result<(), DeviceError> {
+        let makes_drafts = |running: &RunningSequence| {
+            running.uses_draft_model() && running.depth() > 0 && !running.is_stalled
+        };
+        if self.handles.devices.count() == 1 || !self.running.iter().any(makes_drafts) {
+            return Ok(());
+        }
+        let work: Vec<SpanWork> = self
+            .pending_work
+            .iter()
+            .copied()
+            .filter_map(|work| match work {
+                SpanWork::Decode(at) if makes_drafts(&self.running[at]) => Some(SpanWork::Draft(at)),
+                _ => None,
+            })
+            .collect();
+        let plan = self.slot_plan.take();
+        self.send_step(plan, &work, StepKind::Drafts)?;
+        while self.count_in_flight(StepKind::Drafts) > 0 {
+            self.process_oldest().await?;
+        }
+        Ok(())
+    }
+
+    /// Adds the span that makes the drafts of a sequence for a later step.
+    pub(super) fn add_drafts(&self, StepBuffers { step, routing }: &mut StepBuffers, at: usize) {
+        let running = &self.running[at];
+        let Some(Speculator { draft_positions, depth, .. }) = running.speculator else { return };
+        let known = running.next_position() as usize;
+        self.add_draft_span(&mut step.batch, running, draft_positions..known, depth);
+        routing.drafts.push((self.sequence_ref(at), depth));
+    }
+
+    /// Keeps the drafts that a step made for the next one.
+    pub(super) fn keep_drafts(&mut self, drafts: &[u32], routing: &OutputRouting) {
+        let mut drafts = drafts.iter();
+        for (sequence, count) in &routing.drafts {
+            let own = drafts.by_ref().take(*count);
+            if let Some(speculator) = self.find(*sequence).and_then(|running| running.speculator.as_mut()) {
+                speculator.given.clear();
+                speculator.given.extend(own);
+            } else {
+                own.for_each(drop);
+            }
+        }
+    }
+
     /// Adds the spans that make and verify drafts of a sequence.
     pub(super) fn add_verification(&self, buffers: &mut StepBuffers, at: usize, depth: usize) {
         let running = &self.running[at];
@@ -87,7 +138,9 @@ impl DecodeLoop {
         let first_draft = batch.draft_count() as u32;
         let last = running.next_position() as usize - 1;
         let tokens = match &running.speculator {
-            Some(Speculator { source: DraftSource::Model, draft_positions, .. }) => {
+            Some(Speculator { source: DraftSource::Model, draft_positions, .. })
+                if self.handles.devices.count() == 1 =>
+            {
                 self.add_draft_span(batch, running, *draft_positions..last + 1, depth);
                 let at = push_known(batch, running, last..last + 1);
                 SpanTokens::Drafted { at, len: 1 + depth as u32 }

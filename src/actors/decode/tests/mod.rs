@@ -688,7 +688,7 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
                 let min_tokens = dice.throw(94_000 + n, tokens as usize + 1) as u32;
                 // Prompts of one family begin alike.
                 let request = request(dice.throw(95_000 + n, 3) as u64, len, tokens);
-                let speculates = rig.config.stages == 1 && dice.throw(99_000 + n, 3) == 0;
+                let speculates = dice.throw(99_000 + n, 3) == 0;
                 let speculation = speculates.then(|| speculation(1 + dice.throw(99_500 + n, 4)));
                 let request = Request { prompt_logprobs, stop_ids, min_tokens, speculation, ..request };
                 let answers = 1 + dice.throw(96_000 + n, 8) / 6;
