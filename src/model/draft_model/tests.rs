@@ -128,7 +128,7 @@ fn parted<'a>(source: &ModelSource, stages: usize, ranks: usize) -> Box<Run<'a>>
     })
 }
 
-/// How the drafts of a round are made and verified.
+/// Ways to make and verify the drafts of a round.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mode {
     /// No drafts.
@@ -155,7 +155,8 @@ struct Sequence {
     /// Number of drafts in each round.
     count: usize,
     params: SamplingParams,
-    /// The drafts of all rounds, and the results of all rows: tokens with the bits of their log-probabilities.
+    /// The drafts of all rounds, and the results of all rows: tokens with the bits of their
+    /// log-probabilities.
     drafts: Vec<u32>,
     results: Vec<(u32, u32)>,
 }
@@ -466,7 +467,7 @@ fn drafts_are_verified_on_several_devices() {
     }
 }
 
-/// What the host got for a row: its number, input token, next token, and the draft sampled from the logits of
+/// A row as the host got it: its number, input token, next token, and the draft sampled from the logits of
 /// the draft model.
 type Seen = (usize, u32, Option<u32>, Option<u32>);
 
