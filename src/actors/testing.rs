@@ -19,6 +19,8 @@ pub const LIMITS: StepLimits = StepLimits {
     top_logprobs: 0,
     vocab: 9,
     hidden: 0,
+    drafts: 0,
+    draft_logits: false,
     attended_fraction: Fraction::ONE,
 };
 

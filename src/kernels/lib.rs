@@ -33,12 +33,12 @@ pub use backend::{
     Norm, NormKind, PackedLayout, RelativeBias, Rope, RopeStyle, SamplingInputs, Scoring, StepLimits, Weight,
 };
 pub use batch::{
-    ActivationHandoff, HandoffPorts, LastLayerSignal, PageCopy, RowFailure, SampleMode, SampledToken,
-    SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch,
-    StepOutput, StepTimes, TableUpdate,
+    ActivationHandoff, DraftSpan, HandoffPorts, LastLayerSignal, PageCopy, RowFailure, SampleMode,
+    SampledToken, SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
+    StepBatch, StepOutput, StepTimes, TableUpdate,
 };
 pub use collective::local::{Abort, LocalRank};
 pub use collective::{Aborted, Collective, SingleRank};
 pub use host::{HostBuf, HostMemory};
-pub use late::LateInputs;
+pub use late::{HostRow, LateInputs};
 pub use quant::{ActivationPrecision, QuantType};

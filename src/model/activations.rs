@@ -48,13 +48,16 @@ pub struct Activations<Buf> {
     pub hidden: usize,
     /// Bytes of a row of the residual stream.
     pub row_bytes: usize,
+    /// Number of ranks that share the layers, over which sub-layer outputs are reduced. A whole model on a
+    /// device that shares another one has one rank.
+    pub ranks: usize,
 }
 
 impl<Buf> Activations<Buf> {
-    /// Allocates buffers for every step within `limits`.
+    /// Allocates buffers for every step within `limits`, of a model whose layers `ranks` devices share.
     pub fn new<T: LoadTarget<Buf = Buf>>(
         target: &mut T,
-        spec: &ModelSpec,
+        (spec, ranks): (&ModelSpec, usize),
         limits: &StepLimits,
     ) -> Result<Activations<Buf>, DeviceError> {
         let w = Widths::for_spec(spec);
@@ -84,6 +87,7 @@ impl<Buf> Activations<Buf> {
             logit_rows: limits.logit_rows,
             hidden: w.hidden,
             row_bytes: w.hidden * size,
+            ranks,
         })
     }
 }

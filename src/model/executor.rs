@@ -3,10 +3,12 @@
 //! Invariant: everything is allocated in `new`; `run` allocates nothing, unless logits are returned.
 
 use super::activations::Activations;
+use super::draft_model::{DraftModel, draft_limits, load_draft};
+use super::drafter::Drafter;
 use super::load;
 use super::load_target::{ByteCounter, LoadTarget};
 use super::schedule::{self, Caches, StepIo};
-use super::shard::Shard;
+use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
 use super::spec::{AttentionSpec, ModelSpec};
 use super::weights::{Model, TensorRecord};
@@ -44,9 +46,11 @@ pub trait Executor: Send {
 pub struct ExecutorReport {
     /// Name, instruction set and threads of the device.
     pub device: String,
+    /// The tensors of the model, without those of a draft model.
     pub tensors: Vec<TensorRecord>,
-    /// Weights and position tables.
+    /// Weights and position tables, those of a draft model included.
     pub weight_bytes: usize,
+    /// KV caches, those of a draft model included.
     pub kv_bytes: usize,
     /// Activation buffers, and the cache that an encoder's layers share one after another.
     pub activation_bytes: usize,
@@ -83,11 +87,13 @@ struct Allocated<Buf> {
     /// The encoder's cache, whose contents last for one layer.
     scratch: Option<KvLayer<Buf>>,
     act: Activations<Buf>,
+    draft: Option<DraftModel<Buf>>,
 }
 
 impl<B: Backend> ModelExecutor<B> {
-    /// Loads the shard's part of the model and allocates everything that steps within `limits` need. If the
-    /// stage has other ranks, the backend must have joined it before.
+    /// Loads the shard's part of the model and allocates everything that steps within `limits` need. The rank
+    /// that returns the results also loads the draft model, if the source has one. If the stage has other
+    /// ranks, the backend must have joined it before.
     pub fn new(
         mut backend: B,
         source: &ModelSource,
@@ -127,16 +133,27 @@ fn allocate<T: LoadTarget>(
 ) -> Result<(Allocated<T::Buf>, ExecutorReport)> {
     let mut meter = AllocationMeter::default();
     let model = load::load(target, source, shard, source.shard_spec(shard)?, limits)?;
+    let draft_source = draft_of(source, shard);
+    let draft = draft_source.map(|draft| load_draft(target, draft, limits)).transpose()?;
     let spec = &model.spec;
     let weight_bytes = meter.since_last(target);
-    let caches = kv_layouts(spec, kv, limits.page_positions)
-        .map(|layout| target.alloc_kv(layout))
-        .collect::<Result<_, _>>()
-        .context("allocating the KV cache")?;
+    let caches = alloc_caches(target, spec, kv, limits)?;
+    let draft_kv = draft.as_ref().map(|draft| alloc_caches(target, &draft.spec, kv, limits)).transpose()?;
     let kv_bytes = meter.since_last(target);
     let scratch = scratch_layout(spec, limits).map(|layout| target.alloc_kv(layout)).transpose();
     let scratch = scratch.context("allocating the encoder's cache")?;
-    let act = Activations::new(target, spec, limits).context("allocating the activations")?;
+    let mut activations = |(spec, ranks): (&ModelSpec, usize), limits: &StepLimits| {
+        Activations::new(target, (spec, ranks), limits).context("allocating the activations")
+    };
+    let act = activations((spec, shard.rank_count()), limits)?;
+    let draft = match (draft_source, draft, draft_kv) {
+        (Some(source), Some(model), Some(kv)) => {
+            let limits = draft_limits(source, limits);
+            let act = activations((&model.spec, 1), &limits)?;
+            Some(DraftModel::new(model, kv, act, limits))
+        }
+        _ => None,
+    };
     let activation_bytes = meter.since_last(target);
     target.prepare(limits).context("allocating the step buffers")?;
     let report = ExecutorReport {
@@ -147,7 +164,38 @@ fn allocate<T: LoadTarget>(
         activation_bytes,
         step_bytes: meter.since_last(target),
     };
-    Ok((Allocated { model, kv: caches, scratch, act }, report))
+    Ok((Allocated { model, kv: caches, scratch, act, draft }, report))
+}
+
+/// Returns the draft model that the device with a shard holds.
+fn draft_of<'a>(source: &'a ModelSource, shard: &Shard) -> Option<&'a ModelSource> {
+    let is_here = StageRole::for_shard(&source.spec, shard).returns_output;
+    source.draft.as_deref().filter(|_| is_here)
+}
+
+/// Allocates the caches of the decoder's layers of a model.
+fn alloc_caches<T: LoadTarget>(
+    target: &mut T,
+    spec: &ModelSpec,
+    kv: KvCacheConfig,
+    limits: &StepLimits,
+) -> Result<Vec<KvLayer<T::Buf>>> {
+    let layouts = kv_layouts(spec, kv, limits.page_positions);
+    let caches = layouts.map(|layout| target.alloc_kv(layout)).collect::<Result<_, _>>();
+    caches.context("allocating the KV cache")
+}
+
+/// Returns the size of one page on the device with a shard, in bytes: in its layers, and in those of the draft
+/// model if it has that; `None` on overflow. Fails if the model cannot be split like that.
+pub fn shard_page_bytes(
+    source: &ModelSource,
+    shard: &Shard,
+    ty: QuantType,
+    page_positions: usize,
+) -> Result<Option<usize>> {
+    let page = page_bytes(&source.shard_spec(shard)?, ty, page_positions);
+    let draft = draft_of(source, shard).map_or(Some(0), |draft| page_bytes(&draft.spec, ty, page_positions));
+    Ok(page.zip(draft).and_then(|(page, draft)| page.checked_add(draft)))
 }
 
 /// Returns the size of one page in all layers of a model, or of one rank's part, in bytes; `None` on
@@ -188,18 +236,21 @@ impl<B: Backend> Executor for ModelExecutor<B> {
     ) -> Result<(), DeviceError> {
         out.clear();
         out.step = batch.step;
-        let Allocated { model, kv, scratch, act } = &mut self.allocated;
+        let Allocated { model, kv, scratch, act, draft } = &mut self.allocated;
         let outcome = schedule::run_step(
             &mut self.backend,
             model,
             Caches { decoder: kv, scratch: scratch.as_mut() },
             act,
-            StepIo { batch, handoff: flow, out },
+            draft.as_mut().map(|draft| draft as &mut dyn Drafter<B>),
+            StepIo { batch, biases: &batch.logit_biases, handoff: flow, out },
         );
         out.times = self.backend.end_step();
         outcome?;
-        let wanted = if self.allocated.model.role.returns_output { batch.sampling.len() } else { 0 };
+        let is_returned = self.allocated.model.role.returns_output;
+        let (wanted, drafts) = if is_returned { (batch.sampling.len(), batch.draft_count()) } else { (0, 0) };
         assert_eq!(out.tokens.len(), wanted, "there must be a result for each output row");
+        assert_eq!(out.drafts.len(), drafts, "there must be a drafter if the batch has drafts");
         Ok(())
     }
 
@@ -349,6 +400,8 @@ mod tests {
             top_logprobs: 0,
             vocab: source.spec.vocab,
             hidden: source.spec.hidden,
+            drafts: 0,
+            draft_logits: false,
             attended_fraction: Fraction::ONE,
         };
         let backend = CpuBackend::new(config).unwrap();

@@ -9,8 +9,8 @@ use super::executor::{Executor, ExecutorReport};
 use mainstem_kernels::batch::{is_allowed, lowest_allowed};
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{
-    Aborted, Collective, DeviceError, HandoffPorts, RowFailure, SampleMode, SampledToken, SamplingInputs,
-    SamplingParams, SingleRank, SpanStack, StepBatch, StepLimits, StepOutput,
+    Aborted, Collective, DeviceError, HandoffPorts, HostRow, RowFailure, SampleMode, SampledToken,
+    SamplingInputs, SamplingParams, SingleRank, SpanStack, StepBatch, StepLimits, StepOutput,
 };
 use std::panic::resume_unwind;
 use std::thread;
@@ -145,10 +145,10 @@ impl Executor for FakeExecutor {
         wait_until(began + time);
         self.collective.all_reduce(&mut [0.0]).unwrap_or_else(|Aborted| resume_unwind(Box::new(Aborted)));
         out.times.forward = began.elapsed();
-        let inputs = SamplingInputs { biases: &batch.logit_biases, late: ports.late };
+        let inputs = SamplingInputs { biases: &batch.logit_biases, late: ports.late, width: None };
         let rows = || batch.sampling.iter().enumerate();
         for (number, _) in rows().filter(|(_, row)| row.mode == SampleMode::Host) {
-            inputs.begin_draw(number, &self.logits);
+            inputs.begin_draw(number, HostRow::of_logits(&self.logits));
         }
         for row in rows() {
             let result = self.sample_row(row, inputs, &mut out.top_logprobs);
@@ -195,6 +195,8 @@ mod tests {
         top_logprobs: 2,
         vocab: 100,
         hidden: 0,
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: Fraction::ONE,
     };
 
@@ -242,8 +244,8 @@ mod tests {
         (0..19).for_each(|row| late.mask_sender(row).send([1 << 8, 1 << 7, 0, 0].into()));
         late.mask_sender(19).send([1 << 9, 1, 0, 0].into());
         late.mask_sender(23).send([0, 0, 0, 1 << 4].into());
-        late.draw_with(20, |logits, sender| {
-            assert_eq!((logits.len(), logits[39], logits[40]), (100, 0.0, f32::NEG_INFINITY));
+        late.draw_with(20, |row, sender| {
+            assert_eq!((row.logits.len(), row.logits[39], row.logits[40]), (100, 0.0, f32::NEG_INFINITY));
             sender.send(50);
         });
         late.draw_with(21, |_, sender| sender.send(100));

@@ -19,10 +19,9 @@ use super::weights::{
     Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms,
 };
 use mainstem_kernels::{
-    ActivationType, AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, LateInputs,
-    Norm, RelativeBias, SamplingInputs, SpanStack, StepBatch, StepOutput,
+    ActivationType, AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, Norm,
+    RelativeBias, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
-use std::sync::Arc;
 
 /// Computes x, the embeddings of the step's tokens and positions.
 pub fn embed<B: Backend>(
@@ -35,7 +34,7 @@ pub fn embed<B: Backend>(
     let hidden = act.hidden;
     let to = if project_in.is_some() { &mut act.y } else { &mut act.x };
     b.embed(table, *first, to);
-    b.all_reduce(rows, table.k, to);
+    reduce(b, act.ranks, (rows, table.k), to);
     if let Some(project) = project_in {
         linear(b, rows, project, &act.y, &mut act.x);
     }
@@ -121,16 +120,15 @@ pub fn after_attention<B: Backend>(
 }
 
 /// Ends a stack: returns hidden states of the rows that request them, and samples the tokens of the output
-/// rows. Ranks that return no output have no `out`, but do the same work. Sampling waits for the late inputs.
+/// rows with these inputs. Ranks that return no output have no `out`, but do the same work.
 pub fn finish_stack<B: Backend>(
     b: &mut B,
     stack: &Stack<B::Buf>,
     (which, batch): (SpanStack, &StepBatch),
     rows: usize,
     act: &mut Activations<B::Buf>,
-    (late, mut out): (Option<&Arc<LateInputs>>, Option<&mut StepOutput>),
+    (inputs, mut out): (SamplingInputs, Option<&mut StepOutput>),
 ) {
-    let inputs = SamplingInputs { biases: &batch.logit_biases, late };
     let hidden = act.hidden;
     let wants_hidden = batch.hidden_rows(which).next().is_some();
     // All rows are normalized if a decoder attends to them or hidden states are requested.
@@ -144,6 +142,7 @@ pub fn finish_stack<B: Backend>(
         }
     }
     let Some(head_of) = &stack.head else { return };
+    let inputs = SamplingInputs { width: Some(vocab_of(head_of)), ..inputs };
     let wanted = batch.output_rows(which).count();
     for first in (0..wanted).step_by(act.logit_rows) {
         let block = first..wanted.min(first + act.logit_rows);
@@ -186,6 +185,11 @@ fn compute_logits<B: Backend>(b: &mut B, head: &Head<B::Buf>, rows: usize, act: 
     }
 }
 
+/// Returns the number of logits of a row.
+fn vocab_of<Buf>(head: &Head<Buf>) -> usize {
+    head.vocab_split.as_ref().map_or(head.table.n, |spread| spread.widths.iter().sum())
+}
+
 /// Appends `rows` rows of logits to `out`, which allocates.
 fn append_logits<B: Backend>(
     b: &mut B,
@@ -194,7 +198,7 @@ fn append_logits<B: Backend>(
     logits: &B::Buf,
     out: &mut StepOutput,
 ) {
-    let vocab = head.vocab_split.as_ref().map_or(head.table.n, |spread| spread.widths.iter().sum());
+    let vocab = vocab_of(head);
     let ty = b.activation_type();
     if ty == ActivationType::F32 {
         let start = out.logits.len();
@@ -230,7 +234,7 @@ fn attention_output<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    let is_fused = can_fuse_residual(b, spec, norms);
+    let is_fused = can_fuse_residual(act.ranks, spec, norms);
     let epilogue = residual_epilogue(is_fused, &mut act.x, &mut act.y);
     run_gemms(b, rows, InputOperand::Given(&act.a), [(&weights.o, epilogue)]);
     add_residual(b, rows, norms, spec.residual_scale, is_fused, act);
@@ -253,11 +257,18 @@ fn cross_attention<B: Backend>(
     attention_output(b, spec, weights, norms, rows, act);
 }
 
+/// Sums x (rows, width) over the ranks that share the model. A whole model has one, whatever stage its device
+/// is in.
+fn reduce<B: Backend>(b: &mut B, ranks: usize, (rows, width): (usize, usize), x: &mut B::Buf) {
+    if ranks > 1 {
+        b.all_reduce(rows, width, x);
+    }
+}
+
 /// Returns whether the GEMM that ends a sub-layer can add its result to the residual stream: no reduction,
 /// norm or scale comes between.
-fn can_fuse_residual<B: Backend>(b: &B, spec: &LayerSpec, norms: &SublayerNorms<B::Buf>) -> bool {
-    let is_alone = b.rank_and_count().1 == 1;
-    is_alone && norms.out.is_none() && spec.residual_scale == 1.0
+fn can_fuse_residual<Buf>(ranks: usize, spec: &LayerSpec, norms: &SublayerNorms<Buf>) -> bool {
+    ranks == 1 && norms.out.is_none() && spec.residual_scale == 1.0
 }
 
 /// Returns the epilogue of the GEMM that ends a sub-layer: it adds to the residual stream x, or stores the
@@ -278,7 +289,7 @@ fn add_residual<B: Backend>(
 ) {
     let hidden = act.hidden;
     if !is_fused {
-        b.all_reduce(rows, hidden, &mut act.y);
+        reduce(b, act.ranks, (rows, hidden), &mut act.y);
         if let Some(norm) = &norms.out {
             b.norm_in_place(rows, norm, &mut act.y);
         }
@@ -299,7 +310,7 @@ fn mlp<B: Backend>(
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    let Activations { x, h, y, gate, up, router, shared, .. } = act;
+    let Activations { x, h, y, gate, up, router, shared, ranks, .. } = act;
     let input = match (spec.wiring, &norms.pre) {
         (Wiring::Sequential, Some(norm)) => InputOperand::Normed { norm, x, buffer: h },
         (Wiring::Sequential | Wiring::ParallelTwoNorms, None) => InputOperand::Given(x),
@@ -308,7 +319,7 @@ fn mlp<B: Backend>(
     let is_fused = match mlp {
         Mlp::Dense(mlp) => {
             dense_inner(b, rows, mlp, input, (gate, up));
-            let is_fused = can_fuse_residual(b, spec, norms);
+            let is_fused = can_fuse_residual(*ranks, spec, norms);
             dense_output(b, rows, mlp, (gate, up), residual_epilogue(is_fused, x, y));
             is_fused
         }

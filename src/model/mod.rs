@@ -37,7 +37,11 @@ pub mod activations;
 
 pub mod forward;
 
+pub mod drafter;
+
 pub mod schedule;
+
+pub mod draft_model;
 
 pub mod executor;
 

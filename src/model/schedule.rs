@@ -4,11 +4,12 @@
 //! Invariant: this module contains no arithmetic; all of it is in [`super::forward`].
 
 use super::activations::Activations;
+use super::drafter::Drafter;
 use super::forward::{after_attention, attention, before_attention, embed, finish_stack, store_cross_kv};
 use super::spec::LayerSpec;
 use super::weights::{LayerWeights, Model, Stack};
 use mainstem_kernels::{
-    Backend, DeviceError, HandoffPorts, KvLayer, KvTable, SpanStack, StepBatch, StepOutput,
+    Backend, DeviceError, HandoffPorts, KvLayer, KvTable, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
 
 /// The KV caches of the layers.
@@ -22,24 +23,40 @@ pub struct Caches<'a, Buf> {
 /// Inputs and outputs of a step.
 pub struct StepIo<'a> {
     pub batch: &'a StepBatch,
+    /// The logit biases that the sampling parameters of the batch refer to.
+    pub biases: &'a [(u32, f32)],
     pub handoff: HandoffPorts<'a>,
     pub out: &'a mut StepOutput,
 }
 
+impl StepIo<'_> {
+    /// Returns the inputs of sampling, and the output if this rank returns one.
+    fn output(&mut self, is_returned: bool) -> (SamplingInputs<'_>, Option<&mut StepOutput>) {
+        let inputs = SamplingInputs { biases: self.biases, late: self.handoff.late, width: None };
+        (inputs, is_returned.then_some(&mut *self.out))
+    }
+}
+
 /// Runs one step of the whole batch: for each layer, all rows. Encoder rows go first, and decoder rows may
 /// belong to the same sequences. A shard runs its layers between the activations of the previous stage and
-/// those for the next. Fails if the weights of a layer cannot be acquired; the step then has no results.
+/// those for the next. A drafter makes its drafts first; without one, those of the batch are ignored. Fails if
+/// the weights of a layer cannot be acquired; the step then has no results.
 pub fn run_step<B: Backend>(
     b: &mut B,
     model: &mut Model<B::Buf>,
     caches: Caches<B::Buf>,
     act: &mut Activations<B::Buf>,
+    mut drafter: Option<&mut dyn Drafter<B>>,
     mut traffic: StepIo,
 ) -> Result<(), DeviceError> {
     check_tokens(traffic.batch, model.spec.vocab);
     b.begin_step(traffic.batch);
     for cache in caches.decoder.iter_mut() {
         b.copy_pages(&traffic.batch.page_copies, cache);
+    }
+    match &mut drafter {
+        Some(drafter) => draft(b, &mut **drafter, &mut traffic)?,
+        None => assert!(!traffic.batch.has_drafted_tokens(), "drafts without a drafter; this is a bug"),
     }
     if let Some(to) = &mut traffic.handoff.output {
         to.encoder.clear();
@@ -50,12 +67,42 @@ pub fn run_step<B: Backend>(
         encode(b, model, caches.scratch, encoder_rows, act, &mut traffic)?;
     }
     let rows = b.select_stack(SpanStack::Decoder);
-    decode(b, model, caches.decoder, StackRows { encoder: encoder_rows, decoder: rows }, act, &mut traffic)?;
+    let rows_of = StackRows { encoder: encoder_rows, decoder: rows };
+    decode(b, model, caches.decoder, rows_of, act, drafter, &mut traffic)?;
     let met = encoder_rows > 0 && model.encoder.is_some() || rows > 0 && model.decoder.is_some();
     if !met {
         synchronize_ranks(b, act);
     }
     Ok(())
+}
+
+/// Makes the drafts of a step, and then maps its rows, which may have drafts among them.
+fn draft<B: Backend>(
+    b: &mut B,
+    drafter: &mut dyn Drafter<B>,
+    traffic: &mut StepIo,
+) -> Result<(), DeviceError> {
+    let StepIo { batch, handoff, out, .. } = traffic;
+    drafter.make_drafts(b, batch, out)?;
+    if !batch.drafts.is_empty() {
+        b.map_rows(batch);
+        if let Some(late) = handoff.late {
+            late.report_drafts(&out.drafts);
+        }
+    }
+    Ok(())
+}
+
+/// Runs the current rows through a whole decoder-only model, within a step of another one.
+pub fn run_decoder<B: Backend>(
+    b: &mut B,
+    model: &mut Model<B::Buf>,
+    caches: &mut [KvLayer<B::Buf>],
+    act: &mut Activations<B::Buf>,
+    mut traffic: StepIo,
+) -> Result<(), DeviceError> {
+    let rows = StackRows { encoder: 0, decoder: b.select_stack(SpanStack::Decoder) };
+    decode(b, model, caches, rows, act, None, &mut traffic)
 }
 
 /// Numbers of rows of a step.
@@ -98,9 +145,9 @@ fn encode<B: Backend>(
                 })?;
             }
             if model.role.ends_encoder {
-                let out = model.role.returns_output.then_some(&mut *traffic.out);
-                let output = (traffic.handoff.late, out);
-                finish_stack(b, stack, (SpanStack::Encoder, traffic.batch), rows, act, output);
+                let batch = traffic.batch;
+                let output = traffic.output(model.role.returns_output);
+                finish_stack(b, stack, (SpanStack::Encoder, batch), rows, act, output);
             }
         }
         // An earlier stage has computed the encoder output.
@@ -123,6 +170,7 @@ fn decode<B: Backend>(
     caches: &mut [KvLayer<B::Buf>],
     rows: StackRows,
     act: &mut Activations<B::Buf>,
+    drafter: Option<&mut dyn Drafter<B>>,
     traffic: &mut StepIo,
 ) -> Result<(), DeviceError> {
     let (Some(stack), Some(spec)) = (&mut model.decoder, &model.spec.decoder) else { return Ok(()) };
@@ -145,12 +193,15 @@ fn decode<B: Backend>(
     if rows.decoder == 0 {
         return Ok(());
     }
-    let out = model.role.returns_output.then_some(&mut *traffic.out);
     match model.role.ends_decoder {
         true => {
             traffic.handoff.last_layer.send();
-            let output = (traffic.handoff.late, out);
-            finish_stack(b, stack, (SpanStack::Decoder, traffic.batch), rows.decoder, act, output)
+            let batch = traffic.batch;
+            if let Some(drafter) = drafter {
+                drafter.receive_hidden(b, batch, &act.x);
+            }
+            let output = traffic.output(model.role.returns_output);
+            finish_stack(b, stack, (SpanStack::Decoder, batch), rows.decoder, act, output)
         }
         false => {
             let to = traffic.handoff.output.as_mut().map(|to| &mut to.decoder);

@@ -74,6 +74,9 @@ pub struct ModelSource {
     pub weight_rules: WeightRules,
     /// Rounding of matrices that are converted to another format.
     pub rounding: RoundingPolicy,
+    /// The draft model for speculative decoding ([`ModelSource::attach_draft`]). The device that returns the
+    /// results of the model holds all of it.
+    pub draft: Option<Box<ModelSource>>,
     /// Progress of the devices that load the model.
     pub progress: Arc<Progress>,
 }
@@ -117,6 +120,20 @@ impl ModelSource {
             );
         }
         Ok(source)
+    }
+
+    /// Adds a draft model, with the same tokens. It may have fewer of them, or more, which it never proposes.
+    /// Fails if it is not a decoder-only model, or this model has no decoder.
+    pub fn attach_draft(&mut self, draft: ModelSource) -> Result<()> {
+        let path = draft.path.display();
+        ensure!(draft.spec.kind == Kind::Decoder, "{path} cannot be a draft model: it has an encoder");
+        ensure!(
+            self.spec.decoder.is_some(),
+            "{} generates nothing, so it needs no draft model",
+            self.path.display()
+        );
+        self.draft = Some(Box::new(draft));
+        Ok(())
     }
 
     /// Returns the specification of a shard. Fails if the model cannot be split like that.
@@ -253,6 +270,7 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         sentence,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
+        draft: None,
         progress: Arc::default(),
         kind: SourceKind::HubFolder(folder),
     })
@@ -308,6 +326,7 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         sentence,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
+        draft: None,
         progress: Arc::default(),
         kind: SourceKind::Gguf(Arc::new(gguf)),
     })
@@ -329,6 +348,7 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         sentence: None,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
+        draft: None,
         progress: Arc::default(),
     })
 }
@@ -349,6 +369,7 @@ fn open_synthetic(shape: &SyntheticShape, spec_file: Option<&Path>) -> Result<Mo
         sentence: None,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
+        draft: None,
         progress: Arc::default(),
     })
 }

@@ -109,6 +109,8 @@ fn limits(source: &ModelSource) -> StepLimits {
         top_logprobs: 5,
         vocab: source.spec.vocab,
         hidden: 0,
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: Fraction::ONE,
     }
 }
@@ -399,7 +401,7 @@ fn late_inputs(batch: &StepBatch, limits: &StepLimits) -> Arc<LateInputs> {
     let late: Arc<LateInputs> = Arc::default();
     for (row, params) in batch.sampling.iter().enumerate() {
         match params.mode {
-            SampleMode::Host => late.draw_with(row, |logits, sender| sender.send(logits.len() as u32 - 1)),
+            SampleMode::Host => late.draw_with(row, |row, sender| sender.send(row.logits.len() as u32 - 1)),
             _ if params.is_masked() => late.mask_sender(row).send(vec![0xf0; limits.mask_words()].into()),
             _ => {}
         }

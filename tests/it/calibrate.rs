@@ -40,6 +40,8 @@ fn read(device: impl Backend, source: &ModelSource, tokens: &[u32], want: SpanOu
         top_logprobs: 0,
         vocab: source.spec.vocab,
         hidden: source.spec.hidden,
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: Fraction::ONE,
     };
     let kv = KvCacheConfig { ty: QuantType::F32, pages: 2 };

@@ -58,6 +58,8 @@ fn demo(texts: usize, ty: QuantType, attended: Fraction) -> impl Executor {
         top_logprobs: 0,
         vocab: source.spec.vocab,
         hidden: 0,
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: attended,
     };
     let cpu = CpuBackend::new(CpuConfig {

@@ -65,6 +65,8 @@ impl Rig {
             top_logprobs: 0,
             vocab: source.spec.vocab,
             hidden: 0,
+            drafts: 0,
+            draft_logits: false,
             attended_fraction: Fraction::ONE,
         };
         let kv = KvCacheConfig { ty, pages: 1 + SLOTS as usize * (POSITIONS / page_positions) };

@@ -40,6 +40,8 @@ impl Definition {
             top_logprobs: 0,
             vocab: source.spec.vocab,
             hidden: 0,
+            drafts: 0,
+            draft_logits: false,
             attended_fraction: Fraction::ONE,
         };
         let kv = KvCacheConfig { ty: QuantType::F32, pages: 2 };

@@ -6,7 +6,7 @@
 use crate::actors::group::link::Capacity;
 use crate::actors::group::stage_buffer_bytes;
 use crate::config::{Config, DeviceKind, DeviceName, KvSize};
-use crate::model::executor::{ExecutorReport, KvCacheConfig, page_bytes};
+use crate::model::executor::{ExecutorReport, KvCacheConfig, shard_page_bytes};
 use crate::model::{ModelSource, Partition, Shard};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{ActivationType, StepLimits};
@@ -110,7 +110,7 @@ fn memory_pools(
                 DeviceKind::Cpu | DeviceKind::Reference => &mut machine,
                 DeviceKind::Fake { .. } => &mut nowhere,
             };
-            let page = page_bytes(&source.shard_spec(&shard)?, config.kv.ty, limits.page_positions);
+            let page = shard_page_bytes(source, &shard, config.kv.ty, limits.page_positions)?;
             let page = page.with_context(|| {
                 format!("kv.page_size: a page of {} tokens is too large", config.kv.page_size)
             })?;

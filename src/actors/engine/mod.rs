@@ -403,6 +403,8 @@ fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits 
         top_logprobs: TOP_LOGPROBS,
         vocab: spec.vocab,
         hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: config.kv.sparse_attention,
     }
 }

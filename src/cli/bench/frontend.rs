@@ -293,6 +293,8 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
         top_logprobs: TOP_LOGPROBS,
         vocab: VOCAB,
         hidden: 0,
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: Fraction::ONE,
     };
     let kv = KvCacheConfig { ty: config.kv.ty, pages: limits.slots * limits.table_len() + 1 };

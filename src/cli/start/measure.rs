@@ -160,6 +160,8 @@ fn gemm_on<B: Backend + 'static>(mut backend: B, (n, k): (usize, usize), rows: u
         top_logprobs: 0,
         vocab: 1,
         hidden: 0,
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: Fraction::ONE,
     })?;
     Ok(Box::new(move || backend.matmul(rows, &weight, None, &x, &mut y)))

@@ -6,7 +6,7 @@
 use super::record::{Record, RowContext, lock};
 use crate::decoding::strategies::HostSampler;
 use mainstem_grammar::GrammarError;
-use mainstem_kernels::late::TokenSender;
+use mainstem_kernels::late::{HostRow, TokenSender};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -109,13 +109,13 @@ impl HostPool {
         &self,
         record: Arc<Record>,
         row: RowContext,
-    ) -> impl FnOnce(&[f32], TokenSender) + Send + 'static {
+    ) -> impl FnOnce(HostRow<'_>, TokenSender) + Send + 'static {
         let queue = self.queue.clone();
         let mut buffer = lock(&queue.buffers).pop().unwrap_or_default();
         buffer.clear();
         buffer.reserve(self.vocabulary);
-        move |logits, sender| {
-            buffer.extend_from_slice(logits);
+        move |given: HostRow<'_>, sender| {
+            buffer.extend_from_slice(given.logits);
             queue.submit(Job::Draw { record, row, logits: buffer, sender });
         }
     }

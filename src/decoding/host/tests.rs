@@ -2,6 +2,7 @@ use super::constraint::ConstraintState;
 use super::*;
 use crate::decoding::strategies::{CheckedDefaults, Vocabulary as _};
 use mainstem_grammar::{ConstraintStart, Form, Grammar, Limits, Spec, Token, Vocabulary};
+use mainstem_kernels::late::HostRow;
 use serde_json::{Value, json};
 use std::borrow::Cow;
 use std::sync::Mutex;
@@ -78,7 +79,7 @@ fn generate(host: &HostSequence, steps: u32, ahead: bool) -> Vec<u32> {
     while generated.len() < steps as usize {
         let (late, params) = next;
         let token = if params.mode == SampleMode::Host {
-            late.begin_draw(0, &logits);
+            late.begin_draw(0, HostRow::of_logits(&logits));
             late.wait_token(0).unwrap()
         } else {
             let mut mask = [0; SIZE.div_ceil(32)];
@@ -192,7 +193,7 @@ fn log_probabilities_of_candidates_are_reported_in_the_order_of_the_tokens() {
             SamplingParams { position, logprob: true, top_logprobs: 2, ..SamplingParams::GREEDY };
         host.register(&late, 0, &mut params);
         let logits: Vec<f32> = (0..SIZE as u32).map(|id| if id == position { 3.0 } else { 0.0 }).collect();
-        late.begin_draw(0, &logits);
+        late.begin_draw(0, HostRow::of_logits(&logits));
         assert_eq!(late.wait_token(0), Ok(Some(position)));
     }
     for token in 0..4 {
@@ -210,7 +211,7 @@ fn dropping_the_pool_gives_up_rows_that_wait() {
     host.register(&late, 0, &mut SamplingParams::GREEDY.clone());
     drop((host, pool));
     thread::scope(|scope| {
-        scope.spawn(|| late.begin_draw(0, &[0.0; SIZE]));
+        scope.spawn(|| late.begin_draw(0, HostRow::of_logits(&[0.0; SIZE])));
     });
     // The queue is gone with its jobs, or the draw was made before.
     assert!(late.wait_token(0).is_ok());

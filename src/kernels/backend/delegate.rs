@@ -53,6 +53,8 @@ macro_rules! delegate_backend {
         prepare(self, limits: &$crate::StepLimits) -> Result<(), $crate::DeviceError>); };
     (@begin_step $inner:ident) => { $crate::delegate_backend!(@mut $inner
         begin_step(self, batch: &$crate::StepBatch)); };
+    (@map_rows $inner:ident) => { $crate::delegate_backend!(@mut $inner
+        map_rows(self, batch: &$crate::StepBatch)); };
     (@end_step $inner:ident) => { $crate::delegate_backend!(@mut $inner
         end_step(self) -> $crate::StepTimes); };
     (@select_stack $inner:ident) => { $crate::delegate_backend!(@mut $inner

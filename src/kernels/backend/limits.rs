@@ -28,6 +28,11 @@ pub struct StepLimits {
     pub vocab: usize,
     /// Width of the hidden states that spans may return; 0 if none do.
     pub hidden: usize,
+    /// Drafts that the draft model makes for one slot in a step; 0 without a draft model.
+    pub drafts: usize,
+    /// Whether the logits of the drafts may be kept for draws of the host, which takes memory for
+    /// `slots * drafts` rows of logits.
+    pub draft_logits: bool,
     /// Fraction of the earlier visible positions whose values a generated token attends to (top-k sparse
     /// attention).
     pub attended_fraction: Fraction,
@@ -81,6 +86,16 @@ impl StepLimits {
             _ => (self.rows + self.slots * (KvLayout::BLOCK_POSITIONS - 1))
                 .next_multiple_of(self.page_positions),
         }
+    }
+
+    /// Returns the drafts of all slots in a step.
+    pub fn all_drafts(&self) -> usize {
+        self.slots * self.drafts
+    }
+
+    /// Returns the number of logits of drafts that are kept in a step.
+    pub fn draft_logits_len(&self) -> usize {
+        if self.draft_logits { self.all_drafts() * self.vocab } else { 0 }
     }
 
     /// Returns the number of words of a mask over the vocabulary.

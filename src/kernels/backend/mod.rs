@@ -141,10 +141,17 @@ pub trait Backend: Send + 'static {
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError>;
 
     /// Begins a step: applies the slot moves and page table updates of `batch` and maps its rows. The rows of
-    /// the decoder become the current rows.
+    /// the decoder become the current rows. If drafts of the step are among the rows
+    /// ([`crate::batch::SpanTokens::Drafted`]), there are none until [`Backend::map_rows`] maps them.
     ///
     /// Panics if the previous step has not been ended.
     fn begin_step(&mut self, batch: &StepBatch);
+
+    /// Maps the rows of another batch within a step, in place of those before: for each pass of a draft
+    /// model, whose spans are of [`crate::batch::SpanModel::Draft`], and then for the batch of the step. The
+    /// rows of the decoder become the current rows. Moves, page table updates and page copies of the batch
+    /// are not applied.
+    fn map_rows(&mut self, batch: &StepBatch);
 
     /// Ends the step: afterwards all its results are on the host. Returns how long it took on the device. A
     /// backend that only queues work during a step launches and awaits it here.
@@ -298,7 +305,8 @@ pub trait Backend: Send + 'static {
     /// Samples or scores the output rows number `outputs` of the current stack from their logits
     /// (outputs.len(), vocab), at most [`StepLimits::logit_rows`] rows. Appends the results to `out` in
     /// order, and stores each sampled token as the last token of its slot; of several rows of a slot, the
-    /// last one counts.
+    /// last one counts. A token that a row of the draft model samples becomes the next draft of its slot
+    /// instead, and its logits are kept if the batch says so ([`StepBatch::draft_logits`]).
     ///
     /// The result is defined by [`crate::reference::sample`]: add biases, apply the mask; divide by the
     /// temperature; apply top-k, top-p and min-p to the candidates in descending order, ties by id; take the

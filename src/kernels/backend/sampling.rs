@@ -2,7 +2,7 @@
 //!
 //! Invariant: only the rows of a late input wait for it.
 
-use crate::late::LateInputs;
+use crate::late::{HostRow, LateInputs};
 use crate::stage::unwind_if_aborted;
 use std::sync::Arc;
 
@@ -14,6 +14,9 @@ pub struct SamplingInputs<'a> {
     pub biases: &'a [(u32, f32)],
     /// Masks of rows, and tokens that the host draws. Without them, rows that need one fail.
     pub late: Option<&'a Arc<LateInputs>>,
+    /// Number of logits of a row; `None` if it is the vocabulary of the limits. A draft model may have more or
+    /// fewer than the target: those beyond the vocabulary are ignored, and missing ones are not sampled.
+    pub width: Option<usize>,
 }
 
 impl SamplingInputs<'_> {
@@ -23,10 +26,10 @@ impl SamplingInputs<'_> {
         self.late.is_some_and(|late| unwind_if_aborted(late.wait_mask(row, mask)))
     }
 
-    /// Hands the logits (vocabulary) of a row to the host, which draws its token.
-    pub fn begin_draw(&self, row: usize, logits: &[f32]) {
+    /// Hands row number `row` to the host, which draws its token.
+    pub fn begin_draw(&self, row: usize, given: HostRow<'_>) {
         if let Some(late) = self.late {
-            late.begin_draw(row, logits);
+            late.begin_draw(row, given);
         }
     }
 

@@ -4,6 +4,7 @@
 //! Invariant: plain data. The decode loop builds a batch, the device reads it, and the batch returns to be
 //! reused. Only the decode loop may allocate, and only for more logit biases than any batch had before.
 
+mod drafts;
 mod handoff;
 mod sampling;
 mod step;
@@ -11,6 +12,7 @@ mod step;
 #[cfg(test)]
 mod tests;
 
+pub use drafts::DraftSpan;
 pub use handoff::{ActivationHandoff, HandoffPorts, LastLayerSignal};
 pub use sampling::{
     RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput, StepTimes, is_allowed, lowest_allowed,
@@ -33,8 +35,8 @@ pub const NULL_PAGE: Page = 0;
 /// The input of one step: a forward pass over rows of several sequences, and changes of the slot state before
 /// it.
 ///
-/// A device applies the fields in this order: slot moves, page table updates, page copies, spans. The rows of
-/// the step are the tokens of `spans`, one span after another; a list that belongs to several rows or spans
+/// A device applies the fields in this order: slot moves, page table updates, page copies, drafts, spans. The
+/// rows of the step are the tokens of `spans`, one span after another; a list that belongs to several rows or spans
 /// is flat, and each of them refers to its own range.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct StepBatch {
@@ -51,6 +53,9 @@ pub struct StepBatch {
     pub page_copies: Vec<PageCopy>,
     /// Spans of tokens to process. Spans of the encoder precede spans of the decoder.
     pub spans: Vec<Span>,
+    /// Spans of the draft model, which makes drafts after them before `spans` are computed. Only the device
+    /// that returns the results has a draft model; others ignore them.
+    pub drafts: Vec<DraftSpan>,
     /// Token ids of the spans whose tokens are given with the batch.
     pub tokens: Vec<u32>,
     /// Row indices of spans with [`SpanOutput::Selected`], counted from the first row of the span, ascending.
@@ -61,6 +66,9 @@ pub struct StepBatch {
     pub logit_biases: Vec<(u32, f32)>,
     /// Whether to return the raw logits of the output rows. Used for evaluation, never for serving.
     pub return_logits: bool,
+    /// Whether to keep the logits of the drafts for the rows that the host draws
+    /// ([`crate::late::HostRow::draft_logits`]).
+    pub draft_logits: bool,
 }
 
 /// A run of consecutive tokens of one sequence within a step; each token is a row.
@@ -95,7 +103,9 @@ pub struct Span {
 pub enum SpanModel {
     /// The model that is served.
     Target,
-    /// The draft model, which proposes tokens in speculative decoding.
+    /// The draft model, which proposes tokens in speculative decoding. Such spans are in the batches of its
+    /// passes only, which a device derives from [`StepBatch::drafts`]: a sampled token becomes the next draft
+    /// of the slot, and [`SpanTokens::Last`] is its last draft.
     Draft,
 }
 
@@ -122,15 +132,27 @@ pub enum SpanTokens {
     /// Generated tokens, given as `len` ids of [`StepBatch::tokens`], from index `at` on: for a device that
     /// did not sample them, to verify drafts, or to compute their K and V again.
     Generated { at: u32, len: u32 },
+    /// Generated tokens to verify: the last known token, which is number `at` of [`StepBatch::tokens`], and
+    /// the first `len - 1` drafts that this device makes for the slot in the same step. Only for a device
+    /// that has the whole model and the draft model.
+    Drafted { at: u32, len: u32 },
 }
 
 impl SpanTokens {
+    /// Returns the number of tokens.
+    #[allow(clippy::len_without_is_empty)] // There is at least one token.
+    pub fn len(self) -> usize {
+        match self {
+            SpanTokens::Given { len, .. }
+            | SpanTokens::Generated { len, .. }
+            | SpanTokens::Drafted { len, .. } => len as usize,
+            SpanTokens::Last => 1,
+        }
+    }
+
     /// Returns whether the tokens were generated rather than part of a prompt, wherever their ids come from.
     pub fn is_generated(self) -> bool {
-        match self {
-            SpanTokens::Given { .. } => false,
-            SpanTokens::Last | SpanTokens::Generated { .. } => true,
-        }
+        !matches!(self, SpanTokens::Given { .. })
     }
 }
 
@@ -195,6 +217,7 @@ pub struct PageCopy {
 impl StepBatch {
     /// Creates an empty batch whose lists, except for the biases, never grow for steps within `limits`.
     pub fn with_capacity(limits: &crate::StepLimits) -> StepBatch {
+        let draft_rows = if limits.drafts > 0 { limits.rows } else { 0 };
         StepBatch {
             step: 0,
             lane: 0,
@@ -202,11 +225,13 @@ impl StepBatch {
             table_updates: Vec::with_capacity(limits.slots * (limits.table_len() + limits.cross_table_len())),
             page_copies: Vec::with_capacity(limits.slots),
             spans: Vec::with_capacity(limits.rows),
-            tokens: Vec::with_capacity(limits.rows),
+            drafts: Vec::with_capacity(draft_rows),
+            tokens: Vec::with_capacity(limits.rows + draft_rows),
             selected_rows: Vec::with_capacity(limits.rows),
             sampling: Vec::with_capacity(limits.rows),
             logit_biases: Vec::new(),
             return_logits: false,
+            draft_logits: false,
         }
     }
 
@@ -216,11 +241,23 @@ impl StepBatch {
         self.table_updates.clear();
         self.page_copies.clear();
         self.spans.clear();
+        self.drafts.clear();
         self.tokens.clear();
         self.selected_rows.clear();
         self.sampling.clear();
         self.logit_biases.clear();
         self.return_logits = false;
+        self.draft_logits = false;
+    }
+
+    /// Returns whether a span verifies drafts that are made in the same step.
+    pub fn has_drafted_tokens(&self) -> bool {
+        self.spans.iter().any(|span| matches!(span.tokens, SpanTokens::Drafted { .. }))
+    }
+
+    /// Returns the number of drafts to make.
+    pub fn draft_count(&self) -> usize {
+        self.drafts.iter().map(|span| span.count as usize).sum()
     }
 
     /// Returns the number of rows of the step.
@@ -267,9 +304,6 @@ impl Span {
     /// Returns the number of tokens of the span, which is its number of rows.
     #[allow(clippy::len_without_is_empty)] // A span is never empty.
     pub fn len(&self) -> usize {
-        match self.tokens {
-            SpanTokens::Given { len, .. } | SpanTokens::Generated { len, .. } => len as usize,
-            SpanTokens::Last => 1,
-        }
+        self.tokens.len()
     }
 }

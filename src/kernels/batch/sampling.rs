@@ -111,6 +111,8 @@ pub struct StepOutput {
     /// Raw logits (output rows, vocab) if [`super::StepBatch::return_logits`] is set, F32, little-endian. No
     /// capacity is reserved for them.
     pub logits: Vec<u8>,
+    /// The drafts that were made, one span of [`super::StepBatch::drafts`] after another.
+    pub drafts: Vec<u32>,
     /// Time that the step took.
     pub times: StepTimes,
 }
@@ -118,9 +120,9 @@ pub struct StepOutput {
 /// The time that a step took on its device. The parts do not overlap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepTimes {
-    /// Forward pass: from the batch to the last logits.
+    /// Forward pass: from the batch to the last logits, with the passes of a draft model.
     pub forward: Duration,
-    /// Sampling: from logits to tokens and log-probabilities, including the wait for late inputs.
+    /// Sampling: from logits to tokens, drafts and log-probabilities, including the wait for late inputs.
     pub sample: Duration,
 }
 
@@ -172,6 +174,7 @@ impl StepOutput {
             top_logprobs: Vec::with_capacity(limits.rows * limits.top_logprobs),
             hidden: Vec::with_capacity(limits.rows * limits.hidden),
             logits: Vec::new(),
+            drafts: Vec::with_capacity(limits.all_drafts()),
             times: StepTimes::default(),
         }
     }
@@ -182,6 +185,7 @@ impl StepOutput {
         self.top_logprobs.clear();
         self.hidden.clear();
         self.logits.clear();
+        self.drafts.clear();
         self.times = StepTimes::default();
     }
 

@@ -4,8 +4,9 @@
 //! Invariant: after [`StepState::new`] nothing here allocates. A batch beyond the limits is a bug and fails
 //! an assertion.
 
-use super::{NULL_PAGE, Page, SamplingParams, Span, SpanStack, SpanTable, SpanTokens, StepBatch};
+use super::{NULL_PAGE, Page, SamplingParams, Span, SpanModel, SpanStack, SpanTable, SpanTokens, StepBatch};
 use crate::backend::{KvLayout, KvTable, StepLimits};
+use crate::late::HostRow;
 use std::ops::Range;
 
 /// The state of all slots, and the rows of the current step.
@@ -15,6 +16,11 @@ pub struct StepState {
     pub limits: StepLimits,
     /// The last token sampled in each slot.
     last_tokens: Vec<u32>,
+    /// The drafts made in this step, (slots, drafts), and their number in each slot.
+    drafts: Vec<u32>,
+    draft_counts: Vec<usize>,
+    /// Whether the logits of drafts are kept.
+    keeps_draft_logits: bool,
     own_tables: PageTables,
     cross_tables: PageTables,
     /// The step's spans and their rows: first those of the encoder, then those of the decoder.
@@ -54,8 +60,12 @@ pub struct RowSpan {
     pub first_row: usize,
     /// Number of rows.
     pub len: usize,
+    /// The model that processes it.
+    pub model: SpanModel,
     /// Whether its tokens were generated rather than given.
     pub is_generated: bool,
+    /// Whether its tokens after the first are drafts of this step.
+    pub is_drafted: bool,
     /// Destination of its K and V.
     pub table: SpanTable,
     /// Maximum number of tokens of the sequence.
@@ -83,6 +93,9 @@ impl StepState {
         StepState {
             limits: *limits,
             last_tokens: vec![0; limits.slots],
+            drafts: vec![0; limits.all_drafts()],
+            draft_counts: vec![0; limits.slots],
+            keeps_draft_logits: false,
             own_tables: PageTables::new(limits.slots, limits.table_len()),
             cross_tables: PageTables::new(limits.slots, limits.cross_table_len()),
             spans: Vec::with_capacity(limits.rows),
@@ -94,10 +107,9 @@ impl StepState {
         }
     }
 
-    /// Begins a step: applies slot moves and page table updates, and maps the rows.
+    /// Begins a step: applies slot moves and page table updates, and maps the rows. If drafts of the step are
+    /// among the rows, there are none until [`StepState::map`] maps them.
     pub fn begin(&mut self, batch: &StepBatch) {
-        assert!(batch.rows() <= self.limits.rows, "{} rows exceed the limits", batch.rows());
-        assert!(batch.spans.is_sorted_by_key(|span| span.stack), "encoder spans precede decoder spans");
         self.apply_moves(batch);
         for update in &batch.table_updates {
             match update.table {
@@ -108,6 +120,19 @@ impl StepState {
                 KvTable::Scratch => panic!("the scratch cache has no page table to update; this is a bug"),
             }
         }
+        self.draft_counts.fill(0);
+        match batch.has_drafted_tokens() {
+            true => self.map(&StepBatch::default()),
+            false => self.map(batch),
+        }
+    }
+
+    /// Maps the rows of a batch, in place of those that were mapped before in the same step.
+    pub fn map(&mut self, batch: &StepBatch) {
+        assert!(batch.rows() <= self.limits.rows, "{} rows exceed the limits", batch.rows());
+        assert!(batch.spans.is_sorted_by_key(|span| span.stack), "encoder spans precede decoder spans");
+        assert!(!batch.draft_logits || self.limits.draft_logits, "there is no memory for logits of drafts");
+        self.keeps_draft_logits = batch.draft_logits;
         self.map_rows(batch);
         assert_eq!(self.wanted.len(), batch.sampling.len(), "each wanted row has a sampling entry");
         self.samples.clear();
@@ -159,20 +184,29 @@ impl StepState {
     fn map_span(&mut self, span: &Span, tokens: &[u32], before: (usize, usize), scratch: &mut usize) {
         self.check_span(span);
         let (slot, start, len) = (span.slot as usize, span.start as usize, span.len());
-        let last = [self.last_tokens[slot]];
-        let tokens = match span.tokens {
-            SpanTokens::Given { at, .. } | SpanTokens::Generated { at, .. } => &tokens[at as usize..][..len],
-            SpanTokens::Last => &last,
+        let drafts = &self.drafts[slot * self.limits.drafts..][..self.draft_counts[slot]];
+        let last = match span.model {
+            SpanModel::Target => Some(&self.last_tokens[slot]),
+            SpanModel::Draft => drafts.last(),
+        };
+        let (known, drafted): (&[u32], &[u32]) = match span.tokens {
+            SpanTokens::Given { at, .. } | SpanTokens::Generated { at, .. } => {
+                (&tokens[at as usize..][..len], &[])
+            }
+            SpanTokens::Last => (std::slice::from_ref(last.expect("the slot has a draft")), &[]),
+            SpanTokens::Drafted { at, .. } => (&tokens[at as usize..][..1], &drafts[..len - 1]),
         };
         let (number, first_row) = ((self.spans.len() - before.0) as u32, self.rows.len() - before.1);
         let row = |(i, &token): (usize, &u32)| StepRow { token, position: start + i, span: number };
-        self.rows.extend(tokens.iter().enumerate().map(row));
+        self.rows.extend(known.iter().chain(drafted).enumerate().map(row));
         self.spans.push(RowSpan {
             slot,
             start,
             first_row,
             len,
+            model: span.model,
             is_generated: span.tokens.is_generated(),
+            is_drafted: matches!(span.tokens, SpanTokens::Drafted { .. }),
             table: span.table,
             reserved: span.reserved as usize,
             encoder_len: span.encoder_len as usize,
@@ -263,13 +297,45 @@ impl StepState {
         }
     }
 
-    /// Stores the token sampled for wanted row number `wanted` as its slot's last token, unless the result is
-    /// to be discarded.
-    pub fn store_last_token(&mut self, wanted: usize, token: u32) {
-        let span = *self.span_of(&self.rows()[self.wanted()[wanted] as usize]);
-        if span.table != SpanTable::Null {
-            self.last_tokens[span.slot] = token;
+    /// Stores the token sampled for wanted row number `wanted`: as its slot's last token, unless the result
+    /// is to be discarded, or as the next draft of the slot.
+    pub fn store_token(&mut self, wanted: usize, token: u32) {
+        let span = *self.wanted_span(wanted);
+        match span.model {
+            SpanModel::Target if span.table == SpanTable::Null => {}
+            SpanModel::Target => self.last_tokens[span.slot] = token,
+            SpanModel::Draft => {
+                let count = &mut self.draft_counts[span.slot];
+                assert!(*count < self.limits.drafts, "the drafts of slot {} exceed the limits", span.slot);
+                self.drafts[span.slot * self.limits.drafts + *count] = token;
+                *count += 1;
+            }
         }
+    }
+
+    /// Returns the number of the row of kept logits for the draft that wanted row number `wanted` samples;
+    /// `None` if it samples none, or logits are not kept.
+    pub fn kept_row(&self, wanted: usize) -> Option<usize> {
+        let span = self.wanted_span(wanted);
+        let is_kept = self.keeps_draft_logits && span.model == SpanModel::Draft;
+        is_kept.then(|| span.slot * self.limits.drafts + self.draft_counts[span.slot])
+    }
+
+    /// Returns what the host gets for the draw of wanted row number `wanted`. `kept` holds the logits of
+    /// drafts (slots, drafts, vocabulary), if they are kept.
+    pub fn host_row<'a>(&self, wanted: usize, logits: &'a [f32], kept: &'a [f32]) -> HostRow<'a> {
+        let number = self.wanted()[wanted] as usize;
+        let (row, span) = (&self.rows()[number], self.wanted_span(wanted));
+        let after = number + 1 - span.first_row;
+        let next_token = (after < span.len).then(|| self.rows()[number + 1].token);
+        let is_kept = self.keeps_draft_logits && span.is_drafted && next_token.is_some();
+        let at = (span.slot * self.limits.drafts + after - 1) * self.limits.vocab;
+        let draft_logits = is_kept.then(|| &kept[at..][..self.limits.vocab]);
+        HostRow { logits, input_token: row.token, next_token, draft_logits }
+    }
+
+    fn wanted_span(&self, wanted: usize) -> &RowSpan {
+        self.span_of(&self.rows()[self.wanted()[wanted] as usize])
     }
 }
 
@@ -309,6 +375,8 @@ mod tests {
         top_logprobs: 0,
         vocab: 100,
         hidden: 0,
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: Fraction::ONE,
     };
 
@@ -413,8 +481,8 @@ mod tests {
         let mut step = StepState::new(&LIMITS);
         step.begin(&mixed());
         // The last output row is the generated token of slot 1, the one before it a token of slot 3.
-        step.store_last_token(3, 77);
-        step.store_last_token(2, 55);
+        step.store_token(3, 77);
+        step.store_token(2, 55);
         let last = |slot| span(slot, 6, SpanTokens::Last, SpanOutput::None);
         let hole = Span { table: SpanTable::Null, ..span(1, 0, SpanTokens::Last, SpanOutput::Last) };
         step.begin(&StepBatch {
@@ -429,7 +497,7 @@ mod tests {
         assert_eq!(step.table(2, KvTable::Cross), [9, 4]);
         assert_eq!(step.table(1, KvTable::Own), [6, 0, 0], "the slot that was left is unchanged");
         // The result of a hole is discarded.
-        step.store_last_token(0, 99);
+        step.store_token(0, 99);
         step.begin(&StepBatch { spans: vec![last(1)], ..StepBatch::default() });
         assert_eq!(rows(&step), [(1, 77, 6)]);
     }

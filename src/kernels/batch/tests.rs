@@ -78,8 +78,20 @@ fn step_messages_survive_serialization() {
             span(SpanStack::Encoder, 40, SpanOutput::Selected { at: 2, len: 3 }),
             Span { table: SpanTable::Scratch, ..span(SpanStack::Encoder, 3, SpanOutput::Hidden) },
             span(SpanStack::Decoder, 2, SpanOutput::All),
+            Span {
+                tokens: SpanTokens::Drafted { at: 3, len: 5 },
+                ..span(SpanStack::Decoder, 5, SpanOutput::All)
+            },
             hole,
         ],
+        drafts: vec![DraftSpan {
+            slot: 3,
+            start: u32::MAX,
+            tokens: SpanTokens::Generated { at: 2, len: 2 },
+            reserved: 90,
+            count: 4,
+            sampling: row,
+        }],
         tokens: vec![0, 127, 128, u32::MAX],
         selected_rows: vec![1, 0, 3],
         sampling: [row.mode, SampleMode::Score(5), SampleMode::Host]
@@ -87,6 +99,7 @@ fn step_messages_survive_serialization() {
             .to_vec(),
         logit_biases: vec![(3, f32::NEG_INFINITY), (4, -0.0), (5, f32::INFINITY)],
         return_logits: true,
+        draft_logits: true,
     });
     assert_round_trip(&ActivationHandoff { encoder: vec![], decoder: (0..=255).collect() });
     let sampled = SampledToken { top_at: 1, top_len: 2, ..SampledToken::new(4) };
@@ -97,6 +110,7 @@ fn step_messages_survive_serialization() {
         top_logprobs: vec![(4, f32::NEG_INFINITY)],
         hidden: vec![f32::MAX, 1e-45],
         logits: vec![0, 128, 255],
+        drafts: vec![4, u32::MAX],
         times: StepTimes { forward: Duration::from_nanos(1_234_567_891), sample: Duration::MAX },
     });
 }

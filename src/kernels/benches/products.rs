@@ -65,6 +65,8 @@ fn limits() -> StepLimits {
         top_logprobs: 0,
         vocab: 8,
         hidden: 0,
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: Fraction::ONE,
     }
 }

@@ -44,6 +44,8 @@ fn main() {
         top_logprobs: 0,
         vocab,
         hidden: 0,
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: Fraction::ONE,
     };
     cpu.prepare(&limits).expect("memory for a step");

@@ -33,6 +33,8 @@ pub(super) fn limits(page_positions: usize) -> StepLimits {
         top_logprobs: 8,
         vocab: 57,
         hidden: 64,
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: Fraction::ONE,
     }
 }

@@ -43,7 +43,7 @@ fn run_step<B: Backend>(
     batch.sampling = params.to_vec();
     rig.begin(batch);
     let mut out = StepOutput::with_capacity(&rig.limits);
-    let inputs = SamplingInputs { biases: &[], late: Some(late) };
+    let inputs = SamplingInputs { late: Some(late), ..SamplingInputs::default() };
     for block in [0..1, 1..spans.len()] {
         let vocab = rig.limits.vocab;
         let buf = rig.input(&logits[block.start * vocab..block.end * vocab]);
@@ -85,8 +85,8 @@ pub fn host_draws<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     for (row, token) in [(0, 7), (2, 8), (4, 9)] {
         let handed_over = handed_over.clone();
         let mask = mask.take_if(|_| row == 4);
-        late.draw_with(row, move |logits, sender| {
-            handed_over.send((row, logits.to_vec())).expect("the test receives it");
+        late.draw_with(row, move |given, sender| {
+            handed_over.send((row, given.logits.to_vec())).expect("the test receives it");
             sender.send(token);
             mask.into_iter().for_each(|(sender, mask)| sender.send(mask.into()));
         });

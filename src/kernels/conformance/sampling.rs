@@ -90,7 +90,7 @@ impl SampledRows {
             scope.spawn(|| masks.into_iter().rev().for_each(|(sender, mask)| sender.send(mask)));
             for block in [0..1, 1..40, 40..SAMPLED_ROWS] {
                 let buf = rig.input(&self.logits[block.clone()].concat());
-                let inputs = SamplingInputs { biases: &batch.logit_biases, late: Some(&late) };
+                let inputs = SamplingInputs { biases: &batch.logit_biases, late: Some(&late), width: None };
                 rig.backend.sample(block, &buf, inputs, &mut out);
             }
         });

@@ -213,6 +213,10 @@ impl Backend for CpuBackend {
         self.step.as_mut().expect(NOT_PREPARED).begin(batch);
     }
 
+    fn map_rows(&mut self, batch: &StepBatch) {
+        self.step.as_mut().expect(NOT_PREPARED).map(batch);
+    }
+
     fn end_step(&mut self) -> StepTimes {
         self.clock.end()
     }

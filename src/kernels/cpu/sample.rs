@@ -28,8 +28,25 @@ pub struct SampleScratch<M = HostLists> {
     results: Vec<SampledToken>,
     /// (rows, top_max).
     top: Vec<(u32, f32)>,
+    /// Kept logits of drafts, (slots, drafts, vocabulary).
+    draft_logits: Vec<f32>,
     /// Counts the lists for as long as they live.
     _memory: M,
+}
+
+/// The logits of a block of rows, (rows, width), of which no more than the vocabulary are used.
+#[derive(Clone, Copy)]
+struct RowLogits<'a> {
+    all: &'a [f32],
+    width: usize,
+    vocab: usize,
+}
+
+impl<'a> RowLogits<'a> {
+    /// Returns the logits of row `i`.
+    fn row(&self, i: usize) -> &'a [f32] {
+        &self.all[i * self.width..][..self.width.min(self.vocab)]
+    }
 }
 
 /// The late input that a row waits for.
@@ -55,13 +72,14 @@ impl<M: ListMemory> SampleScratch<M> {
             ready: memory.empty(rows),
             results: memory.filled(rows, SampledToken::new(0)),
             top: memory.filled(rows * limits.top_logprobs.min(limits.vocab), (0, 0.0)),
+            draft_logits: memory.filled(limits.draft_logits_len(), 0.0),
             _memory: memory,
         }
     }
 }
 
 impl SampleScratch {
-    /// Samples or scores the rows `wanted` from logits (wanted.len(), vocab), and appends their results to
+    /// Samples or scores the rows `wanted` from logits (wanted.len(), width), and appends their results to
     /// `out`.
     pub fn sample(
         &mut self,
@@ -73,8 +91,11 @@ impl SampleScratch {
     ) {
         let first = step.first_sample() + wanted.start;
         let rows = &step.samples()[wanted.clone()];
+        let logits = RowLogits { all: logits, width: inputs.width.unwrap_or(self.vocab), vocab: self.vocab };
+        self.keep_draft_logits(step, wanted.clone(), logits);
         for (i, _) in rows.iter().enumerate().filter(|(_, row)| awaited(row) == Awaited::Token) {
-            inputs.begin_draw(first + i, &logits[i * self.vocab..][..self.vocab]);
+            let row = step.host_row(wanted.start + i, logits.row(i), &self.draft_logits);
+            inputs.begin_draw(first + i, row);
         }
         for awaits in [Awaited::Nothing, Awaited::Mask, Awaited::Token] {
             self.ready.clear();
@@ -92,9 +113,21 @@ impl SampleScratch {
             out.top_logprobs.extend_from_slice(&self.top[i * self.top_max..][..result.top_len as usize]);
             let is_score = matches!(step.samples()[wanted].mode, SampleMode::Score(_));
             if !is_score && result.failure.is_none() {
-                step.store_last_token(wanted, result.token);
+                step.store_token(wanted, result.token);
             }
             out.tokens.push(result);
+        }
+    }
+
+    /// Keeps the logits of the rows that sample drafts, if the step says so.
+    fn keep_draft_logits(&mut self, step: &StepState, wanted: Range<usize>, logits: RowLogits) {
+        for (i, wanted) in wanted.enumerate() {
+            if let Some(kept) = step.kept_row(wanted) {
+                let kept = &mut self.draft_logits[kept * self.vocab..][..self.vocab];
+                let row = logits.row(i);
+                kept[..row.len()].copy_from_slice(row);
+                kept[row.len()..].fill(f32::NEG_INFINITY);
+            }
         }
     }
 
@@ -121,11 +154,11 @@ impl SampleScratch {
     }
 
     /// Computes the results of the rows that are ready.
-    fn compute(&mut self, pool: &mut ThreadPool, logits: &[f32], biases: &[(u32, f32)]) {
+    fn compute(&mut self, pool: &mut ThreadPool, logits: RowLogits, biases: &[(u32, f32)]) {
         if self.ready.is_empty() {
             return;
         }
-        let (vocab, top_max, mask_words) = (self.vocab, self.top_max, self.mask_words);
+        let (top_max, mask_words) = (self.top_max, self.mask_words);
         let buffers = SharedSlice::new(&mut self.buffers);
         let (results, top) = (SharedSlice::new(&mut self.results), SharedSlice::new(&mut self.top));
         let (ready, masks) = (&self.ready, &self.masks);
@@ -142,7 +175,7 @@ impl SampleScratch {
             };
             let mask = row.is_masked().then(|| &masks[i * mask_words..][..mask_words]);
             let bans = (row.logit_biases(biases), mask);
-            *result = sample_row(&logits[i * vocab..][..vocab], row, bans, buffers, top);
+            *result = sample_row(logits.row(*i), row, bans, buffers, top);
         });
     }
 }
@@ -208,8 +241,10 @@ fn sample_token(
     }
     let lowest = buffers.load(logits, mask).ok_or(RowFailure::EmptyMask)?;
     for &(id, bias) in biases {
-        let value = &mut buffers.values[id as usize];
-        *value = nan_to_lowest(*value + bias);
+        // A draft model may have fewer tokens than the target.
+        if let Some(value) = buffers.values.get_mut(id as usize) {
+            *value = nan_to_lowest(*value + bias);
+        }
     }
     if !biases.is_empty() && largest(&buffers.values) == f32::NEG_INFINITY {
         buffers.load(logits, mask);

@@ -34,14 +34,42 @@ pub struct MaskSender(Sender);
 #[derive(Debug)]
 pub struct TokenSender(Sender);
 
-/// A function that draws the token of a row from its logits (vocabulary).
-type Draw = Box<dyn FnOnce(&[f32], TokenSender) + Send>;
+/// A row whose token the host draws.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HostRow<'a> {
+    /// The raw logits (vocabulary).
+    pub logits: &'a [f32],
+    /// The token that the row computed. In a span that verifies drafts, it is a draft, except in the first
+    /// row.
+    pub input_token: u32,
+    /// The token of the next row of the same span; `None` in its last row. In a span that verifies drafts,
+    /// it is the draft that the drawn token is compared with.
+    pub next_token: Option<u32>,
+    /// The raw logits (vocabulary) of the draft model from which that draft was sampled, if the batch keeps
+    /// them ([`crate::batch::StepBatch::draft_logits`]) and the draft was made in the same step. Tokens
+    /// that the draft model does not have are at negative infinity.
+    pub draft_logits: Option<&'a [f32]>,
+}
+
+impl<'a> HostRow<'a> {
+    /// Creates a row about which only the logits are known.
+    pub fn of_logits(logits: &'a [f32]) -> HostRow<'a> {
+        HostRow { logits, input_token: 0, next_token: None, draft_logits: None }
+    }
+}
+
+/// A function that draws the token of a row.
+type Draw = Box<dyn FnOnce(HostRow<'_>, TokenSender) + Send>;
+
+/// A function that takes the drafts of a step.
+type TakeDrafts = Box<dyn FnOnce(&[u32]) + Send>;
 
 #[derive(Default)]
 struct State {
     aborted: bool,
     /// The registered rows, ascending.
     rows: Vec<(usize, RowInput)>,
+    take_drafts: Option<TakeDrafts>,
 }
 
 /// The late input of a row.
@@ -72,18 +100,30 @@ impl LateInputs {
         MaskSender(Sender { inputs: self.clone(), row })
     }
 
-    /// Registers a row that the host draws. `draw` gets the raw logits (vocabulary) of the row, on the thread
-    /// of the device, which must not wait: it either draws at once, or copies the logits and lets another
-    /// thread draw. Biases, masks and the other sampling parameters are its own business. Rows must be
-    /// registered before the step is launched.
-    pub fn draw_with(self: &Arc<Self>, row: usize, draw: impl FnOnce(&[f32], TokenSender) + Send + 'static) {
+    /// Registers a row that the host draws. `draw` gets the row with its raw logits, on the thread of the
+    /// device, which must not wait: it either draws at once, or copies the logits and lets another thread
+    /// draw. Rows come in ascending order. Biases, masks and the other sampling parameters are its own
+    /// business. Rows must be registered before the step is launched.
+    pub fn draw_with(
+        self: &Arc<Self>,
+        row: usize,
+        draw: impl FnOnce(HostRow<'_>, TokenSender) + Send + 'static,
+    ) {
         self.register(row, RowInput::Draw(Box::new(draw)));
+    }
+
+    /// Registers a function that gets the drafts of the step, in the order of
+    /// [`crate::batch::StepOutput::drafts`], as soon as they are made: the host computes masks of rows that
+    /// verify them while the device goes on. It is called on the thread of the device, which must not wait,
+    /// or never, if the step makes no drafts. It must be registered before the step is launched.
+    pub fn on_drafts(&self, take: impl FnOnce(&[u32]) + Send + 'static) {
+        self.lock().take_drafts = Some(Box::new(take));
     }
 
     /// Returns whether no row was registered, and nothing aborted.
     pub fn is_unused(&self) -> bool {
         let state = self.lock();
-        state.rows.is_empty() && !state.aborted
+        state.rows.is_empty() && state.take_drafts.is_none() && !state.aborted
     }
 
     /// Ends all waits, present and future, with an error.
@@ -116,16 +156,24 @@ impl LateInputs {
         copied.map(|copied| copied.is_some())
     }
 
-    /// Hands the logits (vocabulary) of a row to the host, which draws its token. A panic of the host's
-    /// function fails the row only.
-    pub fn begin_draw(self: &Arc<Self>, row: usize, logits: &[f32]) {
+    /// Hands the drafts of the step to the host. A panic of the host's function has no effect.
+    pub fn report_drafts(&self, drafts: &[u32]) {
+        let taken = self.lock().take_drafts.take();
+        if let Some(take) = taken {
+            let _ = catch_unwind(AssertUnwindSafe(|| take(drafts)));
+        }
+    }
+
+    /// Hands row number `row` to the host, which draws its token. A panic of the host's function fails the
+    /// row only.
+    pub fn begin_draw(self: &Arc<Self>, row: usize, given: HostRow<'_>) {
         let taken = match self.lock().row(row) {
             Some(input @ RowInput::Draw(_)) => replace(input, RowInput::Pending),
             _ => return,
         };
         if let RowInput::Draw(draw) = taken {
             let sender = TokenSender(Sender { inputs: self.clone(), row });
-            let _ = catch_unwind(AssertUnwindSafe(|| draw(logits, sender)));
+            let _ = catch_unwind(AssertUnwindSafe(|| draw(given, sender)));
         }
     }
 

@@ -25,10 +25,10 @@ fn a_mask_may_come_before_or_after_the_wait_begins() {
 fn a_token_may_be_drawn_at_once_or_on_another_thread() {
     let inputs = inputs();
     let (logits_of, drawer) = mpsc::channel::<(Vec<f32>, TokenSender)>();
-    inputs.draw_with(0, |logits, sender| sender.send(logits.len() as u32));
-    inputs.draw_with(1, move |logits, sender| logits_of.send((logits.to_vec(), sender)).unwrap());
-    inputs.begin_draw(0, &[0.5; 9]);
-    inputs.begin_draw(1, &[0.5; 4]);
+    inputs.draw_with(0, |row, sender| sender.send(row.logits.len() as u32));
+    inputs.draw_with(1, move |row, sender| logits_of.send((row.logits.to_vec(), sender)).unwrap());
+    inputs.begin_draw(0, HostRow::of_logits(&[0.5; 9]));
+    inputs.begin_draw(1, HostRow::of_logits(&[0.5; 4]));
     thread::scope(|scope| {
         scope.spawn(move || {
             let (logits, sender) = drawer.recv().unwrap();
@@ -47,14 +47,26 @@ fn inputs_that_were_given_up_are_not_waited_for() {
     inputs.draw_with(2, |_, sender| drop(sender));
     inputs.draw_with(3, |_, _| panic!("the drawer fails"));
     inputs.draw_with(4, |_, sender| sender.send(5));
-    [2, 3].iter().for_each(|row| inputs.begin_draw(*row, &[]));
+    [2, 3].iter().for_each(|row| inputs.begin_draw(*row, HostRow::of_logits(&[])));
     // The sender of row 0 is dropped, the mask of row 1 is too short, and row 9 is not registered.
     assert_eq!([0, 1, 9].map(|row| inputs.wait_mask(row, &mut mask)), [Ok(false); 3]);
     // The draw of row 4 was not begun.
     assert_eq!([2, 3, 4, 9].map(|row| inputs.wait_token(row)), [Ok(None); 4]);
     // A row of the other kind.
-    inputs.begin_draw(4, &[]);
+    inputs.begin_draw(4, HostRow::of_logits(&[]));
     assert_eq!((inputs.wait_mask(4, &mut mask), inputs.wait_token(1)), (Ok(false), Ok(None)));
+}
+
+#[test]
+fn drafts_are_reported_once() {
+    let inputs = inputs();
+    let (drafts, reported) = mpsc::channel();
+    inputs.on_drafts(move |made| drafts.send(made.to_vec()).unwrap());
+    assert!(!inputs.is_unused());
+    [[3, 4], [5, 6]].iter().for_each(|made| inputs.report_drafts(made));
+    assert_eq!(reported.iter().collect::<Vec<_>>(), [[3, 4]]);
+    inputs.on_drafts(|_| panic!("the host fails"));
+    inputs.report_drafts(&[]);
 }
 
 #[test]

@@ -34,7 +34,7 @@ use formulas::{
     apply_activation, dot, expert_mlp, normalize_row, read_history, read_matrix_row, relative_bias,
     round_input, route, row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum, write_run,
 };
-use rows::visible_positions;
+use rows::{NOT_PREPARED, visible_positions};
 use sample_row::{append_result, sample_row};
 use std::ops::Range;
 
@@ -45,6 +45,8 @@ pub struct Reference {
     activation_precision: ActivationPrecision,
     /// The state of the slots, and the current rows.
     step: Option<StepState>,
+    /// Kept logits of drafts, (slots, drafts, vocabulary).
+    draft_logits: Option<HostBuf>,
     memory: HostMemory,
     clock: StepClock,
 }
@@ -73,11 +75,21 @@ impl Reference {
         inputs: SamplingInputs<'_>,
         out: &mut StepOutput,
     ) {
-        let step = self.step_mut();
+        let step = self.step.as_mut().expect(NOT_PREPARED);
+        let kept = self.draft_logits.as_mut().map_or(&mut [][..], HostBuf::f32_mut);
         let (vocab, first) = (step.limits.vocab, step.first_sample());
-        let rows = || outputs.clone().zip(logits.f32().chunks_exact(vocab));
+        let width = inputs.width.unwrap_or(vocab);
+        let rows =
+            || outputs.clone().zip(logits.f32().chunks_exact(width).map(|row| &row[..width.min(vocab)]));
+        for (i, logits) in rows() {
+            if let Some(at) = step.kept_row(i) {
+                let kept = &mut kept[at * vocab..][..vocab];
+                kept.fill(f32::NEG_INFINITY);
+                kept[..logits.len()].copy_from_slice(logits);
+            }
+        }
         for (i, logits) in rows().filter(|(i, _)| step.samples()[*i].mode == SampleMode::Host) {
-            inputs.begin_draw(first + i, logits);
+            inputs.begin_draw(first + i, step.host_row(i, logits, kept));
         }
         for (i, logits) in rows() {
             let params = step.samples()[i];
@@ -85,7 +97,7 @@ impl Reference {
             if let Ok(token) = token
                 && !matches!(params.mode, SampleMode::Score(_))
             {
-                step.store_last_token(i, token);
+                step.store_token(i, token);
             }
             append_result(token, logits, &params, out);
         }
@@ -93,7 +105,7 @@ impl Reference {
 }
 
 /// The sizes of the reference backend: everything has the size of its elements, and there is no scratch
-/// memory.
+/// memory besides kept logits.
 #[derive(Clone, Copy, Debug)]
 pub struct ReferenceSizes;
 
@@ -119,8 +131,8 @@ impl DeviceSizes for ReferenceSizes {
         layout.cache_bytes([head_bytes(layout.k_dim)?, head_bytes(layout.v_dim)?])
     }
 
-    fn step_bytes(&self, _: &StepLimits, _: &HeldShapes) -> usize {
-        0
+    fn step_bytes(&self, limits: &StepLimits, _: &HeldShapes) -> usize {
+        limits.draft_logits_len() * size_of::<f32>()
     }
 }
 
@@ -180,6 +192,7 @@ impl Backend for Reference {
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
+        self.draft_logits = Some(self.memory.zeroed(limits.draft_logits_len() * size_of::<f32>())?);
         self.step = Some(StepState::new(limits));
         Ok(())
     }
@@ -187,6 +200,10 @@ impl Backend for Reference {
     fn begin_step(&mut self, batch: &StepBatch) {
         self.clock.begin();
         self.step_mut().begin(batch);
+    }
+
+    fn map_rows(&mut self, batch: &StepBatch) {
+        self.step_mut().map(batch);
     }
 
     fn end_step(&mut self) -> StepTimes {

@@ -58,4 +58,4 @@ impl Reference {
     }
 }
 
-const NOT_PREPARED: &str = "prepare must be called before the first step; this is a bug";
+pub(super) const NOT_PREPARED: &str = "prepare must be called before the first step; this is a bug";

@@ -76,7 +76,10 @@ pub fn logprobs(logits: &[f32], n: usize) -> LogProbs {
 fn edit(logits: &[f32], biases: &[(u32, f32)], mask: Option<&[u32]>) -> Vec<f32> {
     let mut edited = logits.to_vec();
     for &(id, bias) in biases {
-        edited[id as usize] += bias;
+        // A draft model may have fewer tokens than the target.
+        if let Some(logit) = edited.get_mut(id as usize) {
+            *logit += bias;
+        }
     }
     for (id, logit) in edited.iter_mut().enumerate() {
         let is_forbidden = mask.is_some_and(|mask| !is_allowed(mask, id as u32));

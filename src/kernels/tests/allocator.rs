@@ -50,6 +50,8 @@ const LIMITS: StepLimits = StepLimits {
     top_logprobs: 3,
     vocab: 50,
     hidden: WIDTH,
+    drafts: 0,
+    draft_logits: false,
     attended_fraction: Fraction::ONE,
 };
 /// Width of every row; number of heads and their dimension.
@@ -210,7 +212,7 @@ impl Everything {
             }
         }
         self.cpu.gather_output_rows(0..2, WIDTH, &self.x, &mut self.y);
-        let inputs = SamplingInputs { biases: &batch.logit_biases, late: Some(late) };
+        let inputs = SamplingInputs { biases: &batch.logit_biases, late: Some(late), width: None };
         self.cpu.sample(0..2, &self.logits, inputs, out);
         self.cpu.end_step();
     }

@@ -34,7 +34,7 @@ fn host_step(number: u32) -> (Box<Step>, Receiver<(Vec<f32>, TokenSender)>) {
     let mut step = step(number);
     step.batch.sampling[0].mode = SampleMode::Host;
     let (hand_over, drawer) = channel();
-    step.late.draw_with(0, move |logits, sender| _ = hand_over.send((logits.to_vec(), sender)));
+    step.late.draw_with(0, move |row, sender| _ = hand_over.send((row.logits.to_vec(), sender)));
     (step, drawer)
 }
 
@@ -172,7 +172,7 @@ async fn a_model_computes_all_layers_before_its_mask_comes() {
         step.batch.sampling[0].mode = SampleMode::Host;
         step.batch.sampling[1].masked = true;
         let (hand_over, drawer) = channel();
-        step.late.draw_with(0, move |logits, sender| _ = hand_over.send((logits.to_vec(), sender)));
+        step.late.draw_with(0, move |row, sender| _ = hand_over.send((row.logits.to_vec(), sender)));
         let mask = step.late.mask_sender(1);
         let mut running = launch(&group, step);
         let (logits, sender) = drawer.recv_timeout(PATIENCE).expect("the layers do not wait for the mask");

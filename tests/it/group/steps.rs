@@ -25,6 +25,8 @@ pub(super) const LIMITS: StepLimits = StepLimits {
     top_logprobs: 0,
     vocab: 200,
     hidden: 0,
+    drafts: 0,
+    draft_logits: false,
     attended_fraction: Fraction::ONE,
 };
 

@@ -42,6 +42,8 @@ pub fn limits(spec: &ModelSpec) -> StepLimits {
         top_logprobs: 3,
         vocab: spec.vocab,
         hidden: if spec.decoder.is_some() { 0 } else { spec.hidden },
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: Fraction::ONE,
     }
 }

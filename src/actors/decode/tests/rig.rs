@@ -148,6 +148,7 @@ impl FakeModel {
                 batch.tokens[at as usize..][..len as usize].to_vec()
             }
             SpanTokens::Last => vec![self.last_tokens[span.slot as usize]],
+            SpanTokens::Drafted { .. } => panic!("the model makes no drafts"),
         };
         for (position, token) in (span.start as usize..).zip(given) {
             let place = self.cache_index(span, position);
@@ -363,6 +364,8 @@ impl Rig {
             top_logprobs: 0,
             vocab: VOCAB as usize,
             hidden: 0,
+            drafts: 0,
+            draft_logits: false,
             attended_fraction: Fraction::ONE,
         };
         let RigConfig { slots, lanes, stages, policy, shuffle, budget, run_ahead, .. } = rig_config;

@@ -251,6 +251,8 @@ mod tests {
             top_logprobs: 0,
             vocab: 1,
             hidden: 0,
+            drafts: 0,
+            draft_logits: false,
             attended_fraction: attended,
         });
         let span = |(slot, &(start, len)): (usize, &(u32, u32))| Span {

@@ -30,6 +30,8 @@ const LIMITS: StepLimits = StepLimits {
     top_logprobs: 4,
     vocab: 4,
     hidden: 4,
+    drafts: 0,
+    draft_logits: false,
     attended_fraction: Fraction::ONE,
 };
 

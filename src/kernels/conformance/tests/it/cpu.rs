@@ -34,6 +34,8 @@ fn limits(rows: usize, vocab: usize) -> StepLimits {
         top_logprobs: 5,
         vocab,
         hidden: 0,
+        drafts: 0,
+        draft_logits: false,
         attended_fraction: Fraction::ONE,
     }
 }
