@@ -1,11 +1,13 @@
 //! From logits to tokens and from hidden states to vectors.
 //!
-//! `strategies` has all ways to choose a token, `host` the threads that compute the host's part, and the
-//! re-exported reference functions `sample` and `logprobs` define the result that every device must give.
+//! `strategies` has all ways to choose a token, `speculation` the rules for drafts, `host` the threads that
+//! compute the host's part, and the re-exported reference functions `sample` and `logprobs` define the result that every device must give.
 //! Invariant: a token depends on its logits, the request's parameters, the tokens before it, the seed and its
 //! position only.
 
 pub mod strategies;
+
+pub mod speculation;
 
 pub mod pooling;
 
@@ -17,4 +19,5 @@ mod tests;
 pub use host::{Constraint, HostPool, HostSequence, HostWork};
 pub use mainstem_kernels::reference::{LogProbs, logprobs, sample};
 pub use pooling::{Pooling, pool};
+pub use speculation::AcceptanceRule;
 pub use strategies::SamplingPlan;
