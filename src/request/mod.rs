@@ -15,7 +15,7 @@ pub use params::{ParamList, SamplingDefaults};
 pub use sampling::{sample_row, validate};
 
 use crate::decoding::beams::EarlyStopping;
-use crate::decoding::{Constraint, SamplingPlan};
+use crate::decoding::{AcceptanceRule, Constraint, SamplingPlan};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -87,6 +87,9 @@ pub struct Speculation {
     pub drafter: DraftSource,
     /// Maximum number of drafts in a step, at least 1.
     pub max_drafts: usize,
+    /// The rule by which drafts are accepted. It applies where the host draws the tokens; where the device
+    /// does, drafts are accepted by [`AcceptanceRule::Coupled`].
+    pub rule: AcceptanceRule,
 }
 
 /// Where drafts come from.
@@ -94,8 +97,8 @@ pub struct Speculation {
 pub enum DraftSource {
     /// The draft model.
     Model,
-    /// The text so far: what followed the last tokens where they occurred before.
-    PromptLookup,
+    /// The text so far: what followed its last `shortest` to `longest` tokens where they occurred before.
+    PromptLookup { shortest: usize, longest: usize },
 }
 
 /// A beam search, whose parameters [`crate::decoding::beams::BeamParams`] explains.

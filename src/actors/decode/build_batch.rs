@@ -222,7 +222,13 @@ impl DecodeLoop {
             params.bias_len = batch.logit_biases.len() as u32 - params.bias_at;
         }
         if let Some(host) = host {
-            host.register(&step.late, batch.sampling.len(), &mut params);
+            match (usage, &running.speculator) {
+                (RowUse::Verified { number, .. }, Some(speculator)) => {
+                    let (row, rule) = (batch.sampling.len(), speculator.rule);
+                    host.register_verified(&step.late, row, &mut params, rule, number as usize);
+                }
+                _ => host.register(&step.late, batch.sampling.len(), &mut params),
+            }
         }
         batch.sampling.push(params);
     }

@@ -69,7 +69,8 @@ impl RunningSequence {
         jump_limit: usize,
     ) -> RunningSequence {
         let progress = sequence.progress.take().unwrap_or_else(|| {
-            let Request { plan, constraint, prompt, max_tokens, logprobs, .. } = &sequence.request;
+            let Request { plan, constraint, prompt, max_tokens, logprobs, speculation, .. } =
+                &sequence.request;
             // Forced tokens have no rows, and so no log-probabilities.
             let limit = if logprobs.is_none() { jump_limit } else { 0 };
             let (plan, constraint) = (plan.as_ref(), constraint.as_ref());
@@ -77,7 +78,7 @@ impl RunningSequence {
                 generated: Vec::new(),
                 host: HostSequence::begin(pool, plan, constraint, prompt, *max_tokens, limit),
                 times: meters.record_scheduled(sequence.arrived),
-                speculator: sequence.request.speculation.map(Speculator::new),
+                speculator: speculation.map(|it| Speculator::new(it, plan.map(|plan| &**plan), prompt)),
             }
         });
         let Progress { generated, host, times, mut speculator } = progress;
@@ -194,7 +195,8 @@ impl RunningSequence {
         if self.is_beam {
             return 0;
         }
-        self.sent_positions.min(self.sequence.request.prompt.len() + self.generated.len())
+        let drafted = self.speculator.as_ref().map_or(usize::MAX, Speculator::shared_positions);
+        self.sent_positions.min(self.sequence.request.prompt.len() + self.generated.len()).min(drafted)
     }
 
     /// Returns the number of tokens that are computed like a prompt.
@@ -225,6 +227,9 @@ impl RunningSequence {
     pub(super) fn receive(&mut self, token: u32, continues: bool) {
         self.received += 1;
         self.scheduled = self.scheduled.max(self.received);
+        if let Some(speculator) = &mut self.speculator {
+            speculator.learn(token);
+        }
         if continues {
             self.generated.push(token);
         }

@@ -12,7 +12,10 @@ use super::process_output::{DraftRef, OutputRouting, RowUse};
 use super::running::RunningSequence;
 use super::{DecodeLoop, SpanWork};
 use crate::actors::prefill::PromptChunk;
-use crate::request::{DraftSource, Speculation};
+use crate::decoding::SamplingPlan;
+use crate::decoding::speculation::{AcceptanceRule, PromptLookup, draft_row};
+use crate::decoding::strategies::DeviceSampling;
+use crate::request::{self, DraftSource, Sampling, Speculation};
 use mainstem_kernels::batch::DraftSpan;
 use mainstem_kernels::{DeviceError, SpanOutput, SpanTokens, StepBatch};
 use std::ops::Range;
@@ -21,6 +24,9 @@ use std::ops::Range;
 pub struct Speculator {
     source: DraftSource,
     max_drafts: usize,
+    pub(super) rule: AcceptanceRule,
+    /// Finds drafts in the text, if that is where they come from.
+    lookup: Option<PromptLookup>,
     /// Number of leading positions whose tokens the draft model has computed.
     draft_positions: usize,
     /// Number of drafts in the next step.
@@ -37,11 +43,21 @@ pub struct Speculator {
 
 impl Speculator {
     /// Creates the speculation of a sequence.
-    pub(super) fn new(speculation: Speculation) -> Speculator {
-        let Speculation { drafter: source, max_drafts } = speculation;
+    pub(super) fn new(speculation: Speculation, plan: Option<&SamplingPlan>, prompt: &[u32]) -> Speculator {
+        let Speculation { drafter: source, max_drafts, rule } = speculation;
+        let lookup = match source {
+            DraftSource::Model => None,
+            DraftSource::PromptLookup { shortest, longest } => {
+                let mut lookup = PromptLookup::new(shortest..=longest);
+                lookup.extend(prompt);
+                Some(lookup)
+            }
+        };
         Speculator {
             source,
             max_drafts,
+            rule: plan.map_or(AcceptanceRule::Coupled, |plan| plan.acceptance(rule)),
+            lookup,
             draft_positions: 0,
             depth: 0,
             given: Vec::new(),
@@ -55,6 +71,21 @@ impl Speculator {
     pub(super) fn begin(&mut self, computed: usize) {
         self.draft_positions = computed;
         self.depth = 0;
+    }
+
+    /// Takes note of a token of the sequence.
+    pub(super) fn learn(&mut self, token: u32) {
+        if let Some(lookup) = &mut self.lookup {
+            lookup.extend(&[token]);
+        }
+    }
+
+    /// Returns the number of leading positions that others may share, as far as it depends on the draft model.
+    pub(super) fn shared_positions(&self) -> usize {
+        match self.source {
+            DraftSource::Model => self.draft_positions,
+            DraftSource::PromptLookup { .. } => usize::MAX,
+        }
     }
 
     /// Returns the numbers of drafts that were made and accepted.
@@ -78,6 +109,10 @@ impl DecodeLoop {
             let is_decoding = running.is_decoding();
             let Some(speculator) = &mut running.speculator else { continue };
             speculator.depth = if is_decoding { speculator.max_drafts.min(limit).min(rows) } else { 0 };
+            if let Some(lookup) = &speculator.lookup {
+                speculator.given.clear();
+                speculator.depth = lookup.propose(speculator.depth, &mut speculator.given);
+            }
             rows -= speculator.depth;
         }
     }
@@ -181,13 +216,34 @@ impl DecodeLoop {
     ) {
         let (start, len) = (positions.start as u32, positions.len() as u32);
         let at = push_known(batch, running, positions);
+        let rule = running.speculator.as_ref().map_or(AcceptanceRule::Coupled, |speculator| speculator.rule);
+        let request = &running.sequence.request;
+        let sampling = match &request.plan {
+            Some(plan) => plan.draft(),
+            None => {
+                let Sampling { temperature, top_k, top_p, min_p, .. } = request.sampling;
+                DeviceSampling { temperature, top_k, top_p, min_p }
+            }
+        };
+        let mut sampling = draft_row(rule, &sampling, request.sampling.seed, running.next_position());
+        if count > 0 && rule == AcceptanceRule::Coupled {
+            sampling.bias_at = batch.logit_biases.len() as u32;
+            batch.logit_biases.extend(request::logit_biases(
+                request,
+                &self.config.eos,
+                running.generated_count(),
+            ));
+            sampling.bias_len = batch.logit_biases.len() as u32 - sampling.bias_at;
+        }
+        batch.draft_logits |=
+            count > 0 && rule == AcceptanceRule::Rejection && self.config.limits.draft_logits;
         batch.drafts.push(DraftSpan {
             slot: running.slot,
             start,
             tokens: SpanTokens::Generated { at, len },
             reserved: running.sequence.positions() as u32,
             count: count as u32,
-            sampling: running.sample_row(),
+            sampling,
         });
     }
 }

@@ -10,6 +10,7 @@ mod rig;
 mod run_ahead;
 
 use crate::config::Policy;
+use crate::decoding::AcceptanceRule;
 use crate::decoding::beams::EarlyStopping;
 use crate::request::{BeamOptions, DraftSource, Request, RequestError, Speculation};
 use crate::telemetry;
@@ -59,7 +60,7 @@ async fn each_lane_has_a_step_in_flight() {
 }
 
 fn speculation(max_drafts: usize) -> Speculation {
-    Speculation { drafter: DraftSource::Model, max_drafts }
+    Speculation { drafter: DraftSource::Model, max_drafts, rule: AcceptanceRule::Coupled }
 }
 
 /// With a draft model that makes no mistakes, a step gives all tokens that it can; with one that makes some,
@@ -689,7 +690,10 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
                 // Prompts of one family begin alike.
                 let request = request(dice.throw(95_000 + n, 3) as u64, len, tokens);
                 let speculates = dice.throw(99_000 + n, 3) == 0;
-                let speculation = speculates.then(|| speculation(1 + dice.throw(99_500 + n, 4)));
+                let mut speculation = speculates.then(|| speculation(1 + dice.throw(99_500 + n, 4)));
+                if let Some(speculation) = speculation.as_mut().filter(|_| n % 3 == 0) {
+                    speculation.drafter = DraftSource::PromptLookup { shortest: 1, longest: 3 };
+                }
                 let request = Request { prompt_logprobs, stop_ids, min_tokens, speculation, ..request };
                 let answers = 1 + dice.throw(96_000 + n, 8) / 6;
                 let width = (1 + dice.throw(97_000 + n, 4)).min(rig.config.slots / rig.config.lanes);
