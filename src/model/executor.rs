@@ -21,12 +21,12 @@ use mainstem_kernels::{
 /// Runs steps on one device; used by a device's actor. The backend's type does not appear above this trait.
 pub trait Executor: Send {
     /// Runs this device's part of one forward pass, between the activations that `flow` receives and sends.
-    /// Clears `out` first, then writes the times to it; the first rank of the last stage also writes the
-    /// results of the whole model. That rank sends the signal of `flow` before the decoder's final norm, if
-    /// the step has decoder rows: then the next step is scheduled, and waits when this one returns. The ranks
-    /// of a stage synchronize in every step, whatever it contains, so no rank is more than a step behind,
-    /// which bounds the queue of messages for it. Fails if weights that are not in the device's memory cannot
-    /// be read.
+    /// Clears `out` first, then writes the times to it; the first rank of the last stage also makes the
+    /// drafts of the batch, and writes the results of the whole model. That rank sends the signal of `flow`
+    /// before the decoder's final norm, if the step has decoder rows: then the next step is scheduled, and
+    /// waits when this one returns. The ranks of a stage synchronize in every step, whatever it contains, so
+    /// no rank is more than a step behind, which bounds the queue of messages for it. Fails if weights that
+    /// are not in the device's memory cannot be read.
     ///
     /// The rank that writes the results waits for the late inputs of `flow`, right before it samples the rows
     /// that have one. Unwinds with [`mainstem_kernels::Aborted`] if the step is aborted meanwhile.

@@ -380,7 +380,10 @@ fn generate<'a>(run: &'a mut Run<'a>, vocab: usize, mode: Mode, moving: bool) ->
     unreachable!()
 }
 
-fn drafts_of(sequences: &[Sequence]) -> Vec<(&[u32], &[(u32, u32)])> {
+/// The drafts and the results of a sequence.
+type DraftsAndResults<'a> = (&'a [u32], &'a [(u32, u32)]);
+
+fn drafts_of(sequences: &[Sequence]) -> Vec<DraftsAndResults<'_>> {
     sequences.iter().map(|sequence| (&sequence.drafts[..], &sequence.results[..])).collect()
 }
 
