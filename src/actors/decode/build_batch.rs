@@ -224,7 +224,7 @@ impl DecodeLoop {
         if let Some(host) = host {
             match (usage, &running.speculator) {
                 (RowUse::Verified { number, .. }, Some(speculator)) => {
-                    let (row, rule) = (batch.sampling.len(), speculator.rule);
+                    let (row, rule) = (batch.sampling.len(), speculator.rule());
                     host.register_verified(&step.late, row, &mut params, rule, number as usize);
                 }
                 _ => host.register(&step.late, batch.sampling.len(), &mut params),

@@ -148,7 +148,9 @@ impl DecodeLoop {
                 }
                 SpanWork::Prefill(at, chunk) => {
                     self.running[at].sent_positions = chunk.start + chunk.len;
-                    self.running[at].count_drafted_chunk(chunk);
+                    if let Some(speculator) = &mut self.running[at].speculator {
+                        speculator.note_prompt(chunk.start + chunk.len);
+                    }
                 }
                 SpanWork::Draft(_) | SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {}
             }

@@ -23,8 +23,6 @@ mod beams;
 
 mod speculation;
 
-pub use speculation::Speculator;
-
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
 use super::loop_metrics::LoopMetrics;
@@ -386,7 +384,7 @@ impl DecodeLoop {
         IterationUpdate { lane: self.lane, epoch: self.epoch, ..IterationUpdate::default() }
     }
 
-    /// Lets go of preempted sequences, and gives the others their slots.
+    /// Removes preempted sequences, and gives the others their slots.
     fn apply_plan(&mut self, plan: &SlotPlan) {
         let preempted = self.running.extract_if(.., |running| plan.preempted.contains(&running.key));
         let (beams, others): (Vec<_>, Vec<_>) = preempted.partition(|running| running.is_beam);

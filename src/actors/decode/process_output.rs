@@ -5,8 +5,8 @@
 
 use super::DecodeLoop;
 use super::running::RunningSequence;
-use super::speculation::Speculator;
 use crate::actors::sequence::SequenceKey;
+use crate::actors::speculator::Speculator;
 use crate::decoding::{self, HostSequence};
 use crate::request::{self, FinishReason, RequestError, Task, Token, TokenEvent};
 use mainstem_kernels::{SampledToken, StepLimits, StepOutput};

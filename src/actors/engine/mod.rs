@@ -25,7 +25,6 @@ use crate::decoding::{HostPool, HostWork};
 use crate::formats::ChatTemplateSource;
 use crate::memory::PagePool;
 use crate::model::executor::KvCacheConfig;
-use crate::model::rope::ReservedLengths;
 use crate::model::spec::{Kind, ModelSpec};
 use crate::model::{ModelSource, Partition};
 use crate::planner::{DeviceAssignment, model_source};
@@ -35,7 +34,7 @@ use crate::text::output::OutputFormats;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
 use anyhow::{Context as _, Result, anyhow, ensure};
-use mainstem_kernels::{Fraction, StepLimits};
+use mainstem_kernels::StepLimits;
 use std::collections::HashSet;
 use std::num::NonZero;
 use std::sync::Arc;
@@ -191,15 +190,10 @@ impl EngineSetup {
         };
         let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
         let assignments = model_source::assignments(source, &partition);
-        let prefix_rules = PrefixRules {
-            across_requests: config.kv.prefix_cache,
-            marks_generated: limits.attended_fraction != Fraction::ONE,
-            lengths: ReservedLengths::of(spec),
-        };
         Ok(EngineSetup {
             scheduler,
             limits,
-            prefix_rules,
+            prefix_rules: PrefixRules::new(&config.kv, spec),
             row_bytes: spec.hidden * devices.activation_type.size(),
             lanes,
             step_timeout: config.device.step_timeout,

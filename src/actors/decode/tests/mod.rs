@@ -224,7 +224,7 @@ async fn answers_of_one_prompt_compute_it_once() {
     }
 }
 
-/// What a fault has lost is not shared, also by sequences that were about to start.
+/// Pages that a fault has lost are not shared, also by sequences that were about to start.
 #[actix::test]
 async fn a_fault_forgets_the_prefix_cache() {
     for (lanes, starts) in [(1, true), (1, false), (2, false), (3, false)] {
@@ -754,7 +754,7 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
     StressCounts { faults: faulty, preemptions: rig.count(&telemetry::PREEMPTIONS) }
 }
 
-/// What happened in a random test.
+/// Events of a random test.
 struct StressCounts {
     faults: usize,
     preemptions: u64,

@@ -102,7 +102,7 @@ pub struct FakeModel {
     last_tokens: Vec<u32>,
     /// Token at each position of the pages.
     tokens: Vec<u32>,
-    /// The same of the draft model.
+    /// Token at each position of the draft model's pages.
     draft_tokens: Vec<u32>,
     /// Whether every draft is the token that the model generates, or only most are.
     pub drafts_well: bool,
