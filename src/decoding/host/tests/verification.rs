@@ -184,12 +184,8 @@ fn rejection_gets_the_logits_of_the_draft() {
             let (flat, mut likely) = ([0.0; SIZE], [0.0; SIZE]);
             likely[3] = 5.0;
             // The draft is always accepted, because the target finds it more likely than the draft model.
-            let first = HostRow {
-                logits: &likely,
-                input_token: 1,
-                next_token: Some(3),
-                draft_logits: Some(&flat),
-            };
+            let first =
+                HostRow { logits: &likely, input_token: 1, next_token: Some(3), draft_logits: Some(&flat) };
             late.begin_draw(0, first);
             late.begin_draw(1, HostRow { input_token: 3, ..HostRow::of_logits(&likely) });
             accepted[case] += u32::from(late.wait_token(0) == Ok(Some(3)));

@@ -65,9 +65,8 @@ fn generate(models: &Models, plan: &SamplingPlan, rule: AcceptanceRule, seeds: u
             for position in start..start + 3 {
                 let logits = models.target(&tokens[..position]);
                 let draft_logits = models.draft(&tokens[..position]);
-                let proposal = tokens
-                    .get(position)
-                    .map(|&token| Proposal { token, draft_logits: Some(&draft_logits) });
+                let proposal =
+                    tokens.get(position).map(|&token| Proposal { token, draft_logits: Some(&draft_logits) });
                 let row =
                     Row { logits: &logits, seed, position: position as u64, mask: None, logprobs: None };
                 let draw = sampler.verify(plan, &state, &row, proposal, rule).unwrap();
@@ -198,8 +197,7 @@ fn greedy_plans_choosers_and_drafts_without_logits_are_drawn_as_without_speculat
             let draft_logits = noise(position + 1000, VOCAB);
             let token = (uniform(9, position.into(), 0) * VOCAB as f32) as u32;
             let proposal = Proposal { token, draft_logits: has_logits.then_some(&draft_logits) };
-            let row =
-                Row { logits: &logits, seed: 5, position: position.into(), mask: None, logprobs: None };
+            let row = Row { logits: &logits, seed: 5, position: position.into(), mask: None, logprobs: None };
             let plain = sampler.draw(&plan, &state, &row).unwrap();
             let verified = sampler.verify(&plan, &state, &row, Some(proposal), rule).unwrap();
             assert_eq!((plain.token, plain.registers()), (verified.token, verified.registers()), "{params}");
@@ -221,13 +219,8 @@ fn no_rule_gives_a_token_that_the_mask_forbids() {
     for position in 0..300u32 {
         let (logits, draft_logits) = (noise(position, VOCAB), noise(position + 1000, VOCAB));
         let mask = [(position % 62) + 1];
-        let row = Row {
-            logits: &logits,
-            seed: 5,
-            position: position.into(),
-            mask: Some(&mask),
-            logprobs: None,
-        };
+        let row =
+            Row { logits: &logits, seed: 5, position: position.into(), mask: Some(&mask), logprobs: None };
         for rule in AcceptanceRule::ALL {
             let proposal = Proposal { token: position % VOCAB as u32, draft_logits: Some(&draft_logits) };
             let token = sampler.verify(&plan, &state, &row, Some(proposal), rule).unwrap().token;

@@ -3,9 +3,9 @@
 use super::super::LogprobsMode;
 use super::*;
 
-use mainstem_kernels::{RowFailure, SamplingParams};
 use mainstem_kernels::candidates::{Buffers, Candidates};
 use mainstem_kernels::reference::{logprobs, sample};
+use mainstem_kernels::{RowFailure, SamplingParams};
 
 /// Random logits, with ties and a few unusual values.
 fn random_logits(case: u32, vocab: usize) -> Vec<f32> {
