@@ -215,7 +215,11 @@ mod tests {
             // As if the loop had waited for work for an hour.
             meters.phase_start -= Duration::from_secs(3600);
             meters.restart_clock();
-            let times = StepTimes { forward: Duration::from_secs(2), sample: Duration::from_secs(1) };
+            let times = StepTimes {
+                forward: Duration::from_secs(2),
+                sample: Duration::from_secs(1),
+                draft: Duration::ZERO,
+            };
             let sent = meters.record_sent();
             meters.record_delivery();
             // As if the device had taken an hour.

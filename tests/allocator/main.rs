@@ -15,9 +15,9 @@ use mainstem_kernels::ActivationPrecision;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
 use mainstem_kernels::{
-    Aborted, ActivationHandoff, Backend, Collective, Fraction, HandoffPorts, HostBuf, KvTable, LateInputs,
-    QuantType, SampleMode, SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable,
-    SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate,
+    Aborted, ActivationHandoff, Backend, Collective, DraftSpan, Fraction, HandoffPorts, HostBuf, KvTable,
+    LateInputs, PageCopy, QuantType, SampleMode, SamplingParams, SlotMove, Span, SpanModel, SpanOutput,
+    SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
@@ -128,6 +128,8 @@ fn main() {
     println!("test devices_of_a_group_allocate_nothing_for_a_step ... ok");
     parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step();
     println!("test parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step ... ok");
+    drafts_allocate_what_was_foretold_and_nothing_in_a_step();
+    println!("test drafts_allocate_what_was_foretold_and_nothing_in_a_step ... ok");
 }
 
 /// The forecast sizes equal the actual allocations to the byte, for the fast backend, whose pages have
@@ -394,6 +396,77 @@ fn steps_allocate_nothing(fixture: &str) {
             assert!(output.tokens.iter().all(|row| row.failure.is_none()));
         }
     }
+}
+
+/// A draft model with fewer tokens than its target, and one with quantized weights.
+fn drafts_allocate_what_was_foretold_and_nothing_in_a_step() {
+    for (target, draft) in [("gqa", "mqa"), ("gguf/q8_0.gguf", "gguf/q8_0.gguf")] {
+        let mut source = open(target);
+        source.attach_draft(open(draft)).expect("a decoder-only model");
+        let limits = StepLimits { drafts: 4, draft_logits: true, ..limits(&source) };
+        for (stage, rank) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let what = format!("{target} with drafts, member {rank} of stage {stage}");
+            rank_executor(&what, &source, &shard(&source, stage, rank), limits);
+        }
+        let whole = Shard::whole(&source.spec);
+        let estimate = estimate_report(cpu().sizes(), &source, &whole, KV, limits).expect("it is counted");
+        let before = HostBuf::total_allocated();
+        let mut executor = ModelExecutor::new(cpu(), &source, &whole, KV, limits).expect("the fixture loads");
+        assert_eq!(estimate, executor.report(), "{target} with drafts");
+        assert_eq!(estimate.total_bytes(), HostBuf::total_allocated() - before, "{target} with drafts");
+        let mut output = StepOutput::with_capacity(&limits);
+        let mut batches = draft_steps(&limits);
+        for step in 0..20 {
+            let batch = &mut batches[step % 2];
+            batch.step = 1 + step as u64;
+            let late = late_inputs(batch, &limits);
+            late.on_drafts(|drafts| assert!(drafts.len() == 6 || drafts.is_empty()));
+            let flow = HandoffPorts { late: Some(&late), ..HandoffPorts::default() };
+            let before = ALLOCATIONS.load(Ordering::SeqCst);
+            executor.run(batch, flow, &mut output).expect("the step runs");
+            assert_eq!(ALLOCATIONS.load(Ordering::SeqCst) - before, 0, "{target} with drafts, step {step}");
+            assert_eq!(
+                (output.tokens.len(), output.drafts.len()),
+                (batch.sampling.len(), batch.draft_count())
+            );
+        }
+    }
+}
+
+/// Prompts; and drafts of two slots, beside the prompt chunk of another one and a slot without drafts, with
+/// biases, a page copy, and rows of all sampling modes that verify them.
+fn draft_steps(limits: &StepLimits) -> [StepBatch; 2] {
+    let plain = SamplingParams { temperature: 1.0, bias_len: 8, ..SamplingParams::GREEDY };
+    let [mut first, mut second] = [(); 2].map(|()| StepBatch::with_capacity(limits));
+    let draft =
+        |slot, start, tokens, count| DraftSpan { slot, start, tokens, reserved: 128, count, sampling: plain };
+    let given = |at, len| SpanTokens::Given { at, len };
+    first.tokens.extend(3..83);
+    for slot in 0..SLOTS {
+        let entry = |index| TableUpdate { slot, table: KvTable::Own, index, page: 1 + slot * 4 + index };
+        first.table_updates.extend((0..4).map(entry));
+        first.spans.push(span(slot, 0, given(slot * 20, 20), SpanTable::Own, SpanOutput::Last));
+        first.drafts.push(draft(slot, 0, given(slot * 20, 20), 0));
+        first.sampling.push(SamplingParams::GREEDY);
+    }
+    second.logit_biases.extend((0..8).map(|id| (id * 30, 1.0)));
+    second.draft_logits = true;
+    second.page_copies.push(PageCopy { from: 1, to: 1 + SLOTS * 4 - 1 });
+    second.tokens.extend(3..13);
+    let generated = |at, len| SpanTokens::Generated { at, len };
+    let drafts =
+        [(0, generated(0, 2), 4), (1, generated(2, 1), 2), (2, given(4, 6), 0), (3, generated(3, 1), 0)];
+    second.drafts.extend(drafts.map(|(slot, tokens, count)| draft(slot, 20, tokens, count)));
+    let drafted = |at, len| SpanTokens::Drafted { at, len };
+    let spans =
+        [(0, 21, drafted(1, 5)), (1, 20, drafted(2, 3)), (2, 20, given(4, 6)), (3, 20, generated(3, 1))];
+    for (slot, start, tokens) in spans {
+        second.spans.push(span(slot, start, tokens, SpanTable::Own, SpanOutput::All));
+    }
+    let host = SamplingParams { mode: SampleMode::Host, ..plain };
+    let masked = SamplingParams { masked: true, ..plain };
+    second.sampling.extend([host, plain, masked].into_iter().cycle().take(15));
+    [first, second]
 }
 
 /// Supplies the late inputs of a batch.

@@ -362,7 +362,7 @@ impl PageTables {
 mod tests {
     use super::*;
     use crate::backend::Fraction;
-    use crate::batch::{SlotMove, SpanModel, SpanOutput, TableUpdate};
+    use crate::batch::{DraftSpan, SlotMove, SpanModel, SpanOutput, TableUpdate};
 
     /// Own tables have 3 entries, cross tables 2.
     const LIMITS: StepLimits = StepLimits {
@@ -473,6 +473,45 @@ mod tests {
             [scratch(&first, 31), scratch(&first, 32), scratch(&second, 1)],
             [(0, 31), (1, 0), (2, 1)]
         );
+    }
+
+    /// Drafts of a slot follow each other in passes, do not change its last token, and are rows of the step
+    /// that is mapped after them. The step after has none of them.
+    #[test]
+    fn drafts_are_rows_of_later_passes_and_of_the_step() {
+        let mut step = StepState::new(&StepLimits { drafts: 2, ..LIMITS });
+        let draft = DraftSpan {
+            slot: 1,
+            start: 4,
+            tokens: SpanTokens::Generated { at: 0, len: 2 },
+            reserved: 9,
+            count: 2,
+            sampling: SamplingParams::GREEDY,
+        };
+        let pass = |number| StepBatch {
+            spans: vec![draft.pass_span(number)],
+            tokens: vec![40, 41],
+            sampling: vec![SamplingParams::GREEDY],
+            ..StepBatch::default()
+        };
+        let batch = StepBatch {
+            spans: vec![span(1, 5, SpanTokens::Drafted { at: 1, len: 3 }, SpanOutput::Last)],
+            ..pass(0)
+        };
+        step.begin(&batch);
+        assert!(step.rows().is_empty() && step.spans().is_empty());
+        step.map(&pass(0));
+        assert_eq!((rows(&step), step.wanted()), (vec![(1, 40, 4), (1, 41, 5)], &[1][..]));
+        step.store_token(0, 50);
+        step.map(&pass(1));
+        assert_eq!(rows(&step), [(1, 50, 6)]);
+        step.store_token(0, 51);
+        step.map(&batch);
+        assert_eq!(rows(&step), [(1, 41, 5), (1, 50, 6), (1, 51, 7)]);
+        assert_eq!(step.host_row(0, &[], &[]), HostRow { input_token: 51, ..HostRow::of_logits(&[]) });
+        step.store_token(0, 60);
+        step.begin(&StepBatch { spans: vec![span(1, 8, SpanTokens::Last, SpanOutput::Last)], ..pass(0) });
+        assert_eq!((rows(&step), step.draft_counts[1]), (vec![(1, 60, 8)], 0));
     }
 
     /// A move takes the last token and both tables along; updates of the same step apply after it.

@@ -31,6 +31,7 @@ mod sparse;
 mod splits;
 mod unusual_values;
 
+mod drafts;
 mod late;
 mod sampling;
 mod verification;
@@ -42,6 +43,7 @@ mod tiny;
 pub use attention::{
     attention, attention_long, attention_options, cache_types, copy_pages, encoder_batch_invariance,
 };
+pub use drafts::drafts;
 pub use elementwise::{activate, caps_and_gates, embed, embed_positions, sums};
 pub use gemms::gemms;
 pub use inputs::few_types;
@@ -148,6 +150,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     lost_late_inputs(make);
     late_abort(make);
     verification(make, bounds);
+    drafts(make);
     batch_invariance(make, bounds);
     chunking(make, bounds);
     moves(make, bounds);
