@@ -1,9 +1,10 @@
 //! From logits to tokens and from hidden states to vectors.
 //!
 //! `strategies` has all ways to choose a token, `speculation` the rules for drafts, `host` the threads that
-//! compute the host's part, and the re-exported reference functions `sample` and `logprobs` define the result that every device must give.
+//! compute the host's part, and the re-exported reference functions `sample` and `logprobs` define the result
+//! that every device must give.
 //! Invariant: a token depends on its logits, the request's parameters, the tokens before it, the seed and its
-//! position only.
+//! position only; with some rules for drafts, also on the draft in its place.
 
 pub mod strategies;
 

@@ -35,9 +35,10 @@ pub struct StepCost {
 /// Fits a [`StepCost`] to the times of steps.
 ///
 /// The coefficients θ >= 0 minimize Σ w (θ x - t)^2 + 1e-4 Σ_i θ_i^2 Σ w x_i^2 over all steps, where x is
-/// (1, rows, passes, draft rows), t the time, and w falls by 1 % per step. The second term divides the time
-/// evenly among terms that the observations do not tell apart: if all steps have the same number of rows,
-/// half of the time is counted as the cost of rows.
+/// (1, rows, passes, draft rows), t the time, and w falls by 1 % per step. If the time of drafts is known,
+/// the first two and the last two coefficients are fitted to the two parts of the time. The second sum
+/// divides the time evenly among terms that the observations do not tell apart: if all steps have the same
+/// number of rows, half of the time is counted as the cost of rows.
 #[derive(Clone, Debug, Default)]
 pub struct StepCosts {
     /// Σ w x x^T and Σ w x t.
@@ -59,21 +60,34 @@ impl StepCost {
 }
 
 impl StepCosts {
-    /// Adds the time of a step. Steps with prompt chunks should not be counted, because the time of their
+    /// Adds a step, which took the time `whole`, of which `draft` for drafts; the latter is 0 if it is not
+    /// known. Steps with prompt chunks should not be counted, because the time of their
     /// many rows says little about a few more.
-    pub fn observe(&mut self, work: &StepWork, time: Duration) {
-        let mut seconds = time.as_secs_f64();
-        if self.products[0][0] > 8.0 {
-            seconds = seconds.min(OUTLIER * self.fitted.seconds(work));
-        }
-        let x = features(work);
-        for i in 0..4 {
-            self.times[i] = self.times[i] * DECAY + x[i] * seconds;
-            for j in 0..4 {
-                self.products[i][j] = self.products[i][j] * DECAY + x[i] * x[j];
-            }
+    pub fn observe(&mut self, work: &StepWork, whole: Duration, draft: Duration) {
+        self.products.iter_mut().flatten().chain(&mut self.times).for_each(|sum| *sum *= DECAY);
+        if draft.is_zero() {
+            self.add(features(work), whole);
+        } else {
+            let [one, rows, passes, draft_rows] = features(work);
+            self.add([one, rows, 0.0, 0.0], whole.saturating_sub(draft));
+            self.add([0.0, 0.0, passes, draft_rows], draft);
         }
         self.fit();
+    }
+
+    fn add(&mut self, x: [f64; 4], time: Duration) {
+        let mut seconds = time.as_secs_f64();
+        let estimate: f64 = x.iter().zip(self.fitted.coefficients()).map(|(x, value)| x * value).sum();
+        // The first passes of the draft model have no estimate yet.
+        if self.products[0][0] > 8.0 && estimate > 0.0 {
+            seconds = seconds.min(OUTLIER * estimate);
+        }
+        for i in 0..4 {
+            self.times[i] += x[i] * seconds;
+            for j in 0..4 {
+                self.products[i][j] += x[i] * x[j];
+            }
+        }
     }
 
     /// Returns the estimate; 0 for terms that no step had.
@@ -81,7 +95,7 @@ impl StepCosts {
         &self.fitted
     }
 
-    /// Of the sets of coefficients that may be above 0, finds the best one.
+    /// Fits the coefficients: tries all sets of those that may be above 0.
     fn fit(&mut self) {
         let mut best = (f64::INFINITY, [0.0; 4]);
         for set in 0..16u8 {

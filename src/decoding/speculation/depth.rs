@@ -74,8 +74,8 @@ impl Default for DepthPlanner {
 impl DepthPlanner {
     /// Returns the number of drafts of each sequence, in their order, at most `max_drafts` together.
     /// `rows` is the number of rows that decode without drafts, one for each of the `sequences` and those
-    /// of sequences that never speculate; rows of prompts do not count. As long as no time of a step is known,
-    /// every sequence gets one draft.
+    /// of sequences that never speculate; rows of prompts do not count. As long as no time of a step is
+    /// known, every sequence gets one draft.
     pub fn plan<'a>(
         &mut self,
         sequences: impl Iterator<Item = Speculating<'a>>,
@@ -136,7 +136,7 @@ impl DepthPlanner {
         let max_passes = self.drafts[0].iter().map(|draft| draft.level).max().unwrap_or(0);
         let rate_of = |choice: &Choice| (base.0 + choice.gain) / (base.1 + choice.seconds);
         let mut best = Choice::default();
-        // Each iteration finds a better choice, of which there are not many. Rounding must not make it endless.
+        // Each iteration finds a better choice, of which there are few; rounding must not make it endless.
         for _ in 0..50 {
             let rate = rate_of(&best);
             let surplus = |choice: &Choice| choice.gain - rate * choice.seconds;

@@ -1,4 +1,4 @@
-//! How often the drafts of a sequence are accepted.
+//! Statistics of the drafts of a sequence: the rate at which they are accepted.
 
 /// Largest number of drafts of a sequence in one step.
 pub const MAX_DEPTH: usize = 16;

@@ -175,49 +175,62 @@ fn statistics_approach_the_rates_of_each_position() {
     assert!(better.survival().iter().zip(observed.survival()).all(|(a, b)| *a >= b));
 }
 
-fn observe(costs: &mut StepCosts, truth: &StepCost, steps: u64, of_step: impl Fn(u64) -> StepWork) {
+/// Observes steps whose time varies by 5 %, with or without the part of the drafts.
+fn observe(
+    costs: &mut StepCosts,
+    truth: &StepCost,
+    (steps, has_parts): (u64, bool),
+    of_step: impl Fn(u64) -> StepWork,
+) {
     for i in 0..steps {
         let work = of_step(i);
         let noise = 1.0 + 0.1 * (f64::from(uniform(3, i, 0)) - 0.5);
-        costs.observe(&work, Duration::from_secs_f64(truth.seconds(&work) * noise));
+        let of_drafts =
+            truth.seconds(&work) - truth.seconds(&StepWork { rows: work.rows, ..StepWork::default() });
+        let [whole, drafts] = [truth.seconds(&work), of_drafts.max(0.0)]
+            .map(|seconds| Duration::from_secs_f64(seconds * noise));
+        costs.observe(&work, whole, if has_parts { drafts } else { Duration::ZERO });
     }
 }
 
 #[test]
 fn costs_are_those_of_the_steps() {
     let truth = cost(8.0, 0.3, 0.6, 0.02);
-    let mut costs = StepCosts::default();
-    let depth = |i: u64| (uniform(5, i, 0) * 4.0) as usize;
-    let of_step = |i| StepWork {
-        rows: 10 + 10 * depth(i),
-        passes: depth(i),
-        draft_rows: (3 + i as usize % 8) * depth(i),
-    };
-    observe(&mut costs, &truth, 600, of_step);
-    for work in (0..9).map(of_step) {
-        let (got, want) = (costs.estimate().seconds(&work), truth.seconds(&work));
-        assert!((got / want - 1.0).abs() < 0.05, "{work:?}: {got} is not {want}");
+    for has_parts in [false, true] {
+        let mut costs = StepCosts::default();
+        let depth = |i: u64| (uniform(5, i, 0) * 4.0) as usize;
+        let of_step = |i| {
+            let (rows, passes) = (10 + 10 * depth(i), depth(i));
+            StepWork { rows, passes, draft_rows: (3 + i as usize % 8) * passes }
+        };
+        observe(&mut costs, &truth, (600, has_parts), of_step);
+        for work in (0..9).map(of_step) {
+            let (got, want) = (costs.estimate().seconds(&work), truth.seconds(&work));
+            assert!((got / want - 1.0).abs() < 0.05, "{work:?}: {got} is not {want}");
+        }
+        let pass = costs.estimate().pass;
+        assert!(!has_parts || (pass / truth.pass - 1.0).abs() < 0.1, "{pass}");
+        // An interruption changes little, a slower machine is noticed.
+        let before = costs.estimate().seconds(&of_step(1));
+        costs.observe(&of_step(1), Duration::from_secs(60), Duration::ZERO);
+        assert!(costs.estimate().seconds(&of_step(1)) < 1.2 * before);
+        observe(&mut costs, &cost(16.0, 0.6, 1.2, 0.04), (600, has_parts), of_step);
+        let after = costs.estimate().seconds(&of_step(1));
+        assert!((after / before - 2.0).abs() < 0.2, "{after} after {before}");
     }
-    // An interruption changes little, a slower machine is noticed.
-    let before = costs.estimate().seconds(&of_step(1));
-    costs.observe(&of_step(1), Duration::from_secs(60));
-    assert!(costs.estimate().seconds(&of_step(1)) < 1.2 * before);
-    observe(&mut costs, &cost(16.0, 0.6, 1.2, 0.04), 600, of_step);
-    let after = costs.estimate().seconds(&of_step(1));
-    assert!((after / before - 2.0).abs() < 0.2, "{after} after {before}");
 }
 
-/// What observations do not tell apart is divided, and the first drafts tell it apart.
+/// Time is divided among terms that observations do not tell apart, until the first drafts do.
 #[test]
 fn costs_without_variation_are_divided_until_drafts_show_them() {
     let truth = cost(9.0, 1.0, 0.5, 0.5);
     let mut costs = StepCosts::default();
     let plain = StepWork { rows: 1, ..StepWork::default() };
-    observe(&mut costs, &truth, 100, |_| plain);
+    observe(&mut costs, &truth, (100, false), |_| plain);
     let estimate = *costs.estimate();
     assert!((estimate.step / estimate.row - 1.0).abs() < 0.01 && estimate.pass == 0.0, "{estimate:?}");
     let drafted = |depth| StepWork { rows: 1 + depth, passes: depth, draft_rows: depth };
-    observe(&mut costs, &truth, 40, |i| drafted(1 + i as usize % 3));
+    observe(&mut costs, &truth, (40, false), |i| drafted(1 + i as usize % 3));
     let estimate = costs.estimate();
     let extra = estimate.seconds(&drafted(5)) - estimate.seconds(&plain);
     assert!((extra - 0.010).abs() < 0.002, "{estimate:?}");
