@@ -114,12 +114,12 @@ impl StepCosts {
     /// Returns the best coefficients of which only some may differ from 0.
     fn solve(&self, is_free: impl Fn(usize) -> bool) -> [f64; 4] {
         let mut rows = [[0.0; 5]; 4];
-        for i in 0..4 {
-            for j in 0..4 {
+        for (i, row) in rows.iter_mut().enumerate() {
+            for (j, value) in row[..4].iter_mut().enumerate() {
                 let product = if i == j { self.regular(i) } else { self.products[i][j] };
-                rows[i][j] = if is_free(i) && is_free(j) { product } else { f64::from(u8::from(i == j)) };
+                *value = if is_free(i) && is_free(j) { product } else { f64::from(u8::from(i == j)) };
             }
-            rows[i][4] = if is_free(i) { self.times[i] } else { 0.0 };
+            row[4] = if is_free(i) { self.times[i] } else { 0.0 };
         }
         // The matrix is positive definite, so no pivot is 0.
         for i in 0..4 {

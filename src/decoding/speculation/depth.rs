@@ -114,7 +114,8 @@ impl DepthPlanner {
     /// tokens. With others, a draft costs more, because the rate grows.
     fn list<'a>(&mut self, sequences: impl Iterator<Item = Speculating<'a>>, costs: [f64; 2]) {
         self.drafts.iter_mut().for_each(Vec::clear);
-        (self.depths.clear(), self.limits.clear());
+        self.depths.clear();
+        self.limits.clear();
         for (sequence, speculating) in sequences.enumerate() {
             let survival = speculating.stats.survival();
             let limit = speculating.limit.min(MAX_DEPTH);

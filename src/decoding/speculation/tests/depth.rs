@@ -147,7 +147,7 @@ fn probes_come_now_and_then_and_rarely_if_they_show_nothing() {
     }
     assert_eq!(probes, [64, 192, 448, 960, 1984]);
     // Drafts that pay bring back the usual interval, also for sequences that get none.
-    let uneven = vec![(stats(0.9), 4, false), (stats(0.01), 4, false)];
+    let uneven = [(stats(0.9), 4, false), (stats(0.01), 4, false)];
     let cheap = cost(5.0, 1.0, 0.0, 0.0);
     let depths: Vec<usize> =
         (0..200).map(|_| planner.plan(uneven.iter().map(speculating), &cheap, 2, 9)[1]).collect();
