@@ -36,6 +36,8 @@ pub mod prompting_defaults;
 
 mod model_sampling;
 
+pub mod speculation;
+
 pub mod engine;
 
 #[cfg(test)]

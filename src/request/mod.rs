@@ -9,7 +9,7 @@ mod params;
 
 pub mod sampling;
 
-pub use crate::decoding::Pooling;
+pub use crate::decoding::{AcceptanceRule, Pooling};
 pub use finish::{finish_reason, logit_biases};
 pub use params::{ParamList, SamplingDefaults};
 pub use sampling::{sample_row, validate};
@@ -87,6 +87,9 @@ pub struct Speculation {
     pub drafter: DraftSource,
     /// Maximum number of drafts in a step, at least 1.
     pub max_drafts: usize,
+    /// The rule that the request asks for; [`SamplingPlan::acceptance`] returns the one that applies. It is
+    /// [`AcceptanceRule::Coupled`] where the device draws.
+    pub acceptance: AcceptanceRule,
 }
 
 /// Where drafts come from.
@@ -96,6 +99,16 @@ pub enum DraftSource {
     Model,
     /// The text so far: what followed the last tokens where they occurred before.
     PromptLookup,
+}
+
+impl DraftSource {
+    /// Returns its name in the configuration and in requests.
+    pub fn name(self) -> &'static str {
+        match self {
+            DraftSource::Model => "draft",
+            DraftSource::PromptLookup => "prompt_lookup",
+        }
+    }
 }
 
 /// A beam search, whose parameters [`crate::decoding::beams::BeamParams`] explains.
