@@ -4,6 +4,7 @@
 use super::sequence::Sequence;
 use crate::memory::{PageHash, TokenChain};
 use crate::model::rope::ReservedLengths;
+use crate::request::DraftSource;
 
 /// The bit that marks generated tokens; token ids are smaller.
 const GENERATED_MARK: u32 = 1 << 31;
@@ -31,10 +32,12 @@ impl PrefixRules {
         let named = |name: &Option<_>| (name.is_some() as u8, name.clone().unwrap_or_default());
         let ((has_salt, salt), (has_adapter, adapter)) =
             (named(&request.cache_salt), named(&request.adapter));
+        // The pages then hold K and V of the draft model, too.
+        let drafts = request.speculation.is_some_and(|speculation| speculation.drafter == DraftSource::Model);
         let group = if self.across_requests { 0 } else { sequence.group };
         let class = self.lengths.class_of(sequence.positions()) as u64;
         let root = PageHash::root(&[
-            &[has_salt, has_adapter],
+            &[has_salt, has_adapter, drafts.into()],
             salt.as_bytes(),
             adapter.as_bytes(),
             &class.to_le_bytes(),

@@ -3,6 +3,7 @@
 //! Invariant: a sequence owns every resource it was given (permit, lease, channel), so dropping it anywhere
 //! releases all of them.
 
+use super::decode::Speculator;
 use super::loop_metrics::SequenceTimes;
 use super::stream::EventSender;
 use crate::decoding::HostSequence;
@@ -41,6 +42,8 @@ pub struct Progress {
     /// The host's part in choosing its tokens, if it has one.
     pub host: Option<HostSequence>,
     pub times: SequenceTimes,
+    /// The speculation on its tokens, if it has one.
+    pub speculator: Option<Speculator>,
 }
 
 /// The right to one slot. Dropping it returns it to intake.

@@ -53,7 +53,7 @@ impl SpeculationSetup {
     pub fn offers(&self, drafter: DraftSource) -> bool {
         match drafter {
             DraftSource::Model => self.draft.is_some(),
-            DraftSource::PromptLookup => true,
+            DraftSource::PromptLookup { .. } => true,
         }
     }
 }

@@ -328,7 +328,7 @@ mod tests {
 
     #[test]
     fn a_draft_model_is_loaded_only_where_it_is_used() {
-        let (draft, lookup) = (Some(DraftSource::Model), Some(DraftSource::PromptLookup));
+        let (draft, lookup) = (Some(DraftSource::Model), Some(LookupSizes { min: 2, max: 4 }.drafter()));
         for (toml, drafter, model) in [
             ("", None, None),
             ("draft = \"d\"", draft, Some("d")),

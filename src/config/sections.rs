@@ -258,6 +258,13 @@ pub struct LookupSizes {
     pub max: usize,
 }
 
+impl LookupSizes {
+    /// Returns prompt lookup with these sizes.
+    pub fn drafter(self) -> DraftSource {
+        DraftSource::PromptLookup { shortest: self.min, longest: self.max }
+    }
+}
+
 impl SpeculationConfig {
     /// Returns the source of drafts of requests that choose none; `None` if speculative decoding is off.
     pub fn drafter(&self) -> Option<DraftSource> {
@@ -265,7 +272,7 @@ impl SpeculationConfig {
             SpeculationMethod::Auto => (!self.draft.is_empty()).then_some(DraftSource::Model),
             SpeculationMethod::Off => None,
             SpeculationMethod::Draft => Some(DraftSource::Model),
-            SpeculationMethod::PromptLookup => Some(DraftSource::PromptLookup),
+            SpeculationMethod::PromptLookup => Some(self.lookup.drafter()),
         }
     }
 

@@ -15,7 +15,7 @@ pub use params::{ParamList, SamplingDefaults};
 pub use sampling::{sample_row, validate};
 
 use crate::decoding::beams::EarlyStopping;
-use crate::decoding::{Constraint, SamplingPlan};
+use crate::decoding::{AcceptanceRule, Constraint, SamplingPlan};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -87,9 +87,9 @@ pub struct Speculation {
     pub drafter: DraftSource,
     /// Maximum number of drafts in a step, at least 1.
     pub max_drafts: usize,
-    /// The rule that the request asks for; [`SamplingPlan::acceptance`] returns the one that applies. It is
-    /// [`AcceptanceRule::Coupled`] where the device draws.
-    pub acceptance: AcceptanceRule,
+    /// The rule by which drafts are accepted. It applies where the host draws the tokens; where the device
+    /// does, drafts are accepted by [`AcceptanceRule::Coupled`].
+    pub rule: AcceptanceRule,
 }
 
 /// Where drafts come from.
@@ -97,8 +97,8 @@ pub struct Speculation {
 pub enum DraftSource {
     /// The draft model.
     Model,
-    /// The text so far: what followed the last tokens where they occurred before.
-    PromptLookup,
+    /// The text so far: what followed its last `shortest` to `longest` tokens where they occurred before.
+    PromptLookup { shortest: usize, longest: usize },
 }
 
 impl DraftSource {
@@ -106,7 +106,7 @@ impl DraftSource {
     pub fn name(self) -> &'static str {
         match self {
             DraftSource::Model => "draft",
-            DraftSource::PromptLookup => "prompt_lookup",
+            DraftSource::PromptLookup { .. } => "prompt_lookup",
         }
     }
 }

@@ -177,6 +177,10 @@ pub struct Outcome {
     pub last: Option<Token>,
     pub embedding: Option<Vec<f32>>,
     pub filled: Vec<Token>,
+    /// Score of a beam search's result.
+    pub beam_score: Option<f32>,
+    /// Numbers of drafts that were made and accepted.
+    pub speculated: Option<(usize, usize)>,
     pub end: Option<Result<FinishReason, RequestError>>,
 }
 
@@ -198,6 +202,8 @@ pub async fn outcome(mut stream: TokenStream) -> Outcome {
             TokenEvent::EndToken(token) => outcome.last = Some(token),
             TokenEvent::Embedding(vector) => outcome.embedding = Some(vector),
             TokenEvent::MaskFilled(token) => outcome.filled.push(token),
+            TokenEvent::BeamScore(score) => outcome.beam_score = Some(score),
+            TokenEvent::Speculated { drafted, accepted } => outcome.speculated = Some((drafted, accepted)),
             TokenEvent::Finished(reason) => outcome.end = Some(Ok(reason)),
             TokenEvent::Failed(error) => outcome.end = Some(Err(error)),
         }

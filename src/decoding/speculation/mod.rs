@@ -13,9 +13,12 @@ pub mod verifier;
 
 pub mod draft;
 
+pub mod lookup;
+
 #[cfg(test)]
 mod tests;
 
 pub use draft::draft_row;
+pub use lookup::PromptLookup;
 pub use rule::{AcceptanceRule, UnknownRule};
 pub use verifier::Proposal;

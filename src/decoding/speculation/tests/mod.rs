@@ -2,4 +2,6 @@
 //!
 //! Invariant: seeds are fixed, so every statistic is a fixed number that is either within its bound or not.
 
+mod lookup;
+
 mod rules;
