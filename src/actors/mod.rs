@@ -38,6 +38,8 @@ pub mod prompting_defaults;
 
 mod model_sampling;
 
+pub mod speculation;
+
 pub mod engine;
 
 #[cfg(test)]

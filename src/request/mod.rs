@@ -9,13 +9,13 @@ mod params;
 
 pub mod sampling;
 
-pub use crate::decoding::Pooling;
+pub use crate::decoding::{AcceptanceRule, Pooling};
 pub use finish::{finish_reason, logit_biases};
 pub use params::{ParamList, SamplingDefaults};
 pub use sampling::{sample_row, validate};
 
 use crate::decoding::beams::EarlyStopping;
-use crate::decoding::{AcceptanceRule, Constraint, SamplingPlan};
+use crate::decoding::{Constraint, SamplingPlan};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -99,6 +99,16 @@ pub enum DraftSource {
     Model,
     /// The text so far: what followed its last `shortest` to `longest` tokens where they occurred before.
     PromptLookup { shortest: usize, longest: usize },
+}
+
+impl DraftSource {
+    /// Returns its name in the configuration and in requests.
+    pub fn name(self) -> &'static str {
+        match self {
+            DraftSource::Model => "draft",
+            DraftSource::PromptLookup { .. } => "prompt_lookup",
+        }
+    }
 }
 
 /// A beam search, whose parameters [`crate::decoding::beams::BeamParams`] explains.
