@@ -136,6 +136,10 @@ impl LoopMetrics {
         self.phase_start
     }
 
+    /// Counts a row that verifies drafts: the first one begins a round, and `is_accepted` is whether the
+    /// draft after it was accepted.
+    pub fn record_draft(&self, _number: u32, _is_accepted: bool) {}
+
     /// Ends the delivery phase: the results of the step were processed.
     pub fn record_processed(&mut self) {
         let settling = self.lap();
@@ -215,7 +219,11 @@ mod tests {
             // As if the loop had waited for work for an hour.
             meters.phase_start -= Duration::from_secs(3600);
             meters.restart_clock();
-            let times = StepTimes { forward: Duration::from_secs(2), sample: Duration::from_secs(1) };
+            let times = StepTimes {
+                forward: Duration::from_secs(2),
+                sample: Duration::from_secs(1),
+                draft: Duration::ZERO,
+            };
             let sent = meters.record_sent();
             meters.record_delivery();
             // As if the device had taken an hour.

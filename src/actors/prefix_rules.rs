@@ -1,9 +1,13 @@
-//! What the K and V of a token depend on besides the tokens before it: sequences share pages only where all
-//! of it is the same.
+//! Rules for sharing pages: K and V of a token depend on the tokens before it, and on a few other facts,
+//! which must be the same where sequences share.
 
 use super::sequence::Sequence;
+use crate::config::KvConfig;
 use crate::memory::{PageHash, TokenChain};
+use crate::model::ModelSpec;
 use crate::model::rope::ReservedLengths;
+use crate::request::DraftSource;
+use mainstem_kernels::Fraction;
 
 /// The bit that marks generated tokens; token ids are smaller.
 const GENERATED_MARK: u32 = 1 << 31;
@@ -16,11 +20,20 @@ pub struct PrefixRules {
     /// Whether K and V of a generated token differ from those of the same token in a prompt: with sparse
     /// attention, generated tokens do not read all values.
     pub marks_generated: bool,
-    /// How K depends on the reserved length of a sequence.
+    /// The reserved lengths of sequences for which K is the same.
     pub lengths: ReservedLengths,
 }
 
 impl PrefixRules {
+    /// Returns the rules for a model.
+    pub fn new(config: &KvConfig, spec: &ModelSpec) -> PrefixRules {
+        PrefixRules {
+            across_requests: config.prefix_cache,
+            marks_generated: config.sparse_attention != Fraction::ONE,
+            lengths: ReservedLengths::of(spec),
+        }
+    }
+
     /// Returns the tokens of a sequence, hashed for pages of `page_positions` positions; `None` if its pages
     /// are not shared: those of an encoder-decoder model depend on the encoder input.
     pub fn chain(&self, sequence: &Sequence, page_positions: usize) -> Option<TokenChain> {
@@ -31,10 +44,12 @@ impl PrefixRules {
         let named = |name: &Option<_>| (name.is_some() as u8, name.clone().unwrap_or_default());
         let ((has_salt, salt), (has_adapter, adapter)) =
             (named(&request.cache_salt), named(&request.adapter));
+        // The pages then hold K and V of the draft model, too.
+        let drafts = request.speculation.is_some_and(|speculation| speculation.drafter == DraftSource::Model);
         let group = if self.across_requests { 0 } else { sequence.group };
         let class = self.lengths.class_of(sequence.positions()) as u64;
         let root = PageHash::root(&[
-            &[has_salt, has_adapter],
+            &[has_salt, has_adapter, drafts.into()],
             salt.as_bytes(),
             adapter.as_bytes(),
             &class.to_le_bytes(),

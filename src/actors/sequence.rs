@@ -4,6 +4,7 @@
 //! releases all of them.
 
 use super::loop_metrics::SequenceTimes;
+use super::speculator::Speculator;
 use super::stream::EventSender;
 use crate::decoding::HostSequence;
 use crate::memory::Lease;
@@ -30,17 +31,19 @@ pub struct Sequence {
     /// The sequence's KV pages, on the way from prefill to the KV manager.
     pub lease: Option<Lease>,
     pub arrived: Instant,
-    /// What it had reached when it was preempted, if it was.
+    /// Its progress when it was preempted, if it was.
     pub progress: Option<Progress>,
 }
 
-/// What a preempted sequence had reached, besides its K and V.
+/// The progress of a preempted sequence, besides its K and V.
 pub struct Progress {
     /// The tokens generated so far; the client has them.
     pub generated: Vec<u32>,
     /// The host's part in choosing its tokens, if it has one.
     pub host: Option<HostSequence>,
     pub times: SequenceTimes,
+    /// The speculation on its tokens, if it has one.
+    pub speculator: Option<Speculator>,
 }
 
 /// The right to one slot. Dropping it returns it to intake.

@@ -30,6 +30,7 @@ impl StepClock {
     /// Ends the step and returns its times. Panics without a step.
     pub(crate) fn end(&mut self) -> StepTimes {
         let began = self.began.take().expect("end_step without begin_step; this is a bug");
-        StepTimes { forward: began.elapsed().saturating_sub(self.sample), sample: self.sample }
+        let forward = began.elapsed().saturating_sub(self.sample);
+        StepTimes { forward, sample: self.sample, draft: Duration::ZERO }
     }
 }

@@ -15,18 +15,18 @@ use super::weights::{Model, TensorRecord};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{
     Backend, DeviceError, DeviceSizes, HandoffPorts, KvLayer, KvLayout, QuantType, StepBatch, StepLimits,
-    StepOutput,
+    StepOutput, StepTimes,
 };
 
 /// Runs steps on one device; used by a device's actor. The backend's type does not appear above this trait.
 pub trait Executor: Send {
     /// Runs this device's part of one forward pass, between the activations that `flow` receives and sends.
-    /// Clears `out` first, then writes the times to it; the first rank of the last stage also writes the
-    /// results of the whole model. That rank sends the signal of `flow` before the decoder's final norm, if
-    /// the step has decoder rows: then the next step is scheduled, and waits when this one returns. The ranks
-    /// of a stage synchronize in every step, whatever it contains, so no rank is more than a step behind,
-    /// which bounds the queue of messages for it. Fails if weights that are not in the device's memory cannot
-    /// be read.
+    /// Clears `out` first, then writes the times to it; the first rank of the last stage also makes the
+    /// drafts of the batch, and writes the results of the whole model. That rank sends the signal of `flow`
+    /// before the decoder's final norm, if the step has decoder rows: then the next step is scheduled, and
+    /// waits when this one returns. The ranks of a stage synchronize in every step, whatever it contains, so
+    /// no rank is more than a step behind, which bounds the queue of messages for it. Fails if weights that
+    /// are not in the device's memory cannot be read.
     ///
     /// The rank that writes the results waits for the late inputs of `flow`, right before it samples the rows
     /// that have one. Unwinds with [`mainstem_kernels::Aborted`] if the step is aborted meanwhile.
@@ -138,7 +138,8 @@ fn allocate<T: LoadTarget>(
     let spec = &model.spec;
     let weight_bytes = meter.since_last(target);
     let caches = alloc_caches(target, spec, kv, limits)?;
-    let draft_kv = draft.as_ref().map(|draft| alloc_caches(target, &draft.spec, kv, limits)).transpose()?;
+    let draft_kv = draft.as_ref().map(|draft| alloc_caches(target, &draft.spec, kv, limits)).transpose();
+    let draft_kv = draft_kv.context("the draft model")?;
     let kv_bytes = meter.since_last(target);
     let scratch = scratch_layout(spec, limits).map(|layout| target.alloc_kv(layout)).transpose();
     let scratch = scratch.context("allocating the encoder's cache")?;
@@ -185,8 +186,8 @@ fn alloc_caches<T: LoadTarget>(
     caches.context("allocating the KV cache")
 }
 
-/// Returns the size of one page on the device with a shard, in bytes: in its layers, and in those of the draft
-/// model if it has that; `None` on overflow. Fails if the model cannot be split like that.
+/// Returns the size of one page on the device with a shard, in bytes: in its layers, and in those of the
+/// draft model if it has that; `None` on overflow. Fails if the model cannot be split like that.
 pub fn shard_page_bytes(
     source: &ModelSource,
     shard: &Shard,
@@ -245,7 +246,7 @@ impl<B: Backend> Executor for ModelExecutor<B> {
             draft.as_mut().map(|draft| draft as &mut dyn Drafter<B>),
             StepIo { batch, biases: &batch.logit_biases, handoff: flow, out },
         );
-        out.times = self.backend.end_step();
+        out.times = StepTimes { draft: out.times.draft, ..self.backend.end_step() };
         outcome?;
         let is_returned = self.allocated.model.role.returns_output;
         let (wanted, drafts) = if is_returned { (batch.sampling.len(), batch.draft_count()) } else { (0, 0) };

@@ -52,7 +52,8 @@ pub fn estimate_report(time: StepTime) -> ExecutorReport {
     ExecutorReport { device: format!("fake ({})", time.describe()), ..ExecutorReport::default() }
 }
 
-/// An executor that samples uniformly from a list of tokens.
+/// An executor that samples uniformly from a list of tokens, by seed and position alone. So its drafts are
+/// what it samples itself. The host gets only the logits of the rows that it draws.
 pub struct FakeExecutor {
     tokens: Vec<u32>,
     limits: StepLimits,
@@ -156,6 +157,13 @@ impl Executor for FakeExecutor {
         wait_until(began + time);
         self.collective.all_reduce(&mut [0.0]).unwrap_or_else(|Aborted| resume_unwind(Box::new(Aborted)));
         out.times.forward = began.elapsed();
+        for span in &batch.drafts {
+            let params = |draft| SamplingParams { position: span.sampling.position + draft, ..span.sampling };
+            out.drafts.extend((0..span.count).map(|draft| self.sample(&params(draft))));
+        }
+        if let Some(late) = ports.late.filter(|_| !batch.drafts.is_empty()) {
+            late.report_drafts(&out.drafts);
+        }
         let inputs = SamplingInputs { biases: &batch.logit_biases, late: ports.late, width: None };
         let rows = || batch.sampling.iter().enumerate();
         for (number, _) in rows().filter(|(_, row)| row.mode == SampleMode::Host) {
@@ -164,10 +172,6 @@ impl Executor for FakeExecutor {
         for row in rows() {
             let result = self.sample_row(row, inputs, &mut out.top_logprobs);
             out.tokens.push(result);
-        }
-        for span in &batch.drafts {
-            let params = |draft| SamplingParams { position: span.sampling.position + draft, ..span.sampling };
-            out.drafts.extend((0..span.count).map(|draft| self.sample(&params(draft))));
         }
         let hidden: usize = batch.hidden_rows(SpanStack::Encoder).map(|rows| rows.len()).sum();
         out.hidden.resize(hidden * self.limits.hidden, 1.0);
@@ -197,7 +201,9 @@ pub fn wait_until(deadline: Instant) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mainstem_kernels::{Fraction, LateInputs, Span, SpanModel, SpanOutput, SpanTable, SpanTokens};
+    use mainstem_kernels::{
+        DraftSpan, Fraction, LateInputs, Span, SpanModel, SpanOutput, SpanTable, SpanTokens,
+    };
     use std::sync::Arc;
 
     const LIMITS: StepLimits = StepLimits {
@@ -243,6 +249,18 @@ mod tests {
         assert_eq!((out.tokens[0].rank, out.tokens[1].rank), (0, 4));
         assert_eq!(out.top_logprobs_of(&out.tokens[1]).iter().map(|top| top.0).collect::<Vec<_>>(), [7, 8]);
         assert_eq!((out.top_logprobs_of(&out.tokens[2]).len(), out.top_logprobs.len()), (0, 2));
+        let draft = DraftSpan {
+            slot: 0,
+            start: 16,
+            tokens: SpanTokens::Generated { at: 0, len: 1 },
+            reserved: 50,
+            count: 5,
+            sampling: row(17, 1),
+        };
+        let mut out = StepOutput::default();
+        let batch = StepBatch { drafts: vec![draft], ..StepBatch::default() };
+        device.run(&batch, HandoffPorts::default(), &mut out).expect("it never fails");
+        assert_eq!(out.drafts, token_ids(&one)[17..22]);
     }
 
     /// A masked row gets an allowed token of the list, or the lowest allowed one, and none if the mask allows

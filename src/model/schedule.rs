@@ -11,6 +11,7 @@ use super::weights::{LayerWeights, Model, Stack};
 use mainstem_kernels::{
     Backend, DeviceError, HandoffPorts, KvLayer, KvTable, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
+use std::time::Instant;
 
 /// The KV caches of the layers.
 pub struct Caches<'a, Buf> {
@@ -39,8 +40,8 @@ impl StepIo<'_> {
 
 /// Runs one step of the whole batch: for each layer, all rows. Encoder rows go first, and decoder rows may
 /// belong to the same sequences. A shard runs its layers between the activations of the previous stage and
-/// those for the next. A drafter makes its drafts first; without one, those of the batch are ignored. Fails if
-/// the weights of a layer cannot be acquired; the step then has no results.
+/// those for the next. A drafter makes its drafts first; without one, those of the batch are ignored. Fails
+/// if the weights of a layer cannot be acquired; the step then has no results.
 pub fn run_step<B: Backend>(
     b: &mut B,
     model: &mut Model<B::Buf>,
@@ -83,8 +84,10 @@ fn draft<B: Backend>(
     traffic: &mut StepIo,
 ) -> Result<(), DeviceError> {
     let StepIo { batch, handoff, out, .. } = traffic;
+    let began = Instant::now();
     drafter.make_drafts(b, batch, out)?;
     if !batch.drafts.is_empty() {
+        out.times.draft = began.elapsed();
         b.map_rows(batch);
         if let Some(late) = handoff.late {
             late.report_drafts(&out.drafts);

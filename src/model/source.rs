@@ -24,8 +24,9 @@ use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Name of the demo model.
+/// Names of the demo model and of its draft model.
 const DEMO: &str = "demo";
+const DEMO_DRAFT: &str = "demo-draft";
 
 /// Identifies a model to open.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,12 +42,13 @@ pub enum ModelRef {
 }
 
 impl ModelRef {
-    /// Parses a model name: an empty name or `demo` is the demo, `synthetic:SHAPE` has random weights (see
-    /// [`SyntheticShape::parse`]), and anything else is a path.
+    /// Parses a model name: an empty name or `demo` is the demo, `demo-draft` its draft model,
+    /// `synthetic:SHAPE` has random weights (see [`SyntheticShape::parse`]), and anything else is a path.
     pub fn parse(name: &str) -> Result<ModelRef> {
         match name.strip_prefix(synthetic::PREFIX) {
             Some(shape) => SyntheticShape::parse(shape).map(ModelRef::Synthetic),
             None if name.is_empty() || name == DEMO => Ok(ModelRef::Demo),
+            None if name == DEMO_DRAFT => Ok(ModelRef::DemoDraft),
             None => Ok(ModelRef::Path(name.into())),
         }
     }
@@ -123,15 +125,17 @@ impl ModelSource {
     }
 
     /// Adds a draft model, with the same tokens. It may have fewer of them, or more, which it never proposes.
-    /// Fails if it is not a decoder-only model, or this model has no decoder.
-    pub fn attach_draft(&mut self, draft: ModelSource) -> Result<()> {
+    /// Fails if one of them is not a decoder-only model, or the draft model has no head.
+    pub fn attach_draft(&mut self, mut draft: ModelSource) -> Result<()> {
         let path = draft.path.display();
         ensure!(draft.spec.kind == Kind::Decoder, "{path} cannot be a draft model: it has an encoder");
+        ensure!(draft.spec.has_head(), "{path} cannot be a draft model: it has no output head");
         ensure!(
-            self.spec.decoder.is_some(),
-            "{} generates nothing, so it needs no draft model",
+            self.spec.kind == Kind::Decoder,
+            "{}: only a decoder-only model can have a draft model",
             self.path.display()
         );
+        draft.progress = self.progress.clone();
         self.draft = Some(Box::new(draft));
         Ok(())
     }
@@ -422,6 +426,7 @@ mod tests {
     #[test]
     fn a_models_name_says_where_it_is() {
         assert_eq!(ModelRef::parse("").unwrap(), ModelRef::Demo);
+        assert_eq!(ModelRef::parse("demo-draft").unwrap(), ModelRef::DemoDraft);
         assert_eq!(ModelRef::parse("a/model").unwrap(), ModelRef::Path("a/model".into()));
         let shape = SyntheticShape::parse("3B:bf16").unwrap();
         assert_eq!(ModelRef::parse("synthetic:3B:bf16").unwrap(), ModelRef::Synthetic(shape));

@@ -103,8 +103,8 @@ impl<B: Backend> Backend for Observed<B> {
         inner:
         sizes, describe, activation_type, threads,
         allocated_bytes, activation_precision, rank_and_count, alloc,
-        upload, download, upload_weight, refill_weight, alloc_kv, prepare, begin_step,
-        map_rows, end_step, select_stack, copy_pages, embed, embed_positions, norm, norm_in_place, rope_angles, rope, store_kv,
+        upload, download, upload_weight, refill_weight, alloc_kv, prepare, begin_step, map_rows, end_step,
+        select_stack, copy_pages, embed, embed_positions, norm, norm_in_place, rope_angles, rope, store_kv,
         attention, activate, add, scale, softcap, gate_rows, prepare_moe, all_reduce, all_gather,
         copy_columns, gather_output_rows, append_hidden, sample, read_page_table,
     );

@@ -9,7 +9,7 @@ mod params;
 
 pub mod sampling;
 
-pub use crate::decoding::Pooling;
+pub use crate::decoding::{AcceptanceRule, Pooling};
 pub use finish::{finish_reason, logit_biases};
 pub use params::{ParamList, SamplingDefaults};
 pub use sampling::{sample_row, validate};
@@ -87,15 +87,28 @@ pub struct Speculation {
     pub drafter: DraftSource,
     /// Maximum number of drafts in a step, at least 1.
     pub max_drafts: usize,
+    /// The rule by which drafts are accepted. It applies where the host draws the tokens; where the device
+    /// does, drafts are accepted by [`AcceptanceRule::Coupled`].
+    pub rule: AcceptanceRule,
 }
 
-/// Where drafts come from.
+/// The source of drafts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DraftSource {
     /// The draft model.
     Model,
-    /// The text so far: what followed the last tokens where they occurred before.
-    PromptLookup,
+    /// The text so far: what followed its last `shortest` to `longest` tokens where they occurred before.
+    PromptLookup { shortest: usize, longest: usize },
+}
+
+impl DraftSource {
+    /// Returns its name in the configuration and in requests.
+    pub fn name(self) -> &'static str {
+        match self {
+            DraftSource::Model => "draft",
+            DraftSource::PromptLookup { .. } => "prompt_lookup",
+        }
+    }
 }
 
 /// A beam search, whose parameters [`crate::decoding::beams::BeamParams`] explains.
@@ -108,7 +121,8 @@ pub struct BeamOptions {
     /// Number of the last prompt tokens that count as generated ones.
     pub forced_tokens: u32,
     /// The place of the request's answer among the results, from 0 for the best one. Requests for further
-    /// results of the same search directly follow the first one in their group, and are otherwise equal to it.
+    /// results of the same search directly follow the first one in their group, and are otherwise equal to
+    /// it.
     pub answer: usize,
 }
 

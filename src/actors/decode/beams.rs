@@ -227,7 +227,7 @@ impl DecodeLoop {
         // The other beams are preempted with it; the first one takes the search along.
         if let Some(at) = self.search_of(beam) {
             let RunningSearch { mut origin, times, .. } = self.searches.swap_remove(at);
-            origin.progress = Some(Progress { generated: Vec::new(), host: None, times });
+            origin.progress = Some(Progress { generated: Vec::new(), host: None, times, speculator: None });
             self.handles.requeue.do_send(Requeue(origin));
         }
     }

@@ -55,6 +55,7 @@ impl DecodeLoop {
         for span in spans {
             match *span {
                 SpanWork::Decode(at) => self.add_decode_span(buffers, at),
+                SpanWork::Draft(at) => self.add_drafts(buffers, at),
                 // An encoder span may be all the work of a sequence.
                 SpanWork::Prefill(_, PromptChunk { len: 0, .. }) => {}
                 SpanWork::Prefill(at, chunk) => self.add_prefill_span(buffers, at, chunk),
@@ -101,10 +102,16 @@ impl DecodeLoop {
     /// Adds the span that decodes the next token of a running sequence. It computes the last sampled token,
     /// and those that a grammar forced after it.
     fn add_decode_span(&self, buffers: &mut StepBuffers, at: usize) {
+        let depth = self.running[at].depth();
+        if depth > 0 {
+            return self.add_verification(buffers, at, depth);
+        }
         let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
         let tokens = match running.forced {
-            // The device did not choose a beam's token.
-            0 if !running.is_beam => self.decode_token(batch, running.last_token()),
+            // The last token that the device sampled may be that of a draft which was not accepted.
+            0 if !running.is_beam && running.speculator.is_none() => {
+                self.decode_token(batch, running.last_token())
+            }
             forced => {
                 let at = batch.tokens.len() as u32;
                 batch.tokens.extend_from_slice(running.next_input());
@@ -113,7 +120,7 @@ impl DecodeLoop {
         };
         let start = running.next_position() - 1 - running.forced;
         batch.spans.push(running.span(start, tokens, SpanOutput::Last));
-        self.add_sample_row(buffers, at);
+        self.add_next_row(buffers, at);
     }
 
     /// The token source of a decode span. With one device, the device remembers the token it sampled; with
@@ -151,8 +158,9 @@ impl DecodeLoop {
             let want = if chunk.last { SpanOutput::Last } else { SpanOutput::None };
             batch.spans.push(running.span(start as u32, tokens, want));
         }
+        self.add_prompt_draft(&mut buffers.step.batch, at, chunk);
         if chunk.last {
-            self.add_sample_row(buffers, at);
+            self.add_next_row(buffers, at);
         }
     }
 
@@ -184,20 +192,24 @@ impl DecodeLoop {
         }
     }
 
-    /// Adds the row that samples a sequence's next token, with its logit biases, and the host's part in it.
-    fn add_sample_row(&self, StepBuffers { step, routing }: &mut StepBuffers, at: usize) {
+    /// Adds a row that samples a token of a sequence, with its logit biases, and the host's part in it. It is
+    /// the next token, or the one after `ahead` drafts.
+    pub(super) fn add_sample_row(
+        &self,
+        StepBuffers { step, routing }: &mut StepBuffers,
+        at: usize,
+        ahead: u32,
+        usage: RowUse,
+    ) {
         let (batch, running) = (&mut step.batch, &self.running[at]);
-        let mut params = running.sample_row();
-        if let Some(search) = beams::beam_params(&running.sequence.request, &self.config.eos) {
-            let candidates = search.width + search.end_tokens.len();
-            batch.sampling.push(SamplingParams {
-                logprob: true,
-                top_logprobs: candidates as u8,
-                ..SamplingParams::GREEDY
-            });
-            routing.targets.push(RowTarget::Sequence(self.sequence_ref(at), RowUse::BeamCandidates));
-            return;
+        let target = RowTarget::Sequence(self.sequence_ref(at), usage);
+        routing.targets.push(target);
+        if let RowUse::BeamCandidates { count } = usage {
+            let params = SamplingParams { logprob: true, top_logprobs: count, ..SamplingParams::GREEDY };
+            return batch.sampling.push(params);
         }
+        let mut params = running.sample_row();
+        params.position += ahead;
         let host = running.host.as_ref();
         // A plan of the host includes the biases.
         if !host.is_some_and(HostSequence::draws) {
@@ -205,15 +217,30 @@ impl DecodeLoop {
             batch.logit_biases.extend(request::logit_biases(
                 &running.sequence.request,
                 &self.config.eos,
-                running.generated_count(),
+                running.generated_count() + ahead,
             ));
             params.bias_len = batch.logit_biases.len() as u32 - params.bias_at;
         }
         if let Some(host) = host {
-            host.register(&step.late, batch.sampling.len(), &mut params);
+            match (usage, &running.speculator) {
+                (RowUse::Verified { number, .. }, Some(speculator)) => {
+                    let (row, rule) = (batch.sampling.len(), speculator.rule());
+                    host.register_verified(&step.late, row, &mut params, rule, number as usize);
+                }
+                _ => host.register(&step.late, batch.sampling.len(), &mut params),
+            }
         }
         batch.sampling.push(params);
-        routing.targets.push(RowTarget::Sequence(self.sequence_ref(at), RowUse::NextToken));
+    }
+
+    /// Adds the row after the last known token of a sequence.
+    fn add_next_row(&self, buffers: &mut StepBuffers, at: usize) {
+        let search = beams::beam_params(&self.running[at].sequence.request, &self.config.eos);
+        let usage = match search {
+            Some(search) => RowUse::BeamCandidates { count: (search.width + search.end_tokens.len()) as u8 },
+            None => RowUse::NextToken,
+        };
+        self.add_sample_row(buffers, at, 0, usage);
     }
 
     /// Adds a span that writes to the null page and whose result is discarded.

@@ -34,6 +34,8 @@ pub(super) enum StepKind {
     Iteration,
     /// A step of prefill chunks only.
     Ahead,
+    /// A step that makes drafts for the iteration's step.
+    Drafts,
 }
 
 impl DecodeLoop {
@@ -45,6 +47,7 @@ impl DecodeLoop {
     /// Sends what can be sent without running ahead.
     pub(super) async fn send_steps(&mut self) -> Result<(), DeviceError> {
         if self.count_in_flight(StepKind::Iteration) == 0 {
+            self.make_drafts_before().await?;
             self.send_pending()?;
         }
         self.send_chunks_ahead().await
@@ -53,7 +56,7 @@ impl DecodeLoop {
     /// Waits until the only step in flight has passed its last layer, and returns whether the next iteration
     /// may be scheduled before its results. Returns false at once if the loop does not run ahead.
     pub(super) async fn may_run_ahead(&mut self) -> bool {
-        if !self.runs_ahead || self.has_beams() {
+        if !self.runs_ahead || self.has_beams() || self.speculates() {
             return false;
         }
         self.flush_events();
@@ -113,7 +116,7 @@ impl DecodeLoop {
 
     /// Builds and sends a step of these spans and the slot plan's changes; then sends the events of the
     /// previous step.
-    fn send_step(
+    pub(super) fn send_step(
         &mut self,
         plan: Option<SlotPlan>,
         work: &[SpanWork],
@@ -143,8 +146,13 @@ impl DecodeLoop {
                     let running = &mut self.running[at];
                     running.sent_positions = running.next_position() as usize;
                 }
-                SpanWork::Prefill(at, chunk) => self.running[at].sent_positions = chunk.start + chunk.len,
-                SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {}
+                SpanWork::Prefill(at, chunk) => {
+                    self.running[at].sent_positions = chunk.start + chunk.len;
+                    if let Some(speculator) = &mut self.running[at].speculator {
+                        speculator.note_prompt(chunk.start + chunk.len);
+                    }
+                }
+                SpanWork::Draft(_) | SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {}
             }
         }
         routing.sequences().for_each(|at| self.running[at].awaited += 1);
@@ -156,7 +164,8 @@ impl DecodeLoop {
             match *span {
                 SpanWork::Decode(at) => self.running[at].scheduled += 1,
                 SpanWork::Prefill(at, chunk) if chunk.last => self.running[at].scheduled += 1,
-                SpanWork::Prefill(..) | SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {}
+                SpanWork::Prefill(..) | SpanWork::Draft(_) | SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {
+                }
             }
         }
     }

@@ -21,6 +21,8 @@ mod in_flight;
 
 mod beams;
 
+mod speculation;
+
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
 use super::loop_metrics::LoopMetrics;
@@ -172,8 +174,10 @@ struct DecodeLoop {
 /// their index among the running sequences.
 #[derive(Clone, Copy, Debug)]
 enum SpanWork {
-    /// Decodes one token.
+    /// Decodes one token, or verifies drafts.
     Decode(usize),
+    /// Makes drafts for a later step.
+    Draft(usize),
     /// Prefills a chunk.
     Prefill(usize, PromptChunk),
     /// Computes a hole, whose result is discarded.
@@ -266,6 +270,7 @@ impl DecodeLoop {
 
     /// Adds new sequences and plans the spans of the next iteration.
     async fn plan_iteration(&mut self) -> Option<()> {
+        self.choose_depths();
         let chunks = self.request_chunks().await?;
         let chunks = self.fail_lost_sequences(chunks).await;
         self.admit_chunks(chunks);
@@ -305,7 +310,7 @@ impl DecodeLoop {
     /// two steps, or at the end of one, so that a request that arrives during a step joins the very next one.
     async fn request_chunks(&mut self) -> Option<Vec<ScheduledChunk>> {
         let decoding = self.running.iter().filter(|running| running.is_decoding());
-        let decoding: usize = decoding.map(|running| 1 + running.forced as usize).sum();
+        let decoding: usize = decoding.map(|running| 1 + running.forced as usize + running.depth()).sum();
         let (lane, running) = (self.lane, self.running.len());
         let steps_ahead = self.count_in_flight(StepKind::Ahead);
         let free_slots = self.slots - running - self.reserved_slots();
@@ -342,7 +347,7 @@ impl DecodeLoop {
                 if sequence.progress.is_none() {
                     sequence.events.send(TokenEvent::Started { cached_tokens: lease.computed() });
                 }
-                let (pages, pool) = (lease.own().len(), &self.handles.host_pool);
+                let (pages, pool) = ((lease.own().len(), lease.computed()), &self.handles.host_pool);
                 self.update.joins.push(JoiningSequence { key, lease });
                 let running = RunningSequence::new(sequence, pages, &self.metrics, pool, self.jump_limit);
                 self.running.push(running);
@@ -379,7 +384,7 @@ impl DecodeLoop {
         IterationUpdate { lane: self.lane, epoch: self.epoch, ..IterationUpdate::default() }
     }
 
-    /// Lets go of preempted sequences, and gives the others their slots.
+    /// Removes preempted sequences, and gives the others their slots.
     fn apply_plan(&mut self, plan: &SlotPlan) {
         let preempted = self.running.extract_if(.., |running| plan.preempted.contains(&running.key));
         let (beams, others): (Vec<_>, Vec<_>) = preempted.partition(|running| running.is_beam);
@@ -395,8 +400,9 @@ impl DecodeLoop {
         self.stall_whole_searches();
         for running in &mut self.running {
             if running.is_decoding() && !running.is_stalled {
-                running.pages =
-                    running.pages.max(running.next_position().div_ceil(page_positions as u32) as usize);
+                running.pages = running
+                    .pages
+                    .max((running.next_position() as usize + running.depth()).div_ceil(page_positions));
             }
         }
     }

@@ -6,6 +6,7 @@
 use super::DecodeLoop;
 use super::running::RunningSequence;
 use crate::actors::sequence::SequenceKey;
+use crate::actors::speculator::Speculator;
 use crate::decoding::{self, HostSequence};
 use crate::request::{self, FinishReason, RequestError, Task, Token, TokenEvent};
 use mainstem_kernels::{SampledToken, StepLimits, StepOutput};
@@ -16,6 +17,8 @@ pub(super) struct OutputRouting {
     pub(super) targets: Vec<RowTarget>,
     /// Sequences that end with this step: those of encoder-only models, in row order.
     pub(super) encoder_only: Vec<SequenceRef>,
+    /// Sequences that the step makes drafts for, which a later step verifies, and their numbers of drafts.
+    pub(super) drafts: Vec<(SequenceRef, usize)>,
 }
 
 /// The target of a row's result.
@@ -31,12 +34,23 @@ pub(super) enum RowTarget {
 pub(super) enum RowUse {
     /// As the next token.
     NextToken,
-    /// As the candidates for the next token of a beam, or for the first ones of a search.
-    BeamCandidates,
+    /// As the next token after `number` drafts, if these were accepted. The next row verifies `draft`.
+    Verified { number: u32, draft: Option<DraftRef> },
+    /// As the candidates for the next token of a beam, or for the first ones of a search; `count` of them.
+    BeamCandidates { count: u8 },
     /// As the log-probability of a prompt token.
     PromptLogprob,
     /// As the prediction at a masked position of the encoder input.
     MaskPrediction,
+}
+
+/// A draft that a step verifies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum DraftRef {
+    /// A token that the batch contains.
+    Given(u32),
+    /// The draft with this number among those that the step makes.
+    Made(u32),
 }
 
 /// Refers to a sequence, with its index among the running sequences when the step was built. Few sequences
@@ -52,12 +66,14 @@ impl OutputRouting {
         OutputRouting {
             targets: Vec::with_capacity(limits.rows),
             encoder_only: Vec::with_capacity(limits.slots),
+            drafts: Vec::new(),
         }
     }
 
     pub(super) fn clear(&mut self) {
         self.targets.clear();
         self.encoder_only.clear();
+        self.drafts.clear();
     }
 
     /// Returns the index of the sequence of each result, while the step is being built.
@@ -71,6 +87,11 @@ impl OutputRouting {
 }
 
 impl DecodeLoop {
+    /// Returns a sequence that runs or leaves; `None` if it ended while its step was in flight.
+    pub(super) fn find(&mut self, sequence: SequenceRef) -> Option<&mut RunningSequence> {
+        find(&mut self.running, &mut self.leaving, sequence)
+    }
+
     /// Returns a reference to the running sequence at an index.
     pub(super) fn sequence_ref(&self, at: usize) -> SequenceRef {
         SequenceRef { key: self.running[at].key, at }
@@ -86,6 +107,9 @@ impl DecodeLoop {
                 continue;
             };
             running.awaited -= 1;
+            if running.skips(usage) {
+                continue;
+            }
             if let Some(failure) = row.failure {
                 // What the host knows says more than the device does.
                 let why = running.host.as_ref().and_then(HostSequence::error);
@@ -95,14 +119,17 @@ impl DecodeLoop {
             }
             match usage {
                 RowUse::PromptLogprob => running.prompt_logprobs.push(token_of_row(output, row)),
-                RowUse::NextToken => {
-                    let mut token = token_of_row(output, row);
-                    if let Some(report) = running.host.as_ref().and_then(HostSequence::take_report) {
-                        (token.logprob, token.top) = (Some(report.logprob), report.top);
-                    }
-                    self.process_token(sequence, token);
+                RowUse::NextToken => self.process_row(sequence, output, row),
+                RowUse::Verified { number, draft } => {
+                    let draft = draft.map(|draft| match draft {
+                        DraftRef::Given(token) => token,
+                        DraftRef::Made(index) => output.drafts[index as usize],
+                    });
+                    let is_accepted = running.verify(number, row.token, draft);
+                    self.metrics.record_draft(number, is_accepted);
+                    self.process_row(sequence, output, row);
                 }
-                RowUse::BeamCandidates => {
+                RowUse::BeamCandidates { .. } => {
                     self.beam_rows.push((running.key, output.top_logprobs_of(row).to_vec()));
                 }
                 RowUse::MaskPrediction => {
@@ -110,6 +137,9 @@ impl DecodeLoop {
                     self.pending_events.push((running.sequence.events.clone(), event));
                 }
             }
+        }
+        if !routing.drafts.is_empty() {
+            self.keep_drafts(&output.drafts, routing);
         }
         self.finish_encoder_only(&output.hidden, &routing.encoder_only);
         self.leaving.retain(|leaving| !leaving.finished);
@@ -126,6 +156,16 @@ impl DecodeLoop {
             running.sequence.clients().map(|events| (events.clone(), TokenEvent::Failed(error.clone())));
         self.pending_events.extend(failed);
         running.finished = true;
+    }
+
+    /// Processes the token of a row.
+    fn process_row(&mut self, sequence: SequenceRef, output: &StepOutput, row: &SampledToken) {
+        let Some(running) = self.find(sequence) else { return };
+        let mut token = token_of_row(output, row);
+        if let Some(report) = running.host.as_ref().and_then(HostSequence::take_report) {
+            (token.logprob, token.top) = (Some(report.logprob), report.top);
+        }
+        self.process_token(sequence, token);
     }
 
     /// Processes a sampled token, and those that a grammar forces after it.
@@ -173,6 +213,10 @@ impl DecodeLoop {
             self.pending_events.push((events.clone(), event));
         }
         if let Some(reason) = end {
+            if let Some((drafted, accepted)) = running.speculator.as_ref().map(Speculator::counts) {
+                let speculated = TokenEvent::Speculated { drafted, accepted };
+                self.pending_events.push((events.clone(), speculated));
+            }
             self.pending_events.push((events.clone(), TokenEvent::Finished(reason)));
             self.metrics.record_finished(running.times, generated, self.produced_at);
             running.finished = true;

@@ -7,6 +7,7 @@ use crate::actors::kv::{ComputedPositions, EndedSequence, GrowingSequence};
 use crate::actors::loop_metrics::{LoopMetrics, SequenceTimes};
 use crate::actors::prefill::PromptChunk;
 use crate::actors::sequence::{Progress, Sequence, SequenceKey};
+use crate::actors::speculator::Speculator;
 use crate::decoding::{HostPool, HostSequence};
 use crate::request::{self, Request, Task, Token};
 use mainstem_kernels::batch::Slot;
@@ -53,20 +54,24 @@ pub(super) struct RunningSequence {
     pub(super) forced: u32,
     /// The host's part in choosing its tokens, if it has one.
     pub(super) host: Option<HostSequence>,
+    /// The speculation on its tokens, if it has one.
+    pub(super) speculator: Option<Speculator>,
 }
 
 impl RunningSequence {
-    /// Creates the state of a sequence whose first chunk was just scheduled, and which has `pages` pages. It
-    /// has no slot yet. `jump_limit` is the maximum number of tokens that a grammar may force at once.
+    /// Creates the state of a sequence whose first chunk was just scheduled, and which has `pages` pages. The
+    /// first `computed` positions need no computation. It has no slot yet. `jump_limit` is the maximum number
+    /// of tokens that a grammar may force at once.
     pub(super) fn new(
         mut sequence: Box<Sequence>,
-        pages: usize,
+        (pages, computed): (usize, usize),
         meters: &LoopMetrics,
         pool: &Arc<HostPool>,
         jump_limit: usize,
     ) -> RunningSequence {
         let progress = sequence.progress.take().unwrap_or_else(|| {
-            let Request { plan, constraint, prompt, max_tokens, logprobs, .. } = &sequence.request;
+            let Request { plan, constraint, prompt, max_tokens, logprobs, speculation, .. } =
+                &sequence.request;
             // Forced tokens have no rows, and so no log-probabilities.
             let limit = if logprobs.is_none() { jump_limit } else { 0 };
             let (plan, constraint) = (plan.as_ref(), constraint.as_ref());
@@ -74,9 +79,13 @@ impl RunningSequence {
                 generated: Vec::new(),
                 host: HostSequence::begin(pool, plan, constraint, prompt, *max_tokens, limit),
                 times: meters.record_scheduled(sequence.arrived),
+                speculator: speculation.map(|it| Speculator::new(it, plan.map(|plan| &**plan), prompt)),
             }
         });
-        let Progress { generated, host, times } = progress;
+        let Progress { generated, host, times, mut speculator } = progress;
+        if let Some(speculator) = &mut speculator {
+            speculator.begin(computed);
+        }
         let resumed = generated.len() as u32;
         RunningSequence {
             key: sequence.key,
@@ -99,11 +108,12 @@ impl RunningSequence {
             forced: 0,
             host,
             is_beam: false,
+            speculator,
             sequence,
         }
     }
 
-    /// Returns the state of a beam like this one, or of the only beam of the search that this sequence begins.
+    /// Returns the state of a beam like this one, or of the first beam of the search that it begins.
     pub(super) fn as_beam(&self, key: SequenceKey) -> RunningSequence {
         let Sequence { group, ref request, ref events, arrived, .. } = *self.sequence;
         let (request, events) = (request.clone(), events.clone());
@@ -132,6 +142,7 @@ impl RunningSequence {
             prompt_logprobs: Vec::new(),
             forced: 0,
             host: None,
+            speculator: None,
         }
     }
 
@@ -151,20 +162,20 @@ impl RunningSequence {
 
     /// Returns the sequence as it waits to be computed again, after it was preempted.
     pub(super) fn suspend(self) -> Box<Sequence> {
-        let RunningSequence { mut sequence, generated, host, times, .. } = self;
-        sequence.progress = Some(Progress { generated, host, times });
+        let RunningSequence { mut sequence, generated, host, times, speculator, .. } = self;
+        sequence.progress = Some(Progress { generated, host, times, speculator });
         sequence
     }
 
-    /// Returns the pages that the next token to decode needs, if the sequence has too few.
+    /// Returns the pages that the next step needs, if the sequence has too few.
     pub(super) fn growth(&self, page_positions: usize) -> Option<GrowingSequence> {
-        let positions = self.next_position() as usize;
+        let positions = self.next_position() as usize + self.depth();
         let needed = positions.div_ceil(page_positions);
         (needed > self.pages).then_some(GrowingSequence { key: self.key, positions })
     }
 
-    /// Returns a report of the positions whose steps were sent and whose tokens are known, if they fill a page
-    /// or complete the prompt.
+    /// Returns a report of the positions whose steps were sent and whose tokens are known, if they fill a
+    /// page or complete the prompt.
     pub(super) fn report_filled(&mut self, page_positions: usize) -> Option<ComputedPositions> {
         let (known, before, prompt) = (self.known_positions(), self.reported_positions, self.prompt_len());
         let is_new = known / page_positions > before / page_positions || (before < prompt && prompt <= known);
@@ -185,7 +196,8 @@ impl RunningSequence {
         if self.is_beam {
             return 0;
         }
-        self.sent_positions.min(self.sequence.request.prompt.len() + self.generated.len())
+        let drafted = self.speculator.as_ref().map_or(usize::MAX, Speculator::shared_positions);
+        self.sent_positions.min(self.sequence.request.prompt.len() + self.generated.len()).min(drafted)
     }
 
     /// Returns the number of tokens that are computed like a prompt.
@@ -216,6 +228,9 @@ impl RunningSequence {
     pub(super) fn receive(&mut self, token: u32, continues: bool) {
         self.received += 1;
         self.scheduled = self.scheduled.max(self.received);
+        if let Some(speculator) = &mut self.speculator {
+            speculator.learn(token);
+        }
         if continues {
             self.generated.push(token);
         }
@@ -234,6 +249,11 @@ impl RunningSequence {
     /// Returns the position of the next token.
     pub(super) fn next_position(&self) -> u32 {
         self.sequence.request.prompt.len() as u32 + self.generated_count()
+    }
+
+    /// Returns the number of positions whose tokens are known.
+    pub(super) fn next_known_position(&self) -> usize {
+        self.sequence.request.prompt.len() + self.received as usize
     }
 
     /// Returns the decoder span of `tokens` from position `start` on.

@@ -276,7 +276,7 @@ async fn a_preempted_sequence_keeps_its_place() {
     preempted.lease = None;
     let now = Instant::now();
     let times = SequenceTimes { scheduled: now, first_token: now };
-    preempted.progress = Some(Progress { generated: vec![7; 5], host: None, times });
+    preempted.progress = Some(Progress { generated: vec![7; 5], host: None, times, speculator: None });
     rig.prefill.do_send(Requeue(preempted));
     assert_eq!(rig.peek().await.0, 2, "the rest of its prompt is not computed for the slot that it left");
     let chunks = rig.request_chunks(30, 1).await;

@@ -11,6 +11,8 @@ mod pool;
 
 mod record;
 
+mod rows;
+
 #[cfg(test)]
 mod tests;
 
@@ -18,12 +20,14 @@ pub use constraint::Constraint;
 pub use pool::{HostPool, HostWork, Observer};
 pub use record::LogprobReport;
 
+use super::speculation::AcceptanceRule;
 use super::strategies::{SamplingPlan, SequenceState};
 use mainstem_grammar::GrammarError;
 use mainstem_kernels::late::LateInputs;
 use mainstem_kernels::{SampleMode, SamplingParams};
 use pool::Job;
-use record::{Record, RowContext};
+use record::Record;
+use rows::RowContext;
 use std::sync::Arc;
 
 /// The host's part of one sequence. Work that was queued before it is dropped is still done, for nobody.
@@ -65,14 +69,36 @@ impl HostSequence {
     /// parameters.
     pub fn register(&self, late: &Arc<LateInputs>, row: usize, params: &mut SamplingParams) {
         if self.draws() {
-            let logprobs = params.logprob.then_some(params.top_logprobs);
-            let context = RowContext { seed: params.seed, position: params.position, logprobs };
-            params.mode = SampleMode::Host;
-            late.draw_with(row, self.pool.draw(self.record.clone(), context));
+            self.register_verified(late, row, params, AcceptanceRule::Coupled, 0);
         } else {
             params.masked = true;
             self.record.want_mask(late.mask_sender(row));
         }
+    }
+
+    /// Registers row number `index` of a span that verifies drafts, and completes its parameters; only for a
+    /// sequence whose tokens the host draws. All rows of the span must be registered, in their order. Row 0
+    /// computes the last known token, and each of the others a draft. A row gets its token by `rule` if the
+    /// rows before it drew all drafts up to its own; otherwise it gets any token and changes nothing. So what
+    /// follows the first token that is not the draft of the next row must be ignored.
+    pub fn register_verified(
+        &self,
+        late: &Arc<LateInputs>,
+        row: usize,
+        params: &mut SamplingParams,
+        rule: AcceptanceRule,
+        index: usize,
+    ) {
+        let plan = self.record.plan.as_ref();
+        let context = RowContext {
+            seed: params.seed,
+            position: params.position,
+            logprobs: params.logprob.then_some(params.top_logprobs),
+            rule: plan.map_or(AcceptanceRule::Coupled, |plan| plan.acceptance(rule)),
+            computes_draft: index > 0,
+        };
+        params.mode = SampleMode::Host;
+        late.draw_with(row, self.pool.draw(self.record.clone(), context));
     }
 
     /// Takes note of a sampled token that continues the sequence, whoever drew it. It must be called for

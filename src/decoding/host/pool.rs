@@ -3,7 +3,9 @@
 //! Invariant: a job waits for no device and no client. A job that fails or panics gives up the row that waits
 //! for it, and no other.
 
-use super::record::{Record, RowContext, lock};
+use super::record::Record;
+use super::rows::{PendingRow, RowContext, lock};
+use crate::decoding::speculation::AcceptanceRule;
 use crate::decoding::strategies::HostSampler;
 use mainstem_grammar::GrammarError;
 use mainstem_kernels::late::{HostRow, TokenSender};
@@ -13,8 +15,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-/// Number of jobs per sequence for which the queue has memory from the start: a draw, and with run-ahead the
-/// one before it; the begin and the end of sequences that follow each other in a slot.
+/// Number of jobs per sequence for which the queue has memory from the start: one for all rows that wait for
+/// their draw, one for a mask; the begin and the end of sequences that follow each other in a slot.
 const JOBS: usize = 4;
 
 /// A kind of work of the pool, for measurements.
@@ -39,8 +41,8 @@ pub struct HostPool {
 
 /// Work for a thread.
 pub(super) enum Job {
-    /// Draws a token from a copy of the row's logits, and sends it.
-    Draw { record: Arc<Record>, row: RowContext, logits: Vec<f32>, sender: TokenSender },
+    /// Draws the tokens of the rows that wait, in their order.
+    Draw { record: Arc<Record> },
     /// Computes the first mask of a sequence.
     Begin { record: Arc<Record> },
     /// Advances the grammar by a token that the device drew, and computes the next mask.
@@ -52,7 +54,7 @@ pub(super) enum Job {
 impl Job {
     fn record(&self) -> &Arc<Record> {
         match self {
-            Job::Draw { record, .. }
+            Job::Draw { record }
             | Job::Begin { record }
             | Job::Advance { record, .. }
             | Job::End { record } => record,
@@ -104,19 +106,29 @@ impl HostPool {
         self.queue.submit(job);
     }
 
-    /// Returns a function that copies logits and queues the draw of their row. Calling it allocates nothing.
+    /// Returns a function that copies logits and queues the draw of their row, the next one of its sequence.
+    /// Calling it allocates nothing.
     pub(super) fn draw(
         &self,
         record: Arc<Record>,
-        row: RowContext,
+        context: RowContext,
     ) -> impl FnOnce(HostRow<'_>, TokenSender) + Send + 'static {
+        record.rows.announce();
         let queue = self.queue.clone();
-        let mut buffer = lock(&queue.buffers).pop().unwrap_or_default();
-        buffer.clear();
-        buffer.reserve(self.vocabulary);
+        let mut logits = queue.buffer(self.vocabulary);
+        let needs_draft_logits = context.rule == AcceptanceRule::Rejection;
+        let mut draft_logits = needs_draft_logits.then(|| queue.buffer(self.vocabulary));
         move |given: HostRow<'_>, sender| {
-            buffer.extend_from_slice(given.logits);
-            queue.submit(Job::Draw { record, row, logits: buffer, sender });
+            logits.extend_from_slice(given.logits);
+            if let (Some(copy), Some(given)) = (&mut draft_logits, given.draft_logits) {
+                copy.extend_from_slice(given);
+            }
+            let HostRow { input_token, next_token, .. } = given;
+            let sender = Some(sender);
+            let row = PendingRow { context, input_token, next_token, logits, draft_logits, sender };
+            if record.rows.push(row) {
+                queue.submit(Job::Draw { record });
+            }
         }
     }
 }
@@ -127,6 +139,7 @@ impl Drop for HostPool {
         state.closed = true;
         let jobs = std::mem::take(&mut state.jobs);
         drop(state);
+        jobs.iter().for_each(|job| job.record().rows.give_up());
         drop(jobs);
         self.queue.changed.notify_all();
     }
@@ -135,11 +148,21 @@ impl Drop for HostPool {
 impl Queue {
     fn submit(&self, job: Job) {
         let mut state = lock(&self.state);
-        // After the end, the job is dropped, and with it the row's sender.
         if !state.closed {
             state.jobs.push_back(job);
             self.changed.notify_one();
+            return;
         }
+        drop(state);
+        job.record().rows.give_up();
+    }
+
+    /// Returns an empty buffer for this number of logits.
+    fn buffer(&self, vocabulary: usize) -> Vec<f32> {
+        let mut buffer = lock(&self.buffers).pop().unwrap_or_default();
+        buffer.clear();
+        buffer.reserve(vocabulary);
+        buffer
     }
 
     /// Runs jobs until the pool is dropped.
@@ -150,6 +173,7 @@ impl Queue {
             let done = catch_unwind(AssertUnwindSafe(|| self.run(job, &mut sampler)));
             if done.is_err() {
                 record.fail(GrammarError::Stuck("an internal error; this is a bug".to_owned()));
+                record.rows.give_up();
                 // Its buffers may be in any state.
                 sampler = HostSampler::new();
             }
@@ -171,11 +195,9 @@ impl Queue {
 
     fn run(&self, job: Job, sampler: &mut HostSampler) {
         match job {
-            Job::Draw { record, row, logits, sender } => {
-                self.timed(HostWork::Draw, || record.draw(sampler, &row, &logits, sender));
-                lock(&self.buffers).push(logits);
-                if record.is_constrained() {
-                    self.timed(HostWork::Mask, || record.prepare_mask());
+            Job::Draw { record } => {
+                while let Some(row) = record.rows.pop() {
+                    self.draw(&record, row, sampler);
                 }
             }
             Job::Begin { record } if record.plan.is_some() => {
@@ -185,6 +207,20 @@ impl Queue {
             Job::End { record } => drop(record),
             Job::Advance { record, token } => self.timed(HostWork::Mask, || record.advance(Some(token))),
         }
+    }
+
+    /// Draws the token of a row, and computes the mask of the next one. A row behind a draft that was not
+    /// accepted gets any token, because the step waits for one.
+    fn draw(&self, record: &Record, mut row: PendingRow, sampler: &mut HostSampler) {
+        if record.begin_row(&row) {
+            self.timed(HostWork::Draw, || record.draw(sampler, &mut row));
+            if record.is_constrained() {
+                self.timed(HostWork::Mask, || record.prepare_mask());
+            }
+        } else if let Some(sender) = row.sender.take() {
+            sender.send(0);
+        }
+        lock(&self.buffers).extend([row.logits].into_iter().chain(row.draft_logits));
     }
 
     fn timed(&self, work: HostWork, run: impl FnOnce()) {

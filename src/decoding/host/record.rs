@@ -2,20 +2,25 @@
 //! to it, wherever its slot is.
 //!
 //! Invariant: the state depends on the tokens alone, in their order: the draw of a token or the mask after it
-//! begins when the work for the token before is done.
+//! begins when the work for the token before is done. A row that verifies a draft changes it only if the rows
+//! before it drew all drafts before.
 
 use super::constraint::{Constraint, ConstraintState};
+use super::rows::{PendingRow, RowContext, RowQueue, lock};
+use crate::decoding::speculation::Proposal;
 use crate::decoding::strategies::{HostSampler, LogprobsMode, Row, SamplingPlan, SequenceState};
 use mainstem_grammar::GrammarError;
 use mainstem_kernels::late::{MaskSender, TokenSender};
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// The record of one sequence.
 pub(super) struct Record {
     /// Draws the tokens, if the device does not.
     pub(super) plan: Option<Arc<SamplingPlan>>,
     is_constrained: bool,
+    /// The rows that wait for their draw.
+    pub(super) rows: RowQueue,
     /// Locked by the threads of the pool only, for as long as they compute.
     work: Mutex<Work>,
     masks: Mutex<Masks>,
@@ -25,15 +30,6 @@ pub(super) struct Record {
     forced: Mutex<Option<Vec<u32>>>,
     reports: Mutex<VecDeque<LogprobReport>>,
     error: Mutex<Option<GrammarError>>,
-}
-
-/// Facts of a row that a draw depends on, besides its logits.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct RowContext {
-    pub(super) seed: u64,
-    pub(super) position: u32,
-    /// Number of most likely tokens to report, if any log-probability is requested.
-    pub(super) logprobs: Option<u8>,
 }
 
 /// Log-probabilities of a token among the candidates that it was drawn from.
@@ -46,6 +42,8 @@ pub struct LogprobReport {
 
 struct Work {
     state: Option<SequenceState>,
+    /// The token of the last row, if that row drew one.
+    drawn: Option<u32>,
     /// The constraint whose state is created by the first job, because that copies the compiled grammar.
     new_constraint: Option<Arc<Constraint>>,
     constraint: Option<ConstraintState>,
@@ -113,8 +111,10 @@ impl Record {
         Record {
             plan,
             is_constrained,
+            rows: RowQueue::default(),
             work: Mutex::new(Work {
                 state,
+                drawn: None,
                 new_constraint: constraint,
                 constraint: None,
                 next_mask,
@@ -142,17 +142,18 @@ impl Record {
         lock(&self.reports).pop_front()
     }
 
+    /// Begins the next row. Returns whether it draws a token: a row that computes a draft does so only if the
+    /// row before it drew that draft.
+    pub(super) fn begin_row(&self, row: &PendingRow) -> bool {
+        let before = lock(&self.work).drawn.take();
+        !row.context.computes_draft || before == Some(row.input_token)
+    }
+
     /// Draws a token, sends it, and adds it to the state. Without a token, the sender is dropped.
-    pub(super) fn draw(
-        &self,
-        sampler: &mut HostSampler,
-        row: &RowContext,
-        logits: &[f32],
-        sender: TokenSender,
-    ) {
+    pub(super) fn draw(&self, sampler: &mut HostSampler, row: &mut PendingRow) {
         let work = &mut *lock(&self.work);
-        let mut sender = Some(sender);
-        if let Err(error) = self.try_draw(work, sampler, row, logits, &mut sender) {
+        let mut sender = row.sender.take();
+        if let Err(error) = self.try_draw(work, sampler, row, &mut sender) {
             // Before the sender is dropped, so that whoever sees the row fail finds the reason.
             self.fail(error);
         }
@@ -162,22 +163,24 @@ impl Record {
         &self,
         work: &mut Work,
         sampler: &mut HostSampler,
-        row: &RowContext,
-        logits: &[f32],
+        pending: &PendingRow,
         sender: &mut Option<TokenSender>,
     ) -> Result<(), GrammarError> {
         let Some(plan) = self.plan.as_ref().filter(|_| self.error().is_none()) else { return Ok(()) };
         work.prepare_mask()?;
         let Some(state) = &mut work.state else { return Ok(()) };
         let is_processed = plan.logprobs_mode() == LogprobsMode::Processed;
+        let RowContext { seed, position, logprobs, rule, .. } = pending.context;
         let row = Row {
-            logits,
-            seed: row.seed,
-            position: row.position.into(),
+            logits: &pending.logits,
+            seed,
+            position: position.into(),
             mask: self.is_constrained.then_some(&work.next_mask),
-            logprobs: row.logprobs.filter(|_| is_processed).map(usize::from),
+            logprobs: logprobs.filter(|_| is_processed).map(usize::from),
         };
-        let draw = sampler.draw(plan, state, &row);
+        let draft_logits = pending.draft_logits.as_deref().filter(|logits| !logits.is_empty());
+        let proposal = pending.next_token.map(|token| Proposal { token, draft_logits });
+        let draw = sampler.verify(plan, state, &row, proposal, rule);
         let draw = draw.map_err(|empty| GrammarError::Stuck(empty.to_string()))?;
         if row.logprobs.is_some() {
             let report = LogprobReport { logprob: draw.logprob, top: sampler.top().to_vec() };
@@ -187,6 +190,7 @@ impl Record {
             sender.send(draw.token);
         }
         state.accept(&draw);
+        work.drawn = Some(draw.token);
         work.accept(draw.token)
     }
 
@@ -256,9 +260,4 @@ impl Record {
         masks.failed = true;
         masks.wanted.clear();
     }
-}
-
-/// Locks a mutex. What it protects is valid after a panic, too.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -8,6 +8,7 @@ use super::token_filter::SUPPRESSED;
 use super::top_k::TOP_K;
 use super::unit::{Choose, Edit, Filter, Place, Registers, Strategy, Unit};
 use super::{logit_bias::BIAS, min_p::MIN_P, min_tokens::MIN_TOKENS, top_p::TOP_P};
+use crate::decoding::speculation::rule::AcceptanceRule;
 use mainstem_kernels::SamplingParams;
 use serde_json::Value as Json;
 use std::sync::Arc;
@@ -47,6 +48,11 @@ pub struct DeviceSampling {
     pub min_p: f32,
 }
 
+impl DeviceSampling {
+    /// Takes the most likely token.
+    pub const GREEDY: DeviceSampling = DeviceSampling { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+}
+
 /// The way in which a request's tokens are chosen. It is built once and does not change.
 #[derive(Debug)]
 pub struct SamplingPlan {
@@ -59,6 +65,7 @@ pub struct SamplingPlan {
     mode: LogprobsMode,
     active: Vec<&'static str>,
     device: Option<DeviceSampling>,
+    draft: DeviceSampling,
     min_tokens: u32,
     logit_bias: Arc<[(u32, f32)]>,
 }
@@ -148,6 +155,19 @@ impl SamplingPlan {
     /// Returns the parameters for the device, if it can apply all of the plan.
     pub fn device(&self) -> Option<DeviceSampling> {
         self.device
+    }
+
+    /// Returns the parameters with which a draft model draws for this plan: the plan's temperature, top-k,
+    /// top-p and min-p; greedy if the plan is.
+    pub fn draft(&self) -> DeviceSampling {
+        self.draft
+    }
+
+    /// Returns the rule by which drafts are accepted if a request asks for `rule`:
+    /// [`AcceptanceRule::Coupled`] if the plan is greedy, or if a strategy such as mirostat takes the token,
+    /// because there are no probabilities to compare then.
+    pub fn acceptance(&self, rule: AcceptanceRule) -> AcceptanceRule {
+        if self.is_greedy || self.chooser.is_some() { AcceptanceRule::Coupled } else { rule }
     }
 
     /// Returns the number of tokens before which no token that ends the sequence is chosen.
@@ -346,6 +366,7 @@ impl<'a> Builder<'a> {
             mode,
             active: Vec::new(),
             device: None,
+            draft: DeviceSampling::GREEDY,
         };
         Builder { values, vocabulary, plan }
     }
@@ -383,7 +404,24 @@ impl<'a> Builder<'a> {
         self.plan.is_greedy = applies_temperature && !is_named && warmest < SamplingParams::GREEDY_BELOW;
         self.plan.device = self.device(has_order);
         self.name_draw();
+        self.plan.draft = self.plan.device.unwrap_or_else(|| self.draft());
         Ok(self.plan)
+    }
+
+    /// Returns the parameters for drafts, if the device cannot apply the plan.
+    fn draft(&self) -> DeviceSampling {
+        let (values, active) = (&self.values, &self.plan.active);
+        let is_on = |name: &str| active.contains(&name);
+        // A draft that is drawn would rarely be the token of a strategy that draws none.
+        if is_on("greedy") || is_on("fsd") {
+            return DeviceSampling::GREEDY;
+        }
+        DeviceSampling {
+            temperature: if is_on("temperature") { values.float(&TEMPERATURE) } else { 1.0 },
+            top_k: if is_on("top_k") { values.count(&TOP_K) as u32 } else { 0 },
+            top_p: if is_on("top_p") { values.float(&TOP_P) } else { 1.0 },
+            min_p: if is_on("min_p") { values.float(&MIN_P) } else { 0.0 },
+        }
     }
 
     /// Names what draws the token, if no filter or chooser does.

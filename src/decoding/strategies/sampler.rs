@@ -3,6 +3,8 @@
 use super::plan::{LogprobsMode, SamplingPlan};
 use super::state::{Draw, SequenceState};
 use super::unit::{Context, EditScratch};
+use crate::decoding::speculation::rule::AcceptanceRule;
+use crate::decoding::speculation::verifier::{Proposal, Verifier};
 use mainstem_kernels::candidates::{Buffers, Candidates, largest, nan_to_lowest};
 
 /// The logits of one row, and what else decides its token.
@@ -31,6 +33,7 @@ pub struct EmptyMask;
 pub struct HostSampler {
     buffers: Buffers,
     scratch: EditScratch,
+    verifier: Verifier,
     top: Vec<(u32, f32)>,
 }
 
@@ -55,10 +58,25 @@ impl HostSampler {
         state: &SequenceState,
         row: &Row<'_>,
     ) -> Result<Draw, EmptyMask> {
+        self.verify(plan, state, row, None, AcceptanceRule::Coupled)
+    }
+
+    /// Draws the token of a row that verifies a draft, by the rule that [`SamplingPlan::acceptance`] returns
+    /// for `rule`. Without a draft or with [`AcceptanceRule::Coupled`], this is [`Self::draw`]; otherwise the
+    /// rule chooses among the candidates that are left in step 4. The draft is accepted if it is the result.
+    pub fn verify(
+        &mut self,
+        plan: &SamplingPlan,
+        state: &SequenceState,
+        row: &Row<'_>,
+        proposal: Option<Proposal<'_>>,
+        rule: AcceptanceRule,
+    ) -> Result<Draw, EmptyMask> {
         let lowest = self.load(row)?;
         self.edit(plan, state, row)?;
         let mut registers = state.registers();
         let context = Context { history: state.history(), seed: row.seed, position: row.position };
+        let rule = plan.acceptance(rule);
         let mut candidates = Candidates::new(&mut self.buffers);
         let token = if candidates.largest() == f32::NEG_INFINITY {
             lowest
@@ -68,7 +86,13 @@ impl HostSampler {
             plan.filters.iter().for_each(|filter| filter.filter(&mut candidates, &context));
             match &plan.chooser {
                 Some(chooser) => chooser.choose(&mut candidates, &context, &mut registers),
-                None => candidates.draw(row.seed, row.position),
+                None => {
+                    let (verifier, draft) = (&mut self.verifier, plan.draft());
+                    let chosen = proposal
+                        .filter(|proposal| proposal.draft_logits.is_none_or(|q| q.len() == row.logits.len()))
+                        .and_then(|draft_of| verifier.choose(&candidates, &draft_of, rule, &draft, &context));
+                    chosen.unwrap_or_else(|| candidates.draw(row.seed, row.position))
+                }
             }
         };
         let logprob = match (row.logprobs, plan.logprobs_mode()) {

@@ -14,6 +14,14 @@ pub struct Draw {
     pub(super) registers: Registers,
 }
 
+#[cfg(test)]
+impl Draw {
+    /// Returns the chooser's registers after this token.
+    pub fn registers(&self) -> Registers {
+        self.registers
+    }
+}
+
 /// The state of one sequence: its tokens, and the registers of the plan's chooser.
 #[derive(Clone, Debug)]
 pub struct SequenceState {

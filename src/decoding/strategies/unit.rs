@@ -90,6 +90,8 @@ pub mod stream {
     pub const XTC: u32 = 1;
     /// Whether randomised FSD draws.
     pub const RANDOM_FSD: u32 = 2;
+    /// Whether a draft is accepted.
+    pub const ACCEPTANCE: u32 = 3;
 }
 
 impl Context<'_> {

@@ -14,8 +14,8 @@ pub struct SamplingInputs<'a> {
     pub biases: &'a [(u32, f32)],
     /// Masks of rows, and tokens that the host draws. Without them, rows that need one fail.
     pub late: Option<&'a Arc<LateInputs>>,
-    /// Number of logits of a row; `None` if it is the vocabulary of the limits. A draft model may have more or
-    /// fewer than the target: those beyond the vocabulary are ignored, and missing ones are not sampled.
+    /// Number of logits of a row; `None` if it is the vocabulary of the limits. A draft model may have more
+    /// or fewer than the target: those beyond the vocabulary are ignored, and missing ones are not sampled.
     pub width: Option<usize>,
 }
 

@@ -36,8 +36,8 @@ pub const NULL_PAGE: Page = 0;
 /// it.
 ///
 /// A device applies the fields in this order: slot moves, page table updates, page copies, drafts, spans. The
-/// rows of the step are the tokens of `spans`, one span after another; a list that belongs to several rows or spans
-/// is flat, and each of them refers to its own range.
+/// rows of the step are the tokens of `spans`, one span after another; a list that belongs to several rows or
+/// spans is flat, and each of them refers to its own range.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct StepBatch {
     /// Sequential number of the step in its group. A gap is a bug; the device asserts that there is none.

@@ -117,13 +117,15 @@ pub struct StepOutput {
     pub times: StepTimes,
 }
 
-/// The time that a step took on its device. The parts do not overlap.
+/// The time that a step took on its device: forward pass and sampling do not overlap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepTimes {
     /// Forward pass: from the batch to the last logits, with the passes of a draft model.
     pub forward: Duration,
     /// Sampling: from logits to tokens, drafts and log-probabilities, including the wait for late inputs.
     pub sample: Duration,
+    /// The part of both in which the drafts were made, as the host sees it; 0 without drafts.
+    pub draft: Duration,
 }
 
 /// The result of one output row.

@@ -111,6 +111,10 @@ fn step_messages_survive_serialization() {
         hidden: vec![f32::MAX, 1e-45],
         logits: vec![0, 128, 255],
         drafts: vec![4, u32::MAX],
-        times: StepTimes { forward: Duration::from_nanos(1_234_567_891), sample: Duration::MAX },
+        times: StepTimes {
+            forward: Duration::from_nanos(1_234_567_891),
+            sample: Duration::MAX,
+            draft: Duration::ZERO,
+        },
     });
 }

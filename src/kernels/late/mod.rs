@@ -43,7 +43,7 @@ pub struct HostRow<'a> {
     /// row.
     pub input_token: u32,
     /// The token of the next row of the same span; `None` in its last row. In a span that verifies drafts,
-    /// it is the draft that the drawn token is compared with.
+    /// it is the draft that the sampled token is compared with.
     pub next_token: Option<u32>,
     /// The raw logits (vocabulary) of the draft model from which that draft was sampled, if the batch keeps
     /// them ([`crate::batch::StepBatch::draft_logits`]) and the draft was made in the same step. Tokens

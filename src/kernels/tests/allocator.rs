@@ -200,6 +200,7 @@ impl Everything {
     /// Runs every operation, for both stacks.
     fn step(&mut self, batch: &StepBatch, late: &Arc<LateInputs>, out: &mut StepOutput) {
         self.cpu.begin_step(batch);
+        self.cpu.map_rows(batch);
         self.refill();
         self.cpu.copy_pages(&batch.page_copies, &mut self.cache);
         for stack in [SpanStack::Encoder, SpanStack::Decoder] {

@@ -1,7 +1,7 @@
 //! A whole model as a drafter: it generates drafts token by token, in a pass for each draft of all slots.
 //!
-//! Invariant: it lies whole on one device, and its caches have the pages of the target, with the same numbers.
-//! A step allocates nothing.
+//! Invariant: it lies whole on one device, and its caches have the pages of the target, with the same
+//! numbers. A step allocates nothing.
 
 #[cfg(test)]
 mod tests;

@@ -12,6 +12,7 @@ use mainstem_kernels::{
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::{Duration, Instant};
 
 const SLOTS: usize = 6;
 const PAGE: usize = 32;
@@ -127,7 +128,7 @@ fn parted<'a>(source: &ModelSource, stages: usize, ranks: usize) -> Box<Run<'a>>
     })
 }
 
-/// How the drafts of a round are made and verified.
+/// Ways to make and verify the drafts of a round.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mode {
     /// No drafts.
@@ -154,7 +155,8 @@ struct Sequence {
     /// Number of drafts in each round.
     count: usize,
     params: SamplingParams,
-    /// The drafts of all rounds, and the results of all rows: tokens with the bits of their log-probabilities.
+    /// The drafts of all rounds, and the results of all rows: tokens with the bits of their
+    /// log-probabilities.
     drafts: Vec<u32>,
     results: Vec<(u32, u32)>,
 }
@@ -378,7 +380,10 @@ fn generate<'a>(run: &'a mut Run<'a>, vocab: usize, mode: Mode, moving: bool) ->
     unreachable!()
 }
 
-fn drafts_of(sequences: &[Sequence]) -> Vec<(&[u32], &[(u32, u32)])> {
+/// The drafts and the results of a sequence.
+type DraftsAndResults<'a> = (&'a [u32], &'a [(u32, u32)]);
+
+fn drafts_of(sequences: &[Sequence]) -> Vec<DraftsAndResults<'_>> {
     sequences.iter().map(|sequence| (&sequence.drafts[..], &sequence.results[..])).collect()
 }
 
@@ -465,7 +470,7 @@ fn drafts_are_verified_on_several_devices() {
     }
 }
 
-/// What the host got for a row: its number, input token, next token, and the draft sampled from the logits of
+/// A row as the host got it: its number, input token, next token, and the draft sampled from the logits of
 /// the draft model.
 type Seen = (usize, u32, Option<u32>, Option<u32>);
 
@@ -561,31 +566,50 @@ fn drafts_end_at_the_context_of_the_draft_model() {
     executor(cpu(), &source).run(&batch, HandoffPorts::default(), &mut StepOutput::default()).unwrap();
 }
 
-/// Prints the time of a step with 4 drafts of one slot and their verification, of the same in separate steps,
-/// and of one step without drafts: `cargo test --lib draft_model:: -- --ignored --nocapture`.
+/// Prints the times of the steps of a round with 4 drafts of one slot, and the tokens that it gives:
+/// `cargo test --lib draft_model:: -- --ignored --nocapture`.
 #[test]
 #[ignore = "a measurement"]
 fn time_of_drafts() {
     let source = open(&ModelRef::Demo, &ModelRef::DemoDraft);
+    let limits = StepLimits { logit_rows: 32, attended_fraction: Fraction::ONE, ..limits(&source) };
     for mode in [Mode::Plain, Mode::Together, Mode::Apart, Mode::OneByOne] {
-        let mut run = single(cpu(), &source);
-        let mut all = sequences(source.spec.vocab);
-        all.truncate(1);
-        let mut driver = Driver { run: &mut *run, mode, batch: StepBatch::default(), steps: 0 };
-        let entry = |index| TableUpdate { slot: 0, table: KvTable::Own, index, page: 1 + index };
-        driver.batch.table_updates.extend((0..PAGES).map(entry));
-        let mut times = Vec::new();
-        for _ in 0..40 {
-            let began = std::time::Instant::now();
-            driver.round(&mut [&mut all[0]]);
-            times.push(began.elapsed());
-            // The sequence stays at its length.
-            if all[0].tokens.len() > 50 {
-                all[0].tokens.truncate(40);
-                (all[0].computed, all[0].drafted) = (39, 39);
+        let whole = Shard::whole(&source.spec);
+        let mut executor = ModelExecutor::new(cpu(), &source, &whole, KV, limits).unwrap();
+        let mut times: Vec<Vec<Duration>> = vec![Vec::new(); 5];
+        let mut sequence = sequences(source.spec.vocab).swap_remove(0);
+        let (mut rounds, mut tokens) = (0, 0);
+        while rounds < 200 {
+            let before = sequence.tokens.len();
+            let mut step = 0;
+            let mut run = |batch: &StepBatch, _: &Arc<LateInputs>| {
+                let (began, mut out) = (Instant::now(), StepOutput::default());
+                executor.run(batch, HandoffPorts::default(), &mut out).unwrap();
+                times[step].push(began.elapsed());
+                step += 1;
+                out
+            };
+            let mut driver = Driver { run: &mut run, mode, batch: StepBatch::default(), steps: 0 };
+            let entry = |index| TableUpdate { slot: 0, table: KvTable::Own, index, page: 1 + index };
+            driver.batch.table_updates.extend((0..PAGES).map(entry));
+            driver.round(&mut [&mut sequence]);
+            (rounds, tokens) = (rounds + 1, tokens + sequence.tokens.len() - before);
+            if sequence.tokens.len() > 80 {
+                sequence = Sequence {
+                    params: SamplingParams { seed: rounds, ..sequence.params },
+                    ..sequences(source.spec.vocab).swap_remove(0)
+                };
             }
         }
-        times.sort();
-        println!("{mode:?}: median {:?}, fastest {:?}", times[times.len() / 2], times[0]);
+        let median = |times: &mut Vec<Duration>| {
+            times.sort();
+            times.get(times.len() / 2).copied()
+        };
+        let medians: Vec<Duration> = times.iter_mut().filter_map(median).collect();
+        let rate = tokens as f64 / rounds as f64;
+        println!(
+            "{mode:?}: steps of {medians:?}, sum {:?}, {rate} tokens per round",
+            medians.iter().sum::<Duration>()
+        );
     }
 }

@@ -10,8 +10,9 @@ mod rig;
 mod run_ahead;
 
 use crate::config::Policy;
+use crate::decoding::AcceptanceRule;
 use crate::decoding::beams::EarlyStopping;
-use crate::request::{BeamOptions, Request, RequestError};
+use crate::request::{BeamOptions, DraftSource, Request, RequestError, Speculation};
 use crate::telemetry;
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{SpanOutput, SpanTable, SpanTokens, StepBatch};
@@ -58,12 +59,46 @@ async fn each_lane_has_a_step_in_flight() {
     }
 }
 
+fn speculation(max_drafts: usize) -> Speculation {
+    Speculation { drafter: DraftSource::Model, max_drafts, rule: AcceptanceRule::Coupled }
+}
+
+/// With a draft model that makes no mistakes, a step gives all tokens that it can; with one that makes some,
+/// the tokens are the same.
+#[actix::test]
+async fn drafts_change_no_token() {
+    for (drafts_well, run_ahead) in [(true, false), (true, true), (false, false)] {
+        let mut rig = Rig::new(RigConfig { budget: 40, run_ahead, ..RigConfig::new(8, 1) });
+        rig.model.drafts_well = drafts_well;
+        for number in 0..6 {
+            let request = request(number, 7 + 9 * number as usize, 31);
+            let speculation = (number < 4).then(|| speculation(1 + number as usize));
+            rig.submit(Request { speculation, ..request }).await;
+        }
+        rig.run_to_end().await;
+        rig.clients.iter().for_each(|client| client.assert_complete());
+        for (number, client) in rig.clients.iter().enumerate() {
+            let Some((drafted, accepted)) = client.speculated else { continue };
+            assert!(number < 4);
+            if drafts_well {
+                // The first token comes with the prompt, and the others in rounds of a token and the drafts.
+                let rounds = 30usize.div_ceil(2 + number);
+                assert_eq!((drafted, accepted), (30 - rounds, 30 - rounds), "request {number}");
+            } else {
+                assert!(accepted > 0 && accepted < drafted, "{accepted} of {drafted}");
+            }
+        }
+        assert_eq!(rig.clients.iter().filter(|client| client.speculated.is_some()).count(), 4);
+        rig.assert_all_released().await;
+    }
+}
+
 /// Returns the requests for the best `answers` results of a beam search.
 fn search(request: &Request, width: usize, answers: usize) -> Vec<Request> {
     let answer = |answer| {
         let early_stopping = EarlyStopping::Estimate;
         let beams = BeamOptions { width, length_penalty: 1.0, early_stopping, forced_tokens: 0, answer };
-        Request { beams: Some(beams), prompt_logprobs: None, ..request.clone() }
+        Request { beams: Some(beams), prompt_logprobs: None, speculation: None, ..request.clone() }
     };
     (0..answers).map(answer).collect()
 }
@@ -189,7 +224,7 @@ async fn answers_of_one_prompt_compute_it_once() {
     }
 }
 
-/// What a fault has lost is not shared, also by sequences that were about to start.
+/// Pages that a fault has lost are not shared, also by sequences that were about to start.
 #[actix::test]
 async fn a_fault_forgets_the_prefix_cache() {
     for (lanes, starts) in [(1, true), (1, false), (2, false), (3, false)] {
@@ -654,7 +689,12 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
                 let min_tokens = dice.throw(94_000 + n, tokens as usize + 1) as u32;
                 // Prompts of one family begin alike.
                 let request = request(dice.throw(95_000 + n, 3) as u64, len, tokens);
-                let request = Request { prompt_logprobs, stop_ids, min_tokens, ..request };
+                let speculates = dice.throw(99_000 + n, 3) == 0;
+                let mut speculation = speculates.then(|| speculation(1 + dice.throw(99_500 + n, 4)));
+                if let Some(speculation) = speculation.as_mut().filter(|_| n % 3 == 0) {
+                    speculation.drafter = DraftSource::PromptLookup { shortest: 1, longest: 3 };
+                }
+                let request = Request { prompt_logprobs, stop_ids, min_tokens, speculation, ..request };
                 let answers = 1 + dice.throw(96_000 + n, 8) / 6;
                 let width = (1 + dice.throw(97_000 + n, 4)).min(rig.config.slots / rig.config.lanes);
                 let shared = len / PAGE;
@@ -714,7 +754,7 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
     StressCounts { faults: faulty, preemptions: rig.count(&telemetry::PREEMPTIONS) }
 }
 
-/// What happened in a random test.
+/// Events of a random test.
 struct StressCounts {
     faults: usize,
     preemptions: u64,

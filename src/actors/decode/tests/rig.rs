@@ -24,14 +24,14 @@ use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
 use crate::telemetry;
 use actix::{Actor, Addr, Handler, ResponseFuture};
-use mainstem_kernels::batch::{NULL_PAGE, Page, is_allowed};
+use mainstem_kernels::batch::{DraftSpan, NULL_PAGE, Page, Slot, is_allowed};
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{
     DeviceError, Fraction, KvTable, RowFailure, SampleMode, SampledToken, Span, SpanOutput, SpanTable,
     SpanTokens, StepBatch, StepLimits, StepOutput,
 };
 use metrics_exporter_prometheus::PrometheusRecorder;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
@@ -102,12 +102,23 @@ pub struct FakeModel {
     last_tokens: Vec<u32>,
     /// Token at each position of the pages.
     tokens: Vec<u32>,
+    /// Token at each position of the draft model's pages.
+    draft_tokens: Vec<u32>,
+    /// Whether every draft is the token that the model generates, or only most are.
+    pub drafts_well: bool,
 }
 
 impl FakeModel {
     fn new(slots: usize, pages: usize) -> FakeModel {
         let tables = vec![vec![NULL_PAGE; POSITIONS / PAGE]; slots];
-        FakeModel { tables, last_tokens: vec![0; slots], tokens: vec![0; pages * PAGE] }
+        let tokens = vec![0; pages * PAGE];
+        FakeModel {
+            tables,
+            last_tokens: vec![0; slots],
+            draft_tokens: tokens.clone(),
+            tokens,
+            drafts_well: false,
+        }
     }
 
     fn run(&mut self, Step { batch, late, .. }: &Step) -> StepOutput {
@@ -122,11 +133,20 @@ impl FakeModel {
         for copy in &batch.page_copies {
             let from = copy.from as usize * PAGE;
             self.tokens.copy_within(from..from + PAGE, copy.to as usize * PAGE);
+            self.draft_tokens.copy_within(from..from + PAGE, copy.to as usize * PAGE);
         }
         let mut output = StepOutput { step: batch.step, ..StepOutput::default() };
+        let mut made: BTreeMap<Slot, Vec<u32>> = BTreeMap::new();
+        for span in &batch.drafts {
+            let drafts = self.make_drafts(span, batch);
+            output.drafts.extend(&drafts);
+            if span.count > 0 {
+                assert!(made.insert(span.slot, drafts).is_none(), "a slot makes drafts once");
+            }
+        }
         let mut samples = batch.sampling.iter().enumerate();
         for span in &batch.spans {
-            self.write_tokens(span, batch);
+            self.write_tokens(span, batch, made.get(&span.slot));
             let wanted = match span.output {
                 SpanOutput::None => 0..0,
                 SpanOutput::Last => span.len() - 1..span.len(),
@@ -160,14 +180,34 @@ impl FakeModel {
         output
     }
 
-    /// The index in `tokens` of a position of the span's sequence.
-    fn cache_index(&self, span: &Span, position: usize) -> usize {
-        let page = self.tables[span.slot as usize][position / PAGE];
+    /// The index in `tokens` of a position of a slot's sequence.
+    fn cache_index(&self, slot: Slot, position: usize) -> usize {
+        let page = self.tables[slot as usize][position / PAGE];
         page as usize * PAGE + position % PAGE
     }
 
+    /// Writes the known tokens of a draft span, and returns the drafts after them.
+    fn make_drafts(&mut self, span: &DraftSpan, batch: &StepBatch) -> Vec<u32> {
+        let SpanTokens::Generated { at, len } = span.tokens else { panic!("{span:?}") };
+        let mut all = batch.tokens[at as usize..][..len as usize].to_vec();
+        for number in 0..len + span.count {
+            let position = (span.start + number) as usize;
+            let place = self.cache_index(span.slot, position);
+            if number >= len {
+                let before = (0..position).map(|before| self.cache_index(span.slot, before));
+                let next = next_token_after(before.map(|place| &self.draft_tokens[place]));
+                let errs = !self.drafts_well && (position as u32 * 7 + next) % 4 == 0;
+                all.push((next + u32::from(errs)) % VOCAB);
+            }
+            if number + 1 < len + span.count || span.count == 0 {
+                self.draft_tokens[place] = all[number as usize];
+            }
+        }
+        all.split_off(len as usize)
+    }
+
     /// Writes the tokens of a span to the pages.
-    fn write_tokens(&mut self, span: &Span, batch: &StepBatch) {
+    fn write_tokens(&mut self, span: &Span, batch: &StepBatch, drafts: Option<&Vec<u32>>) {
         if span.table == SpanTable::Null {
             return;
         }
@@ -176,10 +216,13 @@ impl FakeModel {
                 batch.tokens[at as usize..][..len as usize].to_vec()
             }
             SpanTokens::Last => vec![self.last_tokens[span.slot as usize]],
-            SpanTokens::Drafted { .. } => panic!("the model makes no drafts"),
+            SpanTokens::Drafted { at, len } => {
+                let drafts = drafts.expect("the step makes drafts for the slot");
+                [&[batch.tokens[at as usize]], &drafts[..len as usize - 1]].concat()
+            }
         };
         for (position, token) in (span.start as usize..).zip(given) {
-            let place = self.cache_index(span, position);
+            let place = self.cache_index(span.slot, position);
             self.tokens[place] = token;
         }
     }
@@ -189,7 +232,7 @@ impl FakeModel {
         if span.table == SpanTable::Null {
             return 1;
         }
-        let places = (0..=span.start as usize + row).map(|position| self.cache_index(span, position));
+        let places = (0..=span.start as usize + row).map(|position| self.cache_index(span.slot, position));
         next_token_after(places.map(|place| &self.tokens[place]))
     }
 }
@@ -353,6 +396,8 @@ pub struct Client {
     pub prompt_tokens: Vec<Token>,
     /// Score of a beam search's result.
     pub score: Option<f32>,
+    /// Numbers of drafts that were made and accepted.
+    pub speculated: Option<(usize, usize)>,
     pub ids: Vec<u32>,
     /// Time of each token, on the simulated clock.
     pub token_times: Vec<u64>,
@@ -371,7 +416,7 @@ pub struct Rig {
     recorder: PrometheusRecorder,
     sent: UnboundedReceiver<ReceivedStep>,
     in_flight: VecDeque<InFlight>,
-    model: FakeModel,
+    pub model: FakeModel,
     /// The epoch of the devices' state.
     epoch: Epoch,
     steps_sent: u64,
@@ -473,6 +518,7 @@ impl Rig {
                 cached,
                 prompt_tokens,
                 score,
+                speculated: None,
                 ids,
                 token_times,
                 end,
@@ -512,7 +558,9 @@ impl Rig {
         let mut any = self.epoch != self.devices.epoch();
         if any {
             self.epoch = self.devices.epoch();
+            let drafts_well = self.model.drafts_well;
             self.model = FakeModel::new(self.config.slots, self.model.tokens.len() / PAGE);
+            self.model.drafts_well = drafts_well;
             for InFlight { step, reply, .. } in self.in_flight.drain(..) {
                 let _ = reply.send(StepResult { step, result: Err(fault()) });
             }
@@ -685,6 +733,7 @@ impl Client {
                 assert!(self.cached.replace(cached_tokens).is_none(), "a sequence starts once");
             }
             TokenEvent::Prompt(tokens) => self.prompt_tokens = tokens,
+            TokenEvent::Speculated { drafted, accepted } => self.speculated = Some((drafted, accepted)),
             TokenEvent::BeamScore(score) => self.score = Some(score),
             TokenEvent::Token(token) | TokenEvent::EndToken(token) => {
                 self.ids.push(token.id);

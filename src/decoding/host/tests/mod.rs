@@ -1,3 +1,5 @@
+mod verification;
+
 use super::constraint::ConstraintState;
 use super::*;
 use crate::decoding::strategies::{CheckedDefaults, Vocabulary as _};

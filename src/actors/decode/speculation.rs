@@ -1,0 +1,213 @@
+//! Speculative decoding in the loop: how many drafts each sequence verifies in the next step, the spans for
+//! them, and which of them are accepted.
+//!
+//! A verification has a row for the last known token and for each draft. Row by row, the token that a row
+//! gives is the sequence's next one; the row after it counts only if its draft is that token.
+//! Invariant: what a sequence knows are the tokens that were delivered. Drafts leave K and V behind the known
+//! positions only, which the next step overwrites.
+
+use super::build_batch::StepBuffers;
+use super::in_flight::StepKind;
+use super::process_output::{DraftRef, OutputRouting, RowUse};
+use super::running::RunningSequence;
+use super::{DecodeLoop, SpanWork};
+use crate::actors::prefill::PromptChunk;
+use crate::actors::speculator::Speculator;
+use crate::decoding::speculation::{AcceptanceRule, draft_row};
+use crate::decoding::strategies::DeviceSampling;
+use crate::request::{self, Sampling};
+use mainstem_kernels::batch::DraftSpan;
+use mainstem_kernels::{DeviceError, SpanOutput, SpanTokens, StepBatch};
+use std::ops::Range;
+
+impl DecodeLoop {
+    /// Whether a running sequence speculates: how many tokens a step gives it is known with its results.
+    pub(super) fn speculates(&self) -> bool {
+        self.running.iter().any(|running| running.speculator.is_some())
+    }
+
+    /// Chooses how many drafts each decoding sequence verifies in the next step.
+    pub(super) fn choose_depths(&mut self) {
+        let decoding = self.running.iter().filter(|running| running.is_decoding()).count();
+        let mut rows = (self.config.token_budget - decoding) / 2;
+        for running in &mut self.running {
+            let limit = if running.is_decoding() { running.draft_limit().min(rows) } else { 0 };
+            if let Some(speculator) = &mut running.speculator {
+                speculator.choose_depth(limit);
+                rows -= speculator.depth();
+            }
+        }
+    }
+
+    /// Makes the drafts of the next step in a step before it, if there are several devices: the draft model
+    /// is on the one that returns results, and all of them need the drafts.
+    pub(super) async fn make_drafts_before(&mut self) -> Result<(), DeviceError> {
+        let makes_drafts = |running: &RunningSequence| {
+            running.uses_draft_model() && running.depth() > 0 && !running.is_stalled
+        };
+        if self.handles.devices.count() == 1 || !self.running.iter().any(makes_drafts) {
+            return Ok(());
+        }
+        let work: Vec<SpanWork> = self
+            .pending_work
+            .iter()
+            .copied()
+            .filter_map(|work| match work {
+                SpanWork::Decode(at) if makes_drafts(&self.running[at]) => Some(SpanWork::Draft(at)),
+                _ => None,
+            })
+            .collect();
+        let plan = self.slot_plan.take();
+        self.send_step(plan, &work, StepKind::Drafts)?;
+        while self.count_in_flight(StepKind::Drafts) > 0 {
+            self.process_oldest().await?;
+        }
+        Ok(())
+    }
+
+    /// Adds the span that makes the drafts of a sequence for a later step.
+    pub(super) fn add_drafts(&self, StepBuffers { step, routing }: &mut StepBuffers, at: usize) {
+        let running = &self.running[at];
+        let Some(speculator) = &running.speculator else { return };
+        let positions = speculator.draft_positions()..running.next_position() as usize;
+        self.add_draft_span(&mut step.batch, running, positions, speculator.depth());
+        routing.drafts.push((self.sequence_ref(at), speculator.depth()));
+    }
+
+    /// Keeps the drafts that a step made for the next one.
+    pub(super) fn keep_drafts(&mut self, drafts: &[u32], routing: &OutputRouting) {
+        let mut rest = drafts;
+        for (sequence, count) in &routing.drafts {
+            let (own, others) = rest.split_at(*count);
+            rest = others;
+            if let Some(speculator) = self.find(*sequence).and_then(|running| running.speculator.as_mut()) {
+                speculator.keep_drafts(own.iter().copied());
+            }
+        }
+    }
+
+    /// Adds the spans that make and verify drafts of a sequence.
+    pub(super) fn add_verification(&self, buffers: &mut StepBuffers, at: usize, depth: usize) {
+        let running = &self.running[at];
+        let batch = &mut buffers.step.batch;
+        let first_draft = batch.draft_count() as u32;
+        let last = running.next_position() as usize - 1;
+        let Some(speculator) = &running.speculator else { return };
+        let is_made_now = speculator.uses_model() && self.handles.devices.count() == 1;
+        if is_made_now {
+            self.add_draft_span(batch, running, speculator.draft_positions()..last + 1, depth);
+        }
+        let known = push_known(batch, running, last..last + 1);
+        let len = 1 + depth as u32;
+        let tokens = if is_made_now {
+            SpanTokens::Drafted { at: known, len }
+        } else {
+            batch.tokens.extend_from_slice(speculator.given());
+            SpanTokens::Generated { at: known, len }
+        };
+        batch.spans.push(running.span(last as u32, tokens, SpanOutput::All));
+        for number in 0..=depth {
+            let draft = (number < depth).then(|| match is_made_now {
+                true => DraftRef::Made(first_draft + number as u32),
+                false => DraftRef::Given(speculator.given()[number]),
+            });
+            let usage = RowUse::Verified { number: number as u32, draft };
+            self.add_sample_row(buffers, at, number as u32, usage);
+        }
+    }
+
+    /// Adds the span of the draft model for a chunk of a prompt, if the sequence uses the draft model.
+    pub(super) fn add_prompt_draft(&self, batch: &mut StepBatch, at: usize, chunk: PromptChunk) {
+        let running = &self.running[at];
+        if running.uses_draft_model() {
+            self.add_draft_span(batch, running, chunk.start..chunk.start + chunk.len, 0);
+        }
+    }
+
+    /// Adds the span in which the draft model computes the tokens at these positions and makes `count`
+    /// drafts.
+    fn add_draft_span(
+        &self,
+        batch: &mut StepBatch,
+        running: &RunningSequence,
+        positions: Range<usize>,
+        count: usize,
+    ) {
+        let (start, len) = (positions.start as u32, positions.len() as u32);
+        let at = push_known(batch, running, positions);
+        let rule = running.speculator.as_ref().map_or(AcceptanceRule::Coupled, Speculator::rule);
+        let request = &running.sequence.request;
+        let sampling = match &request.plan {
+            Some(plan) => plan.draft(),
+            None => {
+                let Sampling { temperature, top_k, top_p, min_p, .. } = request.sampling;
+                DeviceSampling { temperature, top_k, top_p, min_p }
+            }
+        };
+        let mut sampling = draft_row(rule, &sampling, request.sampling.seed, running.next_position());
+        if count > 0 && rule == AcceptanceRule::Coupled {
+            sampling.bias_at = batch.logit_biases.len() as u32;
+            batch.logit_biases.extend(request::logit_biases(
+                request,
+                &self.config.eos,
+                running.generated_count(),
+            ));
+            sampling.bias_len = batch.logit_biases.len() as u32 - sampling.bias_at;
+        }
+        batch.draft_logits |=
+            count > 0 && rule == AcceptanceRule::Rejection && self.config.limits.draft_logits;
+        batch.drafts.push(DraftSpan {
+            slot: running.slot,
+            start,
+            tokens: SpanTokens::Generated { at, len },
+            reserved: running.sequence.positions() as u32,
+            count: count as u32,
+            sampling,
+        });
+    }
+}
+
+impl RunningSequence {
+    /// Whether drafts of the sequence come from the draft model.
+    pub(super) fn uses_draft_model(&self) -> bool {
+        self.speculator.as_ref().is_some_and(Speculator::uses_model)
+    }
+
+    /// Returns the number of drafts in the next step.
+    pub(super) fn depth(&self) -> usize {
+        self.speculator.as_ref().map_or(0, Speculator::depth)
+    }
+
+    /// Returns how many drafts can be useful: with all of them accepted, the sequence does not exceed its
+    /// maximum length.
+    fn draft_limit(&self) -> usize {
+        (self.sequence.request.max_tokens as usize).saturating_sub(self.generated_count() as usize + 1)
+    }
+
+    /// Whether a row of a verification does not count, because a draft before it was not accepted.
+    pub(super) fn skips(&self, usage: RowUse) -> bool {
+        let is_open = || self.speculator.as_ref().is_some_and(Speculator::is_open);
+        matches!(usage, RowUse::Verified { number: 1.., .. }) && !is_open()
+    }
+
+    /// Takes note of the token that a row of a verification gives, and of the draft that the next row
+    /// verifies, if there is one. Returns whether it was accepted.
+    pub(super) fn verify(&mut self, number: u32, token: u32, draft: Option<u32>) -> bool {
+        let known = self.next_known_position() - number as usize;
+        let speculator = self.speculator.as_mut();
+        let is_accepted = speculator.is_some_and(|it| it.verify(number, token, draft, known));
+        self.sent_positions += usize::from(is_accepted);
+        is_accepted
+    }
+}
+
+/// Appends known tokens of a sequence at these positions to a batch. Returns the index of the first one.
+fn push_known(batch: &mut StepBatch, running: &RunningSequence, positions: Range<usize>) -> u32 {
+    let at = batch.tokens.len() as u32;
+    let prompt = &running.sequence.request.prompt;
+    let len = prompt.len();
+    batch.tokens.extend_from_slice(&prompt[positions.start.min(len)..positions.end.min(len)]);
+    let generated = positions.start.saturating_sub(len)..positions.end.saturating_sub(len);
+    batch.tokens.extend_from_slice(&running.generated[generated]);
+    at
+}
