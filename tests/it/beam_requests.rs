@@ -131,7 +131,8 @@ async fn several_prompts_have_a_search_each() {
     let (engine, local) = engine(&recorded, &[]).await;
     let body = |prompt: Value| {
         json!({
-            "prompt": prompt, "num_beams": 3, "n": 2, "max_tokens": 9, "ignore_eos": true, "return_token_ids": true
+            "prompt": prompt, "num_beams": 3, "n": 2, "max_tokens": 9, "ignore_eos": true,
+            "return_token_ids": true
         })
     };
     let prompts: Vec<&[u32]> = recorded.searches.iter().map(|search| search.prompt.as_slice()).collect();
