@@ -3,7 +3,7 @@
 //! Invariant: plain state, which a preempted sequence takes along.
 
 use crate::decoding::SamplingPlan;
-use crate::decoding::speculation::{AcceptanceRule, PromptLookup};
+use crate::decoding::speculation::{AcceptanceRule, PromptLookup, SpeculationStats};
 use crate::request::{DraftSource, Speculation};
 
 /// The speculation of one sequence.
@@ -17,19 +17,30 @@ pub struct Speculator {
     draft_positions: usize,
     /// Number of drafts in the next step.
     depth: usize,
+    /// Number of missed positions that the draft model computes in the next step, if it has no drafts.
+    pub catch_up: usize,
     /// These drafts, if they are known before the step: those of the draft model are only if a step before
     /// made them.
     given: Vec<u32>,
     /// Whether all drafts so far of the step that is being processed were accepted.
     is_open: bool,
+    /// Drafts of this step that were accepted.
+    accepted_now: usize,
+    stats: SpeculationStats,
     /// Numbers of drafts, and of those that were accepted, in all steps.
     drafted: usize,
     accepted: usize,
 }
 
 impl Speculator {
-    /// Creates the speculation of a sequence.
-    pub fn new(speculation: Speculation, plan: Option<&SamplingPlan>, prompt: &[u32]) -> Speculator {
+    /// Creates the speculation of a sequence. `prior` is the rate at which drafts of other sequences were
+    /// accepted.
+    pub fn new(
+        speculation: Speculation,
+        plan: Option<&SamplingPlan>,
+        prompt: &[u32],
+        prior: f64,
+    ) -> Speculator {
         let Speculation { drafter: source, max_drafts, rule } = speculation;
         let lookup = match source {
             DraftSource::Model => None,
@@ -46,8 +57,11 @@ impl Speculator {
             lookup,
             draft_positions: 0,
             depth: 0,
+            catch_up: 0,
             given: Vec::new(),
             is_open: false,
+            accepted_now: 0,
+            stats: SpeculationStats::new(prior),
             drafted: 0,
             accepted: 0,
         }
@@ -56,7 +70,7 @@ impl Speculator {
     /// Begins, or begins anew after a preemption, with the first positions computed by both models.
     pub fn begin(&mut self, computed: usize) {
         self.draft_positions = computed;
-        self.depth = 0;
+        (self.depth, self.catch_up) = (0, 0);
     }
 
     /// Returns whether the drafts come from the draft model.
@@ -69,13 +83,26 @@ impl Speculator {
         self.rule
     }
 
-    /// Chooses the number of drafts in the next step, at most `limit`.
-    pub fn choose_depth(&mut self, limit: usize) {
+    /// Sets the maximum number of drafts in the next step, and finds them if they come from the text.
+    pub fn limit_depth(&mut self, limit: usize) {
         self.depth = self.max_drafts.min(limit);
         if let Some(lookup) = &self.lookup {
             self.given.clear();
             self.depth = lookup.propose(self.depth, &mut self.given);
         }
+    }
+
+    /// Sets the number of drafts in the next step, which is within its limit.
+    pub fn set_depth(&mut self, depth: usize) {
+        self.depth = depth;
+        if self.lookup.is_some() {
+            self.given.truncate(depth);
+        }
+    }
+
+    /// Returns how often drafts were accepted.
+    pub fn stats(&self) -> &SpeculationStats {
+        &self.stats
     }
 
     /// Returns the number of drafts in the next step.
@@ -112,12 +139,16 @@ impl Speculator {
         if number == 0 {
             self.drafted += self.depth;
             self.draft_positions = known;
+            self.accepted_now = 0;
         }
         self.is_open = draft == Some(token);
         if self.is_open {
             self.accepted += 1;
+            self.accepted_now += 1;
             // The draft model has computed all drafts but the last one.
             self.draft_positions += usize::from((number as usize) + 1 < self.depth);
+        } else {
+            self.stats.observe(self.depth, self.accepted_now);
         }
         self.is_open
     }

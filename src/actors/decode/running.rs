@@ -61,13 +61,13 @@ pub(super) struct RunningSequence {
 impl RunningSequence {
     /// Creates the state of a sequence whose first chunk was just scheduled, and which has `pages` pages. The
     /// first `computed` positions need no computation. It has no slot yet. `jump_limit` is the maximum number
-    /// of tokens that a grammar may force at once.
+    /// of tokens that a grammar may force at once, `prior` the rate at which drafts were accepted so far.
     pub(super) fn new(
         mut sequence: Box<Sequence>,
         (pages, computed): (usize, usize),
         meters: &LoopMetrics,
         pool: &Arc<HostPool>,
-        jump_limit: usize,
+        (jump_limit, prior): (usize, f64),
     ) -> RunningSequence {
         let progress = sequence.progress.take().unwrap_or_else(|| {
             let Request { plan, constraint, prompt, max_tokens, logprobs, speculation, .. } =
@@ -79,7 +79,8 @@ impl RunningSequence {
                 generated: Vec::new(),
                 host: HostSequence::begin(pool, plan, constraint, prompt, *max_tokens, limit),
                 times: meters.record_scheduled(sequence.arrived),
-                speculator: speculation.map(|it| Speculator::new(it, plan.map(|plan| &**plan), prompt)),
+                speculator: speculation
+                    .map(|it| Speculator::new(it, plan.map(|plan| &**plan), prompt, prior)),
             }
         });
         let Progress { generated, host, times, mut speculator } = progress;

@@ -13,12 +13,42 @@ use super::running::RunningSequence;
 use super::{DecodeLoop, SpanWork};
 use crate::actors::prefill::PromptChunk;
 use crate::actors::speculator::Speculator;
-use crate::decoding::speculation::{AcceptanceRule, draft_row};
+use crate::decoding::speculation::{
+    AcceptanceRule, DepthPlanner, Speculating, StepCosts, StepWork, draft_row,
+};
 use crate::decoding::strategies::DeviceSampling;
 use crate::request::{self, Sampling};
-use mainstem_kernels::batch::DraftSpan;
-use mainstem_kernels::{DeviceError, SpanOutput, SpanTokens, StepBatch};
+use mainstem_kernels::batch::{DraftSpan, StepTimes};
+use mainstem_kernels::{DeviceError, Span, SpanOutput, SpanTokens, StepBatch};
 use std::ops::Range;
+
+/// The choice of the number of drafts.
+#[derive(Default)]
+pub(super) struct DraftPlanning {
+    planner: DepthPlanner,
+    costs: StepCosts,
+    /// The rate at which drafts of sequences that have ended were accepted.
+    pub(super) rate: Option<f64>,
+}
+
+/// The rate at which drafts are expected to be accepted before any was.
+const FIRST_RATE: f64 = 0.6;
+
+/// Number of positions that the draft model computes at once if it has missed them, because a sequence had no
+/// drafts for a while.
+const CATCH_UP_ROWS: usize = 16;
+
+impl DraftPlanning {
+    /// Returns the rate at which the drafts of a new sequence are expected to be accepted.
+    pub(super) fn prior(&self) -> f64 {
+        self.rate.unwrap_or(FIRST_RATE)
+    }
+
+    /// Takes note of the rate of a sequence that has ended.
+    pub(super) fn observe_end(&mut self, rate: f64) {
+        self.rate = Some(self.rate.map_or(rate, |old| 0.8 * old + 0.2 * rate));
+    }
+}
 
 impl DecodeLoop {
     /// Whether a running sequence speculates: how many tokens a step gives it is known with its results.
@@ -26,17 +56,66 @@ impl DecodeLoop {
         self.running.iter().any(|running| running.speculator.is_some())
     }
 
-    /// Chooses how many drafts each decoding sequence verifies in the next step.
+    /// Chooses how many drafts each decoding sequence verifies in the next step: as many as are worth their
+    /// time. Other rules than [`AcceptanceRule::Coupled`] always get as many as possible, because their text
+    /// depends on the number.
     pub(super) fn choose_depths(&mut self) {
+        if !self.speculates() {
+            return;
+        }
         let decoding = self.running.iter().filter(|running| running.is_decoding()).count();
-        let mut rows = (self.config.token_budget - decoding) / 2;
+        let most = (self.config.token_budget - decoding) / 2;
+        let mut rows = most;
+        let draft_context = self.config.draft_context;
         for running in &mut self.running {
-            let limit = if running.is_decoding() { running.draft_limit().min(rows) } else { 0 };
+            let limit = if running.is_decoding() { running.draft_limit(draft_context, rows) } else { 0 };
             if let Some(speculator) = &mut running.speculator {
-                speculator.choose_depth(limit);
-                rows -= speculator.depth();
+                speculator.limit_depth(limit);
+                if speculator.rule() != AcceptanceRule::Coupled {
+                    rows -= speculator.depth();
+                }
             }
         }
+        let planned = self.running.iter().filter_map(|running| running.speculator.as_ref());
+        let planned = planned.filter(|speculator| speculator.rule() == AcceptanceRule::Coupled);
+        let planned = planned.map(|speculator| Speculating {
+            stats: speculator.stats(),
+            limit: speculator.depth(),
+            has_model: speculator.uses_model(),
+        });
+        let DraftPlanning { planner, costs, .. } = &mut self.draft_planning;
+        let depths = planner.plan(planned, costs.estimate(), decoding + (most - rows), rows);
+        let planned = self.running.iter_mut().filter_map(|running| running.speculator.as_mut());
+        let planned = planned.filter(|speculator| speculator.rule() == AcceptanceRule::Coupled);
+        planned.zip(depths).for_each(|(speculator, depth)| speculator.set_depth(*depth));
+        let mut left = most.saturating_sub(self.running.iter().map(RunningSequence::depth).sum());
+        for running in &mut self.running {
+            let known = running.next_position() as usize;
+            let is_decoding = running.is_decoding();
+            let Some(speculator) = &mut running.speculator else { continue };
+            let missing = known - speculator.draft_positions().min(known);
+            let is_due = is_decoding && speculator.uses_model() && missing > CATCH_UP_ROWS;
+            speculator.catch_up = if is_due && left >= CATCH_UP_ROWS { CATCH_UP_ROWS } else { 0 };
+            left -= speculator.catch_up;
+        }
+    }
+
+    /// Returns the work of a step that is about to be sent, if its time can be compared with that of others: a
+    /// step with prompt rows has too many.
+    pub(super) fn comparable_work(&self, batch: &StepBatch) -> Option<StepWork> {
+        let is_prompt = |span: &Span| matches!(span.tokens, SpanTokens::Given { .. });
+        if !self.speculates() || batch.spans.is_empty() || batch.spans.iter().any(is_prompt) {
+            return None;
+        }
+        let makes_drafts = || batch.drafts.iter().filter(|span| span.count > 0);
+        let draft_rows = makes_drafts().map(|span| span.tokens.len() + span.count as usize - 1).sum();
+        let passes = makes_drafts().map(|span| span.count as usize).max().unwrap_or(0);
+        Some(StepWork { rows: batch.rows(), passes, draft_rows })
+    }
+
+    /// Takes note of the time of a step.
+    pub(super) fn observe_cost(&mut self, work: &StepWork, times: &StepTimes) {
+        self.draft_planning.costs.observe(work, times.forward + times.sample, times.draft);
     }
 
     /// Makes the drafts of the next step in a step before it, if there are several devices: the draft model
@@ -124,6 +203,14 @@ impl DecodeLoop {
         }
     }
 
+    /// Adds the span in which the draft model computes what it has missed of a sequence without drafts.
+    pub(super) fn add_catch_up(&self, batch: &mut StepBatch, at: usize) {
+        let running = &self.running[at];
+        if let Some(missing) = running.catch_up() {
+            self.add_draft_span(batch, running, missing, 0);
+        }
+    }
+
     /// Adds the span in which the draft model computes the tokens at these positions and makes `count`
     /// drafts.
     fn add_draft_span(
@@ -178,10 +265,34 @@ impl RunningSequence {
         self.speculator.as_ref().map_or(0, Speculator::depth)
     }
 
-    /// Returns how many drafts can be useful: with all of them accepted, the sequence does not exceed its
-    /// maximum length.
-    fn draft_limit(&self) -> usize {
-        (self.sequence.request.max_tokens as usize).saturating_sub(self.generated_count() as usize + 1)
+    /// Returns the number of rows that speculation adds to the next step, or to the draft model's part of it.
+    pub(super) fn draft_rows(&self) -> usize {
+        self.depth().max(self.catch_up().map_or(0, |missing| missing.len()))
+    }
+
+    /// Returns how many drafts are possible: with all of them accepted, the sequence does not exceed its
+    /// maximum length. Those of the draft model end with its context, and it computes at most `rows` rows for
+    /// tokens that it does not know.
+    fn draft_limit(&self, draft_context: usize, rows: usize) -> usize {
+        let known = self.next_position() as usize;
+        let limit =
+            (self.sequence.request.max_tokens as usize).saturating_sub(self.generated_count() as usize + 1);
+        match &self.speculator {
+            Some(speculator) if speculator.uses_model() => {
+                let is_near = known - speculator.draft_positions() <= rows;
+                if is_near { limit.min(draft_context.saturating_sub(known)) } else { 0 }
+            }
+            _ => limit,
+        }
+        .min(rows)
+    }
+
+    /// Returns the positions that the draft model has missed and computes in the next step without making
+    /// drafts.
+    pub(super) fn catch_up(&self) -> Option<Range<usize>> {
+        let speculator = self.speculator.as_ref().filter(|it| it.catch_up > 0 && it.depth() == 0)?;
+        let first = speculator.draft_positions();
+        Some(first..first + speculator.catch_up)
     }
 
     /// Whether a row of a verification does not count, because a draft before it was not accepted.

@@ -330,7 +330,9 @@ fn start_control(
         KvManager::new((slots, lanes, shuffle), pool, generated_mark, changed)
     });
     let eos = setup.model.eos.clone();
-    let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead };
+    let draft = setup.model.speculation.as_ref().and_then(|speculation| speculation.draft.as_ref());
+    let draft_context = draft.map_or(0, |draft| draft.context);
+    let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead, draft_context };
     let handles = LoopHandles {
         next_chunks: prefill.clone().recipient(),
         chunks_ahead: prefill.clone().recipient(),

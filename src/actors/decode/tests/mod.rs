@@ -81,9 +81,10 @@ async fn drafts_change_no_token() {
             let Some((drafted, accepted)) = client.speculated else { continue };
             assert!(number < 4);
             if drafts_well {
-                // The first token comes with the prompt, and the others in rounds of a token and the drafts.
+                // The first token comes with the prompt. The number of drafts is small at first, until it
+                // shows how many are accepted.
                 let rounds = 30usize.div_ceil(2 + number);
-                assert_eq!((drafted, accepted), (30 - rounds, 30 - rounds), "request {number}");
+                assert!(drafted == accepted && accepted + rounds >= 24, "request {number}: {accepted}");
             } else {
                 assert!(accepted > 0 && accepted < drafted, "{accepted} of {drafted}");
             }
