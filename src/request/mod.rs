@@ -15,7 +15,7 @@ pub use params::{ParamList, SamplingDefaults};
 pub use sampling::{sample_row, validate};
 
 use crate::decoding::beams::EarlyStopping;
-use crate::decoding::{AcceptanceRule, Constraint, SamplingPlan};
+use crate::decoding::{Constraint, SamplingPlan};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
