@@ -28,6 +28,8 @@ pub mod device;
 
 mod step;
 
+pub mod request_metrics;
+
 pub mod reply;
 
 pub mod status;

@@ -144,7 +144,7 @@ pub(crate) static REQUESTS_BY_STRATEGY: Metric = Metric::new(
     Counter,
     "requests",
     "Accepted completions by sampling strategy that is on, by the names of docs/sampling.md; a request with \
-     several counts for each, one with none for \"sample\".",
+     several counts for each, one with none for \"sample\", a beam search for \"beam_search\" only.",
 )
 .labelled(&[("strategy", &[])]);
 pub(crate) static IGNORED_FIELDS: Metric = Metric::new(

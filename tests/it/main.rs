@@ -4,6 +4,7 @@ mod common;
 mod coverage;
 mod program;
 
+mod beam_requests;
 mod beams;
 mod bench;
 mod boundaries;

@@ -161,20 +161,25 @@ impl RunArgs {
         let task = self.read_task()?;
         let delivery = if self.json && !self.stream { Delivery::Whole } else { Delivery::Stream };
         let (server, note) = self.remote.server()?;
+        let settings = self.sampling.settings().map_err(usage)?;
+        let beams = settings.beams();
         Ok(RunPlan {
             task,
             dialect: if self.raw { Dialect::Raw } else { Dialect::Chat },
             delivery,
             form: if self.json { AnswerFormat::Json } else { AnswerFormat::Text },
-            settings: self.sampling.settings().map_err(usage)?,
+            settings,
             stats: self.stats,
             note,
             system: self.system,
             target: match server {
                 Some(server) => AnswerSource::Remote { server, model: self.model.filter(is_named) },
-                None => {
-                    AnswerSource::Local(Box::new(local_config(self.model, self.speculation, self.config)?))
-                }
+                None => AnswerSource::Local(Box::new(local_config(
+                    self.model,
+                    self.speculation,
+                    self.config,
+                    beams,
+                )?)),
             },
         })
     }
@@ -217,14 +222,16 @@ fn is_named(model: &String) -> bool {
     model != "-"
 }
 
-/// Loads the configuration of an engine for a single user: one slot and a quiet log by default.
+/// Loads the configuration of an engine for a single user: one slot, or one for each beam of a beam search,
+/// and a quiet log by default.
 fn local_config(
     model: Option<String>,
     speculation: SpeculationFlags,
     config: ConfigFlags,
+    beams: u64,
 ) -> Result<Config, ConfigError> {
     let mut flags = Overrides::default();
-    flags.set_default("scheduler.slots", 1);
+    flags.set_default("scheduler.slots", i64::try_from(beams).unwrap_or(i64::MAX));
     flags.set_default("log.level", "warn");
     flags.set("model.path", model.filter(is_named));
     speculation.add_to(&mut flags);

@@ -1,6 +1,7 @@
 //! Generation parameters that both text generation APIs share.
 
 use super::LOGPROBS_MAX;
+use super::beams::{BeamSettings, parse_beams};
 use super::sampling::RequestSampling;
 use crate::server::ServeParts;
 use crate::server::error::ApiError;
@@ -11,7 +12,7 @@ use serde_json::Value;
 use std::sync::Arc;
 
 /// Maximum number of choices per prompt.
-const CHOICES_MAX: i64 = 128;
+pub(super) const CHOICES_MAX: i64 = 128;
 
 /// Maximum number of stop strings and stop tokens together.
 const STOPS_MAX: usize = 64;
@@ -34,6 +35,8 @@ pub struct GenerationParams {
     pub n: u32,
     /// Number of choices per prompt that are computed, of which the best are returned; at least `n`.
     pub best_of: u32,
+    /// The beam search to find the choices with, the best first.
+    pub beams: Option<BeamSettings>,
     pub sampling: RequestSampling,
     pub stops: StopConditions,
     pub include_stop: bool,
@@ -121,6 +124,9 @@ pub(super) fn parse_generation(
     let (max_tokens, limit_name) = parse_max_tokens(fields)?;
     let n = fields.take_integer("n", 1, CHOICES_MAX)?.unwrap_or(1) as u32;
     let delivery = parse_delivery(fields)?;
+    let beams = parse_beams(fields, n)?;
+    // A search computes all choices at once.
+    let best_of = if beams.is_some() { n } else { parse_best_of(fields, n, delivery)? };
     let stops = parse_stops(fields, parts.model.vocab, stop)?;
     let ignore_eos = fields.take_bool("ignore_eos", false)?;
     let limit = max_tokens.and_then(|limit| u32::try_from(limit).ok());
@@ -129,10 +135,12 @@ pub(super) fn parse_generation(
         is_unlimited: max_tokens.is_some_and(|limit| limit < 0),
         limit_name,
         n,
-        best_of: parse_best_of(fields, n, delivery)?,
+        best_of,
+        beams,
         sampling: RequestSampling::parse(
             fields,
             &parts.sampling,
+            beams.is_some(),
             (limit, limit_name),
             ignore_eos,
             &stops.ids,

@@ -1,7 +1,8 @@
 //! Writing of a response, as JSON or as an event stream.
 
 use super::ResponseFormat;
-use crate::actors::reply::{ChoiceStreams, ReplyDelta, Usage};
+use crate::actors::reply::{ChoiceStreams, ReplyDelta};
+use crate::actors::request_metrics::Usage;
 use crate::request::{RequestError, Token};
 use crate::server::error::ApiError;
 use crate::server::params::{ChoiceSelection, StreamUsage};

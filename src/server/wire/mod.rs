@@ -15,7 +15,8 @@ mod prompt_logprobs;
 pub use prompt_logprobs::PromptLogprobs;
 
 use crate::actors::Kind;
-use crate::actors::reply::{DeltaOrigin, PlacedToken, ReplyDelta, ReplyEnd, Usage as Tokens};
+use crate::actors::reply::{DeltaOrigin, PlacedToken, ReplyDelta, ReplyEnd};
+use crate::actors::request_metrics::Usage as Tokens;
 use crate::request::FinishReason;
 use serde::Serialize;
 
@@ -78,6 +79,7 @@ pub struct ChoiceOutput {
     /// Number of prompt tokens among `tokens`; they come first.
     pub prompt_tokens: usize,
     pub end: Option<ReplyEnd>,
+    pub beam_score: Option<f32>,
 }
 
 /// The reason for which a choice ended, as in both APIs.
@@ -87,6 +89,9 @@ pub struct Finish {
     /// The stop string or token that ended the choice; an extension of the API.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<StopReason>,
+    /// The score of a choice that a beam search found; an extension of the API.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub beam_score: Option<f32>,
 }
 
 /// A stop condition of the request.
@@ -185,18 +190,20 @@ impl From<Tokens> for Usage {
 impl From<ReplyDelta> for ChoiceOutput {
     fn from(piece: ReplyDelta) -> ChoiceOutput {
         let prompt_tokens = if piece.origin == DeltaOrigin::Prompt { piece.tokens.len() } else { 0 };
-        ChoiceOutput { text: piece.text, tokens: piece.tokens, prompt_tokens, end: piece.end }
+        let ReplyDelta { text, tokens, end, beam_score, .. } = piece;
+        ChoiceOutput { text, tokens, prompt_tokens, end, beam_score }
     }
 }
 
 impl ChoiceOutput {
     /// Appends a reply delta.
     pub fn append(&mut self, piece: ReplyDelta) {
-        let ChoiceOutput { text, tokens, prompt_tokens, end } = piece.into();
+        let ChoiceOutput { text, tokens, prompt_tokens, end, beam_score } = piece.into();
         self.text += &text;
         self.tokens.extend(tokens);
         self.prompt_tokens += prompt_tokens;
         self.end = end;
+        self.beam_score = beam_score;
     }
 
     /// Returns the mean log-probability of the generated tokens; negative infinity if there are none, or
@@ -224,14 +231,17 @@ impl Finish {
     }
 }
 
-impl From<Option<&ReplyEnd>> for Finish {
-    fn from(end: Option<&ReplyEnd>) -> Finish {
+impl From<&ChoiceOutput> for Finish {
+    fn from(part: &ChoiceOutput) -> Finish {
+        let end = part.end.as_ref();
         let stop_reason = match end {
             Some(ReplyEnd::StopString(stop)) => Some(StopReason::String(stop.clone())),
             Some(ReplyEnd::Engine(FinishReason::StopToken(id))) => Some(StopReason::Token(*id)),
             Some(ReplyEnd::Engine(FinishReason::Stop | FinishReason::Length)) | None => None,
         };
-        Finish { finish_reason: end.map(ReplyEnd::as_str), stop_reason }
+        // JSON has no infinity.
+        let beam_score = part.beam_score.map(|score| score.max(f32::MIN));
+        Finish { finish_reason: end.map(ReplyEnd::as_str), stop_reason, beam_score }
     }
 }
 
