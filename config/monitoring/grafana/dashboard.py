@@ -184,9 +184,23 @@ ROWS = {
                 )
             ],
             "Fraction of the tokens looked up that were in the prefix cache.",
-            width=12,
         ),
-        graph("Preemptions", "ops", [("preemptions", rate("mainstem_num_preemptions_total"))], width=12),
+        graph(
+            "Draft acceptance rate",
+            "percentunit",
+            [
+                (
+                    "accepted",
+                    f"{rate('mainstem_spec_decode_num_accepted_tokens_total')} / {rate('mainstem_spec_decode_num_draft_tokens_total')}",
+                ),
+                (
+                    "position {{position}}",
+                    f"{rate('mainstem_spec_decode_num_accepted_tokens_per_pos_total', by='position')} / ignoring (position) group_left () {rate('mainstem_spec_decode_num_drafts_total')}",
+                ),
+            ],
+            "Speculative decoding: fraction of the drafted tokens that were accepted, and by position the fraction of drafts whose token there was accepted.",
+        ),
+        graph("Preemptions", "ops", [("preemptions", rate("mainstem_num_preemptions_total"))]),
         graph(
             "Fraction of wall time by phase",
             "percentunit",
