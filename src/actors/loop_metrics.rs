@@ -136,8 +136,8 @@ impl LoopMetrics {
         self.phase_start
     }
 
-    /// Counts a row that verifies drafts: the first one begins a round, and `is_accepted` is whether the draft
-    /// after it was accepted.
+    /// Counts a row that verifies drafts: the first one begins a round, and `is_accepted` is whether the
+    /// draft after it was accepted.
     pub fn record_draft(&self, _number: u32, _is_accepted: bool) {}
 
     /// Ends the delivery phase: the results of the step were processed.

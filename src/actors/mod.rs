@@ -18,6 +18,8 @@ pub mod kv;
 
 pub mod sequence;
 
+mod speculator;
+
 pub mod decode;
 
 mod loop_metrics;

@@ -92,7 +92,7 @@ pub struct Speculation {
     pub rule: AcceptanceRule,
 }
 
-/// Where drafts come from.
+/// The source of drafts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DraftSource {
     /// The draft model.
@@ -121,7 +121,8 @@ pub struct BeamOptions {
     /// Number of the last prompt tokens that count as generated ones.
     pub forced_tokens: u32,
     /// The place of the request's answer among the results, from 0 for the best one. Requests for further
-    /// results of the same search directly follow the first one in their group, and are otherwise equal to it.
+    /// results of the same search directly follow the first one in their group, and are otherwise equal to
+    /// it.
     pub answer: usize,
 }
 

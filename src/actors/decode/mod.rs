@@ -23,8 +23,6 @@ mod beams;
 
 mod speculation;
 
-pub use speculation::Speculator;
-
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
 use super::loop_metrics::LoopMetrics;
@@ -44,6 +42,7 @@ use in_flight::{InFlightStep, StepKind};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{DeviceError, StepLimits};
 use running::RunningSequence;
+use speculation::DraftPlanning;
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -78,6 +77,8 @@ pub struct DecodeConfig {
     /// Whether a step may be sent before the results of the previous one are back. It takes effect with one
     /// lane on one device, which remembers the tokens that it sampled.
     pub run_ahead: bool,
+    /// Maximum number of tokens of a sequence for which the draft model makes drafts; 0 without one.
+    pub draft_context: usize,
 }
 
 /// The actor of one lane. It only keeps the loop running; the loop requests all its work itself.
@@ -153,6 +154,7 @@ struct DecodeLoop {
     searches: Vec<RunningSearch>,
     /// The most likely tokens after beams, by the results since the last iteration.
     beam_rows: Vec<(SequenceKey, Vec<(u32, f32)>)>,
+    draft_planning: DraftPlanning,
     /// Changes to send to the KV manager with the next update.
     update: IterationUpdate,
     /// Spans of the current iteration that are still to be sent.
@@ -208,6 +210,7 @@ impl DecodeLoop {
             leaving: Vec::with_capacity(slots),
             searches: Vec::new(),
             beam_rows: Vec::new(),
+            draft_planning: DraftPlanning::default(),
             update: IterationUpdate { lane, ..IterationUpdate::default() },
             pending_work: VecDeque::with_capacity(slots),
             slot_plan: None,
@@ -312,7 +315,8 @@ impl DecodeLoop {
     /// two steps, or at the end of one, so that a request that arrives during a step joins the very next one.
     async fn request_chunks(&mut self) -> Option<Vec<ScheduledChunk>> {
         let decoding = self.running.iter().filter(|running| running.is_decoding());
-        let decoding: usize = decoding.map(|running| 1 + running.forced as usize + running.depth()).sum();
+        let decoding: usize =
+            decoding.map(|running| 1 + running.forced as usize + running.draft_rows()).sum();
         let (lane, running) = (self.lane, self.running.len());
         let steps_ahead = self.count_in_flight(StepKind::Ahead);
         let free_slots = self.slots - running - self.reserved_slots();
@@ -351,7 +355,13 @@ impl DecodeLoop {
                 }
                 let (pages, pool) = ((lease.own().len(), lease.computed()), &self.handles.host_pool);
                 self.update.joins.push(JoiningSequence { key, lease });
-                let running = RunningSequence::new(sequence, pages, &self.metrics, pool, self.jump_limit);
+                let running = RunningSequence::new(
+                    sequence,
+                    pages,
+                    &self.metrics,
+                    pool,
+                    (self.jump_limit, self.draft_planning.prior()),
+                );
                 self.running.push(running);
             }
             // A sequence that was just added is the last one.
@@ -386,7 +396,7 @@ impl DecodeLoop {
         IterationUpdate { lane: self.lane, epoch: self.epoch, ..IterationUpdate::default() }
     }
 
-    /// Lets go of preempted sequences, and gives the others their slots.
+    /// Removes preempted sequences, and gives the others their slots.
     fn apply_plan(&mut self, plan: &SlotPlan) {
         let preempted = self.running.extract_if(.., |running| plan.preempted.contains(&running.key));
         let (beams, others): (Vec<_>, Vec<_>) = preempted.partition(|running| running.is_beam);

@@ -26,7 +26,6 @@ use crate::decoding::{HostPool, HostWork};
 use crate::formats::ChatTemplateSource;
 use crate::memory::PagePool;
 use crate::model::executor::KvCacheConfig;
-use crate::model::rope::ReservedLengths;
 use crate::model::spec::Kind;
 use crate::model::{ModelSource, Partition};
 use crate::planner::{DeviceAssignment, model_source};
@@ -36,7 +35,7 @@ use crate::text::output::OutputFormats;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
 use anyhow::{Context as _, Result, anyhow, ensure};
-use mainstem_kernels::{Fraction, StepLimits};
+use mainstem_kernels::StepLimits;
 use std::collections::HashSet;
 use std::num::NonZero;
 use std::sync::Arc;
@@ -195,15 +194,10 @@ impl EngineSetup {
         };
         let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
         let assignments = model_source::assignments(source, &partition);
-        let prefix_rules = PrefixRules {
-            across_requests: config.kv.prefix_cache,
-            marks_generated: limits.attended_fraction != Fraction::ONE,
-            lengths: ReservedLengths::of(spec),
-        };
         Ok(EngineSetup {
             scheduler,
             limits,
-            prefix_rules,
+            prefix_rules: PrefixRules::new(&config.kv, spec),
             row_bytes: spec.hidden * devices.activation_type.size(),
             lanes,
             step_timeout: config.device.step_timeout,
@@ -336,7 +330,9 @@ fn start_control(
         KvManager::new((slots, lanes, shuffle), pool, generated_mark, changed)
     });
     let eos = setup.model.eos.clone();
-    let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead };
+    let draft = setup.model.speculation.as_ref().and_then(|speculation| speculation.draft.as_ref());
+    let draft_context = draft.map_or(0, |draft| draft.context);
+    let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead, draft_context };
     let handles = LoopHandles {
         next_chunks: prefill.clone().recipient(),
         chunks_ahead: prefill.clone().recipient(),
