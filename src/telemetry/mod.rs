@@ -494,6 +494,8 @@ mod tests {
         let handle = install(None);
         HTTP_REQUESTS.count(["GET", "/health", "200"]);
         REQUESTS_BY_STRATEGY.count(["penalties"]);
+        SPEC_DECODE_ACCEPTED_TOKENS_PER_POS.count(["0"]);
+        REJECTED_PARAMETERS.count(["n", "invalid_value"]);
         STEP_SECONDS.record(0.004);
         let text = handle.render();
         for metric in METRICS {

@@ -192,15 +192,23 @@ ROWS = {
                 (
                     "accepted",
                     f"{rate('mainstem_spec_decode_num_accepted_tokens_total')} / {rate('mainstem_spec_decode_num_draft_tokens_total')}",
-                ),
-                (
-                    "position {{position}}",
-                    f"{rate('mainstem_spec_decode_num_accepted_tokens_per_pos_total', by='position')} / ignoring (position) group_left () {rate('mainstem_spec_decode_num_drafts_total')}",
-                ),
+                )
             ],
-            "Speculative decoding: fraction of the drafted tokens that were accepted, and by position the fraction of drafts whose token there was accepted.",
+            "Speculative decoding: fraction of the drafted tokens that were accepted.",
         ),
         graph("Preemptions", "ops", [("preemptions", rate("mainstem_num_preemptions_total"))]),
+        graph(
+            "Accepted drafts by position",
+            "ops",
+            [
+                ("drafts", rate("mainstem_spec_decode_num_drafts_total")),
+                (
+                    "position {{position}}",
+                    rate("mainstem_spec_decode_num_accepted_tokens_per_pos_total", by="position"),
+                ),
+            ],
+            "Speculative decoding: drafts, and those whose token at a position was accepted, per second.",
+        ),
         graph(
             "Fraction of wall time by phase",
             "percentunit",

@@ -1,7 +1,7 @@
 //! Tests of speculative decoding in requests: what reaches the engine, what is refused, and how the response
 //! reports drafts.
 
-use super::test_server::{Client, DEADLINE, TestServer, answer, model, tokenizer};
+use super::test_server::{Client, DEADLINE, TestServer, answer, model, tokenizer_with};
 use crate::actors::ModelInfo;
 use crate::actors::speculation::{DraftModelFacts, SpeculationSetup};
 use crate::config::LookupSizes;
@@ -23,8 +23,10 @@ fn setup(has_draft: bool) -> SpeculationSetup {
 }
 
 fn server(speculation: Option<SpeculationSetup>) -> TestServer {
-    let model = ModelInfo { speculation, ..model() };
-    TestServer::for_model(model, tokenizer(), None, |_| {}, DEADLINE)
+    // Constrained output needs an end token.
+    let model = ModelInfo { speculation, eos: vec![257], vocab: 258, ..model() };
+    let tokenizer = tokenizer_with(&["<s>", "</s>"], Value::Null);
+    TestServer::for_model(model, tokenizer, None, |_| {}, DEADLINE)
 }
 
 /// Returns a body with `params`.
