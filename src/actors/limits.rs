@@ -126,8 +126,8 @@ impl IntakeLimits {
         let most = self.max_beams.min(BEAMS_MAX);
         if beams.width > most {
             let message = format!(
-                "beam_width is {} but must be at most {most}: a search has at most {BEAMS_MAX} beams, each of \
-                 which takes a slot of the same lane (scheduler.slots, scheduler.lanes)",
+                "beam_width is {} but must be at most {most}: each beam takes a slot of the same lane \
+                 (scheduler.slots, scheduler.lanes), and {BEAMS_MAX} are the most",
                 beams.width
             );
             return Err(invalid("beam_width", message));

@@ -105,7 +105,7 @@ async fn check_alone(files: &[&str]) {
     for file in files {
         let recorded = recorded(file, "beams-alone");
         let (engine, local) = engine(&recorded, &[]).await;
-        for (number, (search, run)) in runs(&recorded, 2).enumerate() {
+        for (number, (search, run)) in runs(&recorded, 1).enumerate() {
             let found = post(&local, &search.body(run, number % 2 == 1)).await;
             check(&found, search, run, file);
         }
@@ -122,6 +122,25 @@ async fn results_of_decoders_are_those_of_transformers() {
 #[actix::test]
 async fn results_of_encoder_decoders_are_those_of_transformers() {
     check_alone(&["t5.json", "bart.json", "m2m100.json"]).await;
+}
+
+/// Each prompt of a request has a search of its own.
+#[actix::test]
+async fn several_prompts_have_a_search_each() {
+    let recorded = recorded("gqa.json", "");
+    let (engine, local) = engine(&recorded, &[]).await;
+    let body = |prompt: Value| {
+        json!({
+            "prompt": prompt, "num_beams": 3, "n": 2, "max_tokens": 9, "ignore_eos": true,
+            "return_token_ids": true
+        })
+    };
+    let prompts: Vec<&[u32]> = recorded.searches.iter().map(|search| search.prompt.as_slice()).collect();
+    let together = post(&local, &body(json!(prompts))).await;
+    let alone =
+        post_each(&local, &prompts.iter().map(|prompt| body(json!(prompt))).collect::<Vec<_>>()).await;
+    assert_eq!(together, alone.concat());
+    engine.stop();
 }
 
 /// Returns ordinary requests for the prompts of the searches.
@@ -185,7 +204,7 @@ async fn searches_at_once_beside_other_requests_find_the_same() {
                 None => alone.insert(post_each(&local, &ordinary(&recorded)).await),
             };
             let what = format!("{file}, {settings:?}");
-            check_together(&local, &recorded, alone, 7, &what).await;
+            check_together(&local, &recorded, alone, 3, &what).await;
             all_home(&engine, SLOTS).await;
             engine.stop();
         }
@@ -280,24 +299,25 @@ async fn a_search_without_a_client_ends() {
     let recorded = recorded("gqa.json", "");
     let (engine, local) = engine(&recorded, &[]).await;
     let (search, run) = (&recorded.searches[0], &recorded.searches[0].runs[0]);
+    let max_tokens = engine.model.context - search.prompt.len();
     for stream in [false, true] {
-        let long = json!({ "prompt": search.prompt, "num_beams": 8, "n": 8, "max_tokens": 200, "ignore_eos": true, "stream": stream });
-        {
-            let long = local.post(COMPLETIONS, &long);
-            let other = async {
-                check(&post(&local, &search.body(run, stream)).await, search, run, "beside a long search");
-            };
-            tokio::pin!(long, other);
-            // The short search ends long before the other one, which is dropped then: as a future, or as the
-            // stream that it became.
-            match futures_util::future::select(long, other).await {
-                futures_util::future::Either::Left((response, other)) => {
-                    assert!(stream, "the long search does not end first");
-                    let _stream = response.unwrap_or_else(|error| panic!("{error}"));
-                    other.await;
-                }
-                futures_util::future::Either::Right(_) => assert!(!stream),
-            }
+        let long = json!({
+            "prompt": search.prompt, "num_beams": 8, "n": 8, "max_tokens": max_tokens, "ignore_eos": true,
+            "stream": stream
+        });
+        let long = async {
+            // As a stream, the response begins before the search ends.
+            let response = local.post(COMPLETIONS, &long).await.unwrap_or_else(|error| panic!("{error}"));
+            assert!(stream, "the short search ends first");
+            let ResponseBody::Events(mut events) = response else { panic!("it is a stream") };
+            assert_eq!(events.next().await, None, "the short search ends first");
+        };
+        let short = async {
+            check(&post(&local, &search.body(run, stream)).await, search, run, "beside a long search");
+        };
+        tokio::select! {
+            () = long => {}
+            () = short => {}
         }
         all_home(&engine, SLOTS).await;
     }

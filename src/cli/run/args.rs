@@ -174,12 +174,10 @@ impl RunArgs {
             system: self.system,
             target: match server {
                 Some(server) => AnswerSource::Remote { server, model: self.model.filter(is_named) },
-                None => AnswerSource::Local(Box::new(local_config(
-                    self.model,
-                    self.speculation,
-                    self.config,
-                    beams,
-                )?)),
+                None => {
+                    let config = local_config(self.model, self.speculation, self.config, beams)?;
+                    AnswerSource::Local(Box::new(config))
+                }
             },
         })
     }

@@ -3,11 +3,9 @@
 //! Invariant: a request with a search has no parameter that the search would ignore and that would otherwise
 //! change the answer.
 
-use super::GenerationParams;
-use super::generation::CHOICES_MAX;
+use super::CHOICES_MAX;
 use crate::actors::limits::BEAMS_MAX;
 use crate::decoding::{BeamParams, BeamSearch, EarlyStopping};
-use crate::server::ServeParts;
 use crate::server::error::ApiError;
 use crate::server::fields::Fields;
 use serde_json::Value;
@@ -27,7 +25,7 @@ pub struct BeamSettings {
 }
 
 /// A parameter that a beam search cannot stand beside.
-pub(super) struct Conflict<'a> {
+pub struct Conflict<'a> {
     pub is_given: bool,
     pub param: &'a str,
     /// The rest of a sentence that begins with the parameter.
@@ -35,11 +33,11 @@ pub(super) struct Conflict<'a> {
 }
 
 /// The rest of a sentence about a parameter that a beam search has no use for.
-pub(super) const NO_USE: &str = "cannot be given together with a beam search";
+pub const NO_USE: &str = "cannot be given together with a beam search";
 
-/// Parses the beam search that a request asks for, with `use_beam_search` or, as in transformers, with a width
-/// above 1. `n` is the number of returned choices.
-pub(super) fn parse_beams(fields: &mut Fields, n: u32) -> Result<Option<BeamSettings>, ApiError> {
+/// Parses the beam search that a request asks for, with `use_beam_search` or, as in transformers, with a
+/// width above 1. `n` is the number of returned choices.
+pub fn parse_beams(fields: &mut Fields, n: u32) -> Result<Option<BeamSettings>, ApiError> {
     let wanted = fields.take_with("use_beam_search", "true or false", Value::as_bool)?;
     let width = parse_width(fields)?;
     let length_penalty = fields.take_with("length_penalty", "a number", Value::as_f64)?.unwrap_or(1.0);
@@ -96,31 +94,27 @@ fn check_unused(
     }
 }
 
-/// Checks a request's search, if it has one, with the rest of the request: the `conflicts` that its API knows,
-/// and the search's own bounds. Intake checks that the width is within the slots.
-pub(super) fn check_search<'a>(
-    parts: &ServeParts,
-    generation: &GenerationParams,
-    conflicts: impl IntoIterator<Item = Conflict<'a>>,
-) -> Result<(), ApiError> {
-    let Some(beams) = &generation.beams else { return Ok(()) };
-    let scores =
-        Conflict { is_given: generation.prompt_logprobs.is_some(), param: "prompt_logprobs", rest: NO_USE };
-    if let Some(Conflict { param, rest, .. }) =
-        conflicts.into_iter().chain([scores]).find(|conflict| conflict.is_given)
-    {
-        return Err(ApiError::invalid(param, format!("'{param}' {rest}")));
+impl BeamSettings {
+    /// Checks the search of up to `max_tokens` tokens (named `limit_name`), and that the request has none of
+    /// the `conflicts`. Intake checks that the width is within the slots.
+    pub fn check<'a>(
+        &self,
+        (max_tokens, limit_name): (u32, &str),
+        mut conflicts: impl Iterator<Item = Conflict<'a>>,
+    ) -> Result<(), ApiError> {
+        if let Some(Conflict { param, rest, .. }) = conflicts.find(|conflict| conflict.is_given) {
+            return Err(ApiError::invalid(param, format!("'{param}' {rest}")));
+        }
+        let search = BeamSearch::new(BeamParams {
+            width: self.width,
+            max_tokens,
+            min_tokens: 0,
+            length_penalty: self.length_penalty,
+            early_stopping: self.early_stopping,
+            end_tokens: Vec::new(),
+            // At most; which prompts have one is not known yet.
+            forced_tokens: 1,
+        });
+        search.map(drop).map_err(|error| ApiError::from(error).rename_param("max_tokens", limit_name))
     }
-    let search = BeamSearch::new(BeamParams {
-        width: beams.width,
-        max_tokens: generation.max_tokens.unwrap_or(parts.model.max_sequence_tokens as u32),
-        min_tokens: 0,
-        length_penalty: beams.length_penalty,
-        early_stopping: beams.early_stopping,
-        end_tokens: Vec::new(),
-        // At most; which prompts have one is not known yet.
-        forced_tokens: 1,
-    });
-    let own_name = |error: ApiError| error.rename_param("max_tokens", generation.limit_name);
-    search.map(drop).map_err(|error| own_name(error.into()))
 }

@@ -1,9 +1,9 @@
 //! Generation parameters that both text generation APIs share.
 
-use super::LOGPROBS_MAX;
-use super::beams::{BeamSettings, parse_beams};
+use super::beams::{BeamSettings, Conflict, NO_USE, parse_beams};
 use super::sampling::RequestSampling;
 use super::speculation::parse_speculation;
+use super::{CHOICES_MAX, LOGPROBS_MAX};
 use crate::request::{AcceptanceRule, Speculation};
 use crate::server::ServeParts;
 use crate::server::error::ApiError;
@@ -12,9 +12,6 @@ use crate::server::prompts::parse_token_id;
 use crate::server::wire::ChoiceOutput;
 use serde_json::Value;
 use std::sync::Arc;
-
-/// Maximum number of choices per prompt.
-pub(super) const CHOICES_MAX: i64 = 128;
 
 /// Maximum number of stop strings and stop tokens together.
 const STOPS_MAX: usize = 64;
@@ -122,6 +119,21 @@ impl GenerationParams {
     pub fn selection(&self) -> Option<ChoiceSelection> {
         let (computed, returned) = (self.best_of as usize, self.n as usize);
         (computed > returned).then_some(ChoiceSelection { computed, returned })
+    }
+
+    /// Checks the beam search, if there is one, with the rest of the request: the conflicts that its API
+    /// knows, and those of these parameters.
+    pub(super) fn check_search<'a>(
+        &self,
+        parts: &ServeParts,
+        conflicts: impl IntoIterator<Item = Conflict<'a>>,
+    ) -> Result<(), ApiError> {
+        let Some(beams) = &self.beams else { return Ok(()) };
+        let is_given = self.prompt_logprobs.is_some();
+        let scores = Conflict { is_given, param: "prompt_logprobs", rest: NO_USE };
+        let longest = u32::try_from(parts.model.max_sequence_tokens).unwrap_or(u32::MAX);
+        let limit = (self.max_tokens.unwrap_or(longest), self.limit_name);
+        beams.check(limit, conflicts.into_iter().chain([scores]))
     }
 }
 

@@ -29,7 +29,7 @@ use super::fill_in_the_middle;
 use super::prompts::{Prompt, parse_prompts};
 use crate::actors::engine::TOP_LOGPROBS;
 use crate::text::tools::ToolChoice;
-use beams::{Conflict, NO_USE, check_search};
+use beams::{Conflict, NO_USE};
 use constraint::{UNSUPPORTED_CONSTRAINTS, check_tools, find_cut, parse_constraint};
 use generation::parse_generation;
 use serde_json::Value;
@@ -37,6 +37,9 @@ use unsupported::{UNSUPPORTED, UNSUPPORTED_CHAT};
 
 /// Default of `max_tokens` in the completions API.
 const MAX_TOKENS_DEFAULT: u32 = 16;
+
+/// Maximum number of choices per prompt.
+const CHOICES_MAX: i64 = 128;
 
 /// Maximum number of most likely tokens per position that a request can ask for.
 const LOGPROBS_MAX: i64 = TOP_LOGPROBS as i64;
@@ -105,7 +108,7 @@ impl CompletionParams {
                 rest: ECHOES_SCORES,
             },
         ];
-        check_search(parts, &params.generation, conflicts)?;
+        params.generation.check_search(parts, conflicts)?;
         Ok(params)
     }
 }
@@ -135,7 +138,7 @@ impl ChatParams {
             Conflict { is_given: must_call, param: "tool_choice", rest: NO_USE },
             top_conflict("top_logprobs", logprobs),
         ];
-        check_search(parts, &generation, conflicts)?;
+        generation.check_search(parts, conflicts)?;
         Ok(ChatParams { generation, conversation, logprobs, constraint, include_reasoning })
     }
 }

@@ -1,4 +1,5 @@
-//! Sampling parameters of a request: those of all strategies, and the seed. A beam search has a minimum length only.
+//! Sampling parameters of a request: those of all strategies, and the seed. Of them, a beam search has a
+//! minimum length only.
 //!
 //! Invariant: the choices of a request share one plan, and each has a seed of its own. The device draws what
 //! it can; otherwise the host does.

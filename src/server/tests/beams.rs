@@ -78,8 +78,8 @@ async fn every_spelling_of_a_search_reaches_the_engine() {
             plain(2),
         ),
         (
-            json!({ "num_beams": 2, "temperature": 1, "top_p": 1, "top_k": -1, "echo": true, "response_format":
-                 { "type": "text" } }),
+            json!({ "num_beams": 2, "temperature": 1, "top_p": 1, "top_k": -1, "echo": true,
+                    "response_format": { "type": "text" } }),
             1,
             plain(2),
         ),

@@ -143,8 +143,8 @@ fn prompts(tokenizer: &Tokenizer) -> Result<Vec<Arc<[u32]>>> {
     encoded.collect::<Result<_>>().context("cannot tokenize the prompts")
 }
 
-/// Sets slots, token budget and KV cache for the largest test. Prompts are never cached, so that no turn finds
-/// those of an earlier one.
+/// Sets slots, token budget and KV cache for the largest test. Prompts are never cached, so that no turn
+/// finds those of an earlier one.
 fn size_engine(
     config: &mut Config,
     source: &ModelSource,
@@ -184,7 +184,7 @@ fn host_plan(temperature: f32, rule: AcceptanceRule) -> Result<Option<Arc<Sampli
     Ok(Some(Arc::new(plan)))
 }
 
-/// What a turn runs, with speculation and without it.
+/// The work of a turn, which is done with speculation and without it.
 struct TurnTest {
     prompts: Vec<Arc<[u32]>>,
     /// Tokens per sequence after the first one, which are measured.
@@ -194,7 +194,7 @@ struct TurnTest {
     temperature: f32,
 }
 
-/// What became of one sequence.
+/// The output of one sequence, and the numbers of its drafts.
 #[derive(Default)]
 struct Generated {
     /// The generation time of each token; those of a step are equal.
