@@ -7,12 +7,14 @@
 //! the last item is an end or an error, once.
 
 use super::request_metrics::{RequestMetrics, Usage};
+use super::speculation::DraftCounts;
 use super::stream::TokenStream;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
 use crate::text::stop::{StopMatcher, StopSearch};
 use crate::text::{Detokenizer, Tokenizer};
 use std::collections::VecDeque;
 use std::future::poll_fn;
+use std::ops::Add;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -176,12 +178,12 @@ impl ReplyStream {
                     self.beam_score = Some(score);
                     continue;
                 }
-                // These events are not text.
-                Some(
-                    TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_) | TokenEvent::Speculated { .. },
-                ) => {
+                Some(TokenEvent::Speculated { drafted, accepted }) => {
+                    self.metrics.usage.drafts = Some(DraftCounts { drafted, accepted });
                     continue;
                 }
+                // These events are not text.
+                Some(TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_)) => continue,
                 Some(TokenEvent::Finished(reason)) => Ok(self.final_delta(reason)),
                 Some(TokenEvent::Failed(error)) => Err(self.fail(error)),
                 None => {
@@ -389,6 +391,7 @@ impl ChoiceStreams {
             prompt_tokens: self.prompt_tokens,
             completion_tokens: counts().map(|usage| usage.completion_tokens).sum(),
             cached_tokens: counts().step_by(self.choices_per_prompt).map(|usage| usage.cached_tokens).sum(),
+            drafts: counts().filter_map(|usage| usage.drafts).reduce(DraftCounts::add),
         }
     }
 }

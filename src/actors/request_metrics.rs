@@ -2,6 +2,7 @@
 //!
 //! Invariant: every accepted request is recorded once, also if its client disconnects.
 
+use super::speculation::DraftCounts;
 use crate::request::{Request, RequestError};
 use crate::telemetry;
 use std::sync::Arc;
@@ -9,12 +10,14 @@ use std::time::{Duration, Instant};
 use tracing::info;
 
 /// Token counts of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub prompt_tokens: usize,
     pub completion_tokens: usize,
     /// Number of prompt tokens whose K and V were in the prefix cache.
     pub cached_tokens: usize,
+    /// Numbers of drafts, if the request speculated.
+    pub drafts: Option<DraftCounts>,
 }
 
 /// Times and token counts of a request: recorded as metrics, and logged in one line at the end. Dropping it
@@ -38,7 +41,7 @@ impl RequestMetrics {
             arrived: request.arrived,
             first_token_after: None,
             last_token: request.arrived,
-            usage: Usage { prompt_tokens: request.input_tokens(), completion_tokens: 0, cached_tokens: 0 },
+            usage: Usage { prompt_tokens: request.input_tokens(), ..Usage::default() },
             finished: false,
             inter_token_latency: telemetry::INTER_TOKEN_LATENCY.histogram(),
             time_limit: request.time_limit,
@@ -97,7 +100,8 @@ impl RequestMetrics {
     pub fn finish(&mut self, reason: &'static str) {
         self.finished = true;
         let took = self.arrived.elapsed();
-        let Usage { prompt_tokens, completion_tokens, cached_tokens } = self.usage;
+        let Usage { prompt_tokens, completion_tokens, cached_tokens, drafts } = self.usage;
+        let (drafted, accepted) = drafts.map(|counts| (counts.drafted, counts.accepted)).unzip();
         telemetry::REQUEST_SUCCESS.count([reason]);
         telemetry::E2E_LATENCY.record(took.as_secs_f64());
         telemetry::REQUEST_PROMPT_TOKENS.record(prompt_tokens as f64);
@@ -109,6 +113,8 @@ impl RequestMetrics {
             prompt_tokens,
             completion_tokens,
             cached_tokens,
+            drafted,
+            accepted,
             first_token_ms,
             took_ms = telemetry::milliseconds(took),
             "request finished"

@@ -8,6 +8,7 @@ use crate::model::load;
 use crate::model::spec::Kind;
 use crate::request::{AcceptanceRule, DraftSource};
 use anyhow::{Result, ensure};
+use std::ops::Add;
 
 /// The drafters of an engine, and the defaults of requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,6 +22,13 @@ pub struct SpeculationSetup {
     /// The rule of requests that choose none.
     pub acceptance: AcceptanceRule,
     pub lookup: LookupSizes,
+}
+
+/// Numbers of drafts of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DraftCounts {
+    pub drafted: usize,
+    pub accepted: usize,
 }
 
 /// Facts of a draft model.
@@ -55,6 +63,15 @@ impl SpeculationSetup {
             DraftSource::Model => self.draft.is_some(),
             DraftSource::PromptLookup { .. } => true,
         }
+    }
+}
+
+impl Add for DraftCounts {
+    type Output = DraftCounts;
+
+    fn add(self, other: DraftCounts) -> DraftCounts {
+        let (drafted, accepted) = (self.drafted + other.drafted, self.accepted + other.accepted);
+        DraftCounts { drafted, accepted }
     }
 }
 

@@ -11,6 +11,7 @@ mod boundaries;
 mod calibrate;
 mod cli;
 mod constrained;
+mod draft_models;
 mod endings;
 mod endpoints;
 mod f8;

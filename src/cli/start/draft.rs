@@ -133,7 +133,8 @@ mod tests {
         assert_eq!(
             error(&swapped),
             format!(
-                "the draft model has another tokenizer than the model: token 5 is \"!\" in demo and \"$\" in {}",
+                "the draft model has another tokenizer than the model: token 5 is \"!\" in demo and \"$\" \
+                 in {}",
                 name(&swapped)
             )
         );

@@ -2,7 +2,9 @@
 
 use super::beams::{BeamSettings, Conflict, NO_USE, parse_beams};
 use super::sampling::RequestSampling;
+use super::speculation::parse_speculation;
 use super::{CHOICES_MAX, LOGPROBS_MAX};
+use crate::request::{AcceptanceRule, Speculation};
 use crate::server::ServeParts;
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue, describe};
@@ -35,6 +37,8 @@ pub struct GenerationParams {
     /// The beam search to find the choices with, the best first.
     pub beams: Option<BeamSettings>,
     pub sampling: RequestSampling,
+    /// Speculative decoding, unless a choice is too short for it.
+    pub speculation: Option<Speculation>,
     pub stops: StopConditions,
     pub include_stop: bool,
     pub show_special: bool,
@@ -105,6 +109,12 @@ impl GenerationParams {
         self.best_of
     }
 
+    /// Returns the rule by which drafts are accepted, if it changes the distribution of the answer.
+    pub fn lossy_acceptance(&self) -> Option<AcceptanceRule> {
+        let rule = self.speculation.map(|speculation| self.sampling.acceptance(speculation.rule));
+        rule.filter(|rule| *rule == AcceptanceRule::TopSampling)
+    }
+
     /// Returns how the returned choices are selected; `None` if all computed ones are returned.
     pub fn selection(&self) -> Option<ChoiceSelection> {
         let (computed, returned) = (self.best_of as usize, self.n as usize);
@@ -142,6 +152,7 @@ pub(super) fn parse_generation(
     let stops = parse_stops(fields, parts.model.vocab, stop)?;
     let ignore_eos = fields.take_bool("ignore_eos", false)?;
     let limit = max_tokens.and_then(|limit| u32::try_from(limit).ok());
+    let speculation = parse_speculation(fields, parts.model.speculation.as_ref())?;
     Ok(GenerationParams {
         max_tokens: limit,
         is_unlimited: max_tokens.is_some_and(|limit| limit < 0),
@@ -157,6 +168,8 @@ pub(super) fn parse_generation(
             ignore_eos,
             &stops.ids,
         )?,
+        // A step without drafts gives a token, and the beams of a search change from step to step.
+        speculation: speculation.filter(|_| beams.is_none() && limit.is_none_or(|limit| limit > 1)),
         stops,
         include_stop: fields.take_bool("include_stop_str_in_output", false)?,
         show_special: !fields.take_bool("skip_special_tokens", true)?,

@@ -13,6 +13,8 @@ mod generation;
 
 mod sampling;
 
+mod speculation;
+
 mod unsupported;
 
 pub use constraint::ConstraintParams;

@@ -8,7 +8,7 @@ use super::beams::NO_USE;
 use crate::actors::ModelSampling;
 use crate::decoding::SamplingPlan;
 use crate::decoding::strategies::{LogprobsMode, ParamError};
-use crate::request::{Request, Sampling};
+use crate::request::{AcceptanceRule, Request, Sampling, Speculation};
 use crate::server::access::random;
 use crate::server::error::ApiError;
 use crate::server::fields::Fields;
@@ -80,7 +80,12 @@ impl RequestSampling {
         if self.is_search { &["beam_search"] } else { self.plan.active() }
     }
 
-    /// Sets the sampling of the engine request for a choice, whose `max_tokens` are set.
+    /// Returns the rule by which drafts are accepted if the request asks for `rule`.
+    pub fn acceptance(&self, rule: AcceptanceRule) -> AcceptanceRule {
+        self.plan.acceptance(rule)
+    }
+
+    /// Sets the sampling of the engine request for a choice, of which everything else is set.
     pub fn apply(&self, choice: u32, request: Request) -> Request {
         let seed = self.seed.wrapping_add(choice.into());
         // A default minimum does not apply to a choice that is shorter.
@@ -90,7 +95,11 @@ impl RequestSampling {
         if self.is_search {
             return Request { min_tokens, ..request };
         }
-        let Some(device) = plan.device() else {
+        let on_host = |it: Speculation| {
+            request.constraint.is_some() || plan.acceptance(it.rule) != AcceptanceRule::Coupled
+        };
+        // Masks of drafts, and rules that compare probabilities, are the host's part.
+        let Some(device) = plan.device().filter(|_| !request.speculation.is_some_and(on_host)) else {
             let sampling = Sampling { seed, ..Sampling::GREEDY };
             return Request { min_tokens, sampling, plan: Some(plan.clone()), ..request };
         };

@@ -23,7 +23,6 @@ pub(super) const UNSUPPORTED: UnsupportedParams = &[
     ("id_slot", NoOpValue::Any),
     ("request_id", NoOpValue::Any),
     ("stream_interval", NoOpValue::Any),
-    ("speculative.n_max", NoOpValue::Any),
     ("speculative.n_min", NoOpValue::Any),
     ("speculative.p_min", NoOpValue::Any),
     // What to keep of a prompt that is too long: no prompt is ever cut.

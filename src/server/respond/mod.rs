@@ -18,7 +18,7 @@ use super::wire::{ChoiceOutput, PromptLogprobs};
 use super::{App, OpenResponse, ServeParts};
 use crate::actors::reply::{ChoiceStreams, ReplySpec, ReplyStream};
 use crate::decoding::Constraint;
-use crate::request::{BeamOptions, Request, RequestError};
+use crate::request::{AcceptanceRule, BeamOptions, Request, RequestError};
 use actix_web::web::Bytes;
 use futures_util::Stream;
 use serde::Serialize;
@@ -134,6 +134,7 @@ pub async fn respond<A: GenerationApi + 'static>(
         choices: job.prompts.len() * job.generation.computed_choices() as usize,
         selection: job.generation.selection(),
         prompt_logprobs: job.generation.prompt_logprobs,
+        acceptance: job.generation.lossy_acceptance().map(AcceptanceRule::name),
         format: job.format,
     };
     let body = match job.generation.delivery {
@@ -245,6 +246,7 @@ impl<W> PreparedRequest<W> {
                         forced_tokens: *forced_tokens,
                         answer: choice as usize,
                     }),
+                    speculation: generation.speculation,
                     // Choices are compared by their log-probabilities.
                     logprobs: self.logprobs.or(generation.selection().map(|_| 0)),
                     // The choices of a prompt have the same ones: the first reports them for all.

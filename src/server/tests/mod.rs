@@ -14,6 +14,8 @@ mod prompts;
 
 mod sampling;
 
+mod speculation;
+
 mod test_server;
 
 mod encoder_decoder;

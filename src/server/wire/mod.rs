@@ -33,6 +33,10 @@ pub struct Envelope<'a, C> {
     pub model: &'a str,
     /// Choices; empty in the chunk with the usage.
     pub choices: &'a [C],
+    /// The rule by which drafts were accepted, if it changes the distribution of the answer; an extension of
+    /// the API.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub acceptance: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
     /// Log-probabilities of the prompt, if the request asks for them and the API has them here.
@@ -47,6 +51,9 @@ pub struct Usage {
     pub completion_tokens: usize,
     pub total_tokens: usize,
     pub prompt_tokens_details: PromptTokensDetails,
+    /// Present if the request speculated.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub completion_tokens_details: Option<CompletionTokensDetails>,
 }
 
 /// Details of the prompt tokens of a request.
@@ -54,6 +61,15 @@ pub struct Usage {
 pub struct PromptTokensDetails {
     /// Number of prompt tokens that were in the prefix cache.
     pub cached_tokens: usize,
+}
+
+/// Details of the generated tokens of a request.
+#[derive(Debug, Serialize)]
+pub struct CompletionTokensDetails {
+    /// Number of drafts that are part of the answer.
+    pub accepted_prediction_tokens: usize,
+    /// Number of drafts that are not.
+    pub rejected_prediction_tokens: usize,
 }
 
 /// Token counts of a request that generates no tokens.
@@ -143,6 +159,19 @@ pub struct ModelCard<'a> {
     /// Length of an embedding.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dimensions: Option<usize>,
+    /// Speculative decoding, unless it is off.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub speculation: Option<SpeculationCard<'a>>,
+}
+
+/// The speculative decoding of requests that choose nothing else.
+#[derive(Debug, Serialize)]
+pub struct SpeculationCard<'a> {
+    pub method: &'static str,
+    /// Name of the draft model; null without one.
+    pub draft_model: Option<&'a str>,
+    pub max_drafts: usize,
+    pub acceptance: &'static str,
 }
 
 /// Response of `POST /v1/tokenize`.
@@ -177,12 +206,16 @@ pub struct Version {
 
 impl From<Tokens> for Usage {
     fn from(tokens: Tokens) -> Usage {
-        let Tokens { prompt_tokens, completion_tokens, cached_tokens } = tokens;
+        let Tokens { prompt_tokens, completion_tokens, cached_tokens, drafts } = tokens;
         Usage {
             prompt_tokens,
             completion_tokens,
             total_tokens: prompt_tokens + completion_tokens,
             prompt_tokens_details: PromptTokensDetails { cached_tokens },
+            completion_tokens_details: drafts.map(|drafts| CompletionTokensDetails {
+                accepted_prediction_tokens: drafts.accepted,
+                rejected_prediction_tokens: drafts.drafted.saturating_sub(drafts.accepted),
+            }),
         }
     }
 }
