@@ -124,8 +124,12 @@ impl DecodeLoop {
                         DraftRef::Given(token) => token,
                         DraftRef::Made(index) => output.drafts[index as usize],
                     });
-                    let is_accepted = running.verify(number, row.token, draft);
-                    self.metrics.record_draft(number, is_accepted);
+                    if number == 0 {
+                        self.metrics.record_drafts(running.depth());
+                    }
+                    if running.verify(number, row.token, draft) {
+                        self.metrics.record_accepted(number);
+                    }
                     self.process_row(sequence, output, row);
                 }
                 RowUse::BeamCandidates { .. } => {
