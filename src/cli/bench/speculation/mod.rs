@@ -208,7 +208,7 @@ impl TurnTest {
     /// Runs both halves of a turn. They take turns in being the first one.
     async fn run_turn(&self, intake: &IntakeHandle, sequences: usize, turn: u32) -> Result<SpeculationTurn> {
         let half = |speculates| self.generate(intake, sequences, turn, speculates);
-        let (without, with) = if turn % 2 == 0 {
+        let (without, with) = if turn.is_multiple_of(2) {
             let without = half(false).await?;
             (without, half(true).await?)
         } else {

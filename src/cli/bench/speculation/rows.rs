@@ -85,7 +85,8 @@ impl SpeculationRow {
             without_tokens_per_s: speeds(|turn| turn.without.tokens_per_s()),
             with_tokens_per_s: speeds(|turn| turn.with.tokens_per_s()),
             ratio: speeds(|turn| turn.with.tokens_per_s() / turn.without.tokens_per_s()),
-            accepted_per_step: at_position.iter().sum(),
+            // The sum of no numbers would be -0.
+            accepted_per_step: at_position.iter().fold(0.0, |sum, fraction| sum + fraction),
             acceptance_rate: (drafted > 0).then(|| accepted as f64 / drafted as f64),
             accepted_at_position: at_position,
             turns: &self.turns,
