@@ -23,6 +23,8 @@ mod beams;
 
 mod speculation;
 
+mod pages;
+
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
 use super::loop_metrics::LoopMetrics;
@@ -372,19 +374,6 @@ impl DecodeLoop {
         }
     }
 
-    /// Adds to the next update what the KV manager must know of the running sequences: what is in their
-    /// pages, and the pages that they need.
-    fn report_sequences(&mut self) {
-        let page_positions = self.config.limits.page_positions;
-        for running in &mut self.running {
-            self.update.computed.extend(running.report_filled(page_positions));
-            if running.is_decoding() {
-                self.update.grown.extend(running.growth(page_positions));
-            }
-            self.update.with_work += usize::from(running.is_decoding() || running.chunk.is_some());
-        }
-    }
-
     /// Sends the changes to the KV manager, and returns the new slot plan.
     async fn update_slots(&mut self) -> Option<SlotPlan> {
         let next = self.empty_update();
@@ -394,42 +383,6 @@ impl DecodeLoop {
     /// Returns an update without changes.
     fn empty_update(&self) -> IterationUpdate {
         IterationUpdate { lane: self.lane, epoch: self.epoch, ..IterationUpdate::default() }
-    }
-
-    /// Removes preempted sequences, and gives the others their slots.
-    fn apply_plan(&mut self, plan: &SlotPlan) {
-        let preempted = self.running.extract_if(.., |running| plan.preempted.contains(&running.key));
-        let (beams, others): (Vec<_>, Vec<_>) = preempted.partition(|running| running.is_beam);
-        beams.into_iter().for_each(|beam| self.requeue_search(beam.key));
-        // The client has, or gets, all tokens so far: they are kept, and those in flight are waited for.
-        self.leaving.extend(others);
-        self.let_go();
-        self.reorder(&plan.slots);
-        let page_positions = self.config.limits.page_positions;
-        for running in &mut self.running {
-            running.is_stalled = plan.stalled.contains(&running.key);
-        }
-        self.stall_whole_searches();
-        for running in &mut self.running {
-            if running.is_decoding() && !running.is_stalled {
-                running.pages = running
-                    .pages
-                    .max((running.next_position() as usize + running.depth()).div_ceil(page_positions));
-            }
-        }
-    }
-
-    /// Drops the sequences that have all their results and ended, and hands preempted ones back to prefill.
-    fn let_go(&mut self) {
-        for leaving in self.leaving.extract_if(.., |leaving| leaving.awaited == 0) {
-            if !leaving.finished {
-                assert!(
-                    !leaving.ends_with_scheduled(),
-                    "a sequence leaves with its last step; anything else is a bug"
-                );
-                self.handles.requeue.do_send(Requeue(leaving.suspend()));
-            }
-        }
     }
 
     /// Reorders the running sequences by slot. `slots` is sorted by slot.

@@ -80,6 +80,7 @@ impl RunningSequence {
                 host: HostSequence::begin(pool, plan, constraint, prompt, *max_tokens, limit),
                 times: meters.record_scheduled(sequence.arrived),
                 speculator: speculation
+                    .filter(|_| sequence.request.beams.is_none())
                     .map(|it| Speculator::new(it, plan.map(|plan| &**plan), prompt, prior)),
             }
         });

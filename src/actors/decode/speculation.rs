@@ -100,8 +100,8 @@ impl DecodeLoop {
         }
     }
 
-    /// Returns the work of a step that is about to be sent, if its time can be compared with that of others: a
-    /// step with prompt rows has too many.
+    /// Returns the work of a step that is about to be sent, if its time can be compared with that of others:
+    /// a step with prompt rows has too many.
     pub(super) fn comparable_work(&self, batch: &StepBatch) -> Option<StepWork> {
         let is_prompt = |span: &Span| matches!(span.tokens, SpanTokens::Given { .. });
         if !self.speculates() || batch.spans.is_empty() || batch.spans.iter().any(is_prompt) {
