@@ -692,7 +692,7 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
                 let request = request(dice.throw(95_000 + n, 3) as u64, len, tokens);
                 let speculates = dice.throw(99_000 + n, 3) == 0;
                 let mut speculation = speculates.then(|| speculation(1 + dice.throw(99_500 + n, 4)));
-                if let Some(speculation) = speculation.as_mut().filter(|_| n % 3 == 0) {
+                if let Some(speculation) = speculation.as_mut().filter(|_| n.is_multiple_of(3)) {
                     speculation.drafter = DraftSource::PromptLookup { shortest: 1, longest: 3 };
                 }
                 let request = Request { prompt_logprobs, stop_ids, min_tokens, speculation, ..request };

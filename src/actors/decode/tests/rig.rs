@@ -200,7 +200,7 @@ impl FakeModel {
             if number >= len {
                 let before = (0..position).map(|before| self.cache_index(span.slot, before));
                 let next = next_token_after(before.map(|place| &self.draft_tokens[place]));
-                let errs = !self.drafts_well && (position as u32 * 7 + next) % 4 == 0;
+                let errs = !self.drafts_well && (position as u32 * 7 + next).is_multiple_of(4);
                 all.push((next + u32::from(errs)) % VOCAB);
             }
             if number + 1 < len + span.count || span.count == 0 {
