@@ -6,6 +6,10 @@ use crate::decoding::SamplingPlan;
 use crate::decoding::speculation::{AcceptanceRule, PromptLookup, SpeculationStats};
 use crate::request::{DraftSource, Speculation};
 
+/// Number of tokens that the draft model computes together with making drafts. It misses tokens while a sequence
+/// has no drafts.
+const MISSING_MAX: usize = 16;
+
 /// The speculation of one sequence.
 pub struct Speculator {
     source: DraftSource,
@@ -17,8 +21,10 @@ pub struct Speculator {
     draft_positions: usize,
     /// Number of drafts in the next step.
     depth: usize,
-    /// Number of missed positions that the draft model computes in the next step, if it has no drafts.
-    pub catch_up: usize,
+    /// Number of known positions that the draft model has not computed.
+    missing: usize,
+    /// Number of these that it computes in the next step, which then has no drafts.
+    catch_up: usize,
     /// These drafts, if they are known before the step: those of the draft model are only if a step before
     /// made them.
     given: Vec<u32>,
@@ -57,6 +63,7 @@ impl Speculator {
             lookup,
             draft_positions: 0,
             depth: 0,
+            missing: 0,
             catch_up: 0,
             given: Vec::new(),
             is_open: false,
@@ -83,8 +90,11 @@ impl Speculator {
         self.rule
     }
 
-    /// Sets the maximum number of drafts in the next step, and finds them if they come from the text.
-    pub fn limit_depth(&mut self, limit: usize) {
+    /// Begins the plan of a step: sets the maximum number of drafts, and finds them if they come from the text.
+    /// `known` is the number of positions whose tokens are known.
+    pub fn begin_plan(&mut self, known: usize, limit: usize) {
+        self.missing = known.saturating_sub(self.draft_positions);
+        self.catch_up = 0;
         self.depth = self.max_drafts.min(limit);
         if let Some(lookup) = &self.lookup {
             self.given.clear();
@@ -98,6 +108,38 @@ impl Speculator {
         if self.lookup.is_some() {
             self.given.truncate(depth);
         }
+    }
+
+    /// Returns whether the draft model has missed so many tokens that they are computed before it makes drafts.
+    pub fn is_behind(&self) -> bool {
+        self.uses_model() && self.missing > MISSING_MAX
+    }
+
+    /// Makes the plan fit into `left` rows, and returns the rows that it takes. If the draft model is behind,
+    /// it computes what it has missed instead of making drafts.
+    pub fn fit_rows(&mut self, left: usize) -> usize {
+        if self.depth > 0 && self.is_behind() {
+            // The last token is left for the span that makes drafts.
+            (self.depth, self.catch_up) = (0, (self.missing - 1).min(left));
+        } else if self.rows() > left {
+            self.depth = 0;
+        }
+        self.rows()
+    }
+
+    /// Returns the number of rows that the plan adds to the next step, or to the draft model's part of it,
+    /// whichever is more.
+    pub fn rows(&self) -> usize {
+        match self.depth {
+            0 => self.catch_up,
+            depth if self.uses_model() => depth.max(self.missing.saturating_sub(1)),
+            depth => depth,
+        }
+    }
+
+    /// Returns the number of missed positions that the draft model computes in the next step.
+    pub fn catch_up(&self) -> usize {
+        self.catch_up
     }
 
     /// Returns how often drafts were accepted.

@@ -34,10 +34,6 @@ pub(super) struct DraftPlanning {
 /// The rate at which drafts are expected to be accepted before any was.
 const FIRST_RATE: f64 = 0.6;
 
-/// Number of positions that the draft model computes at once if it has missed them, because a sequence had no
-/// drafts for a while.
-const CATCH_UP_ROWS: usize = 16;
-
 impl DraftPlanning {
     /// Returns the rate at which the drafts of a new sequence are expected to be accepted.
     pub(super) fn prior(&self) -> f64 {
@@ -69,8 +65,9 @@ impl DecodeLoop {
         let draft_context = self.config.draft_context;
         for running in &mut self.running {
             let limit = if running.is_decoding() { running.draft_limit(draft_context, rows) } else { 0 };
+            let known = running.next_position() as usize;
             if let Some(speculator) = &mut running.speculator {
-                speculator.limit_depth(limit);
+                speculator.begin_plan(known, limit);
                 if speculator.rule() != AcceptanceRule::Coupled {
                     rows -= speculator.depth();
                 }
@@ -82,21 +79,16 @@ impl DecodeLoop {
             stats: speculator.stats(),
             limit: speculator.depth(),
             has_model: speculator.uses_model(),
+            is_ready: !speculator.is_behind(),
         });
         let DraftPlanning { planner, costs, .. } = &mut self.draft_planning;
         let depths = planner.plan(planned, costs.estimate(), decoding + (most - rows), rows);
         let planned = self.running.iter_mut().filter_map(|running| running.speculator.as_mut());
         let planned = planned.filter(|speculator| speculator.rule() == AcceptanceRule::Coupled);
         planned.zip(depths).for_each(|(speculator, depth)| speculator.set_depth(*depth));
-        let mut left = most.saturating_sub(self.running.iter().map(RunningSequence::depth).sum());
-        for running in &mut self.running {
-            let known = running.next_position() as usize;
-            let is_decoding = running.is_decoding();
-            let Some(speculator) = &mut running.speculator else { continue };
-            let missing = known - speculator.draft_positions().min(known);
-            let is_due = is_decoding && speculator.uses_model() && missing > CATCH_UP_ROWS;
-            speculator.catch_up = if is_due && left >= CATCH_UP_ROWS { CATCH_UP_ROWS } else { 0 };
-            left -= speculator.catch_up;
+        let mut left = most;
+        for speculator in self.running.iter_mut().filter_map(|running| running.speculator.as_mut()) {
+            left -= speculator.fit_rows(left);
         }
     }
 
@@ -267,32 +259,27 @@ impl RunningSequence {
 
     /// Returns the number of rows that speculation adds to the next step, or to the draft model's part of it.
     pub(super) fn draft_rows(&self) -> usize {
-        self.depth().max(self.catch_up().map_or(0, |missing| missing.len()))
+        self.speculator.as_ref().map_or(0, Speculator::rows)
     }
 
-    /// Returns how many drafts are possible: with all of them accepted, the sequence does not exceed its
-    /// maximum length. Those of the draft model end with its context, and it computes at most `rows` rows for
-    /// tokens that it does not know.
+    /// Returns how many drafts are possible, at most `rows`: with all of them accepted, the sequence does not
+    /// exceed its maximum length; those of the draft model end with its context.
     fn draft_limit(&self, draft_context: usize, rows: usize) -> usize {
         let known = self.next_position() as usize;
-        let limit =
-            (self.sequence.request.max_tokens as usize).saturating_sub(self.generated_count() as usize + 1);
-        match &self.speculator {
-            Some(speculator) if speculator.uses_model() => {
-                let is_near = known - speculator.draft_positions() <= rows;
-                if is_near { limit.min(draft_context.saturating_sub(known)) } else { 0 }
-            }
-            _ => limit,
+        let max_tokens = self.sequence.request.max_tokens as usize;
+        let limit = max_tokens.saturating_sub(self.generated_count() as usize + 1).min(rows);
+        match self.uses_draft_model() {
+            true => limit.min(draft_context.saturating_sub(known)),
+            false => limit,
         }
-        .min(rows)
     }
 
     /// Returns the positions that the draft model has missed and computes in the next step without making
     /// drafts.
     pub(super) fn catch_up(&self) -> Option<Range<usize>> {
-        let speculator = self.speculator.as_ref().filter(|it| it.catch_up > 0 && it.depth() == 0)?;
+        let speculator = self.speculator.as_ref().filter(|speculator| speculator.catch_up() > 0)?;
         let first = speculator.draft_positions();
-        Some(first..first + speculator.catch_up)
+        Some(first..first + speculator.catch_up())
     }
 
     /// Whether a row of a verification does not count, because a draft before it was not accepted.

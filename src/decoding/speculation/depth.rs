@@ -17,6 +17,9 @@ pub struct Speculating<'a> {
     pub limit: usize,
     /// Whether a draft model makes them; drafts that are copied from the text cost nothing.
     pub has_model: bool,
+    /// Whether a draft costs no more than usual. A draft model that has missed many tokens must compute them
+    /// first, which is not worth a probe.
+    pub is_ready: bool,
 }
 
 /// Chooses the numbers of drafts that maximize the expected tokens per second of the whole batch.
@@ -34,6 +37,8 @@ pub struct DepthPlanner {
     drafts: [Vec<Draft>; 2],
     depths: Vec<usize>,
     limits: Vec<usize>,
+    /// Whether a probe may give each sequence a draft.
+    are_ready: Vec<bool>,
     interval: u32,
     plans_since_probe: u32,
 }
@@ -65,6 +70,7 @@ impl Default for DepthPlanner {
             drafts: Default::default(),
             depths: Vec::new(),
             limits: Vec::new(),
+            are_ready: Vec::new(),
             interval: PROBE_INTERVAL,
             plans_since_probe: 0,
         }
@@ -116,6 +122,7 @@ impl DepthPlanner {
         self.drafts.iter_mut().for_each(Vec::clear);
         self.depths.clear();
         self.limits.clear();
+        self.are_ready.clear();
         for (sequence, speculating) in sequences.enumerate() {
             let survival = speculating.stats.survival();
             let limit = speculating.limit.min(MAX_DEPTH);
@@ -124,6 +131,7 @@ impl DepthPlanner {
             self.drafts[list].extend(levels.take_while(|draft| draft.gain > costs[list]));
             self.depths.push(0);
             self.limits.push(limit);
+            self.are_ready.push(speculating.is_ready);
         }
         for drafts in &mut self.drafts {
             drafts.sort_unstable_by(|a, b| {
@@ -174,11 +182,11 @@ impl DepthPlanner {
         choice
     }
 
-    /// Gives a draft to sequences that have none.
+    /// Gives a draft to sequences that are ready and have none.
     fn probe(&mut self, max_drafts: usize) {
         let mut left = max_drafts.saturating_sub(self.depths.iter().sum());
-        for (depth, &limit) in self.depths.iter_mut().zip(&self.limits) {
-            if *depth == 0 && limit > 0 && left > 0 {
+        for ((depth, &limit), is_ready) in self.depths.iter_mut().zip(&self.limits).zip(&self.are_ready) {
+            if *depth == 0 && limit > 0 && left > 0 && *is_ready {
                 *depth = 1;
                 left -= 1;
             }

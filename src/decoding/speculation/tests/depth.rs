@@ -20,7 +20,7 @@ fn cost(step: f64, row: f64, pass: f64, draft_row: f64) -> StepCost {
 type Case = (SpeculationStats, usize, bool);
 
 fn speculating((stats, limit, has_model): &Case) -> Speculating<'_> {
-    Speculating { stats, limit: *limit, has_model: *has_model }
+    Speculating { stats, limit: *limit, has_model: *has_model, is_ready: true }
 }
 
 fn plan(cases: &[Case], costs: &StepCost, others: usize, max_drafts: usize) -> Vec<usize> {
@@ -235,4 +235,20 @@ fn costs_without_variation_are_divided_until_drafts_show_them() {
     let extra = estimate.seconds(&drafted(5)) - estimate.seconds(&plain);
     assert!((extra - 0.010).abs() < 0.002, "{estimate:?}");
     assert!([estimate.step, estimate.row, estimate.pass, estimate.draft_row].iter().all(|&x| x >= 0.0));
+}
+
+#[test]
+fn probes_leave_out_sequences_that_are_not_ready() {
+    let stats = SpeculationStats::new(0.9);
+    // Rows cost so much that no draft pays.
+    let costs = StepCost { step: 0.0, row: 1.0, pass: 1.0, draft_row: 1.0 };
+    let mut planner = DepthPlanner::default();
+    let mut given = [0; 2];
+    for _ in 0..200 {
+        let ready =
+            [true, false].map(|is_ready| Speculating { stats: &stats, limit: 4, has_model: true, is_ready });
+        let depths = planner.plan(ready.into_iter(), &costs, 2, 10);
+        given.iter_mut().zip(depths).for_each(|(given, depth)| *given += depth);
+    }
+    assert!(given[0] > 0 && given[1] == 0, "{given:?}");
 }
