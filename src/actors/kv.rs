@@ -220,7 +220,7 @@ impl Handler<GetUsage> for KvManager {
     fn handle(&mut self, _: GetUsage, _: &mut Self::Context) -> Self::Result {
         self.lanes.iter().for_each(|lane| lane.slots.check());
         self.pool.check();
-        MessageResult((self.held.len(), self.pool.used()))
+        MessageResult((self.held.len(), self.pool.used() + self.pool.used_in_windows()))
     }
 }
 

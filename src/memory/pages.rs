@@ -694,32 +694,91 @@ mod tests {
         assert_eq!(begin(&pool, &[9; 8]).expect("there are enough").computed(), 0);
     }
 
+    /// Pages of windowed layers for steps of up to 6 positions that see 6 positions.
+    const WINDOW: WindowCache = WindowCache { pages: 15, window: 6, step_pages: 4 };
+
+    fn windowed(pages: usize) -> PagePool {
+        PagePool::with_window(pages, 4, Some(WINDOW))
+    }
+
+    #[test]
+    fn a_sequence_holds_no_more_pages_of_windowed_layers_than_a_step_sees() {
+        let pool = windowed(30);
+        let mut first = lease(&pool, 26).expect("there are enough");
+        assert_eq!((first.own().len(), pool.used_in_windows()), (7, 4));
+        let table = first.window();
+        assert!(table[..3] == table[4..] && table[..4].iter().collect::<BTreeSet<_>>().len() == 4);
+        let before = table.to_vec();
+        assert!(first.grow(29) && first.grow(40));
+        assert_eq!((pool.used_in_windows(), first.window().len()), (4, 10));
+        assert_eq!(
+            (first.window()[7], first.window()[8], first.window()[9]),
+            (before[3], before[4], before[5])
+        );
+        let others: Vec<Lease> = std::iter::from_fn(|| lease(&pool, 12)).collect();
+        assert_eq!((others.len(), pool.used_in_windows()), (3, 13));
+        assert!(lease(&pool, 8).is_none() && lease(&pool, 4).is_some(), "one page is left");
+        assert!(first.grow(80), "it needs no further ones");
+        assert!(!{ others }[0].grow(20), "nothing is leased if one kind of pages is short");
+        drop(first);
+        pool.check();
+        assert_eq!((pool.used(), pool.used_in_windows()), (0, 0));
+    }
+
+    #[test]
+    fn a_prefix_is_shared_where_its_window_is_left() {
+        let pool = windowed(40);
+        let mut first = begin(&pool, &tokens(34)).expect("there are enough");
+        first.note_computed(34);
+        // Pages 5 to 8 of the sequence are left.
+        for (len, computed) in [(40, 34), (34, 33), (33, 32), (31, 30), (30, 29), (29, 28), (28, 0), (9, 0)] {
+            let second = begin(&pool, &tokens(len)).expect("there are enough");
+            assert_eq!(second.computed(), computed, "{len} tokens");
+            assert_eq!(second.copy().is_some(), second.window_copy().is_some());
+            let end = computed as usize / 4;
+            let seen = (computed as usize + 1).saturating_sub(6) / 4;
+            assert!(second.window()[seen..end] == first.window()[seen..end], "{len} tokens");
+        }
+        drop(first);
+        assert_eq!(begin(&pool, &tokens(33)).expect("there are enough").computed(), 32);
+        pool.check();
+        assert_eq!((pool.used(), pool.used_in_windows()), (0, 0));
+    }
+
     /// A page as the model of [`random_histories_of_sharing`] sees it.
     type Content = Vec<(u32, u32)>;
 
-    /// Random sequences over few tokens begin, grow, share and end. A model writes what each page holds, and
-    /// each sequence must find its own tokens, and the right ones before each, in its pages.
+    /// Random sequences over few tokens begin, grow, fork, share and end. A model writes what each page holds,
+    /// and each sequence must find its own tokens, and the right ones before each, in its pages, and in those
+    /// of windowed layers as far as they see.
     #[test]
     fn random_histories_of_sharing() {
         const SIZE: usize = 4;
-        for seed in 0..20 {
-            let (pool, mut dice) = (PagePool::new(24, SIZE), Dice::new(seed));
+        for seed in 0..40 {
+            let window = (seed % 2 == 1).then_some(WINDOW);
+            let (pool, mut dice) = (PagePool::with_window(24, SIZE, window), Dice::new(seed));
             // Of each page: token and hash of all tokens up to it, by position.
-            let mut cache: Vec<Content> = vec![vec![(u32::MAX, 0); SIZE]; 24];
+            let empty: Vec<Content> = vec![vec![(u32::MAX, 0); SIZE]; 24];
+            let (mut cache, mut window_cache) = (empty.clone(), empty);
+            fn copy(lease: &mut Lease, cache: &mut [Content], window_cache: &mut [Content]) {
+                for (copy, cache) in [(lease.copy(), cache), (lease.window_copy(), window_cache)] {
+                    if let Some(PageCopy { from, to, .. }) = copy {
+                        cache[to as usize] = cache[from as usize].clone();
+                    }
+                }
+                lease.release_source();
+            }
             let mut running: Vec<(Lease, Vec<u32>, usize)> = Vec::new();
-            let (mut shared, mut short, mut coming) = (0, 0, 0);
+            let (mut shared, mut short, mut coming, mut forked) = (0, 0, 0, 0);
             let fold = |tokens: &[u32]| tokens.iter().fold(1u32, |sum, t| sum.wrapping_mul(31) + t + 1);
             for _ in 0..1500 {
-                match dice.below(6) {
+                match dice.below(7) {
                     0 | 1 => {
                         let tokens: Vec<u32> =
                             (0..1 + dice.below(18)).map(|_| dice.below(2) as u32).collect();
                         match begin(&pool, &tokens) {
                             Ok(mut lease) => {
-                                if let Some(PageCopy { from, to, .. }) = lease.copy() {
-                                    cache[to as usize] = cache[from as usize].clone();
-                                }
-                                lease.release_source();
+                                copy(&mut lease, &mut cache, &mut window_cache);
                                 let computed = lease.computed();
                                 shared += computed;
                                 running.push((lease, tokens, computed));
@@ -729,6 +788,18 @@ mod tests {
                         }
                     }
                     2 if !running.is_empty() => drop(running.swap_remove(dice.below(running.len()))),
+                    3 if !running.is_empty() => {
+                        let (lease, tokens, computed) = &running[dice.below(running.len())];
+                        if *computed < tokens.len() {
+                            continue;
+                        }
+                        let mut fork = lease.fork(*computed);
+                        if fork.grow(computed + 1) {
+                            copy(&mut fork, &mut cache, &mut window_cache);
+                            forked += 1;
+                            running.push((fork, [&**tokens, &[0]].concat(), *computed));
+                        }
+                    }
                     _ if !running.is_empty() => {
                         let at = dice.below(running.len());
                         let (lease, tokens, computed) = &mut running[at];
@@ -739,7 +810,12 @@ mod tests {
                         let end = tokens.len().min(*computed + 1 + dice.below(6));
                         for position in *computed..end {
                             let page = lease.own()[position / SIZE] as usize;
-                            cache[page][position % SIZE] = (tokens[position], fold(&tokens[..=position]));
+                            let content = (tokens[position], fold(&tokens[..=position]));
+                            cache[page][position % SIZE] = content;
+                            if window.is_some() {
+                                let page = lease.window()[position / SIZE] as usize;
+                                window_cache[page][position % SIZE] = content;
+                            }
                         }
                         *computed = end;
                         if dice.below(3) > 0 {
@@ -754,13 +830,20 @@ mod tests {
                         let page = lease.own()[position / SIZE] as usize;
                         let expected = (tokens[position], fold(&tokens[..=position]));
                         assert_eq!(cache[page][position % SIZE], expected, "seed {seed}");
+                        if window.is_some_and(|cache| position + cache.window > *computed) {
+                            let page = lease.window()[position / SIZE] as usize;
+                            assert_eq!(window_cache[page][position % SIZE], expected, "seed {seed}");
+                        }
                     }
                 }
             }
-            assert!(shared > 200 && short > 10 && coming > 10, "{shared} {short} {coming}");
+            assert!(
+                shared > 200 && short > 10 && coming > 10 && forked > 10,
+                "{shared} {short} {coming} {forked}"
+            );
             running.clear();
             pool.check();
-            assert_eq!((pool.used(), pool.available()), (0, 23));
+            assert_eq!((pool.used(), pool.available(), pool.used_in_windows()), (0, 23, 0));
         }
     }
 }

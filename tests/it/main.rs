@@ -45,3 +45,4 @@ mod scheduling;
 mod security;
 mod streams;
 mod weights;
+mod windows;
