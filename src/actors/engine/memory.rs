@@ -83,8 +83,8 @@ pub(super) fn kv_plan(
     );
     ensure!(pages < u32::MAX as usize, "kv.size is {pages} pages, more than page numbers can represent");
     let (mut pages, window) = page_counts(&demand, pages);
-    // If all layers are windowed, other pages take no memory.
-    if page.own == 0 && window >= 2 * demand.in_window {
+    // If all layers are windowed, other pages take no memory, and need not be short.
+    if page.own == 0 && window == demand.in_windows {
         pages = whole;
     }
     let cache = KvCacheConfig { ty: kv.ty, pages: pages + 1, window_pages: window + 1 };
@@ -95,8 +95,6 @@ pub(super) fn kv_plan(
 struct SlotDemand {
     /// Of all slots, in layers that see whole sequences.
     whole: usize,
-    /// Of one slot, in windowed layers; 0 without pages of their own.
-    in_window: usize,
     /// Of all slots, in windowed layers. A sequence that begins with shared pages holds these beside its own.
     in_windows: usize,
 }
@@ -106,7 +104,6 @@ impl SlotDemand {
         let in_window = limits.window.map_or(0, |window| limits.pages_of_window(window));
         SlotDemand {
             whole: limits.slots * (limits.table_len() + limits.cross_table_len()),
-            in_window,
             in_windows: limits.slots.max(2) * in_window,
         }
     }
@@ -114,7 +111,7 @@ impl SlotDemand {
     /// Returns how many pages fit into `bytes`, with as many of windowed layers as they need.
     fn pages_in(&self, bytes: usize, page: PageBytes) -> usize {
         let both = bytes.checked_div(page.of(1, 1)).unwrap_or(usize::MAX);
-        match both <= self.in_windows {
+        match both < self.in_windows {
             true => both,
             false => (bytes - page.of(0, self.in_windows)).checked_div(page.own).unwrap_or(usize::MAX),
         }
@@ -300,7 +297,7 @@ mod tests {
     fn devices_share_a_memory_and_are_named_in_errors() {
         let devices = ["cpu:0", "cpu:1"].map(str::to_owned).to_vec();
         let page = PageBytes { own: 8, window: 0 };
-        let demand = SlotDemand { whole: 99, in_window: 0, in_windows: 0 };
+        let demand = SlotDemand { whole: 99, in_windows: 0 };
         let pool = MemoryPool { devices, free: 100, page, reserved: 20 };
         // Half of the 80 remaining bytes.
         assert_eq!(pool.spare_pages(&demand), 5);
@@ -322,7 +319,7 @@ mod tests {
 
     #[test]
     fn windowed_layers_take_no_more_pages_than_the_slots_can_use() {
-        let demand = SlotDemand { whole: 400, in_window: 3, in_windows: 12 };
+        let demand = SlotDemand { whole: 400, in_windows: 12 };
         let (mixed, all_windowed) = (PageBytes { own: 10, window: 5 }, PageBytes { own: 0, window: 5 });
         for (bytes, pages) in [(0, 0), (29, 1), (30, 2), (180, 12), (189, 12), (190, 13), (1060, 100)] {
             assert_eq!(demand.pages_in(bytes, mixed), pages, "{bytes} bytes");
