@@ -166,12 +166,8 @@ struct OpenUpdate {
     reply: oneshot::Sender<SlotPlan>,
 }
 
-/// The pages in the tables of a slot.
-#[derive(Default)]
-struct TablePages {
-    own: Vec<Page>,
-    window: Vec<Page>,
-}
+/// The pages in the own and in the window table of a slot.
+type TablePages = [Vec<Page>; 2];
 
 /// A sequence in a slot.
 struct HeldSequence {
@@ -354,8 +350,8 @@ impl KvManager {
             let (pages, lease) = match stays {
                 true => {
                     let held = self.held.remove(&key).expect("it is held, as seen above");
-                    let (own, window) = (held.lease.own().to_vec(), held.lease.window().to_vec());
-                    (Some(TablePages { own, window }), held.lease)
+                    let pages = [held.lease.own().to_vec(), held.lease.window().to_vec()];
+                    (Some(pages), held.lease)
                 }
                 false => (None, self.remove(key)),
             };
@@ -470,12 +466,8 @@ impl KvManager {
                 });
                 changed.map(|(index, &page)| TableUpdate { slot, table, index, page }).collect::<Vec<_>>()
             };
-            plan.tables.extend(entries(KvTable::Own, lease.own(), before.map(|before| &*before.own)));
-            plan.tables.extend(entries(
-                KvTable::Window,
-                lease.window(),
-                before.map(|before| &*before.window),
-            ));
+            plan.tables.extend(entries(KvTable::Own, lease.own(), before.map(|[own, _]| &**own)));
+            plan.tables.extend(entries(KvTable::Window, lease.window(), before.map(|[_, window]| &**window)));
             if before.is_none() {
                 plan.tables.extend(entries(KvTable::Cross, lease.cross(), None));
             }
@@ -503,7 +495,7 @@ impl KvManager {
 mod tests {
     use super::super::testing::{next_message, recorder, with_timeout};
     use super::*;
-    use crate::memory::{PageDemand, PageHash, TokenChain};
+    use crate::memory::{PageDemand, PageHash, TokenChain, WindowCache};
     use actix::Addr;
     use mainstem_kernels::random::philox;
     use tokio::sync::mpsc::UnboundedReceiver;
@@ -605,6 +597,37 @@ mod tests {
         assert_eq!((entry.slot, entry.table, entry.index), (0, KvTable::Own, 2));
         assert!(plan.stalled.is_empty() && plan.preempted.is_empty());
         assert_eq!(pool.used(), 3);
+    }
+
+    #[actix::test]
+    async fn windowed_layers_have_a_table_of_their_own() {
+        let window = WindowCache { pages: 20, window: 40, step_pages: 3 };
+        let pool = PagePool::with_window(30, PAGE, Some(window));
+        let mut kv = manager(3, 1, true, &pool);
+        let of = |plan: &SlotPlan, slot, table| {
+            let entries = plan.tables.iter().filter(|entry| (entry.slot, entry.table) == (slot, table));
+            entries.map(|entry| (entry.index, entry.page)).collect::<Vec<_>>()
+        };
+        let plan = kv.plan(update([], [(1, lease(&pool, 2))]));
+        assert_eq!(of(&plan, 0, KvTable::Window), [(0, 1), (1, 2)]);
+        let plan = kv.plan(growing(0, &[(1, 4 * PAGE)]));
+        assert_eq!(of(&plan, 0, KvTable::Own), [(2, 3), (3, 4)]);
+        assert_eq!(
+            of(&plan, 0, KvTable::Window),
+            [(2, 3), (3, 1)],
+            "the first page holds the last positions"
+        );
+        // A second beam sees positions from 61 on.
+        let beams = [(1, 1), (2, 1)].map(|(beam, parent)| (SequenceKey(beam), SequenceKey(parent)));
+        let beams = BeamUpdate { search: SequenceKey(1), beams: beams.to_vec(), positions: 100 };
+        let plan = kv.plan(IterationUpdate { beams: vec![beams], ..growing(0, &[(2, 101)]) });
+        assert_eq!(of(&plan, 0, KvTable::Window), []);
+        assert_eq!(of(&plan, 1, KvTable::Own), [(0, 1), (1, 2), (2, 3), (3, 5)]);
+        assert_eq!(of(&plan, 1, KvTable::Window), [(1, 2), (2, 3), (3, 4)]);
+        let copies = [(KvTable::Own, 4, 5), (KvTable::Window, 1, 4)];
+        assert_eq!(plan.copies, copies.map(|(table, from, to)| PageCopy { table, from, to }));
+        kv.plan(update([1, 2], []));
+        assert_eq!((pool.used(), pool.used_in_windows()), (0, 0));
     }
 
     /// The youngest sequences give up their pages, even if one of them is the one that needs more.

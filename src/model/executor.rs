@@ -71,7 +71,7 @@ pub struct KvCacheConfig {
     pub ty: QuantType,
     /// Number of pages, including the null page.
     pub pages: usize,
-    /// The same for the layers that use the window table; unused without such layers.
+    /// Number of pages of the layers that use the window table, with a null page; unused without such layers.
     pub window_pages: usize,
 }
 

@@ -45,8 +45,8 @@ pub(super) fn windowed_layers(spec: &ModelSpec, limits: &StepLimits) -> Option<u
     windows.filter(|window| limits.pages_of_window(*window) < limits.table_len()).max()
 }
 
-/// Returns the size of the KV cache, given the memory that `lanes` lanes need otherwise. An encoder-only model
-/// caches nothing: it has only the null page.
+/// Returns the size of the KV cache, given the memory that `lanes` lanes need otherwise. An encoder-only
+/// model caches nothing: it has only the null page.
 pub(super) fn kv_plan(
     config: &Config,
     limits: &StepLimits,

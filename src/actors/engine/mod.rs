@@ -155,7 +155,6 @@ impl EngineSetup {
         let context = context_length(&config.kv, spec.context)?;
         let mut limits = step_limits(config, spec, context);
         let lanes = lane_count(&scheduler, partition.stages.len());
-        limits.window = memory::windowed_layers(spec, &limits);
         let memory::KvPlan { cache: kv, page } =
             memory::kv_plan(config, &limits, lanes, source, (&partition, devices))?;
         // No sequence is longer than the pool allows, so page tables need no more entries.
@@ -404,7 +403,7 @@ fn context_length(kv: &KvConfig, model: usize) -> Result<usize> {
 fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits {
     let SchedulerConfig { slots, token_budget, .. } = config.scheduler;
     let encoder_positions = spec.encoder_context().min(config.kv.max_context.unwrap_or(usize::MAX));
-    StepLimits {
+    let limits = StepLimits {
         slots,
         // Prompt tokens of one step, or one longer encoder input, beside a window that may be full of
         // decoding slots and holes.
@@ -420,7 +419,8 @@ fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits 
         drafts: 0,
         draft_logits: false,
         attended_fraction: config.kv.sparse_attention,
-    }
+    };
+    StepLimits { window: memory::windowed_layers(spec, &limits), ..limits }
 }
 
 #[cfg(test)]

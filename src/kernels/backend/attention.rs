@@ -124,8 +124,9 @@ impl Mask {
 pub enum KvTable {
     /// The table of the sequence itself, for causal self-attention.
     Own,
-    /// The same for the layers that see a window of the sequence only, whose pages have numbers of their own.
-    /// Entries of positions that no later row sees may refer to pages of other positions; they are never read.
+    /// The table of the sequence for layers that see a window of it only. Their pages have numbers of their
+    /// own. Entries of positions that no later row sees may refer to pages of other positions; they are never
+    /// read.
     Window,
     /// The cross-attention table: its positions are those of the encoder input.
     Cross,
