@@ -735,8 +735,8 @@ mod tests {
             let second = begin(&pool, &tokens(len)).expect("there are enough");
             assert_eq!(second.computed(), computed, "{len} tokens");
             assert_eq!(second.copy().is_some(), second.window_copy().is_some());
-            let end = computed as usize / 4;
-            let seen = (computed as usize + 1).saturating_sub(6) / 4;
+            let end = computed / 4;
+            let seen = (computed + 1).saturating_sub(6) / 4;
             assert!(second.window()[seen..end] == first.window()[seen..end], "{len} tokens");
         }
         drop(first);
