@@ -192,9 +192,9 @@ fn alloc_caches<T: LoadTarget>(
 /// The sizes of one page in bytes, summed over layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageBytes {
-    /// Of the layers that use the own table.
+    /// Sum over the layers that use the own table.
     pub own: usize,
-    /// Of the layers that use the window table.
+    /// Sum over the layers that use the window table.
     pub window: usize,
 }
 
