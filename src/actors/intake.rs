@@ -157,7 +157,9 @@ impl Intake {
     fn admit(&mut self, ctx: &mut Context<Intake>) {
         use actix::AsyncContext;
         self.drop_cancelled();
-        while let Some(queued) = self.queue.pop_front_if(|queued| queued.permits() <= self.free_permits) {
+        while self.queue.front().is_some_and(|queued| queued.permits() <= self.free_permits)
+            && let Some(queued) = self.queue.pop_front()
+        {
             let count = queued.permits();
             let QueuedRequest { group, request, events, followers, arrived } = queued;
             self.free_permits -= count;

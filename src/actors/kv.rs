@@ -59,8 +59,8 @@ pub struct JoiningSequence {
 }
 
 /// The beams of a search that continue. Each takes over the pages of its parent, as the indirection of Flover
-/// (section V-D) does without moving K and V: full pages are shared, and a page that several beams continue to
-/// fill is copied.
+/// (section V-D) does without moving K and V: full pages are shared, and a page that several beams continue
+/// to fill is copied.
 #[derive(Debug)]
 pub struct BeamUpdate {
     /// Key of the sequence that the search began as.
@@ -91,7 +91,7 @@ pub struct ComputedPositions {
 #[derive(Debug)]
 pub struct EndedSequence {
     pub key: SequenceKey,
-    /// What is in its pages.
+    /// The tokens in its pages.
     pub computed: ComputedPositions,
 }
 
@@ -561,8 +561,8 @@ mod tests {
             self.update(update).try_recv().expect("the plan is complete")
         }
 
-        /// Returns the plan of an update with `joins`, each with two pages of its own, and one for its encoder
-        /// input.
+        /// Returns the plan of an update with `joins`, each with two pages of its own, and one for its
+        /// encoder input.
         fn plan_with(
             &mut self,
             lane: usize,

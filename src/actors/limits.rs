@@ -125,7 +125,11 @@ impl IntakeLimits {
         let Some(beams) = request.beams else { return Ok(()) };
         let most = self.max_beams.min(BEAMS_MAX);
         if beams.width > most {
-            let message = format!("beam_width is {} but must be at most {most}", beams.width);
+            let message = format!(
+                "beam_width is {} but must be at most {most}: each beam takes a slot of the same lane \
+                 (scheduler.slots, scheduler.lanes), and {BEAMS_MAX} are the most",
+                beams.width
+            );
             return Err(invalid("beam_width", message));
         }
         let ends = request.stop_ids.len() + self.eos;

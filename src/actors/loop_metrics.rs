@@ -4,6 +4,7 @@
 //! Each lane has its own. Invariant: on the control thread, no time is counted in two phases of a lane's
 //! steps.
 
+use crate::decoding::speculation::MAX_DEPTH;
 use crate::telemetry;
 use mainstem_kernels::batch::StepTimes;
 use metrics::{Counter, Histogram};
@@ -36,7 +37,14 @@ pub struct LoopMetrics {
     decode: Histogram,
     inference: Histogram,
     per_token: Histogram,
+    drafts: Counter,
+    draft_tokens: Counter,
+    accepted_tokens: Counter,
 }
+
+/// The positions of drafts in a step, as labels.
+const POSITIONS: [&str; MAX_DEPTH] =
+    ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15"];
 
 /// The size of a step.
 #[derive(Clone, Copy, Debug)]
@@ -84,6 +92,9 @@ impl LoopMetrics {
             decode: telemetry::DECODE_TIME.histogram(),
             inference: telemetry::INFERENCE_TIME.histogram(),
             per_token: telemetry::TIME_PER_OUTPUT_TOKEN.histogram(),
+            drafts: telemetry::SPEC_DECODE_DRAFTS.counter(),
+            draft_tokens: telemetry::SPEC_DECODE_DRAFT_TOKENS.counter(),
+            accepted_tokens: telemetry::SPEC_DECODE_ACCEPTED_TOKENS.counter(),
         }
     }
 
@@ -136,9 +147,17 @@ impl LoopMetrics {
         self.phase_start
     }
 
-    /// Counts a row that verifies drafts: the first one begins a round, and `is_accepted` is whether the draft
-    /// after it was accepted.
-    pub fn record_draft(&self, _number: u32, _is_accepted: bool) {}
+    /// Counts the `drafts` drafts of a sequence that a step verifies.
+    pub fn record_drafts(&self, drafts: usize) {
+        self.drafts.increment(1);
+        self.draft_tokens.increment(drafts as u64);
+    }
+
+    /// Counts an accepted draft, by its position among those of the step.
+    pub fn record_accepted(&self, position: u32) {
+        self.accepted_tokens.increment(1);
+        telemetry::SPEC_DECODE_ACCEPTED_TOKENS_PER_POS.count([POSITIONS[position as usize % MAX_DEPTH]]);
+    }
 
     /// Ends the delivery phase: the results of the step were processed.
     pub fn record_processed(&mut self) {

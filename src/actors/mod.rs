@@ -18,6 +18,8 @@ pub mod kv;
 
 pub mod sequence;
 
+mod speculator;
+
 pub mod decode;
 
 mod loop_metrics;
@@ -28,6 +30,8 @@ pub mod device;
 
 mod step;
 
+pub mod request_metrics;
+
 pub mod reply;
 
 pub mod status;
@@ -35,6 +39,8 @@ pub mod status;
 pub mod prompting_defaults;
 
 mod model_sampling;
+
+pub mod speculation;
 
 pub mod engine;
 

@@ -71,6 +71,14 @@ impl ModelSampling {
         SamplingPlan::parse(&self.defaults, params, &self.vocabulary(ignore_eos, stop_ids))
     }
 
+    /// Builds the plan that a request's parameters would have without defaults and end tokens.
+    pub fn plan_without_defaults<'v>(
+        &self,
+        params: impl IntoIterator<Item = (&'v str, &'v Value)>,
+    ) -> Result<SamplingPlan, ParamError> {
+        SamplingPlan::parse(&CheckedDefaults::default(), params, &self.vocabulary(true, &[]))
+    }
+
     fn vocabulary(&self, ignore_eos: bool, stop_ids: &[u32]) -> RequestVocabulary<'_> {
         let eos = if ignore_eos { &[][..] } else { &self.eos };
         RequestVocabulary { model: self, end_tokens: [eos, stop_ids].concat() }

@@ -1,10 +1,13 @@
-//! What the K and V of a token depend on besides the tokens before it: sequences share pages only where all
-//! of it is the same.
+//! Rules for sharing pages: K and V of a token depend on the tokens before it, and on a few other facts,
+//! which must be the same where sequences share.
 
 use super::sequence::Sequence;
+use crate::config::KvConfig;
 use crate::memory::{PageHash, TokenChain};
+use crate::model::ModelSpec;
 use crate::model::rope::ReservedLengths;
 use crate::request::DraftSource;
+use mainstem_kernels::Fraction;
 
 /// The bit that marks generated tokens; token ids are smaller.
 const GENERATED_MARK: u32 = 1 << 31;
@@ -17,11 +20,20 @@ pub struct PrefixRules {
     /// Whether K and V of a generated token differ from those of the same token in a prompt: with sparse
     /// attention, generated tokens do not read all values.
     pub marks_generated: bool,
-    /// How K depends on the reserved length of a sequence.
+    /// The reserved lengths of sequences for which K is the same.
     pub lengths: ReservedLengths,
 }
 
 impl PrefixRules {
+    /// Returns the rules for a model.
+    pub fn new(config: &KvConfig, spec: &ModelSpec) -> PrefixRules {
+        PrefixRules {
+            across_requests: config.prefix_cache,
+            marks_generated: config.sparse_attention != Fraction::ONE,
+            lengths: ReservedLengths::of(spec),
+        }
+    }
+
     /// Returns the tokens of a sequence, hashed for pages of `page_positions` positions; `None` if its pages
     /// are not shared: those of an encoder-decoder model depend on the encoder input.
     pub fn chain(&self, sequence: &Sequence, page_positions: usize) -> Option<TokenChain> {

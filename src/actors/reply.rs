@@ -6,18 +6,18 @@
 //! Invariant: the concatenated texts of all deltas are the reply, every token is emitted exactly once, and
 //! the last item is an end or an error, once.
 
+use super::request_metrics::{RequestMetrics, Usage};
+use super::speculation::DraftCounts;
 use super::stream::TokenStream;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
-use crate::telemetry;
 use crate::text::stop::{StopMatcher, StopSearch};
 use crate::text::{Detokenizer, Tokenizer};
 use std::collections::VecDeque;
 use std::future::poll_fn;
+use std::ops::Add;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, Instant};
-use tracing::info;
 
 /// Options for converting a sequence's events to text.
 #[derive(Clone, Debug, Default)]
@@ -45,6 +45,8 @@ pub struct ReplyDelta {
     pub origin: DeltaOrigin,
     /// The reason of the end; set in the last delta only.
     pub end: Option<ReplyEnd>,
+    /// The score of a beam search's result; set in the last delta only, unless a stop string cut the result.
+    pub beam_score: Option<f32>,
 }
 
 /// The reason for which a reply ended.
@@ -82,15 +84,6 @@ pub struct PlacedToken {
     pub offset: usize,
 }
 
-/// Token counts of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Usage {
-    pub prompt_tokens: usize,
-    pub completion_tokens: usize,
-    /// Number of prompt tokens whose K and V were in the prefix cache.
-    pub cached_tokens: usize,
-}
-
 /// Converts a sequence's events to text deltas.
 pub struct ReplyStream {
     events: TokenStream,
@@ -115,6 +108,7 @@ pub struct ReplyStream {
     decoded_chars: usize,
     /// Characters emitted so far.
     emitted_chars: usize,
+    beam_score: Option<f32>,
     metrics: RequestMetrics,
 }
 
@@ -145,6 +139,7 @@ impl ReplyStream {
             pending: VecDeque::new(),
             decoded_chars: 0,
             emitted_chars: 0,
+            beam_score: None,
             metrics: RequestMetrics::new(request),
         }
     }
@@ -179,15 +174,16 @@ impl ReplyStream {
                     self.metrics.usage.cached_tokens = cached_tokens;
                     continue;
                 }
-                // These events are not text.
-                Some(
-                    TokenEvent::Embedding(_)
-                    | TokenEvent::MaskFilled(_)
-                    | TokenEvent::BeamScore(_)
-                    | TokenEvent::Speculated { .. },
-                ) => {
+                Some(TokenEvent::BeamScore(score)) => {
+                    self.beam_score = Some(score);
                     continue;
                 }
+                Some(TokenEvent::Speculated { drafted, accepted }) => {
+                    self.metrics.usage.drafts = Some(DraftCounts { drafted, accepted });
+                    continue;
+                }
+                // These events are not text.
+                Some(TokenEvent::Embedding(_) | TokenEvent::MaskFilled(_)) => continue,
                 Some(TokenEvent::Finished(reason)) => Ok(self.final_delta(reason)),
                 Some(TokenEvent::Failed(error)) => Err(self.fail(error)),
                 None => {
@@ -266,7 +262,7 @@ impl ReplyStream {
         self.emitted_chars += text.chars().count();
         let complete = self.pending.iter().take_while(|(_, end)| *end <= self.emitted_chars).count();
         let tokens = self.pending.drain(..complete).map(|(token, _)| token).collect();
-        ReplyDelta { text, tokens, origin, end: None }
+        ReplyDelta { text, tokens, origin, end: None, beam_score: None }
     }
 
     /// Builds the delta of the prompt. It contains all prompt tokens; a character that the prompt leaves
@@ -283,13 +279,15 @@ impl ReplyStream {
         let rest = self.detokenizer.finish();
         self.decoded_chars += rest.chars().count();
         // The text of an incomplete character may complete a stop string, too.
-        let (text, end) = match self.search(rest) {
-            StopSearch { text, hit: Some(index) } => (text, ReplyEnd::StopString(self.stop[index].clone())),
-            StopSearch { text, hit: None } => (text + &self.matcher.finish(), ReplyEnd::Engine(reason)),
-        };
+        let StopSearch { text, hit } = self.search(rest);
+        if let Some(index) = hit {
+            return self.stop_string_delta(text, index);
+        }
+        let (text, end) = (text + &self.matcher.finish(), ReplyEnd::Engine(reason));
         self.metrics.finish(end.as_str());
         let tokens = self.take_pending().collect();
-        ReplyDelta { text, tokens, origin: DeltaOrigin::Answer, end: Some(end) }
+        let origin = DeltaOrigin::Answer;
+        ReplyDelta { text, tokens, origin, end: Some(end), beam_score: self.beam_score }
     }
 
     /// Builds the last delta after a stop string was found, and cancels the sequence.
@@ -302,6 +300,7 @@ impl ReplyStream {
             tokens: self.take_pending().collect(),
             origin: DeltaOrigin::Answer,
             end: Some(end),
+            beam_score: None,
         }
     }
 
@@ -392,114 +391,7 @@ impl ChoiceStreams {
             prompt_tokens: self.prompt_tokens,
             completion_tokens: counts().map(|usage| usage.completion_tokens).sum(),
             cached_tokens: counts().step_by(self.choices_per_prompt).map(|usage| usage.cached_tokens).sum(),
-        }
-    }
-}
-
-/// Times and token counts of a request: recorded as metrics, and logged in one line at the end. Dropping it
-/// before the end counts as a disconnected client.
-pub struct RequestMetrics {
-    id: Arc<str>,
-    arrived: Instant,
-    first_token_after: Option<Duration>,
-    last_token: Instant,
-    usage: Usage,
-    finished: bool,
-    inter_token_latency: metrics::Histogram,
-    time_limit: Option<Duration>,
-}
-
-impl RequestMetrics {
-    /// Starts measuring a request that was just accepted.
-    pub fn new(request: &Request) -> RequestMetrics {
-        RequestMetrics {
-            id: request.id.clone(),
-            arrived: request.arrived,
-            first_token_after: None,
-            last_token: request.arrived,
-            usage: Usage { prompt_tokens: request.input_tokens(), completion_tokens: 0, cached_tokens: 0 },
-            finished: false,
-            inter_token_latency: telemetry::INTER_TOKEN_LATENCY.histogram(),
-            time_limit: request.time_limit,
-        }
-    }
-
-    /// Sets the number of prompt tokens, for a request of several inputs.
-    pub fn with_prompt_tokens(mut self, prompt_tokens: usize) -> RequestMetrics {
-        self.usage.prompt_tokens = prompt_tokens;
-        self
-    }
-
-    /// Returns whether the end of the request has been recorded.
-    pub fn is_finished(&self) -> bool {
-        self.finished
-    }
-
-    /// Records a generated token. `now` is when it was produced, so that a client that reads late does not
-    /// count.
-    fn record_token(&mut self, now: Instant) {
-        let since = now.saturating_duration_since(self.last_token);
-        match self.first_token_after {
-            None => {
-                self.first_token_after = Some(since);
-                telemetry::TIME_TO_FIRST_TOKEN.record(since.as_secs_f64());
-            }
-            Some(_) => self.inter_token_latency.record(since.as_secs_f64()),
-        }
-        self.last_token = now;
-        self.usage.completion_tokens += 1;
-    }
-
-    /// Returns the error for an event channel that the engine closed without an end: the engine may notice a
-    /// timeout first.
-    pub fn closed_error(&self) -> RequestError {
-        match self.time_limit {
-            Some(limit) if self.arrived.elapsed() >= limit => {
-                RequestError::TimedOut { limit_s: limit.as_secs() }
-            }
-            _ => RequestError::EngineStopped,
-        }
-    }
-
-    /// Ends the request with an error, unless it has ended.
-    pub fn fail(&mut self, error: &RequestError) {
-        if !self.finished {
-            self.finish(match error {
-                RequestError::TimedOut { .. } => "timeout",
-                _ => "error",
-            });
-        }
-    }
-
-    /// Ends the request, and records and logs its metrics. `reason` is a value of the label
-    /// `finished_reason`.
-    pub fn finish(&mut self, reason: &'static str) {
-        self.finished = true;
-        let took = self.arrived.elapsed();
-        let Usage { prompt_tokens, completion_tokens, cached_tokens } = self.usage;
-        telemetry::REQUEST_SUCCESS.count([reason]);
-        telemetry::E2E_LATENCY.record(took.as_secs_f64());
-        telemetry::REQUEST_PROMPT_TOKENS.record(prompt_tokens as f64);
-        telemetry::REQUEST_GENERATION_TOKENS.record(completion_tokens as f64);
-        let first_token_ms = self.first_token_after.map(telemetry::milliseconds);
-        info!(
-            request = &*self.id,
-            reason,
-            prompt_tokens,
-            completion_tokens,
-            cached_tokens,
-            first_token_ms,
-            took_ms = telemetry::milliseconds(took),
-            "request finished"
-        );
-    }
-}
-
-impl Drop for RequestMetrics {
-    fn drop(&mut self) {
-        if !self.finished {
-            telemetry::CLIENTS_GONE.add(1);
-            self.finish("abort");
+            drafts: counts().filter_map(|usage| usage.drafts).reduce(DraftCounts::add),
         }
     }
 }

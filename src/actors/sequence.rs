@@ -3,8 +3,8 @@
 //! Invariant: a sequence owns every resource it was given (permit, lease, channel), so dropping it anywhere
 //! releases all of them.
 
-use super::decode::Speculator;
 use super::loop_metrics::SequenceTimes;
+use super::speculator::Speculator;
 use super::stream::EventSender;
 use crate::decoding::HostSequence;
 use crate::memory::Lease;
@@ -31,11 +31,11 @@ pub struct Sequence {
     /// The sequence's KV pages, on the way from prefill to the KV manager.
     pub lease: Option<Lease>,
     pub arrived: Instant,
-    /// What it had reached when it was preempted, if it was.
+    /// Its progress when it was preempted, if it was.
     pub progress: Option<Progress>,
 }
 
-/// What a preempted sequence had reached, besides its K and V.
+/// The progress of a preempted sequence, besides its K and V.
 pub struct Progress {
     /// The tokens generated so far; the client has them.
     pub generated: Vec<u32>,

@@ -190,6 +190,32 @@ impl EngineFlags {
     }
 }
 
+/// Options of speculative decoding.
+#[derive(Args)]
+#[command(next_help_heading = "Speculative decoding")]
+pub struct SpeculationFlags {
+    /// Draft model with the same tokenizer, such as demo-draft for the demo model.
+    #[arg(long = "draft", value_name = "MODEL", value_hint = ValueHint::AnyPath)]
+    speculation_draft: Option<String>,
+    /// Source of drafts for requests that choose none.
+    #[arg(long = "speculation", value_name = "METHOD",
+          value_parser = ["auto", "off", "draft", "prompt_lookup"])]
+    speculation_method: Option<String>,
+}
+
+impl SpeculationFlags {
+    /// Returns whether one of them is given.
+    pub fn are_given(&self) -> bool {
+        self.speculation_draft.is_some() || self.speculation_method.is_some()
+    }
+
+    /// Adds the flags that are given.
+    pub fn add_to(self, overrides: &mut Overrides) {
+        overrides.set("speculation.draft", self.speculation_draft);
+        overrides.set("speculation.method", self.speculation_method);
+    }
+}
+
 /// Options for dividing a model among devices.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Devices")]
@@ -347,7 +373,9 @@ mod tests {
             .collect();
         assert!(words.len() > 15);
         for (arg, word) in words {
-            let line = ["mainstem", "serve", &format!("--{}={}", arg.get_long().unwrap(), word.get_name())];
+            let flag = format!("--{}={}", arg.get_long().unwrap(), word.get_name());
+            // The method "draft" requires a draft model.
+            let line = ["mainstem", "serve", "--draft=model", &flag];
             let super::super::Command::Serve(args) = Cli::try_parse_from(line).unwrap().command else {
                 panic!("{line:?} is serve")
             };

@@ -3,7 +3,9 @@
 //! Invariant: nothing is loaded before the configuration is checked, including the files and the port that it
 //! names.
 
-use super::flags::{EngineFlags, LogFlags, MODEL_HELP, ModelFlags, PartitionFlags, ServerFlags};
+use super::flags::{
+    EngineFlags, LogFlags, MODEL_HELP, ModelFlags, PartitionFlags, ServerFlags, SpeculationFlags,
+};
 use super::{spinner, start};
 use crate::config::{Config, Overrides};
 use crate::server::{BoundServer, ServeParts, ShutdownOutcome};
@@ -38,6 +40,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     engine: EngineFlags,
     #[command(flatten)]
+    speculation: SpeculationFlags,
+    #[command(flatten)]
     partition: PartitionFlags,
     #[command(flatten)]
     log: LogFlags,
@@ -52,6 +56,7 @@ impl ServeArgs {
         self.model.add_to(&mut flags);
         self.server.add_to(&mut flags);
         self.engine.add_to(&mut flags);
+        self.speculation.add_to(&mut flags);
         self.partition.add_to(&mut flags);
         self.log.add_to(&mut flags);
         (file, flags)
@@ -118,8 +123,8 @@ fn stop_signals() -> Result<UnboundedReceiver<()>> {
 mod tests {
     use super::*;
     use crate::config::{
-        DeviceKind, ExpertPlacement, KvSize, LaneCount, LogFormat, Policy, SamplingDefaultsSource, TlsFiles,
-        format_groups,
+        DeviceKind, ExpertPlacement, KvSize, LaneCount, LogFormat, Policy, SamplingDefaultsSource,
+        SpeculationMethod, TlsFiles, format_groups,
     };
     use crate::quantize::WeightRules;
     use crate::request::{ParamList, Pooling};
@@ -203,6 +208,15 @@ mod tests {
         assert_eq!(
             (device.experts, device.step_timeout),
             (ExpertPlacement::Expert, Some(Duration::from_secs(9)))
+        );
+    }
+
+    #[test]
+    fn every_flag_of_speculation_reaches_its_value() {
+        let speculation = config_of("--draft some/draft --speculation prompt_lookup").speculation;
+        assert_eq!(
+            (speculation.draft.as_str(), speculation.method),
+            ("some/draft", SpeculationMethod::PromptLookup)
         );
     }
 

@@ -59,7 +59,7 @@ mod tests {
     use super::read::cores;
     use super::*;
     use crate::quantize::WeightRules;
-    use crate::request::ParamList;
+    use crate::request::{AcceptanceRule, DraftSource, ParamList};
     use mainstem_kernels::cpu::Isa;
     use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
     use std::ffi::OsString;
@@ -169,6 +169,13 @@ mod tests {
                 sparse_attention: Fraction::ONE,
                 prefix_cache: true,
             },
+            speculation: SpeculationConfig {
+                draft: "".into(),
+                method: SpeculationMethod::Auto,
+                max_drafts: 5,
+                acceptance: AcceptanceRule::Coupled,
+                lookup: LookupSizes { min: 2, max: 4 },
+            },
             device: DeviceConfig {
                 groups: vec![vec![DeviceName { kind: DeviceKind::Cpu, number: 0 }]],
                 layers: vec![],
@@ -263,6 +270,18 @@ mod tests {
             ("[kv]\nsize = \"x tokens\"", "expected a whole number of tokens"),
             ("[kv]\ntype = \"q1\"", "must be one of \"f32\", \"f16\", \"bf16\""),
             ("[device]\nfake_row = \"9\"", "device.fake_row = \"9\": the unit must be ns, us"),
+            (
+                "[speculation]\nmethod = \"draft\"",
+                "some.toml:2: speculation.method = \"draft\": requires speculation.draft",
+            ),
+            (
+                "[speculation]\nmethod = \"eagle\"",
+                r#"must be one of "auto", "off", "draft", "prompt_lookup""#,
+            ),
+            ("[speculation]\nmax_drafts = 17", "speculation.max_drafts = 17: must be from 1 to 16"),
+            ("[speculation]\nmax_drafts = 0", "must be from 1 to 16"),
+            ("[speculation]\nacceptance = \"all\"", r#"one of "coupled", "rejection", "top_sampling""#),
+            ("[speculation]\nlookup_min = 5", "must be at most speculation.lookup_max, which is 4"),
             ("[hub]\nendpoint = \"hub.example\"", "must begin with https:// or http://"),
             ("[log]\nlevel = \"a=b=c\"", "log.level = "),
         ] {
@@ -305,6 +324,22 @@ mod tests {
             (2, QuantType::G4_B64),
             "not q4_b32t1a, which is q4 of weights"
         );
+    }
+
+    #[test]
+    fn a_draft_model_is_loaded_only_where_it_is_used() {
+        let (draft, lookup) = (Some(DraftSource::Model), Some(LookupSizes { min: 2, max: 4 }.drafter()));
+        for (toml, drafter, model) in [
+            ("", None, None),
+            ("draft = \"d\"", draft, Some("d")),
+            ("draft = \"d\"\nmethod = \"draft\"", draft, Some("d")),
+            ("draft = \"d\"\nmethod = \"off\"", None, None),
+            ("draft = \"d\"\nmethod = \"prompt_lookup\"", lookup, None),
+            ("method = \"prompt_lookup\"", lookup, None),
+        ] {
+            let config = parse_config(&format!("[speculation]\n{toml}")).unwrap().speculation;
+            assert_eq!((config.drafter(), config.draft_model()), (drafter, model), "{toml}");
+        }
     }
 
     /// Running ahead takes time from the cores that a CPU device computes on.

@@ -10,11 +10,14 @@ use super::values::{
     self, duration, integer, log_level, non_empty_string, non_zero_duration, one_of, string, whole_seconds,
 };
 use crate::quantize::WeightRules;
-use crate::request::Pooling;
+use crate::request::{AcceptanceRule, Pooling};
 use mainstem_kernels::cpu::Isa;
 use mainstem_kernels::{ActivationPrecision, QuantType};
 use std::num::NonZero;
 use std::time::Duration;
+
+/// Upper limit of the tokens that prompt lookup searches for.
+const LOOKUP_MAX: i64 = 64;
 
 const API_KEY_FILE: &str = "server.api_key_file";
 
@@ -27,6 +30,7 @@ impl LayeredSettings {
             server: self.server()?,
             scheduler: self.scheduler(&device)?,
             kv: self.kv()?,
+            speculation: self.speculation()?,
             device,
             hub: self.hub()?,
             log: self.log()?,
@@ -147,6 +151,36 @@ impl LayeredSettings {
             max_context: (max_context > 0).then_some(max_context),
             sparse_attention: self.get("kv.sparse_attention", values::fraction)?,
             prefix_cache: self.get("kv.prefix_cache", |v| one_of(v, &[("on", true), ("off", false)]))?,
+        })
+    }
+
+    fn speculation(&self) -> Result<SpeculationConfig, ConfigError> {
+        let (draft_key, method_key) = ("speculation.draft", "speculation.method");
+        let methods = [
+            ("auto", SpeculationMethod::Auto),
+            ("off", SpeculationMethod::Off),
+            ("draft", SpeculationMethod::Draft),
+            ("prompt_lookup", SpeculationMethod::PromptLookup),
+        ];
+        let rules = AcceptanceRule::ALL.map(|rule| (rule.name(), rule));
+        let draft = self.get(draft_key, string)?;
+        let method = self.get(method_key, |v| one_of(v, &methods))?;
+        if method == SpeculationMethod::Draft && draft.is_empty() {
+            return Err(self.error_for(method_key, &format!("requires {draft_key}")));
+        }
+        let (min_key, max_key) = ("speculation.lookup_min", "speculation.lookup_max");
+        let size = |key| self.get(key, |v| integer(v, 1, LOOKUP_MAX));
+        let lookup = LookupSizes { min: size(min_key)?, max: size(max_key)? };
+        if lookup.min > lookup.max {
+            let max = lookup.max;
+            return Err(self.error_for(min_key, &format!("must be at most {max_key}, which is {max}")));
+        }
+        Ok(SpeculationConfig {
+            draft,
+            method,
+            max_drafts: self.get("speculation.max_drafts", |v| integer(v, 1, DRAFTS_MAX as i64))?,
+            acceptance: self.get("speculation.acceptance", |v| one_of(v, &rules))?,
+            lookup,
         })
     }
 

@@ -4,7 +4,7 @@
 
 use super::layers::ConfigSource;
 use crate::quantize::WeightRules;
-use crate::request::{ParamList, Pooling};
+use crate::request::{AcceptanceRule, DraftSource, ParamList, Pooling};
 use mainstem_kernels::cpu::Isa;
 use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
 use std::fmt;
@@ -19,6 +19,7 @@ pub struct Config {
     pub server: ServerConfig,
     pub scheduler: SchedulerConfig,
     pub kv: KvConfig,
+    pub speculation: SpeculationConfig,
     pub device: DeviceConfig,
     pub hub: HubSettings,
     pub log: LogConfig,
@@ -219,6 +220,66 @@ pub enum KvSize {
     Bytes(u64),
     /// Room for a sequence of full context length in every slot, if memory allows.
     Auto,
+}
+
+/// Options of speculative decoding.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpeculationConfig {
+    /// The draft model: a folder or a file, `hf:owner/name[@revision]` or `demo-draft`; empty for none.
+    pub draft: String,
+    pub method: SpeculationMethod,
+    /// Maximum number of drafts of a sequence in a step, from 1 to [`DRAFTS_MAX`].
+    pub max_drafts: usize,
+    /// The rule of requests that choose none.
+    pub acceptance: AcceptanceRule,
+    pub lookup: LookupSizes,
+}
+
+/// Upper limit of the drafts of a sequence in a step.
+pub const DRAFTS_MAX: usize = 16;
+
+/// Source of drafts for requests that choose none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SpeculationMethod {
+    /// The draft model if there is one; otherwise none.
+    Auto,
+    /// No speculative decoding.
+    Off,
+    Draft,
+    PromptLookup,
+}
+
+/// Numbers of last tokens that prompt lookup searches for in the text before them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LookupSizes {
+    /// At least 1.
+    pub min: usize,
+    /// Tried first; at least `min`.
+    pub max: usize,
+}
+
+impl LookupSizes {
+    /// Returns prompt lookup with these sizes.
+    pub fn drafter(self) -> DraftSource {
+        DraftSource::PromptLookup { shortest: self.min, longest: self.max }
+    }
+}
+
+impl SpeculationConfig {
+    /// Returns the source of drafts of requests that choose none; `None` if speculative decoding is off.
+    pub fn drafter(&self) -> Option<DraftSource> {
+        match self.method {
+            SpeculationMethod::Auto => (!self.draft.is_empty()).then_some(DraftSource::Model),
+            SpeculationMethod::Off => None,
+            SpeculationMethod::Draft => Some(DraftSource::Model),
+            SpeculationMethod::PromptLookup => Some(self.lookup.drafter()),
+        }
+    }
+
+    /// Returns the name of the draft model to load, if it is used.
+    pub fn draft_model(&self) -> Option<&str> {
+        self.drafter().filter(|drafter| *drafter == DraftSource::Model).map(|_| self.draft.as_str())
+    }
 }
 
 /// Options of the devices.

@@ -1,10 +1,11 @@
 //! From logits to tokens and from hidden states to vectors.
 //!
 //! `strategies` has all ways to choose a token, `speculation` the rules for drafts, `host` the threads that
-//! compute the host's part, `beams` the search for sequences of tokens, and the re-exported reference functions
-//! `sample` and `logprobs` define the result that every device must give.
+//! compute the host's part, `beams` the search for sequences of tokens, and the re-exported reference
+//! functions `sample` and `logprobs` define the result that every device must give.
 //! Invariant: a token depends on its logits, the request's parameters, the tokens before it, the seed and its
-//! position only; of a beam search, also on the logits of the other beams.
+//! position only; with some rules for drafts, also on the draft in its place, and of a beam search, on the
+//! logits of the other beams.
 
 pub mod strategies;
 

@@ -1,5 +1,5 @@
-//! Bookkeeping of slots and KV pages: which sequence holds them, the sliding window of occupied slots, and the
-//! tokens that pages hold.
+//! Bookkeeping of slots and KV pages: which sequence holds them, the sliding window of occupied slots, and
+//! the tokens that pages hold.
 //!
 //! Invariant: pure bookkeeping. Nothing here touches a device, waits, or knows what a sequence is.
 

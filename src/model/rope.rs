@@ -32,7 +32,7 @@ pub fn length_bounds(config: &RopeConfig) -> Vec<usize> {
     }
 }
 
-/// How rotations depend on the reserved length of a sequence. Sequences of one class have the same.
+/// Classes of reserved lengths: sequences of one class have the same rotations.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ReservedLengths {
     /// The upper bounds of lengths with a table of their own, ascending; the last table is for all longer

@@ -125,15 +125,17 @@ impl ModelSource {
     }
 
     /// Adds a draft model, with the same tokens. It may have fewer of them, or more, which it never proposes.
-    /// Fails if it is not a decoder-only model, or this model has no decoder.
-    pub fn attach_draft(&mut self, draft: ModelSource) -> Result<()> {
+    /// Fails if one of them is not a decoder-only model, or the draft model has no head.
+    pub fn attach_draft(&mut self, mut draft: ModelSource) -> Result<()> {
         let path = draft.path.display();
         ensure!(draft.spec.kind == Kind::Decoder, "{path} cannot be a draft model: it has an encoder");
+        ensure!(draft.spec.has_head(), "{path} cannot be a draft model: it has no output head");
         ensure!(
-            self.spec.decoder.is_some(),
-            "{} generates nothing, so it needs no draft model",
+            self.spec.kind == Kind::Decoder,
+            "{}: only a decoder-only model can have a draft model",
             self.path.display()
         );
+        draft.progress = self.progress.clone();
         self.draft = Some(Box::new(draft));
         Ok(())
     }

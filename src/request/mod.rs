@@ -9,13 +9,13 @@ mod params;
 
 pub mod sampling;
 
-pub use crate::decoding::Pooling;
+pub use crate::decoding::{AcceptanceRule, Pooling};
 pub use finish::{finish_reason, logit_biases};
 pub use params::{ParamList, SamplingDefaults};
 pub use sampling::{sample_row, validate};
 
 use crate::decoding::beams::EarlyStopping;
-use crate::decoding::{AcceptanceRule, Constraint, SamplingPlan};
+use crate::decoding::{Constraint, SamplingPlan};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -92,13 +92,23 @@ pub struct Speculation {
     pub rule: AcceptanceRule,
 }
 
-/// Where drafts come from.
+/// The source of drafts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DraftSource {
     /// The draft model.
     Model,
     /// The text so far: what followed its last `shortest` to `longest` tokens where they occurred before.
     PromptLookup { shortest: usize, longest: usize },
+}
+
+impl DraftSource {
+    /// Returns its name in the configuration and in requests.
+    pub fn name(self) -> &'static str {
+        match self {
+            DraftSource::Model => "draft",
+            DraftSource::PromptLookup { .. } => "prompt_lookup",
+        }
+    }
 }
 
 /// A beam search, whose parameters [`crate::decoding::beams::BeamParams`] explains.
@@ -111,7 +121,8 @@ pub struct BeamOptions {
     /// Number of the last prompt tokens that count as generated ones.
     pub forced_tokens: u32,
     /// The place of the request's answer among the results, from 0 for the best one. Requests for further
-    /// results of the same search directly follow the first one in their group, and are otherwise equal to it.
+    /// results of the same search directly follow the first one in their group, and are otherwise equal to
+    /// it.
     pub answer: usize,
 }
 

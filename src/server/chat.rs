@@ -109,7 +109,7 @@ impl OutputSpec {
 
     /// Returns why a choice ended, if this part of its output is the last.
     fn finish(&self, part: &ChoiceOutput, parser: &OutputParser) -> Finish {
-        Finish::from(part.end.as_ref()).with_calls(self.reports_calls && parser.has_calls())
+        Finish::from(part).with_calls(self.reports_calls && parser.has_calls())
     }
 
     /// Removes the reasoning if the response must not have it.

@@ -122,7 +122,7 @@ impl CompletionFormat {
         first: bool,
     ) -> CompletionChoice {
         let logprobs = logprobs.map(|top| CompletionLogprobs::from_output(&part, top, &parts.tokenizer));
-        let (ids, finish) = (self.ids.for_choice(index, &part, first), part.end.as_ref().into());
+        let (ids, finish) = (self.ids.for_choice(index, &part, first), (&part).into());
         CompletionChoice { index, logprobs, ids, finish, text: part.text, prompt_logprobs: None }
     }
 }

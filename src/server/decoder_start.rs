@@ -87,26 +87,27 @@ impl DecoderStartParams {
         prompts: Vec<Prompt>,
         add_special: bool,
     ) -> Result<Vec<PromptIds>, ApiError> {
-        let start_ids: Arc<[u32]> = self.start_ids(parts, prompting)?.into();
+        let (start_ids, forced_tokens) = self.start_ids(parts, prompting)?;
+        let start_ids: Arc<[u32]> = start_ids.into();
         check_start_ids(parts, &start_ids)?;
         let language = self.source_language_id(parts)?;
         let several = prompts.len() > 1;
         let prompt_ids = prompts.into_iter().enumerate().map(|(index, prompt)| {
             let name = if several { format!("'prompt[{index}]'") } else { "'prompt'".to_owned() };
             let encoder_input = encoder_input_ids(parts, prompt, &name, language, add_special)?;
-            Ok(PromptIds { encoder_input: encoder_input.into(), prompt: start_ids.clone() })
+            Ok(PromptIds { encoder_input: encoder_input.into(), prompt: start_ids.clone(), forced_tokens })
         });
         prompt_ids.collect()
     }
 
-    /// Returns the decoder start ids.
+    /// Returns the decoder start ids, and the number of forced tokens at their end.
     fn start_ids(
         &self,
         parts: &ServeParts,
         prompting: &EncoderDecoderPrompting,
-    ) -> Result<Vec<u32>, ApiError> {
+    ) -> Result<(Vec<u32>, u32), ApiError> {
         let text = match &self.decoder_prompt {
-            Some(Prompt::Ids(ids)) => return self.explicit_start_ids(ids),
+            Some(Prompt::Ids(ids)) => return Ok((self.explicit_start_ids(ids)?, 0)),
             Some(Prompt::Text(text)) => encode(parts, text, false, DECODER_PROMPT)?,
             None => Vec::new(),
         };
@@ -115,7 +116,8 @@ impl DecoderStartParams {
             Some(ForcedBos::Named(name)) => Some(forced_token_id(parts, name)?),
             None => prompting.forced_bos,
         };
-        Ok([prompting.start_token].into_iter().chain(forced).chain(text).collect())
+        let forced_tokens = u32::from(forced.is_some() && text.is_empty());
+        Ok(([prompting.start_token].into_iter().chain(forced).chain(text).collect(), forced_tokens))
     }
 
     /// Checks decoder start ids that the request gives itself, which are used unchanged.

@@ -12,7 +12,7 @@ use super::prompts::{Prompt, parse_prompts};
 use super::respond::{admit, interrupt, parse_off_loop};
 use super::{App, ServeParts};
 use crate::actors::TokenStream;
-use crate::actors::reply::RequestMetrics;
+use crate::actors::request_metrics::RequestMetrics;
 use crate::request::{FinishReason, Request, RequestError, Task, TokenEvent};
 use actix_web::web::{self, Bytes};
 use futures_util::stream::FuturesUnordered;

@@ -5,6 +5,7 @@
 use super::error::ApiError;
 use super::respond::check_model;
 use super::{App, wire};
+use crate::actors::speculation::SpeculationSetup;
 use crate::actors::{ModelInfo, PromptingDefaults};
 use actix_web::{HttpResponse, web};
 use metrics_exporter_prometheus::PrometheusHandle;
@@ -37,6 +38,16 @@ fn model_card(model: &ModelInfo) -> wire::ModelCard<'_> {
         context: model.context,
         source_context: (model.encoder_context > 0).then_some(model.encoder_context),
         dimensions,
+        speculation: model.speculation.as_ref().map(speculation_card),
+    }
+}
+
+fn speculation_card(setup: &SpeculationSetup) -> wire::SpeculationCard<'_> {
+    wire::SpeculationCard {
+        method: setup.drafter.name(),
+        draft_model: setup.draft.as_ref().map(|draft| draft.name.as_str()),
+        max_drafts: setup.max_drafts,
+        acceptance: setup.acceptance.name(),
     }
 }
 

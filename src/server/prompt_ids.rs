@@ -14,12 +14,15 @@ pub struct PromptIds {
     pub encoder_input: Arc<[u32]>,
     /// Decoder tokens to continue: the prompt, or the decoder start tokens. Never empty.
     pub prompt: Arc<[u32]>,
+    /// Number of the last tokens of `prompt` that count as generated ones in a beam search: 1 if it ends with
+    /// a forced BOS token, which transformers generates.
+    pub forced_tokens: u32,
 }
 
 impl PromptIds {
     /// Creates the ids of a prompt for a model without an encoder.
     pub fn decoder_only(prompt: Arc<[u32]>) -> PromptIds {
-        PromptIds { encoder_input: Arc::default(), prompt }
+        PromptIds { encoder_input: Arc::default(), prompt, forced_tokens: 0 }
     }
 
     /// Returns the number of tokens of encoder input and decoder prompt together.

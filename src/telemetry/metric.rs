@@ -57,6 +57,12 @@ impl Metric {
         metrics::counter!(self.name)
     }
 
+    /// Returns the handle of a counter with these label values, in the table's order.
+    pub fn counter_with<const N: usize>(&self, values: [&str; N]) -> metrics::Counter {
+        debug_assert!(self.kind == MetricKind::Counter && self.labels.len() == N, "{}", self.name);
+        metrics::counter!(self.name, &self.label_pairs(&values))
+    }
+
     /// Returns the handle of a gauge without labels, for frequent use.
     pub fn gauge(&self) -> metrics::Gauge {
         debug_assert!(self.kind == MetricKind::Gauge && self.labels.is_empty(), "{}", self.name);
@@ -85,8 +91,7 @@ impl Metric {
 
     /// Adds 1 to the counter with these label values, in the table's order.
     pub fn count<const N: usize>(&self, values: [&str; N]) {
-        debug_assert!(self.kind == MetricKind::Counter && self.labels.len() == N, "{}", self.name);
-        metrics::counter!(self.name, &self.label_pairs(&values)).increment(1);
+        self.counter_with(values).increment(1);
     }
 
     /// Sets a gauge.

@@ -97,6 +97,27 @@ pub(crate) static PREEMPTIONS: Metric = Metric::new(
     "preemptions",
     "Sequences that gave up their KV pages to others, to be continued later.",
 );
+pub(crate) static SPEC_DECODE_DRAFTS: Metric = Metric::new(
+    "mainstem_spec_decode_num_drafts_total",
+    Counter,
+    "drafts",
+    "Runs of tokens that were drafted for a sequence in a step of speculative decoding.",
+);
+pub(crate) static SPEC_DECODE_DRAFT_TOKENS: Metric =
+    Metric::new("mainstem_spec_decode_num_draft_tokens_total", Counter, "tokens", "Drafted tokens.");
+pub(crate) static SPEC_DECODE_ACCEPTED_TOKENS: Metric = Metric::new(
+    "mainstem_spec_decode_num_accepted_tokens_total",
+    Counter,
+    "tokens",
+    "Drafted tokens that were accepted.",
+);
+pub(crate) static SPEC_DECODE_ACCEPTED_TOKENS_PER_POS: Metric = Metric::new(
+    "mainstem_spec_decode_num_accepted_tokens_per_pos_total",
+    Counter,
+    "tokens",
+    "Drafted tokens that were accepted, by their position in the run, from 0.",
+)
+.labelled(&[("position", &[])]);
 pub(crate) static PROMPT_TOKENS: Metric = Metric::new(
     "mainstem_prompt_tokens_total",
     Counter,
@@ -144,7 +165,7 @@ pub(crate) static REQUESTS_BY_STRATEGY: Metric = Metric::new(
     Counter,
     "requests",
     "Accepted completions by sampling strategy that is on, by the names of docs/sampling.md; a request with \
-     several counts for each, one with none for \"sample\".",
+     several counts for each, one with none for \"sample\", a beam search for \"beam_search\" only.",
 )
 .labelled(&[("strategy", &[])]);
 pub(crate) static IGNORED_FIELDS: Metric = Metric::new(
@@ -330,6 +351,10 @@ pub static METRICS: &[&Metric] = &[
     &PREFIX_CACHE_QUERIES,
     &PREFIX_CACHE_HITS,
     &PREEMPTIONS,
+    &SPEC_DECODE_DRAFTS,
+    &SPEC_DECODE_DRAFT_TOKENS,
+    &SPEC_DECODE_ACCEPTED_TOKENS,
+    &SPEC_DECODE_ACCEPTED_TOKENS_PER_POS,
     &PROMPT_TOKENS,
     &GENERATION_TOKENS,
     &REQUEST_SUCCESS,
@@ -469,6 +494,8 @@ mod tests {
         let handle = install(None);
         HTTP_REQUESTS.count(["GET", "/health", "200"]);
         REQUESTS_BY_STRATEGY.count(["penalties"]);
+        SPEC_DECODE_ACCEPTED_TOKENS_PER_POS.count(["0"]);
+        REJECTED_PARAMETERS.count(["n", "invalid_value"]);
         STEP_SECONDS.record(0.004);
         let text = handle.render();
         for metric in METRICS {

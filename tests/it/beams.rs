@@ -1,7 +1,7 @@
 //! Tests of beam search against Hugging Face transformers (tests/oracle/make_beams.py): the same sequences,
 //! and scores within 1e-4. The whole sequence of each beam is computed again in each step.
 
-use crate::common::{complete_all, config, fixture, greedy};
+use crate::common::{Copied, complete_all, config, fixture, greedy};
 use crate::families::family;
 use mainstem::actors::Engine;
 use mainstem::cli::start;
@@ -9,38 +9,44 @@ use mainstem::decoding::{BeamParams, BeamSearch, BeamStep, EarlyStopping, Hypoth
 use mainstem::request::Request;
 use serde::Deserialize;
 use std::collections::HashMap;
+use std::path::PathBuf;
 
-const TOLERANCE: f32 = 1e-4;
+pub const TOLERANCE: f32 = 1e-4;
 /// Reported tokens of a row: enough for eight beams and two end tokens.
 const CANDIDATES: u8 = 10;
 
 /// A file of results.
 #[derive(Deserialize)]
-struct Recorded {
+pub struct Recorded {
     model: String,
-    searches: Vec<Search>,
+    pub searches: Vec<Search>,
+    /// Folder of the model.
+    #[serde(skip)]
+    pub folder: PathBuf,
+    #[serde(skip)]
+    _copy: Option<Copied>,
 }
 
 /// An input, and the results with several settings.
 #[derive(Deserialize)]
-struct Search {
+pub struct Search {
     #[serde(default)]
-    source: Vec<u32>,
-    prompt: Vec<u32>,
-    forced: u32,
-    end_tokens: Vec<u32>,
-    max_tokens: u32,
-    min_tokens: u32,
-    runs: Vec<Run>,
+    pub source: Vec<u32>,
+    pub prompt: Vec<u32>,
+    pub forced: u32,
+    pub end_tokens: Vec<u32>,
+    pub max_tokens: u32,
+    pub min_tokens: u32,
+    pub runs: Vec<Run>,
 }
 
 #[derive(Deserialize)]
-struct Run {
-    width: usize,
-    length_penalty: f64,
-    early_stopping: serde_json::Value,
-    sequences: Vec<Vec<u32>>,
-    scores: Vec<f32>,
+pub struct Run {
+    pub width: usize,
+    pub length_penalty: f64,
+    pub early_stopping: serde_json::Value,
+    pub sequences: Vec<Vec<u32>>,
+    pub scores: Vec<f32>,
 }
 
 /// The most likely tokens after each sequence that was computed. Most searches of an input share them.
@@ -87,14 +93,21 @@ impl Search {
     }
 }
 
-async fn check(file: &str) {
+/// Reads a file of results, and copies its model if it needs a tokenizer. `test` must be unique.
+pub fn recorded(file: &str, test: &str) -> Recorded {
     let text = std::fs::read(fixture("beams").join(file)).expect("the results are there");
-    let recorded: Recorded = serde_json::from_slice(&text).expect("the results are in their form");
-    let copy = recorded.model.strip_prefix("families/").map(|name| family(name, "beams"));
-    let model = copy.as_ref().map_or_else(|| fixture(&recorded.model), |copy| copy.0.clone());
+    let mut recorded: Recorded = serde_json::from_slice(&text).expect("the results are in their form");
+    let copy = recorded.model.strip_prefix("families/").map(|name| family(name, test));
+    recorded.folder = copy.as_ref().map_or_else(|| fixture(&recorded.model), |copy| copy.0.clone());
+    recorded._copy = copy;
+    recorded
+}
+
+async fn check(file: &str) {
+    let recorded = recorded(file, "beams");
     let settings =
         [("scheduler.slots", 8.into()), ("device.kind", "cpu".into()), ("device.activations", "f32".into())];
-    let engine = start::start_engine(&config(&model, &settings)).await.expect("the fixture loads");
+    let engine = start::start_engine(&config(&recorded.folder, &settings)).await.expect("the fixture loads");
     for search in &recorded.searches {
         let mut rows = Rows::new();
         for run in &search.runs {

@@ -330,3 +330,35 @@ fn models_with_an_encoder_are_refused_by_their_kind() {
         assert!(errors.contains("decoder-only models only") && output.stdout.is_empty(), "{errors}");
     }
 }
+
+/// Both halves of each turn are reported, and what follows from them.
+#[test]
+fn speculative_decoding_is_compared_turn_by_turn() {
+    for (flags, method, draft) in [
+        ("--draft demo-draft", "draft", json!("mainstem-demo-draft")),
+        ("--speculation prompt_lookup", "prompt_lookup", Value::Null),
+    ] {
+        let line = format!("demo {flags} --decode 6 --sequences 1,2 --repeat 2 --threads 1 --format json");
+        let report = parsed(&reported(&bench(&line)));
+        let rows = report["speculation"].as_array().expect("there are rows");
+        assert!(report["rows"].as_array().is_some_and(Vec::is_empty), "the usual tests are not run");
+        assert_eq!(rows.iter().map(|row| row["sequences"].as_u64()).collect::<Vec<_>>(), [Some(1), Some(2)]);
+        for row in rows {
+            assert_eq!((&row["method"], &row["draft"], &row["tokens"]), (&json!(method), &draft, &json!(6)));
+            let turns = row["turns"].as_array().expect("there are turns");
+            assert_eq!(turns.len(), 2, "{row}");
+            for turn in turns {
+                assert_eq!(turn["has_same_text"], true, "{row}");
+                let tokens = |half: &str| number(&turn[half]["tokens"]);
+                assert!(tokens("with") > 0.0 && tokens("without") > 0.0, "{turn}");
+            }
+            assert!(number(&row["ratio"]["min"]) <= number(&row["ratio"]["median"]), "{row}");
+            assert!(number(&row["accepted_per_step"]) >= 0.0, "{row}");
+        }
+        assert_eq!(report["notes"], json!([]));
+    }
+    for line in ["demo --temperature 1", "--fake-device --draft demo-draft", "--partition --draft demo-draft"]
+    {
+        assert_eq!(bench(line).status.code(), Some(2), "{line}");
+    }
+}

@@ -23,7 +23,7 @@ impl Server {
         Server::with_model(&fixture(fixture_name), flags)
     }
 
-    fn with_model(model: &Path, flags: &[&str]) -> Server {
+    pub fn with_model(model: &Path, flags: &[&str]) -> Server {
         let mut child = mainstem()
             .arg("serve")
             .arg(model)

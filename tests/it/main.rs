@@ -4,12 +4,14 @@ mod common;
 mod coverage;
 mod program;
 
+mod beam_requests;
 mod beams;
 mod bench;
 mod boundaries;
 mod calibrate;
 mod cli;
 mod constrained;
+mod draft_models;
 mod endings;
 mod endpoints;
 mod f8;

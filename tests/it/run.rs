@@ -501,3 +501,16 @@ fn a_model_in_this_process_answers_the_same_in_every_form() {
     let refused = run(&["--raw", "--top-p", "7"]);
     check(&refused, 1, "", "top_p");
 }
+
+/// The engine of `run` has a slot for each beam that is set.
+#[test]
+fn beam_searches_are_set_like_other_parameters() {
+    let search = ["run", "demo", "Once upon a time", "--raw", "--json", "--max-tokens", "6"];
+    let output =
+        mainstem().args(search).args(["--set", "beam_width=3", "--set", "early-stopping=never"]).output();
+    let output = output.expect("the program starts");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let answer: Value = serde_json::from_slice(&output.stdout).expect("it is JSON");
+    let choice = &answer["choices"][0];
+    assert!(choice["beam_score"].as_f64() < Some(0.0) && choice["text"] != "", "{answer}");
+}

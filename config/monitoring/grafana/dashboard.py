@@ -184,9 +184,31 @@ ROWS = {
                 )
             ],
             "Fraction of the tokens looked up that were in the prefix cache.",
-            width=12,
         ),
-        graph("Preemptions", "ops", [("preemptions", rate("mainstem_num_preemptions_total"))], width=12),
+        graph(
+            "Draft acceptance rate",
+            "percentunit",
+            [
+                (
+                    "accepted",
+                    f"{rate('mainstem_spec_decode_num_accepted_tokens_total')} / {rate('mainstem_spec_decode_num_draft_tokens_total')}",
+                )
+            ],
+            "Speculative decoding: fraction of the drafted tokens that were accepted.",
+        ),
+        graph("Preemptions", "ops", [("preemptions", rate("mainstem_num_preemptions_total"))]),
+        graph(
+            "Accepted drafts by position",
+            "ops",
+            [
+                ("drafts", rate("mainstem_spec_decode_num_drafts_total")),
+                (
+                    "position {{position}}",
+                    rate("mainstem_spec_decode_num_accepted_tokens_per_pos_total", by="position"),
+                ),
+            ],
+            "Speculative decoding: drafts, and those whose token at a position was accepted, per second.",
+        ),
         graph(
             "Fraction of wall time by phase",
             "percentunit",

@@ -106,6 +106,7 @@ impl DecodeLoop {
         if depth > 0 {
             return self.add_verification(buffers, at, depth);
         }
+        self.add_catch_up(&mut buffers.step.batch, at);
         let (batch, running) = (&mut buffers.step.batch, &self.running[at]);
         let tokens = match running.forced {
             // The last token that the device sampled may be that of a draft which was not accepted.
@@ -224,7 +225,7 @@ impl DecodeLoop {
         if let Some(host) = host {
             match (usage, &running.speculator) {
                 (RowUse::Verified { number, .. }, Some(speculator)) => {
-                    let (row, rule) = (batch.sampling.len(), speculator.rule);
+                    let (row, rule) = (batch.sampling.len(), speculator.rule());
                     host.register_verified(&step.late, row, &mut params, rule, number as usize);
                 }
                 _ => host.register(&step.late, batch.sampling.len(), &mut params),

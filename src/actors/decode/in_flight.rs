@@ -14,6 +14,7 @@ use crate::actors::kv::SlotPlan;
 use crate::actors::loop_metrics::StepSize;
 use crate::actors::prefill::{ChunksAhead, ScheduledChunk};
 use crate::config::Policy;
+use crate::decoding::speculation::StepWork;
 use mainstem_kernels::DeviceError;
 use std::time::Instant;
 
@@ -24,6 +25,8 @@ pub(super) struct InFlightStep {
     kind: StepKind,
     sent_at: Instant,
     size: StepSize,
+    /// The work of the step, if its time tells what drafts cost.
+    work: Option<StepWork>,
 }
 
 /// The reason for which a step was sent.
@@ -127,10 +130,11 @@ impl DecodeLoop {
         self.build_batch(&mut buffers, plan, work);
         let StepBuffers { step, routing } = buffers;
         let size = step_size(&step.batch);
+        let step_work = self.comparable_work(&step.batch);
         self.count_sent(work, &routing);
         let sent = self.handles.devices.send(step, self.epoch)?;
         let sent_at = self.metrics.record_sent();
-        self.in_flight.push_back(InFlightStep { sent, routing, kind, sent_at, size });
+        self.in_flight.push_back(InFlightStep { sent, routing, kind, sent_at, size, work: step_work });
         if self.runs_ahead {
             self.count_scheduled(work);
         }
@@ -145,10 +149,15 @@ impl DecodeLoop {
                 SpanWork::Decode(at) => {
                     let running = &mut self.running[at];
                     running.sent_positions = running.next_position() as usize;
+                    if let (Some(missing), Some(speculator)) = (running.catch_up(), &mut running.speculator) {
+                        speculator.note_prompt(missing.end);
+                    }
                 }
                 SpanWork::Prefill(at, chunk) => {
                     self.running[at].sent_positions = chunk.start + chunk.len;
-                    self.running[at].count_drafted_chunk(chunk);
+                    if let Some(speculator) = &mut self.running[at].speculator {
+                        speculator.note_prompt(chunk.start + chunk.len);
+                    }
                 }
                 SpanWork::Draft(_) | SpanWork::Hole(_) | SpanWork::UpdatesOnly(_) => {}
             }
@@ -171,7 +180,7 @@ impl DecodeLoop {
     /// Waits for the oldest step in flight, and processes its results.
     pub(super) async fn process_oldest(&mut self) -> Result<(), DeviceError> {
         self.flush_events();
-        let Some(InFlightStep { sent, routing, sent_at, size, .. }) = self.in_flight.pop_front() else {
+        let Some(InFlightStep { sent, routing, sent_at, size, work, .. }) = self.in_flight.pop_front() else {
             return Ok(());
         };
         let StepResult { step, result } = sent.await;
@@ -180,6 +189,9 @@ impl DecodeLoop {
         // A step that was sent ahead begins when the one before it completes.
         let began = if self.runs_ahead { sent_at.max(self.produced_at) } else { sent_at };
         self.produced_at = self.metrics.record_completed(began, step.output.times, size, step.gap);
+        if let Some(work) = work {
+            self.observe_cost(&work, &step.output.times);
+        }
         self.process_output(&step.output, &routing);
         self.metrics.record_processed();
         self.spare_buffers.push(StepBuffers { step, routing });

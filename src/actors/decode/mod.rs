@@ -23,7 +23,7 @@ mod beams;
 
 mod speculation;
 
-pub use speculation::Speculator;
+mod pages;
 
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
@@ -44,6 +44,7 @@ use in_flight::{InFlightStep, StepKind};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{DeviceError, StepLimits};
 use running::RunningSequence;
+use speculation::DraftPlanning;
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -78,6 +79,8 @@ pub struct DecodeConfig {
     /// Whether a step may be sent before the results of the previous one are back. It takes effect with one
     /// lane on one device, which remembers the tokens that it sampled.
     pub run_ahead: bool,
+    /// Maximum number of tokens of a sequence for which the draft model makes drafts; 0 without one.
+    pub draft_context: usize,
 }
 
 /// The actor of one lane. It only keeps the loop running; the loop requests all its work itself.
@@ -153,6 +156,7 @@ struct DecodeLoop {
     searches: Vec<RunningSearch>,
     /// The most likely tokens after beams, by the results since the last iteration.
     beam_rows: Vec<(SequenceKey, Vec<(u32, f32)>)>,
+    draft_planning: DraftPlanning,
     /// Changes to send to the KV manager with the next update.
     update: IterationUpdate,
     /// Spans of the current iteration that are still to be sent.
@@ -208,6 +212,7 @@ impl DecodeLoop {
             leaving: Vec::with_capacity(slots),
             searches: Vec::new(),
             beam_rows: Vec::new(),
+            draft_planning: DraftPlanning::default(),
             update: IterationUpdate { lane, ..IterationUpdate::default() },
             pending_work: VecDeque::with_capacity(slots),
             slot_plan: None,
@@ -312,7 +317,8 @@ impl DecodeLoop {
     /// two steps, or at the end of one, so that a request that arrives during a step joins the very next one.
     async fn request_chunks(&mut self) -> Option<Vec<ScheduledChunk>> {
         let decoding = self.running.iter().filter(|running| running.is_decoding());
-        let decoding: usize = decoding.map(|running| 1 + running.forced as usize + running.depth()).sum();
+        let decoding: usize =
+            decoding.map(|running| 1 + running.forced as usize + running.draft_rows()).sum();
         let (lane, running) = (self.lane, self.running.len());
         let steps_ahead = self.count_in_flight(StepKind::Ahead);
         let free_slots = self.slots - running - self.reserved_slots();
@@ -351,7 +357,13 @@ impl DecodeLoop {
                 }
                 let (pages, pool) = ((lease.own().len(), lease.computed()), &self.handles.host_pool);
                 self.update.joins.push(JoiningSequence { key, lease });
-                let running = RunningSequence::new(sequence, pages, &self.metrics, pool, self.jump_limit);
+                let running = RunningSequence::new(
+                    sequence,
+                    pages,
+                    &self.metrics,
+                    pool,
+                    (self.jump_limit, self.draft_planning.prior()),
+                );
                 self.running.push(running);
             }
             // A sequence that was just added is the last one.
@@ -359,19 +371,6 @@ impl DecodeLoop {
                 running.chunk = Some(chunk);
                 running.prompt_scheduled = chunk.last;
             }
-        }
-    }
-
-    /// Adds to the next update what the KV manager must know of the running sequences: what is in their
-    /// pages, and the pages that they need.
-    fn report_sequences(&mut self) {
-        let page_positions = self.config.limits.page_positions;
-        for running in &mut self.running {
-            self.update.computed.extend(running.report_filled(page_positions));
-            if running.is_decoding() {
-                self.update.grown.extend(running.growth(page_positions));
-            }
-            self.update.with_work += usize::from(running.is_decoding() || running.chunk.is_some());
         }
     }
 
@@ -384,42 +383,6 @@ impl DecodeLoop {
     /// Returns an update without changes.
     fn empty_update(&self) -> IterationUpdate {
         IterationUpdate { lane: self.lane, epoch: self.epoch, ..IterationUpdate::default() }
-    }
-
-    /// Lets go of preempted sequences, and gives the others their slots.
-    fn apply_plan(&mut self, plan: &SlotPlan) {
-        let preempted = self.running.extract_if(.., |running| plan.preempted.contains(&running.key));
-        let (beams, others): (Vec<_>, Vec<_>) = preempted.partition(|running| running.is_beam);
-        beams.into_iter().for_each(|beam| self.requeue_search(beam.key));
-        // The client has, or gets, all tokens so far: they are kept, and those in flight are waited for.
-        self.leaving.extend(others);
-        self.let_go();
-        self.reorder(&plan.slots);
-        let page_positions = self.config.limits.page_positions;
-        for running in &mut self.running {
-            running.is_stalled = plan.stalled.contains(&running.key);
-        }
-        self.stall_whole_searches();
-        for running in &mut self.running {
-            if running.is_decoding() && !running.is_stalled {
-                running.pages = running
-                    .pages
-                    .max((running.next_position() as usize + running.depth()).div_ceil(page_positions));
-            }
-        }
-    }
-
-    /// Drops the sequences that have all their results and ended, and hands preempted ones back to prefill.
-    fn let_go(&mut self) {
-        for leaving in self.leaving.extract_if(.., |leaving| leaving.awaited == 0) {
-            if !leaving.finished {
-                assert!(
-                    !leaving.ends_with_scheduled(),
-                    "a sequence leaves with its last step; anything else is a bug"
-                );
-                self.handles.requeue.do_send(Requeue(leaving.suspend()));
-            }
-        }
     }
 
     /// Reorders the running sequences by slot. `slots` is sorted by slot.

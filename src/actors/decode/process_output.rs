@@ -5,7 +5,6 @@
 
 use super::DecodeLoop;
 use super::running::RunningSequence;
-use super::speculation::Speculator;
 use crate::actors::sequence::SequenceKey;
 use crate::decoding::{self, HostSequence};
 use crate::request::{self, FinishReason, RequestError, Task, Token, TokenEvent};
@@ -125,8 +124,12 @@ impl DecodeLoop {
                         DraftRef::Given(token) => token,
                         DraftRef::Made(index) => output.drafts[index as usize],
                     });
-                    let is_accepted = running.verify(number, row.token, draft);
-                    self.metrics.record_draft(number, is_accepted);
+                    if number == 0 {
+                        self.metrics.record_drafts(running.depth());
+                    }
+                    if running.verify(number, row.token, draft) {
+                        self.metrics.record_accepted(number);
+                    }
                     self.process_row(sequence, output, row);
                 }
                 RowUse::BeamCandidates { .. } => {
@@ -213,7 +216,11 @@ impl DecodeLoop {
             self.pending_events.push((events.clone(), event));
         }
         if let Some(reason) = end {
-            if let Some((drafted, accepted)) = running.speculator.as_ref().map(Speculator::counts) {
+            if let Some(speculator) = &running.speculator {
+                let (drafted, accepted) = speculator.counts();
+                if drafted > 0 {
+                    self.draft_planning.observe_end(speculator.stats().rate());
+                }
                 let speculated = TokenEvent::Speculated { drafted, accepted };
                 self.pending_events.push((events.clone(), speculated));
             }

@@ -3,11 +3,11 @@
 //! Invariant: the positions of a span follow from the steps that were sent, whether their results are back or
 //! not.
 
-use super::speculation::Speculator;
 use crate::actors::kv::{ComputedPositions, EndedSequence, GrowingSequence};
 use crate::actors::loop_metrics::{LoopMetrics, SequenceTimes};
 use crate::actors::prefill::PromptChunk;
 use crate::actors::sequence::{Progress, Sequence, SequenceKey};
+use crate::actors::speculator::Speculator;
 use crate::decoding::{HostPool, HostSequence};
 use crate::request::{self, Request, Task, Token};
 use mainstem_kernels::batch::Slot;
@@ -59,14 +59,15 @@ pub(super) struct RunningSequence {
 }
 
 impl RunningSequence {
-    /// Creates the state of a sequence whose first chunk was just scheduled, and which has `pages` pages, whose
-    /// first `computed` positions need no computation. It has no slot yet. `jump_limit` is the maximum number of tokens that a grammar may force at once.
+    /// Creates the state of a sequence whose first chunk was just scheduled, and which has `pages` pages. The
+    /// first `computed` positions need no computation. It has no slot yet. `jump_limit` is the maximum number
+    /// of tokens that a grammar may force at once, `prior` the rate at which drafts were accepted so far.
     pub(super) fn new(
         mut sequence: Box<Sequence>,
         (pages, computed): (usize, usize),
         meters: &LoopMetrics,
         pool: &Arc<HostPool>,
-        jump_limit: usize,
+        (jump_limit, prior): (usize, f64),
     ) -> RunningSequence {
         let progress = sequence.progress.take().unwrap_or_else(|| {
             let Request { plan, constraint, prompt, max_tokens, logprobs, speculation, .. } =
@@ -78,7 +79,9 @@ impl RunningSequence {
                 generated: Vec::new(),
                 host: HostSequence::begin(pool, plan, constraint, prompt, *max_tokens, limit),
                 times: meters.record_scheduled(sequence.arrived),
-                speculator: speculation.map(|it| Speculator::new(it, plan.map(|plan| &**plan), prompt)),
+                speculator: speculation
+                    .filter(|_| sequence.request.beams.is_none())
+                    .map(|it| Speculator::new(it, plan.map(|plan| &**plan), prompt, prior)),
             }
         });
         let Progress { generated, host, times, mut speculator } = progress;
@@ -112,7 +115,7 @@ impl RunningSequence {
         }
     }
 
-    /// Returns the state of a beam like this one, or of the only beam of the search that this sequence begins.
+    /// Returns the state of a beam like this one, or of the first beam of the search that it begins.
     pub(super) fn as_beam(&self, key: SequenceKey) -> RunningSequence {
         let Sequence { group, ref request, ref events, arrived, .. } = *self.sequence;
         let (request, events) = (request.clone(), events.clone());
@@ -173,8 +176,8 @@ impl RunningSequence {
         (needed > self.pages).then_some(GrowingSequence { key: self.key, positions })
     }
 
-    /// Returns a report of the positions whose steps were sent and whose tokens are known, if they fill a page
-    /// or complete the prompt.
+    /// Returns a report of the positions whose steps were sent and whose tokens are known, if they fill a
+    /// page or complete the prompt.
     pub(super) fn report_filled(&mut self, page_positions: usize) -> Option<ComputedPositions> {
         let (known, before, prompt) = (self.known_positions(), self.reported_positions, self.prompt_len());
         let is_new = known / page_positions > before / page_positions || (before < prompt && prompt <= known);

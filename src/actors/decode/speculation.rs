@@ -12,85 +12,41 @@ use super::process_output::{DraftRef, OutputRouting, RowUse};
 use super::running::RunningSequence;
 use super::{DecodeLoop, SpanWork};
 use crate::actors::prefill::PromptChunk;
-use crate::decoding::SamplingPlan;
-use crate::decoding::speculation::{AcceptanceRule, PromptLookup, draft_row};
+use crate::actors::speculator::Speculator;
+use crate::decoding::speculation::{
+    AcceptanceRule, DepthPlanner, Speculating, StepCosts, StepWork, draft_row,
+};
 use crate::decoding::strategies::DeviceSampling;
-use crate::request::{self, DraftSource, Sampling, Speculation};
-use mainstem_kernels::batch::DraftSpan;
-use mainstem_kernels::{DeviceError, SpanOutput, SpanTokens, StepBatch};
+use crate::request::{self, Sampling};
+use mainstem_kernels::batch::{DraftSpan, StepTimes};
+use mainstem_kernels::{DeviceError, Span, SpanOutput, SpanTokens, StepBatch};
 use std::ops::Range;
 
-/// The speculation of one sequence.
-pub struct Speculator {
-    source: DraftSource,
-    max_drafts: usize,
-    pub(super) rule: AcceptanceRule,
-    /// Finds drafts in the text, if that is where they come from.
-    lookup: Option<PromptLookup>,
-    /// Number of leading positions whose tokens the draft model has computed.
-    draft_positions: usize,
-    /// Number of drafts in the next step.
-    pub(super) depth: usize,
-    /// These drafts, if they are known before the step: those of the draft model are only if a step before
-    /// made them.
-    given: Vec<u32>,
-    /// Whether all drafts so far of the step that is being processed were accepted.
-    is_open: bool,
-    /// Numbers of drafts, and of those that were accepted, in all steps.
-    drafted: usize,
-    accepted: usize,
+/// The choice of the number of drafts.
+#[derive(Default)]
+pub(super) struct DraftPlanning {
+    planner: DepthPlanner,
+    costs: StepCosts,
+    /// The rate at which drafts of sequences that have ended were accepted.
+    pub(super) rate: Option<f64>,
 }
 
-impl Speculator {
-    /// Creates the speculation of a sequence.
-    pub(super) fn new(speculation: Speculation, plan: Option<&SamplingPlan>, prompt: &[u32]) -> Speculator {
-        let Speculation { drafter: source, max_drafts, rule } = speculation;
-        let lookup = match source {
-            DraftSource::Model => None,
-            DraftSource::PromptLookup { shortest, longest } => {
-                let mut lookup = PromptLookup::new(shortest..=longest);
-                lookup.extend(prompt);
-                Some(lookup)
-            }
-        };
-        Speculator {
-            source,
-            max_drafts,
-            rule: plan.map_or(AcceptanceRule::Coupled, |plan| plan.acceptance(rule)),
-            lookup,
-            draft_positions: 0,
-            depth: 0,
-            given: Vec::new(),
-            is_open: false,
-            drafted: 0,
-            accepted: 0,
-        }
+/// The rate at which drafts are expected to be accepted before any was.
+const FIRST_RATE: f64 = 0.6;
+
+/// Number of positions that the draft model computes at once if it has missed them, because a sequence had no
+/// drafts for a while.
+const CATCH_UP_ROWS: usize = 16;
+
+impl DraftPlanning {
+    /// Returns the rate at which the drafts of a new sequence are expected to be accepted.
+    pub(super) fn prior(&self) -> f64 {
+        self.rate.unwrap_or(FIRST_RATE)
     }
 
-    /// Begins, or begins anew after a preemption, with the first positions computed by both models.
-    pub(super) fn begin(&mut self, computed: usize) {
-        self.draft_positions = computed;
-        self.depth = 0;
-    }
-
-    /// Takes note of a token of the sequence.
-    pub(super) fn learn(&mut self, token: u32) {
-        if let Some(lookup) = &mut self.lookup {
-            lookup.extend(&[token]);
-        }
-    }
-
-    /// Returns the number of leading positions that others may share, as far as it depends on the draft model.
-    pub(super) fn shared_positions(&self) -> usize {
-        match self.source {
-            DraftSource::Model => self.draft_positions,
-            DraftSource::PromptLookup { .. } => usize::MAX,
-        }
-    }
-
-    /// Returns the numbers of drafts that were made and accepted.
-    pub(super) fn counts(&self) -> (usize, usize) {
-        (self.drafted, self.accepted)
+    /// Takes note of the rate of a sequence that has ended.
+    pub(super) fn observe_end(&mut self, rate: f64) {
+        self.rate = Some(self.rate.map_or(rate, |old| 0.8 * old + 0.2 * rate));
     }
 }
 
@@ -100,25 +56,70 @@ impl DecodeLoop {
         self.running.iter().any(|running| running.speculator.is_some())
     }
 
-    /// Chooses how many drafts each decoding sequence verifies in the next step.
+    /// Chooses how many drafts each decoding sequence verifies in the next step: as many as are worth their
+    /// time. Other rules than [`AcceptanceRule::Coupled`] always get as many as possible, because their text
+    /// depends on the number.
     pub(super) fn choose_depths(&mut self) {
+        if !self.speculates() {
+            return;
+        }
         let decoding = self.running.iter().filter(|running| running.is_decoding()).count();
-        let mut rows = (self.config.token_budget - decoding) / 2;
+        let most = (self.config.token_budget - decoding) / 2;
+        let mut rows = most;
+        let draft_context = self.config.draft_context;
         for running in &mut self.running {
-            let limit = running.draft_limit();
+            let limit = if running.is_decoding() { running.draft_limit(draft_context, rows) } else { 0 };
+            if let Some(speculator) = &mut running.speculator {
+                speculator.limit_depth(limit);
+                if speculator.rule() != AcceptanceRule::Coupled {
+                    rows -= speculator.depth();
+                }
+            }
+        }
+        let planned = self.running.iter().filter_map(|running| running.speculator.as_ref());
+        let planned = planned.filter(|speculator| speculator.rule() == AcceptanceRule::Coupled);
+        let planned = planned.map(|speculator| Speculating {
+            stats: speculator.stats(),
+            limit: speculator.depth(),
+            has_model: speculator.uses_model(),
+        });
+        let DraftPlanning { planner, costs, .. } = &mut self.draft_planning;
+        let depths = planner.plan(planned, costs.estimate(), decoding + (most - rows), rows);
+        let planned = self.running.iter_mut().filter_map(|running| running.speculator.as_mut());
+        let planned = planned.filter(|speculator| speculator.rule() == AcceptanceRule::Coupled);
+        planned.zip(depths).for_each(|(speculator, depth)| speculator.set_depth(*depth));
+        let mut left = most.saturating_sub(self.running.iter().map(RunningSequence::depth).sum());
+        for running in &mut self.running {
+            let known = running.next_position() as usize;
             let is_decoding = running.is_decoding();
             let Some(speculator) = &mut running.speculator else { continue };
-            speculator.depth = if is_decoding { speculator.max_drafts.min(limit).min(rows) } else { 0 };
-            if let Some(lookup) = &speculator.lookup {
-                speculator.given.clear();
-                speculator.depth = lookup.propose(speculator.depth, &mut speculator.given);
-            }
-            rows -= speculator.depth;
+            let missing = known - speculator.draft_positions().min(known);
+            let is_due = is_decoding && speculator.uses_model() && missing > CATCH_UP_ROWS;
+            speculator.catch_up = if is_due && left >= CATCH_UP_ROWS { CATCH_UP_ROWS } else { 0 };
+            left -= speculator.catch_up;
         }
     }
 
-    /// Makes the drafts of the next step in a step before it, if there are several devices: the draft model is
-    /// on the one that returns results, and all of them need the drafts.
+    /// Returns the work of a step that is about to be sent, if its time can be compared with that of others:
+    /// a step with prompt rows has too many.
+    pub(super) fn comparable_work(&self, batch: &StepBatch) -> Option<StepWork> {
+        let is_prompt = |span: &Span| matches!(span.tokens, SpanTokens::Given { .. });
+        if !self.speculates() || batch.spans.is_empty() || batch.spans.iter().any(is_prompt) {
+            return None;
+        }
+        let makes_drafts = || batch.drafts.iter().filter(|span| span.count > 0);
+        let draft_rows = makes_drafts().map(|span| span.tokens.len() + span.count as usize - 1).sum();
+        let passes = makes_drafts().map(|span| span.count as usize).max().unwrap_or(0);
+        Some(StepWork { rows: batch.rows(), passes, draft_rows })
+    }
+
+    /// Takes note of the time of a step.
+    pub(super) fn observe_cost(&mut self, work: &StepWork, times: &StepTimes) {
+        self.draft_planning.costs.observe(work, times.forward + times.sample, times.draft);
+    }
+
+    /// Makes the drafts of the next step in a step before it, if there are several devices: the draft model
+    /// is on the one that returns results, and all of them need the drafts.
     pub(super) async fn make_drafts_before(&mut self) -> Result<(), DeviceError> {
         let makes_drafts = |running: &RunningSequence| {
             running.uses_draft_model() && running.depth() > 0 && !running.is_stalled
@@ -146,22 +147,20 @@ impl DecodeLoop {
     /// Adds the span that makes the drafts of a sequence for a later step.
     pub(super) fn add_drafts(&self, StepBuffers { step, routing }: &mut StepBuffers, at: usize) {
         let running = &self.running[at];
-        let Some(Speculator { draft_positions, depth, .. }) = running.speculator else { return };
-        let known = running.next_position() as usize;
-        self.add_draft_span(&mut step.batch, running, draft_positions..known, depth);
-        routing.drafts.push((self.sequence_ref(at), depth));
+        let Some(speculator) = &running.speculator else { return };
+        let positions = speculator.draft_positions()..running.next_position() as usize;
+        self.add_draft_span(&mut step.batch, running, positions, speculator.depth());
+        routing.drafts.push((self.sequence_ref(at), speculator.depth()));
     }
 
     /// Keeps the drafts that a step made for the next one.
     pub(super) fn keep_drafts(&mut self, drafts: &[u32], routing: &OutputRouting) {
-        let mut drafts = drafts.iter();
+        let mut rest = drafts;
         for (sequence, count) in &routing.drafts {
-            let own = drafts.by_ref().take(*count);
+            let (own, others) = rest.split_at(*count);
+            rest = others;
             if let Some(speculator) = self.find(*sequence).and_then(|running| running.speculator.as_mut()) {
-                speculator.given.clear();
-                speculator.given.extend(own);
-            } else {
-                own.for_each(drop);
+                speculator.keep_drafts(own.iter().copied());
             }
         }
     }
@@ -172,26 +171,24 @@ impl DecodeLoop {
         let batch = &mut buffers.step.batch;
         let first_draft = batch.draft_count() as u32;
         let last = running.next_position() as usize - 1;
-        let tokens = match &running.speculator {
-            Some(Speculator { source: DraftSource::Model, draft_positions, .. })
-                if self.handles.devices.count() == 1 =>
-            {
-                self.add_draft_span(batch, running, *draft_positions..last + 1, depth);
-                let at = push_known(batch, running, last..last + 1);
-                SpanTokens::Drafted { at, len: 1 + depth as u32 }
-            }
-            Some(Speculator { given, .. }) => {
-                let at = push_known(batch, running, last..last + 1);
-                batch.tokens.extend_from_slice(given);
-                SpanTokens::Generated { at, len: 1 + depth as u32 }
-            }
-            None => return,
+        let Some(speculator) = &running.speculator else { return };
+        let is_made_now = speculator.uses_model() && self.handles.devices.count() == 1;
+        if is_made_now {
+            self.add_draft_span(batch, running, speculator.draft_positions()..last + 1, depth);
+        }
+        let known = push_known(batch, running, last..last + 1);
+        let len = 1 + depth as u32;
+        let tokens = if is_made_now {
+            SpanTokens::Drafted { at: known, len }
+        } else {
+            batch.tokens.extend_from_slice(speculator.given());
+            SpanTokens::Generated { at: known, len }
         };
         batch.spans.push(running.span(last as u32, tokens, SpanOutput::All));
         for number in 0..=depth {
-            let draft = (number < depth).then(|| match tokens {
-                SpanTokens::Drafted { .. } => DraftRef::Made(first_draft + number as u32),
-                _ => DraftRef::Given(running.given_draft(number)),
+            let draft = (number < depth).then(|| match is_made_now {
+                true => DraftRef::Made(first_draft + number as u32),
+                false => DraftRef::Given(speculator.given()[number]),
             });
             let usage = RowUse::Verified { number: number as u32, draft };
             self.add_sample_row(buffers, at, number as u32, usage);
@@ -206,7 +203,16 @@ impl DecodeLoop {
         }
     }
 
-    /// Adds the span in which the draft model computes the tokens at these positions and makes `count` drafts.
+    /// Adds the span in which the draft model computes what it has missed of a sequence without drafts.
+    pub(super) fn add_catch_up(&self, batch: &mut StepBatch, at: usize) {
+        let running = &self.running[at];
+        if let Some(missing) = running.catch_up() {
+            self.add_draft_span(batch, running, missing, 0);
+        }
+    }
+
+    /// Adds the span in which the draft model computes the tokens at these positions and makes `count`
+    /// drafts.
     fn add_draft_span(
         &self,
         batch: &mut StepBatch,
@@ -216,7 +222,7 @@ impl DecodeLoop {
     ) {
         let (start, len) = (positions.start as u32, positions.len() as u32);
         let at = push_known(batch, running, positions);
-        let rule = running.speculator.as_ref().map_or(AcceptanceRule::Coupled, |speculator| speculator.rule);
+        let rule = running.speculator.as_ref().map_or(AcceptanceRule::Coupled, Speculator::rule);
         let request = &running.sequence.request;
         let sampling = match &request.plan {
             Some(plan) => plan.draft(),
@@ -251,56 +257,58 @@ impl DecodeLoop {
 impl RunningSequence {
     /// Whether drafts of the sequence come from the draft model.
     pub(super) fn uses_draft_model(&self) -> bool {
-        self.speculator.as_ref().is_some_and(|speculator| speculator.source == DraftSource::Model)
+        self.speculator.as_ref().is_some_and(Speculator::uses_model)
     }
 
     /// Returns the number of drafts in the next step.
     pub(super) fn depth(&self) -> usize {
-        self.speculator.as_ref().map_or(0, |speculator| speculator.depth)
+        self.speculator.as_ref().map_or(0, Speculator::depth)
     }
 
-    /// Returns how many drafts can be useful: with all of them accepted, the sequence does not exceed its
-    /// maximum length.
-    fn draft_limit(&self) -> usize {
-        (self.sequence.request.max_tokens as usize).saturating_sub(self.generated_count() as usize + 1)
+    /// Returns the number of rows that speculation adds to the next step, or to the draft model's part of it.
+    pub(super) fn draft_rows(&self) -> usize {
+        self.depth().max(self.catch_up().map_or(0, |missing| missing.len()))
     }
 
-    fn given_draft(&self, number: usize) -> u32 {
-        self.speculator.as_ref().map_or(0, |speculator| speculator.given[number])
-    }
-
-    /// Notes that the draft model computes a chunk of the prompt.
-    pub(super) fn count_drafted_chunk(&mut self, chunk: PromptChunk) {
-        if let Some(speculator) = &mut self.speculator {
-            speculator.draft_positions = chunk.start + chunk.len;
+    /// Returns how many drafts are possible: with all of them accepted, the sequence does not exceed its
+    /// maximum length. Those of the draft model end with its context, and it computes at most `rows` rows for
+    /// tokens that it does not know.
+    fn draft_limit(&self, draft_context: usize, rows: usize) -> usize {
+        let known = self.next_position() as usize;
+        let limit =
+            (self.sequence.request.max_tokens as usize).saturating_sub(self.generated_count() as usize + 1);
+        match &self.speculator {
+            Some(speculator) if speculator.uses_model() => {
+                let is_near = known - speculator.draft_positions() <= rows;
+                if is_near { limit.min(draft_context.saturating_sub(known)) } else { 0 }
+            }
+            _ => limit,
         }
+        .min(rows)
+    }
+
+    /// Returns the positions that the draft model has missed and computes in the next step without making
+    /// drafts.
+    pub(super) fn catch_up(&self) -> Option<Range<usize>> {
+        let speculator = self.speculator.as_ref().filter(|it| it.catch_up > 0 && it.depth() == 0)?;
+        let first = speculator.draft_positions();
+        Some(first..first + speculator.catch_up)
     }
 
     /// Whether a row of a verification does not count, because a draft before it was not accepted.
     pub(super) fn skips(&self, usage: RowUse) -> bool {
-        let is_open = || self.speculator.as_ref().is_some_and(|speculator| speculator.is_open);
+        let is_open = || self.speculator.as_ref().is_some_and(Speculator::is_open);
         matches!(usage, RowUse::Verified { number: 1.., .. }) && !is_open()
     }
 
     /// Takes note of the token that a row of a verification gives, and of the draft that the next row
     /// verifies, if there is one. Returns whether it was accepted.
     pub(super) fn verify(&mut self, number: u32, token: u32, draft: Option<u32>) -> bool {
-        let known = self.next_known_position();
-        let Some(speculator) = &mut self.speculator else { return false };
-        if number == 0 {
-            speculator.drafted += speculator.depth;
-            // The draft model computes all drafts but the last one.
-            speculator.draft_positions = known;
-        }
-        speculator.is_open = draft == Some(token);
-        if speculator.is_open {
-            speculator.accepted += 1;
-            if number as usize + 1 < speculator.depth {
-                speculator.draft_positions += 1;
-            }
-            self.sent_positions += 1;
-        }
-        self.speculator.as_ref().is_some_and(|speculator| speculator.is_open)
+        let known = self.next_known_position() - number as usize;
+        let speculator = self.speculator.as_mut();
+        let is_accepted = speculator.is_some_and(|it| it.verify(number, token, draft, known));
+        self.sent_positions += usize::from(is_accepted);
+        is_accepted
     }
 }
 

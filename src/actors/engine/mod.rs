@@ -18,6 +18,7 @@ use super::model_sampling::ModelSampling;
 use super::prefill::Prefill;
 use super::prefix_rules::PrefixRules;
 use super::prompting_defaults::{self, PromptingDefaults};
+use super::speculation::SpeculationSetup;
 use super::status::Status;
 use super::stream::IntakeHandle;
 use crate::config::{Config, KvConfig, LaneCount, Policy, SamplingDefaultsSource, SchedulerConfig};
@@ -25,8 +26,7 @@ use crate::decoding::{HostPool, HostWork};
 use crate::formats::ChatTemplateSource;
 use crate::memory::{PagePool, WindowCache};
 use crate::model::executor::{KvCacheConfig, PageBytes};
-use crate::model::rope::ReservedLengths;
-use crate::model::spec::{Kind, ModelSpec};
+use crate::model::spec::Kind;
 use crate::model::{ModelSource, Partition};
 use crate::planner::{DeviceAssignment, model_source};
 use crate::request::{ParamList, SamplingDefaults};
@@ -35,7 +35,7 @@ use crate::text::output::OutputFormats;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Addr, Arbiter};
 use anyhow::{Context as _, Result, anyhow, ensure};
-use mainstem_kernels::{Fraction, StepLimits};
+use mainstem_kernels::StepLimits;
 use std::collections::HashSet;
 use std::num::NonZero;
 use std::sync::Arc;
@@ -103,6 +103,8 @@ pub struct ModelInfo {
     pub chat_template: Option<Arc<ChatTemplate>>,
     /// Formats of tool calls and reasoning in the model's output.
     pub output_formats: OutputFormats,
+    /// Speculative decoding; `None` if it is off.
+    pub speculation: Option<SpeculationSetup>,
     /// When the model was loaded, in seconds of Unix time.
     pub created: u64,
 }
@@ -153,7 +155,7 @@ impl EngineSetup {
             spec.provenance.specification
         );
         let context = context_length(&config.kv, spec.context)?;
-        let mut limits = step_limits(config, spec, context);
+        let mut limits = step_limits(config, source, context);
         let lanes = lane_count(&scheduler, partition.stages.len());
         let memory::KvPlan { cache: kv, page } =
             memory::kv_plan(config, &limits, lanes, source, (&partition, devices))?;
@@ -190,19 +192,15 @@ impl EngineSetup {
             prompting: PromptingDefaults::from_model(source, &config.model)?,
             chat_template,
             output_formats,
+            speculation: SpeculationSetup::new(&config.speculation, source)?,
             created,
         };
         let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
         let assignments = model_source::assignments(source, &partition);
-        let prefix_rules = PrefixRules {
-            across_requests: config.kv.prefix_cache,
-            marks_generated: limits.attended_fraction != Fraction::ONE,
-            lengths: ReservedLengths::of(spec),
-        };
         Ok(EngineSetup {
             scheduler,
             limits,
-            prefix_rules,
+            prefix_rules: PrefixRules::new(&config.kv, spec),
             row_bytes: spec.hidden * devices.activation_type.size(),
             lanes,
             step_timeout: config.device.step_timeout,
@@ -342,7 +340,9 @@ fn start_control(
         KvManager::new((slots, lanes, shuffle), pool, generated_mark, changed)
     });
     let eos = setup.model.eos.clone();
-    let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead };
+    let draft = setup.model.speculation.as_ref().and_then(|speculation| speculation.draft.as_ref());
+    let draft_context = draft.map_or(0, |draft| draft.context);
+    let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead, draft_context };
     let handles = LoopHandles {
         next_chunks: prefill.clone().recipient(),
         chunks_ahead: prefill.clone().recipient(),
@@ -400,7 +400,8 @@ fn context_length(kv: &KvConfig, model: usize) -> Result<usize> {
 }
 
 /// Returns the limits of a step, before the KV cache limits the positions.
-fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits {
+fn step_limits(config: &Config, source: &ModelSource, context: usize) -> StepLimits {
+    let spec = &source.spec;
     let SchedulerConfig { slots, token_budget, .. } = config.scheduler;
     let encoder_positions = spec.encoder_context().min(config.kv.max_context.unwrap_or(usize::MAX));
     let limits = StepLimits {
@@ -416,8 +417,9 @@ fn step_limits(config: &Config, spec: &ModelSpec, context: usize) -> StepLimits 
         top_logprobs: BEAM_CANDIDATES.max(TOP_LOGPROBS),
         vocab: spec.vocab,
         hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
-        drafts: 0,
-        draft_logits: false,
+        drafts: source.draft.as_ref().map_or(0, |_| config.speculation.max_drafts),
+        // Every request may choose the rule that needs them.
+        draft_logits: source.draft.is_some(),
         attended_fraction: config.kv.sparse_attention,
     };
     StepLimits { window: memory::windowed_layers(spec, &limits), ..limits }

@@ -5,6 +5,7 @@
 
 use super::memory::stage_exchange_bytes;
 use super::{EngineSetup, ModelInfo};
+use crate::actors::speculation::DraftModelFacts;
 use crate::config::Policy;
 use crate::model::executor::ExecutorReport;
 use crate::model::spec::Kind;
@@ -36,6 +37,7 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
         format!("step buffers {:.1} MiB", sum(|it| it.step_bytes)),
     ]);
     lines.extend(exchange_line(setup));
+    lines.extend(speculation_lines(model));
     lines.push(format!(
         "scheduler    {} slots, queue of {}, policy {}, shuffle {shuffle}{}",
         limits.slots,
@@ -93,6 +95,18 @@ fn window_note(setup: &EngineSetup) -> String {
             mib(page.of(kv.pages, kv.pages))
         )
     })
+}
+
+/// Returns the lines about speculative decoding and its draft model, if it is on.
+fn speculation_lines(model: &ModelInfo) -> Vec<String> {
+    let Some(setup) = &model.speculation else { return Vec::new() };
+    let (method, drafts, rule) = (setup.drafter.name(), setup.max_drafts, setup.acceptance);
+    let mut lines = vec![format!("speculation  {method}, up to {drafts} drafts per step, acceptance {rule}")];
+    lines.extend(setup.draft.as_ref().map(|DraftModelFacts { name, weight_bytes, context }| {
+        let shorter = if *context < model.context { ", shorter than that of the model" } else { "" };
+        format!("draft model  {name}: {:.1} MiB, context {context}{shorter}", mib(*weight_bytes))
+    }));
+    lines
 }
 
 /// Returns a note on the fraction of cached values attended to, if it is not all.

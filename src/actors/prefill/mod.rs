@@ -5,8 +5,8 @@
 //! goes to the lane with the fewest sequences, and stays there until it ends or is preempted.
 //! Invariant: first in, first out, among waiting prompts and among the prompts that started in a lane. A
 //! request without enough pages holds back those behind it, and so does an encoder input that exceeds the
-//! step's budget: it is computed in one step. A prompt whose next page another one is computing waits for that
-//! page and holds back nobody.
+//! step's budget: it is computed in one step. A prompt whose next page another one is computing waits for
+//! that page and holds back nobody.
 
 mod lanes;
 

@@ -6,6 +6,7 @@ use super::partition::rows::{self as partition, PartitionFigures};
 use super::report::{AllocatedMemory, BenchReport, EngineSettings, MachineInfo, ModelFacts, RowFigures};
 use super::roofline::Bottleneck;
 use super::sample::Summary;
+use super::speculation::rows::{self as speculation, SpeculationFigures};
 use crate::cli::to_json;
 use mainstem_kernels::cpu::Roofline;
 use serde::Serialize;
@@ -22,6 +23,8 @@ struct BenchDocument<'a> {
     rows: Vec<RowFigures<'a>>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     partitions: Vec<PartitionFigures<'a>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    speculation: Vec<SpeculationFigures<'a>>,
     notes: &'a [String],
     interrupted: bool,
 }
@@ -38,6 +41,7 @@ impl BenchReport {
             allocated,
             rows: self.figures(),
             partitions: partition::figures(&self.partitions),
+            speculation: speculation::figures(&self.speculation),
             notes,
             interrupted: *interrupted,
         })
@@ -47,6 +51,9 @@ impl BenchReport {
     pub fn csv(&self) -> String {
         if !self.partitions.is_empty() {
             return partition::csv(&self.partitions);
+        }
+        if !self.speculation.is_empty() {
+            return speculation::csv(&self.speculation);
         }
         let mut text = format!("{CSV_HEAD}\n");
         for row in self.figures() {
@@ -79,9 +86,10 @@ impl BenchReport {
     /// Formats the report as text: machine and model, a table of the rows, and the notes.
     pub fn table(&self) -> String {
         let text = self.head()
-            + &match self.partitions.is_empty() {
-                true => self.rows_table(),
-                false => partition::table(&self.partitions),
+            + &match (self.partitions.is_empty(), self.speculation.is_empty()) {
+                (false, _) => partition::table(&self.partitions),
+                (true, false) => speculation::table(&self.speculation),
+                (true, true) => self.rows_table(),
             };
         self.with_notes(text)
     }

@@ -320,6 +320,7 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
         prompting: PromptingDefaults::Decoder,
         chat_template: None,
         output_formats: OutputFormats::default(),
+        speculation: None,
         created: 0,
     };
     let factory: ExecutorFactory =

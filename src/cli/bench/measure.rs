@@ -187,7 +187,7 @@ async fn token_times(mut stream: TokenStream) -> Result<Vec<Instant>, RequestErr
 /// Computes the sample of a decode test: the tokens that all sequences generated from the first token of the
 /// sequence that began last to its `tokens`-th after that, or to the first end of a sequence. Tokens of a
 /// step have the same time.
-fn decode_sample(times: &[Vec<Instant>], tokens: usize) -> Sample {
+pub fn decode_sample(times: &[Vec<Instant>], tokens: usize) -> Sample {
     let last =
         times.iter().max_by_key(|times| times[0]).expect("a test has a sequence; anything else is a bug");
     // Where a grammar forces tokens, a step has several, and sequences end at different times.

@@ -13,9 +13,10 @@ mod partition;
 pub(super) mod report;
 mod roofline;
 mod sample;
+mod speculation;
 mod suite;
 
-use super::flags::{ConfigFlags, MODEL_HELP};
+use super::flags::{ConfigFlags, MODEL_HELP, SpeculationFlags};
 use super::plan::load_with_several_devices;
 use super::start::merge_reports;
 use super::{INTERRUPTED, spinner};
@@ -31,6 +32,7 @@ use clap::{Args, ValueEnum, ValueHint};
 use indicatif::{ProgressBar, ProgressStyle};
 use partition::PartitionTests;
 use report::BenchReport;
+use speculation::SpeculationTests;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -46,7 +48,8 @@ const FAKE_SLOTS: i64 = 256;
 /// Interval of the metrics upkeep, which sorts observations into buckets; the same as in a server.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Measure speed: prefill, decode at depth, and fused decode of several sequences.
+/// Measure speed: prefill, decode at depth, and fused decode of several sequences. With --draft or
+/// --speculation, decoding with and without speculation.
 ///
 /// The tests run in the engine, without HTTP, with greedy sampling and reproducible prompts. Slots, token
 /// budget and KV cache are made large enough for them. docs/benchmarks.md explains each value.
@@ -56,6 +59,7 @@ Examples:
   mainstem bench                                    the built-in demo model
   mainstem bench path/to/model --depth 0,1024 --format json --output bench.json
   mainstem bench --synthetic 1B --dtype bf16 --prefill 512 --sequences 1,8
+  mainstem bench --draft demo-draft                 speed with and without speculative decoding
   mainstem bench --partition path/to/model          compare partitions over four devices
   mainstem bench --fake-device --duration 10s       measure loop, text and HTTP without a model")]
 pub struct BenchArgs {
@@ -73,6 +77,8 @@ pub struct BenchArgs {
     /// Consumer threads with --fake-device, and HTTP worker threads.
     #[arg(long, value_name = "N")]
     workers: Option<u32>,
+    #[command(flatten)]
+    speculation: SpeculationFlags,
     #[command(flatten)]
     config: ConfigFlags,
 }
@@ -94,8 +100,10 @@ struct RunOptions {
     output: Option<PathBuf>,
     #[command(flatten)]
     partition_tests: PartitionTests,
+    #[command(flatten)]
+    speculation_tests: SpeculationTests,
     /// Measure everything around the model, with a fake device without delay; default 256 slots.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "SpeculationFlags")]
     fake_device: bool,
     /// Measurement time per layer around the fake device, such as 10s or 500ms.
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = duration)]
@@ -155,6 +163,9 @@ async fn measure_all(run: &RunOptions, config: Config) -> Result<BenchReport> {
         } else if run.partition_tests.partition {
             let tokens = run.suite.decode_tokens();
             partition::measure(config, &run.partition_tests, tokens, repeat, report, progress).await
+        } else if run.speculation_tests.is_wanted && config.speculation.drafter().is_some() {
+            let (suite, tests) = (&run.suite, &run.speculation_tests);
+            speculation::measure(config, suite, tests, repeat, report, progress).await
         } else {
             measure::measure(config, &run.suite, repeat, report, progress).await
         }
@@ -171,7 +182,7 @@ async fn measure_all(run: &RunOptions, config: Config) -> Result<BenchReport> {
 
 impl BenchArgs {
     /// Returns the test options, the configuration file, if given, and the flags that override it.
-    fn layers(self) -> (RunOptions, Option<PathBuf>, Overrides) {
+    fn layers(mut self) -> (RunOptions, Option<PathBuf>, Overrides) {
         let mut flags = Overrides::default();
         let synthetic = self.synthetic.as_ref().map(|shape| match &self.dtype {
             Some(dtype) => format!("synthetic:{shape}:{dtype}"),
@@ -183,6 +194,8 @@ impl BenchArgs {
         if self.run.fake_device {
             flags.set_default("scheduler.slots", FAKE_SLOTS);
         }
+        self.run.speculation_tests.is_wanted = self.speculation.are_given();
+        self.speculation.add_to(&mut flags);
         let file = self.config.add_to(&mut flags);
         (self.run, file, flags)
     }

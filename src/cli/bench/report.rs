@@ -5,6 +5,7 @@
 use super::partition::rows::PartitionRow;
 use super::roofline::{Bottleneck, StepWork};
 use super::sample::{Sample, Summary, TestKind};
+use super::speculation::rows::SpeculationRow;
 use crate::config::{Config, KvConfig, SchedulerConfig};
 use crate::model::ModelSource;
 use crate::model::executor::ExecutorReport;
@@ -21,6 +22,8 @@ pub struct BenchReport {
     pub rows: Vec<BenchRow>,
     /// Results of the partition benchmark.
     pub partitions: Vec<PartitionRow>,
+    /// Results of the benchmark of speculative decoding.
+    pub speculation: Vec<SpeculationRow>,
     /// Notes for the reader, such as skipped tests.
     pub notes: Vec<String>,
     /// Whether the run ended before all tests were measured.
@@ -197,6 +200,7 @@ impl BenchReport {
             allocated: None,
             rows: Vec::new(),
             partitions: Vec::new(),
+            speculation: Vec::new(),
             notes: Vec::new(),
             interrupted: false,
         }

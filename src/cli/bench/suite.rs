@@ -12,6 +12,7 @@ use std::fmt;
 
 const PREFILL: [u32; 3] = [128, 512, 2048];
 const DEPTHS: [u32; 3] = [0, 512, 2048];
+const SEQUENCES: [u32; 6] = [1, 2, 4, 8, 16, 32];
 /// Maximum prompt tokens of warm-up runs whose prompt is not measured.
 const WARM_UP: usize = 8;
 
@@ -27,10 +28,10 @@ pub struct SuiteArgs {
     /// Tokens to decode per sequence.
     #[arg(long, value_name = "TOKENS", default_value_t = 64, value_parser = positive())]
     decode: u32,
-    /// Numbers of sequences for fused decode tests.
-    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "1,2,4,8,16,32",
+    /// Numbers of sequences; by default 1,2,4,8,16,32 for fused decode, 1,4,16 for speculative decoding.
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',',
           value_parser = clap::value_parser!(u32).range(1..=4096))]
-    sequences: Vec<u32>,
+    sequences: Option<Vec<u32>>,
     /// Cached tokens per sequence at the start of fused decode tests.
     #[arg(long, value_name = "POSITIONS", default_value_t = 8, value_parser = positive())]
     fused_depth: u32,
@@ -124,6 +125,11 @@ impl SuiteArgs {
         self.decode as usize
     }
 
+    /// Returns the numbers of sequences, or `default` if none are given.
+    pub fn sequences_or(&self, default: &[u32]) -> Vec<u32> {
+        self.sequences.clone().unwrap_or_else(|| default.to_vec())
+    }
+
     /// Returns the tests that fit `context` positions, and sets slots and token budget for them. Prefill
     /// tests and default depths that do not fit are reported in `notes`; any other test that does not fit is
     /// an error.
@@ -134,7 +140,8 @@ impl SuiteArgs {
         notes: &mut Vec<String>,
     ) -> Result<Vec<BenchTest>> {
         let scheduler = &mut config.scheduler;
-        let slots = self.sequences.iter().copied().max().unwrap_or(1) as usize;
+        let counts = self.sequences_or(&SEQUENCES);
+        let slots = counts.iter().copied().max().unwrap_or(1) as usize;
         scheduler.slots = scheduler.slots.max(slots);
         if scheduler.token_budget <= scheduler.slots {
             scheduler.token_budget = 2 * scheduler.slots;
@@ -147,7 +154,7 @@ impl SuiteArgs {
             |&number: &u32| BenchTest::fused((number as usize, depth), decode, scheduler.token_budget);
         let all = prompts.iter().map(|&tokens| BenchTest::prefill(tokens as usize));
         let all = all.chain(depths.iter().map(|&depth| BenchTest::decode(depth as usize, decode)));
-        let all = all.chain(self.sequences.iter().map(fused).flat_map(|test| self.variants(test)));
+        let all = all.chain(counts.iter().map(fused).flat_map(|test| self.variants(test)));
         let mut tests = Vec::new();
         for test in all {
             let may_be_left_out = match test.kind {
@@ -205,7 +212,7 @@ mod tests {
     use crate::config::Overrides;
 
     fn args(depth: Option<&[u32]>, decode: u32, sequences: &[u32]) -> SuiteArgs {
-        let (depth, sequences) = (depth.map(<[u32]>::to_vec), sequences.to_vec());
+        let (depth, sequences) = (depth.map(<[u32]>::to_vec), Some(sequences.to_vec()));
         let (constrained, host_drawn) = (false, None);
         SuiteArgs { prefill: None, depth, decode, sequences, fused_depth: 8, constrained, host_drawn }
     }

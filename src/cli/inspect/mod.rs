@@ -6,7 +6,7 @@
 mod report;
 mod text;
 
-use super::flags::{ConfigFlags, MODEL_HELP};
+use super::flags::{ConfigFlags, MODEL_HELP, SpeculationFlags};
 use super::spinner::{self, Spinner};
 use super::{print, start, to_json};
 use crate::actors::PromptingDefaults;
@@ -27,7 +27,7 @@ use anyhow::{Context, Result};
 use clap::{Args, ValueHint};
 pub use report::{
     Architecture, DeviceMemory, EndTokens, Inspection, MemorySummary, Specification, SpecificationValue,
-    Tensor, Tokenizer, Unused,
+    Speculation, Tensor, Tokenizer, Unused,
 };
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, HashMap};
@@ -51,6 +51,8 @@ pub struct InspectArgs {
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
+    speculation: SpeculationFlags,
+    #[command(flatten)]
     config: ConfigFlags,
 }
 
@@ -70,6 +72,7 @@ impl InspectArgs {
     pub fn config(self) -> Result<(Config, OutputArgs), ConfigError> {
         let mut flags = Overrides::default();
         flags.set("model.path", self.model);
+        self.speculation.add_to(&mut flags);
         let file = self.config.add_to(&mut flags);
         Ok((Config::from_process(file.as_deref(), flags)?, self.output))
     }
@@ -92,10 +95,14 @@ impl Inspection {
     /// Opens the configured model and inspects it.
     pub fn inspect(mut config: Config) -> Result<Inspection> {
         config.model = start::fetch_model(config.model, &config.hub)?;
+        config.speculation = start::fetch_draft(config.speculation, &config.hub)?;
         let model = ModelRef::parse(&config.model.path)?;
         let _spinner = Spinner::start("opening the model");
         let mut source = start::open_source(&model, &config.model)?;
         let tokenizer = start::open_tokenizer(&source);
+        if let Ok(tokenizer) = &tokenizer {
+            start::attach_draft(&config.speculation, &mut source, tokenizer)?;
+        }
         let mut end_tokens =
             end_tokens(&source, tokenizer.as_ref().ok().and_then(|tokenizer| tokenizer.eos_id()))?;
         source.eos.clone_from(&end_tokens.ids);
@@ -116,6 +123,7 @@ impl Inspection {
             prompting_defaults: prompting_defaults(&setup.model.prompting),
             sampling: sampling(&source)?,
             unsupported_settings: source.unsupported_settings.clone(),
+            speculation: setup.model.speculation.as_ref().map(Speculation::from_setup),
             partition: setup
                 .assignments
                 .iter()

@@ -1,5 +1,6 @@
 //! The result of an inspection as data: architecture, specification, tensors and memory.
 
+use crate::actors::speculation::SpeculationSetup;
 use crate::model::spec::Kind;
 use crate::planner::DeviceAssignment;
 use serde::Serialize;
@@ -26,9 +27,45 @@ pub struct Inspection {
     pub sampling: Map<String, Value>,
     /// Further features that the model requests and the server does not support.
     pub unsupported_settings: Map<String, Value>,
+    /// Speculative decoding; absent if it is off.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub speculation: Option<Speculation>,
     /// The part of each device, stage by stage, by rank.
     pub partition: Vec<DeviceMemory>,
     pub memory: MemorySummary,
+}
+
+/// Speculative decoding, as requests have it that choose nothing else.
+#[derive(Debug, Serialize)]
+pub struct Speculation {
+    /// Source of drafts.
+    pub method: &'static str,
+    pub max_drafts: usize,
+    pub acceptance: &'static str,
+    /// The draft model, if there is one; its weights are in the memory of the device that holds it.
+    pub draft: Option<Draft>,
+}
+
+/// A draft model.
+#[derive(Debug, Serialize)]
+pub struct Draft {
+    pub name: String,
+    /// Bytes of its weights as loaded.
+    pub weights: usize,
+    pub context: usize,
+}
+
+impl Speculation {
+    /// Returns the facts of an engine's speculative decoding.
+    pub fn from_setup(setup: &SpeculationSetup) -> Speculation {
+        let draft = setup.draft.clone();
+        Speculation {
+            method: setup.drafter.name(),
+            max_drafts: setup.max_drafts,
+            acceptance: setup.acceptance.name(),
+            draft: draft.map(|it| Draft { name: it.name, weights: it.weight_bytes, context: it.context }),
+        }
+    }
 }
 
 /// The part of a model that one device holds: layers and heads, and its memory in bytes.

@@ -4,7 +4,7 @@
 //! Invariant: it has the contents of the JSON output, and computes nothing but sums. A row is one line, even
 //! if a file name contains control characters.
 
-use super::{DeviceMemory, Inspection, SpecificationValue, Tensor};
+use super::{DeviceMemory, Inspection, SpecificationValue, Speculation, Tensor};
 use crate::cli::escape::one_line;
 use indicatif::{HumanBytes, HumanCount};
 use serde_json::{Value, json};
@@ -96,6 +96,13 @@ fn model(inspection: &Inspection) -> Vec<Row> {
     }
     rows.extend(inspection.unsupported_settings.iter().map(|it| row(["not supported", &setting(it)])));
     rows.push(row(["tokenizer", tokenizer]));
+    if let Some(Speculation { method, max_drafts, acceptance, draft }) = &inspection.speculation {
+        let text = format!("{method}, up to {max_drafts} drafts per step, acceptance {acceptance}");
+        rows.push(row(["speculation", &text]));
+        let draft =
+            draft.iter().map(|it| format!("{}: {}, context {}", it.name, size(it.weights), it.context));
+        rows.extend(draft.map(|text| row(["draft model", &text])));
+    }
     rows
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Invariant: a plan is consistent; only opening the model, the server or the prompt can still fail.
 
-use super::super::flags::ConfigFlags;
+use super::super::flags::{ConfigFlags, SpeculationFlags};
 use super::client::{Delivery, Dialect};
 use super::constraint::{grammar, json_schema};
 use super::remote::{BaseUrl, Remote};
@@ -73,6 +73,8 @@ pub struct RunArgs {
     #[command(flatten)]
     remote: RemoteFlags,
     #[command(flatten)]
+    speculation: SpeculationFlags,
+    #[command(flatten)]
     config: ConfigFlags,
 }
 
@@ -119,7 +121,7 @@ struct SamplingFlags {
 struct RemoteFlags {
     /// Use the OpenAI-compatible server at this URL; MODEL defaults to its first model.
     #[arg(long, value_name = "URL", value_hint = ValueHint::Url,
-          conflicts_with_all = ["ModelFlags", "EngineFlags", "PartitionFlags"])]
+          conflicts_with_all = ["ModelFlags", "EngineFlags", "SpeculationFlags", "PartitionFlags"])]
     url: Option<BaseUrl>,
     /// API key of the server; default is OPENAI_API_KEY, over https or to this machine only.
     #[arg(long, value_name = "KEY", requires = "url")]
@@ -159,18 +161,23 @@ impl RunArgs {
         let task = self.read_task()?;
         let delivery = if self.json && !self.stream { Delivery::Whole } else { Delivery::Stream };
         let (server, note) = self.remote.server()?;
+        let settings = self.sampling.settings().map_err(usage)?;
+        let beams = settings.beams();
         Ok(RunPlan {
             task,
             dialect: if self.raw { Dialect::Raw } else { Dialect::Chat },
             delivery,
             form: if self.json { AnswerFormat::Json } else { AnswerFormat::Text },
-            settings: self.sampling.settings().map_err(usage)?,
+            settings,
             stats: self.stats,
             note,
             system: self.system,
             target: match server {
                 Some(server) => AnswerSource::Remote { server, model: self.model.filter(is_named) },
-                None => AnswerSource::Local(Box::new(local_config(self.model, self.config)?)),
+                None => {
+                    let config = local_config(self.model, self.speculation, self.config, beams)?;
+                    AnswerSource::Local(Box::new(config))
+                }
             },
         })
     }
@@ -213,12 +220,19 @@ fn is_named(model: &String) -> bool {
     model != "-"
 }
 
-/// Loads the configuration of an engine for a single user: one slot and a quiet log by default.
-fn local_config(model: Option<String>, config: ConfigFlags) -> Result<Config, ConfigError> {
+/// Loads the configuration of an engine for a single user: one slot, or one for each beam of a beam search,
+/// and a quiet log by default.
+fn local_config(
+    model: Option<String>,
+    speculation: SpeculationFlags,
+    config: ConfigFlags,
+    beams: u64,
+) -> Result<Config, ConfigError> {
     let mut flags = Overrides::default();
-    flags.set_default("scheduler.slots", 1);
+    flags.set_default("scheduler.slots", i64::try_from(beams).unwrap_or(i64::MAX));
     flags.set_default("log.level", "warn");
     flags.set("model.path", model.filter(is_named));
+    speculation.add_to(&mut flags);
     let file = config.add_to(&mut flags);
     Config::from_process(file.as_deref(), flags)
 }

@@ -21,6 +21,17 @@ const PARAMETERS: [(&str, ParseValue); 6] = [
     ("max_tokens", whole_number),
 ];
 
+/// The parameters of a beam search, with their first names.
+const BEAM_PARAMETERS: [(&str, &str); 5] = [
+    ("use_beam_search", "use_beam_search"),
+    (BEAM_WIDTH, BEAM_WIDTH),
+    ("num_beams", BEAM_WIDTH),
+    ("length_penalty", "length_penalty"),
+    ("early_stopping", "early_stopping"),
+];
+
+const BEAM_WIDTH: &str = "beam_width";
+
 /// Parameters with their values.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SamplingSettings(Map<String, Value>);
@@ -37,6 +48,9 @@ impl SamplingSettings {
         let name = name.replace('-', "_");
         if let Some((_, param, read)) = FORMS.iter().find(|(known, ..)| *known == name) {
             return self.set_with((&name, param), text, *read);
+        }
+        if let Some((_, param)) = BEAM_PARAMETERS.iter().find(|(known, _)| *known == name) {
+            return self.set_with((&name, param), text, any_value);
         }
         let read = match PARAMETERS.iter().find(|(known, _)| *known == name) {
             Some((_, read)) => *read,
@@ -68,6 +82,11 @@ impl SamplingSettings {
         self.0.contains_key(name)
     }
 
+    /// Returns the number of beams of a beam search; 1 without one.
+    pub fn beams(&self) -> u64 {
+        self.0.get(BEAM_WIDTH).and_then(Value::as_u64).unwrap_or(1).max(1)
+    }
+
     /// Adds the parameters that are set to a request's body.
     pub fn add_to(&self, body: &mut Map<String, Value>) {
         body.extend(self.0.clone());
@@ -97,7 +116,7 @@ fn main_name(name: &str) -> &str {
 /// Returns the names that are most similar to an unknown one.
 fn similar(name: &str) -> String {
     const MOST: usize = 3;
-    let forms = FORMS.iter().map(|(name, ..)| *name);
+    let forms = FORMS.iter().map(|(name, ..)| *name).chain(BEAM_PARAMETERS.map(|(name, _)| name));
     let mut names: Vec<&str> =
         PARAMETERS.iter().map(|(name, _)| *name).chain(ParamList::names()).chain(forms).collect();
     names.sort_by_key(|known| (levenshtein(name, known), *known));
@@ -167,6 +186,22 @@ mod tests {
         assert!(!settings.describe().contains("mirostat"));
         assert!(settings.set("repetition_penalti", "1").unwrap_err().contains("repetition_penalty"));
         assert!(settings.set_pair("top_p").unwrap_err().contains("NAME=VALUE"));
+    }
+
+    #[test]
+    fn beam_searches_can_be_set() {
+        let mut settings = SamplingSettings::default();
+        assert_eq!(settings.beams(), 1);
+        for pair in ["use_beam_search=true", "num-beams=3", "length_penalty=-0.5", "early_stopping=never"] {
+            settings.set_pair(pair).unwrap();
+        }
+        let all = json!({
+            "use_beam_search": true, "beam_width": 3, "length_penalty": -0.5, "early_stopping": "never"
+        });
+        assert_eq!((body(&settings), settings.beams()), (all, 3));
+        settings.set("beam_width", "many").unwrap();
+        assert_eq!(settings.beams(), 1);
+        assert!(settings.set("beam_with", "4").unwrap_err().contains("beam_width"));
     }
 
     /// The names of a parameter are one setting: a request with two of them is refused.

@@ -4,11 +4,14 @@
 
 mod devices;
 
+mod draft;
+
 mod partition;
 
 pub mod measure;
 
 pub use devices::{activation_type, factories, forecast, merge_reports, observed_factories};
+pub use draft::{attach_draft, fetch_draft};
 pub use partition::partition;
 
 use super::spinner::Spinner;
@@ -34,10 +37,11 @@ pub struct PreparedModel {
 }
 
 impl PreparedModel {
-    /// Opens `model` with the configuration's options. `model` replaces the configured path.
+    /// Opens `model` with the configuration's options, and the configured draft model. `model` replaces the
+    /// configured path.
     pub fn open(config: &Config, model: &ModelRef) -> Result<PreparedModel> {
         let _spinner = Spinner::start("opening the model");
-        let (source, tokenizer) = attach_tokenizer(open_source(model, &config.model)?)?;
+        let (source, tokenizer) = open_with_draft(model, config)?;
         let setup = engine_setup(config, &source)?;
         Ok(PreparedModel { setup, source, tokenizer, device: config.device.clone() })
     }
@@ -55,11 +59,13 @@ impl PreparedModel {
     }
 }
 
-/// Opens the configured model. A hub model is fetched first.
+/// Opens the configured model and its draft model. Hub models are fetched first.
 pub async fn prepare(config: &Config) -> Result<PreparedModel> {
     let model = fetch_model_async(config.model.clone(), config.hub.clone()).await?;
     let reference = ModelRef::parse(&model.path)?;
-    PreparedModel::open(&Config { model, ..config.clone() }, &reference)
+    let (draft, hub) = (config.speculation.clone(), config.hub.clone());
+    let speculation = off_loop(move || fetch_draft(draft, &hub)).await?;
+    PreparedModel::open(&Config { model, speculation, ..config.clone() }, &reference)
 }
 
 /// Opens the configured model, starts the actors and loads the weights.
@@ -91,13 +97,26 @@ pub fn open_configured(model: &ModelRef, config: &ModelConfig) -> Result<(Arc<Mo
     attach_tokenizer(open_source(model, config)?)
 }
 
-/// Opens the tokenizer of a model. If the model names no end tokens, the tokenizer's is used.
-fn attach_tokenizer(mut source: ModelSource) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
+/// Opens a model with its configured options and the configured draft model, and its tokenizer.
+pub fn open_with_draft(model: &ModelRef, config: &Config) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
+    let mut source = open_source(model, &config.model)?;
     let tokenizer = open_tokenizer(&source)?;
+    attach_draft(&config.speculation, &mut source, &tokenizer)?;
+    Ok(share(source, tokenizer))
+}
+
+/// Opens the tokenizer of a model.
+fn attach_tokenizer(source: ModelSource) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
+    let tokenizer = open_tokenizer(&source)?;
+    Ok(share(source, tokenizer))
+}
+
+/// Completes a model with its tokenizer: if the model names no end tokens, the tokenizer's is used.
+fn share(mut source: ModelSource, tokenizer: Tokenizer) -> (Arc<ModelSource>, Arc<Tokenizer>) {
     if source.eos.is_empty() {
         source.eos.extend(tokenizer.eos_id());
     }
-    Ok((Arc::new(source), Arc::new(tokenizer)))
+    (Arc::new(source), Arc::new(tokenizer))
 }
 
 /// Opens a model with the configured specification, weight formats and chat template. Fails if a weight rule
@@ -125,8 +144,7 @@ pub fn open_source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource
 pub fn fetch_model(mut model: ModelConfig, settings: &HubSettings) -> Result<ModelConfig> {
     if HubReference::has_prefix(&model.path) {
         let reference = HubReference::parse(&model.path)?;
-        let folder = hub::fetch(&reference, settings, &mut ProgressBars::default())?;
-        model.path = folder.to_str().context("the path of the hub cache is not UTF-8")?.to_owned();
+        model.path = fetch_folder(&reference, settings)?;
         if model.served_name.is_empty() {
             model.served_name = reference.repository().to_owned();
         }
@@ -134,11 +152,22 @@ pub fn fetch_model(mut model: ModelConfig, settings: &HubSettings) -> Result<Mod
     Ok(model)
 }
 
+/// Downloads a hub model and returns its local folder. Blocks.
+fn fetch_folder(reference: &HubReference, settings: &HubSettings) -> Result<String> {
+    let folder = hub::fetch(reference, settings, &mut ProgressBars::default())?;
+    Ok(folder.to_str().context("the path of the hub cache is not UTF-8")?.to_owned())
+}
+
 /// Runs [`fetch_model`] on a separate thread, which the process does not wait for at exit.
 pub async fn fetch_model_async(model: ModelConfig, settings: HubSettings) -> Result<ModelConfig> {
+    off_loop(move || fetch_model(model, &settings)).await
+}
+
+/// Runs a download on a separate thread, which the process does not wait for at exit.
+pub async fn off_loop<T: Send + 'static>(download: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let (sender, receiver) = oneshot::channel();
     // The receiver may have been dropped.
-    std::thread::spawn(move || _ = sender.send(fetch_model(model, &settings)));
+    std::thread::spawn(move || _ = sender.send(download()));
     receiver.await.context("the download thread has panicked")?
 }
 

@@ -76,11 +76,11 @@ impl HostSequence {
         }
     }
 
-    /// Registers row number `index` of a span that verifies drafts, of a sequence whose tokens the host draws,
-    /// and completes its parameters. All rows of the span must be registered, in their order. Row 0 computes
-    /// the last known token, and each of the others a draft. A row gets its token by `rule`, if the rows
-    /// before it drew all drafts up to its own; otherwise it gets any token and changes nothing. So
-    /// what follows the first token that is not the draft of the next row must be ignored.
+    /// Registers row number `index` of a span that verifies drafts, and completes its parameters; only for a
+    /// sequence whose tokens the host draws. All rows of the span must be registered, in their order. Row 0
+    /// computes the last known token, and each of the others a draft. A row gets its token by `rule` if the
+    /// rows before it drew all drafts up to its own; otherwise it gets any token and changes nothing. So what
+    /// follows the first token that is not the draft of the next row must be ignored.
     pub fn register_verified(
         &self,
         late: &Arc<LateInputs>,

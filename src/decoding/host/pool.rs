@@ -3,8 +3,8 @@
 //! Invariant: a job waits for no device and no client. A job that fails or panics gives up the row that waits
 //! for it, and no other.
 
-use super::record::{Record, lock};
-use super::rows::{PendingRow, RowContext};
+use super::record::Record;
+use super::rows::{PendingRow, RowContext, lock};
 use crate::decoding::speculation::AcceptanceRule;
 use crate::decoding::strategies::HostSampler;
 use mainstem_grammar::GrammarError;

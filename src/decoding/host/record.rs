@@ -6,13 +6,13 @@
 //! before it drew all drafts before.
 
 use super::constraint::{Constraint, ConstraintState};
-use super::rows::{PendingRow, RowContext, RowQueue};
+use super::rows::{PendingRow, RowContext, RowQueue, lock};
 use crate::decoding::speculation::Proposal;
 use crate::decoding::strategies::{HostSampler, LogprobsMode, Row, SamplingPlan, SequenceState};
 use mainstem_grammar::GrammarError;
 use mainstem_kernels::late::{MaskSender, TokenSender};
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// The record of one sequence.
 pub(super) struct Record {
@@ -142,8 +142,8 @@ impl Record {
         lock(&self.reports).pop_front()
     }
 
-    /// Begins the next row. Returns whether it draws a token: a row that computes a draft does only if the row
-    /// before it drew that draft.
+    /// Begins the next row. Returns whether it draws a token: a row that computes a draft does so only if the
+    /// row before it drew that draft.
     pub(super) fn begin_row(&self, row: &PendingRow) -> bool {
         let before = lock(&self.work).drawn.take();
         !row.context.computes_draft || before == Some(row.input_token)
@@ -260,9 +260,4 @@ impl Record {
         masks.failed = true;
         masks.wanted.clear();
     }
-}
-
-/// Locks a mutex. What it protects is valid after a panic, too.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

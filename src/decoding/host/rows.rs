@@ -2,11 +2,10 @@
 //!
 //! Invariant: they are drawn one at a time, in the order in which the device hands them over.
 
-use super::record::lock;
 use crate::decoding::speculation::AcceptanceRule;
 use mainstem_kernels::late::TokenSender;
 use std::collections::VecDeque;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Facts of a row that its draw depends on, and that are known when the step is built.
 #[derive(Clone, Copy, Debug)]
@@ -82,4 +81,9 @@ impl RowQueue {
         };
         drop(rows);
     }
+}
+
+/// Locks a mutex. Its data is valid after a panic, too.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

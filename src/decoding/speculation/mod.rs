@@ -15,10 +15,19 @@ pub mod draft;
 
 pub mod lookup;
 
+pub mod stats;
+
+pub mod costs;
+
+pub mod depth;
+
 #[cfg(test)]
 mod tests;
 
+pub use costs::{StepCost, StepCosts, StepWork};
+pub use depth::{DepthPlanner, Speculating};
 pub use draft::draft_row;
 pub use lookup::PromptLookup;
 pub use rule::{AcceptanceRule, UnknownRule};
+pub use stats::{MAX_DEPTH, SpeculationStats};
 pub use verifier::Proposal;

@@ -1,7 +1,10 @@
 //! Generation parameters that both text generation APIs share.
 
-use super::LOGPROBS_MAX;
+use super::beams::{BeamSettings, Conflict, NO_USE, parse_beams};
 use super::sampling::RequestSampling;
+use super::speculation::parse_speculation;
+use super::{CHOICES_MAX, LOGPROBS_MAX};
+use crate::request::{AcceptanceRule, Speculation};
 use crate::server::ServeParts;
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, NoOpValue, describe};
@@ -9,9 +12,6 @@ use crate::server::prompts::parse_token_id;
 use crate::server::wire::ChoiceOutput;
 use serde_json::Value;
 use std::sync::Arc;
-
-/// Maximum number of choices per prompt.
-const CHOICES_MAX: i64 = 128;
 
 /// Maximum number of stop strings and stop tokens together.
 const STOPS_MAX: usize = 64;
@@ -34,7 +34,11 @@ pub struct GenerationParams {
     pub n: u32,
     /// Number of choices per prompt that are computed, of which the best are returned; at least `n`.
     pub best_of: u32,
+    /// The beam search to find the choices with, the best first.
+    pub beams: Option<BeamSettings>,
     pub sampling: RequestSampling,
+    /// Speculative decoding, unless a choice is too short for it.
+    pub speculation: Option<Speculation>,
     pub stops: StopConditions,
     pub include_stop: bool,
     pub show_special: bool,
@@ -105,10 +109,31 @@ impl GenerationParams {
         self.best_of
     }
 
+    /// Returns the rule by which drafts are accepted, if it changes the distribution of the answer.
+    pub fn lossy_acceptance(&self) -> Option<AcceptanceRule> {
+        let rule = self.speculation.map(|speculation| self.sampling.acceptance(speculation.rule));
+        rule.filter(|rule| *rule == AcceptanceRule::TopSampling)
+    }
+
     /// Returns how the returned choices are selected; `None` if all computed ones are returned.
     pub fn selection(&self) -> Option<ChoiceSelection> {
         let (computed, returned) = (self.best_of as usize, self.n as usize);
         (computed > returned).then_some(ChoiceSelection { computed, returned })
+    }
+
+    /// Checks the beam search, if there is one, with the rest of the request: the conflicts that its API
+    /// knows, and those of these parameters.
+    pub(super) fn check_search<'a>(
+        &self,
+        parts: &ServeParts,
+        conflicts: impl IntoIterator<Item = Conflict<'a>>,
+    ) -> Result<(), ApiError> {
+        let Some(beams) = &self.beams else { return Ok(()) };
+        let is_given = self.prompt_logprobs.is_some();
+        let scores = Conflict { is_given, param: "prompt_logprobs", rest: NO_USE };
+        let longest = u32::try_from(parts.model.max_sequence_tokens).unwrap_or(u32::MAX);
+        let limit = (self.max_tokens.unwrap_or(longest), self.limit_name);
+        beams.check(limit, conflicts.into_iter().chain([scores]))
     }
 }
 
@@ -121,22 +146,30 @@ pub(super) fn parse_generation(
     let (max_tokens, limit_name) = parse_max_tokens(fields)?;
     let n = fields.take_integer("n", 1, CHOICES_MAX)?.unwrap_or(1) as u32;
     let delivery = parse_delivery(fields)?;
+    let beams = parse_beams(fields, n)?;
+    // A search computes all choices at once.
+    let best_of = if beams.is_some() { n } else { parse_best_of(fields, n, delivery)? };
     let stops = parse_stops(fields, parts.model.vocab, stop)?;
     let ignore_eos = fields.take_bool("ignore_eos", false)?;
     let limit = max_tokens.and_then(|limit| u32::try_from(limit).ok());
+    let speculation = parse_speculation(fields, parts.model.speculation.as_ref())?;
     Ok(GenerationParams {
         max_tokens: limit,
         is_unlimited: max_tokens.is_some_and(|limit| limit < 0),
         limit_name,
         n,
-        best_of: parse_best_of(fields, n, delivery)?,
+        best_of,
+        beams,
         sampling: RequestSampling::parse(
             fields,
             &parts.sampling,
+            beams.is_some(),
             (limit, limit_name),
             ignore_eos,
             &stops.ids,
         )?,
+        // A step without drafts gives a token, and the beams of a search change from step to step.
+        speculation: speculation.filter(|_| beams.is_none() && limit.is_none_or(|limit| limit > 1)),
         stops,
         include_stop: fields.take_bool("include_stop_str_in_output", false)?,
         show_special: !fields.take_bool("skip_special_tokens", true)?,

@@ -3,6 +3,8 @@
 //! Invariant: a parameter that would change the answer and is not supported is rejected. What only advises is
 //! listed as such, and unknown fields are named, see [`Fields`].
 
+mod beams;
+
 mod constraint;
 
 mod conversation;
@@ -10,6 +12,8 @@ mod conversation;
 mod generation;
 
 mod sampling;
+
+mod speculation;
 
 mod unsupported;
 
@@ -24,6 +28,8 @@ use super::fields::Fields;
 use super::fill_in_the_middle;
 use super::prompts::{Prompt, parse_prompts};
 use crate::actors::engine::TOP_LOGPROBS;
+use crate::text::tools::ToolChoice;
+use beams::{Conflict, NO_USE};
 use constraint::{UNSUPPORTED_CONSTRAINTS, check_tools, find_cut, parse_constraint};
 use generation::parse_generation;
 use serde_json::Value;
@@ -31,6 +37,9 @@ use unsupported::{UNSUPPORTED, UNSUPPORTED_CHAT};
 
 /// Default of `max_tokens` in the completions API.
 const MAX_TOKENS_DEFAULT: u32 = 16;
+
+/// Maximum number of choices per prompt.
+const CHOICES_MAX: i64 = 128;
 
 /// Maximum number of most likely tokens per position that a request can ask for.
 const LOGPROBS_MAX: i64 = TOP_LOGPROBS as i64;
@@ -73,6 +82,7 @@ impl CompletionParams {
         if !generation.is_unlimited {
             generation.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
         }
+        let logprobs_name = if fields.get("logprobs").is_some() { "logprobs" } else { "n_probs" };
         let params = CompletionParams {
             generation,
             prompts: parse_prompts("prompt", fields.take("prompt"), vocab)?,
@@ -89,6 +99,16 @@ impl CompletionParams {
             let message = "'max_tokens' can be 0 only with 'echo' or 'prompt_logprobs'";
             return Err(ApiError::invalid("max_tokens", message));
         }
+        let conflicts = [
+            constraint_conflict(params.constraint.as_ref()),
+            top_conflict(logprobs_name, params.logprobs),
+            Conflict {
+                is_given: params.echo && params.logprobs.is_some(),
+                param: "echo",
+                rest: ECHOES_SCORES,
+            },
+        ];
+        params.generation.check_search(parts, conflicts)?;
         Ok(params)
     }
 }
@@ -112,8 +132,30 @@ impl ChatParams {
         let logprobs = parse_chat_logprobs(&mut fields)?;
         let include_reasoning = fields.take_bool("include_reasoning", true)?;
         fields.finish(&[UNSUPPORTED, UNSUPPORTED_CONSTRAINTS, UNSUPPORTED_CHAT])?;
+        let must_call = matches!(conversation.tools.choice, ToolChoice::Required | ToolChoice::Named(_));
+        let conflicts = [
+            constraint_conflict(constraint.as_ref()),
+            Conflict { is_given: must_call, param: "tool_choice", rest: NO_USE },
+            top_conflict("top_logprobs", logprobs),
+        ];
+        generation.check_search(parts, conflicts)?;
         Ok(ChatParams { generation, conversation, logprobs, constraint, include_reasoning })
     }
+}
+
+/// The rest of a sentence about `echo`.
+const ECHOES_SCORES: &str = "cannot be given together with a beam search and 'logprobs'";
+
+/// Returns the conflict of a beam search with a constraint, if there is one.
+fn constraint_conflict(constraint: Option<&ConstraintParams>) -> Conflict<'_> {
+    let param = constraint.map_or("", |constraint| &constraint.param);
+    Conflict { is_given: constraint.is_some(), param, rest: NO_USE }
+}
+
+/// Returns the conflict of a beam search with the number of most likely tokens to list.
+fn top_conflict(param: &str, logprobs: Option<u8>) -> Conflict<'_> {
+    let rest = "must be 0 in a beam search, which has the log-probabilities of its own tokens only";
+    Conflict { is_given: logprobs.is_some_and(|top| top > 0), param, rest }
 }
 
 /// Parses `logprobs` of completions, or `n_probs`, as llama.cpp calls it, where 0 means none.

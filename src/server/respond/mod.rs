@@ -18,7 +18,7 @@ use super::wire::{ChoiceOutput, PromptLogprobs};
 use super::{App, OpenResponse, ServeParts};
 use crate::actors::reply::{ChoiceStreams, ReplySpec, ReplyStream};
 use crate::decoding::Constraint;
-use crate::request::{Request, RequestError};
+use crate::request::{AcceptanceRule, BeamOptions, Request, RequestError};
 use actix_web::web::Bytes;
 use futures_util::Stream;
 use serde::Serialize;
@@ -121,7 +121,9 @@ pub async fn respond<A: GenerationApi + 'static>(
     let arrived = Instant::now();
     let open = admit(app, A::PATH)?;
     let (job, ignored) = parse_off_loop(app, body, A::parse).await?;
-    let names = [("prompt", A::PROMPT_PARAM), ("max_tokens", job.generation.limit_name)];
+    let width = job.generation.beams.map_or("beam_width", |beams| beams.width_name);
+    let names =
+        [("prompt", A::PROMPT_PARAM), ("max_tokens", job.generation.limit_name), ("beam_width", width)];
     let own_names =
         |error: ApiError| names.iter().fold(error, |error, (from, to)| error.rename_param(from, to));
     let replies = submit(app, id.clone(), &job, arrived).await.map_err(own_names)?;
@@ -132,6 +134,7 @@ pub async fn respond<A: GenerationApi + 'static>(
         choices: job.prompts.len() * job.generation.computed_choices() as usize,
         selection: job.generation.selection(),
         prompt_logprobs: job.generation.prompt_logprobs,
+        acceptance: job.generation.lossy_acceptance().map(AcceptanceRule::name),
         format: job.format,
     };
     let body = match job.generation.delivery {
@@ -226,7 +229,7 @@ impl<W> PreparedRequest<W> {
     ) -> impl Iterator<Item = Request> + 'a {
         let generation = &self.generation;
         let echoed = self.logprobs.filter(|_| self.echo);
-        self.prompts.iter().flat_map(move |PromptIds { encoder_input, prompt }| {
+        self.prompts.iter().flat_map(move |PromptIds { encoder_input, prompt, forced_tokens }| {
             // If not even one token fits, intake reports it.
             let room = longest.saturating_sub(prompt.len()).max(1);
             let constraint = constraint.clone();
@@ -236,6 +239,14 @@ impl<W> PreparedRequest<W> {
                     ignore_eos: generation.ignore_eos,
                     stop_ids: generation.stops.ids.clone(),
                     constraint: constraint.clone(),
+                    beams: generation.beams.map(|beams| BeamOptions {
+                        width: beams.width,
+                        length_penalty: beams.length_penalty,
+                        early_stopping: beams.early_stopping,
+                        forced_tokens: *forced_tokens,
+                        answer: choice as usize,
+                    }),
+                    speculation: generation.speculation,
                     // Choices are compared by their log-probabilities.
                     logprobs: self.logprobs.or(generation.selection().map(|_| 0)),
                     // The choices of a prompt have the same ones: the first reports them for all.

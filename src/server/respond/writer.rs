@@ -1,7 +1,8 @@
 //! Writing of a response, as JSON or as an event stream.
 
 use super::ResponseFormat;
-use crate::actors::reply::{ChoiceStreams, ReplyDelta, Usage};
+use crate::actors::reply::{ChoiceStreams, ReplyDelta};
+use crate::actors::request_metrics::Usage;
 use crate::request::{RequestError, Token};
 use crate::server::error::ApiError;
 use crate::server::params::{ChoiceSelection, StreamUsage};
@@ -38,6 +39,8 @@ pub(super) struct ResponseWriter<W> {
     pub(super) selection: Option<ChoiceSelection>,
     /// Number of most likely tokens to list for each token of a prompt, if those are to be listed.
     pub(super) prompt_logprobs: Option<u8>,
+    /// Name of the rule by which drafts are accepted, if it changes the distribution of the answer.
+    pub(super) acceptance: Option<&'static str>,
     pub(super) format: W,
 }
 
@@ -156,8 +159,8 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
 
     fn envelope<'a, C>(&'a self, object: &'static str, choices: &'a [C]) -> Envelope<'a, C> {
         let model = &self.app.parts.model.name;
-        let (id, created) = (&self.id, self.created);
-        Envelope { id, object, created, model, choices, usage: None, prompt_logprobs: None }
+        let (id, created, acceptance) = (&self.id, self.created, self.acceptance);
+        Envelope { id, object, created, model, choices, acceptance, usage: None, prompt_logprobs: None }
     }
 }
 

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 const EOS: u32 = 257;
-const EN: u32 = 258;
-const DE: u32 = 259;
+pub(super) const EN: u32 = 258;
+pub(super) const DE: u32 = 259;
 const FR: u32 = 260;
 /// Maximum number of encoder input tokens.
 const LONGEST: usize = 12;
@@ -48,7 +48,7 @@ fn server_with_tokens(model: ModelInfo, before: &[&str], after: &[&str]) -> Test
     TestServer::for_model(model, tokenizer_with(&names, around), None, |_| {}, DEADLINE)
 }
 
-fn translation_server(forced_bos: Option<u32>) -> TestServer {
+pub(super) fn translation_server(forced_bos: Option<u32>) -> TestServer {
     server_with_tokens(translator(forced_bos), &["__en__"], &["</s>"])
 }
 

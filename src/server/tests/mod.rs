@@ -2,6 +2,8 @@
 //!
 //! Invariant: no test sleeps; each wait is for an event, with a deadline.
 
+mod beams;
+
 mod chat;
 
 mod constraints;
@@ -11,6 +13,8 @@ mod generation;
 mod prompts;
 
 mod sampling;
+
+mod speculation;
 
 mod test_server;
 
@@ -380,7 +384,8 @@ async fn fields_of_other_servers_are_accepted_or_refused() {
     let mut server = TestServer::start();
     let neutral = json!({ "min_keep": 0, "logits_processors": [], "post_sampling_probs": false, "lora": [],
         "t_max_predict_ms": -1, "return_tokens_as_token_ids": false, "prompt_embeds": null, "n_keep": 5,
-        "beam_width": 1, "kv_transfer_params": {}, "adaptive_target": -1.0, "regex": null, "n_probs": 0 });
+        "beam_width": 1, "length_penalty": 1.0, "kv_transfer_params": {}, "adaptive_target": -1.0,
+        "regex": null, "n_probs": 0 });
     let prompts = [
         (COMPLETIONS, json!({ "prompt": "p" })),
         ("/v1/chat/completions", json!({ "messages": [{ "role": "user", "content": "p" }] })),
@@ -415,7 +420,7 @@ async fn fields_of_other_servers_are_accepted_or_refused() {
             ("lora", json!([{ "id": 0, "scale": 0.5 }])),
             ("return_tokens_as_token_ids", json!(true)),
             ("prompt_embeds", json!("AAAA")),
-            ("beam_width", json!(4)),
+            ("length_penalty", json!(2)),
             ("adaptive_target", json!(0.5)),
             ("regex", json!("a+")),
         ] {

@@ -295,6 +295,7 @@ pub fn model() -> ModelInfo {
         prompting: PromptingDefaults::Decoder,
         chat_template: Some(Arc::new(template())),
         output_formats: Default::default(),
+        speculation: None,
         created: 1,
     }
 }

@@ -15,7 +15,8 @@ mod prompt_logprobs;
 pub use prompt_logprobs::PromptLogprobs;
 
 use crate::actors::Kind;
-use crate::actors::reply::{DeltaOrigin, PlacedToken, ReplyDelta, ReplyEnd, Usage as Tokens};
+use crate::actors::reply::{DeltaOrigin, PlacedToken, ReplyDelta, ReplyEnd};
+use crate::actors::request_metrics::Usage as Tokens;
 use crate::request::FinishReason;
 use serde::Serialize;
 
@@ -32,6 +33,10 @@ pub struct Envelope<'a, C> {
     pub model: &'a str,
     /// Choices; empty in the chunk with the usage.
     pub choices: &'a [C],
+    /// The rule by which drafts were accepted, if it changes the distribution of the answer; an extension of
+    /// the API.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub acceptance: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
     /// Log-probabilities of the prompt, if the request asks for them and the API has them here.
@@ -46,6 +51,9 @@ pub struct Usage {
     pub completion_tokens: usize,
     pub total_tokens: usize,
     pub prompt_tokens_details: PromptTokensDetails,
+    /// Present if the request speculated.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub completion_tokens_details: Option<CompletionTokensDetails>,
 }
 
 /// Details of the prompt tokens of a request.
@@ -53,6 +61,15 @@ pub struct Usage {
 pub struct PromptTokensDetails {
     /// Number of prompt tokens that were in the prefix cache.
     pub cached_tokens: usize,
+}
+
+/// Details of the generated tokens of a request.
+#[derive(Debug, Serialize)]
+pub struct CompletionTokensDetails {
+    /// Number of drafts that are part of the answer.
+    pub accepted_prediction_tokens: usize,
+    /// Number of drafts that are not.
+    pub rejected_prediction_tokens: usize,
 }
 
 /// Token counts of a request that generates no tokens.
@@ -78,6 +95,7 @@ pub struct ChoiceOutput {
     /// Number of prompt tokens among `tokens`; they come first.
     pub prompt_tokens: usize,
     pub end: Option<ReplyEnd>,
+    pub beam_score: Option<f32>,
 }
 
 /// The reason for which a choice ended, as in both APIs.
@@ -87,6 +105,9 @@ pub struct Finish {
     /// The stop string or token that ended the choice; an extension of the API.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<StopReason>,
+    /// The score of a choice that a beam search found; an extension of the API.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub beam_score: Option<f32>,
 }
 
 /// A stop condition of the request.
@@ -138,6 +159,19 @@ pub struct ModelCard<'a> {
     /// Length of an embedding.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dimensions: Option<usize>,
+    /// Speculative decoding, unless it is off.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub speculation: Option<SpeculationCard<'a>>,
+}
+
+/// The speculative decoding of requests that choose nothing else.
+#[derive(Debug, Serialize)]
+pub struct SpeculationCard<'a> {
+    pub method: &'static str,
+    /// Name of the draft model; null without one.
+    pub draft_model: Option<&'a str>,
+    pub max_drafts: usize,
+    pub acceptance: &'static str,
 }
 
 /// Response of `POST /v1/tokenize`.
@@ -172,12 +206,16 @@ pub struct Version {
 
 impl From<Tokens> for Usage {
     fn from(tokens: Tokens) -> Usage {
-        let Tokens { prompt_tokens, completion_tokens, cached_tokens } = tokens;
+        let Tokens { prompt_tokens, completion_tokens, cached_tokens, drafts } = tokens;
         Usage {
             prompt_tokens,
             completion_tokens,
             total_tokens: prompt_tokens + completion_tokens,
             prompt_tokens_details: PromptTokensDetails { cached_tokens },
+            completion_tokens_details: drafts.map(|drafts| CompletionTokensDetails {
+                accepted_prediction_tokens: drafts.accepted,
+                rejected_prediction_tokens: drafts.drafted.saturating_sub(drafts.accepted),
+            }),
         }
     }
 }
@@ -185,18 +223,20 @@ impl From<Tokens> for Usage {
 impl From<ReplyDelta> for ChoiceOutput {
     fn from(piece: ReplyDelta) -> ChoiceOutput {
         let prompt_tokens = if piece.origin == DeltaOrigin::Prompt { piece.tokens.len() } else { 0 };
-        ChoiceOutput { text: piece.text, tokens: piece.tokens, prompt_tokens, end: piece.end }
+        let ReplyDelta { text, tokens, end, beam_score, .. } = piece;
+        ChoiceOutput { text, tokens, prompt_tokens, end, beam_score }
     }
 }
 
 impl ChoiceOutput {
     /// Appends a reply delta.
     pub fn append(&mut self, piece: ReplyDelta) {
-        let ChoiceOutput { text, tokens, prompt_tokens, end } = piece.into();
+        let ChoiceOutput { text, tokens, prompt_tokens, end, beam_score } = piece.into();
         self.text += &text;
         self.tokens.extend(tokens);
         self.prompt_tokens += prompt_tokens;
         self.end = end;
+        self.beam_score = beam_score;
     }
 
     /// Returns the mean log-probability of the generated tokens; negative infinity if there are none, or
@@ -224,14 +264,17 @@ impl Finish {
     }
 }
 
-impl From<Option<&ReplyEnd>> for Finish {
-    fn from(end: Option<&ReplyEnd>) -> Finish {
+impl From<&ChoiceOutput> for Finish {
+    fn from(part: &ChoiceOutput) -> Finish {
+        let end = part.end.as_ref();
         let stop_reason = match end {
             Some(ReplyEnd::StopString(stop)) => Some(StopReason::String(stop.clone())),
             Some(ReplyEnd::Engine(FinishReason::StopToken(id))) => Some(StopReason::Token(*id)),
             Some(ReplyEnd::Engine(FinishReason::Stop | FinishReason::Length)) | None => None,
         };
-        Finish { finish_reason: end.map(ReplyEnd::as_str), stop_reason }
+        // JSON has no infinity.
+        let beam_score = part.beam_score.map(|score| score.max(f32::MIN));
+        Finish { finish_reason: end.map(ReplyEnd::as_str), stop_reason, beam_score }
     }
 }
 

@@ -247,6 +247,17 @@ impl Tokenizer {
         self.special.contains(&id)
     }
 
+    /// Returns the first token id that has different meanings in the two tokenizers: other bytes, or special
+    /// in only one of them. Ids without bytes in one of them are padding.
+    pub fn first_difference(&self, other: &Tokenizer) -> Option<u32> {
+        let differs = |id: &u32| {
+            let (bytes, others) = (self.token_bytes(*id), other.token_bytes(*id));
+            let is_in_both = !bytes.is_empty() && !others.is_empty();
+            is_in_both && (bytes != others || self.is_special(*id) != other.is_special(*id))
+        };
+        (0..self.vocab_size().min(other.vocab_size()) as u32).find(differs)
+    }
+
     /// Returns whether a token contributes to the decoded text: it has bytes and is not skipped.
     pub(super) fn has_text(&self, id: u32, skip_special: bool) -> bool {
         let skipped = skip_special && self.is_special(id);

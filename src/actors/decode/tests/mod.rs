@@ -81,9 +81,10 @@ async fn drafts_change_no_token() {
             let Some((drafted, accepted)) = client.speculated else { continue };
             assert!(number < 4);
             if drafts_well {
-                // The first token comes with the prompt, and the others in rounds of a token and the drafts.
+                // The first token comes with the prompt. The number of drafts is small at first, until it
+                // shows how many are accepted.
                 let rounds = 30usize.div_ceil(2 + number);
-                assert_eq!((drafted, accepted), (30 - rounds, 30 - rounds), "request {number}");
+                assert!(drafted == accepted && accepted + rounds >= 24, "request {number}: {accepted}");
             } else {
                 assert!(accepted > 0 && accepted < drafted, "{accepted} of {drafted}");
             }
@@ -224,7 +225,7 @@ async fn answers_of_one_prompt_compute_it_once() {
     }
 }
 
-/// What a fault has lost is not shared, also by sequences that were about to start.
+/// Pages that a fault has lost are not shared, also by sequences that were about to start.
 #[actix::test]
 async fn a_fault_forgets_the_prefix_cache() {
     for (lanes, starts) in [(1, true), (1, false), (2, false), (3, false)] {
@@ -691,7 +692,7 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
                 let request = request(dice.throw(95_000 + n, 3) as u64, len, tokens);
                 let speculates = dice.throw(99_000 + n, 3) == 0;
                 let mut speculation = speculates.then(|| speculation(1 + dice.throw(99_500 + n, 4)));
-                if let Some(speculation) = speculation.as_mut().filter(|_| n % 3 == 0) {
+                if let Some(speculation) = speculation.as_mut().filter(|_| n.is_multiple_of(3)) {
                     speculation.drafter = DraftSource::PromptLookup { shortest: 1, longest: 3 };
                 }
                 let request = Request { prompt_logprobs, stop_ids, min_tokens, speculation, ..request };
@@ -754,7 +755,7 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
     StressCounts { faults: faulty, preemptions: rig.count(&telemetry::PREEMPTIONS) }
 }
 
-/// What happened in a random test.
+/// Events of a random test.
 struct StressCounts {
     faults: usize,
     preemptions: u64,

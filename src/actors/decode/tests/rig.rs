@@ -102,7 +102,7 @@ pub struct FakeModel {
     last_tokens: Vec<u32>,
     /// Token at each position of the pages.
     tokens: Vec<u32>,
-    /// The same of the draft model.
+    /// Token at each position of the draft model's pages.
     draft_tokens: Vec<u32>,
     /// Whether every draft is the token that the model generates, or only most are.
     pub drafts_well: bool,
@@ -144,6 +144,10 @@ impl FakeModel {
                 assert!(made.insert(span.slot, drafts).is_none(), "a slot makes drafts once");
             }
         }
+        // Rows and drafts cost little beside a step.
+        let passes = batch.drafts.iter().map(|span| span.count).max().unwrap_or(0);
+        output.times.draft = Duration::from_micros(u64::from(passes));
+        output.times.forward = Duration::from_micros(1000 + batch.rows() as u64) + output.times.draft;
         let mut samples = batch.sampling.iter().enumerate();
         for span in &batch.spans {
             self.write_tokens(span, batch, made.get(&span.slot));
@@ -196,7 +200,7 @@ impl FakeModel {
             if number >= len {
                 let before = (0..position).map(|before| self.cache_index(span.slot, before));
                 let next = next_token_after(before.map(|place| &self.draft_tokens[place]));
-                let errs = !self.drafts_well && (position as u32 * 7 + next) % 4 == 0;
+                let errs = !self.drafts_well && (position as u32 * 7 + next).is_multiple_of(4);
                 all.push((next + u32::from(errs)) % VOCAB);
             }
             if number + 1 < len + span.count || span.count == 0 {
@@ -477,7 +481,8 @@ impl Rig {
             status: status.clone(),
             host_pool,
         };
-        let config = DecodeConfig { policy, limits, token_budget: budget, eos: Vec::new(), lanes, run_ahead };
+        let (eos, token_budget, draft_context) = (Vec::new(), budget, POSITIONS);
+        let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead, draft_context };
         for lane in 0..lanes {
             Decode::new(lane, handles.clone(), config.clone()).start();
         }

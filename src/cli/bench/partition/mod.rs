@@ -49,8 +49,8 @@ const PROMPT: usize = 8;
 #[command(next_help_heading = "Partition")]
 pub struct PartitionTests {
     /// Compare partitions of the model over devices: by layers, by tensors, and both.
-    #[arg(long, conflicts_with_all = ["fake_device", "prefill", "depth", "sequences", "scheduler_slots",
-                                      "scheduler_lanes"])]
+    #[arg(long, conflicts_with_all = ["fake_device", "SpeculationFlags", "prefill", "depth", "sequences",
+                                      "scheduler_slots", "scheduler_lanes"])]
     pub partition: bool,
     /// Simulate devices that compute nothing and take this time per layer, such as 1ms.
     #[arg(long, value_name = "TIME", requires = "partition", value_parser = parse_duration)]

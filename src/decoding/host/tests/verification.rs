@@ -103,7 +103,8 @@ fn verified_rows_give_the_tokens_of_rows_one_by_one() {
         json!({"frequency_penalty": 1.0, "presence_penalty": 0.5}),
         json!({"mirostat": 2, "logprobs_mode": "processed_logprobs"}),
         json!({"mirostat": 1}),
-        json!({"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": ["z"], "no_repeat_ngram_size": 3}),
+        json!({"dry_multiplier": 2, "dry_allowed_length": 1, "dry_sequence_breakers": ["z"]}),
+        json!({"no_repeat_ngram_size": 3, "typical_p": 0.9}),
         json!({"strategy": "sample.std", "strategy_params": {"eos_bypassing_max": 3}}),
         json!({"xtc_probability": 0.5, "xtc_threshold": 0.1, "top_n_sigma": 1.5}),
     ] {

@@ -2,6 +2,8 @@
 //!
 //! Invariant: seeds are fixed, so every statistic is a fixed number that is either within its bound or not.
 
+mod depth;
+
 mod lookup;
 
 mod rules;

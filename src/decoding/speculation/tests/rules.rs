@@ -185,7 +185,7 @@ fn coupled_drafts_of_the_target_itself_are_always_accepted() {
     }
 }
 
-/// Where there are no probabilities to compare, every rule gives the token of the plain draw.
+/// Without probabilities to compare, every rule gives the token of the plain draw.
 #[test]
 fn greedy_plans_choosers_and_drafts_without_logits_are_drawn_as_without_speculation() {
     let mut sampler = HostSampler::new();

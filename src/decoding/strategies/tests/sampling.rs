@@ -2,9 +2,10 @@
 
 use super::super::LogprobsMode;
 use super::*;
-use mainstem_kernels::SamplingParams;
+
 use mainstem_kernels::candidates::{Buffers, Candidates};
 use mainstem_kernels::reference::{logprobs, sample};
+use mainstem_kernels::{RowFailure, SamplingParams};
 
 /// Random logits, with ties and a few unusual values.
 fn random_logits(case: u32, vocab: usize) -> Vec<f32> {
@@ -18,6 +19,18 @@ fn random_logits(case: u32, vocab: usize) -> Vec<f32> {
     logits
 }
 
+/// A mask that allows many tokens, few, only such that a bias may forbid, or none.
+fn random_mask(case: u32, vocab: usize) -> Vec<u32> {
+    let words = vocab.div_ceil(32);
+    let bits = |i: usize| ((uniform(case.into(), i as u64, 9) * (1 << 24) as f32) as u32).wrapping_mul(257);
+    match case % 7 {
+        0 => vec![0b111 & bits(0); words.min(1)],
+        1 => (0..words).map(|i| bits(i) & bits(i + words) & bits(i + 2 * words)).collect(),
+        2 => vec![0; words],
+        _ => (0..words).map(bits).collect(),
+    }
+}
+
 #[test]
 fn the_devices_parameters_give_the_tokens_of_the_definition() {
     let mut sampler = HostSampler::new();
@@ -25,12 +38,19 @@ fn the_devices_parameters_give_the_tokens_of_the_definition() {
         let vocab = [3, 50, 331, 1500][case as usize % 4];
         let logits = random_logits(case, vocab);
         let random = |i: u64| uniform(u64::from(case), 1000 + i, 0);
+        let random_id = |i: u64, vocab: usize| (random(i) * vocab as f32) as u32;
         let temperature = [0.0, 0.3, 1.0, 1.7, 1e-4][case as usize % 5];
         let top_k = [0, 1, 7, 90, 5000][(random(0) * 5.0) as usize];
         let top_p = if random(1) < 0.4 { 1.0 } else { random(2).max(1e-3) };
         let min_p = if random(3) < 0.6 { 0.0 } else { random(4) * 0.3 };
-        let params =
+        let mut params =
             serde_json::json!({"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p});
+        if random(5) < 0.4 {
+            params["logit_bias"] = serde_json::json!({"0": 3.5, "2": false, "1": -2});
+            params["suppress_tokens"] = serde_json::json!([random_id(6, vocab)]);
+        }
+        let mask: Option<Vec<u32>> = (random(7) < 0.6).then(|| random_mask(case, vocab));
+        let mask = mask.as_deref();
         let plan = parse(&params, vocab).expect("valid");
         let device = plan.device().expect("the device can do this");
         let state = state(&plan, &[], &[]);
@@ -44,10 +64,10 @@ fn the_devices_parameters_give_the_tokens_of_the_definition() {
                 position,
                 ..SamplingParams::GREEDY
             };
-            let host =
-                Row { logits: &logits, seed: 77, position: position.into(), mask: None, logprobs: None };
-            let token = sampler.draw(&plan, &state, &host).expect("no mask").token;
-            assert_eq!(Ok(token), sample(&logits, &[], None, &row), "case {case}, {row:?}");
+            let host = Row { logits: &logits, seed: 77, position: position.into(), mask, logprobs: None };
+            let token = sampler.draw(&plan, &state, &host).map(|draw| draw.token);
+            let token = token.map_err(|_| RowFailure::EmptyMask);
+            assert_eq!(token, sample(&logits, plan.logit_bias(), mask, &row), "case {case}, {row:?}");
         }
     }
 }

@@ -1,0 +1,181 @@
+//! The speculation of one sequence: where its drafts come from, and what became of them.
+//!
+//! Invariant: plain state, which a preempted sequence takes along.
+
+use crate::decoding::SamplingPlan;
+use crate::decoding::speculation::{AcceptanceRule, PromptLookup, SpeculationStats};
+use crate::request::{DraftSource, Speculation};
+
+/// The speculation of one sequence.
+pub struct Speculator {
+    source: DraftSource,
+    max_drafts: usize,
+    rule: AcceptanceRule,
+    /// Finds drafts in the text, if that is where they come from.
+    lookup: Option<PromptLookup>,
+    /// Number of leading positions whose tokens the draft model has computed.
+    draft_positions: usize,
+    /// Number of drafts in the next step.
+    depth: usize,
+    /// Number of missed positions that the draft model computes in the next step, if it has no drafts.
+    pub catch_up: usize,
+    /// These drafts, if they are known before the step: those of the draft model are only if a step before
+    /// made them.
+    given: Vec<u32>,
+    /// Whether all drafts so far of the step that is being processed were accepted.
+    is_open: bool,
+    /// Drafts of this step that were accepted.
+    accepted_now: usize,
+    stats: SpeculationStats,
+    /// Numbers of drafts, and of those that were accepted, in all steps.
+    drafted: usize,
+    accepted: usize,
+}
+
+impl Speculator {
+    /// Creates the speculation of a sequence. `prior` is the rate at which drafts of other sequences were
+    /// accepted.
+    pub fn new(
+        speculation: Speculation,
+        plan: Option<&SamplingPlan>,
+        prompt: &[u32],
+        prior: f64,
+    ) -> Speculator {
+        let Speculation { drafter: source, max_drafts, rule } = speculation;
+        let lookup = match source {
+            DraftSource::Model => None,
+            DraftSource::PromptLookup { shortest, longest } => {
+                let mut lookup = PromptLookup::new(shortest..=longest);
+                lookup.extend(prompt);
+                Some(lookup)
+            }
+        };
+        Speculator {
+            source,
+            max_drafts,
+            rule: plan.map_or(AcceptanceRule::Coupled, |plan| plan.acceptance(rule)),
+            lookup,
+            draft_positions: 0,
+            depth: 0,
+            catch_up: 0,
+            given: Vec::new(),
+            is_open: false,
+            accepted_now: 0,
+            stats: SpeculationStats::new(prior),
+            drafted: 0,
+            accepted: 0,
+        }
+    }
+
+    /// Begins, or begins anew after a preemption, with the first positions computed by both models.
+    pub fn begin(&mut self, computed: usize) {
+        self.draft_positions = computed;
+        (self.depth, self.catch_up) = (0, 0);
+    }
+
+    /// Returns whether the drafts come from the draft model.
+    pub fn uses_model(&self) -> bool {
+        self.source == DraftSource::Model
+    }
+
+    /// Returns the rule by which drafts are accepted.
+    pub fn rule(&self) -> AcceptanceRule {
+        self.rule
+    }
+
+    /// Sets the maximum number of drafts in the next step, and finds them if they come from the text.
+    pub fn limit_depth(&mut self, limit: usize) {
+        self.depth = self.max_drafts.min(limit);
+        if let Some(lookup) = &self.lookup {
+            self.given.clear();
+            self.depth = lookup.propose(self.depth, &mut self.given);
+        }
+    }
+
+    /// Sets the number of drafts in the next step, which is within its limit.
+    pub fn set_depth(&mut self, depth: usize) {
+        self.depth = depth;
+        if self.lookup.is_some() {
+            self.given.truncate(depth);
+        }
+    }
+
+    /// Returns how often drafts were accepted.
+    pub fn stats(&self) -> &SpeculationStats {
+        &self.stats
+    }
+
+    /// Returns the number of drafts in the next step.
+    pub fn depth(&self) -> usize {
+        self.depth
+    }
+
+    /// Returns the drafts of the next step, if they are known before it: those of the draft model are only if
+    /// a step before made them.
+    pub fn given(&self) -> &[u32] {
+        &self.given
+    }
+
+    /// Keeps the drafts that the draft model made for the next step.
+    pub fn keep_drafts(&mut self, drafts: impl IntoIterator<Item = u32>) {
+        self.given.clear();
+        self.given.extend(drafts);
+    }
+
+    /// Returns the number of leading positions whose tokens the draft model has computed.
+    pub fn draft_positions(&self) -> usize {
+        self.draft_positions
+    }
+
+    /// Notes that the draft model computes the first `positions` positions, which are of the prompt.
+    pub fn note_prompt(&mut self, positions: usize) {
+        self.draft_positions = positions;
+    }
+
+    /// Takes note of the token that row `number` of a verification gives, and of the draft that the next row
+    /// verifies, if there is one. `known` is the number of positions whose tokens were known before the step.
+    /// Returns whether the draft was accepted.
+    pub fn verify(&mut self, number: u32, token: u32, draft: Option<u32>, known: usize) -> bool {
+        if number == 0 {
+            self.drafted += self.depth;
+            self.draft_positions = known;
+            self.accepted_now = 0;
+        }
+        self.is_open = draft == Some(token);
+        if self.is_open {
+            self.accepted += 1;
+            self.accepted_now += 1;
+            // The draft model has computed all drafts but the last one.
+            self.draft_positions += usize::from((number as usize) + 1 < self.depth);
+        } else {
+            self.stats.observe(self.depth, self.accepted_now);
+        }
+        self.is_open
+    }
+
+    /// Returns whether all drafts so far of the step that is being processed were accepted.
+    pub fn is_open(&self) -> bool {
+        self.is_open
+    }
+
+    /// Takes note of a token of the sequence.
+    pub fn learn(&mut self, token: u32) {
+        if let Some(lookup) = &mut self.lookup {
+            lookup.extend(&[token]);
+        }
+    }
+
+    /// Returns the number of leading positions that others may share, as far as it depends on the draft
+    /// model.
+    pub fn shared_positions(&self) -> usize {
+        match self.source {
+            DraftSource::Model => self.draft_positions,
+            DraftSource::PromptLookup { .. } => usize::MAX,
+        }
+    }
+
+    /// Returns the numbers of drafts that were made and accepted.
+    pub fn counts(&self) -> (usize, usize) {
+        (self.drafted, self.accepted)
+    }
+}
