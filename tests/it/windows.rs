@@ -5,8 +5,8 @@ use crate::common::{Outcome, all_home, complete_all, config, greedy, prompt};
 use crate::families::family;
 use mainstem::actors::Engine;
 use mainstem::cli::start;
-use mainstem::decoding::EarlyStopping;
-use mainstem::request::{BeamOptions, Request};
+use mainstem::decoding::{AcceptanceRule, EarlyStopping};
+use mainstem::request::{BeamOptions, DraftSource, Request, Speculation};
 use std::path::Path;
 use toml::Value;
 
@@ -30,7 +30,8 @@ fn answer(outcome: &Outcome) -> Answer {
     (outcome.tokens.iter().map(|token| (token.id, bits(token.logprob))).collect(), outcome.cached_tokens)
 }
 
-/// Returns the answers to prompts of many lengths, to continued conversations, and of a beam search.
+/// Returns the answers to prompts of many lengths, to continued conversations, with drafts, and of a
+/// beam search.
 async fn answers(engine: &Engine) -> Vec<Answer> {
     let request = |prompt: &[u32], len| Request { logprobs: Some(0), ..greedy(prompt, len) };
     let lengths = [100, 88, 40, 64, 5, 33, 70, 17, 95];
@@ -43,6 +44,12 @@ async fn answers(engine: &Engine) -> Vec<Answer> {
         let next = request(&[&prompt[..], &ids, &[7, 8, 9]].concat(), 12);
         all.extend(complete_all(engine, [next.clone(), next]).await.iter().map(answer));
     }
+    let drafter = DraftSource::PromptLookup { shortest: 1, longest: 3 };
+    let speculation = Some(Speculation { drafter, max_drafts: 4, rule: AcceptanceRule::Coupled });
+    let drafted = Request { speculation, ..request(&words(2, 20).repeat(3), 60) };
+    let outcome = complete_all(engine, [drafted]).await.swap_remove(0);
+    assert!(outcome.speculated.is_some_and(|(made, _)| made > 0), "{:?}", outcome.speculated);
+    all.push(answer(&outcome));
     let beams = BeamOptions {
         width: 2,
         length_penalty: 1.0,
