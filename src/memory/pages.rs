@@ -748,9 +748,9 @@ mod tests {
     /// A page as the model of [`random_histories_of_sharing`] sees it.
     type Content = Vec<(u32, u32)>;
 
-    /// Random sequences over few tokens begin, grow, fork, share and end. A model writes what each page holds,
-    /// and each sequence must find its own tokens, and the right ones before each, in its pages, and in those
-    /// of windowed layers as far as they see.
+    /// Random sequences over few tokens begin, grow, fork, share and end. A model writes what each page
+    /// holds, and each sequence must find its own tokens, and the right ones before each, in its pages, and
+    /// in those of windowed layers as far as they see.
     #[test]
     fn random_histories_of_sharing() {
         const SIZE: usize = 4;

@@ -81,8 +81,8 @@ impl WindowGroup {
         }
     }
 
-    /// Returns how many pages are left after a lease of `pages` pages that begins with a match; `None` if there
-    /// are too few. The source of a copy needs one more if it is idle.
+    /// Returns how many pages are left after a lease of `pages` pages that begins with a match; `None` if
+    /// there are too few. The source of a copy needs one more if it is idle.
     pub(super) fn rest(&self, found: &WindowMatch, pages: usize) -> Option<usize> {
         let idle = found.full.iter().filter(|page| self.pages.is_idle(**page)).count();
         let fresh = (pages - found.first - found.full.len()).min(self.cache.step_pages);

@@ -157,10 +157,9 @@ impl EngineSetup {
         let context = context_length(&config.kv, spec.context)?;
         let mut limits = step_limits(config, source, context);
         let lanes = lane_count(&scheduler, partition.stages.len());
-        let memory::KvPlan { cache: kv, page } =
-            memory::kv_plan(config, &limits, lanes, source, (&partition, devices))?;
+        let plan = memory::kv_plan(config, &limits, lanes, source, (&partition, devices))?;
         // No sequence is longer than the pool allows, so page tables need no more entries.
-        let own_pages = (kv.pages - 1).saturating_sub(memory::min_encoder_pages(&limits));
+        let own_pages = (plan.cache.pages - 1).saturating_sub(memory::min_encoder_pages(&limits));
         limits.positions = limits.positions.min(own_pages * limits.page_positions);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let name = match config.model.served_name.is_empty() {
@@ -196,7 +195,6 @@ impl EngineSetup {
             created,
         };
         let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
-        let assignments = model_source::assignments(source, &partition);
         Ok(EngineSetup {
             scheduler,
             limits,
@@ -204,11 +202,11 @@ impl EngineSetup {
             row_bytes: spec.hidden * devices.activation_type.size(),
             lanes,
             step_timeout: config.device.step_timeout,
-            kv,
-            page,
+            kv: plan.cache,
+            page: plan.page,
             model,
+            assignments: model_source::assignments(source, &partition),
             partition,
-            assignments,
             unsupported_keys,
             embedding_warning,
         })
