@@ -16,7 +16,7 @@ use super::sequence::SequenceKey;
 use crate::memory::{Lease, PagePool, SlotMap, split_slots};
 use crate::telemetry;
 use actix::{Actor, Context, Handler, Message, MessageResult, Recipient, ResponseFuture};
-use mainstem_kernels::batch::{Page, Slot};
+use mainstem_kernels::batch::{NULL_PAGE, Page, Slot};
 use mainstem_kernels::{KvTable, PageCopy, SlotMove, TableUpdate};
 use metrics::{Counter, Gauge};
 use std::collections::{BTreeMap, BTreeSet};
@@ -157,7 +157,7 @@ struct OpenUpdate {
     plan: SlotPlan,
     /// Sequences whose page tables are written anew, with the pages that the tables of their slots hold;
     /// `None` for a new slot.
-    rewritten: Vec<(SequenceKey, Option<Vec<Page>>)>,
+    rewritten: Vec<(SequenceKey, Option<TablePages>)>,
     /// Sequences that still need pages, with the positions that these are for.
     needs: Vec<GrowingSequence>,
     /// Pages that sequences got: the numbers of the first one in the sequence.
@@ -165,6 +165,9 @@ struct OpenUpdate {
     with_work: usize,
     reply: oneshot::Sender<SlotPlan>,
 }
+
+/// The pages in the own and in the window table of a slot.
+type TablePages = [Vec<Page>; 2];
 
 /// A sequence in a slot.
 struct HeldSequence {
@@ -213,7 +216,7 @@ impl Handler<GetUsage> for KvManager {
     fn handle(&mut self, _: GetUsage, _: &mut Self::Context) -> Self::Result {
         self.lanes.iter().for_each(|lane| lane.slots.check());
         self.pool.check();
-        MessageResult((self.held.len(), self.pool.used()))
+        MessageResult((self.held.len(), self.pool.used() + self.pool.used_in_windows()))
     }
 }
 
@@ -278,8 +281,7 @@ impl KvManager {
             self.changed.do_send(PagesChanged);
         }
         self.slots_live.set(self.held.len() as f64);
-        // A model without a KV cache has no pages.
-        self.pages_used.set(self.pool.used() as f64 / self.pool.total().max(1) as f64);
+        self.pages_used.set(self.pool.usage());
         plan
     }
 
@@ -325,7 +327,7 @@ impl KvManager {
         &mut self,
         lane: usize,
         update: BeamUpdate,
-        rewritten: &mut Vec<(SequenceKey, Option<Vec<Page>>)>,
+        rewritten: &mut Vec<(SequenceKey, Option<TablePages>)>,
     ) {
         let BeamUpdate { search, beams, positions } = update;
         let is_member =
@@ -348,7 +350,8 @@ impl KvManager {
             let (pages, lease) = match stays {
                 true => {
                     let held = self.held.remove(&key).expect("it is held, as seen above");
-                    (Some(held.lease.own().to_vec()), held.lease)
+                    let pages = [held.lease.own().to_vec(), held.lease.window().to_vec()];
+                    (Some(pages), held.lease)
                 }
                 false => (None, self.remove(key)),
             };
@@ -450,26 +453,34 @@ impl KvManager {
         plan.stalled.extend(needs.iter().map(|need| need.key));
         let is_rewritten = |key| rewritten.iter().any(|(other, _)| *other == key);
         let grown = got.iter().filter(|(key, _)| !is_rewritten(*key));
-        let changes = rewritten.iter().map(|(key, pages)| (*key, pages.as_deref(), 0));
-        for (key, before, first) in changes.chain(grown.map(|(key, first)| (*key, Some(&[][..]), *first))) {
+        let changes = rewritten.iter().map(|(key, pages)| (*key, pages.as_ref(), 0));
+        let nothing = TablePages::default();
+        for (key, before, first) in changes.chain(grown.map(|(key, first)| (*key, Some(&nothing), *first))) {
             let Some(HeldSequence { lease, .. }) = self.held.get(&key) else { continue };
             let slot = slots.slot_of(key).expect("a held sequence has a slot; anything else is a bug");
-            let entry = |table| move |(index, &page)| TableUpdate { slot, table, index, page };
-            let held_before = |index: u32| before.and_then(|before| before.get(index as usize));
-            let own = (first as u32..).zip(&lease.own()[first..]);
-            let own = own.filter(|(index, page)| held_before(*index) != Some(page));
-            plan.tables.extend(own.map(entry(KvTable::Own)));
+            let entries = |table, now: &[Page], before: Option<&[Page]>| {
+                let entries = (0..).zip(now).skip(first);
+                let changed = entries.filter(|(index, page)| {
+                    **page != NULL_PAGE
+                        && before.and_then(|before| before.get(*index as usize)) != Some(*page)
+                });
+                changed.map(|(index, &page)| TableUpdate { slot, table, index, page }).collect::<Vec<_>>()
+            };
+            plan.tables.extend(entries(KvTable::Own, lease.own(), before.map(|[own, _]| &**own)));
+            plan.tables.extend(entries(KvTable::Window, lease.window(), before.map(|[_, window]| &**window)));
             if before.is_none() {
-                plan.tables.extend((0..).zip(lease.cross()).map(entry(KvTable::Cross)));
+                plan.tables.extend(entries(KvTable::Cross, lease.cross(), None));
             }
         }
         // Copies wait for the page that they fill.
         let may_copy = rewritten.iter().map(|(key, _)| key).chain(got.iter().map(|(key, _)| key));
         for key in may_copy {
-            if let Some(copy) = self.held.get(key).and_then(|held| held.lease.copy())
+            if let Some(lease) = self.held.get(key).map(|held| &held.lease)
+                && let Some(copy) = lease.copy()
                 && !copied.contains(key)
             {
                 plan.copies.push(copy);
+                plan.copies.extend(lease.window_copy());
                 copied.push(*key);
             }
         }
@@ -484,7 +495,7 @@ impl KvManager {
 mod tests {
     use super::super::testing::{next_message, recorder, with_timeout};
     use super::*;
-    use crate::memory::{PageDemand, PageHash, TokenChain};
+    use crate::memory::{PageDemand, PageHash, TokenChain, WindowCache};
     use actix::Addr;
     use mainstem_kernels::random::philox;
     use tokio::sync::mpsc::UnboundedReceiver;
@@ -586,6 +597,37 @@ mod tests {
         assert_eq!((entry.slot, entry.table, entry.index), (0, KvTable::Own, 2));
         assert!(plan.stalled.is_empty() && plan.preempted.is_empty());
         assert_eq!(pool.used(), 3);
+    }
+
+    #[actix::test]
+    async fn windowed_layers_have_a_table_of_their_own() {
+        let window = WindowCache { pages: 20, window: 40, step_pages: 3 };
+        let pool = PagePool::with_window(30, PAGE, Some(window));
+        let mut kv = manager(3, 1, true, &pool);
+        let of = |plan: &SlotPlan, slot, table| {
+            let entries = plan.tables.iter().filter(|entry| (entry.slot, entry.table) == (slot, table));
+            entries.map(|entry| (entry.index, entry.page)).collect::<Vec<_>>()
+        };
+        let plan = kv.plan(update([], [(1, lease(&pool, 2))]));
+        assert_eq!(of(&plan, 0, KvTable::Window), [(0, 1), (1, 2)]);
+        let plan = kv.plan(growing(0, &[(1, 4 * PAGE)]));
+        assert_eq!(of(&plan, 0, KvTable::Own), [(2, 3), (3, 4)]);
+        assert_eq!(
+            of(&plan, 0, KvTable::Window),
+            [(2, 3), (3, 1)],
+            "the first page holds the last positions"
+        );
+        // A second beam sees positions from 61 on.
+        let beams = [(1, 1), (2, 1)].map(|(beam, parent)| (SequenceKey(beam), SequenceKey(parent)));
+        let beams = BeamUpdate { search: SequenceKey(1), beams: beams.to_vec(), positions: 100 };
+        let plan = kv.plan(IterationUpdate { beams: vec![beams], ..growing(0, &[(2, 101)]) });
+        assert_eq!(of(&plan, 0, KvTable::Window), []);
+        assert_eq!(of(&plan, 1, KvTable::Own), [(0, 1), (1, 2), (2, 3), (3, 5)]);
+        assert_eq!(of(&plan, 1, KvTable::Window), [(1, 2), (2, 3), (3, 4)]);
+        let copies = [(KvTable::Own, 4, 5), (KvTable::Window, 1, 4)];
+        assert_eq!(plan.copies, copies.map(|(table, from, to)| PageCopy { table, from, to }));
+        kv.plan(update([1, 2], []));
+        assert_eq!((pool.used(), pool.used_in_windows()), (0, 0));
     }
 
     /// The youngest sequences give up their pages, even if one of them is the one that needs more.
@@ -764,7 +806,7 @@ mod tests {
             let of_table = match entry.table {
                 KvTable::Own => 0..2,
                 KvTable::Cross => 2..3,
-                KvTable::Scratch => panic!("kv updates no scratch table"),
+                KvTable::Window | KvTable::Scratch => panic!("kv updates no such table here"),
             };
             tables[entry.slot as usize][of_table][entry.index as usize] = entry.page;
         }

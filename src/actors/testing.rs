@@ -16,6 +16,7 @@ pub const LIMITS: StepLimits = StepLimits {
     positions: 9,
     encoder_positions: 0,
     page_positions: 32,
+    window: None,
     top_logprobs: 0,
     vocab: 9,
     hidden: 0,

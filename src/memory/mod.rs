@@ -9,11 +9,16 @@ pub mod slots;
 
 pub mod prefix;
 
+mod group;
+
+pub mod window;
+
 pub mod pages;
 
 pub use pages::{Lease, NoLease, PageDemand, PagePool};
 pub use prefix::{PageHash, TokenChain};
 pub use slots::{SlotMap, split_slots};
+pub use window::WindowCache;
 
 /// Reproducible random choices for the tests of this module.
 #[cfg(test)]

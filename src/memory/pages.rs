@@ -8,10 +8,11 @@
 //! Invariant: a page is free, idle or held, and the null page is none of these. Positions whose tokens the
 //! index knows are not written to again.
 
-use super::prefix::{PageHash, PrefixIndex, TokenChain};
-use mainstem_kernels::PageCopy;
-use mainstem_kernels::batch::{NULL_PAGE, Page};
-use std::collections::BTreeMap;
+use super::group::PageGroup;
+use super::prefix::{PageHash, TokenChain};
+use super::window::{WindowCache, WindowGroup, WindowMatch, WindowPages};
+use mainstem_kernels::batch::Page;
+use mainstem_kernels::{KvTable, PageCopy};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// All pages of the KV cache except the null page. Clones are handles to the same pool.
@@ -24,19 +25,11 @@ pub struct PagePool {
 /// The state of every page.
 #[derive(Debug)]
 struct PageStates {
-    /// Number of leases that hold each page, by page number. The null page's stays 0.
-    holders: Vec<u32>,
-    /// Free pages; the last one is leased first.
-    free: Vec<Page>,
-    /// Idle pages by the time of their release: those that nobody holds, but whose tokens are in the index.
-    idle: BTreeMap<u64, Page>,
-    /// Time of the release of each idle page.
-    released_at: Vec<u64>,
-    /// Number of releases so far.
-    clock: u64,
+    own: PageGroup,
+    /// The pages of windowed layers, if these have pages of their own.
+    window: Option<WindowGroup>,
     /// Number of pages that all sequences together may still need.
     growth: usize,
-    index: PrefixIndex,
 }
 
 /// The pages that a sequence needs to begin.
@@ -69,6 +62,8 @@ pub enum NoLease {
 pub struct Lease {
     own: Vec<Page>,
     cross: Vec<Page>,
+    /// As many entries as pages of its own, if windowed layers have pages.
+    window: WindowPages,
     /// Number of pages of its own that the sequence may still need.
     growth: usize,
     /// Number of leading positions whose K and V were in the pages, or will be after the copy.
@@ -90,21 +85,14 @@ impl PagePool {
     /// Creates a pool for a cache of `pages` pages, including the null page, of `page_positions` token
     /// positions each.
     pub fn new(pages: usize, page_positions: usize) -> PagePool {
-        assert!(
-            pages > 0 && page_positions > 0,
-            "a cache has a null page, and a page has at least one position"
-        );
-        assert!(Page::try_from(pages).is_ok(), "page numbers fit their type");
-        let states = PageStates {
-            holders: vec![0; pages],
-            // In descending order, so that low pages are leased first.
-            free: (0..pages as Page).rev().filter(|&page| page != NULL_PAGE).collect(),
-            idle: BTreeMap::new(),
-            released_at: vec![0; pages],
-            clock: 0,
-            growth: 0,
-            index: PrefixIndex::default(),
-        };
+        PagePool::with_window(pages, page_positions, None)
+    }
+
+    /// Creates a pool whose windowed layers have pages of their own, if a size is given for these.
+    pub fn with_window(pages: usize, page_positions: usize, window: Option<WindowCache>) -> PagePool {
+        assert!(page_positions > 0, "a page has at least one position");
+        let window = window.map(|window| WindowGroup::new(window, page_positions));
+        let states = PageStates { own: PageGroup::new(pages), window, growth: 0 };
         PagePool { page_positions, states: Arc::new(Mutex::new(states)) }
     }
 
@@ -118,40 +106,55 @@ impl PagePool {
     ) -> Result<Lease, (NoLease, Option<TokenChain>)> {
         let PageDemand { positions, max_positions, encoder_positions, reusable, margin } = demand;
         let (own, cross) = (self.pages_for(positions), self.pages_for(encoder_positions));
-        let states = &mut *self.lock();
-        let found = chain.as_ref().map(|chain| states.index.find(chain, reusable)).unwrap_or_default();
+        let PageStates { own: group, window, growth: all_growth } = &mut *self.lock();
+        let mut found = chain.as_ref().map(|chain| group.index.find(chain, reusable)).unwrap_or_default();
         if found.is_coming {
             return Err((NoLease::Coming, chain));
         }
+        let mut in_window = window.as_ref().map(|window| match &chain {
+            Some(chain) => window.find(chain, reusable, &mut found),
+            None => WindowMatch::default(),
+        });
         assert!(found.full.len() <= own, "the shared pages are pages of the sequence");
         let growth = self.pages_for(max_positions).saturating_sub(own);
-        let margin = if states.held() > 0 { margin.min(states.growth + growth) } else { 0 };
+        let margin = if group.held() > 0 { margin.min(*all_growth + growth) } else { 0 };
         let needed = own + cross - found.full.len() + margin;
-        let idle = found.full.iter().filter(|page| states.is_idle(**page)).count();
-        let Some(rest) = (states.available() - idle).checked_sub(needed) else {
+        let idle = found.full.iter().filter(|page| group.is_idle(**page)).count();
+        let rest = (group.available() - idle).checked_sub(needed);
+        let window_rest = match (&window, &in_window) {
+            (Some(window), Some(found)) => window.rest(found, own),
+            _ => Some(usize::MAX),
+        };
+        let Some((rest, window_rest)) = rest.zip(window_rest) else {
             return Err((NoLease::Short, chain));
         };
         // Without a page to spare, what is in the source is computed again.
-        let source = found.partial.filter(|(page, _)| rest > 0 || !states.is_idle(*page));
-        found.full.iter().for_each(|page| states.hold(*page));
-        if let Some((page, _)) = source {
-            states.hold(page);
+        let mut source = found.partial.filter(|(page, _)| rest > 0 || !group.is_idle(*page));
+        if let Some(found) = &mut in_window {
+            source = source.filter(|_| window_rest > 0);
+            found.source = found.source.filter(|_| source.is_some());
         }
-        states.growth += growth;
+        found.full.iter().for_each(|page| group.hold(*page));
+        if let Some((page, _)) = source {
+            group.hold(page);
+        }
+        *all_growth += growth;
         let computed = found.full.len() * self.page_positions + source.map_or(0, |(_, common)| common);
         let taken = found.full.len()..own;
         let mut pages = found.full;
-        pages.extend(taken.clone().map(|_| states.take()));
-        let cross = (0..cross).map(|_| states.take()).collect();
+        pages.extend(taken.clone().map(|_| group.take()));
+        let cross = (0..cross).map(|_| group.take()).collect();
         let begun = chain.as_ref().map_or(0, TokenChain::len);
         let announced: Vec<PageHash> = match &chain {
             Some(chain) => (taken.start..chain.pages()).rev().map(|page| chain.hash_at(page)).collect(),
             None => Vec::new(),
         };
-        announced.iter().for_each(|hash| states.index.announce(*hash));
+        announced.iter().for_each(|hash| group.index.announce(*hash));
+        let window = window.as_mut().zip(in_window).map(|(window, found)| window.begin(found, own));
         Ok(Lease {
             own: pages,
             cross,
+            window: window.unwrap_or_default(),
             growth,
             computed,
             source: source.map(|(page, _)| page),
@@ -175,44 +178,51 @@ impl PagePool {
 
     /// Returns the number of pages that can be leased in total: all except the null page.
     pub fn total(&self) -> usize {
-        self.lock().holders.len() - 1
+        self.lock().own.total()
     }
 
     /// Returns the number of pages that can be leased now: free and idle ones.
     pub fn available(&self) -> usize {
-        self.lock().available()
+        self.lock().own.available()
     }
 
     /// Returns the number of held pages; a shared page counts once.
     pub fn used(&self) -> usize {
-        self.lock().held()
+        self.lock().own.held()
+    }
+
+    /// Returns the number of held pages of windowed layers; 0 if they have none of their own.
+    pub fn used_in_windows(&self) -> usize {
+        self.lock().window.as_ref().map_or(0, |window| window.pages.held())
+    }
+
+    /// Returns the fraction of pages that are held, of the layers that have fewer left.
+    pub fn usage(&self) -> f64 {
+        let states = &*self.lock();
+        let window = states.window.as_ref().map(|window| &window.pages);
+        // A model without a KV cache has no pages.
+        let of = |group: &PageGroup| group.held() as f64 / group.total().max(1) as f64;
+        std::iter::once(&states.own).chain(window).map(of).fold(0.0, f64::max)
     }
 
     /// Forgets which tokens the pages hold, because their content is lost. Leases stay valid.
     pub fn forget_contents(&self) {
         let states = &mut *self.lock();
-        states.index.clear();
-        states.free.extend(std::mem::take(&mut states.idle).into_values());
+        states.own.forget_contents();
+        if let Some(window) = &mut states.window {
+            window.pages.forget_contents();
+        }
     }
 
     /// Asserts that every page except the null page is either free, once, or idle, or held.
     pub fn check(&self) {
         let states = &*self.lock();
-        states.index.check();
-        let mut places = vec![0; states.holders.len()];
-        states.free.iter().chain(states.idle.values()).for_each(|page| places[*page as usize] += 1);
-        assert!(
-            places[NULL_PAGE as usize] == 0 && states.holders[NULL_PAGE as usize] == 0,
-            "the null page is never free or held"
-        );
-        for (page, place) in places.iter().enumerate().filter(|(page, _)| *page != NULL_PAGE as usize) {
-            let held = usize::from(states.holders[page] > 0);
-            assert_eq!(place + held, 1, "page {page} is free, idle or held");
+        states.own.check();
+        if let Some(window) = &states.window {
+            window.pages.check();
         }
-        assert!(states.free.iter().all(|page| !states.index.contains(*page)), "free pages have no entry");
-        assert!(states.idle.values().all(|page| states.index.contains(*page)), "idle pages have one");
         assert!(
-            states.held() > 0 || states.index.coming() + states.growth == 0,
+            states.own.held() > 0 || states.own.index.coming() + states.growth == 0,
             "nobody computes or needs pages without holding some"
         );
     }
@@ -220,56 +230,6 @@ impl PagePool {
     /// Locks the states, ignoring poisoning: no holder of the lock panics halfway through a change.
     fn lock(&self) -> MutexGuard<'_, PageStates> {
         self.states.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl PageStates {
-    fn available(&self) -> usize {
-        self.free.len() + self.idle.len()
-    }
-
-    fn held(&self) -> usize {
-        self.holders.len() - 1 - self.available()
-    }
-
-    fn is_idle(&self, page: Page) -> bool {
-        self.holders[page as usize] == 0 && self.index.contains(page)
-    }
-
-    /// Adds a holder to a page that is held or idle.
-    fn hold(&mut self, page: Page) {
-        if self.holders[page as usize] == 0 {
-            let idle = self.idle.remove(&self.released_at[page as usize]);
-            assert_eq!(idle, Some(page), "a page that is shared is held or idle; anything else is a bug");
-        }
-        self.holders[page as usize] += 1;
-    }
-
-    /// Takes a free page, or else the idle one that was released first. The caller checked that there is one.
-    fn take(&mut self) -> Page {
-        let page = self.free.pop().unwrap_or_else(|| {
-            let (_, page) = self.idle.pop_first().expect("a page is available, as seen before");
-            self.index.remove(page);
-            page
-        });
-        self.holders[page as usize] = 1;
-        page
-    }
-
-    /// Removes a holder of a page.
-    fn release(&mut self, page: Page) {
-        let holders = &mut self.holders[page as usize];
-        *holders -= 1;
-        if *holders > 0 {
-            return;
-        }
-        if self.index.contains(page) {
-            self.clock += 1;
-            self.released_at[page as usize] = self.clock;
-            self.idle.insert(self.clock, page);
-        } else {
-            self.free.push(page);
-        }
     }
 }
 
@@ -284,6 +244,13 @@ impl Lease {
         &self.cross
     }
 
+    /// Returns the pages of its own positions in windowed layers, in order; empty if these have no pages of
+    /// their own. It is the null page for positions that no row sees, and pages that were used again appear
+    /// more than once.
+    pub fn window(&self) -> &[Page] {
+        self.window.table()
+    }
+
     /// Returns the number of leading positions that need no computation: their K and V are in the pages, or
     /// will be after [`Lease::copy`].
     pub fn computed(&self) -> usize {
@@ -293,8 +260,17 @@ impl Lease {
     /// Returns the copy that must precede the sequence's first step: of a page that holds some of the tokens
     /// of the sequence's page.
     pub fn copy(&self) -> Option<PageCopy> {
-        let to = self.own.get(self.computed / self.pool.page_positions).copied();
-        self.source.zip(to).map(|(from, to)| PageCopy { from, to })
+        self.copy_in(KvTable::Own, &self.own, self.source)
+    }
+
+    /// Returns the copy that must go along with [`Lease::copy`] in windowed layers.
+    pub fn window_copy(&self) -> Option<PageCopy> {
+        self.copy_in(KvTable::Window, self.window.table(), self.window.source())
+    }
+
+    fn copy_in(&self, table: KvTable, pages: &[Page], source: Option<Page>) -> Option<PageCopy> {
+        let to = pages.get(self.computed / self.pool.page_positions).copied();
+        source.zip(to).map(|(from, to)| PageCopy { table, from, to })
     }
 
     /// Leases the pages of the first `positions` positions for a sequence that continues them otherwise. Full
@@ -305,11 +281,13 @@ impl Lease {
         let source = (!positions.is_multiple_of(size)).then(|| self.own[positions / size]);
         let growth = self.own.len() + self.growth - own.len();
         let states = &mut *self.pool.lock();
-        own.iter().chain(&self.cross).chain(&source).for_each(|page| states.hold(*page));
+        own.iter().chain(&self.cross).chain(&source).for_each(|page| states.own.hold(*page));
+        let window = states.window.as_mut().map(|window| window.fork(&self.window, positions));
         states.growth += growth;
         Lease {
             own,
             cross: self.cross.clone(),
+            window: window.unwrap_or_default(),
             growth,
             computed: positions,
             source,
@@ -323,8 +301,12 @@ impl Lease {
 
     /// Releases the source of the copy, once the step with the copy is sent.
     pub fn release_source(&mut self) {
+        let states = &mut *self.pool.lock();
         if let Some(page) = self.source.take() {
-            self.pool.lock().release(page);
+            states.own.release(page);
+        }
+        if let Some(window) = &mut states.window {
+            window.release_source(&mut self.window);
         }
     }
 
@@ -333,10 +315,14 @@ impl Lease {
     pub fn grow(&mut self, positions: usize) -> bool {
         let more = self.pool.pages_for(positions).saturating_sub(self.own.len());
         let states = &mut *self.pool.lock();
-        if states.available() < more {
+        if states.own.available() < more {
             return false;
         }
-        self.own.extend((0..more).map(|_| states.take()));
+        let pages = self.own.len() + more;
+        if states.window.as_mut().is_some_and(|window| !window.grow(&mut self.window, pages)) {
+            return false;
+        }
+        self.own.extend((0..more).map(|_| states.own.take()));
         states.growth -= more.min(self.growth);
         self.growth -= more.min(self.growth);
         true
@@ -364,7 +350,10 @@ impl Lease {
         }
         let states = &mut *self.pool.lock();
         for page in self.noted / size..end.div_ceil(size) {
-            states.index.insert(chain, page, end, self.own[page]);
+            states.own.index.insert(chain, page, end, self.own[page]);
+            if let Some(window) = &mut states.window {
+                window.note_computed(&self.window, chain, page, end);
+            }
         }
         self.noted = end;
         while let Some(hash) = self.announced.last() {
@@ -372,7 +361,7 @@ impl Lease {
             if end < self.begun.min((page + 1) * size) {
                 break;
             }
-            states.index.retract(*hash);
+            states.own.index.retract(*hash);
             self.announced.pop();
         }
     }
@@ -382,10 +371,13 @@ impl Drop for Lease {
     fn drop(&mut self) {
         let states = &mut *self.pool.lock();
         states.growth -= self.growth;
-        self.announced.iter().for_each(|hash| states.index.retract(*hash));
+        self.announced.iter().for_each(|hash| states.own.index.retract(*hash));
         // The last page first: without the pages before it, an idle page is of no use.
         let own = self.own.iter().rev().chain(&self.cross).chain(&self.source);
-        own.for_each(|page| states.release(*page));
+        own.for_each(|page| states.own.release(*page));
+        if let Some(window) = &mut states.window {
+            window.release(&mut self.window);
+        }
     }
 }
 
@@ -393,6 +385,7 @@ impl Drop for Lease {
 mod tests {
     use super::super::dice::Dice;
     use super::*;
+    use mainstem_kernels::batch::NULL_PAGE;
     use std::collections::BTreeSet;
     use std::sync::mpsc;
 
@@ -540,7 +533,7 @@ mod tests {
             assert_eq!(second.own()[..full], first.own()[..full]);
             let copy = second.copy();
             assert_eq!(copy.is_some(), copied > 0);
-            if let Some(PageCopy { from, to }) = copy {
+            if let Some(PageCopy { from, to, .. }) = copy {
                 assert_eq!((from, to), (first.own()[full], second.own()[full]));
             }
             assert!(second.own()[full..].iter().all(|page| !first.own().contains(page)));
@@ -609,7 +602,7 @@ mod tests {
             let tokens: Vec<u32> = (first..first + 13).collect();
             let mut chain = TokenChain::new(PageHash::root(&[]), 4);
             chain.extend(tokens);
-            pool.lock().index.find(&chain, 12).full.len()
+            pool.lock().own.index.find(&chain, 12).full.len()
         };
         let mut grows = lease(&pool, 0).expect("it needs none");
         for (pages, left) in [(1, (2, 3)), (2, (1, 3)), (3, (0, 3)), (4, (0, 2)), (6, (0, 0))] {
@@ -668,7 +661,10 @@ mod tests {
         assert_eq!((second.own(), second.copy(), pool.used()), (&first.own()[..2], None, 4));
         assert!(second.grow(11) && first.grow(13));
         assert_eq!(second.cross(), first.cross());
-        assert_eq!(second.copy(), Some(PageCopy { from: first.own()[2], to: second.own()[2] }));
+        assert_eq!(
+            second.copy(),
+            Some(PageCopy { table: KvTable::Own, from: first.own()[2], to: second.own()[2] })
+        );
         let copied = first.own()[2];
         drop(first);
         pool.check();
@@ -698,32 +694,91 @@ mod tests {
         assert_eq!(begin(&pool, &[9; 8]).expect("there are enough").computed(), 0);
     }
 
+    /// Pages of windowed layers for steps of up to 6 positions that see 6 positions.
+    const WINDOW: WindowCache = WindowCache { pages: 15, window: 6, step_pages: 4 };
+
+    fn windowed(pages: usize) -> PagePool {
+        PagePool::with_window(pages, 4, Some(WINDOW))
+    }
+
+    #[test]
+    fn a_sequence_holds_no_more_pages_of_windowed_layers_than_a_step_sees() {
+        let pool = windowed(30);
+        let mut first = lease(&pool, 26).expect("there are enough");
+        assert_eq!((first.own().len(), pool.used_in_windows()), (7, 4));
+        let table = first.window();
+        assert!(table[..3] == table[4..] && table[..4].iter().collect::<BTreeSet<_>>().len() == 4);
+        let before = table.to_vec();
+        assert!(first.grow(29) && first.grow(40));
+        assert_eq!((pool.used_in_windows(), first.window().len()), (4, 10));
+        assert_eq!(
+            (first.window()[7], first.window()[8], first.window()[9]),
+            (before[3], before[4], before[5])
+        );
+        let others: Vec<Lease> = std::iter::from_fn(|| lease(&pool, 12)).collect();
+        assert_eq!((others.len(), pool.used_in_windows()), (3, 13));
+        assert!(lease(&pool, 8).is_none() && lease(&pool, 4).is_some(), "one page is left");
+        assert!(first.grow(80), "it needs no further ones");
+        assert!(!{ others }[0].grow(20), "nothing is leased if one kind of pages is short");
+        drop(first);
+        pool.check();
+        assert_eq!((pool.used(), pool.used_in_windows()), (0, 0));
+    }
+
+    #[test]
+    fn a_prefix_is_shared_where_its_window_is_left() {
+        let pool = windowed(40);
+        let mut first = begin(&pool, &tokens(34)).expect("there are enough");
+        first.note_computed(34);
+        // Pages 5 to 8 of the sequence are left.
+        for (len, computed) in [(40, 34), (34, 33), (33, 32), (31, 30), (30, 29), (29, 28), (28, 0), (9, 0)] {
+            let second = begin(&pool, &tokens(len)).expect("there are enough");
+            assert_eq!(second.computed(), computed, "{len} tokens");
+            assert_eq!(second.copy().is_some(), second.window_copy().is_some());
+            let end = computed / 4;
+            let seen = (computed + 1).saturating_sub(6) / 4;
+            assert!(second.window()[seen..end] == first.window()[seen..end], "{len} tokens");
+        }
+        drop(first);
+        assert_eq!(begin(&pool, &tokens(33)).expect("there are enough").computed(), 32);
+        pool.check();
+        assert_eq!((pool.used(), pool.used_in_windows()), (0, 0));
+    }
+
     /// A page as the model of [`random_histories_of_sharing`] sees it.
     type Content = Vec<(u32, u32)>;
 
-    /// Random sequences over few tokens begin, grow, share and end. A model writes what each page holds, and
-    /// each sequence must find its own tokens, and the right ones before each, in its pages.
+    /// Random sequences over few tokens begin, grow, fork, share and end. A model writes what each page
+    /// holds, and each sequence must find its own tokens, and the right ones before each, in its pages, and
+    /// in those of windowed layers as far as they see.
     #[test]
     fn random_histories_of_sharing() {
         const SIZE: usize = 4;
-        for seed in 0..20 {
-            let (pool, mut dice) = (PagePool::new(24, SIZE), Dice::new(seed));
+        let (mut shared, mut short, mut coming, mut forked) = (0, 0, 0, 0);
+        for seed in 0..40 {
+            let window = (seed % 2 == 1).then_some(WINDOW);
+            let (pool, mut dice) = (PagePool::with_window(24, SIZE, window), Dice::new(seed));
             // Of each page: token and hash of all tokens up to it, by position.
-            let mut cache: Vec<Content> = vec![vec![(u32::MAX, 0); SIZE]; 24];
+            let empty: Vec<Content> = vec![vec![(u32::MAX, 0); SIZE]; 24];
+            let (mut cache, mut window_cache) = (empty.clone(), empty);
+            fn copy(lease: &mut Lease, cache: &mut [Content], window_cache: &mut [Content]) {
+                for (copy, cache) in [(lease.copy(), cache), (lease.window_copy(), window_cache)] {
+                    if let Some(PageCopy { from, to, .. }) = copy {
+                        cache[to as usize] = cache[from as usize].clone();
+                    }
+                }
+                lease.release_source();
+            }
             let mut running: Vec<(Lease, Vec<u32>, usize)> = Vec::new();
-            let (mut shared, mut short, mut coming) = (0, 0, 0);
             let fold = |tokens: &[u32]| tokens.iter().fold(1u32, |sum, t| sum.wrapping_mul(31) + t + 1);
             for _ in 0..1500 {
-                match dice.below(6) {
+                match dice.below(7) {
                     0 | 1 => {
                         let tokens: Vec<u32> =
                             (0..1 + dice.below(18)).map(|_| dice.below(2) as u32).collect();
                         match begin(&pool, &tokens) {
                             Ok(mut lease) => {
-                                if let Some(PageCopy { from, to }) = lease.copy() {
-                                    cache[to as usize] = cache[from as usize].clone();
-                                }
-                                lease.release_source();
+                                copy(&mut lease, &mut cache, &mut window_cache);
                                 let computed = lease.computed();
                                 shared += computed;
                                 running.push((lease, tokens, computed));
@@ -733,6 +788,18 @@ mod tests {
                         }
                     }
                     2 if !running.is_empty() => drop(running.swap_remove(dice.below(running.len()))),
+                    3 if !running.is_empty() => {
+                        let (lease, tokens, computed) = &running[dice.below(running.len())];
+                        if *computed < tokens.len() {
+                            continue;
+                        }
+                        let mut fork = lease.fork(*computed);
+                        if fork.grow(computed + 1) {
+                            copy(&mut fork, &mut cache, &mut window_cache);
+                            forked += 1;
+                            running.push((fork, [&**tokens, &[0]].concat(), *computed));
+                        }
+                    }
                     _ if !running.is_empty() => {
                         let at = dice.below(running.len());
                         let (lease, tokens, computed) = &mut running[at];
@@ -743,7 +810,12 @@ mod tests {
                         let end = tokens.len().min(*computed + 1 + dice.below(6));
                         for position in *computed..end {
                             let page = lease.own()[position / SIZE] as usize;
-                            cache[page][position % SIZE] = (tokens[position], fold(&tokens[..=position]));
+                            let content = (tokens[position], fold(&tokens[..=position]));
+                            cache[page][position % SIZE] = content;
+                            if window.is_some() {
+                                let page = lease.window()[position / SIZE] as usize;
+                                window_cache[page][position % SIZE] = content;
+                            }
                         }
                         *computed = end;
                         if dice.below(3) > 0 {
@@ -758,13 +830,18 @@ mod tests {
                         let page = lease.own()[position / SIZE] as usize;
                         let expected = (tokens[position], fold(&tokens[..=position]));
                         assert_eq!(cache[page][position % SIZE], expected, "seed {seed}");
+                        if window.is_some_and(|cache| position + cache.window > *computed) {
+                            let page = lease.window()[position / SIZE] as usize;
+                            assert_eq!(window_cache[page][position % SIZE], expected, "seed {seed}");
+                        }
                     }
                 }
             }
-            assert!(shared > 200 && short > 10 && coming > 10, "{shared} {short} {coming}");
             running.clear();
             pool.check();
-            assert_eq!((pool.used(), pool.available()), (0, 23));
+            assert_eq!((pool.used(), pool.available(), pool.used_in_windows()), (0, 23, 0));
         }
+        let counts = [shared, short, coming, forked];
+        assert!(counts.iter().zip([8000, 800, 400, 800]).all(|(count, least)| *count > least), "{counts:?}");
     }
 }

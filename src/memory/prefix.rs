@@ -156,6 +156,12 @@ impl PrefixIndex {
         common.filter(|(_, common)| *common > 0).max_by_key(|(_, common)| *common)
     }
 
+    /// Returns the page that holds most of the first tokens of a page of the chain, at positions below
+    /// `limit`, and how many.
+    pub(super) fn holder(&self, chain: &TokenChain, page: usize, limit: usize) -> Option<(Page, usize)> {
+        self.longest(chain.parent(page), chain.tokens_of(page, limit))
+    }
+
     /// Notes that `held` holds the tokens of a page of the chain, at positions below `end`. Does nothing if
     /// another page holds them.
     pub(super) fn insert(&mut self, chain: &TokenChain, page: usize, end: usize, held: Page) {

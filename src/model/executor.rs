@@ -7,15 +7,15 @@ use super::draft_model::{DraftModel, draft_limits, load_draft};
 use super::drafter::Drafter;
 use super::load;
 use super::load_target::{ByteCounter, LoadTarget};
-use super::schedule::{self, Caches, StepIo};
+use super::schedule::{self, Caches, LayerCache, StepIo};
 use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
 use super::spec::{AttentionSpec, ModelSpec};
 use super::weights::{Model, TensorRecord};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{
-    Backend, DeviceError, DeviceSizes, HandoffPorts, KvLayer, KvLayout, QuantType, StepBatch, StepLimits,
-    StepOutput, StepTimes,
+    Backend, DeviceError, DeviceSizes, HandoffPorts, KvLayer, KvLayout, KvTable, QuantType, StepBatch,
+    StepLimits, StepOutput, StepTimes,
 };
 
 /// Runs steps on one device; used by a device's actor. The backend's type does not appear above this trait.
@@ -71,6 +71,8 @@ pub struct KvCacheConfig {
     pub ty: QuantType,
     /// Number of pages, including the null page.
     pub pages: usize,
+    /// Number of pages of the layers that use the window table, with a null page; unused without such layers.
+    pub window_pages: usize,
 }
 
 /// A model on a device of type `B`.
@@ -83,7 +85,7 @@ pub struct ModelExecutor<B: Backend> {
 /// Everything that an executor allocates, apart from the backend's own buffers.
 struct Allocated<Buf> {
     model: Model<Buf>,
-    kv: Vec<KvLayer<Buf>>,
+    kv: Vec<LayerCache<Buf>>,
     /// The encoder's cache, whose contents last for one layer.
     scratch: Option<KvLayer<Buf>>,
     act: Activations<Buf>,
@@ -138,7 +140,9 @@ fn allocate<T: LoadTarget>(
     let spec = &model.spec;
     let weight_bytes = meter.since_last(target);
     let caches = alloc_caches(target, spec, kv, limits)?;
-    let draft_kv = draft.as_ref().map(|draft| alloc_caches(target, &draft.spec, kv, limits)).transpose();
+    let draft_limits = draft_source.map(|draft| draft_limits(draft, limits));
+    let of_draft = draft.as_ref().zip(draft_limits.as_ref());
+    let draft_kv = of_draft.map(|(draft, limits)| alloc_caches(target, &draft.spec, kv, limits)).transpose();
     let draft_kv = draft_kv.context("the draft model")?;
     let kv_bytes = meter.since_last(target);
     let scratch = scratch_layout(spec, limits).map(|layout| target.alloc_kv(layout)).transpose();
@@ -147,9 +151,8 @@ fn allocate<T: LoadTarget>(
         Activations::new(target, (spec, ranks), limits).context("allocating the activations")
     };
     let act = activations((spec, shard.rank_count()), limits)?;
-    let draft = match (draft_source, draft, draft_kv) {
-        (Some(source), Some(model), Some(kv)) => {
-            let limits = draft_limits(source, limits);
+    let draft = match (draft_limits, draft, draft_kv) {
+        (Some(limits), Some(model), Some(kv)) => {
             let act = activations((&model.spec, 1), &limits)?;
             Some(DraftModel::new(model, kv, act, limits))
         }
@@ -180,36 +183,76 @@ fn alloc_caches<T: LoadTarget>(
     spec: &ModelSpec,
     kv: KvCacheConfig,
     limits: &StepLimits,
-) -> Result<Vec<KvLayer<T::Buf>>> {
-    let layouts = kv_layouts(spec, kv, limits.page_positions);
-    let caches = layouts.map(|layout| target.alloc_kv(layout)).collect::<Result<_, _>>();
-    caches.context("allocating the KV cache")
+) -> Result<Vec<LayerCache<T::Buf>>> {
+    let layouts = kv_layouts(spec, kv, limits);
+    let alloc = |(table, layout)| target.alloc_kv(layout).map(|kv| LayerCache { table, kv });
+    layouts.map(alloc).collect::<Result<_, _>>().context("allocating the KV cache")
 }
 
-/// Returns the size of one page on the device with a shard, in bytes: in its layers, and in those of the
-/// draft model if it has that; `None` on overflow. Fails if the model cannot be split like that.
+/// The sizes of one page in bytes, summed over layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PageBytes {
+    /// Sum over the layers that use the own table.
+    pub own: usize,
+    /// Sum over the layers that use the window table.
+    pub window: usize,
+}
+
+impl PageBytes {
+    /// Sizes too large to represent.
+    pub const MAX: PageBytes = PageBytes { own: usize::MAX, window: usize::MAX };
+
+    /// Adds sizes; `None` on overflow.
+    pub fn checked_add(self, other: PageBytes) -> Option<PageBytes> {
+        let (own, window) = (self.own.checked_add(other.own)?, self.window.checked_add(other.window)?);
+        Some(PageBytes { own, window })
+    }
+
+    /// Returns the bytes of so many pages of each table, or the largest number on overflow.
+    pub fn of(self, own: usize, window: usize) -> usize {
+        self.own.saturating_mul(own).saturating_add(self.window.saturating_mul(window))
+    }
+}
+
+/// Returns the sizes of a page on the device with a shard: in its layers, and in those of the draft model if
+/// it has that; `None` on overflow. Fails if the model cannot be split like that.
 pub fn shard_page_bytes(
     source: &ModelSource,
     shard: &Shard,
     ty: QuantType,
-    page_positions: usize,
-) -> Result<Option<usize>> {
-    let page = page_bytes(&source.shard_spec(shard)?, ty, page_positions);
-    let draft = draft_of(source, shard).map_or(Some(0), |draft| page_bytes(&draft.spec, ty, page_positions));
+    limits: &StepLimits,
+) -> Result<Option<PageBytes>> {
+    let page = page_bytes(&source.shard_spec(shard)?, ty, limits);
+    let draft = draft_of(source, shard).map_or(Some(PageBytes::default()), |draft| {
+        page_bytes(&draft.spec, ty, &draft_limits(draft, limits))
+    });
     Ok(page.zip(draft).and_then(|(page, draft)| page.checked_add(draft)))
 }
 
-/// Returns the size of one page in all layers of a model, or of one rank's part, in bytes; `None` on
-/// overflow.
-pub fn page_bytes(spec: &ModelSpec, ty: QuantType, page_positions: usize) -> Option<usize> {
-    let mut layouts = kv_layouts(spec, KvCacheConfig { ty, pages: 1 }, page_positions);
-    layouts.try_fold(0usize, |bytes, layout| bytes.checked_add(layout.page_bytes()?))
+/// Returns the sizes of a page in the layers of a model, or of one rank's part; `None` on overflow.
+pub fn page_bytes(spec: &ModelSpec, ty: QuantType, limits: &StepLimits) -> Option<PageBytes> {
+    let mut layouts = kv_layouts(spec, KvCacheConfig { ty, pages: 1, window_pages: 1 }, limits);
+    layouts.try_fold(PageBytes::default(), |sum, (table, layout)| {
+        let bytes = layout.page_bytes()?;
+        sum.checked_add(match table {
+            KvTable::Window => PageBytes { own: 0, window: bytes },
+            _ => PageBytes { own: bytes, window: 0 },
+        })
+    })
 }
 
-/// Returns the cache layouts of the decoder's layers.
-fn kv_layouts(spec: &ModelSpec, kv: KvCacheConfig, page_positions: usize) -> impl Iterator<Item = KvLayout> {
-    let layers = spec.cached_layers().iter();
-    layers.map(move |layer| kv_layout(&layer.attention, kv, page_positions))
+/// Returns the page table and the cache layout of each of the decoder's layers.
+fn kv_layouts(
+    spec: &ModelSpec,
+    kv: KvCacheConfig,
+    limits: &StepLimits,
+) -> impl Iterator<Item = (KvTable, KvLayout)> {
+    let (layers, limits) = (spec.cached_layers().iter(), *limits);
+    layers.map(move |layer| {
+        let table = limits.table_of(layer.attention.mask);
+        let pages = if table == KvTable::Window { kv.window_pages } else { kv.pages };
+        (table, kv_layout(&layer.attention, KvCacheConfig { pages, ..kv }, limits.page_positions))
+    })
 }
 
 /// Returns the layout of the cache that an encoder's layers share one after another. It is F32, because its
@@ -219,6 +262,7 @@ fn scratch_layout(spec: &ModelSpec, limits: &StepLimits) -> Option<KvLayout> {
     let kv = KvCacheConfig {
         ty: QuantType::F32,
         pages: limits.scratch_positions().div_ceil(limits.page_positions),
+        window_pages: 0,
     };
     Some(kv_layout(&layers.first()?.attention, kv, limits.page_positions))
 }
@@ -278,8 +322,8 @@ mod tests {
     use crate::model::{ModelRef, ModelSource};
     use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
     use mainstem_kernels::{
-        ActivationPrecision, Fraction, HostBuf, KvTable, PackedLayout, SamplingParams, Span, SpanModel,
-        SpanOutput, SpanStack, SpanTable, SpanTokens, TableUpdate, Weight,
+        ActivationPrecision, Fraction, HostBuf, PackedLayout, SamplingParams, Span, SpanModel, SpanOutput,
+        SpanStack, SpanTable, SpanTokens, TableUpdate, Weight,
     };
     use std::any::Any;
     use std::path::Path;
@@ -390,7 +434,7 @@ mod tests {
     fn executor(source: &ModelSource) -> ModelExecutor<CpuBackend> {
         let config =
             CpuConfig { threads: 1, isa: Isa::Auto, activation_precision: ActivationPrecision::Int8 };
-        let kv = KvCacheConfig { ty: QuantType::F16, pages: 5 };
+        let kv = KvCacheConfig { ty: QuantType::F16, pages: 5, window_pages: 0 };
         let limits = StepLimits {
             slots: 2,
             rows: 32,
@@ -398,6 +442,7 @@ mod tests {
             positions: if source.spec.decoder.is_some() { 32 } else { 0 },
             encoder_positions: if source.spec.encoder.is_some() { 32 } else { 0 },
             page_positions: 32,
+            window: None,
             top_logprobs: 0,
             vocab: source.spec.vocab,
             hidden: source.spec.hidden,

@@ -213,6 +213,7 @@ mod tests {
         positions: 64,
         encoder_positions: 0,
         page_positions: 32,
+        window: None,
         top_logprobs: 2,
         vocab: 100,
         hidden: 0,

@@ -13,10 +13,17 @@ use mainstem_kernels::{
 };
 use std::time::Instant;
 
+/// The KV cache of a decoder layer.
+pub struct LayerCache<Buf> {
+    /// The page table of the layer.
+    pub table: KvTable,
+    pub kv: KvLayer<Buf>,
+}
+
 /// The KV caches of the layers.
 pub struct Caches<'a, Buf> {
     /// The caches of the decoder's layers.
-    pub decoder: &'a mut [KvLayer<Buf>],
+    pub decoder: &'a mut [LayerCache<Buf>],
     /// The encoder's cache, one for all layers.
     pub scratch: Option<&'a mut KvLayer<Buf>>,
 }
@@ -52,9 +59,7 @@ pub fn run_step<B: Backend>(
 ) -> Result<(), DeviceError> {
     check_tokens(traffic.batch, model.spec.vocab);
     b.begin_step(traffic.batch);
-    for cache in caches.decoder.iter_mut() {
-        b.copy_pages(&traffic.batch.page_copies, cache);
-    }
+    copy_pages(b, traffic.batch, caches.decoder);
     match &mut drafter {
         Some(drafter) => draft(b, &mut **drafter, &mut traffic)?,
         None => assert!(!traffic.batch.has_drafted_tokens(), "drafts without a drafter; this is a bug"),
@@ -75,6 +80,13 @@ pub fn run_step<B: Backend>(
         synchronize_ranks(b, act);
     }
     Ok(())
+}
+
+/// Copies the pages that a batch wants copied, in every layer.
+pub fn copy_pages<B: Backend>(b: &mut B, batch: &StepBatch, caches: &mut [LayerCache<B::Buf>]) {
+    for LayerCache { table, kv } in caches {
+        b.copy_pages(*table, &batch.page_copies, kv);
+    }
 }
 
 /// Makes the drafts of a step, and then maps its rows, which may have drafts among them.
@@ -100,7 +112,7 @@ fn draft<B: Backend>(
 pub fn run_decoder<B: Backend>(
     b: &mut B,
     model: &mut Model<B::Buf>,
-    caches: &mut [KvLayer<B::Buf>],
+    caches: &mut [LayerCache<B::Buf>],
     act: &mut Activations<B::Buf>,
     mut traffic: StepIo,
 ) -> Result<(), DeviceError> {
@@ -170,7 +182,7 @@ fn encode<B: Backend>(
 fn decode<B: Backend>(
     b: &mut B,
     model: &mut Model<B::Buf>,
-    caches: &mut [KvLayer<B::Buf>],
+    caches: &mut [LayerCache<B::Buf>],
     rows: StackRows,
     act: &mut Activations<B::Buf>,
     drafter: Option<&mut dyn Drafter<B>>,
@@ -185,11 +197,12 @@ fn decode<B: Backend>(
         with_layer(b, stack, index, |b, stack, block| {
             if rows.encoder > 0 {
                 b.select_stack(SpanStack::Encoder);
-                store_cross_kv(b, block, cache, rows.encoder, act);
+                store_cross_kv(b, block, &mut cache.kv, rows.encoder, act);
                 b.select_stack(SpanStack::Decoder);
             }
             if rows.decoder > 0 {
-                run_layer(b, stack, (layer, block), (KvTable::Own, cache), rows.decoder, act);
+                let LayerCache { table, kv } = cache;
+                run_layer(b, stack, (layer, block), (*table, kv), rows.decoder, act);
             }
         })?;
     }

@@ -47,7 +47,8 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 const SLOTS: u32 = 4;
-const KV: KvCacheConfig = KvCacheConfig { ty: QuantType::F16, pages: 1 + SLOTS as usize * 4 };
+const KV: KvCacheConfig =
+    KvCacheConfig { ty: QuantType::F16, pages: 1 + SLOTS as usize * 4, window_pages: 0 };
 
 fn span(slot: u32, start: u32, tokens: SpanTokens, table: SpanTable, want: SpanOutput) -> Span {
     let (model, stack) = (SpanModel::Target, SpanStack::Decoder);
@@ -106,6 +107,7 @@ fn limits(source: &ModelSource) -> StepLimits {
         positions: 128,
         encoder_positions: 0,
         page_positions: 32,
+        window: None,
         top_logprobs: 5,
         vocab: source.spec.vocab,
         hidden: 0,
@@ -147,7 +149,7 @@ fn what_is_allocated_is_what_the_formulas_say() {
 
 fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource, kv: KvCacheConfig) {
     let limits = limits(source);
-    let page = page_bytes(&source.spec, kv.ty, limits.page_positions).expect("a page is small");
+    let page = page_bytes(&source.spec, kv.ty, &limits).expect("a page is small");
     let (report, all) = report_of(backend(), source, kv);
     // Matrices as stored, vectors in F32, and a cosine and a sine for each pair of a head.
     let tensors = report.tensors.iter().map(|tensor| match tensor.shape.as_slice() {
@@ -156,7 +158,7 @@ fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource
     });
     let rope = limits.positions * source.spec.last_stack().ropes[0].dims * size_of::<f32>();
     assert_eq!(report.weight_bytes, tensors.sum::<usize>() + rope, "{what}: weights");
-    assert_eq!(report.kv_bytes, page * kv.pages, "{what}: cache");
+    assert_eq!(report.kv_bytes, page.of(kv.pages, kv.window_pages), "{what}: cache");
     let parts = report.weight_bytes + report.kv_bytes + report.activation_bytes + report.step_bytes;
     assert_eq!(parts, all, "{what}: all of it");
     let forecast = estimate_report(backend().sizes(), source, &Shard::whole(&source.spec), kv, limits)
@@ -451,7 +453,7 @@ fn draft_steps(limits: &StepLimits) -> [StepBatch; 2] {
     }
     second.logit_biases.extend((0..8).map(|id| (id * 30, 1.0)));
     second.draft_logits = true;
-    second.page_copies.push(PageCopy { from: 1, to: 1 + SLOTS * 4 - 1 });
+    second.page_copies.push(PageCopy { table: KvTable::Own, from: 1, to: 1 + SLOTS * 4 - 1 });
     second.tokens.extend(3..13);
     let generated = |at, len| SpanTokens::Generated { at, len };
     let drafts =

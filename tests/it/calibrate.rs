@@ -37,6 +37,7 @@ fn read(device: impl Backend, source: &ModelSource, tokens: &[u32], want: SpanOu
         positions: ROWS,
         encoder_positions: 0,
         page_positions: ROWS,
+        window: None,
         top_logprobs: 0,
         vocab: source.spec.vocab,
         hidden: source.spec.hidden,
@@ -44,7 +45,7 @@ fn read(device: impl Backend, source: &ModelSource, tokens: &[u32], want: SpanOu
         draft_logits: false,
         attended_fraction: Fraction::ONE,
     };
-    let kv = KvCacheConfig { ty: QuantType::F32, pages: 2 };
+    let kv = KvCacheConfig { ty: QuantType::F32, pages: 2, window_pages: 0 };
     let whole = Shard::whole(&source.spec);
     let mut model = ModelExecutor::new(device, source, &whole, kv, limits).expect("there is room");
     let (mut batch, mut out) = (StepBatch::default(), StepOutput::default());

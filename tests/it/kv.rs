@@ -55,6 +55,7 @@ fn demo(texts: usize, ty: QuantType, attended: Fraction) -> impl Executor {
         positions: POSITIONS,
         encoder_positions: 0,
         page_positions: PAGE_POSITIONS,
+        window: None,
         top_logprobs: 0,
         vocab: source.spec.vocab,
         hidden: 0,
@@ -67,7 +68,7 @@ fn demo(texts: usize, ty: QuantType, attended: Fraction) -> impl Executor {
         isa: Isa::Auto,
         activation_precision: ActivationPrecision::F32,
     });
-    let kv = KvCacheConfig { ty, pages: 1 + texts * (POSITIONS / PAGE_POSITIONS) };
+    let kv = KvCacheConfig { ty, pages: 1 + texts * (POSITIONS / PAGE_POSITIONS), window_pages: 0 };
     let (cpu, whole) = (cpu.expect("there is a CPU"), Shard::whole(&source.spec));
     ModelExecutor::new(cpu, &source, &whole, kv, limits).expect("there is room")
 }

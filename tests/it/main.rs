@@ -47,3 +47,4 @@ mod scheduling;
 mod security;
 mod streams;
 mod weights;
+mod windows;

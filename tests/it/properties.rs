@@ -62,6 +62,7 @@ impl Rig {
             positions: POSITIONS,
             encoder_positions: 0,
             page_positions,
+            window: None,
             top_logprobs: 0,
             vocab: source.spec.vocab,
             hidden: 0,
@@ -69,7 +70,8 @@ impl Rig {
             draft_logits: false,
             attended_fraction: Fraction::ONE,
         };
-        let kv = KvCacheConfig { ty, pages: 1 + SLOTS as usize * (POSITIONS / page_positions) };
+        let kv =
+            KvCacheConfig { ty, pages: 1 + SLOTS as usize * (POSITIONS / page_positions), window_pages: 0 };
         let cpu = |isa| match CpuBackend::new(CpuConfig {
             threads,
             isa,

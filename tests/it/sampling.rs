@@ -37,6 +37,7 @@ impl Definition {
             positions: POSITIONS,
             encoder_positions: 0,
             page_positions: POSITIONS,
+            window: None,
             top_logprobs: 0,
             vocab: source.spec.vocab,
             hidden: 0,
@@ -44,7 +45,7 @@ impl Definition {
             draft_logits: false,
             attended_fraction: Fraction::ONE,
         };
-        let kv = KvCacheConfig { ty: QuantType::F32, pages: 2 };
+        let kv = KvCacheConfig { ty: QuantType::F32, pages: 2, window_pages: 0 };
         let whole = Shard::whole(&source.spec);
         let executor = ModelExecutor::new(Reference::new(), &source, &whole, kv, limits);
         Definition { executor: executor.expect("the fixture loads") }

@@ -1,15 +1,18 @@
 //! Sizes the KV cache: the number of pages, by the free memory of the devices.
 //!
 //! Devices of one machine share its memory, so their needs are summed up.
+//! Layers that see a window of a sequence have pages of their own, unless a sequence would need as many as in
+//! other layers: a running sequence holds no more of them than a step sees.
 //! Invariant: a sequence's pages have the same numbers on every device.
 
 use crate::actors::group::link::Capacity;
 use crate::actors::group::stage_buffer_bytes;
 use crate::config::{Config, DeviceKind, DeviceName, KvSize};
-use crate::model::executor::{ExecutorReport, KvCacheConfig, shard_page_bytes};
+use crate::model::executor::{ExecutorReport, KvCacheConfig, PageBytes, shard_page_bytes};
+use crate::model::spec::ModelSpec;
 use crate::model::{ModelSource, Partition, Shard};
 use anyhow::{Context, Result, ensure};
-use mainstem_kernels::{ActivationType, StepLimits};
+use mainstem_kernels::{ActivationType, Mask, StepLimits};
 
 /// Predicts the allocations of a configured device with a part of the model.
 pub type DeviceEstimate<'a> =
@@ -23,40 +26,101 @@ pub struct DeviceProperties<'a> {
     pub estimate: &'a DeviceEstimate<'a>,
 }
 
-/// Returns the number of pages of the KV cache, including the null page, given the memory that `lanes` lanes
-/// need otherwise. An encoder-only model caches nothing: it has only the null page.
+/// The size of the KV cache.
+pub(super) struct KvPlan {
+    pub(super) cache: KvCacheConfig,
+    /// Bytes of one page on all devices together.
+    pub(super) page: PageBytes,
+}
+
+/// Returns the largest window of the layers that get pages of their own, because a sequence needs fewer of
+/// these; `None` without such layers.
+pub(super) fn windowed_layers(spec: &ModelSpec, limits: &StepLimits) -> Option<usize> {
+    // Encoder positions are in the pages of all layers.
+    let layers = spec.cached_layers().iter().filter(|_| spec.encoder.is_none());
+    let windows = layers.filter_map(|layer| match layer.attention.mask {
+        Mask::Causal { window } => window,
+        Mask::Bidirectional { .. } => None,
+    });
+    windows.filter(|window| limits.pages_of_window(*window) < limits.table_len()).max()
+}
+
+/// Returns the size of the KV cache, given the memory that `lanes` lanes need otherwise. An encoder-only
+/// model caches nothing: it has only the null page.
 pub(super) fn kv_plan(
     config: &Config,
     limits: &StepLimits,
     lanes: usize,
     source: &ModelSource,
     (partition, devices): (&Partition, DeviceProperties),
-) -> Result<KvCacheConfig> {
+) -> Result<KvPlan> {
     let kv = &config.kv;
     if source.spec.decoder.is_none() {
-        return Ok(KvCacheConfig { ty: kv.ty, pages: 1 });
+        let cache = KvCacheConfig { ty: kv.ty, pages: 1, window_pages: 0 };
+        return Ok(KvPlan { cache, page: PageBytes::default() });
     }
     let pools = memory_pools(config, limits, lanes, source, (partition, devices))?;
-    // Bytes of one page on all devices together.
-    let page = pools.iter().map(|pool| pool.page_bytes).fold(0, usize::saturating_add).max(1);
-    let whole = limits.slots * (limits.table_len() + limits.cross_table_len());
+    let sum = |sum: PageBytes, pool: &MemoryPool| sum.checked_add(pool.page).unwrap_or(PageBytes::MAX);
+    let page = pools.iter().fold(PageBytes::default(), sum);
+    let demand = SlotDemand::new(limits);
+    let (whole, page_bytes) = (demand.whole, page.of(1, 1).max(1));
     let minimum = 1 + min_encoder_pages(limits);
     let pages = match kv.size {
         KvSize::Tokens(tokens) => tokens.div_ceil(kv.page_size),
-        KvSize::Bytes(bytes) => (bytes / page as u64) as usize,
-        KvSize::Auto => pools.iter().map(MemoryPool::spare_pages).fold(whole, usize::min).max(minimum),
+        KvSize::Bytes(bytes) => demand.pages_in(usize::try_from(bytes).unwrap_or(usize::MAX), page),
+        KvSize::Auto => {
+            pools.iter().map(|pool| pool.spare_pages(&demand)).fold(whole, usize::min).max(minimum)
+        }
     };
     // More pages than all slots can use would waste memory.
     let pages = pages.min(whole);
-    pools.iter().try_for_each(|pool| pool.check(pages, kv.size))?;
-    ensure!(pages > 0, "kv.size is less than one page of {page} bytes");
+    pools.iter().try_for_each(|pool| pool.check(page_counts(&demand, pages), kv.size))?;
+    ensure!(pages > 0, "kv.size is less than one page of {page_bytes} bytes");
     ensure!(
         pages >= minimum,
-        "kv.size is one page of {page} bytes, but a sequence needs at least {minimum}: for its own and its \
-         encoder positions"
+        "kv.size is one page of {page_bytes} bytes, but a sequence needs at least {minimum}: for its own and \
+         its encoder positions"
     );
     ensure!(pages < u32::MAX as usize, "kv.size is {pages} pages, more than page numbers can represent");
-    Ok(KvCacheConfig { ty: kv.ty, pages: pages + 1 })
+    let (mut pages, window) = page_counts(&demand, pages);
+    // If all layers are windowed, other pages take no memory, and need not be short.
+    if page.own == 0 && window == demand.in_windows {
+        pages = whole;
+    }
+    let cache = KvCacheConfig { ty: kv.ty, pages: pages + 1, window_pages: window + 1 };
+    Ok(KvPlan { cache, page })
+}
+
+/// The numbers of pages that the slots can use.
+struct SlotDemand {
+    /// Of all slots, in layers that see whole sequences.
+    whole: usize,
+    /// Of all slots, in windowed layers. A sequence that begins with shared pages holds these beside its own.
+    in_windows: usize,
+}
+
+impl SlotDemand {
+    fn new(limits: &StepLimits) -> SlotDemand {
+        let in_window = limits.window.map_or(0, |window| limits.pages_of_window(window));
+        SlotDemand {
+            whole: limits.slots * (limits.table_len() + limits.cross_table_len()),
+            in_windows: limits.slots.max(2) * in_window,
+        }
+    }
+
+    /// Returns how many pages fit into `bytes`, with as many of windowed layers as they need.
+    fn pages_in(&self, bytes: usize, page: PageBytes) -> usize {
+        let both = bytes.checked_div(page.of(1, 1)).unwrap_or(usize::MAX);
+        match both < self.in_windows {
+            true => both,
+            false => (bytes - page.of(0, self.in_windows)).checked_div(page.own).unwrap_or(usize::MAX),
+        }
+    }
+}
+
+/// Returns the numbers of pages of both kinds of layers for `pages` pages of a cache.
+fn page_counts(demand: &SlotDemand, pages: usize) -> (usize, usize) {
+    (pages, pages.min(demand.in_windows))
 }
 
 /// Returns the minimum number of pages for a sequence's encoder positions.
@@ -70,7 +134,7 @@ struct MemoryPool {
     /// Available bytes; `usize::MAX` if the devices need no memory.
     free: usize,
     /// Bytes of one page on all of the devices.
-    page_bytes: usize,
+    page: PageBytes,
     /// Bytes of weights, activations, and buffers for communication.
     reserved: usize,
 }
@@ -98,7 +162,7 @@ fn memory_pools(
     source: &ModelSource,
     (partition, properties): (&Partition, DeviceProperties),
 ) -> Result<Vec<MemoryPool>> {
-    let pool = |free| MemoryPool { devices: Vec::new(), free, page_bytes: 0, reserved: 0 };
+    let pool = |free| MemoryPool { devices: Vec::new(), free, page: PageBytes::default(), reserved: 0 };
     let (mut machine, mut nowhere) = (pool(available_memory()), pool(usize::MAX));
     let row_bytes = source.spec.hidden * properties.activation_type.size();
     let between = stage_exchange_bytes(limits, lanes, row_bytes, partition);
@@ -110,12 +174,12 @@ fn memory_pools(
                 DeviceKind::Cpu | DeviceKind::Reference => &mut machine,
                 DeviceKind::Fake { .. } => &mut nowhere,
             };
-            let page = shard_page_bytes(source, &shard, config.kv.ty, limits.page_positions)?;
+            let page = shard_page_bytes(source, &shard, config.kv.ty, limits)?;
             let page = page.with_context(|| {
                 format!("kv.page_size: a page of {} tokens is too large", config.kv.page_size)
             })?;
             pool.add_device(device, page);
-            let kv = KvCacheConfig { ty: config.kv.ty, pages: 1 };
+            let kv = KvCacheConfig { ty: config.kv.ty, pages: 1, window_pages: 0 };
             let needed = (properties.estimate)(device, &shard, kv, *limits)?;
             pool.reserved = pool.reserved.saturating_add(needed.total_bytes() - needed.kv_bytes);
         }
@@ -125,9 +189,9 @@ fn memory_pools(
 
 impl MemoryPool {
     /// Adds a device with `page` bytes per page.
-    fn add_device(&mut self, device: &DeviceName, page: usize) {
+    fn add_device(&mut self, device: &DeviceName, page: PageBytes) {
         self.devices.push(device.to_string());
-        self.page_bytes = self.page_bytes.saturating_add(page);
+        self.page = self.page.checked_add(page).unwrap_or(PageBytes::MAX);
     }
 
     /// Returns the bytes that are left beside weights and buffers.
@@ -137,14 +201,14 @@ impl MemoryPool {
 
     /// Returns the number of pages in half of the remaining memory; the other half is left to other processes
     /// and to the file cache.
-    fn spare_pages(&self) -> usize {
-        (self.remaining() / 2).checked_div(self.page_bytes).unwrap_or(usize::MAX)
+    fn spare_pages(&self, demand: &SlotDemand) -> usize {
+        demand.pages_in(self.remaining() / 2, self.page)
     }
 
-    /// Checks that `pages` pages fit into the memory.
-    fn check(&self, pages: usize, size: KvSize) -> Result<()> {
+    /// Checks that so many pages of both kinds of layers fit into the memory.
+    fn check(&self, (pages, window_pages): (usize, usize), size: KvSize) -> Result<()> {
         let (wanted, taken, devices) =
-            (pages.saturating_mul(self.page_bytes), self.reserved, self.devices.join(", "));
+            (self.page.of(pages, window_pages), self.reserved, self.devices.join(", "));
         match size {
             // Only the minimum is checked; whether the weights fit is not checked here.
             KvSize::Auto => ensure!(
@@ -232,11 +296,13 @@ mod tests {
     #[test]
     fn devices_share_a_memory_and_are_named_in_errors() {
         let devices = ["cpu:0", "cpu:1"].map(str::to_owned).to_vec();
-        let pool = MemoryPool { devices, free: 100, page_bytes: 8, reserved: 20 };
+        let page = PageBytes { own: 8, window: 0 };
+        let demand = SlotDemand { whole: 99, in_windows: 0 };
+        let pool = MemoryPool { devices, free: 100, page, reserved: 20 };
         // Half of the 80 remaining bytes.
-        assert_eq!(pool.spare_pages(), 5);
-        assert!(pool.check(10, KvSize::Tokens(320)).is_ok());
-        let error = pool.check(11, KvSize::Bytes(88)).unwrap_err().to_string();
+        assert_eq!(pool.spare_pages(&demand), 5);
+        assert!(pool.check((10, 0), KvSize::Tokens(320)).is_ok());
+        let error = pool.check((11, 0), KvSize::Bytes(88)).unwrap_err().to_string();
         assert_eq!(
             error,
             "kv.size needs 88 bytes on cpu:0, cpu:1, but only 80 are available there beside 20 for weights \
@@ -244,10 +310,24 @@ mod tests {
         );
         // Without a configured size only the minimum is checked, and weights that do not fit are another
         // matter.
-        assert!(pool.check(11, KvSize::Auto).is_ok() && pool.check(13, KvSize::Auto).is_err());
-        assert_eq!(MemoryPool { reserved: 200, ..pool }.spare_pages(), 0);
-        let nothing = MemoryPool { devices: Vec::new(), free: usize::MAX, page_bytes: 0, reserved: 0 };
-        assert_eq!(nothing.spare_pages(), usize::MAX, "pages of zero bytes are unlimited");
+        assert!(pool.check((11, 0), KvSize::Auto).is_ok() && pool.check((13, 0), KvSize::Auto).is_err());
+        assert_eq!(MemoryPool { reserved: 200, ..pool }.spare_pages(&demand), 0);
+        let nothing =
+            MemoryPool { devices: Vec::new(), free: usize::MAX, page: PageBytes::default(), reserved: 0 };
+        assert_eq!(nothing.spare_pages(&demand), usize::MAX, "pages of zero bytes are unlimited");
+    }
+
+    #[test]
+    fn windowed_layers_take_no_more_pages_than_the_slots_can_use() {
+        let demand = SlotDemand { whole: 400, in_windows: 12 };
+        let (mixed, all_windowed) = (PageBytes { own: 10, window: 5 }, PageBytes { own: 0, window: 5 });
+        for (bytes, pages) in [(0, 0), (29, 1), (30, 2), (180, 12), (189, 12), (190, 13), (1060, 100)] {
+            assert_eq!(demand.pages_in(bytes, mixed), pages, "{bytes} bytes");
+            let (own, window) = page_counts(&demand, pages);
+            assert!(mixed.of(own, window) <= bytes, "{bytes} bytes");
+        }
+        assert_eq!(demand.pages_in(59, all_windowed), 11);
+        assert_eq!(demand.pages_in(65, all_windowed), usize::MAX);
     }
 
     const MEMINFO: (&str, &str) = (

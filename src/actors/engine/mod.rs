@@ -24,8 +24,8 @@ use super::stream::IntakeHandle;
 use crate::config::{Config, KvConfig, LaneCount, Policy, SamplingDefaultsSource, SchedulerConfig};
 use crate::decoding::{HostPool, HostWork};
 use crate::formats::ChatTemplateSource;
-use crate::memory::PagePool;
-use crate::model::executor::KvCacheConfig;
+use crate::memory::{PagePool, WindowCache};
+use crate::model::executor::{KvCacheConfig, PageBytes};
 use crate::model::spec::Kind;
 use crate::model::{ModelSource, Partition};
 use crate::planner::{DeviceAssignment, model_source};
@@ -59,6 +59,8 @@ pub struct EngineSetup {
     /// Maximum time of the devices for a step; `None` for no limit.
     pub step_timeout: Option<Duration>,
     pub kv: KvCacheConfig,
+    /// Bytes of one page of the cache on all devices together.
+    pub page: PageBytes,
     /// The rules by which sequences share pages.
     pub prefix_rules: PrefixRules,
     pub model: ModelInfo,
@@ -155,9 +157,9 @@ impl EngineSetup {
         let context = context_length(&config.kv, spec.context)?;
         let mut limits = step_limits(config, source, context);
         let lanes = lane_count(&scheduler, partition.stages.len());
-        let kv = memory::kv_plan(config, &limits, lanes, source, (&partition, devices))?;
+        let plan = memory::kv_plan(config, &limits, lanes, source, (&partition, devices))?;
         // No sequence is longer than the pool allows, so page tables need no more entries.
-        let own_pages = (kv.pages - 1).saturating_sub(memory::min_encoder_pages(&limits));
+        let own_pages = (plan.cache.pages - 1).saturating_sub(memory::min_encoder_pages(&limits));
         limits.positions = limits.positions.min(own_pages * limits.page_positions);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let name = match config.model.served_name.is_empty() {
@@ -193,7 +195,6 @@ impl EngineSetup {
             created,
         };
         let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
-        let assignments = model_source::assignments(source, &partition);
         Ok(EngineSetup {
             scheduler,
             limits,
@@ -201,10 +202,11 @@ impl EngineSetup {
             row_bytes: spec.hidden * devices.activation_type.size(),
             lanes,
             step_timeout: config.device.step_timeout,
-            kv,
+            kv: plan.cache,
+            page: plan.page,
             model,
+            assignments: model_source::assignments(source, &partition),
             partition,
-            assignments,
             unsupported_keys,
             embedding_warning,
         })
@@ -317,9 +319,15 @@ fn start_control(
 ) -> Actors {
     let SchedulerConfig { slots, max_waiting, token_budget, policy, shuffle, run_ahead, .. } =
         setup.scheduler;
-    let (limits, lanes, pages) = (setup.limits, setup.lanes, setup.kv.pages);
+    let (limits, lanes, kv) = (setup.limits, setup.lanes, setup.kv);
     let thread = control.handle();
-    let (pool, prefix_rules) = (PagePool::new(pages, limits.page_positions), setup.prefix_rules.clone());
+    let window = limits.window.map(|window| WindowCache {
+        pages: kv.window_pages,
+        window,
+        step_pages: limits.pages_of_window(window),
+    });
+    let pool = PagePool::with_window(kv.pages, limits.page_positions, window);
+    let prefix_rules = setup.prefix_rules.clone();
     let generated_mark = prefix_rules.generated_mark();
     let prefill = {
         let pool = pool.clone();
@@ -357,7 +365,7 @@ fn start_control(
         vocab: limits.vocab,
         eos: setup.model.eos.len(),
         top_logprobs: TOP_LOGPROBS,
-        pages: pages - 1,
+        pages: setup.kv.pages - 1,
         page_positions: limits.page_positions,
         kind: setup.model.kind,
         has_head: setup.model.has_head,
@@ -394,7 +402,7 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize) -> StepLim
     let spec = &source.spec;
     let SchedulerConfig { slots, token_budget, .. } = config.scheduler;
     let encoder_positions = spec.encoder_context().min(config.kv.max_context.unwrap_or(usize::MAX));
-    StepLimits {
+    let limits = StepLimits {
         slots,
         // Prompt tokens of one step, or one longer encoder input, beside a window that may be full of
         // decoding slots and holes.
@@ -403,6 +411,7 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize) -> StepLim
         positions: if spec.decoder.is_some() { context } else { 0 },
         encoder_positions,
         page_positions: config.kv.page_size,
+        window: None,
         top_logprobs: BEAM_CANDIDATES.max(TOP_LOGPROBS),
         vocab: spec.vocab,
         hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
@@ -410,7 +419,8 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize) -> StepLim
         // Every request may choose the rule that needs them.
         draft_logits: source.draft.is_some(),
         attended_fraction: config.kv.sparse_attention,
-    }
+    };
+    StepLimits { window: memory::windowed_layers(spec, &limits), ..limits }
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use std::fmt::Write;
 
 /// Returns the report of all sizes, one per line. `built` are the reports of the devices, by stage and rank.
 pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> String {
-    let EngineSetup { scheduler, limits, kv, model, .. } = setup;
+    let EngineSetup { scheduler, limits, model, .. } = setup;
     let sum = |of: fn(&ExecutorReport) -> usize| mib(built.iter().flatten().map(of).sum());
     let shuffle = if scheduler.shuffle { "on" } else { "off" };
     let mut lines = vec![format!(
@@ -32,15 +32,7 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
             sum(|it| it.weight_bytes),
             built.iter().flatten().map(|it| it.tensors.len()).sum::<usize>()
         ),
-        format!(
-            "kv cache     {:.1} MiB: {} pages of {} tokens, {}, {} bytes per token{}",
-            sum(|it| it.kv_bytes),
-            kv.pages - 1,
-            limits.page_positions,
-            kv.ty,
-            built.iter().flatten().map(|it| it.kv_bytes).sum::<usize>() / (kv.pages * limits.page_positions),
-            attention_note(limits)
-        ),
+        cache_line(setup, built.iter().flatten().map(|it| it.kv_bytes).sum()),
         format!("activations  {:.1} MiB for {} rows per step", sum(|it| it.activation_bytes), limits.rows),
         format!("step buffers {:.1} MiB", sum(|it| it.step_bytes)),
     ]);
@@ -72,6 +64,37 @@ fn exchange_line(setup: &EngineSetup) -> Option<String> {
     let EngineSetup { limits, lanes, row_bytes, partition, .. } = setup;
     let bytes: usize = stage_exchange_bytes(limits, *lanes, *row_bytes, partition).sum();
     (bytes > 0).then(|| format!("exchanges    {:.1} MiB between devices", mib(bytes)))
+}
+
+/// Returns the line about the KV cache of `bytes` bytes.
+fn cache_line(setup: &EngineSetup, bytes: usize) -> String {
+    let EngineSetup { limits, kv, page, .. } = setup;
+    let per_token = match limits.window {
+        None => bytes / (kv.pages * limits.page_positions),
+        Some(_) => page.of(1, 1) / limits.page_positions,
+    };
+    format!(
+        "kv cache     {:.1} MiB: {} pages of {} tokens, {}, {per_token} bytes per token{}{}",
+        mib(bytes),
+        kv.pages - 1,
+        limits.page_positions,
+        kv.ty,
+        window_note(setup),
+        attention_note(limits)
+    )
+}
+
+/// Returns a note on the pages of windowed layers, if these have pages of their own, with the memory that the
+/// cache would take otherwise.
+fn window_note(setup: &EngineSetup) -> String {
+    let EngineSetup { limits, kv, page, .. } = setup;
+    limits.window.map_or_else(String::new, |window| {
+        format!(
+            "; {} pages of layers with a window of {window} tokens, without which it would be {:.1} MiB",
+            kv.window_pages - 1,
+            mib(page.of(kv.pages, kv.pages))
+        )
+    })
 }
 
 /// Returns the lines about speculative decoding and its draft model, if it is on.

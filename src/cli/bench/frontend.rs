@@ -13,7 +13,7 @@ use crate::actors::device::ExecutorFactory;
 use crate::actors::engine::TOP_LOGPROBS;
 use crate::actors::{Engine, EngineSetup, IntakeHandle, ModelInfo, PrefixRules, PromptingDefaults};
 use crate::config::{ApiKeys, Config, LaneCount, SchedulerConfig, ServerConfig};
-use crate::model::executor::{ExecutorReport, KvCacheConfig};
+use crate::model::executor::{ExecutorReport, KvCacheConfig, PageBytes};
 use crate::model::fake::FakeExecutor;
 use crate::model::partition::{Partition, Stage, StageRank};
 use crate::model::shard::ExpertSplit;
@@ -295,6 +295,7 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
         positions: CONTEXT,
         encoder_positions: 0,
         page_positions: config.kv.page_size,
+        window: None,
         top_logprobs: TOP_LOGPROBS,
         vocab: VOCAB,
         hidden: 0,
@@ -302,7 +303,8 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
         draft_logits: false,
         attended_fraction: Fraction::ONE,
     };
-    let kv = KvCacheConfig { ty: config.kv.ty, pages: limits.slots * limits.table_len() + 1 };
+    let kv =
+        KvCacheConfig { ty: config.kv.ty, pages: limits.slots * limits.table_len() + 1, window_pages: 0 };
     let model = ModelInfo {
         name: NAME.to_owned(),
         kind: Kind::Decoder,
@@ -331,6 +333,7 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
         lanes: 1,
         step_timeout: None,
         kv,
+        page: PageBytes::default(),
         model,
         partition: empty_partition(),
         assignments: Vec::new(),

@@ -16,7 +16,7 @@ use crate::text::Tokenizer;
 use anyhow::{Result, ensure};
 use mainstem_kernels::{
     KvTable, SampleMode, SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
-    StepBatch, TableUpdate,
+    StepBatch, StepLimits, TableUpdate,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -64,7 +64,7 @@ impl Evaluator {
         };
         let (group, built) = Group::start(factories, group_config(&setup)).await?;
         let mut step = Box::new(Step::with_capacity(&setup.limits));
-        step.batch.table_updates.extend(page_table(setup.limits.table_len()));
+        step.batch.table_updates.extend(page_tables(&setup.limits));
         Ok(Evaluator {
             epoch: group.epoch(),
             group,
@@ -118,10 +118,14 @@ fn group_config(setup: &EngineSetup) -> GroupConfig {
     }
 }
 
-/// Returns the page table entries that give slot 0 all pages but the null page.
-fn page_table(count: usize) -> impl Iterator<Item = TableUpdate> {
-    let entry = |index| TableUpdate { slot: 0, table: KvTable::Own, index, page: index + 1 };
-    (0..count as u32).map(entry)
+/// Returns the page table entries that give slot 0 all pages but the null page. Those of windowed layers are
+/// used in turn.
+fn page_tables(limits: &StepLimits) -> impl Iterator<Item = TableUpdate> + use<> {
+    let entry = |table, index, page| TableUpdate { slot: 0, table, index, page };
+    let own = (0..limits.table_len() as u32).map(move |index| entry(KvTable::Own, index, index + 1));
+    let in_turn = limits.window.map_or(1, |window| limits.pages_of_window(window)) as u32;
+    let windowed = 0..limits.window_table_len() as u32;
+    own.chain(windowed.map(move |index| entry(KvTable::Window, index, index % in_turn + 1)))
 }
 
 /// Adds rows of a chunk to a batch, as one span.

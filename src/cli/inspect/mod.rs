@@ -336,10 +336,11 @@ fn device_memory((assigned, forecast): (&DeviceAssignment, &ExecutorReport)) -> 
 
 fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) -> Result<MemorySummary> {
     let (limits, kv) = (&setup.limits, setup.kv);
-    let page = page_bytes(&source.spec, kv.ty, limits.page_positions).context("a page is too large")?;
+    let page = page_bytes(&source.spec, kv.ty, limits).context("a page is too large")?;
     // Pages of the sequence and of its encoder input.
     let pages_each = setup.model.context.div_ceil(limits.page_positions) + limits.cross_table_len();
-    let kv_per_sequence = pages_each.saturating_mul(page);
+    let in_window = limits.window.map_or(0, |window| limits.pages_of_window(window));
+    let kv_per_sequence = page.of(pages_each, in_window);
     let ExecutorReport { weight_bytes, kv_bytes, activation_bytes, step_bytes, .. } = *forecast;
     Ok(MemorySummary {
         device: forecast.device.clone(),
@@ -349,9 +350,11 @@ fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) 
         longest_tokens: setup.model.max_sequence_tokens,
         page_size: limits.page_positions,
         weights: weight_bytes,
-        kv_per_token: page / limits.page_positions,
+        kv_per_token: page.of(1, 1) / limits.page_positions,
         kv_per_sequence,
-        kv_for_slots: kv_per_sequence.saturating_mul(limits.slots).saturating_add(page),
+        kv_for_slots: kv_per_sequence
+            .saturating_mul(limits.slots)
+            .saturating_add(page.of(1, usize::from(in_window > 0))),
         kv: kv_bytes,
         activations: activation_bytes,
         step_buffers: step_bytes,

@@ -157,6 +157,7 @@ fn gemm_on<B: Backend + 'static>(mut backend: B, (n, k): (usize, usize), rows: u
         positions: 1,
         encoder_positions: 0,
         page_positions: 32,
+        window: None,
         top_logprobs: 0,
         vocab: 1,
         hidden: 0,

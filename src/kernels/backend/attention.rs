@@ -100,8 +100,9 @@ pub struct AttentionShape<'a, Buf> {
 /// An attention mask: the positions that a row attends to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mask {
-    /// All positions up to and including its own ([`KvTable::Own`], [`KvTable::Scratch`]). A `window` limits
-    /// them to the last `window` positions, its own included; it is at least 1.
+    /// All positions up to and including its own ([`KvTable::Own`], [`KvTable::Window`],
+    /// [`KvTable::Scratch`]). A `window` limits them to the last `window` positions, its own included; it is
+    /// at least 1.
     Causal { window: Option<usize> },
     /// All positions of its span ([`KvTable::Scratch`]) or of its encoder input ([`KvTable::Cross`]). A
     /// `window` limits them to at most `window` positions on either side of its own.
@@ -113,7 +114,7 @@ impl Mask {
     pub fn is_valid_for(self, table: KvTable) -> bool {
         match self {
             Mask::Causal { window } => table != KvTable::Cross && window != Some(0),
-            Mask::Bidirectional { .. } => table != KvTable::Own,
+            Mask::Bidirectional { .. } => !table.holds_sequence(),
         }
     }
 }
@@ -123,10 +124,21 @@ impl Mask {
 pub enum KvTable {
     /// The table of the sequence itself, for causal self-attention.
     Own,
+    /// The table of the sequence for layers that see a window of it only. Their pages have numbers of their
+    /// own. Entries of positions that no later row sees may refer to pages of other positions; they are never
+    /// read.
+    Window,
     /// The cross-attention table: its positions are those of the encoder input.
     Cross,
     /// No page table: an encoder span attends to itself in the scratch cache, which is reused by every layer.
     Scratch,
+}
+
+impl KvTable {
+    /// Returns whether the table holds the positions of the sequence itself.
+    pub fn holds_sequence(self) -> bool {
+        matches!(self, KvTable::Own | KvTable::Window)
+    }
 }
 
 /// A relative position bias: added to attention scores by head and by the distance between key and query, as

@@ -60,7 +60,8 @@ macro_rules! delegate_backend {
     (@select_stack $inner:ident) => { $crate::delegate_backend!(@mut $inner
         select_stack(self, stack: $crate::SpanStack) -> usize); };
     (@copy_pages $inner:ident) => { $crate::delegate_backend!(@mut $inner
-        copy_pages(self, copies: &[$crate::PageCopy], cache: &mut $crate::KvLayer<Self::Buf>)); };
+        copy_pages(self, table: $crate::KvTable, copies: &[$crate::PageCopy],
+                cache: &mut $crate::KvLayer<Self::Buf>)); };
     (@embed $inner:ident) => { $crate::delegate_backend!(@mut $inner
         embed(self, table: &$crate::Weight<Self::Buf>, first: usize, x: &mut Self::Buf)); };
     (@embed_positions $inner:ident) => { $crate::delegate_backend!(@mut $inner

@@ -3,7 +3,7 @@
 //! Invariant: the length of every buffer that grows with a step, a page table or a list of results follows
 //! from these limits.
 
-use super::KvLayout;
+use super::{KvLayout, KvTable, Mask};
 
 /// The upper bounds of every step. All buffers are allocated once, for these sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +22,9 @@ pub struct StepLimits {
     pub encoder_positions: usize,
     /// KV page size in tokens.
     pub page_positions: usize,
+    /// The largest window of the decoder layers that have a page table of their own ([`KvTable::Window`]);
+    /// `None` if all layers share one.
+    pub window: Option<usize>,
     /// Most likely tokens that can be reported for one row.
     pub top_logprobs: usize,
     /// Entries of the vocabulary.
@@ -71,6 +74,26 @@ impl StepLimits {
     /// Returns the number of entries of a slot's own page table.
     pub fn table_len(&self) -> usize {
         self.positions.div_ceil(self.page_positions)
+    }
+
+    /// Returns the number of entries of a slot's page table for windowed layers.
+    pub fn window_table_len(&self) -> usize {
+        self.window.map_or(0, |_| self.table_len())
+    }
+
+    /// Returns the page table of a decoder layer with this mask.
+    pub fn table_of(&self, mask: Mask) -> KvTable {
+        match (mask, self.window) {
+            (Mask::Causal { window: Some(own) }, Some(largest)) if own <= largest => KvTable::Window,
+            _ => KvTable::Own,
+        }
+    }
+
+    /// Returns the maximum number of pages that hold the positions which the rows of one step compute or see
+    /// through a window of `window` positions.
+    pub fn pages_of_window(&self, window: usize) -> usize {
+        let seen = window.saturating_add(self.rows).div_ceil(self.page_positions) + 1;
+        seen.min(self.table_len())
     }
 
     /// Returns the number of entries of a slot's cross-attention page table.

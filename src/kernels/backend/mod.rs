@@ -161,8 +161,8 @@ pub trait Backend: Send + 'static {
     /// of the other operations refer to the current rows; output rows are numbered from 0 in each stack.
     fn select_stack(&mut self, stack: SpanStack) -> usize;
 
-    /// Copies whole pages, K and V, in the cache of one layer.
-    fn copy_pages(&mut self, copies: &[PageCopy], cache: &mut KvLayer<Self::Buf>);
+    /// Does those of `copies` that are for `table`: copies whole pages, K and V, in the cache of one layer.
+    fn copy_pages(&mut self, table: KvTable, copies: &[PageCopy], cache: &mut KvLayer<Self::Buf>);
 
     /// Looks up embeddings: x (rows, width) = the rows of `table` (tokens, width) for the tokens of the
     /// current rows. Row 0 of `table` belongs to token `first`; a token outside the table gives zeros.

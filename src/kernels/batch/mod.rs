@@ -197,7 +197,7 @@ pub struct SlotMove {
 pub struct TableUpdate {
     /// Slot that the table belongs to.
     pub slot: Slot,
-    /// The own or the cross table of the slot.
+    /// The own, window or cross table of the slot.
     pub table: KvTable,
     /// Index in the table: position / page size.
     pub index: u32,
@@ -205,9 +205,12 @@ pub struct TableUpdate {
     pub page: Page,
 }
 
-/// Copies the K and V of a page, in every layer.
+/// Copies the K and V of a page, in every layer of its table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PageCopy {
+    /// [`KvTable::Own`] for the pages of own and cross tables, which share their numbers, or
+    /// [`KvTable::Window`].
+    pub table: KvTable,
     /// Page to copy from.
     pub from: Page,
     /// Page to copy to.
@@ -222,8 +225,10 @@ impl StepBatch {
             step: 0,
             lane: 0,
             moves: Vec::with_capacity(limits.slots),
-            table_updates: Vec::with_capacity(limits.slots * (limits.table_len() + limits.cross_table_len())),
-            page_copies: Vec::with_capacity(limits.slots),
+            table_updates: Vec::with_capacity(
+                limits.slots * (limits.table_len() + limits.window_table_len() + limits.cross_table_len()),
+            ),
+            page_copies: Vec::with_capacity(limits.slots * (1 + usize::from(limits.window.is_some()))),
             spans: Vec::with_capacity(limits.rows),
             drafts: Vec::with_capacity(draft_rows),
             tokens: Vec::with_capacity(limits.rows + draft_rows),

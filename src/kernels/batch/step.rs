@@ -22,6 +22,7 @@ pub struct StepState {
     /// Whether the logits of drafts are kept.
     keeps_draft_logits: bool,
     own_tables: PageTables,
+    window_tables: PageTables,
     cross_tables: PageTables,
     /// The step's spans and their rows: first those of the encoder, then those of the decoder.
     spans: Vec<RowSpan>,
@@ -97,6 +98,7 @@ impl StepState {
             draft_counts: vec![0; limits.slots],
             keeps_draft_logits: false,
             own_tables: PageTables::new(limits.slots, limits.table_len()),
+            window_tables: PageTables::new(limits.slots, limits.window_table_len()),
             cross_tables: PageTables::new(limits.slots, limits.cross_table_len()),
             spans: Vec::with_capacity(limits.rows),
             rows: Vec::with_capacity(limits.rows),
@@ -112,13 +114,13 @@ impl StepState {
     pub fn begin(&mut self, batch: &StepBatch) {
         self.apply_moves(batch);
         for update in &batch.table_updates {
-            match update.table {
-                KvTable::Own => self.own_tables.set(update.slot as usize, update.index as usize, update.page),
-                KvTable::Cross => {
-                    self.cross_tables.set(update.slot as usize, update.index as usize, update.page)
-                }
+            let tables = match update.table {
+                KvTable::Own => &mut self.own_tables,
+                KvTable::Window => &mut self.window_tables,
+                KvTable::Cross => &mut self.cross_tables,
                 KvTable::Scratch => panic!("the scratch cache has no page table to update; this is a bug"),
-            }
+            };
+            tables.set(update.slot as usize, update.index as usize, update.page);
         }
         self.draft_counts.fill(0);
         match batch.has_drafted_tokens() {
@@ -154,6 +156,7 @@ impl StepState {
             assert!(from.max(to) < self.limits.slots, "{moved:?} is beyond the slots");
             self.last_tokens[to] = self.last_tokens[from];
             self.own_tables.copy(from, to);
+            self.window_tables.copy(from, to);
             self.cross_tables.copy(from, to);
         }
     }
@@ -283,6 +286,7 @@ impl StepState {
             }
             (_, SpanTable::Null) => NULL_PAGE,
             (KvTable::Own, _) => self.own_tables.table(span.slot)[position / size],
+            (KvTable::Window, _) => self.window_tables.table(span.slot)[position / size],
             (KvTable::Cross, _) => self.cross_tables.table(span.slot)[position / size],
         };
         (page, position % size)
@@ -292,6 +296,7 @@ impl StepState {
     pub fn table(&self, slot: usize, table: KvTable) -> &[Page] {
         match table {
             KvTable::Own => self.own_tables.table(slot),
+            KvTable::Window => self.window_tables.table(slot),
             KvTable::Cross => self.cross_tables.table(slot),
             KvTable::Scratch => &[],
         }
@@ -372,6 +377,7 @@ mod tests {
         positions: 96,
         encoder_positions: 40,
         page_positions: 32,
+        window: None,
         top_logprobs: 0,
         vocab: 100,
         hidden: 0,

@@ -73,7 +73,7 @@ fn step_messages_survive_serialization() {
             TableUpdate { slot: 1, table: KvTable::Own, index: 7, page: 9 },
             TableUpdate { slot: 2, table: KvTable::Cross, index: 0, page: 300_000 },
         ],
-        page_copies: vec![PageCopy { from: 4, to: 8 }],
+        page_copies: vec![PageCopy { table: KvTable::Own, from: 4, to: 8 }],
         spans: vec![
             span(SpanStack::Encoder, 40, SpanOutput::Selected { at: 2, len: 3 }),
             Span { table: SpanTable::Scratch, ..span(SpanStack::Encoder, 3, SpanOutput::Hidden) },

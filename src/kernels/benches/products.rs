@@ -62,6 +62,7 @@ fn limits() -> StepLimits {
         positions: 32,
         encoder_positions: 0,
         page_positions: 32,
+        window: None,
         top_logprobs: 0,
         vocab: 8,
         hidden: 0,

@@ -41,6 +41,7 @@ fn main() {
         positions: rows,
         encoder_positions: 0,
         page_positions: 32,
+        window: None,
         top_logprobs: 0,
         vocab,
         hidden: 0,

@@ -143,12 +143,15 @@ pub fn copy_pages<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         let mut book = PageBook::contiguous(32);
         case.run_step(device, &mut cache, &steps[0], &mut book, &mut RowResults::new());
         let copied = [40, 7];
-        let copies = [0, 1].map(|i| PageCopy { from: book.own_pages[0][i], to: copied[i] });
+        let copy = |i: usize| PageCopy { table: KvTable::Own, from: book.own_pages[0][i], to: copied[i] };
+        // A copy for other layers does nothing.
+        let foreign = PageCopy { table: KvTable::Window, from: 7, to: book.own_pages[0][0] };
+        let copies = [copy(0), copy(1), foreign];
         let entry = |index| TableUpdate { slot: 1, table: KvTable::Own, index, page: copied[index as usize] };
         let tables = [0, 1].map(entry).to_vec();
         let batch = build_batch(&[TestSpan::hole(7)], SpanOutput::None, &mut book);
         device.begin(StepBatch { table_updates: tables, page_copies: copies.to_vec(), ..batch });
-        device.backend.copy_pages(&copies, &mut cache);
+        device.backend.copy_pages(KvTable::Own, &copies, &mut cache);
         book.own_pages[1] = copied.to_vec();
         // The next token of the same sequence, with the copy and with the original.
         for slot in [1, 0] {

@@ -5,8 +5,10 @@ use super::inputs::*;
 use super::memo::ORACLE_ROWS;
 use super::rig::*;
 use super::spans::*;
-use mainstem_kernels::backend::{AttentionShape, Backend, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
-use mainstem_kernels::batch::{SpanOutput, SpanStack};
+use mainstem_kernels::backend::{
+    AttentionShape, Backend, KvLayer, KvLayout, KvTable, Mask, RelativeBias, StepLimits,
+};
+use mainstem_kernels::batch::{NULL_PAGE, SpanOutput, SpanStack, TableUpdate};
 use mainstem_kernels::quant::QuantType;
 use mainstem_kernels::reference::Reference;
 use std::fmt::Arguments;
@@ -49,7 +51,7 @@ impl AttentionOptions {
     /// Returns the stack whose K and V are stored, and the stack that attends to them.
     fn stacks(&self) -> (SpanStack, SpanStack) {
         match self.table {
-            KvTable::Own => (SpanStack::Decoder, SpanStack::Decoder),
+            KvTable::Own | KvTable::Window => (SpanStack::Decoder, SpanStack::Decoder),
             KvTable::Scratch => (SpanStack::Encoder, SpanStack::Encoder),
             KvTable::Cross => (SpanStack::Encoder, SpanStack::Decoder),
         }
@@ -104,7 +106,9 @@ impl AttentionCase {
         book: &mut PageBook,
         answers: &mut RowResults,
     ) {
-        rig.begin(build_batch(pieces, SpanOutput::None, book));
+        let mut batch = build_batch(pieces, SpanOutput::None, book);
+        self.add_window_entries(&rig.limits, &mut batch.table_updates);
+        rig.begin(batch);
         if self.options.table == KvTable::Cross {
             // As in a decoder layer, whose own K and V are in the same pool.
             self.store(rig, KvTable::Own, SpanStack::Decoder, pieces, cache);
@@ -121,6 +125,25 @@ impl AttentionCase {
         let out = self.attend(rig, &q, cache, rows.len() * width);
         let out = rig.read(&out, rows.len() * width, format_args!("{self:?} over {pieces:?}"));
         answers.extend(rows.into_iter().zip(out.chunks_exact(width).map(<[f32]>::to_vec)));
+    }
+
+    /// Adds the entries of window tables for those of own ones, if the case uses them. A slot has the pages
+    /// that one step needs, in turn.
+    fn add_window_entries(&self, limits: &StepLimits, tables: &mut Vec<TableUpdate>) {
+        let (KvTable::Window, Mask::Causal { window: Some(window) }) =
+            (self.options.table, self.options.mask)
+        else {
+            return;
+        };
+        let held = limits.pages_of_window(window) as u32;
+        for at in 0..tables.len() {
+            let TableUpdate { slot, index, .. } = tables[at];
+            let entry = |index, page| TableUpdate { slot, table: KvTable::Window, index, page };
+            tables.push(entry(index, 1 + slot * held + index % held));
+            if let Some(before) = index.checked_sub(held) {
+                tables.push(entry(before, NULL_PAGE));
+            }
+        }
     }
 
     /// Stores K and V of the rows of one stack.

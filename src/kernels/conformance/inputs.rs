@@ -30,6 +30,7 @@ pub(super) fn limits(page_positions: usize) -> StepLimits {
         positions: 512,
         encoder_positions: 128,
         page_positions,
+        window: None,
         top_logprobs: 8,
         vocab: 57,
         hidden: 64,

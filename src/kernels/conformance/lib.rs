@@ -30,6 +30,7 @@ mod attention_case;
 mod sparse;
 mod splits;
 mod unusual_values;
+mod windows;
 
 mod drafts;
 mod late;
@@ -64,6 +65,7 @@ pub use stage::{columns, stage_abort, stage_all_gather, stage_all_reduce};
 pub use state::{allocated_bytes, buffers, gather, hidden, samples_by_stack, slot_state, step_brackets};
 pub use unusual_values::{extreme_groups, non_finite_values};
 pub use verification::verification;
+pub use windows::{window_copies, window_tables};
 
 use elementwise::{ACTIVATIONS, activate_on};
 use family::ModelFamily;
@@ -144,6 +146,8 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     extreme_groups(make, bounds);
     encoder_batch_invariance(make, bounds);
     copy_pages(make, bounds);
+    window_tables(make, bounds);
+    window_copies(make, bounds);
     sample_tokens(make, bounds);
     drawn_frequencies(make);
     host_draws(make, bounds);

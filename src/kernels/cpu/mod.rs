@@ -225,8 +225,8 @@ impl Backend for CpuBackend {
         self.step.as_mut().expect(NOT_PREPARED).select(stack)
     }
 
-    fn copy_pages(&mut self, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
-        attention::copy_pages(copies, cache);
+    fn copy_pages(&mut self, table: KvTable, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
+        attention::copy_pages(table, copies, cache);
     }
 
     fn embed(&mut self, table: &Weight<HostBuf>, first: usize, x: &mut HostBuf) {

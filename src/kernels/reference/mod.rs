@@ -214,10 +214,10 @@ impl Backend for Reference {
         self.step_mut().select(stack)
     }
 
-    fn copy_pages(&mut self, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
+    fn copy_pages(&mut self, table: KvTable, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
         for buf in [&mut cache.k, &mut cache.v] {
             let page_bytes = buf.len() / cache.layout.pages;
-            for copy in copies {
+            for copy in copies.iter().filter(|copy| copy.table == table) {
                 let from = copy.from as usize * page_bytes;
                 buf.bytes_mut().copy_within(from..from + page_bytes, copy.to as usize * page_bytes);
             }

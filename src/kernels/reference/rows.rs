@@ -11,7 +11,7 @@ use std::ops::Range;
 pub(super) fn visible_positions(span: &RowSpan, position: usize, mask: Mask, table: KvTable) -> Range<usize> {
     let all = match (table, mask) {
         (KvTable::Cross, _) if span.table == SpanTable::Null => 0..0,
-        (KvTable::Own, _) if span.table == SpanTable::Null => position..position + 1,
+        (KvTable::Own | KvTable::Window, _) if span.table == SpanTable::Null => position..position + 1,
         (_, Mask::Causal { .. }) => 0..position + 1,
         (KvTable::Scratch, Mask::Bidirectional { .. }) => 0..span.len,
         (_, Mask::Bidirectional { .. }) => 0..span.encoder_len,
@@ -38,7 +38,7 @@ impl Reference {
 
     /// Returns the fraction of the earlier positions whose values the rows of a span attend to.
     pub(super) fn attended_fraction(&self, span: &RowSpan, table: KvTable) -> Fraction {
-        if span.is_generated && table == KvTable::Own {
+        if span.is_generated && table.holds_sequence() {
             self.step().limits.attended_fraction
         } else {
             Fraction::ONE

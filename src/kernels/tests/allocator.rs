@@ -47,6 +47,7 @@ const LIMITS: StepLimits = StepLimits {
     positions: 600,
     encoder_positions: 32,
     page_positions: 32,
+    window: None,
     top_logprobs: 3,
     vocab: 50,
     hidden: WIDTH,
@@ -124,7 +125,7 @@ fn test_batch() -> StepBatch {
     StepBatch {
         moves: vec![SlotMove { from: 0, to: 3 }],
         table_updates: own.chain((0..3).map(|slot| entry(slot, KvTable::Cross, 0, 10 + slot))).collect(),
-        page_copies: vec![PageCopy { from: 1, to: 15 }],
+        page_copies: vec![PageCopy { table: KvTable::Own, from: 1, to: 15 }],
         spans: vec![
             span(encoder, 0, 0, 9, SpanTable::Scratch, SpanOutput::None),
             span(encoder, 1, 0, 9, SpanTable::Scratch, SpanOutput::None),
@@ -202,7 +203,7 @@ impl Everything {
         self.cpu.begin_step(batch);
         self.cpu.map_rows(batch);
         self.refill();
-        self.cpu.copy_pages(&batch.page_copies, &mut self.cache);
+        self.cpu.copy_pages(KvTable::Own, &batch.page_copies, &mut self.cache);
         for stack in [SpanStack::Encoder, SpanStack::Decoder] {
             let rows = self.cpu.select_stack(stack);
             self.before_attention(rows);

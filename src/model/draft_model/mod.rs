@@ -1,7 +1,7 @@
 //! A whole model as a drafter: it generates drafts token by token, in a pass for each draft of all slots.
 //!
-//! Invariant: it lies whole on one device, and its caches have the pages of the target, with the same
-//! numbers. A step allocates nothing.
+//! Invariant: it lies whole on one device, and its caches have the pages of the target's own tables, with the
+//! same numbers. A step allocates nothing.
 
 #[cfg(test)]
 mod tests;
@@ -10,20 +10,20 @@ use super::activations::Activations;
 use super::drafter::Drafter;
 use super::load;
 use super::load_target::LoadTarget;
-use super::schedule::{self, StepIo};
+use super::schedule::{self, LayerCache, StepIo};
 use super::shard::Shard;
 use super::source::ModelSource;
 use super::weights::Model;
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{
-    Backend, DeviceError, DraftSpan, HandoffPorts, KvLayer, SampleMode, SamplingParams, StepBatch,
-    StepLimits, StepOutput,
+    Backend, DeviceError, DraftSpan, HandoffPorts, SampleMode, SamplingParams, StepBatch, StepLimits,
+    StepOutput,
 };
 
 /// A draft model with its KV cache, on the device of its target.
 pub struct DraftModel<Buf> {
     model: Model<Buf>,
-    kv: Vec<KvLayer<Buf>>,
+    kv: Vec<LayerCache<Buf>>,
     act: Activations<Buf>,
     /// The limits of the steps, with the positions that both models have.
     limits: StepLimits,
@@ -37,6 +37,8 @@ pub fn draft_limits(source: &ModelSource, limits: &StepLimits) -> StepLimits {
     StepLimits {
         positions: limits.positions.min(source.spec.context),
         encoder_positions: 0,
+        // All layers use the own table: drafts may begin at a position whose window the target has passed.
+        window: None,
         // A pass samples one row of each slot at most.
         logit_rows: limits.logit_rows.min(limits.slots),
         ..*limits
@@ -59,7 +61,7 @@ impl<Buf> DraftModel<Buf> {
     /// Creates a drafter from a loaded model, its caches and its activation buffers.
     pub fn new(
         model: Model<Buf>,
-        kv: Vec<KvLayer<Buf>>,
+        kv: Vec<LayerCache<Buf>>,
         act: Activations<Buf>,
         limits: StepLimits,
     ) -> DraftModel<Buf> {
@@ -120,9 +122,7 @@ fn place_drafts(batch: &StepBatch, pass: u32, made: &StepOutput, drafts: &mut [u
 
 impl<B: Backend> Drafter<B> for DraftModel<B::Buf> {
     fn make_drafts(&mut self, b: &mut B, batch: &StepBatch, out: &mut StepOutput) -> Result<(), DeviceError> {
-        for cache in &mut self.kv {
-            b.copy_pages(&batch.page_copies, cache);
-        }
+        schedule::copy_pages(b, batch, &mut self.kv);
         if batch.drafts.is_empty() {
             return Ok(());
         }

@@ -20,7 +20,7 @@ const PAGE: usize = 32;
 const PAGES: u32 = 3;
 /// The first page that no sequence has.
 const SPARE: u32 = 1 + SLOTS as u32 * PAGES;
-const KV: KvCacheConfig = KvCacheConfig { ty: QuantType::F16, pages: SPARE as usize + 1 };
+const KV: KvCacheConfig = KvCacheConfig { ty: QuantType::F16, pages: SPARE as usize + 1, window_pages: 0 };
 /// Tokens of a prompt in one step.
 const CHUNK: usize = 13;
 
@@ -43,6 +43,7 @@ fn limits(source: &ModelSource) -> StepLimits {
         positions: PAGE * PAGES as usize,
         encoder_positions: 0,
         page_positions: PAGE,
+        window: None,
         top_logprobs: 0,
         vocab: source.spec.vocab,
         hidden: 0,
@@ -356,7 +357,7 @@ fn generate<'a>(run: &'a mut Run<'a>, vocab: usize, mode: Mode, moving: bool) ->
             sequences[3].slot = 5;
         }
         if moving && round == 5 {
-            driver.batch.page_copies.push(PageCopy { from: 1, to: SPARE });
+            driver.batch.page_copies.push(PageCopy { table: KvTable::Own, from: 1, to: SPARE });
             driver.batch.table_updates.push(TableUpdate {
                 slot: 0,
                 table: KvTable::Own,
@@ -540,15 +541,29 @@ fn the_draft_model_is_on_one_device() {
     let source = open(&ModelRef::Demo, &ModelRef::DemoDraft);
     let draft = source.draft.as_ref().unwrap();
     let [target_page, draft_page] =
-        [&source.spec, &draft.spec].map(|spec| page_bytes(spec, KV.ty, PAGE).unwrap());
+        [&source.spec, &draft.spec].map(|spec| page_bytes(spec, KV.ty, &limits(&source)).unwrap().own);
     let whole = Shard::whole(&source.spec);
-    let pages = |shard: &Shard| shard_page_bytes(&source, shard, KV.ty, PAGE).unwrap().unwrap();
+    let pages =
+        |shard: &Shard| shard_page_bytes(&source, shard, KV.ty, &limits(&source)).unwrap().unwrap().own;
     assert_eq!(pages(&whole), target_page + draft_page);
     assert_eq!(executor(cpu(), &source).report().kv_bytes, KV.pages * (target_page + draft_page));
     let halves = [0..2, 2..4].map(|decoder| Shard { decoder, ..whole.clone() });
     assert_eq!(halves.map(|half| pages(&half)), [target_page / 2, target_page / 2 + draft_page]);
     let ranks = [0, 1].map(|rank| Shard { rank, shares: vec![1; 2], ..whole.clone() });
     assert_eq!(ranks.map(|rank| pages(&rank)), [target_page / 2 + draft_page, target_page / 2]);
+}
+
+/// A draft may begin at a position whose window the target has passed.
+#[test]
+fn windowed_layers_of_a_draft_model_use_the_own_table() {
+    let windowed = fixture("families/mistral");
+    let source = open(&windowed, &windowed);
+    let limits = StepLimits { window: Some(8), ..limits(&source) };
+    let page = shard_page_bytes(&source, &Shard::whole(&source.spec), KV.ty, &limits).unwrap().unwrap();
+    assert!(page.own == page.window && page.own > 0, "{page:?}");
+    let kv = KvCacheConfig { pages: 7, window_pages: 3, ..KV };
+    let executor = ModelExecutor::new(cpu(), &source, &Shard::whole(&source.spec), kv, limits).unwrap();
+    assert_eq!(executor.report().kv_bytes, page.of(7, 3));
 }
 
 #[test]

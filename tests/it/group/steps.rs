@@ -22,6 +22,7 @@ pub(super) const LIMITS: StepLimits = StepLimits {
     positions: 64,
     encoder_positions: 0,
     page_positions: 32,
+    window: None,
     top_logprobs: 0,
     vocab: 200,
     hidden: 0,

@@ -438,7 +438,7 @@ fn inspect_counts_the_pages_of_encoder_inputs_as_the_engine_does() {
         let source = ModelSource::open(&ModelRef::Path(model.0.clone()), None).expect("it opens");
         let setup = start::engine_setup(&config, &source).expect("the settings fit");
         assert_eq!(setup.kv.pages, 4 * pages_each + 1, "{name}");
-        let page = page_bytes(&source.spec, setup.kv.ty, 32).expect("a page has a size");
+        let page = page_bytes(&source.spec, setup.kv.ty, &setup.limits).expect("a page has a size").own;
         let memory = Inspection::inspect(config).expect("it can be looked at").memory;
         assert_eq!((memory.kv_per_sequence, memory.kv), (pages_each * page, setup.kv.pages * page), "{name}");
         assert_eq!((memory.kv_for_slots, memory.longest_tokens), (memory.kv, longest as usize), "{name}");

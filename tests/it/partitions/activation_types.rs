@@ -133,7 +133,7 @@ fn stages_hand_on_rows_in_the_devices_type() {
 fn buffers_and_logits_follow_the_devices_type() {
     let source = open(&fixture("gqa"));
     let (whole, limits) = (Shard::whole(&source.spec), script::limits(&source.spec));
-    let kv = KvCacheConfig { ty: QuantType::F32, pages: 3 };
+    let kv = KvCacheConfig { ty: QuantType::F32, pages: 3, window_pages: 0 };
     let mut wide = ModelExecutor::new(Reference::new(), &source, &whole, kv, limits).expect("it loads");
     let angles = limits.rows * source.spec.last_stack().ropes[0].dims * size_of::<f32>();
     let foretold = estimate_report(&HalfSizes, &source, &whole, kv, limits).expect("it is known");

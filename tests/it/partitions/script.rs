@@ -39,6 +39,7 @@ pub fn limits(spec: &ModelSpec) -> StepLimits {
         positions: spec.decoder.as_ref().map_or(0, |stack| POSITIONS.min(stack.context)),
         encoder_positions: spec.encoder.as_ref().map_or(0, |_| PAGE),
         page_positions: PAGE,
+        window: None,
         top_logprobs: 3,
         vocab: spec.vocab,
         hidden: if spec.decoder.is_some() { 0 } else { spec.hidden },
@@ -55,7 +56,7 @@ impl Script {
         ty: QuantType,
         make: impl Fn(KvCacheConfig) -> Box<dyn Executor>,
     ) -> Script {
-        let kv = KvCacheConfig { ty, pages: (SPARE + 2) as usize };
+        let kv = KvCacheConfig { ty, pages: (SPARE + 2) as usize, window_pages: 0 };
         let mut script = Script { kv, batches: Vec::new(), outputs: Vec::new() };
         let device = &mut *make(kv);
         match source.spec.decoder.is_some() {
@@ -223,7 +224,7 @@ impl Tale {
     /// slot 0, which is still free.
     fn copy(&self, batch: &mut StepBatch) {
         let mut copied = |table, page, to| {
-            batch.page_copies.push(PageCopy { from: page, to });
+            batch.page_copies.push(PageCopy { table: KvTable::Own, from: page, to });
             batch.table_updates.push(TableUpdate { slot: self.slot, table, index: 0, page: to });
         };
         copied(KvTable::Own, PAGES, SPARE);

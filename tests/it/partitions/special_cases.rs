@@ -41,7 +41,8 @@ fn caches_can_be_in_half_precision() {
 fn devices_that_load_at_once_report_their_own_bytes() {
     const MEMBERS: usize = 4;
     let source = open(&fixture("gqa"));
-    let (limits, kv) = (script::limits(&source.spec), KvCacheConfig { ty: QuantType::F32, pages: 100 });
+    let (limits, kv) =
+        (script::limits(&source.spec), KvCacheConfig { ty: QuantType::F32, pages: 100, window_pages: 0 });
     let shards: Vec<Shard> = (0..MEMBERS)
         .map(|rank| Shard { rank, shares: vec![1, 3, 2, 1], ..Shard::whole(&source.spec) })
         .collect();

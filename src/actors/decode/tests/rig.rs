@@ -440,6 +440,7 @@ impl Rig {
             positions: POSITIONS,
             encoder_positions: 0,
             page_positions: PAGE,
+            window: None,
             top_logprobs: 0,
             vocab: VOCAB as usize,
             hidden: 0,

@@ -59,11 +59,11 @@ pub fn kv_bytes(layout: &KvLayout) -> Result<[usize; 2], DeviceError> {
     layout.cache_bytes(layout.head_bytes().unwrap_or([usize::MAX; 2]))
 }
 
-/// Copies whole pages within a cache.
-pub fn copy_pages(copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
+/// Copies whole pages within a cache: those of `copies` that are for `table`.
+pub fn copy_pages(table: KvTable, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
     for buf in [&mut cache.k, &mut cache.v] {
         let page = buf.len() / cache.layout.pages;
-        for copy in copies {
+        for copy in copies.iter().filter(|copy| copy.table == table) {
             let from = copy.from as usize * page;
             buf.bytes_mut().copy_within(from..from + page, copy.to as usize * page);
         }

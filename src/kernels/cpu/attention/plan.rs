@@ -75,7 +75,9 @@ impl AttentionMethod {
         match (span.table, table) {
             (SpanTable::Null, KvTable::Cross) => AttentionMethod::Zero,
             (SpanTable::Null, _) => AttentionMethod::OwnValue,
-            (SpanTable::Own, KvTable::Own) if span.is_generated && !limits.attended_fraction.is_one() => {
+            (SpanTable::Own, KvTable::Own | KvTable::Window)
+                if span.is_generated && !limits.attended_fraction.is_one() =>
+            {
                 AttentionMethod::TopK
             }
             _ => AttentionMethod::Dense,
@@ -248,6 +250,7 @@ mod tests {
             positions: 4096,
             encoder_positions: 0,
             page_positions: 32,
+            window: None,
             top_logprobs: 0,
             vocab: 1,
             hidden: 0,

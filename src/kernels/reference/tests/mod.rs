@@ -27,6 +27,7 @@ const LIMITS: StepLimits = StepLimits {
     positions: 32,
     encoder_positions: 8,
     page_positions: 32,
+    window: None,
     top_logprobs: 4,
     vocab: 4,
     hidden: 4,

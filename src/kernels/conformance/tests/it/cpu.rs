@@ -31,6 +31,7 @@ fn limits(rows: usize, vocab: usize) -> StepLimits {
         positions: 64,
         encoder_positions: 0,
         page_positions: 32,
+        window: None,
         top_logprobs: 5,
         vocab,
         hidden: 0,
