@@ -6,8 +6,8 @@ use crate::decoding::SamplingPlan;
 use crate::decoding::speculation::{AcceptanceRule, PromptLookup, SpeculationStats};
 use crate::request::{DraftSource, Speculation};
 
-/// Number of tokens that the draft model computes together with making drafts. It misses tokens while a sequence
-/// has no drafts.
+/// Number of tokens that the draft model computes together with making drafts. It misses tokens while a
+/// sequence has no drafts.
 const MISSING_MAX: usize = 16;
 
 /// The speculation of one sequence.
@@ -90,8 +90,8 @@ impl Speculator {
         self.rule
     }
 
-    /// Begins the plan of a step: sets the maximum number of drafts, and finds them if they come from the text.
-    /// `known` is the number of positions whose tokens are known.
+    /// Begins the plan of a step: sets the maximum number of drafts, and finds them if they come from the
+    /// text. `known` is the number of positions whose tokens are known.
     pub fn begin_plan(&mut self, known: usize, limit: usize) {
         self.missing = known.saturating_sub(self.draft_positions);
         self.catch_up = 0;
@@ -110,7 +110,8 @@ impl Speculator {
         }
     }
 
-    /// Returns whether the draft model has missed so many tokens that they are computed before it makes drafts.
+    /// Returns whether the draft model has missed so many tokens that they are computed before it makes
+    /// drafts.
     pub fn is_behind(&self) -> bool {
         self.uses_model() && self.missing > MISSING_MAX
     }

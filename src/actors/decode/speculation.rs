@@ -93,10 +93,15 @@ impl DecodeLoop {
     }
 
     /// Returns the work of a step that is about to be sent, if its time can be compared with that of others:
-    /// a step with prompt rows has too many.
+    /// a step with prompt rows has too many, as has one in which the draft model computes what it has missed.
     pub(super) fn comparable_work(&self, batch: &StepBatch) -> Option<StepWork> {
         let is_prompt = |span: &Span| matches!(span.tokens, SpanTokens::Given { .. });
-        if !self.speculates() || batch.spans.is_empty() || batch.spans.iter().any(is_prompt) {
+        let catches_up = |span: &DraftSpan| span.count == 0;
+        if !self.speculates()
+            || batch.spans.is_empty()
+            || batch.spans.iter().any(is_prompt)
+            || batch.drafts.iter().any(catches_up)
+        {
             return None;
         }
         let makes_drafts = || batch.drafts.iter().filter(|span| span.count > 0);

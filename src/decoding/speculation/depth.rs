@@ -18,7 +18,7 @@ pub struct Speculating<'a> {
     /// Whether a draft model makes them; drafts that are copied from the text cost nothing.
     pub has_model: bool,
     /// Whether a draft costs no more than usual. A draft model that has missed many tokens must compute them
-    /// first, which is not worth a probe.
+    /// first, which is not worth a probe of more than one sequence.
     pub is_ready: bool,
 }
 
@@ -182,13 +182,14 @@ impl DepthPlanner {
         choice
     }
 
-    /// Gives a draft to sequences that are ready and have none.
+    /// Gives a draft to sequences that are ready and have none; if none is ready, to the first one.
     fn probe(&mut self, max_drafts: usize) {
         let mut left = max_drafts.saturating_sub(self.depths.iter().sum());
+        let is_any_ready = self.are_ready.contains(&true);
         for ((depth, &limit), is_ready) in self.depths.iter_mut().zip(&self.limits).zip(&self.are_ready) {
-            if *depth == 0 && limit > 0 && left > 0 && *is_ready {
+            if *depth == 0 && limit > 0 && left > 0 && (*is_ready || !is_any_ready) {
                 *depth = 1;
-                left -= 1;
+                left = if is_any_ready { left - 1 } else { 0 };
             }
         }
     }
