@@ -331,7 +331,8 @@ table! {
         /// The attention mask. Default: `causal` in a decoder and `bidirectional` in an encoder.
         mask: Setting<MaskName>,
         /// Sliding window. Causal: visible positions including the own one. Bidirectional: visible positions
-        /// on each side. Default: 0, which means no window.
+        /// on each side. Causal layers with a window keep K and V of the window and of one step only, unless
+        /// the model has an encoder. Default: 0, which means no window.
         window: Setting<usize>,
     }
 }
