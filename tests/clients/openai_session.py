@@ -408,6 +408,12 @@ def bad_requests(server):
         bad,
         lambda: server.complete(extra_body={"length_penalty": 0.5}),
         param="length_penalty",
+        code="invalid_value",
+    )
+    refused(
+        bad,
+        lambda: server.complete(extra_body={"lora_path": "somewhere"}),
+        param="lora_path",
         code="unsupported_parameter",
     )
     completions = server.client.completions.with_raw_response
