@@ -19,6 +19,8 @@ pub struct Speculator {
     lookup: Option<PromptLookup>,
     /// Number of leading positions whose tokens the draft model has computed.
     draft_positions: usize,
+    /// Number of positions that the draft model can compute.
+    context: usize,
     /// Number of drafts in the next step.
     depth: usize,
     /// Number of known positions that the draft model has not computed.
@@ -62,6 +64,7 @@ impl Speculator {
             rule: plan.map_or(AcceptanceRule::Coupled, |plan| plan.acceptance(rule)),
             lookup,
             draft_positions: 0,
+            context: 0,
             depth: 0,
             missing: 0,
             catch_up: 0,
@@ -74,9 +77,11 @@ impl Speculator {
         }
     }
 
-    /// Begins, or begins anew after a preemption, with the first positions computed by both models.
-    pub fn begin(&mut self, computed: usize) {
-        self.draft_positions = computed;
+    /// Begins, or begins anew after a preemption, with the first positions computed by both models, as far as
+    /// the draft model's `context` reaches.
+    pub fn begin(&mut self, computed: usize, context: usize) {
+        self.context = context;
+        self.note_prompt(computed);
         (self.depth, self.catch_up) = (0, 0);
     }
 
@@ -172,7 +177,7 @@ impl Speculator {
 
     /// Notes that the draft model computes the first `positions` positions, which are of the prompt.
     pub fn note_prompt(&mut self, positions: usize) {
-        self.draft_positions = positions;
+        self.draft_positions = positions.min(self.context);
     }
 
     /// Takes note of the token that row `number` of a verification gives, and of the draft that the next row
@@ -212,7 +217,9 @@ impl Speculator {
     /// model.
     pub fn shared_positions(&self) -> usize {
         match self.source {
-            DraftSource::Model => self.draft_positions,
+            // Nobody misses what is beyond the draft model's context.
+            DraftSource::Model if self.draft_positions < self.context => self.draft_positions,
+            DraftSource::Model => usize::MAX,
             DraftSource::PromptLookup { .. } => usize::MAX,
         }
     }

@@ -322,7 +322,7 @@ impl DecodeLoop {
         let (lane, running) = (self.lane, self.running.len());
         let steps_ahead = self.count_in_flight(StepKind::Ahead);
         let free_slots = self.slots - running - self.reserved_slots();
-        let budget = self.config.token_budget - decoding;
+        let budget = self.config.token_budget.saturating_sub(decoding);
         let request = NextChunks { lane, budget, running, free_slots, steps_ahead };
         let chunks = self.handles.next_chunks.send(request).await.ok();
         self.handles.status.heartbeat(lane);
@@ -362,7 +362,7 @@ impl DecodeLoop {
                     pages,
                     &self.metrics,
                     pool,
-                    (self.jump_limit, self.draft_planning.prior()),
+                    (self.jump_limit, self.config.draft_context, self.draft_planning.prior()),
                 );
                 self.running.push(running);
             }

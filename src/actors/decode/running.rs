@@ -67,7 +67,7 @@ impl RunningSequence {
         (pages, computed): (usize, usize),
         meters: &LoopMetrics,
         pool: &Arc<HostPool>,
-        (jump_limit, prior): (usize, f64),
+        (jump_limit, draft_context, prior): (usize, usize, f64),
     ) -> RunningSequence {
         let progress = sequence.progress.take().unwrap_or_else(|| {
             let Request { plan, constraint, prompt, max_tokens, logprobs, speculation, .. } =
@@ -86,7 +86,7 @@ impl RunningSequence {
         });
         let Progress { generated, host, times, mut speculator } = progress;
         if let Some(speculator) = &mut speculator {
-            speculator.begin(computed);
+            speculator.begin(computed, draft_context);
         }
         let resumed = generated.len() as u32;
         RunningSequence {

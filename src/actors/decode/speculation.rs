@@ -59,8 +59,9 @@ impl DecodeLoop {
         if !self.speculates() {
             return;
         }
-        let decoding = self.running.iter().filter(|running| running.is_decoding()).count();
-        let most = (self.config.token_budget - decoding) / 2;
+        let decoding = self.running.iter().filter(|running| running.is_decoding());
+        let decoding: usize = decoding.map(|running| 1 + running.forced as usize).sum();
+        let most = self.config.token_budget.saturating_sub(decoding) / 2;
         let mut rows = most;
         let draft_context = self.config.draft_context;
         for running in &mut self.running {
@@ -195,8 +196,9 @@ impl DecodeLoop {
     /// Adds the span of the draft model for a chunk of a prompt, if the sequence uses the draft model.
     pub(super) fn add_prompt_draft(&self, batch: &mut StepBatch, at: usize, chunk: PromptChunk) {
         let running = &self.running[at];
-        if running.uses_draft_model() {
-            self.add_draft_span(batch, running, chunk.start..chunk.start + chunk.len, 0);
+        let end = (chunk.start + chunk.len).min(self.config.draft_context);
+        if running.uses_draft_model() && chunk.start < end {
+            self.add_draft_span(batch, running, chunk.start..end, 0);
         }
     }
 

@@ -42,6 +42,8 @@ use tokio::sync::oneshot;
 pub const PAGE: usize = 4;
 pub const VOCAB: u32 = 97;
 const POSITIONS: usize = 160;
+/// Positions that the draft model can compute.
+const DRAFT_CONTEXT: usize = 80;
 
 /// The token that the model generates after `tokens`.
 pub fn next_token_after<'a>(tokens: impl IntoIterator<Item = &'a u32>) -> u32 {
@@ -193,6 +195,7 @@ impl FakeModel {
     /// Writes the known tokens of a draft span, and returns the drafts after them.
     fn make_drafts(&mut self, span: &DraftSpan, batch: &StepBatch) -> Vec<u32> {
         let SpanTokens::Generated { at, len } = span.tokens else { panic!("{span:?}") };
+        assert!((span.start + len + span.count) as usize <= DRAFT_CONTEXT, "{span:?}");
         let mut all = batch.tokens[at as usize..][..len as usize].to_vec();
         for number in 0..len + span.count {
             let position = (span.start + number) as usize;
@@ -481,7 +484,7 @@ impl Rig {
             status: status.clone(),
             host_pool,
         };
-        let (eos, token_budget, draft_context) = (Vec::new(), budget, POSITIONS);
+        let (eos, token_budget, draft_context) = (Vec::new(), budget, DRAFT_CONTEXT);
         let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead, draft_context };
         for lane in 0..lanes {
             Decode::new(lane, handles.clone(), config.clone()).start();
