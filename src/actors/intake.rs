@@ -345,13 +345,14 @@ mod tests {
         let (width, forced_tokens, answer) = (4, 0, 0);
         let beams = BeamOptions { width, length_penalty: 1.0, early_stopping, forced_tokens, answer };
         let search = Request { beams: Some(beams), max_tokens: 1, ..request_with_id("b") };
-        let _search = rig.submit(search.clone()).await.expect("there is space in the queue");
+        let _search = rig.submit(search).await.expect("there is space in the queue");
         assert_eq!((rig.free_permits().await, rig.status.pending()), (3, 5));
         let busy = RequestError::Busy { coming: 5, waiting: 4, limit: 5 };
         let others = vec![request_with_id("c"); 5];
         assert_eq!(rig.submit_all(others).await.map(drop), Err(busy), "the error has the same unit");
         drop(running);
-        assert_eq!(rig.admitted("b").await.permits.len(), 4);
+        let running = rig.admitted("b").await;
+        assert_eq!(running.permits.len(), 4);
         assert_eq!((rig.free_permits().await, rig.status.pending()), (0, 4));
     }
 
