@@ -357,13 +357,8 @@ impl DecodeLoop {
                 }
                 let (pages, pool) = ((lease.own().len(), lease.computed()), &self.handles.host_pool);
                 self.update.joins.push(JoiningSequence { key, lease });
-                let running = RunningSequence::new(
-                    sequence,
-                    pages,
-                    &self.metrics,
-                    pool,
-                    (self.jump_limit, self.config.draft_context, self.draft_planning.prior()),
-                );
+                let (config, choices) = (&self.config, (self.jump_limit, self.draft_planning.prior()));
+                let running = RunningSequence::new(sequence, pages, &self.metrics, pool, config, choices);
                 self.running.push(running);
             }
             // A sequence that was just added is the last one.
