@@ -610,6 +610,25 @@ mod tests {
     }
 
     #[actix::test]
+    async fn drafts_get_free_pages_only() {
+        let (mut kv, pool, _) = rig(2, 1, 3);
+        kv.plan(update([], [(1, lease(&pool, 1)), (2, lease(&pool, 1))]));
+        let grow = |key, positions| GrowingSequence {
+            key: SequenceKey(key),
+            positions,
+            with_drafts: positions + PAGE,
+        };
+        let grown = vec![grow(1, PAGE), grow(2, PAGE)];
+        let plan = kv.plan(IterationUpdate { grown, with_work: 2, ..IterationUpdate::default() });
+        assert_eq!((keys(&plan.short_of_drafts), plan.tables.len()), (vec![2], 1));
+        assert!(plan.stalled.is_empty() && plan.preempted.is_empty());
+        // A sequence that has no page for its next token takes one from another, but none for drafts.
+        let grown = vec![grow(1, 2 * PAGE + 1)];
+        let plan = kv.plan(IterationUpdate { grown, with_work: 2, ..IterationUpdate::default() });
+        assert_eq!((keys(&plan.preempted), keys(&plan.short_of_drafts)), (vec![2], vec![1]));
+    }
+
+    #[actix::test]
     async fn windowed_layers_have_a_table_of_their_own() {
         let window = WindowCache { pages: 20, window: 40, step_pages: 3 };
         let pool = PagePool::with_window(30, PAGE, Some(window));

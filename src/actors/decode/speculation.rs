@@ -31,7 +31,7 @@ pub(super) struct DraftPlanning {
     /// The last step that only made drafts, and its time.
     made: Option<(StepWork, Duration)>,
     /// The rate at which drafts of sequences that have ended were accepted.
-    pub(super) rate: Option<f64>,
+    rate: Option<f64>,
 }
 
 /// The rate at which drafts are expected to be accepted before any was.
@@ -43,9 +43,12 @@ impl DraftPlanning {
         self.rate.unwrap_or(FIRST_RATE)
     }
 
-    /// Takes note of the rate of a sequence that has ended.
-    pub(super) fn observe_end(&mut self, rate: f64) {
-        self.rate = Some(self.rate.map_or(rate, |old| 0.8 * old + 0.2 * rate));
+    /// Takes note of the rate of a sequence that has ended, for whatever reason.
+    pub(super) fn observe_end(&mut self, ended: &Speculator) {
+        if ended.counts().0 > 0 {
+            let rate = ended.stats().rate();
+            self.rate = Some(self.rate.map_or(rate, |old| 0.8 * old + 0.2 * rate));
+        }
     }
 }
 

@@ -93,13 +93,14 @@ async fn forced_tokens_are_computed_with_the_next_step() {
 async fn drafts_beside_forced_tokens_fit_into_the_budget_and_change_no_token() {
     let budget = 40;
     let mut texts = Vec::new();
-    for drafts in [0, 8] {
+    for drafts in [0, 16] {
         let mut rig = Rig::new(RigConfig { run_ahead: false, budget, ..RigConfig::new(8, 1) });
         rig.model.draft_errors = 0;
         for number in 0..16 {
-            let kind = if number % 4 == 3 { request } else { constrained };
-            let speculation = (drafts > 0 && number % 4 == 3).then(|| speculation(drafts));
-            rig.submit(Request { speculation, ..kind(number, 3, 60) }).await;
+            // Those with a grammar are alike, so that their forced tokens come at once.
+            let request = if number % 8 == 7 { request(number, 3, 60) } else { constrained(0, 3, 60) };
+            let speculation = (drafts > 0 && number % 8 == 7).then(|| speculation(drafts));
+            rig.submit(Request { speculation, ..request }).await;
         }
         let (mut drafted, mut most) = (0, 0);
         loop {
