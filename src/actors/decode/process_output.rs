@@ -224,11 +224,6 @@ impl DecodeLoop {
             self.pending_events.push((events.clone(), event));
         }
         if let Some(reason) = end {
-            if let Some(speculator) = &running.speculator
-                && speculator.counts().0 > 0
-            {
-                self.draft_planning.observe_end(speculator.stats().rate());
-            }
             self.pending_events.push((events.clone(), TokenEvent::Finished(reason)));
             self.metrics.record_finished(running.times, generated, self.produced_at);
             running.finished = true;
