@@ -160,9 +160,7 @@ struct Lane {
 /// An update whose plan is not complete.
 struct OpenUpdate {
     plan: SlotPlan,
-    /// Sequences whose page tables are written anew, with the pages that the tables of their slots hold;
-    /// `None` for a new slot.
-    rewritten: Vec<(SequenceKey, Option<TablePages>)>,
+    rewritten: Vec<Rewritten>,
     /// Sequences that still need pages, with the positions that these are for.
     needs: Vec<GrowingSequence>,
     /// Pages that sequences got: the numbers of the first one in the sequence.
@@ -170,6 +168,10 @@ struct OpenUpdate {
     with_work: usize,
     reply: oneshot::Sender<SlotPlan>,
 }
+
+/// A sequence whose page tables are written anew, with the pages that the tables of its slot hold; `None` for
+/// a new slot.
+type Rewritten = (SequenceKey, Option<TablePages>);
 
 /// The pages in the own and in the window table of a slot.
 type TablePages = [Vec<Page>; 2];
@@ -318,8 +320,7 @@ impl KvManager {
 
     /// Removes a sequence from its slot, and returns its lease.
     fn remove(&mut self, key: SequenceKey) -> Lease {
-        let held = self.held.remove(&key);
-        let held = held.expect("a finished sequence holds a slot; anything else is a bug");
+        let held = self.held.remove(&key).expect("a finished sequence holds a slot; anything else is a bug");
         let slots = &mut self.lanes[held.lane].slots;
         let slot = slots.slot_of(key).expect("a held sequence has a slot; anything else is a bug");
         slots.leave(slot);
@@ -328,12 +329,7 @@ impl KvManager {
     }
 
     /// Gives the beams of a search that continue the pages of their parents.
-    fn continue_beams(
-        &mut self,
-        lane: usize,
-        update: BeamUpdate,
-        rewritten: &mut Vec<(SequenceKey, Option<TablePages>)>,
-    ) {
+    fn continue_beams(&mut self, lane: usize, update: BeamUpdate, rewritten: &mut Vec<Rewritten>) {
         let BeamUpdate { search, beams, positions } = update;
         let is_member =
             |key: &SequenceKey, held: &HeldSequence| *key == search || held.search == Some(search);
@@ -421,8 +417,7 @@ impl KvManager {
             if !self.giving_up.is_empty() {
                 return;
             }
-            let youngest = self.held.last_key_value().map(|(key, _)| *key);
-            let youngest = youngest.expect("at least this sequence is held");
+            let (&youngest, _) = self.held.last_key_value().expect("at least this sequence is held");
             if self.lane_waits(youngest) {
                 self.preempt(youngest);
             } else {
