@@ -1,12 +1,13 @@
 //! Tests of the distribution of answers whose drafts are accepted by rejection sampling.
 
-use super::{Served, change_weights, words};
-use crate::common::{complete_all, greedy};
+use super::{Drafts, Served, change_weights, words};
+use crate::common::{complete_all, fixture, greedy};
 use crate::families::family;
 use mainstem::decoding::SamplingPlan;
 use mainstem::request::{AcceptanceRule, DraftSource, Request, Sampling, Speculation};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Number of tokens that an answer may have at each position.
@@ -113,11 +114,12 @@ async fn check_rejection(count: u64) {
     assert_eq!(probabilities.len(), TOP_K.pow(TOKENS));
     let (counts, (made, accepted)) = case.answers(count, AcceptanceRule::Rejection).await;
     let (statistic, bound) = chi_square(&counts, &probabilities);
-    println!(
-        "{count} answers: statistic {statistic:.1}, bound {bound:.1}, {accepted} of {made} drafts accepted"
-    );
     let least = probabilities.values().copied().fold(1.0, f64::min) * count as f64;
-    println!("least expected {least}");
+    println!(
+        "{count} answers: statistic {statistic:.1}, bound {bound:.1}; each answer is expected at least {least:.1} \
+         times; {accepted} of {made} drafts accepted"
+    );
+    assert!(least > 5.0, "{least}");
     let rate = accepted as f64 / made as f64;
     assert!(made as u64 > 2 * count && (0.2..0.8).contains(&rate), "{accepted} of {made}");
     assert!(statistic < bound, "{statistic} exceeds {bound}");
@@ -132,7 +134,46 @@ async fn rejection_keeps_the_distribution_of_answers() {
 }
 
 #[actix::test]
-#[ignore = "takes a minute; .ci/long runs it"]
+#[ignore = "takes 13 s; .ci/long runs it"]
 async fn rejection_keeps_the_distribution_of_many_answers() {
     check_rejection(50_000).await;
+}
+
+/// Numbers of drafts of the demo model's answers to the beginnings of texts, four to each.
+async fn drafts_of_demo(served: &Served, params: &Value) -> Drafts {
+    let texts = std::fs::read_to_string(fixture("perplexity/held_out.txt")).expect("the texts are there");
+    let beginnings = texts.split("<|begin|>").filter(|text| text.len() > 100);
+    let beginnings = beginnings.map(|text| text.chars().take(text.len() / 3).collect::<String>());
+    let body = |(seed, prompt): (usize, String)| {
+        let mut body = json!({ "prompt": prompt, "max_tokens": 128, "seed": 100 * seed, "n": 4 });
+        body.as_object_mut().expect("an object").extend(params.as_object().expect("an object").clone());
+        body
+    };
+    served.complete(beginnings.enumerate().map(body)).await.iter().map(|answer| answer.drafts).sum()
+}
+
+/// Prints the table of docs/speculative_decoding.md.
+#[actix::test]
+#[ignore = "a measurement of a minute; .ci/long runs it"]
+async fn acceptance_rates_of_the_rules() {
+    let settings = [("scheduler.slots", 32.into()), ("scheduler.max_waiting", 512.into())];
+    let served = Served::start(Path::new("demo"), Path::new("demo-draft"), &settings).await;
+    for top_p in [1.0, 0.9] {
+        for temperature in [0.5, 0.8, 1.0] {
+            let (mut rates, mut made) = (Vec::new(), 0);
+            for rule in AcceptanceRule::ALL {
+                for most in [1, 5] {
+                    let params = json!({ "temperature": temperature, "top_p": top_p, "acceptance": rule.name(),
+                        "speculative.n_max": most });
+                    let Drafts { accepted, rejected } = drafts_of_demo(&served, &params).await;
+                    rates.push(most as f64 * accepted as f64 / (accepted + rejected) as f64);
+                    made += accepted + rejected;
+                }
+            }
+            println!("top_p {top_p}, temperature {temperature}: {rates:.3?} of 1 and of 5 of {made} drafts");
+            // No coupling accepts more than rejection does.
+            assert!(rates[0] < rates[2] + 0.03 && rates[2] < rates[4] + 0.03, "{rates:?}");
+        }
+    }
+    served.engine.stop();
 }
