@@ -71,11 +71,14 @@ pub struct BeamUpdate {
     pub positions: usize,
 }
 
-/// A running sequence whose next step needs pages for `positions` positions in total.
+/// A running sequence whose next step needs, or would like, further pages.
 #[derive(Clone, Copy, Debug)]
 pub struct GrowingSequence {
     pub key: SequenceKey,
+    /// Number of positions that it needs pages for, in total.
     pub positions: usize,
+    /// Number of positions with those of its drafts, for which nobody is preempted.
+    pub with_drafts: usize,
 }
 
 /// The leading positions of a sequence whose steps were sent, and the tokens that were generated since the
@@ -109,6 +112,8 @@ pub struct SlotPlan {
     pub preempted: Vec<SequenceKey>,
     /// Sequences that keep theirs, but have no pages for the next step.
     pub stalled: Vec<SequenceKey>,
+    /// Sequences that have no pages for all of their drafts.
+    pub short_of_drafts: Vec<SequenceKey>,
 }
 
 /// Frees all slots of a lane, because the lane restarts without sequences.
@@ -397,11 +402,13 @@ impl KvManager {
 
     /// Leases pages for a sequence that needs them, if necessary after preempting others. It stays among
     /// those with needs if another lane has to give up a sequence first.
-    fn find_pages(&mut self, GrowingSequence { key, positions }: GrowingSequence) {
+    fn find_pages(&mut self, GrowingSequence { key, positions, with_drafts }: GrowingSequence) {
         while let Some(HeldSequence { lane, lease, .. }) = self.held.get_mut(&key) {
             let (lane, before) = (*lane, lease.own().len());
-            if lease.grow(positions) {
+            let has_all = lease.grow(with_drafts);
+            if has_all || lease.grow(positions) {
                 if let Some(open) = &mut self.lanes[lane].open {
+                    open.plan.short_of_drafts.extend((!has_all).then_some(key));
                     open.needs.retain(|need| need.key != key);
                     open.got.push((key, before));
                 }
@@ -550,8 +557,11 @@ mod tests {
 
     /// An update in which sequences need pages for so many positions.
     fn growing(lane: usize, grown: &[(u64, usize)]) -> IterationUpdate {
-        let grown =
-            grown.iter().map(|&(key, positions)| GrowingSequence { key: SequenceKey(key), positions });
+        let grown = grown.iter().map(|&(key, positions)| GrowingSequence {
+            key: SequenceKey(key),
+            positions,
+            with_drafts: positions,
+        });
         IterationUpdate { lane, grown: grown.collect(), with_work: 1, ..IterationUpdate::default() }
     }
 
@@ -597,6 +607,25 @@ mod tests {
         assert_eq!((entry.slot, entry.table, entry.index), (0, KvTable::Own, 2));
         assert!(plan.stalled.is_empty() && plan.preempted.is_empty());
         assert_eq!(pool.used(), 3);
+    }
+
+    #[actix::test]
+    async fn drafts_get_free_pages_only() {
+        let (mut kv, pool, _) = rig(2, 1, 3);
+        kv.plan(update([], [(1, lease(&pool, 1)), (2, lease(&pool, 1))]));
+        let grow = |key, positions| GrowingSequence {
+            key: SequenceKey(key),
+            positions,
+            with_drafts: positions + PAGE,
+        };
+        let grown = vec![grow(1, PAGE), grow(2, PAGE)];
+        let plan = kv.plan(IterationUpdate { grown, with_work: 2, ..IterationUpdate::default() });
+        assert_eq!((keys(&plan.short_of_drafts), plan.tables.len()), (vec![2], 1));
+        assert!(plan.stalled.is_empty() && plan.preempted.is_empty());
+        // A sequence that has no page for its next token takes one from another, but none for drafts.
+        let grown = vec![grow(1, 2 * PAGE + 1)];
+        let plan = kv.plan(IterationUpdate { grown, with_work: 2, ..IterationUpdate::default() });
+        assert_eq!((keys(&plan.preempted), keys(&plan.short_of_drafts)), (vec![2], vec![1]));
     }
 
     #[actix::test]

@@ -8,6 +8,7 @@ use crate::model::ModelSpec;
 use crate::model::rope::ReservedLengths;
 use crate::request::DraftSource;
 use mainstem_kernels::Fraction;
+use std::iter;
 
 /// The bit that marks generated tokens; token ids are smaller.
 const GENERATED_MARK: u32 = 1 << 31;
@@ -25,12 +26,12 @@ pub struct PrefixRules {
 }
 
 impl PrefixRules {
-    /// Returns the rules for a model.
-    pub fn new(config: &KvConfig, spec: &ModelSpec) -> PrefixRules {
+    /// Returns the rules for a model and its draft model, if it has one: their K and V are in the same pages.
+    pub fn new(config: &KvConfig, spec: &ModelSpec, draft: Option<&ModelSpec>) -> PrefixRules {
         PrefixRules {
             across_requests: config.prefix_cache,
             marks_generated: config.sparse_attention != Fraction::ONE,
-            lengths: ReservedLengths::of(spec),
+            lengths: ReservedLengths::of(iter::once(spec).chain(draft)),
         }
     }
 

@@ -24,8 +24,10 @@ pub struct Speculator {
     context: usize,
     /// Number of drafts in the next step.
     depth: usize,
-    /// Number of known positions that the draft model has not computed.
+    /// Number of known positions that the draft model has not computed, and whether they are so many that it
+    /// computes them before it makes drafts.
     missing: usize,
+    is_behind: bool,
     /// Number of these that it computes in the next step, which then has no drafts.
     catch_up: usize,
     /// These drafts, if they are known before the step: those of the draft model are only if a step before
@@ -66,6 +68,7 @@ impl Speculator {
             context: 0,
             depth: 0,
             missing: 0,
+            is_behind: false,
             catch_up: 0,
             given: Vec::new(),
             is_open: false,
@@ -74,6 +77,15 @@ impl Speculator {
             drafted: 0,
             accepted: 0,
         }
+    }
+
+    /// Returns this speculation where the logits of drafts are not kept, so that nothing can be rejected by
+    /// their probabilities: tokens are drawn as without speculation, from the same distribution.
+    pub fn without_draft_logits(mut self) -> Speculator {
+        if self.rule == AcceptanceRule::Rejection {
+            self.rule = AcceptanceRule::Coupled;
+        }
+        self
     }
 
     /// Begins, or begins anew after a preemption, with the first positions computed by both models, as far as
@@ -106,12 +118,14 @@ impl Speculator {
         self.rule
     }
 
-    /// Begins the plan of a step: sets the maximum number of drafts, and finds them if they come from the
-    /// text. `known` is the number of positions whose tokens are known.
-    pub fn begin_plan(&mut self, known: usize, limit: usize) {
+    /// Begins the plan of a step: sets the maximum number of drafts, at most `limit`, and finds them if they
+    /// come from the text. `known` is the number of positions whose tokens are known, and `rows` the number
+    /// of rows that there are for speculation.
+    pub fn begin_plan(&mut self, known: usize, limit: usize, rows: usize) {
         self.missing = known.saturating_sub(self.draft_positions);
+        self.is_behind = self.uses_model() && self.missing > MISSING_MAX.min(1 + rows);
         self.catch_up = 0;
-        self.depth = self.max_drafts.min(limit);
+        self.depth = self.max_drafts.min(limit).min(rows);
         if let Some(lookup) = &self.lookup {
             self.given.clear();
             self.depth = lookup.propose(self.depth, &mut self.given);
@@ -126,21 +140,20 @@ impl Speculator {
         }
     }
 
-    /// Returns whether the draft model has missed so many tokens that they are computed before it makes
-    /// drafts.
-    pub fn is_behind(&self) -> bool {
-        self.uses_model() && self.missing > MISSING_MAX
+    /// Returns the number of tokens that the draft model has missed, if they are so many that they are computed
+    /// before it makes drafts; else 0.
+    pub fn missing_before_drafts(&self) -> usize {
+        if self.is_behind { self.missing } else { 0 }
     }
 
     /// Makes the plan fit into `left` rows, and returns the rows that it takes. If the draft model is behind,
     /// it computes what it has missed instead of making drafts.
     pub fn fit_rows(&mut self, left: usize) -> usize {
-        if self.depth > 0 && self.is_behind() {
+        if self.uses_model() && self.depth > 0 && (self.is_behind || self.missing > 1 + left) {
             // The last token is left for the span that makes drafts.
             (self.depth, self.catch_up) = (0, (self.missing - 1).min(left));
-        } else if self.rows() > left {
-            self.depth = 0;
         }
+        self.set_depth(self.depth.min(left));
         self.rows()
     }
 

@@ -161,9 +161,6 @@ impl Executor for FakeExecutor {
             let params = |draft| SamplingParams { position: span.sampling.position + draft, ..span.sampling };
             out.drafts.extend((0..span.count).map(|draft| self.sample(&params(draft))));
         }
-        if let Some(late) = ports.late.filter(|_| !batch.drafts.is_empty()) {
-            late.report_drafts(&out.drafts);
-        }
         let inputs = SamplingInputs { biases: &batch.logit_biases, late: ports.late, width: None };
         let rows = || batch.sampling.iter().enumerate();
         for (number, _) in rows().filter(|(_, row)| row.mode == SampleMode::Host) {

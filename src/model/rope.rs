@@ -43,9 +43,9 @@ pub struct ReservedLengths {
 }
 
 impl ReservedLengths {
-    /// Returns the classes of a model.
-    pub fn of(spec: &ModelSpec) -> ReservedLengths {
-        let ropes = || spec.decoder.iter().flat_map(|stack| &stack.ropes);
+    /// Returns the lengths that make a difference for one of the models.
+    pub fn of<'a>(models: impl Iterator<Item = &'a ModelSpec> + Clone) -> ReservedLengths {
+        let ropes = || models.clone().flat_map(|spec| &spec.decoder).flat_map(|stack| &stack.ropes);
         let mut bounds: Vec<usize> = ropes().flat_map(|rope| length_bounds(&rope.config)).collect();
         bounds.sort_unstable();
         bounds.dedup();

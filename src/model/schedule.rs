@@ -95,15 +95,12 @@ fn draft<B: Backend>(
     drafter: &mut dyn Drafter<B>,
     traffic: &mut StepIo,
 ) -> Result<(), DeviceError> {
-    let StepIo { batch, handoff, out, .. } = traffic;
+    let StepIo { batch, out, .. } = traffic;
     let began = Instant::now();
     drafter.make_drafts(b, batch, out)?;
     if !batch.drafts.is_empty() {
         out.times.draft = began.elapsed();
         b.map_rows(batch);
-        if let Some(late) = handoff.late {
-            late.report_drafts(&out.drafts);
-        }
     }
     Ok(())
 }

@@ -190,7 +190,7 @@ impl DecodeLoop {
         let began = if self.runs_ahead { sent_at.max(self.produced_at) } else { sent_at };
         self.produced_at = self.metrics.record_completed(began, step.output.times, size, step.gap);
         if let Some(work) = work {
-            self.observe_cost(&work, &step.output.times);
+            self.observe_cost(work, &step.output.times, self.produced_at.saturating_duration_since(began));
         }
         self.process_output(&step.output, &routing);
         self.metrics.record_processed();

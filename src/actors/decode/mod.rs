@@ -293,8 +293,12 @@ impl DecodeLoop {
     /// manager gets their slots and pages back with the next update.
     fn remove_finished(&mut self) {
         let ended = |running: &mut RunningSequence| running.finished || running.sequence.events.is_closed();
-        let ended = self.running.extract_if(.., ended).map(|mut running| running.release());
-        self.update.finished.extend(ended);
+        for mut running in self.running.extract_if(.., ended) {
+            if let Some(speculator) = &running.speculator {
+                self.draft_planning.observe_end(speculator);
+            }
+            self.update.finished.push(running.release());
+        }
         self.drop_ended_searches();
     }
 
@@ -357,13 +361,8 @@ impl DecodeLoop {
                 }
                 let (pages, pool) = ((lease.own().len(), lease.computed()), &self.handles.host_pool);
                 self.update.joins.push(JoiningSequence { key, lease });
-                let mut running = RunningSequence::new(
-                    sequence,
-                    pages,
-                    &self.metrics,
-                    pool,
-                    (self.jump_limit, self.config.draft_context, self.draft_planning.prior()),
-                );
+                let (config, choices) = (&self.config, (self.jump_limit, self.draft_planning.prior()));
+                let mut running = RunningSequence::new(sequence, pages, &self.metrics, pool, config, choices);
                 if let Some(speculator) = &mut running.speculator {
                     let others = self.running.iter().filter_map(|other| other.speculator.as_ref());
                     others.for_each(|other| speculator.share_prompt(other));

@@ -36,9 +36,12 @@ impl DecodeLoop {
         self.stall_whole_searches();
         for running in &mut self.running {
             if running.is_decoding() && !running.is_stalled {
-                running.pages = running
-                    .pages
-                    .max((running.next_position() as usize + running.depth()).div_ceil(page_positions));
+                let next = running.next_position() as usize;
+                running.pages = running.pages.max(next.div_ceil(page_positions));
+                if plan.short_of_drafts.contains(&running.key) {
+                    running.limit_drafts(running.pages * page_positions - next);
+                }
+                running.pages = running.pages.max((next + running.depth()).div_ceil(page_positions));
             }
         }
     }

@@ -218,9 +218,6 @@ impl DecodeLoop {
         if let Some(reason) = end {
             if let Some(speculator) = &running.speculator {
                 let (drafted, accepted) = speculator.counts();
-                if drafted > 0 {
-                    self.draft_planning.observe_end(speculator.stats().rate());
-                }
                 let speculated = TokenEvent::Speculated { drafted, accepted };
                 self.pending_events.push((events.clone(), speculated));
             }

@@ -3,6 +3,7 @@
 //! Invariant: the positions of a span follow from the steps that were sent, whether their results are back or
 //! not.
 
+use super::DecodeConfig;
 use crate::actors::kv::{ComputedPositions, EndedSequence, GrowingSequence};
 use crate::actors::loop_metrics::{LoopMetrics, SequenceTimes};
 use crate::actors::prefill::PromptChunk;
@@ -67,7 +68,8 @@ impl RunningSequence {
         (pages, computed): (usize, usize),
         meters: &LoopMetrics,
         pool: &Arc<HostPool>,
-        (jump_limit, draft_context, prior): (usize, usize, f64),
+        config: &DecodeConfig,
+        (jump_limit, prior): (usize, f64),
     ) -> RunningSequence {
         let progress = sequence.progress.take().unwrap_or_else(|| {
             let Request { plan, constraint, prompt, max_tokens, logprobs, speculation, .. } =
@@ -81,12 +83,13 @@ impl RunningSequence {
                 times: meters.record_scheduled(sequence.arrived),
                 speculator: speculation
                     .filter(|_| sequence.request.beams.is_none())
-                    .map(|it| Speculator::new(it, plan.map(|plan| &**plan), prompt, prior)),
+                    .map(|it| Speculator::new(it, plan.map(|plan| &**plan), prompt, prior))
+                    .map(|it| if config.limits.draft_logits { it } else { it.without_draft_logits() }),
             }
         });
         let Progress { generated, host, times, mut speculator } = progress;
         if let Some(speculator) = &mut speculator {
-            speculator.begin(computed, draft_context);
+            speculator.begin(computed, config.draft_context);
         }
         let resumed = generated.len() as u32;
         RunningSequence {
@@ -171,9 +174,10 @@ impl RunningSequence {
 
     /// Returns the pages that the next step needs, if the sequence has too few.
     pub(super) fn growth(&self, page_positions: usize) -> Option<GrowingSequence> {
-        let positions = self.next_position() as usize + self.depth();
-        let needed = positions.div_ceil(page_positions);
-        (needed > self.pages).then_some(GrowingSequence { key: self.key, positions })
+        let positions = self.next_position() as usize;
+        let with_drafts = positions + self.depth();
+        let needed = with_drafts.div_ceil(page_positions);
+        (needed > self.pages).then_some(GrowingSequence { key: self.key, positions, with_drafts })
     }
 
     /// Returns a report of the positions whose steps were sent and whose tokens are known, if they fill a

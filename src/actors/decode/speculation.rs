@@ -21,14 +21,17 @@ use crate::request::{self, Sampling};
 use mainstem_kernels::batch::{DraftSpan, StepTimes};
 use mainstem_kernels::{DeviceError, Span, SpanOutput, SpanTokens, StepBatch};
 use std::ops::Range;
+use std::time::Duration;
 
 /// The choice of the number of drafts.
 #[derive(Default)]
 pub(super) struct DraftPlanning {
     planner: DepthPlanner,
     costs: StepCosts,
+    /// The last step that only made drafts, and its time.
+    made: Option<(StepWork, Duration)>,
     /// The rate at which drafts of sequences that have ended were accepted.
-    pub(super) rate: Option<f64>,
+    rate: Option<f64>,
 }
 
 /// Maximum number of prompt tokens that are indexed between two steps (prompt lookup). Longer prompts are
@@ -44,9 +47,12 @@ impl DraftPlanning {
         self.rate.unwrap_or(FIRST_RATE)
     }
 
-    /// Takes note of the rate of a sequence that has ended.
-    pub(super) fn observe_end(&mut self, rate: f64) {
-        self.rate = Some(self.rate.map_or(rate, |old| 0.8 * old + 0.2 * rate));
+    /// Takes note of the rate of a sequence that has ended, for whatever reason.
+    pub(super) fn observe_end(&mut self, ended: &Speculator) {
+        if ended.counts().0 > 0 {
+            let rate = ended.stats().rate();
+            self.rate = Some(self.rate.map_or(rate, |old| 0.8 * old + 0.2 * rate));
+        }
     }
 }
 
@@ -57,58 +63,47 @@ impl DecodeLoop {
     }
 
     /// Chooses how many drafts each decoding sequence verifies in the next step: as many as are worth their
-    /// time. Other rules than [`AcceptanceRule::Coupled`] always get as many as possible, because their text
-    /// depends on the number.
+    /// time.
     pub(super) fn choose_depths(&mut self) {
         if !self.speculates() {
             return;
         }
         let decoding = self.running.iter().filter(|running| running.is_decoding());
         let decoding: usize = decoding.map(|running| 1 + running.forced as usize).sum();
-        let most = self.config.token_budget.saturating_sub(decoding) / 2;
-        let mut rows = most;
+        let mut left = self.config.token_budget.saturating_sub(decoding) / 2;
         let mut to_index = INDEXED_MAX;
         let draft_context = self.config.draft_context;
         for running in &mut self.running {
-            let limit = if running.is_decoding() { running.draft_limit(draft_context, rows) } else { 0 };
+            let limit = if running.is_decoding() { running.draft_limit(draft_context) } else { 0 };
             let known = running.next_position() as usize;
             if let Some(speculator) = &mut running.speculator {
                 to_index -= speculator.index_prompt(to_index);
-                speculator.begin_plan(known, limit);
-                if speculator.rule() != AcceptanceRule::Coupled {
-                    rows -= speculator.depth();
-                }
+                speculator.begin_plan(known, limit, left);
             }
         }
         let planned = self.running.iter().filter_map(|running| running.speculator.as_ref());
-        let planned = planned.filter(|speculator| speculator.rule() == AcceptanceRule::Coupled);
         let planned = planned.map(|speculator| Speculating {
             stats: speculator.stats(),
             limit: speculator.depth(),
             has_model: speculator.uses_model(),
-            is_ready: !speculator.is_behind(),
+            missing: speculator.missing_before_drafts(),
         });
         let DraftPlanning { planner, costs, .. } = &mut self.draft_planning;
-        let depths = planner.plan(planned, costs.estimate(), decoding + (most - rows), rows);
+        let depths = planner.plan(planned, costs.estimate(), decoding, left);
         let planned = self.running.iter_mut().filter_map(|running| running.speculator.as_mut());
-        let planned = planned.filter(|speculator| speculator.rule() == AcceptanceRule::Coupled);
-        planned.zip(depths).for_each(|(speculator, depth)| speculator.set_depth(*depth));
-        let mut left = most;
-        for speculator in self.running.iter_mut().filter_map(|running| running.speculator.as_mut()) {
+        for (speculator, &depth) in planned.zip(depths) {
+            speculator.set_depth(depth);
             left -= speculator.fit_rows(left);
         }
     }
 
     /// Returns the work of a step that is about to be sent, if its time can be compared with that of others:
     /// a step with prompt rows has too many, as has one in which the draft model computes what it has missed.
+    /// A step that only makes drafts has no rows.
     pub(super) fn comparable_work(&self, batch: &StepBatch) -> Option<StepWork> {
         let is_prompt = |span: &Span| matches!(span.tokens, SpanTokens::Given { .. });
         let catches_up = |span: &DraftSpan| span.count == 0;
-        if !self.speculates()
-            || batch.spans.is_empty()
-            || batch.spans.iter().any(is_prompt)
-            || batch.drafts.iter().any(catches_up)
-        {
+        if !self.speculates() || batch.spans.iter().any(is_prompt) || batch.drafts.iter().any(catches_up) {
             return None;
         }
         let makes_drafts = || batch.drafts.iter().filter(|span| span.count > 0);
@@ -117,29 +112,38 @@ impl DecodeLoop {
         Some(StepWork { rows: batch.rows(), passes, draft_rows })
     }
 
-    /// Takes note of the time of a step.
-    pub(super) fn observe_cost(&mut self, work: &StepWork, times: &StepTimes) {
-        self.draft_planning.costs.observe(work, times.forward + times.sample, times.draft);
+    /// Takes note of the time of a step, which took `elapsed` from the time when it was sent. With several
+    /// devices that is what counts, because each measures only its own part; the drafts then come from the
+    /// step before.
+    pub(super) fn observe_cost(&mut self, work: StepWork, times: &StepTimes, elapsed: Duration) {
+        let DraftPlanning { costs, made, .. } = &mut self.draft_planning;
+        if self.handles.devices.count() == 1 {
+            return costs.observe(&work, times.forward + times.sample, times.draft);
+        }
+        if work.rows == 0 {
+            *made = Some((work, elapsed));
+            return;
+        }
+        let (drafts, time) = made.take().unwrap_or_default();
+        costs.observe(&StepWork { rows: work.rows, ..drafts }, elapsed + time, time);
     }
 
     /// Makes the drafts of the next step in a step before it, if there are several devices: the draft model
     /// is on the one that returns results, and all of them need the drafts.
     pub(super) async fn make_drafts_before(&mut self) -> Result<(), DeviceError> {
-        let makes_drafts = |running: &RunningSequence| {
-            running.uses_draft_model() && running.depth() > 0 && !running.is_stalled
-        };
-        if self.handles.devices.count() == 1 || !self.running.iter().any(makes_drafts) {
+        if self.handles.devices.count() == 1 || self.slot_plan.is_none() {
             return Ok(());
         }
-        let work: Vec<SpanWork> = self
-            .pending_work
-            .iter()
-            .copied()
-            .filter_map(|work| match work {
-                SpanWork::Decode(at) if makes_drafts(&self.running[at]) => Some(SpanWork::Draft(at)),
-                _ => None,
-            })
-            .collect();
+        let draft_of = |work: &SpanWork| match *work {
+            SpanWork::Decode(at) if self.running[at].uses_draft_model() && self.running[at].depth() > 0 => {
+                Some(SpanWork::Draft(at))
+            }
+            _ => None,
+        };
+        let work: Vec<SpanWork> = self.pending_work.iter().filter_map(draft_of).collect();
+        if work.is_empty() {
+            return Ok(());
+        }
         let plan = self.slot_plan.take();
         self.send_step(plan, &work, StepKind::Drafts)?;
         while self.count_in_flight(StepKind::Drafts) > 0 {
@@ -226,6 +230,7 @@ impl DecodeLoop {
         count: usize,
     ) {
         let (start, len) = (positions.start as u32, positions.len() as u32);
+        let is_prompt = positions.end <= running.sequence.request.prompt.len();
         let at = push_known(batch, running, positions);
         let rule = running.speculator.as_ref().map_or(AcceptanceRule::Coupled, Speculator::rule);
         let request = &running.sequence.request;
@@ -246,12 +251,12 @@ impl DecodeLoop {
             ));
             sampling.bias_len = batch.logit_biases.len() as u32 - sampling.bias_at;
         }
-        batch.draft_logits |=
-            count > 0 && rule == AcceptanceRule::Rejection && self.config.limits.draft_logits;
+        batch.draft_logits |= count > 0 && rule == AcceptanceRule::Rejection;
         batch.drafts.push(DraftSpan {
             slot: running.slot,
             start,
-            tokens: SpanTokens::Generated { at, len },
+            // Sparse attention distinguishes them.
+            tokens: if is_prompt { SpanTokens::Given { at, len } } else { SpanTokens::Generated { at, len } },
             reserved: running.sequence.positions() as u32,
             count: count as u32,
             sampling,
@@ -275,15 +280,22 @@ impl RunningSequence {
         self.speculator.as_ref().map_or(0, Speculator::rows)
     }
 
-    /// Returns how many drafts are possible, at most `rows`: with all of them accepted, the sequence does not
-    /// exceed its maximum length; those of the draft model end with its context.
-    fn draft_limit(&self, draft_context: usize, rows: usize) -> usize {
+    /// Returns how many drafts are possible: with all of them accepted, the sequence does not exceed its
+    /// maximum length; those of the draft model end with its context.
+    fn draft_limit(&self, draft_context: usize) -> usize {
         let known = self.next_position() as usize;
         let max_tokens = self.sequence.request.max_tokens as usize;
-        let limit = max_tokens.saturating_sub(self.generated_count() as usize + 1).min(rows);
+        let limit = max_tokens.saturating_sub(self.generated_count() as usize + 1);
         match self.uses_draft_model() {
             true => limit.min(draft_context.saturating_sub(known)),
             false => limit,
+        }
+    }
+
+    /// Limits the number of drafts in the next step to `most`.
+    pub(super) fn limit_drafts(&mut self, most: usize) {
+        if let Some(speculator) = &mut self.speculator {
+            speculator.set_depth(speculator.depth().min(most));
         }
     }
 

@@ -155,7 +155,7 @@ impl EngineSetup {
             spec.provenance.specification
         );
         let context = context_length(&config.kv, spec.context)?;
-        let mut limits = step_limits(config, source, context);
+        let mut limits = step_limits(config, source, context, partition.device_names().concat().len());
         let lanes = lane_count(&scheduler, partition.stages.len());
         let plan = memory::kv_plan(config, &limits, lanes, source, (&partition, devices))?;
         // No sequence is longer than the pool allows, so page tables need no more entries.
@@ -198,7 +198,7 @@ impl EngineSetup {
         Ok(EngineSetup {
             scheduler,
             limits,
-            prefix_rules: PrefixRules::new(&config.kv, spec),
+            prefix_rules: PrefixRules::new(&config.kv, spec, source.draft.as_ref().map(|draft| &draft.spec)),
             row_bytes: spec.hidden * devices.activation_type.size(),
             lanes,
             step_timeout: config.device.step_timeout,
@@ -398,7 +398,7 @@ fn context_length(kv: &KvConfig, model: usize) -> Result<usize> {
 }
 
 /// Returns the limits of a step, before the KV cache limits the positions.
-fn step_limits(config: &Config, source: &ModelSource, context: usize) -> StepLimits {
+fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: usize) -> StepLimits {
     let spec = &source.spec;
     let SchedulerConfig { slots, token_budget, .. } = config.scheduler;
     let encoder_positions = spec.encoder_context().min(config.kv.max_context.unwrap_or(usize::MAX));
@@ -416,8 +416,9 @@ fn step_limits(config: &Config, source: &ModelSource, context: usize) -> StepLim
         vocab: spec.vocab,
         hidden: if spec.kind == Kind::Encoder { spec.hidden } else { 0 },
         drafts: source.draft.as_ref().map_or(0, |_| config.speculation.max_drafts),
-        // Every request may choose the rule that needs them.
-        draft_logits: source.draft.is_some(),
+        // Every request may choose the rule that needs them. With several devices, drafts are made in a
+        // step before, which does not keep them.
+        draft_logits: source.draft.is_some() && devices == 1,
         attended_fraction: config.kv.sparse_attention,
     };
     StepLimits { window: memory::windowed_layers(spec, &limits), ..limits }

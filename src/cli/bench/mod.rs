@@ -27,12 +27,13 @@ use crate::model::executor::ExecutorReport;
 use crate::telemetry;
 use crate::text::Tokenizer;
 use actix_web::rt::{self, System, time};
-use anyhow::{Context, Error, Result};
+use anyhow::{Context, Error, Result, ensure};
 use clap::{Args, ValueEnum, ValueHint};
 use indicatif::{ProgressBar, ProgressStyle};
 use partition::PartitionTests;
 use report::BenchReport;
 use speculation::SpeculationTests;
+use speculation::rows::SpeculationRow;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -118,7 +119,8 @@ enum ReportFormat {
     Csv,
 }
 
-/// Runs the tests and writes the report. The exit code is 0, or 130 after an interruption.
+/// Runs the tests and writes the report. The exit code is 0, or 130 after an interruption. Fails, after the
+/// report, if speculation changed a text.
 pub fn run(args: BenchArgs) -> Result<ExitCode> {
     let (run, file, flags) = args.layers();
     let config = match run.partition_tests.partition {
@@ -140,6 +142,8 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
         ReportFormat::Csv => report.csv(),
     };
     to.write_all(text.as_bytes()).and_then(|()| to.flush()).context("cannot write the report")?;
+    let has_changed_text = report.speculation.iter().any(SpeculationRow::has_changed_text);
+    ensure!(!has_changed_text, "the text differs with and without speculation; this is a bug");
     Ok(if report.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
 }
 

@@ -17,9 +17,9 @@ pub struct Speculating<'a> {
     pub limit: usize,
     /// Whether a draft model makes them; drafts that are copied from the text cost nothing.
     pub has_model: bool,
-    /// Whether a draft costs no more than usual. A draft model that has missed many tokens must compute them
-    /// first, which is not worth a probe of more than one sequence.
-    pub is_ready: bool,
+    /// Number of tokens that the draft model must compute before it makes drafts, because it has missed
+    /// them; 0 if they are few enough to be computed along with a draft.
+    pub missing: usize,
 }
 
 /// Chooses the numbers of drafts that maximize the expected tokens per second of the whole batch.
@@ -37,8 +37,8 @@ pub struct DepthPlanner {
     drafts: [Vec<Draft>; 2],
     depths: Vec<usize>,
     limits: Vec<usize>,
-    /// Whether a probe may give each sequence a draft.
-    are_ready: Vec<bool>,
+    /// Number of tokens that the draft model must compute first for each sequence.
+    missing: Vec<usize>,
     interval: u32,
     plans_since_probe: u32,
 }
@@ -70,7 +70,7 @@ impl Default for DepthPlanner {
             drafts: Default::default(),
             depths: Vec::new(),
             limits: Vec::new(),
-            are_ready: Vec::new(),
+            missing: Vec::new(),
             interval: PROBE_INTERVAL,
             plans_since_probe: 0,
         }
@@ -108,10 +108,9 @@ impl DepthPlanner {
         if !is_off {
             self.interval = PROBE_INTERVAL;
         }
-        if self.plans_since_probe >= self.interval {
+        if self.plans_since_probe >= self.interval && self.probe(max_drafts) {
             self.plans_since_probe = 0;
             self.interval = if is_off { (2 * self.interval).min(MAX_PROBE_INTERVAL) } else { self.interval };
-            self.probe(max_drafts);
         }
         &self.depths
     }
@@ -122,7 +121,7 @@ impl DepthPlanner {
         self.drafts.iter_mut().for_each(Vec::clear);
         self.depths.clear();
         self.limits.clear();
-        self.are_ready.clear();
+        self.missing.clear();
         for (sequence, speculating) in sequences.enumerate() {
             let survival = speculating.stats.survival();
             let limit = speculating.limit.min(MAX_DEPTH);
@@ -131,7 +130,7 @@ impl DepthPlanner {
             self.drafts[list].extend(levels.take_while(|draft| draft.gain > costs[list]));
             self.depths.push(0);
             self.limits.push(limit);
-            self.are_ready.push(speculating.is_ready);
+            self.missing.push(speculating.missing);
         }
         for drafts in &mut self.drafts {
             drafts.sort_unstable_by(|a, b| {
@@ -182,15 +181,27 @@ impl DepthPlanner {
         choice
     }
 
-    /// Gives a draft to sequences that are ready and have none; if none is ready, to the first one.
-    fn probe(&mut self, max_drafts: usize) {
+    /// Gives a draft to the sequences without any, and returns whether that is a probe of one at least.
+    ///
+    /// Where the draft model must compute missed tokens first, the draft comes with a later plan, and the
+    /// probe stays due. That is worth a probe of one sequence only: of the one that has waited longest.
+    fn probe(&mut self, max_drafts: usize) -> bool {
         let mut left = max_drafts.saturating_sub(self.depths.iter().sum());
-        let is_any_ready = self.are_ready.contains(&true);
-        for ((depth, &limit), is_ready) in self.depths.iter_mut().zip(&self.limits).zip(&self.are_ready) {
-            if *depth == 0 && limit > 0 && left > 0 && (*is_ready || !is_any_ready) {
+        let (mut probes, mut waiting) = (false, None);
+        for (at, depth) in self.depths.iter_mut().enumerate() {
+            if *depth > 0 || self.limits[at] == 0 {
+                continue;
+            }
+            waiting = waiting.max(Some((self.missing[at], at)));
+            if self.missing[at] == 0 && left > 0 {
                 *depth = 1;
-                left = if is_any_ready { left - 1 } else { 0 };
+                left -= 1;
+                probes = true;
             }
         }
+        if let Some((_, at)) = waiting.filter(|_| !probes && left > 0) {
+            self.depths[at] = 1;
+        }
+        probes || waiting.is_none()
     }
 }

@@ -61,15 +61,11 @@ impl<'a> HostRow<'a> {
 /// A function that draws the token of a row.
 type Draw = Box<dyn FnOnce(HostRow<'_>, TokenSender) + Send>;
 
-/// A function that takes the drafts of a step.
-type TakeDrafts = Box<dyn FnOnce(&[u32]) + Send>;
-
 #[derive(Default)]
 struct State {
     aborted: bool,
     /// The registered rows, ascending.
     rows: Vec<(usize, RowInput)>,
-    take_drafts: Option<TakeDrafts>,
 }
 
 /// The late input of a row.
@@ -112,18 +108,10 @@ impl LateInputs {
         self.register(row, RowInput::Draw(Box::new(draw)));
     }
 
-    /// Registers a function that gets the drafts of the step, in the order of
-    /// [`crate::batch::StepOutput::drafts`], as soon as they are made: the host computes masks of rows that
-    /// verify them while the device goes on. It is called on the thread of the device, which must not wait,
-    /// or never, if the step makes no drafts. It must be registered before the step is launched.
-    pub fn on_drafts(&self, take: impl FnOnce(&[u32]) + Send + 'static) {
-        self.lock().take_drafts = Some(Box::new(take));
-    }
-
     /// Returns whether no row was registered, and nothing aborted.
     pub fn is_unused(&self) -> bool {
         let state = self.lock();
-        state.rows.is_empty() && state.take_drafts.is_none() && !state.aborted
+        state.rows.is_empty() && !state.aborted
     }
 
     /// Ends all waits, present and future, with an error.
@@ -154,14 +142,6 @@ impl LateInputs {
             _ => None,
         });
         copied.map(|copied| copied.is_some())
-    }
-
-    /// Hands the drafts of the step to the host. A panic of the host's function has no effect.
-    pub fn report_drafts(&self, drafts: &[u32]) {
-        let taken = self.lock().take_drafts.take();
-        if let Some(take) = taken {
-            let _ = catch_unwind(AssertUnwindSafe(|| take(drafts)));
-        }
     }
 
     /// Hands row number `row` to the host, which draws its token. A panic of the host's function fails the

@@ -58,18 +58,6 @@ fn inputs_that_were_given_up_are_not_waited_for() {
 }
 
 #[test]
-fn drafts_are_reported_once() {
-    let inputs = inputs();
-    let (drafts, reported) = mpsc::channel();
-    inputs.on_drafts(move |made| drafts.send(made.to_vec()).unwrap());
-    assert!(!inputs.is_unused());
-    [[3, 4], [5, 6]].iter().for_each(|made| inputs.report_drafts(made));
-    assert_eq!(reported.iter().collect::<Vec<_>>(), [[3, 4]]);
-    inputs.on_drafts(|_| panic!("the host fails"));
-    inputs.report_drafts(&[]);
-}
-
-#[test]
 fn an_abort_ends_every_wait() {
     let inputs = inputs();
     let unregistered = self::inputs();

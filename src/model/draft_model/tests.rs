@@ -4,6 +4,7 @@ use crate::model::executor::{Executor, KvCacheConfig, ModelExecutor, page_bytes,
 use crate::model::partition::{Partition, Stage, StageRank};
 use mainstem_kernels::collective::local;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+use mainstem_kernels::random::philox;
 use mainstem_kernels::reference::{Reference, sample};
 use mainstem_kernels::{
     Abort, ActivationHandoff, ActivationPrecision, Fraction, KvTable, LateInputs, PageCopy, QuantType,
@@ -486,8 +487,7 @@ fn the_host_gets_drafts_and_their_logits() {
         let mut sequences = sequences(source.spec.vocab);
         sequences.truncate(2);
         let mut batch = StepBatch { step: 1, draft_logits: true, ..StepBatch::default() };
-        let (late, seen) =
-            (Arc::<LateInputs>::default(), Arc::new(Mutex::new((Vec::<Seen>::new(), Vec::new()))));
+        let (late, seen) = (Arc::<LateInputs>::default(), Arc::new(Mutex::new(Vec::<Seen>::new())));
         for sequence in &mut sequences {
             let entry = |index| TableUpdate {
                 slot: sequence.slot,
@@ -508,19 +508,13 @@ fn the_host_gets_drafts_and_their_logits() {
             let (seen, params) = (seen.clone(), *params);
             late.draw_with(row, move |given, sender| {
                 let sampled = given.draft_logits.map(|logits| sample(logits, &[], None, &params).unwrap());
-                seen.lock().unwrap().0.push((row, given.input_token, given.next_token, sampled));
+                seen.lock().unwrap().push((row, given.input_token, given.next_token, sampled));
                 sender.send(row as u32);
             });
         }
-        let reported = seen.clone();
-        late.on_drafts(move |drafts| {
-            let (rows, reported) = &mut *reported.lock().unwrap();
-            assert!(rows.is_empty());
-            reported.extend_from_slice(drafts);
-        });
         let out = run(&batch, &late);
-        let (rows, reported) = &*seen.lock().unwrap();
-        assert_eq!((&out.drafts, out.drafts.len()), (reported, 5));
+        let rows = &*seen.lock().unwrap();
+        assert_eq!(out.drafts.len(), 5);
         let (mut expected, mut drafts) = (Vec::new(), out.drafts.iter().copied());
         for sequence in &sequences {
             let mut input = sequence.tokens[0];
@@ -627,5 +621,119 @@ fn time_of_drafts() {
             "{mode:?}: steps of {medians:?}, sum {:?}, {rate} tokens per round",
             medians.iter().sum::<Duration>()
         );
+    }
+}
+
+/// A sequence of a large model with random weights, of which each token is known.
+struct Recorded {
+    executor: ModelExecutor<CpuBackend>,
+    vocab: u32,
+    /// The tokens by position, as far as they were generated without drafts.
+    tokens: Vec<u32>,
+}
+
+impl Recorded {
+    fn new() -> Recorded {
+        let mut source = ModelSource::open(&ModelRef::parse("synthetic:1.1B:bf16").unwrap(), None).unwrap();
+        source.weight_rules = crate::quantize::WeightRules::parse("q4_0").unwrap();
+        let limits = StepLimits { drafts: 0, attended_fraction: Fraction::ONE, ..limits(&source) };
+        let threads = thread::available_parallelism().unwrap().get();
+        let precision = ActivationPrecision::Int8;
+        let cpu = CpuConfig { threads, isa: Isa::Auto, activation_precision: precision };
+        let whole = Shard::whole(&source.spec);
+        let mut executor =
+            ModelExecutor::new(CpuBackend::new(cpu).unwrap(), &source, &whole, KV, limits).unwrap();
+        let entry = |index| TableUpdate { slot: 0, table: KvTable::Own, index, page: 1 + index };
+        let batch =
+            StepBatch { table_updates: (0..PAGES).map(entry).collect(), step: 1, ..StepBatch::default() };
+        executor.run(&batch, HandoffPorts::default(), &mut StepOutput::default()).unwrap();
+        Recorded { executor, vocab: source.spec.vocab as u32, tokens: vec![5] }
+    }
+
+    /// Computes these tokens from a position on. Returns the tokens after each of them, and the time.
+    fn step(&mut self, start: usize, tokens: &[u32]) -> (Vec<u32>, Duration) {
+        let span = Span {
+            model: SpanModel::Target,
+            stack: SpanStack::Decoder,
+            slot: 0,
+            start: start as u32,
+            tokens: SpanTokens::Generated { at: 0, len: tokens.len() as u32 },
+            table: SpanTable::Own,
+            reserved: 90,
+            encoder_len: 0,
+            output: SpanOutput::All,
+        };
+        let batch = StepBatch {
+            step: 2,
+            tokens: tokens.to_vec(),
+            spans: vec![span],
+            sampling: vec![SamplingParams::GREEDY; tokens.len()],
+            ..StepBatch::default()
+        };
+        let (began, mut out) = (Instant::now(), StepOutput::default());
+        self.executor.run(&batch, HandoffPorts::default(), &mut out).unwrap();
+        (out.tokens.iter().map(|row| row.token).collect(), began.elapsed())
+    }
+
+    /// Generates tokens with drafts of which each is the right one with a probability. Returns the time per
+    /// token.
+    fn generate(&mut self, count: usize, drafts: usize, probability: f64) -> f64 {
+        let (mut known, mut time) = (1, Duration::ZERO);
+        while known <= count {
+            let draft = |at: usize| {
+                let is_right =
+                    f64::from(philox([at as u32, 1, 0, 0], [0, 0])[0]) < probability * 2f64.powi(32);
+                self.tokens.get(at).map_or(1, |token| (token + u32::from(!is_right)) % self.vocab)
+            };
+            let drafts: Vec<u32> = (known..known + drafts).map(draft).collect();
+            let (next, elapsed) = self.step(known - 1, &[&[self.tokens[known - 1]], &drafts[..]].concat());
+            time += elapsed;
+            let accepted = drafts.iter().zip(&next).take_while(|(draft, next)| draft == next).count();
+            for &token in &next[..=accepted] {
+                if known == self.tokens.len() {
+                    self.tokens.push(token);
+                }
+                assert_eq!(token, self.tokens[known], "drafts change no token");
+                known += 1;
+            }
+        }
+        time.as_secs_f64() / (known - 1) as f64
+    }
+}
+
+/// Prints how long steps of several rows take on a model of 1.1 billion weights, relative to one row, and how
+/// much faster drafts of no cost are that are accepted with some probability:
+/// `cargo test --release --lib draft_model::tests::time_of_rows -- --ignored --nocapture`.
+#[test]
+#[ignore = "a measurement"]
+fn time_of_rows() {
+    const TOKENS: usize = 60;
+    let mut recorded = Recorded::new();
+    recorded.generate(TOKENS + 16, 0, 0.0);
+    let median = |mut values: Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    for rows in 2..=8 {
+        let turn = |recorded: &mut Recorded| {
+            let mut time = |rows: usize| {
+                let tokens = recorded.tokens[40..40 + rows].to_vec();
+                (0..3).map(|_| recorded.step(40, &tokens).1.as_secs_f64()).sum::<f64>()
+            };
+            let one = time(1);
+            time(rows) / one
+        };
+        let ratios = (0..9).map(|_| turn(&mut recorded)).collect();
+        println!("{rows} rows: {:.2} of the time of one", median(ratios));
+    }
+    for probability in [0.5, 0.7, 0.9] {
+        for drafts in [1, 2, 3, 5, 7] {
+            let turn = |recorded: &mut Recorded| {
+                let without = recorded.generate(TOKENS, 0, 0.0);
+                without / recorded.generate(TOKENS, drafts, probability)
+            };
+            let ratios = (0..5).map(|_| turn(&mut recorded)).collect();
+            println!("{probability} accepted, {drafts} drafts: {:.2} times as fast", median(ratios));
+        }
     }
 }

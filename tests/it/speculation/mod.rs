@@ -21,9 +21,13 @@ use std::iter::Sum;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// A device that reports times of steps which hardly depend on their rows. So drafts always pay, and how many
-/// there are does not depend on the machine.
-struct Steady(Box<dyn Executor>);
+/// A device whose steps seem to take the same time, whatever their rows. So drafts pay, and how many there are
+/// does not depend on the machine.
+struct Steady {
+    inner: Box<dyn Executor>,
+    /// Added to steps with rows if there are several devices: the loop then measures the time itself.
+    pause: Duration,
+}
 
 impl Executor for Steady {
     fn run(
@@ -32,7 +36,10 @@ impl Executor for Steady {
         flow: HandoffPorts<'_>,
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
-        self.0.run(batch, flow, out)?;
+        if !batch.spans.is_empty() {
+            std::thread::sleep(self.pause);
+        }
+        self.inner.run(batch, flow, out)?;
         let forward = Duration::from_micros(1_000_000 + batch.rows() as u64);
         let draft = Duration::from_micros(u64::from(!batch.drafts.is_empty()));
         out.times = StepTimes { forward, draft, ..StepTimes::default() };
@@ -40,12 +47,12 @@ impl Executor for Steady {
     }
 
     fn report(&self) -> ExecutorReport {
-        self.0.report()
+        self.inner.report()
     }
 }
 
-fn steady(mut factory: ExecutorFactory) -> ExecutorFactory {
-    Box::new(move |collective| Ok(Box::new(Steady(factory(collective)?))))
+fn steady(mut factory: ExecutorFactory, pause: Duration) -> ExecutorFactory {
+    Box::new(move |collective| Ok(Box::new(Steady { inner: factory(collective)?, pause })))
 }
 
 type Settings<'a> = &'a [(&'static str, toml::Value)];
@@ -69,8 +76,11 @@ impl Served {
         let model = ModelRef::parse(&config.model.path).expect("a model");
         let prepared = PreparedModel::open(&config, &model).expect("the models open");
         let PreparedModel { setup, source, tokenizer, device } = prepared;
-        let stages = start::factories(&device, &source, &tokenizer, &setup).into_iter();
-        let stages = stages.map(|stage| stage.into_iter().map(steady).collect()).collect();
+        let mut stages = start::factories(&device, &source, &tokenizer, &setup);
+        let pause = Duration::from_millis((stages.iter().flatten().count() > 1).into());
+        for factories in &mut stages {
+            *factories = factories.drain(..).map(|factory| steady(factory, pause)).collect();
+        }
         let engine = engine::start(setup, tokenizer, stages).await.expect("the engine starts");
         let api = LocalApi::new(ServeParts::from(&engine), config.server);
         Served { engine, api }
@@ -310,8 +320,10 @@ async fn coupled_drafts_change_no_answer_of_any_fixture() {
 }
 
 /// Where drafts are made in a step of their own, with prompts in chunks, and beside sequences that run ahead.
+/// With several lanes on several devices, few drafts pay.
 #[actix::test]
 async fn coupled_drafts_change_no_answer_on_several_devices() {
+    let mut sums = [Drafts::default(); 2];
     for name in ["gemma2", "qwen2_moe", "gqa"] {
         let has_forms = name == "gqa";
         let copy = |test| if has_forms { Copied::of(name, test) } else { family(name, test) };
@@ -328,8 +340,13 @@ async fn coupled_drafts_change_no_answer_on_several_devices() {
             let what = format!("{name}, devices {groups:?}, {lanes} lanes");
             let counts = check_coupled(&what, &served, &bodies).await.map(|drafts| drafts.into_iter().sum());
             served.engine.stop();
-            let is_mixed = |drafts: &Drafts| drafts.accepted > 0 && drafts.rejected > 0;
-            assert!(counts.iter().all(is_mixed), "{what}: {counts:?}");
+            let Drafts { accepted, rejected } = counts[0];
+            let least = if lanes == 1 || groups.is_empty() { 10 } else { 1 };
+            assert!(accepted >= least && accepted + rejected >= 2 * least, "{what}: {counts:?}");
+            for (sum, count) in sums.iter_mut().zip(counts) {
+                *sum = [*sum, count].into_iter().sum();
+            }
         }
     }
+    assert!(sums.iter().all(|sum| sum.accepted >= 100 && sum.rejected >= 100), "{sums:?}");
 }

@@ -2,8 +2,8 @@
 //!
 //! Invariant: token i of the model is the character with the number 0x4e00 + i.
 
-use super::request;
 use super::rig::{Rig, RigConfig, VOCAB};
+use super::{request, speculation};
 use crate::decoding::Constraint;
 use crate::request::Request;
 use mainstem_grammar::{ConstraintStart, Form, Grammar, Limits, Spec, Token, Vocabulary};
@@ -86,6 +86,39 @@ async fn forced_tokens_are_computed_with_the_next_step() {
         assert_eq!(tokens, ahead, "{lanes}");
         assert!(forced > 50, "{forced}");
     }
+}
+
+/// Forced tokens and drafts of others are in the same steps.
+#[actix::test]
+async fn drafts_beside_forced_tokens_fit_into_the_budget_and_change_no_token() {
+    let budget = 40;
+    let mut texts = Vec::new();
+    for drafts in [0, 16] {
+        let mut rig = Rig::new(RigConfig { run_ahead: false, budget, ..RigConfig::new(8, 1) });
+        rig.model.draft_errors = 0;
+        for number in 0..16 {
+            // Those with a grammar are alike, so that their forced tokens come at once.
+            let request = if number % 8 == 7 { request(number, 3, 60) } else { constrained(0, 3, 60) };
+            let speculation = (drafts > 0 && number % 8 == 7).then(|| speculation(drafts));
+            rig.submit(Request { speculation, ..request }).await;
+        }
+        let (mut drafted, mut most) = (0, 0);
+        loop {
+            rig.run_until_idle().await;
+            for step in rig.in_flight() {
+                drafted += step.draft_count();
+                most = most.max(step.rows());
+            }
+            if !rig.complete_step().await {
+                break;
+            }
+        }
+        assert!(most <= budget && most > budget / 2, "{most}");
+        assert_eq!(drafted > 50, drafts > 0, "{drafted}");
+        rig.assert_all_released().await;
+        texts.push(rig.clients.iter().map(|client| client.ids.clone()).collect::<Vec<_>>());
+    }
+    assert_eq!(texts[0], texts[1]);
 }
 
 /// The model's next token depends on all tokens in the pages, so a sequence that shared tokens which were

@@ -69,7 +69,7 @@ fn speculation(max_drafts: usize) -> Speculation {
 async fn drafts_change_no_token() {
     for (drafts_well, run_ahead) in [(true, false), (true, true), (false, false)] {
         let mut rig = Rig::new(RigConfig { budget: 40, run_ahead, ..RigConfig::new(8, 1) });
-        rig.model.drafts_well = drafts_well;
+        rig.model.draft_errors = if drafts_well { 0 } else { 4 };
         for number in 0..6 {
             let request = request(number, 7 + 9 * number as usize, 31);
             let speculation = (number < 4).then(|| speculation(1 + number as usize));
@@ -92,6 +92,27 @@ async fn drafts_change_no_token() {
         assert_eq!(rig.clients.iter().filter(|client| client.speculated.is_some()).count(), 4);
         rig.assert_all_released().await;
     }
+}
+
+/// Drafts that were not worth their time are tried again, though the draft model has missed many tokens.
+#[actix::test]
+async fn drafts_are_tried_again_after_a_while() {
+    let mut rig = Rig::new(RigConfig { run_ahead: false, ..RigConfig::new(2, 1) });
+    rig.model.draft_errors = 1;
+    rig.model.pass_time = Duration::from_micros(500);
+    rig.submit(Request { speculation: Some(speculation(3)), ..request(0, 8, 140) }).await;
+    let mut steps = Vec::new();
+    loop {
+        rig.run_until_idle().await;
+        steps.extend(rig.in_flight().iter().map(|step| step.draft_count() > 0));
+        if !rig.complete_step().await {
+            break;
+        }
+    }
+    rig.clients[0].assert_complete();
+    let last_at_first = steps.windows(30).position(|steps| !steps.contains(&true));
+    let last_at_first = last_at_first.expect("drafts that are all wrong are not worth their time");
+    assert!(steps[last_at_first..].contains(&true), "{steps:?}");
 }
 
 /// Returns the requests for the best `answers` results of a beam search.
@@ -674,6 +695,8 @@ fn computed_holes(steps: &[&StepBatch]) -> usize {
 /// token, clients that disconnect, and faults if `faults` is set. Every token that a client gets is the right
 /// one, and all resources are released at the end.
 async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
+    // In every other run, the draft model's context ends before those of many sequences.
+    let config = RigConfig { draft_context: [48, config.draft_context][dice.0 as usize % 2], ..config };
     let label = format!("{config:?}, seed {}", dice.0);
     let mut rig = Rig::new(config);
     let (mut submitted, mut faulty, mut hung_up) = (0, 0, BTreeSet::new());

@@ -42,8 +42,6 @@ use tokio::sync::oneshot;
 pub const PAGE: usize = 4;
 pub const VOCAB: u32 = 97;
 const POSITIONS: usize = 160;
-/// Positions that the draft model can compute.
-const DRAFT_CONTEXT: usize = 80;
 
 /// The token that the model generates after `tokens`.
 pub fn next_token_after<'a>(tokens: impl IntoIterator<Item = &'a u32>) -> u32 {
@@ -106,12 +104,15 @@ pub struct FakeModel {
     tokens: Vec<u32>,
     /// Token at each position of the draft model's pages.
     draft_tokens: Vec<u32>,
-    /// Whether every draft is the token that the model generates, or only most are.
-    pub drafts_well: bool,
+    /// One of so many drafts is wrong; none if it is 0.
+    pub draft_errors: u32,
+    /// The time of a pass of the draft model; a step takes about 1 ms.
+    pub pass_time: Duration,
+    draft_context: usize,
 }
 
 impl FakeModel {
-    fn new(slots: usize, pages: usize) -> FakeModel {
+    fn new(slots: usize, pages: usize, draft_context: usize) -> FakeModel {
         let tables = vec![vec![NULL_PAGE; POSITIONS / PAGE]; slots];
         let tokens = vec![0; pages * PAGE];
         FakeModel {
@@ -119,7 +120,9 @@ impl FakeModel {
             last_tokens: vec![0; slots],
             draft_tokens: tokens.clone(),
             tokens,
-            drafts_well: false,
+            draft_errors: 4,
+            pass_time: Duration::from_micros(1),
+            draft_context,
         }
     }
 
@@ -148,7 +151,7 @@ impl FakeModel {
         }
         // Rows and drafts cost little beside a step.
         let passes = batch.drafts.iter().map(|span| span.count).max().unwrap_or(0);
-        output.times.draft = Duration::from_micros(u64::from(passes));
+        output.times.draft = self.pass_time * passes;
         output.times.forward = Duration::from_micros(1000 + batch.rows() as u64) + output.times.draft;
         let mut samples = batch.sampling.iter().enumerate();
         for span in &batch.spans {
@@ -194,8 +197,10 @@ impl FakeModel {
 
     /// Writes the known tokens of a draft span, and returns the drafts after them.
     fn make_drafts(&mut self, span: &DraftSpan, batch: &StepBatch) -> Vec<u32> {
-        let SpanTokens::Generated { at, len } = span.tokens else { panic!("{span:?}") };
-        assert!((span.start + len + span.count) as usize <= DRAFT_CONTEXT, "{span:?}");
+        let (SpanTokens::Given { at, len } | SpanTokens::Generated { at, len }) = span.tokens else {
+            panic!("{span:?}")
+        };
+        assert!((span.start + len + span.count) as usize <= self.draft_context, "{span:?}");
         let mut all = batch.tokens[at as usize..][..len as usize].to_vec();
         for number in 0..len + span.count {
             let position = (span.start + number) as usize;
@@ -203,7 +208,8 @@ impl FakeModel {
             if number >= len {
                 let before = (0..position).map(|before| self.cache_index(span.slot, before));
                 let next = next_token_after(before.map(|place| &self.draft_tokens[place]));
-                let errs = !self.drafts_well && (position as u32 * 7 + next).is_multiple_of(4);
+                let errs =
+                    self.draft_errors > 0 && (position as u32 * 7 + next).is_multiple_of(self.draft_errors);
                 all.push((next + u32::from(errs)) % VOCAB);
             }
             if number + 1 < len + span.count || span.count == 0 {
@@ -356,6 +362,8 @@ pub struct RigConfig {
     /// Number of pages; enough for all slots if `None`.
     pub pages: Option<usize>,
     pub prefix_cache: bool,
+    /// Number of positions that the draft model can compute.
+    pub draft_context: usize,
 }
 
 impl RigConfig {
@@ -374,6 +382,7 @@ impl RigConfig {
             row_cost: 0,
             pages: None,
             prefix_cache: true,
+            draft_context: POSITIONS,
         }
     }
 }
@@ -484,7 +493,7 @@ impl Rig {
             status: status.clone(),
             host_pool,
         };
-        let (eos, token_budget, draft_context) = (Vec::new(), budget, DRAFT_CONTEXT);
+        let (eos, token_budget, draft_context) = (Vec::new(), budget, rig_config.draft_context);
         let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead, draft_context };
         for lane in 0..lanes {
             Decode::new(lane, handles.clone(), config.clone()).start();
@@ -499,7 +508,7 @@ impl Rig {
             recorder,
             sent,
             in_flight: VecDeque::new(),
-            model: FakeModel::new(slots, pages),
+            model: FakeModel::new(slots, pages, rig_config.draft_context),
             steps_sent: 0,
             clock: 0,
             stage_free_at: vec![0; stages],
@@ -567,9 +576,9 @@ impl Rig {
         let mut any = self.epoch != self.devices.epoch();
         if any {
             self.epoch = self.devices.epoch();
-            let drafts_well = self.model.drafts_well;
-            self.model = FakeModel::new(self.config.slots, self.model.tokens.len() / PAGE);
-            self.model.drafts_well = drafts_well;
+            let FakeModel { draft_errors, pass_time, draft_context, ref tokens, .. } = self.model;
+            let lost = FakeModel::new(self.config.slots, tokens.len() / PAGE, draft_context);
+            self.model = FakeModel { draft_errors, pass_time, ..lost };
             for InFlight { step, reply, .. } in self.in_flight.drain(..) {
                 let _ = reply.send(StepResult { step, result: Err(fault()) });
             }

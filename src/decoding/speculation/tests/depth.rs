@@ -20,7 +20,7 @@ fn cost(step: f64, row: f64, pass: f64, draft_row: f64) -> StepCost {
 type Case = (SpeculationStats, usize, bool);
 
 fn speculating((stats, limit, has_model): &Case) -> Speculating<'_> {
-    Speculating { stats, limit: *limit, has_model: *has_model, is_ready: true }
+    Speculating { stats, limit: *limit, has_model: *has_model, missing: 0 }
 }
 
 fn plan(cases: &[Case], costs: &StepCost, others: usize, max_drafts: usize) -> Vec<usize> {
@@ -238,19 +238,22 @@ fn costs_without_variation_are_divided_until_drafts_show_them() {
 }
 
 #[test]
-fn probes_leave_out_sequences_that_are_not_ready() {
+fn probes_leave_out_sequences_whose_draft_model_is_behind() {
     let stats = SpeculationStats::new(0.9);
     // Rows cost so much that no draft pays.
     let costs = StepCost { step: 0.0, row: 1.0, pass: 1.0, draft_row: 1.0 };
-    for (ready, gets) in [([true, false, true], [true, false, true]), ([false; 3], [true, false, false])] {
-        let mut planner = DepthPlanner::default();
-        let mut given = [0; 3];
-        for _ in 0..200 {
-            let all =
-                ready.map(|is_ready| Speculating { stats: &stats, limit: 4, has_model: true, is_ready });
-            let depths = planner.plan(all.into_iter(), &costs, 3, 10);
-            given.iter_mut().zip(depths).for_each(|(given, depth)| *given += depth);
-        }
-        assert_eq!(given.map(|given| given > 0), gets, "{given:?}");
-    }
+    let plan = |planner: &mut DepthPlanner, missing: [usize; 3]| {
+        let all = missing.map(|missing| Speculating { stats: &stats, limit: 4, has_model: true, missing });
+        planner.plan(all.into_iter(), &costs, 3, 10).to_vec()
+    };
+    let mut planner = DepthPlanner::default();
+    let until_probe = |planner: &mut DepthPlanner, missing| {
+        (1..2000).find_map(|n| Some((n, plan(planner, missing))).filter(|(_, depths)| *depths != [0; 3]))
+    };
+    assert_eq!(until_probe(&mut planner, [0, 30, 0]), Some((64, vec![1, 0, 1])));
+    // The one that has waited longest catches up first, and the probe follows as soon as it can.
+    assert_eq!(until_probe(&mut planner, [30, 60, 50]), Some((128, vec![0, 1, 0])));
+    assert_eq!(until_probe(&mut planner, [30, 20, 50]), Some((1, vec![0, 0, 1])));
+    assert_eq!(until_probe(&mut planner, [30, 0, 50]), Some((1, vec![0, 1, 0])));
+    assert_eq!(until_probe(&mut planner, [30, 1, 50]), Some((256, vec![0, 0, 1])));
 }
