@@ -130,7 +130,7 @@ async fn check_rejection(count: u64) {
 /// random numbers which accept them, and logits of other drafts.
 #[actix::test]
 async fn rejection_keeps_the_distribution_of_answers() {
-    check_rejection(20_000).await;
+    check_rejection(15_000).await;
 }
 
 #[actix::test]

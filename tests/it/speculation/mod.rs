@@ -19,14 +19,16 @@ use mainstem_kernels::{DeviceError, HandoffPorts, StepBatch, StepOutput};
 use serde_json::{Value, json};
 use std::iter::Sum;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// A device whose steps seem to take the same time, whatever their rows. So drafts pay, and how many there are
 /// does not depend on the machine.
 struct Steady {
     inner: Box<dyn Executor>,
-    /// Added to steps with rows if there are several devices: the loop then measures the time itself.
-    pause: Duration,
+    /// Milliseconds that are added to steps with rows.
+    pause: Arc<AtomicU64>,
 }
 
 impl Executor for Steady {
@@ -37,7 +39,7 @@ impl Executor for Steady {
         out: &mut StepOutput,
     ) -> Result<(), DeviceError> {
         if !batch.spans.is_empty() {
-            std::thread::sleep(self.pause);
+            std::thread::sleep(Duration::from_millis(self.pause.load(Ordering::Relaxed)));
         }
         self.inner.run(batch, flow, out)?;
         let forward = Duration::from_micros(1_000_000 + batch.rows() as u64);
@@ -51,9 +53,13 @@ impl Executor for Steady {
     }
 }
 
-fn steady(mut factory: ExecutorFactory, pause: Duration) -> ExecutorFactory {
-    Box::new(move |collective| Ok(Box::new(Steady { inner: factory(collective)?, pause })))
+fn steady(mut factory: ExecutorFactory, pause: &Arc<AtomicU64>) -> ExecutorFactory {
+    let pause = pause.clone();
+    Box::new(move |collective| Ok(Box::new(Steady { inner: factory(collective)?, pause: pause.clone() })))
 }
+
+/// A pause that makes other times of a step of a fixture small.
+const PAUSE: u64 = 6;
 
 type Settings<'a> = &'a [(&'static str, toml::Value)];
 
@@ -61,6 +67,7 @@ type Settings<'a> = &'a [(&'static str, toml::Value)];
 struct Served {
     engine: Engine,
     api: LocalApi,
+    pause: Arc<AtomicU64>,
 }
 
 impl Served {
@@ -77,13 +84,13 @@ impl Served {
         let prepared = PreparedModel::open(&config, &model).expect("the models open");
         let PreparedModel { setup, source, tokenizer, device } = prepared;
         let mut stages = start::factories(&device, &source, &tokenizer, &setup);
-        let pause = Duration::from_millis((stages.iter().flatten().count() > 1).into());
+        let pause = Arc::default();
         for factories in &mut stages {
-            *factories = factories.drain(..).map(|factory| steady(factory, pause)).collect();
+            *factories = factories.drain(..).map(|factory| steady(factory, &pause)).collect();
         }
         let engine = engine::start(setup, tokenizer, stages).await.expect("the engine starts");
         let api = LocalApi::new(ServeParts::from(&engine), config.server);
-        Served { engine, api }
+        Served { engine, api, pause }
     }
 
     /// Returns the answers to requests that are sent at once.
@@ -171,13 +178,21 @@ impl Sum for Drafts {
     }
 }
 
+/// Returns what each request gets alone without drafts.
+async fn alone(served: &Served, bodies: &[Value]) -> Vec<Value> {
+    let pause = served.pause.swap(0, Ordering::Relaxed);
+    let mut alone = Vec::new();
+    for body in bodies {
+        alone.push(served.complete_one(&with(body, "off")).await.choices);
+    }
+    served.pause.store(pause, Ordering::Relaxed);
+    alone
+}
+
 /// Checks that each request gets the same alone without drafts, and with drafts from either source while the
 /// others run. Returns the numbers of drafts of each: those of the draft model, and copied ones.
 async fn check_coupled(what: &str, served: &Served, bodies: &[Value]) -> [Vec<Drafts>; 2] {
-    let mut expected = Vec::new();
-    for body in bodies {
-        expected.push(served.complete_one(&with(body, "off")).await.choices);
-    }
+    let expected = alone(served, bodies).await;
     let sent = |body| ["draft", "off", "prompt_lookup"].map(|source| with(body, source));
     let answers = served.complete(bodies.iter().flat_map(sent)).await;
     let mut drafts = [Vec::new(), Vec::new()];
@@ -320,10 +335,10 @@ async fn coupled_drafts_change_no_answer_of_any_fixture() {
 }
 
 /// Where drafts are made in a step of their own, with prompts in chunks, and beside sequences that run ahead.
-/// With several lanes on several devices, few drafts pay.
+/// Several devices are not steady: the loop measures their times itself, and few drafts pay in several lanes.
 #[actix::test]
 async fn coupled_drafts_change_no_answer_on_several_devices() {
-    let mut sums = [Drafts::default(); 2];
+    let mut divided = Drafts::default();
     for name in ["gemma2", "qwen2_moe", "gqa"] {
         let has_forms = name == "gqa";
         let copy = |test| if has_forms { Copied::of(name, test) } else { family(name, test) };
@@ -337,16 +352,17 @@ async fn coupled_drafts_change_no_answer_on_several_devices() {
                 groups => settings.push(("device.groups", groups.into())),
             }
             let served = Served::start(&model.0, &draft.0, &settings).await;
+            served.pause.store(if lanes == 1 && !groups.is_empty() { PAUSE } else { 0 }, Ordering::Relaxed);
             let what = format!("{name}, devices {groups:?}, {lanes} lanes");
-            let counts = check_coupled(&what, &served, &bodies).await.map(|drafts| drafts.into_iter().sum());
+            let [made, _] =
+                check_coupled(&what, &served, &bodies).await.map(|drafts| drafts.into_iter().sum());
             served.engine.stop();
-            let Drafts { accepted, rejected } = counts[0];
-            let least = if lanes == 1 || groups.is_empty() { 10 } else { 1 };
-            assert!(accepted >= least && accepted + rejected >= 2 * least, "{what}: {counts:?}");
-            for (sum, count) in sums.iter_mut().zip(counts) {
-                *sum = [*sum, count].into_iter().sum();
-            }
+            let is_steady = groups.is_empty();
+            let Drafts { accepted, rejected } = made;
+            assert!(accepted > 0 && (!is_steady || accepted > 20 && rejected > 20), "{what}: {made:?}");
+            divided = if is_steady { divided } else { [divided, made].into_iter().sum() };
         }
     }
-    assert!(sums.iter().all(|sum| sum.accepted >= 100 && sum.rejected >= 100), "{sums:?}");
+    let Drafts { accepted, rejected } = divided;
+    assert!(accepted > 40 && rejected > 20, "{divided:?}");
 }

@@ -1,10 +1,11 @@
 //! Tests of speculating sequences that do not fit into the cache at once.
 
-use super::{Drafts, Served, change_weights, with};
+use super::{Drafts, PAUSE, Served, alone, change_weights, with};
 use crate::common::again;
 use crate::families::family;
 use mainstem::telemetry;
 use serde_json::{Value, json};
+use std::sync::atomic::Ordering;
 
 /// Set in the process of a test that reads metrics, which are those of the whole process.
 const ALONE: &str = "MAINSTEM_TEST_ALONE";
@@ -57,11 +58,11 @@ async fn twice_the_sequences_that_fit_end_with_their_own_answers() {
             settings.push(("device.groups", groups.into()));
         }
         let served = Served::start(&model.0, &draft.0, &settings).await;
-        let before = count(PREEMPTIONS);
-        let mut alone = Vec::new();
-        for body in &bodies {
-            alone.push(served.complete_one(&with(body, "off")).await.choices);
+        if !groups.is_empty() {
+            served.pause.store(PAUSE, Ordering::Relaxed);
         }
+        let before = count(PREEMPTIONS);
+        let alone = alone(&served, &bodies).await;
         assert_eq!(count(PREEMPTIONS), before, "{name}");
         for source in ["off", "draft", "prompt_lookup"] {
             let before = count(PREEMPTIONS);
@@ -71,7 +72,6 @@ async fn twice_the_sequences_that_fit_end_with_their_own_answers() {
             }
             let preemptions = count(PREEMPTIONS) - before;
             let Drafts { accepted, rejected } = answers.iter().map(|answer| answer.drafts).sum();
-            eprintln!("{name} {groups:?} {source}: {preemptions} preemptions, {accepted} {rejected}");
             assert!(preemptions >= 2, "{name} {groups:?}, {source}: {preemptions}");
             assert!(source == "off" || accepted > 20 && rejected > 20, "{source}: {accepted}, {rejected}");
         }
