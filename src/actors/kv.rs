@@ -47,7 +47,7 @@ pub struct IterationUpdate {
     pub grown: Vec<GrowingSequence>,
     /// Positions whose steps were sent.
     pub computed: Vec<ComputedPositions>,
-    /// Number of sequences with work in the next step.
+    /// Number of sequences with work in the next step. The beams of a search count as one.
     pub with_work: usize,
 }
 
@@ -390,8 +390,12 @@ impl KvManager {
         needs.sort_unstable_by_key(|need| need.key);
         needs.into_iter().for_each(|need| self.find_pages(need));
         for lane in 0..self.lanes.len() {
+            let search_of = |key| self.held.get(&key).and_then(|held| held.search);
             let can_go_on = |open: &mut OpenUpdate| {
-                open.needs.is_empty() || !open.plan.preempted.is_empty() || open.needs.len() < open.with_work
+                // The beams of a search are computed together.
+                let stalled = open.needs.iter().map(|need| search_of(need.key).unwrap_or(need.key));
+                let stalled = stalled.collect::<BTreeSet<SequenceKey>>().len();
+                stalled == 0 || !open.plan.preempted.is_empty() || stalled < open.with_work
             };
             if let Some(open) = self.lanes[lane].open.take_if(can_go_on) {
                 self.reply(lane, open);
@@ -695,6 +699,29 @@ mod tests {
         let plan = waiting.try_recv().expect("the page is there");
         assert_eq!((plan.tables.len(), plan.stalled.len()), (1, 0));
         assert_eq!(kv.giving_up.len(), 0);
+    }
+
+    /// The beams of a search are computed together, so a search goes on only if all of them have their pages.
+    #[actix::test]
+    async fn a_lane_waits_if_its_search_lacks_a_page() {
+        for with_work in [1, 2] {
+            let (mut kv, pool, _) = rig(8, 2, 7);
+            kv.plan(update([], [(1, lease(&pool, 1)), (4, lease(&pool, 1))]));
+            kv.plan(IterationUpdate { lane: 1, ..update([], [(9, lease(&pool, 1))]) });
+            let beams = [1, 2, 3].map(|beam| (SequenceKey(beam), SequenceKey(1)));
+            let beams = BeamUpdate { search: SequenceKey(1), beams: beams.to_vec(), positions: PAGE };
+            let grown = growing(0, &[(1, PAGE + 1), (2, PAGE + 1), (3, PAGE + 1)]);
+            let mut plan = kv.update(IterationUpdate { beams: vec![beams], with_work, ..grown });
+            assert!(kv.giving_up.is_empty() && plan.try_recv().is_ok(), "there are three pages");
+            // One page is left for two of them.
+            let grown = [(1, 2 * PAGE), (2, 2 * PAGE + 1), (3, 2 * PAGE + 1)];
+            let mut plan = kv.update(IterationUpdate { with_work, ..growing(0, &grown) });
+            assert_eq!(kv.giving_up, BTreeSet::from([SequenceKey(9)]));
+            // The fourth sequence goes on without them, if it has work.
+            assert_eq!(plan.try_recv().is_ok(), with_work == 2);
+            kv.plan(IterationUpdate { lane: 1, ..growing(1, &[]) });
+            assert_eq!(plan.try_recv().is_ok(), with_work == 1);
+        }
     }
 
     /// Every lane waits for pages, so the youngest sequence of all is given up at once, whatever its lane.

@@ -157,9 +157,14 @@ impl IntakeLimits {
     fn check_capacity(&self, request: &Request) -> Result<(), RequestError> {
         let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens as usize);
         let prompt = self.prompt_param();
-        let what = match self.kind {
-            Kind::EncoderDecoder => "prompt (the encoder input), decoder_prompt and max_tokens",
-            Kind::Decoder | Kind::Encoder => "prompt and max_tokens",
+        let beams = request.beams.map_or(1, |beams| beams.width);
+        let what = match (self.kind, beams) {
+            (Kind::EncoderDecoder, 1) => "prompt (the encoder input), decoder_prompt and max_tokens",
+            (Kind::EncoderDecoder, _) => {
+                "beam_width, prompt (the encoder input), decoder_prompt and max_tokens"
+            }
+            (Kind::Decoder | Kind::Encoder, 1) => "prompt and max_tokens",
+            (Kind::Decoder | Kind::Encoder, _) => "beam_width, prompt and max_tokens",
         };
         if prompt_tokens >= self.context && max_tokens > 0 {
             return Err(RequestError::PromptTooLong { prompt, prompt_tokens, context: self.context });
@@ -167,22 +172,25 @@ impl IntakeLimits {
         if prompt_tokens + max_tokens > self.context {
             return Err(RequestError::TooLong { prompt, prompt_tokens, max_tokens, context: self.context });
         }
-        let beams = request.beams.map_or(1, |beams| beams.width);
-        let pages_with = |answer: usize| {
+        let pages_with = |beams: usize, answer: usize| {
             let pages_for = |positions: usize| positions.div_ceil(self.page_positions);
             // Beams share the full pages of their prompt.
             let shared = if beams > 1 { prompt_tokens / self.page_positions } else { 0 };
             let own = pages_for(prompt_tokens + answer) - shared;
             shared + beams * own + pages_for(request.encoder_input.len())
         };
-        let (needed, pages) = (pages_with(max_tokens), self.pages);
+        let (needed, pages) = (pages_with(beams, max_tokens), self.pages);
         if needed <= pages {
             return Ok(());
         }
-        let param = match pages_with(max_tokens.min(1)) <= pages {
-            true => "max_tokens",
-            false if request.encoder_input.len() >= prompt_tokens => "prompt",
-            false => prompt,
+        let shortest = max_tokens.min(1);
+        // A client that gives no max_tokens has the rest of the context.
+        let param = match () {
+            () if beams > 1 && pages_with(1, max_tokens) <= pages => "beam_width",
+            () if pages_with(beams, shortest) <= pages => "max_tokens",
+            () if beams > 1 && pages_with(1, shortest) <= pages => "beam_width",
+            () if request.encoder_input.len() >= prompt_tokens => "prompt",
+            () => prompt,
         };
         Err(RequestError::TooLarge { param, what, needed, pages })
     }
@@ -265,7 +273,8 @@ pub(super) fn invalid(param: &'static str, message: String) -> RequestError {
 mod tests {
     use super::super::testing::request;
     use super::*;
-    use crate::request::Pooling;
+    use crate::decoding::EarlyStopping;
+    use crate::request::{BeamOptions, Pooling};
 
     fn limits(kind: Kind) -> IntakeLimits {
         IntakeLimits {
@@ -392,6 +401,37 @@ mod tests {
         assert!(matches!(roomy, RequestError::TooLarge { param: "max_tokens", .. }), "{roomy:?}");
         assert_eq!(both.check(&translate(33, 28, 4)), Ok(()));
         refuses(&both, &translate(4, 0, 4), "decoder_prompt", &["no tokens"]);
+    }
+
+    /// Reducing the named parameter helps; of a search, also one whose client gave no `max_tokens`.
+    #[test]
+    fn a_search_beyond_the_pages_names_its_width() {
+        let search = |width, prompt, max_tokens| {
+            let early_stopping = EarlyStopping::Estimate;
+            let (forced_tokens, answer) = (0, 0);
+            let beams = BeamOptions { width, length_penalty: 1.0, early_stopping, forced_tokens, answer };
+            Request { beams: Some(beams), ..request(prompt, max_tokens) }
+        };
+        let limits = IntakeLimits { max_beams: 8, pages: 4, ..limits(Kind::Decoder) };
+        for (width, prompt, max_tokens, named) in
+            [(8, 5, 1, Some("beam_width")), (4, 5, 1, None), (3, 5, 59, Some("beam_width")), (2, 5, 59, None)]
+        {
+            let refused = limits.check(&search(width, prompt, max_tokens)).err();
+            assert_eq!(refused.is_some(), named.is_some(), "{refused:?}");
+            let Some(error) = refused else { continue };
+            assert!(
+                matches!(error, RequestError::TooLarge { param, .. } if Some(param) == named),
+                "{error:?}"
+            );
+            assert!(error.to_string().starts_with("beam_width, prompt and max_tokens need"), "{error}");
+        }
+        let narrow = IntakeLimits { pages: 1, ..limits };
+        for (width, prompt, max_tokens, named) in
+            [(2, 5, 59, "beam_width"), (1, 5, 59, "max_tokens"), (2, 33, 1, "prompt")]
+        {
+            let error = narrow.check(&search(width, prompt, max_tokens)).unwrap_err();
+            assert!(matches!(error, RequestError::TooLarge { param, .. } if param == named), "{error:?}");
+        }
     }
 
     #[test]

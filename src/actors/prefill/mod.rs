@@ -328,11 +328,15 @@ impl Prefill {
             reusable,
             margin: self.margin,
         };
-        let is_shared = prompt.chain.is_some();
+        // What is computed again after a preemption was not asked for again.
+        let is_counted = self.prefix_rules.across_requests
+            && prompt.chain.is_some()
+            && reusable > 0
+            && sequence.progress.is_none();
         match self.pool.begin(demand, prompt.chain.take()) {
             Ok(lease) => {
                 prompt.scheduled = lease.computed();
-                if is_shared && reusable > 0 {
+                if is_counted {
                     self.queried_tokens.increment(prompt.len as u64);
                     self.found_tokens.increment(lease.computed() as u64);
                 }
