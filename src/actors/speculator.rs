@@ -140,8 +140,8 @@ impl Speculator {
         }
     }
 
-    /// Returns the number of tokens that the draft model has missed, if they are so many that they are computed
-    /// before it makes drafts; else 0.
+    /// Returns the number of tokens that the draft model has missed, if they are so many that they are
+    /// computed before it makes drafts; else 0.
     pub fn missing_before_drafts(&self) -> usize {
         if self.is_behind { self.missing } else { 0 }
     }

@@ -93,8 +93,8 @@ impl PromptLookup {
     }
 
     /// Appends up to `count` drafts to `drafts`, and returns their number. The longest n-gram at the end of
-    /// the sequence counts that is indexed, and its last occurrence; the drafts are the tokens after it. Where
-    /// they reach the end of the sequence, they continue with themselves, so that a repetition goes on.
+    /// the sequence counts that is indexed, and its last occurrence; the drafts are the tokens after it.
+    /// Where they reach the end of the sequence, they continue with themselves, so that a repetition goes on.
     pub fn propose(&self, count: usize, drafts: &mut Vec<u32>) -> usize {
         let prompt_index = self.prompt_index.lock().unwrap_or_else(PoisonError::into_inner);
         let (text, len) = (&self.text, self.text.len());

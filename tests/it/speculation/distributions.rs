@@ -116,8 +116,8 @@ async fn check_rejection(count: u64) {
     let (statistic, bound) = chi_square(&counts, &probabilities);
     let least = probabilities.values().copied().fold(1.0, f64::min) * count as f64;
     println!(
-        "{count} answers: statistic {statistic:.1}, bound {bound:.1}; each answer is expected at least {least:.1} \
-         times; {accepted} of {made} drafts accepted"
+        "{count} answers: statistic {statistic:.1}, bound {bound:.1}; each answer is expected at least \
+         {least:.1} times; {accepted} of {made} drafts accepted"
     );
     assert!(least > 5.0, "{least}");
     let rate = accepted as f64 / made as f64;
@@ -163,8 +163,8 @@ async fn acceptance_rates_of_the_rules() {
             let (mut rates, mut made) = (Vec::new(), 0);
             for rule in AcceptanceRule::ALL {
                 for most in [1, 5] {
-                    let params = json!({ "temperature": temperature, "top_p": top_p, "acceptance": rule.name(),
-                        "speculative.n_max": most });
+                    let params = json!({ "temperature": temperature, "top_p": top_p,
+                        "acceptance": rule.name(), "speculative.n_max": most });
                     let Drafts { accepted, rejected } = drafts_of_demo(&served, &params).await;
                     rates.push(most as f64 * accepted as f64 / (accepted + rejected) as f64);
                     made += accepted + rejected;

@@ -23,8 +23,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A device whose steps seem to take the same time, whatever their rows. So drafts pay, and how many there are
-/// does not depend on the machine.
+/// A device whose steps seem to take the same time, whatever their rows. So drafts pay, and how many there
+/// are does not depend on the machine.
 struct Steady {
     inner: Box<dyn Executor>,
     /// Milliseconds that are added to steps with rows.
@@ -110,7 +110,7 @@ impl Served {
     }
 }
 
-/// What a request got.
+/// The answer to a request.
 struct Answer {
     choices: Value,
     drafts: Drafts,
@@ -317,7 +317,8 @@ async fn coupled_drafts_change_no_answer_of_any_family() {
 }
 
 /// A draft model that is the target itself makes no wrong drafts where nothing but the device draws. Catches
-/// drafts of other positions, or that are drawn with other numbers. The host's edits and grammars reject some.
+/// drafts of other positions, or that are drawn with other numbers. The host's edits and grammars reject
+/// some.
 #[actix::test]
 async fn coupled_drafts_change_no_answer_of_any_fixture() {
     let fixtures = fixtures_with_themselves().map(|pair| (pair, bodies(true)));
@@ -334,7 +335,7 @@ async fn coupled_drafts_change_no_answer_of_any_fixture() {
     }
 }
 
-/// Where drafts are made in a step of their own, with prompts in chunks, and beside sequences that run ahead.
+/// Drafts are made in a step of their own here, prompts come in chunks, and other sequences run ahead.
 /// Several devices are not steady: the loop measures their times itself, and few drafts pay in several lanes.
 #[actix::test]
 async fn coupled_drafts_change_no_answer_on_several_devices() {

@@ -26,8 +26,9 @@ fn bodies() -> Vec<Value> {
             2 => json!({ "temperature": 1, "frequency_penalty": 0.4, "logprobs": 1 }),
             _ => json!({ "temperature": 1.1, "mirostat": 2 }),
         };
-        let mut body = json!({ "prompt": super::words(number, 9 + 3 * number), "max_tokens": -1, "seed": number,
-            "return_token_ids": true, "min_tokens": 30 + 8 * number });
+        let prompt = super::words(number, 9 + 3 * number);
+        let mut body = json!({ "prompt": prompt, "max_tokens": -1, "seed": number, "return_token_ids": true,
+            "min_tokens": 30 + 8 * number });
         body.as_object_mut().expect("an object").extend(draw.as_object().expect("an object").clone());
         body
     };
