@@ -362,7 +362,11 @@ impl DecodeLoop {
                 let (pages, pool) = ((lease.own().len(), lease.computed()), &self.handles.host_pool);
                 self.update.joins.push(JoiningSequence { key, lease });
                 let (config, choices) = (&self.config, (self.jump_limit, self.draft_planning.prior()));
-                let running = RunningSequence::new(sequence, pages, &self.metrics, pool, config, choices);
+                let mut running = RunningSequence::new(sequence, pages, &self.metrics, pool, config, choices);
+                if let Some(speculator) = &mut running.speculator {
+                    let others = self.running.iter().filter_map(|other| other.speculator.as_ref());
+                    others.for_each(|other| speculator.share_prompt(other));
+                }
                 self.running.push(running);
             }
             // A sequence that was just added is the last one.
