@@ -9,7 +9,7 @@
 //! index knows are not written to again.
 
 use super::group::PageGroup;
-use super::prefix::{PageHash, TokenChain};
+use super::prefix::{Match, PageHash, TokenChain};
 use super::window::{WindowCache, WindowGroup, WindowMatch, WindowPages};
 use mainstem_kernels::batch::Page;
 use mainstem_kernels::{KvTable, PageCopy};
@@ -83,6 +83,29 @@ pub struct Lease {
     pool: PagePool,
 }
 
+impl PageStates {
+    /// Finds the pages that hold the first tokens of a chain, at most `limit`, in all layers. Returns `None`
+    /// if the page after these is being computed for another sequence.
+    fn find(&self, chain: Option<&mut TokenChain>, limit: usize) -> Option<(Match, Option<WindowMatch>)> {
+        let (index, window) = (&self.own.index, self.window.as_ref());
+        let Some(chain) = chain else {
+            return Some((Match::default(), window.map(|_| WindowMatch::default())));
+        };
+        if chain.awaited().is_some_and(|hash| index.is_coming(hash)) {
+            return None;
+        }
+        let mut found = index.find(chain, limit);
+        let in_window = window.map(|window| window.find(chain, limit, &mut found));
+        match found.next_page(chain, limit) {
+            Some(next) if index.is_coming(chain.hash_at(next)) => {
+                chain.await_page(next);
+                None
+            }
+            _ => Some((found, in_window)),
+        }
+    }
+}
+
 impl PagePool {
     /// Creates a pool for a cache of `pages` pages, including the null page, of `page_positions` token
     /// positions each.
@@ -108,23 +131,11 @@ impl PagePool {
     ) -> Result<Lease, (NoLease, Option<TokenChain>)> {
         let PageDemand { positions, max_positions, encoder_positions, reusable, margin } = demand;
         let (own, cross) = (self.pages_for(positions), self.pages_for(encoder_positions));
-        let PageStates { own: group, window, growth: all_growth, .. } = &mut *self.lock();
-        if chain.as_ref().and_then(TokenChain::awaited).is_some_and(|hash| group.index.is_coming(hash)) {
+        let states = &mut *self.lock();
+        let Some((found, mut in_window)) = states.find(chain.as_mut(), reusable) else {
             return Err((NoLease::Coming, chain));
-        }
-        let mut found = chain.as_ref().map(|chain| group.index.find(chain, reusable)).unwrap_or_default();
-        let mut in_window = window.as_ref().map(|window| match &chain {
-            Some(chain) => window.find(chain, reusable, &mut found),
-            None => WindowMatch::default(),
-        });
-        let next = chain.as_ref().and_then(|chain| found.next_page(chain, reusable));
-        let is_coming = |chain: &TokenChain, next| group.index.is_coming(chain.hash_at(next));
-        if let Some((waiting, next)) =
-            chain.as_mut().zip(next).filter(|(chain, next)| is_coming(chain, *next))
-        {
-            waiting.await_page(next);
-            return Err((NoLease::Coming, chain));
-        }
+        };
+        let PageStates { own: group, window, growth: all_growth, .. } = states;
         assert!(found.full.len() <= own, "the shared pages are pages of the sequence");
         let growth = self.pages_for(max_positions).saturating_sub(own);
         let margin = if group.held() > 0 { margin.min(*all_growth + growth) } else { 0 };

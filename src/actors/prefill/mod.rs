@@ -113,7 +113,7 @@ struct QueuedPrompt {
     scheduled: usize,
     events: EventSender,
     ready_at: Instant,
-    /// What [`PagePool::releases`] was when there were too few pages for it.
+    /// The number [`PagePool::releases`] when there were too few pages for it.
     short_at: Option<u64>,
 }
 

@@ -11,6 +11,8 @@
 //! pages that a step in flight refers to are reused by later steps only, which every device runs after that
 //! step.
 
+mod growth;
+
 use super::group::Epoch;
 use super::sequence::SequenceKey;
 use crate::memory::{Lease, PagePool, SlotMap, split_slots};
@@ -158,14 +160,16 @@ struct Lane {
     open: Option<OpenUpdate>,
     /// Sequences whose pages are copied from others in the step of the last plan.
     copied: Vec<SequenceKey>,
-    /// What sequences that the last plan has stalled need.
+    /// The needs of sequences that the last plan has stalled.
     stalled: Vec<GrowingSequence>,
 }
 
 /// An update whose plan is not complete.
 struct OpenUpdate {
     plan: SlotPlan,
-    rewritten: Vec<Rewritten>,
+    /// Sequences whose page tables are written anew, with the pages that the tables of their slots hold;
+    /// `None` for a new slot.
+    rewritten: Vec<(SequenceKey, Option<TablePages>)>,
     /// Sequences that still need pages, with the positions that these are for.
     needs: Vec<GrowingSequence>,
     /// The needs for which sequences got pages.
@@ -173,10 +177,6 @@ struct OpenUpdate {
     with_work: usize,
     reply: oneshot::Sender<SlotPlan>,
 }
-
-/// A sequence whose page tables are written anew, with the pages that the tables of its slot hold; `None` for
-/// a new slot.
-type Rewritten = (SequenceKey, Option<TablePages>);
 
 /// The pages in the own and in the window table of a slot.
 type TablePages = [Vec<Page>; 2];
@@ -336,7 +336,8 @@ impl KvManager {
 
     /// Removes a sequence from its slot, and returns its lease.
     fn remove(&mut self, key: SequenceKey) -> Lease {
-        let held = self.held.remove(&key).expect("a finished sequence holds a slot; anything else is a bug");
+        let held = self.held.remove(&key);
+        let held = held.expect("a finished sequence holds a slot; anything else is a bug");
         let slots = &mut self.lanes[held.lane].slots;
         let slot = slots.slot_of(key).expect("a held sequence has a slot; anything else is a bug");
         slots.leave(slot);
@@ -345,7 +346,12 @@ impl KvManager {
     }
 
     /// Gives the beams of a search that continue the pages of their parents.
-    fn continue_beams(&mut self, lane: usize, update: BeamUpdate, rewritten: &mut Vec<Rewritten>) {
+    fn continue_beams(
+        &mut self,
+        lane: usize,
+        update: BeamUpdate,
+        rewritten: &mut Vec<(SequenceKey, Option<TablePages>)>,
+    ) {
         let BeamUpdate { search, beams, positions } = update;
         let is_member =
             |key: &SequenceKey, held: &HeldSequence| *key == search || held.search == Some(search);
@@ -383,94 +389,6 @@ impl KvManager {
                     self.join(key, held);
                     rewritten.push((key, None));
                 }
-            }
-        }
-    }
-
-    /// Finds pages for all lanes that wait for a plan, the oldest sequence first, and replies to those that
-    /// can go on.
-    fn settle(&mut self) {
-        let open = self.lanes.iter().filter_map(|lane| lane.open.as_ref());
-        let mut needs: Vec<GrowingSequence> = open.flat_map(|open| &open.needs).copied().collect();
-        needs.sort_unstable_by_key(|need| need.key);
-        needs.retain(|need| !self.grow(*need));
-        // Pages may have come back since sequences were asked to give up theirs.
-        let held = &mut self.held;
-        let mut lacks_pages = |need: &GrowingSequence| {
-            held.get_mut(&need.key).is_some_and(|held| !held.lease.grow(need.positions))
-        };
-        self.lanes.iter_mut().for_each(|lane| lane.stalled.retain(&mut lacks_pages));
-        if needs.is_empty() && self.lanes.iter().all(|lane| lane.stalled.is_empty()) {
-            self.giving_up.clear();
-        }
-        let asked: Vec<SequenceKey> = self.giving_up.iter().copied().collect();
-        for key in asked {
-            if self.lane_waits(key) {
-                self.preempt(key);
-            }
-        }
-        needs.into_iter().for_each(|need| self.find_pages(need));
-        for lane in 0..self.lanes.len() {
-            let search_of = |key| self.held.get(&key).and_then(|held| held.search);
-            let can_go_on = |open: &mut OpenUpdate| {
-                // The beams of a search are computed together.
-                let stalled = open.needs.iter().map(|need| search_of(need.key).unwrap_or(need.key));
-                let stalled = stalled.collect::<BTreeSet<SequenceKey>>().len();
-                stalled == 0 || !open.plan.preempted.is_empty() || stalled < open.with_work
-            };
-            if let Some(open) = self.lanes[lane].open.take_if(can_go_on) {
-                self.reply(lane, open);
-            }
-        }
-    }
-
-    /// Leases the pages that a sequence of a waiting lane needs. Returns false if there are too few.
-    fn grow(&mut self, need: GrowingSequence) -> bool {
-        let Some(HeldSequence { lane, lease, .. }) = self.held.get_mut(&need.key) else { return true };
-        if !lease.grow(need.positions) {
-            return false;
-        }
-        if let Some(open) = &mut self.lanes[*lane].open {
-            open.needs.retain(|other| other.key != need.key);
-            open.got.push(need);
-        }
-        true
-    }
-
-    /// Leases pages for a sequence that needs them, if necessary after preempting others. It stays among
-    /// those with needs if another lane has to give up a sequence first.
-    fn find_pages(&mut self, need: GrowingSequence) {
-        while !self.grow(need) && self.giving_up.is_empty() {
-            let (&youngest, _) = self.held.last_key_value().expect("at least this sequence is held");
-            if self.lane_waits(youngest) {
-                self.preempt(youngest);
-            } else {
-                self.giving_up.insert(youngest);
-            }
-        }
-    }
-
-    /// Whether the lane of a sequence waits for a plan, so that it can give up the sequence.
-    fn lane_waits(&self, key: SequenceKey) -> bool {
-        self.held.get(&key).is_some_and(|held| self.lanes[held.lane].open.is_some())
-    }
-
-    /// Takes slot and pages from a sequence whose lane waits for a plan, or from all beams of its search.
-    fn preempt(&mut self, key: SequenceKey) {
-        let Some(HeldSequence { lane, search, .. }) = self.held.get(&key) else { return };
-        let (lane, search) = (*lane, *search);
-        let is_victim = |other: &SequenceKey, held: &HeldSequence| {
-            *other == key || (search.is_some() && held.search == search)
-        };
-        let victims = self.held.iter().filter(|(key, held)| is_victim(key, held));
-        let victims: Vec<SequenceKey> = victims.map(|(key, _)| *key).collect();
-        self.preemptions.increment(1);
-        self.notice_is_due = true;
-        for victim in victims {
-            drop(self.remove(victim));
-            if let Some(open) = &mut self.lanes[lane].open {
-                open.plan.preempted.push(victim);
-                open.needs.retain(|need| need.key != victim);
             }
         }
     }
