@@ -136,8 +136,11 @@ pub struct KvManager {
     pool: PagePool,
     /// Sequences in slots.
     held: BTreeMap<SequenceKey, HeldSequence>,
-    /// Sequences that their lanes will give up at their next update.
+    /// Sequences that their lanes will give up at their next update, if their pages are still needed then.
     giving_up: BTreeSet<SequenceKey>,
+    /// Whether prefill has not heard yet of the pages of preempted sequences. It does with the next update,
+    /// so that the preempted sequences are back in its queue before younger ones get the pages.
+    notice_is_due: bool,
     /// The latest epoch that a lane reported.
     epoch: Epoch,
     /// Marks generated tokens, if K and V of a generated token differ from those of a prompt's.
@@ -155,6 +158,8 @@ struct Lane {
     open: Option<OpenUpdate>,
     /// Sequences whose pages are copied from others in the step of the last plan.
     copied: Vec<SequenceKey>,
+    /// What sequences that the last plan has stalled need.
+    stalled: Vec<GrowingSequence>,
 }
 
 /// An update whose plan is not complete.
@@ -165,8 +170,8 @@ struct OpenUpdate {
     rewritten: Vec<(SequenceKey, Option<TablePages>)>,
     /// Sequences that still need pages, with the positions that these are for.
     needs: Vec<GrowingSequence>,
-    /// Pages that sequences got: the numbers of the first one in the sequence.
-    got: Vec<(SequenceKey, usize)>,
+    /// The needs for which sequences got pages.
+    got: Vec<GrowingSequence>,
     with_work: usize,
     reply: oneshot::Sender<SlotPlan>,
 }
@@ -178,6 +183,8 @@ type TablePages = [Vec<Page>; 2];
 struct HeldSequence {
     lane: usize,
     lease: Lease,
+    /// Number of its own pages that are listed in the table of its slot.
+    listed: usize,
     /// The beam search that it belongs to, by the key of the sequence that this began as.
     search: Option<SequenceKey>,
 }
@@ -200,9 +207,10 @@ impl Handler<ResetLane> for KvManager {
 
     fn handle(&mut self, ResetLane { lane, epoch }: ResetLane, _: &mut Self::Context) {
         self.enter_epoch(epoch);
-        let Lane { slots, open, copied } = &mut self.lanes[lane];
+        let Lane { slots, open, copied, stalled } = &mut self.lanes[lane];
         *open = None;
         copied.clear();
+        stalled.clear();
         for slot in slots.window() {
             if slots.get(slot).is_some() {
                 let key = slots.leave(slot);
@@ -235,12 +243,18 @@ impl KvManager {
         generated_mark: u32,
         changed: Recipient<PagesChanged>,
     ) -> KvManager {
-        let lane = |slots| Lane { slots: SlotMap::new(slots, shuffle), open: None, copied: Vec::new() };
+        let lane = |slots| Lane {
+            slots: SlotMap::new(slots, shuffle),
+            open: None,
+            copied: Vec::new(),
+            stalled: Vec::new(),
+        };
         KvManager {
             lanes: split_slots(slots, lanes).map(lane).collect(),
             pool,
             held: BTreeMap::new(),
             giving_up: BTreeSet::new(),
+            notice_is_due: false,
             epoch: Epoch::default(),
             generated_mark,
             changed,
@@ -270,7 +284,7 @@ impl KvManager {
             drop(self.remove(key));
         }
         for JoiningSequence { key, lease } in joins {
-            self.join(key, HeldSequence { lane, lease, search: None });
+            self.join(key, HeldSequence { lane, lease, listed: 0, search: None });
         }
         let (reply, plan) = oneshot::channel();
         self.lanes[lane].open = Some(OpenUpdate {
@@ -281,8 +295,10 @@ impl KvManager {
             with_work,
             reply,
         });
-        let gave_up = self.settle();
-        if has_changes || gave_up {
+        self.lanes[lane].stalled.clear();
+        let is_due = std::mem::take(&mut self.notice_is_due);
+        self.settle();
+        if has_changes || is_due {
             self.changed.do_send(PagesChanged);
         }
         self.slots_live.set(self.held.len() as f64);
@@ -364,7 +380,7 @@ impl KvManager {
             leases.extend(keeps(key).map(|beam| (beam, lease)));
         }
         for (key, lease) in leases {
-            let held = HeldSequence { lane, lease, search: Some(search) };
+            let held = HeldSequence { lane, lease, listed: 0, search: Some(search) };
             match before.contains(&key) {
                 true => _ = self.held.insert(key, held),
                 false => {
@@ -376,18 +392,27 @@ impl KvManager {
     }
 
     /// Finds pages for all lanes that wait for a plan, the oldest sequence first, and replies to those that
-    /// can go on. Returns whether sequences were preempted.
-    fn settle(&mut self) -> bool {
-        let before: usize = self.held.len();
+    /// can go on.
+    fn settle(&mut self) {
+        let open = self.lanes.iter().filter_map(|lane| lane.open.as_ref());
+        let mut needs: Vec<GrowingSequence> = open.flat_map(|open| &open.needs).copied().collect();
+        needs.sort_unstable_by_key(|need| need.key);
+        needs.retain(|need| !self.grow(*need));
+        // Pages may have come back since sequences were asked to give up theirs.
+        let held = &mut self.held;
+        let mut lacks_pages = |need: &GrowingSequence| {
+            held.get_mut(&need.key).is_some_and(|held| !held.lease.grow(need.positions))
+        };
+        self.lanes.iter_mut().for_each(|lane| lane.stalled.retain(&mut lacks_pages));
+        if needs.is_empty() && self.lanes.iter().all(|lane| lane.stalled.is_empty()) {
+            self.giving_up.clear();
+        }
         let asked: Vec<SequenceKey> = self.giving_up.iter().copied().collect();
         for key in asked {
             if self.lane_waits(key) {
                 self.preempt(key);
             }
         }
-        let open = self.lanes.iter().filter_map(|lane| lane.open.as_ref());
-        let mut needs: Vec<GrowingSequence> = open.flat_map(|open| &open.needs).copied().collect();
-        needs.sort_unstable_by_key(|need| need.key);
         needs.into_iter().for_each(|need| self.find_pages(need));
         for lane in 0..self.lanes.len() {
             let search_of = |key| self.held.get(&key).and_then(|held| held.search);
@@ -401,26 +426,25 @@ impl KvManager {
                 self.reply(lane, open);
             }
         }
-        self.held.len() < before
+    }
+
+    /// Leases the pages that a sequence of a waiting lane needs. Returns false if there are too few.
+    fn grow(&mut self, need: GrowingSequence) -> bool {
+        let Some(HeldSequence { lane, lease, .. }) = self.held.get_mut(&need.key) else { return true };
+        if !lease.grow(need.positions) {
+            return false;
+        }
+        if let Some(open) = &mut self.lanes[*lane].open {
+            open.needs.retain(|other| other.key != need.key);
+            open.got.push(need);
+        }
+        true
     }
 
     /// Leases pages for a sequence that needs them, if necessary after preempting others. It stays among
     /// those with needs if another lane has to give up a sequence first.
-    fn find_pages(&mut self, GrowingSequence { key, positions, with_drafts }: GrowingSequence) {
-        while let Some(HeldSequence { lane, lease, .. }) = self.held.get_mut(&key) {
-            let (lane, before) = (*lane, lease.own().len());
-            let has_all = lease.grow(with_drafts);
-            if has_all || lease.grow(positions) {
-                if let Some(open) = &mut self.lanes[lane].open {
-                    open.plan.short_of_drafts.extend((!has_all).then_some(key));
-                    open.needs.retain(|need| need.key != key);
-                    open.got.push((key, before));
-                }
-                return;
-            }
-            if !self.giving_up.is_empty() {
-                return;
-            }
+    fn find_pages(&mut self, need: GrowingSequence) {
+        while !self.grow(need) && self.giving_up.is_empty() {
             let youngest = self.held.last_key_value().map(|(key, _)| *key);
             let youngest = youngest.expect("at least this sequence is held");
             if self.lane_waits(youngest) {
@@ -446,6 +470,7 @@ impl KvManager {
         let victims = self.held.iter().filter(|(key, held)| is_victim(key, held));
         let victims: Vec<SequenceKey> = victims.map(|(key, _)| *key).collect();
         self.preemptions.increment(1);
+        self.notice_is_due = true;
         for victim in victims {
             drop(self.remove(victim));
             if let Some(open) = &mut self.lanes[lane].open {
@@ -459,15 +484,25 @@ impl KvManager {
     /// tables.
     fn reply(&mut self, lane: usize, open: OpenUpdate) {
         let OpenUpdate { mut plan, rewritten, needs, got, reply, .. } = open;
-        let Lane { slots, copied, .. } = &mut self.lanes[lane];
+        // What is left after all needs is for drafts.
+        for need in &got {
+            let lease = self.held.get_mut(&need.key).map(|held| &mut held.lease);
+            let is_short = lease.is_some_and(|lease| !lease.grow(need.with_drafts));
+            plan.short_of_drafts.extend(is_short.then_some(need.key));
+        }
+        let Lane { slots, copied, stalled, .. } = &mut self.lanes[lane];
         slots.compact(&mut plan.moves);
         plan.stalled.extend(needs.iter().map(|need| need.key));
+        *stalled = needs;
         let is_rewritten = |key| rewritten.iter().any(|(other, _)| *other == key);
-        let grown = got.iter().filter(|(key, _)| !is_rewritten(*key));
-        let changes = rewritten.iter().map(|(key, pages)| (*key, pages.as_ref(), 0));
+        let got = got.iter().map(|need| need.key);
+        let grown = got.clone().filter(|key| !is_rewritten(*key));
+        let changes = rewritten.iter().map(|(key, pages)| (*key, pages.as_ref(), true));
         let nothing = TablePages::default();
-        for (key, before, first) in changes.chain(grown.map(|(key, first)| (*key, Some(&nothing), *first))) {
-            let Some(HeldSequence { lease, .. }) = self.held.get(&key) else { continue };
+        for (key, before, anew) in changes.chain(grown.map(|key| (key, Some(&nothing), false))) {
+            let Some(HeldSequence { lease, listed, .. }) = self.held.get_mut(&key) else { continue };
+            let first = if anew { 0 } else { *listed };
+            *listed = lease.own().len();
             let slot = slots.slot_of(key).expect("a held sequence has a slot; anything else is a bug");
             let entries = |table, now: &[Page], before: Option<&[Page]>| {
                 let entries = (0..).zip(now).skip(first);
@@ -484,15 +519,15 @@ impl KvManager {
             }
         }
         // Copies wait for the page that they fill.
-        let may_copy = rewritten.iter().map(|(key, _)| key).chain(got.iter().map(|(key, _)| key));
+        let may_copy = rewritten.iter().map(|(key, _)| *key).chain(got);
         for key in may_copy {
-            if let Some(lease) = self.held.get(key).map(|held| &held.lease)
+            if let Some(lease) = self.held.get(&key).map(|held| &held.lease)
                 && let Some(copy) = lease.copy()
-                && !copied.contains(key)
+                && !copied.contains(&key)
             {
                 plan.copies.push(copy);
                 plan.copies.extend(lease.window_copy());
-                copied.push(*key);
+                copied.push(key);
             }
         }
         plan.slots.extend(slots.iter());
@@ -673,9 +708,9 @@ mod tests {
         // One page is free; sequence 9 has another, and sequence 5 two.
         assert_eq!((keys(&plan.preempted), keys(&plan.stalled)), (vec![9, 5], vec![]));
         assert_eq!(plan.slots.iter().map(|(_, key)| key.0).collect::<BTreeSet<_>>(), BTreeSet::from([3, 4]));
-        next_message(&mut notices).await;
-        assert_eq!(pool.used(), 5);
+        assert_eq!((pool.used(), notices.try_recv().is_err()), (5, true), "the preempted ones go first");
         let plan = kv.plan(growing(0, &[(3, 5 * PAGE), (4, 2 * PAGE)]));
+        next_message(&mut notices).await;
         assert_eq!(keys(&plan.preempted), [4], "the older one has what there is");
         assert_eq!((plan.slots.len(), plan.window.len(), pool.used()), (1, 1, 5));
         let plan = kv.plan(growing(0, &[(3, 7 * PAGE)]));
@@ -699,6 +734,29 @@ mod tests {
         let plan = waiting.try_recv().expect("the page is there");
         assert_eq!((plan.tables.len(), plan.stalled.len()), (1, 0));
         assert_eq!(kv.giving_up.len(), 0);
+    }
+
+    /// Sequences that were asked for their pages keep them if others come back before.
+    #[actix::test]
+    async fn pages_that_come_back_spare_the_sequence_that_was_asked() {
+        for is_open in [false, true] {
+            let (mut kv, pool, _) = rig(4, 2, 4);
+            let first = [(1, lease(&pool, 1)), (2, lease(&pool, 1))];
+            kv.plan(update([], first));
+            let others = [(3, lease(&pool, 1)), (4, lease(&pool, 1))];
+            kv.plan(IterationUpdate { lane: 1, ..update([], others) });
+            let with_work = if is_open { 1 } else { 2 };
+            let mut waiting = kv.update(IterationUpdate { with_work, ..growing(0, &[(1, 2 * PAGE)]) });
+            assert_eq!((waiting.try_recv().is_err(), kv.giving_up.len()), (is_open, 1));
+            let plan = kv.plan(IterationUpdate { lane: 1, ..update([3], []) });
+            assert_eq!((keys(&plan.preempted), kv.giving_up.len()), (vec![], 0));
+            let plan = match is_open {
+                true => waiting.try_recv().expect("the page is there"),
+                false => kv.plan(growing(0, &[(1, 2 * PAGE)])),
+            };
+            let [entry] = plan.tables[..] else { panic!("{plan:?}") };
+            assert_eq!((entry.slot, entry.index, plan.stalled.len()), (0, 1, 0));
+        }
     }
 
     /// The beams of a search are computed together, so a search goes on only if all of them have their pages.

@@ -441,10 +441,16 @@ impl DecodeLoop {
     fn fail_all(&mut self, fault: &DeviceError) {
         self.flush_events();
         let failure = RequestError::DeviceFailed(fault.to_string());
-        let lost = self.running.drain(..).chain(self.leaving.drain(..));
+        let (ending, preempted): (Vec<_>, Vec<_>) =
+            self.leaving.drain(..).partition(|leaving| leaving.finished || leaving.ends_with_scheduled());
         // Clients of finished sequences have already received their end.
+        let lost = self.running.drain(..).chain(ending);
         for running in lost.filter(|running| !running.finished && !running.is_beam) {
             running.sequence.fail(&failure);
+        }
+        // These have lost nothing but the results in flight.
+        for preempted in preempted {
+            self.handles.requeue.do_send(Requeue(preempted.suspend()));
         }
         self.fail_all_searches(&failure);
         self.beam_rows.clear();
