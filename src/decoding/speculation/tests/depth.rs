@@ -220,7 +220,7 @@ fn costs_are_those_of_the_steps() {
     }
 }
 
-/// Where observations do not tell what rows cost, they seem cheap enough that drafts show it.
+/// Rows seem cheap where observations do not tell what they cost, so that drafts show it.
 #[test]
 fn rows_seem_cheap_until_drafts_show_their_cost() {
     let truth = cost(9.0, 1.0, 0.5, 0.5);
