@@ -3,6 +3,7 @@
 //! Invariant: a request that passes can be computed: the model supports its task, all its token ids are in
 //! the vocabulary, and it fits into the context and the KV cache.
 
+use crate::memory::WindowCache;
 use crate::model::spec::Kind;
 use crate::request::{self, Request, RequestError, Task};
 
@@ -33,6 +34,8 @@ pub struct IntakeLimits {
     pub top_logprobs: usize,
     /// KV pages that can be leased, without the null page.
     pub pages: usize,
+    /// The pages of windowed layers, if these have pages of their own.
+    pub window: Option<WindowCache>,
     pub page_positions: usize,
     pub kind: Kind,
     /// Whether the model has an output head, and so computes logits.
@@ -175,16 +178,27 @@ impl IntakeLimits {
             let own = pages_for(prompt_tokens + answer) - shared;
             shared + beams * own + pages_for(request.encoder_input.len())
         };
-        let (needed, pages) = (pages_with(max_tokens), self.pages);
-        if needed <= pages {
-            return Ok(());
-        }
-        let param = match pages_with(max_tokens.min(1)) <= pages {
+        let shortage = |answer: usize| self.shortage(pages_with(answer), beams);
+        let Some((needed, pages)) = shortage(max_tokens) else { return Ok(()) };
+        let param = match shortage(max_tokens.min(1)).is_none() {
             true => "max_tokens",
             false if request.encoder_input.len() >= prompt_tokens => "prompt",
             false => prompt,
         };
         Err(RequestError::TooLarge { param, what, needed, pages })
+    }
+
+    /// Returns how many pages a request needs and how many there are, of layers where these are too few;
+    /// `None` if the request fits. It needs `needed` pages of layers that see whole sequences, and in windowed
+    /// ones no more than that.
+    fn shortage(&self, needed: usize, beams: usize) -> Option<(usize, usize)> {
+        if needed > self.pages {
+            return Some((needed, self.pages));
+        }
+        let WindowCache { pages, step_pages, .. } = self.window?;
+        // One sequence alone may begin with shared pages, and holds these beside its own.
+        let in_windows = needed.min(beams.max(2) * step_pages);
+        (in_windows > pages - 1).then_some((in_windows, pages - 1))
     }
 
     /// Checks `min_tokens`, stop tokens and logit biases.
@@ -278,6 +292,7 @@ mod tests {
             eos: 1,
             top_logprobs: 5,
             pages: if kind == Kind::Encoder { 0 } else { 3 },
+            window: None,
             page_positions: 32,
             kind,
             has_head: true,
@@ -392,6 +407,36 @@ mod tests {
         assert!(matches!(roomy, RequestError::TooLarge { param: "max_tokens", .. }), "{roomy:?}");
         assert_eq!(both.check(&translate(33, 28, 4)), Ok(()));
         refuses(&both, &translate(4, 0, 4), "decoder_prompt", &["no tokens"]);
+    }
+
+    /// Windowed layers may have fewer pages than the beams of a search need.
+    #[test]
+    fn beams_fit_into_the_pages_of_windowed_layers() {
+        let search = |width, max_tokens| {
+            let beams = crate::request::BeamOptions {
+                width,
+                length_penalty: 1.0,
+                early_stopping: crate::decoding::EarlyStopping::Never,
+                forced_tokens: 0,
+                answer: 0,
+            };
+            Request { beams: Some(beams), ..request(32, max_tokens) }
+        };
+        let window = Some(WindowCache { pages: 9, window: 8, step_pages: 2 });
+        let limits = IntakeLimits {
+            window,
+            pages: 99,
+            slots: 8,
+            max_beams: 8,
+            context: 1024,
+            ..limits(Kind::Decoder)
+        };
+        for (width, max_tokens) in [(4, 700), (7, 32), (1, 992)] {
+            assert_eq!(limits.check(&search(width, max_tokens)), Ok(()), "{width} beams");
+        }
+        let refused = limits.check(&search(5, 64)).unwrap_err();
+        assert!(matches!(refused, RequestError::TooLarge { needed: 10, pages: 8, .. }), "{refused:?}");
+        assert_eq!(limits.check(&request(32, 992)), Ok(()));
     }
 
     #[test]

@@ -235,6 +235,13 @@ impl Executor for Counting {
     }
 }
 
+/// Returns a wrapper for [`engine_with`] that counts the prompts that are begun.
+pub fn counted(begun: Arc<AtomicUsize>) -> impl FnOnce(ExecutorFactory) -> ExecutorFactory {
+    |mut factory| {
+        Box::new(move |stage| Ok(Box::new(Counting { inner: factory(stage)?, begun: begun.clone() })))
+    }
+}
+
 /// Two searches that fit only one after the other: the younger one is preempted and begins anew.
 #[actix::test]
 async fn a_preempted_search_finds_the_same() {
@@ -247,11 +254,7 @@ async fn a_preempted_search_finds_the_same() {
         ("kv.prefix_cache", "off".into()),
         ("kv.size", "544 tokens".into()),
     ];
-    let counter = begun.clone();
-    let counted = |mut factory: ExecutorFactory| -> ExecutorFactory {
-        Box::new(move |stage| Ok(Box::new(Counting { inner: factory(stage)?, begun: counter.clone() })))
-    };
-    let engine = engine_with("gqa", &settings, counted).await;
+    let engine = engine_with("gqa", &settings, counted(begun.clone())).await;
     let config = config(&recorded.folder, &settings);
     let local = LocalApi::new(ServeParts::from(&engine), config.server);
     let search = &recorded.searches[1];
