@@ -24,7 +24,7 @@ fn strategies() -> Vec<Value> {
         json!({ "mirostat": 1, "mirostat_tau": 3, "mirostat_eta": 0.3 }),
         json!({ "mirostat": 2, "mirostat_tau": 4 }),
         json!({ "strategy": "random_fsd", "strategy_params": { "random_tokens": 30 } }),
-        json!({ "temperature": 1, "guided_regex": "([A-Z][a-z]{2,5} )+!" }),
+        json!({ "temperature": 1, "guided_regex": "([A-Z][a-z]{2,5} ){20}!" }),
         json!({ "mirostat": 2, "grammar": "root ::= (item \", \"){40}\nitem ::= [a-z] [a-z]? [0-9]" }),
         json!({ "repetition_penalty": 1.2, "response_format": { "type": "json_schema", "json_schema": {
             "name": "n", "schema": { "type": "array", "items": { "type": "string", "minLength": 3 },
@@ -36,9 +36,13 @@ fn strategies() -> Vec<Value> {
 fn bodies(strategy: &Value) -> Vec<Value> {
     let bodies = (0..SLOTS).map(|number| {
         let mut body = json!({
-            "prompt": format!("{number} the "), "max_tokens": 80, "seed": number, "ignore_eos": true,
-            "logprobs": 1, "return_token_ids": true
+            "prompt": format!("{number} the "), "max_tokens": 80, "seed": number, "logprobs": 1,
+            "return_token_ids": true
         });
+        // A form ends where it is complete.
+        let is_form = |name: &str| strategy.get(name).is_some();
+        body["ignore_eos"] =
+            (!["guided_regex", "grammar", "response_format"].into_iter().any(is_form)).into();
         for (name, value) in strategy.as_object().expect("an object") {
             body[name] = value.clone();
         }

@@ -30,7 +30,7 @@ fn turns(new: [usize; 3], max_tokens: [u32; 4], cached: [Option<usize>; 4]) -> V
 /// Turns of sequences on whose length nothing depends. Pages know all tokens but the last one of an answer,
 /// which was not computed, and `of_answers` tells whether these can be shared.
 fn plain(of_answers: bool) -> Vec<Turn> {
-    let known = |answer| if of_answers { answer - 1 } else { 0 };
+    let known = |answer: usize| if of_answers { answer - 1 } else { 0 };
     let cached = [0, 40 + known(20), 64, 65 + known(30)];
     turns([40, 5, 3], [20, 10, 30, 15], cached.map(Some))
 }
