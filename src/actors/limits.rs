@@ -188,9 +188,9 @@ impl IntakeLimits {
         Err(RequestError::TooLarge { param, what, needed, pages })
     }
 
-    /// Returns how many pages a request needs and how many there are, of layers where these are too few;
-    /// `None` if the request fits. It needs `needed` pages of layers that see whole sequences, and in windowed
-    /// ones no more than that.
+    /// Returns how many pages a request needs and how many there are, in layers where these are too few;
+    /// `None` if the request fits. It needs `needed` pages in layers that see whole sequences, and no more
+    /// than that in windowed ones.
     fn shortage(&self, needed: usize, beams: usize) -> Option<(usize, usize)> {
         if needed > self.pages {
             return Some((needed, self.pages));

@@ -100,7 +100,8 @@ async fn answers_have_the_same_bits_with_and_without_the_cache() {
     }
 }
 
-/// A generated token does not read all values, so its K and V differ from those of the same token in a prompt.
+/// A generated token does not read all values, so its K and V differ from those of the same token in a
+/// prompt.
 #[actix::test]
 async fn generated_tokens_are_not_shared_as_a_prompt_with_sparse_attention() {
     let sparse = ("kv.sparse_attention", 0.2.into());

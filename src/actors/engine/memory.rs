@@ -94,9 +94,9 @@ pub(super) fn kv_plan(
 /// Numbers of pages of both kinds of layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct PageCounts {
-    /// Of layers that see whole sequences.
+    /// Pages of layers that see whole sequences.
     own: usize,
-    /// Of windowed layers.
+    /// Pages of windowed layers.
     window: usize,
 }
 
@@ -109,16 +109,16 @@ impl PageCounts {
 
 /// The numbers of pages that the slots can use.
 struct SlotDemand {
-    /// Of a sequence of full length, in layers that see all of it.
+    /// Pages of a sequence of full length, in layers that see all of it.
     sequence: usize,
-    /// Of a sequence, in windowed layers; 0 without such layers.
+    /// Pages of a sequence in windowed layers; 0 without such layers.
     in_window: usize,
-    /// Of all slots, in layers that see whole sequences.
+    /// Pages of all slots, in layers that see whole sequences.
     whole: usize,
-    /// Of all slots, in windowed layers.
+    /// Pages of all slots, in windowed layers.
     in_windows: usize,
-    /// Of a sequence that is alone, in windowed layers: if it begins with shared pages, it holds these beside
-    /// its own.
+    /// Pages of a sequence that is alone, in windowed layers: if it begins with shared pages, it holds these
+    /// beside its own.
     alone: usize,
 }
 
@@ -244,8 +244,8 @@ impl MemoryPool {
         self.free.saturating_sub(self.reserved)
     }
 
-    /// Returns the numbers of pages in half of the remaining memory; the other half is left to other processes
-    /// and to the file cache.
+    /// Returns the numbers of pages in half of the remaining memory; the other half is left to other
+    /// processes and to the file cache.
     fn spare_pages(&self, demand: &SlotDemand) -> PageCounts {
         demand.divide(self.remaining() / 2, self.page)
     }
