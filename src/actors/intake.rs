@@ -3,8 +3,9 @@
 //! A group of requests is accepted or refused as a whole; after that, its requests proceed independently. The
 //! queue is bounded for new requests only: a continuation of an accepted request is always queued.
 //! Intake owns the permits (one per slot) and the queue, and handles no tokens.
-//! Invariant: permits held plus free permits equal the number of slots; a request is queued only while no
-//! permit is free.
+//! Invariant: permits held plus free permits equal the number of slots; the first queued request needs more
+//! permits than are free, and those behind it wait for it. The queue is counted in sequences, as permits are:
+//! a beam search counts as many as it has beams.
 
 use super::limits::{IntakeLimits, invalid};
 use super::sequence::{Permit, PermitReleased, Sequence, SequenceKey};
@@ -129,7 +130,7 @@ impl Intake {
             return Err(invalid(group_size_param(requests), message));
         }
         self.drop_cancelled();
-        let waiting = self.queue.iter().map(QueuedRequest::permits).sum::<usize>();
+        let waiting = self.waiting();
         if waiting + coming > self.free_permits + limit {
             return Err(RequestError::Busy { coming, waiting, limit });
         }
@@ -172,9 +173,15 @@ impl Intake {
                 Sequence { key, group, request, events, followers, permits, lease, arrived, progress };
             self.prefill.do_send(Admit(Box::new(sequence)));
         }
-        self.status.set_counts(self.queue.len(), self.limits.slots - self.free_permits);
-        telemetry::REQUESTS_WAITING.set(self.queue.len() as f64);
+        let waiting = self.waiting();
+        self.status.set_counts(waiting, self.limits.slots - self.free_permits);
+        telemetry::REQUESTS_WAITING.set(waiting as f64);
         telemetry::REQUESTS_RUNNING.set((self.limits.slots - self.free_permits) as f64);
+    }
+
+    /// Returns the number of queued sequences.
+    fn waiting(&self) -> usize {
+        self.queue.iter().map(QueuedRequest::permits).sum()
     }
 
     /// Removes queued requests whose clients have disconnected or timed out.
@@ -216,8 +223,9 @@ fn group_size_param(group: &[Request]) -> &'static str {
 mod tests {
     use super::super::testing::{next_message, recorder, request, with_timeout};
     use super::*;
+    use crate::decoding::EarlyStopping;
     use crate::model::spec::Kind;
-    use crate::request::Pooling;
+    use crate::request::{BeamOptions, Pooling};
     use actix::Addr;
     use std::sync::atomic::Ordering;
     use tokio::sync::mpsc::UnboundedReceiver;
@@ -239,7 +247,7 @@ mod tests {
                 vocab: 10,
                 eos: 0,
                 top_logprobs: 5,
-                pages: 1,
+                pages: slots,
                 window: None,
                 page_positions: 32,
                 kind: Kind::Decoder,
@@ -326,6 +334,27 @@ mod tests {
         let _stream = rig.submit_id("c").await;
         let _running = [rig.admitted("b").await, rig.admitted("c").await];
         assert!(rig.submit(request(4, 4)).await.is_err());
+    }
+
+    /// A search waits until all of its beams have slots, and counts as many sequences.
+    #[actix::test]
+    async fn a_search_is_queued_with_all_of_its_beams() {
+        let mut rig = IntakeRig::new(4, 5);
+        let _first = rig.submit_id("a").await;
+        let running = rig.admitted("a").await;
+        let early_stopping = EarlyStopping::Estimate;
+        let (width, forced_tokens, answer) = (4, 0, 0);
+        let beams = BeamOptions { width, length_penalty: 1.0, early_stopping, forced_tokens, answer };
+        let search = Request { beams: Some(beams), max_tokens: 1, ..request_with_id("b") };
+        let _search = rig.submit(search).await.expect("there is space in the queue");
+        assert_eq!((rig.free_permits().await, rig.status.pending()), (3, 5));
+        let busy = RequestError::Busy { coming: 5, waiting: 4, limit: 5 };
+        let others = vec![request_with_id("c"); 5];
+        assert_eq!(rig.submit_all(others).await.map(drop), Err(busy), "the error has the same unit");
+        drop(running);
+        let running = rig.admitted("b").await;
+        assert_eq!(running.permits.len(), 4);
+        assert_eq!((rig.free_permits().await, rig.status.pending()), (0, 4));
     }
 
     #[actix::test]

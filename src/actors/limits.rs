@@ -160,9 +160,14 @@ impl IntakeLimits {
     fn check_capacity(&self, request: &Request) -> Result<(), RequestError> {
         let (prompt_tokens, max_tokens) = (request.prompt.len(), request.max_tokens as usize);
         let prompt = self.prompt_param();
-        let what = match self.kind {
-            Kind::EncoderDecoder => "prompt (the encoder input), decoder_prompt and max_tokens",
-            Kind::Decoder | Kind::Encoder => "prompt and max_tokens",
+        let beams = request.beams.map_or(1, |beams| beams.width);
+        let what = match (self.kind, beams) {
+            (Kind::EncoderDecoder, 1) => "prompt (the encoder input), decoder_prompt and max_tokens",
+            (Kind::EncoderDecoder, _) => {
+                "beam_width, prompt (the encoder input), decoder_prompt and max_tokens"
+            }
+            (Kind::Decoder | Kind::Encoder, 1) => "prompt and max_tokens",
+            (Kind::Decoder | Kind::Encoder, _) => "beam_width, prompt and max_tokens",
         };
         if prompt_tokens >= self.context && max_tokens > 0 {
             return Err(RequestError::PromptTooLong { prompt, prompt_tokens, context: self.context });
@@ -170,20 +175,24 @@ impl IntakeLimits {
         if prompt_tokens + max_tokens > self.context {
             return Err(RequestError::TooLong { prompt, prompt_tokens, max_tokens, context: self.context });
         }
-        let beams = request.beams.map_or(1, |beams| beams.width);
-        let pages_with = |answer: usize| {
+        let pages_with = |beams: usize, answer: usize| {
             let pages_for = |positions: usize| positions.div_ceil(self.page_positions);
             // Beams share the full pages of their prompt.
             let shared = if beams > 1 { prompt_tokens / self.page_positions } else { 0 };
             let own = pages_for(prompt_tokens + answer) - shared;
             shared + beams * own + pages_for(request.encoder_input.len())
         };
-        let shortage = |answer: usize| self.shortage(pages_with(answer), beams);
-        let Some((needed, pages)) = shortage(max_tokens) else { return Ok(()) };
-        let param = match shortage(max_tokens.min(1)).is_none() {
-            true => "max_tokens",
-            false if request.encoder_input.len() >= prompt_tokens => "prompt",
-            false => prompt,
+        let shortage = |beams: usize, answer: usize| self.shortage(pages_with(beams, answer), beams);
+        let Some((needed, pages)) = shortage(beams, max_tokens) else { return Ok(()) };
+        let fits = |beams, answer| shortage(beams, answer).is_none();
+        let shortest = max_tokens.min(1);
+        // A client that gives no max_tokens has the rest of the context.
+        let param = match () {
+            () if beams > 1 && fits(1, max_tokens) => "beam_width",
+            () if fits(beams, shortest) => "max_tokens",
+            () if beams > 1 && fits(1, shortest) => "beam_width",
+            () if request.encoder_input.len() >= prompt_tokens => "prompt",
+            () => prompt,
         };
         Err(RequestError::TooLarge { param, what, needed, pages })
     }
@@ -279,7 +288,8 @@ pub(super) fn invalid(param: &'static str, message: String) -> RequestError {
 mod tests {
     use super::super::testing::request;
     use super::*;
-    use crate::request::Pooling;
+    use crate::decoding::EarlyStopping;
+    use crate::request::{BeamOptions, Pooling};
 
     fn limits(kind: Kind) -> IntakeLimits {
         IntakeLimits {
@@ -302,6 +312,13 @@ mod tests {
 
     fn translate(encoder_len: usize, prompt: usize, max_tokens: u32) -> Request {
         Request { encoder_input: vec![3; encoder_len].into(), ..request(prompt, max_tokens) }
+    }
+
+    fn search(width: usize, prompt: usize, max_tokens: u32) -> Request {
+        let early_stopping = EarlyStopping::Estimate;
+        let (forced_tokens, answer) = (0, 0);
+        let beams = BeamOptions { width, length_penalty: 1.0, early_stopping, forced_tokens, answer };
+        Request { beams: Some(beams), ..request(prompt, max_tokens) }
     }
 
     fn embed(encoder_input: &[u32]) -> Request {
@@ -412,16 +429,6 @@ mod tests {
     /// Windowed layers may have fewer pages than the beams of a search need.
     #[test]
     fn beams_fit_into_the_pages_of_windowed_layers() {
-        let search = |width, max_tokens| {
-            let beams = crate::request::BeamOptions {
-                width,
-                length_penalty: 1.0,
-                early_stopping: crate::decoding::EarlyStopping::Never,
-                forced_tokens: 0,
-                answer: 0,
-            };
-            Request { beams: Some(beams), ..request(32, max_tokens) }
-        };
         let window = Some(WindowCache { pages: 9, window: 8, step_pages: 2 });
         let limits = IntakeLimits {
             window,
@@ -432,11 +439,36 @@ mod tests {
             ..limits(Kind::Decoder)
         };
         for (width, max_tokens) in [(4, 700), (7, 32), (1, 992)] {
-            assert_eq!(limits.check(&search(width, max_tokens)), Ok(()), "{width} beams");
+            assert_eq!(limits.check(&search(width, 32, max_tokens)), Ok(()), "{width} beams");
         }
-        let refused = limits.check(&search(5, 64)).unwrap_err();
+        let refused = limits.check(&search(5, 32, 64)).unwrap_err();
         assert!(matches!(refused, RequestError::TooLarge { needed: 10, pages: 8, .. }), "{refused:?}");
         assert_eq!(limits.check(&request(32, 992)), Ok(()));
+    }
+
+    /// Reducing the named parameter helps; of a search, also one whose client gave no `max_tokens`.
+    #[test]
+    fn a_search_beyond_the_pages_names_its_width() {
+        let limits = IntakeLimits { max_beams: 8, pages: 4, ..limits(Kind::Decoder) };
+        for (width, prompt, max_tokens, named) in
+            [(8, 5, 1, Some("beam_width")), (4, 5, 1, None), (3, 5, 59, Some("beam_width")), (2, 5, 59, None)]
+        {
+            let refused = limits.check(&search(width, prompt, max_tokens)).err();
+            assert_eq!(refused.is_some(), named.is_some(), "{refused:?}");
+            let Some(error) = refused else { continue };
+            assert!(
+                matches!(error, RequestError::TooLarge { param, .. } if Some(param) == named),
+                "{error:?}"
+            );
+            assert!(error.to_string().starts_with("beam_width, prompt and max_tokens need"), "{error}");
+        }
+        let narrow = IntakeLimits { pages: 1, ..limits };
+        for (width, prompt, max_tokens, named) in
+            [(2, 5, 59, "beam_width"), (1, 5, 59, "max_tokens"), (2, 33, 1, "prompt")]
+        {
+            let error = narrow.check(&search(width, prompt, max_tokens)).unwrap_err();
+            assert!(matches!(error, RequestError::TooLarge { param, .. } if param == named), "{error:?}");
+        }
     }
 
     #[test]

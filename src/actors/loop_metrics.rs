@@ -40,6 +40,8 @@ pub struct LoopMetrics {
     drafts: Counter,
     draft_tokens: Counter,
     accepted_tokens: Counter,
+    /// Accepted drafts by their position in the step.
+    accepted_at: [Counter; MAX_DEPTH],
 }
 
 /// The positions of drafts in a step, as labels.
@@ -95,6 +97,8 @@ impl LoopMetrics {
             drafts: telemetry::SPEC_DECODE_DRAFTS.counter(),
             draft_tokens: telemetry::SPEC_DECODE_DRAFT_TOKENS.counter(),
             accepted_tokens: telemetry::SPEC_DECODE_ACCEPTED_TOKENS.counter(),
+            accepted_at: POSITIONS
+                .map(|position| telemetry::SPEC_DECODE_ACCEPTED_TOKENS_PER_POS.counter_with([position])),
         }
     }
 
@@ -156,7 +160,7 @@ impl LoopMetrics {
     /// Counts an accepted draft, by its position among those of the step.
     pub fn record_accepted(&self, position: u32) {
         self.accepted_tokens.increment(1);
-        telemetry::SPEC_DECODE_ACCEPTED_TOKENS_PER_POS.count([POSITIONS[position as usize % MAX_DEPTH]]);
+        self.accepted_at[position as usize % MAX_DEPTH].increment(1);
     }
 
     /// Ends the delivery phase: the results of the step were processed.
@@ -192,8 +196,11 @@ impl LoopMetrics {
     }
 
     /// Records a sequence's first token, or its only output, produced at `now`, and its `prompt_tokens` input
-    /// tokens.
+    /// tokens; once, although a preempted beam search begins anew.
     pub fn record_first_output(&self, moments: &mut SequenceTimes, prompt_tokens: usize, now: Instant) {
+        if moments.first_token > moments.scheduled {
+            return;
+        }
         moments.first_token = now;
         self.prompts.increment(prompt_tokens as u64);
         self.prefill.record((now - moments.scheduled).as_secs_f64());
@@ -303,6 +310,8 @@ mod tests {
             for (generated, last) in [(5, 11), (1, 3), (0, 3)] {
                 let mut moments = SequenceTimes { scheduled, first_token: scheduled };
                 meters.record_first_output(&mut moments, 5, at(3));
+                // As if it began anew.
+                meters.record_first_output(&mut moments, 5, at(4));
                 meters.record_finished(moments, generated, at(last));
             }
             for moves in [0, 3, 0, 1] {
@@ -313,6 +322,7 @@ mod tests {
         let sum = |time: &str| value(&text, &format!("mainstem_request_{time}_seconds_sum"));
         let sums = ["prefill_time", "decode_time", "inference_time", "time_per_output_token"].map(sum);
         assert_eq!(sums, [9.0, 8.0, 17.0, 2.0]);
+        assert_eq!(value(&text, "mainstem_prompt_tokens_total"), 15.0);
         assert_eq!(
             value(&text, "mainstem_request_decode_time_seconds_count"),
             2.0,

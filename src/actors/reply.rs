@@ -24,6 +24,9 @@ use std::task::{Context, Poll, ready};
 pub struct ReplySpec {
     /// Whether the reply starts with the prompt's text.
     pub echo: bool,
+    /// Whether the tokens of this text have log-probabilities. Those of a prompt's first choice come with its
+    /// events, and the others get them from [`ChoiceStreams`].
+    pub echo_scores: bool,
     /// Whether the prompt's scored tokens are kept for [`ChoiceStreams::take_prompts`].
     pub keep_prompt: bool,
     /// Strings that end the reply; none is empty.
@@ -94,11 +97,7 @@ pub struct ReplyStream {
     include_stop: bool,
     /// Number of leading generated tokens whose text is not searched for stop strings (`min_tokens`).
     unsearched_tokens: usize,
-    /// The prompt's tokens while they are still to be echoed from here: without log-probabilities, the engine
-    /// does not send them.
-    unsent_prompt: Option<Arc<[u32]>>,
-    /// Whether the reply starts with the prompt's text.
-    echo: bool,
+    echo: Echo,
     /// The prompt's tokens with their log-probabilities, if they are to be kept.
     prompt: Option<Vec<Token>>,
     /// Tokens whose text is not emitted completely, each with the reply's length in characters up to the
@@ -112,6 +111,34 @@ pub struct ReplyStream {
     metrics: RequestMetrics,
 }
 
+/// The prompt's text that is still to come at the start of the reply.
+enum Echo {
+    Nothing,
+    /// Text of these tokens, without log-probabilities: the engine does not send them.
+    Bare(Arc<[u32]>),
+    /// Text of the tokens that the engine sends.
+    FromEngine,
+    /// Text of the tokens that the engine sends for the prompt's first choice: the next `awaited` ones, of
+    /// which `runs` are there.
+    FromFirst {
+        awaited: usize,
+        runs: VecDeque<Arc<[Token]>>,
+    },
+}
+
+impl Echo {
+    fn new(spec: &ReplySpec, request: &Request) -> Echo {
+        match spec.echo {
+            false => Echo::Nothing,
+            true if request.prompt_logprobs.is_some() => Echo::FromEngine,
+            true if spec.echo_scores => {
+                Echo::FromFirst { awaited: request.prompt.len(), runs: VecDeque::new() }
+            }
+            true => Echo::Bare(request.prompt.clone()),
+        }
+    }
+}
+
 impl ReplyStream {
     /// Creates the reply stream of `request`, which was just accepted, from its `events`.
     pub fn new(
@@ -121,11 +148,7 @@ impl ReplyStream {
         spec: &ReplySpec,
     ) -> ReplyStream {
         let fresh = Detokenizer::new(tokenizer, !spec.show_special).with_kept(spec.shown_tokens.clone());
-        let (detokenizer, unsent_prompt) = match spec.echo {
-            false => (fresh.with_prompt(&request.prompt), None),
-            true if request.prompt_logprobs.is_some() => (fresh, None),
-            true => (fresh, Some(request.prompt.clone())),
-        };
+        let detokenizer = if spec.echo { fresh } else { fresh.with_prompt(&request.prompt) };
         ReplyStream {
             events,
             detokenizer,
@@ -133,8 +156,7 @@ impl ReplyStream {
             stop: spec.stop.clone(),
             include_stop: spec.include_stop,
             unsearched_tokens: request.min_tokens as usize,
-            unsent_prompt,
-            echo: spec.echo,
+            echo: Echo::new(spec, request),
             prompt: spec.keep_prompt.then(Vec::new),
             pending: VecDeque::new(),
             decoded_chars: 0,
@@ -149,17 +171,16 @@ impl ReplyStream {
         if self.is_finished() {
             return Poll::Ready(None);
         }
-        if let Some(prompt) = self.unsent_prompt.take() {
-            let bare = |id: &u32| Token { id: *id, logprob: None, rank: None, top: Vec::new() };
-            return Poll::Ready(Some(Ok(self.prompt_delta(prompt.iter().map(bare)))));
+        if let Some(delta) = ready!(self.echo_delta()) {
+            return Poll::Ready(Some(Ok(delta)));
         }
         loop {
             let delta = match ready!(self.events.poll_next(cx)) {
                 Some(TokenEvent::Prompt(tokens)) => {
                     self.prompt.iter_mut().for_each(|kept| kept.extend_from_slice(&tokens));
                     match self.echo {
-                        true => Ok(self.prompt_delta(tokens.into_iter())),
-                        false => continue,
+                        Echo::FromEngine => Ok(self.prompt_delta(tokens.into_iter())),
+                        Echo::Nothing | Echo::Bare(_) | Echo::FromFirst { .. } => continue,
                     }
                 }
                 Some(TokenEvent::Token(token)) => match self.answer_delta(token) {
@@ -212,6 +233,34 @@ impl ReplyStream {
             self.events.close();
         }
         error
+    }
+
+    /// Returns the next delta of the prompt, unless it comes with the events. Nothing wakes the task of a
+    /// stream that is pending here: [`ChoiceStreams`] polls it again after the first choice.
+    fn echo_delta(&mut self) -> Poll<Option<ReplyDelta>> {
+        match std::mem::replace(&mut self.echo, Echo::Nothing) {
+            Echo::Bare(prompt) => {
+                let bare = |id: &u32| Token { id: *id, logprob: None, rank: None, top: Vec::new() };
+                Poll::Ready(Some(self.prompt_delta(prompt.iter().map(bare))))
+            }
+            Echo::FromFirst { awaited, mut runs } if awaited > 0 => {
+                let run = runs.pop_front();
+                let awaited = awaited.saturating_sub(run.as_ref().map_or(0, |run| run.len()));
+                self.echo = Echo::FromFirst { awaited, runs };
+                run.map_or(Poll::Pending, |run| Poll::Ready(Some(self.prompt_delta(run.iter().cloned()))))
+            }
+            echo => {
+                self.echo = echo;
+                Poll::Ready(None)
+            }
+        }
+    }
+
+    /// Adds tokens of the prompt, if they are to come from the prompt's first choice.
+    fn add_prompt(&mut self, run: &Arc<[Token]>) {
+        if let Echo::FromFirst { runs, .. } = &mut self.echo {
+            runs.push_back(run.clone());
+        }
     }
 
     /// Processes a generated token. Returns `None` if neither text nor tokens can be emitted yet.
@@ -353,6 +402,9 @@ impl ChoiceStreams {
             match self.choices[index].poll_next(cx) {
                 Poll::Ready(Some(Ok(delta))) => {
                     self.next_choice = index + 1;
+                    if delta.origin == DeltaOrigin::Prompt {
+                        self.share_prompt(index, &delta);
+                    }
                     return Poll::Ready(Some(Ok((index, delta))));
                 }
                 Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(self.fail(error)))),
@@ -365,6 +417,18 @@ impl ChoiceStreams {
         }
         let error = ready!(self.interrupt.as_mut().poll(cx));
         Poll::Ready(Some(Err(self.fail(error))))
+    }
+
+    /// Gives the prompt of a first choice to the others of the same prompt.
+    fn share_prompt(&mut self, index: usize, delta: &ReplyDelta) {
+        let others = match index.is_multiple_of(self.choices_per_prompt) {
+            true => &mut self.choices[index + 1..index + self.choices_per_prompt],
+            false => return,
+        };
+        if others.iter().any(|other| matches!(other.echo, Echo::FromFirst { .. })) {
+            let run: Arc<[Token]> = delta.tokens.iter().map(|placed| placed.token.clone()).collect();
+            others.iter_mut().for_each(|other| other.add_prompt(&run));
+        }
     }
 
     /// Returns the next delta; the polling form is [`ChoiceStreams::poll_next`]. Cancel-safe.

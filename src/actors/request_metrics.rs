@@ -29,21 +29,27 @@ pub struct RequestMetrics {
     last_token: Instant,
     pub(super) usage: Usage,
     finished: bool,
-    inter_token_latency: metrics::Histogram,
+    /// Histograms of the time to the first token, and of that between tokens; `None` if they do not apply.
+    token_latency: Option<(metrics::Histogram, metrics::Histogram)>,
     time_limit: Option<Duration>,
 }
 
 impl RequestMetrics {
     /// Starts measuring a request that was just accepted.
     pub fn new(request: &Request) -> RequestMetrics {
+        let drafts = request.speculation.map(|_| DraftCounts::default());
+        // A search sends all of its tokens at its end, so the times between them mean nothing.
+        let token_latency = (request.beams.is_none()).then(|| {
+            (telemetry::TIME_TO_FIRST_TOKEN.histogram(), telemetry::INTER_TOKEN_LATENCY.histogram())
+        });
         RequestMetrics {
             id: request.id.clone(),
             arrived: request.arrived,
             first_token_after: None,
             last_token: request.arrived,
-            usage: Usage { prompt_tokens: request.input_tokens(), ..Usage::default() },
+            usage: Usage { prompt_tokens: request.input_tokens(), drafts, ..Usage::default() },
             finished: false,
-            inter_token_latency: telemetry::INTER_TOKEN_LATENCY.histogram(),
+            token_latency,
             time_limit: request.time_limit,
         }
     }
@@ -63,13 +69,11 @@ impl RequestMetrics {
     /// count.
     pub(super) fn record_token(&mut self, now: Instant) {
         let since = now.saturating_duration_since(self.last_token);
-        match self.first_token_after {
-            None => {
-                self.first_token_after = Some(since);
-                telemetry::TIME_TO_FIRST_TOKEN.record(since.as_secs_f64());
-            }
-            Some(_) => self.inter_token_latency.record(since.as_secs_f64()),
+        if let Some((to_first, between)) = &self.token_latency {
+            let latency = if self.first_token_after.is_none() { to_first } else { between };
+            latency.record(since.as_secs_f64());
         }
+        self.first_token_after.get_or_insert(since);
         self.last_token = now;
         self.usage.completion_tokens += 1;
     }

@@ -13,8 +13,8 @@ use std::ops::Add;
 /// The drafters of an engine, and the defaults of requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpeculationSetup {
-    /// The source of drafts for requests that choose none.
-    pub drafter: DraftSource,
+    /// The source of drafts for requests that choose none; `None` if these do not speculate.
+    pub drafter: Option<DraftSource>,
     /// The draft model, if there is one. Prompt lookup is always possible.
     pub draft: Option<DraftModelFacts>,
     /// Maximum number of drafts of a sequence in a step; at least 1.
@@ -25,7 +25,7 @@ pub struct SpeculationSetup {
 }
 
 /// Numbers of drafts of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DraftCounts {
     pub drafted: usize,
     pub accepted: usize,
@@ -43,26 +43,21 @@ pub struct DraftModelFacts {
 
 impl SpeculationSetup {
     /// Returns the setup of an engine for `source`, to which its draft model is attached; `None` if
-    /// speculative decoding is off. Fails if the model is not a decoder-only model.
+    /// speculative decoding is off, or nobody asks for it for a model that is not decoder-only. Fails if the
+    /// configuration asks for it there.
     pub fn new(config: &SpeculationConfig, source: &ModelSource) -> Result<Option<SpeculationSetup>> {
         let draft = source.draft.as_deref().map(DraftModelFacts::from_source);
         let can_draft = |drafter: &DraftSource| *drafter != DraftSource::Model || draft.is_some();
-        let Some(drafter) = config.drafter().filter(can_draft) else { return Ok(None) };
+        let drafter = config.drafter().filter(can_draft);
+        let is_decoder = source.spec.kind == Kind::Decoder;
         ensure!(
-            source.spec.kind == Kind::Decoder,
+            is_decoder || drafter.is_none(),
             "speculation: {} is not a decoder-only model, so no drafts can be made for it",
             source.name()
         );
         let &SpeculationConfig { max_drafts, acceptance, lookup, .. } = config;
-        Ok(Some(SpeculationSetup { drafter, draft, max_drafts, acceptance, lookup }))
-    }
-
-    /// Returns whether requests can use a source of drafts.
-    pub fn offers(&self, drafter: DraftSource) -> bool {
-        match drafter {
-            DraftSource::Model => self.draft.is_some(),
-            DraftSource::PromptLookup { .. } => true,
-        }
+        let setup = SpeculationSetup { drafter, draft, max_drafts, acceptance, lookup };
+        Ok((is_decoder && !config.is_off()).then_some(setup))
     }
 }
 

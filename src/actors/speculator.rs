@@ -5,6 +5,7 @@
 use crate::decoding::SamplingPlan;
 use crate::decoding::speculation::{AcceptanceRule, PromptLookup, SpeculationStats};
 use crate::request::{DraftSource, Speculation};
+use std::sync::Arc;
 
 /// Number of tokens that the draft model computes together with making drafts. It misses tokens while a
 /// sequence has no drafts.
@@ -48,16 +49,14 @@ impl Speculator {
     pub fn new(
         speculation: Speculation,
         plan: Option<&SamplingPlan>,
-        prompt: &[u32],
+        prompt: &Arc<[u32]>,
         prior: f64,
     ) -> Speculator {
         let Speculation { drafter: source, max_drafts, rule } = speculation;
         let lookup = match source {
             DraftSource::Model => None,
             DraftSource::PromptLookup { shortest, longest } => {
-                let mut lookup = PromptLookup::new(shortest..=longest);
-                lookup.extend(prompt);
-                Some(lookup)
+                Some(PromptLookup::new(shortest..=longest, prompt.clone()))
             }
         };
         Speculator {
@@ -97,6 +96,18 @@ impl Speculator {
         (self.depth, self.catch_up) = (0, 0);
     }
 
+    /// Uses the index of another sequence's prompt if both find their drafts in the same prompt.
+    pub fn share_prompt(&mut self, other: &Speculator) {
+        if let (Some(lookup), Some(other)) = (&mut self.lookup, &other.lookup) {
+            lookup.share_prompt(other);
+        }
+    }
+
+    /// Indexes up to `limit` tokens of the prompt, if drafts are found there. Returns their number.
+    pub fn index_prompt(&self, limit: usize) -> usize {
+        self.lookup.as_ref().map_or(0, |lookup| lookup.index_prompt(limit))
+    }
+
     /// Returns whether the drafts come from the draft model.
     pub fn uses_model(&self) -> bool {
         self.source == DraftSource::Model
@@ -129,8 +140,8 @@ impl Speculator {
         }
     }
 
-    /// Returns the number of tokens that the draft model has missed, if they are so many that they are computed
-    /// before it makes drafts; else 0.
+    /// Returns the number of tokens that the draft model has missed, if they are so many that they are
+    /// computed before it makes drafts; else 0.
     pub fn missing_before_drafts(&self) -> usize {
         if self.is_behind { self.missing } else { 0 }
     }
@@ -222,7 +233,7 @@ impl Speculator {
     /// Takes note of a token of the sequence.
     pub fn learn(&mut self, token: u32) {
         if let Some(lookup) = &mut self.lookup {
-            lookup.extend(&[token]);
+            lookup.push(token);
         }
     }
 

@@ -334,11 +334,14 @@ mod tests {
             ("draft = \"d\"", draft, Some("d")),
             ("draft = \"d\"\nmethod = \"draft\"", draft, Some("d")),
             ("draft = \"d\"\nmethod = \"off\"", None, None),
-            ("draft = \"d\"\nmethod = \"prompt_lookup\"", lookup, None),
+            ("draft = \"d\"\nmethod = \"prompt_lookup\"", lookup, Some("d")),
             ("method = \"prompt_lookup\"", lookup, None),
+            ("method = \"off\"", None, None),
         ] {
             let config = parse_config(&format!("[speculation]\n{toml}")).unwrap().speculation;
             assert_eq!((config.drafter(), config.draft_model()), (drafter, model), "{toml}");
+            let is_ignored = toml.contains("draft") && model.is_none();
+            assert_eq!(config.warning().is_some_and(|text| text.contains("\"d\"")), is_ignored, "{toml}");
         }
     }
 

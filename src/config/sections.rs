@@ -243,7 +243,7 @@ pub const DRAFTS_MAX: usize = 16;
 pub enum SpeculationMethod {
     /// The draft model if there is one; otherwise none.
     Auto,
-    /// No speculative decoding.
+    /// No speculative decoding, whatever requests choose.
     Off,
     Draft,
     PromptLookup,
@@ -266,7 +266,12 @@ impl LookupSizes {
 }
 
 impl SpeculationConfig {
-    /// Returns the source of drafts of requests that choose none; `None` if speculative decoding is off.
+    /// Returns whether no request can speculate.
+    pub fn is_off(&self) -> bool {
+        self.method == SpeculationMethod::Off
+    }
+
+    /// Returns the source of drafts of requests that choose none; `None` if these do not speculate.
     pub fn drafter(&self) -> Option<DraftSource> {
         match self.method {
             SpeculationMethod::Auto => (!self.draft.is_empty()).then_some(DraftSource::Model),
@@ -276,9 +281,17 @@ impl SpeculationConfig {
         }
     }
 
-    /// Returns the name of the draft model to load, if it is used.
+    /// Returns the name of the draft model to load, if requests can use one.
     pub fn draft_model(&self) -> Option<&str> {
-        self.drafter().filter(|drafter| *drafter == DraftSource::Model).map(|_| self.draft.as_str())
+        (!self.draft.is_empty() && !self.is_off()).then_some(self.draft.as_str())
+    }
+
+    /// Returns a warning if a draft model is configured that is not loaded.
+    pub fn warning(&self) -> Option<String> {
+        let is_unused = !self.draft.is_empty() && self.is_off();
+        is_unused.then(|| {
+            format!("speculation.draft is {:?}, but not loaded: speculation.method is off", self.draft)
+        })
     }
 }
 

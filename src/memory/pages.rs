@@ -9,7 +9,7 @@
 //! index knows are not written to again.
 
 use super::group::PageGroup;
-use super::prefix::{PageHash, TokenChain};
+use super::prefix::{Match, PageHash, TokenChain};
 use super::window::{WindowCache, WindowGroup, WindowMatch, WindowPages};
 use mainstem_kernels::batch::Page;
 use mainstem_kernels::{KvTable, PageCopy};
@@ -30,6 +30,8 @@ struct PageStates {
     window: Option<WindowGroup>,
     /// Number of pages that all sequences together may still need.
     growth: usize,
+    /// Counts the events after which a sequence may begin that could not before.
+    releases: u64,
 }
 
 /// The pages that a sequence needs to begin.
@@ -81,6 +83,29 @@ pub struct Lease {
     pool: PagePool,
 }
 
+impl PageStates {
+    /// Finds the pages that hold the first tokens of a chain, at most `limit`, in all layers. Returns `None`
+    /// if the page after these is being computed for another sequence.
+    fn find(&self, chain: Option<&mut TokenChain>, limit: usize) -> Option<(Match, Option<WindowMatch>)> {
+        let (index, window) = (&self.own.index, self.window.as_ref());
+        let Some(chain) = chain else {
+            return Some((Match::default(), window.map(|_| WindowMatch::default())));
+        };
+        if chain.awaited().is_some_and(|hash| index.is_coming(hash)) {
+            return None;
+        }
+        let mut found = index.find(chain, limit);
+        let in_window = window.map(|window| window.find(chain, limit, &mut found));
+        match found.next_page(chain, limit) {
+            Some(next) if index.is_coming(chain.hash_at(next)) => {
+                chain.await_page(next);
+                None
+            }
+            _ => Some((found, in_window)),
+        }
+    }
+}
+
 impl PagePool {
     /// Creates a pool for a cache of `pages` pages, including the null page, of `page_positions` token
     /// positions each.
@@ -92,7 +117,7 @@ impl PagePool {
     pub fn with_window(pages: usize, page_positions: usize, window: Option<WindowCache>) -> PagePool {
         assert!(page_positions > 0, "a page has at least one position");
         let window = window.map(|window| WindowGroup::new(window, page_positions));
-        let states = PageStates { own: PageGroup::new(pages), window, growth: 0 };
+        let states = PageStates { own: PageGroup::new(pages), window, growth: 0, releases: 0 };
         PagePool { page_positions, states: Arc::new(Mutex::new(states)) }
     }
 
@@ -102,19 +127,15 @@ impl PagePool {
     pub fn begin(
         &self,
         demand: PageDemand,
-        chain: Option<TokenChain>,
+        mut chain: Option<TokenChain>,
     ) -> Result<Lease, (NoLease, Option<TokenChain>)> {
         let PageDemand { positions, max_positions, encoder_positions, reusable, margin } = demand;
         let (own, cross) = (self.pages_for(positions), self.pages_for(encoder_positions));
-        let PageStates { own: group, window, growth: all_growth } = &mut *self.lock();
-        let mut found = chain.as_ref().map(|chain| group.index.find(chain, reusable)).unwrap_or_default();
-        if found.is_coming {
+        let states = &mut *self.lock();
+        let Some((found, mut in_window)) = states.find(chain.as_mut(), reusable) else {
             return Err((NoLease::Coming, chain));
-        }
-        let mut in_window = window.as_ref().map(|window| match &chain {
-            Some(chain) => window.find(chain, reusable, &mut found),
-            None => WindowMatch::default(),
-        });
+        };
+        let PageStates { own: group, window, growth: all_growth, .. } = states;
         assert!(found.full.len() <= own, "the shared pages are pages of the sequence");
         let growth = self.pages_for(max_positions).saturating_sub(own);
         let margin = if group.held() > 0 { margin.min(*all_growth + growth) } else { 0 };
@@ -186,6 +207,12 @@ impl PagePool {
         self.lock().own.available()
     }
 
+    /// Returns a number that changes with each event after which a sequence may begin for which there were
+    /// too few pages.
+    pub fn releases(&self) -> u64 {
+        self.lock().releases
+    }
+
     /// Returns the number of held pages; a shared page counts once.
     pub fn used(&self) -> usize {
         self.lock().own.held()
@@ -208,6 +235,7 @@ impl PagePool {
     /// Forgets which tokens the pages hold, because their content is lost. Leases stay valid.
     pub fn forget_contents(&self) {
         let states = &mut *self.lock();
+        states.releases += 1;
         states.own.forget_contents();
         if let Some(window) = &mut states.window {
             window.pages.forget_contents();
@@ -302,6 +330,7 @@ impl Lease {
     /// Releases the source of the copy, once the step with the copy is sent.
     pub fn release_source(&mut self) {
         let states = &mut *self.pool.lock();
+        states.releases += 1;
         if let Some(page) = self.source.take() {
             states.own.release(page);
         }
@@ -322,6 +351,8 @@ impl Lease {
         if states.window.as_mut().is_some_and(|window| !window.grow(&mut self.window, pages)) {
             return false;
         }
+        // Windowed layers may have released pages.
+        states.releases += u64::from(states.window.is_some());
         self.own.extend((0..more).map(|_| states.own.take()));
         states.growth -= more.min(self.growth);
         self.growth -= more.min(self.growth);
@@ -370,6 +401,7 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         let states = &mut *self.pool.lock();
+        states.releases += 1;
         states.growth -= self.growth;
         self.announced.iter().for_each(|hash| states.own.index.retract(*hash));
         // The last page first: without the pages before it, an idle page is of no use.
@@ -723,6 +755,20 @@ mod tests {
         drop(first);
         pool.check();
         assert_eq!((pool.used(), pool.used_in_windows()), (0, 0));
+    }
+
+    #[test]
+    fn what_windowed_layers_have_lost_is_computed_by_one_sequence() {
+        let pool = windowed(40);
+        let mut first = begin(&pool, &tokens(16)).expect("there are enough");
+        first.note_computed(16);
+        drop(first);
+        // Others take the windowed pages.
+        let taken = [7, 8, 9].map(|token| begin(&pool, &[token; 16]).expect("there are enough"));
+        drop(taken);
+        let second = begin(&pool, &tokens(16)).expect("there are enough");
+        assert!(second.computed() < 12, "{}", second.computed());
+        assert_eq!(begin(&pool, &tokens(16)).map(drop), Err(NoLease::Coming));
     }
 
     #[test]

@@ -30,7 +30,12 @@ impl PageHash {
     fn next(&self, tokens: &[u32]) -> PageHash {
         let mut hash = Sha256::new();
         hash.update(self.0);
-        tokens.iter().for_each(|token| hash.update(token.to_le_bytes()));
+        for tokens in tokens.chunks(32) {
+            let mut bytes = [0; 128];
+            let places = bytes.chunks_exact_mut(4).zip(tokens);
+            places.for_each(|(place, token)| place.copy_from_slice(&token.to_le_bytes()));
+            hash.update(&bytes[..4 * tokens.len()]);
+        }
         PageHash(hash.finalize().into())
     }
 }
@@ -43,12 +48,14 @@ pub struct TokenChain {
     tokens: Vec<u32>,
     /// Hash at the end of each full page.
     hashes: Vec<PageHash>,
+    /// Hash at the end of a page that was being computed for another sequence.
+    awaited: Option<PageHash>,
 }
 
 impl TokenChain {
     /// Creates a chain without tokens, for pages of `page_positions` positions.
     pub fn new(root: PageHash, page_positions: usize) -> TokenChain {
-        TokenChain { page_positions, root, tokens: Vec::new(), hashes: Vec::new() }
+        TokenChain { page_positions, root, tokens: Vec::new(), hashes: Vec::new(), awaited: None }
     }
 
     /// Appends tokens.
@@ -68,6 +75,16 @@ impl TokenChain {
     /// Returns the number of pages that the tokens begin.
     pub(super) fn pages(&self) -> usize {
         self.tokens.len().div_ceil(self.page_positions)
+    }
+
+    /// Waits for a page, so that its coming can be asked for without looking for the pages before it again.
+    pub(super) fn await_page(&mut self, page: usize) {
+        self.awaited = Some(self.hash_at(page));
+    }
+
+    /// Returns the hash of the page that is waited for.
+    pub(super) fn awaited(&self) -> Option<PageHash> {
+        self.awaited
     }
 
     /// Returns the hash before a page.
@@ -105,8 +122,16 @@ pub(super) struct Match {
     pub(super) full: Vec<Page>,
     /// A page whose first positions hold further ones, and their number.
     pub(super) partial: Option<(Page, usize)>,
-    /// Whether the page after the full ones is being computed for another sequence.
-    pub(super) is_coming: bool,
+}
+
+impl Match {
+    /// Returns the page after the full ones, unless these and the partial one hold all tokens of the chain
+    /// that are wanted, at most `limit`.
+    pub(super) fn next_page(&self, chain: &TokenChain, limit: usize) -> Option<usize> {
+        let page = self.full.len();
+        let found = page * chain.page_positions + self.partial.map_or(0, |(_, common)| common);
+        (found < limit.min(chain.len())).then_some(page)
+    }
 }
 
 /// The entries of all pages, and the pages that are being computed.
@@ -124,16 +149,12 @@ impl PrefixIndex {
         let mut found = Match::default();
         loop {
             let page = found.full.len();
-            let start = page * chain.page_positions;
             let wanted = chain.tokens_of(page, limit);
             let longest = self.longest(chain.parent(page), wanted);
             match longest {
                 Some((held, common)) if common == chain.page_positions => found.full.push(held),
                 _ => {
-                    let common = longest.map_or(0, |(_, common)| common);
                     found.partial = longest;
-                    let complete = start + common >= limit.min(chain.len());
-                    found.is_coming = !complete && self.coming.contains_key(&chain.hash_at(page));
                     return found;
                 }
             }
@@ -196,6 +217,11 @@ impl PrefixIndex {
     /// Announces that a page is being computed, whose tokens end with this hash.
     pub(super) fn announce(&mut self, hash: PageHash) {
         *self.coming.entry(hash).or_default() += 1;
+    }
+
+    /// Returns whether a page is being computed whose tokens end with this hash.
+    pub(super) fn is_coming(&self, hash: PageHash) -> bool {
+        self.coming.contains_key(&hash)
     }
 
     /// Reverts one [`PrefixIndex::announce`].

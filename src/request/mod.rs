@@ -174,7 +174,8 @@ pub enum TokenEvent {
     EndToken(Token),
     /// The score of the output, which a beam search found; sent after its last token.
     BeamScore(f32),
-    /// The numbers of drafts that were made and accepted for the sequence; sent once, after its last token.
+    /// The numbers of drafts that were made and accepted for the sequence so far; sent when they change,
+    /// before the token that a step gave together with them.
     Speculated { drafted: usize, accepted: usize },
     /// The sequence ended regularly.
     Finished(FinishReason),

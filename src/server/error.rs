@@ -67,6 +67,14 @@ impl ApiError {
         self
     }
 
+    /// Renames a parameter from `from` to `to`, in the message too. `from` must be no word of the language.
+    pub fn rename_everywhere(mut self, from: &str, to: &str) -> ApiError {
+        if from != to {
+            self.object.message = self.object.message.replace(from, to);
+        }
+        self.rename_param(from, to)
+    }
+
     /// 400: the value of `param` is invalid.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> ApiError {
         ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message).with_param(param)

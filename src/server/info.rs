@@ -7,6 +7,7 @@ use super::respond::check_model;
 use super::{App, wire};
 use crate::actors::speculation::SpeculationSetup;
 use crate::actors::{ModelInfo, PromptingDefaults};
+use crate::request::DraftSource;
 use actix_web::{HttpResponse, web};
 use metrics_exporter_prometheus::PrometheusHandle;
 
@@ -44,7 +45,7 @@ fn model_card(model: &ModelInfo) -> wire::ModelCard<'_> {
 
 fn speculation_card(setup: &SpeculationSetup) -> wire::SpeculationCard<'_> {
     wire::SpeculationCard {
-        method: setup.drafter.name(),
+        method: setup.drafter.map_or("off", DraftSource::name),
         draft_model: setup.draft.as_ref().map(|draft| draft.name.as_str()),
         max_drafts: setup.max_drafts,
         acceptance: setup.acceptance.name(),

@@ -95,13 +95,14 @@ pub(crate) static PREFIX_CACHE_QUERIES: Metric = Metric::new(
     "mainstem_prefix_cache_queries_total",
     Counter,
     "tokens",
-    "Tokens of prompts that were looked up in the prefix cache.",
+    "Tokens of prompts that were looked up in the prefix cache; none while it is off. What is computed again \
+     after a preemption does not count.",
 );
 pub(crate) static PREFIX_CACHE_HITS: Metric = Metric::new(
     "mainstem_prefix_cache_hits_total",
     Counter,
     "tokens",
-    "Tokens of prompts that were in the prefix cache and were not computed.",
+    "Tokens of prompts, of those looked up, that were in the prefix cache and were not computed.",
 );
 pub(crate) static PREEMPTIONS: Metric = Metric::new(
     "mainstem_num_preemptions_total",
@@ -198,13 +199,13 @@ pub(crate) static TIME_TO_FIRST_TOKEN: Metric = Metric::new(
     "mainstem_time_to_first_token_seconds",
     MetricKind::Histogram(FIRST_TOKEN_BUCKETS_S),
     "seconds",
-    "Time from accepting a request to its first generated token.",
+    "Time from accepting a request to its first generated token. Beam searches have none.",
 );
 pub(crate) static INTER_TOKEN_LATENCY: Metric = Metric::new(
     "mainstem_inter_token_latency_seconds",
     MetricKind::Histogram(INTER_TOKEN_BUCKETS_S),
     "seconds",
-    "Time between successive generated tokens of a request.",
+    "Time between successive generated tokens of a request. Beam searches have none.",
 );
 pub(crate) static E2E_LATENCY: Metric = Metric::new(
     "mainstem_e2e_request_latency_seconds",

@@ -2,15 +2,13 @@
 //! transformers (tests/oracle/make_beams.py), alone, beside other requests, and with few pages.
 
 use crate::beams::{Recorded, Run, Search, TOLERANCE, recorded};
-use crate::common::{all_home, config, engine_with, within};
+use crate::common::{all_home, config, counting, engine_with, within};
 use futures_util::StreamExt;
 use futures_util::future::join_all;
-use mainstem::actors::device::ExecutorFactory;
 use mainstem::actors::engine::Engine;
 use mainstem::cli::start;
-use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem::server::{LocalApi, ResponseBody, ServeParts};
-use mainstem_kernels::{DeviceError, HandoffPorts, SpanTokens, StepBatch, StepOutput};
+use mainstem_kernels::{Span, SpanTokens};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -211,37 +209,6 @@ async fn searches_at_once_beside_other_requests_find_the_same() {
     }
 }
 
-/// Counts the prompts that are begun.
-struct Counting {
-    inner: Box<dyn Executor>,
-    begun: Arc<AtomicUsize>,
-}
-
-impl Executor for Counting {
-    fn run(
-        &mut self,
-        batch: &StepBatch,
-        ports: HandoffPorts<'_>,
-        out: &mut StepOutput,
-    ) -> Result<(), DeviceError> {
-        let begins = |tokens: SpanTokens| matches!(tokens, SpanTokens::Given { .. });
-        let begun = batch.spans.iter().filter(|span| span.start == 0 && begins(span.tokens)).count();
-        self.begun.fetch_add(begun, Ordering::SeqCst);
-        self.inner.run(batch, ports, out)
-    }
-
-    fn report(&self) -> ExecutorReport {
-        self.inner.report()
-    }
-}
-
-/// Returns a wrapper for [`engine_with`] that counts the prompts that are begun.
-pub fn counted(begun: Arc<AtomicUsize>) -> impl FnOnce(ExecutorFactory) -> ExecutorFactory {
-    |mut factory| {
-        Box::new(move |stage| Ok(Box::new(Counting { inner: factory(stage)?, begun: begun.clone() })))
-    }
-}
-
 /// Two searches that fit only one after the other: the younger one is preempted and begins anew.
 #[actix::test]
 async fn a_preempted_search_finds_the_same() {
@@ -254,7 +221,9 @@ async fn a_preempted_search_finds_the_same() {
         ("kv.prefix_cache", "off".into()),
         ("kv.size", "544 tokens".into()),
     ];
-    let engine = engine_with("gqa", &settings, counted(begun.clone())).await;
+    let begins =
+        |span: &Span| usize::from(span.start == 0 && matches!(span.tokens, SpanTokens::Given { .. }));
+    let engine = engine_with("gqa", &settings, |device| counting(device, begins, begun.clone())).await;
     let config = config(&recorded.folder, &settings);
     let local = LocalApi::new(ServeParts::from(&engine), config.server);
     let search = &recorded.searches[1];

@@ -9,11 +9,15 @@ use mainstem::actors::kv::GetUsage;
 use mainstem::cli::start::{self, PreparedModel};
 use mainstem::config::{Config, Overrides};
 use mainstem::model::ModelRef;
+use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem::request::{FinishReason, Request, RequestError, Sampling, Token, TokenEvent};
+use mainstem_kernels::{DeviceError, HandoffPorts, Span, StepBatch, StepOutput};
 use serde::Deserialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use toml::Value;
 
@@ -131,7 +135,7 @@ pub async fn engine(model: &str, settings: &[(&'static str, Value)]) -> Engine {
     start::start_engine(&config(&fixture(model), settings)).await.expect("the fixture loads")
 }
 
-/// Starts an engine whose device factory is wrapped by `wrap`.
+/// Starts an engine for a fixture, or a model at an absolute path, whose device factory is wrapped by `wrap`.
 pub async fn engine_with(
     model: &str,
     settings: &[(&'static str, Value)],
@@ -143,6 +147,38 @@ pub async fn engine_with(
     let mut factories = start::factories(&device, &source, &tokenizer, &setup);
     let only = factories.pop().and_then(|mut stage| stage.pop()).expect("there is a device");
     engine::start(setup, tokenizer, vec![vec![wrap(only)]]).await.expect("the engine starts")
+}
+
+/// A device that counts something in the spans of its steps.
+struct Counting {
+    inner: Box<dyn Executor>,
+    count: fn(&Span) -> usize,
+    total: Arc<AtomicUsize>,
+}
+
+impl Executor for Counting {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        ports: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
+        self.total.fetch_add(batch.spans.iter().map(self.count).sum(), Ordering::SeqCst);
+        self.inner.run(batch, ports, out)
+    }
+
+    fn report(&self) -> ExecutorReport {
+        self.inner.report()
+    }
+}
+
+/// Returns a factory of devices that add `count` of each span of their steps to `total`.
+pub fn counting(
+    mut factory: ExecutorFactory,
+    count: fn(&Span) -> usize,
+    total: Arc<AtomicUsize>,
+) -> ExecutorFactory {
+    Box::new(move |stage| Ok(Box::new(Counting { inner: factory(stage)?, count, total: total.clone() })))
 }
 
 /// Reports a skipped test on standard error, bypassing the output capture of the test harness.

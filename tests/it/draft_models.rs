@@ -10,24 +10,35 @@ use std::path::Path;
 #[test]
 fn the_program_serves_the_demo_with_its_draft_model() {
     let server = Server::with_model(Path::new("demo"), &["--draft", "demo-draft", "--max-context", "256"]);
-    let answer = |speculation: &str, temperature: f64| {
+    let answer = |speculation: &str, temperature: f64, acceptance: &str, bias: Value| {
         let (status, answer) = server.post(json!({
-            "prompt": "Once upon a time", "max_tokens": 20, "temperature": temperature, "seed": 3,
-            "speculation": speculation,
+            "prompt": "Once upon a time", "max_tokens": 40, "logit_bias": bias,
+            "temperature": temperature, "seed": 3, "speculation": speculation, "acceptance": acceptance,
         }));
         assert_eq!(status, 200, "{answer}");
         let details = answer["usage"]["completion_tokens_details"].clone();
         (answer["choices"][0]["text"].clone(), details)
     };
+    let counts = |details: &Value| {
+        let names = ["accepted_prediction_tokens", "rejected_prediction_tokens"];
+        names.map(|name| details[name].as_u64().unwrap_or_else(|| panic!("{details}")))
+    };
     for temperature in [0.0, 0.8] {
-        let (text, details) = answer("off", temperature);
+        let (text, details) = answer("off", temperature, "coupled", Value::Null);
         assert!(details.is_null(), "{details}");
         for method in ["auto", "draft", "prompt_lookup"] {
-            let (same, details) = answer(method, temperature);
+            let (same, details) = answer(method, temperature, "coupled", Value::Null);
             assert_eq!(same, text, "{method} at {temperature}");
-            assert!(details["accepted_prediction_tokens"].is_u64(), "{method}: {details}");
-            assert!(details["rejected_prediction_tokens"].is_u64(), "{method}: {details}");
+            counts(&details);
         }
+    }
+    // With this rule, the number of drafts does not depend on their cost. Prompt lookup needs a repetition.
+    for (method, bias) in
+        [("auto", Value::Null), ("draft", Value::Null), ("prompt_lookup", json!({ "65": 100 }))]
+    {
+        let (_, details) = answer(method, 0.8, "rejection", bias);
+        let [accepted, rejected] = counts(&details);
+        assert!(accepted > 0 && accepted + rejected > 10, "{method}: {details}");
     }
     let (_, models) = server.ask("/v1/models", None);
     let models: Value = serde_json::from_str(&models).expect("JSON");

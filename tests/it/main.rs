@@ -47,6 +47,7 @@ mod sampling;
 mod scenarios;
 mod scheduling;
 mod security;
+mod speculation;
 mod streams;
 mod weights;
 mod windows;

@@ -1,11 +1,11 @@
 //! Tests of sampled and constrained requests that are preempted: they continue with the states of their
 //! strategies and the positions of their random numbers, so their answers are those that they give alone.
 
-use crate::beam_requests::counted;
-use crate::common::{all_home, config, engine_with, fixture, within};
+use crate::common::{all_home, config, counting, engine_with, fixture, within};
 use futures_util::future::join_all;
 use mainstem::actors::Engine;
 use mainstem::server::{LocalApi, ResponseBody, ServeParts};
+use mainstem_kernels::{Span, SpanTokens};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -52,6 +52,7 @@ fn bodies(strategy: &Value) -> Vec<Value> {
     bodies.collect()
 }
 
+/// Starts an engine that counts the prompts that are begun.
 async fn start(size: &str, begun: &Arc<AtomicUsize>) -> (Engine, LocalApi) {
     let settings: [(&'static str, Setting); 4] = [
         ("device.kind", "cpu".into()),
@@ -59,7 +60,9 @@ async fn start(size: &str, begun: &Arc<AtomicUsize>) -> (Engine, LocalApi) {
         ("kv.prefix_cache", "off".into()),
         ("kv.size", size.into()),
     ];
-    let engine = engine_with(MODEL, &settings, counted(begun.clone())).await;
+    let begins =
+        |span: &Span| usize::from(span.start == 0 && matches!(span.tokens, SpanTokens::Given { .. }));
+    let engine = engine_with(MODEL, &settings, |device| counting(device, begins, begun.clone())).await;
     let local = LocalApi::new(ServeParts::from(&engine), config(&fixture(MODEL), &settings).server);
     (engine, local)
 }

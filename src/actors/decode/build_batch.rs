@@ -3,13 +3,14 @@
 //! Invariant: encoder spans come first, and sample rows are in the order of the spans, so that the results
 //! come back in the order of the [`OutputRouting`].
 
-use super::process_output::{OutputRouting, RowTarget, RowUse};
+use super::process_output::{DraftRef, OutputRouting, RowTarget, RowUse};
 use super::{DecodeLoop, SpanWork, beams};
 use crate::actors::device::Step;
 use crate::actors::kv::SlotPlan;
 use crate::actors::loop_metrics::StepSize;
 use crate::actors::prefill::PromptChunk;
 use crate::decoding::HostSequence;
+use crate::decoding::speculation::AcceptanceRule;
 use crate::request::{self, Task};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{
@@ -224,8 +225,15 @@ impl DecodeLoop {
         }
         if let Some(host) = host {
             match (usage, &running.speculator) {
-                (RowUse::Verified { number, .. }, Some(speculator)) => {
-                    let (row, rule) = (batch.sampling.len(), speculator.rule());
+                (RowUse::Verified { number, draft }, Some(speculator)) => {
+                    // Only drafts that the step makes have logits to compare.
+                    let rule = match (draft, speculator.rule()) {
+                        (None, _) | (Some(DraftRef::Given(_)), AcceptanceRule::Rejection) => {
+                            AcceptanceRule::Coupled
+                        }
+                        (Some(_), rule) => rule,
+                    };
+                    let row = batch.sampling.len();
                     host.register_verified(&step.late, row, &mut params, rule, number as usize);
                 }
                 _ => host.register(&step.late, batch.sampling.len(), &mut params),

@@ -362,7 +362,11 @@ impl DecodeLoop {
                 let (pages, pool) = ((lease.own().len(), lease.computed()), &self.handles.host_pool);
                 self.update.joins.push(JoiningSequence { key, lease });
                 let (config, choices) = (&self.config, (self.jump_limit, self.draft_planning.prior()));
-                let running = RunningSequence::new(sequence, pages, &self.metrics, pool, config, choices);
+                let mut running = RunningSequence::new(sequence, pages, &self.metrics, pool, config, choices);
+                if let Some(speculator) = &mut running.speculator {
+                    let others = self.running.iter().filter_map(|other| other.speculator.as_ref());
+                    others.for_each(|other| speculator.share_prompt(other));
+                }
                 self.running.push(running);
             }
             // A sequence that was just added is the last one.
@@ -437,10 +441,16 @@ impl DecodeLoop {
     fn fail_all(&mut self, fault: &DeviceError) {
         self.flush_events();
         let failure = RequestError::DeviceFailed(fault.to_string());
-        let lost = self.running.drain(..).chain(self.leaving.drain(..));
+        let (ending, preempted): (Vec<_>, Vec<_>) =
+            self.leaving.drain(..).partition(|leaving| leaving.finished || leaving.ends_with_scheduled());
         // Clients of finished sequences have already received their end.
+        let lost = self.running.drain(..).chain(ending);
         for running in lost.filter(|running| !running.finished && !running.is_beam) {
             running.sequence.fail(&failure);
+        }
+        // These have lost nothing but the results in flight.
+        for preempted in preempted {
+            self.handles.requeue.do_send(Requeue(preempted.suspend()));
         }
         self.fail_all_searches(&failure);
         self.beam_rows.clear();

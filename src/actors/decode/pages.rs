@@ -16,8 +16,10 @@ impl DecodeLoop {
             if running.is_decoding() {
                 self.update.grown.extend(running.growth(page_positions));
             }
-            self.update.with_work += usize::from(running.is_decoding() || running.chunk.is_some());
+            let has_work = running.is_decoding() || running.chunk.is_some();
+            self.update.with_work += usize::from(has_work && !running.is_beam);
         }
+        self.update.with_work += self.searches.len();
     }
 
     /// Removes preempted sequences, and gives the others their slots.

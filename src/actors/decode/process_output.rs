@@ -127,8 +127,16 @@ impl DecodeLoop {
                     if number == 0 {
                         self.metrics.record_drafts(running.depth());
                     }
-                    if running.verify(number, row.token, draft) {
+                    let is_accepted = running.verify(number, row.token, draft);
+                    if is_accepted {
                         self.metrics.record_accepted(number);
+                    }
+                    if (is_accepted || number == 0)
+                        && let Some(speculator) = &running.speculator
+                    {
+                        let (drafted, accepted) = speculator.counts();
+                        let counts = TokenEvent::Speculated { drafted, accepted };
+                        self.pending_events.push((running.sequence.events.clone(), counts));
                     }
                     self.process_row(sequence, output, row);
                 }
@@ -216,11 +224,6 @@ impl DecodeLoop {
             self.pending_events.push((events.clone(), event));
         }
         if let Some(reason) = end {
-            if let Some(speculator) = &running.speculator {
-                let (drafted, accepted) = speculator.counts();
-                let speculated = TokenEvent::Speculated { drafted, accepted };
-                self.pending_events.push((events.clone(), speculated));
-            }
             self.pending_events.push((events.clone(), TokenEvent::Finished(reason)));
             self.metrics.record_finished(running.times, generated, self.produced_at);
             running.finished = true;

@@ -34,6 +34,10 @@ pub(super) struct DraftPlanning {
     rate: Option<f64>,
 }
 
+/// Maximum number of prompt tokens that are indexed between two steps (prompt lookup). Longer prompts are
+/// indexed during several, because other sequences, lanes and requests wait for it.
+const INDEXED_MAX: usize = 1024;
+
 /// The rate at which drafts are expected to be accepted before any was.
 const FIRST_RATE: f64 = 0.6;
 
@@ -67,11 +71,13 @@ impl DecodeLoop {
         let decoding = self.running.iter().filter(|running| running.is_decoding());
         let decoding: usize = decoding.map(|running| 1 + running.forced as usize).sum();
         let mut left = self.config.token_budget.saturating_sub(decoding) / 2;
+        let mut to_index = INDEXED_MAX;
         let draft_context = self.config.draft_context;
         for running in &mut self.running {
             let limit = if running.is_decoding() { running.draft_limit(draft_context) } else { 0 };
             let known = running.next_position() as usize;
             if let Some(speculator) = &mut running.speculator {
+                to_index -= speculator.index_prompt(to_index);
                 speculator.begin_plan(known, limit, left);
             }
         }

@@ -97,10 +97,11 @@ fn window_note(setup: &EngineSetup) -> String {
     })
 }
 
-/// Returns the lines about speculative decoding and its draft model, if it is on.
+/// Returns the lines about speculative decoding and its draft model, if requests speculate by default.
 fn speculation_lines(model: &ModelInfo) -> Vec<String> {
     let Some(setup) = &model.speculation else { return Vec::new() };
-    let (method, drafts, rule) = (setup.drafter.name(), setup.max_drafts, setup.acceptance);
+    let Some(drafter) = setup.drafter else { return Vec::new() };
+    let (method, drafts, rule) = (drafter.name(), setup.max_drafts, setup.acceptance);
     let mut lines = vec![format!("speculation  {method}, up to {drafts} drafts per step, acceptance {rule}")];
     lines.extend(setup.draft.as_ref().map(|DraftModelFacts { name, weight_bytes, context }| {
         let shorter = if *context < model.context { ", shorter than that of the model" } else { "" };

@@ -113,6 +113,8 @@ struct QueuedPrompt {
     scheduled: usize,
     events: EventSender,
     ready_at: Instant,
+    /// The number [`PagePool::releases`] when there were too few pages for it.
+    short_at: Option<u64>,
 }
 
 /// The prefill actor.
@@ -243,6 +245,7 @@ impl Prefill {
     /// Queues a sequence behind those that arrived before it.
     fn enqueue(&mut self, sequence: Box<Sequence>) {
         let (key, request) = (sequence.key, &sequence.request);
+        let is_preempted = sequence.progress.is_some();
         let prompt = QueuedPrompt {
             key,
             chain: self.prefix_rules.chain(&sequence, self.pool.page_positions()),
@@ -252,10 +255,15 @@ impl Prefill {
             scheduled: 0,
             events: sequence.events.clone(),
             ready_at: Instant::now(),
+            short_at: None,
             sequence: Some(sequence),
         };
         let place = self.waiting.partition_point(|other| other.key < key);
-        self.waiting.insert(place.max(self.released_in_window), prompt);
+        // A preempted sequence belongs to the batch that it began with.
+        let continues = is_preempted && matches!(self.policy, Policy::Window { .. });
+        let released = self.released_in_window;
+        self.waiting.insert(if continues { place.min(released) } else { place.max(released) }, prompt);
+        self.released_in_window += usize::from(continues);
     }
 
     /// Replies to every lane that waits for work.
@@ -316,11 +324,16 @@ impl Prefill {
     /// Leases the pages of a waiting prompt, with those that hold its first tokens already.
     fn lease_pages(&mut self, at: usize) -> Result<(), NoLease> {
         let prompt = &mut self.waiting[at];
+        // Asked before, so that what is released meanwhile counts.
+        let releases = self.pool.releases();
+        if prompt.short_at == Some(releases) {
+            return Err(NoLease::Short);
+        }
         let sequence =
             prompt.sequence.as_mut().expect("a waiting prompt has not started; anything else is a bug");
-        // The last row gives the next token.
-        let reusable =
-            if sequence.request.prompt_logprobs.is_some() { 0 } else { prompt.len.saturating_sub(1) };
+        // All rows of a prompt are scored, once. Otherwise, the last one gives the next token.
+        let is_scored = sequence.request.prompt_logprobs.is_some() && sequence.generated().is_empty();
+        let reusable = if is_scored { 0 } else { prompt.len.saturating_sub(1) };
         let demand = PageDemand {
             positions: if sequence.positions() == 0 { 0 } else { prompt.len },
             max_positions: sequence.positions(),
@@ -328,11 +341,15 @@ impl Prefill {
             reusable,
             margin: self.margin,
         };
-        let is_shared = prompt.chain.is_some();
+        // What is computed again after a preemption was not asked for again.
+        let is_counted = self.prefix_rules.across_requests
+            && prompt.chain.is_some()
+            && reusable > 0
+            && sequence.progress.is_none();
         match self.pool.begin(demand, prompt.chain.take()) {
             Ok(lease) => {
                 prompt.scheduled = lease.computed();
-                if is_shared && reusable > 0 {
+                if is_counted {
                     self.queried_tokens.increment(prompt.len as u64);
                     self.found_tokens.increment(lease.computed() as u64);
                 }
@@ -341,6 +358,7 @@ impl Prefill {
             }
             Err((why, chain)) => {
                 prompt.chain = chain;
+                prompt.short_at = Some(releases).filter(|_| why == NoLease::Short);
                 Err(why)
             }
         }

@@ -197,6 +197,38 @@ async fn a_prompt_starts_behind_its_computed_positions() {
     assert_eq!(rig.chunks(UNLIMITED, 1).await, [(7, 0, 100, true)], "each row is needed");
 }
 
+/// Tokens are counted once per request, and not if requests share nothing.
+#[actix::test]
+async fn the_prefix_cache_counts_prompts_and_not_what_is_computed_again() {
+    for (rules, expected) in [(shared(), [180, 79]), (PrefixRules::default(), [0, 0])] {
+        let recorder = telemetry::recorder(None);
+        let mut rig =
+            metrics::with_local_recorder(&recorder, || Rig::with_pages((Policy::Fused, 4, 1), 100, rules));
+        let _first = rig.add_request(1, prompt(0..100)).await;
+        let mut first = start(&rig, UNLIMITED).await.pop().expect("it starts");
+        first.lease.as_mut().expect("it has pages").note_computed(100);
+        let _second = rig.add_request(2, prompt(0..80)).await;
+        drop(start(&rig, UNLIMITED).await);
+        // As if the first one was preempted.
+        first.lease = None;
+        first.progress = Some(Progress {
+            generated: vec![5],
+            host: None,
+            times: SequenceTimes { scheduled: Instant::now(), first_token: Instant::now() },
+            speculator: None,
+        });
+        rig.prefill.do_send(Requeue(first));
+        drop(start(&rig, UNLIMITED).await);
+        let text = recorder.handle().render();
+        let value = |name: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+            line.unwrap_or_else(|| panic!("no {name} in {text}")).parse::<f64>().expect("a number")
+        };
+        let counted = [&telemetry::PREFIX_CACHE_QUERIES, &telemetry::PREFIX_CACHE_HITS];
+        assert_eq!(counted.map(|metric| value(metric.name)), expected.map(f64::from));
+    }
+}
+
 /// Of prompts with the same beginning that arrive together, one computes it and the others wait for it; a
 /// prompt behind them does not.
 #[actix::test]

@@ -123,7 +123,7 @@ impl Inspection {
             prompting_defaults: prompting_defaults(&setup.model.prompting),
             sampling: sampling(&source)?,
             unsupported_settings: source.unsupported_settings.clone(),
-            speculation: setup.model.speculation.as_ref().map(Speculation::from_setup),
+            speculation: setup.model.speculation.as_ref().and_then(Speculation::from_setup),
             partition: setup
                 .assignments
                 .iter()

@@ -56,15 +56,16 @@ pub struct Draft {
 }
 
 impl Speculation {
-    /// Returns the facts of an engine's speculative decoding.
-    pub fn from_setup(setup: &SpeculationSetup) -> Speculation {
+    /// Returns the facts of an engine's speculative decoding; `None` if requests that choose nothing do not
+    /// speculate.
+    pub fn from_setup(setup: &SpeculationSetup) -> Option<Speculation> {
         let draft = setup.draft.clone();
-        Speculation {
-            method: setup.drafter.name(),
+        setup.drafter.map(|drafter| Speculation {
+            method: drafter.name(),
             max_drafts: setup.max_drafts,
             acceptance: setup.acceptance.name(),
             draft: draft.map(|it| Draft { name: it.name, weights: it.weight_bytes, context: it.context }),
-        }
+        })
     }
 }
 

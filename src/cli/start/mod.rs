@@ -27,6 +27,7 @@ use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tokio::sync::oneshot;
+use tracing::warn;
 
 /// An opened model with the sizes of all allocations, before anything is allocated.
 pub struct PreparedModel {
@@ -63,6 +64,9 @@ impl PreparedModel {
 pub async fn prepare(config: &Config) -> Result<PreparedModel> {
     let model = fetch_model_async(config.model.clone(), config.hub.clone()).await?;
     let reference = ModelRef::parse(&model.path)?;
+    if let Some(warning) = config.speculation.warning() {
+        warn!("{}", warning.escape_debug());
+    }
     let (draft, hub) = (config.speculation.clone(), config.hub.clone());
     let speculation = off_loop(move || fetch_draft(draft, &hub)).await?;
     PreparedModel::open(&Config { model, speculation, ..config.clone() }, &reference)

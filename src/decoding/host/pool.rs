@@ -19,6 +19,10 @@ use std::time::{Duration, Instant};
 /// their draw, one for a mask; the begin and the end of sequences that follow each other in a slot.
 const JOBS: usize = 4;
 
+/// Number of buffers of logits per sequence that are kept for later rows: one for each of two steps that are
+/// built before the first one's rows are drawn. Rows that verify drafts take more, for as long as they wait.
+const KEPT_BUFFERS: usize = 2;
+
 /// A kind of work of the pool, for measurements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostWork {
@@ -65,8 +69,9 @@ impl Job {
 struct Queue {
     state: Mutex<QueueState>,
     changed: Condvar,
-    /// Buffers of logits that are not in use.
+    /// Buffers of logits that are not in use, and their maximum number.
     buffers: Mutex<Vec<Vec<f32>>>,
+    buffers_max: usize,
     observe: Observer,
 }
 
@@ -85,8 +90,13 @@ impl HostPool {
         observe: Observer,
     ) -> std::io::Result<HostPool> {
         let state = QueueState { jobs: VecDeque::with_capacity(JOBS * sequences), closed: false };
-        let queue =
-            Queue { state: Mutex::new(state), changed: Condvar::new(), buffers: Mutex::default(), observe };
+        let queue = Queue {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            buffers: Mutex::default(),
+            buffers_max: KEPT_BUFFERS * sequences,
+            observe,
+        };
         // If a thread cannot be created, dropping the pool ends the others.
         let pool = HostPool { queue: Arc::new(queue), vocabulary };
         for index in 0..threads.max(1) {
@@ -99,6 +109,12 @@ impl HostPool {
     /// Returns the number of logits of a row.
     pub(super) fn vocabulary(&self) -> usize {
         self.vocabulary
+    }
+
+    /// Returns the number of buffers that are kept for later rows.
+    #[cfg(test)]
+    pub(super) fn kept_buffers(&self) -> usize {
+        lock(&self.queue.buffers).len()
     }
 
     /// Queues a job.
@@ -220,7 +236,16 @@ impl Queue {
         } else if let Some(sender) = row.sender.take() {
             sender.send(0);
         }
-        lock(&self.buffers).extend([row.logits].into_iter().chain(row.draft_logits));
+        self.keep(row.logits);
+        row.draft_logits.into_iter().for_each(|buffer| self.keep(buffer));
+    }
+
+    /// Keeps a buffer for another row, unless there are enough.
+    fn keep(&self, buffer: Vec<f32>) {
+        let mut buffers = lock(&self.buffers);
+        if buffers.len() < self.buffers_max {
+            buffers.push(buffer);
+        }
     }
 
     fn timed(&self, work: HostWork, run: impl FnOnce()) {

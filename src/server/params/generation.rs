@@ -52,12 +52,14 @@ pub struct GenerationParams {
 }
 
 /// Stop conditions in addition to the model's own end tokens.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StopConditions {
     /// Stop strings; none is empty.
     pub strings: Arc<[String]>,
     /// Stop token ids, each below the vocabulary size, each once.
     pub ids: Arc<[u32]>,
+    /// Name of the parameter with the ids.
+    pub ids_name: &'static str,
 }
 
 /// The form in which a response is delivered.
@@ -119,6 +121,17 @@ impl GenerationParams {
     pub fn selection(&self) -> Option<ChoiceSelection> {
         let (computed, returned) = (self.best_of as usize, self.n as usize);
         (computed > returned).then_some(ChoiceSelection { computed, returned })
+    }
+
+    /// Returns an error of the engine with the names under which the client gave the parameters; that of the
+    /// prompt is `prompt`.
+    pub fn with_own_names(&self, error: ApiError, prompt: &str) -> ApiError {
+        let width = self.beams.map_or("beam_width", |beams| beams.width_name);
+        error
+            .rename_param("prompt", prompt)
+            .rename_param("stop_token_ids", self.stops.ids_name)
+            .rename_everywhere("max_tokens", self.limit_name)
+            .rename_everywhere("beam_width", width)
     }
 
     /// Checks the beam search, if there is one, with the rest of the request: the conflicts that its API
@@ -191,7 +204,7 @@ fn parse_prompt_logprobs(fields: &mut Fields, delivery: Delivery) -> Result<Opti
     Ok(top.map(|top| top as u8))
 }
 
-/// Parses `cache_salt`, with the bounds of vLLM.
+/// Parses `cache_salt`. As in vLLM it is not empty; the maximum length is this server's own.
 fn parse_cache_salt(fields: &mut Fields) -> Result<Option<Arc<str>>, ApiError> {
     let Some(salt) = fields.take_string("cache_salt")? else { return Ok(None) };
     match salt.chars().count() {
@@ -237,7 +250,7 @@ fn parse_max_tokens(fields: &mut Fields) -> Result<(Option<i64>, &'static str), 
 /// Parses the stop conditions: `stop` may hold strings and token ids, `stop_token_ids` only token ids.
 /// `more` is a further stop token.
 fn parse_stops(fields: &mut Fields, vocab: usize, more: Option<u32>) -> Result<StopConditions, ApiError> {
-    let (mut strings, mut ids) = (Vec::new(), Vec::new());
+    let (mut strings, mut ids, mut ids_name) = (Vec::new(), Vec::new(), "stop_token_ids");
     for name in ["stop", "stop_token_ids"] {
         let error = |message: String| ApiError::invalid(name, message);
         let list = match fields.take(name) {
@@ -253,7 +266,10 @@ fn parse_stops(fields: &mut Fields, vocab: usize, more: Option<u32>) -> Result<S
                     1..=STOP_BYTES_MAX => strings.push(text.clone()),
                     _ => return Err(error(format!("'stop' has a string of over {STOP_BYTES_MAX} bytes"))),
                 },
-                Value::Number(_) => ids.push(parse_token_id(&entry, vocab).map_err(error)?),
+                Value::Number(_) => {
+                    ids.push(parse_token_id(&entry, vocab).map_err(error)?);
+                    ids_name = name;
+                }
                 other => {
                     return Err(error(format!("'{name}' must not contain {}", describe(other))));
                 }
@@ -266,7 +282,7 @@ fn parse_stops(fields: &mut Fields, vocab: usize, more: Option<u32>) -> Result<S
     ids.extend(more);
     ids.sort_unstable();
     ids.dedup();
-    Ok(StopConditions { strings: strings.into(), ids: ids.into() })
+    Ok(StopConditions { strings: strings.into(), ids: ids.into(), ids_name })
 }
 
 /// Parses `stream` and `stream_options`.

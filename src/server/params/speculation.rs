@@ -51,10 +51,10 @@ fn find_drafter(method: Method, setup: Option<&SpeculationSetup>) -> Result<Opti
         let message = format!("'speculation' is \"{method}\", but this server {lack}");
         Err(ApiError::unsupported("speculation", message))
     };
-    let is_off = "has speculative decoding off: its operator can set speculation.method";
+    let is_off = "has no speculative decoding: speculation.method is off, or the model is not a decoder";
     match (method, setup) {
         (Method::Off, _) | (Method::Auto, None) => Ok(None),
-        (Method::Auto, Some(setup)) => Ok(Some(setup.drafter)),
+        (Method::Auto, Some(setup)) => Ok(setup.drafter),
         (Method::Draft, None) => refused("draft", is_off),
         (Method::PromptLookup, None) => refused("prompt_lookup", is_off),
         (Method::Draft, Some(setup)) if setup.draft.is_none() => {

@@ -31,6 +31,10 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 use writer::ResponseWriter;
 
+/// Maximum number of prompt tokens and of most likely tokens for them in a response. With its
+/// log-probability, each has about 65 bytes.
+const PROMPT_ENTRIES_MAX: usize = 1 << 20;
+
 /// A response, and what the client should know about its request.
 pub struct ApiResponse {
     pub body: ResponseBody,
@@ -121,12 +125,8 @@ pub async fn respond<A: GenerationApi + 'static>(
     let arrived = Instant::now();
     let open = admit(app, A::PATH)?;
     let (job, ignored) = parse_off_loop(app, body, A::parse).await?;
-    let width = job.generation.beams.map_or("beam_width", |beams| beams.width_name);
-    let names =
-        [("prompt", A::PROMPT_PARAM), ("max_tokens", job.generation.limit_name), ("beam_width", width)];
-    let own_names =
-        |error: ApiError| names.iter().fold(error, |error, (from, to)| error.rename_param(from, to));
-    let replies = submit(app, id.clone(), &job, arrived).await.map_err(own_names)?;
+    job.check_prompt_tokens()?;
+    let replies = submit(app, id.clone(), &job, arrived, A::PROMPT_PARAM).await?;
     let talk = ResponseWriter::<A::Format> {
         app: app.clone(),
         id: format!("{}{id}", A::Format::ID_PREFIX),
@@ -158,12 +158,14 @@ pub fn admit(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
     }
 }
 
-/// Submits the requests of all choices to the engine at once.
-async fn submit<W>(
+/// Submits the requests of all choices to the engine at once. Errors name the parameters as the client did,
+/// and the prompt `prompt_param`.
+async fn submit<W: ResponseFormat>(
     app: &Arc<App>,
     id: Arc<str>,
     job: &PreparedRequest<W>,
     arrived: Instant,
+    prompt_param: &str,
 ) -> Result<ChoiceStreams, ApiError> {
     let time_limit = app.config.request_timeout;
     let interrupt = interrupt(time_limit.map(|limit| (arrived + limit, limit)), app.abort.subscribe());
@@ -178,10 +180,12 @@ async fn submit<W>(
     let requests = job.engine_requests(&id, app.parts.model.max_sequence_tokens, constraint);
     let requests: Vec<Request> =
         requests.map(|request| Request { arrived: arrived.into(), time_limit, ..request }).collect();
-    let events = app.parts.intake.submit(requests.clone()).await?;
+    let own_names = |error: RequestError| job.generation.with_own_names(error.into(), prompt_param);
+    let events = app.parts.intake.submit(requests.clone()).await.map_err(own_names)?;
     job.generation.sampling.count();
     let spec = ReplySpec {
         echo: job.echo,
+        echo_scores: job.logprobs.is_some(),
         keep_prompt: job.generation.prompt_logprobs.is_some(),
         stop: job.generation.stops.strings.clone(),
         include_stop: job.generation.include_stop,
@@ -218,7 +222,29 @@ pub async fn interrupt(limit: Option<(Instant, Duration)>, mut cut: watch::Recei
     }
 }
 
-impl<W> PreparedRequest<W> {
+impl<W: ResponseFormat> PreparedRequest<W> {
+    /// Returns an error if the response would repeat or score too many prompt tokens. A prompt is computed
+    /// once, so its further choices need nothing of the engine that would limit them.
+    fn check_prompt_tokens(&self) -> Result<(), ApiError> {
+        let generation = &self.generation;
+        let with_scores = |top: Option<u8>| 1 + usize::from(top.unwrap_or(0));
+        let copies = if W::PROMPT_LOGPROBS_IN_CHOICES { generation.n as usize } else { 1 };
+        let listed = generation.prompt_logprobs.map_or(0, |top| copies * with_scores(Some(top)));
+        let echoes = if self.echo { generation.computed_choices() as usize } else { 0 };
+        let echoed = echoes * with_scores(self.logprobs);
+        let tokens: usize = self.prompts.iter().map(|ids| ids.prompt.len()).sum();
+        let entries = tokens.saturating_mul(listed + echoed);
+        if entries <= PROMPT_ENTRIES_MAX {
+            return Ok(());
+        }
+        let param = if listed >= echoed { "prompt_logprobs" } else { "echo" };
+        let message = format!(
+            "the response would have {entries} prompt tokens and log-probabilities, in all choices together, \
+             mostly because of '{param}'; the maximum is {PROMPT_ENTRIES_MAX}"
+        );
+        Err(ApiError::invalid(param, message))
+    }
+
     /// Returns the engine requests of all choices, those of the first prompt first. `longest` is the maximum
     /// number of tokens of prompt and generated text together.
     fn engine_requests<'a>(
@@ -228,7 +254,7 @@ impl<W> PreparedRequest<W> {
         constraint: Option<Arc<Constraint>>,
     ) -> impl Iterator<Item = Request> + 'a {
         let generation = &self.generation;
-        let echoed = self.logprobs.filter(|_| self.echo);
+        let scored = self.logprobs.filter(|_| self.echo).max(generation.prompt_logprobs);
         self.prompts.iter().flat_map(move |PromptIds { encoder_input, prompt, forced_tokens }| {
             // If not even one token fits, intake reports it.
             let room = longest.saturating_sub(prompt.len()).max(1);
@@ -250,7 +276,7 @@ impl<W> PreparedRequest<W> {
                     // Choices are compared by their log-probabilities.
                     logprobs: self.logprobs.or(generation.selection().map(|_| 0)),
                     // The choices of a prompt have the same ones: the first reports them for all.
-                    prompt_logprobs: echoed.max(generation.prompt_logprobs.filter(|_| choice == 0)),
+                    prompt_logprobs: scored.filter(|_| choice == 0),
                     cache_salt: generation.cache_salt.clone(),
                     ..Request::greedy(
                         id.clone(),

@@ -19,8 +19,7 @@ use std::task::Poll;
 use std::time::Duration;
 use tokio::time::{Instant, Sleep, sleep};
 
-/// JSON responses with more tokens are serialized off the event loop: with log-probabilities that takes a
-/// while.
+/// JSON responses with more tokens, those with log-probabilities included, are serialized off the event loop.
 const INLINE_TOKENS: usize = 1024;
 
 /// Events that are ready at the same time are sent together, up to about this many bytes.
@@ -56,13 +55,21 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
         if let Some(selection) = self.selection {
             parts = selection.apply(parts);
         }
-        if usage.completion_tokens + prompts.iter().map(Vec::len).sum::<usize>() <= INLINE_TOKENS {
+        if self.count_tokens(&parts, &prompts) <= INLINE_TOKENS {
             return Ok(self.serialize_json(parts, &prompts, usage));
         }
         let put_together = web::block(move || self.serialize_json(parts, &prompts, usage));
         put_together
             .await
             .map_err(|error| ApiError::internal(format!("serializing the response failed: {error}")))
+    }
+
+    /// Counts the tokens in a JSON response, those that are listed with their log-probabilities included.
+    fn count_tokens(&self, parts: &[ChoiceOutput], prompts: &[Vec<Token>]) -> usize {
+        let generated = parts.iter().flat_map(|part| &part.tokens).map(|placed| 1 + placed.token.top.len());
+        let copies = if W::PROMPT_LOGPROBS_IN_CHOICES { parts.len() / prompts.len().max(1) } else { 1 };
+        let per_token = self.prompt_logprobs.map_or(0, |top| copies * (1 + usize::from(top)));
+        generated.sum::<usize>() + prompts.iter().map(Vec::len).sum::<usize>() * per_token
     }
 
     /// Serializes the JSON response with all its choices. `prompts` are the scored tokens of each prompt, if

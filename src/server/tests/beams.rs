@@ -166,17 +166,38 @@ async fn what_a_search_has_no_use_for_is_refused_by_name() {
 /// The engine's errors name the parameter that gives the width.
 #[actix_web::test]
 async fn too_many_beams_are_refused_under_the_name_of_the_request() {
-    let refusal = RequestError::Invalid { param: "beam_width", message: "beam_width is 4".to_owned() };
-    let server = TestServer::with_config(Some(refusal), |_| {});
-    for (params, named) in [
-        (json!({ "num_beams": 4 }), "num_beams"),
-        (json!({ "use_beam_search": true, "n": 4 }), "n"),
-        (json!({ "use_beam_search": true, "best_of": 4 }), "best_of"),
+    let message = "beam_width is 4, and max_tokens 16".to_owned();
+    for (param, cases) in [
+        (
+            "beam_width",
+            [
+                (json!({ "num_beams": 4 }), "num_beams", "num_beams is 4, and max_tokens 16"),
+                (json!({ "use_beam_search": true, "n": 4 }), "n", "n is 4, and max_tokens 16"),
+                (
+                    json!({ "use_beam_search": true, "best_of": 4, "n_predict": 16 }),
+                    "best_of",
+                    "best_of is 4, and n_predict 16",
+                ),
+            ],
+        ),
+        (
+            "stop_token_ids",
+            [
+                (json!({ "beam_width": 4, "stop": 7 }), "stop", &*message),
+                (json!({ "beam_width": 4, "stop_token_ids": [7] }), "stop_token_ids", &*message),
+                (json!({ "beam_width": 4 }), "stop_token_ids", &*message),
+            ],
+        ),
     ] {
-        let response = server.post(&with(json!({ "prompt": "p" }), &params).to_string()).await;
-        assert_eq!((response.status, response.error().1), (400, json!(named)), "{params}");
+        let refusal = RequestError::Invalid { param, message: message.clone() };
+        let server = TestServer::with_config(Some(refusal), |_| {});
+        for (params, named, says) in cases {
+            let response = server.post(&with(json!({ "prompt": "p" }), &params).to_string()).await;
+            assert_eq!((response.status, response.error().1), (400, json!(named)), "{params}");
+            assert_eq!(response.json()["error"]["message"], says);
+        }
+        server.close().await;
     }
-    server.close().await;
 }
 
 fn found(tokens: &[(u32, f32)], end: Option<(u32, f32)>, score: f32) -> Vec<TokenEvent> {

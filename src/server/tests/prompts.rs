@@ -126,7 +126,7 @@ async fn completions_list_the_scores_of_the_prompt_in_each_choice() {
 async fn echoed_and_listed_scores_have_numbers_of_their_own() {
     let mut server = TestServer::start();
     for (logprobs, asked) in
-        [(json!(2), [Some(2), Some(2)]), (json!(0), [Some(1), Some(0)]), (Value::Null, [Some(1), None])]
+        [(json!(2), [Some(2), None]), (json!(0), [Some(1), None]), (Value::Null, [Some(1), None])]
     {
         let prompt = [BOS, 97, 98];
         let body = json!({
@@ -149,6 +149,71 @@ async fn echoed_and_listed_scores_have_numbers_of_their_own() {
             };
             assert_eq!(choice["logprobs"]["top_logprobs"], top);
         }
+    }
+    server.close().await;
+}
+
+/// All choices echo the scores that the first one computes, also if they have their own text before.
+#[actix_web::test]
+async fn the_choices_of_a_prompt_echo_the_same_scores() {
+    let mut server = TestServer::start();
+    for stream in [false, true] {
+        let prompt = json!([BOS, 97, 98]);
+        let body = json!({
+            "prompt": [prompt, prompt], "n": 3, "echo": true, "logprobs": 2, "max_tokens": 2, "stream": stream
+        });
+        let client = begin(&server, COMPLETIONS, &body).await;
+        let mut first = Vec::new();
+        for number in 0..6 {
+            let (request, events) = server.next_request().await;
+            assert_eq!(request.prompt_logprobs, (number % 3 == 0).then_some(2));
+            match request.prompt_logprobs {
+                Some(_) => first.push(events),
+                None => answer("xy").into_iter().for_each(|event| events.send(event)),
+            }
+        }
+        for events in first {
+            [scores()].into_iter().chain(answer("xy")).for_each(|event| events.send(event));
+        }
+        let response = client.response().await;
+        let objects = if stream { response.events() } else { vec![response.json()] };
+        let choices = || objects.iter().flat_map(|object| object["choices"].as_array().unwrap());
+        for index in 0..6 {
+            let own = || choices().filter(|choice| choice["index"] == index);
+            let text: String = own().map(|choice| choice["text"].as_str().unwrap()).collect();
+            assert_eq!(text, "abxy", "choice {index}");
+            let scores = own().find(|choice| choice["logprobs"].is_object()).unwrap();
+            let scores = &scores["logprobs"]["token_logprobs"].as_array().unwrap()[..3];
+            assert_eq!(scores, [Value::Null, json!(-1.5), json!(-9999.0)], "choice {index}");
+        }
+    }
+    server.close().await;
+}
+
+/// Further choices without text cost the engine nothing, so the size of the response is limited.
+#[actix_web::test]
+async fn a_response_has_a_limited_number_of_prompt_tokens() {
+    let mut server = TestServer::start();
+    // The first number of tokens is above the limit, with 4 * 128 choices and 20 scores more for each; the
+    // second is not.
+    let body = |tokens: usize, params: &Value| {
+        let mut body = json!({ "prompt": vec![vec![97; tokens]; 4], "n": 128 });
+        body.as_object_mut().unwrap().extend(params.as_object().unwrap().clone());
+        body
+    };
+    for (params, lengths, param) in [
+        (json!({ "max_tokens": 0, "prompt_logprobs": 20 }), [98, 97], "prompt_logprobs"),
+        (json!({ "max_tokens": 0, "echo": true, "logprobs": 20 }), [98, 97], "echo"),
+        (json!({ "max_tokens": 0, "echo": true }), [2049, 2048], "echo"),
+    ] {
+        let [above, below] = lengths.map(|length| body(length, &params));
+        let refused = begin(&server, COMPLETIONS, &above).await.response().await;
+        assert_eq!((refused.status, refused.error().1), (400, json!(param)), "{}", refused.body);
+        let client = begin(&server, COMPLETIONS, &below).await;
+        for _ in 0..4 * 128 {
+            server.next_request().await;
+        }
+        drop(client);
     }
     server.close().await;
 }

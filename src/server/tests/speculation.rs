@@ -14,7 +14,7 @@ const LOOKUP: DraftSource = DraftSource::PromptLookup { shortest: 2, longest: 4 
 fn setup(has_draft: bool) -> SpeculationSetup {
     let draft = DraftModelFacts { name: "small".into(), weight_bytes: 9, context: 32 };
     SpeculationSetup {
-        drafter: if has_draft { DraftSource::Model } else { LOOKUP },
+        drafter: Some(if has_draft { DraftSource::Model } else { LOOKUP }),
         draft: has_draft.then_some(draft),
         max_drafts: 5,
         acceptance: AcceptanceRule::Coupled,
@@ -100,8 +100,8 @@ async fn the_host_draws_where_the_device_cannot_verify() {
 #[actix_web::test]
 async fn what_the_server_does_not_have_is_refused() {
     for (setup, method, says) in [
-        (None, "draft", "speculative decoding off"),
-        (None, "prompt_lookup", "speculative decoding off"),
+        (None, "draft", "no speculative decoding"),
+        (None, "prompt_lookup", "no speculative decoding"),
         (Some(setup(false)), "draft", "has no draft model"),
     ] {
         let server = server(setup);
@@ -123,6 +123,50 @@ async fn what_the_server_does_not_have_is_refused() {
     ] {
         let response = server.post(&body(&params)).await;
         assert_eq!((response.status, response.error().1), (400, json!(param)), "{params}");
+    }
+    server.close().await;
+}
+
+/// A server without a default source of drafts has prompt lookup for requests that choose it.
+#[actix_web::test]
+async fn prompt_lookup_can_be_chosen_without_being_the_default() {
+    let mut server = server(Some(SpeculationSetup { drafter: None, ..setup(false) }));
+    assert_eq!(request(&mut server, json!({})).await.speculation, None);
+    let chosen = request(&mut server, json!({ "speculation": "prompt_lookup" })).await;
+    assert_eq!(chosen.speculation, speculation(LOOKUP, 5, AcceptanceRule::Coupled));
+    let card = server.get("/v1/models/tiny").await.json();
+    assert_eq!(
+        (&card["speculation"]["method"], &card["speculation"]["draft_model"]),
+        (&json!("off"), &Value::Null)
+    );
+    server.close().await;
+}
+
+/// A choice that ends with a stop string counts the drafts up to it, and so does every chunk with a usage.
+#[actix_web::test]
+async fn drafts_before_a_stop_string_count() {
+    let mut server = server(Some(setup(true)));
+    let speculated = |drafted, accepted| TokenEvent::Speculated { drafted, accepted };
+    for stream in [false, true] {
+        let options = json!({ "include_usage": true, "continuous_usage_stats": true });
+        let options = if stream { options } else { Value::Null };
+        let params = json!({ "n": 2, "stop": "y", "stream": stream, "stream_options": options });
+        let client = server.send(&body(&params)).await;
+        for number in 0..2 {
+            let (_, sender) = server.next_request().await;
+            let [x, y, end] = answer("xy").try_into().expect("two tokens and an end");
+            let events = match number {
+                0 => vec![speculated(3, 1), x, speculated(3, 2), y, speculated(6, 5), end],
+                _ => vec![speculated(5, 0), x, end],
+            };
+            events.into_iter().for_each(|event| sender.send(event));
+        }
+        let response = client.response().await;
+        let objects = if stream { response.events() } else { vec![response.json()] };
+        assert!(objects.iter().all(|object| object["usage"]["completion_tokens_details"].is_object()));
+        let details = &objects.last().unwrap()["usage"]["completion_tokens_details"];
+        let expected = json!({ "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 6 });
+        assert_eq!(*details, expected);
     }
     server.close().await;
 }

@@ -159,7 +159,7 @@ pub struct ModelCard<'a> {
     /// Length of an embedding.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dimensions: Option<usize>,
-    /// Speculative decoding, unless it is off.
+    /// Speculative decoding, if requests can choose it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speculation: Option<SpeculationCard<'a>>,
 }
@@ -167,6 +167,7 @@ pub struct ModelCard<'a> {
 /// The speculative decoding of requests that choose nothing else.
 #[derive(Debug, Serialize)]
 pub struct SpeculationCard<'a> {
+    /// Source of drafts; "off" if requests have to choose one.
     pub method: &'static str,
     /// Name of the draft model; null without one.
     pub draft_model: Option<&'a str>,

@@ -751,7 +751,10 @@ impl Client {
                 assert!(self.cached.replace(cached_tokens).is_none(), "a sequence starts once");
             }
             TokenEvent::Prompt(tokens) => self.prompt_tokens = tokens,
-            TokenEvent::Speculated { drafted, accepted } => self.speculated = Some((drafted, accepted)),
+            TokenEvent::Speculated { drafted, accepted } => {
+                assert!(accepted <= self.ids.len(), "they come with their tokens");
+                self.speculated = Some((drafted, accepted));
+            }
             TokenEvent::BeamScore(score) => self.score = Some(score),
             TokenEvent::Token(token) | TokenEvent::EndToken(token) => {
                 self.ids.push(token.id);

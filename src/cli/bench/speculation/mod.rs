@@ -78,8 +78,8 @@ pub async fn measure(
     let setup = start::engine_setup(&config, &source)?;
     let kv_positions = (setup.kv.pages - 1) * setup.limits.page_positions;
     let offered = setup.model.speculation.clone().context("speculation is off; this is a bug")?;
-    let speculation =
-        Speculation { drafter: offered.drafter, max_drafts: offered.max_drafts, rule: offered.acceptance };
+    let drafter = offered.drafter.context("there is no source of drafts; this is a bug")?;
+    let speculation = Speculation { drafter, max_drafts: offered.max_drafts, rule: offered.acceptance };
     let temperature = tests.temperature.unwrap_or(0.0);
     let test = TurnTest {
         prompts,

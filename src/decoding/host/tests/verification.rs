@@ -197,6 +197,24 @@ fn rejection_gets_the_logits_of_the_draft() {
     assert!((280..360).contains(&accepted[1]), "{accepted:?}");
 }
 
+/// Otherwise the pool would keep the buffers of the largest step for ever.
+#[test]
+fn buffers_of_many_drafts_are_freed() {
+    let plan = plan(json!({"temperature": 1}));
+    let pool = pool(1);
+    for rows in [6, 1] {
+        let host = HostSequence::begin(&pool, Some(&plan), None, &[1], 9, 0).unwrap();
+        let late = Arc::new(LateInputs::default());
+        for index in 0..rows {
+            host.register_verified(&late, index, &mut row_params(index), AcceptanceRule::Rejection, index);
+        }
+        (0..rows).for_each(|index| late.begin_draw(index, HostRow::of_logits(&[0.0; SIZE])));
+        assert!((0..rows).all(|index| late.wait_token(index).is_ok()));
+    }
+    // The only thread has put back those of all rows but the last one.
+    assert!((1..=2).contains(&pool.kept_buffers()), "{}", pool.kept_buffers());
+}
+
 /// The device may still hand over rows when the pool is gone.
 #[test]
 fn dropping_the_pool_gives_up_all_rows_of_a_step() {

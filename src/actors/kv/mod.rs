@@ -11,6 +11,8 @@
 //! pages that a step in flight refers to are reused by later steps only, which every device runs after that
 //! step.
 
+mod growth;
+
 use super::group::Epoch;
 use super::sequence::SequenceKey;
 use crate::memory::{Lease, PagePool, SlotMap, split_slots};
@@ -47,7 +49,7 @@ pub struct IterationUpdate {
     pub grown: Vec<GrowingSequence>,
     /// Positions whose steps were sent.
     pub computed: Vec<ComputedPositions>,
-    /// Number of sequences with work in the next step.
+    /// Number of sequences with work in the next step. The beams of a search count as one.
     pub with_work: usize,
 }
 
@@ -136,8 +138,11 @@ pub struct KvManager {
     pool: PagePool,
     /// Sequences in slots.
     held: BTreeMap<SequenceKey, HeldSequence>,
-    /// Sequences that their lanes will give up at their next update.
+    /// Sequences that their lanes will give up at their next update, if their pages are still needed then.
     giving_up: BTreeSet<SequenceKey>,
+    /// Whether prefill has not heard yet of the pages of preempted sequences. It does with the next update,
+    /// so that the preempted sequences are back in its queue before younger ones get the pages.
+    notice_is_due: bool,
     /// The latest epoch that a lane reported.
     epoch: Epoch,
     /// Marks generated tokens, if K and V of a generated token differ from those of a prompt's.
@@ -155,6 +160,8 @@ struct Lane {
     open: Option<OpenUpdate>,
     /// Sequences whose pages are copied from others in the step of the last plan.
     copied: Vec<SequenceKey>,
+    /// The needs of sequences that the last plan has stalled.
+    stalled: Vec<GrowingSequence>,
 }
 
 /// An update whose plan is not complete.
@@ -165,8 +172,8 @@ struct OpenUpdate {
     rewritten: Vec<(SequenceKey, Option<TablePages>)>,
     /// Sequences that still need pages, with the positions that these are for.
     needs: Vec<GrowingSequence>,
-    /// Pages that sequences got: the numbers of the first one in the sequence.
-    got: Vec<(SequenceKey, usize)>,
+    /// The needs for which sequences got pages.
+    got: Vec<GrowingSequence>,
     with_work: usize,
     reply: oneshot::Sender<SlotPlan>,
 }
@@ -178,6 +185,8 @@ type TablePages = [Vec<Page>; 2];
 struct HeldSequence {
     lane: usize,
     lease: Lease,
+    /// Number of its own pages that are listed in the table of its slot.
+    listed: usize,
     /// The beam search that it belongs to, by the key of the sequence that this began as.
     search: Option<SequenceKey>,
 }
@@ -200,9 +209,10 @@ impl Handler<ResetLane> for KvManager {
 
     fn handle(&mut self, ResetLane { lane, epoch }: ResetLane, _: &mut Self::Context) {
         self.enter_epoch(epoch);
-        let Lane { slots, open, copied } = &mut self.lanes[lane];
+        let Lane { slots, open, copied, stalled } = &mut self.lanes[lane];
         *open = None;
         copied.clear();
+        stalled.clear();
         for slot in slots.window() {
             if slots.get(slot).is_some() {
                 let key = slots.leave(slot);
@@ -235,12 +245,18 @@ impl KvManager {
         generated_mark: u32,
         changed: Recipient<PagesChanged>,
     ) -> KvManager {
-        let lane = |slots| Lane { slots: SlotMap::new(slots, shuffle), open: None, copied: Vec::new() };
+        let lane = |slots| Lane {
+            slots: SlotMap::new(slots, shuffle),
+            open: None,
+            copied: Vec::new(),
+            stalled: Vec::new(),
+        };
         KvManager {
             lanes: split_slots(slots, lanes).map(lane).collect(),
             pool,
             held: BTreeMap::new(),
             giving_up: BTreeSet::new(),
+            notice_is_due: false,
             epoch: Epoch::default(),
             generated_mark,
             changed,
@@ -270,7 +286,7 @@ impl KvManager {
             drop(self.remove(key));
         }
         for JoiningSequence { key, lease } in joins {
-            self.join(key, HeldSequence { lane, lease, search: None });
+            self.join(key, HeldSequence { lane, lease, listed: 0, search: None });
         }
         let (reply, plan) = oneshot::channel();
         self.lanes[lane].open = Some(OpenUpdate {
@@ -281,8 +297,10 @@ impl KvManager {
             with_work,
             reply,
         });
-        let gave_up = self.settle();
-        if has_changes || gave_up {
+        self.lanes[lane].stalled.clear();
+        let is_due = std::mem::take(&mut self.notice_is_due);
+        self.settle();
+        if has_changes || is_due {
             self.changed.do_send(PagesChanged);
         }
         self.slots_live.set(self.held.len() as f64);
@@ -364,7 +382,7 @@ impl KvManager {
             leases.extend(keeps(key).map(|beam| (beam, lease)));
         }
         for (key, lease) in leases {
-            let held = HeldSequence { lane, lease, search: Some(search) };
+            let held = HeldSequence { lane, lease, listed: 0, search: Some(search) };
             match before.contains(&key) {
                 true => _ = self.held.insert(key, held),
                 false => {
@@ -375,95 +393,29 @@ impl KvManager {
         }
     }
 
-    /// Finds pages for all lanes that wait for a plan, the oldest sequence first, and replies to those that
-    /// can go on. Returns whether sequences were preempted.
-    fn settle(&mut self) -> bool {
-        let before: usize = self.held.len();
-        let asked: Vec<SequenceKey> = self.giving_up.iter().copied().collect();
-        for key in asked {
-            if self.lane_waits(key) {
-                self.preempt(key);
-            }
-        }
-        let open = self.lanes.iter().filter_map(|lane| lane.open.as_ref());
-        let mut needs: Vec<GrowingSequence> = open.flat_map(|open| &open.needs).copied().collect();
-        needs.sort_unstable_by_key(|need| need.key);
-        needs.into_iter().for_each(|need| self.find_pages(need));
-        for lane in 0..self.lanes.len() {
-            let can_go_on = |open: &mut OpenUpdate| {
-                open.needs.is_empty() || !open.plan.preempted.is_empty() || open.needs.len() < open.with_work
-            };
-            if let Some(open) = self.lanes[lane].open.take_if(can_go_on) {
-                self.reply(lane, open);
-            }
-        }
-        self.held.len() < before
-    }
-
-    /// Leases pages for a sequence that needs them, if necessary after preempting others. It stays among
-    /// those with needs if another lane has to give up a sequence first.
-    fn find_pages(&mut self, GrowingSequence { key, positions, with_drafts }: GrowingSequence) {
-        while let Some(HeldSequence { lane, lease, .. }) = self.held.get_mut(&key) {
-            let (lane, before) = (*lane, lease.own().len());
-            let has_all = lease.grow(with_drafts);
-            if has_all || lease.grow(positions) {
-                if let Some(open) = &mut self.lanes[lane].open {
-                    open.plan.short_of_drafts.extend((!has_all).then_some(key));
-                    open.needs.retain(|need| need.key != key);
-                    open.got.push((key, before));
-                }
-                return;
-            }
-            if !self.giving_up.is_empty() {
-                return;
-            }
-            let youngest = self.held.last_key_value().map(|(key, _)| *key);
-            let youngest = youngest.expect("at least this sequence is held");
-            if self.lane_waits(youngest) {
-                self.preempt(youngest);
-            } else {
-                self.giving_up.insert(youngest);
-            }
-        }
-    }
-
-    /// Whether the lane of a sequence waits for a plan, so that it can give up the sequence.
-    fn lane_waits(&self, key: SequenceKey) -> bool {
-        self.held.get(&key).is_some_and(|held| self.lanes[held.lane].open.is_some())
-    }
-
-    /// Takes slot and pages from a sequence whose lane waits for a plan, or from all beams of its search.
-    fn preempt(&mut self, key: SequenceKey) {
-        let Some(HeldSequence { lane, search, .. }) = self.held.get(&key) else { return };
-        let (lane, search) = (*lane, *search);
-        let is_victim = |other: &SequenceKey, held: &HeldSequence| {
-            *other == key || (search.is_some() && held.search == search)
-        };
-        let victims = self.held.iter().filter(|(key, held)| is_victim(key, held));
-        let victims: Vec<SequenceKey> = victims.map(|(key, _)| *key).collect();
-        self.preemptions.increment(1);
-        for victim in victims {
-            drop(self.remove(victim));
-            if let Some(open) = &mut self.lanes[lane].open {
-                open.plan.preempted.push(victim);
-                open.needs.retain(|need| need.key != victim);
-            }
-        }
-    }
-
     /// Completes a lane's plan and sends it: lets the shuffle close the holes, and lists what changes in page
     /// tables.
     fn reply(&mut self, lane: usize, open: OpenUpdate) {
         let OpenUpdate { mut plan, rewritten, needs, got, reply, .. } = open;
-        let Lane { slots, copied, .. } = &mut self.lanes[lane];
+        // What is left after all needs is for drafts.
+        for need in &got {
+            let lease = self.held.get_mut(&need.key).map(|held| &mut held.lease);
+            let is_short = lease.is_some_and(|lease| !lease.grow(need.with_drafts));
+            plan.short_of_drafts.extend(is_short.then_some(need.key));
+        }
+        let Lane { slots, copied, stalled, .. } = &mut self.lanes[lane];
         slots.compact(&mut plan.moves);
         plan.stalled.extend(needs.iter().map(|need| need.key));
+        *stalled = needs;
         let is_rewritten = |key| rewritten.iter().any(|(other, _)| *other == key);
-        let grown = got.iter().filter(|(key, _)| !is_rewritten(*key));
-        let changes = rewritten.iter().map(|(key, pages)| (*key, pages.as_ref(), 0));
+        let got = got.iter().map(|need| need.key);
+        let grown = got.clone().filter(|key| !is_rewritten(*key));
+        let changes = rewritten.iter().map(|(key, pages)| (*key, pages.as_ref(), true));
         let nothing = TablePages::default();
-        for (key, before, first) in changes.chain(grown.map(|(key, first)| (*key, Some(&nothing), *first))) {
-            let Some(HeldSequence { lease, .. }) = self.held.get(&key) else { continue };
+        for (key, before, anew) in changes.chain(grown.map(|key| (key, Some(&nothing), false))) {
+            let Some(HeldSequence { lease, listed, .. }) = self.held.get_mut(&key) else { continue };
+            let first = if anew { 0 } else { *listed };
+            *listed = lease.own().len();
             let slot = slots.slot_of(key).expect("a held sequence has a slot; anything else is a bug");
             let entries = |table, now: &[Page], before: Option<&[Page]>| {
                 let entries = (0..).zip(now).skip(first);
@@ -480,15 +432,15 @@ impl KvManager {
             }
         }
         // Copies wait for the page that they fill.
-        let may_copy = rewritten.iter().map(|(key, _)| key).chain(got.iter().map(|(key, _)| key));
+        let may_copy = rewritten.iter().map(|(key, _)| *key).chain(got);
         for key in may_copy {
-            if let Some(lease) = self.held.get(key).map(|held| &held.lease)
+            if let Some(lease) = self.held.get(&key).map(|held| &held.lease)
                 && let Some(copy) = lease.copy()
-                && !copied.contains(key)
+                && !copied.contains(&key)
             {
                 plan.copies.push(copy);
                 plan.copies.extend(lease.window_copy());
-                copied.push(*key);
+                copied.push(key);
             }
         }
         plan.slots.extend(slots.iter());
@@ -669,9 +621,9 @@ mod tests {
         // One page is free; sequence 9 has another, and sequence 5 two.
         assert_eq!((keys(&plan.preempted), keys(&plan.stalled)), (vec![9, 5], vec![]));
         assert_eq!(plan.slots.iter().map(|(_, key)| key.0).collect::<BTreeSet<_>>(), BTreeSet::from([3, 4]));
-        next_message(&mut notices).await;
-        assert_eq!(pool.used(), 5);
+        assert_eq!((pool.used(), notices.try_recv().is_err()), (5, true), "the preempted ones go first");
         let plan = kv.plan(growing(0, &[(3, 5 * PAGE), (4, 2 * PAGE)]));
+        next_message(&mut notices).await;
         assert_eq!(keys(&plan.preempted), [4], "the older one has what there is");
         assert_eq!((plan.slots.len(), plan.window.len(), pool.used()), (1, 1, 5));
         let plan = kv.plan(growing(0, &[(3, 7 * PAGE)]));
@@ -695,6 +647,52 @@ mod tests {
         let plan = waiting.try_recv().expect("the page is there");
         assert_eq!((plan.tables.len(), plan.stalled.len()), (1, 0));
         assert_eq!(kv.giving_up.len(), 0);
+    }
+
+    /// Sequences that were asked for their pages keep them if others come back before.
+    #[actix::test]
+    async fn pages_that_come_back_spare_the_sequence_that_was_asked() {
+        for is_open in [false, true] {
+            let (mut kv, pool, _) = rig(4, 2, 4);
+            let first = [(1, lease(&pool, 1)), (2, lease(&pool, 1))];
+            kv.plan(update([], first));
+            let others = [(3, lease(&pool, 1)), (4, lease(&pool, 1))];
+            kv.plan(IterationUpdate { lane: 1, ..update([], others) });
+            let with_work = if is_open { 1 } else { 2 };
+            let mut waiting = kv.update(IterationUpdate { with_work, ..growing(0, &[(1, 2 * PAGE)]) });
+            assert_eq!((waiting.try_recv().is_err(), kv.giving_up.len()), (is_open, 1));
+            let plan = kv.plan(IterationUpdate { lane: 1, ..update([3], []) });
+            assert_eq!((keys(&plan.preempted), kv.giving_up.len()), (vec![], 0));
+            let plan = match is_open {
+                true => waiting.try_recv().expect("the page is there"),
+                false => kv.plan(growing(0, &[(1, 2 * PAGE)])),
+            };
+            let [entry] = plan.tables[..] else { panic!("{plan:?}") };
+            assert_eq!((entry.slot, entry.index, plan.stalled.len()), (0, 1, 0));
+        }
+    }
+
+    /// The beams of a search are computed together, so a search goes on only if all of them have their pages.
+    #[actix::test]
+    async fn a_lane_waits_if_its_search_lacks_a_page() {
+        for with_work in [1, 2] {
+            let (mut kv, pool, _) = rig(8, 2, 7);
+            kv.plan(update([], [(1, lease(&pool, 1)), (4, lease(&pool, 1))]));
+            kv.plan(IterationUpdate { lane: 1, ..update([], [(9, lease(&pool, 1))]) });
+            let beams = [1, 2, 3].map(|beam| (SequenceKey(beam), SequenceKey(1)));
+            let beams = BeamUpdate { search: SequenceKey(1), beams: beams.to_vec(), positions: PAGE };
+            let grown = growing(0, &[(1, PAGE + 1), (2, PAGE + 1), (3, PAGE + 1)]);
+            let mut plan = kv.update(IterationUpdate { beams: vec![beams], with_work, ..grown });
+            assert!(kv.giving_up.is_empty() && plan.try_recv().is_ok(), "there are three pages");
+            // One page is left for two of them.
+            let grown = [(1, 2 * PAGE), (2, 2 * PAGE + 1), (3, 2 * PAGE + 1)];
+            let mut plan = kv.update(IterationUpdate { with_work, ..growing(0, &grown) });
+            assert_eq!(kv.giving_up, BTreeSet::from([SequenceKey(9)]));
+            // The fourth sequence goes on without them, if it has work.
+            assert_eq!(plan.try_recv().is_ok(), with_work == 2);
+            kv.plan(IterationUpdate { lane: 1, ..growing(1, &[]) });
+            assert_eq!(plan.try_recv().is_ok(), with_work == 1);
+        }
     }
 
     /// Every lane waits for pages, so the youngest sequence of all is given up at once, whatever its lane.
