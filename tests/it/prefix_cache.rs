@@ -105,7 +105,7 @@ async fn answers_have_the_same_bits_with_and_without_the_cache() {
 #[actix::test]
 async fn generated_tokens_are_not_shared_as_a_prompt_with_sparse_attention() {
     let sparse = ("kv.sparse_attention", 0.2.into());
-    check(&fixture("gqa"), &[sparse.clone()], &plain(false)).await;
+    check(&fixture("gqa"), std::slice::from_ref(&sparse), &plain(false)).await;
     check(Path::new(""), &[sparse.clone(), ("kv.type", "q4".into())], &plain(false)).await;
     check(&fixture("gqa"), &[sparse, ("device.groups", "cpu:0;cpu:1".into())], &plain(false)).await;
 }
