@@ -290,7 +290,7 @@ impl SpeculationConfig {
     pub fn warning(&self) -> Option<String> {
         let is_unused = !self.draft.is_empty() && self.is_off();
         is_unused.then(|| {
-            format!("speculation.draft is {:?}, but not loaded: speculation.method is off", self.draft)
+            format!("speculation.draft is {}, but not loaded: speculation.method is off", self.draft)
         })
     }
 }

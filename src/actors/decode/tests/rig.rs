@@ -33,7 +33,7 @@ use mainstem_kernels::{
 use metrics_exporter_prometheus::PrometheusRecorder;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -271,6 +271,8 @@ struct FakeDevices {
     fails_at_chunk_request: AtomicBool,
     /// Whether the devices fail during the next slot update.
     fails_at_slot_update: AtomicBool,
+    /// Number of slot plans that the lanes got.
+    plans: AtomicUsize,
 }
 
 impl FakeDevices {
@@ -339,6 +341,7 @@ impl Handler<IterationUpdate> for FaultInjector {
         let (answer, devices) = (self.kv.send(update), self.devices.clone());
         Box::pin(async move {
             let plan = answer.await.expect("kv replies");
+            devices.plans.fetch_add(1, Ordering::Relaxed);
             devices.fail_once_if(&devices.fails_at_slot_update);
             plan
         })
@@ -471,13 +474,14 @@ impl Rig {
             let changed = prefill.clone().recipient();
             (prefill, KvManager::new((slots, lanes, shuffle), pool, 0, changed).start())
         });
-        let (faults, fails_at_chunk_request, fails_at_slot_update) = Default::default();
+        let (faults, fails_at_chunk_request, fails_at_slot_update, plans) = Default::default();
         let devices = Arc::new(FakeDevices {
             device_count: stages,
             sent: sent_tx,
             faults,
             fails_at_chunk_request,
             fails_at_slot_update,
+            plans,
         });
         let gate = FaultInjector { prefill: prefill.clone(), kv: kv.clone(), devices: devices.clone() };
         let gate = gate.start();
@@ -559,14 +563,17 @@ impl Rig {
 
     /// Runs the actors until they wait for a step in flight, and reads the events sent meanwhile.
     pub async fn run_until_idle(&mut self) {
-        let mut quiet = 0;
+        let (mut quiet, mut plans) = (0, 0);
         while quiet < 25 {
+            let before = self.devices.plans.load(Ordering::Relaxed);
             tokio::task::yield_now().await;
+            plans += self.devices.plans.load(Ordering::Relaxed) - before;
             quiet += 1;
             if self.receive_steps() {
-                quiet = 0;
+                (quiet, plans) = (0, 0);
             }
         }
+        assert!(plans <= 2 * self.config.lanes, "a lane gets {plans} plans and sends no step");
         let clock = self.clock;
         self.clients.iter_mut().for_each(|client| client.poll_events(clock));
     }
