@@ -418,15 +418,15 @@ mod tests {
     /// budget of 512 tokens.
     #[test]
     fn short_windows_leave_memory_for_long_sequences() {
-        let mistral = (demand(32, 1024, 146), PageBytes { own: 0, window: 4 << 20 });
-        assert_eq!(mistral.0.divide(8 << 30, mistral.1), counts(32 * 1024, 2048));
+        let windowed = (demand(32, 1024, 146), PageBytes { own: 0, window: 4 << 20 });
+        assert_eq!(windowed.0.divide(8 << 30, windowed.1), counts(32 * 1024, 2048));
         // 8 chats of 16,000 tokens, four of which fit before.
-        assert!(fitting(&mistral.0, mistral.0.divide(8 << 30, mistral.1), 500) >= 8);
-        let gemma = (demand(32, 4096, 50), PageBytes { own: 5 << 17, window: 29 << 17 });
-        let (pages, before) = (gemma.0.divide(2 << 30, gemma.1), counts(481, 481));
+        assert!(fitting(&windowed.0, windowed.0.divide(8 << 30, windowed.1), 500) >= 8);
+        let mixed = (demand(32, 4096, 50), PageBytes { own: 5 << 17, window: 29 << 17 });
+        let (pages, before) = (mixed.0.divide(2 << 30, mixed.1), counts(481, 481));
         assert_eq!(pages, counts(1096, 376));
-        assert_eq!((fitting(&gemma.0, pages, 200), fitting(&gemma.0, before, 200)), (5, 2));
-        assert_eq!((fitting(&gemma.0, pages, 20), fitting(&gemma.0, before, 20)), (18, 24));
+        assert_eq!((fitting(&mixed.0, pages, 200), fitting(&mixed.0, before, 200)), (5, 2));
+        assert_eq!((fitting(&mixed.0, pages, 20), fitting(&mixed.0, before, 20)), (18, 24));
     }
 
     #[test]
