@@ -95,6 +95,9 @@ pub struct EngineFlags {
     /// Maximum batched tokens per step; must be greater than slots.
     #[arg(long = "token-budget", value_name = "N")]
     scheduler_token_budget: Option<u32>,
+    /// Time between two tokens of a stream that prompts leave it, such as 50ms; 0s is no limit.
+    #[arg(long = "itl-target", value_name = "TIME")]
+    scheduler_itl_target: Option<String>,
     /// Batching policy.
     #[arg(long = "policy", value_name = "POLICY", value_parser = ["fused", "window", "concurrent"])]
     scheduler_policy: Option<String>,
@@ -166,6 +169,7 @@ impl EngineFlags {
         overrides.set("scheduler.slots", self.scheduler_slots);
         overrides.set("scheduler.max_waiting", self.scheduler_max_waiting);
         overrides.set("scheduler.token_budget", self.scheduler_token_budget);
+        overrides.set("scheduler.itl_target", self.scheduler_itl_target);
         overrides.set("scheduler.policy", self.scheduler_policy);
         overrides.set("scheduler.window", self.scheduler_window);
         overrides.set("scheduler.shuffle", self.scheduler_shuffle);

@@ -154,6 +154,7 @@ mod tests {
                 slots: 32,
                 max_waiting: 256,
                 token_budget: 512,
+                itl_target: Some(Duration::from_millis(50)),
                 policy: Policy::Fused,
                 shuffle: true,
                 lanes: LaneCount::PerStage,

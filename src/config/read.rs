@@ -116,6 +116,7 @@ impl LayeredSettings {
             slots,
             max_waiting: self.get("scheduler.max_waiting", |v| integer(v, 0, 1 << 24))?,
             token_budget,
+            itl_target: Some(self.get("scheduler.itl_target", duration)?).filter(|target| !target.is_zero()),
             policy: self.get("scheduler.policy", |v| one_of(v, &policies))?,
             shuffle: self.get("scheduler.shuffle", |v| one_of(v, &[("on", true), ("off", false)]))?,
             lanes: self.get("scheduler.lanes", values::lanes)?,

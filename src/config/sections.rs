@@ -150,6 +150,8 @@ pub struct SchedulerConfig {
     pub max_waiting: usize,
     /// Maximum rows of one step; more than `slots`.
     pub token_budget: usize,
+    /// The time between two tokens of a stream that prompts leave it; `None` is any time.
+    pub itl_target: Option<Duration>,
     pub policy: Policy,
     /// Whether holes between slots are closed.
     pub shuffle: bool,

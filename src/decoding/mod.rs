@@ -17,6 +17,8 @@ pub mod host;
 
 pub mod beams;
 
+pub mod time_fit;
+
 #[cfg(test)]
 mod tests;
 

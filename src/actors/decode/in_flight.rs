@@ -6,6 +6,7 @@
 //! chunks only, which do not depend on the results of the steps before them.
 
 use super::build_batch::{StepBuffers, step_size};
+use super::pacing::PacedWork;
 use super::process_output::OutputRouting;
 use super::{DecodeLoop, SpanWork};
 use crate::actors::device::StepResult;
@@ -15,7 +16,7 @@ use crate::actors::loop_metrics::StepSize;
 use crate::actors::prefill::{ChunksAhead, ScheduledChunk};
 use crate::config::Policy;
 use crate::decoding::speculation::StepWork;
-use mainstem_kernels::DeviceError;
+use mainstem_kernels::{DeviceError, SpanStack, StepBatch};
 use std::time::Instant;
 
 /// A step in flight.
@@ -27,6 +28,8 @@ pub(super) struct InFlightStep {
     size: StepSize,
     /// The work of the step, if its time tells what drafts cost.
     work: Option<StepWork>,
+    /// The work of the step, if streams get their next tokens from it.
+    paced: Option<PacedWork>,
 }
 
 /// The reason for which a step was sent.
@@ -131,10 +134,11 @@ impl DecodeLoop {
         let StepBuffers { step, routing } = buffers;
         let size = step_size(&step.batch);
         let step_work = self.comparable_work(&step.batch);
+        let paced = (kind == StepKind::Iteration).then(|| paced_work(work, &step.batch));
         self.count_sent(work, &routing);
         let sent = self.handles.devices.send(step, self.epoch)?;
         let sent_at = self.metrics.record_sent();
-        self.in_flight.push_back(InFlightStep { sent, routing, kind, sent_at, size, work: step_work });
+        self.in_flight.push_back(InFlightStep { sent, routing, kind, sent_at, size, work: step_work, paced });
         if self.runs_ahead {
             self.count_scheduled(work);
         }
@@ -180,7 +184,8 @@ impl DecodeLoop {
     /// Waits for the oldest step in flight, and processes its results.
     pub(super) async fn process_oldest(&mut self) -> Result<(), DeviceError> {
         self.flush_events();
-        let Some(InFlightStep { sent, routing, sent_at, size, work, .. }) = self.in_flight.pop_front() else {
+        let Some(InFlightStep { sent, routing, sent_at, size, work, paced, .. }) = self.in_flight.pop_front()
+        else {
             return Ok(());
         };
         let StepResult { step, result } = sent.await;
@@ -192,6 +197,7 @@ impl DecodeLoop {
         if let Some(work) = work {
             self.observe_cost(work, &step.output.times, self.produced_at.saturating_duration_since(began));
         }
+        self.observe_pace(paced, began, self.produced_at);
         self.process_output(&step.output, &routing);
         self.metrics.record_processed();
         self.spare_buffers.push(StepBuffers { step, routing });
@@ -202,4 +208,18 @@ impl DecodeLoop {
     pub(super) fn count_in_flight(&self, kind: StepKind) -> usize {
         self.in_flight.iter().filter(|step| step.kind == kind).count()
     }
+}
+
+/// Returns the work of a step, as far as its time depends on it.
+fn paced_work(work: &[SpanWork], batch: &StepBatch) -> PacedWork {
+    let mut paced = PacedWork::default();
+    for span in work {
+        if let SpanWork::Prefill(_, chunk) = span {
+            paced.add_chunk(chunk.start, chunk.len);
+        }
+    }
+    for span in batch.spans.iter().filter(|span| span.stack == SpanStack::Encoder) {
+        paced.add_chunk(0, span.len());
+    }
+    PacedWork { decoding: batch.rows() - paced.prompt, ..paced }
 }

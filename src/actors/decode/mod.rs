@@ -25,6 +25,8 @@ mod speculation;
 
 mod pages;
 
+mod pacing;
+
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
 use super::loop_metrics::LoopMetrics;
@@ -43,12 +45,13 @@ use futures_util::FutureExt;
 use in_flight::{InFlightStep, StepKind};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{DeviceError, StepLimits};
+use pacing::PromptPacing;
 use running::RunningSequence;
 use speculation::DraftPlanning;
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tracing::error;
 
 /// The actors and devices that a decode loop uses; shared by all lanes.
@@ -81,6 +84,8 @@ pub struct DecodeConfig {
     pub run_ahead: bool,
     /// Maximum number of tokens of a sequence for which the draft model makes drafts; 0 without one.
     pub draft_context: usize,
+    /// The time between two tokens of a stream that prompts in the same steps leave it; `None` is any time.
+    pub itl_target: Option<Duration>,
 }
 
 /// The actor of one lane. It only keeps the loop running; the loop requests all its work itself.
@@ -157,6 +162,9 @@ struct DecodeLoop {
     /// The most likely tokens after beams, by the results since the last iteration.
     beam_rows: Vec<(SequenceKey, Vec<(u32, f32)>)>,
     draft_planning: DraftPlanning,
+    pacing: PromptPacing,
+    /// When the results of the last step came; `None` before the first one after an idle period.
+    results_at: Option<Instant>,
     /// Changes to send to the KV manager with the next update.
     update: IterationUpdate,
     /// Spans of the current iteration that are still to be sent.
@@ -213,6 +221,8 @@ impl DecodeLoop {
             searches: Vec::new(),
             beam_rows: Vec::new(),
             draft_planning: DraftPlanning::default(),
+            pacing: PromptPacing::new(config.itl_target),
+            results_at: None,
             update: IterationUpdate { lane, ..IterationUpdate::default() },
             pending_work: VecDeque::with_capacity(slots),
             slot_plan: None,
@@ -311,6 +321,7 @@ impl DecodeLoop {
             }
         }
         self.flush_events();
+        self.results_at = None;
         let plan = self.update_slots().await?;
         assert!(plan.moves.is_empty() && plan.tables.is_empty(), "the plan of an empty lane has no changes");
         self.handles.status.idle(self.lane);
@@ -326,7 +337,7 @@ impl DecodeLoop {
         let (lane, running) = (self.lane, self.running.len());
         let steps_ahead = self.count_in_flight(StepKind::Ahead);
         let free_slots = self.slots - running - self.reserved_slots();
-        let budget = self.config.token_budget.saturating_sub(decoding);
+        let budget = self.prompt_budget(decoding);
         let request = NextChunks { lane, budget, running, free_slots, steps_ahead };
         let chunks = self.handles.next_chunks.send(request).await.ok();
         self.handles.status.heartbeat(lane);

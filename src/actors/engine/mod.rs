@@ -318,7 +318,7 @@ fn start_control(
     status: Arc<Status>,
     host_pool: Arc<HostPool>,
 ) -> Actors {
-    let SchedulerConfig { slots, max_waiting, token_budget, policy, shuffle, run_ahead, .. } =
+    let SchedulerConfig { slots, max_waiting, token_budget, itl_target, policy, shuffle, run_ahead, .. } =
         setup.scheduler;
     let (limits, lanes, kv) = (setup.limits, setup.lanes, setup.kv);
     let thread = control.handle();
@@ -341,7 +341,8 @@ fn start_control(
     let eos = setup.model.eos.clone();
     let draft = setup.model.speculation.as_ref().and_then(|speculation| speculation.draft.as_ref());
     let draft_context = draft.map_or(0, |draft| draft.context);
-    let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead, draft_context };
+    let config =
+        DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead, draft_context, itl_target };
     let handles = LoopHandles {
         next_chunks: prefill.clone().recipient(),
         chunks_ahead: prefill.clone().recipient(),

@@ -498,7 +498,16 @@ impl Rig {
             host_pool,
         };
         let (eos, token_budget, draft_context) = (Vec::new(), budget, rig_config.draft_context);
-        let config = DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead, draft_context };
+        let config = DecodeConfig {
+            policy,
+            limits,
+            token_budget,
+            eos,
+            lanes,
+            run_ahead,
+            draft_context,
+            itl_target: None,
+        };
         for lane in 0..lanes {
             Decode::new(lane, handles.clone(), config.clone()).start();
         }
