@@ -23,7 +23,8 @@ pub mod plan;
 
 pub mod quantize;
 
-use crate::config::{ConfigError, ConfigSource};
+use crate::config::{ConfigError, ConfigSource, LogConfig};
+use crate::telemetry;
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
 use serde::Serialize;
@@ -40,10 +41,16 @@ const INTERRUPTED: u8 = 130;
 /// Writes a command's output to stdout. A closed pipe is not an error. `what` names the output in other
 /// errors.
 fn print(what: &str, text: &str) -> Result<()> {
+    telemetry::flush_log();
     match std::io::stdout().write_all(text.as_bytes()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         written => written.with_context(|| format!("cannot write the {what}")),
     }
+}
+
+/// Starts the log on stderr.
+fn start_log(config: &LogConfig) -> Result<()> {
+    telemetry::start_log(config, spinner::Stderr).context("cannot start the thread that writes the log")
 }
 
 /// Deprecated keys of JSON reports, each with the current key, whose value it repeats.
@@ -131,13 +138,15 @@ pub fn run() -> ExitCode {
         Command::Quantize(args) => quantize::run(args),
         Command::Completions(args) => completions::run(args, &mut Cli::command()).map(succeeded),
     };
-    outcome.unwrap_or_else(|error| exit_code(&error))
+    let code = outcome.unwrap_or_else(|error| exit_code(&error));
+    telemetry::flush_log();
+    code
 }
 
 /// Prints an error with its causes to stderr and returns its exit code. Control characters are escaped,
 /// because the message may quote a file or a server.
 fn exit_code(error: &anyhow::Error) -> ExitCode {
-    eprintln!("error: {}", escape::visible(&format!("{error:#}")));
+    telemetry::write_line(&format!("error: {}", escape::visible(&format!("{error:#}"))));
     let config = error.downcast_ref::<ConfigError>();
     let is_usage = config.is_some_and(|error| error.origin == ConfigSource::CommandLine);
     ExitCode::from(if is_usage { USAGE } else { FAILURE })

@@ -6,7 +6,7 @@
 use super::flags::{
     EngineFlags, LogFlags, MODEL_HELP, ModelFlags, PartitionFlags, ServerFlags, SpeculationFlags,
 };
-use super::{spinner, start};
+use super::{start, start_log};
 use crate::config::{Config, Overrides};
 use crate::server::{BoundServer, ServeParts, ShutdownOutcome};
 use crate::telemetry;
@@ -67,7 +67,7 @@ impl ServeArgs {
 pub fn run(args: ServeArgs) -> Result<()> {
     let (file, flags) = args.layers();
     let config = Config::from_process(file.as_deref(), flags)?;
-    telemetry::start_log(&config.log, || spinner::Stderr);
+    start_log(&config.log)?;
     System::new().block_on(serve(config))
 }
 

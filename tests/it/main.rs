@@ -27,6 +27,7 @@ mod kinds;
 mod kv;
 mod lanes;
 mod load;
+mod lost_log;
 mod models;
 mod monitoring;
 mod names;

@@ -7,8 +7,8 @@ mod report;
 mod text;
 
 use super::flags::{ConfigFlags, MODEL_HELP, SpeculationFlags};
-use super::spinner::{self, Spinner};
-use super::{print, start, to_json};
+use super::spinner::Spinner;
+use super::{print, start, start_log, to_json};
 use crate::actors::PromptingDefaults;
 use crate::actors::engine::{EngineSetup, available_memory};
 use crate::actors::prompting_defaults::endpoints;
@@ -22,7 +22,6 @@ use crate::model::spec::{Kind, MlpSpec, ModelSpec, TensorPart, TensorSlice};
 use crate::model::tensor_slices;
 use crate::model::tensors;
 use crate::planner::DeviceAssignment;
-use crate::telemetry;
 use anyhow::{Context, Result};
 use clap::{Args, ValueHint};
 pub use report::{
@@ -81,7 +80,7 @@ impl InspectArgs {
 /// Inspects the configured model and prints the result.
 pub fn run(args: InspectArgs) -> Result<()> {
     let (config, output) = args.config()?;
-    telemetry::start_log(&config.log, || spinner::Stderr);
+    start_log(&config.log)?;
     let inspection = Inspection::inspect(config)?;
     let text = match output.json {
         true => to_json(&inspection),

@@ -6,15 +6,14 @@
 mod calibrate;
 
 use super::escape::one_line;
-use super::spinner::{self, Spinner};
+use super::spinner::Spinner;
 use super::start;
-use super::{INTERRUPTED, print};
+use super::{INTERRUPTED, print, start_log};
 use crate::config::{Config, ConfigError, ConfigSource, Overrides};
 use crate::export::{self, ExportTarget, FormatTotals, OutputFormat};
 use crate::formats::save::Existing;
 use crate::model::source::{ModelRef, ModelSource};
 use crate::quantize::RoundingPolicy;
-use crate::telemetry;
 use anyhow::{Context, Result};
 use calibrate::Calibration;
 use clap::{Args, ValueEnum, ValueHint};
@@ -105,7 +104,7 @@ enum RoundingMethod {
 pub fn run(args: QuantizeArgs) -> Result<ExitCode> {
     let way = args.rounding_method()?;
     let (mut config, target) = args.into_config()?;
-    telemetry::start_log(&config.log, || spinner::Stderr);
+    start_log(&config.log)?;
     let begun = Instant::now();
     let mut source = open_model(&mut config)?;
     let progress = source.progress.clone();
