@@ -23,7 +23,7 @@ pub mod plan;
 
 pub mod quantize;
 
-use crate::config::{ConfigError, ConfigSource, LogConfig};
+use crate::config::{Config, ConfigError, ConfigSource};
 use crate::telemetry;
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
@@ -31,6 +31,7 @@ use serde::Serialize;
 use serde_json::Value;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
+use tracing::warn;
 
 const USAGE: u8 = 2;
 const FAILURE: u8 = 1;
@@ -48,9 +49,12 @@ fn print(what: &str, text: &str) -> Result<()> {
     }
 }
 
-/// Starts the log on stderr.
-fn start_log(config: &LogConfig) -> Result<()> {
-    telemetry::start_log(config, spinner::Stderr).context("cannot start the thread that writes the log")
+/// Starts the log on stderr, with the warnings about the configuration.
+fn start_log(config: &Config) -> Result<()> {
+    telemetry::start_log(&config.log, spinner::Stderr)
+        .context("cannot start the thread that writes the log")?;
+    config.warnings.iter().for_each(|warning| warn!("{}", warning.escape_debug()));
+    Ok(())
 }
 
 /// Deprecated keys of JSON reports, each with the current key, whose value it repeats.

@@ -67,7 +67,7 @@ impl ServeArgs {
 pub fn run(args: ServeArgs) -> Result<()> {
     let (file, flags) = args.layers();
     let config = Config::from_process(file.as_deref(), flags)?;
-    start_log(&config.log)?;
+    start_log(&config)?;
     System::new().block_on(serve(config))
 }
 

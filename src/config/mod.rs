@@ -188,6 +188,7 @@ mod tests {
             },
             hub: HubSettings { cache: None, endpoint: None },
             log: LogConfig { format: LogFormat::Text, level: "info,actix_server=warn".into() },
+            warnings: vec![],
         };
         assert_eq!(defaults(), expected);
     }
@@ -284,6 +285,14 @@ mod tests {
             ("[speculation]\nlookup_min = 5", "must be at most speculation.lookup_max, which is 4"),
             ("[hub]\nendpoint = \"hub.example\"", "must begin with https:// or http://"),
             ("[log]\nlevel = \"a=b=c\"", "log.level = "),
+            (
+                "[log]\nlevel = \"loud\"",
+                "log.level = \"loud\": \"loud\" is not a level: expected error, warn,",
+            ),
+            ("[log]\nlevel = \"info,mainstem\"", "for a target, write \"mainstem=LEVEL\""),
+            ("[log]\nlevel = \"info,mainstem=loud\"", "log.level = "),
+            ("[log]\nlevel = \" , \"", "log.level = \" , \": names no level"),
+            ("[server]\nworkers = 513", "server.workers = 513: must be from 1 to 512"),
         ] {
             let error = error_of(toml);
             assert!(error.contains(part), "{toml}: {error}");

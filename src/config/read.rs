@@ -34,6 +34,7 @@ impl LayeredSettings {
             device,
             hub: self.hub()?,
             log: self.log()?,
+            warnings: self.warnings(),
         })
     }
 
@@ -64,7 +65,7 @@ impl LayeredSettings {
         Ok(ServerConfig {
             host: self.get("server.host", non_empty_string)?,
             port: self.get("server.port", |v| integer(v, 0, u16::MAX.into()))? as u16,
-            workers: self.get("server.workers", |v| integer(v, 1, 1024))?,
+            workers: self.get("server.workers", |v| integer(v, 1, 512))?,
             body_limit_bytes: self.get("server.body_limit", |v| values::size(v, 1024))? as usize,
             keep_alive: self.get("server.keep_alive", duration)?,
             stream_comment_interval: self.get("server.stream_comment_interval", non_zero_duration)?,

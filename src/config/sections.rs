@@ -23,6 +23,8 @@ pub struct Config {
     pub device: DeviceConfig,
     pub hub: HubSettings,
     pub log: LogConfig,
+    /// Messages about settings that are ignored, for the log.
+    pub warnings: Vec<String>,
 }
 
 /// Options of the served model.

@@ -13,13 +13,15 @@ use actix_web::dev::Server as HttpServerRun;
 use actix_web::middleware::from_fn;
 use actix_web::rt::net::TcpSocket;
 use actix_web::{HttpServer, rt, web};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use metrics_exporter_prometheus::PrometheusHandle;
 #[cfg(target_os = "linux")]
 use socket2::SockRef;
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::Ordering;
+use std::sync::mpsc;
+use std::thread::Builder;
 use std::time::Duration;
 use tokio::select;
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -52,6 +54,7 @@ pub struct BoundServer {
 impl BoundServer {
     /// Binds the configured address and reads keys and certificate. Must be called within an actix system.
     pub fn bind(config: ServerConfig) -> Result<BoundServer> {
+        check_workers(config.workers)?;
         let keys = Keys::new(&config.load_api_keys()?)?;
         let tls = config.tls.as_ref().map(tls::server_config).transpose()?;
         let sockets = bind_sockets(&config).with_context(|| listen_error(&config))?;
@@ -99,7 +102,31 @@ impl BoundServer {
 }
 
 fn listen_error(config: &ServerConfig) -> String {
-    format!("cannot listen on {}:{}", config.host, config.port)
+    format!("cannot listen on {}:{} (server.host, server.port)", config.host, config.port)
+}
+
+/// Fails if there cannot be so many workers: each takes a thread and an event loop with its file descriptors.
+/// The workers' own start would panic.
+fn check_workers(workers: usize) -> Result<()> {
+    let begun = (0..workers).map(|_| {
+        let (held, holder) = mpsc::channel::<()>();
+        let built = mpsc::channel();
+        let thread = Builder::new().spawn(move || {
+            let event_loop = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            _ = built.0.send(event_loop.as_ref().map(|_| ()).map_err(|error| error.to_string()));
+            // Until all of them are there.
+            _ = holder.recv();
+        });
+        let thread = thread.map_err(|error| error.to_string())?;
+        built.1.recv().unwrap_or_else(|_| Err("a thread has failed".into())).map(|()| (held, thread))
+    });
+    let begun: Result<Vec<_>, String> = begun.collect();
+    let failed = |reason| anyhow!("server.workers = {workers}: cannot start so many workers: {reason}");
+    for (held, thread) in begun.map_err(failed)? {
+        drop(held);
+        _ = thread.join();
+    }
+    Ok(())
 }
 
 /// Binds a socket to each address of the configured host. Fails only if none can be bound.

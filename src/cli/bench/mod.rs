@@ -127,7 +127,7 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
         true => load_with_several_devices(file.as_deref(), flags)?.0,
         false => Config::from_process(file.as_deref(), flags)?,
     };
-    start_log(&config.log)?;
+    start_log(&config)?;
     // Opened first, so that an unwritable file fails before the measurement.
     let mut to: Box<dyn Write> = match &run.output {
         Some(path) => {

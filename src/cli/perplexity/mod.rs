@@ -96,7 +96,7 @@ fn parse_against(text: &str) -> Result<ReferenceWeights, String> {
 pub fn run(args: PerplexityArgs) -> Result<ExitCode> {
     let (options, file, flags) = args.layers();
     let config = Config::from_process(file.as_deref(), flags)?;
-    start_log(&config.log)?;
+    start_log(&config)?;
     let report = System::new().block_on(measure(&options, config))?;
     let text = if options.json { report.json() } else { report.table() };
     print("report", &text)?;

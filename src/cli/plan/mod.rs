@@ -84,7 +84,7 @@ pub struct PlanArgs {
 /// Computes the plan and prints it.
 pub fn run(args: PlanArgs) -> Result<()> {
     let (options, config) = args.options()?;
-    start_log(&config.log)?;
+    start_log(&config)?;
     let plan = PartitionPlan::new(&options, config)?;
     let text = match options.json {
         true => to_json(&plan),

@@ -42,7 +42,7 @@ use transport::Transport;
 pub fn run(args: RunArgs) -> Result<ExitCode> {
     let plan = args.into_plan()?;
     if let AnswerSource::Local(config) = &plan.target {
-        start_log(&config.log)?;
+        start_log(config)?;
     }
     System::new().block_on(execute(plan))
 }
