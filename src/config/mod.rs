@@ -142,6 +142,8 @@ mod tests {
                 api_keys: ApiKeys(vec![]),
                 api_key_file: None,
                 cors_origins: vec![],
+                allowed_hosts: vec![],
+                metrics_access: MetricsAccess::Open,
                 tls: None,
                 grammar: GrammarConfig {
                     threads: 2,
@@ -235,6 +237,12 @@ mod tests {
             ("[server]\ncors_origins = [\"https://example.com/\"]", "an origin must be"),
             ("[server]\ncors_origins = [\"*\", \"https://a.b\"]", "must be the only entry"),
             ("[server]\ncors_origins = \"https://a.b\"", "expected a list of strings"),
+            ("[server]\nallowed_hosts = [\"a.b:80\"]", "a host must be \"*\" or a name without port"),
+            ("[server]\nallowed_hosts = [\"*\", \"a.b\"]", "must be the only entry"),
+            (
+                "[server]\nmetrics_access = \"key\"",
+                "\"key\": requires server.api_key_file or server.api_keys",
+            ),
             ("[server]\ntls_cert = \"c\"", "some.toml:2: server.tls_cert = \"c\": requires server.tls_key"),
             ("[server]\ntls_key = \"k\"", "server.tls_key = \"k\": requires server.tls_cert"),
             ("[kv]\ntype = \"q5\"", r#"must be one of "f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64""#),

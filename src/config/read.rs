@@ -78,9 +78,22 @@ impl LayeredSettings {
                 .get(API_KEY_FILE, values::path)?
                 .map(|path| KeyFile { path, origin: self.source(API_KEY_FILE) }),
             cors_origins: self.get("server.cors_origins", values::origins)?,
+            allowed_hosts: self.get("server.allowed_hosts", values::hosts)?,
+            metrics_access: self.metrics_access()?,
             tls: self.tls()?,
             grammar: self.grammar()?,
         })
+    }
+
+    fn metrics_access(&self) -> Result<MetricsAccess, ConfigError> {
+        let (key, words) =
+            ("server.metrics_access", [("open", MetricsAccess::Open), ("key", MetricsAccess::Key)]);
+        let access = self.get(key, |v| one_of(v, &words))?;
+        let has_keys = !self.get("server.api_keys", |v| values::strings(v, values::api_key))?.is_empty();
+        if access == MetricsAccess::Key && !has_keys && self.get(API_KEY_FILE, values::path)?.is_none() {
+            return Err(self.error_for(key, "requires server.api_key_file or server.api_keys"));
+        }
+        Ok(access)
     }
 
     fn grammar(&self) -> Result<GrammarConfig, ConfigError> {

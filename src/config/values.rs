@@ -69,6 +69,25 @@ pub(super) fn origins(value: &Value) -> Result<Vec<String>, String> {
     Ok(origins)
 }
 
+/// Parses a list of host names, or "*" alone.
+pub(super) fn hosts(value: &Value) -> Result<Vec<String>, String> {
+    let hosts = strings(value, host)?;
+    if hosts.len() > 1 && hosts.iter().any(|host| host == "*") {
+        return Err("\"*\" allows every host and must be the only entry".to_string());
+    }
+    Ok(hosts)
+}
+
+fn host(host: &str) -> Result<(), String> {
+    let name = host.strip_prefix("*.").unwrap_or(host);
+    let is_name = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
+    if host == "*" || !name.is_empty() && name.chars().all(is_name) {
+        return Ok(());
+    }
+    Err("a host must be \"*\" or a name without port, like \"llm.example.com\" or \"*.example.com\""
+        .to_string())
+}
+
 fn origin(origin: &str) -> Result<(), String> {
     let host = origin.split_once("://").filter(|(scheme, _)| !scheme.is_empty()).map(|(_, host)| host);
     let is_host = |host: &str| {

@@ -5,9 +5,15 @@ use crate::config::{LogConfig, LogFormat};
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::{self, IsTerminal, Write};
 use std::panic::{self, PanicHookInfo};
-use std::sync::OnceLock;
-use std::time::Duration;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+use tracing::subscriber::Interest;
+use tracing::{Level, Metadata, Subscriber};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::dynamic_filter_fn;
+use tracing_subscriber::layer::{Context, SubscriberExt};
+use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::util::SubscriberInitExt;
 
 /// The process's log, once it is started.
 static LOG: OnceLock<LogWriter> = OnceLock::new();
@@ -30,11 +36,43 @@ pub fn start_log(config: &LogConfig, sink: impl Write + Send + 'static) -> io::R
         // They are reported with a macro that panics if stderr is closed.
         .log_internal_errors(false)
         .with_ansi(io::stderr().is_terminal());
-    let _ = match config.format {
-        LogFormat::Text => lines.try_init(),
-        LogFormat::Json => lines.json().flatten_event(true).try_init(),
-    };
+    match config.format {
+        LogFormat::Text => install_subscriber(lines.finish()),
+        LogFormat::Json => install_subscriber(lines.json().flatten_event(true).finish()),
+    }
     Ok(())
+}
+
+/// Target of messages that strangers cause with requests that are not valid HTTP.
+const HTTP_TARGET: &str = "actix_http";
+
+/// Time for which warnings of `HTTP_TARGET` are left out after one.
+const HTTP_WARNING_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Installs the process's subscriber, with a limit on what strangers can make it log.
+fn install_subscriber<S>(subscriber: S)
+where
+    S: Subscriber + for<'a> LookupSpan<'a> + Send + Sync + 'static,
+{
+    let is_limited =
+        |metadata: &Metadata| metadata.target().starts_with(HTTP_TARGET) && *metadata.level() <= Level::WARN;
+    let limit = dynamic_filter_fn(move |metadata, _: &Context<S>| !is_limited(metadata) || may_warn())
+        .with_callsite_filter(move |metadata| match is_limited(metadata) {
+            true => Interest::sometimes(),
+            false => Interest::always(),
+        });
+    let _ = subscriber.with(limit).try_init();
+}
+
+/// Returns true at most once in `HTTP_WARNING_INTERVAL`.
+fn may_warn() -> bool {
+    static NEXT: Mutex<Option<Instant>> = Mutex::new(None);
+    let (mut next, now) = (NEXT.lock().unwrap_or_else(PoisonError::into_inner), Instant::now());
+    if next.is_some_and(|next| now < next) {
+        return false;
+    }
+    *next = Some(now + HTTP_WARNING_INTERVAL);
+    true
 }
 
 /// Writes a line to stderr, after the lines of the log if it is started. Errors are ignored, because stderr

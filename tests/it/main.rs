@@ -12,6 +12,7 @@ mod calibrate;
 mod cli;
 mod constrained;
 mod draft_models;
+mod edge;
 mod endings;
 mod endpoints;
 mod f8;
