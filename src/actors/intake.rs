@@ -248,6 +248,7 @@ mod tests {
                 eos: 0,
                 top_logprobs: 5,
                 pages: slots,
+                window: None,
                 page_positions: 32,
                 kind: Kind::Decoder,
                 encoder_context: 0,

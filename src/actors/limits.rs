@@ -3,6 +3,7 @@
 //! Invariant: a request that passes can be computed: the model supports its task, all its token ids are in
 //! the vocabulary, and it fits into the context and the KV cache.
 
+use crate::memory::WindowCache;
 use crate::model::spec::Kind;
 use crate::request::{self, Request, RequestError, Task};
 
@@ -33,6 +34,8 @@ pub struct IntakeLimits {
     pub top_logprobs: usize,
     /// KV pages that can be leased, without the null page.
     pub pages: usize,
+    /// The pages of windowed layers, if these have pages of their own.
+    pub window: Option<WindowCache>,
     pub page_positions: usize,
     pub kind: Kind,
     /// Whether the model has an output head, and so computes logits.
@@ -179,20 +182,32 @@ impl IntakeLimits {
             let own = pages_for(prompt_tokens + answer) - shared;
             shared + beams * own + pages_for(request.encoder_input.len())
         };
-        let (needed, pages) = (pages_with(beams, max_tokens), self.pages);
-        if needed <= pages {
-            return Ok(());
-        }
+        let shortage = |beams: usize, answer: usize| self.shortage(pages_with(beams, answer), beams);
+        let Some((needed, pages)) = shortage(beams, max_tokens) else { return Ok(()) };
+        let fits = |beams, answer| shortage(beams, answer).is_none();
         let shortest = max_tokens.min(1);
         // A client that gives no max_tokens has the rest of the context.
         let param = match () {
-            () if beams > 1 && pages_with(1, max_tokens) <= pages => "beam_width",
-            () if pages_with(beams, shortest) <= pages => "max_tokens",
-            () if beams > 1 && pages_with(1, shortest) <= pages => "beam_width",
+            () if beams > 1 && fits(1, max_tokens) => "beam_width",
+            () if fits(beams, shortest) => "max_tokens",
+            () if beams > 1 && fits(1, shortest) => "beam_width",
             () if request.encoder_input.len() >= prompt_tokens => "prompt",
             () => prompt,
         };
         Err(RequestError::TooLarge { param, what, needed, pages })
+    }
+
+    /// Returns how many pages a request needs and how many there are, in layers where these are too few;
+    /// `None` if the request fits. It needs `needed` pages in layers that see whole sequences, and no more
+    /// than that in windowed ones.
+    fn shortage(&self, needed: usize, beams: usize) -> Option<(usize, usize)> {
+        if needed > self.pages {
+            return Some((needed, self.pages));
+        }
+        let WindowCache { pages, step_pages, .. } = self.window?;
+        // One sequence alone may begin with shared pages, and holds these beside its own.
+        let in_windows = needed.min(beams.max(2) * step_pages);
+        (in_windows > pages - 1).then_some((in_windows, pages - 1))
     }
 
     /// Checks `min_tokens`, stop tokens and logit biases.
@@ -287,6 +302,7 @@ mod tests {
             eos: 1,
             top_logprobs: 5,
             pages: if kind == Kind::Encoder { 0 } else { 3 },
+            window: None,
             page_positions: 32,
             kind,
             has_head: true,
@@ -296,6 +312,13 @@ mod tests {
 
     fn translate(encoder_len: usize, prompt: usize, max_tokens: u32) -> Request {
         Request { encoder_input: vec![3; encoder_len].into(), ..request(prompt, max_tokens) }
+    }
+
+    fn search(width: usize, prompt: usize, max_tokens: u32) -> Request {
+        let early_stopping = EarlyStopping::Estimate;
+        let (forced_tokens, answer) = (0, 0);
+        let beams = BeamOptions { width, length_penalty: 1.0, early_stopping, forced_tokens, answer };
+        Request { beams: Some(beams), ..request(prompt, max_tokens) }
     }
 
     fn embed(encoder_input: &[u32]) -> Request {
@@ -403,15 +426,29 @@ mod tests {
         refuses(&both, &translate(4, 0, 4), "decoder_prompt", &["no tokens"]);
     }
 
+    /// Windowed layers may have fewer pages than the beams of a search need.
+    #[test]
+    fn beams_fit_into_the_pages_of_windowed_layers() {
+        let window = Some(WindowCache { pages: 9, window: 8, step_pages: 2 });
+        let limits = IntakeLimits {
+            window,
+            pages: 99,
+            slots: 8,
+            max_beams: 8,
+            context: 1024,
+            ..limits(Kind::Decoder)
+        };
+        for (width, max_tokens) in [(4, 700), (7, 32), (1, 992)] {
+            assert_eq!(limits.check(&search(width, 32, max_tokens)), Ok(()), "{width} beams");
+        }
+        let refused = limits.check(&search(5, 32, 64)).unwrap_err();
+        assert!(matches!(refused, RequestError::TooLarge { needed: 10, pages: 8, .. }), "{refused:?}");
+        assert_eq!(limits.check(&request(32, 992)), Ok(()));
+    }
+
     /// Reducing the named parameter helps; of a search, also one whose client gave no `max_tokens`.
     #[test]
     fn a_search_beyond_the_pages_names_its_width() {
-        let search = |width, prompt, max_tokens| {
-            let early_stopping = EarlyStopping::Estimate;
-            let (forced_tokens, answer) = (0, 0);
-            let beams = BeamOptions { width, length_penalty: 1.0, early_stopping, forced_tokens, answer };
-            Request { beams: Some(beams), ..request(prompt, max_tokens) }
-        };
         let limits = IntakeLimits { max_beams: 8, pages: 4, ..limits(Kind::Decoder) };
         for (width, prompt, max_tokens, named) in
             [(8, 5, 1, Some("beam_width")), (4, 5, 1, None), (3, 5, 59, Some("beam_width")), (2, 5, 59, None)]

@@ -48,8 +48,8 @@ pub struct TokenChain {
     tokens: Vec<u32>,
     /// Hash at the end of each full page.
     hashes: Vec<PageHash>,
-    /// Hash at the end of a page that was being computed for another sequence.
-    awaited: Option<PageHash>,
+    /// A page that was being computed for another sequence.
+    awaited: Option<usize>,
 }
 
 impl TokenChain {
@@ -79,12 +79,12 @@ impl TokenChain {
 
     /// Waits for a page, so that its coming can be asked for without looking for the pages before it again.
     pub(super) fn await_page(&mut self, page: usize) {
-        self.awaited = Some(self.hash_at(page));
+        self.awaited = Some(page);
     }
 
-    /// Returns the hash of the page that is waited for.
+    /// Returns the hash at the end of the page that is waited for.
     pub(super) fn awaited(&self) -> Option<PageHash> {
-        self.awaited
+        self.awaited.map(|page| self.hash_at(page))
     }
 
     /// Returns the hash before a page.

@@ -47,8 +47,19 @@ pub(crate) static BUILD_INFO: Metric =
         .labelled(&[("version", &[])]);
 pub(crate) static SLOTS: Metric =
     Metric::new("mainstem_slots", Gauge, "slots", "Maximum number of sequences in the decode loop.");
-pub(crate) static KV_PAGES: Metric =
-    Metric::new("mainstem_kv_pages", Gauge, "pages", "KV pages available to sequences.");
+pub(crate) static KV_PAGES: Metric = Metric::new(
+    "mainstem_kv_pages",
+    Gauge,
+    "pages",
+    "KV pages available to sequences. If sliding-window layers have pages of their own, those of the other \
+     layers.",
+);
+pub(crate) static KV_WINDOW_PAGES: Metric = Metric::new(
+    "mainstem_kv_window_pages",
+    Gauge,
+    "pages",
+    "KV pages of sliding-window layers available to sequences; 0 if these layers have no pages of their own.",
+);
 pub(crate) static REQUESTS_RUNNING: Metric = Metric::new(
     "mainstem_num_requests_running",
     Gauge,
@@ -77,7 +88,8 @@ pub(crate) static KV_CACHE_USAGE: Metric = Metric::new(
     "mainstem_kv_cache_usage_perc",
     Gauge,
     "fraction, 0 to 1",
-    "Fraction of the KV pages that is reserved.",
+    "Fraction of the KV pages that is held by sequences, the larger one if sliding-window layers have pages \
+     of their own. Pages that only the prefix cache knows are not held.",
 );
 pub(crate) static PREFIX_CACHE_QUERIES: Metric = Metric::new(
     "mainstem_prefix_cache_queries_total",
@@ -354,6 +366,7 @@ pub static METRICS: &[&Metric] = &[
     &SLOTS,
     &SLOTS_LIVE,
     &KV_PAGES,
+    &KV_WINDOW_PAGES,
     &KV_CACHE_USAGE,
     &PREFIX_CACHE_QUERIES,
     &PREFIX_CACHE_HITS,

@@ -39,6 +39,8 @@ mod partitions;
 mod perplexity;
 mod pickles;
 mod policies;
+mod preempted_requests;
+mod prefix_cache;
 mod prompt_logprobs;
 mod properties;
 mod quantize;

@@ -80,7 +80,7 @@ ROWS = {
             "KV cache",
             "percentunit",
             f"max({series('mainstem_kv_cache_usage_perc')})",
-            "Fraction of the KV pages that is reserved.",
+            "Fraction of the KV pages that is held by sequences.",
         ),
         stat("Tokens out", "suffix: tokens/s", rate("mainstem_generation_tokens_total")),
         stat("First token, p99", "s", quantile(0.99, "mainstem_time_to_first_token_seconds")),
@@ -167,12 +167,15 @@ ROWS = {
             "KV pages",
             "none",
             [
-                ("all", total("mainstem_kv_pages")),
-                (
-                    "reserved",
-                    f"sum({series('mainstem_kv_cache_usage_perc')} * {series('mainstem_kv_pages')})",
-                ),
+                ("all, or of layers without a window", total("mainstem_kv_pages")),
+                ("of layers with a window", total("mainstem_kv_window_pages")),
             ],
+        ),
+        graph(
+            "KV pages held by sequences",
+            "percentunit",
+            [("held", f"max({series('mainstem_kv_cache_usage_perc')})")],
+            "Fraction; the larger one if sliding-window layers have pages of their own.",
         ),
         graph(
             "Prefix cache hit rate",

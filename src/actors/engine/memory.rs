@@ -2,7 +2,8 @@
 //!
 //! Devices of one machine share its memory, so their needs are summed up.
 //! Layers that see a window of a sequence have pages of their own, unless a sequence would need as many as in
-//! other layers: a running sequence holds no more of them than a step sees.
+//! other layers: a running sequence holds no more of them than a step sees. Where memory is short, it is
+//! divided so that long sequences gain more than short ones lose; see [`SlotDemand::own_bytes`].
 //! Invariant: a sequence's pages have the same numbers on every device.
 
 use crate::actors::group::link::Capacity;
@@ -63,64 +64,108 @@ pub(super) fn kv_plan(
     let sum = |sum: PageBytes, pool: &MemoryPool| sum.checked_add(pool.page).unwrap_or(PageBytes::MAX);
     let page = pools.iter().fold(PageBytes::default(), sum);
     let demand = SlotDemand::new(limits);
-    let (whole, page_bytes) = (demand.whole, page.of(1, 1).max(1));
+    let page_bytes = page.of(1, 1).max(1);
     let minimum = 1 + min_encoder_pages(limits);
     let pages = match kv.size {
-        KvSize::Tokens(tokens) => tokens.div_ceil(kv.page_size),
-        KvSize::Bytes(bytes) => demand.pages_in(usize::try_from(bytes).unwrap_or(usize::MAX), page),
+        KvSize::Tokens(tokens) => demand.of_each(tokens.div_ceil(kv.page_size), page),
+        KvSize::Bytes(bytes) => demand.divide(usize::try_from(bytes).unwrap_or(usize::MAX), page),
         KvSize::Auto => {
-            pools.iter().map(|pool| pool.spare_pages(&demand)).fold(whole, usize::min).max(minimum)
+            let all = demand.of_each(usize::MAX, page);
+            let spare = pools.iter().map(|pool| pool.spare_pages(&demand)).fold(all, PageCounts::min);
+            PageCounts { own: spare.own.max(minimum), window: spare.window.max(all.window.min(1)) }
         }
     };
-    // More pages than all slots can use would waste memory.
-    let pages = pages.min(whole);
-    pools.iter().try_for_each(|pool| pool.check(page_counts(&demand, pages), kv.size))?;
-    ensure!(pages > 0, "kv.size is less than one page of {page_bytes} bytes");
+    pools.iter().try_for_each(|pool| pool.check(pages, kv.size))?;
+    ensure!(pages.own > 0, "kv.size is less than one page of {page_bytes} bytes");
     ensure!(
-        pages >= minimum,
+        pages.own >= minimum,
         "kv.size is one page of {page_bytes} bytes, but a sequence needs at least {minimum}: for its own and \
          its encoder positions"
     );
-    ensure!(pages < u32::MAX as usize, "kv.size is {pages} pages, more than page numbers can represent");
-    let (mut pages, window) = page_counts(&demand, pages);
-    // If all layers are windowed, other pages take no memory, and need not be short.
-    if page.own == 0 && window == demand.in_windows {
-        pages = whole;
-    }
-    let cache = KvCacheConfig { ty: kv.ty, pages: pages + 1, window_pages: window + 1 };
+    ensure!(
+        pages.own < u32::MAX as usize,
+        "kv.size is {} pages, more than page numbers can represent",
+        pages.own
+    );
+    let cache = KvCacheConfig { ty: kv.ty, pages: pages.own + 1, window_pages: pages.window + 1 };
     Ok(KvPlan { cache, page })
+}
+
+/// Numbers of pages of both kinds of layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct PageCounts {
+    /// Pages of layers that see whole sequences.
+    own: usize,
+    /// Pages of windowed layers.
+    window: usize,
+}
+
+impl PageCounts {
+    /// Returns the smaller number of each kind.
+    fn min(self, other: PageCounts) -> PageCounts {
+        PageCounts { own: self.own.min(other.own), window: self.window.min(other.window) }
+    }
 }
 
 /// The numbers of pages that the slots can use.
 struct SlotDemand {
-    /// Of all slots, in layers that see whole sequences.
+    /// Pages of a sequence of full length, in layers that see all of it.
+    sequence: usize,
+    /// Pages of a sequence in windowed layers; 0 without such layers.
+    in_window: usize,
+    /// Pages of all slots, in layers that see whole sequences.
     whole: usize,
-    /// Of all slots, in windowed layers. A sequence that begins with shared pages holds these beside its own.
+    /// Pages of all slots, in windowed layers.
     in_windows: usize,
+    /// Pages of a sequence that is alone, in windowed layers: if it begins with shared pages, it holds these
+    /// beside its own.
+    alone: usize,
 }
 
 impl SlotDemand {
     fn new(limits: &StepLimits) -> SlotDemand {
         let in_window = limits.window.map_or(0, |window| limits.pages_of_window(window));
+        let sequence = limits.table_len() + limits.cross_table_len();
+        let whole = limits.slots * sequence;
         SlotDemand {
-            whole: limits.slots * (limits.table_len() + limits.cross_table_len()),
-            in_windows: limits.slots.max(2) * in_window,
+            sequence,
+            in_window,
+            whole,
+            in_windows: (limits.slots.max(2) * in_window).min(whole),
+            alone: (2 * in_window).min(whole),
         }
     }
 
-    /// Returns how many pages fit into `bytes`, with as many of windowed layers as they need.
-    fn pages_in(&self, bytes: usize, page: PageBytes) -> usize {
-        let both = bytes.checked_div(page.of(1, 1)).unwrap_or(usize::MAX);
-        match both < self.in_windows {
-            true => both,
-            false => (bytes - page.of(0, self.in_windows)).checked_div(page.own).unwrap_or(usize::MAX),
-        }
+    /// Returns `pages` pages of each kind, but no more than the slots can use. If all layers are windowed,
+    /// the other pages take no memory, and need not be short.
+    fn of_each(&self, pages: usize, page: PageBytes) -> PageCounts {
+        let window = pages.min(self.in_windows);
+        let is_free = page.own == 0 && window >= self.alone;
+        PageCounts { own: if is_free { self.whole } else { pages.min(self.whole) }, window }
     }
-}
 
-/// Returns the numbers of pages of both kinds of layers for `pages` pages of a cache.
-fn page_counts(demand: &SlotDemand, pages: usize) -> (usize, usize) {
-    (pages, pages.min(demand.in_windows))
+    /// Returns how many pages of both kinds fit into `bytes`, but no more than the slots can use.
+    fn divide(&self, bytes: usize, page: PageBytes) -> PageCounts {
+        let fitting = |bytes: usize, each: usize| bytes.checked_div(each).unwrap_or(usize::MAX);
+        let of_each = fitting(bytes, page.of(1, 1));
+        let own = fitting(self.own_bytes(bytes, page), page.own).min(self.whole);
+        // A page of positions in windowed layers is of no use without one in the others.
+        let most = if own < self.whole { of_each } else { usize::MAX };
+        let window = fitting(bytes - page.of(own, 0), page.window).min(most);
+        let window = window.max(of_each.min(self.alone)).min(self.in_windows);
+        // With fewer pages than one sequence may need in windowed layers, none is longer than these.
+        let own = if window < self.alone { window } else { fitting(bytes - page.of(0, window), page.own) };
+        PageCounts { own: own.min(self.whole), window }
+    }
+
+    /// Returns how many of `bytes` bytes are for layers that see whole sequences, unless these need less or
+    /// windowed layers leave more: the fraction that sequences of full length need, but no more than a third.
+    /// Shorter sequences need more pages of windowed layers, in proportion.
+    fn own_bytes(&self, bytes: usize, page: PageBytes) -> usize {
+        let (own, window) = (page.of(self.sequence, 0) as f64, page.of(0, self.in_window) as f64);
+        let fraction = if own + window > 0.0 { own / (own + window) } else { 0.0 };
+        ((bytes as f64 * fraction) as usize).min(bytes / 3)
+    }
 }
 
 /// Returns the minimum number of pages for a sequence's encoder positions.
@@ -199,16 +244,16 @@ impl MemoryPool {
         self.free.saturating_sub(self.reserved)
     }
 
-    /// Returns the number of pages in half of the remaining memory; the other half is left to other processes
-    /// and to the file cache.
-    fn spare_pages(&self, demand: &SlotDemand) -> usize {
-        demand.pages_in(self.remaining() / 2, self.page)
+    /// Returns the numbers of pages in half of the remaining memory; the other half is left to other
+    /// processes and to the file cache.
+    fn spare_pages(&self, demand: &SlotDemand) -> PageCounts {
+        demand.divide(self.remaining() / 2, self.page)
     }
 
     /// Checks that so many pages of both kinds of layers fit into the memory.
-    fn check(&self, (pages, window_pages): (usize, usize), size: KvSize) -> Result<()> {
+    fn check(&self, pages: PageCounts, size: KvSize) -> Result<()> {
         let (wanted, taken, devices) =
-            (self.page.of(pages, window_pages), self.reserved, self.devices.join(", "));
+            (self.page.of(pages.own, pages.window), self.reserved, self.devices.join(", "));
         match size {
             // Only the minimum is checked; whether the weights fit is not checked here.
             KvSize::Auto => ensure!(
@@ -293,16 +338,25 @@ fn sum_of_keys(text: &str, keys: &[&str]) -> Option<usize> {
 mod tests {
     use super::*;
 
+    fn demand(slots: usize, sequence: usize, in_window: usize) -> SlotDemand {
+        let whole = slots * sequence;
+        let (in_windows, alone) = ((slots.max(2) * in_window).min(whole), (2 * in_window).min(whole));
+        SlotDemand { sequence, in_window, whole, in_windows, alone }
+    }
+
+    fn counts(own: usize, window: usize) -> PageCounts {
+        PageCounts { own, window }
+    }
+
     #[test]
     fn devices_share_a_memory_and_are_named_in_errors() {
         let devices = ["cpu:0", "cpu:1"].map(str::to_owned).to_vec();
         let page = PageBytes { own: 8, window: 0 };
-        let demand = SlotDemand { whole: 99, in_windows: 0 };
         let pool = MemoryPool { devices, free: 100, page, reserved: 20 };
         // Half of the 80 remaining bytes.
-        assert_eq!(pool.spare_pages(&demand), 5);
-        assert!(pool.check((10, 0), KvSize::Tokens(320)).is_ok());
-        let error = pool.check((11, 0), KvSize::Bytes(88)).unwrap_err().to_string();
+        assert_eq!(pool.spare_pages(&demand(9, 11, 0)), counts(5, 0));
+        assert!(pool.check(counts(10, 0), KvSize::Tokens(320)).is_ok());
+        let error = pool.check(counts(11, 0), KvSize::Bytes(88)).unwrap_err().to_string();
         assert_eq!(
             error,
             "kv.size needs 88 bytes on cpu:0, cpu:1, but only 80 are available there beside 20 for weights \
@@ -310,24 +364,82 @@ mod tests {
         );
         // Without a configured size only the minimum is checked, and weights that do not fit are another
         // matter.
-        assert!(pool.check((11, 0), KvSize::Auto).is_ok() && pool.check((13, 0), KvSize::Auto).is_err());
-        assert_eq!(MemoryPool { reserved: 200, ..pool }.spare_pages(&demand), 0);
+        assert!(pool.check(counts(11, 0), KvSize::Auto).is_ok());
+        assert!(pool.check(counts(13, 0), KvSize::Auto).is_err());
+        assert_eq!(MemoryPool { reserved: 200, ..pool }.spare_pages(&demand(9, 11, 0)), counts(0, 0));
         let nothing =
             MemoryPool { devices: Vec::new(), free: usize::MAX, page: PageBytes::default(), reserved: 0 };
-        assert_eq!(nothing.spare_pages(&demand), usize::MAX, "pages of zero bytes are unlimited");
+        let all = counts(99, 18);
+        assert_eq!(nothing.spare_pages(&demand(9, 11, 2)), all, "pages of zero bytes are unlimited");
+    }
+
+    /// Returns how many sequences of `len` pages fit at once.
+    fn fitting(demand: &SlotDemand, pages: PageCounts, len: usize) -> usize {
+        let in_windows = pages.window.checked_div(len.min(demand.in_window)).unwrap_or(usize::MAX);
+        (pages.own / len).min(in_windows)
+    }
+
+    /// With any memory, at least as many sequences of full length fit as with as many pages of both kinds,
+    /// and about as many as could with any division, up to a third; short sequences lose a third at most, and
+    /// one that is alone nothing.
+    #[test]
+    fn memory_is_divided_between_both_kinds_of_layers() {
+        // All layers have a window; five of six; every second one; few; none.
+        for (own, window) in [(0, 7), (3, 15), (4, 4), (9, 2), (5, 0)] {
+            let page = PageBytes { own, window };
+            for (slots, sequence, in_window) in [(32, 1024, 146), (16, 63, 50), (4, 4096, 50), (1, 9, 5)] {
+                let demand = demand(slots, sequence, if window == 0 { 0 } else { in_window });
+                let all = page.of(demand.whole, demand.in_windows);
+                for bytes in (0..=64).map(|part| all / 60 * part + part).chain(0..200) {
+                    let (pages, same) = (demand.divide(bytes, page), bytes / page.of(1, 1));
+                    let what = format!("{page:?}, {slots} of {sequence}, {in_window}: {bytes}: {pages:?}");
+                    assert!(page.of(pages.own, pages.window) <= bytes, "{what}");
+                    assert!(pages.own <= demand.whole && pages.window <= demand.in_windows, "{what}");
+                    assert!(pages.own >= pages.window, "{what}: a page that nobody could use");
+                    assert!(pages.own >= same.min(demand.whole), "{what}: fewer positions");
+                    // Any sequence that is admitted can be computed alone.
+                    assert!(pages.window >= pages.own.min(demand.alone), "{what}");
+                    assert!(3 * pages.window + 3 >= 2 * same.min(demand.in_windows), "{what}");
+                    let before = counts(same, same.min(demand.in_windows));
+                    for len in [in_window * 3 / 2 + 1, in_window * 4, sequence] {
+                        let len = len.min(sequence);
+                        let (now, before) = (fitting(&demand, pages, len), fitting(&demand, before, len));
+                        assert!(now >= before.min(slots), "{what}: {now} of {len}, {before} before");
+                    }
+                    let best = bytes / page.of(sequence, demand.in_window).max(1);
+                    assert!(3 * (fitting(&demand, pages, sequence) + 1) >= best.min(slots), "{what}: {best}");
+                }
+                assert_eq!(demand.divide(all, page), counts(demand.whole, demand.in_windows));
+            }
+        }
+    }
+
+    /// Mistral 7B with a window of 4096 and Gemma 3 4B with a window of 1024, with F16 in 32 slots and a
+    /// budget of 512 tokens.
+    #[test]
+    fn short_windows_leave_memory_for_long_sequences() {
+        let windowed = (demand(32, 1024, 146), PageBytes { own: 0, window: 4 << 20 });
+        assert_eq!(windowed.0.divide(8 << 30, windowed.1), counts(32 * 1024, 2048));
+        // 8 chats of 16,000 tokens, four of which fit before.
+        assert!(fitting(&windowed.0, windowed.0.divide(8 << 30, windowed.1), 500) >= 8);
+        let mixed = (demand(32, 4096, 50), PageBytes { own: 5 << 17, window: 29 << 17 });
+        let (pages, before) = (mixed.0.divide(2 << 30, mixed.1), counts(481, 481));
+        assert_eq!(pages, counts(1096, 376));
+        assert_eq!((fitting(&mixed.0, pages, 200), fitting(&mixed.0, before, 200)), (5, 2));
+        assert_eq!((fitting(&mixed.0, pages, 20), fitting(&mixed.0, before, 20)), (18, 24));
     }
 
     #[test]
-    fn windowed_layers_take_no_more_pages_than_the_slots_can_use() {
-        let demand = SlotDemand { whole: 400, in_windows: 12 };
+    fn a_number_of_tokens_is_for_both_kinds_of_layers() {
         let (mixed, all_windowed) = (PageBytes { own: 10, window: 5 }, PageBytes { own: 0, window: 5 });
-        for (bytes, pages) in [(0, 0), (29, 1), (30, 2), (180, 12), (189, 12), (190, 13), (1060, 100)] {
-            assert_eq!(demand.pages_in(bytes, mixed), pages, "{bytes} bytes");
-            let (own, window) = page_counts(&demand, pages);
-            assert!(mixed.of(own, window) <= bytes, "{bytes} bytes");
+        let demand = demand(4, 100, 3);
+        for (pages, expected, windowed) in
+            [(1, (1, 1), (1, 1)), (5, (5, 5), (5, 5)), (6, (6, 6), (400, 6)), (99, (99, 12), (400, 12))]
+        {
+            assert_eq!(demand.of_each(pages, mixed), counts(expected.0, expected.1));
+            assert_eq!(demand.of_each(pages, all_windowed), counts(windowed.0, windowed.1));
         }
-        assert_eq!(demand.pages_in(59, all_windowed), 11);
-        assert_eq!(demand.pages_in(65, all_windowed), usize::MAX);
+        assert_eq!(demand.of_each(usize::MAX, mixed), counts(400, 12));
     }
 
     const MEMINFO: (&str, &str) = (

@@ -246,6 +246,7 @@ pub async fn start(
     telemetry::QUEUE_CAPACITY.set(setup.scheduler.max_waiting as f64);
     telemetry::WAITING_ROOM.set(setup.scheduler.max_waiting as f64);
     telemetry::KV_PAGES.set((setup.kv.pages - 1) as f64);
+    telemetry::KV_WINDOW_PAGES.set(setup.kv.window_pages.saturating_sub(1) as f64);
 
     let threads = setup.scheduler.sampling_threads.or_else(|| available_parallelism().ok());
     let threads = threads.map_or(1, NonZero::get);
@@ -366,6 +367,7 @@ fn start_control(
         eos: setup.model.eos.len(),
         top_logprobs: TOP_LOGPROBS,
         pages: setup.kv.pages - 1,
+        window,
         page_positions: limits.page_positions,
         kind: setup.model.kind,
         has_head: setup.model.has_head,

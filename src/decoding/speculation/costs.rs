@@ -5,8 +5,9 @@ use std::time::Duration;
 /// Weight of an observation after the next one.
 const DECAY: f64 = 0.99;
 
-/// Weight of a small preference for small coefficients, which decides where observations do not.
-const RIDGE: f64 = 1e-4;
+/// Weights of a small preference for small coefficients, which decides where observations do not. Time counts
+/// as that of a step first: drafts that seem to cost nothing are made, which shows what they cost.
+const RIDGE: [f64; 4] = [1e-6, 1e-4, 1e-4, 1e-4];
 
 /// An observation counts as at most this times its estimate, once there are some others: a page fault or a
 /// busy machine says nothing about the next step.
@@ -34,11 +35,11 @@ pub struct StepCost {
 
 /// Fits a [`StepCost`] to the times of steps.
 ///
-/// The coefficients θ >= 0 minimize Σ w (θ x - t)^2 + 1e-4 Σ_i θ_i^2 Σ w x_i^2 over all steps, where x is
-/// (1, rows, passes, draft rows), t the time, and w falls by 1 % per step. If the time of drafts is known,
-/// the first two and the last two coefficients are fitted to the two parts of the time. The second sum
-/// divides the time evenly among terms that the observations do not tell apart: if all steps have the same
-/// number of rows, half of the time is counted as the cost of rows.
+/// The coefficients θ >= 0 minimize Σ w (θ x - t)^2 + Σ_i r_i θ_i^2 Σ w x_i^2 over all steps, where x is (1,
+/// rows, passes, draft rows), t the time, w falls by 1 % per step, and r is 1e-6 for the first term and 1e-4
+/// for the others. If the time of drafts is known, the first two and the last two coefficients are fitted to
+/// the two parts of the time. The second sum decides among terms that the observations do not tell apart: if
+/// all steps have the same number of rows, nearly no time is counted as the cost of rows.
 #[derive(Clone, Debug, Default)]
 pub struct StepCosts {
     /// Σ w x x^T and Σ w x t.
@@ -148,7 +149,7 @@ impl StepCosts {
     }
 
     fn regular(&self, i: usize) -> f64 {
-        self.products[i][i] * (1.0 + RIDGE)
+        self.products[i][i] * (1.0 + RIDGE[i])
     }
 }
 

@@ -1,7 +1,7 @@
 //! Tests of the distribution of answers whose drafts are accepted by rejection sampling.
 
 use super::{Drafts, Served, change_weights, words};
-use crate::common::{complete_all, fixture, greedy};
+use crate::common::{complete, complete_all, fixture, greedy};
 use crate::families::family;
 use mainstem::decoding::SamplingPlan;
 use mainstem::request::{AcceptanceRule, DraftSource, Request, Sampling, Speculation};
@@ -26,16 +26,29 @@ struct Case {
 }
 
 impl Case {
-    async fn start() -> Case {
-        let (model, draft) = (family("qwen3", "distribution"), family("qwen3", "distribution-draft"));
+    async fn start(test: &str) -> Case {
+        let (model, draft) = (family("qwen3", test), family("qwen3", &format!("{test}-draft")));
         change_weights(&draft.file("model.safetensors"), 0.2);
         let settings = [("scheduler.slots", 64.into()), ("scheduler.max_waiting", 4096.into())];
         let served = Served::start(&model.0, &draft.0, &settings).await;
         let params = json!({ "temperature": TEMPERATURE, "top_k": TOP_K });
         let pairs = params.as_object().expect("an object").iter().map(|(name, value)| (name.as_str(), value));
         let plan = served.engine.sampling.plan(pairs, true, &[]).expect("valid");
-        let prompt = words(3, 8).into_iter().map(|id| id as u32).collect();
-        Case { served, prompt, plan: Arc::new(plan) }
+        let prompt: Vec<u32> = words(3, 8).into_iter().map(|id| id as u32).collect();
+        let case = Case { served, prompt, plan: Arc::new(plan) };
+        // The loop learns what rows cost from this one, in whose steps no prompts are computed.
+        let first = Request { max_tokens: 100, ..case.request(0, AcceptanceRule::Coupled) };
+        assert!(complete(&case.served.engine, first).await.speculated.is_some_and(|(made, _)| made > 50));
+        case
+    }
+
+    fn request(&self, seed: u64, rule: AcceptanceRule) -> Request {
+        Request {
+            sampling: Sampling { seed, ..Sampling::GREEDY },
+            plan: Some(self.plan.clone()),
+            speculation: Some(Speculation { drafter: DraftSource::Model, max_drafts: 5, rule }),
+            ..greedy(&self.prompt, TOKENS)
+        }
     }
 
     /// Returns the most likely tokens after the prompt and each of these beginnings, with their
@@ -73,18 +86,12 @@ impl Case {
     /// Returns the answers to this many requests with different seeds, and the numbers of drafts that were
     /// made and accepted.
     async fn answers(&self, count: u64, rule: AcceptanceRule) -> (HashMap<Vec<u32>, u32>, (usize, usize)) {
-        let speculation = Speculation { drafter: DraftSource::Model, max_drafts: 5, rule };
-        let request = |seed| Request {
-            sampling: Sampling { seed, ..Sampling::GREEDY },
-            plan: Some(self.plan.clone()),
-            speculation: Some(speculation),
-            ..greedy(&self.prompt, TOKENS)
-        };
         let (mut counts, mut drafts) = (HashMap::new(), (0, 0));
         let seeds: Vec<u64> = (0..count).collect();
         for seeds in seeds.chunks(2048) {
-            for outcome in complete_all(&self.served.engine, seeds.iter().copied().map(request)).await {
-                let (made, accepted) = outcome.speculated.expect("it speculates");
+            let requests = seeds.iter().map(|seed| self.request(*seed, rule));
+            for outcome in complete_all(&self.served.engine, requests).await {
+                let (made, accepted) = outcome.speculated.unwrap_or_default();
                 drafts = (drafts.0 + made, drafts.1 + accepted);
                 *counts.entry(outcome.ids()).or_insert(0) += 1;
             }
@@ -109,7 +116,7 @@ fn chi_square(counts: &HashMap<Vec<u32>, u32>, probabilities: &HashMap<Vec<u32>,
 }
 
 async fn check_rejection(count: u64) {
-    let case = Case::start().await;
+    let case = Case::start(&format!("distribution-{count}")).await;
     let probabilities = case.probabilities().await;
     assert_eq!(probabilities.len(), TOP_K.pow(TOKENS));
     let (counts, (made, accepted)) = case.answers(count, AcceptanceRule::Rejection).await;
@@ -131,6 +138,23 @@ async fn check_rejection(count: u64) {
 #[actix::test]
 async fn rejection_keeps_the_distribution_of_answers() {
     check_rejection(15_000).await;
+}
+
+/// Top sampling accepts every draft that is a candidate of the target, so it changes the distribution.
+#[actix::test]
+async fn top_sampling_accepts_more_and_gives_possible_answers() {
+    let case = Case::start("top-sampling").await;
+    let probabilities = case.probabilities().await;
+    let mut rates = Vec::new();
+    for rule in [AcceptanceRule::Rejection, AcceptanceRule::TopSampling] {
+        let (counts, (made, accepted)) = case.answers(2_000, rule).await;
+        rates.push(accepted as f64 / made as f64);
+        let (statistic, bound) = chi_square(&counts, &probabilities);
+        assert!(statistic.is_finite(), "an answer is impossible");
+        assert_eq!(statistic < bound, rule == AcceptanceRule::Rejection, "{rule}: {statistic}, {bound}");
+    }
+    assert!(rates[1] > rates[0] + 0.05, "{rates:?}");
+    case.served.engine.stop();
 }
 
 #[actix::test]

@@ -805,6 +805,7 @@ fn intake_limits(slots: usize, pages: usize) -> IntakeLimits {
         eos: 0,
         top_logprobs: 0,
         pages: pages - 1,
+        window: None,
         page_positions: PAGE,
         kind: Kind::Decoder,
         has_head: true,

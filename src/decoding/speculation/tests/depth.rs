@@ -220,15 +220,15 @@ fn costs_are_those_of_the_steps() {
     }
 }
 
-/// Time is divided among terms that observations do not tell apart, until the first drafts do.
+/// Rows seem cheap where observations do not tell what they cost, so that drafts show it.
 #[test]
-fn costs_without_variation_are_divided_until_drafts_show_them() {
+fn rows_seem_cheap_until_drafts_show_their_cost() {
     let truth = cost(9.0, 1.0, 0.5, 0.5);
     let mut costs = StepCosts::default();
     let plain = StepWork { rows: 1, ..StepWork::default() };
     observe(&mut costs, &truth, (100, false), |_| plain);
     let estimate = *costs.estimate();
-    assert!((estimate.step / estimate.row - 1.0).abs() < 0.01 && estimate.pass == 0.0, "{estimate:?}");
+    assert!(estimate.step > 50.0 * estimate.row && estimate.pass == 0.0, "{estimate:?}");
     let drafted = |depth| StepWork { rows: 1 + depth, passes: depth, draft_rows: depth };
     observe(&mut costs, &truth, (40, false), |i| drafted(1 + i as usize % 3));
     let estimate = costs.estimate();

@@ -1,0 +1,105 @@
+//! Tests of sampled and constrained requests that are preempted: they continue with the states of their
+//! strategies and the positions of their random numbers, so their answers are those that they give alone.
+
+use crate::common::{all_home, config, counting, engine_with, fixture, within};
+use futures_util::future::join_all;
+use mainstem::actors::Engine;
+use mainstem::server::{LocalApi, ResponseBody, ServeParts};
+use mainstem_kernels::{Span, SpanTokens};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use toml::Value as Setting;
+
+const MODEL: &str = "mha";
+const SLOTS: usize = 4;
+
+/// Ways to choose tokens, on the device and on the host, with and without a state.
+fn strategies() -> Vec<Value> {
+    vec![
+        json!({ "temperature": 1 }),
+        json!({ "temperature": 0.9, "repetition_penalty": 1.3 }),
+        json!({ "presence_penalty": 1, "frequency_penalty": 0.5, "repeat_last_n": 8 }),
+        json!({ "dry_multiplier": 0.8, "dry_allowed_length": 1 }),
+        json!({ "xtc_probability": 0.5, "xtc_threshold": 0.01 }),
+        json!({ "mirostat": 1, "mirostat_tau": 3, "mirostat_eta": 0.3 }),
+        json!({ "mirostat": 2, "mirostat_tau": 4 }),
+        json!({ "strategy": "random_fsd", "strategy_params": { "random_tokens": 30 } }),
+        json!({ "temperature": 1, "guided_regex": "([A-Z][a-z]{2,5} ){20}!" }),
+        json!({ "mirostat": 2, "grammar": "root ::= (item \", \"){40}\nitem ::= [a-z] [a-z]? [0-9]" }),
+        json!({ "repetition_penalty": 1.2, "response_format": { "type": "json_schema", "json_schema": {
+            "name": "n", "schema": { "type": "array", "items": { "type": "string", "minLength": 3 },
+                "minItems": 30 } } } }),
+    ]
+}
+
+/// Returns requests with a strategy, whose answers take several pages.
+fn bodies(strategy: &Value) -> Vec<Value> {
+    let bodies = (0..SLOTS).map(|number| {
+        let mut body = json!({
+            "prompt": format!("{number} the "), "max_tokens": 80, "seed": number, "logprobs": 1,
+            "return_token_ids": true
+        });
+        // A form ends where it is complete.
+        let is_form = |name: &str| strategy.get(name).is_some();
+        body["ignore_eos"] =
+            (!["guided_regex", "grammar", "response_format"].into_iter().any(is_form)).into();
+        for (name, value) in strategy.as_object().expect("an object") {
+            body[name] = value.clone();
+        }
+        body
+    });
+    bodies.collect()
+}
+
+/// Starts an engine that counts the prompts that are begun.
+async fn start(size: &str, begun: &Arc<AtomicUsize>) -> (Engine, LocalApi) {
+    let settings: [(&'static str, Setting); 4] = [
+        ("device.kind", "cpu".into()),
+        ("scheduler.slots", (SLOTS as i64).into()),
+        ("kv.prefix_cache", "off".into()),
+        ("kv.size", size.into()),
+    ];
+    let begins =
+        |span: &Span| usize::from(span.start == 0 && matches!(span.tokens, SpanTokens::Given { .. }));
+    let engine = engine_with(MODEL, &settings, |device| counting(device, begins, begun.clone())).await;
+    let local = LocalApi::new(ServeParts::from(&engine), config(&fixture(MODEL), &settings).server);
+    (engine, local)
+}
+
+async fn post(local: &LocalApi, body: &Value) -> Value {
+    match within(local.post("/v1/completions", body)).await.unwrap_or_else(|error| panic!("{body}: {error}"))
+    {
+        ResponseBody::Json(bytes) => {
+            let mut response: Value = serde_json::from_slice(&bytes).expect("it is JSON");
+            response["choices"].take()
+        }
+        ResponseBody::Events(_) => panic!("no stream was asked for"),
+    }
+}
+
+/// The pages are enough for one of the requests, so others are preempted.
+#[actix::test]
+async fn answers_of_preempted_requests_are_those_of_each_alone() {
+    let [undisturbed, preempted] = [(); 2].map(|()| Arc::new(AtomicUsize::new(0)));
+    let (roomy, alone) = start("auto", &undisturbed).await;
+    let (scarce, together) = start("128 tokens", &preempted).await;
+    for strategy in strategies() {
+        let bodies = bodies(&strategy);
+        let mut expected = Vec::new();
+        for body in &bodies {
+            expected.push(post(&alone, body).await);
+        }
+        let found = join_all(bodies.iter().map(|body| post(&together, body))).await;
+        for (body, (found, expected)) in bodies.iter().zip(found.iter().zip(&expected)) {
+            assert!(found == expected, "{body}\n{found}\n{expected}");
+        }
+        let begun = preempted.swap(0, Ordering::SeqCst);
+        assert!(begun > SLOTS, "{strategy}: {begun} prompts were begun, so nobody was preempted");
+        assert_eq!(undisturbed.swap(0, Ordering::SeqCst), SLOTS);
+    }
+    for engine in [roomy, scarce] {
+        all_home(&engine, SLOTS).await;
+        engine.stop();
+    }
+}
