@@ -28,7 +28,7 @@ pub mod group;
 
 pub mod device;
 
-mod step;
+pub mod step;
 
 pub mod request_metrics;
 

@@ -5,7 +5,10 @@
 
 use crate::model::executor::Executor;
 use anyhow::Result;
-use mainstem_kernels::{Collective, DeviceError, LateInputs, StepBatch, StepLimits, StepOutput};
+use mainstem_kernels::{
+    Collective, DeviceError, LateInputs, SampledToken, SamplingParams, Span, StepBatch, StepLimits,
+    StepOutput, TableUpdate,
+};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,6 +32,19 @@ impl Step {
     pub fn with_capacity(limits: &StepLimits) -> Step {
         let (batch, output) = (StepBatch::with_capacity(limits), StepOutput::with_capacity(limits));
         Step { batch, late: Arc::default(), output, gap: None }
+    }
+
+    /// Returns about how many bytes [`Step::with_capacity`] allocates.
+    pub fn bytes(limits: &StepLimits) -> usize {
+        let row = size_of::<Span>()
+            + size_of::<SamplingParams>()
+            + size_of::<SampledToken>()
+            + 2 * size_of::<u32>()
+            + limits.top_logprobs * size_of::<(u32, f32)>()
+            + limits.hidden * size_of::<f32>();
+        let tables = limits.table_len() + limits.window_table_len() + limits.cross_table_len();
+        let updates = limits.slots.saturating_mul(tables).saturating_mul(size_of::<TableUpdate>());
+        limits.rows.saturating_mul(row).saturating_add(updates)
     }
 
     /// Clears the batch and the late inputs for another step.

@@ -276,6 +276,9 @@ pub struct ServerFlags {
     /// Origin allowed to use the API from a browser, or *; repeatable.
     #[arg(long = "cors-origin", value_name = "ORIGIN", value_hint = ValueHint::Url)]
     server_cors_origins: Option<Vec<String>>,
+    /// Host name that requests may be for, or *; repeatable.
+    #[arg(long = "allowed-host", value_name = "NAME", value_hint = ValueHint::Hostname)]
+    server_allowed_hosts: Option<Vec<String>>,
     /// TLS certificate file (PEM).
     #[arg(long = "tls-cert", value_name = "FILE", value_hint = ValueHint::FilePath)]
     server_tls_cert: Option<String>,
@@ -304,6 +307,7 @@ impl ServerFlags {
         overrides.set("server.api_keys", self.server_api_keys);
         overrides.set("server.api_key_file", self.server_api_key_file);
         overrides.set("server.cors_origins", self.server_cors_origins);
+        overrides.set("server.allowed_hosts", self.server_allowed_hosts);
         overrides.set("server.tls_cert", self.server_tls_cert);
         overrides.set("server.tls_key", self.server_tls_key);
         overrides.set("server.request_timeout", self.server_request_timeout);

@@ -23,13 +23,15 @@ pub mod plan;
 
 pub mod quantize;
 
-use crate::config::{ConfigError, ConfigSource};
+use crate::config::{Config, ConfigError, ConfigSource};
+use crate::telemetry;
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
 use serde::Serialize;
 use serde_json::Value;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
+use tracing::warn;
 
 const USAGE: u8 = 2;
 const FAILURE: u8 = 1;
@@ -40,10 +42,19 @@ const INTERRUPTED: u8 = 130;
 /// Writes a command's output to stdout. A closed pipe is not an error. `what` names the output in other
 /// errors.
 fn print(what: &str, text: &str) -> Result<()> {
+    telemetry::flush_log();
     match std::io::stdout().write_all(text.as_bytes()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
         written => written.with_context(|| format!("cannot write the {what}")),
     }
+}
+
+/// Starts the log on stderr, with the warnings about the configuration.
+fn start_log(config: &Config) -> Result<()> {
+    telemetry::start_log(&config.log, spinner::Stderr)
+        .context("cannot start the thread that writes the log")?;
+    config.warnings.iter().for_each(|warning| warn!("{}", warning.escape_debug()));
+    Ok(())
 }
 
 /// Deprecated keys of JSON reports, each with the current key, whose value it repeats.
@@ -131,13 +142,15 @@ pub fn run() -> ExitCode {
         Command::Quantize(args) => quantize::run(args),
         Command::Completions(args) => completions::run(args, &mut Cli::command()).map(succeeded),
     };
-    outcome.unwrap_or_else(|error| exit_code(&error))
+    let code = outcome.unwrap_or_else(|error| exit_code(&error));
+    telemetry::flush_log();
+    code
 }
 
 /// Prints an error with its causes to stderr and returns its exit code. Control characters are escaped,
 /// because the message may quote a file or a server.
 fn exit_code(error: &anyhow::Error) -> ExitCode {
-    eprintln!("error: {}", escape::visible(&format!("{error:#}")));
+    telemetry::write_line(&format!("error: {}", escape::visible(&format!("{error:#}"))));
     let config = error.downcast_ref::<ConfigError>();
     let is_usage = config.is_some_and(|error| error.origin == ConfigSource::CommandLine);
     ExitCode::from(if is_usage { USAGE } else { FAILURE })

@@ -6,18 +6,19 @@
 use super::flags::{
     EngineFlags, LogFlags, MODEL_HELP, ModelFlags, PartitionFlags, ServerFlags, SpeculationFlags,
 };
-use super::{spinner, start};
+use super::{start, start_log};
 use crate::config::{Config, Overrides};
 use crate::server::{BoundServer, ServeParts, ShutdownOutcome};
 use crate::telemetry;
 use actix_web::rt::{self, System};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueHint};
+use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use tokio::select;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
-use tracing::info;
+use tracing::{info, warn};
 
 /// Serve a model over HTTP.
 ///
@@ -67,14 +68,23 @@ impl ServeArgs {
 pub fn run(args: ServeArgs) -> Result<()> {
     let (file, flags) = args.layers();
     let config = Config::from_process(file.as_deref(), flags)?;
-    telemetry::start_log(&config.log, || spinner::Stderr);
+    start_log(&config)?;
     System::new().block_on(serve(config))
 }
 
 /// Starts the engine and serves it until a signal ends the process.
 async fn serve(config: Config) -> Result<()> {
-    let mut stops = stop_signals()?;
+    let (mut stops, mut hangups) = signals()?;
     let place = BoundServer::bind(config.server.clone())?;
+    let reloader = place.reloader();
+    rt::spawn(async move {
+        while hangups.recv().await.is_some() {
+            if let Err(error) = reloader.reload() {
+                let error = format!("{error:#}");
+                warn!("SIGHUP: nothing is reloaded: {}", error.escape_debug());
+            }
+        }
+    });
     let loading = async {
         let prepared = start::prepare(&config).await?;
         // Before the engine starts, so that metrics recorded while loading are kept.
@@ -100,23 +110,29 @@ async fn serve(config: Config) -> Result<()> {
     Ok(())
 }
 
-/// Returns a channel that receives a message per SIGTERM or SIGINT.
-fn stop_signals() -> Result<UnboundedReceiver<()>> {
+/// Returns a channel that receives a message per SIGTERM or SIGINT, and one that receives a message per
+/// SIGHUP. If the terminal that the program was started at is gone, SIGHUP says so, and counts as the others.
+fn signals() -> Result<(UnboundedReceiver<()>, UnboundedReceiver<()>)> {
     let listen = |kind| signal(kind).context("cannot listen for signals");
     let (mut terminate, mut interrupt) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
-    let (stops, receiver) = unbounded_channel();
+    let mut hangup = listen(SignalKind::hangup())?;
+    let ((stops, stop_receiver), (reloads, reload_receiver)) = (unbounded_channel(), unbounded_channel());
+    let had_terminal = io::stdin().is_terminal();
     rt::spawn(async move {
         loop {
-            select! {
-                _ = terminate.recv() => {}
-                _ = interrupt.recv() => {}
-            }
-            if stops.send(()).is_err() {
-                return;
-            }
+            let signals = select! {
+                _ = terminate.recv() => &stops,
+                _ = interrupt.recv() => &stops,
+                _ = hangup.recv() => match had_terminal && !io::stdin().is_terminal() {
+                    true => &stops,
+                    false => &reloads,
+                },
+            };
+            // A receiver that is gone needs no more signals.
+            _ = signals.send(());
         }
     });
-    Ok(receiver)
+    Ok((stop_receiver, reload_receiver))
 }
 
 #[cfg(test)]
@@ -158,7 +174,8 @@ mod tests {
              --sampling top_p=0.5,min_p=0.25 \
              --served-model-name tiny --pooling cls --normalize no --host 0.0.0.0 --port 81 --workers 3 \
              --api-key a --api-key b \
-             --cors-origin https://c.d --cors-origin http://e:1 --tls-cert cert --tls-key key \
+             --cors-origin https://c.d --cors-origin http://e:1 \
+             --allowed-host a.b --allowed-host *.c --tls-cert cert --tls-key key \
              --request-timeout 9s --drain-timeout 8s --log-format json --log-level debug",
         );
         let model = config.model;
@@ -172,6 +189,7 @@ mod tests {
         assert_eq!((server.host.as_str(), server.port, server.workers), ("0.0.0.0", 81, 3));
         assert_eq!(server.api_keys.0, ["a", "b"]);
         assert_eq!(server.cors_origins, ["https://c.d", "http://e:1"]);
+        assert_eq!(server.allowed_hosts, ["a.b", "*.c"]);
         assert_eq!(server.tls, Some(TlsFiles { cert: "cert".into(), key: "key".into() }));
         assert_eq!(server.request_timeout, Some(Duration::from_secs(9)));
         assert_eq!(config.scheduler.drain_timeout, Duration::from_secs(8));

@@ -99,6 +99,8 @@ const SECRETS: [&str; 1] = ["server.api_keys"];
 pub(super) struct LayeredSettings {
     defaults: BTreeMap<String, Value>,
     set: BTreeMap<String, SetValue>,
+    /// A message for each environment variable that looks like a setting and is none.
+    warnings: Vec<String>,
 }
 
 /// A value that a layer sets.
@@ -125,7 +127,7 @@ impl LayeredSettings {
             TomlEntry::Key(key, value) => Some((key, value)),
             TomlEntry::Section(_) | TomlEntry::Bare(_) => None,
         });
-        LayeredSettings { defaults: keys.collect(), set: BTreeMap::new() }
+        LayeredSettings { defaults: keys.collect(), set: BTreeMap::new(), warnings: Vec::new() }
     }
 
     /// Replaces general defaults by those of the subcommand.
@@ -165,10 +167,14 @@ impl LayeredSettings {
         Ok(())
     }
 
-    /// Adds the layer of environment variables.
+    /// Adds the layer of environment variables. Unknown ones are not errors but warnings, because others set
+    /// variables too: Kubernetes does for a service with the program's name.
     pub fn add_environment(&mut self, environment: Environment) -> Result<(), ConfigError> {
         for (name, text) in environment {
-            let key = self.key_of_variable(&name).ok_or_else(|| self.unknown_variable(&name))?;
+            let Some(key) = self.key_of_variable(&name) else {
+                self.warnings.push(self.unknown_variable(&name).to_string());
+                continue;
+            };
             let origin = ConfigSource::Environment(name);
             match text.into_string() {
                 Ok(text) => {
@@ -181,6 +187,11 @@ impl LayeredSettings {
             }
         }
         Ok(())
+    }
+
+    /// Returns messages about settings that are ignored.
+    pub fn warnings(&self) -> Vec<String> {
+        self.warnings.clone()
     }
 
     /// Returns the key, or its deprecated spelling, that the environment variable `name` sets.
@@ -416,9 +427,13 @@ mod tests {
             ("MAINSTEM_CONFG", "MAINSTEM_CONFIG"),
             ("MAINSTEM_", "MAINSTEM_"),
         ] {
-            let error = LayeredSettings::new().add_environment(environment(&[(name, "x")])).unwrap_err();
-            assert_eq!(error.origin, ConfigSource::Environment(name.into()));
-            assert!(error.message.contains(&format!("did you mean {nearest}")), "{error}");
+            let mut settings = LayeredSettings::new();
+            settings.add_environment(environment(&[(name, "secret")])).unwrap();
+            let no_setting = "there is no such setting; did you mean";
+            let warning = format!("environment variable {name}: {no_setting} {nearest}");
+            let warnings = settings.warnings();
+            assert!(warnings.len() == 1 && warnings[0].starts_with(&warning), "{warnings:?}");
+            assert!(!warnings[0].contains("secret") && settings.config().is_ok());
         }
     }
 

@@ -142,6 +142,8 @@ mod tests {
                 api_keys: ApiKeys(vec![]),
                 api_key_file: None,
                 cors_origins: vec![],
+                allowed_hosts: vec![],
+                metrics_access: MetricsAccess::Open,
                 tls: None,
                 grammar: GrammarConfig {
                     threads: 2,
@@ -189,6 +191,7 @@ mod tests {
             },
             hub: HubSettings { cache: None, endpoint: None },
             log: LogConfig { format: LogFormat::Text, level: "info,actix_server=warn".into() },
+            warnings: vec![],
         };
         assert_eq!(defaults(), expected);
     }
@@ -235,6 +238,12 @@ mod tests {
             ("[server]\ncors_origins = [\"https://example.com/\"]", "an origin must be"),
             ("[server]\ncors_origins = [\"*\", \"https://a.b\"]", "must be the only entry"),
             ("[server]\ncors_origins = \"https://a.b\"", "expected a list of strings"),
+            ("[server]\nallowed_hosts = [\"a.b:80\"]", "a host must be \"*\" or a name without port"),
+            ("[server]\nallowed_hosts = [\"*\", \"a.b\"]", "must be the only entry"),
+            (
+                "[server]\nmetrics_access = \"key\"",
+                "\"key\": requires server.api_key_file or server.api_keys",
+            ),
             ("[server]\ntls_cert = \"c\"", "some.toml:2: server.tls_cert = \"c\": requires server.tls_key"),
             ("[server]\ntls_key = \"k\"", "server.tls_key = \"k\": requires server.tls_cert"),
             ("[kv]\ntype = \"q5\"", r#"must be one of "f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64""#),
@@ -285,6 +294,14 @@ mod tests {
             ("[speculation]\nlookup_min = 5", "must be at most speculation.lookup_max, which is 4"),
             ("[hub]\nendpoint = \"hub.example\"", "must begin with https:// or http://"),
             ("[log]\nlevel = \"a=b=c\"", "log.level = "),
+            (
+                "[log]\nlevel = \"loud\"",
+                "log.level = \"loud\": \"loud\" is not a level: expected error, warn,",
+            ),
+            ("[log]\nlevel = \"info,mainstem\"", "for a target, write \"mainstem=LEVEL\""),
+            ("[log]\nlevel = \"info,mainstem=loud\"", "log.level = "),
+            ("[log]\nlevel = \" , \"", "log.level = \" , \": names no level"),
+            ("[server]\nworkers = 513", "server.workers = 513: must be from 1 to 512"),
         ] {
             let error = error_of(toml);
             assert!(error.contains(part), "{toml}: {error}");

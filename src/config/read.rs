@@ -34,6 +34,7 @@ impl LayeredSettings {
             device,
             hub: self.hub()?,
             log: self.log()?,
+            warnings: self.warnings(),
         })
     }
 
@@ -64,7 +65,7 @@ impl LayeredSettings {
         Ok(ServerConfig {
             host: self.get("server.host", non_empty_string)?,
             port: self.get("server.port", |v| integer(v, 0, u16::MAX.into()))? as u16,
-            workers: self.get("server.workers", |v| integer(v, 1, 1024))?,
+            workers: self.get("server.workers", |v| integer(v, 1, 512))?,
             body_limit_bytes: self.get("server.body_limit", |v| values::size(v, 1024))? as usize,
             keep_alive: self.get("server.keep_alive", duration)?,
             stream_comment_interval: self.get("server.stream_comment_interval", non_zero_duration)?,
@@ -77,9 +78,22 @@ impl LayeredSettings {
                 .get(API_KEY_FILE, values::path)?
                 .map(|path| KeyFile { path, origin: self.source(API_KEY_FILE) }),
             cors_origins: self.get("server.cors_origins", values::origins)?,
+            allowed_hosts: self.get("server.allowed_hosts", values::hosts)?,
+            metrics_access: self.metrics_access()?,
             tls: self.tls()?,
             grammar: self.grammar()?,
         })
+    }
+
+    fn metrics_access(&self) -> Result<MetricsAccess, ConfigError> {
+        let (key, words) =
+            ("server.metrics_access", [("open", MetricsAccess::Open), ("key", MetricsAccess::Key)]);
+        let access = self.get(key, |v| one_of(v, &words))?;
+        let has_keys = !self.get("server.api_keys", |v| values::strings(v, values::api_key))?.is_empty();
+        if access == MetricsAccess::Key && !has_keys && self.get(API_KEY_FILE, values::path)?.is_none() {
+            return Err(self.error_for(key, "requires server.api_key_file or server.api_keys"));
+        }
+        Ok(access)
     }
 
     fn grammar(&self) -> Result<GrammarConfig, ConfigError> {

@@ -23,6 +23,8 @@ pub struct Config {
     pub device: DeviceConfig,
     pub hub: HubSettings,
     pub log: LogConfig,
+    /// Messages about settings that are ignored, for the log.
+    pub warnings: Vec<String>,
 }
 
 /// Options of the served model.
@@ -88,9 +90,21 @@ pub struct ServerConfig {
     /// Origins allowed to use the API: `scheme://host[:port]`, or "*" alone. If empty, no cross-origin
     /// request is.
     pub cors_origins: Vec<String>,
+    /// Host names that requests may be for, or "*" alone; if empty, they depend on the address.
+    pub allowed_hosts: Vec<String>,
+    pub metrics_access: MetricsAccess,
     /// TLS certificate and key; `None` serves plain HTTP.
     pub tls: Option<TlsFiles>,
     pub grammar: GrammarConfig,
+}
+
+/// Access to `/metrics` if API keys are configured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MetricsAccess {
+    /// Everyone.
+    Open,
+    /// Clients with an API key.
+    Key,
 }
 
 /// Options of constrained output.

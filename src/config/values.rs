@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use toml::Value;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 
 pub(super) fn string(value: &Value) -> Result<String, String> {
     value.as_str().map(str::to_string).ok_or_else(|| "expected a string".to_string())
@@ -66,6 +67,25 @@ pub(super) fn origins(value: &Value) -> Result<Vec<String>, String> {
         return Err("\"*\" allows every origin and must be the only entry".to_string());
     }
     Ok(origins)
+}
+
+/// Parses a list of host names, or "*" alone.
+pub(super) fn hosts(value: &Value) -> Result<Vec<String>, String> {
+    let hosts = strings(value, host)?;
+    if hosts.len() > 1 && hosts.iter().any(|host| host == "*") {
+        return Err("\"*\" allows every host and must be the only entry".to_string());
+    }
+    Ok(hosts)
+}
+
+fn host(host: &str) -> Result<(), String> {
+    let name = host.strip_prefix("*.").unwrap_or(host);
+    let is_name = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
+    if host == "*" || !name.is_empty() && name.chars().all(is_name) {
+        return Ok(());
+    }
+    Err("a host must be \"*\" or a name without port, like \"llm.example.com\" or \"*.example.com\""
+        .to_string())
 }
 
 fn origin(origin: &str) -> Result<(), String> {
@@ -239,7 +259,23 @@ fn is_finite(value: &Value) -> bool {
     }
 }
 
+/// Parses a level or filter directives. A word alone must be a level: as the name of a target it would be
+/// valid, and turn the rest of the log off.
 pub(super) fn log_level(value: &Value) -> Result<String, String> {
-    let level = non_empty_string(value)?;
-    EnvFilter::try_new(&level).map(|_| level).map_err(|e| e.to_string())
+    let text = non_empty_string(value)?;
+    let directives: Vec<_> = text.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
+    for part in &directives {
+        let is_word = !part.contains(['=', '[', ':']);
+        if is_word && part.parse::<LevelFilter>().is_err() {
+            return Err(format!(
+                "\"{part}\" is not a level: expected error, warn, info, debug, trace or off; for a target, \
+                 write \"{part}=LEVEL\""
+            ));
+        }
+    }
+    if directives.is_empty() {
+        return Err("names no level".to_string());
+    }
+    let level = directives.join(",");
+    EnvFilter::try_new(&level).map(|_| level).map_err(|error| error.to_string())
 }

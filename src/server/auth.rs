@@ -1,10 +1,12 @@
-//! Authorization of requests: API keys, and the origins whose web pages may send requests.
+//! Authorization of requests: host names, API keys, and the origins whose web pages may send requests.
 //!
 //! Invariant: keys are compared in constant time, and none reaches a log or a response.
 
 use super::App;
 use super::error::ApiError;
-use crate::config::ApiKeys;
+use super::failed_keys::FailedKeys;
+use super::hosts::AllowedHosts;
+use crate::config::{ApiKeys, MetricsAccess};
 use actix_cors::Cors;
 use actix_web::body::MessageBody;
 use actix_web::dev::{ServiceRequest, ServiceResponse};
@@ -13,14 +15,13 @@ use actix_web::http::header::{
     AUTHORIZATION, HOST, HeaderMap, HeaderValue, ORIGIN, RETRY_AFTER, WWW_AUTHENTICATE,
 };
 use actix_web::middleware::{Condition, Next};
-use actix_web::{Error, ResponseError, web};
+use actix_web::{Error, HttpResponse, ResponseError, rt, web};
 use anyhow::{Result, ensure};
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::{PoisonError, RwLock};
+use std::time::Instant;
 use subtle::{Choice, ConstantTimeEq};
-
-/// Paths without authorization, for load balancers and metric scrapers; they reveal nothing about requests.
-const OPEN_PATHS: [&str; 2] = ["/health", "/metrics"];
 
 /// Maximum time for which a browser may cache the result of a preflight, in seconds.
 const PREFLIGHT_MAX_AGE_S: usize = 3600;
@@ -28,8 +29,8 @@ const PREFLIGHT_MAX_AGE_S: usize = 3600;
 /// Maximum length of a key in bytes.
 const KEY_BYTES_MAX: usize = 256;
 
-/// The accepted API keys. Without any, all requests are accepted.
-pub struct Keys(Vec<PaddedKey>);
+/// The accepted API keys, which can be replaced. Without any, all requests are accepted.
+pub struct Keys(RwLock<Vec<PaddedKey>>);
 
 impl Keys {
     /// Creates the set of accepted keys. An error names a key that is too long by its position.
@@ -37,24 +38,36 @@ impl Keys {
         for (i, key) in keys.0.iter().enumerate() {
             ensure!(key.len() <= KEY_BYTES_MAX, "API key {} is longer than {KEY_BYTES_MAX} bytes", i + 1);
         }
-        Ok(Keys(keys.0.iter().map(|key| PaddedKey::new(key.as_bytes())).collect()))
+        Ok(Keys(RwLock::new(keys.0.iter().map(|key| PaddedKey::new(key.as_bytes())).collect())))
+    }
+
+    /// Accepts the keys of `other` from now on, in the place of these.
+    pub fn replace(&self, other: Keys) {
+        let keys = other.0.into_inner().unwrap_or_else(PoisonError::into_inner);
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = keys;
+    }
+
+    /// Returns the number of keys.
+    pub fn count(&self) -> usize {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).len()
     }
 
     fn accept(&self, headers: &HeaderMap) -> bool {
-        self.0.is_empty() || headers.get(AUTHORIZATION).and_then(bearer).is_some_and(|key| self.contains(key))
+        self.count() == 0 || shown_key(headers).is_some_and(|key| self.contains(key))
     }
 
     /// Returns whether a key is among the accepted ones. Compares every key in full, for constant time.
     fn contains(&self, key: &[u8]) -> bool {
         let given = PaddedKey::new(key);
-        let found = self.0.iter().map(|key| key.ct_eq(&given));
+        let keys = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let found = keys.iter().map(|key| key.ct_eq(&given));
         found.fold(Choice::from(0), |any, found| any | found).into()
     }
 }
 
 impl fmt::Debug for Keys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Keys({})", self.0.len())
+        write!(f, "Keys({})", self.count())
     }
 }
 
@@ -80,35 +93,67 @@ impl ConstantTimeEq for PaddedKey {
     }
 }
 
+/// Returns the key that a request shows.
+fn shown_key(headers: &HeaderMap) -> Option<&[u8]> {
+    headers.get(AUTHORIZATION).and_then(bearer)
+}
+
 /// Returns the key of a `Bearer KEY` header.
 fn bearer(header: &HeaderValue) -> Option<&[u8]> {
     let (scheme, key) = header.as_bytes().split_at_checked("Bearer ".len())?;
     scheme.eq_ignore_ascii_case(b"Bearer ").then(|| key.trim_ascii())
 }
 
-/// Middleware that rejects requests without a valid key with 401, except on the open paths. If no keys are
-/// configured, it rejects cross-origin POST requests with 403: a browser sends them for any page that its
-/// user visits.
+/// The rules that [`authorize`] applies, beside the configuration.
+#[derive(Debug)]
+pub struct Rules {
+    pub keys: web::Data<Keys>,
+    pub hosts: AllowedHosts,
+    pub failed: FailedKeys,
+}
+
+/// Middleware that rejects requests for other hosts with 403, and those without a valid key with 401, except
+/// on the open paths. If no keys are configured, it rejects cross-origin POST requests with 403: a browser
+/// sends them for any page that its user visits.
 pub async fn authorize(
     app: web::Data<App>,
-    keys: web::Data<Keys>,
+    rules: web::Data<Rules>,
     request: ServiceRequest,
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<impl MessageBody>, Error> {
-    let is_cross_origin_post = request.method() == Method::POST && is_cross_origin(request.headers());
-    if keys.0.is_empty()
-        && is_cross_origin_post
-        && !is_allowed_origin(&app.config.cors_origins, request.headers())
-    {
-        let response = ApiError::cross_origin().error_response();
-        return Ok(request.into_response(response).map_into_right_body());
+    match refusal(&app, &rules, &request).await {
+        None => Ok(next.call(request).await?.map_into_left_body()),
+        Some(response) => Ok(request.into_response(response).map_into_right_body()),
     }
-    if OPEN_PATHS.contains(&request.path()) || keys.accept(request.headers()) {
-        return Ok(next.call(request).await?.map_into_left_body());
+}
+
+/// Returns the response to a request that is refused.
+async fn refusal(app: &App, rules: &Rules, request: &ServiceRequest) -> Option<HttpResponse> {
+    let (keys, headers) = (&rules.keys, request.headers());
+    if let Some(host) = rules.hosts.find_refused(headers) {
+        let host = String::from_utf8_lossy(host.as_bytes());
+        return Some(ApiError::host_not_allowed(&host).error_response());
+    }
+    let is_cross_origin_post = request.method() == Method::POST && is_cross_origin(headers);
+    if keys.count() == 0 && is_cross_origin_post && !is_allowed_origin(&app.config.cors_origins, headers) {
+        return Some(ApiError::cross_origin().error_response());
+    }
+    if is_open(request.path(), app.config.metrics_access) || keys.accept(headers) {
+        return None;
+    }
+    // Without a key, nothing is guessed.
+    if let (Some(_), Some(peer)) = (shown_key(headers), request.peer_addr()) {
+        rt::time::sleep(rules.failed.delay(peer.ip(), Instant::now())).await;
     }
     let mut response = ApiError::unauthorized().error_response();
     response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-    Ok(request.into_response(response).map_into_right_body())
+    Some(response)
+}
+
+/// Returns whether a path needs no key: it is for load balancers and metric scrapers, and reveals nothing
+/// about requests.
+fn is_open(path: &str, metrics: MetricsAccess) -> bool {
+    path == "/health" || path == "/metrics" && metrics == MetricsAccess::Open
 }
 
 /// Returns whether the request's origin is allowed by the configuration.

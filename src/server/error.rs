@@ -16,6 +16,9 @@ use std::time::Duration;
 /// Code of errors about unknown fields.
 const UNKNOWN_PARAMETER: &str = "unknown_parameter";
 
+/// Maximum number of characters of a client's name for the server in an error message.
+const NAME_CHARS_MAX: usize = 253;
+
 /// An error response: status and error object.
 #[derive(Clone, Debug)]
 pub struct ApiError {
@@ -140,6 +143,14 @@ impl ApiError {
     pub fn cross_origin() -> ApiError {
         let message = "cross-origin requests are allowed only from the origins in server.cors_origins";
         ApiError::new(StatusCode::FORBIDDEN, "origin_not_allowed", message)
+    }
+
+    /// 403: the server does not answer under this name.
+    pub fn host_not_allowed(host: &str) -> ApiError {
+        let host: String = host.chars().take(NAME_CHARS_MAX).collect();
+        let message =
+            format!("requests for the host '{host}' are not allowed; server.allowed_hosts can allow it");
+        ApiError::new(StatusCode::FORBIDDEN, "host_not_allowed", message)
     }
 
     /// 404: the path does not exist. `endpoints` are those of the served model.

@@ -8,6 +8,7 @@ use super::{App, wire};
 use crate::actors::speculation::SpeculationSetup;
 use crate::actors::{ModelInfo, PromptingDefaults};
 use crate::request::DraftSource;
+use crate::telemetry;
 use actix_web::{HttpResponse, web};
 use metrics_exporter_prometheus::PrometheusHandle;
 
@@ -63,11 +64,13 @@ pub async fn health(app: web::Data<App>) -> HttpResponse {
         (_, _, true) => (HttpResponse::ServiceUnavailable(), "stalled"),
         (false, false, false) => (HttpResponse::Ok(), "ok"),
     };
-    response.json(wire::Health { status: word })
+    let dropped = Some(telemetry::dropped_log_lines()).filter(|dropped| *dropped > 0);
+    response.json(wire::Health { status: word, log_lines_dropped: dropped })
 }
 
 /// Handles `GET /metrics`.
 pub async fn metrics(metrics: web::Data<PrometheusHandle>) -> HttpResponse {
+    telemetry::LOG_LINES_DROPPED.counter().absolute(telemetry::dropped_log_lines());
     let text = "text/plain; version=0.0.4; charset=utf-8";
     HttpResponse::Ok().content_type(text).body(metrics.render())
 }

@@ -4,22 +4,27 @@
 //! accepted; after the second the server only waits until error responses have reached the clients.
 
 use super::access::track_request;
-use super::auth::{Keys, authorize, cors};
+use super::auth::{Keys, Rules, authorize, cors};
+use super::failed_keys::FailedKeys;
+use super::hosts::AllowedHosts;
 use super::routes::routes;
-use super::{App, ServeParts, tls};
+use super::tls::{self, Certificate};
+use super::{App, ServeParts};
 use crate::config::ServerConfig;
 use crate::telemetry;
 use actix_web::dev::Server as HttpServerRun;
 use actix_web::middleware::from_fn;
 use actix_web::rt::net::TcpSocket;
 use actix_web::{HttpServer, rt, web};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use metrics_exporter_prometheus::PrometheusHandle;
 #[cfg(target_os = "linux")]
 use socket2::SockRef;
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
+use std::thread::Builder;
 use std::time::Duration;
 use tokio::select;
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -45,31 +50,42 @@ const BACKLOG: u32 = 2048;
 pub struct BoundServer {
     config: ServerConfig,
     sockets: Vec<TcpSocket>,
-    keys: Keys,
-    tls: Option<rustls::ServerConfig>,
+    keys: web::Data<Keys>,
+    certificate: Option<Arc<Certificate>>,
 }
 
 impl BoundServer {
     /// Binds the configured address and reads keys and certificate. Must be called within an actix system.
     pub fn bind(config: ServerConfig) -> Result<BoundServer> {
-        let keys = Keys::new(&config.load_api_keys()?)?;
-        let tls = config.tls.as_ref().map(tls::server_config).transpose()?;
+        check_workers(config.workers)?;
+        let keys = web::Data::new(Keys::new(&config.load_api_keys()?)?);
+        let certificate = config.tls.as_ref().map(Certificate::read).transpose()?.map(Arc::new);
         let sockets = bind_sockets(&config).with_context(|| listen_error(&config))?;
-        Ok(BoundServer { config, sockets, keys, tls })
+        Ok(BoundServer { config, sockets, keys, certificate })
+    }
+
+    /// Returns a handle that reads keys and certificate again.
+    pub fn reloader(&self) -> Reloader {
+        let BoundServer { config, keys, certificate, .. } = self;
+        Reloader { config: config.clone(), keys: keys.clone(), certificate: certificate.clone() }
     }
 
     /// Starts to listen, for the engine of `parts`. Must be called within an actix system.
     pub fn serve(self, parts: ServeParts) -> Result<Server> {
-        let BoundServer { config, sockets, keys, tls } = self;
+        let BoundServer { config, sockets, keys, certificate } = self;
+        let tls = certificate.map(tls::server_config).transpose()?;
+        let addresses: Vec<_> = sockets.iter().flat_map(TcpSocket::local_addr).collect();
+        let hosts = AllowedHosts::new(&config, &addresses);
+        let rules = web::Data::new(Rules { keys, hosts, failed: FailedKeys::default() });
         let metrics = telemetry::install(None);
         let app = web::Data::new(App::new(parts, config.clone()));
-        let (data, origins, keys) = (app.clone(), config.cors_origins.clone(), web::Data::new(keys));
+        let (data, origins) = (app.clone(), config.cors_origins.clone());
         let shown = web::Data::new(metrics.clone());
         // The last middleware sees requests first: rejected ones have a request id, and CORS headers too.
         let new_app = move || {
             actix_web::App::new()
                 .app_data(data.clone())
-                .app_data(keys.clone())
+                .app_data(rules.clone())
                 .app_data(shown.clone())
                 .wrap(from_fn(authorize))
                 .wrap(cors(&origins))
@@ -98,8 +114,58 @@ impl BoundServer {
     }
 }
 
+/// Reads the API keys of the key file, the certificate and its key again.
+pub struct Reloader {
+    config: ServerConfig,
+    keys: web::Data<Keys>,
+    certificate: Option<Arc<Certificate>>,
+}
+
+impl Reloader {
+    /// Replaces keys and certificate by those that the files have now. Later requests need one of these keys,
+    /// and later connections get this certificate. If a file has an error, nothing is replaced.
+    pub fn reload(&self) -> Result<()> {
+        let keys = Keys::new(&self.config.load_api_keys()?)?;
+        let read = self.config.tls.as_ref().map(Certificate::read).transpose()?;
+        self.keys.replace(keys);
+        if let (Some(current), Some(read)) = (&self.certificate, read) {
+            current.replace(read);
+        }
+        info!(
+            api_keys = self.keys.count(),
+            tls = self.certificate.is_some(),
+            "keys and certificate reloaded"
+        );
+        Ok(())
+    }
+}
+
 fn listen_error(config: &ServerConfig) -> String {
-    format!("cannot listen on {}:{}", config.host, config.port)
+    format!("cannot listen on {}:{} (server.host, server.port)", config.host, config.port)
+}
+
+/// Fails if there cannot be so many workers: each takes a thread and an event loop with its file descriptors.
+/// The workers' own start would panic.
+fn check_workers(workers: usize) -> Result<()> {
+    let begun = (0..workers).map(|_| {
+        let (held, holder) = mpsc::channel::<()>();
+        let built = mpsc::channel();
+        let thread = Builder::new().spawn(move || {
+            let event_loop = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            _ = built.0.send(event_loop.as_ref().map(|_| ()).map_err(|error| error.to_string()));
+            // Until all of them are there.
+            _ = holder.recv();
+        });
+        let thread = thread.map_err(|error| error.to_string())?;
+        built.1.recv().unwrap_or_else(|_| Err("a thread has failed".into())).map(|()| (held, thread))
+    });
+    let begun: Result<Vec<_>, String> = begun.collect();
+    let failed = |reason| anyhow!("server.workers = {workers}: cannot start so many workers: {reason}");
+    for (held, thread) in begun.map_err(failed)? {
+        drop(held);
+        _ = thread.join();
+    }
+    Ok(())
 }
 
 /// Binds a socket to each address of the configured host. Fails only if none can be bound.

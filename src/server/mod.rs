@@ -14,6 +14,10 @@ pub mod auth;
 
 pub mod tls;
 
+mod failed_keys;
+
+mod hosts;
+
 mod routes;
 
 mod respond;

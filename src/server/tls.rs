@@ -1,32 +1,59 @@
-//! TLS configuration of the listener, from two PEM files.
+//! TLS configuration of the listener, from two PEM files, which can be read again.
 //!
-//! Invariant: errors are reported at startup and name the file, but never contain key data.
+//! Invariant: errors are reported when the files are read and name the file, but never contain key data.
 
 use crate::config::TlsFiles;
 use anyhow::{Context, Result, anyhow, bail};
 use rustls::crypto::ring;
 use rustls::pki_types::pem::{Error as PemError, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
 use rustls::{Error, ServerConfig};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
-/// Reads the certificate and the key and returns the server configuration for TLS 1.2 and 1.3.
-pub fn server_config(files: &TlsFiles) -> Result<ServerConfig> {
-    let (chain, key) = (certificates(&files.cert)?, private_key(&files.key)?);
-    let (cert_file, key_file) = (files.cert.display(), files.key.display());
-    ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .context("TLS cannot be set up")?
-        .with_no_client_auth()
-        .with_single_cert(chain, key)
-        .map_err(|error| match error {
+/// The certificate with its key that new connections get. It can be replaced.
+#[derive(Debug)]
+pub struct Certificate(RwLock<Arc<CertifiedKey>>);
+
+impl Certificate {
+    /// Reads the certificate and the key.
+    pub fn read(files: &TlsFiles) -> Result<Certificate> {
+        let chain = certificates(&files.cert).context("server.tls_cert")?;
+        let key = private_key(&files.key).context("server.tls_key")?;
+        let (cert_file, key_file) = (files.cert.display(), files.key.display());
+        let certified = CertifiedKey::from_der(chain, key, &ring::default_provider());
+        let certified = certified.map_err(|error| match error {
             Error::InconsistentKeys(_) => {
                 anyhow!("{key_file}: the private key does not match the certificate in {cert_file}")
             }
             Error::InvalidCertificate(error) => anyhow!("{cert_file}: the certificate is invalid: {error:?}"),
             error => anyhow!("{key_file}: the private key cannot be used with {cert_file}: {error}"),
-        })
+        })?;
+        Ok(Certificate(RwLock::new(Arc::new(certified))))
+    }
+
+    /// Gives new connections the certificate of `other` from now on.
+    pub fn replace(&self, other: Certificate) {
+        let certified = other.0.into_inner().unwrap_or_else(PoisonError::into_inner);
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = certified;
+    }
+}
+
+impl ResolvesServerCert for Certificate {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.0.read().unwrap_or_else(PoisonError::into_inner).clone())
+    }
+}
+
+/// Returns the server configuration for TLS 1.2 and 1.3 with a certificate.
+pub fn server_config(certificate: Arc<Certificate>) -> Result<ServerConfig> {
+    Ok(ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .context("TLS cannot be set up")?
+        .with_no_client_auth()
+        .with_cert_resolver(certificate))
 }
 
 /// Reads the certificate chain, in the file's order.
@@ -90,7 +117,7 @@ mod tests {
         }
         let files =
             |cert: &str, key: &str| TlsFiles { cert: folder.path().join(cert), key: folder.path().join(key) };
-        assert!(server_config(&files("cert", "key")).is_ok());
+        assert!(server_config(Arc::new(Certificate::read(&files("cert", "key")).unwrap())).is_ok());
         for (cert, key, parts) in [
             ("missing", "key", ["cannot read", "missing"]),
             ("cert", "missing", ["cannot read", "missing"]),
@@ -102,7 +129,7 @@ mod tests {
             ("cert", "broken", ["broken: ", "key is invalid"]),
             ("junk", "key", ["junk: ", "the certificate is invalid"]),
         ] {
-            let error = format!("{:#}", server_config(&files(cert, key)).unwrap_err());
+            let error = format!("{:#}", Certificate::read(&files(cert, key)).unwrap_err());
             assert!(parts.iter().all(|part| error.contains(part)), "{cert} {key}: {error}");
         }
     }

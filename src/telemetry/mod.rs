@@ -5,10 +5,10 @@
 //! Invariant: only metrics of `METRICS` are recorded, and all of them are described to the recorder.
 
 mod log;
-
+mod log_writer;
 mod metric;
 
-pub use log::{milliseconds, start_log};
+pub use log::{dropped_log_lines, flush_log, milliseconds, start_log, write_line};
 pub use metric::{Metric, MetricKind};
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
@@ -349,6 +349,12 @@ pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
     "Answered HTTP requests. Unknown paths count as \"other\".",
 )
 .labelled(&[("method", &[]), ("path", &[]), ("status", &[])]);
+pub(crate) static LOG_LINES_DROPPED: Metric = Metric::new(
+    "mainstem_log_lines_dropped_total",
+    Counter,
+    "lines",
+    "Lines of the log that were not written, because stderr is closed or full, or its reader is too slow.",
+);
 
 /// All metrics, in the order of the documentation.
 pub static METRICS: &[&Metric] = &[
@@ -400,6 +406,7 @@ pub static METRICS: &[&Metric] = &[
     &WASTED_ROWS,
     &DEVICE_RESTARTS,
     &HTTP_REQUESTS,
+    &LOG_LINES_DROPPED,
 ];
 
 /// Installs the process's recorder at the first call; later calls return the same handle. The caller must

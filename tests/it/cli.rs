@@ -40,13 +40,10 @@ fn a_wrong_setting_is_reported_where_it_was_set() {
     std::fs::write(&file, "[server]\nport = 1\n\n[kv]\ntyp = \"f32\"\n").expect("it can be written");
     let file = file.display().to_string();
     let in_file = format!("{file}:5: there is no key 'kv.typ'; did you mean 'kv.type'?");
-    let no_variable = "environment variable MAINSTEM_SERVER_PROT: there is no such setting; \
-                       did you mean MAINSTEM_SERVER_PORT?";
     let variable = "environment variable MAINSTEM_SERVER_PORT: server.port = 70000: must be from 0 to 65535";
     let flag = "command line: server.tls_key = \"key.pem\": requires server.tls_cert";
     assert_refused(&[], &["--config", &file], 1, &in_file);
     assert_refused(&[("MAINSTEM_CONFIG", &file)], &[], 1, &in_file);
-    assert_refused(&[("MAINSTEM_SERVER_PROT", "1")], &[], 1, no_variable);
     assert_refused(&[("MAINSTEM_SERVER_PORT", "70000")], &[], 1, variable);
     assert_refused(&[("MAINSTEM_SERVER_TLS_KEY", "other.pem")], &["--tls-key", "key.pem"], 2, flag);
 }
@@ -161,10 +158,55 @@ fn an_absurd_number_of_layers_is_refused_at_little_cost() {
     }
 }
 
+/// Others may set variables that begin like those of the program.
+#[test]
+fn a_foreign_variable_is_a_warning() {
+    let output = mainstem_in(&[("MAINSTEM_SERVICE_PORT", "tcp://10.0.0.1:80")], &["inspect", "demo"]);
+    let stderr_text = stderr_text(&output);
+    assert!(output.status.success(), "{stderr_text}");
+    let warning = "environment variable MAINSTEM_SERVICE_PORT: there is no such setting; did you mean";
+    assert!(stderr_text.contains("WARN") && stderr_text.contains(warning), "{stderr_text}");
+}
+
+/// Sizes beyond what the process may have are an error of their settings, not an abort or a panic.
+#[test]
+fn what_the_process_may_not_have_is_refused_by_its_setting() {
+    for (limit, flags, named) in [
+        ("ulimit -v 4000000", "--slots 4096 --token-budget 16777216", "scheduler.token_budget"),
+        ("ulimit -n 100", "--workers 100", "server.workers = 100: cannot start so many workers"),
+    ] {
+        let limited = format!("{limit}; exec \"$0\" serve demo --port 0 --threads 2 {flags}");
+        let output = alone("sh").args(["-c", &limited, env!("CARGO_BIN_EXE_mainstem")]).output();
+        let output = output.expect("the shell starts");
+        let stderr_text = stderr_text(&output);
+        assert_eq!(output.status.code(), Some(1), "{flags}: {stderr_text}");
+        let lines = stderr_text.lines().filter(|line| line.starts_with("error: ")).count();
+        assert!(lines == 1 && stderr_text.contains(named), "{flags}: {stderr_text}");
+        assert!(!stderr_text.contains("panicked"), "{stderr_text}");
+    }
+}
+
+#[test]
+fn errors_of_files_and_hosts_name_their_setting() {
+    let missing = fixture("nothing").display().to_string();
+    for (flags, named) in [
+        ([missing.as_str(), "--threads", "1"], "model.path: cannot open the model"),
+        (["demo", "--spec", &missing], "model.spec: cannot read"),
+        (["demo", "--chat-template", &missing], "model.chat_template: cannot read"),
+        (["demo", "--host", "192.0.2.1"], "(server.host, server.port)"),
+        (["demo", "--kv-size", "1B"], "kv.size"),
+    ] {
+        let output = mainstem(&[&["serve", "--port", "0"], &flags[..]].concat());
+        let stderr_text = stderr_text(&output);
+        assert_eq!(output.status.code(), Some(1), "{stderr_text}");
+        assert!(stderr_text.contains(named), "{flags:?}: {stderr_text}");
+    }
+}
+
 /// The environment of the user who runs the tests does not affect them.
 #[test]
 fn nobodys_environment_is_heard() {
-    let variables = [("MAINSTEM_SERVER_PROT", "1"), ("MAINSTEM_CONFIG", "/nowhere"), ("HF_ENDPOINT", "none")];
+    let variables = [("MAINSTEM_SERVER_PORT", "x"), ("MAINSTEM_CONFIG", "/nowhere"), ("HF_ENDPOINT", "none")];
     again("cli::a_model_that_is_not_there_is_named", &variables);
 }
 

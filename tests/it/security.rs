@@ -15,14 +15,14 @@ use std::thread::JoinHandle;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 /// A server on its own thread, shut down on drop.
-struct Served {
-    address: SocketAddr,
+pub struct Served {
+    pub address: SocketAddr,
     stops: UnboundedSender<()>,
     thread: Option<JoinHandle<ShutdownOutcome>>,
 }
 
 impl Served {
-    fn with(configure: impl FnOnce(&mut ServerConfig)) -> Served {
+    pub fn with(configure: impl FnOnce(&mut ServerConfig)) -> Served {
         let mut config = Config::load(None, Overrides::default()).expect("the defaults are valid").server;
         config.port = 0;
         config.workers = 1;
@@ -42,7 +42,7 @@ impl Served {
         Served { address, stops, thread: Some(thread) }
     }
 
-    fn connect(&self) -> TcpStream {
+    pub fn connect(&self) -> TcpStream {
         let stream = TcpStream::connect(self.address).expect("the server accepts");
         stream.set_read_timeout(Some(PATIENCE)).expect("a timeout can be set");
         stream
@@ -65,7 +65,7 @@ impl Served {
         Answer { head: head.to_ascii_lowercase(), body: body.to_string() }
     }
 
-    fn get(&self, path: &str, headers: &[&str]) -> Answer {
+    pub fn get(&self, path: &str, headers: &[&str]) -> Answer {
         self.ask("GET", path, headers, "")
     }
 }
@@ -80,14 +80,14 @@ impl Drop for Served {
     }
 }
 
-struct Answer {
+pub struct Answer {
     /// In lower case.
-    head: String,
-    body: String,
+    pub head: String,
+    pub body: String,
 }
 
 impl Answer {
-    fn status(&self) -> u16 {
+    pub fn status(&self) -> u16 {
         self.head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status")
     }
 
@@ -100,7 +100,7 @@ impl Answer {
     }
 }
 
-fn keys(keys: &[&str]) -> ApiKeys {
+pub fn keys(keys: &[&str]) -> ApiKeys {
     ApiKeys(keys.iter().map(|key| key.to_string()).collect())
 }
 
@@ -209,21 +209,29 @@ fn any_page_may_read_where_that_is_wanted_and_none_where_nothing_is() {
 }
 
 /// A self-signed certificate for localhost, and its key.
-struct Identity {
+pub struct Identity {
     folder: PathBuf,
 }
 
 impl Identity {
-    fn new() -> Identity {
-        let folder = std::env::temp_dir().join(format!("mainstem-{}-tls", std::process::id()));
+    /// Creates one in a folder whose name ends in `name`, which must be unique among the tests.
+    pub fn new(name: &str) -> Identity {
+        let folder = std::env::temp_dir().join(format!("mainstem-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&folder).expect("a temporary folder");
+        let identity = Identity { folder };
+        identity.renew();
+        identity
+    }
+
+    /// Replaces certificate and key by new ones.
+    pub fn renew(&self) {
+        let folder = &self.folder;
         let made = rcgen::generate_simple_self_signed(["localhost".to_string()]).expect("a certificate");
         std::fs::write(folder.join("cert.pem"), made.cert.pem()).expect("it can be written");
         std::fs::write(folder.join("key.pem"), made.signing_key.serialize_pem()).expect("it can be written");
-        Identity { folder }
     }
 
-    fn files(&self) -> TlsFiles {
+    pub fn files(&self) -> TlsFiles {
         TlsFiles { cert: self.folder.join("cert.pem"), key: self.folder.join("key.pem") }
     }
 }
@@ -235,7 +243,7 @@ impl Drop for Identity {
 }
 
 /// Returns a client that trusts `roots` and resolves localhost to `address`.
-fn client(roots: &[CertificateDer<'static>], address: SocketAddr) -> ureq::Agent {
+pub fn client(roots: &[CertificateDer<'static>], address: SocketAddr) -> ureq::Agent {
     let mut store = rustls::RootCertStore::empty();
     store.add_parsable_certificates(roots.iter().cloned());
     let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -250,7 +258,7 @@ fn client(roots: &[CertificateDer<'static>], address: SocketAddr) -> ureq::Agent
 
 #[test]
 fn tls_is_spoken_with_who_trusts_the_certificate_and_with_nobody_else() {
-    let identity = Identity::new();
+    let identity = Identity::new("tls");
     let files = identity.files();
     let cert = CertificateDer::from_pem_file(&files.cert).expect("the certificate is read back");
     let served = Served::with(|config| config.tls = Some(files));

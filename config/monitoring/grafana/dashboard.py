@@ -301,6 +301,11 @@ ROWS = {
             "none",
             [("restarts", f"sum(increase({series('mainstem_device_restarts_total')}[$__rate_interval]))")],
         ),
+        graph(
+            "Log lines that were not written",
+            "none",
+            [("lines", f"sum(increase({series('mainstem_log_lines_dropped_total')}[$__rate_interval]))")],
+        ),
     ],
 }
 

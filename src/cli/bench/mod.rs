@@ -19,7 +19,7 @@ mod suite;
 use super::flags::{ConfigFlags, MODEL_HELP, SpeculationFlags};
 use super::plan::load_with_several_devices;
 use super::start::merge_reports;
-use super::{INTERRUPTED, spinner};
+use super::{INTERRUPTED, start_log};
 use crate::actors::device::ExecutorFactory;
 use crate::actors::{Engine, EngineSetup, engine};
 use crate::config::{Config, ConfigError, ConfigSource, Overrides};
@@ -127,7 +127,7 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
         true => load_with_several_devices(file.as_deref(), flags)?.0,
         false => Config::from_process(file.as_deref(), flags)?,
     };
-    telemetry::start_log(&config.log, || spinner::Stderr);
+    start_log(&config)?;
     // Opened first, so that an unwritable file fails before the measurement.
     let mut to: Box<dyn Write> = match &run.output {
         Some(path) => {

@@ -7,8 +7,8 @@ mod report;
 mod text;
 
 use super::flags::{ConfigFlags, MODEL_HELP, SpeculationFlags};
-use super::spinner::{self, Spinner};
-use super::{print, start, to_json};
+use super::spinner::Spinner;
+use super::{print, start, start_log, to_json};
 use crate::actors::PromptingDefaults;
 use crate::actors::engine::{EngineSetup, available_memory};
 use crate::actors::prompting_defaults::endpoints;
@@ -17,12 +17,11 @@ use crate::formats::{GenerationConfig, HubConfig, PoolingConfig, sampling_keys};
 use crate::model::TensorRecord;
 use crate::model::executor::{ExecutorReport, page_bytes};
 use crate::model::provenance::{Origin, Provenance};
-use crate::model::source::{ModelRef, ModelSource, SourceKind};
+use crate::model::source::{ModelSource, SourceKind};
 use crate::model::spec::{Kind, MlpSpec, ModelSpec, TensorPart, TensorSlice};
 use crate::model::tensor_slices;
 use crate::model::tensors;
 use crate::planner::DeviceAssignment;
-use crate::telemetry;
 use anyhow::{Context, Result};
 use clap::{Args, ValueHint};
 pub use report::{
@@ -81,7 +80,7 @@ impl InspectArgs {
 /// Inspects the configured model and prints the result.
 pub fn run(args: InspectArgs) -> Result<()> {
     let (config, output) = args.config()?;
-    telemetry::start_log(&config.log, || spinner::Stderr);
+    start_log(&config)?;
     let inspection = Inspection::inspect(config)?;
     let text = match output.json {
         true => to_json(&inspection),
@@ -96,7 +95,7 @@ impl Inspection {
     pub fn inspect(mut config: Config) -> Result<Inspection> {
         config.model = start::fetch_model(config.model, &config.hub)?;
         config.speculation = start::fetch_draft(config.speculation, &config.hub)?;
-        let model = ModelRef::parse(&config.model.path)?;
+        let model = start::configured_model(&config.model)?;
         let _spinner = Spinner::start("opening the model");
         let mut source = start::open_source(&model, &config.model)?;
         let tokenizer = start::open_tokenizer(&source);

@@ -10,10 +10,9 @@ mod stats;
 
 use super::evaluation::{Chunk, Evaluator, progress_bar};
 use super::flags::{ConfigFlags, MODEL_HELP};
-use super::{INTERRUPTED, print, spinner};
+use super::{INTERRUPTED, print, start_log};
 use crate::config::{Config, ConfigError, ConfigSource, Overrides};
 use crate::quantize::WeightRules;
-use crate::telemetry;
 use actix_web::rt::System;
 use anyhow::{Context, Error, Result};
 use clap::{Args, ValueHint};
@@ -97,7 +96,7 @@ fn parse_against(text: &str) -> Result<ReferenceWeights, String> {
 pub fn run(args: PerplexityArgs) -> Result<ExitCode> {
     let (options, file, flags) = args.layers();
     let config = Config::from_process(file.as_deref(), flags)?;
-    telemetry::start_log(&config.log, || spinner::Stderr);
+    start_log(&config)?;
     let report = System::new().block_on(measure(&options, config))?;
     let text = if options.json { report.json() } else { report.table() };
     print("report", &text)?;

@@ -9,7 +9,7 @@ mod table;
 use super::escape::one_line;
 use super::flags::{MODEL_HELP, PartitionFlags};
 use super::start::measure;
-use super::{print, spinner, start, to_json};
+use super::{print, spinner, start, start_log, to_json};
 use crate::config::{
     Config, ConfigError, ConfigSource, DeviceConfig, DeviceName, Overrides, format_groups, parse_bytes,
     parse_duration,
@@ -19,7 +19,6 @@ use crate::planner::strategies::{Strategy, strategies};
 use crate::planner::{
     Device, DeviceCapacity, Forecast, Hardware, Link, PartitionError, Workload, forecast, split,
 };
-use crate::telemetry;
 use anyhow::Result;
 use clap::{Args, ValueHint};
 use model::PlannedModel;
@@ -85,7 +84,7 @@ pub struct PlanArgs {
 /// Computes the plan and prints it.
 pub fn run(args: PlanArgs) -> Result<()> {
     let (options, config) = args.options()?;
-    telemetry::start_log(&config.log, || spinner::Stderr);
+    start_log(&config)?;
     let plan = PartitionPlan::new(&options, config)?;
     let text = match options.json {
         true => to_json(&plan),

@@ -34,7 +34,7 @@ impl PlannedModel {
         if let Some(text) = shape {
             return Ok(PlannedModel { shape: parse_shape(text, config.kv.ty)?, source: None });
         }
-        let model = ModelRef::parse(&config.model.path)?;
+        let model = start::configured_model(&config.model)?;
         if let ModelRef::Synthetic(shape) = &model {
             return Ok(PlannedModel { shape: model_shape(shape, config.kv.ty)?, source: None });
         }

@@ -7,7 +7,7 @@ use crate::cli::evaluation::{self, Chunk, Chunking, DEFAULT_CONTEXT, Evaluator};
 use crate::cli::start;
 use crate::config::{Config, ModelConfig};
 use crate::model::progress::Progress;
-use crate::model::source::{ModelRef, ModelSource};
+use crate::model::source::ModelSource;
 use crate::quantize::WeightRules;
 use crate::quantize::{ImportanceMatrix, Observations};
 use crate::text::Tokenizer;
@@ -44,7 +44,7 @@ impl Calibration {
     pub fn prepare(&self, config: &Config, progress: &Arc<Progress>) -> Result<PreparedCalibration> {
         let text = evaluation::read_text(&self.text)?;
         let config = stored_model_config(config);
-        let mut source = start::open_source(&ModelRef::parse(&config.model.path)?, &config.model)?;
+        let mut source = start::open_source(&start::configured_model(&config.model)?, &config.model)?;
         evaluation::check_decoder_only(&source, "calibration supports")?;
         let tokenizer = Arc::new(start::open_tokenizer(&source)?);
         let context = DEFAULT_CONTEXT.min(source.spec.context);

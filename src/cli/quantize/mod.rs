@@ -6,15 +6,14 @@
 mod calibrate;
 
 use super::escape::one_line;
-use super::spinner::{self, Spinner};
+use super::spinner::Spinner;
 use super::start;
-use super::{INTERRUPTED, print};
+use super::{INTERRUPTED, print, start_log};
 use crate::config::{Config, ConfigError, ConfigSource, Overrides};
 use crate::export::{self, ExportTarget, FormatTotals, OutputFormat};
 use crate::formats::save::Existing;
-use crate::model::source::{ModelRef, ModelSource};
+use crate::model::source::ModelSource;
 use crate::quantize::RoundingPolicy;
-use crate::telemetry;
 use anyhow::{Context, Result};
 use calibrate::Calibration;
 use clap::{Args, ValueEnum, ValueHint};
@@ -105,7 +104,7 @@ enum RoundingMethod {
 pub fn run(args: QuantizeArgs) -> Result<ExitCode> {
     let way = args.rounding_method()?;
     let (mut config, target) = args.into_config()?;
-    telemetry::start_log(&config.log, || spinner::Stderr);
+    start_log(&config)?;
     let begun = Instant::now();
     let mut source = open_model(&mut config)?;
     let progress = source.progress.clone();
@@ -171,7 +170,7 @@ impl QuantizeArgs {
 fn open_model(config: &mut Config) -> Result<ModelSource> {
     config.model = start::fetch_model(config.model.clone(), &config.hub)?;
     let _spinner = Spinner::start("opening the model");
-    start::open_source(&ModelRef::parse(&config.model.path)?, &config.model)
+    start::open_source(&start::configured_model(&config.model)?, &config.model)
 }
 
 /// Returns the rounding, after evaluating the calibration text if there is one; `None` if a signal stopped

@@ -23,10 +23,9 @@ pub mod terminal;
 
 pub use args::RunArgs;
 
-use super::{INTERRUPTED, escape, spinner, start};
+use super::{INTERRUPTED, escape, start, start_log};
 use crate::actors::{Kind, ModelInfo};
 use crate::server::{LocalApi, ServeParts};
-use crate::telemetry;
 use actix_web::rt::System;
 use anyhow::{Result, bail, ensure};
 use args::{AnswerSource, RunPlan, RunTask};
@@ -43,7 +42,7 @@ use transport::Transport;
 pub fn run(args: RunArgs) -> Result<ExitCode> {
     let plan = args.into_plan()?;
     if let AnswerSource::Local(config) = &plan.target {
-        telemetry::start_log(&config.log, || spinner::Stderr);
+        start_log(config)?;
     }
     System::new().block_on(execute(plan))
 }

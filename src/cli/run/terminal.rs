@@ -7,6 +7,7 @@ use super::chat::{Console, Input, PromptMark};
 use super::client::Chunk;
 use super::exchange::Screen;
 use crate::cli::escape::visible;
+use crate::telemetry;
 use actix::Arbiter;
 use anyhow::{Context, Result};
 use futures_util::future::LocalBoxFuture;
@@ -204,8 +205,9 @@ pub fn history_file() -> Option<PathBuf> {
     Some(state.join("mainstem/history"))
 }
 
-/// Prints a note to stderr. Errors are ignored, because stderr may be closed.
+/// Prints a note to stderr, after the log. Errors are ignored, because stderr may be closed.
 pub fn note(text: &str) {
+    telemetry::flush_log();
     let _ = writeln!(io::stderr(), "{}", paint(DIM, text, io::stderr().is_terminal()));
 }
 

@@ -16,6 +16,7 @@ pub use partition::partition;
 
 use super::spinner::Spinner;
 use crate::actors::engine::{self, DeviceProperties, Engine, EngineSetup};
+use crate::actors::step::Step;
 use crate::config::{Config, DeviceConfig, DeviceName, HubSettings, ModelConfig};
 use crate::formats::{ChatTemplateSource, Gguf};
 use crate::hub::{self, HubReference, ProgressBars};
@@ -24,6 +25,7 @@ use crate::model::tensors;
 use crate::model::{Partition, Shard};
 use crate::text::{GgufVocabulary, Tokenizer};
 use anyhow::{Context, Result, bail};
+use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tokio::sync::oneshot;
@@ -55,21 +57,63 @@ impl PreparedModel {
     /// Starts the actors and loads the weights.
     pub async fn start(self) -> Result<Engine> {
         let _spinner = Spinner::with_progress("loading the weights", self.source.progress.clone());
+        self.check_memory()?;
         let factories = factories(&self.device, &self.source, &self.tokenizer, &self.setup);
         engine::start(self.setup, self.tokenizer, factories).await
+    }
+
+    /// Fails if the memory that the engine is going to allocate is not available to the process. Some of it
+    /// is allocated where a failure would abort the process.
+    fn check_memory(&self) -> Result<()> {
+        let setup = &self.setup;
+        let devices = forecast(&self.device, &self.source, setup)?.into_iter().flatten().collect::<Vec<_>>();
+        // Each device has an output, and each lane a step on its way and one that is prepared.
+        let queued = (2 * setup.lanes + 1 + devices.len()).saturating_mul(Step::bytes(&setup.limits));
+        let sum = merge_reports(devices);
+        let steps = [sum.activation_bytes, sum.step_bytes].into_iter().fold(queued, usize::saturating_add);
+        let total = [sum.weight_bytes, sum.kv_bytes].into_iter().fold(steps, usize::saturating_add);
+        // Reserved only, not written, so it costs nothing.
+        let mut probe: Vec<u8> = Vec::new();
+        let reserved = probe.try_reserve_exact(total);
+        black_box(&probe);
+        let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+        reserved.with_context(|| {
+            format!(
+                "cannot allocate {:.1} MiB: {:.1} MiB for weights, {:.1} MiB for the KV cache (kv.size) and \
+                 {:.1} MiB for steps of {} rows (scheduler.token_budget, scheduler.slots)",
+                mib(total),
+                mib(sum.weight_bytes),
+                mib(sum.kv_bytes),
+                mib(steps),
+                setup.limits.rows
+            )
+        })
     }
 }
 
 /// Opens the configured model and its draft model. Hub models are fetched first.
 pub async fn prepare(config: &Config) -> Result<PreparedModel> {
     let model = fetch_model_async(config.model.clone(), config.hub.clone()).await?;
-    let reference = ModelRef::parse(&model.path)?;
+    let reference = configured_model(&model)?;
     if let Some(warning) = config.speculation.warning() {
         warn!("{}", warning.escape_debug());
     }
     let (draft, hub) = (config.speculation.clone(), config.hub.clone());
     let speculation = off_loop(move || fetch_draft(draft, &hub)).await?;
     PreparedModel::open(&Config { model, speculation, ..config.clone() }, &reference)
+}
+
+/// Returns the configured model, whose hub model is fetched already. Fails if the files that the settings
+/// name cannot be opened.
+pub fn configured_model(config: &ModelConfig) -> Result<ModelRef> {
+    let model = ModelRef::parse(&config.path).context("model.path")?;
+    if let ModelRef::Path(path) = &model {
+        path.metadata().with_context(|| format!("model.path: cannot open the model {}", path.display()))?;
+    }
+    if let Some(file) = &config.spec {
+        file.metadata().with_context(|| format!("model.spec: cannot read {}", file.display()))?;
+    }
+    Ok(model)
 }
 
 /// Opens the configured model, starts the actors and loads the weights.
@@ -137,7 +181,8 @@ pub fn open_source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource
     }
     if let Some(file) = &config.chat_template {
         let origin = file.display().to_string();
-        let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {origin}"))?;
+        let text = std::fs::read_to_string(file)
+            .with_context(|| format!("model.chat_template: cannot read {origin}"))?;
         source.chat.template = Some(ChatTemplateSource { origin, text });
     }
     Ok(source)

@@ -197,6 +197,9 @@ pub struct DetokenizeResponse {
 #[derive(Debug, Serialize)]
 pub struct Health {
     pub status: &'static str,
+    /// Number of lines of the log that could not be written; omitted if there are none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub log_lines_dropped: Option<u64>,
 }
 
 /// Response of `GET /version`.
