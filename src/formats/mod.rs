@@ -37,7 +37,7 @@ pub mod save;
 pub use chat::{ChatConfig, ChatTemplateSource};
 pub(crate) use config::CONFIG as CONFIG_FILE;
 pub use config::{DecoderStart, GenerationConfig, HubConfig};
-pub(crate) use folder::is_plain_name;
+pub(crate) use folder::{is_plain_name, read_bounded};
 pub use folder::{EmbeddedFolder, Folder, MemoryFolder};
 pub use gguf::Gguf;
 pub use llama2c::{Llama2cHeader, Llama2cVersion};

@@ -175,8 +175,14 @@ pub async fn off_loop<T: Send + 'static>(download: impl FnOnce() -> Result<T> + 
     receiver.await.context("the download thread has panicked")?
 }
 
-/// Opens the model's tokenizer.
+/// Opens the model's tokenizer. Fails if it has far more tokens than the model.
 pub fn open_tokenizer(source: &ModelSource) -> Result<Tokenizer> {
+    let tokenizer = read_tokenizer(source)?;
+    tokenizer.check_vocab_size(source.spec.vocab).with_context(|| source.path.display().to_string())?;
+    Ok(tokenizer)
+}
+
+fn read_tokenizer(source: &ModelSource) -> Result<Tokenizer> {
     match &source.kind {
         SourceKind::HubFolder(folder) => Tokenizer::from_folder(folder),
         SourceKind::Gguf(gguf) => match GgufVocabulary::from_file(gguf)? {
