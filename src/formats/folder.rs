@@ -14,7 +14,8 @@ use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-/// Maximum size of a settings file, and of a tokenizer's file, in bytes. The largest in use have a tenth of it.
+/// Maximum size of a settings file, and of a tokenizer's file, in bytes. The largest in use have a tenth of
+/// it.
 const SETTINGS_BYTES_MAX: u64 = 64 << 20;
 const TOKENIZER_BYTES_MAX: u64 = 384 << 20;
 
@@ -252,7 +253,8 @@ mod tests {
         let made = std::process::Command::new("mkfifo").arg(scratch.path().join("config.json")).status();
         assert!(made.unwrap().success());
         std::os::unix::fs::symlink("/dev/zero", scratch.path().join("vocab.txt")).unwrap();
-        for (name, size) in [("tokenizer.json", 1 << 40), ("generation_config.json", SETTINGS_BYTES_MAX + 1)] {
+        for (name, size) in [("tokenizer.json", 1 << 40), ("generation_config.json", SETTINGS_BYTES_MAX + 1)]
+        {
             File::create(scratch.path().join(name)).unwrap().set_len(size).unwrap();
         }
         std::fs::create_dir(scratch.path().join("merges.txt")).unwrap();

@@ -127,6 +127,15 @@ fn share(mut source: ModelSource, tokenizer: Tokenizer) -> (Arc<ModelSource>, Ar
 /// applies to no tensor.
 pub fn open_source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource> {
     let mut source = ModelSource::open(model, config.spec.as_deref())?;
+    let provenance = &source.spec.provenance;
+    if !provenance.unread_keys.is_empty() {
+        let (file, keys) = (provenance.config.display().to_string(), provenance.unread_keys.join(", "));
+        warn!(
+            "{} has keys that nothing reads, and that may change what the model computes: {}",
+            file.escape_debug(),
+            keys.escape_debug()
+        );
+    }
     source.weight_rules = config.weights.clone();
     let names: Vec<_> = tensors::required_slices(&source.spec).iter().map(|slice| slice.names()).collect();
     if let Some(pattern) = source.weight_rules.unused_pattern(&names) {

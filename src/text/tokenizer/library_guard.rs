@@ -1,8 +1,8 @@
 //! Checks of a `tokenizer.json` before the library parses it: a character map begins with the size of its
 //! index, and the library allocates that size without checking it; replacements can multiply a text.
 //!
-//! Invariant: a character map that passes contains its whole index, and the replacements that pass make a text
-//! at most `GROWTH_MAX` times as long.
+//! Invariant: a character map that passes contains its whole index, and the replacements that pass make a
+//! text at most `GROWTH_MAX` times as long.
 
 use super::sentencepiece::charsmap::Charsmap;
 use anyhow::{Context, Result, ensure};
@@ -14,8 +14,8 @@ use serde_json::Value;
 /// Key of a character map, at any depth of the normalizers.
 const RULES: &str = "precompiled_charsmap";
 
-/// Maximum factor by which all replacements together may lengthen a text. Real ones write a space as the three
-/// bytes of another character, once.
+/// Maximum factor by which all replacements together may lengthen a text. Real ones write a space as the
+/// three bytes of another character, once.
 const GROWTH_MAX: f64 = 64.0;
 
 /// The parts of the file that may contain character maps and replacements.
@@ -99,7 +99,9 @@ mod tests {
     /// Sixty replacements of a letter by two make a text 2^60 times as long.
     #[test]
     fn replacements_that_multiply_a_text_are_refused() {
-        let replace = |pattern: Value, content: &str| json!({"type": "Replace", "pattern": pattern, "content": content});
+        let replace = |pattern: Value, content: &str| {
+            json!({"type": "Replace", "pattern": pattern, "content": content})
+        };
         let of_text = |pattern: &str, content: &str| replace(json!({"String": pattern}), content);
         let sequence = |key: &str, steps: Vec<Value>| {
             let list = if key == "normalizer" { "normalizers" } else { "decoders" };

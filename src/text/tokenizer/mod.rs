@@ -141,8 +141,8 @@ impl Tokenizer {
         folder::read(folder)
     }
 
-    /// Fails if the tokenizer has far more tokens than a model with `vocab` rows of embeddings could use. A few
-    /// more are common: added tokens that a model was not trained with.
+    /// Fails if the tokenizer has far more tokens than a model with `vocab` rows of embeddings could use. A
+    /// few more are common: added tokens that a model was not trained with.
     pub fn check_vocab_size(&self, vocab: usize) -> Result<()> {
         let limit = vocab.saturating_mul(2).saturating_add(1 << 16);
         let size = self.vocab_size();
