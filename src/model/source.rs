@@ -613,7 +613,7 @@ mod tests {
         assert!(opened(own).is_ok());
     }
 
-    /// Such files were read as llama2.c's, whose numbers made no sense.
+    /// A file of another format was read as one of llama2.c, whose numbers made no sense.
     #[test]
     fn files_of_other_formats_are_refused_by_their_format() {
         let scratch = Scratch::new();

@@ -30,6 +30,7 @@ mod load;
 mod models;
 mod monitoring;
 mod names;
+mod not_finite;
 mod oracle;
 mod partition_config;
 mod partitioned_engines;

@@ -50,8 +50,8 @@ fn collect(table: &toml::Table, named: &mut NamedKeys) {
 
 /// Returns the keys of `config` that neither the specification `file` names nor `values` come from, except
 /// those that are known to change nothing. Fails if one of them changes what is computed, unless it has a
-/// value with which it does not, and if one is spelt nearly like a key that the specification names and that the
-/// configuration lacks.
+/// value with which it does not, and if one is spelt nearly like a key that the specification names and that
+/// the configuration lacks.
 pub fn check(
     file: &str,
     named: &NamedKeys,

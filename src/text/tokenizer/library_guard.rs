@@ -99,9 +99,8 @@ mod tests {
     /// Sixty replacements of a letter by two make a text 2^60 times as long.
     #[test]
     fn replacements_that_multiply_a_text_are_refused() {
-        let replace = |pattern: Value, content: &str| {
-            json!({"type": "Replace", "pattern": pattern, "content": content})
-        };
+        let replace =
+            |pattern: Value, by: &str| json!({"type": "Replace", "pattern": pattern, "content": by});
         let of_text = |pattern: &str, content: &str| replace(json!({"String": pattern}), content);
         let sequence = |key: &str, steps: Vec<Value>| {
             let list = if key == "normalizer" { "normalizers" } else { "decoders" };
