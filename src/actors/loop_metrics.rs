@@ -30,6 +30,7 @@ pub struct LoopMetrics {
     moves: Counter,
     shuffles: Counter,
     wasted_rows: Counter,
+    not_finite: Counter,
     prompts: Counter,
     generated: Counter,
     queue: Histogram,
@@ -87,6 +88,7 @@ impl LoopMetrics {
             moves: telemetry::SLOT_MOVES.counter(),
             shuffles: telemetry::SLOT_SHUFFLES.counter(),
             wasted_rows: telemetry::WASTED_ROWS.counter(),
+            not_finite: telemetry::NOT_FINITE.counter(),
             prompts: telemetry::PROMPT_TOKENS.counter(),
             generated: telemetry::GENERATION_TOKENS.counter(),
             queue: telemetry::QUEUE_TIME.histogram(),
@@ -181,6 +183,11 @@ impl LoopMetrics {
     /// Counts an output row whose sequence had ended when its step ran.
     pub fn count_wasted_row(&self) {
         self.wasted_rows.increment(1);
+    }
+
+    /// Counts an output of the model that is not finite.
+    pub fn count_not_finite(&self) {
+        self.not_finite.increment(1);
     }
 
     /// Records that the first chunk of a request that arrived at `arrived` was scheduled.

@@ -72,23 +72,23 @@ impl<const N: usize> TimeFit<N> {
     fn solve_for(&self, is_free: impl Fn(usize) -> bool) -> [f64; N] {
         let mut rows = [[0.0; N]; N];
         let mut values = [0.0; N];
-        for i in 0..N {
-            for j in 0..N {
+        for (i, row) in rows.iter_mut().enumerate() {
+            for (j, entry) in row.iter_mut().enumerate() {
                 let product = if i == j { self.regular(i) } else { self.products[i][j] };
-                rows[i][j] = if is_free(i) && is_free(j) { product } else { f64::from(u8::from(i == j)) };
+                *entry = if is_free(i) && is_free(j) { product } else { f64::from(u8::from(i == j)) };
             }
             values[i] = if is_free(i) { self.times[i] } else { 0.0 };
         }
         // The matrix is positive definite, so no pivot is 0.
         for i in 0..N {
-            let (pivot, value) = (rows[i].map(|entry| entry / rows[i][i]), values[i] / rows[i][i]);
-            for j in 0..N {
-                let factor = rows[j][i];
+            let (pivot, share) = (rows[i].map(|entry| entry / rows[i][i]), values[i] / rows[i][i]);
+            for (j, (row, value)) in rows.iter_mut().zip(&mut values).enumerate() {
+                let factor = row[i];
                 if i == j {
-                    (rows[j], values[j]) = (pivot, value);
+                    (*row, *value) = (pivot, share);
                 } else {
-                    rows[j].iter_mut().zip(pivot).for_each(|(entry, pivot)| *entry -= factor * pivot);
-                    values[j] -= factor * value;
+                    row.iter_mut().zip(pivot).for_each(|(entry, pivot)| *entry -= factor * pivot);
+                    *value -= factor * share;
                 }
             }
         }

@@ -8,10 +8,19 @@ use anyhow::{Context, Result, bail};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::ErrorKind;
+use std::fs::File;
+use std::io::{self, ErrorKind, Read};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
+
+/// Maximum size of a settings file, and of a tokenizer's file, in bytes. The largest in use have a tenth of
+/// it.
+const SETTINGS_BYTES_MAX: u64 = 64 << 20;
+const TOKENIZER_BYTES_MAX: u64 = 384 << 20;
+
+/// Parts of the names of tokenizer files.
+const TOKENIZER_NAMES: [&str; 5] = ["tokenizer", "vocab", "merges", ".tiktoken", ".model"];
 
 /// A folder with a model's files.
 #[derive(Clone, Debug)]
@@ -91,7 +100,7 @@ impl Folder {
         match self {
             Folder::Embedded(folder) => Ok(folder.get(name).map(Cow::Borrowed)),
             Folder::Memory(folder) => Ok(folder.files.get(name).cloned().map(Cow::Owned)),
-            Folder::Disk(path) => match std::fs::read(path.join(name)) {
+            Folder::Disk(path) => match read_bounded(&path.join(name)) {
                 Ok(content) => Ok(Some(Cow::Owned(content))),
                 Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
                 Err(e) => Err(e).with_context(|| self.file(name).display().to_string()),
@@ -122,6 +131,24 @@ impl Folder {
                 Ok(FileBytes::InMemory { path: self.file(name), bytes: self.read_required(name)? })
             }
         }
+    }
+}
+
+/// Reads a whole file of a model. Fails for anything but a regular file, which opening or reading could block
+/// on, and for a file that is larger than any of its kind.
+pub(crate) fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let is_tokenizer = TOKENIZER_NAMES.iter().any(|part| name.contains(part));
+    let limit = if is_tokenizer { TOKENIZER_BYTES_MAX } else { SETTINGS_BYTES_MAX };
+    // Checked before opening, because opening a pipe blocks until it has a writer.
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(io::Error::other("not a regular file"));
+    }
+    let mut content = Vec::new();
+    File::open(path)?.take(limit + 1).read_to_end(&mut content)?;
+    match content.len() as u64 > limit {
+        true => Err(io::Error::other(format!("it has more than {} MiB", limit >> 20))),
+        false => Ok(content),
     }
 }
 
@@ -215,6 +242,32 @@ mod tests {
             assert_eq!(folder.names().unwrap(), ["a", "b"]);
             assert!(!folder.has("c") && folder.read("c").unwrap().is_none());
             assert!(folder.read_text("c").unwrap().is_none());
+        }
+    }
+
+    /// A pipe without a writer would block for ever, and a sparse file of a terabyte would fill the memory.
+    #[cfg(unix)]
+    #[test]
+    fn what_is_no_file_of_a_sensible_size_is_refused_by_name() {
+        let scratch = Scratch::new();
+        let made = std::process::Command::new("mkfifo").arg(scratch.path().join("config.json")).status();
+        assert!(made.unwrap().success());
+        std::os::unix::fs::symlink("/dev/zero", scratch.path().join("vocab.txt")).unwrap();
+        for (name, size) in [("tokenizer.json", 1 << 40), ("generation_config.json", SETTINGS_BYTES_MAX + 1)]
+        {
+            File::create(scratch.path().join(name)).unwrap().set_len(size).unwrap();
+        }
+        std::fs::create_dir(scratch.path().join("merges.txt")).unwrap();
+        let folder = Folder::disk(scratch.path());
+        for (name, reason) in [
+            ("config.json", "not a regular file"),
+            ("vocab.txt", "not a regular file"),
+            ("merges.txt", "not a regular file"),
+            ("tokenizer.json", "it has more than 384 MiB"),
+            ("generation_config.json", "it has more than 64 MiB"),
+        ] {
+            let error = format!("{:#}", folder.read(name).unwrap_err());
+            assert_eq!(error, format!("{}: {reason}", folder.file(name).display()));
         }
     }
 

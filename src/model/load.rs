@@ -400,6 +400,7 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
         self.records.push(record.clone());
         let Some(source) = self.tensors.data else { return Ok((record, None)) };
         let stored = tensor_slices::read_slice(&source.checkpoint, piece)?;
+        tensor_slices::check_finite(piece, &stored)?;
         source.progress.advance(record.bytes)?;
         Ok((record, Some(stored)))
     }

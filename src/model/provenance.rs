@@ -16,6 +16,8 @@ pub struct Provenance {
     pub config: PathBuf,
     /// The values, in the order in which they were looked up.
     pub values: Vec<SourcedValue>,
+    /// Keys of the configuration that nothing reads, and of which it is not known that they change nothing.
+    pub unread_keys: Vec<String>,
 }
 
 /// A value with its origin.

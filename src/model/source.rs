@@ -18,9 +18,10 @@ use crate::formats::{
 };
 use crate::quantize::{RoundingPolicy, WeightRules};
 use crate::specs;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use mainstem_kernels::QuantType;
 use serde_json::{Map, Value};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -232,9 +233,33 @@ fn open_path(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
             path.display()
         );
     }
+    let has_ending = |ending: &str| path.extension().is_some_and(|found| found == ending);
+    if has_ending("safetensors") {
+        bail!(
+            "{}: safetensors are opened by their folder: specify the folder that contains them, config.json \
+             and tokenizer.json",
+            path.display()
+        );
+    }
     match Gguf::is_gguf_path(path)? {
         true => open_gguf(path, spec_file),
+        false if has_ending("bin") => open_llama2c(path, spec_file).map_err(|error| not_llama2c(path, error)),
         false => open_llama2c(path, spec_file),
+    }
+}
+
+/// Returns the error of opening a file as one of llama2.c; for a file of CTranslate2, whose names end alike,
+/// one that says so.
+fn not_llama2c(path: &Path, error: anyhow::Error) -> anyhow::Error {
+    let mut begin = Vec::new();
+    let read = std::fs::File::open(path).and_then(|file| file.take(64).read_to_end(&mut begin));
+    match read.is_ok() && begin.windows(5).any(|part| part == b"Spec\0") {
+        true => anyhow!(
+            "{}: models converted for CTranslate2 are not supported; specify the folder of the model that it \
+             was converted from",
+            path.display()
+        ),
+        false => error.context("it is neither a GGUF file nor a llama2.c file"),
     }
 }
 
@@ -291,7 +316,19 @@ fn decoder_start(kind: Kind, folder: &Folder, config: &HubConfig) -> Result<Deco
 /// Returns the given specification, otherwise the folder's own, otherwise the shipped one for its model type.
 fn folder_spec(folder: &Folder, config: &HubConfig, spec_file: Option<&Path>) -> Result<SpecFile> {
     if let Some(file) = spec_file {
-        return read_spec(file);
+        let spec = read_spec(file)?;
+        if let Some(model_type) = config.opt_str("model_type")?
+            && !spec.model_types().iter().any(|known| known == model_type)
+        {
+            let known = spec.model_types().join(", ");
+            let reason = format_args!(
+                "{} is a specification of {known}, not of '{model_type}'; if it is right for this model, add \
+                 '{model_type}' to its 'model_types'",
+                file.display()
+            );
+            return Err(config.key_error("model_type", reason));
+        }
+        return Ok(spec);
     }
     if let Some(own) = folder.read_text(OWN_SPEC)? {
         return SpecFile::parse(&folder.file(OWN_SPEC).display().to_string(), &own);
@@ -433,6 +470,34 @@ mod tests {
         assert!(ModelRef::parse("synthetic:").is_err());
     }
 
+    /// Returns the folders with a config.json under `folder`.
+    fn model_folders(folder: &Path) -> Vec<PathBuf> {
+        let inner =
+            folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.is_dir());
+        let mut all: Vec<PathBuf> = inner.flat_map(|path| model_folders(&path)).collect();
+        all.extend(folder.join(CONFIG).exists().then(|| folder.to_owned()));
+        all
+    }
+
+    /// No family has a key that changes what is computed and is not read, and every key is known.
+    #[test]
+    fn every_key_of_the_fixtures_configurations_is_read_or_known_to_change_nothing() {
+        let folders =
+            [on_disk("tests/fixtures"), on_disk("assets")].map(|folder| model_folders(&folder)).concat();
+        assert!(folders.len() > 60, "{}", folders.len());
+        let mut wrong = Vec::new();
+        for path in folders.into_iter().filter(|path| !path.ends_with("1_Pooling")) {
+            match ModelSource::open(&ModelRef::Path(path.clone()), None) {
+                Ok(source) if source.spec.provenance.unread_keys.is_empty() => {}
+                Ok(source) => {
+                    wrong.push(format!("{}: {:?}", path.display(), source.spec.provenance.unread_keys));
+                }
+                Err(error) => wrong.push(format!("{error:#}")),
+            }
+        }
+        assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    }
+
     #[test]
     fn embedded_models_are_those_on_disk() {
         for (model, folder) in embedded() {
@@ -530,6 +595,38 @@ mod tests {
         for name in names {
             assert!(error.contains(&format!("{name} or {name}.index.json")), "{error}");
         }
+    }
+
+    #[test]
+    fn a_specification_of_another_family_is_refused_with_what_to_do() {
+        let (_, shipped) = specs::ALL[0];
+        let (_, rest) = shipped.split_once("\nmodel_types = ").unwrap();
+        let (own, rest) = rest.split_once('\n').unwrap();
+        let scratch = Scratch::new();
+        let opened = |types: &str| {
+            let file = scratch.write("mine.toml", format!("model_types = {types}\n{rest}").as_bytes());
+            ModelSource::open(&ModelRef::Path(on_disk("tests/fixtures/gqa")), Some(&file))
+        };
+        let error = format!("{:#}", opened("[\"one\", \"another\"]").err().unwrap());
+        assert!(error.contains("key 'model_type': "), "{error}");
+        assert!(error.contains("mine.toml is a specification of one, another, not of '"), "{error}");
+        assert!(opened(own).is_ok());
+    }
+
+    /// A file of another format was read as one of llama2.c, whose numbers made no sense.
+    #[test]
+    fn files_of_other_formats_are_refused_by_their_format() {
+        let scratch = Scratch::new();
+        let refused = |name: &str, content: &[u8]| {
+            let path = scratch.write(name, content);
+            format!("{:#}", ModelSource::open(&ModelRef::Path(path), None).err().unwrap())
+        };
+        let error = refused("model.safetensors", &weights(|_, _| ()));
+        assert!(error.contains("model.safetensors: safetensors are opened by their folder"), "{error}");
+        let error = refused("model.bin", b"\x06\0\0\0\x10\0TransformerSpec\0\x07\0\0\0");
+        assert!(error.contains("CTranslate2"), "{error}");
+        let error = refused("other.bin", &[7; 99]);
+        assert!(error.contains("neither a GGUF file nor a llama2.c file"), "{error}");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use super::spec::{SliceBounds, TensorPart, TensorSlice};
 use super::weights::TensorRecord;
 use crate::formats::{Checkpoint, TensorView};
 use crate::quantize::{Rounding, SourceRows, requantize};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use mainstem_kernels::QuantType;
 use std::borrow::Cow;
 use std::ops::Range;
@@ -41,6 +41,23 @@ pub fn read_slice<'a>(checkpoint: &'a Checkpoint, piece: &TensorSlice) -> Result
     };
     let bytes = bytes.with_context(|| format!("{}: tensor '{name}'", tensor.file.display()))?;
     Ok(SliceData { ty, shape: wanted.shape(), bytes })
+}
+
+/// Checks that all numbers of a slice are finite. The error names the tensor and the first number that is
+/// not.
+pub fn check_finite(piece: &TensorSlice, data: &SliceData) -> Result<()> {
+    let Some(at) = data.ty.first_not_finite(&data.bytes) else { return Ok(()) };
+    let region = StoredRegion::new(piece);
+    let row = region.rows.iter().cloned().flatten().nth(at / data.k()).unwrap_or_default();
+    let column = region.columns.start + at % data.k();
+    let plane = if let TensorPart::Plane(plane) = piece.part { Some(plane) } else { None };
+    let in_matrix = match (region.is_vector, piece.transposed) {
+        (true, _) => vec![row],
+        (false, true) => vec![column, row],
+        (false, false) => vec![row, column],
+    };
+    let index: Vec<usize> = plane.into_iter().chain(in_matrix).collect();
+    bail!("tensor '{}' is damaged: the number at {index:?} is NaN or infinite", piece.name)
 }
 
 /// Checks that a slice can be extracted from a tensor: quantization blocks are neither split nor transposed.
@@ -365,6 +382,32 @@ mod tests {
         assert_eq!(shape, [33, 70]);
         let right = |at: usize| ((at % 70) * 33 + at / 70) as f32;
         assert!(turned.iter().enumerate().all(|(at, number)| *number == right(at)));
+    }
+
+    #[test]
+    fn a_number_that_is_not_finite_is_named_by_its_place_in_the_file() {
+        let grouped = TensorPart::Rows { groups: 2, stride: 3, first: 1, count: 2 };
+        for (shape, part, transposed, rows, index) in [
+            (&[6, 2][..], TensorPart::Whole, false, None, "[4, 1]"),
+            (&[6, 2], grouped, false, None, "[4, 1]"),
+            (&[6, 2], TensorPart::Whole, false, Some(3..5), "[4, 1]"),
+            (&[3, 4], TensorPart::Whole, true, None, "[2, 1]"),
+            (&[12], TensorPart::Whole, false, Some(8..12), "[9]"),
+            (&[2, 3, 2], TensorPart::Plane(1), false, None, "[1, 1, 1]"),
+        ] {
+            let mut numbers = [1f32; 12];
+            numbers[9] = f32::NAN;
+            let bytes = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+            let tensors = [("t".to_owned(), shape.to_vec(), 0)];
+            let checkpoint = Checkpoint::from_buffer("t".as_ref(), bytes, QuantType::F32, tensors);
+            let bounds = SliceBounds { rows, columns: None };
+            let piece = TensorSlice { bounds, ..piece(shape, part, transposed) };
+            let error = check_finite(&piece, &read_slice(&checkpoint, &piece).unwrap()).unwrap_err();
+            let expected = format!("tensor 't' is damaged: the number at {index} is NaN or infinite");
+            assert_eq!(error.to_string(), expected);
+        }
+        let (fine, whole) = (counted(QuantType::F16, &[6, 2]), piece(&[6, 2], TensorPart::Whole, false));
+        check_finite(&whole, &read_slice(&fine, &whole).unwrap()).unwrap();
     }
 
     #[test]

@@ -336,6 +336,13 @@ pub(crate) static WASTED_ROWS: Metric = Metric::new(
     "Output rows that were discarded because their sequence had ended, or its client was gone, when their \
      step ran.",
 );
+pub(crate) static NOT_FINITE: Metric = Metric::new(
+    "mainstem_non_finite_rows_total",
+    Counter,
+    "rows",
+    "Output rows whose logits or embedding the model computed as NaN or infinite. Their requests ended with \
+     an error.",
+);
 pub(crate) static DEVICE_RESTARTS: Metric = Metric::new(
     "mainstem_device_restarts_total",
     Counter,
@@ -404,6 +411,7 @@ pub static METRICS: &[&Metric] = &[
     &SLOT_SHUFFLES,
     &SLOT_MOVES,
     &WASTED_ROWS,
+    &NOT_FINITE,
     &DEVICE_RESTARTS,
     &HTTP_REQUESTS,
     &LOG_LINES_DROPPED,

@@ -22,6 +22,9 @@ const DEPTH_MAX: usize = 200;
 /// Maximum number of characters of a padded text.
 const WIDTH_MAX: usize = 10_000;
 
+/// Maximum number of bytes that one operation of a template may make.
+const MADE_BYTES_MAX: usize = 16 << 20;
+
 /// Source of the current time for `strftime_now`.
 pub type Clock = fn() -> Zoned;
 
@@ -50,6 +53,7 @@ pub fn environment(clock: Clock) -> Environment<'static> {
     env.add_filter("int", int);
     env.add_filter("float", float);
     env.add_filter("replace", replace);
+    env.add_filter("indent", indent);
     env.add_test("sequence", |value: &Value| {
         matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
     });
@@ -102,6 +106,25 @@ fn int(state: &State, value: &Value, default: Option<Value>, options: Kwargs) ->
 fn float(state: &State, value: &Value, default: Option<Value>, options: Kwargs) -> Result<Value, Error> {
     let default = default.or(options.get("default")?).unwrap_or(Value::from(0.0));
     filters::float(state, value, Some(default), options)
+}
+
+/// The `indent` filter, for a text that stays below `MADE_BYTES_MAX`.
+fn indent(
+    text: StringInput,
+    width: Option<usize>,
+    first: Option<bool>,
+    blank: Option<bool>,
+    options: Kwargs,
+) -> Result<Value, Error> {
+    let width = width.or(options.get("width")?).unwrap_or(4);
+    let (first, blank) = (first.or(options.get("first")?), blank.or(options.get("blank")?));
+    options.assert_all_used()?;
+    let lines = text.as_str().split('\n').count();
+    if width.saturating_mul(lines) > MADE_BYTES_MAX {
+        return Err(invalid("indent: the text would be too long"));
+    }
+    let nothing: [(&str, Value); 0] = [];
+    filters::indent(text, Some(width), first, blank, Kwargs::from_iter(nothing))
 }
 
 /// The `replace` filter, with Python's optional count.

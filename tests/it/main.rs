@@ -32,6 +32,7 @@ mod lost_log;
 mod models;
 mod monitoring;
 mod names;
+mod not_finite;
 mod oracle;
 mod partition_config;
 mod partitioned_engines;

@@ -243,6 +243,7 @@ ROWS = {
             [
                 ("steps", rate("mainstem_step_seconds_count")),
                 ("wasted rows", rate("mainstem_wasted_rows_total")),
+                ("rows that are not finite", rate("mainstem_non_finite_rows_total")),
             ],
         ),
         graph(

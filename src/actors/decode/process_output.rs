@@ -8,7 +8,7 @@ use super::running::RunningSequence;
 use crate::actors::sequence::SequenceKey;
 use crate::decoding::{self, HostSequence};
 use crate::request::{self, FinishReason, RequestError, Task, Token, TokenEvent};
-use mainstem_kernels::{SampledToken, StepLimits, StepOutput};
+use mainstem_kernels::{RowFailure, SampledToken, StepLimits, StepOutput};
 
 /// The targets of a step's results.
 pub(super) struct OutputRouting {
@@ -110,6 +110,9 @@ impl DecodeLoop {
                 continue;
             }
             if let Some(failure) = row.failure {
+                if failure == RowFailure::NotFinite {
+                    self.metrics.count_not_finite();
+                }
                 // What the host knows says more than the device does.
                 let why = running.host.as_ref().and_then(HostSequence::error);
                 let why = why.map_or_else(|| failure.to_string(), |error| error.to_string());
@@ -244,6 +247,13 @@ impl DecodeLoop {
                 let (own, others) = hidden.split_at(request.encoder_input.len() * width);
                 hidden = others;
                 let vector = decoding::pool(pooling, own, width);
+                if vector.iter().any(|number| !number.is_finite()) {
+                    self.metrics.count_not_finite();
+                    let error = RequestError::SamplingFailed(RowFailure::NotFinite.to_string());
+                    self.pending_events.push((events.clone(), TokenEvent::Failed(error)));
+                    running.finished = true;
+                    continue;
+                }
                 self.pending_events.push((events.clone(), TokenEvent::Embedding(vector)));
             }
             self.pending_events.push((events.clone(), TokenEvent::Finished(FinishReason::Stop)));

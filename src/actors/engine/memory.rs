@@ -255,10 +255,10 @@ impl MemoryPool {
         let (wanted, taken, devices) =
             (self.page.of(pages.own, pages.window), self.reserved, self.devices.join(", "));
         match size {
-            // Only the minimum is checked; whether the weights fit is not checked here.
             KvSize::Auto => ensure!(
-                wanted <= self.free,
-                "the KV cache needs at least {wanted} bytes on {devices}, but only {} are available there",
+                wanted <= self.remaining(),
+                "the model needs {taken} bytes on {devices} for weights and steps, and at least {wanted} for \
+                 the KV cache, but only {} are available there",
                 self.free
             ),
             KvSize::Tokens(_) | KvSize::Bytes(_) => ensure!(
@@ -284,12 +284,16 @@ fn available_from(read: impl Fn(&str) -> Option<String>) -> usize {
         let rest = sum_of_keys(&read("/proc/meminfo")?, &["MemAvailable:"])?;
         Some(rest.saturating_mul(1024))
     };
-    let group = CONTROL_GROUPS.iter().find_map(|group| group.remaining(&read));
-    system().unwrap_or(usize::MAX).min(group.unwrap_or(usize::MAX))
+    let groups = CONTROL_GROUPS.iter().filter_map(|version| version.remaining(&read));
+    groups.chain(system()).min().unwrap_or(usize::MAX)
 }
 
-/// Files that describe the memory of a control group.
-struct ControlGroup {
+/// A version of control groups, by its files.
+struct ControlGroups {
+    /// Folder of the outermost group that is visible.
+    root: &'static str,
+    /// Name of the controller in `/proc/self/cgroup`; that of version 2 is empty.
+    controller: &'static str,
     limit: &'static str,
     used: &'static str,
     stat: &'static str,
@@ -299,27 +303,54 @@ struct ControlGroup {
 }
 
 /// Control groups version 2, then version 1.
-const CONTROL_GROUPS: [ControlGroup; 2] = [
-    ControlGroup {
-        limit: "/sys/fs/cgroup/memory.max",
-        used: "/sys/fs/cgroup/memory.current",
-        stat: "/sys/fs/cgroup/memory.stat",
+const CONTROL_GROUPS: [ControlGroups; 2] = [
+    ControlGroups {
+        root: "/sys/fs/cgroup",
+        controller: "",
+        limit: "memory.max",
+        used: "memory.current",
+        stat: "memory.stat",
         cache_keys: ["active_file", "inactive_file"],
     },
-    ControlGroup {
-        limit: "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        used: "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        stat: "/sys/fs/cgroup/memory/memory.stat",
+    ControlGroups {
+        root: "/sys/fs/cgroup/memory",
+        controller: "memory",
+        limit: "memory.limit_in_bytes",
+        used: "memory.usage_in_bytes",
+        stat: "memory.stat",
         cache_keys: ["total_active_file", "total_inactive_file"],
     },
 ];
 
-impl ControlGroup {
-    /// Returns the bytes that the group can still provide; `None` without a limit.
+impl ControlGroups {
+    /// Returns the bytes that this process's group and the groups around it can still provide; `None` without
+    /// a limit. A container often sees its own group as the outermost one, at the root.
     fn remaining(&self, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
-        let number = |path: &str| read(path)?.trim().parse::<usize>().ok();
+        let own = read("/proc/self/cgroup").and_then(|list| self.path(&list)).unwrap_or_default();
+        let inner = own.trim_matches('/').split('/').filter(|name| !name.is_empty());
+        let folders = inner.scan(self.root.to_owned(), |folder, name| {
+            *folder = format!("{folder}/{name}");
+            Some(folder.clone())
+        });
+        let folders = std::iter::once(self.root.to_owned()).chain(folders);
+        folders.filter_map(|folder| self.remaining_in(&folder, &read)).min()
+    }
+
+    /// Returns the path of this process's group in the content of `/proc/self/cgroup`; `None` if it is
+    /// outside of what is visible.
+    fn path(&self, list: &str) -> Option<String> {
+        let entries = list.lines().filter_map(|line| line.split_once(':')?.1.split_once(':'));
+        let own = |(controllers, _): &(&str, &str)| controllers.split(',').any(|it| it == self.controller);
+        let (_, path) = entries.into_iter().find(own)?;
+        (!path.split('/').any(|name| name == "..")).then(|| path.to_owned())
+    }
+
+    /// Returns the bytes that the group of a folder can still provide; `None` without a limit.
+    fn remaining_in(&self, folder: &str, read: &impl Fn(&str) -> Option<String>) -> Option<usize> {
+        let file = |name: &str| read(&format!("{folder}/{name}"));
+        let number = |name: &str| file(name)?.trim().parse::<usize>().ok();
         let (limit, used) = (number(self.limit)?, number(self.used)?);
-        let cached = read(self.stat).and_then(|text| sum_of_keys(&text, &self.cache_keys)).unwrap_or(0);
+        let cached = file(self.stat).and_then(|text| sum_of_keys(&text, &self.cache_keys)).unwrap_or(0);
         Some(limit.saturating_sub(used.saturating_sub(cached)))
     }
 }
@@ -362,10 +393,13 @@ mod tests {
             "kv.size needs 88 bytes on cpu:0, cpu:1, but only 80 are available there beside 20 for weights \
              and steps"
         );
-        // Without a configured size only the minimum is checked, and weights that do not fit are another
-        // matter.
-        assert!(pool.check(counts(11, 0), KvSize::Auto).is_ok());
-        assert!(pool.check(counts(13, 0), KvSize::Auto).is_err());
+        assert!(pool.check(counts(10, 0), KvSize::Auto).is_ok());
+        let error = pool.check(counts(11, 0), KvSize::Auto).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "the model needs 20 bytes on cpu:0, cpu:1 for weights and steps, and at least 88 for the KV \
+             cache, but only 100 are available there"
+        );
         assert_eq!(MemoryPool { reserved: 200, ..pool }.spare_pages(&demand(9, 11, 0)), counts(0, 0));
         let nothing =
             MemoryPool { devices: Vec::new(), free: usize::MAX, page: PageBytes::default(), reserved: 0 };
@@ -483,5 +517,40 @@ mod tests {
             ("/sys/fs/cgroup/memory.current", "7000000000\n"),
         ];
         assert_eq!(available_with(&unlimited), 20_480_000_000);
+    }
+
+    /// Without a namespace of its own, a process is in a group below the root, and each around it has a
+    /// limit.
+    #[test]
+    fn the_smallest_limit_of_the_groups_around_the_process_counts() {
+        let second = |list: &'static str| {
+            available_with(&[
+                MEMINFO,
+                ("/proc/self/cgroup", list),
+                ("/sys/fs/cgroup/a.slice/memory.max", "5000\n"),
+                ("/sys/fs/cgroup/a.slice/memory.current", "1000\n"),
+                ("/sys/fs/cgroup/a.slice/b/memory.max", "max\n"),
+                ("/sys/fs/cgroup/a.slice/b/memory.current", "900\n"),
+                ("/sys/fs/cgroup/c/memory.max", "300\n"),
+                ("/sys/fs/cgroup/c/memory.current", "500\n"),
+            ])
+        };
+        assert_eq!((second("0::/a.slice/b\n"), second("0::/a.slice\n")), (4000, 4000));
+        assert_eq!(
+            (second("0::/c\n"), second("0::/\n"), second("0::/../c\n")),
+            (0, 20_480_000_000, 20_480_000_000)
+        );
+        let first = available_with(&[
+            MEMINFO,
+            (
+                "/proc/self/cgroup",
+                "12:cpu,cpuacct:/x\n5:memory,hugetlb:/docker/1\n1:name=systemd:/y\n0::/z\n",
+            ),
+            ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "1\n"),
+            ("/sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes", "7000\n"),
+            ("/sys/fs/cgroup/memory/docker/1/memory.usage_in_bytes", "1000\n"),
+        ]);
+        assert_eq!(first, 6000);
     }
 }

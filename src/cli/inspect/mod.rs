@@ -122,6 +122,7 @@ impl Inspection {
             prompting_defaults: prompting_defaults(&setup.model.prompting),
             sampling: sampling(&source)?,
             unsupported_settings: source.unsupported_settings.clone(),
+            unread_keys: source.spec.provenance.unread_keys.clone(),
             speculation: setup.model.speculation.as_ref().and_then(Speculation::from_setup),
             partition: setup
                 .assignments

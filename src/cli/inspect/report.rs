@@ -27,6 +27,8 @@ pub struct Inspection {
     pub sampling: Map<String, Value>,
     /// Further features that the model requests and the server does not support.
     pub unsupported_settings: Map<String, Value>,
+    /// Keys of config.json that nothing reads, and that may change what the model computes.
+    pub unread_keys: Vec<String>,
     /// Speculative decoding; absent if it is off.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speculation: Option<Speculation>,

@@ -95,6 +95,9 @@ fn model(inspection: &Inspection) -> Vec<Row> {
         rows.push(row(["prompting", &defaults.join(", ")]));
     }
     rows.extend(inspection.unsupported_settings.iter().map(|it| row(["not supported", &setting(it)])));
+    if !inspection.unread_keys.is_empty() {
+        rows.push(row(["not read", &inspection.unread_keys.join(", ")]));
+    }
     rows.push(row(["tokenizer", tokenizer]));
     if let Some(Speculation { method, max_drafts, acceptance, draft }) = &inspection.speculation {
         let text = format!("{method}, up to {max_drafts} drafts per step, acceptance {acceptance}");

@@ -171,6 +171,15 @@ fn share(mut source: ModelSource, tokenizer: Tokenizer) -> (Arc<ModelSource>, Ar
 /// applies to no tensor.
 pub fn open_source(model: &ModelRef, config: &ModelConfig) -> Result<ModelSource> {
     let mut source = ModelSource::open(model, config.spec.as_deref())?;
+    let provenance = &source.spec.provenance;
+    if !provenance.unread_keys.is_empty() {
+        let (file, keys) = (provenance.config.display().to_string(), provenance.unread_keys.join(", "));
+        warn!(
+            "{} has keys that nothing reads, and that may change what the model computes: {}",
+            file.escape_debug(),
+            keys.escape_debug()
+        );
+    }
     source.weight_rules = config.weights.clone();
     let names: Vec<_> = tensors::required_slices(&source.spec).iter().map(|slice| slice.names()).collect();
     if let Some(pattern) = source.weight_rules.unused_pattern(&names) {
@@ -220,8 +229,14 @@ pub async fn off_loop<T: Send + 'static>(download: impl FnOnce() -> Result<T> + 
     receiver.await.context("the download thread has panicked")?
 }
 
-/// Opens the model's tokenizer.
+/// Opens the model's tokenizer. Fails if it has far more tokens than the model.
 pub fn open_tokenizer(source: &ModelSource) -> Result<Tokenizer> {
+    let tokenizer = read_tokenizer(source)?;
+    tokenizer.check_vocab_size(source.spec.vocab).with_context(|| source.path.display().to_string())?;
+    Ok(tokenizer)
+}
+
+fn read_tokenizer(source: &ModelSource) -> Result<Tokenizer> {
     match &source.kind {
         SourceKind::HubFolder(folder) => Tokenizer::from_folder(folder),
         SourceKind::Gguf(gguf) => match GgufVocabulary::from_file(gguf)? {

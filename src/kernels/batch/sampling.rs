@@ -156,6 +156,10 @@ pub enum RowFailure {
     /// The mask of the row allows no token of the vocabulary.
     #[error("the mask allows no token")]
     EmptyMask,
+    /// The largest logit of the row is infinite, or none of its logits is a number above negative infinity:
+    /// weights or activations are not finite.
+    #[error("the model computed no finite logits")]
+    NotFinite,
 }
 
 impl SampledToken {

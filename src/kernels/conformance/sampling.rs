@@ -6,10 +6,12 @@ use super::inputs::*;
 use super::rig::*;
 use super::spans::*;
 use mainstem_kernels::backend::{Backend, SamplingInputs, StepLimits};
-use mainstem_kernels::batch::{SampleMode, SampledToken, SamplingParams, SpanOutput, StepOutput, is_allowed};
+use mainstem_kernels::batch::{
+    RowFailure, SampleMode, SampledToken, SamplingParams, SpanOutput, StepOutput, is_allowed,
+};
 use mainstem_kernels::late::{LateInputs, MaskSender};
 use mainstem_kernels::random::philox;
-use mainstem_kernels::reference::{logprobs, rank, sample};
+use mainstem_kernels::reference::{is_finite_row, logprobs, rank, sample};
 use std::fmt::Arguments;
 use std::sync::Arc;
 use std::thread;
@@ -109,6 +111,7 @@ fn assert_step<B: Backend>(rig: &mut Rig<B>, step: u32, bounds: &Bounds) {
         let (logits, biases, mask) = (&rows.logits[row], &rows.biases[row], rows.mask(row));
         let what = format_args!("sample, vocabulary {vocab}, step {step}, row {row}, {params:?}");
         let expected = match params.mode {
+            _ if !is_finite_row(logits) => Err(RowFailure::NotFinite),
             SampleMode::Score(token) => Ok(token),
             _ => sample(logits, biases, mask, params),
         };
@@ -120,7 +123,7 @@ fn assert_step<B: Backend>(rig: &mut Rig<B>, step: u32, bounds: &Bounds) {
             Some(_) => assert!(result.logprob.is_nan() && result.top_len == 0, "{what}: {result:?}"),
         }
         let expected = match params.mode {
-            SampleMode::Score(token) if params.logprob => rank(logits, token),
+            SampleMode::Score(token) if params.logprob && result.failure.is_none() => rank(logits, token),
             _ => 0,
         };
         assert_eq!(result.rank, expected, "{what}: rank");

@@ -200,7 +200,14 @@ fn sample_row(
     buffers: &mut Buffers,
     top: &mut [(u32, f32)],
 ) -> SampledToken {
+    let largest = largest(logits);
+    if !largest.is_finite() {
+        return SampledToken::failed(RowFailure::NotFinite);
+    }
     let token = match row.mode {
+        SampleMode::Sample if row.is_greedy() && biases.is_empty() && mask.is_none() => {
+            Ok(first_of(logits, largest))
+        }
         SampleMode::Sample => sample_token(logits, row, (biases, mask), buffers),
         SampleMode::Score(token) => Ok(token),
         SampleMode::Host => unreachable!("the token of the host is scored"),
@@ -241,9 +248,6 @@ fn sample_token(
     (biases, mask): (&[(u32, f32)], Option<&[u32]>),
     buffers: &mut Buffers,
 ) -> Result<u32, RowFailure> {
-    if row.is_greedy() && biases.is_empty() && mask.is_none() {
-        return Ok(greedy_token(logits));
-    }
     let lowest = buffers.load(logits, mask).ok_or(RowFailure::EmptyMask)?;
     for &(id, bias) in biases {
         // A draft model may have fewer tokens than the target.
@@ -291,8 +295,7 @@ fn rank(logits: &[f32], token: u32) -> u32 {
     1 + equal_or_larger + larger
 }
 
-/// Returns the id of the largest logit; the lowest id on ties; 0 when no logit is above negative infinity.
-fn greedy_token(logits: &[f32]) -> u32 {
-    let largest = largest(logits);
+/// Returns the lowest id of the logits that are `largest`.
+fn first_of(logits: &[f32], largest: f32) -> u32 {
     logits.iter().position(|&logit| logit == largest).unwrap_or(0) as u32
 }

@@ -23,6 +23,8 @@ mod activations;
 
 mod block_split;
 
+mod finite;
+
 mod kv_runs;
 
 mod scale_search;
@@ -180,6 +182,12 @@ impl QuantType {
     /// Dequantizes whole blocks of `bytes` to `out`.
     pub fn dequantize(self, bytes: &[u8], out: &mut [f32]) {
         (self.row().dequantize)(bytes, out);
+    }
+
+    /// Returns the index of the first number that is NaN or infinite in `bytes` (whole blocks). Of blocks,
+    /// only the scales are read, unless one of them is not finite.
+    pub fn first_not_finite(self, bytes: &[u8]) -> Option<usize> {
+        finite::first_not_finite(self, bytes)
     }
 
     /// Quantizes `values` to whole blocks, by round-to-nearest or the own search of the format. Panics if the

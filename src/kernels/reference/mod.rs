@@ -17,7 +17,7 @@ pub mod draw;
 
 #[cfg(test)]
 pub(crate) use formulas::erfc;
-pub use sample::{LogProbs, logprobs, rank, sample};
+pub use sample::{LogProbs, is_finite_row, logprobs, rank, sample};
 
 use crate::backend::{
     Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, Expert, Fraction,

@@ -60,6 +60,12 @@ pub fn sample(
     Ok(drawn.expect("the most likely candidate is kept; this is a bug"))
 }
 
+/// Returns whether the largest of `logits` is finite, where a NaN logit counts as negative infinity. A row
+/// for which it is not fails ([`RowFailure::NotFinite`]), whatever its parameters, once its late input is there.
+pub fn is_finite_row(logits: &[f32]) -> bool {
+    logits.iter().copied().fold(f32::NEG_INFINITY, f32::max).is_finite()
+}
+
 /// Returns the log-probabilities for `logits` (vocabulary), with the `n` most likely tokens. All are NaN if
 /// the largest logit is not finite. A NaN logit counts as negative infinity.
 pub fn logprobs(logits: &[f32], n: usize) -> LogProbs {

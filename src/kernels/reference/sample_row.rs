@@ -2,7 +2,7 @@
 //!
 //! Invariant: a row that fails has a result without a token.
 
-use super::sample::{logprobs, rank, sample};
+use super::sample::{is_finite_row, logprobs, rank, sample};
 use crate::backend::SamplingInputs;
 use crate::batch::{RowFailure, SampleMode, SampledToken, SamplingParams, StepOutput};
 
@@ -14,7 +14,7 @@ pub(super) fn sample_row(
     inputs: SamplingInputs<'_>,
 ) -> Result<u32, RowFailure> {
     let biases = params.logit_biases(inputs.biases);
-    match params.mode {
+    let token = match params.mode {
         SampleMode::Sample if params.masked => {
             let mut mask = vec![0; logits.len().div_ceil(u32::BITS as usize)];
             match inputs.wait_mask(row, &mut mask) {
@@ -25,6 +25,11 @@ pub(super) fn sample_row(
         SampleMode::Sample => sample(logits, biases, None, params),
         SampleMode::Host => inputs.wait_token(row, logits.len()).ok_or(RowFailure::NoLateInput),
         SampleMode::Score(token) => Ok(token),
+    };
+    match token {
+        Err(RowFailure::NoLateInput) => token,
+        _ if !is_finite_row(logits) => Err(RowFailure::NotFinite),
+        _ => token,
     }
 }
 

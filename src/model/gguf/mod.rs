@@ -112,7 +112,7 @@ impl GgufTable {
         })?;
         let (file, text) = SpecFile::shipped(&own.model_type)?;
         let spec = self.with_overrides(text.parse().context(file)?, own);
-        SpecFile::parse(&format!("{file} with {FILE}"), &spec.to_string())
+        SpecFile::parse_merged(&format!("{file} with {FILE}"), &spec.to_string())
     }
 
     fn with_overrides(&self, mut spec: toml::Table, own: &Architecture) -> toml::Table {
@@ -186,7 +186,7 @@ mod tests {
             let (file, text) = SpecFile::shipped(&own.model_type).unwrap();
             let plain: toml::Table = text.parse().unwrap();
             let spec = gguf.with_overrides(plain.clone(), own);
-            SpecFile::parse(name, &spec.to_string()).unwrap();
+            SpecFile::parse_merged(name, &spec.to_string()).unwrap();
             for path in [&["tensors"][..], &["encoder", "tensors"], &["decoder", "tensors"]] {
                 let ours = table(&spec, path);
                 for (part, hubs) in table(&plain, path) {

@@ -3,6 +3,8 @@
 //! Invariant: unknown keys and values are errors, never ignored.
 
 use super::tables::{EmbeddingTable, HeadTable, Override, SizeTable, SpecText};
+use super::unread::{self, NamedKeys};
+use super::unused;
 use crate::specs;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::BTreeMap;
@@ -13,14 +15,26 @@ pub struct SpecFile {
     /// Name of the file, for error messages.
     pub(super) file: String,
     pub(super) text: SpecText,
+    /// The keys of config.json that it names.
+    pub(super) named: NamedKeys,
 }
 
 impl SpecFile {
     /// Parses a specification. Errors name `file`, and the line and key at fault.
     pub fn parse(file: &str, text: &str) -> Result<SpecFile> {
+        let spec = SpecFile::parse_merged(file, text)?;
+        unused::check(&spec.text).with_context(|| file.to_owned())?;
+        Ok(spec)
+    }
+
+    /// Parses a specification that was merged with values for many families, which may be of blocks that this
+    /// one does not have.
+    pub fn parse_merged(file: &str, text: &str) -> Result<SpecFile> {
+        let entries: toml::Table = toml::from_str(text).map_err(|error| parse_error(file, &error))?;
         let text: SpecText = toml::from_str(text).map_err(|error| parse_error(file, &error))?;
         text.overrides.iter().try_for_each(check_override).with_context(|| file.to_owned())?;
-        Ok(SpecFile { file: file.to_owned(), text })
+        unused::check_formulas(&entries).with_context(|| file.to_owned())?;
+        Ok(SpecFile { file: file.to_owned(), text, named: unread::named_keys(&entries) })
     }
 
     /// Returns the shipped specification for a `model_type` of config.json.

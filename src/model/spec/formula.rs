@@ -20,6 +20,17 @@ pub fn evaluate(text: &str, named: &mut dyn FnMut(&str) -> Result<f64>) -> Resul
     Ok(value)
 }
 
+/// Returns the names in a formula; of one that is not valid, those before the error.
+pub fn names(text: &str) -> Vec<String> {
+    let mut names = Vec::new();
+    // The value does not matter, and an invalid formula is an error when it is evaluated.
+    drop(evaluate(text, &mut |name| {
+        names.push(name.to_owned());
+        Ok(1.0)
+    }));
+    names
+}
+
 struct FormulaParser<'a> {
     /// The remaining text, without leading spaces.
     rest: &'a str,

@@ -122,20 +122,19 @@ impl<'a> Lookups<'a> {
                 Origin::Config(self.config.source_keys(name)),
             )));
         }
-        if let Some(formula) = &sought.formula
-            && let Some(value) = self.evaluate_formula::<T>(key, formula, sought.default.is_some())?
-        {
-            return Ok(Some((value, Origin::Formula(formula.clone()))));
+        let mut absent: Vec<String> = sought.key.iter().flat_map(OneOrMore::as_slice).cloned().collect();
+        if let Some(formula) = &sought.formula {
+            match self.evaluate_formula::<T>(key, formula, sought.default.is_some())? {
+                Ok(value) => return Ok(Some((value, Origin::Formula(formula.clone())))),
+                Err(names) => absent.extend(names),
+            }
         }
         let Some(default) = &sought.default else { return Ok(None) };
         let found = self.find(key, default)?;
-        let named = |keys: &OneOrMore<String>| {
-            keys.as_slice().iter().map(|key| self.config.file_key(key)).collect::<Vec<_>>().join(", ")
-        };
-        let keys = sought.key.as_ref().map(named);
-        Ok(found.map(|(value, origin)| match (origin, keys) {
-            (Origin::Specification, Some(keys)) => (value, Origin::Default(keys)),
-            (origin, _) => (value, origin),
+        let keys: Vec<String> = absent.iter().map(|key| self.config.file_key(key)).collect();
+        Ok(found.map(|(value, origin)| match origin {
+            Origin::Specification if !keys.is_empty() => (value, Origin::Default(keys.join(", "))),
+            origin => (value, origin),
         }))
     }
 
@@ -155,22 +154,27 @@ impl<'a> Lookups<'a> {
         }
     }
 
-    /// Evaluates a formula. Returns `None` if it names a missing key and there is a default.
-    fn evaluate_formula<T: Value>(&self, key: &str, text: &str, has_default: bool) -> Result<Option<T>> {
-        let mut absent = false;
+    /// Evaluates a formula. Returns the keys that it names and the configuration lacks if there is a default.
+    fn evaluate_formula<T: Value>(
+        &self,
+        key: &str,
+        text: &str,
+        has_default: bool,
+    ) -> Result<Result<T, Vec<String>>> {
+        let mut absent = Vec::new();
         let result = formula::evaluate(text, &mut |name| match self.formula_variable(name)? {
-            None if has_default => {
-                absent = true;
+            None if has_default && !name.starts_with('$') => {
+                absent.push(name.to_owned());
                 Ok(1.0)
             }
             found => found.with_context(|| format!("formula '{text}': there is no '{name}'")),
         });
-        if absent {
-            return Ok(None);
+        if !absent.is_empty() {
+            return Ok(Err(absent));
         }
         let number = result.with_context(|| format!("{}: '{key}'", self.config.file().display()))?;
         let value = T::from_number(number);
-        value.map(Some).with_context(|| {
+        value.map(Ok).with_context(|| {
             format!("formula '{text}' evaluates to {number}, which is not valid for '{key}'")
         })
     }

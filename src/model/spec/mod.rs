@@ -28,6 +28,10 @@ mod positions;
 
 mod check;
 
+mod unread;
+
+mod unused;
+
 pub mod schema;
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use super::tables::{Condition, LayerPick, Override, SpecText, Tables};
 use super::words::{HeadKind, Kind, Placement, StackName};
 use super::{
     EmbeddingSpec, HeadSpec, IgnoredTensors, LayerSpec, ModelSpec, NormSpec, SpecFile, StackSpec, TensorPart,
-    check,
+    check, unread,
 };
 use crate::formats::HubConfig;
 use crate::model::provenance::Provenance;
@@ -68,6 +68,8 @@ fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool)
     let (vocab, hidden) = sizes.context("a model has a stack; this is a bug")?;
     let (encoder, decoder) = (encoder.map(|(stack, _)| stack), decoder.map(|(stack, _)| stack));
     let context = decoder.as_ref().or(encoder.as_ref()).map_or(0, |stack| stack.context);
+    let values = look.into_values();
+    let unread_keys = unread::check(&file.file, &file.named, config, &values)?;
     let spec = ModelSpec {
         kind: text.kind,
         vocab,
@@ -80,7 +82,8 @@ fn resolve_spec(file: &SpecFile, config: &HubConfig, has: &dyn Fn(&str) -> bool)
             specification: file.file.clone(),
             model_types: text.model_types.clone(),
             config: config.file().to_owned(),
-            values: look.into_values(),
+            values,
+            unread_keys,
         },
     };
     check::check(&spec)

@@ -24,9 +24,18 @@ macro_rules! table {
         pub struct $name { $($(#[$field_about])* pub $field: Option<$ty>,)* }
 
         impl $name {
+            /// Names of the values.
+            pub const NAMES: &[&str] = &[$(stringify!($field),)*];
+
             /// Returns these values; missing ones are taken from `base`.
             pub fn over(&self, base: &$name) -> $name {
                 $name { $($field: self.$field.clone().or_else(|| base.$field.clone()),)* }
+            }
+
+            /// Returns the names of the values that are given.
+            pub fn given(&self) -> Vec<&'static str> {
+                [$((stringify!($field), self.$field.is_some()),)*]
+                    .into_iter().filter(|(_, is_given)| *is_given).map(|(name, _)| name).collect()
             }
         }
     };
@@ -143,6 +152,10 @@ with_tables! {
         /// Keys of config.json that would change what is computed, each with its supported values.
         #[serde(default, alias = "neutral")]
         supported_values: BTreeMap<String, Vec<serde_json::Value>>,
+        /// Keys of config.json that the model's own code ignores, though in other models they change what is
+        /// computed.
+        #[serde(default)]
+        ignored_keys: Vec<String>,
         /// Values for the encoder only.
         #[serde(default)]
         encoder: Tables,

@@ -150,7 +150,7 @@ fn settings_in_the_wrong_place_or_missing_are_refused() {
         ("when = { key = 'dense', is = 1, exists = true }", "tests either"),
         ("when = { key = 'dense', tensor = 'x' }", "either a 'key' or a 'tensor'"),
         ("[override.attention]\nsoftcap = 1e300", "attention.softcap"),
-        ("[override.attention]\nscale = { formula = '$nothing' }", "there is no '$nothing'"),
+        ("[override.attention]\nscale = { formula = '$nothing' }", "there is no value '$nothing'"),
         ("[override.attention]\nscale = { formula = '$eps + $dims' }", "there is no '$dims'"),
     ] {
         let error = format!("{:#}", overriding(text).unwrap_err());
@@ -276,7 +276,7 @@ fn deprecated_words_mean_what_the_current_ones_do() {
             head = {{ {rows} = true }}
             {values} = {{ some_key = [false] }}"
         );
-        let SpecFile { text, .. } = SpecFile::parse("x.toml", &text).unwrap();
+        let text: tables::SpecText = toml::from_str(&text).unwrap();
         (text.tables(), text.supported_values)
     };
     let (old, new) = (
@@ -291,4 +291,118 @@ fn deprecated_words_mean_what_the_current_ones_do() {
         parse(["relative", "interleaved", "interleaved", "groups", "whole", "plain"], old),
         parse(["relative_bias", "gptj", "interleaved", "fused_grouped", "full", "ungated"], new)
     );
+}
+
+/// Returns the error for an edited specification of Llama with a configuration.
+fn edited(from: &str, to: &str, extra: serde_json::Value) -> Result<ModelSpec> {
+    let text = specs::ALL[0].1;
+    assert!(text.contains(from), "{from}");
+    SpecFile::parse("my.toml", &text.replacen(from, to, 1))?.resolve(&config(extra), &|_| true)
+}
+
+fn refused(from: &str, to: &str, extra: serde_json::Value) -> String {
+    format!("{:#}", edited(from, to, extra).unwrap_err())
+}
+
+/// Granite has Llama's structure and four factors more: with Llama's specification every answer was wrong.
+#[test]
+fn a_key_that_changes_what_is_computed_and_is_not_read_is_refused_unless_neutral() {
+    for (key, value, neutral) in [
+        ("embedding_multiplier", json!(12.0), json!(1)),
+        ("residual_multiplier", json!(0.22), json!(1.0)),
+        ("logits_scaling", json!(8), json!(1)),
+        ("attention_multiplier", json!(0.1), json!(null)),
+        ("sliding_window", json!(64), json!(128)),
+        ("layer_types", json!(["sliding_attention"]), json!(["full_attention"])),
+        ("final_logit_softcapping", json!(30.0), json!(null)),
+        ("hidden_activation", json!("gelu"), json!("swish")),
+        ("layer_norm_eps", json!(1e-12), json!(1e-5)),
+        ("n_head", json!(8), json!(4)),
+        ("qk_layernorm", json!(true), json!(false)),
+    ] {
+        let error = refused("", "", json!({key: value}));
+        assert!(error.contains(&format!("key '{key}': {value} changes what is computed")), "{error}");
+        assert!(error.contains("my.toml does not read it"), "{error}");
+        let spec = edited("", "", json!({key: neutral})).unwrap();
+        assert!(spec.provenance.unread_keys.is_empty(), "{key}");
+        let ignored = format!("ignored_keys = [\"{key}\"]\n[size]");
+        assert!(edited("[size]", &ignored, json!({key: value})).is_ok(), "{key}");
+    }
+    let window = json!({"sliding_window": 64, "use_sliding_window": false});
+    assert!(edited("", "", window).is_ok());
+}
+
+#[test]
+fn a_forgotten_table_is_refused_by_the_keys_that_it_would_read() {
+    let section = "[position]\nkind = \"rope\"\nstyle = \"neox\"";
+    let of_old = refused(section, "", json!({"rope_theta": 5e5}));
+    assert!(of_old.contains("key 'rope_theta': 500000.0 changes what is computed"), "{of_old}");
+    let of_new = refused(section, "", json!({"rope_parameters": {"rope_theta": 5e5}}));
+    assert!(of_new.contains("key 'rope_parameters': "), "{of_new}");
+    let fixed = "[position]\ntheta = 1e4";
+    let error = refused("[position]", fixed, json!({"rope_theta": 5e5}));
+    assert!(error.contains("key 'rope_theta': 500000.0"), "{error}");
+    assert!(edited("[position]", fixed, json!({"rope_theta": 10000})).is_ok());
+    let twice = json!({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}});
+    assert!(edited("", "", twice).is_ok());
+}
+
+#[test]
+fn other_keys_that_nothing_reads_are_named_and_records_of_training_are_not() {
+    let extra = json!({
+        "use_hyperloops": true, "note": "x", "torch_dtype": "bfloat16", "transformers_version": "5.0",
+        "use_cache": true, "_name_or_path": "a", "attention_dropout": 0.1, "pad_token_id": 0, "absent": null,
+        "architectures": ["LlamaForCausalLM"], "initializer_range": 0.02, "hidden_act": "silu",
+    });
+    let unread = edited("", "", extra).unwrap().provenance.unread_keys;
+    assert_eq!(unread, ["use_hyperloops", "note"]);
+}
+
+/// A misspelt name had the default without a word, and `inspect` reported that as written.
+#[test]
+fn misspelt_names_of_keys_and_values_are_refused() {
+    let formula = |text: &str| format!("[position]\ntheta = {{ formula = \"{text}\", default = 10000.0 }}");
+    let error = refused("[position]", &formula("10000 * rope_ratoi"), json!({"rope_ratio": 50}));
+    assert!(error.contains("key 'rope_ratio': nothing reads it, and my.toml names 'rope_ratoi'"), "{error}");
+    let error = refused("\"rms_norm_eps\"", "\"rms_nrm_eps\"", json!({}));
+    assert!(error.contains("key 'rms_norm_eps'") && error.contains("names 'rms_nrm_eps'"), "{error}");
+    let error = refused("[position]", &formula("10000 * $hiden"), json!({}));
+    assert!(error.contains("there is no value '$hiden'; did you mean '$hidden'?"), "{error}");
+    // A value of the specification that does not exist yet is no reason for the default.
+    let error = refused("[position]", &formula("10000 * $top_k"), json!({}));
+    assert!(error.contains("there is no '$top_k'"), "{error}");
+    let spec = edited("[position]", &formula("10000 * rope_ratio"), json!({})).unwrap();
+    let origin = &spec.provenance.get("position.theta").unwrap().origin;
+    assert_eq!(*origin, Origin::Default("rope_ratio".to_owned()));
+}
+
+#[test]
+fn settings_of_blocks_that_nothing_selects_are_refused() {
+    for (from, to, message) in [
+        ("[position]", "[position]\nbuckets = 32", "'position.buckets' has no effect without position.kind"),
+        ("[position]", "[position]\noffset = 2", "'position.offset' has no effect"),
+        (
+            "[tensors]",
+            "[tensors]\nq_norm = \"x\"",
+            "'tensors.q_norm' has no effect without attention.qk_norm",
+        ),
+        ("[tensors]", "[tensors]\nqkv = \"x\"", "'tensors.qkv' has no effect without attention.qkv"),
+        ("[tensors]", "[tensors]\ngate_up = \"x\"", "'tensors.gate_up' has no effect"),
+        ("[tensors]", "[moe]\ntop_k = 2\n[tensors]", "'moe.top_k' has no effect without mlp.kind"),
+        ("[tensors]", "[encoder.size]\nlayers = 2\n[tensors]", "'encoder.size.layers' has no effect"),
+        ("kind = \"gated\"", "kind = \"ungated\"", "'tensors.gate' has no effect without mlp.kind"),
+        ("kind = \"rope\"", "kind = \"alibi\"", "'position.style' has no effect"),
+        ("[tensors]", "[cross]\nscale = 1.0\n[tensors]", "'cross.scale' has no effect"),
+    ] {
+        let error = refused(from, to, json!({}));
+        assert!(error.starts_with("my.toml: ") && error.contains(message), "{error}");
+    }
+    // An override for some layers may select the block, and so may a value that is looked up.
+    let names = "[tensors]\nq_norm = \"q.{i}\"\nk_norm = \"k.{i}\"";
+    let by_layer = format!("[[override]]\nlayers = {{ from = 1 }}\nattention.qk_norm = \"full\"\n{names}");
+    assert!(edited("[tensors]", &by_layer, json!({})).is_ok());
+    let cases =
+        "{ key = \"use_qk_norm\", default = \"none\", cases = { true = \"full\", false = \"none\" } }";
+    let by_key = format!("[[override]]\nattention.qk_norm = {cases}\n{names}");
+    assert!(edited("[tensors]", &by_key, json!({})).is_ok());
 }

@@ -1,10 +1,11 @@
 //! Checks of a `tokenizer.json` before the library parses it: a character map begins with the size of its
-//! index, and the library allocates that size without checking it.
+//! index, and the library allocates that size without checking it; replacements can multiply a text.
 //!
-//! Invariant: a character map that passes contains its whole index.
+//! Invariant: a character map that passes contains its whole index, and the replacements that pass make a
+//! text at most `GROWTH_MAX` times as long.
 
 use super::sentencepiece::charsmap::Charsmap;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use serde::Deserialize;
@@ -13,16 +14,44 @@ use serde_json::Value;
 /// Key of a character map, at any depth of the normalizers.
 const RULES: &str = "precompiled_charsmap";
 
-/// The part of the file that may contain character maps.
+/// Maximum factor by which all replacements together may lengthen a text. Real ones write a space as the
+/// three bytes of another character, once.
+const GROWTH_MAX: f64 = 64.0;
+
+/// The parts of the file that may contain character maps and replacements.
 #[derive(Deserialize)]
-struct NormalizerSection {
+struct RewritingSections {
     normalizer: Option<Value>,
+    decoder: Option<Value>,
 }
 
-/// Checks all character maps in the content of a `tokenizer.json`.
+/// Checks all character maps and replacements in the content of a `tokenizer.json`.
 pub fn check(content: &[u8]) -> Result<()> {
-    let file: NormalizerSection = serde_json::from_slice(content)?;
+    let file: RewritingSections = serde_json::from_slice(content)?;
+    for (name, section) in [("normalizer", &file.normalizer), ("decoder", &file.decoder)] {
+        let Some(section) = section else { continue };
+        let factor = growth(section);
+        ensure!(factor <= GROWTH_MAX, "its {name} can make a text {factor:.0} times as long");
+    }
     file.normalizer.as_ref().map_or(Ok(()), check_normalizer)
+}
+
+/// Returns the factor by which the replacements of a section can lengthen a text. A regular expression may
+/// match a single character, or nothing, beside each.
+fn growth(section: &Value) -> f64 {
+    let nested = match section {
+        Value::Array(items) => items.iter().map(growth).product(),
+        Value::Object(fields) => fields.values().map(growth).product(),
+        _ => 1.0,
+    };
+    let Some(content) = section["content"].as_str().filter(|_| section["type"] == "Replace") else {
+        return nested;
+    };
+    let content = content.len() as f64;
+    match section["pattern"]["String"].as_str() {
+        Some(pattern) if !pattern.is_empty() => (content / pattern.len() as f64).max(1.0),
+        _ => content + 1.0,
+    }
 }
 
 fn check_normalizer(normalizer: &Value) -> Result<()> {
@@ -63,6 +92,36 @@ mod tests {
             for spelled in [file.clone(), file.replace(RULES, "precompiled\\u005fcharsmap")] {
                 let error = check(spelled.as_bytes()).unwrap_err().to_string();
                 assert!(error.contains("the character map claims an index of"), "{error}");
+            }
+        }
+    }
+
+    /// Sixty replacements of a letter by two make a text 2^60 times as long.
+    #[test]
+    fn replacements_that_multiply_a_text_are_refused() {
+        let replace =
+            |pattern: Value, by: &str| json!({"type": "Replace", "pattern": pattern, "content": by});
+        let of_text = |pattern: &str, content: &str| replace(json!({"String": pattern}), content);
+        let sequence = |key: &str, steps: Vec<Value>| {
+            let list = if key == "normalizer" { "normalizers" } else { "decoders" };
+            json!({key: {"type": "Sequence", list: steps}}).to_string()
+        };
+        let usual = vec![
+            of_text(" ", "\u{2581}"),
+            replace(json!({"Regex": " {2,}"}), "\u{2581}"),
+            of_text("``", "\""),
+            json!({"type": "Lowercase"}),
+        ];
+        for key in ["normalizer", "decoder"] {
+            check(sequence(key, usual.clone()).as_bytes()).unwrap();
+            for steps in [
+                vec![of_text("a", "aa"); 60],
+                vec![of_text("a", &"b".repeat(1 << 20))],
+                vec![replace(json!({"Regex": ""}), &"b".repeat(100))],
+                vec![json!({"type": "Sequence", "normalizers": vec![of_text("a", "aaa"); 2]}); 2],
+            ] {
+                let error = check(sequence(key, steps).as_bytes()).unwrap_err().to_string();
+                assert!(error.starts_with(&format!("its {key} can make a text ")), "{error}");
             }
         }
     }

@@ -50,7 +50,7 @@ pub mod gguf;
 
 mod llama2c;
 
-use crate::formats::Folder;
+use crate::formats::{Folder, read_bounded};
 use anyhow::{Context, Result, ensure};
 use pipeline::Pipeline;
 use std::collections::BTreeSet;
@@ -141,11 +141,20 @@ impl Tokenizer {
         folder::read(folder)
     }
 
+    /// Fails if the tokenizer has far more tokens than a model with `vocab` rows of embeddings could use. A
+    /// few more are common: added tokens that a model was not trained with.
+    pub fn check_vocab_size(&self, vocab: usize) -> Result<()> {
+        let limit = vocab.saturating_mul(2).saturating_add(1 << 16);
+        let size = self.vocab_size();
+        ensure!(size <= limit, "the tokenizer has {size} tokens, but the model has embeddings for {vocab}");
+        Ok(())
+    }
+
     /// Reads the tokenizer of a llama2.c model with `vocab` tokens. BOS is 1 and precedes every text; EOS is
     /// 2, but models trained with llama2.c end a text with BOS.
     pub fn from_llama2c(file: &Path, vocab: usize) -> Result<Tokenizer> {
         let name = || file.display().to_string();
-        let content = std::fs::read(file).with_context(name)?;
+        let content = read_bounded(file).with_context(name)?;
         llama2c::read(&content, vocab).with_context(name)
     }
 

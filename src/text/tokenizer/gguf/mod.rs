@@ -23,6 +23,7 @@ use keys::PREFIX;
 use pre_tokenizer::PreTokenizerSpec;
 use std::collections::{BTreeSet, HashMap};
 use tokenizers::AddedToken;
+use tracing::warn;
 
 /// Number of the token type "byte".
 const BYTE: i32 = 6;
@@ -225,6 +226,12 @@ fn pieces(file: &GgufVocabulary, usual_unknown: u32) -> Result<Vec<VocabularyPie
 
 /// Builds a byte-level BPE tokenizer, as in GPT-2.
 fn byte_level(file: &GgufVocabulary) -> Result<TokenizerParts> {
+    if file.pre.as_ref().is_none_or(String::is_empty) {
+        warn!(
+            "the file does not name its pre-tokenizer ('tokenizer.ggml.pre'): texts are split as for \
+             'default', which may not be how the model was trained"
+        );
+    }
     let pre = PreTokenizerSpec::from_name(file.pre.as_deref())?;
     ensure!(!file.merges.is_empty(), "it has no merges");
     let named = file.tokens.iter().cloned().zip(0..).filter(|(token, _)| !token.is_empty());

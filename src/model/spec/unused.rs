@@ -1,0 +1,319 @@
+//! Finds settings of a specification file that cannot have an effect, because nothing in the file selects the
+//! block that they belong to, and formulas with names that no value has.
+//!
+//! Invariant: only the file is looked at, so that it is accepted or refused whatever the model.
+
+use super::formula;
+use super::setting::Setting;
+use super::tables::{
+    AttentionTable, CrossTable, EmbeddingTable, HeadTable, MlpTable, MoeTable, NormTable, PositionTable,
+    ResidualTable, SizeTable, SpecText, Tables, TensorTable,
+};
+use super::words::{HeadKind, Kind, MlpKind, Placement, PositionKind, QkNorm, QkvLayout, Wiring};
+use anyhow::{Result, bail};
+
+/// Settings with the condition under which they have an effect.
+struct Group {
+    /// Whether anything in the file can meet the condition.
+    is_possible: bool,
+    condition: &'static str,
+    settings: &'static [&'static str],
+}
+
+/// Checks that all settings of a file can have an effect.
+pub fn check(text: &SpecText) -> Result<()> {
+    let mut all = vec![text.tables(), text.encoder.clone(), text.decoder.clone()];
+    all.extend(text.overrides.iter().map(|given| given.tables()));
+    let stacks = [(&text.encoder, "encoder", Kind::Decoder), (&text.decoder, "decoder", Kind::Encoder)];
+    for (own, name, without) in stacks {
+        if let Some(key) = given(own).first().filter(|_| text.kind == without) {
+            bail!("'{name}.{key}' has no effect: the model has no {name}, according to 'kind'");
+        }
+    }
+    for group in groups(text.kind, &all).into_iter().filter(|group| !group.is_possible) {
+        let key = all.iter().flat_map(given).find(|key| group.settings.contains(&key.as_str()));
+        if let Some(key) = key {
+            bail!("'{key}' has no effect without {}", group.condition);
+        }
+    }
+    Ok(())
+}
+
+/// Checks that each name with `$` in a formula is that of a setting.
+pub fn check_formulas(table: &toml::Table) -> Result<()> {
+    for (key, value) in table {
+        match value {
+            toml::Value::String(text) if key == "formula" => check_formula(text)?,
+            toml::Value::Table(inner) => check_formulas(inner)?,
+            toml::Value::Array(items) => {
+                items.iter().filter_map(toml::Value::as_table).try_for_each(check_formulas)?;
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn check_formula(text: &str) -> Result<()> {
+    for name in formula::names(text) {
+        let Some(wanted) = name.strip_prefix('$') else { continue };
+        let known = || names().flat_map(|(table, field)| [format!("{table}.{field}"), field.to_owned()]);
+        if known().all(|known| known != wanted) {
+            let nearest = known().min_by_key(|known| strsim::levenshtein(known, wanted)).unwrap_or_default();
+            bail!("formula '{text}': there is no value '{name}'; did you mean '${nearest}'?");
+        }
+    }
+    Ok(())
+}
+
+/// Returns the names of all settings, each with its table's.
+fn names() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let tables = [
+        ("size", SizeTable::NAMES),
+        ("embedding", EmbeddingTable::NAMES),
+        ("position", PositionTable::NAMES),
+        ("norm", NormTable::NAMES),
+        ("residual", ResidualTable::NAMES),
+        ("attention", AttentionTable::NAMES),
+        ("cross", CrossTable::NAMES),
+        ("mlp", MlpTable::NAMES),
+        ("moe", MoeTable::NAMES),
+        ("head", HeadTable::NAMES),
+        ("tensors", TensorTable::NAMES),
+    ];
+    tables.into_iter().flat_map(|(table, names)| names.iter().map(move |name| (table, *name)))
+}
+
+/// Returns the settings that are given, as `table.name`.
+fn given(tables: &Tables) -> Vec<String> {
+    let each = [
+        ("size", tables.size.given()),
+        ("embedding", tables.embedding.given()),
+        ("position", tables.position.given()),
+        ("norm", tables.norm.given()),
+        ("residual", tables.residual.given()),
+        ("attention", tables.attention.given()),
+        ("cross", tables.cross.given()),
+        ("mlp", tables.mlp.given()),
+        ("moe", tables.moe.given()),
+        ("head", tables.head.given()),
+        ("tensors", tables.tensors.given()),
+    ];
+    let named = each.into_iter().flat_map(|(table, names)| names.into_iter().map(move |it| (table, it)));
+    named.map(|(table, name)| format!("{table}.{name}")).collect()
+}
+
+/// Whether some setting of the file can have one of the `wanted` values: the first of `all` is for all
+/// models, so that its default counts only if it does not have the setting.
+fn can_be<T: PartialEq>(
+    all: &[Tables],
+    setting: impl Fn(&Tables) -> &Option<Setting<T>>,
+    default: T,
+    wanted: &[T],
+) -> bool {
+    let by_default = all.first().is_none_or(|base| setting(base).is_none()) && wanted.contains(&default);
+    let mut settings = all.iter().filter_map(|tables| setting(tables).as_ref());
+    by_default || settings.any(|setting| wanted.iter().any(|wanted| may_be(setting, wanted)))
+}
+
+/// Whether a setting can have the value. One that is looked up without cases can have any.
+fn may_be<T: PartialEq>(setting: &Setting<T>, wanted: &T) -> bool {
+    match setting {
+        Setting::Fixed(value) => value == wanted,
+        Setting::Lookup(lookup) => {
+            let by_case = lookup.cases.as_ref().map(|cases| cases.values().any(|value| value == wanted));
+            let by_key = lookup.key.is_some() && by_case.unwrap_or(true);
+            let by_default = lookup.default.as_ref().is_some_and(|default| may_be(default, wanted));
+            by_key || lookup.formula.is_some() || by_default
+        }
+    }
+}
+
+fn groups(kind: Kind, all: &[Tables]) -> Vec<Group> {
+    let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
+    let mut groups = vec![group(
+        kind == Kind::EncoderDecoder,
+        "an encoder and a decoder",
+        &[
+            "cross.bias",
+            "cross.scale",
+            "tensors.cross_norm",
+            "tensors.cross_out_norm",
+            "tensors.cross_q",
+            "tensors.cross_k",
+            "tensors.cross_v",
+            "tensors.cross_o",
+        ],
+    )];
+    groups.extend(groups_of_positions(all));
+    groups.extend(groups_of_attention(all));
+    groups.extend(groups_of_mlp(all));
+    groups.extend(groups_of_head(all));
+    groups
+}
+
+fn groups_of_positions(all: &[Tables]) -> Vec<Group> {
+    use PositionKind::{Alibi, Learned, RelativeBias, Rope, Sinusoidal};
+    let is = |kinds: &[PositionKind]| can_be(all, |it| &it.position.kind, PositionKind::None, kinds);
+    let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
+    vec![
+        group(
+            is(&[Rope]),
+            "position.kind = \"rope\"",
+            &["position.style", "position.dims", "position.theta", "position.scaling"],
+        ),
+        group(is(&[Learned]), "position.kind = \"learned\"", &["position.rows", "tensors.positions"]),
+        group(
+            is(&[Learned, Sinusoidal]),
+            "position.kind = \"learned\" or \"sinusoidal\"",
+            &["position.offset"],
+        ),
+        group(is(&[Sinusoidal]), "position.kind = \"sinusoidal\"", &["position.layout"]),
+        group(is(&[Sinusoidal, Alibi]), "position.kind = \"sinusoidal\" or \"alibi\"", &["position.scale"]),
+        group(
+            is(&[RelativeBias]),
+            "position.kind = \"relative_bias\"",
+            &["position.buckets", "position.max_distance", "tensors.relative_bias"],
+        ),
+    ]
+}
+
+fn groups_of_attention(all: &[Tables]) -> Vec<Group> {
+    let qkv = |layouts: &[QkvLayout]| can_be(all, |it| &it.attention.qkv, QkvLayout::Separate, layouts);
+    let placed = |places: &[Placement]| can_be(all, |it| &it.norm.placement, Placement::Pre, places);
+    let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
+    vec![
+        group(
+            can_be(all, |it| &it.attention.qk_norm, QkNorm::None, &[QkNorm::PerHead, QkNorm::Full]),
+            "attention.qk_norm",
+            &["attention.qk_norm_kind", "attention.qk_norm_eps", "tensors.q_norm", "tensors.k_norm"],
+        ),
+        group(
+            qkv(&[QkvLayout::Fused, QkvLayout::FusedGrouped]),
+            "attention.qkv = \"fused\" or \"fused_grouped\"",
+            &["tensors.qkv"],
+        ),
+        group(
+            qkv(&[QkvLayout::Separate]),
+            "attention.qkv = \"separate\"",
+            &["tensors.q", "tensors.k", "tensors.v"],
+        ),
+        group(
+            placed(&[Placement::Sandwich]),
+            "norm.placement = \"sandwich\"",
+            &["tensors.attention_out_norm", "tensors.mlp_out_norm", "tensors.cross_out_norm"],
+        ),
+        group(
+            placed(&[Placement::Pre, Placement::Post, Placement::Sandwich]),
+            "a norm.placement other than \"none\"",
+            &["tensors.attention_norm", "tensors.mlp_norm", "tensors.cross_norm"],
+        ),
+        group(
+            can_be(
+                all,
+                |it| &it.residual.wiring,
+                Wiring::Sequential,
+                &[Wiring::Sequential, Wiring::ParallelTwoNorms],
+            ),
+            "a residual.wiring other than \"parallel\"",
+            &["tensors.mlp_norm"],
+        ),
+    ]
+}
+
+fn groups_of_mlp(all: &[Tables]) -> Vec<Group> {
+    // There is no default, so another kind stands for it.
+    let is = |kind| can_be(all, |it| &it.mlp.kind, MlpKind::Ungated, &[kind]);
+    let fused = |fused| is(MlpKind::Gated) && can_be(all, |it| &it.mlp.fused, false, &[fused]);
+    let has_experts = is(MlpKind::Experts);
+    let has_shared = has_experts && all.iter().any(|it| it.moe.shared_width.is_some());
+    let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
+    vec![
+        group(is(MlpKind::Gated), "mlp.kind = \"gated\"", &["mlp.fused"]),
+        group(fused(false), "mlp.kind = \"gated\" and mlp.fused = false", &["tensors.gate"]),
+        group(fused(true), "mlp.kind = \"gated\" and mlp.fused = true", &["tensors.gate_up"]),
+        group(
+            is(MlpKind::Ungated) || fused(false),
+            "mlp.kind = \"ungated\", or \"gated\" and mlp.fused = false",
+            &["tensors.up"],
+        ),
+        group(
+            has_experts,
+            "mlp.kind = \"experts\"",
+            &[
+                "moe.experts",
+                "moe.top_k",
+                "moe.width",
+                "moe.scoring",
+                "moe.normalize_scores",
+                "moe.scale",
+                "moe.gated",
+                "moe.shared_width",
+                "moe.shared_router",
+                "tensors.router",
+                "tensors.expert_gate",
+                "tensors.expert_up",
+                "tensors.expert_down",
+            ],
+        ),
+        group(
+            can_be(all, |it| &it.moe.gated, true, &[true]),
+            "moe.gated = true",
+            &["tensors.expert_gate", "tensors.shared_gate"],
+        ),
+        group(
+            has_shared,
+            "moe.shared_width",
+            &["tensors.shared_gate", "tensors.shared_up", "tensors.shared_down"],
+        ),
+        group(
+            can_be(all, |it| &it.moe.shared_router, false, &[true]),
+            "moe.shared_router = true",
+            &["tensors.shared_router"],
+        ),
+    ]
+}
+
+fn groups_of_head(all: &[Tables]) -> Vec<Group> {
+    let has = |setting: fn(&Tables) -> &Option<Setting<bool>>| can_be(all, setting, false, &[true]);
+    let has_last_norm = can_be(all, |it| &it.norm.last, true, &[true]);
+    let group = |is_possible, condition, settings| Group { is_possible, condition, settings };
+    vec![
+        group(
+            can_be(all, |it| &it.head.kind, HeadKind::Lm, &[HeadKind::Lm]),
+            "head.kind = \"lm\"",
+            &[
+                "head.tied",
+                "head.bias",
+                "head.normalize_rows",
+                "head.scale",
+                "head.softcap",
+                "head.transform",
+                "tensors.head",
+            ],
+        ),
+        group(
+            has(|it| &it.head.transform),
+            "head.transform = true",
+            &[
+                "head.transform_bias",
+                "head.activation",
+                "tensors.head_transform",
+                "tensors.head_transform_norm",
+            ],
+        ),
+        group(has(|it| &it.head.bias), "head.bias = true", &["tensors.head_bias"]),
+        group(has_last_norm, "norm.last = true", &["tensors.norm"]),
+        group(has(|it| &it.embedding.norm), "embedding.norm = true", &["tensors.embedding_norm"]),
+        group(
+            all.iter().any(|it| it.embedding.token_types.is_some()),
+            "embedding.token_types",
+            &["tensors.token_types"],
+        ),
+        group(
+            all.iter().any(|it| it.embedding.width.is_some()),
+            "embedding.width",
+            &["tensors.project_in", "tensors.project_out"],
+        ),
+    ]
+}
