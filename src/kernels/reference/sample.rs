@@ -61,7 +61,8 @@ pub fn sample(
 }
 
 /// Returns whether the largest of `logits` is finite, where a NaN logit counts as negative infinity. A row
-/// for which it is not fails ([`RowFailure::NotFinite`]), whatever its parameters, once its late input is there.
+/// for which it is not fails ([`RowFailure::NotFinite`]), whatever its parameters, once its late input is
+/// there.
 pub fn is_finite_row(logits: &[f32]) -> bool {
     logits.iter().copied().fold(f32::NEG_INFINITY, f32::max).is_finite()
 }
