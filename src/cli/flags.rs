@@ -95,7 +95,7 @@ pub struct EngineFlags {
     /// Maximum batched tokens per step; must be greater than slots.
     #[arg(long = "token-budget", value_name = "N")]
     scheduler_token_budget: Option<u32>,
-    /// Time between two tokens of a stream that prompts leave it, such as 50ms; 0s is no limit.
+    /// Time between two tokens of a stream, which limits prompt rows; 0s is no limit.
     #[arg(long = "itl-target", value_name = "TIME")]
     scheduler_itl_target: Option<String>,
     /// Batching policy.
