@@ -257,8 +257,8 @@ impl MemoryPool {
         match size {
             KvSize::Auto => ensure!(
                 wanted <= self.remaining(),
-                "the model needs {taken} bytes on {devices} for weights and steps, and at least {wanted} for \
-                 the KV cache, but only {} are available there",
+                "the model needs {taken} bytes on {devices} for weights and steps (scheduler.token_budget, \
+                 scheduler.slots), and at least {wanted} for the KV cache, but only {} are available there",
                 self.free
             ),
             KvSize::Tokens(_) | KvSize::Bytes(_) => ensure!(
@@ -397,8 +397,8 @@ mod tests {
         let error = pool.check(counts(11, 0), KvSize::Auto).unwrap_err().to_string();
         assert_eq!(
             error,
-            "the model needs 20 bytes on cpu:0, cpu:1 for weights and steps, and at least 88 for the KV \
-             cache, but only 100 are available there"
+            "the model needs 20 bytes on cpu:0, cpu:1 for weights and steps (scheduler.token_budget, \
+             scheduler.slots), and at least 88 for the KV cache, but only 100 are available there"
         );
         assert_eq!(MemoryPool { reserved: 200, ..pool }.spare_pages(&demand(9, 11, 0)), counts(0, 0));
         let nothing =
