@@ -141,12 +141,16 @@ pub(crate) fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
     let is_tokenizer = TOKENIZER_NAMES.iter().any(|part| name.contains(part));
     let limit = if is_tokenizer { TOKENIZER_BYTES_MAX } else { SETTINGS_BYTES_MAX };
     // Checked before opening, because opening a pipe blocks until it has a writer.
-    if !std::fs::metadata(path)?.is_file() {
+    let metadata = std::fs::metadata(path)?;
+    if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));
     }
     let mut content = Vec::new();
-    File::open(path)?.take(limit + 1).read_to_end(&mut content)?;
-    match content.len() as u64 > limit {
+    if metadata.len() <= limit {
+        // A file may grow while it is read.
+        File::open(path)?.take(limit + 1).read_to_end(&mut content)?;
+    }
+    match metadata.len().max(content.len() as u64) > limit {
         true => Err(io::Error::other(format!("it has more than {} MiB", limit >> 20))),
         false => Ok(content),
     }

@@ -1,7 +1,7 @@
 //! Chat templates: they render a list of messages as the prompt format that the model was trained on. The
 //! language is Jinja as `transformers` runs it. A template comes with the model's files and is not trusted:
-//! it has no access to files or the environment, and its number of instructions and its output are limited.
-//! Its memory use while it renders is not limited.
+//! it has no access to files or the environment, and its number of instructions, its output and the texts
+//! that it makes are limited ([`super::template_limits`]).
 //!
 //! Invariant: rendering is deterministic, except for templates that read the current time.
 
@@ -107,7 +107,8 @@ impl ChatTemplate {
         clock: Clock,
     ) -> Result<ChatTemplate> {
         let mut env = jinja::environment(clock);
-        env.add_template_owned(origin.to_string(), jinja::preprocess(source))
+        jinja::convert(source)
+            .and_then(|source| env.add_template_owned(origin.to_string(), source))
             .map_err(|error| anyhow!(describe_error(origin, &error)))
             .context("the chat template cannot be compiled")?;
         let special = special.into_iter().map(|(name, token)| (name, Value::from(token))).collect();
@@ -572,6 +573,62 @@ mod tests {
         ] {
             let error = render(&template(source), &[]).unwrap_err();
             assert!(error.to_string().contains(part), "{source}: {error}");
+        }
+    }
+
+    /// Each was 2 GB and more, or an abort.
+    #[test]
+    fn a_template_that_multiplies_texts_ends_with_an_error() {
+        let sixty = |step: &str| {
+            let steps = format!("{{% for i in range(60) %}}{step}{{% endfor %}}");
+            format!("{{% set n = namespace(s='abcd' * 4096) %}}{steps}{{{{ n.s|length }}}}")
+        };
+        for (source, part) in [
+            (sixty("{% set n.s = n.s ~ n.s %}"), "too long"),
+            (sixty("{% set n.s = (n.s) ~ (n.s ~ '') %}"), "too long"),
+            (sixty("{% set n.s = n.s + n.s %}"), "too long"),
+            (sixty("{% set n.s = n.s * 2 %}"), "too long"),
+            (sixty("{% set n.s = [n.s, n.s]|join %}"), "too long"),
+            (sixty("{% set n.s = ''.join([n.s, n.s]) %}"), "too long"),
+            (sixty("{% set n.s = n.s|replace('a', 'aa')|replace('b', n.s) %}"), "too long"),
+            (sixty("{% set n.s = n.s.replace('a', n.s) %}"), "too long"),
+            (sixty("{% set t %}{{ n.s }}{{ n.s }}{% endset %}{% set n.s = t %}"), "too long"),
+            (sixty("{% set n.s = [n.s, n.s] %}") + "{{ n.s }}", "too long"),
+            (sixty("{% set n.s = [n.s, n.s] %}") + "{{ (n.s ~ '')|length }}", "too long"),
+            (sixty("{% set n.s = [n.s, n.s] %}") + "{{ n.s|string|length }}", "too long"),
+            (sixty("{% set n.s = [n.s, n.s] %}") + "{{ n.s|tojson|length }}", "too long"),
+            ("{{ ('a\\nb' * 9)|indent(9999999999) }}".to_owned(), "too long"),
+            ("{{ 'a'|indent(width=9999999999, first=true) }}".to_owned(), "too long"),
+            ("{{ '%999999999d'|format(7) }}".to_owned(), "too long"),
+            ("{{ '{:>999999999}'.format(7) }}".to_owned(), "too long"),
+            ("{{ ('%' ~ '9' * 9 ~ 'd')|format(7) }}".to_owned(), "too long"),
+            ("{{ 'x' * 90000000 }}".to_owned(), "too long"),
+            ("{{ ([1] * 90000000)|length }}".to_owned(), "too long"),
+        ] {
+            let error = render(&template(&source), &[]).unwrap_err();
+            assert!(error.to_string().contains(part), "{source}: {error}");
+        }
+        let long = "{# #}".repeat(300_000);
+        assert!(ChatTemplate::new("a.jinja", &long, BTreeMap::new()).is_err());
+        assert!(ChatTemplate::new("a.jinja", "{% set __mainstem_made = 1 %}", BTreeMap::new()).is_err());
+    }
+
+    #[test]
+    fn operators_give_what_they_give_without_limits() {
+        for (source, expected) in [
+            ("{{ 1 ~ 2 ~ [3] ~ none ~ 'a' * 3 }}", "12[3]Noneaaa"),
+            ("{{ ('a' ~ 'b') ~ ('c' ~ ('d' ~ 'e')) }}", "abcde"),
+            ("{{ 'a'|upper ~ 'B'|lower ~ 'c' if 1 + 1 == 2 else 'x' }}", "Abc"),
+            ("{{ 2 * 3 * 4 + 10 % 4 * 2 }}", "28"),
+            ("{{ 2.5 * 2 }} {{ 7 // 2 * 2 }} {{ -2 * 3 }} {{ 2 ** 3 * 2 }}", "5.0 6 -6 16"),
+            ("{{ '%s-%03d'|format('a', 7) }} {{ '{:.2f}'.format(1.5) }} {{ 10 % 3 }}", "a-007 1.50 1"),
+            ("{{ ([1] + [2]) * 2 }} {{ 2 * 'ab' }}", "[1, 2, 1, 2] abab"),
+            ("{% macro m(s) %}{{ s ~ '!' }}{% endmacro %}{{ m('a' ~ m('b')) * 2 }}", "ab!!ab!!"),
+            ("{% set x = 'a' ~\n 'b' %}{{ x }}\n{{ 'c'\n ~ 'd' }}", "ab\ncd"),
+            ("{{ {'a' ~ 'b': 1 * 2}['a' ~ 'b'] }}{{ [1, 2 * 2][0 + 1:] }}", "2[4]"),
+            ("{{ 'a*b~c' ~ 'd*e~f' }}{{ 'ä' ~ 'ö' * 2 ~ 'ü' }}", "a*b~cd*e~fäööü"),
+        ] {
+            assert_eq!(render(&template(source), &[]).unwrap(), expected, "{source}");
         }
     }
 

@@ -3,9 +3,10 @@
 //!
 //! Invariant: a template has access only to its variables.
 
+use super::template_limits::{self, TEXT_MAX};
 use jiff::Zoned;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Rest, StringInput, Tuple, ValueKind, from_args};
+use minijinja::value::{Kwargs, Rest, StringInput, Tuple, ValueKind, ValueOrKwargs, from_args};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, filters};
 use minijinja_contrib::globals::{cycler, joiner};
 use minijinja_contrib::pycompat::unknown_method_callback;
@@ -21,9 +22,6 @@ const DEPTH_MAX: usize = 200;
 
 /// Maximum number of characters of a padded text.
 const WIDTH_MAX: usize = 10_000;
-
-/// Maximum number of bytes that one operation of a template may make.
-const MADE_BYTES_MAX: usize = 16 << 20;
 
 /// Source of the current time for `strftime_now`.
 pub type Clock = fn() -> Zoned;
@@ -43,8 +41,7 @@ impl std::error::Error for RaisedException {}
 /// Returns a template environment with all filters, tests and functions. `clock` is read by `strftime_now`.
 pub fn environment(clock: Clock) -> Environment<'static> {
     let mut env = Environment::new();
-    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-    env.set_syntax(syntax.expect("the default delimiters are valid; this is a bug"));
+    env.set_syntax(syntax());
     env.set_auto_escape_callback(|_| AutoEscape::None);
     env.set_recursion_limit(DEPTH_MAX);
     env.set_fuel(Some(INSTRUCTIONS_MAX));
@@ -54,6 +51,9 @@ pub fn environment(clock: Clock) -> Environment<'static> {
     env.add_filter("float", float);
     env.add_filter("replace", replace);
     env.add_filter("indent", indent);
+    env.add_filter("join", join);
+    env.add_filter("format", format);
+    env.add_filter("string", |value: &Value| template_limits::text_of(value));
     env.add_test("sequence", |value: &Value| {
         matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
     });
@@ -66,7 +66,18 @@ pub fn environment(clock: Clock) -> Environment<'static> {
     env.add_function("cycler", |items: Rest<Value>| cycler(items.0));
     env.add_function("joiner", joiner);
     env.remove_global("debug");
+    template_limits::add_functions(&mut env);
     env
+}
+
+fn syntax() -> SyntaxConfig {
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    syntax.expect("the default delimiters are valid; this is a bug")
+}
+
+/// Converts a template's source to one of the engine's that keeps to the limits of [`template_limits`].
+pub fn convert(source: &str) -> Result<String, Error> {
+    template_limits::rewrite(&preprocess(source), syntax())
 }
 
 fn invalid(message: impl Into<String>) -> Error {
@@ -76,7 +87,7 @@ fn invalid(message: impl Into<String>) -> Error {
 /// Converts a template's source to the engine's syntax. Line endings become `\n`, as in Python. `{%
 /// generation %}`, which marks the assistant's text for training and does not change it, becomes `with`,
 /// which has the same scope.
-pub fn preprocess(source: &str) -> String {
+fn preprocess(source: &str) -> String {
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
     let mut text = String::with_capacity(source.len());
     let mut rest = source.as_str();
@@ -108,7 +119,7 @@ fn float(state: &State, value: &Value, default: Option<Value>, options: Kwargs) 
     filters::float(state, value, Some(default), options)
 }
 
-/// The `indent` filter, for a text that stays below `MADE_BYTES_MAX`.
+/// The `indent` filter, for a text that stays below `TEXT_MAX`.
 fn indent(
     text: StringInput,
     width: Option<usize>,
@@ -120,7 +131,7 @@ fn indent(
     let (first, blank) = (first.or(options.get("first")?), blank.or(options.get("blank")?));
     options.assert_all_used()?;
     let lines = text.as_str().split('\n').count();
-    if width.saturating_mul(lines) > MADE_BYTES_MAX {
+    if width.saturating_mul(lines) > TEXT_MAX {
         return Err(invalid("indent: the text would be too long"));
     }
     let nothing: [(&str, Value); 0] = [];
@@ -128,15 +139,70 @@ fn indent(
 }
 
 /// The `replace` filter, with Python's optional count.
-fn replace(text: StringInput, from: &str, to: &str, count: Option<usize>) -> String {
-    match count {
-        Some(count) => text.as_str().replacen(from, to, count),
-        None => text.as_str().replace(from, to),
+fn replace(
+    state: &mut State,
+    text: StringInput,
+    from: &str,
+    to: &str,
+    count: Option<usize>,
+) -> Result<String, Error> {
+    replace_text(state, text.as_str(), (from, to), count)
+}
+
+fn replace_text(
+    state: &mut State,
+    text: &str,
+    (from, to): (&str, &str),
+    count: Option<usize>,
+) -> Result<String, Error> {
+    let count = count.unwrap_or(usize::MAX);
+    let found = text.matches(from).take(count).count();
+    template_limits::count(state, text.len().saturating_add(found.saturating_mul(to.len())))?;
+    Ok(text.replacen(from, to, count))
+}
+
+/// The `join` filter, whose items have their texts first.
+fn join(
+    state: &mut State,
+    value: &Value,
+    separator: Option<&str>,
+    attribute: Option<&str>,
+    options: Kwargs,
+) -> Result<Value, Error> {
+    let mut items = Vec::new();
+    for item in value.try_iter()?.checked() {
+        let item = item?;
+        let len = item.as_str().map_or(0, str::len);
+        template_limits::count(state, len + separator.map_or(0, str::len))?;
+        items.push(item);
     }
+    let separator = separator.map(Value::from);
+    let separator = separator.as_ref().map(|text| StringInput::new(state, text)).transpose()?;
+    filters::join(state, &Value::from(items), separator, attribute, options)
+}
+
+/// The `format` filter, for widths that are not beyond all measure.
+fn format(state: &mut State, format: &Value, values: Rest<ValueOrKwargs>) -> Result<Value, Error> {
+    template_limits::check_format(format)?;
+    filters::format(state, format, values)
 }
 
 /// Calls a Python method: one that `minijinja_contrib` lacks, or else one of its own.
 fn call_method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+    if name == "format" {
+        template_limits::check_format(value)?;
+    }
+    if let ("replace", Some(text)) = (name, value.as_str()) {
+        let (from, to, count): (&str, &str, Option<i64>) = from_args(args)?;
+        // A negative count is no limit.
+        let count = count.and_then(|count| usize::try_from(count).ok());
+        return replace_text(state, text, (from, to), count).map(Value::from);
+    }
+    if let ("join", Some(separator)) = (name, value.as_str()) {
+        let (items,): (&Value,) = from_args(args)?;
+        let nothing: [(&str, Value); 0] = [];
+        return join(state, items, Some(separator), None, Kwargs::from_iter(nothing));
+    }
     let result = match value.kind() {
         ValueKind::String => call_text_method(value.as_str().unwrap_or_default(), name, args)?,
         ValueKind::Seq if name == "index" => {
@@ -262,6 +328,9 @@ impl JsonWriter {
     fn write_value(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > DEPTH_MAX {
             return Err(invalid("tojson: nested too deeply"));
+        }
+        if out.len() > TEXT_MAX {
+            return Err(template_limits::too_long("tojson: the text"));
         }
         match value.kind() {
             ValueKind::None => out.push_str("null"),

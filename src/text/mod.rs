@@ -7,6 +7,8 @@ pub mod tokenizer;
 
 mod jinja;
 
+mod template_limits;
+
 pub mod detokenizer;
 
 pub mod stop;

@@ -36,6 +36,17 @@ fn a_folder_without_a_tokenizer_names_what_was_looked_for() {
     }
 }
 
+/// A model of 384 tokens had a vocabulary of three million, which took seconds and gigabytes.
+#[test]
+fn a_vocabulary_far_larger_than_the_models_is_refused() {
+    let tokenizer = Tokenizer::bytes(100_000).unwrap();
+    for fitting in [100_000, 99_000, 18_000] {
+        tokenizer.check_vocab_size(fitting).unwrap();
+    }
+    let error = tokenizer.check_vocab_size(384).unwrap_err().to_string();
+    assert_eq!(error, "the tokenizer has 100000 tokens, but the model has embeddings for 384");
+}
+
 #[test]
 fn the_first_kind_is_taken_and_a_damaged_one_is_not_passed_over() {
     let all = json!({"tokenizer.model": "bpe.model", "vocab.txt": "vocab.txt", "vocab.json": "vocab.json"});
