@@ -452,8 +452,11 @@ impl DecodeLoop {
     fn fail_all(&mut self, fault: &DeviceError) {
         self.flush_events();
         let failure = RequestError::DeviceFailed(fault.to_string());
-        let (ending, preempted): (Vec<_>, Vec<_>) =
-            self.leaving.drain(..).partition(|leaving| leaving.finished || leaving.ends_with_scheduled());
+        // The host may have drawn from rows in flight, so that its state is ahead of the tokens.
+        let is_lost = |leaving: &RunningSequence| {
+            leaving.finished || leaving.ends_with_scheduled() || leaving.host.is_some()
+        };
+        let (ending, preempted): (Vec<_>, Vec<_>) = self.leaving.drain(..).partition(is_lost);
         // Clients of finished sequences have already received their end.
         let lost = self.running.drain(..).chain(ending);
         for running in lost.filter(|running| !running.finished && !running.is_beam) {
