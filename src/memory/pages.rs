@@ -393,6 +393,7 @@ impl Lease {
                 break;
             }
             states.own.index.retract(*hash);
+            states.releases += 1;
             self.announced.pop();
         }
     }

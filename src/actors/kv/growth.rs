@@ -22,11 +22,11 @@ impl KvManager {
         if needs.is_empty() && self.lanes.iter().all(|lane| lane.stalled.is_empty()) {
             self.giving_up.clear();
         }
-        let asked: Vec<SequenceKey> = self.giving_up.iter().copied().collect();
-        for key in asked {
-            if self.lane_waits(key) {
-                self.preempt(key);
-            }
+        // Younger ones may have come, too.
+        let youngest = self.held.last_key_value().map(|(key, _)| *key);
+        self.giving_up.retain(|key| Some(*key) == youngest);
+        if let Some(asked) = self.giving_up.first().copied().filter(|key| self.lane_waits(*key)) {
+            self.preempt(asked);
         }
         needs.into_iter().for_each(|need| self.find_pages(need));
         for lane in 0..self.lanes.len() {
@@ -85,7 +85,7 @@ impl KvManager {
         let victims = self.held.iter().filter(|(key, held)| is_victim(key, held));
         let victims: Vec<SequenceKey> = victims.map(|(key, _)| *key).collect();
         self.preemptions.increment(1);
-        self.notice_is_due = true;
+        self.lanes[lane].gave_up = true;
         for victim in victims {
             drop(self.remove(victim));
             if let Some(open) = &mut self.lanes[lane].open {

@@ -140,9 +140,8 @@ pub struct KvManager {
     held: BTreeMap<SequenceKey, HeldSequence>,
     /// Sequences that their lanes will give up at their next update, if their pages are still needed then.
     giving_up: BTreeSet<SequenceKey>,
-    /// Whether prefill has not heard yet of the pages of preempted sequences. It does with the next update,
-    /// so that the preempted sequences are back in its queue before younger ones get the pages.
-    notice_is_due: bool,
+    /// The number [`PagePool::releases`] that prefill has heard of, or will by [`Lane::gave_up`].
+    noticed: u64,
     /// The latest epoch that a lane reported.
     epoch: Epoch,
     /// Marks generated tokens, if K and V of a generated token differ from those of a prompt's.
@@ -162,6 +161,9 @@ struct Lane {
     copied: Vec<SequenceKey>,
     /// The needs of sequences that the last plan has stalled.
     stalled: Vec<GrowingSequence>,
+    /// Whether the last plan took sequences from the lane. Prefill hears of their pages with the lane's next
+    /// update, when these sequences are back in its queue, before younger ones.
+    gave_up: bool,
 }
 
 /// An update whose plan is not complete.
@@ -209,8 +211,8 @@ impl Handler<ResetLane> for KvManager {
 
     fn handle(&mut self, ResetLane { lane, epoch }: ResetLane, _: &mut Self::Context) {
         self.enter_epoch(epoch);
-        let Lane { slots, open, copied, stalled } = &mut self.lanes[lane];
-        *open = None;
+        let Lane { slots, open, copied, stalled, gave_up } = &mut self.lanes[lane];
+        (*open, *gave_up) = (None, false);
         copied.clear();
         stalled.clear();
         for slot in slots.window() {
@@ -250,13 +252,14 @@ impl KvManager {
             open: None,
             copied: Vec::new(),
             stalled: Vec::new(),
+            gave_up: false,
         };
         KvManager {
             lanes: split_slots(slots, lanes).map(lane).collect(),
             pool,
             held: BTreeMap::new(),
             giving_up: BTreeSet::new(),
-            notice_is_due: false,
+            noticed: 0,
             epoch: Epoch::default(),
             generated_mark,
             changed,
@@ -276,7 +279,7 @@ impl KvManager {
                 held.lease.release_source();
             }
         }
-        let has_changes = !(finished.is_empty() && computed.is_empty());
+        let has_computed = !computed.is_empty();
         computed.into_iter().for_each(|computed| self.note_computed(epoch, computed));
         let mut rewritten: Vec<_> = joins.iter().map(|join| (join.key, None)).collect();
         // Before what ended: that may be beams which continued others before.
@@ -298,9 +301,11 @@ impl KvManager {
             reply,
         });
         self.lanes[lane].stalled.clear();
-        let is_due = std::mem::take(&mut self.notice_is_due);
+        let gave_up = std::mem::take(&mut self.lanes[lane].gave_up);
+        let has_released = self.pool.releases() != self.noticed;
         self.settle();
-        if has_changes || is_due {
+        self.noticed = self.pool.releases();
+        if has_computed || has_released || gave_up {
             self.changed.do_send(PagesChanged);
         }
         self.slots_live.set(self.held.len() as f64);
@@ -647,6 +652,21 @@ mod tests {
         let plan = waiting.try_recv().expect("the page is there");
         assert_eq!((plan.tables.len(), plan.stalled.len()), (1, 0));
         assert_eq!(kv.giving_up.len(), 0);
+    }
+
+    /// A sequence that was asked for its pages keeps them if a younger one comes before it gives them up.
+    #[actix::test]
+    async fn the_sequence_that_gives_up_is_the_youngest_by_then() {
+        let (mut kv, pool, _) = rig(4, 2, 4);
+        kv.plan(update([], [(1, lease(&pool, 1)), (2, lease(&pool, 1))]));
+        kv.plan(IterationUpdate { lane: 1, ..update([], [(3, lease(&pool, 1))]) });
+        let mut waiting = kv.update(growing(0, &[(1, 3 * PAGE)]));
+        assert_eq!(kv.giving_up, BTreeSet::from([SequenceKey(3)]));
+        let plan = kv.plan(IterationUpdate { lane: 1, ..update([], [(4, lease(&pool, 1))]) });
+        assert_eq!(keys(&plan.preempted), [4, 3], "both are needed");
+        waiting.try_recv().expect("the pages are there");
+        let plan = kv.plan(growing(0, &[]));
+        assert_eq!(plan.slots.len(), 2);
     }
 
     /// Sequences that were asked for their pages keep them if others come back before.
