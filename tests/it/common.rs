@@ -15,10 +15,10 @@ use mainstem_kernels::{DeviceError, HandoffPorts, Span, StepBatch, StepOutput};
 use serde::Deserialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use toml::Value;
 
 pub use crate::program::{alone, mainstem};
@@ -298,6 +298,18 @@ pub fn again(test: &str, variables: &[(&str, &str)]) {
     let output = command.output().expect("this binary starts");
     let printed = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && printed.contains("1 passed"), "{printed}");
+}
+
+/// Waits until a program ends.
+pub fn wait_for_exit(child: &mut Child) -> ExitStatus {
+    let began = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().expect("the child can be waited for") {
+            return status;
+        }
+        assert!(began.elapsed() < PATIENCE, "the program does not end");
+        std::thread::yield_now();
+    }
 }
 
 /// Sends a signal, such as `INT`.

@@ -111,14 +111,7 @@ impl Server {
     }
 
     fn exit(&mut self) -> ExitStatus {
-        let began = Instant::now();
-        loop {
-            if let Some(status) = self.child.try_wait().expect("the child can be waited for") {
-                return status;
-            }
-            assert!(began.elapsed() < PATIENCE, "the program does not end");
-            std::thread::yield_now();
-        }
+        common::wait_for_exit(&mut self.child)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Tests of the program whose log nobody takes: what reads stderr is gone, or full, or has stopped reading.
 
-use crate::common::{PATIENCE, fixture, mainstem, signal};
+use crate::common::{self, PATIENCE, fixture, mainstem, signal};
 use crate::http::split;
 use serde_json::{Value, json};
 use std::fs::OpenOptions;
@@ -103,14 +103,7 @@ impl Server {
     }
 
     fn exit(&mut self) -> ExitStatus {
-        let began = Instant::now();
-        loop {
-            if let Some(status) = self.child.try_wait().expect("the child can be waited for") {
-                return status;
-            }
-            assert!(began.elapsed() < PATIENCE, "the program does not end");
-            std::thread::yield_now();
-        }
+        common::wait_for_exit(&mut self.child)
     }
 }
 
