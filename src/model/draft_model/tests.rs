@@ -579,7 +579,7 @@ fn drafts_end_at_the_context_of_the_draft_model() {
 /// Prints the times of the steps of a round with 4 drafts of one slot, and the tokens that it gives:
 /// `cargo test --lib draft_model:: -- --ignored --nocapture`.
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "a measurement; .ci/long runs it"]
 fn time_of_drafts() {
     let source = open(&ModelRef::Demo, &ModelRef::DemoDraft);
     let limits = StepLimits { logit_rows: 32, attended_fraction: Fraction::ONE, ..limits(&source) };
@@ -705,7 +705,7 @@ impl Recorded {
 /// much faster drafts of no cost are that are accepted with some probability:
 /// `cargo test --release --lib draft_model::tests::time_of_rows -- --ignored --nocapture`.
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "a measurement of minutes; .ci/long runs it"]
 fn time_of_rows() {
     const TOKENS: usize = 60;
     let mut recorded = Recorded::new();
