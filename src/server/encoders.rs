@@ -7,6 +7,7 @@
 
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields, UnsupportedParams};
+use super::origin::{Origin, Urgency};
 use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode};
 use super::prompts::{Prompt, parse_prompts};
 use super::respond::{admit, interrupt, parse_off_loop};
@@ -122,8 +123,13 @@ pub async fn run_encoder_request<Q: EncoderApi>(
 ) -> Result<(Bytes, IgnoredFields), ApiError> {
     let arrived = Instant::now();
     let _open = admit(app, Q::PATH)?;
-    let ((question, inputs), ignored) = parse_off_loop(app, body, Q::parse).await?;
-    let found = EncoderCall::new(app, id, client, arrived).run(&inputs).await?;
+    let parse = |parts: &ServeParts, mut fields: Fields| {
+        let urgency = Urgency::parse(&mut fields)?;
+        Ok((urgency, Q::parse(parts, fields)?))
+    };
+    let ((urgency, (question, inputs)), ignored) = parse_off_loop(app, body, parse).await?;
+    let origin = Origin::new(client, urgency)?;
+    let found = EncoderCall::new(app, id, origin, arrived).run(&inputs).await?;
     if !question.is_large(found.len()) {
         return Ok((serialize_response(&app.parts, &question, found)?, ignored));
     }
@@ -147,14 +153,14 @@ fn serialize_response<Q: EncoderApi>(
 struct EncoderCall<'a> {
     app: &'a App,
     id: Arc<str>,
-    client: Arc<Client>,
+    origin: Origin,
     arrived: Instant,
     time_limit: Option<Duration>,
 }
 
 impl EncoderCall<'_> {
-    fn new(app: &App, id: Arc<str>, client: Arc<Client>, arrived: Instant) -> EncoderCall<'_> {
-        EncoderCall { app, id, client, arrived, time_limit: app.config.request_timeout }
+    fn new(app: &App, id: Arc<str>, origin: Origin, arrived: Instant) -> EncoderCall<'_> {
+        EncoderCall { app, id, origin, arrived, time_limit: app.config.request_timeout }
     }
 
     /// Runs all inputs and returns their outputs in order. At most half of the engine's capacity is used at a
@@ -220,13 +226,11 @@ impl EncoderCall<'_> {
         let request = |EncoderInput { ids, task }: &EncoderInput| Request {
             task: task.clone(),
             encoder_input: ids.clone(),
-            client: self.client.clone(),
-            class: self.client.settings.class,
             arrived: self.arrived.into(),
             time_limit: self.time_limit,
             ..Request::greedy(self.id.clone(), [], 0)
         };
-        inputs.iter().map(request).collect()
+        inputs.iter().map(request).map(|request| self.origin.of(request)).collect()
     }
 }
 
