@@ -132,7 +132,10 @@ mod tests {
                 host: "127.0.0.1".into(),
                 port: 8080,
                 workers: 2,
+                max_connections: 2048,
+                max_connections_per_address: None,
                 body_limit_bytes: 4 << 20,
+                response_bytes: 512 << 20,
                 keep_alive: Duration::from_secs(75),
                 stream_comment_interval: Duration::from_secs(15),
                 stalled_after: Duration::from_secs(30),
@@ -144,6 +147,7 @@ mod tests {
                 cors_origins: vec![],
                 allowed_hosts: vec![],
                 metrics_access: MetricsAccess::Open,
+                metrics_listener: None,
                 tls: None,
                 grammar: GrammarConfig {
                     threads: 2,

@@ -66,7 +66,12 @@ impl LayeredSettings {
             host: self.get("server.host", non_empty_string)?,
             port: self.get("server.port", |v| integer(v, 0, u16::MAX.into()))? as u16,
             workers: self.get("server.workers", |v| integer(v, 1, 512))?,
+            max_connections: self.get("server.max_connections", |v| integer(v, 1, 1 << 20))?,
+            max_connections_per_address: NonZero::new(
+                self.get("server.max_connections_per_address", |v| integer(v, 0, 1 << 20))?,
+            ),
             body_limit_bytes: self.get("server.body_limit", |v| values::size(v, 1024))? as usize,
+            response_bytes: self.get("server.response_memory", |v| values::size(v, 1 << 20))? as usize,
             keep_alive: self.get("server.keep_alive", duration)?,
             stream_comment_interval: self.get("server.stream_comment_interval", non_zero_duration)?,
             stalled_after: self.get("server.stalled_after", non_zero_duration)?,
@@ -80,6 +85,7 @@ impl LayeredSettings {
             cors_origins: self.get("server.cors_origins", values::origins)?,
             allowed_hosts: self.get("server.allowed_hosts", values::hosts)?,
             metrics_access: self.metrics_access()?,
+            metrics_listener: self.metrics_listener()?,
             tls: self.tls()?,
             grammar: self.grammar()?,
         })
@@ -94,6 +100,12 @@ impl LayeredSettings {
             return Err(self.error_for(key, "requires server.api_key_file or server.api_keys"));
         }
         Ok(access)
+    }
+
+    fn metrics_listener(&self) -> Result<Option<(String, NonZero<u16>)>, ConfigError> {
+        let host = self.get("server.metrics_host", non_empty_string)?;
+        let port = self.get("server.metrics_port", |v| integer(v, 0, u16::MAX.into()))? as u16;
+        Ok(NonZero::new(port).map(|port| (host, port)))
     }
 
     fn grammar(&self) -> Result<GrammarConfig, ConfigError> {

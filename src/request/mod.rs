@@ -287,6 +287,11 @@ pub enum RequestError {
         "the server is busy: {limit} requests wait for their grammars to be compiled, which is the limit"
     )]
     TooManyGrammars { limit: usize },
+    /// 429: the responses of all requests together, this one's included, do not fit into `limit` bytes.
+    #[error(
+        "the server is busy: responses take all of the {limit} bytes that they may (server.response_memory)"
+    )]
+    ResponsesTooLarge { limit: usize },
     /// 504: the request took longer than the server allows.
     #[error("the request took longer than the {limit_s} s this server allows")]
     TimedOut { limit_s: u64 },

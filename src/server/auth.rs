@@ -127,12 +127,29 @@ pub async fn authorize(
     }
 }
 
+/// Middleware that only rejects requests for other hosts, with 403.
+pub async fn check_host(
+    rules: web::Data<Rules>,
+    request: ServiceRequest,
+    next: Next<impl MessageBody + 'static>,
+) -> Result<ServiceResponse<impl MessageBody>, Error> {
+    match refused_host(&rules, request.headers()) {
+        None => Ok(next.call(request).await?.map_into_left_body()),
+        Some(response) => Ok(request.into_response(response).map_into_right_body()),
+    }
+}
+
+/// Returns the response to a request for a host that is not allowed.
+fn refused_host(rules: &Rules, headers: &HeaderMap) -> Option<HttpResponse> {
+    let host = String::from_utf8_lossy(rules.hosts.find_refused(headers)?.as_bytes());
+    Some(ApiError::host_not_allowed(&host).error_response())
+}
+
 /// Returns the response to a request that is refused.
 async fn refusal(app: &App, rules: &Rules, request: &ServiceRequest) -> Option<HttpResponse> {
     let (keys, headers) = (&rules.keys, request.headers());
-    if let Some(host) = rules.hosts.find_refused(headers) {
-        let host = String::from_utf8_lossy(host.as_bytes());
-        return Some(ApiError::host_not_allowed(&host).error_response());
+    if let Some(response) = refused_host(rules, headers) {
+        return Some(response);
     }
     let is_cross_origin_post = request.method() == Method::POST && is_cross_origin(headers);
     if keys.count() == 0 && is_cross_origin_post && !is_allowed_origin(&app.config.cors_origins, headers) {

@@ -14,6 +14,16 @@ pub mod auth;
 
 pub mod tls;
 
+mod connections;
+
+mod listener;
+
+mod open_files;
+
+mod held_body;
+
+mod log_limit;
+
 mod failed_keys;
 
 mod hosts;
@@ -61,7 +71,7 @@ pub mod info;
 #[cfg(test)]
 mod tests;
 
-pub use lifecycle::{BoundServer, Server, ShutdownOutcome};
+pub use lifecycle::{BoundServer, Server, ShutdownOutcome, blocking_threads};
 pub use local::LocalApi;
 pub use respond::ResponseBody;
 

@@ -5,6 +5,7 @@
 use super::access::RequestId;
 use super::chat::ChatApi;
 use super::completions::CompletionsApi;
+use super::connections::Connection;
 use super::embeddings::EmbeddingsRequest;
 use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
@@ -24,6 +25,7 @@ use futures_util::{Stream, StreamExt};
 use serde::Serialize;
 use std::convert::Infallible;
 use std::future::{Ready, ready};
+use std::sync::Arc;
 use std::time::Duration;
 use tracing::info;
 
@@ -31,12 +33,17 @@ use tracing::info;
 const IGNORED_FIELDS: HeaderName = HeaderName::from_static("x-mainstem-ignored");
 
 /// Maximum time for a request body to arrive.
-const BODY_TIMEOUT: Duration = Duration::from_secs(60);
+pub const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Size of the chunks in which a response body is passed to the connection.
 const CHUNK_BYTES: usize = 32 << 10;
 
-/// Registers all paths with their handlers.
+/// Registers the path of the metrics.
+pub fn metrics_route(config: &mut web::ServiceConfig) {
+    config.service(resource("/metrics", GET).route(get().to(info::metrics)));
+}
+
+/// Registers all paths but that of the metrics, with their handlers.
 pub fn routes(config: &mut web::ServiceConfig) {
     config
         .service(
@@ -54,7 +61,6 @@ pub fn routes(config: &mut web::ServiceConfig) {
         .service(resource("/v1/models", GET).route(get().to(info::models)))
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(info::model)))
         .service(resource("/health", GET).route(get().to(info::health)))
-        .service(resource("/metrics", GET).route(get().to(info::metrics)))
         .service(resource("/version", GET).route(get().to(info::version)))
         .default_service(web::to(async |app: web::Data<App>| {
             Err::<HttpResponse, ApiError>(ApiError::not_found(&app.parts.model.endpoints))
@@ -174,8 +180,9 @@ async fn handle_tokenizer_request<T: Serialize + Send + 'static>(
     Ok(name_ignored_fields(HttpResponse::Ok().json(answer), &id, &ignored))
 }
 
-/// The length of a request's body according to its `Content-Length` header, if it has one.
-struct AnnouncedLength(Option<u64>);
+/// The length of a request's body according to its `Content-Length` header, if it has one, and the connection
+/// that it comes from.
+struct AnnouncedLength(Option<u64>, Option<Arc<Connection>>);
 
 impl FromRequest for AnnouncedLength {
     type Error = Infallible;
@@ -183,7 +190,8 @@ impl FromRequest for AnnouncedLength {
 
     fn from_request(request: &HttpRequest, _: &mut Payload) -> Self::Future {
         let length = request.headers().get(CONTENT_LENGTH).and_then(|length| length.to_str().ok());
-        ready(Ok(AnnouncedLength(length.and_then(|length| length.parse().ok()))))
+        let length = length.and_then(|length| length.parse().ok());
+        ready(Ok(AnnouncedLength(length, request.conn_data::<Arc<Connection>>().cloned())))
     }
 }
 
@@ -196,5 +204,6 @@ async fn read_body(length: AnnouncedLength, payload: web::Payload, limit: usize)
         .await
         .map_err(|_| ApiError::body_too_slow(BODY_TIMEOUT))?
         .map_err(|_| ApiError::body_too_large(limit))?;
+    length.1.iter().for_each(|connection| connection.begin_response());
     read.map_err(|error| ApiError::malformed(format!("the request body cannot be read: {error}")))
 }

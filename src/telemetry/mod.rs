@@ -356,6 +356,17 @@ pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
     "Answered HTTP requests. Unknown paths count as \"other\".",
 )
 .labelled(&[("method", &[]), ("path", &[]), ("status", &[])]);
+pub(crate) static CONNECTIONS: Metric =
+    Metric::new("mainstem_connections", Gauge, "connections", "Open connections of clients.");
+pub(crate) static CONNECTIONS_CLOSED: Metric = Metric::new(
+    "mainstem_connections_closed_total",
+    Counter,
+    "connections",
+    "Connections that the server refused or closed: \"full\" and \"address\" were refused, because all of \
+     server.max_connections were busy, or by server.max_connections_per_address; \"idle\" made room for new \
+     ones; \"timeout\" sent no complete request for too long.",
+)
+.labelled(&[("reason", &["full", "address", "idle", "timeout"])]);
 pub(crate) static LOG_LINES_DROPPED: Metric = Metric::new(
     "mainstem_log_lines_dropped_total",
     Counter,
@@ -414,6 +425,8 @@ pub static METRICS: &[&Metric] = &[
     &NOT_FINITE,
     &DEVICE_RESTARTS,
     &HTTP_REQUESTS,
+    &CONNECTIONS,
+    &CONNECTIONS_CLOSED,
     &LOG_LINES_DROPPED,
 ];
 

@@ -151,6 +151,7 @@ pub fn admit(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
     if app.parts.status.is_draining() {
         return Err(RequestError::Draining.into());
     }
+    app.parts.status.responses.check_new()?;
     let model = &app.parts.model;
     match model.endpoints.contains(&path) {
         true => Ok(open),
