@@ -65,7 +65,7 @@ pub struct TokenStream {
     unread: Arc<Unread>,
 }
 
-/// What both ends of a channel know of its events.
+/// State of a channel that both of its ends know.
 #[derive(Debug)]
 struct Unread {
     bytes: HeldBytes,

@@ -41,7 +41,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 const BUSY: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\
     Connection: close\r\n\r\n";
 
-/// How connections of a listener are accepted.
+/// Accepts connections of a listener.
 #[derive(Clone)]
 pub struct Acceptor {
     pub connections: Arc<Connections>,

@@ -18,9 +18,8 @@ fn connect(address: SocketAddr) -> TcpStream {
 /// Sends a completion request and returns its connection.
 fn post(address: SocketAddr, body: &str) -> TcpStream {
     let (mut stream, length) = (connect(address), body.len());
-    let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
-    );
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: ";
+    let head = format!("{head}{length}\r\n\r\n");
     // A server that is full may close it.
     _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body.as_bytes()));
     stream
@@ -59,10 +58,11 @@ fn hostile_clients_stay_within_the_memory_budget() {
     let budget_mib: f64 = budget.and_then(|mib| mib.parse().ok()).expect("the budget is in the log");
 
     // Answers that nobody reads: of few bytes each, until the buffers of the sockets are full.
-    let unread = r#"{"prompt": "Once", "n": 32, "logprobs": 20, "max_tokens": 200, "stream": true, "ignore_eos": true}"#;
-    let slow: Vec<_> = (0..6).map(|_| post(address, unread)).collect();
-    let large = r#"{"prompt": "Once", "n": 128, "logprobs": 20, "max_tokens": 200, "ignore_eos": true}"#;
-    let answers: Vec<_> = (0..4).map(|_| post(address, large)).collect();
+    let choices = r#""prompt": "Once", "logprobs": 20, "max_tokens": 200, "ignore_eos": true"#;
+    let unread = format!(r#"{{{choices}, "n": 32, "stream": true}}"#);
+    let slow: Vec<_> = (0..6).map(|_| post(address, &unread)).collect();
+    let large = format!(r#"{{{choices}, "n": 128}}"#);
+    let answers: Vec<_> = (0..4).map(|_| post(address, &large)).collect();
     let long = format!(r#"{{"prompt": "{}", "max_tokens": 1}}"#, "Once upon a time ".repeat(8 << 10));
     let prompts: Vec<_> = (0..8).map(|_| post(address, &long)).collect();
     // Requests that never end, on more connections than the server accepts.

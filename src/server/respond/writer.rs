@@ -26,7 +26,7 @@ const INLINE_TOKENS: usize = 1024;
 
 /// Maximum memory that a token of a JSON response takes while it is written: its text, its bytes and its
 /// log-probability, as values, as JSON, and again as JSON where the buffer of the response grows.
-const JSON_TOKEN_BYTES: usize = 512;
+const JSON_TOKEN_BYTES: usize = 256;
 
 /// As many bytes as a byte of text takes while it is written.
 const JSON_TEXT_FACTOR: usize = 4;
