@@ -15,7 +15,7 @@ use super::{App, ServeParts};
 use crate::actors::TokenStream;
 use crate::actors::request_metrics::RequestMetrics;
 use crate::actors::response_memory::{HeldBytes, event_bytes};
-use crate::request::{FinishReason, Request, RequestError, Task, TokenEvent};
+use crate::request::{Client, FinishReason, Request, RequestError, Task, TokenEvent};
 use actix_web::web::{self, Bytes};
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
@@ -117,18 +117,19 @@ fn tokenize_text(
     Ok(ids.into())
 }
 
-/// Handles a request: parses the body, runs its inputs and serializes the response. Returns it with the
+/// Handles a request of a client: parses the body, runs its inputs and serializes the response. Returns it with the
 /// ignored fields of the request.
 pub async fn run_encoder_request<Q: EncoderApi>(
     app: &Arc<App>,
     id: Arc<str>,
+    client: Arc<Client>,
     body: Bytes,
 ) -> Result<(Bytes, IgnoredFields), ApiError> {
     let arrived = Instant::now();
     let _open = admit(app, Q::PATH)?;
     let ((question, inputs), ignored) = parse_off_loop(app, body, Q::parse).await?;
     let held = app.parts.status.responses.hold();
-    let found = EncoderCall { app, id, arrived, held: &held }.run(&inputs).await?;
+    let found = EncoderCall { app, id, client, arrived, held: &held }.run(&inputs).await?;
     if !question.is_large(found.len()) {
         return Ok((serialize_response(&app.parts, &question, found, held)?, ignored));
     }
@@ -153,6 +154,7 @@ fn serialize_response<Q: EncoderApi>(
 struct EncoderCall<'a> {
     app: &'a App,
     id: Arc<str>,
+    client: Arc<Client>,
     arrived: Instant,
     /// The memory of its outputs.
     held: &'a HeldBytes,
@@ -222,6 +224,8 @@ impl EncoderCall<'_> {
         let request = |EncoderInput { ids, task }: &EncoderInput| Request {
             task: task.clone(),
             encoder_input: ids.clone(),
+            client: self.client.clone(),
+            class: self.client.settings.class,
             arrived: self.arrived.into(),
             time_limit: self.app.config.request_timeout,
             ..Request::greedy(self.id.clone(), [], 0)

@@ -14,6 +14,7 @@ use super::fill_mask::FillMaskRequest;
 use super::respond::{ApiResponse, GenerationApi, ResponseBody, parse_off_loop, respond};
 use super::tokenize::{detokenize, tokenize};
 use super::{App, OpenResponse, ServeParts, info};
+use crate::request::Client;
 use crate::telemetry;
 use actix_web::body::SizedStream;
 use actix_web::dev::Payload;
@@ -108,13 +109,14 @@ fn resource(path: &str, allowed: &'static str) -> Resource {
 async fn handle_generation<A: GenerationApi + 'static>(
     app: web::Data<App>,
     id: web::ReqData<RequestId>,
+    client: web::ReqData<Arc<Client>>,
     length: AnnouncedLength,
     payload: web::Payload,
 ) -> Result<HttpResponse, ApiError> {
     // Registered after the upload: shutdown must not wait for an upload that never ends.
     let body = read_body(length, payload, app.config.body_limit_bytes).await?;
     let open = app.open_response();
-    let ApiResponse { body, ignored } = respond::<A>(&app, id.0.clone(), body).await?;
+    let ApiResponse { body, ignored } = respond::<A>(&app, id.0.clone(), client.into_inner(), body).await?;
     let response = match body {
         ResponseBody::Json(json) => json_response(json, open),
         ResponseBody::Events(events) => HttpResponse::Ok()
@@ -141,12 +143,13 @@ fn name_ignored_fields(mut response: HttpResponse, id: &RequestId, ignored: &Ign
 async fn handle_encoder_request<Q: EncoderApi>(
     app: web::Data<App>,
     id: web::ReqData<RequestId>,
+    client: web::ReqData<Arc<Client>>,
     length: AnnouncedLength,
     payload: web::Payload,
 ) -> Result<HttpResponse, ApiError> {
     let body = read_body(length, payload, app.config.body_limit_bytes).await?;
     let open = app.open_response();
-    let (json, ignored) = run_encoder_request::<Q>(&app, id.0.clone(), body).await?;
+    let (json, ignored) = run_encoder_request::<Q>(&app, id.0.clone(), client.into_inner(), body).await?;
     Ok(name_ignored_fields(json_response(json, open), &id, &ignored))
 }
 

@@ -196,7 +196,6 @@ impl EngineSetup {
             speculation: SpeculationSetup::new(&config.speculation, source)?,
             created,
         };
-        let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
         Ok(EngineSetup {
             scheduler,
             limits,
@@ -211,7 +210,7 @@ impl EngineSetup {
             assignments: model_source::assignments(source, &partition),
             partition,
             unsupported_keys,
-            embedding_warning,
+            embedding_warning: PromptingDefaults::embedding_warning(source, &config.model),
         })
     }
 }
