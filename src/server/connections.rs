@@ -84,7 +84,7 @@ impl Connections {
         table.open.insert(id, OpenConnection { network, idle: None, closing: closing.clone() });
         table.set_idle(id, true);
         *table.addresses.entry(network).or_default() += 1;
-        telemetry::CONNECTIONS.set(table.open.len() as f64);
+        telemetry::CONNECTIONS.gauge().increment(1.0);
         Ok(Connection { connections: self.clone(), id, closing })
     }
 
@@ -96,6 +96,7 @@ impl Connections {
 impl Table {
     fn remove(&mut self, id: u64) -> Option<OpenConnection> {
         let removed = self.open.remove(&id)?;
+        telemetry::CONNECTIONS.gauge().decrement(1.0);
         removed.idle.map(|(change, _)| self.idle.remove(&change));
         if let Some(count) = self.addresses.get_mut(&removed.network) {
             *count -= 1;
@@ -154,9 +155,7 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        let mut table = self.connections.lock();
-        table.remove(self.id);
-        telemetry::CONNECTIONS.set(table.open.len() as f64);
+        self.connections.lock().remove(self.id);
     }
 }
 

@@ -14,6 +14,7 @@ use actix_service::{
 };
 use actix_web::dev::AppConfig;
 use actix_web::rt::net::{ActixStream, Ready, TcpStream};
+use socket2::SockRef;
 use std::fmt;
 use std::io::{self, IoSlice};
 use std::net::{SocketAddr, TcpListener};
@@ -142,8 +143,8 @@ impl Acceptor {
             Refusal::Address => "address",
         }]);
         if self.tls.is_none() {
-            // A new socket has space for this.
-            _ = socket.try_write(BUSY);
+            // A new socket has space for this. Tokio does not know yet that it can be written to.
+            _ = SockRef::from(socket).send(BUSY);
         }
     }
 }
