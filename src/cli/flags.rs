@@ -294,6 +294,9 @@ pub struct ServerFlags {
     /// HTTP worker threads.
     #[arg(long = "workers", value_name = "N")]
     server_workers: Option<u32>,
+    /// Faults to rehearse, such as fail@100,nan@0.001; requires faults.enabled.
+    #[arg(long = "inject", value_name = "FAULTS")]
+    faults_inject: Option<String>,
 }
 
 impl ServerFlags {
@@ -313,6 +316,7 @@ impl ServerFlags {
         overrides.set("server.request_timeout", self.server_request_timeout);
         overrides.set("scheduler.drain_timeout", self.scheduler_drain_timeout);
         overrides.set("server.workers", self.server_workers);
+        overrides.set("faults.inject", self.faults_inject);
     }
 }
 

@@ -303,6 +303,16 @@ ROWS = {
             [("restarts", f"sum(increase({series('mainstem_device_restarts_total')}[$__rate_interval]))")],
         ),
         graph(
+            "Injected faults",
+            "none",
+            [
+                (
+                    "{{kind}}",
+                    f"sum by (kind) (increase({series('mainstem_injected_faults_total')}[$__rate_interval]))",
+                )
+            ],
+        ),
+        graph(
             "Log lines that were not written",
             "none",
             [("lines", f"sum(increase({series('mainstem_log_lines_dropped_total')}[$__rate_interval]))")],
