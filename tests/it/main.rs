@@ -50,6 +50,7 @@ mod sampling;
 mod scenarios;
 mod scheduling;
 mod security;
+mod soak;
 mod speculation;
 mod streams;
 mod weights;

@@ -341,7 +341,8 @@ mod tests {
             (Kind::Malformed, fault, "status 500"),
             (Kind::UnknownPath, refused, "status 400"),
             (Kind::Short, parse(500, r#"{"error": {"code": "internal_error"}}"#), "internal_error"),
-            (Kind::Short, parse(200, "no"), "not JSON"),
+            (Kind::Short, parse(200, "{"), "not JSON"),
+            (Kind::Short, parse(200, "no"), "without [DONE]"),
             (Kind::HangUp, Reply::Broken("reset".into()), "reset"),
         ] {
             let Outcome::Wrong(why) = of(kind, reply) else { panic!("{kind:?} must be wrong: {words}") };

@@ -21,6 +21,7 @@ pub struct SoakFile {
     pub text: String,
     pub server: SoakServer,
     pub load: SoakLoad,
+    pub flat: FlatLimits,
     /// Relative frequency of each kind of request.
     pub mix: BTreeMap<Kind, f64>,
 }
@@ -58,6 +59,14 @@ pub struct SoakLoad {
     pub huge_bytes: usize,
     /// Maximum output tokens of a request.
     pub max_tokens: NonZeroU32,
+}
+
+/// What resources may differ by without a leak.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FlatLimits {
+    /// Bytes of resident memory.
+    pub rss_noise_bytes: u64,
 }
 
 impl SoakFile {

@@ -48,6 +48,8 @@ pub struct SoakOptions {
     /// Time of all rounds together.
     pub time: Option<Duration>,
     pub rounds: Option<u32>,
+    /// Bytes by which the resident memory may grow without a leak.
+    pub rss_noise_bytes: Option<u64>,
     /// Maximum time of a server to load its model, and to exit.
     pub start_timeout: Duration,
     /// Maximum time of a request, and of the wait for an idle server.
@@ -74,6 +76,7 @@ impl SoakOptions {
             inject: None,
             time: None,
             rounds: None,
+            rss_noise_bytes: None,
             start_timeout: Duration::from_secs(600),
             patience: Duration::from_secs(120),
         }
@@ -90,6 +93,7 @@ impl SoakOptions {
         file.server.inject = self.inject.clone().unwrap_or(own);
         file.load.seconds = self.time.map_or(file.load.seconds, |time| time.as_secs_f64());
         file.load.rounds = self.rounds.unwrap_or(file.load.rounds);
+        file.flat.rss_noise_bytes = self.rss_noise_bytes.unwrap_or(file.flat.rss_noise_bytes);
         file.check()?;
         Ok(file)
     }
@@ -187,7 +191,7 @@ async fn soak(
     }
     let after = session.peer.get("/metrics").await?;
     let (tally, server) = (session.tally(), ServerFaults::between(&before, &after));
-    let growth = report::growth(&samples).unwrap_or_default();
+    let growth = report::growth(&samples, session.file.flat.rss_noise_bytes as f64).unwrap_or_default();
     problems.extend(growth.iter().filter(|(_, growth)| !growth.is_flat()).map(|(name, growth)| {
         format!("{name} grew from {:.0} to {:.0} in {} requests", growth.early, growth.late, growth.requests)
     }));

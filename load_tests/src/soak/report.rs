@@ -17,10 +17,6 @@ use super::{
 /// Maximum number of differences that are reported.
 const DIFFERENCES_MAX: usize = 10;
 
-/// Memory that may be resident in addition without a leak, relative to what was: allocators return memory
-/// late.
-const RSS_NOISE: f64 = 0.03;
-
 /// File descriptors and threads that may come and go: threads of pools start and end as needed.
 const COUNT_NOISE: f64 = 2.0;
 
@@ -96,8 +92,9 @@ impl Tally {
     }
 }
 
-/// Returns the growth of each resource, or `None` if there are too few samples.
-pub fn growth(samples: &[RoundSample]) -> Option<BTreeMap<&'static str, Growth>> {
+/// Returns the growth of each resource, or `None` if there are too few samples. Memory may differ by
+/// `rss_noise` bytes without a leak.
+pub fn growth(samples: &[RoundSample], rss_noise: f64) -> Option<BTreeMap<&'static str, Growth>> {
     let of = |value: fn(&Resources) -> u64, unit: f64, noise: f64| {
         let level = |sample: &RoundSample| Level {
             requests: sample.requests,
@@ -106,10 +103,9 @@ pub fn growth(samples: &[RoundSample]) -> Option<BTreeMap<&'static str, Growth>>
         let levels: Vec<Level> = samples.iter().map(level).collect();
         Growth::of(&levels, unit, noise)
     };
-    let rss = samples.last()?.resources.rss_bytes as f64;
     (samples.len() >= SAMPLES_MIN).then(|| {
         [
-            ("rss_bytes", of(|resources| resources.rss_bytes, PAGE_BYTES, RSS_NOISE * rss)),
+            ("rss_bytes", of(|resources| resources.rss_bytes, PAGE_BYTES, rss_noise)),
             ("fds", of(|resources| resources.fds, 1.0, COUNT_NOISE)),
             ("threads", of(|resources| resources.threads, 1.0, COUNT_NOISE)),
         ]
@@ -173,7 +169,7 @@ mod tests {
     }
 
     fn leaking(samples: &[RoundSample]) -> Vec<&'static str> {
-        let growth = growth(samples).expect("there are enough");
+        let growth = growth(samples, 3e6).expect("there are enough");
         growth.into_iter().filter(|(_, growth)| !growth.is_flat()).map(|(name, _)| name).collect()
     }
 
@@ -190,7 +186,7 @@ mod tests {
         let warm_up =
             |at: u64| Resources { rss_bytes: level.rss_bytes.min(at << 20), fds: 30 + at % 3, ..level };
         assert_eq!(leaking(&samples(warm_up)), [""; 0]);
-        assert!(growth(&samples(|_| level)[..7]).is_none());
+        assert!(growth(&samples(|_| level)[..7], 0.0).is_none());
     }
 
     #[test]

@@ -130,7 +130,8 @@ impl Session {
         !self.file.server.inject.is_empty()
     }
 
-    /// Lets all clients send requests for a time, and waits for their last responses.
+    /// Lets all clients send requests for a time, and waits for their last responses. Then one more request
+    /// waits until the devices are there, if they are being rebuilt.
     pub async fn round(&self, time: Duration, progress: &Progress) {
         let until = Instant::now() + time;
         let mut running = JoinSet::new();
@@ -151,8 +152,17 @@ impl Session {
         };
         let finished = async { while running.join_next().await.is_some() {} };
         tokio::select! {
-            () = finished => {}
+            () = finished => self.probe().await,
             () = stopped => {}
+        }
+    }
+
+    async fn probe(&self) {
+        if let Some((kind, variant)) = self.recorded.answers.keys().next() {
+            let request = SoakRequest::new(&self.file.load, *kind, *variant);
+            let outcome =
+                send(&self.peer, &self.recorded, &request, RandomStream::new(0, Purpose::Soak(0))).await;
+            self.clients.add(&request, &outcome);
         }
     }
 
