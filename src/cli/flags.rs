@@ -300,6 +300,9 @@ pub struct ServerFlags {
     /// Port of a listener of its own for /metrics; 0 for none.
     #[arg(long = "metrics-port", value_name = "PORT")]
     server_metrics_port: Option<u16>,
+    /// Faults to rehearse, such as fail@100,nan@0.001; requires faults.enabled.
+    #[arg(long = "inject", value_name = "FAULTS")]
+    faults_inject: Option<String>,
 }
 
 impl ServerFlags {
@@ -321,6 +324,7 @@ impl ServerFlags {
         overrides.set("server.workers", self.server_workers);
         overrides.set("server.max_connections", self.server_max_connections);
         overrides.set("server.metrics_port", self.server_metrics_port.map(i64::from));
+        overrides.set("faults.inject", self.faults_inject);
     }
 }
 

@@ -9,6 +9,7 @@
 mod aliases;
 mod clients;
 mod devices;
+mod faults;
 mod layers;
 mod read;
 mod reference;
@@ -16,6 +17,7 @@ mod sections;
 mod values;
 
 pub use devices::format_groups;
+pub use faults::{FaultKind, FaultPlan, FaultRule, FaultTime};
 pub use layers::{ConfigError, ConfigSource, Overrides};
 pub use read::{parse_bytes, parse_duration};
 pub use reference::reference;
@@ -196,6 +198,7 @@ mod tests {
                 isa: Isa::Auto,
                 activation_precision: ActivationPrecision::Int8,
             },
+            faults: FaultPlan::default(),
             hub: HubSettings { cache: None, endpoint: None },
             log: LogConfig { format: LogFormat::Text, level: "info,actix_server=warn".into() },
             warnings: vec![],

@@ -3,6 +3,8 @@
 //! Invariant: each key is read here once, with the parser of its value; an error names the key and the layer
 //! that set it.
 
+use super::devices;
+use super::faults::{self, FaultPlan};
 use super::layers::{ConfigError, LayeredSettings};
 use super::sections::*;
 use super::values::{
@@ -32,6 +34,7 @@ impl LayeredSettings {
             scheduler: self.scheduler(&device)?,
             kv: self.kv()?,
             speculation: self.speculation()?,
+            faults: self.faults(&device)?,
             device,
             hub: self.hub()?,
             log: self.log()?,
@@ -226,11 +229,30 @@ impl LayeredSettings {
         })
     }
 
-    fn device(&self) -> Result<DeviceConfig, ConfigError> {
+    /// Returns the kind of devices that are given by their number alone, and all kinds.
+    fn device_kinds(&self) -> Result<(DeviceKind, [DeviceKind; 3]), ConfigError> {
         let step = self.get("device.fake_step", duration)?;
         let row = self.get("device.fake_row", duration)?;
         let kinds = [DeviceKind::Cpu, DeviceKind::Reference, DeviceKind::Fake { step, row }];
         let kind = self.get("device.kind", |v| one_of(v, &kinds.map(|kind| (kind.name(), kind))))?;
+        Ok((kind, kinds))
+    }
+
+    fn faults(&self, device: &DeviceConfig) -> Result<FaultPlan, ConfigError> {
+        let (enabled, inject) = ("faults.enabled", "faults.inject");
+        let (kind, kinds) = self.device_kinds()?;
+        let parse = |v: &_| faults::parse_faults(v, &device.groups, kind, &kinds, device.step_timeout);
+        let plan = self.get(inject, parse)?;
+        if !self.get(enabled, values::boolean)? && !plan.rules.is_empty() {
+            let reason =
+                format!("requires {enabled}, which is false, so that nobody injects faults by mistake");
+            return Err(self.error_for(inject, &reason));
+        }
+        Ok(plan)
+    }
+
+    fn device(&self) -> Result<DeviceConfig, ConfigError> {
+        let (kind, kinds) = self.device_kinds()?;
         let groups = self.get("device.groups", |v| devices::parse_groups(v, kind, &kinds))?;
         let isas = Isa::ALL.map(|isa| (isa.name(), isa));
         let inputs = [("fast", ActivationPrecision::Int8), ("f32", ActivationPrecision::F32)];

@@ -2,6 +2,7 @@
 //!
 //! Invariant: this is plain data; how it is written in files is defined in [`super::read`] and its parsers.
 
+use super::faults::FaultPlan;
 use super::layers::ConfigSource;
 use crate::quantize::WeightRules;
 use crate::request::client::ClientSettings;
@@ -22,6 +23,7 @@ pub struct Config {
     pub kv: KvConfig,
     pub speculation: SpeculationConfig,
     pub device: DeviceConfig,
+    pub faults: FaultPlan,
     pub hub: HubSettings,
     pub log: LogConfig,
     /// Messages about settings that are ignored, for the log.

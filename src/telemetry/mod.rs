@@ -351,6 +351,13 @@ pub(crate) static DEVICE_RESTARTS: Metric = Metric::new(
     "restarts",
     "Rebuilds of the device after a fault.",
 );
+pub(crate) static INJECTED_FAULTS: Metric = Metric::new(
+    "mainstem_injected_faults_total",
+    Counter,
+    "faults",
+    "Faults that devices were made to have, by kind. Always 0 unless faults are rehearsed (faults.inject).",
+)
+.labelled(&[("kind", &["fail", "panic", "hang", "slow", "nan"])]);
 pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
     "mainstem_http_requests_total",
     Counter,
@@ -426,6 +433,7 @@ pub static METRICS: &[&Metric] = &[
     &WASTED_ROWS,
     &NOT_FINITE,
     &DEVICE_RESTARTS,
+    &INJECTED_FAULTS,
     &HTTP_REQUESTS,
     &CONNECTIONS,
     &CONNECTIONS_CLOSED,

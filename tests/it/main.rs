@@ -52,6 +52,7 @@ mod sampling;
 mod scenarios;
 mod scheduling;
 mod security;
+mod soak;
 mod speculation;
 mod streams;
 mod weights;

@@ -311,6 +311,16 @@ ROWS = {
             ],
         ),
         graph(
+            "Injected faults",
+            "none",
+            [
+                (
+                    "{{kind}}",
+                    f"sum by (kind) (increase({series('mainstem_injected_faults_total')}[$__rate_interval]))",
+                )
+            ],
+        ),
+        graph(
             "Log lines that were not written",
             "none",
             [("lines", f"sum(increase({series('mainstem_log_lines_dropped_total')}[$__rate_interval]))")],

@@ -6,6 +6,8 @@ mod devices;
 
 mod draft;
 
+mod faults;
+
 mod memory;
 
 mod partition;
@@ -14,12 +16,13 @@ pub mod measure;
 
 pub use devices::{activation_type, factories, forecast, merge_reports, observed_factories};
 pub use draft::{attach_draft, fetch_draft};
+pub use faults::inject_faults;
 pub use memory::MemoryBudget;
 pub use partition::partition;
 
 use super::spinner::Spinner;
 use crate::actors::engine::{self, DeviceProperties, Engine, EngineSetup};
-use crate::config::{Config, DeviceConfig, DeviceName, HubSettings, ModelConfig};
+use crate::config::{Config, DeviceConfig, DeviceName, FaultPlan, HubSettings, ModelConfig};
 use crate::formats::{ChatTemplateSource, Gguf};
 use crate::hub::{self, HubReference, ProgressBars};
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
@@ -39,6 +42,7 @@ pub struct PreparedModel {
     pub source: Arc<ModelSource>,
     pub tokenizer: Arc<Tokenizer>,
     pub device: DeviceConfig,
+    pub faults: FaultPlan,
 }
 
 impl PreparedModel {
@@ -48,7 +52,8 @@ impl PreparedModel {
         let _spinner = Spinner::start("opening the model");
         let (source, tokenizer) = open_with_draft(model, config)?;
         let setup = engine_setup(config, &source)?;
-        Ok(PreparedModel { setup, source, tokenizer, device: config.device.clone() })
+        let (device, faults) = (config.device.clone(), config.faults.clone());
+        Ok(PreparedModel { setup, source, tokenizer, device, faults })
     }
 
     /// The model's name in the API.
@@ -61,6 +66,7 @@ impl PreparedModel {
         let _spinner = Spinner::with_progress("loading the weights", self.source.progress.clone());
         check_memory(&self.device, &self.source, &self.setup)?;
         let factories = factories(&self.device, &self.source, &self.tokenizer, &self.setup);
+        let factories = inject_faults(factories, &self.device.groups, &self.faults);
         engine::start(self.setup, self.tokenizer, factories).await
     }
 }
