@@ -133,6 +133,7 @@ mod tests {
                 port: 8080,
                 workers: 2,
                 body_limit_bytes: 4 << 20,
+                request_memory_bytes: 256 << 20,
                 keep_alive: Duration::from_secs(75),
                 stream_comment_interval: Duration::from_secs(15),
                 stalled_after: Duration::from_secs(30),

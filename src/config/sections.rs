@@ -72,6 +72,8 @@ pub struct ServerConfig {
     pub workers: usize,
     /// Maximum size of a request body.
     pub body_limit_bytes: usize,
+    /// Memory of all long request bodies, and of parsing and tokenizing them.
+    pub request_memory_bytes: usize,
     /// Time for which an idle connection stays open.
     pub keep_alive: Duration,
     /// Idle time of an event stream after which a comment is sent.

@@ -4,8 +4,9 @@
 
 use super::App;
 use super::error::ApiError;
-use super::failed_keys::FailedKeys;
+use super::failed_keys::{FailedKeys, network};
 use super::hosts::AllowedHosts;
+use super::turns::ClientId;
 use crate::config::{ApiKeys, MetricsAccess};
 use actix_cors::Cors;
 use actix_web::body::MessageBody;
@@ -15,9 +16,10 @@ use actix_web::http::header::{
     AUTHORIZATION, HOST, HeaderMap, HeaderValue, ORIGIN, RETRY_AFTER, WWW_AUTHENTICATE,
 };
 use actix_web::middleware::{Condition, Next};
-use actix_web::{Error, HttpResponse, ResponseError, rt, web};
+use actix_web::{Error, HttpRequest, HttpResponse, ResponseError, rt, web};
 use anyhow::{Result, ensure};
 use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::IpAddr;
 use std::sync::{PoisonError, RwLock};
 use std::time::Instant;
@@ -110,6 +112,21 @@ pub struct Rules {
     pub keys: web::Data<Keys>,
     pub hosts: AllowedHosts,
     pub failed: FailedKeys,
+}
+
+impl Rules {
+    /// Returns the identity of an authorized request's client. A key counts only if it was checked: others
+    /// cost nothing to make up.
+    pub fn client(&self, request: &HttpRequest) -> ClientId {
+        let key = shown_key(request.headers()).filter(|_| self.keys.count() > 0);
+        let address = || request.peer_addr().map(|peer| network(peer.ip()));
+        let mut hasher = DefaultHasher::new();
+        match key {
+            Some(key) => key.hash(&mut hasher),
+            None => address().hash(&mut hasher),
+        }
+        ClientId(hasher.finish())
+    }
 }
 
 /// Middleware that rejects requests for other hosts with 403, and those without a valid key with 401, except

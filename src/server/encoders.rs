@@ -5,9 +5,10 @@
 //! Invariant: the outputs are in the order of the texts, an error in one text fails the request, and once the
 //! first texts are accepted, the others are accepted too.
 
+use super::body::RequestBody;
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields, UnsupportedParams};
-use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode};
+use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode_encoder_input};
 use super::prompts::{Prompt, parse_prompts};
 use super::respond::{admit, interrupt, parse_off_loop};
 use super::{App, ServeParts};
@@ -102,7 +103,7 @@ fn tokenize_text(
     }
     let ids = match text {
         Prompt::Ids(ids) => ids,
-        Prompt::Text(text) => encode(parts, &text, add_special, "input")?,
+        Prompt::Text(text) => encode_encoder_input(parts, &text, add_special, "input", name)?,
     };
     if ids.is_empty() {
         return Err(empty());
@@ -117,11 +118,11 @@ fn tokenize_text(
 pub async fn run_encoder_request<Q: EncoderApi>(
     app: &Arc<App>,
     id: Arc<str>,
-    body: Bytes,
+    body: RequestBody,
 ) -> Result<(Bytes, IgnoredFields), ApiError> {
     let arrived = Instant::now();
     let _open = admit(app, Q::PATH)?;
-    let ((question, inputs), ignored) = parse_off_loop(app, body, Q::parse).await?;
+    let ((question, inputs), ignored) = parse_off_loop(app, body, app.parts.longest_text, Q::parse).await?;
     let found = EncoderCall::new(app, id, arrived).run(&inputs).await?;
     if !question.is_large(found.len()) {
         return Ok((serialize_response(&app.parts, &question, found)?, ignored));
