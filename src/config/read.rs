@@ -3,13 +3,14 @@
 //! Invariant: each key is read here once, with the parser of its value; an error names the key and the layer
 //! that set it.
 
-use super::devices;
 use super::layers::{ConfigError, LayeredSettings};
 use super::sections::*;
 use super::values::{
     self, duration, integer, log_level, non_empty_string, non_zero_duration, one_of, string, whole_seconds,
 };
+use super::{clients, devices};
 use crate::quantize::WeightRules;
+use crate::request::client::{Class, ClientSettings};
 use crate::request::{AcceptanceRule, Pooling};
 use mainstem_kernels::cpu::Isa;
 use mainstem_kernels::{ActivationPrecision, QuantType};
@@ -83,6 +84,7 @@ impl LayeredSettings {
             metrics_access: self.metrics_access()?,
             tls: self.tls()?,
             grammar: self.grammar()?,
+            clients: self.clients()?,
         })
     }
 
@@ -104,6 +106,19 @@ impl LayeredSettings {
             cache_entries: self.get("grammar.cache_entries", |v| integer(v, 1, 1 << 24))?,
             cache_bytes: size("grammar.cache_size")?,
             text_bytes: size("grammar.text_limit")?,
+        })
+    }
+
+    fn clients(&self) -> Result<ClientSettings, ConfigError> {
+        let limit = |key| self.get(key, |v| integer(v, 0, u32::MAX.into())).map(NonZero::new);
+        let per_minute = |key| limit(key).map(|limit| limit.map(|limit| limit.get() as u64));
+        Ok(ClientSettings {
+            class: self
+                .get("clients.class", |v| one_of(v, &Class::ALL.map(|class| (class.name(), class))))?,
+            max_sequences: limit("clients.max_sequences")?.map(NonZero::get),
+            tokens_per_minute: per_minute("clients.tokens_per_minute")?,
+            requests_per_minute: per_minute("clients.requests_per_minute")?,
+            ..ClientSettings::default()
         })
     }
 
@@ -239,18 +254,19 @@ impl LayeredSettings {
 }
 
 impl ServerConfig {
-    /// Returns all API keys, including the current ones of the key file. If the file cannot be read or has no
-    /// key, the error has the source of its path.
-    pub fn load_api_keys(&self) -> Result<ApiKeys, ConfigError> {
-        let mut keys = self.api_keys.0.clone();
+    /// Returns all API keys with their clients, including the current ones of the key file. If the file has an
+    /// error or no key, the error has the source of its path.
+    pub fn load_api_keys(&self) -> Result<Vec<ApiKey>, ConfigError> {
+        let plain = |key: &String| ApiKey { key: key.clone(), name: None, settings: self.clients };
+        let mut keys: Vec<ApiKey> = self.api_keys.0.iter().map(plain).collect();
         if let Some(KeyFile { path, origin }) = &self.api_key_file {
             let fault = |reason| {
                 let message = format!("{API_KEY_FILE} = {:?}: {reason}", path.display().to_string());
                 ConfigError { origin: origin.clone(), message }
             };
-            keys.extend(values::read_api_key_file(path).map_err(fault)?);
+            keys.extend(clients::read_api_key_file(path, self.clients).map_err(fault)?);
         }
-        Ok(ApiKeys(keys))
+        Ok(keys)
     }
 }
 

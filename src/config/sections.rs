@@ -4,6 +4,7 @@
 
 use super::layers::ConfigSource;
 use crate::quantize::WeightRules;
+use crate::request::client::ClientSettings;
 use crate::request::{AcceptanceRule, DraftSource, ParamList, Pooling};
 use mainstem_kernels::cpu::Isa;
 use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
@@ -98,6 +99,8 @@ pub struct ServerConfig {
     /// TLS certificate and key; `None` serves plain HTTP.
     pub tls: Option<TlsFiles>,
     pub grammar: GrammarConfig,
+    /// Settings of clients without an API key, and defaults of those with one.
+    pub clients: ClientSettings,
 }
 
 /// Access to `/metrics` if API keys are configured.
@@ -138,6 +141,21 @@ pub struct ApiKeys(pub Vec<String>);
 impl fmt::Debug for ApiKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ApiKeys({})", self.0.len())
+    }
+}
+
+/// An accepted API key with its client. The `Debug` form does not show the key.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ApiKey {
+    pub key: String,
+    /// Name of the client for the log.
+    pub name: Option<String>,
+    pub settings: ClientSettings,
+}
+
+impl fmt::Debug for ApiKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ApiKey({:?}, {:?})", self.name, self.settings)
     }
 }
 

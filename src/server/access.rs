@@ -5,6 +5,7 @@
 
 use super::App;
 use super::error::ApiError;
+use crate::request::Client;
 use crate::telemetry;
 use actix_web::body::MessageBody;
 use actix_web::dev::{ServiceRequest, ServiceResponse};
@@ -87,6 +88,9 @@ fn log_response<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant
         }
         _ => "other",
     };
+    // Requests that were refused before have none.
+    let extensions = request.extensions();
+    let client = extensions.get::<Arc<Client>>().map(|client| &*client.name);
     // Metric labels take few values, whatever paths clients request.
     let pattern = request.match_pattern();
     let path = pattern.as_deref().unwrap_or("other");
@@ -100,18 +104,23 @@ fn log_response<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant
     // Completed requests log a line of their own; scrapes and probes would fill the log.
     match status {
         _ if path == "/health" => debug!(request = request_id, status, took_ms, "probed"),
-        503 => info!(request = request_id, method, path = request.path(), status, took_ms, "rejected"),
-        500.. => warn!(request = request_id, method, path = request.path(), status, took_ms, "failed"),
+        503 => {
+            info!(request = request_id, method, path = request.path(), status, took_ms, client, "rejected")
+        }
+        500.. => {
+            warn!(request = request_id, method, path = request.path(), status, took_ms, client, "failed")
+        }
         400.. => info!(
             request = request_id,
             method,
             path = request.path(),
             status,
             took_ms,
+            client,
             param,
             reason,
             "rejected"
         ),
-        _ => debug!(request = request_id, method, path = request.path(), status, took_ms, "answered"),
+        _ => debug!(request = request_id, method, path = request.path(), status, took_ms, client, "answered"),
     }
 }

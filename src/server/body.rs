@@ -4,18 +4,19 @@
 //! has been parsed.
 
 use super::App;
-use super::auth::Rules;
 use super::error::ApiError;
-use super::turns::{ClientId, Share};
-use crate::request::RequestError;
+use super::turns::Share;
+use crate::request::client::ClientId;
+use crate::request::{Client, RequestError};
 use actix_web::dev::Payload;
 use actix_web::error::PayloadError;
 use actix_web::http::header::CONTENT_LENGTH;
 use actix_web::web::{self, Bytes, BytesMut};
-use actix_web::{FromRequest, HttpRequest, rt};
+use actix_web::{FromRequest, HttpMessage, HttpRequest, rt};
 use futures_util::{Stream, StreamExt};
 use std::convert::Infallible;
 use std::future::{Ready, ready};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Bodies longer than this are parsed and tokenized off the event loop, and wait for their turn.
@@ -56,8 +57,7 @@ impl FromRequest for BodyHead {
     fn from_request(request: &HttpRequest, _: &mut Payload) -> Self::Future {
         let length = request.headers().get(CONTENT_LENGTH).and_then(|length| length.to_str().ok());
         let length = length.and_then(|length| length.parse().ok());
-        let rules = request.app_data::<web::Data<Rules>>();
-        let client = rules.map_or(ClientId::default(), |rules| rules.client(request));
+        let client = request.extensions().get::<Arc<Client>>().map_or(ClientId::Local, |client| client.id);
         ready(Ok(BodyHead { client, length }))
     }
 }
@@ -65,7 +65,7 @@ impl FromRequest for BodyHead {
 impl RequestBody {
     /// Creates the body of a request within the process.
     pub fn local(bytes: Bytes) -> RequestBody {
-        RequestBody { bytes, client: ClientId::default(), memory: None }
+        RequestBody { bytes, client: ClientId::Local, memory: None }
     }
 
     /// Receives a body. One that is announced to be larger than the limit is not read, and a long one waits

@@ -14,7 +14,7 @@ use super::respond::{admit, interrupt, parse_off_loop};
 use super::{App, ServeParts};
 use crate::actors::TokenStream;
 use crate::actors::request_metrics::RequestMetrics;
-use crate::request::{FinishReason, Request, RequestError, Task, TokenEvent};
+use crate::request::{Client, FinishReason, Request, RequestError, Task, TokenEvent};
 use actix_web::web::{self, Bytes};
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
@@ -113,17 +113,18 @@ fn tokenize_text(
     Ok(ids.into())
 }
 
-/// Handles a request: parses the body, runs its inputs and serializes the response. Returns it with the
+/// Handles a request of a client: parses the body, runs its inputs and serializes the response. Returns it with the
 /// ignored fields of the request.
 pub async fn run_encoder_request<Q: EncoderApi>(
     app: &Arc<App>,
     id: Arc<str>,
+    client: Arc<Client>,
     body: RequestBody,
 ) -> Result<(Bytes, IgnoredFields), ApiError> {
     let arrived = Instant::now();
     let _open = admit(app, Q::PATH)?;
     let ((question, inputs), ignored) = parse_off_loop(app, body, app.parts.longest_text, Q::parse).await?;
-    let found = EncoderCall::new(app, id, arrived).run(&inputs).await?;
+    let found = EncoderCall::new(app, id, client, arrived).run(&inputs).await?;
     if !question.is_large(found.len()) {
         return Ok((serialize_response(&app.parts, &question, found)?, ignored));
     }
@@ -147,13 +148,14 @@ fn serialize_response<Q: EncoderApi>(
 struct EncoderCall<'a> {
     app: &'a App,
     id: Arc<str>,
+    client: Arc<Client>,
     arrived: Instant,
     time_limit: Option<Duration>,
 }
 
 impl EncoderCall<'_> {
-    fn new(app: &App, id: Arc<str>, arrived: Instant) -> EncoderCall<'_> {
-        EncoderCall { app, id, arrived, time_limit: app.config.request_timeout }
+    fn new(app: &App, id: Arc<str>, client: Arc<Client>, arrived: Instant) -> EncoderCall<'_> {
+        EncoderCall { app, id, client, arrived, time_limit: app.config.request_timeout }
     }
 
     /// Runs all inputs and returns their outputs in order. At most half of the engine's capacity is used at a
@@ -219,6 +221,8 @@ impl EncoderCall<'_> {
         let request = |EncoderInput { ids, task }: &EncoderInput| Request {
             task: task.clone(),
             encoder_input: ids.clone(),
+            client: self.client.clone(),
+            class: self.client.settings.class,
             arrived: self.arrived.into(),
             time_limit: self.time_limit,
             ..Request::greedy(self.id.clone(), [], 0)

@@ -14,6 +14,7 @@ use super::fill_mask::FillMaskRequest;
 use super::respond::{ApiResponse, GenerationApi, ResponseBody, parse_off_loop, respond};
 use super::tokenize::{detokenize, tokenize};
 use super::{App, OpenResponse, ServeParts, info};
+use crate::request::Client;
 use crate::telemetry;
 use actix_web::body::SizedStream;
 use actix_web::http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
@@ -23,6 +24,7 @@ use async_stream::stream;
 use futures_util::{Stream, StreamExt};
 use serde::Serialize;
 use std::convert::Infallible;
+use std::sync::Arc;
 use tracing::info;
 
 /// Response header with the ignored fields of a request.
@@ -92,13 +94,14 @@ fn resource(path: &str, allowed: &'static str) -> Resource {
 async fn handle_generation<A: GenerationApi + 'static>(
     app: web::Data<App>,
     id: web::ReqData<RequestId>,
+    client: web::ReqData<Arc<Client>>,
     head: BodyHead,
     payload: web::Payload,
 ) -> Result<HttpResponse, ApiError> {
     // Registered after the upload: shutdown must not wait for an upload that never ends.
     let body = RequestBody::receive(&app, head, payload).await?;
     let open = app.open_response();
-    let ApiResponse { body, ignored } = respond::<A>(&app, id.0.clone(), body).await?;
+    let ApiResponse { body, ignored } = respond::<A>(&app, id.0.clone(), client.into_inner(), body).await?;
     let response = match body {
         ResponseBody::Json(json) => json_response(json, open),
         ResponseBody::Events(events) => HttpResponse::Ok()
@@ -125,12 +128,13 @@ fn name_ignored_fields(mut response: HttpResponse, id: &RequestId, ignored: &Ign
 async fn handle_encoder_request<Q: EncoderApi>(
     app: web::Data<App>,
     id: web::ReqData<RequestId>,
+    client: web::ReqData<Arc<Client>>,
     head: BodyHead,
     payload: web::Payload,
 ) -> Result<HttpResponse, ApiError> {
     let body = RequestBody::receive(&app, head, payload).await?;
     let open = app.open_response();
-    let (json, ignored) = run_encoder_request::<Q>(&app, id.0.clone(), body).await?;
+    let (json, ignored) = run_encoder_request::<Q>(&app, id.0.clone(), client.into_inner(), body).await?;
     Ok(name_ignored_fields(json_response(json, open), &id, &ignored))
 }
 

@@ -11,6 +11,7 @@
 //! and one whose client is gone neither holds nor delays anything.
 
 use crate::request::RequestError;
+use crate::request::client::ClientId;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
@@ -21,10 +22,6 @@ const CLASS_BYTES: [usize; 2] = [64 << 10, 512 << 10];
 /// Maximum number of requests that wait in one line, and in all lines of a pool.
 pub const LINE_WAITERS_MAX: usize = 32;
 const WAITERS_MAX: usize = 512;
-
-/// Identity of a client: its API key, or else its address.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct ClientId(pub u64);
 
 /// The line in which a request waits: its client and its size class, 0 for the smallest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -317,13 +314,13 @@ mod tests {
     fn wait(pool: &FairPool, client: u64, bytes: usize, memory: usize) -> Waiting {
         let pool = pool.clone();
         let mut waiting: Waiting =
-            Box::pin(async move { pool.acquire(ClientId(client), bytes, memory).await });
+            Box::pin(async move { pool.acquire(ClientId::Key(client), bytes, memory).await });
         assert!(waiting.as_mut().now_or_never().is_none(), "the request has to wait");
         waiting
     }
 
     fn take(pool: &FairPool, client: u64, bytes: usize, memory: usize) -> Share {
-        let share = pool.acquire(ClientId(client), bytes, memory).now_or_never();
+        let share = pool.acquire(ClientId::Key(client), bytes, memory).now_or_never();
         share.expect("there is a share at once").expect("the line is not full")
     }
 
@@ -381,7 +378,7 @@ mod tests {
         let running = take(&pool, 0, MIB, 0);
         let mut waiting: Vec<_> = (0..LINE_WAITERS_MAX).map(|_| Some(wait(&pool, 1, MIB, 0))).collect();
         let refused =
-            |client, bytes| pool.acquire(ClientId(client), bytes, 0).now_or_never().map(|it| it.err());
+            |client, bytes| pool.acquire(ClientId::Key(client), bytes, 0).now_or_never().map(|it| it.err());
         let full = |limit| Some(Some(RequestError::TooManyLongBodies { limit }));
         assert_eq!(refused(1, MIB), full(LINE_WAITERS_MAX));
         waiting.remove(0);
@@ -444,7 +441,7 @@ mod tests {
                         let bytes = *dice.pick(&[9_000, 100_000, MIB, 4 * MIB]);
                         let (client, memory) = (dice.below(5) as u64, bytes * (1 + dice.below(20)));
                         let pool = pool.clone();
-                        let request = async move { pool.acquire(ClientId(client), bytes, memory).await };
+                        let request = async move { pool.acquire(ClientId::Key(client), bytes, memory).await };
                         waiting.push(Some(Box::pin(request)));
                     }
                     2 if !waiting.is_empty() => drop(waiting.swap_remove(dice.below(waiting.len()))),
