@@ -140,6 +140,7 @@ mod tests {
                 max_connections_per_address: None,
                 body_limit_bytes: 4 << 20,
                 response_bytes: 512 << 20,
+                request_memory_bytes: 256 << 20,
                 keep_alive: Duration::from_secs(75),
                 stream_comment_interval: Duration::from_secs(15),
                 stalled_after: Duration::from_secs(30),

@@ -76,6 +76,7 @@ impl LayeredSettings {
             ),
             body_limit_bytes: self.get("server.body_limit", |v| values::size(v, 1024))? as usize,
             response_bytes: self.get("server.response_memory", |v| values::size(v, 1 << 20))? as usize,
+            request_memory_bytes: self.get("server.request_memory", |v| values::size(v, 1 << 20))? as usize,
             keep_alive: self.get("server.keep_alive", duration)?,
             stream_comment_interval: self.get("server.stream_comment_interval", non_zero_duration)?,
             stalled_after: self.get("server.stalled_after", non_zero_duration)?,

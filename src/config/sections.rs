@@ -81,6 +81,8 @@ pub struct ServerConfig {
     pub body_limit_bytes: usize,
     /// Maximum memory of responses that are computed or not read yet, in bytes.
     pub response_bytes: usize,
+    /// Memory of all long request bodies, and of parsing and tokenizing them.
+    pub request_memory_bytes: usize,
     /// Time for which an idle connection stays open.
     pub keep_alive: Duration,
     /// Idle time of an event stream after which a comment is sent.

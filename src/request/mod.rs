@@ -291,9 +291,12 @@ pub enum RequestError {
          fit"
     )]
     Busy { coming: usize, waiting: usize, limit: usize },
-    /// 429: `limit` long request bodies wait to be parsed already.
-    #[error("the server is busy: {limit} long request bodies wait to be parsed, which is the limit")]
+    /// 429: `limit` long request bodies wait already, of this client and size, or altogether.
+    #[error("the server is busy: {limit} long request bodies wait for their turn, which is the limit")]
     TooManyLongBodies { limit: usize },
+    /// 429: no memory is left for a request body whose length is not known before.
+    #[error("the server is busy: no memory is left for a longer request body; announce its Content-Length")]
+    NoBodyMemory,
     /// 429: `limit` requests wait for their grammars to be compiled already.
     #[error(
         "the server is busy: {limit} requests wait for their grammars to be compiled, which is the limit"

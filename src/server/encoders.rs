@@ -5,10 +5,11 @@
 //! Invariant: the outputs are in the order of the texts, an error in one text fails the request, and once the
 //! first texts are accepted, the others are accepted too.
 
+use super::body::RequestBody;
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields, UnsupportedParams};
 use super::held_body::held_body;
-use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode};
+use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode_encoder_input};
 use super::prompts::{Prompt, parse_prompts};
 use super::respond::{admit, interrupt, parse_off_loop};
 use super::{App, ServeParts};
@@ -107,7 +108,7 @@ fn tokenize_text(
     }
     let ids = match text {
         Prompt::Ids(ids) => ids,
-        Prompt::Text(text) => encode(parts, &text, add_special, "input")?,
+        Prompt::Text(text) => encode_encoder_input(parts, &text, add_special, "input", name)?,
     };
     if ids.is_empty() {
         return Err(empty());
@@ -123,11 +124,11 @@ pub async fn run_encoder_request<Q: EncoderApi>(
     app: &Arc<App>,
     id: Arc<str>,
     client: Arc<Client>,
-    body: Bytes,
+    body: RequestBody,
 ) -> Result<(Bytes, IgnoredFields), ApiError> {
     let arrived = Instant::now();
     let _open = admit(app, Q::PATH)?;
-    let ((question, inputs), ignored) = parse_off_loop(app, body, Q::parse).await?;
+    let ((question, inputs), ignored) = parse_off_loop(app, body, app.parts.longest_text, Q::parse).await?;
     let held = app.parts.status.responses.hold();
     let found = EncoderCall { app, id, client, arrived, held: &held }.run(&inputs).await?;
     if !question.is_large(found.len()) {

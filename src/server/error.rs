@@ -251,6 +251,7 @@ impl From<RequestError> for ApiError {
             }
             RequestError::Busy { .. }
             | RequestError::TooManyLongBodies { .. }
+            | RequestError::NoBodyMemory
             | RequestError::TooManyGrammars { .. }
             | RequestError::ResponsesTooLarge { .. } => {
                 ApiError::new(StatusCode::TOO_MANY_REQUESTS, "server_busy", message)

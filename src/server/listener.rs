@@ -4,7 +4,7 @@
 //! [`Connections`] says so. Nothing here waits for one connection before it accepts another.
 
 use super::connections::{Connection, Connections, Refusal};
-use super::routes::BODY_TIMEOUT;
+use super::body;
 use crate::telemetry;
 use actix_http::body::MessageBody;
 use actix_http::{HttpService, Protocol, Request, Response};
@@ -129,7 +129,7 @@ impl Acceptor {
             _ = http.call((stream, Protocol::Http1, Some(peer))).await;
         };
         // Within an idle time, a request may begin and its body arrive.
-        let idle_max = self.keep_alive.saturating_add(HEAD_TIMEOUT + BODY_TIMEOUT);
+        let idle_max = self.keep_alive.saturating_add(HEAD_TIMEOUT + body::TIMEOUT);
         select! {
             () = exchange => {}
             () = connection.closed(idle_max) => {}

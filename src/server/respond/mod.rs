@@ -10,6 +10,7 @@ mod writer;
 
 pub use parse::{check_choices, check_model, parse_off_loop};
 
+use super::body::RequestBody;
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields};
 use super::params::{ConstraintParams, Delivery, GenerationParams};
@@ -121,11 +122,11 @@ pub async fn respond<A: GenerationApi + 'static>(
     app: &Arc<App>,
     id: Arc<str>,
     client: Arc<Client>,
-    body: Bytes,
+    body: RequestBody,
 ) -> Result<ApiResponse, ApiError> {
     let arrived = Instant::now();
     let open = admit(app, A::PATH)?;
-    let (job, ignored) = parse_off_loop(app, body, A::parse).await?;
+    let (job, ignored) = parse_off_loop(app, body, app.parts.longest_text, A::parse).await?;
     job.check_prompt_tokens()?;
     let replies = submit(app, (id.clone(), client), &job, arrived, A::PROMPT_PARAM).await?;
     let talk = ResponseWriter::<A::Format> {
