@@ -3,8 +3,8 @@
 //! Invariant: every connection is counted from when it is accepted, TLS handshakes included, and is closed if
 //! [`Connections`] says so. Nothing here waits for one connection before it accepts another.
 
-use super::connections::{Connection, Connections, Refusal};
 use super::body;
+use super::connections::{Connection, Connections, Refusal};
 use crate::telemetry;
 use actix_http::body::MessageBody;
 use actix_http::{HttpService, Protocol, Request, Response};
