@@ -17,9 +17,6 @@ const CONNECTION_BYTES: usize = 320 << 10;
 /// Bytes of log lines that wait to be written and are being written.
 const LOG_BYTES: usize = 4 << 20;
 
-/// Bytes of requests that are read and tokenized.
-const REQUEST_BYTES: usize = 256 << 20;
-
 /// Bytes of a thread's stack and of what the allocator keeps for it.
 const THREAD_BYTES: usize = 1 << 20;
 
@@ -89,7 +86,7 @@ impl MemoryBudget {
             part("steps", engine.steps),
             part("sequences", sequence_bytes(setup)),
             part("connections", place.connections().saturating_mul(CONNECTION_BYTES)),
-            part("requests", REQUEST_BYTES),
+            part("requests", server.request_memory_bytes),
             part("responses", server.response_bytes),
             part("grammars", server.grammar.cache_bytes),
             part("program", anonymous_bytes() + threads * THREAD_BYTES + LOG_BYTES),
