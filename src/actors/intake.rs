@@ -120,7 +120,7 @@ impl Intake {
     /// Makes the sequence of a request. A request without work is finished at once, and one for a further
     /// result of a beam search belongs to the sequence before it.
     fn begin(&mut self, request: Request, sequences: &mut Vec<Box<Sequence>>) -> TokenStream {
-        let (events, stream) = event_channel();
+        let (events, stream) = event_channel(&self.status.responses);
         let is_further_result = request.beams.is_some_and(|beams| beams.answer > 0);
         if needs_no_work(&request) {
             events.send(TokenEvent::Finished(FinishReason::Length));

@@ -10,6 +10,8 @@ pub mod account;
 
 pub mod queue;
 
+pub mod response_memory;
+
 pub mod limits;
 
 pub mod intake;

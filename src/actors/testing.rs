@@ -1,6 +1,7 @@
 //! Helpers shared by the actors' tests: a recording actor, requests, sequences and a timeout.
 
 use super::account::Account;
+use super::response_memory::ResponseMemory;
 use super::sequence::{Sequence, SequenceKey};
 use super::stream::{TokenStream, event_channel};
 use crate::request::Request;
@@ -68,7 +69,7 @@ pub fn request(prompt: usize, max_tokens: u32) -> Request {
 
 /// A sequence that has not begun, and its client's stream.
 pub fn sequence(key: u64, request: Request) -> (Box<Sequence>, TokenStream) {
-    let (events, stream) = event_channel();
+    let (events, stream) = event_channel(&ResponseMemory::new(usize::MAX));
     let sequence = Sequence {
         key: SequenceKey(key),
         group: key,

@@ -2,6 +2,7 @@
 //!
 //! Invariant: this is plain data; how it is written in files is defined in [`super::read`] and its parsers.
 
+use super::faults::FaultPlan;
 use super::layers::ConfigSource;
 use crate::quantize::WeightRules;
 use crate::request::client::ClientSettings;
@@ -22,6 +23,7 @@ pub struct Config {
     pub kv: KvConfig,
     pub speculation: SpeculationConfig,
     pub device: DeviceConfig,
+    pub faults: FaultPlan,
     pub hub: HubSettings,
     pub log: LogConfig,
     /// Messages about settings that are ignored, for the log.
@@ -71,8 +73,16 @@ pub struct ServerConfig {
     pub port: u16,
     /// HTTP worker threads; at least 1.
     pub workers: usize,
+    /// Maximum number of open connections, of all workers together; at least 1.
+    pub max_connections: usize,
+    /// Maximum number of open connections from one address; `None` is unlimited.
+    pub max_connections_per_address: Option<NonZero<usize>>,
     /// Maximum size of a request body.
     pub body_limit_bytes: usize,
+    /// Maximum memory of responses that are computed or not read yet, in bytes.
+    pub response_bytes: usize,
+    /// Memory of all long request bodies, and of parsing and tokenizing them.
+    pub request_memory_bytes: usize,
     /// Time for which an idle connection stays open.
     pub keep_alive: Duration,
     /// Idle time of an event stream after which a comment is sent.
@@ -94,6 +104,8 @@ pub struct ServerConfig {
     /// Host names that requests may be for, or "*" alone; if empty, they depend on the address.
     pub allowed_hosts: Vec<String>,
     pub metrics_access: MetricsAccess,
+    /// Address and port of a listener of its own for `/metrics`; `None` serves it with everything else.
+    pub metrics_listener: Option<(String, NonZero<u16>)>,
     /// TLS certificate and key; `None` serves plain HTTP.
     pub tls: Option<TlsFiles>,
     pub grammar: GrammarConfig,

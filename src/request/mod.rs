@@ -297,14 +297,22 @@ pub enum RequestError {
         "the limit of {limit} {what} per minute is used up; a request is accepted again in {retry_after_s} s"
     )]
     RateLimited { what: &'static str, limit: u64, retry_after_s: u64 },
-    /// 429: `limit` long request bodies wait to be parsed already.
-    #[error("the server is busy: {limit} long request bodies wait to be parsed, which is the limit")]
+    /// 429: `limit` long request bodies wait already, of this client and size, or altogether.
+    #[error("the server is busy: {limit} long request bodies wait for their turn, which is the limit")]
     TooManyLongBodies { limit: usize },
+    /// 429: no memory is left for a request body whose length is not known before.
+    #[error("the server is busy: no memory is left for a longer request body; announce its Content-Length")]
+    NoBodyMemory,
     /// 429: `limit` requests wait for their grammars to be compiled already.
     #[error(
         "the server is busy: {limit} requests wait for their grammars to be compiled, which is the limit"
     )]
     TooManyGrammars { limit: usize },
+    /// 429: the responses of all requests together, this one's included, do not fit into `limit` bytes.
+    #[error(
+        "the server is busy: responses take all of the {limit} bytes that they may (server.response_memory)"
+    )]
+    ResponsesTooLarge { limit: usize },
     /// 504: the request took longer than the server allows.
     #[error("the request took longer than the {limit_s} s this server allows")]
     TimedOut { limit_s: u64 },

@@ -271,7 +271,10 @@ impl From<RequestError> for ApiError {
                 ApiError::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", message)
                     .with_retry_after(retry_after_s)
             }
-            RequestError::TooManyLongBodies { .. } | RequestError::TooManyGrammars { .. } => {
+            RequestError::TooManyLongBodies { .. }
+            | RequestError::NoBodyMemory
+            | RequestError::TooManyGrammars { .. }
+            | RequestError::ResponsesTooLarge { .. } => {
                 ApiError::new(StatusCode::TOO_MANY_REQUESTS, "server_busy", message)
             }
             RequestError::Interrupted => ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shut_down", message),

@@ -3,6 +3,7 @@
 //!
 //! Invariant: responses equal those that an HTTP client gets, except for the status line and headers.
 
+use super::body::RequestBody;
 use super::chat::ChatApi;
 use super::completions::CompletionsApi;
 use super::embeddings::EmbeddingsRequest;
@@ -30,7 +31,7 @@ impl LocalApi {
     /// Handles a request body posted to `path`. Fails if `path` is not one of the model's endpoints.
     pub async fn post(&self, path: &str, body: &Value) -> Result<ResponseBody, ApiError> {
         let (app, id, client) = (&self.0, RequestId::generate().0, Client::local());
-        let body = body.to_string().into();
+        let body = RequestBody::local(body.to_string().into());
         match path {
             CompletionsApi::PATH => Ok(respond::<CompletionsApi>(app, id, client, body).await?.body),
             ChatApi::PATH => Ok(respond::<ChatApi>(app, id, client, body).await?.body),

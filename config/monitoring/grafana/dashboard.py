@@ -312,6 +312,24 @@ ROWS = {
             [("restarts", f"sum(increase({series('mainstem_device_restarts_total')}[$__rate_interval]))")],
         ),
         graph(
+            "Connections",
+            "none",
+            [
+                ("open", total("mainstem_connections")),
+                ("refused or closed, {{reason}}", rate("mainstem_connections_closed_total", by="reason")),
+            ],
+        ),
+        graph(
+            "Injected faults",
+            "none",
+            [
+                (
+                    "{{kind}}",
+                    f"sum by (kind) (increase({series('mainstem_injected_faults_total')}[$__rate_interval]))",
+                )
+            ],
+        ),
+        graph(
             "Log lines that were not written",
             "none",
             [("lines", f"sum(increase({series('mainstem_log_lines_dropped_total')}[$__rate_interval]))")],

@@ -13,7 +13,7 @@ mod shipped;
 mod scale;
 
 mod args;
-mod server;
+pub(crate) mod server;
 
 mod results;
 

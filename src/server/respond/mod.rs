@@ -10,6 +10,7 @@ mod writer;
 
 pub use parse::{check_choices, check_model, parse_off_loop};
 
+use super::body::RequestBody;
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields};
 use super::origin::{Origin, Urgency};
@@ -122,7 +123,7 @@ pub async fn respond<A: GenerationApi + 'static>(
     app: &Arc<App>,
     id: Arc<str>,
     client: Arc<Client>,
-    body: Bytes,
+    body: RequestBody,
 ) -> Result<ApiResponse, ApiError> {
     let arrived = Instant::now();
     let open = admit(app, A::PATH)?;
@@ -130,7 +131,7 @@ pub async fn respond<A: GenerationApi + 'static>(
         let urgency = Urgency::parse(&mut fields)?;
         Ok((urgency, A::parse(parts, fields)?))
     };
-    let ((urgency, job), ignored) = parse_off_loop(app, body, parse).await?;
+    let ((urgency, job), ignored) = parse_off_loop(app, body, app.parts.longest_text, parse).await?;
     let origin = Origin::new(client, urgency)?;
     job.check_prompt_tokens()?;
     let replies = submit(app, (id.clone(), origin), &job, arrived, A::PROMPT_PARAM).await?;
@@ -158,6 +159,7 @@ pub fn admit(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
     if app.parts.status.is_draining() {
         return Err(RequestError::Draining.into());
     }
+    app.parts.status.responses.check_new()?;
     let model = &app.parts.model;
     match model.endpoints.contains(&path) {
         true => Ok(open),

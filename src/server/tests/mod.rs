@@ -29,6 +29,7 @@ mod fill_mask;
 use super::ShutdownOutcome;
 use crate::actors::ModelInfo;
 use crate::actors::reply::{ReplySpec, ReplyStream};
+use crate::actors::response_memory::ResponseMemory;
 use crate::actors::stream::event_channel;
 use crate::config::{ApiKeys, UnknownFieldsPolicy};
 use crate::request::client::ClientSettings;
@@ -817,7 +818,7 @@ async fn aborted_requests_end_with_an_error() {
 fn measured(events: Vec<TokenEvent>, pieces: usize) -> String {
     let recorder = PrometheusBuilder::new().build_recorder();
     metrics::with_local_recorder(&recorder, || {
-        let (sender, stream) = event_channel();
+        let (sender, stream) = event_channel(&ResponseMemory::new(usize::MAX));
         events.into_iter().for_each(|event| sender.send(event));
         let request = Request::greedy("r", [1, 2, 3], 9);
         let mut reply = ReplyStream::new(stream, Arc::new(tokenizer()), &request, &ReplySpec::default());
