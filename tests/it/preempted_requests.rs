@@ -1,5 +1,6 @@
-//! Tests of sampled and constrained requests that are preempted: they continue with the states of their
-//! strategies and the positions of their random numbers, so their answers are those that they give alone.
+//! Tests of sampled and constrained requests that are preempted, for pages or for requests of an earlier
+//! class: they continue with the states of their strategies and the positions of their random numbers, so
+//! their answers are those that they give alone.
 
 use crate::common::{all_home, config, counting, engine_with, fixture, within};
 use futures_util::future::join_all;
@@ -102,4 +103,35 @@ async fn answers_of_preempted_requests_are_those_of_each_alone() {
         all_home(&engine, SLOTS).await;
         engine.stop();
     }
+}
+
+/// Batch requests have all slots when interactive ones come, which take theirs.
+#[actix::test]
+async fn answers_of_batch_requests_that_make_way_are_those_of_each_alone() {
+    let begun = Arc::new(AtomicUsize::new(0));
+    let (engine, local) = start("auto", &begun).await;
+    for strategy in strategies() {
+        let mut all = bodies(&strategy);
+        let mut expected = Vec::new();
+        for body in &all {
+            expected.push(post(&local, body).await);
+        }
+        all.iter_mut().for_each(|body| body["service_tier"] = "flex".into());
+        begun.store(0, Ordering::SeqCst);
+        let interactive = async {
+            while begun.load(Ordering::SeqCst) < SLOTS {
+                tokio::task::yield_now().await;
+            }
+            let short = json!({ "prompt": "go", "max_tokens": 2, "ignore_eos": true });
+            join_all((0..SLOTS).map(|_| post(&local, &short))).await;
+        };
+        let (found, ()) = tokio::join!(join_all(all.iter().map(|body| post(&local, body))), interactive);
+        for (body, (found, expected)) in all.iter().zip(found.iter().zip(&expected)) {
+            assert!(found == expected, "{body}\n{found}\n{expected}");
+        }
+        let count = begun.load(Ordering::SeqCst);
+        assert!(count > 2 * SLOTS, "{strategy}: {count} prompts were begun, so nobody was preempted");
+    }
+    all_home(&engine, SLOTS).await;
+    engine.stop();
 }
