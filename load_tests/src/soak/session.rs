@@ -108,8 +108,13 @@ struct Clients {
 impl Session {
     /// Creates the test of a server with the answers that were recorded before.
     pub fn new(file: SoakFile, peer: Peer, pid: u32, recorded: Recorded) -> Session {
-        let is_wanted =
-            |kind| !recorded.skipped.contains(&kind) && (kind != Kind::WrongKey || peer.has_key());
+        // The endpoint of completions refuses all requests to an encoder-only model.
+        let generates = !recorded.skipped.contains(&Kind::Stream);
+        let is_wanted = |kind| match kind {
+            Kind::WrongKey => peer.has_key(),
+            Kind::HangUp | Kind::UnknownModel => generates,
+            _ => !recorded.skipped.contains(&kind),
+        };
         let traffic = RefCell::new(Traffic::new(&file, is_wanted));
         let clients = Rc::new(Clients { traffic, tally: RefCell::default() });
         Session { file, peer: Rc::new(peer), pid, recorded: Rc::new(recorded), clients }
