@@ -8,6 +8,7 @@ mod check;
 mod exchange;
 mod file;
 mod flat;
+mod kind;
 mod process;
 mod report;
 mod session;
@@ -104,8 +105,9 @@ const KEY: &str = "soak";
 /// Environment variable without which a server injects no faults.
 const FAULTS_ENABLED: (&str, &str) = ("MAINSTEM_FAULTS_ENABLED", "true");
 
-/// Runs a soak test. `tell` receives progress lines. If the run is stopped, the report covers the rounds until
-/// then, and the test fails. Fails if the file is invalid, or a server does not start or cannot be reached.
+/// Runs a soak test. `tell` receives progress lines. If the run is stopped, the report covers the rounds
+/// until then, and the test fails. Fails if the file is invalid, or a server does not start or cannot be
+/// reached.
 pub fn run(options: &SoakOptions, progress: &Progress, tell: &mut dyn FnMut(&str)) -> Result<SoakReport> {
     let file = options.file()?;
     tell(&format!("{}. {}", file.title, file.text));

@@ -17,9 +17,10 @@ use tokio::{task::JoinSet, time::sleep};
 use super::{
     exchange::{FAULT_CODES, Outcome, Peer, Reply},
     file::SoakFile,
+    kind::{Expected, Kind},
     process::Resources,
     report::Tally,
-    traffic::{Expected, Kind, SoakRequest, Traffic},
+    traffic::{SoakRequest, Traffic},
 };
 use crate::{
     plan::random::{Purpose, RandomStream},
@@ -99,7 +100,7 @@ pub struct Session {
     clients: Rc<Clients>,
 }
 
-/// What the clients share.
+/// The state that the clients share.
 struct Clients {
     traffic: RefCell<Traffic>,
     tally: RefCell<Tally>,
@@ -203,7 +204,7 @@ impl Session {
         Ok(least)
     }
 
-    /// Tells the server to exit while it sends streams. Fails if these are not completed, or it does not exit
+    /// Ends the server while it sends streams. Fails if these are not completed, or it does not exit
     /// with 0.
     pub async fn drain(&self, server: &mut ServerProcess, patience: Duration) -> Result<()> {
         let mut open = Vec::new();
