@@ -4,7 +4,7 @@
 //! that set it.
 
 use super::devices;
-use super::faults::{self, FaultPlan};
+use super::faults;
 use super::layers::{ConfigError, LayeredSettings};
 use super::sections::*;
 use super::values::{
