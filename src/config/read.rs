@@ -3,6 +3,7 @@
 //! Invariant: each key is read here once, with the parser of its value; an error names the key and the layer
 //! that set it.
 
+use super::clients;
 use super::devices;
 use super::faults::{self, FaultPlan};
 use super::layers::{ConfigError, LayeredSettings};
@@ -10,7 +11,6 @@ use super::sections::*;
 use super::values::{
     self, duration, integer, log_level, non_empty_string, non_zero_duration, one_of, string, whole_seconds,
 };
-use super::{clients, devices};
 use crate::quantize::WeightRules;
 use crate::request::client::{Class, ClientSettings};
 use crate::request::{AcceptanceRule, Pooling};
