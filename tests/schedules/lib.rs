@@ -18,6 +18,7 @@ extern crate self as mainstem_kernels;
 pub mod actors;
 #[path = "../../src/kernels/collective/mod.rs"]
 pub mod collective;
+pub mod decoding;
 #[path = "../../src/kernels/batch/handoff.rs"]
 pub mod handoff;
 #[path = "../../src/kernels/late/mod.rs"]

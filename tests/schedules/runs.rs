@@ -1,6 +1,6 @@
 //! Runs each scenario under some schedules, and in ignored tests under many more.
 
-use mainstem_schedules::{actors, check, scenarios, telemetry};
+use mainstem_schedules::{actors, check, decoding, scenarios, telemetry};
 
 /// How many times as many schedules the ignored tests try.
 const MANY: usize = 50;
@@ -40,6 +40,11 @@ schedules! {
     no_rank_waits_for_a_dropped_one: scenarios, 300;
     a_pool_runs_every_item_once: scenarios, 200;
     each_line_is_written_or_counted: telemetry::scenarios, 500;
+    rows_are_drawn_in_order: decoding::scenarios, 200;
+    a_failed_draw_fails_only_its_sequence: decoding::scenarios, 200;
+    a_dropped_pool_leaves_no_row_waiting: decoding::scenarios, 500;
+    masks_follow_the_tokens: decoding::scenarios, 100;
+    a_failed_constraint_fails_its_rows: decoding::scenarios, 100;
     a_mailbox_loses_no_command: actors::scenarios, 500;
     a_closed_mailbox_drops_what_is_sent: actors::scenarios, 500;
     a_healthy_group_returns_results_in_order: actors::scenarios, 50;

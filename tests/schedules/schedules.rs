@@ -5,7 +5,7 @@ use shuttle::scheduler::{PctScheduler, Schedule, Scheduler, Task, TaskId};
 use shuttle::{Config, MaxSteps, Runner};
 
 /// Maximum number of choices of the scheduler in a run. One that exceeds it runs for ever.
-const MAX_STEPS: usize = 1_000_000;
+const MAX_STEPS: usize = 300_000;
 
 /// Bytes of a thread's stack.
 const STACK: usize = 1 << 18;
@@ -70,7 +70,12 @@ impl Scheduler for Interrupting {
         Some(Schedule::new(self.next()))
     }
 
-    fn next_task(&mut self, runnable: &[&Task], current: Option<TaskId>, is_yielding: bool) -> Option<TaskId> {
+    fn next_task(
+        &mut self,
+        runnable: &[&Task],
+        current: Option<TaskId>,
+        is_yielding: bool,
+    ) -> Option<TaskId> {
         let goes_on = |task: &&&Task| Some(task.id()) == current;
         let current = runnable.iter().find(goes_on).filter(|_| !is_yielding);
         match current {

@@ -7,9 +7,7 @@ use crate::late::MaskSender;
 use crate::model::executor::{Executor, ExecutorReport};
 use crate::scenarios::join;
 use crate::schedules::draw;
-use crate::{
-    Aborted, Collective, DeviceError, Fraction, HandoffPorts, StepBatch, StepLimits, StepOutput,
-};
+use crate::{Aborted, Collective, DeviceError, Fraction, HandoffPorts, StepBatch, StepLimits, StepOutput};
 use anyhow::ensure;
 use core::sync::atomic::{AtomicUsize, Ordering};
 use shuttle::future::block_on;
@@ -187,7 +185,11 @@ impl Plan {
     }
 
     /// Starts a group of these executors, each stage with so many ranks.
-    fn start(self: &Arc<Plan>, [stages, ranks]: [usize; 2], timeout: Option<Duration>) -> anyhow::Result<Group> {
+    fn start(
+        self: &Arc<Plan>,
+        [stages, ranks]: [usize; 2],
+        timeout: Option<Duration>,
+    ) -> anyhow::Result<Group> {
         let names = (0..stages).map(|stage| (0..ranks).map(|rank| format!("{stage}.{rank}")).collect());
         let mut config = GroupConfig::new(names.collect(), LIMITS, 1);
         config.step_timeout = timeout;
@@ -229,7 +231,8 @@ impl Executor for FakeExecutor {
         out.drafts.push(sum[0] as u32);
         if let Some(late) = flow.late {
             let masked = late.wait_mask(0, &mut [0]);
-            out.drafts.push(masked.unwrap_or_else(|aborted: Aborted| resume_unwind(Box::new(aborted))).into());
+            out.drafts
+                .push(masked.unwrap_or_else(|aborted: Aborted| resume_unwind(Box::new(aborted))).into());
         }
         Ok(())
     }
@@ -312,7 +315,8 @@ pub fn a_fault_ends_the_epoch() {
     // A step is refused once the epoch is over, and so are all later ones.
     let accepted = sent.iter().take_while(|sent| sent.is_ok()).count();
     assert!(sent[accepted..].iter().all(Result::is_err));
-    let results: Vec<StepResult> = sent.into_iter().flatten().map(|step| block_on(step.into_future())).collect();
+    let results: Vec<StepResult> =
+        sent.into_iter().flatten().map(|step| block_on(step.into_future())).collect();
     let good = count_good(results, shape);
     assert!(good <= good_steps, "a device failed in the next step");
     drop(masks);
@@ -387,7 +391,8 @@ pub fn a_failed_rebuild_is_repeated() {
     let run = || Ok(block_on(send(&group, 1, group.epoch())?.into_future()));
     // The first step fails with its device, and the second one may fail with the rebuild.
     let results: Vec<_> = (0..3).map(|_| run()).collect();
-    let is_good = |result: &Result<StepResult, DeviceError>| result.as_ref().is_ok_and(|it| it.result.is_ok());
+    let is_good =
+        |result: &Result<StepResult, DeviceError>| result.as_ref().is_ok_and(|it| it.result.is_ok());
     assert_eq!((is_good(&results[0]), is_good(&results[2])), (false, true));
     group.stop();
     plan.end();
