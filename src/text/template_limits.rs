@@ -60,8 +60,9 @@ pub fn rewrite(source: &str, syntax: SyntaxConfig) -> Result<Rewritten, Error> {
     };
     let mut rewriter = Rewriter { source, edits: Vec::new(), place: Place::default(), longest: 0 };
     rewriter.statement(&template);
-    // Edits at the same place stay in the order of their expressions, the outer ones first.
-    rewriter.edits.sort_by_key(|(at, ..)| *at);
+    // At the same place, an operand ends before its operator, as in `a~b~c`. Otherwise edits stay in the order
+    // of their expressions, the outer ones first.
+    rewriter.edits.sort_by_key(|(at, replaced, _)| (*at, *replaced));
     let (mut text, mut from) = (String::with_capacity(source.len() * 2), 0);
     for (at, replaced, by) in rewriter.edits {
         text.push_str(&source[from..at]);

@@ -1,0 +1,11 @@
+//! The actors' code that runs on other threads than the control thread.
+
+#[path = "../../../src/actors/device.rs"]
+pub mod device;
+#[path = "../../../src/actors/group/mod.rs"]
+pub mod group;
+pub mod scenarios;
+#[path = "../../../src/actors/status.rs"]
+pub mod status;
+#[path = "../../../src/actors/step.rs"]
+pub mod step;
