@@ -324,6 +324,11 @@ mod tests {
         share.expect("there is a share at once").expect("the line is not full")
     }
 
+    fn lines_and_waiting(pool: &FairPool) -> (usize, usize) {
+        let pool = pool.lock();
+        (pool.lines.len(), pool.waiting)
+    }
+
     /// Returns the places of the waiting requests that have a share now.
     fn ready(waiting: &mut [Option<Waiting>]) -> Vec<(usize, Share)> {
         let ready = waiting.iter_mut().enumerate().filter_map(|(at, place)| {
@@ -349,7 +354,7 @@ mod tests {
         }
         drop((running, large));
         assert_eq!(pool.lock().held, Held::default());
-        assert_eq!((pool.lock().lines.len(), pool.lock().waiting), (0, 0));
+        assert_eq!(lines_and_waiting(&pool), (0, 0));
     }
 
     #[test]
@@ -397,7 +402,7 @@ mod tests {
         }
         assert_eq!(refused(1, MIB), full(WAITERS_MAX));
         drop((waiting, share));
-        assert_eq!((pool.lock().waiting, pool.lock().lines.len()), (0, 0));
+        assert_eq!(lines_and_waiting(&pool), (0, 0));
     }
 
     /// Announcing a body is free, so one client must not reserve everything.
@@ -460,8 +465,8 @@ mod tests {
                 waiting.retain(Option::is_some);
             }
             drop(shares);
-            let rest = pool.lock();
-            assert_eq!((rest.held, rest.waiting, rest.lines.len()), (Held::default(), 0, 0));
+            assert_eq!(lines_and_waiting(&pool), (0, 0));
+            assert_eq!(pool.lock().held, Held::default());
         }
     }
 }

@@ -576,6 +576,8 @@ mod tests {
         }
     }
 
+    const ENDLESS: &str = "the template does not terminate";
+
     /// Each was 2 GB and more, or an abort.
     #[test]
     fn a_template_that_multiplies_texts_ends_with_an_error() {
@@ -607,6 +609,112 @@ mod tests {
         ] {
             let error = render(&template(&source), &[]).unwrap_err();
             assert!(error.to_string().contains(part), "{source}: {error}");
+        }
+        // What a text is written into in between: each would make gigabytes or more.
+        let text = "a text of the template itself ".repeat(2000);
+        for (source, part) in [
+            (
+                format!("{{% set x %}}{{% for i in range(99999) %}}{text}{{% endfor %}}{{% endset %}}"),
+                ENDLESS,
+            ),
+            (
+                format!("{{% for i in range(99999) %}}{{% set x %}}{text}{{% endset %}}{{% endfor %}}"),
+                ENDLESS,
+            ),
+            (
+                format!(
+                    "{{% filter upper %}}{{% for i in range(99999) %}}{text}{{% endfor %}}{{% endfilter %}}"
+                ),
+                ENDLESS,
+            ),
+            (
+                format!(
+                    "{{% macro m() %}}{text}{{% endmacro %}}{{% set n = namespace(l=[]) %}}\
+                     {{% for i in range(99999) %}}{{% set n.l = n.l + [m()] %}}{{% endfor %}}"
+                ),
+                ENDLESS,
+            ),
+            (
+                format!(
+                    "{{% macro m() %}}{{{{ caller() }}}}{{% endmacro %}}{{% set x %}}{{% for i in range(99999) %}}\
+                     {{% call m() %}}{text}{{% endcall %}}{{% endfor %}}{{% endset %}}"
+                ),
+                ENDLESS,
+            ),
+            (
+                format!(
+                    "{{% block b %}}{text}{{% endblock %}}{{% set x %}}{{% for i in range(99999) %}}\
+                     {{{{ self.b() }}}}{{% endfor %}}{{% endset %}}"
+                ),
+                ENDLESS,
+            ),
+        ] {
+            let error = render(&template(&source), &[]).unwrap_err();
+            assert!(error.to_string().contains(part), "{}: {error}", &source[..100]);
+        }
+        // Each of these copies is kept. Nearly all that a template may make counts as made before.
+        let kept = |copy: &str| {
+            format!(
+                "{{% for i in range(16) %}}{{% set b = [1]|batch(500000) %}}{{% endfor %}}\
+                 {{% set b = [1]|batch(350000) %}}\
+                 {{% set s = 'ab ' * 100000 %}}{{% set n = namespace(l=[], d=[s]) %}}\
+                 {{% for i in range(9999) %}}{{% set n.l = n.l + [{copy}] %}}{{% endfor %}}"
+            )
+        };
+        let nested = "{% set n = namespace(d=['x' * 1000000]) %}{% for i in range(60) %}{% set n.d = [n.d, n.d] %}{% endfor %}";
+        let copies = [
+            "s|upper",
+            "s|lower",
+            "s|title",
+            "s|capitalize",
+            "s|trim",
+            "s|e",
+            "s|reverse",
+            "s|list",
+            "s|split",
+            "s|replace('c', 'd')",
+            "s|indent",
+            "s|string",
+            "s|tojson",
+            "n.d|join",
+            "n.d|map('upper')|list",
+            "s.upper()",
+            "s.strip()",
+            "s.split(' ')",
+            "s.rsplit(' ')",
+            "s.replace('c', 'd')",
+            "''.join(n.d)",
+            "s.removeprefix('x')",
+            "s.splitlines()",
+            "s ~ ''",
+            "s + ''",
+            "s * 1",
+            "'%s'|format(s)",
+            "'{}'.format(s)",
+            "s|pprint",
+            "n.d|sum",
+        ];
+        let whole = [
+            "upper",
+            "title",
+            "trim",
+            "e",
+            "indent",
+            "join",
+            "pprint",
+            "list|join",
+            "tojson",
+            "replace('a', 'b')",
+        ];
+        let sources =
+            copies.map(kept).into_iter().chain(whole.map(|it| format!("{nested}{{{{ n.d|{it} }}}}")));
+        let filled =
+            ["batch(999999999, 0)", "slice(999999999)"].map(|it| format!("{{{{ [1]|{it}|length }}}}"));
+        let texts = ["'%s'|format(n.d)", "'{}'.format(n.d)", "raise_exception(n.d)", "[n.d]|join"];
+        let texts = texts.map(|it| format!("{nested}{{{{ {it} }}}}"));
+        for source in sources.chain(filled).chain(texts) {
+            let error = render(&template(&source), &[]).map(|text| text.len()).unwrap_err();
+            assert!(error.to_string().contains("too long"), "{source}: {error}");
         }
         let long = "{# #}".repeat(300_000);
         assert!(ChatTemplate::new("a.jinja", &long, BTreeMap::new()).is_err());

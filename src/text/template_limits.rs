@@ -264,6 +264,8 @@ pub enum Makes {
     Parts,
     /// A list of the items, or the characters, that it is given.
     List,
+    /// The sum of the items, which may be texts or lists.
+    Sum,
     /// A list that an argument may fill up to a number of items.
     FilledList,
 }
@@ -285,12 +287,29 @@ pub fn count_made(state: &mut State, makes: Makes, args: &[Value]) -> Result<(),
         }
         (Makes::List, Some(text)) => items(text.chars().count()),
         (Makes::List, None) => items(value.len().unwrap_or(0)),
+        (Makes::Sum, _) => {
+            let size = |item: Value| item.as_str().map_or_else(|| items(item.len().unwrap_or(0)), str::len);
+            let mut sum = 0usize;
+            for item in value.try_iter()?.checked() {
+                sum = sum.saturating_add(size(item?));
+            }
+            sum
+        }
         (Makes::FilledList, _) => {
             let filled = args.iter().skip(1).filter_map(Value::as_usize).max().unwrap_or(0);
             items(value.len().unwrap_or(0).max(filled))
         }
     };
     count(state, bytes)
+}
+
+/// Counts the text of a value.
+pub fn count_text(state: &mut State, value: &Value) -> Result<(), Error> {
+    let len = match value.as_str() {
+        Some(text) => text.len(),
+        None => text_of(value)?.len(),
+    };
+    count(state, len)
 }
 
 /// Checks the width and the precision in a format.
