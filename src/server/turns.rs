@@ -4,8 +4,8 @@
 //!
 //! Each client has a line per size class. The line whose first request would have the smallest virtual
 //! counter is next: the counter of the request that began last, or of the line's own previous one, plus the
-//! request's bytes (self-clocked fair queueing). So a line that has just had its turn is behind others by what
-//! that turn cost, and an idle one gains nothing by having waited.
+//! request's bytes (self-clocked fair queueing). So a line that has just had its turn is behind others by
+//! what that turn cost, and an idle one gains nothing by having waited.
 //!
 //! Invariant: what is held never exceeds the limits of the pool, the number of waiting requests is bounded,
 //! and one whose client is gone neither holds nor delays anything.

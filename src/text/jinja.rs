@@ -66,50 +66,8 @@ pub fn environment(clock: Clock) -> Environment<'static> {
     env.add_function("cycler", |items: Rest<Value>| cycler(items.0));
     env.add_function("joiner", joiner);
     env.remove_global("debug");
-    add_counted_filters(&mut env);
     template_limits::add_functions(&mut env);
     env
-}
-
-/// Replaces filters of the engine by ones that count what they are about to make.
-fn add_counted_filters(env: &mut Environment) {
-    let filters = [
-        ("upper", Makes::Text, Value::from_function(filters::upper)),
-        ("lower", Makes::Text, Value::from_function(filters::lower)),
-        ("title", Makes::Text, Value::from_function(filters::title)),
-        ("capitalize", Makes::Text, Value::from_function(filters::capitalize)),
-        ("trim", Makes::Text, Value::from_function(filters::trim)),
-        ("escape", Makes::Text, Value::from_function(filters::escape)),
-        ("e", Makes::Text, Value::from_function(filters::escape)),
-        ("safe", Makes::Text, Value::from_function(filters::safe)),
-        ("pprint", Makes::Text, Value::from_function(filters::pprint)),
-        ("split", Makes::Parts, Value::from_function(filters::split)),
-        ("lines", Makes::Parts, Value::from_function(filters::lines)),
-        ("reverse", Makes::List, Value::from_function(filters::reverse)),
-        ("list", Makes::List, Value::from_function(filters::list)),
-        ("sort", Makes::List, Value::from_function(filters::sort)),
-        ("unique", Makes::List, Value::from_function(filters::unique)),
-        ("map", Makes::List, Value::from_function(filters::map)),
-        ("select", Makes::List, Value::from_function(filters::select)),
-        ("reject", Makes::List, Value::from_function(filters::reject)),
-        ("selectattr", Makes::List, Value::from_function(filters::selectattr)),
-        ("rejectattr", Makes::List, Value::from_function(filters::rejectattr)),
-        ("groupby", Makes::List, Value::from_function(filters::groupby)),
-        ("sum", Makes::Sum, Value::from_function(filters::sum)),
-        ("items", Makes::List, Value::from_function(filters::items)),
-        ("dictsort", Makes::List, Value::from_function(filters::dictsort)),
-        ("batch", Makes::FilledList, Value::from_function(filters::batch)),
-        ("slice", Makes::FilledList, Value::from_function(filters::slice)),
-    ];
-    // Jinja has no such filters, and what they make has no length that could be counted.
-    ["chain", "zip"].into_iter().for_each(|name| env.remove_filter(name));
-    for (name, makes, filter) in filters {
-        env.add_filter(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
-            let args = args.into_values();
-            template_limits::count_made(state, makes, &args)?;
-            filter.call(state, &args)
-        });
-    }
 }
 
 fn syntax() -> SyntaxConfig {
