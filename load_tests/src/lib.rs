@@ -24,5 +24,7 @@ pub mod sweep;
 /// Experiments of papers: a server for each variant, and one report.
 pub mod scenario;
 
+pub mod soak;
+
 #[cfg(test)]
 mod testing;

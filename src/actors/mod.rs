@@ -6,6 +6,12 @@
 
 pub mod stream;
 
+pub mod account;
+
+pub mod queue;
+
+pub mod response_memory;
+
 pub mod limits;
 
 pub mod intake;

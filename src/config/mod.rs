@@ -9,6 +9,7 @@
 mod aliases;
 mod clients;
 mod devices;
+mod faults;
 mod layers;
 mod read;
 mod reference;
@@ -134,7 +135,10 @@ mod tests {
                 host: "127.0.0.1".into(),
                 port: 8080,
                 workers: 2,
+                max_connections: 2048,
+                max_connections_per_address: None,
                 body_limit_bytes: 4 << 20,
+                response_bytes: 512 << 20,
                 request_memory_bytes: 256 << 20,
                 keep_alive: Duration::from_secs(75),
                 stream_comment_interval: Duration::from_secs(15),
@@ -147,6 +151,7 @@ mod tests {
                 cors_origins: vec![],
                 allowed_hosts: vec![],
                 metrics_access: MetricsAccess::Open,
+                metrics_listener: None,
                 tls: None,
                 grammar: GrammarConfig {
                     threads: 2,
@@ -193,6 +198,7 @@ mod tests {
                 isa: Isa::Auto,
                 activation_precision: ActivationPrecision::Int8,
             },
+            faults: FaultPlan::default(),
             hub: HubSettings { cache: None, endpoint: None },
             log: LogConfig { format: LogFormat::Text, level: "info,actix_server=warn".into() },
             warnings: vec![],

@@ -3,12 +3,14 @@
 //! Invariant: each key is read here once, with the parser of its value; an error names the key and the layer
 //! that set it.
 
+use super::clients;
+use super::devices;
+use super::faults;
 use super::layers::{ConfigError, LayeredSettings};
 use super::sections::*;
 use super::values::{
     self, duration, integer, log_level, non_empty_string, non_zero_duration, one_of, string, whole_seconds,
 };
-use super::{clients, devices};
 use crate::quantize::WeightRules;
 use crate::request::client::{Class, ClientSettings};
 use crate::request::{AcceptanceRule, Pooling};
@@ -32,6 +34,7 @@ impl LayeredSettings {
             scheduler: self.scheduler(&device)?,
             kv: self.kv()?,
             speculation: self.speculation()?,
+            faults: self.faults(&device)?,
             device,
             hub: self.hub()?,
             log: self.log()?,
@@ -67,7 +70,12 @@ impl LayeredSettings {
             host: self.get("server.host", non_empty_string)?,
             port: self.get("server.port", |v| integer(v, 0, u16::MAX.into()))? as u16,
             workers: self.get("server.workers", |v| integer(v, 1, 512))?,
+            max_connections: self.get("server.max_connections", |v| integer(v, 1, 1 << 20))?,
+            max_connections_per_address: NonZero::new(
+                self.get("server.max_connections_per_address", |v| integer(v, 0, 1 << 20))?,
+            ),
             body_limit_bytes: self.get("server.body_limit", |v| values::size(v, 1024))? as usize,
+            response_bytes: self.get("server.response_memory", |v| values::size(v, 1 << 20))? as usize,
             request_memory_bytes: self.get("server.request_memory", |v| values::size(v, 1 << 20))? as usize,
             keep_alive: self.get("server.keep_alive", duration)?,
             stream_comment_interval: self.get("server.stream_comment_interval", non_zero_duration)?,
@@ -82,6 +90,7 @@ impl LayeredSettings {
             cors_origins: self.get("server.cors_origins", values::origins)?,
             allowed_hosts: self.get("server.allowed_hosts", values::hosts)?,
             metrics_access: self.metrics_access()?,
+            metrics_listener: self.metrics_listener()?,
             tls: self.tls()?,
             grammar: self.grammar()?,
             clients: self.clients()?,
@@ -97,6 +106,12 @@ impl LayeredSettings {
             return Err(self.error_for(key, "requires server.api_key_file or server.api_keys"));
         }
         Ok(access)
+    }
+
+    fn metrics_listener(&self) -> Result<Option<(String, NonZero<u16>)>, ConfigError> {
+        let host = self.get("server.metrics_host", non_empty_string)?;
+        let port = self.get("server.metrics_port", |v| integer(v, 0, u16::MAX.into()))? as u16;
+        Ok(NonZero::new(port).map(|port| (host, port)))
     }
 
     fn grammar(&self) -> Result<GrammarConfig, ConfigError> {
@@ -215,11 +230,30 @@ impl LayeredSettings {
         })
     }
 
-    fn device(&self) -> Result<DeviceConfig, ConfigError> {
+    /// Returns the kind of devices that are given by their number alone, and all kinds.
+    fn device_kinds(&self) -> Result<(DeviceKind, [DeviceKind; 3]), ConfigError> {
         let step = self.get("device.fake_step", duration)?;
         let row = self.get("device.fake_row", duration)?;
         let kinds = [DeviceKind::Cpu, DeviceKind::Reference, DeviceKind::Fake { step, row }];
         let kind = self.get("device.kind", |v| one_of(v, &kinds.map(|kind| (kind.name(), kind))))?;
+        Ok((kind, kinds))
+    }
+
+    fn faults(&self, device: &DeviceConfig) -> Result<FaultPlan, ConfigError> {
+        let (enabled, inject) = ("faults.enabled", "faults.inject");
+        let (kind, kinds) = self.device_kinds()?;
+        let parse = |v: &_| faults::parse_faults(v, &device.groups, kind, &kinds, device.step_timeout);
+        let plan = self.get(inject, parse)?;
+        if !self.get(enabled, values::boolean)? && !plan.rules.is_empty() {
+            let reason =
+                format!("requires {enabled}, which is false, so that nobody injects faults by mistake");
+            return Err(self.error_for(inject, &reason));
+        }
+        Ok(plan)
+    }
+
+    fn device(&self) -> Result<DeviceConfig, ConfigError> {
+        let (kind, kinds) = self.device_kinds()?;
         let groups = self.get("device.groups", |v| devices::parse_groups(v, kind, &kinds))?;
         let isas = Isa::ALL.map(|isa| (isa.name(), isa));
         let inputs = [("fast", ActivationPrecision::Int8), ("f32", ActivationPrecision::F32)];

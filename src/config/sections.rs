@@ -22,6 +22,7 @@ pub struct Config {
     pub kv: KvConfig,
     pub speculation: SpeculationConfig,
     pub device: DeviceConfig,
+    pub faults: FaultPlan,
     pub hub: HubSettings,
     pub log: LogConfig,
     /// Messages about settings that are ignored, for the log.
@@ -71,8 +72,14 @@ pub struct ServerConfig {
     pub port: u16,
     /// HTTP worker threads; at least 1.
     pub workers: usize,
+    /// Maximum number of open connections, of all workers together; at least 1.
+    pub max_connections: usize,
+    /// Maximum number of open connections from one address; `None` is unlimited.
+    pub max_connections_per_address: Option<NonZero<usize>>,
     /// Maximum size of a request body.
     pub body_limit_bytes: usize,
+    /// Maximum memory of responses that are computed or not read yet, in bytes.
+    pub response_bytes: usize,
     /// Memory of all long request bodies, and of parsing and tokenizing them.
     pub request_memory_bytes: usize,
     /// Time for which an idle connection stays open.
@@ -96,6 +103,8 @@ pub struct ServerConfig {
     /// Host names that requests may be for, or "*" alone; if empty, they depend on the address.
     pub allowed_hosts: Vec<String>,
     pub metrics_access: MetricsAccess,
+    /// Address and port of a listener of its own for `/metrics`; `None` serves it with everything else.
+    pub metrics_listener: Option<(String, NonZero<u16>)>,
     /// TLS certificate and key; `None` serves plain HTTP.
     pub tls: Option<TlsFiles>,
     pub grammar: GrammarConfig,
@@ -428,6 +437,62 @@ impl DeviceKind {
             DeviceKind::Fake { .. } => false,
         }
     }
+}
+
+/// Faults of devices; none, if faults are not enabled.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct FaultPlan {
+    /// Seed of the faults at random steps.
+    pub seed: u64,
+    pub rules: Vec<FaultRule>,
+}
+
+/// A fault of one device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FaultRule {
+    pub kind: FaultKind,
+    pub device: DeviceName,
+    pub when: FaultTime,
+}
+
+/// The fault that a device is made to have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultKind {
+    /// The step fails with an error.
+    Fail,
+    /// The device's thread panics.
+    Panic,
+    /// The device does nothing for longer than the timeout of steps.
+    Hang(Duration),
+    /// The step takes longer by this time.
+    Slow(Duration),
+    /// One row of the results is not finite.
+    Nan,
+}
+
+impl FaultKind {
+    /// The names of all kinds.
+    pub const NAMES: [&str; 5] = ["fail", "panic", "hang", "slow", "nan"];
+
+    /// Returns the name of the kind in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            FaultKind::Fail => "fail",
+            FaultKind::Panic => "panic",
+            FaultKind::Hang(_) => "hang",
+            FaultKind::Slow(_) => "slow",
+            FaultKind::Nan => "nan",
+        }
+    }
+}
+
+/// The steps of a device at which a fault happens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum FaultTime {
+    /// Once, at a step: 1 is the first one of the device since the start.
+    Step(u64),
+    /// At each step with this probability, more than 0 and at most 1.
+    Chance(f32),
 }
 
 /// Options of hub downloads. Access tokens are not part of the configuration.

@@ -16,6 +16,10 @@ pub(super) fn string(value: &Value) -> Result<String, String> {
     value.as_str().map(str::to_string).ok_or_else(|| "expected a string".to_string())
 }
 
+pub(super) fn boolean(value: &Value) -> Result<bool, String> {
+    value.as_bool().ok_or_else(|| "expected true or false".to_string())
+}
+
 pub(super) fn non_empty_string(value: &Value) -> Result<String, String> {
     string(value).and_then(|s| if s.is_empty() { Err("must not be empty".to_string()) } else { Ok(s) })
 }

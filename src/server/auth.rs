@@ -144,6 +144,24 @@ pub async fn authorize(
     }
 }
 
+/// Middleware that only rejects requests for other hosts, with 403.
+pub async fn check_host(
+    rules: web::Data<Rules>,
+    request: ServiceRequest,
+    next: Next<impl MessageBody + 'static>,
+) -> Result<ServiceResponse<impl MessageBody>, Error> {
+    match refused_host(&rules, request.headers()) {
+        None => Ok(next.call(request).await?.map_into_left_body()),
+        Some(response) => Ok(request.into_response(response).map_into_right_body()),
+    }
+}
+
+/// Returns the response to a request for a host that is not allowed.
+fn refused_host(rules: &Rules, headers: &HeaderMap) -> Option<HttpResponse> {
+    let host = String::from_utf8_lossy(rules.hosts.find_refused(headers)?.as_bytes());
+    Some(ApiError::host_not_allowed(&host).error_response())
+}
+
 /// Returns the client of a request without a valid key.
 fn client_by_address(request: &ServiceRequest, settings: ClientSettings) -> Arc<Client> {
     let address = request.peer_addr().map_or(Ipv4Addr::UNSPECIFIED.into(), |peer| peer.ip());
@@ -153,9 +171,8 @@ fn client_by_address(request: &ServiceRequest, settings: ClientSettings) -> Arc<
 /// Returns the response to a request that is refused. `has_key` is whether it shows a valid key.
 async fn refusal(app: &App, rules: &Rules, request: &ServiceRequest, has_key: bool) -> Option<HttpResponse> {
     let (is_public, headers) = (rules.keys.count() == 0, request.headers());
-    if let Some(host) = rules.hosts.find_refused(headers) {
-        let host = String::from_utf8_lossy(host.as_bytes());
-        return Some(ApiError::host_not_allowed(&host).error_response());
+    if let Some(response) = refused_host(rules, headers) {
+        return Some(response);
     }
     let is_cross_origin_post = request.method() == Method::POST && is_cross_origin(headers);
     if is_public && is_cross_origin_post && !is_allowed_origin(&app.config.cors_origins, headers) {

@@ -4,6 +4,7 @@
 //! has been parsed.
 
 use super::App;
+use super::connections::Connection;
 use super::error::ApiError;
 use super::turns::Share;
 use crate::request::client::ClientId;
@@ -23,7 +24,7 @@ use std::time::Duration;
 pub const INLINE_BYTES: usize = 8192;
 
 /// Maximum time for a request body to arrive, once there is memory for it.
-const TIMEOUT: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum time for which the body of a refused request is read on, and maximum time without a part of it.
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(5);
@@ -52,6 +53,7 @@ pub struct BodyHead {
     client: ClientId,
     /// `Content-Length`; `None` if the body comes in chunks.
     length: Option<u64>,
+    connection: Option<Arc<Connection>>,
 }
 
 impl FromRequest for BodyHead {
@@ -62,7 +64,8 @@ impl FromRequest for BodyHead {
         let length = request.headers().get(CONTENT_LENGTH).and_then(|length| length.to_str().ok());
         let length = length.and_then(|length| length.parse().ok());
         let client = request.extensions().get::<Arc<Client>>().map_or(ClientId::Local, |client| client.id);
-        ready(Ok(BodyHead { client, length }))
+        let connection = request.conn_data::<Arc<Connection>>().cloned();
+        ready(Ok(BodyHead { client, length, connection }))
     }
 }
 
@@ -98,6 +101,7 @@ impl RequestBody {
             }),
         );
         let bytes = read.await.map_err(|_| ApiError::body_too_slow(TIMEOUT))??;
+        head.connection.iter().for_each(|connection| connection.begin_response());
         Ok(RequestBody { bytes, client: head.client, memory })
     }
 

@@ -14,6 +14,16 @@ pub mod auth;
 
 pub mod tls;
 
+mod connections;
+
+mod listener;
+
+mod open_files;
+
+mod held_body;
+
+mod log_limit;
+
 mod failed_keys;
 
 mod hosts;
@@ -56,6 +66,8 @@ mod special_tokens;
 
 mod fields;
 
+mod origin;
+
 pub mod wire;
 
 pub mod error;
@@ -65,7 +77,7 @@ pub mod info;
 #[cfg(test)]
 mod tests;
 
-pub use lifecycle::{BoundServer, Server, ShutdownOutcome};
+pub use lifecycle::{BoundServer, Server, ShutdownOutcome, blocking_threads};
 pub use local::LocalApi;
 pub use respond::ResponseBody;
 

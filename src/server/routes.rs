@@ -33,7 +33,12 @@ const IGNORED_FIELDS: HeaderName = HeaderName::from_static("x-mainstem-ignored")
 /// Size of the chunks in which a response body is passed to the connection.
 const CHUNK_BYTES: usize = 32 << 10;
 
-/// Registers all paths with their handlers.
+/// Registers the path of the metrics.
+pub fn metrics_route(config: &mut web::ServiceConfig) {
+    config.service(resource("/metrics", GET).route(get().to(info::metrics)));
+}
+
+/// Registers all paths but that of the metrics, with their handlers.
 pub fn routes(config: &mut web::ServiceConfig) {
     config
         .service(
@@ -51,7 +56,6 @@ pub fn routes(config: &mut web::ServiceConfig) {
         .service(resource("/v1/models", GET).route(get().to(info::models)))
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(info::model)))
         .service(resource("/health", GET).route(get().to(info::health)))
-        .service(resource("/metrics", GET).route(get().to(info::metrics)))
         .service(resource("/version", GET).route(get().to(info::version)))
         .default_service(web::to(async |app: web::Data<App>| {
             Err::<HttpResponse, ApiError>(ApiError::not_found(&app.parts.model.endpoints))

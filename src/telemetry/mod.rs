@@ -7,9 +7,11 @@
 mod log;
 mod log_writer;
 mod metric;
+mod page;
 
 pub use log::{dropped_log_lines, flush_log, milliseconds, start_log, write_line};
 pub use metric::{Metric, MetricKind};
+pub use page::documentation;
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use std::sync::OnceLock;
@@ -108,8 +110,11 @@ pub(crate) static PREEMPTIONS: Metric = Metric::new(
     "mainstem_num_preemptions_total",
     Counter,
     "preemptions",
-    "Sequences that gave up their KV pages to others, to be continued later.",
-);
+    "Sequences that gave up slot and KV pages to others, to be continued later, by reason. pages: for a \
+     sequence that grows; class: for an interactive request; share: for a client with less than its share of \
+     the slots.",
+)
+.labelled(&[("reason", &["pages", "class", "share"])]);
 pub(crate) static SPEC_DECODE_DRAFTS: Metric = Metric::new(
     "mainstem_spec_decode_num_drafts_total",
     Counter,
@@ -158,12 +163,12 @@ pub(crate) static ADMISSION_REJECTIONS: Metric = Metric::new(
     Counter,
     "requests",
     "Rejected requests, by reason. too_long: exceeds the context; too_large: exceeds the KV cache; invalid: \
-     any other error in the body. Unknown paths and methods are not \
-     counted.",
+     any other error in the body; busy: no space in a queue; rate_limit: the client's limit per minute. \
+     Unknown paths and methods are not counted.",
 )
 .labelled(&[(
     "reason",
-    &["invalid", "too_long", "too_large", "unknown_model", "busy", "draining", "unauthorized"],
+    &["invalid", "too_long", "too_large", "unknown_model", "busy", "rate_limit", "draining", "unauthorized"],
 )]);
 pub(crate) static REJECTED_PARAMETERS: Metric = Metric::new(
     "mainstem_rejected_parameters_total",
@@ -217,8 +222,9 @@ pub(crate) static QUEUE_TIME: Metric = Metric::new(
     "mainstem_request_queue_time_seconds",
     MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
-    "Time from accepting a request to the step with its first prompt chunk, encoder input or text.",
-);
+    "Time from accepting a request to the step with its first prompt chunk, encoder input or text, by class.",
+)
+.labelled(&[("class", &["interactive", "batch"])]);
 pub(crate) static PREFILL_TIME: Metric = Metric::new(
     "mainstem_request_prefill_time_seconds",
     MetricKind::Histogram(REQUEST_BUCKETS_S),
@@ -349,6 +355,13 @@ pub(crate) static DEVICE_RESTARTS: Metric = Metric::new(
     "restarts",
     "Rebuilds of the device after a fault.",
 );
+pub(crate) static INJECTED_FAULTS: Metric = Metric::new(
+    "mainstem_injected_faults_total",
+    Counter,
+    "faults",
+    "Faults that devices were made to have, by kind. Always 0 unless faults are rehearsed (faults.inject).",
+)
+.labelled(&[("kind", &["fail", "panic", "hang", "slow", "nan"])]);
 pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
     "mainstem_http_requests_total",
     Counter,
@@ -356,6 +369,17 @@ pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
     "Answered HTTP requests. Unknown paths count as \"other\".",
 )
 .labelled(&[("method", &[]), ("path", &[]), ("status", &[])]);
+pub(crate) static CONNECTIONS: Metric =
+    Metric::new("mainstem_connections", Gauge, "connections", "Open connections of clients.");
+pub(crate) static CONNECTIONS_CLOSED: Metric = Metric::new(
+    "mainstem_connections_closed_total",
+    Counter,
+    "connections",
+    "Connections that the server refused or closed: \"full\" and \"address\" were refused, because all of \
+     server.max_connections were busy, or by server.max_connections_per_address; \"idle\" made room for new \
+     ones; \"timeout\" sent no complete request for too long.",
+)
+.labelled(&[("reason", &["full", "address", "idle", "timeout"])]);
 pub(crate) static LOG_LINES_DROPPED: Metric = Metric::new(
     "mainstem_log_lines_dropped_total",
     Counter,
@@ -413,7 +437,10 @@ pub static METRICS: &[&Metric] = &[
     &WASTED_ROWS,
     &NOT_FINITE,
     &DEVICE_RESTARTS,
+    &INJECTED_FAULTS,
     &HTTP_REQUESTS,
+    &CONNECTIONS,
+    &CONNECTIONS_CLOSED,
     &LOG_LINES_DROPPED,
 ];
 
@@ -456,38 +483,6 @@ fn register_metrics() {
         metric.init_series();
     }
     metrics::gauge!(BUILD_INFO.name, &BUILD_INFO.label_pairs(&[env!("CARGO_PKG_VERSION")])).set(1.0);
-}
-
-/// Renders the table as the page `docs/metrics.md`.
-pub fn documentation() -> String {
-    let mut page = String::from(PAGE_HEAD);
-    for Metric { name, kind, unit, help, labels } in METRICS {
-        let labels: Vec<_> = labels.iter().map(|(name, values)| label_text(name, values)).collect();
-        page += &format!("| `{name}` | {} | {unit} | {} | {help} |\n", kind.as_str(), labels.join(", "));
-    }
-    page += "\n## Buckets\n\n";
-    for metric in METRICS {
-        if let MetricKind::Histogram(buckets) = metric.kind {
-            let edges: Vec<_> = buckets.iter().map(f64::to_string).collect();
-            page += &format!("- `{}`: {}\n", metric.name, edges.join(", "));
-        }
-    }
-    page
-}
-
-const PAGE_HEAD: &str = "# Metrics
-
-`GET /metrics` answers in the Prometheus text format. The buckets of histograms are listed below. If the \
-name of
-the served model is known at start, every series also has the labels `model_name` and `engine`. This page is
-generated from the table in `src/telemetry/mod.rs`; a test compares the two.
-
-| name | type | unit | labels | meaning |
-|---|---|---|---|---|
-";
-
-fn label_text(name: &str, values: &[&str]) -> String {
-    if values.is_empty() { format!("`{name}`") } else { format!("`{name}`: {}", values.join(" / ")) }
 }
 
 #[cfg(test)]

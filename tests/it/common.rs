@@ -143,7 +143,7 @@ pub async fn engine_with(
 ) -> Engine {
     let config = config(&fixture(model), settings);
     let prepared = PreparedModel::open(&config, &ModelRef::Path(fixture(model))).expect("the fixture opens");
-    let PreparedModel { setup, source, tokenizer, device } = prepared;
+    let PreparedModel { setup, source, tokenizer, device, .. } = prepared;
     let mut factories = start::factories(&device, &source, &tokenizer, &setup);
     let only = factories.pop().and_then(|mut stage| stage.pop()).expect("there is a device");
     engine::start(setup, tokenizer, vec![vec![wrap(only)]]).await.expect("the engine starts")

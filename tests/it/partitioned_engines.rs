@@ -262,7 +262,7 @@ async fn the_ranks_of_a_stage_meet_in_every_step() {
         let config = config(&model.0, &settings);
         let prepared =
             PreparedModel::open(&config, &ModelRef::Path(model.0.clone())).expect("the fixture opens");
-        let PreparedModel { setup, source, tokenizer, device } = prepared;
+        let PreparedModel { setup, source, tokenizer, device, .. } = prepared;
         let factories = start::factories(&device, &source, &tokenizer, &setup).into_iter();
         let factories = factories.map(|stage| stage.into_iter().map(with_exchange_check).collect()).collect();
         let engine = start_engine(setup, tokenizer, factories).await.expect("it starts");

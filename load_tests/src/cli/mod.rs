@@ -7,6 +7,7 @@ mod outputs;
 mod report;
 mod run;
 mod scenario;
+mod soak;
 mod sweep;
 
 use std::{
@@ -40,9 +41,10 @@ Examples:
   load_tests sweep --rates 1..64x2 --html sweep.html           rising rates until the server is saturated
   load_tests scenario load_tests/scenarios/flover-interval.toml --html flover.html
   load_tests report ours.json theirs.json --html both.html     saved runs side by side
+  load_tests soak --time 3600 --json soak.json                 an hour of mixed traffic and faults
 
-Exit codes: 0 no request failed, 1 a request failed, 2 no run took place, 130 interrupted (partial results \
-are reported).
+Exit codes: 0 no request failed, 1 a request or the soak test failed, 2 no run took place, 130 \
+interrupted (partial results are reported).
 Sweeps and scenarios report failed requests as results and exit with 0.";
 
 #[derive(Subcommand)]
@@ -51,6 +53,7 @@ enum Command {
     Sweep(Box<sweep::SweepArgs>),
     Scenario(scenario::ScenarioArgs),
     Report(report::ReportArgs),
+    Soak(Box<soak::SoakArgs>),
 }
 
 /// The outcome of a command that ran.
@@ -82,6 +85,7 @@ pub fn run() -> ExitCode {
         Command::Sweep(args) => sweep::run(&args, &progress),
         Command::Scenario(args) => scenario::run(&args, &progress),
         Command::Report(args) => report::run(&args),
+        Command::Soak(args) => soak::run(&args, &progress),
     };
     match ending {
         Ok(CommandOutcome::Success) => ExitCode::SUCCESS,
@@ -141,6 +145,6 @@ mod tests {
             assert!(parsed.is_ok(), "{example}: {}", parsed.err().unwrap());
             count += 1;
         }
-        assert_eq!(count, 6);
+        assert_eq!(count, 7);
     }
 }

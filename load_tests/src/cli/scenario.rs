@@ -122,7 +122,7 @@ impl ScenarioArgs {
 }
 
 /// Returns the path of the `mainstem` executable in the directory of this program.
-fn default_server() -> anyhow::Result<PathBuf> {
+pub fn default_server() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("cannot find the directory of this program")?;
     Ok(own.with_file_name("mainstem"))
 }

@@ -33,7 +33,8 @@ use crate::{
 };
 
 use clock::{Clock, Deadline};
-use connection::{Connection, body_failure, head_failure};
+pub use connection::Connection;
+use connection::{body_failure, head_failure};
 use rejection::Rejection;
 pub use server::Server;
 pub use service::Service;

@@ -56,6 +56,11 @@ impl Server {
         &self.host
     }
 
+    /// Returns whether all addresses are of this machine's loopback interface.
+    pub fn is_loopback(&self) -> bool {
+        self.addresses.iter().all(|address| address.ip().is_loopback())
+    }
+
     /// Returns the path and the query of the URL.
     pub fn path(&self) -> &str {
         &self.url[url::Position::BeforePath..url::Position::AfterQuery]

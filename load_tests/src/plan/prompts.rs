@@ -93,6 +93,12 @@ impl PromptSeed {
     }
 }
 
+/// Returns a text of `len` random words, determined by `seed` and `index`.
+pub fn random_words(seed: u64, index: u64, len: u32) -> String {
+    let source = PromptSeed { seed, index, group: 0, shared: 0 };
+    join(source.numbers(WORDS.len() as u32, len), String::new())
+}
+
 /// Joins the words with these numbers and `rest` with spaces.
 fn join(numbers: impl Iterator<Item = u32>, rest: String) -> String {
     let mut numbers = numbers.peekable();

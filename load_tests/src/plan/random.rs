@@ -23,6 +23,8 @@ pub enum Purpose {
     SlowReader(u64),
     Model(u64),
     Key(u64),
+    /// The kind of a request of a soak test, and what its client does.
+    Soak(u64),
 }
 
 /// Number of low bits of a stream number that hold the index; the remaining bits identify the purpose.
@@ -41,6 +43,7 @@ impl Purpose {
             Purpose::SlowReader(index) => (7, index),
             Purpose::Model(index) => (8, index),
             Purpose::Key(index) => (9, index),
+            Purpose::Soak(index) => (10, index),
         };
         assert!(index < 1 << INDEX_BITS, "the index {index} exceeds {INDEX_BITS} bits");
         kind << INDEX_BITS | index
@@ -149,6 +152,7 @@ mod tests {
             Purpose::SlowReader,
             Purpose::Model,
             Purpose::Key,
+            Purpose::Soak,
         ]
         .map(|purpose| first(3, purpose(6)))
         .to_vec();

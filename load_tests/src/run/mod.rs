@@ -153,6 +153,6 @@ pub fn run(settings: &RunSettings, progress: &Progress) -> anyhow::Result<RunRec
 }
 
 /// Creates the single-threaded runtime of a worker.
-fn local_runtime() -> io::Result<LocalRuntime> {
+pub(crate) fn local_runtime() -> io::Result<LocalRuntime> {
     Builder::new_current_thread().enable_io().enable_time().build_local(LocalOptions::default())
 }

@@ -12,8 +12,8 @@ mod shipped;
 
 mod scale;
 
-mod args;
-mod server;
+pub(crate) mod args;
+pub(crate) mod server;
 
 mod results;
 

@@ -63,8 +63,20 @@ impl ServerProcess {
         patience: Duration,
         progress: &Progress,
     ) -> Result<ServerProcess> {
+        ServerProcess::start_with(program, args, &[], patience, progress)
+    }
+
+    /// Starts `program` as [`ServerProcess::start`] does, with these environment variables.
+    pub fn start_with(
+        program: &Path,
+        args: &[String],
+        variables: &[(&str, &str)],
+        patience: Duration,
+        progress: &Progress,
+    ) -> Result<ServerProcess> {
         let mut child = clean_command(program)
             .args(args)
+            .envs(variables.iter().copied())
             .stderr(Stdio::piped())
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
@@ -105,6 +117,29 @@ impl ServerProcess {
                 }
             }
         }
+    }
+
+    /// Returns the number of the process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends the signal to drain and to exit.
+    pub fn terminate(&mut self) -> Result<()> {
+        // An exited process has been reaped, and its number may have been reused.
+        self.check()?;
+        let process = Pid::from_raw(self.child.id() as i32);
+        kill(process, Signal::SIGTERM).context("cannot send a signal to the server")
+    }
+
+    /// Waits until the server has exited with 0. Fails if it exits with another code, or not within
+    /// `patience`.
+    pub fn wait_for_success(&mut self, patience: Duration) -> Result<()> {
+        match wait_for_exit(&mut self.child, patience)? {
+            Some(status) => ensure!(status.success(), "the server ended with {status}{}", self.log),
+            None => bail!("the server has not ended after {patience:?}{}", self.log),
+        }
+        Ok(())
     }
 
     /// Fails if the server process has exited.

@@ -2,9 +2,9 @@
 //!
 //! Invariant: any metrics text yields a report of its known metrics, or none; it never causes an error.
 
-mod exposition;
+pub(crate) mod exposition;
 mod families;
-mod increase;
+pub(crate) mod increase;
 
 use crate::report::{RunReport, ServerReport};
 

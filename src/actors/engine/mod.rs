@@ -18,6 +18,7 @@ use super::model_sampling::ModelSampling;
 use super::prefill::Prefill;
 use super::prefix_rules::PrefixRules;
 use super::prompting_defaults::{self, PromptingDefaults};
+use super::queue::SharedQueue;
 use super::speculation::SpeculationSetup;
 use super::status::Status;
 use super::stream::IntakeHandle;
@@ -58,6 +59,8 @@ pub struct EngineSetup {
     pub lanes: usize,
     /// Maximum time of the devices for a step; `None` for no limit.
     pub step_timeout: Option<Duration>,
+    /// Maximum memory of responses that are computed or not read yet, in bytes.
+    pub response_bytes: usize,
     pub kv: KvCacheConfig,
     /// Bytes of one page of the cache on all devices together.
     pub page: PageBytes,
@@ -194,7 +197,6 @@ impl EngineSetup {
             speculation: SpeculationSetup::new(&config.speculation, source)?,
             created,
         };
-        let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
         Ok(EngineSetup {
             scheduler,
             limits,
@@ -202,13 +204,14 @@ impl EngineSetup {
             row_bytes: spec.hidden * devices.activation_type.size(),
             lanes,
             step_timeout: config.device.step_timeout,
+            response_bytes: config.server.response_bytes,
             kv: plan.cache,
             page: plan.page,
             model,
             assignments: model_source::assignments(source, &partition),
             partition,
             unsupported_keys,
-            embedding_warning,
+            embedding_warning: PromptingDefaults::embedding_warning(source, &config.model),
         })
     }
 }
@@ -222,10 +225,8 @@ pub async fn start(
 ) -> Result<Engine> {
     let sampling = Arc::new(setup.model.sampling(&tokenizer)?);
     let (names, lanes, step_timeout) = (setup.partition.device_names(), setup.lanes, setup.step_timeout);
-    let status = Arc::new(Status::new(
-        allowed_silence(setup.scheduler.policy, setup.lanes, setup.step_timeout),
-        lanes,
-    ));
+    let silence = allowed_silence(setup.scheduler.policy, setup.lanes, setup.step_timeout);
+    let status = Arc::new(Status::new(silence, lanes).with_response_memory(setup.response_bytes));
     let config = GroupConfig {
         lanes,
         step_timeout,
@@ -330,9 +331,12 @@ fn start_control(
     let pool = PagePool::with_window(kv.pages, limits.page_positions, window);
     let prefix_rules = setup.prefix_rules.clone();
     let generated_mark = prefix_rules.generated_mark();
+    let queue = SharedQueue::new(slots, max_waiting, status.clone());
     let prefill = {
-        let pool = pool.clone();
-        Prefill::start_in_arbiter(&thread, move |_| Prefill::new(pool, prefix_rules, policy, (slots, lanes)))
+        let (queue, pool) = (queue.clone(), pool.clone());
+        Prefill::start_in_arbiter(&thread, move |_| {
+            Prefill::new(queue, pool, prefix_rules, policy, (slots, lanes))
+        })
     };
     let changed = prefill.clone().recipient();
     let kv = KvManager::start_in_arbiter(&thread, move |_| {
@@ -374,8 +378,9 @@ fn start_control(
         has_head: setup.model.has_head,
         endpoints: setup.model.endpoints.clone(),
     };
-    let intake =
-        Intake::start_in_arbiter(&thread, move |_| Intake::new(intake_limits, prefill.recipient(), status));
+    let intake = Intake::start_in_arbiter(&thread, move |_| {
+        Intake::new(intake_limits, queue, prefill.recipient(), status)
+    });
     Actors { intake, kv }
 }
 

@@ -42,7 +42,17 @@ pub(super) fn parse_groups(
     Ok(groups)
 }
 
-fn parse_device(text: &str, default: DeviceKind, kinds: &[DeviceKind]) -> Result<DeviceName, String> {
+/// Returns the device that returns the results of steps: the first of the last stage.
+pub(super) fn returning_device(groups: &Groups) -> DeviceName {
+    *groups.last().and_then(|stage| stage.first()).expect("a model has a device; anything else is a bug")
+}
+
+/// Parses the name of a device. A bare number is a device of the `default` kind.
+pub(super) fn parse_device(
+    text: &str,
+    default: DeviceKind,
+    kinds: &[DeviceKind],
+) -> Result<DeviceName, String> {
     let (kind, number) = text.split_once(':').unwrap_or((default.name(), text));
     let found = kinds.iter().find(|known| known.name() == kind);
     // At most 5 digits, so that the number always fits.

@@ -31,10 +31,11 @@ mod fill_mask;
 use super::ShutdownOutcome;
 use crate::actors::ModelInfo;
 use crate::actors::reply::{ReplySpec, ReplyStream};
+use crate::actors::response_memory::ResponseMemory;
 use crate::actors::stream::event_channel;
 use crate::config::{ApiKeys, UnknownFieldsPolicy};
-use crate::request::Class;
-use crate::request::{FinishReason, Request, RequestError, Sampling, TokenEvent};
+use crate::request::client::ClientSettings;
+use crate::request::{Class, FinishReason, Request, RequestError, Sampling, TokenEvent};
 use actix_web::rt::{net::TcpStream, time::timeout};
 use futures_util::FutureExt;
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -247,7 +248,7 @@ async fn seeds_are_the_clients_or_all_different() {
 
 #[actix_web::test]
 async fn every_refusal_has_its_status_and_object() {
-    let busy = RequestError::Busy { coming: 1, waiting: 4, limit: 4 };
+    let busy = RequestError::Busy { coming: 1, waiting: 4, limit: 4, retry_after_s: 0 };
     let too_long = RequestError::TooLong { prompt: "prompt", prompt_tokens: 60, max_tokens: 10, context: 64 };
     let invalid = RequestError::Invalid { param: "top_p", message: "top_p is 2".into() };
     for (refusal, status, code, param, retry) in [
@@ -261,6 +262,13 @@ async fn every_refusal_has_its_status_and_object() {
             None,
         ),
         (busy, 429, "server_busy", Value::Null, Some("3")),
+        (
+            RequestError::RateLimited { what: "tokens", limit: 5, retry_after_s: 12 },
+            429,
+            "rate_limit_exceeded",
+            Value::Null,
+            Some("12"),
+        ),
         (RequestError::Draining, 503, "shutting_down", Value::Null, Some("3")),
         (RequestError::DeviceFailed("smoke".into()), 500, "device_failed", Value::Null, None),
         (RequestError::SamplingFailed("no mask".into()), 500, "sampling_failed", Value::Null, None),
@@ -813,7 +821,7 @@ async fn aborted_requests_end_with_an_error() {
 fn measured(events: Vec<TokenEvent>, pieces: usize) -> String {
     let recorder = PrometheusBuilder::new().build_recorder();
     metrics::with_local_recorder(&recorder, || {
-        let (sender, stream) = event_channel();
+        let (sender, stream) = event_channel(&ResponseMemory::new(usize::MAX));
         events.into_iter().for_each(|event| sender.send(event));
         let request = Request::greedy("r", [1, 2, 3], 9);
         let mut reply = ReplyStream::new(stream, Arc::new(tokenizer()), &request, &ReplySpec::default());
@@ -866,4 +874,28 @@ async fn a_request_has_the_client_of_its_key_or_else_of_its_address() {
         assert_eq!((&*request.client.name, request.client.settings.class), (name, Class::Batch));
         assert_eq!(request.class, Class::Batch);
     }
+}
+
+#[actix_web::test]
+async fn requests_say_how_urgent_they_are() {
+    let plain = ClientSettings::default();
+    let batch = ClientSettings { class: Class::Batch, ..plain };
+    let urgent = ClientSettings { may_prioritize: true, ..plain };
+    for (settings, fields, class, priority) in [
+        (plain, json!({ "service_tier": "auto", "priority": 0 }), Class::Interactive, 0),
+        (plain, json!({ "service_tier": "flex", "priority": 7 }), Class::Batch, 7),
+        (plain, json!({ "service_tier": "batch" }), Class::Batch, 0),
+        (batch, json!({ "service_tier": "default" }), Class::Batch, 0),
+        (urgent, json!({ "priority": -3 }), Class::Interactive, -3),
+    ] {
+        let mut server = TestServer::with_config(None, |config| config.clients = settings);
+        let mut body = json!({ "prompt": "p" });
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let _client = server.send(&body.to_string()).await;
+        let (request, _) = server.next_request().await;
+        assert_eq!((request.class, request.priority), (class, priority), "{fields}");
+    }
+    let server = TestServer::start();
+    let response = server.post(r#"{"prompt": "p", "priority": -1}"#).await;
+    assert_eq!((response.status, response.error().1), (400, json!("priority")));
 }

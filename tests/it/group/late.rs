@@ -141,7 +141,7 @@ async fn model_group(devices: &str) -> (Group, StepLimits) {
     let settings = [("device.groups", devices.into())];
     let config = common::config(&fixture("gqa"), &settings);
     let prepared = PreparedModel::open(&config, &ModelRef::Path(fixture("gqa"))).expect("the fixture opens");
-    let PreparedModel { setup, source, tokenizer, device } = prepared;
+    let PreparedModel { setup, source, tokenizer, device, .. } = prepared;
     let factories = start::factories(&device, &source, &tokenizer, &setup);
     let config = GroupConfig::new(setup.partition.device_names(), setup.limits, setup.row_bytes);
     let (group, _) = Group::start(factories, config).await.expect("it starts");

@@ -101,7 +101,7 @@ async fn engine(devices: &str, script: &Arc<Script>) -> Engine {
     let settings = [("device.groups", devices.into()), ("scheduler.token_budget", 16.into())];
     let config = common::config(&fixture("gqa"), &settings);
     let prepared = PreparedModel::open(&config, &ModelRef::Path(fixture("gqa"))).expect("the fixture opens");
-    let PreparedModel { mut setup, source, tokenizer, device } = prepared;
+    let PreparedModel { mut setup, source, tokenizer, device, .. } = prepared;
     setup.step_timeout = Some(STEP_TIMEOUT);
     let mut number = 0..;
     let mut wrap = |factory| acting(factory, script, number.next().expect("it never ends"));

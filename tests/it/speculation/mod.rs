@@ -82,7 +82,7 @@ impl Served {
         let config = config(model, &[&room, settings].concat());
         let model = ModelRef::parse(&config.model.path).expect("a model");
         let prepared = PreparedModel::open(&config, &model).expect("the models open");
-        let PreparedModel { setup, source, tokenizer, device } = prepared;
+        let PreparedModel { setup, source, tokenizer, device, .. } = prepared;
         let mut stages = start::factories(&device, &source, &tokenizer, &setup);
         let pause = Arc::default();
         for factories in &mut stages {
