@@ -140,7 +140,7 @@ impl Intake {
     /// Queues a request, even if a permit is free; [`Intake::admit`] takes it from there. A request without
     /// work is finished at once.
     fn enqueue(&mut self, request: Request) -> TokenStream {
-        let (events, stream) = event_channel();
+        let (events, stream) = event_channel(&self.status.responses);
         let is_further_result = request.beams.is_some_and(|beams| beams.answer > 0);
         if needs_no_work(&request) {
             events.send(TokenEvent::Finished(FinishReason::Length));

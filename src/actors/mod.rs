@@ -6,6 +6,8 @@
 
 pub mod stream;
 
+pub mod response_memory;
+
 pub mod limits;
 
 pub mod intake;

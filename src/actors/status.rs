@@ -3,6 +3,8 @@
 //! Invariant: the actors write the numbers, and anyone may read them. Two flags are set from outside:
 //! `draining` refuses new requests, and `stopping` marks what ends from then on as intended.
 
+use super::response_memory::ResponseMemory;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -26,6 +28,8 @@ pub struct Status {
     /// back.
     clock_start_ms: AtomicU64,
     lanes: Vec<LaneStatus>,
+    /// The memory of responses.
+    pub responses: Arc<ResponseMemory>,
 }
 
 /// The status of a lane.
@@ -55,7 +59,13 @@ impl Status {
             rebuild_deadline_ms: AtomicU64::new(NOT_REBUILDING),
             clock_start_ms: AtomicU64::new(0),
             lanes: (0..lanes).map(|_| LaneStatus::default()).collect(),
+            responses: ResponseMemory::new(usize::MAX),
         }
+    }
+
+    /// Limits the memory of responses to `limit` bytes.
+    pub fn with_response_memory(self, limit: usize) -> Status {
+        Status { responses: ResponseMemory::new(limit), ..self }
     }
 
     /// Records a heartbeat of a lane with work: its decode loop started an iteration or processed a step.

@@ -3,8 +3,12 @@
 //! Invariant: dropping the [`TokenStream`] is the only way to cancel a sequence, and it is sufficient: the
 //! holder of the [`EventSender`] checks for it before it spends more work on the sequence.
 
+use super::response_memory::{HeldBytes, ResponseMemory, event_bytes};
 use crate::request::{Request, RequestError, TokenEvent};
 use actix::{Message, Recipient};
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 use tokio::sync::mpsc;
@@ -58,21 +62,29 @@ impl IntakeHandle {
 pub struct TokenStream {
     events: mpsc::UnboundedReceiver<(Instant, TokenEvent)>,
     produced_at: Instant,
+    unread: Arc<Unread>,
+}
+
+/// State of a channel that both of its ends know.
+#[derive(Debug)]
+struct Unread {
+    bytes: HeldBytes,
+    /// Whether an event did not fit into the memory of responses, so that the channel has ended in an error.
+    has_overflowed: AtomicBool,
 }
 
 impl TokenStream {
     /// Returns the next event; `None` after the last event, or when the engine dropped the sender without
     /// one.
     pub async fn next(&mut self) -> Option<TokenEvent> {
-        let (produced_at, event) = self.events.recv().await?;
-        self.produced_at = produced_at;
-        Some(event)
+        poll_fn(|cx| self.poll_next(cx)).await
     }
 
     /// Polls for the next event; the async form is [`TokenStream::next`].
     pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<TokenEvent>> {
         let event = ready!(self.events.poll_recv(cx)).map(|(produced_at, event)| {
             self.produced_at = produced_at;
+            self.unread.bytes.shrink(event_bytes(&event));
             event
         });
         Poll::Ready(event)
@@ -89,13 +101,21 @@ impl TokenStream {
     }
 }
 
-/// The sending end of an event channel, held with the sequence. The number of events is bounded by the prompt
-/// length and `max_tokens`, so the channel is unbounded and sending never waits.
+impl Drop for TokenStream {
+    fn drop(&mut self) {
+        // The other end may live on for a while.
+        self.unread.bytes.release();
+    }
+}
+
+/// The sending end of an event channel, held with the sequence. Sending never waits: an event for which the
+/// memory of responses is short ends the channel with an error instead.
 #[derive(Clone, Debug)]
 pub struct EventSender {
     events: mpsc::UnboundedSender<(Instant, TokenEvent)>,
     /// When the client is considered gone although its end is open: it may have stopped reading.
     deadline: Option<Instant>,
+    unread: Arc<Unread>,
 }
 
 impl EventSender {
@@ -111,17 +131,75 @@ impl EventSender {
 
     /// Sends an event produced at `produced_at`.
     pub fn send_produced_at(&self, event: TokenEvent, produced_at: Instant) {
-        let _ = self.events.send((produced_at, event));
+        if self.unread.has_overflowed.load(Ordering::Relaxed) {
+            return;
+        }
+        let event = self.unread.bytes.grow(event_bytes(&event)).map_or_else(
+            |error| {
+                self.unread.has_overflowed.store(true, Ordering::Relaxed);
+                TokenEvent::Failed(error)
+            },
+            |()| event,
+        );
+        if self.events.send((produced_at, event)).is_err() {
+            self.unread.bytes.release();
+        }
     }
 
-    /// Whether the client is gone or the deadline has passed.
+    /// Whether the client is gone, the deadline has passed, or the channel has overflowed.
     pub fn is_closed(&self) -> bool {
-        self.events.is_closed() || self.deadline.is_some_and(|deadline| deadline <= Instant::now())
+        let is_over = self.events.is_closed() || self.unread.has_overflowed.load(Ordering::Relaxed);
+        is_over || self.deadline.is_some_and(|deadline| deadline <= Instant::now())
     }
 }
 
-/// Creates an event channel.
-pub fn event_channel() -> (EventSender, TokenStream) {
+/// Creates an event channel, whose unread events take their bytes from `memory`.
+pub fn event_channel(memory: &Arc<ResponseMemory>) -> (EventSender, TokenStream) {
     let (tx, events) = mpsc::unbounded_channel();
-    (EventSender { events: tx, deadline: None }, TokenStream { events, produced_at: Instant::now() })
+    let unread = Arc::new(Unread { bytes: memory.hold(), has_overflowed: AtomicBool::new(false) });
+    let stream = TokenStream { events, produced_at: Instant::now(), unread: unread.clone() };
+    (EventSender { events: tx, deadline: None, unread }, stream)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::request::FinishReason;
+
+    fn token() -> TokenEvent {
+        TokenEvent::Token(crate::request::Token { id: 5, logprob: None, rank: None, top: vec![(1, 0.5); 20] })
+    }
+
+    /// A client that does not read would otherwise take any amount of memory.
+    #[actix_web::test]
+    async fn unread_events_are_bounded_and_end_in_an_error() {
+        let one = event_bytes(&token());
+        let memory = ResponseMemory::new(3 * one);
+        let (sender, mut stream) = event_channel(&memory);
+        (0..3).for_each(|_| sender.send(token()));
+        assert_eq!(stream.next().await, Some(token()));
+        // What is read makes room.
+        sender.send(token());
+        assert!(!sender.is_closed());
+        sender.send(token());
+        assert!(sender.is_closed(), "the engine is to stop");
+        sender.send(TokenEvent::Finished(FinishReason::Length));
+        for _ in 0..3 {
+            assert_eq!(stream.next().await, Some(token()));
+        }
+        let error = RequestError::ResponsesTooLarge { limit: 3 * one };
+        assert_eq!(stream.next().await, Some(TokenEvent::Failed(error)));
+        drop(sender);
+        assert_eq!(stream.next().await, None);
+    }
+
+    #[actix_web::test]
+    async fn a_client_that_is_gone_holds_nothing() {
+        let memory = ResponseMemory::new(1 << 20);
+        let (sender, stream) = event_channel(&memory);
+        sender.send(token());
+        drop(stream);
+        sender.send(token());
+        assert!(memory.hold().grow(1 << 20).is_ok());
+    }
 }

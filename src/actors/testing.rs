@@ -1,5 +1,6 @@
 //! Helpers shared by the actors' tests: a recording actor, requests, sequences and a timeout.
 
+use super::response_memory::ResponseMemory;
 use super::sequence::{Permit, PermitReleased, Sequence, SequenceKey};
 use super::stream::{TokenStream, event_channel};
 use crate::request::Request;
@@ -70,7 +71,7 @@ pub fn sequence(
     request: Request,
     intake: Recipient<PermitReleased>,
 ) -> (Box<Sequence>, TokenStream) {
-    let (events, stream) = event_channel();
+    let (events, stream) = event_channel(&ResponseMemory::new(usize::MAX));
     let (key, permits, arrived) = (SequenceKey(key), vec![Permit::new(intake)], Instant::now());
     let (followers, lease, progress) = (Vec::new(), None, None);
     let sequence =

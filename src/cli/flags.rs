@@ -294,6 +294,12 @@ pub struct ServerFlags {
     /// HTTP worker threads.
     #[arg(long = "workers", value_name = "N")]
     server_workers: Option<u32>,
+    /// Maximum number of open connections.
+    #[arg(long = "max-connections", value_name = "N")]
+    server_max_connections: Option<u32>,
+    /// Port of a listener of its own for /metrics; 0 for none.
+    #[arg(long = "metrics-port", value_name = "PORT")]
+    server_metrics_port: Option<u16>,
     /// Faults to rehearse, such as fail@100,nan@0.001; requires faults.enabled.
     #[arg(long = "inject", value_name = "FAULTS")]
     faults_inject: Option<String>,
@@ -316,6 +322,8 @@ impl ServerFlags {
         overrides.set("server.request_timeout", self.server_request_timeout);
         overrides.set("scheduler.drain_timeout", self.scheduler_drain_timeout);
         overrides.set("server.workers", self.server_workers);
+        overrides.set("server.max_connections", self.server_max_connections);
+        overrides.set("server.metrics_port", self.server_metrics_port.map(i64::from));
         overrides.set("faults.inject", self.faults_inject);
     }
 }

@@ -89,13 +89,15 @@ async fn serve(config: Config) -> Result<()> {
         let prepared = start::prepare(&config).await?;
         // Before the engine starts, so that metrics recorded while loading are kept.
         telemetry::install(Some(prepared.name()));
-        prepared.start().await
+        let budget = start::MemoryBudget::new(&prepared, &config.server, &place)?;
+        Ok::<_, anyhow::Error>((prepared.start().await?, budget))
     };
-    let engine = select! {
-        engine = loading => engine?,
+    let (engine, budget) = select! {
+        loaded = loading => loaded?,
         _ = stops.recv() => bail!("stopped while the model was loading"),
     };
     engine.report.lines().for_each(|line| info!("{line}"));
+    info!("{}", budget.line());
     let server = place.serve(ServeParts::from(&engine))?;
     let ending = server.run(stops, config.scheduler.drain_timeout).await?;
     match ending {

@@ -275,9 +275,13 @@ impl LayeredSettings {
 
     fn unknown_variable(&self, name: &str) -> ConfigError {
         let key = name[PREFIX.len()..].to_lowercase().replacen('_', ".", 1);
-        let nearest =
-            variable_name(nearest(&key, self.defaults.keys().map(String::as_str).chain(["config"])));
-        let message = format!("there is no such setting; did you mean {nearest}?");
+        let nearest = nearest(&key, self.defaults.keys().map(String::as_str).chain(["config"]));
+        // Others set variables of their own, which resemble none of these.
+        let hint = match distance(&key, nearest) <= key.len() / 3 {
+            true => format!("; did you mean {}?", variable_name(nearest)),
+            false => String::new(),
+        };
+        let message = format!("there is no such setting{hint}");
         ConfigError { origin: ConfigSource::Environment(name.to_string()), message }
     }
 
@@ -347,13 +351,15 @@ fn split_key(key: &str) -> (&str, &str) {
 /// Returns the key most similar to `word`, by edit distance: as a whole, with the section omitted, or in
 /// another section.
 fn nearest<'a>(word: &str, keys: impl Iterator<Item = &'a str>) -> &'a str {
-    let undotted = word.replace('.', "_");
-    let cost = |key: &str| {
-        let name = split_key(key).1;
-        let whole = levenshtein(word, key).min(levenshtein(&undotted, name));
-        whole.min(1 + levenshtein(split_key(word).1, name))
-    };
-    keys.min_by_key(|key| cost(key)).expect("there are keys")
+    keys.min_by_key(|key| distance(word, key)).expect("there are keys")
+}
+
+/// Returns how much `word`, which may lack its section or have another one, differs from `key`, in
+/// characters.
+fn distance(word: &str, key: &str) -> usize {
+    let name = split_key(key).1;
+    let whole = levenshtein(word, key).min(levenshtein(&word.replace('.', "_"), name));
+    whole.min(1 + levenshtein(split_key(word).1, name))
 }
 
 #[cfg(test)]
@@ -425,7 +431,6 @@ mod tests {
             ("MAINSTEM_PORT", "MAINSTEM_SERVER_PORT"),
             ("MAINSTEM_API_KEY", "MAINSTEM_SERVER_API_KEYS"),
             ("MAINSTEM_CONFG", "MAINSTEM_CONFIG"),
-            ("MAINSTEM_", "MAINSTEM_"),
         ] {
             let mut settings = LayeredSettings::new();
             settings.add_environment(environment(&[(name, "secret")])).unwrap();
@@ -434,6 +439,12 @@ mod tests {
             let warnings = settings.warnings();
             assert!(warnings.len() == 1 && warnings[0].starts_with(&warning), "{warnings:?}");
             assert!(!warnings[0].contains("secret") && settings.config().is_ok());
+        }
+        for name in ["MAINSTEM_", "MAINSTEM_FOO", "MAINSTEM_BUILD_REVISION"] {
+            let mut settings = LayeredSettings::new();
+            settings.add_environment(environment(&[(name, "secret")])).unwrap();
+            let warning = format!("environment variable {name}: there is no such setting");
+            assert_eq!(settings.warnings(), [warning]);
         }
     }
 

@@ -7,6 +7,7 @@
 //! loaded.
 
 mod aliases;
+mod clients;
 mod devices;
 mod faults;
 mod layers;
@@ -60,6 +61,7 @@ mod tests {
     use super::read::cores;
     use super::*;
     use crate::quantize::WeightRules;
+    use crate::request::client::{Class, ClientSettings};
     use crate::request::{AcceptanceRule, DraftSource, ParamList};
     use mainstem_kernels::cpu::Isa;
     use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
@@ -133,7 +135,11 @@ mod tests {
                 host: "127.0.0.1".into(),
                 port: 8080,
                 workers: 2,
+                max_connections: 2048,
+                max_connections_per_address: None,
                 body_limit_bytes: 4 << 20,
+                response_bytes: 512 << 20,
+                request_memory_bytes: 256 << 20,
                 keep_alive: Duration::from_secs(75),
                 stream_comment_interval: Duration::from_secs(15),
                 stalled_after: Duration::from_secs(30),
@@ -145,6 +151,7 @@ mod tests {
                 cors_origins: vec![],
                 allowed_hosts: vec![],
                 metrics_access: MetricsAccess::Open,
+                metrics_listener: None,
                 tls: None,
                 grammar: GrammarConfig {
                     threads: 2,
@@ -152,6 +159,7 @@ mod tests {
                     cache_bytes: 256 << 20,
                     text_bytes: 1 << 20,
                 },
+                clients: ClientSettings::default(),
             },
             scheduler: SchedulerConfig {
                 slots: 32,
@@ -432,12 +440,34 @@ mod tests {
         let config =
             parse_config(&format!("[server]\napi_keys = [\"zero\"]\napi_key_file = '{name}'")).unwrap();
         let keys = config.server.load_api_keys().unwrap();
-        assert_eq!(keys.0, ["zero", "first", "second#2"]);
-        assert_eq!(format!("{keys:?}"), "ApiKeys(3)");
+        assert_eq!(keys.iter().map(|key| &*key.key).collect::<Vec<_>>(), ["zero", "first", "second#2"]);
+        assert!(!format!("{keys:?}").contains("zero") && !format!("{config:?}").contains("zero"));
         for text in ["a, b", "[\"a\", \"b\"]"] {
             let config = with_variable("MAINSTEM_SERVER_API_KEYS", text).unwrap();
             assert_eq!(config.server.api_keys.0, ["a", "b"]);
         }
+    }
+
+    #[test]
+    fn keys_have_the_settings_of_their_lines_and_the_defaults_of_clients() {
+        let file = Scratch::new("settings", "first class=interactive weight=3\nsecond name=ann\n");
+        let toml = format!(
+            "[server]\napi_keys = [\"zero\"]\napi_key_file = '{}'\n\
+             [clients]\nclass = \"batch\"\nmax_sequences = 4\ntokens_per_minute = 100",
+            file.name()
+        );
+        let defaults = ClientSettings {
+            class: Class::Batch,
+            max_sequences: Some(4),
+            tokens_per_minute: Some(100),
+            ..ClientSettings::default()
+        };
+        let server = parse_config(&toml).unwrap().server;
+        assert_eq!(server.clients, defaults);
+        let keys = server.load_api_keys().unwrap();
+        let first = ClientSettings { class: Class::Interactive, weight: 3, ..defaults };
+        assert_eq!(keys.iter().map(|key| key.settings).collect::<Vec<_>>(), [defaults, first, defaults]);
+        assert_eq!(keys[2].name.as_deref(), Some("ann"));
     }
 
     /// An invalid API key is an error rather than no key, and is not shown.
@@ -452,7 +482,9 @@ mod tests {
         assert_eq!(error.origin, ConfigSource::CommandLine);
         for (name, text, reason) in [
             ("none", "# no key\n\n", "the file contains no API key"),
-            ("space", "#\nsecret key # Ann", "line 2: an API key must"),
+            ("space", "#\nsecret key # Ann", "line 2: after the key, settings must be name=value"),
+            ("sign", "#\ns\u{e9}cret", "line 2: an API key must"),
+            ("setting", "secret wait=secret", "line 1: unknown setting; there are name, class"),
         ] {
             let file = Scratch::new(name, text);
             let config = with_flag("server.api_key_file", file.name()).unwrap();

@@ -3,6 +3,7 @@
 //! Invariant: each key is read here once, with the parser of its value; an error names the key and the layer
 //! that set it.
 
+use super::clients;
 use super::devices;
 use super::faults;
 use super::layers::{ConfigError, LayeredSettings};
@@ -11,6 +12,7 @@ use super::values::{
     self, duration, integer, log_level, non_empty_string, non_zero_duration, one_of, string, whole_seconds,
 };
 use crate::quantize::WeightRules;
+use crate::request::client::{Class, ClientSettings};
 use crate::request::{AcceptanceRule, Pooling};
 use mainstem_kernels::cpu::Isa;
 use mainstem_kernels::{ActivationPrecision, QuantType};
@@ -68,7 +70,13 @@ impl LayeredSettings {
             host: self.get("server.host", non_empty_string)?,
             port: self.get("server.port", |v| integer(v, 0, u16::MAX.into()))? as u16,
             workers: self.get("server.workers", |v| integer(v, 1, 512))?,
+            max_connections: self.get("server.max_connections", |v| integer(v, 1, 1 << 20))?,
+            max_connections_per_address: NonZero::new(
+                self.get("server.max_connections_per_address", |v| integer(v, 0, 1 << 20))?,
+            ),
             body_limit_bytes: self.get("server.body_limit", |v| values::size(v, 1024))? as usize,
+            response_bytes: self.get("server.response_memory", |v| values::size(v, 1 << 20))? as usize,
+            request_memory_bytes: self.get("server.request_memory", |v| values::size(v, 1 << 20))? as usize,
             keep_alive: self.get("server.keep_alive", duration)?,
             stream_comment_interval: self.get("server.stream_comment_interval", non_zero_duration)?,
             stalled_after: self.get("server.stalled_after", non_zero_duration)?,
@@ -82,8 +90,10 @@ impl LayeredSettings {
             cors_origins: self.get("server.cors_origins", values::origins)?,
             allowed_hosts: self.get("server.allowed_hosts", values::hosts)?,
             metrics_access: self.metrics_access()?,
+            metrics_listener: self.metrics_listener()?,
             tls: self.tls()?,
             grammar: self.grammar()?,
+            clients: self.clients()?,
         })
     }
 
@@ -98,6 +108,12 @@ impl LayeredSettings {
         Ok(access)
     }
 
+    fn metrics_listener(&self) -> Result<Option<(String, NonZero<u16>)>, ConfigError> {
+        let host = self.get("server.metrics_host", non_empty_string)?;
+        let port = self.get("server.metrics_port", |v| integer(v, 0, u16::MAX.into()))? as u16;
+        Ok(NonZero::new(port).map(|port| (host, port)))
+    }
+
     fn grammar(&self) -> Result<GrammarConfig, ConfigError> {
         let size = |key| self.get(key, |v| values::size(v, 1024)).map(|size| size as usize);
         Ok(GrammarConfig {
@@ -105,6 +121,19 @@ impl LayeredSettings {
             cache_entries: self.get("grammar.cache_entries", |v| integer(v, 1, 1 << 24))?,
             cache_bytes: size("grammar.cache_size")?,
             text_bytes: size("grammar.text_limit")?,
+        })
+    }
+
+    fn clients(&self) -> Result<ClientSettings, ConfigError> {
+        let limit = |key| self.get(key, |v| integer(v, 0, u32::MAX.into())).map(NonZero::new);
+        let per_minute = |key| limit(key).map(|limit| limit.map(|limit| limit.get() as u64));
+        Ok(ClientSettings {
+            class: self
+                .get("clients.class", |v| one_of(v, &Class::ALL.map(|class| (class.name(), class))))?,
+            max_sequences: limit("clients.max_sequences")?.map(NonZero::get),
+            tokens_per_minute: per_minute("clients.tokens_per_minute")?,
+            requests_per_minute: per_minute("clients.requests_per_minute")?,
+            ..ClientSettings::default()
         })
     }
 
@@ -259,18 +288,19 @@ impl LayeredSettings {
 }
 
 impl ServerConfig {
-    /// Returns all API keys, including the current ones of the key file. If the file cannot be read or has no
-    /// key, the error has the source of its path.
-    pub fn load_api_keys(&self) -> Result<ApiKeys, ConfigError> {
-        let mut keys = self.api_keys.0.clone();
+    /// Returns all API keys with their clients, including the current ones of the key file. If the file has an
+    /// error or no key, the error has the source of its path.
+    pub fn load_api_keys(&self) -> Result<Vec<ApiKey>, ConfigError> {
+        let plain = |key: &String| ApiKey { key: key.clone(), name: None, settings: self.clients };
+        let mut keys: Vec<ApiKey> = self.api_keys.0.iter().map(plain).collect();
         if let Some(KeyFile { path, origin }) = &self.api_key_file {
             let fault = |reason| {
                 let message = format!("{API_KEY_FILE} = {:?}: {reason}", path.display().to_string());
                 ConfigError { origin: origin.clone(), message }
             };
-            keys.extend(values::read_api_key_file(path).map_err(fault)?);
+            keys.extend(clients::read_api_key_file(path, self.clients).map_err(fault)?);
         }
-        Ok(ApiKeys(keys))
+        Ok(keys)
     }
 }
 

@@ -4,6 +4,7 @@
 
 use super::layers::ConfigSource;
 use crate::quantize::WeightRules;
+use crate::request::client::ClientSettings;
 use crate::request::{AcceptanceRule, DraftSource, ParamList, Pooling};
 use mainstem_kernels::cpu::Isa;
 use mainstem_kernels::{ActivationPrecision, Fraction, QuantType};
@@ -71,8 +72,16 @@ pub struct ServerConfig {
     pub port: u16,
     /// HTTP worker threads; at least 1.
     pub workers: usize,
+    /// Maximum number of open connections, of all workers together; at least 1.
+    pub max_connections: usize,
+    /// Maximum number of open connections from one address; `None` is unlimited.
+    pub max_connections_per_address: Option<NonZero<usize>>,
     /// Maximum size of a request body.
     pub body_limit_bytes: usize,
+    /// Maximum memory of responses that are computed or not read yet, in bytes.
+    pub response_bytes: usize,
+    /// Memory of all long request bodies, and of parsing and tokenizing them.
+    pub request_memory_bytes: usize,
     /// Time for which an idle connection stays open.
     pub keep_alive: Duration,
     /// Idle time of an event stream after which a comment is sent.
@@ -94,9 +103,13 @@ pub struct ServerConfig {
     /// Host names that requests may be for, or "*" alone; if empty, they depend on the address.
     pub allowed_hosts: Vec<String>,
     pub metrics_access: MetricsAccess,
+    /// Address and port of a listener of its own for `/metrics`; `None` serves it with everything else.
+    pub metrics_listener: Option<(String, NonZero<u16>)>,
     /// TLS certificate and key; `None` serves plain HTTP.
     pub tls: Option<TlsFiles>,
     pub grammar: GrammarConfig,
+    /// Settings of clients without an API key, and defaults of those with one.
+    pub clients: ClientSettings,
 }
 
 /// Access to `/metrics` if API keys are configured.
@@ -137,6 +150,21 @@ pub struct ApiKeys(pub Vec<String>);
 impl fmt::Debug for ApiKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ApiKeys({})", self.0.len())
+    }
+}
+
+/// An accepted API key with its client. The `Debug` form does not show the key.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ApiKey {
+    pub key: String,
+    /// Name of the client for the log.
+    pub name: Option<String>,
+    pub settings: ClientSettings,
+}
+
+impl fmt::Debug for ApiKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ApiKey({:?}, {:?})", self.name, self.settings)
     }
 }
 

@@ -6,7 +6,7 @@
 use super::sections::{KvSize, LaneCount, PAGE_UNIT};
 use crate::request::ParamList;
 use mainstem_kernels::Fraction;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 use toml::Value;
 use tracing_subscriber::EnvFilter;
@@ -48,20 +48,6 @@ pub(super) fn api_key(key: &str) -> Result<(), String> {
         return Err("an API key must be printable ASCII without spaces, and not empty".to_string());
     }
     Ok(())
-}
-
-/// Reads the API keys of a file, one per line; lines that start with `#` are comments. A file without keys is
-/// an error, because an empty list of keys would admit every client.
-pub(super) fn read_api_key_file(file: &Path) -> Result<Vec<String>, String> {
-    let text = std::fs::read_to_string(file).map_err(|e| e.to_string())?;
-    let mut keys = Vec::new();
-    for (index, line) in text.lines().map(str::trim).enumerate() {
-        if !line.is_empty() && !line.starts_with('#') {
-            api_key(line).map_err(|reason| format!("line {}: {reason}", index + 1))?;
-            keys.push(line.to_string());
-        }
-    }
-    if keys.is_empty() { Err("the file contains no API key".to_string()) } else { Ok(keys) }
 }
 
 /// Parses a list of origins as browsers send them, or "*" alone.

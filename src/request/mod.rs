@@ -3,6 +3,8 @@
 //!
 //! Invariant: a `Request` that intake has admitted is valid; nothing behind intake checks it again.
 
+pub mod client;
+
 pub mod finish;
 
 mod params;
@@ -10,6 +12,7 @@ mod params;
 pub mod sampling;
 
 pub use crate::decoding::{AcceptanceRule, Pooling};
+pub use client::{Class, Client};
 pub use finish::{finish_reason, logit_biases};
 pub use params::{ParamList, SamplingDefaults};
 pub use sampling::{sample_row, validate};
@@ -64,6 +67,12 @@ pub struct Request {
     /// Name of the adapter that changes K and V of the model. Requests with different ones share none. No
     /// API sets it yet.
     pub adapter: Option<Arc<str>>,
+    /// Who sent the request.
+    pub client: Arc<Client>,
+    /// Its class: that of the client, or a later one.
+    pub class: Class,
+    /// Its place among the requests of its class: lower ones go first.
+    pub priority: i32,
     /// When the request arrived.
     pub arrived: Instant,
     /// Maximum duration of the request from its arrival; `None` for no limit.
@@ -216,6 +225,9 @@ impl Request {
             prompt_logprobs: None,
             cache_salt: None,
             adapter: None,
+            client: Client::local(),
+            class: Class::Interactive,
+            priority: 0,
             arrived: Instant::now(),
             time_limit: None,
         }
@@ -279,14 +291,22 @@ pub enum RequestError {
          fit"
     )]
     Busy { coming: usize, waiting: usize, limit: usize },
-    /// 429: `limit` long request bodies wait to be parsed already.
-    #[error("the server is busy: {limit} long request bodies wait to be parsed, which is the limit")]
+    /// 429: `limit` long request bodies wait already, of this client and size, or altogether.
+    #[error("the server is busy: {limit} long request bodies wait for their turn, which is the limit")]
     TooManyLongBodies { limit: usize },
+    /// 429: no memory is left for a request body whose length is not known before.
+    #[error("the server is busy: no memory is left for a longer request body; announce its Content-Length")]
+    NoBodyMemory,
     /// 429: `limit` requests wait for their grammars to be compiled already.
     #[error(
         "the server is busy: {limit} requests wait for their grammars to be compiled, which is the limit"
     )]
     TooManyGrammars { limit: usize },
+    /// 429: the responses of all requests together, this one's included, do not fit into `limit` bytes.
+    #[error(
+        "the server is busy: responses take all of the {limit} bytes that they may (server.response_memory)"
+    )]
+    ResponsesTooLarge { limit: usize },
     /// 504: the request took longer than the server allows.
     #[error("the request took longer than the {limit_s} s this server allows")]
     TimedOut { limit_s: u64 },

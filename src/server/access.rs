@@ -4,16 +4,23 @@
 //! Invariant: every response has an `X-Request-Id`, and every 429 and 503 a `Retry-After`.
 
 use super::App;
+use super::connections::Connection;
 use super::error::ApiError;
+use super::log_limit::LogLimit;
+use crate::request::Client;
 use crate::telemetry;
-use actix_web::body::MessageBody;
+use actix_web::body::{BodySize, BoxBody, MessageBody};
 use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::header::{HeaderName, HeaderValue, RETRY_AFTER};
 use actix_web::http::{ConnectionType, Method, StatusCode};
 use actix_web::middleware::Next;
+use actix_web::web::Bytes;
 use actix_web::{Error, HttpMessage, web};
+use std::error;
 use std::hash::{BuildHasher, RandomState};
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Instant;
 use tracing::{debug, info, warn};
 
@@ -34,9 +41,10 @@ pub struct RequestId(pub Arc<str>);
 pub async fn track_request(
     app: web::Data<App>,
     request: ServiceRequest,
-    next: Next<impl MessageBody>,
-) -> Result<ServiceResponse<impl MessageBody>, Error> {
+    next: Next<impl MessageBody + 'static>,
+) -> Result<ServiceResponse<TrackedBody>, Error> {
     let began = Instant::now();
+    let connection = request.conn_data::<Arc<Connection>>().cloned();
     let id = RequestId::from_request(&request);
     request.extensions_mut().insert(id.clone());
     let mut response = next.call(request).await?;
@@ -51,7 +59,31 @@ pub async fn track_request(
         response.response_mut().head_mut().set_connection_type(ConnectionType::Close);
     }
     log_response(&id, &response, began);
-    Ok(response)
+    Ok(response.map_body(|_, body| TrackedBody { body: body.boxed(), connection }))
+}
+
+/// The body of a response, whose connection is idle when it is dropped.
+pub struct TrackedBody {
+    body: BoxBody,
+    connection: Option<Arc<Connection>>,
+}
+
+impl MessageBody for TrackedBody {
+    type Error = Box<dyn error::Error>;
+
+    fn size(&self) -> BodySize {
+        self.body.size()
+    }
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, Self::Error>>> {
+        Pin::new(&mut self.body).poll_next(cx)
+    }
+}
+
+impl Drop for TrackedBody {
+    fn drop(&mut self) {
+        self.connection.iter().for_each(|connection| connection.end_response());
+    }
 }
 
 impl RequestId {
@@ -78,6 +110,9 @@ fn id_header(id: &str) -> HeaderValue {
     HeaderValue::from_str(id).expect("a request id is ASCII; this is a bug")
 }
 
+/// Limit of log lines about rejected requests, which anyone can cause.
+static REJECTIONS: LogLimit = LogLimit::new();
+
 /// Counts and logs a response.
 fn log_response<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant) {
     let request = response.request();
@@ -87,6 +122,9 @@ fn log_response<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant
         }
         _ => "other",
     };
+    // Requests that were refused before have none.
+    let extensions = request.extensions();
+    let client = extensions.get::<Arc<Client>>().map(|client| &*client.name);
     // Metric labels take few values, whatever paths clients request.
     let pattern = request.match_pattern();
     let path = pattern.as_deref().unwrap_or("other");
@@ -97,21 +135,34 @@ fn log_response<B>(id: &RequestId, response: &ServiceResponse<B>, began: Instant
     let error = response.response().error().and_then(|error| error.as_error::<ApiError>());
     let reason = error.map(|error| error.to_string().chars().take(REASON_CHARS_MAX).collect::<String>());
     let (reason, param) = (reason.as_deref(), error.and_then(ApiError::param));
+    let is_rejected = matches!(status, 400..500 | 503) && path != "/health";
+    let is_logged = !is_rejected
+        || REJECTIONS.allows(Instant::now(), |count| {
+            info!(count, "rejected requests were not logged");
+        });
     // Completed requests log a line of their own; scrapes and probes would fill the log.
     match status {
         _ if path == "/health" => debug!(request = request_id, status, took_ms, "probed"),
-        503 => info!(request = request_id, method, path = request.path(), status, took_ms, "rejected"),
-        500.. => warn!(request = request_id, method, path = request.path(), status, took_ms, "failed"),
+        _ if !is_logged => {
+            debug!(request = request_id, method, path = request.path(), status, reason, "rejected")
+        }
+        503 => {
+            info!(request = request_id, method, path = request.path(), status, took_ms, client, "rejected")
+        }
+        500.. => {
+            warn!(request = request_id, method, path = request.path(), status, took_ms, client, "failed")
+        }
         400.. => info!(
             request = request_id,
             method,
             path = request.path(),
             status,
             took_ms,
+            client,
             param,
             reason,
             "rejected"
         ),
-        _ => debug!(request = request_id, method, path = request.path(), status, took_ms, "answered"),
+        _ => debug!(request = request_id, method, path = request.path(), status, took_ms, client, "answered"),
     }
 }

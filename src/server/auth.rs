@@ -4,9 +4,10 @@
 
 use super::App;
 use super::error::ApiError;
-use super::failed_keys::FailedKeys;
+use super::failed_keys::{FailedKeys, network};
 use super::hosts::AllowedHosts;
-use crate::config::{ApiKeys, MetricsAccess};
+use crate::config::{ApiKey, MetricsAccess};
+use crate::request::client::{Client, ClientId, ClientSettings};
 use actix_cors::Cors;
 use actix_web::body::MessageBody;
 use actix_web::dev::{ServiceRequest, ServiceResponse};
@@ -15,13 +16,14 @@ use actix_web::http::header::{
     AUTHORIZATION, HOST, HeaderMap, HeaderValue, ORIGIN, RETRY_AFTER, WWW_AUTHENTICATE,
 };
 use actix_web::middleware::{Condition, Next};
-use actix_web::{Error, HttpResponse, ResponseError, rt, web};
+use actix_web::{Error, HttpMessage, HttpResponse, ResponseError, rt, web};
 use anyhow::{Result, ensure};
 use std::fmt;
-use std::net::IpAddr;
-use std::sync::{PoisonError, RwLock};
+use std::hash::{BuildHasher, RandomState};
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 use std::time::Instant;
-use subtle::{Choice, ConstantTimeEq};
+use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 /// Maximum time for which a browser may cache the result of a preflight, in seconds.
 const PREFLIGHT_MAX_AGE_S: usize = 3600;
@@ -29,16 +31,20 @@ const PREFLIGHT_MAX_AGE_S: usize = 3600;
 /// Maximum length of a key in bytes.
 const KEY_BYTES_MAX: usize = 256;
 
-/// The accepted API keys, which can be replaced. Without any, all requests are accepted.
-pub struct Keys(RwLock<Vec<PaddedKey>>);
+/// The accepted API keys and their clients, which can be replaced. Without any, all requests are accepted.
+pub struct Keys(RwLock<Vec<(PaddedKey, Arc<Client>)>>);
 
 impl Keys {
     /// Creates the set of accepted keys. An error names a key that is too long by its position.
-    pub fn new(keys: &ApiKeys) -> Result<Keys> {
-        for (i, key) in keys.0.iter().enumerate() {
-            ensure!(key.len() <= KEY_BYTES_MAX, "API key {} is longer than {KEY_BYTES_MAX} bytes", i + 1);
+    pub fn new(keys: &[ApiKey]) -> Result<Keys> {
+        let mut known = Vec::with_capacity(keys.len());
+        for (number, ApiKey { key, name, settings }) in (1..).zip(keys) {
+            ensure!(key.len() <= KEY_BYTES_MAX, "API key {number} is longer than {KEY_BYTES_MAX} bytes");
+            let name = name.as_deref().map_or_else(|| format!("key {number}").into(), Arc::from);
+            let client = Client { id: client_id(key), name, settings: *settings };
+            known.push((PaddedKey::new(key.as_bytes()), Arc::new(client)));
         }
-        Ok(Keys(RwLock::new(keys.0.iter().map(|key| PaddedKey::new(key.as_bytes())).collect())))
+        Ok(Keys(RwLock::new(known)))
     }
 
     /// Accepts the keys of `other` from now on, in the place of these.
@@ -52,16 +58,16 @@ impl Keys {
         self.0.read().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    fn accept(&self, headers: &HeaderMap) -> bool {
-        self.count() == 0 || shown_key(headers).is_some_and(|key| self.contains(key))
-    }
-
-    /// Returns whether a key is among the accepted ones. Compares every key in full, for constant time.
-    fn contains(&self, key: &[u8]) -> bool {
-        let given = PaddedKey::new(key);
+    /// Returns the client whose key a request shows, if it is an accepted one. Compares every key in full, for
+    /// constant time.
+    fn client(&self, headers: &HeaderMap) -> Option<Arc<Client>> {
+        let given = PaddedKey::new(shown_key(headers)?);
         let keys = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        let found = keys.iter().map(|key| key.ct_eq(&given));
-        found.fold(Choice::from(0), |any, found| any | found).into()
+        let numbered = (0..).zip(keys.iter());
+        let found = numbered.fold(u64::MAX, |found, (number, (key, _))| {
+            u64::conditional_select(&found, &number, key.ct_eq(&given))
+        });
+        keys.get(usize::try_from(found).ok()?).map(|(_, client)| client.clone())
     }
 }
 
@@ -69,6 +75,12 @@ impl fmt::Debug for Keys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Keys({})", self.count())
     }
+}
+
+/// Returns the id of a key's client: the same one after the keys were replaced.
+fn client_id(key: &str) -> ClientId {
+    static STATE: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+    ClientId::Key(STATE.hash_one(key))
 }
 
 /// A key padded to a fixed length, so that the time of a comparison does not reveal its length.
@@ -114,31 +126,59 @@ pub struct Rules {
 
 /// Middleware that rejects requests for other hosts with 403, and those without a valid key with 401, except
 /// on the open paths. If no keys are configured, it rejects cross-origin POST requests with 403: a browser
-/// sends them for any page that its user visits.
+/// sends them for any page that its user visits. Accepted requests have their [`Client`] as an extension.
 pub async fn authorize(
     app: web::Data<App>,
     rules: web::Data<Rules>,
     request: ServiceRequest,
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<impl MessageBody>, Error> {
-    match refusal(&app, &rules, &request).await {
+    let client = rules.keys.client(request.headers());
+    match refusal(&app, &rules, &request, client.is_some()).await {
+        None => {
+            let client = client.unwrap_or_else(|| client_by_address(&request, app.config.clients));
+            request.extensions_mut().insert(client);
+            Ok(next.call(request).await?.map_into_left_body())
+        }
+        Some(response) => Ok(request.into_response(response).map_into_right_body()),
+    }
+}
+
+/// Middleware that only rejects requests for other hosts, with 403.
+pub async fn check_host(
+    rules: web::Data<Rules>,
+    request: ServiceRequest,
+    next: Next<impl MessageBody + 'static>,
+) -> Result<ServiceResponse<impl MessageBody>, Error> {
+    match refused_host(&rules, request.headers()) {
         None => Ok(next.call(request).await?.map_into_left_body()),
         Some(response) => Ok(request.into_response(response).map_into_right_body()),
     }
 }
 
-/// Returns the response to a request that is refused.
-async fn refusal(app: &App, rules: &Rules, request: &ServiceRequest) -> Option<HttpResponse> {
-    let (keys, headers) = (&rules.keys, request.headers());
-    if let Some(host) = rules.hosts.find_refused(headers) {
-        let host = String::from_utf8_lossy(host.as_bytes());
-        return Some(ApiError::host_not_allowed(&host).error_response());
+/// Returns the response to a request for a host that is not allowed.
+fn refused_host(rules: &Rules, headers: &HeaderMap) -> Option<HttpResponse> {
+    let host = String::from_utf8_lossy(rules.hosts.find_refused(headers)?.as_bytes());
+    Some(ApiError::host_not_allowed(&host).error_response())
+}
+
+/// Returns the client of a request without a valid key.
+fn client_by_address(request: &ServiceRequest, settings: ClientSettings) -> Arc<Client> {
+    let address = request.peer_addr().map_or(Ipv4Addr::UNSPECIFIED.into(), |peer| peer.ip());
+    Client::at_address(network(address), settings)
+}
+
+/// Returns the response to a request that is refused. `has_key` is whether it shows a valid key.
+async fn refusal(app: &App, rules: &Rules, request: &ServiceRequest, has_key: bool) -> Option<HttpResponse> {
+    let (is_public, headers) = (rules.keys.count() == 0, request.headers());
+    if let Some(response) = refused_host(rules, headers) {
+        return Some(response);
     }
     let is_cross_origin_post = request.method() == Method::POST && is_cross_origin(headers);
-    if keys.count() == 0 && is_cross_origin_post && !is_allowed_origin(&app.config.cors_origins, headers) {
+    if is_public && is_cross_origin_post && !is_allowed_origin(&app.config.cors_origins, headers) {
         return Some(ApiError::cross_origin().error_response());
     }
-    if is_open(request.path(), app.config.metrics_access) || keys.accept(headers) {
+    if is_public || has_key || is_open(request.path(), app.config.metrics_access) {
         return None;
     }
     // Without a key, nothing is guessed.
@@ -200,28 +240,47 @@ pub fn cors(origins: &[String]) -> Condition<Cors> {
 mod tests {
     use super::*;
 
-    fn admits(keys: &[&str], header: &str) -> bool {
-        let keys = Keys::new(&ApiKeys(keys.iter().map(|key| key.to_string()).collect())).unwrap();
+    fn keys(keys: &[&str]) -> Result<Keys> {
+        let settings = ClientSettings::default();
+        let key = |key: &&str| ApiKey { key: key.to_string(), name: None, settings };
+        Keys::new(&keys.iter().map(key).collect::<Vec<_>>())
+    }
+
+    fn client(keys: &Keys, header: &str) -> Option<Arc<Client>> {
         let mut headers = HeaderMap::new();
         headers.insert(AUTHORIZATION, HeaderValue::from_str(header).unwrap());
-        keys.accept(&headers)
+        keys.client(&headers)
     }
 
     #[test]
     fn a_key_is_taken_whole_or_not_at_all() {
         let longest = "k".repeat(KEY_BYTES_MAX);
-        let keys = ["one", "two-longer", &longest];
-        for key in keys {
-            assert!(admits(&keys, &format!("Bearer {key}")), "{key}");
+        let all = ["one", "two-longer", &longest];
+        let known = keys(&all).unwrap();
+        for (number, key) in (1..).zip(all) {
+            let found = client(&known, &format!("Bearer {key}"));
+            assert_eq!(found.map(|client| client.name.to_string()), Some(format!("key {number}")));
         }
         for header in ["bearer one", "BEARER  one ", "Bearer one"] {
-            assert!(admits(&keys, header), "{header}");
+            assert!(client(&known, header).is_some(), "{header}");
         }
         let too_long = format!("Bearer {longest}k");
         for header in ["Bearer on", "Bearer onee", "Bearer ", "Bearer", "Basic one", "one", &too_long] {
-            assert!(!admits(&keys, header), "{header}");
+            assert!(client(&known, header).is_none(), "{header}");
         }
-        assert!(admits(&[], "nothing"));
+    }
+
+    /// What the engine counts for a client goes on after a reload.
+    #[test]
+    fn a_client_is_the_same_one_after_its_keys_were_replaced() {
+        let known = keys(&["one", "two"]).unwrap();
+        let id = |key: &str| client(&known, &format!("Bearer {key}")).map(|client| client.id);
+        let before = [id("one"), id("two")];
+        assert_ne!(before[0], before[1]);
+        known.replace(keys(&["zero", "two", "one"]).unwrap());
+        assert_eq!([id("one"), id("two")], before);
+        known.replace(keys(&["two"]).unwrap());
+        assert_eq!([id("one"), id("two")], [None, before[1]]);
     }
 
     #[test]
@@ -254,9 +313,8 @@ mod tests {
 
     #[test]
     fn keys_are_reported_by_their_number_only() {
-        let keys = ApiKeys(vec!["short".into(), "secret".repeat(50)]);
-        let error = Keys::new(&keys).unwrap_err().to_string();
+        let error = keys(&["short", &"secret".repeat(50)]).unwrap_err().to_string();
         assert_eq!(error, "API key 2 is longer than 256 bytes");
-        assert_eq!(format!("{:?}", Keys::new(&ApiKeys(vec!["secret".into()])).unwrap()), "Keys(1)");
+        assert_eq!(format!("{:?}", keys(&["secret"]).unwrap()), "Keys(1)");
     }
 }

@@ -7,7 +7,7 @@
 use super::ServeParts;
 use super::error::ApiError;
 use super::fields::{Fields, shorten};
-use super::prompt_ids::{PromptIds, check_encoder_input_len, check_vocabulary, encode};
+use super::prompt_ids::{PromptIds, check_encoder_input_len, check_vocabulary, encode, encode_encoder_input};
 use super::prompts::{Prompt, parse_prompt, parse_token_id};
 use crate::actors::EncoderDecoderPrompting;
 use crate::request::RequestError;
@@ -183,9 +183,9 @@ fn encoder_input_ids(
             return Err(ApiError::invalid(SOURCE_LANG, message));
         }
         (Prompt::Ids(ids), None) => ids,
-        (Prompt::Text(text), None) => encode(parts, &text, add_special, "prompt")?,
+        (Prompt::Text(text), None) => encode_encoder_input(parts, &text, add_special, "prompt", name)?,
         (Prompt::Text(text), Some(language)) => {
-            let ids = encode(parts, &text, add_special, "prompt")?;
+            let ids = encode_encoder_input(parts, &text, add_special, "prompt", name)?;
             parts.special_tokens.with_language(ids, language)
         }
     };

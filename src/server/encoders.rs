@@ -5,26 +5,32 @@
 //! Invariant: the outputs are in the order of the texts, an error in one text fails the request, and once the
 //! first texts are accepted, the others are accepted too.
 
+use super::body::RequestBody;
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields, UnsupportedParams};
-use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode};
+use super::held_body::held_body;
+use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode_encoder_input};
 use super::prompts::{Prompt, parse_prompts};
 use super::respond::{admit, interrupt, parse_off_loop};
 use super::{App, ServeParts};
 use crate::actors::TokenStream;
 use crate::actors::request_metrics::RequestMetrics;
-use crate::request::{FinishReason, Request, RequestError, Task, TokenEvent};
+use crate::actors::response_memory::{HeldBytes, event_bytes};
+use crate::request::{Client, FinishReason, Request, RequestError, Task, TokenEvent};
 use actix_web::web::{self, Bytes};
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
 use serde::Serialize;
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::select;
 use tokio::time::Instant;
 
 /// Maximum number of texts of one request, as in the OpenAI API.
 const INPUTS_MAX: usize = 2048;
+
+/// Maximum memory of an output while the response is written, as a multiple of the output: a number of an
+/// embedding has up to 14 characters in JSON, whose buffer grows by doubling.
+const WRITTEN_FACTOR: usize = 12;
 
 /// Responses for more texts than this are serialized off the event loop.
 pub const INLINE_INPUTS: usize = 16;
@@ -102,7 +108,7 @@ fn tokenize_text(
     }
     let ids = match text {
         Prompt::Ids(ids) => ids,
-        Prompt::Text(text) => encode(parts, &text, add_special, "input")?,
+        Prompt::Text(text) => encode_encoder_input(parts, &text, add_special, "input", name)?,
     };
     if ids.is_empty() {
         return Err(empty());
@@ -112,22 +118,24 @@ fn tokenize_text(
     Ok(ids.into())
 }
 
-/// Handles a request: parses the body, runs its inputs and serializes the response. Returns it with the
+/// Handles a request of a client: parses the body, runs its inputs and serializes the response. Returns it with the
 /// ignored fields of the request.
 pub async fn run_encoder_request<Q: EncoderApi>(
     app: &Arc<App>,
     id: Arc<str>,
-    body: Bytes,
+    client: Arc<Client>,
+    body: RequestBody,
 ) -> Result<(Bytes, IgnoredFields), ApiError> {
     let arrived = Instant::now();
     let _open = admit(app, Q::PATH)?;
-    let ((question, inputs), ignored) = parse_off_loop(app, body, Q::parse).await?;
-    let found = EncoderCall::new(app, id, arrived).run(&inputs).await?;
+    let ((question, inputs), ignored) = parse_off_loop(app, body, app.parts.longest_text, Q::parse).await?;
+    let held = app.parts.status.responses.hold();
+    let found = EncoderCall { app, id, client, arrived, held: &held }.run(&inputs).await?;
     if !question.is_large(found.len()) {
-        return Ok((serialize_response(&app.parts, &question, found)?, ignored));
+        return Ok((serialize_response(&app.parts, &question, found, held)?, ignored));
     }
     let app = app.clone();
-    let written = web::block(move || serialize_response(&app.parts, &question, found));
+    let written = web::block(move || serialize_response(&app.parts, &question, found, held));
     let failed = |error| ApiError::internal(format!("serializing the response failed: {error}"));
     Ok((written.await.map_err(failed)??, ignored))
 }
@@ -136,25 +144,24 @@ fn serialize_response<Q: EncoderApi>(
     parts: &ServeParts,
     question: &Q,
     found: Vec<EncoderOutput>,
+    held: HeldBytes,
 ) -> Result<Bytes, ApiError> {
     let answer = question.build_response(parts, found)?;
     let json = serde_json::to_vec(&answer).expect("wire types always serialize; this is a bug");
-    Ok(json.into())
+    Ok(held_body(held, json))
 }
 
 /// A request whose inputs run in the engine.
 struct EncoderCall<'a> {
     app: &'a App,
     id: Arc<str>,
+    client: Arc<Client>,
     arrived: Instant,
-    time_limit: Option<Duration>,
+    /// The memory of its outputs.
+    held: &'a HeldBytes,
 }
 
 impl EncoderCall<'_> {
-    fn new(app: &App, id: Arc<str>, arrived: Instant) -> EncoderCall<'_> {
-        EncoderCall { app, id, arrived, time_limit: app.config.request_timeout }
-    }
-
     /// Runs all inputs and returns their outputs in order. At most half of the engine's capacity is used at a
     /// time; as inputs finish, further ones are submitted.
     async fn run(self, inputs: &[EncoderInput]) -> Result<Vec<EncoderOutput>, RequestError> {
@@ -164,7 +171,7 @@ impl EncoderCall<'_> {
         let first_request = first[0].clone();
         let streams = self.app.parts.intake.submit(first).await?;
         let mut measure = RequestMetrics::new(&first_request).with_prompt_tokens(tokens);
-        let ends = self.time_limit.map(|limit| (self.arrived + limit, limit));
+        let ends = self.app.config.request_timeout.map(|limit| (self.arrived + limit, limit));
         let ended = select! {
             biased;
             ended = self.collect_outputs(inputs, streams, &measure) => ended,
@@ -191,7 +198,7 @@ impl EncoderCall<'_> {
         let mut submitted = first.len();
         let numbered = first.into_iter().enumerate();
         let mut pending: FuturesUnordered<_> =
-            numbered.map(|(index, stream)| collect_events(index, stream, measure)).collect();
+            numbered.map(|(index, stream)| self.collect_events(index, stream, measure)).collect();
         while let Some(done) = pending.next().await {
             let mut finished = vec![done?];
             while let Some(Some(another)) = pending.next().now_or_never() {
@@ -207,7 +214,7 @@ impl EncoderCall<'_> {
                     .submit_continuation(self.requests(&inputs[submitted..next]))
                     .await?;
                 let numbered = (submitted..).zip(streams);
-                pending.extend(numbered.map(|(index, stream)| collect_events(index, stream, measure)));
+                pending.extend(numbered.map(|(index, stream)| self.collect_events(index, stream, measure)));
                 submitted = next;
             }
         }
@@ -218,27 +225,33 @@ impl EncoderCall<'_> {
         let request = |EncoderInput { ids, task }: &EncoderInput| Request {
             task: task.clone(),
             encoder_input: ids.clone(),
+            client: self.client.clone(),
+            class: self.client.settings.class,
             arrived: self.arrived.into(),
-            time_limit: self.time_limit,
+            time_limit: self.app.config.request_timeout,
             ..Request::greedy(self.id.clone(), [], 0)
         };
         inputs.iter().map(request).collect()
     }
-}
 
-/// Collects all events of an input. Returns them with the input's index.
-async fn collect_events(
-    index: usize,
-    mut stream: TokenStream,
-    measure: &RequestMetrics,
-) -> Result<(usize, Vec<TokenEvent>), RequestError> {
-    let mut events = Vec::new();
-    loop {
-        match stream.next().await {
-            Some(TokenEvent::Finished(_)) => return Ok((index, events)),
-            Some(TokenEvent::Failed(error)) => return Err(error),
-            Some(event) => events.push(event),
-            None => return Err(measure.closed_error()),
+    /// Collects all events of an input. Returns them with the input's index.
+    async fn collect_events(
+        &self,
+        index: usize,
+        mut stream: TokenStream,
+        measure: &RequestMetrics,
+    ) -> Result<(usize, Vec<TokenEvent>), RequestError> {
+        let mut events = Vec::new();
+        loop {
+            match stream.next().await {
+                Some(TokenEvent::Finished(_)) => return Ok((index, events)),
+                Some(TokenEvent::Failed(error)) => return Err(error),
+                Some(event) => {
+                    self.held.grow(WRITTEN_FACTOR * event_bytes(&event))?;
+                    events.push(event);
+                }
+                None => return Err(measure.closed_error()),
+            }
         }
     }
 }

@@ -251,7 +251,9 @@ impl From<RequestError> for ApiError {
             }
             RequestError::Busy { .. }
             | RequestError::TooManyLongBodies { .. }
-            | RequestError::TooManyGrammars { .. } => {
+            | RequestError::NoBodyMemory
+            | RequestError::TooManyGrammars { .. }
+            | RequestError::ResponsesTooLarge { .. } => {
                 ApiError::new(StatusCode::TOO_MANY_REQUESTS, "server_busy", message)
             }
             RequestError::Interrupted => ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shut_down", message),

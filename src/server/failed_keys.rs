@@ -55,7 +55,7 @@ impl FailedKeys {
 
 /// Returns what counts as one address: of IPv6, the network of 64 bits, in which a client can choose its
 /// address.
-fn network(address: IpAddr) -> IpAddr {
+pub fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() >> 64 << 64)),
         address => address,

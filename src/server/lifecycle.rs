@@ -4,30 +4,35 @@
 //! accepted; after the second the server only waits until error responses have reached the clients.
 
 use super::access::track_request;
-use super::auth::{Keys, Rules, authorize, cors};
+use super::auth::{Keys, Rules, authorize, check_host, cors};
+use super::connections::Connections;
 use super::failed_keys::FailedKeys;
 use super::hosts::AllowedHosts;
-use super::routes::routes;
+use super::listener::{Acceptor, add_listener};
+use super::open_files::{FILES_PER_WORKER, connection_limit};
+use super::routes::{metrics_route, routes};
 use super::tls::{self, Certificate};
 use super::{App, ServeParts};
 use crate::config::ServerConfig;
 use crate::telemetry;
-use actix_web::dev::Server as HttpServerRun;
+use actix_server::{Server as HttpServerRun, ServerBuilder};
 use actix_web::middleware::from_fn;
 use actix_web::rt::net::TcpSocket;
-use actix_web::{HttpServer, rt, web};
+use actix_web::{rt, web};
 use anyhow::{Context, Result, anyhow, bail};
 use metrics_exporter_prometheus::PrometheusHandle;
 #[cfg(target_os = "linux")]
 use socket2::SockRef;
 use std::io;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::num::NonZero;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread::Builder;
 use std::time::Duration;
 use tokio::select;
 use tokio::sync::mpsc::UnboundedReceiver;
+use tokio_rustls::TlsAcceptor;
 use tracing::{info, warn};
 
 /// Maximum time for finished responses to reach the clients' sockets.
@@ -45,23 +50,51 @@ const UNREAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 2048;
 
+/// Maximum number of connections to the listener of the metrics.
+const METRICS_CONNECTIONS: usize = 32;
+
+/// Returns the maximum number of threads of a worker besides its own: they parse requests, compile grammars,
+/// and write responses.
+pub fn blocking_threads(config: &ServerConfig) -> usize {
+    config.workers + config.grammar.threads + WRITERS
+}
+
+/// Number of these threads that are left for responses when every other one is in use.
+const WRITERS: usize = 4;
+
 /// A server before its engine is ready: the address is bound, and keys and certificate are read. Connections
 /// are refused until [`BoundServer::serve`] is called.
 pub struct BoundServer {
     config: ServerConfig,
     sockets: Vec<TcpSocket>,
+    /// Sockets of the metrics' own listener.
+    metrics_sockets: Vec<TcpSocket>,
     keys: web::Data<Keys>,
     certificate: Option<Arc<Certificate>>,
+    /// Maximum number of connections.
+    connections: usize,
 }
 
 impl BoundServer {
+    /// Returns the maximum number of connections: the configured one, or as many as files can be open.
+    pub fn connections(&self) -> usize {
+        self.connections
+    }
+
     /// Binds the configured address and reads keys and certificate. Must be called within an actix system.
     pub fn bind(config: ServerConfig) -> Result<BoundServer> {
         check_workers(config.workers)?;
         let keys = web::Data::new(Keys::new(&config.load_api_keys()?)?);
         let certificate = config.tls.as_ref().map(Certificate::read).transpose()?.map(Arc::new);
-        let sockets = bind_sockets(&config).with_context(|| listen_error(&config))?;
-        Ok(BoundServer { config, sockets, keys, certificate })
+        let sockets = bind_sockets(&config.host, config.port).with_context(|| listen_error(&config))?;
+        let metrics_sockets = match &config.metrics_listener {
+            None => Vec::new(),
+            Some((host, port)) => bind_sockets(host, port.get()).with_context(|| {
+                format!("cannot listen on {host}:{port} (server.metrics_host, server.metrics_port)")
+            })?,
+        };
+        let connections = connection_limit(config.max_connections, config.workers)?;
+        Ok(BoundServer { config, sockets, metrics_sockets, keys, certificate, connections })
     }
 
     /// Returns a handle that reads keys and certificate again.
@@ -72,15 +105,15 @@ impl BoundServer {
 
     /// Starts to listen, for the engine of `parts`. Must be called within an actix system.
     pub fn serve(self, parts: ServeParts) -> Result<Server> {
-        let BoundServer { config, sockets, keys, certificate } = self;
+        let BoundServer { config, sockets, metrics_sockets, keys, certificate, connections } = self;
         let tls = certificate.map(tls::server_config).transpose()?;
-        let addresses: Vec<_> = sockets.iter().flat_map(TcpSocket::local_addr).collect();
-        let hosts = AllowedHosts::new(&config, &addresses);
-        let rules = web::Data::new(Rules { keys, hosts, failed: FailedKeys::default() });
+        let hosts = AllowedHosts::new(&config, &addresses_of(&sockets));
+        let rules = web::Data::new(Rules { keys: keys.clone(), hosts, failed: FailedKeys::default() });
         let metrics = telemetry::install(None);
         let app = web::Data::new(App::new(parts, config.clone()));
         let (data, origins) = (app.clone(), config.cors_origins.clone());
         let shown = web::Data::new(metrics.clone());
+        let with_metrics = config.metrics_listener.is_none();
         // The last middleware sees requests first: rejected ones have a request id, and CORS headers too.
         let new_app = move || {
             actix_web::App::new()
@@ -91,27 +124,74 @@ impl BoundServer {
                 .wrap(cors(&origins))
                 .wrap(from_fn(track_request))
                 .configure(routes)
+                .configure(|config| {
+                    if with_metrics {
+                        metrics_route(config)
+                    }
+                })
         };
-        let mut server = HttpServer::new(new_app)
+        let address = *addresses_of(&sockets).first().context("no address was bound")?;
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let address_limit = config.max_connections_per_address.map(NonZero::get);
+        let acceptor = Acceptor {
+            connections: Connections::new(connections, address_limit),
+            tls: tls.map(|tls| TlsAcceptor::from(Arc::new(tls))),
+            keep_alive: config.keep_alive,
+        };
+        let per_worker = connections / config.workers + FILES_PER_WORKER as usize / 2;
+        let mut server = ServerBuilder::new()
             .workers(config.workers)
-            .keep_alive(config.keep_alive)
-            // A client that disconnects must drop the handler of its request.
-            .h1_allow_half_closed(false)
+            .worker_max_blocking_threads(blocking_threads(&config))
+            // Reached only if a worker is behind with what is accepted already.
+            .max_concurrent_connections(per_worker)
             .shutdown_timeout(FLUSH_TIMEOUT.as_secs())
             .disable_signals();
-        for socket in sockets {
-            let listener = socket.listen(BACKLOG).and_then(|listener| listener.into_std());
-            server = match (listener, &tls) {
-                (Ok(listener), None) => server.listen(listener),
-                (Ok(listener), Some(tls)) => server.listen_rustls_0_23(listener, tls.clone()),
-                (Err(error), _) => Err(error),
-            }
-            .with_context(|| listen_error(&config))?;
+        for listener in listen(sockets).with_context(|| listen_error(&config))? {
+            server = add_listener(server, listener, acceptor.clone(), new_app.clone())?;
         }
-        let address = *server.addrs().first().context("no address was bound")?;
-        let scheme = if tls.is_some() { "https" } else { "http" };
+        server = listen_for_metrics(server, metrics_sockets, &config, keys, (app.clone(), metrics.clone()))?;
         Ok(Server { run: server.run(), address, scheme, app, metrics })
     }
+}
+
+/// Adds the metrics' own listener to a server, if it has one.
+fn listen_for_metrics(
+    mut server: ServerBuilder,
+    sockets: Vec<TcpSocket>,
+    config: &ServerConfig,
+    keys: web::Data<Keys>,
+    (app, metrics): (web::Data<App>, PrometheusHandle),
+) -> Result<ServerBuilder> {
+    let Some((host, _)) = &config.metrics_listener else { return Ok(server) };
+    let config = ServerConfig { host: host.clone(), tls: None, ..config.clone() };
+    let hosts = AllowedHosts::new(&config, &addresses_of(&sockets));
+    let rules = web::Data::new(Rules { keys, hosts, failed: FailedKeys::default() });
+    let shown = web::Data::new(metrics);
+    let new_app = move || {
+        actix_web::App::new()
+            .app_data(app.clone())
+            .app_data(rules.clone())
+            .app_data(shown.clone())
+            .wrap(from_fn(check_host))
+            .wrap(from_fn(track_request))
+            .configure(metrics_route)
+    };
+    let connections = Connections::new(METRICS_CONNECTIONS, None);
+    let acceptor = Acceptor { connections, tls: None, keep_alive: config.keep_alive };
+    for listener in listen(sockets).context("cannot listen on server.metrics_port")? {
+        info!("metrics on http://{}/metrics", listener.local_addr()?);
+        server = add_listener(server, listener, acceptor.clone(), new_app.clone())?;
+    }
+    Ok(server)
+}
+
+fn addresses_of(sockets: &[TcpSocket]) -> Vec<SocketAddr> {
+    sockets.iter().flat_map(TcpSocket::local_addr).collect()
+}
+
+/// Begins to listen on bound sockets.
+fn listen(sockets: Vec<TcpSocket>) -> io::Result<Vec<TcpListener>> {
+    sockets.into_iter().map(|socket| socket.listen(BACKLOG)?.into_std()).collect()
 }
 
 /// Reads the API keys of the key file, the certificate and its key again.
@@ -169,10 +249,10 @@ fn check_workers(workers: usize) -> Result<()> {
 }
 
 /// Binds a socket to each address of the configured host. Fails only if none can be bound.
-fn bind_sockets(config: &ServerConfig) -> io::Result<Vec<TcpSocket>> {
+fn bind_sockets(host: &str, port: u16) -> io::Result<Vec<TcpSocket>> {
     let mut taken = Vec::new();
     let mut failed = None;
-    for address in (config.host.as_str(), config.port).to_socket_addrs()? {
+    for address in (host, port).to_socket_addrs()? {
         match bind_socket(address) {
             Ok(socket) => taken.push(socket),
             Err(error) => failed = Some(error),

@@ -3,6 +3,7 @@
 //!
 //! Invariant: responses equal those that an HTTP client gets, except for the status line and headers.
 
+use super::body::RequestBody;
 use super::chat::ChatApi;
 use super::completions::CompletionsApi;
 use super::embeddings::EmbeddingsRequest;
@@ -12,6 +13,7 @@ use super::fill_mask::FillMaskRequest;
 use super::respond::{GenerationApi, ResponseBody, respond};
 use super::{App, RequestId, ServeParts};
 use crate::config::ServerConfig;
+use crate::request::Client;
 use serde_json::Value;
 use std::sync::Arc;
 
@@ -28,17 +30,17 @@ impl LocalApi {
 
     /// Handles a request body posted to `path`. Fails if `path` is not one of the model's endpoints.
     pub async fn post(&self, path: &str, body: &Value) -> Result<ResponseBody, ApiError> {
-        let (app, id) = (&self.0, RequestId::generate().0);
-        let body = body.to_string().into();
+        let (app, id, client) = (&self.0, RequestId::generate().0, Client::local());
+        let body = RequestBody::local(body.to_string().into());
         match path {
-            CompletionsApi::PATH => Ok(respond::<CompletionsApi>(app, id, body).await?.body),
-            ChatApi::PATH => Ok(respond::<ChatApi>(app, id, body).await?.body),
+            CompletionsApi::PATH => Ok(respond::<CompletionsApi>(app, id, client, body).await?.body),
+            ChatApi::PATH => Ok(respond::<ChatApi>(app, id, client, body).await?.body),
             EmbeddingsRequest::PATH => {
-                let (json, _) = run_encoder_request::<EmbeddingsRequest>(app, id, body).await?;
+                let (json, _) = run_encoder_request::<EmbeddingsRequest>(app, id, client, body).await?;
                 Ok(ResponseBody::Json(json))
             }
             FillMaskRequest::PATH => {
-                let (json, _) = run_encoder_request::<FillMaskRequest>(app, id, body).await?;
+                let (json, _) = run_encoder_request::<FillMaskRequest>(app, id, client, body).await?;
                 Ok(ResponseBody::Json(json))
             }
             _ => Err(ApiError::not_found(&app.parts.model.endpoints)),

@@ -14,6 +14,16 @@ pub mod auth;
 
 pub mod tls;
 
+mod connections;
+
+mod listener;
+
+mod open_files;
+
+mod held_body;
+
+mod log_limit;
+
 mod failed_keys;
 
 mod hosts;
@@ -48,6 +58,10 @@ mod prompts;
 
 mod prompt_ids;
 
+mod turns;
+
+mod body;
+
 mod special_tokens;
 
 mod fields;
@@ -61,7 +75,7 @@ pub mod info;
 #[cfg(test)]
 mod tests;
 
-pub use lifecycle::{BoundServer, Server, ShutdownOutcome};
+pub use lifecycle::{BoundServer, Server, ShutdownOutcome, blocking_threads};
 pub use local::LocalApi;
 pub use respond::ResponseBody;
 
@@ -75,6 +89,7 @@ use special_tokens::SpecialTokens;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use turns::{FairPool, PoolLimits};
 
 /// Handles to the engine and the model data that the server needs.
 #[derive(Clone)]
@@ -85,6 +100,8 @@ pub struct ServeParts {
     pub model: ModelInfo,
     pub sampling: Arc<ModelSampling>,
     special_tokens: SpecialTokens,
+    /// Length in bytes beyond which no prompt is tokenized.
+    longest_text: usize,
 }
 
 impl ServeParts {
@@ -97,7 +114,8 @@ impl ServeParts {
         sampling: Arc<ModelSampling>,
     ) -> ServeParts {
         let tokens = SpecialTokens::new(&tokenizer, &model.prompting, &model.output_formats);
-        ServeParts { intake, status, tokenizer, model, sampling, special_tokens: tokens }
+        let longest_text = tokenizer.longest_text(model.context.max(model.encoder_context));
+        ServeParts { intake, status, tokenizer, model, sampling, special_tokens: tokens, longest_text }
     }
 }
 
@@ -109,13 +127,18 @@ impl From<&Engine> for ServeParts {
     }
 }
 
+/// The fraction of `server.request_memory` that is for the bodies themselves; the rest is for parsing them.
+const BODIES_SHARE: usize = 4;
+
 /// State that all request handlers share.
 pub struct App {
     pub parts: ServeParts,
     pub config: ServerConfig,
     grammars: Grammars,
-    /// Limits how many long request bodies are parsed at once.
-    long_bodies: BoundedSemaphore,
+    /// Memory of the long request bodies that are received, wait or are parsed.
+    bodies: FairPool,
+    /// Turns of long request bodies to be parsed and tokenized, and the memory that this takes.
+    parsing: FairPool,
     open_responses: Arc<AtomicUsize>,
     /// Set to true when shutdown aborts the requests in flight.
     abort: watch::Sender<bool>,
@@ -123,10 +146,13 @@ pub struct App {
 
 impl App {
     fn new(parts: ServeParts, config: ServerConfig) -> App {
+        let bodies_bytes = config.request_memory_bytes / BODIES_SHARE;
         App {
             grammars: Grammars::new(&parts, &config.grammar),
-            long_bodies: BoundedSemaphore::new(config.workers, |limit| RequestError::TooManyLongBodies {
-                limit,
+            bodies: FairPool::new(PoolLimits { memory: bodies_bytes, turns: None }),
+            parsing: FairPool::new(PoolLimits {
+                memory: config.request_memory_bytes - bodies_bytes,
+                turns: Some(config.workers),
             }),
             parts,
             config,

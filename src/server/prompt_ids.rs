@@ -5,6 +5,7 @@
 use super::ServeParts;
 use super::error::ApiError;
 use super::fields::shorten;
+use crate::text::Encoded;
 use std::sync::Arc;
 
 /// Token ids of a prompt.
@@ -31,10 +32,67 @@ impl PromptIds {
     }
 }
 
-/// Tokenizes a text. Errors name the parameter `param`.
+/// Tokenizes a prompt, or a part of it. Errors name the parameter `param`. A text that has far more tokens
+/// than the model's context is not tokenized to its end.
 pub fn encode(parts: &ServeParts, text: &str, add_special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
-    let ids = parts.tokenizer.encode(text, add_special);
-    ids.map_err(|error| ApiError::invalid(param, format!("'{param}' cannot be tokenized: {error}")))
+    let context = parts.model.context;
+    encode_at_most(parts, text, add_special, context, param).and_then(|encoded| {
+        encoded.map_err(|tokens| {
+            let message = format!(
+                "the {param} has at least {tokens} tokens, which leaves no room for generated tokens in the \
+                 context of {context} tokens"
+            );
+            ApiError::too_long(param, message)
+        })
+    })
+}
+
+/// Tokenizes an encoder input, as [`encode`] does for the encoder's context. `what` is what the message calls
+/// the value of the parameter `param`.
+pub fn encode_encoder_input(
+    parts: &ServeParts,
+    text: &str,
+    add_special: bool,
+    param: &str,
+    what: &str,
+) -> Result<Vec<u32>, ApiError> {
+    let most = parts.model.encoder_context;
+    encode_at_most(parts, text, add_special, most, param).and_then(|encoded| {
+        encoded.map_err(|tokens| {
+            let message =
+                format!("{what} has at least {tokens} tokens, more than the {most} that the encoder accepts");
+            ApiError::too_long(param, message)
+        })
+    })
+}
+
+/// Tokenizes a text of at most about `most` tokens; the inner error is how many it has at least.
+fn encode_at_most(
+    parts: &ServeParts,
+    text: &str,
+    add_special: bool,
+    most: usize,
+    param: &str,
+) -> Result<Result<Vec<u32>, usize>, ApiError> {
+    match parts.tokenizer.encode_at_most(text, add_special, most) {
+        Ok(Encoded::Ids(ids)) => Ok(Ok(ids)),
+        Ok(Encoded::TooMany(tokens)) => Ok(Err(tokens)),
+        Err(error) => Err(cannot_be_tokenized(param, &error)),
+    }
+}
+
+/// Tokenizes a text of any length. Errors name the parameter `param`.
+pub fn encode_any(
+    parts: &ServeParts,
+    text: &str,
+    add_special: bool,
+    param: &str,
+) -> Result<Vec<u32>, ApiError> {
+    parts.tokenizer.encode(text, add_special).map_err(|error| cannot_be_tokenized(param, &error))
+}
+
+fn cannot_be_tokenized(param: &str, error: &anyhow::Error) -> ApiError {
+    ApiError::invalid(param, format!("'{param}' cannot be tokenized: {error}"))
 }
 
 /// Returns an error if a token is not in the model's vocabulary; a tokenizer may have more tokens than the

@@ -3,6 +3,7 @@
 //! Invariant: a path answers other methods than its own with 405 and an `Allow` header.
 
 use super::access::RequestId;
+use super::body::{BodyHead, RequestBody};
 use super::chat::ChatApi;
 use super::completions::CompletionsApi;
 use super::embeddings::EmbeddingsRequest;
@@ -13,30 +14,31 @@ use super::fill_mask::FillMaskRequest;
 use super::respond::{ApiResponse, GenerationApi, ResponseBody, parse_off_loop, respond};
 use super::tokenize::{detokenize, tokenize};
 use super::{App, OpenResponse, ServeParts, info};
+use crate::request::Client;
 use crate::telemetry;
 use actix_web::body::SizedStream;
-use actix_web::dev::Payload;
-use actix_web::http::header::{ALLOW, CACHE_CONTROL, CONTENT_LENGTH, CONTENT_TYPE, HeaderName, HeaderValue};
+use actix_web::http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
 use actix_web::web::{self, Bytes};
-use actix_web::{FromRequest, HttpRequest, HttpResponse, Resource, ResponseError, Route, guard, rt};
+use actix_web::{HttpResponse, Resource, ResponseError, Route, guard};
 use async_stream::stream;
 use futures_util::{Stream, StreamExt};
 use serde::Serialize;
 use std::convert::Infallible;
-use std::future::{Ready, ready};
-use std::time::Duration;
+use std::sync::Arc;
 use tracing::info;
 
 /// Response header with the ignored fields of a request.
 const IGNORED_FIELDS: HeaderName = HeaderName::from_static("x-mainstem-ignored");
 
-/// Maximum time for a request body to arrive.
-const BODY_TIMEOUT: Duration = Duration::from_secs(60);
-
 /// Size of the chunks in which a response body is passed to the connection.
 const CHUNK_BYTES: usize = 32 << 10;
 
-/// Registers all paths with their handlers.
+/// Registers the path of the metrics.
+pub fn metrics_route(config: &mut web::ServiceConfig) {
+    config.service(resource("/metrics", GET).route(get().to(info::metrics)));
+}
+
+/// Registers all paths but that of the metrics, with their handlers.
 pub fn routes(config: &mut web::ServiceConfig) {
     config
         .service(
@@ -54,7 +56,6 @@ pub fn routes(config: &mut web::ServiceConfig) {
         .service(resource("/v1/models", GET).route(get().to(info::models)))
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(info::model)))
         .service(resource("/health", GET).route(get().to(info::health)))
-        .service(resource("/metrics", GET).route(get().to(info::metrics)))
         .service(resource("/version", GET).route(get().to(info::version)))
         .default_service(web::to(async |app: web::Data<App>| {
             Err::<HttpResponse, ApiError>(ApiError::not_found(&app.parts.model.endpoints))
@@ -64,18 +65,13 @@ pub fn routes(config: &mut web::ServiceConfig) {
         let tokens = resource(&format!("{prefix}/tokenize"), "POST");
         let texts = resource(&format!("{prefix}/detokenize"), "POST");
         config
-            .service(
-                tokens.route(
-                    web::post().to(|app, id, length, body| {
-                        handle_tokenizer_request(app, id, length, body, tokenize)
-                    }),
-                ),
-            )
+            .service(tokens.route(
+                web::post().to(|app, id, head, body| handle_tokenizer_request(app, id, head, body, tokenize)),
+            ))
             .service(
                 texts.route(
-                    web::post().to(|app, id, length, body| {
-                        handle_tokenizer_request(app, id, length, body, detokenize)
-                    }),
+                    web::post()
+                        .to(|app, id, head, body| handle_tokenizer_request(app, id, head, body, detokenize)),
                 ),
             );
     }
@@ -102,13 +98,14 @@ fn resource(path: &str, allowed: &'static str) -> Resource {
 async fn handle_generation<A: GenerationApi + 'static>(
     app: web::Data<App>,
     id: web::ReqData<RequestId>,
-    length: AnnouncedLength,
+    client: web::ReqData<Arc<Client>>,
+    head: BodyHead,
     payload: web::Payload,
 ) -> Result<HttpResponse, ApiError> {
     // Registered after the upload: shutdown must not wait for an upload that never ends.
-    let body = read_body(length, payload, app.config.body_limit_bytes).await?;
+    let body = RequestBody::receive(&app, head, payload).await?;
     let open = app.open_response();
-    let ApiResponse { body, ignored } = respond::<A>(&app, id.0.clone(), body).await?;
+    let ApiResponse { body, ignored } = respond::<A>(&app, id.0.clone(), client.into_inner(), body).await?;
     let response = match body {
         ResponseBody::Json(json) => json_response(json, open),
         ResponseBody::Events(events) => HttpResponse::Ok()
@@ -135,12 +132,13 @@ fn name_ignored_fields(mut response: HttpResponse, id: &RequestId, ignored: &Ign
 async fn handle_encoder_request<Q: EncoderApi>(
     app: web::Data<App>,
     id: web::ReqData<RequestId>,
-    length: AnnouncedLength,
+    client: web::ReqData<Arc<Client>>,
+    head: BodyHead,
     payload: web::Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let body = read_body(length, payload, app.config.body_limit_bytes).await?;
+    let body = RequestBody::receive(&app, head, payload).await?;
     let open = app.open_response();
-    let (json, ignored) = run_encoder_request::<Q>(&app, id.0.clone(), body).await?;
+    let (json, ignored) = run_encoder_request::<Q>(&app, id.0.clone(), client.into_inner(), body).await?;
     Ok(name_ignored_fields(json_response(json, open), &id, &ignored))
 }
 
@@ -165,36 +163,11 @@ fn body_chunks(body: Bytes, open: OpenResponse) -> impl Stream<Item = Result<Byt
 async fn handle_tokenizer_request<T: Serialize + Send + 'static>(
     app: web::Data<App>,
     id: web::ReqData<RequestId>,
-    length: AnnouncedLength,
+    head: BodyHead,
     payload: web::Payload,
     answer: fn(&ServeParts, Fields) -> Result<T, ApiError>,
 ) -> Result<HttpResponse, ApiError> {
-    let body = read_body(length, payload, app.config.body_limit_bytes).await?;
-    let (answer, ignored) = parse_off_loop(&app, body, answer).await?;
+    let body = RequestBody::receive(&app, head, payload).await?;
+    let (answer, ignored) = parse_off_loop(&app, body, usize::MAX, answer).await?;
     Ok(name_ignored_fields(HttpResponse::Ok().json(answer), &id, &ignored))
-}
-
-/// The length of a request's body according to its `Content-Length` header, if it has one.
-struct AnnouncedLength(Option<u64>);
-
-impl FromRequest for AnnouncedLength {
-    type Error = Infallible;
-    type Future = Ready<Result<AnnouncedLength, Infallible>>;
-
-    fn from_request(request: &HttpRequest, _: &mut Payload) -> Self::Future {
-        let length = request.headers().get(CONTENT_LENGTH).and_then(|length| length.to_str().ok());
-        ready(Ok(AnnouncedLength(length.and_then(|length| length.parse().ok()))))
-    }
-}
-
-/// Reads a request body of at most `limit` bytes. One that is announced to be longer is not read.
-async fn read_body(length: AnnouncedLength, payload: web::Payload, limit: usize) -> Result<Bytes, ApiError> {
-    if length.0.is_some_and(|length| length > limit as u64) {
-        return Err(ApiError::body_too_large(limit));
-    }
-    let read = rt::time::timeout(BODY_TIMEOUT, payload.to_bytes_limited(limit))
-        .await
-        .map_err(|_| ApiError::body_too_slow(BODY_TIMEOUT))?
-        .map_err(|_| ApiError::body_too_large(limit))?;
-    read.map_err(|error| ApiError::malformed(format!("the request body cannot be read: {error}")))
 }

@@ -49,11 +49,13 @@ impl ResolvesServerCert for Certificate {
 
 /// Returns the server configuration for TLS 1.2 and 1.3 with a certificate.
 pub fn server_config(certificate: Arc<Certificate>) -> Result<ServerConfig> {
-    Ok(ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+    let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
         .context("TLS cannot be set up")?
         .with_no_client_auth()
-        .with_cert_resolver(certificate))
+        .with_cert_resolver(certificate);
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(config)
 }
 
 /// Reads the certificate chain, in the file's order.

@@ -7,7 +7,7 @@ use super::chat::render_conversation;
 use super::error::ApiError;
 use super::fields::{Fields, describe};
 use super::params::parse_conversation;
-use super::prompt_ids::encode;
+use super::prompt_ids::encode_any;
 use super::prompts::parse_token_id;
 use super::wire::{DetokenizeResponse, TokenizeResponse};
 use crate::actors::Kind;
@@ -27,7 +27,7 @@ pub fn tokenize(parts: &ServeParts, mut fields: Fields) -> Result<TokenizeRespon
         None => (render_conversation(parts, &parse_conversation(&mut fields)?)?, "messages"),
     };
     fields.finish(&[])?;
-    let tokens = encode(parts, &text, add_special, param)?;
+    let tokens = encode_any(parts, &text, add_special, param)?;
     let texts = || tokens.iter().map(|id| parts.tokenizer.token_text(*id)).collect();
     Ok(TokenizeResponse {
         count: tokens.len(),

@@ -7,9 +7,11 @@
 mod log;
 mod log_writer;
 mod metric;
+mod page;
 
 pub use log::{dropped_log_lines, flush_log, milliseconds, start_log, write_line};
 pub use metric::{Metric, MetricKind};
+pub use page::documentation;
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use std::sync::OnceLock;
@@ -363,6 +365,17 @@ pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
     "Answered HTTP requests. Unknown paths count as \"other\".",
 )
 .labelled(&[("method", &[]), ("path", &[]), ("status", &[])]);
+pub(crate) static CONNECTIONS: Metric =
+    Metric::new("mainstem_connections", Gauge, "connections", "Open connections of clients.");
+pub(crate) static CONNECTIONS_CLOSED: Metric = Metric::new(
+    "mainstem_connections_closed_total",
+    Counter,
+    "connections",
+    "Connections that the server refused or closed: \"full\" and \"address\" were refused, because all of \
+     server.max_connections were busy, or by server.max_connections_per_address; \"idle\" made room for new \
+     ones; \"timeout\" sent no complete request for too long.",
+)
+.labelled(&[("reason", &["full", "address", "idle", "timeout"])]);
 pub(crate) static LOG_LINES_DROPPED: Metric = Metric::new(
     "mainstem_log_lines_dropped_total",
     Counter,
@@ -422,6 +435,8 @@ pub static METRICS: &[&Metric] = &[
     &DEVICE_RESTARTS,
     &INJECTED_FAULTS,
     &HTTP_REQUESTS,
+    &CONNECTIONS,
+    &CONNECTIONS_CLOSED,
     &LOG_LINES_DROPPED,
 ];
 
@@ -464,38 +479,6 @@ fn register_metrics() {
         metric.init_series();
     }
     metrics::gauge!(BUILD_INFO.name, &BUILD_INFO.label_pairs(&[env!("CARGO_PKG_VERSION")])).set(1.0);
-}
-
-/// Renders the table as the page `docs/metrics.md`.
-pub fn documentation() -> String {
-    let mut page = String::from(PAGE_HEAD);
-    for Metric { name, kind, unit, help, labels } in METRICS {
-        let labels: Vec<_> = labels.iter().map(|(name, values)| label_text(name, values)).collect();
-        page += &format!("| `{name}` | {} | {unit} | {} | {help} |\n", kind.as_str(), labels.join(", "));
-    }
-    page += "\n## Buckets\n\n";
-    for metric in METRICS {
-        if let MetricKind::Histogram(buckets) = metric.kind {
-            let edges: Vec<_> = buckets.iter().map(f64::to_string).collect();
-            page += &format!("- `{}`: {}\n", metric.name, edges.join(", "));
-        }
-    }
-    page
-}
-
-const PAGE_HEAD: &str = "# Metrics
-
-`GET /metrics` answers in the Prometheus text format. The buckets of histograms are listed below. If the \
-name of
-the served model is known at start, every series also has the labels `model_name` and `engine`. This page is
-generated from the table in `src/telemetry/mod.rs`; a test compares the two.
-
-| name | type | unit | labels | meaning |
-|---|---|---|---|---|
-";
-
-fn label_text(name: &str, values: &[&str]) -> String {
-    if values.is_empty() { format!("`{name}`") } else { format!("`{name}`: {}", values.join(" / ")) }
 }
 
 #[cfg(test)]

@@ -107,7 +107,7 @@ impl ChatTemplate {
         clock: Clock,
     ) -> Result<ChatTemplate> {
         let mut env = jinja::environment(clock);
-        jinja::convert(source)
+        jinja::convert(&mut env, source)
             .and_then(|source| env.add_template_owned(origin.to_string(), source))
             .map_err(|error| anyhow!(describe_error(origin, &error)))
             .context("the chat template cannot be compiled")?;

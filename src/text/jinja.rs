@@ -3,7 +3,7 @@
 //!
 //! Invariant: a template has access only to its variables.
 
-use super::template_limits::{self, TEXT_MAX};
+use super::template_limits::{self, Makes, TEXT_MAX};
 use jiff::Zoned;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, StringInput, Tuple, ValueKind, ValueOrKwargs, from_args};
@@ -66,8 +66,42 @@ pub fn environment(clock: Clock) -> Environment<'static> {
     env.add_function("cycler", |items: Rest<Value>| cycler(items.0));
     env.add_function("joiner", joiner);
     env.remove_global("debug");
+    add_counted_filters(&mut env);
     template_limits::add_functions(&mut env);
     env
+}
+
+/// Replaces filters of the engine by ones that count what they are about to make.
+fn add_counted_filters(env: &mut Environment) {
+    let filters = [
+        ("upper", Makes::Text, Value::from_function(filters::upper)),
+        ("lower", Makes::Text, Value::from_function(filters::lower)),
+        ("title", Makes::Text, Value::from_function(filters::title)),
+        ("capitalize", Makes::Text, Value::from_function(filters::capitalize)),
+        ("trim", Makes::Text, Value::from_function(filters::trim)),
+        ("escape", Makes::Text, Value::from_function(filters::escape)),
+        ("e", Makes::Text, Value::from_function(filters::escape)),
+        ("safe", Makes::Text, Value::from_function(filters::safe)),
+        ("pprint", Makes::Text, Value::from_function(filters::pprint)),
+        ("split", Makes::Parts, Value::from_function(filters::split)),
+        ("lines", Makes::Parts, Value::from_function(filters::lines)),
+        ("reverse", Makes::List, Value::from_function(filters::reverse)),
+        ("list", Makes::List, Value::from_function(filters::list)),
+        ("sort", Makes::List, Value::from_function(filters::sort)),
+        ("unique", Makes::List, Value::from_function(filters::unique)),
+        ("map", Makes::List, Value::from_function(filters::map)),
+        ("items", Makes::List, Value::from_function(filters::items)),
+        ("dictsort", Makes::List, Value::from_function(filters::dictsort)),
+        ("batch", Makes::FilledList, Value::from_function(filters::batch)),
+        ("slice", Makes::FilledList, Value::from_function(filters::slice)),
+    ];
+    for (name, makes, filter) in filters {
+        env.add_filter(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
+            let args = args.into_values();
+            template_limits::count_made(state, makes, &args)?;
+            filter.call(state, &args)
+        });
+    }
 }
 
 fn syntax() -> SyntaxConfig {
@@ -75,9 +109,13 @@ fn syntax() -> SyntaxConfig {
     syntax.expect("the default delimiters are valid; this is a bug")
 }
 
-/// Converts a template's source to one of the engine's that keeps to the limits of [`template_limits`].
-pub fn convert(source: &str) -> Result<String, Error> {
-    template_limits::rewrite(&preprocess(source), syntax())
+/// Converts a template's source to one of the engine's that keeps to the limits of [`template_limits`], and
+/// sets how many instructions it may have.
+pub fn convert(env: &mut Environment, source: &str) -> Result<String, Error> {
+    let template_limits::Rewritten { source, instructions } =
+        template_limits::rewrite(&preprocess(source), syntax())?;
+    env.set_fuel(Some(instructions.min(INSTRUCTIONS_MAX)));
+    Ok(source)
 }
 
 fn invalid(message: impl Into<String>) -> Error {
@@ -203,6 +241,11 @@ fn call_method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> 
         let nothing: [(&str, Value); 0] = [];
         return join(state, items, Some(separator), None, Kwargs::from_iter(nothing));
     }
+    if value.as_str().is_some() && !reads_only(name) {
+        let makes = if name.contains("split") { Makes::Parts } else { Makes::Text };
+        let all: Vec<Value> = [value].into_iter().chain(args).cloned().collect();
+        template_limits::count_made(state, makes, &all)?;
+    }
     let result = match value.kind() {
         ValueKind::String => call_text_method(value.as_str().unwrap_or_default(), name, args)?,
         ValueKind::Seq if name == "index" => {
@@ -217,6 +260,12 @@ fn call_method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> 
         Some(result) => Ok(result),
         None => unknown_method_callback(state, value, name, args),
     }
+}
+
+/// Returns whether a method of Python's `str` returns no text.
+fn reads_only(name: &str) -> bool {
+    let reads = ["startswith", "endswith", "find", "rfind", "index", "rindex", "count"];
+    reads.contains(&name) || name.starts_with("is")
 }
 
 /// Calls a method of Python's `str`; `None` if it is not one of those here.

@@ -1,10 +1,13 @@
 //! Limits of what a chat template may make. The engine's own operators take as much memory as they need, so a
 //! template is rewritten before it is compiled: `a ~ b` and `a * b` become calls of functions, and the
-//! results of `+` go through one.
+//! results of `+` go through one. Filters and methods count what they are about to make. Text of the template
+//! itself is not counted as it is written, so the number of instructions is limited by the longest one that
+//! can be written repeatedly to a text: in a macro, or in a loop within a block that is assigned or filtered.
 //!
 //! Invariant: a rewritten template gives the same text, on the same lines, unless it exceeds a limit. No
-//! single text exceeds `TEXT_MAX`, and those of one rendering together do not exceed `ALL_MAX`, as far as
-//! operators, output and the filters and methods that can multiply a text make them.
+//! single text exceeds `TEXT_MAX`, except by what one filter adds to it or the template itself has; all texts
+//! and lists of one rendering together do not exceed `ALL_MAX`, as far as operators, output, filters and
+//! methods make them, and once more as far as they are of the template itself.
 
 use minijinja::machinery::{ast, parse};
 use minijinja::syntax::SyntaxConfig;
@@ -36,17 +39,26 @@ pub fn add_functions(env: &mut Environment) {
     env.set_formatter(write_value);
 }
 
+/// A rewritten template.
+pub struct Rewritten {
+    pub source: String,
+    /// Maximum number of instructions that keeps the template's own text within the limits.
+    pub instructions: u64,
+}
+
 /// Rewrites the operators of a template. A source that cannot be parsed stays as it is, for the error that
 /// compiling it gives.
-pub fn rewrite(source: &str, syntax: SyntaxConfig) -> Result<String, Error> {
+pub fn rewrite(source: &str, syntax: SyntaxConfig) -> Result<Rewritten, Error> {
     if source.len() > SOURCE_MAX {
         return Err(too_long("the template's source"));
     }
     if source.contains(PREFIX) {
         return Err(Error::new(ErrorKind::SyntaxError, format!("'{PREFIX}' is reserved")));
     }
-    let Ok(template) = parse(source, "template", syntax) else { return Ok(source.to_owned()) };
-    let mut rewriter = Rewriter { source, edits: Vec::new() };
+    let Ok(template) = parse(source, "template", syntax) else {
+        return Ok(Rewritten { source: source.to_owned(), instructions: u64::MAX });
+    };
+    let mut rewriter = Rewriter { source, edits: Vec::new(), place: Place::default(), longest: 0 };
     rewriter.statement(&template);
     // Edits at the same place stay in the order of their expressions, the outer ones first.
     rewriter.edits.sort_by_key(|(at, ..)| *at);
@@ -56,12 +68,23 @@ pub fn rewrite(source: &str, syntax: SyntaxConfig) -> Result<String, Error> {
         text.push_str(by);
         from = at + replaced;
     }
-    Ok(text + &source[from..])
+    let instructions = (ALL_MAX / rewriter.longest.max(1)) as u64;
+    Ok(Rewritten { source: text + &source[from..], instructions })
 }
 
-/// Finds the operators of a template.
+/// What surrounds a statement.
+#[derive(Clone, Copy, Default)]
+struct Place {
+    /// Its output becomes a text of the template, rather than a part of the limited result.
+    is_captured: bool,
+    is_repeated: bool,
+}
+
+/// Finds the operators of a template, and its longest text that is repeated in the making of another one.
 struct Rewriter<'s> {
     source: &'s str,
+    place: Place,
+    longest: usize,
     /// Places with the number of bytes that are replaced, and their replacement.
     edits: Vec<(usize, usize, &'static str)>,
 }
@@ -71,14 +94,26 @@ impl Rewriter<'_> {
         all.iter().for_each(|statement| self.statement(statement));
     }
 
+    /// Goes through the statements within another one, which captures their output or repeats them.
+    fn within(&mut self, is_captured: bool, is_repeated: bool, all: &[ast::Stmt]) {
+        let outer = self.place;
+        self.place.is_captured |= is_captured;
+        self.place.is_repeated |= is_repeated;
+        self.statements(all);
+        self.place = outer;
+    }
+
     fn statement(&mut self, statement: &ast::Stmt) {
         match statement {
             ast::Stmt::Template(it) => self.statements(&it.children),
+            ast::Stmt::EmitRaw(it) if self.place.is_captured && self.place.is_repeated => {
+                self.longest = self.longest.max(it.raw.len());
+            }
             ast::Stmt::EmitExpr(it) => self.expression(&it.expr),
             ast::Stmt::ForLoop(it) => {
                 self.expression(&it.iter);
                 self.expressions(it.filter_expr.as_ref());
-                self.statements(&it.body);
+                self.within(false, true, &it.body);
                 self.statements(&it.else_body);
             }
             ast::Stmt::IfCond(it) => {
@@ -93,22 +128,22 @@ impl Rewriter<'_> {
             ast::Stmt::Set(it) => self.expression(&it.expr),
             ast::Stmt::SetBlock(it) => {
                 self.expressions(it.filter.as_ref());
-                self.statements(&it.body);
+                self.within(true, false, &it.body);
             }
             ast::Stmt::AutoEscape(it) => self.statements(&it.body),
             ast::Stmt::FilterBlock(it) => {
                 self.expression(&it.filter);
-                self.statements(&it.body);
+                self.within(true, false, &it.body);
             }
-            ast::Stmt::Block(it) => self.statements(&it.body),
+            ast::Stmt::Block(it) => self.within(true, true, &it.body),
             ast::Stmt::Macro(it) => {
                 self.expressions(&it.defaults);
-                self.statements(&it.body);
+                self.within(true, true, &it.body);
             }
             ast::Stmt::CallBlock(it) => {
                 self.arguments(&it.call.args);
                 self.expressions(&it.macro_decl.defaults);
-                self.statements(&it.macro_decl.body);
+                self.within(true, true, &it.macro_decl.body);
             }
             ast::Stmt::Do(it) => self.arguments(&it.call.args),
             // They have no expressions, or load other templates, of which there are none.
@@ -218,6 +253,44 @@ pub fn text_of(value: &Value) -> Result<String, Error> {
     let mut text = Bounded(String::new());
     write!(text, "{value}").map_err(|_| too_long("the text"))?;
     Ok(text.0)
+}
+
+/// What a filter or a method makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Makes {
+    /// A text about as long as the one that it is given.
+    Text,
+    /// A text for each part of one.
+    Parts,
+    /// A list of the items, or the characters, that it is given.
+    List,
+    /// A list that an argument may fill up to a number of items.
+    FilledList,
+}
+
+/// Counts what a filter or a method is about to make of its first argument.
+pub fn count_made(state: &mut State, makes: Makes, args: &[Value]) -> Result<(), Error> {
+    let Some(value) = args.first() else { return Ok(()) };
+    let items = |len: usize| len.saturating_mul(ITEM_BYTES);
+    let bytes = match (makes, value.as_str()) {
+        (Makes::Text, Some(text)) => text.len(),
+        // It is the text of a list or a map, which the filter makes first.
+        (Makes::Text | Makes::Parts, None) => text_of(value)?.len(),
+        (Makes::Parts, Some(text)) => {
+            let parts = match args.get(1).and_then(Value::as_str) {
+                Some(separator) if !separator.is_empty() => text.matches(separator).count(),
+                _ => text.split_whitespace().count().max(text.lines().count()),
+            };
+            text.len() + items(parts)
+        }
+        (Makes::List, Some(text)) => items(text.chars().count()),
+        (Makes::List, None) => items(value.len().unwrap_or(0)),
+        (Makes::FilledList, _) => {
+            let filled = args.iter().skip(1).filter_map(Value::as_usize).max().unwrap_or(0);
+            items(value.len().unwrap_or(0).max(filled))
+        }
+    };
+    count(state, bytes)
 }
 
 /// Checks the width and the precision in a format.

@@ -161,6 +161,22 @@ fn requests_that_are_not_http_do_not_fill_the_log() {
     assert!((1..10).contains(&lines), "{log}");
 }
 
+/// Anyone can send such requests, and as many as they like.
+#[test]
+fn rejected_requests_do_not_fill_the_log() {
+    let server = Logged::start(&["--api-key", "key"]);
+    for _ in 0..60 {
+        let mut stream = server.connect();
+        let head = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+        stream.write_all(head.as_bytes()).expect("it is sent");
+        assert_eq!(read_answer(stream).0, 401);
+    }
+    let log = server.stop();
+    let lines = log.lines().filter(|line| line.contains("rejected") && line.contains("401")).count();
+    // Twenty in ten seconds.
+    assert!((1..60).contains(&lines), "{log}");
+}
+
 /// A server at a terminal that is closed gets SIGHUP too, and is not to stay behind unseen.
 #[test]
 fn a_server_ends_with_its_terminal() {

@@ -303,6 +303,14 @@ ROWS = {
             [("restarts", f"sum(increase({series('mainstem_device_restarts_total')}[$__rate_interval]))")],
         ),
         graph(
+            "Connections",
+            "none",
+            [
+                ("open", total("mainstem_connections")),
+                ("refused or closed, {{reason}}", rate("mainstem_connections_closed_total", by="reason")),
+            ],
+        ),
+        graph(
             "Injected faults",
             "none",
             [

@@ -58,6 +58,8 @@ pub struct EngineSetup {
     pub lanes: usize,
     /// Maximum time of the devices for a step; `None` for no limit.
     pub step_timeout: Option<Duration>,
+    /// Maximum memory of responses that are computed or not read yet, in bytes.
+    pub response_bytes: usize,
     pub kv: KvCacheConfig,
     /// Bytes of one page of the cache on all devices together.
     pub page: PageBytes,
@@ -194,7 +196,6 @@ impl EngineSetup {
             speculation: SpeculationSetup::new(&config.speculation, source)?,
             created,
         };
-        let embedding_warning = PromptingDefaults::embedding_warning(source, &config.model);
         Ok(EngineSetup {
             scheduler,
             limits,
@@ -202,13 +203,14 @@ impl EngineSetup {
             row_bytes: spec.hidden * devices.activation_type.size(),
             lanes,
             step_timeout: config.device.step_timeout,
+            response_bytes: config.server.response_bytes,
             kv: plan.cache,
             page: plan.page,
             model,
             assignments: model_source::assignments(source, &partition),
             partition,
             unsupported_keys,
-            embedding_warning,
+            embedding_warning: PromptingDefaults::embedding_warning(source, &config.model),
         })
     }
 }
@@ -222,10 +224,8 @@ pub async fn start(
 ) -> Result<Engine> {
     let sampling = Arc::new(setup.model.sampling(&tokenizer)?);
     let (names, lanes, step_timeout) = (setup.partition.device_names(), setup.lanes, setup.step_timeout);
-    let status = Arc::new(Status::new(
-        allowed_silence(setup.scheduler.policy, setup.lanes, setup.step_timeout),
-        lanes,
-    ));
+    let silence = allowed_silence(setup.scheduler.policy, setup.lanes, setup.step_timeout);
+    let status = Arc::new(Status::new(silence, lanes).with_response_memory(setup.response_bytes));
     let config = GroupConfig {
         lanes,
         step_timeout,

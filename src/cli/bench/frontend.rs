@@ -332,6 +332,7 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
         row_bytes: 0,
         lanes: 1,
         step_timeout: None,
+        response_bytes: usize::MAX,
         kv,
         page: PageBytes::default(),
         model,

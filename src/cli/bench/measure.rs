@@ -63,6 +63,7 @@ pub async fn measure(
     }
     let mut prompts = Prompts::new(&source, &tokenizer);
     let host_part = HostPart::new(&tests, &source, &tokenizer)?;
+    start::check_memory(&config.device, &source, &setup)?;
     let factories = factories(&config.device, &source, &tokenizer, &setup);
     progress.set_message("loading");
     let (engine, built) = super::start_engine(setup, tokenizer, factories).await?;

@@ -58,6 +58,7 @@ impl Evaluator {
         let computes = !config.device.devices().any(|device| is_fake(device.kind));
         ensure!(computes, "fake devices compute nothing, so there are no logits");
         let setup = start::engine_setup(&config, source)?;
+        start::check_memory(&config.device, source, &setup)?;
         let factories = match observations {
             None => start::factories(&config.device, source, tokenizer, &setup),
             Some(seen) => start::observed_factories(&config.device, source, tokenizer, &setup, seen),

@@ -8,6 +8,8 @@ mod draft;
 
 mod faults;
 
+mod memory;
+
 mod partition;
 
 pub mod measure;
@@ -15,11 +17,11 @@ pub mod measure;
 pub use devices::{activation_type, factories, forecast, merge_reports, observed_factories};
 pub use draft::{attach_draft, fetch_draft};
 pub use faults::inject_faults;
+pub use memory::MemoryBudget;
 pub use partition::partition;
 
 use super::spinner::Spinner;
 use crate::actors::engine::{self, DeviceProperties, Engine, EngineSetup};
-use crate::actors::step::Step;
 use crate::config::{Config, DeviceConfig, DeviceName, FaultPlan, HubSettings, ModelConfig};
 use crate::formats::{ChatTemplateSource, Gguf};
 use crate::hub::{self, HubReference, ProgressBars};
@@ -28,7 +30,7 @@ use crate::model::tensors;
 use crate::model::{Partition, Shard};
 use crate::text::{GgufVocabulary, Tokenizer};
 use anyhow::{Context, Result, bail};
-use std::hint::black_box;
+use memory::EngineMemory;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tokio::sync::oneshot;
@@ -62,38 +64,10 @@ impl PreparedModel {
     /// Starts the actors and loads the weights.
     pub async fn start(self) -> Result<Engine> {
         let _spinner = Spinner::with_progress("loading the weights", self.source.progress.clone());
-        self.check_memory()?;
+        check_memory(&self.device, &self.source, &self.setup)?;
         let factories = factories(&self.device, &self.source, &self.tokenizer, &self.setup);
         let factories = inject_faults(factories, &self.device.groups, &self.faults);
         engine::start(self.setup, self.tokenizer, factories).await
-    }
-
-    /// Fails if the memory that the engine is going to allocate is not available to the process. Some of it
-    /// is allocated where a failure would abort the process.
-    fn check_memory(&self) -> Result<()> {
-        let setup = &self.setup;
-        let devices = forecast(&self.device, &self.source, setup)?.into_iter().flatten().collect::<Vec<_>>();
-        // Each device has an output, and each lane a step on its way and one that is prepared.
-        let queued = (2 * setup.lanes + 1 + devices.len()).saturating_mul(Step::bytes(&setup.limits));
-        let sum = merge_reports(devices);
-        let steps = [sum.activation_bytes, sum.step_bytes].into_iter().fold(queued, usize::saturating_add);
-        let total = [sum.weight_bytes, sum.kv_bytes].into_iter().fold(steps, usize::saturating_add);
-        // Reserved only, not written, so it costs nothing.
-        let mut probe: Vec<u8> = Vec::new();
-        let reserved = probe.try_reserve_exact(total);
-        black_box(&probe);
-        let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
-        reserved.with_context(|| {
-            format!(
-                "cannot allocate {:.1} MiB: {:.1} MiB for weights, {:.1} MiB for the KV cache (kv.size) and \
-                 {:.1} MiB for steps of {} rows (scheduler.token_budget, scheduler.slots)",
-                mib(total),
-                mib(sum.weight_bytes),
-                mib(sum.kv_bytes),
-                mib(steps),
-                setup.limits.rows
-            )
-        })
     }
 }
 
@@ -139,6 +113,11 @@ pub fn partitioned_setup(config: &Config, source: &ModelSource, partition: Parti
     };
     let activation_type = devices::activation_type(&config.device)?;
     EngineSetup::new(config, source, partition, DeviceProperties { activation_type, estimate: &estimate })
+}
+
+/// Fails if the memory that an engine is going to allocate is not available to the process.
+pub fn check_memory(device: &DeviceConfig, source: &ModelSource, setup: &EngineSetup) -> Result<()> {
+    EngineMemory::predict(device, source, setup)?.check(setup)
 }
 
 /// Opens a model and its tokenizer.

@@ -10,6 +10,7 @@ mod writer;
 
 pub use parse::{check_choices, check_model, parse_off_loop};
 
+use super::body::RequestBody;
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields};
 use super::params::{ConstraintParams, Delivery, GenerationParams};
@@ -18,7 +19,7 @@ use super::wire::{ChoiceOutput, PromptLogprobs};
 use super::{App, OpenResponse, ServeParts};
 use crate::actors::reply::{ChoiceStreams, ReplySpec, ReplyStream};
 use crate::decoding::Constraint;
-use crate::request::{AcceptanceRule, BeamOptions, Request, RequestError};
+use crate::request::{AcceptanceRule, BeamOptions, Client, Request, RequestError};
 use actix_web::web::Bytes;
 use futures_util::Stream;
 use serde::Serialize;
@@ -116,17 +117,18 @@ pub trait ResponseFormat {
     ) -> Self::ChunkChoice;
 }
 
-/// Handles a text generation request.
+/// Handles a text generation request of a client.
 pub async fn respond<A: GenerationApi + 'static>(
     app: &Arc<App>,
     id: Arc<str>,
-    body: Bytes,
+    client: Arc<Client>,
+    body: RequestBody,
 ) -> Result<ApiResponse, ApiError> {
     let arrived = Instant::now();
     let open = admit(app, A::PATH)?;
-    let (job, ignored) = parse_off_loop(app, body, A::parse).await?;
+    let (job, ignored) = parse_off_loop(app, body, app.parts.longest_text, A::parse).await?;
     job.check_prompt_tokens()?;
-    let replies = submit(app, id.clone(), &job, arrived, A::PROMPT_PARAM).await?;
+    let replies = submit(app, (id.clone(), client), &job, arrived, A::PROMPT_PARAM).await?;
     let talk = ResponseWriter::<A::Format> {
         app: app.clone(),
         id: format!("{}{id}", A::Format::ID_PREFIX),
@@ -151,6 +153,7 @@ pub fn admit(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
     if app.parts.status.is_draining() {
         return Err(RequestError::Draining.into());
     }
+    app.parts.status.responses.check_new()?;
     let model = &app.parts.model;
     match model.endpoints.contains(&path) {
         true => Ok(open),
@@ -162,7 +165,7 @@ pub fn admit(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
 /// and the prompt `prompt_param`.
 async fn submit<W: ResponseFormat>(
     app: &Arc<App>,
-    id: Arc<str>,
+    (id, client): (Arc<str>, Arc<Client>),
     job: &PreparedRequest<W>,
     arrived: Instant,
     prompt_param: &str,
@@ -178,8 +181,12 @@ async fn submit<W: ResponseFormat>(
         None => None,
     };
     let requests = job.engine_requests(&id, app.parts.model.max_sequence_tokens, constraint);
-    let requests: Vec<Request> =
-        requests.map(|request| Request { arrived: arrived.into(), time_limit, ..request }).collect();
+    let class = client.settings.class;
+    let with_client = |request| {
+        let client = client.clone();
+        Request { client, class, arrived: arrived.into(), time_limit, ..request }
+    };
+    let requests: Vec<Request> = requests.map(with_client).collect();
     let own_names = |error: RequestError| job.generation.with_own_names(error.into(), prompt_param);
     let events = app.parts.intake.submit(requests.clone()).await.map_err(own_names)?;
     job.generation.sampling.count();

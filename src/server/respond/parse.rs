@@ -1,15 +1,13 @@
 //! Parsing of request bodies off the event loop, and checks that several APIs share.
 
 use crate::request::RequestError;
+use crate::server::body::{INLINE_BYTES, RequestBody, parsing_memory};
 use crate::server::error::ApiError;
 use crate::server::fields::{Fields, IgnoredFields, shorten};
 use crate::server::params::GenerationParams;
 use crate::server::{App, ServeParts};
-use actix_web::web::{self, Bytes};
+use actix_web::web;
 use std::sync::Arc;
-
-/// Bodies longer than this are parsed and tokenized off the event loop, a few at a time.
-const INLINE_BODY_BYTES: usize = 8192;
 
 /// Number of choices that one request may always ask for, even if the engine's limit is lower: the API's own
 /// limit; some choices may need no slot.
@@ -22,11 +20,13 @@ fn parse_fields(parts: &ServeParts, body: &[u8]) -> Result<Fields, ApiError> {
     Ok(fields)
 }
 
-/// Parses a body with `read`, and returns its result and the fields that it did not know. A long body is
-/// parsed on a thread of the blocking pool, few at a time, since parsing takes a multiple of its memory.
+/// Parses a body with `read`, and returns its result and the fields that it did not know. A long body waits
+/// for its turn and is parsed on a thread of the blocking pool. `longest_text` is the length in bytes beyond
+/// which `read` tokenizes no text.
 pub async fn parse_off_loop<T: Send + 'static>(
     app: &Arc<App>,
-    body: Bytes,
+    body: RequestBody,
+    longest_text: usize,
     read: impl FnOnce(&ServeParts, Fields) -> Result<T, ApiError> + Send + 'static,
 ) -> Result<(T, IgnoredFields), ApiError> {
     let policy = app.config.unknown_fields;
@@ -36,14 +36,17 @@ pub async fn parse_off_loop<T: Send + 'static>(
         let parsed = read(parts, fields)?;
         Ok((parsed, unknown.apply(policy)?))
     };
-    if body.len() <= INLINE_BODY_BYTES {
-        return parse(&app.parts, &body);
+    let length = body.bytes.len();
+    if length <= INLINE_BYTES {
+        return parse(&app.parts, &body.bytes);
     }
-    let permit = app.long_bodies.acquire().await?;
+    let memory = parsing_memory(&body.bytes, longest_text);
+    let turn = app.parsing.acquire(body.client, length, memory).await?;
     let app = app.clone();
     let read = web::block(move || {
-        let _permit = permit;
-        parse(&app.parts, &body)
+        let _turn = turn;
+        let (bytes, _memory) = body.into_parts();
+        parse(&app.parts, &bytes)
     });
     read.await.map_err(|error| ApiError::internal(format!("parsing the request body failed: {error}")))?
 }

@@ -3,8 +3,10 @@
 use super::ResponseFormat;
 use crate::actors::reply::{ChoiceStreams, ReplyDelta};
 use crate::actors::request_metrics::Usage;
+use crate::actors::response_memory::token_bytes;
 use crate::request::{RequestError, Token};
 use crate::server::error::ApiError;
+use crate::server::held_body::held_body;
 use crate::server::params::{ChoiceSelection, StreamUsage};
 use crate::server::wire::{ChoiceOutput, Envelope, PromptLogprobs};
 use crate::server::{App, OpenResponse};
@@ -21,6 +23,13 @@ use tokio::time::{Instant, Sleep, sleep};
 
 /// JSON responses with more tokens, those with log-probabilities included, are serialized off the event loop.
 const INLINE_TOKENS: usize = 1024;
+
+/// Maximum memory that a token of a JSON response takes while it is written: its text, its bytes and its
+/// log-probability, as values, as JSON, and again as JSON where the buffer of the response grows.
+const JSON_TOKEN_BYTES: usize = 256;
+
+/// As many bytes as a byte of text takes while it is written.
+const JSON_TEXT_FACTOR: usize = 4;
 
 /// Events that are ready at the same time are sent together, up to about this many bytes.
 const BATCH_BYTES: usize = 16 << 10;
@@ -47,18 +56,23 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
     /// Waits for all choices and returns the JSON response.
     pub(super) async fn write_json(self, mut replies: ChoiceStreams) -> Result<Bytes, ApiError> {
         let mut parts: Vec<ChoiceOutput> = (0..self.choices).map(|_| ChoiceOutput::default()).collect();
+        let held = self.app.parts.status.responses.hold();
         while let Some(next) = replies.next().await {
             let (index, piece) = next?;
+            held.grow(delta_bytes(&piece))?;
             parts[index].append(piece);
         }
         let (usage, prompts) = (replies.usage(), replies.take_prompts());
         if let Some(selection) = self.selection {
             parts = selection.apply(parts);
         }
-        if self.count_tokens(&parts, &prompts) <= INLINE_TOKENS {
-            return Ok(self.serialize_json(parts, &prompts, usage));
+        let tokens = self.count_tokens(&parts, &prompts);
+        let text: usize = parts.iter().map(|part| part.text.len()).sum();
+        held.grow(tokens * JSON_TOKEN_BYTES + text * JSON_TEXT_FACTOR)?;
+        if tokens <= INLINE_TOKENS {
+            return Ok(held_body(held, self.serialize_json(parts, &prompts, usage)));
         }
-        let put_together = web::block(move || self.serialize_json(parts, &prompts, usage));
+        let put_together = web::block(move || held_body(held, self.serialize_json(parts, &prompts, usage)));
         put_together
             .await
             .map_err(|error| ApiError::internal(format!("serializing the response failed: {error}")))
@@ -74,7 +88,7 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
 
     /// Serializes the JSON response with all its choices. `prompts` are the scored tokens of each prompt, if
     /// they are to be listed.
-    fn serialize_json(&self, parts: Vec<ChoiceOutput>, prompts: &[Vec<Token>], usage: Usage) -> Bytes {
+    fn serialize_json(&self, parts: Vec<ChoiceOutput>, prompts: &[Vec<Token>], usage: Usage) -> Vec<u8> {
         let tokenizer = &self.app.parts.tokenizer;
         let scores = |top| prompts.iter().map(move |tokens| PromptLogprobs::new(tokens, top, tokenizer));
         let scores: Vec<PromptLogprobs> = self.prompt_logprobs.into_iter().flat_map(scores).collect();
@@ -89,7 +103,7 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
             prompt_logprobs: scores.into_iter().next().filter(|_| !W::PROMPT_LOGPROBS_IN_CHOICES),
             ..self.envelope(W::OBJECT, &choices)
         };
-        serde_json::to_vec(&answer).expect(SERIALIZE_BUG).into()
+        serde_json::to_vec(&answer).expect(SERIALIZE_BUG)
     }
 
     /// Returns the event stream: a chunk for each reply delta, comments when nothing was sent for a while,
@@ -169,6 +183,13 @@ impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
         let (id, created, acceptance) = (&self.id, self.created, self.acceptance);
         Envelope { id, object, created, model, choices, acceptance, usage: None, prompt_logprobs: None }
     }
+}
+
+/// Returns the bytes that a reply delta takes where an answer is collected.
+fn delta_bytes(piece: &ReplyDelta) -> usize {
+    let placed = piece.tokens.iter().map(|placed| token_bytes(&placed.token) + size_of::<usize>());
+    // The buffers of an answer grow by doubling.
+    2 * (piece.text.len() + placed.sum::<usize>())
 }
 
 /// Timer for keep-alive comments: expires when nothing was sent for an interval.

@@ -29,8 +29,10 @@ mod fill_mask;
 use super::ShutdownOutcome;
 use crate::actors::ModelInfo;
 use crate::actors::reply::{ReplySpec, ReplyStream};
+use crate::actors::response_memory::ResponseMemory;
 use crate::actors::stream::event_channel;
-use crate::config::UnknownFieldsPolicy;
+use crate::config::{ApiKeys, UnknownFieldsPolicy};
+use crate::request::Class;
 use crate::request::{FinishReason, Request, RequestError, Sampling, TokenEvent};
 use actix_web::rt::{net::TcpStream, time::timeout};
 use futures_util::FutureExt;
@@ -809,7 +811,7 @@ async fn aborted_requests_end_with_an_error() {
 fn measured(events: Vec<TokenEvent>, pieces: usize) -> String {
     let recorder = PrometheusBuilder::new().build_recorder();
     metrics::with_local_recorder(&recorder, || {
-        let (sender, stream) = event_channel();
+        let (sender, stream) = event_channel(&ResponseMemory::new(usize::MAX));
         events.into_iter().for_each(|event| sender.send(event));
         let request = Request::greedy("r", [1, 2, 3], 9);
         let mut reply = ReplyStream::new(stream, Arc::new(tokenizer()), &request, &ReplySpec::default());
@@ -843,5 +845,23 @@ fn a_reply_measures_its_request() {
         ["mainstem_request_success_total{finished_reason=\"abort\"} 1", "mainstem_clients_gone_total 1"]
     {
         assert!(dropped.contains(line), "no {line} in\n{dropped}");
+    }
+}
+
+/// The engine shares its time between the clients of requests: their keys, or else their addresses.
+#[actix_web::test]
+async fn a_request_has_the_client_of_its_key_or_else_of_its_address() {
+    let key = "Authorization: Bearer secret\r\n";
+    for (keys, headers, name) in
+        [(&["other", "secret"][..], key, "key 2"), (&[], key, "127.0.0.1"), (&[], "", "127.0.0.1")]
+    {
+        let keys = ApiKeys(keys.iter().map(|key| key.to_string()).collect());
+        let mut server = TestServer::with_config(None, |config| {
+            (config.api_keys, config.clients.class) = (keys, Class::Batch);
+        });
+        let _client = Client::send(server.address, "POST", COMPLETIONS, headers, r#"{"prompt": "a"}"#).await;
+        let (request, _) = server.next_request().await;
+        assert_eq!((&*request.client.name, request.client.settings.class), (name, Class::Batch));
+        assert_eq!(request.class, Class::Batch);
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Invariant: nothing here sleeps; each wait is for an event, with a deadline.
 
+use crate::actors::response_memory::ResponseMemory;
 use crate::actors::stream::{SubmitKind, event_channel};
 use crate::actors::{EventSender, IntakeHandle, ModelInfo, PromptingDefaults, Status, Submit, TokenStream};
 use crate::config::{Config, Overrides, ServerConfig};
@@ -46,7 +47,7 @@ impl Handler<Submit> for FakeIntake {
             return Err(refusal.clone());
         }
         let pass_on = |request| {
-            let (events, stream) = event_channel();
+            let (events, stream) = event_channel(&ResponseMemory::new(usize::MAX));
             self.calls.send((request, events)).expect("the test listens");
             stream
         };

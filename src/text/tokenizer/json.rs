@@ -24,14 +24,14 @@ pub fn read(folder: &Folder, content: &[u8], settings: &TokenizerSettings) -> Re
     let id = |role| settings.token_id(role, FILE, |token| pipeline.library().token_to_id(token));
     let (bos, eos) = (id("bos_token")?, id("eos_token")?);
     let wanted = [settings.flag("add_bos_token")?, settings.flag("add_eos_token")?];
-    let given = pipeline.encode("", true).with_context(name)?;
+    let given = pipeline.encode("", true, usize::MAX).with_context(name)?.unwrap_or_default();
     for id in &given {
         let is_there = (*id as usize) < pieces.len();
         ensure!(is_there, "{}: it adds token {id} around a text, but has {} tokens", name(), pieces.len());
     }
     let around = surrounding_tokens(&given, [bos, eos], wanted);
     let encoder = Encoder::Pipeline(Box::new(pipeline));
-    Ok(Tokenizer { encoder, joining, pieces, special, bos, eos, surrounding: around })
+    Ok(Tokenizer::new(encoder, joining, pieces, special, [bos, eos], around))
 }
 
 /// Determines which tokens to add around a text or to drop, if the pipeline itself adds `given` to an empty

@@ -10,6 +10,8 @@
 
 mod token_bytes;
 
+mod fewest;
+
 mod pipeline;
 
 mod library_guard;
@@ -51,10 +53,12 @@ pub mod gguf;
 mod llama2c;
 
 use crate::formats::{Folder, read_bounded};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use fewest::FewestTokens;
 use pipeline::Pipeline;
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::OnceLock;
 use token_bytes::TokenBytes;
 
 pub use gguf::GgufVocabulary;
@@ -73,7 +77,24 @@ pub struct Tokenizer {
     bos: Option<u32>,
     eos: Option<u32>,
     surrounding: SurroundingTokens,
+    fewest: OnceLock<FewestTokens>,
 }
+
+/// The ids of a text, or why it was not encoded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Encoded {
+    Ids(Vec<u32>),
+    /// The text has at least this many tokens.
+    TooMany(usize),
+}
+
+/// A text is read for a bound of its number of tokens if it has more bytes than this for each token that it
+/// may have; shorter ones are encoded right away. Few texts have so long tokens on average.
+const BYTES_PER_TOKEN: usize = 16;
+
+/// Encoding a text stops at this multiple of the tokens that it may have; up to there, errors have its exact
+/// number of tokens.
+const COUNTED_TOKENS: usize = 4;
 
 /// Method of converting text to token ids.
 enum Encoder {
@@ -175,30 +196,67 @@ impl Tokenizer {
         let mut pieces = TokenBytes::default();
         (0..=u8::MAX).for_each(|byte| pieces.push(&[byte]));
         (BYTES..vocab).for_each(|id| pieces.push(format!(" {id}").as_bytes()));
-        Ok(Tokenizer {
-            encoder: Encoder::Bytes,
-            joining: DecodeMethod::Bytes { leading_spaces: LeadingSpaces::Keep },
-            pieces,
-            special: BTreeSet::new(),
-            bos: None,
-            eos: None,
-            surrounding: SurroundingTokens::default(),
-        })
+        let joining = DecodeMethod::Bytes { leading_spaces: LeadingSpaces::Keep };
+        let around = SurroundingTokens::default();
+        Ok(Tokenizer::new(Encoder::Bytes, joining, pieces, BTreeSet::new(), [None; 2], around))
+    }
+
+    fn new(
+        encoder: Encoder,
+        joining: DecodeMethod,
+        pieces: TokenBytes,
+        special: BTreeSet<u32>,
+        [bos, eos]: [Option<u32>; 2],
+        surrounding: SurroundingTokens,
+    ) -> Tokenizer {
+        Tokenizer { encoder, joining, pieces, special, bos, eos, surrounding, fewest: OnceLock::new() }
     }
 
     /// Encodes a text, with the special tokens that the model expects around it if `add_special` is set.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
+        match self.encode_counted(text, add_special, usize::MAX)? {
+            Encoded::Ids(ids) => Ok(ids),
+            Encoded::TooMany(tokens) => bail!("it has more than {tokens} tokens"),
+        }
+    }
+
+    /// Encodes a text as [`Tokenizer::encode`] does, unless it has far more than `most` tokens: then it stops
+    /// as soon as this is certain. A text of a few more tokens is encoded.
+    pub fn encode_at_most(&self, text: &str, add_special: bool, most: usize) -> Result<Encoded> {
+        if text.len() > most.saturating_mul(BYTES_PER_TOKEN)
+            && let Some(tokens) = self.fewest().above(text, most)
+        {
+            return Ok(Encoded::TooMany(tokens));
+        }
+        self.encode_counted(text, add_special, most.saturating_mul(COUNTED_TOKENS))
+    }
+
+    /// Returns the length in bytes beyond which [`Tokenizer::encode_at_most`] encodes no text.
+    pub fn longest_text(&self, most: usize) -> usize {
+        self.fewest().longest_text(most).max(most.saturating_mul(BYTES_PER_TOKEN))
+    }
+
+    fn fewest(&self) -> &FewestTokens {
+        self.fewest.get_or_init(|| FewestTokens::new(self))
+    }
+
+    /// Encodes a text unless it has more than `most` tokens.
+    fn encode_counted(&self, text: &str, add_special: bool, most: usize) -> Result<Encoded> {
         let ids = match &self.encoder {
-            Encoder::Pipeline(pipeline) => pipeline.encode(text, add_special)?,
+            Encoder::Pipeline(pipeline) => match pipeline.encode(text, add_special, most)? {
+                Ok(ids) => ids,
+                Err(tokens) => return Ok(Encoded::TooMany(tokens)),
+            },
+            Encoder::Bytes if text.len() > most => return Ok(Encoded::TooMany(text.len())),
             Encoder::Bytes => text.bytes().map(u32::from).collect(),
         };
         if !add_special {
-            return Ok(ids);
+            return Ok(Encoded::Ids(ids));
         }
         let SurroundingTokens { before, after, drop_first: drops_first, drop_last: drops_last } =
             &self.surrounding;
         let kept = usize::from(*drops_first)..ids.len().saturating_sub(usize::from(*drops_last));
-        Ok([before, ids.get(kept).unwrap_or_default(), after].concat())
+        Ok(Encoded::Ids([before, ids.get(kept).unwrap_or_default(), after].concat()))
     }
 
     /// Decodes token ids. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are ignored.

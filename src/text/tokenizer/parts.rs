@@ -47,7 +47,7 @@ impl TokenizerParts {
         };
         let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let encoder = Encoder::Pipeline(Box::new(pipeline));
-        Ok(Tokenizer { encoder, joining, pieces, special, bos, eos, surrounding: around })
+        Ok(Tokenizer::new(encoder, joining, pieces, special, [bos, eos], around))
     }
 }
 

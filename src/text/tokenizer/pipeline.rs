@@ -10,15 +10,20 @@ use super::sentencepiece::normalizer::{self, SegmentPosition};
 use super::unigram::Unigram;
 use anyhow::{Result, anyhow};
 use serde::Deserialize;
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::BpeTrainer;
 use tokenizers::{
-    AddedToken, DecoderWrapper, ModelWrapper, NormalizedString, NormalizerWrapper, PostProcessorWrapper,
-    PreTokenizerWrapper, Token, TokenizerBuilder, TokenizerImpl,
+    AddedToken, DecoderWrapper, Model as _, ModelWrapper, NormalizedString, NormalizerWrapper, OffsetType,
+    PostProcessorWrapper, PreTokenizer, PreTokenizerWrapper, Token, TokenizerBuilder, TokenizerImpl,
 };
+
+/// Maximum number of words whose tokens each thread remembers. Words of at most 255 bytes are remembered, and
+/// never forgotten, so whoever sends 4096 long ones takes 25 MB for each thread.
+const CACHED_WORDS: usize = 4096;
 
 type Library = TokenizerImpl<Model, Normalizer, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
@@ -95,9 +100,37 @@ impl Pipeline {
         })
     }
 
-    /// Encodes a text, with the tokens that the pipeline itself adds around it if `add_special` is set.
-    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        catch_panics(|| Ok(self.0.encode_fast(text, add_special)?.get_ids().to_vec()))
+    /// Encodes a text, with the tokens that the pipeline itself adds around it if `add_special` is set. Stops
+    /// at more than `most` tokens of the text, and returns how many there are at least.
+    pub fn encode(&self, text: &str, add_special: bool, most: usize) -> Result<Result<Vec<u32>, usize>> {
+        catch_panics(|| {
+            let mut parts =
+                self.0.get_added_vocabulary().extract_and_normalize(self.0.get_normalizer(), text);
+            if let Some(pre_tokenizer) = self.0.get_pre_tokenizer() {
+                pre_tokenizer.pre_tokenize(&mut parts)?;
+            }
+            let count = Cell::new(0);
+            let encoded = parts.tokenize(|part| {
+                let tokens = self.0.get_model().tokenize(part.get())?;
+                count.set(count.get() + tokens.len());
+                match count.get() > most {
+                    true => Err("too many tokens".into()),
+                    // The text of a token is not used.
+                    false => Ok(tokens.into_iter().map(|token| bare_token(token.id)).collect()),
+                }
+            });
+            if count.get() > most {
+                return Ok(Err(count.get()));
+            }
+            encoded?;
+            let encoding = parts.into_encoding(None, 0, OffsetType::None)?;
+            Ok(Ok(self.0.post_process(encoding, None, add_special)?.get_ids().to_vec()))
+        })
+    }
+
+    /// Returns the algorithm that encodes the text between added tokens.
+    pub fn algorithm(&self) -> &Algorithm {
+        &self.0.get_model().algorithm
     }
 
     /// Decodes ids with the library's decoder; special tokens decode to their names.
@@ -109,6 +142,11 @@ impl Pipeline {
     pub fn library(&self) -> &Library {
         &self.0
     }
+}
+
+/// Returns a token without its text and offsets.
+fn bare_token(id: u32) -> Token {
+    Token::new(id, String::new(), (0, 0))
 }
 
 /// Runs `work`, and returns panics of the library as errors.
@@ -155,7 +193,9 @@ pub struct Model {
 
 impl<M: Into<ModelWrapper>> From<M> for Algorithm {
     fn from(model: M) -> Algorithm {
-        Algorithm::Library(Box::new(model.into()))
+        let mut model = model.into();
+        model.resize_cache(CACHED_WORDS);
+        Algorithm::Library(Box::new(model))
     }
 }
 
@@ -195,10 +235,7 @@ impl tokenizers::Model for Model {
     fn tokenize(&self, text: &str) -> tokenizers::Result<Vec<Token>> {
         match &self.algorithm {
             Algorithm::Library(model) => model.tokenize(text),
-            Algorithm::Pieces(cutter) => {
-                let token = |id| Token::new(id, String::new(), (0, 0));
-                Ok(cutter.encode(text).into_iter().map(token).collect())
-            }
+            Algorithm::Pieces(cutter) => Ok(cutter.encode(text).into_iter().map(bare_token).collect()),
         }
     }
 

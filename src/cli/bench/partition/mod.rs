@@ -240,6 +240,7 @@ impl<'a> PartitionBench<'a> {
         let config = self.size_config(&way.device, way.lanes, &tests)?;
         let setup = start::partitioned_setup(&config, &self.source, way.partition.clone())?;
         report.partitions.push(self.row(way, &setup, sequences));
+        start::check_memory(&config.device, &self.source, &setup)?;
         let factories = factories(&config.device, &self.source, &self.tokenizer, &setup);
         let factories = if self.tests.slows_links() && self.tests.fake_layer.is_none() {
             links::slow_links(factories, self.tests.link())

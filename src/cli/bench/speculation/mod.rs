@@ -88,6 +88,7 @@ pub async fn measure(
         plan: host_plan(temperature, speculation.rule)?,
         temperature,
     };
+    start::check_memory(&config.device, &source, &setup)?;
     let factories = factories(&config.device, &source, &tokenizer, &setup);
     progress.set_message("loading");
     let (engine, built) = super::start_engine(setup, tokenizer, factories).await?;

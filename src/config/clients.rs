@@ -1,0 +1,135 @@
+//! The settings of clients: the lines of the file of API keys.
+//!
+//! Invariant: an error message has the number of the line and nothing of what is written there, because that
+//! may be a key.
+
+use super::sections::ApiKey;
+use super::values::api_key;
+use crate::request::client::{Class, ClientSettings, WEIGHT_MAX};
+use std::path::Path;
+
+/// Maximum length of a client's name.
+const NAME_CHARS_MAX: usize = 64;
+
+/// Names of the settings of a key.
+const NAMES: &str = "name, class, weight, priority, max_sequences, tokens_per_minute and requests_per_minute";
+
+/// Reads the API keys of a file, one per line, each followed by the settings in which its client differs from
+/// `defaults`; lines that start with `#` are comments. A file without keys is an error, because an empty list
+/// of keys would admit every client.
+pub(super) fn read_api_key_file(file: &Path, defaults: ClientSettings) -> Result<Vec<ApiKey>, String> {
+    let text = std::fs::read_to_string(file).map_err(|e| e.to_string())?;
+    let mut keys = Vec::new();
+    for (index, line) in text.lines().map(str::trim).enumerate() {
+        if !line.is_empty() && !line.starts_with('#') {
+            keys.push(parse_line(line, defaults).map_err(|reason| format!("line {}: {reason}", index + 1))?);
+        }
+    }
+    if keys.is_empty() { Err("the file contains no API key".to_string()) } else { Ok(keys) }
+}
+
+/// Parses a key and its settings, such as `KEY name=alice class=batch weight=2`.
+fn parse_line(line: &str, defaults: ClientSettings) -> Result<ApiKey, String> {
+    let mut words = line.split_ascii_whitespace();
+    let key = words.next().unwrap_or_default();
+    api_key(key)?;
+    let mut parsed = ApiKey { key: key.to_string(), name: None, settings: defaults };
+    let mut seen = Vec::new();
+    for word in words {
+        let setting = word
+            .split_once('=')
+            .ok_or_else(|| format!("after the key, settings must be name=value, with the names {NAMES}"));
+        let (name, value) = setting?;
+        if seen.contains(&name) {
+            return Err("a setting is given twice".to_string());
+        }
+        seen.push(name);
+        parsed.set(name, value)?;
+    }
+    Ok(parsed)
+}
+
+impl ApiKey {
+    fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
+        let settings = &mut self.settings;
+        match name {
+            "name" if !value.is_empty() && value.len() <= NAME_CHARS_MAX && value.is_ascii() => {
+                self.name = Some(value.to_string());
+            }
+            "name" => return Err(format!("name must have 1 to {NAME_CHARS_MAX} ASCII characters")),
+            "class" => {
+                let class = Class::ALL.into_iter().find(|class| class.name() == value);
+                settings.class = class.ok_or("class must be interactive or batch")?;
+            }
+            "weight" => {
+                let weight = value.parse().ok().filter(|weight| (1..=WEIGHT_MAX).contains(weight));
+                settings.weight = weight.ok_or_else(|| format!("weight must be from 1 to {WEIGHT_MAX}"))?;
+            }
+            "priority" => {
+                settings.may_prioritize = match value {
+                    "yes" => true,
+                    "no" => false,
+                    _ => return Err("priority must be yes or no".to_string()),
+                };
+            }
+            "max_sequences" => settings.max_sequences = limit(name, value)?.map(|limit| limit as usize),
+            "tokens_per_minute" => settings.tokens_per_minute = limit(name, value)?,
+            "requests_per_minute" => settings.requests_per_minute = limit(name, value)?,
+            _ => return Err(format!("unknown setting; there are {NAMES}")),
+        }
+        Ok(())
+    }
+}
+
+/// Parses a limit; 0 is none.
+fn limit(name: &str, value: &str) -> Result<Option<u64>, String> {
+    let limit =
+        value.parse::<u32>().map_err(|_| format!("{name} must be a whole number from 0 to {}", u32::MAX))?;
+    Ok((limit > 0).then_some(limit.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_has_a_key_and_its_settings() {
+        let defaults = ClientSettings { tokens_per_minute: Some(7), ..ClientSettings::default() };
+        let plain = parse_line("secret", defaults).unwrap();
+        assert_eq!(plain, ApiKey { key: "secret".into(), name: None, settings: defaults });
+        let line = "secret#1= name=alice class=batch\tweight=2 max_sequences=8 tokens_per_minute=0 \
+                    requests_per_minute=120 priority=yes";
+        let settings = ClientSettings {
+            class: Class::Batch,
+            weight: 2,
+            may_prioritize: true,
+            max_sequences: Some(8),
+            tokens_per_minute: None,
+            requests_per_minute: Some(120),
+        };
+        let expected = ApiKey { key: "secret#1=".into(), name: Some("alice".into()), settings };
+        assert_eq!(parse_line(line, defaults).unwrap(), expected);
+    }
+
+    #[test]
+    fn wrong_settings_are_reported_without_what_was_written() {
+        for (settings, part) in [
+            ("Qx", "must be name=value"),
+            ("# Qx", "must be name=value"),
+            ("Qx=1", "unknown setting; there are name,"),
+            ("name=", "name must have 1 to 64"),
+            ("class=Qx", "class must be interactive or batch"),
+            ("weight=0", "weight must be from 1 to 1000"),
+            ("weight=Qx", "weight must be from 1 to 1000"),
+            ("priority=Qx", "priority must be yes or no"),
+            ("max_sequences=-1", "max_sequences must be a whole number"),
+            ("tokens_per_minute=1e6", "tokens_per_minute must be a whole number"),
+            ("requests_per_minute=Qx", "requests_per_minute must be a whole number"),
+            ("weight=1 weight=1", "given twice"),
+        ] {
+            let error = parse_line(&format!("secret {settings}"), ClientSettings::default()).unwrap_err();
+            assert!(error.contains(part), "{settings}: {error}");
+            assert!(!error.contains("secret") && !error.contains("Qx"), "{settings}: {error}");
+        }
+    }
+}

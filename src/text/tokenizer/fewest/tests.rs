@@ -1,0 +1,154 @@
+//! Tests of the bounds, against the numbers of tokens of texts.
+
+use super::*;
+use crate::testing::vocabularies::{
+    Dice, byte_fallback, byte_level, from_tokenizer_json, llama2c, metaspace, word_piece,
+};
+use crate::text::tokenizer::tests::fixtures;
+use crate::text::tokenizer::{BYTES_PER_TOKEN, COUNTED_TOKENS, Encoded};
+use serde_json::json;
+
+/// Returns all small tokenizers, by name.
+fn tokenizers() -> Vec<(String, Tokenizer)> {
+    let samples = [
+        ("byte level", byte_level()),
+        ("byte fallback", byte_fallback()),
+        ("word piece", word_piece()),
+        ("metaspace", metaspace()),
+    ];
+    let samples = samples
+        .into_iter()
+        .map(|(name, sample)| (name.to_owned(), from_tokenizer_json(&sample, None).unwrap()));
+    let fixtures = fixtures::folders().into_iter().chain(fixtures::ggufs());
+    let fixtures = fixtures.map(|case| (case.name, case.tokenizer));
+    let own = [("llama2c", llama2c()), ("bytes", Tokenizer::bytes(300).unwrap())];
+    samples.chain(fixtures).chain(own.map(|(name, it)| (name.to_owned(), it))).collect()
+}
+
+/// Text that tokenizers shorten, join or drop.
+const PARTS: [&str; 24] = [
+    " ",
+    "  ",
+    "                ",
+    "\n",
+    "\t",
+    "\u{a0}",
+    "\u{2581}",
+    "the",
+    "re",
+    " the",
+    "ab",
+    "Z9",
+    "e\u{301}",
+    "\u{301}\u{323}",
+    "한",
+    "\u{1112}\u{1161}\u{11ab}",
+    "日本",
+    "\u{1f600}",
+    "\u{0}",
+    "<",
+    "``",
+    "\u{fffd}",
+    "ﬁ",
+    "\u{200b}",
+];
+
+/// If a bound is too large, prompts that fit are refused.
+#[test]
+fn no_bound_exceeds_the_number_of_tokens() {
+    let mut dice = Dice::new(23);
+    let recorded = fixtures::texts();
+    let mut bounded = 0;
+    for (name, tokenizer) in tokenizers() {
+        let bound = tokenizer.fewest();
+        let names: Vec<String> = match &tokenizer.encoder {
+            Encoder::Pipeline(pipeline) => {
+                let added = pipeline.library().get_added_tokens_decoder();
+                added.values().map(|token| token.content.clone()).collect()
+            }
+            Encoder::Bytes => Vec::new(),
+        };
+        for round in 0..120 {
+            let mut text = String::new();
+            let focus: Vec<&str> = (0..1 + dice.below(4)).map(|_| *dice.pick(&PARTS)).collect();
+            for _ in 0..dice.below(60) {
+                match dice.below(12) {
+                    0 if !names.is_empty() => text.push_str(dice.pick::<String>(&names)),
+                    1 if round % 2 == 0 => text.push_str(dice.pick::<String>(&recorded)),
+                    _ => text.push_str(dice.pick::<&str>(&focus)),
+                }
+            }
+            let tokens = tokenizer.encode(&text, false).unwrap().len();
+            for most in [0, tokens / 8, tokens / 2, tokens.saturating_sub(1), tokens] {
+                let above = bound.above(&text, most);
+                assert!(
+                    above.is_none_or(|above| most < above && above <= tokens),
+                    "{name}: {text:?} has {tokens} tokens, not {above:?}"
+                );
+                bounded += usize::from(above.is_some());
+                assert!(
+                    text.len() <= bound.longest_text(most) || tokens > most,
+                    "{name}: {text:?} has {tokens} tokens"
+                );
+            }
+        }
+    }
+    assert!(bounded > 2000, "{bounded} texts had a bound");
+}
+
+/// A tokenizer without a bound is right, but its hopeless prompts are tokenized whole.
+#[test]
+fn usual_tokenizers_have_a_bound() {
+    let kind = |tokenizer: &Tokenizer| match tokenizer.fewest() {
+        FewestTokens::Bytes => "bytes",
+        FewestTokens::Pieces(_) => "pieces",
+        FewestTokens::Words => "words",
+        FewestTokens::Unknown => "unknown",
+    };
+    let found: Vec<String> =
+        tokenizers().iter().map(|(name, tokenizer)| format!("{name}: {}", kind(tokenizer))).collect();
+    let expected = include_str!("kinds.txt");
+    assert_eq!(found.join("\n"), expected.trim_end(), "{}", found.join("\n"));
+}
+
+#[test]
+fn a_hopeless_text_is_not_encoded_and_others_have_all_their_tokens() {
+    let tokenizer = from_tokenizer_json(&byte_level(), None).unwrap();
+    let most = 10;
+    let encode = |text: &str| tokenizer.encode_at_most(text, false, most).unwrap();
+    // The words " the" are one token each; the text is too long for anything else.
+    let words = " the".repeat(BYTES_PER_TOKEN * most / 4 + 1);
+    assert_eq!(encode(&words), Encoded::TooMany(most + 1));
+    assert!(matches!(encode(&words[4..]), Encoded::TooMany(tokens) if tokens > COUNTED_TOKENS * most - 1));
+    for few in [1, most, most + 1, COUNTED_TOKENS * most] {
+        let text = " the".repeat(few);
+        assert_eq!(encode(&text), Encoded::Ids(tokenizer.encode(&text, false).unwrap()), "{few}");
+    }
+    assert_eq!(encode(""), Encoded::Ids(vec![]));
+}
+
+/// The library may lower-case, compose or remove text, and fuse runs of unknown text.
+#[test]
+fn what_makes_fewer_tokens_of_a_text_has_no_bound() {
+    let changed = |path: &str, value: serde_json::Value| {
+        let mut file = byte_fallback();
+        *file.pointer_mut(path).unwrap_or_else(|| panic!("{path}")) = value;
+        from_tokenizer_json(&file, None).unwrap()
+    };
+    assert!(matches!(FewestTokens::new(&changed("/model/dropout", json!(null))), FewestTokens::Pieces(_)));
+    for (path, value) in [
+        ("/normalizer", json!({"type": "NFKC"})),
+        ("/normalizer", json!({"type": "Strip", "strip_left": true, "strip_right": true})),
+        ("/normalizer", json!({"type": "Replace", "pattern": {"String": "aaaa"}, "content": "a"})),
+        (
+            "/pre_tokenizer",
+            json!({"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": false}),
+        ),
+        ("/pre_tokenizer", json!({"type": "WhitespaceSplit"})),
+        ("/model/byte_fallback", json!(false)),
+        ("/model/end_of_word_suffix", json!("</w>")),
+    ] {
+        let tokenizer = changed(path, value.clone());
+        assert!(matches!(tokenizer.fewest(), FewestTokens::Unknown), "{path} {value}");
+    }
+}

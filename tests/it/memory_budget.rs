@@ -1,0 +1,101 @@
+//! The documented memory budget, held against hostile traffic.
+
+use crate::common::{PATIENCE, mainstem, signal};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::process::Stdio;
+use std::time::Instant;
+
+/// Connections that the server accepts in this test.
+const CONNECTIONS: usize = 200;
+
+fn connect(address: SocketAddr) -> TcpStream {
+    let stream = TcpStream::connect(address).expect("the server accepts");
+    stream.set_read_timeout(Some(PATIENCE)).expect("a timeout can be set");
+    stream
+}
+
+/// Sends a completion request and returns its connection.
+fn post(address: SocketAddr, body: &str) -> TcpStream {
+    let (mut stream, length) = (connect(address), body.len());
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: ";
+    let head = format!("{head}{length}\r\n\r\n");
+    // A server that is full may close it.
+    _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body.as_bytes()));
+    stream
+}
+
+/// Reads a whole answer; empty if the connection was closed without one.
+fn read(mut stream: TcpStream) -> String {
+    let mut bytes = Vec::new();
+    _ = stream.read_to_end(&mut bytes);
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Returns a value of `/proc/PID/status` in KiB.
+fn status_kib(pid: u32, key: &str) -> f64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
+    let line = status.lines().find_map(|line| line.strip_prefix(key)).expect("the key is there");
+    line.trim_matches([':', '\t', ' ']).trim_end_matches(" kB").trim().parse().expect("a number")
+}
+
+/// Regression: unread streams and answers with log-probabilities took any amount of memory.
+#[test]
+#[cfg(target_os = "linux")]
+fn hostile_clients_stay_within_the_memory_budget() {
+    let mut command = mainstem();
+    command.args(["serve", "--port", "0", "--threads", "2", "--max-connections", &CONNECTIONS.to_string()]);
+    command.env("MAINSTEM_SERVER_RESPONSE_MEMORY", "48MiB");
+    let mut child = command.stderr(Stdio::piped()).spawn().expect("the program starts");
+    let mut log = BufReader::new(child.stderr.take().expect("it is piped"));
+    let mut lines = String::new();
+    while !lines.contains("listening on") {
+        assert_ne!(log.read_line(&mut lines).expect("the log is read"), 0, "{lines}");
+    }
+    let rest = std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
+    let address: SocketAddr = lines.trim_end().rsplit('/').next().and_then(|it| it.parse().ok()).expect("it");
+    let budget = lines.split("at most ").nth(1).and_then(|rest| rest.split(' ').next());
+    let budget_mib: f64 = budget.and_then(|mib| mib.parse().ok()).expect("the budget is in the log");
+
+    // Answers that nobody reads: of few bytes each, until the buffers of the sockets are full.
+    let choices = r#""prompt": "Once", "logprobs": 20, "max_tokens": 200, "ignore_eos": true"#;
+    let unread = format!(r#"{{{choices}, "n": 32, "stream": true}}"#);
+    let slow: Vec<_> = (0..5).map(|_| post(address, &unread)).collect();
+    let large = format!(r#"{{{choices}, "n": 64}}"#);
+    let answers: Vec<_> = (0..2).map(|_| post(address, &large)).collect();
+    let long = format!(r#"{{"prompt": "{}", "max_tokens": 1}}"#, "Once upon a time ".repeat(8 << 10));
+    let prompts: Vec<_> = (0..8).map(|_| post(address, &long)).collect();
+    // Requests that never end, on more connections than the server accepts.
+    let heads: Vec<_> = (0..2 * CONNECTIONS)
+        .map(|_| {
+            let mut stream = connect(address);
+            _ = stream.write_all(b"GET /health HTTP/1.1\r\nX-Long: ");
+            _ = stream.write_all(&[b'x'; 100 << 10]);
+            stream
+        })
+        .collect();
+    // Written, each would take more than responses may.
+    for answer in answers.into_iter().map(read) {
+        assert!(answer.starts_with("HTTP/1.1 429") && answer.contains("response_memory"), "{answer}");
+    }
+    prompts.into_iter().map(read).for_each(drop);
+    let health = "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+    let mut stream = connect(address);
+    stream.write_all(health.as_bytes()).expect("it is sent");
+    assert!(read(stream).starts_with("HTTP/1.1 200"));
+    // Pages of files can be taken back at any time.
+    let peak = (status_kib(child.id(), "VmHWM") - status_kib(child.id(), "RssFile")) / 1024.0;
+    assert!(peak <= budget_mib, "{peak} MiB of {budget_mib}: {lines}");
+    drop((slow, heads));
+    // An honest request is answered once the others are gone.
+    let small = r#"{"prompt": "Once", "max_tokens": 2}"#;
+    let mut answer = read(post(address, small));
+    let began = Instant::now();
+    while !answer.starts_with("HTTP/1.1 200") {
+        assert!(began.elapsed() < PATIENCE, "{answer}");
+        answer = read(post(address, small));
+    }
+    signal(&child, "TERM");
+    assert!(child.wait().expect("it ends").success());
+    _ = rest.join();
+}
