@@ -9,3 +9,17 @@ pub mod scenarios;
 pub mod status;
 #[path = "../../../src/actors/step.rs"]
 pub mod step;
+
+/// Stands in for the memory of responses: no scenario has any.
+pub mod response_memory {
+    use std::sync::Arc;
+
+    #[derive(Debug)]
+    pub struct ResponseMemory;
+
+    impl ResponseMemory {
+        pub fn new(_: usize) -> Arc<ResponseMemory> {
+            Arc::new(ResponseMemory)
+        }
+    }
+}
