@@ -1,69 +1,14 @@
 //! Faults that devices are made to have, so that operators can rehearse them: `faults.inject`.
 //!
 //! A fault is `KIND[/DEVICE]@WHEN[:TIME]`, as in `fail@100`, `hang/cpu:1@200:5s` or `nan@0.001`.
-//! Invariant: every fault of a plan is for a device of the configuration, and its time is one that can happen.
+//! Invariant: every fault of a plan is for a device of the configuration, and its time is one that can
+//! happen.
 
 use super::devices::{parse_device, returning_device};
-use super::sections::{DeviceKind, DeviceName, Groups};
+use super::sections::{DeviceKind, DeviceName, FaultKind, FaultPlan, FaultRule, FaultTime, Groups};
 use super::values;
 use std::time::Duration;
 use toml::Value;
-
-/// Faults of devices; none, if faults are not enabled.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct FaultPlan {
-    /// Seed of the faults at random steps.
-    pub seed: u64,
-    pub rules: Vec<FaultRule>,
-}
-
-/// A fault of one device.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct FaultRule {
-    pub kind: FaultKind,
-    pub device: DeviceName,
-    pub when: FaultTime,
-}
-
-/// What a device is made to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FaultKind {
-    /// The step fails with an error.
-    Fail,
-    /// The device's thread panics.
-    Panic,
-    /// The device does nothing for longer than the timeout of steps.
-    Hang(Duration),
-    /// The step takes longer by this time.
-    Slow(Duration),
-    /// One row of the results is not finite.
-    Nan,
-}
-
-impl FaultKind {
-    /// The names of all kinds.
-    pub const NAMES: [&str; 5] = ["fail", "panic", "hang", "slow", "nan"];
-
-    /// Returns the name of the kind in the configuration.
-    pub fn name(self) -> &'static str {
-        match self {
-            FaultKind::Fail => "fail",
-            FaultKind::Panic => "panic",
-            FaultKind::Hang(_) => "hang",
-            FaultKind::Slow(_) => "slow",
-            FaultKind::Nan => "nan",
-        }
-    }
-}
-
-/// The steps of a device at which a fault happens.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum FaultTime {
-    /// Once, at a step: 1 is the first one of the device since the start.
-    Step(u64),
-    /// At each step with this probability, more than 0 and at most 1.
-    Chance(f32),
-}
 
 /// Parses the faults of devices. `default` is the kind of devices that are given by their number alone.
 pub(super) fn parse_faults(

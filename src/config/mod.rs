@@ -17,7 +17,6 @@ mod sections;
 mod values;
 
 pub use devices::format_groups;
-pub use faults::{FaultKind, FaultPlan, FaultRule, FaultTime};
 pub use layers::{ConfigError, ConfigSource, Overrides};
 pub use read::{parse_bytes, parse_duration};
 pub use reference::reference;

@@ -5,7 +5,7 @@
 
 use super::clients;
 use super::devices;
-use super::faults::{self, FaultPlan};
+use super::faults;
 use super::layers::{ConfigError, LayeredSettings};
 use super::sections::*;
 use super::values::{

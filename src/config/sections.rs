@@ -2,7 +2,6 @@
 //!
 //! Invariant: this is plain data; how it is written in files is defined in [`super::read`] and its parsers.
 
-use super::faults::FaultPlan;
 use super::layers::ConfigSource;
 use crate::quantize::WeightRules;
 use crate::request::client::ClientSettings;
@@ -438,6 +437,62 @@ impl DeviceKind {
             DeviceKind::Fake { .. } => false,
         }
     }
+}
+
+/// Faults of devices; none, if faults are not enabled.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct FaultPlan {
+    /// Seed of the faults at random steps.
+    pub seed: u64,
+    pub rules: Vec<FaultRule>,
+}
+
+/// A fault of one device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FaultRule {
+    pub kind: FaultKind,
+    pub device: DeviceName,
+    pub when: FaultTime,
+}
+
+/// The fault that a device is made to have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultKind {
+    /// The step fails with an error.
+    Fail,
+    /// The device's thread panics.
+    Panic,
+    /// The device does nothing for longer than the timeout of steps.
+    Hang(Duration),
+    /// The step takes longer by this time.
+    Slow(Duration),
+    /// One row of the results is not finite.
+    Nan,
+}
+
+impl FaultKind {
+    /// The names of all kinds.
+    pub const NAMES: [&str; 5] = ["fail", "panic", "hang", "slow", "nan"];
+
+    /// Returns the name of the kind in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            FaultKind::Fail => "fail",
+            FaultKind::Panic => "panic",
+            FaultKind::Hang(_) => "hang",
+            FaultKind::Slow(_) => "slow",
+            FaultKind::Nan => "nan",
+        }
+    }
+}
+
+/// The steps of a device at which a fault happens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum FaultTime {
+    /// Once, at a step: 1 is the first one of the device since the start.
+    Step(u64),
+    /// At each step with this probability, more than 0 and at most 1.
+    Chance(f32),
 }
 
 /// Options of hub downloads. Access tokens are not part of the configuration.

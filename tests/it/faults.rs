@@ -1,5 +1,5 @@
-//! Tests of devices that fail with an error or a panic, hang or compute NaN at any step: requests in flight get
-//! an error, all resources are released, and the next request is served normally.
+//! Tests of devices that fail with an error or a panic, hang or compute NaN at any step: requests in flight
+//! get an error, all resources are released, and the next request is served normally.
 
 use crate::common::{
     all_home, complete, complete_all, config, engine, engine_with, fixture, greedy, outcome, prompt,

@@ -43,8 +43,8 @@ Examples:
   load_tests report ours.json theirs.json --html both.html     saved runs side by side
   load_tests soak --time 3600 --json soak.json                 an hour of mixed traffic and faults
 
-Exit codes: 0 no request failed, 1 a request or the soak test failed, 2 no run took place, 130 interrupted (partial results \
-are reported).
+Exit codes: 0 no request failed, 1 a request or the soak test failed, 2 no run took place, 130 \
+interrupted (partial results are reported).
 Sweeps and scenarios report failed requests as results and exit with 0.";
 
 #[derive(Subcommand)]

@@ -12,7 +12,7 @@ mod shipped;
 
 mod scale;
 
-mod args;
+pub(crate) mod args;
 pub(crate) mod server;
 
 mod results;

@@ -124,7 +124,7 @@ impl ServerProcess {
         self.child.id()
     }
 
-    /// Tells the server to drain and to exit.
+    /// Sends the signal to drain and to exit.
     pub fn terminate(&mut self) -> Result<()> {
         // An exited process has been reaped, and its number may have been reused.
         self.check()?;

@@ -14,7 +14,10 @@ use mainstem_sse::SseDecoder;
 use serde_json::{Map, Value, json};
 use tokio::time::{sleep, timeout};
 
-use super::traffic::{Expected, Kind, SoakRequest};
+use super::{
+    kind::{Expected, Kind},
+    traffic::SoakRequest,
+};
 use crate::{
     client::{Connection, Server},
     plan::random::RandomStream,
@@ -29,7 +32,7 @@ const PATIENCE_MS: u32 = 40;
 /// Maximum number of chunks after which a client disconnects.
 const CHUNKS_MAX: u32 = 10;
 
-/// What came of a request.
+/// The reply to a request.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reply {
     /// The answer of status 200, without what differs from request to request.

@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, num::NonZeroU32, path::Path};
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-use super::{flat::SAMPLES_MIN, traffic::Kind};
+use super::{flat::SAMPLES_MIN, kind::Kind};
 
 /// The built-in file.
 pub const SHIPPED: &str = include_str!("../../scenarios/soak.toml");
@@ -61,7 +61,7 @@ pub struct SoakLoad {
     pub max_tokens: NonZeroU32,
 }
 
-/// What resources may differ by without a leak.
+/// Differences of resources that are no leak.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FlatLimits {

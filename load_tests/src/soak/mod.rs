@@ -8,6 +8,7 @@ mod check;
 mod exchange;
 mod file;
 mod flat;
+mod kind;
 mod process;
 mod report;
 mod session;
@@ -23,7 +24,7 @@ use anyhow::{Context, Result};
 
 use crate::{
     run::{Progress, local_runtime},
-    scenario::server::ServerProcess,
+    scenario::{args, server::ServerProcess},
 };
 
 use check::ServerFaults;
@@ -41,7 +42,7 @@ pub struct SoakOptions {
     pub target: SoakTarget,
     /// Model to serve.
     pub model: Option<String>,
-    /// Additional arguments of `mainstem serve`.
+    /// Additional arguments of `mainstem serve`; they override those of the file.
     pub server_args: Vec<String>,
     /// Faults to inject; empty for none. A running server must inject some by itself if this is not empty.
     pub inject: Option<String>,
@@ -85,7 +86,6 @@ impl SoakOptions {
     fn file(&self) -> Result<SoakFile> {
         let mut file = SoakFile::read(self.file.as_deref())?;
         file.server.model = self.model.clone().or(file.server.model);
-        file.server.args.extend(self.server_args.iter().cloned());
         let own = match self.target {
             SoakTarget::Program(_) => file.server.inject,
             SoakTarget::Running { .. } => String::new(),
@@ -105,8 +105,9 @@ const KEY: &str = "soak";
 /// Environment variable without which a server injects no faults.
 const FAULTS_ENABLED: (&str, &str) = ("MAINSTEM_FAULTS_ENABLED", "true");
 
-/// Runs a soak test. `tell` receives progress lines. If the run is stopped, the report covers the rounds until
-/// then, and the test fails. Fails if the file is invalid, or a server does not start or cannot be reached.
+/// Runs a soak test. `tell` receives progress lines. If the run is stopped, the report covers the rounds
+/// until then, and the test fails. Fails if the file is invalid, or a server does not start or cannot be
+/// reached.
 pub fn run(options: &SoakOptions, progress: &Progress, tell: &mut dyn FnMut(&str)) -> Result<SoakReport> {
     let file = options.file()?;
     tell(&format!("{}. {}", file.title, file.text));
@@ -146,15 +147,13 @@ fn start(
     options: &SoakOptions,
     progress: &Progress,
 ) -> Result<ServerProcess> {
-    let mut args = vec!["serve".to_owned()];
-    args.extend(file.server.model.clone());
-    args.extend(["--host", "127.0.0.1", "--port", "0", "--api-key", KEY].map(str::to_owned));
-    args.extend(file.server.args.iter().cloned());
-    let mut variables = Vec::new();
+    let server = &file.server;
+    let (mut own, mut variables) = (vec!["--api-key".to_owned(), KEY.to_owned()], Vec::new());
     if !inject.is_empty() {
-        args.extend(["--inject".to_owned(), inject.to_owned()]);
+        own.extend(["--inject".to_owned(), inject.to_owned()]);
         variables.push(FAULTS_ENABLED);
     }
+    let args = args::serve_args(server.model.as_deref(), &[&server.args, &options.server_args, &own], None);
     ServerProcess::start_with(program, &args, &variables, options.start_timeout, progress)
 }
 

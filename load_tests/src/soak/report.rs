@@ -10,8 +10,8 @@ use super::{
     check::{ClientFaults, ServerFaults},
     exchange::Outcome,
     flat::{Growth, Level, SAMPLES_MIN},
+    kind::Kind,
     process::Resources,
-    traffic::Kind,
 };
 
 /// Maximum number of differences that are reported.
@@ -53,7 +53,7 @@ pub struct Tally {
 pub struct SoakReport {
     pub title: String,
     pub passed: bool,
-    /// What failed; empty if the test passed.
+    /// Failures; empty if the test passed.
     pub problems: Vec<String>,
     pub seconds: f64,
     /// Kinds that the model has no endpoint for.
@@ -131,15 +131,16 @@ impl SoakReport {
         let ServerFaults { injected, restarts, non_finite_rows, failed_choices, .. } = &self.server;
         _ = writeln!(
             text,
-            "  injected {injected:?}; {restarts} rebuilds, {non_finite_rows} rows not finite, {failed_choices} \
-             choices failed"
+            "  injected {injected:?}; {restarts} rebuilds, {non_finite_rows} rows not finite, \
+             {failed_choices} choices failed"
         );
         for (name, growth) in &self.growth {
             let Growth { early, late, requests, allowed } = growth;
             let change = late - early;
             _ = writeln!(
                 text,
-                "  {name:<9} {early:.0} to {late:.0} ({change:+.0}; flat up to {allowed:.0} in {requests} requests)"
+                "  {name:<9} {early:.0} to {late:.0} ({change:+.0}; flat up to {allowed:+.0} in {requests} \
+                 requests)"
             );
         }
         for RoundSample { requests, seconds, resources: Resources { rss_bytes, fds, threads } } in

@@ -17,9 +17,10 @@ use tokio::{task::JoinSet, time::sleep};
 use super::{
     exchange::{FAULT_CODES, Outcome, Peer, Reply},
     file::SoakFile,
+    kind::{Expected, Kind},
     process::Resources,
     report::Tally,
-    traffic::{Expected, Kind, SoakRequest, Traffic},
+    traffic::{SoakRequest, Traffic},
 };
 use crate::{
     plan::random::{Purpose, RandomStream},
@@ -99,7 +100,7 @@ pub struct Session {
     clients: Rc<Clients>,
 }
 
-/// What the clients share.
+/// The state that the clients share.
 struct Clients {
     traffic: RefCell<Traffic>,
     tally: RefCell<Tally>,
@@ -108,8 +109,13 @@ struct Clients {
 impl Session {
     /// Creates the test of a server with the answers that were recorded before.
     pub fn new(file: SoakFile, peer: Peer, pid: u32, recorded: Recorded) -> Session {
-        let is_wanted =
-            |kind| !recorded.skipped.contains(&kind) && (kind != Kind::WrongKey || peer.has_key());
+        // The endpoint of completions refuses all requests to an encoder-only model.
+        let generates = !recorded.skipped.contains(&Kind::Stream);
+        let is_wanted = |kind| match kind {
+            Kind::WrongKey => peer.has_key(),
+            Kind::HangUp | Kind::UnknownModel => generates,
+            _ => !recorded.skipped.contains(&kind),
+        };
         let traffic = RefCell::new(Traffic::new(&file, is_wanted));
         let clients = Rc::new(Clients { traffic, tally: RefCell::default() });
         Session { file, peer: Rc::new(peer), pid, recorded: Rc::new(recorded), clients }
@@ -198,7 +204,7 @@ impl Session {
         Ok(least)
     }
 
-    /// Tells the server to exit while it sends streams. Fails if these are not completed, or it does not exit
+    /// Ends the server while it sends streams. Fails if these are not completed, or it does not exit
     /// with 0.
     pub async fn drain(&self, server: &mut ServerProcess, patience: Duration) -> Result<()> {
         let mut open = Vec::new();

@@ -1,63 +1,21 @@
 //! The requests of a soak test.
 //!
-//! Invariant: a request is determined by the file, its kind and its variant, so its answer can be recorded and
-//! compared.
+//! Invariant: a request is determined by the file, its kind and its variant, so its answer can be recorded
+//! and compared.
 
 use std::collections::BTreeMap;
 
 use hyper::{Method, body::Bytes};
-use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::file::{SoakFile, SoakLoad};
+use super::{
+    file::{SoakFile, SoakLoad},
+    kind::{CHOICES, Kind},
+};
 use crate::plan::{
     prompts::random_words,
     random::{Purpose, RandomStream},
 };
-
-/// A kind of request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Kind {
-    /// A completion of a short prompt.
-    Short,
-    /// A streamed completion.
-    Stream,
-    /// A completion of a long prompt.
-    Long,
-    /// Several choices.
-    Choices,
-    /// A completion with log-probabilities.
-    Logprobs,
-    Chat,
-    /// A chat completion whose answer follows a JSON schema.
-    Schema,
-    Embeddings,
-    /// A streamed completion whose client disconnects.
-    HangUp,
-    /// A body that is not JSON.
-    Malformed,
-    /// A parameter with an invalid value.
-    BadParameter,
-    /// A prompt that exceeds the context.
-    TooLong,
-    WrongKey,
-    UnknownPath,
-    UnknownModel,
-    /// A body that exceeds the limit of the server.
-    HugeBody,
-}
-
-/// What must come of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Expected {
-    /// The recorded answer.
-    Answer,
-    /// An error with this status.
-    Status(u16),
-    /// Nothing in particular, since the client disconnects.
-    Nothing,
-}
 
 /// A request of a soak test.
 #[derive(Clone, Debug)]
@@ -68,47 +26,6 @@ pub struct SoakRequest {
     pub path: &'static str,
     pub body: Bytes,
 }
-
-impl Kind {
-    /// All kinds.
-    pub const ALL: [Kind; 16] = [
-        Kind::Short,
-        Kind::Stream,
-        Kind::Long,
-        Kind::Choices,
-        Kind::Logprobs,
-        Kind::Chat,
-        Kind::Schema,
-        Kind::Embeddings,
-        Kind::HangUp,
-        Kind::Malformed,
-        Kind::BadParameter,
-        Kind::TooLong,
-        Kind::WrongKey,
-        Kind::UnknownPath,
-        Kind::UnknownModel,
-        Kind::HugeBody,
-    ];
-
-    /// Returns what must come of a request of this kind.
-    pub fn expected(self) -> Expected {
-        match self {
-            Kind::HangUp => Expected::Nothing,
-            Kind::Malformed | Kind::BadParameter | Kind::TooLong => Expected::Status(400),
-            Kind::WrongKey => Expected::Status(401),
-            Kind::UnknownPath | Kind::UnknownModel => Expected::Status(404),
-            Kind::HugeBody => Expected::Status(413),
-            _ => Expected::Answer,
-        }
-    }
-
-    /// Returns the number of choices that a request of this kind asks for.
-    pub fn choices(self) -> u64 {
-        if self == Kind::Choices { CHOICES } else { 1 }
-    }
-}
-
-const CHOICES: u64 = 3;
 
 impl SoakRequest {
     /// Returns a request of a kind.

@@ -1,6 +1,7 @@
 //! Injected faults: executors that fail as a plan says, so that operators can rehearse faults.
 //!
-//! Invariant: devices for which the plan has no fault are not wrapped, so a plan without faults costs nothing.
+//! Invariant: devices for which the plan has no fault are not wrapped, so a plan without faults costs
+//! nothing.
 
 use crate::actors::device::ExecutorFactory;
 use crate::config::{FaultKind, FaultPlan, FaultRule, FaultTime, Groups};
@@ -16,8 +17,8 @@ use tracing::warn;
 /// Stream of random numbers that choose rows. Those below choose steps, one for each fault of the plan.
 const ROW_STREAM: u32 = u32::MAX;
 
-/// Wraps the factories of the devices that have faults in `plan`, and warns if there are any. `groups` are the
-/// devices, as the factories are: by stage and rank.
+/// Wraps the factories of the devices that have faults in `plan`, and warns if there are any. `groups` are
+/// the devices, as the factories are: by stage and rank.
 pub fn inject_faults(
     factories: Vec<Vec<ExecutorFactory>>,
     groups: &Groups,

@@ -4,6 +4,8 @@
 
 mod beams;
 
+mod bodies;
+
 mod chat;
 
 mod constraints;
@@ -220,7 +222,8 @@ async fn an_empty_prompt_is_the_token_that_opens_a_text() {
 
 #[actix_web::test]
 async fn a_long_text_is_tokenised_like_a_short_one() {
-    let mut server = TestServer::start();
+    let model = ModelInfo { context: 30_000, max_sequence_tokens: 30_000, ..model() };
+    let mut server = TestServer::for_model(model, tokenizer(), None, |_| {}, DEADLINE);
     let text = "long ".repeat(4000);
     let (request, _) = server.exchange(json!({ "prompt": [text] }), answer("x")).await;
     assert!(request.prompt.iter().copied().eq(text.bytes().map(u32::from)));
@@ -724,14 +727,14 @@ async fn an_unfinished_upload_holds_nothing_up() {
 #[actix_web::test]
 async fn long_bodies_take_turns_and_all_are_served() {
     let mut server = TestServer::start();
-    let body = json!({ "prompt": "p".repeat(20_000) }).to_string();
+    let body = json!({ "prompt": "pp", "user": "u".repeat(20_000) }).to_string();
     let mut clients = Vec::new();
     for _ in 0..8 {
         clients.push(server.send(&body).await);
     }
     for _ in 0..8 {
         let (request, events) = server.next_request().await;
-        assert_eq!(request.prompt.len(), 20_000);
+        assert_eq!(request.prompt.len(), 2);
         events.send(TokenEvent::Finished(FinishReason::Stop));
     }
     for client in clients {
@@ -741,8 +744,8 @@ async fn long_bodies_take_turns_and_all_are_served() {
 }
 
 #[actix_web::test]
-async fn excess_waiters_for_long_bodies_are_rejected_and_cancelled_ones_no_longer_counted() {
-    let semaphore = super::BoundedSemaphore::new(1, |limit| RequestError::TooManyLongBodies { limit });
+async fn excess_waiters_for_grammars_are_rejected_and_cancelled_ones_no_longer_counted() {
+    let semaphore = super::BoundedSemaphore::new(1, |limit| RequestError::TooManyGrammars { limit });
     let held = semaphore.acquire().await.unwrap();
     let mut waiting: Vec<_> =
         (0..super::BoundedSemaphore::WAITERS_MAX).map(|_| Box::pin(semaphore.acquire())).collect();
@@ -750,7 +753,7 @@ async fn excess_waiters_for_long_bodies_are_rejected_and_cancelled_ones_no_longe
         assert!(wait.as_mut().now_or_never().is_none());
     }
     let limit = super::BoundedSemaphore::WAITERS_MAX;
-    let full = Err(RequestError::TooManyLongBodies { limit });
+    let full = Err(RequestError::TooManyGrammars { limit });
     assert_eq!(semaphore.acquire().await.map(drop), full);
     waiting.pop();
     let mut last = Box::pin(semaphore.acquire());

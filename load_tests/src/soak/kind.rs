@@ -1,0 +1,89 @@
+//! The kinds of requests of a soak test, and what must come of each.
+
+use serde::{Deserialize, Serialize};
+
+/// A kind of request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// A completion of a short prompt.
+    Short,
+    /// A streamed completion.
+    Stream,
+    /// A completion of a long prompt.
+    Long,
+    /// Several choices.
+    Choices,
+    /// A completion with log-probabilities.
+    Logprobs,
+    Chat,
+    /// A chat completion whose answer follows a JSON schema.
+    Schema,
+    Embeddings,
+    /// A streamed completion whose client disconnects.
+    HangUp,
+    /// A body that is not JSON.
+    Malformed,
+    /// A parameter with an invalid value.
+    BadParameter,
+    /// A prompt that exceeds the context.
+    TooLong,
+    WrongKey,
+    UnknownPath,
+    UnknownModel,
+    /// A body that exceeds the limit of the server.
+    HugeBody,
+}
+
+/// The expected reply to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expected {
+    /// The recorded answer.
+    Answer,
+    /// An error with this status.
+    Status(u16),
+    /// Nothing in particular, since the client disconnects.
+    Nothing,
+}
+
+impl Kind {
+    /// All kinds.
+    pub const ALL: [Kind; 16] = [
+        Kind::Short,
+        Kind::Stream,
+        Kind::Long,
+        Kind::Choices,
+        Kind::Logprobs,
+        Kind::Chat,
+        Kind::Schema,
+        Kind::Embeddings,
+        Kind::HangUp,
+        Kind::Malformed,
+        Kind::BadParameter,
+        Kind::TooLong,
+        Kind::WrongKey,
+        Kind::UnknownPath,
+        Kind::UnknownModel,
+        Kind::HugeBody,
+    ];
+
+    /// Returns what must come of a request of this kind.
+    pub fn expected(self) -> Expected {
+        match self {
+            Kind::HangUp => Expected::Nothing,
+            Kind::Malformed | Kind::BadParameter | Kind::TooLong => Expected::Status(400),
+            Kind::WrongKey => Expected::Status(401),
+            Kind::UnknownPath | Kind::UnknownModel => Expected::Status(404),
+            Kind::HugeBody => Expected::Status(413),
+            _ => Expected::Answer,
+        }
+    }
+
+    /// Returns the number of choices that a request of this kind asks for.
+    pub fn choices(self) -> u64 {
+        if self == Kind::Choices { CHOICES } else { 1 }
+    }
+}
+
+/// Choices of a request of the kind [`Kind::Choices`].
+pub const CHOICES: u64 = 3;
