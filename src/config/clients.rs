@@ -1,18 +1,60 @@
-//! The settings of clients: the lines of the file of API keys.
+//! API keys and the settings of their clients: the lines of the key file.
 //!
 //! Invariant: an error message has the number of the line and nothing of what is written there, because that
 //! may be a key.
 
-use super::sections::ApiKey;
-use super::values::api_key;
+use super::layers::ConfigSource;
 use crate::request::client::{Class, ClientSettings, WEIGHT_MAX};
-use std::path::Path;
+use std::fmt;
+use std::path::{Path, PathBuf};
 
 /// Maximum length of a client's name.
 const NAME_CHARS_MAX: usize = 64;
 
 /// Names of the settings of a key.
 const NAMES: &str = "name, class, weight, priority, max_sequences, tokens_per_minute and requests_per_minute";
+
+/// API keys, each non-empty printable ASCII. The `Debug` form shows only their number.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ApiKeys(pub Vec<String>);
+
+impl fmt::Debug for ApiKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ApiKeys({})", self.0.len())
+    }
+}
+
+/// An accepted API key with its client. The `Debug` form does not show the key.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ApiKey {
+    pub key: String,
+    /// Name of the client for the log.
+    pub name: Option<String>,
+    pub settings: ClientSettings,
+}
+
+impl fmt::Debug for ApiKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ApiKey({:?}, {:?})", self.name, self.settings)
+    }
+}
+
+/// A file of API keys, one per line. It is opened only where keys are checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyFile {
+    pub path: PathBuf,
+    /// Source of the path.
+    pub(super) origin: ConfigSource,
+}
+
+/// Checks an API key: it must be non-empty printable ASCII without spaces, so that an HTTP header can carry
+/// it.
+pub(super) fn api_key(key: &str) -> Result<(), String> {
+    if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err("an API key must be printable ASCII without spaces, and not empty".to_string());
+    }
+    Ok(())
+}
 
 /// Reads the API keys of a file, one per line, each followed by the settings in which its client differs from
 /// `defaults`; lines that start with `#` are comments. A file without keys is an error, because an empty list

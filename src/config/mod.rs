@@ -16,6 +16,7 @@ mod reference;
 mod sections;
 mod values;
 
+pub use clients::{ApiKey, ApiKeys, KeyFile};
 pub use devices::format_groups;
 pub use layers::{ConfigError, ConfigSource, Overrides};
 pub use read::{parse_bytes, parse_duration};

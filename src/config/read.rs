@@ -3,7 +3,7 @@
 //! Invariant: each key is read here once, with the parser of its value; an error names the key and the layer
 //! that set it.
 
-use super::clients;
+use super::clients::{self, ApiKey, ApiKeys, KeyFile};
 use super::devices;
 use super::faults;
 use super::layers::{ConfigError, LayeredSettings};
@@ -83,7 +83,7 @@ impl LayeredSettings {
             retry_after: self.get("server.retry_after", whole_seconds)?,
             request_timeout: (!request_timeout.is_zero()).then_some(request_timeout),
             unknown_fields: self.get("server.unknown_fields", |v| one_of(v, &policies))?,
-            api_keys: ApiKeys(self.get("server.api_keys", |v| values::strings(v, values::api_key))?),
+            api_keys: ApiKeys(self.get("server.api_keys", |v| values::strings(v, clients::api_key))?),
             api_key_file: self
                 .get(API_KEY_FILE, values::path)?
                 .map(|path| KeyFile { path, origin: self.source(API_KEY_FILE) }),
@@ -101,7 +101,7 @@ impl LayeredSettings {
         let (key, words) =
             ("server.metrics_access", [("open", MetricsAccess::Open), ("key", MetricsAccess::Key)]);
         let access = self.get(key, |v| one_of(v, &words))?;
-        let has_keys = !self.get("server.api_keys", |v| values::strings(v, values::api_key))?.is_empty();
+        let has_keys = !self.get("server.api_keys", |v| values::strings(v, clients::api_key))?.is_empty();
         if access == MetricsAccess::Key && !has_keys && self.get(API_KEY_FILE, values::path)?.is_none() {
             return Err(self.error_for(key, "requires server.api_key_file or server.api_keys"));
         }

@@ -2,7 +2,7 @@
 //!
 //! Invariant: this is plain data; how it is written in files is defined in [`super::read`] and its parsers.
 
-use super::layers::ConfigSource;
+use super::clients::{ApiKeys, KeyFile};
 use crate::quantize::WeightRules;
 use crate::request::client::ClientSettings;
 use crate::request::{AcceptanceRule, DraftSource, ParamList, Pooling};
@@ -141,39 +141,6 @@ pub enum UnknownFieldsPolicy {
     Ignore,
     /// The request is rejected.
     Reject,
-}
-
-/// API keys, each non-empty printable ASCII. The `Debug` form shows only their number.
-#[derive(Clone, PartialEq, Eq)]
-pub struct ApiKeys(pub Vec<String>);
-
-impl fmt::Debug for ApiKeys {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ApiKeys({})", self.0.len())
-    }
-}
-
-/// An accepted API key with its client. The `Debug` form does not show the key.
-#[derive(Clone, PartialEq, Eq)]
-pub struct ApiKey {
-    pub key: String,
-    /// Name of the client for the log.
-    pub name: Option<String>,
-    pub settings: ClientSettings,
-}
-
-impl fmt::Debug for ApiKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ApiKey({:?}, {:?})", self.name, self.settings)
-    }
-}
-
-/// A file of API keys, one per line. It is opened only where keys are checked.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct KeyFile {
-    pub path: PathBuf,
-    /// Source of the path.
-    pub(super) origin: ConfigSource,
 }
 
 /// PEM files for TLS.

@@ -41,15 +41,6 @@ pub(super) fn strings(value: &Value, check: fn(&str) -> Result<(), String>) -> R
     Ok(texts)
 }
 
-/// Checks an API key: it must be non-empty printable ASCII without spaces, so that an HTTP header can carry
-/// it.
-pub(super) fn api_key(key: &str) -> Result<(), String> {
-    if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
-        return Err("an API key must be printable ASCII without spaces, and not empty".to_string());
-    }
-    Ok(())
-}
-
 /// Parses a list of origins as browsers send them, or "*" alone.
 pub(super) fn origins(value: &Value) -> Result<Vec<String>, String> {
     let origins = strings(value, origin)?;
