@@ -9,6 +9,8 @@
 //!
 //! Invariant: nothing here blocks a thread of the system, which all threads of a scenario share.
 
+// Checks of all targets build it as a test, too, with the tests of the files.
+#![cfg(not(test))]
 #![allow(dead_code)] // The files have more functions than the scenarios use.
 
 // Below, `std` is the scheduler's, and the kernels are this crate.
