@@ -1,4 +1,4 @@
-//! What the engine computed for a client, and what it runs for it.
+//! The accounts of clients: the tokens that the engine computed for a client, and the permits that it has.
 //!
 //! Invariant: all users of an account are on the control thread, so that relaxed operations are enough; the
 //! atomics only allow that messages carry it.

@@ -63,8 +63,8 @@ pub struct Permit {
 }
 
 impl Permit {
-    /// Creates a permit of a client's sequence of a class, which is returned to `intake`. The caller counts it
-    /// as taken.
+    /// Creates a permit of a client's sequence of a class, which is returned to `intake`. The caller counts
+    /// it as taken.
     pub(super) fn new(
         intake: Option<Recipient<PermitReleased>>,
         account: Arc<Account>,

@@ -125,11 +125,11 @@ impl LayeredSettings {
     }
 
     fn clients(&self) -> Result<ClientSettings, ConfigError> {
+        let classes = Class::ALL.map(|class| (class.name(), class));
         let limit = |key| self.get(key, |v| integer(v, 0, u32::MAX.into())).map(NonZero::new);
         let per_minute = |key| limit(key).map(|limit| limit.map(|limit| limit.get() as u64));
         Ok(ClientSettings {
-            class: self
-                .get("clients.class", |v| one_of(v, &Class::ALL.map(|class| (class.name(), class))))?,
+            class: self.get("clients.class", |v| one_of(v, &classes))?,
             max_sequences: limit("clients.max_sequences")?.map(NonZero::get),
             tokens_per_minute: per_minute("clients.tokens_per_minute")?,
             requests_per_minute: per_minute("clients.requests_per_minute")?,
@@ -288,8 +288,8 @@ impl LayeredSettings {
 }
 
 impl ServerConfig {
-    /// Returns all API keys with their clients, including the current ones of the key file. If the file has an
-    /// error or no key, the error has the source of its path.
+    /// Returns all API keys with their clients, including the current ones of the key file. If the file has
+    /// an error or no key, the error has the source of its path.
     pub fn load_api_keys(&self) -> Result<Vec<ApiKey>, ConfigError> {
         let plain = |key: &String| ApiKey { key: key.clone(), name: None, settings: self.clients };
         let mut keys: Vec<ApiKey> = self.api_keys.0.iter().map(plain).collect();

@@ -41,7 +41,7 @@ pub enum ClientId {
     Address(IpAddr),
 }
 
-/// What the server grants a client.
+/// The settings of a client: its part of the server, and its limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClientSettings {
     /// The class of its requests, unless they ask for a later one.

@@ -67,7 +67,7 @@ pub struct Request {
     /// Name of the adapter that changes K and V of the model. Requests with different ones share none. No
     /// API sets it yet.
     pub adapter: Option<Arc<str>>,
-    /// Who sent the request.
+    /// The client that sent the request.
     pub client: Arc<Client>,
     /// Its class: that of the client, or a later one.
     pub class: Class,

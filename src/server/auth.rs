@@ -58,8 +58,8 @@ impl Keys {
         self.0.read().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// Returns the client whose key a request shows, if it is an accepted one. Compares every key in full, for
-    /// constant time.
+    /// Returns the client whose key a request shows, if it is an accepted one. Compares every key in full,
+    /// for constant time.
     fn client(&self, headers: &HeaderMap) -> Option<Arc<Client>> {
         let given = PaddedKey::new(shown_key(headers)?);
         let keys = self.0.read().unwrap_or_else(PoisonError::into_inner);
@@ -270,7 +270,7 @@ mod tests {
         }
     }
 
-    /// What the engine counts for a client goes on after a reload.
+    /// The engine goes on counting for a client after a reload.
     #[test]
     fn a_client_is_the_same_one_after_its_keys_were_replaced() {
         let known = keys(&["one", "two"]).unwrap();

@@ -119,8 +119,8 @@ fn tokenize_text(
     Ok(ids.into())
 }
 
-/// Handles a request of a client: parses the body, runs its inputs and serializes the response. Returns it with the
-/// ignored fields of the request.
+/// Handles a request of a client: parses the body, runs its inputs and serializes the response. Returns it
+/// with the ignored fields of the request.
 pub async fn run_encoder_request<Q: EncoderApi>(
     app: &Arc<App>,
     id: Arc<str>,

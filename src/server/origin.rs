@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// Values of `service_tier` that ask for the later class.
 const BATCH_TIERS: [&str; 2] = ["flex", "batch"];
 
-/// What a request says of its urgency.
+/// The urgency that a request asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Urgency {
     /// Its place among the requests of its class; lower ones go first.

@@ -235,6 +235,30 @@ fn sighup_reads_keys_and_certificate_again() {
     server.line_with("keys and certificate reloaded");
     assert_eq!((status(&new, "old"), status(&new, "new"), status(&old, "new")), (Some(401), Some(200), None));
 
+    // The settings of a key change, too; what was counted for its client stays.
+    let completion = |key: &str| {
+        let request = client(std::slice::from_ref(&new), address).post(&url.replace("models", "completions"));
+        let body = r#"{"prompt": "a", "max_tokens": 1}"#;
+        match request.set("Authorization", &format!("Bearer {key}")).send_string(body) {
+            Ok(answer) => Some(answer.status()),
+            Err(ureq::Error::Status(status, _)) => Some(status),
+            Err(_) => None,
+        }
+    };
+    write_keys("new requests_per_minute=1\n");
+    signal(&server.child, "HUP");
+    server.line_with("keys and certificate reloaded");
+    assert_eq!([(); 2].map(|()| completion("new")), [Some(200), Some(429)]);
+    write_keys("new requests_per_minute=6000\n");
+    signal(&server.child, "HUP");
+    server.line_with("keys and certificate reloaded");
+    assert_eq!(completion("new"), Some(200));
+    write_keys("new weight=0\n");
+    signal(&server.child, "HUP");
+    let line = server.line_with("SIGHUP");
+    assert!(line.contains("line 1: weight must be from 1 to 1000"), "{line}");
+    assert_eq!(completion("new"), Some(200));
+
     // An error in one file leaves everything as it was.
     identity.renew();
     write_keys("# none\n");

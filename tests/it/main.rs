@@ -56,5 +56,6 @@ mod security;
 mod soak;
 mod speculation;
 mod streams;
+mod tenancy;
 mod weights;
 mod windows;

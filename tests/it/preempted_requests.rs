@@ -1,14 +1,16 @@
-//! Tests of sampled and constrained requests that are preempted: they continue with the states of their
-//! strategies and the positions of their random numbers, so their answers are those that they give alone.
+//! Tests of sampled and constrained requests that are preempted, for pages or for requests of an earlier
+//! class: they continue with the states of their strategies and the positions of their random numbers, so
+//! their answers are those that they give alone.
 
 use crate::common::{all_home, config, counting, engine_with, fixture, within};
 use futures_util::future::join_all;
 use mainstem::actors::Engine;
+use mainstem::model::executor::{Executor, ExecutorReport};
 use mainstem::server::{LocalApi, ResponseBody, ServeParts};
-use mainstem_kernels::{Span, SpanTokens};
+use mainstem_kernels::{DeviceError, HandoffPorts, Span, SpanTokens, StepBatch, StepOutput};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use toml::Value as Setting;
 
 const MODEL: &str = "mha";
@@ -52,8 +54,33 @@ fn bodies(strategy: &Value) -> Vec<Value> {
     bodies.collect()
 }
 
+/// A device that waits, while it is held, before it computes tokens far behind a prompt.
+struct Held {
+    inner: Box<dyn Executor>,
+    is_held: Arc<AtomicBool>,
+}
+
+impl Executor for Held {
+    fn run(
+        &mut self,
+        batch: &StepBatch,
+        flow: HandoffPorts<'_>,
+        out: &mut StepOutput,
+    ) -> Result<(), DeviceError> {
+        let is_late = batch.spans.iter().any(|span| span.start > 30);
+        while is_late && self.is_held.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        self.inner.run(batch, flow, out)
+    }
+
+    fn report(&self) -> ExecutorReport {
+        self.inner.report()
+    }
+}
+
 /// Starts an engine that counts the prompts that are begun.
-async fn start(size: &str, begun: &Arc<AtomicUsize>) -> (Engine, LocalApi) {
+async fn start(size: &str, begun: &Arc<AtomicUsize>, is_held: &Arc<AtomicBool>) -> (Engine, LocalApi) {
     let settings: [(&'static str, Setting); 4] = [
         ("device.kind", "cpu".into()),
         ("scheduler.slots", (SLOTS as i64).into()),
@@ -62,7 +89,11 @@ async fn start(size: &str, begun: &Arc<AtomicUsize>) -> (Engine, LocalApi) {
     ];
     let begins =
         |span: &Span| usize::from(span.start == 0 && matches!(span.tokens, SpanTokens::Given { .. }));
-    let engine = engine_with(MODEL, &settings, |device| counting(device, begins, begun.clone())).await;
+    let engine = engine_with(MODEL, &settings, |device| {
+        let (mut counted, is_held) = (counting(device, begins, begun.clone()), is_held.clone());
+        Box::new(move |stage| Ok(Box::new(Held { inner: counted(stage)?, is_held: is_held.clone() })))
+    })
+    .await;
     let local = LocalApi::new(ServeParts::from(&engine), config(&fixture(MODEL), &settings).server);
     (engine, local)
 }
@@ -82,8 +113,9 @@ async fn post(local: &LocalApi, body: &Value) -> Value {
 #[actix::test]
 async fn answers_of_preempted_requests_are_those_of_each_alone() {
     let [undisturbed, preempted] = [(); 2].map(|()| Arc::new(AtomicUsize::new(0)));
-    let (roomy, alone) = start("auto", &undisturbed).await;
-    let (scarce, together) = start("128 tokens", &preempted).await;
+    let never = Arc::default();
+    let (roomy, alone) = start("auto", &undisturbed, &never).await;
+    let (scarce, together) = start("128 tokens", &preempted, &never).await;
     for strategy in strategies() {
         let bodies = bodies(&strategy);
         let mut expected = Vec::new();
@@ -102,4 +134,46 @@ async fn answers_of_preempted_requests_are_those_of_each_alone() {
         all_home(&engine, SLOTS).await;
         engine.stop();
     }
+}
+
+/// Waits until a condition holds that another thread brings about.
+async fn until(condition: impl Fn() -> bool) {
+    while !condition() {
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Batch requests have all slots when interactive ones come, which take theirs.
+#[actix::test]
+async fn answers_of_batch_requests_that_make_way_are_those_of_each_alone() {
+    let (begun, is_held) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+    let (engine, local) = start("auto", &begun, &is_held).await;
+    for strategy in strategies() {
+        let mut all = bodies(&strategy);
+        let mut expected = Vec::new();
+        for body in &all {
+            expected.push(post(&local, body).await);
+        }
+        all.iter_mut().for_each(|body| body["service_tier"] = "flex".into());
+        begun.store(0, Ordering::SeqCst);
+        is_held.store(true, Ordering::SeqCst);
+        let interactive = async {
+            until(|| begun.load(Ordering::SeqCst) == SLOTS).await;
+            let short = json!({ "prompt": "go", "max_tokens": 2, "ignore_eos": true });
+            join_all((0..SLOTS).map(|_| post(&local, &short))).await;
+        };
+        let release = async {
+            until(|| engine.status.pending() == 2 * SLOTS).await;
+            is_held.store(false, Ordering::SeqCst);
+        };
+        let batch = join_all(all.iter().map(|body| post(&local, body)));
+        let (found, ..) = within(async { tokio::join!(batch, interactive, release) }).await;
+        for (body, (found, expected)) in all.iter().zip(found.iter().zip(&expected)) {
+            assert!(found == expected, "{body}\n{found}\n{expected}");
+        }
+        let count = begun.load(Ordering::SeqCst);
+        assert!(count > 2 * SLOTS, "{strategy}: {count} prompts were begun, so nobody was preempted");
+    }
+    all_home(&engine, SLOTS).await;
+    engine.stop();
 }

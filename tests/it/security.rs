@@ -49,7 +49,7 @@ impl Served {
     }
 
     /// Sends one request with these header lines.
-    fn ask(&self, method: &str, path: &str, headers: &[&str], body: &str) -> Answer {
+    pub fn ask(&self, method: &str, path: &str, headers: &[&str], body: &str) -> Answer {
         let lines: String = headers.iter().map(|line| format!("{line}\r\n")).collect();
         let length = body.len();
         let mut stream = self.connect();
@@ -91,7 +91,13 @@ impl Answer {
         self.head.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status")
     }
 
-    fn header(&self, name: &str) -> Option<&str> {
+    /// The error object.
+    pub fn error(&self) -> Value {
+        let mut body: Value = serde_json::from_str(&self.body).expect("it is JSON");
+        body["error"].take()
+    }
+
+    pub fn header(&self, name: &str) -> Option<&str> {
         self.head
             .lines()
             .filter_map(|line| line.split_once(": "))

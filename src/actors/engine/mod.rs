@@ -332,19 +332,17 @@ fn start_control(
     let prefix_rules = setup.prefix_rules.clone();
     let generated_mark = prefix_rules.generated_mark();
     let queue = SharedQueue::new(slots, max_waiting, status.clone());
-    let prefill = {
-        let (queue, pool) = (queue.clone(), pool.clone());
-        Prefill::start_in_arbiter(&thread, move |_| {
-            Prefill::new(queue, pool, prefix_rules, policy, (slots, lanes))
-        })
-    };
+    let (shared_queue, shared_pool) = (queue.clone(), pool.clone());
+    let prefill = Prefill::start_in_arbiter(&thread, move |_| {
+        Prefill::new(shared_queue, shared_pool, prefix_rules, policy, (slots, lanes))
+    });
     let changed = prefill.clone().recipient();
     let kv = KvManager::start_in_arbiter(&thread, move |_| {
         KvManager::new((slots, lanes, shuffle), pool, generated_mark, changed)
     });
-    let eos = setup.model.eos.clone();
     let draft = setup.model.speculation.as_ref().and_then(|speculation| speculation.draft.as_ref());
     let draft_context = draft.map_or(0, |draft| draft.context);
+    let eos = setup.model.eos.clone();
     let config =
         DecodeConfig { policy, limits, token_budget, eos, lanes, run_ahead, draft_context, itl_target };
     let handles = LoopHandles {

@@ -8,8 +8,8 @@ use crate::request::Class;
 use std::collections::BTreeSet;
 
 impl KvManager {
-    /// Finds pages for all lanes that wait for a plan, the oldest sequence of the first class first, and replies
-    /// to those that can go on.
+    /// Finds pages for all lanes that wait for a plan, the oldest sequence of the first class first, and
+    /// replies to those that can go on.
     pub(super) fn settle(&mut self) {
         let open = self.lanes.iter().filter_map(|lane| lane.open.as_ref());
         let mut needs: Vec<GrowingSequence> = open.flat_map(|open| &open.needs).copied().collect();

@@ -2,12 +2,11 @@
 //!
 //! Owns the slot map of each lane (with the sliding-window shuffle), and the leases of running sequences; the
 //! page pool is shared with prefill, which leases the pages of prompts. It never touches a device: its
-//! [`SlotPlan`] is sent with the lane's next step.
-//! When pages run out, the youngest sequence of the last class in all lanes is preempted: it gives up slot and
-//! pages, and is computed again later. Sequences that prefill preempts for others give theirs up with the
-//! update in which the others join. A lane gives up its sequences between two of its iterations only; a lane that can do
-//! nothing without pages waits for the reply to its update, which is such a time, so lanes never wait for
-//! each other in a circle.
+//! [`SlotPlan`] is sent with the lane's next step. When pages run out, the youngest sequence of the last
+//! class in all lanes is preempted: it gives up slot and pages, and is computed again later. Sequences that
+//! prefill preempts for others give theirs up with the update in which the others join. A lane gives up its
+//! sequences between two of its iterations only; a lane that can do nothing without pages waits for the reply
+//! to its update, which is such a time, so lanes never wait for each other in a circle.
 //! Invariant: slots are assigned, moved and freed only in an [`IterationUpdate`] of their lane. Slots and
 //! pages that a step in flight refers to are reused by later steps only, which every device runs after that
 //! step.
@@ -645,6 +644,29 @@ mod tests {
         assert_eq!((plan.slots.len(), plan.window.len(), pool.used()), (1, 1, 5));
         let plan = kv.plan(growing(0, &[(3, 7 * PAGE)]));
         assert_eq!((keys(&plan.preempted), pool.used()), (vec![3], 0));
+    }
+
+    /// A sequence of a later class gives up its pages before younger ones of an earlier class.
+    #[actix::test]
+    async fn the_last_class_is_preempted_first() {
+        let (mut kv, pool, _) = rig(4, 1, 3);
+        let mut first = update([], [1, 2, 3].map(|key| (key, lease(&pool, 1))));
+        first.joins[0].class = Class::Batch;
+        kv.plan(first);
+        let plan = kv.plan(growing(0, &[(3, 2 * PAGE)]));
+        assert_eq!((keys(&plan.preempted), keys(&plan.stalled)), (vec![1], vec![]));
+        let plan = kv.plan(growing(0, &[(2, 2 * PAGE)]));
+        assert_eq!(keys(&plan.preempted), [3]);
+    }
+
+    #[actix::test]
+    async fn a_sequence_that_makes_way_leaves_its_slot_to_one_that_joins() {
+        let (mut kv, pool, _) = rig(2, 1, 9);
+        kv.plan(update([], [1, 2].map(|key| (key, lease(&pool, 2)))));
+        let joins = update([], [(3, lease(&pool, 1))]);
+        let plan = kv.plan(IterationUpdate { give_up: vec![SequenceKey(1)], ..joins });
+        assert_eq!((keys(&plan.preempted), pool.used()), (vec![1], 3));
+        assert_eq!(plan.slots, [(0, SequenceKey(3)), (1, SequenceKey(2))]);
     }
 
     /// The youngest sequence runs in another lane, which gives it up at its next update only. The lane that

@@ -14,7 +14,7 @@ pub(super) enum Begin {
     Begun,
     /// Another sequence is computing its next page.
     AwaitsPage,
-    /// It lacks something, and those behind it wait for it.
+    /// The sequence lacks something, and those behind it wait for it.
     MustWait,
 }
 
@@ -62,7 +62,8 @@ impl Prefill {
         Begin::Begun
     }
 
-    /// Returns the sequences to preempt so that the next one gets the slots that it lacks, if no lane has them.
+    /// Returns the sequences to preempt so that the next one gets the slots that it lacks, if no lane has
+    /// them.
     fn victims_for_slots(
         &self,
         queue: &FairQueue,

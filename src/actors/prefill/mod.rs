@@ -3,12 +3,12 @@
 //!
 //! Takes sequences out of the queue, and owns those whose prompts are not complete. The tokens of preempted
 //! ones are computed again like a prompt. It issues no device work: the decode loops request chunks. A new
-//! sequence goes to the lane with the fewest sequences, and stays there until it ends or is preempted.
-//! The queue decides who is next, and a step's budget goes to the prompts in the same order, whether they have
-//! started or not: a long prompt does not keep those of other clients waiting. For want of slots or pages, the
-//! next sequence may take them from others of the lane, which go back into the queue.
-//! Invariant: of one client, first in, first out, among waiting prompts and among the prompts that started in a
-//! lane. The next sequence, if it lacks slots or pages, holds back those behind it, and so does an encoder
+//! sequence goes to the lane with the fewest sequences, and stays there until it ends or is preempted. The
+//! queue decides who is next, and a step's budget goes to the prompts in the same order, whether they have
+//! started or not: a long prompt does not keep those of other clients waiting. For want of slots or pages,
+//! the next sequence may take them from others of the lane, which go back into the queue.
+//! Invariant: of one client, first in, first out, among waiting prompts and among the prompts that started in
+//! a lane. The next sequence, if it lacks slots or pages, holds back those behind it, and so does an encoder
 //! input that exceeds the step's budget: it is computed in one step. A prompt whose next page another one is
 //! computing waits for that page and holds back nobody.
 

@@ -310,6 +310,29 @@ async fn only_equal_k_and_v_are_shared() {
     assert_eq!(rig.chunks(UNLIMITED, 1).await, [(2, 0, 64, true), (3, 63, 1, true)]);
 }
 
+/// A client pays for what is computed for it, without what is in the prefix cache, and once.
+#[actix::test]
+async fn clients_are_charged_for_computed_tokens_once() {
+    let mut rig = Rig::with_pages((Policy::Fused, 4, 1), 100, shared());
+    let _first = rig.add_request(1, prompt(0..100)).await;
+    let mut first = start(&rig, 60).await.pop().expect("it starts");
+    let account = first.account.clone();
+    assert_eq!((account.tokens(), account.all_running()), (60, 1));
+    let now = Instant::now();
+    let times = SequenceTimes { scheduled: now, first_token: now };
+    first.lease = None;
+    first.progress = Some(Progress { generated: Vec::new(), host: None, times, speculator: None });
+    rig.prefill.do_send(Requeue(first));
+    let mut again = start(&rig, UNLIMITED).await.pop().expect("it starts again");
+    assert_eq!((account.tokens(), account.all_running()), (100, 1));
+    again.lease.as_mut().expect("it has pages").note_computed(100);
+    let _second = rig.add_request(2, prompt(0..120)).await;
+    let second = start(&rig, UNLIMITED).await;
+    assert_eq!((account.tokens(), account.all_running()), (120, 2));
+    drop((again, second));
+    assert_eq!(account.all_running(), 0);
+}
+
 /// A preempted sequence is computed again before newcomers, with the tokens that were generated.
 #[actix::test]
 async fn a_preempted_sequence_keeps_its_place() {

@@ -14,7 +14,7 @@ const ENDS: usize = 32;
 /// A token bucket: it holds the limit of a minute, and is refilled at that rate. It may be overdrawn.
 #[derive(Debug)]
 pub(super) struct Bucket {
-    /// What is left; negative if it is overdrawn. Full at first.
+    /// The rest in the bucket; negative if it is overdrawn. Infinite at first.
     level: f64,
     refilled_at: Instant,
 }

@@ -7,8 +7,8 @@
 //! weight. A client that comes back is lifted to the least counter among those that wait, so that it has no
 //! credit from its absence.
 //! Invariant: a sequence in the queue holds no permit and no pages. Permits held plus free permits equal the
-//! number of slots; a sequence that takes over the slot of a preempted one has its permit before that one's is
-//! back, so the free ones may be fewer than none for a moment.
+//! number of slots; a sequence that takes over the slot of a preempted one has its permit before that one's
+//! is back, so the free ones may be fewer than none for a moment.
 
 mod admission;
 mod limits;
@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// Number of clients from which those without work are forgotten.
-const CLIENTS_MAX: usize = 1024;
+const CLIENTS_MAX: usize = 256;
 
 /// Ratio of the queued sequences of all clients to the maximum of one.
 const ROOM_FACTOR: usize = 4;
@@ -59,6 +59,7 @@ impl SharedQueue {
             last_served: Default::default(),
             ends: EndRate::default(),
             permit_return: None,
+            is_reported: false,
             status,
         })))
     }
@@ -85,6 +86,8 @@ pub struct FairQueue {
     last_served: [Option<Arc<Account>>; Class::ALL.len()],
     ends: EndRate,
     permit_return: Option<Recipient<PermitReleased>>,
+    /// Whether nothing has changed since the last report.
+    is_reported: bool,
     status: Arc<Status>,
 }
 
@@ -159,8 +162,8 @@ impl FairQueue {
         self.insert(sequence, now, false);
     }
 
-    /// Adds a sequence that begins again, because it was preempted or a fault came between. It keeps its place
-    /// before those that arrived later, and gives back its permits.
+    /// Adds a sequence that begins again, because it was preempted or a fault came between. It keeps its
+    /// place before those that arrived later, and gives back its permits.
     pub fn push_again(&mut self, mut sequence: Box<Sequence>, now: Instant) {
         self.free_permits += sequence.permits.len() as isize;
         sequence.permits.drain(..).for_each(Permit::forget);
@@ -178,6 +181,7 @@ impl FairQueue {
         client.line.insert(place, queued);
         client.waiting += slots;
         self.waiting += slots;
+        self.is_reported = false;
         self.searches += usize::from(slots > 1);
         self.released += usize::from(is_released);
     }
@@ -224,6 +228,7 @@ impl FairQueue {
             (0..candidate.slots).map(|_| Permit::new(of_intake.clone(), account.clone(), request.class)),
         );
         self.free_permits -= candidate.slots as isize;
+        self.is_reported = false;
         self.last_served[request.class as usize] = Some(account.clone());
         queued
     }
@@ -236,6 +241,7 @@ impl FairQueue {
         });
         let queued = found.expect("a candidate is in the queue; anything else is a bug");
         self.waiting -= slots;
+        self.is_reported = false;
         self.searches -= usize::from(*slots > 1);
         self.released -= usize::from(queued.is_released);
         queued
@@ -254,6 +260,7 @@ impl FairQueue {
     /// Counts a sequence that ended, whose permit is back.
     pub fn release_permit(&mut self, now: Instant) {
         self.free_permits += 1;
+        self.is_reported = false;
         assert!(self.free_permits <= self.slots as isize, "a permit is returned only once");
         self.ends.count(now);
     }
@@ -305,7 +312,10 @@ impl FairQueue {
 
     /// Updates the counts of sequences that other threads read. Those for which there are free slots count as
     /// running.
-    pub fn report(&self) {
+    pub fn report(&mut self) {
+        if std::mem::replace(&mut self.is_reported, true) {
+            return;
+        }
         let (startable, free) = (self.startable(), self.free_permits());
         let (waiting, running) = (self.waiting - startable, self.slots - free + startable);
         self.status.set_counts(waiting, running);

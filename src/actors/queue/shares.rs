@@ -1,8 +1,8 @@
 //! Which running sequences make way for a queued one.
 //!
-//! Invariant: nobody is preempted in favor of a later class, or of a client that has at least its share of the
-//! slots; and no client loses a part of its share, except to an earlier class. A sequence that was preempted is
-//! not chosen again before it has made progress.
+//! Invariant: nobody is preempted in favor of a later class, or of a client that has at least its share of
+//! the slots; and no client loses a part of its share, except to an earlier class. A sequence that was
+//! preempted is not chosen again before it has made progress.
 
 use super::{Candidate, FairQueue, QueuedClient};
 use crate::actors::sequence::SequenceKey;
@@ -59,8 +59,8 @@ impl Preemptible {
 }
 
 impl FairQueue {
-    /// Returns those of the `running` sequences of a lane to preempt so that `candidate` gets `missing` slots;
-    /// `None` if it has to wait.
+    /// Returns those of the `running` sequences of a lane to preempt so that `candidate` gets `missing`
+    /// slots; `None` if it has to wait.
     pub fn victims_for_slots(
         &self,
         candidate: &Candidate,
@@ -72,8 +72,8 @@ impl FairQueue {
         of_class.or_else(|| Some((vec![self.above_its_share(candidate, missing, running)?], Reason::Share)))
     }
 
-    /// Returns those of the `running` sequences of a lane to preempt so that `candidate` gets `missing` pages;
-    /// `None` if it has to wait.
+    /// Returns those of the `running` sequences of a lane to preempt so that `candidate` gets `missing`
+    /// pages; `None` if it has to wait.
     pub fn victims_for_pages(
         &self,
         candidate: &Candidate,
@@ -119,8 +119,8 @@ impl FairQueue {
     }
 }
 
-/// Returns sequences of later classes than `class` that have `missing` slots or pages together, by `size`: the
-/// last class first, the youngest first.
+/// Returns sequences of later classes than `class` that have `missing` slots or pages together, by `size`:
+/// the last class first, the youngest first.
 fn lower_classes(
     class: Class,
     missing: usize,

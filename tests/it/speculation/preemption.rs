@@ -46,7 +46,7 @@ async fn twice_the_sequences_that_fit_end_with_their_own_answers() {
             &[(ALONE, "1")],
         );
     }
-    const PREEMPTIONS: &str = "mainstem_num_preemptions_total";
+    const PREEMPTIONS: &str = "mainstem_num_preemptions_total{reason=\"pages\"}";
     telemetry::install(None);
     for (name, groups) in [("qwen3", ""), ("gemma2", ""), ("qwen3", "0;1"), ("gqa", "")] {
         let has_forms = name == "gqa";
