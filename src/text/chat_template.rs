@@ -642,7 +642,7 @@ mod tests {
 
     /// What filters and methods make of a text, or of a list that contains itself many times.
     const COPIES: &str = "s|upper;s|lower;s|title;s|capitalize;s|trim;s|e;s|reverse;s|list;s|split;s|indent;\
-        s|replace('c', 'd');s|string;s|tojson;s|pprint;n.d|join;n.d|map('upper')|list;n.d|sum;s.upper();\
+        s|replace('c', 'd');s|string;s|tojson;s|pprint;n.d|join;n.d|map('upper')|list;s.upper();\
         s.strip();s.split(' ');s.rsplit(' ');s.splitlines();s.replace('c', 'd');s.removeprefix('x');''.join(n.d);\
         s ~ '';s + '';s * 1;'%s'|format(s);'{}'.format(s)";
     const WHOLE: &str = "n.d|upper;n.d|title;n.d|trim;n.d|e;n.d|indent;n.d|join;n.d|pprint;n.d|list|join;\
