@@ -1,59 +1,34 @@
-//! Intake: validates requests, queues them, and admits them to prefill when slots are free.
+//! Intake: validates requests, and queues their sequences.
 //!
 //! A group of requests is accepted or refused as a whole; after that, its requests proceed independently. The
 //! queue is bounded for new requests only: a continuation of an accepted request is always queued.
-//! Intake owns the permits (one per slot) and the queue, and handles no tokens.
-//! Invariant: permits held plus free permits equal the number of slots; the first queued request needs more
-//! permits than are free, and those behind it wait for it. The queue is counted in sequences, as permits are:
-//! a beam search counts as many as it has beams.
+//! Intake gets the permits back (one per slot), and handles no tokens. The queue is counted in slots: a beam
+//! search counts as many as it has beams.
 
+use super::account::Account;
 use super::limits::{IntakeLimits, invalid};
-use super::sequence::{Permit, PermitReleased, Sequence, SequenceKey};
+use super::queue::{QueueChanged, SharedQueue};
+use super::sequence::{PermitReleased, Sequence, SequenceKey};
 use super::status::Status;
 use super::stream::{EventSender, Submit, SubmitKind, TokenStream, event_channel};
 use crate::request::{FinishReason, Request, RequestError, Task, TokenEvent};
-use crate::telemetry;
-use actix::{Actor, Context, Handler, Message, MessageResult, Recipient};
-use std::collections::VecDeque;
+use actix::{Actor, AsyncContext, Context, Handler, Message, MessageResult, Recipient};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Hands an admitted sequence to prefill.
-#[derive(Message)]
-#[rtype(result = "()")]
-pub struct Admit(pub Box<Sequence>);
-
-/// Queries the number of free permits; for tests and diagnostics.
+/// Queries the number of permits that nobody holds and no queued sequence is about to get; for tests and
+/// diagnostics.
 #[derive(Message)]
 #[rtype(result = "usize")]
 pub struct GetFreePermits;
 
-/// A validated request that waits for a permit.
-struct QueuedRequest {
-    /// Number of the group that it belongs to.
-    group: u64,
-    request: Request,
-    events: EventSender,
-    /// Senders of the further results of a beam search.
-    followers: Vec<EventSender>,
-    arrived: Instant,
-}
-
-impl QueuedRequest {
-    /// Returns the number of permits that it needs.
-    fn permits(&self) -> usize {
-        self.request.beams.map_or(1, |beams| beams.width)
-    }
-}
-
 /// The intake actor.
 pub struct Intake {
     limits: IntakeLimits,
-    free_permits: usize,
-    queue: VecDeque<QueuedRequest>,
+    queue: SharedQueue,
     next_key: u64,
     groups: u64,
-    prefill: Recipient<Admit>,
+    prefill: Recipient<QueueChanged>,
     status: Arc<Status>,
 }
 
@@ -62,26 +37,32 @@ impl Actor for Intake {
 
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(self.limits.max_waiting + self.limits.slots + 16);
+        self.queue.lock().set_permit_return(ctx.address().recipient());
     }
 }
 
 impl Handler<Submit> for Intake {
     type Result = Result<Vec<TokenStream>, RequestError>;
 
-    fn handle(&mut self, Submit { requests, kind }: Submit, ctx: &mut Self::Context) -> Self::Result {
+    fn handle(&mut self, Submit { requests, kind }: Submit, _: &mut Self::Context) -> Self::Result {
         let is_new = kind == SubmitKind::New;
         if is_new && self.status.is_draining() {
             return Err(RequestError::Draining);
         }
         for request in &requests {
             self.limits.check(request)?;
+            check_client_limit(request)?;
         }
         if is_new {
             self.check_capacity(&requests)?;
         }
         self.groups += 1;
-        let streams = requests.into_iter().map(|request| self.enqueue(request)).collect();
-        self.admit(ctx);
+        let mut sequences: Vec<Box<Sequence>> = Vec::new();
+        let streams = requests.into_iter().map(|request| self.begin(request, &mut sequences)).collect();
+        let (mut queue, now) = (self.queue.lock(), Instant::now());
+        sequences.into_iter().for_each(|sequence| queue.push(sequence, now));
+        queue.report();
+        self.prefill.do_send(QueueChanged);
         Ok(streams)
     }
 }
@@ -89,10 +70,15 @@ impl Handler<Submit> for Intake {
 impl Handler<PermitReleased> for Intake {
     type Result = ();
 
-    fn handle(&mut self, _: PermitReleased, ctx: &mut Self::Context) {
-        self.free_permits += 1;
-        assert!(self.free_permits <= self.limits.slots, "a permit is returned only once");
-        self.admit(ctx);
+    fn handle(&mut self, _: PermitReleased, _: &mut Self::Context) {
+        let mut queue = self.queue.lock();
+        queue.release_permit(Instant::now());
+        queue.drop_cancelled();
+        queue.report();
+        // A client's sequence may have waited for another one's end.
+        if !queue.is_empty() {
+            self.prefill.do_send(QueueChanged);
+        }
     }
 }
 
@@ -100,25 +86,23 @@ impl Handler<GetFreePermits> for Intake {
     type Result = MessageResult<GetFreePermits>;
 
     fn handle(&mut self, _: GetFreePermits, _: &mut Self::Context) -> Self::Result {
-        MessageResult(self.free_permits)
+        MessageResult(self.queue.lock().unclaimed_permits())
     }
 }
 
 impl Intake {
-    /// An intake with all permits free.
-    pub fn new(limits: IntakeLimits, prefill: Recipient<Admit>, status: Arc<Status>) -> Intake {
-        Intake {
-            free_permits: limits.slots,
-            limits,
-            queue: VecDeque::new(),
-            next_key: 0,
-            groups: 0,
-            prefill,
-            status,
-        }
+    /// Creates an intake that fills `queue`, of which it notifies `prefill`.
+    pub fn new(
+        limits: IntakeLimits,
+        queue: SharedQueue,
+        prefill: Recipient<QueueChanged>,
+        status: Arc<Status>,
+    ) -> Intake {
+        Intake { limits, queue, next_key: 0, groups: 0, prefill, status }
     }
 
-    /// Checks that free slots and the queue have capacity for all of the requests.
+    /// Checks that free slots and the queue have capacity for all of the requests, and that their client has
+    /// not reached its limits.
     fn check_capacity(&mut self, requests: &[Request]) -> Result<(), RequestError> {
         let IntakeLimits { slots, max_waiting: limit, .. } = self.limits;
         let coming = requests.iter().map(needed_slots).sum::<usize>();
@@ -129,64 +113,43 @@ impl Intake {
             );
             return Err(invalid(group_size_param(requests), message));
         }
-        self.drop_cancelled();
-        let waiting = self.waiting();
-        if waiting + coming > self.free_permits + limit {
-            return Err(RequestError::Busy { coming, waiting, limit });
-        }
-        Ok(())
+        let Some(Request { client, class, .. }) = requests.first() else { return Ok(()) };
+        self.queue.lock().admit(client, *class, coming, Instant::now())
     }
 
-    /// Queues a request, even if a permit is free; [`Intake::admit`] takes it from there. A request without
-    /// work is finished at once.
-    fn enqueue(&mut self, request: Request) -> TokenStream {
+    /// Makes the sequence of a request. A request without work is finished at once, and one for a further
+    /// result of a beam search belongs to the sequence before it.
+    fn begin(&mut self, request: Request, sequences: &mut Vec<Box<Sequence>>) -> TokenStream {
         let (events, stream) = event_channel(&self.status.responses);
         let is_further_result = request.beams.is_some_and(|beams| beams.answer > 0);
         if needs_no_work(&request) {
             events.send(TokenEvent::Finished(FinishReason::Length));
-        } else if let Some(search) = self.queue.back_mut().filter(|_| is_further_result) {
+        } else if let Some(search) = sequences.last_mut().filter(|_| is_further_result) {
             search.followers.push(events);
         } else {
-            let events = events.with_deadline(request.deadline());
-            let (group, followers, arrived) = (self.groups, Vec::new(), Instant::now());
-            self.queue.push_back(QueuedRequest { group, request, events, followers, arrived });
+            sequences.push(Box::new(self.sequence(request, events)));
         }
         stream
     }
 
-    /// Admits queued requests in the order of arrival while permits are free, and updates the counts.
-    fn admit(&mut self, ctx: &mut Context<Intake>) {
-        use actix::AsyncContext;
-        self.drop_cancelled();
-        while self.queue.front().is_some_and(|queued| queued.permits() <= self.free_permits)
-            && let Some(queued) = self.queue.pop_front()
-        {
-            let count = queued.permits();
-            let QueuedRequest { group, request, events, followers, arrived } = queued;
-            self.free_permits -= count;
-            let permits = (0..count).map(|_| Permit::new(ctx.address().recipient())).collect();
-            // Each beam has a key of its own.
-            let key = SequenceKey(self.next_key + 1);
-            self.next_key += count as u64;
-            let (lease, progress) = (None, None);
-            let sequence =
-                Sequence { key, group, request, events, followers, permits, lease, arrived, progress };
-            self.prefill.do_send(Admit(Box::new(sequence)));
+    fn sequence(&mut self, request: Request, events: EventSender) -> Sequence {
+        // Each beam has a key of its own.
+        let key = SequenceKey(self.next_key + 1);
+        self.next_key += request.beams.map_or(1, |beams| beams.width as u64);
+        Sequence {
+            key,
+            group: self.groups,
+            events: events.with_deadline(request.deadline()),
+            followers: Vec::new(),
+            // The queue has that of its client.
+            account: Arc::new(Account::new(request.client.id)),
+            request,
+            permits: Vec::new(),
+            lease: None,
+            arrived: Instant::now(),
+            progress: None,
+            charged: 0,
         }
-        let waiting = self.waiting();
-        self.status.set_counts(waiting, self.limits.slots - self.free_permits);
-        telemetry::REQUESTS_WAITING.set(waiting as f64);
-        telemetry::REQUESTS_RUNNING.set((self.limits.slots - self.free_permits) as f64);
-    }
-
-    /// Returns the number of queued sequences.
-    fn waiting(&self) -> usize {
-        self.queue.iter().map(QueuedRequest::permits).sum()
-    }
-
-    /// Removes queued requests whose clients have disconnected or timed out.
-    fn drop_cancelled(&mut self) {
-        self.queue.retain(|waiting| !waiting.events.is_closed());
     }
 }
 
@@ -197,6 +160,21 @@ fn needed_slots(request: &Request) -> usize {
         Some(beams) if beams.answer == 0 => beams.width,
         Some(_) => 0,
         None => 1,
+    }
+}
+
+/// Checks that a search has not more beams than its client may have running sequences.
+fn check_client_limit(request: &Request) -> Result<(), RequestError> {
+    let limit = request.client.settings.max_sequences.unwrap_or(usize::MAX);
+    match request.beams {
+        Some(beams) if beams.width > limit => {
+            let width = beams.width;
+            let message = format!(
+                "beam_width is {width}, but the limit of running sequences of this client is {limit}"
+            );
+            Err(invalid("beam_width", message))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -221,19 +199,20 @@ fn group_size_param(group: &[Request]) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{next_message, recorder, request, with_timeout};
+    use super::super::testing::{recorder, request, with_timeout};
     use super::*;
     use crate::decoding::EarlyStopping;
     use crate::model::spec::Kind;
     use crate::request::{BeamOptions, Pooling};
     use actix::Addr;
+    use std::collections::BTreeSet;
     use std::sync::atomic::Ordering;
-    use tokio::sync::mpsc::UnboundedReceiver;
+    use tokio::task::yield_now;
 
     /// An intake whose prefill is the test.
     struct IntakeRig {
         intake: Addr<Intake>,
-        admitted: UnboundedReceiver<Admit>,
+        queue: SharedQueue,
         status: Arc<Status>,
     }
 
@@ -255,10 +234,11 @@ mod tests {
                 has_head: true,
                 endpoints: vec!["/v1/completions"],
             };
-            let (prefill, admitted) = recorder();
+            let (prefill, _) = recorder();
             let status = Arc::new(Status::new(std::time::Duration::ZERO, 1));
-            let intake = Intake::new(limits, prefill, status.clone()).start();
-            IntakeRig { intake, admitted, status }
+            let queue = SharedQueue::new(slots, max_waiting, status.clone());
+            let intake = Intake::new(limits, queue.clone(), prefill, status.clone()).start();
+            IntakeRig { intake, queue, status }
         }
 
         async fn submit_all(&self, requests: Vec<Request>) -> Result<Vec<TokenStream>, RequestError> {
@@ -284,10 +264,22 @@ mod tests {
             self.submit(request_with_id(id)).await.expect("the request is accepted")
         }
 
-        /// The next admitted sequence, whose request must have the id `id`.
+        /// Takes the next sequence for which there are slots, as prefill does. It must have the id `id`.
         async fn admitted(&mut self, id: &str) -> Box<Sequence> {
-            let Admit(sequence) = next_message(&mut self.admitted).await;
+            let sequence = self.next_sequence().await.expect("a sequence can begin");
             assert_eq!(&*sequence.request.id, id);
+            sequence
+        }
+
+        async fn next_sequence(&self) -> Option<Box<Sequence>> {
+            // Intake handles the permits that were dropped.
+            for _ in 0..4 {
+                yield_now().await;
+            }
+            let mut queue = self.queue.lock();
+            let next = queue.first(&BTreeSet::new(), false)?;
+            let sequence = (next.slots <= queue.free_permits()).then(|| queue.take(&next).sequence);
+            queue.report();
             sequence
         }
 
@@ -295,8 +287,8 @@ mod tests {
             with_timeout(self.intake.send(GetFreePermits)).await.expect("intake replies")
         }
 
-        fn none_admitted(&mut self) -> bool {
-            self.admitted.try_recv().is_err()
+        async fn none_admitted(&self) -> bool {
+            self.next_sequence().await.is_none()
         }
     }
 
@@ -309,7 +301,7 @@ mod tests {
         let mut rig = IntakeRig::new(1, 2);
         let mut streams = vec![rig.submit_id("a").await, rig.submit_id("b").await, rig.submit_id("c").await];
         let mut running = rig.admitted("a").await;
-        assert!((rig.free_permits().await, rig.status.pending()) == (0, 3) && rig.none_admitted());
+        assert!((rig.free_permits().await, rig.status.pending()) == (0, 3) && rig.none_admitted().await);
         for id in ["b", "c"] {
             let key = running.key;
             drop(running);
@@ -328,7 +320,7 @@ mod tests {
         let mut rig = IntakeRig::new(2, 0);
         let _streams = [rig.submit_id("a").await, rig.submit_id("b").await];
         let refused = rig.submit(request(4, 4)).await.map(drop);
-        assert_eq!(refused, Err(RequestError::Busy { coming: 1, waiting: 0, limit: 0 }));
+        assert_eq!(refused, Err(RequestError::Busy { coming: 1, waiting: 0, limit: 0, retry_after_s: 0 }));
         drop(rig.admitted("a").await);
         assert_eq!(rig.free_permits().await, 1);
         let _stream = rig.submit_id("c").await;
@@ -348,7 +340,7 @@ mod tests {
         let search = Request { beams: Some(beams), max_tokens: 1, ..request_with_id("b") };
         let _search = rig.submit(search).await.expect("there is space in the queue");
         assert_eq!((rig.free_permits().await, rig.status.pending()), (3, 5));
-        let busy = RequestError::Busy { coming: 5, waiting: 4, limit: 5 };
+        let busy = RequestError::Busy { coming: 5, waiting: 4, limit: 5, retry_after_s: 0 };
         let others = vec![request_with_id("c"); 5];
         assert_eq!(rig.submit_all(others).await.map(drop), Err(busy), "the error has the same unit");
         drop(running);
@@ -368,7 +360,7 @@ mod tests {
         drop(running);
         drop(rig.admitted("c").await);
         assert_eq!((rig.free_permits().await, rig.status.pending()), (1, 0));
-        assert!(rig.none_admitted());
+        assert!(rig.none_admitted().await);
     }
 
     #[actix::test]
@@ -431,7 +423,7 @@ mod tests {
 
     #[actix::test]
     async fn stop_tokens_and_biases_beyond_the_limits_are_refused_with_the_parameter() {
-        let mut rig = IntakeRig::new(1, 0);
+        let rig = IntakeRig::new(1, 0);
         let plain = || Request { ignore_eos: false, ..request(4, 4) };
         let biases = |biases: &[(u32, f32)]| Request { logit_bias: biases.into(), ..plain() };
         let stops = |ids: &[u32]| Request { stop_ids: ids.into(), ..plain() };
@@ -453,7 +445,7 @@ mod tests {
         ];
         for request in accepted {
             let _stream = rig.submit(request).await.expect("it is within the limits");
-            drop(next_message(&mut rig.admitted).await);
+            drop(rig.next_sequence().await.expect("it can begin"));
         }
         for (request, name, word) in refused {
             match rig.submit(request).await.map(drop) {
@@ -480,12 +472,12 @@ mod tests {
         let mut mixed = group(&["a", "b", "c"]);
         mixed[2].prompt = [].into();
         assert!(matches!(rig.submit_all(mixed).await, Err(RequestError::Invalid { param: "prompt", .. })));
-        assert_eq!((rig.free_permits().await, rig.none_admitted()), (2, true));
+        assert_eq!((rig.free_permits().await, rig.none_admitted().await), (2, true));
 
         let mut streams = rig.submit_all(group(&["a", "b", "c"])).await.expect("there is room");
         assert_eq!((streams.len(), rig.status.pending()), (3, 3));
         let running = [rig.admitted("a").await, rig.admitted("b").await];
-        let busy = RequestError::Busy { coming: 2, waiting: 1, limit: 2 };
+        let busy = RequestError::Busy { coming: 2, waiting: 1, limit: 2, retry_after_s: 0 };
         assert_eq!(rig.submit_all(group(&["d", "e"])).await.map(drop), Err(busy));
         assert_eq!(rig.status.pending(), 3, "no request of a refused group is queued");
         // A request without work takes no place in the queue.
@@ -518,7 +510,7 @@ mod tests {
 
     #[actix::test]
     async fn a_request_without_work_is_finished_at_once() {
-        let mut rig = IntakeRig::new(1, 0);
+        let rig = IntakeRig::new(1, 0);
         let many = rig.submit_all(vec![request(4, 0); 9]).await.expect("they need no slot");
         for mut stream in many {
             assert_eq!(with_timeout(stream.next()).await, Some(TokenEvent::Finished(FinishReason::Length)));
@@ -526,6 +518,6 @@ mod tests {
         let mut stream = rig.submit(request(4, 0)).await.expect("the request is accepted");
         assert_eq!(with_timeout(stream.next()).await, Some(TokenEvent::Finished(FinishReason::Length)));
         assert_eq!(with_timeout(stream.next()).await, None);
-        assert!(rig.free_permits().await == 1 && rig.none_admitted());
+        assert!(rig.free_permits().await == 1 && rig.none_admitted().await);
     }
 }

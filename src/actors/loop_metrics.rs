@@ -5,6 +5,7 @@
 //! steps.
 
 use crate::decoding::speculation::MAX_DEPTH;
+use crate::request::Class;
 use crate::telemetry;
 use mainstem_kernels::batch::StepTimes;
 use metrics::{Counter, Histogram};
@@ -33,7 +34,8 @@ pub struct LoopMetrics {
     not_finite: Counter,
     prompts: Counter,
     generated: Counter,
-    queue: Histogram,
+    /// By class.
+    queue: [Histogram; Class::ALL.len()],
     prefill: Histogram,
     decode: Histogram,
     inference: Histogram,
@@ -91,7 +93,7 @@ impl LoopMetrics {
             not_finite: telemetry::NOT_FINITE.counter(),
             prompts: telemetry::PROMPT_TOKENS.counter(),
             generated: telemetry::GENERATION_TOKENS.counter(),
-            queue: telemetry::QUEUE_TIME.histogram(),
+            queue: Class::ALL.map(|class| telemetry::QUEUE_TIME.histogram_with([class.name()])),
             prefill: telemetry::PREFILL_TIME.histogram(),
             decode: telemetry::DECODE_TIME.histogram(),
             inference: telemetry::INFERENCE_TIME.histogram(),
@@ -190,10 +192,10 @@ impl LoopMetrics {
         self.not_finite.increment(1);
     }
 
-    /// Records that the first chunk of a request that arrived at `arrived` was scheduled.
-    pub fn record_scheduled(&self, arrived: Instant) -> SequenceTimes {
+    /// Records that the first chunk of a request of a class that arrived at `arrived` was scheduled.
+    pub fn record_scheduled(&self, class: Class, arrived: Instant) -> SequenceTimes {
         let now = Instant::now();
-        self.queue.record((now - arrived).as_secs_f64());
+        self.queue[class as usize].record((now - arrived).as_secs_f64());
         SequenceTimes { scheduled: now, first_token: now }
     }
 

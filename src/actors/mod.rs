@@ -6,6 +6,10 @@
 
 pub mod stream;
 
+pub mod account;
+
+pub mod queue;
+
 pub mod response_memory;
 
 pub mod limits;

@@ -1,22 +1,25 @@
-//! An admitted request on its way through the actors.
+//! An accepted request on its way through the actors.
 //!
 //! Invariant: a sequence owns every resource it was given (permit, lease, channel), so dropping it anywhere
 //! releases all of them.
 
+use super::account::Account;
 use super::loop_metrics::SequenceTimes;
 use super::speculator::Speculator;
 use super::stream::EventSender;
 use crate::decoding::HostSequence;
 use crate::memory::Lease;
-use crate::request::{Request, RequestError, Task, TokenEvent};
+use crate::request::{Class, Request, RequestError, Task, TokenEvent};
 use actix::{Message, Recipient};
+use std::sync::Arc;
 use std::time::Instant;
 
-/// Identifies a sequence within the engine. Keys ascend in the order of admission.
+/// Identifies a sequence within the engine. Keys ascend in the order of arrival, in which sequences do not
+/// necessarily begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SequenceKey(pub u64);
 
-/// An admitted request.
+/// A sequence to compute.
 pub struct Sequence {
     pub key: SequenceKey,
     /// Number of the group of requests that it was submitted with.
@@ -26,13 +29,19 @@ pub struct Sequence {
     pub events: EventSender,
     /// Senders of the further results of a beam search.
     pub followers: Vec<EventSender>,
-    /// The right to a slot; of a beam search, to one for each beam. The beams themselves have none.
+    /// The account of its client.
+    pub account: Arc<Account>,
+    /// The right to a slot, once it has begun; of a beam search, to one for each beam. The beams themselves
+    /// have none.
     pub permits: Vec<Permit>,
     /// The sequence's KV pages, on the way from prefill to the KV manager.
     pub lease: Option<Lease>,
     pub arrived: Instant,
     /// Its progress when it was preempted, if it was.
     pub progress: Option<Progress>,
+    /// Number of tokens of its prompt, and of those generated before it was preempted, that its client was
+    /// charged for.
+    pub charged: usize,
 }
 
 /// The progress of a preempted sequence, besides its K and V.
@@ -48,19 +57,35 @@ pub struct Progress {
 
 /// The right to one slot. Dropping it returns it to intake.
 pub struct Permit {
-    intake: Recipient<PermitReleased>,
+    intake: Option<Recipient<PermitReleased>>,
+    account: Arc<Account>,
+    class: Class,
 }
 
 impl Permit {
-    /// Creates a permit that is returned to `intake`. The caller counts it as taken.
-    pub(super) fn new(intake: Recipient<PermitReleased>) -> Permit {
-        Permit { intake }
+    /// Creates a permit of a client's sequence of a class, which is returned to `intake`. The caller counts it
+    /// as taken.
+    pub(super) fn new(
+        intake: Option<Recipient<PermitReleased>>,
+        account: Arc<Account>,
+        class: Class,
+    ) -> Permit {
+        account.begin(class);
+        Permit { intake, account, class }
+    }
+
+    /// Drops the permit without returning it; the caller counts it as returned.
+    pub(super) fn forget(mut self) {
+        self.intake = None;
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.intake.do_send(PermitReleased);
+        self.account.end(self.class);
+        if let Some(intake) = &self.intake {
+            intake.do_send(PermitReleased);
+        }
     }
 }
 

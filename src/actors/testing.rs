@@ -1,11 +1,13 @@
 //! Helpers shared by the actors' tests: a recording actor, requests, sequences and a timeout.
 
+use super::account::Account;
 use super::response_memory::ResponseMemory;
-use super::sequence::{Permit, PermitReleased, Sequence, SequenceKey};
+use super::sequence::{Sequence, SequenceKey};
 use super::stream::{TokenStream, event_channel};
 use crate::request::Request;
 use actix::{Actor, Context, Handler, Message, Recipient};
 use mainstem_kernels::{Fraction, StepLimits};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -65,16 +67,21 @@ pub fn request(prompt: usize, max_tokens: u32) -> Request {
     Request { ignore_eos: true, ..Request::greedy("test", vec![3; prompt], max_tokens) }
 }
 
-/// An admitted sequence without pages, and its client's stream. The permit is returned to `intake`.
-pub fn sequence(
-    key: u64,
-    request: Request,
-    intake: Recipient<PermitReleased>,
-) -> (Box<Sequence>, TokenStream) {
+/// A sequence that has not begun, and its client's stream.
+pub fn sequence(key: u64, request: Request) -> (Box<Sequence>, TokenStream) {
     let (events, stream) = event_channel(&ResponseMemory::new(usize::MAX));
-    let (key, permits, arrived) = (SequenceKey(key), vec![Permit::new(intake)], Instant::now());
-    let (followers, lease, progress) = (Vec::new(), None, None);
-    let sequence =
-        Sequence { key, group: key.0, request, events, followers, permits, lease, arrived, progress };
+    let sequence = Sequence {
+        key: SequenceKey(key),
+        group: key,
+        events,
+        followers: Vec::new(),
+        account: Arc::new(Account::new(request.client.id)),
+        request,
+        permits: Vec::new(),
+        lease: None,
+        arrived: Instant::now(),
+        progress: None,
+        charged: 0,
+    };
     (Box::new(sequence), stream)
 }

@@ -285,12 +285,18 @@ pub enum RequestError {
     /// 404: no such model.
     #[error("the model '{model}' does not exist; this server serves '{served}'")]
     UnknownModel { model: String, served: String },
-    /// 429: the queue has no space for the `coming` sequences of the request.
+    /// 429: the queue has no space for the `coming` sequences of the request. It may have in `retry_after_s`
+    /// seconds; 0 if nothing is known.
     #[error(
         "the server is busy: {waiting} sequences are queued, the limit is {limit}, and {coming} more do not \
          fit"
     )]
-    Busy { coming: usize, waiting: usize, limit: usize },
+    Busy { coming: usize, waiting: usize, limit: usize, retry_after_s: u64 },
+    /// 429: the client has used up the `limit` of its requests or tokens per minute.
+    #[error(
+        "the limit of {limit} {what} per minute is used up; a request is accepted again in {retry_after_s} s"
+    )]
+    RateLimited { what: &'static str, limit: u64, retry_after_s: u64 },
     /// 429: `limit` long request bodies wait already, of this client and size, or altogether.
     #[error("the server is busy: {limit} long request bodies wait for their turn, which is the limit")]
     TooManyLongBodies { limit: usize },

@@ -50,10 +50,12 @@ pub async fn track_request(
     let mut response = next.call(request).await?;
 
     let status = response.status();
+    let error = response.response().error().and_then(|error| error.as_error::<ApiError>());
+    let known = error.map_or(0, ApiError::retry_after_s);
     let headers = response.headers_mut();
     headers.insert(REQUEST_ID, id_header(&id.0));
     if matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
-        headers.insert(RETRY_AFTER, app.config.retry_after.as_secs().into());
+        headers.insert(RETRY_AFTER, app.config.retry_after.as_secs().max(known).into());
     }
     if app.parts.status.is_draining() {
         response.response_mut().head_mut().set_connection_type(ConnectionType::Close);

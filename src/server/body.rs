@@ -26,6 +26,10 @@ pub const INLINE_BYTES: usize = 8192;
 /// Maximum time for a request body to arrive, once there is memory for it.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Maximum time for which the body of a refused request is read on, and maximum time without a part of it.
+const DISCARD_TIMEOUT: Duration = Duration::from_secs(5);
+const DISCARD_PAUSE: Duration = Duration::from_millis(200);
+
 /// Memory that parsing takes at most: per byte of the body, per list element or field, and per object. The
 /// copies of a text; a value, in a list that has just grown; a map with its index.
 const BYTE_COST: usize = 4;
@@ -83,7 +87,13 @@ impl RequestBody {
             return Err(ApiError::body_too_large(limit));
         }
         let announced = head.length.unwrap_or(0) as usize;
-        let mut memory = reserve(app, head.client, announced).await?;
+        let mut memory = match reserve(app, head.client, announced).await {
+            Ok(memory) => memory,
+            Err(busy) => {
+                discard(&mut payload).await;
+                return Err(busy.into());
+            }
+        };
         let read = rt::time::timeout(
             TIMEOUT,
             read_chunks(&mut payload, announced, limit, &mut memory, || {
@@ -107,6 +117,14 @@ async fn reserve(app: &App, client: ClientId, bytes: usize) -> Result<Option<Sha
         true => app.bodies.acquire(client, bytes, bytes).await.map(Some),
         false => Ok(None),
     }
+}
+
+/// Reads the rest of a body that is refused, for a while and as long as it comes quickly: a client that is
+/// still sending when the connection is closed may not see why.
+async fn discard(payload: &mut web::Payload) {
+    let read =
+        async { while let Ok(Some(Ok(_))) = rt::time::timeout(DISCARD_PAUSE, payload.next()).await {} };
+    _ = rt::time::timeout(DISCARD_TIMEOUT, read).await;
 }
 
 /// Reads a body of at most `limit` bytes. One that was not announced gets its first memory from `begin`.

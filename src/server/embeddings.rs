@@ -25,7 +25,6 @@ pub struct EmbeddingsRequest {
 /// Parameters of the OpenAI API and of other servers that are accepted only without effect.
 const UNSUPPORTED: fields::UnsupportedParams = &[
     ("user", NoOpValue::Any),
-    ("priority", NoOpValue::Number(0.0)),
     ("truncate", NoOpValue::Bool(false)),
     ("truncate_prompt_tokens", NoOpValue::OnlyNull),
 ];

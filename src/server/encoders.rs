@@ -9,6 +9,7 @@ use super::body::RequestBody;
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields, UnsupportedParams};
 use super::held_body::held_body;
+use super::origin::{Origin, Urgency};
 use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode_encoder_input};
 use super::prompts::{Prompt, parse_prompts};
 use super::respond::{admit, interrupt, parse_off_loop};
@@ -128,9 +129,15 @@ pub async fn run_encoder_request<Q: EncoderApi>(
 ) -> Result<(Bytes, IgnoredFields), ApiError> {
     let arrived = Instant::now();
     let _open = admit(app, Q::PATH)?;
-    let ((question, inputs), ignored) = parse_off_loop(app, body, app.parts.longest_text, Q::parse).await?;
+    let parse = |parts: &ServeParts, mut fields: Fields| {
+        let urgency = Urgency::parse(&mut fields)?;
+        Ok((urgency, Q::parse(parts, fields)?))
+    };
+    let ((urgency, (question, inputs)), ignored) =
+        parse_off_loop(app, body, app.parts.longest_text, parse).await?;
+    let origin = Origin::new(client, urgency)?;
     let held = app.parts.status.responses.hold();
-    let found = EncoderCall { app, id, client, arrived, held: &held }.run(&inputs).await?;
+    let found = EncoderCall { app, id, origin, arrived, held: &held }.run(&inputs).await?;
     if !question.is_large(found.len()) {
         return Ok((serialize_response(&app.parts, &question, found, held)?, ignored));
     }
@@ -155,7 +162,7 @@ fn serialize_response<Q: EncoderApi>(
 struct EncoderCall<'a> {
     app: &'a App,
     id: Arc<str>,
-    client: Arc<Client>,
+    origin: Origin,
     arrived: Instant,
     /// The memory of its outputs.
     held: &'a HeldBytes,
@@ -225,13 +232,11 @@ impl EncoderCall<'_> {
         let request = |EncoderInput { ids, task }: &EncoderInput| Request {
             task: task.clone(),
             encoder_input: ids.clone(),
-            client: self.client.clone(),
-            class: self.client.settings.class,
             arrived: self.arrived.into(),
             time_limit: self.app.config.request_timeout,
             ..Request::greedy(self.id.clone(), [], 0)
         };
-        inputs.iter().map(request).collect()
+        inputs.iter().map(request).map(|request| self.origin.of(request)).collect()
     }
 
     /// Collects all events of an input. Returns them with the input's index.

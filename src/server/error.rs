@@ -24,6 +24,8 @@ const NAME_CHARS_MAX: usize = 253;
 pub struct ApiError {
     status: StatusCode,
     object: ErrorObject,
+    /// Time after which to retry, in seconds; 0 if it is not known.
+    retry_after_s: u64,
 }
 
 /// Body of an error response: `{"error": {...}}`.
@@ -53,13 +55,24 @@ impl ApiError {
             status if status.is_server_error() => "server_error",
             _ => "invalid_request_error",
         };
-        ApiError { status, object: ErrorObject { message: message.into(), kind, param: None, code } }
+        let object = ErrorObject { message: message.into(), kind, param: None, code };
+        ApiError { status, object, retry_after_s: 0 }
     }
 
     /// Sets the parameter that the error is about.
     fn with_param(mut self, param: impl Into<String>) -> ApiError {
         self.object.param = Some(param.into());
         self
+    }
+
+    /// Sets the time after which to retry, in seconds.
+    fn with_retry_after(self, retry_after_s: u64) -> ApiError {
+        ApiError { retry_after_s, ..self }
+    }
+
+    /// Returns the time after which to retry, in seconds; 0 if it is not known.
+    pub fn retry_after_s(&self) -> u64 {
+        self.retry_after_s
     }
 
     /// Renames the parameter that the error is about to `to` if it is `from`.
@@ -182,6 +195,7 @@ impl ApiError {
             (_, "kv_cache_exceeded") => Some("too_large"),
             (_, "model_not_found") => Some("unknown_model"),
             (_, "shutting_down") => Some("draining"),
+            (_, "rate_limit_exceeded") => Some("rate_limit"),
             (StatusCode::TOO_MANY_REQUESTS, _) => Some("busy"),
             (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) => Some("unauthorized"),
             (StatusCode::BAD_REQUEST | StatusCode::PAYLOAD_TOO_LARGE | StatusCode::REQUEST_TIMEOUT, _) => {
@@ -249,8 +263,15 @@ impl From<RequestError> for ApiError {
             RequestError::UnknownModel { .. } => {
                 ApiError::new(StatusCode::NOT_FOUND, "model_not_found", message).with_param("model")
             }
-            RequestError::Busy { .. }
-            | RequestError::TooManyLongBodies { .. }
+            RequestError::Busy { retry_after_s, .. } => {
+                ApiError::new(StatusCode::TOO_MANY_REQUESTS, "server_busy", message)
+                    .with_retry_after(retry_after_s)
+            }
+            RequestError::RateLimited { retry_after_s, .. } => {
+                ApiError::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_exceeded", message)
+                    .with_retry_after(retry_after_s)
+            }
+            RequestError::TooManyLongBodies { .. }
             | RequestError::NoBodyMemory
             | RequestError::TooManyGrammars { .. }
             | RequestError::ResponsesTooLarge { .. } => {
@@ -306,12 +327,13 @@ mod tests {
     /// way.
     #[actix_web::test]
     async fn a_refusal_is_counted_once_by_its_reason_and_a_failure_not_at_all() {
-        let busy = RequestError::Busy { coming: 1, waiting: 4, limit: 4 };
+        let busy = RequestError::Busy { coming: 1, waiting: 4, limit: 4, retry_after_s: 0 };
         let too_long =
             RequestError::TooLong { prompt: "prompt", prompt_tokens: 60, max_tokens: 10, context: 64 };
         let unknown = RequestError::UnknownModel { model: "big".into(), served: "tiny".into() };
         let wrong = RequestError::Invalid { param: "top_p", message: "top_p is 2".into() };
-        let cases: [(ApiError, Option<&str>); 18] = [
+        let limited = RequestError::RateLimited { what: "tokens", limit: 9, retry_after_s: 7 };
+        let cases: [(ApiError, Option<&str>); 19] = [
             (ApiError::invalid("n", "no"), Some("invalid")),
             (ApiError::no_chat_template("no"), Some("invalid")),
             (ApiError::unsupported("n", "no"), Some("invalid")),
@@ -333,6 +355,7 @@ mod tests {
             ),
             (unknown.into(), Some("unknown_model")),
             (busy.into(), Some("busy")),
+            (limited.into(), Some("rate_limit")),
             (RequestError::Draining.into(), Some("draining")),
             (ApiError::unauthorized(), Some("unauthorized")),
             (ApiError::not_found(&["/v1/completions"]), None),

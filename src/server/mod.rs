@@ -66,6 +66,8 @@ mod special_tokens;
 
 mod fields;
 
+mod origin;
+
 pub mod wire;
 
 pub mod error;

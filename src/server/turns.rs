@@ -4,8 +4,8 @@
 //!
 //! Each client has a line per size class. The line whose first request would have the smallest virtual
 //! counter is next: the counter of the request that began last, or of the line's own previous one, plus the
-//! request's bytes (self-clocked fair queueing). So a line that has just had its turn is behind others by what
-//! that turn cost, and an idle one gains nothing by having waited.
+//! request's bytes (self-clocked fair queueing). So a line that has just had its turn is behind others by
+//! what that turn cost, and an idle one gains nothing by having waited.
 //!
 //! Invariant: what is held never exceeds the limits of the pool, the number of waiting requests is bounded,
 //! and one whose client is gone neither holds nor delays anything.
@@ -324,6 +324,11 @@ mod tests {
         share.expect("there is a share at once").expect("the line is not full")
     }
 
+    fn lines_and_waiting(pool: &FairPool) -> (usize, usize) {
+        let pool = pool.lock();
+        (pool.lines.len(), pool.waiting)
+    }
+
     /// Returns the places of the waiting requests that have a share now.
     fn ready(waiting: &mut [Option<Waiting>]) -> Vec<(usize, Share)> {
         let ready = waiting.iter_mut().enumerate().filter_map(|(at, place)| {
@@ -349,7 +354,7 @@ mod tests {
         }
         drop((running, large));
         assert_eq!(pool.lock().held, Held::default());
-        assert_eq!((pool.lock().lines.len(), pool.lock().waiting), (0, 0));
+        assert_eq!(lines_and_waiting(&pool), (0, 0));
     }
 
     #[test]
@@ -397,7 +402,7 @@ mod tests {
         }
         assert_eq!(refused(1, MIB), full(WAITERS_MAX));
         drop((waiting, share));
-        assert_eq!((pool.lock().waiting, pool.lock().lines.len()), (0, 0));
+        assert_eq!(lines_and_waiting(&pool), (0, 0));
     }
 
     /// Announcing a body is free, so one client must not reserve everything.
@@ -460,8 +465,8 @@ mod tests {
                 waiting.retain(Option::is_some);
             }
             drop(shares);
-            let rest = pool.lock();
-            assert_eq!((rest.held, rest.waiting, rest.lines.len()), (Held::default(), 0, 0));
+            assert_eq!(lines_and_waiting(&pool), (0, 0));
+            assert_eq!(pool.lock().held, Held::default());
         }
     }
 }

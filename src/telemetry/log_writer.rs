@@ -92,7 +92,7 @@ impl Shared {
 
     /// Writes queued lines to `sink`, without end.
     fn write_to(&self, mut sink: impl Write) {
-        let (mut batch, mut reported) = (Vec::new(), 0);
+        let (mut batch, mut reported, mut ends_in_line) = (Vec::new(), 0, false);
         loop {
             let mut queue = self.lock();
             queue.is_writing = false;
@@ -102,7 +102,13 @@ impl Shared {
             swap(&mut queue.lines, &mut batch);
             queue.is_writing = true;
             drop(queue);
-            let lost = write_lines(&mut sink, &batch);
+            if ends_in_line {
+                // The sink failed within a line, which must not swallow the next one.
+                ends_in_line = write(&mut sink, b"\n") == 0;
+            }
+            let written = if ends_in_line { 0 } else { write(&mut sink, &batch) };
+            ends_in_line |= batch[..written].last().is_some_and(|last| *last != b'\n');
+            let lost = memchr_iter(b'\n', &batch[written..]).count() as u64;
             batch.clear();
             let dropped = lost + self.dropped.fetch_add(lost, Ordering::Relaxed);
             if lost == 0 && dropped > reported {
@@ -114,8 +120,8 @@ impl Shared {
     }
 }
 
-/// Writes lines and returns how many of them were lost.
-fn write_lines(sink: &mut impl Write, lines: &[u8]) -> u64 {
+/// Writes lines, and returns how many bytes the sink took before it failed.
+fn write(sink: &mut impl Write, lines: &[u8]) -> usize {
     let mut rest = lines;
     while !rest.is_empty() {
         match sink.write(rest) {
@@ -126,7 +132,7 @@ fn write_lines(sink: &mut impl Write, lines: &[u8]) -> u64 {
             Err(_) => break,
         }
     }
-    memchr_iter(b'\n', rest).count() as u64
+    lines.len() - rest.len()
 }
 
 #[cfg(test)]
@@ -183,10 +189,15 @@ mod tests {
         log.add(b"one\ntwo\nthree\n");
         log.flush(PATIENCE);
         assert_eq!((written.recv().unwrap(), log.dropped()), (b"one\ntw".to_vec(), 2));
-        outcomes.send(Ok(usize::MAX)).unwrap();
+        // A line of its own ends the one that was begun; while that fails, lines are lost.
+        outcomes.send(Err(ErrorKind::BrokenPipe)).unwrap();
         log.add(b"four\n");
         log.flush(PATIENCE);
-        assert_eq!((written.recv().unwrap(), log.dropped()), (b"four\n".to_vec(), 2));
+        assert_eq!(log.dropped(), 3);
+        drop(outcomes);
+        log.add(b"five\n");
+        log.flush(PATIENCE);
+        assert_eq!((written.try_iter().flatten().collect(), log.dropped()), (b"\nfive\n".to_vec(), 3));
     }
 
     /// The thread holds what it is writing; as much again waits, and the rest is dropped at once.

@@ -110,8 +110,11 @@ pub(crate) static PREEMPTIONS: Metric = Metric::new(
     "mainstem_num_preemptions_total",
     Counter,
     "preemptions",
-    "Sequences that gave up their KV pages to others, to be continued later.",
-);
+    "Sequences that gave up slot and KV pages to others, to be continued later, by reason. pages: for a \
+     sequence that grows; class: for an interactive request; share: for a client with less than its share of \
+     the slots.",
+)
+.labelled(&[("reason", &["pages", "class", "share"])]);
 pub(crate) static SPEC_DECODE_DRAFTS: Metric = Metric::new(
     "mainstem_spec_decode_num_drafts_total",
     Counter,
@@ -160,12 +163,12 @@ pub(crate) static ADMISSION_REJECTIONS: Metric = Metric::new(
     Counter,
     "requests",
     "Rejected requests, by reason. too_long: exceeds the context; too_large: exceeds the KV cache; invalid: \
-     any other error in the body. Unknown paths and methods are not \
-     counted.",
+     any other error in the body; busy: no space in a queue; rate_limit: the client's limit per minute. \
+     Unknown paths and methods are not counted.",
 )
 .labelled(&[(
     "reason",
-    &["invalid", "too_long", "too_large", "unknown_model", "busy", "draining", "unauthorized"],
+    &["invalid", "too_long", "too_large", "unknown_model", "busy", "rate_limit", "draining", "unauthorized"],
 )]);
 pub(crate) static REJECTED_PARAMETERS: Metric = Metric::new(
     "mainstem_rejected_parameters_total",
@@ -219,8 +222,9 @@ pub(crate) static QUEUE_TIME: Metric = Metric::new(
     "mainstem_request_queue_time_seconds",
     MetricKind::Histogram(REQUEST_BUCKETS_S),
     "seconds",
-    "Time from accepting a request to the step with its first prompt chunk, encoder input or text.",
-);
+    "Time from accepting a request to the step with its first prompt chunk, encoder input or text, by class.",
+)
+.labelled(&[("class", &["interactive", "batch"])]);
 pub(crate) static PREFILL_TIME: Metric = Metric::new(
     "mainstem_request_prefill_time_seconds",
     MetricKind::Histogram(REQUEST_BUCKETS_S),

@@ -613,11 +613,66 @@ mod tests {
         assert!(ChatTemplate::new("a.jinja", "{% set __mainstem_made = 1 %}", BTreeMap::new()).is_err());
     }
 
+    /// What a block or a macro makes is a text of its own: each would be gigabytes or more.
+    #[test]
+    fn a_template_that_repeats_its_own_text_ends_with_an_error() {
+        let repeat = |body: &str| format!("{{% for i in range(99999) %}}{body}{{% endfor %}}");
+        let text = "a text of the template itself ".repeat(2000);
+        let assign = |body: &str| format!("{{% set x %}}{body}{{% endset %}}");
+        let defined = format!("{{% macro m() %}}{text}{{% endmacro %}}{{% set n = namespace(l=[]) %}}");
+        let caller = "{% macro m() %}{{ caller() }}{% endmacro %}";
+        let called = repeat(&format!("{{% call m() %}}{text}{{% endcall %}}"));
+        for source in [
+            assign(&repeat(&text)),
+            repeat(&assign(&text)),
+            format!("{{% filter upper %}}{}{{% endfilter %}}", repeat(&text)),
+            defined + &repeat("{% set n.l = n.l + [m()] %}"),
+            caller.to_owned() + &assign(&called),
+            format!("{{% block b %}}{text}{{% endblock %}}") + &assign(&repeat("{{ self.b() }}")),
+        ] {
+            let error = render(&template(&source), &[]).unwrap_err();
+            assert!(error.to_string().contains("does not terminate"), "{}: {error}", &source[..100]);
+        }
+        // The same text is written to the result, where it is counted, and a short one is no danger.
+        let error = render(&template(&repeat(&text)), &[]).unwrap_err();
+        assert!(error.to_string().contains("the rendered text is too long"), "{error}");
+        let short = assign(&"{% for i in range(9999) %}{% for i in range(9) %}ab {% endfor %}{% endfor %}");
+        assert_eq!(render(&template(&(short + "{{ x|length }}")), &[]).unwrap(), "269973");
+    }
+
+    /// What filters and methods make of a text, or of a list that contains itself many times.
+    const COPIES: &str = "s|upper;s|lower;s|title;s|capitalize;s|trim;s|e;s|reverse;s|list;s|split;s|indent;\
+        s|replace('c', 'd');s|string;s|tojson;s|pprint;n.d|join;n.d|map('upper')|list;n.d|sum;s.upper();\
+        s.strip();s.split(' ');s.rsplit(' ');s.splitlines();s.replace('c', 'd');s.removeprefix('x');''.join(n.d);\
+        s ~ '';s + '';s * 1;'%s'|format(s);'{}'.format(s)";
+    const WHOLE: &str = "n.d|upper;n.d|title;n.d|trim;n.d|e;n.d|indent;n.d|join;n.d|pprint;n.d|list|join;\
+        n.d|tojson;n.d|replace('a', 'b');'%s'|format(n.d);'{}'.format(n.d);raise_exception(n.d);[n.d]|join;\
+        [1]|batch(999999999, 0)|length;[1]|slice(999999999)|length";
+
+    #[test]
+    fn a_template_that_keeps_copies_ends_with_an_error() {
+        // Nearly all that a template may make counts as made before.
+        let before = "{% for i in range(16) %}{% set b = [1]|batch(500000) %}{% endfor %}\
+                      {% set b = [1]|batch(350000) %}{% set s = 'ab ' * 100000 %}\
+                      {% set n = namespace(l=[], d=[s]) %}";
+        let kept = |copy: &str| {
+            format!("{before}{{% for i in range(9999) %}}{{% set n.l = n.l + [{copy}] %}}{{% endfor %}}")
+        };
+        let nested = "{% set n = namespace(d=['x' * 1000000]) %}\
+                      {% for i in range(60) %}{% set n.d = [n.d, n.d] %}{% endfor %}";
+        let whole = |value: &str| format!("{nested}{{{{ {value} }}}}");
+        for source in COPIES.split(';').map(kept).chain(WHOLE.split(';').map(whole)) {
+            let error = render(&template(&source), &[]).map(|text| text.len()).unwrap_err();
+            assert!(error.to_string().contains("too long"), "{source}: {error}");
+        }
+    }
+
     #[test]
     fn operators_give_what_they_give_without_limits() {
         for (source, expected) in [
             ("{{ 1 ~ 2 ~ [3] ~ none ~ 'a' * 3 }}", "12[3]Noneaaa"),
             ("{{ ('a' ~ 'b') ~ ('c' ~ ('d' ~ 'e')) }}", "abcde"),
+            ("{{ 1~2~3 }} {{ 2*3*4 }} {{ 'a'~'b'*2*2~1 }}", "123 24 abbbb1"),
             ("{{ 'a'|upper ~ 'B'|lower ~ 'c' if 1 + 1 == 2 else 'x' }}", "Abc"),
             ("{{ 2 * 3 * 4 + 10 % 4 * 2 }}", "28"),
             ("{{ 2.5 * 2 }} {{ 7 // 2 * 2 }} {{ -2 * 3 }} {{ 2 ** 3 * 2 }}", "5.0 6 -6 16"),

@@ -58,7 +58,7 @@ pub fn environment(clock: Clock) -> Environment<'static> {
         matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
     });
     env.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
-        Err(invalid("refused").with_source(RaisedException(message.to_string())))
+        Err(invalid("refused").with_source(RaisedException(template_limits::text_of(&message)?)))
     });
     env.add_function("strftime_now", move |format: &str| {
         jiff::fmt::strtime::format(format, &clock()).map_err(|error| invalid(error.to_string()))
@@ -66,42 +66,8 @@ pub fn environment(clock: Clock) -> Environment<'static> {
     env.add_function("cycler", |items: Rest<Value>| cycler(items.0));
     env.add_function("joiner", joiner);
     env.remove_global("debug");
-    add_counted_filters(&mut env);
     template_limits::add_functions(&mut env);
     env
-}
-
-/// Replaces filters of the engine by ones that count what they are about to make.
-fn add_counted_filters(env: &mut Environment) {
-    let filters = [
-        ("upper", Makes::Text, Value::from_function(filters::upper)),
-        ("lower", Makes::Text, Value::from_function(filters::lower)),
-        ("title", Makes::Text, Value::from_function(filters::title)),
-        ("capitalize", Makes::Text, Value::from_function(filters::capitalize)),
-        ("trim", Makes::Text, Value::from_function(filters::trim)),
-        ("escape", Makes::Text, Value::from_function(filters::escape)),
-        ("e", Makes::Text, Value::from_function(filters::escape)),
-        ("safe", Makes::Text, Value::from_function(filters::safe)),
-        ("pprint", Makes::Text, Value::from_function(filters::pprint)),
-        ("split", Makes::Parts, Value::from_function(filters::split)),
-        ("lines", Makes::Parts, Value::from_function(filters::lines)),
-        ("reverse", Makes::List, Value::from_function(filters::reverse)),
-        ("list", Makes::List, Value::from_function(filters::list)),
-        ("sort", Makes::List, Value::from_function(filters::sort)),
-        ("unique", Makes::List, Value::from_function(filters::unique)),
-        ("map", Makes::List, Value::from_function(filters::map)),
-        ("items", Makes::List, Value::from_function(filters::items)),
-        ("dictsort", Makes::List, Value::from_function(filters::dictsort)),
-        ("batch", Makes::FilledList, Value::from_function(filters::batch)),
-        ("slice", Makes::FilledList, Value::from_function(filters::slice)),
-    ];
-    for (name, makes, filter) in filters {
-        env.add_filter(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
-            let args = args.into_values();
-            template_limits::count_made(state, makes, &args)?;
-            filter.call(state, &args)
-        });
-    }
 }
 
 fn syntax() -> SyntaxConfig {
@@ -158,33 +124,33 @@ fn float(state: &State, value: &Value, default: Option<Value>, options: Kwargs) 
 }
 
 /// The `indent` filter, for a text that stays below `TEXT_MAX`.
-fn indent(
-    text: StringInput,
-    width: Option<usize>,
-    first: Option<bool>,
-    blank: Option<bool>,
-    options: Kwargs,
-) -> Result<Value, Error> {
+fn indent(state: &mut State, args: Rest<ValueOrKwargs>) -> Result<Value, Error> {
+    type Options = (Option<usize>, Option<bool>, Option<bool>, Kwargs);
+    let args = args.into_values();
+    let (text, (width, first, blank, options)): (&Value, Options) = match &args[..] {
+        [text, options @ ..] => (text, from_args(options)?),
+        [] => return Err(invalid("indent: the text is missing")),
+    };
     let width = width.or(options.get("width")?).unwrap_or(4);
     let (first, blank) = (first.or(options.get("first")?), blank.or(options.get("blank")?));
     options.assert_all_used()?;
-    let lines = text.as_str().split('\n').count();
-    if width.saturating_mul(lines) > TEXT_MAX {
-        return Err(invalid("indent: the text would be too long"));
-    }
+    let text = template_limits::text_of(text)?;
+    let lines = text.split('\n').count();
+    template_limits::count(state, text.len().saturating_add(width.saturating_mul(lines)))?;
     let nothing: [(&str, Value); 0] = [];
-    filters::indent(text, Some(width), first, blank, Kwargs::from_iter(nothing))
+    let text = Value::from(text);
+    filters::indent(StringInput::new(state, &text)?, Some(width), first, blank, Kwargs::from_iter(nothing))
 }
 
 /// The `replace` filter, with Python's optional count.
 fn replace(
     state: &mut State,
-    text: StringInput,
+    text: &Value,
     from: &str,
     to: &str,
     count: Option<usize>,
 ) -> Result<String, Error> {
-    replace_text(state, text.as_str(), (from, to), count)
+    replace_text(state, &template_limits::text_of(text)?, (from, to), count)
 }
 
 fn replace_text(
@@ -210,8 +176,8 @@ fn join(
     let mut items = Vec::new();
     for item in value.try_iter()?.checked() {
         let item = item?;
-        let len = item.as_str().map_or(0, str::len);
-        template_limits::count(state, len + separator.map_or(0, str::len))?;
+        template_limits::count_text(state, &item)?;
+        template_limits::count(state, separator.map_or(0, str::len))?;
         items.push(item);
     }
     let separator = separator.map(Value::from);
@@ -222,13 +188,16 @@ fn join(
 /// The `format` filter, for widths that are not beyond all measure.
 fn format(state: &mut State, format: &Value, values: Rest<ValueOrKwargs>) -> Result<Value, Error> {
     template_limits::check_format(format)?;
-    filters::format(state, format, values)
+    let values = values.into_values();
+    values.iter().try_for_each(|value| template_limits::count_text(state, value))?;
+    filters::format(state, format, Rest(values.into_iter().map(ValueOrKwargs::from).collect()))
 }
 
 /// Calls a Python method: one that `minijinja_contrib` lacks, or else one of its own.
 fn call_method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     if name == "format" {
         template_limits::check_format(value)?;
+        args.iter().try_for_each(|value| template_limits::count_text(state, value))?;
     }
     if let ("replace", Some(text)) = (name, value.as_str()) {
         let (from, to, count): (&str, &str, Option<i64>) = from_args(args)?;

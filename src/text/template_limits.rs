@@ -11,8 +11,8 @@
 
 use minijinja::machinery::{ast, parse};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Rest, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
+use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
+use minijinja::{Environment, Error, ErrorKind, Output, State, Value, filters};
 use std::fmt::{self, Write};
 
 /// Maximum length of a text that a template makes, in bytes, and of all of them together.
@@ -31,8 +31,50 @@ const PREFIX: &str = "__mainstem";
 /// Size that counts for an item of a list.
 const ITEM_BYTES: usize = 32;
 
-/// Adds the functions that rewritten templates call.
+/// Replaces filters of the engine by ones that count what they are about to make.
+fn add_counted_filters(env: &mut Environment) {
+    let filters = [
+        ("upper", Makes::Text, Value::from_function(filters::upper)),
+        ("lower", Makes::Text, Value::from_function(filters::lower)),
+        ("title", Makes::Text, Value::from_function(filters::title)),
+        ("capitalize", Makes::Text, Value::from_function(filters::capitalize)),
+        ("trim", Makes::Text, Value::from_function(filters::trim)),
+        ("escape", Makes::Text, Value::from_function(filters::escape)),
+        ("e", Makes::Text, Value::from_function(filters::escape)),
+        ("safe", Makes::Text, Value::from_function(filters::safe)),
+        ("pprint", Makes::Text, Value::from_function(filters::pprint)),
+        ("split", Makes::Parts, Value::from_function(filters::split)),
+        ("lines", Makes::Parts, Value::from_function(filters::lines)),
+        ("reverse", Makes::List, Value::from_function(filters::reverse)),
+        ("list", Makes::List, Value::from_function(filters::list)),
+        ("sort", Makes::List, Value::from_function(filters::sort)),
+        ("unique", Makes::List, Value::from_function(filters::unique)),
+        ("map", Makes::List, Value::from_function(filters::map)),
+        ("select", Makes::List, Value::from_function(filters::select)),
+        ("reject", Makes::List, Value::from_function(filters::reject)),
+        ("selectattr", Makes::List, Value::from_function(filters::selectattr)),
+        ("rejectattr", Makes::List, Value::from_function(filters::rejectattr)),
+        ("groupby", Makes::List, Value::from_function(filters::groupby)),
+        ("sum", Makes::Sum, Value::from_function(filters::sum)),
+        ("items", Makes::List, Value::from_function(filters::items)),
+        ("dictsort", Makes::List, Value::from_function(filters::dictsort)),
+        ("batch", Makes::FilledList, Value::from_function(filters::batch)),
+        ("slice", Makes::FilledList, Value::from_function(filters::slice)),
+    ];
+    // Jinja has no such filters, and what they make has no length that could be counted.
+    ["chain", "zip"].into_iter().for_each(|name| env.remove_filter(name));
+    for (name, makes, filter) in filters {
+        env.add_filter(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
+            let args = args.into_values();
+            count_made(state, makes, &args)?;
+            filter.call(state, &args)
+        });
+    }
+}
+
+/// Adds the functions that rewritten templates call, and the filters that count what they make.
 pub fn add_functions(env: &mut Environment) {
+    add_counted_filters(env);
     env.add_function("__mainstem_concat", concat);
     env.add_function("__mainstem_mul", multiply);
     env.add_function("__mainstem_made", made);
@@ -60,8 +102,9 @@ pub fn rewrite(source: &str, syntax: SyntaxConfig) -> Result<Rewritten, Error> {
     };
     let mut rewriter = Rewriter { source, edits: Vec::new(), place: Place::default(), longest: 0 };
     rewriter.statement(&template);
-    // Edits at the same place stay in the order of their expressions, the outer ones first.
-    rewriter.edits.sort_by_key(|(at, ..)| *at);
+    // At the same place, an operand ends before its operator, as in `a~b~c`. Otherwise edits stay in the order
+    // of their expressions, the outer ones first.
+    rewriter.edits.sort_by_key(|(at, replaced, _)| (*at, *replaced));
     let (mut text, mut from) = (String::with_capacity(source.len() * 2), 0);
     for (at, replaced, by) in rewriter.edits {
         text.push_str(&source[from..at]);
@@ -264,6 +307,8 @@ pub enum Makes {
     Parts,
     /// A list of the items, or the characters, that it is given.
     List,
+    /// The sum of the items, which may be texts or lists.
+    Sum,
     /// A list that an argument may fill up to a number of items.
     FilledList,
 }
@@ -285,12 +330,29 @@ pub fn count_made(state: &mut State, makes: Makes, args: &[Value]) -> Result<(),
         }
         (Makes::List, Some(text)) => items(text.chars().count()),
         (Makes::List, None) => items(value.len().unwrap_or(0)),
+        (Makes::Sum, _) => {
+            let size = |item: Value| item.as_str().map_or_else(|| items(item.len().unwrap_or(0)), str::len);
+            let mut sum = 0usize;
+            for item in value.try_iter()?.checked() {
+                sum = sum.saturating_add(size(item?));
+            }
+            sum
+        }
         (Makes::FilledList, _) => {
             let filled = args.iter().skip(1).filter_map(Value::as_usize).max().unwrap_or(0);
             items(value.len().unwrap_or(0).max(filled))
         }
     };
     count(state, bytes)
+}
+
+/// Counts the text of a value.
+pub fn count_text(state: &mut State, value: &Value) -> Result<(), Error> {
+    let len = match value.as_str() {
+        Some(text) => text.len(),
+        None => text_of(value)?.len(),
+    };
+    count(state, len)
 }
 
 /// Checks the width and the precision in a format.

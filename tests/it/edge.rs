@@ -18,7 +18,8 @@ fn ask_for_host(served: &Served, path: &str, host: &str) -> (u16, String) {
     read_answer(stream)
 }
 
-fn read_answer(mut stream: TcpStream) -> (u16, String) {
+/// Returns status and text of the answer that a connection ends with.
+pub fn read_answer(mut stream: TcpStream) -> (u16, String) {
     let mut text = String::new();
     stream.read_to_string(&mut text).expect("the answer comes to its end");
     let status = text.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status");
@@ -95,14 +96,14 @@ fn a_body_that_is_announced_to_be_too_long_is_refused_at_once() {
 }
 
 /// A server whose log is read.
-struct Logged {
-    child: Child,
+pub struct Logged {
+    pub child: Child,
     log: BufReader<ChildStderr>,
     address: SocketAddr,
 }
 
 impl Logged {
-    fn start(flags: &[&str]) -> Logged {
+    pub fn start(flags: &[&str]) -> Logged {
         let mut command = mainstem();
         command.arg("serve").arg(fixture("gqa")).args(["--threads", "2", "--port", "0"]).args(flags);
         let mut child = command.stderr(Stdio::piped()).spawn().expect("the program starts");
@@ -124,14 +125,14 @@ impl Logged {
         line
     }
 
-    fn connect(&self) -> TcpStream {
+    pub fn connect(&self) -> TcpStream {
         let stream = TcpStream::connect(self.address).expect("the server accepts");
         stream.set_read_timeout(Some(PATIENCE)).expect("a timeout can be set");
         stream
     }
 
     /// Stops the server and returns the rest of its log.
-    fn stop(mut self) -> String {
+    pub fn stop(mut self) -> String {
         signal(&self.child, "TERM");
         let mut rest = String::new();
         self.log.read_to_string(&mut rest).expect("the log is read");

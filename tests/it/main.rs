@@ -44,6 +44,7 @@ mod pickles;
 mod policies;
 mod preempted_requests;
 mod prefix_cache;
+mod pressure;
 mod prompt_logprobs;
 mod properties;
 mod quantize;

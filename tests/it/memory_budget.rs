@@ -32,6 +32,24 @@ fn read(mut stream: TcpStream) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
+const GET: &[u8] = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+
+/// Waits until as many sequences are queued, so that the requests before have been taken in.
+fn wait_for_sequences(address: SocketAddr, count: usize) {
+    let began = Instant::now();
+    loop {
+        let mut stream = connect(address);
+        stream.write_all(GET).expect("it is sent");
+        let metrics = read(stream);
+        let line = metrics.lines().find(|line| line.starts_with("mainstem_num_requests_waiting{"));
+        let waiting = line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
+        if waiting.is_some_and(|waiting| waiting >= count as f64) {
+            return;
+        }
+        assert!(began.elapsed() < PATIENCE, "{metrics}");
+    }
+}
+
 /// Returns a value of `/proc/PID/status` in KiB.
 fn status_kib(pid: u32, key: &str) -> f64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
@@ -45,7 +63,14 @@ fn status_kib(pid: u32, key: &str) -> f64 {
 fn hostile_clients_stay_within_the_memory_budget() {
     let mut command = mainstem();
     command.args(["serve", "--port", "0", "--threads", "2", "--max-connections", &CONNECTIONS.to_string()]);
-    command.env("MAINSTEM_SERVER_RESPONSE_MEMORY", "48MiB");
+    // So small that what is not bounded soon exceeds them.
+    for (setting, size) in [
+        ("SERVER_RESPONSE_MEMORY", "24MiB"),
+        ("SERVER_REQUEST_MEMORY", "32MiB"),
+        ("GRAMMAR_CACHE_SIZE", "1MiB"),
+    ] {
+        command.env(format!("MAINSTEM_{setting}"), size);
+    }
     let mut child = command.stderr(Stdio::piped()).spawn().expect("the program starts");
     let mut log = BufReader::new(child.stderr.take().expect("it is piped"));
     let mut lines = String::new();
@@ -57,12 +82,14 @@ fn hostile_clients_stay_within_the_memory_budget() {
     let budget = lines.split("at most ").nth(1).and_then(|rest| rest.split(' ').next());
     let budget_mib: f64 = budget.and_then(|mib| mib.parse().ok()).expect("the budget is in the log");
 
-    // Answers that nobody reads: of few bytes each, until the buffers of the sockets are full.
-    let choices = r#""prompt": "Once", "logprobs": 20, "max_tokens": 200, "ignore_eos": true"#;
-    let unread = format!(r#"{{{choices}, "n": 32, "stream": true}}"#);
-    let slow: Vec<_> = (0..5).map(|_| post(address, &unread)).collect();
+    let choices = r#""prompt": "Once", "logprobs": 20, "max_tokens": 100, "ignore_eos": true"#;
     let large = format!(r#"{{{choices}, "n": 64}}"#);
     let answers: Vec<_> = (0..2).map(|_| post(address, &large)).collect();
+    // Streams of which nobody reads more than the first byte.
+    let unread = format!(r#"{{{choices}, "n": 32, "stream": true}}"#);
+    let slow: Vec<_> = (0..5).map(|_| post(address, &unread)).collect();
+    slow.iter().for_each(|mut stream| stream.read_exact(&mut [0; 1]).expect("it begins"));
+    wait_for_sequences(address, 193);
     let long = format!(r#"{{"prompt": "{}", "max_tokens": 1}}"#, "Once upon a time ".repeat(8 << 10));
     let prompts: Vec<_> = (0..8).map(|_| post(address, &long)).collect();
     // Requests that never end, on more connections than the server accepts.

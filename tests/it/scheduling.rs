@@ -196,7 +196,7 @@ async fn the_waiting_room_is_bounded_and_who_left_does_not_count() {
     let waiting = begin(&engine, 4, 3, 4).await;
     let leaving = begin(&engine, 5, 3, 4).await;
     let refused = submit(&engine, greedy(&prompt(6, 3), 4)).await.map(drop);
-    assert_eq!(refused, Err(RequestError::Busy { coming: 1, waiting: 2, limit: 2 }));
+    assert_eq!(refused, Err(RequestError::Busy { coming: 1, waiting: 2, limit: 2, retry_after_s: 0 }));
     drop(leaving);
     let replacing = begin(&engine, 6, 3, 4).await;
     running.extend([waiting, replacing]);

@@ -222,7 +222,17 @@ fn answered(whole: &Path, answers: &Value) -> Result<(), Outcome> {
 fn same(tokenizer: &Tokenizer, text: &str, expected: &[u32]) -> Result<(), Outcome> {
     let found = tokenizer.encode(text, false).map_err(wrong)?;
     let different = || Outcome::Wrong(format!("{text:?} gives {found:?}, and should give {expected:?}"));
-    if found == expected { Ok(()) } else { Err(different()) }
+    if found != expected {
+        return Err(different());
+    }
+    for most in [0, found.len() / 4, found.len() / 2, found.len()] {
+        let bound = tokenizer.fewest_above(text, most);
+        if bound.is_some_and(|bound| bound > found.len()) {
+            let count = found.len();
+            return Err(Outcome::Wrong(format!("{text:?} has {count} tokens, not at least {bound:?}")));
+        }
+    }
+    Ok(())
 }
 
 /// Returns the tokenizer of a directory with these files.

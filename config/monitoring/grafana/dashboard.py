@@ -22,8 +22,8 @@ def total(metric):
     return f"sum({series(metric)})"
 
 
-def quantile(share, histogram):
-    return f"histogram_quantile({share}, {rate(f'{histogram}_bucket', by='le')})"
+def quantile(share, histogram, labels=""):
+    return f"histogram_quantile({share}, {rate(f'{histogram}_bucket', labels, by='le')})"
 
 
 def mean(histogram):
@@ -102,6 +102,15 @@ ROWS = {
                 ("decode", mean("mainstem_request_decode_time_seconds")),
             ],
             stacked=True,
+        ),
+        graph(
+            "Queue time by class, p99",
+            "s",
+            [
+                (name, quantile(0.99, "mainstem_request_queue_time_seconds", f'class="{name}"'))
+                for name in ("interactive", "batch")
+            ],
+            "Time from accepting a request to the step with its first prompt chunk.",
         ),
         quantiles("Inference: prefill and decode", "s", "mainstem_request_inference_time_seconds"),
         quantiles("Time per output token, by request", "s", "mainstem_request_time_per_output_token_seconds"),
@@ -199,7 +208,7 @@ ROWS = {
             ],
             "Speculative decoding: fraction of the drafted tokens that were accepted.",
         ),
-        graph("Preemptions", "ops", [("preemptions", rate("mainstem_num_preemptions_total"))]),
+        graph("Preemptions", "ops", [("{{reason}}", rate("mainstem_num_preemptions_total", by="reason"))], stacked=True),
         graph(
             "Accepted drafts by position",
             "ops",

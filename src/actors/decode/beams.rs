@@ -10,6 +10,7 @@ use super::running::RunningSequence;
 use crate::actors::kv::BeamUpdate;
 use crate::actors::loop_metrics::SequenceTimes;
 use crate::actors::prefill::Requeue;
+use crate::actors::queue::Preemptible;
 use crate::actors::sequence::{Progress, Sequence, SequenceKey};
 use crate::decoding::beams::{BeamParams, BeamSearch, BeamStep, Hypothesis};
 use crate::request::{self, BeamOptions, FinishReason, Request, RequestError, Token, TokenEvent};
@@ -75,6 +76,14 @@ impl DecodeLoop {
                 self.advance_search(at);
             }
         }
+    }
+
+    /// Returns the running searches whose slots others may take.
+    pub(super) fn preemptible_searches(&self) -> impl Iterator<Item = Preemptible> {
+        self.searches.iter().filter_map(|search| {
+            let beam = self.running.iter().find(|running| search.beams.contains(&running.key))?;
+            Some(beam.preemptible(search.origin.slots()))
+        })
     }
 
     /// Returns the index of the search that a beam belongs to.
@@ -157,6 +166,7 @@ impl DecodeLoop {
         let mut old: Vec<RunningSequence> = of_search.collect();
         let Some(model) = old.first().map(|beam| beam.as_beam(beam.key)) else { return };
         let positions = model.next_position() as usize;
+        model.sequence.account.charge_generated(beams.len());
         for &(key, _, token) in beams {
             let own = old.iter().position(|running| running.key == key).map(|at| old.swap_remove(at));
             let mut running = own.unwrap_or_else(|| model.as_beam(key));

@@ -30,7 +30,9 @@ mod pacing;
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
 use super::loop_metrics::LoopMetrics;
-use super::prefill::{ChunksAhead, DropStarted, NextChunks, PromptChunk, Requeue, ScheduledChunk};
+use super::prefill::{ChunksAhead, DropStarted, NextChunks, PromptChunk, Requeue};
+use super::prefill::{ScheduledChunk, ScheduledWork};
+use super::queue::Preemptible;
 use super::sequence::SequenceKey;
 use super::status::Status;
 use super::stream::EventSender;
@@ -288,7 +290,8 @@ impl DecodeLoop {
     /// Adds new sequences and plans the spans of the next iteration.
     async fn plan_iteration(&mut self) -> Option<()> {
         self.choose_depths();
-        let chunks = self.request_chunks().await?;
+        let ScheduledWork { chunks, preempted } = self.request_chunks().await?;
+        self.update.give_up = preempted;
         let chunks = self.fail_lost_sequences(chunks).await;
         self.admit_chunks(chunks);
         self.report_sequences();
@@ -330,7 +333,7 @@ impl DecodeLoop {
 
     /// Requests prefill chunks. Without running sequences, this waits for work. The request is made between
     /// two steps, or at the end of one, so that a request that arrives during a step joins the very next one.
-    async fn request_chunks(&mut self) -> Option<Vec<ScheduledChunk>> {
+    async fn request_chunks(&mut self) -> Option<ScheduledWork> {
         let decoding = self.running.iter().filter(|running| running.is_decoding());
         let decoding: usize =
             decoding.map(|running| 1 + running.forced as usize + running.draft_rows()).sum();
@@ -338,13 +341,26 @@ impl DecodeLoop {
         let steps_ahead = self.count_in_flight(StepKind::Ahead);
         let free_slots = self.slots - running - self.reserved_slots();
         let budget = self.prompt_budget(decoding);
-        let request = NextChunks { lane, budget, running, free_slots, steps_ahead };
+        let preemptible = self.preemptible();
+        let request = NextChunks { lane, budget, running, free_slots, steps_ahead, preemptible };
         let chunks = self.handles.next_chunks.send(request).await.ok();
         self.handles.status.heartbeat(lane);
         if running == 0 {
             self.metrics.restart_clock();
         }
         chunks
+    }
+
+    /// Returns the running sequences whose slots others may take: those that generate tokens.
+    fn preemptible(&self) -> Vec<Preemptible> {
+        let may_go = |running: &&RunningSequence| {
+            !running.is_beam
+                && running.is_decoding()
+                && !running.ends_with_scheduled()
+                && running.sequence.request.beams.is_none()
+        };
+        let alone = self.running.iter().filter(may_go).map(|running| running.preemptible(1));
+        alone.chain(self.preemptible_searches()).collect()
     }
 
     /// Fails the running sequences if a fault has ended their epoch; results from before the fault still
@@ -371,7 +387,8 @@ impl DecodeLoop {
                     sequence.events.send(TokenEvent::Started { cached_tokens: lease.computed() });
                 }
                 let (pages, pool) = ((lease.own().len(), lease.computed()), &self.handles.host_pool);
-                self.update.joins.push(JoiningSequence { key, lease });
+                let class = sequence.request.class;
+                self.update.joins.push(JoiningSequence { key, class, lease });
                 let (config, choices) = (&self.config, (self.jump_limit, self.draft_planning.prior()));
                 let mut running = RunningSequence::new(sequence, pages, &self.metrics, pool, config, choices);
                 if let Some(speculator) = &mut running.speculator {

@@ -3,7 +3,10 @@
 //! Invariant: only speed depends on it; a prompt gives the same tokens however it is divided.
 
 use super::DecodeLoop;
+use super::running::RunningSequence;
+use crate::actors::prefill::Budget;
 use crate::decoding::time_fit::{TimeFit, dot};
+use crate::request::Class;
 use std::time::{Duration, Instant};
 
 /// Prompt rows that a step may always have.
@@ -125,12 +128,18 @@ impl PromptPacing {
 }
 
 impl DecodeLoop {
-    /// Returns how many rows of prompts the next step may have, beside `decoding` rows.
-    pub(super) fn prompt_budget(&self, decoding: usize) -> usize {
+    /// Returns how many rows of prompts the next step may have, beside `decoding` rows. Nobody waits for the
+    /// tokens of batch requests, so interactive prompts need not spare their streams.
+    pub(super) fn prompt_budget(&self, decoding: usize) -> Budget {
         let begun = self.running.iter().filter(|running| !running.prompt_scheduled);
         let position = begun.map(|running| running.sent_positions).max().unwrap_or(0);
         let most = self.config.token_budget.saturating_sub(decoding);
-        self.pacing.rows(decoding, position, most)
+        let all = self.pacing.rows(decoding, position, most);
+        let is_watched = |running: &RunningSequence| {
+            running.is_decoding() && running.sequence.request.class == Class::Interactive
+        };
+        let interactive = if self.running.iter().any(is_watched) { all } else { most };
+        Budget { all, interactive }
     }
 
     /// Takes note of a completed step, whose results came at `now` and which was begun at `began`.

@@ -7,6 +7,7 @@ use super::DecodeConfig;
 use crate::actors::kv::{ComputedPositions, EndedSequence, GrowingSequence};
 use crate::actors::loop_metrics::{LoopMetrics, SequenceTimes};
 use crate::actors::prefill::PromptChunk;
+use crate::actors::queue::Preemptible;
 use crate::actors::sequence::{Progress, Sequence, SequenceKey};
 use crate::actors::speculator::Speculator;
 use crate::decoding::{HostPool, HostSequence};
@@ -35,6 +36,8 @@ pub(super) struct RunningSequence {
     pub(super) generated: Vec<u32>,
     /// Number of these tokens that are computed like a prompt, because the sequence was preempted.
     pub(super) resumed: u32,
+    /// Whether it was preempted before.
+    was_preempted: bool,
     /// Number of leading positions whose steps were sent, and of those that the KV manager knows of.
     pub(super) sent_positions: usize,
     reported_positions: usize,
@@ -71,6 +74,7 @@ impl RunningSequence {
         config: &DecodeConfig,
         (jump_limit, prior): (usize, f64),
     ) -> RunningSequence {
+        let was_preempted = sequence.progress.is_some();
         let progress = sequence.progress.take().unwrap_or_else(|| {
             let Request { plan, constraint, prompt, max_tokens, logprobs, speculation, .. } =
                 &sequence.request;
@@ -80,7 +84,7 @@ impl RunningSequence {
             Progress {
                 generated: Vec::new(),
                 host: HostSequence::begin(pool, plan, constraint, prompt, *max_tokens, limit),
-                times: meters.record_scheduled(sequence.arrived),
+                times: meters.record_scheduled(sequence.request.class, sequence.arrived),
                 speculator: speculation
                     .filter(|_| sequence.request.beams.is_none())
                     .map(|it| Speculator::new(it, plan.map(|plan| &**plan), prompt, prior))
@@ -101,6 +105,7 @@ impl RunningSequence {
             received: resumed,
             generated,
             resumed,
+            was_preempted,
             sent_positions: 0,
             reported_positions: 0,
             reported_tokens: resumed as usize,
@@ -120,10 +125,20 @@ impl RunningSequence {
 
     /// Returns the state of a beam like this one, or of the first beam of the search that it begins.
     pub(super) fn as_beam(&self, key: SequenceKey) -> RunningSequence {
-        let Sequence { group, ref request, ref events, arrived, .. } = *self.sequence;
-        let (request, events) = (request.clone(), events.clone());
-        let (followers, permits, lease, progress) = (Vec::new(), Vec::new(), None, None);
-        let sequence = Sequence { key, group, request, events, followers, permits, lease, arrived, progress };
+        let Sequence { group, ref request, ref events, ref account, arrived, charged, .. } = *self.sequence;
+        let sequence = Sequence {
+            key,
+            group,
+            request: request.clone(),
+            events: events.clone(),
+            followers: Vec::new(),
+            account: account.clone(),
+            permits: Vec::new(),
+            lease: None,
+            arrived,
+            progress: None,
+            charged,
+        };
         RunningSequence {
             key,
             slot: self.slot,
@@ -135,6 +150,7 @@ impl RunningSequence {
             received: self.received,
             generated: Vec::new(),
             resumed: 0,
+            was_preempted: self.was_preempted,
             // The search's first sequence has reported what is in the pages of the prompt.
             sent_positions: 0,
             reported_positions: 0,
@@ -170,6 +186,20 @@ impl RunningSequence {
         let RunningSequence { mut sequence, generated, host, times, speculator, .. } = self;
         sequence.progress = Some(Progress { generated, host, times, speculator });
         sequence
+    }
+
+    /// Returns the sequence as others see it that may take its slots. It has `slots` of them.
+    pub(super) fn preemptible(&self, slots: usize) -> Preemptible {
+        Preemptible {
+            key: self.key,
+            class: self.sequence.request.class,
+            client: self.sequence.account.id,
+            slots,
+            pages: self.pages * slots,
+            was_preempted: self.was_preempted,
+            // A search begins anew.
+            progress: if self.is_beam { 0 } else { (self.received - self.resumed) as usize },
+        }
     }
 
     /// Returns the pages that the next step needs, if the sequence has too few.
@@ -234,6 +264,7 @@ impl RunningSequence {
     pub(super) fn receive(&mut self, token: u32, continues: bool) {
         self.received += 1;
         self.scheduled = self.scheduled.max(self.received);
+        self.sequence.account.charge_generated(1);
         if let Some(speculator) = &mut self.speculator {
             speculator.learn(token);
         }

@@ -18,6 +18,7 @@ use super::model_sampling::ModelSampling;
 use super::prefill::Prefill;
 use super::prefix_rules::PrefixRules;
 use super::prompting_defaults::{self, PromptingDefaults};
+use super::queue::SharedQueue;
 use super::speculation::SpeculationSetup;
 use super::status::Status;
 use super::stream::IntakeHandle;
@@ -330,9 +331,12 @@ fn start_control(
     let pool = PagePool::with_window(kv.pages, limits.page_positions, window);
     let prefix_rules = setup.prefix_rules.clone();
     let generated_mark = prefix_rules.generated_mark();
+    let queue = SharedQueue::new(slots, max_waiting, status.clone());
     let prefill = {
-        let pool = pool.clone();
-        Prefill::start_in_arbiter(&thread, move |_| Prefill::new(pool, prefix_rules, policy, (slots, lanes)))
+        let (queue, pool) = (queue.clone(), pool.clone());
+        Prefill::start_in_arbiter(&thread, move |_| {
+            Prefill::new(queue, pool, prefix_rules, policy, (slots, lanes))
+        })
     };
     let changed = prefill.clone().recipient();
     let kv = KvManager::start_in_arbiter(&thread, move |_| {
@@ -374,8 +378,9 @@ fn start_control(
         has_head: setup.model.has_head,
         endpoints: setup.model.endpoints.clone(),
     };
-    let intake =
-        Intake::start_in_arbiter(&thread, move |_| Intake::new(intake_limits, prefill.recipient(), status));
+    let intake = Intake::start_in_arbiter(&thread, move |_| {
+        Intake::new(intake_limits, queue, prefill.recipient(), status)
+    });
     Actors { intake, kv }
 }
 

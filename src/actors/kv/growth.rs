@@ -1,17 +1,19 @@
 //! Pages for growing sequences, if necessary those of others.
 //!
-//! Invariant: the oldest sequence is never preempted for another one, so something always goes on.
+//! Invariant: the oldest sequence of the first class is never preempted for another one's pages, so something
+//! always goes on.
 
 use super::{GrowingSequence, HeldSequence, KvManager, OpenUpdate, SequenceKey};
+use crate::request::Class;
 use std::collections::BTreeSet;
 
 impl KvManager {
-    /// Finds pages for all lanes that wait for a plan, the oldest sequence first, and replies to those that
-    /// can go on.
+    /// Finds pages for all lanes that wait for a plan, the oldest sequence of the first class first, and replies
+    /// to those that can go on.
     pub(super) fn settle(&mut self) {
         let open = self.lanes.iter().filter_map(|lane| lane.open.as_ref());
         let mut needs: Vec<GrowingSequence> = open.flat_map(|open| &open.needs).copied().collect();
-        needs.sort_unstable_by_key(|need| need.key);
+        needs.sort_unstable_by_key(|need| self.rank(need.key));
         needs.retain(|need| !self.grow(*need));
         // Pages may have come back since sequences were asked to give up theirs.
         let held = &mut self.held;
@@ -23,7 +25,7 @@ impl KvManager {
             self.giving_up.clear();
         }
         // Younger ones may have come, too.
-        let youngest = self.held.last_key_value().map(|(key, _)| *key);
+        let youngest = self.last();
         self.giving_up.retain(|key| Some(*key) == youngest);
         if let Some(asked) = self.giving_up.first().copied().filter(|key| self.lane_waits(*key)) {
             self.preempt(asked);
@@ -60,8 +62,7 @@ impl KvManager {
     /// those with needs if another lane has to give up a sequence first.
     fn find_pages(&mut self, need: GrowingSequence) {
         while !self.grow(need) && self.giving_up.is_empty() {
-            let youngest = self.held.last_key_value().map(|(key, _)| *key);
-            let youngest = youngest.expect("at least this sequence is held");
+            let youngest = self.last().expect("at least this sequence is held");
             if self.lane_waits(youngest) {
                 self.preempt(youngest);
             } else {
@@ -70,13 +71,29 @@ impl KvManager {
         }
     }
 
+    /// Returns the class of a sequence and its key: the later they are, the sooner it is preempted.
+    fn rank(&self, key: SequenceKey) -> (Option<Class>, SequenceKey) {
+        (self.held.get(&key).map(|held| held.class), key)
+    }
+
+    /// Returns the youngest sequence of the last class.
+    fn last(&self) -> Option<SequenceKey> {
+        self.held.iter().max_by_key(|(key, held)| (held.class, **key)).map(|(key, _)| *key)
+    }
+
     /// Whether the lane of a sequence waits for a plan, so that it can give up the sequence.
     fn lane_waits(&self, key: SequenceKey) -> bool {
         self.held.get(&key).is_some_and(|held| self.lanes[held.lane].open.is_some())
     }
 
-    /// Takes slot and pages from a sequence whose lane waits for a plan, or from all beams of its search.
+    /// Preempts a sequence for another one's pages.
     fn preempt(&mut self, key: SequenceKey) {
+        self.preemptions.increment(1);
+        self.take_slot(key);
+    }
+
+    /// Takes slot and pages from a sequence whose lane waits for a plan, or from all beams of its search.
+    pub(super) fn take_slot(&mut self, key: SequenceKey) {
         let Some(HeldSequence { lane, search, .. }) = self.held.get(&key) else { return };
         let (lane, search) = (*lane, *search);
         let is_victim = |other: &SequenceKey, held: &HeldSequence| {
@@ -84,7 +101,6 @@ impl KvManager {
         };
         let victims = self.held.iter().filter(|(key, held)| is_victim(key, held));
         let victims: Vec<SequenceKey> = victims.map(|(key, _)| *key).collect();
-        self.preemptions.increment(1);
         self.lanes[lane].gave_up = true;
         for victim in victims {
             drop(self.remove(victim));

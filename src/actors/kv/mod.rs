@@ -3,8 +3,9 @@
 //! Owns the slot map of each lane (with the sliding-window shuffle), and the leases of running sequences; the
 //! page pool is shared with prefill, which leases the pages of prompts. It never touches a device: its
 //! [`SlotPlan`] is sent with the lane's next step.
-//! When pages run out, the youngest sequence of all lanes is preempted: it gives up slot and pages, and is
-//! computed again later. A lane gives up its sequences between two of its iterations only; a lane that can do
+//! When pages run out, the youngest sequence of the last class in all lanes is preempted: it gives up slot and
+//! pages, and is computed again later. Sequences that prefill preempts for others give theirs up with the
+//! update in which the others join. A lane gives up its sequences between two of its iterations only; a lane that can do
 //! nothing without pages waits for the reply to its update, which is such a time, so lanes never wait for
 //! each other in a circle.
 //! Invariant: slots are assigned, moved and freed only in an [`IterationUpdate`] of their lane. Slots and
@@ -14,8 +15,10 @@
 mod growth;
 
 use super::group::Epoch;
+use super::queue::Reason;
 use super::sequence::SequenceKey;
 use crate::memory::{Lease, PagePool, SlotMap, split_slots};
+use crate::request::Class;
 use crate::telemetry;
 use actix::{Actor, Context, Handler, Message, MessageResult, Recipient, ResponseFuture};
 use mainstem_kernels::batch::{NULL_PAGE, Page, Slot};
@@ -41,6 +44,8 @@ pub struct IterationUpdate {
     pub epoch: Epoch,
     /// Sequences that ended, to be removed from their slots.
     pub finished: Vec<EndedSequence>,
+    /// Sequences that give up slot and pages for those that join.
+    pub give_up: Vec<SequenceKey>,
     /// New sequences that need slots.
     pub joins: Vec<JoiningSequence>,
     /// Beam searches that continue with other beams.
@@ -57,6 +62,7 @@ pub struct IterationUpdate {
 #[derive(Debug)]
 pub struct JoiningSequence {
     pub key: SequenceKey,
+    pub class: Class,
     pub lease: Lease,
 }
 
@@ -186,6 +192,7 @@ type TablePages = [Vec<Page>; 2];
 /// A sequence in a slot.
 struct HeldSequence {
     lane: usize,
+    class: Class,
     lease: Lease,
     /// Number of its own pages that are listed in the table of its slot.
     listed: usize,
@@ -265,13 +272,14 @@ impl KvManager {
             changed,
             slots_live: telemetry::SLOTS_LIVE.gauge(),
             pages_used: telemetry::KV_CACHE_USAGE.gauge(),
-            preemptions: telemetry::PREEMPTIONS.counter(),
+            preemptions: telemetry::PREEMPTIONS.counter_with([Reason::Pages.name()]),
         }
     }
 
     /// Applies a lane's changes, and finds pages for its sequences and those of lanes that wait.
     fn update(&mut self, update: IterationUpdate) -> oneshot::Receiver<SlotPlan> {
-        let IterationUpdate { lane, epoch, finished, joins, beams, grown, computed, with_work } = update;
+        let IterationUpdate { lane, epoch, finished, give_up, joins, beams, grown, computed, with_work } =
+            update;
         self.enter_epoch(epoch);
         // The step with the copies of the last plan is sent.
         for key in std::mem::take(&mut self.lanes[lane].copied) {
@@ -288,9 +296,6 @@ impl KvManager {
             self.note_computed(epoch, computed);
             drop(self.remove(key));
         }
-        for JoiningSequence { key, lease } in joins {
-            self.join(key, HeldSequence { lane, lease, listed: 0, search: None });
-        }
         let (reply, plan) = oneshot::channel();
         self.lanes[lane].open = Some(OpenUpdate {
             plan: SlotPlan::default(),
@@ -302,6 +307,10 @@ impl KvManager {
         });
         self.lanes[lane].stalled.clear();
         let gave_up = std::mem::take(&mut self.lanes[lane].gave_up);
+        give_up.into_iter().for_each(|key| self.take_slot(key));
+        for JoiningSequence { key, class, lease } in joins {
+            self.join(key, HeldSequence { lane, class, lease, listed: 0, search: None });
+        }
         let has_released = self.pool.releases() != self.noticed;
         self.settle();
         self.noticed = self.pool.releases();
@@ -358,6 +367,8 @@ impl KvManager {
         rewritten: &mut Vec<(SequenceKey, Option<TablePages>)>,
     ) {
         let BeamUpdate { search, beams, positions } = update;
+        let class = beams.first().and_then(|(_, parent)| self.held.get(parent)).map(|held| held.class);
+        let class = class.unwrap_or(Class::Interactive);
         let is_member =
             |key: &SequenceKey, held: &HeldSequence| *key == search || held.search == Some(search);
         let before = self.held.iter().filter(|(key, held)| is_member(key, held));
@@ -387,7 +398,7 @@ impl KvManager {
             leases.extend(keeps(key).map(|beam| (beam, lease)));
         }
         for (key, lease) in leases {
-            let held = HeldSequence { lane, lease, listed: 0, search: Some(search) };
+            let held = HeldSequence { lane, class, lease, listed: 0, search: Some(search) };
             match before.contains(&key) {
                 true => _ = self.held.insert(key, held),
                 false => {
@@ -507,7 +518,8 @@ mod tests {
         joins: impl IntoIterator<Item = (u64, Lease)>,
     ) -> IterationUpdate {
         let end = |key| EndedSequence { key: SequenceKey(key), computed: computed(key) };
-        let join = |(key, lease)| JoiningSequence { key: SequenceKey(key), lease };
+        let class = Class::Interactive;
+        let join = |(key, lease)| JoiningSequence { key: SequenceKey(key), class, lease };
         let (finished, joins) = (finished.into_iter().map(end), joins.into_iter().map(join));
         IterationUpdate { finished: finished.collect(), joins: joins.collect(), ..IterationUpdate::default() }
     }

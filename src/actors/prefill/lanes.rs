@@ -2,33 +2,36 @@
 //!
 //! Invariant: prefill knows of a lane what its last request said, updated by what it was given since.
 
-use super::{NextChunks, QueuedPrompt, ScheduledChunk};
+use super::{Budget, NextChunks, ScheduledChunk, ScheduledWork, StartedPrompt};
+use crate::actors::queue::{Preemptible, Turn};
 use crate::actors::sequence::SequenceKey;
-use std::collections::VecDeque;
 use tokio::sync::oneshot;
 
 /// The state of a lane.
 #[derive(Default)]
 pub(super) struct LaneState {
     /// Prompts that started in this lane and are not complete, oldest first.
-    pub(super) started: VecDeque<QueuedPrompt>,
+    pub(super) started: Vec<StartedPrompt>,
     /// Running sequences. 0 until the lane's first request.
     pub(super) running: usize,
     /// Free slots. A lane that has not made a request yet has none, and gets no sequences.
     pub(super) free_slots: usize,
     /// Token budget for prefill in its last step.
-    pub(super) budget: usize,
+    pub(super) budget: Budget,
     /// Steps of prefill chunks only that it has in flight.
     pub(super) steps_ahead: usize,
     /// The reply channel of its last request, while it waits for work.
-    pub(super) pending_reply: Option<oneshot::Sender<Vec<ScheduledChunk>>>,
+    pub(super) pending_reply: Option<oneshot::Sender<ScheduledWork>>,
+    /// Running sequences that may be preempted.
+    pub(super) preemptible: Vec<Preemptible>,
 }
 
 impl LaneState {
     /// Stores a request that waits for its reply.
-    pub(super) fn set_request(&mut self, request: NextChunks, reply: oneshot::Sender<Vec<ScheduledChunk>>) {
+    pub(super) fn set_request(&mut self, request: NextChunks, reply: oneshot::Sender<ScheduledWork>) {
         (self.running, self.free_slots) = (request.running, request.free_slots);
         (self.budget, self.steps_ahead) = (request.budget, request.steps_ahead);
+        self.preemptible = request.preemptible;
         self.pending_reply = Some(reply);
     }
 
@@ -40,8 +43,8 @@ impl LaneState {
     /// Whether a prompt left to this lane would start at its next request: its own prompts must leave budget
     /// for that.
     fn accepts(&self) -> bool {
-        let backlog: usize = self.started.iter().map(QueuedPrompt::remaining).sum();
-        self.free_slots > 0 && (self.is_idle() || backlog < self.budget)
+        let backlog: usize = self.started.iter().map(StartedPrompt::remaining).sum();
+        self.free_slots > 0 && (self.is_idle() || backlog < self.budget.all)
     }
 
     /// Counts one more sequence in the lane, which needs so many slots.
@@ -50,24 +53,32 @@ impl LaneState {
         self.free_slots -= slots;
     }
 
+    /// Takes the slots of a sequence, or of the beams of a search, that is preempted.
+    pub(super) fn give_up(&mut self, victim: &Preemptible) {
+        self.free_slots += victim.slots;
+        self.preemptible.retain(|other| other.key != victim.key);
+    }
+
     /// Resets a lane that restarts. It gets no sequences before its next request.
     pub(super) fn reset(&mut self) {
         self.started.clear();
+        self.preemptible.clear();
         (self.running, self.free_slots, self.steps_ahead) = (0, 0, 0);
     }
 
-    /// Returns chunks of the prompts that started here, oldest first, and deducts them from the budget.
-    pub(super) fn continue_prompts(&mut self, budget: &mut usize) -> Vec<ScheduledChunk> {
-        let mut chunks = Vec::new();
-        while *budget > 0
-            && let Some(prompt) = self.started.front_mut()
-        {
-            chunks.push(prompt.next_chunk(budget));
-            if prompt.remaining() == 0 {
-                self.started.pop_front();
-            }
+    /// Returns the index of the started prompt whose turn comes first, the oldest one of these, and its turn.
+    pub(super) fn first_started(&self) -> Option<(usize, Turn)> {
+        let turns = self.started.iter().map(StartedPrompt::turn).enumerate();
+        turns.min_by_key(|(at, turn)| (*turn, *at))
+    }
+
+    /// Returns the next chunk of a started prompt, and deducts it from the budget.
+    pub(super) fn continue_prompt(&mut self, at: usize, budget: &mut usize) -> ScheduledChunk {
+        let chunk = self.started[at].next_chunk(budget);
+        if self.started[at].remaining() == 0 {
+            self.started.remove(at);
         }
-        chunks
+        chunk
     }
 }
 
@@ -99,7 +110,7 @@ pub(super) fn lane_share(lanes: &[LaneState], requesting: usize, waiting: usize)
 pub(super) fn may_send_ahead(lanes: &[LaneState], requesting: usize) -> bool {
     let idle = lanes.iter().filter(|lane| lane.is_idle()).count();
     let ahead: usize = lanes.iter().map(|lane| lane.steps_ahead).sum();
-    let oldest = |lane: &LaneState| lane.started.front().map(|prompt| prompt.key);
+    let oldest = |lane: &LaneState| lane.started.first().map(|prompt| prompt.key);
     let first: Option<SequenceKey> = lanes.iter().filter_map(oldest).min();
     ahead < idle && first.is_some() && oldest(&lanes[requesting]) == first
 }

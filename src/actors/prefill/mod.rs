@@ -1,27 +1,36 @@
-//! Prefill: schedules prompt chunks, and leases the pages of prompts when they start.
+//! Prefill: begins sequences when a lane's next step can, schedules prompt chunks, and leases the pages of
+//! prompts when they start.
 //!
-//! Owns the admitted requests whose prompts are not complete, and preempted sequences, whose tokens are
-//! computed again like a prompt. It issues no device work: the decode loops request chunks. A new sequence
-//! goes to the lane with the fewest sequences, and stays there until it ends or is preempted.
-//! Invariant: first in, first out, among waiting prompts and among the prompts that started in a lane. A
-//! request without enough pages holds back those behind it, and so does an encoder input that exceeds the
-//! step's budget: it is computed in one step. A prompt whose next page another one is computing waits for
-//! that page and holds back nobody.
+//! Takes sequences out of the queue, and owns those whose prompts are not complete. The tokens of preempted
+//! ones are computed again like a prompt. It issues no device work: the decode loops request chunks. A new
+//! sequence goes to the lane with the fewest sequences, and stays there until it ends or is preempted.
+//! The queue decides who is next, and a step's budget goes to the prompts in the same order, whether they have
+//! started or not: a long prompt does not keep those of other clients waiting. For want of slots or pages, the
+//! next sequence may take them from others of the lane, which go back into the queue.
+//! Invariant: of one client, first in, first out, among waiting prompts and among the prompts that started in a
+//! lane. The next sequence, if it lacks slots or pages, holds back those behind it, and so does an encoder
+//! input that exceeds the step's budget: it is computed in one step. A prompt whose next page another one is
+//! computing waits for that page and holds back nobody.
 
+mod begin;
 mod lanes;
 
-use super::intake::Admit;
+use super::account::Account;
 use super::kv::PagesChanged;
 use super::prefix_rules::PrefixRules;
+use super::queue::{FairQueue, Preemptible, QueueChanged, Reason, SharedQueue, Turn};
 use super::sequence::{Sequence, SequenceKey};
 use super::stream::EventSender;
 use crate::config::Policy;
-use crate::memory::{NoLease, PageDemand, PagePool, TokenChain};
+use crate::memory::PagePool;
+use crate::request::Class;
 use crate::telemetry;
 use actix::{Actor, AsyncContext, Context, Handler, Message, MessageResult, ResponseFuture, SpawnHandle};
+use begin::Begin;
 use lanes::LaneState;
 use metrics::Counter;
-use std::collections::VecDeque;
+use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::oneshot;
 
@@ -30,18 +39,54 @@ const MARGIN_DIVISOR: usize = 50;
 
 /// Requests the prefill chunks of a lane's next step.
 #[derive(Message)]
-#[rtype(result = "Vec<ScheduledChunk>")]
+#[rtype(result = "ScheduledWork")]
 pub struct NextChunks {
     pub lane: usize,
     /// Maximum tokens of all chunks, encoder inputs included. A longer encoder input is scheduled alone, with
     /// the first prompt token after it.
-    pub budget: usize,
+    pub budget: Budget,
     /// Running sequences of the lane. With none, the reply is held back until there is work.
     pub running: usize,
     /// Free slots of the lane, without those that beams of running searches will take.
     pub free_slots: usize,
     /// Steps of [`ChunksAhead`] that the lane has in flight.
     pub steps_ahead: usize,
+    /// Running sequences that may be preempted for others.
+    pub preemptible: Vec<Preemptible>,
+}
+
+/// Maximum prompt tokens of a step.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Budget {
+    /// For all prompts.
+    pub all: usize,
+    /// For interactive prompts, beside which others get what is left of `all`.
+    pub interactive: usize,
+}
+
+impl Budget {
+    /// Returns what is left for prompts of a class after `used` tokens.
+    fn left(&self, class: Class, used: usize) -> usize {
+        let budget = match class {
+            Class::Interactive => self.interactive.max(self.all),
+            Class::Batch => self.all,
+        };
+        budget.saturating_sub(used)
+    }
+}
+
+impl From<usize> for Budget {
+    fn from(tokens: usize) -> Budget {
+        Budget { all: tokens, interactive: tokens }
+    }
+}
+
+/// The prefill chunks of a lane's next step.
+#[derive(Default)]
+pub struct ScheduledWork {
+    pub chunks: Vec<ScheduledChunk>,
+    /// Running sequences that give up their slots and pages before the new ones get theirs.
+    pub preempted: Vec<SequenceKey>,
 }
 
 /// Requests the chunks of one more step of a lane, beside its iteration's step, because an idle lane leaves
@@ -85,7 +130,7 @@ pub struct DropStarted {
 }
 
 /// Hands back a sequence that was preempted, or that had not begun when a fault lost what its pages shared.
-/// It keeps its place before sequences that arrived later.
+/// It keeps its place before sequences of its client that arrived later.
 #[derive(Message)]
 #[rtype(result = "()")]
 pub struct Requeue(pub Box<Sequence>);
@@ -96,25 +141,21 @@ pub struct Requeue(pub Box<Sequence>);
 #[rtype(result = "()")]
 struct ReplyToLanes;
 
-/// A prompt and its progress.
-struct QueuedPrompt {
+/// A prompt that has started, and its progress.
+struct StartedPrompt {
     key: SequenceKey,
-    /// The sequence, until the first chunk is scheduled.
-    sequence: Option<Box<Sequence>>,
-    /// Its tokens, until it has pages; `None` if these are not shared.
-    chain: Option<TokenChain>,
-    /// Number of slots that it needs.
-    slots: usize,
+    class: Class,
+    priority: i32,
+    account: Arc<Account>,
     /// Tokens of the encoder input, until they are scheduled.
     encoder_tokens: usize,
     /// Tokens of the prompt, and those generated before a preemption.
     len: usize,
     /// Tokens of the prompt that are scheduled, or need not be because their K and V are in its pages.
     scheduled: usize,
+    /// Tokens of the prompt that its client was charged for before a preemption.
+    charged: usize,
     events: EventSender,
-    ready_at: Instant,
-    /// The number [`PagePool::releases`] when there were too few pages for it.
-    short_at: Option<u64>,
 }
 
 /// The prefill actor.
@@ -123,11 +164,8 @@ pub struct Prefill {
     prefix_rules: PrefixRules,
     /// Pages that are left for running sequences when a prompt starts.
     margin: usize,
-    /// Prompts that have not started, in the order of arrival.
-    waiting: VecDeque<QueuedPrompt>,
-    /// Under [`Policy::Window`], how many of the waiting prompts belong to the current batch; 0 under other
-    /// policies.
-    released_in_window: usize,
+    /// Sequences that have not begun.
+    queue: SharedQueue,
     lanes: Vec<LaneState>,
     policy: Policy,
     slots: usize,
@@ -135,17 +173,20 @@ pub struct Prefill {
     window_timer: Option<SpawnHandle>,
     queried_tokens: Counter,
     found_tokens: Counter,
+    /// Preemptions, for a class and for a share.
+    preemptions: [Counter; 2],
+    /// The sequence for which others give up their pages, and the number of releases of pages by then.
+    room_made_at: Option<(SequenceKey, u64)>,
 }
 
 impl Actor for Prefill {
     type Context = Context<Prefill>;
 }
 
-impl Handler<Admit> for Prefill {
+impl Handler<QueueChanged> for Prefill {
     type Result = ();
 
-    fn handle(&mut self, Admit(sequence): Admit, ctx: &mut Self::Context) {
-        self.enqueue(sequence);
+    fn handle(&mut self, _: QueueChanged, ctx: &mut Self::Context) {
         ctx.notify(ReplyToLanes);
     }
 }
@@ -153,10 +194,18 @@ impl Handler<Admit> for Prefill {
 impl Handler<Requeue> for Prefill {
     type Result = ();
 
-    fn handle(&mut self, Requeue(sequence): Requeue, ctx: &mut Self::Context) {
+    fn handle(&mut self, Requeue(mut sequence): Requeue, ctx: &mut Self::Context) {
         let key = sequence.key;
-        self.lanes.iter_mut().for_each(|lane| lane.started.retain(|prompt| prompt.key != key));
-        self.enqueue(sequence);
+        let mut charged = sequence.request.prompt.len() + sequence.generated().len();
+        for lane in &mut self.lanes {
+            for prompt in lane.started.extract_if(.., |prompt| prompt.key == key) {
+                charged = prompt.scheduled;
+            }
+        }
+        sequence.charged = sequence.charged.max(charged);
+        let mut queue = self.queue.lock();
+        queue.push_again(sequence, Instant::now());
+        queue.report();
         ctx.notify(ReplyToLanes);
     }
 }
@@ -178,7 +227,7 @@ impl Handler<ReplyToLanes> for Prefill {
 }
 
 impl Handler<NextChunks> for Prefill {
-    type Result = ResponseFuture<Vec<ScheduledChunk>>;
+    type Result = ResponseFuture<ScheduledWork>;
 
     fn handle(&mut self, msg: NextChunks, ctx: &mut Self::Context) -> Self::Result {
         let (tx, rx) = oneshot::channel();
@@ -207,7 +256,13 @@ impl Handler<ChunksAhead> for Prefill {
             return MessageResult(Vec::new());
         }
         self.lanes[lane].steps_ahead += 1;
-        MessageResult(self.lanes[lane].continue_prompts(&mut budget))
+        let mut chunks = Vec::new();
+        while budget > 0
+            && let Some((at, _)) = self.lanes[lane].first_started()
+        {
+            chunks.push(self.lanes[lane].continue_prompt(at, &mut budget));
+        }
+        MessageResult(chunks)
     }
 }
 
@@ -220,8 +275,9 @@ impl Handler<DropStarted> for Prefill {
 }
 
 impl Prefill {
-    /// Creates a prefill without prompts, for `lanes` lanes with `slots` slots in total.
+    /// Creates a prefill that takes sequences from `queue`, for `lanes` lanes with `slots` slots in total.
     pub fn new(
+        queue: SharedQueue,
         pool: PagePool,
         prefix_rules: PrefixRules,
         policy: Policy,
@@ -231,39 +287,17 @@ impl Prefill {
             margin: (pool.total() / MARGIN_DIVISOR).max(1),
             pool,
             prefix_rules,
-            waiting: VecDeque::new(),
-            released_in_window: 0,
+            queue,
             lanes: (0..lanes).map(|_| LaneState::default()).collect(),
             policy,
             slots,
             window_timer: None,
             queried_tokens: telemetry::PREFIX_CACHE_QUERIES.counter(),
             found_tokens: telemetry::PREFIX_CACHE_HITS.counter(),
+            room_made_at: None,
+            preemptions: [Reason::Class, Reason::Share]
+                .map(|reason| telemetry::PREEMPTIONS.counter_with([reason.name()])),
         }
-    }
-
-    /// Queues a sequence behind those that arrived before it.
-    fn enqueue(&mut self, sequence: Box<Sequence>) {
-        let (key, request) = (sequence.key, &sequence.request);
-        let is_preempted = sequence.progress.is_some();
-        let prompt = QueuedPrompt {
-            key,
-            chain: self.prefix_rules.chain(&sequence, self.pool.page_positions()),
-            slots: sequence.slots(),
-            encoder_tokens: request.encoder_input.len(),
-            len: request.prompt.len() + sequence.generated().len(),
-            scheduled: 0,
-            events: sequence.events.clone(),
-            ready_at: Instant::now(),
-            short_at: None,
-            sequence: Some(sequence),
-        };
-        let place = self.waiting.partition_point(|other| other.key < key);
-        // A preempted sequence belongs to the batch that it began with.
-        let continues = is_preempted && matches!(self.policy, Policy::Window { .. });
-        let released = self.released_in_window;
-        self.waiting.insert(if continues { place.min(released) } else { place.max(released) }, prompt);
-        self.released_in_window += usize::from(continues);
     }
 
     /// Replies to every lane that waits for work.
@@ -277,112 +311,74 @@ impl Prefill {
     fn reply_to_lane(&mut self, lane: usize, ctx: &mut Context<Prefill>) {
         let LaneState { budget, running, pending_reply: Some(_), .. } = self.lanes[lane] else { return };
         self.drop_cancelled();
-        self.release_batch(ctx);
-        let chunks = self.schedule_chunks(lane, budget);
-        if (running > 0 || !chunks.is_empty())
+        let shared = self.queue.clone();
+        let mut queue = shared.lock();
+        self.release_batch(&mut queue, ctx);
+        let work = self.schedule(&mut queue, lane, budget);
+        if (running > 0 || !work.chunks.is_empty())
             && let Some(reply) = self.lanes[lane].pending_reply.take()
         {
             // The decode loop waits for the reply. If it is gone, dropping the reply releases the sequences.
-            let _ = reply.send(chunks);
+            let _ = reply.send(work);
         }
+        queue.report();
     }
 
-    /// Schedules chunks for a lane within the budget: of prompts that started there, then of the lane's share
-    /// of the waiting ones, oldest first.
-    fn schedule_chunks(&mut self, lane: usize, mut budget: usize) -> Vec<ScheduledChunk> {
-        let mut chunks = self.lanes[lane].continue_prompts(&mut budget);
-        let mut share = lanes::lane_share(&self.lanes, lane, self.releasable());
-        let mut at = 0;
-        while budget > 0 && share > 0 && at < self.releasable() {
-            let QueuedPrompt { slots, .. } = self.waiting[at];
-            if slots > self.lanes[lane].free_slots
-                || self.waiting[at].min_chunk() > budget && !chunks.is_empty()
-            {
+    /// Schedules chunks for a lane within the budget: of prompts that started there, and of the lane's share
+    /// of the waiting ones, those whose turn comes first. Started ones precede waiting ones of the same turn.
+    fn schedule(&mut self, queue: &mut FairQueue, lane: usize, budget: Budget) -> ScheduledWork {
+        let only_released = self.only_released();
+        let waiting = if only_released { queue.released() } else { queue.len() };
+        let mut share = lanes::lane_share(&self.lanes, lane, waiting);
+        let (mut work, mut used) = (ScheduledWork::default(), 0);
+        let (mut skipped, mut may_begin) = (BTreeSet::new(), true);
+        loop {
+            let started = self.lanes[lane].first_started();
+            let next = if may_begin { queue.first(&skipped, only_released) } else { None };
+            let next = next.filter(|next| started.is_none_or(|(_, turn)| next.turn < turn));
+            let turn = next.map(|next| next.turn).or(started.map(|(_, turn)| turn));
+            let Some(turn) = turn else { break };
+            let mut left = budget.left(turn.class, used);
+            if left == 0 {
                 break;
             }
-            match self.lease_pages(at) {
-                Ok(()) => {}
-                Err(NoLease::Short) => break,
-                Err(NoLease::Coming) => {
-                    at += 1;
-                    continue;
+            let before = left;
+            match (next, started) {
+                (Some(next), _) => match self.begin(queue, (lane, &mut share), &next, &mut left, &mut work) {
+                    Begin::Begun => {}
+                    Begin::AwaitsPage => _ = skipped.insert(next.place.key),
+                    Begin::MustWait => may_begin = false,
+                },
+                (None, Some((at, _))) => {
+                    let chunk = self.lanes[lane].continue_prompt(at, &mut left);
+                    work.chunks.push(chunk);
                 }
+                (None, None) => break,
             }
-            let mut prompt = self.waiting.remove(at).expect("the index is within the queue, as seen above");
-            chunks.push(prompt.next_chunk(&mut budget));
-            self.released_in_window = self.released_in_window.saturating_sub(1);
-            share -= 1;
-            let lane = &mut self.lanes[lane];
-            lane.add_sequence(slots);
-            if prompt.remaining() > 0 {
-                lane.started.push_back(prompt);
-            }
+            used += before - left;
         }
-        chunks
+        work
     }
 
-    /// Leases the pages of a waiting prompt, with those that hold its first tokens already.
-    fn lease_pages(&mut self, at: usize) -> Result<(), NoLease> {
-        let prompt = &mut self.waiting[at];
-        // Asked before, so that what is released meanwhile counts.
-        let releases = self.pool.releases();
-        if prompt.short_at == Some(releases) {
-            return Err(NoLease::Short);
-        }
-        let sequence =
-            prompt.sequence.as_mut().expect("a waiting prompt has not started; anything else is a bug");
-        // All rows of a prompt are scored, once. Otherwise, the last one gives the next token.
-        let is_scored = sequence.request.prompt_logprobs.is_some() && sequence.generated().is_empty();
-        let reusable = if is_scored { 0 } else { prompt.len.saturating_sub(1) };
-        let demand = PageDemand {
-            positions: if sequence.positions() == 0 { 0 } else { prompt.len },
-            max_positions: sequence.positions(),
-            encoder_positions: sequence.encoder_positions(),
-            reusable,
-            margin: self.margin,
-        };
-        // What is computed again after a preemption was not asked for again.
-        let is_counted = self.prefix_rules.across_requests
-            && prompt.chain.is_some()
-            && reusable > 0
-            && sequence.progress.is_none();
-        match self.pool.begin(demand, prompt.chain.take()) {
-            Ok(lease) => {
-                prompt.scheduled = lease.computed();
-                if is_counted {
-                    self.queried_tokens.increment(prompt.len as u64);
-                    self.found_tokens.increment(lease.computed() as u64);
-                }
-                sequence.lease = Some(lease);
-                Ok(())
-            }
-            Err((why, chain)) => {
-                prompt.chain = chain;
-                prompt.short_at = Some(releases).filter(|_| why == NoLease::Short);
-                Err(why)
-            }
-        }
-    }
-
-    /// Returns how many of the waiting prompts may start, from the first on.
-    fn releasable(&self) -> usize {
+    /// Whether only sequences of the current batch may begin.
+    fn only_released(&self) -> bool {
         match self.policy {
-            Policy::Window { .. } => self.released_in_window,
-            Policy::Fused | Policy::Concurrent => self.waiting.len(),
+            Policy::Window { .. } => true,
+            Policy::Fused | Policy::Concurrent => false,
         }
     }
 
     /// Under [`Policy::Window`], decides whether a batch starts: when all lanes are idle, and the window
     /// since the oldest arrival is over or as many prompts wait as there are slots.
-    fn release_batch(&mut self, ctx: &mut Context<Prefill>) {
+    fn release_batch(&mut self, queue: &mut FairQueue, ctx: &mut Context<Prefill>) {
         let Policy::Window { window } = self.policy else { return };
-        let Some(oldest) = self.waiting.front() else { return };
-        if self.released_in_window > 0 || !self.lanes.iter().all(LaneState::is_idle) {
+        let Some(oldest) = queue.oldest() else { return };
+        if queue.released() > 0 || !self.lanes.iter().all(LaneState::is_idle) {
             return;
         }
-        let waited = oldest.ready_at.elapsed();
-        if waited >= window || self.waiting.len() >= self.slots {
-            self.released_in_window = self.waiting.len();
+        let waited = oldest.elapsed();
+        if waited >= window || queue.len() >= self.slots {
+            queue.release_batch();
         } else if self.window_timer.is_none() {
             self.window_timer = Some(ctx.run_later(window - waited, |act, ctx| {
                 act.window_timer = None;
@@ -393,34 +389,33 @@ impl Prefill {
 
     /// Drops the prompts of disconnected clients.
     fn drop_cancelled(&mut self) {
-        let is_cancelled = |prompt: &QueuedPrompt| prompt.events.is_closed();
-        self.released_in_window -=
-            self.waiting.iter().take(self.released_in_window).filter(|prompt| is_cancelled(prompt)).count();
-        self.waiting.retain(|prompt| !is_cancelled(prompt));
+        let is_cancelled = |prompt: &StartedPrompt| prompt.events.is_closed();
         self.lanes.iter_mut().for_each(|lane| lane.started.retain(|prompt| !is_cancelled(prompt)));
     }
 }
 
-impl QueuedPrompt {
+impl StartedPrompt {
     /// Returns the number of tokens to compute, of the encoder input and of the prompt.
     fn remaining(&self) -> usize {
         self.encoder_tokens + self.len - self.scheduled
     }
 
-    /// Returns the size of the smallest possible next chunk: the rest of the encoder input, and one token.
-    fn min_chunk(&self) -> usize {
-        self.encoder_tokens + (self.len - self.scheduled).min(1)
+    fn turn(&self) -> Turn {
+        Turn { class: self.class, priority: self.priority, served: self.account.served() }
     }
 
-    /// Returns the next chunk, and deducts its tokens from the budget.
+    /// Returns the next chunk, deducts its tokens from the budget, and charges the client for those that it
+    /// was not charged for.
     fn next_chunk(&mut self, budget: &mut usize) -> ScheduledChunk {
         let encoder_tokens = std::mem::take(&mut self.encoder_tokens);
         let (start, left) = (self.scheduled, self.len - self.scheduled);
         let len = left.min(budget.saturating_sub(encoder_tokens).max(1));
         self.scheduled += len;
         *budget = budget.saturating_sub(encoder_tokens + len);
+        let again = self.charged.clamp(start, self.scheduled) - start;
+        self.account.charge_prompt(encoder_tokens + len - again);
         let chunk = PromptChunk { start, len, last: len == left, with_encoder_input: encoder_tokens > 0 };
-        ScheduledChunk { key: self.key, sequence: self.sequence.take(), chunk }
+        ScheduledChunk { key: self.key, sequence: None, chunk }
     }
 }
 

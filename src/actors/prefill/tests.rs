@@ -4,17 +4,17 @@
 
 use super::*;
 use crate::actors::loop_metrics::SequenceTimes;
-use crate::actors::sequence::{PermitReleased, Progress};
+use crate::actors::sequence::{Progress, Sequence};
+use crate::actors::status::Status;
 use crate::actors::stream::TokenStream;
-use crate::actors::testing::{next_message, recorder, request, sequence, with_timeout};
+use crate::actors::testing::{recorder, request, sequence, with_timeout};
 use crate::memory::split_slots;
 use crate::model::rope::ReservedLengths;
 use crate::request::{Pooling, Request, Task};
-use actix::{Addr, MessageResult, Recipient};
+use actix::{Addr, MessageResult};
 use mainstem_kernels::random::philox;
 use std::pin::Pin;
 use std::time::Duration;
-use tokio::sync::mpsc::UnboundedReceiver;
 
 const HOUR: Duration = Duration::from_secs(3600);
 const POSITIONS: usize = 32;
@@ -32,15 +32,16 @@ impl Handler<Peek> for Prefill {
     fn handle(&mut self, _: Peek, _: &mut Self::Context) -> Self::Result {
         let begun = self.lanes.iter().map(|lane| lane.started.len()).sum::<usize>();
         let held = self.lanes.iter().any(|lane| lane.pending_reply.is_some());
-        MessageResult((self.waiting.len() + begun, begun + self.releasable(), held))
+        let queue = self.queue.lock();
+        let may_begin = if self.only_released() { queue.released() } else { queue.len() };
+        MessageResult((queue.len() + begun, begun + may_begin, held))
     }
 }
 
 /// A prefill with the test in place of all other actors.
 struct Rig {
     prefill: Addr<Prefill>,
-    permit_recipient: Recipient<PermitReleased>,
-    permits: UnboundedReceiver<PermitReleased>,
+    queue: SharedQueue,
     pool: PagePool,
     slots: Vec<usize>,
 }
@@ -55,18 +56,25 @@ impl Rig {
     }
 
     fn with_pages((policy, slots, lanes): (Policy, usize, usize), pages: usize, rules: PrefixRules) -> Rig {
-        let (permit_recipient, permits) = recorder();
+        let (permit_return, _) = recorder();
         let pool = PagePool::new(pages + 1, POSITIONS);
-        let prefill = Prefill::new(pool.clone(), rules, policy, (slots, lanes)).start();
+        let queue = SharedQueue::new(slots, 1000, Arc::new(Status::new(Duration::ZERO, lanes)));
+        queue.lock().set_permit_return(permit_return);
+        let prefill = Prefill::new(queue.clone(), pool.clone(), rules, policy, (slots, lanes)).start();
         let slots = split_slots(slots, lanes).map(|slots| slots.len()).collect();
-        Rig { prefill, permit_recipient, permits, pool, slots }
+        Rig { prefill, queue, pool, slots }
     }
 
     /// Admits a request for four tokens. A held request for chunks may take it at once.
     fn admit(&mut self, key: u64, request: Request) -> TokenStream {
-        let (sequence, stream) = sequence(key, request, self.permit_recipient.clone());
-        self.prefill.do_send(Admit(sequence));
+        let (sequence, stream) = sequence(key, request);
+        self.push(sequence);
         stream
+    }
+
+    fn push(&self, sequence: Box<Sequence>) {
+        self.queue.lock().push(sequence, Instant::now());
+        self.prefill.do_send(QueueChanged);
     }
 
     /// Admits a request and waits until prefill has queued it.
@@ -100,9 +108,15 @@ impl Rig {
         live: usize,
     ) -> impl Future<Output = Vec<ScheduledChunk>> + use<> {
         let places = self.slots[lane].saturating_sub(live);
-        let answer =
-            self.prefill.send(NextChunks { lane, budget, running: live, free_slots: places, steps_ahead: 0 });
-        async { with_timeout(answer).await.expect("prefill replies") }
+        let answer = self.prefill.send(NextChunks {
+            lane,
+            budget: budget.into(),
+            running: live,
+            free_slots: places,
+            steps_ahead: 0,
+            preemptible: Vec::new(),
+        });
+        async { with_timeout(answer).await.expect("prefill replies").chunks }
     }
 
     async fn chunks(&self, budget: usize, live: usize) -> Vec<ChunkTuple> {
@@ -257,9 +271,9 @@ async fn a_prompt_waits_for_tokens_that_another_one_computes() {
 async fn without_the_cache_only_answers_of_one_request_share() {
     let rig = Rig::with_pages((Policy::Fused, 4, 1), 100, PrefixRules::default());
     let group = |key, group, rig: &Rig| {
-        let (mut sequence, stream) = sequence(key, prompt(0..100), rig.permit_recipient.clone());
+        let (mut sequence, stream) = sequence(key, prompt(0..100));
         sequence.group = group;
-        rig.prefill.do_send(Admit(sequence));
+        rig.push(sequence);
         stream
     };
     let _first = group(1, 1, &rig);
@@ -397,7 +411,6 @@ async fn cancelled_prompts_are_dropped() {
     let _third = rig.add_prompt(3, 10).await;
     drop(second);
     assert_eq!(rig.chunks(UNLIMITED, 0).await, [(1, 0, 10, true), (3, 0, 10, true)]);
-    next_message(&mut rig.permits).await;
     // Likewise for a prompt that has started: decode has its sequence, and its remaining chunks are dropped.
     let begun = rig.add_prompt(4, 10).await;
     let _last = rig.add_prompt(5, 3).await;

@@ -13,6 +13,7 @@ pub use parse::{check_choices, check_model, parse_off_loop};
 use super::body::RequestBody;
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields};
+use super::origin::{Origin, Urgency};
 use super::params::{ConstraintParams, Delivery, GenerationParams};
 use super::prompt_ids::PromptIds;
 use super::wire::{ChoiceOutput, PromptLogprobs};
@@ -126,9 +127,14 @@ pub async fn respond<A: GenerationApi + 'static>(
 ) -> Result<ApiResponse, ApiError> {
     let arrived = Instant::now();
     let open = admit(app, A::PATH)?;
-    let (job, ignored) = parse_off_loop(app, body, app.parts.longest_text, A::parse).await?;
+    let parse = |parts: &ServeParts, mut fields: Fields| {
+        let urgency = Urgency::parse(&mut fields)?;
+        Ok((urgency, A::parse(parts, fields)?))
+    };
+    let ((urgency, job), ignored) = parse_off_loop(app, body, app.parts.longest_text, parse).await?;
+    let origin = Origin::new(client, urgency)?;
     job.check_prompt_tokens()?;
-    let replies = submit(app, (id.clone(), client), &job, arrived, A::PROMPT_PARAM).await?;
+    let replies = submit(app, (id.clone(), origin), &job, arrived, A::PROMPT_PARAM).await?;
     let talk = ResponseWriter::<A::Format> {
         app: app.clone(),
         id: format!("{}{id}", A::Format::ID_PREFIX),
@@ -165,7 +171,7 @@ pub fn admit(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
 /// and the prompt `prompt_param`.
 async fn submit<W: ResponseFormat>(
     app: &Arc<App>,
-    (id, client): (Arc<str>, Arc<Client>),
+    (id, origin): (Arc<str>, Origin),
     job: &PreparedRequest<W>,
     arrived: Instant,
     prompt_param: &str,
@@ -181,12 +187,9 @@ async fn submit<W: ResponseFormat>(
         None => None,
     };
     let requests = job.engine_requests(&id, app.parts.model.max_sequence_tokens, constraint);
-    let class = client.settings.class;
-    let with_client = |request| {
-        let client = client.clone();
-        Request { client, class, arrived: arrived.into(), time_limit, ..request }
-    };
-    let requests: Vec<Request> = requests.map(with_client).collect();
+    let requests: Vec<Request> = requests
+        .map(|request| origin.of(Request { arrived: arrived.into(), time_limit, ..request }))
+        .collect();
     let own_names = |error: RequestError| job.generation.with_own_names(error.into(), prompt_param);
     let events = app.parts.intake.submit(requests.clone()).await.map_err(own_names)?;
     job.generation.sampling.count();

@@ -4,6 +4,8 @@
 
 mod beams;
 
+mod bodies;
+
 mod chat;
 
 mod constraints;
@@ -32,8 +34,8 @@ use crate::actors::reply::{ReplySpec, ReplyStream};
 use crate::actors::response_memory::ResponseMemory;
 use crate::actors::stream::event_channel;
 use crate::config::{ApiKeys, UnknownFieldsPolicy};
-use crate::request::Class;
-use crate::request::{FinishReason, Request, RequestError, Sampling, TokenEvent};
+use crate::request::client::ClientSettings;
+use crate::request::{Class, FinishReason, Request, RequestError, Sampling, TokenEvent};
 use actix_web::rt::{net::TcpStream, time::timeout};
 use futures_util::FutureExt;
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -220,7 +222,8 @@ async fn an_empty_prompt_is_the_token_that_opens_a_text() {
 
 #[actix_web::test]
 async fn a_long_text_is_tokenised_like_a_short_one() {
-    let mut server = TestServer::start();
+    let model = ModelInfo { context: 30_000, max_sequence_tokens: 30_000, ..model() };
+    let mut server = TestServer::for_model(model, tokenizer(), None, |_| {}, DEADLINE);
     let text = "long ".repeat(4000);
     let (request, _) = server.exchange(json!({ "prompt": [text] }), answer("x")).await;
     assert!(request.prompt.iter().copied().eq(text.bytes().map(u32::from)));
@@ -245,7 +248,7 @@ async fn seeds_are_the_clients_or_all_different() {
 
 #[actix_web::test]
 async fn every_refusal_has_its_status_and_object() {
-    let busy = RequestError::Busy { coming: 1, waiting: 4, limit: 4 };
+    let busy = RequestError::Busy { coming: 1, waiting: 4, limit: 4, retry_after_s: 0 };
     let too_long = RequestError::TooLong { prompt: "prompt", prompt_tokens: 60, max_tokens: 10, context: 64 };
     let invalid = RequestError::Invalid { param: "top_p", message: "top_p is 2".into() };
     for (refusal, status, code, param, retry) in [
@@ -259,6 +262,13 @@ async fn every_refusal_has_its_status_and_object() {
             None,
         ),
         (busy, 429, "server_busy", Value::Null, Some("3")),
+        (
+            RequestError::RateLimited { what: "tokens", limit: 5, retry_after_s: 12 },
+            429,
+            "rate_limit_exceeded",
+            Value::Null,
+            Some("12"),
+        ),
         (RequestError::Draining, 503, "shutting_down", Value::Null, Some("3")),
         (RequestError::DeviceFailed("smoke".into()), 500, "device_failed", Value::Null, None),
         (RequestError::SamplingFailed("no mask".into()), 500, "sampling_failed", Value::Null, None),
@@ -717,14 +727,14 @@ async fn an_unfinished_upload_holds_nothing_up() {
 #[actix_web::test]
 async fn long_bodies_take_turns_and_all_are_served() {
     let mut server = TestServer::start();
-    let body = json!({ "prompt": "p".repeat(20_000) }).to_string();
+    let body = json!({ "prompt": "pp", "user": "u".repeat(20_000) }).to_string();
     let mut clients = Vec::new();
     for _ in 0..8 {
         clients.push(server.send(&body).await);
     }
     for _ in 0..8 {
         let (request, events) = server.next_request().await;
-        assert_eq!(request.prompt.len(), 20_000);
+        assert_eq!(request.prompt.len(), 2);
         events.send(TokenEvent::Finished(FinishReason::Stop));
     }
     for client in clients {
@@ -734,8 +744,8 @@ async fn long_bodies_take_turns_and_all_are_served() {
 }
 
 #[actix_web::test]
-async fn excess_waiters_for_long_bodies_are_rejected_and_cancelled_ones_no_longer_counted() {
-    let semaphore = super::BoundedSemaphore::new(1, |limit| RequestError::TooManyLongBodies { limit });
+async fn excess_waiters_for_grammars_are_rejected_and_cancelled_ones_no_longer_counted() {
+    let semaphore = super::BoundedSemaphore::new(1, |limit| RequestError::TooManyGrammars { limit });
     let held = semaphore.acquire().await.unwrap();
     let mut waiting: Vec<_> =
         (0..super::BoundedSemaphore::WAITERS_MAX).map(|_| Box::pin(semaphore.acquire())).collect();
@@ -743,7 +753,7 @@ async fn excess_waiters_for_long_bodies_are_rejected_and_cancelled_ones_no_longe
         assert!(wait.as_mut().now_or_never().is_none());
     }
     let limit = super::BoundedSemaphore::WAITERS_MAX;
-    let full = Err(RequestError::TooManyLongBodies { limit });
+    let full = Err(RequestError::TooManyGrammars { limit });
     assert_eq!(semaphore.acquire().await.map(drop), full);
     waiting.pop();
     let mut last = Box::pin(semaphore.acquire());
@@ -864,4 +874,28 @@ async fn a_request_has_the_client_of_its_key_or_else_of_its_address() {
         assert_eq!((&*request.client.name, request.client.settings.class), (name, Class::Batch));
         assert_eq!(request.class, Class::Batch);
     }
+}
+
+#[actix_web::test]
+async fn requests_say_how_urgent_they_are() {
+    let plain = ClientSettings::default();
+    let batch = ClientSettings { class: Class::Batch, ..plain };
+    let urgent = ClientSettings { may_prioritize: true, ..plain };
+    for (settings, fields, class, priority) in [
+        (plain, json!({ "service_tier": "auto", "priority": 0 }), Class::Interactive, 0),
+        (plain, json!({ "service_tier": "flex", "priority": 7 }), Class::Batch, 7),
+        (plain, json!({ "service_tier": "batch" }), Class::Batch, 0),
+        (batch, json!({ "service_tier": "default" }), Class::Batch, 0),
+        (urgent, json!({ "priority": -3 }), Class::Interactive, -3),
+    ] {
+        let mut server = TestServer::with_config(None, |config| config.clients = settings);
+        let mut body = json!({ "prompt": "p" });
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let _client = server.send(&body.to_string()).await;
+        let (request, _) = server.next_request().await;
+        assert_eq!((request.class, request.priority), (class, priority), "{fields}");
+    }
+    let server = TestServer::start();
+    let response = server.post(r#"{"prompt": "p", "priority": -1}"#).await;
+    assert_eq!((response.status, response.error().1), (400, json!("priority")));
 }

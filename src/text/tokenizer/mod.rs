@@ -224,11 +224,17 @@ impl Tokenizer {
     /// as soon as this is certain. A text of a few more tokens is encoded.
     pub fn encode_at_most(&self, text: &str, add_special: bool, most: usize) -> Result<Encoded> {
         if text.len() > most.saturating_mul(BYTES_PER_TOKEN)
-            && let Some(tokens) = self.fewest().above(text, most)
+            && let Some(tokens) = self.fewest_above(text, most)
         {
             return Ok(Encoded::TooMany(tokens));
         }
         self.encode_counted(text, add_special, most.saturating_mul(COUNTED_TOKENS))
+    }
+
+    /// Returns a number of tokens, more than `most`, that a text has at least; `None` if it may have fewer. This
+    /// takes time in proportion to `most`, except for repetitive texts.
+    pub fn fewest_above(&self, text: &str, most: usize) -> Option<usize> {
+        self.fewest().above(text, most)
     }
 
     /// Returns the length in bytes beyond which [`Tokenizer::encode_at_most`] encodes no text.

@@ -9,10 +9,13 @@ mod rig;
 
 mod run_ahead;
 
+mod tenancy;
+
 use crate::config::Policy;
 use crate::decoding::AcceptanceRule;
 use crate::decoding::beams::EarlyStopping;
-use crate::request::{BeamOptions, DraftSource, Request, RequestError, Speculation};
+use crate::request::client::{ClientId, ClientSettings};
+use crate::request::{BeamOptions, Class, Client, DraftSource, Request, RequestError, Speculation};
 use crate::telemetry;
 use mainstem_kernels::random::philox;
 use mainstem_kernels::{SpanOutput, SpanTable, SpanTokens, StepBatch};
@@ -722,6 +725,12 @@ async fn stress(config: RigConfig, dice: Dice, faults: bool) -> StressCounts {
                 if let Some(speculation) = speculation.as_mut().filter(|_| n.is_multiple_of(3)) {
                     speculation.drafter = DraftSource::PromptLookup { shortest: 1, longest: 3 };
                 }
+                // In two of three runs, there are several clients, of which some are of the later class.
+                let client = dice.0 % 3 * dice.throw(99_700 + n, 4) as u32;
+                let class = [Class::Interactive, Class::Batch][client as usize / 3 % 2];
+                let settings = ClientSettings { weight: 1 + client, ..ClientSettings::default() };
+                let client = Client { id: ClientId::Key(client.into()), name: "test".into(), settings };
+                let request = Request { client: client.into(), class, ..request };
                 let request = Request { prompt_logprobs, stop_ids, min_tokens, speculation, ..request };
                 let answers = 1 + dice.throw(96_000 + n, 8) / 6;
                 let width = (1 + dice.throw(97_000 + n, 4)).min(rig.config.slots / rig.config.lanes);

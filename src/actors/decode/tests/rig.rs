@@ -11,8 +11,9 @@ use crate::actors::group::{Devices, Epoch, SentStep};
 use crate::actors::intake::{GetFreePermits, Intake};
 use crate::actors::kv::{GetUsage, IterationUpdate, KvManager, SlotPlan};
 use crate::actors::limits::IntakeLimits;
-use crate::actors::prefill::{NextChunks, Prefill, ScheduledChunk};
+use crate::actors::prefill::{NextChunks, Prefill, ScheduledWork};
 use crate::actors::prefix_rules::PrefixRules;
+use crate::actors::queue::SharedQueue;
 use crate::actors::status::Status;
 use crate::actors::stream::{Submit, SubmitKind, TokenStream};
 use crate::actors::testing::with_timeout;
@@ -322,7 +323,7 @@ impl Actor for FaultInjector {
 }
 
 impl Handler<NextChunks> for FaultInjector {
-    type Result = ResponseFuture<Vec<ScheduledChunk>>;
+    type Result = ResponseFuture<ScheduledWork>;
 
     fn handle(&mut self, request: NextChunks, _: &mut Self::Context) -> Self::Result {
         let (answer, devices) = (self.prefill.send(request), self.devices.clone());
@@ -367,6 +368,7 @@ pub struct RigConfig {
     pub prefix_cache: bool,
     /// Number of positions that the draft model can compute.
     pub draft_context: usize,
+    pub max_waiting: usize,
 }
 
 impl RigConfig {
@@ -386,6 +388,7 @@ impl RigConfig {
             pages: None,
             prefix_cache: true,
             draft_context: POSITIONS,
+            max_waiting: 1000,
         }
     }
 }
@@ -469,8 +472,9 @@ impl Rig {
         let pool = PagePool::new(pages, PAGE);
         let rules = PrefixRules { across_requests: rig_config.prefix_cache, ..PrefixRules::default() };
         let recorder = telemetry::recorder(None);
+        let queue = SharedQueue::new(slots, rig_config.max_waiting, status.clone());
         let (prefill, kv) = metrics::with_local_recorder(&recorder, || {
-            let prefill = Prefill::new(pool.clone(), rules, policy, (slots, lanes)).start();
+            let prefill = Prefill::new(queue.clone(), pool.clone(), rules, policy, (slots, lanes)).start();
             let changed = prefill.clone().recipient();
             (prefill, KvManager::new((slots, lanes, shuffle), pool, 0, changed).start())
         });
@@ -511,7 +515,8 @@ impl Rig {
         for lane in 0..lanes {
             Decode::new(lane, handles.clone(), config.clone()).start();
         }
-        let intake = Intake::new(intake_limits(slots, pages), prefill.recipient(), status.clone()).start();
+        let limits = IntakeLimits { max_waiting: rig_config.max_waiting, ..intake_limits(slots, pages) };
+        let intake = Intake::new(limits, queue, prefill.recipient(), status.clone()).start();
         Rig {
             intake,
             kv,
@@ -562,8 +567,10 @@ impl Rig {
     /// Returns the value of a counter of prefill or the KV manager.
     pub fn count(&self, metric: &telemetry::Metric) -> u64 {
         let rendered = self.recorder.handle().render();
-        let line = rendered.lines().find_map(|line| line.strip_prefix(metric.name)?.strip_prefix(' '));
-        line.map_or(0, |value| value.parse().expect("it is a whole number"))
+        let series = rendered.lines().filter_map(|line| line.strip_prefix(metric.name));
+        let values =
+            series.filter(|rest| rest.starts_with([' ', '{'])).filter_map(|rest| rest.rsplit(' ').next());
+        values.map(|value| value.parse::<u64>().expect("it is a whole number")).sum()
     }
 
     pub fn disconnect(&mut self, number: usize) {

@@ -76,17 +76,15 @@ async fn a_sequence_that_is_known_to_end_has_no_row_in_the_next_step() {
         rig.complete_step().await;
     }
     rig.signal_last_layer().await;
-    assert_eq!(rows(&rig), [(2, 2), (1, 1)]);
+    // The third one begins in its slot.
+    assert_eq!(rows(&rig), [(2, 2), (1 + 3, 1)]);
     let (slots, pages) = with_timeout(rig.kv.send(GetUsage)).await.expect("kv replies");
-    // The second one has pages for its prompt and two of its tokens.
-    assert_eq!((slots, pages), (1, (3 + 2usize).div_ceil(PAGE)));
+    // The second one has pages for its prompt and two of its tokens, and the third one for its prompt.
+    assert_eq!((slots, pages), (2, (3 + 2usize).div_ceil(PAGE) + 3usize.div_ceil(PAGE)));
     assert_eq!((rig.clients[0].ids.len(), &rig.clients[0].end), (2, &None));
     rig.complete_step().await;
     rig.run_until_idle().await;
     rig.clients[0].assert_complete();
-    // Its permit came back with its end, so the third request starts now.
-    rig.signal_last_layer().await;
-    assert_eq!(rows(&rig), [(1, 1), (1 + 3, 1)]);
     rig.run_to_end().await;
     rig.clients.iter().for_each(|client| client.assert_complete());
     rig.assert_all_released().await;

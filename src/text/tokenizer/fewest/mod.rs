@@ -3,8 +3,8 @@
 //!
 //! Which bound is right depends on the tokenizer:
 //! - If tokens are the bytes of the text in order, no tokenization has fewer than the fewest pieces of the
-//!   vocabulary that cover the text ([`Cover`]). So every byte must be a token (a run of unknown text could be
-//!   one token), nothing of the text may be removed, and spaces may be written differently, but not merged.
+//!   vocabulary that cover the text ([`Cover`]). So every byte must be a token (a run of unknown text could
+//!   be one token), nothing may be removed, and spaces may be written differently, but not merged.
 //!   A character that Unicode normalization may change counts nothing, nor do pieces that it may be part of.
 //! - If words are encoded one by one, each is at least one token.
 //! - Other tokenizers have no bound.

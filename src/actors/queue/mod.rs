@@ -1,0 +1,408 @@
+//! The queue of sequences that have not begun, and of preempted ones: who is next.
+//!
+//! Intake puts sequences into it, and prefill takes them out when a lane's next step can begin them; nothing
+//! else lets sequences wait. Within the first class, and there within the lowest priority, the next sequence
+//! is the oldest one of the client that was served the least: virtual token counters (Sheng et al., Fairness
+//! in Serving Large Language Models, OSDI 2024), charged as tokens are computed and divided by the client's
+//! weight. A client that comes back is lifted to the least counter among those that wait, so that it has no
+//! credit from its absence.
+//! Invariant: a sequence in the queue holds no permit and no pages. Permits held plus free permits equal the
+//! number of slots; a sequence that takes over the slot of a preempted one has its permit before that one's is
+//! back, so the free ones may be fewer than none for a moment.
+
+mod admission;
+mod limits;
+mod shares;
+
+pub use shares::{Preemptible, Reason};
+
+use super::account::Account;
+use super::sequence::{Permit, PermitReleased, Sequence, SequenceKey};
+use super::status::Status;
+use crate::memory::TokenChain;
+use crate::request::client::ClientId;
+use crate::request::{Class, Client};
+use crate::telemetry;
+use actix::{Message, Recipient};
+use limits::{Bucket, EndRate};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// Number of clients from which those without work are forgotten.
+const CLIENTS_MAX: usize = 1024;
+
+/// Ratio of the queued sequences of all clients to the maximum of one.
+const ROOM_FACTOR: usize = 4;
+
+/// Notifies prefill that the queue has changed, so that sequences may begin.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub struct QueueChanged;
+
+/// The queue, shared by intake and prefill on the control thread.
+#[derive(Clone)]
+pub struct SharedQueue(Arc<Mutex<FairQueue>>);
+
+impl SharedQueue {
+    /// Creates an empty queue for an engine with `slots` slots. A client may have at most `max_waiting`
+    /// sequences in it.
+    pub fn new(slots: usize, max_waiting: usize, status: Arc<Status>) -> SharedQueue {
+        SharedQueue(Arc::new(Mutex::new(FairQueue {
+            slots,
+            max_waiting,
+            free_permits: slots as isize,
+            clients: HashMap::new(),
+            waiting: 0,
+            released: 0,
+            searches: 0,
+            last_served: Default::default(),
+            ends: EndRate::default(),
+            permit_return: None,
+            status,
+        })))
+    }
+
+    /// Locks the queue, ignoring poisoning: each change of it is complete before anything can panic.
+    pub fn lock(&self) -> MutexGuard<'_, FairQueue> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Sequences that wait, by client.
+pub struct FairQueue {
+    slots: usize,
+    max_waiting: usize,
+    free_permits: isize,
+    clients: HashMap<ClientId, QueuedClient>,
+    /// Number of slots that the queued sequences need.
+    waiting: usize,
+    /// Number of sequences that belong to the current batch, under [`crate::config::Policy::Window`].
+    released: usize,
+    /// Number of queued beam searches, which need several slots.
+    searches: usize,
+    /// Accounts of the clients whose sequences were last taken out of the queue, by class.
+    last_served: [Option<Arc<Account>>; Class::ALL.len()],
+    ends: EndRate,
+    permit_return: Option<Recipient<PermitReleased>>,
+    status: Arc<Status>,
+}
+
+/// A client with its sequences.
+struct QueuedClient {
+    /// The client as its last request named it.
+    client: Arc<Client>,
+    account: Arc<Account>,
+    line: BTreeMap<Place, QueuedSequence>,
+    /// Number of slots that its queued sequences need.
+    waiting: usize,
+    requests: Bucket,
+    tokens: Bucket,
+    /// The account's tokens that are taken out of the bucket.
+    spent: u64,
+}
+
+/// The place of a sequence in its client's line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Place {
+    pub class: Class,
+    pub priority: i32,
+    pub key: SequenceKey,
+}
+
+/// The turn of a sequence among those of all clients: the least goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Turn {
+    pub class: Class,
+    pub priority: i32,
+    pub served: u64,
+}
+
+/// A queued sequence.
+pub struct QueuedSequence {
+    pub sequence: Box<Sequence>,
+    pub since: Instant,
+    /// Its tokens, once prefill has tried to lease its pages; `None` if these are not shared.
+    pub chain: Option<Option<TokenChain>>,
+    /// The number of releases of pages when there were too few for it.
+    pub short_at: Option<u64>,
+    is_released: bool,
+}
+
+/// A sequence that may be the next one.
+#[derive(Clone, Copy, Debug)]
+pub struct Candidate {
+    pub client: ClientId,
+    pub place: Place,
+    pub turn: Turn,
+    /// Number of slots that it needs.
+    pub slots: usize,
+}
+
+impl FairQueue {
+    /// Sets where permits are returned.
+    pub fn set_permit_return(&mut self, intake: Recipient<PermitReleased>) {
+        self.permit_return = Some(intake);
+    }
+
+    /// Adds a sequence that arrived. A client that had none in the queue is lifted to those that had.
+    pub fn push(&mut self, sequence: Box<Sequence>, now: Instant) {
+        let (id, class) = (sequence.request.client.id, sequence.request.class);
+        let client = self.client(&sequence.request.client, now);
+        if !client.waits_in(class) {
+            let others = self.clients.values().filter(|other| other.client.id != id && other.waits_in(class));
+            let least = others.map(|other| other.account.served()).min();
+            let least = least.or_else(|| self.last_served[class as usize].as_ref().map(|last| last.served()));
+            let client = self.client(&sequence.request.client, now);
+            client.account.lift(least.unwrap_or(0));
+        }
+        self.insert(sequence, now, false);
+    }
+
+    /// Adds a sequence that begins again, because it was preempted or a fault came between. It keeps its place
+    /// before those that arrived later, and gives back its permits.
+    pub fn push_again(&mut self, mut sequence: Box<Sequence>, now: Instant) {
+        self.free_permits += sequence.permits.len() as isize;
+        sequence.permits.drain(..).for_each(Permit::forget);
+        // A preempted sequence belongs to the batch that it began with.
+        let is_released = sequence.progress.is_some();
+        self.insert(sequence, now, is_released);
+    }
+
+    fn insert(&mut self, mut sequence: Box<Sequence>, now: Instant, is_released: bool) {
+        let slots = sequence.slots();
+        let client = self.client(&sequence.request.client, now);
+        sequence.account = client.account.clone();
+        let place = Place::of(&sequence);
+        let queued = QueuedSequence { sequence, since: now, chain: None, short_at: None, is_released };
+        client.line.insert(place, queued);
+        client.waiting += slots;
+        self.waiting += slots;
+        self.searches += usize::from(slots > 1);
+        self.released += usize::from(is_released);
+    }
+
+    /// Returns the state of a client, with its latest settings.
+    fn client(&mut self, client: &Arc<Client>, now: Instant) -> &mut QueuedClient {
+        if self.clients.len() >= CLIENTS_MAX && !self.clients.contains_key(&client.id) {
+            self.clients.retain(|_, client| !client.is_forgettable(now));
+        }
+        let known = self.clients.entry(client.id).or_insert_with(|| QueuedClient::new(client, now));
+        if !Arc::ptr_eq(&known.client, client) {
+            known.client = client.clone();
+            known.account.set_weight(client.settings.weight);
+        }
+        known
+    }
+
+    /// Returns the sequence whose turn it is, apart from those in `skipped` and of clients that may run no
+    /// more; if `only_released`, among those of the current batch. Those whose clients are gone are dropped.
+    pub fn first(&mut self, skipped: &BTreeSet<SequenceKey>, only_released: bool) -> Option<Candidate> {
+        loop {
+            let of_clients = self.clients.values().filter_map(|client| client.first(skipped, only_released));
+            let first = of_clients.min_by_key(|candidate| (candidate.turn, candidate.place.key))?;
+            if !self.get(&first).sequence.events.is_closed() {
+                return Some(first);
+            }
+            self.remove(&first);
+        }
+    }
+
+    /// Returns a sequence that [`FairQueue::first`] has returned.
+    pub fn get(&mut self, candidate: &Candidate) -> &mut QueuedSequence {
+        let client = self.clients.get_mut(&candidate.client);
+        let queued = client.and_then(|client| client.line.get_mut(&candidate.place));
+        queued.expect("a candidate is in the queue; anything else is a bug")
+    }
+
+    /// Takes a sequence that begins out of the queue, with its permits.
+    pub fn take(&mut self, candidate: &Candidate) -> QueuedSequence {
+        let mut queued = self.remove(candidate);
+        let Sequence { permits, account, request, .. } = &mut *queued.sequence;
+        let of_intake = self.permit_return.clone();
+        permits.extend(
+            (0..candidate.slots).map(|_| Permit::new(of_intake.clone(), account.clone(), request.class)),
+        );
+        self.free_permits -= candidate.slots as isize;
+        self.last_served[request.class as usize] = Some(account.clone());
+        queued
+    }
+
+    fn remove(&mut self, Candidate { client, place, slots, .. }: &Candidate) -> QueuedSequence {
+        let client = self.clients.get_mut(client);
+        let found = client.and_then(|client| {
+            client.waiting -= slots;
+            client.line.remove(place)
+        });
+        let queued = found.expect("a candidate is in the queue; anything else is a bug");
+        self.waiting -= slots;
+        self.searches -= usize::from(*slots > 1);
+        self.released -= usize::from(queued.is_released);
+        queued
+    }
+
+    /// Removes sequences whose clients are gone.
+    pub fn drop_cancelled(&mut self) {
+        let mut gone = Vec::new();
+        for client in self.clients.values() {
+            let closed = client.line.iter().filter(|(_, queued)| queued.sequence.events.is_closed());
+            gone.extend(closed.map(|(place, queued)| client.candidate(*place, queued)));
+        }
+        gone.iter().for_each(|candidate| drop(self.remove(candidate)));
+    }
+
+    /// Counts a sequence that ended, whose permit is back.
+    pub fn release_permit(&mut self, now: Instant) {
+        self.free_permits += 1;
+        assert!(self.free_permits <= self.slots as isize, "a permit is returned only once");
+        self.ends.count(now);
+    }
+
+    /// Returns the number of queued sequences.
+    pub fn len(&self) -> usize {
+        self.clients.values().map(|client| client.line.len()).sum()
+    }
+
+    /// Whether no sequence is queued.
+    pub fn is_empty(&self) -> bool {
+        self.waiting == 0
+    }
+
+    /// Returns the number of queued sequences that belong to the current batch.
+    pub fn released(&self) -> usize {
+        self.released
+    }
+
+    /// Returns since when the oldest sequence has been queued.
+    pub fn oldest(&self) -> Option<Instant> {
+        let all = self.clients.values().flat_map(|client| &client.line);
+        all.min_by_key(|(place, _)| place.key).map(|(_, queued)| queued.since)
+    }
+
+    /// Makes the sequences whose turn comes first the current batch, as many as there are slots.
+    pub fn release_batch(&mut self) {
+        let (mut room, mut costs) = (self.slots, HashMap::<ClientId, (u64, usize)>::new());
+        loop {
+            let firsts = self.clients.iter().filter_map(|(id, client)| {
+                let (cost, begun) = costs.get(id).copied().unwrap_or_default();
+                let (place, queued) = client.line.iter().find(|(_, queued)| !queued.is_released)?;
+                let mut candidate = client.candidate(*place, queued);
+                candidate.turn.served += cost;
+                (candidate.slots + begun <= client.room()).then_some(candidate)
+            });
+            let first = firsts.min_by_key(|candidate| (candidate.turn, candidate.place.key));
+            let Some(first) = first.filter(|candidate| candidate.slots <= room) else { return };
+            room -= first.slots;
+            let queued = self.get(&first);
+            queued.is_released = true;
+            let request = &queued.sequence.request;
+            let (cost, begun) = costs.entry(first.client).or_default();
+            *cost += queued.sequence.account.cost(request.input_tokens() as u64);
+            *begun += first.slots;
+            self.released += 1;
+        }
+    }
+
+    /// Updates the counts of sequences that other threads read. Those for which there are free slots count as
+    /// running.
+    pub fn report(&self) {
+        let (startable, free) = (self.startable(), self.free_permits());
+        let (waiting, running) = (self.waiting - startable, self.slots - free + startable);
+        self.status.set_counts(waiting, running);
+        telemetry::REQUESTS_WAITING.set(waiting as f64);
+        telemetry::REQUESTS_RUNNING.set(running as f64);
+    }
+
+    /// Returns the number of permits that nobody holds, and that no queued sequence is about to get.
+    pub fn unclaimed_permits(&self) -> usize {
+        self.free_permits() - self.startable()
+    }
+
+    /// Returns the number of permits that nobody holds.
+    pub fn free_permits(&self) -> usize {
+        self.free_permits.max(0) as usize
+    }
+
+    /// Returns for how many slots of queued sequences there are free ones.
+    fn startable(&self) -> usize {
+        let free = self.free_permits();
+        let allowed = self.clients.values().map(|client| client.waiting.min(client.room())).sum::<usize>();
+        if allowed <= free || self.searches == 0 {
+            return allowed.min(free);
+        }
+        // A search begins with all of its slots, and those behind it wait for it.
+        let all = self.clients.values().flat_map(|client| &client.line);
+        let mut slots: Vec<_> = all.map(|(place, queued)| (place.key, queued.sequence.slots())).collect();
+        slots.sort_unstable();
+        let mut begun = 0;
+        for (_, slots) in slots {
+            if begun + slots > free {
+                break;
+            }
+            begun += slots;
+        }
+        begun
+    }
+}
+
+impl QueuedClient {
+    fn new(client: &Arc<Client>, now: Instant) -> QueuedClient {
+        let account = Arc::new(Account::new(client.id));
+        account.set_weight(client.settings.weight);
+        QueuedClient {
+            client: client.clone(),
+            account,
+            line: BTreeMap::new(),
+            waiting: 0,
+            requests: Bucket::new(now),
+            tokens: Bucket::new(now),
+            spent: 0,
+        }
+    }
+
+    /// Returns how many further slots its sequences may take.
+    fn room(&self) -> usize {
+        let limit = self.client.settings.max_sequences.unwrap_or(usize::MAX);
+        limit.saturating_sub(self.account.all_running())
+    }
+
+    /// Whether a sequence of the class waits.
+    fn waits_in(&self, class: Class) -> bool {
+        let first = Place { class, priority: i32::MIN, key: SequenceKey(0) };
+        self.line.range(first..).next().is_some_and(|(place, _)| place.class == class)
+    }
+
+    /// Returns its next sequence, if it may run.
+    fn first(&self, skipped: &BTreeSet<SequenceKey>, only_released: bool) -> Option<Candidate> {
+        let may_begin = |(place, queued): &(&Place, &QueuedSequence)| {
+            !skipped.contains(&place.key) && (queued.is_released || !only_released)
+        };
+        let (place, queued) = self.line.iter().find(may_begin)?;
+        Some(self.candidate(*place, queued)).filter(|candidate| candidate.slots <= self.room())
+    }
+
+    fn candidate(&self, place: Place, queued: &QueuedSequence) -> Candidate {
+        let turn = Turn { class: place.class, priority: place.priority, served: self.account.served() };
+        Candidate { client: self.client.id, place, turn, slots: queued.sequence.slots() }
+    }
+
+    /// Whether nothing is lost if it is forgotten.
+    fn is_forgettable(&mut self, now: Instant) -> bool {
+        self.refill(now);
+        let settings = &self.client.settings;
+        self.line.is_empty()
+            && self.account.all_running() == 0
+            && self.requests.is_full(settings.requests_per_minute)
+            && self.tokens.is_full(settings.tokens_per_minute)
+    }
+}
+
+impl Place {
+    fn of(sequence: &Sequence) -> Place {
+        let Sequence { key, request, .. } = sequence;
+        Place { class: request.class, priority: request.priority, key: *key }
+    }
+}
+
+#[cfg(test)]
+mod tests;
