@@ -48,8 +48,8 @@ pub fn rewrite(source: &str, syntax: SyntaxConfig) -> Result<String, Error> {
     let Ok(template) = parse(source, "template", syntax) else { return Ok(source.to_owned()) };
     let mut rewriter = Rewriter { source, edits: Vec::new() };
     rewriter.statement(&template);
-    // At the same place, an operand ends before its operator, as in `a~b~c`. Otherwise edits stay in the order
-    // of their expressions, the outer ones first.
+    // At the same place, an operand ends before its operator, as in `a~b~c`. Otherwise edits stay in the
+    // order of their expressions, the outer ones first.
     rewriter.edits.sort_by_key(|(at, replaced, _)| (*at, *replaced));
     let (mut text, mut from) = (String::with_capacity(source.len() * 2), 0);
     for (at, replaced, by) in rewriter.edits {
