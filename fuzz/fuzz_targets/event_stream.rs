@@ -1,5 +1,5 @@
-//! Server-sent events of another server, decoded in pieces and at once. The first byte chooses the length of the
-//! pieces.
+//! Server-sent events of another server, decoded in pieces and at once. The first byte chooses the length of
+//! the pieces.
 
 #![no_main]
 
@@ -10,7 +10,11 @@ mainstem_fuzz::target!(parse);
 fn parse(bytes: &[u8]) {
     let Some((length, stream)) = bytes.split_first() else { return };
     let whole = decode([stream]);
-    assert_eq!(decode(stream.chunks(1 + *length as usize % 16)), whole, "the edges of pieces must not matter");
+    assert_eq!(
+        decode(stream.chunks(1 + *length as usize % 16)),
+        whole,
+        "the edges of pieces must not matter"
+    );
 }
 
 /// Returns the events before the first error, and that error.

@@ -1,5 +1,5 @@
-//! A request body, posted to any endpoint of a model of any kind, and answered with some tokens. The first byte
-//! chooses model and endpoint, the second one the length of the answer, which follows.
+//! A request body, posted to any endpoint of a model of any kind, and answered with some tokens. The first
+//! byte chooses model and endpoint, the second one the length of the answer, which follows.
 
 #![no_main]
 

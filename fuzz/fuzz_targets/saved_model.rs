@@ -24,7 +24,9 @@ fn parse(bytes: &[u8]) {
         }
         return;
     }
-    let Ok(checkpoint) = Checkpoint::open_safetensors(&folder(&[("model.safetensors", bytes)])) else { return };
+    let Ok(checkpoint) = Checkpoint::open_safetensors(&folder(&[("model.safetensors", bytes)])) else {
+        return;
+    };
     let Some((tensors, data)) = tensors(&checkpoint) else { return };
     let (files, index) = safetensors_files(&tensors, FILE_BYTES);
     let mut content: Vec<(String, Vec<u8>)> =

@@ -196,7 +196,7 @@ impl Apis {
         Apis { system, apis, answer }
     }
 
-    /// Posts a body to the endpoint number `choice`, answers the request with tokens, and checks the response.
+    /// Posts a body to the endpoint number `choice`, answers with tokens, and checks the response.
     pub fn post(&self, choice: u8, body: &[u8], answer: &[u8]) {
         *self.answer.lock().unwrap_or_else(|broken| broken.into_inner()) = answer.to_vec();
         let (paths, api) = &self.apis[choice as usize % self.apis.len()];
