@@ -101,8 +101,8 @@ pub fn rewrite(source: &str, syntax: SyntaxConfig) -> Result<Rewritten, Error> {
     };
     let mut rewriter = Rewriter { source, edits: Vec::new(), place: Place::default(), longest: 0 };
     rewriter.statement(&template);
-    // At the same place, an operand ends before its operator, as in `a~b~c`. Otherwise edits stay in the order
-    // of their expressions, the outer ones first.
+    // At the same place, an operand ends before its operator, as in `a~b~c`. Otherwise edits stay in the
+    // order of their expressions, the outer ones first.
     rewriter.edits.sort_by_key(|(at, replaced, _)| (*at, *replaced));
     let (mut text, mut from) = (String::with_capacity(source.len() * 2), 0);
     for (at, replaced, by) in rewriter.edits {

@@ -1,8 +1,9 @@
 //! Tests of the program's concurrent code under many schedules.
 //!
-//! The files that share state between threads are modules of this library, under the paths that they have in
-//! their crates, and `std` is the one of a deterministic scheduler. So the code is tested as it is written. Each
-//! scenario runs under hundreds of schedules, chosen by fixed seeds: a failure repeats when the test runs again.
+//! The files that share state between threads are modules of this library, under the paths that they have
+//! in their crates, and `std` is the one of a deterministic scheduler. So the code is tested as it is
+//! written. Each scenario runs under hundreds of schedules, chosen by fixed seeds: a failure repeats when
+//! the test runs again.
 //!
 //! A scenario that waits for ever is reported as a deadlock, and one that runs for ever exceeds its maximum
 //! number of steps. A timeout may pass at any time, and a thread may wake without a reason.

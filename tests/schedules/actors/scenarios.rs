@@ -81,7 +81,7 @@ const LIMITS: StepLimits = StepLimits {
     attended_fraction: Fraction::ONE,
 };
 
-/// What goes wrong, once.
+/// A failure that happens once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Trouble {
     /// A build fails.
@@ -94,9 +94,9 @@ enum Trouble {
     Hangs,
 }
 
-/// What the executors of a group share.
+/// The state that the executors of a group share.
 struct Plan {
-    /// What goes wrong: stage and rank of the device, and the number of its steps or builds before that.
+    /// Failures: kind, stage and rank of the device, and the number of its steps or builds before.
     troubles: Vec<(Trouble, (usize, usize), AtomicUsize)>,
     state: Mutex<PlanState>,
     changed: Condvar,
@@ -106,7 +106,7 @@ struct Plan {
 struct PlanState {
     /// Whether executors that hang go on.
     gate_is_open: bool,
-    /// How many executors exist on each device, by stage and rank.
+    /// Number of executors on each device, by stage and rank.
     executors: BTreeMap<(usize, usize), usize>,
     /// A rule that was broken. The group catches panics, so they would not end the test.
     broken: Option<String>,
@@ -251,7 +251,7 @@ impl Drop for FakeExecutor {
 /// Sends a step with this token. It needs a mask, which another thread sends, or drops if the token is even.
 fn send(group: &Group, token: u32, epoch: Epoch) -> Result<SentStep, DeviceError> {
     let (step, mask) = step(token);
-    drop(spawn(move || if token % 2 == 0 { drop(mask) } else { mask.send([1].into()) }));
+    drop(spawn(move || if token.is_multiple_of(2) { drop(mask) } else { mask.send([1].into()) }));
     group.send(step, epoch)
 }
 
@@ -262,8 +262,8 @@ fn step(token: u32) -> (Box<Step>, MaskSender) {
     (Box::new(step), mask)
 }
 
-/// Checks the results of steps with the tokens from 1 on: these are right and in order, up to the first error.
-/// Returns how many there were before it.
+/// Checks the results of steps with the tokens from 1 on: these are right and in order, up to the first
+/// error. Returns how many there were before it.
 fn count_good(results: Vec<StepResult>, [stages, ranks]: [usize; 2]) -> usize {
     let good = results.iter().take_while(|result| result.result.is_ok()).count();
     assert!(results[good..].iter().all(|result| result.result.is_err()), "a fault fails all later steps");
