@@ -308,9 +308,12 @@ pub fn a_fault_ends_the_epoch() {
     let plan = Plan::new(&[(trouble, place, good_steps)]);
     let group = plan.start(shape, None).expect("the devices can be built");
     let epoch = group.epoch();
-    let mut sent: Vec<_> = (1..=good_steps as u32).map(|token| send(&group, token, epoch)).collect();
-    // Nobody sends the masks of the step that fails and of those after it.
-    let (steps, masks): (Vec<_>, Vec<_>) = (good_steps as u32 + 1..=3).map(step).unzip();
+    // Nobody sends the masks of the step that fails and of those after it. If the first of two stages fails,
+    // the second one waits for the mask of the step before.
+    let has_waiting_stage = shape[0] == 2 && place.0 == 0;
+    let answered = good_steps.saturating_sub(has_waiting_stage.into()) as u32;
+    let mut sent: Vec<_> = (1..=answered).map(|token| send(&group, token, epoch)).collect();
+    let (steps, masks): (Vec<_>, Vec<_>) = (answered + 1..=3).map(step).unzip();
     sent.extend(steps.into_iter().map(|step| group.send(step, epoch)));
     // A step is refused once the epoch is over, and so are all later ones.
     let accepted = sent.iter().take_while(|sent| sent.is_ok()).count();
@@ -319,11 +322,11 @@ pub fn a_fault_ends_the_epoch() {
         sent.into_iter().flatten().map(|step| block_on(step.into_future())).collect();
     let good = count_good(results, shape);
     assert!(good <= good_steps, "a device failed in the next step");
-    drop(masks);
     assert!(group.check_epoch(epoch).is_err() && send(&group, 1, epoch).is_err(), "the epoch is over");
     let next = group.epoch();
     let again = block_on(send(&group, 1, next).expect("the epoch has begun").into_future());
     assert_eq!(count_good(vec![again], shape), 1);
+    drop(masks);
     group.stop();
     plan.end();
 }
