@@ -643,8 +643,8 @@ mod tests {
     /// Copies of a text by operators, filters and methods, and texts of a list with 2^60 items.
     const COPIES: &str = "s|upper;s|lower;s|title;s|capitalize;s|trim;s|e;s|reverse;s|list;s|split;s|indent;\
         s|replace('c', 'd');s|string;s|tojson;s|pprint;n.d|join;n.d|map('upper')|list;\
-        s.upper();s.strip();s.split(' ');s.rsplit(' ');s.splitlines();s.replace('c', 'd');s.removeprefix('x');\
-        ''.join(n.d);s ~ '';s + '';s * 1;'%s'|format(s);'{}'.format(s)";
+        s.upper();s.strip();s.split(' ');s.rsplit(' ');s.splitlines();s.replace('c', 'd');\
+        s.removeprefix('x');''.join(n.d);s ~ '';s + '';s * 1;'%s'|format(s);'{}'.format(s)";
     const WHOLE: &str = "n.d|upper;n.d|title;n.d|trim;n.d|e;n.d|indent;n.d|join;n.d|pprint;n.d|list|join;\
         n.d|tojson;n.d|replace('a', 'b');'%s'|format(n.d);'{}'.format(n.d);raise_exception(n.d);[n.d]|join;\
         [1]|batch(999999999, 0)|length;[1]|slice(999999999)|length";
