@@ -114,7 +114,7 @@ pub fn rewrite(source: &str, syntax: SyntaxConfig) -> Result<Rewritten, Error> {
     Ok(Rewritten { source: text + &source[from..], instructions })
 }
 
-/// What surrounds a statement.
+/// Place of a statement within others.
 #[derive(Clone, Copy, Default)]
 struct Place {
     /// Its output becomes a text of the template, rather than a part of the limited result.
@@ -297,7 +297,7 @@ pub fn text_of(value: &Value) -> Result<String, Error> {
     Ok(text.0)
 }
 
-/// What a filter or a method makes.
+/// Kind of value that a filter or a method makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Makes {
     /// A text about as long as the one that it is given.
