@@ -57,10 +57,10 @@ impl Handler<Submit> for Intake {
             self.check_capacity(&requests)?;
         }
         self.groups += 1;
-        let mut sequences: Vec<Box<Sequence>> = Vec::new();
+        let mut sequences = Vec::new();
         let streams = requests.into_iter().map(|request| self.begin(request, &mut sequences)).collect();
         let (mut queue, now) = (self.queue.lock(), Instant::now());
-        sequences.into_iter().for_each(|sequence| queue.push(sequence, now));
+        sequences.into_iter().for_each(|sequence| queue.push(Box::new(sequence), now));
         queue.report();
         self.prefill.do_send(QueueChanged);
         Ok(streams)
@@ -119,7 +119,7 @@ impl Intake {
 
     /// Makes the sequence of a request. A request without work is finished at once, and one for a further
     /// result of a beam search belongs to the sequence before it.
-    fn begin(&mut self, request: Request, sequences: &mut Vec<Box<Sequence>>) -> TokenStream {
+    fn begin(&mut self, request: Request, sequences: &mut Vec<Sequence>) -> TokenStream {
         let (events, stream) = event_channel(&self.status.responses);
         let is_further_result = request.beams.is_some_and(|beams| beams.answer > 0);
         if needs_no_work(&request) {
@@ -127,7 +127,7 @@ impl Intake {
         } else if let Some(search) = sequences.last_mut().filter(|_| is_further_result) {
             search.followers.push(events);
         } else {
-            sequences.push(Box::new(self.sequence(request, events)));
+            sequences.push(self.sequence(request, events));
         }
         stream
     }

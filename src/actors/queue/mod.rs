@@ -33,7 +33,11 @@ use std::time::Instant;
 const CLIENTS_MAX: usize = 256;
 
 /// Ratio of the queued sequences of all clients to the maximum of one.
-const ROOM_FACTOR: usize = 4;
+pub const ROOM_FACTOR: usize = 4;
+
+/// Ratio of queued sequences that were preempted, with the states of their strategies, to slots, from which
+/// nobody else is preempted for slots or for pages of a prompt.
+pub const PREEMPTED_FACTOR: usize = 2;
 
 /// Notifies prefill that the queue has changed, so that sequences may begin.
 #[derive(Message)]
@@ -56,6 +60,7 @@ impl SharedQueue {
             waiting: 0,
             released: 0,
             searches: 0,
+            preempted: 0,
             last_served: Default::default(),
             ends: EndRate::default(),
             permit_return: None,
@@ -82,6 +87,8 @@ pub struct FairQueue {
     released: usize,
     /// Number of queued beam searches, which need several slots.
     searches: usize,
+    /// Number of queued sequences that were preempted.
+    preempted: usize,
     /// Accounts of the clients whose sequences were last taken out of the queue, by class.
     last_served: [Option<Arc<Account>>; Class::ALL.len()],
     ends: EndRate,
@@ -173,7 +180,7 @@ impl FairQueue {
     }
 
     fn insert(&mut self, mut sequence: Box<Sequence>, now: Instant, is_released: bool) {
-        let slots = sequence.slots();
+        let (slots, was_preempted) = (sequence.slots(), sequence.progress.is_some());
         let client = self.client(&sequence.request.client, now);
         sequence.account = client.account.clone();
         let place = Place::of(&sequence);
@@ -183,6 +190,7 @@ impl FairQueue {
         self.waiting += slots;
         self.is_reported = false;
         self.searches += usize::from(slots > 1);
+        self.preempted += usize::from(was_preempted);
         self.released += usize::from(is_released);
     }
 
@@ -243,6 +251,7 @@ impl FairQueue {
         self.waiting -= slots;
         self.is_reported = false;
         self.searches -= usize::from(*slots > 1);
+        self.preempted -= usize::from(queued.sequence.progress.is_some());
         self.released -= usize::from(queued.is_released);
         queued
     }

@@ -4,7 +4,7 @@
 //! the slots; and no client loses a part of its share, except to an earlier class. A sequence that was
 //! preempted is not chosen again before it has made progress.
 
-use super::{Candidate, FairQueue, QueuedClient};
+use super::{Candidate, FairQueue, PREEMPTED_FACTOR, QueuedClient};
 use crate::actors::sequence::SequenceKey;
 use crate::request::Class;
 use crate::request::client::ClientId;
@@ -67,6 +67,9 @@ impl FairQueue {
         missing: usize,
         running: &[Preemptible],
     ) -> Option<(Vec<Preemptible>, Reason)> {
+        if !self.may_preempt() {
+            return None;
+        }
         let of_class = lower_classes(candidate.turn.class, missing, running, |victim| victim.slots);
         let of_class = of_class.map(|victims| (victims, Reason::Class));
         of_class.or_else(|| Some((vec![self.above_its_share(candidate, missing, running)?], Reason::Share)))
@@ -80,7 +83,13 @@ impl FairQueue {
         missing: usize,
         running: &[Preemptible],
     ) -> Option<Vec<Preemptible>> {
-        lower_classes(candidate.turn.class, missing, running, |victim| victim.pages)
+        let found = lower_classes(candidate.turn.class, missing, running, |victim| victim.pages);
+        found.filter(|_| self.may_preempt())
+    }
+
+    /// Whether the queue may hold a further preempted sequence: they take more memory than others.
+    fn may_preempt(&self) -> bool {
+        self.preempted < PREEMPTED_FACTOR * self.slots
     }
 
     /// Returns the youngest sequence of the client that is most above its share, if the candidate's is below.

@@ -3,6 +3,8 @@
 //! Invariant: time passes only as the test says.
 
 use super::*;
+use crate::actors::loop_metrics::SequenceTimes;
+use crate::actors::sequence::Progress;
 use crate::actors::stream::TokenStream;
 use crate::actors::testing::{request, sequence};
 use crate::request::client::ClientSettings;
@@ -231,6 +233,32 @@ fn a_client_with_a_limit_runs_no_more_and_holds_back_nobody() {
     assert_eq!(rig.drain(), [7]);
     drop((held, second));
     assert_eq!(rig.drain(), [6]);
+}
+
+/// Preempted sequences keep states, so that their number is bounded.
+#[test]
+fn nobody_is_preempted_while_many_wait_to_continue() {
+    let mut rig = Rig::new(2, 100);
+    let late = client_with(1, ClientSettings { class: Class::Batch, ..ClientSettings::default() });
+    rig.push(&client(2), 1);
+    let next = rig.queue.lock().first(&BTreeSet::new(), false).expect("it waits");
+    let all = running(&[(9, 1, Class::Batch, false, 0)]);
+    for key in 20..24 {
+        let found = rig.queue.lock().victims_for_slots(&next, 1, &all);
+        assert!(found.is_some() && rig.queue.lock().victims_for_pages(&next, 1, &all).is_some());
+        let (mut sequence, stream) =
+            sequence(key, Request { client: late.clone(), class: Class::Batch, ..request(1, 4) });
+        let times = SequenceTimes { scheduled: rig.now, first_token: rig.now };
+        sequence.progress = Some(Progress { generated: Vec::new(), host: None, times, speculator: None });
+        rig.queue.lock().push_again(sequence, rig.now);
+        rig.streams.push(stream);
+    }
+    let mut queue = rig.queue.lock();
+    assert!(queue.victims_for_slots(&next, 1, &all).is_none());
+    assert!(queue.victims_for_pages(&next, 1, &all).is_none());
+    let preempted = queue.first(&BTreeSet::from([next.place.key]), false).expect("it waits");
+    queue.take(&preempted);
+    assert!(queue.victims_for_slots(&next, 1, &all).is_some());
 }
 
 /// One client fills the queue, and others have their share of it nevertheless.

@@ -4,6 +4,7 @@
 
 use super::{PreparedModel, forecast, merge_reports};
 use crate::actors::EngineSetup;
+use crate::actors::queue::{PREEMPTED_FACTOR, ROOM_FACTOR};
 use crate::actors::step::Step;
 use crate::config::{DeviceConfig, ServerConfig};
 use crate::model::ModelSource;
@@ -116,9 +117,11 @@ fn sequence_bytes(setup: &EngineSetup) -> usize {
     let (limits, scheduler) = (&setup.limits, &setup.scheduler);
     // Prompt and output; the prompt again as its pages are found, with hashes.
     let tokens = 4 * size_of::<u32>() * (limits.positions + limits.encoder_positions);
-    let waiting = (scheduler.slots + scheduler.max_waiting).saturating_mul(SEQUENCE_BYTES + tokens);
-    // Logits, candidates and counts.
-    let host = limits.slots.saturating_mul(limits.vocab).saturating_mul(16);
+    // The queue has space for the shares of several clients.
+    let queued = scheduler.max_waiting.saturating_mul(ROOM_FACTOR);
+    let waiting = (scheduler.slots + queued).saturating_mul(SEQUENCE_BYTES + tokens);
+    // Logits, candidates and counts of running sequences, and counts of preempted ones.
+    let host = limits.slots.saturating_mul(limits.vocab).saturating_mul(16 + 4 * PREEMPTED_FACTOR);
     let pages = (setup.kv.pages + setup.kv.window_pages)
         .saturating_mul(PAGE_BYTES + 2 * size_of::<u32>() * limits.page_positions);
     waiting.saturating_add(host).saturating_add(pages)
