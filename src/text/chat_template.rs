@@ -636,7 +636,7 @@ mod tests {
         // The same text is written to the result, where it is counted, and a short one is no danger.
         let error = render(&template(&repeat(&text)), &[]).unwrap_err();
         assert!(error.to_string().contains("the rendered text is too long"), "{error}");
-        let short = assign(&"{% for i in range(9999) %}{% for i in range(9) %}ab {% endfor %}{% endfor %}");
+        let short = assign("{% for i in range(9999) %}{% for i in range(9) %}ab {% endfor %}{% endfor %}");
         assert_eq!(render(&template(&(short + "{{ x|length }}")), &[]).unwrap(), "269973");
     }
 
