@@ -11,6 +11,7 @@ cd "$(dirname "$0")"
 longest() {
     case $1 in
     formula | regex) echo 512 ;;
+    event_stream | request | settings) echo 2048 ;;
     grammar | json_schema | output_parser) echo 4096 ;;
     chat_template | config | generation_config | safetensors | spec) echo 8192 ;;
     gguf) echo 65536 ;;

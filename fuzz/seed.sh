@@ -31,6 +31,7 @@ into chat_template "$fixtures"/chat/*.jinja
 into grammar "$here"/../src/grammar/tests/grammars/*.gbnf
 into generation_config "$fixtures"/*/generation_config.json "$fixtures"/*/tokenizer_config.json \
     "$fixtures"/families/xlm_roberta/1_Pooling/config.json
+into saved_model "$fixtures"/gguf/q4_0.gguf
 
 python3 "$here/seeds.py" "$fixtures" "$corpus"
 echo "The seeds are in $corpus."

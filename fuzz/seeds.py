@@ -140,3 +140,59 @@ outputs = [
 for format in range(17):
     for at, output in enumerate(outputs):
         lay("output_parser", f"{format}_{at}", bytes([format]) + HEAD[1:] + output.encode())
+
+lay("saved_model", "small", safetensors())
+
+# Model, endpoint, and the length of the answer, which follows.
+HI = bytes([2]) + b"Hi"
+CALL = b'{"name": "f"}'
+CALL = bytes([len(CALL)]) + CALL
+tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}
+image = {"type": "image_url", "image_url": {"url": "data:,"}}
+completion = {"model": "m", "prompt": "ab", "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 1}
+message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+answered = [{"role": "system", "content": "s"}, message, {"role": "assistant", "content": None, "tool_calls": [
+    {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]},
+    {"role": "tool", "tool_call_id": "c", "content": "2"}]
+# The kinds of models, by the first byte modulo 3, and their endpoints, by the rest.
+COMPLETE, CHAT, TOKENIZE, DETOKENIZE, TRANSLATE, EMBED, FILL = 0, 3, 6, 9, 1, 2, 5
+requests = [
+    (COMPLETE, completion),
+    (COMPLETE, {"prompt": ["a", "b"], "n": 2, "best_of": 3, "logprobs": 2, "echo": True, "stop": ["x", "y"]}),
+    (COMPLETE, {"prompt": [1, 2, 3], "stream": True, "stream_options": {"include_usage": True}, "logit_bias": {"7": -1}}),
+    (COMPLETE, {"prompt": "a", "suffix": "b", "min_tokens": 2, "stop_token_ids": [3], "ignore_eos": True}),
+    (COMPLETE, {"prompt": "a", "use_beam_search": True, "n": 2, "length_penalty": 0.5, "early_stopping": "never"}),
+    (COMPLETE, {"prompt": "a", "prompt_logprobs": 2, "max_tokens": 0, "guided_regex": "[ab]+"}),
+    (COMPLETE, {"prompt": "a", "mirostat": 2, "dry_multiplier": 0.8, "xtc_probability": 0.5, "typical_p": 0.9,
+                "repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "bad_words": ["z"], "min_p": 0.05}),
+    (CHAT, {"messages": [message], "max_completion_tokens": 4, "logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"messages": answered, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}),
+    (CHAT, {"messages": [message], "tools": [tool], "stream": True, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    (CHAT, {"messages": [message], "response_format": {"type": "json_schema", "json_schema": {
+        "name": "s", "strict": True, "schema": tool["function"]["parameters"]}}}),
+    (CHAT, {"messages": [{"role": "user", "content": [image]}], "chat_template_kwargs": {"enable_thinking": False}}),
+    (CHAT, {"messages": [message, {"role": "assistant", "content": "x"}], "continue_final_message": True,
+            "add_generation_prompt": False}),
+    (TOKENIZE, {"prompt": "a<s>", "add_special_tokens": False, "return_token_strs": True}),
+    (TOKENIZE, {"messages": [message]}),
+    (DETOKENIZE, {"tokens": [1, 256, 200]}),
+    (TRANSLATE, {"prompt": "ab", "source_lang": "en", "forced_bos_token": "__en__", "decoder_prompt": "c"}),
+    (EMBED, {"input": ["a", [1, 2]], "encoding_format": "base64", "dimensions": 2}),
+    (FILL, {"inputs": "a<mask>", "input": "a<mask>", "top_k": 2}),
+]
+for at, (choice, body) in enumerate(requests):
+    for name, answer in (("text", HI), ("call", CALL)):
+        lay("request", f"{at}_{name}", bytes([choice]) + answer + json.dumps(body).encode())
+
+lay("event_stream", "chunk", b'\x03: comment\r\n\r\nevent: e\ndata: {"a": 1}\ndata:b\n\ndata: [DONE]\n\n')
+lay("settings", "config", b"\0" + (FIXTURES / "../../config/mainstem.toml").read_bytes())
+for example in sorted((FIXTURES / "../../config/examples").glob("*.toml")):
+    lay("settings", example.stem, b"\0" + example.read_bytes())
+lay("settings", "keys", b"\x03# comment\nsk-1\n  sk-2\r\n")
+lay("settings", "hardware", b'\x04[[device]]\nname = "a"\nbandwidth_gb_s = 10\ntflops = 1\nmemory_gb = 4\n')
+lay("settings", "rules", b"\x05model.layers.{i}.mlp.*=q4_K, down=q8_0,q4_0")
+lay("settings", "hub", b"\x06hf:owner/name@main")
+lay("settings", "shape", b"\x07llama-1.1b")
+lay("settings", "bytes", b"\x074.5MiB")
+lay("settings", "duration", b"\x07250ms")

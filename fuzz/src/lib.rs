@@ -5,6 +5,7 @@
 //! run; any other panic does.
 
 pub mod constraint;
+pub mod engine;
 
 use mainstem::formats::{Checkpoint, Dtype, Folder};
 use mainstem::text::{Detokenizer, Tokenizer};

@@ -8,6 +8,7 @@
 
 mod aliases;
 mod clients;
+mod device_sections;
 mod devices;
 mod faults;
 mod layers;

@@ -48,7 +48,7 @@ pub struct RequestBody {
     memory: Option<Share>,
 }
 
-/// What the request's head says about its body.
+/// The client and the announced length of a request's body.
 pub struct BodyHead {
     client: ClientId,
     /// `Content-Length`; `None` if the body comes in chunks.

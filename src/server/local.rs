@@ -10,10 +10,13 @@ use super::embeddings::EmbeddingsRequest;
 use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
 use super::fill_mask::FillMaskRequest;
-use super::respond::{GenerationApi, ResponseBody, respond};
+use super::respond::{GenerationApi, ResponseBody, parse_off_loop, respond};
+use super::tokenize::{detokenize, tokenize};
 use super::{App, RequestId, ServeParts};
 use crate::config::ServerConfig;
 use crate::request::Client;
+use actix_web::web::Bytes;
+use serde::Serialize;
 use serde_json::Value;
 use std::sync::Arc;
 
@@ -30,8 +33,13 @@ impl LocalApi {
 
     /// Handles a request body posted to `path`. Fails if `path` is not one of the model's endpoints.
     pub async fn post(&self, path: &str, body: &Value) -> Result<ResponseBody, ApiError> {
+        self.post_bytes(path, body.to_string().into()).await
+    }
+
+    /// Handles a request body posted to `path`, which need not be JSON, like [`LocalApi::post`].
+    pub async fn post_bytes(&self, path: &str, body: Bytes) -> Result<ResponseBody, ApiError> {
         let (app, id, client) = (&self.0, RequestId::generate().0, Client::local());
-        let body = RequestBody::local(body.to_string().into());
+        let body = RequestBody::local(body);
         match path {
             CompletionsApi::PATH => Ok(respond::<CompletionsApi>(app, id, client, body).await?.body),
             ChatApi::PATH => Ok(respond::<ChatApi>(app, id, client, body).await?.body),
@@ -43,6 +51,8 @@ impl LocalApi {
                 let (json, _) = run_encoder_request::<FillMaskRequest>(app, id, client, body).await?;
                 Ok(ResponseBody::Json(json))
             }
+            "/v1/tokenize" => json(parse_off_loop(app, body, usize::MAX, tokenize).await?.0),
+            "/v1/detokenize" => json(parse_off_loop(app, body, usize::MAX, detokenize).await?.0),
             _ => Err(ApiError::not_found(&app.parts.model.endpoints)),
         }
     }
@@ -51,4 +61,10 @@ impl LocalApi {
     pub fn parts(&self) -> &ServeParts {
         &self.0.parts
     }
+}
+
+/// Returns the body of a response.
+fn json(response: impl Serialize) -> Result<ResponseBody, ApiError> {
+    let json = serde_json::to_vec(&response).map_err(|error| ApiError::internal(error.to_string()))?;
+    Ok(ResponseBody::Json(json.into()))
 }

@@ -55,7 +55,7 @@ struct Pool {
     next: u64,
 }
 
-/// What the shares of a pool hold.
+/// Sum of all shares of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Held {
     memory: usize,

@@ -55,7 +55,6 @@ fn add_counted_filters(env: &mut Environment) {
         ("selectattr", Makes::List, Value::from_function(filters::selectattr)),
         ("rejectattr", Makes::List, Value::from_function(filters::rejectattr)),
         ("groupby", Makes::List, Value::from_function(filters::groupby)),
-        ("sum", Makes::Sum, Value::from_function(filters::sum)),
         ("items", Makes::List, Value::from_function(filters::items)),
         ("dictsort", Makes::List, Value::from_function(filters::dictsort)),
         ("batch", Makes::FilledList, Value::from_function(filters::batch)),
@@ -102,8 +101,8 @@ pub fn rewrite(source: &str, syntax: SyntaxConfig) -> Result<Rewritten, Error> {
     };
     let mut rewriter = Rewriter { source, edits: Vec::new(), place: Place::default(), longest: 0 };
     rewriter.statement(&template);
-    // At the same place, an operand ends before its operator, as in `a~b~c`. Otherwise edits stay in the order
-    // of their expressions, the outer ones first.
+    // At the same place, an operand ends before its operator, as in `a~b~c`. Otherwise edits stay in the
+    // order of their expressions, the outer ones first.
     rewriter.edits.sort_by_key(|(at, replaced, _)| (*at, *replaced));
     let (mut text, mut from) = (String::with_capacity(source.len() * 2), 0);
     for (at, replaced, by) in rewriter.edits {
@@ -115,7 +114,7 @@ pub fn rewrite(source: &str, syntax: SyntaxConfig) -> Result<Rewritten, Error> {
     Ok(Rewritten { source: text + &source[from..], instructions })
 }
 
-/// What surrounds a statement.
+/// Place of a statement within others.
 #[derive(Clone, Copy, Default)]
 struct Place {
     /// Its output becomes a text of the template, rather than a part of the limited result.
@@ -298,7 +297,7 @@ pub fn text_of(value: &Value) -> Result<String, Error> {
     Ok(text.0)
 }
 
-/// What a filter or a method makes.
+/// Kind of value that a filter or a method makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Makes {
     /// A text about as long as the one that it is given.
@@ -307,8 +306,6 @@ pub enum Makes {
     Parts,
     /// A list of the items, or the characters, that it is given.
     List,
-    /// The sum of the items, which may be texts or lists.
-    Sum,
     /// A list that an argument may fill up to a number of items.
     FilledList,
 }
@@ -330,14 +327,6 @@ pub fn count_made(state: &mut State, makes: Makes, args: &[Value]) -> Result<(),
         }
         (Makes::List, Some(text)) => items(text.chars().count()),
         (Makes::List, None) => items(value.len().unwrap_or(0)),
-        (Makes::Sum, _) => {
-            let size = |item: Value| item.as_str().map_or_else(|| items(item.len().unwrap_or(0)), str::len);
-            let mut sum = 0usize;
-            for item in value.try_iter()?.checked() {
-                sum = sum.saturating_add(size(item?));
-            }
-            sum
-        }
         (Makes::FilledList, _) => {
             let filled = args.iter().skip(1).filter_map(Value::as_usize).max().unwrap_or(0);
             items(value.len().unwrap_or(0).max(filled))

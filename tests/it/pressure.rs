@@ -57,7 +57,7 @@ fn hopeless_prompts_take_little_memory_and_give_it_back() {
     served.stop();
 }
 
-/// What they would make is terabytes.
+/// Regression: each of the templates makes terabytes.
 #[test]
 #[cfg_attr(not(target_os = "linux"), ignore = "reads /proc")]
 fn a_template_that_multiplies_texts_takes_bounded_memory_and_no_other_request() {

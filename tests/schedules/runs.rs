@@ -2,7 +2,7 @@
 
 use mainstem_schedules::{actors, check, decoding, scenarios, telemetry};
 
-/// How many times as many schedules the ignored tests try.
+/// Factor for the number of schedules in the ignored tests.
 const MANY: usize = 50;
 
 /// Defines the tests of scenarios: the name, the module, and the number of schedules of each kind.
@@ -16,7 +16,7 @@ macro_rules! schedules {
             }
         )*
 
-        /// The same scenarios under many schedules.
+        /// Runs the same scenarios under many schedules.
         mod many {
             use super::*;
 

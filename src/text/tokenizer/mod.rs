@@ -231,8 +231,8 @@ impl Tokenizer {
         self.encode_counted(text, add_special, most.saturating_mul(COUNTED_TOKENS))
     }
 
-    /// Returns a number of tokens, more than `most`, that a text has at least; `None` if it may have fewer. This
-    /// takes time in proportion to `most`, except for repetitive texts.
+    /// Returns a number of tokens, more than `most`, that a text has at least; `None` if it may have fewer.
+    /// This takes time in proportion to `most`, except for repetitive texts.
     pub fn fewest_above(&self, text: &str, most: usize) -> Option<usize> {
         self.fewest().above(text, most)
     }

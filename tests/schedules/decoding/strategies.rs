@@ -7,7 +7,7 @@ use std::panic::resume_unwind;
 #[derive(Debug)]
 pub struct SamplingPlan;
 
-/// Whose log-probabilities are reported.
+/// The kind of log-probabilities that are reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogprobsMode {
     Raw,
@@ -26,7 +26,7 @@ pub struct Row<'a> {
     pub logprobs: Option<usize>,
 }
 
-/// A drawn token.
+/// The result of a draw.
 pub struct Draw {
     pub token: u32,
     pub logprob: f32,

@@ -2,8 +2,9 @@
 //! ([Shuttle](https://docs.rs/shuttle)). A crate that names this one `std` runs its code, unchanged, under
 //! chosen schedules.
 //!
-//! Invariant: only one thread runs at a time, and the scheduler chooses which at every operation on a lock, an
-//! atomic, a channel or a thread. All orderings of atomics act like `SeqCst`, and `Arc` has no such points.
+//! Invariant: only one thread runs at a time, and the scheduler chooses which at every operation on a lock,
+//! an atomic, a channel or a thread. All orderings of atomics act like `SeqCst`, and `Arc` has no such
+//! points.
 
 pub mod hint;
 pub mod sync;

@@ -11,8 +11,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::{End, spawn, yield_now};
 use std::time::Duration;
 
-/// A sink that passes on what it takes. It may take a part, fail, or ask to try again. When the flag is set, it
-/// ends the thread of the writer, which otherwise ends with the process.
+/// A sink that passes on what it takes. It may take a part, fail, or ask to try again. When the flag is set,
+/// it ends the thread of the writer, which otherwise ends with the process.
 struct Sink(Sender<Vec<u8>>, Arc<AtomicBool>);
 
 impl Write for Sink {

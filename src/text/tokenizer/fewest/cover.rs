@@ -34,7 +34,8 @@ impl Cover {
             longest: pieces.iter().map(Vec::len).max().unwrap_or(0),
         };
         // For each state, the pieces that begin with it.
-        let mut ranges = vec![0..pieces.len()];
+        let mut ranges = Vec::with_capacity(pieces.len());
+        ranges.push(0..pieces.len());
         let mut state = 0;
         while state < ranges.len() {
             let (range, length) = (ranges[state].clone(), cover.length[state] as usize);

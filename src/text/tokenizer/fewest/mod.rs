@@ -22,7 +22,7 @@ use std::collections::HashSet;
 use std::sync::OnceLock;
 use tokenizers::{ModelWrapper, NormalizedString, Normalizer as _};
 
-/// What a space is written as.
+/// Character that stands for a space.
 const MARK: &str = "\u{2581}";
 
 /// Lower bound of the numbers of tokens of texts.
@@ -159,7 +159,7 @@ impl Pieces {
     }
 }
 
-/// How the text between added tokens is written for the model, without anything being removed from it.
+/// Form in which text is passed to the model, without anything being removed from it.
 #[derive(Clone, Copy, Debug, Default)]
 struct Writing {
     /// Each byte is a character.

@@ -1,0 +1,163 @@
+//! The sections of devices and their faults: structs of checked values.
+//!
+//! Invariant: this is plain data, as that of [`super::sections`].
+
+use mainstem_kernels::ActivationPrecision;
+use mainstem_kernels::cpu::Isa;
+use std::fmt;
+use std::time::Duration;
+
+/// Options of the devices.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceConfig {
+    /// The stages, at least one, each with at least one device.
+    pub groups: Groups,
+    /// Layers per stage, encoder and decoder layers together; if empty, they are divided by speed, and by
+    /// memory where devices have their own.
+    pub layers: Vec<usize>,
+    /// Relative share of its stage per rank, at least 1; if empty, all shares are equal.
+    pub shares: Vec<Vec<u32>>,
+    pub experts: ExpertPlacement,
+    /// Maximum time of a step; `None` is unlimited.
+    pub step_timeout: Option<Duration>,
+    /// Compute threads per device; at least 1.
+    pub threads: usize,
+    pub isa: Isa,
+    /// Activation precision in GEMMs with quantized or bf16 weights.
+    pub activation_precision: ActivationPrecision,
+}
+
+impl DeviceConfig {
+    /// Iterates over all devices, stage by stage, in rank order.
+    pub fn devices(&self) -> impl Iterator<Item = &DeviceName> {
+        self.groups.iter().flatten()
+    }
+
+    /// Returns the relative shares of a stage's ranks.
+    pub fn stage_shares(&self, stage: usize) -> Vec<u32> {
+        self.shares.get(stage).cloned().unwrap_or_else(|| vec![1; self.groups[stage].len()])
+    }
+
+    /// Returns this configuration with other groups and the automatic split of layers and shares.
+    pub fn regrouped(&self, groups: &[Vec<DeviceName>]) -> DeviceConfig {
+        DeviceConfig { groups: groups.to_vec(), layers: Vec::new(), shares: Vec::new(), ..self.clone() }
+    }
+
+    /// Whether layers and shares are the defaults.
+    pub fn has_default_split(&self) -> bool {
+        self.layers.is_empty() && self.shares.iter().flatten().all(|share| *share == 1)
+    }
+}
+
+/// A device's name, such as `cpu:0`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceName {
+    pub kind: DeviceKind,
+    /// Index among the devices of this kind.
+    pub number: u32,
+}
+
+impl fmt::Display for DeviceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.kind.name(), self.number)
+    }
+}
+
+/// Pipeline stages, each with its devices in rank order.
+pub type Groups = Vec<Vec<DeviceName>>;
+
+/// Split of a mixture of experts over the ranks of a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertPlacement {
+    /// Each rank has a part of every expert.
+    Column,
+    /// Each rank has some of the experts.
+    Expert,
+}
+
+/// Compute backend of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceKind {
+    Cpu,
+    Reference,
+    /// No arithmetic: a step takes `step` plus `row` for each of its rows.
+    Fake {
+        step: Duration,
+        row: Duration,
+    },
+}
+
+impl DeviceKind {
+    /// The backend's name in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            DeviceKind::Cpu => "cpu",
+            DeviceKind::Reference => "reference",
+            DeviceKind::Fake { .. } => "fake",
+        }
+    }
+
+    /// Whether the device computes on the cores of the host.
+    pub fn is_host(self) -> bool {
+        match self {
+            DeviceKind::Cpu | DeviceKind::Reference => true,
+            DeviceKind::Fake { .. } => false,
+        }
+    }
+}
+
+/// Faults of devices; none, if faults are not enabled.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct FaultPlan {
+    /// Seed of the faults at random steps.
+    pub seed: u64,
+    pub rules: Vec<FaultRule>,
+}
+
+/// A fault of one device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FaultRule {
+    pub kind: FaultKind,
+    pub device: DeviceName,
+    pub when: FaultTime,
+}
+
+/// The fault that a device is made to have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FaultKind {
+    /// The step fails with an error.
+    Fail,
+    /// The device's thread panics.
+    Panic,
+    /// The device does nothing for longer than the timeout of steps.
+    Hang(Duration),
+    /// The step takes longer by this time.
+    Slow(Duration),
+    /// One row of the results is not finite.
+    Nan,
+}
+
+impl FaultKind {
+    /// The names of all kinds.
+    pub const NAMES: [&str; 5] = ["fail", "panic", "hang", "slow", "nan"];
+
+    /// Returns the name of the kind in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            FaultKind::Fail => "fail",
+            FaultKind::Panic => "panic",
+            FaultKind::Hang(_) => "hang",
+            FaultKind::Slow(_) => "slow",
+            FaultKind::Nan => "nan",
+        }
+    }
+}
+
+/// The steps of a device at which a fault happens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum FaultTime {
+    /// Once, at a step: 1 is the first one of the device since the start.
+    Step(u64),
+    /// At each step with this probability, more than 0 and at most 1.
+    Chance(f32),
+}
