@@ -155,8 +155,8 @@ async fn answers_of_preempted_requests_are_those_of_each_alone() {
     }
 }
 
-/// Returns the number of sequences that were preempted for requests of an earlier class, in all engines of the
-/// process; no other test has any.
+/// Returns the number of sequences that were preempted for requests of an earlier class, in all engines of
+/// the process; no other test has any.
 fn count_preemptions() -> u64 {
     let text = telemetry::install(None).render();
     let counter = "mainstem_num_preemptions_total{reason=\"class\"} ";
