@@ -75,8 +75,9 @@ def interactive(options, url, folder, seed):
 
 def metrics(url):
     with urllib.request.urlopen(f"{url}/metrics") as answer:
-        lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, value in lines if value != "NaN"}
+        lines = answer.read().decode().splitlines()
+    samples = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
+    return {name: float(value) for name, value in samples if value != "NaN"}
 
 
 def total(figures, name):
