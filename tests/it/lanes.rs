@@ -95,6 +95,14 @@ async fn lanes_change_no_token() {
                 );
                 assert_eq!(outcome.end, expected.end, "{what}");
             }
+            // Which sequence ends before others of its lane depends on the times at which they arrive.
+            let has_moves =
+                || steps.lock().expect("nobody panics with it").iter().any(|it| !it.moves.is_empty());
+            let mut rounds = 0;
+            while (lanes, shuffle) == (2, "on") && !has_moves() && rounds < 50 {
+                complete_all(&engine, requests()).await;
+                rounds += 1;
+            }
             all_home(&engine, 6).await;
             engine.stop();
             check(&steps.lock().expect("nobody panics with it"), lanes as u32, shuffle);

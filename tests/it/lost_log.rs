@@ -24,6 +24,8 @@ impl Server {
         drop(free);
         let mut command = mainstem();
         command.arg("serve").arg(fixture("gqa")).args(["--threads", "2", "--port", &port.to_string()]);
+        // At this level, each of many rejected requests has a line.
+        command.args(["--log-level", "mainstem=debug"]);
         let mut server = Server { child: command.stderr(stderr).spawn().expect("the program starts"), port };
         let began = Instant::now();
         while let Err(error) = TcpStream::connect(("127.0.0.1", port)) {
