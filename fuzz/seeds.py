@@ -190,6 +190,16 @@ lay("settings", "config", b"\0" + (FIXTURES / "../../config/mainstem.toml").read
 for example in sorted((FIXTURES / "../../config/examples").glob("*.toml")):
     lay("settings", example.stem, b"\0" + example.read_bytes())
 lay("settings", "keys", b"\x03# comment\nsk-1\n  sk-2\r\n")
+CLIENT = "class=batch weight=2 max_sequences=8 tokens_per_minute=60000 requests_per_minute=120 priority=yes"
+lay("settings", "clients", f"\x03sk-1 name=alice {CLIENT}\nsk-2 weight=1000 priority=no\nsk-3 class=interactive\n".encode())
+FAULTS = "fail@100, panic/cpu:1@7, hang@0.001:5s, slow/0@0.5:200ms, nan@1.0, seed=9"
+lay("settings", "faults", f'''\0[device]
+groups = "0;1"
+step_timeout = "1s"
+[faults]
+enabled = true
+inject = "{FAULTS}"
+'''.encode())
 lay("settings", "hardware", b'\x04[[device]]\nname = "a"\nbandwidth_gb_s = 10\ntflops = 1\nmemory_gb = 4\n')
 lay("settings", "rules", b"\x05model.layers.{i}.mlp.*=q4_K, down=q8_0,q4_0")
 lay("settings", "hub", b"\x06hf:owner/name@main")

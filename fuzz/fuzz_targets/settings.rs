@@ -1,5 +1,5 @@
-//! What an operator writes: a configuration file, weight rules, names of models and shapes, numbers with
-//! units. The first byte chooses the kind.
+//! Texts of operators: configuration files, key files, descriptions of hardware, weight rules, names of
+//! models and shapes, numbers with units. The first byte chooses the kind.
 
 #![no_main]
 

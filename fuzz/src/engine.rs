@@ -3,6 +3,7 @@
 
 use actix::{Actor, Context, Handler, System, SystemRunner};
 use futures_util::StreamExt;
+use mainstem::actors::response_memory::ResponseMemory;
 use mainstem::actors::stream::event_channel;
 use mainstem::actors::{
     EncoderDecoderPrompting, EncoderOnlyPrompting, IntakeHandle, Kind, ModelInfo, PromptingDefaults, Status,
@@ -57,7 +58,8 @@ impl Handler<Submit> for FakeIntake {
 
 /// Answers a request with these bytes as tokens.
 fn respond(request: &Request, answer: &[u8]) -> TokenStream {
-    let (events, stream) = event_channel();
+    let memory = ResponseMemory::new(usize::MAX);
+    let (events, stream) = event_channel(memory.hold(request.client.id));
     let token = |id: u32, top: Option<u8>| Token {
         id,
         logprob: top.map(|_| -0.5),

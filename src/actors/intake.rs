@@ -120,7 +120,7 @@ impl Intake {
     /// Makes the sequence of a request. A request without work is finished at once, and one for a further
     /// result of a beam search belongs to the sequence before it.
     fn begin(&mut self, request: Request, sequences: &mut Vec<Sequence>) -> TokenStream {
-        let (events, stream) = event_channel(&self.status.responses);
+        let (events, stream) = event_channel(self.status.responses.hold(request.client.id));
         let is_further_result = request.beams.is_some_and(|beams| beams.answer > 0);
         if needs_no_work(&request) {
             events.send(TokenEvent::Finished(FinishReason::Length));
@@ -142,13 +142,13 @@ impl Intake {
             events: events.with_deadline(request.deadline()),
             followers: Vec::new(),
             // The queue has that of its client.
-            account: Arc::new(Account::new(request.client.id)),
+            account: Arc::new(Account::new(request.client.id, Arc::default())),
             request,
             permits: Vec::new(),
             lease: None,
             arrived: Instant::now(),
             progress: None,
-            charged: 0,
+            charged: Default::default(),
         }
     }
 }
@@ -199,13 +199,13 @@ fn group_size_param(group: &[Request]) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use super::super::queue::Skipped;
     use super::super::testing::{recorder, request, with_timeout};
     use super::*;
     use crate::decoding::EarlyStopping;
     use crate::model::spec::Kind;
     use crate::request::{BeamOptions, Pooling};
     use actix::Addr;
-    use std::collections::BTreeSet;
     use std::sync::atomic::Ordering;
     use tokio::task::yield_now;
 
@@ -277,7 +277,7 @@ mod tests {
                 yield_now().await;
             }
             let mut queue = self.queue.lock();
-            let next = queue.first(&BTreeSet::new(), false)?;
+            let next = queue.first(&Skipped::default(), false)?;
             let sequence = (next.slots <= queue.free_permits()).then(|| queue.take(&next).sequence);
             queue.report();
             sequence

@@ -5,10 +5,12 @@
 //! steps.
 
 use crate::decoding::speculation::MAX_DEPTH;
+use crate::model::offload::{Stream, TransferTotals, Transfers};
 use crate::request::Class;
 use crate::telemetry;
 use mainstem_kernels::batch::StepTimes;
 use metrics::{Counter, Histogram};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Metric handles and phase clock of one decode loop.
@@ -45,6 +47,41 @@ pub struct LoopMetrics {
     accepted_tokens: Counter,
     /// Accepted drafts by their position in the step.
     accepted_at: [Counter; MAX_DEPTH],
+    offload: OffloadMetrics,
+}
+
+/// Metrics of what is read from disk and written to it.
+struct OffloadMetrics {
+    transfers: Arc<Transfers>,
+    bytes: [Counter; Stream::ALL.len()],
+    stalls: [Histogram; Stream::ALL.len()],
+    ready: Counter,
+    late: Counter,
+}
+
+impl OffloadMetrics {
+    fn new(transfers: Arc<Transfers>) -> OffloadMetrics {
+        let layers = |state| telemetry::OFFLOAD_LAYERS.counter_with([state]);
+        OffloadMetrics {
+            transfers,
+            bytes: Stream::ALL.map(|stream| telemetry::OFFLOAD_BYTES.counter_with([stream.name()])),
+            stalls: Stream::ALL.map(|stream| telemetry::OFFLOAD_STALLS.histogram_with([stream.name()])),
+            ready: layers("ready"),
+            late: layers("late"),
+        }
+    }
+
+    /// Records what was moved since the step before, of whichever lane.
+    fn record(&self) {
+        let new = self.transfers.take_new();
+        if new == TransferTotals::default() {
+            return;
+        }
+        self.bytes.iter().zip(new.bytes).for_each(|(counter, bytes)| counter.increment(bytes));
+        self.stalls.iter().zip(new.stalls).for_each(|(stalls, time)| stalls.record(time.as_secs_f64()));
+        self.ready.increment(new.ready);
+        self.late.increment(new.late);
+    }
 }
 
 /// The positions of drafts in a step, as labels.
@@ -71,8 +108,8 @@ pub struct SequenceTimes {
 }
 
 impl LoopMetrics {
-    /// Creates the handles and starts the clock.
-    pub fn new() -> LoopMetrics {
+    /// Creates the handles and starts the clock. `transfers` are what devices move between memory and disk.
+    pub fn new(transfers: Arc<Transfers>) -> LoopMetrics {
         let phase = |name| telemetry::STEP_PHASES.histogram_with([name]);
         LoopMetrics {
             phase_start: Instant::now(),
@@ -103,6 +140,7 @@ impl LoopMetrics {
             accepted_tokens: telemetry::SPEC_DECODE_ACCEPTED_TOKENS.counter(),
             accepted_at: POSITIONS
                 .map(|position| telemetry::SPEC_DECODE_ACCEPTED_TOKENS_PER_POS.counter_with([position])),
+            offload: OffloadMetrics::new(transfers),
         }
     }
 
@@ -149,6 +187,7 @@ impl LoopMetrics {
         self.step_seconds.record((self.phase_start - began).as_secs_f64());
         self.forward.record(times.forward.as_secs_f64());
         self.sample.record(times.sample.as_secs_f64());
+        self.offload.record();
         self.step_rows.record(size.rows as f64);
         self.step_slots.record(size.slots as f64);
         self.step_tokens.record((size.rows - size.holes) as f64);
@@ -250,7 +289,7 @@ mod tests {
         let handle = recorder.handle();
         let began = Instant::now();
         let waited = metrics::with_local_recorder(&recorder, || {
-            let mut meters = LoopMetrics::new();
+            let mut meters = LoopMetrics::new(Arc::default());
             // As if the loop had waited for work for an hour.
             meters.phase_start -= Duration::from_secs(3600);
             meters.restart_clock();
@@ -290,7 +329,7 @@ mod tests {
         let recorder = telemetry::recorder(None);
         let handle = recorder.handle();
         metrics::with_local_recorder(&recorder, || {
-            let mut meters = LoopMetrics::new();
+            let mut meters = LoopMetrics::new(Arc::default());
             let mut complete = |restart, seconds: Option<u64>| {
                 if restart {
                     meters.restart_clock();
@@ -313,7 +352,7 @@ mod tests {
         let recorder = telemetry::recorder(None);
         let handle = recorder.handle();
         metrics::with_local_recorder(&recorder, || {
-            let meters = LoopMetrics::new();
+            let meters = LoopMetrics::new(Arc::default());
             let scheduled = Instant::now();
             let at = |seconds| scheduled + Duration::from_secs(seconds);
             for (generated, last) in [(5, 11), (1, 3), (0, 3)] {

@@ -8,6 +8,8 @@ pub mod stream;
 
 pub mod account;
 
+mod bucket;
+
 pub mod queue;
 
 pub mod response_memory;

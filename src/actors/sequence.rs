@@ -3,7 +3,7 @@
 //! Invariant: a sequence owns every resource it was given (permit, lease, channel), so dropping it anywhere
 //! releases all of them.
 
-use super::account::Account;
+use super::account::{Account, ChargedTokens};
 use super::loop_metrics::SequenceTimes;
 use super::speculator::Speculator;
 use super::stream::EventSender;
@@ -39,9 +39,8 @@ pub struct Sequence {
     pub arrived: Instant,
     /// Its progress when it was preempted, if it was.
     pub progress: Option<Progress>,
-    /// Number of tokens of its prompt, and of those generated before it was preempted, that its client was
-    /// charged for.
-    pub charged: usize,
+    /// The tokens that its client was charged for.
+    pub charged: ChargedTokens,
 }
 
 /// The progress of a preempted sequence, besides its K and V.

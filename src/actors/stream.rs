@@ -3,7 +3,7 @@
 //! Invariant: dropping the [`TokenStream`] is the only way to cancel a sequence, and it is sufficient: the
 //! holder of the [`EventSender`] checks for it before it spends more work on the sequence.
 
-use super::response_memory::{HeldBytes, ResponseMemory, event_bytes};
+use super::response_memory::{HeldBytes, event_bytes};
 use crate::request::{Request, RequestError, TokenEvent};
 use actix::{Message, Recipient};
 use std::future::poll_fn;
@@ -153,10 +153,10 @@ impl EventSender {
     }
 }
 
-/// Creates an event channel, whose unread events take their bytes from `memory`.
-pub fn event_channel(memory: &Arc<ResponseMemory>) -> (EventSender, TokenStream) {
+/// Creates an event channel, whose unread events are held by `bytes`.
+pub fn event_channel(bytes: HeldBytes) -> (EventSender, TokenStream) {
     let (tx, events) = mpsc::unbounded_channel();
-    let unread = Arc::new(Unread { bytes: memory.hold(), has_overflowed: AtomicBool::new(false) });
+    let unread = Arc::new(Unread { bytes, has_overflowed: AtomicBool::new(false) });
     let stream = TokenStream { events, produced_at: Instant::now(), unread: unread.clone() };
     (EventSender { events: tx, deadline: None, unread }, stream)
 }
@@ -164,7 +164,9 @@ pub fn event_channel(memory: &Arc<ResponseMemory>) -> (EventSender, TokenStream)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::actors::response_memory::ResponseMemory;
     use crate::request::FinishReason;
+    use crate::request::client::ClientId;
 
     fn token() -> TokenEvent {
         TokenEvent::Token(crate::request::Token { id: 5, logprob: None, rank: None, top: vec![(1, 0.5); 20] })
@@ -174,8 +176,8 @@ mod tests {
     #[actix_web::test]
     async fn unread_events_are_bounded_and_end_in_an_error() {
         let one = event_bytes(&token());
-        let memory = ResponseMemory::new(3 * one);
-        let (sender, mut stream) = event_channel(&memory);
+        let memory = ResponseMemory::new(6 * one);
+        let (sender, mut stream) = event_channel(memory.hold(ClientId::Local));
         (0..3).for_each(|_| sender.send(token()));
         assert_eq!(stream.next().await, Some(token()));
         // What is read makes room.
@@ -187,7 +189,7 @@ mod tests {
         for _ in 0..3 {
             assert_eq!(stream.next().await, Some(token()));
         }
-        let error = RequestError::ResponsesTooLarge { limit: 3 * one };
+        let error = RequestError::ResponseTooLarge { limit: 6 * one };
         assert_eq!(stream.next().await, Some(TokenEvent::Failed(error)));
         drop(sender);
         assert_eq!(stream.next().await, None);
@@ -196,10 +198,10 @@ mod tests {
     #[actix_web::test]
     async fn a_client_that_is_gone_holds_nothing() {
         let memory = ResponseMemory::new(1 << 20);
-        let (sender, stream) = event_channel(&memory);
+        let (sender, stream) = event_channel(memory.hold(ClientId::Local));
         sender.send(token());
         drop(stream);
         sender.send(token());
-        assert!(memory.hold().grow(1 << 20).is_ok());
+        assert!(memory.hold(ClientId::Local).grow(1 << 19).is_ok());
     }
 }

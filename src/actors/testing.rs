@@ -5,6 +5,7 @@ use super::response_memory::ResponseMemory;
 use super::sequence::{Sequence, SequenceKey};
 use super::stream::{TokenStream, event_channel};
 use crate::request::Request;
+use crate::request::client::ClientId;
 use actix::{Actor, Context, Handler, Message, Recipient};
 use mainstem_kernels::{Fraction, StepLimits};
 use std::sync::Arc;
@@ -15,6 +16,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 pub const LIMITS: StepLimits = StepLimits {
     slots: 1,
     rows: 4,
+    batch_rows: usize::MAX,
     logit_rows: 1,
     positions: 9,
     encoder_positions: 0,
@@ -69,19 +71,19 @@ pub fn request(prompt: usize, max_tokens: u32) -> Request {
 
 /// A sequence that has not begun, and its client's stream.
 pub fn sequence(key: u64, request: Request) -> (Box<Sequence>, TokenStream) {
-    let (events, stream) = event_channel(&ResponseMemory::new(usize::MAX));
+    let (events, stream) = event_channel(ResponseMemory::new(usize::MAX).hold(ClientId::Local));
     let sequence = Sequence {
         key: SequenceKey(key),
         group: key,
         events,
         followers: Vec::new(),
-        account: Arc::new(Account::new(request.client.id)),
+        account: Arc::new(Account::new(request.client.id, Arc::default())),
         request,
         permits: Vec::new(),
         lease: None,
         arrived: Instant::now(),
         progress: None,
-        charged: 0,
+        charged: Default::default(),
     };
     (Box::new(sequence), stream)
 }

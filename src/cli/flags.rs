@@ -92,9 +92,12 @@ pub struct EngineFlags {
     /// Maximum queued sequences.
     #[arg(long = "max-waiting", value_name = "N")]
     scheduler_max_waiting: Option<u32>,
-    /// Maximum batched tokens per step; must be greater than slots.
+    /// Maximum batched tokens per step, more than slots; auto is 512, or more from disk.
     #[arg(long = "token-budget", value_name = "N")]
-    scheduler_token_budget: Option<u32>,
+    scheduler_token_budget: Option<String>,
+    /// Maximum rows of a step computed at once; auto is all, or 512 with offloading.
+    #[arg(long = "batch-rows", value_name = "N")]
+    scheduler_batch_rows: Option<String>,
     /// Time between two tokens of a stream, which limits prompt rows; 0s is no limit.
     #[arg(long = "itl-target", value_name = "TIME")]
     scheduler_itl_target: Option<String>,
@@ -107,7 +110,7 @@ pub struct EngineFlags {
     /// Close holes between slots when sequences finish.
     #[arg(long = "shuffle", value_name = "MODE", value_parser = ["on", "off"])]
     scheduler_shuffle: Option<String>,
-    /// Micro-batches in flight at once: a number, or auto for one per stage.
+    /// Steps in flight at once (lanes): a number, or auto for one per stage.
     #[arg(long = "lanes", value_name = "N")]
     scheduler_lanes: Option<String>,
     /// Send a step before the tokens of the previous one are back.
@@ -140,6 +143,24 @@ pub struct EngineFlags {
     /// Skip the part of a prompt whose keys and values are cached.
     #[arg(long = "prefix-cache", value_name = "MODE", value_parser = ["on", "off"])]
     kv_prefix_cache: Option<String>,
+    /// Memory for the layers' weights: all, auto, 20% or 2GiB; the rest is read from disk.
+    #[arg(long = "host-memory", value_name = "SIZE")]
+    tiers_host: Option<String>,
+    /// Memory for the layers' KV caches: all, auto, 20% or 2GiB; the rest is on disk.
+    #[arg(long = "kv-memory", value_name = "SIZE")]
+    tiers_kv: Option<String>,
+    /// Read and write layers on disk while others compute.
+    #[arg(long = "overlap", value_name = "MODE", value_parser = ["on", "off"])]
+    tiers_overlap: Option<String>,
+    /// Folder for weights and KV caches on disk.
+    #[arg(long = "disk-path", value_name = "FOLDER", value_hint = ValueHint::DirPath)]
+    tiers_disk_path: Option<String>,
+    /// Choice of slots, cache size and weights in memory: as configured, or planned at start.
+    #[arg(long = "placement", value_name = "MODE", value_parser = ["configured", "auto"])]
+    tiers_placement: Option<String>,
+    /// Policy file of `mainstem plan`.
+    #[arg(long = "policy-file", value_name = "FILE", value_hint = ValueHint::FilePath)]
+    tiers_policy_file: Option<String>,
     /// Compute backend.
     #[arg(long = "device", value_name = "DEVICE", value_parser = ["cpu", "reference", "fake"])]
     device_kind: Option<String>,
@@ -169,6 +190,7 @@ impl EngineFlags {
         overrides.set("scheduler.slots", self.scheduler_slots);
         overrides.set("scheduler.max_waiting", self.scheduler_max_waiting);
         overrides.set("scheduler.token_budget", self.scheduler_token_budget);
+        overrides.set("scheduler.batch_rows", self.scheduler_batch_rows);
         overrides.set("scheduler.itl_target", self.scheduler_itl_target);
         overrides.set("scheduler.policy", self.scheduler_policy);
         overrides.set("scheduler.window", self.scheduler_window);
@@ -184,6 +206,12 @@ impl EngineFlags {
         overrides.set("kv.max_context", self.kv_max_context);
         overrides.set("kv.sparse_attention", self.kv_sparse_attention);
         overrides.set("kv.prefix_cache", self.kv_prefix_cache);
+        overrides.set("tiers.host", self.tiers_host);
+        overrides.set("tiers.kv", self.tiers_kv);
+        overrides.set("tiers.overlap", self.tiers_overlap);
+        overrides.set("tiers.disk_path", self.tiers_disk_path);
+        overrides.set("tiers.placement", self.tiers_placement);
+        overrides.set("tiers.policy_file", self.tiers_policy_file);
         overrides.set("device.kind", self.device_kind);
         overrides.set("device.step_timeout", self.device_step_timeout);
         overrides.set("device.threads", self.device_threads);
@@ -300,6 +328,9 @@ pub struct ServerFlags {
     /// Port of a listener of its own for /metrics; 0 for none.
     #[arg(long = "metrics-port", value_name = "PORT")]
     server_metrics_port: Option<u16>,
+    /// Folder of the files and batches of the API, which there are with one only.
+    #[arg(long = "data-dir", value_name = "FOLDER", value_hint = ValueHint::DirPath)]
+    batches_data_dir: Option<String>,
     /// Faults to rehearse, such as fail@100,nan@0.001; requires faults.enabled.
     #[arg(long = "inject", value_name = "FAULTS")]
     faults_inject: Option<String>,
@@ -324,6 +355,7 @@ impl ServerFlags {
         overrides.set("server.workers", self.server_workers);
         overrides.set("server.max_connections", self.server_max_connections);
         overrides.set("server.metrics_port", self.server_metrics_port.map(i64::from));
+        overrides.set("batches.data_dir", self.batches_data_dir);
         overrides.set("faults.inject", self.faults_inject);
     }
 }

@@ -7,6 +7,8 @@ pub mod start;
 
 pub mod escape;
 
+pub mod batch;
+
 pub mod bench;
 mod completions;
 mod evaluation;
@@ -104,10 +106,11 @@ Examples:
   mainstem run                                      chat with the built-in demo model
   mainstem run path/to/model \"Why is the sky blue?\" answer one prompt
   mainstem serve hf:owner/name --port 8000          serve a hub model with the OpenAI API
+  mainstem batch path/to/model IN.jsonl OUT.jsonl   answer a file of requests
   mainstem inspect path/to/model                    show architecture and memory requirements
   mainstem bench path/to/model                      measure speed on this machine
   mainstem perplexity path/to/model --text FILE     measure perplexity on a text
-  mainstem plan --partition path/to/model           predict speed on several devices
+  mainstem plan path/to/model                       find the best settings, and predict speed
   mainstem quantize path/to/model OUT --weights q4  quantize to about a third of the size
 
 Run mainstem COMMAND --help for the options of a command."
@@ -121,10 +124,11 @@ struct Cli {
 enum Command {
     Serve(Box<serve::ServeArgs>),
     Run(Box<run::RunArgs>),
+    Batch(Box<batch::BatchArgs>),
     Inspect(Box<inspect::InspectArgs>),
     Bench(Box<bench::BenchArgs>),
     Perplexity(Box<perplexity::PerplexityArgs>),
-    Plan(plan::PlanArgs),
+    Plan(Box<plan::PlanArgs>),
     Quantize(quantize::QuantizeArgs),
     Completions(completions::CompletionsArgs),
 }
@@ -135,10 +139,11 @@ pub fn run() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Serve(args) => serve::run(*args).map(succeeded),
         Command::Run(args) => run::run(*args),
+        Command::Batch(args) => batch::run(*args),
         Command::Inspect(args) => inspect::run(*args).map(succeeded),
         Command::Bench(args) => bench::run(*args),
         Command::Perplexity(args) => perplexity::run(*args),
-        Command::Plan(args) => plan::run(args).map(succeeded),
+        Command::Plan(args) => plan::run(*args).map(succeeded),
         Command::Quantize(args) => quantize::run(args),
         Command::Completions(args) => completions::run(args, &mut Cli::command()).map(succeeded),
     };

@@ -178,7 +178,7 @@ mod tests {
              --api-key a --api-key b \
              --cors-origin https://c.d --cors-origin http://e:1 \
              --allowed-host a.b --allowed-host *.c --tls-cert cert --tls-key key \
-             --request-timeout 9s --drain-timeout 8s --log-format json --log-level debug",
+             --request-timeout 9s --drain-timeout 8s --data-dir data --log-format json --log-level debug",
         );
         let model = config.model;
         assert_eq!((model.path.as_str(), model.served_name.as_str()), ("some/model", "tiny"));
@@ -194,6 +194,7 @@ mod tests {
         assert_eq!(server.allowed_hosts, ["a.b", "*.c"]);
         assert_eq!(server.tls, Some(TlsFiles { cert: "cert".into(), key: "key".into() }));
         assert_eq!(server.request_timeout, Some(Duration::from_secs(9)));
+        assert_eq!(server.batches.data_dir, Some("data".into()));
         assert_eq!(config.scheduler.drain_timeout, Duration::from_secs(8));
         assert_eq!((config.log.format, config.log.level.as_str()), (LogFormat::Json, "debug"));
     }

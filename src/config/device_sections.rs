@@ -2,9 +2,11 @@
 //!
 //! Invariant: this is plain data, as that of [`super::sections`].
 
+use super::policy::PlacementPolicy;
 use mainstem_kernels::ActivationPrecision;
 use mainstem_kernels::cpu::Isa;
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Options of the devices.
@@ -47,6 +49,49 @@ impl DeviceConfig {
     pub fn has_default_split(&self) -> bool {
         self.layers.is_empty() && self.shares.iter().flatten().all(|share| *share == 1)
     }
+}
+
+/// The memories and disks that hold a model's weights and KV caches.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TierConfig {
+    /// Memory for the weights of layers.
+    pub host: HostTier,
+    /// Memory for the KV caches of layers.
+    pub kv: HostTier,
+    /// Whether layers are read and written while others compute.
+    pub overlap: bool,
+    /// Folder for weights and KV caches that are on disk; `None` is the usual cache folder.
+    pub disk_path: Option<PathBuf>,
+    pub placement: Placement,
+    /// The policy that set some keys, if one did.
+    pub policy: Option<PlacementPolicy>,
+}
+
+/// The way to choose the number of sequences at once, and what stays in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// The configuration.
+    Configured,
+    /// The planner, at start, apart from what the configuration sets.
+    Auto {
+        /// Whether `scheduler.slots` is set.
+        slots: bool,
+        /// Whether `scheduler.token_budget` is set.
+        token_budget: bool,
+    },
+}
+
+/// Memory for the weights of a model's layers, or for their KV caches. Those that do not stay in it are read
+/// from disk for each step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum HostTier {
+    All,
+    /// All of them if they fit, else as many as do.
+    Auto,
+    /// At most so many bytes, of all devices together.
+    Bytes(u64),
+    /// At most this fraction of their bytes, from 0 to 1.
+    Fraction(f64),
 }
 
 /// A device's name, such as `cpu:0`.

@@ -3,6 +3,7 @@
 //!
 //! Invariant: only keys of the defaults are ever set, and every value carries its source.
 
+use super::policy::{POLICY_KEYS, POLICY_SECTION, PlacementPolicy};
 use super::{DEFAULTS, aliases};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -101,6 +102,8 @@ pub(super) struct LayeredSettings {
     set: BTreeMap<String, SetValue>,
     /// A message for each environment variable that looks like a setting and is none.
     warnings: Vec<String>,
+    /// The policy, if its file is a layer.
+    policy: Option<PlacementPolicy>,
 }
 
 /// A value that a layer sets.
@@ -127,7 +130,7 @@ impl LayeredSettings {
             TomlEntry::Key(key, value) => Some((key, value)),
             TomlEntry::Section(_) | TomlEntry::Bare(_) => None,
         });
-        LayeredSettings { defaults: keys.collect(), set: BTreeMap::new(), warnings: Vec::new() }
+        LayeredSettings { defaults: keys.collect(), set: BTreeMap::new(), warnings: Vec::new(), policy: None }
     }
 
     /// Replaces general defaults by those of the subcommand.
@@ -141,11 +144,49 @@ impl LayeredSettings {
 
     /// Adds the layer of the file at `path`.
     pub fn add_file(&mut self, path: &Path) -> Result<(), ConfigError> {
-        let text = std::fs::read_to_string(path).map_err(|e| ConfigError {
-            origin: ConfigSource::File { path: path.to_path_buf(), line: None },
-            message: e.to_string(),
-        })?;
-        self.add_text(path, &text)
+        self.add_text(path, &read_file(path)?)
+    }
+
+    /// Adds the layer of the policy file at `path`.
+    pub fn add_policy_file(&mut self, path: &Path) -> Result<(), ConfigError> {
+        self.add_policy(path, &read_file(path)?)
+    }
+
+    /// Adds the layer of a policy file at `path` that contains `text`.
+    pub fn add_policy(&mut self, path: &Path, text: &str) -> Result<(), ConfigError> {
+        let at = |line| ConfigSource::File { path: path.to_path_buf(), line };
+        let entries =
+            parse_toml(text).map_err(|(line, message)| ConfigError { origin: at(Some(line)), message })?;
+        let mut policy = toml::Table::new();
+        for (line, entry) in entries {
+            match entry {
+                TomlEntry::Section(name) if name == POLICY_SECTION => {}
+                TomlEntry::Section(name) => self.check_section(&name, at(Some(line)))?,
+                TomlEntry::Key(key, value) => match key.split_once('.') {
+                    Some((POLICY_SECTION, name)) => _ = policy.insert(name.to_owned(), value),
+                    _ if POLICY_KEYS.contains(&&*key) => self.set(&key, at(Some(line)), value)?,
+                    _ => {
+                        let message = format!("a policy cannot set {key}");
+                        return Err(ConfigError { origin: at(Some(line)), message });
+                    }
+                },
+                TomlEntry::Bare(name) => {
+                    let message = format!("'{name}' is outside of any section");
+                    return Err(ConfigError { origin: at(Some(line)), message });
+                }
+            }
+        }
+        let parsed = match policy.is_empty() {
+            true => Err("this is no policy file: it has no section [policy]".to_owned()),
+            false => PlacementPolicy::parse(policy),
+        };
+        self.policy = Some(parsed.map_err(|message| ConfigError { origin: at(None), message })?);
+        Ok(())
+    }
+
+    /// Returns the policy, if its file is a layer.
+    pub fn policy(&self) -> Option<PlacementPolicy> {
+        self.policy.clone()
     }
 
     /// Adds the layer of a file at `path` that contains `text`.
@@ -233,6 +274,16 @@ impl LayeredSettings {
         parse(self.find(key).1).map_err(|reason| self.error_for(key, &reason))
     }
 
+    /// Returns the text of `key`, if it is a text that is not empty.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        self.find(key).1.as_str().filter(|text| !text.is_empty())
+    }
+
+    /// Returns whether a layer sets `key`.
+    pub fn is_set(&self, key: &str) -> bool {
+        self.set.contains_key(key)
+    }
+
     /// Returns the source of `key`'s value.
     pub fn source(&self, key: &str) -> ConfigSource {
         self.find(key).0
@@ -290,6 +341,13 @@ impl LayeredSettings {
     pub fn keys(&self) -> impl Iterator<Item = &str> {
         self.defaults.keys().map(String::as_str)
     }
+}
+
+fn read_file(path: &Path) -> Result<String, ConfigError> {
+    std::fs::read_to_string(path).map_err(|error| ConfigError {
+        origin: ConfigSource::File { path: path.to_path_buf(), line: None },
+        message: error.to_string(),
+    })
 }
 
 /// An entry of a TOML text.

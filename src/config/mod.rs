@@ -12,6 +12,7 @@ mod device_sections;
 mod devices;
 mod faults;
 mod layers;
+mod policy;
 mod read;
 mod reference;
 mod sections;
@@ -20,6 +21,7 @@ mod values;
 pub use clients::{ApiKey, ApiKeys, KeyFile};
 pub use devices::format_groups;
 pub use layers::{ConfigError, ConfigSource, Overrides};
+pub use policy::{POLICY_VERSION, PlacementPolicy, PolicyPrediction, PolicyWorkload};
 pub use read::{parse_bytes, parse_duration};
 pub use reference::reference;
 pub use sections::*;
@@ -48,16 +50,28 @@ impl Config {
         flags: Overrides,
     ) -> Result<Config, ConfigError> {
         let named = environment.remove(CONFIG_FILE_VARIABLE).filter(|path| !path.is_empty());
-        let mut settings = LayeredSettings::new();
-        settings.add_defaults(&flags);
-        if let Some(path) = file.or(named.as_deref().map(Path::new)) {
-            settings.add_file(path)?;
+        let file = file.or(named.as_deref().map(Path::new));
+        let merge = |policy: Option<&Path>| {
+            let mut settings = LayeredSettings::new();
+            settings.add_defaults(&flags);
+            file.map_or(Ok(()), |path| settings.add_file(path))?;
+            policy.map_or(Ok(()), |path| settings.add_policy_file(path))?;
+            settings.add_environment(environment.clone())?;
+            settings.add_flags(flags.clone())?;
+            Ok(settings)
+        };
+        let settings = merge(None)?;
+        // Any other layer may name the file of the policy's.
+        match settings.text(POLICY_FILE) {
+            Some(path) => merge(Some(Path::new(path)))?.config(),
+            None => settings.config(),
         }
-        settings.add_environment(environment)?;
-        settings.add_flags(flags)?;
-        settings.config()
     }
 }
+
+/// Key of the file whose layer is between configuration file and environment.
+const POLICY_FILE: &str = "tiers.policy_file";
+
 #[cfg(test)]
 mod tests {
     use super::read::cores;
@@ -162,11 +176,22 @@ mod tests {
                     text_bytes: 1 << 20,
                 },
                 clients: ClientSettings::default(),
+                batches: BatchConfig {
+                    data_dir: None,
+                    file_limit_bytes: 200 << 20,
+                    quota_bytes: 10 << 30,
+                    max_batches: 100,
+                    max_requests: 50_000,
+                    retention: Duration::from_secs(30 * 86400),
+                    requests_at_once: 64,
+                },
             },
             scheduler: SchedulerConfig {
                 slots: 32,
                 max_waiting: 256,
                 token_budget: 512,
+                is_budget_auto: true,
+                batch_rows: None,
                 itl_target: Some(Duration::from_millis(50)),
                 policy: Policy::Fused,
                 shuffle: true,
@@ -182,6 +207,14 @@ mod tests {
                 max_context: None,
                 sparse_attention: Fraction::ONE,
                 prefix_cache: true,
+            },
+            tiers: TierConfig {
+                host: HostTier::All,
+                kv: HostTier::All,
+                overlap: true,
+                disk_path: None,
+                placement: Placement::Configured,
+                policy: None,
             },
             speculation: SpeculationConfig {
                 draft: "".into(),
@@ -291,6 +324,14 @@ mod tests {
             ("[kv]\npage_positions = 48", "kv.page_positions = 48: must be a multiple of 32"),
             ("[kv]\nsize = \"x tokens\"", "expected a whole number of tokens"),
             ("[kv]\ntype = \"q1\"", "must be one of \"f32\", \"f16\", \"bf16\""),
+            ("[tiers]\nhost = \"101%\"", "tiers.host = \"101%\": a percentage must be from 0% to 100%"),
+            ("[tiers]\nhost = \"most\"", "tiers.host = \"most\": must begin with a number"),
+            ("[tiers]\nhost = true", "expected \"all\", \"auto\", \"20%\" or a size"),
+            ("[tiers]\nplacement = \"best\"", "must be one of \"configured\", \"auto\""),
+            (
+                "[tiers]\nplacement = \"auto\"\npolicy_file = \"p\"",
+                "tiers.placement = \"auto\": cannot be combined with tiers.policy_file",
+            ),
             ("[device]\nfake_row = \"9\"", "device.fake_row = \"9\": the unit must be ns, us"),
             (
                 "[speculation]\nmethod = \"draft\"",
@@ -347,6 +388,15 @@ mod tests {
         let nanos = parse_config("[device]\nkind = \"fake\"\nfake_step = \"7 ns\"").unwrap().device.groups;
         assert_eq!(nanos[0][0].kind, DeviceKind::Fake { step: Duration::from_nanos(7), row: Duration::ZERO });
         assert_eq!(parse_config("[kv]\nsize = \"4096 tokens\"").unwrap().kv.size, KvSize::Tokens(4096));
+        for (text, host) in [
+            ("auto", HostTier::Auto),
+            ("0", HostTier::Bytes(0)),
+            ("600MiB", HostTier::Bytes(600 << 20)),
+            ("20%", HostTier::Fraction(0.2)),
+        ] {
+            assert_eq!(with_flag("tiers.host", text).unwrap().tiers.host, host);
+            assert_eq!(with_flag("tiers.kv", text).unwrap().tiers.kv, host);
+        }
         assert!(!parse_config("[kv]\nprefix_cache = \"off\"").unwrap().kv.prefix_cache);
         let few = parse_config("[kv]\nsparse_attention = 0.1\ntype = \"q4\"").unwrap().kv;
         assert_eq!(
@@ -354,6 +404,16 @@ mod tests {
             (2, QuantType::G4_B64),
             "not q4_b32t1a, which is q4 of weights"
         );
+    }
+
+    /// Keys that no layer sets are for the planner to choose.
+    #[test]
+    fn a_planned_placement_keeps_what_is_set() {
+        let fixed = |toml: &str| parse_config(toml).unwrap().tiers.placement;
+        let auto = |slots, token_budget| Placement::Auto { slots, token_budget };
+        assert_eq!(fixed("[tiers]\nplacement = \"auto\""), auto(false, false));
+        assert_eq!(fixed("[tiers]\nplacement = \"auto\"\n[scheduler]\nslots = 32"), auto(true, false));
+        assert_eq!(fixed("[tiers]\nplacement = \"auto\"\n[scheduler]\ntoken_budget = 99"), auto(false, true));
     }
 
     #[test]
@@ -428,8 +488,11 @@ mod tests {
     /// Slots and token budget contradict each other: the error names the key that was set later.
     #[test]
     fn the_later_of_two_contradicting_keys_is_reported() {
-        let error = with_flag("scheduler.slots", 512).unwrap_err();
-        let message = "scheduler.slots = 512: must be less than scheduler.token_budget, which is 512";
+        let mut flags = Overrides::default();
+        flags.set("scheduler.slots", Some(8));
+        let file = Scratch::new("budget", "[scheduler]\ntoken_budget = 8");
+        let error = Config::load(Some(&file.0), flags).unwrap_err();
+        let message = "scheduler.slots = 8: must be less than scheduler.token_budget, which is 8";
         assert_eq!((error.origin, error.message.as_str()), (ConfigSource::CommandLine, message));
         let message = "scheduler.token_budget = 7: must be more than scheduler.slots, which is 8";
         assert_eq!(error_of("[scheduler]\nslots = 8\ntoken_budget = 7"), format!("some.toml:3: {message}"));

@@ -28,11 +28,13 @@ impl LayeredSettings {
     /// Returns the complete configuration, or the error of the first invalid value.
     pub(super) fn config(&self) -> Result<Config, ConfigError> {
         let device = self.device()?;
+        let scheduler = self.scheduler(&device)?;
         Ok(Config {
             model: self.model()?,
-            server: self.server()?,
-            scheduler: self.scheduler(&device)?,
+            server: self.server(&scheduler)?,
+            scheduler,
             kv: self.kv()?,
+            tiers: self.tiers()?,
             speculation: self.speculation()?,
             faults: self.faults(&device)?,
             device,
@@ -63,7 +65,7 @@ impl LayeredSettings {
         })
     }
 
-    fn server(&self) -> Result<ServerConfig, ConfigError> {
+    fn server(&self, scheduler: &SchedulerConfig) -> Result<ServerConfig, ConfigError> {
         let request_timeout = self.get("server.request_timeout", duration)?;
         let policies = [("ignore", UnknownFieldsPolicy::Ignore), ("reject", UnknownFieldsPolicy::Reject)];
         Ok(ServerConfig {
@@ -94,6 +96,19 @@ impl LayeredSettings {
             tls: self.tls()?,
             grammar: self.grammar()?,
             clients: self.clients()?,
+            batches: self.batches(scheduler)?,
+        })
+    }
+
+    fn batches(&self, scheduler: &SchedulerConfig) -> Result<BatchConfig, ConfigError> {
+        Ok(BatchConfig {
+            data_dir: self.get("batches.data_dir", values::path)?,
+            file_limit_bytes: self.get("batches.file_limit", |v| values::size(v, 1024))?,
+            quota_bytes: self.get("batches.quota", |v| values::size(v, 1024))?,
+            max_batches: self.get("batches.max_batches", |v| integer(v, 1, 1 << 20))?,
+            max_requests: self.get("batches.max_requests", |v| integer(v, 1, 1 << 24))?,
+            retention: self.get("batches.retention", whole_seconds)?,
+            requests_at_once: scheduler.requests_at_once(),
         })
     }
 
@@ -149,6 +164,9 @@ impl LayeredSettings {
 
     fn scheduler(&self, device: &DeviceConfig) -> Result<SchedulerConfig, ConfigError> {
         let (slots, token_budget) = self.slots_and_token_budget()?;
+        let auto_or_integer = |key| self.get(key, |v| values::auto_or_integer(v, 1 << 24));
+        let (budget, batch_rows) =
+            (auto_or_integer("scheduler.token_budget")?, auto_or_integer("scheduler.batch_rows")?);
         let window = self.get("scheduler.window", non_zero_duration)?;
         let run_ahead = [("auto", None), ("on", Some(true)), ("off", Some(false))];
         let run_ahead = self.get("scheduler.run_ahead", |v| one_of(v, &run_ahead))?;
@@ -161,6 +179,8 @@ impl LayeredSettings {
             slots,
             max_waiting: self.get("scheduler.max_waiting", |v| integer(v, 0, 1 << 24))?,
             token_budget,
+            is_budget_auto: budget.is_none(),
+            batch_rows,
             itl_target: Some(self.get("scheduler.itl_target", duration)?).filter(|target| !target.is_zero()),
             policy: self.get("scheduler.policy", |v| one_of(v, &policies))?,
             shuffle: self.get("scheduler.shuffle", |v| one_of(v, &[("on", true), ("off", false)]))?,
@@ -176,7 +196,8 @@ impl LayeredSettings {
     fn slots_and_token_budget(&self) -> Result<(usize, usize), ConfigError> {
         let (slots_key, budget_key) = ("scheduler.slots", "scheduler.token_budget");
         let slots = self.get(slots_key, |v| integer(v, 1, 1 << 16))?;
-        let budget = self.get(budget_key, |v| integer(v, 1, 1 << 24))?;
+        let budget = self.get(budget_key, |v| values::auto_or_integer(v, 1 << 24))?;
+        let budget = budget.unwrap_or(AUTO_TOKEN_BUDGET.max(2 * slots));
         if budget > slots {
             return Ok((slots, budget));
         }
@@ -197,6 +218,32 @@ impl LayeredSettings {
             max_context: (max_context > 0).then_some(max_context),
             sparse_attention: self.get("kv.sparse_attention", values::fraction)?,
             prefix_cache: self.get("kv.prefix_cache", |v| one_of(v, &[("on", true), ("off", false)]))?,
+        })
+    }
+
+    fn tiers(&self) -> Result<TierConfig, ConfigError> {
+        let placements = [
+            ("configured", Placement::Configured),
+            (
+                "auto",
+                Placement::Auto {
+                    slots: self.is_set("scheduler.slots"),
+                    token_budget: self.is_set("scheduler.token_budget"),
+                },
+            ),
+        ];
+        let placement = self.get("tiers.placement", |v| one_of(v, &placements))?;
+        let policy_file = self.get("tiers.policy_file", values::path)?;
+        if placement != Placement::Configured && policy_file.is_some() {
+            return Err(self.error_for("tiers.placement", "cannot be combined with tiers.policy_file"));
+        }
+        Ok(TierConfig {
+            host: self.get("tiers.host", values::host_tier)?,
+            kv: self.get("tiers.kv", values::host_tier)?,
+            overlap: self.get("tiers.overlap", |v| one_of(v, &[("on", true), ("off", false)]))?,
+            disk_path: self.get("tiers.disk_path", values::path)?,
+            placement,
+            policy: self.policy(),
         })
     }
 

@@ -20,6 +20,7 @@ pub struct Config {
     pub server: ServerConfig,
     pub scheduler: SchedulerConfig,
     pub kv: KvConfig,
+    pub tiers: TierConfig,
     pub speculation: SpeculationConfig,
     pub device: DeviceConfig,
     pub faults: FaultPlan,
@@ -110,6 +111,26 @@ pub struct ServerConfig {
     pub grammar: GrammarConfig,
     /// Settings of clients without an API key, and defaults of those with one.
     pub clients: ClientSettings,
+    pub batches: BatchConfig,
+}
+
+/// Options of files and batches in the API.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BatchConfig {
+    /// Folder of the files and the database; `None` for no such API.
+    pub data_dir: Option<PathBuf>,
+    /// Maximum size of an uploaded file, in bytes.
+    pub file_limit_bytes: u64,
+    /// Maximum size of all files of a client, in bytes.
+    pub quota_bytes: u64,
+    /// Maximum number of batches of a client that have not ended.
+    pub max_batches: usize,
+    /// Maximum number of requests of a batch.
+    pub max_requests: usize,
+    /// Time for which a file is kept if its upload does not say, and a batch after its end.
+    pub retention: Duration,
+    /// Number of requests of a batch that are in flight at once.
+    pub requests_at_once: usize,
 }
 
 /// Access to `/metrics` if API keys are configured.
@@ -160,6 +181,10 @@ pub struct SchedulerConfig {
     pub max_waiting: usize,
     /// Maximum rows of one step; more than `slots`.
     pub token_budget: usize,
+    /// Whether no token budget was configured, so that steps which read weights from disk may have more rows.
+    pub is_budget_auto: bool,
+    /// Rows that are computed at once; `None` chooses them.
+    pub batch_rows: Option<usize>,
     /// The time between two tokens of a stream that prompts leave it; `None` is any time.
     pub itl_target: Option<Duration>,
     pub policy: Policy,
@@ -174,7 +199,21 @@ pub struct SchedulerConfig {
     pub drain_timeout: Duration,
 }
 
-/// The number of lanes. A lane is a range of slots whose micro-batch has one step in flight.
+impl SchedulerConfig {
+    /// Returns the number of requests of a batch that are in flight at once: those that run, and enough
+    /// queued ones that each step can be filled.
+    pub fn requests_at_once(&self) -> usize {
+        self.slots + self.slots.max(QUEUED_MIN).min(self.max_waiting)
+    }
+}
+
+/// Least number of requests of a batch that are queued, so that a slot that becomes free finds one.
+const QUEUED_MIN: usize = 4;
+
+/// The token budget if none is configured, and weights are in memory.
+pub(super) const AUTO_TOKEN_BUDGET: usize = 512;
+
+/// The number of lanes. A lane is a range of slots that has one step in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LaneCount {
     /// One lane per stage.

@@ -3,7 +3,7 @@
 //!
 //! Invariant: an error message about a secret never contains it.
 
-use super::sections::{KvSize, LaneCount, PAGE_UNIT};
+use super::sections::{HostTier, KvSize, LaneCount, PAGE_UNIT};
 use crate::request::ParamList;
 use mainstem_kernels::Fraction;
 use std::path::PathBuf;
@@ -172,14 +172,19 @@ pub(super) fn size(value: &Value, min: u64) -> Result<u64, String> {
 }
 
 pub(super) fn lanes(value: &Value) -> Result<LaneCount, String> {
+    Ok(auto_or_integer(value, 1 << 16)?.map_or(LaneCount::PerStage, LaneCount::Number))
+}
+
+/// Parses "auto", which is `None`, or a whole number from 1 to `max`.
+pub(super) fn auto_or_integer(value: &Value, max: i64) -> Result<Option<usize>, String> {
     let number = match value {
-        Value::String(word) if word == "auto" => return Ok(LaneCount::PerStage),
+        Value::String(word) if word == "auto" => return Ok(None),
         // Flags give numbers as strings.
         Value::String(text) => text.parse().map_or_else(|_| value.clone(), Value::Integer),
         _ => value.clone(),
     };
-    let lanes = integer(&number, 1, 1 << 16).map(LaneCount::Number);
-    lanes.map_err(|reason| format!("{reason}, or be \"auto\"").replace("number, or be", "number, or"))
+    let parsed = integer(&number, 1, max).map(Some);
+    parsed.map_err(|reason| format!("{reason}, or be \"auto\"").replace("number, or be", "number, or"))
 }
 
 pub(super) fn kv_size(value: &Value) -> Result<KvSize, String> {
@@ -192,6 +197,25 @@ pub(super) fn kv_size(value: &Value) -> Result<KvSize, String> {
         return tokens.map(KvSize::Tokens).ok_or_else(|| "expected a whole number of tokens".to_string());
     }
     size(value, 1).map(KvSize::Bytes)
+}
+
+/// Parses the memory for weights or caches: a word, a percentage or a size.
+pub(super) fn host_tier(value: &Value) -> Result<HostTier, String> {
+    let text = match value {
+        Value::String(text) => text.trim(),
+        Value::Integer(_) => return size(value, 0).map(HostTier::Bytes),
+        _ => return Err("expected \"all\", \"auto\", \"20%\" or a size such as \"2GiB\"".to_string()),
+    };
+    match (text, text.strip_suffix('%')) {
+        ("all", _) => Ok(HostTier::All),
+        ("auto", _) => Ok(HostTier::Auto),
+        (_, Some(percent)) => {
+            let percent = percent.trim().parse().ok().filter(|percent| (0.0..=100.0).contains(percent));
+            let fraction = percent.map(|percent: f64| HostTier::Fraction(percent / 100.0));
+            fraction.ok_or_else(|| "a percentage must be from 0% to 100%".to_string())
+        }
+        _ => size(value, 0).map(HostTier::Bytes),
+    }
 }
 
 pub(super) fn page_size(value: &Value) -> Result<usize, String> {

@@ -53,8 +53,8 @@ pub struct PageDemand {
 /// The reason for which a sequence cannot begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoLease {
-    /// Too few pages can be leased.
-    Short,
+    /// Too few pages can be leased: of those that it needs beside shared ones, so many are missing.
+    Short { needed: usize, missing: usize },
     /// A page that it needs is being computed for another sequence, and can be shared afterwards.
     Coming,
 }
@@ -68,6 +68,8 @@ pub struct Lease {
     window: WindowPages,
     /// Number of pages of its own that the sequence may still need.
     growth: usize,
+    /// Number of pages of its own that others held when it began.
+    shared: usize,
     /// Number of leading positions whose K and V were in the pages, or will be after the copy.
     computed: usize,
     /// The page that the last of these positions are copied from, held until the copy is sent.
@@ -124,6 +126,7 @@ impl PagePool {
     /// Leases the pages of a sequence that begins. With a `chain` of its first tokens, it shares the pages
     /// that hold them already, and the others are announced as being computed; the chain comes back if there
     /// is no lease. Nothing is leased then.
+    #[allow(clippy::result_large_err)] // a box would be allocated at each attempt
     pub fn begin(
         &self,
         demand: PageDemand,
@@ -141,13 +144,16 @@ impl PagePool {
         let margin = if group.held() > 0 { margin.min(*all_growth + growth) } else { 0 };
         let needed = own + cross - found.full.len() + margin;
         let idle = found.full.iter().filter(|page| group.is_idle(**page)).count();
-        let rest = (group.available() - idle).checked_sub(needed);
+        let available = group.available() - idle;
+        let rest = available.checked_sub(needed);
         let window_rest = match (&window, &in_window) {
             (Some(window), Some(found)) => window.rest(found, own),
             _ => Some(usize::MAX),
         };
         let Some((rest, window_rest)) = rest.zip(window_rest) else {
-            return Err((NoLease::Short, chain));
+            // Of the windowed layers' pages, a sequence has few.
+            let missing = needed.saturating_sub(available).max(1);
+            return Err((NoLease::Short { needed: needed - margin + idle, missing }, chain));
         };
         // Without a page to spare, what is in the source is computed again.
         let mut source = found.partial.filter(|(page, _)| rest > 0 || !group.is_idle(*page));
@@ -155,6 +161,7 @@ impl PagePool {
             source = source.filter(|_| window_rest > 0);
             found.source = found.source.filter(|_| source.is_some());
         }
+        let shared = found.full.len() - idle;
         found.full.iter().for_each(|page| group.hold(*page));
         if let Some((page, _)) = source {
             group.hold(page);
@@ -177,6 +184,7 @@ impl PagePool {
             cross,
             window: window.unwrap_or_default(),
             growth,
+            shared,
             computed,
             source: source.map(|(page, _)| page),
             chain,
@@ -262,6 +270,12 @@ impl PagePool {
 }
 
 impl Lease {
+    /// Returns the number of pages that the sequence does not share: its own and those of encoder positions,
+    /// without those that others held when it began.
+    pub fn unshared(&self) -> usize {
+        (self.own.len() + self.cross.len()).saturating_sub(self.shared)
+    }
+
     /// Returns the pages of the sequence's own positions, in order.
     pub fn own(&self) -> &[Page] {
         &self.own
@@ -307,7 +321,7 @@ impl Lease {
         let size = self.pool.page_positions;
         let own = self.own[..positions / size].to_vec();
         let source = (!positions.is_multiple_of(size)).then(|| self.own[positions / size]);
-        let growth = self.own.len() + self.growth - own.len();
+        let (growth, shared) = (self.own.len() + self.growth - own.len(), own.len() + self.cross.len());
         let states = &mut *self.pool.lock();
         own.iter().chain(&self.cross).chain(&source).for_each(|page| states.own.hold(*page));
         let window = states.window.as_mut().map(|window| window.fork(&self.window, positions));
@@ -317,6 +331,7 @@ impl Lease {
             cross: self.cross.clone(),
             window: window.unwrap_or_default(),
             growth,
+            shared,
             computed: positions,
             source,
             chain: None,
@@ -656,7 +671,7 @@ mod tests {
         let mut second = begin(&pool, &tokens(11)).expect("there are enough");
         assert_eq!((second.computed(), second.copy(), pool.available()), (8, None, 0));
         second.note_computed(11);
-        assert_eq!(begin(&pool, &tokens(11)).map(drop), Err(NoLease::Short));
+        assert!(matches!(begin(&pool, &tokens(11)), Err(NoLease::Short { .. })));
         drop(second);
         let third = begin(&pool, &[tokens(6), vec![50]].concat()).expect("there are enough");
         assert_eq!(third.computed(), 6);
@@ -830,7 +845,7 @@ mod tests {
                                 shared += computed;
                                 running.push((lease, tokens, computed));
                             }
-                            Err(NoLease::Short) => short += 1,
+                            Err(NoLease::Short { .. }) => short += 1,
                             Err(NoLease::Coming) => coming += 1,
                         }
                     }

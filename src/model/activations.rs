@@ -1,21 +1,19 @@
 //! Buffers for the intermediate results of a layer.
 //!
-//! Invariant: allocated once, for the largest step and the widest layer of both stacks.
+//! Invariant: allocated once, for the largest row batch and the widest layer of both stacks. Only the
+//! residual stream, with the angles of its positions, exists for all rows of a step.
 
 use super::load_target::LoadTarget;
 use super::spec::{AttentionSpec, MlpSpec, ModelSpec};
-use mainstem_kernels::{DeviceError, StepLimits};
+use mainstem_kernels::{DeviceError, SpanStack, StepLimits};
 
-/// Activation buffers of shape (rows, width), in the backend's activation type.
+/// Activation buffers of shape (rows, width), in the backend's activation type, for the rows of a batch.
 pub struct Activations<Buf> {
-    /// The residual stream, (rows, hidden).
+    /// The residual stream of the current rows, (rows, hidden).
     pub x: Buf,
     /// The normalized residual stream and the output of a sub-layer, (rows, hidden).
     pub h: Buf,
     pub y: Buf,
-    /// The encoder output, (rows, hidden), from which the decoder layers compute the K and V of their
-    /// cross-attention.
-    pub encoder_output: Buf,
     /// Queries, (rows, heads, k_dim).
     pub q: Buf,
     /// Keys, (rows, kv_heads, k_dim).
@@ -35,6 +33,9 @@ pub struct Activations<Buf> {
     /// Cosines and sines of the step's positions, (rows, dims / 2, 2), F32, for each kind of rotary position
     /// embedding.
     pub angles: Vec<Buf>,
+    /// The residual streams of the row batches of each stack that are not the current rows. Those of the
+    /// encoder remain there for the cross-attention of the decoder layers.
+    streams: [Vec<ResidualStream<Buf>>; 2],
     /// The rows whose logits are computed, (logit rows, hidden).
     pub selected: Buf,
     pub selected_h: Buf,
@@ -53,6 +54,12 @@ pub struct Activations<Buf> {
     pub ranks: usize,
 }
 
+/// The residual stream of a row batch, and the angles of its positions.
+struct ResidualStream<Buf> {
+    x: Buf,
+    angles: Vec<Buf>,
+}
+
 impl<Buf> Activations<Buf> {
     /// Allocates buffers for every step within `limits`, of a model whose layers `ranks` devices share.
     pub fn new<T: LoadTarget<Buf = Buf>>(
@@ -61,25 +68,36 @@ impl<Buf> Activations<Buf> {
         limits: &StepLimits,
     ) -> Result<Activations<Buf>, DeviceError> {
         let w = Widths::for_spec(spec);
-        let angles = w.angles.iter().map(|width| target.alloc(limits.rows * width * size_of::<f32>()));
-        let angles = angles.collect::<Result<_, _>>()?;
-        let size = target.activation_type().size();
+        let has_cross = spec.stacks().flat_map(|stack| &stack.layers).any(|layer| layer.cross.is_some());
+        let batches = [
+            (SpanStack::Encoder, limits.encoder_batches(), spec.encoder.is_some() || has_cross),
+            (SpanStack::Decoder, limits.decoder_batches(), spec.decoder.is_some()),
+        ];
+        let mut streams = [Vec::new(), Vec::new()];
+        for (stack, batches, _) in batches.into_iter().filter(|(.., is_used)| *is_used) {
+            for batch in 0..batches {
+                streams[stack as usize].push(w.alloc_stream(target, limits, (stack, batch))?);
+            }
+        }
+        // Taken from the streams.
+        let angles = w.angles.iter().map(|_| target.alloc(0)).collect::<Result<_, _>>()?;
+        let (rows, size) = (limits.rows_at_once(), target.activation_type().size());
         let mut alloc = |rows: usize, width: usize| target.alloc(rows * width * size);
         Ok(Activations {
-            x: alloc(limits.rows, w.hidden)?,
-            h: alloc(limits.rows, w.hidden)?,
-            y: alloc(limits.rows, w.stream)?,
-            encoder_output: alloc(limits.rows, w.encoder_output)?,
-            q: alloc(limits.rows, w.q)?,
-            k: alloc(limits.rows, w.k)?,
-            v: alloc(limits.rows, w.v)?,
-            gathered: alloc(limits.rows, w.gathered)?,
-            a: alloc(limits.rows, w.a)?,
-            gate: alloc(limits.rows, w.mlp)?,
-            up: alloc(limits.rows, w.mlp)?,
-            router: alloc(limits.rows, w.router)?,
-            shared: alloc(limits.rows, w.shared)?,
+            x: alloc(0, 0)?,
+            h: alloc(rows, w.hidden)?,
+            y: alloc(rows, w.stream)?,
+            q: alloc(rows, w.q)?,
+            k: alloc(rows, w.k)?,
+            v: alloc(rows, w.v)?,
+            gathered: alloc(rows, w.gathered)?,
+            a: alloc(rows, w.a)?,
+            gate: alloc(rows, w.mlp)?,
+            up: alloc(rows, w.mlp)?,
+            router: alloc(rows, w.router)?,
+            shared: alloc(rows, w.shared)?,
             angles,
+            streams,
             selected: alloc(limits.logit_rows, w.hidden)?,
             selected_h: alloc(limits.logit_rows, w.stream)?,
             logits: alloc(limits.logit_rows, w.vocab)?,
@@ -92,13 +110,21 @@ impl<Buf> Activations<Buf> {
     }
 }
 
+impl<Buf> Activations<Buf> {
+    /// Exchanges the residual stream of the current rows, with its angles, for that of a row batch. A second
+    /// call undoes this.
+    pub fn exchange(&mut self, stack: SpanStack, batch: usize) {
+        let stream = &mut self.streams[stack as usize][batch];
+        std::mem::swap(&mut self.x, &mut stream.x);
+        std::mem::swap(&mut self.angles, &mut stream.angles);
+    }
+}
+
 /// Widths of the buffers: the maximum over all layers.
 struct Widths {
     hidden: usize,
     /// Width of the residual stream, or of an embedding that is wider.
     stream: usize,
-    /// Zero without cross-attention.
-    encoder_output: usize,
     q: usize,
     k: usize,
     v: usize,
@@ -116,6 +142,24 @@ struct Widths {
 }
 
 impl Widths {
+    /// Allocates the residual stream of a row batch of a stack.
+    fn alloc_stream<T: LoadTarget>(
+        &self,
+        target: &mut T,
+        limits: &StepLimits,
+        (stack, batch): (SpanStack, usize),
+    ) -> Result<ResidualStream<T::Buf>, DeviceError> {
+        let most = limits.rows_at_once();
+        let rows = match stack {
+            SpanStack::Encoder => most,
+            // All batches before are full.
+            SpanStack::Decoder => most.min(limits.rows - batch * most),
+        };
+        let x = target.alloc(rows * self.hidden * target.activation_type().size())?;
+        let angles = self.angles.iter().map(|width| target.alloc(rows * width * size_of::<f32>()));
+        Ok(ResidualStream { x, angles: angles.collect::<Result<_, _>>()? })
+    }
+
     fn for_spec(spec: &ModelSpec) -> Widths {
         let layers = || spec.stacks().flat_map(|stack| &stack.layers);
         let attentions = || {
@@ -140,7 +184,6 @@ impl Widths {
         Widths {
             hidden: spec.hidden,
             stream: spec.hidden.max(embedding).max(head_input),
-            encoder_output: if layers().any(|layer| layer.cross.is_some()) { spec.hidden } else { 0 },
             q: widest(AttentionSpec::q_width),
             k: widest(AttentionSpec::k_width),
             v: widest(AttentionSpec::v_width),

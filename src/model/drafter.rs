@@ -12,9 +12,9 @@ pub trait Drafter<B: Backend>: Send {
     /// every step, because the page copies of a step apply to the caches of the drafter as well.
     fn make_drafts(&mut self, b: &mut B, batch: &StepBatch, out: &mut StepOutput) -> Result<(), DeviceError>;
 
-    /// Receives the hidden states (rows, hidden) that the target's last layer has computed for the decoder
-    /// rows of `batch`, before the final norm. A drafter that continues from them (EAGLE, MTP) copies what
-    /// its next drafts need; a separate model ignores them.
+    /// Receives the hidden states (rows, hidden) that the target's last layer has computed for the current
+    /// rows, before the final norm: called for each row batch of the decoder, in order. A drafter that
+    /// continues from them (EAGLE, MTP) copies what its next drafts need; a separate model ignores them.
     fn receive_hidden(&mut self, b: &mut B, batch: &StepBatch, hidden: &B::Buf) {
         let _ = (b, batch, hidden);
     }

@@ -7,7 +7,8 @@ use super::draft_model::{DraftModel, draft_limits, load_draft};
 use super::drafter::Drafter;
 use super::load;
 use super::load_target::{ByteCounter, LoadTarget};
-use super::schedule::{self, Caches, LayerCache, StepIo};
+use super::offload::{CacheOffload, CacheReport, OffloadReport, StreamedCaches, buffer_layouts};
+use super::schedule::{self, Caches, DecoderCaches, LayerCache, StepIo};
 use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
 use super::spec::{AttentionSpec, ModelSpec};
@@ -56,6 +57,11 @@ pub struct ExecutorReport {
     pub activation_bytes: usize,
     /// Other step buffers of the backend.
     pub step_bytes: usize,
+    /// The places of the layers' weights, if these are loaded from a store. What is in memory is a part of
+    /// `weight_bytes`.
+    pub offload: Option<OffloadReport>,
+    /// The places of the KV caches that do not stay in memory. Their buffers are a part of `kv_bytes`.
+    pub cache_offload: Option<CacheReport>,
 }
 
 impl ExecutorReport {
@@ -85,7 +91,7 @@ pub struct ModelExecutor<B: Backend> {
 /// Everything that an executor allocates, apart from the backend's own buffers.
 struct Allocated<Buf> {
     model: Model<Buf>,
-    kv: Vec<LayerCache<Buf>>,
+    kv: DecoderCaches<Buf>,
     /// The encoder's cache, whose contents last for one layer.
     scratch: Option<KvLayer<Buf>>,
     act: Activations<Buf>,
@@ -134,15 +140,19 @@ fn allocate<T: LoadTarget>(
     limits: &StepLimits,
 ) -> Result<(Allocated<T::Buf>, ExecutorReport)> {
     let mut meter = AllocationMeter::default();
-    let model = load::load(target, source, shard, source.shard_spec(shard)?, limits)?;
+    let (model, offload) = load::load(target, source, shard, source.shard_spec(shard)?, limits)?;
     let draft_source = draft_of(source, shard);
     let draft = draft_source.map(|draft| load_draft(target, draft, limits)).transpose()?;
     let spec = &model.spec;
     let weight_bytes = meter.since_last(target);
-    let caches = alloc_caches(target, spec, kv, limits)?;
+    let (caches, cache_offload) = alloc_caches(target, (spec, kv), limits, Some(source))?;
     let draft_limits = draft_source.map(|draft| draft_limits(draft, limits));
     let of_draft = draft.as_ref().zip(draft_limits.as_ref());
-    let draft_kv = of_draft.map(|(draft, limits)| alloc_caches(target, &draft.spec, kv, limits)).transpose();
+    let draft_kv = of_draft
+        .map(|(draft, limits)| {
+            alloc_caches(target, (&draft.spec, kv), limits, None).map(|(caches, _)| caches)
+        })
+        .transpose();
     let draft_kv = draft_kv.context("the draft model")?;
     let kv_bytes = meter.since_last(target);
     let scratch = scratch_layout(spec, limits).map(|layout| target.alloc_kv(layout)).transpose();
@@ -167,6 +177,8 @@ fn allocate<T: LoadTarget>(
         kv_bytes,
         activation_bytes,
         step_bytes: meter.since_last(target),
+        offload,
+        cache_offload,
     };
     Ok((Allocated { model, kv: caches, scratch, act, draft }, report))
 }
@@ -177,16 +189,44 @@ fn draft_of<'a>(source: &'a ModelSource, shard: &Shard) -> Option<&'a ModelSourc
     source.draft.as_deref().filter(|_| is_here)
 }
 
-/// Allocates the caches of the decoder's layers of a model.
+/// Allocates the caches of the decoder's layers of a model, of which some are in a file if `source` says so.
 fn alloc_caches<T: LoadTarget>(
     target: &mut T,
-    spec: &ModelSpec,
-    kv: KvCacheConfig,
+    (spec, kv): (&ModelSpec, KvCacheConfig),
     limits: &StepLimits,
-) -> Result<Vec<LayerCache<T::Buf>>> {
-    let layouts = kv_layouts(spec, kv, limits);
-    let alloc = |(table, layout)| target.alloc_kv(layout).map(|kv| LayerCache { table, kv });
-    layouts.map(alloc).collect::<Result<_, _>>().context("allocating the KV cache")
+    source: Option<&ModelSource>,
+) -> Result<(DecoderCaches<T::Buf>, Option<CacheReport>)> {
+    let layouts: Vec<_> = kv_layouts(spec, kv, limits).collect();
+    let offload = source.and_then(|source| Some((source.cache_offload.as_ref()?, &source.transfers)));
+    let is_streamed =
+        offload.map_or_else(|| vec![false; layouts.len()], |(offload, _)| offload.choose(&layouts));
+    let alloc = |((table, layout), is_streamed): (&(KvTable, KvLayout), &bool)| {
+        let kv = match is_streamed {
+            false => target.alloc_kv(*layout)?,
+            true => KvLayer { k: target.alloc(0)?, v: target.alloc(0)?, layout: *layout },
+        };
+        Ok::<_, DeviceError>(LayerCache { table: *table, kv })
+    };
+    let layers = layouts.iter().zip(&is_streamed).map(alloc).collect::<Result<_, _>>();
+    let layers = layers.context("allocating the KV cache")?;
+    let Some((offload, transfers)) = offload.filter(|_| is_streamed.contains(&true)) else {
+        return Ok((DecoderCaches { layers, streamed: None }, None));
+    };
+    let places: Vec<_> = layouts.into_iter().map(|(_, layout)| layout).zip(is_streamed).collect();
+    let in_file: Vec<KvLayout> =
+        places.iter().filter(|(_, is_streamed)| *is_streamed).map(|(layout, _)| *layout).collect();
+    let bytes_of = |target: &T, layout: &KvLayout| target.device_sizes().kv_bytes(layout).map(|[k, v]| k + v);
+    let file_bytes = in_file.iter().map(|layout| bytes_of(target, layout)).sum::<Result<usize, _>>()?;
+    let (mut buffers, mut buffer_bytes) = (Vec::new(), 0);
+    for (layout, count) in buffer_layouts(&in_file, offload.overlaps) {
+        buffer_bytes += count * bytes_of(target, &layout)?;
+        let caches = (0..count).map(|_| target.alloc_kv(layout)).collect::<Result<Vec<_>, _>>();
+        buffers.push((layout, caches.context("allocating the buffers of the KV cache")?));
+    }
+    let streamed = T::READS_DATA
+        .then(|| StreamedCaches::start(&places, buffers, limits, (offload, transfers, T::host_bytes)))
+        .transpose()?;
+    Ok((DecoderCaches { layers, streamed }, Some(CacheReport { file_bytes, buffer_bytes })))
 }
 
 /// The sizes of one page in bytes, summed over layers.
@@ -214,15 +254,15 @@ impl PageBytes {
     }
 }
 
-/// Returns the sizes of a page on the device with a shard: in its layers, and in those of the draft model if
-/// it has that; `None` on overflow. Fails if the model cannot be split like that.
+/// Returns the sizes of a page in the memory of the device with a shard: in its layers, and in those of the
+/// draft model if it has that; `None` on overflow. Fails if the model cannot be split like that.
 pub fn shard_page_bytes(
     source: &ModelSource,
     shard: &Shard,
     ty: QuantType,
     limits: &StepLimits,
 ) -> Result<Option<PageBytes>> {
-    let page = page_bytes(&source.shard_spec(shard)?, ty, limits);
+    let page = page_bytes_in_memory(&source.shard_spec(shard)?, ty, limits, source.cache_offload.as_ref());
     let draft = draft_of(source, shard).map_or(Some(PageBytes::default()), |draft| {
         page_bytes(&draft.spec, ty, &draft_limits(draft, limits))
     });
@@ -231,13 +271,35 @@ pub fn shard_page_bytes(
 
 /// Returns the sizes of a page in the layers of a model, or of one rank's part; `None` on overflow.
 pub fn page_bytes(spec: &ModelSpec, ty: QuantType, limits: &StepLimits) -> Option<PageBytes> {
-    let mut layouts = kv_layouts(spec, KvCacheConfig { ty, pages: 1, window_pages: 1 }, limits);
-    layouts.try_fold(PageBytes::default(), |sum, (table, layout)| {
+    page_bytes_in_memory(spec, ty, limits, None)
+}
+
+/// Returns the sizes of the part of a page that is in memory: in the layers whose caches stay there, and in
+/// the buffers for the others.
+fn page_bytes_in_memory(
+    spec: &ModelSpec,
+    ty: QuantType,
+    limits: &StepLimits,
+    offload: Option<&CacheOffload>,
+) -> Option<PageBytes> {
+    let layouts: Vec<_> = kv_layouts(spec, KvCacheConfig { ty, pages: 1, window_pages: 1 }, limits).collect();
+    let is_streamed = offload.map_or_else(|| vec![false; layouts.len()], |offload| offload.choose(&layouts));
+    let mut in_file = Vec::new();
+    let mut sum = PageBytes::default();
+    for ((table, layout), is_streamed) in layouts.iter().zip(is_streamed) {
         let bytes = layout.page_bytes()?;
-        sum.checked_add(match table {
-            KvTable::Window => PageBytes { own: 0, window: bytes },
-            _ => PageBytes { own: bytes, window: 0 },
-        })
+        sum = sum.checked_add(match (is_streamed, table) {
+            (true, _) => {
+                in_file.push(*layout);
+                PageBytes::default()
+            }
+            (false, KvTable::Window) => PageBytes { own: 0, window: bytes },
+            (false, _) => PageBytes { own: bytes, window: 0 },
+        })?;
+    }
+    let overlaps = offload.is_none_or(|offload| offload.overlaps);
+    buffer_layouts(&in_file, overlaps).into_iter().try_fold(sum, |sum, (layout, count)| {
+        sum.checked_add(PageBytes { own: layout.page_bytes()?.checked_mul(count)?, window: 0 })
     })
 }
 
@@ -318,8 +380,11 @@ impl AllocationMeter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::offload::{Offload, Residency, StorePlace};
     use crate::model::weights::{LayerWeights, Mlp, WeightSource};
     use crate::model::{ModelRef, ModelSource};
+    use crate::quantize::WeightRules;
+    use crate::testing::Scratch;
     use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
     use mainstem_kernels::{
         ActivationPrecision, Fraction, HostBuf, PackedLayout, SamplingParams, Span, SpanModel, SpanOutput,
@@ -432,15 +497,25 @@ mod tests {
     }
 
     fn executor(source: &ModelSource) -> ModelExecutor<CpuBackend> {
+        try_executor(source).unwrap()
+    }
+
+    fn try_executor(source: &ModelSource) -> Result<ModelExecutor<CpuBackend>> {
+        executor_in_batches(source, usize::MAX)
+    }
+
+    /// Returns an executor that computes at most so many rows at once, or a whole encoder input.
+    fn executor_in_batches(source: &ModelSource, batch_rows: usize) -> Result<ModelExecutor<CpuBackend>> {
         let config =
             CpuConfig { threads: 1, isa: Isa::Auto, activation_precision: ActivationPrecision::Int8 };
         let kv = KvCacheConfig { ty: QuantType::F16, pages: 5, window_pages: 0 };
         let limits = StepLimits {
             slots: 2,
             rows: 32,
+            batch_rows,
             logit_rows: 8,
             positions: if source.spec.decoder.is_some() { 32 } else { 0 },
-            encoder_positions: if source.spec.encoder.is_some() { 32 } else { 0 },
+            encoder_positions: if source.spec.encoder.is_some() { 10 } else { 0 },
             page_positions: 32,
             window: None,
             top_logprobs: 0,
@@ -451,7 +526,7 @@ mod tests {
             attended_fraction: Fraction::ONE,
         };
         let backend = CpuBackend::new(config).unwrap();
-        ModelExecutor::new(backend, source, &Shard::whole(&source.spec), kv, limits).unwrap()
+        ModelExecutor::new(backend, source, &Shard::whole(&source.spec), kv, limits)
     }
 
     /// Returns the executor with one layer of each stack in memory.
@@ -531,6 +606,154 @@ mod tests {
                     .collect();
                 assert_eq!(std::mem::take(&mut *log.lock().unwrap()), expected, "{what}");
             }
+        }
+    }
+
+    /// Checks that the results are those of weights in memory, with these parts of them in memory.
+    fn assert_offloaded_alike(what: &str, mut source: ModelSource, fractions: &[f64]) {
+        let folder = Scratch::new();
+        let mut resident = executor(&source);
+        for fraction in fractions {
+            source.offload = Some(offload(&folder, *fraction));
+            let mut offloaded = executor(&source);
+            let places = offloaded.report.offload.clone().unwrap();
+            let what = format!("{what}, {fraction} in memory: {places:?}");
+            let all = places.resident_bytes + places.streamed_bytes;
+            assert!(places.resident_bytes as f64 <= fraction * all as f64 + 0.5, "{what}");
+            assert!([places.streamed_bytes, places.buffer_bytes].map(|it| it == 0) == [*fraction == 1.0; 2]);
+            for (encoded, decoded) in [(&[0][..], &[0][..]), (&[1], &[]), (&[], &[0, 1]), (&[0, 1], &[0, 1])]
+            {
+                let batch = batch(&source, encoded, decoded);
+                let [expected, found] = [&mut resident, &mut offloaded].map(|it| run(it, &batch).unwrap());
+                assert_eq!((expected.hidden, expected.logits), (found.hidden, found.logits), "{what}");
+            }
+        }
+        let stores = folder.path().read_dir().unwrap().flatten().filter(|entry| entry.path().is_dir());
+        assert_eq!(stores.count(), 1, "{what}: all of them use one store");
+    }
+
+    #[test]
+    fn layers_of_every_format_that_are_read_for_each_step_give_the_same_results() {
+        for (fixture, weights) in [
+            ("gqa", ""),
+            ("gqa", "q3h"),
+            ("gqa", "q4"),
+            ("f16", ""),
+            ("bf16", ""),
+            ("gguf/q4_0.gguf", ""),
+            ("gguf/q8_0.gguf", ""),
+        ] {
+            let mut source = open(fixture);
+            source.weight_rules = WeightRules::parse(weights).unwrap();
+            let what = format!("{fixture} with '{weights}'");
+            assert_offloaded_alike(&what, source, &[0.0, 0.2, 0.4, 1.0]);
+        }
+    }
+
+    /// Mixtures of experts, encoders, cross-attention, and every other kind of layer.
+    #[test]
+    fn layers_of_every_family_that_are_read_for_each_step_give_the_same_results() {
+        let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families");
+        let models = families.read_dir().unwrap().map(|entry| entry.unwrap().path());
+        let mut count = 0;
+        for path in models.filter(|path| path.join("config.json").exists()) {
+            let source = ModelSource::open(&ModelRef::Path(path.clone()), None).unwrap();
+            assert_offloaded_alike(&path.display().to_string(), source, &[0.2]);
+            count += 1;
+        }
+        assert!(count > 40, "{count} models");
+    }
+
+    /// Chunks that are cut, encoder inputs that are not, and generated tokens, with weights and caches on
+    /// disk.
+    #[test]
+    fn rows_in_batches_give_the_same_results() {
+        let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families");
+        let models = families.read_dir().unwrap().map(|entry| entry.unwrap().path());
+        let ids = |out: &StepOutput| out.tokens.iter().map(|token| token.token).collect::<Vec<_>>();
+        let (mut count, folder) = (0, Scratch::new());
+        for path in models.filter(|path| path.join("config.json").exists()) {
+            let mut source = ModelSource::open(&ModelRef::Path(path.clone()), None).unwrap();
+            let mut whole = executor(&source);
+            source.offload = Some(offload(&folder, 0.5));
+            let mut divided = [(1, 0.0), (3, 0.3), (11, 0.6)].map(|(rows, cached)| {
+                let (resident, folder) = (Residency(cached), folder.path().to_owned());
+                source.cache_offload = Some(CacheOffload { resident, folder, overlaps: rows > 3 });
+                executor_in_batches(&source, rows).unwrap()
+            });
+            for (encoded, decoded) in [(&[0, 1][..], &[0, 1][..]), (&[1, 0], &[]), (&[], &[0, 1])] {
+                let mut batch = batch(&source, encoded, decoded);
+                for step in 0..2 {
+                    let expected = run(&mut whole, &batch).unwrap();
+                    for (number, divided) in divided.iter_mut().enumerate() {
+                        let found = run(divided, &batch).unwrap();
+                        let what = format!("{}: {encoded:?} {decoded:?} {step} {number}", path.display());
+                        assert_eq!(
+                            (&expected.hidden, &expected.logits),
+                            (&found.hidden, &found.logits),
+                            "{what}"
+                        );
+                        assert_eq!(ids(&expected), ids(&found), "{what}");
+                    }
+                    batch.spans.retain(|span| span.stack == SpanStack::Decoder);
+                    let next = |span: &mut Span| (span.start, span.tokens) = (4, SpanTokens::Last);
+                    batch.spans.iter_mut().for_each(next);
+                }
+            }
+            count += 1;
+        }
+        assert!(count > 40, "{count} models");
+    }
+
+    /// Returns the settings of layers in a store in `folder`.
+    fn offload(folder: &Scratch, fraction: f64) -> Offload {
+        let place = StorePlace(folder.path().to_owned());
+        Offload { resident: Residency(fraction), place, overlaps: fraction < 0.4 }
+    }
+
+    /// A step fails if a layer cannot be read, and the next one succeeds if it can be read again.
+    #[test]
+    fn a_store_that_cannot_be_read_fails_steps() {
+        let (mut source, folder) = (open("gqa"), Scratch::new());
+        source.offload = Some(offload(&folder, 0.3));
+        let mut executor = executor(&source);
+        let batch = batch(&source, &[], &[0]);
+        let expected = run(&mut executor, &batch).unwrap();
+        let data = executor.report.offload.as_ref().unwrap().stores[0].join("weights.bin");
+        let bytes = std::fs::read(&data).unwrap();
+        std::fs::write(&data, &bytes[..5000]).unwrap();
+        // Both layers have been read before.
+        let failed = (0..3).find_map(|_| run(&mut executor, &batch).err()).unwrap().to_string();
+        assert!(
+            failed.starts_with("device fault: cannot read ") && failed.contains("weights.bin"),
+            "{failed}"
+        );
+        std::fs::write(&data, &bytes).unwrap();
+        for _ in 0..3 {
+            assert_eq!(run(&mut executor, &batch).unwrap().logits, expected.logits);
+        }
+    }
+
+    /// Bytes that have changed are noticed when they are first used; the next executor writes them anew.
+    #[test]
+    fn a_store_that_has_changed_is_not_used() {
+        for fraction in [0.0, 1.0] {
+            let (mut source, folder) = (open("gqa"), Scratch::new());
+            let right = executor(&source);
+            let batch = batch(&source, &[], &[0]);
+            let expected = [right].iter_mut().map(|it| run(it, &batch).unwrap().logits).next();
+            source.offload = Some(offload(&folder, fraction));
+            let data = executor(&source).report.offload.unwrap().stores[0].join("weights.bin");
+            let mut bytes = std::fs::read(&data).unwrap();
+            let last = bytes.len() - 4096;
+            bytes[last] ^= 1;
+            std::fs::write(&data, bytes).unwrap();
+            let failed = match try_executor(&source) {
+                Ok(mut built) => run(&mut built, &batch).unwrap_err().to_string(),
+                Err(error) => format!("{error:#}"),
+            };
+            assert!(failed.contains("has changed; the next start writes it anew"), "{failed}");
+            assert_eq!(run(&mut executor(&source), &batch).unwrap().logits, expected.unwrap());
         }
     }
 

@@ -206,6 +206,7 @@ mod tests {
     const LIMITS: StepLimits = StepLimits {
         slots: 4,
         rows: 8,
+        batch_rows: usize::MAX,
         logit_rows: 4,
         positions: 64,
         encoder_positions: 0,

@@ -22,6 +22,7 @@ use mainstem_kernels::{
     ActivationType, AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, Norm,
     RelativeBias, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
+use std::ops::Range;
 
 /// Computes x, the embeddings of the step's tokens and positions.
 pub fn embed<B: Backend>(
@@ -119,31 +120,34 @@ pub fn after_attention<B: Backend>(
     mlp(b, spec, &block.mlp, &block.mlp_norms, rows, act);
 }
 
-/// Ends a stack: returns hidden states of the rows that request them, and samples the tokens of the output
-/// rows with these inputs. Ranks that return no output have no `out`, but do the same work.
+/// Ends a stack for `rows`, a row batch: returns hidden states of the rows that request them, and samples the
+/// tokens of the output rows with these inputs. Ranks that return no output have no `out`, but do the same
+/// work.
 pub fn finish_stack<B: Backend>(
     b: &mut B,
     stack: &Stack<B::Buf>,
     (which, batch): (SpanStack, &StepBatch),
-    rows: usize,
+    rows: Range<usize>,
     act: &mut Activations<B::Buf>,
     (inputs, mut out): (SamplingInputs, Option<&mut StepOutput>),
 ) {
     let hidden = act.hidden;
-    let wants_hidden = batch.hidden_rows(which).next().is_some();
+    let runs = batch.hidden_rows(which).map(|run| run.start.max(rows.start)..run.end.min(rows.end));
+    let mut runs = runs.filter(|run| !run.is_empty()).peekable();
     // All rows are normalized if a decoder attends to them or hidden states are requested.
-    let normed = which == SpanStack::Encoder || wants_hidden;
+    let normed = which == SpanStack::Encoder || runs.peek().is_some();
     if normed {
         if let Some(norm) = &stack.norm {
-            b.norm_in_place(rows, norm, &mut act.x);
+            b.norm_in_place(rows.len(), norm, &mut act.x);
         }
         if let Some(out) = &mut out {
-            batch.hidden_rows(which).for_each(|run| b.append_hidden(run, hidden, &act.x, out));
+            let of_batch = |run: Range<usize>| run.start - rows.start..run.end - rows.start;
+            runs.for_each(|run| b.append_hidden(of_batch(run), hidden, &act.x, out));
         }
     }
     let Some(head_of) = &stack.head else { return };
     let inputs = SamplingInputs { width: Some(vocab_of(head_of)), ..inputs };
-    let wanted = batch.output_rows(which).count();
+    let wanted = batch.output_rows(which).filter(|row| rows.contains(row)).count();
     for first in (0..wanted).step_by(act.logit_rows) {
         let block = first..wanted.min(first + act.logit_rows);
         b.gather_output_rows(block.clone(), hidden, &act.x, &mut act.selected);
@@ -210,8 +214,8 @@ fn append_logits<B: Backend>(
     ty.append_f32(&bytes, &mut out.logits);
 }
 
-/// Stores the cross-attention keys and values of the encoder output in a decoder layer's cache, once per
-/// request. The rows of the encoder must be the current rows.
+/// Stores the cross-attention keys and values of x, the encoder output, in a decoder layer's cache, once per
+/// request. The current rows must be those of the encoder.
 pub fn store_cross_kv<B: Backend>(
     b: &mut B,
     block: &LayerWeights<B::Buf>,
@@ -220,8 +224,8 @@ pub fn store_cross_kv<B: Backend>(
     act: &mut Activations<B::Buf>,
 ) {
     let Some((_, weights)) = &block.cross else { return };
-    linear(b, rows, &weights.k, &act.encoder_output, &mut act.k);
-    linear(b, rows, &weights.v, &act.encoder_output, &mut act.v);
+    linear(b, rows, &weights.k, &act.x, &mut act.k);
+    linear(b, rows, &weights.v, &act.x, &mut act.v);
     b.store_kv(KvTable::Cross, &act.k, &act.v, cache);
 }
 

@@ -6,6 +6,7 @@
 //! would allocate is counted by the same code.
 
 use super::load_target::{ByteCounter, LoadTarget};
+use super::offload::{LayerMatrix, LayerNotes, Offload, OffloadReport, PackedLayers, StoreKey, StoreWriter};
 use super::relative_bias;
 use super::rope;
 use super::shard::{Shard, StageRole};
@@ -22,20 +23,20 @@ use super::weights::{
 };
 use anyhow::{Context, Result};
 use mainstem_kernels::reference::ReferenceSizes;
-use mainstem_kernels::{Expert, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight};
+use mainstem_kernels::{DeviceSizes, Expert, Norm, QuantType, RelativeBias, Rope, StepLimits, Weight};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Loads the shard's part of `source`, described by `spec`, into `target`. Position tables are made for the
-/// positions within `limits`.
+/// positions within `limits`. Also returns the places of the layers' matrices, if these come from a store.
 pub fn load<T: LoadTarget>(
     target: &mut T,
     source: &ModelSource,
     shard: &Shard,
     spec: ModelSpec,
     limits: &StepLimits,
-) -> Result<Model<T::Buf>> {
+) -> Result<(Model<T::Buf>, Option<OffloadReport>)> {
     if T::READS_DATA {
         source.progress.add_total(records(source, &spec).iter().map(|record| record.bytes).sum());
     }
@@ -45,9 +46,14 @@ pub fn load<T: LoadTarget>(
         StackScope { first_layer: shard.encoder.start, positions: limits.encoder_positions },
         StackScope { first_layer: shard.decoder.start, positions: limits.positions },
     ];
-    let LoadedStacks { encoder, decoder, tensors } = load_stacks(target, tensors, &spec, stacks)
-        .with_context(|| format!("loading {}", source.path.display()))?;
-    Ok(Model { role: StageRole::for_shard(&source.spec, shard), spec, encoder, decoder, tensors })
+    let load = |target: &mut T| {
+        let packed = source.offload.as_ref().map(|offload| packed_layers(target, source, &spec, offload));
+        load_stacks(target, tensors, &spec, stacks, packed.transpose()?)
+    };
+    let LoadedStacks { encoder, decoder, tensors, offload, .. } =
+        load(target).with_context(|| format!("loading {}", source.path.display()))?;
+    let model = Model { role: StageRole::for_shard(&source.spec, shard), spec, encoder, decoder, tensors };
+    Ok((model, offload))
 }
 
 /// Returns what [`load`] would record for the part of the model described by `spec`, without reading tensor
@@ -60,9 +66,40 @@ pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
 /// returns the number formats in which slices are loaded. Tables that are computed for the positions of a
 /// step are empty.
 pub fn count(spec: &ModelSpec, types: &dyn Fn(&TensorSlice) -> QuantType) -> LoadedStacks<usize> {
+    count_on(&ReferenceSizes, spec, types)
+}
+
+/// Counts as [`count`] does, for a device of these sizes.
+fn count_on(
+    sizes: &dyn DeviceSizes,
+    spec: &ModelSpec,
+    types: &dyn Fn(&TensorSlice) -> QuantType,
+) -> LoadedStacks<usize> {
     let tensors = ModelTensors { types, data: None };
-    let counted = load_stacks(&mut ByteCounter::new(&ReferenceSizes), tensors, spec, Default::default());
+    let counted = load_stacks(&mut ByteCounter::new(sizes), tensors, spec, Default::default(), None);
     counted.expect("counting reads and allocates nothing, so it does not fail; this is a bug")
+}
+
+/// Prepares the layers of a model that are loaded from a store. If there is none, it is written.
+fn packed_layers<T: LoadTarget>(
+    target: &mut T,
+    source: &ModelSource,
+    spec: &ModelSpec,
+    offload: &Offload,
+) -> Result<PackedLayers> {
+    let layers = count_on(target.device_sizes(), spec, &|piece| source.load_type(piece)).layer_matrices;
+    let key = StoreKey::new(&source.path, &source.checkpoint, layers.iter().flatten())?;
+    let mut pack = |writer: &mut StoreWriter| {
+        source.progress.add_total(writer.bytes());
+        let tensors = ModelTensors { types: &|piece| source.load_type(piece), data: Some(source) };
+        let stacks = spec.encoder.iter().chain(&spec.decoder);
+        stacks.flat_map(|stack| &stack.layers).try_for_each(|layer| {
+            // One layer at a time is in memory.
+            let mut weights = Loader::new(target, tensors, None).block(layer)?;
+            writer.append_layer(target, &mut weights)
+        })
+    };
+    PackedLayers::open((offload, &source.transfers), key, layers, T::READS_DATA.then_some(&mut pack))
 }
 
 /// The stacks of a model in the memory of a device, or their sizes.
@@ -71,6 +108,10 @@ pub struct LoadedStacks<Buf> {
     pub decoder: Option<Stack<Buf>>,
     /// The loaded tensors, in loading order.
     pub tensors: Vec<TensorRecord>,
+    /// The matrices of each layer, in loading order.
+    pub layer_matrices: Vec<Vec<LayerMatrix>>,
+    /// The places of these matrices, if they are loaded from a store.
+    pub offload: Option<OffloadReport>,
 }
 
 /// The tensors to load.
@@ -97,11 +138,18 @@ fn load_stacks<T: LoadTarget>(
     tensors: ModelTensors,
     spec: &ModelSpec,
     [encoder, decoder]: [StackScope; 2],
+    packed: Option<PackedLayers>,
 ) -> Result<LoadedStacks<T::Buf>> {
-    let mut loader = Loader { target, tensors, tables: HashMap::new(), records: Vec::new() };
+    let mut loader = Loader::new(target, tensors, packed);
     let encoder = spec.encoder.as_ref().map(|stack| loader.stack(stack, encoder)).transpose()?;
     let decoder = spec.decoder.as_ref().map(|stack| loader.stack(stack, decoder)).transpose()?;
-    Ok(LoadedStacks { encoder, decoder, tensors: loader.records })
+    Ok(LoadedStacks {
+        encoder,
+        decoder,
+        tensors: loader.records,
+        offload: loader.layers.packed.as_ref().map(PackedLayers::report),
+        layer_matrices: loader.layers.matrices,
+    })
 }
 
 struct Loader<'a, T: LoadTarget> {
@@ -110,9 +158,15 @@ struct Loader<'a, T: LoadTarget> {
     /// Embeddings and heads by name, which encoder, decoder and head may share.
     tables: HashMap<String, Arc<Weight<T::Buf>>>,
     records: Vec<TensorRecord>,
+    layers: LayerNotes,
 }
 
 impl<'a, T: LoadTarget> Loader<'a, T> {
+    fn new(target: &'a mut T, tensors: ModelTensors<'a>, packed: Option<PackedLayers>) -> Loader<'a, T> {
+        let layers = LayerNotes::new(packed);
+        Loader { target, tensors, tables: HashMap::new(), records: Vec::new(), layers }
+    }
+
     /// Loads a stack. Errors number layers as in the whole model.
     fn stack(&mut self, spec: &StackSpec, scope: StackScope) -> Result<Stack<T::Buf>> {
         let StackScope { first_layer, positions } = scope;
@@ -128,9 +182,13 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
             .zip(&spec.layers)
             .map(|(number, layer)| self.block(layer).with_context(|| format!("layer {number}")))
             .collect::<Result<Vec<_>>>()?;
+        let weights = match &mut self.layers.packed {
+            Some(packed) => packed.weight_source(self.target, layers)?,
+            None => Box::new(layers),
+        };
         let norm = self.opt_norm(&spec.norm)?;
         let head = spec.head.as_ref().map(|head| self.head(head)).transpose()?;
-        Ok(Stack { embedding, ropes, relative_bias, weights: Box::new(layers), norm, head })
+        Ok(Stack { embedding, ropes, relative_bias, weights, norm, head })
     }
 
     fn embedding(
@@ -180,6 +238,13 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
     }
 
     fn block(&mut self, spec: &LayerSpec) -> Result<LayerWeights<T::Buf>> {
+        self.layers.begin();
+        let layer = self.layer(spec);
+        self.layers.end();
+        layer
+    }
+
+    fn layer(&mut self, spec: &LayerSpec) -> Result<LayerWeights<T::Buf>> {
         Ok(LayerWeights {
             attention_norms: self.sublayer_norms(&spec.attention_norms)?,
             attention: self.attention(&spec.attention)?,
@@ -281,6 +346,9 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
     /// Loads a matrix in its load format. Normalized ones are F32.
     fn matrix(&mut self, piece: &TensorSlice, normalized: bool) -> Result<Weight<T::Buf>> {
         let ty = if normalized { QuantType::F32 } else { (self.tensors.types)(piece) };
+        if let Some(weight) = self.layer_matrix(piece, ty)? {
+            return Ok(weight);
+        }
         let (record, stored) = self.read(piece, ty)?;
         let data = match (stored, self.tensors.data) {
             (Some(stored), _) if normalized => tensor_slices::l2_normalize_rows(stored).bytes,
@@ -301,6 +369,19 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
             source.checkpoint.release(&piece.name);
         }
         Ok(uploaded)
+    }
+
+    /// Notes a matrix of a layer, and loads it if it comes from a store.
+    fn layer_matrix(&mut self, piece: &TensorSlice, ty: QuantType) -> Result<Option<Weight<T::Buf>>> {
+        let record = tensor_slices::slice_record(piece, ty);
+        let loaded = self.layers.load(self.target, piece, (ty, record.n(), record.k()));
+        let Some(buf) = loaded.with_context(|| format!("tensor '{}'", piece.name))? else { return Ok(None) };
+        if let Some(source) = self.tensors.data {
+            source.progress.advance(record.bytes)?;
+        }
+        let weight = Weight { id: Some(piece.matrix_id()), buf, ty, n: record.n(), k: record.k() };
+        self.records.push(record);
+        Ok(Some(weight))
     }
 
     /// Loads a vector in F32, with `offset` added.

@@ -41,6 +41,18 @@ pub trait LoadTarget {
         bytes: &[u8],
     ) -> Result<Weight<Self::Buf>, DeviceError>;
 
+    /// See [`Backend::prepare_weight`].
+    fn prepare_weight(&mut self, ty: QuantType, k: usize) -> Result<(), DeviceError>;
+
+    /// See [`Backend::sizes`].
+    fn device_sizes(&self) -> &dyn DeviceSizes;
+
+    /// See [`Backend::download`].
+    fn download_packed(&mut self, from: &Self::Buf, bytes: &mut [u8]);
+
+    /// See [`Backend::host_bytes`].
+    fn host_bytes(buf: &mut Self::Buf) -> Option<&mut [u8]>;
+
     /// See [`Backend::alloc_kv`].
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<Self::Buf>, DeviceError>;
 
@@ -87,6 +99,22 @@ impl<B: Backend> LoadTarget for B {
         bytes: &[u8],
     ) -> Result<Weight<B::Buf>, DeviceError> {
         Backend::upload_weight(self, ty, n, k, bytes)
+    }
+
+    fn prepare_weight(&mut self, ty: QuantType, k: usize) -> Result<(), DeviceError> {
+        Backend::prepare_weight(self, ty, k)
+    }
+
+    fn device_sizes(&self) -> &dyn DeviceSizes {
+        Backend::sizes(self)
+    }
+
+    fn download_packed(&mut self, from: &B::Buf, bytes: &mut [u8]) {
+        Backend::download(self, from, 0, bytes);
+    }
+
+    fn host_bytes(buf: &mut B::Buf) -> Option<&mut [u8]> {
+        B::host_bytes(buf)
     }
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<B::Buf>, DeviceError> {
@@ -157,6 +185,21 @@ impl LoadTarget for ByteCounter<'_> {
         self.shapes.add_weight(ty, k);
         let buf = self.count(self.sizes.packed_layout(ty, n, k).bytes);
         Ok(Weight { id: None, buf, ty, n, k })
+    }
+
+    fn prepare_weight(&mut self, ty: QuantType, k: usize) -> Result<(), DeviceError> {
+        self.shapes.add_weight(ty, k);
+        Ok(())
+    }
+
+    fn device_sizes(&self) -> &dyn DeviceSizes {
+        self.sizes
+    }
+
+    fn download_packed(&mut self, _: &usize, _: &mut [u8]) {}
+
+    fn host_bytes(_: &mut usize) -> Option<&mut [u8]> {
+        None
     }
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<usize>, DeviceError> {

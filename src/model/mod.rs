@@ -25,6 +25,8 @@ pub mod weights;
 
 pub mod load_target;
 
+pub mod offload;
+
 pub mod load;
 
 pub mod rope;

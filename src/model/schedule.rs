@@ -1,16 +1,19 @@
 //! The order of computation of a step: all rows of the batch, layer by layer, from the previous stage's
-//! activations to those for the next stage.
+//! activations to those for the next stage. A layer is applied to one row batch after another, so the weights
+//! of a layer that is not in memory are read once for all rows of the step.
 //!
 //! Invariant: this module contains no arithmetic; all of it is in [`super::forward`].
 
 use super::activations::Activations;
 use super::drafter::Drafter;
 use super::forward::{after_attention, attention, before_attention, embed, finish_stack, store_cross_kv};
+use super::offload::StreamedCaches;
 use super::spec::LayerSpec;
 use super::weights::{LayerWeights, Model, Stack};
 use mainstem_kernels::{
     Backend, DeviceError, HandoffPorts, KvLayer, KvTable, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
+use std::ops::Range;
 use std::time::Instant;
 
 /// The KV cache of a decoder layer.
@@ -20,10 +23,17 @@ pub struct LayerCache<Buf> {
     pub kv: KvLayer<Buf>,
 }
 
-/// The KV caches of the layers.
+/// The KV caches of the decoder's layers.
+pub struct DecoderCaches<Buf> {
+    pub layers: Vec<LayerCache<Buf>>,
+    /// The caches that are in a file, which have empty buffers in `layers`; `None` if all stay in memory.
+    pub streamed: Option<StreamedCaches<Buf>>,
+}
+
+/// The KV caches of all layers.
 pub struct Caches<'a, Buf> {
     /// The caches of the decoder's layers.
-    pub decoder: &'a mut [LayerCache<Buf>],
+    pub decoder: &'a mut DecoderCaches<Buf>,
     /// The encoder's cache, one for all layers.
     pub scratch: Option<&'a mut KvLayer<Buf>>,
 }
@@ -45,10 +55,10 @@ impl StepIo<'_> {
     }
 }
 
-/// Runs one step of the whole batch: for each layer, all rows. Encoder rows go first, and decoder rows may
-/// belong to the same sequences. A shard runs its layers between the activations of the previous stage and
-/// those for the next. A drafter makes its drafts first; without one, those of the batch are ignored. Fails
-/// if the weights of a layer cannot be acquired; the step then has no results.
+/// Runs one step of the whole batch: for each layer, all row batches. Encoder rows go first, and decoder rows
+/// may belong to the same sequences. A shard runs its layers between the activations of the previous stage
+/// and those for the next. A drafter makes its drafts first; without one, those of the batch are ignored.
+/// Fails if the weights of a layer cannot be acquired; the step then has no results.
 pub fn run_step<B: Backend>(
     b: &mut B,
     model: &mut Model<B::Buf>,
@@ -59,6 +69,9 @@ pub fn run_step<B: Backend>(
 ) -> Result<(), DeviceError> {
     check_tokens(traffic.batch, model.spec.vocab);
     b.begin_step(traffic.batch);
+    if let Some(streamed) = &mut caches.decoder.streamed {
+        streamed.begin(b, traffic.batch)?;
+    }
     copy_pages(b, traffic.batch, caches.decoder);
     match &mut drafter {
         Some(drafter) => draft(b, &mut **drafter, &mut traffic)?,
@@ -68,24 +81,26 @@ pub fn run_step<B: Backend>(
         to.encoder.clear();
         to.decoder.clear();
     }
-    let encoder_rows = b.select_stack(SpanStack::Encoder);
-    if encoder_rows > 0 {
-        encode(b, model, caches.scratch, encoder_rows, act, &mut traffic)?;
+    let [encoder_rows, rows] = [SpanStack::Encoder, SpanStack::Decoder].map(|stack| b.row_batches(stack) > 0);
+    if encoder_rows {
+        encode(b, model, caches.scratch, act, &mut traffic)?;
     }
-    let rows = b.select_stack(SpanStack::Decoder);
-    let rows_of = StackRows { encoder: encoder_rows, decoder: rows };
-    decode(b, model, caches.decoder, rows_of, act, drafter, &mut traffic)?;
-    let met = encoder_rows > 0 && model.encoder.is_some() || rows > 0 && model.decoder.is_some();
+    decode(b, model, caches.decoder, act, drafter, &mut traffic)?;
+    let met = encoder_rows && model.encoder.is_some() || rows && model.decoder.is_some();
     if !met {
         synchronize_ranks(b, act);
     }
     Ok(())
 }
 
-/// Copies the pages that a batch wants copied, in every layer.
-pub fn copy_pages<B: Backend>(b: &mut B, batch: &StepBatch, caches: &mut [LayerCache<B::Buf>]) {
-    for LayerCache { table, kv } in caches {
-        b.copy_pages(*table, &batch.page_copies, kv);
+/// Copies the pages that a batch wants copied, in every layer whose cache stays in memory. Others read them
+/// from their sources.
+pub fn copy_pages<B: Backend>(b: &mut B, batch: &StepBatch, caches: &mut DecoderCaches<B::Buf>) {
+    let DecoderCaches { layers, streamed } = caches;
+    for (index, LayerCache { table, kv }) in layers.iter_mut().enumerate() {
+        if streamed.as_ref().is_none_or(|streamed| !streamed.contains(index)) {
+            b.copy_pages(*table, &batch.page_copies, kv);
+        }
     }
 }
 
@@ -109,19 +124,27 @@ fn draft<B: Backend>(
 pub fn run_decoder<B: Backend>(
     b: &mut B,
     model: &mut Model<B::Buf>,
-    caches: &mut [LayerCache<B::Buf>],
+    caches: &mut DecoderCaches<B::Buf>,
     act: &mut Activations<B::Buf>,
     mut traffic: StepIo,
 ) -> Result<(), DeviceError> {
-    let rows = StackRows { encoder: 0, decoder: b.select_stack(SpanStack::Decoder) };
-    decode(b, model, caches, rows, act, None, &mut traffic)
+    decode(b, model, caches, act, None, &mut traffic)
 }
 
-/// Numbers of rows of a step.
-#[derive(Clone, Copy)]
-struct StackRows {
-    encoder: usize,
-    decoder: usize,
+/// Calls `compute` for each row batch of a stack, with its residual stream in `act` and the range of its rows
+/// in the stack.
+fn for_each_batch<B: Backend>(
+    b: &mut B,
+    stack: SpanStack,
+    act: &mut Activations<B::Buf>,
+    mut compute: impl FnMut(&mut B, &mut Activations<B::Buf>, Range<usize>),
+) {
+    for batch in 0..b.row_batches(stack) {
+        let rows = b.select_rows(stack, batch);
+        act.exchange(stack, batch);
+        compute(b, act, rows);
+        act.exchange(stack, batch);
+    }
 }
 
 /// Reduces one unused value over the ranks of a stage. The ranks synchronize in each layer; this keeps them
@@ -137,90 +160,91 @@ fn check_tokens(batch: &StepBatch, vocab: usize) {
     assert_eq!(foreign, None, "a token is not in the vocabulary of {vocab} tokens; this is a bug");
 }
 
-/// Runs the encoder rows through the local encoder layers. If the stage has layers of the decoder, keeps the
-/// encoder output for them.
+/// Runs the encoder rows through the local encoder layers. If the stage has layers of the decoder, the
+/// encoder output remains in the residual streams for them.
 fn encode<B: Backend>(
     b: &mut B,
     model: &mut Model<B::Buf>,
     scratch: Option<&mut KvLayer<B::Buf>>,
-    rows: usize,
     act: &mut Activations<B::Buf>,
     traffic: &mut StepIo,
 ) -> Result<(), DeviceError> {
-    let from = traffic.handoff.input.map(|from| &from.encoder);
+    let (from, which) = (traffic.handoff.input.map(|from| &from.encoder), SpanStack::Encoder);
     match (&mut model.encoder, &model.spec.encoder, scratch) {
         (Some(stack), Some(spec), Some(scratch)) => {
-            enter_stack(b, stack, rows, from, act);
+            for_each_batch(b, which, act, |b, act, rows| enter_stack(b, stack, rows, from, act));
             for (index, layer) in spec.layers.iter().enumerate() {
                 with_layer(b, stack, index, |b, stack, block| {
-                    run_layer(b, stack, (layer, block), (KvTable::Scratch, scratch), rows, act);
+                    for_each_batch(b, which, act, |b, act, rows| {
+                        run_layer(b, stack, (layer, block), (KvTable::Scratch, scratch), rows.len(), act);
+                    });
                 })?;
             }
             if model.role.ends_encoder {
-                let batch = traffic.batch;
-                let output = traffic.output(model.role.returns_output);
-                finish_stack(b, stack, (SpanStack::Encoder, batch), rows, act, output);
+                let (batch, is_returned) = (traffic.batch, model.role.returns_output);
+                for_each_batch(b, which, act, |b, act, rows| {
+                    finish_stack(b, stack, (which, batch), rows, act, traffic.output(is_returned));
+                });
             }
         }
         // An earlier stage has computed the encoder output.
-        _ => receive_activations(b, rows, from, act),
+        _ => for_each_batch(b, which, act, |b, act, rows| receive_activations(b, rows, from, act)),
     }
     if model.role.forwards_encoder_output {
-        send_activations(b, rows, act, traffic.handoff.output.as_mut().map(|to| &mut to.encoder));
-    }
-    if model.decoder.is_some() {
-        std::mem::swap(&mut act.x, &mut act.encoder_output);
+        for_each_batch(b, which, act, |b, act, rows| {
+            send_activations(b, rows, act, traffic.handoff.output.as_mut().map(|to| &mut to.encoder));
+        });
     }
     Ok(())
 }
 
-/// Runs the decoder rows through the local decoder layers, the current rows being those of the decoder. Each
-/// layer first stores the cross-attention keys and values of the encoder rows, which need the same weights.
+/// Runs the decoder rows through the local decoder layers. Each layer first stores the cross-attention keys
+/// and values of the encoder rows, which need the same weights.
 fn decode<B: Backend>(
     b: &mut B,
     model: &mut Model<B::Buf>,
-    caches: &mut [LayerCache<B::Buf>],
-    rows: StackRows,
+    caches: &mut DecoderCaches<B::Buf>,
     act: &mut Activations<B::Buf>,
-    drafter: Option<&mut dyn Drafter<B>>,
+    mut drafter: Option<&mut dyn Drafter<B>>,
     traffic: &mut StepIo,
 ) -> Result<(), DeviceError> {
     let (Some(stack), Some(spec)) = (&mut model.decoder, &model.spec.decoder) else { return Ok(()) };
-    if rows.decoder > 0 {
-        enter_stack(b, stack, rows.decoder, traffic.handoff.input.map(|from| &from.decoder), act);
-    }
-    let is_idle = rows.encoder + rows.decoder == 0;
-    for ((index, layer), cache) in spec.layers.iter().enumerate().zip(caches).filter(|_| !is_idle) {
-        with_layer(b, stack, index, |b, stack, block| {
-            if rows.encoder > 0 {
-                b.select_stack(SpanStack::Encoder);
-                store_cross_kv(b, block, &mut cache.kv, rows.encoder, act);
-                b.select_stack(SpanStack::Decoder);
+    let (from, which) = (traffic.handoff.input.map(|from| &from.decoder), SpanStack::Decoder);
+    for_each_batch(b, which, act, |b, act, rows| enter_stack(b, stack, rows, from, act));
+    let is_idle = [SpanStack::Encoder, SpanStack::Decoder].iter().all(|stack| b.row_batches(*stack) == 0);
+    for (index, layer) in spec.layers.iter().enumerate() {
+        with_cache(caches, index, |LayerCache { table, kv }| {
+            // Only page copies.
+            if is_idle {
+                return Ok(());
             }
-            if rows.decoder > 0 {
-                let LayerCache { table, kv } = cache;
-                run_layer(b, stack, (layer, block), (*table, kv), rows.decoder, act);
-            }
+            with_layer(b, stack, index, |b, stack, block| {
+                for_each_batch(b, SpanStack::Encoder, act, |b, act, rows| {
+                    store_cross_kv(b, block, kv, rows.len(), act);
+                });
+                for_each_batch(b, which, act, |b, act, rows| {
+                    run_layer(b, stack, (layer, block), (*table, kv), rows.len(), act);
+                });
+            })
         })?;
     }
-    if rows.decoder == 0 {
+    if b.row_batches(which) == 0 {
         return Ok(());
     }
-    match model.role.ends_decoder {
-        true => {
-            traffic.handoff.last_layer.send();
-            let batch = traffic.batch;
-            if let Some(drafter) = drafter {
-                drafter.receive_hidden(b, batch, &act.x);
-            }
-            let output = traffic.output(model.role.returns_output);
-            finish_stack(b, stack, (SpanStack::Decoder, batch), rows.decoder, act, output)
-        }
-        false => {
-            let to = traffic.handoff.output.as_mut().map(|to| &mut to.decoder);
-            send_activations(b, rows.decoder, act, to);
-        }
+    if !model.role.ends_decoder {
+        for_each_batch(b, which, act, |b, act, rows| {
+            send_activations(b, rows, act, traffic.handoff.output.as_mut().map(|to| &mut to.decoder));
+        });
+        return Ok(());
     }
+    traffic.handoff.last_layer.send();
+    let (batch, is_returned) = (traffic.batch, model.role.returns_output);
+    for_each_batch(b, which, act, |b, act, rows| {
+        if let Some(drafter) = &mut drafter {
+            drafter.receive_hidden(b, batch, &act.x);
+        }
+        finish_stack(b, stack, (which, batch), rows, act, traffic.output(is_returned));
+    });
     Ok(())
 }
 
@@ -229,12 +253,12 @@ fn decode<B: Backend>(
 fn enter_stack<B: Backend>(
     b: &mut B,
     stack: &Stack<B::Buf>,
-    rows: usize,
+    rows: Range<usize>,
     from: Option<&Vec<u8>>,
     act: &mut Activations<B::Buf>,
 ) {
     match &stack.embedding {
-        Some(embedding) => embed(b, embedding, rows, act),
+        Some(embedding) => embed(b, embedding, rows.len(), act),
         None => receive_activations(b, rows, from, act),
     }
     for (rope, angles) in stack.ropes.iter().zip(&mut act.angles) {
@@ -242,24 +266,48 @@ fn enter_stack<B: Backend>(
     }
 }
 
-/// Loads x from the activations of the previous stage.
+/// Loads x from the activations of the previous stage: those of `rows`, a row batch.
 fn receive_activations<B: Backend>(
     b: &mut B,
-    rows: usize,
+    rows: Range<usize>,
     from: Option<&Vec<u8>>,
     act: &mut Activations<B::Buf>,
 ) {
     let from = from.expect("a stage without embeddings has a previous stage; this is a bug");
-    assert_eq!(from.len(), rows * act.row_bytes, "not the bytes of {rows} rows; this is a bug");
-    b.upload(&mut act.x, 0, from);
+    let bytes = rows.start * act.row_bytes..rows.end * act.row_bytes;
+    b.upload(&mut act.x, 0, from.get(bytes).expect("all rows were sent; anything else is a bug"));
 }
 
-/// Sends x to the next stage, if this rank has to send it.
-fn send_activations<B: Backend>(b: &mut B, rows: usize, act: &Activations<B::Buf>, to: Option<&mut Vec<u8>>) {
+/// Sends x, the activations of a row batch, to the next stage, if this rank has to send it.
+fn send_activations<B: Backend>(
+    b: &mut B,
+    rows: Range<usize>,
+    act: &Activations<B::Buf>,
+    to: Option<&mut Vec<u8>>,
+) {
     if let Some(to) = to {
-        to.resize(rows * act.row_bytes, 0);
-        b.download(&act.x, 0, to);
+        let start = to.len();
+        to.resize(start + rows.len() * act.row_bytes, 0);
+        b.download(&act.x, 0, &mut to[start..]);
     }
+}
+
+/// Calls `use_cache` with the cache of a layer, which is acquired before and released after it if it is in a
+/// file.
+fn with_cache<Buf>(
+    caches: &mut DecoderCaches<Buf>,
+    index: usize,
+    use_cache: impl FnOnce(&mut LayerCache<Buf>) -> Result<(), DeviceError>,
+) -> Result<(), DeviceError> {
+    let DecoderCaches { layers, streamed } = caches;
+    let cache = &mut layers[index];
+    let Some(streamed) = streamed.as_mut().filter(|streamed| streamed.has_work(index)) else {
+        return use_cache(cache);
+    };
+    streamed.acquire(index, &mut cache.kv)?;
+    let outcome = use_cache(cache);
+    streamed.release(index, &mut cache.kv, outcome.is_err());
+    outcome
 }
 
 /// Calls `use_layer` with the weights of a layer, which are acquired before and released after it.

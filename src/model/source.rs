@@ -5,6 +5,7 @@
 //! shapes of tensors; none of its weights has been read yet.
 
 use super::gguf::GgufTable;
+use super::offload::{CacheOffload, Offload, Transfers};
 use super::progress::Progress;
 use super::shard::{self, Shard, ShardError};
 use super::spec::{Kind, ModelSpec, SpecFile, TensorSlice};
@@ -77,6 +78,12 @@ pub struct ModelSource {
     pub weight_rules: WeightRules,
     /// Rounding of matrices that are converted to another format.
     pub rounding: RoundingPolicy,
+    /// Settings of layers whose matrices do not all stay in memory; `None` if all do.
+    pub offload: Option<Offload>,
+    /// The KV caches that do not stay in memory; `None` for none.
+    pub cache_offload: Option<CacheOffload>,
+    /// Counts of what is read and written because of both.
+    pub transfers: Arc<Transfers>,
     /// The draft model for speculative decoding ([`ModelSource::attach_draft`]). The device that returns the
     /// results of the model holds all of it.
     pub draft: Option<Box<ModelSource>>,
@@ -299,6 +306,9 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         sentence,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
+        offload: None,
+        cache_offload: None,
+        transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),
         kind: SourceKind::HubFolder(folder),
@@ -367,6 +377,9 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         sentence,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
+        offload: None,
+        cache_offload: None,
+        transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),
         kind: SourceKind::Gguf(Arc::new(gguf)),
@@ -389,6 +402,9 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         sentence: None,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
+        offload: None,
+        cache_offload: None,
+        transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),
     })
@@ -410,6 +426,9 @@ fn open_synthetic(shape: &SyntheticShape, spec_file: Option<&Path>) -> Result<Mo
         sentence: None,
         weight_rules: WeightRules::default(),
         rounding: RoundingPolicy::default(),
+        offload: None,
+        cache_offload: None,
+        transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),
     })

@@ -73,6 +73,38 @@ pub struct LayerWeights<Buf> {
     pub mlp: Mlp<Buf>,
 }
 
+impl<Buf> LayerWeights<Buf> {
+    /// Calls `visit` with every matrix, in the order in which they are loaded.
+    pub fn for_each_matrix(&mut self, visit: &mut dyn FnMut(&mut Weight<Buf>)) {
+        let cross = self.cross.as_mut().map(|(_, attention)| attention);
+        for attention in std::iter::once(&mut self.attention).chain(cross) {
+            let Attention { q, k, v, o, .. } = attention;
+            [q, k, v, o].into_iter().for_each(|linear| visit(&mut linear.weight));
+        }
+        match &mut self.mlp {
+            Mlp::Dense(dense) => dense.for_each_matrix(visit),
+            Mlp::Experts(moe) => {
+                visit(&mut moe.router.weight);
+                for Expert { gate, up, down } in &mut moe.experts {
+                    visit(gate);
+                    up.iter_mut().for_each(&mut *visit);
+                    visit(down);
+                }
+                moe.shared.iter_mut().for_each(|dense| dense.for_each_matrix(visit));
+                moe.shared_router.iter_mut().for_each(|linear| visit(&mut linear.weight));
+            }
+        }
+    }
+}
+
+impl<Buf> Dense<Buf> {
+    fn for_each_matrix(&mut self, visit: &mut dyn FnMut(&mut Weight<Buf>)) {
+        visit(&mut self.gate.weight);
+        self.up.iter_mut().for_each(|linear| visit(&mut linear.weight));
+        visit(&mut self.down.weight);
+    }
+}
+
 /// The norms around a sub-layer: of its input, of its output, and of the sum.
 pub struct SublayerNorms<Buf> {
     pub pre: Option<Norm<Buf>>,

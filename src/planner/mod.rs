@@ -2,7 +2,8 @@
 //!
 //! A model is described by its sizes (`shape`), a device by its speeds (`hardware`). They determine the
 //! default split (`balance`, `split`; `model_source` for an opened model) and a forecast of any split's
-//! speed (`speed`).
+//! speed (`speed`). On one machine whose memory may be too small, `placement` finds the best policy.
+//! FlexGen's own cost model is apart (`flexgen`).
 //!
 //! Invariant: nothing is opened, allocated or measured; the same inputs give the same plan.
 
@@ -21,6 +22,10 @@ pub mod model_source;
 pub mod speed;
 
 pub mod strategies;
+
+pub mod flexgen;
+
+pub mod placement;
 
 pub use assignment::DeviceAssignment;
 pub use hardware::{Device, Hardware, Link, SharedMemory};

@@ -31,7 +31,7 @@ impl Class {
 }
 
 /// Identifies a client for as long as the process runs, whatever its settings become.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ClientId {
     /// The process itself.
     Local,
@@ -89,6 +89,13 @@ impl Client {
             Arc::new(Client { id: ClientId::Local, name: "local".into(), settings })
         });
         LOCAL.clone()
+    }
+
+    /// Returns the client of batch jobs that the process runs itself: [`Client::local`] in the later class.
+    pub fn local_batch() -> Arc<Client> {
+        let local = Client::local();
+        let settings = ClientSettings { class: Class::Batch, ..local.settings };
+        Arc::new(Client { settings, ..Client::clone(&local) })
     }
 
     /// Returns the client at an address, of IPv6 the first one of its network.

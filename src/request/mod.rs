@@ -300,19 +300,30 @@ pub enum RequestError {
     /// 429: `limit` long request bodies wait already, of this client and size, or altogether.
     #[error("the server is busy: {limit} long request bodies wait for their turn, which is the limit")]
     TooManyLongBodies { limit: usize },
-    /// 429: no memory is left for a request body whose length is not known before.
-    #[error("the server is busy: no memory is left for a longer request body; announce its Content-Length")]
+    /// 429: no memory is left for a request body whose length is not known before, or for the text that it is
+    /// rendered to, or none was for too long.
+    #[error(
+        "the server is busy: no memory is left for the request body or the text that it is rendered to; if \
+         its Content-Length is announced, it waits for memory, up to a minute"
+    )]
     NoBodyMemory,
     /// 429: `limit` requests wait for their grammars to be compiled already.
     #[error(
         "the server is busy: {limit} requests wait for their grammars to be compiled, which is the limit"
     )]
     TooManyGrammars { limit: usize },
-    /// 429: the responses of all requests together, this one's included, do not fit into `limit` bytes.
+    /// 429: the responses to all clients, or to this one, do not fit into their part of `limit` bytes.
     #[error(
-        "the server is busy: responses take all of the {limit} bytes that they may (server.response_memory)"
+        "the server is busy: responses to this client take all that they may of {limit} bytes \
+         (server.response_memory)"
     )]
     ResponsesTooLarge { limit: usize },
+    /// 400: one response takes more than half of `limit` bytes, so that no server with this limit gives it.
+    #[error(
+        "the response takes more than half of the {limit} bytes for all responses (server.response_memory); \
+         ask for less at once"
+    )]
+    ResponseTooLarge { limit: usize },
     /// 504: the request took longer than the server allows.
     #[error("the request took longer than the {limit_s} s this server allows")]
     TimedOut { limit_s: u64 },

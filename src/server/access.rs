@@ -84,7 +84,7 @@ impl MessageBody for TrackedBody {
 
 impl Drop for TrackedBody {
     fn drop(&mut self) {
-        self.connection.iter().for_each(|connection| connection.end_response());
+        self.connection.iter().for_each(|connection| connection.set_idle());
     }
 }
 

@@ -18,6 +18,7 @@ use actix_web::http::header::{
 use actix_web::middleware::{Condition, Next};
 use actix_web::{Error, HttpMessage, HttpResponse, ResponseError, rt, web};
 use anyhow::{Result, ensure};
+use sha2::{Digest, Sha256};
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::net::{IpAddr, Ipv4Addr};
@@ -32,7 +33,27 @@ const PREFLIGHT_MAX_AGE_S: usize = 3600;
 const KEY_BYTES_MAX: usize = 256;
 
 /// The accepted API keys and their clients, which can be replaced. Without any, all requests are accepted.
-pub struct Keys(RwLock<Vec<(PaddedKey, Arc<Client>)>>);
+pub struct Keys(RwLock<Vec<KnownKey>>);
+
+/// An accepted API key.
+struct KnownKey {
+    padded: PaddedKey,
+    client: Arc<Client>,
+    owner: Owner,
+}
+
+/// The owner of files and batches: an API key, by a hash that is the same after a restart. Without keys, all
+/// clients together are one.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Owner(pub Arc<str>);
+
+impl Owner {
+    /// Returns the owner with this key.
+    pub fn with_key(key: &str) -> Owner {
+        let hash = Sha256::new().chain_update("mainstem owner ").chain_update(key).finalize();
+        Owner(hash.iter().map(|byte| format!("{byte:02x}")).collect::<String>().into())
+    }
+}
 
 impl Keys {
     /// Creates the set of accepted keys. An error names a key that is too long by its position.
@@ -42,7 +63,8 @@ impl Keys {
             ensure!(key.len() <= KEY_BYTES_MAX, "API key {number} is longer than {KEY_BYTES_MAX} bytes");
             let name = name.as_deref().map_or_else(|| format!("key {number}").into(), Arc::from);
             let client = Client { id: client_id(key), name, settings: *settings };
-            known.push((PaddedKey::new(key.as_bytes()), Arc::new(client)));
+            let padded = PaddedKey::new(key.as_bytes());
+            known.push(KnownKey { padded, client: Arc::new(client), owner: Owner::with_key(key) });
         }
         Ok(Keys(RwLock::new(known)))
     }
@@ -58,16 +80,22 @@ impl Keys {
         self.0.read().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// Returns the client whose key a request shows, if it is an accepted one. Compares every key in full,
-    /// for constant time.
-    fn client(&self, headers: &HeaderMap) -> Option<Arc<Client>> {
+    /// Returns the client with the key of `owner`, if that is accepted. `None` for the owner without a key.
+    pub fn client_of(&self, owner: &Owner) -> Option<Arc<Client>> {
+        let keys = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        keys.iter().find(|key| key.owner == *owner).map(|key| key.client.clone())
+    }
+
+    /// Returns the client whose key a request shows, and what it owns, if it is an accepted one. Compares
+    /// every key in full, for constant time.
+    fn client(&self, headers: &HeaderMap) -> Option<(Arc<Client>, Owner)> {
         let given = PaddedKey::new(shown_key(headers)?);
         let keys = self.0.read().unwrap_or_else(PoisonError::into_inner);
         let numbered = (0..).zip(keys.iter());
-        let found = numbered.fold(u64::MAX, |found, (number, (key, _))| {
-            u64::conditional_select(&found, &number, key.ct_eq(&given))
+        let found = numbered.fold(u64::MAX, |found, (number, key)| {
+            u64::conditional_select(&found, &number, key.padded.ct_eq(&given))
         });
-        keys.get(usize::try_from(found).ok()?).map(|(_, client)| client.clone())
+        keys.get(usize::try_from(found).ok()?).map(|key| (key.client.clone(), key.owner.clone()))
     }
 }
 
@@ -126,7 +154,8 @@ pub struct Rules {
 
 /// Middleware that rejects requests for other hosts with 403, and those without a valid key with 401, except
 /// on the open paths. If no keys are configured, it rejects cross-origin POST requests with 403: a browser
-/// sends them for any page that its user visits. Accepted requests have their [`Client`] as an extension.
+/// sends them for any page that its user visits. Accepted requests have their [`Client`] and [`Owner`] as
+/// extensions.
 pub async fn authorize(
     app: web::Data<App>,
     rules: web::Data<Rules>,
@@ -136,8 +165,10 @@ pub async fn authorize(
     let client = rules.keys.client(request.headers());
     match refusal(&app, &rules, &request, client.is_some()).await {
         None => {
-            let client = client.unwrap_or_else(|| client_by_address(&request, app.config.clients));
+            let by_address = || (client_by_address(&request, app.config.clients), Owner::default());
+            let (client, owner) = client.unwrap_or_else(by_address);
             request.extensions_mut().insert(client);
+            request.extensions_mut().insert(owner);
             Ok(next.call(request).await?.map_into_left_body())
         }
         Some(response) => Ok(request.into_response(response).map_into_right_body()),
@@ -222,7 +253,7 @@ fn is_cross_origin(headers: &HeaderMap) -> bool {
 /// answers preflights itself, so it must wrap [`authorize`]: browsers send no key with preflights.
 pub fn cors(origins: &[String]) -> Condition<Cors> {
     let cors = Cors::default()
-        .allowed_methods([Method::GET, Method::POST, Method::OPTIONS])
+        .allowed_methods([Method::GET, Method::POST, Method::DELETE, Method::OPTIONS])
         // Client libraries send headers of their own, and new ones with each version.
         .allow_any_header()
         .expose_headers([super::access::REQUEST_ID, RETRY_AFTER])
@@ -249,7 +280,7 @@ mod tests {
     fn client(keys: &Keys, header: &str) -> Option<Arc<Client>> {
         let mut headers = HeaderMap::new();
         headers.insert(AUTHORIZATION, HeaderValue::from_str(header).unwrap());
-        keys.client(&headers)
+        keys.client(&headers).map(|(client, _)| client)
     }
 
     #[test]
@@ -281,6 +312,9 @@ mod tests {
         assert_eq!([id("one"), id("two")], before);
         known.replace(keys(&["two"]).unwrap());
         assert_eq!([id("one"), id("two")], [None, before[1]]);
+        let found = ["one", "two"].map(|key| known.client_of(&Owner::with_key(key)).map(|client| client.id));
+        assert_eq!((found, known.client_of(&Owner::default())), ([None, before[1]], None));
+        assert_ne!(Owner::with_key("one"), Owner::with_key("two"));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::params::{ChatParams, ConstraintParams, Conversation};
 use super::prompt_ids::{PromptIds, encode};
-use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, check_choices};
+use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, Turn, check_choices};
 use super::wire::chat::{ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, ResponseMessage};
 use super::wire::{ChoiceOutput, Finish, PromptLogprobs};
 use crate::text::chat_template::{Chat, TemplateError};
@@ -126,11 +126,15 @@ impl GenerationApi for ChatApi {
     const PATH: &'static str = "/v1/chat/completions";
     const PROMPT_PARAM: &'static str = "messages";
 
-    fn parse(parts: &ServeParts, fields: Fields) -> Result<PreparedRequest<ChatFormat>, ApiError> {
+    fn parse(
+        parts: &ServeParts,
+        turn: &Turn,
+        fields: Fields,
+    ) -> Result<PreparedRequest<ChatFormat>, ApiError> {
         let ChatParams { generation, conversation, logprobs, constraint, include_reasoning } =
             ChatParams::parse(fields, parts)?;
         check_choices(parts, 1, &generation)?;
-        let text = render_conversation(parts, &conversation)?;
+        let text = render_conversation(parts, turn, &conversation)?;
         let prompt: Arc<[u32]> = encode(parts, &text, false, "messages")?.into();
         if prompt.is_empty() {
             return Err(ApiError::invalid(
@@ -152,8 +156,12 @@ impl GenerationApi for ChatApi {
     }
 }
 
-/// Renders a conversation with the model's chat template.
-pub fn render_conversation(parts: &ServeParts, conversation: &Conversation) -> Result<String, ApiError> {
+/// Renders a conversation with the model's chat template, and holds the memory to tokenize it.
+pub fn render_conversation(
+    parts: &ServeParts,
+    turn: &Turn,
+    conversation: &Conversation,
+) -> Result<String, ApiError> {
     let Some(template) = &parts.model.chat_template else {
         let message = "this model has no chat template; start the server with --chat-template, or use \
                        /v1/completions";
@@ -166,7 +174,7 @@ pub fn render_conversation(parts: &ServeParts, conversation: &Conversation) -> R
         continue_final_message: conversation.continue_final_message,
         kwargs: &conversation.template_kwargs,
     };
-    template.render(&chat).map_err(|error| match error {
+    let rendered = template.render(&chat).map_err(|error| match error {
         TemplateError::Rejected(reason) => {
             ApiError::invalid("messages", format!("the chat template rejected the messages: {reason}"))
         }
@@ -174,7 +182,9 @@ pub fn render_conversation(parts: &ServeParts, conversation: &Conversation) -> R
             "messages",
             format!("the chat template failed to render the messages: {reason}"),
         ),
-    })
+    })?;
+    turn.hold_text(rendered.len(), "messages")?;
+    Ok(rendered)
 }
 
 impl ResponseFormat for ChatFormat {

@@ -9,7 +9,7 @@ use super::fill_in_the_middle::FillInTheMiddle;
 use super::params::CompletionParams;
 use super::prompt_ids::{PromptIds, encode};
 use super::prompts::Prompt;
-use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, check_choices};
+use super::respond::{GenerationApi, PreparedRequest, ResponseFormat, Turn, check_choices};
 use super::wire::completion::{CompletionChoice, CompletionLogprobs};
 use super::wire::{ChoiceOutput, PromptLogprobs, TokenIds};
 use crate::actors::PromptingDefaults;
@@ -37,7 +37,11 @@ impl GenerationApi for CompletionsApi {
     const PATH: &'static str = "/v1/completions";
     const PROMPT_PARAM: &'static str = "prompt";
 
-    fn parse(parts: &ServeParts, fields: Fields) -> Result<PreparedRequest<CompletionFormat>, ApiError> {
+    fn parse(
+        parts: &ServeParts,
+        _: &Turn,
+        fields: Fields,
+    ) -> Result<PreparedRequest<CompletionFormat>, ApiError> {
         let params = CompletionParams::parse(fields, parts)?;
         check_choices(parts, params.prompts.len(), &params.generation)?;
         let CompletionParams {

@@ -1,7 +1,9 @@
 //! The open connections of a listener, and their limits.
 //!
 //! A connection is busy from when its request has been read whole until its response has been passed on, and
-//! idle otherwise: in a TLS handshake, while a request arrives, and between two requests.
+//! while a request waits for memory for its body. It is idle otherwise: in a TLS handshake, while a request
+//! arrives, and between two requests. One that takes bytes of a response, or sends some of a body, has been
+//! idle since then only.
 //! Invariant: there are never more connections than the limit. If it is reached, a new connection takes the
 //! place of the one that has been idle for longest, so connections without requests keep nobody out.
 
@@ -9,6 +11,7 @@ use super::failed_keys::network;
 use crate::telemetry;
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::Notify;
@@ -56,6 +59,7 @@ pub enum Refusal {
 pub struct Connection {
     connections: Arc<Connections>,
     id: u64,
+    is_busy: AtomicBool,
     closing: Arc<Notify>,
 }
 
@@ -85,7 +89,7 @@ impl Connections {
         table.set_idle(id, true);
         *table.addresses.entry(network).or_default() += 1;
         telemetry::CONNECTIONS.gauge().increment(1.0);
-        Ok(Connection { connections: self.clone(), id, closing })
+        Ok(Connection { connections: self.clone(), id, is_busy: AtomicBool::new(false), closing })
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
@@ -122,14 +126,29 @@ impl Table {
 }
 
 impl Connection {
-    /// Marks the connection as busy: its request has been read.
-    pub fn begin_response(&self) {
+    /// Marks the connection as busy: its request has been read, or waits for the server.
+    pub fn set_busy(&self) {
+        self.is_busy.store(true, Ordering::Relaxed);
         self.connections.lock().set_idle(self.id, false);
     }
 
-    /// Marks the connection as idle from now on: its response has been passed on.
-    pub fn end_response(&self) {
+    /// Marks the connection as idle from now on: its response has been passed on, or it waits for its client.
+    pub fn set_idle(&self) {
+        self.is_busy.store(false, Ordering::Relaxed);
         self.connections.lock().set_idle(self.id, true);
+    }
+
+    /// Begins the time anew for which an idle connection has been idle: its client has taken bytes of the
+    /// response, or has sent some of its request.
+    pub fn touch(&self) {
+        // Without the lock that all connections share: streams do this for each token.
+        if self.is_busy.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut table = self.connections.lock();
+        if table.open.get(&self.id).is_some_and(|open| open.idle.is_some()) {
+            table.set_idle(self.id, true);
+        }
     }
 
     /// Completes when the connection is to be closed: another one has taken its place, or it has been idle
@@ -179,23 +198,37 @@ mod tests {
     async fn a_new_connection_takes_the_place_of_the_longest_idle() {
         let all = Connections::new(3, None);
         let [first, second, third] = [1, 2, 3].map(|last| all.accept(address(last)).unwrap());
-        first.begin_response();
-        third.begin_response();
-        third.end_response();
+        first.set_busy();
+        third.set_busy();
+        third.set_idle();
         let fourth = all.accept(address(4)).unwrap();
         assert_eq!([&first, &second, &third, &fourth].map(is_closed), [false, true, false, false]);
-        first.end_response();
+        first.set_idle();
         let _fifth = all.accept(address(5)).unwrap();
         assert_eq!([&first, &third, &fourth].map(is_closed), [false, true, false]);
         // What is closed already frees no place.
         drop([second, third]);
-        first.begin_response();
-        fourth.begin_response();
-        _fifth.begin_response();
+        first.set_busy();
+        fourth.set_busy();
+        _fifth.set_busy();
         assert_eq!(all.accept(address(6)).unwrap_err(), Refusal::Full);
         drop(fourth);
         assert!(all.accept(address(6)).is_ok());
         assert_eq!(all.lock().open.len(), 2);
+    }
+
+    /// Regression: a long response was cut off while its client was taking it.
+    #[actix_web::test]
+    async fn a_connection_that_takes_its_response_is_not_the_longest_idle() {
+        let all = Connections::new(3, None);
+        let [reader, stalled, busy] = [1, 2, 3].map(|last| all.accept(address(last)).unwrap());
+        busy.set_busy();
+        reader.touch();
+        busy.touch();
+        let _new = all.accept(address(4)).unwrap();
+        assert_eq!([&reader, &stalled, &busy].map(is_closed), [false, true, false]);
+        let _another = all.accept(address(5)).unwrap();
+        assert_eq!([&reader, &busy].map(is_closed), [true, false]);
     }
 
     #[actix_web::test]
@@ -216,10 +249,10 @@ mod tests {
     async fn a_connection_is_closed_after_its_idle_time_only() {
         let all = Connections::new(9, None);
         let [busy, idle] = [1, 2].map(|last| all.accept(address(last)).unwrap());
-        busy.begin_response();
+        busy.set_busy();
         idle.closed(Duration::from_millis(1)).await;
         assert!(busy.closed(Duration::ZERO + Duration::from_millis(1)).now_or_never().is_none());
-        busy.end_response();
+        busy.set_idle();
         busy.closed(Duration::from_millis(1)).await;
     }
 }

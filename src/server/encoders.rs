@@ -8,11 +8,11 @@
 use super::body::RequestBody;
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields, UnsupportedParams};
-use super::held_body::held_body;
+use super::held_body::json_body;
 use super::origin::{Origin, Urgency};
 use super::prompt_ids::{check_encoder_input_len, check_vocabulary, encode_encoder_input};
 use super::prompts::{Prompt, parse_prompts};
-use super::respond::{admit, interrupt, parse_off_loop};
+use super::respond::{Turn, admit, interrupt, parse_off_loop};
 use super::{App, ServeParts};
 use crate::actors::TokenStream;
 use crate::actors::request_metrics::RequestMetrics;
@@ -29,9 +29,9 @@ use tokio::time::Instant;
 /// Maximum number of texts of one request, as in the OpenAI API.
 const INPUTS_MAX: usize = 2048;
 
-/// Maximum memory of an output while the response is written, as a multiple of the output: a number of an
-/// embedding has up to 14 characters in JSON, whose buffer grows by doubling.
-const WRITTEN_FACTOR: usize = 12;
+/// Maximum memory of the candidates of a mask with the values of the response that are made of them, as a
+/// multiple of the candidates.
+const CANDIDATES_FACTOR: usize = 12;
 
 /// Responses for more texts than this are serialized off the event loop.
 pub const INLINE_INPUTS: usize = 16;
@@ -128,15 +128,15 @@ pub async fn run_encoder_request<Q: EncoderApi>(
     body: RequestBody,
 ) -> Result<(Bytes, IgnoredFields), ApiError> {
     let arrived = Instant::now();
-    let _open = admit(app, Q::PATH)?;
-    let parse = |parts: &ServeParts, mut fields: Fields| {
+    let _open = admit(app, Q::PATH, client.id)?;
+    let held = app.parts.status.responses.hold(client.id);
+    let parse = |parts: &ServeParts, _: &Turn, mut fields: Fields| {
         let urgency = Urgency::parse(&mut fields)?;
         Ok((urgency, Q::parse(parts, fields)?))
     };
     let ((urgency, (question, inputs)), ignored) =
         parse_off_loop(app, body, app.parts.longest_text, parse).await?;
     let origin = Origin::new(client, urgency)?;
-    let held = app.parts.status.responses.hold();
     let found = EncoderCall { app, id, origin, arrived, held: &held }.run(&inputs).await?;
     if !question.is_large(found.len()) {
         return Ok((serialize_response(&app.parts, &question, found, held)?, ignored));
@@ -154,8 +154,7 @@ fn serialize_response<Q: EncoderApi>(
     held: HeldBytes,
 ) -> Result<Bytes, ApiError> {
     let answer = question.build_response(parts, found)?;
-    let json = serde_json::to_vec(&answer).expect("wire types always serialize; this is a bug");
-    Ok(held_body(held, json))
+    Ok(json_body(held, &answer)?)
 }
 
 /// A request whose inputs run in the engine.
@@ -252,7 +251,9 @@ impl EncoderCall<'_> {
                 Some(TokenEvent::Finished(_)) => return Ok((index, events)),
                 Some(TokenEvent::Failed(error)) => return Err(error),
                 Some(event) => {
-                    self.held.grow(WRITTEN_FACTOR * event_bytes(&event))?;
+                    // An embedding becomes a part of the response as it is.
+                    let factor = if let TokenEvent::MaskFilled(_) = event { CANDIDATES_FACTOR } else { 1 };
+                    self.held.grow(factor * event_bytes(&event))?;
                     events.push(event);
                 }
                 None => return Err(measure.closed_error()),

@@ -140,9 +140,10 @@ impl ApiError {
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
     }
 
-    /// 408: the request body did not arrive in time.
+    /// 408: the request body did not arrive in time, or is far from it.
     pub fn body_too_slow(limit: Duration) -> ApiError {
-        let message = format!("the request body did not arrive within {} s", limit.as_secs());
+        let seconds = limit.as_secs();
+        let message = format!("the request body arrives too slowly to be there within {seconds} s");
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
     }
 
@@ -166,11 +167,58 @@ impl ApiError {
         ApiError::new(StatusCode::FORBIDDEN, "host_not_allowed", message)
     }
 
+    /// 404: there is no such file or batch, or another client has it. `what` is its kind.
+    pub fn no_such(what: &str, id: &str) -> ApiError {
+        let id: String = id.chars().take(NAME_CHARS_MAX).collect();
+        ApiError::new(StatusCode::NOT_FOUND, "not_found", format!("there is no {what} '{id}'"))
+            .with_param("id")
+    }
+
+    /// 409: a file or a batch is in a state that does not permit the request.
+    pub fn conflict(message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::CONFLICT, "conflict", message)
+    }
+
+    /// 403: the client's files would take more than it may have.
+    pub fn quota_exceeded(message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::FORBIDDEN, "quota_exceeded", message)
+    }
+
+    /// 429: the client has too many batches that have not ended.
+    pub fn too_many_batches(limit: usize) -> ApiError {
+        let message = format!("{limit} batches have not ended; the maximum is {limit} (batches.max_batches)");
+        ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_batches", message)
+    }
+
+    /// 413: an uploaded file is larger than `limit` bytes.
+    pub fn file_too_large(limit: u64) -> ApiError {
+        let message = format!("the file is larger than {limit} bytes (batches.file_limit)");
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "file_too_large", message).with_param("file")
+    }
+
+    /// 408: an upload has stalled, or is far too slow.
+    pub fn upload_too_slow() -> ApiError {
+        let message = "the upload arrives too slowly: nothing for 30 s, or less than 16 KiB per second";
+        ApiError::new(StatusCode::REQUEST_TIMEOUT, "upload_too_slow", message)
+    }
+
+    /// 501: the server keeps no files.
+    pub fn batches_disabled() -> ApiError {
+        let message = "this server has no files and batches: batches.data_dir (--data-dir) is not set";
+        ApiError::new(StatusCode::NOT_IMPLEMENTED, "batches_disabled", message)
+    }
+
+    /// 507: the disk is full.
+    pub fn storage_full() -> ApiError {
+        let message = "the server's disk is full";
+        ApiError::new(StatusCode::INSUFFICIENT_STORAGE, "storage_full", message)
+    }
+
     /// 404: the path does not exist. `endpoints` are those of the served model.
     pub fn not_found(endpoints: &[&str]) -> ApiError {
         let message = format!(
-            "this path does not exist; there are POST {}, /v1/tokenize and /v1/detokenize, and GET \
-             /v1/models, /health, /metrics and /version",
+            "this path does not exist; there are POST {}, /v1/tokenize and /v1/detokenize, GET /v1/models, \
+             /health, /metrics and /version, and /v1/files and /v1/batches",
             endpoints.join(", ")
         );
         ApiError::new(StatusCode::NOT_FOUND, "not_found", message)
@@ -197,6 +245,7 @@ impl ApiError {
             (_, "shutting_down") => Some("draining"),
             (_, "rate_limit_exceeded") => Some("rate_limit"),
             (StatusCode::TOO_MANY_REQUESTS, _) => Some("busy"),
+            (StatusCode::FORBIDDEN, "quota_exceeded") => None,
             (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) => Some("unauthorized"),
             (StatusCode::BAD_REQUEST | StatusCode::PAYLOAD_TOO_LARGE | StatusCode::REQUEST_TIMEOUT, _) => {
                 Some("invalid")
@@ -276,6 +325,9 @@ impl From<RequestError> for ApiError {
             | RequestError::TooManyGrammars { .. }
             | RequestError::ResponsesTooLarge { .. } => {
                 ApiError::new(StatusCode::TOO_MANY_REQUESTS, "server_busy", message)
+            }
+            RequestError::ResponseTooLarge { .. } => {
+                ApiError::new(StatusCode::BAD_REQUEST, "response_too_large", message)
             }
             RequestError::Interrupted => ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shut_down", message),
             RequestError::Draining => {

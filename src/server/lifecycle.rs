@@ -5,6 +5,8 @@
 
 use super::access::track_request;
 use super::auth::{Keys, Rules, authorize, check_host, cors};
+use super::batches::Service;
+use super::batches::runner::Runner;
 use super::connections::Connections;
 use super::failed_keys::FailedKeys;
 use super::hosts::AllowedHosts;
@@ -71,6 +73,8 @@ pub struct BoundServer {
     metrics_sockets: Vec<TcpSocket>,
     keys: web::Data<Keys>,
     certificate: Option<Arc<Certificate>>,
+    /// Files and batches.
+    service: Service,
     /// Maximum number of connections.
     connections: usize,
 }
@@ -81,7 +85,8 @@ impl BoundServer {
         self.connections
     }
 
-    /// Binds the configured address and reads keys and certificate. Must be called within an actix system.
+    /// Binds the configured address, reads keys and certificate, and opens the folder of batches. Must be
+    /// called within an actix system.
     pub fn bind(config: ServerConfig) -> Result<BoundServer> {
         check_workers(config.workers)?;
         let keys = web::Data::new(Keys::new(&config.load_api_keys()?)?);
@@ -94,7 +99,8 @@ impl BoundServer {
             })?,
         };
         let connections = connection_limit(config.max_connections, config.workers)?;
-        Ok(BoundServer { config, sockets, metrics_sockets, keys, certificate, connections })
+        let service = Service::open(&config.batches)?;
+        Ok(BoundServer { config, sockets, metrics_sockets, keys, certificate, service, connections })
     }
 
     /// Returns a handle that reads keys and certificate again.
@@ -105,21 +111,25 @@ impl BoundServer {
 
     /// Starts to listen, for the engine of `parts`. Must be called within an actix system.
     pub fn serve(self, parts: ServeParts) -> Result<Server> {
-        let BoundServer { config, sockets, metrics_sockets, keys, certificate, connections } = self;
+        let BoundServer { config, sockets, metrics_sockets, keys, certificate, service, connections } = self;
         let tls = certificate.map(tls::server_config).transpose()?;
         let hosts = AllowedHosts::new(&config, &addresses_of(&sockets));
         let rules = web::Data::new(Rules { keys: keys.clone(), hosts, failed: FailedKeys::default() });
         let metrics = telemetry::install(None);
         let app = web::Data::new(App::new(parts, config.clone()));
+        let runner = Runner::start(&service, &app, keys.clone(), blocking_threads(&config))?;
+        let service = web::Data::new(service);
         let (data, origins) = (app.clone(), config.cors_origins.clone());
         let shown = web::Data::new(metrics.clone());
         let with_metrics = config.metrics_listener.is_none();
         // The last middleware sees requests first: rejected ones have a request id, and CORS headers too.
+        let shared = service.clone();
         let new_app = move || {
             actix_web::App::new()
                 .app_data(data.clone())
                 .app_data(rules.clone())
                 .app_data(shown.clone())
+                .app_data(shared.clone())
                 .wrap(from_fn(authorize))
                 .wrap(cors(&origins))
                 .wrap(from_fn(track_request))
@@ -133,11 +143,9 @@ impl BoundServer {
         let address = *addresses_of(&sockets).first().context("no address was bound")?;
         let scheme = if tls.is_some() { "https" } else { "http" };
         let address_limit = config.max_connections_per_address.map(NonZero::get);
-        let acceptor = Acceptor {
-            connections: Connections::new(connections, address_limit),
-            tls: tls.map(|tls| TlsAcceptor::from(Arc::new(tls))),
-            keep_alive: config.keep_alive,
-        };
+        let table = Connections::new(connections, address_limit);
+        let tls = tls.map(|tls| TlsAcceptor::from(Arc::new(tls)));
+        let acceptor = Acceptor::new(table, tls, config.keep_alive);
         let per_worker = connections / config.workers + FILES_PER_WORKER as usize / 2;
         let mut server = ServerBuilder::new()
             .workers(config.workers)
@@ -150,7 +158,7 @@ impl BoundServer {
             server = add_listener(server, listener, acceptor.clone(), new_app.clone())?;
         }
         server = listen_for_metrics(server, metrics_sockets, &config, keys, (app.clone(), metrics.clone()))?;
-        Ok(Server { run: server.run(), address, scheme, app, metrics })
+        Ok(Server { run: server.run(), address, scheme, app, service, runner, metrics })
     }
 }
 
@@ -177,7 +185,7 @@ fn listen_for_metrics(
             .configure(metrics_route)
     };
     let connections = Connections::new(METRICS_CONNECTIONS, None);
-    let acceptor = Acceptor { connections, tls: None, keep_alive: config.keep_alive };
+    let acceptor = Acceptor::new(connections, None, config.keep_alive);
     for listener in listen(sockets).context("cannot listen on server.metrics_port")? {
         info!("metrics on http://{}/metrics", listener.local_addr()?);
         server = add_listener(server, listener, acceptor.clone(), new_app.clone())?;
@@ -285,6 +293,8 @@ pub struct Server {
     /// URL scheme of the address.
     scheme: &'static str,
     app: web::Data<App>,
+    service: web::Data<Service>,
+    runner: Option<Runner>,
     metrics: PrometheusHandle,
 }
 
@@ -329,6 +339,7 @@ impl Server {
             _ = stops.recv() => {}
         }
         self.app.parts.status.draining.store(true, Ordering::SeqCst);
+        self.runner.iter().for_each(Runner::halt);
         info!(in_flight = self.app.parts.status.pending(), "draining: new requests are rejected");
         // Biased: if nothing is in flight, a second stop aborts nothing.
         let ending = select! {
@@ -344,8 +355,12 @@ impl Server {
             self.app.abort.send_replace(true);
             let _ = rt::time::timeout(FLUSH_TIMEOUT, wait_until(|| !self.app.has_open_responses())).await;
         }
+        if let Some(runner) = self.runner {
+            runner.stop().await;
+        }
         // Aborted requests have ended in an error by now; their responses may still be on their way.
         handle.stop(true).await;
+        self.service.release();
         upkeep.abort();
         info!("stopped");
         Ok(ending)

@@ -17,14 +17,15 @@ use actix_web::rt::net::{ActixStream, Ready, TcpStream};
 use socket2::SockRef;
 use std::fmt;
 use std::io::{self, IoSlice};
-use std::net::{SocketAddr, TcpListener};
+use std::net::{Shutdown, SocketAddr, TcpListener};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use tokio::select;
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -38,6 +39,13 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time for a client to close its side of a connection that the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Maximum number of reads of what it sends meanwhile, of at most 1 KiB each.
+const LINGERING_READS: usize = 64;
+
+/// Maximum number of connections that are not accepted and wait to be closed: fewer than the open files that
+/// are spared for connections beyond the limit.
+const LINGERING_MAX: usize = 16;
+
 /// Response to connections that are not accepted, which is sent unless they use TLS.
 const BUSY: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\
     Connection: close\r\n\r\n";
@@ -45,10 +53,12 @@ const BUSY: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nCont
 /// Accepts connections of a listener.
 #[derive(Clone)]
 pub struct Acceptor {
-    pub connections: Arc<Connections>,
-    pub tls: Option<TlsAcceptor>,
+    connections: Arc<Connections>,
+    tls: Option<TlsAcceptor>,
     /// Time for which an idle connection stays open.
-    pub keep_alive: Duration,
+    keep_alive: Duration,
+    /// Permits to wait until clients that are not accepted close their connections.
+    lingering: Arc<Semaphore>,
 }
 
 /// Adds a listener with the application that `new_app` makes to a server.
@@ -105,6 +115,12 @@ where
 }
 
 impl Acceptor {
+    /// Creates an acceptor, with TLS if there is an acceptor for it. Idle connections stay open for
+    /// `keep_alive`.
+    pub fn new(connections: Arc<Connections>, tls: Option<TlsAcceptor>, keep_alive: Duration) -> Acceptor {
+        Acceptor { connections, tls, keep_alive, lingering: Arc::new(Semaphore::new(LINGERING_MAX)) }
+    }
+
     /// Serves a connection until it is closed, by `http`.
     async fn serve<S>(&self, socket: TcpStream, http: &S)
     where
@@ -114,7 +130,7 @@ impl Acceptor {
         let Ok(peer) = socket.peer_addr() else { return };
         let connection = match self.connections.accept(peer.ip()) {
             Ok(connection) => Arc::new(connection),
-            Err(refusal) => return self.refuse(&socket, refusal),
+            Err(refusal) => return self.refuse(socket, refusal).await,
         };
         let exchange = async {
             let io = match &self.tls {
@@ -137,15 +153,27 @@ impl Acceptor {
     }
 
     /// Closes a connection that is not accepted.
-    fn refuse(&self, socket: &TcpStream, refusal: Refusal) {
+    async fn refuse(&self, mut socket: TcpStream, refusal: Refusal) {
         telemetry::CONNECTIONS_CLOSED.count([match refusal {
             Refusal::Full => "full",
             Refusal::Address => "address",
         }]);
-        if self.tls.is_none() {
-            // A new socket has space for this. Tokio does not know yet that it can be written to.
-            _ = SockRef::from(socket).send(BUSY);
+        if self.tls.is_some() {
+            return;
         }
+        // A new socket has space for this. Tokio does not know yet that it can be written to.
+        _ = SockRef::from(&socket).send(BUSY);
+        // Closing with unread bytes resets the connection, and the client might not see why. If there are
+        // many of these, others are closed at once.
+        let Ok(_lingering) = self.lingering.try_acquire() else { return };
+        _ = SockRef::from(&socket).shutdown(Shutdown::Write);
+        let mut buffer = [0; 1024];
+        let read = async {
+            for _ in 0..LINGERING_READS {
+                let Ok(1..) = socket.read(&mut buffer).await else { return };
+            }
+        };
+        _ = timeout(CLOSE_TIMEOUT, read).await;
     }
 }
 
@@ -194,8 +222,10 @@ impl AsyncRead for Stream {
 }
 
 impl AsyncWrite for Stream {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.writer().poll_write(cx, bytes)
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = ready!(self.as_mut().writer().poll_write(cx, bytes));
+        self.connection.touch();
+        Poll::Ready(written)
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -207,11 +237,13 @@ impl AsyncWrite for Stream {
     }
 
     fn poll_write_vectored(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         parts: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.writer().poll_write_vectored(cx, parts)
+        let written = ready!(self.as_mut().writer().poll_write_vectored(cx, parts));
+        self.connection.touch();
+        Poll::Ready(written)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -229,5 +261,48 @@ impl ActixStream for Stream {
 
     fn poll_write_ready(&self, cx: &mut Context<'_>) -> Poll<io::Result<Ready>> {
         ActixStream::poll_write_ready(self.socket(), cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+    use tokio::io::AsyncWriteExt;
+    use tokio::net::TcpListener;
+    use tokio::{join, select};
+
+    async fn write(stream: &mut Stream, is_vectored: bool) {
+        let bytes = [0; 64 << 10];
+        let written = match is_vectored {
+            true => stream.write_vectored(&[IoSlice::new(&bytes)]).await,
+            false => stream.write(&bytes).await,
+        };
+        assert!(written.unwrap() > 0);
+    }
+
+    /// A new connection does not take the place of one whose client reads the rest of its response.
+    #[actix_web::test]
+    async fn a_client_that_takes_its_response_is_not_cut_off() {
+        for is_vectored in [false, true] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let client = TcpStream::connect(listener.local_addr().unwrap());
+            let (client, accepted) = join!(client, listener.accept());
+            let (mut client, (socket, peer)) = (client.unwrap(), accepted.unwrap());
+            let all = Connections::new(2, None);
+            let accept = || Arc::new(all.accept(peer.ip()).unwrap());
+            let mut stream = Stream { io: Io::Plain(socket), connection: accept() };
+            while write(&mut stream, is_vectored).now_or_never().is_some() {}
+            let second = accept();
+            let mut buffer = [0; 4096];
+            select! {
+                () = write(&mut stream, is_vectored) => {}
+                () = async { while client.read(&mut buffer).await.unwrap() > 0 {} } => unreachable!(),
+            }
+            let _third = accept();
+            let is_closed = [&stream.connection, &second]
+                .map(|connection| connection.closed(Duration::from_secs(3600)).now_or_never().is_some());
+            assert_eq!(is_closed, [false, true]);
+        }
     }
 }

@@ -10,25 +10,51 @@ use super::embeddings::EmbeddingsRequest;
 use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
 use super::fill_mask::FillMaskRequest;
-use super::respond::{GenerationApi, ResponseBody, parse_off_loop, respond};
-use super::tokenize::{detokenize, tokenize};
+use super::respond::{GenerationApi, ResponseBody, respond};
+use super::tokenize::{detokenize, run_tokenizer_request, tokenize};
+use super::turns::Share;
 use super::{App, RequestId, ServeParts};
 use crate::config::ServerConfig;
 use crate::request::Client;
 use actix_web::web::Bytes;
-use serde::Serialize;
 use serde_json::Value;
 use std::sync::Arc;
 
+const TOKENIZE: &str = "/v1/tokenize";
+const DETOKENIZE: &str = "/v1/detokenize";
+
 /// The API of one engine, called within this process.
 #[derive(Clone)]
-pub struct LocalApi(Arc<App>);
+pub struct LocalApi {
+    app: Arc<App>,
+    client: Arc<Client>,
+}
 
 impl LocalApi {
     /// Creates the API for the engine of `parts`. The connection settings of `config` are ignored. Metrics
     /// are recorded only if the process has installed a recorder, whose upkeep the caller must run.
     pub fn new(parts: ServeParts, config: ServerConfig) -> LocalApi {
-        LocalApi(Arc::new(App::new(parts, config)))
+        LocalApi { app: Arc::new(App::new(parts, config)), client: Client::local() }
+    }
+
+    /// Returns the API for requests of `client` that the server of `app` makes itself.
+    pub(super) fn of_server(app: Arc<App>, client: Arc<Client>) -> LocalApi {
+        LocalApi { app, client }
+    }
+
+    /// The paths of [`LocalApi::post`]. Which of them a model supports depends on its kind.
+    pub const PATHS: [&str; 6] = [
+        ChatApi::PATH,
+        CompletionsApi::PATH,
+        EmbeddingsRequest::PATH,
+        FillMaskRequest::PATH,
+        TOKENIZE,
+        DETOKENIZE,
+    ];
+
+    /// Sets the client of the requests; it is [`Client::local`] otherwise.
+    pub fn with_client(self, client: Arc<Client>) -> LocalApi {
+        LocalApi { client, ..self }
     }
 
     /// Handles a request body posted to `path`. Fails if `path` is not one of the model's endpoints.
@@ -38,8 +64,20 @@ impl LocalApi {
 
     /// Handles a request body posted to `path`, which need not be JSON, like [`LocalApi::post`].
     pub async fn post_bytes(&self, path: &str, body: Bytes) -> Result<ResponseBody, ApiError> {
-        let (app, id, client) = (&self.0, RequestId::generate().0, Client::local());
-        let body = RequestBody::local(body);
+        self.post_with_id(RequestId::generate().0, path, body, None).await
+    }
+
+    /// Handles a request body posted to `path` as the request `id`, like [`LocalApi::post_bytes`]. `memory`
+    /// is that of the body, if it is counted.
+    pub(super) async fn post_with_id(
+        &self,
+        id: Arc<str>,
+        path: &str,
+        body: Bytes,
+        memory: Option<Share>,
+    ) -> Result<ResponseBody, ApiError> {
+        let (app, client) = (&self.app, self.client.clone());
+        let body = RequestBody::local(client.id, body, memory);
         match path {
             CompletionsApi::PATH => Ok(respond::<CompletionsApi>(app, id, client, body).await?.body),
             ChatApi::PATH => Ok(respond::<ChatApi>(app, id, client, body).await?.body),
@@ -51,20 +89,14 @@ impl LocalApi {
                 let (json, _) = run_encoder_request::<FillMaskRequest>(app, id, client, body).await?;
                 Ok(ResponseBody::Json(json))
             }
-            "/v1/tokenize" => json(parse_off_loop(app, body, usize::MAX, tokenize).await?.0),
-            "/v1/detokenize" => json(parse_off_loop(app, body, usize::MAX, detokenize).await?.0),
+            TOKENIZE => Ok(ResponseBody::Json(run_tokenizer_request(app, body, tokenize).await?.0)),
+            DETOKENIZE => Ok(ResponseBody::Json(run_tokenizer_request(app, body, detokenize).await?.0)),
             _ => Err(ApiError::not_found(&app.parts.model.endpoints)),
         }
     }
 
     /// Returns the engine's handles and the model data.
     pub fn parts(&self) -> &ServeParts {
-        &self.0.parts
+        &self.app.parts
     }
-}
-
-/// Returns the body of a response.
-fn json(response: impl Serialize) -> Result<ResponseBody, ApiError> {
-    let json = serde_json::to_vec(&response).map_err(|error| ApiError::internal(error.to_string()))?;
-    Ok(ResponseBody::Json(json.into()))
 }

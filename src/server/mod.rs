@@ -34,6 +34,8 @@ mod respond;
 
 pub mod local;
 
+pub mod batches;
+
 pub mod completions;
 
 pub mod chat;
@@ -77,6 +79,7 @@ pub mod info;
 #[cfg(test)]
 mod tests;
 
+pub use body::request_memory_max;
 pub use lifecycle::{BoundServer, Server, ShutdownOutcome, blocking_threads};
 pub use local::LocalApi;
 pub use respond::ResponseBody;
@@ -136,7 +139,7 @@ const BODIES_SHARE: usize = 4;
 pub struct App {
     pub parts: ServeParts,
     pub config: ServerConfig,
-    grammars: Grammars,
+    grammars: Arc<Grammars>,
     /// Memory of the long request bodies that are received, wait or are parsed.
     bodies: FairPool,
     /// Turns of long request bodies to be parsed and tokenized, and the memory that this takes.
@@ -150,7 +153,7 @@ impl App {
     fn new(parts: ServeParts, config: ServerConfig) -> App {
         let bodies_bytes = config.request_memory_bytes / BODIES_SHARE;
         App {
-            grammars: Grammars::new(&parts, &config.grammar),
+            grammars: Arc::new(Grammars::new(&parts, &config.grammar)),
             bodies: FairPool::new(PoolLimits { memory: bodies_bytes, turns: None }),
             parsing: FairPool::new(PoolLimits {
                 memory: config.request_memory_bytes - bodies_bytes,
@@ -160,6 +163,20 @@ impl App {
             config,
             open_responses: Arc::default(),
             abort: watch::Sender::new(false),
+        }
+    }
+
+    /// Returns the state for requests without a time limit, which shares everything else with this one.
+    fn without_time_limit(&self) -> App {
+        let App { parts, config, grammars, bodies, parsing, open_responses, abort } = self;
+        App {
+            parts: parts.clone(),
+            config: ServerConfig { request_timeout: None, ..config.clone() },
+            grammars: grammars.clone(),
+            bodies: bodies.clone(),
+            parsing: parsing.clone(),
+            open_responses: open_responses.clone(),
+            abort: abort.clone(),
         }
     }
 

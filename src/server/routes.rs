@@ -3,6 +3,8 @@
 //! Invariant: a path answers other methods than its own with 405 and an `Allow` header.
 
 use super::access::RequestId;
+use super::auth::Owner;
+use super::batches::{self, Service};
 use super::body::{BodyHead, RequestBody};
 use super::chat::ChatApi;
 use super::completions::CompletionsApi;
@@ -11,8 +13,8 @@ use super::encoders::{EncoderApi, run_encoder_request};
 use super::error::ApiError;
 use super::fields::{Fields, IgnoredFields};
 use super::fill_mask::FillMaskRequest;
-use super::respond::{ApiResponse, GenerationApi, ResponseBody, parse_off_loop, respond};
-use super::tokenize::{detokenize, tokenize};
+use super::respond::{ApiResponse, GenerationApi, ResponseBody, Turn, respond};
+use super::tokenize::{detokenize, run_tokenizer_request, tokenize};
 use super::{App, OpenResponse, ServeParts, info};
 use crate::request::Client;
 use crate::telemetry;
@@ -55,6 +57,7 @@ pub fn routes(config: &mut web::ServiceConfig) {
         )
         .service(resource("/v1/models", GET).route(get().to(info::models)))
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(info::model)))
+        .configure(batch_routes)
         .service(resource("/health", GET).route(get().to(info::health)))
         .service(resource("/version", GET).route(get().to(info::version)))
         .default_service(web::to(async |app: web::Data<App>| {
@@ -75,6 +78,31 @@ pub fn routes(config: &mut web::ServiceConfig) {
                 ),
             );
     }
+}
+
+/// Registers the paths of files and batches.
+fn batch_routes(config: &mut web::ServiceConfig) {
+    use batches::{files, requests};
+    let (list_or_new, get_or_delete) = ("GET, HEAD, POST", "GET, HEAD, DELETE");
+    config
+        .service(
+            resource("/v1/files", list_or_new)
+                .route(get().to(files::list))
+                .route(web::post().to(files::upload)),
+        )
+        .service(
+            resource("/v1/files/{id}", get_or_delete)
+                .route(get().to(files::retrieve))
+                .route(web::delete().to(files::delete)),
+        )
+        .service(resource("/v1/files/{id}/content", GET).route(get().to(files::content)))
+        .service(
+            resource("/v1/batches", list_or_new)
+                .route(get().to(requests::list))
+                .route(web::post().to(handle_new_batch)),
+        )
+        .service(resource("/v1/batches/{id}", GET).route(get().to(requests::retrieve)))
+        .service(resource("/v1/batches/{id}/cancel", "POST").route(web::post().to(requests::cancel)));
 }
 
 /// Methods of the read-only paths.
@@ -142,6 +170,20 @@ async fn handle_encoder_request<Q: EncoderApi>(
     Ok(name_ignored_fields(json_response(json, open), &id, &ignored))
 }
 
+/// Creates a batch.
+async fn handle_new_batch(
+    app: web::Data<App>,
+    service: web::Data<Service>,
+    id: web::ReqData<RequestId>,
+    owner: web::ReqData<Owner>,
+    head: BodyHead,
+    payload: web::Payload,
+) -> Result<HttpResponse, ApiError> {
+    let created = batches::requests::create(&app, &service, owner.into_inner(), head, payload);
+    let (batch, ignored) = created.await?;
+    Ok(name_ignored_fields(HttpResponse::Ok().json(batch), &id, &ignored))
+}
+
 /// Returns a JSON response. `open` is dropped once the body has been passed to the connection.
 fn json_response(json: Bytes, open: OpenResponse) -> HttpResponse {
     let body = SizedStream::new(json.len() as u64, body_chunks(json, open));
@@ -165,9 +207,10 @@ async fn handle_tokenizer_request<T: Serialize + Send + 'static>(
     id: web::ReqData<RequestId>,
     head: BodyHead,
     payload: web::Payload,
-    answer: fn(&ServeParts, Fields) -> Result<T, ApiError>,
+    answer: fn(&ServeParts, &Turn, Fields) -> Result<T, ApiError>,
 ) -> Result<HttpResponse, ApiError> {
     let body = RequestBody::receive(&app, head, payload).await?;
-    let (answer, ignored) = parse_off_loop(&app, body, usize::MAX, answer).await?;
-    Ok(name_ignored_fields(HttpResponse::Ok().json(answer), &id, &ignored))
+    let open = app.open_response();
+    let (json, ignored) = run_tokenizer_request(&app, body, answer).await?;
+    Ok(name_ignored_fields(json_response(json, open), &id, &ignored))
 }

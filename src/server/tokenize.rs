@@ -2,19 +2,42 @@
 //!
 //! Invariant: no request to the engine is made.
 
-use super::ServeParts;
+use super::body::RequestBody;
 use super::chat::render_conversation;
 use super::error::ApiError;
-use super::fields::{Fields, describe};
+use super::fields::{Fields, IgnoredFields, describe};
+use super::held_body::json_body;
 use super::params::parse_conversation;
 use super::prompt_ids::encode_any;
 use super::prompts::parse_token_id;
+use super::respond::{Turn, admit_any, parse_off_loop};
 use super::wire::{DetokenizeResponse, TokenizeResponse};
+use super::{App, ServeParts};
 use crate::actors::Kind;
+use actix_web::web::Bytes;
+use serde::Serialize;
 use serde_json::Value;
+use std::sync::Arc;
+
+/// Handles a request to one of these endpoints: parses the body, and returns the response of `answer` as
+/// JSON, with the ignored fields of the request.
+pub async fn run_tokenizer_request<T: Serialize + 'static>(
+    app: &Arc<App>,
+    body: RequestBody,
+    answer: fn(&ServeParts, &Turn, Fields) -> Result<T, ApiError>,
+) -> Result<(Bytes, IgnoredFields), ApiError> {
+    let client = body.client;
+    let _open = admit_any(app, client)?;
+    // Written where it is parsed: the response of a long body is long, too.
+    let write = move |parts: &ServeParts, turn: &Turn, fields: Fields| {
+        let answer = answer(parts, turn, fields)?;
+        Ok(json_body(parts.status.responses.hold(client), &answer)?)
+    };
+    parse_off_loop(app, body, usize::MAX, write).await
+}
 
 /// Handles `POST /v1/tokenize`: returns the token ids of a text or of chat messages.
-pub fn tokenize(parts: &ServeParts, mut fields: Fields) -> Result<TokenizeResponse, ApiError> {
+pub fn tokenize(parts: &ServeParts, turn: &Turn, mut fields: Fields) -> Result<TokenizeResponse, ApiError> {
     let with_texts = fields.take_bool("return_token_strs", false)?;
     let prompt = fields.take_string("prompt")?;
     if prompt.is_some() && fields.take("messages").is_some() {
@@ -24,7 +47,7 @@ pub fn tokenize(parts: &ServeParts, mut fields: Fields) -> Result<TokenizeRespon
     let add_special = fields.take_bool("add_special_tokens", !is_chat)?;
     let (text, param) = match prompt {
         Some(text) => (text, "prompt"),
-        None => (render_conversation(parts, &parse_conversation(&mut fields)?)?, "messages"),
+        None => (render_conversation(parts, turn, &parse_conversation(&mut fields)?)?, "messages"),
     };
     fields.finish(&[])?;
     let tokens = encode_any(parts, &text, add_special, param)?;
@@ -42,7 +65,7 @@ pub fn tokenize(parts: &ServeParts, mut fields: Fields) -> Result<TokenizeRespon
 }
 
 /// Handles `POST /v1/detokenize`: returns the text of token ids, including special tokens.
-pub fn detokenize(parts: &ServeParts, mut fields: Fields) -> Result<DetokenizeResponse, ApiError> {
+pub fn detokenize(parts: &ServeParts, _: &Turn, mut fields: Fields) -> Result<DetokenizeResponse, ApiError> {
     let error = |message| ApiError::invalid("tokens", message);
     let ids: Vec<u32> = match fields.take("tokens") {
         Some(Value::Array(list)) => {

@@ -7,19 +7,28 @@
 //! request's bytes (self-clocked fair queueing). So a line that has just had its turn is behind others by
 //! what that turn cost, and an idle one gains nothing by having waited.
 //!
+//! If the next request lacks memory, larger ones behind it wait too, and small ones pass it only as long as
+//! they hold no more than a quarter of the pool, so that it gets its share once others end. One that lacks
+//! only what its own client holds delays no one else.
+//!
+//! A share can grow, without waiting, and then counts as a request of its new size: it moves to the line of
+//! that size, whose counter is charged, and does not take what others wait for.
+//!
 //! Invariant: what is held never exceeds the limits of the pool, the number of waiting requests is bounded,
 //! and one whose client is gone neither holds nor delays anything.
 
 use crate::request::RequestError;
 use crate::request::client::ClientId;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 
-/// Upper limits of the size classes in bytes; there is one more without a limit.
+/// Upper limits of the size classes in bytes of the body; there is one more without a limit. A body that
+/// takes more memory than is left to small ones is not in the first class, however short it is.
 const CLASS_BYTES: [usize; 2] = [64 << 10, 512 << 10];
 
-/// Maximum number of requests that wait in one line, and in all lines of a pool.
+/// Maximum number of requests that wait in one line, and in all lines of a pool, apart from the first one of
+/// each line.
 pub const LINE_WAITERS_MAX: usize = 32;
 const WAITERS_MAX: usize = 512;
 
@@ -39,7 +48,26 @@ pub struct PoolLimits {
     pub turns: Option<usize>,
 }
 
-/// A pool of memory and turns.
+impl PoolLimits {
+    /// Returns the memory of the largest share, which leaves some to small ones.
+    fn largest(&self) -> usize {
+        3 * self.small()
+    }
+
+    /// Returns the memory that is left to small shares: that of the largest one of the smallest class, and of
+    /// all together while a large one waits for memory.
+    fn small(&self) -> usize {
+        self.memory / 4
+    }
+
+    /// Returns the size class of a body of `bytes` bytes that takes `memory` bytes.
+    fn class(&self, bytes: usize, memory: usize) -> usize {
+        let class = CLASS_BYTES.iter().take_while(|most| bytes > **most).count();
+        class.max(usize::from(memory > self.small()))
+    }
+}
+
+/// A pool of memory and turns, shared by those that hold and wait for its parts.
 #[derive(Clone, Debug)]
 pub struct FairPool(Arc<Mutex<Pool>>);
 
@@ -59,6 +87,10 @@ struct Pool {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Held {
     memory: usize,
+    /// Memory of the shares of the smallest class.
+    small_memory: usize,
+    /// Sum of [`Part::unwaited`].
+    unwaited: usize,
     /// Number of shares of the smallest class, and of the others.
     small: usize,
     large: usize,
@@ -85,12 +117,32 @@ struct Waiter {
     reply: oneshot::Sender<Share>,
 }
 
+/// The first request of a line.
+#[derive(Debug)]
+struct Head {
+    /// Virtual counter at its end.
+    counter: u64,
+    id: u64,
+    line: Line,
+    memory: usize,
+}
+
+/// The line and the memory of a share.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    line: Line,
+    bytes: u64,
+    memory: usize,
+    /// The part of its memory for which it has not waited behind larger requests: by which it has grown, and
+    /// all of it in the smallest class.
+    unwaited: usize,
+}
+
 /// A share of a pool, which ends when it is dropped.
 #[derive(Debug)]
 pub struct Share {
     pool: FairPool,
-    line: Line,
-    memory: usize,
+    part: Part,
 }
 
 /// Shares that were given, to be sent when the pool is unlocked: a share that nobody takes locks it.
@@ -117,14 +169,20 @@ impl FairPool {
         bytes: usize,
         memory: usize,
     ) -> Result<Share, RequestError> {
-        let class = CLASS_BYTES.iter().take_while(|most| bytes > **most).count();
-        let line = Line { client, class };
         let (reply, share) = oneshot::channel();
-        let id = self.change(|pool| pool.enter(line, bytes, memory, reply))?;
+        let (line, id) = self.change(|pool| {
+            let line = Line { client, class: pool.limits.class(bytes, memory) };
+            Ok::<_, RequestError>((line, pool.enter(line, bytes, memory, reply)?))
+        })?;
         let mut place = Place { pool: self, line, id: Some(id) };
         let share = share.await.map_err(|_| RequestError::EngineStopped)?;
         place.id = None;
         Ok(share)
+    }
+
+    /// Whether a request waits for memory that other clients hold.
+    pub fn is_contended(&self) -> bool {
+        self.lock().is_contended()
     }
 
     /// Changes the pool, and gives the shares that have become possible.
@@ -173,13 +231,12 @@ impl Pool {
     ) -> Result<u64, RequestError> {
         let in_line = self.lines.get(&line).map_or(0, |state| state.waiting.len());
         for (waiting, limit) in [(in_line, LINE_WAITERS_MAX), (self.waiting, WAITERS_MAX)] {
-            if waiting >= limit {
+            // A body for which there may be a share at once is not refused for those that wait for theirs.
+            if in_line > 0 && waiting >= limit {
                 return Err(RequestError::TooManyLongBodies { limit });
             }
         }
-        // The largest body leaves memory to small ones.
-        let quarter = self.limits.memory / 4;
-        let (id, memory) = (self.next, memory.min(if line.class == 0 { quarter } else { 3 * quarter }));
+        let (id, memory) = (self.next, memory.min(self.limits.largest()));
         self.next += 1;
         self.waiting += 1;
         let waiter = Waiter { id, arrived: self.now, bytes: bytes as u64, memory, reply };
@@ -196,15 +253,67 @@ impl Pool {
         self.forget_if_idle(line);
     }
 
+    /// Counts what a share holds.
+    fn begin(&mut self, part: &Part) {
+        self.held.add(part);
+        let state = self.lines.entry(part.line).or_default();
+        state.held += part.memory;
+        state.shares += 1;
+    }
+
     /// Takes back what a share held.
-    fn end(&mut self, line: Line, memory: usize) {
-        self.held.memory -= memory;
-        *self.held.count(line) -= 1;
-        if let Some(state) = self.lines.get_mut(&line) {
-            state.held -= memory;
+    fn end(&mut self, part: &Part) {
+        self.held.remove(part);
+        if let Some(state) = self.lines.get_mut(&part.line) {
+            state.held -= part.memory;
             state.shares -= 1;
         }
-        self.forget_if_idle(line);
+    }
+
+    /// Extends a share, as if it began now with what it has. Returns whether there is so much for it.
+    fn grow(&mut self, part: &mut Part, bytes: usize, memory: usize) -> bool {
+        let extra = memory.min(self.limits.largest()).saturating_sub(part.memory);
+        if extra == 0 {
+            return true;
+        }
+        let class = self.limits.class(bytes, part.memory + extra).max(part.line.class);
+        let grown = Part {
+            line: Line { class, ..part.line },
+            bytes: part.bytes.max(bytes as u64),
+            memory: part.memory + extra,
+            unwaited: part.unwaited + extra,
+        };
+        let is_contended = self.is_contended();
+        self.end(part);
+        let fits = self.line_memory(grown.line) + grown.memory <= self.free()
+            && self.has_turn(grown.line)
+            && (!is_contended || self.held.unwaited + grown.unwaited <= self.limits.small());
+        if fits {
+            self.begin(&grown);
+            self.charge(grown.line, grown.bytes - part.bytes);
+            self.forget_if_idle(part.line);
+            *part = grown;
+        } else {
+            self.begin(part);
+        }
+        fits
+    }
+
+    /// Charges a line for a request that begins now, or grows.
+    fn charge(&mut self, line: Line, bytes: u64) {
+        let state = self.lines.entry(line).or_default();
+        state.counter = state.counter.max(self.now) + bytes;
+        self.now = state.counter;
+    }
+
+    /// Returns the memory that no share holds.
+    fn free(&self) -> usize {
+        self.limits.memory - self.held.memory
+    }
+
+    /// Returns the memory that a line's shares hold.
+    fn line_memory(&self, line: Line) -> usize {
+        self.lines.get(&line).map_or(0, |state| state.held)
     }
 
     /// Forgets a line without requests: its counter is not ahead of the pool's.
@@ -218,42 +327,64 @@ impl Pool {
     /// Gives all shares that are possible, in the order of the counters.
     fn give(&mut self, pool: &FairPool) -> Given {
         let mut given = Vec::new();
-        while let Some((line, counter)) = self.next_line() {
+        while let Some(Head { counter, line, .. }) = self.next_head() {
             let Some(state) = self.lines.get_mut(&line) else { break };
-            let Some(Waiter { memory, reply, .. }) = state.waiting.pop_front() else { break };
-            state.held += memory;
-            state.shares += 1;
+            let Some(Waiter { memory, bytes, reply, .. }) = state.waiting.pop_front() else { break };
             state.counter = counter;
             self.waiting -= 1;
             self.now = self.now.max(counter);
-            self.held.memory += memory;
-            *self.held.count(line) += 1;
-            given.push((reply, Share { pool: pool.clone(), line, memory }));
+            let unwaited = if line.class == 0 { memory } else { 0 };
+            let part = Part { line, bytes, memory, unwaited };
+            self.begin(&part);
+            given.push((reply, Share { pool: pool.clone(), part }));
         }
         given
     }
 
-    /// Returns the line whose first request is next, and that request's counter.
-    fn next_line(&self) -> Option<(Line, u64)> {
+    /// Returns the request that is next.
+    fn next_head(&self) -> Option<Head> {
         let heads = self.lines.iter().filter_map(|(line, state)| Some((line, state, state.waiting.front()?)));
         let mut heads: Vec<_> = heads
-            .map(|(line, state, head)| (state.counter.max(head.arrived) + head.bytes, head.id, line, state))
+            .map(|(line, state, Waiter { id, arrived, bytes, memory, .. })| Head {
+                counter: state.counter.max(*arrived) + bytes,
+                id: *id,
+                line: *line,
+                memory: *memory,
+            })
             .collect();
-        heads.sort_unstable_by_key(|(counter, id, ..)| (*counter, *id));
-        let free = self.limits.memory - self.held.memory;
-        let mut is_short = false;
-        for (counter, _, line, state) in heads {
-            let needed = state.waiting.front().map_or(0, |head| head.memory);
+        heads.sort_unstable_by_key(|head| (head.counter, head.id));
+        // Clients whose requests lack memory that they hold themselves.
+        let (mut is_short, mut own_fault) = (false, HashSet::new());
+        heads.into_iter().find(|Head { line, memory, .. }| {
             // A line takes at most as much as it leaves to others, so one alone cannot take everything, and a
             // small share is nearly always possible.
-            let fits = state.held.saturating_add(needed) <= free;
-            if fits && self.has_turn(*line) && !(is_short && line.class > 0) {
-                return Some((*line, counter));
+            let fits = self.line_memory(*line).saturating_add(*memory) <= self.free();
+            let may_pass = line.class == 0 && self.held.small_memory + memory <= self.limits.small();
+            let has_to_wait = is_short || own_fault.contains(&line.client);
+            if fits && self.has_turn(*line) && (may_pass || !has_to_wait) {
+                return true;
             }
-            // Where turns are short, later ones must not take the memory that one waits for.
-            is_short |= self.limits.turns.is_some() && needed > free;
-        }
-        None
+            if self.is_short(*line, *memory) {
+                is_short = true;
+            } else if *memory > self.free() {
+                own_fault.insert(line.client);
+            }
+            false
+        })
+    }
+
+    /// Whether the first request of some line lacks memory that others hold.
+    fn is_contended(&self) -> bool {
+        let mut heads = self.lines.iter().filter_map(|(line, state)| Some((line, state.waiting.front()?)));
+        heads.any(|(line, head)| self.is_short(*line, head.memory))
+    }
+
+    /// Whether the first request of a line lacks memory that others hold: later ones must not take what it
+    /// waits for. It is not the others' fault if what its client holds keeps it from having so much.
+    fn is_short(&self, line: Line, needed: usize) -> bool {
+        let large = (1..=CLASS_BYTES.len()).map(|class| self.line_memory(Line { class, ..line }));
+        let own = self.line_memory(line) + large.sum::<usize>();
+        needed > self.free() && own + needed <= self.limits.largest()
     }
 
     /// Returns whether another request of the line's class may begin.
@@ -267,31 +398,41 @@ impl Pool {
 }
 
 impl Held {
-    /// Returns the number of shares of a line's class.
-    fn count(&mut self, line: Line) -> &mut usize {
-        if line.class == 0 { &mut self.small } else { &mut self.large }
+    fn add(&mut self, part: &Part) {
+        self.memory += part.memory;
+        self.unwaited += part.unwaited;
+        match part.line.class {
+            0 => (self.small_memory, self.small) = (self.small_memory + part.memory, self.small + 1),
+            _ => self.large += 1,
+        }
+    }
+
+    fn remove(&mut self, part: &Part) {
+        self.memory -= part.memory;
+        self.unwaited -= part.unwaited;
+        match part.line.class {
+            0 => (self.small_memory, self.small) = (self.small_memory - part.memory, self.small - 1),
+            _ => self.large -= 1,
+        }
     }
 }
 
 impl Share {
-    /// Extends the share to `memory` bytes, without waiting: requests that wait for more while they hold some
-    /// could wait for each other. Returns whether there is so much memory.
-    pub fn grow(&mut self, memory: usize) -> bool {
-        let extra = memory.saturating_sub(self.memory);
-        let mut pool = self.pool.lock();
-        let Pool { limits, held, lines, .. } = &mut *pool;
-        let free = limits.memory - held.memory;
-        let Some(state) = lines.get_mut(&self.line).filter(|_| extra <= free) else { return false };
-        held.memory += extra;
-        state.held += extra;
-        self.memory += extra;
-        true
+    /// Extends the share to `memory` bytes, or to three quarters of the pool if that is less, for a body of
+    /// `bytes` bytes, without waiting: requests that wait for more while they hold some could wait for each
+    /// other. Returns whether it may take so much.
+    pub fn grow(&mut self, bytes: usize, memory: usize) -> bool {
+        let Share { pool, part } = self;
+        pool.change(|pool| pool.grow(part, bytes, memory))
     }
 }
 
 impl Drop for Share {
     fn drop(&mut self) {
-        self.pool.change(|pool| pool.end(self.line, self.memory));
+        self.pool.change(|pool| {
+            pool.end(&self.part);
+            pool.forget_if_idle(self.part.line);
+        });
     }
 }
 
@@ -401,6 +542,8 @@ mod tests {
             waiting.push(Some(wait(&pool, client, MIB, 0)));
         }
         assert_eq!(refused(1, MIB), full(WAITERS_MAX));
+        // The first of its line is bounded by the number of connections.
+        waiting.push(Some(wait(&pool, u64::MAX, MIB, 0)));
         drop((waiting, share));
         assert_eq!(lines_and_waiting(&pool), (0, 0));
     }
@@ -420,14 +563,126 @@ mod tests {
         assert_eq!(pool.lock().held.memory, 0);
     }
 
+    /// Regression: uploads of one client without a length took all of the memory.
     #[test]
-    fn a_share_grows_as_far_as_there_is_memory() {
+    fn shares_that_grow_leave_memory_to_other_clients() {
+        let pool = pool(64 * MIB, None);
+        let mut shares: Vec<_> = (0..32).map(|_| take(&pool, 1, 16 << 10, 16 << 10)).collect();
+        for memory in (1..16).map(|at| at * MIB / 4) {
+            shares.iter_mut().for_each(|share| _ = share.grow(MIB, memory));
+        }
+        assert!((30 * MIB..34 * MIB).contains(&pool.lock().held.memory));
+        assert!(!shares[0].grow(MIB, 4 * MIB));
+        let mut other = take(&pool, 2, 16 << 10, 16 << 10);
+        assert!(other.grow(MIB, 16 * MIB) && other.grow(MIB, 16 * MIB));
+        drop((shares, other));
+        assert_eq!(pool.lock().held, Held::default());
+    }
+
+    /// Regression: bodies that need little memory took what a large one waited for, one after the other.
+    #[test]
+    fn a_large_body_gets_its_share_while_smaller_ones_keep_coming() {
+        for (bytes, turns) in [(60_000, None), (60_000, Some(8)), (100_000, None)] {
+            let pool = pool(8 * MIB, turns);
+            let mut running: VecDeque<_> = (0..6).map(|client| take(&pool, client, bytes, MIB)).collect();
+            let mut large = [Some(wait(&pool, 1000, 4 * MIB, 6 * MIB))];
+            let mut smaller = Vec::new();
+            let served = (2000..2200).find_map(|client| {
+                let other = pool.clone();
+                let request = async move { other.acquire(ClientId::Key(client), bytes, MIB).await };
+                smaller.push(Some(Box::pin(request) as Waiting));
+                running.extend(ready(&mut smaller).into_iter().map(|(_, share)| share));
+                smaller.retain(Option::is_some);
+                drop(running.pop_front());
+                ready(&mut large).pop()
+            });
+            assert!(served.is_some(), "{bytes} {turns:?}");
+        }
+    }
+
+    /// Regression: chunked bodies stayed in the line for small ones, and were charged as such.
+    #[test]
+    fn a_share_that_grows_counts_in_the_line_of_its_size() {
+        let pool = pool(64 * MIB, None);
+        let mut grown: Vec<_> = (0..4).map(|_| take(&pool, 1, 16 << 10, 16 << 10)).collect();
+        assert!(grown.iter_mut().all(|share| share.grow(4 * MIB, 8 * MIB)));
+        drop(take(&pool, 1, 10_000, 10_000));
+        drop(grown);
+        let running = take(&pool, 9, MIB, 32 * MIB);
+        let mut waiting =
+            [(1, 1), (2, 2)].map(|(client, size)| Some(wait(&pool, client, size * MIB, 36 * MIB)));
+        let mut grown = take(&pool, 1, 16 << 10, 16 << 10);
+        assert!(grown.grow(4 * MIB, 8 * MIB));
+        drop(running);
+        let next = ready(&mut waiting);
+        assert_eq!(next.iter().map(|(at, _)| *at).collect::<Vec<_>>(), [1], "client 1 was served 4 MiB");
+        drop((grown, next, waiting));
+        assert_eq!(pool.lock().held, Held::default());
+        assert_eq!(lines_and_waiting(&pool), (0, 0));
+    }
+
+    /// Regression: uploads that grew took what a large body waited for.
+    #[test]
+    fn a_share_does_not_grow_by_what_others_wait_for() {
+        let pool = pool(64 * MIB, None);
+        let running = take(&pool, 9, 4 * MIB, 40 * MIB);
+        let mut large = [Some(wait(&pool, 1, 4 * MIB, 30 * MIB))];
+        let mut share = take(&pool, 2, 16 << 10, 16 << 10);
+        assert!(pool.is_contended());
+        assert!(share.grow(2 * MIB, 16 * MIB), "a quarter is left to those that do not wait");
+        assert!(!share.grow(2 * MIB, 17 * MIB));
+        drop(running);
+        assert_eq!(ready(&mut large).len(), 1);
+        assert!(share.grow(2 * MIB, 17 * MIB));
+    }
+
+    /// Regression: in a small pool, short bodies were given less memory than they take.
+    #[test]
+    fn a_short_body_that_takes_much_memory_counts_as_a_large_one() {
+        let pool = pool(8 * MIB, Some(8));
+        let _first = take(&pool, 1, 60_000, 6 * MIB);
+        assert_eq!(pool.lock().held.memory, 6 * MIB);
+        let _second = wait(&pool, 2, 60_000, 6 * MIB);
+    }
+
+    /// Regression: it held up all others.
+    #[test]
+    fn a_client_that_lacks_what_another_of_its_lines_holds_holds_up_no_other() {
+        let pool = pool(64 * MIB, None);
+        let held = [1, 2].map(|client| take(&pool, client, 4 * MIB, 30 * MIB));
+        let waiting = wait(&pool, 1, 100_000, 20 * MIB);
+        assert!(!pool.is_contended());
+        drop(take(&pool, 3, MIB, 2 * MIB));
+        drop((held, waiting));
+        // Those of its own behind it wait: it would never begin.
+        let own = take(&pool, 1, 500_000, 20 * MIB);
+        let mut large = [Some(wait(&pool, 1, 600_000, 48 * MIB))];
+        let own = (own, take(&pool, 1, 500_000, 2 * MIB));
+        let mut next = [Some(wait(&pool, 1, 500_000, 2 * MIB))];
+        drop((take(&pool, 3, 600_000, 2 * MIB), take(&pool, 1, 10_000, 10_000), own));
+        assert_eq!((ready(&mut large).len(), ready(&mut next).len()), (1, 1));
+    }
+
+    /// A line that waits for its own shares to end must not hold up others.
+    #[test]
+    fn a_client_that_holds_much_holds_up_no_other() {
+        let pool = pool(64 * MIB, None);
+        let held: Vec<_> = (0..6).map(|_| take(&pool, 1, 4 * MIB, 4 * MIB)).collect();
+        let others: Vec<_> = (2..10).map(|client| take(&pool, client, 4 * MIB, 4 * MIB)).collect();
+        let waiting = wait(&pool, 1, 16 * MIB, 16 * MIB);
+        let other = take(&pool, 20, 32 * MIB, 2 * MIB);
+        drop((held, others, other));
+        assert_eq!(ready(&mut [Some(waiting)]).len(), 1);
+    }
+
+    /// Like a share whose size is known before.
+    #[test]
+    fn a_share_alone_grows_to_any_size_and_leaves_a_quarter() {
         let pool = pool(8 * MIB, None);
         let mut share = take(&pool, 1, MIB, MIB);
-        assert!(share.grow(7 * MIB));
-        assert!(!share.grow(9 * MIB));
-        let other = take(&pool, 2, 1, MIB);
-        assert!(!share.grow(8 * MIB));
+        assert!(share.grow(MIB, 7 * MIB) && share.grow(MIB, 90 * MIB));
+        let mut other = take(&pool, 2, 1, 2 * MIB);
+        assert!(!other.grow(MIB, 3 * MIB));
         assert_eq!(pool.lock().held.memory, 8 * MIB);
         drop((share, other));
         assert_eq!(pool.lock().held, Held::default());
@@ -439,9 +694,9 @@ mod tests {
         let mut dice = crate::testing::vocabularies::Dice::new(20);
         for turns in [None, Some(1), Some(2)] {
             let pool = pool(32 * MIB, turns);
-            let (mut waiting, mut shares) = (Vec::<Option<Waiting>>::new(), Vec::new());
+            let (mut waiting, mut shares) = (Vec::<Option<Waiting>>::new(), Vec::<(usize, Share)>::new());
             for _ in 0..3000 {
-                match dice.below(4) {
+                match dice.below(5) {
                     0 | 1 if waiting.len() < 40 => {
                         let bytes = *dice.pick(&[9_000, 100_000, MIB, 4 * MIB]);
                         let (client, memory) = (dice.below(5) as u64, bytes * (1 + dice.below(20)));
@@ -450,10 +705,15 @@ mod tests {
                         waiting.push(Some(Box::pin(request)));
                     }
                     2 if !waiting.is_empty() => drop(waiting.swap_remove(dice.below(waiting.len()))),
+                    3 if !shares.is_empty() => {
+                        let at = dice.below(shares.len());
+                        _ = shares[at].1.grow(dice.below(2 * MIB), dice.below(40 * MIB));
+                    }
                     _ if !shares.is_empty() => drop(shares.swap_remove(dice.below(shares.len()))),
                     _ => {}
                 }
-                shares.extend(ready(&mut waiting));
+                // A request that enters may end what held up an earlier one.
+                (0..2).for_each(|_| shares.extend(ready(&mut waiting)));
                 waiting.retain(Option::is_some);
                 let held = pool.lock().held;
                 assert!(held.memory <= 32 * MIB && held.large <= turns.unwrap_or(usize::MAX), "{held:?}");

@@ -69,6 +69,12 @@ impl Metric {
         metrics::gauge!(self.name)
     }
 
+    /// Returns the handle of a gauge with these label values, in the table's order.
+    pub fn gauge_with<const N: usize>(&self, values: [&str; N]) -> metrics::Gauge {
+        debug_assert!(self.kind == MetricKind::Gauge && self.labels.len() == N, "{}", self.name);
+        metrics::gauge!(self.name, &self.label_pairs(&values))
+    }
+
     /// Returns the handle of a histogram without labels, for frequent use.
     pub fn histogram(&self) -> metrics::Histogram {
         self.histogram_with([])

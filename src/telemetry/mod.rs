@@ -4,45 +4,26 @@
 //!
 //! Invariant: only metrics of `METRICS` are recorded, and all of them are described to the recorder.
 
+mod buckets;
 mod log;
 mod log_writer;
 mod metric;
 mod page;
+mod server;
 
 pub use log::{dropped_log_lines, flush_log, milliseconds, start_log, write_line};
 pub use metric::{Metric, MetricKind};
 pub use page::documentation;
+pub(crate) use server::*;
 
+use buckets::*;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 use std::sync::OnceLock;
 
 use MetricKind::{Counter, Gauge};
 
-// Bucket bounds of vLLM, extended downwards, because small models generate tokens within microseconds.
-const FIRST_TOKEN_BUCKETS_S: &[f64] = &[
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0,
-    2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-];
-const INTER_TOKEN_BUCKETS_S: &[f64] = &[
-    0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
-    0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-];
-const REQUEST_BUCKETS_S: &[f64] = &[
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0,
-    15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
-];
-const STEP_BUCKETS_S: &[f64] = &[
-    0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05,
-    0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0,
-];
-const PHASE_BUCKETS_S: &[f64] = &[
-    0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25,
-    0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
-];
-const REQUEST_TOKEN_BUCKETS: &[f64] =
-    &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6];
-const STEP_TOKEN_BUCKETS: &[f64] =
-    &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];
+/// The streams between memory and disk.
+const OFFLOAD_STREAMS: &[&str] = &["load_weights", "load_kv", "store_kv"];
 
 pub(crate) static BUILD_INFO: Metric =
     Metric::new("mainstem_build_info", Gauge, "1", "Always 1; the label is the running version.")
@@ -75,8 +56,13 @@ pub(crate) static REQUESTS_WAITING: Metric = Metric::new(
     "Queued sequences. The further texts of a request to an encoder-only model may exceed the queue's \
      capacity.",
 );
-pub(crate) static QUEUE_CAPACITY: Metric =
-    Metric::new("mainstem_queue_capacity", Gauge, "requests", "Maximum number of queued sequences.");
+pub(crate) static QUEUE_CAPACITY: Metric = Metric::new(
+    "mainstem_queue_capacity",
+    Gauge,
+    "requests",
+    "Number of queued sequences from which on only clients with less than their part of it may add some, up \
+     to four times this number in total.",
+);
 /// The deprecated name of `QUEUE_CAPACITY`, exported with the same value.
 pub static WAITING_ROOM: Metric = Metric::new(
     "mainstem_waiting_room",
@@ -362,30 +348,30 @@ pub(crate) static INJECTED_FAULTS: Metric = Metric::new(
     "Faults that devices were made to have, by kind. Always 0 unless faults are rehearsed (faults.inject).",
 )
 .labelled(&[("kind", &["fail", "panic", "hang", "slow", "nan"])]);
-pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
-    "mainstem_http_requests_total",
+pub(crate) static OFFLOAD_BYTES: Metric = Metric::new(
+    "mainstem_offload_bytes_total",
     Counter,
-    "requests",
-    "Answered HTTP requests. Unknown paths count as \"other\".",
+    "bytes",
+    "Bytes moved between memory and disk, by stream: weights that are read, and pages of the KV cache that \
+     are read and written.",
 )
-.labelled(&[("method", &[]), ("path", &[]), ("status", &[])]);
-pub(crate) static CONNECTIONS: Metric =
-    Metric::new("mainstem_connections", Gauge, "connections", "Open connections of clients.");
-pub(crate) static CONNECTIONS_CLOSED: Metric = Metric::new(
-    "mainstem_connections_closed_total",
-    Counter,
-    "connections",
-    "Connections that the server refused or closed: \"full\" and \"address\" were refused, because all of \
-     server.max_connections were busy, or by server.max_connections_per_address; \"idle\" made room for new \
-     ones; \"timeout\" sent no complete request for too long.",
+.labelled(&[("stream", OFFLOAD_STREAMS)]);
+pub(crate) static OFFLOAD_STALLS: Metric = Metric::new(
+    "mainstem_offload_stall_seconds",
+    MetricKind::Histogram(PHASE_BUCKETS_S),
+    "seconds",
+    "Time of a step in which its devices waited for a stream between memory and disk. A part of the step's \
+     forward phase.",
 )
-.labelled(&[("reason", &["full", "address", "idle", "timeout"])]);
-pub(crate) static LOG_LINES_DROPPED: Metric = Metric::new(
-    "mainstem_log_lines_dropped_total",
+.labelled(&[("stream", OFFLOAD_STREAMS)]);
+pub(crate) static OFFLOAD_LAYERS: Metric = Metric::new(
+    "mainstem_offload_layers_total",
     Counter,
-    "lines",
-    "Lines of the log that were not written, because stderr is closed or full, or its reader is too slow.",
-);
+    "layers",
+    "Layers whose weights, or whose KV cache, are on disk, by whether what a device needed of them was in a \
+     buffer when it needed it.",
+)
+.labelled(&[("state", &["ready", "late"])]);
 
 /// All metrics, in the order of the documentation.
 pub static METRICS: &[&Metric] = &[
@@ -438,7 +424,12 @@ pub static METRICS: &[&Metric] = &[
     &NOT_FINITE,
     &DEVICE_RESTARTS,
     &INJECTED_FAULTS,
+    &OFFLOAD_BYTES,
+    &OFFLOAD_STALLS,
+    &OFFLOAD_LAYERS,
     &HTTP_REQUESTS,
+    &BATCHES,
+    &BATCH_REQUESTS,
     &CONNECTIONS,
     &CONNECTIONS_CLOSED,
     &LOG_LINES_DROPPED,

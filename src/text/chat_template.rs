@@ -7,6 +7,7 @@
 
 use super::jinja::{self, Clock, RaisedException};
 use super::output::{CallFormat, ReasoningFormat};
+use super::template_limits;
 use anyhow::{Context, Result, anyhow};
 use jiff::Zoned;
 use minijinja::{Environment, Error, ErrorKind, Value};
@@ -18,6 +19,9 @@ use std::io;
 
 /// Maximum size of a rendered prompt in bytes.
 const TEXT_BYTES_MAX: usize = 64 << 20;
+
+/// Maximum bytes of what one rendering makes: its output, and texts and lists on the way to it.
+pub const RENDERING_BYTES_MAX: usize = TEXT_BYTES_MAX + template_limits::ALL_MAX;
 
 /// Marker that is appended to the final message to find its end in the rendered text. Templates may trim its
 /// trailing space.

@@ -15,9 +15,11 @@ use minijinja::value::{Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value, filters};
 use std::fmt::{self, Write};
 
-/// Maximum length of a text that a template makes, in bytes, and of all of them together.
+/// Maximum length of a text that a template makes, in bytes.
 pub const TEXT_MAX: usize = 16 << 20;
-const ALL_MAX: usize = 256 << 20;
+
+/// Maximum length of all texts and lists of one rendering together, in bytes.
+pub const ALL_MAX: usize = 256 << 20;
 
 /// Maximum length of a template's source in bytes.
 const SOURCE_MAX: usize = 1 << 20;

@@ -4,11 +4,14 @@
 
 #[path = "group.rs"]
 mod group;
+#[path = "tokenizing.rs"]
+mod tokenizing;
 
 use mainstem::model::Shard;
 use mainstem::model::executor::{
     Executor, ExecutorReport, KvCacheConfig, ModelExecutor, estimate_report, page_bytes,
 };
+use mainstem::model::offload::{CacheOffload, Offload, Residency, StorePlace};
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem::quantize::WeightRules;
 use mainstem_kernels::ActivationPrecision;
@@ -33,11 +36,13 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
         group::allocated();
+        tokenizing::allocated(layout.size());
         // SAFETY: the caller's promise is the same.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        tokenizing::freed(layout.size());
         // SAFETY: the caller's promise is the same.
         unsafe { System.dealloc(at, layout) }
     }
@@ -103,6 +108,7 @@ fn limits(source: &ModelSource) -> StepLimits {
     StepLimits {
         slots: SLOTS as usize,
         rows: 96,
+        batch_rows: usize::MAX,
         logit_rows: 8,
         positions: 128,
         encoder_positions: 0,
@@ -130,8 +136,12 @@ fn main() {
     println!("test devices_of_a_group_allocate_nothing_for_a_step ... ok");
     parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step();
     println!("test parts_of_a_model_allocate_what_was_foretold_and_nothing_in_a_step ... ok");
+    weights_read_from_disk_are_in_the_forecast_and_allocate_nothing_in_a_step();
+    println!("test weights_read_from_disk_are_in_the_forecast_and_allocate_nothing_in_a_step ... ok");
     drafts_allocate_what_was_foretold_and_nothing_in_a_step();
     println!("test drafts_allocate_what_was_foretold_and_nothing_in_a_step ... ok");
+    tokenizing::texts_take_no_more_than_is_counted();
+    println!("test texts_take_no_more_than_is_counted ... ok");
 }
 
 /// The forecast sizes equal the actual allocations to the byte, for the fast backend, whose pages have
@@ -145,6 +155,39 @@ fn what_is_allocated_is_what_the_formulas_say() {
         check_report(&format!("a cache of {ty}"), cpu, &open("odd_head_dim"), KvCacheConfig { ty, ..KV });
     }
     check_report("f16 on the oracle", Reference::new, &open("f16"), KV);
+}
+
+/// Neither the device's threads nor those that read weights, or read and write the KV cache, allocate. The
+/// first executor writes the store.
+fn weights_read_from_disk_are_in_the_forecast_and_allocate_nothing_in_a_step() {
+    let folder = std::env::temp_dir().join(format!("mainstem-allocator-{}", std::process::id()));
+    for (fixture, fraction) in
+        [("gqa", 0.0), ("gqa", 0.5), ("gguf/q4_0.gguf", 0.2), ("gqa", 1.0), ("families/qwen2_moe", 0.1)]
+    {
+        let (what, mut source) = (format!("{fixture}, {fraction} in memory"), open(fixture));
+        source.offload = Some(Offload {
+            resident: Residency(fraction),
+            place: StorePlace(folder.clone()),
+            overlaps: true,
+        });
+        source.cache_offload = Some(CacheOffload {
+            resident: Residency(fraction / 2.0),
+            folder: folder.clone(),
+            overlaps: true,
+        });
+        let limits = StepLimits { batch_rows: 16, ..limits(&source) };
+        assert_estimated(&what, cpu(), &source);
+        let whole = Shard::whole(&source.spec);
+        let mut executor = ModelExecutor::new(cpu(), &source, &whole, KV, limits).expect("the fixture loads");
+        let mut output = StepOutput::with_capacity(&limits);
+        for (number, mut batch) in (1..).zip(steps(&limits).into_iter().take(2).cycle().take(6)) {
+            batch.step = number;
+            let before = ALLOCATIONS.load(Ordering::SeqCst);
+            executor.run(&batch, HandoffPorts::default(), &mut output).expect("the step runs");
+            assert_eq!(ALLOCATIONS.load(Ordering::SeqCst) - before, 0, "{what}, step {number}");
+        }
+    }
+    std::fs::remove_dir_all(&folder).expect("it was written");
 }
 
 fn check_report<B: Backend>(what: &str, backend: fn() -> B, source: &ModelSource, kv: KvCacheConfig) {

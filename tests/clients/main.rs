@@ -107,7 +107,9 @@ fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
         report.missing("the openai session", &why, "CLIENTS_REQUIRED");
         return Ok(());
     }
-    let keyed = Server::start(&["--slots", "4", "--api-key", KEY])?;
+    let data = Path::new(env!("CARGO_TARGET_TMPDIR")).join("clients").join("data");
+    let keyed =
+        Server::start(&["--slots", "4", "--api-key", KEY, "--data-dir", &data.display().to_string()])?;
     let encoder = Server::start(&[&family("bert")?])?;
     let translator = Server::start(&[&family("m2m100")?])?;
     // The slow backend, so that an answer is under way for as long as somebody else asks.

@@ -156,6 +156,44 @@ def models(server):
 
 
 @check("plain")
+def files_and_batches_need_a_folder(server):
+    refused(openai.InternalServerError, lambda: server.client.files.list(), status_code=501, code="batches_disabled")
+
+
+@check("keyed")
+def a_batch_of_chats(server):
+    bodies = {"said": server.wish({"messages": CHAT}), "refused": {"messages": CHAT, "top_p": 7}}
+    lines = [
+        json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body})
+        for name, body in bodies.items()
+    ]
+    files, batches = server.client.files, server.client.batches
+    requests = files.create(file=("chats.jsonl", "\n".join(lines).encode()), purpose="batch")
+    equal((requests.filename, requests.purpose, requests.bytes), ("chats.jsonl", "batch", len("\n".join(lines))), "file")
+    batch = batches.create(
+        input_file_id=requests.id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        metadata={"of": "a test"},
+    )
+    deadline = time.monotonic() + PATIENCE_S
+    while (batch := batches.retrieve(batch.id)).status in ("validating", "in_progress", "finalizing"):
+        assert time.monotonic() < deadline, f"the batch stays {batch.status}"
+    equal((batch.status, batch.metadata), ("completed", {"of": "a test"}), "the batch")
+    counts = batch.request_counts
+    equal((counts.total, counts.completed, counts.failed), (2, 1, 1), "its requests")
+    answer, failure = (json.loads(files.content(file).text) for file in (batch.output_file_id, batch.error_file_id))
+    said = answer["response"]["body"]["choices"][0]["message"]["content"]
+    equal((answer["custom_id"], said), ("said", answer_to_chat(server)), "the answer")
+    equal((failure["custom_id"], failure["response"]["status_code"]), ("refused", 400), "the error")
+    equal([one.id for one in batches.list(limit=1)][0], batch.id, "the newest batch")
+    assert requests.id in [one.id for one in files.list(purpose="batch", limit=1)], "the file is in a page of the list"
+    refused(openai.ConflictError, lambda: batches.cancel(batch.id))
+    assert files.delete(requests.id).deleted, "the file is deleted"
+    refused(openai.NotFoundError, lambda: files.retrieve(requests.id))
+
+
+@check("plain")
 def completion_streamed_or_not(server):
     whole = server.complete()
     equal((whole.object, whole.model), ("text_completion", server.model), "the envelope")

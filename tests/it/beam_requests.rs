@@ -187,10 +187,15 @@ async fn searches_at_once_beside_other_requests_find_the_same() {
     for file in ["gqa.json", "m2m100.json"] {
         let recorded = recorded(file, "beams-together");
         let mut alone = None;
-        for (cache, size, lanes) in
-            [("on", "auto", 1), ("off", "544 tokens", 1), ("on", "544 tokens", 1), ("on", "auto", 2)]
-        {
+        for (cache, size, lanes, in_memory) in [
+            ("on", "auto", 1, "all"),
+            ("off", "544 tokens", 1, "all"),
+            ("on", "544 tokens", 1, "0%"),
+            ("on", "auto", 2, "50%"),
+        ] {
             let settings = [
+                ("tiers.kv", in_memory.into()),
+                ("tiers.disk_path", std::env::temp_dir().display().to_string().into()),
                 ("kv.prefix_cache", cache.into()),
                 ("kv.size", size.into()),
                 ("scheduler.lanes", lanes.into()),

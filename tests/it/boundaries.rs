@@ -91,6 +91,10 @@ async fn scores_do_not_depend_on_how_the_prompt_is_cut() {
         let chunked = outcomes(&[("scheduler.token_budget", budget.into())], &requests).await;
         same(&chunked, &whole, &format!("budget {budget}"));
     }
+    for rows in [1, 7, 40] {
+        let batches = outcomes(&[("scheduler.batch_rows", rows.into())], &requests).await;
+        same(&batches, &whole, &format!("{rows} rows at once"));
+    }
 }
 
 #[actix::test]

@@ -33,6 +33,7 @@ fn read(device: impl Backend, source: &ModelSource, tokens: &[u32], want: SpanOu
     let limits = StepLimits {
         slots: 1,
         rows: ROWS,
+        batch_rows: usize::MAX,
         logit_rows: 8,
         positions: ROWS,
         encoder_positions: 0,

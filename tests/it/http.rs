@@ -3,10 +3,11 @@
 use crate::common::{self, Copied, PATIENCE, Story, fixture, mainstem, stories};
 use crate::families::family;
 use serde_json::{Value, json};
+use std::borrow::BorrowMut;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::{Child, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
@@ -24,7 +25,19 @@ impl Server {
     }
 
     pub fn with_model(model: &Path, flags: &[&str]) -> Server {
-        let mut child = mainstem()
+        Server::run(mainstem(), model, flags)
+    }
+
+    /// Starts a server whose files can have so many blocks of 512 or 1024 bytes, depending on the shell.
+    pub fn with_file_limit(model: &Path, flags: &[&str], blocks: usize) -> Server {
+        let mut limited = common::alone("sh");
+        limited.args(["-c", &format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"")]);
+        Server::run(limited.arg(mainstem().get_program()), model, flags)
+    }
+
+    fn run(mut command: impl BorrowMut<Command>, model: &Path, flags: &[&str]) -> Server {
+        let mut child = command
+            .borrow_mut()
             .arg("serve")
             .arg(model)
             .args(["--port", "0", "--threads", "2", "--kv-type", "f32"])
@@ -106,11 +119,22 @@ impl Server {
         }
     }
 
-    fn signal(&self, name: &str) {
+    /// Returns the address that it listens on.
+    pub fn address(&self) -> &str {
+        &self.addr
+    }
+
+    /// Ends the program at once, whatever it does.
+    pub fn kill(&mut self) {
+        self.child.kill().expect("it can be killed");
+        self.child.wait().expect("it ends");
+    }
+
+    pub fn signal(&self, name: &str) {
         common::signal(&self.child, name);
     }
 
-    fn exit(&mut self) -> ExitStatus {
+    pub fn exit(&mut self) -> ExitStatus {
         common::wait_for_exit(&mut self.child)
     }
 }

@@ -51,6 +51,7 @@ fn demo(texts: usize, ty: QuantType, attended: Fraction) -> impl Executor {
     let limits = StepLimits {
         slots: texts,
         rows: POSITIONS,
+        batch_rows: usize::MAX,
         logit_rows: texts,
         positions: POSITIONS,
         encoder_positions: 0,

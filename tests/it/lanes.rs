@@ -1,4 +1,4 @@
-//! Tests of lanes (micro-batches in flight) with a real model: the tokens equal those without lanes, and
+//! Tests of lanes (steps in flight) with a real model: the tokens equal those without lanes, and
 //! faults, disconnected clients and bugs in one lane are contained.
 
 use crate::common::{

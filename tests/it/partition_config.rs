@@ -336,9 +336,9 @@ fn slower_links_cost_tensors_more_than_layers() {
 }
 
 #[test]
-fn a_plan_without_a_purpose_and_wrong_numbers_are_usage_errors() {
+fn flags_of_another_purpose_and_wrong_numbers_are_usage_errors() {
     for (args, named) in [
-        (vec!["plan"], "--partition"),
+        (vec!["plan", "--shape", "7B"], "--partition"),
         (vec!["plan", "--partition", "--shape", "9Q"], "--shape"),
         (vec!["plan", "--partition", "--shape", "7B", "--link-latency", "5"], "--link-latency"),
         (vec!["plan", "--partition", "--shape", "7B", "--link-bandwidth", "fast"], "--link-bandwidth"),

@@ -95,6 +95,8 @@ async fn answers_have_the_same_bits_with_and_without_the_cache() {
     // Chunks that end within a page, and two lanes.
     check(&gqa, &[("scheduler.token_budget", 23.into()), ("scheduler.lanes", 2.into())], &plain(true)).await;
     check(&gqa, &[("device.groups", "cpu:0;cpu:1".into())], &plain(true)).await;
+    let folder = std::env::temp_dir().display().to_string();
+    check(&gqa, &[("tiers.kv", "0%".into()), ("tiers.disk_path", folder.into())], &plain(true)).await;
     for ty in ["q8", "q4"] {
         check(Path::new(""), &[("kv.type", ty.into())], &plain(true)).await;
     }

@@ -58,6 +58,7 @@ impl Rig {
         let limits = StepLimits {
             slots: SLOTS as usize,
             rows: 160,
+            batch_rows: usize::MAX,
             logit_rows: 4,
             positions: POSITIONS,
             encoder_positions: 0,

@@ -33,6 +33,7 @@ impl Definition {
         let limits = StepLimits {
             slots: 1,
             rows: POSITIONS,
+            batch_rows: usize::MAX,
             logit_rows: 1,
             positions: POSITIONS,
             encoder_positions: 0,

@@ -1,4 +1,4 @@
-//! Tests of clients over TCP: their limits, and what a reload of the key file changes.
+//! Tests of the limits of clients over TCP.
 
 use crate::security::Served;
 use mainstem::request::client::ClientSettings;

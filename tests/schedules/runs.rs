@@ -22,7 +22,7 @@ macro_rules! schedules {
 
             $(
                 #[test]
-                #[ignore = "takes up to a minute"]
+                #[ignore = "takes up to a minute; .ci/long runs it"]
                 fn $name() {
                     use $module as module;
                     check(MANY * $runs, module::$name);

@@ -6,6 +6,7 @@ import sys
 WIDTH = 24
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 CHOSEN = 'model_name=~"$model_name", instance=~"$instance"'
+OPEN_BATCHES = 'status=~"validating|in_progress|finalizing|cancelling"'
 
 
 def series(metric, labels=""):
@@ -181,6 +182,31 @@ ROWS = {
             ],
         ),
         graph(
+            "Between memory and disk",
+            "Bps",
+            [("{{stream}}", rate("mainstem_offload_bytes_total", by="stream"))],
+            "Weights and KV caches of layers that are on disk.",
+        ),
+        graph(
+            "Time waited for the disk",
+            "percentunit",
+            [("{{stream}}", rate("mainstem_offload_stall_seconds_sum", by="stream"))],
+            "Fraction of the time in which devices wait for weights or KV caches.",
+        ),
+        graph(
+            "Layers on disk that were ready",
+            "percentunit",
+            [
+                (
+                    "ready",
+                    rate("mainstem_offload_layers_total", 'state="ready"')
+                    + " / "
+                    + rate("mainstem_offload_layers_total"),
+                )
+            ],
+            "Fraction of layers that were in a buffer when they were needed.",
+        ),
+        graph(
             "KV pages held by sequences",
             "percentunit",
             [("held", f"max({series('mainstem_kv_cache_usage_perc')})")],
@@ -282,6 +308,18 @@ ROWS = {
             "Requests by status",
             "reqps",
             [("{{status}}", rate("mainstem_http_requests_total", by="status"))],
+            width=12,
+        ),
+        graph(
+            "Batches that have not ended",
+            "none",
+            [("{{status}}", f"sum by (status) ({series('mainstem_batches', OPEN_BATCHES)})")],
+            width=12,
+        ),
+        graph(
+            "Requests of batches",
+            "reqps",
+            [("{{outcome}}", rate("mainstem_batch_requests_total", by="outcome"))],
             width=12,
         ),
     ],

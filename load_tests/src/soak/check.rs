@@ -59,6 +59,11 @@ impl ServerFaults {
         }
     }
 
+    /// Returns whether the server had none that would change an answer.
+    pub fn is_quiet(&self) -> bool {
+        self.restarts == 0 && self.non_finite_rows == 0 && self.injected.is_empty()
+    }
+
     fn injected(&self, kinds: &[&str]) -> u64 {
         kinds.iter().filter_map(|kind| self.injected.get(*kind)).sum()
     }
@@ -141,6 +146,7 @@ mod tests {
         };
         assert_eq!(server(), expected);
         assert_eq!(server().check(&CLIENT, 7), [""; 0]);
+        assert!(!server().is_quiet() && ServerFaults::between("", "mainstem_slots 4\n").is_quiet());
     }
 
     #[test]

@@ -2,7 +2,12 @@
 //!
 //! Invariant: an exchange ends by its deadline, and its connection is closed then.
 
-use std::time::Duration;
+use std::{
+    error::Error,
+    io::{self, ErrorKind},
+    iter,
+    time::Duration,
+};
 
 use http_body_util::Full;
 use hyper::{
@@ -41,7 +46,9 @@ pub enum Reply {
     Error { status: u16, code: String },
     /// The client disconnected as planned.
     HungUp,
-    /// The connection broke, or the response is invalid.
+    /// The server reset the connection before it had the whole request.
+    Reset,
+    /// The connection broke in another way, or the response is invalid.
     Broken(String),
 }
 
@@ -147,9 +154,7 @@ impl Peer {
         };
         let response = match response {
             Ok(response) => response,
-            // The server does not read a body that is too large, so it may close the connection before the
-            // client has sent it.
-            Err(_) if kind == Kind::HugeBody => return Reply::Error { status: 413, code: "closed".into() },
+            Err(error) if is_reset(&error) => return Reply::Reset,
             Err(error) => return Reply::Broken(error.to_string()),
         };
         let (status, body) = (response.status().as_u16(), response.into_body());
@@ -164,6 +169,13 @@ impl Peer {
             }
         }
     }
+}
+
+/// Returns whether the cause of an error is that the peer closed the connection to what is still sent.
+fn is_reset(error: &(dyn Error + 'static)) -> bool {
+    let mut causes = iter::successors(Some(error), |error| (*error).source());
+    let kind = causes.find_map(|error| error.downcast_ref::<io::Error>()).map(io::Error::kind);
+    matches!(kind, Some(ErrorKind::BrokenPipe | ErrorKind::ConnectionReset | ErrorKind::ConnectionAborted))
 }
 
 /// A response that has begun.
@@ -260,6 +272,8 @@ pub enum Outcome {
     /// The recorded answer, or the expected error.
     Expected,
     HungUp,
+    /// The connection was reset, as it may be if the server does not read the whole request.
+    Reset,
     /// An error of the kind that faults cause, by its code.
     Fault(String),
     /// Anything else, with the difference.
@@ -276,7 +290,14 @@ impl Outcome {
             (Expected::Nothing, Reply::HungUp) => Outcome::HungUp,
             // The answer was complete before the client hung up.
             (Expected::Nothing, Reply::Answer(_)) => Outcome::Expected,
-            (Expected::Status(wanted), Reply::Error { status, .. }) if status == wanted => Outcome::Expected,
+            (Expected::Error(wanted, reason), Reply::Error { status, code })
+                if status == wanted && code == reason =>
+            {
+                Outcome::Expected
+            }
+            // The server does not read a body that is too large, so it may close the connection before the
+            // client has sent it.
+            (_, Reply::Reset) if kind == Kind::HugeBody => Outcome::Reset,
             (Expected::Answer | Expected::Nothing, Reply::Error { status: 200 | 500, code })
                 if FAULT_CODES.contains(&&*code) =>
             {
@@ -290,6 +311,7 @@ impl Outcome {
             (_, Reply::Answer(_)) => Outcome::Wrong("status 200".into()),
             (_, Reply::Error { status, code }) => Outcome::Wrong(format!("status {status}, {code}")),
             (_, Reply::HungUp) => Outcome::Wrong("the client hung up".into()),
+            (_, Reply::Reset) => Outcome::Wrong("the connection was reset".into()),
             (_, Reply::Broken(why)) => Outcome::Wrong(why),
         }
     }
@@ -299,6 +321,7 @@ impl Outcome {
         match self {
             Outcome::Expected => "expected",
             Outcome::HungUp => "hung up",
+            Outcome::Reset => "reset",
             Outcome::Fault(code) => code,
             Outcome::Wrong(_) => "WRONG",
         }
@@ -337,12 +360,16 @@ mod tests {
         assert_eq!(of(Kind::Short, fault.clone()), Outcome::Fault("sampling_failed".into()));
         assert_eq!(of(Kind::BadParameter, refused.clone()), Outcome::Expected);
         assert_eq!(of(Kind::HangUp, Reply::HungUp), Outcome::HungUp);
+        assert_eq!(of(Kind::HugeBody, Reply::Reset), Outcome::Reset);
         for (kind, reply, words) in [
             (Kind::Short, other, "recorded was"),
             (Kind::Short, refused.clone(), "status 400, invalid_value"),
             (Kind::Malformed, answer, "status 200"),
             (Kind::Malformed, fault, "status 500"),
-            (Kind::UnknownPath, refused, "status 400"),
+            (Kind::UnknownPath, refused.clone(), "status 400"),
+            (Kind::TooLong, refused, "status 400, invalid_value"),
+            (Kind::Short, Reply::Reset, "was reset"),
+            (Kind::HugeBody, Reply::Broken("closed".into()), "closed"),
             (Kind::Short, parse(500, r#"{"error": {"code": "internal_error"}}"#), "internal_error"),
             (Kind::Short, parse(200, "{"), "not JSON"),
             (Kind::Short, parse(200, "no"), "without [DONE]"),
@@ -351,5 +378,30 @@ mod tests {
             let Outcome::Wrong(why) = of(kind, reply) else { panic!("{kind:?} must be wrong: {words}") };
             assert!(why.contains(words), "{why}");
         }
+    }
+
+    #[test]
+    fn a_reset_is_told_from_other_errors_by_its_cause() {
+        #[derive(Debug)]
+        struct Outer(io::Error);
+        impl std::fmt::Display for Outer {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                write!(f, "outer")
+            }
+        }
+        impl Error for Outer {
+            fn source(&self) -> Option<&(dyn Error + 'static)> {
+                Some(&self.0)
+            }
+        }
+        for (kind, expected) in [
+            (ErrorKind::BrokenPipe, true),
+            (ErrorKind::ConnectionReset, true),
+            (ErrorKind::TimedOut, false),
+            (ErrorKind::UnexpectedEof, false),
+        ] {
+            assert_eq!(is_reset(&Outer(kind.into())), expected, "{kind:?}");
+        }
+        assert!(!is_reset(&std::fmt::Error));
     }
 }

@@ -114,6 +114,18 @@ mod tests {
         assert!(!file.server.inject.is_empty() && !file.text.is_empty());
     }
 
+    /// A device gets a second step timeout before its thread is abandoned, which the test is to cover.
+    #[test]
+    fn the_shipped_hangs_outlast_two_step_timeouts() {
+        let server = SoakFile::read(None).unwrap().server;
+        let seconds = |text: &str| text.strip_suffix('s').and_then(|number| number.parse::<f64>().ok());
+        let flag = server.args.iter().position(|arg| arg == "--step-timeout").unwrap();
+        let timeout = seconds(&server.args[flag + 1]).unwrap();
+        let hangs = server.inject.split(',').filter(|fault| fault.trim().starts_with("hang"));
+        let times: Vec<_> = hangs.map(|hang| seconds(hang.split_once(':').unwrap().1).unwrap()).collect();
+        assert!(!times.is_empty() && times.iter().all(|time| *time > 2.0 * timeout), "{times:?}");
+    }
+
     #[test]
     fn files_that_make_no_sense_are_refused() {
         for (from, to, reason) in [

@@ -1,16 +1,13 @@
 //! Whether a series of measurements is flat or grows with the number of requests.
 //!
 //! The medians of the second and of the last quarter are compared, so that neither the warm-up nor single
-//! peaks count. Invariant: a leak of one unit per 100 requests is found once enough requests were sent, and
-//! what only goes up and down is not.
+//! peaks count. Invariant: what only goes up and down is flat, and a leak is found once it exceeds what is
+//! allowed, which depends on the number of requests only if the caller says so.
 
 use serde::Serialize;
 
 /// Minimum number of measurements: each quarter needs two.
 pub const SAMPLES_MIN: usize = 8;
-
-/// Requests in which a leak of one unit must be found.
-const REQUESTS_PER_LEAK: f64 = 100.0;
 
 /// A measurement of a resource that must not grow.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -34,10 +31,10 @@ pub struct Growth {
 }
 
 impl Growth {
-    /// Compares the quarters of a series of at least [`SAMPLES_MIN`] measurements, oldest first. A leak has a
-    /// size of `unit`; half of one per 100 requests is allowed, and in addition `noise`, which is how much
-    /// the values differ without a leak.
-    pub fn of(series: &[Level], unit: f64, noise: f64) -> Growth {
+    /// Compares the quarters of a series of at least [`SAMPLES_MIN`] measurements, oldest first. Growth by
+    /// `noise`, which is how much the values differ without a leak, and by `per_request` with each request is
+    /// allowed.
+    pub fn of(series: &[Level], per_request: f64, noise: f64) -> Growth {
         assert!(series.len() >= SAMPLES_MIN, "a quarter needs at least two measurements");
         let quarter = |number: usize| {
             let levels = &series[series.len() * number / 4..series.len() * (number + 1) / 4];
@@ -46,7 +43,7 @@ impl Growth {
         };
         let ((first, early), (last, late)) = (quarter(1), quarter(3));
         let requests = last - first;
-        let allowed = noise + unit * requests / REQUESTS_PER_LEAK / 2.0;
+        let allowed = noise + per_request * requests;
         Growth { early, late, requests: requests as u64, allowed }
     }
 
@@ -82,10 +79,10 @@ mod tests {
     fn a_leak_of_one_per_hundred_requests_is_found() {
         for (samples, step) in [(8, 100), (12, 100), (60, 1000)] {
             let leak = series(samples, step, |requests| 20.0 + (requests / 100) as f64);
-            let growth = Growth::of(&leak, 1.0, 1.0);
+            let growth = Growth::of(&leak, 0.005, 1.0);
             assert!(!growth.is_flat(), "{samples} of {step}: {growth:?}");
             let noisy = series(samples, step, |at| 20.0 + (at / 100) as f64 + scattered(at));
-            assert!(!Growth::of(&noisy, 1.0, 1.0).is_flat(), "{samples} of {step}");
+            assert!(!Growth::of(&noisy, 0.005, 1.0).is_flat(), "{samples} of {step}");
         }
     }
 
@@ -93,27 +90,28 @@ mod tests {
     fn what_goes_up_and_down_is_flat() {
         for period in [150, 300, 700, 900] {
             let sawtooth = series(60, 100, |requests| 20.0 + (requests % period) as f64 / 100.0);
-            let growth = Growth::of(&sawtooth, 1.0, 1.0);
+            let growth = Growth::of(&sawtooth, 0.0, 1.0);
             assert!(growth.is_flat(), "period {period}: {growth:?}");
         }
         let peak = |at: u64| if at.is_multiple_of(1000) { 500.0 } else { 20.0 };
-        assert!(Growth::of(&series(60, 100, |requests| peak(requests + 100)), 1.0, 1.0).is_flat());
-        assert!(Growth::of(&series(60, 100, |at| 20.0 + 2.0 * scattered(at)), 1.0, 1.0).is_flat());
+        assert!(Growth::of(&series(60, 100, |requests| peak(requests + 100)), 0.0, 1.0).is_flat());
+        assert!(Growth::of(&series(60, 100, |at| 20.0 + 2.0 * scattered(at)), 0.0, 1.0).is_flat());
     }
 
     #[test]
     fn the_warm_up_does_not_count_but_a_late_step_does() {
         let warm = series(40, 10, |requests| (requests as f64).min(95.0));
-        assert!(Growth::of(&warm, 1.0, 1.0).is_flat());
+        assert!(Growth::of(&warm, 0.0, 1.0).is_flat());
         let late = series(40, 10, |requests| if requests > 280 { 30.0 } else { 20.0 });
-        assert!(!Growth::of(&late, 1.0, 1.0).is_flat());
-        assert!(Growth::of(&series(8, 10, |requests| 50.0 - requests as f64), 1.0, 0.0).is_flat());
+        assert!(!Growth::of(&late, 0.0, 1.0).is_flat());
+        assert!(Growth::of(&series(8, 10, |requests| 50.0 - requests as f64), 0.0, 0.0).is_flat());
     }
 
     #[test]
-    fn more_requests_allow_more_but_less_than_a_leak() {
+    fn requests_allow_growth_only_if_the_caller_says_so() {
         let flat = series(8, 1000, |_| 3.0);
-        let growth = Growth::of(&flat, 1.0, 2.0);
+        let growth = Growth::of(&flat, 0.005, 2.0);
         assert_eq!(growth, Growth { early: 3.0, late: 3.0, requests: 4000, allowed: 22.0 });
+        assert_eq!(Growth::of(&flat, 0.0, 2.0).allowed, 2.0);
     }
 }

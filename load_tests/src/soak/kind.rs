@@ -40,8 +40,8 @@ pub enum Kind {
 pub enum Expected {
     /// The recorded answer.
     Answer,
-    /// An error with this status.
-    Status(u16),
+    /// An error with this status and code.
+    Error(u16, &'static str),
     /// Nothing in particular, since the client disconnects.
     Nothing,
 }
@@ -71,10 +71,13 @@ impl Kind {
     pub fn expected(self) -> Expected {
         match self {
             Kind::HangUp => Expected::Nothing,
-            Kind::Malformed | Kind::BadParameter | Kind::TooLong => Expected::Status(400),
-            Kind::WrongKey => Expected::Status(401),
-            Kind::UnknownPath | Kind::UnknownModel => Expected::Status(404),
-            Kind::HugeBody => Expected::Status(413),
+            Kind::Malformed => Expected::Error(400, "malformed_body"),
+            Kind::BadParameter => Expected::Error(400, "invalid_value"),
+            Kind::TooLong => Expected::Error(400, "context_length_exceeded"),
+            Kind::WrongKey => Expected::Error(401, "invalid_api_key"),
+            Kind::UnknownPath => Expected::Error(404, "not_found"),
+            Kind::UnknownModel => Expected::Error(404, "model_not_found"),
+            Kind::HugeBody => Expected::Error(413, "body_too_large"),
             _ => Expected::Answer,
         }
     }

@@ -20,7 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::{
     run::{Progress, local_runtime},
@@ -30,9 +30,10 @@ use crate::{
 use check::ServerFaults;
 use exchange::Peer;
 use file::SoakFile;
+pub use kind::Kind;
 pub use report::SoakReport;
 use report::{RoundSample, Tally};
-use session::{Recorded, Session};
+use session::{ATTEMPTS_MAX, Recorded, Session};
 
 /// Options of a soak test, which override its file.
 #[derive(Clone, Debug)]
@@ -115,7 +116,8 @@ pub fn run(options: &SoakOptions, progress: &Progress, tell: &mut dyn FnMut(&str
     let peer = |url: &str, key: Option<&str>| Peer::new(url, key, options.patience);
     let mut report = match &options.target {
         SoakTarget::Running { url, pid, key } => {
-            let recorded = runtime.block_on(Recorded::from(&peer(url, key.as_deref())?, &file))?;
+            let recording = peer(url, key.as_deref())?;
+            let recorded = runtime.block_on(Recorded::from(&recording, &file, ATTEMPTS_MAX))?;
             let session = Session::new(file, peer(url, key.as_deref())?, *pid, recorded);
             runtime.block_on(soak(&session, options, progress, tell))?
         }
@@ -123,7 +125,7 @@ pub fn run(options: &SoakOptions, progress: &Progress, tell: &mut dyn FnMut(&str
             let start = |file: &SoakFile, inject: &str| start(program, file, inject, options, progress);
             tell("recording the answers of a server without faults");
             let mut quiet = start(&file, "")?;
-            let recorded = runtime.block_on(Recorded::from(&peer(&quiet.url, Some(KEY))?, &file))?;
+            let recorded = runtime.block_on(record_quiet(&peer(&quiet.url, Some(KEY))?, &file))?;
             quiet.terminate()?;
             quiet.wait_for_success(options.start_timeout).context("the server without faults")?;
             let mut server = start(&file, &file.server.inject)?;
@@ -138,6 +140,15 @@ pub fn run(options: &SoakOptions, progress: &Progress, tell: &mut dyn FnMut(&str
     };
     report.passed = report.problems.is_empty();
     Ok(report)
+}
+
+/// Records the answers of a server without faults. Fails if it had some: then they need not be the right
+/// ones.
+async fn record_quiet(peer: &Peer, file: &SoakFile) -> Result<Recorded> {
+    let recorded = Recorded::from(peer, file, 1).await?;
+    let faults = ServerFaults::between("", &peer.get("/metrics").await?);
+    ensure!(faults.is_quiet(), "the server that is to have no faults had some: {faults:?}");
+    Ok(recorded)
 }
 
 fn start(
@@ -179,7 +190,8 @@ async fn soak(
         }
         let resources = session.resources().await?;
         let requests = session.tally().requests;
-        samples.push(RoundSample { requests, seconds: began.elapsed().as_secs_f64(), resources });
+        let restarts = ServerFaults::between(&before, &session.peer.get("/metrics").await?).restarts;
+        samples.push(RoundSample { requests, seconds: began.elapsed().as_secs_f64(), restarts, resources });
         tell(&format!(
             "round {round} of {}: {requests} requests, {} MiB, {} files, {} threads",
             load.rounds,
@@ -215,6 +227,10 @@ impl Session {
         if tally.wrong > 0 {
             problems.push(format!("{} requests went wrong", tally.wrong));
             problems.extend(tally.differences.iter().cloned());
+        }
+        let resets = tally.without_reason();
+        if !resets.is_empty() {
+            problems.push(format!("{resets:?}: every connection was reset, and no client learnt why"));
         }
         if self.injects() && server.injected.is_empty() {
             problems.push("no fault was injected".to_owned());

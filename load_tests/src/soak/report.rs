@@ -17,11 +17,12 @@ use super::{
 /// Maximum number of differences that are reported.
 const DIFFERENCES_MAX: usize = 10;
 
-/// File descriptors and threads that may come and go: threads of pools start and end as needed.
+/// File descriptors and threads that may come and go, however many requests were sent: threads of pools start
+/// and end as needed.
 const COUNT_NOISE: f64 = 2.0;
 
-/// Unit of memory leaks in bytes.
-const PAGE_BYTES: f64 = 4096.0;
+/// Bytes of memory by which a request may add to the fragmentation of the heap: half a page per 100 requests.
+const BYTES_PER_REQUEST: f64 = 4096.0 / 2.0 / 100.0;
 
 /// The resources of the server after a round, when it is idle.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -30,6 +31,8 @@ pub struct RoundSample {
     pub requests: u64,
     /// Seconds since the start.
     pub seconds: f64,
+    /// Rebuilds of the devices since the start.
+    pub restarts: u64,
     #[serde(flatten)]
     pub resources: Resources,
 }
@@ -72,7 +75,7 @@ impl Tally {
         self.requests += 1;
         *self.outcomes.entry(kind).or_default().entry(outcome.name().to_owned()).or_default() += 1;
         match outcome {
-            Outcome::Expected => {}
+            Outcome::Expected | Outcome::Reset => {}
             Outcome::HungUp => self.faults.hung_up_choices += kind.choices(),
             Outcome::Fault(code) => {
                 self.failed_requests += 1;
@@ -90,24 +93,32 @@ impl Tally {
             }
         }
     }
+
+    /// Returns the kinds of requests whose connections were reset every time. Since the client cannot see
+    /// why, the server must have given the reason to some.
+    pub fn without_reason(&self) -> Vec<Kind> {
+        let reset = self.outcomes.iter().filter(|(_, counts)| counts.contains_key(Outcome::Reset.name()));
+        let never = reset.filter(|(_, counts)| !counts.contains_key(Outcome::Expected.name()));
+        never.map(|(kind, _)| *kind).collect()
+    }
 }
 
 /// Returns the growth of each resource, or `None` if there are too few samples. Memory may differ by
 /// `rss_noise` bytes without a leak.
 pub fn growth(samples: &[RoundSample], rss_noise: f64) -> Option<BTreeMap<&'static str, Growth>> {
-    let of = |value: fn(&Resources) -> u64, unit: f64, noise: f64| {
+    let of = |value: fn(&Resources) -> u64, per_request: f64, noise: f64| {
         let level = |sample: &RoundSample| Level {
             requests: sample.requests,
             value: value(&sample.resources) as f64,
         };
         let levels: Vec<Level> = samples.iter().map(level).collect();
-        Growth::of(&levels, unit, noise)
+        Growth::of(&levels, per_request, noise)
     };
     (samples.len() >= SAMPLES_MIN).then(|| {
         [
-            ("rss_bytes", of(|resources| resources.rss_bytes, PAGE_BYTES, rss_noise)),
-            ("fds", of(|resources| resources.fds, 1.0, COUNT_NOISE)),
-            ("threads", of(|resources| resources.threads, 1.0, COUNT_NOISE)),
+            ("rss_bytes", of(|resources| resources.rss_bytes, BYTES_PER_REQUEST, rss_noise)),
+            ("fds", of(|resources| resources.fds, 0.0, COUNT_NOISE)),
+            ("threads", of(|resources| resources.threads, 0.0, COUNT_NOISE)),
         ]
         .into()
     })
@@ -143,13 +154,13 @@ impl SoakReport {
                  requests)"
             );
         }
-        for RoundSample { requests, seconds, resources: Resources { rss_bytes, fds, threads } } in
-            &self.samples
-        {
+        for RoundSample { requests, seconds, restarts, resources } in &self.samples {
+            let Resources { rss_bytes, fds, threads } = resources;
             let mib = *rss_bytes as f64 / f64::from(1 << 20);
             _ = writeln!(
                 text,
-                "  {seconds:>7.1} s {requests:>8} requests: {mib:>7.1} MiB, {fds} files, {threads} threads"
+                "  {seconds:>7.1} s {requests:>8} requests: {mib:>7.1} MiB, {fds} files, {threads} threads, \
+                 {restarts} rebuilds"
             );
         }
         text
@@ -160,13 +171,17 @@ impl SoakReport {
 mod tests {
     use super::*;
 
-    fn samples(value: impl Fn(u64) -> Resources) -> Vec<RoundSample> {
+    const LEVEL: Resources = Resources { rss_bytes: 100 << 20, fds: 30, threads: 12 };
+
+    /// Returns the samples of `rounds` rounds of 1,000 requests each.
+    fn samples(rounds: u64, value: impl Fn(u64) -> Resources) -> Vec<RoundSample> {
         let sample = |round: u64| RoundSample {
-            requests: 200 * round,
+            requests: 1000 * round,
             seconds: round as f64,
-            resources: value(200 * round),
+            restarts: 0,
+            resources: value(1000 * round),
         };
-        (1..=16).map(sample).collect()
+        (1..=rounds).map(sample).collect()
     }
 
     fn leaking(samples: &[RoundSample]) -> Vec<&'static str> {
@@ -176,18 +191,31 @@ mod tests {
 
     #[test]
     fn a_leak_of_any_resource_is_found() {
-        let level = Resources { rss_bytes: 100 << 20, fds: 30, threads: 12 };
-        assert_eq!(leaking(&samples(|_| level)), [""; 0]);
-        let fds = |at: u64| Resources { fds: 30 + at / 100, ..level };
-        assert_eq!(leaking(&samples(fds)), ["fds"]);
-        let threads = |at: u64| Resources { threads: 12 + at / 100, ..level };
-        assert_eq!(leaking(&samples(threads)), ["threads"]);
-        let memory = |at: u64| Resources { rss_bytes: level.rss_bytes + 4096 * at, ..level };
-        assert_eq!(leaking(&samples(memory)), ["rss_bytes"]);
+        assert_eq!(leaking(&samples(16, |_| LEVEL)), [""; 0]);
+        let fds = |at: u64| Resources { fds: 30 + at / 1000, ..LEVEL };
+        assert_eq!(leaking(&samples(16, fds)), ["fds"]);
+        let threads = |at: u64| Resources { threads: 12 + at / 1000, ..LEVEL };
+        assert_eq!(leaking(&samples(16, threads)), ["threads"]);
+        let memory = |at: u64| Resources { rss_bytes: LEVEL.rss_bytes + 1024 * at, ..LEVEL };
+        assert_eq!(leaking(&samples(16, memory)), ["rss_bytes"]);
         let warm_up =
-            |at: u64| Resources { rss_bytes: level.rss_bytes.min(at << 20), fds: 30 + at % 3, ..level };
-        assert_eq!(leaking(&samples(warm_up)), [""; 0]);
-        assert!(growth(&samples(|_| level)[..7], 0.0).is_none());
+            |at: u64| Resources { rss_bytes: LEVEL.rss_bytes.min(at << 20), fds: 30 + at % 3, ..LEVEL };
+        assert_eq!(leaking(&samples(16, warm_up)), [""; 0]);
+        assert!(growth(&samples(7, |_| LEVEL), 0.0).is_none());
+    }
+
+    /// A rebuild of the devices comes once in thousands of requests, so the number of requests must not
+    /// excuse what each one leaves behind.
+    #[test]
+    fn what_each_rebuild_leaves_behind_is_found_however_many_requests_there_are() {
+        let rebuilds = |at: u64| at / 12_000;
+        let fds = |at: u64| Resources { fds: LEVEL.fds + rebuilds(at), ..LEVEL };
+        assert_eq!(leaking(&samples(80, fds)), ["fds"]);
+        let threads = |at: u64| Resources { threads: LEVEL.threads + rebuilds(at), ..LEVEL };
+        assert_eq!(leaking(&samples(80, threads)), ["threads"]);
+        // Threads of a pool that come and go.
+        let pool = |at: u64| Resources { threads: 11 + [3, 0, 2, 1, 2][at as usize / 1000 % 5], ..LEVEL };
+        assert_eq!(leaking(&samples(80, pool)), [""; 0]);
     }
 
     #[test]
@@ -202,5 +230,14 @@ mod tests {
         assert_eq!((tally.faults, tally.failed_requests, tally.wrong), (faults, 2, 20));
         assert_eq!((tally.differences.len(), &*tally.differences[1]), (10, "Long 1: no"));
         assert_eq!(tally.outcomes[&Kind::Long]["WRONG"], 20);
+    }
+
+    #[test]
+    fn resets_need_a_reason_that_some_request_got() {
+        let mut tally = Tally::default();
+        tally.add(Kind::HugeBody, 0, &Outcome::Reset);
+        assert_eq!((tally.without_reason(), tally.wrong), (vec![Kind::HugeBody], 0));
+        tally.add(Kind::HugeBody, 1, &Outcome::Expected);
+        assert_eq!(tally.without_reason(), []);
     }
 }

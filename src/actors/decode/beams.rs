@@ -82,7 +82,7 @@ impl DecodeLoop {
     pub(super) fn preemptible_searches(&self) -> impl Iterator<Item = Preemptible> {
         self.searches.iter().filter_map(|search| {
             let beam = self.running.iter().find(|running| search.beams.contains(&running.key))?;
-            Some(beam.preemptible(search.origin.slots()))
+            Some(Preemptible { key: search.origin.key, ..beam.preemptible(search.origin.slots()) })
         })
     }
 
@@ -166,7 +166,10 @@ impl DecodeLoop {
         let mut old: Vec<RunningSequence> = of_search.collect();
         let Some(model) = old.first().map(|beam| beam.as_beam(beam.key)) else { return };
         let positions = model.next_position() as usize;
-        model.sequence.account.charge_generated(beams.len());
+        let Sequence { account, charged, request, .. } = &*model.sequence;
+        // A step that is computed again after a preemption was charged for.
+        let charged_by = request.encoder_input.len() + positions;
+        account.charge_generated(charged.raise(charged_by, charged_by + 1) * beams.len());
         for &(key, _, token) in beams {
             let own = old.iter().position(|running| running.key == key).map(|at| old.swap_remove(at));
             let mut running = own.unwrap_or_else(|| model.as_beam(key));

@@ -39,6 +39,7 @@ use super::stream::EventSender;
 use crate::config::Policy;
 use crate::decoding::HostPool;
 use crate::memory::split_slots;
+use crate::model::offload::Transfers;
 use crate::request::{RequestError, TokenEvent};
 use actix::{Actor, AsyncContext, Context, Recipient, WrapFuture};
 use beams::RunningSearch;
@@ -48,7 +49,7 @@ use in_flight::{InFlightStep, StepKind};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{DeviceError, StepLimits};
 use pacing::PromptPacing;
-use running::RunningSequence;
+use running::{LeasedPages, RunningSequence};
 use speculation::DraftPlanning;
 use std::collections::VecDeque;
 use std::panic::AssertUnwindSafe;
@@ -68,6 +69,8 @@ pub struct LoopHandles {
     pub devices: Arc<dyn Devices>,
     pub status: Arc<Status>,
     pub host_pool: Arc<HostPool>,
+    /// Counts of the bytes that the devices move between memory and disk.
+    pub transfers: Arc<Transfers>,
 }
 
 /// Configuration of the decode loops.
@@ -233,7 +236,7 @@ impl DecodeLoop {
             pending_events: Vec::new(),
             produced_at: Instant::now(),
             spare_buffers: (0..buffers).map(|_| StepBuffers::with_capacity(&config.limits)).collect(),
-            metrics: LoopMetrics::new(),
+            metrics: LoopMetrics::new(handles.transfers.clone()),
             handles,
             config,
         }
@@ -351,15 +354,10 @@ impl DecodeLoop {
         chunks
     }
 
-    /// Returns the running sequences whose slots others may take: those that generate tokens.
+    /// Returns the running sequences whose slots and pages others may take.
     fn preemptible(&self) -> Vec<Preemptible> {
-        let may_go = |running: &&RunningSequence| {
-            !running.is_beam
-                && running.is_decoding()
-                && !running.ends_with_scheduled()
-                && running.sequence.request.beams.is_none()
-        };
-        let alone = self.running.iter().filter(may_go).map(|running| running.preemptible(1));
+        let alone = self.running.iter().filter(|running| running.may_make_way());
+        let alone = alone.map(|running| running.preemptible(running.sequence.slots()));
         alone.chain(self.preemptible_searches()).collect()
     }
 
@@ -386,9 +384,9 @@ impl DecodeLoop {
                 if sequence.progress.is_none() {
                     sequence.events.send(TokenEvent::Started { cached_tokens: lease.computed() });
                 }
-                let (pages, pool) = ((lease.own().len(), lease.computed()), &self.handles.host_pool);
-                let class = sequence.request.class;
-                self.update.joins.push(JoiningSequence { key, class, lease });
+                let (pages, pool) = (LeasedPages::of(&lease), &self.handles.host_pool);
+                let (class, account) = (sequence.request.class, sequence.account.clone());
+                self.update.joins.push(JoiningSequence { key, class, account, lease });
                 let (config, choices) = (&self.config, (self.jump_limit, self.draft_planning.prior()));
                 let mut running = RunningSequence::new(sequence, pages, &self.metrics, pool, config, choices);
                 if let Some(speculator) = &mut running.speculator {

@@ -11,6 +11,7 @@ use crate::actors::queue::Preemptible;
 use crate::actors::sequence::{Progress, Sequence, SequenceKey};
 use crate::actors::speculator::Speculator;
 use crate::decoding::{HostPool, HostSequence};
+use crate::memory::Lease;
 use crate::request::{self, Request, Task, Token};
 use mainstem_kernels::batch::Slot;
 use mainstem_kernels::{SamplingParams, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens};
@@ -45,6 +46,10 @@ pub(super) struct RunningSequence {
     reported_tokens: usize,
     /// Number of pages that the sequence has.
     pub(super) pages: usize,
+    /// Number of pages of its encoder positions.
+    cross_pages: usize,
+    /// Number of its pages that others held when it began.
+    shared_pages: usize,
     /// Whether it skips this iteration, because it has no page for the next position.
     pub(super) is_stalled: bool,
     /// Number of its rows in flight that have results.
@@ -62,13 +67,31 @@ pub(super) struct RunningSequence {
     pub(super) speculator: Option<Speculator>,
 }
 
+/// The pages of a sequence when it begins.
+pub(super) struct LeasedPages {
+    pages: usize,
+    cross_pages: usize,
+    shared_pages: usize,
+    /// Number of leading positions that need no computation.
+    computed: usize,
+}
+
+impl LeasedPages {
+    /// Returns what a lease has.
+    pub(super) fn of(lease: &Lease) -> LeasedPages {
+        let (pages, cross_pages) = (lease.own().len(), lease.cross().len());
+        let shared_pages = pages + cross_pages - lease.unshared();
+        LeasedPages { pages, cross_pages, shared_pages, computed: lease.computed() }
+    }
+}
+
 impl RunningSequence {
-    /// Creates the state of a sequence whose first chunk was just scheduled, and which has `pages` pages. The
-    /// first `computed` positions need no computation. It has no slot yet. `jump_limit` is the maximum number
+    /// Creates the state of a sequence whose first chunk was just scheduled, and which has leased pages. It
+    /// has no slot yet. `jump_limit` is the maximum number
     /// of tokens that a grammar may force at once, `prior` the rate at which drafts were accepted so far.
     pub(super) fn new(
         mut sequence: Box<Sequence>,
-        (pages, computed): (usize, usize),
+        leased: LeasedPages,
         meters: &LoopMetrics,
         pool: &Arc<HostPool>,
         config: &DecodeConfig,
@@ -93,7 +116,7 @@ impl RunningSequence {
         });
         let Progress { generated, host, times, mut speculator } = progress;
         if let Some(speculator) = &mut speculator {
-            speculator.begin(computed, config.draft_context);
+            speculator.begin(leased.computed, config.draft_context);
         }
         let resumed = generated.len() as u32;
         RunningSequence {
@@ -109,7 +132,9 @@ impl RunningSequence {
             sent_positions: 0,
             reported_positions: 0,
             reported_tokens: resumed as usize,
-            pages,
+            pages: leased.pages,
+            cross_pages: leased.cross_pages,
+            shared_pages: leased.shared_pages,
             is_stalled: false,
             awaited: 0,
             finished: false,
@@ -125,7 +150,8 @@ impl RunningSequence {
 
     /// Returns the state of a beam like this one, or of the first beam of the search that it begins.
     pub(super) fn as_beam(&self, key: SequenceKey) -> RunningSequence {
-        let Sequence { group, ref request, ref events, ref account, arrived, charged, .. } = *self.sequence;
+        let Sequence { group, ref request, ref events, ref account, arrived, ref charged, .. } =
+            *self.sequence;
         let sequence = Sequence {
             key,
             group,
@@ -137,7 +163,7 @@ impl RunningSequence {
             lease: None,
             arrived,
             progress: None,
-            charged,
+            charged: charged.clone(),
         };
         RunningSequence {
             key,
@@ -156,6 +182,8 @@ impl RunningSequence {
             reported_positions: 0,
             reported_tokens: 0,
             pages: self.pages,
+            cross_pages: self.cross_pages,
+            shared_pages: self.shared_pages,
             is_stalled: false,
             awaited: self.awaited,
             finished: false,
@@ -188,6 +216,14 @@ impl RunningSequence {
         sequence
     }
 
+    /// Whether others may take its slot and pages. Beams make way together.
+    pub(super) fn may_make_way(&self) -> bool {
+        let Request { task, beams, .. } = &self.sequence.request;
+        // A search that is about to begin makes way when it has begun.
+        let is_beginning = beams.is_some() && self.is_decoding();
+        *task == Task::Generate && !self.is_beam && !is_beginning && !self.ends_with_scheduled()
+    }
+
     /// Returns the sequence as others see it that may take its slots. It has `slots` of them.
     pub(super) fn preemptible(&self, slots: usize) -> Preemptible {
         Preemptible {
@@ -195,7 +231,8 @@ impl RunningSequence {
             class: self.sequence.request.class,
             client: self.sequence.account.id,
             slots,
-            pages: self.pages * slots,
+            // Of a beam's pages, all but the last ones are the others', too.
+            pages: (self.pages + self.cross_pages + slots - 1).saturating_sub(self.shared_pages),
             was_preempted: self.was_preempted,
             // A search begins anew.
             progress: if self.is_beam { 0 } else { (self.received - self.resumed) as usize },

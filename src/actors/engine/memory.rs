@@ -8,11 +8,11 @@
 
 use crate::actors::group::link::Capacity;
 use crate::actors::group::stage_buffer_bytes;
-use crate::config::{Config, DeviceKind, DeviceName, KvSize};
+use crate::config::{Config, DeviceKind, DeviceName, HostTier, KvSize};
 use crate::model::executor::{ExecutorReport, KvCacheConfig, PageBytes, shard_page_bytes};
 use crate::model::spec::ModelSpec;
 use crate::model::{ModelSource, Partition, Shard};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use mainstem_kernels::{ActivationType, Mask, StepLimits};
 
 /// Predicts the allocations of a configured device with a part of the model.
@@ -75,7 +75,8 @@ pub(super) fn kv_plan(
             PageCounts { own: spare.own.max(minimum), window: spare.window.max(all.window.min(1)) }
         }
     };
-    pools.iter().try_for_each(|pool| pool.check(pages, kv.size))?;
+    let checked = pools.iter().try_for_each(|pool| pool.check(pages, kv.size));
+    checked.map_err(|error| anyhow!("{error}{}", offload_advice(config)))?;
     ensure!(pages.own > 0, "kv.size is less than one page of {page_bytes} bytes");
     ensure!(
         pages.own >= minimum,
@@ -89,6 +90,16 @@ pub(super) fn kv_plan(
     );
     let cache = KvCacheConfig { ty: kv.ty, pages: pages.own + 1, window_pages: pages.window + 1 };
     Ok(KvPlan { cache, page })
+}
+
+/// Returns how a model that does not fit may do so, to end an error with; empty if there is no way.
+fn offload_advice(config: &Config) -> &'static str {
+    match config.tiers.host {
+        HostTier::All => "; with tiers.host, weights of layers can be read from disk instead",
+        HostTier::Bytes(1..) => "; a smaller tiers.host needs less memory",
+        HostTier::Fraction(fraction) if fraction > 0.0 => "; a smaller tiers.host needs less memory",
+        HostTier::Auto | HostTier::Bytes(0) | HostTier::Fraction(_) => "",
+    }
 }
 
 /// Numbers of pages of both kinds of layers.

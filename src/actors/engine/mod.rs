@@ -27,6 +27,7 @@ use crate::decoding::{HostPool, HostWork};
 use crate::formats::ChatTemplateSource;
 use crate::memory::{PagePool, WindowCache};
 use crate::model::executor::{KvCacheConfig, PageBytes};
+use crate::model::offload::Transfers;
 use crate::model::spec::Kind;
 use crate::model::{ModelSource, Partition};
 use crate::planner::{DeviceAssignment, model_source};
@@ -47,6 +48,14 @@ use tracing::warn;
 /// Maximum number of most likely tokens reported per token.
 pub const TOP_LOGPROBS: usize = 20;
 
+/// Rows of a step that are computed at once if weights are read for each step: as many as compute at nearly
+/// the full rate, with small buffers.
+const STREAMED_BATCH_ROWS: usize = 512;
+
+/// Token budget if weights are read for each step: enough rows for each read to take less time than computing
+/// on a large machine.
+const STREAMED_TOKEN_BUDGET: usize = 2048;
+
 /// The sizes of everything, derived from configuration and model before any allocation.
 #[derive(Clone, Debug)]
 pub struct EngineSetup {
@@ -54,7 +63,7 @@ pub struct EngineSetup {
     pub limits: StepLimits,
     /// Bytes of a row of the residual stream, which a stage hands to the next.
     pub row_bytes: usize,
-    /// Number of micro-batches in flight (lanes), each with its own part of the slots; every lane has at
+    /// Number of steps in flight (lanes), each with its own part of the slots; every lane has at
     /// least one slot.
     pub lanes: usize,
     /// Maximum time of the devices for a step; `None` for no limit.
@@ -75,6 +84,8 @@ pub struct EngineSetup {
     pub unsupported_keys: Vec<String>,
     /// Warning about unsupported embedding settings in the model's files.
     pub embedding_warning: Option<String>,
+    /// Counts of what the devices move between memory and disk.
+    pub transfers: Arc<Transfers>,
 }
 
 /// Properties of the model that the server reports and uses.
@@ -151,7 +162,7 @@ impl EngineSetup {
         devices: DeviceProperties,
     ) -> Result<EngineSetup> {
         let spec = &source.spec;
-        let scheduler = config.scheduler.clone();
+        let scheduler = scheduler_for(config, source);
         ensure!(
             spec.has_head() || spec.decoder.is_none(),
             "{}: head.kind is \"none\", but a decoder needs an output head to generate",
@@ -165,10 +176,8 @@ impl EngineSetup {
         let own_pages = (plan.cache.pages - 1).saturating_sub(memory::min_encoder_pages(&limits));
         limits.positions = limits.positions.min(own_pages * limits.page_positions);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let name = match config.model.served_name.is_empty() {
-            true => source.name(),
-            false => config.model.served_name.clone(),
-        };
+        let served_name = Some(&config.model.served_name).filter(|name| !name.is_empty());
+        let name = served_name.cloned().unwrap_or_else(|| source.name());
         let chat_template = chat_template(source)?.map(Arc::new);
         let parsers = (&*config.model.tool_parser, &*config.model.reasoning_parser);
         let output_formats = OutputFormats::select(parsers, chat_template.as_deref())
@@ -212,6 +221,7 @@ impl EngineSetup {
             partition,
             unsupported_keys,
             embedding_warning: PromptingDefaults::embedding_warning(source, &config.model),
+            transfers: source.transfers.clone(),
         })
     }
 }
@@ -355,6 +365,7 @@ fn start_control(
         devices: group,
         status: status.clone(),
         host_pool,
+        transfers: setup.transfers.clone(),
     };
     for lane in 0..lanes {
         let (handles, config) = (handles.clone(), config.clone());
@@ -403,16 +414,29 @@ fn context_length(kv: &KvConfig, model: usize) -> Result<usize> {
     Ok(context)
 }
 
+/// Returns the configured scheduler, with the token budget of a model whose weights are read for each step if
+/// none was configured.
+fn scheduler_for(config: &Config, source: &ModelSource) -> SchedulerConfig {
+    let scheduler = config.scheduler.clone();
+    let most = if source.offload.is_some() && scheduler.is_budget_auto { STREAMED_TOKEN_BUDGET } else { 0 };
+    SchedulerConfig { token_budget: scheduler.token_budget.max(most), ..scheduler }
+}
+
 /// Returns the limits of a step, before the KV cache limits the positions.
 fn step_limits(config: &Config, source: &ModelSource, context: usize, devices: usize) -> StepLimits {
     let spec = &source.spec;
-    let SchedulerConfig { slots, token_budget, .. } = config.scheduler;
+    let SchedulerConfig { slots, token_budget, .. } = scheduler_for(config, source);
     let encoder_positions = spec.encoder_context().min(config.kv.max_context.unwrap_or(usize::MAX));
     let limits = StepLimits {
         slots,
         // Prompt tokens of one step, or one longer encoder input, beside a window that may be full of
         // decoding slots and holes.
         rows: token_budget.max(encoder_positions) + slots,
+        batch_rows: match (config.scheduler.batch_rows, &source.offload) {
+            (Some(rows), _) => rows,
+            (None, Some(_)) => STREAMED_BATCH_ROWS,
+            (None, None) => usize::MAX,
+        },
         logit_rows: if spec.has_head() { slots.max(32) } else { 1 },
         positions: if spec.decoder.is_some() { context } else { 0 },
         encoder_positions,

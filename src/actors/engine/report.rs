@@ -8,6 +8,7 @@ use super::{EngineSetup, ModelInfo};
 use crate::actors::speculation::DraftModelFacts;
 use crate::config::Policy;
 use crate::model::executor::ExecutorReport;
+use crate::model::offload::{CacheReport, OffloadReport};
 use crate::model::spec::Kind;
 use crate::planner::DeviceAssignment;
 use mainstem_kernels::{Fraction, StepLimits};
@@ -26,14 +27,16 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
         model.context
     )];
     lines.extend(device_lines(setup, built));
+    lines.extend([format!(
+        "weights      {:.1} MiB in {} tensors",
+        sum(|it| it.weight_bytes),
+        built.iter().flatten().map(|it| it.tensors.len()).sum::<usize>()
+    )]);
+    lines.extend(offload_lines(built));
+    lines.extend([cache_line(setup, built.iter().flatten().map(|it| it.kv_bytes).sum())]);
+    lines.extend(cache_offload_line(built));
     lines.extend([
-        format!(
-            "weights      {:.1} MiB in {} tensors",
-            sum(|it| it.weight_bytes),
-            built.iter().flatten().map(|it| it.tensors.len()).sum::<usize>()
-        ),
-        cache_line(setup, built.iter().flatten().map(|it| it.kv_bytes).sum()),
-        format!("activations  {:.1} MiB for {} rows per step", sum(|it| it.activation_bytes), limits.rows),
+        activations_line(limits, sum(|it| it.activation_bytes)),
         format!("step buffers {:.1} MiB", sum(|it| it.step_bytes)),
     ]);
     lines.extend(exchange_line(setup));
@@ -51,6 +54,33 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
     })
 }
 
+/// Returns the lines about weights that are read from disk, if there are any.
+fn offload_lines(built: &[Vec<ExecutorReport>]) -> Vec<String> {
+    let mut sum = OffloadReport::default();
+    built.iter().flatten().filter_map(|it| it.offload.clone()).for_each(|it| sum.add(it));
+    if sum.stores.is_empty() {
+        return Vec::new();
+    }
+    let [resident, streamed, buffers] = [sum.resident_bytes, sum.streamed_bytes, sum.buffer_bytes].map(mib);
+    let mut lines = vec![format!(
+        "offload      {resident:.1} MiB of layers in memory, {streamed:.1} MiB read from disk per step, \
+         {buffers:.1} MiB of buffers"
+    )];
+    lines.extend(sum.stores.iter().map(|store| format!("store        {}", store.display())));
+    lines
+}
+
+/// Returns the line about KV caches in files, if there are any.
+fn cache_offload_line(built: &[Vec<ExecutorReport>]) -> Option<String> {
+    let mut sum = CacheReport::default();
+    built.iter().flatten().filter_map(|it| it.cache_offload).for_each(|it| sum.add(it));
+    let CacheReport { file_bytes, buffer_bytes } = sum;
+    (file_bytes > 0).then(|| {
+        let (file, buffers) = (mib(file_bytes), mib(buffer_bytes));
+        format!("kv on disk   {file:.1} MiB of layers, for which {buffers:.1} MiB of the cache are buffers")
+    })
+}
+
 /// Returns the name of a policy, with the length of its window.
 fn policy_name(policy: Policy) -> String {
     match policy {
@@ -64,6 +94,13 @@ fn exchange_line(setup: &EngineSetup) -> Option<String> {
     let EngineSetup { limits, lanes, row_bytes, partition, .. } = setup;
     let bytes: usize = stage_exchange_bytes(limits, *lanes, *row_bytes, partition).sum();
     (bytes > 0).then(|| format!("exchanges    {:.1} MiB between devices", mib(bytes)))
+}
+
+/// Returns the line about the buffers for the rows of a step, of `mib` MiB.
+fn activations_line(limits: &StepLimits, mib: f64) -> String {
+    let (rows, at_once) = (limits.rows, limits.rows_at_once());
+    let batches = if at_once < rows { format!(", {at_once} at once") } else { String::new() };
+    format!("activations  {mib:.1} MiB for {rows} rows per step{batches}")
 }
 
 /// Returns the line about the KV cache of `bytes` bytes.

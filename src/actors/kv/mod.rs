@@ -2,17 +2,19 @@
 //!
 //! Owns the slot map of each lane (with the sliding-window shuffle), and the leases of running sequences; the
 //! page pool is shared with prefill, which leases the pages of prompts. It never touches a device: its
-//! [`SlotPlan`] is sent with the lane's next step. When pages run out, the youngest sequence of the last
-//! class in all lanes is preempted: it gives up slot and pages, and is computed again later. Sequences that
-//! prefill preempts for others give theirs up with the update in which the others join. A lane gives up its
-//! sequences between two of its iterations only; a lane that can do nothing without pages waits for the reply
-//! to its update, which is such a time, so lanes never wait for each other in a circle.
+//! [`SlotPlan`] is sent with the lane's next step. When pages run out, a sequence of the last class in all
+//! lanes is preempted, the youngest one of the client with the most pages: it gives up slot and pages, and is
+//! computed again later. Sequences that prefill preempts for others give theirs up with the update in which
+//! the others join. A lane gives up its sequences between two of its iterations only; a lane that can do
+//! nothing without pages waits for the reply to its update, which is such a time, so lanes never wait for
+//! each other in a circle.
 //! Invariant: slots are assigned, moved and freed only in an [`IterationUpdate`] of their lane. Slots and
 //! pages that a step in flight refers to are reused by later steps only, which every device runs after that
 //! step.
 
 mod growth;
 
+use super::account::Account;
 use super::group::Epoch;
 use super::queue::Reason;
 use super::sequence::SequenceKey;
@@ -25,6 +27,7 @@ use mainstem_kernels::{KvTable, PageCopy, SlotMove, TableUpdate};
 use metrics::{Counter, Gauge};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::sync::Arc;
 use tokio::sync::oneshot;
 
 /// Notifies prefill that pages were released or computed, so that waiting prompts may start.
@@ -62,6 +65,8 @@ pub struct IterationUpdate {
 pub struct JoiningSequence {
     pub key: SequenceKey,
     pub class: Class,
+    /// The account of its client.
+    pub account: Arc<Account>,
     pub lease: Lease,
 }
 
@@ -192,6 +197,7 @@ type TablePages = [Vec<Page>; 2];
 struct HeldSequence {
     lane: usize,
     class: Class,
+    account: Arc<Account>,
     lease: Lease,
     /// Number of its own pages that are listed in the table of its slot.
     listed: usize,
@@ -307,8 +313,8 @@ impl KvManager {
         self.lanes[lane].stalled.clear();
         let gave_up = std::mem::take(&mut self.lanes[lane].gave_up);
         give_up.into_iter().for_each(|key| self.take_slot(key));
-        for JoiningSequence { key, class, lease } in joins {
-            self.join(key, HeldSequence { lane, class, lease, listed: 0, search: None });
+        for JoiningSequence { key, class, account, lease } in joins {
+            self.join(key, HeldSequence { lane, class, account, lease, listed: 0, search: None });
         }
         let has_released = self.pool.releases() != self.noticed;
         self.settle();
@@ -366,8 +372,8 @@ impl KvManager {
         rewritten: &mut Vec<(SequenceKey, Option<TablePages>)>,
     ) {
         let BeamUpdate { search, beams, positions } = update;
-        let class = beams.first().and_then(|(_, parent)| self.held.get(parent)).map(|held| held.class);
-        let class = class.unwrap_or(Class::Interactive);
+        let Some(parent) = beams.first().and_then(|(_, parent)| self.held.get(parent)) else { return };
+        let (class, account) = (parent.class, parent.account.clone());
         let is_member =
             |key: &SequenceKey, held: &HeldSequence| *key == search || held.search == Some(search);
         let before = self.held.iter().filter(|(key, held)| is_member(key, held));
@@ -397,7 +403,8 @@ impl KvManager {
             leases.extend(keeps(key).map(|beam| (beam, lease)));
         }
         for (key, lease) in leases {
-            let held = HeldSequence { lane, class, lease, listed: 0, search: Some(search) };
+            let account = account.clone();
+            let held = HeldSequence { lane, class, account, lease, listed: 0, search: Some(search) };
             match before.contains(&key) {
                 true => _ = self.held.insert(key, held),
                 false => {
@@ -470,6 +477,7 @@ mod tests {
     use super::super::testing::{next_message, recorder, with_timeout};
     use super::*;
     use crate::memory::{PageDemand, PageHash, TokenChain, WindowCache};
+    use crate::request::client::{ClientId, ClientSettings};
     use actix::Addr;
     use mainstem_kernels::random::philox;
     use tokio::sync::mpsc::UnboundedReceiver;
@@ -490,6 +498,11 @@ mod tests {
         let pool = PagePool::new(pages + 1, PAGE);
         let (changed, notices) = recorder();
         (KvManager::new((slots, lanes, true), pool.clone(), 0, changed), pool, notices)
+    }
+
+    /// The account of a client that has all sequences.
+    fn account() -> Arc<Account> {
+        Arc::new(Account::new(ClientId::Local, Arc::default()))
     }
 
     fn lease(pool: &PagePool, pages: usize) -> Lease {
@@ -518,7 +531,7 @@ mod tests {
     ) -> IterationUpdate {
         let end = |key| EndedSequence { key: SequenceKey(key), computed: computed(key) };
         let class = Class::Interactive;
-        let join = |(key, lease)| JoiningSequence { key: SequenceKey(key), class, lease };
+        let join = |(key, lease)| JoiningSequence { key: SequenceKey(key), class, account: account(), lease };
         let (finished, joins) = (finished.into_iter().map(end), joins.into_iter().map(join));
         IterationUpdate { finished: finished.collect(), joins: joins.collect(), ..IterationUpdate::default() }
     }
@@ -657,6 +670,53 @@ mod tests {
         assert_eq!((keys(&plan.preempted), keys(&plan.stalled)), (vec![1], vec![]));
         let plan = kv.plan(growing(0, &[(2, 2 * PAGE)]));
         assert_eq!(keys(&plan.preempted), [3]);
+    }
+
+    /// Sequences of the client with the most pages for its weight go first, but never the first of all.
+    #[actix::test]
+    async fn a_client_with_few_pages_keeps_them() {
+        let of_client = |number, weight| {
+            let account = Account::new(ClientId::Key(number), Arc::default());
+            let settings = ClientSettings { weight, ..ClientSettings::default() };
+            account.configure(&settings, std::time::Instant::now());
+            Arc::new(account)
+        };
+        for (weight, expected) in [(1, [3, 2]), (8, [4, 3])] {
+            let (mut kv, pool, _) = rig(5, 1, 8);
+            let sizes = [(1, 2), (2, 2), (3, 2), (4, 1)];
+            let mut first = update([], sizes.map(|(key, pages)| (key, lease(&pool, pages))));
+            let accounts = [of_client(1, weight), of_client(2, 1)];
+            for join in &mut first.joins {
+                join.account = accounts[usize::from(join.key.0 == 4)].clone();
+            }
+            kv.plan(first);
+            let mut preempted = Vec::new();
+            for pages in [4, 6] {
+                preempted.extend(keys(&kv.plan(growing(0, &[(1, pages * PAGE)])).preempted));
+            }
+            assert_eq!(preempted, expected, "weight {weight}");
+        }
+    }
+
+    /// The oldest sequence of a class goes on while younger ones of the class can make way, even if it is the
+    /// only one of the client with the most pages.
+    #[actix::test]
+    async fn the_oldest_of_a_class_is_spared() {
+        let (mut kv, pool, _) = rig(5, 1, 9);
+        let sizes = [(1, 5), (2, 1), (3, 1), (4, 1)];
+        let mut first = update([], sizes.map(|(key, pages)| (key, lease(&pool, pages))));
+        for join in &mut first.joins {
+            join.class = if join.key.0 < 4 { Class::Batch } else { Class::Interactive };
+            if join.key.0 == 1 {
+                join.account = Arc::new(Account::new(ClientId::Key(9), Arc::default()));
+            }
+        }
+        kv.plan(first);
+        let mut preempted = Vec::new();
+        for pages in [3, 4, 5] {
+            preempted.extend(keys(&kv.plan(growing(0, &[(4, pages * PAGE)])).preempted));
+        }
+        assert_eq!(preempted, [3, 2, 1]);
     }
 
     #[actix::test]

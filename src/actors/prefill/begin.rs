@@ -3,19 +3,25 @@
 //! Invariant: a sequence leaves the queue with its pages leased, into a lane that has, or by then will have,
 //! slots for it.
 
+use super::lanes::LaneState;
 use super::{Prefill, ScheduledWork, StartedPrompt};
-use crate::actors::queue::{Candidate, FairQueue, Preemptible, QueuedSequence, Reason};
+use crate::actors::queue::{Candidate, Demand, FairQueue, Preemptible, QueuedSequence, Reason};
 use crate::actors::sequence::Sequence;
 use crate::config::Policy;
 use crate::memory::{NoLease, PageDemand};
+
+/// A running sequence that makes way for another one, and why.
+pub(super) type Victim = (Preemptible, Reason);
 
 /// The outcome of an attempt to begin a sequence.
 pub(super) enum Begin {
     Begun,
     /// Another sequence is computing its next page.
     AwaitsPage,
-    /// The sequence lacks something, and those behind it wait for it.
-    MustWait,
+    /// Slots or pages are missing in all lanes.
+    Lacks,
+    /// Another step or lane may begin it.
+    NotHere,
 }
 
 impl Prefill {
@@ -30,21 +36,26 @@ impl Prefill {
         work: &mut ScheduledWork,
     ) -> Begin {
         if min_chunk(&queue.get(next).sequence) > *left && !work.chunks.is_empty() {
-            return Begin::MustWait;
+            return Begin::NotHere;
         }
         let free = self.lanes[lane].free_slots;
         let has_slots = *share > 0 && next.slots <= free;
+        if !has_slots && self.lanes.iter().any(|lane| next.slots <= lane.free_slots) {
+            return Begin::NotHere;
+        }
         let victims = match has_slots {
             true => Some(Vec::new()),
             false => self.victims_for_slots(queue, lane, next, work),
         };
-        let Some(victims) = victims else { return Begin::MustWait };
+        let Some(victims) = victims else { return Begin::Lacks };
         match self.lease_pages(queue.get(next)) {
             Ok(()) => {}
             Err(NoLease::Coming) => return Begin::AwaitsPage,
-            Err(NoLease::Short) => {
-                self.make_room(queue, lane, next, work);
-                return Begin::MustWait;
+            Err(NoLease::Short { needed, missing }) => {
+                let demand = Demand { needed, missing, total: self.pool.total() };
+                let is_coming = self.make_room(queue, lane, next, demand, work);
+                // Others would take what is there already.
+                return if is_coming { Begin::NotHere } else { Begin::Lacks };
             }
         }
         self.preempt(lane, &victims, work);
@@ -62,52 +73,76 @@ impl Prefill {
         Begin::Begun
     }
 
-    /// Returns the sequences to preempt so that the next one gets the slots that it lacks, if no lane has
-    /// them.
+    /// Returns the sequences to preempt so that the next one gets the slots that it lacks.
     fn victims_for_slots(
         &self,
         queue: &FairQueue,
         lane: usize,
         next: &Candidate,
         work: &ScheduledWork,
-    ) -> Option<Vec<(Preemptible, Reason)>> {
-        let is_batch = matches!(self.policy, Policy::Window { .. });
-        if is_batch || self.lanes.iter().any(|lane| next.slots <= lane.free_slots) {
+    ) -> Option<Vec<Victim>> {
+        if matches!(self.policy, Policy::Window { .. }) {
             return None;
         }
-        let lane = &self.lanes[lane];
-        let (victims, reason) =
-            queue.victims_for_slots(next, next.slots - lane.free_slots, &lane.preemptible)?;
+        let missing = next.slots - self.lanes[lane].free_slots;
+        let running: Vec<_> = self.lanes[lane].may_go(work).copied().collect();
+        let (victims, reason) = queue.victims_for_slots(next, missing, &running)?;
         // What clients run is known again when those that were preempted are back.
-        let may_go = reason == Reason::Class || work.preempted.is_empty();
+        let are_back = work.preempted.is_empty() && !self.lanes.iter().any(|lane| lane.gives_up);
+        let may_go = reason == Reason::Class || are_back;
         may_go.then(|| victims.into_iter().map(|victim| (victim, reason)).collect())
     }
 
-    /// Preempts sequences of later classes whose pages the next sequence lacks. It begins when they are back.
-    fn make_room(&mut self, queue: &mut FairQueue, lane: usize, next: &Candidate, work: &mut ScheduledWork) {
-        // Those that make room for it already do so with their lane's next update.
-        let at = Some((next.place.key, self.pool.releases()));
-        if matches!(self.policy, Policy::Window { .. }) || self.room_made_at == at {
-            return;
+    /// Chooses sequences of all lanes whose pages the next sequence gets. It begins when they are back.
+    /// Returns whether pages come back.
+    fn make_room(
+        &mut self,
+        queue: &mut FairQueue,
+        lane: usize,
+        next: &Candidate,
+        demand: Demand,
+        work: &mut ScheduledWork,
+    ) -> bool {
+        if matches!(self.policy, Policy::Window { .. }) {
+            return false;
         }
-        let sequence = &queue.get(next).sequence;
-        let needed = self.pool.pages_for(sequence.request.prompt.len() + sequence.generated().len())
-            + self.pool.pages_for(sequence.encoder_positions())
-            + self.margin;
-        let missing = needed.saturating_sub(self.pool.available()).max(1);
-        let found = queue.victims_for_pages(next, missing, &self.lanes[lane].preemptible);
-        let Some(found) = found else { return };
-        self.room_made_at = at;
-        let victims: Vec<_> = found.into_iter().map(|victim| (victim, Reason::Class)).collect();
-        self.preempt(lane, &victims, work);
+        // Pages of those chosen before may be enough.
+        if !self.yielding.is_empty() || self.lanes.iter().any(|lane| lane.gives_up) {
+            return true;
+        }
+        let running = self.lanes.iter().flat_map(|lane| &lane.preemptible).copied();
+        let beginning = work.chunks.iter().filter_map(|chunk| beginning(chunk.sequence.as_deref()?));
+        let running: Vec<Preemptible> = running.chain(beginning).collect();
+        let has_chunk = |key| work.chunks.iter().any(|chunk| chunk.key == key);
+        let found = queue.victims_for_pages(next, demand, &running, |victim| !has_chunk(victim.key));
+        let Some((victims, reason)) = found else { return false };
+        self.yielding = victims.into_iter().map(|victim| (victim, reason)).collect();
+        self.yields_for = Some(*next);
+        self.take_yielding(queue, lane, work);
+        true
     }
 
-    fn preempt(&mut self, lane: usize, victims: &[(Preemptible, Reason)], work: &mut ScheduledWork) {
-        let lane = &mut self.lanes[lane];
+    /// Preempts those of the lane that were chosen to give up their pages, and forgets those that ended. If
+    /// the sequence that they were chosen for waits no longer, all stay.
+    pub(super) fn take_yielding(&mut self, queue: &FairQueue, lane: usize, work: &mut ScheduledWork) {
+        let mut yielding = std::mem::take(&mut self.yielding);
+        if !self.yields_for.is_some_and(|candidate| queue.has(&candidate)) {
+            return;
+        }
+        let is_in = |lane: &LaneState, (victim, _): &Victim| {
+            lane.preemptible.iter().any(|other| other.key == victim.key)
+        };
+        let here: Vec<Victim> = yielding.extract_if(.., |victim| is_in(&self.lanes[lane], victim)).collect();
+        self.preempt(lane, &here, work);
+        yielding.retain(|victim| self.lanes.iter().any(|lane| is_in(lane, victim)));
+        self.yielding = yielding;
+    }
+
+    fn preempt(&mut self, lane: usize, victims: &[Victim], work: &mut ScheduledWork) {
         for (victim, reason) in victims {
             self.preemptions[usize::from(*reason == Reason::Share)].increment(1);
             work.preempted.push(victim.key);
-            lane.give_up(victim);
+            self.lanes[lane].give_up(victim);
         }
     }
 
@@ -115,8 +150,10 @@ impl Prefill {
     fn lease_pages(&mut self, queued: &mut QueuedSequence) -> Result<(), NoLease> {
         // Asked before, so that what is released meanwhile counts.
         let releases = self.pool.releases();
-        if queued.short_at == Some(releases) {
-            return Err(NoLease::Short);
+        if let Some((at, short)) = queued.short_at
+            && at == releases
+        {
+            return Err(short);
         }
         let sequence = &mut queued.sequence;
         let page_positions = self.pool.page_positions();
@@ -148,11 +185,24 @@ impl Prefill {
             }
             Err((why, chain)) => {
                 queued.chain = Some(chain);
-                queued.short_at = Some(releases).filter(|_| why == NoLease::Short);
+                queued.short_at = Some((releases, why)).filter(|_| why != NoLease::Coming);
                 Err(why)
             }
         }
     }
+}
+
+/// Returns what a sequence that begins in the next step holds.
+fn beginning(sequence: &Sequence) -> Option<Preemptible> {
+    Some(Preemptible {
+        key: sequence.key,
+        class: sequence.request.class,
+        client: sequence.account.id,
+        slots: sequence.slots(),
+        pages: sequence.lease.as_ref()?.unshared(),
+        was_preempted: sequence.progress.is_some(),
+        progress: 0,
+    })
 }
 
 /// Returns the size of the smallest possible first chunk: the encoder input, and one token.
@@ -171,9 +221,11 @@ impl StartedPrompt {
             priority: request.priority,
             account: sequence.account.clone(),
             encoder_tokens: request.encoder_input.len(),
+            encoder_len: request.encoder_input.len(),
             len: request.prompt.len() + sequence.generated().len(),
             scheduled: sequence.lease.as_ref().map_or(0, |lease| lease.computed()),
-            charged: sequence.charged,
+            charged: sequence.charged.clone(),
+            is_leaving: false,
             events: sequence.events.clone(),
         }
     }

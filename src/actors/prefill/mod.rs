@@ -6,19 +6,19 @@
 //! sequence goes to the lane with the fewest sequences, and stays there until it ends or is preempted. The
 //! queue decides who is next, and a step's budget goes to the prompts in the same order, whether they have
 //! started or not: a long prompt does not keep those of other clients waiting. For want of slots or pages,
-//! the next sequence may take them from others of the lane, which go back into the queue.
+//! the next sequence may take them from others, which go back into the queue.
 //! Invariant: of one client, first in, first out, among waiting prompts and among the prompts that started in
-//! a lane. The next sequence, if it lacks slots or pages, holds back those behind it, and so does an encoder
-//! input that exceeds the step's budget: it is computed in one step. A prompt whose next page another one is
-//! computing waits for that page and holds back nobody.
+//! a lane. The next sequence, if it lacks slots or pages, lets other clients pass for a while, and then holds
+//! back those behind it, and so does an encoder input that exceeds the step's budget: it is computed in one
+//! step. A prompt whose next page another one is computing waits for that page and holds back nobody.
 
 mod begin;
 mod lanes;
 
-use super::account::Account;
+use super::account::{Account, ChargedTokens};
 use super::kv::PagesChanged;
 use super::prefix_rules::PrefixRules;
-use super::queue::{FairQueue, Preemptible, QueueChanged, Reason, SharedQueue, Turn};
+use super::queue::{Candidate, FairQueue, Preemptible, QueueChanged, Reason, SharedQueue, Skipped, Turn};
 use super::sequence::{Sequence, SequenceKey};
 use super::stream::EventSender;
 use crate::config::Policy;
@@ -26,16 +26,18 @@ use crate::memory::PagePool;
 use crate::request::Class;
 use crate::telemetry;
 use actix::{Actor, AsyncContext, Context, Handler, Message, MessageResult, ResponseFuture, SpawnHandle};
-use begin::Begin;
+use begin::{Begin, Victim};
 use lanes::LaneState;
 use metrics::Counter;
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::oneshot;
 
 /// A prompt starts if one of so many pages is left for running sequences.
 const MARGIN_DIVISOR: usize = 50;
+
+/// Maximum number of clients whose next sequences are passed in a step, because they lack slots or pages.
+const PASSED_MAX: usize = 8;
 
 /// Requests the prefill chunks of a lane's next step.
 #[derive(Message)]
@@ -149,12 +151,16 @@ struct StartedPrompt {
     account: Arc<Account>,
     /// Tokens of the encoder input, until they are scheduled.
     encoder_tokens: usize,
+    /// Tokens of the encoder input.
+    encoder_len: usize,
     /// Tokens of the prompt, and those generated before a preemption.
     len: usize,
     /// Tokens of the prompt that are scheduled, or need not be because their K and V are in its pages.
     scheduled: usize,
-    /// Tokens of the prompt that its client was charged for before a preemption.
-    charged: usize,
+    /// The tokens that its client was charged for.
+    charged: ChargedTokens,
+    /// Whether it gives up its slot, and comes back through the queue.
+    is_leaving: bool,
     events: EventSender,
 }
 
@@ -175,8 +181,10 @@ pub struct Prefill {
     found_tokens: Counter,
     /// Preemptions, for a class and for a share.
     preemptions: [Counter; 2],
-    /// The sequence for which others give up their pages, and the number of releases of pages by then.
-    room_made_at: Option<(SequenceKey, u64)>,
+    /// Sequences that give up their pages for the next one when their lanes request work.
+    yielding: Vec<Victim>,
+    /// The sequence that they give them up for.
+    yields_for: Option<Candidate>,
 }
 
 impl Actor for Prefill {
@@ -194,15 +202,14 @@ impl Handler<QueueChanged> for Prefill {
 impl Handler<Requeue> for Prefill {
     type Result = ();
 
-    fn handle(&mut self, Requeue(mut sequence): Requeue, ctx: &mut Self::Context) {
+    fn handle(&mut self, Requeue(sequence): Requeue, ctx: &mut Self::Context) {
         let key = sequence.key;
-        let mut charged = sequence.request.prompt.len() + sequence.generated().len();
-        for lane in &mut self.lanes {
-            for prompt in lane.started.extract_if(.., |prompt| prompt.key == key) {
-                charged = prompt.scheduled;
-            }
+        self.lanes.iter_mut().for_each(|lane| lane.started.retain(|prompt| prompt.key != key));
+        let Sequence { request, charged, .. } = &*sequence;
+        if !sequence.generated().is_empty() {
+            // They were charged for as they were generated.
+            charged.raise(0, request.input_tokens() + sequence.generated().len());
         }
-        sequence.charged = sequence.charged.max(charged);
         let mut queue = self.queue.lock();
         queue.push_again(sequence, Instant::now());
         queue.report();
@@ -294,7 +301,8 @@ impl Prefill {
             window_timer: None,
             queried_tokens: telemetry::PREFIX_CACHE_QUERIES.counter(),
             found_tokens: telemetry::PREFIX_CACHE_HITS.counter(),
-            room_made_at: None,
+            yielding: Vec::new(),
+            yields_for: None,
             preemptions: [Reason::Class, Reason::Share]
                 .map(|reason| telemetry::PREEMPTIONS.counter_with([reason.name()])),
         }
@@ -328,14 +336,20 @@ impl Prefill {
     /// of the waiting ones, those whose turn comes first. Started ones precede waiting ones of the same turn.
     fn schedule(&mut self, queue: &mut FairQueue, lane: usize, budget: Budget) -> ScheduledWork {
         let only_released = self.only_released();
-        let waiting = if only_released { queue.released() } else { queue.len() };
-        let mut share = lanes::lane_share(&self.lanes, lane, waiting);
+        let waiting = if only_released { queue.released() } else { queue.ready() };
+        let first_slots = queue.first(&Skipped::default(), only_released).map_or(1, |next| next.slots);
+        let mut share = lanes::lane_share(&self.lanes, lane, waiting, first_slots);
         let (mut work, mut used) = (ScheduledWork::default(), 0);
-        let (mut skipped, mut may_begin) = (BTreeSet::new(), true);
+        self.take_yielding(queue, lane, &mut work);
+        // What lacks slots or pages holds back those of other classes and priorities.
+        let (mut skipped, mut may_begin, mut passed) = (Skipped::default(), true, None);
         loop {
             let started = self.lanes[lane].first_started();
             let next = if may_begin { queue.first(&skipped, only_released) } else { None };
-            let next = next.filter(|next| started.is_none_or(|(_, turn)| next.turn < turn));
+            let next = next.filter(|next| {
+                started.is_none_or(|(_, turn)| next.turn < turn)
+                    && passed.is_none_or(|rank| rank == next.turn.rank())
+            });
             let turn = next.map(|next| next.turn).or(started.map(|(_, turn)| turn));
             let Some(turn) = turn else { break };
             let mut left = budget.left(turn.class, used);
@@ -346,8 +360,15 @@ impl Prefill {
             match (next, started) {
                 (Some(next), _) => match self.begin(queue, (lane, &mut share), &next, &mut left, &mut work) {
                     Begin::Begun => {}
-                    Begin::AwaitsPage => _ = skipped.insert(next.place.key),
-                    Begin::MustWait => may_begin = false,
+                    Begin::AwaitsPage => _ = skipped.sequences.insert(next.place.key),
+                    Begin::Lacks => {
+                        may_begin = !only_released
+                            && skipped.clients.len() < PASSED_MAX
+                            && queue.may_be_passed(&next);
+                        skipped.clients.insert(next.client);
+                        passed = Some(next.turn.rank());
+                    }
+                    Begin::NotHere => may_begin = false,
                 },
                 (None, Some((at, _))) => {
                     let chunk = self.lanes[lane].continue_prompt(at, &mut left);
@@ -412,8 +433,8 @@ impl StartedPrompt {
         let len = left.min(budget.saturating_sub(encoder_tokens).max(1));
         self.scheduled += len;
         *budget = budget.saturating_sub(encoder_tokens + len);
-        let again = self.charged.clamp(start, self.scheduled) - start;
-        self.account.charge_prompt(encoder_tokens + len - again);
+        let end = self.encoder_len + self.scheduled;
+        self.account.charge_prompt(self.charged.raise(end - len - encoder_tokens, end));
         let chunk = PromptChunk { start, len, last: len == left, with_encoder_input: encoder_tokens > 0 };
         ScheduledChunk { key: self.key, sequence: None, chunk }
     }

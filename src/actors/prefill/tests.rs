@@ -8,9 +8,11 @@ use crate::actors::sequence::{Progress, Sequence};
 use crate::actors::status::Status;
 use crate::actors::stream::TokenStream;
 use crate::actors::testing::{recorder, request, sequence, with_timeout};
+use crate::decoding::beams::EarlyStopping;
 use crate::memory::split_slots;
 use crate::model::rope::ReservedLengths;
-use crate::request::{Pooling, Request, Task};
+use crate::request::client::{ClientId, ClientSettings};
+use crate::request::{BeamOptions, Client, Pooling, Request, Task};
 use actix::{Addr, MessageResult};
 use mainstem_kernels::random::philox;
 use std::pin::Pin;
@@ -317,20 +319,45 @@ async fn clients_are_charged_for_computed_tokens_once() {
     let _first = rig.add_request(1, prompt(0..100)).await;
     let mut first = start(&rig, 60).await.pop().expect("it starts");
     let account = first.account.clone();
-    assert_eq!((account.tokens(), account.all_running()), (60, 1));
+    assert_eq!((account.served() / account.cost(1), account.all_running()), (60, 1));
     let now = Instant::now();
     let times = SequenceTimes { scheduled: now, first_token: now };
     first.lease = None;
     first.progress = Some(Progress { generated: Vec::new(), host: None, times, speculator: None });
     rig.prefill.do_send(Requeue(first));
     let mut again = start(&rig, UNLIMITED).await.pop().expect("it starts again");
-    assert_eq!((account.tokens(), account.all_running()), (100, 1));
+    assert_eq!((account.served() / account.cost(1), account.all_running()), (100, 1));
     again.lease.as_mut().expect("it has pages").note_computed(100);
     let _second = rig.add_request(2, prompt(0..120)).await;
     let second = start(&rig, UNLIMITED).await;
-    assert_eq!((account.tokens(), account.all_running()), (120, 2));
+    assert_eq!((account.served() / account.cost(1), account.all_running()), (120, 2));
     drop((again, second));
     assert_eq!(account.all_running(), 0);
+    // An encoder input is computed with the first tokens.
+    let _translation = rig.add_request(3, translate(30, 4)).await;
+    let mut translation = start(&rig, 32).await.pop().expect("it starts");
+    assert_eq!(account.served() / account.cost(1), 152);
+    translation.lease = None;
+    translation.progress = Some(Progress { generated: Vec::new(), host: None, times, speculator: None });
+    rig.prefill.do_send(Requeue(translation));
+    start(&rig, UNLIMITED).await;
+    assert_eq!(account.served() / account.cost(1), 154);
+}
+
+/// Regression: after a fault, the rest of a prompt was not charged for, and a text for an encoder twice.
+#[actix::test]
+async fn clients_are_charged_once_for_what_a_fault_interrupts() {
+    for (request, budget, charged) in [(request(100, 4), 60, [60, 100]), (embed(8), 60, [8, 8])] {
+        let mut rig = Rig::new(Policy::Fused, 4);
+        let _client = rig.add_request(1, request).await;
+        for (budget, charged) in [budget, UNLIMITED].into_iter().zip(charged) {
+            let mut lost = start(&rig, budget).await.pop().expect("it starts");
+            assert_eq!(lost.account.served() / lost.account.cost(1), charged);
+            rig.prefill.do_send(DropStarted { lane: 0 });
+            lost.lease = None;
+            rig.prefill.do_send(Requeue(lost));
+        }
+    }
 }
 
 /// A preempted sequence is computed again before newcomers, with the tokens that were generated.
@@ -369,6 +396,29 @@ async fn a_prompt_without_pages_holds_back_those_behind_it() {
     drop(first);
     rig.prefill.do_send(PagesChanged);
     assert_eq!(to_tuples(&answer.await), [(2, 0, 40, true), (3, 0, 5, true)]);
+}
+
+/// Other clients pass a prompt that lacks pages, until as many tokens were computed for them as it has.
+#[actix::test]
+async fn others_pass_a_prompt_without_pages_for_a_while() {
+    let mut rig = Rig::with_pages((Policy::Fused, 8, 1), 5, PrefixRules::default());
+    let client = |number| {
+        let (id, settings) = (ClientId::Key(number), ClientSettings::default());
+        Arc::new(Client { id, name: "test".into(), settings })
+    };
+    let of = |number, len| Request { client: client(number), ..request(len, 80) };
+    let mut clients = vec![rig.add_request(1, of(1, 70)).await, rig.add_request(2, of(1, 40)).await];
+    let first = start(&rig, UNLIMITED).await;
+    for key in 3..20 {
+        clients.push(rig.add_request(key, of(2, 5)).await);
+    }
+    for key in 3..11 {
+        let passing = start(&rig, UNLIMITED).await;
+        assert_eq!(passing.iter().map(|it| it.key.0).collect::<Vec<_>>(), [key], "one leaves a page");
+    }
+    assert_eq!(rig.chunks(UNLIMITED, 1).await, [], "40 tokens have passed");
+    drop(first);
+    assert_eq!(start(&rig, UNLIMITED).await[0].key.0, 2);
 }
 
 #[actix::test]
@@ -540,6 +590,29 @@ async fn a_lane_takes_only_its_share() {
     assert_eq!(rig.lane_chunks(0, UNLIMITED, 3).await, [(1, 0, 5, true), (2, 0, 5, true)]);
     let rest: Vec<ChunkTuple> = (3..7).map(|key| (key, 0, 5, true)).collect();
     assert_eq!(rig.lane_chunks(1, UNLIMITED, 1).await, rest);
+}
+
+/// Regression: a search was left to a lane that had fewer sequences, but not enough slots for it.
+#[actix::test]
+async fn a_search_waits_for_no_lane_without_slots_for_it() {
+    let mut rig = Rig::with_lanes(Policy::Fused, 16, 2);
+    let ask = |lane, running, free_slots| NextChunks {
+        lane,
+        budget: UNLIMITED.into(),
+        running,
+        free_slots,
+        steps_ahead: 0,
+        preemptible: Vec::new(),
+    };
+    // The first lane runs a search whose other beams do not run yet.
+    for (lane, running, free_slots) in [(0, 1, 1), (1, 3, 5)] {
+        with_timeout(rig.prefill.send(ask(lane, running, free_slots))).await.expect("prefill replies");
+    }
+    let (early_stopping, forced_tokens) = (EarlyStopping::Estimate, 0);
+    let beams = BeamOptions { width: 4, length_penalty: 1.0, early_stopping, forced_tokens, answer: 0 };
+    let _client = rig.add_request(1, Request { beams: Some(beams), ..request(5, 4) }).await;
+    let work = with_timeout(rig.prefill.send(ask(1, 3, 5))).await.expect("prefill replies");
+    assert_eq!(to_tuples(&work.chunks), [(1, 0, 5, true)]);
 }
 
 #[actix::test]

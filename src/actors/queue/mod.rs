@@ -4,39 +4,42 @@
 //! else lets sequences wait. Within the first class, and there within the lowest priority, the next sequence
 //! is the oldest one of the client that was served the least: virtual token counters (Sheng et al., Fairness
 //! in Serving Large Language Models, OSDI 2024), charged as tokens are computed and divided by the client's
-//! weight. A client that comes back is lifted to the least counter among those that wait, so that it has no
-//! credit from its absence.
+//! weight. A client that comes back is lifted to the least counter among those whose turn may come as early,
+//! so that it has no credit from its absence.
 //! Invariant: a sequence in the queue holds no permit and no pages. Permits held plus free permits equal the
 //! number of slots; a sequence that takes over the slot of a preempted one has its permit before that one's
 //! is back, so the free ones may be fewer than none for a moment.
 
 mod admission;
-mod limits;
+mod client;
+mod forecast;
 mod shares;
 
-pub use shares::{Preemptible, Reason};
+pub use shares::{Demand, Preemptible, Reason};
 
 use super::account::Account;
 use super::sequence::{Permit, PermitReleased, Sequence, SequenceKey};
 use super::status::Status;
-use crate::memory::TokenChain;
+use crate::memory::{NoLease, TokenChain};
 use crate::request::client::ClientId;
 use crate::request::{Class, Client};
 use crate::telemetry;
 use actix::{Message, Recipient};
-use limits::{Bucket, EndRate};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use client::{ByClass, LAST, QueuedClient, sum_by};
+use forecast::EndRate;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// Number of clients from which those without work are forgotten.
 const CLIENTS_MAX: usize = 256;
 
-/// Ratio of the queued sequences of all clients to the maximum of one.
+/// Ratio of the queued sequences of all clients, in a class and those before it, to the maximum of one.
 pub const ROOM_FACTOR: usize = 4;
 
-/// Ratio of queued sequences that were preempted, with the states of their strategies, to slots, from which
-/// nobody else is preempted for slots or for pages of a prompt.
+/// Ratio of queued sequences of a class that were preempted, with the states of their strategies, to slots,
+/// from which nobody else of the class is preempted for slots or for pages of a prompt.
 pub const PREEMPTED_FACTOR: usize = 2;
 
 /// Notifies prefill that the queue has changed, so that sequences may begin.
@@ -57,10 +60,13 @@ impl SharedQueue {
             max_waiting,
             free_permits: slots as isize,
             clients: HashMap::new(),
-            waiting: 0,
+            queued: BTreeSet::new(),
+            forget_at: CLIENTS_MAX,
+            waiting: Default::default(),
+            total: Arc::default(),
             released: 0,
             searches: 0,
-            preempted: 0,
+            preempted: Default::default(),
             last_served: Default::default(),
             ends: EndRate::default(),
             permit_return: None,
@@ -81,14 +87,20 @@ pub struct FairQueue {
     max_waiting: usize,
     free_permits: isize,
     clients: HashMap<ClientId, QueuedClient>,
-    /// Number of slots that the queued sequences need.
-    waiting: usize,
+    /// The clients with queued sequences.
+    queued: BTreeSet<ClientId>,
+    /// Number of clients at which those without work are forgotten.
+    forget_at: usize,
+    /// Number of slots that the queued sequences need, by class.
+    waiting: ByClass,
+    /// Tokens computed and generated for all clients.
+    total: Arc<AtomicU64>,
     /// Number of sequences that belong to the current batch, under [`crate::config::Policy::Window`].
     released: usize,
     /// Number of queued beam searches, which need several slots.
     searches: usize,
-    /// Number of queued sequences that were preempted.
-    preempted: usize,
+    /// Number of queued sequences that were preempted, by class.
+    preempted: ByClass,
     /// Accounts of the clients whose sequences were last taken out of the queue, by class.
     last_served: [Option<Arc<Account>>; Class::ALL.len()],
     ends: EndRate,
@@ -96,20 +108,6 @@ pub struct FairQueue {
     /// Whether nothing has changed since the last report.
     is_reported: bool,
     status: Arc<Status>,
-}
-
-/// A client with its sequences.
-struct QueuedClient {
-    /// The client as its last request named it.
-    client: Arc<Client>,
-    account: Arc<Account>,
-    line: BTreeMap<Place, QueuedSequence>,
-    /// Number of slots that its queued sequences need.
-    waiting: usize,
-    requests: Bucket,
-    tokens: Bucket,
-    /// The account's tokens that are taken out of the bucket.
-    spent: u64,
 }
 
 /// The place of a sequence in its client's line.
@@ -128,15 +126,32 @@ pub struct Turn {
     pub served: u64,
 }
 
+impl Turn {
+    /// Returns its class and priority, within which the turn is the client's that was served the least.
+    pub fn rank(&self) -> (Class, i32) {
+        (self.class, self.priority)
+    }
+}
+
 /// A queued sequence.
 pub struct QueuedSequence {
     pub sequence: Box<Sequence>,
     pub since: Instant,
     /// Its tokens, once prefill has tried to lease its pages; `None` if these are not shared.
     pub chain: Option<Option<TokenChain>>,
-    /// The number of releases of pages when there were too few for it.
-    pub short_at: Option<u64>,
+    /// The number of releases of pages when there were too few for it, and how many were too few.
+    pub short_at: Option<(u64, NoLease)>,
     is_released: bool,
+    /// The tokens that were computed for all clients when slots or pages were first missing for it.
+    blocked_at: Option<u64>,
+}
+
+/// Sequences whose turn would come, but that cannot begin now.
+#[derive(Debug, Default)]
+pub struct Skipped {
+    pub sequences: BTreeSet<SequenceKey>,
+    /// Clients whose other sequences wait, too.
+    pub clients: BTreeSet<ClientId>,
 }
 
 /// A sequence that may be the next one.
@@ -155,16 +170,17 @@ impl FairQueue {
         self.permit_return = Some(intake);
     }
 
-    /// Adds a sequence that arrived. A client that had none in the queue is lifted to those that had.
+    /// Adds a sequence that arrived. A client of which none could begin as early is lifted to those of which
+    /// some could.
     pub fn push(&mut self, sequence: Box<Sequence>, now: Instant) {
-        let (id, class) = (sequence.request.client.id, sequence.request.class);
-        let client = self.client(&sequence.request.client, now);
-        if !client.waits_in(class) {
-            let others = self.clients.values().filter(|other| other.client.id != id && other.waits_in(class));
+        let (id, place) = (sequence.request.client.id, Place::of(&sequence));
+        self.configure(&sequence.request.client, now);
+        if !self.clients[&id].may_begin_by(place) {
+            let others = self.queued().filter(|other| other.client.id != id && other.may_begin_by(place));
             let least = others.map(|other| other.account.served()).min();
-            let least = least.or_else(|| self.last_served[class as usize].as_ref().map(|last| last.served()));
-            let client = self.client(&sequence.request.client, now);
-            client.account.lift(least.unwrap_or(0));
+            let last = self.last_served[place.class as usize].as_ref();
+            let least = least.or_else(|| last.map(|last| last.served()));
+            self.clients[&id].account.lift(least.unwrap_or(0));
         }
         self.insert(sequence, now, false);
     }
@@ -181,37 +197,53 @@ impl FairQueue {
 
     fn insert(&mut self, mut sequence: Box<Sequence>, now: Instant, is_released: bool) {
         let (slots, was_preempted) = (sequence.slots(), sequence.progress.is_some());
+        let place = Place::of(&sequence);
         let client = self.client(&sequence.request.client, now);
         sequence.account = client.account.clone();
-        let place = Place::of(&sequence);
-        let queued = QueuedSequence { sequence, since: now, chain: None, short_at: None, is_released };
+        let (chain, short_at, blocked_at) = (None, None, None);
+        let queued = QueuedSequence { sequence, since: now, chain, short_at, is_released, blocked_at };
         client.line.insert(place, queued);
-        client.waiting += slots;
-        self.waiting += slots;
+        client.waiting[place.class as usize] += slots;
+        let id = client.client.id;
+        self.queued.insert(id);
+        self.waiting[place.class as usize] += slots;
         self.is_reported = false;
         self.searches += usize::from(slots > 1);
-        self.preempted += usize::from(was_preempted);
+        self.preempted[place.class as usize] += usize::from(was_preempted);
         self.released += usize::from(is_released);
     }
 
-    /// Returns the state of a client, with its latest settings.
+    /// Returns the state of a client. Its settings are those that it has already, if it is known.
     fn client(&mut self, client: &Arc<Client>, now: Instant) -> &mut QueuedClient {
-        if self.clients.len() >= CLIENTS_MAX && !self.clients.contains_key(&client.id) {
+        if self.clients.len() >= self.forget_at && !self.clients.contains_key(&client.id) {
             self.clients.retain(|_, client| !client.is_forgettable(now));
+            self.forget_at = CLIENTS_MAX.max(2 * self.clients.len());
         }
-        let known = self.clients.entry(client.id).or_insert_with(|| QueuedClient::new(client, now));
+        let total = &self.total;
+        self.clients.entry(client.id).or_insert_with(|| QueuedClient::new(client, total.clone(), now))
+    }
+
+    /// Returns the state of a client, with the settings of its latest request.
+    fn configure(&mut self, client: &Arc<Client>, now: Instant) -> &mut QueuedClient {
+        let known = self.client(client, now);
         if !Arc::ptr_eq(&known.client, client) {
             known.client = client.clone();
-            known.account.set_weight(client.settings.weight);
+            known.account.configure(&client.settings, now);
+            known.requests.set_limit(client.settings.requests_per_minute, now);
         }
         known
     }
 
+    /// Returns the clients with queued sequences.
+    fn queued(&self) -> impl Iterator<Item = &QueuedClient> {
+        self.queued.iter().filter_map(|id| self.clients.get(id))
+    }
+
     /// Returns the sequence whose turn it is, apart from those in `skipped` and of clients that may run no
     /// more; if `only_released`, among those of the current batch. Those whose clients are gone are dropped.
-    pub fn first(&mut self, skipped: &BTreeSet<SequenceKey>, only_released: bool) -> Option<Candidate> {
+    pub fn first(&mut self, skipped: &Skipped, only_released: bool) -> Option<Candidate> {
         loop {
-            let of_clients = self.clients.values().filter_map(|client| client.first(skipped, only_released));
+            let of_clients = self.queued().filter_map(|client| client.first(skipped, only_released));
             let first = of_clients.min_by_key(|candidate| (candidate.turn, candidate.place.key))?;
             if !self.get(&first).sequence.events.is_closed() {
                 return Some(first);
@@ -220,11 +252,29 @@ impl FairQueue {
         }
     }
 
+    /// Whether a sequence is still queued.
+    pub fn has(&self, candidate: &Candidate) -> bool {
+        let client = self.clients.get(&candidate.client);
+        client.is_some_and(|client| client.line.contains_key(&candidate.place))
+    }
+
     /// Returns a sequence that [`FairQueue::first`] has returned.
     pub fn get(&mut self, candidate: &Candidate) -> &mut QueuedSequence {
         let client = self.clients.get_mut(&candidate.client);
         let queued = client.and_then(|client| client.line.get_mut(&candidate.place));
         queued.expect("a candidate is in the queue; anything else is a bug")
+    }
+
+    /// Whether others of its class and priority may begin before a sequence that lacks slots or pages: until
+    /// as many tokens were computed as it has itself, for each of the others that wait, or for each slot.
+    /// From then on, slots and pages that come back are kept for it.
+    pub fn may_be_passed(&mut self, candidate: &Candidate) -> bool {
+        let others = self.queued().filter(|other| other.client.id != candidate.client);
+        let others = others.filter(|other| other.may_begin_by(candidate.place)).take(self.slots).count();
+        let total = self.total.load(Relaxed);
+        let queued = self.get(candidate);
+        let tokens = queued.sequence.request.input_tokens() + queued.sequence.generated().len();
+        total - *queued.blocked_at.get_or_insert(total) < (others * tokens) as u64
     }
 
     /// Takes a sequence that begins out of the queue, with its permits.
@@ -242,16 +292,19 @@ impl FairQueue {
     }
 
     fn remove(&mut self, Candidate { client, place, slots, .. }: &Candidate) -> QueuedSequence {
-        let client = self.clients.get_mut(client);
-        let found = client.and_then(|client| {
-            client.waiting -= slots;
+        let class = place.class as usize;
+        let found = self.clients.get_mut(client).and_then(|client| {
+            client.waiting[class] -= slots;
             client.line.remove(place)
         });
         let queued = found.expect("a candidate is in the queue; anything else is a bug");
-        self.waiting -= slots;
+        if self.clients[client].line.is_empty() {
+            self.queued.remove(client);
+        }
+        self.waiting[class] -= slots;
         self.is_reported = false;
         self.searches -= usize::from(*slots > 1);
-        self.preempted -= usize::from(queued.sequence.progress.is_some());
+        self.preempted[class] -= usize::from(queued.sequence.progress.is_some());
         self.released -= usize::from(queued.is_released);
         queued
     }
@@ -259,7 +312,7 @@ impl FairQueue {
     /// Removes sequences whose clients are gone.
     pub fn drop_cancelled(&mut self) {
         let mut gone = Vec::new();
-        for client in self.clients.values() {
+        for client in self.queued() {
             let closed = client.line.iter().filter(|(_, queued)| queued.sequence.events.is_closed());
             gone.extend(closed.map(|(place, queued)| client.candidate(*place, queued)));
         }
@@ -271,17 +324,31 @@ impl FairQueue {
         self.free_permits += 1;
         self.is_reported = false;
         assert!(self.free_permits <= self.slots as isize, "a permit is returned only once");
-        self.ends.count(now);
+        match self.is_empty() {
+            true => self.ends.clear(),
+            false => self.ends.count(now),
+        }
+    }
+
+    /// Returns the number of tokens that clients were charged for.
+    #[cfg(test)]
+    pub fn charged(&self) -> u64 {
+        self.total.load(Relaxed)
     }
 
     /// Returns the number of queued sequences.
     pub fn len(&self) -> usize {
-        self.clients.values().map(|client| client.line.len()).sum()
+        self.queued().map(|client| client.line.len()).sum()
     }
 
     /// Whether no sequence is queued.
     pub fn is_empty(&self) -> bool {
-        self.waiting == 0
+        self.queued.is_empty()
+    }
+
+    /// Returns the number of queued sequences whose clients may run them now.
+    pub fn ready(&self) -> usize {
+        self.queued().map(|client| client.line.len().min(client.room())).sum()
     }
 
     /// Returns the number of queued sequences that belong to the current batch.
@@ -291,7 +358,7 @@ impl FairQueue {
 
     /// Returns since when the oldest sequence has been queued.
     pub fn oldest(&self) -> Option<Instant> {
-        let all = self.clients.values().flat_map(|client| &client.line);
+        let all = self.queued().flat_map(|client| &client.line);
         all.min_by_key(|(place, _)| place.key).map(|(_, queued)| queued.since)
     }
 
@@ -299,12 +366,12 @@ impl FairQueue {
     pub fn release_batch(&mut self) {
         let (mut room, mut costs) = (self.slots, HashMap::<ClientId, (u64, usize)>::new());
         loop {
-            let firsts = self.clients.iter().filter_map(|(id, client)| {
-                let (cost, begun) = costs.get(id).copied().unwrap_or_default();
+            let firsts = self.queued().filter_map(|client| {
+                let (cost, begun) = costs.get(&client.client.id).copied().unwrap_or_default();
                 let (place, queued) = client.line.iter().find(|(_, queued)| !queued.is_released)?;
                 let mut candidate = client.candidate(*place, queued);
                 candidate.turn.served += cost;
-                (candidate.slots + begun <= client.room()).then_some(candidate)
+                client.may_run(begun, candidate.slots).then_some(candidate)
             });
             let first = firsts.min_by_key(|candidate| (candidate.turn, candidate.place.key));
             let Some(first) = first.filter(|candidate| candidate.slots <= room) else { return };
@@ -326,7 +393,7 @@ impl FairQueue {
             return;
         }
         let (startable, free) = (self.startable(), self.free_permits());
-        let (waiting, running) = (self.waiting - startable, self.slots - free + startable);
+        let (waiting, running) = (self.waiting_by(LAST) - startable, self.slots - free + startable);
         self.status.set_counts(waiting, running);
         telemetry::REQUESTS_WAITING.set(waiting as f64);
         telemetry::REQUESTS_RUNNING.set(running as f64);
@@ -337,6 +404,11 @@ impl FairQueue {
         self.free_permits() - self.startable()
     }
 
+    /// Returns the number of slots that the queued sequences of a class and those before it need.
+    fn waiting_by(&self, class: Class) -> usize {
+        sum_by(&self.waiting, class)
+    }
+
     /// Returns the number of permits that nobody holds.
     pub fn free_permits(&self) -> usize {
         self.free_permits.max(0) as usize
@@ -345,12 +417,12 @@ impl FairQueue {
     /// Returns for how many slots of queued sequences there are free ones.
     fn startable(&self) -> usize {
         let free = self.free_permits();
-        let allowed = self.clients.values().map(|client| client.waiting.min(client.room())).sum::<usize>();
+        let allowed = self.queued().map(|client| client.waiting_by(LAST).min(client.room())).sum::<usize>();
         if allowed <= free || self.searches == 0 {
             return allowed.min(free);
         }
         // A search begins with all of its slots, and those behind it wait for it.
-        let all = self.clients.values().flat_map(|client| &client.line);
+        let all = self.queued().flat_map(|client| &client.line);
         let mut slots: Vec<_> = all.map(|(place, queued)| (place.key, queued.sequence.slots())).collect();
         slots.sort_unstable();
         let mut begun = 0;
@@ -361,58 +433,6 @@ impl FairQueue {
             begun += slots;
         }
         begun
-    }
-}
-
-impl QueuedClient {
-    fn new(client: &Arc<Client>, now: Instant) -> QueuedClient {
-        let account = Arc::new(Account::new(client.id));
-        account.set_weight(client.settings.weight);
-        QueuedClient {
-            client: client.clone(),
-            account,
-            line: BTreeMap::new(),
-            waiting: 0,
-            requests: Bucket::new(now),
-            tokens: Bucket::new(now),
-            spent: 0,
-        }
-    }
-
-    /// Returns how many further slots its sequences may take.
-    fn room(&self) -> usize {
-        let limit = self.client.settings.max_sequences.unwrap_or(usize::MAX);
-        limit.saturating_sub(self.account.all_running())
-    }
-
-    /// Whether a sequence of the class waits.
-    fn waits_in(&self, class: Class) -> bool {
-        let first = Place { class, priority: i32::MIN, key: SequenceKey(0) };
-        self.line.range(first..).next().is_some_and(|(place, _)| place.class == class)
-    }
-
-    /// Returns its next sequence, if it may run.
-    fn first(&self, skipped: &BTreeSet<SequenceKey>, only_released: bool) -> Option<Candidate> {
-        let may_begin = |(place, queued): &(&Place, &QueuedSequence)| {
-            !skipped.contains(&place.key) && (queued.is_released || !only_released)
-        };
-        let (place, queued) = self.line.iter().find(may_begin)?;
-        Some(self.candidate(*place, queued)).filter(|candidate| candidate.slots <= self.room())
-    }
-
-    fn candidate(&self, place: Place, queued: &QueuedSequence) -> Candidate {
-        let turn = Turn { class: place.class, priority: place.priority, served: self.account.served() };
-        Candidate { client: self.client.id, place, turn, slots: queued.sequence.slots() }
-    }
-
-    /// Whether nothing is lost if it is forgotten.
-    fn is_forgettable(&mut self, now: Instant) -> bool {
-        self.refill(now);
-        let settings = &self.client.settings;
-        self.line.is_empty()
-            && self.account.all_running() == 0
-            && self.requests.is_full(settings.requests_per_minute)
-            && self.tokens.is_full(settings.tokens_per_minute)
     }
 }
 

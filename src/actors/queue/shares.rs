@@ -1,14 +1,15 @@
 //! Which running sequences make way for a queued one.
 //!
 //! Invariant: nobody is preempted in favor of a later class, or of a client that has at least its share of
-//! the slots; and no client loses a part of its share, except to an earlier class. A sequence that was
-//! preempted is not chosen again before it has made progress.
+//! the slots or pages; and no client loses a part of its share, except to an earlier class. A sequence that
+//! was preempted makes way for a client's share again only after it has made progress.
 
-use super::{Candidate, FairQueue, PREEMPTED_FACTOR, QueuedClient};
+use super::{Candidate, FairQueue, LAST, PREEMPTED_FACTOR, QueuedClient};
 use crate::actors::sequence::SequenceKey;
 use crate::request::Class;
 use crate::request::client::ClientId;
 use std::cmp::Reverse;
+use std::collections::HashMap;
 
 /// Number of tokens that a preempted sequence generates at least before it makes way for its client's share
 /// again: they pay for computing it anew.
@@ -22,11 +23,12 @@ pub struct Preemptible {
     pub client: ClientId,
     /// Number of its slots: of a search, those of all beams.
     pub slots: usize,
-    /// Number of its pages; some may be shared.
+    /// Number of its pages, without those that others held when it began.
     pub pages: usize,
     /// Whether it was preempted before.
     pub was_preempted: bool,
-    /// Number of tokens that it has generated since it began, or began again; 0 for a search.
+    /// Number of tokens that it has generated since it began, or began again; 0 for a search, which would
+    /// begin anew.
     pub progress: usize,
 }
 
@@ -37,7 +39,7 @@ pub enum Reason {
     Pages,
     /// An earlier class.
     Class,
-    /// A client that has less than its share of the slots.
+    /// A client that has less than its share of the slots or pages.
     Share,
 }
 
@@ -53,9 +55,20 @@ impl Reason {
 }
 
 impl Preemptible {
-    fn has_progressed(&self, tokens: usize) -> bool {
-        !self.was_preempted || self.progress >= tokens
+    fn has_progressed(&self) -> bool {
+        !self.was_preempted || self.progress >= QUANTUM
     }
+}
+
+/// A number of slots or pages that a sequence needs to begin.
+#[derive(Clone, Copy, Debug)]
+pub struct Demand {
+    /// Number that it takes for itself.
+    pub needed: usize,
+    /// Number of these that are not free.
+    pub missing: usize,
+    /// Number that all sequences have together.
+    pub total: usize,
 }
 
 impl FairQueue {
@@ -67,84 +80,127 @@ impl FairQueue {
         missing: usize,
         running: &[Preemptible],
     ) -> Option<(Vec<Preemptible>, Reason)> {
-        if !self.may_preempt() {
-            return None;
-        }
-        let of_class = lower_classes(candidate.turn.class, missing, running, |victim| victim.slots);
-        let of_class = of_class.map(|victims| (victims, Reason::Class));
-        of_class.or_else(|| Some((vec![self.above_its_share(candidate, missing, running)?], Reason::Share)))
+        let (class, size) = (candidate.turn.class, |victim: &Preemptible| victim.slots);
+        let found = self.later_classes(class, missing, running, size);
+        found.map(|victims| (victims, Reason::Class)).or_else(|| {
+            let demand = Demand { needed: candidate.slots, missing, total: self.slots };
+            let held = |client| self.clients.get(&client).map_or(0, |it| it.account.running(class));
+            let victims = self.above_their_shares(candidate, demand, held, running, size)?;
+            Some((victims, Reason::Share))
+        })
     }
 
-    /// Returns those of the `running` sequences of a lane to preempt so that `candidate` gets `missing`
-    /// pages; `None` if it has to wait.
+    /// Returns sequences to preempt so that `candidate` gets the pages that it lacks; `None` if it has to
+    /// wait. `running` are the sequences that hold pages; those that `may_go` can be preempted.
     pub fn victims_for_pages(
         &self,
         candidate: &Candidate,
+        demand: Demand,
+        running: &[Preemptible],
+        may_go: impl Fn(&Preemptible) -> bool,
+    ) -> Option<(Vec<Preemptible>, Reason)> {
+        let (class, size) = (candidate.turn.class, |victim: &Preemptible| victim.pages);
+        let others: Vec<Preemptible> = running.iter().filter(|it| may_go(it)).copied().collect();
+        let found = self.later_classes(class, demand.missing, &others, size);
+        found.map(|victims| (victims, Reason::Class)).or_else(|| {
+            let held = |client| {
+                let own = running.iter().filter(|it| it.class == class && it.client == client);
+                own.map(size).sum()
+            };
+            let victims = self.above_their_shares(candidate, demand, held, &others, size)?;
+            Some((victims, Reason::Share))
+        })
+    }
+
+    /// Returns how many further preempted sequences of a class the queue may hold: they take more memory than
+    /// others.
+    fn room_for_preempted(&self, class: Class) -> usize {
+        (PREEMPTED_FACTOR * self.slots).saturating_sub(self.preempted[class as usize])
+    }
+
+    /// Returns sequences of later classes than `class` that have `missing` slots or pages together, by
+    /// `size`: the last class first, there those that have progressed, the youngest first.
+    fn later_classes(
+        &self,
+        class: Class,
         missing: usize,
         running: &[Preemptible],
+        size: impl Fn(&Preemptible) -> usize,
     ) -> Option<Vec<Preemptible>> {
-        let found = lower_classes(candidate.turn.class, missing, running, |victim| victim.pages);
-        found.filter(|_| self.may_preempt())
+        let mut victims: Vec<Preemptible> = running.iter().filter(|it| it.class > class).copied().collect();
+        victims.sort_unstable_by_key(|victim| Reverse((victim.class, victim.has_progressed(), victim.key)));
+        enough(victims.into_iter().take(self.room_for_preempted(LAST)), missing, size)
     }
 
-    /// Whether the queue may hold a further preempted sequence: they take more memory than others.
-    fn may_preempt(&self) -> bool {
-        self.preempted < PREEMPTED_FACTOR * self.slots
-    }
-
-    /// Returns the youngest sequence of the client that is most above its share, if the candidate's is below.
-    fn above_its_share(
+    /// Returns sequences of clients that have more than their shares of the slots or pages, if the
+    /// candidate's client has no more than its own with the candidate: of the client most above its share
+    /// first, the youngest first. `held` is what a client has in the class, `size` what a sequence has.
+    fn above_their_shares(
         &self,
         candidate: &Candidate,
-        missing: usize,
+        Demand { needed, missing, total }: Demand,
+        held: impl Fn(ClientId) -> usize,
         running: &[Preemptible],
-    ) -> Option<Preemptible> {
-        let class = candidate.turn.class;
-        let client = self.clients.get(&candidate.client)?;
-        if client.account.running(class) + candidate.slots > self.share_of_slots(client, class) {
+        size: impl Fn(&Preemptible) -> usize,
+    ) -> Option<Vec<Preemptible>> {
+        let (class, weights) = (candidate.turn.class, self.active_weights(candidate.turn.class));
+        let share = |client: &QueuedClient| {
+            let share = total as u64 * u64::from(client.account.weight()) / weights.max(1);
+            share.max(1) as usize
+        };
+        if held(candidate.client) + needed > share(self.clients.get(&candidate.client)?) {
             return None;
         }
-        let excess = |victim: &Preemptible| {
-            let other = self.clients.get(&victim.client)?;
-            let excess = other.account.running(class).checked_sub(self.share_of_slots(other, class))?;
-            (excess >= victim.slots && other.account.served() >= candidate.turn.served).then_some(excess)
+        // A client that was served less would be the next one, and take back what it gave.
+        let may_go = |it: &&Preemptible| {
+            let client = self.clients.get(&it.client);
+            it.class == class
+                && it.client != candidate.client
+                && it.has_progressed()
+                && client.is_some_and(|client| client.account.served() >= candidate.turn.served)
         };
-        let may_go = |victim: &&Preemptible| {
-            victim.class == class
-                && victim.client != candidate.client
-                && victim.slots >= missing
-                && victim.has_progressed(QUANTUM)
-        };
-        let victims = running.iter().filter(may_go).filter_map(|victim| Some((excess(victim)?, victim)));
-        victims.max_by_key(|(excess, victim)| (*excess, victim.key)).map(|(_, victim)| *victim)
+        let mut left: Vec<Preemptible> = running.iter().filter(may_go).copied().collect();
+        let mut excess = HashMap::<ClientId, usize>::new();
+        for it in &left {
+            let of_client = || held(it.client).saturating_sub(share(&self.clients[&it.client]));
+            excess.entry(it.client).or_insert_with(of_client);
+        }
+        let next = std::iter::from_fn(|| {
+            let fits = |it: &&Preemptible| excess[&it.client] >= size(it);
+            let victim = *left.iter().filter(fits).max_by_key(|it| (excess[&it.client], it.key))?;
+            left.retain(|it| it.key != victim.key);
+            *excess.entry(victim.client).or_default() -= size(&victim);
+            Some(victim)
+        });
+        enough(next.take(self.room_for_preempted(class)), missing, &size)
     }
 
-    /// Returns a client's share of the slots, by its weight among the clients with work in the class.
-    fn share_of_slots(&self, client: &QueuedClient, class: Class) -> usize {
-        let is_active = |other: &&QueuedClient| other.waits_in(class) || other.account.running(class) > 0;
-        let weights = self.clients.values().filter(is_active).map(|other| u64::from(other.account.weight()));
-        let share = self.slots as u64 * u64::from(client.account.weight()) / weights.sum::<u64>().max(1);
-        share.max(1) as usize
+    /// Returns the sum of the weights of the clients with work in a class.
+    fn active_weights(&self, class: Class) -> u64 {
+        let is_active =
+            |client: &&QueuedClient| client.waiting[class as usize] > 0 || client.account.running(class) > 0;
+        self.clients.values().filter(is_active).map(|client| u64::from(client.account.weight())).sum()
     }
 }
 
-/// Returns sequences of later classes than `class` that have `missing` slots or pages together, by `size`:
-/// the last class first, the youngest first.
-fn lower_classes(
-    class: Class,
+/// Returns the first victims that have `missing` together, by `size`, without those that are not needed then.
+fn enough(
+    victims: impl Iterator<Item = Preemptible>,
     missing: usize,
-    running: &[Preemptible],
     size: impl Fn(&Preemptible) -> usize,
 ) -> Option<Vec<Preemptible>> {
-    let may_go = |victim: &&Preemptible| victim.class > class && victim.has_progressed(1);
-    let mut victims: Vec<Preemptible> = running.iter().filter(may_go).copied().collect();
-    victims.sort_unstable_by_key(|victim| Reverse((victim.class, victim.key)));
-    let mut sum = 0;
-    let mut enough = victims.iter().map(|victim| {
-        sum += size(victim);
-        sum >= missing
-    });
-    let count = 1 + enough.position(|is_enough| is_enough)?;
-    victims.truncate(count);
-    Some(victims)
+    let (mut chosen, mut sum) = (Vec::new(), 0);
+    for victim in victims.filter(|victim| size(victim) > 0) {
+        sum += size(&victim);
+        chosen.push(victim);
+        if sum >= missing {
+            chosen.retain(|victim| {
+                let is_needed = sum - size(victim) < missing;
+                sum -= if is_needed { 0 } else { size(victim) };
+                is_needed
+            });
+            return Some(chosen);
+        }
+    }
+    None
 }

@@ -51,7 +51,7 @@ impl Rig {
     /// Takes the next sequence, which computes its prompt and generates so many tokens.
     fn serve(&mut self, generated: usize) -> Option<Box<Sequence>> {
         let mut queue = self.queue.lock();
-        let next = queue.first(&BTreeSet::new(), false)?;
+        let next = queue.first(&Skipped::default(), false)?;
         let sequence = queue.take(&next).sequence;
         sequence.account.charge_prompt(sequence.request.prompt.len());
         sequence.account.charge_generated(generated);
@@ -70,7 +70,7 @@ impl Rig {
     /// Returns the numbers of slots that the queued sequences need, of these sequences, and of released ones.
     fn counts(&self) -> (usize, usize, usize) {
         let queue = self.queue.lock();
-        (queue.waiting, queue.len(), queue.released())
+        (queue.waiting_by(LAST), queue.len(), queue.released())
     }
 
     fn served(&self, number: u64) -> u64 {
@@ -129,7 +129,7 @@ fn nobody_waits_while_its_counter_is_the_smallest_and_nothing_is_lost() {
                 };
                 let least = queue.clients.values().filter(open).map(|client| client.account.served()).min();
                 drop(queue);
-                let next = rig.queue.lock().first(&BTreeSet::new(), false);
+                let next = rig.queue.lock().first(&Skipped::default(), false);
                 assert_eq!(next.map(|next| next.turn.served), least, "round {round}, step {step}");
                 taken.extend(rig.serve(throw(6, 30)).map(|sequence| sequence.key.0));
             }
@@ -241,11 +241,14 @@ fn nobody_is_preempted_while_many_wait_to_continue() {
     let mut rig = Rig::new(2, 100);
     let late = client_with(1, ClientSettings { class: Class::Batch, ..ClientSettings::default() });
     rig.push(&client(2), 1);
-    let next = rig.queue.lock().first(&BTreeSet::new(), false).expect("it waits");
+    let next = rig.queue.lock().first(&Skipped::default(), false).expect("it waits");
     let all = running(&[(9, 1, Class::Batch, false, 0)]);
     for key in 20..24 {
         let found = rig.queue.lock().victims_for_slots(&next, 1, &all);
-        assert!(found.is_some() && rig.queue.lock().victims_for_pages(&next, 1, &all).is_some());
+        assert!(
+            found.is_some()
+                && rig.queue.lock().victims_for_pages(&next, demand(1, 1, 100), &all, |_| true).is_some()
+        );
         let (mut sequence, stream) =
             sequence(key, Request { client: late.clone(), class: Class::Batch, ..request(1, 4) });
         let times = SequenceTimes { scheduled: rig.now, first_token: rig.now };
@@ -255,8 +258,9 @@ fn nobody_is_preempted_while_many_wait_to_continue() {
     }
     let mut queue = rig.queue.lock();
     assert!(queue.victims_for_slots(&next, 1, &all).is_none());
-    assert!(queue.victims_for_pages(&next, 1, &all).is_none());
-    let preempted = queue.first(&BTreeSet::from([next.place.key]), false).expect("it waits");
+    assert!(queue.victims_for_pages(&next, demand(1, 1, 100), &all, |_| true).is_none());
+    let skipped = Skipped { sequences: BTreeSet::from([next.place.key]), ..Skipped::default() };
+    let preempted = queue.first(&skipped, false).expect("it waits");
     queue.take(&preempted);
     assert!(queue.victims_for_slots(&next, 1, &all).is_some());
 }
@@ -278,9 +282,124 @@ fn the_queue_has_space_for_others_when_one_client_has_filled_it() {
         client_with(4, ClientSettings { class: Class::Batch, weight: 100, ..ClientSettings::default() });
     (0..10).for_each(|_| _ = rig.push(&late, 1));
     assert_eq!(rig.admit(&three, 2), Ok(()));
-    // In total, the room is bounded too.
+    // In total, the room is bounded too, of interactive requests whatever waits behind them.
     (0..8).for_each(|_| _ = rig.push(&late, 1));
+    let later =
+        client_with(5, ClientSettings { class: Class::Batch, weight: 1000, ..ClientSettings::default() });
+    assert_eq!((rig.admit(&later, 1), rig.admit(&three, 1)), (busy(1, 30), Ok(())));
+    for client in 6..9 {
+        (0..6).for_each(|_| _ = rig.push(&self::client(client), 1));
+    }
     assert_eq!(rig.admit(&three, 1), busy(1, 30));
+    assert_eq!(rig.admit(&three, 0), Ok(()), "what needs no slot needs no room");
+}
+
+/// Credit of a client that may not run, or whose other requests wait by its own choice, is not lent.
+#[actix::test]
+async fn nobody_is_lifted_less_for_one_that_cannot_begin() {
+    let mut rig = Rig::new(100, 100);
+    let (busy, other) = (client(1), client(2));
+    let limited = client_with(3, ClientSettings { max_sequences: Some(1), ..ClientSettings::default() });
+    rig.push(&limited, 1);
+    let running = rig.serve(0);
+    rig.push(&limited, 1);
+    // Its patient request waits at the same time.
+    rig.push_request(&other, Request { class: Class::Interactive, priority: 5, ..request(10, 4) });
+    for _ in 0..3 {
+        rig.push(&busy, 1000);
+    }
+    drop(rig.serve(0));
+    drop(rig.serve(0));
+    let least = rig.served(1);
+    rig.push(&other, 10);
+    rig.push(&client(4), 10);
+    assert_eq!([rig.served(2), rig.served(4)], [least; 2]);
+    drop(running);
+}
+
+/// A sequence that lacks something is passed until as many tokens were computed for each of the others as it
+/// has itself.
+#[test]
+fn a_sequence_that_lacks_pages_is_passed_for_a_while() {
+    let mut rig = Rig::new(100, 100);
+    let long = client(1);
+    rig.push(&long, 100);
+    let head = rig.queue.lock().first(&Skipped::default(), false).expect("it waits");
+    assert!(!rig.queue.lock().may_be_passed(&head), "there is nobody else");
+    for number in 2..4 {
+        rig.push(&client(number), 60);
+        rig.push(&client(number), 60);
+    }
+    let skipped = Skipped { clients: BTreeSet::from([ClientId::Key(1)]), ..Skipped::default() };
+    let mut passing = Vec::new();
+    while rig.queue.lock().may_be_passed(&head)
+        && let Some(next) = { rig.queue.lock().first(&skipped, false) }
+    {
+        let sequence = rig.queue.lock().take(&next).sequence;
+        sequence.account.charge_prompt(60);
+        passing.push(sequence.key.0);
+    }
+    assert_eq!(passing, [2, 4, 3], "180 tokens are enough for the one that is left");
+    assert_eq!(rig.queue.lock().first(&Skipped::default(), false).map(|next| next.place.key.0), Some(1));
+}
+
+/// A search with more beams than a limit that came later is not lost.
+#[actix::test]
+async fn a_search_beyond_a_new_limit_runs_alone() {
+    use crate::decoding::EarlyStopping;
+    use crate::request::BeamOptions;
+    let mut rig = Rig::new(100, 100);
+    let early_stopping = EarlyStopping::Estimate;
+    let beams = BeamOptions { width: 4, length_penalty: 1.0, early_stopping, forced_tokens: 0, answer: 0 };
+    let class = Class::Interactive;
+    rig.push_request(&client(1), Request { class, beams: Some(beams), ..request(1, 4) });
+    let limited = client_with(1, ClientSettings { max_sequences: Some(2), ..ClientSettings::default() });
+    // Of the same place, so that it is behind the search.
+    rig.push(&limited, 1);
+    let search = rig.serve(0).expect("nothing else of its client runs");
+    assert_eq!((search.permits.len(), rig.serve(0).is_none()), (4, true));
+    // What comes back does not bring back its old settings.
+    rig.queue.lock().push_again(search, rig.now);
+    let settings = rig.queue.lock().clients[&ClientId::Key(1)].client.settings;
+    assert_eq!(settings.max_sequences, Some(2));
+}
+
+#[test]
+fn a_client_within_its_share_of_the_pages_takes_those_of_clients_above_theirs() {
+    use Class::Interactive;
+    let mut rig = Rig::new(100, 100);
+    let clients = [1, 2, 3].map(client);
+    for client in &clients[..2] {
+        for _ in 0..3 {
+            rig.push(client, 10);
+            std::mem::forget(rig.serve(0));
+        }
+    }
+    rig.push(&clients[2], 10);
+    let next = rig.queue.lock().first(&Skipped::default(), false).expect("it waits");
+    let charge =
+        |client, tokens| rig.queue.lock().clients[&ClientId::Key(client)].account.charge_prompt(tokens);
+    charge(2, 100);
+    let of = |key, client, pages, progress| Preemptible {
+        pages,
+        ..running(&[(key, client, Interactive, true, progress)])[0]
+    };
+    let all = [of(1, 1, 10, 40), of(2, 1, 10, 40), of(3, 1, 10, 31), of(4, 2, 5, 40), of(5, 2, 5, 40)];
+    let chosen = |needed, missing, total| {
+        let found = rig.queue.lock().victims_for_pages(&next, demand(needed, missing, total), &all, |_| true);
+        found.map(|(victims, reason)| {
+            assert_eq!(reason, Reason::Share);
+            victims.iter().map(|victim| victim.key.0).collect::<Vec<_>>()
+        })
+    };
+    assert_eq!(chosen(10, 5, 30), None, "it would be the other's turn at once");
+    charge(1, 100);
+    assert_eq!(chosen(10, 5, 30), Some(vec![2]), "the youngest that has progressed, of the one most above");
+    assert_eq!(chosen(10, 15, 30), Some(vec![2, 1]));
+    assert_eq!(chosen(10, 21, 30), None, "nobody goes below its share");
+    assert_eq!(chosen(11, 5, 30), None, "it would be above its own share");
+    assert_eq!(chosen(10, 5, 45), Some(vec![2]));
+    assert_eq!(chosen(10, 5, 69), None, "all are within their shares, or left below");
 }
 
 #[test]
@@ -327,6 +446,12 @@ async fn a_full_queue_says_when_to_retry() {
     assert_eq!(rig.admit(&one, 3), busy(3, 9));
     rig.now += Duration::from_secs(30);
     assert_eq!(rig.admit(&one, 1), busy(1, 6), "none has ended for a while");
+    // While nobody waits, ends say nothing of how fast they come when somebody does.
+    rig.drain();
+    rig.queue.lock().release_permit(rig.now);
+    (0..16).for_each(|_| _ = rig.push(&one, 1));
+    rig.now += Duration::from_secs(3600);
+    assert!(matches!(rig.admit(&one, 1), Err(RequestError::Busy { retry_after_s: 0, .. })));
 }
 
 #[test]
@@ -341,12 +466,16 @@ fn a_batch_is_made_of_those_whose_turn_comes_first() {
     assert_eq!(rig.counts(), (7, 7, 4));
     let mut keys = Vec::new();
     let mut queue = rig.queue.lock();
-    while let Some(next) = queue.first(&BTreeSet::new(), true) {
+    while let Some(next) = queue.first(&Skipped::default(), true) {
         keys.push(queue.take(&next).sequence.key.0);
     }
     drop(queue);
     keys.sort_unstable();
     assert_eq!((keys, rig.counts()), (vec![1, 2, 3, 7], (3, 3, 0)), "the second client has its part");
+}
+
+fn demand(needed: usize, missing: usize, total: usize) -> Demand {
+    Demand { needed, missing, total }
 }
 
 /// Running sequences of a lane: (key, client, class, preempted before, tokens since).
@@ -368,12 +497,12 @@ fn batch_sequences_make_way_for_interactive_ones_the_youngest_first() {
     use Class::{Batch, Interactive};
     let mut rig = Rig::new(4, 100);
     rig.push(&client(9), 10);
-    let next = rig.queue.lock().first(&BTreeSet::new(), false).expect("it waits");
+    let next = rig.queue.lock().first(&Skipped::default(), false).expect("it waits");
     let all = [
         (1, 1, Batch, false, 0),
         (2, 1, Interactive, false, 0),
         (3, 2, Batch, true, 0),
-        (4, 1, Batch, true, 1),
+        (4, 1, Batch, true, 40),
     ];
     let chosen = |missing, all: &[_]| {
         let found = rig.queue.lock().victims_for_slots(&next, missing, &running(all));
@@ -383,9 +512,13 @@ fn batch_sequences_make_way_for_interactive_ones_the_youngest_first() {
         })
     };
     assert_eq!(chosen(1, &all), Some(vec![4]));
-    assert_eq!(chosen(2, &all), Some(vec![4, 1]), "the third one has made no progress");
-    assert_eq!(chosen(3, &all), None, "nobody is preempted in vain");
-    let pages = rig.queue.lock().victims_for_pages(&next, 3, &running(&all)).map(|victims| victims.len());
+    assert_eq!(chosen(2, &all), Some(vec![4, 1]), "the third one has made little progress");
+    assert_eq!(chosen(4, &all), None, "nobody is preempted in vain");
+    let pages = rig
+        .queue
+        .lock()
+        .victims_for_pages(&next, demand(3, 3, 100), &running(&all), |_| true)
+        .map(|(victims, _)| victims.len());
     assert_eq!(pages, Some(2));
 }
 
@@ -406,7 +539,7 @@ fn a_client_below_its_share_takes_a_slot_of_the_one_most_above() {
     held.extend(begin(&mut rig, &two, 3));
     rig.push(&three, 10);
     let victim = |rig: &Rig, all: &[_]| {
-        let next = rig.queue.lock().first(&BTreeSet::new(), false).expect("it waits");
+        let next = rig.queue.lock().first(&Skipped::default(), false).expect("it waits");
         let found = rig.queue.lock().victims_for_slots(&next, 1, &running(all));
         found.map(|(victims, reason)| (victims[0].key.0, reason))
     };

@@ -3,7 +3,10 @@
 //! Invariant: all formats show the same values.
 
 use super::partition::rows::{self as partition, PartitionFigures};
-use super::report::{AllocatedMemory, BenchReport, EngineSettings, MachineInfo, ModelFacts, RowFigures};
+use super::report::{
+    AllocatedMemory, BenchReport, EngineSettings, MachineInfo, ModelFacts, OffloadBreakdown, RowFigures,
+    StreamFigures,
+};
 use super::roofline::Bottleneck;
 use super::sample::Summary;
 use super::speculation::rows::{self as speculation, SpeculationFigures};
@@ -113,6 +116,12 @@ impl BenchReport {
             }
             let _ = writeln!(text, "{}", line.trim_end());
         }
+        for (row, cells) in figures.iter().zip(&lines[1..]) {
+            if let Some(offload) = row.offload {
+                let _ = writeln!(text, "\n{}, {}:", cells[0], row.sequences);
+                text += &offload.table();
+            }
+        }
         text
     }
 
@@ -179,6 +188,26 @@ const TABLE_HEAD: [&str; 9] = [
     "of roofline",
     "speed-up",
 ];
+
+impl OffloadBreakdown {
+    /// Returns the breakdown as lines of a table.
+    fn table(&self) -> String {
+        let OffloadBreakdown { seconds, compute_seconds, streams, layers_ready, layers_late } = self;
+        let share = |part: f64| 100.0 * part / seconds.max(f64::MIN_POSITIVE);
+        let mut text =
+            format!("  compute       {compute_seconds:8.2} s, {:3.0} %\n", share(*compute_seconds));
+        for StreamFigures { stream, bytes, stall_seconds } in streams {
+            let (gb, rate) = (*bytes as f64 / 1e9, *bytes as f64 / 1e9 / seconds.max(f64::MIN_POSITIVE));
+            let _ = writeln!(
+                text,
+                "  {stream:<13} {stall_seconds:8.2} s, {:3.0} % waited for; {gb:.2} GB, {rate:.2} GB/s",
+                share(*stall_seconds)
+            );
+        }
+        let _ = writeln!(text, "  layers        {layers_ready} ready, {layers_late} late");
+        text
+    }
+}
 
 impl RowFigures<'_> {
     fn cells(&self) -> [String; TABLE_HEAD.len()] {

@@ -12,7 +12,7 @@ use super::sample::{Sample, TestKind};
 use crate::actors::device::ExecutorFactory;
 use crate::actors::engine::TOP_LOGPROBS;
 use crate::actors::{Engine, EngineSetup, IntakeHandle, ModelInfo, PrefixRules, PromptingDefaults};
-use crate::config::{ApiKeys, Config, LaneCount, SchedulerConfig, ServerConfig};
+use crate::config::{ApiKeys, BatchConfig, Config, LaneCount, SchedulerConfig, ServerConfig};
 use crate::model::executor::{ExecutorReport, KvCacheConfig, PageBytes};
 use crate::model::fake::FakeExecutor;
 use crate::model::partition::{Partition, Stage, StageRank};
@@ -115,6 +115,7 @@ impl FrontendBench<'_> {
             tokens: MAX_TOKENS,
             weight_bytes: None,
             work: None,
+            offload: None,
             samples: Vec::new(),
         });
         self.progress.set_message(format!("{} of {sequences}", what.name()));
@@ -291,6 +292,7 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
     let limits = StepLimits {
         slots: scheduler.slots,
         rows: scheduler.token_budget + scheduler.slots,
+        batch_rows: usize::MAX,
         logit_rows: scheduler.slots,
         positions: CONTEXT,
         encoder_positions: 0,
@@ -340,6 +342,7 @@ async fn start_fake_engine(config: &Config) -> Result<(Engine, ExecutorReport)> 
         assignments: Vec::new(),
         unsupported_keys: Vec::new(),
         embedding_warning: None,
+        transfers: Arc::default(),
     };
     super::start_engine(setup, Arc::new(Tokenizer::bytes(VOCAB)?), vec![vec![factory]]).await
 }
@@ -359,6 +362,7 @@ fn local_server_config(config: &ServerConfig) -> ServerConfig {
         api_keys: ApiKeys(Vec::new()),
         api_key_file: None,
         tls: None,
+        batches: BatchConfig { data_dir: None, ..config.batches.clone() },
         ..config.clone()
     }
 }

@@ -3,7 +3,7 @@
 //! Invariant: fused decode is timed only while every sequence of the test is decoding.
 
 use super::host_part::HostPart;
-use super::report::{AllocatedMemory, BenchReport, BenchRow, ModelFacts};
+use super::report::{AllocatedMemory, BenchReport, BenchRow, ModelFacts, OffloadBreakdown};
 use super::roofline::{self, StepWork};
 use super::sample::{Sample, TestKind};
 use super::suite::{BenchTest, SuiteArgs, size_cache};
@@ -30,7 +30,8 @@ pub async fn open_model(
 ) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
     config.model = fetch_model_async(config.model.clone(), config.hub.clone()).await?;
     let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
-    let (source, tokenizer) = start::open_configured(&model, &config.model)?;
+    *config = start::with_placement(config.clone(), None)?;
+    let (source, tokenizer) = start::open_configured(&model, config)?;
     check_decoder_only(&source, "the tests support")?;
     report.model = Some(ModelFacts::from_source(&source));
     Ok((source, tokenizer))
@@ -50,6 +51,8 @@ pub async fn measure(
     size_cache(&mut config, &tests)?;
 
     let setup = start::engine_setup(&config, &source)?;
+    // The report shows the token budget in use.
+    config.scheduler = setup.scheduler.clone();
     check_pages(&setup, &tests)?;
     let kv_positions = (setup.kv.pages - 1) * setup.limits.page_positions;
     let weight_bytes = match config.device.groups[0][0].kind {
@@ -76,7 +79,9 @@ pub async fn measure(
         let weight_bytes = weight_bytes.filter(|_| what != TestKind::Prefill);
         let work = machine.as_ref().map(roofline::RooflineBench::activation_precision);
         let work = work.and_then(|inputs| StepWork::for_test(&source, inputs, what, sequences, tokens));
-        report.rows.push(BenchRow { kind: what, sequences, tokens, weight_bytes, work, samples: Vec::new() });
+        let (samples, offload) = (Vec::new(), None);
+        report.rows.push(BenchRow { kind: what, sequences, tokens, weight_bytes, work, samples, offload });
+        let (mut moved, mut began) = (source.transfers.totals(), Instant::now());
         progress.set_message(test.to_string());
         // The first run warms up.
         for number in 0..=repeat {
@@ -86,6 +91,11 @@ pub async fn measure(
                 Sample { roofline, ..run_test(&engine.intake, &run, &mut prompts, &host_part).await? };
             let row = report.rows.last_mut().expect("it was pushed above; anything else is a bug");
             row.samples.extend((number > 0).then_some(sample));
+            let since = source.transfers.totals().since(&moved);
+            row.offload = OffloadBreakdown::new(&since, began.elapsed().as_secs_f64());
+            if number == 0 {
+                (moved, began) = (source.transfers.totals(), Instant::now());
+            }
             progress.inc(1);
         }
     }

@@ -6,10 +6,12 @@ use super::partition::rows::PartitionRow;
 use super::roofline::{Bottleneck, StepWork};
 use super::sample::{Sample, Summary, TestKind};
 use super::speculation::rows::SpeculationRow;
+use crate::cli::start::cpu_name;
 use crate::config::{Config, KvConfig, SchedulerConfig};
 use crate::model::ModelSource;
 use crate::model::executor::ExecutorReport;
 use crate::model::load;
+use crate::model::offload::{Stream, TransferTotals};
 use mainstem_kernels::cpu::Roofline;
 use serde::Serialize;
 
@@ -88,6 +90,52 @@ pub struct BenchRow {
     /// Minimum work of each step, if known.
     pub work: Option<StepWork>,
     pub samples: Vec<Sample>,
+    /// Transfers between memory and disk in the runs of the test, if there were any.
+    pub offload: Option<OffloadBreakdown>,
+}
+
+/// The times and streams of the runs of a test, with weights or KV caches on disk. The runs include what is
+/// not in the samples, such as prompts before decoding.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct OffloadBreakdown {
+    pub seconds: f64,
+    /// Seconds in which no device waited for a stream: of several devices, the sum is counted.
+    pub compute_seconds: f64,
+    pub streams: Vec<StreamFigures>,
+    /// Layers whose weights, or whose cache, were in a buffer when they were needed, and those that were not.
+    pub layers_ready: u64,
+    pub layers_late: u64,
+}
+
+/// Transfers of a stream between memory and disk.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct StreamFigures {
+    pub stream: &'static str,
+    pub bytes: u64,
+    /// Seconds that devices waited for it.
+    pub stall_seconds: f64,
+}
+
+impl OffloadBreakdown {
+    /// Creates the breakdown of `seconds` in which this was moved; `None` if it is nothing.
+    pub fn new(moved: &TransferTotals, seconds: f64) -> Option<OffloadBreakdown> {
+        let of_stream = |(at, stream): (usize, Stream)| StreamFigures {
+            stream: stream.name(),
+            bytes: moved.bytes[at],
+            stall_seconds: moved.stalls[at].as_secs_f64(),
+        };
+        let streams: Vec<_> = Stream::ALL.into_iter().enumerate().map(of_stream).collect();
+        let stalled: f64 = streams.iter().map(|stream| stream.stall_seconds).sum();
+        let (layers_ready, layers_late) = (moved.ready, moved.late);
+        let compute_seconds = (seconds - stalled).max(0.0);
+        (layers_ready + layers_late > 0).then_some(OffloadBreakdown {
+            seconds,
+            compute_seconds,
+            streams,
+            layers_ready,
+            layers_late,
+        })
+    }
 }
 
 /// The values of a row.
@@ -110,6 +158,8 @@ pub struct RowFigures<'a> {
     /// Median tokens per second divided by that of one sequence.
     pub ratio: Option<f64>,
     pub samples: &'a [Sample],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub offload: Option<&'a OffloadBreakdown>,
 }
 
 impl BenchRow {
@@ -158,6 +208,7 @@ impl BenchRow {
             limit: self.limit(),
             ratio: one.filter(|_| self.kind.is_fused()).map(|one| tokens_per_s.median / one),
             samples: &self.samples,
+            offload: self.offload.as_ref(),
         }
     }
 }
@@ -246,13 +297,6 @@ impl EngineSettings {
     }
 }
 
-/// Returns the system's name of the CPU, or the architecture if unknown.
-fn cpu_name() -> String {
-    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let name = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
-    name.map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, name)| name.trim().to_owned())
-}
-
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
@@ -280,7 +324,7 @@ pub mod tests {
         let sample = |&seconds: &f64| Sample { tokens: 10 * sequences as u64, steps: 10, seconds, roofline };
         let samples = seconds.iter().map(sample).collect();
         let work = Some(StepWork { read: 1000.0, f32: 2e4 * sequences as f64, ..StepWork::default() });
-        BenchRow { kind: what, sequences, tokens: 10, weight_bytes: Some(1000), work, samples }
+        BenchRow { kind: what, sequences, tokens: 10, weight_bytes: Some(1000), work, samples, offload: None }
     }
 
     pub fn report(rows: Vec<BenchRow>) -> BenchReport {

@@ -107,6 +107,7 @@ fn size_config(config: &Config, context: usize, rows: usize) -> Config {
     let mut config = config.clone();
     config.scheduler.slots = 1;
     config.scheduler.token_budget = config.scheduler.token_budget.min(rows);
+    config.scheduler.is_budget_auto = false;
     config.kv.max_context = Some(context);
     config.kv.size = KvSize::Tokens(context);
     config

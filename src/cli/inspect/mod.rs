@@ -25,8 +25,8 @@ use crate::planner::DeviceAssignment;
 use anyhow::{Context, Result};
 use clap::{Args, ValueHint};
 pub use report::{
-    Architecture, DeviceMemory, EndTokens, Inspection, MemorySummary, Specification, SpecificationValue,
-    Speculation, Tensor, Tokenizer, Unused,
+    Architecture, DeviceMemory, EndTokens, Inspection, MemorySummary, OffloadedWeights, Specification,
+    SpecificationValue, Speculation, Tensor, Tokenizer, Unused,
 };
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, HashMap};
@@ -102,6 +102,7 @@ impl Inspection {
         if let Ok(tokenizer) = &tokenizer {
             start::attach_draft(&config.speculation, &mut source, tokenizer)?;
         }
+        start::place_tiers(&config, &mut source)?;
         let mut end_tokens =
             end_tokens(&source, tokenizer.as_ref().ok().and_then(|tokenizer| tokenizer.eos_id()))?;
         source.eos.clone_from(&end_tokens.ids);
@@ -359,6 +360,8 @@ fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) 
         activations: activation_bytes,
         step_buffers: step_bytes,
         total: forecast.total_bytes(),
+        kv_on_disk: forecast.cache_offload.map_or(0, |caches| caches.file_bytes),
+        offload: forecast.offload.as_ref().map(OffloadedWeights::from_report),
         free: available_memory(),
     })
 }

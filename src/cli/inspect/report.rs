@@ -1,6 +1,7 @@
 //! The result of an inspection as data: architecture, specification, tensors and memory.
 
 use crate::actors::speculation::SpeculationSetup;
+use crate::model::offload::OffloadReport;
 use crate::model::spec::Kind;
 use crate::planner::DeviceAssignment;
 use serde::Serialize;
@@ -216,5 +217,30 @@ pub struct MemorySummary {
     pub activations: usize,
     pub step_buffers: usize,
     pub total: usize,
+    /// KV caches of layers that are in a file; 0 if all stay in memory.
+    pub kv_on_disk: usize,
+    /// The places of the layers' weights; `None` if all stay in memory.
+    pub offload: Option<OffloadedWeights>,
     pub free: usize,
+}
+
+/// The places of the weights of layers that do not all stay in memory, in bytes.
+#[derive(Debug, Serialize)]
+pub struct OffloadedWeights {
+    /// Weights that stay in memory.
+    pub resident: usize,
+    /// Weights that are read from disk in each pass through all layers.
+    pub streamed: usize,
+    /// Buffers for weights that are read.
+    pub buffers: usize,
+    /// Folders of the files that they are read from, one per device.
+    pub stores: Vec<PathBuf>,
+}
+
+impl OffloadedWeights {
+    /// Returns the places as the devices report them.
+    pub fn from_report(report: &OffloadReport) -> OffloadedWeights {
+        let OffloadReport { resident_bytes, streamed_bytes, buffer_bytes, stores } = report.clone();
+        OffloadedWeights { resident: resident_bytes, streamed: streamed_bytes, buffers: buffer_bytes, stores }
+    }
 }

@@ -4,7 +4,7 @@
 //! Invariant: it has the contents of the JSON output, and computes nothing but sums. A row is one line, even
 //! if a file name contains control characters.
 
-use super::{DeviceMemory, Inspection, SpecificationValue, Speculation, Tensor};
+use super::{DeviceMemory, Inspection, OffloadedWeights, SpecificationValue, Speculation, Tensor};
 use crate::cli::escape::one_line;
 use indicatif::{HumanBytes, HumanCount};
 use serde_json::{Value, json};
@@ -252,17 +252,38 @@ fn memory(inspection: &Inspection) -> Vec<Row> {
         (true, false) => "fits",
     };
     let longest = format!("fits sequences of {} tokens", m.longest_tokens);
-    vec![
-        row(["weights", &size(m.weights)]),
+    let mut rows = vec![row(["weights", &size(m.weights)])];
+    rows.extend(m.offload.iter().flat_map(offload));
+    rows.extend([
         row(["KV per token", &size(m.kv_per_token)]),
         row(["KV per sequence", &size(m.kv_per_sequence), &format!("of {} tokens", m.context_tokens)]),
         row(["KV for all slots", &size(m.kv_for_slots)]),
         row(["KV allocated", &size(m.kv), &longest]),
+    ]);
+    if m.kv_on_disk > 0 {
+        rows.push(row(["  on disk", &size(m.kv_on_disk), "read as far as sequences attend to it"]));
+    }
+    rows.extend([
         row(["activations", &size(m.activations)]),
         row(["step buffers", &size(m.step_buffers)]),
         row(["total", &size(m.total), "weights, cache, activations and step buffers"]),
         row(["free now", &size(m.free), verdict]),
-    ]
+    ]);
+    rows
+}
+
+/// Returns the rows about weights that do not all stay in memory.
+fn offload(places: &OffloadedWeights) -> Vec<Row> {
+    let stores = places.stores.iter().map(|store| {
+        let state = if store.exists() { "" } else { "not written yet" };
+        row(["  from", &store.display().to_string(), state])
+    });
+    let sizes = [
+        row(["  of layers", &size(places.resident), "stay in memory"]),
+        row(["  buffers", &size(places.buffers), "for those that are read"]),
+        row(["  read per step", &size(places.streamed)]),
+    ];
+    sizes.into_iter().chain(stores).collect()
 }
 
 fn size(bytes: usize) -> String {

@@ -48,7 +48,7 @@ impl Evaluation {
         let text = read_text(&options.text)?;
         config.model = fetch_model_async(config.model.clone(), config.hub.clone()).await?;
         let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
-        let (source, tokenizer) = start::open_configured(&model, &config.model)?;
+        let (source, tokenizer) = start::open_configured(&model, &config)?;
         check_decoder_only(&source, "perplexity supports")?;
         check_config(&config)?;
         let cut = chunking(options, &config, &source)?;

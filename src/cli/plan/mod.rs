@@ -1,13 +1,16 @@
-//! `mainstem plan`: predicts the speed of a model for different partitions over devices.
+//! `mainstem plan`: predicts the speed of a model on this machine, and finds the best placement of its
+//! weights (`placement`); or predicts the speed of partitions over several devices.
 //!
 //! Invariant: no weights are loaded, and only what the plan needs is measured on this machine.
 
 mod model;
 
+mod placement;
+
 mod table;
 
 use super::escape::one_line;
-use super::flags::{MODEL_HELP, PartitionFlags};
+use super::flags::{ConfigFlags, MODEL_HELP};
 use super::start::measure;
 use super::{print, spinner, start, start_log, to_json};
 use crate::config::{
@@ -22,67 +25,81 @@ use crate::planner::{
 use anyhow::Result;
 use clap::{Args, ValueHint};
 use model::PlannedModel;
+use placement::PlacementArgs;
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-/// Compare partitions of a model over devices.
+/// Plan how to run a model on this machine, and predict its speed.
 ///
-/// Predicts every split into stages of equal size, by layers, by tensors and both, and the configured split:
-/// the decode speed of one sequence, the throughput with all stages busy, and the memory of each device.
-/// docs/partition.md describes the prediction.
+/// Finds how many sequences should run at once, and which weights should stay in memory while the others are
+/// read from disk, for the highest throughput or the lowest latency of some requests. docs/plan.md describes
+/// it. With --partition, compares partitions over several devices instead: every split into stages of equal
+/// size, by layers, by tensors and both, and the configured split; docs/partition.md describes that.
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
+  mainstem plan path/to/model                             the best policy for throughput
+  mainstem plan path/to/model --memory 4GiB --prompt 512 --output 32 --requests 64
+  mainstem plan path/to/model --objective latency --write policy.toml
+  mainstem serve path/to/model --policy-file policy.toml
   mainstem plan --partition                               demo model on four devices of this machine
   mainstem plan --partition path/to/model --devices \"0;1\"
   mainstem plan --partition --shape 8B --devices \"0&1;2\" --layers 24,8 --json
   mainstem plan --partition --shape falcon-40b --hardware v100x4
   mainstem plan --partition --shape 7B --hardware my-machine.toml --link-latency 20us")]
 pub struct PlanArgs {
-    /// Plan a partition over several devices.
-    #[arg(long, required = true)]
-    #[allow(dead_code, reason = "the kind of plan is explicit, so that others can be added")]
-    partition: bool,
     #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath, conflicts_with = "shape")]
     model: Option<String>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    placement: PlacementArgs,
+    #[command(flatten)]
+    of_partition: PartitionArgs,
+    #[command(flatten)]
+    config: ConfigFlags,
+}
+
+/// Options of plans of a partition.
+#[derive(Args)]
+#[command(next_help_heading = "Partition")]
+struct PartitionArgs {
+    /// Plan a partition over several devices.
+    #[arg(long)]
+    partition: bool,
     /// Model shape instead of files: 8B, 1B:f32, falcon-40b, or layers=40,hidden=5120,...
-    #[arg(long, value_name = "SHAPE")]
+    #[arg(long, value_name = "SHAPE", requires = "partition")]
     shape: Option<String>,
     /// Hardware: v100x4, cpu (this machine, measured) or a file (TOML).
-    #[arg(long, value_name = "HARDWARE", default_value = "cpu")]
+    #[arg(long, value_name = "HARDWARE", default_value = "cpu", requires = "partition")]
     hardware: String,
     /// Link latency between devices, such as 50us, overriding the hardware's.
-    #[arg(long, value_name = "TIME")]
+    #[arg(long, value_name = "TIME", requires = "partition")]
     link_latency: Option<String>,
     /// Link bandwidth, such as 12GB/s, overriding the hardware's.
-    #[arg(long, value_name = "SPEED")]
+    #[arg(long, value_name = "SPEED", requires = "partition")]
     link_bandwidth: Option<String>,
     /// Sequences per step.
     #[arg(
         long,
         value_name = "N",
         default_value_t = 1,
-        value_parser = clap::value_parser!(u32).range(1..=65_536)
+        value_parser = clap::value_parser!(u32).range(1..=65_536),
+        requires = "partition"
     )]
     batch: u32,
     /// Cached tokens per sequence.
-    #[arg(long, value_name = "TOKENS", default_value_t = 512)]
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, requires = "partition")]
     context: u32,
-    /// Configuration file (TOML).
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    config: Option<PathBuf>,
-    #[command(flatten)]
-    devices: PartitionFlags,
-    /// Compute threads per device; 0 divides the cores among the devices.
-    #[arg(long, value_name = "N")]
-    threads: Option<u32>,
-    /// Print JSON.
-    #[arg(long)]
-    json: bool,
 }
 
 /// Computes the plan and prints it.
 pub fn run(args: PlanArgs) -> Result<()> {
+    if !args.of_partition.partition {
+        let PlanArgs { model, json, placement, config, .. } = args;
+        return placement::run(model, placement, config, json);
+    }
     let (options, config) = args.options()?;
     start_log(&config)?;
     let plan = PartitionPlan::new(&options, config)?;
@@ -108,26 +125,26 @@ struct PlanOptions {
 
 impl PlanArgs {
     fn options(self) -> Result<(PlanOptions, Config)> {
+        let PlanArgs { model, json, of_partition, config, .. } = self;
         let mut flags = Overrides::default();
-        flags.set("model.path", self.model);
-        flags.set("device.threads", self.threads);
+        flags.set("model.path", model);
         flags.set_default("log.level", "warn");
-        self.devices.add_to(&mut flags);
-        let (config, is_explicit) = load_with_several_devices(self.config.as_deref(), flags)?;
-        let latency = self.link_latency.map(|text| parse_duration(&text)).transpose();
+        let file = config.add_to(&mut flags);
+        let (config, is_explicit) = load_with_several_devices(file.as_deref(), flags)?;
+        let latency = of_partition.link_latency.map(|text| parse_duration(&text)).transpose();
         let latency = latency.map_err(|reason| usage("--link-latency", &reason))?;
         let speed = |text: String| parse_bytes(text.strip_suffix("/s").unwrap_or(&text));
-        let speed = self.link_bandwidth.map(speed).transpose();
+        let speed = of_partition.link_bandwidth.map(speed).transpose();
         let speed = speed.map_err(|reason| usage("--link-bandwidth", &reason))?;
         let options = PlanOptions {
-            shape: self.shape,
-            hardware: self.hardware,
+            shape: of_partition.shape,
+            hardware: of_partition.hardware,
             link_latency_s: latency.map(|latency| latency.as_secs_f64()),
             link_bandwidth: speed.map(|speed| speed as f64),
-            batch: self.batch as usize,
-            context: self.context as usize,
+            batch: of_partition.batch as usize,
+            context: of_partition.context as usize,
             is_explicit,
-            json: self.json,
+            json,
         };
         Ok((options, config))
     }

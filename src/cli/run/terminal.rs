@@ -24,18 +24,26 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 const HISTORY_ENTRIES_MAX: usize = 1000;
 
-/// Receiver of Ctrl-C outside the line editor.
+/// Receiver of Ctrl-C outside the line editor, or of other signals as well.
 pub struct Interrupts(UnboundedReceiver<()>);
 
 impl Interrupts {
-    /// Starts to listen. From then on the signal does not end the process.
+    /// Starts to listen to Ctrl-C. From then on it does not end the process.
     pub fn listen() -> Result<Interrupts> {
-        let mut signal = signal(SignalKind::interrupt()).context("cannot listen for signals")?;
+        Interrupts::listen_to(&[SignalKind::interrupt()])
+    }
+
+    /// Starts to listen to these signals. From then on they do not end the process.
+    pub fn listen_to(kinds: &[SignalKind]) -> Result<Interrupts> {
         let (sender, receiver) = unbounded_channel();
         // On a separate thread: the line editor blocks this one, and signals that arrive meanwhile must not
         // be delayed to the next answer.
-        Arbiter::new()
-            .spawn(async move { while signal.recv().await.is_some() && sender.send(()).is_ok() {} });
+        let thread = Arbiter::new();
+        for kind in kinds {
+            let mut signal = signal(*kind).context("cannot listen for signals")?;
+            let sender = sender.clone();
+            thread.spawn(async move { while signal.recv().await.is_some() && sender.send(()).is_ok() {} });
+        }
         Ok(Interrupts(receiver))
     }
 

@@ -179,6 +179,14 @@ pub fn merge_reports(built: Vec<ExecutorReport>) -> ExecutorReport {
         sum.kv_bytes += next.kv_bytes;
         sum.activation_bytes += next.activation_bytes;
         sum.step_bytes += next.step_bytes;
+        match (&mut sum.offload, next.offload) {
+            (Some(sum), Some(next)) => sum.add(next),
+            (sum, next) => *sum = sum.take().or(next),
+        }
+        match (&mut sum.cache_offload, next.cache_offload) {
+            (Some(sum), Some(next)) => sum.add(next),
+            (sum, next) => *sum = sum.or(next),
+        }
         sum
     });
     ExecutorReport { device: names, ..sum.unwrap_or_default() }
@@ -187,6 +195,11 @@ pub fn merge_reports(built: Vec<ExecutorReport>) -> ExecutorReport {
 /// Creates CPU device `number` with the configured threads, instruction set and activation precision.
 pub(super) fn cpu_backend(number: u32, config: &DeviceConfig) -> Result<CpuBackend> {
     Ok(CpuBackend::with_number(number, cpu_config(config))?)
+}
+
+/// Returns the sizes of a CPU device, without creating it.
+pub(super) fn cpu_sizes(config: &DeviceConfig) -> Result<CpuSizes> {
+    Ok(CpuSizes::new(cpu_config(config))?)
 }
 
 fn cpu_config(config: &DeviceConfig) -> CpuConfig {

@@ -87,7 +87,8 @@ impl DeviceFaults {
         DeviceFaults { seed, faults, steps: AtomicU64::new(0) }
     }
 
-    /// Has the faults that happen before a step.
+    /// Injects the faults that a device has before it computes a step. Returns an error if one of them ends
+    /// the step.
     fn before(&self, step: u64) -> Result<(), DeviceError> {
         let early = self.faults.iter().filter(|fault| fault.kind != FaultKind::Nan);
         for fault in early.filter(|fault| fault.is_due(self.seed, step)) {
@@ -102,7 +103,8 @@ impl DeviceFaults {
         Ok(())
     }
 
-    /// Makes rows of a step's results not finite. Steps without results have no use for such a fault.
+    /// Injects the faults that a step's results have: rows that are not finite. Steps without results have no
+    /// use for such a fault.
     fn after(&self, step: u64, out: &mut StepOutput) {
         if out.tokens.is_empty() && out.hidden.is_empty() {
             return;

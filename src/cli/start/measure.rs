@@ -34,6 +34,9 @@ const ROWS: usize = 64;
 /// Duration of each measurement.
 const MEASURE_TIME: Duration = Duration::from_millis(80);
 
+/// Least number of runs of a measurement, so that other work does not disturb all of them.
+const RUNS_MIN: u32 = 4;
+
 /// Number of round trips between two threads.
 const ROUND_TRIPS: u32 = 500;
 
@@ -79,7 +82,7 @@ fn measure_device(config: &DeviceConfig, kind: DeviceKind, memory: f64) -> Resul
         bandwidth: bandwidth(config, kind)?,
         flops: 2.0 * (rows * WIDTH * WIDTH) as f64 / min_seconds(gemm(config, kind, SQUARE, rows)?),
         memory,
-        op_seconds: min_seconds(gemm(config, kind, (SMALL, SMALL), 1)?),
+        op_seconds: operation_seconds(config, kind)?,
     })
 }
 
@@ -150,11 +153,18 @@ fn gemm_on<B: Backend + 'static>(mut backend: B, (n, k): (usize, usize), rows: u
     let weight = backend.upload_weight(QuantType::F32, n, k, &bytes)?;
     let x = backend.alloc(rows * k * size_of::<f32>())?;
     let mut y = backend.alloc(rows * n * size_of::<f32>())?;
-    backend.prepare(&StepLimits {
-        slots: 1,
+    backend.prepare(&limits(1, rows, 1))?;
+    Ok(Box::new(move || backend.matmul(rows, &weight, None, &x, &mut y)))
+}
+
+/// Returns the limits of steps that compute no logits.
+pub(super) fn limits(slots: usize, rows: usize, positions: usize) -> StepLimits {
+    StepLimits {
+        slots,
         rows,
+        batch_rows: usize::MAX,
         logit_rows: 1,
-        positions: 1,
+        positions,
         encoder_positions: 0,
         page_positions: 32,
         window: None,
@@ -164,19 +174,24 @@ fn gemm_on<B: Backend + 'static>(mut backend: B, (n, k): (usize, usize), rows: u
         drafts: 0,
         draft_logits: false,
         attended_fraction: Fraction::ONE,
-    })?;
-    Ok(Box::new(move || backend.matmul(rows, &weight, None, &x, &mut y)))
+    }
+}
+
+/// Measures the seconds of an operation that computes next to nothing.
+pub(super) fn operation_seconds(config: &DeviceConfig, kind: DeviceKind) -> Result<f64> {
+    Ok(min_seconds(gemm(config, kind, (SMALL, SMALL), 1)?))
 }
 
 /// Returns the seconds of the fastest run, after a warm-up run. Runs repeat for [`MEASURE_TIME`], at least
-/// once.
-fn min_seconds(mut run: impl FnMut()) -> f64 {
+/// [`RUNS_MIN`] times.
+pub(super) fn min_seconds(mut run: impl FnMut()) -> f64 {
     run();
-    let (began, mut shortest) = (Instant::now(), f64::INFINITY);
-    while shortest.is_infinite() || began.elapsed() < MEASURE_TIME {
+    let (began, mut shortest, mut runs) = (Instant::now(), f64::INFINITY, 0);
+    while runs < RUNS_MIN || began.elapsed() < MEASURE_TIME {
         let started = Instant::now();
         run();
         shortest = shortest.min(started.elapsed().as_secs_f64());
+        runs += 1;
     }
     shortest.max(1e-9)
 }

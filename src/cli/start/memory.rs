@@ -8,7 +8,9 @@ use crate::actors::queue::{PREEMPTED_FACTOR, ROOM_FACTOR};
 use crate::actors::step::Step;
 use crate::config::{DeviceConfig, ServerConfig};
 use crate::model::ModelSource;
-use crate::server::{BoundServer, blocking_threads};
+use crate::model::executor::ExecutorReport;
+use crate::server::{BoundServer, blocking_threads, request_memory_max};
+use crate::text::chat_template::RENDERING_BYTES_MAX;
 use anyhow::{Context, Result};
 use std::hint::black_box;
 
@@ -33,18 +35,28 @@ pub struct EngineMemory {
 impl EngineMemory {
     /// Predicts the memory of an engine.
     pub fn predict(device: &DeviceConfig, source: &ModelSource, setup: &EngineSetup) -> Result<EngineMemory> {
-        let devices = forecast(device, source, setup)?.into_iter().flatten().collect::<Vec<_>>();
+        let devices = forecast(device, source, setup)?.into_iter().flatten().collect();
+        Ok(EngineMemory::from_reports(devices, setup))
+    }
+
+    /// Adds up the forecasts of an engine's devices.
+    pub fn from_reports(devices: Vec<ExecutorReport>, setup: &EngineSetup) -> EngineMemory {
         // Each device has an output, and each lane a step on its way and one that is prepared.
         let queued = (2 * setup.lanes + 1 + devices.len()).saturating_mul(Step::bytes(&setup.limits));
         let sum = merge_reports(devices);
         let steps = [sum.activation_bytes, sum.step_bytes].into_iter().fold(queued, usize::saturating_add);
-        Ok(EngineMemory { weights: sum.weight_bytes, kv: sum.kv_bytes, steps })
+        EngineMemory { weights: sum.weight_bytes, kv: sum.kv_bytes, steps }
+    }
+
+    /// Returns the sum of all parts in bytes.
+    pub fn total(&self) -> usize {
+        [self.kv, self.steps].into_iter().fold(self.weights, usize::saturating_add)
     }
 
     /// Fails if the memory is not available to the process. Some of it is allocated where a failure would
     /// abort the process.
     pub fn check(&self, setup: &EngineSetup) -> Result<()> {
-        let total = [self.kv, self.steps].into_iter().fold(self.weights, usize::saturating_add);
+        let total = self.total();
         // Reserved only, not written, so it costs nothing.
         let mut probe: Vec<u8> = Vec::new();
         let reserved = probe.try_reserve_exact(total);
@@ -74,12 +86,16 @@ struct Part {
 }
 
 impl MemoryBudget {
-    /// Computes the budget of a server, before its model is loaded: what the program takes by itself is
-    /// measured now.
+    /// Computes the budget of a server, before its model is loaded: what the program takes by itself, with
+    /// its tokenizer, is measured now.
     pub fn new(model: &PreparedModel, server: &ServerConfig, place: &BoundServer) -> Result<MemoryBudget> {
         let setup = &model.setup;
         let engine = EngineMemory::predict(&model.device, &model.source, setup)?;
-        let threads = server.workers * (1 + blocking_threads(server)) + 4;
+        let serving = server.workers * (1 + blocking_threads(server));
+        // Each worker renders a short conversation, and the turns to be parsed are for as many long ones, and
+        // for one more than as many small ones that began before.
+        let renderings = setup.model.chat_template.as_ref().map_or(0, |_| 3 * server.workers + 1);
+        model.tokenizer.build_tables();
         let part = |name, bytes| Part { name, bytes };
         Ok(MemoryBudget(vec![
             part("weights", engine.weights),
@@ -87,10 +103,12 @@ impl MemoryBudget {
             part("steps", engine.steps),
             part("sequences", sequence_bytes(setup)),
             part("connections", place.connections().saturating_mul(CONNECTION_BYTES)),
-            part("requests", server.request_memory_bytes),
+            part("requests", request_memory_max(server, model.tokenizer.memory_per_byte())),
+            part("templates", renderings * RENDERING_BYTES_MAX),
+            part("tokenizers", serving * model.tokenizer.thread_bytes()),
             part("responses", server.response_bytes),
             part("grammars", server.grammar.cache_bytes),
-            part("program", anonymous_bytes() + threads * THREAD_BYTES + LOG_BYTES),
+            part("program", anonymous_bytes() + (serving + 4) * THREAD_BYTES + LOG_BYTES),
         ]))
     }
 

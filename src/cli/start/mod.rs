@@ -12,13 +12,25 @@ mod memory;
 
 mod partition;
 
+mod machine;
+
+pub mod placement;
+
+mod predictor;
+
+mod tiers;
+
 pub mod measure;
 
 pub use devices::{activation_type, factories, forecast, merge_reports, observed_factories};
 pub use draft::{attach_draft, fetch_draft};
 pub use faults::inject_faults;
+pub use machine::cpu_name;
 pub use memory::MemoryBudget;
 pub use partition::partition;
+pub use placement::with_placement;
+pub use predictor::EnginePredictor;
+pub use tiers::place_tiers;
 
 use super::spinner::Spinner;
 use crate::actors::engine::{self, DeviceProperties, Engine, EngineSetup};
@@ -71,16 +83,24 @@ impl PreparedModel {
     }
 }
 
-/// Opens the configured model and its draft model. Hub models are fetched first.
+/// Opens the configured model and its draft model. Hub models are fetched first. If the placement is to be
+/// planned, it is, for requests of the usual sizes.
 pub async fn prepare(config: &Config) -> Result<PreparedModel> {
-    let model = fetch_model_async(config.model.clone(), config.hub.clone()).await?;
-    let reference = configured_model(&model)?;
+    let config = with_placement(fetch_models(config).await?, None)?;
+    let reference = configured_model(&config.model)?;
     if let Some(warning) = config.speculation.warning() {
         warn!("{}", warning.escape_debug());
     }
+    PreparedModel::open(&config, &reference)
+}
+
+/// Fetches the configured model and its draft model if they are hub models, and returns the configuration
+/// with their local folders.
+pub async fn fetch_models(config: &Config) -> Result<Config> {
+    let model = fetch_model_async(config.model.clone(), config.hub.clone()).await?;
     let (draft, hub) = (config.speculation.clone(), config.hub.clone());
     let speculation = off_loop(move || fetch_draft(draft, &hub)).await?;
-    PreparedModel::open(&Config { model, speculation, ..config.clone() }, &reference)
+    Ok(Config { model, speculation, ..config.clone() })
 }
 
 /// Returns the configured model, whose hub model is fetched already. Fails if the files that the settings
@@ -126,8 +146,10 @@ pub fn open(model: &ModelRef, spec_file: Option<&Path>) -> Result<(Arc<ModelSour
 }
 
 /// Opens a model with its configured options, and its tokenizer.
-pub fn open_configured(model: &ModelRef, config: &ModelConfig) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
-    attach_tokenizer(open_source(model, config)?)
+pub fn open_configured(model: &ModelRef, config: &Config) -> Result<(Arc<ModelSource>, Arc<Tokenizer>)> {
+    let mut source = open_source(model, &config.model)?;
+    place_tiers(config, &mut source)?;
+    attach_tokenizer(source)
 }
 
 /// Opens a model with its configured options and the configured draft model, and its tokenizer.
@@ -135,6 +157,7 @@ pub fn open_with_draft(model: &ModelRef, config: &Config) -> Result<(Arc<ModelSo
     let mut source = open_source(model, &config.model)?;
     let tokenizer = open_tokenizer(&source)?;
     attach_draft(&config.speculation, &mut source, &tokenizer)?;
+    place_tiers(config, &mut source)?;
     Ok(share(source, tokenizer))
 }
 

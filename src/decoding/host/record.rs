@@ -203,6 +203,7 @@ impl Record {
 
     /// Advances the grammar by a token, if there is one, and computes the mask of the next token, which the
     /// device draws. If the grammar allows only one, it is advanced by that one and by what must follow, too.
+    /// After an error, whose cause may have left any state, there are no more masks.
     pub(super) fn advance(&self, token: Option<u32>) {
         if let Err(error) = self.try_advance(token) {
             self.fail(error);
@@ -210,6 +211,9 @@ impl Record {
     }
 
     fn try_advance(&self, token: Option<u32>) -> Result<(), GrammarError> {
+        if self.error().is_some() {
+            return Ok(());
+        }
         let work = &mut *lock(&self.work);
         token.map_or(Ok(()), |token| work.accept(token))?;
         let only = work.prepare_mask()?;

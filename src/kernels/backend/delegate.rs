@@ -43,6 +43,8 @@ macro_rules! delegate_backend {
     (@upload_weight $inner:ident) => { $crate::delegate_backend!(@mut $inner
         upload_weight(self, ty: $crate::QuantType, n: usize, k: usize,
             bytes: &[u8]) -> Result<$crate::Weight<Self::Buf>, $crate::DeviceError>); };
+    (@prepare_weight $inner:ident) => { $crate::delegate_backend!(@mut $inner
+        prepare_weight(self, ty: $crate::QuantType, k: usize) -> Result<(), $crate::DeviceError>); };
     (@refill_weight $inner:ident) => { $crate::delegate_backend!(@mut $inner
         refill_weight(self, w: &mut $crate::Weight<Self::Buf>, layout: &$crate::PackedLayout,
             packed: &[u8]) -> Result<(), $crate::DeviceError>); };
@@ -57,6 +59,10 @@ macro_rules! delegate_backend {
         map_rows(self, batch: &$crate::StepBatch)); };
     (@end_step $inner:ident) => { $crate::delegate_backend!(@mut $inner
         end_step(self) -> $crate::StepTimes); };
+    (@row_batches $inner:ident) => { $crate::delegate_backend!(@ref $inner
+        row_batches(self, stack: $crate::SpanStack) -> usize); };
+    (@select_rows $inner:ident) => { $crate::delegate_backend!(@mut $inner
+        select_rows(self, stack: $crate::SpanStack, batch: usize) -> std::ops::Range<usize>); };
     (@select_stack $inner:ident) => { $crate::delegate_backend!(@mut $inner
         select_stack(self, stack: $crate::SpanStack) -> usize); };
     (@copy_pages $inner:ident) => { $crate::delegate_backend!(@mut $inner
@@ -119,6 +125,6 @@ macro_rules! delegate_backend {
     (@sample $inner:ident) => { $crate::delegate_backend!(@mut $inner
         sample(self, outputs: std::ops::Range<usize>, logits: &Self::Buf,
             inputs: $crate::SamplingInputs<'_>, out: &mut $crate::StepOutput)); };
-    (@read_page_table $inner:ident) => { $crate::delegate_backend!(@ref $inner
-        read_page_table(self, slot: u32, table: $crate::KvTable) -> Vec<$crate::batch::Page>); };
+    (@page_table $inner:ident) => { $crate::delegate_backend!(@ref $inner
+        page_table(self, slot: u32, table: $crate::KvTable) -> &[$crate::batch::Page]); };
 }

@@ -12,6 +12,9 @@ pub struct StepLimits {
     pub slots: usize,
     /// Rows of one step, of both stacks together.
     pub rows: usize,
+    /// Rows that are computed at once; `usize::MAX` for all. A step with more rows of a stack is divided into
+    /// row batches, see [`StepLimits::rows_at_once`].
+    pub batch_rows: usize,
     /// Rows whose logits exist at the same time. A step with more output rows computes their logits in blocks
     /// of this many.
     pub logit_rows: usize,
@@ -71,6 +74,23 @@ impl Fraction {
 }
 
 impl StepLimits {
+    /// Returns the maximum number of rows of a row batch: those that are computed at once. An encoder input
+    /// is never divided.
+    pub fn rows_at_once(&self) -> usize {
+        self.batch_rows.max(self.encoder_positions).min(self.rows)
+    }
+
+    /// Returns the maximum number of row batches of the decoder in one step. All but the last one are full.
+    pub fn decoder_batches(&self) -> usize {
+        self.rows.div_ceil(self.rows_at_once().max(1))
+    }
+
+    /// Returns the maximum number of row batches of the encoder in one step. Any two in succession have more
+    /// rows than one may have.
+    pub fn encoder_batches(&self) -> usize {
+        (2 * self.decoder_batches()).saturating_sub(1)
+    }
+
     /// Returns the number of entries of a slot's own page table.
     pub fn table_len(&self) -> usize {
         self.positions.div_ceil(self.page_positions)
@@ -101,12 +121,12 @@ impl StepLimits {
         self.encoder_positions.div_ceil(self.page_positions)
     }
 
-    /// Returns the positions of the scratch cache. The encoder spans of a step lie in it one after another,
-    /// each starting at a multiple of [`KvLayout::BLOCK_POSITIONS`].
+    /// Returns the positions of the scratch cache. The encoder spans of a row batch lie in it one after
+    /// another, each starting at a multiple of [`KvLayout::BLOCK_POSITIONS`].
     pub fn scratch_positions(&self) -> usize {
         match self.encoder_positions {
             0 => 0,
-            _ => (self.rows + self.slots * (KvLayout::BLOCK_POSITIONS - 1))
+            _ => (self.rows_at_once() + self.slots * (KvLayout::BLOCK_POSITIONS - 1))
                 .next_multiple_of(self.page_positions),
         }
     }

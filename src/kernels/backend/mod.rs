@@ -118,6 +118,19 @@ pub trait Backend: Send + 'static {
         bytes: &[u8],
     ) -> Result<Weight<Self::Buf>, DeviceError>;
 
+    /// Prepares for products with matrices of `k` columns in format `ty`, without uploading one. Fails when
+    /// memory is exhausted or the format is not supported.
+    fn prepare_weight(&mut self, ty: QuantType, k: usize) -> Result<(), DeviceError>;
+
+    /// Returns the bytes of a buffer if they are in host memory, where other threads may write them too.
+    fn host_bytes(buf: &mut Self::Buf) -> Option<&mut [u8]>
+    where
+        Self: Sized,
+    {
+        let _ = buf;
+        None
+    }
+
     /// Overwrites a weight with `packed` bytes in the layout `layout`, as downloaded from the buffer of a
     /// weight of this type and shape. Allocates nothing. Fails with [`DeviceError::Unsupported`], and leaves
     /// the weight as it was, if its layout is another or takes another number of bytes.
@@ -140,8 +153,8 @@ pub trait Backend: Send + 'static {
     /// allocates. Fails when memory is exhausted.
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError>;
 
-    /// Begins a step: applies the slot moves and page table updates of `batch` and maps its rows. The rows of
-    /// the decoder become the current rows. If drafts of the step are among the rows
+    /// Begins a step: applies the slot moves and page table updates of `batch` and maps its rows. The first
+    /// row batch of the decoder becomes the current rows. If drafts of the step are among the rows
     /// ([`crate::batch::SpanTokens::Drafted`]), there are none until [`Backend::map_rows`] maps them.
     ///
     /// Panics if the previous step has not been ended.
@@ -149,17 +162,28 @@ pub trait Backend: Send + 'static {
 
     /// Maps the rows of another batch within a step, in place of those before: for each pass of a draft
     /// model, whose spans are of [`crate::batch::SpanModel::Draft`], and then for the batch of the step. The
-    /// rows of the decoder become the current rows. Moves, page table updates and page copies of the batch
-    /// are not applied.
+    /// first row batch of the decoder becomes the current rows. Moves, page table updates and page copies of
+    /// the batch are not applied.
     fn map_rows(&mut self, batch: &StepBatch);
 
     /// Ends the step: afterwards all its results are on the host. Returns how long it took on the device. A
     /// backend that only queues work during a step launches and awaits it here.
     fn end_step(&mut self) -> StepTimes;
 
-    /// Makes the rows of one stack the current rows and returns their number. Rows, positions and output rows
-    /// of the other operations refer to the current rows; output rows are numbered from 0 in each stack.
-    fn select_stack(&mut self, stack: SpanStack) -> usize;
+    /// Returns the number of row batches into which the rows of a stack are divided, in order, so that none
+    /// has more than [`StepLimits::rows_at_once`]. Spans of the decoder are divided as well.
+    fn row_batches(&self, stack: SpanStack) -> usize;
+
+    /// Makes row batch number `batch` of a stack the current rows, and returns their range among the rows of
+    /// the stack; the first batch of a stack without rows is empty. Rows, positions and output rows of the
+    /// other operations refer to the current rows; output rows are numbered from 0 in each row batch.
+    fn select_rows(&mut self, stack: SpanStack, batch: usize) -> Range<usize>;
+
+    /// Makes all rows of a stack the current rows, which must be one row batch, and returns their number.
+    fn select_stack(&mut self, stack: SpanStack) -> usize {
+        assert!(self.row_batches(stack) <= 1, "the rows of the {stack:?} are several batches");
+        self.select_rows(stack, 0).len()
+    }
 
     /// Does those of `copies` that are for `table`: copies whole pages, K and V, in the cache of one layer.
     fn copy_pages(&mut self, table: KvTable, copies: &[PageCopy], cache: &mut KvLayer<Self::Buf>);
@@ -295,14 +319,14 @@ pub trait Backend: Send + 'static {
     );
 
     /// Gathers output rows: y (outputs.len(), width) = the rows of x (rows, width) that are the output rows
-    /// number `outputs` of the current stack.
+    /// number `outputs` of the current rows.
     fn gather_output_rows(&mut self, outputs: Range<usize>, width: usize, x: &Self::Buf, y: &mut Self::Buf);
 
     /// Appends rows of x (rows, width), after the final norm, to the hidden states of `out`. The rows are
     /// those of a span with [`crate::batch::SpanOutput::Hidden`].
     fn append_hidden(&mut self, rows: Range<usize>, width: usize, x: &Self::Buf, out: &mut StepOutput);
 
-    /// Samples or scores the output rows number `outputs` of the current stack from their logits
+    /// Samples or scores the output rows number `outputs` of the current rows from their logits
     /// (outputs.len(), vocab), at most [`StepLimits::logit_rows`] rows. Appends the results to `out` in
     /// order, and stores each sampled token as the last token of its slot; of several rows of a slot, the
     /// last one counts. A token that a row of the draft model samples becomes the next draft of its slot
@@ -325,6 +349,6 @@ pub trait Backend: Send + 'static {
         out: &mut StepOutput,
     );
 
-    /// Copies one of the page tables of a slot to the host, for checks and tests.
-    fn read_page_table(&self, slot: u32, table: KvTable) -> Vec<Page>;
+    /// Returns one of the page tables of a slot, with the changes of the current step.
+    fn page_table(&self, slot: u32, table: KvTable) -> &[Page];
 }

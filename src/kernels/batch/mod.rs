@@ -43,7 +43,7 @@ pub struct StepBatch {
     /// Sequential number of the step in its group. A gap is a bug; the device asserts that there is none.
     pub step: u64,
     /// The lane of the step: the window of slots that it belongs to. Each lane has its own step in flight, so
-    /// that several micro-batches can pass through the pipeline stages.
+    /// that several steps can pass through the pipeline stages.
     pub lane: u32,
     /// Slot moves. No slot is both the source of one and the target of another.
     pub moves: Vec<SlotMove>,

@@ -27,12 +27,14 @@ pub struct StepState {
     /// The step's spans and their rows: first those of the encoder, then those of the decoder.
     spans: Vec<RowSpan>,
     rows: Vec<StepRow>,
-    /// Rows whose logits are wanted, and how to sample each.
+    /// Rows whose logits are wanted, numbered in each row batch, and how to sample each.
     wanted: Vec<u32>,
     samples: Vec<SamplingParams>,
-    stack_ranges: [StackRanges; 2],
-    /// The stack whose rows are selected.
-    stack: SpanStack,
+    /// The row batches: first those of the encoder, then those of the decoder.
+    batches: Vec<RowBatch>,
+    stack_batches: [Range<usize>; 2],
+    /// The selected row batch.
+    selected: RowBatch,
 }
 
 /// One page table for each slot: (slots, len).
@@ -42,25 +44,30 @@ struct PageTables {
     len: usize,
 }
 
-/// The ranges of a step's spans and rows that belong to one stack.
-#[derive(Debug, Default)]
-struct StackRanges {
+/// The ranges of a step's spans and rows that are computed at once.
+#[derive(Clone, Debug, Default)]
+struct RowBatch {
     spans: Range<usize>,
     rows: Range<usize>,
     wanted: Range<usize>,
+    /// Positions of the scratch cache in use.
+    scratch: usize,
 }
 
-/// A span of the current step: consecutive rows of one sequence.
+/// A span of the current step, or the part of one that is in a row batch: consecutive rows of one sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct RowSpan {
     /// Slot of the sequence.
     pub slot: usize,
     /// Position of the first row.
     pub start: usize,
-    /// Number of the first row among the rows of its stack.
+    /// Number of the first row among the rows of its row batch.
     pub first_row: usize,
     /// Number of rows.
     pub len: usize,
+    /// Rows of the whole span that are in earlier row batches, and in later ones.
+    pub rows_before: usize,
+    pub rows_after: usize,
     /// The model that processes it.
     pub model: SpanModel,
     /// Whether its tokens were generated rather than given.
@@ -84,7 +91,7 @@ pub struct StepRow {
     pub token: u32,
     /// Position in its sequence.
     pub position: usize,
-    /// Number of its span among the spans of its stack.
+    /// Number of its span among the spans of its row batch.
     pub span: u32,
 }
 
@@ -104,8 +111,9 @@ impl StepState {
             rows: Vec::with_capacity(limits.rows),
             wanted: Vec::with_capacity(limits.rows),
             samples: Vec::with_capacity(limits.rows),
-            stack_ranges: Default::default(),
-            stack: SpanStack::Decoder,
+            batches: Vec::with_capacity(limits.encoder_batches() + limits.decoder_batches()),
+            stack_batches: Default::default(),
+            selected: RowBatch::default(),
         }
     }
 
@@ -139,13 +147,22 @@ impl StepState {
         assert_eq!(self.wanted.len(), batch.sampling.len(), "each wanted row has a sampling entry");
         self.samples.clear();
         self.samples.extend_from_slice(&batch.sampling);
-        self.stack = SpanStack::Decoder;
+        self.select(SpanStack::Decoder, 0);
     }
 
-    /// Selects the rows of a stack; returns their number.
-    pub fn select(&mut self, stack: SpanStack) -> usize {
-        self.stack = stack;
-        self.current_ranges().rows.len()
+    /// Returns the number of row batches of a stack.
+    pub fn row_batches(&self, stack: SpanStack) -> usize {
+        self.stack_batches[stack as usize].len()
+    }
+
+    /// Selects a row batch of a stack, and returns the range of its rows among those of the stack. The first
+    /// one of a stack without rows is empty.
+    pub fn select(&mut self, stack: SpanStack, batch: usize) -> Range<usize> {
+        let batches = &self.batches[self.stack_batches[stack as usize].clone()];
+        assert!(batch < batches.len().max(1), "the {stack:?} has no row batch {batch}");
+        self.selected = batches.get(batch).cloned().unwrap_or_default();
+        let before = batches.first().map_or(0, |first| first.rows.start);
+        self.selected.rows.start - before..self.selected.rows.end - before
     }
 
     /// Copies the state of moved slots.
@@ -161,32 +178,63 @@ impl StepState {
         }
     }
 
-    /// Maps the spans of both stacks to rows.
+    /// Maps the spans of both stacks to rows, in row batches.
     fn map_rows(&mut self, batch: &StepBatch) {
         self.spans.clear();
         self.rows.clear();
         self.wanted.clear();
-        let (mut spans, mut scratch) = (batch.spans.iter().peekable(), 0);
+        self.batches.clear();
+        let mut spans = batch.spans.iter().peekable();
         for stack in [SpanStack::Encoder, SpanStack::Decoder] {
-            let (before, wanted) = ((self.spans.len(), self.rows.len()), self.wanted.len());
+            let first = self.batches.len();
             while let Some(span) = spans.next_if(|span| span.stack == stack) {
-                self.map_span(span, &batch.tokens, before, &mut scratch);
+                self.check_span(span);
+                let (len, mut mapped) = (span.len(), 0);
+                while mapped < len {
+                    // Each row of an encoder input attends to all of them.
+                    let least = if stack == SpanStack::Encoder { len } else { 1 };
+                    let end = len.min(mapped + self.space_in_batch(first, least));
+                    self.map_span(span, &batch.tokens, mapped..end);
+                    mapped = end;
+                }
             }
-            self.wanted.extend(batch.output_rows(stack).map(|row| row as u32));
-            self.stack_ranges[stack as usize] = StackRanges {
-                spans: before.0..self.spans.len(),
-                rows: before.1..self.rows.len(),
-                wanted: wanted..self.wanted.len(),
-            };
+            self.map_wanted(first, batch.output_rows(stack));
+            self.stack_batches[stack as usize] = first..self.batches.len();
         }
-        assert!(scratch <= self.limits.scratch_positions(), "{scratch} positions exceed the scratch cache");
     }
 
-    /// Maps one span. `before` holds the numbers of spans and rows of earlier stacks, `scratch` the number of
-    /// scratch positions in use.
-    fn map_span(&mut self, span: &Span, tokens: &[u32], before: (usize, usize), scratch: &mut usize) {
-        self.check_span(span);
-        let (slot, start, len) = (span.slot as usize, span.start as usize, span.len());
+    /// Returns how many rows fit into the last row batch of a stack, whose first one has the number `first`.
+    /// Adds one if these are fewer than `least`.
+    fn space_in_batch(&mut self, first: usize, least: usize) -> usize {
+        let most = self.limits.rows_at_once();
+        if let Some(last) = self.batches[first..].last()
+            && last.rows.len() + least <= most
+        {
+            return most - last.rows.len();
+        }
+        let (spans, rows) = (self.spans.len(), self.rows.len());
+        self.batches.push(RowBatch { spans: spans..spans, rows: rows..rows, ..RowBatch::default() });
+        most
+    }
+
+    /// Divides the wanted rows of a stack, which are numbered in the stack, among its row batches, whose
+    /// first one has the number `first`.
+    fn map_wanted(&mut self, first: usize, wanted: impl Iterator<Item = usize>) {
+        let before = self.batches.get(first).map_or(0, |batch| batch.rows.start);
+        let mut wanted = wanted.map(|row| before + row).peekable();
+        for batch in &mut self.batches[first..] {
+            let start = self.wanted.len();
+            while let Some(row) = wanted.next_if(|row| *row < batch.rows.end) {
+                self.wanted.push((row - batch.rows.start) as u32);
+            }
+            batch.wanted = start..self.wanted.len();
+        }
+    }
+
+    /// Maps some rows of a span to the last row batch.
+    fn map_span(&mut self, span: &Span, tokens: &[u32], part: Range<usize>) {
+        let (slot, len) = (span.slot as usize, span.len());
+        let start = span.start as usize + part.start;
         let drafts = &self.drafts[slot * self.limits.drafts..][..self.draft_counts[slot]];
         let last = match span.model {
             SpanModel::Target => Some(&self.last_tokens[slot]),
@@ -199,24 +247,31 @@ impl StepState {
             SpanTokens::Last => (std::slice::from_ref(last.expect("the slot has a draft")), &[]),
             SpanTokens::Drafted { at, .. } => (&tokens[at as usize..][..1], &drafts[..len - 1]),
         };
-        let (number, first_row) = ((self.spans.len() - before.0) as u32, self.rows.len() - before.1);
+        let batch = self.batches.last_mut().expect("a row batch has been added; this is a bug");
+        let (number, first_row) = (batch.spans.len() as u32, batch.rows.len());
         let row = |(i, &token): (usize, &u32)| StepRow { token, position: start + i, span: number };
-        self.rows.extend(known.iter().chain(drafted).enumerate().map(row));
+        let tokens = known.iter().chain(drafted).skip(part.start).take(part.len());
+        self.rows.extend(tokens.enumerate().map(row));
         self.spans.push(RowSpan {
             slot,
             start,
             first_row,
-            len,
+            len: part.len(),
+            rows_before: part.start,
+            rows_after: len - part.end,
             model: span.model,
             is_generated: span.tokens.is_generated(),
             is_drafted: matches!(span.tokens, SpanTokens::Drafted { .. }),
             table: span.table,
             reserved: span.reserved as usize,
             encoder_len: span.encoder_len as usize,
-            scratch_start: *scratch,
+            scratch_start: batch.scratch,
         });
+        (batch.spans.end, batch.rows.end) = (self.spans.len(), self.rows.len());
         if span.table == SpanTable::Scratch {
-            *scratch += len.next_multiple_of(KvLayout::BLOCK_POSITIONS);
+            batch.scratch += len.next_multiple_of(KvLayout::BLOCK_POSITIONS);
+            let most = self.limits.scratch_positions();
+            assert!(batch.scratch <= most, "{} positions exceed the scratch cache", batch.scratch);
         }
     }
 
@@ -239,34 +294,29 @@ impl StepState {
         assert!(!is_encoder || start == 0, "{span:?} is not a complete encoder input");
     }
 
-    /// Returns the ranges of the selected stack.
-    fn current_ranges(&self) -> &StackRanges {
-        &self.stack_ranges[self.stack as usize]
-    }
-
     /// Returns the selected rows.
     pub fn rows(&self) -> &[StepRow] {
-        &self.rows[self.current_ranges().rows.clone()]
+        &self.rows[self.selected.rows.clone()]
     }
 
     /// Returns the spans of the selected rows.
     pub fn spans(&self) -> &[RowSpan] {
-        &self.spans[self.current_ranges().spans.clone()]
+        &self.spans[self.selected.spans.clone()]
     }
 
     /// Returns the numbers of the selected rows whose logits are wanted.
     pub fn wanted(&self) -> &[u32] {
-        &self.wanted[self.current_ranges().wanted.clone()]
+        &self.wanted[self.selected.wanted.clone()]
     }
 
     /// Returns how to sample each wanted row.
     pub fn samples(&self) -> &[SamplingParams] {
-        &self.samples[self.current_ranges().wanted.clone()]
+        &self.samples[self.selected.wanted.clone()]
     }
 
-    /// Returns the number of the first wanted row of the selected stack among those of the batch.
+    /// Returns the number of the first wanted row of the selected row batch among those of the batch.
     pub fn first_sample(&self) -> usize {
-        self.current_ranges().wanted.start
+        self.selected.wanted.start
     }
 
     /// Returns the span of a row.
@@ -331,8 +381,10 @@ impl StepState {
     pub fn host_row<'a>(&self, wanted: usize, logits: &'a [f32], kept: &'a [f32]) -> HostRow<'a> {
         let number = self.wanted()[wanted] as usize;
         let (row, span) = (&self.rows()[number], self.wanted_span(wanted));
-        let after = number + 1 - span.first_row;
-        let next_token = (after < span.len).then(|| self.rows()[number + 1].token);
+        let after = span.rows_before + number + 1 - span.first_row;
+        // It may be in the next row batch.
+        let is_last = after == span.rows_before + span.len + span.rows_after;
+        let next_token = (!is_last).then(|| self.rows[self.selected.rows.start + number + 1].token);
         let is_kept = self.keeps_draft_logits && span.is_drafted && next_token.is_some();
         let at = (span.slot * self.limits.drafts + after - 1) * self.limits.vocab;
         let draft_logits = is_kept.then(|| &kept[at..][..self.limits.vocab]);
@@ -373,6 +425,7 @@ mod tests {
     const LIMITS: StepLimits = StepLimits {
         slots: 4,
         rows: 80,
+        batch_rows: usize::MAX,
         logit_rows: 4,
         positions: 96,
         encoder_positions: 40,
@@ -453,11 +506,45 @@ mod tests {
         assert_eq!(seeds(&step), [2, 3, 4, 5]);
         let spans = step.spans().iter().map(|span| (span.first_row, span.len, span.is_generated));
         assert_eq!(spans.collect::<Vec<_>>(), [(0, 3, false), (3, 1, true), (4, 1, true)]);
-        assert_eq!(step.select(SpanStack::Encoder), 35);
+        assert_eq!(step.select(SpanStack::Encoder, 0), 0..35);
         assert_eq!(rows(&step)[31..], [(1, 31, 31), (1, 32, 32), (2, 33, 0), (2, 34, 1)]);
         assert_eq!((step.wanted(), seeds(&step)), (&[33, 34][..], vec![0, 1]));
         step.begin(&StepBatch::default());
         assert!(step.rows().is_empty() && step.wanted().is_empty(), "a step begins with no rows of another");
+    }
+
+    /// Encoder inputs stay whole; a chunk of the decoder begins in one row batch and ends in the next, whose
+    /// rows, wanted rows and scratch positions are numbered anew.
+    #[test]
+    fn rows_are_divided_into_batches() {
+        let limits = StepLimits { batch_rows: 2, encoder_positions: 33, ..LIMITS };
+        let mut step = StepState::new(&StepLimits { batch_rows: 34, ..limits });
+        step.begin(&mixed());
+        let found = [SpanStack::Encoder, SpanStack::Decoder].map(|stack| step.row_batches(stack));
+        assert_eq!((found, limits.encoder_batches()), ([2, 1], 5));
+        assert_eq!([0, 1].map(|batch| step.select(SpanStack::Encoder, batch)), [0..33, 33..35]);
+        let scratch = step.locate(&step.spans()[0], KvTable::Scratch, 1);
+        assert_eq!(
+            (rows(&step), step.wanted(), scratch),
+            (vec![(2, 33, 0), (2, 34, 1)], &[0, 1][..], (0, 1))
+        );
+
+        let mut step = StepState::new(&StepLimits { batch_rows: 2, encoder_positions: 0, ..LIMITS });
+        let mut batch = mixed();
+        batch.spans.drain(..2);
+        batch.spans.iter_mut().for_each(|span| span.encoder_len = 0);
+        batch.sampling.drain(..2);
+        batch.table_updates.retain(|update| update.table == KvTable::Own);
+        step.begin(&batch);
+        assert_eq!((rows(&step), step.wanted()), (vec![(3, 35, 63), (3, 36, 64)], &[0, 1][..]));
+        assert_eq!(step.host_row(1, &[], &[]).next_token, Some(37), "it is in the next row batch");
+        assert_eq!(step.select(SpanStack::Decoder, 1), 2..4);
+        assert_eq!((rows(&step), step.wanted()), (vec![(3, 37, 65), (0, 0, 0)], &[0][..]));
+        assert_eq!((step.first_sample(), step.samples()[0].seed), (2, 4));
+        assert_eq!(step.host_row(0, &[], &[]).next_token, None);
+        assert_eq!((step.select(SpanStack::Decoder, 2), step.wanted()), (4..5, &[0][..]));
+        assert_eq!((step.row_batches(SpanStack::Decoder), step.row_batches(SpanStack::Encoder)), (3, 0));
+        assert_eq!(step.select(SpanStack::Encoder, 0), 0..0);
     }
 
     /// Position 63 is the last one of the second page. Encoder inputs begin at multiples of 32 positions of
@@ -472,7 +559,7 @@ mod tests {
         assert_eq!(own(&hole, 33), (NULL_PAGE, 1));
         let cross = |span, position| step.locate(span, KvTable::Cross, position);
         assert_eq!([cross(&generated, 0), cross(&generated, 32), cross(&hole, 3)], [(9, 0), (4, 0), (0, 3)]);
-        step.select(SpanStack::Encoder);
+        step.select(SpanStack::Encoder, 0);
         let [first, second] = [0, 1].map(|number| step.spans()[number]);
         let scratch = |span, position| step.locate(span, KvTable::Scratch, position);
         assert_eq!(

@@ -58,6 +58,7 @@ fn limits() -> StepLimits {
     StepLimits {
         slots: 1,
         rows: ROWS_MAX,
+        batch_rows: usize::MAX,
         logit_rows: 1,
         positions: 32,
         encoder_positions: 0,

@@ -37,6 +37,7 @@ fn main() {
     let limits = StepLimits {
         slots: 1,
         rows,
+        batch_rows: usize::MAX,
         logit_rows: rows,
         positions: rows,
         encoder_positions: 0,

@@ -26,6 +26,7 @@ pub(super) fn limits(page_positions: usize) -> StepLimits {
     StepLimits {
         slots: 8,
         rows: 320,
+        batch_rows: usize::MAX,
         logit_rows: 8,
         positions: 512,
         encoder_positions: 128,

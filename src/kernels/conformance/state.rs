@@ -122,7 +122,7 @@ fn page_tables<B: Backend>(rig: &mut Rig<B>) {
     rig.begin(StepBatch { moves, table_updates: tables, ..batch() });
     let moved = [(2, own, 0, 8), (2, own, 1, 33), (2, own, 3, 4), (2, cross, 0, 34), (2, cross, 3, 5)];
     for (slot, table, index, page) in updates[1..].iter().copied().chain(moved) {
-        let got = rig.backend.read_page_table(slot, table)[index as usize];
+        let got = rig.backend.page_table(slot, table)[index as usize];
         assert_eq!(got, page, "{table:?} table of slot {slot}, entry {index}");
     }
 }

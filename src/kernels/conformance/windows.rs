@@ -89,7 +89,7 @@ pub fn window_copies<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let mut cache = case.cache(&mut device);
     let (mut book, mut got) = (PageBook::contiguous(32), RowResults::new());
     case.run_step(&mut device, &mut cache, &steps[0], &mut book, &mut got);
-    let pages = device.backend.read_page_table(0, KvTable::Window);
+    let pages = device.backend.page_table(0, KvTable::Window).to_vec();
     let mut batch = build_batch(&[TestSpan::hole(7)], SpanOutput::None, &mut book);
     batch.moves.push(mainstem_kernels::SlotMove { from: 0, to: 3 });
     book.apply_moves(&batch.moves);

@@ -182,6 +182,14 @@ impl Backend for CpuBackend {
         Ok(Weight { id: None, buf, ty, n, k })
     }
 
+    fn prepare_weight(&mut self, ty: QuantType, k: usize) -> Result<(), DeviceError> {
+        self.grow_scratch(self.sizes.weight_scratch(ty, k))
+    }
+
+    fn host_bytes(buf: &mut HostBuf) -> Option<&mut [u8]> {
+        Some(buf.bytes_mut())
+    }
+
     fn refill_weight(
         &mut self,
         w: &mut Weight<HostBuf>,
@@ -202,7 +210,7 @@ impl Backend for CpuBackend {
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
         self.grow_scratch(self.sizes.step_scratch(limits))?;
         self.step = Some(StepState::new(limits));
-        self.span_items = Vec::with_capacity(limits.rows);
+        self.span_items = Vec::with_capacity(limits.rows_at_once());
         let threads = (self.pool.threads(), self.level);
         self.sample_scratch = Some(SampleScratch::new(limits, threads, self.memory.lists()));
         Ok(())
@@ -221,8 +229,12 @@ impl Backend for CpuBackend {
         self.clock.end()
     }
 
-    fn select_stack(&mut self, stack: SpanStack) -> usize {
-        self.step.as_mut().expect(NOT_PREPARED).select(stack)
+    fn row_batches(&self, stack: SpanStack) -> usize {
+        self.step().row_batches(stack)
+    }
+
+    fn select_rows(&mut self, stack: SpanStack, batch: usize) -> Range<usize> {
+        self.step.as_mut().expect(NOT_PREPARED).select(stack, batch)
     }
 
     fn copy_pages(&mut self, table: KvTable, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
@@ -427,7 +439,7 @@ impl Backend for CpuBackend {
         clock.sample(|| scratch.sample(&mut self.pool, step, wanted, (logits.f32(), inputs), out));
     }
 
-    fn read_page_table(&self, slot: u32, table: KvTable) -> Vec<Page> {
-        self.step().table(slot as usize, table).to_vec()
+    fn page_table(&self, slot: u32, table: KvTable) -> &[Page] {
+        self.step().table(slot as usize, table)
     }
 }

@@ -60,7 +60,7 @@ enum Awaited {
 impl<M: ListMemory> SampleScratch<M> {
     /// Allocates scratch for steps within `limits` on `threads` threads with this instruction set.
     pub fn new(limits: &StepLimits, (threads, level): (usize, Level), mut memory: M) -> SampleScratch<M> {
-        let rows = limits.rows.max(limits.logit_rows);
+        let rows = limits.rows_at_once().max(limits.logit_rows);
         let buffers =
             |memory: &mut M| Buffers::of_lists(memory.empty(limits.vocab), memory.empty(limits.vocab), level);
         SampleScratch {

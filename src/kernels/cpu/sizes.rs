@@ -91,7 +91,7 @@ impl CpuSizes {
     /// Returns the dimensions of the scratch for steps within `limits`.
     pub(super) fn step_scratch(&self, limits: &StepLimits) -> ScratchSizes {
         ScratchSizes {
-            rows: limits.rows.max(limits.logit_rows),
+            rows: limits.rows_at_once().max(limits.logit_rows),
             sparse_per_thread: attention::sparse_scratch_len(limits),
             partial_count: attention::partial_capacity(limits, self.threads),
             ..ScratchSizes::default()

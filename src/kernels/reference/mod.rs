@@ -171,6 +171,14 @@ impl Backend for Reference {
         bytes.copy_from_slice(&from.bytes()[offset..][..bytes.len()]);
     }
 
+    fn prepare_weight(&mut self, _: QuantType, _: usize) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn host_bytes(buf: &mut HostBuf) -> Option<&mut [u8]> {
+        Some(buf.bytes_mut())
+    }
+
     fn upload_weight(
         &mut self,
         ty: QuantType,
@@ -210,8 +218,12 @@ impl Backend for Reference {
         self.clock.end()
     }
 
-    fn select_stack(&mut self, stack: SpanStack) -> usize {
-        self.step_mut().select(stack)
+    fn row_batches(&self, stack: SpanStack) -> usize {
+        self.step().row_batches(stack)
+    }
+
+    fn select_rows(&mut self, stack: SpanStack, batch: usize) -> Range<usize> {
+        self.step_mut().select(stack, batch)
     }
 
     fn copy_pages(&mut self, table: KvTable, copies: &[PageCopy], cache: &mut KvLayer<HostBuf>) {
@@ -479,8 +491,8 @@ impl Backend for Reference {
         self.clock = clock;
     }
 
-    fn read_page_table(&self, slot: u32, table: KvTable) -> Vec<Page> {
-        self.step().table(slot as usize, table).to_vec()
+    fn page_table(&self, slot: u32, table: KvTable) -> &[Page] {
+        self.step().table(slot as usize, table)
     }
 }
 

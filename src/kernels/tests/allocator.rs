@@ -43,6 +43,7 @@ static ALLOCATOR: Counting = Counting;
 const LIMITS: StepLimits = StepLimits {
     slots: 4,
     rows: 64,
+    batch_rows: usize::MAX,
     logit_rows: 4,
     positions: 600,
     encoder_positions: 32,

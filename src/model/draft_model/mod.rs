@@ -10,7 +10,7 @@ use super::activations::Activations;
 use super::drafter::Drafter;
 use super::load;
 use super::load_target::LoadTarget;
-use super::schedule::{self, LayerCache, StepIo};
+use super::schedule::{self, DecoderCaches, StepIo};
 use super::shard::Shard;
 use super::source::ModelSource;
 use super::weights::Model;
@@ -23,7 +23,7 @@ use mainstem_kernels::{
 /// A draft model with its KV cache, on the device of its target.
 pub struct DraftModel<Buf> {
     model: Model<Buf>,
-    kv: Vec<LayerCache<Buf>>,
+    kv: DecoderCaches<Buf>,
     act: Activations<Buf>,
     /// The limits of the steps, with the positions that both models have.
     limits: StepLimits,
@@ -53,15 +53,15 @@ pub fn load_draft<T: LoadTarget>(
 ) -> Result<Model<T::Buf>> {
     ensure!(limits.drafts > 0, "a draft model without drafts; this is a bug");
     let shard = Shard::whole(&source.spec);
-    let model = load::load(target, source, &shard, source.spec.clone(), &draft_limits(source, limits));
-    model.context("loading the draft model")
+    let loaded = load::load(target, source, &shard, source.spec.clone(), &draft_limits(source, limits));
+    loaded.map(|(model, _)| model).context("loading the draft model")
 }
 
 impl<Buf> DraftModel<Buf> {
     /// Creates a drafter from a loaded model, its caches and its activation buffers.
     pub fn new(
         model: Model<Buf>,
-        kv: Vec<LayerCache<Buf>>,
+        kv: DecoderCaches<Buf>,
         act: Activations<Buf>,
         limits: StepLimits,
     ) -> DraftModel<Buf> {

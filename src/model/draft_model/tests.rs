@@ -40,6 +40,7 @@ fn limits(source: &ModelSource) -> StepLimits {
     StepLimits {
         slots: SLOTS,
         rows: 64,
+        batch_rows: usize::MAX,
         logit_rows: 2,
         positions: PAGE * PAGES as usize,
         encoder_positions: 0,

@@ -9,7 +9,7 @@
 //! In a stage of m ranks, each rank receives the results of the m - 1 others twice per layer: (m - 1)
 //! messages of (b, hidden) values. A stage sends one such message to each rank of the next stage and waits
 //! until they are sent; after a stage that has only encoder layers, a decoded token has no rows yet, and the
-//! message is empty. So a step takes the sum of all stages' times. With n lanes (micro-batches in flight),
+//! message is empty. So a step takes the sum of all stages' times. With n lanes (steps in flight),
 //! the interval between steps is that sum divided by n, but at least the time of the slowest stage.
 //!
 //! Invariant: more of anything (bytes, rows, latency) is never faster.

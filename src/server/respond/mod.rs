@@ -8,7 +8,7 @@ mod parse;
 
 mod writer;
 
-pub use parse::{check_choices, check_model, parse_off_loop};
+pub use parse::{Turn, check_choices, check_model, parse_off_loop};
 
 use super::body::RequestBody;
 use super::error::ApiError;
@@ -20,6 +20,7 @@ use super::wire::{ChoiceOutput, PromptLogprobs};
 use super::{App, OpenResponse, ServeParts};
 use crate::actors::reply::{ChoiceStreams, ReplySpec, ReplyStream};
 use crate::decoding::Constraint;
+use crate::request::client::ClientId;
 use crate::request::{AcceptanceRule, BeamOptions, Client, Request, RequestError};
 use actix_web::web::Bytes;
 use futures_util::Stream;
@@ -72,8 +73,12 @@ pub trait GenerationApi {
     /// Path of the endpoint.
     const PATH: &'static str;
 
-    /// Parses the fields of a request. Errors name the API's own parameters.
-    fn parse(parts: &ServeParts, fields: Fields) -> Result<PreparedRequest<Self::Format>, ApiError>;
+    /// Parses the fields of a request, in its turn. Errors name the API's own parameters.
+    fn parse(
+        parts: &ServeParts,
+        turn: &Turn,
+        fields: Fields,
+    ) -> Result<PreparedRequest<Self::Format>, ApiError>;
 
     /// Name of the prompt parameter in this API.
     const PROMPT_PARAM: &'static str;
@@ -126,10 +131,11 @@ pub async fn respond<A: GenerationApi + 'static>(
     body: RequestBody,
 ) -> Result<ApiResponse, ApiError> {
     let arrived = Instant::now();
-    let open = admit(app, A::PATH)?;
-    let parse = |parts: &ServeParts, mut fields: Fields| {
+    let open = admit(app, A::PATH, client.id)?;
+    let held = app.parts.status.responses.hold(client.id);
+    let parse = |parts: &ServeParts, turn: &Turn, mut fields: Fields| {
         let urgency = Urgency::parse(&mut fields)?;
-        Ok((urgency, A::parse(parts, fields)?))
+        Ok((urgency, A::parse(parts, turn, fields)?))
     };
     let ((urgency, job), ignored) = parse_off_loop(app, body, app.parts.longest_text, parse).await?;
     let origin = Origin::new(client, urgency)?;
@@ -146,25 +152,31 @@ pub async fn respond<A: GenerationApi + 'static>(
         format: job.format,
     };
     let body = match job.generation.delivery {
-        Delivery::Json => ResponseBody::Json(talk.write_json(replies).await?),
+        Delivery::Json => ResponseBody::Json(talk.write_json(replies, held).await?),
         Delivery::Stream { usage } => ResponseBody::Events(Box::pin(talk.event_stream(replies, usage, open))),
     };
     Ok(ApiResponse { body, ignored })
 }
 
-/// Admits a request unless the server drains or the model does not serve `path`. Shutdown waits until the
-/// returned value is dropped.
-pub fn admit(app: &App, path: &'static str) -> Result<OpenResponse, ApiError> {
-    let open = app.open_response();
-    if app.parts.status.is_draining() {
-        return Err(RequestError::Draining.into());
-    }
-    app.parts.status.responses.check_new()?;
+/// Admits a request of `client`, unless the server drains, the client holds too much memory of responses, or
+/// the model does not serve `path`. Shutdown waits until the returned value is dropped.
+pub fn admit(app: &App, path: &'static str, client: ClientId) -> Result<OpenResponse, ApiError> {
+    let open = admit_any(app, client)?;
     let model = &app.parts.model;
     match model.endpoints.contains(&path) {
         true => Ok(open),
         false => Err(ApiError::wrong_endpoint(path, model)),
     }
+}
+
+/// Admits a request that every model serves, like [`admit`].
+pub fn admit_any(app: &App, client: ClientId) -> Result<OpenResponse, ApiError> {
+    let open = app.open_response();
+    if app.parts.status.is_draining() {
+        return Err(RequestError::Draining.into());
+    }
+    app.parts.status.responses.check_new(client)?;
+    Ok(open)
 }
 
 /// Submits the requests of all choices to the engine at once. Errors name the parameters as the client did,

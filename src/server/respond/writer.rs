@@ -3,7 +3,7 @@
 use super::ResponseFormat;
 use crate::actors::reply::{ChoiceStreams, ReplyDelta};
 use crate::actors::request_metrics::Usage;
-use crate::actors::response_memory::token_bytes;
+use crate::actors::response_memory::{HeldBytes, token_bytes};
 use crate::request::{RequestError, Token};
 use crate::server::error::ApiError;
 use crate::server::held_body::held_body;
@@ -53,10 +53,13 @@ pub(super) struct ResponseWriter<W> {
 }
 
 impl<W: ResponseFormat + Send + 'static> ResponseWriter<W> {
-    /// Waits for all choices and returns the JSON response.
-    pub(super) async fn write_json(self, mut replies: ChoiceStreams) -> Result<Bytes, ApiError> {
+    /// Waits for all choices and returns the JSON response, whose memory `held` counts.
+    pub(super) async fn write_json(
+        self,
+        mut replies: ChoiceStreams,
+        held: HeldBytes,
+    ) -> Result<Bytes, ApiError> {
         let mut parts: Vec<ChoiceOutput> = (0..self.choices).map(|_| ChoiceOutput::default()).collect();
-        let held = self.app.parts.status.responses.hold();
         while let Some(next) = replies.next().await {
             let (index, piece) = next?;
             held.grow(delta_bytes(&piece))?;

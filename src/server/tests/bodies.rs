@@ -6,6 +6,7 @@ use crate::text::Encoded;
 use actix_web::rt::net::TcpStream;
 use futures_util::future::select_all;
 use serde_json::json;
+use std::num::NonZero;
 
 /// A body of about `bytes` bytes with a short prompt.
 fn padded(bytes: usize) -> String {
@@ -74,34 +75,52 @@ async fn slow_uploads_hold_up_no_one() {
     server.close().await;
 }
 
+/// Regression: one that takes more than all of the memory was refused, even by an idle server.
 #[actix_web::test]
-async fn a_chunked_body_takes_memory_as_it_grows() {
+async fn a_chunked_body_takes_memory_as_it_grows_and_alone_what_it_needs() {
     let mut server = TestServer::with_config(None, |config| config.request_memory_bytes = 1 << 20);
     let chunk = |text: &str| format!("{:x}\r\n{text}\r\n", text.len());
-    for _ in 0..2 {
-        let text = chunk(&padded(20_000)) + &chunk("");
-        let client = begin(&server, "Transfer-Encoding: chunked\r\n", &text).await;
+    // Of 256 KiB, a buffer of twice the length takes a part, or more than all.
+    for bytes in [20_000, 500_000] {
+        let mut client = begin(&server, "Transfer-Encoding: chunked\r\n", "").await;
+        client.write(&(chunk(&padded(bytes)) + &chunk(""))).await;
         let (_, events) = server.next_request().await;
         events.send(TokenEvent::Finished(FinishReason::Stop));
         assert_eq!(client.response().await.status, 200);
-        // Of 256 KiB, a buffer of twice the length takes all; the last bytes are too many.
-        let mut client = begin(&server, "Transfer-Encoding: chunked\r\n", "").await;
-        let chunks = chunk(&" ".repeat(8000)).repeat(16) + &chunk(&" ".repeat(4000));
-        let mut rest = chunks.as_bytes();
-        while !rest.is_empty() {
-            client.stream.writable().await.unwrap();
-            match client.stream.try_write(rest) {
-                Ok(written) => rest = &rest[written..],
-                Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock),
-            }
-        }
-        client.read_until("server_busy").await;
-        assert!(String::from_utf8_lossy(&client.read).starts_with("HTTP/1.1 429"));
     }
     // One whose length is announced waits for what there is.
     let client = server.send(&padded(500_000)).await;
     let (_, events) = server.next_request().await;
     events.send(TokenEvent::Finished(FinishReason::Stop));
     assert_eq!(client.response().await.status, 200);
+    server.close().await;
+}
+
+/// One that is sent in chunks is read on for a while, so that its client sees the response.
+#[actix_web::test]
+async fn a_chunked_body_beyond_the_limit_gets_413() {
+    let server = TestServer::with_config(None, |config| config.body_limit_bytes = 1 << 20);
+    let mut client = begin(&server, "Transfer-Encoding: chunked\r\n", "").await;
+    let chunk = "u".repeat(64 << 10);
+    for _ in 0..40 {
+        client.write(&format!("{:x}\r\n{chunk}\r\n", chunk.len())).await;
+    }
+    client.write("0\r\n\r\n").await;
+    let response = client.response().await;
+    assert_eq!((response.status, response.error().0.as_str()), (413, "body_too_large"));
+    server.close().await;
+}
+
+/// Regression: the socket was closed with the request unread, so clients saw a reset in the place of the 503.
+#[actix_web::test]
+async fn a_client_that_is_not_accepted_sees_why() {
+    let server = TestServer::with_config(None, |config| config.max_connections_per_address = NonZero::new(1));
+    let mut one = begin(&server, "Content-Length: 9\r\n", "").await;
+    for _ in 0..10 {
+        let refused = begin(&server, "Content-Length: 9\r\n", "{}       ").await.response().await;
+        assert_eq!(refused.status, 503);
+    }
+    one.write("not json.").await;
+    assert_eq!(one.response().await.status, 400);
     server.close().await;
 }

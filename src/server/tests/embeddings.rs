@@ -38,6 +38,26 @@ async fn a_text_becomes_a_normalized_vector() {
     server.close().await;
 }
 
+/// Regression: 48 bytes were counted for each number, and answers that fitted were refused.
+#[actix_web::test]
+async fn a_response_counts_its_numbers_and_its_text() {
+    let dimensions = 4096;
+    let model = || encoder(EncoderOnlyPrompting { dimensions, ..prompting() });
+    let numbers: Vec<f32> = (1..=dimensions).map(|number| 1.0 / number as f32).collect();
+    // Of the memory, a client may hold half.
+    for (encoding, bytes, status) in
+        [("float", 4 + 16, 200), ("float", 4 + 8, 400), ("base64", 4 + 6, 200), ("base64", 4 + 5, 400)]
+    {
+        let mut server = server_with_config(model(), |config| {
+            config.response_bytes = dimensions * bytes * 2 + 2000;
+        });
+        let body = json!({ "input": "ab", "normalize": false, "encoding_format": encoding });
+        let (_, response) = play(&mut server, EMBEDDINGS, body, vec![vector(&numbers)]).await;
+        assert_eq!(response.status, status, "{encoding} {bytes}: {}", response.body);
+        server.close().await;
+    }
+}
+
 #[actix_web::test]
 async fn every_form_of_input_keeps_its_order() {
     let mut server = encoder_server();

@@ -14,11 +14,15 @@ mod generation;
 
 mod prompts;
 
+mod response_memory;
+
 mod sampling;
 
 mod speculation;
 
-mod test_server;
+pub mod test_server;
+
+mod tokenize;
 
 mod encoder_decoder;
 
@@ -34,7 +38,7 @@ use crate::actors::reply::{ReplySpec, ReplyStream};
 use crate::actors::response_memory::ResponseMemory;
 use crate::actors::stream::event_channel;
 use crate::config::{ApiKeys, UnknownFieldsPolicy};
-use crate::request::client::ClientSettings;
+use crate::request::client::{ClientId, ClientSettings};
 use crate::request::{Class, FinishReason, Request, RequestError, Sampling, TokenEvent};
 use actix_web::rt::{net::TcpStream, time::timeout};
 use futures_util::FutureExt;
@@ -821,7 +825,7 @@ async fn aborted_requests_end_with_an_error() {
 fn measured(events: Vec<TokenEvent>, pieces: usize) -> String {
     let recorder = PrometheusBuilder::new().build_recorder();
     metrics::with_local_recorder(&recorder, || {
-        let (sender, stream) = event_channel(&ResponseMemory::new(usize::MAX));
+        let (sender, stream) = event_channel(ResponseMemory::new(usize::MAX).hold(ClientId::Local));
         events.into_iter().for_each(|event| sender.send(event));
         let request = Request::greedy("r", [1, 2, 3], 9);
         let mut reply = ReplyStream::new(stream, Arc::new(tokenizer()), &request, &ReplySpec::default());

@@ -2,13 +2,12 @@
 //!
 //! Invariant: nothing here sleeps; each wait is for an event, with a deadline.
 
-use crate::actors::response_memory::ResponseMemory;
 use crate::actors::stream::{SubmitKind, event_channel};
 use crate::actors::{EventSender, IntakeHandle, ModelInfo, PromptingDefaults, Status, Submit, TokenStream};
 use crate::config::{Config, Overrides, ServerConfig};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
-use crate::server::{ServeParts, Server, ShutdownOutcome};
+use crate::server::{App, ServeParts, Server, ShutdownOutcome};
 use crate::testing::Scratch;
 use crate::text::{ChatTemplate, Tokenizer};
 use actix::{Actor, Context, Handler};
@@ -46,8 +45,8 @@ impl Handler<Submit> for FakeIntake {
         if let Some(refusal) = &self.refusal {
             return Err(refusal.clone());
         }
-        let pass_on = |request| {
-            let (events, stream) = event_channel(&ResponseMemory::new(usize::MAX));
+        let pass_on = |request: Request| {
+            let (events, stream) = event_channel(self.status.responses.hold(request.client.id));
             self.calls.send((request, events)).expect("the test listens");
             stream
         };
@@ -92,16 +91,9 @@ impl TestServer {
         configure: impl FnOnce(&mut ServerConfig),
         drain_timeout: Duration,
     ) -> TestServer {
-        let mut config = Config::load(None, Overrides::default()).unwrap().server;
-        config.port = 0;
-        config.workers = 1;
-        configure(&mut config);
-        let (calls, receiver) = unbounded_channel();
-        let status = Arc::new(Status::new(Duration::ZERO, 1));
-        let intake = IntakeHandle(FakeIntake { calls, refusal, status: status.clone() }.start().recipient());
-        let tokenizer = Arc::new(tokenizer);
-        let sampling = Arc::new(model.sampling(&tokenizer).unwrap());
-        let parts = ServeParts::new(intake, status.clone(), tokenizer, model, sampling);
+        let config = config(configure);
+        let (parts, receiver) = parts(model, tokenizer, refusal, &config);
+        let status = parts.status.clone();
         let server = Server::bind(parts, config).unwrap();
         let address = server.address();
         let (stops, stopped) = unbounded_channel();
@@ -148,6 +140,35 @@ impl TestServer {
     }
 }
 
+fn config(configure: impl FnOnce(&mut ServerConfig)) -> ServerConfig {
+    let mut config = Config::load(None, Overrides::default()).unwrap().server;
+    config.port = 0;
+    config.workers = 1;
+    configure(&mut config);
+    config
+}
+
+/// Returns the parts of a server, and the requests that it submits.
+fn parts(
+    model: ModelInfo,
+    tokenizer: Tokenizer,
+    refusal: Option<RequestError>,
+    config: &ServerConfig,
+) -> (ServeParts, UnboundedReceiver<(Request, EventSender)>) {
+    let (calls, receiver) = unbounded_channel();
+    let status = Arc::new(Status::new(Duration::ZERO, 1).with_response_memory(config.response_bytes));
+    let intake = IntakeHandle(FakeIntake { calls, refusal, status: status.clone() }.start().recipient());
+    let tokenizer = Arc::new(tokenizer);
+    let sampling = Arc::new(model.sampling(&tokenizer).unwrap());
+    (ServeParts::new(intake, status, tokenizer, model, sampling), receiver)
+}
+
+/// Returns what the handlers of a server share, without a server.
+pub fn app(configure: impl FnOnce(&mut ServerConfig)) -> App {
+    let config = config(configure);
+    App::new(parts(model(), tokenizer(), None, &config).0, config)
+}
+
 /// A connection on which a request was sent.
 pub struct Client {
     pub stream: TcpStream,
@@ -157,20 +178,28 @@ pub struct Client {
 impl Client {
     pub async fn send(address: SocketAddr, method: &str, path: &str, headers: &str, body: &str) -> Client {
         let stream = TcpStream::connect(address).await.unwrap();
+        Client::send_on(stream, method, path, headers, body).await
+    }
+
+    pub async fn send_on(stream: TcpStream, method: &str, path: &str, headers: &str, body: &str) -> Client {
         let length = body.len();
         let head = format!("{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n{headers}");
-        let text = format!("{head}Content-Length: {length}\r\n\r\n{body}");
+        let mut client = Client { stream, read: Vec::new() };
+        client.write(&format!("{head}Content-Length: {length}\r\n\r\n{body}")).await;
+        client
+    }
+
+    pub async fn write(&mut self, text: &str) {
         let mut rest = text.as_bytes();
         while !rest.is_empty() {
-            stream.writable().await.unwrap();
+            self.stream.writable().await.unwrap();
             // A server that has responded already may close the connection.
-            match stream.try_write(rest) {
+            match self.stream.try_write(rest) {
                 Ok(written) => rest = &rest[written..],
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 Err(_) => break,
             }
         }
-        Client { stream, read: Vec::new() }
     }
 
     /// Reads once. Returns false at the end of the stream.

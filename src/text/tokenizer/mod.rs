@@ -55,7 +55,7 @@ mod llama2c;
 use crate::formats::{Folder, read_bounded};
 use anyhow::{Context, Result, bail, ensure};
 use fewest::FewestTokens;
-use pipeline::Pipeline;
+use pipeline::{ENCODING_BYTES, Pipeline};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -240,6 +240,27 @@ impl Tokenizer {
     /// Returns the length in bytes beyond which [`Tokenizer::encode_at_most`] encodes no text.
     pub fn longest_text(&self, most: usize) -> usize {
         self.fewest().longest_text(most).max(most.saturating_mul(BYTES_PER_TOKEN))
+    }
+
+    /// Returns the memory that encoding a text takes at most, in bytes per byte of it.
+    pub fn memory_per_byte(&self) -> usize {
+        match &self.encoder {
+            Encoder::Pipeline(pipeline) => pipeline.memory_per_byte(),
+            Encoder::Bytes => ENCODING_BYTES,
+        }
+    }
+
+    /// Builds what the first long text needs, so that its memory can be measured.
+    pub fn build_tables(&self) {
+        self.fewest().build();
+    }
+
+    /// Returns the maximum bytes that each thread that encodes keeps for further texts.
+    pub fn thread_bytes(&self) -> usize {
+        match &self.encoder {
+            Encoder::Pipeline(pipeline) => pipeline.cache_bytes(),
+            Encoder::Bytes => 0,
+        }
     }
 
     fn fewest(&self) -> &FewestTokens {

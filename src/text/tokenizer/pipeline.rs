@@ -22,8 +22,16 @@ use tokenizers::{
 };
 
 /// Maximum number of words whose tokens each thread remembers. Words of at most 255 bytes are remembered, and
-/// never forgotten, so whoever sends 4096 long ones takes 25 MB for each thread.
-const CACHED_WORDS: usize = 4096;
+/// never forgotten, so whoever sends long ones takes as much of each thread as they can.
+const CACHED_WORDS: usize = 1024;
+
+/// Maximum bytes of a remembered word: its text, and 32 bytes for each of its characters.
+const CACHED_WORD_BYTES: usize = 256 * 33 + 128;
+
+/// Memory that the library takes at most per byte of text: it keeps the origin of each byte in several
+/// copies, and each word and token on its own. Spaces that are written as three bytes, and decomposed
+/// characters, take most.
+pub const ENCODING_BYTES: usize = 512;
 
 type Library = TokenizerImpl<Model, Normalizer, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
@@ -128,6 +136,22 @@ impl Pipeline {
         })
     }
 
+    /// Returns the maximum bytes of the words that a thread remembers.
+    pub fn cache_bytes(&self) -> usize {
+        match self.algorithm() {
+            Algorithm::Library(model) => match &**model {
+                ModelWrapper::BPE(_) | ModelWrapper::Unigram(_) => CACHED_WORDS * CACHED_WORD_BYTES,
+                ModelWrapper::WordPiece(_) | ModelWrapper::WordLevel(_) => 0,
+            },
+            Algorithm::Pieces(_) => 0,
+        }
+    }
+
+    /// Returns the memory that encoding a text takes at most, in bytes per byte of it.
+    pub fn memory_per_byte(&self) -> usize {
+        ENCODING_BYTES * self.0.get_normalizer().map_or(1, Normalizer::growth)
+    }
+
     /// Returns the algorithm that encodes the text between added tokens.
     pub fn algorithm(&self) -> &Algorithm {
         &self.0.get_model().algorithm
@@ -202,6 +226,26 @@ impl<M: Into<ModelWrapper>> From<M> for Algorithm {
 impl From<ModelWrapper> for Model {
     fn from(model: ModelWrapper) -> Model {
         Model { algorithm: model.into(), names: HashMap::new() }
+    }
+}
+
+impl Normalizer {
+    /// Returns how many times as much memory as others it takes for a text that grows most. Compatibility
+    /// normalization writes a few characters as whole words, such as U+FDFA.
+    fn growth(&self) -> usize {
+        match self {
+            Normalizer::Library(normalizer) => library_growth(normalizer),
+            Normalizer::SentencePiece(normalizer) => 1 + 3 * usize::from(normalizer.charsmap.is_some()),
+        }
+    }
+}
+
+fn library_growth(normalizer: &NormalizerWrapper) -> usize {
+    match normalizer {
+        NormalizerWrapper::NFKC(_) | NormalizerWrapper::NFKD(_) | NormalizerWrapper::Precompiled(_) => 4,
+        NormalizerWrapper::NFD(_) => 2,
+        NormalizerWrapper::Sequence(all) => all.as_ref().iter().map(library_growth).max().unwrap_or(1),
+        _ => 1,
     }
 }
 

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 pub(super) const LIMITS: StepLimits = StepLimits {
     slots: 4,
     rows: 40,
+    batch_rows: usize::MAX,
     logit_rows: 4,
     positions: 64,
     encoder_positions: 0,

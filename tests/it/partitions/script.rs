@@ -35,6 +35,7 @@ pub fn limits(spec: &ModelSpec) -> StepLimits {
     StepLimits {
         slots: SLOTS as usize,
         rows: 80,
+        batch_rows: usize::MAX,
         logit_rows: 4,
         positions: spec.decoder.as_ref().map_or(0, |stack| POSITIONS.min(stack.context)),
         encoder_positions: spec.encoder.as_ref().map_or(0, |_| PAGE),

@@ -349,7 +349,11 @@ async fn coupled_drafts_change_no_answer_on_several_devices() {
         for (groups, lanes) in [("0;1", 1), ("0;1", 2), ("0&1", 1), ("0&1;2", 2), ("", 2), ("", 1)] {
             let mut settings = vec![("scheduler.lanes", lanes.into()), ("scheduler.token_budget", 24.into())];
             match groups {
-                "" => settings.push(("scheduler.run_ahead", "on".into())),
+                "" => {
+                    settings.push(("scheduler.run_ahead", "on".into()));
+                    // Drafts of a sequence are in several row batches.
+                    settings.push(("scheduler.batch_rows", 3.into()));
+                }
                 groups => settings.push(("device.groups", groups.into())),
             }
             let served = Served::start(&model.0, &draft.0, &settings).await;

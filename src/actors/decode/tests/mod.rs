@@ -137,7 +137,8 @@ fn search(request: &Request, width: usize, answers: usize) -> Vec<Request> {
 #[actix::test]
 async fn beams_find_what_a_search_over_whole_sequences_finds() {
     for (lanes, run_ahead) in [(1, false), (1, true), (2, true)] {
-        for (pages, stops) in [(None, &[][..]), (None, &[5, 50, 60, 70][..]), (Some(30), &[][..])] {
+        let mut charged = Vec::new();
+        for (pages, stops) in [(None, &[5, 50, 60, 70][..]), (None, &[][..]), (Some(30), &[][..])] {
             let mut rig = Rig::new(RigConfig { pages, run_ahead, ..RigConfig::new(12, lanes) });
             rig.submit(request(1, 9, 40)).await;
             for (number, width) in [(2, 4), (3, 2), (4, 5), (5, 1)] {
@@ -150,7 +151,9 @@ async fn beams_find_what_a_search_over_whole_sequences_finds() {
             rig.assert_all_released().await;
             let preemptions = rig.count(&telemetry::PREEMPTIONS);
             assert_eq!(preemptions > 0, pages.is_some(), "{preemptions}");
+            charged.push(rig.queue.lock().charged());
         }
+        assert_eq!(charged[1], charged[2], "what is computed again is charged once");
     }
 }
 

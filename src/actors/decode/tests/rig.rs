@@ -434,6 +434,7 @@ pub struct Rig {
     pub intake: Addr<Intake>,
     pub kv: Addr<KvManager>,
     pub status: Arc<Status>,
+    pub queue: SharedQueue,
     devices: Arc<FakeDevices>,
     recorder: PrometheusRecorder,
     sent: UnboundedReceiver<ReceivedStep>,
@@ -454,6 +455,7 @@ impl Rig {
         let limits = StepLimits {
             slots: rig_config.slots,
             rows: rig_config.budget + rig_config.slots,
+            batch_rows: usize::MAX,
             logit_rows: rig_config.slots,
             positions: POSITIONS,
             encoder_positions: 0,
@@ -500,6 +502,7 @@ impl Rig {
             devices: devices.clone(),
             status: status.clone(),
             host_pool,
+            transfers: Arc::default(),
         };
         let (eos, token_budget, draft_context) = (Vec::new(), budget, rig_config.draft_context);
         let config = DecodeConfig {
@@ -516,11 +519,12 @@ impl Rig {
             Decode::new(lane, handles.clone(), config.clone()).start();
         }
         let limits = IntakeLimits { max_waiting: rig_config.max_waiting, ..intake_limits(slots, pages) };
-        let intake = Intake::new(limits, queue, prefill.recipient(), status.clone()).start();
+        let intake = Intake::new(limits, queue.clone(), prefill.recipient(), status.clone()).start();
         Rig {
             intake,
             kv,
             status,
+            queue,
             epoch: devices.epoch(),
             devices,
             recorder,

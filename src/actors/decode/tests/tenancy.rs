@@ -106,21 +106,64 @@ async fn interactive_requests_start_at_once_under_a_batch_overload() {
     }
 }
 
-/// Pages are taken from batch requests, too.
+/// Pages are taken from batch requests, too, in whatever lanes these are.
 #[actix::test]
 async fn interactive_requests_get_the_pages_of_batch_requests() {
-    let mut rig = Rig::new(RigConfig { pages: Some(40), budget: 64, ..config(8) });
-    let (one, two) = (client(1), client(2));
-    for number in 0..6 {
-        rig.submit(of(&one, Class::Batch, request(number, 20, 40))).await;
+    for lanes in [1, 2] {
+        let mut rig = Rig::new(RigConfig { pages: Some(40), budget: 64, lanes, ..config(8) });
+        let (one, two) = (client(1), client(2));
+        for number in 0..6 {
+            rig.submit(of(&one, Class::Batch, request(number, 20, 40))).await;
+        }
+        for _ in 0..9 {
+            rig.complete_step().await;
+        }
+        let late = rig.submit(of(&two, Class::Interactive, request(100, 120, 5))).await;
+        let steps = steps_to_first_token(&mut rig, late).await;
+        // A step in flight of each lane, those that make way, and two chunks.
+        assert!(steps <= 3 + 2 * lanes as u64, "{steps} with {lanes} lanes");
+        assert!(rig.count(&telemetry::PREEMPTIONS) > 0);
+        finish(rig).await;
     }
-    for _ in 0..9 {
+}
+
+/// Batch requests whose long prompts fill the slots for many steps make way, too.
+#[actix::test]
+async fn interactive_requests_take_the_slots_of_long_batch_prompts() {
+    let mut rig = Rig::new(RigConfig { budget: 12, ..config(4) });
+    let two = client(9);
+    for number in 0..16 {
+        let one = client(number % 4);
+        rig.submit(of(&one, Class::Batch, request(number, 140, 4))).await;
+    }
+    for number in 0..10 {
+        for _ in 0..5 {
+            rig.complete_step().await;
+        }
+        let late = rig.submit(of(&two, Class::Interactive, request(100 + number, 8, 4))).await;
+        let steps = steps_to_first_token(&mut rig, late).await;
+        assert!(steps <= 2, "{steps}");
+    }
+    assert!(rig.count(&telemetry::PREEMPTIONS) > 0);
+    finish(rig).await;
+}
+
+/// A client whose long requests fill the pages makes way for one with a few pages.
+#[actix::test]
+async fn a_client_within_its_share_of_the_pages_gets_them() {
+    let mut rig = Rig::new(RigConfig { pages: Some(120), budget: 256, ..config(8) });
+    let (one, two) = (client(1), client(2));
+    for number in 0..4 {
+        rig.submit(of(&one, Class::Interactive, request(number, 20, 100))).await;
+    }
+    // They fill the pages when they end, soon.
+    for _ in 0..85 {
         rig.complete_step().await;
     }
-    let late = rig.submit(of(&two, Class::Interactive, request(100, 60, 5))).await;
+    rig.run_until_idle().await;
+    let late = rig.submit(of(&two, Class::Interactive, request(100, 80, 5))).await;
     let steps = steps_to_first_token(&mut rig, late).await;
-    assert!(steps <= 4, "{steps}");
-    assert!(rig.count(&telemetry::PREEMPTIONS) > 0);
+    assert!(steps <= 4 && rig.count(&telemetry::PREEMPTIONS) > 0, "{steps}");
     finish(rig).await;
 }
 

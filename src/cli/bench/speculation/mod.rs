@@ -129,6 +129,7 @@ async fn open_models(
     let (draft, hub) = (config.speculation.clone(), config.hub.clone());
     config.speculation = off_loop(move || start::fetch_draft(draft, &hub)).await?;
     let model = ModelRef::parse(&config.model.path).map_err(|error| usage(format!("{error:#}")))?;
+    *config = start::with_placement(config.clone(), None)?;
     let (source, tokenizer) = start::open_with_draft(&model, config)?;
     check_decoder_only(&source, "the tests support")?;
     report.model = Some(ModelFacts::from_source(&source));

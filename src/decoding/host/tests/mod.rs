@@ -249,7 +249,8 @@ fn a_panic_of_a_job_ends_its_sequence() {
     let grammar = constraint("[a-z]*", ConstraintStart::Immediately);
     for plan in [None, Some(plan(json!({"mirostat": 2})))] {
         let host = HostSequence::begin(&panicking, plan.as_ref(), Some(&grammar), &[1], 9, 0).unwrap();
-        assert!(generate(&host, 9, false).len() < 9);
+        // The panic follows the first token, which may have been sent, and precedes all others.
+        assert!(generate(&host, 9, false).len() <= 1);
         assert!(host.error().unwrap().to_string().contains("internal error"));
     }
 }

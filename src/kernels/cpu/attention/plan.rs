@@ -246,6 +246,7 @@ mod tests {
         let mut step = StepState::new(&StepLimits {
             slots: spans.len(),
             rows: 100,
+            batch_rows: usize::MAX,
             logit_rows: 1,
             positions: 4096,
             encoder_positions: 0,

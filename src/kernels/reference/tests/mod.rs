@@ -23,6 +23,7 @@ fn assert_near(got: &[f32], want: &[f64]) {
 const LIMITS: StepLimits = StepLimits {
     slots: 2,
     rows: 16,
+    batch_rows: usize::MAX,
     logit_rows: 4,
     positions: 32,
     encoder_positions: 8,

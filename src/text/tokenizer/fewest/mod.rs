@@ -19,8 +19,8 @@ use super::{DecodeMethod, Encoder, Tokenizer};
 use cover::Cover;
 use serde_json::Value;
 use std::collections::HashSet;
-use std::sync::OnceLock;
-use tokenizers::{ModelWrapper, NormalizedString, Normalizer as _};
+use std::sync::LazyLock;
+use tokenizers::{AddedToken, ModelWrapper, NormalizedString, Normalizer as _};
 
 /// Character that stands for a space.
 const MARK: &str = "\u{2581}";
@@ -40,9 +40,8 @@ pub enum FewestTokens {
 /// A vocabulary whose tokens are the bytes of the text.
 #[derive(Debug)]
 pub struct Pieces {
-    pieces: Vec<Vec<u8>>,
-    /// Built for the first text that needs it.
-    cover: OnceLock<Cover>,
+    /// Built of the pieces for the first text that needs it.
+    cover: LazyLock<Cover, Box<dyn FnOnce() -> Cover + Send + Sync>>,
     longest: usize,
     written: Writing,
     /// Names of tokens that take the spaces beside them.
@@ -57,6 +56,13 @@ impl FewestTokens {
             Some(pieces) => FewestTokens::Pieces(Box::new(pieces)),
             None if counts_words(tokenizer, pipeline) == Some(true) => FewestTokens::Words,
             None => FewestTokens::Unknown,
+        }
+    }
+
+    /// Builds what the first text needs.
+    pub fn build(&self) {
+        if let FewestTokens::Pieces(pieces) = self {
+            LazyLock::force(&pieces.cover);
         }
     }
 
@@ -108,11 +114,16 @@ impl Pieces {
         let added = library.get_added_tokens_decoder();
         let greedy = added.values().filter(|token| token.lstrip || token.rstrip);
         let greedy: Vec<String> = greedy.map(|token| token.content.clone()).collect();
-        if greedy.iter().any(|name| name.contains([' ', SPACE])) {
+        // Names are looked for in the text before it is normalized.
+        let is_unclear = |name: &String| name.contains([' ', SPACE]) || written.composes && !name.is_ascii();
+        if greedy.iter().any(is_unclear) {
             return None;
         }
         // Added tokens may be found with the space that is added before them.
-        pieces.extend(added.values().map(|token| format!(" {}", token.content).into_bytes()));
+        for token in added.values() {
+            let names = names(token, library.get_normalizer())?.into_iter();
+            pieces.extend(names.map(|name| format!(" {name}").into_bytes()));
+        }
         if written.marks_spaces {
             pieces.iter_mut().for_each(|piece| *piece = unmarked(piece));
         }
@@ -121,7 +132,7 @@ impl Pieces {
             pieces.iter().filter_map(|piece| piece.strip_prefix(b" ").map(<[u8]>::to_vec)).collect();
         pieces.extend(bare);
         let longest = pieces.iter().map(Vec::len).max().unwrap_or(0);
-        Some(Pieces { pieces, cover: OnceLock::new(), longest, written, greedy })
+        Some(Pieces { cover: LazyLock::new(Box::new(|| Cover::new(pieces))), longest, written, greedy })
     }
 
     /// Returns the maximum length in bytes of text that becomes one token.
@@ -139,7 +150,7 @@ impl Pieces {
         if least > most {
             return Some(least);
         }
-        let mut reader = self.cover.get_or_init(|| Cover::new(self.pieces.clone())).reader();
+        let mut reader = self.cover.reader();
         let mut buffer = [0; 4];
         for character in text.chars() {
             if self.written.composes && !is_unchanged(character) {
@@ -269,9 +280,12 @@ fn is_unchanged(character: char) -> bool {
 /// Returns whether each word between spaces is at least one token; `None` if that is not known.
 fn counts_words(tokenizer: &Tokenizer, pipeline: &Pipeline) -> Option<bool> {
     let library = pipeline.library();
-    let spans_words = |name: &str| name.trim_matches(' ').contains(' ');
-    if library.get_added_tokens_decoder().values().any(|token| spans_words(&token.content)) {
-        return Some(false);
+    let normalizer = library.get_normalizer();
+    let spans_words = |name: &str| name.trim_matches([' ', SPACE]).contains([' ', SPACE]);
+    for token in library.get_added_tokens_decoder().values() {
+        if names(token, normalizer)?.iter().any(|name| spans_words(name)) {
+            return Some(false);
+        }
     }
     let pre_tokenizer = serde_json::to_value(library.get_pre_tokenizer()).ok()?;
     let splits = match pipeline.algorithm() {
@@ -290,7 +304,7 @@ fn counts_words(tokenizer: &Tokenizer, pipeline: &Pipeline) -> Option<bool> {
             is_unigram && pre_tokenizer.is_null() && has_space && !tokens.any(|token| spans_words(&token))
         }
     };
-    Some(splits && keeps_words(library.get_normalizer()))
+    Some(splits && keeps_words(normalizer))
 }
 
 /// Returns whether a pre-tokenizer splits at each space; `None` if it may remove more than spaces.
@@ -309,10 +323,29 @@ fn splits_words(pre_tokenizer: &Value) -> Option<bool> {
     }
 }
 
+/// Returns the names by which an added token is found in texts; `None` if they are not known.
+fn names(token: &AddedToken, normalizer: Option<&Normalizer>) -> Option<Vec<String>> {
+    let mut names = vec![token.content.clone()];
+    if let Some(normalizer) = normalizer.filter(|_| token.normalized) {
+        let mut name = NormalizedString::from(token.content.as_str());
+        normalizer.normalize(&mut name).ok()?;
+        names.push(name.get().to_owned());
+    }
+    Some(names)
+}
+
 /// Returns whether a normalizer keeps words of ASCII letters and digits apart, and none of them vanishes: it
-/// changes no pair of them, except for upper case.
+/// is of a kind that reads single characters, and changes no pair of letters or digits, except for upper
+/// case.
 fn keeps_words(normalizer: Option<&Normalizer>) -> bool {
     let Some(normalizer) = normalizer else { return true };
+    let is_known = match normalizer {
+        Normalizer::SentencePiece(_) => true,
+        Normalizer::Library(it) => serde_json::to_value(it).is_ok_and(|it| may_keep_words(&it)),
+    };
+    if !is_known {
+        return false;
+    }
     let characters = || (b'0'..=b'z').filter(u8::is_ascii_alphanumeric).map(char::from);
     let pairs = characters().flat_map(|first| characters().map(move |second| format!("{first}{second}")));
     let pairs: Vec<String> = pairs.collect();
@@ -322,6 +355,26 @@ fn keeps_words(normalizer: Option<&Normalizer>) -> bool {
     }
     let words = text.get().split([' ', SPACE]).filter(|word| !word.is_empty());
     words.map(str::to_ascii_lowercase).eq(pairs.iter().map(|pair| pair.to_ascii_lowercase()))
+}
+
+/// Returns whether a normalizer of the library is of a kind that may keep words. One that replaces what a
+/// pattern finds may change long words only, unless it is one of the usual patterns of spaces.
+fn may_keep_words(it: &Value) -> bool {
+    const SPACES: [&str; 4] = [" {2,}", " +", r"\s{2,}", r"\s+"];
+    match it["type"].as_str().unwrap_or_default() {
+        "BertNormalizer" | "Lowercase" | "NFC" | "NFD" | "NFKC" | "NFKD" | "Nmt" | "Precompiled"
+        | "Prepend" | "Strip" | "StripAccents" => true,
+        "Replace" => {
+            let keeps_space = it["content"].as_str().is_some_and(|content| content.contains([' ', SPACE]));
+            let is_short = |text: &str| text.chars().count() <= 2 && (keeps_space || !text.contains(' '));
+            let is_spaces = |regex: &str| keeps_space && SPACES.contains(&regex);
+            let pattern = &it["pattern"];
+            pattern["String"].as_str().is_some_and(is_short)
+                || pattern["Regex"].as_str().is_some_and(is_spaces)
+        }
+        "Sequence" => it["normalizers"].as_array().is_some_and(|stages| stages.iter().all(may_keep_words)),
+        _ => false,
+    }
 }
 
 #[cfg(test)]

@@ -163,4 +163,49 @@ fn what_makes_fewer_tokens_of_a_text_has_no_bound() {
         let tokenizer = changed(place, value.clone());
         assert!(matches!(tokenizer.fewest(), FewestTokens::Unknown), "{place:?} {value}");
     }
+    // Of words, those of three digits vanish, or a name spans two of them only once it is normalized.
+    let replacing = |regex: &str, content: &str| {
+        let pattern = json!({ "Regex": regex });
+        json!({"type": "Replace", "pattern": pattern, "content": content})
+    };
+    let spaces = json!({"type": "Sequence", "normalizers": [{"type": "NFKC"}, replacing(" {2,}", " ")]});
+    let named = json!({"id": 12, "content": "the\u{a0}re", "single_word": false, "lstrip": false,
+        "rstrip": false, "normalized": true, "special": false});
+    for (normalizer, name, has_bound) in [
+        (json!({"type": "NFKC"}), None, true),
+        (spaces, None, true),
+        (replacing("[0-9]{3,}", ""), None, false),
+        (replacing(" {2,}", ""), None, false),
+        (json!({"type": "Replace", "pattern": {"String": "the"}, "content": ""}), None, false),
+        (json!(null), Some(&named), true),
+        (json!({"type": "NFKC"}), Some(&named), false),
+    ] {
+        let mut file = word_piece();
+        file["normalizer"] = normalizer.clone();
+        file["added_tokens"].as_array_mut().unwrap().extend(name.cloned());
+        let tokenizer = from_tokenizer_json(&file, None).unwrap();
+        let bound = tokenizer.fewest();
+        assert_eq!(matches!(bound, FewestTokens::Words), has_bound, "{normalizer} {name:?}: {bound:?}");
+    }
+}
+
+/// The name of a token that is found in normalized text is another one there.
+#[test]
+fn names_of_tokens_are_normalized_as_the_text_is() {
+    let mut file = byte_level();
+    file["normalizer"] = json!({"type": "NFC"});
+    let named = json!({"id": 265, "content": "re\u{301}sume\u{301}", "single_word": false, "lstrip": false,
+        "rstrip": false, "normalized": true, "special": false});
+    file["added_tokens"].as_array_mut().unwrap().push(named);
+    let tokenizer = from_tokenizer_json(&file, None).unwrap();
+    let text = "r\u{e9}sum\u{e9}".repeat(20);
+    assert_eq!(tokenizer.encode(&text, false).unwrap().len(), 20);
+    assert_eq!(tokenizer.fewest_above(&text, 20), None);
+    assert!(tokenizer.fewest_above(&text, 19).is_some());
+    // One that takes the spaces beside it is looked for in the text as it is.
+    if let Some(named) = file["added_tokens"].as_array_mut().unwrap().last_mut() {
+        named["rstrip"] = json!(true);
+    }
+    let greedy = from_tokenizer_json(&file, None).unwrap();
+    assert!(matches!(greedy.fewest(), FewestTokens::Unknown));
 }

@@ -27,6 +27,7 @@ fn limits(rows: usize, vocab: usize) -> StepLimits {
     StepLimits {
         slots: rows,
         rows,
+        batch_rows: usize::MAX,
         logit_rows: rows,
         positions: 64,
         encoder_positions: 0,

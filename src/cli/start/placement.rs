@@ -1,0 +1,484 @@
+//! Plans of the placement on this machine: how many sequences run at once, and which weights stay in memory.
+//!
+//! Invariant: the memory of a policy is counted by the functions that the start of the engine uses.
+
+use super::machine::{KnownRates, RateNeeds};
+use super::memory::EngineMemory;
+use super::tiers::{parameter_count, stores_folder};
+use super::{attach_draft, configured_model, engine_setup, forecast, open_source, open_tokenizer};
+use crate::actors::engine::available_memory;
+use crate::cli::spinner::Spinner;
+use crate::config::{
+    Config, HostTier, KvSize, POLICY_VERSION, Placement, PlacementPolicy, PolicyPrediction, PolicyWorkload,
+    parse_bytes,
+};
+use crate::model::ModelSource;
+use crate::model::load;
+use crate::model::offload::{Offload, OffloadReport, Residency, StorePlace};
+use crate::planner::placement::{
+    Choice, DiskRates, MachineRates, MemoryNeed, ModelCost, Objective, PlacementProblem, PlannedPolicy,
+    Prediction, Tier, Variant, Workload, slot_counts, token_budgets,
+};
+use crate::quantize::WeightRules;
+use anyhow::{Context, Result, anyhow, ensure};
+use mainstem_kernels::QuantType;
+use toml::Value;
+use tracing::info;
+
+/// Fraction of the memory that weights, cache and steps may take. The rest is for the program itself, its
+/// tokenizer, requests and responses, and for other processes.
+const USABLE: f64 = 0.85;
+
+/// Requests of a plan that names none: their number, and the tokens of a prompt and of an answer.
+const WORKLOAD: Workload = Workload { requests: 256, prompt: 512, output: 128 };
+
+/// Formats of weights that a plan may choose, in the order of preference.
+const COMPRESSED_WEIGHTS: [&str; 2] = ["q8", "q4"];
+
+/// Formats of the KV cache that a plan may choose.
+const COMPRESSED_KV: [QuantType; 2] = [QuantType::Q8_0, QuantType::G4_B64];
+
+/// Rows that are computed at once, if none are configured: GEMMs run at nearly their full rate with these.
+const BATCH_ROWS: usize = 512;
+
+/// Number of policies that are searched, and of those that a plan has.
+const SEARCHED: usize = 48;
+const LISTED: usize = 4;
+
+/// The question that a plan answers.
+#[derive(Clone, Copy, Debug)]
+pub struct PlacementRequest {
+    /// Bytes of memory; `None` is what is available.
+    pub memory: Option<usize>,
+    /// Rates of the disk instead of the measured ones.
+    pub disk: Option<DiskRates>,
+    /// `None` is the usual one.
+    pub workload: Option<Workload>,
+    pub objective: Objective,
+    /// Maximum seconds of a step of decoding.
+    pub max_token_seconds: Option<f64>,
+    /// Whether formats with fewer bits may be chosen for weights and cache.
+    pub allow_compression: bool,
+    /// Whether the machine is measured again.
+    pub measure: bool,
+}
+
+impl PlacementRequest {
+    /// Most tokens per second in the available memory.
+    pub const THROUGHPUT: PlacementRequest = PlacementRequest {
+        memory: None,
+        disk: None,
+        workload: None,
+        objective: Objective::Throughput,
+        max_token_seconds: None,
+        allow_compression: false,
+        measure: false,
+    };
+}
+
+/// A plan.
+pub struct PlacementPlan {
+    pub model: String,
+    pub parameters: u64,
+    pub workload: Workload,
+    /// Bytes of memory that were available, and the memories of the plan.
+    pub memory: usize,
+    pub tiers: Vec<Tier>,
+    pub rates: MachineRates,
+    /// The best policies that differ in more than the rows of a step; at least one, the best first.
+    pub policies: Vec<PlannedPolicy>,
+    variants: Vec<Variant>,
+    batch_rows: usize,
+    kv_page: usize,
+    /// Pages of the KV cache per sequence.
+    pages: usize,
+}
+
+impl PlacementPlan {
+    /// Plans the placement of a model that is open, for the configured device.
+    pub fn new(
+        config: &Config,
+        source: &mut ModelSource,
+        request: &PlacementRequest,
+    ) -> Result<PlacementPlan> {
+        let (rules, offload) = (source.weight_rules.clone(), source.offload.clone());
+        let planned = PlacementPlan::search(config, source, request, &rules);
+        (source.weight_rules, source.offload) = (rules, offload);
+        planned
+    }
+
+    fn search(
+        config: &Config,
+        source: &mut ModelSource,
+        request: &PlacementRequest,
+        rules: &WeightRules,
+    ) -> Result<PlacementPlan> {
+        let records = load::records(source, &source.spec);
+        let parameters = parameter_count(source);
+        let workload = workload(config, source, request.workload)?;
+        let kvs = kv_types(config, request);
+        let variants = variants(config, source, request)?;
+        let memory = request.memory.unwrap_or_else(available_memory);
+        let usable = memory as f64 * USABLE;
+        let weights = records.iter().map(|record| record.bytes).sum::<usize>() as f64;
+        let needs = RateNeeds {
+            formats: variants.iter().flat_map(|variant| variant.cost.formats()).collect(),
+            attention: variants
+                .iter()
+                .flat_map(|variant| kvs.iter().flat_map(|kv| variant.cost.attention_shapes(*kv)))
+                .collect(),
+            // Unless there is twice as much memory as weights, these may have to be read.
+            disk: request.disk.is_none() && weights > usable / 2.0,
+        };
+        let rates = measured_rates(config, &needs, request)?;
+        let mut tiers = vec![Tier { name: "memory", bytes: usable, read: rates.memory }];
+        tiers.extend(rates.disk.map(|disk| Tier { name: "disk", bytes: f64::INFINITY, read: disk.read }));
+        let pages = sequence_pages(source, config.kv.page_size, &workload);
+        let mut counter = MemoryCounter { config, source, variants: &variants, rules, pages, reason: None };
+        let problem = PlacementProblem {
+            variants: &variants,
+            choices: choices(config, &variants, &kvs, &workload),
+            workload,
+            objective: request.objective,
+            max_token_seconds: request.max_token_seconds,
+            rates: &rates,
+            tiers: &tiers,
+        };
+        let found = problem.search(SEARCHED, |choice| counter.need(choice))?;
+        let mut policies: Vec<PlannedPolicy> = Vec::new();
+        for policy in found {
+            let is_new = policies.iter().all(|other| !is_alike(&other.choice, &policy.choice));
+            if is_new && policies.len() < LISTED {
+                let memory = counter.exact(&policy)? as f64;
+                policies.extend((memory <= usable).then_some(PlannedPolicy { memory, ..policy }));
+            }
+        }
+        if policies.is_empty() {
+            return Err(counter.failure(memory, request));
+        }
+        let (model, batch_rows, kv_page) = (source.name(), batch_rows(config), config.kv.page_size);
+        Ok(PlacementPlan {
+            model,
+            parameters,
+            workload,
+            memory,
+            tiers,
+            rates,
+            policies,
+            variants,
+            batch_rows,
+            kv_page,
+            pages,
+        })
+    }
+
+    /// Returns the number format rule of a policy's weights; `None` if the configured one is kept.
+    pub fn weights(&self, policy: &PlannedPolicy) -> Option<&'static str> {
+        self.variants[policy.choice.variant].weights
+    }
+
+    /// Returns the settings of a policy.
+    pub fn settings(&self, policy: &PlannedPolicy) -> Vec<(&'static str, Value)> {
+        let Choice { kv, slots, token_budget, .. } = policy.choice;
+        let number = |number: usize| Value::Integer(number as i64);
+        let mut settings = vec![
+            ("scheduler.slots", number(slots)),
+            ("scheduler.token_budget", number(token_budget)),
+            ("scheduler.batch_rows", number(self.batch_rows)),
+        ];
+        if self.pages > 0 {
+            settings.push(("kv.type", kv.name().into()));
+            settings.push(("tiers.kv", "all".into()));
+            settings.push(("kv.size", format!("{} tokens", slots * self.pages * self.kv_page).into()));
+        }
+        settings.push((
+            "tiers.host",
+            match is_resident(policy) {
+                true => "all".into(),
+                false => number(policy.layers[0] as usize),
+            },
+        ));
+        settings.extend(self.weights(policy).map(|rule| ("model.weights", rule.into())));
+        settings
+    }
+
+    /// Returns what the file of a policy says apart from its settings.
+    pub fn policy(&self, policy: &PlannedPolicy) -> PlacementPolicy {
+        let Workload { requests, prompt, output } = self.workload;
+        let Prediction { prefill_rate, decode_rate, job_seconds, request_seconds, .. } = policy.prediction;
+        PlacementPolicy {
+            version: POLICY_VERSION,
+            model: self.model.clone(),
+            parameters: self.parameters,
+            workload: PolicyWorkload { requests, prompt, output },
+            predicted: PolicyPrediction {
+                prefill_tokens_per_second: prefill_rate,
+                decode_tokens_per_second: decode_rate,
+                job_seconds,
+                request_seconds,
+                memory_bytes: policy.memory as u64,
+            },
+        }
+    }
+
+    /// Returns the configuration with a policy.
+    fn applied(&self, config: &Config, policy: &PlannedPolicy) -> Config {
+        let rules = &config.model.weights;
+        let mut config = candidate(config, &policy.choice, &self.variants, rules, self.pages);
+        config.tiers.host = match is_resident(policy) {
+            true => HostTier::All,
+            false => HostTier::Bytes(policy.layers[0] as u64),
+        };
+        config.tiers.placement = Placement::Configured;
+        config.tiers.policy = Some(self.policy(policy));
+        config
+    }
+}
+
+/// Returns whether the matrices of all layers are in memory.
+pub fn is_resident(policy: &PlannedPolicy) -> bool {
+    policy.layers[1..].iter().all(|bytes| *bytes == 0.0)
+}
+
+/// Returns whether two choices differ in the rows of a step only.
+fn is_alike(a: &Choice, b: &Choice) -> bool {
+    (a.variant, a.kv, a.slots) == (b.variant, b.kv, b.slots)
+}
+
+/// Plans the placement if the configuration says so, and returns the configuration with the best policy. The
+/// models are fetched already. `workload` is that of a job; `None` is the usual one.
+pub fn with_placement(config: Config, workload: Option<Workload>) -> Result<Config> {
+    if config.tiers.placement == Placement::Configured {
+        return Ok(config);
+    }
+    let mut source = {
+        let _spinner = Spinner::start("opening the model");
+        open_for_plan(&config)?
+    };
+    let workload = workload.map(|workload| shortened(workload, contexts(&config, &source)));
+    let request = PlacementRequest { workload, ..PlacementRequest::THROUGHPUT };
+    let plan = PlacementPlan::new(&config, &mut source, &request)?;
+    let best = plan.policies.first().context("a plan has a policy; anything else is a bug")?;
+    let settings = plan.settings(best);
+    let settings: Vec<String> = settings.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+    info!("planned placement: {}", settings.join(", "));
+    Ok(plan.applied(&config, best))
+}
+
+/// Opens the configured model, with its draft model, without deciding what stays in memory.
+pub fn open_for_plan(config: &Config) -> Result<ModelSource> {
+    let mut source = open_source(&configured_model(&config.model)?, &config.model)?;
+    if config.speculation.draft_model().is_some() {
+        let tokenizer = open_tokenizer(&source)?;
+        attach_draft(&config.speculation, &mut source, &tokenizer)?;
+    }
+    Ok(source)
+}
+
+/// Returns the tokens of a model's context and those of its encoder's input; 0 for what it does not have.
+fn contexts(config: &Config, source: &ModelSource) -> [usize; 2] {
+    let limit = config.kv.max_context.unwrap_or(usize::MAX);
+    let own = source.spec.decoder.as_ref().map_or(0, |_| source.spec.context);
+    [own, source.spec.encoder_context()].map(|tokens| tokens.min(limit))
+}
+
+/// Returns a workload whose requests are short enough for a model.
+fn shortened(workload: Workload, [context, encoder]: [usize; 2]) -> Workload {
+    let prompt = if encoder > 0 { encoder } else { context - context / 4 };
+    let output = if encoder > 0 { context.saturating_sub(1) } else { context / 4 };
+    let Workload { requests, prompt: own, output: answer } = workload;
+    Workload { requests, prompt: own.min(prompt), output: answer.min(output) }
+}
+
+/// Returns the requests of a plan that names none.
+pub fn usual_workload(config: &Config, source: &ModelSource) -> Workload {
+    shortened(WORKLOAD, contexts(config, source))
+}
+
+/// Returns the requests of a plan. Fails if they are longer than the model's context.
+fn workload(config: &Config, source: &ModelSource, asked: Option<Workload>) -> Result<Workload> {
+    let [context, encoder] = contexts(config, source);
+    let Workload { requests, prompt, output } = asked.unwrap_or_else(|| usual_workload(config, source));
+    let output = if source.spec.decoder.is_some() { output.max(1) } else { 0 };
+    let (input, own) = if encoder > 0 { (prompt, output) } else { (0, prompt + output) };
+    ensure!(input <= encoder, "--prompt is {prompt} tokens, but the model's encoder takes {encoder}");
+    ensure!(own <= context, "--prompt and --output are {own} tokens together, but the context has {context}");
+    Ok(Workload { requests: requests.max(1), prompt: prompt.max(1), output })
+}
+
+/// Returns the pages of the KV cache that a sequence needs; 0 if the model has none.
+fn sequence_pages(source: &ModelSource, page: usize, workload: &Workload) -> usize {
+    let Workload { prompt, output, .. } = *workload;
+    match (&source.spec.encoder, &source.spec.decoder) {
+        (_, None) => 0,
+        (None, Some(_)) => (prompt + output).div_ceil(page),
+        (Some(_), Some(_)) => prompt.div_ceil(page) + (output + 1).div_ceil(page),
+    }
+}
+
+/// Returns the formats of the KV cache to choose from.
+fn kv_types(config: &Config, request: &PlacementRequest) -> Vec<QuantType> {
+    let own = config.kv.ty;
+    let smaller = COMPRESSED_KV.into_iter().filter(|ty| ty.bits_per_element() < own.bits_per_element());
+    [own].into_iter().chain(smaller.filter(|_| request.allow_compression)).collect()
+}
+
+/// Returns the models to choose from: with the configured formats of weights, and, if they may be chosen and
+/// no rules are configured, with smaller ones.
+fn variants(config: &Config, source: &mut ModelSource, request: &PlacementRequest) -> Result<Vec<Variant>> {
+    let of = |source: &ModelSource| ModelCost::from_spec(&source.spec, &|piece| source.load_type(piece));
+    let mut all = vec![Variant { weights: None, cost: of(source) }];
+    let own = std::mem::take(&mut source.weight_rules);
+    if request.allow_compression && config.model.weights == WeightRules::default() {
+        for rule in COMPRESSED_WEIGHTS {
+            source.weight_rules = WeightRules::parse(rule).map_err(|reason| anyhow!(reason))?;
+            all.push(Variant { weights: Some(rule), cost: of(source) });
+        }
+    }
+    source.weight_rules = own;
+    Ok(all)
+}
+
+/// Returns the rates of the machine, which are measured if they are not known.
+fn measured_rates(config: &Config, needs: &RateNeeds, request: &PlacementRequest) -> Result<MachineRates> {
+    let mut known = KnownRates::open(config)?;
+    if request.measure {
+        known.forget();
+    }
+    if !known.have(needs) {
+        let _spinner = Spinner::start("measuring this machine");
+        known.complete(config, needs)?;
+    }
+    let disk = request.disk.or(known.rates.disk);
+    Ok(MachineRates { disk, ..known.rates })
+}
+
+/// Returns all choices.
+fn choices(config: &Config, variants: &[Variant], kvs: &[QuantType], workload: &Workload) -> Vec<Choice> {
+    let fixed = match config.tiers.placement {
+        Placement::Configured => (false, false),
+        Placement::Auto { slots, token_budget } => (slots, token_budget),
+    };
+    let slots = if fixed.0 { vec![config.scheduler.slots] } else { slot_counts(workload.requests) };
+    let mut all = Vec::new();
+    for (variant, kv) in (0..variants.len()).flat_map(|variant| kvs.iter().map(move |kv| (variant, *kv))) {
+        for slots in slots.iter().copied() {
+            let budgets = match fixed.1 && !config.scheduler.is_budget_auto {
+                true => vec![config.scheduler.token_budget],
+                false => token_budgets(slots, workload.prompt),
+            };
+            let larger = budgets.into_iter().filter(|budget| *budget > slots);
+            all.extend(larger.map(|token_budget| Choice { variant, kv, slots, token_budget }));
+        }
+    }
+    all
+}
+
+/// Returns the configuration with a choice, apart from what stays in memory.
+fn candidate(
+    config: &Config,
+    choice: &Choice,
+    variants: &[Variant],
+    rules: &WeightRules,
+    pages: usize,
+) -> Config {
+    let mut config = config.clone();
+    config.scheduler.slots = choice.slots;
+    config.scheduler.token_budget = choice.token_budget;
+    config.scheduler.is_budget_auto = false;
+    config.scheduler.batch_rows = Some(batch_rows(&config));
+    // The time to read and write caches is not predicted.
+    config.tiers.kv = HostTier::All;
+    config.kv.ty = choice.kv;
+    if pages > 0 {
+        config.kv.size = KvSize::Tokens(choice.slots * pages * config.kv.page_size);
+    }
+    // The built-in rules are valid.
+    let rule = variants[choice.variant].weights.and_then(|rule| WeightRules::parse(rule).ok());
+    config.model.weights = rule.unwrap_or_else(|| rules.clone());
+    config
+}
+
+/// Returns the rows that are computed at once: the same whether weights are read or not, so that memory does
+/// not depend on that.
+fn batch_rows(config: &Config) -> usize {
+    config.scheduler.batch_rows.unwrap_or(BATCH_ROWS)
+}
+
+/// Counts the memory of choices.
+struct MemoryCounter<'a> {
+    config: &'a Config,
+    source: &'a mut ModelSource,
+    variants: &'a [Variant],
+    /// The configured rules of the formats of weights.
+    rules: &'a WeightRules,
+    pages: usize,
+    /// The reason of the last choice that is impossible.
+    reason: Option<anyhow::Error>,
+}
+
+impl MemoryCounter<'_> {
+    /// Returns the memory of a choice; `None` if an engine with these sizes is impossible here.
+    fn need(&mut self, choice: &Choice) -> Result<Option<MemoryNeed>> {
+        let counted = self.count(choice, Some(Residency(0.0)));
+        let (memory, layers) = match counted {
+            Ok(counted) => counted,
+            Err(reason) => {
+                self.reason = Some(reason);
+                return Ok(None);
+            }
+        };
+        let (buffers, streamed) = (layers.buffer_bytes as f64, layers.streamed_bytes as f64);
+        Ok(Some(MemoryNeed { fixed: memory.total() as f64 - buffers, buffers, layers: streamed }))
+    }
+
+    /// Returns the bytes of memory that an engine with a policy allocates.
+    fn exact(&mut self, policy: &PlannedPolicy) -> Result<usize> {
+        let all: f64 = policy.layers.iter().sum();
+        let resident = (!is_resident(policy)).then(|| Residency(policy.layers[0] / all));
+        Ok(self.count(&policy.choice, resident)?.0.total())
+    }
+
+    fn count(
+        &mut self,
+        choice: &Choice,
+        resident: Option<Residency>,
+    ) -> Result<(EngineMemory, OffloadReport)> {
+        let config = candidate(self.config, choice, self.variants, self.rules, self.pages);
+        let (place, overlaps) = (StorePlace(stores_folder(&config.tiers)?), config.tiers.overlap);
+        self.source.weight_rules = config.model.weights.clone();
+        self.source.offload = resident.map(|resident| Offload { resident, place, overlaps });
+        let setup = engine_setup(&config, self.source)?;
+        let devices: Vec<_> = forecast(&config.device, self.source, &setup)?.into_iter().flatten().collect();
+        let mut layers = OffloadReport::default();
+        devices.iter().filter_map(|device| device.offload.clone()).for_each(|report| layers.add(report));
+        Ok((EngineMemory::from_reports(devices, &setup), layers))
+    }
+
+    /// Returns the error of a plan without a policy: what the smallest choice needs.
+    fn failure(&mut self, memory: usize, request: &PlacementRequest) -> anyhow::Error {
+        let reason = self.reason.take();
+        let least = Choice { variant: 0, kv: self.config.kv.ty, slots: 1, token_budget: 128 };
+        let needed = self.need(&least).ok().flatten().map(|need| (need.fixed + need.buffers) / USABLE);
+        let mib = |bytes: f64| bytes / f64::from(1 << 20);
+        match (needed, reason) {
+            (Some(needed), _) if needed > memory as f64 => anyhow!(
+                "no policy fits into {:.0} MiB of memory: the model needs at least {:.0} MiB",
+                mib(memory as f64),
+                mib(needed)
+            ),
+            (_, _) if request.max_token_seconds.is_some() => {
+                anyhow!("no policy that fits into memory decodes a token in the time that is allowed")
+            }
+            (_, Some(reason)) => reason.context("no policy is possible"),
+            (_, None) => anyhow!("no policy fits: scheduler.token_budget must be more than scheduler.slots"),
+        }
+    }
+}
+
+/// Parses the rate or the folder of a disk: `1.2GB/s`, or a path, whose disk is that of stores.
+pub fn parse_disk(text: &str) -> Result<Option<DiskRates>, String> {
+    let Some(rate) = text.strip_suffix("/s") else { return Ok(None) };
+    let rate = parse_bytes(rate)? as f64;
+    Ok(Some(DiskRates { read: rate, write: rate }))
+}

@@ -1,0 +1,213 @@
+//! The matrices of a model's layers when they are loaded from a store: which of them stay in memory, and
+//! where the others are.
+
+use super::direct::DirectFile;
+use super::matrix::LayerMatrix;
+use super::residency::Residency;
+use super::store::{PackedStore, StoreKey, StorePlace, StoreWriter};
+use super::stream::{HostBytes, StreamedLayers, buffer_sizes};
+use super::transfers::Transfers;
+use crate::model::load_target::LoadTarget;
+use crate::model::spec::TensorSlice;
+use crate::model::weights::{LayerWeights, WeightSource};
+use anyhow::{Context, Result, anyhow};
+use mainstem_kernels::QuantType;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// The settings of a model whose layers are loaded from a store, and whose matrices do not all stay in
+/// memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Offload {
+    pub resident: Residency,
+    pub place: StorePlace,
+    /// Whether a layer is read while the one before computes, rather than after it.
+    pub overlaps: bool,
+}
+
+/// The places of the matrices of a model's layers, in bytes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct OffloadReport {
+    /// Matrices that stay in memory.
+    pub resident_bytes: usize,
+    /// Matrices that are read in each pass through all layers.
+    pub streamed_bytes: usize,
+    /// Buffers for matrices that are read.
+    pub buffer_bytes: usize,
+    /// The folders of the stores: one per device, with its part of the model.
+    pub stores: Vec<PathBuf>,
+}
+
+impl OffloadReport {
+    /// Adds the places of another device's matrices.
+    pub fn add(&mut self, other: OffloadReport) {
+        self.resident_bytes += other.resident_bytes;
+        self.streamed_bytes += other.streamed_bytes;
+        self.buffer_bytes += other.buffer_bytes;
+        self.stores.extend(other.stores);
+    }
+}
+
+/// A function that writes all layers of a model to a store.
+pub type PackLayers<'a> = dyn FnMut(&mut StoreWriter) -> Result<()> + 'a;
+
+/// The matrices of the layers that are loaded, and where they come from.
+pub struct LayerNotes {
+    /// The matrices of the layers so far, in loading order.
+    pub matrices: Vec<Vec<LayerMatrix>>,
+    /// The matrices in a store, if they are loaded from one.
+    pub packed: Option<PackedLayers>,
+    /// Whether a layer is being loaded.
+    in_layer: bool,
+}
+
+impl LayerNotes {
+    /// Creates notes without layers, which come from a store if there is one.
+    pub fn new(packed: Option<PackedLayers>) -> LayerNotes {
+        LayerNotes { matrices: Vec::new(), packed, in_layer: false }
+    }
+
+    /// Begins the next layer.
+    pub fn begin(&mut self) {
+        self.matrices.push(Vec::new());
+        self.packed.iter_mut().for_each(PackedLayers::begin_layer);
+        self.in_layer = true;
+    }
+
+    /// Ends the layer: the next matrices belong to none.
+    pub fn end(&mut self) {
+        self.in_layer = false;
+    }
+
+    /// Notes a matrix, given its format, rows and columns, and returns its buffer if it comes from a store.
+    /// `None` for others, and outside of layers.
+    pub fn load<T: LoadTarget>(
+        &mut self,
+        target: &mut T,
+        piece: &TensorSlice,
+        (ty, n, k): (QuantType, usize, usize),
+    ) -> Result<Option<T::Buf>> {
+        let Some(matrices) = self.matrices.last_mut().filter(|_| self.in_layer) else { return Ok(None) };
+        matrices.push(LayerMatrix::new(piece, target.device_sizes().packed_layout(ty, n, k)));
+        self.packed.as_mut().map(|packed| packed.load(target)).transpose()
+    }
+}
+
+/// The matrices of a model's layers in a store, by layer, in the order in which they are loaded.
+pub struct PackedLayers {
+    layers: Vec<Vec<LayerMatrix>>,
+    resident: Vec<bool>,
+    overlaps: bool,
+    /// The store with its data file; `None` if matrices are counted only.
+    store: Option<(PackedStore, DirectFile)>,
+    transfers: Arc<Transfers>,
+    report: OffloadReport,
+    /// The next matrix to load, and its layer.
+    next: usize,
+    layer: usize,
+    /// For each loaded layer its matrices that do not stay: places and indices in the store.
+    streamed: Vec<Vec<(usize, usize)>>,
+}
+
+impl PackedLayers {
+    /// Opens the store of the matrices `layers`, and decides which stay in memory. `pack` writes the store if
+    /// there is none; without it, matrices can be counted only.
+    pub fn open(
+        (offload, transfers): (&Offload, &Arc<Transfers>),
+        key: StoreKey,
+        layers: Vec<Vec<LayerMatrix>>,
+        pack: Option<&mut PackLayers>,
+    ) -> Result<PackedLayers> {
+        let bytes: Vec<usize> = layers.iter().flatten().map(|matrix| matrix.layout.bytes).collect();
+        let report = OffloadReport { stores: vec![offload.place.folder(&key)], ..OffloadReport::default() };
+        let store = pack.map(|pack| match offload.place.open(&key)? {
+            Some(store) => Ok(store),
+            None => {
+                let mut writer = offload.place.write(key)?;
+                pack(&mut writer)?;
+                writer.finish()
+            }
+        });
+        let with_file = |store: PackedStore| {
+            let path = store.data_file();
+            let file = DirectFile::ordinary(&path);
+            anyhow::Ok((store, file.with_context(|| format!("cannot read {}", path.display()))?))
+        };
+        Ok(PackedLayers {
+            resident: offload.resident.choose(&bytes),
+            overlaps: offload.overlaps,
+            store: store.transpose()?.map(with_file).transpose()?,
+            layers,
+            transfers: transfers.clone(),
+            report,
+            next: 0,
+            layer: 0,
+            streamed: Vec::new(),
+        })
+    }
+
+    /// Begins the next layer.
+    fn begin_layer(&mut self) {
+        self.streamed.push(Vec::new());
+        self.layer += 1;
+    }
+
+    /// Returns the buffer of the next matrix: with its bytes if it stays in memory, else an empty one.
+    fn load<T: LoadTarget>(&mut self, target: &mut T) -> Result<T::Buf> {
+        let index = self.next;
+        self.next += 1;
+        let before: usize = self.layers[..self.layer - 1].iter().map(Vec::len).sum();
+        let LayerMatrix { layout, .. } = &self.layers[self.layer - 1][index - before];
+        target.prepare_weight(layout.ty, layout.k)?;
+        if !self.resident[index] {
+            let streamed = self.streamed.last_mut().expect("a layer was begun; anything else is a bug");
+            streamed.push((index - before, index));
+            self.report.streamed_bytes += layout.bytes;
+            return Ok(target.alloc(0)?);
+        }
+        self.report.resident_bytes += layout.bytes;
+        let mut buf = target.alloc(layout.bytes)?;
+        if let Some((store, file)) = &self.store {
+            let mut bytes = vec![0; layout.bytes];
+            let read = file.read(store.matrices[index].offset, &mut bytes, &|| false);
+            read.map_err(|error| anyhow!(store.read_failure(index, &error)))?;
+            store.verify(index, &bytes).map_err(|reason| anyhow!(reason))?;
+            target.upload(&mut buf, &bytes);
+        }
+        Ok(buf)
+    }
+
+    /// Returns the places of the matrices loaded so far.
+    pub fn report(&self) -> OffloadReport {
+        self.report.clone()
+    }
+
+    /// Returns the source of the layers loaded since the last call: all in memory, or partly read for each
+    /// step, into buffers that are allocated here.
+    pub fn weight_source<T: LoadTarget>(
+        &mut self,
+        target: &mut T,
+        layers: Vec<LayerWeights<T::Buf>>,
+    ) -> Result<Box<dyn WeightSource<T::Buf>>> {
+        let streamed = std::mem::take(&mut self.streamed);
+        let all: Vec<usize> = self.layers.iter().flatten().map(|matrix| matrix.layout.bytes).collect();
+        let of_layer = |layer: &Vec<(usize, usize)>| layer.iter().map(|(_, index)| all[*index]).collect();
+        let sizes = buffer_sizes(&streamed.iter().map(of_layer).collect::<Vec<Vec<usize>>>(), self.overlaps);
+        self.report.buffer_bytes += sizes.iter().map(|(size, count)| size * count).sum::<usize>();
+        let mut alloc = |(size, count)| {
+            let buffers = (0..count).map(|_| target.alloc(size)).collect::<Result<Vec<_>, _>>();
+            anyhow::Ok((
+                size,
+                buffers.context("allocating the buffers for weights that are read for each step")?,
+            ))
+        };
+        let buffers = sizes.into_iter().map(&mut alloc).collect::<Result<Vec<_>>>()?;
+        Ok(match &self.store {
+            Some((store, _)) if !buffers.is_empty() => {
+                let device = (T::host_bytes as HostBytes<T::Buf>, self.transfers.clone());
+                Box::new(StreamedLayers::start(layers, streamed, buffers, store.clone(), device)?)
+            }
+            _ => Box::new(layers),
+        })
+    }
+}

@@ -1,0 +1,41 @@
+//! Weights and KV caches that do not stay in a device's memory. For weights, a store on disk has the matrices
+//! of a model's layers as devices hold them, which are read while the layers before compute. For KV caches, a
+//! file has those of some layers, whose pages are read before the layer computes and written after it.
+//!
+//! Invariant: the bytes of a matrix or page are the same, whether it stays in memory or not.
+
+mod cache;
+
+mod cache_places;
+
+mod direct;
+
+mod layers;
+
+mod mark;
+
+mod matrix;
+
+mod page_plan;
+
+mod residency;
+
+mod speed;
+
+mod store;
+
+mod stream;
+
+mod transfers;
+
+#[cfg(test)]
+mod tests;
+
+pub use cache::StreamedCaches;
+pub use cache_places::{CacheOffload, CacheReport, buffer_layouts};
+pub use layers::{LayerNotes, Offload, OffloadReport, PackedLayers};
+pub use matrix::LayerMatrix;
+pub use residency::Residency;
+pub use speed::DiskSpeed;
+pub use store::{StoreKey, StorePlace, StoreWriter};
+pub use transfers::{Stream, TransferTotals, Transfers};

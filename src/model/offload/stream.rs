@@ -1,0 +1,404 @@
+//! Layers whose matrices are read ahead of use from a [`PackedStore`], by threads of their own.
+//!
+//! The matrices that do not stay in memory are read in the order of use, again and again, each into a free
+//! buffer of its size. There are buffers for several layers, so the next ones are read while one computes.
+//! Invariant: a buffer is in one place at a time: free, with a reading thread, ready, or in a layer between
+//! `acquire` and `release`. Nobody waits for two things at once, and matrices get buffers in the order in
+//! which they are used, so no layer waits for a buffer that a later one has.
+
+use super::super::weights::{LayerWeights, WeightSource};
+use super::direct::{DirectFile, to_blocks};
+use super::store::PackedStore;
+use super::transfers::{Stream, Transfers};
+use anyhow::{Context, Result};
+use mainstem_kernels::{Backend, DeviceError};
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::Instant;
+
+/// Number of threads that read, each another matrix: disks reach their full rate with several reads at once.
+pub(super) const READERS: usize = 4;
+
+/// Bytes that the buffers are for: what a fast disk reads while a step ends and the next one begins. More
+/// would only take memory from matrices that could stay.
+const AHEAD: usize = 128 << 20;
+
+/// Returns the number of layers that the buffers are for, given the bytes to read of each: one that computes,
+/// and one or more that are read, up to a quarter of all; only one without overlap.
+fn layers_ahead(layers: &[Vec<usize>], overlaps: bool) -> usize {
+    let bytes: usize = layers.iter().flatten().sum();
+    let wanted = (AHEAD * layers.len()).div_ceil(bytes.max(1));
+    if overlaps { wanted.min(layers.len() / 4).max(2) } else { 1 }
+}
+
+/// Returns the bytes of a host buffer, by which a backend gives access to it.
+pub type HostBytes<Buf> = fn(&mut Buf) -> Option<&mut [u8]>;
+
+/// The layers of a stack, of which some matrices are read for each step.
+pub struct StreamedLayers<Buf> {
+    layers: Vec<LayerWeights<Buf>>,
+    /// For each layer its matrices that are read: their places among the layer's, and their units.
+    streamed: Vec<Vec<(usize, usize)>>,
+    /// Stand-ins of the matrices that have been put into the acquired layer: fewer than it has only after an
+    /// error.
+    stand_ins: Vec<Buf>,
+    /// The acquired layer.
+    acquired: Option<usize>,
+    /// The layer whose matrices are read next, or have been, if no step fails; `usize::MAX` after a failure.
+    expected: usize,
+    ring: Arc<Ring<Buf>>,
+    readers: Vec<JoinHandle<()>>,
+}
+
+/// A matrix that is read for each step.
+#[derive(Clone, Debug)]
+struct Unit {
+    /// Its index in the store.
+    stored: usize,
+    /// Its size class.
+    class: usize,
+}
+
+/// State that device and readers share.
+struct Ring<Buf> {
+    store: PackedStore,
+    units: Vec<Unit>,
+    file: DirectFile,
+    bytes: HostBytes<Buf>,
+    transfers: Arc<Transfers>,
+    state: Mutex<RingState<Buf>>,
+    /// Signals the device that a matrix is ready.
+    ready: Condvar,
+    /// Signals the readers that a buffer is free.
+    freed: Condvar,
+    is_stopped: AtomicBool,
+}
+
+struct RingState<Buf> {
+    /// The unit that is read next.
+    next: usize,
+    /// Number of times that reading began anew at another unit. What was read before is not used.
+    restarts: usize,
+    /// Number of readers that have started.
+    running: usize,
+    /// Free buffers by size class.
+    free: Vec<Vec<Buf>>,
+    /// Results of reading, by unit.
+    ready: Vec<Option<(Buf, Result<(), String>)>>,
+    /// Whether the checksum of a unit has been verified.
+    is_verified: Vec<bool>,
+}
+
+/// Sizes of the buffers for matrices of `bytes`, given by layer, of which only those to read count: each size
+/// with the number of buffers.
+pub fn buffer_sizes(layers: &[Vec<usize>], overlaps: bool) -> Vec<(usize, usize)> {
+    let mut sizes: Vec<usize> = layers.iter().flatten().map(|bytes| to_blocks(*bytes)).collect();
+    let (all, layers_ahead) = (sizes.clone(), layers_ahead(layers, overlaps));
+    sizes.sort_unstable();
+    sizes.dedup();
+    let count = |size: usize| {
+        let of_layer = |layer: &Vec<usize>| layer.iter().filter(|bytes| to_blocks(**bytes) == size).count();
+        let most = layers.iter().map(of_layer).max().unwrap_or(0);
+        (layers_ahead * most).min(all.iter().filter(|other| **other == size).count())
+    };
+    sizes.into_iter().map(|size| (size, count(size))).collect()
+}
+
+impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
+    /// Creates the source of `layers`, whose matrices in `streamed` are stand-ins. `streamed` has for each
+    /// layer the places of such matrices among the layer's, and their indices in the store. `buffers` are
+    /// those of [`buffer_sizes`], by size.
+    pub fn start(
+        layers: Vec<LayerWeights<Buf>>,
+        streamed: Vec<Vec<(usize, usize)>>,
+        mut buffers: Vec<(usize, Vec<Buf>)>,
+        store: PackedStore,
+        (bytes, transfers): (HostBytes<Buf>, Arc<Transfers>),
+    ) -> Result<StreamedLayers<Buf>> {
+        let path = store.data_file();
+        let probe = buffers.iter_mut().flat_map(|(_, buffers)| buffers).next().and_then(|buf| bytes(buf));
+        let probe = probe.context("the device cannot read weights from a disk")?;
+        let file =
+            DirectFile::open(&path, probe).with_context(|| format!("cannot read {}", path.display()))?;
+        let class_of = |stored: usize| {
+            let size = to_blocks(store.matrices[stored].bytes);
+            let class = buffers.iter().position(|(buffers, _)| *buffers == size);
+            class.expect("there are buffers of all sizes; anything else is a bug")
+        };
+        let all = streamed.iter().flatten();
+        let units: Vec<Unit> =
+            all.map(|(_, stored)| Unit { stored: *stored, class: class_of(*stored) }).collect();
+        let mut number = 0..;
+        let mut numbered =
+            |layer: Vec<(usize, usize)>| layer.into_iter().map(|(place, _)| place).zip(&mut number).collect();
+        let streamed: Vec<Vec<(usize, usize)>> = streamed.into_iter().map(&mut numbered).collect();
+        let most = streamed.iter().map(Vec::len).max().unwrap_or(0);
+        let state = RingState {
+            next: 0,
+            restarts: 0,
+            running: 0,
+            free: buffers.into_iter().map(|(_, buffers)| buffers).collect(),
+            ready: units.iter().map(|_| None).collect(),
+            is_verified: vec![false; units.len()],
+        };
+        let ring = Arc::new(Ring {
+            store,
+            units,
+            file,
+            bytes,
+            transfers,
+            state: Mutex::new(state),
+            ready: Condvar::new(),
+            freed: Condvar::new(),
+            is_stopped: AtomicBool::new(false),
+        });
+        let mut source = StreamedLayers {
+            layers,
+            streamed,
+            stand_ins: Vec::with_capacity(most),
+            acquired: None,
+            expected: 0,
+            ring: ring.clone(),
+            readers: Vec::new(),
+        };
+        for number in 0..READERS {
+            let ring = ring.clone();
+            let reader = Builder::new().name(format!("weights-{number}")).spawn(move || ring.run_reader());
+            source.readers.push(reader.context("cannot start a thread that reads weights")?);
+        }
+        ring.wait_for_readers();
+        Ok(source)
+    }
+}
+
+/// A unit to read, with the buffer for it.
+struct Taken<Buf> {
+    unit: usize,
+    buf: Buf,
+    is_verified: bool,
+    restarts: usize,
+}
+
+impl<Buf> Ring<Buf> {
+    fn lock(&self) -> MutexGuard<'_, RingState<Buf>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.is_stopped.load(Ordering::Acquire)
+    }
+
+    /// Reads units in their order, until the ring is stopped.
+    fn run_reader(&self) {
+        // If this thread panics, nobody waits for it.
+        let _stop = StopAtEnd(self);
+        self.lock().running += 1;
+        self.ready.notify_one();
+        while let Some(Taken { unit, mut buf, is_verified, restarts }) = self.take_next() {
+            let outcome = self.read(unit, &mut buf, !is_verified);
+            let mut state = self.lock();
+            state.is_verified[unit] |= outcome.is_ok();
+            if state.restarts == restarts {
+                state.ready[unit] = Some((buf, outcome));
+                self.ready.notify_one();
+            } else {
+                state.free[self.units[unit].class].push(buf);
+                self.freed.notify_one();
+            }
+        }
+    }
+
+    /// Waits until all readers run: starting a thread allocates, and steps must not.
+    fn wait_for_readers(&self) {
+        let mut state = self.lock();
+        while state.running < READERS && !self.is_stopped() {
+            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Waits for a buffer for the next unit, and takes it. `None` once the ring is stopped.
+    fn take_next(&self) -> Option<Taken<Buf>> {
+        let mut state = self.lock();
+        loop {
+            if self.is_stopped() {
+                return None;
+            }
+            let unit = state.next;
+            // The unit of the step before may not have been used yet.
+            if state.ready[unit].is_none()
+                && let Some(buf) = state.free[self.units[unit].class].pop()
+            {
+                state.next = (unit + 1) % self.units.len();
+                // Another reader may have a buffer for the one after.
+                self.freed.notify_one();
+                let (is_verified, restarts) = (state.is_verified[unit], state.restarts);
+                return Some(Taken { unit, buf, is_verified, restarts });
+            }
+            state = self.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn read(&self, unit: usize, buf: &mut Buf, verify: bool) -> Result<(), String> {
+        let stored = self.units[unit].stored;
+        let matrix = &self.store.matrices[stored];
+        let bytes = (self.bytes)(buf).ok_or("the buffer for weights is not on the host; this is a bug")?;
+        let blocks = &mut bytes[..to_blocks(matrix.bytes)];
+        let mut read = || self.file.read(matrix.offset, blocks, &|| self.is_stopped());
+        // Once more, because writing the store anew takes long.
+        match read().or_else(|_| read()) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Err("stopped".into()),
+            outcome => outcome.map_err(|error| self.store.read_failure(stored, &error))?,
+        }
+        self.transfers.add_bytes(Stream::LoadWeights, blocks.len());
+        // Once, because it takes as long as reading from a fast disk.
+        if verify { self.store.verify(stored, &blocks[..matrix.bytes]) } else { Ok(()) }
+    }
+
+    /// Waits for a unit that is read, and sets `is_late` if it is not ready. `None` if the readers have
+    /// ended.
+    fn wait_for(&self, unit: usize, is_late: &mut bool) -> Option<(Buf, Result<(), String>)> {
+        let mut state = self.lock();
+        if let Some(ready) = state.ready[unit].take() {
+            return Some(ready);
+        }
+        *is_late = true;
+        while !self.is_stopped() {
+            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+            if let Some(ready) = state.ready[unit].take() {
+                return Some(ready);
+            }
+        }
+        None
+    }
+
+    /// Ends the readers, and the wait of the device.
+    fn stop(&self) {
+        let state = self.lock();
+        self.is_stopped.store(true, Ordering::Release);
+        drop(state);
+        self.freed.notify_all();
+        self.ready.notify_all();
+    }
+
+    /// Begins to read at another unit, because a step has ended early.
+    fn restart(&self, unit: usize) {
+        let mut guard = self.lock();
+        let state = &mut *guard;
+        for (Unit { class, .. }, ready) in self.units.iter().zip(&mut state.ready) {
+            state.free[*class].extend(ready.take().map(|(buf, _)| buf));
+        }
+        state.next = unit;
+        state.restarts += 1;
+        self.freed.notify_one();
+    }
+
+    /// Takes back the buffer of a unit.
+    fn free(&self, unit: usize, buf: Buf) {
+        self.lock().free[self.units[unit].class].push(buf);
+        self.freed.notify_one();
+    }
+}
+
+/// Stops a ring when it is dropped.
+struct StopAtEnd<'a, Buf>(&'a Ring<Buf>);
+
+impl<Buf> Drop for StopAtEnd<'_, Buf> {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
+impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
+    fn acquire(&mut self, device: &mut dyn Backend<Buf = Buf>, layer: usize) -> Result<(), DeviceError> {
+        // A step that failed has not released its layer.
+        if let Some(left) = self.acquired {
+            self.release(device, left);
+        }
+        if layer != self.expected
+            && let Some((_, first)) = self.streamed[layer..].iter().chain(&self.streamed).flatten().next()
+        {
+            self.ring.restart(*first);
+        }
+        self.acquired = Some(layer);
+        self.expected = (layer + 1) % self.layers.len();
+        let StreamedLayers { layers, streamed, stand_ins, ring, .. } = self;
+        let mut units = streamed[layer].iter().peekable();
+        let (mut place, mut outcome) = (0, Ok(()));
+        let (began, mut is_late) = (Instant::now(), false);
+        layers[layer].for_each_matrix(&mut |matrix| {
+            if let Some((_, unit)) = units.next_if(|(at, _)| *at == place && outcome.is_ok()) {
+                match ring.wait_for(*unit, &mut is_late) {
+                    Some((mut buf, read)) => {
+                        std::mem::swap(&mut matrix.buf, &mut buf);
+                        stand_ins.push(buf);
+                        outcome = read.map_err(DeviceError::Fault);
+                    }
+                    None => {
+                        outcome = Err(DeviceError::Fault("the threads that read weights have ended".into()))
+                    }
+                }
+            }
+            place += 1;
+        });
+        if !streamed[layer].is_empty() {
+            ring.transfers.add_layer(Stream::LoadWeights, is_late.then(|| began.elapsed()));
+        }
+        if outcome.is_err() {
+            // What was read ahead may have failed as well.
+            self.expected = usize::MAX;
+        }
+        outcome
+    }
+
+    fn layer(&self, layer: usize) -> &LayerWeights<Buf> {
+        &self.layers[layer]
+    }
+
+    fn release(&mut self, _: &mut dyn Backend<Buf = Buf>, layer: usize) {
+        self.acquired = None;
+        let StreamedLayers { layers, streamed, stand_ins, ring, .. } = self;
+        let mut units = streamed[layer].iter().take(stand_ins.len()).peekable();
+        let mut place = 0;
+        layers[layer].for_each_matrix(&mut |matrix| {
+            if let Some((_, unit)) = units.next_if(|(at, _)| *at == place)
+                && let Some(mut buf) = stand_ins.pop()
+            {
+                std::mem::swap(&mut matrix.buf, &mut buf);
+                ring.free(*unit, buf);
+            }
+            place += 1;
+        });
+    }
+}
+
+impl<Buf> Drop for StreamedLayers<Buf> {
+    fn drop(&mut self) {
+        self.ring.stop();
+        for reader in self.readers.drain(..) {
+            let _ = reader.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_for_at_least_two_layers_and_for_more_if_layers_are_small() {
+        let model = |layers: usize, kib: usize| vec![vec![kib << 10, 2 * (kib << 10)]; layers];
+        let layers = |model: &[Vec<usize>]| {
+            let sizes = buffer_sizes(model, true);
+            assert_eq!(sizes.iter().map(|(size, _)| *size).collect::<Vec<_>>(), model[0]);
+            sizes.into_iter().map(|(_, count)| count).collect::<Vec<_>>()
+        };
+        assert_eq!(layers(&model(40, 100 << 10)), [2, 2], "300 MiB each");
+        assert_eq!(layers(&model(40, 10 << 10)), [5, 5], "30 MiB each");
+        assert_eq!(layers(&model(40, 4)), [10, 10], "no more than a quarter");
+        assert_eq!(layers(&model(1, 4)), [1, 1], "one layer needs no second buffer");
+        let sizes = |overlaps| buffer_sizes(&[vec![5000], vec![], vec![4096, 8192]], overlaps);
+        assert_eq!((sizes(true), sizes(false)), (vec![(4096, 1), (8192, 2)], vec![(4096, 1), (8192, 1)]));
+    }
+}

@@ -1,0 +1,241 @@
+//! Tests of executors whose KV caches are in a file, and of what happens if that file fails.
+
+use super::{CacheOffload, Residency};
+use crate::model::executor::KvCacheConfig;
+use crate::model::{Executor, ModelExecutor, ModelRef, ModelSource, Shard};
+use crate::testing::Scratch;
+use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+use mainstem_kernels::{
+    ActivationPrecision, Fraction, HandoffPorts, KvTable, PageCopy, QuantType, SamplingParams, SlotMove,
+    Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
+    TableUpdate,
+};
+use std::path::Path;
+
+const SLOTS: usize = 4;
+const PAGE: usize = 32;
+const PAGES: usize = 24;
+
+fn executor(source: &ModelSource, ty: QuantType, batch_rows: usize) -> ModelExecutor<CpuBackend> {
+    let config = CpuConfig { threads: 1, isa: Isa::Auto, activation_precision: ActivationPrecision::Int8 };
+    let limits = StepLimits {
+        slots: SLOTS,
+        rows: 160,
+        batch_rows,
+        logit_rows: 4,
+        positions: source.spec.context.min(128),
+        encoder_positions: 0,
+        page_positions: PAGE,
+        window: None,
+        top_logprobs: 0,
+        vocab: source.spec.vocab,
+        hidden: 0,
+        drafts: 0,
+        draft_logits: false,
+        attended_fraction: Fraction::ONE,
+    };
+    let kv = KvCacheConfig { ty, pages: PAGES, window_pages: 0 };
+    let backend = CpuBackend::new(config).unwrap();
+    ModelExecutor::new(backend, source, &Shard::whole(&source.spec), kv, limits).unwrap()
+}
+
+/// Sequences that come and go, share pages and copy them, and move between slots.
+struct Schedule {
+    /// State of the random number generator.
+    random: u64,
+    context: usize,
+    vocab: u32,
+    /// The pages of each slot's sequence, and its number of positions.
+    slots: Vec<Option<(Vec<u32>, usize)>>,
+    /// Their state before the step, from which others can begin.
+    before: Vec<Option<(Vec<u32>, usize)>>,
+}
+
+impl Schedule {
+    fn below(&mut self, end: usize) -> usize {
+        self.random = self.random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.random >> 33) as usize % end
+    }
+
+    fn free_page(&self, taken: &[u32]) -> Option<u32> {
+        let used = |page: &u32| {
+            taken.contains(page) || self.slots.iter().flatten().any(|(pages, _)| pages.contains(page))
+        };
+        (1..PAGES as u32).find(|page| !used(page))
+    }
+
+    /// Begins a sequence in a free slot: with all full pages of another one and a copy of the next, or alone.
+    fn begin(&mut self, slot: usize, batch: &mut StepBatch) {
+        let (mut pages, mut len) = (Vec::new(), 0);
+        let from = self.below(SLOTS);
+        if let Some((others, known)) = self.before[from].clone() {
+            len = self.below(known + 1).min(self.context - 1);
+            pages.extend_from_slice(&others[..len / PAGE]);
+            if len % PAGE > 0 {
+                let Some(to) = self.free_page(&pages) else { return };
+                batch.page_copies.push(PageCopy { table: KvTable::Own, from: others[len / PAGE], to });
+                pages.push(to);
+            }
+        }
+        let entries = (0..).zip(&pages);
+        batch.table_updates.extend(entries.map(|(index, page)| TableUpdate {
+            slot: slot as u32,
+            table: KvTable::Own,
+            index,
+            page: *page,
+        }));
+        self.slots[slot] = Some((pages, len));
+    }
+
+    /// Adds a chunk of tokens to a sequence, as far as there are pages.
+    fn extend(&mut self, slot: usize, batch: &mut StepBatch) {
+        let wanted = if self.below(2) == 0 { 1 } else { 1 + self.below(38) };
+        let Some((mut pages, start)) = self.slots[slot].clone() else { return };
+        let end = (start + wanted).min(self.context);
+        while pages.len() * PAGE < end {
+            let Some(page) = self.free_page(&pages) else { break };
+            let (slot, index) = (slot as u32, pages.len() as u32);
+            batch.table_updates.push(TableUpdate { slot, table: KvTable::Own, index, page });
+            pages.push(page);
+        }
+        let end = end.min(pages.len() * PAGE);
+        self.slots[slot] = Some((pages, end));
+        if end == start {
+            return;
+        }
+        let (at, len) = (batch.tokens.len() as u32, (end - start) as u32);
+        for _ in start..end {
+            let token = self.below(self.vocab as usize) as u32;
+            batch.tokens.push(token);
+        }
+        batch.spans.push(Span {
+            model: SpanModel::Target,
+            stack: SpanStack::Decoder,
+            slot: slot as u32,
+            start: start as u32,
+            tokens: SpanTokens::Given { at, len },
+            table: SpanTable::Own,
+            reserved: self.context as u32,
+            encoder_len: 0,
+            output: SpanOutput::Last,
+        });
+        batch.sampling.push(SamplingParams::GREEDY);
+    }
+
+    fn step(&mut self) -> StepBatch {
+        let mut batch = StepBatch { return_logits: true, ..StepBatch::default() };
+        let [from, to] = [0, 1].map(|_| self.below(SLOTS));
+        if self.slots[from].is_some() && self.slots[to].is_none() {
+            batch.moves.push(SlotMove { from: from as u32, to: to as u32 });
+            self.slots.swap(from, to);
+        }
+        // Their pages are not taken by others before the next step.
+        self.before = self.slots.clone();
+        let ends: Vec<usize> = (0..SLOTS).filter(|_| self.below(9) == 0).collect();
+        let chunks = self.below(8) > 0;
+        for slot in 0..SLOTS {
+            if self.slots[slot].is_none() && self.below(2) == 0 {
+                self.begin(slot, &mut batch);
+            }
+            // Some steps have copies only.
+            if chunks && self.below(4) > 0 {
+                self.extend(slot, &mut batch);
+            }
+        }
+        ends.into_iter().for_each(|slot| self.slots[slot] = None);
+        batch
+    }
+}
+
+fn run(executor: &mut ModelExecutor<CpuBackend>, batch: &StepBatch) -> Result<Vec<u8>, String> {
+    let mut out = StepOutput::default();
+    let ran = executor.run(batch, HandoffPorts::default(), &mut out);
+    ran.map(|()| out.logits).map_err(|error| error.to_string())
+}
+
+fn open(fixture: &str) -> ModelSource {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(fixture);
+    ModelSource::open(&ModelRef::Path(path), None).unwrap()
+}
+
+/// Checks that the results are those of caches in memory, with these parts of them in memory.
+fn assert_alike(what: &str, mut source: ModelSource, ty: QuantType, fractions: &[f64], seed: u64) {
+    let folder = Scratch::new();
+    let mut resident = executor(&source, ty, usize::MAX);
+    let mut streamed: Vec<_> = fractions
+        .iter()
+        .map(|fraction| {
+            let resident = Residency(*fraction);
+            source.cache_offload =
+                Some(CacheOffload { resident, folder: folder.path().to_owned(), overlaps: *fraction < 0.2 });
+            let executor = executor(&source, ty, 7);
+            assert!(executor.report().cache_offload.is_some_and(|caches| caches.file_bytes > 0), "{what}");
+            executor
+        })
+        .collect();
+    let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
+    let mut schedule =
+        Schedule { random: seed, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+    let mut copies = 0;
+    for step in 0..30 {
+        let batch = schedule.step();
+        copies += batch.page_copies.len();
+        let expected = run(&mut resident, &batch).unwrap();
+        for (executor, fraction) in streamed.iter_mut().zip(fractions) {
+            assert!(run(executor, &batch).unwrap() == expected, "{what}, {fraction} in memory, step {step}");
+        }
+    }
+    assert!(copies > 0, "{what}");
+    assert_eq!(folder.path().read_dir().unwrap().count(), 0, "{what}: the file has no name");
+}
+
+/// Every kind of decoder layer.
+#[test]
+fn caches_of_every_family_in_a_file_give_the_same_results() {
+    let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families");
+    let mut count = 0;
+    for path in families.read_dir().unwrap().map(|entry| entry.unwrap().path()) {
+        if !path.join("config.json").exists() {
+            continue;
+        }
+        let source = ModelSource::open(&ModelRef::Path(path.clone()), None).unwrap();
+        if source.spec.encoder.is_none() {
+            assert_alike(&path.display().to_string(), source, QuantType::F16, &[0.0, 0.4], count);
+            count += 1;
+        }
+    }
+    assert!(count > 30, "{count} models");
+}
+
+/// Pages of every size, also such as direct reads and writes cannot have.
+#[test]
+fn caches_of_every_type_in_a_file_give_the_same_results() {
+    for ty in QuantType::kv_cache_types() {
+        for (fixture, seed) in [("gqa", 1), ("odd_head_dim", 2), ("gqa", 3)] {
+            assert_alike(&format!("{fixture} with {ty}"), open(fixture), ty, &[0.0], seed);
+        }
+    }
+}
+
+/// The step fails with the cause, and later ones read what they need again.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_cache_that_cannot_be_read_fails_a_step() {
+    let folder = Scratch::new();
+    let mut source = open("gqa");
+    source.cache_offload =
+        Some(CacheOffload { resident: Residency(0.0), folder: folder.path().to_owned(), overlaps: true });
+    let mut executor = executor(&source, QuantType::F16, usize::MAX);
+    let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
+    let mut schedule = Schedule { random: 5, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+    (0..6).for_each(|_| _ = run(&mut executor, &schedule.step()).unwrap());
+    // Waits until everything is written.
+    run(&mut executor, &StepBatch::default()).unwrap();
+    for descriptor in Path::new("/proc/self/fd").read_dir().unwrap().flatten() {
+        if std::fs::read_link(descriptor.path()).is_ok_and(|file| file.starts_with(folder.path())) {
+            std::fs::File::options().write(true).open(descriptor.path()).unwrap().set_len(0).unwrap();
+        }
+    }
+    let failed = (0..3).find_map(|_| run(&mut executor, &schedule.step()).err()).unwrap();
+    assert!(failed.starts_with("device fault: cannot read the KV cache from its file: "), "{failed}");
+}

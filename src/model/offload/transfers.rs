@@ -1,0 +1,124 @@
+//! Counts of what is read from disk and written to it, and of the time that devices wait for it.
+//!
+//! Invariant: totals only grow. They are those of all devices and of all their rebuilds.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// A stream of data between memory and disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// Weights that are read.
+    LoadWeights,
+    /// Pages of KV caches that are read.
+    LoadCache,
+    /// Pages of KV caches that are written.
+    StoreCache,
+}
+
+impl Stream {
+    /// All streams.
+    pub const ALL: [Stream; 3] = [Stream::LoadWeights, Stream::LoadCache, Stream::StoreCache];
+
+    /// Returns the name of the stream in metrics and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Stream::LoadWeights => "load_weights",
+            Stream::LoadCache => "load_kv",
+            Stream::StoreCache => "store_kv",
+        }
+    }
+}
+
+/// Counters of a model's streams, shared by its devices.
+#[derive(Debug, Default)]
+pub struct Transfers {
+    bytes: [AtomicU64; Stream::ALL.len()],
+    stall_nanos: [AtomicU64; Stream::ALL.len()],
+    /// Layers whose data was ready when it was needed, and those whose was not.
+    layers: [AtomicU64; 2],
+    /// Totals that [`Transfers::take_new`] has returned.
+    reported: Mutex<TransferTotals>,
+}
+
+/// Totals of a model's streams, in the order of [`Stream::ALL`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TransferTotals {
+    pub bytes: [u64; Stream::ALL.len()],
+    /// Time that devices waited for the stream.
+    pub stalls: [Duration; Stream::ALL.len()],
+    /// Layers whose weights, or whose cache, were ready when a device needed them.
+    pub ready: u64,
+    /// Layers for whose weights, or for whose cache, a device waited.
+    pub late: u64,
+}
+
+impl TransferTotals {
+    /// Returns what was added since `earlier`.
+    pub fn since(&self, earlier: &TransferTotals) -> TransferTotals {
+        TransferTotals {
+            bytes: std::array::from_fn(|at| self.bytes[at].saturating_sub(earlier.bytes[at])),
+            stalls: std::array::from_fn(|at| self.stalls[at].saturating_sub(earlier.stalls[at])),
+            ready: self.ready.saturating_sub(earlier.ready),
+            late: self.late.saturating_sub(earlier.late),
+        }
+    }
+}
+
+impl Transfers {
+    /// Counts bytes of a stream.
+    pub(super) fn add_bytes(&self, stream: Stream, bytes: usize) {
+        self.bytes[stream as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Counts time that a device waited for a stream.
+    pub(super) fn add_stall(&self, stream: Stream, stall: Duration) {
+        let nanos = u64::try_from(stall.as_nanos()).unwrap_or(u64::MAX);
+        self.stall_nanos[stream as usize].fetch_add(nanos, Ordering::Relaxed);
+    }
+
+    /// Counts a layer, and the time that the device waited for it; `None` if it was ready.
+    pub(super) fn add_layer(&self, stream: Stream, stall: Option<Duration>) {
+        self.layers[usize::from(stall.is_some())].fetch_add(1, Ordering::Relaxed);
+        self.add_stall(stream, stall.unwrap_or_default());
+    }
+
+    /// Returns the totals.
+    pub fn totals(&self) -> TransferTotals {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        TransferTotals {
+            bytes: self.bytes.each_ref().map(read),
+            stalls: self.stall_nanos.each_ref().map(|nanos| Duration::from_nanos(read(nanos))),
+            ready: read(&self.layers[0]),
+            late: read(&self.layers[1]),
+        }
+    }
+
+    /// Returns what was added since the last call.
+    pub fn take_new(&self) -> TransferTotals {
+        let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
+        let totals = self.totals();
+        totals.since(&std::mem::replace(&mut reported, totals))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_amount_is_taken_once() {
+        let (transfers, second) = (Transfers::default(), Duration::from_secs(1));
+        transfers.add_bytes(Stream::LoadCache, 5);
+        transfers.add_layer(Stream::LoadWeights, Some(second));
+        transfers.add_layer(Stream::LoadWeights, None);
+        let first = transfers.take_new();
+        assert_eq!((first.bytes, first.stalls), ([0, 5, 0], [second, Duration::ZERO, Duration::ZERO]));
+        assert_eq!((first.ready, first.late), (1, 1));
+        transfers.add_bytes(Stream::StoreCache, 2);
+        assert_eq!(transfers.take_new(), TransferTotals { bytes: [0, 0, 2], ..TransferTotals::default() });
+        assert_eq!(transfers.take_new(), TransferTotals::default());
+        assert_eq!(transfers.totals().bytes, [0, 5, 2]);
+    }
+}

@@ -1,0 +1,117 @@
+//! The database of files and batches: SQLite, with a thread of its own that owns the connection.
+//!
+//! Invariant: what a call has written is on the disk when the call returns.
+
+use super::tables::SCHEMA;
+use anyhow::{Context, Result, bail, ensure};
+use rusqlite::{Connection, Transaction};
+use std::path::Path;
+use std::sync::mpsc::{Sender, channel};
+use std::thread::Builder;
+use tokio::sync::oneshot;
+
+/// The version of [`SCHEMA`], which the database has as its `user_version`.
+const VERSION: i64 = 1;
+
+/// Work of the thread.
+type Work = Box<dyn FnOnce(&mut Connection) + Send>;
+
+/// The database. The thread ends when this is dropped.
+pub struct Database(Sender<Work>);
+
+impl Database {
+    /// Opens or creates a database, and returns it with the result of `first`. Fails if a later version of
+    /// this program has written it.
+    pub fn open<T>(path: &Path, first: impl FnOnce(&Connection) -> Result<T>) -> Result<(Database, T)> {
+        let named = || format!("batches.data_dir: cannot use the database {}", path.display());
+        let mut connection = connect(path).with_context(named)?;
+        let first = first(&connection).with_context(named)?;
+        let (work, queue) = channel::<Work>();
+        let thread = Builder::new().name("batches-db".to_owned());
+        let run = move || queue.into_iter().for_each(|work| work(&mut connection));
+        thread.spawn(run).with_context(named)?;
+        Ok((Database(work), first))
+    }
+
+    /// Runs `work` in a transaction, which is rolled back if it fails.
+    pub async fn call<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Transaction<'_>) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (reply, result) = oneshot::channel();
+        let run = move |connection: &mut Connection| {
+            let run = || {
+                let transaction = connection.transaction()?;
+                let done = work(&transaction)?;
+                transaction.commit()?;
+                Ok(done)
+            };
+            // A caller that is gone does not need it.
+            _ = reply.send(run());
+        };
+        if self.0.send(Box::new(run)).is_err() {
+            bail!("the thread of the database has ended");
+        }
+        result.await.context("the thread of the database has failed")?
+    }
+}
+
+/// Connects to a database and brings it to the current version.
+fn connect(path: &Path) -> Result<Connection> {
+    let mut connection = Connection::open(path)?;
+    connection.pragma_update(None, "journal_mode", "WAL")?;
+    connection.pragma_update(None, "synchronous", "FULL")?;
+    let version: i64 = connection.pragma_query_value(None, "user_version", |row| row.get(0))?;
+    ensure!(
+        (0..=VERSION).contains(&version),
+        "it has the version {version}; this program knows versions up to {VERSION}"
+    );
+    if version == 0 {
+        let transaction = connection.transaction()?;
+        transaction.execute_batch(SCHEMA)?;
+        transaction.pragma_update(None, "user_version", VERSION)?;
+        transaction.commit()?;
+    }
+    Ok(connection)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Scratch;
+
+    #[actix_web::test]
+    async fn a_database_of_a_later_version_is_refused() {
+        let folder = Scratch::new();
+        let path = folder.path().join("db");
+        for version in [VERSION, VERSION + 1, -1] {
+            let (database, ()) = Database::open(&path, |_| Ok(())).unwrap();
+            let set = move |it: &Transaction<'_>| Ok(it.pragma_update(None, "user_version", version)?);
+            database.call(set).await.unwrap();
+            drop(database);
+            let error = Database::open(&path, |_| Ok(())).err().map(|error| format!("{error:#}"));
+            assert_eq!(error.is_some(), version != VERSION, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains(&format!("it has the version {version}; "))));
+            Connection::open(&path).unwrap().pragma_update(None, "user_version", VERSION).unwrap();
+        }
+        std::fs::write(&path, "no database at all, whatever it is").unwrap();
+        let error = Database::open(&path, |_| Ok(())).err().unwrap().to_string();
+        assert!(error.starts_with("batches.data_dir: cannot use the database "), "{error}");
+    }
+
+    #[actix_web::test]
+    async fn what_fails_changes_nothing() {
+        let folder = Scratch::new();
+        let (database, ()) = Database::open(&folder.path().join("db"), |_| Ok(())).unwrap();
+        let fails = |it: &Transaction<'_>| -> Result<()> {
+            it.execute("CREATE TABLE t (a)", [])?;
+            bail!("no")
+        };
+        assert!(database.call(fails).await.is_err());
+        let count = |it: &Transaction<'_>| {
+            let tables = "SELECT COUNT(*) FROM sqlite_schema WHERE name = 't'";
+            Ok(it.query_row(tables, [], |row| row.get::<_, i64>(0))?)
+        };
+        assert_eq!(database.call(count).await.unwrap(), 0);
+    }
+}

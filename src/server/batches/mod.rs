@@ -1,0 +1,221 @@
+//! Files and batches: requests in a file that are answered later, behind interactive ones, by the server
+//! (`/v1/files`, `/v1/batches`) or by `mainstem batch`, which shares [`input`], [`output`] and [`job`].
+//!
+//! Invariant: the files of answers are the record of what is done; the database has only what the API shows
+//! of a batch. So after the end of the process, however it came, each request is answered once.
+
+pub mod input;
+
+pub mod output;
+
+pub mod job;
+
+pub mod wire;
+
+mod database;
+
+mod folder;
+
+mod tables;
+
+mod upload;
+
+mod query;
+
+pub mod files;
+
+pub mod requests;
+
+mod answers;
+
+mod run;
+
+pub mod runner;
+
+#[cfg(test)]
+mod testing;
+
+use super::access::RequestId;
+use super::auth::Owner;
+use super::error::ApiError;
+use crate::config::BatchConfig;
+use anyhow::{Context, Error, Result};
+use database::Database;
+use folder::Folder;
+use rusqlite::ErrorCode;
+use std::collections::HashMap;
+use std::io::{self, ErrorKind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+use tokio::sync::{Notify, watch};
+use tracing::{error, info};
+use wire::{BatchObject, RequestCounts};
+
+/// The files and batches of a server; `None` if it has none.
+pub struct Service(pub Option<Arc<Batches>>);
+
+/// The files and batches of a server.
+pub struct Batches {
+    config: BatchConfig,
+    folder: Folder,
+    database: Database,
+    /// Bytes of the uploads that are not complete, by owner.
+    uploading: Mutex<HashMap<Owner, u64>>,
+    /// The batches that run, by id.
+    live: Mutex<HashMap<String, Arc<LiveBatch>>>,
+    /// Wakes the runner.
+    changed: Notify,
+}
+
+/// A batch that runs.
+struct LiveBatch {
+    total: AtomicU64,
+    completed: AtomicU64,
+    failed: AtomicU64,
+    /// The reason for which the batch is to end, if it is.
+    stop: watch::Sender<Option<StopReason>>,
+}
+
+/// The reason for which a batch ends before its requests are answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StopReason {
+    Cancelled,
+    /// The API key of its client is not accepted any more.
+    KeyRevoked,
+}
+
+impl Service {
+    /// Opens the folder of the configuration, if there is one. Fails if another server uses it.
+    pub fn open(config: &BatchConfig) -> Result<Service> {
+        let Some(path) = &config.data_dir else { return Ok(Service(None)) };
+        let folder = Folder::open(path)?;
+        let remove_others = |db: &rusqlite::Connection| {
+            let mut known = tables::file_ids(db)?;
+            known.extend(tables::open_batches(db)?.iter().flat_map(|row| output_ids(&row.object.id)));
+            Ok(folder.remove_others(&known)?)
+        };
+        let (database, removed) = Database::open(&folder.database(), remove_others)?;
+        if removed > 0 {
+            info!(removed, "files without an entry in the database are removed");
+        }
+        let (uploading, live) = (Mutex::default(), Mutex::default());
+        let batches =
+            Batches { config: config.clone(), folder, database, uploading, live, changed: Notify::new() };
+        Ok(Service(Some(Arc::new(batches))))
+    }
+
+    /// Lets other servers use the folder. This one must have ended.
+    pub fn release(&self) {
+        self.0.iter().for_each(|batches| batches.folder.release());
+    }
+
+    /// Returns the files and batches. Fails if the server has none.
+    fn get(&self) -> Result<&Arc<Batches>, ApiError> {
+        self.0.as_ref().ok_or_else(ApiError::batches_disabled)
+    }
+}
+
+impl Batches {
+    /// Returns a batch as the API shows it, with the numbers of requests that are answered by now.
+    fn current(&self, mut object: BatchObject) -> BatchObject {
+        if let Some(live) = lock(&self.live).get(&object.id).filter(|_| !object.status.is_final()) {
+            object.request_counts = live.counts();
+        }
+        object
+    }
+
+    /// Changes a batch that has not ended by `change`. Returns it, as it is then.
+    async fn update(
+        &self,
+        owner: &Owner,
+        id: &str,
+        change: impl FnOnce(&mut BatchObject) + Send + 'static,
+    ) -> Result<Option<BatchObject>> {
+        let (owner, id, now) = (owner.clone(), id.to_owned(), now());
+        let update = move |db: &rusqlite::Transaction<'_>| {
+            let Some(mut row) = tables::batch(db, &owner, &id)? else { return Ok(None) };
+            if !row.object.status.is_final() {
+                change(&mut row.object);
+                tables::update_batch(db, &row.object, now)?;
+            }
+            Ok(Some(row.object))
+        };
+        self.database.call(update).await
+    }
+}
+
+impl LiveBatch {
+    fn new(counts: RequestCounts) -> LiveBatch {
+        let RequestCounts { total, completed, failed } = counts;
+        LiveBatch {
+            total: total.into(),
+            completed: completed.into(),
+            failed: failed.into(),
+            stop: watch::Sender::new(None),
+        }
+    }
+
+    fn counts(&self) -> RequestCounts {
+        let [total, completed, failed] =
+            [&self.total, &self.completed, &self.failed].map(|count| count.load(Ordering::Relaxed));
+        RequestCounts { total, completed, failed }
+    }
+
+    /// Ends the batch, unless it ends already.
+    fn stop(&self, reason: StopReason) {
+        self.stop.send_if_modified(|stop| {
+            let is_first = stop.is_none();
+            stop.get_or_insert(reason);
+            is_first
+        });
+    }
+}
+
+/// Returns the ids of a batch's files: of the answers, and of those that are errors.
+fn output_ids(batch: &str) -> [String; 2] {
+    let name = batch.strip_prefix(BATCH_PREFIX).unwrap_or(batch);
+    ["output", "errors"].map(|kind| format!("{FILE_PREFIX}{name}-{kind}"))
+}
+
+const BATCH_PREFIX: &str = "batch_";
+const FILE_PREFIX: &str = "file-";
+
+/// Makes an id that nobody can guess.
+fn new_id(prefix: &str) -> String {
+    format!("{prefix}{}", RequestId::generate().0)
+}
+
+/// Returns the time in seconds since 1970.
+fn now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns whether an error is that of a full disk.
+fn is_disk_full(error: &Error) -> bool {
+    error.chain().any(|cause| {
+        let io = cause.downcast_ref::<io::Error>().map(io::Error::kind);
+        let database = cause.downcast_ref::<rusqlite::Error>().and_then(rusqlite::Error::sqlite_error_code);
+        matches!(io, Some(ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge))
+            || database == Some(ErrorCode::DiskFull)
+    })
+}
+
+/// Logs a failure of the disk or of the database, and returns the error that clients get, without paths.
+fn storage_error(failure: &Error) -> ApiError {
+    error!("files and batches: {}", format!("{failure:#}").escape_debug());
+    match is_disk_full(failure) {
+        true => ApiError::storage_full(),
+        false => ApiError::internal("the server could not read or write its files"),
+    }
+}
+
+/// Runs `work` that blocks on another thread.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+    tokio::task::spawn_blocking(work).await.context("a thread has panicked")?
+}

@@ -1,0 +1,54 @@
+//! Metrics of the HTTP server: requests, batches and connections.
+//!
+//! Invariant: each is in the table of all metrics.
+
+use super::Metric;
+use super::MetricKind::{Counter, Gauge};
+
+pub(crate) static HTTP_REQUESTS: Metric = Metric::new(
+    "mainstem_http_requests_total",
+    Counter,
+    "requests",
+    "Answered HTTP requests. Unknown paths count as \"other\".",
+)
+.labelled(&[("method", &[]), ("path", &[]), ("status", &[])]);
+pub(crate) static BATCHES: Metric =
+    Metric::new("mainstem_batches", Gauge, "batches", "Batches of the API, those that have ended included.")
+        .labelled(&[(
+            "status",
+            &[
+                "validating",
+                "failed",
+                "in_progress",
+                "finalizing",
+                "completed",
+                "expired",
+                "cancelling",
+                "cancelled",
+            ],
+        )]);
+pub(crate) static BATCH_REQUESTS: Metric = Metric::new(
+    "mainstem_batch_requests_total",
+    Counter,
+    "requests",
+    "Requests of batches that have ended. ok: answered with status 200; failed: with another status; \
+     expired: not run, because the completion window of their batch had passed.",
+)
+.labelled(&[("outcome", &["ok", "failed", "expired"])]);
+pub(crate) static CONNECTIONS: Metric =
+    Metric::new("mainstem_connections", Gauge, "connections", "Open connections of clients.");
+pub(crate) static CONNECTIONS_CLOSED: Metric = Metric::new(
+    "mainstem_connections_closed_total",
+    Counter,
+    "connections",
+    "Connections that the server refused or closed: \"full\" and \"address\" were refused, because all of \
+     server.max_connections were busy, or by server.max_connections_per_address; \"idle\" made room for new \
+     ones; \"timeout\" sent no complete request for too long.",
+)
+.labelled(&[("reason", &["full", "address", "idle", "timeout"])]);
+pub(crate) static LOG_LINES_DROPPED: Metric = Metric::new(
+    "mainstem_log_lines_dropped_total",
+    Counter,
+    "lines",
+    "Lines of the log that were not written, because stderr is closed or full, or its reader is too slow.",
+);

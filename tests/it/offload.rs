@@ -1,0 +1,211 @@
+//! Tests of engines whose layers' weights are read from disk: answers are those of weights in memory, and
+//! what happens to the store ends requests with an error at worst.
+
+use crate::common::{
+    Copied, Outcome, all_home, complete, complete_all, config, fixture, greedy, mainstem, prompt,
+};
+use crate::families::family;
+use mainstem::actors::Engine;
+use mainstem::cli::start;
+use mainstem::request::{FinishReason, RequestError};
+use serde_json::Value as Json;
+use std::path::{Path, PathBuf};
+use toml::Value;
+
+/// Starts an engine with a part of the layers' weights in memory, and the stores in a folder of the model's
+/// copy.
+async fn engine(model: &Copied, host: &str, settings: &[(&'static str, Value)]) -> Engine {
+    let stores = model.file("stores").display().to_string();
+    let tiers = [("tiers.host", host.into()), ("tiers.disk_path", stores.into())];
+    start::start_engine(&config(&model.0, &[settings, &tiers].concat())).await.expect("the engine starts")
+}
+
+/// Returns the data files of the stores of a model's copy.
+fn data_files(model: &Copied) -> Vec<PathBuf> {
+    let stores = model.file("stores").read_dir().into_iter().flatten().flatten();
+    stores.map(|store| store.path().join("weights.bin")).filter(|file| file.exists()).collect()
+}
+
+async fn answers(engine: &Engine) -> Vec<Vec<u32>> {
+    let words = |i| prompt(i, 10 + 7 * i).into_iter().map(|id| 8 + id % 88).collect::<Vec<u32>>();
+    let outcomes = complete_all(engine, (0..6).map(|i| greedy(&words(i), 8))).await;
+    for outcome in &outcomes {
+        assert_eq!(outcome.end, Some(Ok(FinishReason::Length)));
+    }
+    outcomes.iter().map(Outcome::ids).collect()
+}
+
+#[actix::test]
+async fn answers_equal_those_of_weights_in_memory() {
+    let dense = Copied::of("gqa", "offload-answers");
+    let mixture = family("mixtral", "offload-answers");
+    for (model, devices) in
+        [(&dense, "cpu:0"), (&dense, "cpu:0;cpu:1"), (&dense, "cpu:0&cpu:1"), (&mixture, "cpu:0")]
+    {
+        let settings = [
+            ("device.groups", devices.into()),
+            ("device.threads", 1.into()),
+            ("scheduler.token_budget", 12.into()),
+        ];
+        let resident = engine(model, "all", &settings).await;
+        let expected = answers(&resident).await;
+        resident.stop();
+        for (host, kv, rows) in [("0", "0%", 5), ("20%", "40%", 3), ("100%", "all", 512)] {
+            let added = [("scheduler.batch_rows", rows.into()), ("tiers.kv", kv.into())];
+            let offloaded = engine(model, host, &[&settings[..], &added].concat()).await;
+            // The second time, leading pages of the prompts are found.
+            for _ in 0..2 {
+                let found = answers(&offloaded).await;
+                assert_eq!(found, expected, "{devices}, {host}, {kv}, {rows} rows at once");
+            }
+            let report = &offloaded.report;
+            let stores = report.lines().filter(|line| line.starts_with("store ")).count();
+            assert_eq!(stores, devices.matches(":").count(), "{report}");
+            all_home(&offloaded, 4).await;
+            offloaded.stop();
+        }
+    }
+}
+
+/// No store is written for a model that fits.
+#[actix::test]
+async fn a_model_that_fits_stays_in_memory() {
+    let model = Copied::of("gqa", "offload-auto");
+    let engine = engine(&model, "auto", &[]).await;
+    assert!(!engine.report.contains("\noffload "), "{}", engine.report);
+    answers(&engine).await;
+    engine.stop();
+    assert_eq!(data_files(&model), [] as [PathBuf; 0]);
+}
+
+/// A store that is damaged while the engine runs ends the requests in flight, and is written anew.
+#[actix::test]
+async fn a_store_that_cannot_be_read_fails_requests_and_is_written_anew() {
+    let model = Copied::of("gqa", "offload-fault");
+    let engine = engine(&model, "20%", &[]).await;
+    let expected = answers(&engine).await;
+    for _ in 0..2 {
+        let [data] = &data_files(&model)[..] else { panic!("one device has one store") };
+        let file = std::fs::File::options().write(true).open(data).expect("it can be written");
+        file.set_len(4096).expect("it can be cut");
+        let outcomes = complete_all(&engine, (0..6).map(|i| greedy(&prompt(i, 10), 12))).await;
+        let failed = outcomes.iter().filter(|outcome| {
+            let end = outcome.end.as_ref();
+            matches!(end, Some(Err(RequestError::DeviceFailed(why))) if why.contains("cannot read"))
+        });
+        assert!((1..=4).contains(&failed.count()), "{outcomes:?}");
+        assert_eq!(answers(&engine).await, expected);
+    }
+    all_home(&engine, 4).await;
+    engine.stop();
+}
+
+/// A KV cache whose file is cut while the engine runs ends the requests in flight; others find another file.
+#[cfg(target_os = "linux")]
+#[actix::test]
+async fn a_cache_that_cannot_be_read_fails_requests() {
+    let model = Copied::of("gqa", "offload-cache-fault");
+    let engine = engine(&model, "all", &[("tiers.kv", "0%".into())]).await;
+    assert!(engine.report.contains("\nkv on disk "), "{}", engine.report);
+    let expected = answers(&engine).await;
+    let again = || (0..4).map(|i| greedy(&prompt(i, 60), 12));
+    complete_all(&engine, again()).await;
+    let folder = model.file("stores");
+    let is_named = |why: &String| why.contains("cannot read the KV cache");
+    // What is written after the cut makes the file longer again.
+    let mut has_failed = false;
+    for _ in 0..20 {
+        for descriptor in Path::new("/proc/self/fd").read_dir().expect("there are files").flatten() {
+            if std::fs::read_link(descriptor.path()).is_ok_and(|file| file.starts_with(&folder)) {
+                let file = std::fs::File::options().write(true).open(descriptor.path()).expect("it is open");
+                file.set_len(0).expect("it can be cut");
+            }
+        }
+        // Their leading pages are known.
+        let ends = complete_all(&engine, again()).await.into_iter().filter_map(|outcome| outcome.end);
+        let failed = ends.filter(|end| matches!(end, Err(RequestError::DeviceFailed(why)) if is_named(why)));
+        has_failed |= failed.count() > 0;
+        if has_failed {
+            break;
+        }
+    }
+    assert!(has_failed);
+    assert_eq!(answers(&engine).await, expected);
+    all_home(&engine, 4).await;
+    engine.stop();
+}
+
+/// The memory for caches follows from a size of the whole cache.
+#[test]
+fn a_size_of_caches_in_memory_needs_a_number_of_tokens() {
+    let memory = |flags: &[&str]| inspect(&fixture("gqa"), flags)["memory"].clone();
+    let bytes = |memory: &Json, key: &str| memory[key].as_u64().unwrap_or_else(|| panic!("{memory}: {key}"));
+    let all = memory(&["--kv-size", "4096 tokens"]);
+    let flags = ["--kv-size", "4096 tokens", "--disk-path", "/nowhere/stores", "--kv-memory"];
+    for (value, is_on_disk) in [("0", true), ("1KiB", true), ("1GiB", false), ("auto", false), ("0%", true)] {
+        let found = memory(&[&flags[..], &[value]].concat());
+        let on_disk = bytes(&found, "kv_on_disk");
+        assert_eq!(on_disk > 0, is_on_disk, "{value}: {found}");
+        assert!(bytes(&found, "kv") + on_disk >= bytes(&all, "kv"), "{value}: {found}");
+    }
+    let output = mainstem().arg("inspect").arg(fixture("gqa")).args(["--kv-memory", "1GiB"]).output();
+    let error = String::from_utf8(output.expect("it starts").stderr).expect("it is text");
+    assert!(error.contains("tiers.kv: a size needs kv.size as a number of tokens"), "{error}");
+}
+
+/// Bytes that have changed are noticed when they are first read.
+#[actix::test]
+async fn a_store_that_has_changed_is_written_anew() {
+    let model = Copied::of("gqa", "offload-changed");
+    let first = engine(&model, "0", &[]).await;
+    let expected = answers(&first).await;
+    first.stop();
+    let [data] = &data_files(&model)[..] else { panic!("one device has one store") };
+    let mut bytes = std::fs::read(data).expect("it is there");
+    bytes[9] ^= 1;
+    std::fs::write(data, bytes).expect("it can be written");
+    let engine = engine(&model, "0", &[]).await;
+    let outcome = complete(&engine, greedy(&prompt(1, 10), 4)).await;
+    let is_noticed = |why: &String| why.contains("has changed; the next start writes it anew");
+    assert!(
+        matches!(&outcome.end, Some(Err(RequestError::DeviceFailed(why))) if is_noticed(why)),
+        "{outcome:?}"
+    );
+    assert_eq!(answers(&engine).await, expected);
+    engine.stop();
+}
+
+#[actix::test]
+async fn a_folder_that_cannot_be_written_is_named() {
+    let model = Copied::of("gqa", "offload-folder");
+    std::fs::write(model.file("stores"), "a file").expect("it can be written");
+    let stores = model.file("stores").display().to_string();
+    let settings = [("tiers.host", "0".into()), ("tiers.disk_path", stores.clone().into())];
+    let error = start::start_engine(&config(&model.0, &settings)).await.err().expect("it fails");
+    let error = format!("{error:#}");
+    assert!(error.contains("tiers.disk_path") && error.contains(&stores), "{error}");
+}
+
+fn inspect(model: &Path, flags: &[&str]) -> Json {
+    let output = mainstem().arg("inspect").arg(model).arg("--json").args(flags).output().expect("it starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("it is JSON")
+}
+
+#[test]
+fn inspect_says_where_weights_lie() {
+    let bytes = |memory: &Json, key: &str| memory[key].as_u64().unwrap_or_else(|| panic!("{memory}: {key}"));
+    let all = inspect(&fixture("gqa"), &[])["memory"].clone();
+    assert_eq!(all["offload"], Json::Null);
+    let flags = ["--host-memory", "30%", "--disk-path", "/nowhere/stores"];
+    let memory = inspect(&fixture("gqa"), &flags)["memory"].clone();
+    let [resident, streamed, buffers] =
+        ["resident", "streamed", "buffers"].map(|key| bytes(&memory["offload"], key));
+    assert!(resident > 0 && resident * 10 <= (resident + streamed) * 3, "{memory}");
+    assert_eq!(bytes(&memory, "weights") + streamed, bytes(&all, "weights") + buffers, "{memory}");
+    let store = memory["offload"]["stores"][0].as_str().expect("a path");
+    assert!(store.starts_with("/nowhere/stores/gqa-"), "{store}");
+    let sized = inspect(&fixture("gqa"), &["--host-memory", &(resident + 1).to_string()]);
+    let kept = bytes(&sized["memory"]["offload"], "resident");
+    assert!(kept <= resident + 1 && kept > 0, "{sized}");
+}
