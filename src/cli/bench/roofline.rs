@@ -105,11 +105,13 @@ impl StepWork {
             work.read += tensor.bytes as f64;
             let [n, k] = tensor.shape[..] else { continue };
             let operations = 2.0 * (n * k) as f64 * if is_head { wanted } else { rows } as f64;
-            *match tensor.ty.operand_format(inputs) {
-                OperandFormat::F32 => &mut work.f32,
-                OperandFormat::Int8 => &mut work.int8,
-                OperandFormat::Bf16 => &mut work.bf16,
-            } += operations;
+            match tensor.ty.operand_format(inputs) {
+                OperandFormat::F32 => work.f32 += operations,
+                OperandFormat::Int8 => work.int8 += operations,
+                OperandFormat::Bf16 => work.bf16 += operations,
+                // Three products of BF16 each.
+                OperandFormat::Bf16Pair => work.bf16 += 3.0 * operations,
+            }
         }
         Some(work)
     }

@@ -90,8 +90,8 @@ impl PerplexityReport {
             model: ModelFacts::from_source(&subject.source),
             settings: EvaluationSettings {
                 activations: match config.device.activation_precision {
-                    ActivationPrecision::Int8 | ActivationPrecision::Int8AndBf16 => "fast",
                     ActivationPrecision::F32 => "f32",
+                    _ => "fast",
                 },
                 kv_type: config.kv.ty.name(),
                 page_size: config.kv.page_size,

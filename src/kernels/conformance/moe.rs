@@ -18,7 +18,7 @@ pub fn moe<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
                 (mixture.oracle_result(oracle), mixture.magnitudes().oracle_result(oracle));
             // The last bit of a number may change its quant.
             let bound = match ty.operand_format(device.backend.activation_precision()) {
-                OperandFormat::F32 => 6.0 * (bounds.matmul)(ty),
+                OperandFormat::F32 | OperandFormat::Bf16Pair => 6.0 * (bounds.matmul)(ty),
                 OperandFormat::Int8 | OperandFormat::Bf16 => 0.01,
             };
             assert_close(format_args!("{mixture:?}"), &mixture.run(device), &want, bound, |i| magnitudes[i]);

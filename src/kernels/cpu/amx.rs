@@ -22,7 +22,7 @@ const INPUT_REGISTERS: [usize; 2] = [4, 5];
 /// Registers for panels of the weight.
 const WEIGHT_REGISTERS: [usize; 2] = [6, 7];
 
-/// Proof that this CPU has AMX with BF16 and int8, and AVX-512, and that the operating system lets this
+/// Proof that this CPU has AMX with BF16 and int8, and AVX-512 with BF16, and that the operating system lets this
 /// process use it.
 #[derive(Clone, Copy)]
 pub struct Amx(());
@@ -30,7 +30,10 @@ pub struct Amx(());
 impl Amx {
     /// Returns the proof if AMX is available, after requesting permission from the operating system.
     pub fn new() -> Option<Amx> {
-        (is_x86_feature_detected!("avx512f") && is_supported() && request_permission()).then_some(Amx(()))
+        let has_vectors = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512bf16");
+        (has_vectors && is_supported() && request_permission()).then_some(Amx(()))
     }
 }
 
@@ -161,6 +164,16 @@ impl Bf16Tiles {
     pub unsafe fn zero<const REGISTER: u8>(&mut self) {
         // SAFETY: `self` proves the instruction; the rest is the caller's promise.
         unsafe { asm!("tilezero tmm{r}", r = const REGISTER, options(nostack, nomem)) };
+    }
+
+    /// Loads sums (rows, 16) with rows `stride` bytes apart.
+    ///
+    /// # Safety
+    /// * The register is configured: its tile has rows, which can be read at `at`.
+    #[inline(always)]
+    pub unsafe fn load_sums<const REGISTER: u8>(&mut self, at: *const f32, stride: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { load::<REGISTER>(at.cast(), stride) };
     }
 
     /// Loads input tile 0 or 1: contiguous rows of 64 bytes.

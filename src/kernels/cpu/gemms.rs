@@ -7,6 +7,7 @@
 //! [`ActivationPrecision`].
 
 use super::bf16::{Bf16Isa, Bf16Scratch};
+use super::bf16_pairs::PairScratch;
 use super::f32_gemm::F32Scratch;
 use super::gemm_input::{GemmInput, RowBuffers};
 use super::gemm_task::{GemmTask, PackedInput};
@@ -37,6 +38,8 @@ pub struct ScratchWidths {
     pub int8: usize,
     /// Weights that are packed as BF16.
     pub bf16: usize,
+    /// Weights that are multiplied as pairs of BF16.
+    pub bf16_pairs: usize,
 }
 
 impl ScratchWidths {
@@ -46,6 +49,7 @@ impl ScratchWidths {
         match (ty.operand_format(precision), ty.is_blocked()) {
             (OperandFormat::Int8, _) => ScratchWidths { int8: k, ..none },
             (OperandFormat::Bf16, _) => ScratchWidths { bf16: k, ..none },
+            (OperandFormat::Bf16Pair, _) => ScratchWidths { bf16_pairs: k, ..none },
             (OperandFormat::F32, false) => ScratchWidths { f32: k, ..none },
             (OperandFormat::F32, true) => ScratchWidths { f32: k, dequantized: k, ..none },
         }
@@ -58,6 +62,7 @@ impl ScratchWidths {
             dequantized: self.dequantized.max(other.dequantized),
             int8: self.int8.max(other.int8),
             bf16: self.bf16.max(other.bf16),
+            bf16_pairs: self.bf16_pairs.max(other.bf16_pairs),
         }
     }
 }
@@ -68,6 +73,7 @@ pub struct GemmScratch<Buf = HostBuf> {
     f32: F32Scratch<Buf>,
     int8: Int8Scratch<Buf>,
     bf16: Bf16Scratch<Buf>,
+    bf16_pairs: PairScratch<Buf>,
     bf16_isa: Option<Bf16Isa>,
     /// A row buffer for each thread.
     row_buffers: Buf,
@@ -83,13 +89,14 @@ impl<Buf> GemmScratch<Buf> {
         threads: usize,
         memory: &M,
     ) -> Result<GemmScratch<Buf>, DeviceError> {
-        let row_len = widths.f32.max(widths.int8).max(widths.bf16);
+        let row_len = widths.f32.max(widths.int8).max(widths.bf16).max(widths.bf16_pairs);
         Ok(GemmScratch {
             activation_precision: precision,
             bf16_isa,
             f32: F32Scratch::new(rows, widths.f32, widths.dequantized, threads, memory)?,
             int8: Int8Scratch::new(rows, widths.int8, threads, memory)?,
             bf16: Bf16Scratch::new(rows, widths.bf16, threads, memory)?,
+            bf16_pairs: PairScratch::new(rows, widths.bf16_pairs, threads, memory)?,
             row_buffers: memory.zeroed(threads * row_len * size_of::<f32>())?,
             row_buffer_len: row_len,
         })
@@ -124,12 +131,18 @@ impl GemmScratch {
             const HAS: &str = "devices without BF16 instructions use F32 inputs; this is a bug";
             self.bf16.pack(pool, (level, bf16_isa.expect(HAS)), input, &buffers)
         });
+        let pairs = is_used(OperandFormat::Bf16Pair).then(|| {
+            const HAS: &str = "devices without AMX use F32 inputs for F16 weights; this is a bug";
+            let amx = bf16_isa.and_then(Bf16Isa::amx).expect(HAS);
+            self.bf16_pairs.pack(pool, (level, amx), input, &buffers)
+        });
         let mut job = Job { parts: Default::default(), items: 0, multiplications: 0 };
         for gemm in gemms.iter().flatten() {
             let packed: Option<&dyn PackedInput> = match operand_of(gemm) {
                 OperandFormat::F32 => f32.as_ref().map(|f32| f32 as _),
                 OperandFormat::Int8 => int8.as_ref().map(|int8| int8 as _),
                 OperandFormat::Bf16 => bf16.as_ref().map(|bf16| bf16 as _),
+                OperandFormat::Bf16Pair => pairs.as_ref().map(|pairs| pairs as _),
             };
             let packed = packed.expect("the input was packed for it; this is a bug");
             job.add(pool.threads(), input.rows, gemm, packed);

@@ -65,7 +65,22 @@ fn read_row(
     match table.ty.operand_format(precision) {
         OperandFormat::F32 => {}
         OperandFormat::Int8 => return packed::read(table, row, column, values),
-        OperandFormat::Bf16 => return bf16::read(table, row, column, values),
+        OperandFormat::Bf16 => {
+            return bf16::read(
+                table,
+                (row, column),
+                |bytes| half::bf16::from_le_bytes(bytes).to_f32(),
+                values,
+            );
+        }
+        OperandFormat::Bf16Pair => {
+            return bf16::read(
+                table,
+                (row, column),
+                |bytes| half::f16::from_le_bytes(bytes).to_f32(),
+                values,
+            );
+        }
     }
     let first = row * table.k + column;
     if !table.ty.is_blocked() {

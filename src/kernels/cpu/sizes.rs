@@ -5,6 +5,7 @@
 
 use super::attention;
 use super::bf16::{self, Bf16Isa};
+use super::bf16_pairs;
 use super::config::{CpuConfig, Isa};
 use super::gemms::ScratchWidths;
 use super::moe::MoeScratchSizes;
@@ -45,6 +46,7 @@ impl CpuSizes {
             ));
         }
         let precision = match bf16_isa {
+            Some(isa) if isa.amx().is_some() => config.activation_precision.with_bf16_pairs(),
             Some(_) => config.activation_precision.with_bf16(),
             None => config.activation_precision,
         };
@@ -119,6 +121,9 @@ impl DeviceSizes for CpuSizes {
                 packed::packed_bytes(ty, n, k).expect("the format is packed; this is a bug"),
             ),
             OperandFormat::Bf16 => (bf16::ARRANGEMENT, bf16::VERSION, bf16::packed_bytes(n, k)),
+            OperandFormat::Bf16Pair => {
+                (bf16_pairs::ARRANGEMENT, bf16_pairs::VERSION, bf16::packed_bytes(n, k))
+            }
         };
         PackedLayout { arrangement, version, ty, n, k, bytes }
     }

@@ -13,6 +13,8 @@ pub enum ActivationPrecision {
     Int8,
     /// As [`Self::Int8`], and BF16 for BF16 weights. For devices with BF16 dot products.
     Int8AndBf16,
+    /// As [`Self::Int8AndBf16`], and pairs of BF16 for F16 weights. For devices with products of BF16 tiles.
+    Int8AndBf16Pairs,
     /// F32 always.
     F32,
 }
@@ -22,7 +24,16 @@ impl ActivationPrecision {
     pub fn with_bf16(self) -> ActivationPrecision {
         match self {
             ActivationPrecision::F32 => ActivationPrecision::F32,
-            ActivationPrecision::Int8 | ActivationPrecision::Int8AndBf16 => ActivationPrecision::Int8AndBf16,
+            _ => ActivationPrecision::Int8AndBf16,
+        }
+    }
+
+    /// Returns this precision with BF16 for BF16 weights and pairs of BF16 for F16 weights, unless all
+    /// activations stay F32.
+    pub fn with_bf16_pairs(self) -> ActivationPrecision {
+        match self {
+            ActivationPrecision::F32 => ActivationPrecision::F32,
+            _ => ActivationPrecision::Int8AndBf16Pairs,
         }
     }
 }
@@ -36,6 +47,8 @@ pub enum OperandFormat {
     Int8,
     /// BF16, rounded to nearest, ties to even.
     Bf16,
+    /// The sum of two BF16: products with weights are within 2^-15.
+    Bf16Pair,
 }
 
 /// Elements of a block.

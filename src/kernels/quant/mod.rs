@@ -156,11 +156,12 @@ impl QuantType {
     /// Returns the format of the activations in GEMMs with weights of this format, on a device with this
     /// precision.
     pub fn operand_format(self, inputs: ActivationPrecision) -> OperandFormat {
-        match inputs {
-            ActivationPrecision::Int8 | ActivationPrecision::Int8AndBf16 if self.block_split().is_some() => {
-                OperandFormat::Int8
-            }
-            ActivationPrecision::Int8AndBf16 if self == QuantType::BF16 => OperandFormat::Bf16,
+        use ActivationPrecision::{F32, Int8AndBf16, Int8AndBf16Pairs};
+        match (inputs, self) {
+            (F32, _) => OperandFormat::F32,
+            _ if self.block_split().is_some() => OperandFormat::Int8,
+            (Int8AndBf16 | Int8AndBf16Pairs, QuantType::BF16) => OperandFormat::Bf16,
+            (Int8AndBf16Pairs, QuantType::F16) => OperandFormat::Bf16Pair,
             _ => OperandFormat::F32,
         }
     }

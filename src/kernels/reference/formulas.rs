@@ -216,7 +216,7 @@ fn gemv(precision: ActivationPrecision, w: &Weight<HostBuf>, x: &[f32]) -> Vec<f
 /// Rounds x to the precision of the operand.
 pub(super) fn round_input(operand: OperandFormat, x: &[f32]) -> Cow<'_, [f32]> {
     match operand {
-        OperandFormat::F32 => Cow::Borrowed(x),
+        OperandFormat::F32 | OperandFormat::Bf16Pair => Cow::Borrowed(x),
         OperandFormat::Int8 => {
             x.as_chunks().0.iter().flat_map(|x| Int8Block::quantize(x).dequantize()).collect()
         }

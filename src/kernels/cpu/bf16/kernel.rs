@@ -11,7 +11,8 @@
 use super::{BLOCK_BYTES, PANEL_BLOCK_BYTES, PANEL_OUTPUTS};
 use crate::cpu::Isa;
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::amx::{self, Amx};
+use crate::cpu::amx;
+use crate::cpu::amx::Amx;
 use crate::cpu::gemm_input::RowTiles;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -48,6 +49,16 @@ impl Bf16Isa {
 }
 
 impl Bf16Isa {
+    /// Returns the proof of AMX, if this is it.
+    pub fn amx(self) -> Option<Amx> {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Bf16Isa::Amx(amx) => Some(amx),
+            #[cfg(target_arch = "x86_64")]
+            Bf16Isa::Avx512(_) => None,
+        }
+    }
+
     /// Divides rows into tiles for these instructions.
     pub fn row_tiles(self, rows: usize) -> RowTiles {
         match self {

@@ -21,7 +21,7 @@ mod store;
 
 pub use gemm::Bf16Scratch;
 pub use kernel::Bf16Isa;
-pub use store::{pack, packed_bytes, read};
+pub use store::{pack, packed_bytes, panel_bytes, read};
 
 use super::simd::LANES;
 
@@ -31,10 +31,10 @@ pub const ARRANGEMENT: &str = "bf16-panels-16x32";
 pub const VERSION: u32 = 1;
 
 /// Outputs of a panel.
-const PANEL_OUTPUTS: usize = LANES;
+pub const PANEL_OUTPUTS: usize = LANES;
 /// Columns of a block.
-const BLOCK: usize = 32;
+pub const BLOCK: usize = 32;
 /// Bytes of one row's block, of an input or an output.
-const BLOCK_BYTES: usize = 2 * BLOCK;
+pub const BLOCK_BYTES: usize = 2 * BLOCK;
 /// Bytes of a panel's block.
-const PANEL_BLOCK_BYTES: usize = PANEL_OUTPUTS * BLOCK_BYTES;
+pub const PANEL_BLOCK_BYTES: usize = PANEL_OUTPUTS * BLOCK_BYTES;

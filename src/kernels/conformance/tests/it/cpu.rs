@@ -107,6 +107,7 @@ fn equal_layouts_have_equal_bytes_on_every_device() {
                     OperandFormat::F32 => "rows/1",
                     OperandFormat::Int8 => "int8-panels-16/1",
                     OperandFormat::Bf16 => "bf16-panels-16x32/1",
+                    OperandFormat::Bf16Pair => "f16-panels-16x32/1",
                 };
                 assert_eq!(layout.to_string(), format!("{arrangement} {ty} (35, 512)"), "{isa:?}");
                 assert!(*known.entry(layout.to_string()).or_insert(packed.clone()) == packed, "{layout}");
@@ -139,6 +140,7 @@ fn a_version_of_a_layout_has_always_the_same_bytes() {
     for (layout, sum) in sums {
         match layout.split(' ').next() {
             Some("int8-panels-16/1") => assert_eq!(sum, 0xa945_c665_1e41_6407, "{layout}: {sum:#x}"),
+            Some("f16-panels-16x32/1") => assert_eq!(sum, 0x5f58_b4c2_08fb_94fd, "{layout}: {sum:#x}"),
             Some("bf16-panels-16x32/1") => assert_eq!(sum, 0x5f58_b4c2_08fb_94fd, "{layout}: {sum:#x}"),
             // Rows as they are stored, of the remaining formats.
             Some("rows/1") => {}
@@ -185,7 +187,8 @@ fn fused_instruction_sets_have_the_same_bits() {
     for isa in [Isa::Amx, Isa::Avx512, Isa::Avx512F] {
         let Some(mut wide) = backend(isa, 2) else { continue };
         for ty in QuantType::all().filter(|ty| ty.row().quantize.is_some()) {
-            if ty.operand_format(wide.activation_precision()) == OperandFormat::Bf16 {
+            let operand = ty.operand_format(wide.activation_precision());
+            if let OperandFormat::Bf16 | OperandFormat::Bf16Pair = operand {
                 continue;
             }
             let k = if ty.is_blocked() { 1024 } else { 1001 };

@@ -1,0 +1,340 @@
+//! GEMM of pairs of BF16: x · wᵀ, for x (m, k) and packed F16 w (n, k).
+//!
+//! x is split into pairs once. A thread takes a group of panels, and a slice of columns at a time. It splits
+//! the slice of two panels, which then fits the first-level cache, and multiplies all rows with it, whose
+//! slice fits the second-level cache. Sums wait in memory until the next slice. With a single tile of rows,
+//! a group has two panels, so that their weights stream.
+//!
+//! Invariant: how work is divided into items and slices decides only when a block is added, never in which
+//! order.
+
+use super::input::{self, HALF_BYTES};
+use super::split;
+use crate::backend::{DeviceError, Weight};
+use crate::cpu::amx::Amx;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::amx::{self, Bf16Tiles, SUM_REGISTERS};
+use crate::cpu::bf16::{BLOCK, BLOCK_BYTES, PANEL_BLOCK_BYTES, PANEL_OUTPUTS, panel_bytes};
+use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
+use crate::cpu::gemm_task::{GemmTask, PackedInput};
+use crate::cpu::pool::{SharedSlice, ThreadPool};
+use crate::cpu::scratch_memory::ScratchMemory;
+use crate::cpu::simd::Level;
+use crate::host::HostBuf;
+use std::ops::Range;
+
+/// Panels that are multiplied at once.
+const PANELS: usize = 2;
+/// Panels of a group.
+const GROUP_PANELS: usize = 8;
+/// Blocks of a slice of columns.
+const SLICE_BLOCKS: usize = 8;
+/// Bytes of the split slice of a panel: first halves and rests.
+const SPLIT_BYTES: usize = SLICE_BLOCKS * 2 * PANEL_BLOCK_BYTES;
+/// Bytes of weights that a work item takes when the weights stream.
+const STREAM_BYTES: usize = 128 * 1024;
+/// Prefetch distance in bytes of weights.
+const PREFETCH_BYTES: usize = 4096;
+
+/// Buffers of the GEMM. Their size follows from the step limits and the widest weight; they do not grow
+/// during steps.
+pub struct PairScratch<Buf = HostBuf> {
+    /// The packed input.
+    input: Buf,
+    /// For each thread: sums of all rows with a group, and the split slices of the panels that are multiplied
+    /// at once.
+    sums: Buf,
+    sums_len: usize,
+    slices: Buf,
+}
+
+impl<Buf> PairScratch<Buf> {
+    /// Allocates scratch for `rows` rows of `k` columns on `threads` threads.
+    pub fn new<M: ScratchMemory<Buf = Buf>>(
+        rows: usize,
+        k: usize,
+        threads: usize,
+        memory: &M,
+    ) -> Result<PairScratch<Buf>, DeviceError> {
+        let is_used = usize::from(k > 0);
+        let sums_len = is_used * rows * GROUP_PANELS * PANEL_OUTPUTS;
+        Ok(PairScratch {
+            input: memory.zeroed(rows * input::row_bytes(k))?,
+            sums: memory.zeroed(threads * sums_len * size_of::<f32>())?,
+            sums_len,
+            slices: memory.zeroed(is_used * threads * PANELS * SPLIT_BYTES)?,
+        })
+    }
+}
+
+impl PairScratch {
+    /// Splits and packs the input.
+    #[cfg(target_arch = "x86_64")]
+    pub fn pack(
+        &mut self,
+        pool: &mut ThreadPool,
+        (level, amx): (Level, Amx),
+        x: &GemmInput,
+        buffers: &RowBuffers,
+    ) -> PackedPairs<'_> {
+        let tiles = RowTiles::equal(x.rows, amx::ROWS);
+        let input = &mut self.input.bytes_mut()[..x.rows * input::row_bytes(x.k)];
+        // SAFETY: an `Amx` proves AVX-512 with BF16.
+        unsafe { input::pack(pool, level, x, &tiles, buffers, input) };
+        let (sums, slices) =
+            (SharedSlice::new(self.sums.f32_mut()), SharedSlice::new(self.slices.bytes_mut()));
+        PackedPairs { amx, tiles, rows: x.rows, input, sums, sums_len: self.sums_len, slices }
+    }
+
+    /// Never called: no [`Amx`] exists.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub fn pack(
+        &mut self,
+        _: &mut ThreadPool,
+        (_, amx): (Level, Amx),
+        _: &GemmInput,
+        _: &RowBuffers,
+    ) -> PackedPairs<'_> {
+        match amx {}
+    }
+}
+
+/// A packed input, and the scratch of each thread.
+pub struct PackedPairs<'a> {
+    amx: Amx,
+    tiles: RowTiles,
+    rows: usize,
+    input: &'a [u8],
+    sums: SharedSlice<'a, f32>,
+    sums_len: usize,
+    slices: SharedSlice<'a, u8>,
+}
+
+impl PackedPairs<'_> {
+    /// Returns the number of panels of a group.
+    fn group_panels(&self) -> usize {
+        if self.tiles.count() == 1 { PANELS } else { GROUP_PANELS }
+    }
+}
+
+impl PackedInput for PackedPairs<'_> {
+    fn outputs_per_item(&self, w: &Weight<HostBuf>, max: usize) -> usize {
+        let group = self.group_panels();
+        let streamed = STREAM_BYTES / panel_bytes(w.k).clamp(1, STREAM_BYTES);
+        let wanted = if self.tiles.count() == 1 { streamed } else { group };
+        wanted.min(max.div_ceil(PANEL_OUTPUTS)).next_multiple_of(PANELS) * PANEL_OUTPUTS
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn multiply(&self, worker: usize, gemm: &GemmTask, outputs: Range<usize>) {
+        // SAFETY: each worker has its own scratch and is in one item at a time.
+        let sums = unsafe { self.sums.slice_mut(worker * self.sums_len..(worker + 1) * self.sums_len) };
+        let bytes = PANELS * SPLIT_BYTES;
+        // SAFETY: the same.
+        let slices = unsafe { self.slices.slice_mut(worker * bytes..(worker + 1) * bytes) };
+        let panels = outputs.start / PANEL_OUTPUTS..outputs.end.div_ceil(PANEL_OUTPUTS);
+        for first in panels.clone().step_by(self.group_panels()) {
+            let group = first..panels.end.min(first + self.group_panels());
+            self.multiply_group(gemm, group, sums, slices);
+        }
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn multiply(&self, _: usize, _: &GemmTask, _: Range<usize>) {
+        match self.amx {}
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl PackedPairs<'_> {
+    /// Multiplies all rows with a group of panels.
+    fn multiply_group(&self, gemm: &GemmTask, group: Range<usize>, sums: &mut [f32], slices: &mut [u8]) {
+        let blocks = gemm.w.k.div_ceil(BLOCK);
+        // Outputs of a row's sums.
+        let width = group.len().next_multiple_of(PANELS) * PANEL_OUTPUTS;
+        let sums = &mut sums[..self.rows * width];
+        let mut registers = None;
+        for slice in (0..blocks).step_by(SLICE_BLOCKS) {
+            let slice = slice..blocks.min(slice + SLICE_BLOCKS);
+            for panel in group.clone().step_by(PANELS) {
+                for (o, slices) in slices.chunks_exact_mut(SPLIT_BYTES).enumerate() {
+                    split_slice(gemm.w, panel + o, slice.clone(), slices);
+                }
+                for tile in (0..self.tiles.count()).step_by(2) {
+                    let [rows, more] = [tile, tile + 1].map(|tile| match tile < self.tiles.count() {
+                        true => self.tiles.rows_of(tile),
+                        false => self.rows..self.rows,
+                    });
+                    let sizes = [rows.len(), more.len()];
+                    if registers.as_ref().is_none_or(|(known, _)| *known != sizes) {
+                        drop(registers.take());
+                        // SAFETY: the tiles before were dropped, and nothing else here sets up any.
+                        registers = Some((sizes, unsafe { Bf16Tiles::new(self.amx, sizes) }));
+                    }
+                    let inputs = [rows.clone(), more].map(|rows| self.input_of(&rows, gemm.w.k, &slice));
+                    let to = &mut sums[rows.start * width + (panel - group.start) * PANEL_OUTPUTS..];
+                    if let Some((sizes, registers)) = &mut registers {
+                        let operands = Operands { inputs, rows: *sizes, slices, blocks: slice.len() };
+                        multiply_slice(registers, &operands, slice.start == 0, (to, width));
+                    }
+                }
+            }
+        }
+        drop(registers);
+        for panel in group.clone() {
+            let first = panel * PANEL_OUTPUTS;
+            let count = PANEL_OUTPUTS.min(gemm.w.n - first);
+            for (row, sums) in sums.chunks_exact(width).enumerate() {
+                let sums = &sums[(panel - group.start) * PANEL_OUTPUTS..][..count];
+                // SAFETY: a panel belongs to one item, so no other thread writes these elements.
+                unsafe { gemm.write(row, first, sums) };
+            }
+        }
+    }
+
+    /// Returns a slice of a tile's rows.
+    fn input_of(&self, rows: &Range<usize>, k: usize, slice: &Range<usize>) -> &[u8] {
+        let block = rows.len() * 2 * HALF_BYTES;
+        let tile = &self.input[rows.start * input::row_bytes(k)..rows.end * input::row_bytes(k)];
+        &tile[slice.start * block..slice.end * block]
+    }
+}
+
+/// Splits a slice of a panel; panels beyond the last repeat it.
+#[cfg(target_arch = "x86_64")]
+fn split_slice(w: &Weight<HostBuf>, panel: usize, slice: Range<usize>, to: &mut [u8]) {
+    let panel = panel.min(w.n.div_ceil(PANEL_OUTPUTS) - 1);
+    let bytes = panel_bytes(w.k);
+    let from = &w.buf.bytes()[panel * bytes..][..bytes];
+    let from = &from[slice.start * PANEL_BLOCK_BYTES..slice.end * PANEL_BLOCK_BYTES];
+    for (from, to) in from.chunks_exact(PANEL_BLOCK_BYTES).zip(to.chunks_exact_mut(2 * PANEL_BLOCK_BYTES)) {
+        let (first, rest) = to.split_at_mut(PANEL_BLOCK_BYTES);
+        let halves = first.chunks_exact_mut(BLOCK_BYTES).zip(rest.chunks_exact_mut(BLOCK_BYTES));
+        for (from, (first, rest)) in from.chunks_exact(BLOCK_BYTES).zip(halves) {
+            crate::cpu::simd::prefetch_l2(from.as_ptr().wrapping_add(PREFETCH_BYTES));
+            // SAFETY: this runs on a CPU with AMX, so with AVX-512 and BF16; all have 64 bytes.
+            unsafe { split::split_f16(from.as_ptr(), first.as_mut_ptr(), rest.as_mut_ptr()) };
+        }
+    }
+}
+
+/// Slices of two tiles of rows, the second of which may be empty, and of two panels.
+#[cfg(target_arch = "x86_64")]
+struct Operands<'a> {
+    inputs: [&'a [u8]; 2],
+    /// Rows of the tiles.
+    rows: [usize; 2],
+    /// The split slices.
+    slices: &'a [u8],
+    blocks: usize,
+}
+
+/// Adds the products of a slice to the sums at `to`, whose rows are `width` numbers apart, or sets them, if
+/// the slice is the first one.
+#[cfg(target_arch = "x86_64")]
+fn multiply_slice(
+    registers: &mut Bf16Tiles,
+    operands: &Operands,
+    is_first: bool,
+    (to, width): (&mut [f32], usize),
+) {
+    const A0: u8 = SUM_REGISTERS[0][0];
+    const A1: u8 = SUM_REGISTERS[0][1];
+    const B0: u8 = SUM_REGISTERS[1][0];
+    const B1: u8 = SUM_REGISTERS[1][1];
+    let Operands { inputs: [first, second], rows: [rows, more], slices, blocks } = *operands;
+    let block = |rows: usize| rows * 2 * HALF_BYTES;
+    assert!(
+        first.len() == blocks * block(rows)
+            && second.len() == blocks * block(more)
+            && slices.len() == PANELS * SPLIT_BYTES
+            && to.len() >= (rows + more - 1) * width + PANELS * PANEL_OUTPUTS,
+        "the operands are complete; this is a bug"
+    );
+    let stride = width * size_of::<f32>();
+    let (at, has_more) = (to.as_mut_ptr(), more > 0);
+    let below = at.wrapping_add(rows * width);
+    // SAFETY: the lengths are as asserted, and a tile is set up if it has rows.
+    unsafe {
+        if is_first {
+            registers.zero::<A0>();
+            registers.zero::<A1>();
+            if has_more {
+                registers.zero::<B0>();
+                registers.zero::<B1>();
+            }
+        } else {
+            registers.load_sums::<A0>(at, stride);
+            registers.load_sums::<A1>(at.add(PANEL_OUTPUTS), stride);
+            if has_more {
+                registers.load_sums::<B0>(below, stride);
+                registers.load_sums::<B1>(below.add(PANEL_OUTPUTS), stride);
+            }
+        }
+        for number in 0..blocks {
+            let w = slices.as_ptr().add(number * 2 * PANEL_BLOCK_BYTES);
+            let x = [
+                first.as_ptr().add(number * block(rows)),
+                second.as_ptr().wrapping_add(number * block(more)),
+            ];
+            let x_rest = [x[0].add(rows * HALF_BYTES), x[1].wrapping_add(more * HALF_BYTES)];
+            // The rests of the weights with the first halves of the input, these with the first halves of the
+            // weights, and these with the rests of the input.
+            load_weights(registers, w.add(PANEL_BLOCK_BYTES));
+            load_input(registers, x, has_more);
+            multiply_loaded(registers, has_more);
+            load_weights(registers, w);
+            multiply_loaded(registers, has_more);
+            load_input(registers, x_rest, has_more);
+            multiply_loaded(registers, has_more);
+        }
+        registers.store::<A0>(at, stride);
+        registers.store::<A1>(at.add(PANEL_OUTPUTS), stride);
+        if has_more {
+            registers.store::<B0>(below, stride);
+            registers.store::<B1>(below.add(PANEL_OUTPUTS), stride);
+        }
+    }
+}
+
+/// Loads a block of both panels.
+///
+/// # Safety
+/// * The blocks of the split slices of the first panel at `at`, and of the second behind it, can be read.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn load_weights(registers: &mut Bf16Tiles, at: *const u8) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        registers.load_weights::<0>(at);
+        registers.load_weights::<1>(at.add(SPLIT_BYTES));
+    }
+}
+
+/// Loads a block of one or both tiles of rows.
+///
+/// # Safety
+/// * As many rows as the tiles are set up for can be read at the addresses.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+unsafe fn load_input(registers: &mut Bf16Tiles, at: [*const u8; 2], has_more: bool) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        registers.load_input::<0>(at[0]);
+        if has_more {
+            registers.load_input::<1>(at[1]);
+        }
+    }
+}
+
+/// Adds the products of what is loaded.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn multiply_loaded(registers: &mut Bf16Tiles, has_more: bool) {
+    registers.multiply::<0, 0>();
+    registers.multiply::<0, 1>();
+    if has_more {
+        registers.multiply::<1, 0>();
+        registers.multiply::<1, 1>();
+    }
+}

@@ -1,0 +1,105 @@
+//! Splits numbers into pairs of BF16: the nearest one, ties to even, and the one nearest to the rest.
+//!
+//! Invariant: the pair of an F16 number is exact. Numbers below 2^-126, which F16 does not have, become zero.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+
+/// Numbers that are split at once: the columns of a block.
+pub const NUMBERS: usize = 32;
+
+/// Splits 32 F16 numbers at `from` into the two halves of pairs, at `first` and `rest`.
+///
+/// # Safety
+/// * The CPU has AVX-512 with BF16.
+/// * 64 bytes can be read and written at the addresses.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+#[inline]
+pub unsafe fn split_f16(from: *const u8, first: *mut u8, rest: *mut u8) {
+    // SAFETY: the caller's promise, here and below.
+    let [low, high] = [0, 32].map(|at| _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(from.add(at).cast()) }));
+    unsafe { split(low, high, first, rest) };
+}
+
+/// Splits 32 F32 numbers at `from` into the two halves of pairs, at `first` and `rest`.
+///
+/// # Safety
+/// * The CPU has AVX-512 with BF16.
+/// * 128 bytes can be read at `from`, and 64 written at the others.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+#[inline]
+pub unsafe fn split_f32(from: *const f32, first: *mut u8, rest: *mut u8) {
+    // SAFETY: the caller's promise, here and below.
+    let [low, high] = [0, 16].map(|at| unsafe { _mm512_loadu_ps(from.add(at)) });
+    unsafe { split(low, high, first, rest) };
+}
+
+/// Splits 2 x 16 numbers.
+///
+/// # Safety
+/// * The CPU has AVX-512 with BF16.
+/// * 64 bytes can be written at the addresses.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+#[inline]
+unsafe fn split(low: __m512, high: __m512, first: *mut u8, rest: *mut u8) {
+    // SAFETY: both types are 64 bytes, and any bytes are valid.
+    let bytes = |halves: __m512bh| unsafe { std::mem::transmute::<__m512bh, __m512i>(halves) };
+    let nearest = bytes(_mm512_cvtne2ps_pbh(high, low));
+    let widen = |halves| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)));
+    let low = _mm512_sub_ps(low, widen(_mm512_castsi512_si256(nearest)));
+    let high = _mm512_sub_ps(high, widen(_mm512_extracti64x4_epi64::<1>(nearest)));
+    // SAFETY: the caller's promise.
+    unsafe {
+        _mm512_storeu_si512(first.cast(), nearest);
+        _mm512_storeu_si512(rest.cast(), bytes(_mm512_cvtne2ps_pbh(high, low)));
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    fn pairs(split: impl Fn(*mut u8, *mut u8)) -> Vec<(f32, f32)> {
+        let (mut first, mut rest) = ([0u8; 64], [0u8; 64]);
+        split(first.as_mut_ptr(), rest.as_mut_ptr());
+        let number = |bytes: &[u8; 2]| bf16::from_le_bytes(*bytes).to_f32();
+        first.as_chunks().0.iter().map(number).zip(rest.as_chunks().0.iter().map(number)).collect()
+    }
+
+    #[test]
+    fn every_f16_number_is_the_sum_of_its_pair() {
+        if !is_x86_feature_detected!("avx512bf16") {
+            return;
+        }
+        let finite: Vec<u16> = (0..=u16::MAX).filter(|bits| f16::from_bits(*bits).is_finite()).collect();
+        for bits in finite.chunks(NUMBERS) {
+            let from: Vec<u8> = bits.iter().flat_map(|bits| bits.to_le_bytes()).chain([0; 64]).collect();
+            // SAFETY: the CPU has the instructions, and the buffers are large enough.
+            let pairs = pairs(|first, rest| unsafe { split_f16(from.as_ptr(), first, rest) });
+            for (bits, (first, rest)) in bits.iter().zip(pairs) {
+                assert_eq!(first + rest, f16::from_bits(*bits).to_f32(), "{bits:#x}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_f32_number_is_near_the_sum_of_its_pair() {
+        if !is_x86_feature_detected!("avx512bf16") {
+            return;
+        }
+        let numbers: Vec<f32> =
+            (0..4096).map(|i| (i as f32 * 0.731).sin() * 2f32.powi(i % 60 - 30)).collect();
+        for from in numbers.chunks(NUMBERS) {
+            // SAFETY: the CPU has the instructions, and the buffers are large enough.
+            let pairs = pairs(|first, rest| unsafe { split_f32(from.as_ptr(), first, rest) });
+            for (x, (first, rest)) in from.iter().zip(pairs) {
+                assert_eq!(first, bf16::from_f32(*x).to_f32());
+                assert!((x - first - rest).abs() <= x.abs() * 2f32.powi(-16), "{x}: {first} and {rest}");
+            }
+        }
+    }
+}
