@@ -177,9 +177,8 @@ impl Backend for CpuBackend {
         let mut buf = self.memory.zeroed(self.sizes.packed_layout(ty, n, k).bytes)?;
         match ty.operand_format(self.sizes.precision) {
             OperandFormat::Int8 => packed::pack(&mut self.pool, ty, (n, k), bytes, &mut buf),
-            OperandFormat::Bf16 | OperandFormat::Bf16Pair => {
-                bf16::pack(&mut self.pool, (n, k), bytes, &mut buf);
-            }
+            OperandFormat::Bf16 => bf16::pack(&mut self.pool, (n, k), bytes, &mut buf),
+            OperandFormat::Bf16Pair => bf16_pairs::pack(&mut self.pool, (n, k), bytes, &mut buf),
             OperandFormat::F32 => CpuBackend::copy_packed(&mut self.pool, bytes, &mut buf),
         }
         Ok(Weight { id: None, buf, ty, n, k })

@@ -5,7 +5,7 @@
 
 use super::pool::ThreadPool;
 use super::simd::{FloatFormat, FloatFormatOp, dispatch_float_format};
-use super::{bf16, packed};
+use super::{bf16, bf16_pairs, packed};
 use crate::backend::Weight;
 use crate::batch::StepState;
 use crate::host::HostBuf;
@@ -65,22 +65,8 @@ fn read_row(
     match table.ty.operand_format(precision) {
         OperandFormat::F32 => {}
         OperandFormat::Int8 => return packed::read(table, row, column, values),
-        OperandFormat::Bf16 => {
-            return bf16::read(
-                table,
-                (row, column),
-                |bytes| half::bf16::from_le_bytes(bytes).to_f32(),
-                values,
-            );
-        }
-        OperandFormat::Bf16Pair => {
-            return bf16::read(
-                table,
-                (row, column),
-                |bytes| half::f16::from_le_bytes(bytes).to_f32(),
-                values,
-            );
-        }
+        OperandFormat::Bf16 => return bf16::read(table, row, column, values),
+        OperandFormat::Bf16Pair => return bf16_pairs::read(table, row, column, values),
     }
     let first = row * table.k + column;
     if !table.ty.is_blocked() {

@@ -1,4 +1,4 @@
-//! Packing of rows of numbers of 16 bits, BF16 or F16, and unpacking.
+//! Packing of BF16 rows, and unpacking.
 //!
 //! Invariant: a row that is unpacked has the bits it was packed from.
 
@@ -6,6 +6,7 @@ use super::{BLOCK, PANEL_BLOCK_BYTES, PANEL_OUTPUTS};
 use crate::backend::Weight;
 use crate::cpu::pool::{SharedSlice, ThreadPool};
 use crate::host::HostBuf;
+use half::bf16;
 
 /// Returns the bytes of a panel of rows of `k` numbers.
 pub fn panel_bytes(k: usize) -> usize {
@@ -23,7 +24,7 @@ fn offset_of(lane: usize, column: usize) -> usize {
     block * PANEL_BLOCK_BYTES + (within / 2 * PANEL_OUTPUTS + lane) * 4 + within % 2 * 2
 }
 
-/// Packs a (n, k) matrix of BF16 or F16. `to` must be zero.
+/// Packs a (n, k) matrix of BF16. `to` must be zero.
 pub fn pack(pool: &mut ThreadPool, (n, k): (usize, usize), bytes: &[u8], to: &mut HostBuf) {
     let panel_bytes = panel_bytes(k);
     let to = SharedSlice::new(to.bytes_mut());
@@ -32,28 +33,19 @@ pub fn pack(pool: &mut ThreadPool, (n, k): (usize, usize), bytes: &[u8], to: &mu
         let to = unsafe { to.slice_mut(panel * panel_bytes..(panel + 1) * panel_bytes) };
         let rows = bytes[panel * PANEL_OUTPUTS * k * 2..].chunks_exact(k * 2).take(PANEL_OUTPUTS);
         for (lane, row) in rows.enumerate() {
-            let (pairs, last) = row.as_chunks::<4>();
-            for (pair, numbers) in pairs.iter().enumerate() {
-                to[offset_of(lane, 2 * pair)..][..4].copy_from_slice(numbers);
-            }
-            if !last.is_empty() {
-                to[offset_of(lane, 2 * pairs.len())..][..last.len()].copy_from_slice(last);
+            for (column, number) in row.as_chunks::<2>().0.iter().enumerate() {
+                to[offset_of(lane, column)..][..2].copy_from_slice(number);
             }
         }
     });
 }
 
-/// Decodes row `row` of a packed weight from column `column` on. `decode` returns a number, given its bytes.
-pub fn read(
-    w: &Weight<HostBuf>,
-    (row, column): (usize, usize),
-    decode: impl Fn([u8; 2]) -> f32,
-    values: &mut [f32],
-) {
+/// Decodes row `row` of a packed weight from column `column` on.
+pub fn read(w: &Weight<HostBuf>, row: usize, column: usize, values: &mut [f32]) {
     let panel = &w.buf.bytes()[row / PANEL_OUTPUTS * panel_bytes(w.k)..];
     for (i, value) in values.iter_mut().enumerate() {
         let at = offset_of(row % PANEL_OUTPUTS, column + i);
-        *value = decode([panel[at], panel[at + 1]]);
+        *value = bf16::from_le_bytes([panel[at], panel[at + 1]]).to_f32();
     }
 }
 
@@ -62,7 +54,6 @@ mod tests {
     use super::*;
     use crate::host::HostMemory;
     use crate::quant::QuantType;
-    use half::bf16;
 
     #[test]
     fn rows_are_read_back_whatever_their_number_and_width() {
@@ -77,7 +68,7 @@ mod tests {
             for row in 0..n {
                 for first in [0, k / 2] {
                     let mut values = vec![0.0; k - first];
-                    read(&w, (row, first), |bytes| bf16::from_le_bytes(bytes).to_f32(), &mut values);
+                    read(&w, row, first, &mut values);
                     assert_eq!(values, numbers[row * k + first..(row + 1) * k], "row {row} of {n}x{k}");
                 }
             }

@@ -1,15 +1,16 @@
 //! GEMM of pairs of BF16: x · wᵀ, for x (m, k) and packed F16 w (n, k).
 //!
-//! x is split into pairs once. A thread takes a group of panels, and a slice of columns at a time. It splits
-//! the slice of two panels, which then fits the first-level cache, and multiplies all rows with it, whose
-//! slice fits the second-level cache. Sums wait in memory until the next slice. With a single tile of rows,
-//! a group has two panels, so that their weights stream.
+//! x is split into pairs once. With one or two tiles of rows, weights stream: a thread splits some blocks of
+//! columns ahead, while AMX multiplies, and all sums are in registers, of four panels or of two. With more
+//! rows, it takes a group of panels, and a slice of columns at a time. It splits the slice of two panels,
+//! which then fits the first-level cache, and multiplies all rows with it, whose slice fits the second-level
+//! cache. Sums wait in memory until the next slice.
 //!
 //! Invariant: how work is divided into items and slices decides only when a block is added, never in which
 //! order.
 
 use super::input::{self, HALF_BYTES};
-use super::split;
+use super::{one_row, split};
 use crate::backend::{DeviceError, Weight};
 use crate::cpu::amx::Amx;
 #[cfg(target_arch = "x86_64")]
@@ -31,10 +32,16 @@ const GROUP_PANELS: usize = 8;
 const SLICE_BLOCKS: usize = 8;
 /// Bytes of the split slice of a panel: first halves and rests.
 const SPLIT_BYTES: usize = SLICE_BLOCKS * 2 * PANEL_BLOCK_BYTES;
+const _: () = assert!(PANELS * SPLIT_BYTES >= AHEAD_BUFFERS * STREAMED_PANELS * 2 * PANEL_BLOCK_BYTES);
 /// Bytes of weights that a work item takes when the weights stream.
 const STREAM_BYTES: usize = 128 * 1024;
 /// Prefetch distance in bytes of weights.
 const PREFETCH_BYTES: usize = 4096;
+/// Panels that are multiplied at once with a single tile of rows.
+const STREAMED_PANELS: usize = 4;
+/// Blocks that are split ahead when the weights stream, and blocks of which there are buffers.
+const AHEAD: usize = 2;
+const AHEAD_BUFFERS: usize = 4;
 
 /// Buffers of the GEMM. Their size follows from the step limits and the widest weight; they do not grow
 /// during steps.
@@ -111,18 +118,17 @@ pub struct PackedPairs<'a> {
 }
 
 impl PackedPairs<'_> {
-    /// Returns the number of panels of a group.
-    fn group_panels(&self) -> usize {
-        if self.tiles.count() == 1 { PANELS } else { GROUP_PANELS }
+    /// Returns whether the weights stream.
+    fn streams(&self) -> bool {
+        self.tiles.count() <= 2
     }
 }
 
 impl PackedInput for PackedPairs<'_> {
     fn outputs_per_item(&self, w: &Weight<HostBuf>, max: usize) -> usize {
-        let group = self.group_panels();
         let streamed = STREAM_BYTES / panel_bytes(w.k).clamp(1, STREAM_BYTES);
-        let wanted = if self.tiles.count() == 1 { streamed } else { group };
-        wanted.min(max.div_ceil(PANEL_OUTPUTS)).next_multiple_of(PANELS) * PANEL_OUTPUTS
+        let wanted = if self.streams() { streamed } else { GROUP_PANELS };
+        wanted.min(max.div_ceil(PANEL_OUTPUTS)).next_multiple_of(STREAMED_PANELS) * PANEL_OUTPUTS
     }
 
     #[cfg(target_arch = "x86_64")]
@@ -133,8 +139,14 @@ impl PackedInput for PackedPairs<'_> {
         // SAFETY: the same.
         let slices = unsafe { self.slices.slice_mut(worker * bytes..(worker + 1) * bytes) };
         let panels = outputs.start / PANEL_OUTPUTS..outputs.end.div_ceil(PANEL_OUTPUTS);
-        for first in panels.clone().step_by(self.group_panels()) {
-            let group = first..panels.end.min(first + self.group_panels());
+        if self.rows == 1 {
+            return self.multiply_one(gemm, panels);
+        }
+        if self.streams() {
+            return self.multiply_streamed(gemm, panels, sums, slices);
+        }
+        for first in panels.clone().step_by(GROUP_PANELS) {
+            let group = first..panels.end.min(first + GROUP_PANELS);
             self.multiply_group(gemm, group, sums, slices);
         }
     }
@@ -147,6 +159,77 @@ impl PackedInput for PackedPairs<'_> {
 
 #[cfg(target_arch = "x86_64")]
 impl PackedPairs<'_> {
+    /// Multiplies the only row with panels.
+    fn multiply_one(&self, gemm: &GemmTask, panels: Range<usize>) {
+        assert_eq!(self.input.len(), input::row_bytes(gemm.w.k), "the row is complete; this is a bug");
+        for first in panels.clone().step_by(PANELS) {
+            let at = [first, first + 1].map(|panel| panel_of(gemm.w, panel).as_ptr());
+            let blocks = gemm.w.k.div_ceil(BLOCK);
+            // SAFETY: this runs on a CPU with AMX, so with AVX-512; panels and row are complete.
+            let sums = unsafe { one_row::multiply(at, self.input.as_ptr(), blocks) };
+            for (panel, sums) in (first..panels.end).zip(sums) {
+                let first = panel * PANEL_OUTPUTS;
+                let sums = &sums[..PANEL_OUTPUTS.min(gemm.w.n - first)];
+                // SAFETY: a panel belongs to one item, so no other thread writes these elements.
+                unsafe { gemm.write(0, first, sums) };
+            }
+        }
+    }
+
+    /// Multiplies one or two tiles of rows with panels.
+    fn multiply_streamed(&self, gemm: &GemmTask, panels: Range<usize>, sums: &mut [f32], slices: &mut [u8]) {
+        let is_one = self.tiles.count() == 1;
+        let (blocks, count) = (gemm.w.k.div_ceil(BLOCK), if is_one { STREAMED_PANELS } else { PANELS });
+        // A single tile is in the registers of both, each with other panels.
+        let tiles = [self.tiles.rows_of(0), self.tiles.rows_of(usize::from(!is_one))];
+        let inputs = [0, 1].map(|tile| self.input_of(&tiles[tile], gemm.w.k, &(0..blocks)));
+        let rows = tiles.clone().map(|rows| rows.len());
+        // SAFETY: nothing else here sets up tiles.
+        let mut registers = unsafe { Bf16Tiles::new(self.amx, rows) };
+        let width = count * PANEL_OUTPUTS;
+        let seconds = if is_one { PANELS * PANEL_OUTPUTS } else { rows[0] * width };
+        for first in panels.clone().step_by(count) {
+            let split = |block: usize, slices: &mut [u8]| {
+                let buffer = block % AHEAD_BUFFERS * STREAMED_PANELS * 2 * PANEL_BLOCK_BYTES;
+                for (o, to) in
+                    slices[buffer..].chunks_exact_mut(2 * PANEL_BLOCK_BYTES).take(count).enumerate()
+                {
+                    split_blocks(gemm.w, first + o, block..block + 1, to);
+                }
+            };
+            (0..AHEAD.min(blocks)).for_each(|block| split(block, slices));
+            zero_sums(&mut registers, true);
+            for block in 0..blocks {
+                if block + AHEAD < blocks {
+                    split(block + AHEAD, slices);
+                }
+                let buffer = block % AHEAD_BUFFERS * STREAMED_PANELS * 2 * PANEL_BLOCK_BYTES;
+                let w = &slices[buffer..][..STREAMED_PANELS * 2 * PANEL_BLOCK_BYTES];
+                let x = [0, 1].map(|tile| &inputs[tile][block * rows[tile] * 2 * HALF_BYTES..]);
+                multiply_block(&mut registers, is_one, w, x, rows);
+            }
+            let sums = &mut sums[..self.rows * width];
+            assert!(sums.len() >= seconds + (rows[1] - 1) * width + PANELS * PANEL_OUTPUTS);
+            // SAFETY: the sums have the length that is written, as asserted.
+            unsafe {
+                store_sums(&registers, [sums.as_mut_ptr(), sums.as_mut_ptr().add(seconds)], width, true)
+            };
+            self.write(gemm, first..panels.end.min(first + count), width, sums);
+        }
+    }
+
+    /// Writes the sums (rows, width) of panels.
+    fn write(&self, gemm: &GemmTask, panels: Range<usize>, width: usize, sums: &[f32]) {
+        for (o, panel) in panels.enumerate() {
+            let first = panel * PANEL_OUTPUTS;
+            let count = PANEL_OUTPUTS.min(gemm.w.n - first);
+            for (row, sums) in sums.chunks_exact(width).enumerate() {
+                // SAFETY: a panel belongs to one item, so no other thread writes these elements.
+                unsafe { gemm.write(row, first, &sums[o * PANEL_OUTPUTS..][..count]) };
+            }
+        }
+    }
+
     /// Multiplies all rows with a group of panels.
     fn multiply_group(&self, gemm: &GemmTask, group: Range<usize>, sums: &mut [f32], slices: &mut [u8]) {
         let blocks = gemm.w.k.div_ceil(BLOCK);
@@ -158,7 +241,7 @@ impl PackedPairs<'_> {
             let slice = slice..blocks.min(slice + SLICE_BLOCKS);
             for panel in group.clone().step_by(PANELS) {
                 for (o, slices) in slices.chunks_exact_mut(SPLIT_BYTES).enumerate() {
-                    split_slice(gemm.w, panel + o, slice.clone(), slices);
+                    split_blocks(gemm.w, panel + o, slice.clone(), slices);
                 }
                 for tile in (0..self.tiles.count()).step_by(2) {
                     let [rows, more] = [tile, tile + 1].map(|tile| match tile < self.tiles.count() {
@@ -181,15 +264,7 @@ impl PackedPairs<'_> {
             }
         }
         drop(registers);
-        for panel in group.clone() {
-            let first = panel * PANEL_OUTPUTS;
-            let count = PANEL_OUTPUTS.min(gemm.w.n - first);
-            for (row, sums) in sums.chunks_exact(width).enumerate() {
-                let sums = &sums[(panel - group.start) * PANEL_OUTPUTS..][..count];
-                // SAFETY: a panel belongs to one item, so no other thread writes these elements.
-                unsafe { gemm.write(row, first, sums) };
-            }
-        }
+        self.write(gemm, group, width, sums);
     }
 
     /// Returns a slice of a tile's rows.
@@ -200,19 +275,24 @@ impl PackedPairs<'_> {
     }
 }
 
-/// Splits a slice of a panel; panels beyond the last repeat it.
+/// Returns a panel; panels beyond the last repeat it.
 #[cfg(target_arch = "x86_64")]
-fn split_slice(w: &Weight<HostBuf>, panel: usize, slice: Range<usize>, to: &mut [u8]) {
+fn panel_of(w: &Weight<HostBuf>, panel: usize) -> &[u8] {
     let panel = panel.min(w.n.div_ceil(PANEL_OUTPUTS) - 1);
-    let bytes = panel_bytes(w.k);
-    let from = &w.buf.bytes()[panel * bytes..][..bytes];
-    let from = &from[slice.start * PANEL_BLOCK_BYTES..slice.end * PANEL_BLOCK_BYTES];
+    &w.buf.bytes()[panel * panel_bytes(w.k)..][..panel_bytes(w.k)]
+}
+
+/// Splits some blocks of a panel.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn split_blocks(w: &Weight<HostBuf>, panel: usize, blocks: Range<usize>, to: &mut [u8]) {
+    let from = &panel_of(w, panel)[blocks.start * PANEL_BLOCK_BYTES..blocks.end * PANEL_BLOCK_BYTES];
     for (from, to) in from.chunks_exact(PANEL_BLOCK_BYTES).zip(to.chunks_exact_mut(2 * PANEL_BLOCK_BYTES)) {
         let (first, rest) = to.split_at_mut(PANEL_BLOCK_BYTES);
         let halves = first.chunks_exact_mut(BLOCK_BYTES).zip(rest.chunks_exact_mut(BLOCK_BYTES));
         for (from, (first, rest)) in from.chunks_exact(BLOCK_BYTES).zip(halves) {
             crate::cpu::simd::prefetch_l2(from.as_ptr().wrapping_add(PREFETCH_BYTES));
-            // SAFETY: this runs on a CPU with AMX, so with AVX-512 and BF16; all have 64 bytes.
+            // SAFETY: this runs on a CPU with AMX, so with AVX-512; all have 64 bytes.
             unsafe { split::split_f16(from.as_ptr(), first.as_mut_ptr(), rest.as_mut_ptr()) };
         }
     }
@@ -238,10 +318,6 @@ fn multiply_slice(
     is_first: bool,
     (to, width): (&mut [f32], usize),
 ) {
-    const A0: u8 = SUM_REGISTERS[0][0];
-    const A1: u8 = SUM_REGISTERS[0][1];
-    const B0: u8 = SUM_REGISTERS[1][0];
-    const B1: u8 = SUM_REGISTERS[1][1];
     let Operands { inputs: [first, second], rows: [rows, more], slices, blocks } = *operands;
     let block = |rows: usize| rows * 2 * HALF_BYTES;
     assert!(
@@ -254,16 +330,12 @@ fn multiply_slice(
     let stride = width * size_of::<f32>();
     let (at, has_more) = (to.as_mut_ptr(), more > 0);
     let below = at.wrapping_add(rows * width);
+    if is_first {
+        zero_sums(registers, has_more);
+    }
     // SAFETY: the lengths are as asserted, and a tile is set up if it has rows.
     unsafe {
-        if is_first {
-            registers.zero::<A0>();
-            registers.zero::<A1>();
-            if has_more {
-                registers.zero::<B0>();
-                registers.zero::<B1>();
-            }
-        } else {
+        if !is_first {
             registers.load_sums::<A0>(at, stride);
             registers.load_sums::<A1>(at.add(PANEL_OUTPUTS), stride);
             if has_more {
@@ -288,11 +360,80 @@ fn multiply_slice(
             load_input(registers, x_rest, has_more);
             multiply_loaded(registers, has_more);
         }
-        registers.store::<A0>(at, stride);
-        registers.store::<A1>(at.add(PANEL_OUTPUTS), stride);
+        store_sums(registers, [at, below], width, has_more);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+const A0: u8 = SUM_REGISTERS[0][0];
+#[cfg(target_arch = "x86_64")]
+const A1: u8 = SUM_REGISTERS[0][1];
+#[cfg(target_arch = "x86_64")]
+const B0: u8 = SUM_REGISTERS[1][0];
+#[cfg(target_arch = "x86_64")]
+const B1: u8 = SUM_REGISTERS[1][1];
+
+/// Sets the sums of the first tile to zero, and those of the second if it has rows.
+#[cfg(target_arch = "x86_64")]
+fn zero_sums(registers: &mut Bf16Tiles, has_more: bool) {
+    // SAFETY: a tile is set up if it has rows.
+    unsafe {
+        registers.zero::<A0>();
+        registers.zero::<A1>();
         if has_more {
-            registers.store::<B0>(below, stride);
-            registers.store::<B1>(below.add(PANEL_OUTPUTS), stride);
+            registers.zero::<B0>();
+            registers.zero::<B1>();
+        }
+    }
+}
+
+/// Stores the sums of the first tile with two panels, and those of the second if it has rows. Rows are `width`
+/// numbers apart.
+///
+/// # Safety
+/// * They can be written at the addresses.
+#[cfg(target_arch = "x86_64")]
+unsafe fn store_sums(registers: &Bf16Tiles, to: [*mut f32; 2], width: usize, has_more: bool) {
+    let stride = width * size_of::<f32>();
+    // SAFETY: the caller's promise.
+    unsafe {
+        registers.store::<A0>(to[0], stride);
+        registers.store::<A1>(to[0].add(PANEL_OUTPUTS), stride);
+        if has_more {
+            registers.store::<B0>(to[1], stride);
+            registers.store::<B1>(to[1].add(PANEL_OUTPUTS), stride);
+        }
+    }
+}
+
+/// Adds the products of a block: of the same tile with two pairs of panels, or of two tiles with one pair. `w`
+/// has the split blocks of the panels, and `x` begins with the blocks of the tiles, which have `rows` rows.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn multiply_block(registers: &mut Bf16Tiles, is_one: bool, w: &[u8], x: [&[u8]; 2], rows: [usize; 2]) {
+    let is_complete = |tile: usize| x[tile].len() >= rows[tile] * 2 * HALF_BYTES;
+    assert!(
+        w.len() == STREAMED_PANELS * 2 * PANEL_BLOCK_BYTES && is_complete(0) && is_complete(1),
+        "the operands are complete; this is a bug"
+    );
+    // Halves of weights and of inputs, in the order of `multiply_slice`.
+    for (w_half, x_half) in [(1, 0), (0, 0), (0, 1)] {
+        let w = |panel: usize| w[(2 * panel + w_half) * PANEL_BLOCK_BYTES..].as_ptr();
+        let x = |tile: usize| x[tile][x_half * rows[tile] * HALF_BYTES..].as_ptr();
+        // SAFETY: the lengths are as asserted, and both tiles have rows.
+        unsafe {
+            registers.load_weights::<0>(w(0));
+            registers.load_weights::<1>(w(1));
+            registers.load_input::<0>(x(0));
+            registers.multiply::<0, 0>();
+            registers.multiply::<0, 1>();
+            if is_one {
+                registers.load_weights::<0>(w(2));
+                registers.load_weights::<1>(w(3));
+            }
+            registers.load_input::<1>(x(1));
+            registers.multiply::<1, 0>();
+            registers.multiply::<1, 1>();
         }
     }
 }
