@@ -2,7 +2,8 @@
 //!
 //! This file implements [`Backend`] by dispatching to the modules named below, listed in reading order.
 //! Invariant: the result of an operation depends neither on the number of threads nor, among instruction sets
-//! with fused multiply-add, on the instruction set. No step allocates.
+//! with fused multiply-add, on the instruction set, except for the products of 16-bit numbers that some have.
+//! No step allocates.
 
 mod config;
 

@@ -15,7 +15,7 @@ use crate::backend::{DeviceError, Weight};
 use crate::cpu::amx::Amx;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::amx::{self, Bf16Tiles, SUM_REGISTERS};
-use crate::cpu::bf16::{BLOCK, BLOCK_BYTES, PANEL_BLOCK_BYTES, PANEL_OUTPUTS, panel_bytes};
+use crate::cpu::bf16::{BLOCK, PANEL_BLOCK_BYTES, PANEL_OUTPUTS, panel_bytes};
 use crate::cpu::gemm_input::{GemmInput, RowBuffers, RowTiles};
 use crate::cpu::gemm_task::{GemmTask, PackedInput};
 use crate::cpu::pool::{SharedSlice, ThreadPool};
@@ -35,8 +35,6 @@ const SPLIT_BYTES: usize = SLICE_BLOCKS * 2 * PANEL_BLOCK_BYTES;
 const _: () = assert!(PANELS * SPLIT_BYTES >= AHEAD_BUFFERS * STREAMED_PANELS * 2 * PANEL_BLOCK_BYTES);
 /// Bytes of weights that a work item takes when the weights stream.
 const STREAM_BYTES: usize = 128 * 1024;
-/// Prefetch distance in bytes of weights.
-const PREFETCH_BYTES: usize = 4096;
 /// Panels that are multiplied at once with a single tile of rows.
 const STREAMED_PANELS: usize = 4;
 /// Blocks that are split ahead when the weights stream, and blocks of which there are buffers.
@@ -200,13 +198,13 @@ impl PackedPairs<'_> {
             (0..AHEAD.min(blocks)).for_each(|block| split(block, slices));
             zero_sums(&mut registers, true);
             for block in 0..blocks {
-                if block + AHEAD < blocks {
-                    split(block + AHEAD, slices);
-                }
                 let buffer = block % AHEAD_BUFFERS * STREAMED_PANELS * 2 * PANEL_BLOCK_BYTES;
                 let w = &slices[buffer..][..STREAMED_PANELS * 2 * PANEL_BLOCK_BYTES];
                 let x = [0, 1].map(|tile| &inputs[tile][block * rows[tile] * 2 * HALF_BYTES..]);
                 multiply_block(&mut registers, is_one, w, x, rows);
+                if block + AHEAD < blocks {
+                    split(block + AHEAD, slices);
+                }
             }
             let sums = &mut sums[..self.rows * width];
             assert!(sums.len() >= seconds + (rows[1] - 1) * width + PANELS * PANEL_OUTPUTS);
@@ -284,18 +282,10 @@ fn panel_of(w: &Weight<HostBuf>, panel: usize) -> &[u8] {
 
 /// Splits some blocks of a panel.
 #[cfg(target_arch = "x86_64")]
-#[inline(always)]
 fn split_blocks(w: &Weight<HostBuf>, panel: usize, blocks: Range<usize>, to: &mut [u8]) {
     let from = &panel_of(w, panel)[blocks.start * PANEL_BLOCK_BYTES..blocks.end * PANEL_BLOCK_BYTES];
-    for (from, to) in from.chunks_exact(PANEL_BLOCK_BYTES).zip(to.chunks_exact_mut(2 * PANEL_BLOCK_BYTES)) {
-        let (first, rest) = to.split_at_mut(PANEL_BLOCK_BYTES);
-        let halves = first.chunks_exact_mut(BLOCK_BYTES).zip(rest.chunks_exact_mut(BLOCK_BYTES));
-        for (from, (first, rest)) in from.chunks_exact(BLOCK_BYTES).zip(halves) {
-            crate::cpu::simd::prefetch_l2(from.as_ptr().wrapping_add(PREFETCH_BYTES));
-            // SAFETY: this runs on a CPU with AMX, so with AVX-512; all have 64 bytes.
-            unsafe { split::split_f16(from.as_ptr(), first.as_mut_ptr(), rest.as_mut_ptr()) };
-        }
-    }
+    // SAFETY: this runs on a CPU with AMX, so with AVX-512.
+    unsafe { split::split_panel(from, to) };
 }
 
 /// Slices of two tiles of rows, the second of which may be empty, and of two panels.

@@ -4,13 +4,38 @@
 //! Invariant: the pair of an F16 number is exact. Numbers below 2^-126, which F16 does not have, become zero.
 
 #[cfg(target_arch = "x86_64")]
+use crate::cpu::bf16::{BLOCK_BYTES, PANEL_BLOCK_BYTES};
+#[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
 /// Numbers that are split at once: the columns of a block.
 pub const NUMBERS: usize = 32;
 
-/// Splits the numbers of 16 outputs in two columns, 2 x 16 F16 at `from`: into their upper bits as BF16 and the
-/// rests, pairs of both columns for each output, at `first` and `rest`.
+/// Prefetch distance in bytes of weights.
+#[cfg(target_arch = "x86_64")]
+const PREFETCH_BYTES: usize = 4096;
+
+/// Splits whole blocks of a panel: each into the first halves of all pairs, and the rests.
+///
+/// # Safety
+/// * The CPU has AVX-512.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+pub unsafe fn split_panel(from: &[u8], to: &mut [u8]) {
+    assert!(to.len() >= 2 * from.len() && from.len().is_multiple_of(PANEL_BLOCK_BYTES));
+    for (from, to) in from.chunks_exact(PANEL_BLOCK_BYTES).zip(to.chunks_exact_mut(2 * PANEL_BLOCK_BYTES)) {
+        let (first, rest) = to.split_at_mut(PANEL_BLOCK_BYTES);
+        let halves = first.chunks_exact_mut(BLOCK_BYTES).zip(rest.chunks_exact_mut(BLOCK_BYTES));
+        for (from, (first, rest)) in from.chunks_exact(BLOCK_BYTES).zip(halves) {
+            crate::cpu::simd::prefetch_l2(from.as_ptr().wrapping_add(PREFETCH_BYTES));
+            // SAFETY: all have 64 bytes.
+            unsafe { split_f16(from.as_ptr(), first.as_mut_ptr(), rest.as_mut_ptr()) };
+        }
+    }
+}
+
+/// Splits the numbers of 16 outputs in two columns, 2 x 16 F16 at `from`, into their upper bits as BF16, at
+/// `first`, and the rests. Both are pairs of the columns for each output.
 ///
 /// # Safety
 /// * The CPU has AVX-512.
@@ -18,7 +43,7 @@ pub const NUMBERS: usize = 32;
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 #[inline]
-pub unsafe fn split_f16(from: *const u8, first: *mut u8, rest: *mut u8) {
+unsafe fn split_f16(from: *const u8, first: *mut u8, rest: *mut u8) {
     // SAFETY: the caller's promise, here and below.
     let [even, odd] = unsafe { widen_f16(from) };
     let uppers = [upper(even), upper(odd)];
