@@ -22,8 +22,8 @@ const INPUT_REGISTERS: [usize; 2] = [4, 5];
 /// Registers for panels of the weight.
 const WEIGHT_REGISTERS: [usize; 2] = [6, 7];
 
-/// Proof that this CPU has AMX with BF16 and int8, and AVX-512 with BF16, and that the operating system lets this
-/// process use it.
+/// Proof that this CPU has AMX with BF16 and int8, and AVX-512 with BF16, and that the operating system lets
+/// this process use it.
 #[derive(Clone, Copy)]
 pub struct Amx(());
 

@@ -377,8 +377,8 @@ fn zero_sums(registers: &mut Bf16Tiles, has_more: bool) {
     }
 }
 
-/// Stores the sums of the first tile with two panels, and those of the second if it has rows. Rows are `width`
-/// numbers apart.
+/// Stores the sums of the first tile with two panels, and those of the second if it has rows. Rows are
+/// `width` numbers apart.
 ///
 /// # Safety
 /// * They can be written at the addresses.
@@ -396,8 +396,9 @@ unsafe fn store_sums(registers: &Bf16Tiles, to: [*mut f32; 2], width: usize, has
     }
 }
 
-/// Adds the products of a block: of the same tile with two pairs of panels, or of two tiles with one pair. `w`
-/// has the split blocks of the panels, and `x` begins with the blocks of the tiles, which have `rows` rows.
+/// Adds the products of a block: of the same tile with two pairs of panels, or of two tiles with one pair.
+/// `w` has the split blocks of the panels, and `x` begins with the blocks of the tiles, which have `rows`
+/// rows.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn multiply_block(registers: &mut Bf16Tiles, is_one: bool, w: &[u8], x: [&[u8]; 2], rows: [usize; 2]) {

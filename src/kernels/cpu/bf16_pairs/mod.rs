@@ -2,16 +2,15 @@
 //!
 //! A number is the sum of a BF16 and of the BF16 nearest to the rest. That is exact for an F16 weight, and
 //! within 2^-16 for an F32 input. Of the four products of two pairs, that of the two rests is at
-//! most 2^-16 of the whole and is left out. So products are within 2^-15; with inputs that are rounded to F16,
-//! as other programs do, they would be within 2^-11.
+//! most 2^-16 of the whole and is left out. So products are within 2^-15; with inputs that are rounded to
+//! F16, as other programs do, they would be within 2^-11.
 //!
 //! Weights lie in memory as F16, and are split a slice at a time for tiles of AMX. A single row is multiplied
 //! by AVX-512 in the order of AMX, because weights would arrive faster than they are split for tiles.
 //!
-//! In reading order: `store` (packing and unpacking), `split` (numbers to pairs), `input` (the other operand),
-//! `one_row`, `gemm`.
-//! Invariant: the sums of an element run over its columns in one order, whatever the number of rows and
-//! panels processed together.
+//! In reading order: `store` (packing and unpacking), `split` (numbers to pairs), `input` (the other
+//! operand), `one_row`, `gemm`. Invariant: the sums of an element run over its columns in one order, whatever
+//! the number of rows and panels processed together.
 
 #![allow(unsafe_code)]
 // Only x86-64 has AMX.
