@@ -12,6 +12,8 @@ mod faults;
 
 mod memory;
 
+mod overhead;
+
 mod partition;
 
 mod machine;

@@ -42,6 +42,8 @@ fn rates(costs: &[&ModelCost], disk: f64) -> MachineRates {
     let mut rates = MachineRates {
         memory: 10e9,
         operation: 2e-6,
+        step: 1e-4,
+        token: 1e-5,
         disk: Some(DiskRates { read: disk, write: disk / 2.0 }),
         ..MachineRates::default()
     };
