@@ -2,11 +2,13 @@
 //!
 //! Invariant: at most one spinner is shown at a time.
 
+mod device_memory;
 mod devices;
 
 mod draft;
 
 mod faults;
+mod free_weights;
 
 mod memory;
 
@@ -18,6 +20,7 @@ pub mod placement;
 
 mod predictor;
 
+mod tier_rules;
 mod tiers;
 
 pub mod measure;

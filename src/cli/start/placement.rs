@@ -14,7 +14,7 @@ use crate::config::{
 };
 use crate::model::ModelSource;
 use crate::model::load;
-use crate::model::offload::{Offload, OffloadReport, Residency, StorePlace};
+use crate::model::offload::{Offload, OffloadReport, Residency, StorePlace, TierRules};
 use crate::planner::placement::{
     Choice, DiskRates, MachineRates, MemoryNeed, ModelCost, Objective, PlacementProblem, PlannedPolicy,
     Prediction, Tier, Variant, Workload, slot_counts, token_budgets,
@@ -447,7 +447,10 @@ impl MemoryCounter<'_> {
         let config = candidate(self.config, choice, self.variants, self.rules, self.pages);
         let (place, overlaps) = (StorePlace(stores_folder(&config.tiers)?), config.tiers.overlap);
         self.source.weight_rules = config.model.weights.clone();
-        self.source.offload = resident.map(|resident| Offload { resident, place, overlaps });
+        self.source.offload = resident.map(|resident| {
+            let tiers = TierRules::default();
+            Offload { resident, tiers, place, overlaps }
+        });
         let setup = engine_setup(&config, self.source)?;
         let devices: Vec<_> = forecast(&config.device, self.source, &setup)?.into_iter().flatten().collect();
         let mut layers = OffloadReport::default();
