@@ -224,7 +224,7 @@ async fn a_device_memory_that_is_too_small_names_the_least_that_works() {
     let resident = engine(&model, "all", &[]).await;
     let expected = answers(&resident).await;
     resident.stop();
-    let with = |memory: u64, devices: &'static str| {
+    let with = |memory: u64, devices: &'static str, weights: &'static str| {
         let stores = model.file("stores").display().to_string();
         config(
             &model.0,
@@ -232,6 +232,7 @@ async fn a_device_memory_that_is_too_small_names_the_least_that_works() {
                 ("device.memory", memory.to_string().into()),
                 ("device.groups", devices.into()),
                 ("kv.size", "512 tokens".into()),
+                ("tiers.device", weights.into()),
                 ("tiers.disk_path", stores.into()),
             ],
         )
@@ -246,14 +247,15 @@ async fn a_device_memory_that_is_too_small_names_the_least_that_works() {
         };
         let (mut least, mut tries) = (1000, 0);
         let engine = loop {
-            match start::start_engine(&with(least, devices)).await {
+            match start::start_engine(&with(least, devices, "0%")).await {
                 Ok(engine) => break engine,
                 Err(error) => least = least_of(format!("{error:#}")),
             }
             tries += 1;
             assert!(tries <= devices.split(';').count(), "each device has its own least");
         };
-        let failed = start::start_engine(&with(least - 1, devices)).await.err().expect("it is too small");
+        let failed =
+            start::start_engine(&with(least - 1, devices, "0%")).await.err().expect("it is too small");
         assert_eq!(least_of(format!("{failed:#}")), least);
         assert!(
             engine.report.contains(" copied from the host and 0.0 MiB read from disk"),
@@ -263,7 +265,7 @@ async fn a_device_memory_that_is_too_small_names_the_least_that_works() {
         assert_eq!(answers(&engine).await, expected);
         all_home(&engine, 4).await;
         engine.stop();
-        let all = start::start_engine(&with(1 << 30, devices)).await.expect("all of it fits");
+        let all = start::start_engine(&with(1 << 30, devices, "auto")).await.expect("all of it fits");
         assert!(!all.report.contains("\noffload "), "{}", all.report);
         all.stop();
     }
