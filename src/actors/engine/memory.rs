@@ -96,8 +96,7 @@ pub(super) fn kv_plan(
 fn offload_advice(config: &Config) -> &'static str {
     if config.device.memory.is_some() {
         return match config.tiers.device {
-            HostTier::Auto | HostTier::Bytes(0) => "",
-            HostTier::Fraction(fraction) if fraction == 0.0 => "",
+            HostTier::Auto | HostTier::Bytes(0) | HostTier::Fraction(0.0) => "",
             _ => "; a smaller tiers.device needs less memory on the devices",
         };
     }

@@ -362,7 +362,7 @@ fn any_placement_gives_the_same_results() {
     };
     for (fixture, seed) in [("gqa", 1), ("odd_head_dim", 2), ("families/qwen2_moe", 3), ("families/opt", 4)] {
         let placement = |number: usize| {
-            let rule = if number % 2 == 0 { SpreadRule::Even } else { SpreadRule::MidPoint };
+            let rule = if number.is_multiple_of(2) { SpreadRule::Even } else { SpreadRule::MidPoint };
             let parts = Parts { weights: tenths(), caches: tenths(), rule };
             (parts, [usize::MAX, 5][number % 2])
         };
