@@ -5,7 +5,7 @@
 //! steps.
 
 use crate::decoding::speculation::MAX_DEPTH;
-use crate::model::offload::{Stream, TransferTotals, Transfers};
+use crate::model::offload::{ByStream, Stream, Tier, TransferTotals, Transfers};
 use crate::request::Class;
 use crate::telemetry;
 use mainstem_kernels::batch::StepTimes;
@@ -53,7 +53,7 @@ pub struct LoopMetrics {
 /// Metrics of what is read from disk and written to it.
 struct OffloadMetrics {
     transfers: Arc<Transfers>,
-    bytes: [Counter; Stream::ALL.len()],
+    bytes: ByStream<Counter>,
     stalls: [Histogram; Stream::ALL.len()],
     ready: Counter,
     late: Counter,
@@ -64,7 +64,9 @@ impl OffloadMetrics {
         let layers = |state| telemetry::OFFLOAD_LAYERS.counter_with([state]);
         OffloadMetrics {
             transfers,
-            bytes: Stream::ALL.map(|stream| telemetry::OFFLOAD_BYTES.counter_with([stream.name()])),
+            bytes: Stream::ALL.map(|stream| {
+                Tier::BELOW.map(|tier| telemetry::OFFLOAD_BYTES.counter_with([stream.name(), tier.name()]))
+            }),
             stalls: Stream::ALL.map(|stream| telemetry::OFFLOAD_STALLS.histogram_with([stream.name()])),
             ready: layers("ready"),
             late: layers("late"),
@@ -77,7 +79,8 @@ impl OffloadMetrics {
         if new == TransferTotals::default() {
             return;
         }
-        self.bytes.iter().zip(new.bytes).for_each(|(counter, bytes)| counter.increment(bytes));
+        let bytes = self.bytes.iter().flatten().zip(new.bytes.into_iter().flatten());
+        bytes.for_each(|(counter, bytes)| counter.increment(bytes));
         self.stalls.iter().zip(new.stalls).for_each(|(stalls, time)| stalls.record(time.as_secs_f64()));
         self.ready.increment(new.ready);
         self.late.increment(new.late);

@@ -3,6 +3,7 @@
 //!
 //! Invariant: flags only pass values on; `config` validates them, like those of every other layer.
 
+use super::tier_flags::TierFlags;
 use crate::config::Overrides;
 use clap::{Args, ValueHint};
 use mainstem_kernels::cpu::Isa;
@@ -182,6 +183,8 @@ pub struct EngineFlags {
     /// Additional step time per row on the fake device, such as 100us.
     #[arg(long = "fake-row", value_name = "TIME")]
     device_fake_row: Option<String>,
+    #[command(flatten)]
+    tiers: TierFlags,
 }
 
 impl EngineFlags {
@@ -219,6 +222,7 @@ impl EngineFlags {
         overrides.set("device.activations", self.device_activations);
         overrides.set("device.fake_step", self.device_fake_step);
         overrides.set("device.fake_row", self.device_fake_row);
+        self.tiers.add_to(overrides);
     }
 }
 
@@ -421,6 +425,7 @@ mod tests {
         let serve = serve();
         let words: Vec<(&Arg, PossibleValue)> = serve
             .get_arguments()
+            .filter(|arg| arg.get_action().takes_values())
             .flat_map(|arg| arg.get_possible_values().into_iter().map(move |word| (arg, word)))
             .collect();
         assert!(words.len() > 15);

@@ -17,6 +17,7 @@ pub mod perplexity;
 pub mod run;
 pub mod serve;
 mod spinner;
+mod tier_flags;
 mod vocabulary;
 
 pub mod inspect;

@@ -27,6 +27,10 @@ pub struct DeviceConfig {
     pub isa: Isa,
     /// Activation precision in GEMMs with quantized or bf16 weights.
     pub activation_precision: ActivationPrecision,
+    /// Bytes of each device's own memory; `None` if devices have that of the host.
+    pub memory: Option<u64>,
+    /// Bytes per second between a device's own memory and the host; `None` without a limit.
+    pub link: Option<f64>,
 }
 
 impl DeviceConfig {
@@ -54,10 +58,19 @@ impl DeviceConfig {
 /// The memories and disks that hold a model's weights and KV caches.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TierConfig {
-    /// Memory for the weights of layers.
+    /// Memory of devices for the weights of layers, if they have their own.
+    pub device: HostTier,
+    /// Memory of the host for the weights of layers.
     pub host: HostTier,
-    /// Memory for the KV caches of layers.
+    /// Memory of devices for the KV caches of layers.
     pub kv: HostTier,
+    /// Memory of the host for other KV caches of layers, if devices have memory of their own.
+    pub host_kv: HostTier,
+    pub rule: TierRule,
+    /// Tiers of weights by the names of their tensors. The first that matches counts.
+    pub overrides: Vec<TierPattern>,
+    /// Whether the experts of mixtures are in the memory of the host.
+    pub cpu_moe: bool,
     /// Whether layers are read and written while others compute.
     pub overlap: bool,
     /// Folder for weights and KV caches that are on disk; `None` is the usual cache folder.
@@ -68,6 +81,30 @@ pub struct TierConfig {
     /// Bytes that a server takes beside its engine and the sequences that run, for sizes that follow from the
     /// memory; `None` for programs that serve nobody. No key sets it: the start does.
     pub reserved: Option<usize>,
+}
+
+/// The way in which the weights of each tier are spread over the layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TierRule {
+    /// Evenly over all matrices.
+    Even,
+    /// FlexGen's rule within each attention block and each MLP.
+    MidPoint,
+}
+
+/// A memory or disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TierName {
+    Device,
+    Host,
+    Disk,
+}
+
+/// The tier of the weights whose names a valid regular expression matches anywhere.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TierPattern {
+    pub pattern: String,
+    pub tier: TierName,
 }
 
 /// The way to choose the number of sequences at once, and what stays in memory.

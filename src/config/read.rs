@@ -34,7 +34,7 @@ impl LayeredSettings {
             server: self.server(&scheduler)?,
             scheduler,
             kv: self.kv()?,
-            tiers: self.tiers()?,
+            tiers: self.tiers(&device)?,
             speculation: self.speculation()?,
             faults: self.faults(&device)?,
             device,
@@ -221,7 +221,7 @@ impl LayeredSettings {
         })
     }
 
-    fn tiers(&self) -> Result<TierConfig, ConfigError> {
+    fn tiers(&self, device: &DeviceConfig) -> Result<TierConfig, ConfigError> {
         let placements = [
             ("configured", Placement::Configured),
             (
@@ -237,15 +237,37 @@ impl LayeredSettings {
         if placement != Placement::Configured && policy_file.is_some() {
             return Err(self.error_for("tiers.placement", "cannot be combined with tiers.policy_file"));
         }
-        Ok(TierConfig {
+        let rules = [("even", TierRule::Even), ("midpoint", TierRule::MidPoint)];
+        let (on_device, host_kv) = ("tiers.device", "tiers.host_kv");
+        let tiers = TierConfig {
+            device: self.get(on_device, values::host_tier)?,
             host: self.get("tiers.host", values::host_tier)?,
             kv: self.get("tiers.kv", values::host_tier)?,
+            host_kv: self.get(host_kv, values::host_tier)?,
+            rule: self.get("tiers.rule", |v| one_of(v, &rules))?,
+            overrides: self.get("tiers.overrides", values::tier_patterns)?,
+            cpu_moe: self.get("tiers.cpu_moe", values::boolean)?,
             overlap: self.get("tiers.overlap", |v| one_of(v, &[("on", true), ("off", false)]))?,
             disk_path: self.get("tiers.disk_path", values::path)?,
             placement,
             policy: self.policy(),
             reserved: None,
-        })
+        };
+        // Keys that are about a second memory, with the value that is none.
+        let needs_memory = [
+            (on_device, tiers.device != HostTier::Auto),
+            (host_kv, tiers.host_kv != HostTier::All),
+            ("tiers.cpu_moe", tiers.cpu_moe),
+        ];
+        let needs_memory = needs_memory.into_iter().find(|(_, is_used)| *is_used && device.memory.is_none());
+        if let Some((key, _)) = needs_memory {
+            let reason = "requires device.memory: without it, devices have no memory beside that of the host";
+            return Err(self.error_for(key, reason));
+        }
+        if device.memory.is_some() && tiers.placement != Placement::Configured {
+            return Err(self.error_for("tiers.placement", "cannot be combined with device.memory"));
+        }
+        Ok(tiers)
     }
 
     fn speculation(&self) -> Result<SpeculationConfig, ConfigError> {
@@ -307,7 +329,17 @@ impl LayeredSettings {
         let inputs = [("fast", ActivationPrecision::Int8), ("f32", ActivationPrecision::F32)];
         let threads = self.get("device.threads", |v| integer(v, 0, 4096))?;
         let step_timeout = self.get("device.step_timeout", duration)?;
+        let memory = self.get("device.memory", values::optional_size)?;
+        if memory.is_some() && groups.iter().flatten().any(|device| device.kind != DeviceKind::Cpu) {
+            return Err(self.error_for("device.memory", "only CPU devices can have a memory of their own"));
+        }
+        let link = self.get("device.link", values::optional_rate)?;
+        if link.is_some() && memory.is_none() {
+            return Err(self.error_for("device.link", "requires device.memory"));
+        }
         Ok(DeviceConfig {
+            memory,
+            link,
             layers: self.get("device.layers", |v| devices::parse_layers(v, &groups))?,
             shares: self.get("device.shares", |v| devices::parse_shares(v, &groups))?,
             experts: self.get("device.experts", |v| one_of(v, &devices::EXPERTS))?,

@@ -3,9 +3,10 @@
 //!
 //! Invariant: an error message about a secret never contains it.
 
-use super::sections::{HostTier, KvSize, LaneCount, PAGE_UNIT};
+use super::sections::{HostTier, KvSize, LaneCount, PAGE_UNIT, TierName, TierPattern};
 use crate::request::ParamList;
 use mainstem_kernels::Fraction;
+use regex::Regex;
 use std::path::PathBuf;
 use std::time::Duration;
 use toml::Value;
@@ -169,6 +170,38 @@ pub(super) fn size(value: &Value, min: u64) -> Result<u64, String> {
         _ => return Err("expected a size such as \"4MiB\"".to_string()),
     };
     if size < min { Err(format!("must be at least {min} bytes")) } else { Ok(size) }
+}
+
+/// Parses a size in bytes; "" is `None`.
+pub(super) fn optional_size(value: &Value) -> Result<Option<u64>, String> {
+    if value.as_str().is_some_and(str::is_empty) { Ok(None) } else { size(value, 1).map(Some) }
+}
+
+/// Parses a number of bytes per second such as "8GB/s"; "" is `None`.
+pub(super) fn optional_rate(value: &Value) -> Result<Option<f64>, String> {
+    let text = value.as_str().ok_or("expected a rate such as \"8GB/s\"")?;
+    if text.is_empty() {
+        return Ok(None);
+    }
+    let per_second = text.trim().strip_suffix("/s").ok_or("the unit must end with /s, as in \"8GB/s\"")?;
+    size(&Value::from(per_second), 1).map(|bytes| Some(bytes as f64))
+}
+
+/// Parses a list of texts like `PATTERN=disk`, each with a regular expression and a tier.
+pub(super) fn tier_patterns(value: &Value) -> Result<Vec<TierPattern>, String> {
+    let mut all = Vec::new();
+    strings(value, |_| Ok(()))?.into_iter().try_for_each(|text| {
+        let expected = || format!("'{text}': expected PATTERN=device, PATTERN=host or PATTERN=disk");
+        let (pattern, tier) = text.rsplit_once('=').ok_or_else(expected)?;
+        let tiers = [("device", TierName::Device), ("host", TierName::Host), ("disk", TierName::Disk)];
+        let tier = tiers.into_iter().find(|(name, _)| *name == tier).ok_or_else(expected)?.1;
+        // Its message has several lines.
+        let is_valid = !pattern.is_empty() && Regex::new(pattern).is_ok();
+        is_valid.then_some(()).ok_or_else(|| format!("'{pattern}' is not a valid regular expression"))?;
+        all.push(TierPattern { pattern: pattern.to_owned(), tier });
+        Ok::<_, String>(())
+    })?;
+    Ok(all)
 }
 
 pub(super) fn lanes(value: &Value) -> Result<LaneCount, String> {

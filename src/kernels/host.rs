@@ -12,11 +12,31 @@ static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 /// The host memory of one backend: allocates its buffers, and counts the bytes of those that are alive.
 /// Clones share the count.
 #[derive(Clone, Debug, Default)]
-pub struct HostMemory(Arc<AtomicUsize>);
+pub struct HostMemory(Arc<Usage>);
+
+/// The bytes of live buffers and counted lists, and the most that they may be.
+#[derive(Debug)]
+struct Usage {
+    used: AtomicUsize,
+    limit: usize,
+}
+
+impl Default for Usage {
+    fn default() -> Usage {
+        Usage { used: AtomicUsize::new(0), limit: usize::MAX }
+    }
+}
 
 impl HostMemory {
-    /// Allocates `bytes` zeroed bytes. Fails with [`DeviceError::OutOfMemory`] if the system cannot map them.
+    /// Creates memory of which at most `limit` bytes can be used.
+    pub fn limited(limit: usize) -> HostMemory {
+        HostMemory(Arc::new(Usage { limit, ..Usage::default() }))
+    }
+
+    /// Allocates `bytes` zeroed bytes. Fails with [`DeviceError::OutOfMemory`] if the system cannot map them,
+    /// or if they exceed the limit.
     pub fn zeroed(&self, bytes: usize) -> Result<HostBuf, DeviceError> {
+        self.check(bytes)?;
         let map = MmapMut::map_anon(bytes.max(1))
             .map_err(|source| DeviceError::OutOfMemory { bytes, reason: source.to_string() })?;
         // Huge pages are optional, so a refusal is ignored. With 4 KiB pages, streaming weights loses up to a
@@ -26,8 +46,18 @@ impl HostMemory {
             let _ = map.advise(memmap2::Advice::HugePage);
         }
         ALLOCATED.fetch_add(bytes, Ordering::Relaxed);
-        self.0.fetch_add(bytes, Ordering::Relaxed);
+        self.0.used.fetch_add(bytes, Ordering::Relaxed);
         Ok(HostBuf { map, len: bytes, memory: self.clone() })
+    }
+
+    /// Fails with [`DeviceError::OutOfMemory`] if `more` bytes exceed the limit.
+    pub fn check(&self, more: usize) -> Result<(), DeviceError> {
+        let (used, limit) = (self.used(), self.0.limit);
+        if used.saturating_add(more) <= limit {
+            return Ok(());
+        }
+        let reason = format!("the device has a memory of {limit} bytes, of which {used} are used");
+        Err(DeviceError::OutOfMemory { bytes: more, reason })
     }
 
     /// Returns a count of lists that are allocated elsewhere and used like buffers.
@@ -37,7 +67,7 @@ impl HostMemory {
 
     /// Returns the bytes of all live buffers that were allocated here, and of lists that were counted here.
     pub fn used(&self) -> usize {
-        self.0.load(Ordering::Relaxed)
+        self.0.used.load(Ordering::Relaxed)
     }
 }
 
@@ -53,14 +83,14 @@ impl HostLists {
     pub fn count(&mut self, bytes: usize) {
         self.bytes += bytes;
         ALLOCATED.fetch_add(bytes, Ordering::Relaxed);
-        self.memory.0.fetch_add(bytes, Ordering::Relaxed);
+        self.memory.0.used.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 
 impl Drop for HostLists {
     fn drop(&mut self) {
         ALLOCATED.fetch_sub(self.bytes, Ordering::Relaxed);
-        self.memory.0.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.memory.0.used.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
@@ -122,7 +152,7 @@ impl HostBuf {
 impl Drop for HostBuf {
     fn drop(&mut self) {
         ALLOCATED.fetch_sub(self.len, Ordering::Relaxed);
-        self.memory.0.fetch_sub(self.len, Ordering::Relaxed);
+        self.memory.0.used.fetch_sub(self.len, Ordering::Relaxed);
     }
 }
 
@@ -176,5 +206,25 @@ mod tests {
         assert_eq!(memory.used(), 42);
         drop(lists);
         assert_eq!(memory.used(), 30);
+    }
+
+    #[test]
+    fn a_limited_memory_names_its_sizes_when_it_is_full() {
+        let memory = HostMemory::limited(100);
+        let first = memory.zeroed(60).unwrap();
+        let error = memory.zeroed(41).err().unwrap().to_string();
+        assert_eq!(
+            error,
+            "out of memory: 41 bytes cannot be allocated (the device has a memory of 100 bytes, of which 60 \
+             are used)"
+        );
+        let _second = memory.zeroed(40).unwrap();
+        drop(first);
+        assert!(memory.zeroed(60).is_ok());
+        memory.lists().count(61);
+        assert!(memory.check(0).is_ok(), "the lists are gone");
+        let mut lists = memory.lists();
+        lists.count(61);
+        assert!(memory.check(0).is_err());
     }
 }

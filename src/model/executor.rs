@@ -7,7 +7,9 @@ use super::draft_model::{DraftModel, draft_limits, load_draft};
 use super::drafter::Drafter;
 use super::load;
 use super::load_target::{ByteCounter, LoadTarget};
-use super::offload::{CacheOffload, CacheReport, OffloadReport, StreamedCaches, buffer_layouts};
+use super::offload::{
+    CacheOffload, CacheReport, OffloadReport, StreamedCaches, Tier, TransferPath, buffer_layouts,
+};
 use super::schedule::{self, Caches, DecoderCaches, LayerCache, StepIo};
 use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
@@ -57,17 +59,24 @@ pub struct ExecutorReport {
     pub activation_bytes: usize,
     /// Other step buffers of the backend.
     pub step_bytes: usize,
-    /// The places of the layers' weights, if these are loaded from a store. What is in memory is a part of
-    /// `weight_bytes`.
+    /// The places of the layers' weights, if these are loaded from a store. What is on the device is a part
+    /// of `weight_bytes`.
     pub offload: Option<OffloadReport>,
-    /// The places of the KV caches that do not stay in memory. Their buffers are a part of `kv_bytes`.
+    /// The places of the KV caches that do not stay on the device. Their buffers are a part of `kv_bytes`.
     pub cache_offload: Option<CacheReport>,
 }
 
 impl ExecutorReport {
-    /// Returns all bytes that are allocated.
+    /// Returns all bytes that are allocated on the device.
     pub fn total_bytes(&self) -> usize {
         self.weight_bytes + self.kv_bytes + self.activation_bytes + self.step_bytes
+    }
+
+    /// Returns the bytes of weights and of KV caches that are in the memory of the host instead of that of
+    /// the device.
+    pub fn host_bytes(&self) -> [usize; 2] {
+        let weights = self.offload.as_ref().map_or(0, |offload| offload.host_bytes);
+        [weights, self.cache_offload.map_or(0, |caches| caches.host_bytes)]
     }
 }
 
@@ -140,12 +149,13 @@ fn allocate<T: LoadTarget>(
     limits: &StepLimits,
 ) -> Result<(Allocated<T::Buf>, ExecutorReport)> {
     let mut meter = AllocationMeter::default();
-    let (model, offload) = load::load(target, source, shard, source.shard_spec(shard)?, limits)?;
+    let path = TransferPath::new(&source.transfers, source.link_rate);
+    let (model, offload) = load::load(target, (source, &path), shard, source.shard_spec(shard)?, limits)?;
     let draft_source = draft_of(source, shard);
     let draft = draft_source.map(|draft| load_draft(target, draft, limits)).transpose()?;
     let spec = &model.spec;
     let weight_bytes = meter.since_last(target);
-    let (caches, cache_offload) = alloc_caches(target, (spec, kv), limits, Some(source))?;
+    let (caches, cache_offload) = alloc_caches(target, (spec, kv), limits, Some((source, &path)))?;
     let draft_limits = draft_source.map(|draft| draft_limits(draft, limits));
     let of_draft = draft.as_ref().zip(draft_limits.as_ref());
     let draft_kv = of_draft
@@ -189,44 +199,52 @@ fn draft_of<'a>(source: &'a ModelSource, shard: &Shard) -> Option<&'a ModelSourc
     source.draft.as_deref().filter(|_| is_here)
 }
 
-/// Allocates the caches of the decoder's layers of a model, of which some are in a file if `source` says so.
+/// Allocates the caches of the decoder's layers of a model, of which some are not on the device if `source`
+/// says so.
 fn alloc_caches<T: LoadTarget>(
     target: &mut T,
     (spec, kv): (&ModelSpec, KvCacheConfig),
     limits: &StepLimits,
-    source: Option<&ModelSource>,
+    source: Option<(&ModelSource, &TransferPath)>,
 ) -> Result<(DecoderCaches<T::Buf>, Option<CacheReport>)> {
     let layouts: Vec<_> = kv_layouts(spec, kv, limits).collect();
-    let offload = source.and_then(|source| Some((source.cache_offload.as_ref()?, &source.transfers)));
-    let is_streamed =
-        offload.map_or_else(|| vec![false; layouts.len()], |(offload, _)| offload.choose(&layouts));
-    let alloc = |((table, layout), is_streamed): (&(KvTable, KvLayout), &bool)| {
-        let kv = match is_streamed {
-            false => target.alloc_kv(*layout)?,
-            true => KvLayer { k: target.alloc(0)?, v: target.alloc(0)?, layout: *layout },
+    let offload = source.and_then(|(source, path)| Some((source.cache_offload.as_ref()?, path)));
+    let tiers = cache_tiers(offload.map(|(offload, _)| offload), &layouts);
+    let alloc = |((table, layout), tier): (&(KvTable, KvLayout), &Tier)| {
+        let kv = match tier {
+            Tier::Device => target.alloc_kv(*layout)?,
+            Tier::Host | Tier::Disk => KvLayer { k: target.alloc(0)?, v: target.alloc(0)?, layout: *layout },
         };
         Ok::<_, DeviceError>(LayerCache { table: *table, kv })
     };
-    let layers = layouts.iter().zip(&is_streamed).map(alloc).collect::<Result<_, _>>();
+    let layers = layouts.iter().zip(&tiers).map(alloc).collect::<Result<_, _>>();
     let layers = layers.context("allocating the KV cache")?;
-    let Some((offload, transfers)) = offload.filter(|_| is_streamed.contains(&true)) else {
+    let Some((offload, path)) = offload.filter(|_| tiers.iter().any(|tier| *tier != Tier::Device)) else {
         return Ok((DecoderCaches { layers, streamed: None }, None));
     };
-    let places: Vec<_> = layouts.into_iter().map(|(_, layout)| layout).zip(is_streamed).collect();
-    let in_file: Vec<KvLayout> =
-        places.iter().filter(|(_, is_streamed)| *is_streamed).map(|(layout, _)| *layout).collect();
+    let places: Vec<_> = layouts.into_iter().map(|(_, layout)| layout).zip(tiers).collect();
     let bytes_of = |target: &T, layout: &KvLayout| target.device_sizes().kv_bytes(layout).map(|[k, v]| k + v);
-    let file_bytes = in_file.iter().map(|layout| bytes_of(target, layout)).sum::<Result<usize, _>>()?;
-    let (mut buffers, mut buffer_bytes) = (Vec::new(), 0);
-    for (layout, count) in buffer_layouts(&in_file, offload.overlaps) {
-        buffer_bytes += count * bytes_of(target, &layout)?;
+    let (mut report, mut below) = (CacheReport::default(), Vec::new());
+    for (layout, tier) in places.iter().filter(|(_, tier)| *tier != Tier::Device) {
+        below.push(*layout);
+        let of_tier = if *tier == Tier::Host { &mut report.host_bytes } else { &mut report.file_bytes };
+        *of_tier += bytes_of(target, layout)?;
+    }
+    let mut buffers = Vec::new();
+    for (layout, count) in buffer_layouts(&below, offload.overlaps) {
+        report.buffer_bytes += count * bytes_of(target, &layout)?;
         let caches = (0..count).map(|_| target.alloc_kv(layout)).collect::<Result<Vec<_>, _>>();
         buffers.push((layout, caches.context("allocating the buffers of the KV cache")?));
     }
     let streamed = T::READS_DATA
-        .then(|| StreamedCaches::start(&places, buffers, limits, (offload, transfers, T::host_bytes)))
+        .then(|| StreamedCaches::start(&places, buffers, limits, (offload, path, T::host_bytes)))
         .transpose()?;
-    Ok((DecoderCaches { layers, streamed }, Some(CacheReport { file_bytes, buffer_bytes })))
+    Ok((DecoderCaches { layers, streamed }, Some(report)))
+}
+
+/// Returns the tier of the cache of each layer: all are on the device if nothing else is set.
+fn cache_tiers(offload: Option<&CacheOffload>, layouts: &[(KvTable, KvLayout)]) -> Vec<Tier> {
+    offload.map_or_else(|| vec![Tier::Device; layouts.len()], |offload| offload.choose(layouts))
 }
 
 /// The sizes of one page in bytes, summed over layers.
@@ -274,8 +292,23 @@ pub fn page_bytes(spec: &ModelSpec, ty: QuantType, limits: &StepLimits) -> Optio
     page_bytes_in_memory(spec, ty, limits, None)
 }
 
-/// Returns the sizes of the part of a page that is in memory: in the layers whose caches stay there, and in
-/// the buffers for the others.
+/// Returns the bytes of a page that are in the memory of the host, in layers whose caches are there; `None`
+/// on overflow. Fails if the model cannot be split like that.
+pub fn shard_host_page_bytes(
+    source: &ModelSource,
+    shard: &Shard,
+    ty: QuantType,
+    limits: &StepLimits,
+) -> Result<Option<usize>> {
+    let kv = KvCacheConfig { ty, pages: 1, window_pages: 1 };
+    let layouts: Vec<_> = kv_layouts(&source.shard_spec(shard)?, kv, limits).collect();
+    let tiers = cache_tiers(source.cache_offload.as_ref(), &layouts);
+    let mut in_host = layouts.iter().zip(tiers).filter(|(_, tier)| *tier == Tier::Host);
+    Ok(in_host.try_fold(0usize, |sum, ((_, layout), _)| sum.checked_add(layout.page_bytes()?)))
+}
+
+/// Returns the sizes of the part of a page that is on the device: in the layers whose caches stay there, and
+/// in the buffers for the others.
 fn page_bytes_in_memory(
     spec: &ModelSpec,
     ty: QuantType,
@@ -283,22 +316,21 @@ fn page_bytes_in_memory(
     offload: Option<&CacheOffload>,
 ) -> Option<PageBytes> {
     let layouts: Vec<_> = kv_layouts(spec, KvCacheConfig { ty, pages: 1, window_pages: 1 }, limits).collect();
-    let is_streamed = offload.map_or_else(|| vec![false; layouts.len()], |offload| offload.choose(&layouts));
-    let mut in_file = Vec::new();
+    let mut below = Vec::new();
     let mut sum = PageBytes::default();
-    for ((table, layout), is_streamed) in layouts.iter().zip(is_streamed) {
+    for ((table, layout), tier) in layouts.iter().zip(cache_tiers(offload, &layouts)) {
         let bytes = layout.page_bytes()?;
-        sum = sum.checked_add(match (is_streamed, table) {
-            (true, _) => {
-                in_file.push(*layout);
+        sum = sum.checked_add(match (tier, table) {
+            (Tier::Host | Tier::Disk, _) => {
+                below.push(*layout);
                 PageBytes::default()
             }
-            (false, KvTable::Window) => PageBytes { own: 0, window: bytes },
-            (false, _) => PageBytes { own: bytes, window: 0 },
+            (Tier::Device, KvTable::Window) => PageBytes { own: 0, window: bytes },
+            (Tier::Device, _) => PageBytes { own: bytes, window: 0 },
         })?;
     }
     let overlaps = offload.is_none_or(|offload| offload.overlaps);
-    buffer_layouts(&in_file, overlaps).into_iter().try_fold(sum, |sum, (layout, count)| {
+    buffer_layouts(&below, overlaps).into_iter().try_fold(sum, |sum, (layout, count)| {
         sum.checked_add(PageBytes { own: layout.page_bytes()?.checked_mul(count)?, window: 0 })
     })
 }
@@ -380,7 +412,7 @@ impl AllocationMeter {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::offload::{Offload, Residency, StorePlace};
+    use crate::model::offload::{Offload, Residency, StorePlace, TierRules};
     use crate::model::weights::{LayerWeights, Mlp, WeightSource};
     use crate::model::{ModelRef, ModelSource};
     use crate::quantize::WeightRules;
@@ -664,8 +696,8 @@ mod tests {
         assert!(count > 40, "{count} models");
     }
 
-    /// Chunks that are cut, encoder inputs that are not, and generated tokens, with weights and caches on
-    /// disk.
+    /// Chunks that are cut, encoder inputs that are not, and generated tokens, with weights and caches in the
+    /// memory of the host and on disk.
     #[test]
     fn rows_in_batches_give_the_same_results() {
         let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families");
@@ -675,10 +707,11 @@ mod tests {
         for path in models.filter(|path| path.join("config.json").exists()) {
             let mut source = ModelSource::open(&ModelRef::Path(path.clone()), None).unwrap();
             let mut whole = executor(&source);
-            source.offload = Some(offload(&folder, 0.5));
+            let tiers = TierRules { host: 0.3, ..TierRules::default() };
+            source.offload = Some(Offload { tiers, ..offload(&folder, 0.4) });
             let mut divided = [(1, 0.0), (3, 0.3), (11, 0.6)].map(|(rows, cached)| {
                 let (resident, folder) = (Residency(cached), folder.path().to_owned());
-                source.cache_offload = Some(CacheOffload { resident, folder, overlaps: rows > 3 });
+                source.cache_offload = Some(CacheOffload { resident, host: 0.4, folder, overlaps: rows > 3 });
                 executor_in_batches(&source, rows).unwrap()
             });
             for (encoded, decoded) in [(&[0, 1][..], &[0, 1][..]), (&[1, 0], &[]), (&[], &[0, 1])] {
@@ -708,7 +741,8 @@ mod tests {
     /// Returns the settings of layers in a store in `folder`.
     fn offload(folder: &Scratch, fraction: f64) -> Offload {
         let place = StorePlace(folder.path().to_owned());
-        Offload { resident: Residency(fraction), place, overlaps: fraction < 0.4 }
+        let tiers = TierRules::default();
+        Offload { resident: Residency(fraction), tiers, place, overlaps: fraction < 0.4 }
     }
 
     /// A step fails if a layer cannot be read, and the next one succeeds if it can be read again.

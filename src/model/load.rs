@@ -6,7 +6,9 @@
 //! would allocate is counted by the same code.
 
 use super::load_target::{ByteCounter, LoadTarget};
-use super::offload::{LayerMatrix, LayerNotes, Offload, OffloadReport, PackedLayers, StoreKey, StoreWriter};
+use super::offload::{
+    LayerMatrix, LayerNotes, Offload, OffloadReport, PackedLayers, StoreKey, StoreWriter, TransferPath,
+};
 use super::relative_bias;
 use super::rope;
 use super::shard::{Shard, StageRole};
@@ -29,10 +31,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Loads the shard's part of `source`, described by `spec`, into `target`. Position tables are made for the
-/// positions within `limits`. Also returns the places of the layers' matrices, if these come from a store.
+/// positions within `limits`. `path` is for matrices that are read for each step. Also returns the places of
+/// the layers' matrices, if these come from a store.
 pub fn load<T: LoadTarget>(
     target: &mut T,
-    source: &ModelSource,
+    (source, path): (&ModelSource, &TransferPath),
     shard: &Shard,
     spec: ModelSpec,
     limits: &StepLimits,
@@ -47,7 +50,8 @@ pub fn load<T: LoadTarget>(
         StackScope { first_layer: shard.decoder.start, positions: limits.positions },
     ];
     let load = |target: &mut T| {
-        let packed = source.offload.as_ref().map(|offload| packed_layers(target, source, &spec, offload));
+        let packed =
+            source.offload.as_ref().map(|offload| packed_layers(target, (source, path), &spec, offload));
         load_stacks(target, tensors, &spec, stacks, packed.transpose()?)
     };
     let LoadedStacks { encoder, decoder, tensors, offload, .. } =
@@ -83,7 +87,7 @@ fn count_on(
 /// Prepares the layers of a model that are loaded from a store. If there is none, it is written.
 fn packed_layers<T: LoadTarget>(
     target: &mut T,
-    source: &ModelSource,
+    (source, path): (&ModelSource, &TransferPath),
     spec: &ModelSpec,
     offload: &Offload,
 ) -> Result<PackedLayers> {
@@ -99,7 +103,7 @@ fn packed_layers<T: LoadTarget>(
             writer.append_layer(target, &mut weights)
         })
     };
-    PackedLayers::open((offload, &source.transfers), key, layers, T::READS_DATA.then_some(&mut pack))
+    PackedLayers::open((offload, path), key, layers, T::READS_DATA.then_some(&mut pack))
 }
 
 /// The stacks of a model in the memory of a device, or their sizes.

@@ -84,6 +84,8 @@ pub struct ModelSource {
     pub cache_offload: Option<CacheOffload>,
     /// Counts of what is read and written because of both.
     pub transfers: Arc<Transfers>,
+    /// Bytes per second that are copied between each device and the host; `None` without a limit.
+    pub link_rate: Option<f64>,
     /// The draft model for speculative decoding ([`ModelSource::attach_draft`]). The device that returns the
     /// results of the model holds all of it.
     pub draft: Option<Box<ModelSource>>,
@@ -308,6 +310,7 @@ fn open_folder(folder: Folder, spec_file: Option<&Path>) -> Result<ModelSource> 
         rounding: RoundingPolicy::default(),
         offload: None,
         cache_offload: None,
+        link_rate: None,
         transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),
@@ -379,6 +382,7 @@ fn open_gguf(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         rounding: RoundingPolicy::default(),
         offload: None,
         cache_offload: None,
+        link_rate: None,
         transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),
@@ -404,6 +408,7 @@ fn open_llama2c(path: &Path, spec_file: Option<&Path>) -> Result<ModelSource> {
         rounding: RoundingPolicy::default(),
         offload: None,
         cache_offload: None,
+        link_rate: None,
         transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),
@@ -428,6 +433,7 @@ fn open_synthetic(shape: &SyntheticShape, spec_file: Option<&Path>) -> Result<Mo
         rounding: RoundingPolicy::default(),
         offload: None,
         cache_offload: None,
+        link_rate: None,
         transfers: Arc::default(),
         draft: None,
         progress: Arc::default(),

@@ -352,10 +352,11 @@ pub(crate) static OFFLOAD_BYTES: Metric = Metric::new(
     "mainstem_offload_bytes_total",
     Counter,
     "bytes",
-    "Bytes moved between memory and disk, by stream: weights that are read, and pages of the KV cache that \
-     are read and written.",
+    "Bytes moved between the memory of devices and what is below, by stream: weights that are read, and \
+     pages of the KV cache that are read and written; and by tier: disk, or host if devices have memory of \
+     their own.",
 )
-.labelled(&[("stream", OFFLOAD_STREAMS)]);
+.labelled(&[("stream", OFFLOAD_STREAMS), ("tier", &["host", "disk"])]);
 pub(crate) static OFFLOAD_STALLS: Metric = Metric::new(
     "mainstem_offload_stall_seconds",
     MetricKind::Histogram(PHASE_BUCKETS_S),
@@ -511,6 +512,7 @@ mod tests {
         REQUESTS_BY_STRATEGY.count(["penalties"]);
         SPEC_DECODE_ACCEPTED_TOKENS_PER_POS.count(["0"]);
         REJECTED_PARAMETERS.count(["n", "invalid_value"]);
+        OFFLOAD_BYTES.count(["load_weights", "disk"]);
         STEP_SECONDS.record(0.004);
         let text = handle.render();
         for metric in METRICS {

@@ -11,7 +11,7 @@ use mainstem::model::Shard;
 use mainstem::model::executor::{
     Executor, ExecutorReport, KvCacheConfig, ModelExecutor, estimate_report, page_bytes,
 };
-use mainstem::model::offload::{CacheOffload, Offload, Residency, StorePlace};
+use mainstem::model::offload::{CacheOffload, Offload, Residency, StorePlace, TierRules};
 use mainstem::model::{ModelRef, ModelSource};
 use mainstem::quantize::WeightRules;
 use mainstem_kernels::ActivationPrecision;
@@ -167,11 +167,14 @@ fn weights_read_from_disk_are_in_the_forecast_and_allocate_nothing_in_a_step() {
         let (what, mut source) = (format!("{fixture}, {fraction} in memory"), open(fixture));
         source.offload = Some(Offload {
             resident: Residency(fraction),
+            tiers: TierRules { host: 0.4, ..TierRules::default() },
             place: StorePlace(folder.clone()),
             overlaps: true,
         });
+        source.link_rate = Some(1e12);
         source.cache_offload = Some(CacheOffload {
             resident: Residency(fraction / 2.0),
+            host: 0.4,
             folder: folder.clone(),
             overlaps: true,
         });

@@ -209,3 +209,93 @@ fn inspect_says_where_weights_lie() {
     let kept = bytes(&sized["memory"]["offload"], "resident");
     assert!(kept <= resident + 1 && kept > 0, "{sized}");
 }
+
+/// Inspects a model that cannot be started, and returns the error.
+fn inspect_error(model: &Path, flags: &[&str]) -> String {
+    let output = mainstem().arg("inspect").arg(model).args(flags).output().expect("it starts");
+    assert!(!output.status.success(), "{flags:?}");
+    String::from_utf8(output.stderr).expect("it is text")
+}
+
+/// The sum that the error names is enough, and a byte less is not.
+#[actix::test]
+async fn a_device_memory_that_is_too_small_names_the_least_that_works() {
+    let model = Copied::of("gqa", "device-memory");
+    let resident = engine(&model, "all", &[]).await;
+    let expected = answers(&resident).await;
+    resident.stop();
+    let with = |memory: u64, devices: &'static str, weights: &'static str| {
+        let stores = model.file("stores").display().to_string();
+        config(
+            &model.0,
+            &[
+                ("device.memory", memory.to_string().into()),
+                ("device.groups", devices.into()),
+                ("kv.size", "512 tokens".into()),
+                ("tiers.device", weights.into()),
+                ("tiers.disk_path", stores.into()),
+            ],
+        )
+    };
+    for devices in ["cpu:0", "cpu:0;cpu:1"] {
+        let least_of = |error: String| {
+            let named = error.split_once("device.memory must be at least ").and_then(|(_, text)| {
+                let (number, _) = text.split_once(" bytes: ")?;
+                number.parse::<u64>().ok()
+            });
+            named.unwrap_or_else(|| panic!("{error}"))
+        };
+        let (mut least, mut tries) = (1000, 0);
+        let engine = loop {
+            match start::start_engine(&with(least, devices, "0%")).await {
+                Ok(engine) => break engine,
+                Err(error) => least = least_of(format!("{error:#}")),
+            }
+            tries += 1;
+            assert!(tries <= devices.split(';').count(), "each device has its own least");
+        };
+        let failed =
+            start::start_engine(&with(least - 1, devices, "0%")).await.err().expect("it is too small");
+        assert_eq!(least_of(format!("{failed:#}")), least);
+        assert!(
+            engine.report.contains(" copied from the host and 0.0 MiB read from disk"),
+            "{}",
+            engine.report
+        );
+        assert_eq!(answers(&engine).await, expected);
+        all_home(&engine, 4).await;
+        engine.stop();
+        let all = start::start_engine(&with(1 << 30, devices, "auto")).await.expect("all of it fits");
+        assert!(!all.report.contains("\noffload "), "{}", all.report);
+        all.stop();
+    }
+}
+
+#[test]
+fn inspect_says_what_is_on_the_device_on_the_host_and_on_disk() {
+    let bytes = |memory: &Json, key: &str| memory[key].as_u64().unwrap_or_else(|| panic!("{memory}: {key}"));
+    let memory = |model: &Path, flags: &[&str]| {
+        let flags = [&["--disk-path", "/nowhere", "--kv-size", "4096 tokens"], flags].concat();
+        inspect(model, &flags)["memory"].clone()
+    };
+    let parts = |memory: &Json| ["resident", "host", "streamed"].map(|key| bytes(&memory["offload"], key));
+    let (dense, own) = (fixture("gqa"), "--device-memory=1GiB");
+    let percents = memory(&dense, &[own, "--percent", "30,40,0,50,100,0"]);
+    let [device, host, disk] = parts(&percents);
+    let all = device + host + disk;
+    assert!(device * 10 <= all * 3 && host * 10 <= all * 4 && device * host * disk > 0, "{percents}");
+    assert!(bytes(&percents, "kv_on_host") > 0 && bytes(&percents, "kv_on_disk") > 0, "{percents}");
+    let flexgen = memory(&dense, &[own, "--percent", "0,50,100,0,100,0", "--tier-rule", "midpoint"]);
+    let [device, host, disk] = parts(&flexgen);
+    assert!(device == 0 && host > 0 && disk > 0 && bytes(&flexgen, "kv_on_host") == 0, "{flexgen}");
+    let on_disk = memory(&dense, &["--override-tensor", r"layers\.0\.mlp\.down=disk"]);
+    let [device, host, disk] = parts(&on_disk);
+    assert!(device > disk && host == 0 && disk > 0, "{on_disk}");
+    let error = inspect_error(&dense, &["--override-tensor", "nothing=disk"]);
+    assert!(error.contains("tiers.overrides: 'nothing' matches no matrix of the layers"), "{error}");
+    let mixture = family("mixtral", "offload-tiers");
+    let [device, host, disk] = parts(&memory(&mixture.0, &[own, "--cpu-moe"]));
+    assert!(device > 0 && host > device && disk == 0, "{device} {host} {disk}");
+    let error = inspect_error(&dense, &[own, "--cpu-moe"]);
+    assert!(error.contains("tiers.cpu_moe: ") && error.contains(" has no experts"), "{error}");
+}

@@ -182,10 +182,10 @@ ROWS = {
             ],
         ),
         graph(
-            "Between memory and disk",
+            "Between memory and disk, or device and host",
             "Bps",
-            [("{{stream}}", rate("mainstem_offload_bytes_total", by="stream"))],
-            "Weights and KV caches of layers that are on disk.",
+            [("{{stream}}, {{tier}}", rate("mainstem_offload_bytes_total", by="stream, tier"))],
+            "Weights and KV caches of layers that are on disk, or in the memory of the host.",
         ),
         graph(
             "Time waited for the disk",

@@ -11,7 +11,9 @@ use crate::actors::group::stage_buffer_bytes;
 use crate::actors::queue::PREEMPTED_FACTOR;
 use crate::actors::step::Step;
 use crate::config::{Config, DeviceKind, DeviceName, HostTier, KvSize};
-use crate::model::executor::{ExecutorReport, KvCacheConfig, PageBytes, shard_page_bytes};
+use crate::model::executor::{
+    ExecutorReport, KvCacheConfig, PageBytes, shard_host_page_bytes, shard_page_bytes,
+};
 use crate::model::spec::ModelSpec;
 use crate::model::{ModelSource, Partition, Shard};
 use anyhow::{Context, Result, anyhow, ensure};
@@ -62,9 +64,7 @@ pub(super) fn kv_plan(
         let cache = KvCacheConfig { ty: kv.ty, pages: 1, window_pages: 0 };
         return Ok(KvPlan { cache, page: PageBytes::default() });
     }
-    let pools = memory_pools(config, limits, lanes, source, (partition, devices))?;
-    let sum = |sum: PageBytes, pool: &MemoryPool| sum.checked_add(pool.page).unwrap_or(PageBytes::MAX);
-    let page = pools.iter().fold(PageBytes::default(), sum);
+    let (pools, page) = memory_pools(config, limits, lanes, source, (partition, devices))?;
     let demand = SlotDemand::new(limits);
     let page_bytes = page.of(1, 1).max(1);
     let minimum = 1 + min_encoder_pages(limits);
@@ -103,6 +103,12 @@ pub(super) fn kv_plan(
 
 /// Returns how a model that does not fit may do so, to end an error with; empty if there is no way.
 fn offload_advice(config: &Config) -> &'static str {
+    if config.device.memory.is_some() {
+        return match config.tiers.device {
+            HostTier::Auto | HostTier::Bytes(0) | HostTier::Fraction(0.0) => "",
+            _ => "; a smaller tiers.device needs less memory on the devices",
+        };
+    }
     match config.tiers.host {
         HostTier::All => "; with tiers.host, weights of layers can be read from disk instead",
         HostTier::Bytes(1..) => "; a smaller tiers.host needs less memory",
@@ -202,6 +208,8 @@ struct MemoryPool {
     page: PageBytes,
     /// Bytes of weights, activations, and buffers for communication.
     reserved: usize,
+    /// Whether this is a device's own memory, of which nothing is left to others.
+    is_own: bool,
 }
 
 /// Returns the bytes of each stage's communication buffers: for collectives among its ranks, and for the
@@ -218,17 +226,19 @@ pub(super) fn stage_exchange_bytes(
     stages.map(move |(at, stage)| stage_buffer_bytes(stage.ranks.len(), (at < last).then_some(room)))
 }
 
-/// Returns the memories in use: the machine's, for all devices that compute on the CPU, and an unlimited one
-/// for fake devices. Fails if a page's size overflows.
+/// Returns the memories in use: the machine's, for all devices that compute on the CPU, an unlimited one for
+/// fake devices, and those that devices have of their own, which are parts of the machine's. Also returns the
+/// bytes of one page on all devices. Fails if a page's size overflows.
 fn memory_pools(
     config: &Config,
     limits: &StepLimits,
     lanes: usize,
     source: &ModelSource,
     (partition, properties): (&Partition, DeviceProperties),
-) -> Result<Vec<MemoryPool>> {
-    let pool = |free| MemoryPool { devices: Vec::new(), free, page: PageBytes::default(), reserved: 0 };
-    let (mut machine, mut nowhere) = (pool(available_memory()), pool(usize::MAX));
+) -> Result<(Vec<MemoryPool>, PageBytes)> {
+    let (mut machine, mut nowhere) = (MemoryPool::new(available_memory()), MemoryPool::new(usize::MAX));
+    let (mut own, mut page_sum) = (Vec::new(), PageBytes::default());
+    let own_bytes = config.device.memory.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
     let row_bytes = source.spec.hidden * properties.activation_type.size();
     let between = stage_exchange_bytes(limits, lanes, row_bytes, partition);
     for ((devices, shards), between) in config.device.groups.iter().zip(partition.shards()).zip(between) {
@@ -240,23 +250,40 @@ fn memory_pools(
                 DeviceKind::Fake { .. } => &mut nowhere,
             };
             let page = shard_page_bytes(source, &shard, config.kv.ty, limits)?;
-            let page = page.with_context(|| {
+            let in_host = shard_host_page_bytes(source, &shard, config.kv.ty, limits)?;
+            let (page, in_host) = page.zip(in_host).with_context(|| {
                 format!("kv.page_size: a page of {} tokens is too large", config.kv.page_size)
             })?;
-            pool.add_device(device, page);
+            page_sum = page_sum.checked_add(page).unwrap_or(PageBytes::MAX);
             let kv = KvCacheConfig { ty: config.kv.ty, pages: 1, window_pages: 0 };
             let needed = (properties.estimate)(device, &shard, kv, *limits)?;
-            pool.reserved = pool.reserved.saturating_add(needed.total_bytes() - needed.kv_bytes);
+            let on_device = needed.total_bytes() - needed.kv_bytes;
+            if let Some(bytes) = own_bytes {
+                let mut device_pool = MemoryPool { is_own: true, ..MemoryPool::new(bytes) };
+                // Nothing else is left for the null pages.
+                device_pool.add_device(device, page, on_device.saturating_add(page.of(1, 1)));
+                own.push(device_pool);
+            }
+            let [weights_in_host, _] = needed.host_bytes();
+            let page = page.checked_add(PageBytes { own: in_host, window: 0 }).unwrap_or(PageBytes::MAX);
+            pool.add_device(device, page, on_device.saturating_add(weights_in_host));
         }
     }
-    Ok([machine, nowhere].into_iter().filter(|pool| !pool.devices.is_empty()).collect())
+    let shared = [machine, nowhere].into_iter().filter(|pool| !pool.devices.is_empty());
+    Ok((own.into_iter().chain(shared).collect(), page_sum))
 }
 
 impl MemoryPool {
-    /// Adds a device with `page` bytes per page.
-    fn add_device(&mut self, device: &DeviceName, page: PageBytes) {
+    /// Creates a memory of `free` bytes that several devices may share.
+    fn new(free: usize) -> MemoryPool {
+        MemoryPool { devices: Vec::new(), free, page: PageBytes::default(), reserved: 0, is_own: false }
+    }
+
+    /// Adds a device with `page` bytes per page and `reserved` other bytes.
+    fn add_device(&mut self, device: &DeviceName, page: PageBytes, reserved: usize) {
         self.devices.push(device.to_string());
         self.page = self.page.checked_add(page).unwrap_or(PageBytes::MAX);
+        self.reserved = self.reserved.saturating_add(reserved);
     }
 
     /// Returns the bytes that are left beside weights and buffers.
@@ -265,11 +292,11 @@ impl MemoryPool {
     }
 
     /// Returns the numbers of pages in half of the remaining memory; the other half is left to other
-    /// processes and to the file cache. `others` is the memory that others take beside the pages, and the
-    /// bytes of a page's record.
+    /// processes and to the file cache, which a device's own memory is not for. `others` is the memory that
+    /// others take beside the pages, and the bytes of a page's record.
     fn spare_pages(&self, demand: &SlotDemand, others: Option<(usize, usize)>) -> PageCounts {
-        let mut spare = self.remaining() / 2;
-        if let Some((beside, record)) = others {
+        let mut spare = self.remaining() / if self.is_own { 1 } else { 2 };
+        if let Some((beside, record)) = others.filter(|_| !self.is_own) {
             let sizes = [self.page.own, self.page.window].into_iter().filter(|bytes| *bytes > 0);
             let page = sizes.min().unwrap_or(usize::MAX) as f64;
             let rest = self.remaining().saturating_sub(beside) as f64;
@@ -282,6 +309,12 @@ impl MemoryPool {
     fn check(&self, pages: PageCounts, size: KvSize) -> Result<()> {
         let (wanted, taken, devices) =
             (self.page.of(pages.own, pages.window), self.reserved, self.devices.join(", "));
+        ensure!(
+            !self.is_own || wanted <= self.remaining(),
+            "device.memory must be at least {} bytes: the model needs {taken} bytes on {devices} for weights \
+             and steps (scheduler.token_budget, scheduler.slots), and {wanted} for the KV cache",
+            taken.saturating_add(wanted)
+        );
         match size {
             KvSize::Auto => ensure!(
                 wanted <= self.remaining(),
@@ -439,7 +472,7 @@ mod tests {
     fn devices_share_a_memory_and_are_named_in_errors() {
         let devices = ["cpu:0", "cpu:1"].map(str::to_owned).to_vec();
         let page = PageBytes { own: 8, window: 0 };
-        let pool = MemoryPool { devices, free: 100, page, reserved: 20 };
+        let pool = MemoryPool { devices, page, reserved: 20, ..MemoryPool::new(100) };
         // Half of the 80 remaining bytes.
         assert_eq!(pool.spare_pages(&demand(9, 11, 0), None), counts(5, 0));
         assert!(pool.check(counts(10, 0), KvSize::Tokens(320)).is_ok());
@@ -457,8 +490,7 @@ mod tests {
              scheduler.slots), and at least 88 for the KV cache, but only 100 are available there"
         );
         assert_eq!(MemoryPool { reserved: 200, ..pool }.spare_pages(&demand(9, 11, 0), None), counts(0, 0));
-        let nothing =
-            MemoryPool { devices: Vec::new(), free: usize::MAX, page: PageBytes::default(), reserved: 0 };
+        let nothing = MemoryPool::new(usize::MAX);
         let all = counts(99, 18);
         assert_eq!(
             nothing.spare_pages(&demand(9, 11, 2), Some((5, 1))),
@@ -471,7 +503,7 @@ mod tests {
     #[test]
     fn pages_leave_what_a_server_takes() {
         let (demand, page, record) = (demand(100, 1000, 0), PageBytes { own: 4096, window: 0 }, 768);
-        let pool = MemoryPool { devices: Vec::new(), free: 100 << 20, page, reserved: 20 << 20 };
+        let pool = MemoryPool { page, reserved: 20 << 20, ..MemoryPool::new(100 << 20) };
         for beside in [0, 10 << 20, 60 << 20, 79 << 20, 90 << 20] {
             let PageCounts { own, .. } = pool.spare_pages(&demand, Some((beside, record)));
             assert!(own == 0 || own * (page.own + record) + beside <= 80 << 20, "{beside}: {own}");

@@ -34,7 +34,7 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
     )]);
     lines.extend(offload_lines(built));
     lines.extend([cache_line(setup, built.iter().flatten().map(|it| it.kv_bytes).sum())]);
-    lines.extend(cache_offload_line(built));
+    lines.extend(cache_offload_lines(built));
     lines.extend([
         activations_line(limits, sum(|it| it.activation_bytes)),
         format!("step buffers {:.1} MiB", sum(|it| it.step_bytes)),
@@ -54,31 +54,38 @@ pub(super) fn report(setup: &EngineSetup, built: &[Vec<ExecutorReport>]) -> Stri
     })
 }
 
-/// Returns the lines about weights that are read from disk, if there are any.
+/// Returns the lines about weights that do not stay on the devices, if there are any.
 fn offload_lines(built: &[Vec<ExecutorReport>]) -> Vec<String> {
     let mut sum = OffloadReport::default();
     built.iter().flatten().filter_map(|it| it.offload.clone()).for_each(|it| sum.add(it));
     if sum.stores.is_empty() {
         return Vec::new();
     }
-    let [resident, streamed, buffers] = [sum.resident_bytes, sum.streamed_bytes, sum.buffer_bytes].map(mib);
+    let OffloadReport { resident_bytes, host_bytes, streamed_bytes, buffer_bytes, .. } = sum;
+    let [resident, streamed, buffers] = [resident_bytes, streamed_bytes, buffer_bytes].map(mib);
+    let (place, host) = match host_bytes {
+        0 => ("in memory", String::new()),
+        bytes => ("on devices", format!("{:.1} MiB copied from the host and ", mib(bytes))),
+    };
     let mut lines = vec![format!(
-        "offload      {resident:.1} MiB of layers in memory, {streamed:.1} MiB read from disk per step, \
+        "offload      {resident:.1} MiB of layers {place}, {host}{streamed:.1} MiB read from disk per step, \
          {buffers:.1} MiB of buffers"
     )];
     lines.extend(sum.stores.iter().map(|store| format!("store        {}", store.display())));
     lines
 }
 
-/// Returns the line about KV caches in files, if there are any.
-fn cache_offload_line(built: &[Vec<ExecutorReport>]) -> Option<String> {
+/// Returns the lines about KV caches in files and in the memory of the host, if there are any.
+fn cache_offload_lines(built: &[Vec<ExecutorReport>]) -> Vec<String> {
     let mut sum = CacheReport::default();
     built.iter().flatten().filter_map(|it| it.cache_offload).for_each(|it| sum.add(it));
-    let CacheReport { file_bytes, buffer_bytes } = sum;
-    (file_bytes > 0).then(|| {
-        let (file, buffers) = (mib(file_bytes), mib(buffer_bytes));
-        format!("kv on disk   {file:.1} MiB of layers, for which {buffers:.1} MiB of the cache are buffers")
-    })
+    let CacheReport { file_bytes, host_bytes, buffer_bytes } = sum;
+    let line = |(place, bytes): (&str, usize)| {
+        let (bytes, buffers) = (mib(bytes), mib(buffer_bytes));
+        format!("{place}   {bytes:.1} MiB of layers, for which {buffers:.1} MiB of the cache are buffers")
+    };
+    let places = [("kv on disk", file_bytes), ("kv on host", host_bytes)];
+    places.into_iter().filter(|(_, bytes)| *bytes > 0).map(line).collect()
 }
 
 /// Returns the name of a policy, with the length of its window.

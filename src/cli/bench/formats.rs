@@ -196,11 +196,15 @@ impl OffloadBreakdown {
         let share = |part: f64| 100.0 * part / seconds.max(f64::MIN_POSITIVE);
         let mut text =
             format!("  compute       {compute_seconds:8.2} s, {:3.0} %\n", share(*compute_seconds));
-        for StreamFigures { stream, bytes, stall_seconds } in streams {
+        for StreamFigures { stream, bytes, host_bytes, stall_seconds } in streams {
             let (gb, rate) = (*bytes as f64 / 1e9, *bytes as f64 / 1e9 / seconds.max(f64::MIN_POSITIVE));
+            let host = match host_bytes {
+                0 => String::new(),
+                bytes => format!(", {:.2} GB of it in host memory", *bytes as f64 / 1e9),
+            };
             let _ = writeln!(
                 text,
-                "  {stream:<13} {stall_seconds:8.2} s, {:3.0} % waited for; {gb:.2} GB, {rate:.2} GB/s",
+                "  {stream:<13} {stall_seconds:8.2} s, {:3.0} % waited for; {gb:.2} GB, {rate:.2} GB/s{host}",
                 share(*stall_seconds)
             );
         }

@@ -107,11 +107,14 @@ pub struct OffloadBreakdown {
     pub layers_late: u64,
 }
 
-/// Transfers of a stream between memory and disk.
+/// Transfers of a stream between the memory of devices and what is below.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct StreamFigures {
     pub stream: &'static str,
+    /// Bytes that came from the memory of the host or went there, or from disk or to it.
     pub bytes: u64,
+    /// Bytes of them that were in the memory of the host, if devices have memory of their own.
+    pub host_bytes: u64,
     /// Seconds that devices waited for it.
     pub stall_seconds: f64,
 }
@@ -121,7 +124,8 @@ impl OffloadBreakdown {
     pub fn new(moved: &TransferTotals, seconds: f64) -> Option<OffloadBreakdown> {
         let of_stream = |(at, stream): (usize, Stream)| StreamFigures {
             stream: stream.name(),
-            bytes: moved.bytes[at],
+            bytes: moved.bytes[at].iter().sum(),
+            host_bytes: moved.bytes[at][0],
             stall_seconds: moved.stalls[at].as_secs_f64(),
         };
         let streams: Vec<_> = Stream::ALL.into_iter().enumerate().map(of_stream).collect();

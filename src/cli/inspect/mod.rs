@@ -132,7 +132,10 @@ impl Inspection {
                 .zip(forecast.iter().flatten())
                 .map(device_memory)
                 .collect(),
-            memory: memory(&source, &setup, &start::merge_reports(forecast.into_iter().flatten().collect()))?,
+            memory: MemorySummary {
+                device_memory: config.device.memory,
+                ..memory(&source, &setup, &start::merge_reports(forecast.into_iter().flatten().collect()))?
+            },
         })
     }
 }
@@ -361,6 +364,8 @@ fn memory(source: &ModelSource, setup: &EngineSetup, forecast: &ExecutorReport) 
         step_buffers: step_bytes,
         total: forecast.total_bytes(),
         kv_on_disk: forecast.cache_offload.map_or(0, |caches| caches.file_bytes),
+        kv_on_host: forecast.host_bytes()[1],
+        device_memory: None,
         offload: forecast.offload.as_ref().map(OffloadedWeights::from_report),
         free: available_memory(),
     })

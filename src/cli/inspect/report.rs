@@ -219,6 +219,10 @@ pub struct MemorySummary {
     pub total: usize,
     /// KV caches of layers that are in a file; 0 if all stay in memory.
     pub kv_on_disk: usize,
+    /// KV caches of layers that are in the memory of the host; 0 if devices have no memory of their own.
+    pub kv_on_host: usize,
+    /// Bytes of each device's own memory; null if devices have that of the host.
+    pub device_memory: Option<u64>,
     /// The places of the layers' weights; `None` if all stay in memory.
     pub offload: Option<OffloadedWeights>,
     pub free: usize,
@@ -227,8 +231,10 @@ pub struct MemorySummary {
 /// The places of the weights of layers that do not all stay in memory, in bytes.
 #[derive(Debug, Serialize)]
 pub struct OffloadedWeights {
-    /// Weights that stay in memory.
+    /// Weights that stay in the memory of the devices.
     pub resident: usize,
+    /// Weights in the memory of the host, which are copied in each pass through all layers.
+    pub host: usize,
     /// Weights that are read from disk in each pass through all layers.
     pub streamed: usize,
     /// Buffers for weights that are read.
@@ -240,7 +246,14 @@ pub struct OffloadedWeights {
 impl OffloadedWeights {
     /// Returns the places as the devices report them.
     pub fn from_report(report: &OffloadReport) -> OffloadedWeights {
-        let OffloadReport { resident_bytes, streamed_bytes, buffer_bytes, stores } = report.clone();
-        OffloadedWeights { resident: resident_bytes, streamed: streamed_bytes, buffers: buffer_bytes, stores }
+        let OffloadReport { resident_bytes, host_bytes, streamed_bytes, buffer_bytes, stores } =
+            report.clone();
+        OffloadedWeights {
+            resident: resident_bytes,
+            host: host_bytes,
+            streamed: streamed_bytes,
+            buffers: buffer_bytes,
+            stores,
+        }
     }
 }

@@ -260,15 +260,20 @@ fn memory(inspection: &Inspection) -> Vec<Row> {
         row(["KV for all slots", &size(m.kv_for_slots)]),
         row(["KV allocated", &size(m.kv), &longest]),
     ]);
-    if m.kv_on_disk > 0 {
-        rows.push(row(["  on disk", &size(m.kv_on_disk), "read as far as sequences attend to it"]));
+    for (place, bytes) in [("  on disk", m.kv_on_disk), ("  on host", m.kv_on_host)] {
+        if bytes > 0 {
+            rows.push(row([place, &size(bytes), "read as far as sequences attend to it"]));
+        }
     }
     rows.extend([
         row(["activations", &size(m.activations)]),
         row(["step buffers", &size(m.step_buffers)]),
         row(["total", &size(m.total), "weights, cache, activations and step buffers"]),
-        row(["free now", &size(m.free), verdict]),
     ]);
+    if let Some(bytes) = m.device_memory {
+        rows.push(row(["device memory", &size(bytes as usize), "of each device"]));
+    }
+    rows.extend([row(["free now", &size(m.free), verdict])]);
     rows
 }
 
@@ -283,7 +288,8 @@ fn offload(places: &OffloadedWeights) -> Vec<Row> {
         row(["  buffers", &size(places.buffers), "for those that are read"]),
         row(["  read per step", &size(places.streamed)]),
     ];
-    sizes.into_iter().chain(stores).collect()
+    let host = (places.host > 0).then(|| row(["  on host", &size(places.host), "copied per step"]));
+    sizes.into_iter().chain(host).chain(stores).collect()
 }
 
 fn size(bytes: usize) -> String {

@@ -121,7 +121,8 @@ struct SamplingFlags {
 struct RemoteFlags {
     /// Use the OpenAI-compatible server at this URL; MODEL defaults to its first model.
     #[arg(long, value_name = "URL", value_hint = ValueHint::Url,
-          conflicts_with_all = ["ModelFlags", "EngineFlags", "SpeculationFlags", "PartitionFlags"])]
+          conflicts_with_all =
+              ["ModelFlags", "EngineFlags", "TierFlags", "SpeculationFlags", "PartitionFlags"])]
     url: Option<BaseUrl>,
     /// API key of the server; default is OPENAI_API_KEY, over https or to this machine only.
     #[arg(long, value_name = "KEY", requires = "url")]

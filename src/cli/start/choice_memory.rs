@@ -8,7 +8,7 @@ use super::tiers::{PARTS, part_of, residency_of, stores_folder};
 use super::{engine_setup, forecast};
 use crate::config::{Config, HostTier, KvSize};
 use crate::model::ModelSource;
-use crate::model::offload::{Offload, OffloadReport, Residency, StorePlace};
+use crate::model::offload::{Offload, OffloadReport, Residency, StorePlace, TierRules};
 use crate::planner::placement::{Choice, MemoryFit, PlacementProblem, PlannedPolicy, Variant, Workload};
 use crate::quantize::WeightRules;
 use anyhow::Result;
@@ -227,7 +227,8 @@ impl<'a> MemoryCounter<'a> {
         let config = candidate(self.config, choice, self.variants, self.rules, &self.cache);
         let (place, overlaps) = (StorePlace(stores_folder(&config.tiers)?), config.tiers.overlap);
         self.source.weight_rules = config.model.weights.clone();
-        self.source.offload = Some(Offload { resident, place, overlaps });
+        let tiers = TierRules::default();
+        self.source.offload = Some(Offload { resident, tiers, place, overlaps });
         let setup = engine_setup(&config, self.source)?;
         let devices: Vec<_> = forecast(&config.device, self.source, &setup)?.into_iter().flatten().collect();
         let mut layers = OffloadReport::default();

@@ -100,7 +100,11 @@ fn factory(
 ) -> ExecutorFactory {
     Box::new(move |stage| {
         Ok(match device.kind {
-            DeviceKind::Cpu => build_executor(cpu_backend(device.number, &config)?, stage, &part)?,
+            DeviceKind::Cpu => {
+                let backend = cpu_backend(device.number, &config)?;
+                let own = config.memory.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+                build_executor(own.into_iter().fold(backend, CpuBackend::with_memory), stage, &part)?
+            }
             DeviceKind::Reference => build_executor(Reference::new(), stage, &part)?,
             DeviceKind::Fake { step, row } => {
                 let words = vocabulary::word_tokens(&part.source, &tokenizer);

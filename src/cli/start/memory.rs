@@ -25,7 +25,7 @@ const LOG_BYTES: usize = 4 << 20;
 /// Bytes of a thread's stack and of what the allocator keeps for it.
 const THREAD_BYTES: usize = 1 << 20;
 
-/// The memory that an engine allocates at its start, in bytes.
+/// The memory that an engine allocates at its start, in bytes, on its devices and on the host.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineMemory {
     pub weights: usize,
@@ -45,8 +45,9 @@ impl EngineMemory {
     pub fn from_reports(devices: Vec<ExecutorReport>, setup: &EngineSetup) -> EngineMemory {
         let queued = queued_step_bytes(&setup.limits, setup.lanes, devices.len());
         let sum = merge_reports(devices);
+        let [weights, kv] = sum.host_bytes();
         let steps = [sum.activation_bytes, sum.step_bytes].into_iter().fold(queued, usize::saturating_add);
-        EngineMemory { weights: sum.weight_bytes, kv: sum.kv_bytes, steps }
+        EngineMemory { weights: sum.weight_bytes + weights, kv: sum.kv_bytes + kv, steps }
     }
 
     /// Returns the sum of all parts in bytes.

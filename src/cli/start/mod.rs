@@ -4,11 +4,13 @@
 
 mod choice_memory;
 
+mod device_memory;
 mod devices;
 
 mod draft;
 
 mod faults;
+mod free_weights;
 
 mod memory;
 
@@ -22,6 +24,7 @@ pub mod placement;
 
 mod predictor;
 
+mod tier_rules;
 mod tiers;
 
 pub mod measure;

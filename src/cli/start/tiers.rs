@@ -2,13 +2,17 @@
 //!
 //! Invariant: sizes are those that the engine's devices will allocate, counted by the same code.
 
+use super::device_memory;
+use super::free_weights::{FreeWeights, set_residency};
 use super::memory::{EngineMemory, reserved_beside};
+use super::tier_rules;
 use super::{engine_setup, forecast};
+use crate::actors::EngineSetup;
 use crate::actors::engine::available_memory;
 use crate::config::{Config, HostTier, KvSize, TierConfig};
 use crate::model::ModelSource;
 use crate::model::load;
-use crate::model::offload::{CacheOffload, CacheReport, Offload, OffloadReport, Residency, StorePlace};
+use crate::model::offload::{CacheOffload, CacheReport, Offload, Residency, StorePlace};
 use anyhow::{Context, Result, ensure};
 use std::path::PathBuf;
 
@@ -33,19 +37,26 @@ pub(super) fn residency_of(bytes: usize, all: usize) -> Residency {
     Residency((bytes as f64 / all.max(1) as f64).min(1.0))
 }
 
-/// Decides which weights and KV caches of a model stay in memory, as the configuration says: first weights,
-/// then caches in the memory that is left. Fails if the model does not fit even if those of all layers are on
-/// disk, or if a policy is for another model.
+/// Decides which weights and KV caches of a model stay on the devices, and which of the others are in the
+/// memory of the host, as the configuration says: first weights, then caches in the memory that is left.
+/// Fails if the model does not fit even with none on the devices, or if a policy is for another model.
 pub fn place_tiers(config: &Config, source: &mut ModelSource) -> Result<()> {
     check_policy(config, source)?;
+    source.link_rate = config.device.link;
     if is_cache_on_disk(config)? && source.spec.decoder.is_some() {
         let (folder, overlaps) = (stores_folder(&config.tiers)?, config.tiers.overlap);
-        source.cache_offload =
-            Some(CacheOffload { resident: Residency(0.0), folder: folder.clone(), overlaps });
-        place_weights(config, source)?;
-        let resident = cache_residency(config, source)?;
-        source.cache_offload = resident.map(|resident| CacheOffload { resident, folder, overlaps });
-        return Ok(());
+        let caches = CacheOffload { resident: Residency(0.0), host: 0.0, folder, overlaps };
+        source.cache_offload = Some(caches.clone());
+        // Nothing is left in a device's own memory beside weights that take as much as they can, so caches of
+        // a configured size come first.
+        let are_caches_first = config.device.memory.is_some() && config.tiers.kv != HostTier::Auto;
+        match are_caches_first {
+            true => source.offload = lowest_weights(config, source)?,
+            false => place_weights(config, source)?,
+        }
+        let fractions = cache_fractions(config, source)?;
+        source.cache_offload = fractions.map(|(resident, host)| CacheOffload { resident, host, ..caches });
+        return if are_caches_first { place_weights(config, source) } else { Ok(()) };
     }
     place_weights(config, source)
 }
@@ -53,65 +64,104 @@ pub fn place_tiers(config: &Config, source: &mut ModelSource) -> Result<()> {
 /// Returns whether KV caches may be on disk. Fails for a size in bytes without a size of the whole cache.
 fn is_cache_on_disk(config: &Config) -> Result<bool> {
     let in_tokens = matches!(config.kv.size, KvSize::Tokens(_));
+    for (key, tier) in [("tiers.kv", config.tiers.kv), ("tiers.host_kv", config.tiers.host_kv)] {
+        let is_size = matches!(tier, HostTier::Bytes(_));
+        ensure!(in_tokens || !is_size, "{key}: a size needs kv.size as a number of tokens");
+    }
     Ok(match config.tiers.kv {
         HostTier::All => false,
         HostTier::Fraction(fraction) => fraction < 1.0,
         HostTier::Auto => in_tokens,
-        HostTier::Bytes(_) => {
-            ensure!(in_tokens, "tiers.kv: a size needs kv.size as a number of tokens");
-            true
-        }
+        HostTier::Bytes(_) => true,
     })
 }
 
-/// Returns the fraction of the layers' KV caches that stays in memory, given a source of which none does;
-/// `None` if all stay.
-fn cache_residency(config: &Config, source: &ModelSource) -> Result<Option<Residency>> {
+/// Returns the fractions of the layers' KV caches that stay on the devices and that are in the memory of the
+/// host, given a source of which none are; `None` if all stay.
+fn cache_fractions(config: &Config, source: &ModelSource) -> Result<Option<(Residency, f64)>> {
     let setup = engine_setup(config, source).context("tiers.kv, with the caches of all layers on disk")?;
-    let reports = forecast(&config.device, source, &setup)?.into_iter().flatten();
+    let reports: Vec<_> = forecast(&config.device, source, &setup)?.into_iter().flatten().collect();
     let mut caches = CacheReport::default();
-    reports.filter_map(|report| report.cache_offload).for_each(|report| caches.add(report));
+    reports.iter().filter_map(|report| report.cache_offload).for_each(|report| caches.add(report));
     let fraction_of = |bytes: f64| bytes / caches.file_bytes.max(1) as f64;
     let fraction = match config.tiers.kv {
         HostTier::Fraction(fraction) => fraction,
         HostTier::Bytes(bytes) => fraction_of(bytes as f64),
         HostTier::All | HostTier::Auto => {
-            let EngineMemory { weights, kv, steps } = EngineMemory::predict(&config.device, source, &setup)?;
-            let taken = (weights + kv + steps).saturating_add(reserved_beside(config, &setup).1);
-            let spare = available_memory().saturating_sub(taken) as f64 * CACHES;
+            let own = config.device.memory.map(|memory| device_memory::cache_fraction(&reports, memory));
+            let spare = free_memory(config, &setup, EngineMemory::from_reports(reports, &setup));
             // Without a file, there are no buffers either.
             let more = caches.file_bytes.saturating_sub(caches.buffer_bytes);
-            if more as f64 <= spare { 1.0 } else { fraction_of(spare) }
+            let of_machine = if more as f64 <= spare { 1.0 } else { fraction_of(spare) };
+            own.map_or(of_machine, |own| own.min(of_machine))
         }
     };
-    Ok((fraction < 1.0).then_some(Residency(fraction)))
+    // Fewer layers than the fraction may be on the devices: by less than one of each device.
+    let rest =
+        1.0 - fraction + config.device.devices().count() as f64 / source.spec.cached_layers().len() as f64;
+    let at_most = |bytes: f64| {
+        let host = fraction_of(bytes);
+        device_memory::host_fraction(host, host >= rest.min(1.0), fraction)
+    };
+    let host = match config.tiers.host_kv {
+        _ if config.device.memory.is_none() => 0.0,
+        HostTier::All => 1.0,
+        HostTier::Fraction(fraction) => fraction,
+        HostTier::Bytes(bytes) => at_most(bytes as f64),
+        HostTier::Auto => {
+            let engine = EngineMemory::predict(&config.device, source, &setup)?;
+            at_most(free_memory(config, &setup, engine) - fraction * caches.file_bytes as f64)
+        }
+    };
+    Ok((fraction < 1.0).then_some((Residency(fraction), host)))
 }
 
-/// Decides which weights of a model stay in memory.
-fn place_weights(config: &Config, source: &mut ModelSource) -> Result<()> {
-    if config.tiers.host == HostTier::All {
-        return Ok(());
+/// Returns the part of the machine's memory beside an engine, and what is reserved beside it, that caches may
+/// take.
+fn free_memory(config: &Config, setup: &EngineSetup, engine: EngineMemory) -> f64 {
+    let taken = engine.total().saturating_add(reserved_beside(config, setup).1);
+    available_memory().saturating_sub(taken) as f64 * CACHES
+}
+
+/// Returns the settings with which no weights are in a memory but for overrides; `None` if all are in memory
+/// without an offload.
+fn lowest_weights(config: &Config, source: &ModelSource) -> Result<Option<Offload>> {
+    let tiers = tier_rules::rules(config, source)?;
+    if config.device.memory.is_none() && config.tiers.host == HostTier::All && tiers.overrides.is_empty() {
+        return Ok(None);
     }
     let (place, overlaps) = (StorePlace(stores_folder(&config.tiers)?), config.tiers.overlap);
-    let mut offload = Offload { resident: Residency(0.0), place, overlaps };
-    source.offload = Some(offload.clone());
-    let Some(Residency(most)) = residency(config, source)? else {
-        source.offload = None;
-        return Ok(());
-    };
-    offload.resident = Residency(most);
-    source.offload = Some(offload.clone());
-    if config.tiers.host == HostTier::Auto {
-        let memory = available_memory();
-        let mut part = (most * PARTS as f64) as usize;
-        // Buffers may take more memory with more in memory.
-        while part > 0 && !fits(config, source, memory) {
-            part -= 1;
-            offload.resident = Residency(part as f64 / PARTS as f64);
-            source.offload = Some(offload.clone());
+    Ok(Some(Offload { resident: Residency(0.0), tiers, place, overlaps }))
+}
+
+/// Decides which weights of a model stay on the devices, and which are in the memory of the host.
+fn place_weights(config: &Config, source: &mut ModelSource) -> Result<()> {
+    source.offload = lowest_weights(config, source)?;
+    match config.device.memory {
+        Some(memory) => device_memory::place_weights(config, source, memory),
+        None if source.offload.is_none() => Ok(()),
+        None => {
+            match residency(config, source)? {
+                Some(resident) => set_residency(source, resident),
+                None => source.offload = None,
+            }
+            if config.tiers.host == HostTier::Auto {
+                reduce_until_fits(config, source);
+            }
+            Ok(())
         }
     }
-    Ok(())
+}
+
+/// Reduces the fraction of the weights that stays until the engine fits: buffers may take more memory with
+/// more weights in memory.
+fn reduce_until_fits(config: &Config, source: &mut ModelSource) {
+    let Some(Residency(most)) = source.offload.as_ref().map(|offload| offload.resident) else { return };
+    let (memory, mut part) = (available_memory(), (most * PARTS as f64) as usize);
+    while part > 0 && !fits(config, source, memory) {
+        part -= 1;
+        set_residency(source, Residency(part as f64 / PARTS as f64));
+    }
 }
 
 /// Returns whether an engine with the weights that stay fits into `memory` bytes, beside what is reserved.
@@ -146,25 +196,25 @@ pub(super) fn parameter_count(source: &ModelSource) -> u64 {
 
 /// Returns the fraction of the layers' weights that stays in memory, given a source of which none does;
 /// `None` if the devices have them all in memory anyway.
-fn residency(config: &Config, source: &ModelSource) -> Result<Option<Residency>> {
+fn residency(config: &Config, source: &mut ModelSource) -> Result<Option<Residency>> {
     let nothing = || "tiers.host, with all weights of layers on disk";
     let setup = engine_setup(config, source).with_context(nothing)?;
-    let reports = forecast(&config.device, source, &setup)?.into_iter().flatten();
-    let mut layers = OffloadReport::default();
-    reports.filter_map(|report| report.offload).for_each(|report| layers.add(report));
-    let fraction_of = |bytes: usize| residency_of(bytes, layers.streamed_bytes).0;
+    let weights = FreeWeights::count(config, source, &setup)?;
     let fraction = match config.tiers.host {
+        HostTier::All => 1.0,
         HostTier::Fraction(fraction) => fraction,
-        HostTier::Bytes(bytes) => fraction_of(usize::try_from(bytes).unwrap_or(usize::MAX)),
-        HostTier::All | HostTier::Auto => {
-            let least = EngineMemory::predict(&config.device, source, &setup)?;
+        HostTier::Bytes(bytes) => weights.fraction(bytes as f64, weights.fixed_on_devices()),
+        HostTier::Auto => {
+            let least = EngineMemory::from_reports(weights.least.clone(), &setup);
             let beside = reserved_beside(config, &setup).1;
-            fraction_of(weights_in(available_memory(), &least, beside, config.kv.size))
+            weights.fraction(weights_in(available_memory(), &least, beside, config.kv.size) as f64, 0)
         }
     };
     // With everything in memory, no store is needed, unless one is asked for by number.
-    let is_all = config.tiers.host == HostTier::Auto && fraction >= 1.0;
-    Ok((layers.streamed_bytes > 0 && !is_all).then_some(Residency(fraction)))
+    let is_asked = matches!(config.tiers.host, HostTier::Fraction(_) | HostTier::Bytes(_));
+    let has_layers = weights.least.iter().any(|report| report.offload.is_some());
+    let is_below = fraction < 1.0 || weights.has_fixed_below();
+    Ok((has_layers && (is_asked || is_below)).then_some(Residency(fraction)))
 }
 
 /// Returns the bytes of the layers' weights that stay in so much memory, of an engine that needs at least

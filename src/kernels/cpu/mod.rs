@@ -101,6 +101,13 @@ impl CpuBackend {
         })
     }
 
+    /// Returns this device, on which nothing is allocated yet, with a memory of its own of `bytes` bytes:
+    /// what it allocates beyond them fails with [`DeviceError::OutOfMemory`].
+    pub fn with_memory(mut self, bytes: usize) -> CpuBackend {
+        self.memory = HostMemory::limited(bytes);
+        self
+    }
+
     /// Returns the instruction set in use; never `Auto`.
     pub fn isa(&self) -> Isa {
         self.sizes.isa()
@@ -216,7 +223,8 @@ impl Backend for CpuBackend {
         self.span_items = Vec::with_capacity(limits.rows_at_once());
         let threads = (self.pool.threads(), self.level);
         self.sample_scratch = Some(SampleScratch::new(limits, threads, self.memory.lists()));
-        Ok(())
+        // Lists are counted only after they are allocated.
+        self.memory.check(0)
     }
 
     fn begin_step(&mut self, batch: &StepBatch) {

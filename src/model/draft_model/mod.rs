@@ -10,6 +10,7 @@ use super::activations::Activations;
 use super::drafter::Drafter;
 use super::load;
 use super::load_target::LoadTarget;
+use super::offload::TransferPath;
 use super::schedule::{self, DecoderCaches, StepIo};
 use super::shard::Shard;
 use super::source::ModelSource;
@@ -53,7 +54,8 @@ pub fn load_draft<T: LoadTarget>(
 ) -> Result<Model<T::Buf>> {
     ensure!(limits.drafts > 0, "a draft model without drafts; this is a bug");
     let shard = Shard::whole(&source.spec);
-    let loaded = load::load(target, source, &shard, source.spec.clone(), &draft_limits(source, limits));
+    let (path, spec) = (TransferPath::default(), source.spec.clone());
+    let loaded = load::load(target, (source, &path), &shard, spec, &draft_limits(source, limits));
     loaded.map(|(model, _)| model).context("loading the draft model")
 }
 

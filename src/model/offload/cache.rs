@@ -1,18 +1,20 @@
-//! K and V of layers that do not stay in memory: a file that holds their caches, from which threads of their
-//! own read the pages that a step attends to, while the layers before compute, and to which they write the
-//! pages that it changes, while the layers after compute.
+//! K and V of layers that do not stay on the device: a file, or memory of the host, holds their caches.
+//! Threads of their own read from it the pages that a step attends to, while the layers before compute, and
+//! write to it the pages that the step changes, while the layers after compute.
 //!
 //! Buffers for a few layers, each as large as a layer's cache, go round: a page has the same place in each of
-//! them and in the file, so page tables and kernels need not know. What the other pages of a buffer hold is
+//! them and in the cache, so page tables and kernels need not know. What the other pages of a buffer hold is
 //! never read.
 //! Invariant: a buffer is in one place at a time: free, with a thread, ready, waiting to be written, or in a
 //! layer between `acquire` and `release`. A step begins once all that the step before has changed is written.
 
 use super::cache_places::CacheOffload;
 use super::direct::DirectFile;
+use super::link::{Direction, TransferPath};
 use super::page_plan::{PageMarks, Plan};
 use super::stream::HostBytes;
-use super::transfers::{Stream, Transfers};
+use super::tier::{Tier, host_memory};
+use super::transfers::Stream;
 use anyhow::{Context, Result};
 use mainstem_kernels::{Backend, DeviceError, KvLayer, KvLayout, StepBatch, StepLimits};
 use std::collections::VecDeque;
@@ -25,9 +27,9 @@ use std::time::Instant;
 /// Number of threads that read and write, each a layer's K or V.
 const THREADS: usize = 4;
 
-/// The caches of a decoder's layers that are in a file.
+/// The caches of a decoder's layers that are not on the device.
 pub struct StreamedCaches<Buf> {
-    /// For each layer its number among those in the file.
+    /// For each layer its number among those that are not on the device.
     places: Vec<Option<usize>>,
     marks: PageMarks,
     /// The stand-ins of the acquired layer.
@@ -41,18 +43,35 @@ pub struct StreamedCaches<Buf> {
 const ENDED: &str = "the threads that read the KV cache have ended";
 
 /// The K or V of a layer.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct Unit {
     /// The class of its buffers.
     class: usize,
-    /// Its place in the file.
-    offset: u64,
+    place: UnitPlace,
+}
+
+/// The place of the K or V of a layer.
+#[derive(Debug)]
+enum UnitPlace {
+    /// In the file, from this offset on.
+    File(u64),
+    Host(Mutex<Box<[u8]>>),
+}
+
+impl UnitPlace {
+    fn tier(&self) -> Tier {
+        match self {
+            UnitPlace::File(_) => Tier::Disk,
+            UnitPlace::Host(_) => Tier::Host,
+        }
+    }
 }
 
 /// State that device and threads share.
 struct Ring<Buf> {
-    file: DirectFile,
-    transfers: Arc<Transfers>,
+    /// The file, if a cache is in it.
+    file: Option<DirectFile>,
+    path: TransferPath,
     /// K and V of each layer, in order.
     units: Vec<Unit>,
     pages: usize,
@@ -82,16 +101,16 @@ struct RingState<Buf> {
 }
 
 impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
-    /// Creates the caches `layers`, each with whether it is in the file. `buffers` are caches with the
-    /// layouts and numbers of [`super::buffer_layouts`]. Fails if the file cannot have as many bytes.
+    /// Creates the caches `layers`, each with its tier. `buffers` are caches with the layouts and numbers of
+    /// [`super::buffer_layouts`]. Fails if the file or the memory cannot have as many bytes.
     pub fn start(
-        layers: &[(KvLayout, bool)],
+        layers: &[(KvLayout, Tier)],
         buffers: Vec<(KvLayout, Vec<KvLayer<Buf>>)>,
         limits: &StepLimits,
-        (offload, transfers, bytes): (&CacheOffload, &Arc<Transfers>, HostBytes<Buf>),
+        (offload, path, bytes): (&CacheOffload, &TransferPath, HostBytes<Buf>),
     ) -> Result<StreamedCaches<Buf>> {
         let mut count = 0..;
-        let places = layers.iter().map(|(_, is_streamed)| is_streamed.then(|| count.next()).flatten());
+        let places = layers.iter().map(|(_, tier)| if *tier == Tier::Device { None } else { count.next() });
         let places: Vec<_> = places.collect();
         let mut classes = Vec::new();
         let layouts: Vec<KvLayout> = buffers.iter().map(|(layout, _)| *layout).collect();
@@ -105,24 +124,30 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
             sizes.push(buffer.context("the device cannot read a KV cache from a disk")?.len());
         }
         let (mut units, mut end) = (Vec::new(), 0);
-        for (layout, _) in layers.iter().filter(|(_, is_streamed)| *is_streamed) {
+        for (layout, tier) in layers.iter().filter(|(_, tier)| *tier != Tier::Device) {
             let known = layouts.iter().position(|known| known == layout);
             let class = 2 * known.expect("there are buffers of all layouts; anything else is a bug");
             for class in [class, class + 1] {
-                units.push(Unit { class, offset: end });
-                end += sizes[class] as u64;
+                let place = match tier {
+                    Tier::Host => UnitPlace::Host(Mutex::new(host_memory(sizes[class])?)),
+                    Tier::Device | Tier::Disk => UnitPlace::File(end),
+                };
+                if place.tier() == Tier::Disk {
+                    end += sizes[class] as u64;
+                }
+                units.push(Unit { class, place });
             }
         }
         let pages = layouts.first().map_or(1, |layout| layout.pages);
         let probe = classes.first_mut().and_then(|class| bytes(class.first_mut()?));
         let probe = probe.context("there are buffers; anything else is a bug")?;
         let is_aligned = sizes.iter().all(|size| (size / pages).is_multiple_of(DirectFile::SECTOR));
-        let file = DirectFile::unnamed(&offload.folder, end, is_aligned.then_some(probe));
-        let file = file.with_context(|| {
+        let create = || DirectFile::unnamed(&offload.folder, end, is_aligned.then_some(probe));
+        let file = (end > 0).then(create).transpose().with_context(|| {
             let folder = offload.folder.display();
             format!("tiers.disk_path: cannot reserve {end} bytes for the KV cache in {folder}")
         })?;
-        let ring = Ring::new(file, units, (pages, classes), limits, (bytes, transfers.clone()));
+        let ring = Ring::new(file, units, (pages, classes), limits, (bytes, path.clone()));
         StreamedCaches::with_ring(places, limits, ring)
     }
 
@@ -164,7 +189,7 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
         if ring.is_stopped() {
             return Err(DeviceError::Fault(ENDED.into()));
         }
-        ring.transfers.add_stall(Stream::StoreCache, began.elapsed());
+        ring.path.transfers.add_stall(Stream::StoreCache, began.elapsed());
         let state = &mut *guard;
         // A step that failed has not used everything.
         for (Unit { class, .. }, ready) in ring.units.iter().zip(&mut state.ready) {
@@ -186,19 +211,19 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
 }
 
 impl<Buf> StreamedCaches<Buf> {
-    /// Returns whether the cache of a layer is in the file.
+    /// Returns whether the cache of a layer is not on the device.
     pub fn contains(&self, layer: usize) -> bool {
         self.places[layer].is_some()
     }
 
-    /// Returns whether the cache of a layer is in the file, and the step reads or changes pages.
+    /// Returns whether the cache of a layer is not on the device, and the step reads or changes pages.
     pub fn has_work(&self, layer: usize) -> bool {
         self.contains(layer) && self.has_pages
     }
 
     /// Waits until the pages that the step attends to are in the cache of a layer, which is `cache` until it
-    /// is released. Does nothing for a layer whose cache stays in memory. Fails if they cannot be read, or if
-    /// something could not be written.
+    /// is released. Does nothing for a layer whose cache stays on the device. Fails if they cannot be read,
+    /// or if something could not be written.
     pub fn acquire(&mut self, layer: usize, cache: &mut KvLayer<Buf>) -> Result<(), DeviceError> {
         let Some(place) = self.places[layer] else { return Ok(()) };
         let ring = &self.ring;
@@ -220,7 +245,7 @@ impl<Buf> StreamedCaches<Buf> {
         if let (Some(k), Some(v)) = (state.ready[2 * place].take(), state.ready[2 * place + 1].take()) {
             self.stand_ins = Some([std::mem::replace(&mut cache.k, k), std::mem::replace(&mut cache.v, v)]);
         }
-        ring.transfers.add_layer(Stream::LoadCache, is_late.then(|| began.elapsed()));
+        ring.path.transfers.add_layer(Stream::LoadCache, is_late.then(|| began.elapsed()));
         Ok(())
     }
 
@@ -250,11 +275,11 @@ enum Task {
 
 impl<Buf> Ring<Buf> {
     fn new(
-        file: DirectFile,
+        file: Option<DirectFile>,
         units: Vec<Unit>,
         (pages, free): (usize, Vec<Vec<Buf>>),
         limits: &StepLimits,
-        (bytes, transfers): (HostBytes<Buf>, Arc<Transfers>),
+        (bytes, path): (HostBytes<Buf>, TransferPath),
     ) -> Ring<Buf> {
         let state = RingState {
             plan: Arc::new(Plan::with_capacity(limits, pages)),
@@ -268,7 +293,7 @@ impl<Buf> Ring<Buf> {
         };
         Ring {
             file,
-            transfers,
+            path,
             units,
             pages,
             bytes,
@@ -345,28 +370,63 @@ impl<Buf> Ring<Buf> {
     /// Reads the pages of a unit, or writes them.
     fn transfer(&self, task: &Task, unit: usize, buf: &mut Buf, plan: &Plan) -> Result<(), String> {
         let bytes = (self.bytes)(buf).ok_or("the KV cache is not on the host")?;
-        let (page, offset) = (bytes.len() / self.pages, self.units[unit].offset);
-        let in_file = |at: usize| offset + (at * page) as u64;
-        let is_stopped = || self.is_stopped();
+        let (page, place, began) = (bytes.len() / self.pages, &self.units[unit].place, Instant::now());
+        let mut moved = 0;
         let outcome = match task {
             Task::Read => {
                 let runs = plan.reads.iter().map(|run| (run.start, run.start..run.end));
                 let copies = plan.copies.iter().map(|(from, to)| (*from, *to..to + 1));
                 runs.chain(copies).try_for_each(|(from, to)| {
-                    self.transfers.add_bytes(Stream::LoadCache, to.len() * page);
-                    self.file.read(in_file(from), &mut bytes[to.start * page..to.end * page], &is_stopped)
+                    moved += to.len() * page;
+                    self.read(place, from * page, &mut bytes[to.start * page..to.end * page])
                 })
             }
             Task::Write => plan.writes.iter().try_for_each(|run| {
-                self.transfers.add_bytes(Stream::StoreCache, run.len() * page);
-                self.file.write(in_file(run.start), &bytes[run.start * page..run.end * page], &is_stopped)
+                moved += run.len() * page;
+                self.write(place, run.start * page, &bytes[run.start * page..run.end * page])
             }),
         };
+        let (stream, direction) = match task {
+            Task::Read => (Stream::LoadCache, Direction::ToDevice),
+            Task::Write => (Stream::StoreCache, Direction::FromDevice),
+        };
+        self.path.transfers.add_bytes(stream, place.tier(), moved);
+        self.path.wait(direction, moved, began, &|| self.is_stopped());
         outcome.map_err(|error| match (error.kind(), task) {
             (io::ErrorKind::Interrupted, _) => "stopped".to_owned(),
             (_, Task::Read) => format!("cannot read the KV cache from its file: {error}"),
             (_, Task::Write) => format!("cannot write the KV cache to its file: {error}"),
         })
+    }
+
+    /// Fills `bytes` with those at `at` of a cache.
+    fn read(&self, place: &UnitPlace, at: usize, bytes: &mut [u8]) -> io::Result<()> {
+        match place {
+            UnitPlace::Host(memory) => {
+                let memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+                bytes.copy_from_slice(&memory[at..at + bytes.len()]);
+                Ok(())
+            }
+            UnitPlace::File(offset) => {
+                let file = self.file.as_ref().ok_or(io::ErrorKind::NotFound)?;
+                file.read(offset + at as u64, bytes, &|| self.is_stopped())
+            }
+        }
+    }
+
+    /// Writes `bytes` to a cache, from `at` on.
+    fn write(&self, place: &UnitPlace, at: usize, bytes: &[u8]) -> io::Result<()> {
+        match place {
+            UnitPlace::Host(memory) => {
+                let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+                memory[at..at + bytes.len()].copy_from_slice(bytes);
+                Ok(())
+            }
+            UnitPlace::File(offset) => {
+                let file = self.file.as_ref().ok_or(io::ErrorKind::NotFound)?;
+                file.write(offset + at as u64, bytes, &|| self.is_stopped())
+            }
+        }
     }
 
     /// Ends the threads, and the wait of the device.
@@ -454,13 +514,14 @@ mod tests {
         let mut device = CpuBackend::new(config).unwrap();
         device.prepare(&LIMITS).unwrap();
         let free = (0..2).map(|_| vec![device.alloc(8 * 64).unwrap()]).collect();
-        let units = (0..2).map(|half| Unit { class: half, offset: 512 * half as u64 }).collect();
+        let units =
+            (0..2).map(|half| Unit { class: half, place: UnitPlace::File(512 * half as u64) }).collect();
         let ring = Ring::new(
-            DirectFile::of(file),
+            Some(DirectFile::of(file)),
             units,
             (8, free),
             &LIMITS,
-            (CpuBackend::host_bytes, Arc::default()),
+            (CpuBackend::host_bytes, TransferPath::default()),
         );
         (device, StreamedCaches::with_ring(vec![Some(0)], &LIMITS, ring).unwrap())
     }

@@ -1,25 +1,28 @@
-//! The matrices of a model's layers when they are loaded from a store: which of them stay in memory, and
-//! where the others are.
+//! The matrices of a model's layers when they are loaded from a store: which of them stay on the device,
+//! which have a copy in the memory of the host, and which are read from the store for each step.
 
 use super::direct::DirectFile;
+use super::link::TransferPath;
 use super::matrix::LayerMatrix;
 use super::residency::Residency;
 use super::store::{PackedStore, StoreKey, StorePlace, StoreWriter};
-use super::stream::{HostBytes, StreamedLayers, buffer_sizes};
-use super::transfers::Transfers;
+use super::stream::{HostBytes, Place, StreamedLayers, buffer_sizes};
+use super::tier::{Tier, TierRules, host_memory};
 use crate::model::load_target::LoadTarget;
 use crate::model::spec::TensorSlice;
 use crate::model::weights::{LayerWeights, WeightSource};
 use anyhow::{Context, Result, anyhow};
 use mainstem_kernels::QuantType;
 use std::path::PathBuf;
-use std::sync::Arc;
 
-/// The settings of a model whose layers are loaded from a store, and whose matrices do not all stay in
-/// memory.
-#[derive(Clone, Debug, PartialEq)]
+/// The settings of a model whose layers are loaded from a store, and whose matrices do not all stay in the
+/// memory of the device.
+#[derive(Clone, Debug)]
 pub struct Offload {
+    /// The fraction that stays in the memory of the device, of the matrices without an override.
     pub resident: Residency,
+    /// The tiers of the others.
+    pub tiers: TierRules,
     pub place: StorePlace,
     /// Whether a layer is read while the one before computes, rather than after it.
     pub overlaps: bool,
@@ -28,9 +31,11 @@ pub struct Offload {
 /// The places of the matrices of a model's layers, in bytes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct OffloadReport {
-    /// Matrices that stay in memory.
+    /// Matrices that stay in the memory of the device.
     pub resident_bytes: usize,
-    /// Matrices that are read in each pass through all layers.
+    /// Matrices in the memory of the host, which are copied in each pass through all layers.
+    pub host_bytes: usize,
+    /// Matrices that are read from disk in each pass through all layers.
     pub streamed_bytes: usize,
     /// Buffers for matrices that are read.
     pub buffer_bytes: usize,
@@ -42,6 +47,7 @@ impl OffloadReport {
     /// Adds the places of another device's matrices.
     pub fn add(&mut self, other: OffloadReport) {
         self.resident_bytes += other.resident_bytes;
+        self.host_bytes += other.host_bytes;
         self.streamed_bytes += other.streamed_bytes;
         self.buffer_bytes += other.buffer_bytes;
         self.stores.extend(other.stores);
@@ -96,29 +102,30 @@ impl LayerNotes {
 /// The matrices of a model's layers in a store, by layer, in the order in which they are loaded.
 pub struct PackedLayers {
     layers: Vec<Vec<LayerMatrix>>,
-    resident: Vec<bool>,
+    tiers: Vec<Tier>,
     overlaps: bool,
     /// The store with its data file; `None` if matrices are counted only.
     store: Option<(PackedStore, DirectFile)>,
-    transfers: Arc<Transfers>,
+    path: TransferPath,
     report: OffloadReport,
     /// The next matrix to load, and its layer.
     next: usize,
     layer: usize,
     /// For each loaded layer its matrices that do not stay: places and indices in the store.
     streamed: Vec<Vec<(usize, usize)>>,
+    /// Their places, in the same order.
+    places: Vec<Place>,
 }
 
 impl PackedLayers {
-    /// Opens the store of the matrices `layers`, and decides which stay in memory. `pack` writes the store if
+    /// Opens the store of the matrices `layers`, and decides about their tiers. `pack` writes the store if
     /// there is none; without it, matrices can be counted only.
     pub fn open(
-        (offload, transfers): (&Offload, &Arc<Transfers>),
+        (offload, path): (&Offload, &TransferPath),
         key: StoreKey,
         layers: Vec<Vec<LayerMatrix>>,
         pack: Option<&mut PackLayers>,
     ) -> Result<PackedLayers> {
-        let bytes: Vec<usize> = layers.iter().flatten().map(|matrix| matrix.layout.bytes).collect();
         let report = OffloadReport { stores: vec![offload.place.folder(&key)], ..OffloadReport::default() };
         let store = pack.map(|pack| match offload.place.open(&key)? {
             Some(store) => Ok(store),
@@ -134,15 +141,16 @@ impl PackedLayers {
             anyhow::Ok((store, file.with_context(|| format!("cannot read {}", path.display()))?))
         };
         Ok(PackedLayers {
-            resident: offload.resident.choose(&bytes),
+            tiers: offload.tiers.choose(offload.resident, &layers),
             overlaps: offload.overlaps,
             store: store.transpose()?.map(with_file).transpose()?,
             layers,
-            transfers: transfers.clone(),
+            path: path.clone(),
             report,
             next: 0,
             layer: 0,
             streamed: Vec::new(),
+            places: Vec::new(),
         })
     }
 
@@ -159,22 +167,38 @@ impl PackedLayers {
         let before: usize = self.layers[..self.layer - 1].iter().map(Vec::len).sum();
         let LayerMatrix { layout, .. } = &self.layers[self.layer - 1][index - before];
         target.prepare_weight(layout.ty, layout.k)?;
-        if !self.resident[index] {
-            let streamed = self.streamed.last_mut().expect("a layer was begun; anything else is a bug");
-            streamed.push((index - before, index));
-            self.report.streamed_bytes += layout.bytes;
-            return Ok(target.alloc(0)?);
-        }
-        self.report.resident_bytes += layout.bytes;
-        let mut buf = target.alloc(layout.bytes)?;
-        if let Some((store, file)) = &self.store {
-            let mut bytes = vec![0; layout.bytes];
-            let read = file.read(store.matrices[index].offset, &mut bytes, &|| false);
-            read.map_err(|error| anyhow!(store.read_failure(index, &error)))?;
-            store.verify(index, &bytes).map_err(|reason| anyhow!(reason))?;
-            target.upload(&mut buf, &bytes);
-        }
-        Ok(buf)
+        let (bytes, tier) = (layout.bytes, self.tiers[index]);
+        let data = if tier == Tier::Disk { None } else { self.read(index, bytes)? };
+        let place = match (tier, data) {
+            (Tier::Device, data) => {
+                self.report.resident_bytes += bytes;
+                let mut buf = target.alloc(bytes)?;
+                data.iter().for_each(|data| target.upload(&mut buf, data));
+                return Ok(buf);
+            }
+            (Tier::Host, data) => {
+                self.report.host_bytes += bytes;
+                Place::Host(data.unwrap_or_default())
+            }
+            (Tier::Disk, _) => {
+                self.report.streamed_bytes += bytes;
+                Place::Disk
+            }
+        };
+        let streamed = self.streamed.last_mut().expect("a layer was begun; anything else is a bug");
+        streamed.push((index - before, index));
+        self.places.push(place);
+        Ok(target.alloc(0)?)
+    }
+
+    /// Reads a matrix of so many bytes from the store; `None` if matrices are counted only.
+    fn read(&self, index: usize, bytes: usize) -> Result<Option<Box<[u8]>>> {
+        let Some((store, file)) = &self.store else { return Ok(None) };
+        let mut data = host_memory(bytes)?;
+        let read = file.read(store.matrices[index].offset, &mut data, &|| false);
+        read.map_err(|error| anyhow!(store.read_failure(index, &error)))?;
+        store.verify(index, &data).map_err(|reason| anyhow!(reason))?;
+        Ok(Some(data))
     }
 
     /// Returns the places of the matrices loaded so far.
@@ -189,7 +213,7 @@ impl PackedLayers {
         target: &mut T,
         layers: Vec<LayerWeights<T::Buf>>,
     ) -> Result<Box<dyn WeightSource<T::Buf>>> {
-        let streamed = std::mem::take(&mut self.streamed);
+        let (streamed, places) = (std::mem::take(&mut self.streamed), std::mem::take(&mut self.places));
         let all: Vec<usize> = self.layers.iter().flatten().map(|matrix| matrix.layout.bytes).collect();
         let of_layer = |layer: &Vec<(usize, usize)>| layer.iter().map(|(_, index)| all[*index]).collect();
         let sizes = buffer_sizes(&streamed.iter().map(of_layer).collect::<Vec<Vec<usize>>>(), self.overlaps);
@@ -204,8 +228,8 @@ impl PackedLayers {
         let buffers = sizes.into_iter().map(&mut alloc).collect::<Result<Vec<_>>>()?;
         Ok(match &self.store {
             Some((store, _)) if !buffers.is_empty() => {
-                let device = (T::host_bytes as HostBytes<T::Buf>, self.transfers.clone());
-                Box::new(StreamedLayers::start(layers, streamed, buffers, store.clone(), device)?)
+                let device = (T::host_bytes as HostBytes<T::Buf>, self.path.clone());
+                Box::new(StreamedLayers::start(layers, streamed, buffers, (store.clone(), places), device)?)
             }
             _ => Box::new(layers),
         })

@@ -10,6 +10,8 @@ use mainstem_kernels::PackedLayout;
 pub struct LayerMatrix {
     /// Name of the tensor.
     pub name: String,
+    /// Role of the tensor: a key of the specification's `tensors` table.
+    pub role: &'static str,
     /// The part of the tensor, by which it differs from all others of the same name.
     pub part: String,
     /// Its layout on the device.
@@ -19,8 +21,33 @@ pub struct LayerMatrix {
 impl LayerMatrix {
     /// Creates the matrix of a slice of a tensor.
     pub fn new(piece: &TensorSlice, layout: PackedLayout) -> LayerMatrix {
-        let TensorSlice { name, shape, part, bounds: SliceBounds { rows, columns }, transposed, .. } = piece;
+        let TensorSlice {
+            role, name, shape, part, bounds: SliceBounds { rows, columns }, transposed, ..
+        } = piece;
         let part = format!("{shape:?} {part:?} {rows:?} {columns:?} {transposed}");
-        LayerMatrix { name: name.to_string(), part, layout }
+        LayerMatrix { name: name.to_string(), role, part, layout }
+    }
+
+    /// Returns the number of the layer's block that the matrix belongs to: 0 for attention, 1 for
+    /// cross-attention, 2 for the MLP or the mixture.
+    pub fn block(&self) -> usize {
+        match self.role {
+            "q" | "k" | "v" | "qkv" | "o" => 0,
+            "cross_q" | "cross_k" | "cross_v" | "cross_o" => 1,
+            _ => 2,
+        }
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use mainstem_kernels::QuantType;
+
+    /// Returns a matrix in F16 for tests.
+    pub fn matrix(name: &str, role: &'static str, n: usize, k: usize) -> LayerMatrix {
+        let (ty, bytes) = (QuantType::F16, 2 * n * k);
+        let layout = PackedLayout { arrangement: "rows", version: 1, ty, n, k, bytes };
+        LayerMatrix { name: name.into(), role, part: String::new(), layout }
     }
 }

@@ -1,6 +1,8 @@
 //! Weights and KV caches that do not stay in a device's memory. For weights, a store on disk has the matrices
 //! of a model's layers as devices hold them, which are read while the layers before compute. For KV caches, a
-//! file has those of some layers, whose pages are read before the layer computes and written after it.
+//! file has those of some layers, whose pages are read before the layer computes and written after it. If the
+//! device has a memory of its own, some of both are in the memory of the host instead, and are copied from
+//! there.
 //!
 //! Invariant: the bytes of a matrix or page are the same, whether it stays in memory or not.
 
@@ -11,6 +13,8 @@ mod cache_places;
 mod direct;
 
 mod layers;
+
+mod link;
 
 mod mark;
 
@@ -26,6 +30,8 @@ mod store;
 
 mod stream;
 
+mod tier;
+
 mod transfers;
 
 #[cfg(test)]
@@ -34,8 +40,10 @@ mod tests;
 pub use cache::StreamedCaches;
 pub use cache_places::{CacheOffload, CacheReport, buffer_layouts};
 pub use layers::{LayerNotes, Offload, OffloadReport, PackedLayers};
+pub use link::TransferPath;
 pub use matrix::LayerMatrix;
 pub use residency::Residency;
 pub use speed::DiskSpeed;
 pub use store::{StoreKey, StorePlace, StoreWriter};
-pub use transfers::{Stream, TransferTotals, Transfers};
+pub use tier::{MatrixFilter, SpreadRule, Tier, TierOverride, TierRules};
+pub use transfers::{ByStream, Stream, TransferTotals, Transfers};

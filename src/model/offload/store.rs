@@ -74,7 +74,7 @@ impl StoreKey {
         checkpoint: &Checkpoint,
         matrices: impl Iterator<Item = &'a LayerMatrix>,
     ) -> Result<StoreKey> {
-        let matrix = |LayerMatrix { name, part, layout }: &LayerMatrix| MatrixKey {
+        let matrix = |LayerMatrix { name, part, layout, .. }: &LayerMatrix| MatrixKey {
             name: name.clone(),
             part: part.clone(),
             layout: layout.to_string(),
@@ -483,6 +483,7 @@ mod tests {
         fn new() -> Case {
             let scratch = Scratch::new();
             let matrix = |n| LayerMatrix {
+                role: "up",
                 name: format!("matrix {n}"),
                 part: String::new(),
                 layout: ReferenceSizes.packed_layout(QuantType::F32, n, 32),

@@ -1,4 +1,5 @@
-//! Layers whose matrices are read ahead of use from a [`PackedStore`], by threads of their own.
+//! Layers whose matrices are read ahead of use from a [`PackedStore`], or copied from the memory of the host,
+//! by threads of their own.
 //!
 //! The matrices that do not stay in memory are read in the order of use, again and again, each into a free
 //! buffer of its size. There are buffers for several layers, so the next ones are read while one computes.
@@ -8,8 +9,10 @@
 
 use super::super::weights::{LayerWeights, WeightSource};
 use super::direct::{DirectFile, to_blocks};
+use super::link::{Direction, TransferPath};
 use super::store::PackedStore;
-use super::transfers::{Stream, Transfers};
+use super::tier::Tier;
+use super::transfers::Stream;
 use anyhow::{Context, Result};
 use mainstem_kernels::{Backend, DeviceError};
 use std::io;
@@ -52,9 +55,19 @@ pub struct StreamedLayers<Buf> {
     readers: Vec<JoinHandle<()>>,
 }
 
+/// The place of a matrix that does not stay on the device.
+#[derive(Clone, Debug)]
+pub enum Place {
+    /// A copy in the memory of the host: its packed bytes.
+    Host(Box<[u8]>),
+    /// The store.
+    Disk,
+}
+
 /// A matrix that is read for each step.
 #[derive(Clone, Debug)]
 struct Unit {
+    place: Place,
     /// Its index in the store.
     stored: usize,
     /// Its size class.
@@ -67,7 +80,7 @@ struct Ring<Buf> {
     units: Vec<Unit>,
     file: DirectFile,
     bytes: HostBytes<Buf>,
-    transfers: Arc<Transfers>,
+    path: TransferPath,
     state: Mutex<RingState<Buf>>,
     /// Signals the device that a matrix is ready.
     ready: Condvar,
@@ -108,28 +121,32 @@ pub fn buffer_sizes(layers: &[Vec<usize>], overlaps: bool) -> Vec<(usize, usize)
 
 impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
     /// Creates the source of `layers`, whose matrices in `streamed` are stand-ins. `streamed` has for each
-    /// layer the places of such matrices among the layer's, and their indices in the store. `buffers` are
-    /// those of [`buffer_sizes`], by size.
+    /// layer the places of such matrices among the layer's, and their indices in the store. `places` are
+    /// where they are read from, in the same order. `buffers` are those of [`buffer_sizes`], by size.
     pub fn start(
         layers: Vec<LayerWeights<Buf>>,
         streamed: Vec<Vec<(usize, usize)>>,
         mut buffers: Vec<(usize, Vec<Buf>)>,
-        store: PackedStore,
-        (bytes, transfers): (HostBytes<Buf>, Arc<Transfers>),
+        (store, places): (PackedStore, Vec<Place>),
+        (bytes, path): (HostBytes<Buf>, TransferPath),
     ) -> Result<StreamedLayers<Buf>> {
-        let path = store.data_file();
+        let data = store.data_file();
         let probe = buffers.iter_mut().flat_map(|(_, buffers)| buffers).next().and_then(|buf| bytes(buf));
         let probe = probe.context("the device cannot read weights from a disk")?;
         let file =
-            DirectFile::open(&path, probe).with_context(|| format!("cannot read {}", path.display()))?;
+            DirectFile::open(&data, probe).with_context(|| format!("cannot read {}", data.display()))?;
         let class_of = |stored: usize| {
             let size = to_blocks(store.matrices[stored].bytes);
             let class = buffers.iter().position(|(buffers, _)| *buffers == size);
             class.expect("there are buffers of all sizes; anything else is a bug")
         };
-        let all = streamed.iter().flatten();
-        let units: Vec<Unit> =
-            all.map(|(_, stored)| Unit { stored: *stored, class: class_of(*stored) }).collect();
+        let all = streamed.iter().flatten().zip(places);
+        let unit = |((_, stored), place): (&(usize, usize), Place)| Unit {
+            place,
+            stored: *stored,
+            class: class_of(*stored),
+        };
+        let units: Vec<Unit> = all.map(unit).collect();
         let mut number = 0..;
         let mut numbered =
             |layer: Vec<(usize, usize)>| layer.into_iter().map(|(place, _)| place).zip(&mut number).collect();
@@ -148,7 +165,7 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
             units,
             file,
             bytes,
-            transfers,
+            path,
             state: Mutex::new(state),
             ready: Condvar::new(),
             freed: Condvar::new(),
@@ -241,9 +258,19 @@ impl<Buf> Ring<Buf> {
     }
 
     fn read(&self, unit: usize, buf: &mut Buf, verify: bool) -> Result<(), String> {
-        let stored = self.units[unit].stored;
+        let Unit { place, stored, .. } = &self.units[unit];
+        let (stored, began) = (*stored, Instant::now());
         let matrix = &self.store.matrices[stored];
         let bytes = (self.bytes)(buf).ok_or("the buffer for weights is not on the host; this is a bug")?;
+        let moved = |tier: Tier, bytes: usize| {
+            self.path.transfers.add_bytes(Stream::LoadWeights, tier, bytes);
+            self.path.wait(Direction::ToDevice, bytes, began, &|| self.is_stopped());
+        };
+        if let Place::Host(copy) = place {
+            bytes[..copy.len()].copy_from_slice(copy);
+            moved(Tier::Host, copy.len());
+            return Ok(());
+        }
         let blocks = &mut bytes[..to_blocks(matrix.bytes)];
         let mut read = || self.file.read(matrix.offset, blocks, &|| self.is_stopped());
         // Once more, because writing the store anew takes long.
@@ -251,7 +278,7 @@ impl<Buf> Ring<Buf> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return Err("stopped".into()),
             outcome => outcome.map_err(|error| self.store.read_failure(stored, &error))?,
         }
-        self.transfers.add_bytes(Stream::LoadWeights, blocks.len());
+        moved(Tier::Disk, blocks.len());
         // Once, because it takes as long as reading from a fast disk.
         if verify { self.store.verify(stored, &blocks[..matrix.bytes]) } else { Ok(()) }
     }
@@ -343,7 +370,7 @@ impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
             place += 1;
         });
         if !streamed[layer].is_empty() {
-            ring.transfers.add_layer(Stream::LoadWeights, is_late.then(|| began.elapsed()));
+            ring.path.transfers.add_layer(Stream::LoadWeights, is_late.then(|| began.elapsed()));
         }
         if outcome.is_err() {
             // What was read ahead may have failed as well.

@@ -1,6 +1,7 @@
-//! Tests of executors whose KV caches are in a file, and of what happens if that file fails.
+//! Tests of executors whose weights and KV caches are in the memory of the host, on disk or in a file, and of
+//! what happens if that file fails.
 
-use super::{CacheOffload, Residency};
+use super::{CacheOffload, Offload, Residency, SpreadRule, StorePlace, Stream, Tier, TierRules};
 use crate::model::executor::KvCacheConfig;
 use crate::model::{Executor, ModelExecutor, ModelRef, ModelSource, Shard};
 use crate::testing::Scratch;
@@ -17,8 +18,24 @@ const PAGE: usize = 32;
 const PAGES: usize = 24;
 
 fn executor(source: &ModelSource, ty: QuantType, batch_rows: usize) -> ModelExecutor<CpuBackend> {
+    try_executor(source, ty, limits(source, batch_rows), usize::MAX).unwrap()
+}
+
+/// Creates an executor on a device with a memory of so many bytes.
+fn try_executor(
+    source: &ModelSource,
+    ty: QuantType,
+    limits: StepLimits,
+    memory: usize,
+) -> anyhow::Result<ModelExecutor<CpuBackend>> {
     let config = CpuConfig { threads: 1, isa: Isa::Auto, activation_precision: ActivationPrecision::Int8 };
-    let limits = StepLimits {
+    let kv = KvCacheConfig { ty, pages: PAGES, window_pages: 0 };
+    let backend = CpuBackend::new(config).unwrap().with_memory(memory);
+    ModelExecutor::new(backend, source, &Shard::whole(&source.spec), kv, limits)
+}
+
+fn limits(source: &ModelSource, batch_rows: usize) -> StepLimits {
+    StepLimits {
         slots: SLOTS,
         rows: 160,
         batch_rows,
@@ -33,10 +50,7 @@ fn executor(source: &ModelSource, ty: QuantType, batch_rows: usize) -> ModelExec
         drafts: 0,
         draft_logits: false,
         attended_fraction: Fraction::ONE,
-    };
-    let kv = KvCacheConfig { ty, pages: PAGES, window_pages: 0 };
-    let backend = CpuBackend::new(config).unwrap();
-    ModelExecutor::new(backend, source, &Shard::whole(&source.spec), kv, limits).unwrap()
+    }
 }
 
 /// Sequences that come and go, share pages and copy them, and move between slots.
@@ -166,8 +180,12 @@ fn assert_alike(what: &str, mut source: ModelSource, ty: QuantType, fractions: &
         .iter()
         .map(|fraction| {
             let resident = Residency(*fraction);
-            source.cache_offload =
-                Some(CacheOffload { resident, folder: folder.path().to_owned(), overlaps: *fraction < 0.2 });
+            source.cache_offload = Some(CacheOffload {
+                resident,
+                host: 0.0,
+                folder: folder.path().to_owned(),
+                overlaps: *fraction < 0.2,
+            });
             let executor = executor(&source, ty, 7);
             assert!(executor.report().cache_offload.is_some_and(|caches| caches.file_bytes > 0), "{what}");
             executor
@@ -223,8 +241,12 @@ fn caches_of_every_type_in_a_file_give_the_same_results() {
 fn a_cache_that_cannot_be_read_fails_a_step() {
     let folder = Scratch::new();
     let mut source = open("gqa");
-    source.cache_offload =
-        Some(CacheOffload { resident: Residency(0.0), folder: folder.path().to_owned(), overlaps: true });
+    source.cache_offload = Some(CacheOffload {
+        resident: Residency(0.0),
+        host: 0.0,
+        folder: folder.path().to_owned(),
+        overlaps: true,
+    });
     let mut executor = executor(&source, QuantType::F16, usize::MAX);
     let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
     let mut schedule = Schedule { random: 5, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
@@ -238,4 +260,128 @@ fn a_cache_that_cannot_be_read_fails_a_step() {
     }
     let failed = (0..3).find_map(|_| run(&mut executor, &schedule.step()).err()).unwrap();
     assert!(failed.starts_with("device fault: cannot read the KV cache from its file: "), "{failed}");
+}
+
+/// The fractions of weights and of KV caches on the device and in the memory of the host; the rest is on
+/// disk.
+#[derive(Clone, Copy, Debug)]
+struct Parts {
+    weights: [f64; 2],
+    caches: [f64; 2],
+    rule: SpreadRule,
+}
+
+impl Parts {
+    fn new(weights: [f64; 2], caches: [f64; 2]) -> Parts {
+        Parts { weights, caches, rule: SpreadRule::Even }
+    }
+
+    /// Places a model's weights and caches, with stores and files in `folder`, and counts anew.
+    fn place(self, source: &mut ModelSource, folder: &Path, overlaps: bool) {
+        let ([device, host], [kv_device, kv_host]) = (self.weights, self.caches);
+        let tiers = TierRules { host, rule: self.rule, overrides: Vec::new() };
+        let place = StorePlace(folder.join("stores"));
+        source.offload =
+            (device < 1.0).then(|| Offload { resident: Residency(device), tiers, place, overlaps });
+        let (resident, folder) = (Residency(kv_device), folder.to_owned());
+        source.cache_offload =
+            (kv_device < 1.0).then_some(CacheOffload { resident, host: kv_host, folder, overlaps });
+        source.link_rate = overlaps.then_some(1e12);
+        source.transfers = Default::default();
+    }
+}
+
+/// Checks that the results with some placements are those with everything on the device, and that each device
+/// allocates what was counted.
+fn assert_placed_alike(
+    fixture: &str,
+    (ty, fraction): (QuantType, Fraction),
+    placements: &[(Parts, usize)],
+    seed: u64,
+) {
+    let (folder, mut source) = (Scratch::new(), open(fixture));
+    let limits_of = |source: &ModelSource, batch_rows| StepLimits {
+        attended_fraction: fraction,
+        ..limits(source, batch_rows)
+    };
+    let whole = limits_of(&source, usize::MAX);
+    let mut resident = try_executor(&source, ty, whole, usize::MAX).unwrap();
+    let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
+    let mut schedule =
+        Schedule { random: seed, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+    let steps: Vec<StepBatch> = (0..8).map(|_| schedule.step()).collect();
+    let expected: Vec<_> = steps.iter().map(|step| run(&mut resident, step).unwrap()).collect();
+    for (number, (parts, batch_rows)) in placements.iter().enumerate() {
+        let what = format!("{fixture}, {ty}, {parts:?}, {batch_rows} rows");
+        parts.place(&mut source, folder.path(), number % 3 > 0);
+        let limits = limits_of(&source, *batch_rows);
+        let counted = try_executor(&source, ty, limits, usize::MAX).unwrap().report().total_bytes();
+        let mut placed = try_executor(&source, ty, limits, counted).expect(&what);
+        for (step, expected) in steps.iter().zip(&expected) {
+            assert!(run(&mut placed, step).unwrap() == *expected, "{what}");
+        }
+        let moved = source.transfers.totals().bytes;
+        let [device, host] = parts.weights;
+        for (tier, is_used) in Tier::BELOW.into_iter().zip([host, 1.0 - device - host]) {
+            let moved = moved[Stream::LoadWeights as usize][usize::from(tier == Tier::Disk)];
+            assert!(is_used > 0.0 || moved == 0, "{what}: {moved} bytes from {tier:?}");
+            // By the other rule, a part may vanish.
+            let is_exact = parts.rule == SpreadRule::Even;
+            assert!(is_used < 0.3 || !is_exact || moved > 0, "{what}: nothing from {tier:?}");
+        }
+    }
+}
+
+/// The placements of FlexGen's functional tests: weights and caches on the device (G), in the memory of the
+/// host (C) and on disk (D).
+#[test]
+fn the_placements_of_flexgens_tests_give_the_same_results() {
+    const G: [f64; 2] = [1.0, 0.0];
+    const C: [f64; 2] = [0.0, 1.0];
+    const D: [f64; 2] = [0.0, 0.0];
+    let half = [0.5, 0.5];
+    let exact = [(G, G), (C, G), (G, C), (C, C), (D, G), (G, D), (half, G), (G, half)];
+    let mut exact: Vec<_> = exact.map(|(w, c)| (Parts::new(w, c), usize::MAX)).into();
+    // Two batches per step.
+    exact.push((Parts::new(G, G), 7));
+    let on_disk = [(Parts::new(G, D), usize::MAX)];
+    for fixture in ["gqa", "gguf/q4_0.gguf"] {
+        assert_placed_alike(fixture, (QuantType::F16, Fraction::ONE), &exact, 3);
+        assert_placed_alike(fixture, (QuantType::F16, Fraction::new(0.1).unwrap()), &on_disk, 4);
+        assert_placed_alike(fixture, (QuantType::G4_B64, Fraction::ONE), &on_disk, 5);
+    }
+}
+
+#[test]
+fn any_placement_gives_the_same_results() {
+    let mut random: u64 = 9;
+    let mut tenths = || {
+        random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let (device, more) = ((random >> 33) % 11, (random >> 45) % 11);
+        [device as f64 / 10.0, more.min(10 - device) as f64 / 10.0]
+    };
+    for (fixture, seed) in [("gqa", 1), ("odd_head_dim", 2), ("families/qwen2_moe", 3), ("families/opt", 4)] {
+        let placement = |number: usize| {
+            let rule = if number.is_multiple_of(2) { SpreadRule::Even } else { SpreadRule::MidPoint };
+            let parts = Parts { weights: tenths(), caches: tenths(), rule };
+            (parts, [usize::MAX, 5][number % 2])
+        };
+        let placements: Vec<_> = (0..6).map(placement).collect();
+        assert_placed_alike(fixture, (QuantType::F16, Fraction::ONE), &placements, seed);
+    }
+}
+
+/// The sizes are in the error of a device with a byte less.
+#[test]
+fn a_memory_that_is_too_small_fails_the_start() {
+    let (folder, mut source) = (Scratch::new(), open("gqa"));
+    Parts::new([0.3, 0.3], [0.5, 0.2]).place(&mut source, folder.path(), true);
+    let start = |memory| try_executor(&source, QuantType::F16, limits(&source, usize::MAX), memory);
+    let bytes = start(usize::MAX).unwrap().report().total_bytes();
+    start(bytes).unwrap();
+    for memory in [0, bytes / 2, bytes - 1] {
+        let error = format!("{:#}", start(memory).err().unwrap());
+        let part = format!("the device has a memory of {memory} bytes, of which ");
+        assert!(error.contains("out of memory: ") && error.contains(&part), "{error}");
+    }
 }

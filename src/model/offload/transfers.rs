@@ -1,12 +1,13 @@
-//! Counts of what is read from disk and written to it, and of the time that devices wait for it.
+//! Counts of what is copied to devices and from them, and of the time that they wait for it.
 //!
 //! Invariant: totals only grow. They are those of all devices and of all their rebuilds.
 
+use super::tier::Tier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// A stream of data between memory and disk.
+/// A stream of data between the memory of devices and the tiers below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     /// Weights that are read.
@@ -31,10 +32,13 @@ impl Stream {
     }
 }
 
+/// A number for each stream, in the order of [`Stream::ALL`], and each tier in that of [`Tier::BELOW`].
+pub type ByStream<T> = [[T; Tier::BELOW.len()]; Stream::ALL.len()];
+
 /// Counters of a model's streams, shared by its devices.
 #[derive(Debug, Default)]
 pub struct Transfers {
-    bytes: [AtomicU64; Stream::ALL.len()],
+    bytes: ByStream<AtomicU64>,
     stall_nanos: [AtomicU64; Stream::ALL.len()],
     /// Layers whose data was ready when it was needed, and those whose was not.
     layers: [AtomicU64; 2],
@@ -45,7 +49,8 @@ pub struct Transfers {
 /// Totals of a model's streams, in the order of [`Stream::ALL`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TransferTotals {
-    pub bytes: [u64; Stream::ALL.len()],
+    /// Bytes by the tier that they are read from or written to.
+    pub bytes: ByStream<u64>,
     /// Time that devices waited for the stream.
     pub stalls: [Duration; Stream::ALL.len()],
     /// Layers whose weights, or whose cache, were ready when a device needed them.
@@ -58,7 +63,9 @@ impl TransferTotals {
     /// Returns what was added since `earlier`.
     pub fn since(&self, earlier: &TransferTotals) -> TransferTotals {
         TransferTotals {
-            bytes: std::array::from_fn(|at| self.bytes[at].saturating_sub(earlier.bytes[at])),
+            bytes: std::array::from_fn(|at| {
+                std::array::from_fn(|tier| self.bytes[at][tier].saturating_sub(earlier.bytes[at][tier]))
+            }),
             stalls: std::array::from_fn(|at| self.stalls[at].saturating_sub(earlier.stalls[at])),
             ready: self.ready.saturating_sub(earlier.ready),
             late: self.late.saturating_sub(earlier.late),
@@ -67,9 +74,10 @@ impl TransferTotals {
 }
 
 impl Transfers {
-    /// Counts bytes of a stream.
-    pub(super) fn add_bytes(&self, stream: Stream, bytes: usize) {
-        self.bytes[stream as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+    /// Counts bytes of a stream that are read from a tier below the device, or written to it.
+    pub(super) fn add_bytes(&self, stream: Stream, tier: Tier, bytes: usize) {
+        let tier = usize::from(tier == Tier::Disk);
+        self.bytes[stream as usize][tier].fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     /// Counts time that a device waited for a stream.
@@ -88,7 +96,7 @@ impl Transfers {
     pub fn totals(&self) -> TransferTotals {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         TransferTotals {
-            bytes: self.bytes.each_ref().map(read),
+            bytes: self.bytes.each_ref().map(|tiers| tiers.each_ref().map(read)),
             stalls: self.stall_nanos.each_ref().map(|nanos| Duration::from_nanos(read(nanos))),
             ready: read(&self.layers[0]),
             late: read(&self.layers[1]),
@@ -110,15 +118,17 @@ mod tests {
     #[test]
     fn each_amount_is_taken_once() {
         let (transfers, second) = (Transfers::default(), Duration::from_secs(1));
-        transfers.add_bytes(Stream::LoadCache, 5);
+        transfers.add_bytes(Stream::LoadCache, Tier::Host, 5);
         transfers.add_layer(Stream::LoadWeights, Some(second));
         transfers.add_layer(Stream::LoadWeights, None);
         let first = transfers.take_new();
-        assert_eq!((first.bytes, first.stalls), ([0, 5, 0], [second, Duration::ZERO, Duration::ZERO]));
+        let bytes = [[0, 0], [5, 0], [0, 0]];
+        assert_eq!((first.bytes, first.stalls), (bytes, [second, Duration::ZERO, Duration::ZERO]));
         assert_eq!((first.ready, first.late), (1, 1));
-        transfers.add_bytes(Stream::StoreCache, 2);
-        assert_eq!(transfers.take_new(), TransferTotals { bytes: [0, 0, 2], ..TransferTotals::default() });
+        transfers.add_bytes(Stream::StoreCache, Tier::Disk, 2);
+        let bytes = [[0, 0], [0, 0], [0, 2]];
+        assert_eq!(transfers.take_new(), TransferTotals { bytes, ..TransferTotals::default() });
         assert_eq!(transfers.take_new(), TransferTotals::default());
-        assert_eq!(transfers.totals().bytes, [0, 5, 2]);
+        assert_eq!(transfers.totals().bytes, [[0, 0], [5, 0], [0, 2]]);
     }
 }
