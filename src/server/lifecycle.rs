@@ -360,7 +360,7 @@ impl Server {
         }
         // Aborted requests have ended in an error by now; their responses may still be on their way.
         handle.stop(true).await;
-        self.service.release();
+        self.service.release().await;
         upkeep.abort();
         info!("stopped");
         Ok(ending)

@@ -1,7 +1,7 @@
 //! Tests of files and batches over HTTP: each request is answered once, whatever happens to the server, and
 //! only the client sees them whose they are.
 
-use crate::common::{PATIENCE, config, fixture};
+use crate::common::{Copied, PATIENCE, config, fixture};
 use crate::http::{Server, split};
 use crate::security::{Served, keys};
 use mainstem::config::ServerConfig;
@@ -39,6 +39,16 @@ impl Data {
         };
         assert!(names("uploads").is_empty(), "an upload is left");
         names("files")
+    }
+
+    /// Waits until a batch, which no client can see, has a status.
+    fn wait_for_status(&self, batch: &str, status: &str) {
+        let database = rusqlite::Connection::open(self.0.join("batches.sqlite")).expect("it is there");
+        let (query, began) = ("SELECT status FROM batches WHERE id = ?1", Instant::now());
+        while database.query_row(query, [batch], |row| row.get::<_, String>(0)).expect("a batch") != status {
+            assert!(began.elapsed() < PATIENCE, "the batch is not {status}");
+            std::thread::yield_now();
+        }
     }
 }
 
@@ -345,7 +355,9 @@ fn files_and_batches_are_seen_with_their_key_only() {
     let long = two.begin(&many(3000), "24h");
     two.wait_for_answers(&long, 1);
     drop(served);
-    drop(data.serve(with_keys(&["one"])));
+    let revoking = data.serve(with_keys(&["one"]));
+    data.wait_for_status(&long, "cancelled");
+    drop(revoking);
     let served = data.serve(with_keys(&["one", "two"]));
     let two = Client::with_key(&served, "two");
     let ended = two.batch(&long);
@@ -485,7 +497,7 @@ fn a_restarted_server_goes_on() {
     let batch = client.begin(&many(200), "24h");
     let later = client.begin(&many(5), "24h");
     client.wait_for_answers(&batch, 20);
-    // It drains: what is in flight is answered.
+    // What is in flight is dropped.
     drop(served);
     let unknown = format!("file-{:032}", 1);
     for folder in ["files", "uploads"] {
@@ -593,6 +605,24 @@ fn quotas_are_those_of_a_key() {
     let failed = two.wait_for_status(&batch, "failed");
     assert_eq!(failed["errors"]["data"][0]["code"], "quota_exceeded", "{failed}");
     assert_eq!(failed["request_counts"]["completed"], two.answers(&failed).len());
+}
+
+/// Regression: a stop waited for the requests of batches that were in flight, up to the drain timeout.
+#[test]
+fn a_stop_does_not_wait_for_requests_of_batches() {
+    let (data, model) = (Data::new("endless"), Copied::of("gqa", "endless-batch"));
+    model.configure("max_position_embeddings", json!(40_000));
+    let flags = ["--data-dir", &data.0.display().to_string(), "--slots", "2"];
+    let mut server = Server::with_model(&model.0, &flags);
+    let client = Client { address: server.address().to_owned(), key: None };
+    let body = |tokens: u32| json!({"prompt": "a", "max_tokens": tokens, "ignore_eos": true});
+    let batch = client.begin(&(line("short", &body(1)) + &line("endless", &body(39_000))), "24h");
+    client.wait_for_answers(&batch, 1);
+    server.signal("TERM");
+    assert!(server.exit().success());
+    let output = data.contents().into_iter().find(|name| name.ends_with("-output")).expect("there is one");
+    let answers = std::fs::read_to_string(data.0.join("files").join(output)).expect("it can be read");
+    assert_eq!((answers.lines().count(), answers.contains("\"short\"")), (1, true), "{answers}");
 }
 
 /// Requests of a batch are sent again if a device fails.

@@ -23,11 +23,11 @@ use actix_web::rt::System;
 use anyhow::{Result, bail};
 use clap::{Args, ValueHint};
 use progress::Progress;
-use std::future::pending;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 use tokio::signal::unix::SignalKind;
+use tokio::sync::RwLock;
 
 const MODEL_HELP: &str = "Folder, file or hf:owner/name[@revision]; \"demo\" is built in";
 
@@ -129,8 +129,9 @@ async fn execute(
                 let (width, retries) = (scheduler.requests_at_once(), RETRIES);
                 let sequences = scheduler.slots + scheduler.max_waiting;
                 let mut answers = FileAnswers { input, record: &mut record, progress: &mut progress };
-                let mut job = Job { api: &api, input, answers: &mut answers, width, sequences, retries };
-                match job.run(interrupts.next(), pending()).await {
+                let (answers, exclusion) = (&mut answers, &RwLock::default());
+                let mut job = Job { api: &api, input, answers, width, sequences, retries, exclusion };
+                match job.run(interrupts.next()).await {
                     Ok(end) => interrupted = end == JobEnd::Interrupted,
                     Err(error) => failure = Some(error),
                 }

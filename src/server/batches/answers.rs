@@ -29,26 +29,19 @@ pub struct RunAnswers {
     answered: Vec<bool>,
     /// Requests that failed for a reason that is not their own, since the last answer.
     failures: Vec<(usize, BatchAnswer, String)>,
-    quota: Quota,
+    /// Maximum number of bytes of the client's files.
+    quota: u64,
     live: Arc<LiveBatch>,
-}
-
-/// The number of bytes that the files of a client may have.
-#[derive(Clone, Copy, Debug)]
-pub struct Quota {
-    pub all: u64,
-    /// The part of it that is left for the answers of the batch.
-    pub left: u64,
 }
 
 impl RunAnswers {
     /// Opens or creates the files of a batch with the requests `input`. The ids are those of the batch, and
-    /// of the file of its requests.
+    /// of the file of its requests. All files of the client may have `quota` bytes.
     pub fn open(
         folder: &Folder,
         [batch, input_file]: [&str; 2],
         input: &Input,
-        quota: Quota,
+        quota: u64,
         live: Arc<LiveBatch>,
     ) -> Result<RunAnswers> {
         let input_path = folder.content(input_file);
@@ -65,6 +58,7 @@ impl RunAnswers {
         answers.live.total.store(input.count() as u64, Ordering::Relaxed);
         answers.live.completed.store(completed, Ordering::Relaxed);
         answers.live.failed.store(failed, Ordering::Relaxed);
+        answers.count_bytes();
         Ok(answers)
     }
 
@@ -89,10 +83,17 @@ impl RunAnswers {
         count.fetch_add(1, Ordering::Relaxed);
         telemetry::BATCH_REQUESTS.count([outcome]);
         self.answered[index] = true;
-        if self.bytes().iter().sum::<u64>() > self.quota.left {
-            return Err(QuotaExceeded(self.quota.all).into());
+        if self.count_bytes().saturating_add(self.live.used.load(Ordering::Relaxed)) > self.quota {
+            return Err(QuotaExceeded(self.quota).into());
         }
         Ok(())
+    }
+
+    /// Counts the bytes of the answers for the client's quota, and returns them.
+    fn count_bytes(&self) -> u64 {
+        let bytes = self.bytes().iter().sum();
+        self.live.bytes.store(bytes, Ordering::Relaxed);
+        bytes
     }
 
     /// Records the errors of the requests that have failed: since others are answered, it is theirs.
@@ -163,6 +164,7 @@ impl Answers for RunAnswers {
 mod tests {
     use super::super::input::tests::{RULES, line};
     use super::*;
+    use crate::server::auth::Owner;
     use crate::testing::Scratch;
     use serde_json::json;
 
@@ -186,10 +188,9 @@ mod tests {
             Files { _scratch: scratch, folder, input }
         }
 
-        fn open(&self, left: u64) -> RunAnswers {
-            let live = Arc::new(LiveBatch::new(RequestCounts::default()));
-            let quota = Quota { all: 1000, left };
-            RunAnswers::open(&self.folder, ["batch_1", "file-1"], &self.input, quota, live).unwrap()
+        fn open(&self) -> RunAnswers {
+            let live = Arc::new(LiveBatch::new(Owner::default(), RequestCounts::default()));
+            RunAnswers::open(&self.folder, ["batch_1", "file-1"], &self.input, 1000, live).unwrap()
         }
     }
 
@@ -206,7 +207,7 @@ mod tests {
     #[test]
     fn failures_are_recorded_with_the_next_answer() {
         let files = Files::new();
-        let mut answers = files.open(1000);
+        let mut answers = files.open();
         answers.add_failure(1, &answer("b", 500), "status 500: gone".to_owned()).unwrap();
         assert_eq!((answers.has_failures(), answers.is_answered(1), answers.done()), (true, false, 0));
         assert_eq!(answers.forget_failures(), "status 500: gone");
@@ -217,20 +218,20 @@ mod tests {
         assert_eq!((answers.done(), answers.live.counts()), (3, counts(1, 2)));
         let bytes = answers.bytes();
         drop(answers);
-        let answers = files.open(1000);
+        let answers = files.open();
         assert_eq!((answers.done(), answers.live.counts(), answers.bytes()), (3, counts(1, 2), bytes));
     }
 
     #[test]
     fn what_was_not_run_in_time_is_recorded_once() {
         let files = Files::new();
-        let mut answers = files.open(1000);
+        let mut answers = files.open();
         answers.add(1, &answer("b", 200), None).unwrap();
         answers.add_failure(2, &answer("c", 500), String::new()).unwrap();
         let ended = answers.finish(Some(files.input.clone())).unwrap();
         assert_eq!(ended.0, counts(1, 2));
         // The end of the process came before that of the batch.
-        let again = files.open(1000).finish(Some(files.input.clone())).unwrap();
+        let again = files.open().finish(Some(files.input.clone())).unwrap();
         assert_eq!(again, ended);
     }
 
@@ -238,11 +239,13 @@ mod tests {
     fn answers_beyond_the_quota_are_an_error() {
         let files = Files::new();
         let line = answer("a", 200).line().len() as u64;
-        let mut answers = files.open(2 * line);
+        let mut answers = files.open();
+        answers.live.used.store(1000 - 2 * line, Ordering::Relaxed);
         answers.add(0, &answer("a", 200), None).unwrap();
         answers.add(1, &answer("b", 200), None).unwrap();
         let error = answers.add(2, &answer("c", 200), None).unwrap_err();
         assert_eq!(error.downcast_ref::<QuotaExceeded>().map(|error| error.0), Some(1000));
         assert!(error.to_string().contains("1000 bytes (batches.quota)"), "{error}");
+        assert_eq!(answers.live.bytes.load(Ordering::Relaxed), 3 * line);
     }
 }

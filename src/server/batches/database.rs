@@ -2,10 +2,12 @@
 //!
 //! Invariant: what a call has written is on the disk when the call returns.
 
+use super::lock;
 use super::tables::SCHEMA;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use rusqlite::{Connection, Transaction};
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::Builder;
 use tokio::sync::oneshot;
@@ -16,21 +18,42 @@ const VERSION: i64 = 1;
 /// Work of the thread.
 type Work = Box<dyn FnOnce(&mut Connection) + Send>;
 
-/// The database. The thread ends when this is dropped.
-pub struct Database(Sender<Work>);
+/// The database. The thread ends when this is dropped or closed.
+pub struct Database(Mutex<Option<Open>>);
+
+/// The thread of a database.
+struct Open {
+    work: Sender<Work>,
+    /// Completes when the thread ends.
+    ended: oneshot::Receiver<()>,
+}
 
 impl Database {
     /// Opens or creates a database, and returns it with the result of `first`. Fails if a later version of
     /// this program has written it.
     pub fn open<T>(path: &Path, first: impl FnOnce(&Connection) -> Result<T>) -> Result<(Database, T)> {
         let named = || format!("batches.data_dir: cannot use the database {}", path.display());
-        let mut connection = connect(path).with_context(named)?;
+        let connection = connect(path).with_context(named)?;
         let first = first(&connection).with_context(named)?;
         let (work, queue) = channel::<Work>();
+        let (running, ended) = oneshot::channel();
         let thread = Builder::new().name("batches-db".to_owned());
-        let run = move || queue.into_iter().for_each(|work| work(&mut connection));
+        let run = move || {
+            let _running = running;
+            let mut connection = connection;
+            queue.into_iter().for_each(|work| work(&mut connection));
+        };
         thread.spawn(run).with_context(named)?;
-        Ok((Database(work), first))
+        Ok((Database(Mutex::new(Some(Open { work, ended }))), first))
+    }
+
+    /// Waits until all calls so far are done and the database is closed. Later ones fail.
+    pub async fn close(&self) {
+        let open = lock(&self.0).take();
+        if let Some(Open { work, ended }) = open {
+            drop(work);
+            _ = ended.await;
+        }
     }
 
     /// Runs `work` in a transaction, which is rolled back if it fails.
@@ -49,9 +72,8 @@ impl Database {
             // A caller that is gone does not need it.
             _ = reply.send(run());
         };
-        if self.0.send(Box::new(run)).is_err() {
-            bail!("the thread of the database has ended");
-        }
+        let is_sent = lock(&self.0).as_ref().is_some_and(|open| open.work.send(Box::new(run)).is_ok());
+        ensure!(is_sent, "the thread of the database has ended");
         result.await.context("the thread of the database has failed")?
     }
 }
@@ -79,6 +101,8 @@ fn connect(path: &Path) -> Result<Connection> {
 mod tests {
     use super::*;
     use crate::testing::Scratch;
+    use anyhow::bail;
+    use futures_util::FutureExt;
 
     #[actix_web::test]
     async fn a_database_of_a_later_version_is_refused() {
@@ -113,5 +137,27 @@ mod tests {
             Ok(it.query_row(tables, [], |row| row.get::<_, i64>(0))?)
         };
         assert_eq!(database.call(count).await.unwrap(), 0);
+    }
+
+    /// Otherwise another server could open the folder before the last change is written.
+    #[actix_web::test]
+    async fn a_database_is_closed_after_all_calls() {
+        let folder = Scratch::new();
+        let path = folder.path().join("db");
+        let (database, ()) = Database::open(&path, |_| Ok(())).unwrap();
+        let (release, released) = channel();
+        let write = move |it: &Transaction<'_>| {
+            released.recv()?;
+            Ok(it.execute("DROP TABLE files", [])?)
+        };
+        // A caller that is gone.
+        assert!(database.call(write).now_or_never().is_none());
+        let mut closing = Box::pin(database.close());
+        assert!(closing.as_mut().now_or_never().is_none());
+        assert!(database.call(|_| Ok(())).await.is_err());
+        release.send(()).unwrap();
+        closing.await;
+        let error = Connection::open(&path).unwrap().execute("DROP TABLE files", []).unwrap_err();
+        assert!(error.to_string().contains("no such table"), "{error}");
     }
 }

@@ -6,7 +6,7 @@ use super::query::ListQuery;
 use super::tables;
 use super::upload::Uploading;
 use super::wire::{DeletedFile, FileObject, ListObject};
-use super::{Service, blocking, storage_error};
+use super::{Service, blocking, storage_error, to_the_end};
 use crate::request::RequestError;
 use crate::server::auth::Owner;
 use crate::server::body::BodyHead;
@@ -145,10 +145,44 @@ pub async fn delete(
         }
         Ok(Ok(tables::delete_file(db, &wanted)?))
     };
-    batches.database.call(remove).await.map_err(|error| storage_error(&error))??;
-    let (content, removed) = (batches.clone(), id.clone());
-    let remove = blocking(move || Ok(content.folder.remove(&removed)?));
-    // It is removed at the next start.
-    _ = remove.await.map_err(|error| storage_error(&error));
+    let (batches, removed) = (batches.clone(), id.clone());
+    to_the_end(async move {
+        batches.database.call(remove).await.map_err(|error| storage_error(&error))??;
+        let remove = blocking(move || Ok(batches.folder.remove(&removed)?));
+        // It is removed at the next start.
+        _ = remove.await.map_err(|error| storage_error(&error));
+        Ok(())
+    })
+    .await?;
     Ok(HttpResponse::Ok().json(DeletedFile { id, object: "file", deleted: true }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{open, wait_until};
+    use super::super::wire::Purpose;
+    use super::*;
+    use crate::testing::Scratch;
+    use actix_web::test::TestRequest;
+    use actix_web::{FromRequest, HttpMessage};
+    use futures_util::FutureExt;
+
+    /// Regression: its content stayed, and did not count in the quota any more.
+    #[actix_web::test]
+    async fn a_file_is_removed_even_if_the_client_goes_away() {
+        let folder = Scratch::new();
+        let batches = open(&folder);
+        let (id, owner, name, expires_at) = ("file-1".to_owned(), Owner::default(), String::new(), None);
+        let row =
+            tables::FileRow { id, owner, name, purpose: Purpose::Batch, bytes: 1, created_at: 1, expires_at };
+        batches.database.call(move |db| tables::insert_file(db, &row, None)).await.unwrap();
+        batches.folder.create_content("file-1").unwrap();
+        let request = TestRequest::default().to_http_request();
+        request.extensions_mut().insert(Owner::default());
+        let owner = ReqData::extract(&request).await.unwrap();
+        let service = Data::new(Service(Some(batches.clone())));
+        // It is dropped while it waits.
+        assert!(delete(service, owner, Path::from("file-1".to_owned())).now_or_never().is_none());
+        wait_until(|| !batches.folder.content("file-1").exists()).await;
+    }
 }

@@ -1,21 +1,34 @@
 //! The folder of files and batches: the contents of files, uploads that are not complete, the database, and
 //! the lock that keeps other servers out.
 //!
-//! Invariant: nobody but the user of the server can read what is in it. A file whose content is here without
-//! being in the database, or in a batch that has not ended, is removed at the next start.
+//! Invariant: nobody but the user of the server can read what is in it, and no other server uses it before
+//! this one has written the last byte. A file whose content is here without being in the database, or in a
+//! batch that has not ended, is removed at the next start.
 
-use super::FILE_PREFIX;
+use super::{FILE_PREFIX, lock};
 use anyhow::{Context, Result, bail};
 use std::collections::HashSet;
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 /// The locked folder of a server.
 pub struct Folder {
     path: PathBuf,
-    lock: File,
+    /// `None` once the folder is released.
+    lock: Mutex<Option<Arc<FolderLock>>>,
+}
+
+/// The lock of a folder, which everything that writes to it holds.
+pub struct FolderLock(File);
+
+impl Drop for FolderLock {
+    /// Releases the lock at once: a process that is just being started may have the same open file.
+    fn drop(&mut self) {
+        _ = self.0.unlock();
+    }
 }
 
 const CONTENTS: &str = "files";
@@ -36,7 +49,7 @@ impl Folder {
             }
             Err(TryLockError::Error(error)) => return Err(error).with_context(named),
         }
-        let folder = Folder { path: path.to_owned(), lock };
+        let folder = Folder { path: path.to_owned(), lock: Mutex::new(Some(Arc::new(FolderLock(lock)))) };
         // Without their database, they would be removed as what a server has left.
         if !folder.database().exists() && folder.has_contents().with_context(named)? {
             let (path, database) = (path.display().to_string(), folder.database());
@@ -61,9 +74,14 @@ impl Folder {
         Ok(false)
     }
 
-    /// Releases the lock at once: a process that is just being started may have the same open file.
+    /// Lets other servers use the folder once nobody holds it. Nothing can be begun here any more.
     pub fn release(&self) {
-        _ = self.lock.unlock();
+        lock(&self.lock).take();
+    }
+
+    /// Keeps other servers out until the result is dropped. Fails if the folder is released.
+    pub fn hold(&self) -> io::Result<Arc<FolderLock>> {
+        lock(&self.lock).clone().ok_or_else(|| io::Error::other("the server has stopped"))
     }
 
     /// Returns the path of the database.
@@ -78,9 +96,9 @@ impl Folder {
 
     /// Creates the file of an upload.
     pub fn create_upload(&self, id: &str) -> io::Result<Upload> {
-        let path = self.path.join(UPLOADS).join(id);
+        let (path, lock) = (self.path.join(UPLOADS).join(id), self.hold()?);
         let file = private().create_new(true).open(&path)?;
-        Ok(Upload { file, path, content: self.content(id) })
+        Ok(Upload { file, path, content: self.content(id), _lock: lock })
     }
 
     /// Creates a file for answers, unless it is there.
@@ -119,12 +137,6 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
-    fn drop(&mut self) {
-        self.release();
-    }
-}
-
 /// Returns whether a name is one that the server makes: the folder may have been another one's before.
 fn is_file_id(name: &str) -> bool {
     let random = name.strip_prefix(FILE_PREFIX).map(|rest| rest.split('-').next().unwrap_or(rest));
@@ -143,6 +155,7 @@ pub struct Upload {
     pub file: File,
     path: PathBuf,
     content: PathBuf,
+    _lock: Arc<FolderLock>,
 }
 
 impl Upload {
@@ -190,8 +203,12 @@ mod tests {
         for (name, mode) in [("", 0o700), ("files", 0o700), ("batches.sqlite", 0o600), ("lock", 0o600)] {
             assert_eq!(path.join(name).metadata().unwrap().permissions().mode() & 0o777, mode, "{name}");
         }
-        drop(folder);
-        Folder::open(&path).unwrap();
+        // Regression: the lock was released while an upload was still being written.
+        let upload = folder.create_upload("file-1").unwrap();
+        folder.release();
+        assert!(Folder::open(&path).is_err() && folder.create_upload("file-2").is_err());
+        drop(upload);
+        drop(Folder::open(&path).unwrap());
         std::fs::write(scratch.path().join("file"), "").unwrap();
         let error = format!("{:#}", Folder::open(&scratch.path().join("file")).err().unwrap());
         assert!(error.starts_with("batches.data_dir = "), "{error}");
@@ -207,7 +224,7 @@ mod tests {
         kept.keep().unwrap();
         let two = two + "-output";
         folder.create_content(&two).unwrap();
-        std::mem::forget(folder.create_upload(&three).unwrap());
+        std::fs::write(scratch.path().join(UPLOADS).join(&three), "").unwrap();
         drop(folder.create_upload(&four).unwrap());
         // Somebody chose a folder that had files already.
         std::fs::write(folder.content("file-of-mine"), "mine").unwrap();

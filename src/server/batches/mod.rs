@@ -39,6 +39,7 @@ use super::access::RequestId;
 use super::auth::Owner;
 use super::error::ApiError;
 use crate::config::BatchConfig;
+use actix_web::rt::spawn;
 use anyhow::{Context, Error, Result};
 use database::Database;
 use folder::Folder;
@@ -47,10 +48,14 @@ use std::collections::HashMap;
 use std::io::{self, ErrorKind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{Notify, watch};
-use tracing::{error, info};
+use tokio::time::timeout;
+use tracing::{error, info, warn};
 use wire::{BatchObject, RequestCounts};
+
+/// Maximum time for which a server that ends waits for its database.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The files and batches of a server; `None` if it has none.
 pub struct Service(pub Option<Arc<Batches>>);
@@ -70,6 +75,10 @@ pub struct Batches {
 
 /// A batch that runs.
 struct LiveBatch {
+    owner: Owner,
+    /// Bytes of its answers, and of its owner's files in the database.
+    bytes: AtomicU64,
+    used: AtomicU64,
     total: AtomicU64,
     completed: AtomicU64,
     failed: AtomicU64,
@@ -105,9 +114,14 @@ impl Service {
         Ok(Service(Some(Arc::new(batches))))
     }
 
-    /// Lets other servers use the folder. This one must have ended.
-    pub fn release(&self) {
-        self.0.iter().for_each(|batches| batches.folder.release());
+    /// Lets other servers use the folder, as soon as what this one still writes is written. Waits for the
+    /// database, for a limited time.
+    pub async fn release(&self) {
+        let Some(batches) = &self.0 else { return };
+        match timeout(CLOSE_TIMEOUT, batches.database.close()).await {
+            Ok(()) => batches.folder.release(),
+            Err(_) => warn!("the database of batches takes too long to close; its folder stays locked"),
+        }
     }
 
     /// Returns the files and batches. Fails if the server has none.
@@ -123,6 +137,14 @@ impl Batches {
             object.request_counts = live.counts();
         }
         object
+    }
+
+    /// Returns the number of bytes of the answers of an owner's batches that run: files that are not in the
+    /// database yet.
+    fn answer_bytes(&self, owner: &Owner) -> u64 {
+        let live = lock(&self.live);
+        let own = live.values().filter(|batch| batch.owner == *owner);
+        own.map(|batch| batch.bytes.load(Ordering::Relaxed)).sum()
     }
 
     /// Changes a batch that has not ended by `change`. Returns it, as it is then.
@@ -146,9 +168,12 @@ impl Batches {
 }
 
 impl LiveBatch {
-    fn new(counts: RequestCounts) -> LiveBatch {
+    fn new(owner: Owner, counts: RequestCounts) -> LiveBatch {
         let RequestCounts { total, completed, failed } = counts;
         LiveBatch {
+            owner,
+            bytes: 0.into(),
+            used: 0.into(),
             total: total.into(),
             completed: completed.into(),
             failed: failed.into(),
@@ -213,6 +238,14 @@ fn storage_error(failure: &Error) -> ApiError {
         true => ApiError::storage_full(),
         false => ApiError::internal("the server could not read or write its files"),
     }
+}
+
+/// Runs the changes of a request to their end, even if its client goes away: otherwise a file could be left
+/// of which the database knows nothing.
+async fn to_the_end<T: 'static>(
+    changes: impl Future<Output = Result<T, ApiError>> + 'static,
+) -> Result<T, ApiError> {
+    spawn(changes).await.map_err(|error| storage_error(&error.into()))?
 }
 
 /// Runs `work` that blocks on another thread.

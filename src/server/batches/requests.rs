@@ -6,7 +6,7 @@ use super::query::ListQuery;
 use super::tables::{self, BatchRow, Checked};
 use super::upload::LIFETIMES;
 use super::wire::{BatchObject, BatchStatus, ListObject, Purpose, RequestCounts};
-use super::{BATCH_PREFIX, Service, StopReason, lock, new_id, now, storage_error};
+use super::{BATCH_PREFIX, Service, StopReason, lock, new_id, now, storage_error, to_the_end};
 use crate::config::parse_duration;
 use crate::request::RequestError;
 use crate::server::App;
@@ -213,7 +213,7 @@ pub async fn cancel(
     owner: ReqData<Owner>,
     id: Path<String>,
 ) -> Result<HttpResponse, ApiError> {
-    let (batches, wanted) = (service.get()?, id.clone());
+    let (batches, wanted) = (service.get()?.clone(), id.clone());
     let cancel = move |db: &rusqlite::Transaction<'_>| {
         let Some(mut row) = tables::batch(db, &owner, &wanted)? else {
             return Ok(Err(ApiError::no_such("batch", &wanted)));
@@ -227,10 +227,13 @@ pub async fn cancel(
         tables::update_batch(db, &row.object, now())?;
         Ok(Ok(row.object))
     };
-    let object = batches.database.call(cancel).await.map_err(|error| storage_error(&error))??;
-    if let Some(live) = lock(&batches.live).get(&*id) {
-        live.stop(StopReason::Cancelled);
-    }
-    batches.changed.notify_one();
-    Ok(HttpResponse::Ok().json(batches.current(object)))
+    let object = to_the_end(async move {
+        let object = batches.database.call(cancel).await.map_err(|error| storage_error(&error))??;
+        if let Some(live) = lock(&batches.live).get(&*id) {
+            live.stop(StopReason::Cancelled);
+        }
+        batches.changed.notify_one();
+        Ok(batches.current(object))
+    });
+    Ok(HttpResponse::Ok().json(object.await?))
 }

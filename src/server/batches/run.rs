@@ -3,9 +3,9 @@
 //! Invariant: a batch ends in one transaction, with its files. What happens before can be repeated: the
 //! requests that the files of answers have are not run again.
 
-use super::answers::{Quota, QuotaExceeded, RunAnswers};
+use super::answers::{QuotaExceeded, RunAnswers};
 use super::input::{Input, InputRules};
-use super::job::{BatchApi, Job, JobEnd, Retries};
+use super::job::{BatchApi, FAILURES_TOGETHER, Job, JobEnd, Retries};
 use super::tables::{self, BatchRow, FileRow};
 use super::wire::{BatchObject, BatchStatus, Purpose};
 use super::{Batches, LiveBatch, StopReason, blocking, is_disk_full, lock, now, output_ids};
@@ -20,14 +20,17 @@ use actix_web::web::{Bytes, Data};
 use anyhow::{Context, Result, ensure};
 use futures_util::future::{LocalBoxFuture, pending};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::select;
-use tokio::sync::watch;
+use tokio::sync::{RwLock, watch};
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
-/// A request that fails because of a device is sent again; the device is rebuilt meanwhile.
-const RETRIES: Retries = Retries { attempts: 6, pause: Duration::from_millis(500), is_shared: true };
+/// A request that fails because of a device is sent again; the device is rebuilt meanwhile. Others share the
+/// device: one that failed alone is not sent again.
+const RETRIES: Retries =
+    Retries { attempts: FAILURES_TOGETHER + 1, pause: Duration::from_millis(500), is_shared: true };
 
 /// Time after which a batch goes on whose requests all failed, and the number of times in succession that
 /// they do until the batch fails.
@@ -36,6 +39,9 @@ const FAILED_ROUNDS: usize = 4;
 
 /// Time after which the end of a batch is written again that could not be written.
 const STORAGE_PAUSE: Duration = Duration::from_secs(10);
+
+/// Time after which the size of the client's files is read again, which share its quota with the answers.
+const QUOTA_TIME: Duration = Duration::from_secs(5);
 
 /// Longest time without a look at the clock, which may be set.
 const CLOCK_STEP: Duration = Duration::from_secs(60);
@@ -46,8 +52,10 @@ pub struct RunContext {
     /// The server's state, for requests without a time limit.
     pub app: Arc<App>,
     pub keys: Data<Keys>,
-    /// Set to true when no more requests are to be begun.
+    /// Set to true when the batches are to stop.
     pub halt: watch::Receiver<bool>,
+    /// The exclusion of [`Job`]: the requests of all batches run on the same device.
+    pub exclusion: RwLock<()>,
 }
 
 /// A batch that runs.
@@ -62,7 +70,7 @@ struct Run<'a> {
 /// Runs a batch until it has ended, or the server shuts down.
 pub async fn run_batch(cx: &RunContext, row: BatchRow) {
     let BatchRow { owner, output_lifetime, object } = row;
-    let live = Arc::new(LiveBatch::new(object.request_counts));
+    let live = Arc::new(LiveBatch::new(owner.clone(), object.request_counts));
     let id = object.id.clone();
     lock(&cx.batches.live).insert(id.clone(), live.clone());
     let mut run = Run { cx, owner, object, output_lifetime, live };
@@ -95,9 +103,11 @@ impl Run<'_> {
             Ok(Some(status)) => status,
             Ok(None) => return blocking(move || answers.finish(None)).await.map(drop),
             Err(error) => {
+                self.add_failure(&error);
                 // What is recorded stays, as far as it is written.
                 let bytes = answers.bytes();
-                self.add_failure(&error);
+                let finished = blocking(move || answers.finish(None)).await;
+                let bytes = finished.map_or(bytes, |(_, bytes)| bytes);
                 return self.end(BatchStatus::Failed, bytes).await;
             }
         };
@@ -151,10 +161,9 @@ impl Run<'_> {
 
     /// Opens the files of answers.
     async fn open_answers(&self, input: Arc<Input>) -> Result<RunAnswers> {
-        let (batches, live, owner) = (self.cx.batches.clone(), self.live.clone(), self.owner.clone());
-        let used = batches.database.call(move |db| tables::used_bytes(db, &owner)).await?;
-        let all = batches.config.quota_bytes;
-        let quota = Quota { all, left: all.saturating_sub(used) };
+        self.read_used_bytes().await?;
+        let (batches, live, quota) =
+            (self.cx.batches.clone(), self.live.clone(), self.cx.batches.config.quota_bytes);
         let (id, input_file) = (self.object.id.clone(), self.object.input_file_id.clone());
         blocking(move || RunAnswers::open(&batches.folder, [&id, &input_file], &input, quota, live)).await
     }
@@ -165,10 +174,19 @@ impl Run<'_> {
         let api = OwnerApi { cx: self.cx, owner: self.owner.clone(), live: self.live.clone() };
         let (width, sequences) =
             (self.cx.batches.config.requests_at_once, self.cx.app.parts.model.max_choices.max(1));
-        let (mut rounds, mut done) = (0, answers.done());
+        let (mut rounds, mut done, exclusion) = (0, answers.done(), &self.cx.exclusion);
         loop {
-            let mut job = Job { api: &api, input, answers, width, sequences, retries: RETRIES };
-            match job.run(self.is_over(), self.is_halted()).await? {
+            let mut job = Job { api: &api, input, answers, width, sequences, retries: RETRIES, exclusion };
+            let interrupted = async {
+                select! {
+                    () = self.is_over() => {}
+                    () = self.is_halted() => {}
+                    () = self.watch_used_bytes() => {}
+                }
+            };
+            match job.run(interrupted).await? {
+                JobEnd::Halted => return Ok(None),
+                _ if *self.cx.halt.borrow() => return Ok(None),
                 // The engine has failed for good, and the batch goes on at the next start.
                 JobEnd::Finished | JobEnd::GaveUp if self.has_engine_failed() && answers.has_failures() => {
                     answers.forget_failures();
@@ -190,7 +208,6 @@ impl Run<'_> {
                     self.update(|_| {}).await?;
                     break;
                 }
-                JobEnd::Halted => return Ok(None),
                 JobEnd::GaveUp => {
                     let reason = answers.forget_failures();
                     rounds = if answers.done() > done { 1 } else { rounds + 1 };
@@ -221,6 +238,23 @@ impl Run<'_> {
                 BatchStatus::Cancelled
             }
         }))
+    }
+
+    /// Reads the number of bytes of the client's other files, with which its answers share the quota.
+    async fn read_used_bytes(&self) -> Result<()> {
+        let owner = self.owner.clone();
+        let used = self.cx.batches.database.call(move |db| tables::used_bytes(db, &owner)).await?;
+        self.live.used.store(used, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Reads the number of bytes of the client's other files again and again, without end.
+    async fn watch_used_bytes(&self) {
+        loop {
+            sleep(QUOTA_TIME).await;
+            // A database that fails is noticed when the batch ends.
+            _ = self.read_used_bytes().await;
+        }
     }
 
     fn has_engine_failed(&self) -> bool {
@@ -411,7 +445,8 @@ mod tests {
         let key = |key: &&str| ApiKey { key: key.to_string(), name: None, settings };
         let keys = Keys::new(&keys.iter().map(key).collect::<Vec<_>>()).unwrap();
         let batches = Service::open(&config).unwrap().0.unwrap();
-        RunContext { batches, app: Arc::new(app), keys: Data::new(keys), halt: watch::channel(false).1 }
+        let (halt, exclusion) = (watch::channel(false).1, RwLock::default());
+        RunContext { batches, app: Arc::new(app), keys: Data::new(keys), halt, exclusion }
     }
 
     /// Requests of a batch never go before interactive ones, and have the limits of their client.
@@ -427,7 +462,7 @@ mod tests {
         ] {
             let folder = Scratch::new();
             let cx = context(&folder, keys);
-            let live = Arc::new(LiveBatch::new(RequestCounts::default()));
+            let live = Arc::new(LiveBatch::new(owner.clone(), RequestCounts::default()));
             let api = OwnerApi { cx: &cx, owner: owner.clone(), live: live.clone() };
             let client = api.client();
             let settings = client

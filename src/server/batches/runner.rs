@@ -6,7 +6,7 @@
 use super::run::{RunContext, run_batch};
 use super::tables::{self, BatchRow};
 use super::wire::BatchStatus;
-use super::{Batches, Service, now};
+use super::{Batches, Service, blocking, now};
 use crate::server::App;
 use crate::server::auth::{Keys, Owner};
 use crate::telemetry;
@@ -16,23 +16,25 @@ use futures_util::future::LocalBoxFuture;
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt, StreamExt};
 use std::collections::{HashMap, HashSet};
+use std::io;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::thread::Builder;
 use std::time::Duration;
 use tokio::select;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{RwLock, oneshot, watch};
 use tokio::task::LocalSet;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tracing::{error, warn};
 
-/// Maximum number of batches that run at once, apart from those that are only ended.
+/// Maximum number of batches that run at once, and of those that are only ended, with them.
 const RUNNING_MAX: usize = 16;
+const ENDING_MAX: usize = 32;
 
 /// Time between two searches for files and batches whose time has passed.
 const CLEANING_TIME: Duration = Duration::from_secs(30);
 
-/// Maximum time for the batches to stop once no request is in flight.
+/// Maximum time for the batches to write what is answered when they stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The thread of a server that runs batches.
@@ -49,13 +51,17 @@ impl Runner {
         let Some(batches) = &service.0 else { return Ok(None) };
         let (halt, halted) = watch::channel(false);
         let app = Arc::new(app.without_time_limit());
-        let cx = RunContext { batches: batches.clone(), app, keys, halt: halted };
+        let exclusion = RwLock::default();
+        let cx = RunContext { batches: batches.clone(), app, keys, halt: halted, exclusion };
         let mut runtime = tokio::runtime::Builder::new_current_thread();
         let runtime = runtime.enable_all().max_blocking_threads(helpers).build();
         let runtime = runtime.context("cannot start the thread of batches")?;
         let (running, ended) = oneshot::channel::<()>();
+        let lock = batches.folder.hold()?;
         let run = move || {
-            let _running = running;
+            let _running = (lock, running);
+            // It ends when all threads that write for it have.
+            let runtime = runtime;
             LocalSet::new().block_on(&runtime, run_batches(&cx));
         };
         let thread = Builder::new().name("batches".to_owned()).spawn(run);
@@ -63,13 +69,13 @@ impl Runner {
         Ok(Some(Runner { halt, ended }))
     }
 
-    /// Lets the batches begin no more requests. They go on at the next start.
+    /// Stops the batches, whose requests in flight are dropped. They go on at the next start.
     pub fn halt(&self) {
         self.halt.send_replace(true);
     }
 
-    /// Waits until the answers to all requests in flight are recorded, for a limited time: what is not
-    /// recorded is computed again.
+    /// Stops the batches and waits, for a limited time, until what is answered is on the disk. Until then,
+    /// the folder stays locked.
     pub async fn stop(mut self) {
         self.halt();
         if timeout(STOP_TIMEOUT, &mut self.ended).await.is_err() {
@@ -105,8 +111,8 @@ struct Ended {
 /// Runs batches until the server shuts down.
 async fn run_batches(cx: &RunContext) {
     let (mut running, mut halt) = (Running::default(), cx.halt.clone());
-    let mut cleaning = interval(CLEANING_TIME);
-    cleaning.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let cleaning = clean_regularly(&cx.batches);
+    tokio::pin!(cleaning);
     loop {
         let is_halted = *halt.borrow();
         if is_halted && running.runs.is_empty() {
@@ -118,7 +124,7 @@ async fn run_batches(cx: &RunContext) {
         select! {
             Some(ended) = running.runs.next() => running.remove(ended),
             () = cx.batches.changed.notified() => {}
-            _ = cleaning.tick() => clean(&cx.batches).await,
+            () = &mut cleaning => {}
             _ = halt.wait_for(|halt| *halt), if !is_halted => {}
         }
     }
@@ -151,7 +157,8 @@ impl<'a> Running<'a> {
     fn may_begin(&self, row: &BatchRow) -> bool {
         let is_over = row.object.status == BatchStatus::Cancelling || row.object.expires_at <= now();
         let is_next = !self.owners.contains_key(&row.owner) && self.owners.len() < RUNNING_MAX;
-        !self.ids.contains(&row.object.id) && (is_next || is_over)
+        let may_end = is_over && self.runs.len() < ENDING_MAX;
+        !self.ids.contains(&row.object.id) && (is_next || may_end)
     }
 
     fn push(&mut self, cx: &'a RunContext, row: BatchRow) {
@@ -177,8 +184,19 @@ impl<'a> Running<'a> {
     }
 }
 
-/// Removes files and batches whose time has passed.
-async fn clean(batches: &Batches) {
+/// Removes files and batches whose time has passed, without end, and wakes the runner: batches that were
+/// created may not have begun.
+async fn clean_regularly(batches: &Arc<Batches>) {
+    let mut ticks = interval(CLEANING_TIME);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        clean(batches).await;
+        batches.changed.notify_one();
+    }
+}
+
+async fn clean(batches: &Arc<Batches>) {
     let now = now();
     let retention = i64::try_from(batches.config.retention.as_secs()).unwrap_or(i64::MAX);
     let expired = batches.database.call(move |db| {
@@ -186,7 +204,15 @@ async fn clean(batches: &Batches) {
         tables::delete_expired_files(db, now)
     });
     let removed = match expired.await {
-        Ok(ids) => ids.iter().try_for_each(|id| batches.folder.remove(id)).map_err(Into::into),
+        Ok(ids) => {
+            let batches = batches.clone();
+            blocking(move || {
+                let removed = ids.iter().map(|id| batches.folder.remove(id));
+                // One that fails keeps no other one.
+                Ok(removed.fold(Ok(()), io::Result::and)?)
+            })
+            .await
+        }
         Err(error) => Err(error),
     };
     if let Err(error) = removed {

@@ -1,6 +1,29 @@
 //! Batches for the tests of several files.
 
 use super::wire::{BatchObject, BatchStatus, RequestCounts};
+use super::{Batches, Service};
+use crate::server::tests::test_server::{DEADLINE, app};
+use crate::testing::Scratch;
+use actix_web::rt::time::timeout;
+use std::sync::Arc;
+use tokio::task::yield_now;
+
+/// Opens the files and batches in a folder.
+pub fn open(folder: &Scratch) -> Arc<Batches> {
+    let mut config = app(|_| {}).config.batches.clone();
+    config.data_dir = Some(folder.path().to_owned());
+    Service::open(&config).unwrap().0.unwrap()
+}
+
+/// Lets others run until `condition` is true.
+pub async fn wait_until(mut condition: impl FnMut() -> bool) {
+    let waiting = async {
+        while !condition() {
+            yield_now().await;
+        }
+    };
+    timeout(DEADLINE, waiting).await.expect("it becomes true");
+}
 
 /// Returns a batch with this id and status.
 pub fn object(id: &str, status: BatchStatus) -> BatchObject {
