@@ -86,7 +86,7 @@ async fn serve(config: Config) -> Result<()> {
         }
     });
     let loading = async {
-        let prepared = start::prepare(&config).await?;
+        let prepared = start::prepare_server(&config).await?;
         // Before the engine starts, so that metrics recorded while loading are kept.
         telemetry::install(Some(prepared.name()));
         let budget = start::MemoryBudget::new(&prepared, &config.server, &place)?;

@@ -65,6 +65,9 @@ pub struct TierConfig {
     pub placement: Placement,
     /// The policy that set some keys, if one did.
     pub policy: Option<PlacementPolicy>,
+    /// Bytes that a server takes beside its engine and the sequences that run, for sizes that follow from the
+    /// memory; `None` for programs that serve nobody. No key sets it: the start does.
+    pub reserved: Option<usize>,
 }
 
 /// The way to choose the number of sequences at once, and what stays in memory.

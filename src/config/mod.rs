@@ -215,6 +215,7 @@ mod tests {
                 disk_path: None,
                 placement: Placement::Configured,
                 policy: None,
+                reserved: None,
             },
             speculation: SpeculationConfig {
                 draft: "".into(),

@@ -244,6 +244,7 @@ impl LayeredSettings {
             disk_path: self.get("tiers.disk_path", values::path)?,
             placement,
             policy: self.policy(),
+            reserved: None,
         })
     }
 

@@ -85,7 +85,12 @@ fn a_policy_is_planned_written_and_used() {
     assert!(best["job_tokens_per_second"].as_f64() > Some(0.0), "{planned}");
     assert_eq!((&best["resident"], &best["settings"]["tiers.host"]), (&json!(true), &json!("all")));
     let slots = best["slots"].as_u64().expect("it has slots");
-    assert_eq!(best["settings"]["kv.size"], format!("{} tokens", slots * 32));
+    // A sequence of the whole context has a place, unless none is so long.
+    assert_eq!(best["settings"]["kv.size"], format!("{} tokens", (slots * 32).max(1024)));
+    assert_eq!(planned["longest_request"], 1024);
+    let short = place.json(&[&plan[..], &["--max-context", "64"]].concat());
+    let slots_of_short = short["policy"]["slots"].as_u64().expect("it has slots");
+    assert_eq!(short["policy"]["settings"]["kv.size"], format!("{} tokens", (slots_of_short * 32).max(64)));
     assert!(!planned["next_best"].as_array().expect("it is a list").is_empty(), "{planned}");
 
     // The machine is measured once.
@@ -150,15 +155,20 @@ fn a_small_memory_needs_the_disk() {
     assert!(error.contains("no policy fits into 0 MiB of memory: the model needs at least"), "{error}");
 }
 
+/// Regression: the KV cache had room for requests of the mean size only, and a longer one was refused.
 #[test]
 fn a_batch_can_be_planned_at_its_start() {
     let place = Place::new("auto");
     let [input, output] = batch_files(&place, "auto");
+    let body = json!({"prompt": "Once upon a time ".repeat(60), "max_tokens": 5, "temperature": 0});
+    let long = json!({"custom_id": "long", "method": "POST", "url": "/v1/completions", "body": body});
+    let requests = fs::read_to_string(&input).expect("there are requests");
+    fs::write(&input, format!("{requests}\n{long}\n")).expect("the input is written");
     let disk = place.file("stores");
     let args =
         ["batch", "demo", &input, &output, "--placement", "auto", "--threads", "1", "--disk-path", &disk];
-    let summary = place.json(&[&args[..], &["--json"]].concat());
-    assert_eq!(summary["ok"], 4);
+    let summary = place.json(&[&args[..], &["--slots", "1", "--json"]].concat());
+    assert_eq!((&summary["ok"], &summary["failed"]), (&json!(5), &json!(0)), "{summary}");
     assert!(summary["predicted"]["seconds"].as_f64() > Some(0.0), "{summary}");
     assert_eq!(place.rates().len(), 1);
     assert!(Path::new(&output).exists());

@@ -8,6 +8,8 @@
 
 use crate::actors::group::link::Capacity;
 use crate::actors::group::stage_buffer_bytes;
+use crate::actors::queue::PREEMPTED_FACTOR;
+use crate::actors::step::Step;
 use crate::config::{Config, DeviceKind, DeviceName, HostTier, KvSize};
 use crate::model::executor::{ExecutorReport, KvCacheConfig, PageBytes, shard_page_bytes};
 use crate::model::spec::ModelSpec;
@@ -71,7 +73,14 @@ pub(super) fn kv_plan(
         KvSize::Bytes(bytes) => demand.divide(usize::try_from(bytes).unwrap_or(usize::MAX), page),
         KvSize::Auto => {
             let all = demand.of_each(usize::MAX, page);
-            let spare = pools.iter().map(|pool| pool.spare_pages(&demand)).fold(all, PageCounts::min);
+            // A server has what it takes beside its pages. Both kinds have a null page.
+            let others = config.tiers.reserved.map(|reserved| {
+                let steps = queued_step_bytes(limits, lanes, partition.device_names().concat().len());
+                let beside = [steps, running_bytes(limits, 2), page.of(1, 1)];
+                (beside.into_iter().fold(reserved, usize::saturating_add), page_record_bytes(limits))
+            });
+            let spare = |pool: &MemoryPool| pool.spare_pages(&demand, others);
+            let spare = pools.iter().map(spare).fold(all, PageCounts::min);
             PageCounts { own: spare.own.max(minimum), window: spare.window.max(all.window.min(1)) }
         }
     };
@@ -256,9 +265,17 @@ impl MemoryPool {
     }
 
     /// Returns the numbers of pages in half of the remaining memory; the other half is left to other
-    /// processes and to the file cache.
-    fn spare_pages(&self, demand: &SlotDemand) -> PageCounts {
-        demand.divide(self.remaining() / 2, self.page)
+    /// processes and to the file cache. `others` is the memory that others take beside the pages, and the
+    /// bytes of a page's record.
+    fn spare_pages(&self, demand: &SlotDemand, others: Option<(usize, usize)>) -> PageCounts {
+        let mut spare = self.remaining() / 2;
+        if let Some((beside, record)) = others {
+            let sizes = [self.page.own, self.page.window].into_iter().filter(|bytes| *bytes > 0);
+            let page = sizes.min().unwrap_or(usize::MAX) as f64;
+            let rest = self.remaining().saturating_sub(beside) as f64;
+            spare = spare.min((rest * page / (page + record as f64)) as usize);
+        }
+        demand.divide(spare, self.page)
     }
 
     /// Checks that so many pages of both kinds of layers fit into the memory.
@@ -281,6 +298,34 @@ impl MemoryPool {
         }
         Ok(())
     }
+}
+
+/// Returns the bytes of the steps that are on their way: each device has an output, and each lane a step on
+/// its way and one that is prepared.
+pub fn queued_step_bytes(limits: &StepLimits, lanes: usize, devices: usize) -> usize {
+    (2 * lanes + 1 + devices).saturating_mul(Step::bytes(limits))
+}
+
+/// Returns the bytes of a page's record, of its entry in the prefix index, and of the tokens in it.
+fn page_record_bytes(limits: &StepLimits) -> usize {
+    512 + 2 * size_of::<u32>() * limits.page_positions
+}
+
+/// Returns the bytes that a sequence of so many tokens takes beside the devices: its request, channel, places
+/// in the queues and tokens.
+pub fn sequence_bytes(tokens: usize) -> usize {
+    // Prompt and output; the prompt again as its pages are found, with hashes.
+    (16 << 10) + 4 * size_of::<u32>() * tokens
+}
+
+/// Returns the bytes that running sequences take beside the devices: their tokens, what the host needs to
+/// choose the next ones, and the records of `pages` pages and of the tokens in them.
+pub fn running_bytes(limits: &StepLimits, pages: usize) -> usize {
+    // Logits, candidates and counts of running sequences, and counts of preempted ones.
+    let host = limits.slots.saturating_mul(limits.vocab).saturating_mul(16 + 4 * PREEMPTED_FACTOR);
+    let pages = pages.saturating_mul(page_record_bytes(limits));
+    let sequence = sequence_bytes(limits.positions + limits.encoder_positions);
+    limits.slots.saturating_mul(sequence).saturating_add(host).saturating_add(pages)
 }
 
 /// Returns the bytes that the system and this process's control group can still provide; `usize::MAX` if
@@ -396,7 +441,7 @@ mod tests {
         let page = PageBytes { own: 8, window: 0 };
         let pool = MemoryPool { devices, free: 100, page, reserved: 20 };
         // Half of the 80 remaining bytes.
-        assert_eq!(pool.spare_pages(&demand(9, 11, 0)), counts(5, 0));
+        assert_eq!(pool.spare_pages(&demand(9, 11, 0), None), counts(5, 0));
         assert!(pool.check(counts(10, 0), KvSize::Tokens(320)).is_ok());
         let error = pool.check(counts(11, 0), KvSize::Bytes(88)).unwrap_err().to_string();
         assert_eq!(
@@ -411,11 +456,28 @@ mod tests {
             "the model needs 20 bytes on cpu:0, cpu:1 for weights and steps (scheduler.token_budget, \
              scheduler.slots), and at least 88 for the KV cache, but only 100 are available there"
         );
-        assert_eq!(MemoryPool { reserved: 200, ..pool }.spare_pages(&demand(9, 11, 0)), counts(0, 0));
+        assert_eq!(MemoryPool { reserved: 200, ..pool }.spare_pages(&demand(9, 11, 0), None), counts(0, 0));
         let nothing =
             MemoryPool { devices: Vec::new(), free: usize::MAX, page: PageBytes::default(), reserved: 0 };
         let all = counts(99, 18);
-        assert_eq!(nothing.spare_pages(&demand(9, 11, 2)), all, "pages of zero bytes are unlimited");
+        assert_eq!(
+            nothing.spare_pages(&demand(9, 11, 2), Some((5, 1))),
+            all,
+            "pages of zero bytes are unlimited"
+        );
+    }
+
+    /// Regression: pages took half of the memory, whatever a server needed beside them.
+    #[test]
+    fn pages_leave_what_a_server_takes() {
+        let (demand, page, record) = (demand(100, 1000, 0), PageBytes { own: 4096, window: 0 }, 768);
+        let pool = MemoryPool { devices: Vec::new(), free: 100 << 20, page, reserved: 20 << 20 };
+        for beside in [0, 10 << 20, 60 << 20, 79 << 20, 90 << 20] {
+            let PageCounts { own, .. } = pool.spare_pages(&demand, Some((beside, record)));
+            assert!(own == 0 || own * (page.own + record) + beside <= 80 << 20, "{beside}: {own}");
+            let is_half = own == (40 << 20) / page.own;
+            assert_eq!((is_half, own > 0), (beside <= 10 << 20, beside < 80 << 20), "{beside}: {own}");
+        }
     }
 
     /// Returns how many sequences of `len` pages fit at once.

@@ -6,7 +6,9 @@ mod memory;
 
 mod report;
 
-pub use memory::{DeviceEstimate, DeviceProperties, available_memory};
+pub use memory::{
+    DeviceEstimate, DeviceProperties, available_memory, queued_step_bytes, running_bytes, sequence_bytes,
+};
 
 use super::decode::{Decode, DecodeConfig, LoopHandles};
 use super::device::ExecutorFactory;

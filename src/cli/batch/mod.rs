@@ -9,7 +9,7 @@ pub mod progress;
 use super::flags::{ConfigFlags, SpeculationFlags};
 use super::run::exchange::unless_stopped;
 use super::run::terminal::Interrupts;
-use super::start::EnginePredictor;
+use super::start::{EnginePredictor, JobSizes};
 use super::{INTERRUPTED, print, start, start_log, to_json};
 use crate::config::{Config, Overrides, SchedulerConfig};
 use crate::planner::placement::Workload;
@@ -120,9 +120,9 @@ async fn execute(
     let (mut interrupted, mut failure) = (false, None);
     if progress.done() < input.count() {
         let open = || (0..input.count()).filter(|index| !record.is_answered(*index));
-        let workload = expected_workload(open().map(|index| input.size(index)));
+        let sizes = job_sizes(open().map(|index| (input.size(index), input.bytes(index))));
         telemetry::write_line(&format!("loading {}", config.model.path));
-        match unless_stopped(interrupts.next(), start_api(&config, workload)).await {
+        match unless_stopped(interrupts.next(), start_api(&config, sizes)).await {
             Some(started) => {
                 let StartedApi { api, scheduler, predictor } = started?;
                 progress.start(predictor);
@@ -209,9 +209,9 @@ struct StartedApi {
 }
 
 /// Starts the engine and returns its API for batch jobs. If the placement is to be planned, it is for
-/// `workload`.
-async fn start_api(config: &Config, workload: Workload) -> Result<StartedApi> {
-    let config = start::with_placement(start::fetch_models(config).await?, Some(workload))?;
+/// requests of these sizes.
+async fn start_api(config: &Config, sizes: JobSizes) -> Result<StartedApi> {
+    let config = start::with_placement(start::fetch_models(config).await?, Some(sizes))?;
     let prepared = start::prepare(&config).await?;
     let predictor = EnginePredictor::new(&config, &prepared.source, &prepared.setup)?;
     let engine = prepared.start().await?;
@@ -219,16 +219,19 @@ async fn start_api(config: &Config, workload: Workload) -> Result<StartedApi> {
     Ok(StartedApi { api, scheduler: config.scheduler, predictor })
 }
 
-/// Returns requests of equal sizes that are together about as large as these.
-fn expected_workload(sizes: impl Iterator<Item = RequestSize>) -> Workload {
-    let (mut requests, mut prompts, mut answers) = (0, 0u64, 0u64);
-    for size in sizes {
+/// Returns the sizes of requests, of which the bytes of their lines are known, too. No text has more tokens
+/// than its line has bytes, and an answer without a maximum may be of any length.
+fn job_sizes(sizes: impl Iterator<Item = (RequestSize, usize)>) -> JobSizes {
+    let (mut requests, mut prompts, mut answers, mut longest) = (0, 0u64, 0u64, [0; 2]);
+    for (size, bytes) in sizes {
         requests += 1;
         prompts = prompts.saturating_add(size.prompt_tokens());
         answers = answers.saturating_add(size.answer_tokens());
+        let answer = size.answer.and_then(|tokens| usize::try_from(tokens).ok()).unwrap_or(usize::MAX);
+        longest = [longest[0].max(bytes), longest[1].max(answer)];
     }
     let mean = |sum: u64| usize::try_from(sum.div_ceil(requests.max(1) as u64)).unwrap_or(usize::MAX).max(1);
-    Workload { requests, prompt: mean(prompts), output: mean(answers) }
+    JobSizes { workload: Workload { requests, prompt: mean(prompts), output: mean(answers) }, longest }
 }
 
 #[cfg(test)]
@@ -260,13 +263,18 @@ mod tests {
         assert_eq!(config_of("").scheduler.itl_target, None);
     }
 
+    /// Regression: a request that was longer than the mean one had no place in the planned KV cache.
     #[test]
-    fn a_job_is_planned_for_its_mean_request() {
-        let size = |text, answer| RequestSize { text, answer };
+    fn a_job_is_planned_for_its_mean_and_its_longest_request() {
+        let size = |text, answer| (RequestSize { text, answer }, text as usize + 50);
+        let workload = Workload { requests: 3, prompt: 100, output: 8 };
+        let sizes = [size(400, Some(10)), size(800, Some(12)), size(0, Some(0))];
+        assert_eq!(job_sizes(sizes.into_iter()), JobSizes { workload, longest: [850, 12] });
         let sizes = [size(400, Some(10)), size(800, None), size(0, Some(0))];
-        let workload = expected_workload(sizes.into_iter());
-        assert_eq!(workload, Workload { requests: 3, prompt: 100, output: 89 });
-        assert_eq!(expected_workload(std::iter::empty()), Workload { requests: 0, prompt: 1, output: 1 });
+        let workload = Workload { output: 89, ..workload };
+        assert_eq!(job_sizes(sizes.into_iter()), JobSizes { workload, longest: [850, usize::MAX] });
+        let workload = Workload { requests: 0, prompt: 1, output: 1 };
+        assert_eq!(job_sizes(std::iter::empty()), JobSizes { workload, longest: [0; 2] });
     }
 
     /// More would be refused as too many for the queue.

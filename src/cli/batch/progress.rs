@@ -166,6 +166,9 @@ impl Progress {
         let (prompt, output) = (mean(self.usage.prompt_tokens), mean(self.usage.completion_tokens));
         let workload = Workload { requests, prompt: prompt.max(1), output };
         let Prediction { job_seconds, prefill_rate, decode_rate, .. } = predictor.predict(&workload);
+        if job_seconds <= 0.0 {
+            return None;
+        }
         let [prompt, generated] = self.rates(Duration::try_from_secs_f64(job_seconds).ok()?);
         Some(PredictedSpeed {
             seconds: job_seconds,

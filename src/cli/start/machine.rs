@@ -5,6 +5,7 @@
 
 use super::devices::cpu_backend;
 use super::measure::{self, limits, min_seconds};
+use super::overhead;
 use super::tiers::{cache_folder, stores_folder};
 use crate::actors::engine::available_memory;
 use crate::config::{Config, DeviceConfig, DeviceKind};
@@ -112,6 +113,7 @@ impl KnownRates {
         if self.rates.memory <= 0.0 {
             self.rates.memory = memory_rate(device, kind)?;
             self.rates.operation = measure::operation_seconds(device, kind)?;
+            [self.rates.step, self.rates.token] = overhead::measure()?;
         }
         for ty in &needs.formats {
             if let Entry::Vacant(unknown) = self.rates.gemms.entry(ty.name().to_owned()) {

@@ -2,17 +2,19 @@
 //!
 //! Invariant: each part of the budget is bounded by something: sizes that are allocated once, or a setting.
 
-use super::{PreparedModel, forecast, merge_reports};
+use super::{PreparedModel, configured_model, forecast, merge_reports, open_source, open_tokenizer};
 use crate::actors::EngineSetup;
-use crate::actors::queue::{PREEMPTED_FACTOR, ROOM_FACTOR};
-use crate::actors::step::Step;
-use crate::config::{DeviceConfig, ServerConfig};
+use crate::actors::engine::{available_memory, queued_step_bytes, running_bytes, sequence_bytes};
+use crate::actors::queue::ROOM_FACTOR;
+use crate::config::{Config, DeviceConfig, HostTier, Placement, ServerConfig, TierConfig};
 use crate::model::ModelSource;
 use crate::model::executor::ExecutorReport;
 use crate::server::{BoundServer, blocking_threads, request_memory_max};
+use crate::text::Tokenizer;
 use crate::text::chat_template::RENDERING_BYTES_MAX;
 use anyhow::{Context, Result};
 use std::hint::black_box;
+use tracing::warn;
 
 /// Bytes of a connection: the buffers of its requests and responses, of TLS, and its task.
 const CONNECTION_BYTES: usize = 320 << 10;
@@ -41,8 +43,7 @@ impl EngineMemory {
 
     /// Adds up the forecasts of an engine's devices.
     pub fn from_reports(devices: Vec<ExecutorReport>, setup: &EngineSetup) -> EngineMemory {
-        // Each device has an output, and each lane a step on its way and one that is prepared.
-        let queued = (2 * setup.lanes + 1 + devices.len()).saturating_mul(Step::bytes(&setup.limits));
+        let queued = queued_step_bytes(&setup.limits, setup.lanes, devices.len());
         let sum = merge_reports(devices);
         let steps = [sum.activation_bytes, sum.step_bytes].into_iter().fold(queued, usize::saturating_add);
         EngineMemory { weights: sum.weight_bytes, kv: sum.kv_bytes, steps }
@@ -91,25 +92,20 @@ impl MemoryBudget {
     pub fn new(model: &PreparedModel, server: &ServerConfig, place: &BoundServer) -> Result<MemoryBudget> {
         let setup = &model.setup;
         let engine = EngineMemory::predict(&model.device, &model.source, setup)?;
-        let serving = server.workers * (1 + blocking_threads(server));
-        // Each worker renders a short conversation, and the turns to be parsed are for as many long ones, and
-        // for one more than as many small ones that began before.
-        let renderings = setup.model.chat_template.as_ref().map_or(0, |_| 3 * server.workers + 1);
         model.tokenizer.build_tables();
+        let serving = Serving {
+            server,
+            max_waiting: setup.scheduler.max_waiting,
+            connections: place.connections(),
+            tokenizer: &model.tokenizer,
+            has_template: setup.model.chat_template.is_some(),
+            sequence: sequence_bytes(setup.limits.positions + setup.limits.encoder_positions),
+        };
         let part = |name, bytes| Part { name, bytes };
-        Ok(MemoryBudget(vec![
-            part("weights", engine.weights),
-            part("KV cache", engine.kv),
-            part("steps", engine.steps),
-            part("sequences", sequence_bytes(setup)),
-            part("connections", place.connections().saturating_mul(CONNECTION_BYTES)),
-            part("requests", request_memory_max(server, model.tokenizer.memory_per_byte())),
-            part("templates", renderings * RENDERING_BYTES_MAX),
-            part("tokenizers", serving * model.tokenizer.thread_bytes()),
-            part("responses", server.response_bytes),
-            part("grammars", server.grammar.cache_bytes),
-            part("program", anonymous_bytes() + (serving + 4) * THREAD_BYTES + LOG_BYTES),
-        ]))
+        let of_engine =
+            [part("weights", engine.weights), part("KV cache", engine.kv), part("steps", engine.steps)];
+        let others = serving.parts(running_sequences(setup), anonymous_bytes());
+        Ok(MemoryBudget(of_engine.into_iter().chain(others).collect()))
     }
 
     /// Returns the sum of all parts in bytes.
@@ -125,24 +121,94 @@ impl MemoryBudget {
     }
 }
 
-/// Returns the bytes of the sequences that run and wait: their tokens, what the host needs to choose the next
-/// ones, and the records of pages and of the tokens in them.
-fn sequence_bytes(setup: &EngineSetup) -> usize {
-    /// Bytes of a sequence besides its tokens: its request, channel and places in the queues.
-    const SEQUENCE_BYTES: usize = 16 << 10;
-    /// Bytes of a page's record, and of its entry in the prefix index, besides its tokens.
-    const PAGE_BYTES: usize = 512;
-    let (limits, scheduler) = (&setup.limits, &setup.scheduler);
-    // Prompt and output; the prompt again as its pages are found, with hashes.
-    let tokens = 4 * size_of::<u32>() * (limits.positions + limits.encoder_positions);
-    // The queue has space for the shares of several clients.
-    let queued = scheduler.max_waiting.saturating_mul(ROOM_FACTOR);
-    let waiting = (scheduler.slots + queued).saturating_mul(SEQUENCE_BYTES + tokens);
-    // Logits, candidates and counts of running sequences, and counts of preempted ones.
-    let host = limits.slots.saturating_mul(limits.vocab).saturating_mul(16 + 4 * PREEMPTED_FACTOR);
-    let pages = (setup.kv.pages + setup.kv.window_pages)
-        .saturating_mul(PAGE_BYTES + 2 * size_of::<u32>() * limits.page_positions);
-    waiting.saturating_add(host).saturating_add(pages)
+/// The sizes that the memory of a server beside its engine follows from.
+struct Serving<'a> {
+    server: &'a ServerConfig,
+    max_waiting: usize,
+    connections: usize,
+    tokenizer: &'a Tokenizer,
+    has_template: bool,
+    /// Bytes of the longest sequence.
+    sequence: usize,
+}
+
+impl Serving<'_> {
+    /// Returns the parts of the memory. Sequences that run take `running` bytes, and the program has
+    /// `program` bytes already.
+    fn parts(&self, running: usize, program: usize) -> [Part; 8] {
+        let Serving { server, tokenizer, .. } = self;
+        let threads = server.workers * (1 + blocking_threads(server));
+        // Each worker renders a short conversation, and the turns to be parsed are for as many long ones, and
+        // for one more than as many small ones that began before.
+        let renderings = if self.has_template { 3 * server.workers + 1 } else { 0 };
+        // The queue has space for the shares of several clients.
+        let queued = self.max_waiting.saturating_mul(ROOM_FACTOR).saturating_mul(self.sequence);
+        let part = |name, bytes| Part { name, bytes };
+        [
+            part("sequences", queued.saturating_add(running)),
+            part("connections", self.connections.saturating_mul(CONNECTION_BYTES)),
+            part("requests", request_memory_max(server, tokenizer.memory_per_byte())),
+            part("templates", renderings * RENDERING_BYTES_MAX),
+            part("tokenizers", threads * tokenizer.thread_bytes()),
+            part("responses", server.response_bytes),
+            part("grammars", server.grammar.cache_bytes),
+            part("program", program + (threads + 4) * THREAD_BYTES + LOG_BYTES),
+        ]
+    }
+}
+
+/// Returns the bytes of the sequences that run in an engine.
+fn running_sequences(setup: &EngineSetup) -> usize {
+    running_bytes(&setup.limits, setup.kv.pages + setup.kv.window_pages)
+}
+
+/// Returns the bytes that are reserved beside an engine with sizes that follow from the memory, without and
+/// with those of running sequences.
+pub(super) fn reserved_beside(config: &Config, setup: &EngineSetup) -> (usize, usize) {
+    let reserved = config.tiers.reserved;
+    let all = reserved.map_or(0, |bytes| bytes.saturating_add(running_sequences(setup)));
+    (reserved.unwrap_or(0), all)
+}
+
+/// Returns the configuration of a server whose models are fetched. If sizes follow from the memory, it
+/// reserves what the server takes beside its engine, but no more than half of what is available.
+pub fn with_reserve(config: Config) -> Result<Config> {
+    let TierConfig { host, kv, placement, .. } = &config.tiers;
+    if *host != HostTier::Auto && *kv != HostTier::Auto && *placement == Placement::Configured {
+        return Ok(config);
+    }
+    let before = anonymous_bytes();
+    let source = open_source(&configured_model(&config.model)?, &config.model)?;
+    let tokenizer = open_tokenizer(&source)?;
+    tokenizer.build_tables();
+    let serving = Serving {
+        server: &config.server,
+        max_waiting: config.scheduler.max_waiting,
+        connections: config.server.max_connections,
+        tokenizer: &tokenizer,
+        has_template: source.chat.template.is_some(),
+        sequence: sequence_bytes(contexts(&config, &source).iter().sum()),
+    };
+    let parts = serving.parts(0, anonymous_bytes().saturating_sub(before));
+    let wanted = parts.iter().map(|part| part.bytes).fold(0, usize::saturating_add);
+    let most = available_memory() / 2;
+    if wanted > most {
+        warn!(
+            "a server with these settings may take {:.1} MiB beside its model, more than half of the memory; \
+             {:.1} MiB are reserved. server.max_connections, server.request_memory, server.response_memory \
+             and server.workers lower it",
+            mib(wanted),
+            mib(most)
+        );
+    }
+    Ok(Config { tiers: TierConfig { reserved: Some(wanted.min(most)), ..config.tiers }, ..config })
+}
+
+/// Returns the tokens of a model's context and those of its encoder's input; 0 for what it does not have.
+pub(super) fn contexts(config: &Config, source: &ModelSource) -> [usize; 2] {
+    let limit = config.kv.max_context.unwrap_or(usize::MAX);
+    let own = source.spec.decoder.as_ref().map_or(0, |_| source.spec.context);
+    [own, source.spec.encoder_context()].map(|tokens| tokens.min(limit))
 }
 
 /// Returns the bytes of this process that are in memory and come from no file; 0 if the system does not say.
@@ -155,4 +221,45 @@ fn anonymous_bytes() -> usize {
 
 fn mib(bytes: usize) -> f64 {
     bytes as f64 / f64::from(1 << 20)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Overrides;
+
+    fn reserved(settings: &[(&'static str, &str)]) -> Option<usize> {
+        let mut flags = Overrides::default();
+        for (key, value) in settings {
+            match value.parse::<u32>() {
+                Ok(number) => flags.set(key, Some(number)),
+                Err(_) => flags.set(key, Some(*value)),
+            }
+        }
+        with_reserve(Config::load(None, flags).unwrap()).unwrap().tiers.reserved
+    }
+
+    #[test]
+    fn a_server_reserves_what_its_settings_allow_if_sizes_follow_from_the_memory() {
+        assert_eq!(reserved(&[]), None);
+        let small = [
+            ("server.request_memory", "8MiB"),
+            ("server.response_memory", "4MiB"),
+            ("server.body_limit", "64KiB"),
+            ("server.workers", "1"),
+            ("grammar.cache_size", "1MiB"),
+        ];
+        let least = (16 * CONNECTION_BYTES) + (12 << 20);
+        for way in [("tiers.host", "auto"), ("tiers.kv", "auto"), ("tiers.placement", "auto")] {
+            let with = |connections| {
+                reserved(&[&small[..], &[way, ("server.max_connections", connections)]].concat()).unwrap()
+            };
+            let (bytes, more) = (with("16"), with("1016"));
+            assert!(bytes > least, "{bytes}");
+            // What opening the tokenizer takes varies.
+            assert!(more >= bytes + 500 * CONNECTION_BYTES, "{bytes}, {more}");
+        }
+        let half = reserved(&[("tiers.host", "auto"), ("server.response_memory", "4096GiB")]).unwrap();
+        assert!(half <= available_memory(), "{half}");
+    }
 }

@@ -2,6 +2,8 @@
 //!
 //! Invariant: at most one spinner is shown at a time.
 
+mod choice_memory;
+
 mod devices;
 
 mod draft;
@@ -9,6 +11,8 @@ mod draft;
 mod faults;
 
 mod memory;
+
+mod overhead;
 
 mod partition;
 
@@ -22,13 +26,14 @@ mod tiers;
 
 pub mod measure;
 
+pub use choice_memory::is_resident;
 pub use devices::{activation_type, factories, forecast, merge_reports, observed_factories};
 pub use draft::{attach_draft, fetch_draft};
 pub use faults::inject_faults;
 pub use machine::cpu_name;
 pub use memory::MemoryBudget;
 pub use partition::partition;
-pub use placement::with_placement;
+pub use placement::{JobSizes, with_placement};
 pub use predictor::EnginePredictor;
 pub use tiers::place_tiers;
 
@@ -92,6 +97,11 @@ pub async fn prepare(config: &Config) -> Result<PreparedModel> {
         warn!("{}", warning.escape_debug());
     }
     PreparedModel::open(&config, &reference)
+}
+
+/// Opens the configured model as [`prepare`] does, for a server, which takes memory beside the engine.
+pub async fn prepare_server(config: &Config) -> Result<PreparedModel> {
+    prepare(&memory::with_reserve(fetch_models(config).await?)?).await
 }
 
 /// Fetches the configured model and its draft model if they are hub models, and returns the configuration

@@ -2,28 +2,27 @@
 //!
 //! Invariant: the memory of a policy is counted by the functions that the start of the engine uses.
 
+use super::choice_memory::{CacheSizes, MemoryCounter, batch_rows, candidate, is_resident};
 use super::machine::{KnownRates, RateNeeds};
-use super::memory::EngineMemory;
-use super::tiers::{parameter_count, stores_folder};
-use super::{attach_draft, configured_model, engine_setup, forecast, open_source, open_tokenizer};
+use super::memory::contexts;
+use super::tiers::parameter_count;
+use super::{attach_draft, configured_model, open_source, open_tokenizer};
 use crate::actors::engine::available_memory;
 use crate::cli::spinner::Spinner;
 use crate::config::{
-    Config, HostTier, KvSize, POLICY_VERSION, Placement, PlacementPolicy, PolicyPrediction, PolicyWorkload,
+    Config, HostTier, POLICY_VERSION, Placement, PlacementPolicy, PolicyPrediction, PolicyWorkload,
     parse_bytes,
 };
 use crate::model::ModelSource;
-use crate::model::load;
-use crate::model::offload::{Offload, OffloadReport, Residency, StorePlace};
 use crate::planner::placement::{
-    Choice, DiskRates, MachineRates, MemoryNeed, ModelCost, Objective, PlacementProblem, PlannedPolicy,
-    Prediction, Tier, Variant, Workload, slot_counts, token_budgets,
+    Choice, DiskRates, MachineRates, ModelCost, Objective, PlacementProblem, PlannedPolicy, Prediction, Tier,
+    Variant, Workload, slot_counts, token_budgets,
 };
 use crate::quantize::WeightRules;
 use anyhow::{Context, Result, anyhow, ensure};
 use mainstem_kernels::QuantType;
 use toml::Value;
-use tracing::info;
+use tracing::{info, warn};
 
 /// Fraction of the memory that weights, cache and steps may take. The rest is for the program itself, its
 /// tokenizer, requests and responses, and for other processes.
@@ -38,9 +37,6 @@ const COMPRESSED_WEIGHTS: [&str; 2] = ["q8", "q4"];
 /// Formats of the KV cache that a plan may choose.
 const COMPRESSED_KV: [QuantType; 2] = [QuantType::Q8_0, QuantType::G4_B64];
 
-/// Rows that are computed at once, if none are configured: GEMMs run at nearly their full rate with these.
-const BATCH_ROWS: usize = 512;
-
 /// Number of policies that are searched, and of those that a plan has.
 const SEARCHED: usize = 48;
 const LISTED: usize = 4;
@@ -54,6 +50,8 @@ pub struct PlacementRequest {
     pub disk: Option<DiskRates>,
     /// `None` is the usual one.
     pub workload: Option<Workload>,
+    /// Maximum tokens of a prompt and of an answer; `None` is what the context has room for.
+    pub longest: Option<[usize; 2]>,
     pub objective: Objective,
     /// Maximum seconds of a step of decoding.
     pub max_token_seconds: Option<f64>,
@@ -69,6 +67,7 @@ impl PlacementRequest {
         memory: None,
         disk: None,
         workload: None,
+        longest: None,
         objective: Objective::Throughput,
         max_token_seconds: None,
         allow_compression: false,
@@ -89,9 +88,18 @@ pub struct PlacementPlan {
     pub policies: Vec<PlannedPolicy>,
     variants: Vec<Variant>,
     batch_rows: usize,
-    kv_page: usize,
-    /// Pages of the KV cache per sequence.
-    pages: usize,
+    cache: CacheSizes,
+    /// Tokens of the longest request, for which the cache may be too small.
+    longest: usize,
+}
+
+/// The sizes of a job's requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JobSizes {
+    /// Requests of equal sizes that are together as large.
+    pub workload: Workload,
+    /// Maximum tokens of a prompt and of an answer.
+    pub longest: [usize; 2],
 }
 
 impl PlacementPlan {
@@ -113,14 +121,15 @@ impl PlacementPlan {
         request: &PlacementRequest,
         rules: &WeightRules,
     ) -> Result<PlacementPlan> {
-        let records = load::records(source, &source.spec);
-        let parameters = parameter_count(source);
+        let (parameters, model) = (parameter_count(source), source.name());
         let workload = workload(config, source, request.workload)?;
         let kvs = kv_types(config, request);
         let variants = variants(config, source, request)?;
         let memory = request.memory.unwrap_or_else(available_memory);
-        let usable = memory as f64 * USABLE;
-        let weights = records.iter().map(|record| record.bytes).sum::<usize>() as f64;
+        let reserved = config.tiers.reserved.unwrap_or(0);
+        let usable = (memory as f64 * USABLE).min(memory.saturating_sub(reserved) as f64);
+        let cache = CacheSizes::new(config, source, &workload, request.longest);
+        let mut counter = MemoryCounter::new(config, source, &variants, rules, cache);
         let needs = RateNeeds {
             formats: variants.iter().flat_map(|variant| variant.cost.formats()).collect(),
             attention: variants
@@ -128,13 +137,12 @@ impl PlacementPlan {
                 .flat_map(|variant| kvs.iter().flat_map(|kv| variant.cost.attention_shapes(*kv)))
                 .collect(),
             // Unless there is twice as much memory as weights, these may have to be read.
-            disk: request.disk.is_none() && weights > usable / 2.0,
+            disk: request.disk.is_none()
+                && counter.least(&smallest(config)).is_none_or(|least| least.with_layers(2.0) > usable),
         };
         let rates = measured_rates(config, &needs, request)?;
         let mut tiers = vec![Tier { name: "memory", bytes: usable, read: rates.memory }];
         tiers.extend(rates.disk.map(|disk| Tier { name: "disk", bytes: f64::INFINITY, read: disk.read }));
-        let pages = sequence_pages(source, config.kv.page_size, &workload);
-        let mut counter = MemoryCounter { config, source, variants: &variants, rules, pages, reason: None };
         let problem = PlacementProblem {
             variants: &variants,
             choices: choices(config, &variants, &kvs, &workload),
@@ -144,19 +152,17 @@ impl PlacementPlan {
             rates: &rates,
             tiers: &tiers,
         };
-        let found = problem.search(SEARCHED, |choice| counter.need(choice))?;
+        counter.shorten_to(usable, &problem);
+        let found = problem.search(SEARCHED, |choice, memory| counter.fit(choice, memory));
         let mut policies: Vec<PlannedPolicy> = Vec::new();
         for policy in found {
             let is_new = policies.iter().all(|other| !is_alike(&other.choice, &policy.choice));
-            if is_new && policies.len() < LISTED {
-                let memory = counter.exact(&policy)? as f64;
-                policies.extend((memory <= usable).then_some(PlannedPolicy { memory, ..policy }));
-            }
+            policies.extend((is_new && policies.len() < LISTED).then_some(policy));
         }
         if policies.is_empty() {
-            return Err(counter.failure(memory, request));
+            return Err(failure(&mut counter, config, (memory, usable), request));
         }
-        let (model, batch_rows, kv_page) = (source.name(), batch_rows(config), config.kv.page_size);
+        let (longest, cache, batch_rows) = (cache.longest(), counter.cache, batch_rows(config));
         Ok(PlacementPlan {
             model,
             parameters,
@@ -167,9 +173,15 @@ impl PlacementPlan {
             policies,
             variants,
             batch_rows,
-            kv_page,
-            pages,
+            cache,
+            longest,
         })
+    }
+
+    /// Returns the tokens of the longest request that the KV cache has room for, whatever the policy, and
+    /// those that it was to have room for.
+    pub fn longest(&self) -> (usize, usize) {
+        (self.cache.longest(), self.longest)
     }
 
     /// Returns the number format rule of a policy's weights; `None` if the configured one is kept.
@@ -186,10 +198,10 @@ impl PlacementPlan {
             ("scheduler.token_budget", number(token_budget)),
             ("scheduler.batch_rows", number(self.batch_rows)),
         ];
-        if self.pages > 0 {
+        if let Some(tokens) = self.cache.tokens(slots) {
             settings.push(("kv.type", kv.name().into()));
             settings.push(("tiers.kv", "all".into()));
-            settings.push(("kv.size", format!("{} tokens", slots * self.pages * self.kv_page).into()));
+            settings.push(("kv.size", format!("{tokens} tokens").into()));
         }
         settings.push((
             "tiers.host",
@@ -224,7 +236,7 @@ impl PlacementPlan {
     /// Returns the configuration with a policy.
     fn applied(&self, config: &Config, policy: &PlannedPolicy) -> Config {
         let rules = &config.model.weights;
-        let mut config = candidate(config, &policy.choice, &self.variants, rules, self.pages);
+        let mut config = candidate(config, &policy.choice, &self.variants, rules, &self.cache);
         config.tiers.host = match is_resident(policy) {
             true => HostTier::All,
             false => HostTier::Bytes(policy.layers[0] as u64),
@@ -235,19 +247,14 @@ impl PlacementPlan {
     }
 }
 
-/// Returns whether the matrices of all layers are in memory.
-pub fn is_resident(policy: &PlannedPolicy) -> bool {
-    policy.layers[1..].iter().all(|bytes| *bytes == 0.0)
-}
-
 /// Returns whether two choices differ in the rows of a step only.
 fn is_alike(a: &Choice, b: &Choice) -> bool {
     (a.variant, a.kv, a.slots) == (b.variant, b.kv, b.slots)
 }
 
 /// Plans the placement if the configuration says so, and returns the configuration with the best policy. The
-/// models are fetched already. `workload` is that of a job; `None` is the usual one.
-pub fn with_placement(config: Config, workload: Option<Workload>) -> Result<Config> {
+/// models are fetched already. `job` has the sizes of the requests; `None` is the usual ones.
+pub fn with_placement(config: Config, job: Option<JobSizes>) -> Result<Config> {
     if config.tiers.placement == Placement::Configured {
         return Ok(config);
     }
@@ -255,13 +262,21 @@ pub fn with_placement(config: Config, workload: Option<Workload>) -> Result<Conf
         let _spinner = Spinner::start("opening the model");
         open_for_plan(&config)?
     };
-    let workload = workload.map(|workload| shortened(workload, contexts(&config, &source)));
-    let request = PlacementRequest { workload, ..PlacementRequest::THROUGHPUT };
+    let workload = job.map(|job| shortened(job.workload, contexts(&config, &source)));
+    let request =
+        PlacementRequest { workload, longest: job.map(|job| job.longest), ..PlacementRequest::THROUGHPUT };
     let plan = PlacementPlan::new(&config, &mut source, &request)?;
     let best = plan.policies.first().context("a plan has a policy; anything else is a bug")?;
     let settings = plan.settings(best);
     let settings: Vec<String> = settings.iter().map(|(key, value)| format!("{key} = {value}")).collect();
     info!("planned placement: {}", settings.join(", "));
+    let (longest, wanted) = plan.longest();
+    if longest < wanted {
+        warn!(
+            "memory is short: the KV cache has room for requests of {longest} tokens, not of {wanted}; \
+             longer ones may be refused or cut short (kv.max_context)"
+        );
+    }
     Ok(plan.applied(&config, best))
 }
 
@@ -273,13 +288,6 @@ pub fn open_for_plan(config: &Config) -> Result<ModelSource> {
         attach_draft(&config.speculation, &mut source, &tokenizer)?;
     }
     Ok(source)
-}
-
-/// Returns the tokens of a model's context and those of its encoder's input; 0 for what it does not have.
-fn contexts(config: &Config, source: &ModelSource) -> [usize; 2] {
-    let limit = config.kv.max_context.unwrap_or(usize::MAX);
-    let own = source.spec.decoder.as_ref().map_or(0, |_| source.spec.context);
-    [own, source.spec.encoder_context()].map(|tokens| tokens.min(limit))
 }
 
 /// Returns a workload whose requests are short enough for a model.
@@ -304,16 +312,6 @@ fn workload(config: &Config, source: &ModelSource, asked: Option<Workload>) -> R
     ensure!(input <= encoder, "--prompt is {prompt} tokens, but the model's encoder takes {encoder}");
     ensure!(own <= context, "--prompt and --output are {own} tokens together, but the context has {context}");
     Ok(Workload { requests: requests.max(1), prompt: prompt.max(1), output })
-}
-
-/// Returns the pages of the KV cache that a sequence needs; 0 if the model has none.
-fn sequence_pages(source: &ModelSource, page: usize, workload: &Workload) -> usize {
-    let Workload { prompt, output, .. } = *workload;
-    match (&source.spec.encoder, &source.spec.decoder) {
-        (_, None) => 0,
-        (None, Some(_)) => (prompt + output).div_ceil(page),
-        (Some(_), Some(_)) => prompt.div_ceil(page) + (output + 1).div_ceil(page),
-    }
 }
 
 /// Returns the formats of the KV cache to choose from.
@@ -374,105 +372,32 @@ fn choices(config: &Config, variants: &[Variant], kvs: &[QuantType], workload: &
     all
 }
 
-/// Returns the configuration with a choice, apart from what stays in memory.
-fn candidate(
+/// Returns the choice that needs the least memory.
+fn smallest(config: &Config) -> Choice {
+    Choice { variant: 0, kv: config.kv.ty, slots: 1, token_budget: 128 }
+}
+
+/// Returns the error of a plan without a policy: what the smallest choice needs.
+fn failure(
+    counter: &mut MemoryCounter,
     config: &Config,
-    choice: &Choice,
-    variants: &[Variant],
-    rules: &WeightRules,
-    pages: usize,
-) -> Config {
-    let mut config = config.clone();
-    config.scheduler.slots = choice.slots;
-    config.scheduler.token_budget = choice.token_budget;
-    config.scheduler.is_budget_auto = false;
-    config.scheduler.batch_rows = Some(batch_rows(&config));
-    // The time to read and write caches is not predicted.
-    config.tiers.kv = HostTier::All;
-    config.kv.ty = choice.kv;
-    if pages > 0 {
-        config.kv.size = KvSize::Tokens(choice.slots * pages * config.kv.page_size);
-    }
-    // The built-in rules are valid.
-    let rule = variants[choice.variant].weights.and_then(|rule| WeightRules::parse(rule).ok());
-    config.model.weights = rule.unwrap_or_else(|| rules.clone());
-    config
-}
-
-/// Returns the rows that are computed at once: the same whether weights are read or not, so that memory does
-/// not depend on that.
-fn batch_rows(config: &Config) -> usize {
-    config.scheduler.batch_rows.unwrap_or(BATCH_ROWS)
-}
-
-/// Counts the memory of choices.
-struct MemoryCounter<'a> {
-    config: &'a Config,
-    source: &'a mut ModelSource,
-    variants: &'a [Variant],
-    /// The configured rules of the formats of weights.
-    rules: &'a WeightRules,
-    pages: usize,
-    /// The reason of the last choice that is impossible.
-    reason: Option<anyhow::Error>,
-}
-
-impl MemoryCounter<'_> {
-    /// Returns the memory of a choice; `None` if an engine with these sizes is impossible here.
-    fn need(&mut self, choice: &Choice) -> Result<Option<MemoryNeed>> {
-        let counted = self.count(choice, Some(Residency(0.0)));
-        let (memory, layers) = match counted {
-            Ok(counted) => counted,
-            Err(reason) => {
-                self.reason = Some(reason);
-                return Ok(None);
-            }
-        };
-        let (buffers, streamed) = (layers.buffer_bytes as f64, layers.streamed_bytes as f64);
-        Ok(Some(MemoryNeed { fixed: memory.total() as f64 - buffers, buffers, layers: streamed }))
-    }
-
-    /// Returns the bytes of memory that an engine with a policy allocates.
-    fn exact(&mut self, policy: &PlannedPolicy) -> Result<usize> {
-        let all: f64 = policy.layers.iter().sum();
-        let resident = (!is_resident(policy)).then(|| Residency(policy.layers[0] / all));
-        Ok(self.count(&policy.choice, resident)?.0.total())
-    }
-
-    fn count(
-        &mut self,
-        choice: &Choice,
-        resident: Option<Residency>,
-    ) -> Result<(EngineMemory, OffloadReport)> {
-        let config = candidate(self.config, choice, self.variants, self.rules, self.pages);
-        let (place, overlaps) = (StorePlace(stores_folder(&config.tiers)?), config.tiers.overlap);
-        self.source.weight_rules = config.model.weights.clone();
-        self.source.offload = resident.map(|resident| Offload { resident, place, overlaps });
-        let setup = engine_setup(&config, self.source)?;
-        let devices: Vec<_> = forecast(&config.device, self.source, &setup)?.into_iter().flatten().collect();
-        let mut layers = OffloadReport::default();
-        devices.iter().filter_map(|device| device.offload.clone()).for_each(|report| layers.add(report));
-        Ok((EngineMemory::from_reports(devices, &setup), layers))
-    }
-
-    /// Returns the error of a plan without a policy: what the smallest choice needs.
-    fn failure(&mut self, memory: usize, request: &PlacementRequest) -> anyhow::Error {
-        let reason = self.reason.take();
-        let least = Choice { variant: 0, kv: self.config.kv.ty, slots: 1, token_budget: 128 };
-        let needed = self.need(&least).ok().flatten().map(|need| (need.fixed + need.buffers) / USABLE);
-        let mib = |bytes: f64| bytes / f64::from(1 << 20);
-        match (needed, reason) {
-            (Some(needed), _) if needed > memory as f64 => anyhow!(
-                "no policy fits into {:.0} MiB of memory: the model needs at least {:.0} MiB",
-                mib(memory as f64),
-                mib(needed)
-            ),
-            (_, _) if request.max_token_seconds.is_some() => {
-                anyhow!("no policy that fits into memory decodes a token in the time that is allowed")
-            }
-            (_, Some(reason)) => reason.context("no policy is possible"),
-            (_, None) => anyhow!("no policy fits: scheduler.token_budget must be more than scheduler.slots"),
+    (memory, usable): (usize, f64),
+    request: &PlacementRequest,
+) -> anyhow::Error {
+    let reason = counter.reason.take();
+    let needed = counter.least(&smallest(config)).map(|least| least.total());
+    let mib = |bytes: f64| bytes / f64::from(1 << 20);
+    match (needed, reason) {
+        (Some(needed), _) if needed > usable => anyhow!(
+            "no policy fits into {:.0} MiB of memory: the model needs at least {:.0} MiB",
+            mib(memory as f64),
+            mib(memory as f64 + (needed - usable) / USABLE)
+        ),
+        (_, _) if request.max_token_seconds.is_some() => {
+            anyhow!("no policy that fits into memory decodes a token in the time that is allowed")
         }
+        (_, Some(reason)) => reason.context("no policy is possible"),
+        (_, None) => anyhow!("no policy fits: scheduler.token_budget must be more than scheduler.slots"),
     }
 }
 

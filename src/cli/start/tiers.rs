@@ -2,7 +2,7 @@
 //!
 //! Invariant: sizes are those that the engine's devices will allocate, counted by the same code.
 
-use super::memory::EngineMemory;
+use super::memory::{EngineMemory, reserved_beside};
 use super::{engine_setup, forecast};
 use crate::actors::engine::available_memory;
 use crate::config::{Config, HostTier, KvSize, TierConfig};
@@ -19,6 +19,19 @@ const WEIGHTS_BEFORE_CACHE: f64 = 0.65;
 
 /// Fraction of the memory beside everything else that caches take if their number is chosen.
 const CACHES: f64 = 0.8;
+
+/// Number of equal parts of the layers' weights of which some may stay, where a number is searched.
+pub(super) const PARTS: usize = 256;
+
+/// Returns the bytes of some of [`PARTS`] parts of `all` bytes.
+pub(super) fn part_of(all: usize, parts: usize) -> usize {
+    (all as u128 * parts as u128 / PARTS as u128) as usize
+}
+
+/// Returns the fraction of the layers' weights that stays if so many of `all` bytes may.
+pub(super) fn residency_of(bytes: usize, all: usize) -> Residency {
+    Residency((bytes as f64 / all.max(1) as f64).min(1.0))
+}
 
 /// Decides which weights and KV caches of a model stay in memory, as the configuration says: first weights,
 /// then caches in the memory that is left. Fails if the model does not fit even if those of all layers are on
@@ -64,7 +77,8 @@ fn cache_residency(config: &Config, source: &ModelSource) -> Result<Option<Resid
         HostTier::Bytes(bytes) => fraction_of(bytes as f64),
         HostTier::All | HostTier::Auto => {
             let EngineMemory { weights, kv, steps } = EngineMemory::predict(&config.device, source, &setup)?;
-            let spare = available_memory().saturating_sub(weights + kv + steps) as f64 * CACHES;
+            let taken = (weights + kv + steps).saturating_add(reserved_beside(config, &setup).1);
+            let spare = available_memory().saturating_sub(taken) as f64 * CACHES;
             // Without a file, there are no buffers either.
             let more = caches.file_bytes.saturating_sub(caches.buffer_bytes);
             if more as f64 <= spare { 1.0 } else { fraction_of(spare) }
@@ -79,10 +93,35 @@ fn place_weights(config: &Config, source: &mut ModelSource) -> Result<()> {
         return Ok(());
     }
     let (place, overlaps) = (StorePlace(stores_folder(&config.tiers)?), config.tiers.overlap);
-    source.offload = Some(Offload { resident: Residency(0.0), place: place.clone(), overlaps });
-    let resident = residency(config, source)?;
-    source.offload = resident.map(|resident| Offload { resident, place, overlaps });
+    let mut offload = Offload { resident: Residency(0.0), place, overlaps };
+    source.offload = Some(offload.clone());
+    let Some(Residency(most)) = residency(config, source)? else {
+        source.offload = None;
+        return Ok(());
+    };
+    offload.resident = Residency(most);
+    source.offload = Some(offload.clone());
+    if config.tiers.host == HostTier::Auto {
+        let memory = available_memory();
+        let mut part = (most * PARTS as f64) as usize;
+        // Buffers may take more memory with more in memory.
+        while part > 0 && !fits(config, source, memory) {
+            part -= 1;
+            offload.resident = Residency(part as f64 / PARTS as f64);
+            source.offload = Some(offload.clone());
+        }
+    }
     Ok(())
+}
+
+/// Returns whether an engine with the weights that stay fits into `memory` bytes, beside what is reserved.
+fn fits(config: &Config, source: &ModelSource, memory: usize) -> bool {
+    let total = || {
+        let setup = engine_setup(config, source)?;
+        let engine = EngineMemory::predict(&config.device, source, &setup)?.total();
+        anyhow::Ok(engine.saturating_add(reserved_beside(config, &setup).1))
+    };
+    total().is_ok_and(|total| total <= memory)
 }
 
 /// Fails if a policy is configured that is for another model.
@@ -113,23 +152,30 @@ fn residency(config: &Config, source: &ModelSource) -> Result<Option<Residency>>
     let reports = forecast(&config.device, source, &setup)?.into_iter().flatten();
     let mut layers = OffloadReport::default();
     reports.filter_map(|report| report.offload).for_each(|report| layers.add(report));
-    let fraction_of = |bytes: f64| (bytes / layers.streamed_bytes.max(1) as f64).min(1.0);
+    let fraction_of = |bytes: usize| residency_of(bytes, layers.streamed_bytes).0;
     let fraction = match config.tiers.host {
         HostTier::Fraction(fraction) => fraction,
-        HostTier::Bytes(bytes) => fraction_of(bytes as f64),
+        HostTier::Bytes(bytes) => fraction_of(usize::try_from(bytes).unwrap_or(usize::MAX)),
         HostTier::All | HostTier::Auto => {
             let least = EngineMemory::predict(&config.device, source, &setup)?;
-            let (cache, share) = match config.kv.size {
-                KvSize::Auto => (0, WEIGHTS_BEFORE_CACHE),
-                KvSize::Tokens(_) | KvSize::Bytes(_) => (least.kv, WEIGHTS_BESIDE_CACHE),
-            };
-            let spare = available_memory().saturating_sub(least.weights + least.steps + cache);
-            fraction_of(spare as f64 * share)
+            let beside = reserved_beside(config, &setup).1;
+            fraction_of(weights_in(available_memory(), &least, beside, config.kv.size))
         }
     };
     // With everything in memory, no store is needed, unless one is asked for by number.
     let is_all = config.tiers.host == HostTier::Auto && fraction >= 1.0;
     Ok((layers.streamed_bytes > 0 && !is_all).then_some(Residency(fraction)))
+}
+
+/// Returns the bytes of the layers' weights that stay in so much memory, of an engine that needs at least
+/// `least` without them, if others take `beside` bytes.
+fn weights_in(memory: usize, least: &EngineMemory, beside: usize, size: KvSize) -> usize {
+    let (cache, share) = match size {
+        KvSize::Auto => (0, WEIGHTS_BEFORE_CACHE),
+        KvSize::Tokens(_) | KvSize::Bytes(_) => (least.kv, WEIGHTS_BESIDE_CACHE),
+    };
+    let taken = (least.weights + least.steps + cache).saturating_add(beside);
+    (memory.saturating_sub(taken) as f64 * share) as usize
 }
 
 /// Returns the folder of what is on disk. Fails if none is configured and the user has no cache folder.
@@ -145,4 +191,28 @@ pub(super) fn cache_folder() -> Result<PathBuf> {
     let variable = std::env::var_os("XDG_CACHE_HOME").filter(|path| !path.is_empty()).map(PathBuf::from);
     let usual = variable.or_else(|| Some(std::env::home_dir()?.join(".cache")));
     Ok(usual.context("there is no cache folder: XDG_CACHE_HOME and HOME are not set")?.join("mainstem"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: weights and cache took what a server needs for requests and responses.
+    #[test]
+    fn weights_and_cache_leave_what_a_server_takes() {
+        let least = EngineMemory { weights: 50, kv: 100, steps: 30 };
+        for (beside, size, expected) in [
+            (0, KvSize::Auto, 598),
+            (300, KvSize::Auto, 403),
+            (300, KvSize::Tokens(9), 416),
+            (300, KvSize::Bytes(100), 416),
+            (900, KvSize::Auto, 13),
+            (usize::MAX, KvSize::Auto, 0),
+        ] {
+            let weights = weights_in(1000, &least, beside, size);
+            assert_eq!(weights, expected, "{beside}, {size:?}");
+            let cache = if size == KvSize::Auto { 0 } else { least.kv };
+            assert!(beside > 1000 || weights + 80 + cache + beside <= 1000, "{beside}, {size:?}");
+        }
+    }
 }

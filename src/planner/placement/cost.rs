@@ -181,7 +181,8 @@ impl ModelCost {
         let prompt = work.prompt_rows - encoder;
         let head: f64 = self.head.iter().map(|matrix| matrix.seconds(rates, work.outputs)).sum();
         let sampling = work.outputs * self.vocab * VALUE_BYTES * LOGIT_PASSES / rates.memory;
-        let around = head + sampling;
+        let scheduling = rates.step + work.outputs * rates.token;
+        let around = head + sampling + scheduling;
         let mut time = StepTime { seconds: around, compute: around, read: 0.0 };
         let mut add = |stack: &StackCost, rows: Rows| {
             let by_layer = |seconds: &dyn Fn(&LayerCost) -> f64| -> Vec<f64> {

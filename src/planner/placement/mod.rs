@@ -21,7 +21,7 @@ pub use cost::{ModelCost, StepPolicy, StepTime};
 pub use job::Workload;
 pub use rates::{AttentionRates, AttentionShape, DiskRates, MachineRates, RowCurve};
 pub use search::{
-    Bound, Choice, MemoryNeed, Objective, PlacementProblem, PlannedPolicy, Prediction, Predictor, Tier,
+    Bound, Choice, MemoryFit, Objective, PlacementProblem, PlannedPolicy, Prediction, Predictor, Tier,
     Variant,
 };
 

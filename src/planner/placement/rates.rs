@@ -13,6 +13,9 @@ pub struct MachineRates {
     pub memory: f64,
     /// Seconds of an operation that computes next to nothing.
     pub operation: f64,
+    /// Seconds that an engine takes beside its device for a step, and for each token that it generates.
+    pub step: f64,
+    pub token: f64,
     /// Seconds of a GEMM per element of the weight, by the weight's number format.
     pub gemms: BTreeMap<String, RowCurve>,
     /// Seconds of attention, by the name of the cache ([`AttentionShape::name`]).

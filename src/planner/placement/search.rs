@@ -9,7 +9,6 @@
 use super::cost::{ModelCost, StepPolicy, StepTime, StepWork};
 use super::job::{StepSizes, Workload};
 use super::rates::MachineRates;
-use anyhow::Result;
 use mainstem_kernels::QuantType;
 use std::cmp::Ordering;
 
@@ -59,15 +58,15 @@ impl Choice {
     }
 }
 
-/// The memory of a choice, in bytes.
+/// The bytes of a choice with as many matrices of layers in the first tier as fit into it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct MemoryNeed {
-    /// Everything but the matrices of layers and the buffers to read these.
-    pub fixed: f64,
-    /// Buffers, if any matrices are read.
-    pub buffers: f64,
-    /// Matrices of layers.
-    pub layers: f64,
+pub struct MemoryFit {
+    /// Bytes that are used of the first tier.
+    pub memory: f64,
+    /// Matrices of layers in the first tier.
+    pub resident: f64,
+    /// Matrices of layers in slower tiers.
+    pub streamed: f64,
 }
 
 /// The problem of a plan.
@@ -126,13 +125,14 @@ pub struct PlannedPolicy {
 const MEMORY_BOUND: f64 = 1.25;
 
 impl PlacementProblem<'_> {
-    /// Returns the `keep` best policies that fit, the best first. `need` returns the memory of a choice;
-    /// `None` if it is impossible.
+    /// Returns the `keep` best policies that fit, the best first. `fit` returns the memory of a choice in a
+    /// first tier of so many bytes; `None` if it does not fit or is impossible.
     pub fn search(
         &self,
         keep: usize,
-        mut need: impl FnMut(&Choice) -> Result<Option<MemoryNeed>>,
-    ) -> Result<Vec<PlannedPolicy>> {
+        mut fit: impl FnMut(&Choice, f64) -> Option<MemoryFit>,
+    ) -> Vec<PlannedPolicy> {
+        let first = self.tiers.first().map_or(0.0, |tier| tier.bytes);
         let with_bound = |choice: &Choice| (*choice, self.predict(choice, &[]));
         let mut choices: Vec<(Choice, Prediction)> = self.choices.iter().map(with_bound).collect();
         choices.sort_by(|a, b| self.compare((&a.0, &a.1), (&b.0, &b.1)));
@@ -147,7 +147,8 @@ impl PlacementProblem<'_> {
             if too_large.iter().any(|other| choice.is_at_least(other)) {
                 continue;
             }
-            let Some((layers, memory)) = need(&choice)?.and_then(|need| self.place(&need)) else {
+            let placed = fit(&choice, first).and_then(|fit| Some((self.place(&fit)?, fit.memory)));
+            let Some((layers, memory)) = placed else {
                 too_large.push(choice);
                 continue;
             };
@@ -161,7 +162,7 @@ impl PlacementProblem<'_> {
             best.insert(place, PlannedPolicy { choice, layers, memory, prediction });
             best.truncate(keep);
         }
-        Ok(best)
+        best
     }
 
     fn is_too_slow(&self, prediction: &Prediction) -> bool {
@@ -180,27 +181,17 @@ impl PlacementProblem<'_> {
         first.total_cmp(&second).then(by_job).then_with(|| size(a.0).cmp(&size(b.0)))
     }
 
-    /// Places the matrices of layers: as many as possible in the first tier, then in the next. Returns the
-    /// bytes by tier, and those used of the first one. `None` if they do not fit.
-    pub fn place(&self, need: &MemoryNeed) -> Option<(Vec<f64>, f64)> {
-        let MemoryNeed { fixed, buffers, layers } = *need;
-        let (memory, below) = self.tiers.split_first()?;
-        let mut placed = vec![0.0; self.tiers.len()];
-        if fixed + layers <= memory.bytes {
-            placed[0] = layers;
-            return Some((placed, fixed + layers));
+    /// Returns the bytes of the matrices of layers in each tier: those that are not in the first one are in
+    /// the next, as many as possible. `None` if they do not fit.
+    pub fn place(&self, fit: &MemoryFit) -> Option<Vec<f64>> {
+        let below = self.tiers.get(1..)?;
+        let mut left = fit.streamed;
+        let mut placed = vec![fit.resident];
+        for tier in below {
+            placed.push(left.min(tier.bytes));
+            left -= left.min(tier.bytes);
         }
-        let resident = memory.bytes - fixed - buffers;
-        if resident < 0.0 || below.is_empty() {
-            return None;
-        }
-        placed[0] = resident.min(layers);
-        let mut left = layers - placed[0];
-        for (placed, tier) in placed[1..].iter_mut().zip(below) {
-            *placed = left.min(tier.bytes);
-            left -= *placed;
-        }
-        (left <= 0.5).then(|| (placed.clone(), fixed + buffers + placed[0]))
+        (left <= 0.5).then_some(placed)
     }
 
     /// Predicts the speed of a choice with these bytes of layers in each tier; with none, all are in memory.
@@ -230,15 +221,16 @@ impl Predictor<'_> {
         let Predictor { cost, rates, policy, .. } = *self;
         let step = |work: &StepWork| cost.step(rates, &policy, work);
         let Workload { requests, prompt, output } = *workload;
+        let (prompt, token_budget) = (prompt.max(1), choice.token_budget.max(1));
         let output = if cost.generates() { output.max(1) } else { 0 };
-        let workload = Workload { output, ..*workload };
+        let workload = Workload { requests, prompt, output };
         let is_prompt_whole = cost.has_both() || !cost.generates();
-        let sizes = StepSizes { slots: choice.slots, token_budget: choice.token_budget, is_prompt_whole };
+        let sizes = StepSizes { slots: choice.slots, token_budget, is_prompt_whole };
         let job_seconds = workload.seconds(&sizes, &|work| step(work).seconds);
 
         let slots = choice.slots.min(requests).max(1);
         let (tokens, own) = (prompt as f64, output as f64 / 2.0);
-        let rows = (slots * prompt).min(choice.token_budget) as f64;
+        let rows = (slots * prompt).min(token_budget) as f64;
         let prompt_context = if is_prompt_whole { tokens } else { (tokens + 1.0) / 2.0 };
         let outputs = if output > 0 { rows / tokens } else { 0.0 };
         let prefill = step(&StepWork { prompt_rows: rows, prompt_context, outputs, ..StepWork::default() });
@@ -260,7 +252,7 @@ impl Predictor<'_> {
             StepTime { compute, .. } if compute < MEMORY_BOUND * alone.compute => Bound::Memory,
             _ => Bound::Compute,
         };
-        let prompt_steps = (tokens / choice.token_budget as f64).ceil();
+        let prompt_steps = (tokens / token_budget as f64).ceil();
         let rate = |rows: f64, time: StepTime| if rows > 0.0 { rows / time.seconds } else { 0.0 };
         Prediction {
             prefill_rate: rate(rows, prefill),

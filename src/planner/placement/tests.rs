@@ -42,6 +42,8 @@ fn rates(costs: &[&ModelCost], disk: f64) -> MachineRates {
     let mut rates = MachineRates {
         memory: 10e9,
         operation: 2e-6,
+        step: 1e-4,
+        token: 1e-5,
         disk: Some(DiskRates { read: disk, write: disk / 2.0 }),
         ..MachineRates::default()
     };
@@ -198,6 +200,30 @@ fn a_job_computes_each_row_once() {
     }
 }
 
+/// Nothing is infinite, negative or no number, however small a job is, in models of every kind.
+#[test]
+fn small_jobs_have_predictions() {
+    let mut random = Random(250);
+    for (name, cost) in costs() {
+        let rates = rates(&[&cost], 1e9);
+        for _ in 0..60 {
+            let workload =
+                Workload { requests: random.below(3), prompt: random.below(3), output: random.below(4) };
+            let policy = StepPolicy { kv: KV, read_seconds: random.below(2) as f64 * 1e-3 };
+            let (slots, token_budget) = (1 + random.below(4), random.below(6));
+            let choice = Choice { variant: 0, kv: KV, slots, token_budget };
+            let Prediction {
+                prefill, prefill_rate, decode, decode_rate, job_seconds, request_seconds, ..
+            } = Predictor { cost: &cost, rates: &rates, policy, slowest: 1 }.predict(&choice, &workload);
+            let steps = [prefill, decode].into_iter().flat_map(|it| [it.seconds, it.compute, it.read]);
+            let all = steps.chain([prefill_rate, decode_rate, job_seconds, request_seconds]);
+            assert!(all.into_iter().all(|it| it.is_finite() && it >= 0.0), "{name}: {workload:?} {choice:?}");
+            assert_eq!(job_seconds > 0.0, workload.requests > 0, "{name}: {workload:?} {choice:?}");
+            assert!(request_seconds > 0.0 && prefill_rate > 0.0, "{name}: {workload:?} {choice:?}");
+        }
+    }
+}
+
 /// Requests take turns: ten of them in four slots fill these three times, and the last time not all.
 #[test]
 fn the_last_partial_wave_counts() {
@@ -208,11 +234,17 @@ fn the_last_partial_wave_counts() {
     assert!((many / 5000.0 - 1.0).abs() < 1e-9, "{many}");
 }
 
-/// The memory of a choice in an imaginary engine.
-fn need(choice: &Choice, layers: f64) -> MemoryNeed {
+/// Returns the memory of a choice in an imaginary engine.
+fn fit(choice: &Choice, layers: f64, memory: f64) -> Option<MemoryFit> {
     let per_slot = choice.kv.bits_per_element() * 1e6;
     let fixed = 1e8 + choice.slots as f64 * per_slot + choice.token_budget as f64 * 1e5;
-    MemoryNeed { fixed, buffers: layers / 10.0, layers: layers / (1 + choice.variant) as f64 }
+    let (buffers, layers) = (layers / 10.0, layers / (1 + choice.variant) as f64);
+    if fixed + layers <= memory {
+        return Some(MemoryFit { memory: fixed + layers, resident: layers, streamed: 0.0 });
+    }
+    let resident = (memory - fixed - buffers).min(layers);
+    let used = fixed + buffers + resident;
+    (resident >= 0.0).then_some(MemoryFit { memory: used, resident, streamed: layers - resident })
 }
 
 struct Case {
@@ -272,7 +304,7 @@ impl Case {
     }
 
     fn best(&self, problem: &PlacementProblem) -> Option<PlannedPolicy> {
-        let found = problem.search(3, |choice| Ok(Some(need(choice, self.layers)))).unwrap();
+        let found = problem.search(3, |choice, memory| fit(choice, self.layers, memory));
         assert!(found.iter().all(|policy| policy.memory <= self.tiers[0].bytes + 0.5));
         found.into_iter().next()
     }
@@ -293,7 +325,7 @@ fn the_search_finds_the_best_of_all() {
             };
             let problem = case.problem(objective, case.choices(&every));
             let predicted = |choice: &Choice| {
-                let (layers, _) = problem.place(&need(choice, case.layers))?;
+                let layers = problem.place(&fit(choice, case.layers, case.tiers[0].bytes)?)?;
                 Some(score(&problem.predict(choice, &layers)))
             };
             let least = problem.choices.iter().filter_map(predicted);

@@ -133,6 +133,7 @@ impl PlacementArgs {
             memory: memory.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
             disk: disk.flatten(),
             workload: None,
+            longest: None,
             objective: match self.objective {
                 PlanObjective::Throughput => Objective::Throughput,
                 PlanObjective::Latency => Objective::Latency,

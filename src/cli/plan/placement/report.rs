@@ -3,7 +3,8 @@
 //! Invariant: speeds are predictions; nothing but the machine is measured.
 
 use crate::cli::escape::one_line;
-use crate::cli::start::placement::{PlacementPlan, is_resident};
+use crate::cli::start::is_resident;
+use crate::cli::start::placement::PlacementPlan;
 use crate::planner::placement::{Bound, Objective, PlannedPolicy, Prediction, StepTime, Tier, Workload};
 use serde::Serialize;
 use serde_json::Value;
@@ -18,6 +19,8 @@ pub struct PlacementReport {
     pub requests: usize,
     pub prompt: usize,
     pub output: usize,
+    /// Tokens of the longest request that the KV cache has room for.
+    pub longest_request: usize,
     /// Bytes of memory that are available, of which not all are used.
     pub memory: usize,
     pub tiers: Vec<TierFigures>,
@@ -93,6 +96,7 @@ impl PlacementReport {
             requests,
             prompt,
             output,
+            longest_request: plan.longest().0,
             memory: plan.memory,
             tiers: plan.tiers.iter().map(tier).collect(),
             policy: policies.next().expect("a plan has a policy; anything else is a bug"),

@@ -9,13 +9,13 @@ const HEAD: [&str; 8] = ["slots", "per step", "KV cache", "weights", "from disk"
 
 /// Formats the plan: the machine, the best policy with its predictions, and a line per other policy.
 pub fn text(report: &PlacementReport) -> String {
-    let PlacementReport { model, parameters, requests, prompt, output, policy, .. } = report;
+    let PlacementReport { model, parameters, requests, prompt, output, longest_request, policy, .. } = report;
     let mut text = String::new();
     let _ = writeln!(text, "model     {model}, {:.1} M parameters", *parameters as f64 / 1e6);
     let _ = writeln!(text, "machine   {}", machine(report));
     let _ = writeln!(
         text,
-        "requests  {requests} of {prompt} + {output} tokens, for the best {}",
+        "requests  {requests} of {prompt} + {output} tokens, none above {longest_request}, for the best {}",
         report.objective
     );
     let settings = policy.settings.iter().map(|(key, value)| format!("{key} = {value}"));
