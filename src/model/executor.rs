@@ -122,7 +122,8 @@ impl<B: Backend> ModelExecutor<B> {
             "the device joined its stage as rank {rank} of {ranks}, not {place:?}; this is a bug"
         );
         let (allocated, report) = allocate(&mut backend, source, shard, kv, &limits)?;
-        let trace = StepTrace::start(&source.transfers, &shard.encoder, &shard.decoder);
+        let trace = source.transfers.trace();
+        let trace = trace.map(|trace| StepTrace::start(trace, &shard.encoder, &shard.decoder));
         Ok(ModelExecutor { backend, allocated, report, trace })
     }
 }

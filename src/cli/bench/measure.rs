@@ -14,7 +14,6 @@ use crate::cli::start::{self, factories, fetch_model_async};
 use crate::cli::vocabulary;
 use crate::config::{Config, DeviceKind};
 use crate::model::load;
-use crate::model::offload::Trace;
 use crate::model::{ModelRef, ModelSource};
 use crate::request::{Request, RequestError, TokenEvent};
 use crate::text::Tokenizer;
@@ -38,7 +37,8 @@ pub async fn open_model(
     Ok((source, tokenizer))
 }
 
-/// Runs the selected tests, and records the last step if `is_traced`. If the future is dropped, the report keeps the results so far.
+/// Runs the selected tests, and records the last step if `is_traced`. If the future is dropped, the report
+/// keeps the results so far.
 pub async fn measure(
     mut config: Config,
     args: &SuiteArgs,
@@ -102,7 +102,7 @@ pub async fn measure(
             }
             progress.inc(1);
         }
-        report.timeline = source.transfers.trace().and_then(Trace::last_step);
+        report.timeline = source.transfers.trace().and_then(|trace| trace.last_step());
     }
     engine.stop();
     Ok(())

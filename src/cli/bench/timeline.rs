@@ -2,7 +2,7 @@
 //!
 //! Invariant: names are escaped, and nothing is drawn outside of the picture.
 
-use crate::model::offload::{Activity, Stream, Timeline, TimelineRow, TimelineSpan};
+use crate::model::offload::{Activity, Timeline, TimelineRow, TimelineSpan};
 use std::fmt::Write;
 
 /// Sizes in pixels: of the column of names, of the axis, of a row, and of what is above the rows.
@@ -17,9 +17,9 @@ const MARKS: f64 = 8.0;
 /// Activities in the order of their rows, with their names and colours.
 const ACTIVITIES: [(Activity, &str, &str); 4] = [
     (Activity::Compute, "compute", "#7aa6d8"),
-    (Activity::Transfer(Stream::LoadWeights), "load weights", "#f2b263"),
-    (Activity::Transfer(Stream::LoadCache), "load KV", "#8cc584"),
-    (Activity::Transfer(Stream::StoreCache), "store KV", "#d09ac6"),
+    (Activity::LoadWeights, "load weights", "#f2b263"),
+    (Activity::LoadCache, "load KV", "#8cc584"),
+    (Activity::StoreCache, "store KV", "#d09ac6"),
 ];
 
 /// Draws a step: a row for each device and thread, with its pieces of work.
@@ -82,7 +82,8 @@ fn draw_row(
         // A picture in the picture, which cuts off names that are too long.
         let _ = writeln!(
             text,
-            "<svg x=\"{:.2}\" y=\"{}\" width=\"{:.2}\" height=\"{}\"><title>{name}: {from} to {to}, {}</title>\
+            "<svg x=\"{:.2}\" y=\"{}\" width=\"{:.2}\" height=\"{}\">\
+             <title>{name}: {from} to {to}, {}</title>\
              <rect width=\"100%\" height=\"100%\" fill=\"{colour}\" stroke=\"white\" stroke-width=\"0.5\"/>\
              <text x=\"2\" y=\"14\">{name}</text></svg>",
             NAMES + began,
@@ -139,7 +140,7 @@ mod tests {
 
     #[test]
     fn spans_are_where_their_times_are_and_inside_the_picture() {
-        let reader = Activity::Transfer(Stream::LoadWeights);
+        let reader = Activity::LoadWeights;
         let rows = vec![
             row(reader, "weights-0", &[("a", [-0.1, 0.05]), ("b", [0.05, 0.3])]),
             row(Activity::Compute, "dev cpu:0", &[("layer 0", [0.1, 0.15])]),

@@ -15,7 +15,7 @@ use super::cache_places::CacheOffload;
 use super::direct::DirectFile;
 use super::page_plan::{PageMarks, Plan};
 use super::stream::HostBytes;
-use super::trace::{Activity, Trace};
+use super::trace::Activity;
 use super::transfers::{Stream, Transfers};
 use anyhow::{Context, Result};
 use mainstem_kernels::{Abort, Backend, DeviceError, KvLayer, KvLayout, StepBatch, StepLimits, Waiters};
@@ -165,8 +165,8 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
         Ok(caches)
     }
 
-    /// Begins a step, and to read what it attends to. `device` has the page tables of the step. Fails if
-    /// something could not be written.
+    /// Begins a step, and begins to read what it attends to. `device` has the page tables of the step. Fails
+    /// if something could not be written.
     pub fn begin(&mut self, device: &dyn Backend<Buf = Buf>, batch: &StepBatch) -> Result<(), DeviceError> {
         let free = self.ring.end_reads()?;
         self.marks.mark(device, batch);
@@ -318,9 +318,10 @@ impl<Buf> Ring<Buf> {
         // If this thread panics, nobody waits for it.
         let _stop = StopAtEnd(self);
         let name = thread::current().name().unwrap_or_default().to_owned();
-        let row = |trace: &Trace, stream| trace.add_row(Activity::Transfer(stream), name.clone());
-        let rows = |trace| [Stream::LoadCache, Stream::StoreCache].map(|stream| row(trace, stream));
-        let trace = self.transfers.trace().map(|trace| (trace, rows(trace)));
+        let trace = self.transfers.trace().map(|trace| {
+            let row = |activity| trace.add_row(activity, name.clone());
+            (trace, [Activity::LoadCache, Activity::StoreCache].map(row))
+        });
         self.lock().running += 1;
         self.done.notify_all();
         while let Some((task, unit, mut buf, plan)) = self.take_task() {

@@ -208,7 +208,7 @@ impl<Buf> Ring<Buf> {
         // If this thread panics, nobody waits for it.
         let _stop = StopAtEnd(self);
         let name = || thread::current().name().unwrap_or_default().to_owned();
-        let row = |trace: &Trace| trace.add_row(Activity::Transfer(Stream::LoadWeights), name());
+        let row = |trace: &Trace| trace.add_row(Activity::LoadWeights, name());
         let trace = self.transfers.trace().map(|trace| (trace, row(trace)));
         self.lock().running += 1;
         self.ready.notify_one();

@@ -26,6 +26,7 @@ fn hooks() -> MutexGuard<'static, Vec<(PathBuf, Arc<Hook>)>> {
 pub struct Hooked(PathBuf);
 
 impl Hooked {
+    /// Calls `hook` before each access to a file in `folder`.
     pub fn new(
         folder: &Path,
         hook: impl Fn(Access, u64) -> io::Result<()> + Send + Sync + 'static,
@@ -81,10 +82,12 @@ impl Gate {
         self.changed.notify_all();
     }
 
+    /// Lets accesses wait.
     pub fn shut(&self) {
         self.lock().is_shut = true;
     }
 
+    /// Lets all accesses pass.
     pub fn open(&self) {
         self.lock().is_shut = false;
         self.changed.notify_all();

@@ -2,7 +2,7 @@
 //! the disk is slow, hangs or fails.
 
 use super::testing::{Access, Gate, Hooked};
-use super::{Activity, CacheOffload, Offload, Residency, StorePlace, Stream};
+use super::{Activity, CacheOffload, Offload, Residency, StorePlace};
 use crate::model::executor::KvCacheConfig;
 use crate::model::{Executor, ModelExecutor, ModelRef, ModelSource, Shard};
 use crate::testing::Scratch;
@@ -373,17 +373,17 @@ fn a_traced_step_has_its_reads_writes_and_layers() {
     let mut streamed = executor(&source, QuantType::F16, usize::MAX);
     let mut steps = schedule(&source, 6);
     (0..6).for_each(|_| _ = run(&mut streamed, &steps.step()).unwrap());
-    let timeline = source.transfers.trace().and_then(super::Trace::last_step).unwrap();
+    let timeline = source.transfers.trace().and_then(|trace| trace.last_step()).unwrap();
     let names = |activity: Activity| {
         let rows = timeline.rows.iter().filter(move |row| row.activity == activity);
         rows.flat_map(|row| &row.spans).map(|span| span.name.as_str()).collect::<HashSet<_>>()
     };
     let layers = source.spec.decoder.as_ref().unwrap().layers.len();
     assert_eq!(names(Activity::Compute).len(), layers, "{timeline:?}");
-    let matrices = names(Activity::Transfer(Stream::LoadWeights));
+    let matrices = names(Activity::LoadWeights);
     assert!(
         matrices.iter().any(|name| name.contains("layers.0.") && name.ends_with("weight")),
         "{matrices:?}"
     );
-    assert!(names(Activity::Transfer(Stream::LoadCache)).contains("K of layer 1"), "{timeline:?}");
+    assert!(names(Activity::LoadCache).contains("K of layer 1"), "{timeline:?}");
 }

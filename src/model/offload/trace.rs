@@ -3,7 +3,6 @@
 //! Invariant: recording allocates nothing. Rows and names are added while devices are built, and when the
 //! memory for spans is used up, the oldest spans are overwritten.
 
-use super::transfers::{Stream, Transfers};
 use mainstem_kernels::SpanStack;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,8 +16,12 @@ const SPANS: usize = 1 << 16;
 pub enum Activity {
     /// The layers of a device.
     Compute,
-    /// Reads or writes of a thread.
-    Transfer(Stream),
+    /// Weights that a thread reads.
+    LoadWeights,
+    /// Pages of KV caches that a thread reads.
+    LoadCache,
+    /// Pages of KV caches that a thread writes.
+    StoreCache,
 }
 
 /// The recorded work of a model's devices, and of the threads that read and write for them.
@@ -151,21 +154,15 @@ impl Trace {
 /// Records the steps of a device and the computation of their layers.
 #[derive(Debug)]
 pub struct StepTrace {
-    transfers: Arc<Transfers>,
+    trace: Arc<Trace>,
     row: usize,
     /// Numbers of the names of the first layers of encoder and decoder.
     layers: [usize; 2],
 }
 
 impl StepTrace {
-    /// Creates the record of a device with these layers of the encoder and of the decoder; `None` if the steps
-    /// of the model are not traced.
-    pub fn start(
-        transfers: &Arc<Transfers>,
-        encoder: &Range<usize>,
-        decoder: &Range<usize>,
-    ) -> Option<StepTrace> {
-        let trace = transfers.trace()?;
+    /// Creates the record of a device with these layers of the encoder and of the decoder.
+    pub fn start(trace: &Arc<Trace>, encoder: &Range<usize>, decoder: &Range<usize>) -> StepTrace {
         // The thread of a device has its name.
         let device = std::thread::current().name().unwrap_or("device").to_owned();
         let row = trace.add_row(Activity::Compute, device);
@@ -173,22 +170,19 @@ impl StepTrace {
             trace.add_names(encoder.clone().map(|layer| format!("encoder layer {layer}"))),
             trace.add_names(decoder.clone().map(|layer| format!("layer {layer}"))),
         ];
-        Some(StepTrace { transfers: transfers.clone(), row, layers })
+        StepTrace { trace: trace.clone(), row, layers }
     }
 
     /// Records that a layer of a stack, by its index on the device, has been computed since `began`.
     pub fn end_layer(&self, stack: SpanStack, layer: usize, began: Instant) {
-        if let Some(trace) = self.transfers.trace() {
-            trace.record(self.row, self.layers[usize::from(stack == SpanStack::Decoder)] + layer, began);
-        }
+        let first = self.layers[usize::from(stack == SpanStack::Decoder)];
+        self.trace.record(self.row, first + layer, began);
     }
 
     /// Records that a step has been computed since `began`.
     pub fn end_step(&self, began: Instant) {
-        if let Some(trace) = self.transfers.trace() {
-            let times = trace.since(began);
-            trace.lock().steps[self.row] = Some(times);
-        }
+        let times = self.trace.since(began);
+        self.trace.lock().steps[self.row] = Some(times);
     }
 }
 
@@ -198,14 +192,9 @@ mod tests {
 
     #[test]
     fn a_timeline_has_what_ran_during_the_last_step() {
-        let transfers = Arc::new(Transfers::default());
-        assert!(
-            StepTrace::start(&transfers, &(0..1), &(3..5)).is_none(),
-            "nothing is recorded unless it is wanted"
-        );
-        let trace = transfers.start_trace();
-        let device = StepTrace::start(&transfers, &(0..1), &(3..5)).unwrap();
-        let reader = trace.add_row(Activity::Transfer(Stream::LoadWeights), "weights-0".into());
+        let trace = Arc::new(Trace::new());
+        let device = StepTrace::start(&trace, &(0..1), &(3..5));
+        let reader = trace.add_row(Activity::LoadWeights, "weights-0".into());
         let matrices = trace.add_names(["a".to_owned(), "b".to_owned()].into_iter());
         assert_eq!(trace.last_step(), None);
         trace.record(reader, matrices, Instant::now());
@@ -232,9 +221,8 @@ mod tests {
     /// The newest spans stay.
     #[test]
     fn a_full_trace_does_not_grow() {
-        let transfers = Arc::new(Transfers::default());
-        let trace = transfers.start_trace();
-        let device = StepTrace::start(&transfers, &(0..0), &(0..2)).unwrap();
+        let trace = Arc::new(Trace::new());
+        let device = StepTrace::start(&trace, &(0..0), &(0..2));
         let began = Instant::now();
         (0..SPANS).for_each(|_| device.end_layer(SpanStack::Decoder, 0, began));
         let sizes = || {

@@ -4,7 +4,7 @@
 
 use super::trace::Trace;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 /// A stream of data between memory and disk.
@@ -42,7 +42,7 @@ pub struct Transfers {
     /// Sums over layers of streamed weights: buffers that were ready, and all buffers.
     buffers: [AtomicU64; 2],
     /// The times of single transfers, if they are wanted.
-    trace: OnceLock<Trace>,
+    trace: OnceLock<Arc<Trace>>,
     /// Totals that [`Transfers::take_new`] has returned.
     reported: Mutex<TransferTotals>,
 }
@@ -108,12 +108,12 @@ impl Transfers {
     }
 
     /// Begins to record the times of transfers and computations, of devices that are built from now on.
-    pub fn start_trace(&self) -> &Trace {
-        self.trace.get_or_init(Trace::new)
+    pub fn start_trace(&self) {
+        self.trace.get_or_init(|| Arc::new(Trace::new()));
     }
 
     /// Returns the recorded times, if any are recorded.
-    pub fn trace(&self) -> Option<&Trace> {
+    pub fn trace(&self) -> Option<&Arc<Trace>> {
         self.trace.get()
     }
 

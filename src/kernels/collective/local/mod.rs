@@ -114,8 +114,8 @@ impl Abort {
         }
     }
 
-    /// Lets the abort wake `waiters`. Those that begin to wait later must look at [`Abort::is_aborted`] first,
-    /// with the lock that `wake_all` takes.
+    /// Lets the abort wake `waiters`. Those that begin to wait later must look at [`Abort::is_aborted`]
+    /// first, with the lock that `wake_all` takes.
     pub fn wake_on_abort(&self, waiters: Weak<dyn Waiters>) {
         self.0.waiters().push(waiters);
     }
