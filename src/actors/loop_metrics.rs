@@ -57,6 +57,7 @@ struct OffloadMetrics {
     stalls: [Histogram; Stream::ALL.len()],
     ready: Counter,
     late: Counter,
+    buffers: Histogram,
 }
 
 impl OffloadMetrics {
@@ -68,6 +69,7 @@ impl OffloadMetrics {
             stalls: Stream::ALL.map(|stream| telemetry::OFFLOAD_STALLS.histogram_with([stream.name()])),
             ready: layers("ready"),
             late: layers("late"),
+            buffers: telemetry::OFFLOAD_BUFFERS.histogram(),
         }
     }
 
@@ -81,6 +83,9 @@ impl OffloadMetrics {
         self.stalls.iter().zip(new.stalls).for_each(|(stalls, time)| stalls.record(time.as_secs_f64()));
         self.ready.increment(new.ready);
         self.late.increment(new.late);
+        if let Some(occupancy) = new.occupancy() {
+            self.buffers.record(occupancy);
+        }
     }
 }
 

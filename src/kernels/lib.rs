@@ -37,7 +37,7 @@ pub use batch::{
     SampledToken, SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
     StepBatch, StepOutput, StepTimes, TableUpdate,
 };
-pub use collective::local::{Abort, LocalRank};
+pub use collective::local::{Abort, LocalRank, Waiters};
 pub use collective::{Aborted, Collective, SingleRank};
 pub use host::{HostBuf, HostMemory};
 pub use late::{HostRow, LateInputs};

@@ -7,7 +7,7 @@
 use super::activations::Activations;
 use super::drafter::Drafter;
 use super::forward::{after_attention, attention, before_attention, embed, finish_stack, store_cross_kv};
-use super::offload::StreamedCaches;
+use super::offload::{StepTrace, StreamedCaches};
 use super::spec::LayerSpec;
 use super::weights::{LayerWeights, Model, Stack};
 use mainstem_kernels::{
@@ -45,6 +45,8 @@ pub struct StepIo<'a> {
     pub biases: &'a [(u32, f32)],
     pub handoff: HandoffPorts<'a>,
     pub out: &'a mut StepOutput,
+    /// The record of the times of layers, if they are wanted.
+    pub trace: Option<&'a StepTrace>,
 }
 
 impl StepIo<'_> {
@@ -174,7 +176,7 @@ fn encode<B: Backend>(
         (Some(stack), Some(spec), Some(scratch)) => {
             for_each_batch(b, which, act, |b, act, rows| enter_stack(b, stack, rows, from, act));
             for (index, layer) in spec.layers.iter().enumerate() {
-                with_layer(b, stack, index, |b, stack, block| {
+                with_layer(b, stack, (which, index), traffic.trace, |b, stack, block| {
                     for_each_batch(b, which, act, |b, act, rows| {
                         run_layer(b, stack, (layer, block), (KvTable::Scratch, scratch), rows.len(), act);
                     });
@@ -218,7 +220,7 @@ fn decode<B: Backend>(
             if is_idle {
                 return Ok(());
             }
-            with_layer(b, stack, index, |b, stack, block| {
+            with_layer(b, stack, (which, index), traffic.trace, |b, stack, block| {
                 for_each_batch(b, SpanStack::Encoder, act, |b, act, rows| {
                     store_cross_kv(b, block, kv, rows.len(), act);
                 });
@@ -314,11 +316,16 @@ fn with_cache<Buf>(
 fn with_layer<B: Backend>(
     b: &mut B,
     stack: &mut Stack<B::Buf>,
-    index: usize,
+    (which, index): (SpanStack, usize),
+    trace: Option<&StepTrace>,
     use_layer: impl FnOnce(&mut B, &Stack<B::Buf>, &LayerWeights<B::Buf>),
 ) -> Result<(), DeviceError> {
     stack.weights.acquire(b, index)?;
+    let began = Instant::now();
     use_layer(b, stack, stack.weights.layer(index));
+    if let Some(trace) = trace {
+        trace.end_layer(which, index, began);
+    }
     stack.weights.release(b, index);
     Ok(())
 }

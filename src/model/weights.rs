@@ -5,7 +5,7 @@
 use super::shard::StageRole;
 use super::spec::{ColumnSplit, ModelSpec};
 use mainstem_kernels::{
-    Activation, Backend, DeviceError, Expert, MoeShape, Norm, QuantType, RelativeBias, Rope, Weight,
+    Abort, Activation, Backend, DeviceError, Expert, MoeShape, Norm, QuantType, RelativeBias, Rope, Weight,
 };
 use std::any::Any;
 use std::sync::Arc;
@@ -61,6 +61,10 @@ pub trait WeightSource<Buf>: Any + Send {
 
     /// Ends the use of the acquired layer's weights: their memory may be overwritten.
     fn release(&mut self, device: &mut dyn Backend<Buf = Buf>, layer: usize);
+
+    /// Lets `abort` end a wait in [`WeightSource::acquire`], which then fails. Does nothing for a source that
+    /// never waits.
+    fn stop_on_abort(&mut self, _abort: &Abort) {}
 }
 
 /// The weights of one layer.

@@ -372,6 +372,13 @@ pub(crate) static OFFLOAD_LAYERS: Metric = Metric::new(
      buffer when it needed it.",
 )
 .labelled(&[("state", &["ready", "late"])]);
+pub(crate) static OFFLOAD_BUFFERS: Metric = Metric::new(
+    "mainstem_offload_ready_buffers_ratio",
+    MetricKind::Histogram(FRACTION_BUCKETS),
+    "fraction, 0 to 1",
+    "Fraction of the buffers for weights on disk that had been read when a device needed a layer, on average \
+     over the layers of a step. Near 1: computing limits the speed; near 0: the disk does.",
+);
 
 /// All metrics, in the order of the documentation.
 pub static METRICS: &[&Metric] = &[
@@ -427,6 +434,7 @@ pub static METRICS: &[&Metric] = &[
     &OFFLOAD_BYTES,
     &OFFLOAD_STALLS,
     &OFFLOAD_LAYERS,
+    &OFFLOAD_BUFFERS,
     &HTTP_REQUESTS,
     &BATCHES,
     &BATCH_REQUESTS,

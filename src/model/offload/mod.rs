@@ -4,6 +4,8 @@
 //!
 //! Invariant: the bytes of a matrix or page are the same, whether it stays in memory or not.
 
+mod abort;
+
 mod cache;
 
 mod cache_places;
@@ -26,7 +28,12 @@ mod store;
 
 mod stream;
 
+mod trace;
+
 mod transfers;
+
+#[cfg(test)]
+mod testing;
 
 #[cfg(test)]
 mod tests;
@@ -38,4 +45,5 @@ pub use matrix::LayerMatrix;
 pub use residency::Residency;
 pub use speed::DiskSpeed;
 pub use store::{StoreKey, StorePlace, StoreWriter};
+pub use trace::{Activity, StepTrace, Timeline, TimelineRow, TimelineSpan, Trace};
 pub use transfers::{Stream, TransferTotals, Transfers};

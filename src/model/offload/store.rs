@@ -125,7 +125,7 @@ impl StoreKey {
 /// A matrix in the data file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoredMatrix {
-    name: String,
+    pub name: String,
     /// Offset of its first byte, a multiple of a block.
     pub offset: u64,
     pub bytes: usize,

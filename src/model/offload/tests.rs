@@ -1,16 +1,22 @@
-//! Tests of executors whose KV caches are in a file, and of what happens if that file fails.
+//! Tests of executors whose weights are in a store and whose KV caches are in a file, and of what happens if
+//! the disk is slow, hangs or fails.
 
-use super::{CacheOffload, Residency};
+use super::testing::{Access, Gate, Hooked};
+use super::{Activity, CacheOffload, Offload, Residency, StorePlace};
 use crate::model::executor::KvCacheConfig;
 use crate::model::{Executor, ModelExecutor, ModelRef, ModelSource, Shard};
 use crate::testing::Scratch;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
-    ActivationPrecision, Fraction, HandoffPorts, KvTable, PageCopy, QuantType, SamplingParams, SlotMove,
-    Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
-    TableUpdate,
+    Abort, ActivationPrecision, Fraction, HandoffPorts, KvTable, PageCopy, QuantType, SamplingParams,
+    SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
+    StepOutput, TableUpdate,
 };
+use std::collections::HashSet;
+use std::io;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 const SLOTS: usize = 4;
 const PAGE: usize = 32;
@@ -238,4 +244,145 @@ fn a_cache_that_cannot_be_read_fails_a_step() {
     }
     let failed = (0..3).find_map(|_| run(&mut executor, &schedule.step()).err()).unwrap();
     assert!(failed.starts_with("device fault: cannot read the KV cache from its file: "), "{failed}");
+}
+
+/// Returns a fixture with no weights of layers in memory, and no caches.
+fn on_disk(fixture: &str, folder: &Path) -> ModelSource {
+    let mut source = open(fixture);
+    let (resident, overlaps) = (Residency(0.0), true);
+    source.offload = Some(Offload { resident, place: StorePlace(folder.to_owned()), overlaps });
+    source.cache_offload = Some(CacheOffload { resident, folder: folder.to_owned(), overlaps });
+    source
+}
+
+fn schedule(source: &ModelSource, random: u64) -> Schedule {
+    let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
+    Schedule { random, context, vocab, slots: vec![None; SLOTS], before: Vec::new() }
+}
+
+/// Only one read or write is done at a time, in any order.
+#[test]
+fn a_slow_disk_gives_the_same_results() {
+    for fixture in ["gqa", "families/qwen2_moe"] {
+        let (folder, gate) = (Scratch::new(), Arc::new(Gate::default()));
+        let on_gate = gate.clone();
+        let _hook = Hooked::new(folder.path(), move |_, _| {
+            on_gate.pass();
+            Ok(())
+        });
+        let source = on_disk(fixture, folder.path());
+        let mut streamed = executor(&source, QuantType::F16, 7);
+        let mut resident = executor(&open(fixture), QuantType::F16, usize::MAX);
+        let mut steps = schedule(&source, 11);
+        gate.slow_down(|| {
+            for step in 0..8 {
+                let batch = steps.step();
+                let expected = run(&mut resident, &batch).unwrap();
+                assert!(run(&mut streamed, &batch).unwrap() == expected, "{fixture}, step {step}");
+            }
+        });
+        let totals = source.transfers.totals();
+        assert!(totals.occupancy().is_some_and(|ready| (0.0..=1.0).contains(&ready)), "{totals:?}");
+    }
+}
+
+/// A place that cannot be read once is read again; one that cannot be read twice fails the step, and the next
+/// ones go on.
+#[test]
+fn a_disk_that_fails_now_and_then_fails_no_step_unless_it_fails_twice() {
+    let (folder, state) = (Scratch::new(), Arc::new((Mutex::new(HashSet::new()), AtomicBool::new(false))));
+    let on_disk_state = state.clone();
+    let _hook = Hooked::new(folder.path(), move |access, offset| {
+        let (known, is_broken) = &*on_disk_state;
+        let is_new = known.lock().unwrap().insert((access == Access::Read, offset));
+        let fails = is_new || is_broken.load(Ordering::SeqCst);
+        if fails { Err(io::Error::other("a bad sector")) } else { Ok(()) }
+    });
+    let source = on_disk("gqa", folder.path());
+    let mut streamed = executor(&source, QuantType::F16, usize::MAX);
+    let mut resident = executor(&open("gqa"), QuantType::F16, usize::MAX);
+    let mut steps = schedule(&source, 3);
+    let mut results = |batch: &StepBatch| (run(&mut streamed, batch), run(&mut resident, batch).unwrap());
+    for step in 0..10 {
+        let (found, expected) = results(&steps.step());
+        assert!(found.unwrap() == expected, "step {step}");
+    }
+    assert!(state.0.lock().unwrap().iter().any(|(is_read, _)| !is_read), "writes failed, too");
+    state.1.store(true, Ordering::SeqCst);
+    let failed = (0..9).find_map(|_| results(&steps.step()).0.err()).unwrap();
+    assert!(failed.contains("a bad sector"), "{failed}");
+    state.1.store(false, Ordering::SeqCst);
+    // A step that failed has not written its part of the caches: sequences begin anew. Writes that failed
+    // meanwhile may fail another step.
+    let has_recovered = (0..4).any(|_| {
+        let mut steps = schedule(&source, 4);
+        (0..10).all(|step| match results(&steps.step()) {
+            (Ok(found), expected) => {
+                assert!(found == expected, "step {step} after the failure");
+                true
+            }
+            (Err(_), _) => false,
+        })
+    });
+    assert!(has_recovered);
+}
+
+/// Steps that wait for weights or caches end when the group is given up, and nobody waits for the disk.
+#[test]
+fn a_disk_that_hangs_holds_up_no_aborted_step() {
+    for access in [Access::Read, Access::Write] {
+        let (folder, gate) = (Scratch::new(), Arc::new(Gate::default()));
+        let on_gate = gate.clone();
+        let _hook = Hooked::new(folder.path(), move |kind, _| {
+            if kind == access {
+                on_gate.pass();
+            }
+            Ok(())
+        });
+        let source = on_disk("gqa", folder.path());
+        let mut streamed = executor(&source, QuantType::F16, usize::MAX);
+        let abort = Abort::new();
+        streamed.stop_on_abort(&abort);
+        let mut steps = schedule(&source, 6);
+        (0..4).for_each(|_| _ = run(&mut streamed, &steps.step()).unwrap());
+        gate.shut();
+        let failed = std::thread::scope(|scope| {
+            let waits = scope.spawn(|| (0..9).find_map(|_| run(&mut streamed, &steps.step()).err()));
+            gate.wait_for(2);
+            abort.abort();
+            waits.join().unwrap()
+        });
+        assert_eq!(failed.unwrap(), "device fault: the stage was aborted", "{access:?}");
+        drop(streamed);
+        gate.open();
+        // The device is built again.
+        let mut rebuilt = executor(&source, QuantType::F16, usize::MAX);
+        let mut resident = executor(&open("gqa"), QuantType::F16, usize::MAX);
+        let batch = schedule(&source, 7).step();
+        assert!(run(&mut rebuilt, &batch) == run(&mut resident, &batch));
+    }
+}
+
+/// The times of a step name its matrices, caches and layers.
+#[test]
+fn a_traced_step_has_its_reads_writes_and_layers() {
+    let folder = Scratch::new();
+    let source = on_disk("gqa", folder.path());
+    source.transfers.start_trace();
+    let mut streamed = executor(&source, QuantType::F16, usize::MAX);
+    let mut steps = schedule(&source, 6);
+    (0..6).for_each(|_| _ = run(&mut streamed, &steps.step()).unwrap());
+    let timeline = source.transfers.trace().and_then(|trace| trace.last_step()).unwrap();
+    let names = |activity: Activity| {
+        let rows = timeline.rows.iter().filter(move |row| row.activity == activity);
+        rows.flat_map(|row| &row.spans).map(|span| span.name.as_str()).collect::<HashSet<_>>()
+    };
+    let layers = source.spec.decoder.as_ref().unwrap().layers.len();
+    assert_eq!(names(Activity::Compute).len(), layers, "{timeline:?}");
+    let matrices = names(Activity::LoadWeights);
+    assert!(
+        matrices.iter().any(|name| name.contains("layers.0.") && name.ends_with("weight")),
+        "{matrices:?}"
+    );
+    assert!(names(Activity::LoadCache).contains("K of layer 1"), "{timeline:?}");
 }

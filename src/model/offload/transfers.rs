@@ -2,8 +2,9 @@
 //!
 //! Invariant: totals only grow. They are those of all devices and of all their rebuilds.
 
+use super::trace::Trace;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 /// A stream of data between memory and disk.
@@ -38,6 +39,10 @@ pub struct Transfers {
     stall_nanos: [AtomicU64; Stream::ALL.len()],
     /// Layers whose data was ready when it was needed, and those whose was not.
     layers: [AtomicU64; 2],
+    /// Sums over layers of streamed weights: buffers that were ready, and all buffers.
+    buffers: [AtomicU64; 2],
+    /// The times of single transfers, if they are wanted.
+    trace: OnceLock<Arc<Trace>>,
     /// Totals that [`Transfers::take_new`] has returned.
     reported: Mutex<TransferTotals>,
 }
@@ -52,6 +57,10 @@ pub struct TransferTotals {
     pub ready: u64,
     /// Layers for whose weights, or for whose cache, a device waited.
     pub late: u64,
+    /// Sum, over the layers whose weights a device needed, of the buffers that were ready then.
+    pub ready_buffers: u64,
+    /// Sum of all buffers over the same layers.
+    pub buffers: u64,
 }
 
 impl TransferTotals {
@@ -62,7 +71,15 @@ impl TransferTotals {
             stalls: std::array::from_fn(|at| self.stalls[at].saturating_sub(earlier.stalls[at])),
             ready: self.ready.saturating_sub(earlier.ready),
             late: self.late.saturating_sub(earlier.late),
+            ready_buffers: self.ready_buffers.saturating_sub(earlier.ready_buffers),
+            buffers: self.buffers.saturating_sub(earlier.buffers),
         }
+    }
+
+    /// Returns the mean fraction of the buffers for weights that were ready when a device needed a layer;
+    /// `None` if it needed none.
+    pub fn occupancy(&self) -> Option<f64> {
+        (self.buffers > 0).then(|| self.ready_buffers as f64 / self.buffers as f64)
     }
 }
 
@@ -84,6 +101,22 @@ impl Transfers {
         self.add_stall(stream, stall.unwrap_or_default());
     }
 
+    /// Counts the buffers for weights that are ready when a device needs a layer, of so many.
+    pub(super) fn add_occupancy(&self, ready: usize, all: usize) {
+        self.buffers[0].fetch_add(ready as u64, Ordering::Relaxed);
+        self.buffers[1].fetch_add(all as u64, Ordering::Relaxed);
+    }
+
+    /// Begins to record the times of transfers and computations, of devices that are built from now on.
+    pub fn start_trace(&self) {
+        self.trace.get_or_init(|| Arc::new(Trace::new()));
+    }
+
+    /// Returns the recorded times, if any are recorded.
+    pub fn trace(&self) -> Option<&Arc<Trace>> {
+        self.trace.get()
+    }
+
     /// Returns the totals.
     pub fn totals(&self) -> TransferTotals {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -92,6 +125,8 @@ impl Transfers {
             stalls: self.stall_nanos.each_ref().map(|nanos| Duration::from_nanos(read(nanos))),
             ready: read(&self.layers[0]),
             late: read(&self.layers[1]),
+            ready_buffers: read(&self.buffers[0]),
+            buffers: read(&self.buffers[1]),
         }
     }
 
@@ -116,6 +151,10 @@ mod tests {
         let first = transfers.take_new();
         assert_eq!((first.bytes, first.stalls), ([0, 5, 0], [second, Duration::ZERO, Duration::ZERO]));
         assert_eq!((first.ready, first.late), (1, 1));
+        assert_eq!(first.occupancy(), None);
+        transfers.add_occupancy(1, 4);
+        transfers.add_occupancy(2, 4);
+        assert_eq!(transfers.take_new().occupancy(), Some(0.375));
         transfers.add_bytes(Stream::StoreCache, 2);
         assert_eq!(transfers.take_new(), TransferTotals { bytes: [0, 0, 2], ..TransferTotals::default() });
         assert_eq!(transfers.take_new(), TransferTotals::default());
