@@ -57,17 +57,22 @@ struct OffloadMetrics {
     stalls: [Histogram; Stream::ALL.len()],
     ready: Counter,
     late: Counter,
+    expert_hits: Counter,
+    expert_misses: Counter,
 }
 
 impl OffloadMetrics {
     fn new(transfers: Arc<Transfers>) -> OffloadMetrics {
         let layers = |state| telemetry::OFFLOAD_LAYERS.counter_with([state]);
+        let experts = |result| telemetry::OFFLOAD_EXPERTS.counter_with([result]);
         OffloadMetrics {
             transfers,
             bytes: Stream::ALL.map(|stream| telemetry::OFFLOAD_BYTES.counter_with([stream.name()])),
             stalls: Stream::ALL.map(|stream| telemetry::OFFLOAD_STALLS.histogram_with([stream.name()])),
             ready: layers("ready"),
             late: layers("late"),
+            expert_hits: experts("hit"),
+            expert_misses: experts("miss"),
         }
     }
 
@@ -81,6 +86,8 @@ impl OffloadMetrics {
         self.stalls.iter().zip(new.stalls).for_each(|(stalls, time)| stalls.record(time.as_secs_f64()));
         self.ready.increment(new.ready);
         self.late.increment(new.late);
+        self.expert_hits.increment(new.expert_hits);
+        self.expert_misses.increment(new.expert_misses);
     }
 }
 

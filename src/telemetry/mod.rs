@@ -373,6 +373,15 @@ pub(crate) static OFFLOAD_LAYERS: Metric = Metric::new(
 )
 .labelled(&[("state", &["ready", "late"])]);
 
+pub(crate) static OFFLOAD_EXPERTS: Metric = Metric::new(
+    "mainstem_offload_experts_total",
+    Counter,
+    "experts",
+    "Experts that rows of a row batch chose, in mixtures whose experts are on disk, by whether the expert was \
+     in memory (hit) or had to be read (miss).",
+)
+.labelled(&[("result", &["hit", "miss"])]);
+
 /// All metrics, in the order of the documentation.
 pub static METRICS: &[&Metric] = &[
     &BUILD_INFO,
@@ -427,6 +436,7 @@ pub static METRICS: &[&Metric] = &[
     &OFFLOAD_BYTES,
     &OFFLOAD_STALLS,
     &OFFLOAD_LAYERS,
+    &OFFLOAD_EXPERTS,
     &HTTP_REQUESTS,
     &BATCHES,
     &BATCH_REQUESTS,

@@ -39,11 +39,17 @@ async fn answers(engine: &Engine) -> Vec<Vec<u32>> {
 async fn answers_equal_those_of_weights_in_memory() {
     let dense = Copied::of("gqa", "offload-answers");
     let mixture = family("mixtral", "offload-answers");
-    for (model, devices) in
-        [(&dense, "cpu:0"), (&dense, "cpu:0;cpu:1"), (&dense, "cpu:0&cpu:1"), (&mixture, "cpu:0")]
-    {
+    for (model, devices, experts) in [
+        (&dense, "cpu:0", "column"),
+        (&dense, "cpu:0;cpu:1", "column"),
+        (&dense, "cpu:0&cpu:1", "column"),
+        (&mixture, "cpu:0", "column"),
+        (&mixture, "cpu:0&cpu:1", "column"),
+        (&mixture, "cpu:0&cpu:1", "expert"),
+    ] {
         let settings = [
             ("device.groups", devices.into()),
+            ("device.experts", experts.into()),
             ("device.threads", 1.into()),
             ("scheduler.token_budget", 12.into()),
         ];
@@ -56,11 +62,13 @@ async fn answers_equal_those_of_weights_in_memory() {
             // The second time, leading pages of the prompts are found.
             for _ in 0..2 {
                 let found = answers(&offloaded).await;
-                assert_eq!(found, expected, "{devices}, {host}, {kv}, {rows} rows at once");
+                assert_eq!(found, expected, "{devices}, {experts}, {host}, {kv}, {rows} rows at once");
             }
             let report = &offloaded.report;
             let stores = report.lines().filter(|line| line.starts_with("store ")).count();
             assert_eq!(stores, devices.matches(":").count(), "{report}");
+            let has_pool = model.0 == mixture.0 && host != "100%";
+            assert_eq!(report.contains("\nexperts "), has_pool, "{report}");
             all_home(&offloaded, 4).await;
             offloaded.stop();
         }

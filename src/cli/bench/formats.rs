@@ -192,7 +192,7 @@ const TABLE_HEAD: [&str; 9] = [
 impl OffloadBreakdown {
     /// Returns the breakdown as lines of a table.
     fn table(&self) -> String {
-        let OffloadBreakdown { seconds, compute_seconds, streams, layers_ready, layers_late } = self;
+        let OffloadBreakdown { seconds, compute_seconds, streams, layers_ready, layers_late, .. } = self;
         let share = |part: f64| 100.0 * part / seconds.max(f64::MIN_POSITIVE);
         let mut text =
             format!("  compute       {compute_seconds:8.2} s, {:3.0} %\n", share(*compute_seconds));
@@ -205,6 +205,10 @@ impl OffloadBreakdown {
             );
         }
         let _ = writeln!(text, "  layers        {layers_ready} ready, {layers_late} late");
+        let OffloadBreakdown { expert_hits: hits, expert_misses: misses, .. } = self;
+        if hits + misses > 0 {
+            let _ = writeln!(text, "  experts       {hits} in memory when chosen, {misses} read");
+        }
         text
     }
 }

@@ -105,6 +105,9 @@ pub struct OffloadBreakdown {
     /// Layers whose weights, or whose cache, were in a buffer when they were needed, and those that were not.
     pub layers_ready: u64,
     pub layers_late: u64,
+    /// Uses of experts that were in memory when rows chose them, and of those that were read.
+    pub expert_hits: u64,
+    pub expert_misses: u64,
 }
 
 /// Transfers of a stream between memory and disk.
@@ -128,12 +131,15 @@ impl OffloadBreakdown {
         let stalled: f64 = streams.iter().map(|stream| stream.stall_seconds).sum();
         let (layers_ready, layers_late) = (moved.ready, moved.late);
         let compute_seconds = (seconds - stalled).max(0.0);
-        (layers_ready + layers_late > 0).then_some(OffloadBreakdown {
+        let TransferTotals { expert_hits, expert_misses, .. } = *moved;
+        (layers_ready + layers_late + expert_hits + expert_misses > 0).then_some(OffloadBreakdown {
             seconds,
             compute_seconds,
             streams,
             layers_ready,
             layers_late,
+            expert_hits,
+            expert_misses,
         })
     }
 }

@@ -428,8 +428,10 @@ impl MemoryCounter<'_> {
                 return Ok(None);
             }
         };
-        let (buffers, streamed) = (layers.buffer_bytes as f64, layers.streamed_bytes as f64);
-        Ok(Some(MemoryNeed { fixed: memory.total() as f64 - buffers, buffers, layers: streamed }))
+        // A larger pool of experts is a part of what stays in memory.
+        let buffers = (layers.buffer_bytes + layers.pool_bytes) as f64;
+        let fixed = memory.total() as f64 - buffers;
+        Ok(Some(MemoryNeed { fixed, buffers, layers: layers.offloaded_bytes() as f64 }))
     }
 
     /// Returns the bytes of memory that an engine with a policy allocates.

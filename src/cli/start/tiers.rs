@@ -113,7 +113,7 @@ fn residency(config: &Config, source: &ModelSource) -> Result<Option<Residency>>
     let reports = forecast(&config.device, source, &setup)?.into_iter().flatten();
     let mut layers = OffloadReport::default();
     reports.filter_map(|report| report.offload).for_each(|report| layers.add(report));
-    let fraction_of = |bytes: f64| (bytes / layers.streamed_bytes.max(1) as f64).min(1.0);
+    let fraction_of = |bytes: f64| (bytes / layers.offloaded_bytes().max(1) as f64).min(1.0);
     let fraction = match config.tiers.host {
         HostTier::Fraction(fraction) => fraction,
         HostTier::Bytes(bytes) => fraction_of(bytes as f64),
@@ -129,7 +129,7 @@ fn residency(config: &Config, source: &ModelSource) -> Result<Option<Residency>>
     };
     // With everything in memory, no store is needed, unless one is asked for by number.
     let is_all = config.tiers.host == HostTier::Auto && fraction >= 1.0;
-    Ok((layers.streamed_bytes > 0 && !is_all).then_some(Residency(fraction)))
+    Ok((layers.offloaded_bytes() > 0 && !is_all).then_some(Residency(fraction)))
 }
 
 /// Returns the folder of what is on disk. Fails if none is configured and the user has no cache folder.

@@ -38,6 +38,8 @@ pub struct Transfers {
     stall_nanos: [AtomicU64; Stream::ALL.len()],
     /// Layers whose data was ready when it was needed, and those whose was not.
     layers: [AtomicU64; 2],
+    /// Experts that were in memory when rows chose them, and those that were read.
+    experts: [AtomicU64; 2],
     /// Totals that [`Transfers::take_new`] has returned.
     reported: Mutex<TransferTotals>,
 }
@@ -52,6 +54,10 @@ pub struct TransferTotals {
     pub ready: u64,
     /// Layers for whose weights, or for whose cache, a device waited.
     pub late: u64,
+    /// Uses of experts that were in memory when rows chose them.
+    pub expert_hits: u64,
+    /// Uses of experts that were read for it.
+    pub expert_misses: u64,
 }
 
 impl TransferTotals {
@@ -62,6 +68,8 @@ impl TransferTotals {
             stalls: std::array::from_fn(|at| self.stalls[at].saturating_sub(earlier.stalls[at])),
             ready: self.ready.saturating_sub(earlier.ready),
             late: self.late.saturating_sub(earlier.late),
+            expert_hits: self.expert_hits.saturating_sub(earlier.expert_hits),
+            expert_misses: self.expert_misses.saturating_sub(earlier.expert_misses),
         }
     }
 }
@@ -84,6 +92,11 @@ impl Transfers {
         self.add_stall(stream, stall.unwrap_or_default());
     }
 
+    /// Counts the use of an expert, which was in memory or was read for it.
+    pub(super) fn add_expert(&self, is_hit: bool) {
+        self.experts[usize::from(!is_hit)].fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Returns the totals.
     pub fn totals(&self) -> TransferTotals {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -92,6 +105,8 @@ impl Transfers {
             stalls: self.stall_nanos.each_ref().map(|nanos| Duration::from_nanos(read(nanos))),
             ready: read(&self.layers[0]),
             late: read(&self.layers[1]),
+            expert_hits: read(&self.experts[0]),
+            expert_misses: read(&self.experts[1]),
         }
     }
 
@@ -116,6 +131,11 @@ mod tests {
         let first = transfers.take_new();
         assert_eq!((first.bytes, first.stalls), ([0, 5, 0], [second, Duration::ZERO, Duration::ZERO]));
         assert_eq!((first.ready, first.late), (1, 1));
+        transfers.add_expert(true);
+        transfers.add_expert(false);
+        transfers.add_expert(false);
+        let experts = transfers.take_new();
+        assert_eq!((experts.expert_hits, experts.expert_misses), (1, 2));
         transfers.add_bytes(Stream::StoreCache, 2);
         assert_eq!(transfers.take_new(), TransferTotals { bytes: [0, 0, 2], ..TransferTotals::default() });
         assert_eq!(transfers.take_new(), TransferTotals::default());
