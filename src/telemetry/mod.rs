@@ -377,8 +377,8 @@ pub(crate) static OFFLOAD_EXPERTS: Metric = Metric::new(
     "mainstem_offload_experts_total",
     Counter,
     "experts",
-    "Experts that rows of a row batch chose, in mixtures whose experts are on disk, by whether the expert was \
-     in memory (hit) or had to be read (miss).",
+    "Experts that rows of a row batch chose, in mixtures whose experts are on disk, by whether the expert \
+     was in memory (hit) or had to be read (miss).",
 )
 .labelled(&[("result", &["hit", "miss"])]);
 

@@ -216,4 +216,26 @@ fn inspect_says_where_weights_lie() {
     let sized = inspect(&fixture("gqa"), &["--host-memory", &(resident + 1).to_string()]);
     let kept = bytes(&sized["memory"]["offload"], "resident");
     assert!(kept <= resident + 1 && kept > 0, "{sized}");
+    assert_eq!(memory["offload"]["experts"], Json::Null, "{memory}");
+}
+
+/// The experts of a mixture have a pool instead of a part that stays.
+#[test]
+fn inspect_says_how_large_the_pool_of_experts_is() {
+    let bytes = |memory: &Json, key: &str| memory[key].as_u64().unwrap_or_else(|| panic!("{memory}: {key}"));
+    let model = fixture("families/mixtral");
+    let all = inspect(&model, &[])["memory"].clone();
+    let memory =
+        inspect(&model, &["--host-memory", "90%", "--disk-path", "/nowhere/stores"])["memory"].clone();
+    let offload = &memory["offload"];
+    let [streamed, buffers] = ["streamed", "buffers"].map(|key| bytes(offload, key));
+    let keys = ["experts", "bytes", "pool_experts", "pool"];
+    let [experts, expert_bytes, pool_experts, pool] = keys.map(|key| bytes(&offload["experts"], key));
+    assert!(experts == 10 && (5..10).contains(&pool_experts) && pool > 0, "{memory}");
+    let weights = bytes(&memory, "weights") + streamed + expert_bytes;
+    assert_eq!(weights, bytes(&all, "weights") + buffers + pool, "{memory}");
+    let output =
+        mainstem().arg("inspect").arg(&model).args(["--host-memory", "0"]).output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("for 5 of 10 experts"), "{text}");
 }

@@ -32,8 +32,8 @@ impl<'a, Buf> Experts<'a, Buf> {
         Experts { held, source: None }
     }
 
-    /// Calls `compute` with each of the experts `chosen`, given by their index, ascending. Fails if one cannot
-    /// be read.
+    /// Calls `compute` with each of the experts `chosen`, given by their index, ascending. Fails if one
+    /// cannot be read.
     pub fn for_each(
         &self,
         chosen: &[u32],

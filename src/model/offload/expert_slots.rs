@@ -239,7 +239,7 @@ mod tests {
         }
     }
 
-    /// What is read ahead does not push out what is needed before it.
+    /// An expert that is read ahead does not push out one that is needed before it.
     #[test]
     fn none_makes_room_for_one_that_is_needed_later() {
         let mut slots = ExpertSlots::new(3, &[4, 4]);

@@ -290,7 +290,8 @@ impl Matrix {
     }
 }
 
-/// Returns the expected number of experts that some of these rows choose: each row `chosen` of them, at random.
+/// Returns the expected number of experts that some of these rows choose: each row `chosen` of them, at
+/// random.
 fn distinct_experts(experts: f64, chosen: f64, rows: f64) -> f64 {
     experts * (1.0 - (1.0 - chosen / experts).powf(rows))
 }

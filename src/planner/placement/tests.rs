@@ -156,7 +156,7 @@ fn steps_are_monotone() {
     }
 }
 
-/// Of a mixture, a row reads the two of five experts that it chooses, and many rows all of them.
+/// A row reads the two of five experts that it chooses, and many rows all of them.
 #[test]
 fn few_rows_read_few_experts() {
     let (_, mixture) = costs().into_iter().find(|(name, _)| name == "families/mixtral").unwrap();
