@@ -24,8 +24,12 @@ use std::time::{Duration, Instant};
 /// that these are read once for all row batches.
 const LEAST_BYTES: usize = 128 << 20;
 
-/// Least number of experts in a pool: one that computes, and two that are read.
-const LEAST_SLOTS: usize = 3;
+/// Number of experts that are read while another one computes. These keep the disk busy; more would push out
+/// experts that are used again soon.
+const READ_AHEAD: usize = 2;
+
+/// Least number of experts in a pool: one that computes, and those that are read.
+const LEAST_SLOTS: usize = 1 + READ_AHEAD;
 
 /// The matrices of the experts of each layer of a stack, by expert, as indices in the store.
 pub(super) type ExpertMatrices = Vec<Vec<Range<usize>>>;
@@ -263,18 +267,25 @@ impl<Buf> Shared<Buf> {
         }
     }
 
-    /// Requests units that are not in the pool, in their order, as long as there is room.
+    /// Requests the first of `units`, which is used next, and the following ones that are not in the pool, as
+    /// long as there is room, until enough are read ahead.
     fn request(&self, state: &mut PoolState<Buf>, units: impl Iterator<Item = usize>) {
         let PoolState { contents, slots, queue, .. } = state;
-        for unit in units {
-            if contents.find(unit).is_some() {
-                continue;
+        let mut ahead = 0;
+        for (place, unit) in units.enumerate() {
+            let slot = contents.find(unit).or_else(|| {
+                let number = contents.make_room(unit, |slot| slots[slot].left == 0)?;
+                let (matrices, slot) = (self.units[unit].len(), &mut slots[number]);
+                (slot.left, slot.error, slot.is_new) = (matrices, None, true);
+                queue.extend((0..matrices).map(|matrix| (number, matrix)));
+                self.wanted.notify_all();
+                Some(number)
+            });
+            let Some(slot) = slot else { return };
+            ahead += usize::from(place > 0 && slots[slot].is_new);
+            if ahead == READ_AHEAD {
+                return;
             }
-            let Some(number) = contents.make_room(unit, |slot| slots[slot].left == 0) else { return };
-            let (matrices, slot) = (self.units[unit].len(), &mut slots[number]);
-            (slot.left, slot.error, slot.is_new) = (matrices, None, true);
-            queue.extend((0..matrices).map(|matrix| (number, matrix)));
-            self.wanted.notify_all();
         }
     }
 
@@ -526,6 +537,22 @@ mod tests {
             assert_eq!(state.is_verified, is_chosen, "{slots} slots: only chosen experts are read");
             let all: usize = case.bytes.iter().map(|bytes| to_blocks(*bytes)).sum();
             assert_eq!(bytes == all as u64, slots == 14, "{slots} slots: each is read once if all fit");
+        }
+    }
+
+    /// One slot computes, two are read ahead, and one passes from layer to layer.
+    #[test]
+    fn experts_that_fit_are_not_read_again_though_others_are_read_ahead() {
+        let case = Case::new(&[8; 4]);
+        for (slots, overlaps, changing) in [(16, true, 4), (16, false, 2), (29, true, 4), (32, true, 0)] {
+            let (pool, before) = (case.pool(slots, overlaps), case.transfers.totals());
+            for _ in 0..20 {
+                (0..4).for_each(|layer| case.pass(&pool, layer, &[0, 1, 2, 3, 4, 5, 6, 7]).unwrap());
+            }
+            let new = case.transfers.totals().since(&before);
+            let least = 19 * (slots - changing) as u64;
+            assert!(new.expert_hits >= least, "{slots} slots, {overlaps}: {new:?}, {least}");
+            assert_eq!(new.expert_hits + new.expert_misses, 20 * 32);
         }
     }
 
