@@ -155,7 +155,8 @@ fn selected_experts(mixture: &MoeCase) -> Vec<u32> {
             if logit.is_nan() { f32::NEG_INFINITY } else { logit }
         };
         let mut experts: Vec<u32> = (0..logits.len() as u32).collect();
-        experts.sort_by(|a, b| value(b).total_cmp(&value(a)));
+        // Unlike `total_cmp`, zeros of both signs are ties.
+        experts.sort_by(|a, b| value(b).partial_cmp(&value(a)).expect("no value is NaN"));
         selected.extend_from_slice(&experts[..mixture.shape.top_k]);
     }
     selected.sort_unstable();
