@@ -58,11 +58,14 @@ struct OffloadMetrics {
     ready: Counter,
     late: Counter,
     buffers: Histogram,
+    expert_hits: Counter,
+    expert_misses: Counter,
 }
 
 impl OffloadMetrics {
     fn new(transfers: Arc<Transfers>) -> OffloadMetrics {
         let layers = |state| telemetry::OFFLOAD_LAYERS.counter_with([state]);
+        let experts = |result| telemetry::OFFLOAD_EXPERTS.counter_with([result]);
         OffloadMetrics {
             transfers,
             bytes: Stream::ALL.map(|stream| telemetry::OFFLOAD_BYTES.counter_with([stream.name()])),
@@ -70,6 +73,8 @@ impl OffloadMetrics {
             ready: layers("ready"),
             late: layers("late"),
             buffers: telemetry::OFFLOAD_BUFFERS.histogram(),
+            expert_hits: experts("hit"),
+            expert_misses: experts("miss"),
         }
     }
 
@@ -86,6 +91,8 @@ impl OffloadMetrics {
         if let Some(occupancy) = new.occupancy() {
             self.buffers.record(occupancy);
         }
+        self.expert_hits.increment(new.expert_hits);
+        self.expert_misses.increment(new.expert_misses);
     }
 }
 

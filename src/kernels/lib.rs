@@ -29,8 +29,9 @@ pub mod cpu;
 
 pub use backend::{
     Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, DynamicNtk, Epilogue,
-    Expert, Fraction, Gemm, HeldShapes, InputOperand, KvLayer, KvLayout, KvTable, Mask, MatrixId, MoeShape,
-    Norm, NormKind, PackedLayout, RelativeBias, Rope, RopeStyle, SamplingInputs, Scoring, StepLimits, Weight,
+    Expert, ExpertSource, Experts, Fraction, Gemm, HeldShapes, InputOperand, KvLayer, KvLayout, KvTable,
+    Mask, MatrixId, MoeShape, Norm, NormKind, PackedLayout, RelativeBias, Rope, RopeStyle, SamplingInputs,
+    Scoring, StepLimits, Weight,
 };
 pub use batch::{
     ActivationHandoff, DraftSpan, HandoffPorts, LastLayerSignal, PageCopy, RowFailure, SampleMode,

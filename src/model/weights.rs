@@ -5,7 +5,8 @@
 use super::shard::StageRole;
 use super::spec::{ColumnSplit, ModelSpec};
 use mainstem_kernels::{
-    Abort, Activation, Backend, DeviceError, Expert, MoeShape, Norm, QuantType, RelativeBias, Rope, Weight,
+    Abort, Activation, Backend, DeviceError, Expert, ExpertSource, Experts, MoeShape, Norm, QuantType,
+    RelativeBias, Rope, Weight,
 };
 use std::any::Any;
 use std::sync::Arc;
@@ -148,10 +149,19 @@ pub struct Moe<Buf> {
     pub shape: MoeShape,
     pub router: Linear<Buf>,
     pub experts: Vec<Expert<Buf>>,
+    /// Reads experts when rows choose them; their buffers above are then empty. `None` if all are in memory.
+    pub source: Option<Box<dyn ExpertSource<Buf>>>,
     /// The shared expert, which processes every token.
     pub shared: Option<Dense<Buf>>,
     /// Gate of the shared expert, (1, hidden): its sigmoid multiplies the shared expert's output.
     pub shared_router: Option<Linear<Buf>>,
+}
+
+impl<Buf> Moe<Buf> {
+    /// Returns the experts of this device.
+    pub fn experts(&self) -> Experts<'_, Buf> {
+        Experts { held: &self.experts, source: self.source.as_deref() }
+    }
 }
 
 /// A linear layer: y = x · Wᵀ (+ b).

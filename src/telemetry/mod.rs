@@ -380,6 +380,15 @@ pub(crate) static OFFLOAD_BUFFERS: Metric = Metric::new(
      over the layers of a step. Near 1: computing limits the speed; near 0: the disk does.",
 );
 
+pub(crate) static OFFLOAD_EXPERTS: Metric = Metric::new(
+    "mainstem_offload_experts_total",
+    Counter,
+    "experts",
+    "Experts that rows of a row batch chose, in mixtures whose experts are on disk, by whether the expert \
+     was in memory (hit) or had to be read (miss).",
+)
+.labelled(&[("result", &["hit", "miss"])]);
+
 /// All metrics, in the order of the documentation.
 pub static METRICS: &[&Metric] = &[
     &BUILD_INFO,
@@ -435,6 +444,7 @@ pub static METRICS: &[&Metric] = &[
     &OFFLOAD_STALLS,
     &OFFLOAD_LAYERS,
     &OFFLOAD_BUFFERS,
+    &OFFLOAD_EXPERTS,
     &HTTP_REQUESTS,
     &BATCHES,
     &BATCH_REQUESTS,

@@ -220,6 +220,19 @@ ROWS = {
             "Mean fraction when a layer is needed. Near 1: computing limits the speed; near 0: the disk does.",
         ),
         graph(
+            "Chosen experts that were in memory",
+            "percentunit",
+            [
+                (
+                    "hits",
+                    rate("mainstem_offload_experts_total", 'result="hit"')
+                    + " / "
+                    + rate("mainstem_offload_experts_total"),
+                )
+            ],
+            "Fraction of the experts chosen by rows that were in the pool, for mixtures with experts on disk.",
+        ),
+        graph(
             "KV pages held by sequences",
             "percentunit",
             [("held", f"max({series('mainstem_kv_cache_usage_perc')})")],

@@ -110,6 +110,9 @@ pub struct OffloadBreakdown {
     /// Mean fraction of the buffers for weights that were ready when a layer was needed, if weights are on
     /// disk.
     pub buffers_ready: Option<f64>,
+    /// Uses of experts that were in memory when rows chose them, and of those that were read.
+    pub expert_hits: u64,
+    pub expert_misses: u64,
 }
 
 /// Transfers of a stream between memory and disk.
@@ -133,13 +136,16 @@ impl OffloadBreakdown {
         let stalled: f64 = streams.iter().map(|stream| stream.stall_seconds).sum();
         let (layers_ready, layers_late) = (moved.ready, moved.late);
         let compute_seconds = (seconds - stalled).max(0.0);
-        (layers_ready + layers_late > 0).then_some(OffloadBreakdown {
+        let TransferTotals { expert_hits, expert_misses, .. } = *moved;
+        (layers_ready + layers_late + expert_hits + expert_misses > 0).then_some(OffloadBreakdown {
             seconds,
             compute_seconds,
             streams,
             layers_ready,
             layers_late,
             buffers_ready: moved.occupancy(),
+            expert_hits,
+            expert_misses,
         })
     }
 }

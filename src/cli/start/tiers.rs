@@ -152,7 +152,7 @@ fn residency(config: &Config, source: &ModelSource) -> Result<Option<Residency>>
     let reports = forecast(&config.device, source, &setup)?.into_iter().flatten();
     let mut layers = OffloadReport::default();
     reports.filter_map(|report| report.offload).for_each(|report| layers.add(report));
-    let fraction_of = |bytes: usize| residency_of(bytes, layers.streamed_bytes).0;
+    let fraction_of = |bytes: usize| residency_of(bytes, layers.offloaded_bytes()).0;
     let fraction = match config.tiers.host {
         HostTier::Fraction(fraction) => fraction,
         HostTier::Bytes(bytes) => fraction_of(usize::try_from(bytes).unwrap_or(usize::MAX)),
@@ -164,7 +164,7 @@ fn residency(config: &Config, source: &ModelSource) -> Result<Option<Residency>>
     };
     // With everything in memory, no store is needed, unless one is asked for by number.
     let is_all = config.tiers.host == HostTier::Auto && fraction >= 1.0;
-    Ok((layers.streamed_bytes > 0 && !is_all).then_some(Residency(fraction)))
+    Ok((layers.offloaded_bytes() > 0 && !is_all).then_some(Residency(fraction)))
 }
 
 /// Returns the bytes of the layers' weights that stay in so much memory, of an engine that needs at least

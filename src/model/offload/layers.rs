@@ -2,6 +2,7 @@
 //! where the others are.
 
 use super::direct::DirectFile;
+use super::experts::{ExpertMatrices, ExpertPool, PoolSize, PooledExperts};
 use super::matrix::LayerMatrix;
 use super::residency::Residency;
 use super::store::{PackedStore, StoreKey, StorePlace, StoreWriter};
@@ -9,7 +10,7 @@ use super::stream::{HostBytes, StreamedLayers, buffer_sizes};
 use super::transfers::Transfers;
 use crate::model::load_target::LoadTarget;
 use crate::model::spec::TensorSlice;
-use crate::model::weights::{LayerWeights, WeightSource};
+use crate::model::weights::{LayerWeights, Mlp, WeightSource};
 use anyhow::{Context, Result, anyhow};
 use mainstem_kernels::QuantType;
 use std::path::PathBuf;
@@ -34,6 +35,12 @@ pub struct OffloadReport {
     pub streamed_bytes: usize,
     /// Buffers for matrices that are read.
     pub buffer_bytes: usize,
+    /// Experts of mixtures, which are read when rows choose them.
+    pub experts: usize,
+    pub expert_bytes: usize,
+    /// Experts that are in memory at the same time, and the bytes of the pool that they are in.
+    pub pool_experts: usize,
+    pub pool_bytes: usize,
     /// The folders of the stores: one per device, with its part of the model.
     pub stores: Vec<PathBuf>,
 }
@@ -44,7 +51,21 @@ impl OffloadReport {
         self.resident_bytes += other.resident_bytes;
         self.streamed_bytes += other.streamed_bytes;
         self.buffer_bytes += other.buffer_bytes;
+        self.experts += other.experts;
+        self.expert_bytes += other.expert_bytes;
+        self.pool_experts += other.pool_experts;
+        self.pool_bytes += other.pool_bytes;
         self.stores.extend(other.stores);
+    }
+
+    /// Returns the bytes of the matrices that do not stay in memory.
+    pub fn offloaded_bytes(&self) -> usize {
+        self.streamed_bytes + self.expert_bytes
+    }
+
+    /// Returns the bytes that a step reads if its rows choose all experts.
+    pub fn max_read_bytes(&self) -> usize {
+        self.streamed_bytes + self.expert_bytes.saturating_sub(self.pool_bytes)
     }
 }
 
@@ -57,6 +78,8 @@ pub struct LayerNotes {
     pub matrices: Vec<Vec<LayerMatrix>>,
     /// The matrices in a store, if they are loaded from one.
     pub packed: Option<PackedLayers>,
+    /// The expert that is being loaded, by its index on the device.
+    pub expert: Option<usize>,
     /// Whether a layer is being loaded.
     in_layer: bool,
 }
@@ -64,7 +87,7 @@ pub struct LayerNotes {
 impl LayerNotes {
     /// Creates notes without layers, which come from a store if there is one.
     pub fn new(packed: Option<PackedLayers>) -> LayerNotes {
-        LayerNotes { matrices: Vec::new(), packed, in_layer: false }
+        LayerNotes { matrices: Vec::new(), packed, expert: None, in_layer: false }
     }
 
     /// Begins the next layer.
@@ -88,7 +111,8 @@ impl LayerNotes {
         (ty, n, k): (QuantType, usize, usize),
     ) -> Result<Option<T::Buf>> {
         let Some(matrices) = self.matrices.last_mut().filter(|_| self.in_layer) else { return Ok(None) };
-        matrices.push(LayerMatrix::new(piece, target.device_sizes().packed_layout(ty, n, k)));
+        let layout = target.device_sizes().packed_layout(ty, n, k);
+        matrices.push(LayerMatrix::new(piece, layout, self.expert));
         self.packed.as_mut().map(|packed| packed.load(target)).transpose()
     }
 }
@@ -96,6 +120,8 @@ impl LayerNotes {
 /// The matrices of a model's layers in a store, by layer, in the order in which they are loaded.
 pub struct PackedLayers {
     layers: Vec<Vec<LayerMatrix>>,
+    /// The part of the matrices that stays in memory, and the matrices that do.
+    fraction: Residency,
     resident: Vec<bool>,
     overlaps: bool,
     /// The store with its data file; `None` if matrices are counted only.
@@ -107,6 +133,8 @@ pub struct PackedLayers {
     layer: usize,
     /// For each loaded layer its matrices that do not stay: places and indices in the store.
     streamed: Vec<Vec<(usize, usize)>>,
+    /// For each loaded layer its experts, if they are read when rows choose them.
+    pooled: ExpertMatrices,
 }
 
 impl PackedLayers {
@@ -118,7 +146,6 @@ impl PackedLayers {
         layers: Vec<Vec<LayerMatrix>>,
         pack: Option<&mut PackLayers>,
     ) -> Result<PackedLayers> {
-        let bytes: Vec<usize> = layers.iter().flatten().map(|matrix| matrix.layout.bytes).collect();
         let report = OffloadReport { stores: vec![offload.place.folder(&key)], ..OffloadReport::default() };
         let store = pack.map(|pack| match offload.place.open(&key)? {
             Some(store) => Ok(store),
@@ -134,7 +161,8 @@ impl PackedLayers {
             anyhow::Ok((store, file.with_context(|| format!("cannot read {}", path.display()))?))
         };
         Ok(PackedLayers {
-            resident: offload.resident.choose(&bytes),
+            fraction: offload.resident,
+            resident: choose(offload.resident, &layers),
             overlaps: offload.overlaps,
             store: store.transpose()?.map(with_file).transpose()?,
             layers,
@@ -143,12 +171,14 @@ impl PackedLayers {
             next: 0,
             layer: 0,
             streamed: Vec::new(),
+            pooled: Vec::new(),
         })
     }
 
     /// Begins the next layer.
     fn begin_layer(&mut self) {
         self.streamed.push(Vec::new());
+        self.pooled.push(Vec::new());
         self.layer += 1;
     }
 
@@ -157,8 +187,18 @@ impl PackedLayers {
         let index = self.next;
         self.next += 1;
         let before: usize = self.layers[..self.layer - 1].iter().map(Vec::len).sum();
-        let LayerMatrix { layout, .. } = &self.layers[self.layer - 1][index - before];
+        let LayerMatrix { layout, expert, .. } = &self.layers[self.layer - 1][index - before];
         target.prepare_weight(layout.ty, layout.k)?;
+        if let Some(expert) = expert.filter(|_| !self.resident[index]) {
+            let experts = self.pooled.last_mut().expect("a layer was begun; anything else is a bug");
+            if experts.len() == expert {
+                experts.push(index..index);
+                self.report.experts += 1;
+            }
+            experts[expert].end = index + 1;
+            self.report.expert_bytes += layout.bytes;
+            return Ok(target.alloc(0)?);
+        }
         if !self.resident[index] {
             let streamed = self.streamed.last_mut().expect("a layer was begun; anything else is a bug");
             streamed.push((index - before, index));
@@ -187,10 +227,11 @@ impl PackedLayers {
     pub fn weight_source<T: LoadTarget>(
         &mut self,
         target: &mut T,
-        layers: Vec<LayerWeights<T::Buf>>,
+        mut layers: Vec<LayerWeights<T::Buf>>,
     ) -> Result<Box<dyn WeightSource<T::Buf>>> {
         let streamed = std::mem::take(&mut self.streamed);
         let all: Vec<usize> = self.layers.iter().flatten().map(|matrix| matrix.layout.bytes).collect();
+        self.pool_experts(target, &all, &mut layers)?;
         let of_layer = |layer: &Vec<(usize, usize)>| layer.iter().map(|(_, index)| all[*index]).collect();
         let sizes = buffer_sizes(&streamed.iter().map(of_layer).collect::<Vec<Vec<usize>>>(), self.overlaps);
         self.report.buffer_bytes += sizes.iter().map(|(size, count)| size * count).sum::<usize>();
@@ -210,4 +251,44 @@ impl PackedLayers {
             _ => Box::new(layers),
         })
     }
+
+    /// Gives the mixtures of the layers loaded since the last call a pool for their experts, if these are
+    /// read when rows choose them. `bytes` has those of all matrices in the store.
+    fn pool_experts<T: LoadTarget>(
+        &mut self,
+        target: &mut T,
+        bytes: &[usize],
+        layers: &mut [LayerWeights<T::Buf>],
+    ) -> Result<()> {
+        let mut experts = std::mem::take(&mut self.pooled);
+        let with_experts: Vec<usize> =
+            (0..experts.len()).filter(|layer| !experts[*layer].is_empty()).collect();
+        experts.retain(|experts| !experts.is_empty());
+        let size = PoolSize::new(&experts, bytes, self.fraction);
+        self.report.pool_experts += size.slots;
+        self.report.pool_bytes += size.bytes();
+        let mut slot =
+            || size.buffers.iter().map(|bytes| target.alloc(*bytes)).collect::<Result<Vec<_>, _>>();
+        let slots = (0..size.slots).map(|_| slot()).collect::<Result<Vec<_>, _>>();
+        let slots = slots.context("allocating the pool of experts")?;
+        let Some((store, _)) = self.store.as_ref().filter(|_| !slots.is_empty()) else { return Ok(()) };
+        let device = (T::host_bytes as HostBytes<T::Buf>, self.transfers.clone(), self.overlaps);
+        let pool = ExpertPool::start(experts, slots, store.clone(), device)?;
+        for (layer, index) in with_experts.into_iter().enumerate() {
+            if let Mlp::Experts(moe) = &mut layers[index].mlp {
+                moe.source = Some(Box::new(PooledExperts { pool: pool.clone(), layer }));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns for each matrix whether it stays in memory, of which this part may. Experts stay all or not at
+/// all: their part is a pool for those that are chosen.
+fn choose(fraction: Residency, layers: &[Vec<LayerMatrix>]) -> Vec<bool> {
+    let is_pooled = |matrix: &LayerMatrix| matrix.expert.is_some() && fraction.0 < 1.0;
+    let others = layers.iter().flatten().filter(|matrix| !is_pooled(matrix));
+    let bytes: Vec<usize> = others.map(|matrix| matrix.layout.bytes).collect();
+    let mut stays = fraction.choose(&bytes).into_iter();
+    layers.iter().flatten().map(|matrix| !is_pooled(matrix) && stays.next() == Some(true)).collect()
 }

@@ -14,13 +14,15 @@ pub struct LayerMatrix {
     pub part: String,
     /// Its layout on the device.
     pub layout: PackedLayout,
+    /// The expert that it is a part of, by its index among those of the layer on the device.
+    pub expert: Option<usize>,
 }
 
 impl LayerMatrix {
-    /// Creates the matrix of a slice of a tensor.
-    pub fn new(piece: &TensorSlice, layout: PackedLayout) -> LayerMatrix {
+    /// Creates the matrix of a slice of a tensor, which may be a part of an expert.
+    pub fn new(piece: &TensorSlice, layout: PackedLayout, expert: Option<usize>) -> LayerMatrix {
         let TensorSlice { name, shape, part, bounds: SliceBounds { rows, columns }, transposed, .. } = piece;
         let part = format!("{shape:?} {part:?} {rows:?} {columns:?} {transposed}");
-        LayerMatrix { name: name.to_string(), part, layout }
+        LayerMatrix { name: name.to_string(), part, layout, expert }
     }
 }

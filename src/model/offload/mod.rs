@@ -12,6 +12,10 @@ mod cache_places;
 
 mod direct;
 
+mod expert_slots;
+
+mod experts;
+
 mod layers;
 
 mod mark;

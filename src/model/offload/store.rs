@@ -74,7 +74,7 @@ impl StoreKey {
         checkpoint: &Checkpoint,
         matrices: impl Iterator<Item = &'a LayerMatrix>,
     ) -> Result<StoreKey> {
-        let matrix = |LayerMatrix { name, part, layout }: &LayerMatrix| MatrixKey {
+        let matrix = |LayerMatrix { name, part, layout, .. }: &LayerMatrix| MatrixKey {
             name: name.clone(),
             part: part.clone(),
             layout: layout.to_string(),
@@ -390,7 +390,7 @@ impl StoreWriter {
     }
 
     /// Appends the packed bytes of the next matrix. Fails if they cannot be written.
-    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+    pub(super) fn append(&mut self, bytes: &[u8]) -> Result<()> {
         const ZEROS: [u8; BLOCK] = [0; BLOCK];
         let expected = self.key.matrices.get(self.checksums.len()).map(|matrix| matrix.bytes);
         ensure!(expected == Some(bytes.len()), "matrices are written in the order of the key; this is a bug");
@@ -486,6 +486,7 @@ mod tests {
                 name: format!("matrix {n}"),
                 part: String::new(),
                 layout: ReferenceSizes.packed_layout(QuantType::F32, n, 32),
+                expert: None,
             };
             let matrices = [3, 50].map(matrix).to_vec();
             Case { scratch, matrices }

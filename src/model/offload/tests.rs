@@ -1,9 +1,10 @@
-//! Tests of executors whose weights are in a store and whose KV caches are in a file, and of what happens if
-//! the disk is slow, hangs or fails.
+//! Tests of executors whose weights are in a store and whose KV caches are in a file, of what happens if the
+//! disk is slow, hangs or fails, and of experts that are read when rows choose them.
 
 use super::testing::{Access, Gate, Hooked};
-use super::{Activity, CacheOffload, Offload, Residency, StorePlace};
+use super::{Activity, CacheOffload, Offload, Residency, StorePlace, TransferTotals, Transfers};
 use crate::model::executor::KvCacheConfig;
+use crate::model::spec::MlpSpec;
 use crate::model::{Executor, ModelExecutor, ModelRef, ModelSource, Shard};
 use crate::testing::Scratch;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
@@ -14,7 +15,7 @@ use mainstem_kernels::{
 };
 use std::collections::HashSet;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -385,4 +386,133 @@ fn a_traced_step_has_its_reads_writes_and_layers() {
         "{matrices:?}"
     );
     assert!(names(Activity::LoadCache).contains("K of layer 1"), "{timeline:?}");
+}
+
+/// Returns the models of all families that have a mixture of experts.
+fn mixtures() -> Vec<(String, ModelSource)> {
+    let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families");
+    let paths = families.read_dir().unwrap().map(|entry| entry.unwrap().path());
+    let open = |path: PathBuf| {
+        let source = ModelSource::open(&ModelRef::Path(path.clone()), None).unwrap();
+        let layers = source.spec.decoder.iter().flat_map(|stack| &stack.layers);
+        let has_experts = layers.into_iter().any(|layer| matches!(layer.mlp, MlpSpec::Experts(_)));
+        has_experts.then(|| (path.display().to_string(), source))
+    };
+    paths.filter(|path| path.join("config.json").exists()).filter_map(open).collect()
+}
+
+/// Returns an executor with this part of the layers' weights in memory, and what it moves.
+fn with_experts_on_disk(
+    (source, folder): (&mut ModelSource, &Scratch),
+    fraction: f64,
+    batch_rows: usize,
+) -> (ModelExecutor<CpuBackend>, Arc<Transfers>) {
+    let place = StorePlace(folder.path().to_owned());
+    source.offload = Some(Offload { resident: Residency(fraction), place, overlaps: batch_rows > 5 });
+    source.transfers = Arc::default();
+    (executor(source, QuantType::F16, batch_rows), source.transfers.clone())
+}
+
+/// Rows choose experts at random, in one row batch or several, and the pool has a layer's experts, up to
+/// nearly all.
+#[test]
+fn experts_that_are_read_when_chosen_give_the_same_results() {
+    let mixtures = mixtures();
+    assert!(mixtures.len() >= 5, "{} mixtures", mixtures.len());
+    let mut are_small = 0;
+    for (seed, (what, mut source)) in (10..).zip(mixtures) {
+        let folder = Scratch::new();
+        let mut resident = executor(&source, QuantType::F16, usize::MAX);
+        let cases = [(0.0, usize::MAX), (0.3, 7), (0.6, 1), (0.9, 5), (0.99, usize::MAX)];
+        let mut offloaded =
+            cases.map(|(fraction, rows)| with_experts_on_disk((&mut source, &folder), fraction, rows));
+        for (executor, _) in &offloaded {
+            let places = executor.report().offload.unwrap();
+            assert!(places.pool_experts <= places.experts && places.expert_bytes > 0, "{what}: {places:?}");
+            are_small += usize::from(places.pool_experts < places.experts);
+        }
+        let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
+        let mut schedule =
+            Schedule { random: seed, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+        for step in 0..25 {
+            let batch = schedule.step();
+            let expected = run(&mut resident, &batch).unwrap();
+            for ((executor, _), case) in offloaded.iter_mut().zip(cases) {
+                assert!(run(executor, &batch).unwrap() == expected, "{what}, {case:?}, step {step}");
+            }
+        }
+        let misses = offloaded.each_ref().map(|(executor, transfers)| {
+            (executor.report().offload.unwrap().pool_experts, transfers.totals().expert_misses)
+        });
+        let (least, most) = (misses[0], misses[4]);
+        assert!(least.0 == most.0 || least.1 > most.1, "{what}: a larger pool has more of them: {misses:?}");
+    }
+    assert!(are_small > 10, "{are_small} pools do not have all experts");
+}
+
+/// One row reads the experts that it chose, and no others; the next one those that are not there yet.
+#[test]
+fn a_step_reads_only_experts_that_rows_chose() {
+    for (what, mut source) in mixtures() {
+        let folder = Scratch::new();
+        let layers = source.spec.decoder.iter().flat_map(|stack| &stack.layers);
+        let chosen: usize = layers
+            .map(|layer| match &layer.mlp {
+                MlpSpec::Experts(moe) => moe.shape().top_k,
+                MlpSpec::Dense(_) => 0,
+            })
+            .sum();
+        let (mut executor, transfers) = with_experts_on_disk((&mut source, &folder), 0.99, usize::MAX);
+        let mut before = TransferTotals::default();
+        for token in 0..6 {
+            let table_updates = vec![TableUpdate { slot: 0, table: KvTable::Own, index: 0, page: 1 }];
+            let span = Span {
+                model: SpanModel::Target,
+                stack: SpanStack::Decoder,
+                slot: 0,
+                start: token,
+                tokens: SpanTokens::Given { at: 0, len: 1 },
+                table: SpanTable::Own,
+                reserved: 8,
+                encoder_len: 0,
+                output: SpanOutput::Last,
+            };
+            let sampling = vec![SamplingParams::GREEDY];
+            let (tokens, spans) = (vec![5 + 3 * token], vec![span]);
+            let batch = StepBatch { tokens, spans, table_updates, sampling, ..StepBatch::default() };
+            run(&mut executor, &batch).unwrap();
+            let totals = transfers.totals();
+            let new = totals.since(&before);
+            before = totals;
+            let (hits, misses) = (new.expert_hits as usize, new.expert_misses as usize);
+            assert_eq!(hits + misses, chosen, "{what}");
+            assert!(token > 0 || misses == chosen, "{what}: nothing is in an empty pool");
+        }
+    }
+}
+
+/// The step fails with the cause, and the next start writes the store anew.
+#[test]
+fn an_expert_that_has_changed_fails_the_step() {
+    let mut models = mixtures().into_iter();
+    let (folder, (_, mut source)) =
+        (Scratch::new(), models.find(|(what, _)| what.ends_with("mixtral")).unwrap());
+    let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
+    let mut schedule = Schedule { random: 5, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+    let batch = std::iter::repeat_with(|| schedule.step()).find(|batch| !batch.spans.is_empty()).unwrap();
+    let mut start = || with_experts_on_disk((&mut source, &folder), 0.0, usize::MAX).0;
+    let mut right = start();
+    let expected = run(&mut right, &batch).unwrap();
+    let store = right.report().offload.unwrap().stores[0].clone();
+    let index: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(store.join("index.json")).unwrap()).unwrap();
+    let (mut data, mut offset) = (std::fs::read(store.join("weights.bin")).unwrap(), 0);
+    for matrix in index["key"]["matrices"].as_array().unwrap() {
+        data[offset] ^= u8::from(matrix["name"].as_str().unwrap().contains(".experts."));
+        offset += (matrix["bytes"].as_u64().unwrap() as usize).next_multiple_of(4096);
+    }
+    std::fs::write(store.join("weights.bin"), data).unwrap();
+    let failed = run(&mut start(), &batch).unwrap_err();
+    assert!(failed.contains(".experts.") && failed.contains("has changed"), "{failed}");
+    assert!(run(&mut start(), &batch).unwrap() == expected);
 }

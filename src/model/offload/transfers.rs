@@ -43,6 +43,8 @@ pub struct Transfers {
     buffers: [AtomicU64; 2],
     /// The times of single transfers, if they are wanted.
     trace: OnceLock<Arc<Trace>>,
+    /// Experts that were in memory when rows chose them, and those that were read.
+    experts: [AtomicU64; 2],
     /// Totals that [`Transfers::take_new`] has returned.
     reported: Mutex<TransferTotals>,
 }
@@ -61,6 +63,10 @@ pub struct TransferTotals {
     pub ready_buffers: u64,
     /// Sum of all buffers over the same layers.
     pub buffers: u64,
+    /// Uses of experts that were in memory when rows chose them.
+    pub expert_hits: u64,
+    /// Uses of experts that were read for it.
+    pub expert_misses: u64,
 }
 
 impl TransferTotals {
@@ -73,6 +79,8 @@ impl TransferTotals {
             late: self.late.saturating_sub(earlier.late),
             ready_buffers: self.ready_buffers.saturating_sub(earlier.ready_buffers),
             buffers: self.buffers.saturating_sub(earlier.buffers),
+            expert_hits: self.expert_hits.saturating_sub(earlier.expert_hits),
+            expert_misses: self.expert_misses.saturating_sub(earlier.expert_misses),
         }
     }
 
@@ -117,6 +125,11 @@ impl Transfers {
         self.trace.get()
     }
 
+    /// Counts the use of an expert, which was in memory or was read for it.
+    pub(super) fn add_expert(&self, is_hit: bool) {
+        self.experts[usize::from(!is_hit)].fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Returns the totals.
     pub fn totals(&self) -> TransferTotals {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -127,6 +140,8 @@ impl Transfers {
             late: read(&self.layers[1]),
             ready_buffers: read(&self.buffers[0]),
             buffers: read(&self.buffers[1]),
+            expert_hits: read(&self.experts[0]),
+            expert_misses: read(&self.experts[1]),
         }
     }
 
@@ -155,6 +170,11 @@ mod tests {
         transfers.add_occupancy(1, 4);
         transfers.add_occupancy(2, 4);
         assert_eq!(transfers.take_new().occupancy(), Some(0.375));
+        transfers.add_expert(true);
+        transfers.add_expert(false);
+        transfers.add_expert(false);
+        let experts = transfers.take_new();
+        assert_eq!((experts.expert_hits, experts.expert_misses), (1, 2));
         transfers.add_bytes(Stream::StoreCache, 2);
         assert_eq!(transfers.take_new(), TransferTotals { bytes: [0, 0, 2], ..TransferTotals::default() });
         assert_eq!(transfers.take_new(), TransferTotals::default());
