@@ -63,8 +63,8 @@ pub trait WeightSource<Buf>: Any + Send {
     /// Ends the use of the acquired layer's weights: their memory may be overwritten.
     fn release(&mut self, device: &mut dyn Backend<Buf = Buf>, layer: usize);
 
-    /// Lets `abort` end a wait in [`WeightSource::acquire`], which then fails. Does nothing for a source that
-    /// never waits.
+    /// Lets `abort` end waits in [`WeightSource::acquire`], and for experts of the layers, which then fail.
+    /// Does nothing for a source that never waits.
     fn stop_on_abort(&mut self, _abort: &Abort) {}
 }
 
@@ -79,6 +79,15 @@ pub struct LayerWeights<Buf> {
 }
 
 impl<Buf> LayerWeights<Buf> {
+    /// Lets `abort` end waits for experts, which then fail.
+    pub fn stop_on_abort(&self, abort: &Abort) {
+        if let Mlp::Experts(moe) = &self.mlp
+            && let Some(source) = &moe.source
+        {
+            source.stop_on_abort(abort);
+        }
+    }
+
     /// Calls `visit` with every matrix, in the order in which they are loaded.
     pub fn for_each_matrix(&mut self, visit: &mut dyn FnMut(&mut Weight<Buf>)) {
         let cross = self.cross.as_mut().map(|(_, attention)| attention);
@@ -220,4 +229,8 @@ impl<Buf: Send + Sync + 'static> WeightSource<Buf> for Vec<LayerWeights<Buf>> {
     }
 
     fn release(&mut self, _: &mut dyn Backend<Buf = Buf>, _: usize) {}
+
+    fn stop_on_abort(&mut self, abort: &Abort) {
+        self.iter().for_each(|layer| layer.stop_on_abort(abort));
+    }
 }

@@ -298,8 +298,11 @@ mod tests {
     fn whatever_fits_is_found_and_takes_at_the_start_what_was_counted() {
         let config = config(&[("device.threads", "1")]);
         let mut random = 0;
-        let models: [(&dyn Fn() -> ModelSource, usize); 2] =
-            [(&|| synthetic("1.1B"), 16), (&|| fixture("gqa"), PARTS)];
+        let models: [(&dyn Fn() -> ModelSource, usize); 3] = [
+            (&|| synthetic("1.1B"), 16),
+            (&|| fixture("gqa"), PARTS),
+            (&|| fixture("families/mixtral"), PARTS),
+        ];
         for (open, pieces) in models {
             let (mut source, mut copy, rules) = (open(), open(), WeightRules::default());
             let variants = variants(&source);

@@ -4,6 +4,7 @@
 //! sums over experts have one order.
 
 use super::{DeviceError, Expert};
+use crate::collective::local::Abort;
 
 /// The experts of a layer that a device holds.
 pub struct Experts<'a, Buf> {
@@ -24,6 +25,10 @@ pub trait ExpertSource<Buf>: Send + Sync {
         chosen: &[u32],
         compute: &mut dyn FnMut(usize, &Expert<Buf>),
     ) -> Result<(), DeviceError>;
+
+    /// Lets `abort` end a wait in [`ExpertSource::for_each`], which then fails. Does nothing for a source
+    /// that never waits.
+    fn stop_on_abort(&self, _abort: &Abort) {}
 }
 
 impl<'a, Buf> Experts<'a, Buf> {

@@ -4,6 +4,7 @@
 //! while it computes that expert. A slot whose matrices are being read is not given to another expert, and
 //! only the device gives slots away, so an expert that it waits for is not pushed out.
 
+use super::abort::StepAbort;
 use super::direct::{DirectFile, to_blocks};
 use super::expert_slots::ExpertSlots;
 use super::residency::Residency;
@@ -11,12 +12,12 @@ use super::store::PackedStore;
 use super::stream::{HostBytes, READERS};
 use super::transfers::{Stream, Transfers};
 use anyhow::{Context, Result};
-use mainstem_kernels::{DeviceError, Expert, ExpertSource, Weight};
+use mainstem_kernels::{Abort, DeviceError, Expert, ExpertSource, Waiters, Weight};
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -87,6 +88,8 @@ struct Shared<Buf> {
     /// Signals the readers that matrices are to be read.
     wanted: Condvar,
     is_stopped: AtomicBool,
+    /// Ends the waits of the device.
+    abort: StepAbort,
 }
 
 struct PoolState<Buf> {
@@ -154,6 +157,7 @@ impl<Buf: Send + Sync + 'static> ExpertPool<Buf> {
             read: Condvar::new(),
             wanted: Condvar::new(),
             is_stopped: AtomicBool::new(false),
+            abort: StepAbort::default(),
         });
         let mut pool = ExpertPool { shared: shared.clone(), readers: Vec::new() };
         for number in 0..READERS {
@@ -169,6 +173,11 @@ impl<Buf: Send + Sync + 'static> ExpertPool<Buf> {
 impl<Buf> Drop for ExpertPool<Buf> {
     fn drop(&mut self) {
         self.shared.stop();
+        if self.shared.abort.is_aborted() {
+            // The disk may hang. Threads that read end later, and free their buffers then.
+            self.shared.clear();
+            return;
+        }
         for reader in self.readers.drain(..) {
             let _ = reader.join();
         }
@@ -203,7 +212,19 @@ impl<Buf: Send + Sync + 'static> ExpertSource<Buf> for PooledExperts<Buf> {
         };
         let outcome = (0..chosen.len()).try_for_each(&mut use_expert);
         shared.transfers.add_stall(Stream::LoadWeights, waited);
-        outcome.map_err(DeviceError::Fault)
+        outcome
+    }
+
+    fn stop_on_abort(&self, abort: &Abort) {
+        let shared: Weak<Shared<Buf>> = Arc::downgrade(&self.pool.shared);
+        self.pool.shared.abort.set(abort, shared);
+    }
+}
+
+impl<Buf: Send + Sync> Waiters for Shared<Buf> {
+    fn wake_all(&self) {
+        drop(self.lock());
+        self.read.notify_all();
     }
 }
 
@@ -234,20 +255,21 @@ impl<Buf> Shared<Buf> {
     }
 
     /// Waits until the first of `units`, which is used next, is in a slot, and takes its buffers, while the
-    /// others are read as far as there is room. Adds the time of waiting to `waited`.
+    /// others are read as far as there is room. Adds the time of waiting to `waited`. Fails if the expert
+    /// cannot be read, or the step is aborted.
     fn take(
         &self,
         of: &Expert<Buf>,
         units: impl Iterator<Item = usize> + Clone,
         waited: &mut Duration,
-    ) -> Result<(usize, Expert<Buf>), String> {
+    ) -> Result<(usize, Expert<Buf>), DeviceError> {
         let unit = units.clone().next().expect("the expert to use is given; anything else is a bug");
         let mut guard = self.lock();
         guard.contents.move_to(unit);
         let mut began = None;
         loop {
             if self.is_stopped() {
-                return Err("the threads that read experts have ended".into());
+                return Err(DeviceError::Fault("the threads that read experts have ended".into()));
             }
             let state = &mut *guard;
             self.request(state, units.clone());
@@ -257,11 +279,12 @@ impl<Buf> Shared<Buf> {
                 let slot = &mut state.slots[number];
                 if let Some(error) = slot.error.take() {
                     state.contents.empty(number);
-                    return Err(error);
+                    return Err(DeviceError::Fault(error));
                 }
                 self.transfers.add_expert(!std::mem::take(&mut slot.is_new));
                 return Ok((number, slot.take(of)));
             }
+            self.abort.check()?;
             began.get_or_insert_with(Instant::now);
             guard = self.read.wait(guard).unwrap_or_else(PoisonError::into_inner);
         }
@@ -355,6 +378,11 @@ impl<Buf> Shared<Buf> {
         while state.running < READERS && !self.is_stopped() {
             state = self.read.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// Frees the buffers that no thread has.
+    fn clear(&self) {
+        self.lock().slots.iter_mut().flat_map(|slot| &mut slot.buffers).for_each(|buf| *buf = None);
     }
 
     /// Ends the readers, and the wait of the device.

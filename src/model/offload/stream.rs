@@ -416,6 +416,7 @@ impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
     fn stop_on_abort(&mut self, abort: &Abort) {
         let ring: Weak<Ring<Buf>> = Arc::downgrade(&self.ring);
         self.ring.abort.set(abort, ring);
+        self.layers.iter().for_each(|layer| layer.stop_on_abort(abort));
     }
 }
 

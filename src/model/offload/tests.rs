@@ -328,40 +328,59 @@ fn a_disk_that_fails_now_and_then_fails_no_step_unless_it_fails_twice() {
     assert!(has_recovered);
 }
 
+/// Aborts a step that waits for a disk on which some accesses hang, and builds the device again.
+fn abort_step_that_waits(
+    (fixture, folder): (&str, &Path),
+    steps_before: usize,
+    hangs: impl Fn(Access, u64) -> bool + Send + Sync + 'static,
+) {
+    let gate = Arc::new(Gate::default());
+    let on_gate = gate.clone();
+    let _hook = Hooked::new(folder, move |access, offset| {
+        if hangs(access, offset) {
+            on_gate.pass();
+        }
+        Ok(())
+    });
+    let source = on_disk(fixture, folder);
+    let mut streamed = executor(&source, QuantType::F16, usize::MAX);
+    let abort = Abort::new();
+    streamed.stop_on_abort(&abort);
+    let mut steps = schedule(&source, 6);
+    (0..steps_before).for_each(|_| _ = run(&mut streamed, &steps.step()).unwrap());
+    gate.shut();
+    let failed = std::thread::scope(|scope| {
+        let waits = scope.spawn(|| (0..9).find_map(|_| run(&mut streamed, &steps.step()).err()));
+        gate.wait_for(2);
+        abort.abort();
+        waits.join().unwrap()
+    });
+    assert_eq!(failed.unwrap(), "device fault: the stage was aborted", "{fixture}");
+    drop(streamed);
+    gate.open();
+    let mut rebuilt = executor(&source, QuantType::F16, usize::MAX);
+    let mut resident = executor(&open(fixture), QuantType::F16, usize::MAX);
+    let batch = schedule(&source, 7).step();
+    assert!(run(&mut rebuilt, &batch) == run(&mut resident, &batch));
+}
+
 /// Steps that wait for weights or caches end when the group is given up, and nobody waits for the disk.
 #[test]
 fn a_disk_that_hangs_holds_up_no_aborted_step() {
     for access in [Access::Read, Access::Write] {
-        let (folder, gate) = (Scratch::new(), Arc::new(Gate::default()));
-        let on_gate = gate.clone();
-        let _hook = Hooked::new(folder.path(), move |kind, _| {
-            if kind == access {
-                on_gate.pass();
-            }
-            Ok(())
-        });
-        let source = on_disk("gqa", folder.path());
-        let mut streamed = executor(&source, QuantType::F16, usize::MAX);
-        let abort = Abort::new();
-        streamed.stop_on_abort(&abort);
-        let mut steps = schedule(&source, 6);
-        (0..4).for_each(|_| _ = run(&mut streamed, &steps.step()).unwrap());
-        gate.shut();
-        let failed = std::thread::scope(|scope| {
-            let waits = scope.spawn(|| (0..9).find_map(|_| run(&mut streamed, &steps.step()).err()));
-            gate.wait_for(2);
-            abort.abort();
-            waits.join().unwrap()
-        });
-        assert_eq!(failed.unwrap(), "device fault: the stage was aborted", "{access:?}");
-        drop(streamed);
-        gate.open();
-        // The device is built again.
-        let mut rebuilt = executor(&source, QuantType::F16, usize::MAX);
-        let mut resident = executor(&open("gqa"), QuantType::F16, usize::MAX);
-        let batch = schedule(&source, 7).step();
-        assert!(run(&mut rebuilt, &batch) == run(&mut resident, &batch));
+        abort_step_that_waits(("gqa", Scratch::new().path()), 4, move |kind, _| kind == access);
     }
+}
+
+/// The same for steps that wait for experts, while other weights can be read.
+#[test]
+fn a_disk_that_hangs_at_experts_holds_up_no_aborted_step() {
+    let (folder, fixture) = (Scratch::new(), "families/mixtral");
+    let source = on_disk(fixture, folder.path());
+    let written = executor(&source, QuantType::F16, usize::MAX).report().offload.unwrap();
+    let experts = expert_offsets(&written.stores[0]);
+    let hangs = move |access, offset| access == Access::Read && experts.contains(&offset);
+    abort_step_that_waits((fixture, folder.path()), 0, hangs);
 }
 
 /// The times of a step name its matrices, caches and layers.
@@ -411,6 +430,20 @@ fn with_experts_on_disk(
     source.offload = Some(Offload { resident: Residency(fraction), place, overlaps: batch_rows > 5 });
     source.transfers = Arc::default();
     (executor(source, QuantType::F16, batch_rows), source.transfers.clone())
+}
+
+/// Returns the offsets of the matrices of experts in a store.
+fn expert_offsets(store: &Path) -> Vec<u64> {
+    let index = std::fs::read(store.join("index.json")).unwrap();
+    let index: serde_json::Value = serde_json::from_slice(&index).unwrap();
+    let (mut offsets, mut offset) = (Vec::new(), 0);
+    for matrix in index["key"]["matrices"].as_array().unwrap() {
+        if matrix["name"].as_str().unwrap().contains(".experts.") {
+            offsets.push(offset);
+        }
+        offset += matrix["bytes"].as_u64().unwrap().next_multiple_of(4096);
+    }
+    offsets
 }
 
 /// Rows choose experts at random, in one row batch or several, and the pool has a layer's experts, up to
@@ -504,13 +537,8 @@ fn an_expert_that_has_changed_fails_the_step() {
     let mut right = start();
     let expected = run(&mut right, &batch).unwrap();
     let store = right.report().offload.unwrap().stores[0].clone();
-    let index: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(store.join("index.json")).unwrap()).unwrap();
-    let (mut data, mut offset) = (std::fs::read(store.join("weights.bin")).unwrap(), 0);
-    for matrix in index["key"]["matrices"].as_array().unwrap() {
-        data[offset] ^= u8::from(matrix["name"].as_str().unwrap().contains(".experts."));
-        offset += (matrix["bytes"].as_u64().unwrap() as usize).next_multiple_of(4096);
-    }
+    let mut data = std::fs::read(store.join("weights.bin")).unwrap();
+    expert_offsets(&store).into_iter().for_each(|offset| data[offset as usize] ^= 1);
     std::fs::write(store.join("weights.bin"), data).unwrap();
     let failed = run(&mut start(), &batch).unwrap_err();
     assert!(failed.contains(".experts.") && failed.contains("has changed"), "{failed}");
