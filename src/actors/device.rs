@@ -125,12 +125,13 @@ impl Device {
             let mut factory = self.factory.lock().unwrap_or_else(PoisonError::into_inner);
             factory(collective)
         }));
-        let executor = built
+        let mut executor = built
             .unwrap_or_else(|panic| match panic.is::<Aborted>() {
                 true => Err(Aborted.into()),
                 false => Err(anyhow!("{}", panic_message(&*panic))),
             })
             .with_context(|| format!("building the device {}", self.group.name(self.id)))?;
+        executor.stop_on_abort(&assignment.abort);
         let report = executor.report();
         self.last_step_end = None;
         self.built = Some(BuiltExecutor { assignment, executor, next_step: None });
@@ -222,7 +223,9 @@ fn panic_message(panic: &(dyn Any + Send)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mainstem_kernels::{Abort, StepBatch};
+    use crate::actors::group::GroupConfig;
+    use crate::actors::testing::LIMITS;
+    use mainstem_kernels::{Abort, SingleRank, StepBatch};
 
     /// An executor that does nothing.
     struct NoopExecutor;
@@ -248,6 +251,45 @@ mod tests {
             let ran = built.run(&message, (None, LastLayerSignal::default()), &mut output);
             assert_eq!(ran.is_ok(), fits, "step {step}");
         }
+    }
+
+    /// An executor that tells whether it was aborted.
+    struct Listening(Arc<Mutex<Abort>>);
+
+    impl Executor for Listening {
+        fn run(&mut self, _: &StepBatch, _: HandoffPorts<'_>, _: &mut StepOutput) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn report(&self) -> ExecutorReport {
+            ExecutorReport::default()
+        }
+
+        fn stop_on_abort(&mut self, abort: &Abort) {
+            *self.0.lock().unwrap() = abort.clone();
+        }
+    }
+
+    /// A step that waits for a disk must end with its build.
+    #[test]
+    fn executors_learn_of_the_abort_of_their_build() {
+        let heard = Arc::new(Mutex::new(Abort::new()));
+        let told = heard.clone();
+        let factory: ExecutorFactory = Box::new(move |_| Ok(Box::new(Listening(told.clone()))));
+        let mut device = Device {
+            id: DeviceId { stage: 0, rank: 0, incarnation: 0 },
+            group: Arc::new(GroupState::new(GroupConfig::new(vec![vec!["one".to_owned()]], LIMITS, 1))),
+            mailbox: Arc::new(Mailbox::new(1)),
+            factory: Arc::new(Mutex::new(factory)),
+            built: None,
+            output: StepOutput::default(),
+            last_step_end: None,
+        };
+        let abort = Abort::new();
+        let assignment = Assignment { build: 1, abort: abort.clone(), role: Role::Nothing };
+        device.build(assignment, Box::new(SingleRank)).unwrap();
+        abort.abort();
+        assert!(heard.lock().unwrap().is_aborted());
     }
 
     #[test]

@@ -57,11 +57,15 @@ struct OffloadMetrics {
     stalls: [Histogram; Stream::ALL.len()],
     ready: Counter,
     late: Counter,
+    buffers: Histogram,
+    expert_hits: Counter,
+    expert_misses: Counter,
 }
 
 impl OffloadMetrics {
     fn new(transfers: Arc<Transfers>) -> OffloadMetrics {
         let layers = |state| telemetry::OFFLOAD_LAYERS.counter_with([state]);
+        let experts = |result| telemetry::OFFLOAD_EXPERTS.counter_with([result]);
         OffloadMetrics {
             transfers,
             bytes: Stream::ALL.map(|stream| {
@@ -70,6 +74,9 @@ impl OffloadMetrics {
             stalls: Stream::ALL.map(|stream| telemetry::OFFLOAD_STALLS.histogram_with([stream.name()])),
             ready: layers("ready"),
             late: layers("late"),
+            buffers: telemetry::OFFLOAD_BUFFERS.histogram(),
+            expert_hits: experts("hit"),
+            expert_misses: experts("miss"),
         }
     }
 
@@ -84,6 +91,11 @@ impl OffloadMetrics {
         self.stalls.iter().zip(new.stalls).for_each(|(stalls, time)| stalls.record(time.as_secs_f64()));
         self.ready.increment(new.ready);
         self.late.increment(new.late);
+        if let Some(occupancy) = new.occupancy() {
+            self.buffers.record(occupancy);
+        }
+        self.expert_hits.increment(new.expert_hits);
+        self.expert_misses.increment(new.expert_misses);
     }
 }
 

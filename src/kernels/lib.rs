@@ -29,15 +29,16 @@ pub mod cpu;
 
 pub use backend::{
     Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, DynamicNtk, Epilogue,
-    Expert, Fraction, Gemm, HeldShapes, InputOperand, KvLayer, KvLayout, KvTable, Mask, MatrixId, MoeShape,
-    Norm, NormKind, PackedLayout, RelativeBias, Rope, RopeStyle, SamplingInputs, Scoring, StepLimits, Weight,
+    Expert, ExpertSource, Experts, Fraction, Gemm, HeldShapes, InputOperand, KvLayer, KvLayout, KvTable,
+    Mask, MatrixId, MoeShape, Norm, NormKind, PackedLayout, RelativeBias, Rope, RopeStyle, SamplingInputs,
+    Scoring, StepLimits, Weight,
 };
 pub use batch::{
     ActivationHandoff, DraftSpan, HandoffPorts, LastLayerSignal, PageCopy, RowFailure, SampleMode,
     SampledToken, SamplingParams, SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens,
     StepBatch, StepOutput, StepTimes, TableUpdate,
 };
-pub use collective::local::{Abort, LocalRank};
+pub use collective::local::{Abort, LocalRank, Waiters};
 pub use collective::{Aborted, Collective, SingleRank};
 pub use host::{HostBuf, HostMemory};
 pub use late::{HostRow, LateInputs};

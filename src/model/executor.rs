@@ -8,7 +8,7 @@ use super::drafter::Drafter;
 use super::load;
 use super::load_target::{ByteCounter, LoadTarget};
 use super::offload::{
-    CacheOffload, CacheReport, OffloadReport, StreamedCaches, Tier, TransferPath, buffer_layouts,
+    CacheOffload, CacheReport, OffloadReport, StepTrace, StreamedCaches, Tier, TransferPath, buffer_layouts,
 };
 use super::schedule::{self, Caches, DecoderCaches, LayerCache, StepIo};
 use super::shard::{Shard, StageRole};
@@ -17,9 +17,10 @@ use super::spec::{AttentionSpec, ModelSpec};
 use super::weights::{Model, TensorRecord};
 use anyhow::{Context, Result, ensure};
 use mainstem_kernels::{
-    Backend, DeviceError, DeviceSizes, HandoffPorts, KvLayer, KvLayout, KvTable, QuantType, StepBatch,
+    Abort, Backend, DeviceError, DeviceSizes, HandoffPorts, KvLayer, KvLayout, KvTable, QuantType, StepBatch,
     StepLimits, StepOutput, StepTimes,
 };
+use std::time::Instant;
 
 /// Runs steps on one device; used by a device's actor. The backend's type does not appear above this trait.
 pub trait Executor: Send {
@@ -42,6 +43,10 @@ pub trait Executor: Send {
 
     /// Returns what was allocated.
     fn report(&self) -> ExecutorReport;
+
+    /// Lets `abort`, which concerns all steps of this executor, end the waits of a step for a disk. The step
+    /// then fails with [`mainstem_kernels::Aborted`]. Does nothing for an executor that never waits for one.
+    fn stop_on_abort(&mut self, _abort: &Abort) {}
 }
 
 /// The allocations of an executor in bytes, for the report at startup.
@@ -95,6 +100,8 @@ pub struct ModelExecutor<B: Backend> {
     backend: B,
     allocated: Allocated<B::Buf>,
     report: ExecutorReport,
+    /// The record of the times of steps, if they are wanted.
+    trace: Option<StepTrace>,
 }
 
 /// Everything that an executor allocates, apart from the backend's own buffers.
@@ -124,7 +131,9 @@ impl<B: Backend> ModelExecutor<B> {
             "the device joined its stage as rank {rank} of {ranks}, not {place:?}; this is a bug"
         );
         let (allocated, report) = allocate(&mut backend, source, shard, kv, &limits)?;
-        Ok(ModelExecutor { backend, allocated, report })
+        let trace = source.transfers.trace();
+        let trace = trace.map(|trace| StepTrace::start(trace, &shard.encoder, &shard.decoder));
+        Ok(ModelExecutor { backend, allocated, report, trace })
     }
 }
 
@@ -375,6 +384,7 @@ impl<B: Backend> Executor for ModelExecutor<B> {
     ) -> Result<(), DeviceError> {
         out.clear();
         out.step = batch.step;
+        let (began, trace) = (Instant::now(), self.trace.as_ref());
         let Allocated { model, kv, scratch, act, draft } = &mut self.allocated;
         let outcome = schedule::run_step(
             &mut self.backend,
@@ -382,8 +392,11 @@ impl<B: Backend> Executor for ModelExecutor<B> {
             Caches { decoder: kv, scratch: scratch.as_mut() },
             act,
             draft.as_mut().map(|draft| draft as &mut dyn Drafter<B>),
-            StepIo { batch, biases: &batch.logit_biases, handoff: flow, out },
+            StepIo { batch, biases: &batch.logit_biases, handoff: flow, out, trace },
         );
+        if let Some(trace) = trace {
+            trace.end_step(began);
+        }
         out.times = StepTimes { draft: out.times.draft, ..self.backend.end_step() };
         outcome?;
         let is_returned = self.allocated.model.role.returns_output;
@@ -395,6 +408,16 @@ impl<B: Backend> Executor for ModelExecutor<B> {
 
     fn report(&self) -> ExecutorReport {
         self.report.clone()
+    }
+
+    fn stop_on_abort(&mut self, abort: &Abort) {
+        let Allocated { model, kv, .. } = &mut self.allocated;
+        for stack in [&mut model.encoder, &mut model.decoder].into_iter().flatten() {
+            stack.weights.stop_on_abort(abort);
+        }
+        if let Some(streamed) = &kv.streamed {
+            streamed.stop_on_abort(abort);
+        }
     }
 }
 

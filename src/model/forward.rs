@@ -19,8 +19,8 @@ use super::weights::{
     Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms,
 };
 use mainstem_kernels::{
-    ActivationType, AttentionShape, Backend, Epilogue, Gemm, InputOperand, KvLayer, KvTable, Norm,
-    RelativeBias, SamplingInputs, SpanStack, StepBatch, StepOutput,
+    ActivationType, AttentionShape, Backend, DeviceError, Epilogue, Gemm, InputOperand, KvLayer, KvTable,
+    Norm, RelativeBias, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
 use std::ops::Range;
 
@@ -99,6 +99,7 @@ pub fn attention<B: Backend>(
 }
 
 /// Runs the rest of the layer after attention. Sub-layer outputs are reduced over the ranks of the stage.
+/// Fails if experts of the layer cannot be read.
 pub fn after_attention<B: Backend>(
     b: &mut B,
     spec: &LayerSpec,
@@ -106,7 +107,7 @@ pub fn after_attention<B: Backend>(
     cache: &KvLayer<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
-) {
+) -> Result<(), DeviceError> {
     // With parallel wiring the MLP reads x before the attention output is added.
     if spec.wiring == Wiring::ParallelTwoNorms
         && let Some(norm) = &block.mlp_norms.pre
@@ -117,7 +118,7 @@ pub fn after_attention<B: Backend>(
     if let (Some((norms, weights)), Some((_, shape_of))) = (&block.cross, &spec.cross) {
         cross_attention(b, spec, (norms, weights, shape_of), cache, rows, act);
     }
-    mlp(b, spec, &block.mlp, &block.mlp_norms, rows, act);
+    mlp(b, spec, &block.mlp, &block.mlp_norms, rows, act)
 }
 
 /// Ends a stack for `rows`, a row batch: returns hidden states of the rows that request them, and samples the
@@ -313,7 +314,7 @@ fn mlp<B: Backend>(
     norms: &SublayerNorms<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
-) {
+) -> Result<(), DeviceError> {
     let Activations { x, h, y, gate, up, router, shared, ranks, .. } = act;
     let input = match (spec.wiring, &norms.pre) {
         (Wiring::Sequential, Some(norm)) => InputOperand::Normed { norm, x, buffer: h },
@@ -330,11 +331,12 @@ fn mlp<B: Backend>(
         Mlp::Experts(moe) => {
             // The input is read more than once.
             let input = input.materialize(b, rows, moe.router.weight.k);
-            experts(b, rows, moe, input, MoeBuffers { gate, up, router, shared, y });
+            experts(b, rows, moe, input, MoeBuffers { gate, up, router, shared, y })?;
             false
         }
     };
     add_residual(b, rows, norms, spec.residual_scale, is_fused, act);
+    Ok(())
 }
 
 /// Computes gate and up, the inner layers of a dense feed-forward network before the activation function.
@@ -375,17 +377,18 @@ struct MoeBuffers<'a, Buf> {
     y: &'a mut Buf,
 }
 
-/// Computes y, the output of a mixture of experts for its input x (rows, hidden).
+/// Computes y, the output of a mixture of experts for its input x (rows, hidden). Fails if experts cannot be
+/// read.
 fn experts<B: Backend>(
     b: &mut B,
     rows: usize,
     moe: &Moe<B::Buf>,
     x: &B::Buf,
     MoeBuffers { gate, up, router, shared, y }: MoeBuffers<B::Buf>,
-) {
+) -> Result<(), DeviceError> {
     linear(b, rows, &moe.router, x, router);
-    b.moe(rows, &moe.shape, router, &moe.experts, x, y);
-    let Some(mlp) = &moe.shared else { return };
+    b.moe(rows, &moe.shape, router, moe.experts(), x, y)?;
+    let Some(mlp) = &moe.shared else { return Ok(()) };
     if let Some(gate_of_shared) = &moe.shared_router {
         linear(b, rows, gate_of_shared, x, router);
     }
@@ -396,6 +399,7 @@ fn experts<B: Backend>(
         b.gate_rows(rows, hidden, router, shared);
     }
     b.add(rows, hidden, 1.0, y, shared);
+    Ok(())
 }
 
 /// Normalizes each head separately if the norm is as wide as a head, otherwise all heads together, including

@@ -283,15 +283,19 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
     fn moe(&mut self, spec: &MoeSpec) -> Result<Moe<T::Buf>> {
         let shape = spec.shape();
         self.target.prepare_moe(&shape, spec.router.k)?;
-        let expert = |dense: &DenseSpec, loader: &mut Self| {
+        let expert = |(number, dense): (usize, &DenseSpec), loader: &mut Self| {
+            loader.layers.expert = Some(number);
             let gate = loader.linear(&dense.gate)?.weight;
             let up = dense.up.as_ref().map(|up| loader.linear(up)).transpose()?.map(|up| up.weight);
-            anyhow::Ok(Expert { gate, up, down: loader.linear(&dense.down)?.weight })
+            let down = loader.linear(&dense.down)?.weight;
+            loader.layers.expert = None;
+            anyhow::Ok(Expert { gate, up, down })
         };
         Ok(Moe {
             shape,
             router: self.linear(&spec.router)?,
-            experts: spec.experts.iter().map(|dense| expert(dense, self)).collect::<Result<_>>()?,
+            experts: spec.experts.iter().enumerate().map(|it| expert(it, self)).collect::<Result<_>>()?,
+            source: None,
             shared: spec.shared.as_ref().map(|dense| self.dense(dense)).transpose()?,
             shared_router: spec.shared_router.as_ref().map(|linear| self.linear(linear)).transpose()?,
         })

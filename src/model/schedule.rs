@@ -7,7 +7,7 @@
 use super::activations::Activations;
 use super::drafter::Drafter;
 use super::forward::{after_attention, attention, before_attention, embed, finish_stack, store_cross_kv};
-use super::offload::StreamedCaches;
+use super::offload::{StepTrace, StreamedCaches};
 use super::spec::LayerSpec;
 use super::weights::{LayerWeights, Model, Stack};
 use mainstem_kernels::{
@@ -45,6 +45,8 @@ pub struct StepIo<'a> {
     pub biases: &'a [(u32, f32)],
     pub handoff: HandoffPorts<'a>,
     pub out: &'a mut StepOutput,
+    /// The record of the times of layers, if they are wanted.
+    pub trace: Option<&'a StepTrace>,
 }
 
 impl StepIo<'_> {
@@ -174,10 +176,8 @@ fn encode<B: Backend>(
         (Some(stack), Some(spec), Some(scratch)) => {
             for_each_batch(b, which, act, |b, act, rows| enter_stack(b, stack, rows, from, act));
             for (index, layer) in spec.layers.iter().enumerate() {
-                with_layer(b, stack, index, |b, stack, block| {
-                    for_each_batch(b, which, act, |b, act, rows| {
-                        run_layer(b, stack, (layer, block), (KvTable::Scratch, scratch), rows.len(), act);
-                    });
+                with_layer(b, stack, (which, index), traffic.trace, |b, stack, block| {
+                    run_layer(b, which, stack, (layer, block), (KvTable::Scratch, scratch), act)
                 })?;
             }
             if model.role.ends_encoder {
@@ -218,13 +218,11 @@ fn decode<B: Backend>(
             if is_idle {
                 return Ok(());
             }
-            with_layer(b, stack, index, |b, stack, block| {
+            with_layer(b, stack, (which, index), traffic.trace, |b, stack, block| {
                 for_each_batch(b, SpanStack::Encoder, act, |b, act, rows| {
                     store_cross_kv(b, block, kv, rows.len(), act);
                 });
-                for_each_batch(b, which, act, |b, act, rows| {
-                    run_layer(b, stack, (layer, block), (*table, kv), rows.len(), act);
-                });
+                run_layer(b, which, stack, (layer, block), (*table, kv), act)
             })
         })?;
     }
@@ -314,25 +312,37 @@ fn with_cache<Buf>(
 fn with_layer<B: Backend>(
     b: &mut B,
     stack: &mut Stack<B::Buf>,
-    index: usize,
-    use_layer: impl FnOnce(&mut B, &Stack<B::Buf>, &LayerWeights<B::Buf>),
+    (which, index): (SpanStack, usize),
+    trace: Option<&StepTrace>,
+    use_layer: impl FnOnce(&mut B, &Stack<B::Buf>, &LayerWeights<B::Buf>) -> Result<(), DeviceError>,
 ) -> Result<(), DeviceError> {
     stack.weights.acquire(b, index)?;
-    use_layer(b, stack, stack.weights.layer(index));
+    let began = Instant::now();
+    let outcome = use_layer(b, stack, stack.weights.layer(index));
+    if let Some(trace) = trace {
+        trace.end_layer(which, index, began);
+    }
     stack.weights.release(b, index);
-    Ok(())
+    outcome
 }
 
-/// Runs one layer, which stores its keys and values in `cache`.
+/// Runs one layer for all row batches of a stack, which stores their keys and values in `cache`. Fails if
+/// experts of the layer cannot be read.
 fn run_layer<B: Backend>(
     b: &mut B,
+    which: SpanStack,
     stack: &Stack<B::Buf>,
     (spec, block): (&LayerSpec, &LayerWeights<B::Buf>),
     (table, cache): (KvTable, &mut KvLayer<B::Buf>),
-    rows: usize,
     act: &mut Activations<B::Buf>,
-) {
-    before_attention(b, spec, stack, block, rows, act);
-    attention(b, &spec.attention, stack.relative_bias.as_ref(), table, cache, act);
-    after_attention(b, spec, block, cache, rows, act);
+) -> Result<(), DeviceError> {
+    let mut outcome = Ok(());
+    for_each_batch(b, which, act, |b, act, rows| {
+        if outcome.is_ok() {
+            before_attention(b, spec, stack, block, rows.len(), act);
+            attention(b, &spec.attention, stack.relative_bias.as_ref(), table, cache, act);
+            outcome = after_attention(b, spec, block, cache, rows.len(), act);
+        }
+    });
+    outcome
 }

@@ -5,7 +5,8 @@
 use super::shard::StageRole;
 use super::spec::{ColumnSplit, ModelSpec};
 use mainstem_kernels::{
-    Activation, Backend, DeviceError, Expert, MoeShape, Norm, QuantType, RelativeBias, Rope, Weight,
+    Abort, Activation, Backend, DeviceError, Expert, ExpertSource, Experts, MoeShape, Norm, QuantType,
+    RelativeBias, Rope, Weight,
 };
 use std::any::Any;
 use std::sync::Arc;
@@ -61,6 +62,10 @@ pub trait WeightSource<Buf>: Any + Send {
 
     /// Ends the use of the acquired layer's weights: their memory may be overwritten.
     fn release(&mut self, device: &mut dyn Backend<Buf = Buf>, layer: usize);
+
+    /// Lets `abort` end waits in [`WeightSource::acquire`], and for experts of the layers, which then fail.
+    /// Does nothing for a source that never waits.
+    fn stop_on_abort(&mut self, _abort: &Abort) {}
 }
 
 /// The weights of one layer.
@@ -74,6 +79,15 @@ pub struct LayerWeights<Buf> {
 }
 
 impl<Buf> LayerWeights<Buf> {
+    /// Lets `abort` end waits for experts, which then fail.
+    pub fn stop_on_abort(&self, abort: &Abort) {
+        if let Mlp::Experts(moe) = &self.mlp
+            && let Some(source) = &moe.source
+        {
+            source.stop_on_abort(abort);
+        }
+    }
+
     /// Calls `visit` with every matrix, in the order in which they are loaded.
     pub fn for_each_matrix(&mut self, visit: &mut dyn FnMut(&mut Weight<Buf>)) {
         let cross = self.cross.as_mut().map(|(_, attention)| attention);
@@ -144,10 +158,19 @@ pub struct Moe<Buf> {
     pub shape: MoeShape,
     pub router: Linear<Buf>,
     pub experts: Vec<Expert<Buf>>,
+    /// Reads experts when rows choose them; their buffers above are then empty. `None` if all are in memory.
+    pub source: Option<Box<dyn ExpertSource<Buf>>>,
     /// The shared expert, which processes every token.
     pub shared: Option<Dense<Buf>>,
     /// Gate of the shared expert, (1, hidden): its sigmoid multiplies the shared expert's output.
     pub shared_router: Option<Linear<Buf>>,
+}
+
+impl<Buf> Moe<Buf> {
+    /// Returns the experts of this device.
+    pub fn experts(&self) -> Experts<'_, Buf> {
+        Experts { held: &self.experts, source: self.source.as_deref() }
+    }
 }
 
 /// A linear layer: y = x · Wᵀ (+ b).
@@ -206,4 +229,8 @@ impl<Buf: Send + Sync + 'static> WeightSource<Buf> for Vec<LayerWeights<Buf>> {
     }
 
     fn release(&mut self, _: &mut dyn Backend<Buf = Buf>, _: usize) {}
+
+    fn stop_on_abort(&mut self, abort: &Abort) {
+        self.iter().for_each(|layer| layer.stop_on_abort(abort));
+    }
 }

@@ -5,7 +5,8 @@
 
 use super::importance_matrix::Observations;
 use mainstem_kernels::{
-    Backend, Collective, Expert, Gemm, InputOperand, MatrixId, MoeShape, Weight, delegate_backend,
+    Backend, Collective, DeviceError, Expert, Experts, Gemm, InputOperand, MatrixId, MoeShape, Weight,
+    delegate_backend,
 };
 use std::sync::Arc;
 
@@ -135,12 +136,12 @@ impl<B: Backend> Backend for Observed<B> {
         rows: usize,
         shape: &MoeShape,
         router: &B::Buf,
-        experts: &[Expert<B::Buf>],
+        experts: Experts<B::Buf>,
         x: &B::Buf,
         y: &mut B::Buf,
-    ) {
-        self.observe_experts(rows, shape, router, experts, x);
-        self.inner.moe(rows, shape, router, experts, x, y);
+    ) -> Result<(), DeviceError> {
+        self.observe_experts(rows, shape, router, experts.held, x);
+        self.inner.moe(rows, shape, router, experts, x, y)
     }
 }
 
@@ -237,7 +238,7 @@ mod tests {
         let router = buf(&mut b, &[9.0, 1.0, 5.0, 2.0, -3.0, -4.0, -1.0, -2.0, 7.0, 7.0, 7.0, 7.0]);
         let x = buf(&mut b, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         let mut y = buf(&mut b, &[0.0; 6]);
-        b.moe(3, &shape, &router, &experts, &x, &mut y);
+        b.moe(3, &shape, &router, Experts::in_memory(&experts), &x, &mut y).unwrap();
         assert_eq!(means(&seen, "gate", 1), Some(vec![25.0, 36.0]));
         assert_eq!(means(&seen, "up", 1), Some(vec![25.0, 36.0]));
         assert_eq!(means(&seen, "both", 2), Some(vec![5.0, 10.0]));
@@ -245,7 +246,8 @@ mod tests {
         assert_eq!(means(&seen, "gate", 0), None);
         // The only local expert is the last one, and the row is routed to others.
         let (router, x) = (buf(&mut b, &[9.0, 0.0, 8.0, 0.0]), buf(&mut b, &[1.0, 1.0]));
-        b.moe(1, &MoeShape { first_expert: 3, ..shape }, &router, &[idle], &x, &mut y);
+        let last = MoeShape { first_expert: 3, ..shape };
+        b.moe(1, &last, &router, Experts::in_memory(&[idle]), &x, &mut y).unwrap();
         assert_eq!(means(&seen, "idle", 3), None);
         assert!(seen.importance_matrix().unwrap().column_weights(&id("idle", 3), None).is_none());
     }

@@ -373,6 +373,22 @@ pub(crate) static OFFLOAD_LAYERS: Metric = Metric::new(
      buffer when it needed it.",
 )
 .labelled(&[("state", &["ready", "late"])]);
+pub(crate) static OFFLOAD_BUFFERS: Metric = Metric::new(
+    "mainstem_offload_ready_buffers_ratio",
+    MetricKind::Histogram(FRACTION_BUCKETS),
+    "fraction, 0 to 1",
+    "Fraction of the buffers for weights on disk that had been read when a device needed a layer, on average \
+     over the layers of a step. Near 1: computing limits the speed; near 0: the disk does.",
+);
+
+pub(crate) static OFFLOAD_EXPERTS: Metric = Metric::new(
+    "mainstem_offload_experts_total",
+    Counter,
+    "experts",
+    "Experts that rows of a row batch chose, in mixtures whose experts are on disk, by whether the expert \
+     was in memory (hit) or had to be read (miss).",
+)
+.labelled(&[("result", &["hit", "miss"])]);
 
 /// All metrics, in the order of the documentation.
 pub static METRICS: &[&Metric] = &[
@@ -428,6 +444,8 @@ pub static METRICS: &[&Metric] = &[
     &OFFLOAD_BYTES,
     &OFFLOAD_STALLS,
     &OFFLOAD_LAYERS,
+    &OFFLOAD_BUFFERS,
+    &OFFLOAD_EXPERTS,
     &HTTP_REQUESTS,
     &BATCHES,
     &BATCH_REQUESTS,

@@ -131,6 +131,36 @@ fn a_report_goes_to_a_file() {
     assert_eq!(report["rows"].as_array().map(Vec::len), Some(6));
 }
 
+/// The report tells of the streams, and the picture of the last step shows them.
+#[test]
+fn transfers_between_memory_and_disk_are_reported_and_drawn() {
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("bench-offload");
+    std::fs::create_dir_all(&folder).expect("it can be created");
+    let picture = folder.join("step.svg");
+    let tiers = format!("--host-memory 0 --kv-memory 0% --disk-path {}", folder.display());
+    let line = format!("{SMALL} {tiers} --repeat 1 --format json --offload-trace {}", picture.display());
+    let report = parsed(&reported(&bench_fixture(&line)));
+    for row in report["rows"].as_array().expect("there are rows") {
+        let offload = &row["offload"];
+        assert!(number(&offload["streams"][0]["bytes"]) > 0.0, "{row}");
+        assert!((0.0..=1.0).contains(&number(&offload["buffers_ready"])), "{row}");
+    }
+    let svg = std::fs::read_to_string(&picture).expect("the picture is there");
+    assert!(svg.starts_with("<svg xmlns=") && svg.ends_with("</svg>\n"), "{svg}");
+    for part in [
+        "compute (dev ",
+        "load weights (weights-3)",
+        "store KV (kv-0)",
+        "<title>layer 1: ",
+        "<title>K of layer ",
+    ] {
+        assert!(svg.contains(part), "{part} in {svg}");
+    }
+    let conflict = bench("--fake-device --offload-trace picture.svg");
+    assert_eq!(conflict.status.code(), Some(2), "{}", text(&conflict.stderr));
+    std::fs::remove_dir_all(&folder).expect("it can be removed");
+}
+
 #[test]
 fn a_prompt_beyond_the_context_is_left_out_and_reported() {
     let line = "--prefill 4,100000 --depth 0 --decode 2 --sequences 1 --repeat 1 --threads 1";

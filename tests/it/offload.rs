@@ -39,11 +39,17 @@ async fn answers(engine: &Engine) -> Vec<Vec<u32>> {
 async fn answers_equal_those_of_weights_in_memory() {
     let dense = Copied::of("gqa", "offload-answers");
     let mixture = family("mixtral", "offload-answers");
-    for (model, devices) in
-        [(&dense, "cpu:0"), (&dense, "cpu:0;cpu:1"), (&dense, "cpu:0&cpu:1"), (&mixture, "cpu:0")]
-    {
+    for (model, devices, experts) in [
+        (&dense, "cpu:0", "column"),
+        (&dense, "cpu:0;cpu:1", "column"),
+        (&dense, "cpu:0&cpu:1", "column"),
+        (&mixture, "cpu:0", "column"),
+        (&mixture, "cpu:0&cpu:1", "column"),
+        (&mixture, "cpu:0&cpu:1", "expert"),
+    ] {
         let settings = [
             ("device.groups", devices.into()),
+            ("device.experts", experts.into()),
             ("device.threads", 1.into()),
             ("scheduler.token_budget", 12.into()),
         ];
@@ -56,11 +62,13 @@ async fn answers_equal_those_of_weights_in_memory() {
             // The second time, leading pages of the prompts are found.
             for _ in 0..2 {
                 let found = answers(&offloaded).await;
-                assert_eq!(found, expected, "{devices}, {host}, {kv}, {rows} rows at once");
+                assert_eq!(found, expected, "{devices}, {experts}, {host}, {kv}, {rows} rows at once");
             }
             let report = &offloaded.report;
             let stores = report.lines().filter(|line| line.starts_with("store ")).count();
             assert_eq!(stores, devices.matches(":").count(), "{report}");
+            let has_pool = model.0 == mixture.0 && host != "100%";
+            assert_eq!(report.contains("\nexperts "), has_pool, "{report}");
             all_home(&offloaded, 4).await;
             offloaded.stop();
         }
@@ -208,6 +216,28 @@ fn inspect_says_where_weights_lie() {
     let sized = inspect(&fixture("gqa"), &["--host-memory", &(resident + 1).to_string()]);
     let kept = bytes(&sized["memory"]["offload"], "resident");
     assert!(kept <= resident + 1 && kept > 0, "{sized}");
+    assert_eq!(memory["offload"]["experts"], Json::Null, "{memory}");
+}
+
+/// The experts of a mixture have a pool instead of a part that stays.
+#[test]
+fn inspect_says_how_large_the_pool_of_experts_is() {
+    let bytes = |memory: &Json, key: &str| memory[key].as_u64().unwrap_or_else(|| panic!("{memory}: {key}"));
+    let model = fixture("families/mixtral");
+    let all = inspect(&model, &[])["memory"].clone();
+    let memory =
+        inspect(&model, &["--host-memory", "90%", "--disk-path", "/nowhere/stores"])["memory"].clone();
+    let offload = &memory["offload"];
+    let [streamed, buffers] = ["streamed", "buffers"].map(|key| bytes(offload, key));
+    let keys = ["experts", "bytes", "pool_experts", "pool"];
+    let [experts, expert_bytes, pool_experts, pool] = keys.map(|key| bytes(&offload["experts"], key));
+    assert!(experts == 10 && (5..10).contains(&pool_experts) && pool > 0, "{memory}");
+    let weights = bytes(&memory, "weights") + streamed + expert_bytes;
+    assert_eq!(weights, bytes(&all, "weights") + buffers + pool, "{memory}");
+    let output =
+        mainstem().arg("inspect").arg(&model).args(["--host-memory", "0"]).output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("for 5 of 10 experts"), "{text}");
 }
 
 /// Inspects a model that cannot be started, and returns the error.

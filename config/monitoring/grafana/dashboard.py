@@ -207,6 +207,32 @@ ROWS = {
             "Fraction of layers that were in a buffer when they were needed.",
         ),
         graph(
+            "Buffers for weights on disk that were ready",
+            "percentunit",
+            [
+                (
+                    "ready",
+                    rate("mainstem_offload_ready_buffers_ratio_sum")
+                    + " / "
+                    + rate("mainstem_offload_ready_buffers_ratio_count"),
+                )
+            ],
+            "Mean fraction when a layer is needed. Near 1: computing limits the speed; near 0: the disk does.",
+        ),
+        graph(
+            "Chosen experts that were in memory",
+            "percentunit",
+            [
+                (
+                    "hits",
+                    rate("mainstem_offload_experts_total", 'result="hit"')
+                    + " / "
+                    + rate("mainstem_offload_experts_total"),
+                )
+            ],
+            "Fraction of the experts chosen by rows that were in the pool, for mixtures with experts on disk.",
+        ),
+        graph(
             "KV pages held by sequences",
             "percentunit",
             [("held", f"max({series('mainstem_kv_cache_usage_perc')})")],

@@ -71,6 +71,14 @@ fn offload_lines(built: &[Vec<ExecutorReport>]) -> Vec<String> {
         "offload      {resident:.1} MiB of layers {place}, {host}{streamed:.1} MiB read from disk per step, \
          {buffers:.1} MiB of buffers"
     )];
+    if sum.experts > 0 {
+        let [bytes, pool] = [sum.expert_bytes, sum.pool_bytes].map(mib);
+        lines.push(format!(
+            "experts      {pool:.1} MiB of memory for {} of {} experts ({bytes:.1} MiB), which are read when \
+             rows choose them",
+            sum.pool_experts, sum.experts
+        ));
+    }
     lines.extend(sum.stores.iter().map(|store| format!("store        {}", store.display())));
     lines
 }

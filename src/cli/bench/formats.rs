@@ -192,7 +192,7 @@ const TABLE_HEAD: [&str; 9] = [
 impl OffloadBreakdown {
     /// Returns the breakdown as lines of a table.
     fn table(&self) -> String {
-        let OffloadBreakdown { seconds, compute_seconds, streams, layers_ready, layers_late } = self;
+        let OffloadBreakdown { seconds, compute_seconds, streams, layers_ready, layers_late, .. } = self;
         let share = |part: f64| 100.0 * part / seconds.max(f64::MIN_POSITIVE);
         let mut text =
             format!("  compute       {compute_seconds:8.2} s, {:3.0} %\n", share(*compute_seconds));
@@ -209,6 +209,13 @@ impl OffloadBreakdown {
             );
         }
         let _ = writeln!(text, "  layers        {layers_ready} ready, {layers_late} late");
+        let OffloadBreakdown { buffers_ready, expert_hits: hits, expert_misses: misses, .. } = self;
+        if let Some(ready) = buffers_ready {
+            let _ = writeln!(text, "  buffers       {:.0} % ready on average", 100.0 * ready);
+        }
+        if hits + misses > 0 {
+            let _ = writeln!(text, "  experts       {hits} in memory when chosen, {misses} read");
+        }
         text
     }
 }

@@ -37,15 +37,19 @@ pub async fn open_model(
     Ok((source, tokenizer))
 }
 
-/// Runs the selected tests. If the future is dropped, the report keeps the results so far.
+/// Runs the selected tests, and records the last step if `is_traced`. If the future is dropped, the report
+/// keeps the results so far.
 pub async fn measure(
     mut config: Config,
     args: &SuiteArgs,
-    repeat: u32,
+    (repeat, is_traced): (u32, bool),
     report: &mut BenchReport,
     progress: &ProgressBar,
 ) -> Result<()> {
     let (source, tokenizer) = open_model(&mut config, report).await?;
+    if is_traced {
+        source.transfers.start_trace();
+    }
     let context = config.kv.max_context.unwrap_or(source.spec.context);
     let tests = args.select_tests(&mut config, context, &mut report.notes)?;
     size_cache(&mut config, &tests)?;
@@ -98,6 +102,7 @@ pub async fn measure(
             }
             progress.inc(1);
         }
+        report.timeline = source.transfers.trace().and_then(|trace| trace.last_step());
     }
     engine.stop();
     Ok(())

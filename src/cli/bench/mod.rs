@@ -15,6 +15,7 @@ mod roofline;
 mod sample;
 mod speculation;
 mod suite;
+mod timeline;
 
 use super::flags::{ConfigFlags, MODEL_HELP, SpeculationFlags};
 use super::plan::load_with_several_devices;
@@ -36,7 +37,7 @@ use speculation::SpeculationTests;
 use speculation::rows::SpeculationRow;
 use std::fs::File;
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -99,6 +100,10 @@ struct RunOptions {
     /// Write the report to this file instead of standard output.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
+    /// Write a picture (SVG) of the last step to this file: reads, writes and layers.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath,
+          conflicts_with_all = ["fake_device", "partition", "SpeculationFlags"])]
+    offload_trace: Option<PathBuf>,
     #[command(flatten)]
     partition_tests: PartitionTests,
     #[command(flatten)]
@@ -130,12 +135,14 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
     start_log(&config)?;
     // Opened first, so that an unwritable file fails before the measurement.
     let mut to: Box<dyn Write> = match &run.output {
-        Some(path) => {
-            Box::new(File::create(path).with_context(|| format!("cannot write {}", path.display()))?)
-        }
+        Some(path) => Box::new(create(path)?),
         None => Box::new(io::stdout()),
     };
+    let mut trace_to = run.offload_trace.as_deref().map(create).transpose()?;
     let report = System::new().block_on(measure_all(&run, config))?;
+    if let (Some(to), Some(timeline)) = (&mut trace_to, &report.timeline) {
+        to.write_all(timeline::svg(timeline).as_bytes()).context("cannot write the picture")?;
+    }
     let text = match run.format {
         ReportFormat::Table => report.table(),
         ReportFormat::Json => report.json(),
@@ -145,6 +152,11 @@ pub fn run(args: BenchArgs) -> Result<ExitCode> {
     let has_changed_text = report.speculation.iter().any(SpeculationRow::has_changed_text);
     ensure!(!has_changed_text, "the text differs with and without speculation; this is a bug");
     Ok(if report.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
+}
+
+/// Creates a file.
+fn create(path: &Path) -> Result<File> {
+    File::create(path).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Runs the tests until their end or a SIGINT.
@@ -171,7 +183,8 @@ async fn measure_all(run: &RunOptions, config: Config) -> Result<BenchReport> {
             let (suite, tests) = (&run.suite, &run.speculation_tests);
             speculation::measure(config, suite, tests, repeat, report, progress).await
         } else {
-            measure::measure(config, &run.suite, repeat, report, progress).await
+            let is_traced = run.offload_trace.is_some();
+            measure::measure(config, &run.suite, (repeat, is_traced), report, progress).await
         }
     };
     let interrupted = select! {

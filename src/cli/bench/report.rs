@@ -11,7 +11,7 @@ use crate::config::{Config, KvConfig, SchedulerConfig};
 use crate::model::ModelSource;
 use crate::model::executor::ExecutorReport;
 use crate::model::load;
-use crate::model::offload::{Stream, TransferTotals};
+use crate::model::offload::{Stream, Timeline, TransferTotals};
 use mainstem_kernels::cpu::Roofline;
 use serde::Serialize;
 
@@ -26,6 +26,8 @@ pub struct BenchReport {
     pub partitions: Vec<PartitionRow>,
     /// Results of the benchmark of speculative decoding.
     pub speculation: Vec<SpeculationRow>,
+    /// The last step, if it was traced.
+    pub timeline: Option<Timeline>,
     /// Notes for the reader, such as skipped tests.
     pub notes: Vec<String>,
     /// Whether the run ended before all tests were measured.
@@ -105,6 +107,12 @@ pub struct OffloadBreakdown {
     /// Layers whose weights, or whose cache, were in a buffer when they were needed, and those that were not.
     pub layers_ready: u64,
     pub layers_late: u64,
+    /// Mean fraction of the buffers for weights that were ready when a layer was needed, if weights are on
+    /// disk.
+    pub buffers_ready: Option<f64>,
+    /// Uses of experts that were in memory when rows chose them, and of those that were read.
+    pub expert_hits: u64,
+    pub expert_misses: u64,
 }
 
 /// Transfers of a stream between the memory of devices and what is below.
@@ -132,12 +140,16 @@ impl OffloadBreakdown {
         let stalled: f64 = streams.iter().map(|stream| stream.stall_seconds).sum();
         let (layers_ready, layers_late) = (moved.ready, moved.late);
         let compute_seconds = (seconds - stalled).max(0.0);
-        (layers_ready + layers_late > 0).then_some(OffloadBreakdown {
+        let TransferTotals { expert_hits, expert_misses, .. } = *moved;
+        (layers_ready + layers_late + expert_hits + expert_misses > 0).then_some(OffloadBreakdown {
             seconds,
             compute_seconds,
             streams,
             layers_ready,
             layers_late,
+            buffers_ready: moved.occupancy(),
+            expert_hits,
+            expert_misses,
         })
     }
 }
@@ -256,6 +268,7 @@ impl BenchReport {
             rows: Vec::new(),
             partitions: Vec::new(),
             speculation: Vec::new(),
+            timeline: None,
             notes: Vec::new(),
             interrupted: false,
         }

@@ -25,8 +25,8 @@ use crate::planner::DeviceAssignment;
 use anyhow::{Context, Result};
 use clap::{Args, ValueHint};
 pub use report::{
-    Architecture, DeviceMemory, EndTokens, Inspection, MemorySummary, OffloadedWeights, Specification,
-    SpecificationValue, Speculation, Tensor, Tokenizer, Unused,
+    Architecture, DeviceMemory, EndTokens, ExpertPlaces, Inspection, MemorySummary, OffloadedWeights,
+    Specification, SpecificationValue, Speculation, Tensor, Tokenizer, Unused,
 };
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, HashMap};

@@ -239,21 +239,34 @@ pub struct OffloadedWeights {
     pub streamed: usize,
     /// Buffers for weights that are read.
     pub buffers: usize,
+    /// Experts of mixtures; `None` if all stay in memory, or there are none.
+    pub experts: Option<ExpertPlaces>,
     /// Folders of the files that they are read from, one per device.
     pub stores: Vec<PathBuf>,
+}
+
+/// The places of experts that are read when rows choose them.
+#[derive(Debug, Serialize)]
+pub struct ExpertPlaces {
+    /// Number of experts, and their bytes.
+    pub experts: usize,
+    pub bytes: usize,
+    /// Number of experts that are in memory at the same time, and the bytes of the pool that they are in.
+    pub pool_experts: usize,
+    pub pool: usize,
 }
 
 impl OffloadedWeights {
     /// Returns the places as the devices report them.
     pub fn from_report(report: &OffloadReport) -> OffloadedWeights {
-        let OffloadReport { resident_bytes, host_bytes, streamed_bytes, buffer_bytes, stores } =
-            report.clone();
+        let OffloadReport { experts, expert_bytes: bytes, pool_experts, pool_bytes: pool, .. } = *report;
         OffloadedWeights {
-            resident: resident_bytes,
-            host: host_bytes,
-            streamed: streamed_bytes,
-            buffers: buffer_bytes,
-            stores,
+            resident: report.resident_bytes,
+            host: report.host_bytes,
+            streamed: report.streamed_bytes,
+            buffers: report.buffer_bytes,
+            experts: (experts > 0).then_some(ExpertPlaces { experts, bytes, pool_experts, pool }),
+            stores: report.stores.clone(),
         }
     }
 }

@@ -4,7 +4,9 @@
 //! Invariant: it has the contents of the JSON output, and computes nothing but sums. A row is one line, even
 //! if a file name contains control characters.
 
-use super::{DeviceMemory, Inspection, OffloadedWeights, SpecificationValue, Speculation, Tensor};
+use super::{
+    DeviceMemory, ExpertPlaces, Inspection, OffloadedWeights, SpecificationValue, Speculation, Tensor,
+};
 use crate::cli::escape::one_line;
 use indicatif::{HumanBytes, HumanCount};
 use serde_json::{Value, json};
@@ -283,13 +285,18 @@ fn offload(places: &OffloadedWeights) -> Vec<Row> {
         let state = if store.exists() { "" } else { "not written yet" };
         row(["  from", &store.display().to_string(), state])
     });
-    let sizes = [
+    let mut rows = vec![
         row(["  of layers", &size(places.resident), "stay in memory"]),
         row(["  buffers", &size(places.buffers), "for those that are read"]),
         row(["  read per step", &size(places.streamed)]),
     ];
-    let host = (places.host > 0).then(|| row(["  on host", &size(places.host), "copied per step"]));
-    sizes.into_iter().chain(host).chain(stores).collect()
+    rows.extend((places.host > 0).then(|| row(["  on host", &size(places.host), "copied per step"])));
+    if let Some(ExpertPlaces { experts, bytes, pool_experts, pool }) = &places.experts {
+        let held = format!("for {pool_experts} of {experts} experts");
+        rows.push(row(["  expert pool", &size(*pool), &held]));
+        rows.push(row(["  experts", &size(*bytes), "read when rows choose them"]));
+    }
+    rows.into_iter().chain(stores).collect()
 }
 
 fn size(bytes: usize) -> String {

@@ -108,7 +108,7 @@ pub(super) struct MemoryCounter<'a> {
     /// The configured rules of the formats of weights.
     rules: &'a WeightRules,
     pub(super) cache: CacheSizes,
-    /// Bytes of resident matrices and of buffers by variant and part of the layers' bytes, as far as they
+    /// Bytes of resident matrices, of buffers and of pools of experts by variant and part of the layers' bytes, as far as they
     /// have been counted. Nothing else of a choice affects them.
     counted: HashMap<(usize, usize), f64>,
     /// The reason of the last choice that is impossible.
@@ -120,7 +120,7 @@ pub(super) struct MemoryCounter<'a> {
 pub(super) struct LeastMemory {
     /// Everything but the matrices of layers and the buffers to read these.
     fixed: f64,
-    /// Buffers.
+    /// Buffers, and the least pools of experts.
     buffers: f64,
     /// Matrices of layers.
     layers: f64,
@@ -191,9 +191,9 @@ impl<'a> MemoryCounter<'a> {
     pub(super) fn least(&mut self, choice: &Choice) -> Option<LeastMemory> {
         match self.count(choice, Residency(0.0)) {
             Ok((memory, layers)) => {
-                let (buffers, streamed) = (layers.buffer_bytes as f64, layers.streamed_bytes as f64);
+                let buffers = (layers.buffer_bytes + layers.pool_bytes) as f64;
                 let fixed = memory - buffers - layers.resident_bytes as f64;
-                let layers = streamed + layers.resident_bytes as f64;
+                let layers = (layers.offloaded_bytes() + layers.resident_bytes) as f64;
                 Some(LeastMemory { fixed, buffers, layers })
             }
             Err(reason) => {
@@ -203,7 +203,7 @@ impl<'a> MemoryCounter<'a> {
         }
     }
 
-    /// Returns the bytes of matrices that stay, and of buffers, if `part` of [`PARTS`] parts of `all` bytes
+    /// Returns the bytes of matrices that stay, of buffers, and of pools of experts, if `part` of [`PARTS`] parts of `all` bytes
     /// may stay; infinite if an engine with these sizes is impossible here.
     fn layers(&mut self, choice: &Choice, all: usize, part: usize) -> f64 {
         if let Some(known) = self.counted.get(&(choice.variant, part)) {
@@ -211,7 +211,7 @@ impl<'a> MemoryCounter<'a> {
         }
         match self.count(choice, residency_of(part_of(all, part), all)) {
             Ok((_, layers)) => {
-                let used = (layers.resident_bytes + layers.buffer_bytes) as f64;
+                let used = (layers.resident_bytes + layers.buffer_bytes + layers.pool_bytes) as f64;
                 self.counted.insert((choice.variant, part), used);
                 used
             }
@@ -299,8 +299,11 @@ mod tests {
     fn whatever_fits_is_found_and_takes_at_the_start_what_was_counted() {
         let config = config(&[("device.threads", "1")]);
         let mut random = 0;
-        let models: [(&dyn Fn() -> ModelSource, usize); 2] =
-            [(&|| synthetic("1.1B"), 16), (&|| fixture("gqa"), PARTS)];
+        let models: [(&dyn Fn() -> ModelSource, usize); 3] = [
+            (&|| synthetic("1.1B"), 16),
+            (&|| fixture("gqa"), PARTS),
+            (&|| fixture("families/mixtral"), PARTS),
+        ];
         for (open, pieces) in models {
             let (mut source, mut copy, rules) = (open(), open(), WeightRules::default());
             let variants = variants(&source);

@@ -8,7 +8,7 @@ use crate::config::{FaultKind, FaultPlan, FaultRule, FaultTime, Groups};
 use crate::model::executor::{Executor, ExecutorReport};
 use crate::telemetry;
 use mainstem_kernels::random::uniform;
-use mainstem_kernels::{DeviceError, HandoffPorts, RowFailure, SampledToken, StepBatch, StepOutput};
+use mainstem_kernels::{Abort, DeviceError, HandoffPorts, RowFailure, SampledToken, StepBatch, StepOutput};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -151,6 +151,10 @@ impl Executor for FaultyExecutor {
 
     fn report(&self) -> ExecutorReport {
         self.inner.report()
+    }
+
+    fn stop_on_abort(&mut self, abort: &Abort) {
+        self.inner.stop_on_abort(abort);
     }
 }
 

@@ -40,13 +40,13 @@ impl EnginePredictor {
         let needs = RateNeeds {
             formats: cost.formats(),
             attention: cost.attention_shapes(kv),
-            disk: layers.streamed_bytes > 0,
+            disk: layers.max_read_bytes() > 0,
         };
         // A policy also works where none can be planned.
         let known = KnownRates::open(config).ok().filter(|known| known.have(&needs));
         let Some(KnownRates { rates, .. }) = known else { return Ok(None) };
         let read = rates.disk.map_or(f64::INFINITY, |disk| disk.read);
-        let policy = StepPolicy { kv, read_seconds: layers.streamed_bytes as f64 / read };
+        let policy = StepPolicy { kv, read_seconds: layers.max_read_bytes() as f64 / read };
         let (slots, token_budget) = (config.scheduler.slots, config.scheduler.token_budget);
         let choice = Choice { variant: 0, kv, slots, token_budget };
         Ok(Some(EnginePredictor { cost, rates, policy, choice }))

@@ -108,7 +108,8 @@ macro_rules! delegate_backend {
         prepare_moe(self, shape: &$crate::MoeShape, hidden: usize) -> Result<(), $crate::DeviceError>); };
     (@moe $inner:ident) => { $crate::delegate_backend!(@mut $inner
         moe(self, rows: usize, shape: &$crate::MoeShape, router: &Self::Buf,
-            experts: &[$crate::Expert<Self::Buf>], x: &Self::Buf, y: &mut Self::Buf)); };
+            experts: $crate::Experts<Self::Buf>, x: &Self::Buf,
+            y: &mut Self::Buf) -> Result<(), $crate::DeviceError>); };
     (@all_reduce $inner:ident) => { $crate::delegate_backend!(@mut $inner
         all_reduce(self, rows: usize, width: usize, x: &mut Self::Buf)); };
     (@all_gather $inner:ident) => { $crate::delegate_backend!(@mut $inner

@@ -16,6 +16,8 @@ mod activation_type;
 
 mod operands;
 
+mod experts;
+
 mod attention;
 
 mod limits;
@@ -29,6 +31,7 @@ mod sizes;
 pub use activation_type::ActivationType;
 pub use attention::{AttentionShape, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
 pub use error::DeviceError;
+pub use experts::{ExpertSource, Experts};
 pub use gemms::run_gemms_separately;
 pub use gemms::{Epilogue, Gemm, InputOperand};
 pub use limits::{Fraction, StepLimits};
@@ -57,7 +60,8 @@ use std::ops::Range;
 /// shape are neither read nor written.
 ///
 /// Operations return no errors: sizes and indices are validated when a model is loaded and when a step is
-/// built. An implementation asserts them, so a violation is a bug and panics.
+/// built. An implementation asserts them, so a violation is a bug and panics. Only [`Backend::moe`] may fail,
+/// since experts may be read within it.
 pub trait Backend: Send + 'static {
     /// A buffer in the memory of this device, with a length in bytes. A new buffer is zeroed.
     type Buf: Send + Sync + 'static;
@@ -289,16 +293,17 @@ pub trait Backend: Send + 'static {
     /// (rows, hidden), each multiplied by its score, added in the order of experts. The `top_k` largest
     /// `router` logits (rows, experts) select the experts; ties go to the lower index, and NaN counts as
     /// negative infinity. `experts` are those of this device, from `shape.first_expert` on; selected experts
-    /// of other devices contribute nothing.
+    /// of other devices contribute nothing. The experts that rows select are known before the first one
+    /// computes, and only these are used ([`Experts::for_each`]). Fails if one of them cannot be read.
     fn moe(
         &mut self,
         rows: usize,
         shape: &MoeShape,
         router: &Self::Buf,
-        experts: &[Expert<Self::Buf>],
+        experts: Experts<Self::Buf>,
         x: &Self::Buf,
         y: &mut Self::Buf,
-    );
+    ) -> Result<(), DeviceError>;
 
     /// All-reduce: x (rows, width) = the sum of x over all ranks of the stage, added in rank order. With one
     /// rank, x is unchanged. Unwinds with [`crate::Aborted`] if the stage is aborted.

@@ -6,8 +6,8 @@
 //! kind (NCCL), in [`crate::Backend::all_reduce`]; it uses [`Collective`] only to learn the ranks and for one
 //! exchange that sets up its own communicator.
 //!
-//! Open problem: when the stage is aborted, only ranks that wait in a [`Collective`] are woken. A device that
-//! waits in its own communicator has to be woken by other means.
+//! Open problem: when the stage is aborted, only ranks that wait in a [`Collective`], and [`local::Waiters`],
+//! are woken. A device that waits in its own communicator has to be woken by other means.
 //!
 //! Invariant: all ranks call the same operations in the same order with the same sizes. All get the same
 //! bits, independent of the order of arrival.

@@ -50,7 +50,7 @@ pub use gemms::gemms;
 pub use inputs::few_types;
 pub use late::{host_draws, late_abort, lost_late_inputs};
 pub use matmul::{matmul, matmul_batch_invariance};
-pub use moe::{moe, moe_batch_invariance, moe_expert_subsets, moe_preparation};
+pub use moe::{moe, moe_batch_invariance, moe_expert_source, moe_expert_subsets, moe_preparation};
 pub use norm::norm;
 pub use packed::packed_weights;
 pub use properties::{batch_invariance, chunking, moves, output_selection, paging, stale_pages};
@@ -132,6 +132,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     moe_batch_invariance(make, bounds);
     moe_preparation(make, bounds);
     moe_expert_subsets(make, bounds);
+    moe_expert_source(make, bounds);
     attention(make, bounds);
     attention_options(make, bounds);
     cache_types(make);

@@ -4,10 +4,13 @@ use super::Bounds;
 use super::inputs::*;
 use super::memo::ORACLE_VALUES;
 use super::rig::*;
-use mainstem_kernels::backend::{Activation, Backend, Expert, MoeShape, Scoring, StepLimits};
+use mainstem_kernels::backend::{
+    Activation, Backend, DeviceError, Expert, ExpertSource, Experts, MoeShape, Scoring, StepLimits, Weight,
+};
 use mainstem_kernels::quant::{OperandFormat, QuantType};
 use mainstem_kernels::reference::Reference;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// Tests mixtures with every scoring function, from one expert to many, with ties and NaN among the logits.
 pub fn moe<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
@@ -83,6 +86,82 @@ pub fn moe_expert_subsets<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
             assert_close(format_args!("{part:?} up to {end}"), &got, &want, bound, |i| magnitudes[i]);
         }
     }
+}
+
+/// Tests that a device takes experts from a source in ascending order, each that a row selected and no other,
+/// and that an expert that cannot be read fails the operation.
+pub fn moe_expert_source<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let device = &mut rigs(make, 32).0;
+    for mixture in MoeCase::all(QuantType::F32) {
+        let mixture = MoeCase { rows: mixture.rows.min(3), first: 4, ..mixture };
+        let experts = mixture.experts(device);
+        device.backend.prepare_moe(&mixture.shape, mixture.hidden).expect("memory for a small mixture");
+        let want = mixture.run_experts(device, &experts);
+        let empty = |w: &Weight<B::Buf>, buf| Weight { id: None, buf, ty: w.ty, n: w.n, k: w.k };
+        let mut stand_in = |w| empty(w, device.backend.alloc(0).expect("nothing is allocated"));
+        let stand_ins = experts.iter().map(|Expert { gate, up, down }| Expert {
+            gate: stand_in(gate),
+            up: up.as_ref().map(&mut stand_in),
+            down: stand_in(down),
+        });
+        let held: Vec<_> = stand_ins.collect();
+        let source = CheckedSource { experts, used: Mutex::default(), failing: AtomicU32::new(u32::MAX) };
+        let given = || Experts { held: &held, source: Some(&source) };
+        let got = mixture.run_given(device, given()).expect("all experts can be read");
+        assert_same(format_args!("{mixture:?}, from a source"), &got, &want, bounds.batch_invariance);
+        let used = std::mem::take(&mut *source.used.lock().expect("no test has panicked"));
+        let selected = selected_experts(&mixture);
+        assert_eq!(used, selected, "{mixture:?}");
+        source.failing.store(selected[selected.len() / 2], Ordering::Relaxed);
+        assert!(mixture.run_given(device, given()).is_err(), "{mixture:?}");
+        source.failing.store(u32::MAX, Ordering::Relaxed);
+        let got = mixture.run_given(device, given()).expect("all experts can be read again");
+        assert_same(format_args!("{mixture:?}, after an error"), &got, &want, bounds.batch_invariance);
+    }
+}
+
+/// A source that notes the experts that are used, and fails at one of them.
+struct CheckedSource<Buf> {
+    experts: Vec<Expert<Buf>>,
+    used: Mutex<Vec<u32>>,
+    failing: AtomicU32,
+}
+
+impl<Buf: Send + Sync> ExpertSource<Buf> for CheckedSource<Buf> {
+    fn for_each(
+        &self,
+        held: &[Expert<Buf>],
+        chosen: &[u32],
+        compute: &mut dyn FnMut(usize, &Expert<Buf>),
+    ) -> Result<(), DeviceError> {
+        assert_eq!(held.len(), self.experts.len());
+        for index in chosen {
+            if *index == self.failing.load(Ordering::Relaxed) {
+                return Err(DeviceError::Fault("an expert cannot be read".into()));
+            }
+            self.used.lock().expect("no test has panicked").push(*index);
+            compute(*index as usize, &self.experts[*index as usize]);
+        }
+        Ok(())
+    }
+}
+
+/// Returns the experts that some row of a case selects, ascending.
+fn selected_experts(mixture: &MoeCase) -> Vec<u32> {
+    let mut selected = Vec::new();
+    for logits in mixture.router().chunks_exact(mixture.shape.experts) {
+        let value = |expert: &u32| {
+            let logit = logits[*expert as usize];
+            if logit.is_nan() { f32::NEG_INFINITY } else { logit }
+        };
+        let mut experts: Vec<u32> = (0..logits.len() as u32).collect();
+        // Unlike `total_cmp`, zeros of both signs are ties.
+        experts.sort_by(|a, b| value(b).partial_cmp(&value(a)).expect("no value is NaN"));
+        selected.extend_from_slice(&experts[..mixture.shape.top_k]);
+    }
+    selected.sort_unstable();
+    selected.dedup();
+    selected
 }
 
 /// Rows of the largest step of these tests.
@@ -182,11 +261,19 @@ impl MoeCase {
 
     /// Runs the mixture with the given experts.
     fn run_experts<B: Backend>(&self, rig: &mut Rig<B>, experts: &[Expert<B::Buf>]) -> Vec<f32> {
+        self.run_given(rig, Experts::in_memory(experts)).expect("all experts are in memory")
+    }
+
+    fn run_given<B: Backend>(
+        &self,
+        rig: &mut Rig<B>,
+        experts: Experts<B::Buf>,
+    ) -> Result<Vec<f32>, DeviceError> {
         let (rows, hidden) = (self.rows, self.hidden);
         rig.begin_rows(rows);
         let x = self.values(401, MAX_ROWS * hidden)[self.first * hidden..][..rows * hidden].to_vec();
         let (router, x, mut y) = (rig.input(&self.router()), rig.input(&x), rig.output(rows * hidden));
-        rig.backend.moe(rows, &self.shape, &router, experts, &x, &mut y);
-        rig.read(&y, rows * hidden, format_args!("{self:?}"))
+        rig.backend.moe(rows, &self.shape, &router, experts, &x, &mut y)?;
+        Ok(rig.read(&y, rows * hidden, format_args!("{self:?}")))
     }
 }

@@ -36,7 +36,7 @@ pub use roofline::{Roofline, RooflineMeter};
 pub use sizes::CpuSizes;
 
 use crate::backend::{
-    Activation, AttentionShape, Backend, DeviceError, DeviceSizes, Epilogue, Expert, Gemm, InputOperand,
+    Activation, AttentionShape, Backend, DeviceError, DeviceSizes, Epilogue, Experts, Gemm, InputOperand,
     KvLayer, KvLayout, KvTable, MoeShape, Norm, PackedLayout, Rope, SamplingInputs, StepLimits, Weight,
 };
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepState, StepTimes};
@@ -390,10 +390,10 @@ impl Backend for CpuBackend {
         rows: usize,
         shape: &MoeShape,
         router: &HostBuf,
-        experts: &[Expert<HostBuf>],
+        experts: Experts<HostBuf>,
         x: &HostBuf,
         y: &mut HostBuf,
-    ) {
+    ) -> Result<(), DeviceError> {
         assert!(rows <= self.scratch.sizes.rows, "{rows} rows exceed the limits");
         let scratch = self
             .scratch
@@ -401,10 +401,10 @@ impl Backend for CpuBackend {
             .as_mut()
             .expect("prepare_moe must be called before the first step; this is a bug");
         let gemms = self.scratch.gemm.as_mut().expect(NOT_PREPARED);
-        let hidden = experts[0].down.n;
+        let hidden = experts.held[0].down.n;
         let (router, x) = (&router.f32()[..rows * shape.experts], &x.f32()[..rows * hidden]);
         let inputs = moe::MoeInputs { shape, router, experts, x };
-        moe::moe(&mut self.pool, self.level, (scratch, gemms), inputs, &mut y.f32_mut()[..rows * hidden]);
+        moe::moe(&mut self.pool, self.level, (scratch, gemms), inputs, &mut y.f32_mut()[..rows * hidden])
     }
 
     fn all_reduce(&mut self, rows: usize, width: usize, x: &mut HostBuf) {

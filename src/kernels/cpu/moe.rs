@@ -15,7 +15,7 @@ use super::gemms::GemmScratch;
 use super::pool::{SharedSlice, ThreadPool};
 use super::scratch_memory::ScratchMemory;
 use super::simd::{Kernel, LANES, Level, Simd, exp, sigmoid};
-use crate::backend::{DeviceError, Epilogue, Expert, Gemm, MoeShape, Scoring, Weight};
+use crate::backend::{DeviceError, Epilogue, Expert, Experts, Gemm, MoeShape, Scoring, Weight};
 use crate::host::HostBuf;
 use std::ops::Range;
 
@@ -51,6 +51,8 @@ pub struct MoeScratch<Buf = HostBuf> {
     expert_rows: Vec<ExpertRow>,
     /// End of each expert's assignments in `expert_rows`.
     expert_ends: Vec<usize>,
+    /// The experts of this device that rows are routed to, ascending, by their index on it.
+    chosen: Vec<u32>,
     /// Input and result of an expert: (rows of the expert, hidden).
     x: Buf,
     y: Buf,
@@ -86,11 +88,19 @@ impl<Buf> MoeScratch<Buf> {
             routed_experts: vec![RoutedExpert::default(); rows * sizes.top_k],
             expert_rows: vec![ExpertRow::default(); rows * sizes.top_k],
             expert_ends: vec![0; sizes.experts],
+            chosen: Vec::with_capacity(sizes.experts),
             x: floats(sizes.hidden)?,
             y: floats(sizes.hidden)?,
             gate: floats(sizes.width)?,
             up: floats(sizes.width)?,
         })
+    }
+}
+
+impl MoeScratch {
+    /// Returns the range of an expert's assignments in `expert_rows`.
+    fn rows_of(&self, expert: usize) -> Range<usize> {
+        expert.checked_sub(1).map_or(0, |before| self.expert_ends[before])..self.expert_ends[expert]
     }
 }
 
@@ -100,43 +110,45 @@ pub struct MoeInputs<'a> {
     /// Router logits (rows, experts).
     pub router: &'a [f32],
     /// The experts from `shape.first_expert` on that this device holds.
-    pub experts: &'a [Expert<HostBuf>],
+    pub experts: Experts<'a, HostBuf>,
     /// (rows, hidden)
     pub x: &'a [f32],
 }
 
-/// Computes a mixture's output y (rows, hidden) from the experts of this device.
+/// Computes a mixture's output y (rows, hidden) from the experts of this device. Fails if one cannot be read.
 pub fn moe(
     pool: &mut ThreadPool,
     level: Level,
     (scratch, gemms): (&mut MoeScratch, &mut GemmScratch),
     inputs: MoeInputs,
     y: &mut [f32],
-) {
+) -> Result<(), DeviceError> {
     let MoeInputs { shape, router, experts, x } = inputs;
-    let held = shape.first_expert..shape.first_expert + experts.len();
+    let held = shape.first_expert..shape.first_expert + experts.held.len();
     assert!(
         held.end <= shape.experts && shape.top_k <= shape.experts,
         "experts {held:?} and top {} of {} experts",
         shape.top_k,
         shape.experts
     );
-    let (rows, hidden) = (router.len() / shape.experts, experts[0].down.n);
+    let (rows, hidden) = (router.len() / shape.experts, experts.held[0].down.n);
     let selected = &mut scratch.routed_experts[..rows * shape.top_k];
     route(pool, level, shape, router, selected);
     group_by_expert(shape, selected, &mut scratch.expert_rows, &mut scratch.expert_ends);
     y.fill(0.0);
-    let mut first = held.start.checked_sub(1).map_or(0, |before| scratch.expert_ends[before]);
-    for (number, expert) in held.zip(experts) {
-        let range = first..scratch.expert_ends[number];
-        first = range.end;
-        if !range.is_empty() {
-            let mut pass = ExpertPass { pool, level, gemms, scratch, range };
-            pass.gather_rows(hidden, x);
-            pass.run(shape, expert);
-            pass.accumulate(hidden, y);
-        }
-    }
+    let mut chosen = std::mem::take(&mut scratch.chosen);
+    chosen.clear();
+    let indices = 0..experts.held.len() as u32;
+    chosen.extend(indices.filter(|index| !scratch.rows_of(held.start + *index as usize).is_empty()));
+    let outcome = experts.for_each(&chosen, &mut |index, expert| {
+        let range = scratch.rows_of(held.start + index);
+        let mut pass = ExpertPass { pool, level, gemms, scratch, range };
+        pass.gather_rows(hidden, x);
+        pass.run(shape, expert);
+        pass.accumulate(hidden, y);
+    });
+    scratch.chosen = chosen;
+    outcome
 }
 
 /// Selects the experts of each row from its logits.

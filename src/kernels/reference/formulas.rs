@@ -5,8 +5,8 @@
 
 use super::sample::{ids_descending, nan_to_lowest};
 use crate::backend::{
-    Activation, AttentionShape, DynamicNtk, Expert, Fraction, KvLayer, MoeShape, Norm, NormKind,
-    RelativeBias, Rope, Scoring, Weight,
+    Activation, AttentionShape, DeviceError, DynamicNtk, Expert, Experts, Fraction, KvLayer, MoeShape, Norm,
+    NormKind, RelativeBias, Rope, Scoring, Weight,
 };
 use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, Int8Block, OperandFormat, QuantType};
@@ -185,8 +185,39 @@ pub(super) fn route(shape: &MoeShape, logits: &[f32]) -> Vec<(usize, f64)> {
     selected.into_iter().map(|expert| (expert, scores[expert] / sum * f64::from(shape.scale))).collect()
 }
 
+/// Returns the sums of the experts' results for x (rows, hidden), in F64 (rows, hidden). Fails if an expert
+/// cannot be read.
+pub(super) fn mixture(
+    precision: ActivationPrecision,
+    shape: &MoeShape,
+    experts: &Experts<HostBuf>,
+    logits: &[f32],
+    x: &[f32],
+) -> Result<Vec<f64>, DeviceError> {
+    let local = shape.first_expert..shape.first_expert + experts.held.len();
+    assert!(local.end <= shape.experts, "experts {local:?} of {}", shape.experts);
+    let hidden = experts.held[0].down.n;
+    let rows: Vec<_> = logits.chunks_exact(shape.experts).map(|logits| route(shape, logits)).collect();
+    let score_of = |row: &[(usize, f64)], index: usize| {
+        row.iter().find(|(expert, _)| *expert == local.start + index).map(|(_, score)| *score)
+    };
+    let is_chosen = |index: &u32| rows.iter().any(|row| score_of(row, *index as usize).is_some());
+    let chosen: Vec<u32> = (0..experts.held.len() as u32).filter(is_chosen).collect();
+    let mut sums = vec![0.0; rows.len() * hidden];
+    experts.for_each(&chosen, &mut |index, expert| {
+        let each = rows.iter().zip(x.chunks_exact(hidden)).zip(sums.chunks_exact_mut(hidden));
+        for ((row, x), sum) in each {
+            if let Some(score) = score_of(row, index) {
+                let output = expert_mlp(precision, expert, shape.activation, x);
+                sum.iter_mut().zip(output).for_each(|(sum, y)| *sum += score * f64::from(y));
+            }
+        }
+    })?;
+    Ok(sums)
+}
+
 /// Computes one expert for x (hidden).
-pub(super) fn expert_mlp(
+fn expert_mlp(
     precision: ActivationPrecision,
     expert: &Expert<HostBuf>,
     act: Activation,

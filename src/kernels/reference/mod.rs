@@ -20,7 +20,7 @@ pub(crate) use formulas::erfc;
 pub use sample::{LogProbs, is_finite_row, logprobs, rank, sample};
 
 use crate::backend::{
-    Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, Expert, Fraction,
+    Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, Experts, Fraction,
     HeldShapes, KvLayer, KvLayout, KvTable, MoeShape, Norm, PackedLayout, Rope, RopeStyle, SamplingInputs,
     StepLimits, Weight,
 };
@@ -31,8 +31,8 @@ use crate::host::{HostBuf, HostMemory};
 use crate::quant::{ActivationPrecision, QuantType};
 use crate::stage::StageCollective;
 use formulas::{
-    apply_activation, dot, expert_mlp, normalize_row, read_history, read_matrix_row, relative_bias,
-    round_input, route, row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum, write_run,
+    apply_activation, dot, mixture, normalize_row, read_history, read_matrix_row, relative_bias, round_input,
+    row_angles, scores, select_top_k, sigmoid, softcap_value, weighted_sum, write_run,
 };
 use rows::{NOT_PREPARED, visible_positions};
 use sample_row::{append_result, sample_row};
@@ -418,31 +418,14 @@ impl Backend for Reference {
         rows: usize,
         shape: &MoeShape,
         router: &HostBuf,
-        experts: &[Expert<HostBuf>],
+        experts: Experts<HostBuf>,
         x: &HostBuf,
         y: &mut HostBuf,
-    ) {
-        let local = shape.first_expert..shape.first_expert + experts.len();
-        assert!(local.end <= shape.experts, "experts {local:?} of {}", shape.experts);
-        let hidden = experts[0].down.n;
-        for r in 0..rows {
-            let logits = &router.f32()[r * shape.experts..][..shape.experts];
-            let mut sum = vec![0.0; hidden];
-            for (expert, score) in
-                route(shape, logits).into_iter().filter(|(expert, _)| local.contains(expert))
-            {
-                let expert = &experts[expert - local.start];
-                let output = expert_mlp(
-                    self.activation_precision,
-                    expert,
-                    shape.activation,
-                    &x.f32()[r * hidden..][..hidden],
-                );
-                sum.iter_mut().zip(output).for_each(|(sum, y)| *sum += score * f64::from(y));
-            }
-            let y = &mut y.f32_mut()[r * hidden..][..hidden];
-            y.iter_mut().zip(sum).for_each(|(y, sum)| *y = sum as f32);
-        }
+    ) -> Result<(), DeviceError> {
+        let logits = &router.f32()[..rows * shape.experts];
+        let sums = mixture(self.activation_precision, shape, &experts, logits, x.f32())?;
+        y.f32_mut().iter_mut().zip(sums).for_each(|(y, sum)| *y = sum as f32);
+        Ok(())
     }
 
     fn all_reduce(&mut self, rows: usize, width: usize, x: &mut HostBuf) {

@@ -8,11 +8,11 @@ use mainstem_kernels::ActivationPrecision;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::random::noise;
 use mainstem_kernels::{
-    Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, Fraction, Gemm, HostBuf, InputOperand,
-    KvLayer, KvLayout, KvTable, LateInputs, Mask, MoeShape, Norm, NormKind, PackedLayout, PageCopy,
-    QuantType, RelativeBias, Rope, RopeStyle, SamplingInputs, SamplingParams, Scoring, SlotMove, Span,
-    SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput, TableUpdate,
-    Weight,
+    Activation, AttentionShape, Backend, DynamicNtk, Epilogue, Expert, Experts, Fraction, Gemm, HostBuf,
+    InputOperand, KvLayer, KvLayout, KvTable, LateInputs, Mask, MoeShape, Norm, NormKind, PackedLayout,
+    PageCopy, QuantType, RelativeBias, Rope, RopeStyle, SamplingInputs, SamplingParams, Scoring, SlotMove,
+    Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
+    TableUpdate, Weight,
 };
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
@@ -299,7 +299,7 @@ impl Everything {
         let Everything { cpu, experts, x, y, logits, .. } = self;
         cpu.activate(rows, WIDTH, Activation::Gelu, x, Some(y));
         cpu.activate(rows, WIDTH, Activation::Tanh, x, None);
-        cpu.moe(rows, &MIXTURE, logits, experts, x, y);
+        cpu.moe(rows, &MIXTURE, logits, Experts::in_memory(experts), x, y).expect("they are in memory");
         cpu.gate_rows(rows, WIDTH, logits, y);
         cpu.all_reduce(rows, WIDTH, y);
         cpu.all_gather(rows, &[WIDTH], x, y);

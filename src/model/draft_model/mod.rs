@@ -140,6 +140,7 @@ impl<B: Backend> Drafter<B> for DraftModel<B::Buf> {
                 biases: &batch.logit_biases,
                 handoff: HandoffPorts::default(),
                 out: &mut self.made,
+                trace: None,
             };
             schedule::run_decoder(b, &mut self.model, &mut self.kv, &mut self.act, traffic)?;
             place_drafts(batch, number, &self.made, &mut out.drafts);

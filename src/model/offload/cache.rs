@@ -6,23 +6,27 @@
 //! them and in the cache, so page tables and kernels need not know. What the other pages of a buffer hold is
 //! never read.
 //! Invariant: a buffer is in one place at a time: free, with a thread, ready, waiting to be written, or in a
-//! layer between `acquire` and `release`. A step begins once all that the step before has changed is written.
+//! layer between `acquire` and `release`. K or V of a layer is read once all changes of it are written, so a
+//! step may begin while late layers of the step before are still being written. Threads keep to the plan of
+//! the step that they read or write for: a plan changes only while no thread has it.
 
+use super::abort::StepAbort;
 use super::cache_places::CacheOffload;
 use super::direct::DirectFile;
 use super::link::{Direction, TransferPath};
 use super::page_plan::{PageMarks, Plan};
 use super::stream::HostBytes;
 use super::tier::{Tier, host_memory};
+use super::trace::Activity;
 use super::transfers::Stream;
 use anyhow::{Context, Result};
-use mainstem_kernels::{Backend, DeviceError, KvLayer, KvLayout, StepBatch, StepLimits};
+use mainstem_kernels::{Abort, Backend, DeviceError, KvLayer, KvLayout, StepBatch, StepLimits, Waiters};
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{Builder, JoinHandle};
-use std::time::Instant;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::{self, Builder, JoinHandle};
+use std::time::{Duration, Instant};
 
 /// Number of threads that read and write, each a layer's K or V.
 const THREADS: usize = 4;
@@ -45,6 +49,7 @@ const ENDED: &str = "the threads that read the KV cache have ended";
 /// The K or V of a layer.
 #[derive(Debug)]
 struct Unit {
+    layer: usize,
     /// The class of its buffers.
     class: usize,
     place: UnitPlace,
@@ -82,20 +87,30 @@ struct Ring<Buf> {
     /// Signals the threads that there may be something to do.
     work: Condvar,
     is_stopped: AtomicBool,
+    /// Ends the waits of the device.
+    abort: StepAbort,
+    /// Number of the first unit's name in the trace.
+    names: usize,
 }
 
 struct RingState<Buf> {
-    plan: Arc<Plan>,
+    /// The plans of the current step, and of the one before, for which there may be writes left.
+    plans: [Arc<Plan>; 2],
+    /// The place of the current step's plan.
+    current: usize,
     /// The unit that is read next.
     next_read: usize,
-    /// Number of threads that have started, and of those that read or write.
+    /// Number of threads that have started, and of those that read.
     running: usize,
-    busy: usize,
+    reading: usize,
     /// Free buffers by class.
     free: Vec<Vec<Buf>>,
     /// Buffers that are read, by unit.
     ready: Vec<Option<Buf>>,
-    writes: VecDeque<(usize, Buf)>,
+    /// Units to write, each with the plan of its step.
+    writes: VecDeque<(usize, Buf, Arc<Plan>)>,
+    /// Whether the changes of a unit wait to be written, or are being written.
+    unwritten: Vec<bool>,
     /// The reason for which reading or writing has failed.
     failed: Option<String>,
 }
@@ -124,7 +139,9 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
             sizes.push(buffer.context("the device cannot read a KV cache from a disk")?.len());
         }
         let (mut units, mut end) = (Vec::new(), 0);
-        for (layout, tier) in layers.iter().filter(|(_, tier)| *tier != Tier::Device) {
+        for (layer, (layout, tier)) in
+            layers.iter().enumerate().filter(|(_, (_, tier))| *tier != Tier::Device)
+        {
             let known = layouts.iter().position(|known| known == layout);
             let class = 2 * known.expect("there are buffers of all layouts; anything else is a bug");
             for class in [class, class + 1] {
@@ -135,7 +152,7 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
                 if place.tier() == Tier::Disk {
                     end += sizes[class] as u64;
                 }
-                units.push(Unit { class, place });
+                units.push(Unit { layer, class, place });
             }
         }
         let pages = layouts.first().map_or(1, |layout| layout.pages);
@@ -175,38 +192,32 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
         Ok(caches)
     }
 
-    /// Begins a step: waits until the changes of the step before are written, and begins to read what this
-    /// one attends to. `device` has the page tables of the step. Fails if something could not be written.
+    /// Begins a step, and begins to read what it attends to. `device` has the page tables of the step. Fails
+    /// if something could not be written.
     pub fn begin(&mut self, device: &dyn Backend<Buf = Buf>, batch: &StepBatch) -> Result<(), DeviceError> {
+        let free = self.ring.end_reads()?;
         self.marks.mark(device, batch);
-        let ring = self.ring.clone();
-        let mut guard = ring.lock();
-        guard.next_read = ring.units.len();
-        let began = Instant::now();
-        while (guard.busy > 0 || !guard.writes.is_empty()) && !ring.is_stopped() {
-            guard = ring.done.wait(guard).unwrap_or_else(PoisonError::into_inner);
-        }
-        if ring.is_stopped() {
-            return Err(DeviceError::Fault(ENDED.into()));
-        }
-        ring.path.transfers.add_stall(Stream::StoreCache, began.elapsed());
+        let mut guard = self.ring.lock();
         let state = &mut *guard;
-        // A step that failed has not used everything.
-        for (Unit { class, .. }, ready) in ring.units.iter().zip(&mut state.ready) {
-            state.free[*class].extend(ready.take());
-        }
-        let plan = Arc::get_mut(&mut state.plan).expect("no thread reads or writes; this is a bug");
+        let plan = Arc::get_mut(&mut state.plans[free]).expect("no thread has it; this is a bug");
         self.marks.take_plan(batch, plan);
+        self.has_pages = !plan.is_empty();
+        state.current = free;
         if let Some(reason) = state.failed.take() {
             return Err(DeviceError::Fault(reason));
         }
-        self.has_pages = !plan.is_empty();
         if self.has_pages {
             state.next_read = 0;
             drop(guard);
-            ring.work.notify_all();
+            self.ring.work.notify_all();
         }
         Ok(())
+    }
+
+    /// Lets `abort` end the waits of a step, which then fails.
+    pub fn stop_on_abort(&self, abort: &Abort) {
+        let ring: Weak<Ring<Buf>> = Arc::downgrade(&self.ring);
+        self.ring.abort.set(abort, ring);
     }
 }
 
@@ -226,26 +237,31 @@ impl<Buf> StreamedCaches<Buf> {
     /// or if something could not be written.
     pub fn acquire(&mut self, layer: usize, cache: &mut KvLayer<Buf>) -> Result<(), DeviceError> {
         let Some(place) = self.places[layer] else { return Ok(()) };
-        let ring = &self.ring;
-        let (began, mut is_late) = (Instant::now(), false);
+        let (ring, units) = (&self.ring, 2 * place..2 * place + 2);
+        let ([mut for_reads, mut for_writes], mut is_late) = ([Duration::ZERO; 2], false);
         let mut state = ring.lock();
         loop {
             if let Some(reason) = state.failed.take() {
                 return Err(DeviceError::Fault(reason));
             }
-            if ring.is_stopped() {
-                return Err(DeviceError::Fault(ENDED.into()));
-            }
-            if let [Some(_), Some(_)] = &state.ready[2 * place..2 * place + 2] {
+            if let [Some(_), Some(_)] = &state.ready[units.clone()] {
                 break;
             }
+            // Writes have the buffers or the threads, or change what is to be read.
+            let wait = match state.next_read < units.end && state.unwritten.contains(&true) {
+                true => &mut for_writes,
+                false => &mut for_reads,
+            };
+            let began = Instant::now();
+            state = ring.wait(state)?;
+            *wait += began.elapsed();
             is_late = true;
-            state = ring.done.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         if let (Some(k), Some(v)) = (state.ready[2 * place].take(), state.ready[2 * place + 1].take()) {
             self.stand_ins = Some([std::mem::replace(&mut cache.k, k), std::mem::replace(&mut cache.v, v)]);
         }
-        ring.path.transfers.add_layer(Stream::LoadCache, is_late.then(|| began.elapsed()));
+        ring.path.transfers.add_layer(Stream::LoadCache, is_late.then_some(for_reads));
+        ring.path.transfers.add_stall(Stream::StoreCache, for_writes);
         Ok(())
     }
 
@@ -254,20 +270,24 @@ impl<Buf> StreamedCaches<Buf> {
     pub fn release(&mut self, layer: usize, cache: &mut KvLayer<Buf>, has_failed: bool) {
         let (Some(place), Some([k, v])) = (self.places[layer], self.stand_ins.take()) else { return };
         let bufs = [std::mem::replace(&mut cache.k, k), std::mem::replace(&mut cache.v, v)];
-        let mut state = self.ring.lock();
+        let mut guard = self.ring.lock();
+        let state = &mut *guard;
+        let plan = &state.plans[state.current];
         for (unit, buf) in (2 * place..).zip(bufs) {
-            if has_failed || state.plan.writes.is_empty() {
+            if has_failed || plan.writes.is_empty() {
                 state.free[self.ring.units[unit].class].push(buf);
             } else {
-                state.writes.push_back((unit, buf));
+                state.unwritten[unit] = true;
+                state.writes.push_back((unit, buf, plan.clone()));
             }
         }
-        drop(state);
+        drop(guard);
         self.ring.work.notify_all();
     }
 }
 
 /// The work of a thread on a buffer.
+#[derive(Clone, Copy)]
 enum Task {
     Read,
     Write,
@@ -281,14 +301,20 @@ impl<Buf> Ring<Buf> {
         limits: &StepLimits,
         (bytes, path): (HostBytes<Buf>, TransferPath),
     ) -> Ring<Buf> {
+        let names = (0..)
+            .zip(&units)
+            .map(|(at, unit): (usize, &Unit)| format!("{} of layer {}", ["K", "V"][at % 2], unit.layer));
+        let names = path.transfers.trace().map_or(0, |trace| trace.add_names(names));
         let state = RingState {
-            plan: Arc::new(Plan::with_capacity(limits, pages)),
+            plans: [(); 2].map(|()| Arc::new(Plan::with_capacity(limits, pages))),
+            current: 0,
             next_read: units.len(),
             running: 0,
-            busy: 0,
+            reading: 0,
             free,
             ready: units.iter().map(|_| None).collect(),
             writes: VecDeque::with_capacity(units.len()),
+            unwritten: vec![false; units.len()],
             failed: None,
         };
         Ring {
@@ -301,6 +327,8 @@ impl<Buf> Ring<Buf> {
             done: Condvar::new(),
             work: Condvar::new(),
             is_stopped: AtomicBool::new(false),
+            abort: StepAbort::default(),
+            names,
         }
     }
 
@@ -316,20 +344,34 @@ impl<Buf> Ring<Buf> {
     fn run_thread(&self) {
         // If this thread panics, nobody waits for it.
         let _stop = StopAtEnd(self);
+        let name = thread::current().name().unwrap_or_default().to_owned();
+        let trace = self.path.transfers.trace().map(|trace| {
+            let row = |activity| trace.add_row(activity, name.clone());
+            (trace, [Activity::LoadCache, Activity::StoreCache].map(row))
+        });
         self.lock().running += 1;
         self.done.notify_all();
         while let Some((task, unit, mut buf, plan)) = self.take_task() {
-            let outcome = self.transfer(&task, unit, &mut buf, &plan);
+            let began = Instant::now();
+            let outcome = self.transfer(task, unit, &mut buf, &plan);
+            if let Some((trace, rows)) = trace {
+                trace.record(rows[task as usize], self.names + unit, began);
+            }
             // Before the device may change it.
             drop(plan);
             let mut state = self.lock();
-            state.busy -= 1;
             if let Err(reason) = outcome {
                 state.failed.get_or_insert(reason);
             }
             match task {
-                Task::Read => state.ready[unit] = Some(buf),
-                Task::Write => state.free[self.units[unit].class].push(buf),
+                Task::Read => {
+                    state.reading -= 1;
+                    state.ready[unit] = Some(buf);
+                }
+                Task::Write => {
+                    state.unwritten[unit] = false;
+                    state.free[self.units[unit].class].push(buf);
+                }
             }
             drop(state);
             self.done.notify_all();
@@ -349,26 +391,64 @@ impl<Buf> Ring<Buf> {
     fn take_task(&self) -> Option<(Task, usize, Buf, Arc<Plan>)> {
         let mut guard = self.lock();
         while !self.is_stopped() {
+            let unit = guard.next_read;
             let state = &mut *guard;
-            let mut task = state.writes.pop_front().map(|(unit, buf)| (Task::Write, unit, buf));
-            if task.is_none()
-                && let Some(Unit { class, .. }) = self.units.get(state.next_read)
+            if let Some((unit, buf, plan)) = state.writes.pop_front() {
+                return Some((Task::Write, unit, buf, plan));
+            }
+            if let Some(Unit { class, .. }) = self.units.get(unit)
+                && !state.unwritten[unit]
                 && let Some(buf) = state.free[*class].pop()
             {
-                task = Some((Task::Read, state.next_read, buf));
                 state.next_read += 1;
-            }
-            if let Some((task, unit, buf)) = task {
-                state.busy += 1;
-                return Some((task, unit, buf, state.plan.clone()));
+                state.reading += 1;
+                return Some((Task::Read, unit, buf, state.plans[state.current].clone()));
             }
             guard = self.work.wait(guard).unwrap_or_else(PoisonError::into_inner);
         }
         None
     }
 
+    /// Ends the reads of the step before, if it has failed, and returns the place of a plan that no thread
+    /// has.
+    fn end_reads(&self) -> Result<usize, DeviceError> {
+        let mut guard = self.lock();
+        guard.next_read = self.units.len();
+        let mut stall = Duration::ZERO;
+        let free = loop {
+            // Threads have both only after a step that failed: any other has read what the one before it
+            // has written.
+            let free = guard.plans.iter_mut().position(|plan| Arc::get_mut(plan).is_some());
+            if let Some(free) = free.filter(|_| guard.reading == 0) {
+                break free;
+            }
+            let began = Instant::now();
+            guard = self.wait(guard)?;
+            stall += began.elapsed();
+        };
+        self.path.transfers.add_stall(Stream::StoreCache, stall);
+        let state = &mut *guard;
+        // A step that failed has not used everything.
+        for (Unit { class, .. }, ready) in self.units.iter().zip(&mut state.ready) {
+            state.free[*class].extend(ready.take());
+        }
+        Ok(free)
+    }
+
+    /// Waits until something is read or written. Fails if the threads have ended, or the step is aborted.
+    fn wait<'a>(
+        &'a self,
+        state: MutexGuard<'a, RingState<Buf>>,
+    ) -> Result<MutexGuard<'a, RingState<Buf>>, DeviceError> {
+        if self.is_stopped() {
+            return Err(DeviceError::Fault(ENDED.into()));
+        }
+        self.abort.check()?;
+        Ok(self.done.wait(state).unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Reads the pages of a unit, or writes them.
-    fn transfer(&self, task: &Task, unit: usize, buf: &mut Buf, plan: &Plan) -> Result<(), String> {
+    fn transfer(&self, task: Task, unit: usize, buf: &mut Buf, plan: &Plan) -> Result<(), String> {
         let bytes = (self.bytes)(buf).ok_or("the KV cache is not on the host")?;
         let (page, place, began) = (bytes.len() / self.pages, &self.units[unit].place, Instant::now());
         let mut moved = 0;
@@ -378,12 +458,14 @@ impl<Buf> Ring<Buf> {
                 let copies = plan.copies.iter().map(|(from, to)| (*from, *to..to + 1));
                 runs.chain(copies).try_for_each(|(from, to)| {
                     moved += to.len() * page;
-                    self.read(place, from * page, &mut bytes[to.start * page..to.end * page])
+                    let bytes = &mut bytes[to.start * page..to.end * page];
+                    twice(|| self.read(place, from * page, bytes))
                 })
             }
             Task::Write => plan.writes.iter().try_for_each(|run| {
                 moved += run.len() * page;
-                self.write(place, run.start * page, &bytes[run.start * page..run.end * page])
+                let bytes = &bytes[run.start * page..run.end * page];
+                twice(|| self.write(place, run.start * page, bytes))
             }),
         };
         let (stream, direction) = match task {
@@ -439,6 +521,11 @@ impl<Buf> Ring<Buf> {
     }
 }
 
+/// Tries to read or write once more if it fails, because a failure costs all requests their caches.
+fn twice(mut access: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    access().or_else(|_| access())
+}
+
 /// Stops a ring when it is dropped.
 struct StopAtEnd<'a, Buf>(&'a Ring<Buf>);
 
@@ -448,9 +535,24 @@ impl<Buf> Drop for StopAtEnd<'_, Buf> {
     }
 }
 
+impl<Buf: Send> Waiters for Ring<Buf> {
+    fn wake_all(&self) {
+        drop(self.lock());
+        self.done.notify_all();
+    }
+}
+
 impl<Buf> Drop for StreamedCaches<Buf> {
     fn drop(&mut self) {
         self.ring.stop();
+        if self.ring.abort.is_aborted() {
+            // The disk may hang. Threads that read or write end later, and free their buffers then.
+            let mut state = self.ring.lock();
+            state.free.iter_mut().for_each(Vec::clear);
+            state.ready.iter_mut().for_each(|ready| *ready = None);
+            state.writes.clear();
+            return;
+        }
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
@@ -459,13 +561,15 @@ impl<Buf> Drop for StreamedCaches<Buf> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::testing::{Access, Gate};
     use super::*;
     use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
     use mainstem_kernels::{
-        ActivationPrecision, Fraction, KvTable, QuantType, Span, SpanModel, SpanOutput, SpanStack, SpanTable,
-        SpanTokens, TableUpdate,
+        ActivationPrecision, Fraction, HostBuf, KvTable, QuantType, Span, SpanModel, SpanOutput, SpanStack,
+        SpanTable, SpanTokens, TableUpdate,
     };
     use std::fs::File;
+    use std::ops::Range;
 
     const LIMITS: StepLimits = StepLimits {
         slots: 2,
@@ -507,26 +611,23 @@ mod tests {
         }
     }
 
-    /// A cache of one layer in `file`, with the device that has its page tables.
-    fn cache_in(file: File) -> (CpuBackend, StreamedCaches<mainstem_kernels::HostBuf>) {
+    /// The caches of so many layers in `file`, with the device that has their page tables.
+    fn caches_in(file: DirectFile, layers: usize) -> (CpuBackend, StreamedCaches<HostBuf>) {
         let config =
             CpuConfig { threads: 1, isa: Isa::Auto, activation_precision: ActivationPrecision::Int8 };
         let mut device = CpuBackend::new(config).unwrap();
         device.prepare(&LIMITS).unwrap();
-        let free = (0..2).map(|_| vec![device.alloc(8 * 64).unwrap()]).collect();
-        let units =
-            (0..2).map(|half| Unit { class: half, place: UnitPlace::File(512 * half as u64) }).collect();
-        let ring = Ring::new(
-            Some(DirectFile::of(file)),
-            units,
-            (8, free),
-            &LIMITS,
-            (CpuBackend::host_bytes, TransferPath::default()),
-        );
-        (device, StreamedCaches::with_ring(vec![Some(0)], &LIMITS, ring).unwrap())
+        let mut class = || (0..layers.min(3)).map(|_| device.alloc(8 * 64).unwrap()).collect();
+        let free = vec![class(), class()];
+        let unit = |at| Unit { layer: at / 2, class: at % 2, place: UnitPlace::File(512 * at as u64) };
+        let units = (0..2 * layers).map(unit).collect();
+        let path = TransferPath::default();
+        let ring = Ring::new(Some(file), units, (8, free), &LIMITS, (CpuBackend::host_bytes, path));
+        let places = (0..layers).map(Some).collect();
+        (device, StreamedCaches::with_ring(places, &LIMITS, ring).unwrap())
     }
 
-    fn layer(device: &mut CpuBackend) -> KvLayer<mainstem_kernels::HostBuf> {
+    fn layer(device: &mut CpuBackend) -> KvLayer<HostBuf> {
         let (ty, pages, page_positions) = (QuantType::F16, 8, 32);
         let layout = KvLayout { ty, pages, page_positions, kv_heads: 1, k_dim: 1, v_dim: 1 };
         KvLayer { k: device.alloc(0).unwrap(), v: device.alloc(0).unwrap(), layout }
@@ -535,7 +636,7 @@ mod tests {
     /// Pages with earlier positions are read, those with new ones are written, and neighbours together.
     #[test]
     fn a_step_reads_and_writes_the_pages_of_its_positions() {
-        let (mut device, mut caches) = cache_in(tempfile());
+        let (mut device, mut caches) = caches_in(DirectFile::of(tempfile()), 1);
         for (start, end, reads, writes) in [
             (0, 32, vec![], vec![(5, 6)]),
             (32, 33, vec![(5, 6)], vec![(6, 7)]),
@@ -546,7 +647,9 @@ mod tests {
             let batch = step(start, end);
             device.begin_step(&batch);
             caches.begin(&device, &batch).unwrap();
-            let plan = caches.ring.lock().plan.clone();
+            let state = caches.ring.lock();
+            let plan = state.plans[state.current].clone();
+            drop(state);
             let [read, written] = [&plan.reads, &plan.writes]
                 .map(|runs| runs.iter().map(|run| (run.start, run.end)).collect::<Vec<_>>());
             assert_eq!((read, written), (reads, writes), "{start}..{end}");
@@ -559,15 +662,136 @@ mod tests {
     fn tempfile() -> File {
         let folder = crate::testing::Scratch::new();
         let path = folder.path().join("cache");
-        std::fs::write(&path, [0; 1024]).unwrap();
+        std::fs::write(&path, [0; 3 * 1024]).unwrap();
         File::options().read(true).write(true).open(&path).unwrap()
+    }
+
+    /// Runs a step of three layers, of which `use_layer` gets K and V.
+    fn run_step(
+        (device, caches): (&mut CpuBackend, &mut StreamedCaches<HostBuf>),
+        (start, end): (u32, u32),
+        layers: Range<usize>,
+        mut use_layer: impl FnMut(usize, [&mut [u8]; 2]),
+    ) -> Result<(), DeviceError> {
+        for index in layers {
+            if index == 0 {
+                let batch = step(start, end);
+                device.begin_step(&batch);
+                caches.begin(device, &batch)?;
+            }
+            let mut layer = layer(device);
+            caches.acquire(index, &mut layer)?;
+            use_layer(index, [layer.k.bytes_mut(), layer.v.bytes_mut()]);
+            caches.release(index, &mut layer, false);
+            if index == 2 {
+                device.end_step();
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns three layers in a file whose writes of the last layer, and of all layers if the flag is set,
+    /// pass a gate.
+    fn gated() -> (CpuBackend, StreamedCaches<HostBuf>, Arc<(Gate, AtomicBool)>) {
+        let (gate, mut file) =
+            (Arc::new((Gate::default(), AtomicBool::new(false))), DirectFile::of(tempfile()));
+        let in_file = gate.clone();
+        file.hook = Some(Arc::new(move |access, offset| {
+            if access == Access::Write && (offset >= 2048 || in_file.1.load(Ordering::SeqCst)) {
+                in_file.0.pass();
+            }
+            Ok(())
+        }));
+        let (device, caches) = caches_in(file, 3);
+        gate.0.shut();
+        (device, caches, gate)
+    }
+
+    /// The bytes of the page that has the first positions.
+    const PAGE: Range<usize> = 5 * 64..6 * 64;
+
+    /// Regression: a step began once the last layer of the step before was written.
+    #[test]
+    fn early_layers_are_used_while_late_ones_are_written() {
+        let (mut device, mut caches, gate) = gated();
+        let fill = |layer: usize, halves: [&mut [u8]; 2]| {
+            halves
+                .into_iter()
+                .enumerate()
+                .for_each(|(half, bytes)| bytes[PAGE].fill((2 * layer + half) as u8));
+        };
+        run_step((&mut device, &mut caches), (0, 20), 0..3, fill).unwrap();
+        gate.0.wait_for(2);
+        let mut seen = Vec::new();
+        let mut look = |_: usize, [k, v]: [&mut [u8]; 2]| {
+            assert!(k[PAGE].iter().all(|byte| *byte == k[PAGE.start]));
+            seen.extend([k[PAGE.start], v[PAGE.start]]);
+        };
+        run_step((&mut device, &mut caches), (20, 21), 0..2, &mut look).unwrap();
+        {
+            let state = caches.ring.lock();
+            assert_eq!(state.unwritten[4..], [true, true], "the last layer is still being written");
+            assert!(state.ready[4].is_none() && state.ready[5].is_none(), "it is read after that");
+        }
+        gate.0.open();
+        run_step((&mut device, &mut caches), (20, 21), 2..3, &mut look).unwrap();
+        // The third step may use the plan of the first one.
+        run_step((&mut device, &mut caches), (21, 22), 0..3, &mut look).unwrap();
+        assert_eq!(seen, [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]);
+    }
+
+    /// A step that fails leaves writes of the step before it; the next one has a plan of its own.
+    #[test]
+    fn steps_after_one_that_failed_early_see_all_that_was_written() {
+        let (mut device, mut caches, gate) = gated();
+        let fill = |layer: usize, [k, _]: [&mut [u8]; 2]| k[PAGE].fill(1 + layer as u8);
+        run_step((&mut device, &mut caches), (0, 20), 0..3, fill).unwrap();
+        gate.0.wait_for(2);
+        // It ends after its first layer, which is being written.
+        gate.1.store(true, Ordering::SeqCst);
+        run_step((&mut device, &mut caches), (20, 21), 0..1, |_, _| ()).unwrap();
+        device.end_step();
+        gate.0.wait_for(4);
+        gate.0.open();
+        let mut seen = Vec::new();
+        let look = |_: usize, [k, _]: [&mut [u8]; 2]| seen.push(k[PAGE.start]);
+        run_step((&mut device, &mut caches), (20, 21), 0..3, look).unwrap();
+        assert_eq!(seen, [1, 2, 3]);
+    }
+
+    /// The wait for a plan, and the wait for what is read.
+    #[test]
+    fn an_abort_ends_waits_for_a_file_that_hangs() {
+        for steps in [1, 2] {
+            let (mut device, mut caches, gate) = gated();
+            let abort = Abort::new();
+            caches.stop_on_abort(&abort);
+            run_step((&mut device, &mut caches), (0, 20), 0..3, |_, _| ()).unwrap();
+            gate.0.wait_for(2);
+            if steps == 2 {
+                // It fails, and the threads have the plans of both steps.
+                gate.1.store(true, Ordering::SeqCst);
+                run_step((&mut device, &mut caches), (20, 21), 0..1, |_, _| ()).unwrap();
+                device.end_step();
+                gate.0.wait_for(4);
+            }
+            let outcome = std::thread::scope(|scope| {
+                let waits = scope.spawn(|| run_step((&mut device, &mut caches), (20, 21), 0..3, |_, _| ()));
+                abort.abort();
+                waits.join().unwrap()
+            });
+            assert_eq!(outcome.unwrap_err().to_string(), "device fault: the stage was aborted");
+            drop(caches);
+            gate.0.open();
+        }
     }
 
     /// The step that comes next fails: nothing that was lost is read.
     #[cfg(target_os = "linux")]
     #[test]
     fn what_cannot_be_written_fails_a_step() {
-        let (mut device, mut caches) = cache_in(File::options().write(true).open("/dev/full").unwrap());
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let (mut device, mut caches) = caches_in(DirectFile::of(full), 1);
         let mut layer = layer(&mut device);
         let batch = step(0, 20);
         device.begin_step(&batch);
@@ -578,7 +802,8 @@ mod tests {
         device.end_step();
         let batch = step(20, 21);
         device.begin_step(&batch);
-        let failed = caches.begin(&device, &batch).unwrap_err().to_string();
+        let begun = caches.begin(&device, &batch);
+        let failed = begun.and_then(|()| caches.acquire(0, &mut layer)).unwrap_err().to_string();
         let expected = "device fault: cannot write the KV cache to its file: No space left on device";
         assert!(failed.starts_with(expected), "{failed}");
     }

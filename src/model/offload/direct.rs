@@ -25,9 +25,29 @@ pub struct DirectFile {
     file: File,
     /// Whether reads bypass the page cache. What others read is removed from it at once.
     is_direct: bool,
+    #[cfg(test)]
+    pub(super) hook: Option<std::sync::Arc<super::testing::Hook>>,
 }
 
 impl DirectFile {
+    /// Wraps a file, which is in `folder`.
+    fn new(file: File, is_direct: bool, folder: &Path) -> DirectFile {
+        #[cfg(not(test))]
+        let _ = folder;
+        DirectFile {
+            file,
+            is_direct,
+            #[cfg(test)]
+            hook: super::testing::hook_for(folder),
+        }
+    }
+
+    /// Lets a test delay or fail the access to the bytes at `offset`.
+    #[cfg(test)]
+    fn before(&self, access: super::testing::Access, offset: u64) -> io::Result<()> {
+        self.hook.as_ref().map_or(Ok(()), |hook| hook(access, offset))
+    }
+
     /// The unit of [`DirectFile::unnamed`], in bytes, where its reads and writes bypass the page cache.
     pub const SECTOR: usize = 512;
 
@@ -48,7 +68,7 @@ impl DirectFile {
         let is_direct = direct.is_some();
         let file = direct.map_or_else(|| create_unnamed(folder, false), Ok)?;
         reserve(&file, bytes)?;
-        Ok(DirectFile { file, is_direct })
+        Ok(DirectFile::new(file, is_direct, folder))
     }
 
     /// Writes `bytes` at `offset`. Returns early with an error of kind [`io::ErrorKind::Interrupted`] if
@@ -58,6 +78,8 @@ impl DirectFile {
             if is_stopped() {
                 return Err(io::ErrorKind::Interrupted.into());
             }
+            #[cfg(test)]
+            self.before(super::testing::Access::Write, offset)?;
             self.file.write_all_at(part, offset)?;
             offset += part.len() as u64;
         }
@@ -67,19 +89,19 @@ impl DirectFile {
     /// Returns a file of which reads and writes do what those of `file` do.
     #[cfg(test)]
     pub fn of(file: File) -> DirectFile {
-        DirectFile { file, is_direct: false }
+        DirectFile { file, is_direct: false, hook: None }
     }
 
     /// Opens a file for direct reads into memory like `probe` (a block or more), or for ordinary ones if its
     /// file system has no others.
     pub fn open(path: &Path, probe: &mut [u8]) -> io::Result<DirectFile> {
         let direct = open_direct(path).filter(|file| file.read_exact_at(&mut probe[..BLOCK], 0).is_ok());
-        direct.map_or_else(|| DirectFile::ordinary(path), |file| Ok(DirectFile { file, is_direct: true }))
+        direct.map_or_else(|| DirectFile::ordinary(path), |file| Ok(DirectFile::new(file, true, path)))
     }
 
     /// Opens a file for reads into any memory.
     pub fn ordinary(path: &Path) -> io::Result<DirectFile> {
-        Ok(DirectFile { file: File::open(path)?, is_direct: false })
+        Ok(DirectFile::new(File::open(path)?, false, path))
     }
 
     /// Fills `bytes` with those at `offset`. Returns early with an error of kind
@@ -89,6 +111,8 @@ impl DirectFile {
             if is_stopped() {
                 return Err(io::ErrorKind::Interrupted.into());
             }
+            #[cfg(test)]
+            self.before(super::testing::Access::Read, offset)?;
             self.file.read_exact_at(part, offset)?;
             if !self.is_direct {
                 forget(&self.file, offset, part.len() as u64);

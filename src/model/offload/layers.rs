@@ -2,6 +2,7 @@
 //! which have a copy in the memory of the host, and which are read from the store for each step.
 
 use super::direct::DirectFile;
+use super::experts::{ExpertMatrices, ExpertPool, PoolSize, PooledExperts};
 use super::link::TransferPath;
 use super::matrix::LayerMatrix;
 use super::residency::Residency;
@@ -10,7 +11,7 @@ use super::stream::{HostBytes, Place, StreamedLayers, buffer_sizes};
 use super::tier::{Tier, TierRules, host_memory};
 use crate::model::load_target::LoadTarget;
 use crate::model::spec::TensorSlice;
-use crate::model::weights::{LayerWeights, WeightSource};
+use crate::model::weights::{LayerWeights, Mlp, WeightSource};
 use anyhow::{Context, Result, anyhow};
 use mainstem_kernels::QuantType;
 use std::path::PathBuf;
@@ -39,6 +40,12 @@ pub struct OffloadReport {
     pub streamed_bytes: usize,
     /// Buffers for matrices that are read.
     pub buffer_bytes: usize,
+    /// Experts of mixtures, which are read when rows choose them.
+    pub experts: usize,
+    pub expert_bytes: usize,
+    /// Experts that are in memory at the same time, and the bytes of the pool that they are in.
+    pub pool_experts: usize,
+    pub pool_bytes: usize,
     /// The folders of the stores: one per device, with its part of the model.
     pub stores: Vec<PathBuf>,
 }
@@ -50,7 +57,21 @@ impl OffloadReport {
         self.host_bytes += other.host_bytes;
         self.streamed_bytes += other.streamed_bytes;
         self.buffer_bytes += other.buffer_bytes;
+        self.experts += other.experts;
+        self.expert_bytes += other.expert_bytes;
+        self.pool_experts += other.pool_experts;
+        self.pool_bytes += other.pool_bytes;
         self.stores.extend(other.stores);
+    }
+
+    /// Returns the bytes of the matrices that do not stay in memory.
+    pub fn offloaded_bytes(&self) -> usize {
+        self.streamed_bytes + self.expert_bytes
+    }
+
+    /// Returns the bytes that a step reads if its rows choose all experts.
+    pub fn max_read_bytes(&self) -> usize {
+        self.streamed_bytes + self.expert_bytes.saturating_sub(self.pool_bytes)
     }
 }
 
@@ -63,6 +84,8 @@ pub struct LayerNotes {
     pub matrices: Vec<Vec<LayerMatrix>>,
     /// The matrices in a store, if they are loaded from one.
     pub packed: Option<PackedLayers>,
+    /// The expert that is being loaded, by its index on the device.
+    pub expert: Option<usize>,
     /// Whether a layer is being loaded.
     in_layer: bool,
 }
@@ -70,7 +93,7 @@ pub struct LayerNotes {
 impl LayerNotes {
     /// Creates notes without layers, which come from a store if there is one.
     pub fn new(packed: Option<PackedLayers>) -> LayerNotes {
-        LayerNotes { matrices: Vec::new(), packed, in_layer: false }
+        LayerNotes { matrices: Vec::new(), packed, expert: None, in_layer: false }
     }
 
     /// Begins the next layer.
@@ -94,7 +117,8 @@ impl LayerNotes {
         (ty, n, k): (QuantType, usize, usize),
     ) -> Result<Option<T::Buf>> {
         let Some(matrices) = self.matrices.last_mut().filter(|_| self.in_layer) else { return Ok(None) };
-        matrices.push(LayerMatrix::new(piece, target.device_sizes().packed_layout(ty, n, k)));
+        let layout = target.device_sizes().packed_layout(ty, n, k);
+        matrices.push(LayerMatrix::new(piece, layout, self.expert));
         self.packed.as_mut().map(|packed| packed.load(target)).transpose()
     }
 }
@@ -103,6 +127,8 @@ impl LayerNotes {
 pub struct PackedLayers {
     layers: Vec<Vec<LayerMatrix>>,
     tiers: Vec<Tier>,
+    /// The part of the experts that is in memory at once, if they are read when rows choose them.
+    pool: Option<Residency>,
     overlaps: bool,
     /// The store with its data file; `None` if matrices are counted only.
     store: Option<(PackedStore, DirectFile)>,
@@ -115,6 +141,8 @@ pub struct PackedLayers {
     streamed: Vec<Vec<(usize, usize)>>,
     /// Their places, in the same order.
     places: Vec<Place>,
+    /// For each loaded layer its experts, if they are read when rows choose them.
+    pooled: ExpertMatrices,
 }
 
 impl PackedLayers {
@@ -142,6 +170,7 @@ impl PackedLayers {
         };
         Ok(PackedLayers {
             tiers: offload.tiers.choose(offload.resident, &layers),
+            pool: offload.tiers.pools_experts(offload.resident, &layers).then_some(offload.resident),
             overlaps: offload.overlaps,
             store: store.transpose()?.map(with_file).transpose()?,
             layers,
@@ -151,12 +180,14 @@ impl PackedLayers {
             layer: 0,
             streamed: Vec::new(),
             places: Vec::new(),
+            pooled: Vec::new(),
         })
     }
 
     /// Begins the next layer.
     fn begin_layer(&mut self) {
         self.streamed.push(Vec::new());
+        self.pooled.push(Vec::new());
         self.layer += 1;
     }
 
@@ -165,9 +196,19 @@ impl PackedLayers {
         let index = self.next;
         self.next += 1;
         let before: usize = self.layers[..self.layer - 1].iter().map(Vec::len).sum();
-        let LayerMatrix { layout, .. } = &self.layers[self.layer - 1][index - before];
+        let LayerMatrix { layout, expert, .. } = &self.layers[self.layer - 1][index - before];
         target.prepare_weight(layout.ty, layout.k)?;
         let (bytes, tier) = (layout.bytes, self.tiers[index]);
+        if let Some(expert) = expert.filter(|_| self.pool.is_some()) {
+            let experts = self.pooled.last_mut().expect("a layer was begun; anything else is a bug");
+            if experts.len() == expert {
+                experts.push(index..index);
+                self.report.experts += 1;
+            }
+            experts[expert].end = index + 1;
+            self.report.expert_bytes += bytes;
+            return Ok(target.alloc(0)?);
+        }
         let data = if tier == Tier::Disk { None } else { self.read(index, bytes)? };
         let place = match (tier, data) {
             (Tier::Device, data) => {
@@ -211,10 +252,11 @@ impl PackedLayers {
     pub fn weight_source<T: LoadTarget>(
         &mut self,
         target: &mut T,
-        layers: Vec<LayerWeights<T::Buf>>,
+        mut layers: Vec<LayerWeights<T::Buf>>,
     ) -> Result<Box<dyn WeightSource<T::Buf>>> {
         let (streamed, places) = (std::mem::take(&mut self.streamed), std::mem::take(&mut self.places));
         let all: Vec<usize> = self.layers.iter().flatten().map(|matrix| matrix.layout.bytes).collect();
+        self.pool_experts(target, &all, &mut layers)?;
         let of_layer = |layer: &Vec<(usize, usize)>| layer.iter().map(|(_, index)| all[*index]).collect();
         let sizes = buffer_sizes(&streamed.iter().map(of_layer).collect::<Vec<Vec<usize>>>(), self.overlaps);
         self.report.buffer_bytes += sizes.iter().map(|(size, count)| size * count).sum::<usize>();
@@ -233,5 +275,36 @@ impl PackedLayers {
             }
             _ => Box::new(layers),
         })
+    }
+
+    /// Gives the mixtures of the layers loaded since the last call a pool for their experts, if these are
+    /// read when rows choose them. `bytes` has those of all matrices in the store.
+    fn pool_experts<T: LoadTarget>(
+        &mut self,
+        target: &mut T,
+        bytes: &[usize],
+        layers: &mut [LayerWeights<T::Buf>],
+    ) -> Result<()> {
+        let mut experts = std::mem::take(&mut self.pooled);
+        let Some(part) = self.pool else { return Ok(()) };
+        let with_experts: Vec<usize> =
+            (0..experts.len()).filter(|layer| !experts[*layer].is_empty()).collect();
+        experts.retain(|experts| !experts.is_empty());
+        let size = PoolSize::new(&experts, bytes, part);
+        self.report.pool_experts += size.slots;
+        self.report.pool_bytes += size.bytes();
+        let mut slot =
+            || size.buffers.iter().map(|bytes| target.alloc(*bytes)).collect::<Result<Vec<_>, _>>();
+        let slots = (0..size.slots).map(|_| slot()).collect::<Result<Vec<_>, _>>();
+        let slots = slots.context("allocating the pool of experts")?;
+        let Some((store, _)) = self.store.as_ref().filter(|_| !slots.is_empty()) else { return Ok(()) };
+        let device = (T::host_bytes as HostBytes<T::Buf>, self.path.clone(), self.overlaps);
+        let pool = ExpertPool::start(experts, slots, store.clone(), device)?;
+        for (layer, index) in with_experts.into_iter().enumerate() {
+            if let Mlp::Experts(moe) = &mut layers[index].mlp {
+                moe.source = Some(Box::new(PooledExperts { pool: pool.clone(), layer }));
+            }
+        }
+        Ok(())
     }
 }

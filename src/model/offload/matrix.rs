@@ -16,16 +16,18 @@ pub struct LayerMatrix {
     pub part: String,
     /// Its layout on the device.
     pub layout: PackedLayout,
+    /// The expert that it is a part of, by its index among those of the layer on the device.
+    pub expert: Option<usize>,
 }
 
 impl LayerMatrix {
-    /// Creates the matrix of a slice of a tensor.
-    pub fn new(piece: &TensorSlice, layout: PackedLayout) -> LayerMatrix {
+    /// Creates the matrix of a slice of a tensor, which may be a part of an expert.
+    pub fn new(piece: &TensorSlice, layout: PackedLayout, expert: Option<usize>) -> LayerMatrix {
         let TensorSlice {
             role, name, shape, part, bounds: SliceBounds { rows, columns }, transposed, ..
         } = piece;
         let part = format!("{shape:?} {part:?} {rows:?} {columns:?} {transposed}");
-        LayerMatrix { name: name.to_string(), role, part, layout }
+        LayerMatrix { name: name.to_string(), role, part, layout, expert }
     }
 
     /// Returns the number of the layer's block that the matrix belongs to: 0 for attention, 1 for
@@ -48,6 +50,6 @@ pub mod tests {
     pub fn matrix(name: &str, role: &'static str, n: usize, k: usize) -> LayerMatrix {
         let (ty, bytes) = (QuantType::F16, 2 * n * k);
         let layout = PackedLayout { arrangement: "rows", version: 1, ty, n, k, bytes };
-        LayerMatrix { name: name.into(), role, part: String::new(), layout }
+        LayerMatrix { name: name.into(), role, part: String::new(), layout, expert: None }
     }
 }

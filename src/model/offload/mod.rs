@@ -6,11 +6,17 @@
 //!
 //! Invariant: the bytes of a matrix or page are the same, whether it stays in memory or not.
 
+mod abort;
+
 mod cache;
 
 mod cache_places;
 
 mod direct;
+
+mod expert_slots;
+
+mod experts;
 
 mod layers;
 
@@ -32,7 +38,12 @@ mod stream;
 
 mod tier;
 
+mod trace;
+
 mod transfers;
+
+#[cfg(test)]
+mod testing;
 
 #[cfg(test)]
 mod tests;
@@ -46,4 +57,5 @@ pub use residency::Residency;
 pub use speed::DiskSpeed;
 pub use store::{StoreKey, StorePlace, StoreWriter};
 pub use tier::{MatrixFilter, SpreadRule, Tier, TierOverride, TierRules};
+pub use trace::{Activity, StepTrace, Timeline, TimelineRow, TimelineSpan, Trace};
 pub use transfers::{ByStream, Stream, TransferTotals, Transfers};

@@ -125,7 +125,7 @@ impl StoreKey {
 /// A matrix in the data file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoredMatrix {
-    name: String,
+    pub name: String,
     /// Offset of its first byte, a multiple of a block.
     pub offset: u64,
     pub bytes: usize,
@@ -390,7 +390,7 @@ impl StoreWriter {
     }
 
     /// Appends the packed bytes of the next matrix. Fails if they cannot be written.
-    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+    pub(super) fn append(&mut self, bytes: &[u8]) -> Result<()> {
         const ZEROS: [u8; BLOCK] = [0; BLOCK];
         let expected = self.key.matrices.get(self.checksums.len()).map(|matrix| matrix.bytes);
         ensure!(expected == Some(bytes.len()), "matrices are written in the order of the key; this is a bug");
@@ -487,6 +487,7 @@ mod tests {
                 name: format!("matrix {n}"),
                 part: String::new(),
                 layout: ReferenceSizes.packed_layout(QuantType::F32, n, 32),
+                expert: None,
             };
             let matrices = [3, 50].map(matrix).to_vec();
             Case { scratch, matrices }

@@ -8,17 +8,19 @@
 //! which they are used, so no layer waits for a buffer that a later one has.
 
 use super::super::weights::{LayerWeights, WeightSource};
+use super::abort::StepAbort;
 use super::direct::{DirectFile, to_blocks};
 use super::link::{Direction, TransferPath};
 use super::store::PackedStore;
 use super::tier::Tier;
+use super::trace::{Activity, Trace};
 use super::transfers::Stream;
 use anyhow::{Context, Result};
-use mainstem_kernels::{Backend, DeviceError};
+use mainstem_kernels::{Abort, Backend, DeviceError, Waiters};
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{Builder, JoinHandle};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::{self, Builder, JoinHandle};
 use std::time::Instant;
 
 /// Number of threads that read, each another matrix: disks reach their full rate with several reads at once.
@@ -78,6 +80,10 @@ struct Unit {
 struct Ring<Buf> {
     store: PackedStore,
     units: Vec<Unit>,
+    /// Number of all buffers.
+    buffers: usize,
+    /// Number of the first unit's name in the trace.
+    names: usize,
     file: DirectFile,
     bytes: HostBytes<Buf>,
     path: TransferPath,
@@ -87,6 +93,8 @@ struct Ring<Buf> {
     /// Signals the readers that a buffer is free.
     freed: Condvar,
     is_stopped: AtomicBool,
+    /// Ends the waits of the device.
+    abort: StepAbort,
 }
 
 struct RingState<Buf> {
@@ -152,6 +160,8 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
             |layer: Vec<(usize, usize)>| layer.into_iter().map(|(place, _)| place).zip(&mut number).collect();
         let streamed: Vec<Vec<(usize, usize)>> = streamed.into_iter().map(&mut numbered).collect();
         let most = streamed.iter().map(Vec::len).max().unwrap_or(0);
+        let name = |unit: &Unit| store.matrices[unit.stored].name.clone();
+        let names = path.transfers.trace().map_or(0, |trace| trace.add_names(units.iter().map(name)));
         let state = RingState {
             next: 0,
             restarts: 0,
@@ -163,6 +173,8 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
         let ring = Arc::new(Ring {
             store,
             units,
+            buffers: state.free.iter().map(Vec::len).sum(),
+            names,
             file,
             bytes,
             path,
@@ -170,6 +182,7 @@ impl<Buf: Send + Sync + 'static> StreamedLayers<Buf> {
             ready: Condvar::new(),
             freed: Condvar::new(),
             is_stopped: AtomicBool::new(false),
+            abort: StepAbort::default(),
         });
         let mut source = StreamedLayers {
             layers,
@@ -211,10 +224,17 @@ impl<Buf> Ring<Buf> {
     fn run_reader(&self) {
         // If this thread panics, nobody waits for it.
         let _stop = StopAtEnd(self);
+        let name = || thread::current().name().unwrap_or_default().to_owned();
+        let row = |trace: &Trace| trace.add_row(Activity::LoadWeights, name());
+        let trace = self.path.transfers.trace().map(|trace| (trace, row(trace)));
         self.lock().running += 1;
         self.ready.notify_one();
         while let Some(Taken { unit, mut buf, is_verified, restarts }) = self.take_next() {
+            let began = Instant::now();
             let outcome = self.read(unit, &mut buf, !is_verified);
+            if let Some((trace, row)) = trace {
+                trace.record(row, self.names + unit, began);
+            }
             let mut state = self.lock();
             state.is_verified[unit] |= outcome.is_ok();
             if state.restarts == restarts {
@@ -283,21 +303,34 @@ impl<Buf> Ring<Buf> {
         if verify { self.store.verify(stored, &blocks[..matrix.bytes]) } else { Ok(()) }
     }
 
-    /// Waits for a unit that is read, and sets `is_late` if it is not ready. `None` if the readers have
-    /// ended.
-    fn wait_for(&self, unit: usize, is_late: &mut bool) -> Option<(Buf, Result<(), String>)> {
+    /// Waits for a unit that is read, and sets `is_late` if it is not ready. Fails if the readers have ended,
+    /// or the step is aborted.
+    fn wait_for(&self, unit: usize, is_late: &mut bool) -> Result<(Buf, Result<(), String>), DeviceError> {
         let mut state = self.lock();
-        if let Some(ready) = state.ready[unit].take() {
-            return Some(ready);
-        }
-        *is_late = true;
-        while !self.is_stopped() {
-            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
+        loop {
             if let Some(ready) = state.ready[unit].take() {
-                return Some(ready);
+                return Ok(ready);
             }
+            if self.is_stopped() {
+                return Err(DeviceError::Fault("the threads that read weights have ended".into()));
+            }
+            self.abort.check()?;
+            *is_late = true;
+            state = self.ready.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        None
+    }
+
+    /// Counts the buffers that are ready when the device needs a layer.
+    fn count_ready(&self) {
+        let ready = self.lock().ready.iter().flatten().count();
+        self.path.transfers.add_occupancy(ready, self.buffers);
+    }
+
+    /// Frees the buffers that no thread has.
+    fn clear(&self) {
+        let mut state = self.lock();
+        state.free.iter_mut().for_each(Vec::clear);
+        state.ready.iter_mut().for_each(|ready| *ready = None);
     }
 
     /// Ends the readers, and the wait of the device.
@@ -337,6 +370,13 @@ impl<Buf> Drop for StopAtEnd<'_, Buf> {
     }
 }
 
+impl<Buf: Send> Waiters for Ring<Buf> {
+    fn wake_all(&self) {
+        drop(self.lock());
+        self.ready.notify_all();
+    }
+}
+
 impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
     fn acquire(&mut self, device: &mut dyn Backend<Buf = Buf>, layer: usize) -> Result<(), DeviceError> {
         // A step that failed has not released its layer.
@@ -354,17 +394,18 @@ impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
         let mut units = streamed[layer].iter().peekable();
         let (mut place, mut outcome) = (0, Ok(()));
         let (began, mut is_late) = (Instant::now(), false);
+        if !streamed[layer].is_empty() {
+            ring.count_ready();
+        }
         layers[layer].for_each_matrix(&mut |matrix| {
             if let Some((_, unit)) = units.next_if(|(at, _)| *at == place && outcome.is_ok()) {
                 match ring.wait_for(*unit, &mut is_late) {
-                    Some((mut buf, read)) => {
+                    Ok((mut buf, read)) => {
                         std::mem::swap(&mut matrix.buf, &mut buf);
                         stand_ins.push(buf);
                         outcome = read.map_err(DeviceError::Fault);
                     }
-                    None => {
-                        outcome = Err(DeviceError::Fault("the threads that read weights have ended".into()))
-                    }
+                    Err(error) => outcome = Err(error),
                 }
             }
             place += 1;
@@ -398,11 +439,22 @@ impl<Buf: Send + Sync + 'static> WeightSource<Buf> for StreamedLayers<Buf> {
             place += 1;
         });
     }
+
+    fn stop_on_abort(&mut self, abort: &Abort) {
+        let ring: Weak<Ring<Buf>> = Arc::downgrade(&self.ring);
+        self.ring.abort.set(abort, ring);
+        self.layers.iter().for_each(|layer| layer.stop_on_abort(abort));
+    }
 }
 
 impl<Buf> Drop for StreamedLayers<Buf> {
     fn drop(&mut self) {
         self.ring.stop();
+        if self.ring.abort.is_aborted() {
+            // The disk may hang. Threads that read end later, and free their buffers then.
+            self.ring.clear();
+            return;
+        }
         for reader in self.readers.drain(..) {
             let _ = reader.join();
         }

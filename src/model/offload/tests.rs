@@ -1,17 +1,26 @@
-//! Tests of executors whose weights and KV caches are in the memory of the host, on disk or in a file, and of
-//! what happens if that file fails.
+//! Tests of executors whose weights and KV caches are in the memory of the host, in a store or in a file, of
+//! what happens if the disk is slow, hangs or fails, and of experts that are read when rows choose them.
 
-use super::{CacheOffload, Offload, Residency, SpreadRule, StorePlace, Stream, Tier, TierRules};
+use super::testing::{Access, Gate, Hooked};
+use super::{
+    Activity, CacheOffload, Offload, Residency, SpreadRule, StorePlace, Stream, Tier, TierRules,
+    TransferTotals, Transfers,
+};
 use crate::model::executor::KvCacheConfig;
+use crate::model::spec::MlpSpec;
 use crate::model::{Executor, ModelExecutor, ModelRef, ModelSource, Shard};
 use crate::testing::Scratch;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::{
-    ActivationPrecision, Fraction, HandoffPorts, KvTable, PageCopy, QuantType, SamplingParams, SlotMove,
-    Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits, StepOutput,
-    TableUpdate,
+    Abort, ActivationPrecision, Fraction, HandoffPorts, KvTable, PageCopy, QuantType, SamplingParams,
+    SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
+    StepOutput, TableUpdate,
 };
-use std::path::Path;
+use std::collections::HashSet;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 const SLOTS: usize = 4;
 const PAGE: usize = 32;
@@ -384,4 +393,304 @@ fn a_memory_that_is_too_small_fails_the_start() {
         let part = format!("the device has a memory of {memory} bytes, of which ");
         assert!(error.contains("out of memory: ") && error.contains(&part), "{error}");
     }
+}
+
+/// Returns a fixture with no weights of layers in memory, and no caches.
+fn on_disk(fixture: &str, folder: &Path) -> ModelSource {
+    let mut source = open(fixture);
+    let (resident, overlaps) = (Residency(0.0), true);
+    let (tiers, place) = (TierRules::default(), StorePlace(folder.to_owned()));
+    source.offload = Some(Offload { resident, tiers, place, overlaps });
+    source.cache_offload = Some(CacheOffload { resident, host: 0.0, folder: folder.to_owned(), overlaps });
+    source
+}
+
+fn schedule(source: &ModelSource, random: u64) -> Schedule {
+    let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
+    Schedule { random, context, vocab, slots: vec![None; SLOTS], before: Vec::new() }
+}
+
+/// Only one read or write is done at a time, in any order.
+#[test]
+fn a_slow_disk_gives_the_same_results() {
+    for fixture in ["gqa", "families/qwen2_moe"] {
+        let (folder, gate) = (Scratch::new(), Arc::new(Gate::default()));
+        let on_gate = gate.clone();
+        let _hook = Hooked::new(folder.path(), move |_, _| {
+            on_gate.pass();
+            Ok(())
+        });
+        let source = on_disk(fixture, folder.path());
+        let mut streamed = executor(&source, QuantType::F16, 7);
+        let mut resident = executor(&open(fixture), QuantType::F16, usize::MAX);
+        let mut steps = schedule(&source, 11);
+        gate.slow_down(|| {
+            for step in 0..8 {
+                let batch = steps.step();
+                let expected = run(&mut resident, &batch).unwrap();
+                assert!(run(&mut streamed, &batch).unwrap() == expected, "{fixture}, step {step}");
+            }
+        });
+        let totals = source.transfers.totals();
+        assert!(totals.occupancy().is_some_and(|ready| (0.0..=1.0).contains(&ready)), "{totals:?}");
+    }
+}
+
+/// A place that cannot be read once is read again; one that cannot be read twice fails the step, and the next
+/// ones go on.
+#[test]
+fn a_disk_that_fails_now_and_then_fails_no_step_unless_it_fails_twice() {
+    let (folder, state) = (Scratch::new(), Arc::new((Mutex::new(HashSet::new()), AtomicBool::new(false))));
+    let on_disk_state = state.clone();
+    let _hook = Hooked::new(folder.path(), move |access, offset| {
+        let (known, is_broken) = &*on_disk_state;
+        let is_new = known.lock().unwrap().insert((access == Access::Read, offset));
+        let fails = is_new || is_broken.load(Ordering::SeqCst);
+        if fails { Err(io::Error::other("a bad sector")) } else { Ok(()) }
+    });
+    let source = on_disk("gqa", folder.path());
+    let mut streamed = executor(&source, QuantType::F16, usize::MAX);
+    let mut resident = executor(&open("gqa"), QuantType::F16, usize::MAX);
+    let mut steps = schedule(&source, 3);
+    let mut results = |batch: &StepBatch| (run(&mut streamed, batch), run(&mut resident, batch).unwrap());
+    for step in 0..10 {
+        let (found, expected) = results(&steps.step());
+        assert!(found.unwrap() == expected, "step {step}");
+    }
+    assert!(state.0.lock().unwrap().iter().any(|(is_read, _)| !is_read), "writes failed, too");
+    state.1.store(true, Ordering::SeqCst);
+    let failed = (0..9).find_map(|_| results(&steps.step()).0.err()).unwrap();
+    assert!(failed.contains("a bad sector"), "{failed}");
+    state.1.store(false, Ordering::SeqCst);
+    // A step that failed has not written its part of the caches: sequences begin anew. Writes that failed
+    // meanwhile may fail another step.
+    let has_recovered = (0..4).any(|_| {
+        let mut steps = schedule(&source, 4);
+        (0..10).all(|step| match results(&steps.step()) {
+            (Ok(found), expected) => {
+                assert!(found == expected, "step {step} after the failure");
+                true
+            }
+            (Err(_), _) => false,
+        })
+    });
+    assert!(has_recovered);
+}
+
+/// Aborts a step that waits for a disk on which some accesses hang, and builds the device again.
+fn abort_step_that_waits(
+    (fixture, folder): (&str, &Path),
+    steps_before: usize,
+    hangs: impl Fn(Access, u64) -> bool + Send + Sync + 'static,
+) {
+    let gate = Arc::new(Gate::default());
+    let on_gate = gate.clone();
+    let _hook = Hooked::new(folder, move |access, offset| {
+        if hangs(access, offset) {
+            on_gate.pass();
+        }
+        Ok(())
+    });
+    let source = on_disk(fixture, folder);
+    let mut streamed = executor(&source, QuantType::F16, usize::MAX);
+    let abort = Abort::new();
+    streamed.stop_on_abort(&abort);
+    let mut steps = schedule(&source, 6);
+    (0..steps_before).for_each(|_| _ = run(&mut streamed, &steps.step()).unwrap());
+    gate.shut();
+    let failed = std::thread::scope(|scope| {
+        let waits = scope.spawn(|| (0..9).find_map(|_| run(&mut streamed, &steps.step()).err()));
+        gate.wait_for(2);
+        abort.abort();
+        waits.join().unwrap()
+    });
+    assert_eq!(failed.unwrap(), "device fault: the stage was aborted", "{fixture}");
+    drop(streamed);
+    gate.open();
+    let mut rebuilt = executor(&source, QuantType::F16, usize::MAX);
+    let mut resident = executor(&open(fixture), QuantType::F16, usize::MAX);
+    let batch = schedule(&source, 7).step();
+    assert!(run(&mut rebuilt, &batch) == run(&mut resident, &batch));
+}
+
+/// Steps that wait for weights or caches end when the group is given up, and nobody waits for the disk.
+#[test]
+fn a_disk_that_hangs_holds_up_no_aborted_step() {
+    for access in [Access::Read, Access::Write] {
+        abort_step_that_waits(("gqa", Scratch::new().path()), 4, move |kind, _| kind == access);
+    }
+}
+
+/// The same for steps that wait for experts, while other weights can be read.
+#[test]
+fn a_disk_that_hangs_at_experts_holds_up_no_aborted_step() {
+    let (folder, fixture) = (Scratch::new(), "families/mixtral");
+    let source = on_disk(fixture, folder.path());
+    let written = executor(&source, QuantType::F16, usize::MAX).report().offload.unwrap();
+    let experts = expert_offsets(&written.stores[0]);
+    let hangs = move |access, offset| access == Access::Read && experts.contains(&offset);
+    abort_step_that_waits((fixture, folder.path()), 0, hangs);
+}
+
+/// The times of a step name its matrices, caches and layers.
+#[test]
+fn a_traced_step_has_its_reads_writes_and_layers() {
+    let folder = Scratch::new();
+    let source = on_disk("gqa", folder.path());
+    source.transfers.start_trace();
+    let mut streamed = executor(&source, QuantType::F16, usize::MAX);
+    let mut steps = schedule(&source, 6);
+    (0..6).for_each(|_| _ = run(&mut streamed, &steps.step()).unwrap());
+    let timeline = source.transfers.trace().and_then(|trace| trace.last_step()).unwrap();
+    let names = |activity: Activity| {
+        let rows = timeline.rows.iter().filter(move |row| row.activity == activity);
+        rows.flat_map(|row| &row.spans).map(|span| span.name.as_str()).collect::<HashSet<_>>()
+    };
+    let layers = source.spec.decoder.as_ref().unwrap().layers.len();
+    assert_eq!(names(Activity::Compute).len(), layers, "{timeline:?}");
+    let matrices = names(Activity::LoadWeights);
+    assert!(
+        matrices.iter().any(|name| name.contains("layers.0.") && name.ends_with("weight")),
+        "{matrices:?}"
+    );
+    assert!(names(Activity::LoadCache).contains("K of layer 1"), "{timeline:?}");
+}
+
+/// Returns the models of all families that have a mixture of experts.
+fn mixtures() -> Vec<(String, ModelSource)> {
+    let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families");
+    let paths = families.read_dir().unwrap().map(|entry| entry.unwrap().path());
+    let open = |path: PathBuf| {
+        let source = ModelSource::open(&ModelRef::Path(path.clone()), None).unwrap();
+        let layers = source.spec.decoder.iter().flat_map(|stack| &stack.layers);
+        let has_experts = layers.into_iter().any(|layer| matches!(layer.mlp, MlpSpec::Experts(_)));
+        has_experts.then(|| (path.display().to_string(), source))
+    };
+    paths.filter(|path| path.join("config.json").exists()).filter_map(open).collect()
+}
+
+/// Returns an executor with this part of the layers' weights in memory, and what it moves.
+fn with_experts_on_disk(
+    (source, folder): (&mut ModelSource, &Scratch),
+    fraction: f64,
+    batch_rows: usize,
+) -> (ModelExecutor<CpuBackend>, Arc<Transfers>) {
+    let place = StorePlace(folder.path().to_owned());
+    let (resident, tiers, overlaps) = (Residency(fraction), TierRules::default(), batch_rows > 5);
+    source.offload = Some(Offload { resident, tiers, place, overlaps });
+    source.transfers = Arc::default();
+    (executor(source, QuantType::F16, batch_rows), source.transfers.clone())
+}
+
+/// Returns the offsets of the matrices of experts in a store.
+fn expert_offsets(store: &Path) -> Vec<u64> {
+    let index = std::fs::read(store.join("index.json")).unwrap();
+    let index: serde_json::Value = serde_json::from_slice(&index).unwrap();
+    let (mut offsets, mut offset) = (Vec::new(), 0);
+    for matrix in index["key"]["matrices"].as_array().unwrap() {
+        if matrix["name"].as_str().unwrap().contains(".experts.") {
+            offsets.push(offset);
+        }
+        offset += matrix["bytes"].as_u64().unwrap().next_multiple_of(4096);
+    }
+    offsets
+}
+
+/// Rows choose experts at random, in one row batch or several, and the pool has a layer's experts, up to
+/// nearly all.
+#[test]
+fn experts_that_are_read_when_chosen_give_the_same_results() {
+    let mixtures = mixtures();
+    assert!(mixtures.len() >= 5, "{} mixtures", mixtures.len());
+    let mut are_small = 0;
+    for (seed, (what, mut source)) in (10..).zip(mixtures) {
+        let folder = Scratch::new();
+        let mut resident = executor(&source, QuantType::F16, usize::MAX);
+        let cases = [(0.0, usize::MAX), (0.3, 7), (0.6, 1), (0.9, 5), (0.99, usize::MAX)];
+        let mut offloaded =
+            cases.map(|(fraction, rows)| with_experts_on_disk((&mut source, &folder), fraction, rows));
+        for (executor, _) in &offloaded {
+            let places = executor.report().offload.unwrap();
+            assert!(places.pool_experts <= places.experts && places.expert_bytes > 0, "{what}: {places:?}");
+            are_small += usize::from(places.pool_experts < places.experts);
+        }
+        let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
+        let mut schedule =
+            Schedule { random: seed, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+        for step in 0..25 {
+            let batch = schedule.step();
+            let expected = run(&mut resident, &batch).unwrap();
+            for ((executor, _), case) in offloaded.iter_mut().zip(cases) {
+                assert!(run(executor, &batch).unwrap() == expected, "{what}, {case:?}, step {step}");
+            }
+        }
+        let misses = offloaded.each_ref().map(|(executor, transfers)| {
+            (executor.report().offload.unwrap().pool_experts, transfers.totals().expert_misses)
+        });
+        let (least, most) = (misses[0], misses[4]);
+        assert!(least.0 == most.0 || least.1 > most.1, "{what}: a larger pool has more of them: {misses:?}");
+    }
+    assert!(are_small > 10, "{are_small} pools do not have all experts");
+}
+
+/// One row reads the experts that it chose, and no others; the next one those that are not there yet.
+#[test]
+fn a_step_reads_only_experts_that_rows_chose() {
+    for (what, mut source) in mixtures() {
+        let folder = Scratch::new();
+        let layers = source.spec.decoder.iter().flat_map(|stack| &stack.layers);
+        let chosen: usize = layers
+            .map(|layer| match &layer.mlp {
+                MlpSpec::Experts(moe) => moe.shape().top_k,
+                MlpSpec::Dense(_) => 0,
+            })
+            .sum();
+        let (mut executor, transfers) = with_experts_on_disk((&mut source, &folder), 0.99, usize::MAX);
+        let mut before = TransferTotals::default();
+        for token in 0..6 {
+            let table_updates = vec![TableUpdate { slot: 0, table: KvTable::Own, index: 0, page: 1 }];
+            let span = Span {
+                model: SpanModel::Target,
+                stack: SpanStack::Decoder,
+                slot: 0,
+                start: token,
+                tokens: SpanTokens::Given { at: 0, len: 1 },
+                table: SpanTable::Own,
+                reserved: 8,
+                encoder_len: 0,
+                output: SpanOutput::Last,
+            };
+            let sampling = vec![SamplingParams::GREEDY];
+            let (tokens, spans) = (vec![5 + 3 * token], vec![span]);
+            let batch = StepBatch { tokens, spans, table_updates, sampling, ..StepBatch::default() };
+            run(&mut executor, &batch).unwrap();
+            let totals = transfers.totals();
+            let new = totals.since(&before);
+            before = totals;
+            let (hits, misses) = (new.expert_hits as usize, new.expert_misses as usize);
+            assert_eq!(hits + misses, chosen, "{what}");
+            assert!(token > 0 || misses == chosen, "{what}: nothing is in an empty pool");
+        }
+    }
+}
+
+/// The step fails with the cause, and the next start writes the store anew.
+#[test]
+fn an_expert_that_has_changed_fails_the_step() {
+    let mut models = mixtures().into_iter();
+    let (folder, (_, mut source)) =
+        (Scratch::new(), models.find(|(what, _)| what.ends_with("mixtral")).unwrap());
+    let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
+    let mut schedule = Schedule { random: 5, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+    let batch = std::iter::repeat_with(|| schedule.step()).find(|batch| !batch.spans.is_empty()).unwrap();
+    let mut start = || with_experts_on_disk((&mut source, &folder), 0.0, usize::MAX).0;
+    let mut right = start();
+    let expected = run(&mut right, &batch).unwrap();
+    let store = right.report().offload.unwrap().stores[0].clone();
+    let mut data = std::fs::read(store.join("weights.bin")).unwrap();
+    expert_offsets(&store).into_iter().for_each(|offset| data[offset as usize] ^= 1);
+    std::fs::write(store.join("weights.bin"), data).unwrap();
+    let failed = run(&mut start(), &batch).unwrap_err();
+    assert!(failed.contains(".experts.") && failed.contains("has changed"), "{failed}");
+    assert!(run(&mut start(), &batch).unwrap() == expected);
 }

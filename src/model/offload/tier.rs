@@ -91,11 +91,29 @@ pub struct TierRules {
 }
 
 impl TierRules {
+    /// Returns whether experts of mixtures are read when rows choose them, into a pool that takes the part of
+    /// their bytes that may stay on the device. With parts in host memory, by the other rule, or with
+    /// overrides for experts, they are like other matrices.
+    pub fn pools_experts(&self, device: Residency, layers: &[Vec<LayerMatrix>]) -> bool {
+        let is_fixed = |matrix: &LayerMatrix| {
+            let LayerMatrix { name, role, .. } = matrix;
+            self.overrides.iter().any(|rule| rule.matrices.matches(name, role))
+        };
+        let mut experts = layers.iter().flatten().filter(|matrix| matrix.expert.is_some()).peekable();
+        let are_spread = device.0 < 1.0 && self.host == 0.0 && self.rule == SpreadRule::Even;
+        are_spread && experts.peek().is_some() && !experts.any(is_fixed)
+    }
+
     /// Returns the tier of each matrix, given by layer in the order of use.
     pub fn choose(&self, device: Residency, layers: &[Vec<LayerMatrix>]) -> Vec<Tier> {
         let fixed = |matrix: &LayerMatrix| {
             let LayerMatrix { name, role, .. } = matrix;
             self.overrides.iter().find(|rule| rule.matrices.matches(name, role)).map(|rule| rule.tier)
+        };
+        let pools = self.pools_experts(device, layers);
+        // Experts in a pool are on disk, and are none of those that the fractions are about.
+        let fixed = |matrix: &LayerMatrix| {
+            if pools && matrix.expert.is_some() { Some(Tier::Disk) } else { fixed(matrix) }
         };
         let mut tiers: Vec<Option<Tier>> = layers.iter().flatten().map(fixed).collect();
         let all: Vec<&LayerMatrix> = layers.iter().flatten().collect();

@@ -3,8 +3,9 @@
 //! Invariant: totals only grow. They are those of all devices and of all their rebuilds.
 
 use super::tier::Tier;
+use super::trace::Trace;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 /// A stream of data between the memory of devices and the tiers below.
@@ -42,6 +43,12 @@ pub struct Transfers {
     stall_nanos: [AtomicU64; Stream::ALL.len()],
     /// Layers whose data was ready when it was needed, and those whose was not.
     layers: [AtomicU64; 2],
+    /// Sums over layers of streamed weights: buffers that were ready, and all buffers.
+    buffers: [AtomicU64; 2],
+    /// The times of single transfers, if they are wanted.
+    trace: OnceLock<Arc<Trace>>,
+    /// Experts that were in memory when rows chose them, and those that were read.
+    experts: [AtomicU64; 2],
     /// Totals that [`Transfers::take_new`] has returned.
     reported: Mutex<TransferTotals>,
 }
@@ -57,6 +64,14 @@ pub struct TransferTotals {
     pub ready: u64,
     /// Layers for whose weights, or for whose cache, a device waited.
     pub late: u64,
+    /// Sum, over the layers whose weights a device needed, of the buffers that were ready then.
+    pub ready_buffers: u64,
+    /// Sum of all buffers over the same layers.
+    pub buffers: u64,
+    /// Uses of experts that were in memory when rows chose them.
+    pub expert_hits: u64,
+    /// Uses of experts that were read for it.
+    pub expert_misses: u64,
 }
 
 impl TransferTotals {
@@ -69,7 +84,17 @@ impl TransferTotals {
             stalls: std::array::from_fn(|at| self.stalls[at].saturating_sub(earlier.stalls[at])),
             ready: self.ready.saturating_sub(earlier.ready),
             late: self.late.saturating_sub(earlier.late),
+            ready_buffers: self.ready_buffers.saturating_sub(earlier.ready_buffers),
+            buffers: self.buffers.saturating_sub(earlier.buffers),
+            expert_hits: self.expert_hits.saturating_sub(earlier.expert_hits),
+            expert_misses: self.expert_misses.saturating_sub(earlier.expert_misses),
         }
+    }
+
+    /// Returns the mean fraction of the buffers for weights that were ready when a device needed a layer;
+    /// `None` if it needed none.
+    pub fn occupancy(&self) -> Option<f64> {
+        (self.buffers > 0).then(|| self.ready_buffers as f64 / self.buffers as f64)
     }
 }
 
@@ -92,6 +117,27 @@ impl Transfers {
         self.add_stall(stream, stall.unwrap_or_default());
     }
 
+    /// Counts the buffers for weights that are ready when a device needs a layer, of so many.
+    pub(super) fn add_occupancy(&self, ready: usize, all: usize) {
+        self.buffers[0].fetch_add(ready as u64, Ordering::Relaxed);
+        self.buffers[1].fetch_add(all as u64, Ordering::Relaxed);
+    }
+
+    /// Begins to record the times of transfers and computations, of devices that are built from now on.
+    pub fn start_trace(&self) {
+        self.trace.get_or_init(|| Arc::new(Trace::new()));
+    }
+
+    /// Returns the recorded times, if any are recorded.
+    pub fn trace(&self) -> Option<&Arc<Trace>> {
+        self.trace.get()
+    }
+
+    /// Counts the use of an expert, which was in memory or was read for it.
+    pub(super) fn add_expert(&self, is_hit: bool) {
+        self.experts[usize::from(!is_hit)].fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Returns the totals.
     pub fn totals(&self) -> TransferTotals {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -100,6 +146,10 @@ impl Transfers {
             stalls: self.stall_nanos.each_ref().map(|nanos| Duration::from_nanos(read(nanos))),
             ready: read(&self.layers[0]),
             late: read(&self.layers[1]),
+            ready_buffers: read(&self.buffers[0]),
+            buffers: read(&self.buffers[1]),
+            expert_hits: read(&self.experts[0]),
+            expert_misses: read(&self.experts[1]),
         }
     }
 
@@ -125,6 +175,15 @@ mod tests {
         let bytes = [[0, 0], [5, 0], [0, 0]];
         assert_eq!((first.bytes, first.stalls), (bytes, [second, Duration::ZERO, Duration::ZERO]));
         assert_eq!((first.ready, first.late), (1, 1));
+        assert_eq!(first.occupancy(), None);
+        transfers.add_occupancy(1, 4);
+        transfers.add_occupancy(2, 4);
+        assert_eq!(transfers.take_new().occupancy(), Some(0.375));
+        transfers.add_expert(true);
+        transfers.add_expert(false);
+        transfers.add_expert(false);
+        let experts = transfers.take_new();
+        assert_eq!((experts.expert_hits, experts.expert_misses), (1, 2));
         transfers.add_bytes(Stream::StoreCache, Tier::Disk, 2);
         let bytes = [[0, 0], [0, 0], [0, 2]];
         assert_eq!(transfers.take_new(), TransferTotals { bytes, ..TransferTotals::default() });

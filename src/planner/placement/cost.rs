@@ -60,6 +60,10 @@ struct LayerCost {
     row_bytes: f64,
     /// Bytes of all matrices, which may be read from slower memories.
     bytes: f64,
+    /// Bytes of those of experts, of which only the chosen ones are read.
+    expert_bytes: f64,
+    /// Number of experts, and of those that a row chooses; 0 without a mixture.
+    experts: [f64; 2],
 }
 
 /// A matrix, or the matrices of experts.
@@ -114,7 +118,7 @@ pub struct StepTime {
 pub struct StepPolicy {
     /// Format of the KV cache.
     pub kv: QuantType,
-    /// Seconds to read all matrices of the layers that are not resident.
+    /// Seconds to read all matrices of the layers that are not resident, those of all experts included.
     pub read_seconds: f64,
 }
 
@@ -174,7 +178,7 @@ impl ModelCost {
     /// Returns the time of a step.
     pub fn step(&self, rates: &MachineRates, policy: &StepPolicy, work: &StepWork) -> StepTime {
         let all_bytes = self.encoder.bytes() + self.decoder.bytes();
-        let read = |layer: &LayerCost| policy.read_seconds * layer.bytes / all_bytes.max(1.0);
+        let second = policy.read_seconds / all_bytes.max(1.0);
         // The rows of prompts belong to the first stack.
         let is_encoded = self.encoder.is_there();
         let encoder = if is_encoded { work.prompt_rows } else { 0.0 };
@@ -190,7 +194,7 @@ impl ModelCost {
                 stack.layers.iter().map(|kind| kinds[*kind]).collect()
             };
             let compute = by_layer(&|layer| layer.seconds(rates, policy.kv, work, rows));
-            let read = by_layer(&read);
+            let read = by_layer(&|layer| second * layer.read_bytes(rows.prompt + rows.decode));
             time.compute += compute.iter().sum::<f64>();
             time.read += read.iter().sum::<f64>();
             // What is computed around a stack gives its readers time.
@@ -240,6 +244,14 @@ struct Rows {
 }
 
 impl LayerCost {
+    /// Returns the bytes that a step with so many rows reads if nothing is resident. Experts are resident as
+    /// often as other matrices.
+    fn read_bytes(&self, rows: f64) -> f64 {
+        let [experts, chosen] = self.experts;
+        let used = if experts > 0.0 { distinct_experts(experts, chosen, rows) / experts } else { 1.0 };
+        self.bytes - self.expert_bytes * (1.0 - used)
+    }
+
     fn seconds(&self, rates: &MachineRates, kv: QuantType, work: &StepWork, rows: Rows) -> f64 {
         let all = rows.prompt + rows.decode;
         if all + rows.encoder == 0.0 {
@@ -268,16 +280,21 @@ impl Matrix {
         Matrix { ty: weight.ty, weights: (weight.n * weight.k) as f64, experts: 1.0, chosen: 1.0 }
     }
 
-    /// Returns the seconds of its GEMM with so many rows. Rows choose experts independently of each other.
+    /// Returns the seconds of its GEMM with so many rows.
     fn seconds(&self, rates: &MachineRates, rows: f64) -> f64 {
         if rows <= 0.0 {
             return 0.0;
         }
-        let missed = (1.0 - self.chosen / self.experts).powf(rows);
-        let used = self.experts * (1.0 - missed);
+        let used = distinct_experts(self.experts, self.chosen, rows);
         let each = rows * self.chosen / used;
         used * rates.gemm(self.ty, self.weights / self.experts, each)
     }
+}
+
+/// Returns the expected number of experts that some of these rows choose: each row `chosen` of them, at
+/// random.
+fn distinct_experts(experts: f64, chosen: f64, rows: f64) -> f64 {
+    experts * (1.0 - (1.0 - chosen / experts).powf(rows))
 }
 
 impl AttentionCost {
@@ -342,7 +359,9 @@ fn layer_cost(spec: &LayerSpec, held: &LayerWeights<usize>) -> LayerCost {
                 }
             }
             let each = moe.experts.iter().flat_map(|it| [&it.gate, &it.down].into_iter().chain(&it.up));
-            cost.bytes += each.map(|weight| weight.buf as f64).sum::<f64>();
+            cost.expert_bytes = each.map(|weight| weight.buf as f64).sum();
+            cost.bytes += cost.expert_bytes;
+            cost.experts = [experts, chosen];
             [&moe.router].into_iter().chain(&moe.shared_router).for_each(|linear| cost.add(linear, false));
             moe.shared.iter().for_each(|dense| cost.add_dense(dense));
         }

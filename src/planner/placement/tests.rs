@@ -158,6 +158,22 @@ fn steps_are_monotone() {
     }
 }
 
+/// A row reads the two of five experts that it chooses, and many rows all of them.
+#[test]
+fn few_rows_read_few_experts() {
+    let (_, mixture) = costs().into_iter().find(|(name, _)| name == "families/mixtral").unwrap();
+    let (rates, policy) = (rates(&[&mixture], 1e9), StepPolicy { kv: KV, read_seconds: 1.0 });
+    let read = |decode_rows: f64| {
+        let work = StepWork { decode_rows, ..StepWork::default() };
+        mixture.step(&rates, &policy, &work).read
+    };
+    let (one, two, all) = (read(1.0), read(2.0), read(1e4));
+    let experts = (all - one) / 0.6;
+    assert!((all - 1.0).abs() < 1e-9 && experts > 0.2 && experts < 1.0, "{one}, {all}");
+    // The second row's two of five are among the other three in 24 of 100 cases.
+    assert!((two - one - 0.24 * experts).abs() < 1e-9, "{one}, {two}, {all}");
+}
+
 /// Every row of every request is computed once, whatever the sizes of steps.
 #[test]
 fn a_job_computes_each_row_once() {

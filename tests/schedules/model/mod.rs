@@ -2,7 +2,7 @@
 
 /// The executor of a device.
 pub mod executor {
-    use crate::{DeviceError, HandoffPorts, StepBatch, StepOutput};
+    use crate::{Abort, DeviceError, HandoffPorts, StepBatch, StepOutput};
 
     /// Runs steps on one device.
     pub trait Executor: Send {
@@ -16,6 +16,9 @@ pub mod executor {
 
         /// Returns what was allocated.
         fn report(&self) -> ExecutorReport;
+
+        /// Lets an abort end waits for a disk, of which there are none.
+        fn stop_on_abort(&mut self, _abort: &Abort) {}
     }
 
     /// The allocations of an executor: none.

@@ -7,7 +7,7 @@ use crate::model::executor::{Executor, ExecutorReport};
 use crate::model::fake::wait_until;
 use crate::planner::Link;
 use mainstem_kernels::{
-    Aborted, ActivationHandoff, Collective, DeviceError, HandoffPorts, StepBatch, StepOutput,
+    Abort, Aborted, ActivationHandoff, Collective, DeviceError, HandoffPorts, StepBatch, StepOutput,
 };
 use std::time::{Duration, Instant};
 
@@ -92,6 +92,10 @@ impl Executor for SlowExecutor {
 
     fn report(&self) -> ExecutorReport {
         self.inner.report()
+    }
+
+    fn stop_on_abort(&mut self, abort: &Abort) {
+        self.inner.stop_on_abort(abort);
     }
 }
 

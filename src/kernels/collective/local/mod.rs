@@ -25,11 +25,18 @@ const SPINS_PER_CLOCK_CHECK: usize = 64;
 #[derive(Clone, Debug, Default)]
 pub struct Abort(Arc<AbortState>);
 
+/// Threads that wait for something, and stop waiting when an [`Abort`] is aborted that they
+/// [listen to](Abort::wake_on_abort).
+pub trait Waiters: Send + Sync {
+    /// Wakes all threads that wait, so that they look whether they should stop.
+    fn wake_all(&self);
+}
+
 /// The state that all clones of an [`Abort`] share.
 #[derive(Debug, Default)]
 struct AbortState {
     is_aborted: AtomicBool,
-    stages: Mutex<Vec<Weak<SharedStage>>>,
+    waiters: Mutex<Vec<Weak<dyn Waiters>>>,
 }
 
 /// One rank of a stage; created by [`create_ranks`] and passed to the thread of a device.
@@ -86,7 +93,8 @@ pub fn create_ranks(count: usize, floats: usize, abort: &Abort) -> Vec<LocalRank
         buffers: [boxes(), boxes()],
         buffer_len: floats.max(1),
     });
-    abort.0.stages().push(Arc::downgrade(&shared));
+    let stage = Arc::downgrade(&shared);
+    abort.wake_on_abort(stage);
     (0..count)
         .map(|rank| LocalRank { stage: shared.clone(), rank, barriers: 0, in_operation: false })
         .collect()
@@ -101,9 +109,15 @@ impl Abort {
     /// Aborts the stages, permanently.
     pub fn abort(&self) {
         self.0.is_aborted.store(true, Ordering::SeqCst);
-        for shared in self.0.stages().iter().filter_map(Weak::upgrade) {
-            shared.wake_all();
+        for waiters in self.0.waiters().iter().filter_map(Weak::upgrade) {
+            waiters.wake_all();
         }
+    }
+
+    /// Lets the abort wake `waiters`. Those that begin to wait later must look at [`Abort::is_aborted`]
+    /// first, with the lock that `wake_all` takes.
+    pub fn wake_on_abort(&self, waiters: Weak<dyn Waiters>) {
+        self.0.waiters().push(waiters);
     }
 
     /// Returns whether the stages are aborted.
@@ -113,8 +127,8 @@ impl Abort {
 }
 
 impl AbortState {
-    fn stages(&self) -> MutexGuard<'_, Vec<Weak<SharedStage>>> {
-        self.stages.lock().unwrap_or_else(PoisonError::into_inner)
+    fn waiters(&self) -> MutexGuard<'_, Vec<Weak<dyn Waiters>>> {
+        self.waiters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -247,6 +261,13 @@ fn parity(barrier: u64) -> usize {
     (barrier % 2) as usize
 }
 
+impl Waiters for SharedStage {
+    fn wake_all(&self) {
+        drop(self.sleep_lock());
+        self.wake.notify_all();
+    }
+}
+
 impl SharedStage {
     /// Waits until a barrier is complete: spins first, then sleeps.
     fn wait_for(&self, complete: u64) -> Result<(), Aborted> {
@@ -299,11 +320,6 @@ impl SharedStage {
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             self.wake_all();
         }
-    }
-
-    fn wake_all(&self) {
-        drop(self.sleep_lock());
-        self.wake.notify_all();
     }
 
     fn sleep_lock(&self) -> MutexGuard<'_, ()> {

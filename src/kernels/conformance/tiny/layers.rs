@@ -5,7 +5,7 @@
 use super::TinyModel;
 use super::weights::ModelSizes;
 use crate::family::{Mlp, ModelFamily, PositionEncoding};
-use mainstem_kernels::backend::{Activation, AttentionShape, Backend, KvTable, Mask};
+use mainstem_kernels::backend::{Activation, AttentionShape, Backend, Experts, KvTable, Mask};
 use mainstem_kernels::batch::SpanStack;
 
 impl<B: Backend> TinyModel<B> {
@@ -118,7 +118,8 @@ impl<B: Backend> TinyModel<B> {
             b.matmul(rows, &self.weights.row_gate, None, &h, &mut gate);
             b.gate_rows(rows, self.sizes.hidden, &gate, &mut y);
             b.matmul(rows, &self.weights.router, None, &h, &mut logits);
-            b.moe(rows, &shape, &logits, &self.weights.experts, &h, &mut mixed);
+            let experts = Experts::in_memory(&self.weights.experts);
+            b.moe(rows, &shape, &logits, experts, &h, &mut mixed).expect("all experts are in memory");
             b.add(rows, self.sizes.hidden, 1.0, &mut y, &mixed);
         }
         self.rig.backend.all_reduce(rows, self.sizes.hidden, &mut y);

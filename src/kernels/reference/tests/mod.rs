@@ -1,7 +1,8 @@
 //! Tests of the reference backend, against small cases computed by other means.
 
+use super::formulas::route;
 use super::*;
-use crate::backend::{DynamicNtk, Fraction, Mask, NormKind, RelativeBias, Scoring};
+use crate::backend::{DynamicNtk, Expert, Fraction, Mask, NormKind, RelativeBias, Scoring};
 use crate::batch::{Span, SpanModel, SpanOutput, SpanTable, SpanTokens, TableUpdate};
 use crate::host::HostMemory;
 
@@ -290,9 +291,10 @@ fn a_mixture_sums_the_results_of_its_experts() {
     // The first row passes half and half through experts 0 and 2, the second one through 0 and 1, whose
     // result is zero.
     let router = buf(&[5.0, 0.0, 5.0, 5.0, 5.0, 0.0]);
-    oracle.moe(2, &shape, &router, &experts, &buf(&[2.0, 7.0, 3.0, 1.0]), &mut y);
+    let x = buf(&[2.0, 7.0, 3.0, 1.0]);
+    oracle.moe(2, &shape, &router, Experts::in_memory(&experts), &x, &mut y).unwrap();
     assert_near(y.f32(), &[0.5 * 14.0, 0.5 * 84.0, 0.5 * 3.0, 0.0]);
     let last = MoeShape { first_expert: 2, ..shape };
-    oracle.moe(2, &last, &router, &experts[2..], &buf(&[2.0, 7.0, 3.0, 1.0]), &mut y);
+    oracle.moe(2, &last, &router, Experts::in_memory(&experts[2..]), &x, &mut y).unwrap();
     assert_near(y.f32(), &[0.0, 0.5 * 84.0, 0.0, 0.0]);
 }
