@@ -372,7 +372,7 @@ fn a_disk_that_hangs_holds_up_no_aborted_step() {
     }
 }
 
-/// The same for steps that wait for experts, while other weights can be read.
+/// Steps that wait for experts end, too, while other weights can be read.
 #[test]
 fn a_disk_that_hangs_at_experts_holds_up_no_aborted_step() {
     let (folder, fixture) = (Scratch::new(), "families/mixtral");
