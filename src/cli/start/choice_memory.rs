@@ -108,8 +108,8 @@ pub(super) struct MemoryCounter<'a> {
     /// The configured rules of the formats of weights.
     rules: &'a WeightRules,
     pub(super) cache: CacheSizes,
-    /// Bytes of resident matrices, of buffers and of pools of experts by variant and part of the layers' bytes, as far as they
-    /// have been counted. Nothing else of a choice affects them.
+    /// Bytes of resident matrices, of buffers and of pools of experts by variant and part of the layers'
+    /// bytes, as far as they have been counted. Nothing else of a choice affects them.
     counted: HashMap<(usize, usize), f64>,
     /// The reason of the last choice that is impossible.
     pub(super) reason: Option<anyhow::Error>,
@@ -203,8 +203,8 @@ impl<'a> MemoryCounter<'a> {
         }
     }
 
-    /// Returns the bytes of matrices that stay, of buffers, and of pools of experts, if `part` of [`PARTS`] parts of `all` bytes
-    /// may stay; infinite if an engine with these sizes is impossible here.
+    /// Returns the bytes of matrices that stay, of buffers, and of pools of experts, if `part` of [`PARTS`]
+    /// parts of `all` bytes may stay; infinite if an engine with these sizes is impossible here.
     fn layers(&mut self, choice: &Choice, all: usize, part: usize) -> f64 {
         if let Some(known) = self.counted.get(&(choice.variant, part)) {
             return *known;

@@ -12,6 +12,7 @@ use super::residency::Residency;
 use super::store::PackedStore;
 use super::stream::{HostBytes, READERS};
 use super::tier::Tier;
+use super::trace::{Activity, Trace};
 use super::transfers::Stream;
 use anyhow::{Context, Result};
 use mainstem_kernels::{Abort, DeviceError, Expert, ExpertSource, Waiters, Weight};
@@ -20,7 +21,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::thread::{Builder, JoinHandle};
+use std::thread::{self, Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// Bytes of a pool that has no memory given to it. It holds the experts of a layer, if that takes no more, so
@@ -84,6 +85,8 @@ struct Shared<Buf> {
     overlaps: bool,
     /// The matrices of each unit, as indices in the store.
     units: Vec<Range<usize>>,
+    /// Number of the name of the store's first matrix in the trace.
+    names: usize,
     state: Mutex<PoolState<Buf>>,
     /// Signals the device that a matrix was read.
     read: Condvar,
@@ -148,7 +151,12 @@ impl<Buf: Send + Sync + 'static> ExpertPool<Buf> {
             has_failed: false,
             running: 0,
         };
+        let names = path.transfers.trace().map_or(0, |trace| {
+            let matrices = store.matrices.iter();
+            trace.add_names(matrices.map(|matrix| matrix.name.clone()))
+        });
         let shared = Arc::new(Shared {
+            names,
             store,
             file,
             bytes,
@@ -326,10 +334,17 @@ impl<Buf> Shared<Buf> {
     fn run_reader(&self) {
         // If this thread panics, nobody waits for it.
         let _stop = StopAtEnd(self);
+        let name = || thread::current().name().unwrap_or_default().to_owned();
+        let row = |trace: &Trace| trace.add_row(Activity::LoadWeights, name());
+        let trace = self.path.transfers.trace().map(|trace| (trace, row(trace)));
         self.lock().running += 1;
         self.read.notify_one();
         while let Some((number, matrix, mut buf, stored, is_verified)) = self.next_matrix() {
+            let began = Instant::now();
             let outcome = self.read(stored, &mut buf, !is_verified);
+            if let Some((trace, row)) = trace {
+                trace.record(row, self.names + stored, began);
+            }
             let mut state = self.lock();
             state.is_verified[stored] |= outcome.is_ok();
             state.has_failed |= outcome.is_err();

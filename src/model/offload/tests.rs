@@ -521,7 +521,7 @@ fn a_disk_that_hangs_holds_up_no_aborted_step() {
     }
 }
 
-/// The same for steps that wait for experts, while other weights can be read.
+/// Steps that wait for experts end, too, while other weights can be read.
 #[test]
 fn a_disk_that_hangs_at_experts_holds_up_no_aborted_step() {
     let (folder, fixture) = (Scratch::new(), "families/mixtral");
@@ -532,28 +532,28 @@ fn a_disk_that_hangs_at_experts_holds_up_no_aborted_step() {
     abort_step_that_waits((fixture, folder.path()), 0, hangs);
 }
 
-/// The times of a step name its matrices, caches and layers.
+/// The times of a step name its matrices, those of experts included, its caches and its layers.
 #[test]
 fn a_traced_step_has_its_reads_writes_and_layers() {
-    let folder = Scratch::new();
-    let source = on_disk("gqa", folder.path());
-    source.transfers.start_trace();
-    let mut streamed = executor(&source, QuantType::F16, usize::MAX);
-    let mut steps = schedule(&source, 6);
-    (0..6).for_each(|_| _ = run(&mut streamed, &steps.step()).unwrap());
-    let timeline = source.transfers.trace().and_then(|trace| trace.last_step()).unwrap();
-    let names = |activity: Activity| {
-        let rows = timeline.rows.iter().filter(move |row| row.activity == activity);
-        rows.flat_map(|row| &row.spans).map(|span| span.name.as_str()).collect::<HashSet<_>>()
-    };
-    let layers = source.spec.decoder.as_ref().unwrap().layers.len();
-    assert_eq!(names(Activity::Compute).len(), layers, "{timeline:?}");
-    let matrices = names(Activity::LoadWeights);
-    assert!(
-        matrices.iter().any(|name| name.contains("layers.0.") && name.ends_with("weight")),
-        "{matrices:?}"
-    );
-    assert!(names(Activity::LoadCache).contains("K of layer 1"), "{timeline:?}");
+    for (fixture, part) in [("gqa", "layers.0."), ("families/mixtral", ".experts.")] {
+        let folder = Scratch::new();
+        let source = on_disk(fixture, folder.path());
+        source.transfers.start_trace();
+        let mut streamed = executor(&source, QuantType::F16, usize::MAX);
+        let mut steps = schedule(&source, 6);
+        (0..6).for_each(|_| _ = run(&mut streamed, &steps.step()).unwrap());
+        let timeline = source.transfers.trace().and_then(|trace| trace.last_step()).unwrap();
+        let names = |activity: Activity| {
+            let rows = timeline.rows.iter().filter(move |row| row.activity == activity);
+            rows.flat_map(|row| &row.spans).map(|span| span.name.as_str()).collect::<HashSet<_>>()
+        };
+        let layers = source.spec.decoder.as_ref().unwrap().layers.len();
+        assert_eq!(names(Activity::Compute).len(), layers, "{timeline:?}");
+        let matrices = names(Activity::LoadWeights);
+        let is_there = matrices.iter().any(|name| name.contains(part) && name.ends_with("weight"));
+        assert!(is_there, "{fixture}: no {part} in {matrices:?}");
+        assert!(names(Activity::LoadCache).contains("K of layer 1"), "{timeline:?}");
+    }
 }
 
 /// Returns the models of all families that have a mixture of experts.
