@@ -12,6 +12,8 @@ mod cache;
 
 mod cache_places;
 
+mod cache_ring;
+
 mod direct;
 
 mod expert_slots;
