@@ -730,7 +730,7 @@ mod tests {
         for path in models.filter(|path| path.join("config.json").exists()) {
             let mut source = ModelSource::open(&ModelRef::Path(path.clone()), None).unwrap();
             let mut whole = executor(&source);
-            let tiers = TierRules { host: 0.3, ..TierRules::default() };
+            let tiers = TierRules { host: 0.3, uses_host: true, ..TierRules::default() };
             source.offload = Some(Offload { tiers, ..offload(&folder, 0.4) });
             let mut divided = [(1, 0.0), (3, 0.3), (11, 0.6)].map(|(rows, cached)| {
                 let (resident, folder) = (Residency(cached), folder.path().to_owned());

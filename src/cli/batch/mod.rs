@@ -219,8 +219,12 @@ async fn start_api(config: &Config, sizes: JobSizes) -> Result<StartedApi> {
     Ok(StartedApi { api, scheduler: config.scheduler, predictor })
 }
 
+/// Most tokens that a chat template is expected to add to a conversation.
+const TEMPLATE_TOKENS: usize = 1024;
+
 /// Returns the sizes of requests, of which the bytes of their lines are known, too. No text has more tokens
-/// than its line has bytes, and an answer without a maximum may be of any length.
+/// than its line has bytes, beside what a chat template adds, and an answer without a maximum may be of any
+/// length.
 fn job_sizes(sizes: impl Iterator<Item = (RequestSize, usize)>) -> JobSizes {
     let (mut requests, mut prompts, mut answers, mut longest) = (0, 0u64, 0u64, [0; 2]);
     for (size, bytes) in sizes {
@@ -228,7 +232,7 @@ fn job_sizes(sizes: impl Iterator<Item = (RequestSize, usize)>) -> JobSizes {
         prompts = prompts.saturating_add(size.prompt_tokens());
         answers = answers.saturating_add(size.answer_tokens());
         let answer = size.answer.and_then(|tokens| usize::try_from(tokens).ok()).unwrap_or(usize::MAX);
-        longest = [longest[0].max(bytes), longest[1].max(answer)];
+        longest = [longest[0].max(bytes.saturating_add(TEMPLATE_TOKENS)), longest[1].max(answer)];
     }
     let mean = |sum: u64| usize::try_from(sum.div_ceil(requests.max(1) as u64)).unwrap_or(usize::MAX).max(1);
     JobSizes { workload: Workload { requests, prompt: mean(prompts), output: mean(answers) }, longest }

@@ -5,7 +5,7 @@
 //! allocates it.
 
 use super::free_weights::{FreeWeights, set_residency};
-use super::memory::EngineMemory;
+use super::memory::{EngineMemory, reserved_beside};
 use super::{engine_setup, forecast};
 use crate::actors::EngineSetup;
 use crate::actors::engine::available_memory;
@@ -57,8 +57,9 @@ pub(super) fn place_weights(config: &Config, source: &mut ModelSource, memory: u
         HostTier::Fraction(fraction) => fraction,
         HostTier::Bytes(bytes) => at_most(bytes as f64 - fixed as f64),
         HostTier::Auto => {
-            let engine = EngineMemory::from_reports(reports, &setup);
-            at_most(available_memory().saturating_sub(engine.total()) as f64 * HOST_COPIES)
+            let engine = EngineMemory::from_reports(reports, &setup).total();
+            let taken = engine.saturating_add(reserved_beside(config, &setup).1);
+            at_most(available_memory().saturating_sub(taken) as f64 * HOST_COPIES)
         }
     };
     source.offload.iter_mut().for_each(|offload| offload.tiers.host = host);

@@ -174,8 +174,8 @@ pub(super) fn reserved_beside(config: &Config, setup: &EngineSetup) -> (usize, u
 /// Returns the configuration of a server whose models are fetched. If sizes follow from the memory, it
 /// reserves what the server takes beside its engine, but no more than half of what is available.
 pub fn with_reserve(config: Config) -> Result<Config> {
-    let TierConfig { host, kv, placement, .. } = &config.tiers;
-    if *host != HostTier::Auto && *kv != HostTier::Auto && *placement == Placement::Configured {
+    let TierConfig { host, kv, host_kv, placement, .. } = &config.tiers;
+    if ![host, kv, host_kv].contains(&&HostTier::Auto) && *placement == Placement::Configured {
         return Ok(config);
     }
     let before = anonymous_bytes();

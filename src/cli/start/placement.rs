@@ -10,7 +10,7 @@ use super::{attach_draft, configured_model, open_source, open_tokenizer};
 use crate::actors::engine::available_memory;
 use crate::cli::spinner::Spinner;
 use crate::config::{
-    Config, HostTier, POLICY_VERSION, Placement, PlacementPolicy, PolicyPrediction, PolicyWorkload,
+    Config, HostTier, POLICY_VERSION, Placement, PlacementPolicy, PolicyPrediction, PolicyWorkload, TierRule,
     parse_bytes,
 };
 use crate::model::ModelSource;
@@ -109,6 +109,14 @@ impl PlacementPlan {
         source: &mut ModelSource,
         request: &PlacementRequest,
     ) -> Result<PlacementPlan> {
+        let tiers = &config.tiers;
+        for (key, is_set) in [
+            ("device.memory", config.device.memory.is_some()),
+            ("tiers.rule", tiers.rule != TierRule::Even),
+            ("tiers.overrides", !tiers.overrides.is_empty()),
+        ] {
+            ensure!(!is_set, "{key}: the placement of weights cannot be planned with it");
+        }
         let (rules, offload) = (source.weight_rules.clone(), source.offload.clone());
         let planned = PlacementPlan::search(config, source, request, &rules);
         (source.weight_rules, source.offload) = (rules, offload);

@@ -2,7 +2,7 @@
 //!
 //! Invariant: each override matches a matrix of the model's layers.
 
-use crate::config::{Config, TierName, TierRule};
+use crate::config::{Config, HostTier, TierName, TierRule};
 use crate::model::ModelSource;
 use crate::model::offload::{MatrixFilter, SpreadRule, Tier, TierOverride, TierRules};
 use crate::model::spec::TensorSlice;
@@ -43,5 +43,6 @@ pub(super) fn rules(config: &Config, source: &ModelSource) -> Result<TierRules> 
         TierRule::Even => SpreadRule::Even,
         TierRule::MidPoint => SpreadRule::MidPoint,
     };
-    Ok(TierRules { host: 0.0, rule, overrides })
+    let is_none = matches!(config.tiers.host, HostTier::Bytes(0) | HostTier::Fraction(0.0));
+    Ok(TierRules { host: 0.0, uses_host: has_own && !is_none, rule, overrides })
 }

@@ -143,13 +143,23 @@ fn place_weights(config: &Config, source: &mut ModelSource) -> Result<()> {
         None => {
             match residency(config, source)? {
                 Some(resident) => set_residency(source, resident),
-                None => source.offload = None,
+                None => place_all_in_memory(config, source),
             }
             if config.tiers.host == HostTier::Auto {
                 reduce_until_fits(config, source);
             }
             Ok(())
         }
+    }
+}
+
+/// Keeps all weights in memory: without a store, unless steps in row batches, which a store has, are needed to
+/// fit.
+fn place_all_in_memory(config: &Config, source: &mut ModelSource) {
+    let offload = source.offload.take();
+    if config.tiers.host == HostTier::Auto && !fits(config, source, available_memory()) {
+        source.offload = offload;
+        set_residency(source, Residency(1.0));
     }
 }
 

@@ -90,7 +90,7 @@ fn request_permission() -> bool {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn is_granted() -> bool {
+fn request_permission() -> bool {
     false
 }
 

@@ -68,7 +68,9 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
             let class = 2 * known.expect("there are buffers of all layouts; anything else is a bug");
             for class in [class, class + 1] {
                 let place = match tier {
-                    Tier::Host => UnitPlace::Host(Mutex::new(host_memory(sizes[class])?)),
+                    Tier::Host => {
+                        UnitPlace::Host(Mutex::new(host_memory(sizes[class]).context("tiers.host_kv")?))
+                    }
                     Tier::Device | Tier::Disk => UnitPlace::File(end),
                 };
                 if place.tier() == Tier::Disk {

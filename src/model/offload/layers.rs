@@ -235,7 +235,7 @@ impl PackedLayers {
     /// Reads a matrix of so many bytes from the store; `None` if matrices are counted only.
     fn read(&self, index: usize, bytes: usize) -> Result<Option<Box<[u8]>>> {
         let Some((store, file)) = &self.store else { return Ok(None) };
-        let mut data = host_memory(bytes)?;
+        let mut data = host_memory(bytes).context("tiers.host")?;
         let read = file.read(store.matrices[index].offset, &mut data, &|| false);
         read.map_err(|error| anyhow!(store.read_failure(index, &error)))?;
         store.verify(index, &data).map_err(|reason| anyhow!(reason))?;

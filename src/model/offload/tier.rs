@@ -85,6 +85,8 @@ pub struct TierRules {
     /// The fraction of the matrices without an override, by bytes, that is in host memory, from 0 to 1: of a
     /// device without memory of its own, none.
     pub host: f64,
+    /// Whether some may be in host memory, even if the fraction is not decided yet.
+    pub uses_host: bool,
     pub rule: SpreadRule,
     /// The first that matches a matrix counts.
     pub overrides: Vec<TierOverride>,
@@ -100,7 +102,7 @@ impl TierRules {
             self.overrides.iter().any(|rule| rule.matrices.matches(name, role))
         };
         let mut experts = layers.iter().flatten().filter(|matrix| matrix.expert.is_some()).peekable();
-        let are_spread = device.0 < 1.0 && self.host == 0.0 && self.rule == SpreadRule::Even;
+        let are_spread = device.0 < 1.0 && !self.uses_host && self.rule == SpreadRule::Even;
         are_spread && experts.peek().is_some() && !experts.any(is_fixed)
     }
 
@@ -213,7 +215,8 @@ mod tests {
             (0.0, 1.0, [C; 4], [C; 2]),
             (0.0, 0.0, [D; 4], [D; 2]),
         ] {
-            let rules = TierRules { host, rule: SpreadRule::MidPoint, overrides: Vec::new() };
+            let rules =
+                TierRules { host, uses_host: true, rule: SpreadRule::MidPoint, overrides: Vec::new() };
             let expected = [&attention[..], &mlp[..]].concat().repeat(2);
             assert_eq!(rules.choose(Residency(device), &layers(2)), expected, "{device}/{host}");
         }
@@ -254,6 +257,7 @@ mod tests {
         };
         let rules = TierRules {
             host: 1.0,
+            uses_host: true,
             rule: SpreadRule::Even,
             overrides: vec![name(r"h\.0\.[qk]$", Tier::Disk), name(r"\.q$", Tier::Device)],
         };

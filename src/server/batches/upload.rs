@@ -103,7 +103,7 @@ impl Uploading<'_> {
                     return Err(ApiError::unknown_parameter(&shorten(&name)));
                 }
                 _ => {
-                    while let Some(bytes) = self.in_time(0, part.next()).await? {
+                    while let Some(bytes) = self.in_time(received, part.next()).await? {
                         bytes.map_err(|error| malformed(&error))?;
                     }
                     continue;

@@ -10,6 +10,7 @@
 //! order.
 
 use super::input::{self, HALF_BYTES};
+#[cfg(target_arch = "x86_64")]
 use super::{one_row, split};
 use crate::backend::{DeviceError, Weight};
 use crate::cpu::amx::Amx;

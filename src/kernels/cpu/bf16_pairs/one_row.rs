@@ -2,7 +2,8 @@
 //! three products of pairs, even and odd columns are summed separately, then together, then added to the
 //! total.
 //!
-//! Invariant: a row has the bits that it has among others in a tile of AMX.
+//! Invariant: a row has the bits that it has among others in a tile of AMX, but for sums below 2^-126, which
+//! AMX treats as zero.
 
 #![cfg(target_arch = "x86_64")]
 
