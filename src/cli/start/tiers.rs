@@ -153,8 +153,8 @@ fn place_weights(config: &Config, source: &mut ModelSource) -> Result<()> {
     }
 }
 
-/// Keeps all weights in memory: without a store, unless steps in row batches, which a store has, are needed to
-/// fit.
+/// Keeps all weights in memory: without a store, unless steps in row batches, which a store has, are needed
+/// to fit.
 fn place_all_in_memory(config: &Config, source: &mut ModelSource) {
     let offload = source.offload.take();
     if config.tiers.host == HostTier::Auto && !fits(config, source, available_memory()) {
