@@ -273,10 +273,13 @@ mod tests {
         let size = |text, answer| (RequestSize { text, answer }, text as usize + 50);
         let workload = Workload { requests: 3, prompt: 100, output: 8 };
         let sizes = [size(400, Some(10)), size(800, Some(12)), size(0, Some(0))];
-        assert_eq!(job_sizes(sizes.into_iter()), JobSizes { workload, longest: [850, 12] });
+        assert_eq!(job_sizes(sizes.into_iter()), JobSizes { workload, longest: [850 + TEMPLATE_TOKENS, 12] });
         let sizes = [size(400, Some(10)), size(800, None), size(0, Some(0))];
         let workload = Workload { output: 89, ..workload };
-        assert_eq!(job_sizes(sizes.into_iter()), JobSizes { workload, longest: [850, usize::MAX] });
+        assert_eq!(
+            job_sizes(sizes.into_iter()),
+            JobSizes { workload, longest: [850 + TEMPLATE_TOKENS, usize::MAX] }
+        );
         let workload = Workload { requests: 0, prompt: 1, output: 1 };
         assert_eq!(job_sizes(std::iter::empty()), JobSizes { workload, longest: [0; 2] });
     }
