@@ -15,13 +15,16 @@ const KV_TYPES: [&str; 7] = ["f32", "f16", "bf16", "q8", "q4", "q8_0", "g4_b64"]
 /// Help text of the argument MODEL.
 pub const MODEL_HELP: &str = "Folder, file or hf:owner/name[@revision]; the built-in demo model if not given";
 
-/// The options of all subcommands that configure an engine, other than the model's path.
+/// The options of all subcommands that configure an engine, other than the model's path. None of its parts
+/// has parts of its own: their options would belong to no group that others can refer to.
 #[derive(Args)]
 pub struct ConfigFlags {
     #[command(flatten)]
     model: ModelFlags,
     #[command(flatten)]
     engine: EngineFlags,
+    #[command(flatten)]
+    tiers: TierFlags,
     #[command(flatten)]
     partition: PartitionFlags,
     #[command(flatten)]
@@ -34,6 +37,7 @@ impl ConfigFlags {
         let file = self.model.config.take();
         self.model.add_to(overrides);
         self.engine.add_to(overrides);
+        self.tiers.add_to(overrides);
         self.partition.add_to(overrides);
         self.log.add_to(overrides);
         file
@@ -183,8 +187,6 @@ pub struct EngineFlags {
     /// Additional step time per row on the fake device, such as 100us.
     #[arg(long = "fake-row", value_name = "TIME")]
     device_fake_row: Option<String>,
-    #[command(flatten)]
-    tiers: TierFlags,
 }
 
 impl EngineFlags {
@@ -222,7 +224,6 @@ impl EngineFlags {
         overrides.set("device.activations", self.device_activations);
         overrides.set("device.fake_step", self.device_fake_step);
         overrides.set("device.fake_row", self.device_fake_row);
-        self.tiers.add_to(overrides);
     }
 }
 

@@ -6,6 +6,7 @@
 use super::flags::{
     EngineFlags, LogFlags, MODEL_HELP, ModelFlags, PartitionFlags, ServerFlags, SpeculationFlags,
 };
+use super::tier_flags::TierFlags;
 use super::{start, start_log};
 use crate::config::{Config, Overrides};
 use crate::server::{BoundServer, ServeParts, ShutdownOutcome};
@@ -41,6 +42,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     engine: EngineFlags,
     #[command(flatten)]
+    tiers: TierFlags,
+    #[command(flatten)]
     speculation: SpeculationFlags,
     #[command(flatten)]
     partition: PartitionFlags,
@@ -57,6 +60,7 @@ impl ServeArgs {
         self.model.add_to(&mut flags);
         self.server.add_to(&mut flags);
         self.engine.add_to(&mut flags);
+        self.tiers.add_to(&mut flags);
         self.speculation.add_to(&mut flags);
         self.partition.add_to(&mut flags);
         self.log.add_to(&mut flags);

@@ -141,12 +141,20 @@ async fn answers_of_preempted_requests_are_those_of_each_alone() {
         for body in &bodies {
             expected.push(post(&alone, body).await);
         }
-        let found = join_all(bodies.iter().map(|body| post(&together, body))).await;
-        for (body, (found, expected)) in bodies.iter().zip(found.iter().zip(&expected)) {
-            assert!(found == expected, "{body}\n{found}\n{expected}");
-        }
-        let begun = preempted.swap(0, Ordering::SeqCst);
-        assert!(begun > SLOTS, "{strategy}: {begun} prompts were begun, so nobody was preempted");
+        // On a busy machine, some requests may end before others begin.
+        let was_preempted = async {
+            for _ in 0..10 {
+                let found = join_all(bodies.iter().map(|body| post(&together, body))).await;
+                for (body, (found, expected)) in bodies.iter().zip(found.iter().zip(&expected)) {
+                    assert!(found == expected, "{body}\n{found}\n{expected}");
+                }
+                if preempted.swap(0, Ordering::SeqCst) > SLOTS {
+                    return true;
+                }
+            }
+            false
+        };
+        assert!(was_preempted.await, "{strategy}: nobody was preempted");
         assert_eq!(undisturbed.swap(0, Ordering::SeqCst), SLOTS);
     }
     for engine in [roomy, scarce] {

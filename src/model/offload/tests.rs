@@ -362,7 +362,7 @@ fn any_placement_gives_the_same_results() {
         let (device, more) = ((random >> 33) % 11, (random >> 45) % 11);
         [device as f64 / 10.0, more.min(10 - device) as f64 / 10.0]
     };
-    for (fixture, seed) in [("gqa", 1), ("odd_head_dim", 2), ("families/qwen2_moe", 3), ("families/opt", 4)] {
+    for (fixture, seed) in [("gqa", 1), ("odd_head_dim", 2), (&mixture(), 3), ("tied", 4)] {
         let placement = |number: usize| {
             let rule = if number.is_multiple_of(2) { SpreadRule::Even } else { SpreadRule::MidPoint };
             let parts = Parts { weights: tenths(), caches: tenths(), rule };
@@ -406,7 +406,7 @@ fn schedule(source: &ModelSource, random: u64) -> Schedule {
 /// Only one read or write is done at a time, in any order.
 #[test]
 fn a_slow_disk_gives_the_same_results() {
-    for fixture in ["gqa", "families/qwen2_moe"] {
+    for fixture in ["gqa", &mixture()] {
         let (folder, gate) = (Scratch::new(), Arc::new(Gate::default()));
         let on_gate = gate.clone();
         let _hook = Hooked::new(folder.path(), move |_, _| {
@@ -517,7 +517,8 @@ fn a_disk_that_hangs_holds_up_no_aborted_step() {
 /// Steps that wait for experts end, too, while other weights can be read.
 #[test]
 fn a_disk_that_hangs_at_experts_holds_up_no_aborted_step() {
-    let (folder, fixture) = (Scratch::new(), "families/mixtral");
+    let (folder, fixture) = (Scratch::new(), mixture());
+    let fixture = &*fixture;
     let source = on_disk(fixture, folder.path());
     let written = executor(&source, QuantType::F16, usize::MAX).report().offload.unwrap();
     let experts = expert_offsets(&written.stores[0]);
@@ -528,7 +529,7 @@ fn a_disk_that_hangs_at_experts_holds_up_no_aborted_step() {
 /// The times of a step name its matrices, those of experts included, its caches and its layers.
 #[test]
 fn a_traced_step_has_its_reads_writes_and_layers() {
-    for (fixture, part) in [("gqa", "layers.0."), ("families/mixtral", ".experts.")] {
+    for (fixture, part) in [("gqa", "layers.0."), (&*mixture(), ".experts.")] {
         let folder = Scratch::new();
         let source = on_disk(fixture, folder.path());
         source.transfers.start_trace();
@@ -547,6 +548,17 @@ fn a_traced_step_has_its_reads_writes_and_layers() {
         assert!(is_there, "{fixture}: no {part} in {matrices:?}");
         assert!(names(Activity::LoadCache).contains("K of layer 1"), "{timeline:?}");
     }
+}
+
+/// Returns the path of the fixture with the most layers with experts, which do not all fit into the least
+/// pool.
+fn mixture() -> String {
+    let layers = |source: &ModelSource| {
+        let layers = source.spec.decoder.iter().flat_map(|stack| &stack.layers);
+        layers.filter(|layer| matches!(layer.mlp, MlpSpec::Experts(_))).count()
+    };
+    let by_layers = mixtures().into_iter().map(|(path, source)| (layers(&source), path));
+    by_layers.max().unwrap().1
 }
 
 /// Returns the models of all families that have a mixture of experts.
@@ -670,9 +682,7 @@ fn a_step_reads_only_experts_that_rows_chose() {
 /// The step fails with the cause, and the next start writes the store anew.
 #[test]
 fn an_expert_that_has_changed_fails_the_step() {
-    let mut models = mixtures().into_iter();
-    let (folder, (_, mut source)) =
-        (Scratch::new(), models.find(|(what, _)| what.ends_with("mixtral")).unwrap());
+    let (folder, mut source) = (Scratch::new(), open(&mixture()));
     let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
     let mut schedule = Schedule { random: 5, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
     let batch = std::iter::repeat_with(|| schedule.step()).find(|batch| !batch.spans.is_empty()).unwrap();
