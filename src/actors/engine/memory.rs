@@ -292,15 +292,17 @@ impl MemoryPool {
     }
 
     /// Returns the numbers of pages in half of the remaining memory; the other half is left to other
-    /// processes and to the file cache, which a device's own memory is not for. `others` is the memory that
-    /// others take beside the pages, and the bytes of a page's record.
+    /// processes and to the file cache, which a device's own memory is not for. `others` is the most memory
+    /// that others take beside the pages, and the bytes of a page's record.
     fn spare_pages(&self, demand: &SlotDemand, others: Option<(usize, usize)>) -> PageCounts {
         let mut spare = self.remaining() / if self.is_own { 1 } else { 2 };
         if let Some((beside, record)) = others.filter(|_| !self.is_own) {
             let sizes = [self.page.own, self.page.window].into_iter().filter(|bytes| *bytes > 0);
             let page = sizes.min().unwrap_or(usize::MAX) as f64;
             let rest = self.remaining().saturating_sub(beside) as f64;
-            spare = spare.min((rest * page / (page + record as f64)) as usize);
+            // Others rarely take so much, and without a sequence of full length, most requests are refused.
+            let one = self.page.of(demand.sequence, demand.alone);
+            spare = spare.min(one.max((rest * page / (page + record as f64)) as usize));
         }
         demand.divide(spare, self.page)
     }
@@ -504,12 +506,15 @@ mod tests {
     fn pages_leave_what_a_server_takes() {
         let (demand, page, record) = (demand(100, 1000, 0), PageBytes { own: 4096, window: 0 }, 768);
         let pool = MemoryPool { page, reserved: 20 << 20, ..MemoryPool::new(100 << 20) };
-        for beside in [0, 10 << 20, 60 << 20, 79 << 20, 90 << 20] {
-            let PageCounts { own, .. } = pool.spare_pages(&demand, Some((beside, record)));
-            assert!(own == 0 || own * (page.own + record) + beside <= 80 << 20, "{beside}: {own}");
-            let is_half = own == (40 << 20) / page.own;
-            assert_eq!((is_half, own > 0), (beside <= 10 << 20, beside < 80 << 20), "{beside}: {own}");
+        let half = (40 << 20) / page.own;
+        // A sequence of full length has room, whatever others may take.
+        for (beside, pages) in [(0, half), (10, half), (60, 4311), (79, 1000), (90, 1000)] {
+            let PageCounts { own, .. } = pool.spare_pages(&demand, Some((beside << 20, record)));
+            assert_eq!(own, pages, "{beside} MiB");
         }
+        let short = MemoryPool { free: 21 << 20, ..pool };
+        let PageCounts { own, .. } = short.spare_pages(&demand, Some((1 << 20, record)));
+        assert_eq!(own, (1 << 20) / 2 / page.own, "no more than half of what is left");
     }
 
     /// Returns how many sequences of `len` pages fit at once.
