@@ -30,8 +30,8 @@ pub mod cpu;
 pub use backend::{
     Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, DynamicNtk, Epilogue,
     Expert, ExpertSource, Experts, Fraction, Gemm, HeldShapes, InputOperand, KvLayer, KvLayout, KvTable,
-    Mask, MatrixId, MoeShape, Norm, NormKind, PackedLayout, RelativeBias, Rope, RopeStyle, SamplingInputs,
-    Scoring, StepLimits, Weight,
+    Mask, MatrixId, MoeShape, Norm, NormKind, OutputColumns, PackedLayout, RelativeBias, Rope, RopeStyle,
+    SamplingInputs, Scoring, StepLimits, Weight,
 };
 pub use batch::{
     ActivationHandoff, DraftSpan, HandoffPorts, LastLayerSignal, PageCopy, RowFailure, SampleMode,

@@ -765,7 +765,7 @@ mod tests {
     fn offload(folder: &Scratch, fraction: f64) -> Offload {
         let place = StorePlace(folder.path().to_owned());
         let tiers = TierRules::default();
-        Offload { resident: Residency(fraction), tiers, place, overlaps: fraction < 0.4 }
+        Offload { resident: Residency(fraction), tiers, place, overlaps: fraction < 0.4, max_slab: 4 << 10 }
     }
 
     /// A step fails if a layer cannot be read, and the next one succeeds if it can be read again.

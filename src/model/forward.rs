@@ -431,7 +431,7 @@ fn attention_shape<'a, Buf>(
 }
 
 fn linear<B: Backend>(b: &mut B, rows: usize, linear: &Linear<B::Buf>, x: &B::Buf, y: &mut B::Buf) {
-    b.matmul(rows, &linear.weight, linear.bias.as_ref(), x, y);
+    run_gemms(b, rows, InputOperand::Given(x), [(linear, Epilogue::Set(y))]);
 }
 
 /// A weight, and the epilogue of its GEMM.
@@ -444,7 +444,11 @@ fn run_gemms<B: Backend, const N: usize>(
     input: InputOperand<B::Buf>,
     terms: [GemmTerm<B::Buf>; N],
 ) {
-    let mut gemms =
-        terms.map(|(Linear { weight, bias }, epilogue)| Gemm { w: weight, bias: bias.as_ref(), epilogue });
+    let mut gemms = terms.map(|(Linear { weight, rest, bias }, epilogue)| Gemm {
+        w: weight,
+        rest,
+        bias: bias.as_ref(),
+        epilogue,
+    });
     b.gemms(rows, input, &mut gemms);
 }

@@ -86,6 +86,24 @@ pub fn slice_record(piece: &TensorSlice, ty: QuantType) -> TensorRecord {
     TensorRecord { name: piece.name.clone(), ty, shape, bytes }
 }
 
+/// A divided matrix has multiples of so many rows in all parts but the last: whole panels of every device.
+const PART_ROWS: usize = 32;
+
+/// Divides a slice with `n` rows into ranges of its rows: at most so many, which are equal but for the last.
+pub fn divide_rows(piece: &TensorSlice, n: usize, parts: usize) -> Vec<TensorSlice> {
+    let rows = n.div_ceil(parts.max(1)).next_multiple_of(PART_ROWS);
+    if rows >= n {
+        return vec![piece.clone()];
+    }
+    let start = piece.bounds.rows.as_ref().map_or(0, |rows| rows.start);
+    let part = |first: usize| {
+        let range = start + first..start + (first + rows).min(n);
+        let bounds = SliceBounds { rows: Some(range), columns: piece.bounds.columns.clone() };
+        TensorSlice { bounds, ..piece.clone() }
+    };
+    (0..n).step_by(rows).map(part).collect()
+}
+
 /// Returns all matrices of the slice's stored tensor, whose shape is `stored`.
 pub fn stored_matrices(piece: &TensorSlice, stored: &[usize]) -> Vec<TensorSlice> {
     let full =

@@ -93,19 +93,19 @@ impl<Buf> LayerWeights<Buf> {
         let cross = self.cross.as_mut().map(|(_, attention)| attention);
         for attention in std::iter::once(&mut self.attention).chain(cross) {
             let Attention { q, k, v, o, .. } = attention;
-            [q, k, v, o].into_iter().for_each(|linear| visit(&mut linear.weight));
+            [q, k, v, o].into_iter().for_each(|linear| linear.for_each_matrix(visit));
         }
         match &mut self.mlp {
             Mlp::Dense(dense) => dense.for_each_matrix(visit),
             Mlp::Experts(moe) => {
-                visit(&mut moe.router.weight);
+                moe.router.for_each_matrix(visit);
                 for Expert { gate, up, down } in &mut moe.experts {
                     visit(gate);
                     up.iter_mut().for_each(&mut *visit);
                     visit(down);
                 }
                 moe.shared.iter_mut().for_each(|dense| dense.for_each_matrix(visit));
-                moe.shared_router.iter_mut().for_each(|linear| visit(&mut linear.weight));
+                moe.shared_router.iter_mut().for_each(|linear| linear.for_each_matrix(visit));
             }
         }
     }
@@ -113,9 +113,15 @@ impl<Buf> LayerWeights<Buf> {
 
 impl<Buf> Dense<Buf> {
     fn for_each_matrix(&mut self, visit: &mut dyn FnMut(&mut Weight<Buf>)) {
-        visit(&mut self.gate.weight);
-        self.up.iter_mut().for_each(|linear| visit(&mut linear.weight));
-        visit(&mut self.down.weight);
+        self.gate.for_each_matrix(visit);
+        self.up.iter_mut().for_each(|linear| linear.for_each_matrix(visit));
+        self.down.for_each_matrix(visit);
+    }
+}
+
+impl<Buf> Linear<Buf> {
+    fn for_each_matrix(&mut self, visit: &mut dyn FnMut(&mut Weight<Buf>)) {
+        std::iter::once(&mut self.weight).chain(&mut self.rest).for_each(visit);
     }
 }
 
@@ -176,6 +182,8 @@ impl<Buf> Moe<Buf> {
 /// A linear layer: y = x · Wᵀ (+ b).
 pub struct Linear<Buf> {
     pub weight: Weight<Buf>,
+    /// Further weights, if each has only a range of the layer's rows: those with the rows that follow.
+    pub rest: Vec<Weight<Buf>>,
     /// Bias, F32, (n).
     pub bias: Option<Buf>,
 }

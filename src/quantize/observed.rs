@@ -5,8 +5,8 @@
 
 use super::importance_matrix::Observations;
 use mainstem_kernels::{
-    Backend, Collective, DeviceError, Expert, Experts, Gemm, InputOperand, MatrixId, MoeShape, Weight,
-    delegate_backend,
+    Backend, Collective, DeviceError, Expert, Experts, Gemm, InputOperand, MatrixId, MoeShape, OutputColumns,
+    Weight, delegate_backend,
 };
 use std::sync::Arc;
 
@@ -119,9 +119,16 @@ impl<B: Backend> Backend for Observed<B> {
         self.inner.join_stage(stage);
     }
 
-    fn matmul(&mut self, rows: usize, w: &Weight<B::Buf>, bias: Option<&B::Buf>, x: &B::Buf, y: &mut B::Buf) {
+    fn matmul_to(
+        &mut self,
+        rows: usize,
+        (w, columns): (&Weight<B::Buf>, OutputColumns),
+        bias: Option<&B::Buf>,
+        x: &B::Buf,
+        y: &mut B::Buf,
+    ) {
         self.observe((rows, w.k), x, w.id.iter());
-        self.inner.matmul(rows, w, bias, x, y);
+        self.inner.matmul_to(rows, (w, columns), bias, x, y);
     }
 
     fn gemms(&mut self, rows: usize, input: InputOperand<B::Buf>, gemms: &mut [Gemm<B::Buf>]) {
@@ -181,7 +188,7 @@ mod tests {
         let mut results: Vec<_> = ids.iter().map(|_| buf(b, &vec![0.0; rows])).collect();
         let each = weights.iter().zip(&mut results);
         let mut gemms: Vec<_> =
-            each.map(|(w, y)| Gemm { w, bias: None, epilogue: Epilogue::Set(y) }).collect();
+            each.map(|(w, y)| Gemm { w, rest: &[], bias: None, epilogue: Epilogue::Set(y) }).collect();
         let x = buf(b, x);
         b.gemms(rows, InputOperand::Given(&x), &mut gemms);
     }

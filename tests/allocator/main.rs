@@ -170,6 +170,7 @@ fn weights_read_from_disk_are_in_the_forecast_and_allocate_nothing_in_a_step() {
             tiers: TierRules { host: 0.4, ..TierRules::default() },
             place: StorePlace(folder.clone()),
             overlaps: true,
+            max_slab: 4 << 10,
         });
         source.link_rate = Some(1e12);
         source.cache_offload = Some(CacheOffload {

@@ -228,7 +228,7 @@ impl<'a> MemoryCounter<'a> {
         let (place, overlaps) = (StorePlace(stores_folder(&config.tiers)?), config.tiers.overlap);
         self.source.weight_rules = config.model.weights.clone();
         let tiers = TierRules::default();
-        self.source.offload = Some(Offload { resident, tiers, place, overlaps });
+        self.source.offload = Some(Offload { resident, tiers, place, overlaps, max_slab: Offload::MAX_SLAB });
         let setup = engine_setup(&config, self.source)?;
         let devices: Vec<_> = forecast(&config.device, self.source, &setup)?.into_iter().flatten().collect();
         let mut layers = OffloadReport::default();

@@ -131,7 +131,7 @@ fn lowest_weights(config: &Config, source: &ModelSource) -> Result<Option<Offloa
         return Ok(None);
     }
     let (place, overlaps) = (StorePlace(stores_folder(&config.tiers)?), config.tiers.overlap);
-    Ok(Some(Offload { resident: Residency(0.0), tiers, place, overlaps }))
+    Ok(Some(Offload { resident: Residency(0.0), tiers, place, overlaps, max_slab: Offload::MAX_SLAB }))
 }
 
 /// Decides which weights of a model stay on the devices, and which are in the memory of the host.

@@ -72,9 +72,9 @@ macro_rules! delegate_backend {
         embed(self, table: &$crate::Weight<Self::Buf>, first: usize, x: &mut Self::Buf)); };
     (@embed_positions $inner:ident) => { $crate::delegate_backend!(@mut $inner
         embed_positions(self, table: &$crate::Weight<Self::Buf>, offset: usize, x: &mut Self::Buf)); };
-    (@matmul $inner:ident) => { $crate::delegate_backend!(@mut $inner
-        matmul(self, rows: usize, w: &$crate::Weight<Self::Buf>, bias: Option<&Self::Buf>, x: &Self::Buf,
-            y: &mut Self::Buf)); };
+    (@matmul_to $inner:ident) => { $crate::delegate_backend!(@mut $inner
+        matmul_to(self, rows: usize, w: (&$crate::Weight<Self::Buf>, $crate::OutputColumns),
+            bias: Option<&Self::Buf>, x: &Self::Buf, y: &mut Self::Buf)); };
     (@gemms $inner:ident) => { $crate::delegate_backend!(@mut $inner
         gemms(self, rows: usize, input: $crate::InputOperand<Self::Buf>,
             gemms: &mut [$crate::Gemm<Self::Buf>])); };

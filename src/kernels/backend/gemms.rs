@@ -14,10 +14,12 @@ pub enum InputOperand<'a, Buf> {
     Activated { act: Activation, gate: &'a mut Buf, up: Option<&'a Buf> },
 }
 
-/// One GEMM: input · wᵀ, plus `bias` if given, stored by `epilogue`.
+/// One GEMM: input · wᵀ, plus `bias` if given, stored by `epilogue`, with n outputs of all weights together.
 pub struct Gemm<'a, Buf> {
-    /// Weight (n, k).
+    /// Weight (n, k), or the first of those that have ranges of its rows.
     pub w: &'a Weight<Buf>,
+    /// The other weights with ranges of its rows, each with the outputs that follow.
+    pub rest: &'a [Weight<Buf>],
     /// Bias (n), F32.
     pub bias: Option<&'a Buf>,
     pub epilogue: Epilogue<&'a mut Buf>,
@@ -50,8 +52,29 @@ impl<Buf> Gemm<'_, Buf> {
             Epilogue::Set(y) => Epilogue::Set(&mut **y),
             Epilogue::Add { x, buffer } => Epilogue::Add { x: &mut **x, buffer: &mut **buffer },
         };
-        Gemm { w: self.w, bias: self.bias, epilogue }
+        Gemm { w: self.w, rest: self.rest, bias: self.bias, epilogue }
     }
+}
+
+/// The columns of a result (rows, of) that have the outputs of a weight: as many as it has, from `first` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OutputColumns {
+    pub first: usize,
+    pub of: usize,
+}
+
+/// Returns the weights of a GEMM, each with the columns of the result that have its outputs.
+pub fn weights_of<'a, Buf>(
+    w: &'a Weight<Buf>,
+    rest: &'a [Weight<Buf>],
+) -> impl Iterator<Item = (&'a Weight<Buf>, OutputColumns)> {
+    let of = w.n + rest.iter().map(|w| w.n).sum::<usize>();
+    let mut first = 0;
+    std::iter::once(w).chain(rest).map(move |w| {
+        let columns = OutputColumns { first, of };
+        first += w.n;
+        (w, columns)
+    })
 }
 
 impl<'a, Buf> InputOperand<'a, Buf> {
@@ -85,13 +108,17 @@ pub fn run_gemms_separately<B: Backend + ?Sized>(
 ) {
     let Some(k) = gemms.first().map(|gemm| gemm.w.k) else { return };
     let x = input.materialize(b, rows, k);
-    for Gemm { w, bias, epilogue: to } in gemms {
-        match to {
-            Epilogue::Set(y) => b.matmul(rows, w, *bias, x, y),
-            Epilogue::Add { x: sum, buffer: room } => {
-                b.matmul(rows, w, *bias, x, room);
-                b.add(rows, w.n, 1.0, sum, room);
-            }
+    for gemm in gemms {
+        let mut width = 0;
+        let y = match &mut gemm.epilogue {
+            Epilogue::Set(y) | Epilogue::Add { buffer: y, .. } => &mut **y,
+        };
+        for (w, columns) in weights_of(gemm.w, gemm.rest) {
+            b.matmul_to(rows, (w, columns), gemm.bias, x, y);
+            width = columns.of;
+        }
+        if let Epilogue::Add { x: sum, buffer } = &mut gemm.epilogue {
+            b.add(rows, width, 1.0, sum, buffer);
         }
     }
 }

@@ -33,7 +33,7 @@ pub use attention::{AttentionShape, KvLayer, KvLayout, KvTable, Mask, RelativeBi
 pub use error::DeviceError;
 pub use experts::{ExpertSource, Experts};
 pub use gemms::run_gemms_separately;
-pub use gemms::{Epilogue, Gemm, InputOperand};
+pub use gemms::{Epilogue, Gemm, InputOperand, OutputColumns, weights_of};
 pub use limits::{Fraction, StepLimits};
 pub use operands::{
     Activation, DynamicNtk, Expert, MatrixId, MoeShape, Norm, NormKind, Rope, RopeStyle, Scoring, Weight,
@@ -206,6 +206,19 @@ pub trait Backend: Send + 'static {
         &mut self,
         rows: usize,
         w: &Weight<Self::Buf>,
+        bias: Option<&Self::Buf>,
+        x: &Self::Buf,
+        y: &mut Self::Buf,
+    ) {
+        self.matmul_to(rows, (w, OutputColumns { first: 0, of: w.n }), bias, x, y);
+    }
+
+    /// Multiplies by a weight as [`Backend::matmul`] does, but into columns of y, which has others as well;
+    /// the bias has a value for each column of y.
+    fn matmul_to(
+        &mut self,
+        rows: usize,
+        w: (&Weight<Self::Buf>, OutputColumns),
         bias: Option<&Self::Buf>,
         x: &Self::Buf,
         y: &mut Self::Buf,

@@ -7,8 +7,9 @@ use mainstem_kernels::backend::{
     Activation, Backend, Epilogue, Gemm, InputOperand, Norm, NormKind, Weight, run_gemms_separately,
 };
 use mainstem_kernels::quant::QuantType::{self, *};
+use std::ops::Range;
 
-/// Formats of the weights of one input: equal ones, of every kind of operand, and more than fit into one job.
+/// Formats of the weights of one input: equal ones, of every kind of operand, and many.
 const WEIGHT_FORMATS: [&[QuantType]; 6] = [
     &[F16],
     &[Q8_0, Q8_0, Q8_0],
@@ -28,6 +29,7 @@ pub fn gemms<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
     let rig = &mut Rig::new(make(), limits(32));
     for (mix, types) in WEIGHT_FORMATS.iter().enumerate() {
         let weights = upload_weights(rig, types);
+        let weights: Vec<_> = weights.iter().map(std::slice::from_ref).collect();
         for rows in ROWS {
             for made in [InputKind::Given, InputKind::Normed, InputKind::Activated, InputKind::Gated] {
                 let case = GemmsCase { input: made, rows, accumulates: (mix + rows) % 2 == 0 };
@@ -36,6 +38,30 @@ pub fn gemms<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
                 for (number, (got, want)) in got.iter().zip(&want).enumerate() {
                     let what = format_args!("{case:?}, GEMM {number} of {types:?}");
                     assert_same(what, got, want, bounds.batch_invariance);
+                }
+            }
+        }
+    }
+}
+
+/// Tests that a GEMM with weights that have ranges of a matrix' rows gives the result of the whole matrix, in
+/// every kind of operand, fused and separate. The ranges are more than fit into one job.
+pub fn divided_gemms<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
+    let rig = &mut Rig::new(make(), limits(32));
+    for ty in [F32, F16, BF16, Q8_0, Q4_0, Q4_K] {
+        let values = noise(55, 171 * COLUMNS);
+        let mut weight = |rows: Range<usize>| {
+            rig.weight(ty, rows.len(), &values[rows.start * COLUMNS..rows.end * COLUMNS])
+        };
+        let (whole, other) = ([weight(0..171)], [weight(3..40)]);
+        let divided: Vec<_> = (0..171).step_by(9).map(|row| weight(row..row + 9)).collect();
+        for (number, rows) in ROWS.into_iter().enumerate() {
+            let case = GemmsCase { input: InputKind::Normed, rows, accumulates: number % 2 == 0 };
+            let want = case.run(rig, &[&whole, &other], Execution::Fused);
+            for execution in [Execution::Fused, Execution::Separate] {
+                let got = case.run(rig, &[&divided, &other], execution);
+                for (got, want) in got.iter().zip(&want) {
+                    assert_same(format_args!("{case:?} of {ty:?}"), got, want, bounds.batch_invariance);
                 }
             }
         }
@@ -75,11 +101,11 @@ struct GemmsCase {
 }
 
 impl GemmsCase {
-    /// Runs the GEMMs and returns their results.
+    /// Runs GEMMs, each with a matrix or with ranges of its rows, and returns their results.
     fn run<B: Backend>(
         &self,
         rig: &mut Rig<B>,
-        weights: &[Weight<B::Buf>],
+        weights: &[&[Weight<B::Buf>]],
         execution: Execution,
     ) -> Vec<Vec<f32>> {
         let (rows, len) = (self.rows, self.rows * COLUMNS);
@@ -98,22 +124,27 @@ impl GemmsCase {
                 InputOperand::Activated { act: Activation::GeluTanh, gate: &mut gate, up: Some(&up) }
             }
         };
-        let biases: Vec<_> = weights.iter().map(|w| rig.constant(&noise(53, w.n))).collect();
-        let mut results: Vec<_> = weights.iter().map(|w| rig.in_out(&noise(54, rows * w.n))).collect();
-        let mut buffers: Vec<_> = weights.iter().map(|w| rig.output(rows * w.n)).collect();
+        let outputs = weights.iter().map(|parts| parts.iter().map(|w| w.n).sum());
+        let outputs: Vec<usize> = outputs.collect();
+        let biases: Vec<_> = outputs.iter().map(|n| rig.constant(&noise(53, *n))).collect();
+        let mut results: Vec<_> = outputs.iter().map(|n| rig.in_out(&noise(54, rows * n))).collect();
+        let mut buffers: Vec<_> = outputs.iter().map(|n| rig.output(rows * n)).collect();
         let epilogues = results.iter_mut().zip(&mut buffers).map(|(x, buffer)| match self.accumulates {
             true => Epilogue::Add { x, buffer },
             false => Epilogue::Set(x),
         });
         let with_bias = biases.iter().enumerate().map(|(number, bias)| (number % 2 == 0).then_some(bias));
         let each = weights.iter().zip(with_bias).zip(epilogues);
-        let mut gemms: Vec<_> = each.map(|((w, bias), epilogue)| Gemm { w, bias, epilogue }).collect();
+        let gemm = |((parts, bias), epilogue)| {
+            let parts: &&[Weight<B::Buf>] = parts;
+            Gemm { w: &parts[0], rest: &parts[1..], bias, epilogue }
+        };
+        let mut gemms: Vec<_> = each.map(gemm).collect();
         match execution {
             Execution::Separate => run_gemms_separately(&mut rig.backend, rows, input, &mut gemms),
             Execution::Fused => rig.backend.gemms(rows, input, &mut gemms),
         }
-        let read =
-            |(result, w): (&B::Buf, &Weight<B::Buf>)| rig.read(result, rows * w.n, format_args!("{self:?}"));
-        results.iter().zip(weights).map(read).collect()
+        let read = |(result, n): (&B::Buf, &usize)| rig.read(result, rows * n, format_args!("{self:?}"));
+        results.iter().zip(&outputs).map(read).collect()
     }
 }

@@ -46,7 +46,7 @@ pub use attention::{
 };
 pub use drafts::drafts;
 pub use elementwise::{activate, caps_and_gates, embed, embed_positions, sums};
-pub use gemms::gemms;
+pub use gemms::{divided_gemms, gemms};
 pub use inputs::few_types;
 pub use late::{host_draws, late_abort, lost_late_inputs};
 pub use matmul::{matmul, matmul_batch_invariance};
@@ -127,6 +127,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     matmul(make, bounds);
     matmul_batch_invariance(make, bounds);
     gemms(make, bounds);
+    divided_gemms(make, bounds);
     packed_weights(make);
     moe(make, bounds);
     moe_batch_invariance(make, bounds);

@@ -6,24 +6,45 @@
 #![allow(unsafe_code)]
 
 use super::pool::SharedSlice;
-use crate::backend::{Epilogue, Gemm, Weight};
+use crate::backend::{Epilogue, Gemm, OutputColumns, Weight, weights_of};
 use crate::host::HostBuf;
 use std::ops::Range;
 
 /// One of several GEMMs with the same input, whose output the threads share.
 pub struct GemmTask<'a> {
     pub w: &'a Weight<HostBuf>,
+    /// The columns of the destinations that have the weight's outputs.
+    columns: OutputColumns,
+    /// A value for each column.
     bias: Option<&'a [f32]>,
-    /// Destinations (m, n).
+    /// Destinations (m, columns).
     epilogue: Epilogue<SharedSlice<'a, f32>>,
 }
 
 impl<'a> GemmTask<'a> {
-    /// Creates the task of a GEMM with `rows` rows.
-    pub fn new(gemm: Gemm<'a, HostBuf>, rows: usize) -> GemmTask<'a> {
-        let Gemm { w, bias, epilogue } = gemm;
-        let share = |y: &'a mut HostBuf| SharedSlice::new(&mut y.f32_mut()[..rows * w.n]);
-        GemmTask { w, bias: bias.map(|bias| &bias.f32()[..w.n]), epilogue: epilogue.map(share) }
+    /// Creates the task of a weight with `rows` rows.
+    pub fn new(
+        (w, columns): (&'a Weight<HostBuf>, OutputColumns),
+        bias: Option<&'a HostBuf>,
+        epilogue: Epilogue<&'a mut HostBuf>,
+        rows: usize,
+    ) -> GemmTask<'a> {
+        let share = |y: &'a mut HostBuf| SharedSlice::new(&mut y.f32_mut()[..rows * columns.of]);
+        GemmTask {
+            w,
+            columns,
+            bias: bias.map(|bias| &bias.f32()[..columns.of]),
+            epilogue: epilogue.map(share),
+        }
+    }
+
+    /// Creates the tasks of a GEMM with `rows` rows: one for each weight.
+    pub fn of(gemm: Gemm<'a, HostBuf>, rows: usize) -> impl Iterator<Item = GemmTask<'a>> {
+        let Gemm { w, rest, bias, epilogue } = gemm;
+        let of = w.n + rest.iter().map(|w| w.n).sum::<usize>();
+        let first = GemmTask::new((w, OutputColumns { first: 0, of }), bias, epilogue, rows);
+        let (bias, epilogue) = (first.bias, first.epilogue);
+        weights_of(w, rest).map(move |(w, columns)| GemmTask { w, columns, bias, epilogue })
     }
 
     /// Applies the epilogue to the sums of one row, for the outputs from `first` on.
@@ -32,7 +53,9 @@ impl<'a> GemmTask<'a> {
     /// * No other thread writes these outputs of this row.
     #[inline(always)]
     pub unsafe fn write(&self, row: usize, first: usize, sums: &[f32]) {
-        let start = row * self.w.n + first;
+        let OutputColumns { first: column, of } = self.columns;
+        let first = column + first;
+        let start = row * of + first;
         let range = start..start + sums.len();
         // SAFETY: the caller's promise, in both cases.
         match &self.epilogue {
@@ -45,7 +68,7 @@ impl<'a> GemmTask<'a> {
         }
     }
 
-    /// Adds the bias to the sums of the outputs from `first` on, and calls `put` with each element.
+    /// Adds the bias to the sums of the outputs from column `first` on, and calls `put` with each element.
     #[inline(always)]
     fn store(&self, first: usize, sums: &[f32], to: &mut [f32], put: impl Fn(&mut f32, f32)) {
         let zip = to.iter_mut().zip(sums);

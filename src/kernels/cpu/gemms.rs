@@ -20,8 +20,8 @@ use crate::host::HostBuf;
 use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
 use std::ops::Range;
 
-/// Largest number of GEMMs with the same input in one job.
-pub const GEMMS_PER_JOB: usize = 4;
+/// Largest number of weights with the same input in one job.
+pub const GEMMS_PER_JOB: usize = 16;
 /// Number of multiplications that do not justify a second thread.
 const SMALL_GEMM: usize = 64 * 1024;
 /// Minimum number of work items per thread when a weight is divided among threads.
@@ -104,13 +104,13 @@ impl<Buf> GemmScratch<Buf> {
 }
 
 impl GemmScratch {
-    /// Computes all GEMMs, which share the input.
+    /// Computes all GEMMs, which share the input, at most [`GEMMS_PER_JOB`].
     pub fn multiply(
         &mut self,
         pool: &mut ThreadPool,
         level: Level,
         input: &GemmInput,
-        gemms: &[Option<GemmTask>; GEMMS_PER_JOB],
+        gemms: &[Option<GemmTask>],
     ) {
         if input.rows == 0 {
             return;

@@ -37,7 +37,8 @@ pub use sizes::CpuSizes;
 
 use crate::backend::{
     Activation, AttentionShape, Backend, DeviceError, DeviceSizes, Epilogue, Experts, Gemm, InputOperand,
-    KvLayer, KvLayout, KvTable, MoeShape, Norm, PackedLayout, Rope, SamplingInputs, StepLimits, Weight,
+    KvLayer, KvLayout, KvTable, MoeShape, Norm, OutputColumns, PackedLayout, Rope, SamplingInputs,
+    StepLimits, Weight,
 };
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepState, StepTimes};
 use crate::clock::StepClock;
@@ -264,15 +265,19 @@ impl Backend for CpuBackend {
         rows::embed_positions(&mut self.pool, step, (self.sizes.precision, table), offset, x);
     }
 
-    fn matmul(
+    fn matmul_to(
         &mut self,
         rows: usize,
-        w: &Weight<HostBuf>,
+        w: (&Weight<HostBuf>, OutputColumns),
         bias: Option<&HostBuf>,
         x: &HostBuf,
         y: &mut HostBuf,
     ) {
-        self.gemms(rows, InputOperand::Given(x), &mut [Gemm { w, bias, epilogue: Epilogue::Set(y) }]);
+        let input = GemmInput { rows, k: w.0.k, values: InputValues::Given(x.f32()) };
+        let task = GemmTask::new(w, bias, Epilogue::Set(y), rows);
+        let scratch = self.scratch.gemm.as_mut().expect(NOT_PREPARED);
+        assert!(rows <= self.scratch.sizes.rows, "{rows} rows exceed the limits");
+        scratch.multiply(&mut self.pool, self.level, &input, &[Some(task)]);
     }
 
     fn gemms(&mut self, rows: usize, input: InputOperand<HostBuf>, gemms: &mut [Gemm<HostBuf>]) {
@@ -294,9 +299,9 @@ impl Backend for CpuBackend {
         };
         let input = GemmInput { rows, k, values };
         let scratch = self.scratch.gemm.as_mut().expect(NOT_PREPARED);
-        for gemms in gemms.chunks_mut(GEMMS_PER_JOB) {
-            let mut gemms = gemms.iter_mut();
-            let job = std::array::from_fn(|_| gemms.next().map(|gemm| GemmTask::new(gemm.reborrow(), rows)));
+        let mut tasks = gemms.iter_mut().flat_map(|gemm| GemmTask::of(gemm.reborrow(), rows)).peekable();
+        while tasks.peek().is_some() {
+            let job: [Option<GemmTask>; GEMMS_PER_JOB] = std::array::from_fn(|_| tasks.next());
             scratch.multiply(&mut self.pool, self.level, &input, &job);
         }
     }

@@ -15,7 +15,7 @@ use super::gemms::GemmScratch;
 use super::pool::{SharedSlice, ThreadPool};
 use super::scratch_memory::ScratchMemory;
 use super::simd::{Kernel, LANES, Level, Simd, exp, sigmoid};
-use crate::backend::{DeviceError, Epilogue, Expert, Experts, Gemm, MoeShape, Scoring, Weight};
+use crate::backend::{DeviceError, Epilogue, Expert, Experts, MoeShape, OutputColumns, Scoring, Weight};
 use crate::host::HostBuf;
 use std::ops::Range;
 
@@ -308,7 +308,7 @@ impl ExpertPass<'_> {
         let values = InputValues::Activated(shape.activation, gate.f32(), up);
         let x = GemmInput { rows, k: shape.width, values };
         let down = gemm_to(&expert.down, y, rows);
-        gemms.multiply(pool, *level, &x, &[Some(down), None, None, None]);
+        gemms.multiply(pool, *level, &x, &[Some(down)]);
     }
 
     /// Adds the expert's results, each multiplied by its row's score, to y (rows, hidden).
@@ -327,5 +327,5 @@ impl ExpertPass<'_> {
 
 /// Returns the GEMM of an expert's weight, without bias, that overwrites y (rows, n).
 fn gemm_to<'a>(w: &'a Weight<HostBuf>, y: &'a mut HostBuf, rows: usize) -> GemmTask<'a> {
-    GemmTask::new(Gemm { w, bias: None, epilogue: Epilogue::Set(y) }, rows)
+    GemmTask::new((w, OutputColumns { first: 0, of: w.n }), None, Epilogue::Set(y), rows)
 }

@@ -280,6 +280,14 @@ pub struct SharedSlice<'a, T> {
     slice: PhantomData<&'a mut [T]>,
 }
 
+impl<T> Clone for SharedSlice<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for SharedSlice<'_, T> {}
+
 // SAFETY: `slice_mut` returns slices that are exclusive by its caller's promise; T may be sent to other
 // threads.
 unsafe impl<T: Send> Sync for SharedSlice<'_, T> {}

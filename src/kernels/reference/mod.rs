@@ -21,8 +21,8 @@ pub use sample::{LogProbs, is_finite_row, logprobs, rank, sample};
 
 use crate::backend::{
     Activation, ActivationType, AttentionShape, Backend, DeviceError, DeviceSizes, Experts, Fraction,
-    HeldShapes, KvLayer, KvLayout, KvTable, MoeShape, Norm, PackedLayout, Rope, RopeStyle, SamplingInputs,
-    StepLimits, Weight,
+    HeldShapes, KvLayer, KvLayout, KvTable, MoeShape, Norm, OutputColumns, PackedLayout, Rope, RopeStyle,
+    SamplingInputs, StepLimits, Weight,
 };
 use crate::batch::{Page, PageCopy, SampleMode, SpanStack, StepBatch, StepOutput, StepState, StepTimes};
 use crate::clock::StepClock;
@@ -255,22 +255,22 @@ impl Backend for Reference {
         }
     }
 
-    fn matmul(
+    fn matmul_to(
         &mut self,
         rows: usize,
-        w: &Weight<HostBuf>,
+        (w, OutputColumns { first, of }): (&Weight<HostBuf>, OutputColumns),
         bias: Option<&HostBuf>,
         x: &HostBuf,
         y: &mut HostBuf,
     ) {
-        let (x, y) = (&x.f32()[..rows * w.k], &mut y.f32_mut()[..rows * w.n]);
+        let (x, y) = (&x.f32()[..rows * w.k], &mut y.f32_mut()[..rows * of]);
         let mut weights = vec![0.0; w.k];
         let x = &*round_input(w.ty.operand_format(self.activation_precision), x);
         for o in 0..w.n {
             read_matrix_row(w.ty, &w.buf, o, &mut weights);
-            let start = bias.map_or(0.0, |bias| f64::from(bias.f32()[o]));
+            let start = bias.map_or(0.0, |bias| f64::from(bias.f32()[first + o]));
             for r in 0..rows {
-                y[r * w.n + o] = (start + dot(&x[r * w.k..][..w.k], &weights)) as f32;
+                y[r * of + first + o] = (start + dot(&x[r * w.k..][..w.k], &weights)) as f32;
             }
         }
     }

@@ -316,7 +316,7 @@ fn gemm_with_bias<'a>(
     bias: &'a HostBuf,
     to: Epilogue<&'a mut HostBuf>,
 ) -> Gemm<'a, HostBuf> {
-    Gemm { w, bias: Some(bias), epilogue: to }
+    Gemm { w, rest: &[], bias: Some(bias), epilogue: to }
 }
 
 fn floats(cpu: &mut CpuBackend, n: usize) -> HostBuf {

@@ -8,7 +8,7 @@ use super::matrix::LayerMatrix;
 use super::residency::Residency;
 use super::store::{PackedStore, StoreKey, StorePlace, StoreWriter};
 use super::stream::{HostBytes, Place, StreamedLayers, buffer_sizes};
-use super::tier::{Tier, TierRules, host_memory};
+use super::tier::{SpreadRule, Tier, TierRules, host_memory};
 use crate::model::load_target::LoadTarget;
 use crate::model::spec::TensorSlice;
 use crate::model::weights::{LayerWeights, Mlp, WeightSource};
@@ -27,7 +27,27 @@ pub struct Offload {
     pub place: StorePlace,
     /// Whether a layer is read while the one before computes, rather than after it.
     pub overlaps: bool,
+    /// Largest size in bytes of a weight that is placed and read as a whole.
+    pub max_slab: usize,
 }
+
+impl Offload {
+    /// Usual value of [`Offload::max_slab`].
+    pub const MAX_SLAB: usize = 32 << 20;
+
+    /// Returns the size above which matrices are divided by rows, given the bytes of all layers: small enough
+    /// that the fractions in the tiers are exact to half a percent. FlexGen's rule is about whole matrices.
+    pub fn slab(&self, layers: usize) -> usize {
+        match self.tiers.rule {
+            SpreadRule::Even => (layers / 256).max(MIN_SLAB).min(self.max_slab),
+            SpreadRule::MidPoint => usize::MAX,
+        }
+    }
+}
+
+/// Smallest size that weights are divided into, unless a smaller one is asked for: with less, reading and
+/// computing parts would take longer.
+const MIN_SLAB: usize = 512 << 10;
 
 /// The places of the matrices of a model's layers, in bytes.
 #[derive(Clone, Debug, Default, PartialEq)]

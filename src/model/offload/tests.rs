@@ -6,11 +6,12 @@ use super::{
     Activity, CacheOffload, Offload, Residency, SpreadRule, StorePlace, Stream, Tier, TierRules,
     TransferTotals, Transfers,
 };
-use crate::model::executor::KvCacheConfig;
+use crate::model::executor::{KvCacheConfig, estimate_report};
 use crate::model::spec::MlpSpec;
 use crate::model::{Executor, ModelExecutor, ModelRef, ModelSource, Shard};
 use crate::testing::Scratch;
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
+use mainstem_kernels::reference::ReferenceSizes;
 use mainstem_kernels::{
     Abort, ActivationPrecision, Fraction, HandoffPorts, KvTable, PageCopy, QuantType, SamplingParams,
     SlotMove, Span, SpanModel, SpanOutput, SpanStack, SpanTable, SpanTokens, StepBatch, StepLimits,
@@ -22,6 +23,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
+/// Small enough to divide the matrices of most fixtures.
+const SLAB: usize = 4 << 10;
 const SLOTS: usize = 4;
 const PAGE: usize = 32;
 const PAGES: usize = 24;
@@ -283,13 +286,43 @@ impl Parts {
         let ([device, host], [kv_device, kv_host]) = (self.weights, self.caches);
         let tiers = TierRules { host, uses_host: host > 0.0, rule: self.rule, overrides: Vec::new() };
         let place = StorePlace(folder.join("stores"));
-        source.offload =
-            (device < 1.0).then(|| Offload { resident: Residency(device), tiers, place, overlaps });
+        source.offload = (device < 1.0).then(|| Offload {
+            resident: Residency(device),
+            tiers,
+            place,
+            overlaps,
+            max_slab: SLAB,
+        });
         let (resident, folder) = (Residency(kv_device), folder.to_owned());
         source.cache_offload =
             (kv_device < 1.0).then_some(CacheOffload { resident, host: kv_host, folder, overlaps });
         source.link_rate = overlaps.then_some(1e12);
         source.transfers = Default::default();
+    }
+}
+
+#[test]
+fn fractions_are_exact_to_half_a_percent_because_matrices_are_divided() {
+    for shape in ["110M", "1.1B", "7B"] {
+        let model = ModelRef::parse(&format!("synthetic:{shape}")).unwrap();
+        let mut source = ModelSource::open(&model, None).unwrap();
+        for percent in [1, 20, 50, 93] {
+            let wanted = f64::from(percent) / 100.0;
+            source.offload = Some(Offload {
+                resident: Residency(wanted),
+                tiers: TierRules::default(),
+                place: StorePlace("/nowhere".into()),
+                overlaps: true,
+                max_slab: Offload::MAX_SLAB,
+            });
+            let kv = KvCacheConfig { ty: QuantType::F16, pages: PAGES, window_pages: 0 };
+            let (shard, limits) = (Shard::whole(&source.spec), limits(&source, usize::MAX));
+            let places =
+                estimate_report(&ReferenceSizes, &source, &shard, kv, limits).unwrap().offload.unwrap();
+            let all = places.resident_bytes + places.streamed_bytes;
+            let actual = places.resident_bytes as f64 / all as f64;
+            assert!(actual <= wanted && wanted - actual < 0.005, "{percent} % of {shape}: {actual}");
+        }
     }
 }
 
@@ -393,7 +426,7 @@ fn on_disk(fixture: &str, folder: &Path) -> ModelSource {
     let mut source = open(fixture);
     let (resident, overlaps) = (Residency(0.0), true);
     let (tiers, place) = (TierRules::default(), StorePlace(folder.to_owned()));
-    source.offload = Some(Offload { resident, tiers, place, overlaps });
+    source.offload = Some(Offload { resident, tiers, place, overlaps, max_slab: SLAB });
     source.cache_offload = Some(CacheOffload { resident, host: 0.0, folder: folder.to_owned(), overlaps });
     source
 }
@@ -582,7 +615,7 @@ fn with_experts_on_disk(
 ) -> (ModelExecutor<CpuBackend>, Arc<Transfers>) {
     let place = StorePlace(folder.path().to_owned());
     let (resident, tiers, overlaps) = (Residency(fraction), TierRules::default(), batch_rows > 5);
-    source.offload = Some(Offload { resident, tiers, place, overlaps });
+    source.offload = Some(Offload { resident, tiers, place, overlaps, max_slab: SLAB });
     source.transfers = Arc::default();
     (executor(source, QuantType::F16, batch_rows), source.transfers.clone())
 }
@@ -690,6 +723,8 @@ fn an_expert_that_has_changed_fails_the_step() {
     let mut right = start();
     let expected = run(&mut right, &batch).unwrap();
     let store = right.report().offload.unwrap().stores[0].clone();
+    // Its threads would read from the file while that is empty, and remove the store.
+    drop(right);
     let mut data = std::fs::read(store.join("weights.bin")).unwrap();
     expert_offsets(&store).into_iter().for_each(|offset| data[offset as usize] ^= 1);
     std::fs::write(store.join("weights.bin"), data).unwrap();

@@ -1,8 +1,8 @@
 //! The conformance suite over the reference backend, and over the CPU backend with every instruction set.
 
 use mainstem_conformance::{
-    Bounds, batch_invariance, embed, embed_positions, fingerprint, gemms, matmul, matmul_batch_invariance,
-    moe, moe_batch_invariance, packed_weights, run,
+    Bounds, batch_invariance, divided_gemms, embed, embed_positions, fingerprint, gemms, matmul,
+    matmul_batch_invariance, moe, moe_batch_invariance, packed_weights, run,
 };
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, Isa};
 use mainstem_kernels::reference::Reference;
@@ -48,6 +48,7 @@ fn gemms_conform(isa: Isa) {
         matmul(&make, &bounds);
         matmul_batch_invariance(&make, &bounds);
         gemms(&make, &bounds);
+        divided_gemms(&make, &bounds);
         packed_weights(&make);
         moe(&make, &bounds);
         moe_batch_invariance(&make, &Bounds::F32_FIXED_ORDER);

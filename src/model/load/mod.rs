@@ -5,10 +5,11 @@
 //! slice has a copy outside of the device's memory. The devices of a group load concurrently. What a device
 //! would allocate is counted by the same code.
 
+mod packed;
+
+use self::packed::packed_layers;
 use super::load_target::{ByteCounter, LoadTarget};
-use super::offload::{
-    LayerMatrix, LayerNotes, Offload, OffloadReport, PackedLayers, StoreKey, StoreWriter, TransferPath,
-};
+use super::offload::{LayerMatrix, LayerNotes, OffloadReport, PackedLayers, TransferPath};
 use super::relative_bias;
 use super::rope;
 use super::shard::{Shard, StageRole};
@@ -43,16 +44,16 @@ pub fn load<T: LoadTarget>(
     if T::READS_DATA {
         source.progress.add_total(records(source, &spec).iter().map(|record| record.bytes).sum());
     }
-    let tensors =
-        ModelTensors { types: &|piece| source.load_type(piece), data: T::READS_DATA.then_some(source) };
+    let types = &|piece: &TensorSlice| source.load_type(piece);
+    let tensors = ModelTensors { types, data: T::READS_DATA.then_some(source), slab: usize::MAX };
     let stacks = [
         StackScope { first_layer: shard.encoder.start, positions: limits.encoder_positions },
         StackScope { first_layer: shard.decoder.start, positions: limits.positions },
     ];
     let load = |target: &mut T| {
-        let packed =
-            source.offload.as_ref().map(|offload| packed_layers(target, (source, path), &spec, offload));
-        load_stacks(target, tensors, &spec, stacks, packed.transpose()?)
+        let Some(offload) = &source.offload else { return load_stacks(target, tensors, &spec, stacks, None) };
+        let (packed, slab) = packed_layers(target, (source, path), &spec, offload)?;
+        load_stacks(target, ModelTensors { slab, ..tensors }, &spec, stacks, Some(packed))
     };
     let LoadedStacks { encoder, decoder, tensors, offload, .. } =
         load(target).with_context(|| format!("loading {}", source.path.display()))?;
@@ -70,40 +71,19 @@ pub fn records(source: &ModelSource, spec: &ModelSpec) -> Vec<TensorRecord> {
 /// returns the number formats in which slices are loaded. Tables that are computed for the positions of a
 /// step are empty.
 pub fn count(spec: &ModelSpec, types: &dyn Fn(&TensorSlice) -> QuantType) -> LoadedStacks<usize> {
-    count_on(&ReferenceSizes, spec, types)
+    count_on(&ReferenceSizes, spec, types, usize::MAX)
 }
 
-/// Counts as [`count`] does, for a device of these sizes.
+/// Counts as [`count`] does, for a device of these sizes, with matrices in parts of at most `slab` bytes.
 fn count_on(
     sizes: &dyn DeviceSizes,
     spec: &ModelSpec,
     types: &dyn Fn(&TensorSlice) -> QuantType,
+    slab: usize,
 ) -> LoadedStacks<usize> {
-    let tensors = ModelTensors { types, data: None };
+    let tensors = ModelTensors { types, data: None, slab };
     let counted = load_stacks(&mut ByteCounter::new(sizes), tensors, spec, Default::default(), None);
     counted.expect("counting reads and allocates nothing, so it does not fail; this is a bug")
-}
-
-/// Prepares the layers of a model that are loaded from a store. If there is none, it is written.
-fn packed_layers<T: LoadTarget>(
-    target: &mut T,
-    (source, path): (&ModelSource, &TransferPath),
-    spec: &ModelSpec,
-    offload: &Offload,
-) -> Result<PackedLayers> {
-    let layers = count_on(target.device_sizes(), spec, &|piece| source.load_type(piece)).layer_matrices;
-    let key = StoreKey::new(&source.path, &source.checkpoint, layers.iter().flatten())?;
-    let mut pack = |writer: &mut StoreWriter| {
-        source.progress.add_total(writer.bytes());
-        let tensors = ModelTensors { types: &|piece| source.load_type(piece), data: Some(source) };
-        let stacks = spec.encoder.iter().chain(&spec.decoder);
-        stacks.flat_map(|stack| &stack.layers).try_for_each(|layer| {
-            // One layer at a time is in memory.
-            let mut weights = Loader::new(target, tensors, None).block(layer)?;
-            writer.append_layer(target, &mut weights)
-        })
-    };
-    PackedLayers::open((offload, path), key, layers, T::READS_DATA.then_some(&mut pack))
 }
 
 /// The stacks of a model in the memory of a device, or their sizes.
@@ -125,6 +105,8 @@ struct ModelTensors<'a> {
     types: &'a dyn Fn(&TensorSlice) -> QuantType,
     /// The model with the data; `None` to count only.
     data: Option<&'a ModelSource>,
+    /// Largest size of a layer's weight in bytes, above which ranges of its rows are weights of their own.
+    slab: usize,
 }
 
 /// The part of a stack to load.
@@ -265,7 +247,7 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
     }
 
     fn attention(&mut self, spec: &AttentionSpec) -> Result<Attention<T::Buf>> {
-        let [q, k, v, o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|linear| self.linear(linear));
+        let [q, k, v, o] = [&spec.q, &spec.k, &spec.v, &spec.o].map(|linear| self.divided_linear(linear));
         let qk_norms = match &spec.qk_norms {
             Some((q, k)) => Some((self.norm(q)?, self.norm(k)?)),
             None => None,
@@ -275,9 +257,9 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
 
     fn dense(&mut self, spec: &DenseSpec) -> Result<Dense<T::Buf>> {
         let DenseSpec { width, activation, .. } = *spec;
-        let gate = self.linear(&spec.gate)?;
-        let up = spec.up.as_ref().map(|up| self.linear(up)).transpose()?;
-        Ok(Dense { width, activation, gate, up, down: self.linear(&spec.down)? })
+        let gate = self.divided_linear(&spec.gate)?;
+        let up = spec.up.as_ref().map(|up| self.divided_linear(up)).transpose()?;
+        Ok(Dense { width, activation, gate, up, down: self.divided_linear(&spec.down)? })
     }
 
     fn moe(&mut self, spec: &MoeSpec) -> Result<Moe<T::Buf>> {
@@ -334,9 +316,21 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
     }
 
     fn linear(&mut self, spec: &LinearSpec) -> Result<Linear<T::Buf>> {
-        let weight = self.matrix(&spec.weight, false)?;
+        self.linear_of_parts(spec, 1)
+    }
+
+    /// Loads a linear layer of a block, whose rows may be divided among several weights.
+    fn divided_linear(&mut self, spec: &LinearSpec) -> Result<Linear<T::Buf>> {
+        let layout =
+            self.target.device_sizes().packed_layout((self.tensors.types)(&spec.weight), spec.n, spec.k);
+        self.linear_of_parts(spec, layout.bytes.div_ceil(self.tensors.slab))
+    }
+
+    fn linear_of_parts(&mut self, spec: &LinearSpec, parts: usize) -> Result<Linear<T::Buf>> {
+        let parts = tensor_slices::divide_rows(&spec.weight, spec.n, parts);
+        let mut weights = parts.iter().map(|part| self.matrix(part, false)).collect::<Result<Vec<_>>>()?;
         let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
-        Ok(Linear { weight, bias })
+        Ok(Linear { weight: weights.remove(0), rest: weights, bias })
     }
 
     /// Loads a matrix that may be shared.
