@@ -6,10 +6,12 @@ use super::super::vocabulary;
 use crate::actors::EngineSetup;
 use crate::actors::device::ExecutorFactory;
 use crate::config::{DeviceConfig, DeviceKind, DeviceName};
-use crate::model::Shard;
 use crate::model::executor::{self, Executor, ExecutorReport, KvCacheConfig, ModelExecutor};
 use crate::model::fake::{self, FakeExecutor, StepTime};
+use crate::model::load;
+use crate::model::offload::{Offload, PackedStore};
 use crate::model::source::ModelSource;
+use crate::model::{Partition, Shard};
 use crate::quantize::{Observations, Observed};
 use crate::text::Tokenizer;
 use anyhow::{Result, bail};
@@ -113,6 +115,23 @@ fn factory(
             }
         })
     })
+}
+
+/// Writes the stores of a model with these settings, one per configured device; see [`load::write_store`].
+pub(super) fn write_stores(
+    config: &DeviceConfig,
+    source: &ModelSource,
+    partition: &Partition,
+    offload: &Offload,
+) -> Result<Vec<PackedStore>> {
+    let stages = config.groups.iter().zip(partition.shards());
+    let parts = stages.flat_map(|(stage, shards)| stage.iter().zip(shards));
+    let write = |(name, shard): (&DeviceName, Shard)| match name.kind {
+        DeviceKind::Cpu => load::write_store(&mut cpu_backend(name.number, config)?, source, offload, &shard),
+        DeviceKind::Reference => load::write_store(&mut Reference::new(), source, offload, &shard),
+        DeviceKind::Fake { .. } => bail!("device.groups: a fake device has no weights, and no store of them"),
+    };
+    parts.map(write).collect()
 }
 
 /// Builds the executor of a rank of `stage` and loads its weights.

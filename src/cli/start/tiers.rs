@@ -12,7 +12,7 @@ use crate::actors::engine::available_memory;
 use crate::config::{Config, HostTier, KvSize, TierConfig};
 use crate::model::ModelSource;
 use crate::model::load;
-use crate::model::offload::{CacheOffload, CacheReport, Offload, Residency, StorePlace};
+use crate::model::offload::{CacheOffload, CacheReport, Offload, Residency, StorePlace, TierRules};
 use anyhow::{Context, Result, ensure};
 use std::path::PathBuf;
 
@@ -130,8 +130,18 @@ fn lowest_weights(config: &Config, source: &ModelSource) -> Result<Option<Offloa
     if config.device.memory.is_none() && config.tiers.host == HostTier::All && tiers.overrides.is_empty() {
         return Ok(None);
     }
+    Ok(Some(offload(config, tiers)?))
+}
+
+/// Returns the settings of a model of which no weights are in a memory but for the overrides of `tiers`.
+fn offload(config: &Config, tiers: TierRules) -> Result<Offload> {
     let (place, overlaps) = (StorePlace(stores_folder(&config.tiers)?), config.tiers.overlap);
-    Ok(Some(Offload { resident: Residency(0.0), tiers, place, overlaps, max_slab: Offload::MAX_SLAB }))
+    Ok(Offload { resident: Residency(0.0), tiers, place, overlaps, max_slab: Offload::MAX_SLAB })
+}
+
+/// Returns the settings of a model whose store is written, whatever is in memory later.
+pub(super) fn store_settings(config: &Config, source: &ModelSource) -> Result<Offload> {
+    offload(config, tier_rules::rules(config, source)?)
 }
 
 /// Decides which weights of a model stay on the devices, and which are in the memory of the host.

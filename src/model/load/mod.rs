@@ -8,6 +8,7 @@
 mod packed;
 
 use self::packed::packed_layers;
+pub use self::packed::write_store;
 use super::load_target::{ByteCounter, LoadTarget};
 use super::offload::{LayerMatrix, LayerNotes, OffloadReport, PackedLayers, TransferPath};
 use super::relative_bias;
@@ -366,6 +367,7 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
         let mut uploaded =
             uploaded.with_context(|| format!("tensor '{}' of {} bytes", piece.name, record.bytes))?;
         uploaded.id = Some(piece.matrix_id());
+        self.layers.pack(self.target, &mut uploaded)?;
         if let Some(source) = self.tensors.data {
             // A copy read from disk is not needed any more.
             source.checkpoint.release(&piece.name);

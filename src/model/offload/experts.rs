@@ -441,7 +441,8 @@ impl<Buf> Drop for StopAtEnd<'_, Buf> {
 mod tests {
     use super::super::direct::BLOCK;
     use super::super::matrix::LayerMatrix;
-    use super::super::store::{StoreKey, StorePlace};
+    use super::super::store::StorePlace;
+    use super::super::store_key::StoreKey;
     use super::*;
     use crate::model::offload::transfers::Transfers;
     use crate::model::{ModelRef, ModelSource};

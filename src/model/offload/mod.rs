@@ -36,6 +36,10 @@ mod speed;
 
 mod store;
 
+mod store_key;
+
+mod stores;
+
 mod stream;
 
 mod tier;
@@ -57,7 +61,8 @@ pub use link::TransferPath;
 pub use matrix::LayerMatrix;
 pub use residency::Residency;
 pub use speed::DiskSpeed;
-pub use store::{StoreKey, StorePlace, StoreWriter};
+pub use store::{PackedStore, StorePlace, StoreWriter};
+pub use stores::ModelStores;
 pub use tier::{MatrixFilter, SpreadRule, Tier, TierOverride, TierRules};
 pub use trace::{Activity, StepTrace, Timeline, TimelineRow, TimelineSpan, Trace};
 pub use transfers::{ByStream, Stream, TransferTotals, Transfers};
