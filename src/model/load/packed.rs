@@ -94,3 +94,39 @@ fn pack<T: LoadTarget>(
     }
     loader.layers.packing.take().expect("it was given above; anything else is a bug").finish()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::ModelRef;
+    use crate::model::offload::{Residency, StorePlace, TierRules};
+    use crate::testing::Scratch;
+    use mainstem_kernels::ActivationPrecision;
+    use mainstem_kernels::cpu::{CpuBackend, CpuConfig, CpuSizes, Isa};
+    use std::path::Path;
+
+    /// Regression: a layer was in memory at a time, with all experts of a mixture, which nothing had counted.
+    #[test]
+    fn packing_holds_no_more_than_a_few_matrices() {
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+        for fixture in ["gqa", "families/mixtral"] {
+            let source = ModelSource::open(&ModelRef::Path(fixtures.join(fixture)), None).unwrap();
+            let (folder, resident) = (Scratch::new(), Residency(0.0));
+            let (place, tiers) = (StorePlace(folder.path().to_owned()), TierRules::default());
+            let offload = Offload { resident, tiers, place, overlaps: true, max_slab: 4 << 10 };
+            let config =
+                CpuConfig { threads: 1, isa: Isa::Auto, activation_precision: ActivationPrecision::F32 };
+            let sizes = CpuSizes::new(config).unwrap();
+            let Divided { layers, slab, stores } = divide(&sizes, &source, &source.spec, &offload).unwrap();
+            let bytes = |layer: &Vec<LayerMatrix>| layer.iter().map(|it| it.layout.bytes).sum::<usize>();
+            let layer = layers.iter().map(bytes).max().unwrap();
+            let largest = layers.iter().flatten().map(|it| it.layout.bytes).max().unwrap();
+            // The layer's vectors stay until it ends.
+            let memory = largest + (4 << 10);
+            assert!(memory < layer / 2, "{fixture}: {largest} of {layer}");
+            let mut device = CpuBackend::new(config).unwrap().with_memory(memory);
+            let writer = stores.write().unwrap();
+            pack(&mut device, &source, &source.spec, slab, writer).unwrap();
+        }
+    }
+}
