@@ -158,7 +158,10 @@ fn allocate<T: LoadTarget>(
     limits: &StepLimits,
 ) -> Result<(Allocated<T::Buf>, ExecutorReport)> {
     let mut meter = AllocationMeter::default();
-    let path = TransferPath::new(&source.transfers, source.link_rate);
+    let path = TransferPath::new(&source.transfers, source.link_rate, shard);
+    if T::READS_DATA {
+        path.held.begin_build()?;
+    }
     let (model, offload) = load::load(target, (source, &path), shard, source.shard_spec(shard)?, limits)?;
     let draft_source = draft_of(source, shard);
     let draft = draft_source.map(|draft| load_draft(target, draft, limits)).transpose()?;

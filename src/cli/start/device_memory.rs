@@ -25,8 +25,8 @@ const HOST_COPIES: f64 = 0.8;
 const STEP: f64 = 1.0 / 128.0;
 
 /// Sets the fractions of the weights on devices with `own` bytes each and in the memory of the host, of which
-/// `memory` bytes are available, given a source of which none are; with all on the devices, nothing is left to
-/// set. Fails if the model does not fit even without weights of layers on the devices.
+/// `memory` bytes are available, given a source of which none are; with all on the devices, nothing is left
+/// to set. Fails if the model does not fit even without weights of layers on the devices.
 pub(super) fn place_weights(
     config: &Config,
     source: &mut ModelSource,

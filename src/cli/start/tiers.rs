@@ -91,8 +91,8 @@ fn is_cache_on_disk(config: &Config) -> Result<bool> {
     })
 }
 
-/// Returns the fraction of the layers' KV caches that stays on the devices, and the bytes of all of them, given
-/// a source of which none do.
+/// Returns the fraction of the layers' KV caches that stays on the devices, and the bytes of all of them,
+/// given a source of which none do.
 fn cache_fraction(config: &Config, source: &ModelSource, memory: usize) -> Result<(f64, usize)> {
     let setup = engine_setup(config, source).context("tiers.kv, with the caches of all layers on disk")?;
     let reports: Vec<_> = forecast(&config.device, source, &setup)?.into_iter().flatten().collect();
@@ -114,8 +114,8 @@ fn cache_fraction(config: &Config, source: &ModelSource, memory: usize) -> Resul
     Ok((fraction, caches.file_bytes))
 }
 
-/// Returns the fraction of the layers' KV caches, of so many bytes, that is in the memory of the host, given a
-/// source of which a fraction is on the devices and none in the memory of the host.
+/// Returns the fraction of the layers' KV caches, of so many bytes, that is in the memory of the host, given
+/// a source of which a fraction is on the devices and none in the memory of the host.
 fn host_cache_fraction(
     config: &Config,
     source: &ModelSource,

@@ -3,6 +3,7 @@
 
 use super::direct::DirectFile;
 use super::experts::{ExpertMatrices, ExpertPool, PoolSize, PooledExperts};
+use super::held::HostCopy;
 use super::link::TransferPath;
 use super::matrix::LayerMatrix;
 use super::residency::Residency;
@@ -239,7 +240,7 @@ impl PackedLayers {
             }
             (Tier::Host, data) => {
                 self.report.host_bytes += bytes;
-                Place::Host(data.unwrap_or_default())
+                Place::Host(HostCopy::new(data.unwrap_or_default(), &self.path.held))
             }
             (Tier::Disk, _) => {
                 self.report.streamed_bytes += bytes;

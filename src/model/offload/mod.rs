@@ -20,6 +20,8 @@ mod expert_slots;
 
 mod experts;
 
+mod held;
+
 mod layers;
 
 mod link;
