@@ -29,6 +29,9 @@ mod tiers;
 
 pub mod measure;
 
+#[cfg(test)]
+mod tests;
+
 pub use choice_memory::is_resident;
 pub use devices::{activation_type, factories, forecast, merge_reports, observed_factories};
 pub use draft::{attach_draft, fetch_draft};

@@ -63,7 +63,7 @@ impl Link {
 pub struct TransferPath {
     pub transfers: Arc<Transfers>,
     pub link: Option<Arc<Link>>,
-    /// What the builds of the device hold beside its memory.
+    /// The memory that builds of the device hold beside its own.
     pub held: Arc<HeldMemory>,
 }
 

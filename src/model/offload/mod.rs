@@ -51,7 +51,7 @@ mod trace;
 mod transfers;
 
 #[cfg(test)]
-mod testing;
+pub mod testing;
 
 #[cfg(test)]
 mod tests;

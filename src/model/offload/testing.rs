@@ -47,6 +47,11 @@ pub fn hook_for(path: &Path) -> Option<Arc<Hook>> {
     hooks().iter().find(|(folder, _)| path.starts_with(folder)).map(|(_, hook)| hook.clone())
 }
 
+/// Calls the hook for the files in a folder, before bytes at an offset of one of them are written.
+pub fn before_write(folder: &Path, offset: u64) -> io::Result<()> {
+    hook_for(folder).map_or(Ok(()), |hook| hook(Access::Write, offset))
+}
+
 /// A gate through which accesses pass only when the test lets them.
 #[derive(Default)]
 pub struct Gate {

@@ -539,7 +539,7 @@ fn abort_step_that_waits(
     assert!(run(&mut rebuilt, &batch) == run(&mut resident, &batch));
 }
 
-/// What threads hold that wait for a disk is bounded: copies in the memory of the host are freed at once, and
+/// Threads that wait for a disk hold little: copies in the memory of the host are freed at once, and
 /// a device is not built while threads of two builds wait.
 #[test]
 fn a_disk_that_hangs_again_and_again_takes_no_more_and_more_memory() {

@@ -52,7 +52,7 @@ pub struct Transfers {
     trace: OnceLock<Arc<Trace>>,
     /// Experts that were in memory when rows chose them, and those that were read.
     experts: [AtomicU64; 2],
-    /// What the builds of each device hold beside its memory.
+    /// The memory that builds of each device hold beside its own.
     held: Mutex<HashMap<String, Arc<HeldMemory>>>,
     /// Totals that [`Transfers::take_new`] has returned.
     reported: Mutex<TransferTotals>,
@@ -143,7 +143,7 @@ impl Transfers {
         self.experts[usize::from(!is_hit)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns what the builds of a device hold beside its memory.
+    /// Returns the memory that builds of a device hold beside its own.
     pub fn held_by(&self, device: &Shard) -> Arc<HeldMemory> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         held.entry(format!("{device:?}")).or_default().clone()
