@@ -677,6 +677,7 @@ mod tests {
             let places = offloaded.report.offload.clone().unwrap();
             let what = format!("{what}, {fraction} in memory: {places:?}");
             let all = places.resident_bytes + places.streamed_bytes;
+            assert_eq!(offloaded.report.tensors, resident.report.tensors, "{what}: each tensor once");
             assert!(places.resident_bytes as f64 <= fraction * all as f64 + 0.5, "{what}");
             assert!([places.streamed_bytes, places.buffer_bytes].map(|it| it == 0) == [*fraction == 1.0; 2]);
             for (encoded, decoded) in [(&[0][..], &[0][..]), (&[1], &[]), (&[], &[0, 1]), (&[0, 1], &[0, 1])]

@@ -65,12 +65,15 @@ fn place_on_host(
     let reports: Vec<_> = forecast(&config.device, source, setup)?.into_iter().flatten().collect();
     let fixed: usize = reports.iter().map(|report| report.host_bytes()[0]).sum();
     let rest: usize = reports.iter().filter_map(|report| Some(report.offload.as_ref()?.streamed_bytes)).sum();
-    let set = |source: &mut ModelSource, host: f64| {
-        source.offload.iter_mut().for_each(|offload| offload.tiers.host = host);
-    };
     let most = match config.tiers.host {
-        HostTier::All => return Ok(set(source, 1.0)),
-        HostTier::Fraction(fraction) => return Ok(set(source, fraction)),
+        HostTier::All => {
+            set_host(source, 1.0);
+            return Ok(());
+        }
+        HostTier::Fraction(fraction) => {
+            set_host(source, fraction);
+            return Ok(());
+        }
         HostTier::Bytes(bytes) => bytes as f64 - fixed as f64,
         HostTier::Auto => {
             let engine = EngineMemory::from_reports(reports, setup).total();
@@ -81,19 +84,21 @@ fn place_on_host(
     let mut host = host_fraction(weights.fraction(most, 0), most >= rest as f64, device);
     // FlexGen's rule may place more than the fraction.
     while host > 0.0 {
-        set(source, host);
-        let placed: usize = forecast(&config.device, source, setup)?
-            .iter()
-            .flatten()
-            .map(|report| report.host_bytes()[0])
-            .sum();
+        set_host(source, host);
+        let reports = forecast(&config.device, source, setup)?.into_iter().flatten();
+        let placed: usize = reports.map(|report| report.host_bytes()[0]).sum();
         if (placed - fixed) as f64 <= most.max(0.0) {
             return Ok(());
         }
         host = (host - STEP).max(0.0);
     }
-    set(source, 0.0);
+    set_host(source, 0.0);
     Ok(())
+}
+
+/// Sets the fraction of the weights in the memory of the host.
+fn set_host(source: &mut ModelSource, fraction: f64) {
+    source.offload.iter_mut().for_each(|offload| offload.tiers.host = fraction);
 }
 
 /// Returns the fraction in the memory of the host that takes no more than `fraction`, given that `device` is

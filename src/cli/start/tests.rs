@@ -61,7 +61,7 @@ struct Disk {
     folder: Scratch,
     gate: Arc<Gate>,
     faults: Arc<Mutex<Faults>>,
-    /// Number of writes so far: of a store, one per matrix.
+    /// Number of matrices that were written to stores.
     writes: Arc<AtomicUsize>,
     _hook: Hooked,
 }
@@ -74,7 +74,7 @@ impl Disk {
         let counter = writes.clone();
         let _hook = Hooked::new(folder.path(), move |access, offset| {
             on_gate.pass();
-            counter.fetch_add(usize::from(access == Access::Write), Ordering::SeqCst);
+            counter.fetch_add(usize::from(access == Access::Pack), Ordering::SeqCst);
             fails.lock().unwrap().access(access, offset)
         });
         Disk { folder, gate, faults, writes, _hook }
@@ -239,8 +239,8 @@ fn assert_those_in_flight_failed(found: &[Answer], expected: &[Answer], reason: 
     assert!((1..=SLOTS).contains(&failed), "{failed} failed, but {SLOTS} run at once: {found:?}");
 }
 
-/// Requests in flight end if a store cannot be read, or a cache cannot be written. A store is written anew if it
-/// could not be read, once, and not if a cache could not be written.
+/// Requests in flight end if a store cannot be read, or a cache cannot be written. A store is written anew if
+/// it could not be read, once, and not if a cache could not be written.
 #[actix_web::test]
 async fn a_disk_that_fails_ends_the_requests_in_flight_only() {
     let expected = expected(5).await;
@@ -263,14 +263,14 @@ async fn a_disk_that_fails_ends_the_requests_in_flight_only() {
             disk.assert_tidy();
             match failing.0 {
                 Access::Read => assert_eq!(disk.writes(), writes + store),
-                Access::Write => assert_eq!(disk.stores(), before),
+                _ => assert_eq!((disk.writes(), disk.stores()), (writes, before.clone())),
             }
         }
         engine.stop();
     }
 }
 
-/// While the store that could not be read cannot be written anew, requests fail; then they are answered again.
+/// While a store that could not be read cannot be written anew, requests fail; later, they are answered.
 #[actix_web::test]
 async fn a_disk_that_is_full_fails_requests_until_there_is_room() {
     let (disk, expected) = (Disk::new(), expected(5).await);
@@ -278,7 +278,7 @@ async fn a_disk_that_is_full_fails_requests_until_there_is_room() {
     {
         let mut faults = disk.faults.lock().unwrap();
         faults.next = Some((Access::Read, ErrorKind::Other));
-        faults.all = Some((Access::Write, ErrorKind::StorageFull));
+        faults.all = Some((Access::Pack, ErrorKind::StorageFull));
     }
     let found = answers(&engine, 5).await;
     for found in &found {

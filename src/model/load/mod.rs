@@ -328,8 +328,11 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
     }
 
     fn linear_of_parts(&mut self, spec: &LinearSpec, parts: usize) -> Result<Linear<T::Buf>> {
-        let parts = tensor_slices::divide_rows(&spec.weight, spec.n, parts);
+        let (parts, first) = (tensor_slices::divide_rows(&spec.weight, spec.n, parts), self.records.len());
         let mut weights = parts.iter().map(|part| self.matrix(part, false)).collect::<Result<Vec<_>>>()?;
+        // A tensor in parts is one.
+        let whole = tensor_slices::slice_record(&spec.weight, (self.tensors.types)(&spec.weight));
+        self.records.splice(first.., [whole]);
         let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
         Ok(Linear { weight: weights.remove(0), rest: weights, bias })
     }

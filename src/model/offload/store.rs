@@ -364,7 +364,7 @@ impl StoreWriter {
         ensure!(expected == Some(bytes.len()), "matrices are written in the order of the key; this is a bug");
         let padding = to_blocks(bytes.len()) - bytes.len();
         #[cfg(test)]
-        super::testing::before_write(&self.folder, self.written).with_context(|| self.failure())?;
+        super::testing::before_packing(&self.folder, self.written).with_context(|| self.failure())?;
         let write = self.data.write_all(bytes).and_then(|()| self.data.write_all(&ZEROS[..padding]));
         self.written += to_blocks(bytes.len()) as u64;
         write.and_then(|()| self.clean()).with_context(|| self.failure())?;
