@@ -38,8 +38,8 @@ impl HeldMemory {
         let threads = last.len() + before.len();
         ensure!(
             last.is_empty() || before.is_empty(),
-            "tiers.disk_path: the disk has hung twice; {threads} threads wait for it, and the device is built \
-             once those of one time have ended"
+            "tiers.disk_path: the disk has hung twice; {threads} threads wait for it, and the device is \
+             rebuilt once those of one time have ended"
         );
         before.append(last);
         Ok(())
