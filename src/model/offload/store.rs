@@ -147,6 +147,11 @@ impl StorePlace {
         self.0.join(key.folder_name())
     }
 
+    /// Returns whether there seems to be a store for `key`, without reading its index, which may be long.
+    pub(super) fn has_index(&self, key: &StoreKey) -> bool {
+        self.folder(key).join(INDEX).exists()
+    }
+
     /// Opens the store for `key`; `None` if there is none, or if it is incomplete. Fails if its index cannot
     /// be read. Removes what earlier writers left that did not finish, and stores that nobody uses any more.
     pub fn open(&self, key: &StoreKey) -> Result<Option<PackedStore>> {

@@ -60,7 +60,7 @@ impl ModelStores {
     /// Returns the folder of the store: beside the model if it seems to be there, else in the folder of all
     /// stores.
     pub fn folder(&self) -> PathBuf {
-        let beside = self.beside.as_ref().filter(|beside| beside.find().is_some());
+        let beside = self.beside.as_ref().filter(|beside| beside.place.has_index(&beside.key));
         beside.map_or_else(|| self.place.folder(&self.key), |beside| beside.place.folder(&beside.key))
     }
 
