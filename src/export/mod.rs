@@ -17,7 +17,7 @@ pub use plan::{FormatTotals, OutputPlan};
 use crate::formats::save::{self, AtomicOutput, Existing, SavedFile, SavedTensor};
 use crate::formats::{Checkpoint, Folder, Gguf, PoolingConfig};
 use crate::model::load;
-use crate::model::source::{ModelRef, ModelSource, OWN_SPEC, SourceKind};
+use crate::model::source::{ModelRef, ModelSource, OWN_SPEC, STORES, SourceKind};
 use anyhow::{Context, Result, bail, ensure};
 use companion_files::CompanionFiles;
 use std::io::Read;
@@ -128,7 +128,7 @@ fn check_folder(folder: &Path) -> Result<()> {
     let entries = std::fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))?;
     let has_weights = entries.flatten().any(|entry| entry.file_name().to_str().is_some_and(is_weights));
     ensure!(has_weights, "{} is not a written model: choose another path", folder.display());
-    save::check_only_known_files(folder, is_output_file)
+    save::check_only_known_files(folder, STORES, is_output_file)
 }
 
 /// Checks that an existing file is a GGUF file.

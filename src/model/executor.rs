@@ -158,7 +158,10 @@ fn allocate<T: LoadTarget>(
     limits: &StepLimits,
 ) -> Result<(Allocated<T::Buf>, ExecutorReport)> {
     let mut meter = AllocationMeter::default();
-    let path = TransferPath::new(&source.transfers, source.link_rate);
+    let path = TransferPath::new(&source.transfers, source.link_rate, shard);
+    if T::READS_DATA {
+        path.held.begin_build()?;
+    }
     let (model, offload) = load::load(target, (source, &path), shard, source.shard_spec(shard)?, limits)?;
     let draft_source = draft_of(source, shard);
     let draft = draft_source.map(|draft| load_draft(target, draft, limits)).transpose()?;
@@ -674,6 +677,7 @@ mod tests {
             let places = offloaded.report.offload.clone().unwrap();
             let what = format!("{what}, {fraction} in memory: {places:?}");
             let all = places.resident_bytes + places.streamed_bytes;
+            assert_eq!(offloaded.report.tensors, resident.report.tensors, "{what}: each tensor once");
             assert!(places.resident_bytes as f64 <= fraction * all as f64 + 0.5, "{what}");
             assert!([places.streamed_bytes, places.buffer_bytes].map(|it| it == 0) == [*fraction == 1.0; 2]);
             for (encoded, decoded) in [(&[0][..], &[0][..]), (&[1], &[]), (&[], &[0, 1]), (&[0, 1], &[0, 1])]

@@ -110,6 +110,9 @@ pub enum SourceKind {
 const CONFIG: &str = "config.json";
 pub(crate) const OWN_SPEC: &str = "spec.toml";
 
+/// Name of the folder of stores in a model's folder, and ending of the one beside a model's file.
+pub(crate) const STORES: &str = "mainstem-store";
+
 /// llama2.c ends a text with the BOS token of the next one; EOS is included for safety.
 const LLAMA2C_EOS: [u32; 2] = [1, 2];
 
@@ -208,6 +211,19 @@ impl ModelSource {
             SourceKind::HubFolder(folder) => Some(folder.clone()),
             SourceKind::Gguf(gguf) => Some(gguf.folder()),
             SourceKind::Llama2c | SourceKind::Synthetic => None,
+        }
+    }
+
+    /// Returns the folder of the stores beside the model: in the model's folder, or beside its file. `None`
+    /// for a model without files.
+    pub fn stores_beside(&self) -> Option<PathBuf> {
+        match &self.kind {
+            SourceKind::HubFolder(Folder::Disk(path)) => Some(path.join(STORES)),
+            SourceKind::Gguf(_) | SourceKind::Llama2c => {
+                let name = self.path.file_name()?.to_string_lossy();
+                Some(self.path.with_file_name(format!("{name}.{STORES}")))
+            }
+            SourceKind::HubFolder(_) | SourceKind::Synthetic => None,
         }
     }
 

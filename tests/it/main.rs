@@ -52,6 +52,7 @@ mod pressure;
 mod prompt_logprobs;
 mod properties;
 mod quantize;
+mod quantized_stores;
 mod run;
 mod sampling;
 mod scenarios;

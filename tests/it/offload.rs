@@ -5,10 +5,13 @@ use crate::common::{
     Copied, Outcome, all_home, complete, complete_all, config, fixture, greedy, mainstem, prompt,
 };
 use crate::families::family;
+use crate::http::Server;
+use crate::quantize::Room;
 use mainstem::actors::Engine;
 use mainstem::cli::start;
 use mainstem::request::{FinishReason, RequestError};
-use serde_json::Value as Json;
+use serde_json::{Value as Json, json};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use toml::Value;
 
@@ -238,6 +241,91 @@ fn inspect_says_how_large_the_pool_of_experts_is() {
         mainstem().arg("inspect").arg(&model).args(["--host-memory", "0"]).output().expect("it starts");
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("for 5 of 10 experts"), "{text}");
+}
+
+/// Matrices are divided by rows, but a tensor is listed once, and an override is for all of it.
+#[test]
+fn inspect_lists_each_tensor_once_and_overrides_match_all_of_it() {
+    let model = Path::new("synthetic:110M");
+    let flags = ["--tensors", "--disk-path", "/nowhere", "--kv-size", "1024 tokens"];
+    let with = |more: &[&str]| inspect(model, &[&flags[..], more].concat());
+    let (all, part) = (with(&[]), with(&["--host-memory", "30%"]));
+    assert_eq!(all["tensors"], part["tensors"]);
+    let listed = all["tensors"].as_array().expect("a list");
+    let bytes = |of: &Json, key: &str| of[key].as_u64().unwrap_or_else(|| panic!("{of}: {key}"));
+    let is_matrix = |tensor: &&Json| {
+        tensor["layer"].is_u64() && tensor["shape"].as_array().is_some_and(|shape| shape.len() == 2)
+    };
+    let matrices: Vec<&Json> = listed.iter().filter(is_matrix).collect();
+    let sum = |tensors: &[&Json]| tensors.iter().map(|tensor| bytes(tensor, "bytes")).sum::<u64>();
+    let names: HashSet<&str> = listed.iter().filter_map(|tensor| tensor["name"].as_str()).collect();
+    assert!(names.len() == listed.len() && matrices.len() > 50, "{} tensors", listed.len());
+    let largest = matrices.iter().map(|tensor| bytes(tensor, "bytes")).max().expect("there are some");
+    assert!(largest > 2 << 20, "a matrix of {largest} bytes is divided");
+    // The layout on the device may be larger.
+    let on_disk = |more: &[&str]| bytes(&with(more)["memory"]["offload"], "streamed");
+    let layers = on_disk(&["--host-memory", "0"]);
+    let padded = |bytes: u64| bytes as f64 * layers as f64 / sum(&matrices) as f64;
+    for (pattern, count) in [(r"layers\.3\.mlp\.down_proj", 1), (r"q_proj", 12), (r"layers\.1\.", 7)] {
+        let expression = regex::Regex::new(pattern).expect("it is one");
+        let matches = |tensor: &&&Json| expression.is_match(tensor["name"].as_str().expect("a name"));
+        let chosen: Vec<&Json> = matrices.iter().filter(matches).copied().collect();
+        assert_eq!(chosen.len(), count, "{pattern}");
+        let found = on_disk(&["--override-tensor", &format!("{pattern}=disk")]);
+        let wanted = padded(sum(&chosen));
+        assert!((found as f64 - wanted).abs() < 0.01 * wanted, "{pattern}: {found} instead of {wanted}");
+    }
+}
+
+/// The report at start counts tensors, not ranges of their rows.
+#[actix::test]
+async fn the_report_at_start_counts_each_tensor_once() {
+    let (room, model) = (Room::new("offload-report"), Path::new("synthetic:110M"));
+    let count = |engine: &Engine| {
+        let line = engine.report.lines().find(|line| line.starts_with("weights ")).expect("there is one");
+        line.split_once(" in ").map(|(_, count)| count.to_owned())
+    };
+    let mut reports = Vec::new();
+    for host in ["all", "30%"] {
+        let stores = room.0.display().to_string();
+        let tiers = [("tiers.host", host.into()), ("tiers.disk_path", stores.into())];
+        let engine = start::start_engine(&config(model, &tiers)).await.expect("the engine starts");
+        reports.push((count(&engine), engine.report.clone()));
+        engine.stop();
+    }
+    assert!(reports[0].0.is_some() && reports[0].0 == reports[1].0, "{reports:?}");
+    assert!(reports[1].1.contains("\noffload "), "{reports:?}");
+}
+
+/// Requests in flight are answered with an error, later ones as before.
+#[test]
+fn a_server_whose_store_cannot_be_read_answers_later_requests() {
+    let model = Copied::of("gqa", "offload-server");
+    let stores = model.file("stores").display().to_string();
+    let flags = ["--host-memory", "0", "--disk-path", &stores, "--slots", "2"];
+    let server = Server::with_model(&model.0, &flags);
+    let ask = |ignored: usize| {
+        let prompt = [5, 17, 23, 40 + ignored % 2];
+        server.post(json!({"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": true}))
+    };
+    let [expected, other] = [0, 1].map(|number| {
+        let (status, answer) = ask(number);
+        assert_eq!(status, 200, "{answer}");
+        answer["choices"][0]["text"].clone()
+    });
+    for _ in 0..2 {
+        let [data] = &data_files(&model)[..] else { panic!("one device has one store") };
+        let file = std::fs::File::options().write(true).open(data).expect("it can be written");
+        file.set_len(4096).expect("it can be cut");
+        let (status, failed) = ask(0);
+        assert_eq!((status, failed["error"]["code"].as_str()), (500, Some("device_failed")), "{failed}");
+        let message = failed["error"]["message"].as_str().expect("it has one");
+        assert!(message.contains("cannot read") && message.contains("weights.bin"), "{failed}");
+        for (number, text) in [(0, &expected), (1, &other)] {
+            let (status, answer) = ask(number);
+            assert_eq!((status, &answer["choices"][0]["text"]), (200, text), "{answer}");
+        }
+    }
 }
 
 /// Inspects a model that cannot be started, and returns the error.

@@ -84,8 +84,10 @@ pub(super) fn kv_plan(
             PageCounts { own: spare.own.max(minimum), window: spare.window.max(all.window.min(1)) }
         }
     };
-    let checked = pools.iter().try_for_each(|pool| pool.check(pages, kv.size));
-    checked.map_err(|error| anyhow!("{error}{}", offload_advice(config)))?;
+    for pool in &pools {
+        let checked = pool.check(pages, kv.size);
+        checked.map_err(|error| anyhow!("{error}{}", offload_advice(config, pool.is_own)))?;
+    }
     ensure!(pages.own > 0, "kv.size is less than one page of {page_bytes} bytes");
     ensure!(
         pages.own >= minimum,
@@ -101,15 +103,21 @@ pub(super) fn kv_plan(
     Ok(KvPlan { cache, page })
 }
 
-/// Returns how a model that does not fit may do so, to end an error with; empty if there is no way.
-fn offload_advice(config: &Config) -> &'static str {
-    if config.device.memory.is_some() {
+/// Returns how a model that does not fit into a device's own memory, or into the machine's, may do so, to end
+/// an error with; empty if there is no way.
+fn offload_advice(config: &Config, is_own: bool) -> &'static str {
+    if is_own {
         return match config.tiers.device {
             HostTier::Auto | HostTier::Bytes(0) | HostTier::Fraction(0.0) => "",
             _ => "; a smaller tiers.device needs less memory on the devices",
         };
     }
+    let has_copies = config.device.memory.is_some();
     match config.tiers.host {
+        HostTier::All if has_copies => {
+            "; the weights that are not on the devices are there (tiers.host = \"all\"): with \"auto\" or a \
+             size, some are read from disk instead"
+        }
         HostTier::All => "; with tiers.host, weights of layers can be read from disk instead",
         HostTier::Bytes(1..) => "; a smaller tiers.host needs less memory",
         HostTier::Fraction(fraction) if fraction > 0.0 => "; a smaller tiers.host needs less memory",
@@ -459,11 +467,34 @@ fn sum_of_keys(text: &str, keys: &[&str]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Overrides;
 
     fn demand(slots: usize, sequence: usize, in_window: usize) -> SlotDemand {
         let whole = slots * sequence;
         let (in_windows, alone) = ((slots.max(2) * in_window).min(whole), (2 * in_window).min(whole));
         SlotDemand { sequence, in_window, whole, in_windows, alone }
+    }
+
+    #[test]
+    fn an_error_for_a_memory_names_the_setting_for_that_memory() {
+        let advice = |settings: &[(&'static str, &str)], is_own| {
+            let mut flags = Overrides::default();
+            settings.iter().for_each(|(key, value)| flags.set(key, Some(*value)));
+            offload_advice(&Config::load(None, flags).unwrap(), is_own)
+        };
+        let own = ("device.memory", "1GiB");
+        for (settings, is_own, expected) in [
+            (&[][..], false, "; with tiers.host, "),
+            (&[own], false, "there (tiers.host = \"all\")"),
+            (&[own, ("tiers.host", "2GiB")], false, "a smaller tiers.host"),
+            (&[own, ("tiers.device", "20%")], true, "a smaller tiers.device"),
+            (&[own, ("tiers.device", "20%")], false, "tiers.host"),
+        ] {
+            let found = advice(settings, is_own);
+            assert!(found.contains(expected), "{settings:?}, {is_own}: {found}");
+        }
+        assert_eq!(advice(&[own], true), "");
+        assert_eq!(advice(&[("tiers.host", "auto")], false), "");
     }
 
     fn counts(own: usize, window: usize) -> PageCounts {

@@ -14,6 +14,7 @@ use super::{INTERRUPTED, print, start, start_log, to_json};
 use crate::config::{Config, Overrides, SchedulerConfig};
 use crate::planner::placement::Workload;
 use crate::request::Client;
+use crate::server::batches::exclusion::Exclusion;
 use crate::server::batches::input::{Input, InputRules, RequestSize};
 use crate::server::batches::job::{Answers, Job, JobEnd, Retries};
 use crate::server::batches::output::{BatchAnswer, Record};
@@ -27,7 +28,6 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 use tokio::signal::unix::SignalKind;
-use tokio::sync::RwLock;
 
 const MODEL_HELP: &str = "Folder, file or hf:owner/name[@revision]; \"demo\" is built in";
 
@@ -129,7 +129,7 @@ async fn execute(
                 let (width, retries) = (scheduler.requests_at_once(), RETRIES);
                 let sequences = scheduler.slots + scheduler.max_waiting;
                 let mut answers = FileAnswers { input, record: &mut record, progress: &mut progress };
-                let (answers, exclusion) = (&mut answers, &RwLock::default());
+                let (answers, exclusion) = (&mut answers, &Exclusion::default());
                 let mut job = Job { api: &api, input, answers, width, sequences, retries, exclusion };
                 match job.run(interrupts.next()).await {
                     Ok(end) => interrupted = end == JobEnd::Interrupted,

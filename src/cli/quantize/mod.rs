@@ -13,7 +13,7 @@ use crate::config::{Config, ConfigError, ConfigSource, Overrides};
 use crate::export::{self, ExportTarget, FormatTotals, OutputFormat};
 use crate::formats::save::Existing;
 use crate::model::source::ModelSource;
-use crate::quantize::RoundingPolicy;
+use crate::quantize::{RoundingPolicy, WeightRules};
 use anyhow::{Context, Result};
 use calibrate::Calibration;
 use clap::{Args, ValueEnum, ValueHint};
@@ -34,7 +34,8 @@ const MODEL_HELP: &str = "Folder, GGUF file or hf:owner/name[@revision]";
 /// Quantizes once what --weights would quantize at every start. A name that ends in .gguf becomes a GGUF
 /// file, any other a folder with safetensors. Both load without --weights and give the same outputs as the
 /// model with it; with --rounding and --calibrate they are closer to the original. docs/quantization.md
-/// describes formats and files.
+/// describes formats and files. --store writes the layers' weights in the layout of this CPU beside a model,
+/// from where starts with --host-memory read them.
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
@@ -42,31 +43,39 @@ Examples:
   mainstem quantize path/to/model models/small --weights q4 --calibrate text.txt
   mainstem quantize hf:owner/name models/small --weights 'head=f16,*.down_proj.*=q6,q4'
   mainstem quantize model-f16.gguf model-q4_K.gguf --weights q4_K
-  mainstem quantize model-f16.gguf models/small --weights q4      in formats that GGUF does not have")]
+  mainstem quantize model-f16.gguf models/small --weights q4      in formats that GGUF does not have
+  mainstem quantize path/to/model models/small --weights q4 --store   with the store for --host-memory
+  mainstem quantize models/small --store                              the store of a model that exists")]
 pub struct QuantizeArgs {
     #[arg(help = MODEL_HELP, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     model: String,
-    /// Output: NAME.gguf, or a folder
-    #[arg(value_name = "OUT", value_hint = ValueHint::AnyPath)]
-    out: PathBuf,
-    /// Number formats of weight matrices, such as q4 or "head=q6,q4".
-    #[arg(long, value_name = "RULES")]
-    weights: String,
+    /// Output: NAME.gguf, or a folder; may be left out with --store
+    #[arg(value_name = "OUT", value_hint = ValueHint::AnyPath, required_unless_present = "store")]
+    out: Option<PathBuf>,
+    /// Number formats of weight matrices, such as q4 or "head=q6,q4". Without OUT, those in which MODEL will
+    /// be loaded.
+    #[arg(long, value_name = "RULES", required_unless_present = "store")]
+    weights: Option<String>,
+    /// Also write the store of OUT, or that of MODEL if there is no OUT: the weights of its layers, as this
+    /// machine's CPU holds them, in a folder beside the model, or in tiers.disk_path if none can be written
+    /// there.
+    #[arg(long)]
+    store: bool,
     /// Rounding: to the nearest value, or minimizing the squared error (default with --calibrate).
-    #[arg(long, alias = "codes", value_name = "METHOD")]
+    #[arg(long, alias = "codes", value_name = "METHOD", requires = "out")]
     rounding: Option<RoundingName>,
     /// Calibration text (UTF-8): weights errors by the activations on it. Requires least-squares rounding.
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "out")]
     calibrate: Option<PathBuf>,
     /// Maximum chunks of the calibration text, of 512 tokens or the model's context length.
     #[arg(long, value_name = "N", requires = "calibrate", default_value_t = 32)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     calibrate_chunks: u32,
     /// Output format, overriding the extension of OUT.
-    #[arg(long, value_name = "FORMAT")]
+    #[arg(long, value_name = "FORMAT", requires = "out")]
     format: Option<FormatName>,
     /// Replace an existing model at OUT.
-    #[arg(long)]
+    #[arg(long, requires = "out")]
     force: bool,
     /// Model specification file, instead of the model's own or the built-in one. If the model is a folder
     /// in Hugging Face's format, the output folder gets a copy.
@@ -100,29 +109,66 @@ enum RoundingMethod {
     LeastSquares(Option<Calibration>),
 }
 
-/// Quantizes the model and prints a summary. The exit code is 0, or 130 if a signal stopped it.
+/// Quantizes the model, writes its store if that is wanted, and prints a summary. The exit code is 0, or 130
+/// if a signal stopped it.
 pub fn run(args: QuantizeArgs) -> Result<ExitCode> {
-    let way = args.rounding_method()?;
+    let (way, wants_store) = (args.rounding_method()?, args.store);
     let (mut config, target) = args.into_config()?;
     start_log(&config)?;
-    let begun = Instant::now();
     let mut source = open_model(&mut config)?;
-    let progress = source.progress.clone();
-    match choose_rounding(way, &config, &source, &target)? {
-        Some(choice) => source.rounding = choice,
-        None => return Ok(ExitCode::from(INTERRUPTED)),
+    if let Some(target) = target {
+        if !export_model(way, &config, source, &target)? {
+            return Ok(ExitCode::from(INTERRUPTED));
+        }
+        if !wants_store {
+            return Ok(ExitCode::SUCCESS);
+        }
+        // An absolute path is none of the names of built-in models.
+        let path = target.path.canonicalize().with_context(|| target.path.display().to_string())?;
+        config.model.path = path.to_str().context("the output path is not UTF-8")?.to_owned();
+        config.model.weights = WeightRules::default();
+        source = open_model(&mut config)?;
     }
+    Ok(if write_stores(config, source)? { ExitCode::SUCCESS } else { ExitCode::from(INTERRUPTED) })
+}
+
+/// Writes the model in its new formats, and prints a summary. Returns whether no signal stopped it.
+fn export_model(
+    way: RoundingMethod,
+    config: &Config,
+    mut source: ModelSource,
+    target: &ExportTarget,
+) -> Result<bool> {
+    let begun = Instant::now();
+    match choose_rounding(way, config, &source, target)? {
+        Some(choice) => source.rounding = choice,
+        None => return Ok(false),
+    }
+    let progress = source.progress.clone();
     let written = {
         let _spinner = Spinner::with_progress("writing the weights", progress.clone());
         let target = target.clone();
         until_stopped(move || export::write_model(&source, &target), || progress.stop())?
     };
-    match written {
-        Some(parts) => {
-            print("summary", &summary(&target.path, &parts, begun.elapsed())).map(|()| ExitCode::SUCCESS)
-        }
-        None => Ok(ExitCode::from(INTERRUPTED)),
+    let Some(parts) = written else { return Ok(false) };
+    print("summary", &summary(&target.path, &parts, begun.elapsed()))?;
+    Ok(true)
+}
+
+/// Writes the stores of a model, and prints their folders. Returns whether no signal stopped it.
+fn write_stores(config: Config, source: ModelSource) -> Result<bool> {
+    let (begun, progress) = (Instant::now(), source.progress.clone());
+    let written = {
+        let _spinner = Spinner::with_progress("writing the store", progress.clone());
+        until_stopped(move || start::write_stores(&config, &source), || progress.stop())?
+    };
+    let Some(stores) = written else { return Ok(false) };
+    for store in stores {
+        let (bytes, place) = (HumanBytes(store.bytes()), store.folder().display().to_string());
+        let took = begun.elapsed().as_secs_f64();
+        print("summary", &format!("store        {bytes} in {} after {took:.1} s\n", one_line(&place)))?;
     }
+    Ok(true)
 }
 
 impl QuantizeArgs {
@@ -139,21 +185,26 @@ impl QuantizeArgs {
         }
     }
 
-    /// Returns the configuration and the output target.
-    fn into_config(self) -> Result<(Config, ExportTarget), ConfigError> {
+    /// Returns the configuration and the output target, if there is one.
+    fn into_config(self) -> Result<(Config, Option<ExportTarget>), ConfigError> {
+        if self.out.is_some() && self.weights.is_none() {
+            let message = "OUT requires --weights".to_owned();
+            return Err(ConfigError { origin: ConfigSource::CommandLine, message });
+        }
         let mut flags = Overrides::default();
         flags.set("model.path", Some(self.model));
         flags.set("model.spec", self.spec.map(|path| path.to_string_lossy().into_owned()));
-        flags.set("model.weights", Some(self.weights));
+        flags.set("model.weights", self.weights);
         flags.set("device.threads", self.threads);
         flags.set_default("log.level", "warn");
         let config = Config::from_process(self.config.as_deref(), flags)?;
-        let is_named_gguf = self.out.extension().is_some_and(|extension| extension == "gguf");
+        let Some(out) = self.out else { return Ok((config, None)) };
+        let is_named_gguf = out.extension().is_some_and(|extension| extension == "gguf");
         let format = match self.format {
             Some(FormatName::Gguf) => OutputFormat::Gguf,
             Some(FormatName::Safetensors) if is_named_gguf => {
                 let message =
-                    format!("--format safetensors writes a folder, but {} ends in .gguf", self.out.display());
+                    format!("--format safetensors writes a folder, but {} ends in .gguf", out.display());
                 return Err(ConfigError { origin: ConfigSource::CommandLine, message });
             }
             Some(FormatName::Safetensors) => OutputFormat::Safetensors,
@@ -162,7 +213,7 @@ impl QuantizeArgs {
         };
         let existing = if self.force { Existing::Replace } else { Existing::Refuse };
         let (spec, threads) = (config.model.spec.clone(), config.device.threads);
-        Ok((config, ExportTarget { path: self.out, format, existing, spec, threads }))
+        Ok((config, Some(ExportTarget { path: out, format, existing, spec, threads })))
     }
 }
 

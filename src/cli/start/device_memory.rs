@@ -8,7 +8,6 @@ use super::free_weights::{FreeWeights, set_residency};
 use super::memory::{EngineMemory, reserved_beside};
 use super::{engine_setup, forecast};
 use crate::actors::EngineSetup;
-use crate::actors::engine::available_memory;
 use crate::config::{Config, HostTier, KvSize};
 use crate::model::ModelSource;
 use crate::model::executor::ExecutorReport;
@@ -25,22 +24,26 @@ const HOST_COPIES: f64 = 0.8;
 /// Least step by which the fraction on the devices is reduced until it fits.
 const STEP: f64 = 1.0 / 128.0;
 
-/// Sets the fractions of the weights on devices with `memory` bytes and in the memory of the host, given a
-/// source of which none are; with all on the devices, nothing is left to set. Fails if the model does not fit
-/// even without weights of layers on the devices.
-pub(super) fn place_weights(config: &Config, source: &mut ModelSource, memory: u64) -> Result<()> {
+/// Sets the fractions of the weights on devices with `own` bytes each and in the memory of the host, of which
+/// `memory` bytes are available, given a source of which none are; with all on the devices, nothing is left
+/// to set. Fails if the model does not fit even without weights of layers on the devices.
+pub(super) fn place_weights(
+    config: &Config,
+    source: &mut ModelSource,
+    (own, memory): (u64, usize),
+) -> Result<()> {
     let setup = engine_setup(config, source).context("device.memory, without weights of layers in it")?;
     let weights = FreeWeights::count(config, source, &setup)?;
     let needed = weights.least.iter().map(ExecutorReport::total_bytes).max().unwrap_or(0);
     ensure!(
-        needed as u64 <= memory,
+        needed as u64 <= own,
         "device.memory must be at least {needed} bytes: so much is needed without weights of layers in it"
     );
     let device = match config.tiers.device {
         HostTier::All => 1.0,
         HostTier::Fraction(fraction) => fraction,
         HostTier::Bytes(bytes) => weights.fraction(bytes as f64, weights.fixed_on_devices()),
-        HostTier::Auto => largest_fraction((config, &setup), source, &weights, memory)?,
+        HostTier::Auto => largest_fraction((config, &setup), source, &weights, own)?,
     };
     let is_asked = matches!(config.tiers.device, HostTier::Fraction(_) | HostTier::Bytes(_));
     if device >= 1.0 && !is_asked && !weights.has_fixed_below() {
@@ -48,22 +51,54 @@ pub(super) fn place_weights(config: &Config, source: &mut ModelSource, memory: u
         return Ok(());
     }
     set_residency(source, Residency(device));
-    let reports: Vec<_> = forecast(&config.device, source, &setup)?.into_iter().flatten().collect();
+    place_on_host(config, source, (&setup, &weights, device), memory)
+}
+
+/// Sets the fraction of the weights in the memory of the host, of which `memory` bytes are available, given a
+/// source with the fraction `device` on the devices and none there.
+fn place_on_host(
+    config: &Config,
+    source: &mut ModelSource,
+    (setup, weights, device): (&EngineSetup, &FreeWeights, f64),
+    memory: usize,
+) -> Result<()> {
+    let reports: Vec<_> = forecast(&config.device, source, setup)?.into_iter().flatten().collect();
     let fixed: usize = reports.iter().map(|report| report.host_bytes()[0]).sum();
     let rest: usize = reports.iter().filter_map(|report| Some(report.offload.as_ref()?.streamed_bytes)).sum();
-    let at_most = |bytes: f64| host_fraction(weights.fraction(bytes, 0), bytes >= rest as f64, device);
-    let host = match config.tiers.host {
-        HostTier::All => 1.0,
-        HostTier::Fraction(fraction) => fraction,
-        HostTier::Bytes(bytes) => at_most(bytes as f64 - fixed as f64),
+    let most = match config.tiers.host {
+        HostTier::All => {
+            set_host(source, 1.0);
+            return Ok(());
+        }
+        HostTier::Fraction(fraction) => {
+            set_host(source, fraction);
+            return Ok(());
+        }
+        HostTier::Bytes(bytes) => bytes as f64 - fixed as f64,
         HostTier::Auto => {
-            let engine = EngineMemory::from_reports(reports, &setup).total();
-            let taken = engine.saturating_add(reserved_beside(config, &setup).1);
-            at_most(available_memory().saturating_sub(taken) as f64 * HOST_COPIES)
+            let engine = EngineMemory::from_reports(reports, setup).total();
+            let taken = engine.saturating_add(reserved_beside(config, setup).1);
+            memory.saturating_sub(taken) as f64 * HOST_COPIES
         }
     };
-    source.offload.iter_mut().for_each(|offload| offload.tiers.host = host);
+    let mut host = host_fraction(weights.fraction(most, 0), most >= rest as f64, device);
+    // FlexGen's rule may place more than the fraction.
+    while host > 0.0 {
+        set_host(source, host);
+        let reports = forecast(&config.device, source, setup)?.into_iter().flatten();
+        let placed: usize = reports.map(|report| report.host_bytes()[0]).sum();
+        if (placed - fixed) as f64 <= most.max(0.0) {
+            return Ok(());
+        }
+        host = (host - STEP).max(0.0);
+    }
+    set_host(source, 0.0);
     Ok(())
+}
+
+/// Sets the fraction of the weights in the memory of the host.
+fn set_host(source: &mut ModelSource, fraction: f64) {
+    source.offload.iter_mut().for_each(|offload| offload.tiers.host = fraction);
 }
 
 /// Returns the fraction in the memory of the host that takes no more than `fraction`, given that `device` is

@@ -5,14 +5,17 @@
 use super::super::vocabulary;
 use crate::actors::EngineSetup;
 use crate::actors::device::ExecutorFactory;
+use crate::actors::engine::available_memory;
 use crate::config::{DeviceConfig, DeviceKind, DeviceName};
-use crate::model::Shard;
 use crate::model::executor::{self, Executor, ExecutorReport, KvCacheConfig, ModelExecutor};
 use crate::model::fake::{self, FakeExecutor, StepTime};
+use crate::model::load;
+use crate::model::offload::{Offload, PackedStore};
 use crate::model::source::ModelSource;
+use crate::model::{Partition, Shard};
 use crate::quantize::{Observations, Observed};
 use crate::text::Tokenizer;
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use mainstem_kernels::cpu::{CpuBackend, CpuConfig, CpuSizes};
 use mainstem_kernels::reference::{Reference, ReferenceSizes};
 use mainstem_kernels::{ActivationType, Backend, Collective, DeviceSizes, StepLimits};
@@ -99,6 +102,7 @@ fn factory(
     tokenizer: Arc<Tokenizer>,
 ) -> ExecutorFactory {
     Box::new(move |stage| {
+        check_held(&device, &config, &part)?;
         Ok(match device.kind {
             DeviceKind::Cpu => {
                 let backend = cpu_backend(device.number, &config)?;
@@ -113,6 +117,45 @@ fn factory(
             }
         })
     })
+}
+
+/// Fails if an earlier build of a device still has copies in host memory, because a thread of it hangs, and
+/// what the next build needs there is not available beside them.
+fn check_held(device: &DeviceName, config: &DeviceConfig, part: &DevicePart) -> Result<()> {
+    let DevicePart { source, shard, kv, limits, .. } = part;
+    let held = source.transfers.held_by(shard).copies();
+    if held == 0 {
+        return Ok(());
+    }
+    let report = estimate_device(device, shard, config, source, (*kv, *limits))?;
+    check_beside(held, report.host_bytes().iter().sum::<usize>() + report.total_bytes(), available_memory())
+}
+
+/// Fails if `needed` bytes are not available, given what is held.
+fn check_beside(held: usize, needed: usize, available: usize) -> Result<()> {
+    ensure!(
+        needed <= available,
+        "tiers.host: a thread that hangs still holds {held} bytes of host memory, and the device needs \
+         {needed} bytes, of which {available} are available; it is built once they are free"
+    );
+    Ok(())
+}
+
+/// Writes the stores of a model with these settings, one per configured device; see [`load::write_store`].
+pub(super) fn write_stores(
+    config: &DeviceConfig,
+    source: &ModelSource,
+    partition: &Partition,
+    offload: &Offload,
+) -> Result<Vec<PackedStore>> {
+    let stages = config.groups.iter().zip(partition.shards());
+    let parts = stages.flat_map(|(stage, shards)| stage.iter().zip(shards));
+    let write = |(name, shard): (&DeviceName, Shard)| match name.kind {
+        DeviceKind::Cpu => load::write_store(&mut cpu_backend(name.number, config)?, source, offload, &shard),
+        DeviceKind::Reference => load::write_store(&mut Reference::new(), source, offload, &shard),
+        DeviceKind::Fake { .. } => bail!("device.groups: a fake device has no weights, and no store of them"),
+    };
+    parts.map(write).collect()
 }
 
 /// Builds the executor of a rank of `stage` and loads its weights.
@@ -214,6 +257,13 @@ fn cpu_config(config: &DeviceConfig) -> CpuConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_device_is_not_built_beside_the_memory_of_a_thread_that_hangs() {
+        check_beside(7, 10, 10).unwrap();
+        let error = check_beside(7, 11, 10).unwrap_err().to_string();
+        assert!(error.contains("tiers.host: ") && error.contains("holds 7 bytes"), "{error}");
+    }
 
     #[test]
     fn devices_of_one_model_have_activations_of_one_type() {

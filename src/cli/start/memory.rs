@@ -32,6 +32,8 @@ pub struct EngineMemory {
     pub kv: usize,
     /// Activations, step buffers, and steps on their way.
     pub steps: usize,
+    /// Weights and KV caches, of those above, that are in host memory instead of a device's own.
+    pub copies: [usize; 2],
 }
 
 impl EngineMemory {
@@ -47,7 +49,12 @@ impl EngineMemory {
         let sum = merge_reports(devices);
         let [weights, kv] = sum.host_bytes();
         let steps = [sum.activation_bytes, sum.step_bytes].into_iter().fold(queued, usize::saturating_add);
-        EngineMemory { weights: sum.weight_bytes + weights, kv: sum.kv_bytes + kv, steps }
+        EngineMemory {
+            weights: sum.weight_bytes + weights,
+            kv: sum.kv_bytes + kv,
+            steps,
+            copies: [weights, kv],
+        }
     }
 
     /// Returns the sum of all parts in bytes.
@@ -63,17 +70,27 @@ impl EngineMemory {
         let mut probe: Vec<u8> = Vec::new();
         let reserved = probe.try_reserve_exact(total);
         black_box(&probe);
-        reserved.with_context(|| {
-            format!(
-                "cannot allocate {:.1} MiB: {:.1} MiB for weights, {:.1} MiB for the KV cache (kv.size) and \
-                 {:.1} MiB for steps of {} rows (scheduler.token_budget, scheduler.slots)",
-                mib(total),
-                mib(self.weights),
-                mib(self.kv),
-                mib(self.steps),
-                setup.limits.rows
-            )
-        })
+        reserved.with_context(|| self.shortage(setup.limits.rows))
+    }
+
+    /// Returns the message for memory that is not there, with the settings that determine its parts.
+    fn shortage(&self, rows: usize) -> String {
+        let [weights, kv] = self.copies.map(mib);
+        let copies = match self.copies {
+            [0, 0] => String::new(),
+            _ => format!(
+                "; of these, {weights:.1} MiB of weights (tiers.host) and {kv:.1} MiB of caches \
+                          (tiers.host_kv) are in the memory of the host, beside that of the devices"
+            ),
+        };
+        format!(
+            "cannot allocate {:.1} MiB: {:.1} MiB for weights, {:.1} MiB for the KV cache (kv.size) and \
+             {:.1} MiB for steps of {rows} rows (scheduler.token_budget, scheduler.slots){copies}",
+            mib(self.total()),
+            mib(self.weights),
+            mib(self.kv),
+            mib(self.steps),
+        )
     }
 }
 
@@ -228,6 +245,17 @@ fn mib(bytes: usize) -> f64 {
 mod tests {
     use super::*;
     use crate::config::Overrides;
+
+    #[test]
+    fn a_shortage_of_host_memory_names_what_takes_it() {
+        let memory = |copies| EngineMemory { weights: 3 << 20, kv: 2 << 20, steps: 1 << 20, copies };
+        let plain = memory([0, 0]).shortage(9);
+        assert!(plain.starts_with("cannot allocate 6.0 MiB: ") && !plain.contains("tiers"), "{plain}");
+        let copied = memory([2 << 20, 1 << 20]).shortage(9);
+        for part in ["2.0 MiB of weights (tiers.host)", "1.0 MiB of caches (tiers.host_kv)"] {
+            assert!(copied.contains(part), "{copied}");
+        }
+    }
 
     fn reserved(settings: &[(&'static str, &str)]) -> Option<usize> {
         let mut flags = Overrides::default();

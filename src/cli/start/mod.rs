@@ -29,6 +29,9 @@ mod tiers;
 
 pub mod measure;
 
+#[cfg(test)]
+mod tests;
+
 pub use choice_memory::is_resident;
 pub use devices::{activation_type, factories, forecast, merge_reports, observed_factories};
 pub use draft::{attach_draft, fetch_draft};
@@ -45,6 +48,7 @@ use crate::actors::engine::{self, DeviceProperties, Engine, EngineSetup};
 use crate::config::{Config, DeviceConfig, DeviceName, FaultPlan, HubSettings, ModelConfig};
 use crate::formats::{ChatTemplateSource, Gguf};
 use crate::hub::{self, HubReference, ProgressBars};
+use crate::model::offload::PackedStore;
 use crate::model::source::{ModelRef, ModelSource, SourceKind};
 use crate::model::tensors;
 use crate::model::{Partition, Shard};
@@ -151,6 +155,13 @@ pub fn partitioned_setup(config: &Config, source: &ModelSource, partition: Parti
 /// Fails if the memory that an engine is going to allocate is not available to the process.
 pub fn check_memory(device: &DeviceConfig, source: &ModelSource, setup: &EngineSetup) -> Result<()> {
     EngineMemory::predict(device, source, setup)?.check(setup)
+}
+
+/// Writes the stores of a model, one per configured device, beside the model if possible, and returns them.
+/// Fails if a store cannot be written, or if the work is stopped through the model's progress.
+pub fn write_stores(config: &Config, source: &ModelSource) -> Result<Vec<PackedStore>> {
+    let (offload, partition) = (tiers::store_settings(config, source)?, partition(&config.device, source)?);
+    devices::write_stores(&config.device, source, &partition, &offload)
 }
 
 /// Opens a model and its tokenizer.

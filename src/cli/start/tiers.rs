@@ -12,7 +12,7 @@ use crate::actors::engine::available_memory;
 use crate::config::{Config, HostTier, KvSize, TierConfig};
 use crate::model::ModelSource;
 use crate::model::load;
-use crate::model::offload::{CacheOffload, CacheReport, Offload, Residency, StorePlace};
+use crate::model::offload::{CacheOffload, CacheReport, Offload, Residency, StorePlace, TierRules};
 use anyhow::{Context, Result, ensure};
 use std::path::PathBuf;
 
@@ -41,24 +41,39 @@ pub(super) fn residency_of(bytes: usize, all: usize) -> Residency {
 /// memory of the host, as the configuration says: first weights, then caches in the memory that is left.
 /// Fails if the model does not fit even with none on the devices, or if a policy is for another model.
 pub fn place_tiers(config: &Config, source: &mut ModelSource) -> Result<()> {
+    place_tiers_in(config, source, available_memory())
+}
+
+/// Decides as [`place_tiers`] does, with so many bytes of available memory.
+fn place_tiers_in(config: &Config, source: &mut ModelSource, memory: usize) -> Result<()> {
     check_policy(config, source)?;
     source.link_rate = config.device.link;
-    if is_cache_on_disk(config)? && source.spec.decoder.is_some() {
-        let (folder, overlaps) = (stores_folder(&config.tiers)?, config.tiers.overlap);
-        let caches = CacheOffload { resident: Residency(0.0), host: 0.0, folder, overlaps };
-        source.cache_offload = Some(caches.clone());
-        // Nothing is left in a device's own memory beside weights that take as much as they can, so caches of
-        // a configured size come first.
-        let are_caches_first = config.device.memory.is_some() && config.tiers.kv != HostTier::Auto;
-        match are_caches_first {
-            true => source.offload = lowest_weights(config, source)?,
-            false => place_weights(config, source)?,
-        }
-        let fractions = cache_fractions(config, source)?;
-        source.cache_offload = fractions.map(|(resident, host)| CacheOffload { resident, host, ..caches });
-        return if are_caches_first { place_weights(config, source) } else { Ok(()) };
+    if !is_cache_on_disk(config)? || source.spec.decoder.is_none() {
+        return place_weights(config, source, memory);
     }
-    place_weights(config, source)
+    let (folder, overlaps) = (stores_folder(&config.tiers)?, config.tiers.overlap);
+    let caches = CacheOffload { resident: Residency(0.0), host: 0.0, folder, overlaps };
+    source.cache_offload = Some(caches.clone());
+    // Nothing is left in a device's own memory beside weights that take as much as they can, so caches of a
+    // configured size come first.
+    let are_caches_first = config.device.memory.is_some() && config.tiers.kv != HostTier::Auto;
+    match are_caches_first {
+        true => source.offload = lowest_weights(config, source)?,
+        false => place_weights(config, source, memory)?,
+    }
+    let (resident, bytes) = cache_fraction(config, source, memory)?;
+    source.cache_offload =
+        (resident < 1.0).then_some(CacheOffload { resident: Residency(resident), ..caches });
+    // In the host's memory, weights come first: what caches may take there is known after them.
+    let is_host_auto = config.tiers.host_kv == HostTier::Auto;
+    if are_caches_first && is_host_auto {
+        place_weights(config, source, memory)?;
+    }
+    if source.cache_offload.is_some() {
+        let host = host_cache_fraction(config, source, (resident, bytes), memory)?;
+        source.cache_offload.iter_mut().for_each(|caches| caches.host = host);
+    }
+    if are_caches_first && !is_host_auto { place_weights(config, source, memory) } else { Ok(()) }
 }
 
 /// Returns whether KV caches may be on disk. Fails for a size in bytes without a size of the whole cache.
@@ -76,9 +91,9 @@ fn is_cache_on_disk(config: &Config) -> Result<bool> {
     })
 }
 
-/// Returns the fractions of the layers' KV caches that stay on the devices and that are in the memory of the
-/// host, given a source of which none are; `None` if all stay.
-fn cache_fractions(config: &Config, source: &ModelSource) -> Result<Option<(Residency, f64)>> {
+/// Returns the fraction of the layers' KV caches that stays on the devices, and the bytes of all of them,
+/// given a source of which none do.
+fn cache_fraction(config: &Config, source: &ModelSource, memory: usize) -> Result<(f64, usize)> {
     let setup = engine_setup(config, source).context("tiers.kv, with the caches of all layers on disk")?;
     let reports: Vec<_> = forecast(&config.device, source, &setup)?.into_iter().flatten().collect();
     let mut caches = CacheReport::default();
@@ -89,38 +104,49 @@ fn cache_fractions(config: &Config, source: &ModelSource) -> Result<Option<(Resi
         HostTier::Bytes(bytes) => fraction_of(bytes as f64),
         HostTier::All | HostTier::Auto => {
             let own = config.device.memory.map(|memory| device_memory::cache_fraction(&reports, memory));
-            let spare = free_memory(config, &setup, EngineMemory::from_reports(reports, &setup));
+            let spare = free_memory(config, &setup, EngineMemory::from_reports(reports, &setup), memory);
             // Without a file, there are no buffers either.
             let more = caches.file_bytes.saturating_sub(caches.buffer_bytes);
             let of_machine = if more as f64 <= spare { 1.0 } else { fraction_of(spare) };
             own.map_or(of_machine, |own| own.min(of_machine))
         }
     };
+    Ok((fraction, caches.file_bytes))
+}
+
+/// Returns the fraction of the layers' KV caches, of so many bytes, that is in the memory of the host, given
+/// a source of which a fraction is on the devices and none in the memory of the host.
+fn host_cache_fraction(
+    config: &Config,
+    source: &ModelSource,
+    (resident, bytes): (f64, usize),
+    memory: usize,
+) -> Result<f64> {
     // Fewer layers than the fraction may be on the devices: by less than one of each device.
     let rest =
-        1.0 - fraction + config.device.devices().count() as f64 / source.spec.cached_layers().len() as f64;
-    let at_most = |bytes: f64| {
-        let host = fraction_of(bytes);
-        device_memory::host_fraction(host, host >= rest.min(1.0), fraction)
+        1.0 - resident + config.device.devices().count() as f64 / source.spec.cached_layers().len() as f64;
+    let at_most = |taken: f64| {
+        let host = taken / bytes.max(1) as f64;
+        device_memory::host_fraction(host, host >= rest.min(1.0), resident)
     };
-    let host = match config.tiers.host_kv {
+    Ok(match config.tiers.host_kv {
         _ if config.device.memory.is_none() => 0.0,
         HostTier::All => 1.0,
         HostTier::Fraction(fraction) => fraction,
         HostTier::Bytes(bytes) => at_most(bytes as f64),
         HostTier::Auto => {
+            let setup =
+                engine_setup(config, source).context("tiers.host_kv, with no caches in host memory")?;
             let engine = EngineMemory::predict(&config.device, source, &setup)?;
-            at_most(free_memory(config, &setup, engine) - fraction * caches.file_bytes as f64)
+            at_most(free_memory(config, &setup, engine, memory))
         }
-    };
-    Ok((fraction < 1.0).then_some((Residency(fraction), host)))
+    })
 }
 
-/// Returns the part of the machine's memory beside an engine, and what is reserved beside it, that caches may
-/// take.
-fn free_memory(config: &Config, setup: &EngineSetup, engine: EngineMemory) -> f64 {
+/// Returns the part of so much memory beside an engine, and what is reserved beside it, that caches may take.
+fn free_memory(config: &Config, setup: &EngineSetup, engine: EngineMemory, memory: usize) -> f64 {
     let taken = engine.total().saturating_add(reserved_beside(config, setup).1);
-    available_memory().saturating_sub(taken) as f64 * CACHES
+    memory.saturating_sub(taken) as f64 * CACHES
 }
 
 /// Returns the settings with which no weights are in a memory but for overrides; `None` if all are in memory
@@ -130,48 +156,75 @@ fn lowest_weights(config: &Config, source: &ModelSource) -> Result<Option<Offloa
     if config.device.memory.is_none() && config.tiers.host == HostTier::All && tiers.overrides.is_empty() {
         return Ok(None);
     }
-    let (place, overlaps) = (StorePlace(stores_folder(&config.tiers)?), config.tiers.overlap);
-    Ok(Some(Offload { resident: Residency(0.0), tiers, place, overlaps, max_slab: Offload::MAX_SLAB }))
+    Ok(Some(offload(config, tiers)?))
 }
 
-/// Decides which weights of a model stay on the devices, and which are in the memory of the host.
-fn place_weights(config: &Config, source: &mut ModelSource) -> Result<()> {
+/// Returns the settings of a model of which no weights are in a memory but for the overrides of `tiers`.
+fn offload(config: &Config, tiers: TierRules) -> Result<Offload> {
+    let (place, overlaps) = (StorePlace(stores_folder(&config.tiers)?), config.tiers.overlap);
+    Ok(Offload { resident: Residency(0.0), tiers, place, overlaps, max_slab: Offload::MAX_SLAB })
+}
+
+/// Returns the settings of a model whose store is written, whatever is in memory later.
+pub(super) fn store_settings(config: &Config, source: &ModelSource) -> Result<Offload> {
+    offload(config, tier_rules::rules(config, source)?)
+}
+
+/// Decides which weights of a model stay on the devices, and which are in the memory of the host, of which so
+/// many bytes are available.
+fn place_weights(config: &Config, source: &mut ModelSource, memory: usize) -> Result<()> {
     source.offload = lowest_weights(config, source)?;
-    match config.device.memory {
-        Some(memory) => device_memory::place_weights(config, source, memory),
-        None if source.offload.is_none() => Ok(()),
-        None => {
-            match residency(config, source)? {
-                Some(resident) => set_residency(source, resident),
-                None => place_all_in_memory(config, source),
-            }
-            if config.tiers.host == HostTier::Auto {
-                reduce_until_fits(config, source);
-            }
-            Ok(())
-        }
+    let Some(own) = config.device.memory else {
+        return if source.offload.is_some() { place_in_memory(config, source, memory) } else { Ok(()) };
+    };
+    device_memory::place_weights(config, source, (own, memory))
+}
+
+/// Decides which weights stay in memory, of devices without memory of their own.
+fn place_in_memory(config: &Config, source: &mut ModelSource, memory: usize) -> Result<()> {
+    match residency(config, source, memory)? {
+        Some(resident) => set_residency(source, resident),
+        None => place_all_in_memory(config, source, memory),
     }
+    match config.tiers.host {
+        HostTier::Auto => reduce_until(source, |source| fits(config, source, memory)),
+        HostTier::Bytes(bytes) => reduce_until(source, |source| stays_within(config, source, bytes)),
+        HostTier::All | HostTier::Fraction(_) => {}
+    }
+    Ok(())
 }
 
 /// Keeps all weights in memory: without a store, unless steps in row batches, which a store has, are needed
 /// to fit.
-fn place_all_in_memory(config: &Config, source: &mut ModelSource) {
+fn place_all_in_memory(config: &Config, source: &mut ModelSource, memory: usize) {
     let offload = source.offload.take();
-    if config.tiers.host == HostTier::Auto && !fits(config, source, available_memory()) {
+    if config.tiers.host == HostTier::Auto && !fits(config, source, memory) {
         source.offload = offload;
         set_residency(source, Residency(1.0));
     }
 }
 
-/// Reduces the fraction of the weights that stays until the engine fits: buffers may take more memory with
-/// more weights in memory.
-fn reduce_until_fits(config: &Config, source: &mut ModelSource) {
+/// Reduces the fraction of the weights that stays until it is right: buffers may take more memory with more
+/// weights in memory, and FlexGen's rule may place more than the fraction.
+fn reduce_until(source: &mut ModelSource, is_right: impl Fn(&ModelSource) -> bool) {
     let Some(Residency(most)) = source.offload.as_ref().map(|offload| offload.resident) else { return };
-    let (memory, mut part) = (available_memory(), (most * PARTS as f64) as usize);
-    while part > 0 && !fits(config, source, memory) {
+    let mut part = (most * PARTS as f64) as usize;
+    while part > 0 && !is_right(source) {
         part -= 1;
         set_residency(source, Residency(part as f64 / PARTS as f64));
     }
+}
+
+/// Returns whether the weights of layers that stay take at most so many bytes.
+fn stays_within(config: &Config, source: &ModelSource, bytes: u64) -> bool {
+    let stays = || {
+        let setup = engine_setup(config, source)?;
+        let reports = forecast(&config.device, source, &setup)?.into_iter().flatten();
+        let stays = reports.filter_map(|report| Some(report.offload?.resident_bytes));
+        anyhow::Ok(stays.sum::<usize>() as u64 <= bytes)
+    };
+    // What fails here fails the start, with its reason.
+    stays().unwrap_or(true)
 }
 
 /// Returns whether an engine with the weights that stay fits into `memory` bytes, beside what is reserved.
@@ -206,7 +259,7 @@ pub(super) fn parameter_count(source: &ModelSource) -> u64 {
 
 /// Returns the fraction of the layers' weights that stays in memory, given a source of which none does;
 /// `None` if the devices have them all in memory anyway.
-fn residency(config: &Config, source: &mut ModelSource) -> Result<Option<Residency>> {
+fn residency(config: &Config, source: &mut ModelSource, memory: usize) -> Result<Option<Residency>> {
     let nothing = || "tiers.host, with all weights of layers on disk";
     let setup = engine_setup(config, source).with_context(nothing)?;
     let weights = FreeWeights::count(config, source, &setup)?;
@@ -217,7 +270,7 @@ fn residency(config: &Config, source: &mut ModelSource) -> Result<Option<Residen
         HostTier::Auto => {
             let least = EngineMemory::from_reports(weights.least.clone(), &setup);
             let beside = reserved_beside(config, &setup).1;
-            weights.fraction(weights_in(available_memory(), &least, beside, config.kv.size) as f64, 0)
+            weights.fraction(weights_in(memory, &least, beside, config.kv.size) as f64, 0)
         }
     };
     // With everything in memory, no store is needed, unless one is asked for by number.
@@ -255,12 +308,91 @@ pub(super) fn cache_folder() -> Result<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::devices::merge_reports;
     use super::*;
+    use crate::config::Overrides;
+    use crate::model::ModelRef;
+    use crate::model::executor::ExecutorReport;
+
+    fn config(settings: &[(&'static str, &str)]) -> Config {
+        let mut flags = Overrides::default();
+        let size = [("kv.size", "8192 tokens"), ("tiers.disk_path", "/nowhere")];
+        for (key, value) in size.iter().chain(settings) {
+            flags.set(key, Some(*value));
+        }
+        Config::load(None, flags).unwrap()
+    }
+
+    /// Returns the memory of a synthetic model that is placed in so many bytes, and the sum of the reports of
+    /// its devices.
+    fn placed(settings: &[(&'static str, &str)], memory: usize) -> (EngineMemory, ExecutorReport) {
+        let (config, model) = (config(settings), ModelRef::parse("synthetic:110M").unwrap());
+        let mut source = ModelSource::open(&model, None).unwrap();
+        place_tiers_in(&config, &mut source, memory).unwrap();
+        let setup = engine_setup(&config, &source).unwrap();
+        let reports: Vec<_> =
+            forecast(&config.device, &source, &setup).unwrap().into_iter().flatten().collect();
+        (EngineMemory::from_reports(reports.clone(), &setup), merge_reports(reports))
+    }
+
+    /// Regression: caches took what was left without weights in host memory, and weights all of it.
+    #[test]
+    fn weights_and_caches_in_host_memory_fit_into_it_together() {
+        let own = [("device.memory", "400MiB"), ("tiers.device", "20%")];
+        for (kv, host, rule) in [
+            ("0%", "all", "even"),
+            ("30%", "all", "even"),
+            ("0%", "50%", "even"),
+            ("0%", "auto", "even"),
+            ("0%", "40MiB", "midpoint"),
+            ("30%", "auto", "midpoint"),
+            ("auto", "all", "even"),
+        ] {
+            let settings =
+                [&own[..], &[("tiers.kv", kv), ("tiers.host", host), ("tiers.rule", rule)]].concat();
+            let with =
+                |host_kv, memory| placed(&[&settings[..], &[("tiers.host_kv", host_kv)]].concat(), memory);
+            let none = with("0%", 4 << 30).0;
+            let all = with("all", 4 << 30).0.copies[1];
+            assert!(none.copies[0] > 0 && none.copies[1] == 0 && all > 0, "{settings:?}: {none:?}, {all}");
+            let memory = none.total() + all / 2;
+            let (found, _) = with("auto", memory);
+            assert!(found.total() <= memory, "{settings:?}: {found:?} in {memory}");
+            assert!(found.copies[1] > 0, "{settings:?}: {found:?} in {memory}");
+        }
+    }
+
+    /// Regression: whole matrices were more than the fraction that the rule was given.
+    #[test]
+    fn flexgens_rule_takes_no_more_memory_than_there_is() {
+        let rule = ("tiers.rule", "midpoint");
+        let (all, report) = placed(&[rule, ("tiers.host", "100%")], 4 << 30);
+        let layers = report.offload.unwrap().resident_bytes;
+        for part in 1..8 {
+            let (bytes, memory) = (layers * part / 8, all.total() - layers * part / 8);
+            let size = bytes.to_string();
+            let (_, report) = placed(&[rule, ("tiers.host", &size)], 4 << 30);
+            let stays = report.offload.unwrap().resident_bytes;
+            assert!(stays <= bytes, "{stays} of {bytes}");
+            let own = [rule, ("device.memory", "1GiB"), ("tiers.device", "0"), ("tiers.host", &size)];
+            let (found, _) = placed(&own, 4 << 30);
+            assert!(found.copies[0] <= bytes && (part < 4 || found.copies[0] > 0), "{found:?} of {bytes}");
+            for host in [&[][..], &[own[1], own[2]]] {
+                let with = |tier, memory| {
+                    let settings = [&[rule][..], host, &[("tiers.host", tier)]].concat();
+                    placed(&settings, memory).0
+                };
+                let memory = memory.max(with("0", 4 << 30).total());
+                let found = with("auto", memory);
+                assert!(found.total() <= memory, "{host:?}: {found:?} in {memory}");
+            }
+        }
+    }
 
     /// Regression: weights and cache took what a server needs for requests and responses.
     #[test]
     fn weights_and_cache_leave_what_a_server_takes() {
-        let least = EngineMemory { weights: 50, kv: 100, steps: 30 };
+        let least = EngineMemory { weights: 50, kv: 100, steps: 30, copies: [0; 2] };
         for (beside, size, expected) in [
             (0, KvSize::Auto, 598),
             (300, KvSize::Auto, 403),

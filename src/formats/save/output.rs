@@ -126,8 +126,9 @@ fn sync(path: &Path) -> Result<()> {
     sync().with_context(|| format!("cannot sync {}", path.display()))
 }
 
-/// Fails if the folder, or a subfolder, has a file whose name `is_ours` does not accept.
-pub fn check_only_known_files(folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<()> {
+/// Fails if the folder, or a subfolder, has a file whose name `is_ours` does not accept. Subfolders whose
+/// names end in `known` may have any files.
+pub fn check_only_known_files(folder: &Path, known: &str, is_ours: impl Fn(&str) -> bool) -> Result<()> {
     let named = |folder: &Path| format!("cannot list {}", folder.display());
     let mut folders = vec![folder.to_owned()];
     while let Some(folder) = folders.pop() {
@@ -135,6 +136,7 @@ pub fn check_only_known_files(folder: &Path, is_ours: impl Fn(&str) -> bool) -> 
             let entry = entry.with_context(|| named(&folder))?;
             let is_folder = entry.file_type().with_context(|| named(&folder))?.is_dir();
             match is_folder {
+                true if entry.file_name().to_str().is_some_and(|name| name.ends_with(known)) => {}
                 true => folders.push(entry.path()),
                 false => ensure!(
                     entry.file_name().to_str().is_some_and(&is_ours),
@@ -162,7 +164,7 @@ mod tests {
     }
 
     fn are_ours(folder: &Path) -> Result<()> {
-        check_only_known_files(folder, |name| name.ends_with(".json"))
+        check_only_known_files(folder, ".store", |name| name.ends_with(".json"))
     }
 
     fn any(_: &Path) -> Result<()> {

@@ -8,6 +8,7 @@
 mod packed;
 
 use self::packed::packed_layers;
+pub use self::packed::write_store;
 use super::load_target::{ByteCounter, LoadTarget};
 use super::offload::{LayerMatrix, LayerNotes, OffloadReport, PackedLayers, TransferPath};
 use super::relative_bias;
@@ -327,8 +328,11 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
     }
 
     fn linear_of_parts(&mut self, spec: &LinearSpec, parts: usize) -> Result<Linear<T::Buf>> {
-        let parts = tensor_slices::divide_rows(&spec.weight, spec.n, parts);
+        let (parts, first) = (tensor_slices::divide_rows(&spec.weight, spec.n, parts), self.records.len());
         let mut weights = parts.iter().map(|part| self.matrix(part, false)).collect::<Result<Vec<_>>>()?;
+        // A tensor in parts is one.
+        let whole = tensor_slices::slice_record(&spec.weight, (self.tensors.types)(&spec.weight));
+        self.records.splice(first.., [whole]);
         let bias = spec.bias.as_ref().map(|bias| self.vector(bias, 0.0)).transpose()?;
         Ok(Linear { weight: weights.remove(0), rest: weights, bias })
     }
@@ -366,6 +370,7 @@ impl<'a, T: LoadTarget> Loader<'a, T> {
         let mut uploaded =
             uploaded.with_context(|| format!("tensor '{}' of {} bytes", piece.name, record.bytes))?;
         uploaded.id = Some(piece.matrix_id());
+        self.layers.pack(self.target, &mut uploaded)?;
         if let Some(source) = self.tensors.data {
             // A copy read from disk is not needed any more.
             source.checkpoint.release(&piece.name);

@@ -13,6 +13,7 @@
 use super::cache_places::CacheOffload;
 use super::cache_ring::{Ring, THREADS, Unit, UnitPlace};
 use super::direct::DirectFile;
+use super::held::HostCopy;
 use super::link::TransferPath;
 use super::page_plan::PageMarks;
 use super::stream::HostBytes;
@@ -20,7 +21,7 @@ use super::tier::{Tier, host_memory};
 use super::transfers::Stream;
 use anyhow::{Context, Result};
 use mainstem_kernels::{Abort, Backend, DeviceError, KvLayer, KvLayout, StepBatch, StepLimits};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -69,7 +70,8 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
             for class in [class, class + 1] {
                 let place = match tier {
                     Tier::Host => {
-                        UnitPlace::Host(Mutex::new(host_memory(sizes[class]).context("tiers.host_kv")?))
+                        let memory = host_memory(sizes[class]).context("tiers.host_kv")?;
+                        UnitPlace::Host(HostCopy::new(memory, &path.held))
                     }
                     Tier::Device | Tier::Disk => UnitPlace::File(end),
                 };
@@ -215,10 +217,8 @@ impl<Buf> Drop for StreamedCaches<Buf> {
         self.ring.stop();
         if self.ring.abort.is_aborted() {
             // The disk may hang. Threads that read or write end later, and free their buffers then.
-            let mut state = self.ring.lock();
-            state.free.iter_mut().for_each(Vec::clear);
-            state.ready.iter_mut().for_each(|ready| *ready = None);
-            state.writes.clear();
+            self.ring.clear();
+            self.ring.path.held.leave(self.threads.drain(..));
             return;
         }
         for thread in self.threads.drain(..) {

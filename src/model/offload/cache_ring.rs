@@ -5,6 +5,7 @@
 
 use super::abort::StepAbort;
 use super::direct::DirectFile;
+use super::held::HostCopy;
 use super::link::{Direction, TransferPath};
 use super::page_plan::Plan;
 use super::stream::HostBytes;
@@ -39,7 +40,7 @@ pub(super) struct Unit {
 pub(super) enum UnitPlace {
     /// In the file, from this offset on.
     File(u64),
-    Host(Mutex<Box<[u8]>>),
+    Host(HostCopy),
 }
 
 impl UnitPlace {
@@ -293,8 +294,10 @@ impl<Buf> Ring<Buf> {
     fn read(&self, place: &UnitPlace, at: usize, bytes: &mut [u8]) -> io::Result<()> {
         match place {
             UnitPlace::Host(memory) => {
-                let memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
-                bytes.copy_from_slice(&memory[at..at + bytes.len()]);
+                let memory = memory.lock();
+                // It is freed when the device is given up.
+                let from = memory.get(at..at + bytes.len()).ok_or(io::ErrorKind::Interrupted)?;
+                bytes.copy_from_slice(from);
                 Ok(())
             }
             UnitPlace::File(offset) => {
@@ -308,8 +311,9 @@ impl<Buf> Ring<Buf> {
     fn write(&self, place: &UnitPlace, at: usize, bytes: &[u8]) -> io::Result<()> {
         match place {
             UnitPlace::Host(memory) => {
-                let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
-                memory[at..at + bytes.len()].copy_from_slice(bytes);
+                let mut memory = memory.lock();
+                let to = memory.get_mut(at..at + bytes.len()).ok_or(io::ErrorKind::Interrupted)?;
+                to.copy_from_slice(bytes);
                 Ok(())
             }
             UnitPlace::File(offset) => {
@@ -317,6 +321,19 @@ impl<Buf> Ring<Buf> {
                 file.write(offset + at as u64, bytes, &|| self.is_stopped())
             }
         }
+    }
+
+    /// Frees the buffers that no thread has, and all copies.
+    pub(super) fn clear(&self) {
+        for unit in &self.units {
+            if let UnitPlace::Host(copy) = &unit.place {
+                copy.free();
+            }
+        }
+        let mut state = self.lock();
+        state.free.iter_mut().for_each(Vec::clear);
+        state.ready.iter_mut().for_each(|ready| *ready = None);
+        state.writes.clear();
     }
 
     /// Ends the threads, and the wait of the device.

@@ -186,6 +186,7 @@ impl<Buf> Drop for ExpertPool<Buf> {
         if self.shared.abort.is_aborted() {
             // The disk may hang. Threads that read end later, and free their buffers then.
             self.shared.clear();
+            self.shared.path.held.leave(self.readers.drain(..));
             return;
         }
         for reader in self.readers.drain(..) {
@@ -441,7 +442,8 @@ impl<Buf> Drop for StopAtEnd<'_, Buf> {
 mod tests {
     use super::super::direct::BLOCK;
     use super::super::matrix::LayerMatrix;
-    use super::super::store::{StoreKey, StorePlace};
+    use super::super::store::StorePlace;
+    use super::super::store_key::StoreKey;
     use super::*;
     use crate::model::offload::transfers::Transfers;
     use crate::model::{ModelRef, ModelSource};
@@ -513,7 +515,7 @@ mod tests {
             let slots = (0..slots).map(|_| slot()).collect();
             let device = (
                 Reference::host_bytes as HostBytes<HostBuf>,
-                TransferPath::new(&self.transfers, None),
+                TransferPath { transfers: self.transfers.clone(), ..TransferPath::default() },
                 overlaps,
             );
             ExpertPool::start(self.experts.clone(), slots, self.store.clone(), device).unwrap()

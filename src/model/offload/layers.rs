@@ -3,17 +3,18 @@
 
 use super::direct::DirectFile;
 use super::experts::{ExpertMatrices, ExpertPool, PoolSize, PooledExperts};
+use super::held::HostCopy;
 use super::link::TransferPath;
 use super::matrix::LayerMatrix;
 use super::residency::Residency;
-use super::store::{PackedStore, StoreKey, StorePlace, StoreWriter};
+use super::store::{PackedStore, StorePlace, StoreWriter};
 use super::stream::{HostBytes, Place, StreamedLayers, buffer_sizes};
 use super::tier::{SpreadRule, Tier, TierRules, host_memory};
 use crate::model::load_target::LoadTarget;
 use crate::model::spec::TensorSlice;
 use crate::model::weights::{LayerWeights, Mlp, WeightSource};
 use anyhow::{Context, Result, anyhow};
-use mainstem_kernels::QuantType;
+use mainstem_kernels::{QuantType, Weight};
 use std::path::PathBuf;
 
 /// The settings of a model whose layers are loaded from a store, and whose matrices do not all stay in the
@@ -95,15 +96,14 @@ impl OffloadReport {
     }
 }
 
-/// A function that writes all layers of a model to a store.
-pub type PackLayers<'a> = dyn FnMut(&mut StoreWriter) -> Result<()> + 'a;
-
 /// The matrices of the layers that are loaded, and where they come from.
 pub struct LayerNotes {
     /// The matrices of the layers so far, in loading order.
     pub matrices: Vec<Vec<LayerMatrix>>,
     /// The matrices in a store, if they are loaded from one.
     pub packed: Option<PackedLayers>,
+    /// The writer that packs them, if they are loaded for a store.
+    pub packing: Option<StoreWriter>,
     /// The expert that is being loaded, by its index on the device.
     pub expert: Option<usize>,
     /// Whether a layer is being loaded.
@@ -113,7 +113,7 @@ pub struct LayerNotes {
 impl LayerNotes {
     /// Creates notes without layers, which come from a store if there is one.
     pub fn new(packed: Option<PackedLayers>) -> LayerNotes {
-        LayerNotes { matrices: Vec::new(), packed, expert: None, in_layer: false }
+        LayerNotes { matrices: Vec::new(), packed, packing: None, expert: None, in_layer: false }
     }
 
     /// Begins the next layer.
@@ -141,6 +141,16 @@ impl LayerNotes {
         matrices.push(LayerMatrix::new(piece, layout, self.expert));
         self.packed.as_mut().map(|packed| packed.load(target)).transpose()
     }
+
+    /// Moves a loaded matrix of a layer to the store that is being written, if one is: its buffer is empty
+    /// then, so that the device holds one matrix at a time.
+    pub fn pack<T: LoadTarget>(&mut self, target: &mut T, weight: &mut Weight<T::Buf>) -> Result<()> {
+        if let Some(writer) = self.packing.as_mut().filter(|_| self.in_layer) {
+            writer.append_weight(target, weight)?;
+            weight.buf = target.alloc(0)?;
+        }
+        Ok(())
+    }
 }
 
 /// The matrices of a model's layers in a store, by layer, in the order in which they are loaded.
@@ -166,23 +176,14 @@ pub struct PackedLayers {
 }
 
 impl PackedLayers {
-    /// Opens the store of the matrices `layers`, and decides about their tiers. `pack` writes the store if
-    /// there is none; without it, matrices can be counted only.
-    pub fn open(
+    /// Decides about the tiers of the matrices `layers`, which are in a store; without it, they can be
+    /// counted only. `folder` is that of the store.
+    pub fn new(
         (offload, path): (&Offload, &TransferPath),
-        key: StoreKey,
         layers: Vec<Vec<LayerMatrix>>,
-        pack: Option<&mut PackLayers>,
+        (folder, store): (PathBuf, Option<PackedStore>),
     ) -> Result<PackedLayers> {
-        let report = OffloadReport { stores: vec![offload.place.folder(&key)], ..OffloadReport::default() };
-        let store = pack.map(|pack| match offload.place.open(&key)? {
-            Some(store) => Ok(store),
-            None => {
-                let mut writer = offload.place.write(key)?;
-                pack(&mut writer)?;
-                writer.finish()
-            }
-        });
+        let report = OffloadReport { stores: vec![folder], ..OffloadReport::default() };
         let with_file = |store: PackedStore| {
             let path = store.data_file();
             let file = DirectFile::ordinary(&path);
@@ -192,7 +193,7 @@ impl PackedLayers {
             tiers: offload.tiers.choose(offload.resident, &layers),
             pool: offload.tiers.pools_experts(offload.resident, &layers).then_some(offload.resident),
             overlaps: offload.overlaps,
-            store: store.transpose()?.map(with_file).transpose()?,
+            store: store.map(with_file).transpose()?,
             layers,
             path: path.clone(),
             report,
@@ -239,7 +240,7 @@ impl PackedLayers {
             }
             (Tier::Host, data) => {
                 self.report.host_bytes += bytes;
-                Place::Host(data.unwrap_or_default())
+                Place::Host(HostCopy::new(data.unwrap_or_default(), &self.path.held))
             }
             (Tier::Disk, _) => {
                 self.report.streamed_bytes += bytes;

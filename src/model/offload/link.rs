@@ -3,7 +3,9 @@
 //! Invariant: transfers in one direction follow one another, and those in different directions do not wait
 //! for each other.
 
+use super::held::HeldMemory;
 use super::transfers::Transfers;
+use crate::model::shard::Shard;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -61,12 +63,16 @@ impl Link {
 pub struct TransferPath {
     pub transfers: Arc<Transfers>,
     pub link: Option<Arc<Link>>,
+    /// The memory that builds of the device hold beside its own.
+    pub held: Arc<HeldMemory>,
 }
 
 impl TransferPath {
-    /// Creates the path of a device, whose link carries `rate` bytes per second if that is limited.
-    pub fn new(transfers: &Arc<Transfers>, rate: Option<f64>) -> TransferPath {
-        TransferPath { transfers: transfers.clone(), link: rate.map(Link::new).map(Arc::new) }
+    /// Creates the path of the device with a shard, whose link carries `rate` bytes per second if that is
+    /// limited.
+    pub fn new(transfers: &Arc<Transfers>, rate: Option<f64>, device: &Shard) -> TransferPath {
+        let (link, held) = (rate.map(Link::new).map(Arc::new), transfers.held_by(device));
+        TransferPath { transfers: transfers.clone(), link, held }
     }
 
     /// Waits as [`Link::wait`] does, if there is a link.

@@ -3,7 +3,8 @@
 //! Invariant: files with different bytes have different marks, unless they differ only between the blocks
 //! that mark a large file, and have the same time of change.
 
-use super::direct::BLOCK;
+use super::direct::{BLOCK, DirectFile};
+use crate::model::progress::Progress;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -57,6 +58,28 @@ fn sample(file: &File, bytes: u64) -> io::Result<u64> {
         offset += stride;
     }
     Ok(hash.digest())
+}
+
+/// Returns the checksums of all bytes of some files. Fails if one of them cannot be read, or if the work is
+/// stopped.
+pub fn contents(files: &[PathBuf], progress: &Progress) -> Result<Vec<u64>> {
+    let mut block = vec![0; STRIDE as usize];
+    let mut content = |(path, bytes): (&PathBuf, u64)| {
+        let (file, mut hash, mut offset) = (DirectFile::ordinary(path)?, Xxh3::new(), 0);
+        while offset < bytes {
+            let part = &mut block[..STRIDE.min(bytes - offset) as usize];
+            file.read(offset, part, &|| progress.is_stopped())?;
+            hash.update(part);
+            offset += part.len() as u64;
+            progress.advance(part.len())?;
+        }
+        anyhow::Ok(hash.digest())
+    };
+    let cannot_read = |path: &PathBuf| format!("cannot read {}", path.display());
+    let size = |path: &PathBuf| path.metadata().map(|found| found.len()).with_context(|| cannot_read(path));
+    let sizes = files.iter().map(size).collect::<Result<Vec<u64>>>()?;
+    progress.add_total(sizes.iter().sum::<u64>() as usize);
+    files.iter().zip(sizes).map(|file| content(file).with_context(|| cannot_read(file.0))).collect()
 }
 
 /// Returns the absolute path of a file, without links, if it has one.

@@ -20,6 +20,8 @@ mod expert_slots;
 
 mod experts;
 
+mod held;
+
 mod layers;
 
 mod link;
@@ -36,6 +38,10 @@ mod speed;
 
 mod store;
 
+mod store_key;
+
+mod stores;
+
 mod stream;
 
 mod tier;
@@ -45,7 +51,7 @@ mod trace;
 mod transfers;
 
 #[cfg(test)]
-mod testing;
+pub mod testing;
 
 #[cfg(test)]
 mod tests;
@@ -57,7 +63,8 @@ pub use link::TransferPath;
 pub use matrix::LayerMatrix;
 pub use residency::Residency;
 pub use speed::DiskSpeed;
-pub use store::{StoreKey, StorePlace, StoreWriter};
+pub use store::{PackedStore, StorePlace, StoreWriter};
+pub use stores::ModelStores;
 pub use tier::{MatrixFilter, SpreadRule, Tier, TierOverride, TierRules};
 pub use trace::{Activity, StepTrace, Timeline, TimelineRow, TimelineSpan, Trace};
 pub use transfers::{ByStream, Stream, TransferTotals, Transfers};

@@ -7,24 +7,19 @@
 //! what a process uses is not removed by others.
 
 use super::direct::{self, BLOCK, to_blocks};
-use super::mark::{FileMark, canonical};
-use super::matrix::LayerMatrix;
-use crate::formats::Checkpoint;
+use super::store_key::{StoreKey, StoredMatrix};
+use super::tier::host_memory;
 use crate::model::load_target::LoadTarget;
-use crate::model::weights::LayerWeights;
 use anyhow::{Context, Result, ensure};
+use mainstem_kernels::Weight;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::process;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tracing::{info, warn};
 use xxhash_rust::xxh3::xxh3_64;
-
-/// Version of the folder's layout.
-const VERSION: u32 = 2;
 
 /// File names in a store.
 const DATA: &str = "weights.bin";
@@ -44,100 +39,43 @@ const WRITTEN_AHEAD: u64 = 64 << 20;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StorePlace(pub PathBuf);
 
-/// Identifies a store: the model's files, and the matrices with their layouts.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct StoreKey {
-    version: u32,
-    /// Version of the program: another one may convert weights differently.
-    program: String,
-    /// Folder or file of the model.
-    model: PathBuf,
-    files: Vec<FileMark>,
-    /// In the order of use.
-    matrices: Vec<MatrixKey>,
-}
-
-/// A matrix as a device holds it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct MatrixKey {
-    name: String,
-    part: String,
-    layout: String,
-    bytes: usize,
-}
-
-impl StoreKey {
-    /// Returns the key of the store for `matrices` of the model `model`. Fails if a file of the model cannot
-    /// be read.
-    pub fn new<'a>(
-        model: &Path,
-        checkpoint: &Checkpoint,
-        matrices: impl Iterator<Item = &'a LayerMatrix>,
-    ) -> Result<StoreKey> {
-        let matrix = |LayerMatrix { name, part, layout, .. }: &LayerMatrix| MatrixKey {
-            name: name.clone(),
-            part: part.clone(),
-            layout: layout.to_string(),
-            bytes: layout.bytes,
-        };
-        Ok(StoreKey {
-            version: VERSION,
-            program: env!("CARGO_PKG_VERSION").to_owned(),
-            model: canonical(model),
-            // The files of built-in models are in the program.
-            files: checkpoint
-                .files()
-                .filter(|path| path.exists())
-                .map(FileMark::new)
-                .collect::<Result<_>>()?,
-            matrices: matrices.map(matrix).collect(),
-        })
-    }
-
-    /// Returns the name of the store's folder.
-    fn folder_name(&self) -> String {
-        let json = serde_json::to_vec(self).expect("a key is plain data; anything else is a bug");
-        let digest = Sha256::digest(json);
-        let digest: String = digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-        let model = self.model.file_stem().map_or("model".into(), |name| name.to_string_lossy());
-        let model: String =
-            model.chars().map(|c| if c.is_alphanumeric() || c == '-' { c } else { '_' }).take(64).collect();
-        format!("{model}-{digest}")
-    }
-
-    /// Returns the bytes of the data file.
-    fn data_bytes(&self) -> u64 {
-        self.matrices.iter().map(|matrix| to_blocks(matrix.bytes) as u64).sum()
-    }
-
-    /// Returns the matrices with their places in the data file.
-    fn stored(&self, checksums: &[u64]) -> Vec<StoredMatrix> {
-        let mut end = 0;
-        let stored = |(matrix, checksum): (&MatrixKey, &u64)| {
-            let offset = end;
-            end += to_blocks(matrix.bytes) as u64;
-            StoredMatrix { name: matrix.name.clone(), offset, bytes: matrix.bytes, checksum: *checksum }
-        };
-        self.matrices.iter().zip(checksums).map(stored).collect()
-    }
-}
-
-/// A matrix in the data file.
-#[derive(Clone, Debug, PartialEq)]
-pub struct StoredMatrix {
-    pub name: String,
-    /// Offset of its first byte, a multiple of a block.
-    pub offset: u64,
-    pub bytes: usize,
-    /// XXH3 of its bytes.
-    checksum: u64,
-}
-
+/// The index of a store.
 #[derive(Serialize, Deserialize)]
-struct Index {
-    key: StoreKey,
+pub(super) struct Index {
+    pub(super) key: StoreKey,
     /// By matrix.
-    checksums: Vec<u64>,
+    pub(super) checksums: Vec<u64>,
+    /// Checksums of all bytes of the model's files, of a store beside it.
+    #[serde(default)]
+    pub(super) contents: Vec<u64>,
+}
+
+impl Index {
+    /// Returns whether the model's files have the times of change that they had when the store was made.
+    pub(super) fn has_times_of(&self, key: &StoreKey) -> bool {
+        self.key == *key
+    }
+
+    /// Writes the index to a store's folder, in place of the one that is there.
+    pub(super) fn write(&self, folder: &Path) -> Result<()> {
+        // Under a name of this process until it is complete.
+        let begun = folder.join(format!("{INDEX}.{}", process::id()));
+        let write = || {
+            let mut file = File::create(&begun)?;
+            file.write_all(&serde_json::to_vec(self)?)?;
+            file.sync_all()?;
+            anyhow::Ok(fs::rename(&begun, folder.join(INDEX))?)
+        };
+        write().inspect_err(|_| _ = fs::remove_file(&begun))
+    }
+}
+
+/// Damaged stores whose index cannot be removed, such as those on a disk that is read only: this process does
+/// not use them again.
+static DAMAGED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+fn damaged() -> MutexGuard<'static, Vec<PathBuf>> {
+    DAMAGED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A complete store.
@@ -151,6 +89,16 @@ pub struct PackedStore {
 }
 
 impl PackedStore {
+    /// Returns the folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Returns the bytes of the matrices.
+    pub fn bytes(&self) -> u64 {
+        self.matrices.iter().map(|matrix| matrix.bytes as u64).sum()
+    }
+
     /// Returns the data file.
     pub fn data_file(&self) -> PathBuf {
         self.folder.join(DATA)
@@ -188,6 +136,7 @@ impl PackedStore {
             && error.kind() != io::ErrorKind::NotFound
         {
             warn!(file = %file.display(), %error, "cannot remove the index of a damaged store");
+            damaged().push(self.folder.clone());
         }
     }
 }
@@ -196,6 +145,11 @@ impl StorePlace {
     /// Returns the folder of the store for `key`.
     pub fn folder(&self, key: &StoreKey) -> PathBuf {
         self.0.join(key.folder_name())
+    }
+
+    /// Returns whether there seems to be a store for `key`, without reading its index, which may be long.
+    pub(super) fn has_index(&self, key: &StoreKey) -> bool {
+        self.folder(key).join(INDEX).exists()
     }
 
     /// Opens the store for `key`; `None` if there is none, or if it is incomplete. Fails if its index cannot
@@ -216,37 +170,61 @@ impl StorePlace {
         Ok(place)
     }
 
+    /// Removes the folder if it has no stores.
+    fn remove_if_empty(&self) {
+        let names = self.0.read_dir().into_iter().flatten().flatten().map(|entry| entry.file_name());
+        let Ok(_place) = self.lock() else { return };
+        if names.into_iter().all(|name| name == LOCK) {
+            let _ = fs::remove_file(self.0.join(LOCK)).and_then(|()| fs::remove_dir(&self.0));
+        }
+    }
+
     fn find(&self, key: &StoreKey) -> Result<Option<PackedStore>> {
-        let folder = self.folder(key);
+        Ok(self.find_with_index(key)?.map(|(store, _)| store))
+    }
+
+    /// Opens the store for `key` with its index. One beside a model may be of files with other times.
+    pub(super) fn find_with_index(&self, key: &StoreKey) -> Result<Option<(PackedStore, Index)>> {
+        let (folder, setting) = (self.folder(key), key.setting());
+        if damaged().contains(&folder) {
+            return Ok(None);
+        }
         let file = folder.join(INDEX);
         let text = match fs::read(&file) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            text => text.with_context(|| format!("tiers.disk_path: cannot read {}", file.display()))?,
+            text => text.with_context(|| format!("{setting}cannot read {}", file.display()))?,
         };
         let index: Option<Index> = serde_json::from_slice(&text).ok();
-        let index = index.filter(|index| index.key == *key && index.checksums.len() == key.matrices.len());
-        let Some(Index { checksums, .. }) = index else {
+        let is_valid = |index: &Index| key.accepts(&index.key) && index.checksums.len() == key.matrices.len();
+        let Some(index) = index.filter(is_valid) else {
             warn!(store = %folder.display(), "the store has an invalid index, and is written anew");
             return Ok(None);
         };
-        let lock = share_lock(&folder)
-            .with_context(|| format!("tiers.disk_path: cannot lock {}", folder.display()))?;
+        let lock =
+            share_lock(&folder).with_context(|| format!("{setting}cannot lock {}", folder.display()))?;
         let data = folder.join(DATA);
         let found = match data.metadata() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
-            found => found.with_context(|| format!("tiers.disk_path: cannot read {}", data.display()))?.len(),
+            found => found.with_context(|| format!("{setting}cannot read {}", data.display()))?.len(),
         };
         if found != key.data_bytes() {
             let expected = key.data_bytes();
             warn!(file = %data.display(), found, expected, "the store has a wrong size, and is written anew");
             return Ok(None);
         }
-        Ok(Some(PackedStore { folder, matrices: key.stored(&checksums), _lock: lock }))
+        Ok(Some((PackedStore { folder, matrices: key.stored(&index.checksums), _lock: lock }, index)))
+    }
+
+    /// Returns whether the folder has a store of the model that no start can use any more.
+    pub(super) fn has_outdated(&self, key: &StoreKey) -> bool {
+        let stores = self.0.read_dir().into_iter().flatten().flatten();
+        let mut indices = stores.filter_map(|store| fs::read(store.path().join(INDEX)).ok());
+        indices.any(|index| is_outdated(&index, key))
     }
 
     /// Begins to write the store for `key`. A damaged one is removed first, because it takes the same place.
     pub fn write(&self, key: StoreKey) -> Result<StoreWriter> {
-        let in_place = || format!("tiers.disk_path: cannot write the weights' store to {}", self.0.display());
+        let in_place = || format!("{}cannot write the weights' store to {}", key.setting(), self.0.display());
         fs::create_dir_all(&self.0).with_context(in_place)?;
         // Others that begin at the same time would remove this writer's folder before it has its lock.
         let _place = self.lock().with_context(in_place)?;
@@ -266,6 +244,7 @@ impl StorePlace {
             written: 0,
             clean: 0,
             checksums: Vec::new(),
+            contents: Vec::new(),
             is_kept: false,
         })
     }
@@ -343,10 +322,7 @@ impl Drop for StoreLock {
 /// Returns whether an index is that of the same model with other files or of another version.
 fn is_outdated(index: &[u8], key: &StoreKey) -> bool {
     let index: Option<Index> = serde_json::from_slice(index).ok();
-    index.is_some_and(|Index { key: StoreKey { version, program, model, files, .. }, .. }| {
-        model == key.model
-            && (version, program, files) != (key.version, key.program.clone(), key.files.clone())
-    })
+    index.is_some_and(|index| key.makes_useless(&index.key))
 }
 
 /// Writes a store. Its folder is removed if it is dropped before it is finished.
@@ -363,6 +339,8 @@ pub struct StoreWriter {
     clean: u64,
     /// Checksums of the matrices so far.
     checksums: Vec<u64>,
+    /// Checksums of the model's files, of a store beside it.
+    pub(super) contents: Vec<u64>,
     is_kept: bool,
 }
 
@@ -372,21 +350,16 @@ impl StoreWriter {
         self.key.matrices.iter().map(|matrix| matrix.bytes).sum()
     }
 
-    /// Appends the matrices of the next layer, as the device holds them. Fails if they cannot be written.
-    pub fn append_layer<T: LoadTarget>(
+    /// Appends the next matrix, as the device holds it. Fails if it cannot be written.
+    pub(super) fn append_weight<T: LoadTarget>(
         &mut self,
         target: &mut T,
-        layer: &mut LayerWeights<T::Buf>,
+        weight: &Weight<T::Buf>,
     ) -> Result<()> {
-        let (mut bytes, mut outcome) = (Vec::new(), Ok(()));
-        layer.for_each_matrix(&mut |w| {
-            if outcome.is_ok() {
-                bytes.resize(target.device_sizes().packed_layout(w.ty, w.n, w.k).bytes, 0);
-                target.download_packed(&w.buf, &mut bytes);
-                outcome = self.append(&bytes);
-            }
-        });
-        outcome
+        let layout = target.device_sizes().packed_layout(weight.ty, weight.n, weight.k);
+        let mut bytes = host_memory(layout.bytes)?;
+        target.download_packed(&weight.buf, &mut bytes);
+        self.append(&bytes)
     }
 
     /// Appends the packed bytes of the next matrix. Fails if they cannot be written.
@@ -395,6 +368,8 @@ impl StoreWriter {
         let expected = self.key.matrices.get(self.checksums.len()).map(|matrix| matrix.bytes);
         ensure!(expected == Some(bytes.len()), "matrices are written in the order of the key; this is a bug");
         let padding = to_blocks(bytes.len()) - bytes.len();
+        #[cfg(test)]
+        super::testing::before_packing(&self.folder, self.written).with_context(|| self.failure())?;
         let write = self.data.write_all(bytes).and_then(|()| self.data.write_all(&ZEROS[..padding]));
         self.written += to_blocks(bytes.len()) as u64;
         write.and_then(|()| self.clean()).with_context(|| self.failure())?;
@@ -408,8 +383,9 @@ impl StoreWriter {
         ensure!(found == expected, "{found} of {expected} matrices were written; this is a bug");
         self.end().with_context(|| self.failure())?;
         let _place = self.place.lock().with_context(|| self.failure())?;
-        if let Some(store) = self.place.find(&self.key)? {
-            return Ok(store);
+        match self.place.find_with_index(&self.key)? {
+            Some((store, index)) if index.has_times_of(&self.key) => return Ok(store),
+            _ => {}
         }
         let last = self.place.folder(&self.key);
         // A damaged one, which others may still use, as far as it goes.
@@ -417,6 +393,7 @@ impl StoreWriter {
         fs::rename(&self.folder, &last)
             .with_context(|| format!("cannot rename {} to {}", self.folder.display(), last.display()))?;
         self.is_kept = true;
+        damaged().retain(|folder| *folder != last);
         self.lock.0.lock_shared().with_context(|| self.failure())?;
         let (matrices, lock) = (self.key.stored(&self.checksums), Some(self.lock.clone()));
         Ok(PackedStore { folder: last, matrices, _lock: lock })
@@ -441,29 +418,34 @@ impl StoreWriter {
         let data = self.data.get_ref();
         data.sync_all()?;
         direct::forget(data, 0, self.key.data_bytes());
-        let index = Index { key: self.key.clone(), checksums: self.checksums.clone() };
-        let mut file = File::create(self.folder.join(INDEX))?;
-        file.write_all(&serde_json::to_vec(&index)?)?;
-        file.sync_all()?;
-        Ok(())
+        let (key, checksums, contents) = (self.key.clone(), self.checksums.clone(), self.contents.clone());
+        Index { key, checksums, contents }.write(&self.folder)
     }
 
     fn failure(&self) -> String {
         let (file, bytes) = (self.folder.join(DATA), self.key.data_bytes());
-        format!("tiers.disk_path: cannot write the weights' store of {bytes} bytes, {}", file.display())
+        let setting = self.key.setting();
+        format!("{setting}cannot write the weights' store of {bytes} bytes, {}", file.display())
     }
 }
 
 impl Drop for StoreWriter {
     fn drop(&mut self) {
-        if !self.is_kept {
-            let _ = fs::remove_dir_all(&self.folder);
+        if self.is_kept {
+            return;
+        }
+        let _ = fs::remove_dir_all(&self.folder);
+        if self.key.is_beside() {
+            self.place.remove_if_empty();
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::mark::FileMark;
+    use super::super::matrix::LayerMatrix;
+    use super::super::store_key::VERSION;
     use super::*;
     use crate::model::{ModelRef, ModelSource};
     use crate::testing::Scratch;

@@ -10,6 +10,7 @@
 use super::super::weights::{LayerWeights, WeightSource};
 use super::abort::StepAbort;
 use super::direct::{DirectFile, to_blocks};
+use super::held::HostCopy;
 use super::link::{Direction, TransferPath};
 use super::store::PackedStore;
 use super::tier::Tier;
@@ -58,16 +59,16 @@ pub struct StreamedLayers<Buf> {
 }
 
 /// The place of a matrix that does not stay on the device.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub enum Place {
     /// A copy in the memory of the host: its packed bytes.
-    Host(Box<[u8]>),
+    Host(HostCopy),
     /// The store.
     Disk,
 }
 
 /// A matrix that is read for each step.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Unit {
     place: Place,
     /// Its index in the store.
@@ -287,8 +288,11 @@ impl<Buf> Ring<Buf> {
             self.path.wait(Direction::ToDevice, bytes, began, &|| self.is_stopped());
         };
         if let Place::Host(copy) = place {
-            bytes[..copy.len()].copy_from_slice(copy);
-            moved(Tier::Host, copy.len());
+            let copy = copy.lock();
+            bytes[..copy.len()].copy_from_slice(&copy);
+            let copied = copy.len();
+            drop(copy);
+            moved(Tier::Host, copied);
             return Ok(());
         }
         let blocks = &mut bytes[..to_blocks(matrix.bytes)];
@@ -326,8 +330,13 @@ impl<Buf> Ring<Buf> {
         self.path.transfers.add_occupancy(ready, self.buffers);
     }
 
-    /// Frees the buffers that no thread has.
+    /// Frees the buffers that no thread has, and all copies.
     fn clear(&self) {
+        for unit in &self.units {
+            if let Place::Host(copy) = &unit.place {
+                copy.free();
+            }
+        }
         let mut state = self.lock();
         state.free.iter_mut().for_each(Vec::clear);
         state.ready.iter_mut().for_each(|ready| *ready = None);
@@ -453,6 +462,7 @@ impl<Buf> Drop for StreamedLayers<Buf> {
         if self.ring.abort.is_aborted() {
             // The disk may hang. Threads that read end later, and free their buffers then.
             self.ring.clear();
+            self.ring.path.held.leave(self.readers.drain(..));
             return;
         }
         for reader in self.readers.drain(..) {

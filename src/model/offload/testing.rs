@@ -11,6 +11,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 pub enum Access {
     Read,
     Write,
+    /// The write of a matrix to a new store.
+    Pack,
 }
 
 /// A function that is called before bytes at an offset of a file are read or written. It may wait, or fail.
@@ -45,6 +47,11 @@ impl Drop for Hooked {
 /// Returns the hook for a file.
 pub fn hook_for(path: &Path) -> Option<Arc<Hook>> {
     hooks().iter().find(|(folder, _)| path.starts_with(folder)).map(|(_, hook)| hook.clone())
+}
+
+/// Calls the hook for the files in a folder, before a matrix is written to a store at an offset.
+pub fn before_packing(folder: &Path, offset: u64) -> io::Result<()> {
+    hook_for(folder).map_or(Ok(()), |hook| hook(Access::Pack, offset))
 }
 
 /// A gate through which accesses pass only when the test lets them.

@@ -2,8 +2,11 @@
 //!
 //! Invariant: totals only grow. They are those of all devices and of all their rebuilds.
 
+use super::held::HeldMemory;
 use super::tier::Tier;
 use super::trace::Trace;
+use crate::model::shard::Shard;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -49,6 +52,8 @@ pub struct Transfers {
     trace: OnceLock<Arc<Trace>>,
     /// Experts that were in memory when rows chose them, and those that were read.
     experts: [AtomicU64; 2],
+    /// The memory that builds of each device hold beside its own.
+    held: Mutex<HashMap<String, Arc<HeldMemory>>>,
     /// Totals that [`Transfers::take_new`] has returned.
     reported: Mutex<TransferTotals>,
 }
@@ -136,6 +141,12 @@ impl Transfers {
     /// Counts the use of an expert, which was in memory or was read for it.
     pub(super) fn add_expert(&self, is_hit: bool) {
         self.experts[usize::from(!is_hit)].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the memory that builds of a device hold beside its own.
+    pub fn held_by(&self, device: &Shard) -> Arc<HeldMemory> {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        held.entry(format!("{device:?}")).or_default().clone()
     }
 
     /// Returns the totals.

@@ -4,6 +4,7 @@
 //! Invariant: an answer is recorded before its request counts as done. A request that may be the reason for
 //! failures of the device is sent again only while no other one is in flight, of any job with the device.
 
+use super::exclusion::Exclusion;
 use super::input::{BatchRequest, Input};
 use super::output::BatchAnswer;
 use crate::server::access::RequestId;
@@ -22,7 +23,6 @@ use std::future::ready;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::select;
-use tokio::sync::RwLock;
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{MissedTickBehavior, interval, sleep};
 
@@ -130,9 +130,9 @@ pub struct Job<'a, A, R> {
     /// Maximum number of their sequences, of which a request counts as half at most.
     pub sequences: usize,
     pub retries: Retries,
-    /// Held for reading by requests that the API may handle together, and for writing by one that is alone.
-    /// Jobs with the same device share it, so that none fails because of another one's request.
-    pub exclusion: &'a RwLock<()>,
+    /// Gives requests their turns together or alone. Jobs with the same device share it, so that none fails
+    /// because of another one's request.
+    pub exclusion: &'a Exclusion,
 }
 
 /// The requests that are not begun yet, in their order.
@@ -241,7 +241,7 @@ struct Call<'a, A> {
     api: &'a A,
     input: &'a Input,
     retries: Retries,
-    exclusion: &'a RwLock<()>,
+    exclusion: &'a Exclusion,
     /// Number of the job's requests that the API is handling.
     in_flight: &'a Cell<usize>,
     index: usize,
@@ -301,9 +301,10 @@ impl<A: BatchApi> Call<'_, A> {
     /// Sends the request once, alone if it has failed too often together with others.
     /// Returns its id and the response. Fails if it cannot be read.
     async fn send(&self, id: &Arc<str>, failures: u32) -> Result<(String, Result<ResponseBody, ApiError>)> {
-        let is_together = failures < FAILURES_TOGETHER;
-        let _together = OptionFuture::from(is_together.then(|| self.exclusion.read())).await;
-        let _alone = OptionFuture::from((!is_together).then(|| self.exclusion.write())).await;
+        let _turn = match failures < FAILURES_TOGETHER {
+            true => self.exclusion.together().await,
+            false => self.exclusion.alone().await,
+        };
         // Before it is read, and not while it waits for others, which may need the memory.
         let memory = self.api.reserve(self.input.bytes(self.index)).await;
         let BatchRequest { custom_id, url, body } = self.input.read(self.index)?;
@@ -445,7 +446,7 @@ mod tests {
         api: &ScriptedApi,
         stop: impl Future<Output = ()>,
     ) -> JobEnd {
-        let exclusion = &RwLock::default();
+        let exclusion = &Exclusion::default();
         let mut job = Job { api, input, answers, width: 2, sequences: 9, retries: RETRIES, exclusion };
         job.run(stop).await.unwrap()
     }
@@ -495,7 +496,7 @@ mod tests {
     #[actix_web::test]
     async fn a_request_that_makes_the_device_fail_ends_no_request_of_another_job() {
         let (crash, others) = (input(&[json!({"crash": true})]), input(&[json!({"n": 1}), json!({"n": 2})]));
-        let (api, exclusion) = (&ScriptedApi::default(), &RwLock::default());
+        let (api, exclusion) = (&ScriptedApi::default(), &Exclusion::default());
         let (mut failed, mut answered) = (Memory::default(), Memory::default());
         let retries = Retries { is_shared: true, ..RETRIES };
         let job = |input, answers| Job { api, input, answers, width: 2, sequences: 9, retries, exclusion };

@@ -8,6 +8,8 @@ pub mod input;
 
 pub mod output;
 
+pub mod exclusion;
+
 pub mod job;
 
 pub mod wire;

@@ -4,6 +4,7 @@
 //! requests that the files of answers have are not run again.
 
 use super::answers::{QuotaExceeded, RunAnswers};
+use super::exclusion::Exclusion;
 use super::input::{Input, InputRules};
 use super::job::{BatchApi, FAILURES_TOGETHER, Job, JobEnd, Retries};
 use super::tables::{self, BatchRow, FileRow};
@@ -23,7 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::select;
-use tokio::sync::{RwLock, watch};
+use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 
@@ -55,7 +56,7 @@ pub struct RunContext {
     /// Set to true when the batches are to stop.
     pub halt: watch::Receiver<bool>,
     /// The exclusion of [`Job`]: the requests of all batches run on the same device.
-    pub exclusion: RwLock<()>,
+    pub exclusion: Exclusion,
 }
 
 /// A batch that runs.
@@ -445,7 +446,7 @@ mod tests {
         let key = |key: &&str| ApiKey { key: key.to_string(), name: None, settings };
         let keys = Keys::new(&keys.iter().map(key).collect::<Vec<_>>()).unwrap();
         let batches = Service::open(&config).unwrap().0.unwrap();
-        let (halt, exclusion) = (watch::channel(false).1, RwLock::default());
+        let (halt, exclusion) = (watch::channel(false).1, Exclusion::default());
         RunContext { batches, app: Arc::new(app), keys: Data::new(keys), halt, exclusion }
     }
 

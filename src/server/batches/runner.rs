@@ -3,6 +3,7 @@
 //!
 //! Invariant: what fails in a batch ends no other one, and no request of the server waits for this thread.
 
+use super::exclusion::Exclusion;
 use super::run::{RunContext, run_batch};
 use super::tables::{self, BatchRow};
 use super::wire::BatchStatus;
@@ -22,7 +23,7 @@ use std::sync::Arc;
 use std::thread::Builder;
 use std::time::Duration;
 use tokio::select;
-use tokio::sync::{RwLock, oneshot, watch};
+use tokio::sync::{oneshot, watch};
 use tokio::task::LocalSet;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tracing::{error, warn};
@@ -51,7 +52,7 @@ impl Runner {
         let Some(batches) = &service.0 else { return Ok(None) };
         let (halt, halted) = watch::channel(false);
         let app = Arc::new(app.without_time_limit());
-        let exclusion = RwLock::default();
+        let exclusion = Exclusion::default();
         let cx = RunContext { batches: batches.clone(), app, keys, halt: halted, exclusion };
         let mut runtime = tokio::runtime::Builder::new_current_thread();
         let runtime = runtime.enable_all().max_blocking_threads(helpers).build();
