@@ -5,6 +5,7 @@
 
 use super::DecodeConfig;
 use crate::actors::kv::{ComputedPositions, EndedSequence, GrowingSequence};
+use crate::actors::live::LiveSequence;
 use crate::actors::loop_metrics::{LoopMetrics, SequenceTimes};
 use crate::actors::prefill::PromptChunk;
 use crate::actors::queue::Preemptible;
@@ -145,6 +146,20 @@ impl RunningSequence {
             is_beam: false,
             speculator,
             sequence,
+        }
+    }
+
+    /// Returns the progress that watchers see.
+    pub(super) fn live(&self) -> LiveSequence {
+        let request = &self.sequence.request;
+        let prompt = request.prompt.len();
+        LiveSequence {
+            slot: self.slot,
+            number: self.key.0,
+            prompt,
+            computed: self.sent_positions.min(prompt),
+            generated: self.received,
+            limit: request.max_tokens,
         }
     }
 
