@@ -333,7 +333,12 @@ impl Server {
         let handle = self.run.handle();
         let mut running = rt::spawn(self.run);
         let upkeep = rt::spawn(run_upkeep(self.metrics));
-        info!("listening on {}://{}", self.scheme, self.address);
+        let url = format!("{}://{}", self.scheme, self.address);
+        info!("listening on {url}");
+        match self.app.config.web {
+            true => info!("try it: open {url}/ in a browser, or give clients of OpenAI's API {url}/v1"),
+            false => info!("try it: give clients of OpenAI's API the address {url}/v1"),
+        }
         select! {
             ended = &mut running => {
                 ended.context("the HTTP server's task failed")?.context("the HTTP server failed")?;
