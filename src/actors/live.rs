@@ -1,14 +1,13 @@
-//! A live view of the sequences in flight: which sequence has which slot of a lane, and how far it is. It is
-//! kept up to date only while someone watches.
+//! A live view of the sequences in flight: which sequence has which slot of a lane, and how far it is.
 //!
-//! Invariant: the decode loops write their own lanes and never wait for watchers; a watcher copies a lane at
-//! once, so it sees the state after one slot plan.
+//! Invariant: the decode loops write their own lanes and wait for no reader; a reader gets the state of a lane
+//! after one slot plan.
 
 use crate::memory::PagePool;
 use mainstem_kernels::batch::Slot;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The state that decode loops share with those who watch them.
@@ -18,29 +17,33 @@ pub struct LiveView {
     lanes: Vec<Arc<LiveLane>>,
     /// The slots of each lane.
     pub slots: Vec<Range<Slot>>,
-    pages: PagePool,
+    pool: PagePool,
+    /// Number of pages that sequences have.
+    pages_used: AtomicUsize,
 }
 
 /// The state of a lane.
 #[derive(Default)]
 pub struct LiveLane {
     steps: AtomicU64,
+    /// Time of all steps in microseconds.
+    steps_us: AtomicU64,
     generated: AtomicU64,
     moves: AtomicU64,
-    /// Time of the last step in microseconds.
-    step_us: AtomicU64,
-    sequences: Mutex<LaneSequences>,
+    /// Replaced as a whole, so that the lock is held for no longer than that.
+    sequences: Mutex<Arc<LaneSequences>>,
 }
 
 /// The sequences of a lane, by slot.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Debug, Default, PartialEq)]
 pub struct LaneSequences {
     /// The range from the lowest to the highest occupied slot.
     pub window: Range<Slot>,
     pub sequences: Vec<LiveSequence>,
 }
 
-/// The progress of a sequence.
+/// The progress of a sequence: the steps that were sent before the current one, and the results that are
+/// back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LiveSequence {
     pub slot: Slot,
@@ -60,39 +63,42 @@ pub struct LiveTotals {
     /// Time since the start.
     pub time: Duration,
     pub steps: u64,
+    /// Time of all steps.
+    pub step_time: Duration,
     pub generated: u64,
     /// Sequences that the shuffle has moved.
     pub moves: u64,
-    /// The longest of the lanes' last steps.
-    pub step: Duration,
+    /// Pages that sequences had when the last step was planned.
     pub pages_used: usize,
 }
 
-/// Keeps the view up to date until it is dropped.
+/// The place of one who watches, until it is dropped.
 pub struct Watcher(Arc<LiveView>);
 
 impl LiveView {
     /// Creates the view of an idle engine with these slots by lane, and these pages.
-    pub fn new(slots: impl Iterator<Item = Range<Slot>>, pages: PagePool) -> LiveView {
+    pub fn new(slots: impl Iterator<Item = Range<Slot>>, pool: PagePool) -> LiveView {
         let slots: Vec<_> = slots.collect();
         LiveView {
             started: Instant::now(),
             watchers: AtomicUsize::new(0),
             lanes: slots.iter().map(|_| Arc::default()).collect(),
             slots,
-            pages,
+            pool,
+            pages_used: AtomicUsize::new(0),
         }
     }
 
     /// Begins to watch; `None` if `limit` others do.
     pub fn watch(self: &Arc<Self>, limit: usize) -> Option<Watcher> {
         let admit = |watchers| (watchers < limit).then_some(watchers + 1);
-        let before = self.watchers.fetch_update(Ordering::SeqCst, Ordering::SeqCst, admit).ok()?;
-        if before == 0 {
-            // What is left from the last time is outdated.
-            self.lanes.iter().for_each(|lane| lane.lock().sequences.clear());
-        }
+        self.watchers.fetch_update(Ordering::SeqCst, Ordering::SeqCst, admit).ok()?;
         Some(Watcher(self.clone()))
+    }
+
+    /// Returns the number of KV pages that sequences can have.
+    pub fn pages(&self) -> usize {
+        self.pool.total()
     }
 
     /// Returns the state of a lane.
@@ -100,31 +106,24 @@ impl LiveView {
         self.lanes[lane].clone()
     }
 
-    /// Returns the number of KV pages that sequences can have.
-    pub fn pages(&self) -> usize {
-        self.pages.total()
-    }
-
-    /// Shows the sequences of a lane, if someone watches.
+    /// Shows the sequences of a lane. Called on the control thread, which the pool's lock does not hold up,
+    /// because nobody else takes pages.
     pub(super) fn show(
         &self,
         lane: usize,
         window: Range<Slot>,
         sequences: impl Iterator<Item = LiveSequence>,
     ) {
-        if self.watchers.load(Ordering::Relaxed) == 0 {
-            return;
-        }
-        let mut shown = self.lanes[lane].lock();
-        shown.window = window;
-        shown.sequences.clear();
-        shown.sequences.extend(sequences);
+        let shown = Arc::new(LaneSequences { window, sequences: sequences.collect() });
+        let before = std::mem::replace(&mut *self.lanes[lane].lock(), shown);
+        drop(before);
+        self.pages_used.store(self.pool.used(), Ordering::Relaxed);
     }
 }
 
 impl Watcher {
-    /// Copies the sequences of a lane.
-    pub fn sequences(&self, lane: usize) -> LaneSequences {
+    /// Returns the sequences of a lane.
+    pub fn sequences(&self, lane: usize) -> Arc<LaneSequences> {
         self.0.lanes[lane].lock().clone()
     }
 
@@ -133,14 +132,14 @@ impl Watcher {
         let view = &self.0;
         let mut totals = LiveTotals {
             time: view.started.elapsed(),
-            pages_used: view.pages.used(),
+            pages_used: view.pages_used.load(Ordering::Relaxed),
             ..LiveTotals::default()
         };
         for lane in &view.lanes {
             totals.steps += lane.steps.load(Ordering::Relaxed);
+            totals.step_time += Duration::from_micros(lane.steps_us.load(Ordering::Relaxed));
             totals.generated += lane.generated.load(Ordering::Relaxed);
             totals.moves += lane.moves.load(Ordering::Relaxed);
-            totals.step = totals.step.max(Duration::from_micros(lane.step_us.load(Ordering::Relaxed)));
         }
         totals
     }
@@ -156,7 +155,7 @@ impl LiveLane {
     /// Counts a completed step that took `time`.
     pub(super) fn count_step(&self, time: Duration) {
         self.steps.fetch_add(1, Ordering::Relaxed);
-        self.step_us.store(time.as_micros() as u64, Ordering::Relaxed);
+        self.steps_us.fetch_add(time.as_micros() as u64, Ordering::Relaxed);
     }
 
     /// Counts a generated token.
@@ -169,7 +168,7 @@ impl LiveLane {
         self.moves.fetch_add(moves as u64, Ordering::Relaxed);
     }
 
-    fn lock(&self) -> MutexGuard<'_, LaneSequences> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Arc<LaneSequences>> {
         self.sequences.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -180,39 +179,31 @@ mod tests {
     use crate::memory::split_slots;
 
     fn view(slots: usize, lanes: usize) -> Arc<LiveView> {
-        Arc::new(LiveView::new(split_slots(slots, lanes), PagePool::with_window(10, 32, None)))
+        Arc::new(LiveView::new(split_slots(slots, lanes), PagePool::new(10, 32)))
     }
 
     const SEQUENCE: LiveSequence =
         LiveSequence { slot: 1, number: 7, prompt: 4, computed: 4, generated: 2, limit: 9 };
 
-    fn show(view: &LiveView) {
-        view.show(0, 1..2, [SEQUENCE].into_iter());
-    }
-
-    /// Without watchers nothing is copied, and a new watcher sees nothing of before.
+    /// What a reader got does not change under its hands.
     #[test]
-    fn sequences_are_shown_while_someone_watches() {
+    fn a_reader_has_one_state_of_a_lane() {
         let view = view(4, 1);
-        show(&view);
         let watcher = view.watch(1).unwrap();
-        assert!(watcher.sequences(0).sequences.is_empty());
-        show(&view);
-        assert_eq!(watcher.sequences(0), LaneSequences { window: 1..2, sequences: vec![SEQUENCE] });
-        drop(watcher);
-        assert!(view.watch(1).unwrap().sequences(0).sequences.is_empty());
+        let idle = watcher.sequences(0);
+        view.show(0, 1..2, [SEQUENCE].into_iter());
+        assert_eq!(*idle, LaneSequences::default());
+        assert_eq!(*watcher.sequences(0), LaneSequences { window: 1..2, sequences: vec![SEQUENCE] });
     }
 
     #[test]
     fn watchers_are_limited() {
         let view = view(4, 1);
         let first = view.watch(2).unwrap();
-        let second = view.watch(2).unwrap();
+        let _second = view.watch(2).unwrap();
         assert!(view.watch(2).is_none());
         drop(first);
-        show(&view);
         assert!(view.watch(2).is_some());
-        assert_eq!(second.sequences(0).sequences, [SEQUENCE], "others do not clear what one sees");
     }
 
     #[test]
@@ -224,9 +215,7 @@ mod tests {
             lane.count_generated();
             lane.count_moves(2);
         }
-        let totals = view.watch(1).unwrap().totals();
-        let expected = (2, 2, 4, Duration::from_micros(30), 0);
-        let LiveTotals { steps, generated, moves, step, pages_used, .. } = totals;
-        assert_eq!((steps, generated, moves, step, pages_used), expected);
+        let LiveTotals { steps, step_time, generated, moves, .. } = view.watch(1).unwrap().totals();
+        assert_eq!((steps, step_time, generated, moves), (2, Duration::from_micros(50), 2, 4));
     }
 }

@@ -1,11 +1,13 @@
 //! `GET /v1/inflight`: the sequences in flight as server-sent events, for the web page and dashboards.
 //!
-//! Invariant: nothing of what requests contain is shown, only numbers; and the engine waits for no watcher.
+//! Invariant: nothing of what requests contain is shown, only numbers of tokens; and the engine waits for no
+//! watcher.
 
 use super::App;
 use super::error::ApiError;
 use crate::actors::Watcher;
 use crate::actors::live::{LaneSequences, LiveSequence, LiveTotals};
+use actix_web::http::Method;
 use actix_web::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 
 use actix_web::web::{self, Bytes, Query};
@@ -16,7 +18,7 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 use std::ops::RangeInclusive;
 use std::time::Duration;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Instant, sleep_until};
 
 /// Maximum number of clients that watch at once.
 const WATCHERS_MAX: usize = 32;
@@ -25,8 +27,16 @@ const WATCHERS_MAX: usize = 32;
 const INTERVAL_MS: RangeInclusive<u64> = 50..=2000;
 const USUAL_INTERVAL_MS: u64 = 200;
 
+/// Time after which a watcher notices that the server shuts down.
+const DRAIN_CHECK: Duration = Duration::from_millis(100);
+
+const EVENTS: &str = "text/event-stream; charset=utf-8";
+
 /// Width of the names in the report of the engine's start.
 const NAME_WIDTH: usize = 13;
+
+/// The name of the report's lines about places on the server's disk, which are nobody else's business.
+const STORE: &str = "store";
 
 /// The first event.
 #[derive(Serialize)]
@@ -47,8 +57,8 @@ struct Frame {
     /// Time since the start.
     time_ms: u64,
     steps: u64,
-    /// Time of the last step.
-    step_ms: f64,
+    /// Time of all steps.
+    step_time_ms: f64,
     generated_tokens: u64,
     /// Sequences that the shuffle has moved.
     moves: u64,
@@ -76,20 +86,26 @@ struct Lane {
 /// Handles `GET /v1/inflight`.
 pub async fn handle(app: web::Data<App>, request: HttpRequest) -> Result<HttpResponse, ApiError> {
     let interval_ms = interval_of(&request)?;
+    if *request.method() == Method::HEAD {
+        return Ok(HttpResponse::Ok().insert_header((CONTENT_TYPE, EVENTS)).finish());
+    }
     let watcher =
         app.parts.live.watch(WATCHERS_MAX).ok_or_else(|| ApiError::too_many_watchers(WATCHERS_MAX))?;
     let events = stream! {
         yield Ok::<_, Infallible>(event(&start(&app, interval_ms)));
-        let mut ticks = interval(Duration::from_millis(interval_ms));
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        // Shutdown does not wait for watchers.
+        let (interval, mut next) = (Duration::from_millis(interval_ms), Instant::now());
+        // Shutdown does not wait for watchers, so they look often.
         while !app.parts.status.is_draining() {
-            ticks.tick().await;
-            yield Ok(event(&frame(&app, &watcher)));
+            let now = Instant::now();
+            if now >= next {
+                next = now + interval;
+                yield Ok(event(&frame(&app, &watcher)));
+            }
+            sleep_until(next.min(now + DRAIN_CHECK)).await;
         }
     };
     Ok(HttpResponse::Ok()
-        .insert_header((CONTENT_TYPE, "text/event-stream; charset=utf-8"))
+        .insert_header((CONTENT_TYPE, EVENTS))
         .insert_header((CACHE_CONTROL, "no-cache"))
         .insert_header(("X-Accel-Buffering", "no"))
         .streaming(events))
@@ -115,30 +131,34 @@ fn start(app: &App, interval_ms: u64) -> Start<'_> {
         model: &parts.model.name,
         lanes: parts.live.slots.iter().map(lane).collect(),
         interval_ms,
-        facts: facts.map(|(name, value)| [name.trim(), value.trim()]).collect(),
+        facts: facts
+            .map(|(name, value)| [name.trim(), value.trim()])
+            .filter(|[name, _]| *name != STORE)
+            .collect(),
     }
 }
 
 fn frame(app: &App, watcher: &Watcher) -> Frame {
     let (running, queued) = app.parts.status.counts();
-    let LiveTotals { time, steps, generated, moves, step, pages_used } = watcher.totals();
-    let lanes = (0..app.parts.live.slots.len()).map(|lane| Lane::from(watcher.sequences(lane)));
+    // Before the totals, which then have at least the tokens of these sequences.
+    let lanes = (0..app.parts.live.slots.len()).map(|lane| Lane::from(&*watcher.sequences(lane))).collect();
+    let LiveTotals { time, steps, step_time, generated, moves, pages_used } = watcher.totals();
     Frame {
         object: "inflight.frame",
         time_ms: time.as_millis() as u64,
         steps,
-        step_ms: step.as_micros() as f64 / 1000.0,
+        step_time_ms: step_time.as_micros() as f64 / 1000.0,
         generated_tokens: generated,
         moves,
         running,
         queued,
         pages: Pages { used: pages_used, total: app.parts.live.pages() },
-        lanes: lanes.collect(),
+        lanes,
     }
 }
 
-impl From<LaneSequences> for Lane {
-    fn from(LaneSequences { window, sequences }: LaneSequences) -> Lane {
+impl From<&LaneSequences> for Lane {
+    fn from(LaneSequences { window, sequences }: &LaneSequences) -> Lane {
         let row = |sequence: &LiveSequence| {
             let LiveSequence { slot, number, prompt, computed, generated, limit } = *sequence;
             [slot.into(), number, prompt as u64, computed as u64, generated.into(), limit.into()]

@@ -333,8 +333,11 @@ impl Server {
         let handle = self.run.handle();
         let mut running = rt::spawn(self.run);
         let upkeep = rt::spawn(run_upkeep(self.metrics));
-        let url = format!("{}://{}", self.scheme, self.address);
-        info!("listening on {url}");
+        info!("listening on {}://{}", self.scheme, self.address);
+        let url = match self.address.ip().is_unspecified() {
+            true => format!("{}://localhost:{}", self.scheme, self.address.port()),
+            false => format!("{}://{}", self.scheme, self.address),
+        };
         match self.app.config.web {
             true => info!("try it: open {url}/ in a browser, or give clients of OpenAI's API {url}/v1"),
             false => info!("try it: give clients of OpenAI's API the address {url}/v1"),

@@ -40,8 +40,9 @@ pub fn metrics_route(config: &mut web::ServiceConfig) {
     config.service(resource("/metrics", GET).route(get().to(info::metrics)));
 }
 
-/// Registers the files of the web page.
+/// Registers the files of the web page, and the sequences in flight, which it shows.
 pub fn page_routes(config: &mut web::ServiceConfig) {
+    config.service(resource("/v1/inflight", GET).route(get().to(inflight::handle)));
     for path in web_page::paths() {
         config.service(resource(path, GET).route(get().to(web_page::handle)));
     }
@@ -64,7 +65,6 @@ pub fn routes(config: &mut web::ServiceConfig) {
         )
         .service(resource("/v1/models", GET).route(get().to(info::models)))
         .service(resource("/v1/models/{id:.+}", GET).route(get().to(info::model)))
-        .service(resource("/v1/inflight", GET).route(get().to(inflight::handle)))
         .configure(batch_routes)
         .service(resource("/health", GET).route(get().to(info::health)))
         .service(resource("/version", GET).route(get().to(info::version)))

@@ -15,9 +15,28 @@ from playwright.sync_api import expect, sync_playwright
 
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
+    "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP mainstem.test 127.0.0.1",
 ]
 VIEWS = ["chat", "completion", "inflight"]
+RICH = """# A title
+
+Some *text* with `code` and [a link](https://example.com).
+
+1. one
+2. two
+   - nested
+
+> a quote
+
+```python
+print("a line of code that is so long that it does not fit on a telephone", "and more of it")
+```
+
+| name | value |
+|------|-------|
+| a    | b     |
+"""
+CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 
 
@@ -234,24 +253,39 @@ def a_key_is_asked_for(session):
     session.problems[:] = [problem for problem in session.problems if "401" not in problem]
 
 
+def accessible(page, what):
+    found = Axe().run(page).response["violations"]
+    summary = [(it["id"], [node["html"][:100] for node in it["nodes"]]) for it in found]
+    assert not found, f"{what}: {summary}"
+
+
 def the_page_is_accessible(session):
     for scheme in ["light", "dark"]:
-        page = session.page(session.options.plain, color_scheme=scheme, bypass_csp=True)
+        page = session.page(session.options.keyed, color_scheme=scheme, bypass_csp=True)
+        expect(page.get_by_role("dialog")).to_be_visible()
+        accessible(page, f"the dialog, {scheme}")
+        page.close()
+        session.problems[:] = [problem for problem in session.problems if "401" not in problem]
+        page = session.page(session.options.slow, color_scheme=scheme, bypass_csp=True)
+        scripted(page, [{"reasoning_content": "I think."}, {"content": RICH}, {"tool_calls": [CALL]}], "tool_calls")
         ask(page, "Hello!")
         finished(page)
+        for fold in page.locator(".message summary").all():
+            fold.click()
+        ask(page, "An error")
+        expect(page.get_by_role("alert").first).to_be_visible()
         page.get_by_text("System prompt and parameters").click()
         for view in VIEWS:
             page.click(f"a[data-view={view}]")
             expect(page.locator(f"#view-{view}")).to_be_visible()
             if view == "inflight":
                 expect(page.locator(".card")).to_contain_text("layers")
-            found = Axe().run(page).response["violations"]
-            summary = [(it["id"], [node["html"][:100] for node in it["nodes"]]) for it in found]
-            assert not found, f"{view}, {scheme}: {summary}"
+            accessible(page, f"{view}, {scheme}")
 
 
 def a_phone_needs_no_sideways_scrolling(session):
     page = session.page(session.options.plain, viewport={"width": 360, "height": 740})
+    scripted(page, [{"content": RICH}])
     ask(page, "Hello!")
     finished(page)
     for view in VIEWS:
@@ -272,6 +306,45 @@ def the_keyboard_is_enough(session):
     assert {"prompt", "send", "new-chat", *VIEWS} <= seen, seen
 
 
+def views_keep_what_they_show(session):
+    page = session.page(session.options.plain + "#completion")
+    page.fill("#completion-prompt", "Once")
+    page.click("a[data-view=inflight]")
+    page.click("a[data-view=completion]")
+    expect(page.locator("#completion-prompt")).to_have_value("Once")
+
+
+def a_deleted_conversation_stays_deleted(session):
+    page = session.page(session.options.slow)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_text("System prompt and parameters").click()
+    page.get_by_label("Other parameters").fill('{"ignore_eos": true}')
+    ask(page, "Tell me a story about a fox.")
+    expect(answers(page).locator(".text")).to_contain_text(" ")
+    page.get_by_role("button", name="Delete").click()
+    expect(page.locator(".message")).to_have_count(0)
+    page.reload()
+    expect(page.locator(".conversations .title")).to_have_text(["New chat"])
+
+
+def an_answer_that_is_cut_off_is_reported(session):
+    page = session.page(session.options.plain)
+    body = 'data: {"choices": [{"index": 0, "delta": {"content": "Half of"}}]}\n\n'
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    ask(page, "Hello!")
+    finished(page)
+    expect(page.get_by_role("alert").first).to_contain_text("The connection ended")
+    expect(answers(page).locator(".text")).to_have_text("Half of")
+
+
+def an_address_without_tls_will_do(session):
+    # Browsers trust 127.0.0.1 as they do TLS, but not this name, which the browser's arguments map to it.
+    page = session.page(session.options.slow.replace("127.0.0.1", "mainstem.test"))
+    ask(page, "Hello!")
+    finished(page)
+    session.hosts = {host.replace("mainstem.test", "127.0.0.1") for host in session.hosts}
+
+
 CHECKS = [
     a_chat_streams_and_stops,
     answers_and_messages_have_versions,
@@ -285,6 +358,10 @@ CHECKS = [
     the_page_is_accessible,
     a_phone_needs_no_sideways_scrolling,
     the_keyboard_is_enough,
+    views_keep_what_they_show,
+    a_deleted_conversation_stays_deleted,
+    an_answer_that_is_cut_off_is_reported,
+    an_address_without_tls_will_do,
 ]
 
 

@@ -141,7 +141,7 @@ fn browser(plain: &Server, report: &mut Report) -> Result<(), String> {
         return Ok(());
     }
     // The slow backend, so that answers are under way for as long as somebody looks.
-    let slow = Server::start(&["--device", "reference", "--slots", "40"])?;
+    let slow = Server::start(&["--device", "reference", "--slots", "40", "--allowed-host", "mainstem.test"])?;
     let keyed = Server::start(&["--slots", "4", "--api-key", KEY])?;
     let mut script = program::alone(python());
     script.arg(in_checkout("tests/clients/browser_session.py")).args(["--plain", &plain.url]);

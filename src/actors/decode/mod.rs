@@ -408,7 +408,7 @@ impl DecodeLoop {
         }
     }
 
-    /// Shows the running sequences to those who watch.
+    /// Shows the running sequences to those who watch the lane.
     fn show_sequences(&self, plan: &SlotPlan) {
         let sequences = self.running.iter().map(RunningSequence::live);
         self.handles.live.show(self.lane, plan.window.clone(), sequences);

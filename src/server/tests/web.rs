@@ -35,7 +35,7 @@ async fn the_page_needs_no_key_and_what_it_asks_for_does() {
 #[actix_web::test]
 async fn the_page_can_be_switched_off() {
     let server = TestServer::with_config(None, |config| config.web = false);
-    for path in web_page::paths() {
+    for path in web_page::paths().chain(["/v1/inflight"]) {
         assert_eq!(server.get(path).await.status, 404, "{path}");
     }
     server.close().await;
@@ -44,6 +44,8 @@ async fn the_page_can_be_switched_off() {
 #[actix_web::test]
 async fn watchers_get_the_facts_and_then_frames_until_the_server_drains() {
     let server = TestServer::start();
+    let head = Client::send(server.address, "HEAD", "/v1/inflight", "", "").await;
+    assert_eq!(head.response().await.status, 200, "without a body, which would never end");
     let mut watching = Client::send(server.address, "GET", "/v1/inflight?interval_ms=50", "", "").await;
     watching.read_until("inflight.frame").await;
     while data(&watching).len() < 3 {
@@ -58,9 +60,14 @@ async fn watchers_get_the_facts_and_then_frames_until_the_server_drains() {
     assert_eq!(events[1]["pages"], json!({"used": 0, "total": 8}));
     assert_eq!(events[1]["lanes"], json!([{"window": [0, 0], "sequences": []}]));
     assert!(events[2]["time_ms"].as_u64() > events[1]["time_ms"].as_u64());
-    // Shutdown does not wait for a client that watches.
+    // Shutdown does not wait for clients that watch, and ends their streams properly.
+    let mut slow = Client::send(server.address, "GET", "/v1/inflight?interval_ms=2000", "", "").await;
+    slow.read_until("inflight.frame").await;
     server.close().await;
-    while watching.read_more().await {}
+    for mut client in [watching, slow] {
+        while client.read_more().await {}
+        assert!(client.read.ends_with(b"\r\n0\r\n\r\n"), "{}", String::from_utf8_lossy(&client.read));
+    }
 }
 
 #[actix_web::test]

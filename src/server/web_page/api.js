@@ -1,7 +1,9 @@
 // Requests to the server that this page came from, with the API key of this tab.
 
+import { kept } from "./storage.js";
+
 const base = new URL(".", document.baseURI);
-const KEY = "mainstem-api-key";
+const key = kept("sessionStorage", "api-key");
 
 /** An answer with an error status, with the server's message. */
 export class ApiError extends Error {
@@ -12,12 +14,11 @@ export class ApiError extends Error {
 }
 
 export function apiKey() {
-  return sessionStorage.getItem(KEY) ?? "";
+  return key.get();
 }
 
-export function setApiKey(key) {
-  if (key) sessionStorage.setItem(KEY, key);
-  else sessionStorage.removeItem(KEY);
+export function setApiKey(value) {
+  key.set(value);
 }
 
 /** Asks for a key; set by the page. Resolves to whether one was given. */
@@ -34,7 +35,8 @@ export function onKeyNeeded(ask) {
 export async function request(path, { body, signal } = {}) {
   for (;;) {
     const headers = {};
-    if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
+    const sent = apiKey();
+    if (sent) headers.Authorization = `Bearer ${sent}`;
     if (body !== undefined) headers["Content-Type"] = "application/json";
     const response = await fetch(new URL(path, base), {
       method: body === undefined ? "GET" : "POST",
@@ -44,24 +46,36 @@ export async function request(path, { body, signal } = {}) {
     });
     if (response.ok) return response;
     const error = await errorOf(response);
-    if (response.status !== 401 || !(await askForKey(error.message))) throw error;
+    if (response.status !== 401) throw error;
+    // Another request may have asked already.
+    if (apiKey() === sent && !(await askForKey(error.message))) throw error;
   }
 }
 
 async function errorOf(response) {
   const text = await response.text();
   try {
-    const { message, param } = JSON.parse(text).error;
-    return new ApiError(response.status, message, param);
+    const { message, param, code } = JSON.parse(text).error;
+    // The page and the server have one origin, unless a proxy hides the page's address from the server.
+    const hint = code === "cross_origin" ? " A proxy in between must pass on the Host header (docs/web_page.md)." : "";
+    return new ApiError(response.status, message + hint, param);
   } catch {
     return new ApiError(response.status, text.trim() || `The server answered with status ${response.status}.`);
   }
 }
 
-/**
- * Yields the data of the server-sent events of an answer, parsed as JSON, until the end or `[DONE]`.
- * An `error` in the data is thrown.
- */
+/** Yields the events of an answer of the API, which ends with `[DONE]`. Throws an error if it ends before that. */
+export async function* answerEvents(path, options) {
+  for await (const data of events(path, options)) {
+    if (data === DONE) return;
+    yield data;
+  }
+  throw new Error("The connection ended before the answer was complete.");
+}
+
+const DONE = Symbol("done");
+
+/** Yields the data of server-sent events, parsed as JSON, and `DONE` for `[DONE]`. An `error` in the data is thrown. */
 export async function* events(path, options) {
   const response = await request(path, options);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -77,7 +91,10 @@ export async function* events(path, options) {
         const lines = block.split(/\r?\n/).filter((line) => line.startsWith("data:"));
         if (lines.length === 0) continue;
         const data = lines.map((line) => line.slice(5).replace(/^ /, "")).join("\n");
-        if (data === "[DONE]") return;
+        if (data === "[DONE]") {
+          yield DONE;
+          return;
+        }
         const parsed = JSON.parse(data);
         if (parsed.error) throw new ApiError(500, parsed.error.message, parsed.error.param);
         yield parsed;

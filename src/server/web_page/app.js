@@ -5,6 +5,7 @@ import { startChat } from "./chat.js";
 import { startCompletion } from "./completion.js";
 import { el } from "./dom.js";
 import { InFlight } from "./inflight.js";
+import { kept } from "./storage.js";
 
 const THEMES = ["auto", "light", "dark"];
 
@@ -53,7 +54,8 @@ function setUpKey() {
 
 function setUpTheme() {
   const button = document.getElementById("theme");
-  let theme = localStorage.getItem("mainstem-theme") ?? "auto";
+  const choice = kept("localStorage", "theme");
+  let theme = THEMES.includes(choice.get()) ? choice.get() : "auto";
   const show = () => {
     document.documentElement.dataset.theme = theme;
     button.textContent = theme[0].toUpperCase() + theme.slice(1);
@@ -61,7 +63,7 @@ function setUpTheme() {
   };
   button.addEventListener("click", () => {
     theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-    localStorage.setItem("mainstem-theme", theme);
+    choice.set(theme);
     show();
   });
   show();
@@ -89,7 +91,7 @@ async function start() {
     completion: model.endpoints.includes("/v1/completions"),
     inflight: true,
   };
-  const started = {};
+  const started = new Set();
   const inFlight = new InFlight(views.inflight);
   const starters = {
     chat: () => startChat(views.chat, model),
@@ -106,11 +108,16 @@ async function start() {
       if (link.dataset.view === name) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }
-    started[name] ??= starters[name]();
-    if (name === "inflight") inFlight.start();
+    if (!started.has(name)) {
+      started.add(name);
+      Promise.resolve(starters[name]()).catch((error) => showProblem(`The view cannot be shown: ${error.message}`));
+    }
+    // A page that nobody sees leaves the connection to others.
+    if (name === "inflight" && !document.hidden) inFlight.start();
     else inFlight.stop();
   };
   addEventListener("hashchange", show);
+  document.addEventListener("visibilitychange", show);
   show();
 }
 

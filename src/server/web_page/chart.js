@@ -16,6 +16,11 @@ export class Chart {
     this.title = title;
   }
 
+  /** Forgets all values. */
+  clear() {
+    this.points = [];
+  }
+
   /** Adds a value at a time in seconds, and draws the last minute. */
   add(time, value) {
     this.points.push([time, value]);

@@ -1,6 +1,6 @@
 // The chat: conversations, their messages, and answers as they are generated.
 
-import { events } from "./api.js";
+import { answerEvents } from "./api.js";
 import {
   ROOT, addMessage, branch, fromImport, newConversation, pathTo, placeOf, removeMessage, selectSibling, toApi,
   toMarkdown,
@@ -11,6 +11,10 @@ import { defaultSettings, settingsForm, toParameters, withDefaults } from "./set
 import { openStore } from "./store.js";
 
 const TITLE_CHARS = 60;
+
+/** Milliseconds after a change until it is kept, and between two copies of an answer that grows. */
+const SAVE_MS = 500;
+const SAVE_ANSWER_MS = 3000;
 
 /** Builds the chat in `view`. */
 export async function startChat(view, model) {
@@ -27,11 +31,12 @@ class Chat {
     this.log = el("div", { class: "log", role: "log", "aria-label": "Messages", tabindex: "0" });
     this.settings = el("div");
     this.error = el("p", { class: "error", role: "alert", hidden: true });
-    this.input = el("textarea", { id: "prompt", rows: "3", placeholder: "Message", "aria-label": "Message" });
+    this.input = el("textarea", { id: "prompt", rows: "3", dir: "auto", placeholder: "Message", "aria-label": "Message" });
     this.send = el("button", { type: "submit", id: "send" }, "Send");
     this.stop = el("button", { type: "button", id: "stop", hidden: true, click: () => this.abort?.abort() }, "Stop");
     this.input.addEventListener("keydown", (event) => this.onKey(event));
-    view.addEventListener("keydown", (event) => event.key === "Escape" && this.abort?.abort());
+    view.addEventListener("keydown", (event) => event.key === "Escape" && !isComposing(event) && this.abort?.abort());
+    addEventListener("pagehide", () => this.keep());
     view.replaceChildren(this.sidebar(), this.main());
     this.open(conversations[0] ?? this.create());
   }
@@ -65,6 +70,7 @@ class Chat {
       "div",
       { class: "thread" },
       el("details", { class: "panel" }, el("summary", {}, "System prompt and parameters"), this.settings),
+      el("h2", { class: "visually-hidden" }, "Messages"),
       this.log,
       this.error,
       el("form", { class: "composer", submit }, this.input, el("div", { class: "row end" }, this.stop, this.send)),
@@ -78,9 +84,11 @@ class Chat {
   }
 
   open(conversation, focus = false) {
+    if (conversation === this.conversation) return;
     this.abort?.abort();
+    this.keep();
     this.conversation = conversation;
-    const changed = () => branch(conversation).length > 0 && this.save();
+    const changed = () => branch(conversation).length > 0 && this.keepSoon(SAVE_MS);
     this.settings.replaceChildren(settingsForm(conversation.settings, { isChat: true }, changed));
     this.showError(null);
     this.showAll();
@@ -88,14 +96,36 @@ class Chat {
     if (focus) this.input.focus();
   }
 
+  /** Keeps the open conversation, and shows it first in the list. */
   save() {
     const { conversation } = this;
-    conversation.updated = Date.now();
     const first = branch(conversation)[0];
     conversation.title ||= (first?.content ?? "").trim().split("\n")[0].slice(0, TITLE_CHARS);
     this.conversations = [conversation, ...this.conversations.filter((other) => other.id !== conversation.id)];
-    this.store.put(conversation).catch((error) => this.showError(`The browser cannot keep the conversation: ${error}`));
+    this.keepSoon(0);
+    this.keep();
     this.showList();
+  }
+
+  /** Keeps the open conversation once `ms` milliseconds have passed. */
+  keepSoon(ms) {
+    this.unkept ??= { conversation: this.conversation, timer: setTimeout(() => this.keep(), ms) };
+  }
+
+  /** Keeps what has changed. */
+  keep() {
+    if (!this.unkept) return;
+    const { conversation, timer } = this.unkept;
+    this.unkept = null;
+    clearTimeout(timer);
+    this.put(conversation);
+  }
+
+  /** Keeps a conversation, unless it was deleted. */
+  put(conversation) {
+    if (!this.conversations.includes(conversation)) return;
+    conversation.updated = Date.now();
+    this.store.put(conversation).catch((error) => this.showError(`The browser cannot keep the conversation: ${error}`));
   }
 
   showList() {
@@ -108,7 +138,7 @@ class Chat {
       return el(
         "li",
         { class: isOpen ? "open" : null },
-        el("button", { type: "button", class: "title", "aria-current": isOpen ? "true" : null, click: () => this.open(conversation) }, title),
+        el("button", { type: "button", class: "title", dir: "auto", "aria-current": isOpen ? "true" : null, click: () => this.open(conversation) }, title),
         isOpen &&
           el(
             "div",
@@ -131,11 +161,13 @@ class Chat {
     if (title === null) return;
     conversation.title = title.trim().slice(0, 200);
     this.save();
+    this.list.querySelector(".open .title").focus();
   }
 
   remove(conversation) {
     if (!confirm(`Delete "${conversation.title || "New chat"}"?`)) return;
     this.conversations = this.conversations.filter((other) => other.id !== conversation.id);
+    if (this.unkept?.conversation === conversation) this.unkept = null;
     this.store.remove(conversation.id).catch((error) => this.showError(String(error)));
     this.open(this.conversations[0] ?? this.create(), true);
   }
@@ -148,6 +180,7 @@ class Chat {
       if (!imported) throw new Error("it is not a conversation of this page");
       imported.settings = withDefaults(imported.settings);
       this.open(imported);
+      // Kept once it was shown.
       this.save();
     } catch (error) {
       this.showError(`${file.name} cannot be imported: ${error.message}`);
@@ -155,7 +188,7 @@ class Chat {
   }
 
   onKey(event) {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
     event.preventDefault();
     this.submit();
   }
@@ -200,11 +233,13 @@ class Chat {
     this.showError(null);
     this.showBusy();
     this.showAll();
-    const began = performance.now();
+    let began = null;
     try {
       const body = { ...parameters, messages, stream: true, stream_options: { include_usage: true } };
-      for await (const chunk of events("v1/chat/completions", { body, signal: abort.signal })) {
+      for await (const chunk of answerEvents("v1/chat/completions", { body, signal: abort.signal })) {
+        began ??= performance.now();
         this.receive(answer, chunk, performance.now() - began);
+        if (this.conversation === conversation) this.keepSoon(SAVE_ANSWER_MS);
       }
     } catch (error) {
       answer.note = abort.signal.aborted ? "stopped" : error.message;
@@ -216,19 +251,27 @@ class Chat {
   finish(conversation, answer) {
     const isEmpty = !answer.content && !answer.reasoning && !answer.toolCalls?.length;
     if (isEmpty && answer.note) removeMessage(conversation, answer.id);
-    this.generating = null;
-    this.abort = null;
-    this.showBusy();
+    if (this.generating === answer) {
+      this.generating = null;
+      this.abort = null;
+    }
+    const hadFocus = document.activeElement === this.stop;
     if (this.conversation !== conversation) {
-      conversation.updated = Date.now();
-      this.store.put(conversation).catch(() => {});
-      return;
+      this.showBusy();
+      return this.put(conversation);
     }
     this.save();
-    this.showAll();
+    // The elements of the other messages stay, so that screen readers read none of them again.
+    const follows = this.isAtEnd();
+    const shown = this.elementOf(answer.id);
+    if (isEmpty && answer.note) this.showAll();
+    else shown?.replaceWith(this.messageElement(answer));
+    this.showBusy();
+    if (follows) this.scrollToEnd();
     announce(answer.note ? `Answer ended: ${answer.note}` : "Answer complete");
     const input = this.log.querySelector(".tool-result textarea");
     if (input) input.focus();
+    else if (hadFocus) this.input.focus();
   }
 
   /** Adds a chunk of a stream to an answer. */
@@ -245,7 +288,7 @@ class Chat {
       if (part.function?.arguments) call.function.arguments += part.function.arguments;
     }
     if (choice?.finish_reason === "length") answer.note = "cut at the maximum length";
-    if (usage) answer.speed = { tokens: usage.completion_tokens, prompt: usage.prompt_tokens, seconds: elapsed / 1000 };
+    if (usage) answer.speed = { tokens: usage.completion_tokens, prompt: usage.prompt_tokens, seconds: Math.max(elapsed, 1) / 1000 };
     this.showSoon();
   }
 
@@ -253,6 +296,7 @@ class Chat {
     this.send.hidden = Boolean(this.generating);
     this.stop.hidden = !this.generating;
     this.log.setAttribute("aria-busy", this.generating ? "true" : "false");
+    for (const button of this.log.querySelectorAll("button[data-idle]")) button.disabled = Boolean(this.generating);
   }
 
   /** Shows the answer that is being generated with the next frame. */
@@ -261,12 +305,16 @@ class Chat {
     this.isScheduled = true;
     requestAnimationFrame(() => {
       this.isScheduled = false;
-      const shown = this.generating && this.log.querySelector(`[data-message="${this.generating.id}"]`);
+      const shown = this.generating && this.elementOf(this.generating.id);
       if (!shown) return;
       const follows = this.isAtEnd();
       showAnswer(shown, this.generating, true);
       if (follows) this.scrollToEnd();
     });
+  }
+
+  elementOf(id) {
+    return this.log.querySelector(`[data-message="${CSS.escape(id)}"]`);
   }
 
   isAtEnd() {
@@ -286,7 +334,7 @@ class Chat {
 
   messageElement(message) {
     const names = { user: "You", assistant: this.model.id, tool: "Tool result" };
-    const body = el("div", { class: "body" });
+    const body = el("div", { class: "body", dir: "auto" });
     const target = el(
       "article",
       { class: `message ${message.role}`, "data-message": message.id, "aria-label": names[message.role] },
@@ -305,21 +353,28 @@ class Chat {
     const { index, count } = placeOf(this.conversation, message.id);
     const action = (label, run, hint) =>
       el("button", { type: "button", class: "quiet", "aria-label": hint, click: (event) => run(event.currentTarget) }, label);
-    const idle = (run) => (button) => !this.generating && run(button);
-    const turn = (step) =>
-      idle(() => {
-        selectSibling(this.conversation, message.id, step);
-        this.save();
-        this.showAll();
-      });
+    // A button that waits until nothing is generated.
+    const idle = (label, run, hint) => {
+      const button = action(label, () => !this.generating && run(), hint);
+      button.dataset.idle = "";
+      button.disabled = Boolean(this.generating);
+      return button;
+    };
+    const turn = (step, hint) => () => {
+      selectSibling(this.conversation, message.id, step);
+      const { children, selected } = this.conversation.messages[message.parent];
+      this.save();
+      this.showAll();
+      this.elementOf(children[selected])?.querySelector(`[aria-label="${hint}"]`)?.focus();
+    };
     const others =
       count > 1 &&
       el(
         "span",
         { class: "branches" },
-        action("‹", turn(-1), "Previous version"),
+        idle("‹", turn(-1, "Previous version"), "Previous version"),
         el("span", { "aria-label": `Version ${index + 1} of ${count}` }, `${index + 1}/${count}`),
-        action("›", turn(1), "Next version"),
+        idle("›", turn(1, "Next version"), "Next version"),
       );
     const { speed, note } = message;
     const details = [
@@ -331,16 +386,16 @@ class Chat {
       {},
       others,
       action("Copy", (button) => copy(message.content, button)),
-      message.role === "user" && action("Edit", idle(() => this.edit(message, target))),
-      message.role !== "assistant" && message.children.length === 0 && action("Answer", idle(() => this.generate(message.id))),
-      message.role === "assistant" && action("Regenerate", idle(() => this.generate(message.parent))),
+      message.role === "user" && idle("Edit", () => this.edit(message, target)),
+      message.role !== "assistant" && message.children.length === 0 && idle("Answer", () => this.generate(message.id)),
+      message.role === "assistant" && idle("Regenerate", () => this.generate(message.parent)),
       details.length > 0 && el("small", {}, details.join(" · ")),
     );
   }
 
   /** Replaces the message by a form. Its text becomes a new version of the message. */
   edit(message, target) {
-    const input = el("textarea", { rows: "4", "aria-label": "Edited message" });
+    const input = el("textarea", { rows: "4", dir: "auto", "aria-label": "Edited message" });
     input.value = message.content;
     const form = el(
       "form",
@@ -358,12 +413,17 @@ class Chat {
       el(
         "div",
         { class: "row end" },
-        el("button", { type: "button", class: "quiet", click: () => this.showAll() }, "Cancel"),
+        el("button", { type: "button", class: "quiet", click: () => this.cancelEdit(message) }, "Cancel"),
         el("button", { type: "submit" }, "Send"),
       ),
     );
     target.replaceChildren(form);
     input.focus();
+  }
+
+  cancelEdit(message) {
+    this.showAll();
+    this.elementOf(message.id)?.querySelector("button")?.focus();
   }
 
   /** Returns a form for the results of an answer's tool calls. */
@@ -385,6 +445,11 @@ class Chat {
     const rows = inputs.map(({ call, input }) => el("div", {}, el("code", {}, call.function.name), input));
     return el("form", { class: "tool-result composer", submit }, ...rows, el("div", { class: "row end" }, el("button", { type: "submit" }, "Send results")));
   }
+}
+
+/** Whether a key belongs to text that is being composed. (Safari ends it with a key 229 of its own.) */
+function isComposing(event) {
+  return event.isComposing || event.keyCode === 229;
 }
 
 /** Shows reasoning, text and tool calls of a message in its element. */

@@ -1,6 +1,6 @@
 // The playground for completions: a prompt, and each generated token with its probability.
 
-import { events, request } from "./api.js";
+import { answerEvents, request } from "./api.js";
 import { announce, el, field } from "./dom.js";
 import { defaultSettings, settingsForm, toParameters } from "./settings.js";
 
@@ -14,9 +14,9 @@ const TOKENS_MAX = 4000;
 export function startCompletion(view, model) {
   const settings = defaultSettings();
   settings.parameters.max_tokens = 64;
-  const prompt = el("textarea", { rows: "6", id: "completion-prompt" });
+  const prompt = el("textarea", { rows: "6", id: "completion-prompt", dir: "auto" });
   const output = el("div", {
-    class: "tokens", id: "completion-output", role: "group", tabindex: "0",
+    class: "tokens", id: "completion-output", dir: "auto", role: "group", tabindex: "0",
     "aria-label": "Generated tokens. Left and right arrows move between them.",
   });
   const details = el("div", { class: "details", role: "status", "aria-label": "Probabilities" });
@@ -60,7 +60,7 @@ export function startCompletion(view, model) {
     details.replaceChildren();
     try {
       const body = { ...parameters, prompt: prompt.value, logprobs: ALTERNATIVES, stream: true };
-      for await (const chunk of events("v1/completions", { body, signal: abort.signal })) append(output, chunk);
+      for await (const chunk of answerEvents("v1/completions", { body, signal: abort.signal })) append(output, chunk);
       announce("Completion ended");
     } catch (reason) {
       if (!abort.signal.aborted) showError(reason.message);
@@ -99,21 +99,26 @@ export function startCompletion(view, model) {
 function append(output, { choices }) {
   for (const { text, logprobs } of choices ?? []) {
     const tokens = logprobs?.tokens ?? [];
-    if (tokens.length === 0) {
-      if (text) output.append(el("span", {}, text));
-      continue;
+    if (tokens.length === 0 || output.childElementCount + tokens.length > TOKENS_MAX) {
+      output.append(text);
+    } else if (tokens.join("") === text) {
+      output.append(...tokens.map((token, at) => tokenElement(token, logprobs, at)));
+    } else if (text) {
+      // A character of several tokens, each of which alone is no text.
+      output.append(tokenElement(text, logprobs, tokens.length - 1));
     }
-    tokens.forEach((token, at) => {
-      const span = el("span", { class: "token" }, token);
-      const logprob = logprobs.token_logprobs[at];
-      if (output.childElementCount < TOKENS_MAX && logprob !== null) {
-        const p = Math.exp(logprob);
-        span.style.setProperty("--doubt", (1 - p).toFixed(3));
-        span.alternatives = { token, logprob, top: logprobs.top_logprobs?.[at] ?? {} };
-      }
-      output.append(span);
-    });
   }
+}
+
+/** Returns the element of a token, or of the text of several, with the probabilities at `at`. */
+function tokenElement(text, logprobs, at) {
+  const span = el("span", { class: "token" }, text);
+  const logprob = logprobs.token_logprobs[at];
+  if (logprob !== null) {
+    span.style.setProperty("--doubt", (1 - Math.exp(logprob)).toFixed(3));
+    span.alternatives = { token: logprobs.tokens[at], logprob, top: logprobs.top_logprobs?.[at] ?? {} };
+  }
+  return span;
 }
 
 function probabilities({ token, logprob, top }) {

@@ -7,16 +7,22 @@
 /** Id of the root, which is no message. */
 export const ROOT = "root";
 
+/** Returns a random id. (`crypto.randomUUID` is missing on pages that were loaded without TLS.) */
+function newId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
 /** Creates an empty conversation with these settings. */
 export function newConversation(settings) {
   const now = Date.now();
   const root = { id: ROOT, parent: null, role: "root", content: "", children: [], selected: 0 };
-  return { id: crypto.randomUUID(), title: "", created: now, updated: now, settings, messages: { [ROOT]: root } };
+  return { id: newId(), title: "", created: now, updated: now, settings, messages: { [ROOT]: root } };
 }
 
 /** Adds a message below `parent`, and selects it. */
 export function addMessage(conversation, parent, fields) {
-  const message = { id: crypto.randomUUID(), parent, content: "", children: [], selected: 0, ...fields };
+  const message = { id: newId(), parent, content: "", children: [], selected: 0, ...fields };
   const above = conversation.messages[parent];
   conversation.messages[message.id] = message;
   above.children.push(message.id);
@@ -90,33 +96,54 @@ export function toMarkdown(conversation) {
   return parts.join("\n\n") + "\n";
 }
 
-/** Checks an imported conversation. Returns null unless it is one whose messages form a tree. */
+/** Returns the conversation that an imported file has, or null unless it is one whose messages form a tree. */
 export function fromImport(value) {
-  const messages = value?.messages;
-  if (typeof messages !== "object" || messages === null || !messages[ROOT]) return null;
-  const seen = new Set();
-  const rest = [ROOT];
+  const given = value?.messages;
+  if (typeof given !== "object" || given === null || !given[ROOT]) return null;
+  const messages = {};
+  const rest = [[ROOT, null]];
   while (rest.length > 0) {
-    const id = rest.pop();
-    const message = messages[id];
-    if (seen.has(id) || !message || typeof message.content !== "string" || !Array.isArray(message.children)) return null;
-    if (id !== ROOT && !["user", "assistant", "tool"].includes(message.role)) return null;
-    if (!message.children.every((child) => messages[child]?.parent === id)) return null;
-    seen.add(id);
-    message.id = id;
-    message.selected = Number.isInteger(message.selected)
-      ? Math.max(0, Math.min(message.children.length - 1, message.selected))
-      : 0;
-    rest.push(...message.children);
+    const [id, parent] = rest.pop();
+    const message = Object.hasOwn(messages, id) ? null : importedMessage(given[id], id, parent);
+    if (!message) return null;
+    messages[id] = message;
+    rest.push(...message.children.map((child) => [child, id]));
   }
-  const kept = Object.fromEntries([...seen].map((id) => [id, messages[id]]));
   const now = Date.now();
   return {
-    id: crypto.randomUUID(),
-    title: typeof value.title === "string" ? value.title : "",
+    id: newId(),
+    title: text(value.title),
     created: Number(value.created) || now,
     updated: now,
     settings: value.settings ?? {},
-    messages: kept,
+    messages,
   };
+}
+
+function text(value) {
+  return typeof value === "string" ? value : "";
+}
+
+/** Returns a message with the known fields of an imported one, or null if something is wrong with it. */
+function importedMessage(given, id, parent) {
+  const roles = parent === null ? ["root"] : ["user", "assistant", "tool"];
+  if (!given || given.parent !== parent || !roles.includes(given.role) || typeof given.content !== "string") return null;
+  if (!Array.isArray(given.children) || !given.children.every((child) => typeof child === "string")) return null;
+  const { role, content, children } = given;
+  const selected = Number.isInteger(given.selected) ? given.selected : 0;
+  const last = Math.max(0, children.length - 1);
+  const message = { id, parent, role, content, children: [...children], selected: Math.max(0, Math.min(last, selected)) };
+  if (text(given.reasoning)) message.reasoning = given.reasoning;
+  if (text(given.note)) message.note = given.note;
+  if (text(given.toolCallId)) message.toolCallId = given.toolCallId;
+  if (Array.isArray(given.toolCalls)) {
+    message.toolCalls = given.toolCalls.map((call) => ({
+      id: text(call?.id),
+      type: "function",
+      function: { name: text(call?.function?.name), arguments: text(call?.function?.arguments) },
+    }));
+  }
+  const { tokens, prompt, seconds } = given.speed ?? {};
+  if ([tokens, prompt, seconds].every(Number.isFinite)) message.speed = { tokens, prompt, seconds };
+  return message;
 }

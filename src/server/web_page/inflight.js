@@ -54,7 +54,10 @@ export class InFlight {
       } catch (error) {
         if (abort.signal.aborted) return;
         this.showError(error.message);
-        if (error.status && error.status !== 503) return;
+        if ([401, 403, 404].includes(error.status)) {
+          this.abort = null;
+          return;
+        }
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_S * 1000));
     }
@@ -81,6 +84,8 @@ export class InFlight {
     this.limits = start;
     this.lastSecond = [];
     this.bars.clear();
+    // The times of another process begin anew.
+    for (const chart of Object.values(this.charts)) chart.clear();
     const lane = ([first, slots], number) => {
       const name = start.lanes.length > 1 ? `Lane ${number + 1}` : "Lane";
       return { first, rows: el("ol", { class: "slots", "aria-label": `${name} of ${slots} slots` }) };
@@ -118,9 +123,7 @@ export class InFlight {
         rows.append(bar.row);
       }
       if (bar.slot !== undefined && bar.slot !== slot) {
-        bar.row.classList.remove("moved");
-        void bar.row.offsetWidth;
-        bar.row.classList.add("moved");
+        showMove(bar.track);
       }
       bar.slot = slot;
       bar.row.style.transform = `translateY(${(slot - first) * ROW}px)`;
@@ -134,12 +137,15 @@ export class InFlight {
 
   showNumbers(frame) {
     const time = frame.time_ms / 1000;
-    this.lastSecond.push([time, frame.generated_tokens]);
-    while (this.lastSecond.length > 2 && this.lastSecond[1][0] < time - 1) this.lastSecond.shift();
-    const [since, before] = this.lastSecond[0];
-    const rate = time > since ? (frame.generated_tokens - before) / (time - since) : 0;
+    this.lastSecond.push(frame);
+    while (this.lastSecond.length > 2 && this.lastSecond[1].time_ms < frame.time_ms - 1000) this.lastSecond.shift();
+    const [before] = this.lastSecond;
+    const seconds = (frame.time_ms - before.time_ms) / 1000;
+    const rate = seconds > 0 ? (frame.generated_tokens - before.generated_tokens) / seconds : 0;
+    const steps = frame.steps - before.steps;
+    const step = steps > 0 ? (frame.step_time_ms - before.step_time_ms) / steps : 0;
     this.charts.rate.add(time, rate);
-    this.charts.step.add(time, frame.step_ms);
+    this.charts.step.add(time, step);
     this.charts.running.add(time, frame.running);
     this.charts.queued.add(time, frame.queued);
     const { pages } = frame;
@@ -147,7 +153,7 @@ export class InFlight {
       ["Running", frame.running],
       ["Queued", frame.queued],
       ["Tokens per second", rate.toFixed(0)],
-      ["Step", `${frame.step_ms.toFixed(1)} ms`],
+      ["Step", `${step.toFixed(1)} ms`],
       ["Steps", frame.steps],
       ["Slots moved", frame.moves],
       ["Pages", pages.total > 0 ? `${pages.used} of ${pages.total}` : "none"],
@@ -161,6 +167,14 @@ function newBar(id) {
   const prompt = el("span", { class: "prompt" });
   const generated = el("span", { class: "generated" });
   const count = el("span", { class: "count" });
-  const row = el("li", { class: "bar", title: `sequence ${id}` }, label, el("span", { class: "track" }, prompt, generated), count);
-  return { row, label, prompt, generated, count, slot: undefined };
+  const track = el("span", { class: "track" }, prompt, generated);
+  const row = el("li", { class: "bar", title: `sequence ${id}` }, label, track, count);
+  return { row, track, label, prompt, generated, count, slot: undefined };
+}
+
+/** Lights up a bar that has moved to another slot. */
+function showMove(track) {
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+  const { color } = getComputedStyle(track);
+  track.animate([{ outline: `2px solid ${color}` }, { outline: "2px solid transparent" }], 900);
 }

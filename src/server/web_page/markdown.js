@@ -6,8 +6,8 @@ import { copy, el } from "./dom.js";
 /** Nesting of quotes and lists beyond which text is taken as it is. */
 const DEPTH_MAX = 8;
 
-/** Length of a line beyond which it is taken as it is, because matching it would take long. */
-const LINE_MAX = 10000;
+/** Length of a line beyond which it is plain text, because matching it would take long. */
+const LINE_MAX = 2000;
 
 /**
  * Shows markdown in an element, keeping the elements of leading blocks that have not changed, so that an answer that
@@ -36,6 +36,10 @@ export function splitBlocks(source) {
   const blocks = [];
   let at = 0;
   while (at < lines.length) {
+    if (lines[at].length > LINE_MAX) {
+      blocks.push(lines[at++]);
+      continue;
+    }
     if (lines[at].trim() === "") {
       at++;
       continue;
@@ -94,6 +98,7 @@ function listEnd(lines, at) {
 
 function startsBlock(line) {
   return (
+    line.length > LINE_MAX ||
     line.trim() === "" || FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || LIST.test(line)
   );
 }
@@ -104,6 +109,7 @@ function isPlain(line) {
 
 function blockElement(block, depth) {
   const lines = block.split("\n");
+  if (lines[0].length > LINE_MAX) return el("p", {}, block);
   const fence = FENCE.exec(lines[0]);
   if (fence) return codeBlock(lines, fence);
   const heading = lines.length === 1 && HEADING.exec(lines[0]);
@@ -131,7 +137,7 @@ function codeBlock(lines, [, mark, language]) {
   const text = lines.slice(1, isClosed ? -1 : undefined).join("\n");
   const button = el("button", { type: "button", class: "quiet copy", click: () => copy(text, button) }, "Copy");
   const head = el("div", { class: "code-head" }, el("span", {}, language || "text"), button);
-  const code = el("pre", { tabindex: "0", role: "region", "aria-label": `Code, ${language || "text"}` }, el("code", {}, text));
+  const code = el("pre", { tabindex: "0", role: "group", dir: "ltr", "aria-label": `Code, ${language || "text"}` }, el("code", {}, text));
   return el("div", { class: "code" }, head, code);
 }
 
@@ -177,14 +183,15 @@ function table(lines) {
   const row = (line) => el("tr", {}, ...cells(line).map((cell) => withInline(el("td"), cell)));
   const body = el("tbody", {}, ...lines.slice(2).map(row));
   const whole = el("table", {}, el("thead", {}, head), body);
-  return el("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Table" }, whole);
+  return el("div", { class: "table", tabindex: "0", role: "group", "aria-label": "Table" }, whole);
 }
 
 function paragraph(lines) {
   const target = el("p");
   lines.forEach((line, number) => {
-    if (number > 0) target.append(/ {2,}$|\\$/.test(lines[number - 1]) ? el("br") : "\n");
-    withInline(target, line.replace(/\\$/, "").trim());
+    const isBroken = number > 0 && (lines[number - 1].endsWith("  ") || lines[number - 1].endsWith("\\"));
+    if (number > 0) target.append(isBroken ? el("br") : "\n");
+    withInline(target, (line.endsWith("\\") ? line.slice(0, -1) : line).trim());
   });
   return target;
 }

@@ -37,6 +37,7 @@ export function toParameters(settings) {
   if (extra !== null && (typeof extra !== "object" || Array.isArray(extra))) {
     throw new Error("Other parameters: this must be a JSON object.");
   }
+  if (extra?.n > 1) throw new Error("Other parameters: n is 1 here; Regenerate makes other versions.");
   return { ...body, ...extra };
 }
 
@@ -55,7 +56,7 @@ function parseJson(text, name) {
  */
 export function settingsForm(settings, { isChat }, changed) {
   const text = (name, label, rows, hint) => {
-    const input = el("textarea", { rows, spellcheck: name === "system" ? "true" : "false" });
+    const input = el("textarea", { rows, dir: "auto", spellcheck: name === "system" ? "true" : "false" });
     input.value = settings[name];
     input.addEventListener("input", () => {
       settings[name] = input.value;

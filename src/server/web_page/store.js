@@ -1,11 +1,11 @@
 // Conversations in this browser's IndexedDB. Where that is not allowed, they are kept until the page is closed.
+import { databaseName } from "./storage.js";
 
-const NAME = "mainstem";
 const CONVERSATIONS = "conversations";
 
 function open() {
   return new Promise((resolve, reject) => {
-    const request = indexedDB.open(NAME, 1);
+    const request = indexedDB.open(databaseName(), 1);
     request.onupgradeneeded = () => request.result.createObjectStore(CONVERSATIONS, { keyPath: "id" });
     request.onsuccess = () => resolve(request.result);
     request.onerror = () => reject(request.error);
