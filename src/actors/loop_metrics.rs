@@ -4,6 +4,7 @@
 //! Each lane has its own. Invariant: on the control thread, no time is counted in two phases of a lane's
 //! steps.
 
+use super::live::LiveLane;
 use crate::decoding::speculation::MAX_DEPTH;
 use crate::model::offload::{ByStream, Stream, Tier, TransferTotals, Transfers};
 use crate::request::Class;
@@ -48,6 +49,8 @@ pub struct LoopMetrics {
     /// Accepted drafts by their position in the step.
     accepted_at: [Counter; MAX_DEPTH],
     offload: OffloadMetrics,
+    /// What watchers see of the lane.
+    live: Arc<LiveLane>,
 }
 
 /// Metrics of what is read from disk and written to it.
@@ -123,8 +126,9 @@ pub struct SequenceTimes {
 }
 
 impl LoopMetrics {
-    /// Creates the handles and starts the clock. `transfers` are what devices move between memory and disk.
-    pub fn new(transfers: Arc<Transfers>) -> LoopMetrics {
+    /// Creates the handles and starts the clock. `transfers` are what devices move between memory and disk;
+    /// `live` counts for watchers, too.
+    pub fn new(transfers: Arc<Transfers>, live: Arc<LiveLane>) -> LoopMetrics {
         let phase = |name| telemetry::STEP_PHASES.histogram_with([name]);
         LoopMetrics {
             phase_start: Instant::now(),
@@ -156,6 +160,7 @@ impl LoopMetrics {
             accepted_at: POSITIONS
                 .map(|position| telemetry::SPEC_DECODE_ACCEPTED_TOKENS_PER_POS.counter_with([position])),
             offload: OffloadMetrics::new(transfers),
+            live,
         }
     }
 
@@ -199,7 +204,9 @@ impl LoopMetrics {
         {
             self.gap.record(gap.as_secs_f64());
         }
-        self.step_seconds.record((self.phase_start - began).as_secs_f64());
+        let time = self.phase_start - began;
+        self.step_seconds.record(time.as_secs_f64());
+        self.live.count_step(time);
         self.forward.record(times.forward.as_secs_f64());
         self.sample.record(times.sample.as_secs_f64());
         self.offload.record();
@@ -233,6 +240,7 @@ impl LoopMetrics {
         if moves > 0 {
             self.shuffles.increment(1);
             self.moves.increment(moves as u64);
+            self.live.count_moves(moves);
         }
     }
 
@@ -256,6 +264,7 @@ impl LoopMetrics {
     /// Counts a generated token that is sent to a client.
     pub fn count_generated(&self) {
         self.generated.increment(1);
+        self.live.count_generated();
     }
 
     /// Records a sequence's first token, or its only output, produced at `now`, and its `prompt_tokens` input
@@ -304,7 +313,7 @@ mod tests {
         let handle = recorder.handle();
         let began = Instant::now();
         let waited = metrics::with_local_recorder(&recorder, || {
-            let mut meters = LoopMetrics::new(Arc::default());
+            let mut meters = LoopMetrics::new(Arc::default(), Arc::default());
             // As if the loop had waited for work for an hour.
             meters.phase_start -= Duration::from_secs(3600);
             meters.restart_clock();
@@ -344,7 +353,7 @@ mod tests {
         let recorder = telemetry::recorder(None);
         let handle = recorder.handle();
         metrics::with_local_recorder(&recorder, || {
-            let mut meters = LoopMetrics::new(Arc::default());
+            let mut meters = LoopMetrics::new(Arc::default(), Arc::default());
             let mut complete = |restart, seconds: Option<u64>| {
                 if restart {
                     meters.restart_clock();
@@ -367,7 +376,7 @@ mod tests {
         let recorder = telemetry::recorder(None);
         let handle = recorder.handle();
         metrics::with_local_recorder(&recorder, || {
-            let meters = LoopMetrics::new(Arc::default());
+            let meters = LoopMetrics::new(Arc::default(), Arc::default());
             let scheduled = Instant::now();
             let at = |seconds| scheduled + Duration::from_secs(seconds);
             for (generated, last) in [(5, 11), (1, 3), (0, 3)] {

@@ -44,6 +44,8 @@ pub mod reply;
 
 pub mod status;
 
+pub mod live;
+
 pub mod prompting_defaults;
 
 mod model_sampling;
@@ -57,6 +59,7 @@ mod testing;
 
 pub use crate::model::spec::Kind;
 pub use engine::{Engine, EngineSetup, ModelInfo};
+pub use live::{LiveTotals, LiveView, Watcher};
 pub use model_sampling::ModelSampling;
 pub use prefix_rules::PrefixRules;
 pub use prompting_defaults::{EncoderDecoderPrompting, EncoderOnlyPrompting, PromptingDefaults};

@@ -131,6 +131,11 @@ impl Status {
         self.waiting.load(Ordering::Relaxed) + self.running.load(Ordering::Relaxed)
     }
 
+    /// Returns the numbers of running and of queued requests.
+    pub fn counts(&self) -> (usize, usize) {
+        (self.running.load(Ordering::Relaxed), self.waiting.load(Ordering::Relaxed))
+    }
+
     /// Whether new requests are refused.
     pub fn is_draining(&self) -> bool {
         self.draining.load(Ordering::SeqCst)

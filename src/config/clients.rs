@@ -47,11 +47,19 @@ pub struct KeyFile {
     pub(super) origin: ConfigSource,
 }
 
+/// The key in packaging/environment.example.
+const EXAMPLE_KEY: &str = "change-me";
+
 /// Checks an API key: it must be non-empty printable ASCII without spaces, so that an HTTP header can carry
-/// it.
+/// it, and not that of the example.
 pub(super) fn api_key(key: &str) -> Result<(), String> {
     if key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Err("an API key must be printable ASCII without spaces, and not empty".to_string());
+    }
+    if key == EXAMPLE_KEY {
+        return Err(format!(
+            "'{EXAMPLE_KEY}' is the key of the example, which everyone knows; choose another"
+        ));
     }
     Ok(())
 }
@@ -151,6 +159,14 @@ mod tests {
         };
         let expected = ApiKey { key: "secret#1=".into(), name: Some("alice".into()), settings };
         assert_eq!(parse_line(line, defaults).unwrap(), expected);
+    }
+
+    /// The systemd example would otherwise admit everyone who has read it.
+    #[test]
+    fn the_key_of_the_example_is_refused() {
+        let example = include_str!("../../packaging/environment.example");
+        let key = example.lines().find_map(|line| line.strip_prefix("MAINSTEM_SERVER_API_KEYS=")).unwrap();
+        assert!(api_key(key).unwrap_err().contains("choose another"));
     }
 
     #[test]

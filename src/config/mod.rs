@@ -167,6 +167,7 @@ mod tests {
                 cors_origins: vec![],
                 allowed_hosts: vec![],
                 metrics_access: MetricsAccess::Open,
+                web: true,
                 metrics_listener: None,
                 tls: None,
                 grammar: GrammarConfig {

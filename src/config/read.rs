@@ -92,6 +92,7 @@ impl LayeredSettings {
             cors_origins: self.get("server.cors_origins", values::origins)?,
             allowed_hosts: self.get("server.allowed_hosts", values::hosts)?,
             metrics_access: self.metrics_access()?,
+            web: self.get("server.web", values::boolean)?,
             metrics_listener: self.metrics_listener()?,
             tls: self.tls()?,
             grammar: self.grammar()?,

@@ -104,6 +104,8 @@ pub struct ServerConfig {
     /// Host names that requests may be for, or "*" alone; if empty, they depend on the address.
     pub allowed_hosts: Vec<String>,
     pub metrics_access: MetricsAccess,
+    /// Whether the web page is served.
+    pub web: bool,
     /// Address and port of a listener of its own for `/metrics`; `None` serves it with everything else.
     pub metrics_listener: Option<(String, NonZero<u16>)>,
     /// TLS certificate and key; `None` serves plain HTTP.

@@ -6,7 +6,8 @@ use super::App;
 use super::error::ApiError;
 use super::failed_keys::{FailedKeys, network};
 use super::hosts::AllowedHosts;
-use crate::config::{ApiKey, MetricsAccess};
+use super::web_page;
+use crate::config::{ApiKey, MetricsAccess, ServerConfig};
 use crate::request::client::{Client, ClientId, ClientSettings};
 use actix_cors::Cors;
 use actix_web::body::MessageBody;
@@ -209,7 +210,7 @@ async fn refusal(app: &App, rules: &Rules, request: &ServiceRequest, has_key: bo
     if is_public && is_cross_origin_post && !is_allowed_origin(&app.config.cors_origins, headers) {
         return Some(ApiError::cross_origin().error_response());
     }
-    if is_public || has_key || is_open(request.path(), app.config.metrics_access) {
+    if is_public || has_key || is_open(request, &app.config) {
         return None;
     }
     // Without a key, nothing is guessed.
@@ -221,10 +222,13 @@ async fn refusal(app: &App, rules: &Rules, request: &ServiceRequest, has_key: bo
     Some(response)
 }
 
-/// Returns whether a path needs no key: it is for load balancers and metric scrapers, and reveals nothing
-/// about requests.
-fn is_open(path: &str, metrics: MetricsAccess) -> bool {
-    path == "/health" || path == "/metrics" && metrics == MetricsAccess::Open
+/// Returns whether a request needs no key: it is for load balancers, metric scrapers or the files of the web
+/// page, and reveals nothing about requests.
+fn is_open(request: &ServiceRequest, config: &ServerConfig) -> bool {
+    let (path, is_read) = (request.path(), matches!(*request.method(), Method::GET | Method::HEAD));
+    path == "/health"
+        || path == "/metrics" && config.metrics_access == MetricsAccess::Open
+        || config.web && is_read && web_page::is_file(path)
 }
 
 /// Returns whether the request's origin is allowed by the configuration.

@@ -190,6 +190,12 @@ impl ApiError {
         ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_batches", message)
     }
 
+    /// 429: too many clients watch the sequences in flight.
+    pub fn too_many_watchers(limit: usize) -> ApiError {
+        let message = format!("{limit} clients watch the requests in flight, which is the maximum");
+        ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_watchers", message)
+    }
+
     /// 413: an uploaded file is larger than `limit` bytes.
     pub fn file_too_large(limit: u64) -> ApiError {
         let message = format!("the file is larger than {limit} bytes (batches.file_limit)");

@@ -12,7 +12,7 @@ use super::failed_keys::FailedKeys;
 use super::hosts::AllowedHosts;
 use super::listener::{Acceptor, add_listener};
 use super::open_files::{FILES_PER_WORKER, connection_limit};
-use super::routes::{metrics_route, routes};
+use super::routes::{metrics_route, page_routes, routes};
 use super::tls::{self, Certificate};
 use super::{App, ServeParts};
 use crate::config::ServerConfig;
@@ -121,7 +121,7 @@ impl BoundServer {
         let service = web::Data::new(service);
         let (data, origins) = (app.clone(), config.cors_origins.clone());
         let shown = web::Data::new(metrics.clone());
-        let with_metrics = config.metrics_listener.is_none();
+        let (with_metrics, with_page) = (config.metrics_listener.is_none(), config.web);
         // The last middleware sees requests first: rejected ones have a request id, and CORS headers too.
         let shared = service.clone();
         let new_app = move || {
@@ -137,6 +137,9 @@ impl BoundServer {
                 .configure(|config| {
                     if with_metrics {
                         metrics_route(config)
+                    }
+                    if with_page {
+                        page_routes(config)
                     }
                 })
         };
@@ -331,6 +334,14 @@ impl Server {
         let mut running = rt::spawn(self.run);
         let upkeep = rt::spawn(run_upkeep(self.metrics));
         info!("listening on {}://{}", self.scheme, self.address);
+        let url = match self.address.ip().is_unspecified() {
+            true => format!("{}://localhost:{}", self.scheme, self.address.port()),
+            false => format!("{}://{}", self.scheme, self.address),
+        };
+        match self.app.config.web {
+            true => info!("try it: open {url}/ in a browser, or give clients of OpenAI's API {url}/v1"),
+            false => info!("try it: give clients of OpenAI's API the address {url}/v1"),
+        }
         select! {
             ended = &mut running => {
                 ended.context("the HTTP server's task failed")?.context("the HTTP server failed")?;

@@ -76,6 +76,10 @@ pub mod error;
 
 pub mod info;
 
+mod inflight;
+
+mod web_page;
+
 #[cfg(test)]
 mod tests;
 
@@ -84,7 +88,7 @@ pub use lifecycle::{BoundServer, Server, ShutdownOutcome, blocking_threads};
 pub use local::LocalApi;
 pub use respond::ResponseBody;
 
-use crate::actors::{Engine, IntakeHandle, ModelInfo, ModelSampling, Status};
+use crate::actors::{Engine, IntakeHandle, LiveView, ModelInfo, ModelSampling, Status};
 use crate::config::ServerConfig;
 use crate::request::RequestError;
 use crate::text::Tokenizer;
@@ -101,6 +105,10 @@ use turns::{FairPool, PoolLimits};
 pub struct ServeParts {
     pub intake: IntakeHandle,
     pub status: Arc<Status>,
+    /// What watchers see of the sequences in flight.
+    pub live: Arc<LiveView>,
+    /// The report of the engine's start, with a line "NAME  VALUE" for each fact.
+    pub report: Arc<str>,
     pub tokenizer: Arc<Tokenizer>,
     pub model: ModelInfo,
     pub sampling: Arc<ModelSampling>,
@@ -114,21 +122,33 @@ impl ServeParts {
     pub fn new(
         intake: IntakeHandle,
         status: Arc<Status>,
+        (live, report): (Arc<LiveView>, Arc<str>),
         tokenizer: Arc<Tokenizer>,
         model: ModelInfo,
         sampling: Arc<ModelSampling>,
     ) -> ServeParts {
         let tokens = SpecialTokens::new(&tokenizer, &model.prompting, &model.output_formats);
         let longest_text = tokenizer.longest_text(model.context.max(model.encoder_context));
-        ServeParts { intake, status, tokenizer, model, sampling, special_tokens: tokens, longest_text }
+        ServeParts {
+            intake,
+            status,
+            live,
+            report,
+            tokenizer,
+            model,
+            sampling,
+            special_tokens: tokens,
+            longest_text,
+        }
     }
 }
 
 impl From<&Engine> for ServeParts {
     fn from(engine: &Engine) -> ServeParts {
-        let Engine { intake, status, tokenizer, model, sampling, .. } = engine;
+        let Engine { intake, status, live, tokenizer, model, sampling, report, .. } = engine;
+        let view = (live.clone(), report.as_str().into());
         let (tokenizer, sampling) = (tokenizer.clone(), sampling.clone());
-        ServeParts::new(intake.clone(), status.clone(), tokenizer, model.clone(), sampling)
+        ServeParts::new(intake.clone(), status.clone(), view, tokenizer, model.clone(), sampling)
     }
 }
 

@@ -15,7 +15,7 @@ use super::fields::{Fields, IgnoredFields};
 use super::fill_mask::FillMaskRequest;
 use super::respond::{ApiResponse, GenerationApi, ResponseBody, Turn, respond};
 use super::tokenize::{detokenize, run_tokenizer_request, tokenize};
-use super::{App, OpenResponse, ServeParts, info};
+use super::{App, OpenResponse, ServeParts, inflight, info, web_page};
 use crate::request::Client;
 use crate::telemetry;
 use actix_web::body::SizedStream;
@@ -40,7 +40,15 @@ pub fn metrics_route(config: &mut web::ServiceConfig) {
     config.service(resource("/metrics", GET).route(get().to(info::metrics)));
 }
 
-/// Registers all paths but that of the metrics, with their handlers.
+/// Registers the files of the web page, and the sequences in flight, which it shows.
+pub fn page_routes(config: &mut web::ServiceConfig) {
+    config.service(resource("/v1/inflight", GET).route(get().to(inflight::handle)));
+    for path in web_page::paths() {
+        config.service(resource(path, GET).route(get().to(web_page::handle)));
+    }
+}
+
+/// Registers all paths but those of the metrics and of the web page, with their handlers.
 pub fn routes(config: &mut web::ServiceConfig) {
     config
         .service(

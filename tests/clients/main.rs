@@ -1,9 +1,9 @@
-//! Checks with third-party programs: the official OpenAI package in a scripted session, and promtool on
-//! `/metrics` and on the monitoring files. Checks whose program is not installed are reported and counted; a
+//! Checks with third-party programs: the official OpenAI package in a scripted session, the web page in
+//! headless Chromium, and promtool on `/metrics` and on the monitoring files. Checks whose program is not installed are reported and counted; a
 //! test harness would hide that, so this binary has none.
 //!
 //! `CLIENTS_PYTHON` is a Python interpreter with the packages of `clients/requirements.txt`; the default is
-//! that of `target/clients-venv`. With `CLIENTS_REQUIRED=1` a missing package is a failure, with
+//! that of `target/clients-venv`. With `SCREENSHOTS=FOLDER`, pictures of the page are written there. With `CLIENTS_REQUIRED=1` a missing package is a failure, with
 //! `PROMTOOL_REQUIRED=1` a missing promtool. (The variables do not have the program's prefix, because it
 //! refuses unknown variables with it.)
 //!
@@ -45,6 +45,7 @@ fn main() -> ExitCode {
 fn checks(report: &mut Report) -> Result<(), String> {
     let plain = Server::start(&[])?;
     session(&plain, report)?;
+    browser(&plain, report)?;
     dashboard(report);
     promtool(&plain.page_of_metrics()?, report);
     Ok(())
@@ -101,8 +102,7 @@ fn python() -> PathBuf {
 /// Runs the session of `clients/openai_session.py`, which prints result lines in the same format.
 fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
     const NAME: &str = "the openai session comes to its end";
-    let import = Command::new(python()).args(["-c", "import openai"]).stderr(Stdio::null()).status();
-    if !import.is_ok_and(|status| status.success()) {
+    if !has_package("openai") {
         let why = format!("{} has no package openai", python().display());
         report.missing("the openai session", &why, "CLIENTS_REQUIRED");
         return Ok(());
@@ -118,15 +118,58 @@ fn session(plain: &Server, report: &mut Report) -> Result<(), String> {
     script.arg(in_checkout("tests/clients/openai_session.py")).arg(&plain.url);
     script.args(["--keyed", &keyed.url, "--key", KEY, "--slow", &slow.url]);
     script.args(["--encoder", &encoder.url, "--translator", &translator.url]);
+    follow_script(&mut script, NAME, report);
+    Ok(())
+}
+
+/// Runs the session of `clients/browser_session.py` on the web page.
+fn browser(plain: &Server, report: &mut Report) -> Result<(), String> {
+    let names = ["chromium", "chromium-browser", "google-chrome"];
+    let is_there = |name: &&str| {
+        let version =
+            Command::new(name).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+        version.is_ok_and(|status| status.success())
+    };
+    let Some(chromium) = names.iter().find(|name| is_there(name)) else {
+        let why = format!("none of {} is on the PATH", names.join(", "));
+        report.missing("the web page", &why, "CLIENTS_REQUIRED");
+        return Ok(());
+    };
+    if !has_package("playwright") {
+        let why = format!("{} has no package playwright", python().display());
+        report.missing("the web page", &why, "CLIENTS_REQUIRED");
+        return Ok(());
+    }
+    // The slow backend, so that answers are under way for as long as somebody looks.
+    let slow = Server::start(&["--device", "reference", "--slots", "40", "--allowed-host", "mainstem.test"])?;
+    let keyed = Server::start(&["--slots", "4", "--api-key", KEY])?;
+    let mut script = program::alone(python());
+    script.arg(in_checkout("tests/clients/browser_session.py")).args(["--plain", &plain.url]);
+    script.args(["--slow", &slow.url, "--keyed", &keyed.url, "--key", KEY, "--chromium", chromium]);
+    if let Some(folder) = env::var_os("SCREENSHOTS") {
+        script.arg("--screenshot").arg(folder);
+    }
+    follow_script(&mut script, "the session in the browser comes to its end", report);
+    Ok(())
+}
+
+/// Returns whether the Python interpreter has a package.
+fn has_package(name: &str) -> bool {
+    let import =
+        Command::new(python()).args(["-c", &format!("import {name}")]).stderr(Stdio::null()).status();
+    import.is_ok_and(|status| status.success())
+}
+
+/// Runs a script that prints result lines. Its end is a check itself, called `name`.
+fn follow_script(script: &mut Command, name: &str, report: &mut Report) {
     let before = (report.passed, report.failed);
-    let status = Running::start(&mut script)?.follow(SESSION, |line| report.note(line));
+    let status = Running::start(script).and_then(|running| running.follow(SESSION, |line| report.note(line)));
     match status {
         // The failed check has already been reported.
         Ok(_) if report.failed > before.1 => {}
-        Ok(_) if report.passed == before.0 => report.result(NAME, Err("it checks nothing".to_owned())),
-        status => report.result(NAME, status.and_then(success)),
+        Ok(_) if report.passed == before.0 => report.result(name, Err("it checks nothing".to_owned())),
+        status => report.result(name, status.and_then(success)),
     }
-    Ok(())
 }
 
 /// Returns a directory of a family's fixture with the shared tokenizer.

@@ -62,5 +62,6 @@ mod soak;
 mod speculation;
 mod streams;
 mod tenancy;
+mod web;
 mod weights;
 mod windows;

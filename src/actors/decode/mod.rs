@@ -29,6 +29,7 @@ mod pacing;
 
 use super::group::{Devices, Epoch};
 use super::kv::{IterationUpdate, JoiningSequence, ResetLane, SlotPlan};
+use super::live::LiveView;
 use super::loop_metrics::LoopMetrics;
 use super::prefill::{ChunksAhead, DropStarted, NextChunks, PromptChunk, Requeue};
 use super::prefill::{ScheduledChunk, ScheduledWork};
@@ -71,6 +72,8 @@ pub struct LoopHandles {
     pub host_pool: Arc<HostPool>,
     /// Counts of the bytes that the devices move between memory and disk.
     pub transfers: Arc<Transfers>,
+    /// What watchers see.
+    pub live: Arc<LiveView>,
 }
 
 /// Configuration of the decode loops.
@@ -236,7 +239,7 @@ impl DecodeLoop {
             pending_events: Vec::new(),
             produced_at: Instant::now(),
             spare_buffers: (0..buffers).map(|_| StepBuffers::with_capacity(&config.limits)).collect(),
-            metrics: LoopMetrics::new(handles.transfers.clone()),
+            metrics: LoopMetrics::new(handles.transfers.clone(), handles.live.lane(lane)),
             handles,
             config,
         }
@@ -300,6 +303,7 @@ impl DecodeLoop {
         self.report_sequences();
         let plan = self.update_slots().await?;
         self.apply_plan(&plan);
+        self.show_sequences(&plan);
         self.pending_work = self.plan_work(&plan);
         self.slot_plan = Some(plan);
         Some(())
@@ -330,6 +334,7 @@ impl DecodeLoop {
         self.results_at = None;
         let plan = self.update_slots().await?;
         assert!(plan.moves.is_empty() && plan.tables.is_empty(), "the plan of an empty lane has no changes");
+        self.show_sequences(&plan);
         self.handles.status.idle(self.lane);
         Some(())
     }
@@ -401,6 +406,12 @@ impl DecodeLoop {
                 running.prompt_scheduled = chunk.last;
             }
         }
+    }
+
+    /// Shows the running sequences to those who watch the lane.
+    fn show_sequences(&self, plan: &SlotPlan) {
+        let sequences = self.running.iter().map(RunningSequence::live);
+        self.handles.live.show(self.lane, plan.window.clone(), sequences);
     }
 
     /// Sends the changes to the KV manager, and returns the new slot plan.

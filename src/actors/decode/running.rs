@@ -5,6 +5,7 @@
 
 use super::DecodeConfig;
 use crate::actors::kv::{ComputedPositions, EndedSequence, GrowingSequence};
+use crate::actors::live::LiveSequence;
 use crate::actors::loop_metrics::{LoopMetrics, SequenceTimes};
 use crate::actors::prefill::PromptChunk;
 use crate::actors::queue::Preemptible;
@@ -39,6 +40,8 @@ pub(super) struct RunningSequence {
     pub(super) resumed: u32,
     /// Whether it was preempted before.
     was_preempted: bool,
+    /// Number of leading positions that were in its pages when it began.
+    found_positions: usize,
     /// Number of leading positions whose steps were sent, and of those that the KV manager knows of.
     pub(super) sent_positions: usize,
     reported_positions: usize,
@@ -129,6 +132,7 @@ impl RunningSequence {
             generated,
             resumed,
             was_preempted,
+            found_positions: leased.computed,
             sent_positions: 0,
             reported_positions: 0,
             reported_tokens: resumed as usize,
@@ -145,6 +149,20 @@ impl RunningSequence {
             is_beam: false,
             speculator,
             sequence,
+        }
+    }
+
+    /// Returns the progress that watchers see.
+    pub(super) fn live(&self) -> LiveSequence {
+        let request = &self.sequence.request;
+        let prompt = request.prompt.len();
+        LiveSequence {
+            slot: self.slot,
+            number: self.key.0,
+            prompt,
+            computed: self.sent_positions.max(self.found_positions).min(prompt),
+            generated: self.received,
+            limit: request.max_tokens,
         }
     }
 
@@ -177,6 +195,7 @@ impl RunningSequence {
             generated: Vec::new(),
             resumed: 0,
             was_preempted: self.was_preempted,
+            found_positions: self.sequence.request.prompt.len(),
             // The search's first sequence has reported what is in the pages of the prompt.
             sent_positions: 0,
             reported_positions: 0,

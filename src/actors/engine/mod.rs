@@ -16,6 +16,7 @@ use super::group::{Group, GroupConfig};
 use super::intake::Intake;
 use super::kv::KvManager;
 use super::limits::{BEAM_CANDIDATES, IntakeLimits};
+use super::live::LiveView;
 use super::model_sampling::ModelSampling;
 use super::prefill::Prefill;
 use super::prefix_rules::PrefixRules;
@@ -27,7 +28,7 @@ use super::stream::IntakeHandle;
 use crate::config::{Config, KvConfig, LaneCount, Policy, SamplingDefaultsSource, SchedulerConfig};
 use crate::decoding::{HostPool, HostWork};
 use crate::formats::ChatTemplateSource;
-use crate::memory::{PagePool, WindowCache};
+use crate::memory::{PagePool, WindowCache, split_slots};
 use crate::model::executor::{KvCacheConfig, PageBytes};
 use crate::model::offload::Transfers;
 use crate::model::spec::Kind;
@@ -137,6 +138,8 @@ impl ModelInfo {
 pub struct Engine {
     pub intake: IntakeHandle,
     pub status: Arc<Status>,
+    /// What watchers see of the sequences in flight.
+    pub live: Arc<LiveView>,
     pub tokenizer: Arc<Tokenizer>,
     pub sampling: Arc<ModelSampling>,
     pub model: ModelInfo,
@@ -266,10 +269,11 @@ pub async fn start(
     let host_pool = HostPool::new(threads, setup.limits.slots, setup.limits.vocab, record_host_sampling);
     let host_pool = Arc::new(host_pool.context("cannot start the threads of sampling")?);
     let control = Arbiter::new();
-    let actors = start_control(&control, &setup, group.clone(), status.clone(), host_pool);
+    let (actors, live) = start_control(&control, &setup, group.clone(), status.clone(), host_pool);
     Ok(Engine {
         intake: IntakeHandle(actors.intake.clone().recipient()),
         status,
+        live,
         tokenizer,
         sampling,
         model: setup.model,
@@ -323,14 +327,14 @@ fn record_host_sampling(work: HostWork, time: Duration) {
     telemetry::HOST_SAMPLING.histogram_with([label]).record(time.as_secs_f64());
 }
 
-/// Starts the actors of the control thread.
+/// Starts the actors of the control thread. Also returns what watchers see of them.
 fn start_control(
     control: &Arbiter,
     setup: &EngineSetup,
     group: Arc<Group>,
     status: Arc<Status>,
     host_pool: Arc<HostPool>,
-) -> Actors {
+) -> (Actors, Arc<LiveView>) {
     let SchedulerConfig { slots, max_waiting, token_budget, itl_target, policy, shuffle, run_ahead, .. } =
         setup.scheduler;
     let (limits, lanes, kv) = (setup.limits, setup.lanes, setup.kv);
@@ -341,6 +345,7 @@ fn start_control(
         step_pages: limits.pages_of_window(window),
     });
     let pool = PagePool::with_window(kv.pages, limits.page_positions, window);
+    let live = Arc::new(LiveView::new(split_slots(slots, lanes), pool.clone()));
     let prefix_rules = setup.prefix_rules.clone();
     let generated_mark = prefix_rules.generated_mark();
     let queue = SharedQueue::new(slots, max_waiting, status.clone());
@@ -368,6 +373,7 @@ fn start_control(
         status: status.clone(),
         host_pool,
         transfers: setup.transfers.clone(),
+        live: live.clone(),
     };
     for lane in 0..lanes {
         let (handles, config) = (handles.clone(), config.clone());
@@ -392,7 +398,7 @@ fn start_control(
     let intake = Intake::start_in_arbiter(&thread, move |_| {
         Intake::new(intake_limits, queue, prefill.recipient(), status)
     });
-    Actors { intake, kv }
+    (Actors { intake, kv }, live)
 }
 
 /// Compiles the model's chat template, if it has one.

@@ -29,6 +29,7 @@ impl<'a> GemmTask<'a> {
         epilogue: Epilogue<&'a mut HostBuf>,
         rows: usize,
     ) -> GemmTask<'a> {
+        assert!(columns.first + w.n <= columns.of, "outputs of {} columns begin at {}", w.n, columns.first);
         let share = |y: &'a mut HostBuf| SharedSlice::new(&mut y.f32_mut()[..rows * columns.of]);
         GemmTask {
             w,
@@ -53,6 +54,7 @@ impl<'a> GemmTask<'a> {
     /// * No other thread writes these outputs of this row.
     #[inline(always)]
     pub unsafe fn write(&self, row: usize, first: usize, sums: &[f32]) {
+        debug_assert!(first + sums.len() <= self.w.n, "the outputs are the weight's own");
         let OutputColumns { first: column, of } = self.columns;
         let first = column + first;
         let start = row * of + first;

@@ -24,6 +24,8 @@ pub mod test_server;
 
 mod tokenize;
 
+mod web;
+
 mod encoder_decoder;
 
 mod encoder_server;

@@ -3,8 +3,11 @@
 //! Invariant: nothing here sleeps; each wait is for an event, with a deadline.
 
 use crate::actors::stream::{SubmitKind, event_channel};
-use crate::actors::{EventSender, IntakeHandle, ModelInfo, PromptingDefaults, Status, Submit, TokenStream};
+use crate::actors::{
+    EventSender, IntakeHandle, LiveView, ModelInfo, PromptingDefaults, Status, Submit, TokenStream,
+};
 use crate::config::{Config, Overrides, ServerConfig};
+use crate::memory::{PagePool, split_slots};
 use crate::model::spec::Kind;
 use crate::request::{FinishReason, Request, RequestError, Token, TokenEvent};
 use crate::server::{App, ServeParts, Server, ShutdownOutcome};
@@ -160,7 +163,9 @@ fn parts(
     let intake = IntakeHandle(FakeIntake { calls, refusal, status: status.clone() }.start().recipient());
     let tokenizer = Arc::new(tokenizer);
     let sampling = Arc::new(model.sampling(&tokenizer).unwrap());
-    (ServeParts::new(intake, status, tokenizer, model, sampling), receiver)
+    let live = Arc::new(LiveView::new(split_slots(4, 1), PagePool::new(9, 32)));
+    let view = (live, "model        a fake\nslots        4".into());
+    (ServeParts::new(intake, status, view, tokenizer, model, sampling), receiver)
 }
 
 /// Returns what the handlers of a server share, without a server.

@@ -11,6 +11,7 @@ use crate::actors::group::{Devices, Epoch, SentStep};
 use crate::actors::intake::{GetFreePermits, Intake};
 use crate::actors::kv::{GetUsage, IterationUpdate, KvManager, SlotPlan};
 use crate::actors::limits::IntakeLimits;
+use crate::actors::live::LiveView;
 use crate::actors::prefill::{NextChunks, Prefill, ScheduledWork};
 use crate::actors::prefix_rules::PrefixRules;
 use crate::actors::queue::SharedQueue;
@@ -478,7 +479,7 @@ impl Rig {
         let (prefill, kv) = metrics::with_local_recorder(&recorder, || {
             let prefill = Prefill::new(queue.clone(), pool.clone(), rules, policy, (slots, lanes)).start();
             let changed = prefill.clone().recipient();
-            (prefill, KvManager::new((slots, lanes, shuffle), pool, 0, changed).start())
+            (prefill, KvManager::new((slots, lanes, shuffle), pool.clone(), 0, changed).start())
         });
         let (faults, fails_at_chunk_request, fails_at_slot_update, plans) = Default::default();
         let devices = Arc::new(FakeDevices {
@@ -503,6 +504,7 @@ impl Rig {
             status: status.clone(),
             host_pool,
             transfers: Arc::default(),
+            live: Arc::new(LiveView::new(split_slots(slots, lanes), pool)),
         };
         let (eos, token_budget, draft_context) = (Vec::new(), budget, rig_config.draft_context);
         let config = DecodeConfig {
