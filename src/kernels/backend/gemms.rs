@@ -16,11 +16,11 @@ pub enum InputOperand<'a, Buf> {
 
 /// One GEMM: input · wᵀ, plus `bias` if given, stored by `epilogue`, with n outputs of all weights together.
 pub struct Gemm<'a, Buf> {
-    /// Weight (n, k), or the first of those that have ranges of its rows.
+    /// Weight (n, k), or the first rows of a weight that is divided.
     pub w: &'a Weight<Buf>,
-    /// The other weights with ranges of its rows, each with the outputs that follow.
+    /// The rows of a divided weight that follow, in order: each part has the next outputs.
     pub rest: &'a [Weight<Buf>],
-    /// Bias (n), F32.
+    /// Bias (outputs of all parts), F32.
     pub bias: Option<&'a Buf>,
     pub epilogue: Epilogue<&'a mut Buf>,
 }
@@ -56,10 +56,12 @@ impl<Buf> Gemm<'_, Buf> {
     }
 }
 
-/// The columns of a result (rows, of) that have the outputs of a weight: as many as it has, from `first` on.
+/// The columns of a result (rows, `of`) that have the outputs of a weight: as many as it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutputColumns {
+    /// The first of these columns.
     pub first: usize,
+    /// Number of all columns of the result.
     pub of: usize,
 }
 

@@ -213,8 +213,8 @@ pub trait Backend: Send + 'static {
         self.matmul_to(rows, (w, OutputColumns { first: 0, of: w.n }), bias, x, y);
     }
 
-    /// Multiplies by a weight as [`Backend::matmul`] does, but into columns of y, which has others as well;
-    /// the bias has a value for each column of y.
+    /// Multiplies x (rows, k) by a weight (n, k) as [`Backend::matmul`] does, but into n of the columns of y
+    /// (rows, `of`), and writes no others. The bias has a value for each column of y.
     fn matmul_to(
         &mut self,
         rows: usize,

@@ -69,7 +69,9 @@ fn divide(
 ) -> Result<Divided> {
     let count = |slab| count_on(sizes, spec, &|piece| source.load_type(piece), slab);
     let whole = count(usize::MAX).layer_matrices;
-    let slab = offload.slab(whole.iter().flatten().map(|matrix| matrix.layout.bytes).sum());
+    // Experts are never divided.
+    let divisible = whole.iter().flatten().filter(|matrix| matrix.expert.is_none());
+    let slab = offload.slab(divisible.map(|matrix| matrix.layout.bytes).sum());
     let layers = count(slab).layer_matrices;
     let places = (&offload.place, source.stores_beside());
     let stores = ModelStores::new(&source.path, &source.checkpoint, layers.iter().flatten(), places)?;

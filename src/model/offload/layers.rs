@@ -28,7 +28,8 @@ pub struct Offload {
     pub place: StorePlace,
     /// Whether a layer is read while the one before computes, rather than after it.
     pub overlaps: bool,
-    /// Largest size in bytes of a weight that is placed and read as a whole.
+    /// Size in bytes up to which weights are placed and read as a whole. Larger ones are divided by rows,
+    /// except for experts of mixtures.
     pub max_slab: usize,
 }
 
@@ -36,11 +37,12 @@ impl Offload {
     /// Usual value of [`Offload::max_slab`].
     pub const MAX_SLAB: usize = 32 << 20;
 
-    /// Returns the size above which matrices are divided by rows, given the bytes of all layers: small enough
-    /// that the fractions in the tiers are exact to half a percent. FlexGen's rule is about whole matrices.
-    pub fn slab(&self, layers: usize) -> usize {
+    /// Returns the size above which matrices are divided by rows, given the bytes of those that may be: small
+    /// enough that the fractions in the tiers are exact to half a percent, unless the model is so small that
+    /// [`MIN_SLAB`] is more. FlexGen's rule is about whole matrices.
+    pub fn slab(&self, bytes: usize) -> usize {
         match self.tiers.rule {
-            SpreadRule::Even => (layers / 256).max(MIN_SLAB).min(self.max_slab),
+            SpreadRule::Even => (bytes / 256).max(MIN_SLAB).min(self.max_slab),
             SpreadRule::MidPoint => usize::MAX,
         }
     }

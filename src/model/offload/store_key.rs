@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 
 /// Version of the folder's layout.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 
 /// Identifies a store: the model's files, and the matrices with their layouts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
