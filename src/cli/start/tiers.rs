@@ -44,8 +44,11 @@ pub fn place_tiers(config: &Config, source: &mut ModelSource) -> Result<()> {
     check_policy(config, source)?;
     source.link_rate = config.device.link;
     if is_cache_on_disk(config)? && source.spec.decoder.is_some() {
-        let (folder, overlaps) = (stores_folder(&config.tiers)?, config.tiers.overlap);
-        let caches = CacheOffload { resident: Residency(0.0), host: 0.0, folder, overlaps };
+        let TierConfig { overlap: overlaps, attends_on_host, host_kv, .. } = config.tiers;
+        let folder = stores_folder(&config.tiers)?;
+        // Without any in the file, no buffers need memory.
+        let host = if attends_on_host && host_kv == HostTier::All { 1.0 } else { 0.0 };
+        let caches = CacheOffload { resident: Residency(0.0), host, folder, overlaps, attends_on_host };
         source.cache_offload = Some(caches.clone());
         // Nothing is left in a device's own memory beside weights that take as much as they can, so caches of
         // a configured size come first.
@@ -77,13 +80,14 @@ fn is_cache_on_disk(config: &Config) -> Result<bool> {
 }
 
 /// Returns the fractions of the layers' KV caches that stay on the devices and that are in the memory of the
-/// host, given a source of which none are; `None` if all stay.
+/// host, given a source of which none stay; `None` if all stay.
 fn cache_fractions(config: &Config, source: &ModelSource) -> Result<Option<(Residency, f64)>> {
-    let setup = engine_setup(config, source).context("tiers.kv, with the caches of all layers on disk")?;
+    let setup = engine_setup(config, source).context("tiers.kv, with the caches of no layer on a device")?;
     let reports: Vec<_> = forecast(&config.device, source, &setup)?.into_iter().flatten().collect();
     let mut caches = CacheReport::default();
     reports.iter().filter_map(|report| report.cache_offload).for_each(|report| caches.add(report));
-    let fraction_of = |bytes: f64| bytes / caches.file_bytes.max(1) as f64;
+    let all = caches.file_bytes + caches.host_bytes;
+    let fraction_of = |bytes: f64| bytes / all.max(1) as f64;
     let fraction = match config.tiers.kv {
         HostTier::Fraction(fraction) => fraction,
         HostTier::Bytes(bytes) => fraction_of(bytes as f64),
@@ -110,7 +114,7 @@ fn cache_fractions(config: &Config, source: &ModelSource) -> Result<Option<(Resi
         HostTier::Bytes(bytes) => at_most(bytes as f64),
         HostTier::Auto => {
             let engine = EngineMemory::predict(&config.device, source, &setup)?;
-            at_most(free_memory(config, &setup, engine) - fraction * caches.file_bytes as f64)
+            at_most(free_memory(config, &setup, engine) - fraction * all as f64)
         }
     };
     Ok((fraction < 1.0).then_some((Residency(fraction), host)))

@@ -51,6 +51,9 @@ macro_rules! delegate_backend {
     (@alloc_kv $inner:ident) => { $crate::delegate_backend!(@mut $inner
         alloc_kv(self,
             layout: $crate::KvLayout) -> Result<$crate::KvLayer<Self::Buf>, $crate::DeviceError>); };
+    (@alloc_host_kv $inner:ident) => { $crate::delegate_backend!(@mut $inner
+        alloc_host_kv(self,
+            layout: $crate::KvLayout) -> Result<$crate::KvLayer<Self::Buf>, $crate::DeviceError>); };
     (@prepare $inner:ident) => { $crate::delegate_backend!(@mut $inner
         prepare(self, limits: &$crate::StepLimits) -> Result<(), $crate::DeviceError>); };
     (@begin_step $inner:ident) => { $crate::delegate_backend!(@mut $inner

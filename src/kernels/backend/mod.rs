@@ -153,6 +153,15 @@ pub trait Backend: Send + 'static {
     /// [`KvLayout::check_type`] fails.
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<Self::Buf>, DeviceError>;
 
+    /// Allocates the KV cache of one layer as [`Backend::alloc_kv`] does, but in the memory of the host. What
+    /// works on this cache ([`Backend::store_kv`], [`Backend::attention`] and [`Backend::copy_pages`]) is
+    /// computed there, so that rows of activations cross the link between both memories, and pages do not.
+    /// Fails with [`DeviceError::Unsupported`] on a device that cannot do that.
+    fn alloc_host_kv(&mut self, layout: KvLayout) -> Result<KvLayer<Self::Buf>, DeviceError> {
+        let _ = layout;
+        Err(DeviceError::Unsupported("this device cannot compute attention in host memory".into()))
+    }
+
     /// Allocates the slot state and all scratch memory for steps within `limits`. No later operation
     /// allocates. Fails when memory is exhausted.
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError>;

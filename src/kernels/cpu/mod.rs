@@ -71,6 +71,8 @@ pub struct CpuBackend {
     /// Attention's map from work items to spans.
     span_items: Vec<SpanItems>,
     memory: HostMemory,
+    /// Memory that is not the device's, if it has one of its own.
+    host: HostMemory,
     clock: StepClock,
 }
 
@@ -98,6 +100,7 @@ impl CpuBackend {
             scratch: CpuScratch::default(),
             span_items: Vec::new(),
             memory: HostMemory::default(),
+            host: HostMemory::default(),
             clock: StepClock::default(),
         })
     }
@@ -122,6 +125,17 @@ impl CpuBackend {
     /// rows, only records the sizes.
     fn grow_scratch(&mut self, to: ScratchSizes) -> Result<(), DeviceError> {
         self.scratch.grow(self.sizes.threads_and_operands(), to, &self.memory)
+    }
+
+    /// Allocates a KV cache in `memory`, and what attention on it needs.
+    fn alloc_kv_in(
+        &mut self,
+        memory: &HostMemory,
+        layout: KvLayout,
+    ) -> Result<KvLayer<HostBuf>, DeviceError> {
+        let [k, v] = self.sizes.kv_bytes(&layout)?;
+        self.grow_scratch(self.sizes.kv_scratch(&layout))?;
+        Ok(KvLayer { k: memory.zeroed(k)?, v: memory.zeroed(v)?, layout })
     }
 
     /// Copies packed bytes to the buffer of a weight, on all threads.
@@ -213,9 +227,12 @@ impl Backend for CpuBackend {
     }
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
-        let [k, v] = self.sizes.kv_bytes(&layout)?;
-        self.grow_scratch(self.sizes.kv_scratch(&layout))?;
-        Ok(KvLayer { k: self.memory.zeroed(k)?, v: self.memory.zeroed(v)?, layout })
+        self.alloc_kv_in(&self.memory.clone(), layout)
+    }
+
+    /// The threads that compute for the device also compute in host memory.
+    fn alloc_host_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
+        self.alloc_kv_in(&self.host.clone(), layout)
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {

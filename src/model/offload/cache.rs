@@ -24,9 +24,9 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The caches of a decoder's layers that are not on the device.
+/// The caches of a decoder's layers whose pages are copied to the device.
 pub struct StreamedCaches<Buf> {
-    /// For each layer its number among those that are not on the device.
+    /// For each layer its number among those whose pages are copied.
     places: Vec<Option<usize>>,
     marks: PageMarks,
     /// The stand-ins of the acquired layer.
@@ -38,7 +38,8 @@ pub struct StreamedCaches<Buf> {
 }
 
 impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
-    /// Creates the caches `layers`, each with its tier. `buffers` are caches with the layouts and numbers of
+    /// Creates the caches `layers`, each with its tier. Caches without pages that are copied
+    /// ([`CacheOffload::streams_from`]) are left out. `buffers` are caches with the layouts and numbers of
     /// [`super::buffer_layouts`]. Fails if the file or the memory cannot have as many bytes.
     pub fn start(
         layers: &[(KvLayout, Tier)],
@@ -46,8 +47,8 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
         limits: &StepLimits,
         (offload, path, bytes): (&CacheOffload, &TransferPath, HostBytes<Buf>),
     ) -> Result<StreamedCaches<Buf>> {
-        let mut count = 0..;
-        let places = layers.iter().map(|(_, tier)| if *tier == Tier::Device { None } else { count.next() });
+        let mut count = (0..).peekable();
+        let places = layers.iter().map(|(_, tier)| count.next_if(|_| offload.streams_from(*tier)));
         let places: Vec<_> = places.collect();
         let mut classes = Vec::new();
         let layouts: Vec<KvLayout> = buffers.iter().map(|(layout, _)| *layout).collect();
@@ -62,7 +63,7 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
         }
         let (mut units, mut end) = (Vec::new(), 0);
         for (layer, (layout, tier)) in
-            layers.iter().enumerate().filter(|(_, (_, tier))| *tier != Tier::Device)
+            layers.iter().enumerate().filter(|(_, (_, tier))| offload.streams_from(*tier))
         {
             let known = layouts.iter().position(|known| known == layout);
             let class = 2 * known.expect("there are buffers of all layouts; anything else is a bug");
@@ -146,19 +147,19 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
 }
 
 impl<Buf> StreamedCaches<Buf> {
-    /// Returns whether the cache of a layer is not on the device.
+    /// Returns whether pages of a layer's cache are copied to the device.
     pub fn contains(&self, layer: usize) -> bool {
         self.places[layer].is_some()
     }
 
-    /// Returns whether the cache of a layer is not on the device, and the step reads or changes pages.
+    /// Returns whether pages of a layer's cache are copied, and the step reads or changes pages.
     pub fn has_work(&self, layer: usize) -> bool {
         self.contains(layer) && self.has_pages
     }
 
     /// Waits until the pages that the step attends to are in the cache of a layer, which is `cache` until it
-    /// is released. Does nothing for a layer whose cache stays on the device. Fails if they cannot be read,
-    /// or if something could not be written.
+    /// is released. Does nothing for a layer whose pages are not copied. Fails if they cannot be read, or if
+    /// something could not be written.
     pub fn acquire(&mut self, layer: usize, cache: &mut KvLayer<Buf>) -> Result<(), DeviceError> {
         let Some(place) = self.places[layer] else { return Ok(()) };
         let (ring, units) = (&self.ring, 2 * place..2 * place + 2);

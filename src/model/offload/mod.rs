@@ -53,7 +53,7 @@ mod tests;
 pub use cache::StreamedCaches;
 pub use cache_places::{CacheOffload, CacheReport, buffer_layouts};
 pub use layers::{LayerNotes, Offload, OffloadReport, PackedLayers};
-pub use link::TransferPath;
+pub use link::{RowLink, TransferPath};
 pub use matrix::LayerMatrix;
 pub use residency::Residency;
 pub use speed::DiskSpeed;
