@@ -234,7 +234,7 @@ fn alloc_caches<T: LoadTarget>(
             }
         };
         let row_link = row_link.clone().filter(|_| *tier == Tier::Host);
-        anyhow::Ok(LayerCache { table: *table, kv, row_link })
+        anyhow::Ok(LayerCache { row_link, ..LayerCache::on_device(*table, kv) })
     };
     let layers = layouts.iter().zip(&tiers).map(alloc).collect::<Result<_, _>>();
     let layers = layers.context("allocating the KV cache")?;

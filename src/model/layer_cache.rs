@@ -3,7 +3,7 @@
 //!
 //! Invariant: the results are the same, wherever the cache is.
 
-use super::offload::RowLink;
+use super::offload::{ChosenValues, RowLink};
 use mainstem_kernels::{AttentionShape, Backend, KvLayer, KvTable};
 use std::sync::Arc;
 
@@ -14,12 +14,14 @@ pub struct LayerCache<Buf> {
     pub kv: KvLayer<Buf>,
     /// The way of rows to the cache, if attention on it is computed in the memory of the host.
     pub row_link: Option<Arc<RowLink>>,
+    /// The source of V that the cache lacks in the current step, if there is any.
+    pub values: Option<ChosenValues<Buf>>,
 }
 
-impl<Buf> LayerCache<Buf> {
+impl<Buf: Send + Sync> LayerCache<Buf> {
     /// Returns a cache on whose pages the device itself computes.
     pub fn on_device(table: KvTable, kv: KvLayer<Buf>) -> LayerCache<Buf> {
-        LayerCache { table, kv, row_link: None }
+        LayerCache { table, kv, row_link: None, values: None }
     }
 
     /// Stores k and v of the current rows, so many, at their positions in `table`: see [`Backend::store_kv`].
@@ -49,7 +51,12 @@ impl<Buf> LayerCache<Buf> {
         let bytes = |width: usize| rows * shape.heads * width * b.activation_type().size();
         let [sent, received] = [self.kv.layout.k_dim, self.kv.layout.v_dim].map(bytes);
         self.row_link.iter().for_each(|link| link.send(sent));
-        b.attention(shape, q, &self.kv, out);
+        match &self.values {
+            Some(values) => {
+                values.serve(|source| b.attention_fetching_values(shape, q, (&self.kv, source), out));
+            }
+            None => b.attention(shape, q, &self.kv, out),
+        }
         self.row_link.iter().for_each(|link| link.receive(received));
     }
 }

@@ -297,8 +297,9 @@ fn with_cache<Buf>(
     let Some(streamed) = streamed.as_mut().filter(|streamed| streamed.has_work(index)) else {
         return use_cache(cache);
     };
-    streamed.acquire(index, &mut cache.kv)?;
+    cache.values = streamed.acquire(index, &mut cache.kv)?;
     let outcome = use_cache(cache);
+    cache.values = None;
     streamed.release(index, &mut cache.kv, outcome.is_err());
     outcome
 }

@@ -247,12 +247,16 @@ fn inspect_error(model: &Path, flags: &[&str]) -> String {
     String::from_utf8(output.stderr).expect("it is text")
 }
 
-/// Rows cross the link instead of pages; other caches may be in a file.
+/// Rows cross the link instead of pages, or, of V, positions that tokens attend to. Others may be in a file.
 #[actix::test]
 async fn attention_in_host_memory_gives_the_same_answers() {
     let model = &Copied::of("gqa", "attend-on-host");
-    for devices in ["cpu:0", "cpu:0&cpu:1"] {
-        let settings = [("device.groups", devices.into()), ("scheduler.token_budget", 40.into())];
+    for (devices, attended) in [("cpu:0", 1.0), ("cpu:0&cpu:1", 1.0), ("cpu:0", 0.2)] {
+        let settings = [
+            ("device.groups", devices.into()),
+            ("scheduler.token_budget", 40.into()),
+            ("kv.sparse_attention", attended.into()),
+        ];
         let resident = engine(model, "all", &settings).await;
         let expected = answers(&resident).await;
         resident.stop();
@@ -267,7 +271,8 @@ async fn attention_in_host_memory_gives_the_same_answers() {
             ];
             let placed = engine(model, "all", &[&settings[..], &tiers].concat()).await;
             for _ in 0..2 {
-                assert_eq!(answers(&placed).await, expected, "{devices}, {attend_on}, {host_kv}");
+                let found = answers(&placed).await;
+                assert_eq!(found, expected, "{devices}, {attended}, {attend_on}, {host_kv}");
             }
             let on_host = placed.report.lines().find(|line| line.starts_with("kv on host ")).expect("some");
             let is_there = on_host.ends_with("MiB of layers, whose attention is computed there");

@@ -96,6 +96,11 @@ macro_rules! delegate_backend {
     (@attention $inner:ident) => { $crate::delegate_backend!(@mut $inner
         attention(self, shape: &$crate::AttentionShape<Self::Buf>, q: &Self::Buf,
             cache: &$crate::KvLayer<Self::Buf>, out: &mut Self::Buf)); };
+    (@fetches_values $inner:ident) => { $crate::delegate_backend!(@ref $inner
+        fetches_values(self) -> bool); };
+    (@attention_fetching_values $inner:ident) => { $crate::delegate_backend!(@mut $inner
+        attention_fetching_values(self, shape: &$crate::AttentionShape<Self::Buf>, q: &Self::Buf,
+            cache: (&$crate::KvLayer<Self::Buf>, &dyn $crate::ValueSource), out: &mut Self::Buf)); };
     (@activate $inner:ident) => { $crate::delegate_backend!(@mut $inner
         activate(self, rows: usize, width: usize, act: $crate::Activation, gate: &mut Self::Buf,
             up: Option<&Self::Buf>)); };

@@ -38,7 +38,7 @@ pub use sizes::CpuSizes;
 use crate::backend::{
     Activation, AttentionShape, Backend, DeviceError, DeviceSizes, Epilogue, Experts, Gemm, InputOperand,
     KvLayer, KvLayout, KvTable, MoeShape, Norm, OutputColumns, PackedLayout, Rope, SamplingInputs,
-    StepLimits, Weight,
+    StepLimits, ValueSource, Weight,
 };
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepState, StepTimes};
 use crate::clock::StepClock;
@@ -46,7 +46,7 @@ use crate::collective::Collective;
 use crate::host::{HostBuf, HostMemory};
 use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
 use crate::stage::StageCollective;
-use attention::SpanItems;
+use attention::{AttentionInputs, SpanItems};
 use gemm_input::{GemmInput, InputValues};
 use gemm_task::GemmTask;
 use gemms::GEMMS_PER_JOB;
@@ -136,6 +136,19 @@ impl CpuBackend {
         let [k, v] = self.sizes.kv_bytes(&layout)?;
         self.grow_scratch(self.sizes.kv_scratch(&layout))?;
         Ok(KvLayer { k: memory.zeroed(k)?, v: memory.zeroed(v)?, layout })
+    }
+
+    /// Computes attention.
+    fn attend(&mut self, inputs: AttentionInputs, out: &mut HostBuf) {
+        let step = self.step.as_ref().expect(NOT_PREPARED);
+        let scratch = self
+            .scratch
+            .attention
+            .as_mut()
+            .expect("attention scratch exists once alloc_kv has allocated a cache; this is a bug")
+            .f32_mut();
+        let scratch = (&mut self.span_items, scratch);
+        attention::attention(&mut self.pool, self.level, step, inputs, out.f32_mut(), scratch);
     }
 
     /// Copies packed bytes to the buffer of a weight, on all threads.
@@ -362,16 +375,21 @@ impl Backend for CpuBackend {
         cache: &KvLayer<HostBuf>,
         out: &mut HostBuf,
     ) {
-        let step = self.step.as_ref().expect(NOT_PREPARED);
-        let scratch = self
-            .scratch
-            .attention
-            .as_mut()
-            .expect("attention scratch exists once alloc_kv has allocated a cache; this is a bug")
-            .f32_mut();
-        let inputs = attention::AttentionInputs { shape, q: q.f32(), cache };
-        let scratch = (&mut self.span_items, scratch);
-        attention::attention(&mut self.pool, self.level, step, inputs, out.f32_mut(), scratch);
+        self.attend(AttentionInputs { shape, q: q.f32(), cache, values: None }, out);
+    }
+
+    fn fetches_values(&self) -> bool {
+        true
+    }
+
+    fn attention_fetching_values(
+        &mut self,
+        shape: &AttentionShape<HostBuf>,
+        q: &HostBuf,
+        (cache, values): (&KvLayer<HostBuf>, &dyn ValueSource),
+        out: &mut HostBuf,
+    ) {
+        self.attend(AttentionInputs { shape, q: q.f32(), cache, values: Some(values) }, out);
     }
 
     fn activate(

@@ -12,6 +12,7 @@
 
 use super::cache_places::CacheOffload;
 use super::cache_ring::{Ring, THREADS, Unit, UnitPlace};
+use super::chosen_values::ChosenValues;
 use super::direct::DirectFile;
 use super::link::TransferPath;
 use super::page_plan::PageMarks;
@@ -20,7 +21,7 @@ use super::tier::{Tier, host_memory};
 use super::transfers::Stream;
 use anyhow::{Context, Result};
 use mainstem_kernels::{Abort, Backend, DeviceError, KvLayer, KvLayout, StepBatch, StepLimits};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, RwLock, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -70,7 +71,7 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
             for class in [class, class + 1] {
                 let place = match tier {
                     Tier::Host => {
-                        UnitPlace::Host(Mutex::new(host_memory(sizes[class]).context("tiers.host_kv")?))
+                        UnitPlace::Host(RwLock::new(host_memory(sizes[class]).context("tiers.host_kv")?))
                     }
                     Tier::Device | Tier::Disk => UnitPlace::File(end),
                 };
@@ -102,7 +103,7 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
         let ring = Arc::new(ring);
         let mut caches = StreamedCaches {
             places,
-            marks: PageMarks::new(ring.pages, limits.page_positions),
+            marks: PageMarks::new(ring.pages, limits),
             stand_ins: None,
             has_pages: false,
             ring: ring.clone(),
@@ -159,9 +160,14 @@ impl<Buf> StreamedCaches<Buf> {
 
     /// Waits until the pages that the step attends to are in the cache of a layer, which is `cache` until it
     /// is released. Does nothing for a layer whose pages are not copied. Fails if they cannot be read, or if
-    /// something could not be written.
-    pub fn acquire(&mut self, layer: usize, cache: &mut KvLayer<Buf>) -> Result<(), DeviceError> {
-        let Some(place) = self.places[layer] else { return Ok(()) };
+    /// something could not be written. Returns the source of the pages of V that the cache lacks, because
+    /// rows attend to single positions of them.
+    pub fn acquire(
+        &mut self,
+        layer: usize,
+        cache: &mut KvLayer<Buf>,
+    ) -> Result<Option<ChosenValues<Buf>>, DeviceError> {
+        let Some(place) = self.places[layer] else { return Ok(None) };
         let (ring, units) = (&self.ring, 2 * place..2 * place + 2);
         let ([mut for_reads, mut for_writes], mut is_late) = ([Duration::ZERO; 2], false);
         let mut state = ring.lock();
@@ -185,9 +191,11 @@ impl<Buf> StreamedCaches<Buf> {
         if let (Some(k), Some(v)) = (state.ready[2 * place].take(), state.ready[2 * place + 1].take()) {
             self.stand_ins = Some([std::mem::replace(&mut cache.k, k), std::mem::replace(&mut cache.v, v)]);
         }
+        let plan = state.plans[state.current].clone();
+        drop(state);
         ring.path.transfers.add_layer(Stream::LoadCache, is_late.then_some(for_reads));
         ring.path.transfers.add_stall(Stream::StoreCache, for_writes);
-        Ok(())
+        Ok(ChosenValues::new(ring, 2 * place + 1, plan))
     }
 
     /// Ends the use of the acquired cache of a layer, and begins to write what the step has changed in it,
@@ -473,7 +481,7 @@ mod tests {
         let batch = step(20, 21);
         device.begin_step(&batch);
         let begun = caches.begin(&device, &batch);
-        let failed = begun.and_then(|()| caches.acquire(0, &mut layer)).unwrap_err().to_string();
+        let failed = begun.and_then(|()| caches.acquire(0, &mut layer)).err().unwrap().to_string();
         let expected = "device fault: cannot write the KV cache to its file: No space left on device";
         assert!(failed.starts_with(expected), "{failed}");
     }

@@ -15,7 +15,7 @@ use mainstem_kernels::{DeviceError, StepLimits, Waiters};
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -39,7 +39,7 @@ pub(super) struct Unit {
 pub(super) enum UnitPlace {
     /// In the file, from this offset on.
     File(u64),
-    Host(Mutex<Box<[u8]>>),
+    Host(RwLock<Box<[u8]>>),
 }
 
 impl UnitPlace {
@@ -255,6 +255,11 @@ impl<Buf> Ring<Buf> {
         Ok(self.done.wait(state).unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// Returns whether a unit is V in the memory of the host, of which single positions can be read.
+    pub(super) fn can_fetch(&self, unit: usize) -> bool {
+        unit % 2 == 1 && matches!(self.units[unit].place, UnitPlace::Host(_))
+    }
+
     /// Reads the pages of a unit, or writes them.
     fn transfer(&self, task: Task, unit: usize, buf: &mut Buf, plan: &Plan) -> Result<(), String> {
         let bytes = (self.bytes)(buf).ok_or("the KV cache is not on the host")?;
@@ -262,7 +267,8 @@ impl<Buf> Ring<Buf> {
         let mut moved = 0;
         let outcome = match task {
             Task::Read => {
-                let runs = plan.reads.iter().map(|run| (run.start, run.start..run.end));
+                let reads = if self.can_fetch(unit) { &plan.value_reads } else { &plan.reads };
+                let runs = reads.iter().map(|run| (run.start, run.start..run.end));
                 let copies = plan.copies.iter().map(|(from, to)| (*from, *to..to + 1));
                 runs.chain(copies).try_for_each(|(from, to)| {
                     moved += to.len() * page;
@@ -293,7 +299,7 @@ impl<Buf> Ring<Buf> {
     fn read(&self, place: &UnitPlace, at: usize, bytes: &mut [u8]) -> io::Result<()> {
         match place {
             UnitPlace::Host(memory) => {
-                let memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+                let memory = memory.read().unwrap_or_else(PoisonError::into_inner);
                 bytes.copy_from_slice(&memory[at..at + bytes.len()]);
                 Ok(())
             }
@@ -308,7 +314,7 @@ impl<Buf> Ring<Buf> {
     fn write(&self, place: &UnitPlace, at: usize, bytes: &[u8]) -> io::Result<()> {
         match place {
             UnitPlace::Host(memory) => {
-                let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut memory = memory.write().unwrap_or_else(PoisonError::into_inner);
                 memory[at..at + bytes.len()].copy_from_slice(bytes);
                 Ok(())
             }

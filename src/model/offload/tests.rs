@@ -75,6 +75,8 @@ struct Schedule {
     slots: Vec<Option<(Vec<u32>, usize)>>,
     /// Their state before the step, from which others can begin.
     before: Vec<Option<(Vec<u32>, usize)>>,
+    /// Whether the sequence of a slot has a generated token.
+    has_token: [bool; SLOTS],
 }
 
 impl Schedule {
@@ -111,6 +113,7 @@ impl Schedule {
             page: *page,
         }));
         self.slots[slot] = Some((pages, len));
+        self.has_token[slot] = false;
     }
 
     /// Adds a chunk of tokens to a sequence, as far as there are pages.
@@ -130,7 +133,9 @@ impl Schedule {
             return;
         }
         let (at, len) = (batch.tokens.len() as u32, (end - start) as u32);
-        for _ in start..end {
+        let is_generated = std::mem::replace(&mut self.has_token[slot], true) && len == 1;
+        let tokens = if is_generated { SpanTokens::Last } else { SpanTokens::Given { at, len } };
+        for _ in 0..if is_generated { 0 } else { len } {
             let token = self.below(self.vocab as usize) as u32;
             batch.tokens.push(token);
         }
@@ -139,7 +144,7 @@ impl Schedule {
             stack: SpanStack::Decoder,
             slot: slot as u32,
             start: start as u32,
-            tokens: SpanTokens::Given { at, len },
+            tokens,
             table: SpanTable::Own,
             reserved: self.context as u32,
             encoder_len: 0,
@@ -154,6 +159,7 @@ impl Schedule {
         if self.slots[from].is_some() && self.slots[to].is_none() {
             batch.moves.push(SlotMove { from: from as u32, to: to as u32 });
             self.slots.swap(from, to);
+            self.has_token.swap(from, to);
         }
         // Their pages are not taken by others before the next step.
         self.before = self.slots.clone();
@@ -205,8 +211,14 @@ fn assert_alike(what: &str, mut source: ModelSource, ty: QuantType, fractions: &
         })
         .collect();
     let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
-    let mut schedule =
-        Schedule { random: seed, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+    let mut schedule = Schedule {
+        random: seed,
+        context,
+        vocab,
+        slots: vec![None; SLOTS],
+        before: Vec::new(),
+        has_token: [false; SLOTS],
+    };
     let mut copies = 0;
     for step in 0..30 {
         let batch = schedule.step();
@@ -351,8 +363,14 @@ fn assert_placed_alike(
     let whole = limits_of(&source, usize::MAX);
     let mut resident = try_executor(&source, ty, whole, usize::MAX).unwrap();
     let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
-    let mut schedule =
-        Schedule { random: seed, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+    let mut schedule = Schedule {
+        random: seed,
+        context,
+        vocab,
+        slots: vec![None; SLOTS],
+        before: Vec::new(),
+        has_token: [false; SLOTS],
+    };
     let steps: Vec<StepBatch> = (0..8).map(|_| schedule.step()).collect();
     let expected: Vec<_> = steps.iter().map(|step| run(&mut resident, step).unwrap()).collect();
     for (number, (parts, batch_rows)) in placements.iter().enumerate() {
@@ -517,6 +535,67 @@ fn an_abort_ends_the_wait_for_a_slow_link() {
     });
 }
 
+/// Some steps have only rows that attend sparsely, others have dense rows, too, which may see the same pages.
+#[test]
+fn sparse_attention_gives_the_same_results_wherever_the_caches_are() {
+    let caches = [[0.0, 1.0], [0.5, 0.5], [0.0, 0.5], [0.0, 0.0]];
+    let mut placements = Vec::new();
+    for (number, caches) in caches.into_iter().enumerate() {
+        let parts = Parts::new([1.0, 0.0], caches);
+        placements.extend([(parts, [usize::MAX, 3][number % 2]), (parts.attending_on_host(), usize::MAX)]);
+    }
+    for (number, ty) in QuantType::kv_cache_types().enumerate() {
+        let fixture = ["gqa", "odd_head_dim"][number % 2];
+        for (seed, fraction) in [(11, 0.1), (12, 0.5), (13, 1e-6)] {
+            let fraction = Fraction::new(fraction).unwrap();
+            assert_placed_alike(fixture, (ty, fraction), &placements, seed + number as u64);
+        }
+    }
+}
+
+/// Returns the bytes of KV caches that are read in a step with a generated token after so many others, given
+/// the fraction of them that it attends to.
+fn read_after(source: &mut ModelSource, positions: usize, fraction: f64) -> u64 {
+    let folder = Scratch::new();
+    Parts::new([1.0, 0.0], [0.0, 1.0]).place(source, folder.path(), true);
+    let attended_fraction = Fraction::new(fraction).unwrap();
+    let limits = StepLimits { positions: PAGE * (PAGES - 1), attended_fraction, ..limits(source, 40) };
+    let mut placed = try_executor(source, QuantType::F16, limits, usize::MAX).unwrap();
+    for start in (0..positions).step_by(limits.rows) {
+        run(&mut placed, &step_of_one(start, positions.min(start + limits.rows), false)).unwrap();
+    }
+    let before = source.transfers.totals();
+    run(&mut placed, &step_of_one(positions, positions + 1, true)).unwrap();
+    drop(placed);
+    let moved = source.transfers.totals().since(&before);
+    moved.bytes[Stream::LoadCache as usize].iter().sum()
+}
+
+/// Of V, each query head reads its fraction of the rows, and the page of the new position is read whole, as
+/// it is written whole. Query heads that share a KV head choose other rows at worst.
+#[test]
+fn sparse_attention_reads_few_values() {
+    const POSITIONS: usize = 700;
+    let pages = POSITIONS.div_ceil(PAGE);
+    let row_bytes = |dim: usize| 2 * dim.next_multiple_of(16);
+    // One query head for each KV head, and four.
+    for (fixture, part) in [("mha", 0.15), ("gqa", 0.45)] {
+        let mut source = open(fixture);
+        let (mut keys, mut values, mut most) = (0, 0, 0);
+        for layer in &source.spec.decoder.as_ref().unwrap().layers {
+            let it = &layer.attention;
+            keys += pages * PAGE * it.kv_heads * 2 * it.k_dim;
+            values += pages * PAGE * it.kv_heads * row_bytes(it.v_dim);
+            most += (it.heads * (POSITIONS / 10) + PAGE * it.kv_heads) * row_bytes(it.v_dim);
+        }
+        let dense = read_after(&mut source, POSITIONS, 1.0) as usize;
+        assert_eq!(dense, keys + values, "{fixture}");
+        let of_values = read_after(&mut source, POSITIONS, 0.1) as usize - keys;
+        assert!(of_values > values / 20 && of_values <= most, "{fixture}: {of_values} of {values} bytes");
+        assert!((most as f64) < part * values as f64, "{fixture}: at most {most} of {values} bytes");
+    }
+}
+
 /// The sizes are in the error of a device with a byte less.
 #[test]
 fn a_memory_that_is_too_small_fails_the_start() {
@@ -541,7 +620,14 @@ fn on_disk(fixture: &str, folder: &Path) -> ModelSource {
 
 fn schedule(source: &ModelSource, random: u64) -> Schedule {
     let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
-    Schedule { random, context, vocab, slots: vec![None; SLOTS], before: Vec::new() }
+    Schedule {
+        random,
+        context,
+        vocab,
+        slots: vec![None; SLOTS],
+        before: Vec::new(),
+        has_token: [false; SLOTS],
+    }
 }
 
 /// Only one read or write is done at a time, in any order.
@@ -761,8 +847,14 @@ fn experts_that_are_read_when_chosen_give_the_same_results() {
             are_small += usize::from(places.pool_experts < places.experts);
         }
         let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
-        let mut schedule =
-            Schedule { random: seed, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+        let mut schedule = Schedule {
+            random: seed,
+            context,
+            vocab,
+            slots: vec![None; SLOTS],
+            before: Vec::new(),
+            has_token: [false; SLOTS],
+        };
         for step in 0..25 {
             let batch = schedule.step();
             let expected = run(&mut resident, &batch).unwrap();
@@ -825,7 +917,14 @@ fn a_step_reads_only_experts_that_rows_chose() {
 fn an_expert_that_has_changed_fails_the_step() {
     let (folder, mut source) = (Scratch::new(), open(&mixture()));
     let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
-    let mut schedule = Schedule { random: 5, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+    let mut schedule = Schedule {
+        random: 5,
+        context,
+        vocab,
+        slots: vec![None; SLOTS],
+        before: Vec::new(),
+        has_token: [false; SLOTS],
+    };
     let batch = std::iter::repeat_with(|| schedule.step()).find(|batch| !batch.spans.is_empty()).unwrap();
     let mut start = || with_experts_on_disk((&mut source, &folder), 0.0, usize::MAX).0;
     let mut right = start();

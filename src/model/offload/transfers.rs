@@ -13,7 +13,7 @@ use std::time::Duration;
 pub enum Stream {
     /// Weights that are read.
     LoadWeights,
-    /// Pages of KV caches that are read.
+    /// Pages of KV caches that are read, and V of single positions.
     LoadCache,
     /// Pages of KV caches that are written.
     StoreCache,
