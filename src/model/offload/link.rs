@@ -6,12 +6,16 @@
 use super::tier::Tier;
 use super::transfers::{Stream, Transfers};
 use mainstem_kernels::Abort;
+use std::hint;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// Longest time for which a thread does not look whether it has to stop.
 const NAP: Duration = Duration::from_millis(20);
+
+/// Time by which a sleep may be too long: many rows cross a link in it.
+const OVERSLEPT: Duration = Duration::from_micros(100);
 
 /// Longest time of a transfer that is counted, so that points in time do not overflow.
 const LONGEST: Duration = Duration::from_secs(86_400);
@@ -51,7 +55,8 @@ impl Link {
         let end = self.end(direction, bytes, began);
         while !is_stopped() {
             match end.checked_duration_since(Instant::now()) {
-                Some(left) if !left.is_zero() => thread::sleep(left.min(NAP)),
+                Some(left) if left > OVERSLEPT => thread::sleep((left - OVERSLEPT).min(NAP)),
+                Some(left) if !left.is_zero() => hint::spin_loop(),
                 _ => return,
             }
         }
