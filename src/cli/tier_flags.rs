@@ -21,6 +21,9 @@ pub struct TierFlags {
     /// KV caches in host memory, of those not on devices: all, auto, 20% or 2GiB.
     #[arg(long = "host-kv-memory", value_name = "SIZE")]
     tiers_host_kv: Option<String>,
+    /// Place of attention on KV caches in host memory: the device, or the host.
+    #[arg(long = "attend-on", value_name = "PLACE", value_parser = ["device", "host"])]
+    tiers_attend_on: Option<String>,
     /// Spread of weights over layers: evenly, or by FlexGen's rule.
     #[arg(long = "tier-rule", value_name = "RULE", value_parser = ["even", "midpoint"])]
     tiers_rule: Option<String>,
@@ -43,6 +46,7 @@ impl TierFlags {
         overrides.set("device.link", self.device_link);
         overrides.set("tiers.device", self.tiers_device);
         overrides.set("tiers.host_kv", self.tiers_host_kv);
+        overrides.set("tiers.attend_on", self.tiers_attend_on);
         overrides.set("tiers.rule", self.tiers_rule);
         overrides.set("tiers.overrides", self.tiers_overrides);
         overrides.set("tiers.cpu_moe", self.tiers_cpu_moe.then_some(true));
@@ -138,7 +142,13 @@ mod tests {
 
     #[test]
     fn flags_for_a_second_memory_need_one() {
-        for flag in ["--device-link=8GB/s", "--device-weights=20%", "--host-kv-memory=0", "--cpu-moe"] {
+        for flag in [
+            "--device-link=8GB/s",
+            "--device-weights=20%",
+            "--host-kv-memory=0",
+            "--attend-on=host",
+            "--cpu-moe",
+        ] {
             let error = config(&[flag]).unwrap_err();
             assert!(error.contains("requires device.memory"), "{flag}: {error}");
             config(&["--device-memory=1GiB", flag]).unwrap();

@@ -66,6 +66,8 @@ pub struct TierConfig {
     pub kv: HostTier,
     /// Memory of the host for other KV caches of layers, if devices have memory of their own.
     pub host_kv: HostTier,
+    /// Whether attention on these is computed in the memory of the host.
+    pub attends_on_host: bool,
     pub rule: TierRule,
     /// Tiers of weights by the names of their tensors. The first that matches counts.
     pub overrides: Vec<TierPattern>,

@@ -214,6 +214,7 @@ mod tests {
                 host: HostTier::All,
                 kv: HostTier::All,
                 host_kv: HostTier::All,
+                attends_on_host: false,
                 rule: TierRule::Even,
                 overrides: vec![],
                 cpu_moe: false,

@@ -239,12 +239,13 @@ impl LayeredSettings {
             return Err(self.error_for("tiers.placement", "cannot be combined with tiers.policy_file"));
         }
         let rules = [("even", TierRule::Even), ("midpoint", TierRule::MidPoint)];
-        let (on_device, host_kv) = ("tiers.device", "tiers.host_kv");
+        let (on_device, host_kv, attend_on) = ("tiers.device", "tiers.host_kv", "tiers.attend_on");
         let tiers = TierConfig {
             device: self.get(on_device, values::host_tier)?,
             host: self.get("tiers.host", values::host_tier)?,
             kv: self.get("tiers.kv", values::host_tier)?,
             host_kv: self.get(host_kv, values::host_tier)?,
+            attends_on_host: self.get(attend_on, |v| one_of(v, &[("device", false), ("host", true)]))?,
             rule: self.get("tiers.rule", |v| one_of(v, &rules))?,
             overrides: self.get("tiers.overrides", values::tier_patterns)?,
             cpu_moe: self.get("tiers.cpu_moe", values::boolean)?,
@@ -258,6 +259,7 @@ impl LayeredSettings {
         let needs_memory = [
             (on_device, tiers.device != HostTier::Auto),
             (host_kv, tiers.host_kv != HostTier::All),
+            (attend_on, tiers.attends_on_host),
             ("tiers.cpu_moe", tiers.cpu_moe),
         ];
         let needs_memory = needs_memory.into_iter().find(|(_, is_used)| *is_used && device.memory.is_none());

@@ -5,12 +5,14 @@
 use super::activations::Activations;
 use super::draft_model::{DraftModel, draft_limits, load_draft};
 use super::drafter::Drafter;
+use super::layer_cache::LayerCache;
 use super::load;
 use super::load_target::{ByteCounter, LoadTarget};
 use super::offload::{
-    CacheOffload, CacheReport, OffloadReport, StepTrace, StreamedCaches, Tier, TransferPath, buffer_layouts,
+    CacheOffload, CacheReport, OffloadReport, RowLink, StepTrace, StreamedCaches, Tier, TransferPath,
+    buffer_layouts,
 };
-use super::schedule::{self, Caches, DecoderCaches, LayerCache, StepIo};
+use super::schedule::{self, Caches, DecoderCaches, StepIo};
 use super::shard::{Shard, StageRole};
 use super::source::ModelSource;
 use super::spec::{AttentionSpec, ModelSpec};
@@ -20,6 +22,7 @@ use mainstem_kernels::{
     Abort, Backend, DeviceError, DeviceSizes, HandoffPorts, KvLayer, KvLayout, KvTable, QuantType, StepBatch,
     StepLimits, StepOutput, StepTimes,
 };
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Runs steps on one device; used by a device's actor. The backend's type does not appear above this trait.
@@ -109,7 +112,7 @@ struct Allocated<Buf> {
     model: Model<Buf>,
     kv: DecoderCaches<Buf>,
     /// The encoder's cache, whose contents last for one layer.
-    scratch: Option<KvLayer<Buf>>,
+    scratch: Option<LayerCache<Buf>>,
     act: Activations<Buf>,
     draft: Option<DraftModel<Buf>>,
 }
@@ -179,6 +182,7 @@ fn allocate<T: LoadTarget>(
     let kv_bytes = meter.since_last(target);
     let scratch = scratch_layout(spec, limits).map(|layout| target.alloc_kv(layout)).transpose();
     let scratch = scratch.context("allocating the encoder's cache")?;
+    let scratch = scratch.map(|kv| LayerCache::on_device(KvTable::Scratch, kv));
     let mut activations = |(spec, ranks): (&ModelSpec, usize), limits: &StepLimits| {
         Activations::new(target, (spec, ranks), limits).context("allocating the activations")
     };
@@ -222,12 +226,18 @@ fn alloc_caches<T: LoadTarget>(
     let layouts: Vec<_> = kv_layouts(spec, kv, limits).collect();
     let offload = source.and_then(|(source, path)| Some((source.cache_offload.as_ref()?, path)));
     let tiers = cache_tiers(offload.map(|(offload, _)| offload), &layouts);
+    let row_link = offload.filter(|(offload, _)| offload.attends_on_host);
+    let row_link = row_link.map(|(_, path)| Arc::new(RowLink::new(path.clone())));
     let alloc = |((table, layout), tier): (&(KvTable, KvLayout), &Tier)| {
-        let kv = match tier {
-            Tier::Device => target.alloc_kv(*layout)?,
-            Tier::Host | Tier::Disk => KvLayer { k: target.alloc(0)?, v: target.alloc(0)?, layout: *layout },
+        let kv = match (tier, &row_link) {
+            (Tier::Device, _) => target.alloc_kv(*layout)?,
+            (Tier::Host, Some(_)) => target.alloc_host_kv(*layout).context("tiers.attend_on")?,
+            (Tier::Host | Tier::Disk, _) => {
+                KvLayer { k: target.alloc(0)?, v: target.alloc(0)?, layout: *layout }
+            }
         };
-        Ok::<_, DeviceError>(LayerCache { table: *table, kv })
+        let row_link = row_link.clone().filter(|_| *tier == Tier::Host);
+        anyhow::Ok(LayerCache { row_link, ..LayerCache::on_device(*table, kv) })
     };
     let layers = layouts.iter().zip(&tiers).map(alloc).collect::<Result<_, _>>();
     let layers = layers.context("allocating the KV cache")?;
@@ -236,19 +246,22 @@ fn alloc_caches<T: LoadTarget>(
     };
     let places: Vec<_> = layouts.into_iter().map(|(_, layout)| layout).zip(tiers).collect();
     let bytes_of = |target: &T, layout: &KvLayout| target.device_sizes().kv_bytes(layout).map(|[k, v]| k + v);
-    let (mut report, mut below) = (CacheReport::default(), Vec::new());
+    let (mut report, mut streamed) = (CacheReport::default(), Vec::new());
     for (layout, tier) in places.iter().filter(|(_, tier)| *tier != Tier::Device) {
-        below.push(*layout);
-        let of_tier = if *tier == Tier::Host { &mut report.host_bytes } else { &mut report.file_bytes };
-        *of_tier += bytes_of(target, layout)?;
+        let bytes = bytes_of(target, layout)?;
+        *(if *tier == Tier::Host { &mut report.host_bytes } else { &mut report.file_bytes }) += bytes;
+        match offload.attends_in(*tier) {
+            true => report.attended_bytes += bytes,
+            false => streamed.push(*layout),
+        }
     }
     let mut buffers = Vec::new();
-    for (layout, count) in buffer_layouts(&below, offload.overlaps) {
+    for (layout, count) in buffer_layouts(&streamed, offload.overlaps) {
         report.buffer_bytes += count * bytes_of(target, &layout)?;
         let caches = (0..count).map(|_| target.alloc_kv(layout)).collect::<Result<Vec<_>, _>>();
         buffers.push((layout, caches.context("allocating the buffers of the KV cache")?));
     }
-    let streamed = T::READS_DATA
+    let streamed = (T::READS_DATA && !streamed.is_empty())
         .then(|| StreamedCaches::start(&places, buffers, limits, (offload, path, T::host_bytes)))
         .transpose()?;
     Ok((DecoderCaches { layers, streamed }, Some(report)))
@@ -328,13 +341,13 @@ fn page_bytes_in_memory(
     offload: Option<&CacheOffload>,
 ) -> Option<PageBytes> {
     let layouts: Vec<_> = kv_layouts(spec, KvCacheConfig { ty, pages: 1, window_pages: 1 }, limits).collect();
-    let mut below = Vec::new();
+    let mut streamed = Vec::new();
     let mut sum = PageBytes::default();
     for ((table, layout), tier) in layouts.iter().zip(cache_tiers(offload, &layouts)) {
         let bytes = layout.page_bytes()?;
         sum = sum.checked_add(match (tier, table) {
             (Tier::Host | Tier::Disk, _) => {
-                below.push(*layout);
+                streamed.extend(offload.filter(|offload| offload.streams_from(tier)).map(|_| *layout));
                 PageBytes::default()
             }
             (Tier::Device, KvTable::Window) => PageBytes { own: 0, window: bytes },
@@ -342,7 +355,7 @@ fn page_bytes_in_memory(
         })?;
     }
     let overlaps = offload.is_none_or(|offload| offload.overlaps);
-    buffer_layouts(&below, overlaps).into_iter().try_fold(sum, |sum, (layout, count)| {
+    buffer_layouts(&streamed, overlaps).into_iter().try_fold(sum, |sum, (layout, count)| {
         sum.checked_add(PageBytes { own: layout.page_bytes()?.checked_mul(count)?, window: 0 })
     })
 }
@@ -421,6 +434,7 @@ impl<B: Backend> Executor for ModelExecutor<B> {
         if let Some(streamed) = &kv.streamed {
             streamed.stop_on_abort(abort);
         }
+        kv.layers.iter().filter_map(|cache| cache.row_link.as_ref()).for_each(|it| it.stop_on_abort(abort));
     }
 }
 
@@ -738,7 +752,13 @@ mod tests {
             source.offload = Some(Offload { tiers, ..offload(&folder, 0.4) });
             let mut divided = [(1, 0.0), (3, 0.3), (11, 0.6)].map(|(rows, cached)| {
                 let (resident, folder) = (Residency(cached), folder.path().to_owned());
-                source.cache_offload = Some(CacheOffload { resident, host: 0.4, folder, overlaps: rows > 3 });
+                source.cache_offload = Some(CacheOffload {
+                    resident,
+                    host: 0.4,
+                    folder,
+                    overlaps: rows > 3,
+                    attends_on_host: rows == 11,
+                });
                 executor_in_batches(&source, rows).unwrap()
             });
             for (encoded, decoded) in [(&[0, 1][..], &[0, 1][..]), (&[1, 0], &[]), (&[], &[0, 1])] {

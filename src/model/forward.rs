@@ -13,14 +13,15 @@
 //! Invariant: whatever runs layers calls these functions and adds no arithmetic of its own.
 
 use super::activations::Activations;
+use super::layer_cache::LayerCache;
 use super::spec::words::Wiring;
 use super::spec::{AttentionSpec, ColumnSplit, LayerSpec};
 use super::weights::{
     Attention, Dense, Embedding, Head, LayerWeights, Linear, Mlp, Moe, Stack, SublayerNorms,
 };
 use mainstem_kernels::{
-    ActivationType, AttentionShape, Backend, DeviceError, Epilogue, Gemm, InputOperand, KvLayer, KvTable,
-    Norm, RelativeBias, SamplingInputs, SpanStack, StepBatch, StepOutput,
+    ActivationType, AttentionShape, Backend, DeviceError, Epilogue, Gemm, InputOperand, KvTable, Norm,
+    RelativeBias, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
 use std::ops::Range;
 
@@ -89,13 +90,13 @@ pub fn attention<B: Backend>(
     b: &mut B,
     spec: &AttentionSpec,
     relative_bias: Option<&RelativeBias<B::Buf>>,
-    table: KvTable,
-    cache: &mut KvLayer<B::Buf>,
+    cache: &mut LayerCache<B::Buf>,
+    rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
-    b.store_kv(table, &act.k, &act.v, cache);
+    cache.store(b, rows, cache.table, [&act.k, &act.v]);
     let bias = relative_bias.filter(|_| spec.has_relative_bias);
-    b.attention(&attention_shape(spec, table, bias), &act.q, cache, &mut act.a);
+    cache.attend(b, rows, &attention_shape(spec, cache.table, bias), (&act.q, &mut act.a));
 }
 
 /// Runs the rest of the layer after attention. Sub-layer outputs are reduced over the ranks of the stage.
@@ -104,7 +105,7 @@ pub fn after_attention<B: Backend>(
     b: &mut B,
     spec: &LayerSpec,
     block: &LayerWeights<B::Buf>,
-    cache: &KvLayer<B::Buf>,
+    cache: &LayerCache<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) -> Result<(), DeviceError> {
@@ -220,14 +221,14 @@ fn append_logits<B: Backend>(
 pub fn store_cross_kv<B: Backend>(
     b: &mut B,
     block: &LayerWeights<B::Buf>,
-    cache: &mut KvLayer<B::Buf>,
+    cache: &mut LayerCache<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
     let Some((_, weights)) = &block.cross else { return };
     linear(b, rows, &weights.k, &act.x, &mut act.k);
     linear(b, rows, &weights.v, &act.x, &mut act.v);
-    b.store_kv(KvTable::Cross, &act.k, &act.v, cache);
+    cache.store(b, rows, KvTable::Cross, [&act.k, &act.v]);
 }
 
 /// Adds the attention output, projected by o, to x.
@@ -249,7 +250,7 @@ fn cross_attention<B: Backend>(
     b: &mut B,
     spec: &LayerSpec,
     (norms, weights, own): (&SublayerNorms<B::Buf>, &Attention<B::Buf>, &AttentionSpec),
-    cache: &KvLayer<B::Buf>,
+    cache: &LayerCache<B::Buf>,
     rows: usize,
     act: &mut Activations<B::Buf>,
 ) {
@@ -258,7 +259,7 @@ fn cross_attention<B: Backend>(
         None => InputOperand::Given(&act.x),
     };
     run_gemms(b, rows, input, [(&weights.q, Epilogue::Set(&mut act.q))]);
-    b.attention(&attention_shape(own, KvTable::Cross, None), &act.q, cache, &mut act.a);
+    cache.attend(b, rows, &attention_shape(own, KvTable::Cross, None), (&act.q, &mut act.a));
     attention_output(b, spec, weights, norms, rows, act);
 }
 

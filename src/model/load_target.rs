@@ -56,6 +56,9 @@ pub trait LoadTarget {
     /// See [`Backend::alloc_kv`].
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<Self::Buf>, DeviceError>;
 
+    /// See [`Backend::alloc_host_kv`].
+    fn alloc_host_kv(&mut self, layout: KvLayout) -> Result<KvLayer<Self::Buf>, DeviceError>;
+
     /// See [`Backend::prepare_moe`].
     fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError>;
 
@@ -119,6 +122,10 @@ impl<B: Backend> LoadTarget for B {
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<B::Buf>, DeviceError> {
         Backend::alloc_kv(self, layout)
+    }
+
+    fn alloc_host_kv(&mut self, layout: KvLayout) -> Result<KvLayer<B::Buf>, DeviceError> {
+        Backend::alloc_host_kv(self, layout)
     }
 
     fn prepare_moe(&mut self, shape: &MoeShape, hidden: usize) -> Result<(), DeviceError> {
@@ -205,6 +212,13 @@ impl LoadTarget for ByteCounter<'_> {
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<usize>, DeviceError> {
         self.shapes.add_cache(layout);
         let [k, v] = self.sizes.kv_bytes(&layout)?.map(|bytes| self.count(bytes));
+        Ok(KvLayer { k, v, layout })
+    }
+
+    /// Counts only what attention needs on the device.
+    fn alloc_host_kv(&mut self, layout: KvLayout) -> Result<KvLayer<usize>, DeviceError> {
+        self.shapes.add_cache(layout);
+        let [k, v] = self.sizes.kv_bytes(&layout)?;
         Ok(KvLayer { k, v, layout })
     }
 

@@ -37,6 +37,8 @@ pub mod tensor_slices;
 
 pub mod activations;
 
+pub mod layer_cache;
+
 pub mod forward;
 
 pub mod drafter;

@@ -7,26 +7,21 @@
 use super::activations::Activations;
 use super::drafter::Drafter;
 use super::forward::{after_attention, attention, before_attention, embed, finish_stack, store_cross_kv};
+use super::layer_cache::LayerCache;
 use super::offload::{StepTrace, StreamedCaches};
 use super::spec::LayerSpec;
 use super::weights::{LayerWeights, Model, Stack};
 use mainstem_kernels::{
-    Backend, DeviceError, HandoffPorts, KvLayer, KvTable, SamplingInputs, SpanStack, StepBatch, StepOutput,
+    Backend, DeviceError, HandoffPorts, SamplingInputs, SpanStack, StepBatch, StepOutput,
 };
 use std::ops::Range;
 use std::time::Instant;
 
-/// The KV cache of a decoder layer.
-pub struct LayerCache<Buf> {
-    /// The page table of the layer.
-    pub table: KvTable,
-    pub kv: KvLayer<Buf>,
-}
-
 /// The KV caches of the decoder's layers.
 pub struct DecoderCaches<Buf> {
     pub layers: Vec<LayerCache<Buf>>,
-    /// The caches that are in a file, which have empty buffers in `layers`; `None` if all stay in memory.
+    /// The caches whose pages are copied to the device, which have empty buffers in `layers`; `None` if there
+    /// are none.
     pub streamed: Option<StreamedCaches<Buf>>,
 }
 
@@ -35,7 +30,7 @@ pub struct Caches<'a, Buf> {
     /// The caches of the decoder's layers.
     pub decoder: &'a mut DecoderCaches<Buf>,
     /// The encoder's cache, one for all layers.
-    pub scratch: Option<&'a mut KvLayer<Buf>>,
+    pub scratch: Option<&'a mut LayerCache<Buf>>,
 }
 
 /// Inputs and outputs of a step.
@@ -95,11 +90,11 @@ pub fn run_step<B: Backend>(
     Ok(())
 }
 
-/// Copies the pages that a batch wants copied, in every layer whose cache stays in memory. Others read them
+/// Copies the pages that a batch wants copied, in every layer whose cache stays where it is. Others read them
 /// from their sources.
 pub fn copy_pages<B: Backend>(b: &mut B, batch: &StepBatch, caches: &mut DecoderCaches<B::Buf>) {
     let DecoderCaches { layers, streamed } = caches;
-    for (index, LayerCache { table, kv }) in layers.iter_mut().enumerate() {
+    for (index, LayerCache { table, kv, .. }) in layers.iter_mut().enumerate() {
         if streamed.as_ref().is_none_or(|streamed| !streamed.contains(index)) {
             b.copy_pages(*table, &batch.page_copies, kv);
         }
@@ -167,7 +162,7 @@ fn check_tokens(batch: &StepBatch, vocab: usize) {
 fn encode<B: Backend>(
     b: &mut B,
     model: &mut Model<B::Buf>,
-    scratch: Option<&mut KvLayer<B::Buf>>,
+    scratch: Option<&mut LayerCache<B::Buf>>,
     act: &mut Activations<B::Buf>,
     traffic: &mut StepIo,
 ) -> Result<(), DeviceError> {
@@ -177,7 +172,7 @@ fn encode<B: Backend>(
             for_each_batch(b, which, act, |b, act, rows| enter_stack(b, stack, rows, from, act));
             for (index, layer) in spec.layers.iter().enumerate() {
                 with_layer(b, stack, (which, index), traffic.trace, |b, stack, block| {
-                    run_layer(b, which, stack, (layer, block), (KvTable::Scratch, scratch), act)
+                    run_layer(b, which, stack, (layer, block), scratch, act)
                 })?;
             }
             if model.role.ends_encoder {
@@ -213,16 +208,16 @@ fn decode<B: Backend>(
     for_each_batch(b, which, act, |b, act, rows| enter_stack(b, stack, rows, from, act));
     let is_idle = [SpanStack::Encoder, SpanStack::Decoder].iter().all(|stack| b.row_batches(*stack) == 0);
     for (index, layer) in spec.layers.iter().enumerate() {
-        with_cache(caches, index, |LayerCache { table, kv }| {
+        with_cache(caches, index, |cache| {
             // Only page copies.
             if is_idle {
                 return Ok(());
             }
             with_layer(b, stack, (which, index), traffic.trace, |b, stack, block| {
                 for_each_batch(b, SpanStack::Encoder, act, |b, act, rows| {
-                    store_cross_kv(b, block, kv, rows.len(), act);
+                    store_cross_kv(b, block, cache, rows.len(), act);
                 });
-                run_layer(b, which, stack, (layer, block), (*table, kv), act)
+                run_layer(b, which, stack, (layer, block), cache, act)
             })
         })?;
     }
@@ -290,8 +285,8 @@ fn send_activations<B: Backend>(
     }
 }
 
-/// Calls `use_cache` with the cache of a layer, which is acquired before and released after it if it is in a
-/// file.
+/// Calls `use_cache` with the cache of a layer, which is acquired before and released after it if its pages
+/// are copied to the device.
 fn with_cache<Buf>(
     caches: &mut DecoderCaches<Buf>,
     index: usize,
@@ -302,8 +297,9 @@ fn with_cache<Buf>(
     let Some(streamed) = streamed.as_mut().filter(|streamed| streamed.has_work(index)) else {
         return use_cache(cache);
     };
-    streamed.acquire(index, &mut cache.kv)?;
+    cache.values = streamed.acquire(index, &mut cache.kv)?;
     let outcome = use_cache(cache);
+    cache.values = None;
     streamed.release(index, &mut cache.kv, outcome.is_err());
     outcome
 }
@@ -333,14 +329,14 @@ fn run_layer<B: Backend>(
     which: SpanStack,
     stack: &Stack<B::Buf>,
     (spec, block): (&LayerSpec, &LayerWeights<B::Buf>),
-    (table, cache): (KvTable, &mut KvLayer<B::Buf>),
+    cache: &mut LayerCache<B::Buf>,
     act: &mut Activations<B::Buf>,
 ) -> Result<(), DeviceError> {
     let mut outcome = Ok(());
     for_each_batch(b, which, act, |b, act, rows| {
         if outcome.is_ok() {
             before_attention(b, spec, stack, block, rows.len(), act);
-            attention(b, &spec.attention, stack.relative_bias.as_ref(), table, cache, act);
+            attention(b, &spec.attention, stack.relative_bias.as_ref(), cache, rows.len(), act);
             outcome = after_attention(b, spec, block, cache, rows.len(), act);
         }
     });

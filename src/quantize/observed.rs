@@ -103,10 +103,11 @@ impl<B: Backend> Backend for Observed<B> {
     delegate_backend!(
         inner:
         sizes, describe, activation_type, threads, allocated_bytes, activation_precision, rank_and_count,
-        alloc, upload, download, upload_weight, prepare_weight, refill_weight, alloc_kv, prepare, begin_step,
-        map_rows, end_step, row_batches, select_rows, copy_pages, embed, embed_positions, norm, norm_in_place,
-        rope_angles, rope, store_kv, attention, activate, add, scale, softcap, gate_rows, prepare_moe,
-        all_reduce, all_gather, copy_columns, gather_output_rows, append_hidden, sample, page_table,
+        alloc, upload, download, upload_weight, prepare_weight, refill_weight, alloc_kv, alloc_host_kv,
+        prepare, begin_step, map_rows, end_step, row_batches, select_rows, copy_pages, embed,
+        embed_positions, norm, norm_in_place, rope_angles, rope, store_kv, attention, fetches_values,
+        attention_fetching_values, activate, add, scale, softcap, gate_rows, prepare_moe, all_reduce,
+        all_gather, copy_columns, gather_output_rows, append_hidden, sample, page_table,
     );
 
     fn host_bytes(buf: &mut B::Buf) -> Option<&mut [u8]> {

@@ -23,7 +23,7 @@ use std::sync::OnceLock;
 use MetricKind::{Counter, Gauge};
 
 /// The streams between memory and disk.
-const OFFLOAD_STREAMS: &[&str] = &["load_weights", "load_kv", "store_kv"];
+const OFFLOAD_STREAMS: &[&str] = &["load_weights", "load_kv", "store_kv", "load_rows", "store_rows"];
 
 pub(crate) static BUILD_INFO: Metric =
     Metric::new("mainstem_build_info", Gauge, "1", "Always 1; the label is the running version.")
@@ -352,9 +352,9 @@ pub(crate) static OFFLOAD_BYTES: Metric = Metric::new(
     "mainstem_offload_bytes_total",
     Counter,
     "bytes",
-    "Bytes moved between the memory of devices and what is below, by stream: weights that are read, and \
-     pages of the KV cache that are read and written; and by tier: disk, or host if devices have memory of \
-     their own.",
+    "Bytes moved between the memory of devices and what is below, by stream: weights that are read, pages of \
+     the KV cache that are read and written, and rows of activations to attention in the memory of the host \
+     (store_rows) and back (load_rows); and by tier: disk, or host if devices have memory of their own.",
 )
 .labelled(&[("stream", OFFLOAD_STREAMS), ("tier", &["host", "disk"])]);
 pub(crate) static OFFLOAD_STALLS: Metric = Metric::new(

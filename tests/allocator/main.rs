@@ -175,11 +175,14 @@ fn weights_read_from_disk_are_in_the_forecast_and_allocate_nothing_in_a_step() {
         source.link_rate = Some(1e12);
         source.cache_offload = Some(CacheOffload {
             resident: Residency(fraction / 2.0),
-            host: 0.4,
+            host: 0.6,
             folder: folder.clone(),
             overlaps: true,
+            attends_on_host: fraction == 0.5,
         });
-        let limits = StepLimits { batch_rows: 16, ..limits(&source) };
+        // Generated tokens fetch V of caches in host memory.
+        let attended_fraction = Fraction::new(1.0 - fraction / 2.0 - 0.1).expect("a valid fraction");
+        let limits = StepLimits { batch_rows: 16, attended_fraction, ..limits(&source) };
         assert_estimated(&what, cpu(), &source);
         let whole = Shard::whole(&source.spec);
         let mut executor = ModelExecutor::new(cpu(), &source, &whole, KV, limits).expect("the fixture loads");
@@ -268,7 +271,9 @@ fn assert_estimated<B: Backend>(what: &str, backend: B, source: &ModelSource) {
     let before = HostBuf::total_allocated();
     let executor = ModelExecutor::new(backend, source, &shard, KV, limits).expect("the fixture loads");
     assert_eq!(estimate, executor.report(), "{what}");
-    assert_eq!(estimate.total_bytes(), HostBuf::total_allocated() - before, "{what}");
+    // Of the host's memory, these are buffers.
+    let on_host = estimate.cache_offload.map_or(0, |caches| caches.attended_bytes);
+    assert_eq!(estimate.total_bytes() + on_host, HostBuf::total_allocated() - before, "{what}");
 }
 
 fn a_step_of_a_model_with_an_encoder_allocates_nothing() {

@@ -335,6 +335,42 @@ fn inspect_error(model: &Path, flags: &[&str]) -> String {
     String::from_utf8(output.stderr).expect("it is text")
 }
 
+/// Rows cross the link instead of pages, or, of V, positions that tokens attend to. Others may be in a file.
+#[actix::test]
+async fn attention_in_host_memory_gives_the_same_answers() {
+    let model = &Copied::of("gqa", "attend-on-host");
+    for (devices, attended) in [("cpu:0", 1.0), ("cpu:0&cpu:1", 1.0), ("cpu:0", 0.2)] {
+        let settings = [
+            ("device.groups", devices.into()),
+            ("scheduler.token_budget", 40.into()),
+            ("kv.sparse_attention", attended.into()),
+        ];
+        let resident = engine(model, "all", &settings).await;
+        let expected = answers(&resident).await;
+        resident.stop();
+        for (attend_on, host_kv) in [("host", "all"), ("host", "60%"), ("device", "all")] {
+            let tiers = [
+                ("device.memory", "64MiB".into()),
+                ("device.link", "8GB/s".into()),
+                ("kv.size", "1024 tokens".into()),
+                ("tiers.kv", "0%".into()),
+                ("tiers.host_kv", host_kv.into()),
+                ("tiers.attend_on", attend_on.into()),
+            ];
+            let placed = engine(model, "all", &[&settings[..], &tiers].concat()).await;
+            for _ in 0..2 {
+                let found = answers(&placed).await;
+                assert_eq!(found, expected, "{devices}, {attended}, {attend_on}, {host_kv}");
+            }
+            let on_host = placed.report.lines().find(|line| line.starts_with("kv on host ")).expect("some");
+            let is_there = on_host.ends_with("MiB of layers, whose attention is computed there");
+            assert_eq!(is_there, attend_on == "host", "{}", placed.report);
+            all_home(&placed, 4).await;
+            placed.stop();
+        }
+    }
+}
+
 /// The sum that the error names is enough, and a byte less is not.
 #[actix::test]
 async fn a_device_memory_that_is_too_small_names_the_least_that_works() {
@@ -403,6 +439,13 @@ fn inspect_says_what_is_on_the_device_on_the_host_and_on_disk() {
     let all = device + host + disk;
     assert!(device * 10 <= all * 3 && host * 10 <= all * 4 && device * host * disk > 0, "{percents}");
     assert!(bytes(&percents, "kv_on_host") > 0 && bytes(&percents, "kv_on_disk") > 0, "{percents}");
+    let [pages, rows] = ["device", "host"].map(|place| {
+        let memory = memory(&dense, &[own, "--percent", "100,0,0,100,100,0", "--attend-on", place]);
+        ["kv", "kv_on_host"].map(|key| bytes(&memory, key))
+    });
+    assert!(pages[0] > 0 && rows == [0, pages[1]], "{pages:?} {rows:?}");
+    let error = inspect_error(&dense, &["--attend-on", "host"]);
+    assert!(error.contains("tiers.attend_on") && error.contains("requires device.memory"), "{error}");
     let flexgen = memory(&dense, &[own, "--percent", "0,50,100,0,100,0", "--tier-rule", "midpoint"]);
     let [device, host, disk] = parts(&flexgen);
     assert!(device == 0 && host > 0 && disk > 0 && bytes(&flexgen, "kv_on_host") == 0, "{flexgen}");

@@ -34,7 +34,7 @@ pub struct DeviceProperties<'a> {
 /// The size of the KV cache.
 pub(super) struct KvPlan {
     pub(super) cache: KvCacheConfig,
-    /// Bytes of one page on all devices together.
+    /// Bytes of one page on all devices together, and in the memory of the host if it stays there.
     pub(super) page: PageBytes,
 }
 
@@ -262,7 +262,11 @@ fn memory_pools(
             let (page, in_host) = page.zip(in_host).with_context(|| {
                 format!("kv.page_size: a page of {} tokens is too large", config.kv.page_size)
             })?;
-            page_sum = page_sum.checked_add(page).unwrap_or(PageBytes::MAX);
+            let with_host = page.checked_add(PageBytes { own: in_host, window: 0 }).unwrap_or(PageBytes::MAX);
+            // Caches that stay in host memory have no buffers, which could be counted instead.
+            let stays = source.cache_offload.as_ref().is_some_and(|offload| offload.attends_on_host);
+            let counted = if stays { with_host } else { page };
+            page_sum = page_sum.checked_add(counted).unwrap_or(PageBytes::MAX);
             let kv = KvCacheConfig { ty: config.kv.ty, pages: 1, window_pages: 0 };
             let needed = (properties.estimate)(device, &shard, kv, *limits)?;
             let on_device = needed.total_bytes() - needed.kv_bytes;
@@ -273,8 +277,7 @@ fn memory_pools(
                 own.push(device_pool);
             }
             let [weights_in_host, _] = needed.host_bytes();
-            let page = page.checked_add(PageBytes { own: in_host, window: 0 }).unwrap_or(PageBytes::MAX);
-            pool.add_device(device, page, on_device.saturating_add(weights_in_host));
+            pool.add_device(device, with_host, on_device.saturating_add(weights_in_host));
         }
     }
     let shared = [machine, nowhere].into_iter().filter(|pool| !pool.devices.is_empty());

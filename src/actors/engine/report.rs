@@ -87,13 +87,15 @@ fn offload_lines(built: &[Vec<ExecutorReport>]) -> Vec<String> {
 fn cache_offload_lines(built: &[Vec<ExecutorReport>]) -> Vec<String> {
     let mut sum = CacheReport::default();
     built.iter().flatten().filter_map(|it| it.cache_offload).for_each(|it| sum.add(it));
-    let CacheReport { file_bytes, host_bytes, buffer_bytes } = sum;
-    let line = |(place, bytes): (&str, usize)| {
-        let (bytes, buffers) = (mib(bytes), mib(buffer_bytes));
-        format!("{place}   {bytes:.1} MiB of layers, for which {buffers:.1} MiB of the cache are buffers")
-    };
-    let places = [("kv on disk", file_bytes), ("kv on host", host_bytes)];
-    places.into_iter().filter(|(_, bytes)| *bytes > 0).map(line).collect()
+    let CacheReport { file_bytes, host_bytes, attended_bytes, buffer_bytes } = sum;
+    let buffers = format!("for which {:.1} MiB of the cache are buffers", mib(buffer_bytes));
+    let attended = "whose attention is computed there".to_owned();
+    let places = [
+        ("kv on disk", file_bytes, &buffers),
+        ("kv on host", host_bytes, if attended_bytes > 0 { &attended } else { &buffers }),
+    ];
+    let line = |(place, bytes, note)| format!("{place}   {:.1} MiB of layers, {note}", mib(bytes));
+    places.into_iter().filter(|(_, bytes, _)| *bytes > 0).map(line).collect()
 }
 
 /// Returns the name of a policy, with the length of its window.

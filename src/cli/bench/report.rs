@@ -141,7 +141,8 @@ impl OffloadBreakdown {
         let (layers_ready, layers_late) = (moved.ready, moved.late);
         let compute_seconds = (seconds - stalled).max(0.0);
         let TransferTotals { expert_hits, expert_misses, .. } = *moved;
-        (layers_ready + layers_late + expert_hits + expert_misses > 0).then_some(OffloadBreakdown {
+        let bytes: u64 = streams.iter().map(|stream| stream.bytes).sum();
+        (layers_ready + layers_late + expert_hits + expert_misses + bytes > 0).then_some(OffloadBreakdown {
             seconds,
             compute_seconds,
             streams,

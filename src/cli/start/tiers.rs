@@ -51,8 +51,11 @@ fn place_tiers_in(config: &Config, source: &mut ModelSource, memory: usize) -> R
     if !is_cache_on_disk(config)? || source.spec.decoder.is_none() {
         return place_weights(config, source, memory);
     }
-    let (folder, overlaps) = (stores_folder(&config.tiers)?, config.tiers.overlap);
-    let caches = CacheOffload { resident: Residency(0.0), host: 0.0, folder, overlaps };
+    let TierConfig { overlap: overlaps, attends_on_host, host_kv, .. } = config.tiers;
+    let folder = stores_folder(&config.tiers)?;
+    // Without any in the file, no buffers need memory.
+    let host = if attends_on_host && host_kv == HostTier::All { 1.0 } else { 0.0 };
+    let caches = CacheOffload { resident: Residency(0.0), host, folder, overlaps, attends_on_host };
     source.cache_offload = Some(caches.clone());
     // Nothing is left in a device's own memory beside weights that take as much as they can, so caches of a
     // configured size come first.
@@ -65,7 +68,7 @@ fn place_tiers_in(config: &Config, source: &mut ModelSource, memory: usize) -> R
     source.cache_offload =
         (resident < 1.0).then_some(CacheOffload { resident: Residency(resident), ..caches });
     // In the host's memory, weights come first: what caches may take there is known after them.
-    let is_host_auto = config.tiers.host_kv == HostTier::Auto;
+    let is_host_auto = host_kv == HostTier::Auto;
     if are_caches_first && is_host_auto {
         place_weights(config, source, memory)?;
     }
@@ -94,11 +97,12 @@ fn is_cache_on_disk(config: &Config) -> Result<bool> {
 /// Returns the fraction of the layers' KV caches that stays on the devices, and the bytes of all of them,
 /// given a source of which none do.
 fn cache_fraction(config: &Config, source: &ModelSource, memory: usize) -> Result<(f64, usize)> {
-    let setup = engine_setup(config, source).context("tiers.kv, with the caches of all layers on disk")?;
+    let setup = engine_setup(config, source).context("tiers.kv, with the caches of no layer on a device")?;
     let reports: Vec<_> = forecast(&config.device, source, &setup)?.into_iter().flatten().collect();
     let mut caches = CacheReport::default();
     reports.iter().filter_map(|report| report.cache_offload).for_each(|report| caches.add(report));
-    let fraction_of = |bytes: f64| bytes / caches.file_bytes.max(1) as f64;
+    let all = caches.file_bytes + caches.host_bytes;
+    let fraction_of = |bytes: f64| bytes / all.max(1) as f64;
     let fraction = match config.tiers.kv {
         HostTier::Fraction(fraction) => fraction,
         HostTier::Bytes(bytes) => fraction_of(bytes as f64),
@@ -111,7 +115,7 @@ fn cache_fraction(config: &Config, source: &ModelSource, memory: usize) -> Resul
             own.map_or(of_machine, |own| own.min(of_machine))
         }
     };
-    Ok((fraction, caches.file_bytes))
+    Ok((fraction, all))
 }
 
 /// Returns the fraction of the layers' KV caches, of so many bytes, that is in the memory of the host, given

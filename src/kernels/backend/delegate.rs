@@ -51,6 +51,9 @@ macro_rules! delegate_backend {
     (@alloc_kv $inner:ident) => { $crate::delegate_backend!(@mut $inner
         alloc_kv(self,
             layout: $crate::KvLayout) -> Result<$crate::KvLayer<Self::Buf>, $crate::DeviceError>); };
+    (@alloc_host_kv $inner:ident) => { $crate::delegate_backend!(@mut $inner
+        alloc_host_kv(self,
+            layout: $crate::KvLayout) -> Result<$crate::KvLayer<Self::Buf>, $crate::DeviceError>); };
     (@prepare $inner:ident) => { $crate::delegate_backend!(@mut $inner
         prepare(self, limits: &$crate::StepLimits) -> Result<(), $crate::DeviceError>); };
     (@begin_step $inner:ident) => { $crate::delegate_backend!(@mut $inner
@@ -93,6 +96,11 @@ macro_rules! delegate_backend {
     (@attention $inner:ident) => { $crate::delegate_backend!(@mut $inner
         attention(self, shape: &$crate::AttentionShape<Self::Buf>, q: &Self::Buf,
             cache: &$crate::KvLayer<Self::Buf>, out: &mut Self::Buf)); };
+    (@fetches_values $inner:ident) => { $crate::delegate_backend!(@ref $inner
+        fetches_values(self) -> bool); };
+    (@attention_fetching_values $inner:ident) => { $crate::delegate_backend!(@mut $inner
+        attention_fetching_values(self, shape: &$crate::AttentionShape<Self::Buf>, q: &Self::Buf,
+            cache: (&$crate::KvLayer<Self::Buf>, &dyn $crate::ValueSource), out: &mut Self::Buf)); };
     (@activate $inner:ident) => { $crate::delegate_backend!(@mut $inner
         activate(self, rows: usize, width: usize, act: $crate::Activation, gate: &mut Self::Buf,
             up: Option<&Self::Buf>)); };

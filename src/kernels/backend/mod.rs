@@ -28,6 +28,8 @@ mod sampling;
 
 mod sizes;
 
+mod values;
+
 pub use activation_type::ActivationType;
 pub use attention::{AttentionShape, KvLayer, KvLayout, KvTable, Mask, RelativeBias};
 pub use error::DeviceError;
@@ -40,6 +42,7 @@ pub use operands::{
 };
 pub use sampling::SamplingInputs;
 pub use sizes::{DeviceSizes, HeldShapes, PackedLayout};
+pub use values::ValueSource;
 
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepTimes};
 use crate::collective::Collective;
@@ -152,6 +155,15 @@ pub trait Backend: Send + 'static {
     /// Allocates the KV cache of one layer, zeroed. Fails when memory is exhausted or
     /// [`KvLayout::check_type`] fails.
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<Self::Buf>, DeviceError>;
+
+    /// Allocates the KV cache of one layer as [`Backend::alloc_kv`] does, but in the memory of the host. What
+    /// works on this cache ([`Backend::store_kv`], [`Backend::attention`] and [`Backend::copy_pages`]) is
+    /// computed there, so that rows of activations cross the link between both memories, and pages do not.
+    /// Fails with [`DeviceError::Unsupported`] on a device that cannot do that.
+    fn alloc_host_kv(&mut self, layout: KvLayout) -> Result<KvLayer<Self::Buf>, DeviceError> {
+        let _ = layout;
+        Err(DeviceError::Unsupported("this device cannot compute attention in host memory".into()))
+    }
 
     /// Allocates the slot state and all scratch memory for steps within `limits`. No later operation
     /// allocates. Fails when memory is exhausted.
@@ -274,6 +286,25 @@ pub trait Backend: Send + 'static {
         cache: &KvLayer<Self::Buf>,
         out: &mut Self::Buf,
     );
+
+    /// Returns whether [`Backend::attention_fetching_values`] is implemented.
+    fn fetches_values(&self) -> bool {
+        false
+    }
+
+    /// Computes attention as [`Backend::attention`] does, with the same results, over a cache of which some
+    /// pages of V are not present. Rows that use top-k sparse attention read from `values` what they need of
+    /// these, once it is known; other rows do not see them.
+    fn attention_fetching_values(
+        &mut self,
+        shape: &AttentionShape<Self::Buf>,
+        q: &Self::Buf,
+        (cache, values): (&KvLayer<Self::Buf>, &dyn ValueSource),
+        out: &mut Self::Buf,
+    ) {
+        let _ = (shape, q, cache, values, out);
+        unimplemented!("it is called only if the device fetches values; this is a bug")
+    }
 
     /// Applies an activation function: gate = act(gate) * up, all (rows, width); without `up`, gate =
     /// act(gate).

@@ -6,7 +6,7 @@ use super::memo::ORACLE_ROWS;
 use super::rig::*;
 use super::spans::*;
 use mainstem_kernels::backend::{
-    AttentionShape, Backend, KvLayer, KvLayout, KvTable, Mask, RelativeBias, StepLimits,
+    AttentionShape, Backend, KvLayer, KvLayout, KvTable, Mask, RelativeBias, StepLimits, ValueSource,
 };
 use mainstem_kernels::batch::{NULL_PAGE, SpanOutput, SpanStack, TableUpdate};
 use mainstem_kernels::quant::QuantType;
@@ -176,6 +176,30 @@ impl AttentionCase {
         cache: &KvLayer<B::Buf>,
         n: usize,
     ) -> B::Buf {
+        self.attend_by(rig, n, |backend, shape, out| backend.attention(shape, q, cache, out))
+    }
+
+    /// Runs attention of the last step again, with V from a source; returns the result of its only row.
+    pub(super) fn attend_fetching<B: Backend>(
+        &self,
+        rig: &mut Rig<B>,
+        cache: (&KvLayer<B::Buf>, &dyn ValueSource),
+        row: (u32, usize),
+    ) -> Vec<f32> {
+        let q = rig.input(&row_inputs(100_002, &[row], self.heads * self.k_dim));
+        let n = self.heads * self.v_dim;
+        let out = self.attend_by(rig, n, |backend, shape, out| {
+            backend.attention_fetching_values(shape, &q, cache, out);
+        });
+        rig.read(&out, n, format_args!("{self:?}, {row:?}, with fetched values"))
+    }
+
+    fn attend_by<B: Backend>(
+        &self,
+        rig: &mut Rig<B>,
+        n: usize,
+        run: impl FnOnce(&mut B, &AttentionShape<B::Buf>, &mut B::Buf),
+    ) -> B::Buf {
         let AttentionOptions { mask, table, softcap, reach } = self.options;
         let bias = reach.map(|reach| RelativeBias {
             table: rig.constant(&scaled(100_003, self.heads * (2 * reach - 1), MAX_BIAS)),
@@ -185,7 +209,7 @@ impl AttentionCase {
         let bias = bias.as_ref();
         let shape = AttentionShape { heads: self.heads, scale: self.scale, softcap, mask, table, bias };
         let mut out = rig.output(n);
-        rig.backend.attention(&shape, q, cache, &mut out);
+        run(&mut rig.backend, &shape, &mut out);
         out
     }
 

@@ -57,7 +57,7 @@ pub use properties::{batch_invariance, chunking, moves, output_selection, paging
 pub use rope::{angles, rope};
 pub use rows::{row_tokens, visible_values};
 pub use sampling::{drawn_frequencies, sample_tokens};
-pub use sparse::{top_k_attention, unselected_values};
+pub use sparse::{fetched_values, top_k_attention, unselected_values};
 pub use splits::{
     attention_over_splits, encoder_inputs_over_splits, masked_splits, negative_infinite_scores, split_bits,
 };
@@ -144,6 +144,7 @@ pub fn run<B: Backend>(make: impl Fn() -> B + Sync, bounds: Bounds) {
     negative_infinite_scores(make, bounds);
     top_k_attention(make, bounds);
     unselected_values(make, bounds);
+    fetched_values(make);
     non_finite_values(make, bounds);
     extreme_groups(make, bounds);
     encoder_batch_invariance(make, bounds);

@@ -5,10 +5,11 @@ use super::attention_case::*;
 use super::inputs::*;
 use super::rig::*;
 use super::spans::*;
-use mainstem_kernels::backend::{Backend, Fraction, KvTable, Mask, StepLimits};
-use mainstem_kernels::batch::SpanOutput;
+use mainstem_kernels::backend::{Backend, Fraction, KvTable, Mask, StepLimits, ValueSource};
+use mainstem_kernels::batch::{Page, SpanOutput};
 use mainstem_kernels::quant::QuantType;
 use mainstem_kernels::reference::Reference;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Returns prompts mixed with generated tokens: of sequence 0 from position 37 on, of sequence 1 from its
 /// second token on.
@@ -130,4 +131,56 @@ pub fn unselected_values<B: Backend>(make: &impl Fn() -> B, bounds: &Bounds) {
         (bounds.attention)(QuantType::F32),
         |_| 20.0,
     );
+}
+
+/// V of a whole cache, of which one page is also in the device's buffer.
+struct WholeValues {
+    bytes: Vec<u8>,
+    present: Page,
+    read: AtomicUsize,
+}
+
+impl ValueSource for WholeValues {
+    fn is_present(&self, page: Page) -> bool {
+        page == self.present
+    }
+
+    fn read(&self, at: usize, to: &mut [u8]) {
+        to.copy_from_slice(&self.bytes[at..at + to.len()]);
+        self.read.fetch_add(to.len(), Ordering::Relaxed);
+    }
+}
+
+/// Tests that a backend that fetches values has the same results if they are not in its cache, in every cache
+/// format, and that it fetches those that are selected rather than all.
+pub fn fetched_values<B: Backend>(make: &impl Fn() -> B) {
+    const POSITIONS: usize = 129;
+    let attended = Fraction::new(0.1).expect("a tenth is a valid fraction");
+    for (i, ty) in QuantType::kv_cache_types().enumerate() {
+        let (heads, k_dim, v_dim) = [(6, 64, 80), (2, 20, 33)][i % 2];
+        let options = test_options()[i % 3];
+        let case = AttentionCase { ty, kv_heads: 2, heads, k_dim, v_dim, scale: 1.0, options };
+        let mut rig = Rig::new(make(), StepLimits { attended_fraction: attended, ..limits(32) });
+        if !rig.backend.fetches_values() {
+            return;
+        }
+        let (mut cache, mut book, mut want) =
+            (case.cache(&mut rig), PageBook::scattered(32), RowResults::new());
+        for piece in [TestSpan::given(0, 0, POSITIONS), TestSpan::last(0, POSITIONS)] {
+            case.run_step(&mut rig, &mut cache, &[piece], &mut book, &mut want);
+        }
+        let present = rig.backend.page_table(0, KvTable::Own)[POSITIONS / 32];
+        let [_, len] = rig.backend.sizes().kv_bytes(&cache.layout).expect("the cache is there");
+        let mut bytes = vec![0; len];
+        rig.backend.download(&cache.v, 0, &mut bytes);
+        let page_bytes = len / cache.layout.pages;
+        for page in (0..cache.layout.pages).filter(|page| *page != present as usize) {
+            rig.backend.upload(&mut cache.v, page * page_bytes, &vec![0xff; page_bytes]);
+        }
+        let values = WholeValues { bytes, present, read: AtomicUsize::new(0) };
+        let got = case.attend_fetching(&mut rig, (&cache, &values), (0, POSITIONS));
+        assert_eq!(got, want[&(0, POSITIONS)], "{case:?}");
+        let (read, seen) = (values.read.into_inner(), POSITIONS / 32 * page_bytes);
+        assert!(read > 0 && read * 2 < seen, "{case:?}: {read} of {seen} bytes");
+    }
 }

@@ -38,7 +38,7 @@ pub use sizes::CpuSizes;
 use crate::backend::{
     Activation, AttentionShape, Backend, DeviceError, DeviceSizes, Epilogue, Experts, Gemm, InputOperand,
     KvLayer, KvLayout, KvTable, MoeShape, Norm, OutputColumns, PackedLayout, Rope, SamplingInputs,
-    StepLimits, Weight,
+    StepLimits, ValueSource, Weight,
 };
 use crate::batch::{Page, PageCopy, SpanStack, StepBatch, StepOutput, StepState, StepTimes};
 use crate::clock::StepClock;
@@ -46,7 +46,7 @@ use crate::collective::Collective;
 use crate::host::{HostBuf, HostMemory};
 use crate::quant::{ActivationPrecision, OperandFormat, QuantType};
 use crate::stage::StageCollective;
-use attention::SpanItems;
+use attention::{AttentionInputs, SpanItems};
 use gemm_input::{GemmInput, InputValues};
 use gemm_task::GemmTask;
 use gemms::GEMMS_PER_JOB;
@@ -71,6 +71,8 @@ pub struct CpuBackend {
     /// Attention's map from work items to spans.
     span_items: Vec<SpanItems>,
     memory: HostMemory,
+    /// Memory that is not the device's, if it has one of its own.
+    host: HostMemory,
     clock: StepClock,
 }
 
@@ -98,6 +100,7 @@ impl CpuBackend {
             scratch: CpuScratch::default(),
             span_items: Vec::new(),
             memory: HostMemory::default(),
+            host: HostMemory::default(),
             clock: StepClock::default(),
         })
     }
@@ -122,6 +125,30 @@ impl CpuBackend {
     /// rows, only records the sizes.
     fn grow_scratch(&mut self, to: ScratchSizes) -> Result<(), DeviceError> {
         self.scratch.grow(self.sizes.threads_and_operands(), to, &self.memory)
+    }
+
+    /// Allocates a KV cache in `memory`, and what attention on it needs.
+    fn alloc_kv_in(
+        &mut self,
+        memory: &HostMemory,
+        layout: KvLayout,
+    ) -> Result<KvLayer<HostBuf>, DeviceError> {
+        let [k, v] = self.sizes.kv_bytes(&layout)?;
+        self.grow_scratch(self.sizes.kv_scratch(&layout))?;
+        Ok(KvLayer { k: memory.zeroed(k)?, v: memory.zeroed(v)?, layout })
+    }
+
+    /// Computes attention.
+    fn attend(&mut self, inputs: AttentionInputs, out: &mut HostBuf) {
+        let step = self.step.as_ref().expect(NOT_PREPARED);
+        let scratch = self
+            .scratch
+            .attention
+            .as_mut()
+            .expect("attention scratch exists once alloc_kv has allocated a cache; this is a bug")
+            .f32_mut();
+        let scratch = (&mut self.span_items, scratch);
+        attention::attention(&mut self.pool, self.level, step, inputs, out.f32_mut(), scratch);
     }
 
     /// Copies packed bytes to the buffer of a weight, on all threads.
@@ -213,9 +240,12 @@ impl Backend for CpuBackend {
     }
 
     fn alloc_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
-        let [k, v] = self.sizes.kv_bytes(&layout)?;
-        self.grow_scratch(self.sizes.kv_scratch(&layout))?;
-        Ok(KvLayer { k: self.memory.zeroed(k)?, v: self.memory.zeroed(v)?, layout })
+        self.alloc_kv_in(&self.memory.clone(), layout)
+    }
+
+    /// The threads that compute for the device also compute in host memory.
+    fn alloc_host_kv(&mut self, layout: KvLayout) -> Result<KvLayer<HostBuf>, DeviceError> {
+        self.alloc_kv_in(&self.host.clone(), layout)
     }
 
     fn prepare(&mut self, limits: &StepLimits) -> Result<(), DeviceError> {
@@ -345,16 +375,21 @@ impl Backend for CpuBackend {
         cache: &KvLayer<HostBuf>,
         out: &mut HostBuf,
     ) {
-        let step = self.step.as_ref().expect(NOT_PREPARED);
-        let scratch = self
-            .scratch
-            .attention
-            .as_mut()
-            .expect("attention scratch exists once alloc_kv has allocated a cache; this is a bug")
-            .f32_mut();
-        let inputs = attention::AttentionInputs { shape, q: q.f32(), cache };
-        let scratch = (&mut self.span_items, scratch);
-        attention::attention(&mut self.pool, self.level, step, inputs, out.f32_mut(), scratch);
+        self.attend(AttentionInputs { shape, q: q.f32(), cache, values: None }, out);
+    }
+
+    fn fetches_values(&self) -> bool {
+        true
+    }
+
+    fn attention_fetching_values(
+        &mut self,
+        shape: &AttentionShape<HostBuf>,
+        q: &HostBuf,
+        (cache, values): (&KvLayer<HostBuf>, &dyn ValueSource),
+        out: &mut HostBuf,
+    ) {
+        self.attend(AttentionInputs { shape, q: q.f32(), cache, values: Some(values) }, out);
     }
 
     fn activate(

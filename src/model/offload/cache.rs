@@ -12,6 +12,7 @@
 
 use super::cache_places::CacheOffload;
 use super::cache_ring::{Ring, THREADS, Unit, UnitPlace};
+use super::chosen_values::ChosenValues;
 use super::direct::DirectFile;
 use super::held::HostCopy;
 use super::link::TransferPath;
@@ -25,9 +26,9 @@ use std::sync::{Arc, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The caches of a decoder's layers that are not on the device.
+/// The caches of a decoder's layers whose pages are copied to the device.
 pub struct StreamedCaches<Buf> {
-    /// For each layer its number among those that are not on the device.
+    /// For each layer its number among those whose pages are copied.
     places: Vec<Option<usize>>,
     marks: PageMarks,
     /// The stand-ins of the acquired layer.
@@ -39,7 +40,8 @@ pub struct StreamedCaches<Buf> {
 }
 
 impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
-    /// Creates the caches `layers`, each with its tier. `buffers` are caches with the layouts and numbers of
+    /// Creates the caches `layers`, each with its tier. Caches without pages that are copied
+    /// ([`CacheOffload::streams_from`]) are left out. `buffers` are caches with the layouts and numbers of
     /// [`super::buffer_layouts`]. Fails if the file or the memory cannot have as many bytes.
     pub fn start(
         layers: &[(KvLayout, Tier)],
@@ -47,8 +49,8 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
         limits: &StepLimits,
         (offload, path, bytes): (&CacheOffload, &TransferPath, HostBytes<Buf>),
     ) -> Result<StreamedCaches<Buf>> {
-        let mut count = 0..;
-        let places = layers.iter().map(|(_, tier)| if *tier == Tier::Device { None } else { count.next() });
+        let mut count = (0..).peekable();
+        let places = layers.iter().map(|(_, tier)| count.next_if(|_| offload.streams_from(*tier)));
         let places: Vec<_> = places.collect();
         let mut classes = Vec::new();
         let layouts: Vec<KvLayout> = buffers.iter().map(|(layout, _)| *layout).collect();
@@ -63,7 +65,7 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
         }
         let (mut units, mut end) = (Vec::new(), 0);
         for (layer, (layout, tier)) in
-            layers.iter().enumerate().filter(|(_, (_, tier))| *tier != Tier::Device)
+            layers.iter().enumerate().filter(|(_, (_, tier))| offload.streams_from(*tier))
         {
             let known = layouts.iter().position(|known| known == layout);
             let class = 2 * known.expect("there are buffers of all layouts; anything else is a bug");
@@ -103,7 +105,7 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
         let ring = Arc::new(ring);
         let mut caches = StreamedCaches {
             places,
-            marks: PageMarks::new(ring.pages, limits.page_positions),
+            marks: PageMarks::new(ring.pages, limits),
             stand_ins: None,
             has_pages: false,
             ring: ring.clone(),
@@ -148,21 +150,26 @@ impl<Buf: Send + Sync + 'static> StreamedCaches<Buf> {
 }
 
 impl<Buf> StreamedCaches<Buf> {
-    /// Returns whether the cache of a layer is not on the device.
+    /// Returns whether pages of a layer's cache are copied to the device.
     pub fn contains(&self, layer: usize) -> bool {
         self.places[layer].is_some()
     }
 
-    /// Returns whether the cache of a layer is not on the device, and the step reads or changes pages.
+    /// Returns whether pages of a layer's cache are copied, and the step reads or changes pages.
     pub fn has_work(&self, layer: usize) -> bool {
         self.contains(layer) && self.has_pages
     }
 
     /// Waits until the pages that the step attends to are in the cache of a layer, which is `cache` until it
-    /// is released. Does nothing for a layer whose cache stays on the device. Fails if they cannot be read,
-    /// or if something could not be written.
-    pub fn acquire(&mut self, layer: usize, cache: &mut KvLayer<Buf>) -> Result<(), DeviceError> {
-        let Some(place) = self.places[layer] else { return Ok(()) };
+    /// is released. Does nothing for a layer whose pages are not copied. Fails if they cannot be read, or if
+    /// something could not be written. Returns the source of the pages of V that the cache lacks, because
+    /// rows attend to single positions of them.
+    pub fn acquire(
+        &mut self,
+        layer: usize,
+        cache: &mut KvLayer<Buf>,
+    ) -> Result<Option<ChosenValues<Buf>>, DeviceError> {
+        let Some(place) = self.places[layer] else { return Ok(None) };
         let (ring, units) = (&self.ring, 2 * place..2 * place + 2);
         let ([mut for_reads, mut for_writes], mut is_late) = ([Duration::ZERO; 2], false);
         let mut state = ring.lock();
@@ -186,9 +193,11 @@ impl<Buf> StreamedCaches<Buf> {
         if let (Some(k), Some(v)) = (state.ready[2 * place].take(), state.ready[2 * place + 1].take()) {
             self.stand_ins = Some([std::mem::replace(&mut cache.k, k), std::mem::replace(&mut cache.v, v)]);
         }
+        let plan = state.plans[state.current].clone();
+        drop(state);
         ring.path.transfers.add_layer(Stream::LoadCache, is_late.then_some(for_reads));
         ring.path.transfers.add_stall(Stream::StoreCache, for_writes);
-        Ok(())
+        Ok(ChosenValues::new(ring, 2 * place + 1, plan))
     }
 
     /// Ends the use of the acquired cache of a layer, and begins to write what the step has changed in it,
@@ -472,7 +481,7 @@ mod tests {
         let batch = step(20, 21);
         device.begin_step(&batch);
         let begun = caches.begin(&device, &batch);
-        let failed = begun.and_then(|()| caches.acquire(0, &mut layer)).unwrap_err().to_string();
+        let failed = begun.and_then(|()| caches.acquire(0, &mut layer)).err().unwrap().to_string();
         let expected = "device fault: cannot write the KV cache to its file: No space left on device";
         assert!(failed.starts_with(expected), "{failed}");
     }

@@ -25,6 +25,9 @@ pub struct CacheOffload {
     pub folder: PathBuf,
     /// Whether layers are read and written while others compute, rather than between them.
     pub overlaps: bool,
+    /// Whether attention on the caches in the memory of the host is computed there, so that their pages are
+    /// not copied to the device.
+    pub attends_on_host: bool,
 }
 
 /// The places of the caches of a model's layers, in bytes.
@@ -34,6 +37,8 @@ pub struct CacheReport {
     pub file_bytes: usize,
     /// Caches in the memory of the host.
     pub host_bytes: usize,
+    /// Caches among these on which attention is computed there, without buffers.
+    pub attended_bytes: usize,
     /// Buffers for these caches.
     pub buffer_bytes: usize,
 }
@@ -43,6 +48,7 @@ impl CacheReport {
     pub fn add(&mut self, other: CacheReport) {
         self.file_bytes += other.file_bytes;
         self.host_bytes += other.host_bytes;
+        self.attended_bytes += other.attended_bytes;
         self.buffer_bytes += other.buffer_bytes;
     }
 }
@@ -57,6 +63,16 @@ impl CacheOffload {
         let bytes: Vec<usize> = layers.iter().map(bytes).collect();
         let tiers = spread(&bytes, self.resident, self.host);
         bytes.iter().zip(tiers).map(|(bytes, tier)| if *bytes > 0 { tier } else { Tier::Device }).collect()
+    }
+
+    /// Returns whether attention on a cache in `tier` is computed in the memory of the host.
+    pub fn attends_in(&self, tier: Tier) -> bool {
+        self.attends_on_host && tier == Tier::Host
+    }
+
+    /// Returns whether pages of a cache in `tier` are copied to buffers on the device.
+    pub fn streams_from(&self, tier: Tier) -> bool {
+        tier != Tier::Device && !self.attends_in(tier)
     }
 }
 

@@ -256,6 +256,11 @@ impl<Buf> Ring<Buf> {
         Ok(self.done.wait(state).unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// Returns whether a unit is V in the memory of the host, of which single positions can be read.
+    pub(super) fn can_fetch(&self, unit: usize) -> bool {
+        unit % 2 == 1 && matches!(self.units[unit].place, UnitPlace::Host(_))
+    }
+
     /// Reads the pages of a unit, or writes them.
     fn transfer(&self, task: Task, unit: usize, buf: &mut Buf, plan: &Plan) -> Result<(), String> {
         let bytes = (self.bytes)(buf).ok_or("the KV cache is not on the host")?;
@@ -263,7 +268,8 @@ impl<Buf> Ring<Buf> {
         let mut moved = 0;
         let outcome = match task {
             Task::Read => {
-                let runs = plan.reads.iter().map(|run| (run.start, run.start..run.end));
+                let reads = if self.can_fetch(unit) { &plan.value_reads } else { &plan.reads };
+                let runs = reads.iter().map(|run| (run.start, run.start..run.end));
                 let copies = plan.copies.iter().map(|(from, to)| (*from, *to..to + 1));
                 runs.chain(copies).try_for_each(|(from, to)| {
                     moved += to.len() * page;
@@ -294,7 +300,7 @@ impl<Buf> Ring<Buf> {
     fn read(&self, place: &UnitPlace, at: usize, bytes: &mut [u8]) -> io::Result<()> {
         match place {
             UnitPlace::Host(memory) => {
-                let memory = memory.lock();
+                let memory = memory.read();
                 // It is freed when the device is given up.
                 let from = memory.get(at..at + bytes.len()).ok_or(io::ErrorKind::Interrupted)?;
                 bytes.copy_from_slice(from);
@@ -311,7 +317,7 @@ impl<Buf> Ring<Buf> {
     fn write(&self, place: &UnitPlace, at: usize, bytes: &[u8]) -> io::Result<()> {
         match place {
             UnitPlace::Host(memory) => {
-                let mut memory = memory.lock();
+                let mut memory = memory.write();
                 let to = memory.get_mut(at..at + bytes.len()).ok_or(io::ErrorKind::Interrupted)?;
                 to.copy_from_slice(bytes);
                 Ok(())

@@ -6,7 +6,7 @@
 
 use anyhow::{Result, ensure};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::JoinHandle;
 
 /// The memory that builds of one device hold beside that of the device.
@@ -53,7 +53,7 @@ impl HeldMemory {
 /// A copy in the memory of the host.
 #[derive(Debug)]
 pub struct HostCopy {
-    bytes: Mutex<Box<[u8]>>,
+    bytes: RwLock<Box<[u8]>>,
     held: Arc<HeldMemory>,
 }
 
@@ -61,17 +61,22 @@ impl HostCopy {
     /// Wraps memory that is held for a device.
     pub fn new(bytes: Box<[u8]>, held: &Arc<HeldMemory>) -> HostCopy {
         held.copies.fetch_add(bytes.len(), Ordering::AcqRel);
-        HostCopy { bytes: Mutex::new(bytes), held: held.clone() }
+        HostCopy { bytes: RwLock::new(bytes), held: held.clone() }
     }
 
-    /// Locks the bytes, which are none once they are freed.
-    pub fn lock(&self) -> MutexGuard<'_, Box<[u8]>> {
-        self.bytes.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Locks the bytes to read them. They are none once they are freed.
+    pub fn read(&self) -> RwLockReadGuard<'_, Box<[u8]>> {
+        self.bytes.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks the bytes to change them. They are none once they are freed.
+    pub fn write(&self) -> RwLockWriteGuard<'_, Box<[u8]>> {
+        self.bytes.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Frees the memory, while others may still refer to it.
     pub fn free(&self) {
-        let freed = std::mem::take(&mut *self.lock());
+        let freed = std::mem::take(&mut *self.write());
         self.held.copies.fetch_sub(freed.len(), Ordering::AcqRel);
     }
 }
@@ -118,7 +123,7 @@ mod tests {
         assert_eq!(held.copies(), 12);
         copies[0].free();
         copies[0].free();
-        assert_eq!((held.copies(), copies[0].lock().len()), (5, 0));
+        assert_eq!((held.copies(), copies[0].read().len()), (5, 0));
         drop(copies);
         assert_eq!(held.copies(), 0);
     }

@@ -4,14 +4,20 @@
 //! for each other.
 
 use super::held::HeldMemory;
-use super::transfers::Transfers;
+use super::tier::Tier;
+use super::transfers::{Stream, Transfers};
 use crate::model::shard::Shard;
-use std::sync::{Arc, Mutex, PoisonError};
+use mainstem_kernels::Abort;
+use std::hint;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// Longest time for which a thread does not look whether it has to stop.
 const NAP: Duration = Duration::from_millis(20);
+
+/// Time by which a sleep may be too long: many rows cross a link in it.
+const OVERSLEPT: Duration = Duration::from_micros(100);
 
 /// Longest time of a transfer that is counted, so that points in time do not overflow.
 const LONGEST: Duration = Duration::from_secs(86_400);
@@ -51,7 +57,8 @@ impl Link {
         let end = self.end(direction, bytes, began);
         while !is_stopped() {
             match end.checked_duration_since(Instant::now()) {
-                Some(left) if !left.is_zero() => thread::sleep(left.min(NAP)),
+                Some(left) if left > OVERSLEPT => thread::sleep((left - OVERSLEPT).min(NAP)),
+                Some(left) if !left.is_zero() => hint::spin_loop(),
                 _ => return,
             }
         }
@@ -78,6 +85,42 @@ impl TransferPath {
     /// Waits as [`Link::wait`] does, if there is a link.
     pub fn wait(&self, direction: Direction, bytes: usize, began: Instant, is_stopped: &dyn Fn() -> bool) {
         self.link.iter().for_each(|link| link.wait(direction, bytes, began, is_stopped));
+    }
+}
+
+/// The way of rows of activations from a device to attention in the memory of the host, and back.
+#[derive(Debug)]
+pub struct RowLink {
+    path: TransferPath,
+    abort: OnceLock<Abort>,
+}
+
+impl RowLink {
+    /// Creates the way of a device's rows over `path`.
+    pub fn new(path: TransferPath) -> RowLink {
+        RowLink { path, abort: OnceLock::new() }
+    }
+
+    /// Counts `bytes` of queries, keys or values, and waits until the host has them.
+    pub fn send(&self, bytes: usize) {
+        self.carry(Stream::StoreRows, Direction::FromDevice, bytes);
+    }
+
+    /// Counts `bytes` of attention outputs, and waits until the device has them.
+    pub fn receive(&self, bytes: usize) {
+        self.carry(Stream::LoadRows, Direction::ToDevice, bytes);
+    }
+
+    /// Lets `abort` end the waits. The results of the step are then of no use.
+    pub fn stop_on_abort(&self, abort: &Abort) {
+        self.abort.get_or_init(|| abort.clone());
+    }
+
+    fn carry(&self, stream: Stream, direction: Direction, bytes: usize) {
+        let began = Instant::now();
+        self.path.wait(direction, bytes, began, &|| self.abort.get().is_some_and(Abort::is_aborted));
+        self.path.transfers.add_bytes(stream, Tier::Host, bytes);
+        self.path.transfers.add_stall(stream, began.elapsed());
     }
 }
 

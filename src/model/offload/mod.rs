@@ -14,6 +14,8 @@ mod cache_places;
 
 mod cache_ring;
 
+mod chosen_values;
+
 mod direct;
 
 mod expert_slots;
@@ -58,8 +60,9 @@ mod tests;
 
 pub use cache::StreamedCaches;
 pub use cache_places::{CacheOffload, CacheReport, buffer_layouts};
+pub use chosen_values::ChosenValues;
 pub use layers::{LayerNotes, Offload, OffloadReport, PackedLayers};
-pub use link::TransferPath;
+pub use link::{RowLink, TransferPath};
 pub use matrix::LayerMatrix;
 pub use residency::Residency;
 pub use speed::DiskSpeed;

@@ -1,4 +1,5 @@
-//! The pages of a step that layers read from a file, and those that they write to it.
+//! The pages of a step that layers read from the memory of the host or from a file, and those that they write
+//! there.
 //!
 //! Invariant: whatever a row attends to is read, copied, or computed by the step.
 
@@ -9,6 +10,11 @@ use std::ops::Range;
 #[derive(Debug, Default)]
 pub struct Plan {
     pub reads: Vec<Range<usize>>,
+    /// The pages to read of V, if rows that attend sparsely can fetch V of single positions: those that other
+    /// rows attend to, and those that are written, because what is around the new positions is written, too.
+    pub value_reads: Vec<Range<usize>>,
+    /// Pages of which V is fetched.
+    pub fetched: Vec<Range<usize>>,
     /// Pages to copy, from where the source was before the step.
     pub copies: Vec<(usize, usize)>,
     pub writes: Vec<Range<usize>>,
@@ -21,9 +27,17 @@ impl Plan {
         let runs = pages / 2 + 1;
         Plan {
             reads: Vec::with_capacity(runs),
+            value_reads: Vec::with_capacity(runs),
+            fetched: Vec::with_capacity(runs),
             copies: Vec::with_capacity(2 * limits.slots),
             writes: Vec::with_capacity(runs),
         }
+    }
+
+    /// Returns whether V of a page is fetched.
+    pub fn fetches(&self, page: usize) -> bool {
+        let next = self.fetched.partition_point(|run| run.end <= page);
+        self.fetched.get(next).is_some_and(|run| run.contains(&page))
     }
 
     /// Returns whether the step has nothing to do with pages.
@@ -32,10 +46,13 @@ impl Plan {
     }
 }
 
-/// For each page what a step does with it: [`READ`], [`WRITTEN`] and [`FILLED`]; all 0 between steps.
+/// For each page what a step does with it: [`READ`], [`READ_DENSELY`], [`WRITTEN`] and [`FILLED`]; all 0
+/// between steps.
 pub struct PageMarks {
     marks: Vec<u8>,
     page_positions: usize,
+    /// Whether generated tokens attend sparsely.
+    is_sparse: bool,
 }
 
 /// A row attends to positions of the page that were computed before the step.
@@ -44,16 +61,19 @@ const READ: u8 = 1;
 const WRITTEN: u8 = 2;
 /// The step computes or copies all that it needs of the page.
 const FILLED: u8 = 4;
+/// A row attends to such positions with all of their values.
+const READ_DENSELY: u8 = 8;
 
 impl PageMarks {
-    /// Creates the marks of a cache of so many pages of `page_positions` positions.
-    pub fn new(pages: usize, page_positions: usize) -> PageMarks {
-        PageMarks { marks: vec![0; pages], page_positions }
+    /// Creates the marks of a cache of so many pages, for steps within `limits`.
+    pub fn new(pages: usize, limits: &StepLimits) -> PageMarks {
+        let is_sparse = !limits.attended_fraction.is_one();
+        PageMarks { marks: vec![0; pages], page_positions: limits.page_positions, is_sparse }
     }
 
     /// Marks the pages that a step reads and writes.
     pub fn mark<Buf: Send + Sync + 'static>(&mut self, device: &dyn Backend<Buf = Buf>, batch: &StepBatch) {
-        let size = self.page_positions;
+        let (size, fetches_values) = (self.page_positions, self.is_sparse && device.fetches_values());
         let mut mark = |slot: u32, table: KvTable, positions: Range<usize>, mark: u8| {
             for page in &device.page_table(slot, table)[positions.start / size..positions.end.div_ceil(size)]
             {
@@ -65,9 +85,11 @@ impl PageMarks {
             match span.stack {
                 SpanStack::Encoder => mark(span.slot, KvTable::Cross, 0..end, WRITTEN | FILLED),
                 SpanStack::Decoder => {
-                    mark(span.slot, KvTable::Own, 0..start, READ);
+                    let is_sparse = fetches_values && span.tokens.is_generated();
+                    let read = if is_sparse { READ } else { READ | READ_DENSELY };
+                    mark(span.slot, KvTable::Own, 0..start, read);
                     mark(span.slot, KvTable::Own, start..end, WRITTEN);
-                    mark(span.slot, KvTable::Cross, 0..span.encoder_len as usize, READ);
+                    mark(span.slot, KvTable::Cross, 0..span.encoder_len as usize, READ | READ_DENSELY);
                 }
             }
         }
@@ -79,6 +101,8 @@ impl PageMarks {
     /// Turns the marks into a plan, and removes them.
     pub fn take_plan(&mut self, batch: &StepBatch, plan: &mut Plan) {
         plan.reads.clear();
+        plan.value_reads.clear();
+        plan.fetched.clear();
         plan.writes.clear();
         plan.copies.clear();
         let add = |runs: &mut Vec<Range<usize>>, page: usize| match runs.last_mut() {
@@ -88,7 +112,9 @@ impl PageMarks {
         for (page, mark) in self.marks.iter_mut().enumerate() {
             let mark = std::mem::take(mark);
             if mark & (READ | FILLED) == READ {
+                let is_whole = mark & (READ_DENSELY | WRITTEN) != 0;
                 add(&mut plan.reads, page);
+                add(if is_whole { &mut plan.value_reads } else { &mut plan.fetched }, page);
             }
             if mark & WRITTEN != 0 {
                 add(&mut plan.writes, page);

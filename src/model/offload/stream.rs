@@ -288,7 +288,7 @@ impl<Buf> Ring<Buf> {
             self.path.wait(Direction::ToDevice, bytes, began, &|| self.is_stopped());
         };
         if let Place::Host(copy) = place {
-            let copy = copy.lock();
+            let copy = copy.read();
             bytes[..copy.len()].copy_from_slice(&copy);
             let copied = copy.len();
             drop(copy);

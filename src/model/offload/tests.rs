@@ -3,7 +3,7 @@
 
 use super::testing::{Access, Gate, Hooked};
 use super::{
-    Activity, CacheOffload, Offload, Residency, SpreadRule, StorePlace, Stream, Tier, TierRules,
+    Activity, ByStream, CacheOffload, Offload, Residency, SpreadRule, StorePlace, Stream, Tier, TierRules,
     TransferTotals, Transfers,
 };
 use crate::model::executor::{KvCacheConfig, estimate_report};
@@ -75,6 +75,8 @@ struct Schedule {
     slots: Vec<Option<(Vec<u32>, usize)>>,
     /// Their state before the step, from which others can begin.
     before: Vec<Option<(Vec<u32>, usize)>>,
+    /// Whether the sequence of a slot has a generated token.
+    has_token: [bool; SLOTS],
 }
 
 impl Schedule {
@@ -111,6 +113,7 @@ impl Schedule {
             page: *page,
         }));
         self.slots[slot] = Some((pages, len));
+        self.has_token[slot] = false;
     }
 
     /// Adds a chunk of tokens to a sequence, as far as there are pages.
@@ -130,7 +133,9 @@ impl Schedule {
             return;
         }
         let (at, len) = (batch.tokens.len() as u32, (end - start) as u32);
-        for _ in start..end {
+        let is_generated = std::mem::replace(&mut self.has_token[slot], true) && len == 1;
+        let tokens = if is_generated { SpanTokens::Last } else { SpanTokens::Given { at, len } };
+        for _ in 0..if is_generated { 0 } else { len } {
             let token = self.below(self.vocab as usize) as u32;
             batch.tokens.push(token);
         }
@@ -139,7 +144,7 @@ impl Schedule {
             stack: SpanStack::Decoder,
             slot: slot as u32,
             start: start as u32,
-            tokens: SpanTokens::Given { at, len },
+            tokens,
             table: SpanTable::Own,
             reserved: self.context as u32,
             encoder_len: 0,
@@ -154,6 +159,7 @@ impl Schedule {
         if self.slots[from].is_some() && self.slots[to].is_none() {
             batch.moves.push(SlotMove { from: from as u32, to: to as u32 });
             self.slots.swap(from, to);
+            self.has_token.swap(from, to);
         }
         // Their pages are not taken by others before the next step.
         self.before = self.slots.clone();
@@ -197,6 +203,7 @@ fn assert_alike(what: &str, mut source: ModelSource, ty: QuantType, fractions: &
                 host: 0.0,
                 folder: folder.path().to_owned(),
                 overlaps: *fraction < 0.2,
+                attends_on_host: false,
             });
             let executor = executor(&source, ty, 7);
             assert!(executor.report().cache_offload.is_some_and(|caches| caches.file_bytes > 0), "{what}");
@@ -204,8 +211,14 @@ fn assert_alike(what: &str, mut source: ModelSource, ty: QuantType, fractions: &
         })
         .collect();
     let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
-    let mut schedule =
-        Schedule { random: seed, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+    let mut schedule = Schedule {
+        random: seed,
+        context,
+        vocab,
+        slots: vec![None; SLOTS],
+        before: Vec::new(),
+        has_token: [false; SLOTS],
+    };
     let mut copies = 0;
     for step in 0..30 {
         let batch = schedule.step();
@@ -256,9 +269,8 @@ fn a_cache_that_cannot_be_read_fails_a_step() {
         Access::Read if state.load(Ordering::SeqCst) => Err(io::ErrorKind::UnexpectedEof.into()),
         _ => Ok(()),
     });
-    let (mut source, folder) = (open("gqa"), folder.path().to_owned());
-    let resident = Residency(0.0);
-    source.cache_offload = Some(CacheOffload { resident, host: 0.0, folder, overlaps: true });
+    let mut source = open("gqa");
+    Parts::new([1.0, 0.0], [0.0, 0.0]).place(&mut source, folder.path(), true);
     let mut executor = executor(&source, QuantType::F16, usize::MAX);
     let mut steps = schedule(&source, 5);
     (0..6).for_each(|_| _ = run(&mut executor, &steps.step()).unwrap());
@@ -274,11 +286,16 @@ struct Parts {
     weights: [f64; 2],
     caches: [f64; 2],
     rule: SpreadRule,
+    attends_on_host: bool,
 }
 
 impl Parts {
     fn new(weights: [f64; 2], caches: [f64; 2]) -> Parts {
-        Parts { weights, caches, rule: SpreadRule::Even }
+        Parts { weights, caches, rule: SpreadRule::Even, attends_on_host: false }
+    }
+
+    fn attending_on_host(self) -> Parts {
+        Parts { attends_on_host: true, ..self }
     }
 
     /// Places a model's weights and caches, with stores and files in `folder`, and counts anew.
@@ -293,9 +310,13 @@ impl Parts {
             overlaps,
             max_slab: SLAB,
         });
-        let (resident, folder) = (Residency(kv_device), folder.to_owned());
-        source.cache_offload =
-            (kv_device < 1.0).then_some(CacheOffload { resident, host: kv_host, folder, overlaps });
+        source.cache_offload = (kv_device < 1.0).then(|| CacheOffload {
+            resident: Residency(kv_device),
+            host: kv_host,
+            folder: folder.to_owned(),
+            overlaps,
+            attends_on_host: self.attends_on_host,
+        });
         source.link_rate = overlaps.then_some(1e12);
         source.transfers = Default::default();
     }
@@ -342,8 +363,14 @@ fn assert_placed_alike(
     let whole = limits_of(&source, usize::MAX);
     let mut resident = try_executor(&source, ty, whole, usize::MAX).unwrap();
     let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
-    let mut schedule =
-        Schedule { random: seed, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+    let mut schedule = Schedule {
+        random: seed,
+        context,
+        vocab,
+        slots: vec![None; SLOTS],
+        before: Vec::new(),
+        has_token: [false; SLOTS],
+    };
     let steps: Vec<StepBatch> = (0..8).map(|_| schedule.step()).collect();
     let expected: Vec<_> = steps.iter().map(|step| run(&mut resident, step).unwrap()).collect();
     for (number, (parts, batch_rows)) in placements.iter().enumerate() {
@@ -379,6 +406,9 @@ fn the_placements_of_flexgens_tests_give_the_same_results() {
     let mut exact: Vec<_> = exact.map(|(w, c)| (Parts::new(w, c), usize::MAX)).into();
     // Two batches per step.
     exact.push((Parts::new(G, G), 7));
+    // With FlexGen's cpu_cache_compute.
+    let on_host = [(G, C), (C, C), (G, half), (D, half)];
+    exact.extend(on_host.map(|(w, c)| (Parts::new(w, c).attending_on_host(), 9)));
     let on_disk = [(Parts::new(G, D), usize::MAX)];
     for fixture in ["gqa", "gguf/q4_0.gguf"] {
         assert_placed_alike(fixture, (QuantType::F16, Fraction::ONE), &exact, 3);
@@ -398,11 +428,171 @@ fn any_placement_gives_the_same_results() {
     for (fixture, seed) in [("gqa", 1), ("odd_head_dim", 2), (&mixture(), 3), ("tied", 4)] {
         let placement = |number: usize| {
             let rule = if number.is_multiple_of(2) { SpreadRule::Even } else { SpreadRule::MidPoint };
-            let parts = Parts { weights: tenths(), caches: tenths(), rule };
+            let attends_on_host = !number.is_multiple_of(3);
+            let parts = Parts { weights: tenths(), caches: tenths(), rule, attends_on_host };
             (parts, [usize::MAX, 5][number % 2])
         };
-        let placements: Vec<_> = (0..6).map(placement).collect();
+        let placements: Vec<_> = (0..8).map(placement).collect();
         assert_placed_alike(fixture, (QuantType::F16, Fraction::ONE), &placements, seed);
+    }
+}
+
+/// Returns a step with tokens of one sequence at the positions from `start` to `end`, the last one of which
+/// was generated if the flag is set.
+fn step_of_one(start: usize, end: usize, is_generated: bool) -> StepBatch {
+    let entry = |index| TableUpdate { slot: 0, table: KvTable::Own, index, page: 1 + index };
+    let len = (end - start) as u32;
+    let span = Span {
+        model: SpanModel::Target,
+        stack: SpanStack::Decoder,
+        slot: 0,
+        start: start as u32,
+        tokens: if is_generated { SpanTokens::Last } else { SpanTokens::Given { at: 0, len } },
+        table: SpanTable::Own,
+        reserved: end as u32,
+        encoder_len: 0,
+        output: SpanOutput::Last,
+    };
+    StepBatch {
+        table_updates: (0..end.div_ceil(PAGE) as u32).map(entry).collect(),
+        tokens: (0..len).map(|at| 5 + at % 50).collect(),
+        spans: vec![span],
+        sampling: vec![SamplingParams::GREEDY],
+        return_logits: true,
+        ..StepBatch::default()
+    }
+}
+
+/// Returns what a step with a generated token moves after so many positions.
+fn moved_after(source: &mut ModelSource, parts: Parts, positions: usize) -> ByStream<u64> {
+    let folder = Scratch::new();
+    parts.place(source, folder.path(), true);
+    let mut placed = executor(source, QuantType::F16, usize::MAX);
+    run(&mut placed, &step_of_one(0, positions, false)).unwrap();
+    let before = source.transfers.totals();
+    run(&mut placed, &step_of_one(positions, positions + 1, true)).unwrap();
+    drop(placed);
+    source.transfers.totals().since(&before).bytes
+}
+
+/// Queries, keys, values and outputs of one row, whatever comes before it.
+#[test]
+fn rows_that_cross_the_link_to_attention_on_the_host_do_not_grow_with_the_context() {
+    let mut source = open("gqa");
+    let on_device = Parts::new([1.0, 0.0], [0.0, 1.0]);
+    let of = |bytes: ByStream<u64>, streams: &[Stream]| {
+        streams.iter().map(|stream| bytes[*stream as usize].iter().sum::<u64>()).collect::<Vec<_>>()
+    };
+    let pages = [Stream::LoadCache, Stream::StoreCache];
+    let rows = [Stream::LoadRows, Stream::StoreRows];
+    let layers = source.spec.decoder.as_ref().unwrap().layers.clone();
+    let expected = layers.iter().fold([0, 0], |[loaded, stored], layer| {
+        let it = &layer.attention;
+        [loaded + 4 * it.out_width(), stored + 4 * (it.q_width() + it.k_width() + it.v_width())]
+    });
+    let mut of_pages = Vec::new();
+    for positions in [10, 60, 120] {
+        let on_host = moved_after(&mut source, on_device.attending_on_host(), positions);
+        assert_eq!(of(on_host, &rows), expected.map(|bytes| bytes as u64), "{positions}");
+        assert_eq!(of(on_host, &pages), [0, 0], "{positions}");
+        let on_device = moved_after(&mut source, on_device, positions);
+        assert_eq!(of(on_device, &rows), [0, 0], "{positions}");
+        of_pages.push(of(on_device, &pages).iter().sum::<u64>());
+    }
+    assert!(of_pages.is_sorted_by(|a, b| a < b), "{of_pages:?}");
+    assert!(expected.iter().sum::<usize>() < of_pages[1] as usize / 4, "{expected:?}, {of_pages:?}");
+}
+
+/// Neither the caches nor buffers for them are on the device.
+#[test]
+fn attention_on_the_host_leaves_no_pages_on_the_device() {
+    let (folder, mut source) = (Scratch::new(), open("gqa"));
+    let parts = Parts::new([1.0, 0.0], [0.0, 1.0]);
+    let places = [parts, parts.attending_on_host()].map(|parts| {
+        parts.place(&mut source, folder.path(), true);
+        let report = executor(&source, QuantType::F16, usize::MAX).report();
+        (report.kv_bytes, report.cache_offload.unwrap())
+    });
+    let [(with_buffers, on_device), (without, on_host)] = places;
+    assert!(on_device.buffer_bytes == with_buffers && with_buffers > 0, "{on_device:?}");
+    assert_eq!((without, on_host.buffer_bytes, on_host.file_bytes), (0, 0, 0));
+    assert_eq!((on_host.host_bytes, on_host.attended_bytes), (on_device.host_bytes, on_device.host_bytes));
+}
+
+/// The group is given up while a row is on its way.
+#[test]
+fn an_abort_ends_the_wait_for_a_slow_link() {
+    let (folder, mut source) = (Scratch::new(), open("gqa"));
+    Parts::new([1.0, 0.0], [0.0, 1.0]).attending_on_host().place(&mut source, folder.path(), true);
+    source.link_rate = Some(1e-3);
+    let mut placed = executor(&source, QuantType::F16, usize::MAX);
+    let abort = Abort::new();
+    placed.stop_on_abort(&abort);
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| run(&mut placed, &step_of_one(0, 5, false)));
+        abort.abort();
+        waits.join().unwrap().unwrap();
+    });
+}
+
+/// Some steps have only rows that attend sparsely, others have dense rows, too, which may see the same pages.
+#[test]
+fn sparse_attention_gives_the_same_results_wherever_the_caches_are() {
+    let caches = [[0.0, 1.0], [0.5, 0.5], [0.0, 0.5], [0.0, 0.0]];
+    let mut placements = Vec::new();
+    for (number, caches) in caches.into_iter().enumerate() {
+        let parts = Parts::new([1.0, 0.0], caches);
+        placements.extend([(parts, [usize::MAX, 3][number % 2]), (parts.attending_on_host(), usize::MAX)]);
+    }
+    for (number, ty) in QuantType::kv_cache_types().enumerate() {
+        let fixture = ["gqa", "odd_head_dim"][number % 2];
+        for (seed, fraction) in [(11, 0.1), (12, 0.5), (13, 1e-6)] {
+            let fraction = Fraction::new(fraction).unwrap();
+            assert_placed_alike(fixture, (ty, fraction), &placements, seed + number as u64);
+        }
+    }
+}
+
+/// Returns the bytes of KV caches that are read in a step with a generated token after so many others, given
+/// the fraction of them that it attends to.
+fn read_after(source: &mut ModelSource, positions: usize, fraction: f64) -> u64 {
+    let folder = Scratch::new();
+    Parts::new([1.0, 0.0], [0.0, 1.0]).place(source, folder.path(), true);
+    let attended_fraction = Fraction::new(fraction).unwrap();
+    let limits = StepLimits { positions: PAGE * (PAGES - 1), attended_fraction, ..limits(source, 40) };
+    let mut placed = try_executor(source, QuantType::F16, limits, usize::MAX).unwrap();
+    for start in (0..positions).step_by(limits.rows) {
+        run(&mut placed, &step_of_one(start, positions.min(start + limits.rows), false)).unwrap();
+    }
+    let before = source.transfers.totals();
+    run(&mut placed, &step_of_one(positions, positions + 1, true)).unwrap();
+    drop(placed);
+    let moved = source.transfers.totals().since(&before);
+    moved.bytes[Stream::LoadCache as usize].iter().sum()
+}
+
+/// Of V, each query head reads its fraction of the rows, and the page of the new position is read whole, as
+/// it is written whole. Query heads that share a KV head choose other rows at worst.
+#[test]
+fn sparse_attention_reads_few_values() {
+    const POSITIONS: usize = 700;
+    let pages = POSITIONS.div_ceil(PAGE);
+    let row_bytes = |dim: usize| 2 * dim.next_multiple_of(16);
+    // One query head for each KV head, and four.
+    for (fixture, part) in [("mha", 0.15), ("gqa", 0.45)] {
+        let mut source = open(fixture);
+        let (mut keys, mut values, mut most) = (0, 0, 0);
+        for layer in &source.spec.decoder.as_ref().unwrap().layers {
+            let it = &layer.attention;
+            keys += pages * PAGE * it.kv_heads * 2 * it.k_dim;
+            values += pages * PAGE * it.kv_heads * row_bytes(it.v_dim);
+            most += (it.heads * (POSITIONS / 10) + PAGE * it.kv_heads) * row_bytes(it.v_dim);
+        }
+        let dense = read_after(&mut source, POSITIONS, 1.0) as usize;
+        assert_eq!(dense, keys + values, "{fixture}");
+        let of_values = read_after(&mut source, POSITIONS, 0.1) as usize - keys;
+        assert!(of_values > values / 20 && of_values <= most, "{fixture}: {of_values} of {values} bytes");
+        assert!((most as f64) < part * values as f64, "{fixture}: at most {most} of {values} bytes");
     }
 }
 
@@ -424,16 +614,20 @@ fn a_memory_that_is_too_small_fails_the_start() {
 /// Returns a fixture with no weights of layers in memory, and no caches.
 fn on_disk(fixture: &str, folder: &Path) -> ModelSource {
     let mut source = open(fixture);
-    let (resident, overlaps) = (Residency(0.0), true);
-    let (tiers, place) = (TierRules::default(), StorePlace(folder.to_owned()));
-    source.offload = Some(Offload { resident, tiers, place, overlaps, max_slab: SLAB });
-    source.cache_offload = Some(CacheOffload { resident, host: 0.0, folder: folder.to_owned(), overlaps });
+    Parts::new([0.0, 0.0], [0.0, 0.0]).place(&mut source, folder, true);
     source
 }
 
 fn schedule(source: &ModelSource, random: u64) -> Schedule {
     let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
-    Schedule { random, context, vocab, slots: vec![None; SLOTS], before: Vec::new() }
+    Schedule {
+        random,
+        context,
+        vocab,
+        slots: vec![None; SLOTS],
+        before: Vec::new(),
+        has_token: [false; SLOTS],
+    }
 }
 
 /// Only one read or write is done at a time, in any order.
@@ -701,8 +895,14 @@ fn experts_that_are_read_when_chosen_give_the_same_results() {
             are_small += usize::from(places.pool_experts < places.experts);
         }
         let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
-        let mut schedule =
-            Schedule { random: seed, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+        let mut schedule = Schedule {
+            random: seed,
+            context,
+            vocab,
+            slots: vec![None; SLOTS],
+            before: Vec::new(),
+            has_token: [false; SLOTS],
+        };
         for step in 0..25 {
             let batch = schedule.step();
             let expected = run(&mut resident, &batch).unwrap();
@@ -765,7 +965,14 @@ fn a_step_reads_only_experts_that_rows_chose() {
 fn an_expert_that_has_changed_fails_the_step() {
     let (folder, mut source) = (Scratch::new(), open(&mixture()));
     let (context, vocab) = (source.spec.context.min(128), source.spec.vocab as u32);
-    let mut schedule = Schedule { random: 5, context, vocab, slots: vec![None; SLOTS], before: Vec::new() };
+    let mut schedule = Schedule {
+        random: 5,
+        context,
+        vocab,
+        slots: vec![None; SLOTS],
+        before: Vec::new(),
+        has_token: [false; SLOTS],
+    };
     let batch = std::iter::repeat_with(|| schedule.step()).find(|batch| !batch.spans.is_empty()).unwrap();
     let mut start = || with_experts_on_disk((&mut source, &folder), 0.0, usize::MAX).0;
     let mut right = start();

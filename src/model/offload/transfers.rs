@@ -16,15 +16,20 @@ use std::time::Duration;
 pub enum Stream {
     /// Weights that are read.
     LoadWeights,
-    /// Pages of KV caches that are read.
+    /// Pages of KV caches that are read, and V of single positions.
     LoadCache,
     /// Pages of KV caches that are written.
     StoreCache,
+    /// Attention outputs that were computed in the memory of the host.
+    LoadRows,
+    /// Queries, keys and values for attention in the memory of the host.
+    StoreRows,
 }
 
 impl Stream {
     /// All streams.
-    pub const ALL: [Stream; 3] = [Stream::LoadWeights, Stream::LoadCache, Stream::StoreCache];
+    pub const ALL: [Stream; 5] =
+        [Stream::LoadWeights, Stream::LoadCache, Stream::StoreCache, Stream::LoadRows, Stream::StoreRows];
 
     /// Returns the name of the stream in metrics and reports.
     pub fn name(self) -> &'static str {
@@ -32,6 +37,8 @@ impl Stream {
             Stream::LoadWeights => "load_weights",
             Stream::LoadCache => "load_kv",
             Stream::StoreCache => "store_kv",
+            Stream::LoadRows => "load_rows",
+            Stream::StoreRows => "store_rows",
         }
     }
 }
@@ -183,8 +190,11 @@ mod tests {
         transfers.add_layer(Stream::LoadWeights, Some(second));
         transfers.add_layer(Stream::LoadWeights, None);
         let first = transfers.take_new();
-        let bytes = [[0, 0], [5, 0], [0, 0]];
-        assert_eq!((first.bytes, first.stalls), (bytes, [second, Duration::ZERO, Duration::ZERO]));
+        let mut bytes = ByStream::default();
+        bytes[Stream::LoadCache as usize][0] = 5;
+        let mut stalls = [Duration::ZERO; Stream::ALL.len()];
+        stalls[Stream::LoadWeights as usize] = second;
+        assert_eq!((first.bytes, first.stalls), (bytes, stalls));
         assert_eq!((first.ready, first.late), (1, 1));
         assert_eq!(first.occupancy(), None);
         transfers.add_occupancy(1, 4);
@@ -196,9 +206,11 @@ mod tests {
         let experts = transfers.take_new();
         assert_eq!((experts.expert_hits, experts.expert_misses), (1, 2));
         transfers.add_bytes(Stream::StoreCache, Tier::Disk, 2);
-        let bytes = [[0, 0], [0, 0], [0, 2]];
-        assert_eq!(transfers.take_new(), TransferTotals { bytes, ..TransferTotals::default() });
+        let mut stored = ByStream::default();
+        stored[Stream::StoreCache as usize][1] = 2;
+        assert_eq!(transfers.take_new(), TransferTotals { bytes: stored, ..TransferTotals::default() });
         assert_eq!(transfers.take_new(), TransferTotals::default());
-        assert_eq!(transfers.totals().bytes, [[0, 0], [5, 0], [0, 2]]);
+        bytes[Stream::StoreCache as usize][1] = 2;
+        assert_eq!(transfers.totals().bytes, bytes);
     }
 }

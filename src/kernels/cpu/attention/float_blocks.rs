@@ -30,6 +30,9 @@ impl<C: FloatFormat> KvFormat for FloatBlocks<C> {
     fn v_len(v_dim: usize) -> usize {
         BLOCK * v_dim.next_multiple_of(LANES)
     }
+    fn v_parts(v_dim: usize) -> (usize, usize) {
+        (0, v_dim.next_multiple_of(LANES) * size_of::<C::Raw>())
+    }
 
     fn write_key(key: &[f32], at: usize, block: &mut [C::Raw]) {
         let mut encoded = [C::Raw::default(); 4 * LANES];

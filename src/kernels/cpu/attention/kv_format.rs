@@ -26,6 +26,10 @@ pub trait KvFormat: Send + Sync + 'static {
     /// Returns the units of a block of values of `v_dim` numbers.
     fn v_len(v_dim: usize) -> usize;
 
+    /// Returns the number of bytes that begin a block of values and are for all of its positions, and
+    /// that of each position after them, in order.
+    fn v_parts(v_dim: usize) -> (usize, usize);
+
     /// Writes a key (k_dim) to position `at` of a block.
     fn write_key(key: &[f32], at: usize, block: &mut [Self::Unit]);
     /// Writes a value (v_dim) to position `at` of a block.

@@ -40,7 +40,7 @@ pub use plan::{SpanItems, partial_capacity};
 
 use super::pool::{SharedSlice, ThreadPool};
 use super::simd::{LANES, Level};
-use crate::backend::{AttentionShape, KvLayer, KvLayout, StepLimits};
+use crate::backend::{AttentionShape, KvLayer, KvLayout, StepLimits, ValueSource};
 use crate::batch::StepState;
 use crate::host::HostBuf;
 use cache::CacheLayout;
@@ -99,6 +99,8 @@ pub struct AttentionInputs<'a> {
     /// (rows, heads, k_dim).
     pub q: &'a [f32],
     pub cache: &'a KvLayer<HostBuf>,
+    /// The source of V on pages that the cache lacks; `None` if it has all.
+    pub values: Option<&'a dyn ValueSource>,
 }
 
 /// Computes attention to `out` (rows, heads, v_dim). `span_items` is overwritten, and has capacity for all
@@ -112,7 +114,7 @@ pub fn attention(
     out: &mut [f32],
     (span_items, scratch): (&mut Vec<SpanItems>, &mut [f32]),
 ) {
-    let AttentionInputs { shape, q, cache } = inputs;
+    let AttentionInputs { shape, q, cache, values } = inputs;
     let layout = cache.layout;
     assert!(
         shape.heads.is_multiple_of(layout.kv_heads),
@@ -138,7 +140,7 @@ pub fn attention(
     let capacity = (scratch.len() - threads * thread_len) / partial_len(&layout);
     let plan = WorkPlan::new((step, span_items), shape, layout.kv_heads, threads, capacity);
     let (out, scratch) = (SharedSlice::new(out), SharedSlice::new(scratch));
-    let op = Attention { step, span_items, shape, group, layout, q, cache, out };
+    let op = Attention { step, span_items, shape, group, layout, q, cache, values, out };
     assert!(op.covers_relative_positions(), "the relative position bias covers every distance");
     dispatch_kv_format(layout.ty, RunAttention { pool, level, op: &op, plan, scratch, thread_len });
 }
@@ -154,6 +156,7 @@ struct Attention<'a> {
     layout: KvLayout,
     q: &'a [f32],
     cache: &'a KvLayer<HostBuf>,
+    values: Option<&'a dyn ValueSource>,
     out: SharedSlice<'a, f32>,
 }
 

@@ -213,6 +213,9 @@ impl<G: GroupFormat> KvFormat for QuantizedBlocks<G> {
     fn v_len(v_dim: usize) -> usize {
         BLOCK * Self::stored_bytes(v_dim.next_multiple_of(G::PADDING))
     }
+    fn v_parts(v_dim: usize) -> (usize, usize) {
+        Self::v_lens(v_dim)
+    }
 
     fn write_key(key: &[f32], at: usize, block: &mut [u8]) {
         let groups = block.chunks_mut(G::PARAMS * PARAM_BYTES + G::NUMBERS * G::BYTES);
