@@ -185,7 +185,7 @@ mod tests {
     const SEQUENCE: LiveSequence =
         LiveSequence { slot: 1, number: 7, prompt: 4, computed: 4, generated: 2, limit: 9 };
 
-    /// What a reader got does not change under its hands.
+    /// A reader's state does not change in its hands.
     #[test]
     fn a_reader_has_one_state_of_a_lane() {
         let view = view(4, 1);

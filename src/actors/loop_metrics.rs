@@ -49,7 +49,7 @@ pub struct LoopMetrics {
     /// Accepted drafts by their position in the step.
     accepted_at: [Counter; MAX_DEPTH],
     offload: OffloadMetrics,
-    /// What watchers see of the lane.
+    /// The view of the lane for those who watch.
     live: Arc<LiveLane>,
 }
 

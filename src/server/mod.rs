@@ -105,7 +105,7 @@ use turns::{FairPool, PoolLimits};
 pub struct ServeParts {
     pub intake: IntakeHandle,
     pub status: Arc<Status>,
-    /// What watchers see of the sequences in flight.
+    /// The view of the sequences in flight for those who watch.
     pub live: Arc<LiveView>,
     /// The report of the engine's start, with a line "NAME  VALUE" for each fact.
     pub report: Arc<str>,

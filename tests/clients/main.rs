@@ -1,11 +1,11 @@
 //! Checks with third-party programs: the official OpenAI package in a scripted session, the web page in
-//! headless Chromium, and promtool on `/metrics` and on the monitoring files. Checks whose program is not installed are reported and counted; a
-//! test harness would hide that, so this binary has none.
+//! headless Chromium, and promtool on `/metrics` and on the monitoring files. Checks whose program is not
+//! installed are reported and counted; a test harness would hide that, so this binary has none.
 //!
 //! `CLIENTS_PYTHON` is a Python interpreter with the packages of `clients/requirements.txt`; the default is
-//! that of `target/clients-venv`. With `SCREENSHOTS=FOLDER`, pictures of the page are written there. With `CLIENTS_REQUIRED=1` a missing package is a failure, with
-//! `PROMTOOL_REQUIRED=1` a missing promtool. (The variables do not have the program's prefix, because it
-//! refuses unknown variables with it.)
+//! that of `target/clients-venv`. With `SCREENSHOTS=FOLDER`, pictures of the page are written there. With
+//! `CLIENTS_REQUIRED=1` a missing package is a failure, with `PROMTOOL_REQUIRED=1` a missing promtool. (The
+//! variables do not have the program's prefix, because it refuses unknown variables with it.)
 //!
 //! Invariant: every check prints one line, and the last line counts them.
 

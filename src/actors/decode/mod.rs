@@ -72,7 +72,7 @@ pub struct LoopHandles {
     pub host_pool: Arc<HostPool>,
     /// Counts of the bytes that the devices move between memory and disk.
     pub transfers: Arc<Transfers>,
-    /// What watchers see.
+    /// The view of those who watch.
     pub live: Arc<LiveView>,
 }
 
@@ -303,7 +303,6 @@ impl DecodeLoop {
         self.report_sequences();
         let plan = self.update_slots().await?;
         self.apply_plan(&plan);
-        self.show_sequences(&plan);
         self.pending_work = self.plan_work(&plan);
         self.slot_plan = Some(plan);
         Some(())
@@ -406,12 +405,6 @@ impl DecodeLoop {
                 running.prompt_scheduled = chunk.last;
             }
         }
-    }
-
-    /// Shows the running sequences to those who watch the lane.
-    fn show_sequences(&self, plan: &SlotPlan) {
-        let sequences = self.running.iter().map(RunningSequence::live);
-        self.handles.live.show(self.lane, plan.window.clone(), sequences);
     }
 
     /// Sends the changes to the KV manager, and returns the new slot plan.

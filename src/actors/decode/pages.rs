@@ -3,6 +3,7 @@
 //! Invariant: a sequence has pages for all positions of a step before the step is sent.
 
 use super::DecodeLoop;
+use super::running::RunningSequence;
 use crate::actors::kv::SlotPlan;
 use crate::actors::prefill::Requeue;
 
@@ -46,6 +47,13 @@ impl DecodeLoop {
                 running.pages = running.pages.max((next + running.depth()).div_ceil(page_positions));
             }
         }
+        self.show_sequences(plan);
+    }
+
+    /// Shows the running sequences to those who watch the lane.
+    pub(super) fn show_sequences(&self, plan: &SlotPlan) {
+        let sequences = self.running.iter().map(RunningSequence::live);
+        self.handles.live.show(self.lane, plan.window.clone(), sequences);
     }
 
     /// Drops the sequences that have all their results and ended, and hands preempted ones back to prefill.

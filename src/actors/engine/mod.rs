@@ -138,7 +138,7 @@ impl ModelInfo {
 pub struct Engine {
     pub intake: IntakeHandle,
     pub status: Arc<Status>,
-    /// What watchers see of the sequences in flight.
+    /// The view of the sequences in flight for those who watch.
     pub live: Arc<LiveView>,
     pub tokenizer: Arc<Tokenizer>,
     pub sampling: Arc<ModelSampling>,
@@ -339,12 +339,7 @@ fn start_control(
         setup.scheduler;
     let (limits, lanes, kv) = (setup.limits, setup.lanes, setup.kv);
     let thread = control.handle();
-    let window = limits.window.map(|window| WindowCache {
-        pages: kv.window_pages,
-        window,
-        step_pages: limits.pages_of_window(window),
-    });
-    let pool = PagePool::with_window(kv.pages, limits.page_positions, window);
+    let (pool, window) = page_pool(kv, &limits);
     let live = Arc::new(LiveView::new(split_slots(slots, lanes), pool.clone()));
     let prefix_rules = setup.prefix_rules.clone();
     let generated_mark = prefix_rules.generated_mark();
@@ -399,6 +394,16 @@ fn start_control(
         Intake::new(intake_limits, queue, prefill.recipient(), status)
     });
     (Actors { intake, kv }, live)
+}
+
+/// Creates the pool of the cache's pages. Also returns the cache of windowed layers with pages of their own.
+fn page_pool(kv: KvCacheConfig, limits: &StepLimits) -> (PagePool, Option<WindowCache>) {
+    let window = limits.window.map(|window| WindowCache {
+        pages: kv.window_pages,
+        window,
+        step_pages: limits.pages_of_window(window),
+    });
+    (PagePool::with_window(kv.pages, limits.page_positions, window), window)
 }
 
 /// Compiles the model's chat template, if it has one.

@@ -9,8 +9,8 @@ use super::page_plan::Plan;
 use super::tier::Tier;
 use super::transfers::Stream;
 use mainstem_kernels::ValueSource;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// The source of the pages of V that the cache of a layer lacks, until the layer is released.
